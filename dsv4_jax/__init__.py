@@ -1,0 +1,54 @@
+"""dsv4_jax: the KV cache of DeepSeek-V4 for JAX, with the decode path that uses it.
+
+Names load on first use, so that `import dsv4_jax.manager` (a scheduler process) imports no jax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import model as model
+    from .cache import KVCache as KVCache
+    from .cache import LayerCacheHandle as LayerCacheHandle
+    from .cache import init_cache as init_cache
+    from .config import AttentionType as AttentionType
+    from .config import DSV4Config as DSV4Config
+    from .config import LayerSpec as LayerSpec
+    from .config import build_schedule as build_schedule
+    from .layout import CacheLayout as CacheLayout
+    from .layout import CacheSize as CacheSize
+    from .layout import build_schema as build_schema
+    from .plan import StepPlan as StepPlan
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AttentionType": "config",
+    "DSV4Config": "config",
+    "LayerSpec": "config",
+    "build_schedule": "config",
+    "CacheLayout": "layout",
+    "CacheSize": "layout",
+    "build_schema": "layout",
+    "StepPlan": "plan",
+    "KVCache": "cache",
+    "LayerCacheHandle": "cache",
+    "init_cache": "cache",
+}
+_SUBMODULES = ("errors", "manager", "model", "ops")
+
+__all__ = ["__version__", *_HOME, *_SUBMODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    if name in _SUBMODULES:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,97 @@
+"""Every error this package raises on purpose.
+
+Each class also derives from the builtin a caller would reach for (`ValueError`, `RuntimeError`),
+so `except ValueError` keeps working, and every message names what was wrong, where, and the range.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BlockReleaseError",
+    "CacheError",
+    "CapacityError",
+    "CheckpointError",
+    "ConfigError",
+    "ContextLimitError",
+    "ImplementationError",
+    "LayoutError",
+    "NoFreeSlotError",
+    "OutOfBlocksError",
+    "PlanError",
+    "RequestError",
+    "ShapeError",
+]
+
+
+class CacheError(Exception):
+    """Base class of all errors of `dsv4_jax`."""
+
+
+class ConfigError(CacheError, ValueError):
+    """A model configuration is missing a field or a field has an impossible value."""
+
+    def __init__(self, field: str, problem: str):
+        self.field = field
+        super().__init__(f"config field '{field}': {problem}")
+
+
+class LayoutError(CacheError, ValueError):
+    """A cache layout was asked for that does not exist (format, block size, layer kind)."""
+
+
+class ShapeError(CacheError, ValueError):
+    """An array has the wrong shape or dtype for the operation it was given to."""
+
+
+class CapacityError(CacheError, ValueError):
+    """A capacity question has no answer: too little memory, or too few givens."""
+
+
+class CheckpointError(CacheError, ValueError):
+    """A checkpoint directory is incomplete or does not match its config."""
+
+
+class ImplementationError(CacheError, RuntimeError):
+    """The requested implementation of an op does not exist or cannot run here."""
+
+
+class PlanError(CacheError, ValueError):
+    """A step cannot be planned from these feeds."""
+
+
+class ContextLimitError(PlanError):
+    """A request would grow past the block table of its slot."""
+
+    def __init__(self, request: object, tokens: int, limit: int):
+        self.request, self.tokens, self.limit = request, tokens, limit
+        super().__init__(f"request {request}: {tokens} tokens exceed the context limit of {limit} tokens")
+
+
+class RequestError(CacheError, ValueError):
+    """A request is unknown, already released, or belongs to another manager."""
+
+
+class NoFreeSlotError(CacheError, RuntimeError):
+    """All request slots are taken."""
+
+    def __init__(self, total: int):
+        self.total = total
+        super().__init__(f"max concurrent requests exceeded: requested 1 slot, 0 available (of {total} total)")
+
+
+class OutOfBlocksError(CacheError, RuntimeError):
+    """The block pool cannot serve a request; nothing was taken from it."""
+
+    def __init__(self, requested: int, available: int, total: int, pool: str = "device"):
+        self.requested, self.available, self.total, self.pool = requested, available, total, pool
+        super().__init__(
+            f"KV cache OOM in the {pool} pool: requested {requested} blocks, {available} available (of {total} total)"
+        )
+
+
+class BlockReleaseError(CacheError, ValueError):
+    """A block id was released that is not held: released twice, null, or out of range."""
+
+    def __init__(self, block: int, problem: str, total: int):
+        self.block, self.total = block, total
+        super().__init__(f"cannot release block {block}: {problem} (valid ids are 1..{total})")

@@ -1,0 +1,72 @@
+"""Index key in MXFP4: e2m1 codes, two to a byte, one ue8m0 scale per 32 dims (68 bytes at V4's width 128).
+
+scale = 2^ceil(log2(max(amax, 6 * 2^-126) / 6)); values round to nearest even on
+{0, .5, 1, 1.5, 2, 3, 4, 6}; element 2i sits in the low nibble (DeepSeek-V4 `fp4_act_quant`).
+
+Defined corner cases: e2m1 has no NaN, so a group with a NaN gets the ue8m0 NaN scale 0xFF and
+decodes to NaN as a whole; Inf counts as the largest float32 for the scale and decodes to Inf;
+float32 subnormals count as zero.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import FP4_GROUP, RowFormat
+from .scaling import UE8M0_NAN, absmax, flush_subnormals, grouped, power_of_two, ue8m0_scale_exponent
+
+__all__ = ["decode", "encode", "round_trip"]
+
+_AMAX_FLOOR = np.float32(6.0 * 2.0**-126)
+_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+# Code c is chosen above the midpoint to c - 1; a midpoint itself goes to the even code.
+_MIDPOINTS = (_VALUES[1:] + _VALUES[:-1]) / 2
+
+
+def encode(fmt: RowFormat, x: jax.Array) -> tuple[jax.Array, ...]:
+    """[..., dim] float -> (codes uint8 [..., dim / 2], scale uint8 [..., ceil(dim / 32)])."""
+    codes, exponent, nan = _quantise(x)
+    codes = codes.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+    packed = codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
+    scale = jnp.where(nan, UE8M0_NAN, (exponent + np.int32(127)).astype(jnp.uint8))
+    return packed, scale
+
+
+def decode(fmt: RowFormat, parts: tuple[jax.Array, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    """The stored parts of keys -> [..., dim] in `dtype`."""
+    packed, scale = parts
+    codes = jnp.stack([packed & np.uint8(15), packed >> np.uint8(4)], -1).reshape(*packed.shape[:-1], -1)
+    groups = _values(grouped(codes, FP4_GROUP))
+    factor = power_of_two(scale.astype(jnp.int32) - np.int32(127))
+    factor = jnp.where(scale == UE8M0_NAN, np.float32(np.nan), factor)
+    values = (groups * factor[..., None]).reshape(*packed.shape[:-1], -1)
+    return values[..., : fmt.dim].astype(dtype)
+
+
+def round_trip(x: jax.Array) -> jax.Array:
+    """What FP4 storage would make of x, [..., n] float32: for the indexer's queries (QAT)."""
+    codes, exponent, nan = _quantise(x)
+    factor = jnp.where(nan, np.float32(np.nan), power_of_two(exponent))
+    return (_values(codes) * factor[..., None]).reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+
+
+def _quantise(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[..., n] -> codes uint8 [..., g, 32], exponent int32 [..., g], has-NaN bool [..., g]."""
+    groups = grouped(flush_subnormals(x), FP4_GROUP)
+    exponent = ue8m0_scale_exponent(absmax(groups, _AMAX_FLOOR), 6.0)
+    scaled = groups * power_of_two(-exponent)[..., None]
+    magnitude = jnp.abs(scaled)
+    code = jnp.zeros(scaled.shape, jnp.uint8)
+    for i, midpoint in enumerate(_MIDPOINTS):
+        above = magnitude >= midpoint if i % 2 else magnitude > midpoint
+        code = code + above.astype(jnp.uint8)
+    sign = (jnp.signbit(scaled)).astype(jnp.uint8) << np.uint8(3)
+    nan = jnp.isnan(groups)
+    return jnp.where(nan, np.uint8(0), code | sign), exponent, nan.any(-1)
+
+
+def _values(codes: jax.Array) -> jax.Array:
+    magnitude = jnp.asarray(_VALUES)[(codes & np.uint8(7)).astype(jnp.int32)]
+    return jnp.where((codes & np.uint8(8)) != 0, -magnitude, magnitude)

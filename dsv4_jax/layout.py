@@ -1,0 +1,320 @@
+"""The one layout record: shapes, bytes and addresses of every cache array. Imports no jax.
+
+A *leaf* is one device array. Leaves come in three scopes:
+
+* block scope (paged pools):  `[layers * blocks * rows_per_block, width]`
+* slot scope (per request):   `[layers * slots * rows_per_slot, width]`
+* the block table:            `[slots, max_blocks_per_request]` int32
+
+Row of layer ordinal j (counted among layers of its kind), block or slot u and row r in it:
+`(j * units + u) * rows + r`. Unit 0 of either scope is null: never handed out, never read.
+
+Slot rings are addressed by absolute position: row = position mod R. With `draft_tokens = n` a
+verify step writes 1 + n positions of which any prefix may be kept, so R >= needed history + n
+(spec: W + n for the window, 2m + n for the CSA compressor, r + n for the raw HCA ring) and the
+online HCA state keeps n + 2 banks, so the state before the step survives every rejection.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from typing import Literal
+
+import numpy as np
+
+from .config import AttentionType, DSV4Config, LayerSpec, build_schedule
+from .errors import LayoutError
+from .formats import RowFormat, index_format, kv_format
+
+__all__ = ["CacheLayout", "CacheSize", "LayerCacheSchema", "LeafSpec", "build_schema"]
+
+Scope = Literal["block", "slot", "table"]
+MAX_LEAVES = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCacheSchema:
+    """What one layer keeps in the cache.
+
+    Attributes:
+        attn: the layer's attention kind.
+        block_tokens: original tokens per block.
+        entries_per_block: compressed entries of a block (0 for SWA).
+        indexer_entries_per_block: index keys of a block (0 unless CSA).
+        tail_buffer_size: pending tokens that can wait for their entry, ratio - 1 (0 for SWA).
+        overlap_rows: rows of the previous entry's tokens that CSA also needs (its ratio).
+        swa_window_size: tokens of the sliding window, the token itself included.
+        entry_head_dim: width of a KV row.
+    """
+
+    attn: AttentionType
+    block_tokens: int
+    entries_per_block: int
+    indexer_entries_per_block: int
+    tail_buffer_size: int
+    overlap_rows: int
+    swa_window_size: int
+    entry_head_dim: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafSpec:
+    """One device array: see the module docstring for the addressing."""
+
+    pool: str
+    part: str
+    scope: Scope
+    layers: int
+    rows: int
+    width: int
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.pool}.{self.part}"
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * np.dtype(self.dtype).itemsize
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one block (or slot) over all layers."""
+        return self.layers * self.rows * self.row_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSize:
+    """How much of everything: usable units, the null unit 0 of each scope not counted.
+
+    Attributes:
+        num_blocks: blocks that can be allocated (ids 1..num_blocks).
+        num_slots: requests that can be live at once (slots 1..num_slots).
+        max_blocks_per_request: width of the block table.
+        num_snapshots: extra slots (after the request slots) that hold state snapshots.
+    """
+
+    num_blocks: int
+    num_slots: int
+    max_blocks_per_request: int
+    num_snapshots: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_blocks", 1), ("num_slots", 1), ("max_blocks_per_request", 1), ("num_snapshots", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+                raise LayoutError(f"CacheSize.{name} must be an integer >= {least}, got {value!r}")
+
+    @property
+    def block_units(self) -> int:
+        return self.num_blocks + 1
+
+    @property
+    def slot_units(self) -> int:
+        return self.num_slots + self.num_snapshots + 1
+
+
+class CacheLayout:
+    """Built once from the model and the storage choices; everything else reads it. Immutable, hashable.
+
+    Args:
+        cfg: the model.
+        kv_format: stored form of SWA, CSA and HCA rows: "fp8", "fp8_per_entry", "bf16", "f32".
+        index_format: stored form of index keys: "fp4", "fp8", "bf16", "f32".
+        block_tokens: tokens per block, a multiple of lcm(CSA ratio, HCA ratio) (128 for V4).
+            Defaults to the smallest multiple of that lcm that is at least 128.
+        draft_tokens: drafts a verify step may carry beside its first token.
+        hca_state: "online" (softmax triple, 3 rows of head_dim per layer) or "raw" (ring of rows).
+        include_mtp: also hold the SWA windows of the MTP layers.
+
+    Raises:
+        LayoutError: unknown format, impossible block size, negative draft count.
+    """
+
+    def __init__(
+        self,
+        cfg: DSV4Config,
+        kv_format: str = "fp8",
+        index_format: str = "fp4",
+        block_tokens: int | None = None,
+        draft_tokens: int = 0,
+        *,
+        hca_state: Literal["online", "raw"] = "online",
+        include_mtp: bool = False,
+    ):
+        self.cfg = cfg
+        self.schedule = build_schedule(cfg, include_mtp=include_mtp)
+        lcm = math.lcm(*(cfg.ratio(k) for k in (AttentionType.CSA, AttentionType.HCA) if cfg.count(k)))
+        self.block_tokens = -(-128 // lcm) * lcm if block_tokens is None else block_tokens
+        if not isinstance(self.block_tokens, int) or self.block_tokens < 1 or self.block_tokens % lcm:
+            raise LayoutError(f"block_tokens must be a positive multiple of {lcm}, got {block_tokens!r}")
+        if not isinstance(draft_tokens, int) or draft_tokens < 0:
+            raise LayoutError(f"draft_tokens must be a non-negative integer, got {draft_tokens!r}")
+        if hca_state not in ("online", "raw"):
+            raise LayoutError(f"hca_state must be 'online' or 'raw', got {hca_state!r}")
+        self.draft_tokens = draft_tokens
+        self.hca_state = hca_state
+        self.include_mtp = include_mtp
+        self.kv_row: RowFormat = _kv_row(kv_format, cfg)
+        self.index_row: RowFormat = _index_row(index_format, cfg)
+        self.window_rows = cfg.sliding_window + draft_tokens
+        self.csa_ring_rows = 2 * cfg.csa_ratio + draft_tokens
+        self.hca_rows = (
+            cfg.hca_ratio + draft_tokens if hca_state == "raw" else (draft_tokens + 2 if draft_tokens else 1)
+        )
+        counts = {kind: sum(s.attn is kind for s in self.schedule) for kind in AttentionType}
+        self.leaves: tuple[LeafSpec, ...] = tuple(_leaves(self, counts))
+        assert len(self.leaves) < MAX_LEAVES, "a layout must stay cheap to dispatch"
+        ordinals, seen = [], dict.fromkeys(AttentionType, 0)
+        for spec in self.schedule:
+            ordinals.append(seen[spec.attn])
+            seen[spec.attn] += 1
+        self._kind_ordinal = tuple(ordinals)
+        self._key = (cfg, kv_format, index_format, self.block_tokens, draft_tokens, hca_state, include_mtp)
+        self._hash = hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, CacheLayout) and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return (
+            f"CacheLayout({self.cfg.num_layers} layers, kv_format={self.kv_row.name!r}, "
+            f"index_format={self.index_row.name!r}, block_tokens={self.block_tokens}, "
+            f"draft_tokens={self.draft_tokens}, hca_state={self.hca_state!r})"
+        )
+
+    def layer(self, layer_idx: int) -> LayerSpec:
+        """The schedule entry of a layer. Raises `LayoutError` if there is no such layer."""
+        if not 0 <= layer_idx < len(self.schedule):
+            raise LayoutError(f"layer {layer_idx} out of range: this layout has layers 0..{len(self.schedule) - 1}")
+        return self.schedule[layer_idx]
+
+    def ordinal(self, layer_idx: int) -> int:
+        """Position of a layer among the layers of its kind: its index in CSA and HCA leaves."""
+        return self._kind_ordinal[layer_idx]
+
+    def entries_per_block(self, attn: AttentionType) -> int:
+        ratio = self.cfg.ratio(attn)
+        return self.block_tokens // ratio if ratio else 0
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-tokens // self.block_tokens)
+
+    # Bytes. All are sums over the leaves, so they cannot drift from what is allocated.
+
+    def leaf_shape(self, leaf: LeafSpec, size: CacheSize) -> tuple[int, int]:
+        if leaf.scope == "table":
+            return size.slot_units, size.max_blocks_per_request
+        units = size.block_units if leaf.scope == "block" else size.slot_units
+        return leaf.layers * units * leaf.rows, leaf.width
+
+    def leaf_bytes(self, leaf: LeafSpec, size: CacheSize) -> int:
+        rows, width = self.leaf_shape(leaf, size)
+        return rows * width * np.dtype(leaf.dtype).itemsize
+
+    def total_bytes(self, size: CacheSize) -> int:
+        """Bytes `init_cache` allocates for this size, null units included."""
+        return sum(self.leaf_bytes(leaf, size) for leaf in self.leaves)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers: its entries and index keys."""
+        return sum(leaf.unit_bytes for leaf in self.leaves if leaf.scope == "block")
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Paged bytes per cached token, exact (a multiple of 1 / block_tokens)."""
+        return self.bytes_per_block / self.block_tokens
+
+    @property
+    def window_bytes_per_request(self) -> int:
+        return sum(leaf.unit_bytes for leaf in self.leaves if leaf.pool == "swa")
+
+    @property
+    def state_bytes_per_request(self) -> int:
+        """Compressor state of one slot (window not counted)."""
+        return sum(leaf.unit_bytes for leaf in self.leaves if leaf.scope == "slot" and leaf.pool != "swa")
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Window and compressor state of one slot, over all layers."""
+        return self.window_bytes_per_request + self.state_bytes_per_request
+
+    def request_bytes(self, tokens: int) -> int:
+        """What a request of this many tokens occupies: its slot and its blocks."""
+        return self.bytes_per_slot + self.blocks_for(tokens) * self.bytes_per_block
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest that two caches share exactly if their blocks have the same bytes and meaning."""
+        facts = [dataclasses.astuple(leaf) for leaf in self.leaves]
+        facts.append((self.kv_row.name, self.index_row.name, self.block_tokens, self.cfg.csa_ratio, self.cfg.hca_ratio))
+        facts.append([spec.attn.value for spec in self.schedule])
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def build_schema(cfg: DSV4Config, layer: LayerSpec, *, block_tokens: int | None = None) -> LayerCacheSchema:
+    """What a layer keeps in the cache, per block and per request.
+
+    Raises:
+        LayoutError: `block_tokens` is not a multiple of the layer's ratio.
+    """
+    tokens = math.lcm(cfg.csa_ratio, cfg.hca_ratio) if block_tokens is None else block_tokens
+    if block_tokens is None:
+        tokens *= -(-128 // tokens)
+    ratio = cfg.ratio(layer.attn)
+    if ratio and (tokens < 1 or tokens % ratio):
+        raise LayoutError(f"block_tokens must be a positive multiple of {ratio}, got {tokens!r}")
+    entries = tokens // ratio if ratio else 0
+    csa = layer.attn is AttentionType.CSA
+    return LayerCacheSchema(
+        attn=layer.attn,
+        block_tokens=tokens,
+        entries_per_block=entries,
+        indexer_entries_per_block=entries if csa else 0,
+        tail_buffer_size=ratio - 1 if ratio else 0,
+        overlap_rows=ratio if csa else 0,
+        swa_window_size=cfg.sliding_window,
+        entry_head_dim=cfg.head_dim,
+    )
+
+
+def _kv_row(name: str, cfg: DSV4Config) -> RowFormat:
+    return kv_format(name, cfg.head_dim, cfg.rope_dim)
+
+
+def _index_row(name: str, cfg: DSV4Config) -> RowFormat:
+    return index_format(name, cfg.index_head_dim)
+
+
+def _leaves(layout: CacheLayout, counts: dict[AttentionType, int]) -> list[LeafSpec]:
+    cfg = layout.cfg
+    csa, hca = counts[AttentionType.CSA], counts[AttentionType.HCA]
+    leaves: list[LeafSpec] = []
+
+    def pool(name: str, scope: Scope, layers: int, rows: int, row: RowFormat) -> None:
+        leaves.extend(LeafSpec(name, p.name, scope, layers, rows, p.width, p.dtype) for p in row.parts if layers)
+
+    pool("swa", "slot", len(layout.schedule), layout.window_rows, layout.kv_row)
+    pool("csa", "block", csa, layout.entries_per_block(AttentionType.CSA), layout.kv_row)
+    pool("hca", "block", hca, layout.entries_per_block(AttentionType.HCA), layout.kv_row)
+    pool("index", "block", csa, layout.entries_per_block(AttentionType.CSA), layout.index_row)
+    if csa:
+        # Row: [kv 2e | score 2e]; the first e of each belong to the next entry, the last e to its own.
+        leaves.append(LeafSpec("csa_state", "rows", "slot", csa, layout.csa_ring_rows, 4 * cfg.head_dim, "float32"))
+        leaves.append(
+            LeafSpec("index_state", "rows", "slot", csa, layout.csa_ring_rows, 4 * cfg.index_head_dim, "float32")
+        )
+    if hca:
+        # Online: [max | sum | acc] per bank. Raw: [kv | score] per position.
+        width = (3 if layout.hca_state == "online" else 2) * cfg.head_dim
+        leaves.append(LeafSpec("hca_state", "rows", "slot", hca, layout.hca_rows, width, "float32"))
+    leaves.append(LeafSpec("block_table", "ids", "table", 1, 1, 0, "int32"))
+    return leaves

@@ -1,0 +1,84 @@
+"""attend: one softmax over the window and the selected compressed entries, with a sink."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..formats import RowFormat, codec
+from .append import Rows, load
+from .dispatch import Implementation, implementation_for
+
+__all__ = ["attend"]
+
+
+def attend(
+    queries: jax.Array,
+    sink: jax.Array,
+    window: Rows,
+    window_ids: jax.Array,
+    window_visible: jax.Array,
+    entries: Rows | None,
+    entry_ids: jax.Array | None,
+    entry_count: jax.Array | None,
+    *,
+    scale: float,
+    fmt: RowFormat,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Sparse MQA where keys and values are the same rows (spec 2.7).
+
+    z_k = scale * q . K_k; o = sum_k e^z_k K_k / (sum_k e^z_k + e^sink).
+
+    Args:
+        queries: [T, H, dim].
+        sink: [H] float32 logit of the sink.
+        window, window_ids, window_visible: as from `window_view`: rows, [T, W] ids, [T, W] mask.
+        entries: compressed-entry leaves, or None for SWA layers.
+        entry_ids: [T, K] int32 row ids into `entries` (in range; anything where not counted).
+        entry_count: [T] int32: the first so many of `entry_ids` are keys.
+        scale: softmax scale, head_dim ** -0.5.
+
+    Returns:
+        (out [T, H, dim] float32, lse [T, H] float32 = log sum_k e^z_k without the sink).
+        A token that sees no key gives 0 and -inf.
+    """
+    fn = implementation_for("attend", _attend, implementation)
+    return fn(queries, sink, window, window_ids, window_visible, entries, entry_ids, entry_count, scale, fmt)
+
+
+def _attend(
+    queries: jax.Array,
+    sink: jax.Array,
+    window: Rows,
+    window_ids: jax.Array,
+    window_visible: jax.Array,
+    entries: Rows | None,
+    entry_ids: jax.Array | None,
+    entry_count: jax.Array | None,
+    scale: float,
+    fmt: RowFormat,
+) -> tuple[jax.Array, jax.Array]:
+    decode = codec(fmt).decode
+
+    def one(args: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q, w_ids, visible, *rest = args
+        keys = decode(fmt, load(window, w_ids), jnp.float32)
+        if entries is not None:
+            e_ids, count = rest
+            keys = jnp.concatenate([keys, decode(fmt, load(entries, e_ids), jnp.float32)])
+            visible = jnp.concatenate([visible, jnp.arange(e_ids.shape[0]) < count])
+        # Rows that are not keys may hold anything: keep them out of the products, NaN included.
+        keys = jnp.where(visible[:, None], keys, np.float32(0))
+        logits = jnp.einsum("hd,kd->hk", q, keys, precision=lax.Precision.HIGHEST) * np.float32(scale)
+        logits = jnp.where(visible, logits, -np.float32(np.inf))
+        top = jnp.maximum(logits.max(-1), sink)
+        weights = jnp.exp(logits - top[:, None])
+        total = weights.sum(-1)
+        out = jnp.einsum("hk,kd->hd", weights, keys, precision=lax.Precision.HIGHEST)
+        return out / (total + jnp.exp(sink - top))[:, None], jnp.log(total) + top
+
+    rest = () if entries is None else (entry_ids, entry_count)
+    return lax.map(one, (queries.astype(jnp.float32), window_ids, window_visible, *rest), batch_size=16)

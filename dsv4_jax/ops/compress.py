@@ -1,0 +1,305 @@
+"""compress: the CSA and HCA compressors. Update per-request state, emit finished entries, in place.
+
+Entry s of ratio r covers tokens r*s .. r*s + r - 1 and is emitted when the last of them is fed
+(spec 2.4). A pooled row is softmax-weighted per channel, RMS-normalised, rotated to the position
+of its block's first token, optionally Hadamard-rotated, quantised and stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..formats import RowFormat
+from ..plan import StepPlan
+from .append import Rows, append, load, pin, ring_row
+from .dispatch import Implementation, implementation_for
+from .numerics import hadamard, rms_norm, rope, rounded, tree_sum
+
+__all__ = ["Compressor", "Finish", "compress_csa", "compress_hca"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compressor:
+    """The static geometry of one layer's compressor: sizes of its state ring and its pool.
+
+    Attributes:
+        ratio: tokens per entry.
+        ordinal: index of the layer among those its leaves hold.
+        slots: slots of the state leaf, the null slot included.
+        ring: rows per slot of the state leaf.
+        base: first row of the layer in the pool leaves.
+        rows_per_block: entries per block.
+        fmt: row format of the pool.
+    """
+
+    ratio: int
+    ordinal: int
+    slots: int
+    ring: int
+    base: int
+    rows_per_block: int
+    fmt: RowFormat
+
+
+@dataclasses.dataclass(frozen=True)
+class Finish:
+    """What turns a pooled row into a stored entry: norm weight [e], RoPE frequencies, Hadamard or not."""
+
+    norm: jax.Array
+    inv_freq: jax.Array
+    eps: float = 1e-6
+    hadamard: bool = False
+
+    def __call__(self, pooled: jax.Array, position: jax.Array) -> jax.Array:
+        """[N, e] pooled rows of entries whose first token is at `position` [N] -> [N, e] rows."""
+        row = rope(rms_norm(pooled, self.norm, self.eps), position, self.inv_freq)
+        return hadamard(row) if self.hadamard else row
+
+
+jax.tree_util.register_dataclass(Finish, data_fields=["norm", "inv_freq"], meta_fields=["eps", "hadamard"])
+
+
+def compress_csa(
+    state: jax.Array,
+    pool: Rows,
+    kv: jax.Array,
+    score: jax.Array,
+    plan: StepPlan,
+    table: jax.Array,
+    finish: Finish,
+    *,
+    geometry: Compressor,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, Rows]:
+    """Feeds one layer's CSA compressor (main or indexer).
+
+    Entry s pools 2r rows: the first halves of kv and score of the r tokens before its block and
+    the second halves of its own r tokens; rows before position 0 do not exist.
+
+    Args:
+        state: [layers * slots * ring, 4e] float32 ring of [kv | score] rows.
+        pool: entry leaves.
+        kv, score: [T, 2e] float32; the score already holds the position bias.
+        table: [slots, columns] int32 block table.
+
+    Returns:
+        (state, pool) updated.
+    """
+    fn = implementation_for("compress", _compress_csa, implementation)
+    return fn(state, pool, kv, score, plan, table, finish, geometry, implementation)
+
+
+def compress_hca(
+    state: jax.Array,
+    pool: Rows,
+    kv: jax.Array,
+    score: jax.Array,
+    plan: StepPlan,
+    table: jax.Array,
+    finish: Finish,
+    *,
+    geometry: Compressor,
+    mode: Literal["online", "raw"] = "online",
+    implementation: Implementation = None,
+) -> tuple[jax.Array, Rows]:
+    """Feeds one layer's HCA compressor: entry s pools its own r rows.
+
+    Args:
+        state: online: [layers * slots * banks, 3e] float32 rows [max | sum | acc], the state after
+            position p in bank p mod banks. raw: [layers * slots * ring, 2e] ring of [kv | score].
+        kv, score: [T, e] float32; the score already holds the position bias.
+        mode: "online" takes tokens one at a time in position order whatever the chunking, so its
+            result differs from "raw" (a two-pass softmax) by float32 rounding.
+
+    Other arguments and the result are as in `compress_csa`.
+    """
+    reference = _compress_hca_online if mode == "online" else _compress_hca_raw
+    fn = implementation_for("compress", reference, implementation)
+    return fn(state, pool, kv, score, plan, table, finish, geometry, implementation)
+
+
+def _compress_csa(
+    state: jax.Array,
+    pool: Rows,
+    kv: jax.Array,
+    score: jax.Array,
+    plan: StepPlan,
+    table: jax.Array,
+    finish: Finish,
+    geometry: Compressor,
+    implementation: Implementation,
+) -> tuple[jax.Array, Rows]:
+    ratio, width = geometry.ratio, kv.shape[-1] // 2
+    rows, exists, state = _rows_behind(state, kv, score, plan, plan.flush_tokens, 2 * ratio, geometry)
+    own = jnp.arange(2 * ratio)[:, None] >= ratio
+    values = jnp.where(own, rows[..., width : 2 * width], rows[..., :width])
+    logits = jnp.where(own, rows[..., 3 * width :], rows[..., 2 * width : 3 * width])
+    pooled = _softmax_pool(values, logits, exists)
+    pool = _emit(pool, pooled, plan, plan.flush_tokens, table, finish, geometry, implementation)
+    return _write_ring(state, kv, score, plan, geometry), pool
+
+
+def _compress_hca_raw(
+    state: jax.Array,
+    pool: Rows,
+    kv: jax.Array,
+    score: jax.Array,
+    plan: StepPlan,
+    table: jax.Array,
+    finish: Finish,
+    geometry: Compressor,
+    implementation: Implementation,
+) -> tuple[jax.Array, Rows]:
+    width = kv.shape[-1]
+    last = _last_of_group(plan)
+    rows, exists, state = _rows_behind(state, kv, score, plan, last, geometry.ratio, geometry)
+    pooled = _softmax_pool(rows[..., :width], rows[..., width:], exists)
+    pool = _emit(pool, pooled, plan, last, table, finish, geometry, implementation)
+    return _write_ring(state, kv, score, plan, geometry), pool
+
+
+def _compress_hca_online(
+    state: jax.Array,
+    pool: Rows,
+    kv: jax.Array,
+    score: jax.Array,
+    plan: StepPlan,
+    table: jax.Array,
+    finish: Finish,
+    geometry: Compressor,
+    implementation: Implementation,
+) -> tuple[jax.Array, Rows]:
+    tokens, width, banks = kv.shape[0], kv.shape[-1], geometry.ring
+    groups, length = plan.group_tokens.shape
+    first = jnp.minimum(plan.group_tokens[:, 0], np.int32(tokens - 1))
+    live = (plan.group_tokens[:, 0] < tokens) & (plan.token_slot[first] > 0)
+    slot, start = plan.token_slot[first], plan.token_position[first]
+
+    before = jnp.maximum(start - np.int32(1), 0)
+    bank = ring_row(geometry.ordinal, geometry.slots, banks, slot, before)
+    (carried,), (state,) = pin(load((state,), bank), (state,))
+    fresh = (start % np.int32(geometry.ratio) == 0)[:, None]
+    peak = jnp.where(fresh, -np.float32(np.inf), carried[:, :width])
+    total = jnp.where(fresh, np.float32(0), carried[:, width : 2 * width])
+    acc = jnp.where(fresh, np.float32(0), carried[:, 2 * width :])
+
+    def feed(carry: tuple[jax.Array, ...], members: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+        peak, total, acc, saved, step = carry
+        token = jnp.minimum(members, np.int32(tokens - 1))
+        fed = (members < tokens)[:, None]
+        triple = online_update((peak, total, acc), kv[token], score[token])
+        peak, total, acc = (jnp.where(fed, new, old) for new, old in zip(triple, (peak, total, acc), strict=True))
+        here = (start + step) % np.int32(banks) == jnp.arange(banks, dtype=jnp.int32)[:, None]
+        row = jnp.concatenate([peak, total, acc], -1)
+        saved = jnp.where(here[..., None] & fed, row, saved)
+        return (peak, total, acc, saved, step + np.int32(1)), None
+
+    saved = jnp.zeros((banks, groups, 3 * width), jnp.float32)
+    init = (peak, total, acc, saved, jnp.int32(0))
+    (peak, total, acc, saved, _), _ = lax.scan(feed, init, jnp.asarray(plan.group_tokens).T)
+
+    # Each bank keeps the group's last position that maps to it, if that is one of the row's last `banks`.
+    count = (plan.group_tokens < tokens).sum(1, dtype=jnp.int32)
+    end = (plan.row_start + plan.row_count)[plan.token_row[first]]
+    newest = start + count - np.int32(1)
+    back = (newest - jnp.arange(banks, dtype=jnp.int32)[:, None]) % np.int32(banks)
+    position = newest - back
+    keep = live & (position >= start) & (position >= end - np.int32(banks))
+    row = ring_row(geometry.ordinal, geometry.slots, banks, slot, position)
+    row = jnp.where(keep, row, np.int32(state.shape[0]))
+    state = state.at[row.reshape(-1)].set(saved.reshape(-1, 3 * width), mode="drop")
+
+    pooled = acc / total
+    return state, _emit(pool, pooled, plan, _last_of_group(plan), table, finish, geometry, implementation)
+
+
+def online_update(
+    triple: tuple[jax.Array, jax.Array, jax.Array], kv: jax.Array, score: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One row into an online softmax pool: (max, sum, acc), each [..., e] (spec 3.2, representation 3)."""
+    peak, total, acc = triple
+    new_peak = jnp.maximum(peak, score)
+    decay, weight = jnp.exp(peak - new_peak), jnp.exp(score - new_peak)
+    return new_peak, rounded(total * decay) + weight, rounded(acc * decay) + rounded(weight * kv)
+
+
+def _last_of_group(plan: StepPlan) -> jax.Array:
+    """The last fed token of every group, [G] (T for an empty group)."""
+    tokens = np.int32(plan.num_tokens)
+    fed = plan.group_tokens < tokens
+    last = jnp.where(fed, plan.group_tokens, np.int32(-1)).max(1)
+    return jnp.where(fed.any(1), last, tokens)
+
+
+def _rows_behind(
+    state: jax.Array,
+    kv: jax.Array,
+    score: jax.Array,
+    plan: StepPlan,
+    tokens: jax.Array,
+    depth: int,
+    geometry: Compressor,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The [kv | score] rows of the `depth` positions up to each token, from this step or from the ring.
+
+    Returns (rows [N, depth, width], exists [N, depth], state): the state ordered after the reads.
+    """
+    token = jnp.minimum(tokens, np.int32(plan.num_tokens - 1))
+    row = jnp.asarray(plan.token_row)[token]
+    position = plan.token_position[token][:, None] + jnp.arange(1 - depth, 1, dtype=jnp.int32)
+    exists = position >= 0
+    position = jnp.maximum(position, 0)
+    ring_ids = ring_row(geometry.ordinal, geometry.slots, geometry.ring, plan.token_slot[token][:, None], position)
+    (old,), (state,) = pin(load((state,), ring_ids), (state,))
+    offset = position - plan.row_start[row][:, None]
+    chunk_ids = jnp.clip(plan.row_first[row][:, None] + offset, 0, np.int32(plan.num_tokens - 1))
+    new = jnp.concatenate([kv, score], -1)[chunk_ids]
+    return jnp.where((offset >= 0)[..., None], new, old), exists, state
+
+
+def _softmax_pool(values: jax.Array, logits: jax.Array, exists: jax.Array) -> jax.Array:
+    """sum_rows softmax_rows(logits) * values, per channel. [N, rows, e] twice, [N, rows] -> [N, e]"""
+    exists = exists[..., None]
+    logits = jnp.where(exists, logits, -np.float32(np.inf))
+    values = jnp.where(exists, values, np.float32(0))
+    weights = jnp.exp(logits - logits.max(1, keepdims=True))
+    return (tree_sum(rounded(weights * values), 1) / tree_sum(weights, 1))[:, 0]
+
+
+def _emit(
+    pool: Rows,
+    pooled: jax.Array,
+    plan: StepPlan,
+    tokens: jax.Array,
+    table: jax.Array,
+    finish: Finish,
+    geometry: Compressor,
+    implementation: Implementation,
+) -> Rows:
+    """Finishes and stores the entries completed by `tokens`; the others are dropped."""
+    token = jnp.minimum(tokens, np.int32(plan.num_tokens - 1))
+    slot, position = plan.token_slot[token], plan.token_position[token]
+    ratio = np.int32(geometry.ratio)
+    completes = (tokens < plan.num_tokens) & (slot > 0) & ((position + 1) % ratio == 0)
+    entry = position // ratio
+    per_block = np.int32(geometry.rows_per_block)
+    block = jnp.asarray(table)[slot, entry // per_block]
+    row = np.int32(geometry.base) + block * per_block + entry % per_block
+    # Block 0 is null: an entry without a block is a planning error, and is not stored anywhere.
+    row = jnp.where(completes & (block > 0), row, np.int32(pool[0].shape[0]))
+    return append(pool, finish(pooled, entry * ratio), row, fmt=geometry.fmt, implementation=implementation)
+
+
+def _write_ring(state: jax.Array, kv: jax.Array, score: jax.Array, plan: StepPlan, geometry: Compressor) -> jax.Array:
+    """Stores the rows of the last `ring` tokens of every row."""
+    last = (plan.row_start + plan.row_count)[plan.token_row] - np.int32(geometry.ring)
+    keep = (plan.token_slot > 0) & (plan.token_position >= last)
+    row = ring_row(geometry.ordinal, geometry.slots, geometry.ring, plan.token_slot, plan.token_position)
+    row = jnp.where(keep, row, np.int32(state.shape[0]))
+    return state.at[row].set(jnp.concatenate([kv, score], -1), mode="drop", wrap_negative_indices=False)

@@ -1,0 +1,25 @@
+"""copy: whole units (blocks or slots) of a leaf onto others, in place."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+__all__ = ["copy_units"]
+
+
+def copy_units(leaf: jax.Array, src: jax.Array, dst: jax.Array, *, layers: int, units: int, rows: int) -> jax.Array:
+    """Copies unit src[i] to dst[i] in every layer; all are read before any is written.
+
+    Args:
+        leaf: [layers * units * rows, width].
+        src, dst: [C] int32 unit ids; pairs with dst 0 (the null unit) are skipped.
+    """
+    if src.shape[0] == 0:
+        return leaf
+    view = leaf.reshape(layers, units, rows * leaf.shape[-1])
+    moved, view = lax.optimization_barrier((view[:, src], view))
+    dst = jnp.where(dst > 0, dst, np.int32(units))
+    return view.at[:, dst].set(moved, mode="drop").reshape(leaf.shape)

@@ -1,0 +1,65 @@
+"""index_scores: the CSA indexer's score of every compressed entry, over paged index keys."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..formats import RowFormat, codec
+from .append import Rows, load
+from .dispatch import Implementation, implementation_for
+
+__all__ = ["index_scores"]
+
+
+def index_scores(
+    pool: Rows,
+    queries: jax.Array,
+    weights: jax.Array,
+    table: jax.Array,
+    count: jax.Array,
+    *,
+    base: int,
+    rows_per_block: int,
+    fmt: RowFormat,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """I[t, s] = sum_h w[t, h] * relu(q[t, h] . K[s]) for the entries s < count[t] (spec 2.5).
+
+    Args:
+        pool: index-key leaves, [rows, width].
+        queries: [T, H, d] float.
+        weights: [T, H] float, already scaled; may be negative.
+        table: [T, X] int32 block ids of each token's request.
+        count: [T] int32 visible entries.
+        base: first row of the layer in the leaves.
+        rows_per_block: index keys per block.
+
+    Returns:
+        [T, X * rows_per_block] float32, -inf for s >= count[t].
+    """
+    fn = implementation_for("index_scores", _index_scores, implementation)
+    return fn(pool, queries, weights, table, count, base, rows_per_block, fmt)
+
+
+def _index_scores(
+    pool: Rows,
+    queries: jax.Array,
+    weights: jax.Array,
+    table: jax.Array,
+    count: jax.Array,
+    base: int,
+    rows_per_block: int,
+    fmt: RowFormat,
+) -> jax.Array:
+    def one(args: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        q, w, blocks, visible = args
+        ids = np.int32(base) + blocks[:, None] * np.int32(rows_per_block) + jnp.arange(rows_per_block, dtype=jnp.int32)
+        keys = codec(fmt).decode(fmt, load(pool, ids.reshape(-1)), jnp.float32)
+        dots = jnp.einsum("hd,sd->hs", q, keys, precision=lax.Precision.HIGHEST)
+        scores = jnp.einsum("h,hs->s", w, jax.nn.relu(dots), precision=lax.Precision.HIGHEST)
+        return jnp.where(jnp.arange(scores.shape[0]) < visible, scores, -np.float32(np.inf))
+
+    return lax.map(one, (queries.astype(jnp.float32), weights.astype(jnp.float32), table, count), batch_size=16)

@@ -1,0 +1,100 @@
+"""Float32 arithmetic whose bits do not depend on how the compiler groups it.
+
+The cache promises equal bytes for any chunking of the same rows. XLA may contract `a * b + c`
+into a fused multiply-add and may sum in any order, and may decide differently for another batch
+size. So products are rounded before they are added and sums follow a fixed tree. What is left to
+the backend's maths library is exp, rsqrt, cos and sin, one element at a time.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+__all__ = ["hadamard", "inv_frequencies", "rms_norm", "rope", "rounded", "tree_sum"]
+
+
+def rounded(product: jax.Array) -> jax.Array:
+    """The product, rounded to float32 before anyone adds to it.
+
+    The select hides the multiplication from the fused-multiply-add contraction; it is an identity
+    on values (any NaN becomes the default NaN).
+    """
+    return jnp.where(jnp.isnan(product), np.float32(np.nan), product)
+
+
+def tree_sum(x: jax.Array, axis: int = -1) -> jax.Array:
+    """Sum over an axis as a fixed binary tree: first half plus second half, repeatedly.
+
+    The axis is padded with zeros to a power of two. The axis is kept with size 1.
+    """
+    size = x.shape[axis]
+    width = 1 << (size - 1).bit_length()
+    if width != size:
+        padding = [(0, 0)] * x.ndim
+        padding[axis] = (0, width - size)
+        x = jnp.pad(x, padding)
+    while width > 1:
+        width //= 2
+        x = lax.slice_in_dim(x, 0, width, axis=axis) + lax.slice_in_dim(x, width, 2 * width, axis=axis)
+    return x
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x * rsqrt(mean(x^2) + eps) * weight over the last axis, float32. [..., n], [n] -> [..., n]"""
+    mean = rounded(tree_sum(rounded(x * x)) * np.float32(1.0 / x.shape[-1]))
+    return rounded(x * lax.rsqrt(mean + np.float32(eps))) * lax.expand_dims(weight, range(x.ndim - 1))
+
+
+def rope(x: jax.Array, position: jax.Array, inv_freq: jax.Array, *, inverse: bool = False) -> jax.Array:
+    """Rotates adjacent pairs of the last `2 * len(inv_freq)` dims by position * inv_freq (spec 2.1).
+
+    Args:
+        x: [..., n] float32.
+        position: int32, broadcastable to x.shape[:-1].
+        inv_freq: [rope_dim / 2] float32.
+        inverse: rotate backwards (for the attention output).
+    """
+    rope_dim = 2 * inv_freq.shape[0]
+    angle = position[..., None].astype(jnp.float32) * lax.expand_dims(inv_freq, range(position.ndim))
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    sin = -sin if inverse else sin
+    plain, rotary = x[..., :-rope_dim], x[..., -rope_dim:]
+    even, odd = rotary[..., 0::2], rotary[..., 1::2]
+    turned = jnp.stack([rounded(even * cos) - rounded(odd * sin), rounded(even * sin) + rounded(odd * cos)], -1)
+    return jnp.concatenate([plain, turned.reshape(rotary.shape)], -1)
+
+
+def hadamard(x: jax.Array) -> jax.Array:
+    """x @ H_n / sqrt(n) over the last axis (n a power of two), as log2(n) butterfly stages."""
+    n = x.shape[-1]
+    lead = x.shape[:-1]
+    half = 1
+    while half < n:
+        pairs = x.reshape(*lead, n // (2 * half), 2, half)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        x = jnp.stack([a + b, a - b], -2).reshape(*lead, n)
+        half *= 2
+    return rounded(x * np.float32(n**-0.5))
+
+
+def inv_frequencies(rope_dim: int, theta: float, yarn: object | None = None) -> np.ndarray:
+    """RoPE frequencies theta^(-2i / rope_dim), scaled by YaRN if given (spec 2.1). [rope_dim / 2] float32.
+
+    YaRN divides slow pairs by `factor`, keeps fast pairs, and is linear in between; the bounds are
+    the pairs that turn `beta_fast` and `beta_slow` times within the original context.
+    """
+    freq = theta ** (-np.arange(0, rope_dim, 2, dtype=np.float64) / rope_dim)
+    if yarn is not None:
+
+        def pair_turning(rotations: float) -> float:
+            context = yarn.original_max_position_embeddings
+            return rope_dim * np.log(context / (rotations * 2 * np.pi)) / (2 * np.log(theta))
+
+        low = max(np.floor(pair_turning(yarn.beta_fast)), 0)
+        high = min(np.ceil(pair_turning(yarn.beta_slow)), rope_dim - 1)
+        ramp = np.clip((np.arange(rope_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
+        freq = freq * (1 - ramp) + freq / yarn.factor * ramp
+    return freq.astype(np.float32)

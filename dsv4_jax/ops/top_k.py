@@ -1,0 +1,37 @@
+"""top-k: the entries a CSA query attends to."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .dispatch import Implementation, implementation_for
+
+__all__ = ["top_k"]
+
+
+def top_k(
+    scores: jax.Array, count: jax.Array, *, k: int, implementation: Implementation = None
+) -> tuple[jax.Array, jax.Array]:
+    """The k highest-scoring of the first `count` entries, exact; ties go to the lowest index.
+
+    Args:
+        scores: [T, S] float32. NaN ranks below everything.
+        count: [T] int32, entries that exist for each token (<= S).
+        k: how many to keep.
+
+    Returns:
+        (indices [T, min(k, S)] int32, highest score first, 0 where there are fewer;
+        kept [T] int32 = min(k, count)).
+    """
+    return implementation_for("top_k", _top_k, implementation)(scores, count, min(k, scores.shape[-1]))
+
+
+def _top_k(scores: jax.Array, count: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    exists = jnp.arange(scores.shape[-1], dtype=jnp.int32) < count[:, None]
+    ranked = jnp.where(exists & ~jnp.isnan(scores), scores, -np.float32(np.inf))
+    _, indices = lax.top_k(ranked, k)
+    kept = jnp.minimum(count, np.int32(k))
+    return jnp.where(jnp.arange(k, dtype=jnp.int32) < kept[:, None], indices, 0), kept

@@ -1,0 +1,93 @@
+"""The plan: everything one device step must know, as small int32 arrays. Imports no jax.
+
+A step feeds T tokens of B *rows* (a row is one request in this step) through the model. Rows
+occupy consecutive tokens in position order. All shapes are static and padded; the manager makes
+the plan, the device only reads it.
+
+Padding never touches live data: padded rows and tokens have slot 0, padded token lists hold T
+(one past the last token), padded table and copy entries name unit 0. Nothing holds -1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["StepPlan"]
+
+
+class StepPlan(NamedTuple):
+    """One step. All fields int32; shapes are static per compiled step.
+
+    Attributes:
+        row_slot: [B] slot of each row (0: padding).
+        row_start: [B] tokens of the row already in the cache.
+        row_count: [B] tokens of the row fed by this step.
+        row_first: [B] index of the row's first token.
+        token_row: [T] row of each token.
+        token_slot: [T] slot of each token (0: padding).
+        token_position: [T] absolute position of each token.
+        flush_tokens: [F] tokens that may complete a CSA entry, padded with T. Every token at
+            which (position + 1) % csa_ratio == 0 must be listed; others are ignored.
+        group_tokens: [G, J] tokens of one HCA entry, in position order, padded with T: every fed
+            token stands in exactly one group and a group never crosses an entry boundary.
+        history_rows: [B] arange(B), or empty [0] when no row feeds more than 1 + draft_tokens
+            tokens: then every window is still whole in its ring after the step's own append.
+        table_columns: [X] arange(X): block-table columns that any row of this step can see.
+        table_slot, table_index, table_block: [D] block-table entries set before the step.
+        copy_slot_src, copy_slot_dst: [C] slots copied before the step (state snapshots, forks).
+        copy_block_src, copy_block_dst: [E] blocks copied before the step (forked partial blocks).
+
+    Copies read everything before they write anything, then table entries are set, then tokens run.
+    """
+
+    row_slot: np.ndarray
+    row_start: np.ndarray
+    row_count: np.ndarray
+    row_first: np.ndarray
+    token_row: np.ndarray
+    token_slot: np.ndarray
+    token_position: np.ndarray
+    flush_tokens: np.ndarray
+    group_tokens: np.ndarray
+    history_rows: np.ndarray
+    table_columns: np.ndarray
+    table_slot: np.ndarray
+    table_index: np.ndarray
+    table_block: np.ndarray
+    copy_slot_src: np.ndarray
+    copy_slot_dst: np.ndarray
+    copy_block_src: np.ndarray
+    copy_block_dst: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding included."""
+        return self.token_slot.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        """B, padding included."""
+        return self.row_slot.shape[0]
+
+    def advance(self) -> StepPlan:
+        """The plan of the next decode step of the same rows: one token further, nothing else to do.
+
+        For K-step loops: every row must feed one token per step and the blocks of all K steps must
+        be reserved ahead. Works on traced arrays.
+        """
+        live = (self.token_slot > 0).astype(np.int32)
+        live_rows = (self.row_slot > 0).astype(np.int32)
+        empty = self.table_slot[:0]
+        return self._replace(
+            row_start=self.row_start + live_rows,
+            token_position=self.token_position + live,
+            table_slot=empty,
+            table_index=empty,
+            table_block=empty,
+            copy_slot_src=empty,
+            copy_slot_dst=empty,
+            copy_block_src=empty,
+            copy_block_dst=empty,
+        )
