@@ -87,9 +87,18 @@ class KVCache:
         )
         return dataclasses.replace(self, arrays=arrays)
 
-    def layer(self, layer_idx: int, plan: StepPlan) -> LayerCacheHandle:
-        """The view of one layer for one step. Creates no array."""
-        return LayerCacheHandle(self, plan, self.layout.layer(layer_idx))
+    def layer(self, layer_idx: int, plan: StepPlan, *, implementation: Implementation = None) -> LayerCacheHandle:
+        """The view of one layer for one step. Creates no array.
+
+        Args:
+            layer_idx: the layer, as in `build_schedule`.
+            plan: the step, already begun with `begin`.
+            implementation: of the ops the handle calls (see `dsv4_jax.ops`).
+
+        Raises:
+            LayoutError: there is no such layer.
+        """
+        return LayerCacheHandle(self, plan, self.layout.layer(layer_idx), implementation=implementation)
 
 
 jax.tree_util.register_dataclass(KVCache, data_fields=["arrays"], meta_fields=["layout"])
@@ -129,6 +138,8 @@ class LayerCacheHandle:
         cache: the whole cache as updated so far.
         plan: the step.
         spec: the layer.
+        window: where each token's window lies, once `append` was called.
+        implementation: of the ops, see `dsv4_jax.ops`.
     """
 
     cache: KVCache

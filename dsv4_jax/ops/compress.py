@@ -176,7 +176,7 @@ def _compress_hca_online(
     implementation: Implementation,
 ) -> tuple[jax.Array, Rows]:
     tokens, width, banks = kv.shape[0], kv.shape[-1], geometry.ring
-    groups, length = plan.group_tokens.shape
+    groups = plan.group_tokens.shape[0]
     first = jnp.minimum(plan.group_tokens[:, 0], np.int32(tokens - 1))
     live = (plan.group_tokens[:, 0] < tokens) & (plan.token_slot[first] > 0)
     slot, start = plan.token_slot[first], plan.token_position[first]
