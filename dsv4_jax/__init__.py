@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .layout import CacheLayout as CacheLayout
     from .layout import CacheSize as CacheSize
     from .layout import build_schema as build_schema
+    from .plan import PackedPlan as PackedPlan
     from .plan import StepPlan as StepPlan
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ _HOME = {
     "CacheLayout": "layout",
     "CacheSize": "layout",
     "build_schema": "layout",
+    "PackedPlan": "plan",
     "StepPlan": "plan",
     "KVCache": "cache",
     "LayerCacheHandle": "cache",

@@ -22,7 +22,7 @@ from .ops.dispatch import Implementation
 from .ops.gather import gather_rows
 from .ops.index_scores import index_scores
 from .ops.top_k import top_k
-from .plan import StepPlan
+from .plan import PackedPlan, StepPlan
 
 __all__ = ["KVCache", "LayerCacheHandle", "init_cache"]
 
@@ -102,6 +102,7 @@ class KVCache:
 
 
 jax.tree_util.register_dataclass(KVCache, data_fields=["arrays"], meta_fields=["layout"])
+jax.tree_util.register_dataclass(PackedPlan, data_fields=["vector"], meta_fields=["shapes"])
 
 
 def init_cache(layout: CacheLayout, size: CacheSize, *, sharding: Any = None) -> KVCache:

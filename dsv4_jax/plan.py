@@ -10,11 +10,13 @@ Padding never touches live data: padded rows and tokens have slot 0, padded toke
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["StepPlan"]
+__all__ = ["PackedPlan", "StepPlan"]
 
 
 class StepPlan(NamedTuple):
@@ -71,6 +73,20 @@ class StepPlan(NamedTuple):
         """B, padding included."""
         return self.row_slot.shape[0]
 
+    def pack(self) -> PackedPlan:
+        """The same plan as one array: what to pass to a jitted step.
+
+        Every host array of a jitted call costs its own transfer; the fields are views of one.
+        """
+        return PackedPlan(
+            np.concatenate([np.ravel(field) for field in self], dtype=np.int32),
+            tuple(field.shape for field in self),
+        )
+
+    def unpack(self) -> StepPlan:
+        """Itself: so that a step takes either form."""
+        return self
+
     def advance(self) -> StepPlan:
         """The plan of the next decode step of the same rows: one token further, nothing else to do.
 
@@ -91,3 +107,23 @@ class StepPlan(NamedTuple):
             copy_block_src=empty,
             copy_block_dst=empty,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedPlan:
+    """A `StepPlan` as one int32 vector and its static field shapes.
+
+    A pytree with one leaf (registered where jax is imported, in `dsv4_jax.cache`).
+    """
+
+    vector: np.ndarray
+    shapes: tuple[tuple[int, ...], ...]
+
+    def unpack(self) -> StepPlan:
+        """The plan; works on traced arrays (the fields are static slices)."""
+        fields, start = [], 0
+        for shape in self.shapes:
+            size = math.prod(shape)
+            fields.append(self.vector[start : start + size].reshape(shape))
+            start += size
+        return StepPlan(*fields)
