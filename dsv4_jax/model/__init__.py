@@ -1,0 +1,24 @@
+"""The reference DeepSeek-V4 model over the cache: load or make parameters, prefill, decode, generate.
+
+It is meant to be read: `attention.py` shows how model code uses the cache, `forward.py` how a
+jitted step does. MTP layers are parsed and counted in the config; the model does not run them.
+"""
+
+from .checkpoint import load_hf, save_hf
+from .forward import decode_loop, decode_step, forward, prefill
+from .params import Params, init_params, param_specs
+from .sampling import Sampling, sample
+
+__all__ = [
+    "Params",
+    "Sampling",
+    "decode_loop",
+    "decode_step",
+    "forward",
+    "init_params",
+    "load_hf",
+    "param_specs",
+    "prefill",
+    "sample",
+    "save_hf",
+]

@@ -1,0 +1,174 @@
+"""The model over the cache: one step for all rows, and K decode steps in one executable."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..cache import KVCache
+from ..config import DSV4Config
+from ..errors import ShapeError
+from ..ops.dispatch import Implementation
+from ..plan import StepPlan
+from .attention import attention
+from .hyper_connections import collapse, hyper_head, widen
+from .moe import moe
+from .numerics import linear, rms_norm
+from .params import Params
+from .sampling import Sampling, sample
+
+__all__ = ["decode_loop", "decode_step", "forward", "prefill"]
+
+
+def forward(
+    params: Params,
+    cache: KVCache,
+    plan: StepPlan,
+    tokens: jax.Array,
+    *,
+    index_qat: bool | None = None,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, KVCache]:
+    """One step: logits of every token fed.
+
+    Args:
+        params: as `load_hf` or `init_params` give them.
+        cache: donate it: `jax.jit(forward, donate_argnames="cache")` updates it in place.
+        plan: the step.
+        tokens: [T] int32 token ids in the plan's order; padding holds any valid id.
+        index_qat: see `attention`.
+        implementation: of the cache ops, see `dsv4_jax.ops`.
+
+    Returns:
+        (logits [T, vocab] float32, the cache after the step). Logits of padding tokens mean nothing.
+
+    Raises:
+        ShapeError: `tokens` does not match the plan.
+    """
+    hidden, cache = _layers(params, cache.begin(plan), plan, tokens, index_qat, implementation)
+    return _head(params, hidden, cache.layout.cfg), cache
+
+
+def prefill(
+    params: Params,
+    cache: KVCache,
+    plan: StepPlan,
+    tokens: jax.Array,
+    *,
+    index_qat: bool | None = None,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, KVCache]:
+    """As `forward`, but only the logits of each row's last token, [B, vocab]: what its next token is drawn from."""
+    hidden, cache = _layers(params, cache.begin(plan), plan, tokens, index_qat, implementation)
+    last = jnp.maximum(jnp.asarray(plan.row_first) + plan.row_count - np.int32(1), 0)
+    return _head(params, hidden[last], cache.layout.cfg), cache
+
+
+def decode_step(
+    params: Params,
+    cache: KVCache,
+    plan: StepPlan,
+    tokens: jax.Array,
+    *,
+    index_qat: bool | None = None,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, KVCache]:
+    """As `forward` for a step of one token per row: logits [B, vocab].
+
+    Raises:
+        ShapeError: the plan feeds more tokens than it has rows.
+    """
+    if plan.num_tokens != plan.num_rows:
+        raise ShapeError(f"a decode step feeds one token per row, the plan has {plan.num_tokens} for {plan.num_rows}")
+    return forward(params, cache, plan, tokens, index_qat=index_qat, implementation=implementation)
+
+
+def decode_loop(
+    params: Params,
+    cache: KVCache,
+    plan: StepPlan,
+    tokens: jax.Array,
+    num_steps: int,
+    *,
+    sampling: Sampling = Sampling(),
+    key: jax.Array | None = None,
+    index_qat: bool | None = None,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, KVCache]:
+    """`num_steps` decode steps in one executable; each step's token is fed to the next.
+
+    The plan must have reserved the blocks (and table columns) of all steps ahead.
+
+    Args:
+        plan: the first decode step; the later ones are its `advance()`.
+        tokens: [B] int32, fed by the first step.
+        num_steps: K, static.
+        sampling: how to draw, static.
+        key: needed unless `sampling` is greedy. Step i draws with `fold_in(key, i)`.
+
+    Returns:
+        (tokens [K, B] int32 drawn by each step, the cache, which holds all but the last of them).
+
+    Raises:
+        ShapeError: the plan feeds more tokens than it has rows.
+    """
+    if plan.num_tokens != plan.num_rows:
+        raise ShapeError(f"a decode step feeds one token per row, the plan has {plan.num_tokens} for {plan.num_rows}")
+    cache = cache.begin(plan)
+    carried = ("row_start", "token_position")
+
+    def step(carry: tuple, index: jax.Array) -> tuple[tuple, jax.Array]:
+        cache, tokens, moved = carry
+        here = plan._replace(**moved)
+        hidden, cache = _layers(params, cache, here, tokens, index_qat, implementation)
+        logits = _head(params, hidden, cache.layout.cfg)
+        tokens = sample(logits, sampling, None if key is None else jax.random.fold_in(key, index))
+        after = here.advance()
+        return (cache, tokens, {name: getattr(after, name) for name in carried}), tokens
+
+    moved = {name: jnp.asarray(getattr(plan, name)) for name in carried}
+    steps = jnp.arange(num_steps, dtype=jnp.int32)
+    (cache, _, _), drawn = lax.scan(step, (cache, jnp.asarray(tokens), moved), steps)
+    return drawn, cache
+
+
+def _layers(
+    params: Params,
+    cache: KVCache,
+    plan: StepPlan,
+    tokens: jax.Array,
+    index_qat: bool | None,
+    implementation: Implementation,
+) -> tuple[jax.Array, KVCache]:
+    """All layers of a begun step: (streams [T, n, hidden], cache)."""
+    cfg = cache.layout.cfg
+    if tokens.shape != (plan.num_tokens,):
+        raise ShapeError(f"tokens has shape {tokens.shape}, the plan feeds ({plan.num_tokens},)")
+    streams = embed(params, tokens, cfg)
+    for i, p in enumerate(params["layers"]):
+        x, post, comb = collapse(p["hc_attn"], streams, cfg)
+        handle = cache.layer(i, plan, implementation=implementation)
+        y, handle = attention(p["attn"], handle, rms_norm(x, p["attn_norm"], cfg.rms_norm_eps), index_qat=index_qat)
+        cache, streams = handle.cache, widen(y, streams, post, comb)
+        streams = feed_forward(p, streams, tokens, cfg)
+    return streams, cache
+
+
+def embed(params: Params, tokens: jax.Array, cfg: DSV4Config) -> jax.Array:
+    """[T] -> [T, n, hidden]: every stream starts as the token's embedding."""
+    x = params["embed"][tokens].astype(jnp.float32)
+    return jnp.broadcast_to(x[:, None], (x.shape[0], cfg.hc_mult, x.shape[1]))
+
+
+def feed_forward(p: Params, streams: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> jax.Array:
+    """The second half of a layer, over its streams."""
+    x, post, comb = collapse(p["hc_ffn"], streams, cfg)
+    return widen(moe(p["ffn"], rms_norm(x, p["ffn_norm"], cfg.rms_norm_eps), tokens, cfg), streams, post, comb)
+
+
+def _head(params: Params, streams: jax.Array, cfg: DSV4Config) -> jax.Array:
+    """Streams -> logits [T, vocab]."""
+    x = rms_norm(hyper_head(params["hc_head"], streams, cfg), params["norm"], cfg.rms_norm_eps)
+    return linear(x, params["embed"] if cfg.tie_word_embeddings else params["head"])

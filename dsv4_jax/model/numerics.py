@@ -1,0 +1,36 @@
+"""The few array functions every part of the model uses. Everything computes in float32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..config import AttentionType, DSV4Config
+from ..ops.numerics import inv_frequencies
+
+__all__ = ["layer_frequencies", "linear", "matmul", "rms_norm"]
+
+
+def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x @ weight.T: [..., in] float32, [out, in] of any float dtype -> [..., out] float32."""
+    return matmul("...i,oi->...o", x, weight)
+
+
+def matmul(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Einsum in float32 at full precision (GPUs would otherwise round the factors to TF32)."""
+    return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> jax.Array:
+    """x * rsqrt(mean(x^2) + eps), times `weight` [n] if given, over the last axis."""
+    x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + np.float32(eps))
+    return x if weight is None else x * lax.expand_dims(weight, range(x.ndim - 1))
+
+
+def layer_frequencies(cfg: DSV4Config, attn: AttentionType) -> np.ndarray:
+    """RoPE frequencies of a layer [rope_dim / 2]: the plain RoPE for SWA layers, the YaRN-scaled one for others."""
+    if attn is AttentionType.SWA:
+        return inv_frequencies(cfg.rope_dim, cfg.rope_theta)
+    return inv_frequencies(cfg.rope_dim, cfg.compress_rope_theta, cfg.yarn)
