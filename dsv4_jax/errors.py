@@ -19,6 +19,7 @@ __all__ = [
     "OutOfBlocksError",
     "PlanError",
     "RequestError",
+    "SamplingError",
     "ShapeError",
 ]
 
@@ -49,6 +50,10 @@ class CapacityError(CacheError, ValueError):
 
 class CheckpointError(CacheError, ValueError):
     """A checkpoint directory is incomplete or does not match its config."""
+
+
+class SamplingError(CacheError, ValueError):
+    """Tokens cannot be drawn this way: a setting is out of range, or randomness was asked for without keys."""
 
 
 class ImplementationError(CacheError, RuntimeError):

@@ -8,6 +8,7 @@ from .checkpoint import load_hf, save_hf
 from .forward import decode_loop, decode_step, forward, prefill
 from .params import Params, init_params, param_specs
 from .sampling import Sampling, sample
+from .uncached import forward_uncached
 
 __all__ = [
     "Params",
@@ -15,6 +16,7 @@ __all__ = [
     "decode_loop",
     "decode_step",
     "forward",
+    "forward_uncached",
     "init_params",
     "load_hf",
     "param_specs",

@@ -11,13 +11,13 @@ from ..cache import KVCache
 from ..config import DSV4Config
 from ..errors import ShapeError
 from ..ops.dispatch import Implementation
-from ..plan import StepPlan
+from ..plan import PackedPlan, StepPlan
 from .attention import attention
 from .hyper_connections import collapse, hyper_head, widen
 from .moe import moe
 from .numerics import linear, rms_norm
 from .params import Params
-from .sampling import Sampling, sample
+from .sampling import GREEDY, Sampling, sample
 
 __all__ = ["decode_loop", "decode_step", "forward", "prefill"]
 
@@ -25,7 +25,7 @@ __all__ = ["decode_loop", "decode_step", "forward", "prefill"]
 def forward(
     params: Params,
     cache: KVCache,
-    plan: StepPlan,
+    plan: StepPlan | PackedPlan,
     tokens: jax.Array,
     *,
     index_qat: bool | None = None,
@@ -36,7 +36,7 @@ def forward(
     Args:
         params: as `load_hf` or `init_params` give them.
         cache: donate it: `jax.jit(forward, donate_argnames="cache")` updates it in place.
-        plan: the step.
+        plan: the step; packed, it crosses the jit boundary as one array.
         tokens: [T] int32 token ids in the plan's order; padding holds any valid id.
         index_qat: see `attention`.
         implementation: of the cache ops, see `dsv4_jax.ops`.
@@ -47,29 +47,31 @@ def forward(
     Raises:
         ShapeError: `tokens` does not match the plan.
     """
+    plan = plan.unpack()
     hidden, cache = _layers(params, cache.begin(plan), plan, tokens, index_qat, implementation)
-    return _head(params, hidden, cache.layout.cfg), cache
+    return head(params, hidden, cache.layout.cfg), cache
 
 
 def prefill(
     params: Params,
     cache: KVCache,
-    plan: StepPlan,
+    plan: StepPlan | PackedPlan,
     tokens: jax.Array,
     *,
     index_qat: bool | None = None,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, KVCache]:
     """As `forward`, but only the logits of each row's last token, [B, vocab]: what its next token is drawn from."""
+    plan = plan.unpack()
     hidden, cache = _layers(params, cache.begin(plan), plan, tokens, index_qat, implementation)
     last = jnp.maximum(jnp.asarray(plan.row_first) + plan.row_count - np.int32(1), 0)
-    return _head(params, hidden[last], cache.layout.cfg), cache
+    return head(params, hidden[last], cache.layout.cfg), cache
 
 
 def decode_step(
     params: Params,
     cache: KVCache,
-    plan: StepPlan,
+    plan: StepPlan | PackedPlan,
     tokens: jax.Array,
     *,
     index_qat: bool | None = None,
@@ -80,20 +82,19 @@ def decode_step(
     Raises:
         ShapeError: the plan feeds more tokens than it has rows.
     """
-    if plan.num_tokens != plan.num_rows:
-        raise ShapeError(f"a decode step feeds one token per row, the plan has {plan.num_tokens} for {plan.num_rows}")
+    plan = _one_token_per_row(plan)
     return forward(params, cache, plan, tokens, index_qat=index_qat, implementation=implementation)
 
 
 def decode_loop(
     params: Params,
     cache: KVCache,
-    plan: StepPlan,
+    plan: StepPlan | PackedPlan,
     tokens: jax.Array,
     num_steps: int,
     *,
-    sampling: Sampling = Sampling(),
-    key: jax.Array | None = None,
+    sampling: Sampling = GREEDY,
+    keys: jax.Array | None = None,
     index_qat: bool | None = None,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, KVCache]:
@@ -106,7 +107,7 @@ def decode_loop(
         tokens: [B] int32, fed by the first step.
         num_steps: K, static.
         sampling: how to draw, static.
-        key: needed unless `sampling` is greedy. Step i draws with `fold_in(key, i)`.
+        keys: [B] random keys, one per row; not needed when greedy (see `sample`).
 
     Returns:
         (tokens [K, B] int32 drawn by each step, the cache, which holds all but the last of them).
@@ -114,23 +115,21 @@ def decode_loop(
     Raises:
         ShapeError: the plan feeds more tokens than it has rows.
     """
-    if plan.num_tokens != plan.num_rows:
-        raise ShapeError(f"a decode step feeds one token per row, the plan has {plan.num_tokens} for {plan.num_rows}")
+    plan = _one_token_per_row(plan)
     cache = cache.begin(plan)
     carried = ("row_start", "token_position")
 
-    def step(carry: tuple, index: jax.Array) -> tuple[tuple, jax.Array]:
+    def step(carry: tuple, _: None) -> tuple[tuple, jax.Array]:
         cache, tokens, moved = carry
         here = plan._replace(**moved)
         hidden, cache = _layers(params, cache, here, tokens, index_qat, implementation)
-        logits = _head(params, hidden, cache.layout.cfg)
-        tokens = sample(logits, sampling, None if key is None else jax.random.fold_in(key, index))
+        logits = head(params, hidden, cache.layout.cfg)
+        tokens = sample(logits, sampling, keys, here.token_position)
         after = here.advance()
         return (cache, tokens, {name: getattr(after, name) for name in carried}), tokens
 
     moved = {name: jnp.asarray(getattr(plan, name)) for name in carried}
-    steps = jnp.arange(num_steps, dtype=jnp.int32)
-    (cache, _, _), drawn = lax.scan(step, (cache, jnp.asarray(tokens), moved), steps)
+    (cache, _, _), drawn = lax.scan(step, (cache, jnp.asarray(tokens), moved), length=num_steps)
     return drawn, cache
 
 
@@ -156,6 +155,13 @@ def _layers(
     return streams, cache
 
 
+def _one_token_per_row(plan: StepPlan | PackedPlan) -> StepPlan:
+    plan = plan.unpack()
+    if plan.num_tokens != plan.num_rows:
+        raise ShapeError(f"a decode step feeds one token per row, the plan has {plan.num_tokens} for {plan.num_rows}")
+    return plan
+
+
 def embed(params: Params, tokens: jax.Array, cfg: DSV4Config) -> jax.Array:
     """[T] -> [T, n, hidden]: every stream starts as the token's embedding."""
     x = params["embed"][tokens].astype(jnp.float32)
@@ -168,7 +174,7 @@ def feed_forward(p: Params, streams: jax.Array, tokens: jax.Array, cfg: DSV4Conf
     return widen(moe(p["ffn"], rms_norm(x, p["ffn_norm"], cfg.rms_norm_eps), tokens, cfg), streams, post, comb)
 
 
-def _head(params: Params, streams: jax.Array, cfg: DSV4Config) -> jax.Array:
+def head(params: Params, streams: jax.Array, cfg: DSV4Config) -> jax.Array:
     """Streams -> logits [T, vocab]."""
     x = rms_norm(hyper_head(params["hc_head"], streams, cfg), params["norm"], cfg.rms_norm_eps)
     return linear(x, params["embed"] if cfg.tie_word_embeddings else params["head"])

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..errors import ShapeError
+from ..errors import SamplingError
 
-__all__ = ["Sampling", "sample"]
+__all__ = ["GREEDY", "Sampling", "sample"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +23,9 @@ class Sampling:
         temperature: 0 takes the likeliest token, ties to the lowest id.
         top_k: keep only the k likeliest tokens; 0 keeps all.
         top_p: then keep the fewest tokens whose probability reaches p (at least one); 1 keeps all.
+
+    Raises:
+        SamplingError: naming the attribute that is out of range.
     """
 
     temperature: float = 0.0
@@ -29,29 +33,38 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ShapeError(f"temperature must be finite and at least 0, got {self.temperature}")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise SamplingError(f"temperature must be finite and at least 0, got {self.temperature}")
         if self.top_k < 0:
-            raise ShapeError(f"top_k must be at least 0, got {self.top_k}")
+            raise SamplingError(f"top_k must be at least 0, got {self.top_k}")
         if not 0 < self.top_p <= 1:
-            raise ShapeError(f"top_p must be in (0, 1], got {self.top_p}")
+            raise SamplingError(f"top_p must be in (0, 1], got {self.top_p}")
 
 
-def sample(logits: jax.Array, sampling: Sampling, key: jax.Array | None) -> jax.Array:
+GREEDY = Sampling()
+
+
+def sample(
+    logits: jax.Array, sampling: Sampling = GREEDY, keys: jax.Array | None = None, position: jax.Array | None = None
+) -> jax.Array:
     """[B, vocab] float32 -> [B] int32.
 
+    Args:
+        keys: [B] random keys, one per row; not needed when greedy.
+        position: [B] int32, of the tokens that gave the logits. A row's draw depends on nothing
+            but its logits, its key and its position: not on the batch, nor on steps per call.
+
     Raises:
-        ShapeError: a sampled draw was asked for without a key.
+        SamplingError: not greedy, and `keys` or `position` is missing.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1).astype(jnp.int32)
-    if key is None:
-        raise ShapeError(f"sampling at temperature {sampling.temperature} needs a key")
-    logits = logits / np.float32(sampling.temperature)
-    keep = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
-    top, ids = lax.top_k(logits, keep)
+    if keys is None or position is None:
+        raise SamplingError(f"sampling at temperature {sampling.temperature} needs keys and positions")
+    kept = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
+    top, ids = lax.top_k(logits / np.float32(sampling.temperature), kept)
     chance = jax.nn.softmax(top, -1)
     before = jnp.cumsum(chance, -1) - chance
     top = jnp.where(before < np.float32(sampling.top_p), top, -np.float32(np.inf))
-    drawn = jax.random.categorical(key, top)
+    drawn = jax.vmap(lambda key, at, row: jax.random.categorical(jax.random.fold_in(key, at), row))(keys, position, top)
     return jnp.take_along_axis(ids, drawn[:, None], 1)[:, 0]

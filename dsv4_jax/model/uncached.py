@@ -1,0 +1,98 @@
+"""The same model with no cache: dense attention over a whole sequence, masks instead of plans.
+
+It is the second opinion on the cache. It shares the parts that have nothing to do with one
+(hyper-connections, experts, head) and writes the rest again from the model's definition (spec 2):
+RoPE as a complex product, compression as a reshape, selection as a mask.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..config import AttentionType, DSV4Config
+from .attention import output_projection
+from .forward import embed, feed_forward, head
+from .hyper_connections import collapse, widen
+from .numerics import layer_frequencies, linear, matmul, rms_norm
+from .params import Params
+
+__all__ = ["forward_uncached"]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def forward_uncached(cfg: DSV4Config, params: Params, tokens: jax.Array) -> jax.Array:
+    """Logits [T, vocab] float32 of one sequence, [T] int32. Memory grows with T squared."""
+    streams = embed(params, tokens, cfg)
+    for p, attn in zip(params["layers"], cfg.layer_types, strict=True):
+        x, post, comb = collapse(p["hc_attn"], streams, cfg)
+        y = _attention(p["attn"], rms_norm(x, p["attn_norm"], cfg.rms_norm_eps), attn, cfg)
+        streams = feed_forward(p, widen(y, streams, post, comb), tokens, cfg)
+    return head(params, streams, cfg)
+
+
+def _attention(p: Params, x: jax.Array, attn: AttentionType, cfg: DSV4Config) -> jax.Array:
+    eps, freq = cfg.rms_norm_eps, layer_frequencies(cfg, attn)
+    position = jnp.arange(x.shape[0])
+    q_latent = rms_norm(linear(x, p["wq_a"]), p["q_norm"], eps)
+    q = linear(q_latent, p["wq_b"]).reshape(-1, cfg.num_attention_heads, cfg.head_dim)
+    q = _rotate(rms_norm(q, None, eps), position[:, None], freq)
+    keys = _rotate(rms_norm(linear(x, p["wkv"]), p["kv_norm"], eps), position, freq)
+    age = position[:, None] - position[None]
+    visible = (age >= 0) & (age < cfg.sliding_window)
+    if attn is not AttentionType.SWA:
+        entries = _compress(p["compressor"], x, freq, eps)
+        ready = jnp.arange(entries.shape[0])[None] < ((position + 1) // cfg.ratio(attn))[:, None]
+        if attn is AttentionType.CSA and cfg.index_topk < entries.shape[0]:
+            ready &= _chosen(p["indexer"], x, q_latent, ready, freq, cfg)
+        keys, visible = jnp.concatenate([keys, entries]), jnp.concatenate([visible, ready], 1)
+
+    logits = matmul("thd,kd->thk", q, keys) * np.float32(cfg.head_dim**-0.5)
+    logits = jnp.where(visible[:, None], logits, -np.float32(np.inf))
+    sink = jnp.broadcast_to(p["attn_sink"][None, :, None], (*logits.shape[:2], 1))
+    weights = jax.nn.softmax(jnp.concatenate([logits, sink], -1), -1)[..., :-1]
+    out = matmul("thk,kd->thd", weights, keys)
+    return output_projection(p, _rotate(out, -position[:, None], freq), cfg)
+
+
+def _compress(p: Params, x: jax.Array, freq: np.ndarray, eps: float) -> jax.Array:
+    """The entries of all whole blocks, [T // ratio, e]; overlapping if the projections are twice as wide as e."""
+    ratio, width, dim = *p["ape"].shape, p["norm"].shape[0]
+    blocks = x.shape[0] // ratio
+    kv, gate = (linear(x[: blocks * ratio], p[w]).reshape(blocks, ratio, width) for w in ("wkv", "wgate"))
+    gate = gate + p["ape"][None]
+    if width == 2 * dim:
+
+        def with_previous(rows: jax.Array, nothing: float) -> jax.Array:
+            before = jnp.pad(rows[:-1, :, :dim], ((1, 0), (0, 0), (0, 0)), constant_values=nothing)
+            return jnp.concatenate([before[:blocks], rows[:, :, dim:]], 1)
+
+        kv, gate = with_previous(kv, 0.0), with_previous(gate, -np.inf)
+    pooled = (kv * jax.nn.softmax(gate, 1)).sum(1)
+    return _rotate(rms_norm(pooled, p["norm"], eps), ratio * jnp.arange(blocks), freq)
+
+
+def _chosen(
+    p: Params, x: jax.Array, q_latent: jax.Array, ready: jax.Array, freq: np.ndarray, cfg: DSV4Config
+) -> jax.Array:
+    """Which entries each token's indexer picks, [T, S] bool."""
+    keys = _compress(p["compressor"], x, freq, cfg.rms_norm_eps)
+    q = linear(q_latent, p["wq_b"]).reshape(-1, cfg.index_n_heads, cfg.index_head_dim)
+    q = _rotate(q, jnp.arange(x.shape[0])[:, None], freq)
+    scale = np.float32((cfg.index_n_heads * cfg.index_head_dim) ** -0.5)
+    scores = matmul("th,ths->ts", linear(x, p["weights_proj"]) * scale, jax.nn.relu(matmul("thd,sd->ths", q, keys)))
+    _, best = lax.top_k(jnp.where(ready, scores, -np.float32(np.inf)), cfg.index_topk)
+    return jax.nn.one_hot(best, keys.shape[0], dtype=jnp.bool_).any(1)
+
+
+def _rotate(x: jax.Array, position: jax.Array, freq: np.ndarray) -> jax.Array:
+    """RoPE: adjacent pairs of the last dims as complex numbers, times e^(i * position * freq)."""
+    plain, rotary = jnp.split(x, [x.shape[-1] - 2 * freq.size], -1)
+    pairs = lax.complex(rotary[..., 0::2], rotary[..., 1::2])
+    angle = position[..., None].astype(jnp.float32) * lax.expand_dims(jnp.asarray(freq), range(position.ndim))
+    turned = pairs * lax.complex(jnp.cos(angle), jnp.sin(angle))
+    return jnp.concatenate([plain, jnp.stack([turned.real, turned.imag], -1).reshape(rotary.shape)], -1)
