@@ -1,13 +1,18 @@
 """KV row with one fp32 inverse scale: e4m3 NoPE dims, bf16 RoPE dims (580 bytes at V4 widths).
 
-inverse scale = max(amax, 1e-4) / 448, code = e4m3(x / inverse scale): the row format of the torch
-dsv4 cache. NaN, Inf and subnormals as in `fp8` (the amax runs over the NoPE dims of the row).
+With amax = max |x| over the NoPE dims (at least 1e-4): code = e4m3(x * (448 / amax)) and the stored
+inverse scale = amax * (1 / 448), every operation rounded to float32. NaN, Inf and subnormals as in
+`fp8`.
+
+Only these operations keep their bits: XLA turns a division by a constant or by a broadcast value
+into a product with the reciprocal, depending on what it compiles.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from . import RowFormat
 from .scaling import (
@@ -28,8 +33,9 @@ def encode(fmt: RowFormat, x: jax.Array) -> tuple[jax.Array, ...]:
     """[..., dim] float -> (nope uint8 [..., nope_dim], rope uint16 [..., rope_dim], inv_scale f32 [..., 1])."""
     x = flush_subnormals(x)
     nope = x[..., : fmt.nope_dim]
-    inv_scale = (absmax(nope, AMAX_FLOOR) / E4M3_MAX)[..., None]
-    return e4m3_codes(nope / inv_scale), bf16_bits(x[..., fmt.nope_dim :]), inv_scale
+    amax = absmax(nope, AMAX_FLOOR)[..., None]
+    codes = e4m3_codes(nope * (E4M3_MAX / amax))
+    return codes, bf16_bits(x[..., fmt.nope_dim :]), amax * np.float32(1 / 448)
 
 
 def decode(fmt: RowFormat, parts: tuple[jax.Array, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:

@@ -1,0 +1,157 @@
+"""Drives the cache operations as a serving loop would: own block allocation, pinned plan shapes, donated steps."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4_jax.cache import KVCache, init_cache
+from dsv4_jax.config import AttentionType
+from dsv4_jax.layout import CacheLayout, CacheSize
+from dsv4_jax.manager.planning import RowFeed, StepShape, build_plan
+from dsv4_jax.ops.compress import Finish
+from dsv4_jax.ops.numerics import inv_frequencies
+from dsv4_jax.plan import StepPlan
+
+from .oracle.live import live_bytes
+from .oracle.machine import Norms, Stream
+
+EPS = 1e-6
+
+
+def random_stream(layout: CacheLayout, tokens: int, seed: int) -> Stream:
+    """Projected rows of `tokens` tokens: magnitudes vary over tokens, some rows are zero or huge."""
+    cfg, rng = layout.cfg, np.random.default_rng(seed)
+    csa, hca = (sum(s.attn is k for s in layout.schedule) for k in (AttentionType.CSA, AttentionType.HCA))
+    size = 10.0 ** rng.uniform(-2, 2, (1, tokens, 1))
+    size[:, rng.random(tokens) < 0.02] = 0.0
+    size[:, rng.random(tokens) < 0.02] = 1e6
+
+    def draw(layers: int, width: int, scale) -> np.ndarray:
+        return (rng.standard_normal((layers, tokens, width)) * scale).astype(np.float32)
+
+    # Scores spread wide enough that some softmax weights underflow.
+    spread = 10.0 ** rng.uniform(-1, 1.7, (1, tokens, 1))
+    d, di = cfg.head_dim, cfg.index_head_dim
+    return Stream(
+        draw(len(layout.schedule), d, size),
+        draw(csa, 2 * d, size), draw(csa, 2 * d, spread),
+        draw(csa, 2 * di, size), draw(csa, 2 * di, spread),
+        draw(hca, d, size), draw(hca, d, spread),
+    )  # fmt: skip
+
+
+def random_norms(layout: CacheLayout, seed: int = 99) -> Norms:
+    cfg, rng = layout.cfg, np.random.default_rng(seed)
+    csa, hca = (sum(s.attn is k for s in layout.schedule) for k in (AttentionType.CSA, AttentionType.HCA))
+    return Norms(*(
+        rng.uniform(0.5, 1.5, (n, width)).astype(np.float32)
+        for n, width in ((csa, cfg.head_dim), (csa, cfg.index_head_dim), (hca, cfg.head_dim))
+    ))  # fmt: skip
+
+
+def write_step(cache: KVCache, plan: StepPlan, rows: Stream, norms: Norms, *, implementation=None) -> KVCache:
+    """Every write of a step, all layers: append, compress, index compress. The body of a decode step."""
+    layout = cache.layout
+    cfg = layout.cfg
+    inv_freq = jnp.asarray(inv_frequencies(cfg.rope_dim, cfg.compress_rope_theta, cfg.yarn))
+    cache = cache.begin(plan)
+    for spec in layout.schedule:
+        j = layout.ordinal(spec.layer_idx)
+        handle = cache.layer(spec.layer_idx, plan, implementation=implementation).append(rows.kv[spec.layer_idx])
+        if spec.attn is AttentionType.CSA:
+            handle = handle.compress(rows.csa_kv[j], rows.csa_score[j], Finish(norms.csa[j], inv_freq, EPS))
+            finish = Finish(norms.index[j], inv_freq, EPS, hadamard=True)
+            handle = handle.compress_index(rows.index_kv[j], rows.index_score[j], finish)
+        elif spec.attn is AttentionType.HCA:
+            handle = handle.compress(rows.hca_kv[j], rows.hca_score[j], Finish(norms.hca[j], inv_freq, EPS))
+        cache = handle.cache
+    return cache
+
+
+jit_write_step = jax.jit(write_step, donate_argnums=0, static_argnames="implementation")
+
+
+def pinned_shape(
+    layout: CacheLayout, rows: int, tokens: int, columns: int, *, history: bool | None = None
+) -> StepShape:
+    """A shape that fits every step of up to `rows` rows and `tokens` tokens in all."""
+    return StepShape(
+        rows=rows,
+        tokens=tokens,
+        flushes=min(tokens, tokens // layout.cfg.csa_ratio + rows),
+        groups=min(tokens, 2 * rows + tokens // layout.cfg.hca_ratio),
+        group_length=min(tokens, layout.cfg.hca_ratio),
+        columns=columns,
+        table_entries=rows + tokens // layout.block_tokens,
+        history=tokens > rows * (1 + layout.draft_tokens) if history is None else history,
+    )
+
+
+class Driver:
+    """A cache, the requests in it and the blocks they hold."""
+
+    def __init__(self, layout: CacheLayout, size: CacheSize, norms: Norms | None = None, seed: int = 0):
+        self.layout, self.size = layout, size
+        self.norms = random_norms(layout) if norms is None else norms
+        self.cache = init_cache(layout, size)
+        self.free = list(np.random.default_rng(seed).permutation(np.arange(1, size.num_blocks + 1)))
+        self.blocks: dict[int, list[int]] = {}
+        self.length: dict[int, int] = {}
+        self.streams: dict[int, Stream] = {}
+        self.touched_slots: set[int] = set()
+        self.touched_blocks: set[int] = set()
+
+    def admit(self, slot: int, stream: Stream) -> None:
+        assert slot not in self.length
+        self.blocks[slot], self.length[slot], self.streams[slot] = [], 0, stream
+
+    def release(self, slot: int) -> None:
+        self.free += self.blocks.pop(slot)
+        del self.length[slot], self.streams[slot]
+
+    def plan(self, feeds: list[tuple[int, int]], shape: StepShape) -> StepPlan:
+        """Plans `count` tokens of every (slot, count), allocating blocks, and advances the lengths."""
+        rows, entries = [], []
+        for slot, count in feeds:
+            start = self.length[slot]
+            rows.append(RowFeed(slot, start, count))
+            while len(self.blocks[slot]) < self.layout.blocks_for(start + count):
+                block = int(self.free.pop())
+                entries.append((slot, len(self.blocks[slot]), block))
+                self.blocks[slot].append(block)
+                self.touched_blocks.add(block)
+            self.length[slot] = start + count
+            self.touched_slots.add(slot)
+        return build_plan(self.layout, rows, shape, table_entries=entries)
+
+    def rows_of(self, plan: StepPlan, streams: dict[int, Stream] | None = None) -> Stream:
+        """The plan's token rows; padding tokens get NaN, which must not reach anything."""
+        streams = self.streams if streams is None else streams
+        layers = next(iter(self.streams.values()))
+        out = Stream(*(np.full((x.shape[0], plan.num_tokens, x.shape[2]), np.nan, np.float32) for x in layers))
+        for slot, start, count, first in zip(
+            plan.row_slot, plan.row_start, plan.row_count, plan.row_first, strict=True
+        ):
+            if slot:
+                for dst, src in zip(out, streams[int(slot)], strict=True):
+                    dst[:, first : first + count] = src[:, start : start + count]
+        return out
+
+    def step(self, feeds: list[tuple[int, int]], shape: StepShape, streams: dict[int, Stream] | None = None) -> None:
+        plan = self.plan(feeds, shape)
+        self.cache = jit_write_step(self.cache, plan, self.rows_of(plan, streams), self.norms)
+
+    def rollback(self, slot: int, length: int) -> None:
+        """Rejects tokens: the length goes back, nothing else happens."""
+        assert length <= self.length[slot]
+        self.length[slot] = length
+
+    def live(self, slot: int) -> dict[str, list[np.ndarray]]:
+        return live_bytes(self.cache, self.layout, slot, self.length[slot], self.blocks[slot])
+
+
+def image(cache: KVCache) -> dict[str, bytes]:
+    """Every byte of the cache."""
+    return {name: np.asarray(a).tobytes() for name, a in cache.arrays.items()}
