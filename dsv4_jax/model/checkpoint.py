@@ -74,10 +74,13 @@ for _ours, _module in (("attn", "self_attn"), ("attn.indexer", "self_attn.compre
 _FP8_BLOCK = 128
 
 
-def load_hf(path: str | pathlib.Path) -> tuple[DSV4Config, Params]:
+def load_hf(path: str | pathlib.Path, *, dtype: jax.typing.DTypeLike = jnp.float32) -> tuple[DSV4Config, Params]:
     """Reads a checkpoint directory.
 
-    Matrices keep the dtype of the checkpoint's embedding if that is bfloat16, else become float32.
+    Args:
+        path: holds `config.json` and `model.safetensors` (or the shards its index names).
+        dtype: of the matrices, whatever the checkpoint stores: float32 for the reference,
+            bfloat16 to compute as fast as the weights allow.
 
     Raises:
         ConfigError: `config.json` is missing or wrong.
@@ -87,13 +90,11 @@ def load_hf(path: str | pathlib.Path) -> tuple[DSV4Config, Params]:
     path = pathlib.Path(path)
     cfg = DSV4Config.from_hf(path)
     source = _Source(_open(path), cfg)
-    embedding = source.find(_TOP_NAMES["embed"], "")
-    half = embedding is not None and source.tensors[embedding].dtype == ml_dtypes.bfloat16
 
     def leaf(keys: tuple[Any, ...], spec: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.asarray(source.read(*_address(keys), spec.shape).astype(spec.dtype))
 
-    params = jax.tree_util.tree_map_with_path(leaf, param_specs(cfg, jnp.bfloat16 if half else jnp.float32))
+    params = jax.tree_util.tree_map_with_path(leaf, param_specs(cfg, dtype))
     source.check_all_read()
     return cfg, params
 

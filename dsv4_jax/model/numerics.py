@@ -1,4 +1,8 @@
-"""The few array functions every part of the model uses. Everything computes in float32."""
+"""The few array functions every part of the model uses.
+
+Activations are float32. Products with float32 weights are computed in full float32; products with
+bfloat16 weights round the activations to bfloat16 and accumulate in float32.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,12 @@ def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def matmul(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Einsum in float32 at full precision (GPUs would otherwise round the factors to TF32)."""
+    """Einsum of activations x and weights y, float32 result.
+
+    HIGHEST, because GPUs would otherwise round float32 factors to TF32.
+    """
+    if y.dtype == jnp.bfloat16:
+        return jnp.einsum(spec, x.astype(jnp.bfloat16), y, preferred_element_type=jnp.float32)
     return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
 
