@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .layout import CacheLayout as CacheLayout
     from .layout import CacheSize as CacheSize
     from .layout import build_schema as build_schema
+    from .manager import BlockAllocator as BlockAllocator
+    from .manager import KVCacheManager as KVCacheManager
     from .plan import PackedPlan as PackedPlan
     from .plan import StepPlan as StepPlan
 
@@ -33,6 +35,8 @@ _HOME = {
     "CacheLayout": "layout",
     "CacheSize": "layout",
     "build_schema": "layout",
+    "BlockAllocator": "manager",
+    "KVCacheManager": "manager",
     "PackedPlan": "plan",
     "StepPlan": "plan",
     "KVCache": "cache",

@@ -14,6 +14,7 @@ __all__ = [
     "ConfigError",
     "ContextLimitError",
     "ImplementationError",
+    "IntegrityError",
     "LayoutError",
     "NoFreeSlotError",
     "OutOfBlocksError",
@@ -100,3 +101,7 @@ class BlockReleaseError(CacheError, ValueError):
     def __init__(self, block: int, problem: str, total: int):
         self.block, self.total = block, total
         super().__init__(f"cannot release block {block}: {problem} (valid ids are 1..{total})")
+
+
+class IntegrityError(CacheError, AssertionError):
+    """A `check_integrity()` found the manager's own books wrong: a bug, not a misuse."""

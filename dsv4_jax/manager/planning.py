@@ -51,6 +51,41 @@ class StepShape:
     block_copies: int = 0
     history: bool = False
 
+    @classmethod
+    def bound(
+        cls,
+        layout: CacheLayout,
+        rows: int,
+        tokens: int,
+        *,
+        columns: int,
+        lookahead: int = 0,
+        history: bool | None = None,
+        slot_copies: int = 0,
+        block_copies: int = 0,
+    ) -> StepShape:
+        """Fits every step of up to `rows` rows and `tokens` tokens in all.
+
+        Args:
+            columns: block-table columns a row may need.
+            lookahead: further decode steps that reuse the plan.
+            history: whether one row may feed more than 1 + draft_tokens tokens; default: whether
+                all rows together may feed more than that each.
+        """
+        cfg = layout.cfg
+        return cls(
+            rows=rows,
+            tokens=tokens,
+            flushes=min(tokens, tokens // cfg.csa_ratio + rows),
+            groups=min(tokens, tokens // cfg.hca_ratio + 2 * rows),
+            group_length=min(tokens, cfg.hca_ratio),
+            columns=columns,
+            table_entries=rows + (tokens + rows * lookahead) // layout.block_tokens,
+            slot_copies=slot_copies,
+            block_copies=block_copies,
+            history=tokens > rows * (1 + layout.draft_tokens) if history is None else history,
+        )
+
     def union(self, other: StepShape) -> StepShape:
         """The smallest shape that fits both: for one executable that serves several kinds of step."""
         sizes = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
@@ -68,6 +103,35 @@ class StepShape:
         return StepShape(**sizes, history=self.history)
 
 
+class _Fed(NamedTuple):
+    """What follows from the rows alone, as arrays over rows [B] and fed tokens [N]."""
+
+    slot: np.ndarray  # [B]
+    start: np.ndarray  # [B]
+    count: np.ndarray  # [B]
+    first: np.ndarray  # [B] index of the row's first token
+    row: np.ndarray  # [N]
+    position: np.ndarray  # [N]
+    group: np.ndarray  # [N] runs of tokens that feed the same HCA entry
+    place: np.ndarray  # [N] index of the token in its group
+    flushes: np.ndarray  # [F'] tokens
+
+
+def _fed(layout: CacheLayout, rows: Sequence[RowFeed]) -> _Fed:
+    slot, start, count = np.array(rows, np.int64).reshape(-1, 3).T
+    first = np.cumsum(count) - count
+    row = np.repeat(np.arange(len(count)), count)
+    token = np.arange(len(row))
+    position = token + (start - first)[row]
+    opens = (position % layout.cfg.hca_ratio == 0) | (token == first[row])
+    group = np.cumsum(opens) - 1
+    place = token - token[opens][group]
+    # Tokens that complete a CSA entry; all tokens of a decode step, whose plan may be advanced.
+    decode = len(token) == len(count)
+    flushes = token if decode else np.flatnonzero((position + 1) % layout.cfg.csa_ratio == 0)
+    return _Fed(slot, start, count, first, row, position, group, place, flushes)
+
+
 def shape_for(
     layout: CacheLayout,
     rows: Sequence[RowFeed],
@@ -77,23 +141,35 @@ def shape_for(
     block_copies: int = 0,
     lookahead: int = 0,
 ) -> StepShape:
-    """The exact shape these rows need. `lookahead`: further decode steps that will reuse the plan."""
-    counts = [row.count for row in rows]
-    ends = [row.start + row.count + lookahead for row in rows]
-    groups, flushes = _groups(layout, rows), _flushes(layout, rows)
+    """The shape these rows need, padded rows and tokens at least one.
+
+    All sizes are exact but `table_entries`, which has room for every block that rows of this many
+    tokens can need at any position: steps that need none, some or all of them share an executable.
+
+    Args:
+        rows: the requests fed.
+        table_entries, slot_copies, block_copies: at least so many of each.
+        lookahead: further decode steps that will reuse the plan.
+    """
+    return _shape(layout, _fed(layout, rows), table_entries, slot_copies, block_copies, lookahead)
+
+
+def _shape(
+    layout: CacheLayout, fed: _Fed, table_entries: int, slot_copies: int, block_copies: int, lookahead: int
+) -> StepShape:
+    block = layout.block_tokens
+    longest, end = (int(x.max(initial=0)) for x in (fed.count, fed.start + fed.count))
     return StepShape(
-        rows=max(len(rows), 1),
-        tokens=max(sum(counts), 1),
-        flushes=max(len(flushes), 1),
-        groups=max(len(groups), 1),
-        group_length=max((len(group) for group in groups), default=1),
-        columns=max((layout.blocks_for(end) for end in ends), default=1),
-        # A decode step may need a new block in every row: reserve the room, so that needing none,
-        # some or all of them is the same executable.
-        table_entries=max(table_entries, len(rows)),
+        rows=max(len(fed.slot), 1),
+        tokens=max(len(fed.row), 1),
+        flushes=max(len(fed.flushes), 1),
+        groups=max(int(fed.group[-1]) + 1, 1) if len(fed.group) else 1,
+        group_length=int(fed.place.max(initial=0)) + 1,
+        columns=max(layout.blocks_for(end + lookahead), 1) if len(fed.slot) else 1,
+        table_entries=max(table_entries, int((-(-(fed.count + lookahead) // block)).sum())),
         slot_copies=slot_copies,
         block_copies=block_copies,
-        history=any(count > 1 + layout.draft_tokens for count in counts),
+        history=longest > 1 + layout.draft_tokens,
     )
 
 
@@ -105,44 +181,44 @@ def build_plan(
     table_entries: Sequence[tuple[int, int, int]] = (),
     slot_copies: Sequence[tuple[int, int]] = (),
     block_copies: Sequence[tuple[int, int]] = (),
+    lookahead: int = 0,
 ) -> StepPlan:
     """The padded plan of these rows.
 
     Args:
-        rows: the requests fed; their tokens follow each other in this order.
+        rows: the requests fed, at least one token each; their tokens follow each other in this order.
         shape: static sizes; must fit.
         table_entries: (slot, column, block) triples.
         slot_copies, block_copies: (source, destination) pairs.
+        lookahead: further decode steps that will reuse the plan.
 
     Raises:
-        PlanError: the rows do not fit the shape; names the size that is too small.
+        PlanError: the rows do not fit the shape (names the size that is too small), or a row feeds
+            less than one token, starts before position 0, or has no slot.
     """
-    needed = shape_for(
-        layout, rows, table_entries=len(table_entries), slot_copies=len(slot_copies), block_copies=len(block_copies)
-    )
-    for field in dataclasses.fields(StepShape):
-        need, have = getattr(needed, field.name), getattr(shape, field.name)
-        need = len(table_entries) if field.name == "table_entries" else need
+    fed = _fed(layout, rows)
+    if len(fed.slot) and (fed.count.min() < 1 or fed.start.min() < 0 or fed.slot.min() < 1):
+        raise PlanError("every row must have a slot >= 1, a start >= 0 and a count >= 1")
+    needed = _shape(layout, fed, 0, len(slot_copies), len(block_copies), lookahead)
+    # Room for entries is reserved in a shape, not needed by a plan.
+    needed = dataclasses.replace(needed, table_entries=len(table_entries))
+    for name in _SIZES:
+        need, have = getattr(needed, name), getattr(shape, name)
         if need > have:
-            raise PlanError(f"the step needs {field.name}={need}, its shape has {field.name}={have}")
-
-    counts = [row.count for row in rows]
-    firsts = np.cumsum([0, *counts])[:-1] if rows else []
-    position = np.concatenate([np.arange(row.start, row.start + row.count) for row in rows] or [[]])
+            raise PlanError(f"the step needs {name}={need}, its shape has {name}={have}")
     groups = np.full((shape.groups, shape.group_length), shape.tokens, np.int32)
-    for g, group in enumerate(_groups(layout, rows)):
-        groups[g, : len(group)] = group
-    entries, slots, blocks = (np.asarray(x, np.int32).reshape(-1, n) for x, n in (
+    groups[fed.group, fed.place] = np.arange(len(fed.row))
+    entries, slots, blocks = (np.array(x, np.int32).reshape(-1, n) for x, n in (
         (table_entries, 3), (slot_copies, 2), (block_copies, 2)))  # fmt: skip
     return StepPlan(
-        row_slot=_padded([row.slot for row in rows], shape.rows),
-        row_start=_padded([row.start for row in rows], shape.rows),
-        row_count=_padded(counts, shape.rows),
-        row_first=_padded(firsts, shape.rows),
-        token_row=_padded(np.repeat(np.arange(len(rows)), counts), shape.tokens),
-        token_slot=_padded(np.repeat([row.slot for row in rows], counts), shape.tokens),
-        token_position=_padded(position, shape.tokens),
-        flush_tokens=_padded(_flushes(layout, rows), shape.flushes, shape.tokens),
+        row_slot=_padded(fed.slot, shape.rows),
+        row_start=_padded(fed.start, shape.rows),
+        row_count=_padded(fed.count, shape.rows),
+        row_first=_padded(fed.first, shape.rows),
+        token_row=_padded(fed.row, shape.tokens),
+        token_slot=_padded(fed.slot[fed.row], shape.tokens),
+        token_position=_padded(fed.position, shape.tokens),
+        flush_tokens=_padded(fed.flushes, shape.flushes, shape.tokens),
         group_tokens=groups,
         history_rows=np.arange(shape.rows if shape.history else 0, dtype=np.int32),
         table_columns=np.arange(shape.columns, dtype=np.int32),
@@ -156,29 +232,10 @@ def build_plan(
     )
 
 
-def _padded(values: Sequence[int] | np.ndarray, size: int, fill: int = 0) -> np.ndarray:
+def _padded(values: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
     out = np.full(size, fill, np.int32)
     out[: len(values)] = values
     return out
 
 
-def _groups(layout: CacheLayout, rows: Sequence[RowFeed]) -> list[range]:
-    """Runs of tokens that feed the same HCA entry."""
-    ratio, groups, first = layout.cfg.hca_ratio, [], 0
-    for row in rows:
-        at, end = row.start, row.start + row.count
-        while at < end:
-            stop = min((at // ratio + 1) * ratio, end)
-            groups.append(range(first + at - row.start, first + stop - row.start))
-            at = stop
-        first += row.count
-    return groups
-
-
-def _flushes(layout: CacheLayout, rows: Sequence[RowFeed]) -> list[int] | np.ndarray:
-    """Tokens that complete a CSA entry; all tokens of a decode step, whose plan may be advanced."""
-    counts = np.array([row.count for row in rows], np.int64)
-    if (counts <= 1).all():
-        return np.arange(counts.sum())
-    position = np.concatenate([np.arange(row.start, row.start + row.count) for row in rows])
-    return np.nonzero((position + 1) % layout.cfg.csa_ratio == 0)[0]
+_SIZES = tuple(field.name for field in dataclasses.fields(StepShape))

@@ -1,0 +1,112 @@
+"""The pool of unit ids: which blocks (or slots) are free. Pure Python."""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from ..errors import BlockReleaseError, IntegrityError, OutOfBlocksError, PlanError
+
+__all__ = ["BlockAllocator", "as_count"]
+
+
+def as_count(name: str, value: Any, least: int = 0) -> int:
+    """`value` as a Python int, numpy integers welcome. Raises `PlanError` unless an integer >= `least`."""
+    if type(value) is not int:
+        if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
+            raise PlanError(f"{name} must be an integer, got {value!r}")
+        value = operator.index(value)
+    if value < least:
+        raise PlanError(f"{name} must be at least {least}, got {value}")
+    return value
+
+
+class BlockAllocator:
+    """Hands out ids 1..n, always the lowest free one. Id 0 is the null unit and is never handed out.
+
+    Ids above `_fresh` were never taken; freed ids below it wait in a heap. So construction does not
+    build a list of ids, and a call costs O(log n) per id.
+
+    Args:
+        total: n, how many ids there are.
+        pool: the pool's name in error messages.
+    """
+
+    def __init__(self, total: int, pool: str = "device"):
+        self._total = as_count("the number of blocks", total)
+        self._pool = pool
+        self._fresh = 1
+        self._freed: list[int] = []
+        self._held = bytearray(self._total + 1)
+
+    @property
+    def num_total(self) -> int:
+        return self._total
+
+    @property
+    def num_free(self) -> int:
+        return self._total - self._fresh + 1 + len(self._freed)
+
+    def is_held(self, block: int) -> bool:
+        """Whether this id is handed out. Ids out of range are not."""
+        return 0 < block <= self._total and bool(self._held[block])
+
+    def acquire(self, count: int) -> list[int]:
+        """The `count` lowest free ids, ascending: all of them or none.
+
+        Raises:
+            OutOfBlocksError: fewer are free; nothing was taken.
+            PlanError: `count` is negative or not an integer.
+        """
+        count = as_count("the number of blocks to acquire", count)
+        if count > self.num_free:
+            raise OutOfBlocksError(count, self.num_free, self._total, self._pool)
+        freed = self._freed
+        ids = [heapq.heappop(freed) for _ in range(min(count, len(freed)))]
+        fresh = count - len(ids)
+        ids.extend(range(self._fresh, self._fresh + fresh))
+        self._fresh += fresh
+        for block in ids:
+            self._held[block] = 1
+        return ids
+
+    def release(self, ids: Iterable[int]) -> None:
+        """Gives ids back: all of them or, if any is wrong, none.
+
+        Raises:
+            BlockReleaseError: an id is null, out of range, not held, or named twice.
+        """
+        checked: set[int] = set()
+        for block in ids.tolist() if isinstance(ids, np.ndarray) else ids:
+            checked.add(self._checked(block, checked))
+        for block in checked:
+            self._held[block] = 0
+            heapq.heappush(self._freed, block)
+
+    def _checked(self, block: Any, already: set[int]) -> int:
+        def refuse(problem: str) -> BlockReleaseError:
+            return BlockReleaseError(block, problem, self._total)
+
+        if isinstance(block, bool | np.bool_) or not hasattr(block, "__index__"):
+            raise refuse("not an integer")
+        block = operator.index(block)
+        if block == 0:
+            raise refuse("it is the null block")
+        if not 0 < block <= self._total:
+            raise refuse("out of range")
+        if not self._held[block]:
+            raise refuse("it is not held (released twice?)")
+        if block in already:
+            raise refuse("named twice in one call")
+        return block
+
+    def check_integrity(self) -> None:
+        """Free and held ids partition 1..n and the null id is in neither. Raises `IntegrityError`."""
+        free = sorted([*self._freed, *range(self._fresh, self._total + 1)])
+        held = [i for i, flag in enumerate(self._held) if flag]
+        if sorted(free + held) != list(range(1, self._total + 1)):
+            raise IntegrityError(f"{self._pool} pool: free {free} and held {held} do not partition 1..{self._total}")
