@@ -6,6 +6,7 @@ jitted step does. MTP layers are parsed and counted in the config; the model doe
 
 from .checkpoint import load_hf, save_hf
 from .forward import decode_loop, decode_step, forward, prefill
+from .generate import generate
 from .params import Params, init_params, param_specs
 from .sampling import Sampling, sample
 from .uncached import forward_uncached
@@ -17,6 +18,7 @@ __all__ = [
     "decode_step",
     "forward",
     "forward_uncached",
+    "generate",
     "init_params",
     "load_hf",
     "param_specs",

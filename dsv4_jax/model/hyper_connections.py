@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ..config import DSV4Config
 from .numerics import linear, matmul, rms_norm
@@ -42,11 +43,14 @@ def hyper_head(p: Params, streams: jax.Array, cfg: DSV4Config) -> jax.Array:
 
 
 def sinkhorn(logits: jax.Array, iterations: int, eps: np.float32) -> jax.Array:
-    """A nearly doubly stochastic [T, n, n]: softmax over rows, then alternate column and row normalisation."""
-    comb = jax.nn.softmax(logits, -1) + eps
-    for i in range(2 * iterations - 1):
-        comb = comb / (comb.sum(-1 if i % 2 else -2, keepdims=True) + eps)
-    return comb
+    """A nearly doubly stochastic [T, n, n]: softmax over rows, columns normalised, then rows and columns in turn."""
+
+    def normalised(comb: jax.Array, axis: int) -> jax.Array:
+        return comb / (comb.sum(axis, keepdims=True) + eps)
+
+    comb = normalised(jax.nn.softmax(logits, -1) + eps, -2)
+    # A loop: unrolled, twenty iterations at two sites a layer would be most of the model's compile time.
+    return lax.fori_loop(0, iterations - 1, lambda _, comb: normalised(normalised(comb, -1), -2), comb)
 
 
 def _mix(fn: jax.Array, streams: jax.Array, cfg: DSV4Config) -> jax.Array:

@@ -1,0 +1,172 @@
+"""Text generation for a list of prompts: a small continuous-batching loop around the manager's plans."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Collection, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..cache import KVCache
+from ..errors import ContextLimitError, NoFreeSlotError, OutOfBlocksError, PlanError
+from ..manager import KVCacheManager, Request
+from ..ops.dispatch import Implementation
+from ..plan import PackedPlan
+from .forward import decode_loop, prefill
+from .params import Params
+from .sampling import GREEDY, Sampling, sample
+
+__all__ = ["generate"]
+
+
+def generate(
+    params: Params,
+    cache: KVCache,
+    manager: KVCacheManager,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 64,
+    stop_tokens: Collection[int] = (),
+    sampling: Sampling = GREEDY,
+    seed: int = 0,
+    chunk_tokens: int = 256,
+    decode_steps: int = 1,
+    implementation: Implementation = None,
+    on_tokens: Callable[[int, list[int]], None] | None = None,
+) -> tuple[list[list[int]], KVCache]:
+    """Continues every prompt.
+
+    Prompts are admitted in order as slots and blocks come free. Each step feeds every live request:
+    one token of those that are decoding, and prompt chunks of the others; once all are decoding,
+    `decode_steps` steps run per call. Three executables in all, whatever the prompts.
+
+    A request's tokens depend on its prompt, its index and the seed, up to float32 rounding: not on
+    what else runs. Draws of one request differ from those of another with the same prompt.
+
+    Args:
+        cache: donated: use the returned one.
+        manager: of this cache; its other requests are left alone.
+        prompts: token ids, at least one each.
+        max_new_tokens: to draw for each prompt.
+        stop_tokens: a request ends before the first of these it draws.
+        seed: of the draws, unless `sampling` is greedy.
+        chunk_tokens: most tokens of a step, all requests together.
+        decode_steps: K of `decode_loop`.
+        on_tokens: called with (prompt index, newly drawn tokens) as they come.
+
+    Returns:
+        (the tokens drawn for each prompt, stop token left out; the cache).
+
+    Raises:
+        PlanError: an empty prompt, or a count below 1.
+        ContextLimitError: a prompt and its continuation exceed the context limit. Like `PlanError`
+            it is raised before anything runs.
+        NoFreeSlotError, OutOfBlocksError: a prompt cannot be admitted even with none of the others live.
+    """
+    for name, value in (("max_new_tokens", max_new_tokens), ("decode_steps", decode_steps)):
+        if value < 1:
+            raise PlanError(f"{name} must be at least 1, got {value}")
+    if chunk_tokens < manager.size.num_slots:
+        raise PlanError(f"chunk_tokens must be at least the number of slots {manager.size.num_slots}")
+    # The last token drawn is never fed.
+    needs = [len(prompt) + max_new_tokens - 1 for prompt in prompts]
+    for i, (prompt, need) in enumerate(zip(prompts, needs, strict=True)):
+        if not len(prompt):
+            raise PlanError(f"prompt {i} is empty")
+        if need > manager.context_limit:
+            raise ContextLimitError(f"of prompt {i}", need, manager.context_limit)
+
+    rows = manager.size.num_slots
+    chunk_shape = manager.pinned_shape(rows, chunk_tokens, history=True)
+    drawn: list[list[int]] = [[] for _ in prompts]
+    waiting = collections.deque(range(len(prompts)))
+    live: dict[Request, int] = {}
+    key = jax.random.key(seed)
+    try:
+        while waiting or live:
+            while waiting:
+                request = _admit(manager, prompts[waiting[0]], needs[waiting[0]], may_wait=bool(live))
+                if request is None:
+                    break
+                live[request] = waiting.popleft()
+
+            feeds, room = [], chunk_tokens
+            for request in sorted(live, key=lambda request: request.num_pending):
+                count = min(request.num_pending, room)
+                if count:
+                    feeds.append((request, count))
+                    room -= count
+            stream = np.zeros(rows, np.int32)
+            stream[: len(feeds)] = [live[request] for request, _ in feeds]
+            decoding = all(request.num_pending == 1 for request in live)
+            steps = decode_steps if all(max_new_tokens - len(drawn[i]) >= decode_steps for i in live.values()) else 1
+            if decoding:
+                plan = manager.plan_step(feeds, steps=steps, shape=manager.pinned_shape(rows, steps=decode_steps))
+                tokens = manager.plan_tokens(plan)
+                new, cache = _decode(params, cache, plan.pack(), tokens, key, stream, steps, sampling, implementation)
+            else:
+                plan = manager.plan_step(feeds, shape=chunk_shape)
+                tokens = manager.plan_tokens(plan)
+                new, cache = _prefill(params, cache, plan.pack(), tokens, key, stream, sampling, implementation)
+
+            for (request, _), row in zip(feeds, np.asarray(new).T.tolist(), strict=False):
+                if not decoding and request.num_pending:
+                    continue  # its prompt is not complete: the draw means nothing
+                index = live[request]
+                stop = next((i for i, token in enumerate(row) if token in stop_tokens), None)
+                kept = row[:stop]
+                request.tokens += kept
+                drawn[index] += kept
+                if on_tokens is not None and kept:
+                    on_tokens(index, kept)
+                if stop is not None or len(drawn[index]) == max_new_tokens:
+                    manager.release_request(request)
+                    del live[request]
+    finally:
+        for request in live:
+            manager.release_request(request)
+    return drawn, cache
+
+
+def _admit(manager: KVCacheManager, prompt: Sequence[int], need: int, *, may_wait: bool) -> Request | None:
+    """The prompt as a live request with all its blocks reserved; None if it may and must wait for others to end."""
+    request = None
+    try:
+        request = manager.admit_request(prompt, max_tokens=need)
+        manager.reserve(request, need)
+    except (NoFreeSlotError, OutOfBlocksError):
+        if request is not None:
+            manager.release_request(request)
+        if may_wait:
+            return None
+        raise
+    return request
+
+
+def _keys(key: jax.Array, stream: jax.Array) -> jax.Array:
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, stream)
+
+
+@functools.partial(jax.jit, static_argnames=("sampling", "implementation"), donate_argnames="cache")
+def _prefill(
+    params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array, key: jax.Array, stream: jax.Array,
+    sampling: Sampling, implementation: Implementation,
+) -> tuple[jax.Array, KVCache]:  # fmt: skip
+    """One step, and each row's next token: [1, B]. `stream` [B] says whose keys the rows draw with."""
+    step = plan.unpack()
+    logits, cache = prefill(params, cache, step, tokens, implementation=implementation)
+    last = step.row_start + step.row_count - np.int32(1)
+    return sample(logits, sampling, _keys(key, stream), jnp.maximum(last, 0))[None], cache
+
+
+@functools.partial(jax.jit, static_argnames=("steps", "sampling", "implementation"), donate_argnames="cache")
+def _decode(
+    params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array, key: jax.Array, stream: jax.Array,
+    steps: int, sampling: Sampling, implementation: Implementation,
+) -> tuple[jax.Array, KVCache]:  # fmt: skip
+    """K decode steps: [K, B] tokens."""
+    keys = _keys(key, stream)
+    return decode_loop(params, cache, plan, tokens, steps, sampling=sampling, keys=keys, implementation=implementation)

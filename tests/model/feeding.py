@@ -1,0 +1,68 @@
+"""Feeds one request through the cache in any chunks, as a caller with no manager would."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import jax
+import numpy as np
+
+from dsv4_jax import CacheLayout, DSV4Config, init_cache, model
+from dsv4_jax.layout import CacheSize
+from dsv4_jax.manager.planning import RowFeed, StepShape, build_plan
+
+forward = jax.jit(model.forward, donate_argnames="cache", static_argnames=("index_qat", "implementation"))
+decode_step = jax.jit(model.decode_step, donate_argnames="cache", static_argnames=("index_qat", "implementation"))
+
+TEXT = (
+    "A cache is a promise about the past: what was computed once need not be computed again, provided that it can "
+    "be found, that it is whole, and that nobody wrote over it. The window keeps the last few words as they were "
+    "said. The compressed entries keep the sense of the rest, four words to a line, or a page to a line, and an "
+    "index says which lines are worth reading now. When the speaker pauses in mid-sentence, a little state remembers "
+    "the half line; when he goes on, the line is finished, written down, and the state is wiped for the next one."
+)
+
+
+def text_tokens(count: int) -> np.ndarray:
+    """The first bytes of TEXT, [count] int32."""
+    tokens = np.frombuffer(TEXT.encode(), np.uint8).astype(np.int32)
+    assert count <= tokens.size
+    return tokens[:count]
+
+
+def feed(
+    cfg: DSV4Config,
+    params: model.Params,
+    tokens: np.ndarray,
+    chunks: Iterable[int],
+    *,
+    most: int | None = None,
+    kv_format: str = "f32",
+    index_format: str = "f32",
+    **layout_options: object,
+) -> np.ndarray:
+    """Logits [T, vocab] of a token array fed through a fresh cache in these chunks, repeated as needed.
+
+    `most` pins the executable to chunks of up to so many tokens; 1 means decode steps.
+    """
+    layout = CacheLayout(cfg, kv_format, index_format, **layout_options)
+    chunks = list(chunks)
+    most = max(chunks) if most is None else most
+    length, shape = len(tokens), StepShape.bound(layout, 1, most, columns=layout.blocks_for(len(tokens)))
+    # Slot 2 and blocks from 3 on: nothing may depend on ids being low.
+    cache = init_cache(layout, CacheSize(layout.blocks_for(length) + 2, 2, layout.blocks_for(length)))
+    step, start, held, out = decode_step if most == 1 else forward, 0, 0, []
+    for chunk in itertools.cycle(chunks):
+        count = min(chunk, length - start)
+        needed = layout.blocks_for(start + count)
+        entries = [(2, column, 3 + column) for column in range(held, needed)]
+        plan = build_plan(layout, [RowFeed(2, start, count)], shape, table_entries=entries)
+        padded = np.zeros(most, np.int32)
+        padded[:count] = tokens[start : start + count]
+        logits, cache = step(params, cache, plan.pack(), padded)
+        out.append(np.asarray(logits)[:count])
+        start, held = start + count, needed
+        if start == length:
+            return np.concatenate(out)
+    raise AssertionError
