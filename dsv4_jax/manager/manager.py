@@ -12,7 +12,8 @@ ids in range and lie beyond everything a step of the plan's tokens may see or wr
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+import itertools
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,12 +22,11 @@ from ..errors import ContextLimitError, IntegrityError, NoFreeSlotError, PlanErr
 from ..layout import CacheLayout, CacheSize
 from ..plan import StepPlan
 from .allocator import BlockAllocator, as_count
-from .planning import RowFeed, StepShape, build_plan, shape_for
+from .planning import StepShape, build_plan, shape_for
 from .request import Request, RequestState
+from .scheduling import Feed, schedule
 
-__all__ = ["Feed", "KVCacheManager", "ManagerStats"]
-
-Feed = tuple[Request | int, int]  # a request (or its slot), and how many of its tokens to feed
+__all__ = ["KVCacheManager", "ManagerStats"]
 
 
 class ManagerStats(NamedTuple):
@@ -41,15 +41,6 @@ class ManagerStats(NamedTuple):
     slots_used: int
     tokens_cached: int
     generation: int
-
-
-class _Row(NamedTuple):
-    """A checked feed: the request's length and number of blocks after the step."""
-
-    request: Request
-    count: int
-    end: int
-    blocks: int
 
 
 class KVCacheManager:
@@ -173,53 +164,57 @@ class KVCacheManager:
                 shape is too small. Whatever is raised, nothing has changed.
         """
         steps = as_count("steps", steps, 1)
-        rows = self._rows(feeds, steps)
-        feeds = [RowFeed(row.request.slot, row.request.num_cached, row.count) for row in rows]
-        taken = self._blocks.acquire(sum(max(row.blocks - len(row.request.blocks), 0) for row in rows))
+        requests, counts = self._feeds(feeds, steps)
+        slots = [r.slot for r in requests]
+        starts, held, tabled = (
+            np.array([(r.num_cached, len(r.blocks), r.num_tabled) for r in requests], int).reshape(-1, 3).T
+        )
+        ends = starts + np.array(counts, int) * steps
+        blocks = -(-ends // self.layout.block_tokens)
+        missing = np.maximum(blocks - held, 0)
+        over = np.flatnonzero(ends > [r.max_tokens for r in requests])
+        if len(over):
+            request = requests[over[0]]
+            raise ContextLimitError(request.id, int(ends[over[0]]), request.max_tokens)
+        taken = self._blocks.acquire(int(missing.sum()))
         try:
-            fresh = iter(taken)
-            new, entries = [], []
-            for request, _, _, blocks in rows:
-                held = len(request.blocks)
-                new.append([next(fresh) for _ in range(held, blocks)])
-                if request.num_tabled < blocks:
-                    path = [*request.blocks, *new[-1]]
-                    entries += [(request.slot, i, path[i]) for i in range(request.num_tabled, blocks)]
+            fresh, entries = iter(taken), []
+            paths: dict[int, list[int]] = {}  # of the rows that need table entries, by row
+            for i in np.flatnonzero(tabled < blocks).tolist():
+                paths[i] = requests[i].blocks + list(itertools.islice(fresh, missing[i]))
+                entries += [(slots[i], column, paths[i][column]) for column in range(tabled[i], blocks[i])]
+            rows = np.array([slots, starts, counts], int).T
             if shape is None:
-                shape = shape_for(self.layout, feeds, table_entries=len(entries), lookahead=steps - 1)
+                shape = shape_for(self.layout, rows, table_entries=len(entries), lookahead=steps - 1)
                 shape = shape.bucketed(self.size.max_blocks_per_request)
             elif shape.columns > self.size.max_blocks_per_request:
                 raise PlanError(f"columns={shape.columns}: the table has {self.size.max_blocks_per_request}")
-            plan = build_plan(self.layout, feeds, shape, table_entries=entries, lookahead=steps - 1)
-        except PlanError:
+            plan = build_plan(self.layout, rows, shape, table_entries=entries, lookahead=steps - 1)
+        except Exception:
             self._blocks.release(taken)
             raise
         self._steps += 1
-        for (request, count, end, blocks), ids in zip(rows, new, strict=True):
-            request.blocks += ids
-            request.num_tabled = max(request.num_tabled, blocks)
-            request.num_cached = end
+        for request, count in zip(requests, counts, strict=True):
             request.fed = count * steps
+            request.num_cached += request.fed
             request.last_step = self._steps
+        for i, path in paths.items():
+            requests[i].blocks, requests[i].num_tabled = path, int(blocks[i])
         return plan
 
-    def _rows(self, feeds: Iterable[Feed], steps: int) -> list[_Row]:
-        rows: list[_Row] = []
-        seen: set[int] = set()
+    def _feeds(self, feeds: Iterable[Feed], steps: int) -> tuple[list[Request], list[int]]:
+        """The requests and their token counts, checked one by one."""
+        counts: dict[Request, int] = {}
         for feed in feeds:
-            if not isinstance(feed, Sequence) or len(feed) != 2:
+            if not isinstance(feed, tuple | list) or len(feed) != 2:
                 raise PlanError(f"a feed is a (request, number of tokens) pair, got {feed!r}")
             request, count = self._checked(feed[0]), as_count("a row's number of tokens", feed[1], 1)
-            if request.slot in seen:
+            if request in counts:
                 raise PlanError(f"request {request.id!r} is fed twice in one step")
-            seen.add(request.slot)
             if steps > 1 and count != 1:
                 raise PlanError(f"{steps} steps in one plan feed one token per row, request {request.id!r} has {count}")
-            end = request.num_cached + count * steps
-            if end > request.max_tokens:
-                raise ContextLimitError(request.id, end, request.max_tokens)
-            rows.append(_Row(request, count, end, self.layout.blocks_for(end)))
-        return rows
+            counts[request] = count
+        return list(counts), list(counts.values())
 
     def plan_tokens(self, plan: StepPlan) -> np.ndarray:
         """The token ids of a plan, [T] int32 in its order (padding: 0), from the requests' `tokens`.
@@ -292,24 +287,11 @@ class KVCacheManager:
             max_chunk: most tokens of one request.
         """
         budget = as_count("token_budget", token_budget, 1)
-        rows = budget if max_rows is None else as_count("max_rows", max_rows, 1)
-        chunk = budget if max_chunk is None else as_count("max_chunk", max_chunk, 1)
-        free = self._blocks.num_free
-        decodes = sorted((r for r in self.requests if r.num_pending == 1), key=lambda r: r.last_step)
-        feeds: list[Feed] = []
-        for request in (*decodes, *(r for r in self.requests if r.num_pending > 1)):
-            room = (len(request.blocks) + free) * self.layout.block_tokens - request.num_cached
-            count = min(request.num_pending, budget, chunk, room)
-            if rows == len(feeds) or not budget:
-                break
-            if count < 1:
-                if request.num_pending == 1:
-                    continue
-                break
-            feeds.append((request, count))
-            budget -= count
-            free -= max(self.layout.blocks_for(request.num_cached + count) - len(request.blocks), 0)
-        return feeds
+        return schedule(
+            self.layout, self.requests, self._blocks.num_free, budget=budget,
+            max_rows=budget if max_rows is None else as_count("max_rows", max_rows, 1),
+            max_chunk=budget if max_chunk is None else as_count("max_chunk", max_chunk, 1),
+        )  # fmt: skip
 
     def pinned_shape(self, rows: int, tokens: int | None = None, *, steps: int = 1, **options: Any) -> StepShape:
         """The shape of every step of up to `rows` requests and `tokens` tokens (default: a decode step).

@@ -117,7 +117,7 @@ class _Fed(NamedTuple):
     flushes: np.ndarray  # [F'] tokens
 
 
-def _fed(layout: CacheLayout, rows: Sequence[RowFeed]) -> _Fed:
+def _fed(layout: CacheLayout, rows: Sequence[RowFeed] | np.ndarray) -> _Fed:
     slot, start, count = np.array(rows, np.int64).reshape(-1, 3).T
     first = np.cumsum(count) - count
     row = np.repeat(np.arange(len(count)), count)
@@ -134,7 +134,7 @@ def _fed(layout: CacheLayout, rows: Sequence[RowFeed]) -> _Fed:
 
 def shape_for(
     layout: CacheLayout,
-    rows: Sequence[RowFeed],
+    rows: Sequence[RowFeed] | np.ndarray,
     *,
     table_entries: int = 0,
     slot_copies: int = 0,
@@ -147,7 +147,7 @@ def shape_for(
     tokens can need at any position: steps that need none, some or all of them share an executable.
 
     Args:
-        rows: the requests fed.
+        rows: the requests fed (as an array: [B, 3]).
         table_entries, slot_copies, block_copies: at least so many of each.
         lookahead: further decode steps that will reuse the plan.
     """
@@ -175,7 +175,7 @@ def _shape(
 
 def build_plan(
     layout: CacheLayout,
-    rows: Sequence[RowFeed],
+    rows: Sequence[RowFeed] | np.ndarray,
     shape: StepShape,
     *,
     table_entries: Sequence[tuple[int, int, int]] = (),

@@ -1,0 +1,445 @@
+"""Requests and steps of the plain manager: results, refusals, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import dsv4_jax
+from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
+from dsv4_jax.errors import (
+    CacheError,
+    ContextLimitError,
+    IntegrityError,
+    NoFreeSlotError,
+    OutOfBlocksError,
+    PlanError,
+    RequestError,
+)
+from dsv4_jax.manager import RequestState, StepShape
+
+BLOCK = 128
+
+
+def make(num_blocks: int = 8, num_slots: int = 3, columns: int = 4, *, drafts: int = 2, **config) -> KVCacheManager:
+    layout = CacheLayout(DSV4Config.tiny(**config), draft_tokens=drafts)
+    return KVCacheManager(layout, CacheSize(num_blocks, num_slots, columns))
+
+
+def books(manager: KVCacheManager) -> tuple:
+    """All that a refused call must leave as it was."""
+    requests = [copy.deepcopy({name: getattr(r, name) for name in r.__slots__}) for r in manager.requests]
+    return manager.stats(), requests, bytes(manager._blocks._held), bytes(manager._slots._held)
+
+
+def refused(
+    manager: KVCacheManager, error: type[CacheError], call: Callable[[], object], match: str | None = None
+) -> None:
+    before = books(manager)
+    with pytest.raises(error, match=match):
+        call()
+    assert books(manager) == before
+    manager.check_integrity()
+
+
+def entries(plan) -> list[tuple[int, int, int]]:
+    """The table entries of a plan, padding left out."""
+    triples = zip(plan.table_slot.tolist(), plan.table_index.tolist(), plan.table_block.tolist(), strict=True)
+    return [t for t in triples if t[0]]
+
+
+# Import
+
+
+def test_the_manager_imports_no_jax() -> None:
+    code = "import sys, dsv4_jax.manager, dsv4_jax; dsv4_jax.KVCacheManager; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+    assert {"KVCacheManager", "BlockAllocator"} <= set(dsv4_jax.__all__)
+
+
+# Admission and release
+
+
+def test_slots_and_ids() -> None:
+    manager = make()
+    a, b, c = manager.admit_request(), manager.admit_request([1, 2]), manager.admit_request(np.array([3], np.int32))
+    assert [r.slot for r in (a, b, c)] == [1, 2, 3]
+    assert [r.id for r in (a, b, c)] == [1, 2, 3]
+    assert (a.tokens, b.tokens, c.tokens) == ([], [1, 2], [3])
+    assert type(c.tokens[0]) is int
+    assert (b.num_cached, b.blocks, b.state, b.num_pending) == (0, [], RequestState.LIVE, 2)
+    manager.release_request(b)
+    d = manager.admit_request()
+    assert (d.slot, d.id) == (2, 4)
+    assert manager.requests == (a, c, d)
+    assert np.arange(9)[d] == 2
+    assert manager.stats().blocks_used == 0
+
+
+def test_callers_ids() -> None:
+    manager = make()
+    a = manager.admit_request(request_id="a")
+    assert a.id == "a"
+    refused(manager, RequestError, lambda: manager.admit_request(request_id="a"), "in use")
+    manager.admit_request(request_id=1)
+    assert manager.admit_request().id == 2
+    manager.release_request(a)
+    assert manager.admit_request(request_id="a").slot == 1
+
+
+def test_no_free_slot() -> None:
+    manager = make(num_slots=1)
+    manager.admit_request()
+    refused(manager, NoFreeSlotError, manager.admit_request, "max concurrent requests exceeded")
+
+
+@pytest.mark.parametrize("config", [{}, dict(max_position_embeddings=300)])
+def test_context_limit_is_checked_at_admission(config: dict) -> None:
+    manager = make(**config)
+    limit = config.get("max_position_embeddings", 4 * BLOCK)
+    assert manager.context_limit == limit
+    refused(manager, ContextLimitError, lambda: manager.admit_request([0] * (limit + 1)), f"limit of {limit}")
+    refused(manager, ContextLimitError, lambda: manager.admit_request(max_tokens=limit + 1))
+    refused(manager, ContextLimitError, lambda: manager.admit_request([0] * 5, max_tokens=4), "request new: 5 tokens")
+    assert manager.admit_request([0] * limit).max_tokens == limit
+
+
+@pytest.mark.parametrize("tokens", [[-1], [256], [1.0], [[1]], ["a"], [1, None], np.array([[1]]), [True]])
+def test_bad_token_ids(tokens: object) -> None:
+    manager = make()
+    refused(manager, RequestError, lambda: manager.admit_request(tokens), "tokens must be")
+
+
+@pytest.mark.parametrize("max_tokens", [0, -3, 2.0, "9"])
+def test_bad_max_tokens(max_tokens: object) -> None:
+    manager = make()
+    refused(manager, PlanError, lambda: manager.admit_request(max_tokens=max_tokens))
+
+
+def test_release() -> None:
+    manager, other = make(), make()
+    a, b = manager.admit_request(), manager.admit_request()
+    foreign = other.admit_request()
+    manager.plan_step([(a, 200), (b, 10)])
+    manager.release_request(a)
+    assert manager.stats()[:4] == (8, 7, 1, 0)
+    assert (a.state, a.blocks) == (RequestState.RELEASED, [])
+    refused(manager, RequestError, lambda: manager.release_request(a), "request 1 was released")
+    refused(manager, RequestError, lambda: manager.release_request(foreign), "another manager")
+    for slot in (1, 0, -1, 4, 1.0, None, True):
+        refused(manager, RequestError, lambda slot=slot: manager.release_request(slot))
+    with pytest.raises(RequestError, match="has no slot"):
+        operator.index(a)
+    manager.release_request(np.int32(2))
+    assert b.state is RequestState.RELEASED
+    assert manager.stats().blocks_free == 8
+
+
+def test_reset_refuses_older_requests() -> None:
+    manager = make()
+    old = manager.admit_request([1, 2])
+    manager.plan_step([(old, 2)])
+    manager.reset()
+    assert manager.stats() == (8, 8, 0, 0, 3, 3, 0, 0, 1)
+    new = manager.admit_request()
+    assert (new.slot, new.generation, new.id) == (1, 1, 2)
+    calls = (manager.release_request, lambda r: manager.plan_step([(r, 1)]), lambda r: manager.accept(r, 1))
+    for call in calls:
+        refused(manager, RequestError, lambda call=call: call(old), "released")
+
+
+# Steps
+
+
+def test_mixed_step() -> None:
+    manager = make()
+    a, b, c = (manager.admit_request() for _ in range(3))
+    plan = manager.plan_step([(b, 130), (a, 1), (c, 3)])
+    assert entries(plan) == [(2, 0, 1), (2, 1, 2), (1, 0, 3), (3, 0, 4)]
+    assert (a.blocks, b.blocks, c.blocks) == ([3], [1, 2], [4])
+    assert [r.num_cached for r in (a, b, c)] == [1, 130, 3]
+    assert plan.row_slot.tolist() == [2, 1, 3, 0]
+    plan = manager.plan_step([(a, 127), (b.slot, 1)])
+    assert entries(plan) == []
+    plan = manager.plan_step([(a, 1)])
+    assert entries(plan) == [(1, 1, 5)]
+    manager.check_integrity()
+
+
+def test_an_empty_step_is_all_padding() -> None:
+    manager = make()
+    shape = manager.pinned_shape(2)
+    plan = manager.plan_step([], shape=shape)
+    assert not plan.row_slot.any()
+    assert (plan.group_tokens == 2).all()
+    assert (plan.flush_tokens == 2).all()
+    assert manager.plan_tokens(plan).tolist() == [0, 0]
+
+
+def test_steps_ahead() -> None:
+    manager = make()
+    a, b = manager.admit_request(), manager.admit_request()
+    manager.plan_step([(a, 126), (b, 3)])
+    plan = manager.plan_step([(a, 1), (b, 1)], steps=4)
+    assert entries(plan) == [(1, 1, 3)]
+    assert (a.num_cached, b.num_cached, a.blocks) == (130, 7, [1, 3])
+    assert plan.table_columns.tolist() == [0, 1]
+    assert plan.row_start.tolist() == [126, 3]
+    refused(manager, PlanError, lambda: manager.plan_step([(a, 1), (b, 2)], steps=2), "one token per row")
+    refused(manager, PlanError, lambda: manager.plan_step([(a, 1)], steps=0))
+    refused(manager, ContextLimitError, lambda: manager.plan_step([(a, 1)], steps=383), "513 tokens exceed")
+    refused(
+        manager, PlanError, lambda: manager.plan_step([(a, 1)], steps=300, shape=manager.pinned_shape(1, columns=3))
+    )
+
+
+def test_two_hundred_steps_of_one_shape() -> None:
+    manager = make(num_blocks=12, num_slots=4)
+    rng, shapes = np.random.default_rng(0), set()
+    shape = manager.pinned_shape(4)
+    for _ in range(200):
+        if len(manager.requests) < 4 and rng.random() < 0.3:
+            manager.admit_request()
+        for request in manager.requests:
+            if rng.random() < 0.02 or request.num_cached > 300:
+                manager.release_request(request)
+        plan = manager.plan_step([(r, 1) for r in manager.requests], shape=shape)
+        shapes.add(plan.pack().shapes)
+    assert len(shapes) == 1
+    assert plan.num_tokens == plan.num_rows == 4
+
+
+def test_the_default_shape_of_decode_steps_depends_on_rows_and_columns_alone() -> None:
+    manager = make()
+    a, b = manager.admit_request(), manager.admit_request()
+    manager.plan_step([(a, 1), (b, 100)])
+    shapes = {manager.plan_step([(a, 1), (b, 1)]).pack().shapes for _ in range(28)}
+    assert len(shapes) == 1
+    assert manager.plan_step([(a, 1), (b, 1)]).pack().shapes not in shapes  # b sees a second column
+
+
+def test_refused_steps_change_nothing() -> None:
+    manager = make(num_blocks=4)
+    a, b = manager.admit_request(), manager.admit_request(max_tokens=200)
+    gone = manager.admit_request()
+    manager.release_request(gone)
+    foreign = make().admit_request()
+    manager.plan_step([(a, 100), (b, 128)])
+    full = r"KV cache OOM in the device pool: requested 3 blocks, 2 available \(of 4 total\)"
+    refused(manager, OutOfBlocksError, lambda: manager.plan_step([(b, 1), (a, 200)]), full)
+    refused(manager, ContextLimitError, lambda: manager.plan_step([(a, 1), (b, 73)]), "201 tokens .* 200")
+    refused(manager, PlanError, lambda: manager.plan_step([(a, 1), (a, 1)]), "twice")
+    refused(manager, PlanError, lambda: manager.plan_step([(a, 1), (a.slot, 1)]), "twice")
+    refused(manager, RequestError, lambda: manager.plan_step([(a, 1), (gone, 1)]), "released")
+    refused(manager, RequestError, lambda: manager.plan_step([(a, 1), (foreign, 1)]), "another manager")
+    refused(manager, RequestError, lambda: manager.plan_step([(3, 1)]), "no live request in slot 3")
+    for count in (0, -1, 1.0, None, True):
+        refused(manager, PlanError, lambda count=count: manager.plan_step([(a, 1), (b, count)]))
+    for feed in (a, (a,), (a, 1, 1), "ab1"):
+        refused(manager, PlanError, lambda feed=feed: manager.plan_step([feed]), "a feed is")
+    small = StepShape(1, 4, 4, 4, 4, 4, 1)
+    refused(manager, PlanError, lambda: manager.plan_step([(a, 1), (b, 1)], shape=small), "rows=2")
+    refused(manager, PlanError, lambda: manager.plan_step([(b, 5)], shape=small), "tokens=5")
+    wide = manager.pinned_shape(4, columns=5)
+    refused(manager, PlanError, lambda: manager.plan_step([(a, 1)], shape=wide), "columns=5")
+    assert entries(manager.plan_step([(b, 1)])) == [(2, 1, 3)]
+
+
+def test_plan_tokens() -> None:
+    manager = make()
+    a, b = manager.admit_request(range(10)), manager.admit_request([7])
+    plan = manager.plan_step([(b, 1), (a, 4)])
+    assert manager.plan_tokens(plan).tolist() == [7, 0, 1, 2, 3, 0, 0, 0]
+    assert manager.plan_tokens(plan).dtype == np.int32
+    b.tokens.append(np.int64(9))
+    plan = manager.plan_step([(b, 1), (a, 6)], shape=manager.pinned_shape(2, 7))
+    assert manager.plan_tokens(plan).tolist() == [9, 4, 5, 6, 7, 8, 9]
+    plan = manager.plan_step([(b, 1)])
+    with pytest.raises(RequestError, match=r"knows 2 tokens, the plan feeds 2\.\.2"):
+        manager.plan_tokens(plan)
+    b.tokens.append(-1)
+    with pytest.raises(RequestError, match="tokens must be"):
+        manager.plan_tokens(plan)
+    manager.release_request(b)
+    with pytest.raises(RequestError, match="no live request"):
+        manager.plan_tokens(plan)
+
+
+# Accept and reserve
+
+
+@pytest.mark.parametrize("kept", range(4))
+def test_accept(kept: int) -> None:
+    manager = make(drafts=3)
+    a = manager.admit_request([5] * 127)
+    manager.plan_step([(a, 126)])
+    a.tokens += [1, 2, 3]
+    manager.plan_step([(a, 4)])
+    assert (a.num_cached, a.blocks) == (130, [1, 2])
+    manager.accept(a, kept)
+    assert a.num_cached == 126 + kept
+    assert a.tokens == [5] * 126 + [5, 1, 2, 3][:kept]
+    assert a.blocks == ([1] if kept <= 2 else [1, 2])
+    manager.check_integrity()
+    refused(manager, PlanError, lambda: manager.accept(a, 0), "no step to accept")
+    b = manager.admit_request()
+    manager.plan_step([(b, 1)])
+    plan = manager.plan_step([(a, 4)])
+    assert entries(plan) == ([(1, 1, 3)] if kept <= 2 else [])
+
+
+def test_accept_all_keeps_pending_prompt_tokens() -> None:
+    manager = make()
+    a = manager.admit_request(range(50))
+    manager.plan_step([(a, 40)])
+    manager.accept(a, 40)
+    assert (a.num_cached, a.num_pending, len(a.tokens)) == (40, 10, 50)
+
+
+def test_refused_accepts_change_nothing() -> None:
+    manager, plain = make(drafts=2), make(drafts=0)
+    a, b = manager.admit_request(), plain.admit_request()
+    refused(manager, PlanError, lambda: manager.accept(a, 0), "no step")
+    manager.plan_step([(a, 4)])
+    plain.plan_step([(b, 1)])
+    refused(manager, PlanError, lambda: manager.accept(a, 3), "a step of 4 tokens cannot be cut to 3")
+    refused(manager, PlanError, lambda: manager.accept(a, 5), "cannot keep 5 of the 4")
+    refused(plain, PlanError, lambda: plain.accept(b, 0), "draft_tokens=0")
+    for kept in (-1, 1.0, None):
+        refused(manager, PlanError, lambda kept=kept: manager.accept(a, kept))
+    refused(manager, RequestError, lambda: manager.accept(b, 1))
+    plain.accept(b, 1)
+    manager.plan_step([(a, 1)], steps=4)
+    refused(manager, PlanError, lambda: manager.accept(a, 2), "cannot be cut")
+    manager.plan_step([(a, 1)], steps=3)
+    manager.accept(a, 1)
+    assert a.num_cached == 9
+
+
+def test_reserve() -> None:
+    manager = make(num_blocks=4)
+    a, b = manager.admit_request(), manager.admit_request()
+    manager.reserve(a, 300)
+    assert (a.blocks, manager.stats().blocks_ahead) == ([1, 2, 3], 3)
+    refused(manager, OutOfBlocksError, lambda: manager.reserve(b, 129), "requested 2 blocks, 1 available")
+    refused(manager, ContextLimitError, lambda: manager.reserve(b, 513))
+    assert entries(manager.plan_step([(a, 128), (b, 128)])) == [(1, 0, 1), (2, 0, 4)]
+    assert entries(manager.plan_step([(a, 2)])) == [(1, 1, 2)]
+    manager.accept(a, 0)
+    assert (a.blocks, manager.stats().blocks_ahead) == ([1, 2, 3], 2)
+    manager.check_integrity()
+    assert [entries(manager.plan_step([(a, n)])) for n in (1, 127, 44)] == [[], [], [(1, 2, 3)]]
+    refused(manager, OutOfBlocksError, lambda: manager.plan_step([(a, 100)]))
+    manager.release_request(a)
+    assert manager.stats().blocks_free == 3
+
+
+# Schedule
+
+
+def test_schedule_decodes_first_then_chunks_in_admission_order() -> None:
+    manager = make(num_blocks=20, num_slots=5)
+    long, short, d1, d2 = (manager.admit_request([1] * n) for n in (300, 40, 1, 1))
+    manager.admit_request()
+    assert manager.schedule(100) == [(d1, 1), (d2, 1), (long, 98)]
+    assert manager.schedule(100, max_chunk=64) == [(d1, 1), (d2, 1), (long, 64), (short, 34)]
+    assert manager.schedule(100, max_rows=3, max_chunk=8) == [(d1, 1), (d2, 1), (long, 8)]
+    assert manager.schedule(1) == [(d1, 1)]
+    for name in ("token_budget", "max_rows", "max_chunk"):
+        refused(manager, PlanError, lambda name=name: manager.schedule(**{"token_budget": 1} | {name: 0}), name)
+
+
+def test_schedule_starves_nobody() -> None:
+    manager = make(num_blocks=20, num_slots=6)
+    for n in (200, 1, 1, 90, 1, 1):
+        manager.admit_request([1] * n)
+    target = {r: len(r.tokens) + 5 for r in manager.requests}
+    for _ in range(200):
+        feeds = manager.schedule(2)
+        if not feeds:
+            break
+        manager.plan_step(feeds)
+        for request, _ in feeds:
+            if not request.num_pending and len(request.tokens) < target[request]:
+                request.tokens.append(2)
+    assert {r: r.num_cached for r in manager.requests} == target
+
+
+def test_schedule_stays_within_the_free_blocks() -> None:
+    manager = make(num_blocks=3, num_slots=4, columns=3)
+    a, b, c = manager.admit_request([1] * 256), manager.admit_request([1] * 200), manager.admit_request([1] * 2)
+    feeds = manager.schedule(500)
+    assert feeds == [(a, 256), (b, 128)]
+    manager.plan_step(feeds)
+    a.tokens.append(1)
+    assert manager.schedule(500) == []
+    manager.release_request(a)
+    assert manager.schedule(500) == [(b, 72), (c, 2)]
+
+
+# Books
+
+
+def test_block_budget() -> None:
+    layout = CacheLayout(DSV4Config.flash())
+    budget = KVCacheManager.compute_block_budget(layout, 100_000, 4)
+    assert (budget["blocks"], budget["slots"]) == (4 * 782, 4)
+    size = CacheSize(4 * 782, 4, 782)
+    assert budget["total"] == layout.total_bytes(size) == KVCacheManager(layout, size).memory_bytes()
+    assert budget["total"] == sum(v for k, v in budget.items() if k not in ("blocks", "slots", "total"))
+    units = 4 * 782 + 1
+    assert [budget[k] for k in ("csa", "hca", "index")] == [
+        21 * 32 * 584 * units,
+        20 * 584 * units,
+        21 * 32 * 68 * units,
+    ]
+    swa = KVCacheManager.compute_block_budget(
+        CacheLayout(DSV4Config.tiny(layer_types=layout.cfg.layer_types[:1])), 9, 1
+    )
+    assert (swa["csa"], swa["hca"], swa["index"]) == (0, 0, 0)
+    for bad in ((0, 1), (1, 0), (1.5, 1), (1, -1)):
+        with pytest.raises(PlanError):
+            KVCacheManager.compute_block_budget(layout, *bad)
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda m, a, b: a.blocks.append(b.blocks[0]),
+        lambda m, a, b: a.blocks.pop(),
+        lambda m, a, b: a.blocks.append(7),
+        lambda m, a, b: setattr(a, "num_cached", 129),
+        lambda m, a, b: setattr(a, "slot", 2),
+        lambda m, a, b: setattr(a, "generation", 5),
+        lambda m, a, b: m._blocks._held.__setitem__(0, 1),
+        lambda m, a, b: m._blocks._freed.append(1),
+        lambda m, a, b: m._ids.clear(),
+    ],
+)
+def test_check_integrity_sees_it(break_it: Callable) -> None:
+    manager = make()
+    a, b = manager.admit_request(), manager.admit_request()
+    manager.plan_step([(a, 5), (b, 5)])
+    manager.check_integrity()
+    break_it(manager, a, b)
+    with pytest.raises(IntegrityError):
+        manager.check_integrity()
+
+
+def test_planning_256_decodes_is_fast() -> None:
+    manager = make(num_blocks=600, num_slots=256)
+    feeds = [(manager.admit_request(), 1) for _ in range(256)]
+    shape, times = manager.pinned_shape(256), []
+    for _ in range(30):
+        start = time.perf_counter()
+        manager.plan_step(feeds, shape=shape)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 2e-3  # 0.3 ms on a free core; the bound leaves room for busy machines
