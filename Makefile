@@ -1,0 +1,82 @@
+# Two commands: `make demo` and `make test`. Each makes the virtual environments it needs.
+#
+#   PYTHONS="3.11 3.12"   the Python versions `make test` looks for; those it does not find are named and left out
+#   PYTEST_ARGS=...       further arguments for pytest, such as PYTEST_ARGS="-k sharding -x"
+#   NPROC=2               test processes
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+MAKEFLAGS += --no-print-directory
+
+PYTHONS ?= 3.11 3.12
+PYTEST_ARGS ?=
+NPROC ?= 2
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# The interpreter of a Python version: on the PATH or among pyenv's, and able to make a virtual environment.
+python = $(shell for p in python$(1) $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(1).*/bin/python$(1) /usr/bin/python$(1) \
+	/usr/local/bin/python$(1) python3; do \
+	"$$p" -c 'import sys, venv, ensurepip; sys.exit("%d.%d" % sys.version_info[:2] != "$(1)")' >/dev/null 2>&1 \
+	&& { command -v "$$p"; break; }; done)
+constraints = constraints/jax-$(if $(filter 3.11,$(1)),0.10,0.11).txt
+
+found := $(foreach v,$(PYTHONS),$(if $(call python,$(v)),$(v)))
+missing := $(filter-out $(found),$(PYTHONS))
+# The demo and the linters need one environment: the first of these that is there.
+one := $(firstword $(found) $(foreach v,3.11 3.12 3.13,$(if $(call python,$(v)),$(v))))
+
+.PHONY: help demo test lint format build clean pythons $(found:%=test-%)
+
+help:
+	@echo "make demo    decode real text through the cache on this machine's CPU"
+	@echo "make test    lint, build, and every test on Python $(PYTHONS)"
+	@echo "make lint | format | build | clean | test-3.11 | test-3.12"
+
+demo: .venv/ready
+	@.venv/bin/python -m dsv4_jax demo
+
+test: pythons lint build $(found:%=test-%)
+	@echo "All passed on Python $(found).$(if $(missing), NOT RUN on Python $(missing): not found.)"
+
+pythons:
+	@$(if $(found),,echo "None of Python $(PYTHONS) was found (with the venv and ensurepip modules)" >&2; exit 1)
+	@$(foreach v,$(found),echo "Python $(v): $(call python,$(v)), $(call constraints,$(v))";)
+	@$(foreach v,$(missing),echo "Python $(v): NOT FOUND on this machine, its tests will not run";)
+
+lint: .venv-$(one)/ready
+	@echo "== lint"
+	@.venv-$(one)/bin/ruff check --quiet .
+	@.venv-$(one)/bin/ruff format --quiet --check .
+	@.venv-$(one)/bin/pyrefly check --python-interpreter-path .venv-$(one)/bin/python --summary=none --output-format=min-text
+
+format: .venv-$(one)/ready
+	@.venv-$(one)/bin/ruff check --fix . && .venv-$(one)/bin/ruff format .
+
+# Native code, if there is any: C++ always, CUDA where nvcc is. Against the headers of the oldest supported jaxlib.
+build: .venv-$(one)/ready
+	@PYTHON=.venv-$(one)/bin/python bash .ci/build
+
+$(found:%=test-%): test-%: .venv-%/ready
+	@echo "== Python $*: $$(.venv-$*/bin/python -c 'import jax, numpy; print("jax", jax.__version__, "numpy", numpy.__version__)')"
+	@.venv-$*/bin/python -m pytest -n $(NPROC) --dist loadfile -p no:cacheprovider --durations=5 $(PYTEST_ARGS)
+
+# $(call install,environment,version,extras): pip's own output goes to a file, shown if it fails.
+define install
+	@echo "== $(1): Python $(2), installing $(if $(3),with $(3))"
+	@"$(call python,$(2))" -m venv --clear $(1)
+	@$(1)/bin/python -m pip install -c $(call constraints,$(2)) -e '.$(if $(3),[$(3)])' >$(1)/pip.log 2>&1 \
+		|| { tail -n 20 $(1)/pip.log; echo "pip failed; all of its output is in $(1)/pip.log"; exit 1; }
+	@touch $@
+endef
+
+.venv/ready: pyproject.toml constraints/jax-0.10.txt constraints/jax-0.11.txt
+	@$(if $(one),,echo "No Python 3.11, 3.12 or 3.13 was found (with the venv and ensurepip modules)" >&2; exit 1)
+	$(call install,.venv,$(one),)
+
+.venv-%/ready: pyproject.toml constraints/jax-0.10.txt constraints/jax-0.11.txt
+	$(call install,.venv-$*,$*,dev)
+
+clean:
+	rm -rf .venv .venv-3.* build dist *.egg-info .pytest_cache .hypothesis .ruff_cache demo-out

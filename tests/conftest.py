@@ -1,0 +1,48 @@
+"""Strict JAX for every test, four CPU devices, and a reason for every GPU test that cannot run.
+
+Tests run on the CPU unless JAX_PLATFORMS says otherwise: `JAX_PLATFORMS=cuda,cpu pytest -m gpu`.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Four devices for the sharding tests. One thread each: tests run in several processes already.
+os.environ["XLA_FLAGS"] = " ".join([
+    os.environ.get("XLA_FLAGS", ""),
+    "--xla_force_host_platform_device_count=4",
+    "--xla_cpu_multi_thread_eigen=false",
+]).strip()  # fmt: skip
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Each new shape is a compile, so an example may take seconds; the same examples every time.
+hypothesis.settings.register_profile(
+    "project",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+)
+hypothesis.settings.register_profile("explore", parent=hypothesis.settings.get_profile("project"), derandomize=False)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "project"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    if "cuda" not in os.environ["JAX_PLATFORMS"] and "gpu" not in os.environ["JAX_PLATFORMS"]:
+        reason = "needs a GPU: set JAX_PLATFORMS=cuda,cpu to run it"
+    elif jax.default_backend() != "gpu":
+        reason = f"needs a GPU: JAX_PLATFORMS={os.environ['JAX_PLATFORMS']} has none"
+    else:
+        return
+    for item in marked:
+        item.add_marker(pytest.mark.skip(reason=reason))
