@@ -166,13 +166,12 @@ class KVCacheManager:
         steps = as_count("steps", steps, 1)
         requests, counts = self._feeds(feeds, steps)
         slots = [r.slot for r in requests]
-        starts, held, tabled = (
-            np.array([(r.num_cached, len(r.blocks), r.num_tabled) for r in requests], int).reshape(-1, 3).T
-        )
+        state = [(r.num_cached, r.max_tokens, len(r.blocks), r.num_tabled) for r in requests]
+        starts, limits, held, tabled = np.array(state, int).reshape(-1, 4).T
         ends = starts + np.array(counts, int) * steps
         blocks = -(-ends // self.layout.block_tokens)
         missing = np.maximum(blocks - held, 0)
-        over = np.flatnonzero(ends > [r.max_tokens for r in requests])
+        over = np.flatnonzero(ends > limits)
         if len(over):
             request = requests[over[0]]
             raise ContextLimitError(request.id, int(ends[over[0]]), request.max_tokens)
@@ -206,9 +205,11 @@ class KVCacheManager:
         """The requests and their token counts, checked one by one."""
         counts: dict[Request, int] = {}
         for feed in feeds:
-            if not isinstance(feed, tuple | list) or len(feed) != 2:
-                raise PlanError(f"a feed is a (request, number of tokens) pair, got {feed!r}")
-            request, count = self._checked(feed[0]), as_count("a row's number of tokens", feed[1], 1)
+            try:
+                request, count = feed
+            except (TypeError, ValueError) as error:
+                raise PlanError(f"a feed is a (request, number of tokens) pair, got {feed!r}") from error
+            request, count = self._checked(request), as_count("a row's number of tokens", count, 1)
             if request in counts:
                 raise PlanError(f"request {request.id!r} is fed twice in one step")
             if steps > 1 and count != 1:

@@ -110,7 +110,12 @@ class ManagerMachine(RuleBasedStateMachine):
         self.cached = after
         self.fed |= {r: n * steps for r, n in feeds}
 
-    @rule(request=live, kept=st.integers(0, 15))
+    @rule(request=live, drafts=st.integers(1, 3), kept=st.integers(0, 3))
+    def verify(self, request: Request, drafts: int, kept: int) -> None:
+        self.run([(request, 1 + drafts)], 1)
+        self.accept(request, kept)
+
+    @rule(request=live, kept=st.integers(0, 5))
     def accept(self, request: Request, kept: int) -> None:
         if request not in self.cached:
             return
