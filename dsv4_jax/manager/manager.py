@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -93,7 +93,7 @@ class KVCacheManager:
             ContextLimitError: the prompt or `max_tokens` is beyond the limit.
             RequestError: the id is in use, or a token is no id of the model's vocabulary.
         """
-        prompt = self._token_ids(list(tokens)).tolist()
+        prompt = self._token_ids(tokens if isinstance(tokens, np.ndarray) else list(tokens)).tolist()
         name = "new" if request_id is None else request_id
         limit = self.context_limit if max_tokens is None else as_count("max_tokens", max_tokens, 1)
         if limit > self.context_limit:
@@ -294,14 +294,26 @@ class KVCacheManager:
             max_chunk=budget if max_chunk is None else as_count("max_chunk", max_chunk, 1),
         )  # fmt: skip
 
-    def pinned_shape(self, rows: int, tokens: int | None = None, *, steps: int = 1, **options: Any) -> StepShape:
-        """The shape of every step of up to `rows` requests and `tokens` tokens (default: a decode step).
+    def pinned_shape(
+        self,
+        rows: int,
+        tokens: int | None = None,
+        *,
+        steps: int = 1,
+        columns: int | None = None,
+        history: bool | None = None,
+    ) -> StepShape:
+        """The shape of every step of up to `rows` requests and `tokens` tokens (default: one per row).
 
-        Options are those of `StepShape.bound`.
+        Args:
+            steps: K, for plans of K decode steps.
+            columns: block-table columns a request may need; default: all.
+            history: as in `StepShape.bound`.
         """
-        tokens = rows if tokens is None else tokens
-        options = {"columns": self.size.max_blocks_per_request, "lookahead": steps - 1} | options
-        return StepShape.bound(self.layout, rows, tokens, **options)
+        return StepShape.bound(
+            self.layout, rows, rows if tokens is None else tokens, lookahead=steps - 1, history=history,
+            columns=self.size.max_blocks_per_request if columns is None else columns,
+        )  # fmt: skip
 
     # Books
 
@@ -383,11 +395,15 @@ class KVCacheManager:
             raise RequestError(f"no live request in slot {slot} (slots are 1..{self.size.num_slots})")
         return self._live[slot]
 
-    def _token_ids(self, tokens: list[int]) -> np.ndarray:
-        ids = np.asarray(tokens)
-        if not len(tokens):
-            return np.zeros(0, np.int64)
+    def _token_ids(self, tokens: list[int] | np.ndarray) -> np.ndarray:
+        """[N] integers, checked against the vocabulary. Raises `RequestError`."""
+        try:
+            ids = np.asarray(tokens)
+        except ValueError:  # ragged
+            ids = np.zeros((), object)
+        if ids.size == 0:
+            ids = np.zeros(0, np.int64)
         vocab = self.layout.cfg.vocab_size
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocab:
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or ((ids < 0) | (ids >= vocab)).any():
             raise RequestError(f"tokens must be a flat sequence of integers in 0..{vocab - 1}")
         return ids

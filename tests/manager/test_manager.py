@@ -112,7 +112,7 @@ def test_context_limit_is_checked_at_admission(config: dict) -> None:
     assert manager.admit_request([0] * limit).max_tokens == limit
 
 
-@pytest.mark.parametrize("tokens", [[-1], [256], [1.0], [[1]], ["a"], [1, None], np.array([[1]]), [True]])
+@pytest.mark.parametrize("tokens", [[-1], [256], [1.0], [[1]], ["a"], [1, None], np.array([[1]]), [True], [1, [2, 3]]])
 def test_bad_token_ids(tokens: object) -> None:
     manager = make()
     refused(manager, RequestError, lambda: manager.admit_request(tokens), "tokens must be")
