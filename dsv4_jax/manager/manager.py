@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,22 +24,9 @@ from .allocator import BlockAllocator, as_count
 from .planning import StepShape, build_plan, shape_for
 from .request import Request, RequestState
 from .scheduling import Feed, schedule
+from .stats import ManagerStats, compute_block_budget
 
-__all__ = ["KVCacheManager", "ManagerStats"]
-
-
-class ManagerStats(NamedTuple):
-    """Where everything is. `blocks_ahead` are held by requests but lie beyond their cached tokens."""
-
-    blocks_total: int
-    blocks_free: int
-    blocks_used: int
-    blocks_ahead: int
-    slots_total: int
-    slots_free: int
-    slots_used: int
-    tokens_cached: int
-    generation: int
+__all__ = ["KVCacheManager"]
 
 
 class KVCacheManager:
@@ -321,21 +307,7 @@ class KVCacheManager:
         """Bytes of the cache this manager manages: exactly what `init_cache` allocates."""
         return self.layout.total_bytes(self.size)
 
-    @staticmethod
-    def compute_block_budget(layout: CacheLayout, max_context: int, max_requests: int) -> dict[str, int]:
-        """What `max_requests` requests of `max_context` tokens each need.
-
-        Returns:
-            "blocks" and "slots" to allocate, the bytes of every pool by its name ("swa", "csa",
-            "hca", "index", "csa_state", ..., null units included) and "total", their sum.
-        """
-        context, requests = as_count("max_context", max_context, 1), as_count("max_requests", max_requests, 1)
-        columns = layout.blocks_for(context)
-        size = CacheSize(columns * requests, requests, columns)
-        budget = {"blocks": size.num_blocks, "slots": requests} | dict.fromkeys(("csa", "hca", "index"), 0)
-        for leaf in layout.leaves:
-            budget[leaf.pool] = budget.get(leaf.pool, 0) + layout.leaf_bytes(leaf, size)
-        return budget | {"total": layout.total_bytes(size)}
+    compute_block_budget = staticmethod(compute_block_budget)
 
     def stats(self) -> ManagerStats:
         live = self.requests
