@@ -148,8 +148,8 @@ class Driver:
         assert length <= self.length[slot]
         self.length[slot] = length
 
-    def live(self, slot: int) -> dict[str, list[np.ndarray]]:
-        return live_bytes(self.cache, self.layout, slot, self.length[slot], self.blocks[slot])
+    def live(self, slot: int, window: int | None = None) -> dict[str, list[np.ndarray]]:
+        return live_bytes(self.cache, self.layout, slot, self.length[slot], self.blocks[slot], window=window)
 
 
 def image(cache: KVCache) -> dict[str, bytes]:

@@ -102,7 +102,7 @@ def window_view(
     its own: the window before the step (so `pool` must not hold the step's rows yet), then the
     step's rows, encoded. A chunk longer than the ring would overwrite keys its own early tokens need.
     """
-    offset = jnp.arange(window, dtype=jnp.int32) - np.int32(window - 1)
+    offset = jnp.arange(1 - window, 1, dtype=jnp.int32)[None]
     position = plan.token_position[:, None] + offset
     visible = (position >= 0) & (plan.token_slot > 0)[:, None]
     position = jnp.maximum(position, 0)
@@ -112,7 +112,7 @@ def window_view(
     assert values is not None
     depth = window - 1
     start = plan.row_start[plan.history_rows]
-    before = jnp.maximum(start[:, None] - np.int32(depth) + jnp.arange(depth, dtype=jnp.int32), 0)
+    before = jnp.maximum(start[:, None] - np.int32(depth) + jnp.arange(depth, dtype=jnp.int32)[None], 0)
     slot = plan.row_slot[plan.history_rows][:, None]
     history = load(pool, ring_row(ordinal, slots, ring, slot, before))
     chunk = codec(fmt).encode(fmt, values)

@@ -19,7 +19,7 @@ from ..formats import RowFormat
 from ..plan import StepPlan
 from .append import Rows, append, load, pin, ring_row
 from .dispatch import Implementation, implementation_for
-from .numerics import hadamard, rms_norm, rope, rounded, tree_sum
+from .numerics import exp, hadamard, rms_norm, rope, rounded, tree_sum
 
 __all__ = ["Compressor", "Finish", "compress_csa", "compress_hca"]
 
@@ -137,12 +137,12 @@ def _compress_csa(
 ) -> tuple[jax.Array, Rows]:
     ratio, width = geometry.ratio, kv.shape[-1] // 2
     rows, exists, state = _rows_behind(state, kv, score, plan, plan.flush_tokens, 2 * ratio, geometry)
-    own = jnp.arange(2 * ratio)[:, None] >= ratio
+    own = jnp.arange(2 * ratio)[None, :, None] >= ratio
     values = jnp.where(own, rows[..., width : 2 * width], rows[..., :width])
     logits = jnp.where(own, rows[..., 3 * width :], rows[..., 2 * width : 3 * width])
     pooled = _softmax_pool(values, logits, exists)
     pool = _emit(pool, pooled, plan, plan.flush_tokens, table, finish, geometry, implementation)
-    return _write_ring(state, kv, score, plan, geometry), pool
+    return state, pool
 
 
 def _compress_hca_raw(
@@ -161,7 +161,7 @@ def _compress_hca_raw(
     rows, exists, state = _rows_behind(state, kv, score, plan, last, geometry.ratio, geometry)
     pooled = _softmax_pool(rows[..., :width], rows[..., width:], exists)
     pool = _emit(pool, pooled, plan, last, table, finish, geometry, implementation)
-    return _write_ring(state, kv, score, plan, geometry), pool
+    return state, pool
 
 
 def _compress_hca_online(
@@ -195,9 +195,9 @@ def _compress_hca_online(
         fed = (members < tokens)[:, None]
         triple = online_update((peak, total, acc), kv[token], score[token])
         peak, total, acc = (jnp.where(fed, new, old) for new, old in zip(triple, (peak, total, acc), strict=True))
-        here = (start + step) % np.int32(banks) == jnp.arange(banks, dtype=jnp.int32)[:, None]
+        here = ((start + step) % np.int32(banks))[None] == jnp.arange(banks, dtype=jnp.int32)[:, None]
         row = jnp.concatenate([peak, total, acc], -1)
-        saved = jnp.where(here[..., None] & fed, row, saved)
+        saved = jnp.where(here[..., None] & fed[None], row[None], saved)
         return (peak, total, acc, saved, step + np.int32(1)), None
 
     saved = jnp.zeros((banks, groups, 3 * width), jnp.float32)
@@ -208,10 +208,10 @@ def _compress_hca_online(
     count = (plan.group_tokens < tokens).sum(1, dtype=jnp.int32)
     end = (plan.row_start + plan.row_count)[plan.token_row[first]]
     newest = start + count - np.int32(1)
-    back = (newest - jnp.arange(banks, dtype=jnp.int32)[:, None]) % np.int32(banks)
-    position = newest - back
-    keep = live & (position >= start) & (position >= end - np.int32(banks))
-    row = ring_row(geometry.ordinal, geometry.slots, banks, slot, position)
+    back = (newest[None] - jnp.arange(banks, dtype=jnp.int32)[:, None]) % np.int32(banks)
+    position = newest[None] - back
+    keep = live[None] & (position >= start[None]) & (position >= (end - np.int32(banks))[None])
+    row = ring_row(geometry.ordinal, geometry.slots, banks, slot[None], position)
     row = jnp.where(keep, row, np.int32(state.shape[0]))
     state = state.at[row.reshape(-1)].set(saved.reshape(-1, 3 * width), mode="drop")
 
@@ -225,7 +225,7 @@ def online_update(
     """One row into an online softmax pool: (max, sum, acc), each [..., e] (spec 3.2, representation 3)."""
     peak, total, acc = triple
     new_peak = jnp.maximum(peak, score)
-    decay, weight = jnp.exp(peak - new_peak), jnp.exp(score - new_peak)
+    decay, weight = exp(peak - new_peak), exp(score - new_peak)
     return new_peak, rounded(total * decay) + weight, rounded(acc * decay) + rounded(weight * kv)
 
 
@@ -248,19 +248,26 @@ def _rows_behind(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The [kv | score] rows of the `depth` positions up to each token, from this step or from the ring.
 
-    Returns (rows [N, depth, width], exists [N, depth], state): the state ordered after the reads.
+    Returns (rows [N, depth, width], exists [N, depth], state): the state with this step's rows written.
     """
     token = jnp.minimum(tokens, np.int32(plan.num_tokens - 1))
     row = jnp.asarray(plan.token_row)[token]
-    position = plan.token_position[token][:, None] + jnp.arange(1 - depth, 1, dtype=jnp.int32)
+    position = plan.token_position[token][:, None] + jnp.arange(1 - depth, 1, dtype=jnp.int32)[None]
     exists = position >= 0
     position = jnp.maximum(position, 0)
     ring_ids = ring_row(geometry.ordinal, geometry.slots, geometry.ring, plan.token_slot[token][:, None], position)
+    if plan.history_rows.shape[0] == 0:
+        # No row of this step overruns the ring: write first, then read all from there. The order of a
+        # read before a write could only be kept by `pin`, which CPU compilers drop, at the price of a copy.
+        state = _write_ring(state, kv, score, plan, geometry)
+        (rows,) = load((state,), ring_ids)
+        return rows, exists, state
     (old,), (state,) = pin(load((state,), ring_ids), (state,))
     offset = position - plan.row_start[row][:, None]
     chunk_ids = jnp.clip(plan.row_first[row][:, None] + offset, 0, np.int32(plan.num_tokens - 1))
     new = jnp.concatenate([kv, score], -1)[chunk_ids]
-    return jnp.where((offset >= 0)[..., None], new, old), exists, state
+    rows = jnp.where((offset >= 0)[..., None], new, old)
+    return rows, exists, _write_ring(state, kv, score, plan, geometry)
 
 
 def _softmax_pool(values: jax.Array, logits: jax.Array, exists: jax.Array) -> jax.Array:
@@ -268,7 +275,7 @@ def _softmax_pool(values: jax.Array, logits: jax.Array, exists: jax.Array) -> ja
     exists = exists[..., None]
     logits = jnp.where(exists, logits, -np.float32(np.inf))
     values = jnp.where(exists, values, np.float32(0))
-    weights = jnp.exp(logits - logits.max(1, keepdims=True))
+    weights = exp(logits - logits.max(1, keepdims=True))
     return (tree_sum(rounded(weights * values), 1) / tree_sum(weights, 1))[:, 0]
 
 

@@ -56,7 +56,11 @@ def _index_scores(
 ) -> jax.Array:
     def one(args: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
         q, w, blocks, visible = args
-        ids = np.int32(base) + blocks[:, None] * np.int32(rows_per_block) + jnp.arange(rows_per_block, dtype=jnp.int32)
+        ids = (
+            np.int32(base)
+            + blocks[:, None] * np.int32(rows_per_block)
+            + jnp.arange(rows_per_block, dtype=jnp.int32)[None]
+        )
         keys = codec(fmt).decode(fmt, load(pool, ids.reshape(-1)), jnp.float32)
         dots = jnp.einsum("hd,sd->hs", q, keys, precision=lax.Precision.HIGHEST)
         scores = jnp.einsum("h,hs->s", w, jax.nn.relu(dots), precision=lax.Precision.HIGHEST)

@@ -2,8 +2,9 @@
 
 The cache promises equal bytes for any chunking of the same rows. XLA may contract `a * b + c`
 into a fused multiply-add and may sum in any order, and may decide differently for another batch
-size. So products are rounded before they are added and sums follow a fixed tree. What is left to
-the backend's maths library is exp, rsqrt, cos and sin, one element at a time.
+size. So products are rounded before they are added and sums follow a fixed tree. XLA's own exp is
+such a case (its polynomial is contracted or not, by the loop it lands in), so the compressors use
+the `exp` below. What is left to the backend is rsqrt, cos and sin, one element at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["hadamard", "inv_frequencies", "rms_norm", "rope", "rounded", "tree_sum"]
+__all__ = ["exp", "hadamard", "inv_frequencies", "rms_norm", "rope", "rounded", "tree_sum"]
 
 
 def rounded(product: jax.Array) -> jax.Array:
@@ -40,6 +41,22 @@ def tree_sum(x: jax.Array, axis: int = -1) -> jax.Array:
         width //= 2
         x = lax.slice_in_dim(x, 0, width, axis=axis) + lax.slice_in_dim(x, width, 2 * width, axis=axis)
     return x
+
+
+def exp(x: jax.Array) -> jax.Array:
+    """e^x for x <= 0, float32, within 2 ulp; zero below -87, so that no result is subnormal.
+
+    e^x = 2^n e^r with n = round(x / ln 2), and e^r by its Taylor series to r^7 (|r| < 0.35: the
+    rest is below 2^-27). ln 2 is split in two, the first part short enough for n times it to be exact.
+    """
+    clamped = jnp.maximum(x, np.float32(-88))
+    n = jnp.round(clamped * np.float32(1.4426950408889634))
+    r = clamped - rounded(n * np.float32(0.693359375)) - rounded(n * np.float32(-2.12194440e-4))
+    series = jnp.full_like(r, np.float32(1 / 5040))
+    for factorial in (720, 120, 24, 6, 2, 1, 1):
+        series = rounded(series * r) + np.float32(1 / factorial)
+    scale = lax.bitcast_convert_type((n.astype(jnp.int32) + np.int32(127)) << np.int32(23), jnp.float32)
+    return jnp.where(x < np.float32(-87), np.float32(0), rounded(series * scale))
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

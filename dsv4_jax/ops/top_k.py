@@ -30,8 +30,8 @@ def top_k(
 
 
 def _top_k(scores: jax.Array, count: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    exists = jnp.arange(scores.shape[-1], dtype=jnp.int32) < count[:, None]
+    exists = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None] < count[:, None]
     ranked = jnp.where(exists & ~jnp.isnan(scores), scores, -np.float32(np.inf))
     _, indices = lax.top_k(ranked, k)
     kept = jnp.minimum(count, np.int32(k))
-    return jnp.where(jnp.arange(k, dtype=jnp.int32) < kept[:, None], indices, 0), kept
+    return jnp.where(jnp.arange(k, dtype=jnp.int32)[None] < kept[:, None], indices, 0), kept

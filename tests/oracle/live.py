@@ -15,15 +15,17 @@ def units(cache: KVCache, layout: CacheLayout, leaf) -> np.ndarray:
 
 
 def live_bytes(
-    cache: KVCache, layout: CacheLayout, slot: int, length: int, blocks: list[int]
+    cache: KVCache, layout: CacheLayout, slot: int, length: int, blocks: list[int], *, window: int | None = None
 ) -> dict[str, list[np.ndarray]]:
     """Pool name -> its parts [layers, rows, width], rows in position (or entry) order.
 
-    Window: the last `sliding_window` positions. Entries and index keys: all completed ones,
+    Window: the last `window` positions (by default `sliding_window` - 1, what the next token sees
+    beside itself). Entries and index keys: all completed ones,
     through `blocks`. CSA state: the tokens of the unfinished entry and the `ratio` before them.
     HCA state: the tokens of the unfinished entry (raw) or their softmax triple (online).
     """
     cfg = layout.cfg
+    window = cfg.sliding_window - 1 if window is None else window
     view: dict[str, list[np.ndarray]] = {}
     for leaf in layout.leaves:
         if leaf.scope == "table":
@@ -36,7 +38,7 @@ def live_bytes(
             rows = data[:, block, entry % leaf.rows]
         else:
             if leaf.pool == "swa":
-                first = max(length - cfg.sliding_window, 0)
+                first = max(length - window, 0)
             elif leaf.pool == "hca_state":
                 first = length // cfg.hca_ratio * cfg.hca_ratio
                 if layout.hca_state == "online" and first < length:

@@ -1,0 +1,241 @@
+"""The layout record: the published memory table to the byte, ring sizes, and prediction = allocation."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv4_jax.cache import init_cache
+from dsv4_jax.config import AttentionType, DSV4Config, build_schedule
+from dsv4_jax.errors import LayoutError
+from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS
+from dsv4_jax.layout import MAX_LEAVES, CacheLayout, CacheSize, build_schema
+
+SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
+MODELS = {"flash": DSV4Config.flash(), "pro": DSV4Config.pro()}
+MIB = 2**20
+
+# (kv, index) -> entry bytes, index key bytes; layers of a kind: CSA, HCA. Published sizes.
+ROWS = {("bf16", "bf16"): (1024, 256), ("fp8", "fp8"): (584, 132), ("fp8", "fp4"): (584, 68)}
+LAYERS = {"flash": (21, 20), "pro": (30, 31)}
+PER_TOKEN = {  # bytes per token, as published (two decimals)
+    ("flash", "bf16", "bf16"): 6880.00, ("pro", "bf16", "bf16"): 9848.00,
+    ("flash", "fp8", "fp8"): 3850.25, ("pro", "fp8", "fp8"): 5511.44,
+    ("flash", "fp8", "fp4"): 3514.25, ("pro", "fp8", "fp4"): 5031.44,
+}  # fmt: skip
+AT_128K = {  # MiB
+    ("flash", "bf16", "bf16"): 860, ("pro", "bf16", "bf16"): 1231, ("flash", "fp8", "fp8"): 481,
+    ("pro", "fp8", "fp8"): 689, ("flash", "fp8", "fp4"): 439, ("pro", "fp8", "fp4"): 629,
+}  # fmt: skip
+AT_1M = {  # GiB
+    ("flash", "bf16", "bf16"): 6.719, ("pro", "bf16", "bf16"): 9.617, ("flash", "fp8", "fp8"): 3.760,
+    ("pro", "fp8", "fp8"): 5.382, ("flash", "fp8", "fp4"): 3.432, ("pro", "fp8", "fp4"): 4.914,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "kv", "index"), PER_TOKEN)
+def test_memory_table(model: str, kv: str, index: str) -> None:
+    layout = CacheLayout(MODELS[model], kv, index)
+    entry, key = ROWS[kv, index]
+    csa, hca = LAYERS[model]
+    exact = csa * Fraction(entry + key, 4) + hca * Fraction(entry, 128)
+    assert Fraction(layout.bytes_per_block, 128) == exact
+    assert layout.bytes_per_token == float(exact)
+    assert round(layout.bytes_per_token, 2) == PER_TOKEN[model, kv, index]
+    paged = {tokens: layout.request_bytes(tokens) - layout.bytes_per_slot for tokens in (2**17, 2**20)}
+    assert paged == {tokens: exact * tokens for tokens in paged}
+    assert round(paged[2**17] / MIB) == AT_128K[model, kv, index]
+    assert round(paged[2**20] / 2**30, 3) == AT_1M[model, kv, index]
+
+
+@pytest.mark.parametrize(
+    ("model", "kv", "mtp", "window"),
+    [
+        ("flash", "bf16", False, 43 * 128 * 1024), ("flash", "fp8", False, 43 * 128 * 584),
+        ("pro", "bf16", False, 61 * 128 * 1024), ("pro", "fp8", False, 61 * 128 * 584),
+        ("flash", "bf16", True, 44 * 128 * 1024), ("flash", "fp8", True, 44 * 128 * 584),
+    ],
+)  # fmt: skip
+def test_window_bytes(model: str, kv: str, mtp: bool, window: int) -> None:
+    assert CacheLayout(MODELS[model], kv, include_mtp=mtp).window_bytes_per_request == window
+
+
+def test_window_megabytes_as_published() -> None:
+    sizes = [CacheLayout(MODELS[m], f).window_bytes_per_request / MIB for m in MODELS for f in ("bf16", "fp8")]
+    assert [round(s, 3) for s in sizes] == [5.375, 3.065, 7.625, 4.349]
+
+
+@pytest.mark.parametrize(("model", "raw_mib", "online_hca"), [("flash", 11.64, 20), ("pro", 17.84, 31)])
+def test_compressor_state_bytes(model: str, raw_mib: float, online_hca: int) -> None:
+    csa, hca = LAYERS[model]
+    csa_ring = 8 * (4 * 512 + 4 * 128) * 4  # eight rows of main and index [kv | score], both halves
+    raw = CacheLayout(MODELS[model], hca_state="raw")
+    online = CacheLayout(MODELS[model])
+    assert raw.state_bytes_per_request == csa * csa_ring + hca * 128 * 2 * 512 * 4
+    assert online.state_bytes_per_request == csa * csa_ring + hca * 3 * 512 * 4
+    # Published: 8 rows of 64 KiB and 16 KiB per CSA layer, 512 KiB per HCA layer.
+    assert round(raw.state_bytes_per_request / MIB, 2) == raw_mib
+    assert hca == online_hca
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_host_record_of_flash_is_half_a_megabyte(model: str) -> None:
+    layout = CacheLayout(MODELS[model])
+    csa, hca = LAYERS[model]
+    assert layout.bytes_per_block == csa * 32 * (584 + 68) + hca * 584
+
+
+def test_few_leaves_at_any_depth() -> None:
+    layouts = [
+        CacheLayout(cfg, kv, index, hca_state=state, include_mtp=True)
+        for cfg in (*MODELS.values(), DSV4Config.tiny())
+        for kv in KV_FORMATS
+        for index in INDEX_FORMATS
+        for state in ("online", "raw")
+    ]
+    assert max(len(layout.leaves) for layout in layouts) <= MAX_LEAVES == 24
+    deep = DSV4Config.tiny(layer_types=(SWA, CSA, HCA, CSA) * 100)
+    assert len(CacheLayout(deep).leaves) == len(CacheLayout(DSV4Config.tiny()).leaves)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(AttentionType), min_size=1, max_size=6),
+    kv=st.sampled_from(sorted(KV_FORMATS)),
+    index=st.sampled_from(sorted(INDEX_FORMATS)),
+    ratio=st.sampled_from([6, 16, 128]),
+    blocks=st.integers(1, 9),
+    slots=st.integers(1, 4),
+    columns=st.integers(1, 5),
+    snapshots=st.integers(0, 2),
+    multiple=st.integers(1, 3),
+    draft=st.integers(0, 4),
+    raw=st.booleans(),
+    mtp=st.integers(0, 2),
+)
+def test_predicted_bytes_are_allocated_bytes(
+    kinds, kv, index, ratio, blocks, slots, columns, snapshots, multiple, draft, raw, mtp
+) -> None:
+    cfg = DSV4Config.tiny(layer_types=tuple(kinds), hca_ratio=ratio, num_mtp_layers=mtp)
+    lcm = math.lcm(*[{CSA: 4, HCA: ratio}[k] for k in kinds if k is not SWA])
+    layout = CacheLayout(
+        cfg, kv, index, lcm * multiple, draft, hca_state="raw" if raw else "online", include_mtp=bool(mtp)
+    )
+    size = CacheSize(blocks, slots, columns, snapshots)
+    # Shapes only: each new shape would be a compile. `test_allocation` allocates.
+    cache = jax.eval_shape(lambda: init_cache(layout, size))
+    arrays = cache.arrays.values()
+    assert sum(a.size * a.dtype.itemsize for a in arrays) == layout.total_bytes(size)
+    slot_units, block_units = slots + snapshots + 1, blocks + 1
+    assert layout.total_bytes(size) == (
+        layout.bytes_per_slot * slot_units + layout.bytes_per_block * block_units + 4 * slot_units * columns
+    )
+    assert (cache.slot_units, cache.block_units) == (slot_units, block_units if set(kinds) - {SWA} else 1)
+    assert len(arrays) == len(layout.leaves) <= MAX_LEAVES
+    assert all(a.dtype.kind in "ui" or a.dtype == np.float32 for a in arrays)
+
+
+@pytest.mark.parametrize("kv", KV_FORMATS)
+def test_allocation(kv: str) -> None:
+    layout = CacheLayout(DSV4Config.tiny(), kv, draft_tokens=2)
+    size = CacheSize(3, 2, 4, num_snapshots=1)
+    cache = init_cache(layout, size)
+    assert sum(a.nbytes for a in cache.arrays.values()) == layout.total_bytes(size)
+    assert not any(np.asarray(a).any() for a in cache.arrays.values())
+
+
+def test_schema_of_every_kind() -> None:
+    layers = build_schedule(DSV4Config.flash())
+    swa, csa, hca = (build_schema(DSV4Config.flash(), layers[i]) for i in (0, 2, 3))
+    facts = [
+        (s.block_tokens, s.entries_per_block, s.indexer_entries_per_block, s.tail_buffer_size, s.overlap_rows)
+        for s in (swa, csa, hca)
+    ]
+    assert facts == [(128, 0, 0, 0, 0), (128, 32, 32, 3, 4), (128, 1, 0, 127, 0)]
+    assert {(s.swa_window_size, s.entry_head_dim) for s in (swa, csa, hca)} == {(128, 512)}
+    assert [s.attn for s in (swa, csa, hca)] == [SWA, CSA, HCA]
+
+
+@pytest.mark.parametrize(("tokens", "csa", "hca"), [(128, 32, 1), (256, 64, 2), (384, 96, 3)])
+def test_schema_of_larger_blocks(tokens: int, csa: int, hca: int) -> None:
+    cfg = DSV4Config.flash()
+    layers = build_schedule(cfg)
+    assert build_schema(cfg, layers[2], block_tokens=tokens).entries_per_block == csa
+    assert build_schema(cfg, layers[3], block_tokens=tokens).entries_per_block == hca
+    layout = CacheLayout(cfg, block_tokens=tokens)
+    assert (layout.entries_per_block(CSA), layout.entries_per_block(HCA)) == (csa, hca)
+    assert layout.bytes_per_token == CacheLayout(cfg).bytes_per_token
+
+
+@pytest.mark.parametrize("tokens", [0, -128, 1, 64, 130, 127])
+def test_impossible_block_sizes(tokens: int) -> None:
+    cfg = DSV4Config.flash()
+    with pytest.raises(LayoutError, match=f"128, got {tokens}"):
+        CacheLayout(cfg, block_tokens=tokens)
+    with pytest.raises(LayoutError, match="block_tokens"):
+        build_schema(cfg, build_schedule(cfg)[3], block_tokens=tokens)
+
+
+def test_block_tokens_need_only_fit_the_kinds_present() -> None:
+    assert CacheLayout(DSV4Config.tiny(layer_types=(CSA,)), block_tokens=4).entries_per_block(CSA) == 1
+    assert CacheLayout(DSV4Config.tiny(layer_types=(SWA,)), block_tokens=7).blocks_for(8) == 2
+    assert CacheLayout(DSV4Config.tiny(hca_ratio=6)).block_tokens == 132  # lcm 12, at least 128
+    assert CacheLayout(DSV4Config.tiny(hca_ratio=256)).block_tokens == 256
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 7])
+def test_draft_tokens_size_the_rings(n: int) -> None:
+    """A verify step writes 1 + n positions; what the oldest survivor needs must still be there after it.
+
+    Survivor: only the first token accepted. Its window reaches back W - 1; the entry it may still
+    wait for needs 2m (CSA) or r (HCA) rows up to a position at or after the next token.
+    """
+    cfg = DSV4Config.flash()
+    raw, online = CacheLayout(cfg, draft_tokens=n, hca_state="raw"), CacheLayout(cfg, draft_tokens=n)
+    assert raw.window_rows >= 128 + n
+    assert raw.csa_ring_rows >= 2 * 4 + n - 1
+    assert raw.hca_rows >= 128 + n - 1
+    # Online banks: the state before the step and after each of its 1 + n tokens.
+    assert online.hca_rows == (n + 2 if n else 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"kv_format": "fp16"}, "fp16"), ({"index_format": "int4"}, "int4"), ({"draft_tokens": -1}, "draft_tokens"),
+        ({"hca_state": "both"}, "hca_state"),
+    ],
+)  # fmt: skip
+def test_unknown_options_are_named(options: dict, name: str) -> None:
+    with pytest.raises(LayoutError, match=name):
+        CacheLayout(DSV4Config.tiny(), **options)
+
+
+@pytest.mark.parametrize("size", [(0, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1, 1, -1), (1.0, 1, 1), (True, 1, 1)])
+def test_impossible_sizes(size: tuple) -> None:
+    with pytest.raises(LayoutError, match="CacheSize"):
+        CacheSize(*size)
+
+
+def test_layouts_are_values() -> None:
+    a, b = CacheLayout(DSV4Config.flash()), CacheLayout(DSV4Config.flash())
+    assert a == b and hash(a) == hash(b) and a.fingerprint == b.fingerprint
+    others = [
+        CacheLayout(DSV4Config.flash(), "bf16"), CacheLayout(DSV4Config.flash(), "fp8", "fp8"),
+        CacheLayout(DSV4Config.flash(), block_tokens=256), CacheLayout(DSV4Config.flash(), hca_state="raw"),
+        CacheLayout(DSV4Config.flash(), draft_tokens=1), CacheLayout(DSV4Config.pro()),
+    ]  # fmt: skip
+    assert len({x.fingerprint for x in (a, *others)}) == len({a, *others}) == 7
+
+
+def test_layer_out_of_range() -> None:
+    layout = CacheLayout(DSV4Config.tiny())
+    for bad in (-1, 4):
+        with pytest.raises(LayoutError, match=f"layer {bad} out of range"):
+            layout.layer(bad)
