@@ -4,6 +4,7 @@ It is meant to be read: `attention.py` shows how model code uses the cache, `for
 jitted step does. MTP layers are parsed and counted in the config; the model does not run them.
 """
 
+from .attention import index_qat_default
 from .checkpoint import load_hf, save_hf
 from .forward import decode_loop, decode_step, forward, prefill
 from .generate import generate
@@ -19,6 +20,7 @@ __all__ = [
     "forward",
     "forward_uncached",
     "generate",
+    "index_qat_default",
     "init_params",
     "load_hf",
     "param_specs",

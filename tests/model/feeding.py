@@ -8,12 +8,16 @@ from collections.abc import Iterable
 import jax
 import numpy as np
 
-from dsv4_jax import CacheLayout, DSV4Config, init_cache, model
+from dsv4_jax import AttentionType, CacheLayout, DSV4Config, init_cache, model
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager.planning import RowFeed, StepShape, build_plan
 
 forward = jax.jit(model.forward, donate_argnames="cache", static_argnames=("index_qat", "implementation"))
+prefill = jax.jit(model.prefill, donate_argnames="cache")
 decode_step = jax.jit(model.decode_step, donate_argnames="cache", static_argnames=("index_qat", "implementation"))
+
+SWA, CSA, HCA = AttentionType
+CFG = DSV4Config.tiny(layer_types=(SWA, CSA, HCA), sliding_window=13)  # what tests of the model share
 
 TEXT = (
     "A cache is a promise about the past: what was computed once need not be computed again, provided that it can "

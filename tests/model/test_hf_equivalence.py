@@ -48,15 +48,15 @@ CASES = [
     ),
     Case(
         "published_ratios_hc4", 420,
-        dict(compress_ratios=[128, 4, 0, 4, 0], sliding_window=32, index_topk=8, hc_mult=4, hc_sinkhorn_iters=20,
-             num_nextn_predict_layers=1, mlp_layer_types=["hash_moe", "hash_moe", "moe", "moe"], o_groups=4),
-        ratios=(128, 4, 0, 4, 0),
+        dict(compress_ratios=[128, 4, 0, 0], num_hidden_layers=3, sliding_window=32, index_topk=8, hc_mult=4,
+             hc_sinkhorn_iters=20, num_nextn_predict_layers=1, mlp_layer_types=["hash_moe", "hash_moe", "moe"], o_groups=4),
+        ratios=(128, 4, 0, 0),
     ),
     Case(
         "odd_window_hca16", 333,
-        dict(layer_types=[H, C, H, S], compress_rates={C: 4, H: 16}, sliding_window=13, index_topk=5,
+        dict(layer_types=[C, H, S], num_hidden_layers=3, compress_rates={C: 4, H: 16}, sliding_window=13, index_topk=5,
              index_n_heads=32, scoring_func="sigmoid", routed_scaling_factor=2.5, n_routed_experts=6,
-             num_experts_per_tok=3, swiglu_limit=0.5, mlp_layer_types=["moe"] * 4, head_dim=48,
+             num_experts_per_tok=3, swiglu_limit=0.5, mlp_layer_types=["moe"] * 3, head_dim=48,
              partial_rotary_factor=16 / 48),
     ),
 ]  # fmt: skip

@@ -1,0 +1,80 @@
+"""The model over the cache against the same model without one: needs nothing but jax."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dsv4_jax import CacheLayout, DSV4Config, init_cache, model
+from dsv4_jax.errors import LayoutError, ShapeError
+from dsv4_jax.layout import CacheSize
+from dsv4_jax.manager import KVCacheManager
+
+from .feeding import CFG, feed, prefill, text_tokens
+
+LENGTH = 304
+
+
+@pytest.fixture(scope="module")
+def params():
+    return model.init_params(CFG, seed=1)
+
+
+@pytest.fixture(scope="module")
+def uncached(params) -> np.ndarray:
+    return np.asarray(model.forward_uncached(CFG, params, text_tokens(LENGTH)))
+
+
+@pytest.mark.parametrize("chunks", [(LENGTH,), (13, 1, 1, 7, 50, 26), (97, 8, 33)], ids=str)
+def test_any_chunking_equals_uncached(params, uncached, chunks):
+    logits = feed(CFG, params, text_tokens(LENGTH), chunks, most=LENGTH)
+    np.testing.assert_allclose(logits, uncached, rtol=0, atol=1e-4)
+
+
+def test_decode_equals_uncached(params, uncached):
+    np.testing.assert_allclose(feed(CFG, params, text_tokens(LENGTH), [1]), uncached, rtol=0, atol=1e-4)
+
+
+def test_quantised_formats_stay_close(params, uncached):
+    """fp8 rows and fp4 keys change logits by quantisation error, not by more: they still mean the same text."""
+    logits = feed(CFG, params, text_tokens(LENGTH), [1], kv_format="fp8", index_format="fp4")
+    assert np.abs(logits - uncached).max() > 1e-4
+    assert np.corrcoef(logits.ravel(), uncached.ravel())[0, 1] > 0.95
+
+
+def test_rows_do_not_mix(params):
+    """Requests that share a step, with padding beside them, get the logits each gets alone."""
+    text, lengths = text_tokens(LENGTH), (60, 25)
+    layout, size = CacheLayout(CFG), CacheSize(6, 2, 3)
+
+    def logits_of(fed: tuple[int, ...]) -> list[np.ndarray]:
+        cache, manager = init_cache(layout, size), KVCacheManager(layout, size)
+        requests = [manager.admit_request(text[:n]) for n in fed]
+        shape = manager.pinned_shape(2, 144, history=True)
+        plan = manager.plan_step([(r, r.num_pending) for r in requests], shape=shape)
+        logits, _ = prefill(params, cache, plan.pack(), manager.plan_tokens(plan))
+        assert logits.shape == (2, CFG.vocab_size)
+        return list(np.asarray(logits)[: len(fed)])
+
+    together = logits_of(lengths)
+    for n, logits in zip(lengths, together, strict=True):
+        np.testing.assert_allclose(logits, logits_of((n,))[0], rtol=0, atol=1e-5)
+
+
+def test_wrong_token_shape_is_refused(params):
+    layout, size = CacheLayout(CFG, "f32", "f32"), CacheSize(1, 1, 1)
+    cache, manager = init_cache(layout, size), KVCacheManager(layout, size)
+    plan = manager.plan_step([(manager.admit_request([1, 2, 3]), 3)])
+    with pytest.raises(ShapeError, match=r"tokens has shape \(3,\), the plan feeds \(4,\)"):
+        model.forward(params, cache, plan, np.zeros(3, np.int32))
+    for decode in (model.decode_step, lambda *args: model.decode_loop(*args, 2)):
+        with pytest.raises(ShapeError, match="one token per row, the plan has 4 for 1"):
+            decode(params, cache, plan, np.zeros(4, np.int32))
+
+
+def test_index_rotation_needs_a_power_of_two():
+    cfg = DSV4Config.tiny(index_head_dim=24)
+    assert model.index_qat_default(CacheLayout(cfg, "fp8", "bf16")) is False
+    assert model.index_qat_default(CacheLayout(CFG, "fp8", "fp4")) is True
+    with pytest.raises(LayoutError, match="index_head_dim 24"):
+        model.index_qat_default(CacheLayout(cfg, "fp8", "fp4"))

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dsv4_jax import CacheLayout, init_cache, model
+from dsv4_jax.errors import ContextLimitError, OutOfBlocksError, PlanError, RequestError
+from dsv4_jax.layout import CacheSize
+from dsv4_jax.manager import KVCacheManager
+
+from .feeding import CFG, text_tokens
+
+LAYOUT, SIZE = CacheLayout(CFG, "f32", "f32"), CacheSize(4, 2, 2)
+# More prompts than slots, one longer than a chunk, one of a single token, two equal ones.
+PROMPTS = [text_tokens(n).tolist() for n in (70, 5, 1, 5)]
+SAMPLING = model.Sampling(temperature=0.9, top_k=50, top_p=0.95)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return model.init_params(CFG, seed=1)
+
+
+def generate(params, prompts=PROMPTS, **options):
+    """What `model.generate` gives from an empty cache; afterwards nothing may be held."""
+    manager = KVCacheManager(LAYOUT, SIZE)
+    options = dict(max_new_tokens=9, chunk_tokens=32, decode_steps=4) | options
+    drawn, cache = model.generate(params, init_cache(LAYOUT, SIZE), manager, prompts, **options)
+    manager.check_integrity()
+    assert not manager.requests and manager.stats().blocks_free == SIZE.num_blocks
+    assert not any(leaf.is_deleted() for leaf in cache.arrays.values())
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def greedy(params) -> list[list[int]]:
+    return generate(params)
+
+
+def test_greedy_continues_with_the_likeliest_tokens(params, greedy):
+    """Every token drawn is the argmax of the uncached model on all tokens before it."""
+    assert [len(drawn) for drawn in greedy] == [9] * 4
+    for prompt, drawn in zip(PROMPTS, greedy, strict=True):
+        # Causal: one length for all, padded behind, is one executable.
+        text = np.zeros(80, np.int32)
+        text[: len(prompt) + 9] = prompt + drawn
+        logits = np.asarray(model.forward_uncached(CFG, params, text))[len(prompt) - 1 :][:9]
+        assert logits.argmax(-1).tolist() == drawn
+    assert greedy[1] == greedy[3]
+
+
+def test_stop_tokens_end_a_request_before_themselves(params, greedy):
+    stop = greedy[0][4]
+    expected = [drawn[: drawn.index(stop)] if stop in drawn else drawn for drawn in greedy]
+    seen: dict[int, list[int]] = {}
+    drawn = generate(params, stop_tokens={stop}, on_tokens=lambda i, tokens: seen.setdefault(i, []).extend(tokens))
+    assert drawn == expected and len(drawn[0]) <= 4
+    assert [seen.get(i, []) for i in range(4)] == expected
+
+
+def test_samples_are_reproducible_by_seed(params):
+    drawn = generate(params, sampling=SAMPLING, seed=7)
+    assert generate(params, sampling=SAMPLING, seed=7) == drawn
+    assert generate(params, sampling=SAMPLING, seed=8) != drawn
+    assert drawn[1] != drawn[3], "equal prompts draw with keys of their own"
+
+
+def test_samples_do_not_depend_on_company_or_steps_per_call(params):
+    together = generate(params, sampling=SAMPLING, seed=7)
+    assert generate(params, PROMPTS[:1], sampling=SAMPLING, seed=7) == together[:1]
+    assert generate(params, PROMPTS[:2], sampling=SAMPLING, seed=7, decode_steps=1) == together[:2]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "problem"),
+    [
+        (dict(prompts=[[1], []]), PlanError, "prompt 1 is empty"),
+        (dict(max_new_tokens=0), PlanError, "max_new_tokens"),
+        (dict(decode_steps=0), PlanError, "decode_steps"),
+        (dict(chunk_tokens=1), PlanError, "chunk_tokens"),
+        (dict(prompts=[[1], [1] * 250]), ContextLimitError, "258 tokens exceed the context limit of 256"),
+        (dict(prompts=[[CFG.vocab_size]]), RequestError, "0..255"),
+    ],
+)
+def test_impossible_requests_are_refused_before_anything_runs(params, options, error, problem):
+    with pytest.raises(error, match=problem):
+        generate(params, **options)
+
+
+def test_a_prompt_that_can_never_fit_is_refused(params):
+    size = CacheSize(1, 1, 2)
+    manager = KVCacheManager(LAYOUT, size)
+    with pytest.raises(OutOfBlocksError, match="requested 2 blocks, 1 available"):
+        model.generate(params, init_cache(LAYOUT, size), manager, [[1] * 200], max_new_tokens=1)
+    assert not manager.requests
