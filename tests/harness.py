@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4_jax.cache import KVCache, init_cache
-from dsv4_jax.config import AttentionType
+from dsv4_jax.cache import KVCache, LayerCacheHandle, init_cache
+from dsv4_jax.config import AttentionType, LayerSpec
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.manager.planning import RowFeed, StepShape, build_plan
 from dsv4_jax.ops.compress import Finish
+from dsv4_jax.ops.dispatch import Implementation
 from dsv4_jax.ops.numerics import inv_frequencies
 from dsv4_jax.plan import StepPlan
 
@@ -51,22 +52,29 @@ def random_norms(layout: CacheLayout, seed: int = 99) -> Norms:
     ))  # fmt: skip
 
 
-def write_step(cache: KVCache, plan: StepPlan, rows: Stream, norms: Norms, *, implementation=None) -> KVCache:
-    """Every write of a step, all layers: append, compress, index compress. The body of a decode step."""
-    layout = cache.layout
-    cfg = layout.cfg
+def layer_writes(
+    cache: KVCache, plan: StepPlan, spec: LayerSpec, rows: Stream, norms: Norms, implementation: Implementation = None
+) -> LayerCacheHandle:
+    """One layer's append, compress and index compress."""
+    cfg, j, i = cache.layout.cfg, cache.layout.ordinal(spec.layer_idx), spec.layer_idx
     inv_freq = jnp.asarray(inv_frequencies(cfg.rope_dim, cfg.compress_rope_theta, cfg.yarn))
+    handle = cache.layer(i, plan, implementation=implementation).append(rows.kv[i])
+    if spec.attn is AttentionType.CSA:
+        handle = handle.compress(rows.csa_kv[j], rows.csa_score[j], Finish(norms.csa[j], inv_freq, EPS))
+        finish = Finish(norms.index[j], inv_freq, EPS, hadamard=True)
+        handle = handle.compress_index(rows.index_kv[j], rows.index_score[j], finish)
+    elif spec.attn is AttentionType.HCA:
+        handle = handle.compress(rows.hca_kv[j], rows.hca_score[j], Finish(norms.hca[j], inv_freq, EPS))
+    return handle
+
+
+def write_step(
+    cache: KVCache, plan: StepPlan, rows: Stream, norms: Norms, *, implementation: Implementation = None
+) -> KVCache:
+    """Every write of a step, all layers."""
     cache = cache.begin(plan)
-    for spec in layout.schedule:
-        j = layout.ordinal(spec.layer_idx)
-        handle = cache.layer(spec.layer_idx, plan, implementation=implementation).append(rows.kv[spec.layer_idx])
-        if spec.attn is AttentionType.CSA:
-            handle = handle.compress(rows.csa_kv[j], rows.csa_score[j], Finish(norms.csa[j], inv_freq, EPS))
-            finish = Finish(norms.index[j], inv_freq, EPS, hadamard=True)
-            handle = handle.compress_index(rows.index_kv[j], rows.index_score[j], finish)
-        elif spec.attn is AttentionType.HCA:
-            handle = handle.compress(rows.hca_kv[j], rows.hca_score[j], Finish(norms.hca[j], inv_freq, EPS))
-        cache = handle.cache
+    for spec in cache.layout.schedule:
+        cache = layer_writes(cache, plan, spec, rows, norms, implementation).cache
     return cache
 
 
