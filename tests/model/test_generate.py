@@ -3,13 +3,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dsv4_jax import CacheLayout, init_cache, model
+from dsv4_jax import CacheLayout, DSV4Config, init_cache, model
 from dsv4_jax.errors import ContextLimitError, OutOfBlocksError, PlanError, RequestError
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import KVCacheManager
 
-from .feeding import CFG, text_tokens
+from .feeding import CSA, HCA, text_tokens
 
+CFG = DSV4Config.tiny(layer_types=(CSA, HCA))  # depth is tested elsewhere
 LAYOUT, SIZE = CacheLayout(CFG, "f32", "f32"), CacheSize(4, 2, 2)
 # More prompts than slots, one longer than a chunk, one of a single token, two equal ones.
 PROMPTS = [text_tokens(n).tolist() for n in (70, 5, 1, 5)]

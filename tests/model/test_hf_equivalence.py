@@ -49,7 +49,8 @@ CASES = [
     Case(
         "published_ratios_hc4", 420,
         dict(compress_ratios=[128, 4, 0, 0], num_hidden_layers=3, sliding_window=32, index_topk=8, hc_mult=4,
-             hc_sinkhorn_iters=20, num_nextn_predict_layers=1, mlp_layer_types=["hash_moe", "hash_moe", "moe"], o_groups=4),
+             hc_sinkhorn_iters=20, num_nextn_predict_layers=1,
+             mlp_layer_types=["hash_moe", "hash_moe", "moe"], o_groups=4),
         ratios=(128, 4, 0, 0),
     ),
     Case(

@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv4_jax import model
 from dsv4_jax.errors import SamplingError
-from dsv4_jax.model import Sampling, sample
+from dsv4_jax.model import Sampling
 
+sample = jax.jit(model.sample, static_argnames="sampling")
 ROWS, VOCAB = 4000, 11
 
 
