@@ -1,0 +1,54 @@
+"""The command line: one file per command, `add_parser` and `run` each.
+
+Exit status: 0 done, 1 the command ran and found something wrong, 2 bad arguments or input (one
+line on stderr says what), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ..errors import CacheError
+
+__all__ = ["main"]
+
+_COMMANDS = ("demo", "logits", "plan", "doctor")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports bad arguments in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit status (`argparse` raises SystemExit for bad usage and --help)."""
+    parser = _Parser(prog="dsv4_jax", description="The KV cache of DeepSeek-V4 for JAX.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    for name in _COMMANDS:
+        importlib.import_module(f".{name}", __name__).add_parser(commands)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone; keep Python from complaining again at exit.
+        sys.stderr.close()
+        return 141
+    except (CacheError, OSError) as error:
+        print(f"dsv4_jax {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _version() -> str:
+    from .. import __version__
+
+    return __version__

@@ -1,0 +1,212 @@
+"""`demo`: decodes real text through the cache and checks every logit against a cache-free forward."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import pathlib
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import PlanError
+from ..layout import CacheLayout
+from .options import add_json, positive, print_json, progress_bar, stdout
+
+__all__ = ["add_parser", "run"]
+
+_EXAMPLES = """
+examples:
+  dsv4_jax demo                                   a tiny random model, text of its own
+  dsv4_jax demo --checkpoint DIR --text FILE      yours (a byte-level vocabulary of at least 256)
+  dsv4_jax demo --keep demo-out                   keep the checkpoint and the text it writes
+"""
+_TEXT = """\
+A transformer that reads a million tokens cannot keep every key it has seen. DeepSeek-V4 keeps the last hundred and
+twenty-eight as they are, folds every four into one entry that an indexer may pick, and every hundred and twenty-eight
+into one entry that is always read. What a request leaves behind is therefore three kinds of memory: a ring that forgets,
+a compressor that is half way through its sum, and pages of finished entries that other requests may share. This text is
+fed to four requests, each from another place, a chunk at a time; then all four write on, one byte per step, while every
+logit is compared with a model that has no cache at all and recomputes everything from the first byte.
+"""
+_PROMPTS = (233, 150, 90, 37)  # tokens; several HCA flushes of the tiny model, and one short of its first chunk
+# Quantised rows change the logits by design; only the float32 cache must agree with the cache-free forward.
+_TOLERANCE = 1e-4
+
+
+class Pass(NamedTuple):
+    """One run of all requests over one cache layout."""
+
+    layout: CacheLayout
+    bytes_by_pool: dict[str, int]
+    sequences: list[list[int]]
+    errors: list[float]
+    prefill_rate: float
+    decode_rate: float
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "demo", help="decode real text through the cache and check it", description=__doc__, epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--checkpoint", type=pathlib.Path, metavar="DIR", help="default: writes a tiny random one")
+    parser.add_argument("--text", type=pathlib.Path, metavar="FILE", help="default: writes a paragraph")
+    parser.add_argument("--new-tokens", type=positive, default=64, metavar="N", help="per request (default: 64)")
+    parser.add_argument("--chunk", type=positive, default=64, metavar="N", help="most tokens per step (default: 64)")
+    parser.add_argument("--keep", type=pathlib.Path, metavar="DIR", help="where to write the checkpoint and the text")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    import jax
+
+    from ..model import load_hf
+
+    with _inputs(args) as (checkpoint, text):
+        cfg, params = load_hf(checkpoint)
+        data = np.frombuffer(text.read_bytes(), np.uint8)
+    if cfg.vocab_size < 256:
+        raise PlanError(f"--checkpoint: a vocabulary of {cfg.vocab_size} has no room for bytes")
+    if len(data) < max(_PROMPTS):
+        raise PlanError(f"--text {text}: {len(data)} bytes, needs at least {max(_PROMPTS)}")
+    starts = np.linspace(0, len(data) - max(_PROMPTS), len(_PROMPTS)).astype(int)
+    prompts = [data[start : start + length].tolist() for start, length in zip(starts, _PROMPTS, strict=True)]
+
+    exact = CacheLayout(cfg, "f32", "f32")
+    served = CacheLayout(cfg, "fp8", "fp4")
+    with progress_bar() as bar:
+        total = 2 * len(prompts) * args.new_tokens
+        task = bar.add_task("decoding", total=total)
+        first = _serve(params, exact, prompts, None, args, lambda n: bar.advance(task, n))
+        # The same tokens again, so that the errors of the two can be compared.
+        second = _serve(params, served, prompts, first.sequences, args, lambda n: bar.advance(task, n))
+    passed = max(first.errors) <= _TOLERANCE
+    if args.json:
+        print_json({
+            "passed": passed, "tolerance": _TOLERANCE, "jax": jax.__version__, "device": str(jax.devices()[0]),
+            "prompt_tokens": list(_PROMPTS), "new_tokens": args.new_tokens,
+            "passes": [_as_dict(first), _as_dict(second)],
+        })  # fmt: skip
+    else:
+        _print(stdout(), [first, second], prompts, passed)
+    return 0 if passed else 1
+
+
+@contextlib.contextmanager
+def _inputs(args: argparse.Namespace) -> Iterator[tuple[pathlib.Path, pathlib.Path]]:
+    """The checkpoint directory and the text file, written where they are not given."""
+    from ..config import DSV4Config
+    from ..model import init_params, save_hf
+
+    with contextlib.ExitStack() as stack:
+        folder = args.keep or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        checkpoint, text = args.checkpoint, args.text
+        if checkpoint is None:
+            checkpoint, cfg = folder / "checkpoint", DSV4Config.tiny()
+            save_hf(cfg, init_params(cfg), checkpoint)
+        if text is None:
+            text = folder / "text.txt"
+            folder.mkdir(parents=True, exist_ok=True)
+            text.write_text(_TEXT)
+        yield checkpoint, text
+
+
+def _serve(
+    params: Any, layout: CacheLayout, prompts: list, script: list | None, args: argparse.Namespace, on_tokens
+) -> Pass:
+    """Prefills and decodes all prompts over one cache and compares all logits with the cache-free forward.
+
+    Args:
+        script: sequences to follow; None: the likeliest token is taken.
+    """
+    import jax
+
+    from ..cache import init_cache
+    from ..capacity import capacity
+    from ..manager import KVCacheManager
+    from ..model import forward, forward_uncached
+
+    longest = max(map(len, prompts)) + args.new_tokens
+    plan = capacity(layout, max_requests=len(prompts), max_context=longest)
+    manager, cache = KVCacheManager(layout, plan.size), init_cache(layout, plan.size)
+    step = jax.jit(forward, donate_argnames="cache")
+    chunk = max(args.chunk, len(prompts))
+    shapes = {True: manager.pinned_shape(len(prompts)), False: manager.pinned_shape(len(prompts), chunk, history=True)}
+    for shape in shapes.values():  # a step of padding compiles
+        empty = manager.plan_step([], shape=shape)
+        _, cache = step(params, cache, empty.pack(), manager.plan_tokens(empty))
+
+    requests = [manager.admit_request(prompt) for prompt in prompts]
+    lengths = [len(prompt) + args.new_tokens for prompt in prompts]
+    seen: list[list[np.ndarray]] = [[] for _ in prompts]
+    seconds, fed = {True: 0.0, False: 0.0}, {True: 0, False: 0}
+    while feeds := manager.schedule(chunk):
+        start = time.perf_counter()
+        decoding = all(count == 1 for _, count in feeds)
+        plan_ = manager.plan_step(feeds, shape=shapes[decoding])
+        logits, cache = step(params, cache, plan_.pack(), manager.plan_tokens(plan_))
+        rows = np.asarray(logits)
+        seconds[decoding] += time.perf_counter() - start
+        fed[decoding] += sum(count for _, count in feeds)
+        first = 0
+        for request, count in feeds:
+            i = requests.index(request)
+            seen[i].append(rows[first : first + count])
+            first += count
+            if not request.num_pending and len(request.tokens) < lengths[i]:
+                request.tokens.append(script[i][len(request.tokens)] if script else int(seen[i][-1][-1].argmax()))
+                on_tokens(1)
+
+    # One shape for all sequences: what follows a token does not change its logits.
+    sequences = [list(request.tokens) for request in requests]
+    reference = jax.jit(forward_uncached, static_argnums=0)
+    errors = []
+    for sequence, chunks in zip(sequences, seen, strict=True):
+        padded = np.zeros(longest, np.int32)
+        padded[: len(sequence)] = sequence
+        got = np.concatenate(chunks)
+        errors.append(float(np.abs(got - np.asarray(reference(layout.cfg, params, padded))[: len(got)]).max()))
+    for request in requests:
+        manager.release_request(request)
+    rates = [fed[kind] / seconds[kind] if seconds[kind] else 0.0 for kind in (False, True)]
+    return Pass(layout, plan.bytes_by_pool, sequences, errors, *rates)
+
+
+def _as_dict(result: Pass) -> dict[str, Any]:
+    return {
+        "kv_format": result.layout.kv_row.name, "index_format": result.layout.index_row.name,
+        "bytes_by_pool": result.bytes_by_pool, "bytes_per_token": result.layout.bytes_per_token,
+        "max_logit_error": max(result.errors), "max_logit_error_by_request": result.errors,
+        "prefill_tokens_per_s": result.prefill_rate, "decode_tokens_per_s": result.decode_rate,
+    }  # fmt: skip
+
+
+def _print(console: Console, passes: list[Pass], prompts: list, passed: bool) -> None:
+    names = [f"{p.layout.kv_row.name} / {p.layout.index_row.name}" for p in passes]
+    table = Table("", *names, title="The same requests through two caches", title_justify="left")
+
+    def row(name: str, *values: str) -> None:
+        table.add_row(name, *values)
+
+    for i, (prompt, sequence) in enumerate(zip(prompts, passes[0].sequences, strict=True)):
+        name = f"request {i + 1}: {len(prompt)} + {len(sequence) - len(prompt)} tokens, max logit error"
+        row(name, *(f"{p.errors[i]:.1e}" for p in passes))
+    table.add_section()
+    for pool in passes[0].bytes_by_pool:
+        row(f"{pool} bytes", *(f"{p.bytes_by_pool[pool]:,}" for p in passes))
+    row("cache bytes", *(f"{sum(p.bytes_by_pool.values()):,}" for p in passes))
+    row("bytes per token (paged)", *(f"{p.layout.bytes_per_token:,.2f}" for p in passes))
+    table.add_section()
+    row("prefill tokens/s", *(f"{p.prefill_rate:,.0f}" for p in passes))
+    row("decode tokens/s", *(f"{p.decode_rate:,.0f}" for p in passes))
+    console.print(table)
+    verdict = "[green]OK[/]" if passed else "[red]FAILED[/]"
+    worst = max(passes[0].errors)
+    console.print(f"{verdict}: float32 cache against the cache-free forward: {worst:.1e} (at most {_TOLERANCE:.0e})")

@@ -1,0 +1,108 @@
+"""`doctor`: versions, devices, and which implementation of every op is usable here and why not."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .options import add_json, print_json, stdout
+
+__all__ = ["add_parser", "run"]
+
+_EXAMPLES = """
+examples:
+  dsv4_jax doctor
+  dsv4_jax doctor --json
+"""
+_PACKAGES = (
+    "dsv4_jax", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "triton", "numpy", "ml_dtypes",
+    "rich", "matplotlib", "torch", "transformers",
+)  # fmt: skip
+_OPS = ("append", "compress", "gather", "index_scores", "top_k", "attend")
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "doctor", help="what works on this machine and why not", description=__doc__, epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    report = examine()
+    if args.json:
+        print_json(report)
+    else:
+        _print(stdout(), report)
+    return 0 if report["problem"] is None else 1
+
+
+def examine() -> dict[str, Any]:
+    """Everything `doctor` says, ready for JSON. `problem` is why nothing at all can run, or None."""
+    report: dict[str, Any] = {
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "problem": None,
+    }
+    try:
+        import jax
+
+        devices = jax.devices()
+    except Exception as error:  # whatever a broken installation raises is what the user needs to see
+        report["problem"] = f"jax finds no device: {error}"
+        return report
+    report["backend"] = jax.default_backend()
+    report["devices"] = [
+        {"id": device.id, "kind": device.device_kind, "memories": sorted(m.kind for m in device.addressable_memories())}
+        for device in devices
+    ]
+    report["implementations"] = _implementations(report["backend"])
+    return report
+
+
+def _implementations(backend: str) -> dict[str, dict[str, str]]:
+    """op -> implementation -> "usable" or why not."""
+    from ..ops.dispatch import has_kernel
+
+    table = {}
+    for op in _OPS:
+        if not has_kernel(op):
+            pallas = "there is no kernel for this op"
+        elif backend == "gpu":
+            pallas = "usable"
+        else:
+            pallas = f"the backend is {backend}: only interpreted, for tests"
+        table[op] = {"xla": "usable", "pallas": pallas}
+    return table
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _print(console: Console, report: dict[str, Any]) -> None:
+    table = Table("", "", show_header=False)
+    table.add_row("python", f"{report['python']}, {report['machine']}")
+    for name, version in report["packages"].items():
+        table.add_row(name, version or "[dim]not installed[/]")
+    console.print(table)
+    if report["problem"]:
+        console.print(f"[red]{report['problem']}[/]")
+        return
+    for device in report["devices"]:
+        console.print(f"{report['backend']} {device['id']}: {device['kind']}, memories {', '.join(device['memories'])}")
+    ops = Table("op", *next(iter(report["implementations"].values())))
+    for op, states in report["implementations"].items():
+        ops.add_row(op, *(f"[green]{s}[/]" if s == "usable" else s for s in states.values()))
+    console.print(ops)

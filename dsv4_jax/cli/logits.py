@@ -1,0 +1,158 @@
+"""`logits`: teacher-forced logits of a token array, fed through the cache in given chunks."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..errors import PlanError
+from ..layout import CacheLayout, CacheSize
+from ..manager.planning import RowFeed, StepShape, build_plan
+from .options import add_json, add_layout, layout_from, positive, print_json, progress_bar, stdout
+
+__all__ = ["add_parser", "run"]
+
+_EXAMPLES = """
+examples:
+  dsv4_jax logits --checkpoint ckpt --tokens tokens.npy --out logits.npy
+      the whole array at once, with the default FP8 / FP4 cache
+  dsv4_jax logits --checkpoint ckpt --tokens tokens.npy --chunks 13,1,1,7 \\
+      --kv-format f32 --index-format f32 --out logits.npy
+      chunks of 13, 1, 1, 7, 7, 7, ... tokens through an unquantised cache
+  dsv4_jax logits --checkpoint ckpt --tokens tokens.npy --chunks 1 --out logits.npy
+      token by token
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "logits", help="teacher-forced logits of a token array", description=__doc__, epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument(
+        "--checkpoint", type=pathlib.Path, required=True, metavar="DIR", help="config.json, safetensors"
+    )
+    parser.add_argument("--tokens", type=pathlib.Path, required=True, metavar="FILE", help=".npy, 1-D integers")
+    parser.add_argument("--out", type=pathlib.Path, required=True, metavar="FILE", help=".npy, float32 [tokens, vocab]")
+    parser.add_argument(
+        "--chunks", type=chunk_sizes, metavar="N,N,...",
+        help="tokens fed by each step, the last repeated as needed (default: all at once)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--index-qat", action=argparse.BooleanOptionalAction, default=None,
+        help="Hadamard rotation and FP4 round trip in the indexer (default: with fp4 and fp8 index keys)",
+    )  # fmt: skip
+    parser.add_argument("--implementation", choices=("xla", "pallas", "cuda"), help="of the cache ops (default: best)")
+    add_layout(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    tokens = read_tokens(args.tokens)
+    if not args.out.parent.is_dir():
+        raise PlanError(f"--out: there is no directory {args.out.parent}")
+
+    from ..model.checkpoint import load_hf
+
+    cfg, params = load_hf(args.checkpoint)
+    check_vocabulary(tokens, cfg.vocab_size)
+    layout = layout_from(args, cfg)
+    chunks = list(split(len(tokens), args.chunks or [len(tokens)]))
+    start = time.perf_counter()
+    logits, cache_bytes = feed(params, layout, tokens, chunks, args.index_qat, args.implementation)
+    seconds = time.perf_counter() - start
+    write_array(args.out, logits)
+    report = {
+        "out": str(args.out), "tokens": len(tokens), "chunks": len(chunks), "vocab": cfg.vocab_size,
+        "kv_format": layout.kv_row.name, "index_format": layout.index_row.name, "cache_bytes": cache_bytes,
+        "seconds": round(seconds, 3),
+    }  # fmt: skip
+    if args.json:
+        print_json(report)
+    else:
+        stdout().print(f"{args.out}: logits of {len(tokens)} tokens in {len(chunks)} chunks, {seconds:.1f} s")
+    return 0
+
+
+def feed(
+    params: dict, layout: CacheLayout, tokens: np.ndarray, chunks: list[int], index_qat: bool | None, implementation
+) -> tuple[np.ndarray, int]:
+    """Feeds one request in these chunks: (logits [tokens, vocab] float32, bytes of its cache)."""
+    import jax
+
+    from ..cache import init_cache
+    from ..model.forward import forward
+
+    columns = layout.blocks_for(len(tokens))
+    size = CacheSize(num_blocks=columns, num_slots=1, max_blocks_per_request=columns)
+    cache = init_cache(layout, size)
+    step = jax.jit(forward, donate_argnames="cache", static_argnames=("index_qat", "implementation"))
+    out = np.empty((len(tokens), layout.cfg.vocab_size), np.float32)
+    at = blocks = 0
+    with progress_bar() as bar:
+        for count in bar.track(chunks, description="feeding"):
+            # Shapes are powers of four, so that any list of chunks compiles a handful of steps.
+            padded = 4 ** ((count - 1).bit_length() + 1 >> 1)
+            shape = StepShape.bound(layout, 1, padded, columns=columns, history=padded > 1 + layout.draft_tokens)
+            held, blocks = blocks, layout.blocks_for(at + count)
+            entries = [(1, column, column + 1) for column in range(held, blocks)]
+            plan = build_plan(layout, [RowFeed(1, at, count)], shape, table_entries=entries)
+            fed = np.zeros(padded, np.int32)
+            fed[:count] = tokens[at : at + count]
+            logits, cache = step(params, cache, plan.pack(), fed, index_qat=index_qat, implementation=implementation)
+            out[at : at + count] = np.asarray(logits)[:count]
+            at += count
+    return out, layout.total_bytes(size)
+
+
+def chunk_sizes(text: str) -> list[int]:
+    """argparse type: positive integers separated by commas."""
+    return [positive(part.strip()) for part in text.split(",")]
+
+
+def split(total: int, sizes: list[int]) -> Iterator[int]:
+    """Chunks of these sizes, the last repeated, that add up to `total`."""
+    done, i = 0, 0
+    while done < total:
+        count = min(sizes[min(i, len(sizes) - 1)], total - done)
+        yield count
+        done, i = done + count, i + 1
+
+
+def read_tokens(path: pathlib.Path) -> np.ndarray:
+    """A 1-D integer array of at least one token. Raises `PlanError` that names what is wrong."""
+    try:
+        tokens = np.load(path, allow_pickle=False)
+    except ValueError as error:
+        raise PlanError(f"--tokens {path}: not a .npy file of numbers ({error})") from None
+    if not isinstance(tokens, np.ndarray):
+        raise PlanError(f"--tokens {path}: holds several arrays, expected one")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise PlanError(f"--tokens {path}: {tokens.dtype} of shape {tokens.shape}, expected integers of one dimension")
+    if not len(tokens):
+        raise PlanError(f"--tokens {path}: holds no token")
+    return tokens
+
+
+def check_vocabulary(tokens: np.ndarray, vocab_size: int) -> None:
+    """Raises `PlanError` naming the first id outside the vocabulary."""
+    wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    if len(wrong):
+        i = int(wrong[0])
+        raise PlanError(f"--tokens: token {i} is {int(tokens[i])}, outside the vocabulary 0..{vocab_size - 1}")
+
+
+def write_array(path: pathlib.Path, array: np.ndarray) -> None:
+    """Writes a .npy file wholly or not at all."""
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("wb") as file:
+            np.save(file, array)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

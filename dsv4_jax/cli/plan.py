@@ -1,0 +1,152 @@
+"""`plan`: what fits: device memory, concurrent requests, context per request; any two give the third."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import re
+from typing import Any
+
+from rich.table import Table
+
+from ..capacity import Capacity, capacity
+from ..config import DSV4Config
+from ..errors import CapacityError, ConfigError
+from .options import add_json, add_layout, layout_from, natural, positive, print_json, stdout
+
+__all__ = ["add_parser", "run"]
+
+_EXAMPLES = """
+examples:
+  dsv4_jax plan --model flash --hbm 80GiB --context 128K        how many requests?
+  dsv4_jax plan --model pro --hbm 100GiB --requests 64          how long a context?
+  dsv4_jax plan --model flash --requests 256 --context 8192     how much memory?
+  dsv4_jax plan --model ckpt --hbm 40e9 --requests 32 --context 1M --kv-format bf16 --index-format bf16 --json
+"""
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_LIMITS = {
+    "blocks": "memory is used up, most of it by blocks: entries and index keys, which grow with the tokens",
+    "slots": "memory is used up, most of it by slots: windows and compressor state, which grow with the requests",
+    "context": "the model's own context limit",
+    "none": "nothing: all of it fits",
+}
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "plan", help="memory, requests and context: two give the third", description=__doc__, epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--model", default="flash", metavar="NAME|PATH", help="flash, pro, tiny, or a config.json")
+    parser.add_argument("--hbm", type=byte_count, metavar="BYTES", help="for the cache alone, such as 80GiB or 80e9")
+    parser.add_argument("--requests", type=positive, metavar="N", help="live at once")
+    parser.add_argument("--context", type=token_count, metavar="TOKENS", help="of one request, such as 8192, 128K, 1M")
+    parser.add_argument("--snapshots", type=natural, default=0, metavar="N", help="extra slots for state snapshots")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="draw requests over context for this memory")
+    add_layout(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    layout = layout_from(args, model_config(args.model))
+    answer = capacity(
+        layout, hbm_bytes=args.hbm, max_requests=args.requests, max_context=args.context, num_snapshots=args.snapshots
+    )
+    if args.plot:
+        _plot(answer, args.plot)
+    if args.json:
+        print_json({"model": args.model, **answer.as_dict()})
+    else:
+        stdout().print(_table(answer, args.model))
+    return 0
+
+
+def model_config(name: str) -> DSV4Config:
+    """A built-in model or a Hugging Face config. Raises `ConfigError`."""
+    if name in ("flash", "pro", "tiny"):
+        return getattr(DSV4Config, name)()
+    if not pathlib.Path(name).exists():
+        raise ConfigError("model", f"{name!r} is neither flash, pro or tiny nor an existing path")
+    return DSV4Config.from_hf(name)
+
+
+def byte_count(text: str) -> int:
+    """argparse type: a number of bytes with an optional SI or IEC unit (80GiB, 1.5GB, 80e9)."""
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    try:
+        assert match
+        return int(float(match[1]) * _UNITS[match[2]])
+    except (AssertionError, KeyError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 80GiB or 80e9") from None
+
+
+def token_count(text: str) -> int:
+    """argparse type: a positive number of tokens; K and M are 2^10 and 2^20."""
+    match = re.fullmatch(r"([0-9]+)([km]?)", text.strip().lower())
+    if not match or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of tokens such as 8192 or 128K")
+    return int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2]]
+
+
+def human(count: float) -> str:
+    """Bytes in IEC units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:,.0f} B" if unit == "B" else f"{count:,.2f} {unit}"
+        count /= 1024
+    return f"{count:,.2f} TiB"
+
+
+def _table(answer: Capacity, model: str) -> Table:
+    layout = answer.layout
+    title = f"{model}: {layout.kv_row.name} rows, {layout.index_row.name} index keys, blocks of {layout.block_tokens} tokens"
+    table = Table("", "", title=title, title_justify="left", show_header=False)
+    rows: list[tuple[str, Any]] = [
+        ("concurrent requests", f"{answer.max_requests:,}"),
+        ("context per request", f"{answer.max_context:,} tokens"),
+        ("at that context at once", f"{answer.full_requests:,} requests"),
+        ("tokens in all blocks", f"{answer.total_tokens:,}"),
+        ("limited by", _LIMITS[answer.limited_by]),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    table.add_section()
+    for pool, count in answer.bytes_by_pool.items():
+        table.add_row(pool, human(count))
+    table.add_row("total", f"{human(answer.total_bytes)} ({answer.total_bytes:,} bytes)")
+    if answer.leftover_bytes is not None:
+        table.add_row("left over", human(answer.leftover_bytes))
+    table.add_section()
+    table.add_row("per token (paged)", f"{layout.bytes_per_token:,.2f} bytes")
+    table.add_row("per block", human(layout.bytes_per_block))
+    table.add_row("per request, at any length", human(layout.bytes_per_slot))
+    table.add_row("per request, at full context", human(layout.request_bytes(answer.max_context)))
+    return table
+
+
+def _plot(answer: Capacity, path: pathlib.Path) -> None:
+    """Requests that fit at once, over their context, in the memory of this answer."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise CapacityError("--plot needs matplotlib: install dsv4_jax[plot]") from None
+    layout, memory = answer.layout, answer.hbm_bytes or answer.total_bytes
+    contexts, fits = [], []
+    context = layout.block_tokens
+    while context <= layout.cfg.max_position_embeddings:
+        try:
+            fits.append(capacity(layout, hbm_bytes=memory, max_context=context).max_requests)
+        except CapacityError:
+            break
+        contexts.append(context)
+        context *= 2
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.loglog(contexts, fits, "o-", base=2)
+    axes.plot(answer.max_context, answer.full_requests, "r*", markersize=14, label="this plan")
+    axes.set(xlabel="context per request (tokens)", ylabel="requests at that context at once")
+    axes.set_title(f"{human(memory)} of cache, {layout.kv_row.name} rows, {layout.index_row.name} index keys")
+    axes.grid(True, which="both", alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
