@@ -1,0 +1,122 @@
+"""attend against float64, alone and behind a layer handle.
+
+To test another implementation: `class TestPallasAttend(AttendTest): implementation = "pallas"`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax.formats import codec
+from dsv4_jax.ops import attend
+
+from ..oracle import attention
+from ..oracle import rows as oracle_rows
+from .arg_specs import ATTEND, AttendSpec
+
+TOLERANCE = dict(rtol=2e-5, atol=2e-5)
+
+
+def problem(spec: AttendSpec, seed: int = 0) -> dict:
+    """Random pools, ids and masks; rows that are not keys hold NaN."""
+    rng = np.random.default_rng(seed)
+    fmt, dim = spec.fmt, spec.fmt.dim
+
+    def pool(rows: int) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+        values = rng.standard_normal((rows, dim)).astype(np.float32)
+        values[0] = np.nan  # what padding ids point at
+        parts = oracle_rows.encode(fmt.name, values, fmt.rope_dim)
+        return parts, oracle_rows.decode(fmt.name, parts, fmt.rope_dim)
+
+    window, window_values = pool(64)
+    visible = rng.random((spec.tokens, spec.window)) < 0.8
+    visible[:, -1] = True
+    ids = np.where(visible, rng.integers(1, 64, visible.shape), 0).astype(np.int32)
+    keys = [window_values[ids[t][visible[t]]] for t in range(spec.tokens)]
+    entries = entry_ids = count = None
+    if spec.entries:
+        entries, entry_values = pool(64)
+        count = rng.integers(0, spec.entries + 1, spec.tokens).astype(np.int32)
+        count[0] = 0
+        chosen = np.arange(spec.entries) < count[:, None]
+        entry_ids = np.where(chosen, rng.integers(1, 64, chosen.shape), 0).astype(np.int32)
+        keys = [np.concatenate([k, entry_values[entry_ids[t, : count[t]]]]) for t, k in enumerate(keys)]
+    return dict(
+        queries=rng.standard_normal((spec.tokens, spec.heads, dim)).astype(np.float32) * np.float32(3),
+        sink=rng.standard_normal(spec.heads).astype(np.float32),
+        window=window, window_ids=ids, window_visible=visible, entries=entries, entry_ids=entry_ids,
+        entry_count=count, keys=keys,
+    )  # fmt: skip
+
+
+class AttendTest:
+    implementation: ClassVar[Literal["xla", "pallas"]]
+    tolerance: ClassVar[dict[str, float]] = TOLERANCE
+
+    def run(self, spec: AttendSpec, p: dict) -> tuple[np.ndarray, np.ndarray]:
+        names = ("queries", "sink", "window", "window_ids", "window_visible", "entries", "entry_ids", "entry_count")
+        args = [p[n] if p[n] is None else jnp.asarray(p[n]) if not isinstance(p[n], tuple) else
+                tuple(map(jnp.asarray, p[n])) for n in names]  # fmt: skip
+        out, lse = attend(*args, scale=spec.fmt.dim**-0.5, fmt=spec.fmt, implementation=self.implementation)
+        assert out.dtype == lse.dtype == jnp.float32
+        return np.asarray(out), np.asarray(lse)
+
+    @pytest.mark.parametrize("name", ATTEND)
+    def test_equals_float64(self, name: str) -> None:
+        spec = ATTEND[name]
+        p = problem(spec)
+        out, lse = self.run(spec, p)
+        expected, expected_lse = attention.attend(p["queries"], p["sink"], p["keys"], spec.fmt.dim**-0.5)
+        np.testing.assert_allclose(out, expected, **self.tolerance)
+        np.testing.assert_allclose(lse, expected_lse, **self.tolerance)
+
+    def test_a_token_without_keys_gives_zero(self) -> None:
+        spec = ATTEND["csa"]
+        p = problem(spec)
+        p["window_visible"][2] = False
+        p["entry_count"][2] = 0
+        p["keys"][2] = p["keys"][2][:0]
+        out, lse = self.run(spec, p)
+        assert not out[2].any() and (lse[2] == -np.inf).all()
+        expected, _ = attention.attend(p["queries"], p["sink"], p["keys"], spec.fmt.dim**-0.5)
+        np.testing.assert_allclose(out, expected, **self.tolerance)
+
+    @pytest.mark.parametrize("sink", [-1e30, -50.0, 0.0, 50.0])
+    def test_sink_of_any_size(self, sink: float) -> None:
+        """A huge sink takes all the weight, none at all leaves a plain softmax; the lse never counts it."""
+        spec = ATTEND["csa"]
+        p = problem(spec) | dict(sink=np.full(spec.heads, sink, np.float32))
+        out, lse = self.run(spec, p)
+        expected, expected_lse = attention.attend(p["queries"], p["sink"], p["keys"], spec.fmt.dim**-0.5)
+        np.testing.assert_allclose(out, expected, **self.tolerance)
+        np.testing.assert_allclose(lse, expected_lse, **self.tolerance)
+
+    def test_large_logits_do_not_overflow(self) -> None:
+        spec = ATTEND["swa"]
+        p = problem(spec)
+        p["queries"] = p["queries"] * np.float32(1000)
+        out, _ = self.run(spec, p)
+        expected, _ = attention.attend(p["queries"], p["sink"], p["keys"], spec.fmt.dim**-0.5)
+        np.testing.assert_allclose(out, expected, rtol=1e-3, atol=2e-3)
+
+    def test_order_of_entries_is_irrelevant(self) -> None:
+        spec = ATTEND["hca_many_tokens"]
+        p = problem(spec)
+        q = dict(p, entry_ids=p["entry_ids"].copy())
+        for t, n in enumerate(p["entry_count"]):
+            q["entry_ids"][t, :n] = p["entry_ids"][t, :n][::-1]
+        np.testing.assert_allclose(self.run(spec, q)[0], self.run(spec, p)[0], **self.tolerance)
+
+
+class TestAttend(AttendTest):
+    implementation = "xla"
+
+    def test_reference_reads_the_stored_values(self) -> None:
+        """The oracle decodes with its own codec; both decoders must agree for the comparison to mean anything."""
+        fmt = ATTEND["csa"].fmt
+        parts = problem(ATTEND["csa"])["entries"]
+        np.testing.assert_array_equal(codec(fmt).decode(fmt, parts), oracle_rows.decode(fmt.name, parts, fmt.rope_dim))

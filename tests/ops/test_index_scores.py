@@ -1,0 +1,54 @@
+"""index_scores against float64. Subclass `IndexScoresTest` with another `implementation` to test a kernel."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax.ops import index_scores
+
+from ..oracle import attention
+from ..oracle import rows as oracle_rows
+from .arg_specs import INDEX_SCORES, ScoreSpec
+
+
+class IndexScoresTest:
+    implementation: ClassVar[Literal["xla", "pallas"]]
+
+    def check(self, spec: ScoreSpec, counts: np.ndarray, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        fmt, per_block = spec.fmt, spec.rows_per_block
+        units, base = 9, 9 * per_block  # the second layer of the pool
+        values = rng.standard_normal((2 * units * per_block, fmt.dim)).astype(np.float32)
+        parts = oracle_rows.encode(fmt.name, values)
+        stored = oracle_rows.decode(fmt.name, parts)
+        table = np.stack([rng.permutation(np.arange(1, units))[: spec.blocks] for _ in range(spec.tokens)])
+        queries = rng.standard_normal((spec.tokens, spec.heads, fmt.dim)).astype(np.float32)
+        weights = rng.standard_normal((spec.tokens, spec.heads)).astype(np.float32)  # negative ones too
+        scores = np.asarray(index_scores(
+            tuple(map(jnp.asarray, parts)), jnp.asarray(queries), jnp.asarray(weights),
+            jnp.asarray(table, jnp.int32), jnp.asarray(counts, jnp.int32), base=base, rows_per_block=per_block,
+            fmt=fmt, implementation=self.implementation,
+        ))  # fmt: skip
+        assert scores.shape == (spec.tokens, spec.blocks * per_block) and scores.dtype == np.float32
+        keys = [
+            np.concatenate([stored[base + b * per_block :][:per_block] for b in table[t]])[: counts[t]]
+            for t in range(spec.tokens)
+        ]
+        for t, expected in enumerate(attention.index_scores(queries, weights, keys)):
+            np.testing.assert_allclose(scores[t, : counts[t]], expected, rtol=1e-4, atol=1e-3)
+            assert (scores[t, counts[t] :] == -np.inf).all()
+
+    @pytest.mark.parametrize("name", INDEX_SCORES)
+    def test_equals_float64(self, name: str) -> None:
+        spec = INDEX_SCORES[name]
+        counts = np.random.default_rng(1).integers(0, spec.blocks * spec.rows_per_block + 1, spec.tokens)
+        counts[0], counts[-1] = 0, spec.blocks * spec.rows_per_block
+        self.check(spec, counts)
+
+
+class TestIndexScores(IndexScoresTest):
+    implementation = "xla"

@@ -1,0 +1,60 @@
+"""top_k against a sort. Subclass `TopKTest` with another `implementation` to test a kernel."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax.ops import top_k
+
+from ..oracle import attention
+
+
+class TopKTest:
+    implementation: ClassVar[Literal["xla", "pallas"]]
+
+    def check(self, scores: np.ndarray, counts: np.ndarray, k: int) -> None:
+        indices, kept = top_k(
+            jnp.asarray(scores, jnp.float32), jnp.asarray(counts, jnp.int32), k=k, implementation=self.implementation
+        )
+        width = min(k, scores.shape[1])
+        assert indices.shape == (len(scores), width) and indices.dtype == kept.dtype == jnp.int32
+        for t, count in enumerate(counts):
+            expected = attention.top_k(scores[t], count, k)
+            assert int(kept[t]) == len(expected) == min(k, count)
+            assert np.asarray(indices[t]).tolist() == expected + [0] * (width - len(expected))
+
+    @pytest.mark.parametrize("k", [1, 5, 16, 40])
+    def test_equals_a_sort(self, k: int) -> None:
+        rng = np.random.default_rng(k)
+        self.check(rng.standard_normal((6, 24)).astype(np.float32), np.array([0, 1, 4, 5, 23, 24]), k)
+
+    def test_ties_go_to_the_lowest_index(self) -> None:
+        """ReLU scores are often exactly zero."""
+        rng = np.random.default_rng(0)
+        scores = rng.choice([0.0, 1.0, -1.0, 2.0], (8, 40)).astype(np.float32)
+        self.check(scores, rng.integers(0, 41, 8), 12)
+        self.check(np.zeros((2, 40), np.float32), np.array([40, 7]), 12)
+
+    def test_nan_ranks_last_and_never_hides_a_number(self) -> None:
+        rng = np.random.default_rng(1)
+        scores = rng.standard_normal((6, 24)).astype(np.float32)
+        scores[rng.random(scores.shape) < 0.4] = np.nan
+        scores[5] = np.nan
+        self.check(scores, np.array([24, 24, 10, 3, 0, 24]), 8)
+
+    def test_infinite_scores(self) -> None:
+        scores = np.array([[np.inf, -np.inf, 3, np.inf], [-np.inf, -np.inf, -np.inf, 1]], np.float32)
+        self.check(scores, np.array([4, 4]), 3)
+
+    def test_garbage_behind_the_count_is_ignored(self) -> None:
+        scores = np.full((1, 16), np.inf, np.float32)
+        scores[0, :3] = [-5, -7, -6]
+        self.check(scores, np.array([3]), 8)
+
+
+class TestTopK(TopKTest):
+    implementation = "xla"
