@@ -87,7 +87,6 @@ EDGES = {
         dict(head_dim=48, rope_dim=2, index_head_dim=32, sliding_window=7, hca_ratio=6), dict(block_tokens=12),
     ),
     "drafts, online": ({}, dict(draft_tokens=3)),
-    "drafts, raw": ({}, dict(draft_tokens=5, hca_state="raw")),
 }  # fmt: skip
 
 
