@@ -27,12 +27,13 @@ examples:
   dsv4_jax demo --keep demo-out                   keep the checkpoint and the text it writes
 """
 _TEXT = """\
-A transformer that reads a million tokens cannot keep every key it has seen. DeepSeek-V4 keeps the last hundred and
-twenty-eight as they are, folds every four into one entry that an indexer may pick, and every hundred and twenty-eight
-into one entry that is always read. What a request leaves behind is therefore three kinds of memory: a ring that forgets,
-a compressor that is half way through its sum, and pages of finished entries that other requests may share. This text is
-fed to four requests, each from another place, a chunk at a time; then all four write on, one byte per step, while every
-logit is compared with a model that has no cache at all and recomputes everything from the first byte.
+A transformer that reads a million tokens cannot keep every key it has seen. DeepSeek-V4 keeps the last hundred
+and twenty-eight as they are, folds every four into one entry that an indexer may pick, and every hundred and
+twenty-eight into one entry that is always read. What a request leaves behind is therefore three kinds of memory:
+a ring that forgets, a compressor that is half way through its sum, and pages of finished entries that other
+requests may share. This text is fed to four requests, each from another place, a chunk at a time; then all four
+write on, one byte per step, while every logit is compared with a model that has no cache at all and recomputes
+everything from the first byte.
 """
 _PROMPTS = (233, 150, 90, 37)  # tokens; several HCA flushes of the tiny model, and one short of its first chunk
 # Quantised rows change the logits by design; only the float32 cache must agree with the cache-free forward.
@@ -209,4 +210,5 @@ def _print(console: Console, passes: list[Pass], prompts: list, passed: bool) ->
     console.print(table)
     verdict = "[green]OK[/]" if passed else "[red]FAILED[/]"
     worst = max(passes[0].errors)
+    console.print("Quantised rows move a random model's logits: its experts and entries are chosen by near ties.")
     console.print(f"{verdict}: float32 cache against the cache-free forward: {worst:.1e} (at most {_TOLERANCE:.0e})")

@@ -100,7 +100,8 @@ def human(count: float) -> str:
 
 def _table(answer: Capacity, model: str) -> Table:
     layout = answer.layout
-    title = f"{model}: {layout.kv_row.name} rows, {layout.index_row.name} index keys, blocks of {layout.block_tokens} tokens"
+    formats = f"{layout.kv_row.name} rows, {layout.index_row.name} index keys"
+    title = f"{model}: {formats}, blocks of {layout.block_tokens} tokens"
     table = Table("", "", title=title, title_justify="left", show_header=False)
     rows: list[tuple[str, Any]] = [
         ("concurrent requests", f"{answer.max_requests:,}"),
