@@ -124,7 +124,7 @@ def decode_loop(
         here = plan._replace(**moved)
         hidden, cache = _layers(params, cache, here, tokens, index_qat, implementation)
         logits = head(params, hidden, cache.layout.cfg)
-        tokens = sample(logits, sampling, keys, here.token_position)
+        tokens = sample(logits, sampling, keys, jnp.asarray(here.token_position))
         after = here.advance()
         return (cache, tokens, {name: getattr(after, name) for name in carried}), tokens
 

@@ -43,7 +43,7 @@ def param_specs(cfg: DSV4Config, dtype: jax.typing.DTypeLike = jnp.float32) -> P
         }
 
     def attention(attn: AttentionType) -> Params:
-        p = {
+        p: Params = {
             "wq_a": matrix(cfg.q_lora_rank, hidden),
             "q_norm": vector(cfg.q_lora_rank),
             "wq_b": matrix(heads * dim, cfg.q_lora_rank),
