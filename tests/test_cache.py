@@ -99,7 +99,9 @@ def expected(driver: Driver, queries: dict[str, np.ndarray], slot: int = 2) -> l
 
 
 @pytest.mark.parametrize(
-    ("chunks", "width"), [([1] * TOKENS, 1), ([TOKENS], TOKENS), ([1, 2, 30, 7, 35], TOKENS)], ids=["serial", "one shot", "ragged"]
+    ("chunks", "width"),
+    [([1] * TOKENS, 1), ([TOKENS], TOKENS), ([1, 2, 30, 7, 35], TOKENS)],
+    ids=["serial", "one shot", "ragged"],
 )
 def test_every_token_sees_exactly_its_keys(chunks: list[int], width: int) -> None:
     """Ring mode and chunk mode, wrapping windows, the first tokens, no entries yet, top-k smaller than the choice."""
@@ -126,9 +128,9 @@ def test_misuse_is_named() -> None:
         handle_of(2).compress(jnp.zeros((1, 64)), jnp.zeros((1, 64)), None)
     with pytest.raises(LayoutError, match="layer 1 is HCA"):
         handle_of(1).index_scores(jnp.zeros((1, 4, 16)), jnp.zeros((1, 4)))
-    handle = layer_writes(handle_of(0).cache, handle_of(0).plan, CacheLayout(CFG).layer(0), rows, norms)
+    first = handle_of(0)
     with pytest.raises(ShapeError, match="selected"):
-        handle.attend(q, sink)
+        jax.eval_shape(lambda: layer_writes(first.cache, first.plan, first.spec, rows, norms).attend(q, sink))
 
 
 def test_creating_a_handle_creates_no_array() -> None:
