@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .cache import KVCache as KVCache
     from .cache import LayerCacheHandle as LayerCacheHandle
     from .cache import init_cache as init_cache
+    from .capacity import plan_capacity as plan_capacity
     from .config import AttentionType as AttentionType
     from .config import DSV4Config as DSV4Config
     from .config import LayerSpec as LayerSpec
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from .manager import KVCacheManager as KVCacheManager
     from .plan import PackedPlan as PackedPlan
     from .plan import StepPlan as StepPlan
+    from .sharding import cache_sharding as cache_sharding
+    from .sharding import shard_step as shard_step
+    from .sharding import stack_plans as stack_plans
 
 __version__ = "0.1.0"
 
@@ -42,6 +46,10 @@ _HOME = {
     "KVCache": "cache",
     "LayerCacheHandle": "cache",
     "init_cache": "cache",
+    "plan_capacity": "capacity",
+    "cache_sharding": "sharding",
+    "shard_step": "sharding",
+    "stack_plans": "sharding",
 }
 _SUBMODULES = ("errors", "manager", "model", "ops")
 

@@ -20,7 +20,6 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Each new shape is a compile, so an example may take seconds; the same examples every time.
 hypothesis.settings.register_profile(

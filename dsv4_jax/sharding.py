@@ -1,0 +1,129 @@
+"""The cache over several devices: requests and blocks along a data axis, query heads along a tensor axis.
+
+Along the data axis every shard is a cache of its own: its own unit ids, its own null units, its own
+manager. So a step under `jax.shard_map` is the single-device step, and no collective touches the
+cache. DeepSeek-V4 has one latent KV head, shared by all query heads: along a tensor axis there is
+nothing to split, every device of it holds the same rows and attends with its share of the heads.
+
+    mesh  = jax.make_mesh((4,), ("data",))
+    cache = dsv4.init_cache(layout, size, sharding=dsv4.cache_sharding(layout, mesh))   # size: of one shard
+    step  = dsv4.shard_step(dsv4.model.decode_step, mesh)
+    shape = managers[0].pinned_shape(rows)                                              # one manager per shard
+    plans = [m.plan_step(feeds, shape=shape) for m, feeds in zip(managers, feeds_by_shard)]
+    logits, cache = step(params, cache, dsv4.stack_plans(plans), tokens)                # tokens: shards concatenated
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .cache import KVCache
+from .errors import LayoutError, PlanError
+from .layout import CacheLayout
+from .plan import PackedPlan, StepPlan
+
+__all__ = ["cache_sharding", "shard_step", "stack_plans"]
+
+
+def cache_sharding(
+    layout: CacheLayout, mesh: Mesh, *, data_axis: str | None = "data", tensor_axis: str | None = None
+) -> KVCache:
+    """Where the leaves of a cache go: a `KVCache` whose arrays are `NamedSharding`s, for `init_cache`.
+
+    The leading axis of every leaf is split over the data axis; over all other axes leaves are replicated.
+
+    Args:
+        layout: of one shard's cache (it is the same for all).
+        mesh: of the devices.
+        data_axis: the axis that splits requests and blocks; None if there is none.
+        tensor_axis: the axis that splits query heads, if any. Checked only: the cache does not
+            depend on it.
+
+    Raises:
+        LayoutError: the mesh has no such axis, or the heads do not divide by the tensor axis.
+    """
+    _require_axes(mesh, data_axis, tensor_axis)
+    heads = layout.cfg.num_attention_heads
+    if tensor_axis is not None and heads % mesh.shape[tensor_axis]:
+        raise LayoutError(f"{heads} query heads do not divide by axis {tensor_axis!r} of {mesh.shape[tensor_axis]}")
+    placement: Any = NamedSharding(mesh, PartitionSpec(data_axis))
+    return KVCache({leaf.name: placement for leaf in layout.leaves}, layout)
+
+
+def stack_plans(plans: Sequence[StepPlan]) -> PackedPlan:
+    """The plans of all data shards, in their order, as the one argument of a sharded step.
+
+    A shard with nothing to do takes part with a plan of padding (`plan_step([], shape=shape)`).
+
+    Returns:
+        A packed plan whose vector holds the shards' plans one after the other: split over the data
+        axis, each shard unpacks its own.
+
+    Raises:
+        PlanError: no plans, or plans of different shapes (pin one shape for all).
+    """
+    packed = [plan.pack() for plan in plans]
+    if not packed:
+        raise PlanError("a sharded step needs one plan per data shard, got none")
+    for i, plan in enumerate(packed):
+        for name, first, shape in zip(StepPlan._fields, packed[0].shapes, plan.shapes, strict=True):
+            if shape != first:
+                raise PlanError(f"shard {i} has {name} {shape}, shard 0 has {first}: plan all shards with one shape")
+    return PackedPlan(np.concatenate([plan.vector for plan in packed]), packed[0].shapes)
+
+
+def shard_step(
+    step: Callable[..., tuple[jax.Array, KVCache]],
+    mesh: Mesh,
+    *,
+    data_axis: str = "data",
+    param_specs: Any = None,
+    **options: Any,
+) -> Callable[[Any, KVCache, PackedPlan, jax.Array], tuple[jax.Array, KVCache]]:
+    """A step of every data shard, jitted, the cache donated.
+
+    Args:
+        step: `(params, cache, plan, tokens, **options) -> (logits, cache)`, such as
+            `model.decode_step`, `model.prefill` or `model.forward`.
+        mesh: of the devices.
+        data_axis: splits the cache, the plans of `stack_plans`, the tokens and the logits.
+        param_specs: `PartitionSpec`s of the parameters (a prefix of their tree); default: replicated.
+            A step that gets a share of its parameters must know what to do with it.
+        options: passed on to `step`.
+
+    Returns:
+        A function of (params, cache, plan, tokens), with tokens [shards * T] and logits
+        [shards * (T or B), vocab].
+
+    Raises:
+        LayoutError: the mesh has no such axis.
+    """
+    _require_axes(mesh, data_axis)
+    split = PartitionSpec(data_axis)
+    in_specs = (PartitionSpec() if param_specs is None else param_specs, split, split, split)
+
+    def local(params: Any, cache: KVCache, plan: PackedPlan, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
+        return step(params, cache, plan, tokens, **options)
+
+    # check_vma: kernels written in Pallas do not say how their outputs vary over the mesh.
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(split, split), check_vma=False)
+    explicit = AxisType.Explicit in mesh.axis_types
+
+    def placed(params: Any, cache: KVCache, plan: PackedPlan, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
+        if explicit:
+            # Host arrays come in replicated, and explicit axes want to be told what becomes of them.
+            plan, tokens = jax.reshard((plan, tokens), NamedSharding(mesh, split))
+        return sharded(params, cache, plan, tokens)
+
+    return jax.jit(placed, donate_argnums=1)
+
+
+def _require_axes(mesh: Mesh, *axes: str | None) -> None:
+    for axis in axes:
+        if axis is not None and axis not in mesh.shape:
+            raise LayoutError(f"the mesh has no axis {axis!r}, it has {', '.join(map(repr, mesh.axis_names))}")

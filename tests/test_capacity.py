@@ -1,0 +1,158 @@
+"""The planner: predicted bytes are allocated bytes, answers are maximal, inverse questions agree."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager, init_cache, plan_capacity
+from dsv4_jax.capacity import capacity
+from dsv4_jax.config import AttentionType
+from dsv4_jax.errors import CapacityError
+
+SWA_ONLY = DSV4Config.tiny(layer_types=(AttentionType.SWA,) * 2)
+CONFIGS = {"tiny": DSV4Config.tiny(), "swa_only": SWA_ONLY, "flash": DSV4Config.flash(), "pro": DSV4Config.pro()}
+layouts = st.builds(
+    lambda model, kv, index, drafts, hca: CacheLayout(CONFIGS[model], kv, index, draft_tokens=drafts, hca_state=hca),
+    st.sampled_from(list(CONFIGS)),
+    st.sampled_from(["fp8", "bf16", "f32"]),
+    st.sampled_from(["fp4", "bf16"]),
+    st.integers(0, 4),
+    st.sampled_from(["online", "raw"]),
+)
+requests = st.integers(1, 64)
+snapshots = st.integers(0, 9)
+
+
+def bytes_of(layout: CacheLayout, r: int, columns: int, p: int) -> int:
+    return layout.total_bytes(CacheSize(r * columns, r, columns, p))
+
+
+@settings(max_examples=20)  # every new shape is a compile
+@given(st.integers(1, 4), st.integers(1, 700), st.integers(0, 3), st.integers(0, 2), st.sampled_from(["f32", "fp8"]))
+def test_predicted_bytes_are_allocated_bytes(r, context, p, drafts, kv):
+    layout = CacheLayout(CONFIGS["tiny"], kv, draft_tokens=drafts)
+    answer = capacity(layout, max_requests=r, max_context=context, num_snapshots=p)
+    cache = init_cache(layout, answer.size)
+    assert answer.total_bytes == sum(x.nbytes for x in cache.arrays.values())
+    for pool, size in answer.bytes_by_pool.items():
+        assert size == sum(x.nbytes for x in cache.pool(pool)), pool
+    assert sum(answer.bytes_by_pool.values()) == answer.total_bytes
+    assert KVCacheManager(layout, answer.size).memory_bytes() == answer.total_bytes
+
+
+@given(layouts, requests, st.integers(0, 10**12), snapshots)
+def test_longest_context_is_maximal(layout, r, spare, p):
+    memory = bytes_of(layout, r, 1, p) + spare
+    answer = capacity(layout, hbm_bytes=memory, max_requests=r, num_snapshots=p)
+    size = answer.size
+    limit = layout.cfg.max_position_embeddings
+    assert 0 <= answer.leftover_bytes == memory - answer.total_bytes
+    assert size == CacheSize(r * size.max_blocks_per_request, r, size.max_blocks_per_request, p)
+    if answer.limited_by == "context":
+        assert answer.max_context == limit and size.max_blocks_per_request == layout.blocks_for(limit)
+    else:
+        assert answer.max_context == size.max_blocks_per_request * layout.block_tokens < limit
+        assert bytes_of(layout, r, size.max_blocks_per_request + 1, p) > memory
+
+
+@given(layouts, st.integers(1, 4096), st.integers(0, 10**12), snapshots)
+def test_most_requests_is_maximal(layout, context, spare, p):
+    columns = layout.blocks_for(context)
+    memory = bytes_of(layout, 1, columns, p) + spare
+    answer = capacity(layout, hbm_bytes=memory, max_context=context, num_snapshots=p)
+    assert answer.total_bytes == bytes_of(layout, answer.max_requests, columns, p) <= memory
+    assert bytes_of(layout, answer.max_requests + 1, columns, p) > memory
+    assert answer.full_requests == answer.max_requests
+
+
+@given(layouts, requests, st.integers(1, 4096), snapshots)
+def test_inverse_questions_agree(layout, r, context, p):
+    forward = capacity(layout, max_requests=r, max_context=context, num_snapshots=p)
+    memory = forward.total_bytes
+    assert plan_capacity(layout, hbm_bytes=memory, max_context=context, num_snapshots=p) == forward.size
+    back = capacity(layout, hbm_bytes=memory, max_requests=r, num_snapshots=p)
+    assert back.size == forward.size and context <= back.max_context < context + layout.block_tokens
+    every = capacity(layout, hbm_bytes=memory, max_requests=r, max_context=context, num_snapshots=p)
+    assert (every.size, every.limited_by, every.leftover_bytes) == (forward.size, "none", 0)
+    with pytest.raises(CapacityError, match="too few"):
+        capacity(layout, hbm_bytes=bytes_of(layout, 1, 1, p) - 1, max_context=context, num_snapshots=p)
+
+
+@given(layouts, requests, st.integers(1, 4096), st.integers(1, 10**9), snapshots)
+def test_all_three_given(layout, r, context, memory, p):
+    columns = layout.blocks_for(context)
+    least = layout.total_bytes(CacheSize(columns, r, columns, p))
+    if memory < least:
+        with pytest.raises(CapacityError, match=f"take {least} .* {least - memory} bytes are missing"):
+            capacity(layout, hbm_bytes=memory, max_requests=r, max_context=context, num_snapshots=p)
+        return
+    answer = capacity(layout, hbm_bytes=memory, max_requests=r, max_context=context, num_snapshots=p)
+    size = answer.size
+    assert (size.num_slots, size.max_blocks_per_request, size.num_snapshots) == (r, columns, p)
+    assert columns <= size.num_blocks <= r * columns and answer.total_bytes <= memory
+    if size.num_blocks < r * columns:
+        assert answer.leftover_bytes < layout.bytes_per_block and answer.limited_by in ("blocks", "slots")
+    else:
+        assert answer.limited_by == "none" and answer.full_requests == r
+    assert 1 <= answer.full_requests == size.num_blocks // columns
+
+
+@given(layouts, requests, st.integers(0, 10**11), st.integers(0, 10**10))
+def test_more_memory_never_holds_less(layout, r, spare, more):
+    memory = bytes_of(layout, r, 1, 0) + spare
+    small, large = (capacity(layout, hbm_bytes=m, max_requests=r) for m in (memory, memory + more))
+    assert small.max_context <= large.max_context and small.total_bytes <= large.total_bytes
+    few = capacity(layout, hbm_bytes=memory, max_context=1)
+    many = capacity(layout, hbm_bytes=memory + more, max_context=1)
+    assert few.max_requests <= many.max_requests
+
+
+def test_known_numbers():
+    """Flash, FP8 entries and FP4 keys: from the published row sizes."""
+    layout = CacheLayout(DSV4Config.flash())
+    block = 21 * 32 * (584 + 68) + 20 * 584
+    slot = 43 * 128 * 584 + 21 * 8 * (4 * 512 + 4 * 128) * 4 + 20 * 3 * 512 * 4
+    answer = capacity(layout, max_requests=64, max_context=131072)
+    assert answer.size == CacheSize(64 * 1024, 64, 1024)
+    assert answer.total_bytes == (64 * 1024 + 1) * block + 65 * (slot + 4 * 1024)
+    assert capacity(layout, hbm_bytes=80 * 2**30, max_context=131072).max_requests == (
+        (80 * 2**30 - block - slot - 4096) // (1024 * block + slot + 4096)
+    )
+
+
+def test_what_binds():
+    layout = CacheLayout(DSV4Config.flash())
+    assert capacity(layout, hbm_bytes=10**10, max_context=128).limited_by == "slots"
+    assert capacity(layout, hbm_bytes=10**10, max_context=100_000).limited_by == "blocks"
+    assert capacity(layout, hbm_bytes=10**12, max_requests=1).limited_by == "context"
+    assert capacity(layout, hbm_bytes=10**12, max_requests=1, max_context=128).limited_by == "none"
+
+
+@pytest.mark.parametrize(
+    ("given_", "message"),
+    [
+        ({}, "give at least two of hbm_bytes, max_requests and max_context"),
+        ({"hbm_bytes": 10**9}, r"missing: max_requests, max_context"),
+        ({"max_requests": 0, "max_context": 5}, "max_requests must be an integer >= 1, got 0"),
+        ({"max_requests": 2.0, "max_context": 5}, "max_requests must be an integer >= 1, got 2.0"),
+        ({"max_requests": True, "max_context": 5}, "max_requests must be an integer"),
+        ({"max_requests": 2, "max_context": 4097}, "max_context: 4097 tokens exceed the model's 4096"),
+        ({"max_requests": 2, "max_context": 5, "num_snapshots": -1}, "num_snapshots must be an integer >= 0"),
+        ({"hbm_bytes": 1000, "max_requests": 3}, r"hbm_bytes: 1000 bytes are too few: 3 request\(s\), 3 at 128 tokens"),
+    ],
+)
+def test_refusals(given_, message):
+    with pytest.raises(CapacityError, match=message):
+        plan_capacity(CacheLayout(CONFIGS["tiny"]), **given_)
+
+
+def test_report_is_plain_data():
+    answer = capacity(CacheLayout(CONFIGS["tiny"]), hbm_bytes=10**8, max_requests=3)
+    report = answer.as_dict()
+    assert report["size"] == dataclasses.asdict(answer.size)
+    assert report["total_bytes"] + report["leftover_bytes"] == 10**8
+    assert sum(report["bytes_by_pool"].values()) == report["total_bytes"]

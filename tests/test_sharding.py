@@ -1,0 +1,177 @@
+"""A cache over four devices is four caches: the same bytes and logits as each shard alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dsv4_jax import (
+    CacheLayout,
+    CacheSize,
+    DSV4Config,
+    KVCacheManager,
+    cache_sharding,
+    init_cache,
+    model,
+    shard_step,
+    stack_plans,
+)
+from dsv4_jax.cache import KVCache
+from dsv4_jax.config import AttentionType
+from dsv4_jax.errors import LayoutError, PlanError
+from dsv4_jax.manager.planning import StepShape
+
+CFG = DSV4Config.tiny(layer_types=(AttentionType.CSA, AttentionType.HCA), hc_sinkhorn_iters=1)
+LAYOUT = CacheLayout(CFG, "fp8", "fp4")
+SIZE = CacheSize(num_blocks=4, num_slots=2, max_blocks_per_request=2)
+AUTO = (jax.sharding.AxisType.Auto,)
+MESHES = {
+    "data4": ((4,), ("data",)),
+    "data4_auto": ((4,), ("data",), AUTO),
+    "data2_tensor2": ((2, 2), ("data", "tensor")),
+}
+forward = jax.jit(model.forward, donate_argnames="cache")
+
+
+@pytest.fixture(scope="module")
+def params():
+    return model.init_params(CFG, 0)
+
+
+@pytest.fixture
+def mesh(request):
+    assert len(jax.devices()) >= 4, "conftest asks for four CPU devices"
+    return jax.make_mesh(*MESHES[request.param])
+
+
+def feeds_of(manager: KVCacheManager, shard: int) -> list[list[tuple]]:
+    """Steps of a shard: all different, joins included; shard 1 idles in the second step."""
+    rng = np.random.default_rng(shard)
+    a, b = (manager.admit_request(rng.integers(0, CFG.vocab_size, n).tolist()) for n in (60, 40))
+    middle = [] if shard == 1 else [(a, 5 + shard), (b, 3)]
+    return [[(a, 16 - shard)], middle, [(b, 10), (a, 1)]]
+
+
+def run(params, shards: list[int], mesh=None) -> tuple[list[np.ndarray], KVCache]:
+    """Logits of each step, shards concatenated, and the cache."""
+    managers = [KVCacheManager(LAYOUT, SIZE) for _ in shards]
+    steps = zip(*(feeds_of(m, s) for m, s in zip(managers, shards, strict=True)), strict=True)
+    shape = StepShape.bound(LAYOUT, 2, 16, columns=2)
+    cache = init_cache(LAYOUT, SIZE, sharding=None if mesh is None else cache_sharding(LAYOUT, mesh))
+    step = forward if mesh is None else shard_step(model.forward, mesh)
+    logits = []
+    for feeds in steps:
+        plans = [m.plan_step(f, shape=shape) for m, f in zip(managers, feeds, strict=True)]
+        tokens = np.concatenate([m.plan_tokens(p) for m, p in zip(managers, plans, strict=True)])
+        out, cache = step(params, cache, stack_plans(plans), tokens)
+        live = np.concatenate([p.token_slot > 0 for p in plans])
+        logits.append(np.where(live[:, None], np.asarray(out), 0))
+    return logits, cache
+
+
+@pytest.mark.parametrize("mesh", ["data4", "data2_tensor2"], indirect=True)
+def test_model_step_equals_single_device(params, mesh):
+    shards = list(range(mesh.shape["data"]))
+    with jax.set_mesh(mesh):
+        logits, cache = run(params, shards, mesh)
+    alone = [run(params, [shard]) for shard in shards]
+    for i, step in enumerate(logits):
+        np.testing.assert_allclose(step, np.concatenate([a[0][i] for a in alone]), rtol=0, atol=2e-5)
+    for leaf in LAYOUT.leaves:
+        array = cache.arrays[leaf.name]
+        rows = LAYOUT.leaf_shape(leaf, SIZE)[0]
+        assert array.shape[0] == rows * len(shards)
+        # Every device, the replicas of the tensor axis included.
+        for shard in array.addressable_shards:
+            which = (shard.index[0].start or 0) // rows
+            assert shard.data.nbytes == LAYOUT.leaf_bytes(leaf, SIZE)
+            assert np.array_equal(shard.data, alone[which][1].arrays[leaf.name]), (leaf.name, which)
+
+
+@pytest.mark.parametrize("mesh", ["data4_auto"], indirect=True)
+def test_cache_is_updated_in_place(params, mesh):
+    with jax.set_mesh(mesh):
+        cache = init_cache(LAYOUT, SIZE, sharding=cache_sharding(LAYOUT, mesh))
+        managers = [KVCacheManager(LAYOUT, SIZE) for _ in range(mesh.shape["data"])]
+        shape = managers[0].pinned_shape(2)
+        plan = stack_plans([m.plan_step([], shape=shape) for m in managers])
+        step = shard_step(model.decode_step, mesh)
+        tokens = np.zeros(2 * len(managers), np.int32)
+        lowered = step.lower(params, cache, plan, tokens)
+        compiled = lowered.compile()
+        assert compiled.memory_analysis().alias_size_in_bytes == LAYOUT.total_bytes(SIZE)
+        before = {name: np.asarray(x) for name, x in cache.arrays.items()}
+        _, after = compiled(params, cache, plan, tokens)
+    assert all(x.is_deleted() for x in cache.arrays.values())
+    # A step of padding writes null units only.
+    table = after.arrays["block_table.ids"]
+    assert np.array_equal(table, before["block_table.ids"])
+
+
+def test_query_heads_over_the_tensor_axis():
+    """Each device of the tensor axis attends with its heads over the same rows."""
+    mesh = jax.make_mesh(*MESHES["data2_tensor2"])
+    rng = np.random.default_rng(0)
+    manager = KVCacheManager(LAYOUT, SIZE)
+    plan = manager.plan_step([(manager.admit_request(), 16), (manager.admit_request(), 16)])
+    tokens, heads, dim = plan.num_tokens, CFG.num_attention_heads, CFG.head_dim
+    kv = rng.standard_normal((2 * tokens, dim)).astype(np.float32)
+    queries = rng.standard_normal((2 * tokens, heads, dim)).astype(np.float32)
+    sink = rng.standard_normal(heads).astype(np.float32)
+
+    def attend(cache, plan, kv, queries, sink):
+        plan = plan.unpack()
+        handle = cache.begin(plan).layer(1, plan).append(kv)
+        out, lse = handle.attend(queries, sink)
+        return out, lse, handle.cache
+
+    data, both = P("data"), P("data", "tensor")
+    specs = (data, data, both, P("tensor"))
+    host = (stack_plans([plan, plan]), kv, queries, sink)
+    sharded = jax.jit(
+        jax.shard_map(attend, mesh=mesh, in_specs=(data, *specs), out_specs=(both, both, data), check_vma=False)
+    )
+    with jax.set_mesh(mesh):
+        cache = init_cache(LAYOUT, SIZE, sharding=cache_sharding(LAYOUT, mesh, tensor_axis="tensor"))
+        placed = jax.device_put(host, tuple(NamedSharding(mesh, spec) for spec in specs))
+        out, lse, cache = sharded(cache, *placed)
+        assert {s.data.shape for s in out.addressable_shards} == {(tokens, heads // 2, dim)}
+    out, lse, cache = jax.tree.map(np.asarray, (out, lse, cache))
+    for i in range(2):
+        part = slice(i * tokens, (i + 1) * tokens)
+        alone = jax.jit(attend)(init_cache(LAYOUT, SIZE), plan, kv[part], queries[part], sink)
+        np.testing.assert_allclose(out[part], alone[0], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(lse[part], alone[1], rtol=0, atol=1e-6)
+        for leaf in LAYOUT.leaves:
+            rows = LAYOUT.leaf_shape(leaf, SIZE)[0]
+            assert np.array_equal(cache.arrays[leaf.name][i * rows : (i + 1) * rows], alone[2].arrays[leaf.name])
+
+
+def test_plans_of_one_shard_are_a_packed_plan():
+    manager = KVCacheManager(LAYOUT, SIZE)
+    plan = manager.plan_step([(manager.admit_request(), 3)])
+    stacked = stack_plans([plan])
+    assert stacked.shapes == plan.pack().shapes and np.array_equal(stacked.vector, plan.pack().vector)
+    assert jnp.asarray(stack_plans([plan, plan]).vector).shape == (2 * stacked.vector.size,)
+
+
+def test_refusals():
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+    with pytest.raises(LayoutError, match="the mesh has no axis 'model', it has 'data', 'tensor'"):
+        cache_sharding(LAYOUT, mesh, tensor_axis="model")
+    with pytest.raises(LayoutError, match="no axis 'batch'"):
+        shard_step(model.forward, mesh, data_axis="batch")
+    odd = CacheLayout(DSV4Config.tiny(num_attention_heads=3, o_groups=3))
+    with pytest.raises(LayoutError, match="3 query heads do not divide by axis 'tensor' of 2"):
+        cache_sharding(odd, mesh, tensor_axis="tensor")
+    with pytest.raises(PlanError, match="got none"):
+        stack_plans([])
+    manager = KVCacheManager(LAYOUT, SIZE)
+    request = manager.admit_request()
+    short, long = (manager.plan_step([(request, n)]) for n in (1, 16))
+    with pytest.raises(PlanError, match=r"shard 1 has token_row \(16,\), shard 0 has \(1,\)"):
+        stack_plans([short, long])
