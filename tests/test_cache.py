@@ -130,7 +130,10 @@ def test_misuse_is_named() -> None:
         handle_of(1).index_scores(jnp.zeros((1, 4, 16)), jnp.zeros((1, 4)))
     first = handle_of(0)
     with pytest.raises(ShapeError, match="selected"):
-        jax.eval_shape(lambda: layer_writes(first.cache, first.plan, first.spec, rows, norms).attend(q, sink))
+        jax.eval_shape(
+            lambda cache, plan: layer_writes(cache, plan, first.spec, rows, norms).attend(q, sink),
+            first.cache, first.plan,
+        )  # fmt: skip
 
 
 def test_creating_a_handle_creates_no_array() -> None:
