@@ -96,8 +96,7 @@ def feed(
     at = blocks = 0
     with progress_bar() as bar:
         for count in bar.track(chunks, description="feeding"):
-            # Shapes are powers of four, so that any list of chunks compiles a handful of steps.
-            padded = 4 ** ((count - 1).bit_length() + 1 >> 1)
+            padded = padded_size(count, max(chunks))
             shape = StepShape.bound(layout, 1, padded, columns=columns, history=padded > 1 + layout.draft_tokens)
             held, blocks = blocks, layout.blocks_for(at + count)
             entries = [(1, column, column + 1) for column in range(held, blocks)]
@@ -108,6 +107,16 @@ def feed(
             out[at : at + count] = np.asarray(logits)[:count]
             at += count
     return out, layout.total_bytes(size)
+
+
+def padded_size(count: int, largest: int) -> int:
+    """Tokens of the step that feeds a chunk: a few sizes, so that any list of chunks compiles a few steps."""
+    if count == 1:
+        return 1
+    size = 64
+    while size < count:
+        size *= 16
+    return min(size, largest)
 
 
 def chunk_sizes(text: str) -> list[int]:
