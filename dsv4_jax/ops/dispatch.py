@@ -9,32 +9,44 @@ from typing import Any, Literal
 
 import jax
 
+from .. import ffi
 from ..errors import ImplementationError
 
 __all__ = ["Implementation", "has_kernel", "implementation_for"]
 
-Implementation = Literal["xla", "pallas"] | None
+Implementation = Literal["xla", "pallas", "cuda"] | None
 
 
-def has_kernel(op: str) -> bool:
-    """Whether `dsv4_jax.pallas` has a kernel file for this op."""
-    return importlib.util.find_spec(f"dsv4_jax.pallas.{op}") is not None
+def has_kernel(op: str, room: str = "pallas") -> bool:
+    """Whether `dsv4_jax.pallas` (or `dsv4_jax.cuda`) has a kernel file for this op."""
+    return importlib.util.find_spec(f"dsv4_jax.{room}.{op}") is not None
 
 
 def implementation_for(op: str, reference: Callable[..., Any], implementation: Implementation) -> Callable[..., Any]:
-    """The function to call for `op` (a file name in `ops/` and, if it has a kernel, in `pallas/`).
+    """The function to call for `op` (a file name in `ops/` and, if it has kernels, in `pallas/` and `cuda/`).
 
-    None means the kernel on a GPU backend where one exists, else the reference.
+    None means, on a GPU backend, the CUDA kernel if the op has one and the library is built, else the
+    Pallas kernel if the op has one; everywhere else the reference.
 
     Raises:
-        ImplementationError: unknown name, or no kernel exists for this op.
+        ImplementationError: unknown name, or no such kernel exists for this op.
     """
     if implementation is None:
-        implementation = "pallas" if jax.default_backend() == "gpu" and has_kernel(op) else "xla"
+        implementation = _best(op)
     if implementation == "xla":
         return reference
-    if implementation != "pallas":
-        raise ImplementationError(f"{op}: unknown implementation {implementation!r}, expected 'xla', 'pallas' or None")
-    if not has_kernel(op):
-        raise ImplementationError(f"{op}: there is no Pallas kernel for this op, use implementation='xla'")
-    return getattr(importlib.import_module(f"dsv4_jax.pallas.{op}"), reference.__name__)
+    if implementation not in ("pallas", "cuda"):
+        expected = "'xla', 'pallas', 'cuda' or None"
+        raise ImplementationError(f"{op}: unknown implementation {implementation!r}, expected {expected}")
+    if not has_kernel(op, implementation):
+        kind = "Pallas" if implementation == "pallas" else "CUDA"
+        raise ImplementationError(f"{op}: there is no {kind} kernel for this op, use implementation='xla'")
+    return getattr(importlib.import_module(f"dsv4_jax.{implementation}.{op}"), reference.__name__)
+
+
+def _best(op: str) -> Literal["xla", "pallas", "cuda"]:
+    if jax.default_backend() != "gpu":
+        return "xla"
+    if has_kernel(op, "cuda") and ffi.cuda_problem() is None:
+        return "cuda"
+    return "pallas" if has_kernel(op) else "xla"

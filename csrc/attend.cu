@@ -1,0 +1,118 @@
+// attend as an XLA FFI handler and as a plain C call. One launch, no scratch memory, only enqueues: fit for a command
+// buffer. Wrapper, argument meaning and fallbacks: dsv4_jax/cuda/attend.py.
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "attend_kernel.cuh"
+#include "xla/ffi/api/ffi.h"
+
+namespace {
+
+namespace ffi = xla::ffi;
+
+cudaError_t launch(const dsv4::AttendArgs& args, int splits, cudaStream_t stream) {
+  if (args.tokens == 0 || args.heads == 0) return cudaSuccess;
+  const size_t shared = sizeof(dsv4::Shared);
+  // Set on every launch: the attribute belongs to the current device and costs no device work.
+  cudaError_t error = cudaFuncSetAttribute(dsv4::attend_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           static_cast<int>(shared));
+  if (error != cudaSuccess) return error;
+  const int head_blocks = (args.heads + dsv4::kHeads - 1) / dsv4::kHeads;
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(splits), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(args.tokens) * head_blocks * splits);
+  config.blockDim = dim3(dsv4::kThreads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, dsv4::attend_kernel, args, splits, head_blocks);
+}
+
+using Bytes = ffi::Buffer<ffi::U8, 2>;
+using Halves = ffi::Buffer<ffi::U16, 2>;
+using Ids = ffi::Buffer<ffi::S32, 2>;
+using Counts = ffi::Buffer<ffi::S32, 1>;
+using Flags = ffi::Buffer<ffi::PRED, 2>;
+using Queries = ffi::Buffer<ffi::BF16, 3>;
+using Sink = ffi::Buffer<ffi::F32, 1>;
+using Out = ffi::Buffer<ffi::F32, 3>;
+using Lse = ffi::Buffer<ffi::F32, 2>;
+
+dsv4::Rows rows_of(const Bytes& nope, const Halves& rope, const Bytes& scale) {
+  return {nope.typed_data(), rope.typed_data(), scale.typed_data(), static_cast<int>(nope.dimensions()[0])};
+}
+
+bool has_v4_widths(const Bytes& nope, const Halves& rope, const Bytes& scale) {
+  const auto rows = nope.dimensions()[0];
+  return nope.dimensions()[1] == dsv4::kNope && rope.dimensions()[1] == dsv4::kRope &&
+         scale.dimensions()[1] == dsv4::kScales && rope.dimensions()[0] == rows && scale.dimensions()[0] == rows;
+}
+
+ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink,
+                  Bytes window_nope, Halves window_rope, Bytes window_scale, Ids window_ids,
+                  Flags window_visible, Bytes entry_nope, Halves entry_rope, Bytes entry_scale,
+                  Ids entry_ids, Counts entry_count, ffi::Result<Out> out,
+                  ffi::Result<Lse> lse, float scale, int32_t splits) {
+  const auto q = queries.dimensions();
+  const auto w = window_ids.dimensions(), e = entry_ids.dimensions();
+  if (q[2] != dsv4::kDim || !has_v4_widths(window_nope, window_rope, window_scale) ||
+      !has_v4_widths(entry_nope, entry_rope, entry_scale)) {
+    return ffi::Error::InvalidArgument("attend: rows must be fp8 rows of 448 + 64 dims");
+  }
+  if (w[0] != q[0] || e[0] != q[0] || entry_count.dimensions()[0] != q[0] || sink.dimensions()[0] != q[1] ||
+      window_visible.dimensions()[0] != w[0] || window_visible.dimensions()[1] != w[1]) {
+    return ffi::Error::InvalidArgument("attend: shapes of queries, ids, counts and sink disagree");
+  }
+  if (splits < 1 || splits > 8) return ffi::Error::InvalidArgument("attend: splits must be 1 to 8");
+  dsv4::AttendArgs args;
+  args.queries = reinterpret_cast<const __nv_bfloat16*>(queries.untyped_data());
+  args.sink = sink.typed_data();
+  args.window = rows_of(window_nope, window_rope, window_scale);
+  args.entries = rows_of(entry_nope, entry_rope, entry_scale);
+  args.window_ids = window_ids.typed_data();
+  args.window_visible = static_cast<const uint8_t*>(window_visible.untyped_data());
+  args.entry_ids = entry_ids.typed_data();
+  args.entry_count = entry_count.typed_data();
+  args.out = out->typed_data();
+  args.lse = lse->typed_data();
+  args.tokens = static_cast<int>(q[0]);
+  args.heads = static_cast<int>(q[1]);
+  args.window_keys = static_cast<int>(w[1]);
+  args.entry_keys = static_cast<int>(e[1]);
+  args.scale_log2 = scale * dsv4::kLog2e;
+  const cudaError_t error = launch(args, splits, stream);
+  if (error != cudaSuccess) return ffi::Error::Internal(std::string("attend: ") + cudaGetErrorString(error));
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Attend, attend,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<Queries>()
+                                  .Arg<Sink>()
+                                  .Arg<Bytes>()
+                                  .Arg<Halves>()
+                                  .Arg<Bytes>()
+                                  .Arg<Ids>()
+                                  .Arg<Flags>()
+                                  .Arg<Bytes>()
+                                  .Arg<Halves>()
+                                  .Arg<Bytes>()
+                                  .Arg<Ids>()
+                                  .Arg<Counts>()
+                                  .Ret<Out>()
+                                  .Ret<Lse>()
+                                  .Attr<float>("scale")
+                                  .Attr<int32_t>("splits"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+// The launch alone, for timing without XLA. Returns a cudaError_t.
+extern "C" int dsv4_attend_launch(const dsv4::AttendArgs* args, int splits, cudaStream_t stream) {
+  return static_cast<int>(launch(*args, splits, stream));
+}
