@@ -17,6 +17,13 @@ from ..errors import CacheError
 __all__ = ["main"]
 
 _COMMANDS = ("demo", "logits", "plan", "doctor")
+_EXAMPLES = """
+examples:
+  dsv4_jax demo                                                  real text through the cache, checked
+  dsv4_jax plan --model flash --hbm 80GiB --context 128K         how many requests fit?
+  dsv4_jax logits --checkpoint DIR --tokens t.npy --out l.npy    to compare with another engine
+  dsv4_jax doctor                                                what works on this machine
+"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -28,13 +35,10 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status (`argparse` raises SystemExit for bad usage and --help)."""
-    parser = _Parser(prog="dsv4_jax", description="The KV cache of DeepSeek-V4 for JAX.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    for name in _COMMANDS:
-        importlib.import_module(f".{name}", __name__).add_parser(commands)
-    args = parser.parse_args(argv)
+    command = ""
     try:
+        args = _arguments(argv)
+        command = f" {args.command}"
         return args.run(args)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -44,8 +48,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 141
     except (CacheError, OSError) as error:
-        print(f"dsv4_jax {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"dsv4_jax{command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(
+        prog="dsv4_jax", description="The KV cache of DeepSeek-V4 for JAX.", epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    for name in _COMMANDS:
+        importlib.import_module(f".{name}", __name__).add_parser(commands)
+    return parser.parse_args(argv)
 
 
 def _version() -> str:

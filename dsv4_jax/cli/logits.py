@@ -137,7 +137,7 @@ def read_tokens(path: pathlib.Path) -> np.ndarray:
     """A 1-D integer array of at least one token. Raises `PlanError` that names what is wrong."""
     try:
         tokens = np.load(path, allow_pickle=False)
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise PlanError(f"--tokens {path}: not a .npy file of numbers ({error})") from None
     if not isinstance(tokens, np.ndarray):
         raise PlanError(f"--tokens {path}: holds several arrays, expected one")

@@ -1,0 +1,153 @@
+"""The command line: what it prints, what it refuses in one line, and that Ctrl-C leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from dsv4_jax import DSV4Config, model
+from dsv4_jax.cli import main
+from dsv4_jax.config import AttentionType
+
+CFG = DSV4Config.tiny(layer_types=(AttentionType.CSA, AttentionType.HCA), hc_sinkhorn_iters=1)
+F32 = ["--kv-format", "f32", "--index-format", "f32"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    model.save_hf(CFG, model.init_params(CFG, 1), path)
+    return path
+
+
+def save_tokens(path: pathlib.Path, tokens) -> str:
+    np.save(path, tokens)
+    return str(path)
+
+
+def refused(capsys, argv: list, *parts: str) -> None:
+    """Exit status 2 and one line on stderr that holds these parts; nothing on stdout."""
+    try:
+        status = main([str(a) for a in argv])
+    except SystemExit as exit_:
+        status = exit_.code
+    out, err = capsys.readouterr()
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert all(part in err for part in parts), err
+
+
+@pytest.mark.parametrize("command", [[], ["demo"], ["logits"], ["plan"], ["doctor"]])
+def test_help_has_examples(capsys, command):
+    with pytest.raises(SystemExit) as exit_:
+        main([*command, "--help"])
+    assert exit_.value.code == 0 and "examples:" in capsys.readouterr().out
+
+
+def test_usage_errors(capsys):
+    refused(capsys, [], "COMMAND")
+    refused(capsys, ["bake"], "invalid choice: 'bake'")
+    refused(capsys, ["plan", "--requests", "0", "--hbm", "1e9"], "--requests", "at least 1")
+    refused(capsys, ["plan", "--hbm", "80 bananas", "--requests", "1"], "'80 bananas' is not a size")
+    refused(capsys, ["plan", "--hbm", "1e9"], "give at least two")
+    refused(capsys, ["plan", "--hbm", "1MiB", "--requests", "9"], "1048576 bytes are too few")
+    refused(capsys, ["plan", "--model", "v5", "--hbm", "1e9", "--requests", "1"], "'v5'")
+    refused(capsys, ["plan", "--context", "2M", "--requests", "1"], "2097152 tokens exceed the model's 1048576")
+    refused(capsys, ["plan", "--context", "8", "--requests", "1", "--block-tokens", "100"], "multiple of 128")
+
+
+def test_plan(capsys, tmp_path, checkpoint):
+    argv = ["plan", "--model", "flash", "--hbm", "80GiB", "--context", "128K"]
+    assert main([*argv, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["hbm_bytes"], report["max_context"], report["block_tokens"]) == (80 * 2**30, 131072, 128)
+    assert report["total_bytes"] + report["leftover_bytes"] == 80 * 2**30 and report["limited_by"] == "blocks"
+    assert main([*argv, "--plot", str(tmp_path / "plan.png")]) == 0
+    assert f"{report['total_bytes']:,}" in capsys.readouterr().out
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["plan", "--model", str(checkpoint), "--requests", "3", "--context", "100", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["size"]["num_blocks"] == 3
+
+
+def test_doctor(capsys):
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["packages"]["jax"] == jax.__version__ and report["problem"] is None
+    assert len(report["devices"]) == len(jax.devices())
+    assert report["implementations"]["attend"]["xla"] == "usable"
+    assert main(["doctor"]) == 0
+    assert jax.__version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("chunks", "dtype", "options"),
+    [("13,1,1,7", np.int64, []), ("1", np.uint8, []), ("500", np.uint64, ["--draft-tokens", "2"])],
+)
+def test_logits(capsys, tmp_path, checkpoint, chunks, dtype, options):
+    tokens = np.random.default_rng(0).integers(0, CFG.vocab_size, 60).astype(dtype)
+    out = tmp_path / "logits.npy"
+    argv = ["logits", "--checkpoint", str(checkpoint), "--tokens", save_tokens(tmp_path / "t.npy", tokens)]
+    assert main([*argv, "--chunks", chunks, "--out", str(out), "--json", *F32, *options]) == 0
+    report = json.loads(capsys.readouterr().out)
+    logits = np.load(out)
+    assert logits.dtype == np.float32 and logits.shape == (60, CFG.vocab_size) and report["tokens"] == 60
+    assert report["chunks"] == {"13,1,1,7": 3 + 7, "1": 60, "500": 1}[chunks]
+    _, params = model.load_hf(checkpoint)
+    want = model.forward_uncached(CFG, params, tokens.astype(np.int32))
+    np.testing.assert_allclose(logits, want, rtol=0, atol=1e-4)
+    assert [p.name for p in tmp_path.iterdir() if "part" in p.name] == []
+
+
+def test_one_token(tmp_path, checkpoint):
+    argv = ["logits", "--checkpoint", str(checkpoint), "--tokens", save_tokens(tmp_path / "t.npy", np.array([7]))]
+    assert main([*argv, "--chunks", "13,1", "--out", str(tmp_path / "l.npy"), *F32]) == 0
+    assert np.load(tmp_path / "l.npy").shape == (1, CFG.vocab_size)
+
+
+def test_logits_refusals(capsys, tmp_path, checkpoint):
+    out = tmp_path / "logits.npy"
+
+    def argv(tokens, *more) -> list:
+        path = save_tokens(tmp_path / "t.npy", tokens)
+        return ["logits", "--checkpoint", checkpoint, "--tokens", path, "--out", out, *more]
+
+    refused(capsys, argv([1, 2, 256]), "token 2 is 256", "0..255")
+    refused(capsys, argv([1, -1, 300]), "token 1 is -1")
+    refused(capsys, argv(np.array([2**63], np.uint64)), f"token 0 is {2**63}")
+    refused(capsys, argv([[1, 2]]), "int64 of shape (1, 2)")
+    refused(capsys, argv([1.0]), "float64")
+    refused(capsys, argv([True]), "bool")
+    refused(capsys, argv(np.zeros(0, int)), "holds no token")
+    refused(capsys, argv([1], "--chunks", "3,0"), "--chunks", "at least 1")
+    refused(capsys, argv([1], "--chunks", "3,,1"), "--chunks")
+    refused(capsys, argv([1], "--kv-format", "fp2"), "--kv-format")
+    refused(capsys, argv([1], "--out", tmp_path / "nowhere" / "l.npy"), "nowhere")
+    refused(capsys, argv([1], "--checkpoint", tmp_path), "config.json")
+    refused(capsys, argv([1], "--tokens", tmp_path / "none.npy"), "none.npy")
+    (tmp_path / "empty.npy").touch()
+    refused(capsys, argv([1], "--tokens", tmp_path / "empty.npy"), "not a .npy file")
+    assert not out.exists()
+
+
+def test_interrupt(tmp_path, checkpoint):
+    """Ctrl-C while tokens are fed: status 130, one line, no traceback, no file."""
+    tokens, out = save_tokens(tmp_path / "t.npy", np.zeros(4000, np.int64)), tmp_path / "logits.npy"
+    command = [sys.executable, "-u", "-m", "dsv4_jax", "logits", "--checkpoint", checkpoint, "--tokens", tokens]
+    process = subprocess.Popen(
+        [*map(str, command), "--chunks", "1", "--out", str(out)], stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, env=os.environ | {"XLA_FLAGS": ""}, start_new_session=True,
+    )  # fmt: skip
+    time.sleep(5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout, stderr) == (130, "", "interrupted\n")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["t.npy"]

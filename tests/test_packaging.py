@@ -1,0 +1,55 @@
+"""What an installed copy promises: its version, lazy imports, and a README whose code runs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+
+import dsv4_jax
+from dsv4_jax import DSV4Config, model
+from dsv4_jax.config import AttentionType
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def test_version_and_python_range():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", dsv4_jax.__version__)
+    assert f"## {dsv4_jax.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert project["requires-python"] == ">=3.11,<3.14" and "jax>=0.10.2,<0.13" in project["dependencies"]
+    assert not any("cuda" in dependency for dependency in project["dependencies"])
+
+
+def test_environment_is_the_pinned_one():
+    """The constraints in use are those that were tested: jax 0.10 on Python 3.11, 0.11 on later ones."""
+    name = "jax-0.10.txt" if sys.version_info < (3, 12) else "jax-0.11.txt"
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints" / name).read_text(), re.M))
+    for package in ("jax", "jaxlib", "numpy", "ml_dtypes"):
+        assert importlib.metadata.version(package) == pins[package]
+
+
+def test_every_public_name_loads():
+    for name in dsv4_jax.__all__:
+        assert getattr(dsv4_jax, name) is not None
+
+
+def test_host_side_imports_no_jax():
+    code = (
+        "import sys, dsv4_jax.manager, dsv4_jax.capacity, dsv4_jax.plan, dsv4_jax.cli.plan; print('jax' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout == "False\n"
+
+
+def test_readme_example_runs(tmp_path):
+    cfg = DSV4Config.tiny(layer_types=(AttentionType.HCA,), hc_sinkhorn_iters=1)
+    model.save_hf(cfg, model.init_params(cfg), tmp_path)
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    scope: dict = {}
+    exec(block.replace("path/to/checkpoint", str(tmp_path)).replace("< 100", "< 12"), scope)
+    assert [len(request.tokens) for request in scope["requests"]] == [12, 12]
+    assert scope["manager"].stats().blocks_free == scope["size"].num_blocks
