@@ -189,8 +189,9 @@ class LayerCacheHandle:
             return self._compress_csa("csa", cfg.head_dim, kv, score, finish)
         for name, x in (("kv", kv), ("score", score)):
             self._check(name, x, (self.plan.num_tokens, cfg.head_dim))
+        (state,) = self.cache.pool("hca_state")
         state, pool = compress_hca(
-            *self.cache.pool("hca_state"), self.cache.pool("hca"), kv, score, self.plan, self.cache.block_table,
+            state, self.cache.pool("hca"), kv, score, self.plan, self.cache.block_table,
             finish, geometry=self._geometry("hca", self.layout.hca_rows, self.layout.kv_row),
             mode=self.layout.hca_state, implementation=self.implementation,
         )  # fmt: skip
@@ -295,8 +296,9 @@ class LayerCacheHandle:
         for name, x in (("kv", kv), ("score", score)):
             self._check(name, x, (self.plan.num_tokens, 2 * dim))
         fmt = self.layout.kv_row if pool == "csa" else self.layout.index_row
+        (state,) = self.cache.pool(f"{pool}_state")
         state, rows = compress_csa(
-            *self.cache.pool(f"{pool}_state"), self.cache.pool(pool), kv, score, self.plan, self.cache.block_table,
+            state, self.cache.pool(pool), kv, score, self.plan, self.cache.block_table,
             finish, geometry=self._geometry("csa", self.layout.csa_ring_rows, fmt),
             implementation=self.implementation,
         )  # fmt: skip

@@ -21,7 +21,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -156,7 +156,7 @@ class CacheLayout:
         if hca_state not in ("online", "raw"):
             raise LayoutError(f"hca_state must be 'online' or 'raw', got {hca_state!r}")
         self.draft_tokens = draft_tokens
-        self.hca_state = hca_state
+        self.hca_state: Literal["online", "raw"] = hca_state
         self.include_mtp = include_mtp
         self.kv_row: RowFormat = _kv_row(kv_format, cfg)
         self.index_row: RowFormat = _index_row(index_format, cfg)
@@ -254,7 +254,7 @@ class CacheLayout:
     @property
     def fingerprint(self) -> str:
         """Hex digest that two caches share exactly if their blocks have the same bytes and meaning."""
-        facts = [dataclasses.astuple(leaf) for leaf in self.leaves]
+        facts: list[Any] = [dataclasses.astuple(leaf) for leaf in self.leaves]
         facts.append((self.kv_row.name, self.index_row.name, self.block_tokens, self.cfg.csa_ratio, self.cfg.hca_ratio))
         facts.append([spec.attn.value for spec in self.schedule])
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 __all__ = ["PackedPlan", "StepPlan"]
+
+IntArray: TypeAlias = Any  # int32: a numpy array on the host, a jax array while a step is traced
 
 
 class StepPlan(NamedTuple):
@@ -44,24 +46,24 @@ class StepPlan(NamedTuple):
     Copies read everything before they write anything, then table entries are set, then tokens run.
     """
 
-    row_slot: np.ndarray
-    row_start: np.ndarray
-    row_count: np.ndarray
-    row_first: np.ndarray
-    token_row: np.ndarray
-    token_slot: np.ndarray
-    token_position: np.ndarray
-    flush_tokens: np.ndarray
-    group_tokens: np.ndarray
-    history_rows: np.ndarray
-    table_columns: np.ndarray
-    table_slot: np.ndarray
-    table_index: np.ndarray
-    table_block: np.ndarray
-    copy_slot_src: np.ndarray
-    copy_slot_dst: np.ndarray
-    copy_block_src: np.ndarray
-    copy_block_dst: np.ndarray
+    row_slot: IntArray
+    row_start: IntArray
+    row_count: IntArray
+    row_first: IntArray
+    token_row: IntArray
+    token_slot: IntArray
+    token_position: IntArray
+    flush_tokens: IntArray
+    group_tokens: IntArray
+    history_rows: IntArray
+    table_columns: IntArray
+    table_slot: IntArray
+    table_index: IntArray
+    table_block: IntArray
+    copy_slot_src: IntArray
+    copy_slot_dst: IntArray
+    copy_block_src: IntArray
+    copy_block_dst: IntArray
 
     @property
     def num_tokens(self) -> int:
@@ -116,7 +118,7 @@ class PackedPlan:
     A pytree with one leaf (registered where jax is imported, in `dsv4_jax.cache`).
     """
 
-    vector: np.ndarray
+    vector: IntArray
     shapes: tuple[tuple[int, ...], ...]
 
     def unpack(self) -> StepPlan:

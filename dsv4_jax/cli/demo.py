@@ -120,7 +120,7 @@ def _inputs(args: argparse.Namespace) -> Iterator[tuple[pathlib.Path, pathlib.Pa
 
 
 def _serve(
-    params: Any, layout: CacheLayout, prompts: list, script: list | None, args: argparse.Namespace, on_tokens
+    params: Any, layout: CacheLayout, prompts: list, script: list[list[int]] | None, args: argparse.Namespace, on_tokens
 ) -> Pass:
     """Prefills and decodes all prompts over one cache and compares all logits with the cache-free forward.
 

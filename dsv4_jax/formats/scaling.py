@@ -47,7 +47,7 @@ def absmax(x: jax.Array, floor: np.float32) -> jax.Array:
     return jnp.maximum(magnitude.max(-1), floor)
 
 
-def ue8m0_scale_exponent(amax: jax.Array, limit: float) -> jax.Array:
+def ue8m0_scale_exponent(amax: jax.Array, limit: float | np.floating) -> jax.Array:
     """k = ceil(log2(amax / limit)) exactly, for normal amax > 0. int32, same shape.
 
     With amax = m * 2^e and limit = m' * 2^e' (1 <= m, m' < 2) that is e - e' plus one if m > m'.

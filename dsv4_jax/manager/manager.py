@@ -259,7 +259,9 @@ class KVCacheManager:
         del request.blocks[keep:]
         request.num_tabled = min(request.num_tabled, keep)
 
-    def schedule(self, token_budget: int, *, max_rows: int | None = None, max_chunk: int | None = None) -> list[Feed]:
+    def schedule(
+        self, token_budget: int, *, max_rows: int | None = None, max_chunk: int | None = None
+    ) -> list[tuple[Request, int]]:
         """Feeds for the next step from the requests' pending tokens; `plan_step` takes them as they are.
 
         First every request with one pending token (a decode), the least recently fed first; then

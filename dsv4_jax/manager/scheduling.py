@@ -14,11 +14,11 @@ Feed = tuple[Request | int, int]  # a request (or its slot), and how many of its
 
 def schedule(
     layout: CacheLayout, requests: Sequence[Request], free_blocks: int, *, budget: int, max_rows: int, max_chunk: int
-) -> list[Feed]:
+) -> list[tuple[Request, int]]:
     """Feeds of the next step; see `KVCacheManager.schedule`. `requests` stand in admission order."""
     decodes = sorted((r for r in requests if r.num_pending == 1), key=lambda r: r.last_step)
     prefills = [r for r in requests if r.num_pending > 1]
-    feeds: list[Feed] = []
+    feeds: list[tuple[Request, int]] = []
     for request in (*decodes, *prefills):
         if not budget or len(feeds) == max_rows:
             break

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,7 +128,7 @@ def window_view(
     return rows, jnp.where(visible, ids, 0), visible
 
 
-def pin(gathered: jax.typing.ArrayLike, pool: Rows) -> tuple[jax.Array, Rows]:
+def pin(gathered: Any, pool: Rows) -> tuple[Any, Rows]:
     """Orders a gather before a later in-place update of its pool.
 
     Without it XLA may fuse the gather into its consumers, past the update, and keep a copy of the

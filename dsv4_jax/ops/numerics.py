@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..config import YarnScaling
+
 __all__ = ["exp", "hadamard", "inv_frequencies", "rms_norm", "rope", "rounded", "tree_sum"]
 
 
@@ -97,7 +99,7 @@ def hadamard(x: jax.Array) -> jax.Array:
     return rounded(x * np.float32(n**-0.5))
 
 
-def inv_frequencies(rope_dim: int, theta: float, yarn: object | None = None) -> np.ndarray:
+def inv_frequencies(rope_dim: int, theta: float, yarn: YarnScaling | None = None) -> np.ndarray:
     """RoPE frequencies theta^(-2i / rope_dim), scaled by YaRN if given (spec 2.1). [rope_dim / 2] float32.
 
     YaRN divides slow pairs by `factor`, keeps fast pairs, and is linear in between; the bounds are

@@ -121,7 +121,8 @@ def _run(
         compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=3),
         name="attend",
     )(*operands)  # fmt: skip
-    return merge_splits(*partial, sink)
+    acc, top, total = partial
+    return merge_splits(acc, top, total, sink)
 
 
 def merge_splits(acc: jax.Array, top: jax.Array, total: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -186,7 +187,8 @@ def _attend_kernel(
 
     def step(rows, visible, parts, carry):
         top, total, *acc = carry
-        keys = _load_keys(*parts, rows, visible)
+        nope, rope, scale = parts
+        keys = _load_keys(nope, rope, scale, rows, visible)
         z = sum(jnp.dot(q, k.T, preferred_element_type=jnp.float32) for q, k in zip(q_tiles, keys, strict=True))
         z = jnp.where(visible[None, :], z * log2_scale, -np.float32(np.inf))
         new = jnp.maximum(top, z.max(1))
