@@ -81,9 +81,9 @@ def pool_copies(text: str, array: jax.Array) -> list[str]:
     return re.findall(rf"= {re.escape(shape)}\S* copy(?:-start)?\(.*", text)
 
 
-def assert_in_place(step, cache: KVCache, *rest) -> None:
+def assert_in_place(step, cache: KVCache, *rest, compiler_options: dict | None = None) -> None:
     total = sum(a.nbytes for a in cache.arrays.values())
-    compiled = jax.jit(step, donate_argnums=0).lower(cache, *rest).compile()
+    compiled = jax.jit(step, donate_argnums=0).lower(cache, *rest).compile(compiler_options)
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == total, "not every cache byte is updated in place"
     assert memory.temp_size_in_bytes < 0.02 * total, f"{memory.temp_size_in_bytes} temporary bytes of {total}"
@@ -127,7 +127,8 @@ def test_prefill_copies_no_paged_pool() -> None:
 def test_flash_depth_copies_nothing() -> None:
     layout = CacheLayout(FLASH_DEPTH)
     cache, plan, rows, norms = operands(layout, CacheSize(1500, 150, 4))
-    assert_in_place(decode_step, cache, plan, rows, norms)
+    # Without LLVM's optimisations, which take a minute here and come after buffers are assigned.
+    assert_in_place(decode_step, cache, plan, rows, norms, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def test_two_hundred_steps_compile_once() -> None:

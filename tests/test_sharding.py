@@ -104,12 +104,10 @@ def test_cache_is_updated_in_place(params, mesh):
         lowered = step.lower(params, cache, plan, tokens)
         compiled = lowered.compile()
         assert compiled.memory_analysis().alias_size_in_bytes == LAYOUT.total_bytes(SIZE)
-        before = {name: np.asarray(x) for name, x in cache.arrays.items()}
         _, after = compiled(params, cache, plan, tokens)
     assert all(x.is_deleted() for x in cache.arrays.values())
     # A step of padding writes null units only.
-    table = after.arrays["block_table.ids"]
-    assert np.array_equal(table, before["block_table.ids"])
+    assert not np.asarray(after.arrays["block_table.ids"]).any()
 
 
 def test_query_heads_over_the_tensor_axis():
