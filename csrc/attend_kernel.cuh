@@ -239,7 +239,7 @@ __device__ __forceinline__ void produce(const Producer& p, Shared& s, int first,
     barrier_wait(shared_address(&s.empty[stage]), phase ^ 1);
     p.copy_rope(keys, tile, id);  // joins the first group committed below: there before the third pair is
     if (p.lane == 0) s.visible[stage][p.warp] = static_cast<uint8_t>(seen);
-#pragma unroll 2
+#pragma unroll
     for (int pair = 0; pair < kRowsPerWarp / 2; ++pair) {  // two pairs are on their way while one is converted
       const uint32_t slot = slots + (pair & 1) * 1024;
       copy_wait<1>();

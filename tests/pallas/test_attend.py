@@ -152,6 +152,31 @@ def test_a_large_sink_takes_all_the_mass():
     np.testing.assert_allclose(np.asarray(lse), model(case)[1], atol=1e-3)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["pallas", "cuda"])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "window", "entries"),
+    [(1, 64, 128, 512), (257, 64, 128, 512), (5, 16, 130, 77), (3, 128, 128, 1024), (2, 130, 60, 300), (4, 64, 128, 0)],
+)
+def test_on_the_gpu(implementation, tokens, heads, window, entries):
+    case = make_case(np.random.default_rng(tokens), tokens, heads, window, entries)
+    check(case, run(case, implementation))
+
+
+@pytest.mark.gpu
+def test_nan_and_odd_scales_on_the_gpu():
+    """A NaN code reaches its own dim of every head that sees it; scale codes 0 and 140 decode exactly."""
+    case = make_case(np.random.default_rng(8), 2, 64, 64, 64, count=[64, 64])
+    nope, rope, scale = case["entries"]
+    scale = scale.at[:4, 0].set(140).at[4:8, 1].set(0)
+    nope = nope.at[:4, :64].set(nope[:4, :64] & np.uint8(0x87))
+    case["entries"] = (nope, rope, scale)
+    check(case, run(case, "cuda"))
+    row = int(case["entry_ids"][1, 5])
+    out, _ = run(case | {"entries": (nope.at[row, 100].set(0x7F), rope, scale)}, "cuda")
+    assert np.isnan(np.asarray(out[1])).all()  # the logits of every head are NaN
+
+
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_lowers_for_cuda(heads):

@@ -1,0 +1,196 @@
+"""Kernel time of the CUDA attend: CUDA-graph replays of the library's plain C entry. Needs torch and a GPU.
+
+    python benchmarks/bench_attend_graph.py path/to/libdsv4_cuda.so [--splits 1,2,5]
+
+A graph holds one call for each of several input sets (4 to 64 of them, so that a replay reads >= 200 MB of rows if it
+can); the time of a call is the median replay over the calls. Before timing, results are checked against float64 and
+the rows of a batch of 256 against smaller batches, bit by bit. Rows: a random 128-row run of the window pool and
+random rows of a pool of 3 * 2^20 entries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import math
+
+import torch
+
+SHAPES = {
+    "CSA Flash": (64, 128, 512, (1, 16, 64, 128, 256)),
+    "HCA Flash 128K": (64, 128, 1024, (1, 64, 256)),
+    "HCA Flash 1M": (64, 128, 8192, (1, 16)),
+    "CSA Pro": (128, 128, 1024, (1, 64, 256)),
+    "SWA": (64, 128, 0, (1, 64)),
+}
+SCALE = 512**-0.5
+POINTER = ctypes.c_void_p
+
+
+class Rows(ctypes.Structure):
+    _fields_ = (("nope", POINTER), ("rope", POINTER), ("scale", POINTER), ("rows", ctypes.c_int))
+
+
+class Args(ctypes.Structure):
+    """`dsv4::AttendArgs` of csrc/attend_kernel.cuh."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("queries", "sink")),
+        *((name, Rows) for name in ("window", "entries")),
+        *((name, POINTER) for name in ("window_ids", "window_visible", "entry_ids", "entry_count", "out", "lse")),
+        *((name, ctypes.c_int) for name in ("tokens", "heads", "window_keys", "entry_keys")),
+        ("scale_log2", ctypes.c_float),
+    )
+
+
+def make_pool(rows: int) -> tuple[torch.Tensor, ...]:
+    nope = torch.randint(0, 0x7F, (rows, 448), device="cuda", dtype=torch.uint8)
+    nope |= torch.randint(0, 2, (rows, 448), device="cuda", dtype=torch.uint8) << 7
+    rope = torch.randn((rows, 64), device="cuda").to(torch.bfloat16)
+    return nope, rope, torch.randint(116, 123, (rows, 8), device="cuda", dtype=torch.uint8)
+
+
+def decode(pool: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    nope, rope, scale = pool
+    factor = torch.exp2(scale[:, :7].double() - 127).repeat_interleave(64, 1)
+    return torch.cat([nope.view(torch.float8_e4m3fn).double() * factor, rope.double()], 1)
+
+
+class Case:
+    """One set of arguments and its outputs."""
+
+    def __init__(self, tokens: int, heads: int, window: int, entries: int, pools, ragged: bool = False):
+        self.pools, self.window, self.entries = pools, window, entries
+        w_rows, e_rows = (p[0].shape[0] for p in pools)
+        start = torch.randint(0, w_rows - window + 1, (tokens, 1), device="cuda")
+        self.queries = torch.randn((tokens, heads, 512), device="cuda").to(torch.bfloat16)
+        self.sink = torch.randn(heads, device="cuda")
+        self.window_ids = (start + torch.arange(window, device="cuda")).int()
+        self.visible = torch.ones((tokens, window), device="cuda", dtype=torch.bool)
+        self.entry_ids = torch.randint(0, e_rows, (tokens, max(entries, 1)), device="cuda", dtype=torch.int32)
+        self.count = torch.full((tokens,), entries, device="cuda", dtype=torch.int32)
+        if ragged:
+            share = torch.rand((tokens, 1), device="cuda")
+            self.visible = torch.rand((tokens, window), device="cuda") < share
+            self.count = torch.randint(0, entries + 1, (tokens,), device="cuda", dtype=torch.int32)
+            self.count[0] = 0
+        self.args = self.arguments(0, tokens)
+
+    def arguments(self, first: int, tokens: int) -> Args:
+        part = slice(first, first + tokens)
+        heads = self.sink.shape[0]
+        self.out = torch.full((tokens, heads, 512), math.nan, device="cuda")
+        self.lse = torch.full((tokens, heads), math.nan, device="cuda")
+        rows = [Rows(*(x.data_ptr() for x in pool), pool[0].shape[0]) for pool in self.pools]
+        ids = [x[part].data_ptr() for x in (self.window_ids, self.visible, self.entry_ids, self.count)]
+        return Args(
+            self.queries[part].data_ptr(), self.sink.data_ptr(), *rows, *ids, self.out.data_ptr(), self.lse.data_ptr(),
+            tokens, heads, self.window, self.entries, SCALE * math.log2(math.e),
+        )  # fmt: skip
+
+    def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
+        window, entries = (decode(pool) for pool in self.pools)
+        out, lse = [], []
+        for t in range(self.queries.shape[0]):
+            own = window[self.window_ids[t].long()][self.visible[t]]
+            keys = torch.cat([own, entries[self.entry_ids[t, : int(self.count[t])].long()]])
+            weights = torch.exp(self.queries[t].double() @ keys.T * SCALE)
+            out.append(weights @ keys / (weights.sum(1) + self.sink.double().exp())[:, None])
+            lse.append(weights.sum(1).log())
+        return torch.stack(out), torch.stack(lse)
+
+
+def check(launch, tokens: int, heads: int, window: int, entries: int, splits: int) -> None:
+    case = Case(tokens, heads, window, entries, (make_pool(max(1024, 2 * window)), make_pool(4096)), ragged=True)
+    launch(case.args, splits)
+    out, lse = case.reference()
+    seen = lse.isfinite()
+    error = float((case.out.double() - out).norm() / out.norm())
+    lse_error = float((case.lse.double() - lse)[seen].abs().max())
+    assert error <= 3e-3 and lse_error <= 1e-3, (tokens, heads, window, entries, splits, error, lse_error)
+    assert torch.equal(case.lse.isneginf(), lse.isneginf())
+    print(f"{tokens:4} tokens {heads:3} heads {window:3} + {entries:4} keys, {splits} splits: "
+          f"relative L2 {error:.1e}, LSE {lse_error:.0e}")  # fmt: skip
+
+
+def check_batch_invariance(launch, splits: int) -> None:
+    case = Case(256, 64, 128, 512, (make_pool(1024), make_pool(4096)), ragged=True)
+    launch(case.args, splits)
+    out, lse = case.out, case.lse
+    for size in (1, 2, 16, 64):
+        for first in (0, 3, 128):
+            launch(case.arguments(first, size), splits)
+            assert torch.equal(case.out, out[first : first + size])
+            assert torch.equal(case.lse, lse[first : first + size])
+
+
+def microseconds(launch, cases: list[Case], splits: int, replays: int = 15) -> float:
+    launch(cases[0].args, splits)
+    torch.cuda.synchronize()
+    graph, calls = torch.cuda.CUDAGraph(), max(16, len(cases))
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            launch(cases[i % len(cases)].args, splits)
+    times = []
+    for _ in range(replays + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / calls)
+    return sorted(times[1:])[replays // 2]
+
+
+def copy_ceiling() -> float:
+    """GB/s, read + write, of a 1 GiB device copy."""
+    x = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
+    y = torch.empty_like(x)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    y.copy_(x)
+    start.record()
+    for _ in range(10):
+        y.copy_(x)
+    end.record()
+    end.synchronize()
+    return 20 * x.numel() / start.elapsed_time(end) / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("library")
+    parser.add_argument("--splits", default="1,2,3,4,5,8")
+    options = parser.parse_args()
+    splits = [int(x) for x in options.splits.split(",")]
+    entry = ctypes.CDLL(options.library).dsv4_attend_launch
+    entry.argtypes = (ctypes.POINTER(Args), ctypes.c_int, POINTER)
+
+    def launch(args: Args, count: int) -> None:
+        status = entry(ctypes.byref(args), count, torch.cuda.current_stream().cuda_stream)
+        assert status == 0, f"CUDA error {status}"
+
+    torch.manual_seed(0)
+    for shape in ((1, 64, 128, 64), (257, 64, 128, 512), (5, 16, 130, 77), (4, 128, 128, 1024), (64, 130, 128, 300),
+                  (2, 64, 128, 8192), (3, 64, 1, 1)):  # fmt: skip
+        for count in (1, 2, 5, 8):
+            check(launch, *shape, count)
+    check_batch_invariance(launch, 2)
+    ceiling = copy_ceiling()
+    print(f"copy ceiling {ceiling:.0f} GB/s; us per split count:")
+    pools = make_pool(1 << 19), make_pool(3 << 20)
+    for name, (heads, window, entries, batches) in SHAPES.items():
+        for batch in batches:
+            moved = batch * (window + entries) * 584
+            cases = [Case(batch, heads, window, entries, pools) for _ in range(max(4, min(64, 220_000_000 // moved)))]
+            times = {count: microseconds(launch, cases, count) for count in splits}
+            best = min(times.values())
+            flops = 4 * heads * 512 * (window + entries) * batch
+            row = "  ".join(f"{count}: {us:6.1f}" for count, us in times.items())
+            rates = (
+                f"{moved / best / 1e3:5.0f} GB/s {moved / best / 1e3 / ceiling:4.0%} {flops / best / 1e6:4.0f} TFLOP/s"
+            )
+            print(f"{name:15} batch {batch:3}  {row}  best {rates}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

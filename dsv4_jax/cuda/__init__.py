@@ -1,0 +1,1 @@
+"""Wrappers of the CUDA kernels of `csrc/`: one file per op, named as in `ops/`."""
