@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from ..errors import CacheError
 
-__all__ = ["main"]
+__all__ = ["entry", "main"]
 
 _COMMANDS = ("demo", "logits", "plan", "doctor")
 _EXAMPLES = """
@@ -31,6 +32,17 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def entry() -> NoReturn:
+    """The process: runs `main` on the command line and exits with its status."""
+    status = main()
+    if status == 130:
+        # Steps may still be running on XLA's threads, and taking Python down under them crashes.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

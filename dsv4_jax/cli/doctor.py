@@ -70,18 +70,23 @@ def examine() -> dict[str, Any]:
 
 def _implementations(backend: str) -> dict[str, dict[str, str]]:
     """op -> implementation -> "usable" or why not."""
+    from .. import ffi
     from ..ops.dispatch import has_kernel
 
-    table = {}
-    for op in _OPS:
-        if not has_kernel(op):
-            pallas = "there is no kernel for this op"
-        elif backend == "gpu":
-            pallas = "usable"
-        else:
-            pallas = f"the backend is {backend}: only interpreted, for tests"
-        table[op] = {"xla": "usable", "pallas": pallas}
-    return table
+    def state(op: str, room: str, problem: str | None) -> str:
+        if not has_kernel(op, room):
+            return "no kernel"
+        return problem or "usable"
+
+    no_gpu = None if backend == "gpu" else f"the backend is {backend}"
+    return {
+        op: {
+            "xla": "usable",
+            "pallas": state(op, "pallas", no_gpu and f"{no_gpu}: only interpreted, by tests"),
+            "cuda": state(op, "cuda", no_gpu or ffi.cuda_problem()),
+        }
+        for op in _OPS
+    }
 
 
 def _version(package: str) -> str | None:

@@ -139,13 +139,19 @@ def test_logits_refusals(capsys, tmp_path, checkpoint):
 
 def test_interrupt(tmp_path, checkpoint):
     """Ctrl-C while tokens are fed: status 130, one line, no traceback, no file."""
-    tokens, out = save_tokens(tmp_path / "t.npy", np.zeros(4000, np.int64)), tmp_path / "logits.npy"
-    command = [sys.executable, "-u", "-m", "dsv4_jax", "logits", "--checkpoint", checkpoint, "--tokens", tokens]
+    tokens, out = save_tokens(tmp_path / "t.npy", np.zeros(20_000, np.int64)), tmp_path / "logits.npy"
+    arguments = ["logits", "--checkpoint", checkpoint, "--tokens", tokens, "--chunks", "1", "--out", out]
+    # A shell that runs the tests in the background may have had SIGINT ignored, and children inherit that.
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from dsv4_jax.cli import entry; print('started', flush=True); entry()"
+    )
     process = subprocess.Popen(
-        [*map(str, command), "--chunks", "1", "--out", str(out)], stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-c", program, *map(str, arguments)], stderr=subprocess.PIPE, stdout=subprocess.PIPE,
         text=True, env=os.environ | {"XLA_FLAGS": ""}, start_new_session=True,
     )  # fmt: skip
-    time.sleep(5)
+    assert process.stdout.readline() == "started\n"
+    time.sleep(3)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
