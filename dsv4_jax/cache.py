@@ -14,11 +14,12 @@ from .config import AttentionType, LayerSpec
 from .errors import LayoutError, ShapeError
 from .formats import RowFormat
 from .layout import CacheLayout, CacheSize, LeafSpec
-from .ops.append import Rows, append_window, pin, window_view
+from .ops.append import Rows, append, encode, pin, store, window_rows, window_view
 from .ops.attend import attend
-from .ops.compress import Compressor, Finish, compress_csa, compress_hca
+from .ops.compress import Compressor, Stream, compress_csa, compress_hca
 from .ops.copy import copy_units
 from .ops.dispatch import Implementation
+from .ops.finish import Finish
 from .ops.gather import gather_rows
 from .ops.index_scores import index_scores
 from .ops.top_k import top_k
@@ -155,52 +156,68 @@ class LayerCacheHandle:
 
     # Writes
 
-    def append(self, kv: jax.Array) -> LayerCacheHandle:
-        """Stores the step's KV rows [T, head_dim] (after norm and RoPE) in the sliding window."""
-        cfg = self.layout.cfg
-        self._check("kv", kv, (self.plan.num_tokens, cfg.head_dim))
-        common = dict(
-            ordinal=self.spec.layer_idx, slots=self.cache.slot_units, ring=self.layout.window_rows,
-            fmt=self.layout.kv_row,
-        )  # fmt: skip
-        pool = self.cache.pool("swa")
-        window = None
-        if self.plan.history_rows.shape[0]:
-            # The step overruns the ring: take the view before the ring is overwritten.
-            window, pool = pin(window_view(pool, kv, self.plan, window=cfg.sliding_window, **common), pool)
-        pool = append_window(pool, kv, self.plan, **common, implementation=self.implementation)
-        if window is None:
-            window = window_view(pool, None, self.plan, window=cfg.sliding_window, **common)
-        cache = self.cache.with_pool("swa", pool)
-        return dataclasses.replace(self, cache=cache, window=window)
+    def append(self, kv: jax.Array, finish: Finish | None = None) -> LayerCacheHandle:
+        """Stores the step's KV rows in the sliding window.
 
-    def compress(self, kv: jax.Array, score: jax.Array, finish: Finish) -> LayerCacheHandle:
-        """Feeds the layer's main compressor and stores the entries it completes.
+        Args:
+            kv: [T, head_dim] float.
+            finish: the rows' norm and RoPE, done while they are stored; None if `kv` has them.
+        """
+        cfg, fmt, plan = self.layout.cfg, self.layout.kv_row, self.plan
+        self._check("kv", kv, (plan.num_tokens, cfg.head_dim))
+        pool = self.cache.pool("swa")
+        place = dict(ordinal=self.spec.layer_idx, slots=self.cache.slot_units, ring=self.layout.window_rows)
+        ids = window_rows(plan, rows=pool[0].shape[0], **place)
+        done = dict(fmt=fmt, finish=finish, position=plan.token_position, implementation=self.implementation)
+        if plan.history_rows.shape[0]:
+            # The step overruns the ring: take the view before the ring is overwritten.
+            chunk = encode(kv, **done)
+            window, pool = pin(window_view(pool, chunk, plan, window=cfg.sliding_window, **place), pool)
+            pool = store(pool, chunk, ids)
+        else:
+            pool = append(pool, kv, ids, **done)
+            window = window_view(pool, None, plan, window=cfg.sliding_window, **place)
+        return dataclasses.replace(self, cache=self.cache.with_pool("swa", pool), window=window)
+
+    def compress(
+        self,
+        kv: jax.Array,
+        score: jax.Array,
+        finish: Finish,
+        index: tuple[jax.Array, jax.Array, Finish] | None = None,
+    ) -> LayerCacheHandle:
+        """Feeds the layer's compressor and stores the entries it completes.
 
         Args:
             kv, score: [T, 2 * head_dim] (CSA) or [T, head_dim] (HCA) float32; the score already
                 holds the position bias of its token's place in the block.
             finish: norm weight and RoPE of the entries.
+            index: CSA only: the arguments of `compress_index`, to do both at once.
         """
         cfg, attn = self.layout.cfg, self.spec.attn
         if attn is AttentionType.SWA:
             raise LayoutError(f"layer {self.spec.layer_idx} is SWA-only: it has no compressor")
         if attn is AttentionType.CSA:
-            return self._compress_csa("csa", cfg.head_dim, kv, score, finish)
+            streams = {"csa": self._csa_stream("csa", cfg.head_dim, kv, score, finish)}
+            if index is not None:
+                streams["index"] = self._csa_stream("index", cfg.index_head_dim, *index)
+            return self._compress_csa(streams)
+        if index is not None:
+            self._require_csa("indexer")
         for name, x in (("kv", kv), ("score", score)):
             self._check(name, x, (self.plan.num_tokens, cfg.head_dim))
-        (state,) = self.cache.pool("hca_state")
+        stream = self._stream("hca", kv, score, finish, self.layout.hca_rows, self.layout.kv_row)
         state, pool = compress_hca(
-            state, self.cache.pool("hca"), kv, score, self.plan, self.cache.block_table,
-            finish, geometry=self._geometry("hca", self.layout.hca_rows, self.layout.kv_row),
-            mode=self.layout.hca_state, implementation=self.implementation,
-        )  # fmt: skip
+            stream, self.plan, self.cache.block_table, mode=self.layout.hca_state, implementation=self.implementation
+        )
         return self._replace_cache(self.cache.with_pool("hca_state", (state,)).with_pool("hca", pool))
 
     def compress_index(self, kv: jax.Array, score: jax.Array, finish: Finish) -> LayerCacheHandle:
         """Feeds a CSA layer's indexer compressor, [T, 2 * index_head_dim] float32 each, and stores its keys."""
         self._require_csa("indexer")
-        return self._compress_csa("index", self.layout.cfg.index_head_dim, kv, score, finish)
+        return self._compress_csa(
+            {"index": self._csa_stream("index", self.layout.cfg.index_head_dim, kv, score, finish)}
+        )
 
     # Reads
 
@@ -292,25 +309,30 @@ class LayerCacheHandle:
 
     # Plumbing
 
-    def _compress_csa(self, pool: str, dim: int, kv: jax.Array, score: jax.Array, finish: Finish) -> LayerCacheHandle:
-        for name, x in (("kv", kv), ("score", score)):
-            self._check(name, x, (self.plan.num_tokens, 2 * dim))
-        fmt = self.layout.kv_row if pool == "csa" else self.layout.index_row
-        (state,) = self.cache.pool(f"{pool}_state")
-        state, rows = compress_csa(
-            state, self.cache.pool(pool), kv, score, self.plan, self.cache.block_table,
-            finish, geometry=self._geometry("csa", self.layout.csa_ring_rows, fmt),
-            implementation=self.implementation,
-        )  # fmt: skip
-        return self._replace_cache(self.cache.with_pool(f"{pool}_state", (state,)).with_pool(pool, rows))
+    def _compress_csa(self, streams: dict[str, Stream]) -> LayerCacheHandle:
+        done = compress_csa(
+            list(streams.values()), self.plan, self.cache.block_table, implementation=self.implementation
+        )
+        cache = self.cache
+        for name, (state, pool) in zip(streams, done, strict=True):
+            cache = cache.with_pool(f"{name}_state", (state,)).with_pool(name, pool)
+        return self._replace_cache(cache)
 
-    def _geometry(self, kind: str, ring: int, fmt: RowFormat) -> Compressor:
-        attn = AttentionType[kind.upper()]
-        return Compressor(
+    def _csa_stream(self, pool: str, dim: int, kv: jax.Array, score: jax.Array, finish: Finish) -> Stream:
+        for name, x in (("kv", kv), ("score", score)):
+            self._check(f"{pool} {name}" if pool == "index" else name, x, (self.plan.num_tokens, 2 * dim))
+        fmt = self.layout.kv_row if pool == "csa" else self.layout.index_row
+        return self._stream(pool, kv, score, finish, self.layout.csa_ring_rows, fmt)
+
+    def _stream(self, pool: str, kv: jax.Array, score: jax.Array, finish: Finish, ring: int, fmt: RowFormat) -> Stream:
+        attn = self.spec.attn
+        geometry = Compressor(
             ratio=self.layout.cfg.ratio(attn), ordinal=self.layout.ordinal(self.spec.layer_idx),
             slots=self.cache.slot_units, ring=ring, base=self._base(),
             rows_per_block=self.layout.entries_per_block(attn), fmt=fmt,
         )  # fmt: skip
+        (state,) = self.cache.pool(f"{pool}_state")
+        return Stream(state, self.cache.pool(pool), kv, score, finish, geometry)
 
     def _base(self) -> int:
         """First row of this layer in its pool leaves."""

@@ -10,8 +10,8 @@ from dsv4_jax.cache import KVCache, LayerCacheHandle, init_cache
 from dsv4_jax.config import AttentionType, LayerSpec
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.manager.planning import RowFeed, StepShape, build_plan
-from dsv4_jax.ops.compress import Finish
 from dsv4_jax.ops.dispatch import Implementation
+from dsv4_jax.ops.finish import Finish
 from dsv4_jax.ops.numerics import inv_frequencies
 from dsv4_jax.plan import StepPlan
 

@@ -15,7 +15,7 @@ from ..config import AttentionType, DSV4Config
 from ..errors import LayoutError
 from ..formats.index_fp4 import round_trip
 from ..layout import CacheLayout
-from ..ops.compress import Finish
+from ..ops.finish import Finish
 from ..ops.numerics import hadamard, rope
 from .numerics import layer_frequencies, linear, matmul, rms_norm
 from .params import Params
@@ -45,44 +45,42 @@ def attention(
     q_latent = rms_norm(linear(x, p["wq_a"]), p["q_norm"], cfg.rms_norm_eps)
     q = linear(q_latent, p["wq_b"]).reshape(-1, cfg.num_attention_heads, cfg.head_dim)
     q = rope(rms_norm(q, None, cfg.rms_norm_eps), position[:, None], freq)
-    kv = rope(rms_norm(linear(x, p["wkv"]), p["kv_norm"], cfg.rms_norm_eps), position, freq)
 
-    handle = handle.append(kv)
-    selected = None
-    if attn is not AttentionType.SWA:
-        handle = handle.compress(*compressor_inputs(p["compressor"], x, position), finish(p["compressor"], freq, cfg))
+    handle = handle.append(linear(x, p["wkv"]), Finish(p["kv_norm"], freq, cfg.rms_norm_eps))
+    selected = index = None
+    qat = False
     if attn is AttentionType.CSA:
         qat = index_qat_default(handle.layout) if index_qat is None else index_qat
-        selected, handle = select_entries(p["indexer"], handle, x, q_latent, freq, qat)
+        index = compressor_inputs(p["indexer"]["compressor"], x, position, freq, cfg, rotate=qat)
+    if attn is not AttentionType.SWA:
+        handle = handle.compress(*compressor_inputs(p["compressor"], x, position, freq, cfg), index)
+    if attn is AttentionType.CSA:
+        selected = select_entries(p["indexer"], handle, x, q_latent, freq, qat)
     out, _ = handle.attend(q, p["attn_sink"], selected)
 
     out = rope(out, position[:, None], freq, inverse=True)
     return output_projection(p, out, cfg), handle
 
 
-def compressor_inputs(p: Params, x: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(kv, score) rows of a compressor; the score carries the bias of the token's place in its block."""
+def compressor_inputs(
+    p: Params, x: jax.Array, position: jax.Array, freq: jax.Array, cfg: DSV4Config, *, rotate: bool = False
+) -> tuple[jax.Array, jax.Array, Finish]:
+    """(kv, score, finish) of a compressor; the score carries the bias of the token's place in its block."""
     ratio = np.int32(p["ape"].shape[0])
-    return linear(x, p["wkv"]), linear(x, p["wgate"]) + p["ape"][position % ratio]
-
-
-def finish(p: Params, freq: jax.Array, cfg: DSV4Config, rotate: bool = False) -> Finish:
-    return Finish(p["norm"], freq, cfg.rms_norm_eps, rotate)
+    score = linear(x, p["wgate"]) + p["ape"][position % ratio]
+    return linear(x, p["wkv"]), score, Finish(p["norm"], freq, cfg.rms_norm_eps, rotate)
 
 
 def select_entries(
     p: Params, handle: LayerCacheHandle, x: jax.Array, q_latent: jax.Array, freq: jax.Array, qat: bool
-) -> tuple[tuple[jax.Array, jax.Array], LayerCacheHandle]:
-    """The lightning indexer: stores its keys and picks the entries each token attends to (spec 2.5)."""
+) -> tuple[jax.Array, jax.Array]:
+    """The lightning indexer: picks the entries each token attends to (spec 2.5)."""
     cfg, position = handle.layout.cfg, jnp.asarray(handle.plan.token_position)
-    keys = p["compressor"]
-    handle = handle.compress_index(*compressor_inputs(keys, x, position), finish(keys, freq, cfg, qat))
-
     q = linear(q_latent, p["wq_b"]).reshape(-1, cfg.index_n_heads, cfg.index_head_dim)
     q = rope(q, position[:, None], freq)
     q = round_trip(hadamard(q)) if qat else q
     weights = linear(x, p["weights_proj"]) * np.float32((cfg.index_head_dim * cfg.index_n_heads) ** -0.5)
-    return handle.top_k(handle.index_scores(q, weights)), handle
+    return handle.top_k(handle.index_scores(q, weights))
 
 
 def output_projection(p: Params, out: jax.Array, cfg: DSV4Config) -> jax.Array:

@@ -12,14 +12,22 @@ from jax import lax
 from ..formats import RowFormat, codec
 from ..plan import StepPlan
 from .dispatch import Implementation, implementation_for
+from .finish import Finish
 
-__all__ = ["Rows", "append", "append_window", "window_view"]
+__all__ = ["Rows", "append", "encode", "window_rows", "window_view"]
 
 Rows = tuple[jax.Array, ...]  # the parts of stored rows, each [rows, width]
 
 
 def append(
-    pool: Rows, values: jax.Array, row_ids: jax.Array, *, fmt: RowFormat, implementation: Implementation = None
+    pool: Rows,
+    values: jax.Array,
+    row_ids: jax.Array,
+    *,
+    fmt: RowFormat,
+    finish: Finish | None = None,
+    position: jax.Array | None = None,
+    implementation: Implementation = None,
 ) -> Rows:
     """Encodes rows and stores them at `row_ids`.
 
@@ -28,15 +36,38 @@ def append(
         values: [T, dim] float rows.
         row_ids: [T] int32, no two equal among the valid ones; ids >= rows are not written.
         fmt: the pool's row format.
+        finish: norm and RoPE still to be done; None if `values` are ready to be stored.
+        position: [T] int32 of the rows, needed by `finish`.
 
     Returns:
         The updated pool (in place when the caller's buffer is donated).
     """
-    return implementation_for("append", _append, implementation)(pool, values, row_ids, fmt)
+    return implementation_for("append", _append, implementation)(pool, values, row_ids, position, finish, fmt)
 
 
-def _append(pool: Rows, values: jax.Array, row_ids: jax.Array, fmt: RowFormat) -> Rows:
-    return store(pool, codec(fmt).encode(fmt, values), row_ids)
+def encode(
+    values: jax.Array,
+    *,
+    fmt: RowFormat,
+    finish: Finish | None = None,
+    position: jax.Array | None = None,
+    implementation: Implementation = None,
+) -> Rows:
+    """The parts [T, width] of the rows `append` would store."""
+    return implementation_for("append", _encode, implementation)(values, position, finish, fmt)
+
+
+def _append(
+    pool: Rows, values: jax.Array, row_ids: jax.Array, position: jax.Array | None, finish: Finish | None, fmt: RowFormat
+) -> Rows:
+    return store(pool, _encode(values, position, finish, fmt), row_ids)
+
+
+def _encode(values: jax.Array, position: jax.Array | None, finish: Finish | None, fmt: RowFormat) -> Rows:
+    if finish is not None:
+        assert position is not None
+        values = finish(values.astype(jnp.float32), position)
+    return codec(fmt).encode(fmt, values)
 
 
 def store(pool: Rows, rows: Rows, row_ids: jax.Array) -> Rows:
@@ -52,33 +83,20 @@ def load(pool: Rows, row_ids: jax.Array) -> Rows:
     return tuple(part.at[row_ids].get(mode="clip", wrap_negative_indices=False) for part in pool)
 
 
-def append_window(
-    pool: Rows,
-    values: jax.Array,
-    plan: StepPlan,
-    *,
-    ordinal: int,
-    slots: int,
-    ring: int,
-    fmt: RowFormat,
-    implementation: Implementation = None,
-) -> Rows:
-    """Appends one layer's KV rows of a step to the window rings: ring row = position mod ring.
+def window_rows(plan: StepPlan, *, rows: int, ordinal: int, slots: int, ring: int) -> jax.Array:
+    """Where each token's row goes in the window rings, [T] int32: ring row = position mod ring.
 
     Of a row that feeds more than `ring` tokens only the last `ring` are stored. Padding tokens
-    are not stored.
+    are not stored: their id is `rows`.
 
     Args:
-        pool: window leaves, [layers * slots * ring, width].
-        values: [T, dim] KV rows of the step's tokens (after norm and RoPE).
+        rows: rows of the leaves, layers * slots * ring.
         ordinal: index of the layer among those the leaves hold.
         slots: slots of the leaves, the null slot included.
     """
     last = (plan.row_start + plan.row_count)[plan.token_row] - ring
     keep = (plan.token_slot > 0) & (plan.token_position >= last)
-    row = ring_row(ordinal, slots, ring, plan.token_slot, plan.token_position)
-    row = jnp.where(keep, row, np.int32(pool[0].shape[0]))
-    return append(pool, values, row, fmt=fmt, implementation=implementation)
+    return jnp.where(keep, ring_row(ordinal, slots, ring, plan.token_slot, plan.token_position), np.int32(rows))
 
 
 def ring_row(ordinal: int, slots: int, ring: int, slot: jax.Array, position: jax.Array) -> jax.Array:
@@ -88,21 +106,20 @@ def ring_row(ordinal: int, slots: int, ring: int, slot: jax.Array, position: jax
 
 def window_view(
     pool: Rows,
-    values: jax.Array | None,
+    chunk: Rows | None,
     plan: StepPlan,
     *,
     ordinal: int,
     slots: int,
     ring: int,
     window: int,
-    fmt: RowFormat,
 ) -> tuple[Rows, jax.Array, jax.Array]:
     """Where every token's window lies: (rows, ids [T, window] int32, visible [T, window] bool).
 
     Key k of token t is position t - window + 1 + k. With no `history_rows` in the plan the ids
     point into `pool`, which must already hold the step's rows. Otherwise the result has rows of
     its own: the window before the step (so `pool` must not hold the step's rows yet), then the
-    step's rows, encoded. A chunk longer than the ring would overwrite keys its own early tokens need.
+    step's rows (`chunk`). A chunk longer than the ring would overwrite keys its own early tokens need.
     """
     offset = jnp.arange(1 - window, 1, dtype=jnp.int32)[None]
     position = plan.token_position[:, None] + offset
@@ -111,13 +128,12 @@ def window_view(
     if plan.history_rows.shape[0] == 0:
         ids = ring_row(ordinal, slots, ring, plan.token_slot[:, None], position)
         return pool, jnp.where(visible, ids, 0), visible
-    assert values is not None
+    assert chunk is not None
     depth = window - 1
     start = plan.row_start[plan.history_rows]
     before = jnp.maximum(start[:, None] - np.int32(depth) + jnp.arange(depth, dtype=jnp.int32)[None], 0)
     slot = plan.row_slot[plan.history_rows][:, None]
     history = load(pool, ring_row(ordinal, slots, ring, slot, before))
-    chunk = codec(fmt).encode(fmt, values)
     rows = tuple(jnp.concatenate([h.reshape(-1, h.shape[-1]), c]) for h, c in zip(history, chunk, strict=True))
     row = jnp.asarray(plan.token_row)[:, None]
     row_start = plan.row_start[plan.token_row][:, None]

@@ -8,6 +8,7 @@ of its block's first token, optionally Hadamard-rotated, quantised and stored.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 import jax
@@ -19,9 +20,10 @@ from ..formats import RowFormat
 from ..plan import StepPlan
 from .append import Rows, append, load, pin, ring_row
 from .dispatch import Implementation, implementation_for
-from .numerics import exp, hadamard, rms_norm, rope, rounded, tree_sum
+from .finish import Finish
+from .numerics import exp, rounded, tree_sum
 
-__all__ = ["Compressor", "Finish", "compress_csa", "compress_hca"]
+__all__ = ["Compressor", "Stream", "compress_csa", "compress_hca"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,133 +50,99 @@ class Compressor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Finish:
-    """What turns a pooled row into a stored entry: norm weight [e], RoPE frequencies, Hadamard or not."""
+class Stream:
+    """One compressor's operands in a step. Not a pytree: it exists while a step is traced.
 
-    norm: jax.Array
-    inv_freq: jax.Array
-    eps: float = 1e-6
-    hadamard: bool = False
+    Attributes:
+        state: float32 leaf of running state. CSA: [layers * slots * ring, 4e] ring of [kv | score] rows.
+            HCA raw: [layers * slots * ring, 2e] the same. HCA online: [layers * slots * banks, 3e] rows
+            [max | sum | acc], the state after position p in bank p mod banks.
+        pool: entry leaves.
+        kv, score: [T, 2e] (CSA) or [T, e] (HCA) float32; the score already holds the position bias.
+        finish: what turns a pooled row into an entry; positions are those of an entry's first token.
+        geometry: sizes of the leaves.
+    """
 
-    def __call__(self, pooled: jax.Array, position: jax.Array) -> jax.Array:
-        """[N, e] pooled rows of entries whose first token is at `position` [N] -> [N, e] rows."""
-        row = rope(rms_norm(pooled, self.norm, self.eps), position, self.inv_freq)
-        return hadamard(row) if self.hadamard else row
-
-
-jax.tree_util.register_dataclass(Finish, data_fields=["norm", "inv_freq"], meta_fields=["eps", "hadamard"])
+    state: jax.Array
+    pool: Rows
+    kv: jax.Array
+    score: jax.Array
+    finish: Finish
+    geometry: Compressor
 
 
 def compress_csa(
-    state: jax.Array,
-    pool: Rows,
-    kv: jax.Array,
-    score: jax.Array,
-    plan: StepPlan,
-    table: jax.Array,
-    finish: Finish,
-    *,
-    geometry: Compressor,
-    implementation: Implementation = None,
-) -> tuple[jax.Array, Rows]:
-    """Feeds one layer's CSA compressor (main or indexer).
+    streams: Sequence[Stream], plan: StepPlan, table: jax.Array, *, implementation: Implementation = None
+) -> list[tuple[jax.Array, Rows]]:
+    """Feeds one layer's CSA compressors: the main one, the indexer's, or both at once (one kernel then).
 
     Entry s pools 2r rows: the first halves of kv and score of the r tokens before its block and
     the second halves of its own r tokens; rows before position 0 do not exist.
 
     Args:
-        state: [layers * slots * ring, 4e] float32 ring of [kv | score] rows.
-        pool: entry leaves.
-        kv, score: [T, 2e] float32; the score already holds the position bias.
+        streams: one or more compressors of equal ratio and ring.
         table: [slots, columns] int32 block table.
 
     Returns:
-        (state, pool) updated.
+        (state, pool) of every stream, updated.
     """
-    fn = implementation_for("compress", _compress_csa, implementation)
-    return fn(state, pool, kv, score, plan, table, finish, geometry, implementation)
+    return implementation_for("compress", _compress_csa, implementation)(streams, plan, table, implementation)
 
 
 def compress_hca(
-    state: jax.Array,
-    pool: Rows,
-    kv: jax.Array,
-    score: jax.Array,
+    stream: Stream,
     plan: StepPlan,
     table: jax.Array,
-    finish: Finish,
     *,
-    geometry: Compressor,
     mode: Literal["online", "raw"] = "online",
     implementation: Implementation = None,
 ) -> tuple[jax.Array, Rows]:
     """Feeds one layer's HCA compressor: entry s pools its own r rows.
 
     Args:
-        state: online: [layers * slots * banks, 3e] float32 rows [max | sum | acc], the state after
-            position p in bank p mod banks. raw: [layers * slots * ring, 2e] ring of [kv | score].
-        kv, score: [T, e] float32; the score already holds the position bias.
-        mode: "online" takes tokens one at a time in position order whatever the chunking, so its
-            result differs from "raw" (a two-pass softmax) by float32 rounding.
+        table: [slots, columns] int32 block table.
+        mode: what the state is. "online" takes tokens one at a time in position order whatever the
+            chunking, so its result differs from "raw" (a two-pass softmax) by float32 rounding.
 
-    Other arguments and the result are as in `compress_csa`.
+    Returns:
+        (state, pool) updated.
     """
     reference = _compress_hca_online if mode == "online" else _compress_hca_raw
-    fn = implementation_for("compress", reference, implementation)
-    return fn(state, pool, kv, score, plan, table, finish, geometry, implementation)
+    return implementation_for("compress", reference, implementation)(stream, plan, table, implementation)
 
 
 def _compress_csa(
-    state: jax.Array,
-    pool: Rows,
-    kv: jax.Array,
-    score: jax.Array,
-    plan: StepPlan,
-    table: jax.Array,
-    finish: Finish,
-    geometry: Compressor,
-    implementation: Implementation,
+    streams: Sequence[Stream], plan: StepPlan, table: jax.Array, implementation: Implementation
+) -> list[tuple[jax.Array, Rows]]:
+    return [_compress_csa_one(stream, plan, table, implementation) for stream in streams]
+
+
+def _compress_csa_one(
+    stream: Stream, plan: StepPlan, table: jax.Array, implementation: Implementation
 ) -> tuple[jax.Array, Rows]:
-    ratio, width = geometry.ratio, kv.shape[-1] // 2
-    rows, exists, state = _rows_behind(state, kv, score, plan, plan.flush_tokens, 2 * ratio, geometry)
+    ratio, width = stream.geometry.ratio, stream.kv.shape[-1] // 2
+    rows, exists, state = _rows_behind(stream, plan, plan.flush_tokens, 2 * ratio)
     own = jnp.arange(2 * ratio)[None, :, None] >= ratio
     values = jnp.where(own, rows[..., width : 2 * width], rows[..., :width])
     logits = jnp.where(own, rows[..., 3 * width :], rows[..., 2 * width : 3 * width])
     pooled = _softmax_pool(values, logits, exists)
-    pool = _emit(pool, pooled, plan, plan.flush_tokens, table, finish, geometry, implementation)
-    return state, pool
+    return state, _emit(stream, pooled, plan, plan.flush_tokens, table, implementation)
 
 
 def _compress_hca_raw(
-    state: jax.Array,
-    pool: Rows,
-    kv: jax.Array,
-    score: jax.Array,
-    plan: StepPlan,
-    table: jax.Array,
-    finish: Finish,
-    geometry: Compressor,
-    implementation: Implementation,
+    stream: Stream, plan: StepPlan, table: jax.Array, implementation: Implementation
 ) -> tuple[jax.Array, Rows]:
-    width = kv.shape[-1]
+    width = stream.kv.shape[-1]
     last = _last_of_group(plan)
-    rows, exists, state = _rows_behind(state, kv, score, plan, last, geometry.ratio, geometry)
+    rows, exists, state = _rows_behind(stream, plan, last, stream.geometry.ratio)
     pooled = _softmax_pool(rows[..., :width], rows[..., width:], exists)
-    pool = _emit(pool, pooled, plan, last, table, finish, geometry, implementation)
-    return state, pool
+    return state, _emit(stream, pooled, plan, last, table, implementation)
 
 
 def _compress_hca_online(
-    state: jax.Array,
-    pool: Rows,
-    kv: jax.Array,
-    score: jax.Array,
-    plan: StepPlan,
-    table: jax.Array,
-    finish: Finish,
-    geometry: Compressor,
-    implementation: Implementation,
+    stream: Stream, plan: StepPlan, table: jax.Array, implementation: Implementation
 ) -> tuple[jax.Array, Rows]:
+    state, kv, score, geometry = stream.state, stream.kv, stream.score, stream.geometry
     tokens, width, banks = kv.shape[0], kv.shape[-1], geometry.ring
     groups = plan.group_tokens.shape[0]
     first = jnp.minimum(plan.group_tokens[:, 0], np.int32(tokens - 1))
@@ -216,7 +184,7 @@ def _compress_hca_online(
     state = state.at[row.reshape(-1)].set(saved.reshape(-1, 3 * width), mode="drop")
 
     pooled = acc / total
-    return state, _emit(pool, pooled, plan, _last_of_group(plan), table, finish, geometry, implementation)
+    return state, _emit(stream, pooled, plan, _last_of_group(plan), table, implementation)
 
 
 def online_update(
@@ -238,18 +206,13 @@ def _last_of_group(plan: StepPlan) -> jax.Array:
 
 
 def _rows_behind(
-    state: jax.Array,
-    kv: jax.Array,
-    score: jax.Array,
-    plan: StepPlan,
-    tokens: jax.Array,
-    depth: int,
-    geometry: Compressor,
+    stream: Stream, plan: StepPlan, tokens: jax.Array, depth: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The [kv | score] rows of the `depth` positions up to each token, from this step or from the ring.
 
     Returns (rows [N, depth, width], exists [N, depth], state): the state with this step's rows written.
     """
+    state, geometry = stream.state, stream.geometry
     token = jnp.minimum(tokens, np.int32(plan.num_tokens - 1))
     row = jnp.asarray(plan.token_row)[token]
     position = plan.token_position[token][:, None] + jnp.arange(1 - depth, 1, dtype=jnp.int32)[None]
@@ -259,15 +222,15 @@ def _rows_behind(
     if plan.history_rows.shape[0] == 0:
         # No row of this step overruns the ring: write first, then read all from there. The order of a
         # read before a write could only be kept by `pin`, which CPU compilers drop, at the price of a copy.
-        state = _write_ring(state, kv, score, plan, geometry)
+        state = _write_ring(state, stream, plan)
         (rows,) = load((state,), ring_ids)
         return rows, exists, state
     (old,), (state,) = pin(load((state,), ring_ids), (state,))
     offset = position - plan.row_start[row][:, None]
     chunk_ids = jnp.clip(plan.row_first[row][:, None] + offset, 0, np.int32(plan.num_tokens - 1))
-    new = jnp.concatenate([kv, score], -1)[chunk_ids]
+    new = jnp.concatenate([stream.kv, stream.score], -1)[chunk_ids]
     rows = jnp.where((offset >= 0)[..., None], new, old)
-    return rows, exists, _write_ring(state, kv, score, plan, geometry)
+    return rows, exists, _write_ring(state, stream, plan)
 
 
 def _softmax_pool(values: jax.Array, logits: jax.Array, exists: jax.Array) -> jax.Array:
@@ -280,16 +243,15 @@ def _softmax_pool(values: jax.Array, logits: jax.Array, exists: jax.Array) -> ja
 
 
 def _emit(
-    pool: Rows,
+    stream: Stream,
     pooled: jax.Array,
     plan: StepPlan,
     tokens: jax.Array,
     table: jax.Array,
-    finish: Finish,
-    geometry: Compressor,
     implementation: Implementation,
 ) -> Rows:
     """Finishes and stores the entries completed by `tokens`; the others are dropped."""
+    pool, geometry = stream.pool, stream.geometry
     token = jnp.minimum(tokens, np.int32(plan.num_tokens - 1))
     slot, position = plan.token_slot[token], plan.token_position[token]
     ratio = np.int32(geometry.ratio)
@@ -300,13 +262,16 @@ def _emit(
     row = np.int32(geometry.base) + block * per_block + entry % per_block
     # Block 0 is null: an entry without a block is a planning error, and is not stored anywhere.
     row = jnp.where(completes & (block > 0), row, np.int32(pool[0].shape[0]))
-    return append(pool, finish(pooled, entry * ratio), row, fmt=geometry.fmt, implementation=implementation)
+    return append(
+        pool, pooled, row, fmt=geometry.fmt, finish=stream.finish, position=entry * ratio, implementation=implementation
+    )
 
 
-def _write_ring(state: jax.Array, kv: jax.Array, score: jax.Array, plan: StepPlan, geometry: Compressor) -> jax.Array:
+def _write_ring(state: jax.Array, stream: Stream, plan: StepPlan) -> jax.Array:
     """Stores the rows of the last `ring` tokens of every row."""
+    geometry = stream.geometry
     last = (plan.row_start + plan.row_count)[plan.token_row] - np.int32(geometry.ring)
     keep = (plan.token_slot > 0) & (plan.token_position >= last)
     row = ring_row(geometry.ordinal, geometry.slots, geometry.ring, plan.token_slot, plan.token_position)
     row = jnp.where(keep, row, np.int32(state.shape[0]))
-    return state.at[row].set(jnp.concatenate([kv, score], -1), mode="drop", wrap_negative_indices=False)
+    return state.at[row].set(jnp.concatenate([stream.kv, stream.score], -1), mode="drop", wrap_negative_indices=False)

@@ -1,0 +1,36 @@
+"""What turns a raw row into one that is stored: RMSNorm, RoPE and, for index keys, a Hadamard rotation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from .numerics import hadamard, rms_norm, rope
+
+__all__ = ["Finish"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finish:
+    """The last steps before quantisation, the same for window rows and compressed entries (spec 2.2, 2.4).
+
+    Attributes:
+        norm: [e] float32, RMSNorm weight.
+        inv_freq: [rope_dim / 2] float32, RoPE frequencies of the last `rope_dim` dims.
+        eps: of the norm.
+        hadamard: whether the row is rotated by a Hadamard matrix at the end.
+    """
+
+    norm: jax.Array
+    inv_freq: jax.Array
+    eps: float = 1e-6
+    hadamard: bool = False
+
+    def __call__(self, rows: jax.Array, position: jax.Array) -> jax.Array:
+        """[N, e] float32 raw rows at `position` [N] int32 -> [N, e] float32."""
+        row = rope(rms_norm(rows, self.norm, self.eps), position, self.inv_freq)
+        return hadamard(row) if self.hadamard else row
+
+
+jax.tree_util.register_dataclass(Finish, data_fields=["norm", "inv_freq"], meta_fields=["eps", "hadamard"])
