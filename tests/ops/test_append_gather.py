@@ -14,6 +14,8 @@ from dsv4_jax.ops import append, gather_rows
 from ..oracle import rows as oracle
 
 FORMATS = [kv_format(n, 32, 8) for n in KV_FORMATS] + [index_format(n, 32) for n in INDEX_FORMATS]
+# And widths that are no power of two, or end in a part of a scale group.
+GATHER_FORMATS = [*FORMATS, kv_format("fp8", 512, 64), kv_format("fp8", 232, 24), kv_format("fp8_per_entry", 76, 12)]
 
 
 class AppendGatherTest:
@@ -42,4 +44,47 @@ class AppendGatherTest:
 
 
 class TestAppendGather(AppendGatherTest):
+    implementation = "xla"
+
+
+def random_rows(rng: np.random.Generator, fmt: RowFormat, rows: int) -> tuple[np.ndarray, ...]:
+    """Stored rows with any code in any element; scales where products are exact in bf16 and float32."""
+    parts = []
+    for part in fmt.parts:
+        bits = rng.integers(0, 256, (rows, part.bytes), dtype=np.uint8)
+        if part.name == "scale" and part.dtype == "uint8":
+            bits = rng.integers(127 - 60, 127 + 60, bits.shape, dtype=np.uint8)
+            if fmt.name == "fp4":
+                bits[rng.random(bits.shape) < 0.05] = 0xFF
+        elif part.dtype == "float32":
+            bits = np.exp2(rng.integers(-60, 60, (rows, part.width)).astype(np.float32)).view(np.uint8)
+        parts.append(bits.view(part.dtype))
+        if part.dtype == "uint16":
+            parts[-1][(parts[-1] & 0x7FFF) > 0x7F80] = 0x7FC0  # the only stored NaN
+    return tuple(parts)
+
+
+class GatherTest:
+    implementation: ClassVar[Literal["xla", "pallas"]]
+
+    def check(self, fmt: RowFormat, pool: tuple[np.ndarray, ...], ids: np.ndarray, dtype: type) -> None:
+        dense = gather_rows(
+            tuple(map(jnp.asarray, pool)), jnp.asarray(ids, jnp.int32), fmt=fmt, dtype=jnp.dtype(dtype),
+            implementation=self.implementation,
+        )  # fmt: skip
+        expected = oracle.decode(fmt.name, tuple(p[ids] for p in pool), fmt.rope_dim).astype(dtype)
+        assert dense.shape == (*ids.shape, fmt.dim) and dense.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(dense, np.float32), expected.astype(np.float32))
+        if fmt.rope_dim and fmt.parts[0].name == "nope" and dtype == jnp.bfloat16:
+            rope = np.asarray(dense)[..., fmt.nope_dim :].view(np.uint16)
+            np.testing.assert_array_equal(rope, pool[1][ids])
+
+    @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+    @pytest.mark.parametrize("fmt", GATHER_FORMATS, ids=lambda f: f"{'kv' if f.rope_dim else 'index'}-{f.name}-{f.dim}")
+    def test_equals_the_definition(self, fmt: RowFormat, dtype: type) -> None:
+        rng = np.random.default_rng(fmt.dim)
+        self.check(fmt, random_rows(rng, fmt, 50), rng.integers(0, 50, (3, 7)), dtype)
+
+
+class TestGather(GatherTest):
     implementation = "xla"

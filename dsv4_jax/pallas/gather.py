@@ -1,0 +1,115 @@
+"""gather on a GPU in Pallas-Triton: a program reads, decodes and writes ROWS rows."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from ..formats import FP4_GROUP, NOPE_GROUP, RowFormat
+from ..formats.scaling import e4m3_values, power_of_two
+from ..ops.append import Rows
+from ..ops.gather import _gather_rows as _reference
+from .tiles import addressable, e2m1_values, interpreted, outer, pieces, read, whole
+
+__all__: list[str] = []
+
+ROWS = 16  # rows of one program
+
+
+def _gather_rows(
+    pool: Rows, row_ids: jax.Array, fmt: RowFormat, dtype: jnp.dtype, interpret: bool | None = None
+) -> jax.Array:
+    """As `ops.gather._gather_rows`, bit for bit. `interpret` defaults to whether the default backend is the CPU."""
+    ids = row_ids.reshape(-1)
+    if not addressable(*pool):
+        return _reference(pool, row_ids, fmt, dtype)
+    out_shape = jax.ShapeDtypeStruct((ids.size, fmt.dim), dtype)
+    dense = pl.pallas_call(
+        functools.partial(_gather_kernel, fmt=fmt),
+        grid=(-(-ids.size // ROWS),),
+        in_specs=[whole(x) for x in (ids, *pool)],
+        out_specs=whole(out_shape),
+        out_shape=out_shape,
+        interpret=interpreted(interpret),
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        name="gather",
+    )(ids, *pool)
+    return dense.reshape(*row_ids.shape, fmt.dim)
+
+
+def _gather_kernel(ids, *refs, fmt):
+    *pool, out = refs
+    place = pl.program_id(0) * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
+    rows = read(ids, (place,), place < ids.shape[0])
+    for column, values in _decoded(fmt, pool, rows, out.dtype):
+        index = (jnp.broadcast_to(place[:, None, None], values.shape), jnp.broadcast_to(column, values.shape))
+        mask = jnp.broadcast_to((place < ids.shape[0])[:, None, None], values.shape)
+        pltriton.store(out.at[index], values, mask=mask)
+
+
+def _decoded(fmt: RowFormat, pool, rows, dtype):
+    """The rows as tiles: (columns [1, groups, lanes], values [ROWS, groups, lanes] of `dtype`)."""
+    if fmt.module == "plain":
+        yield from _plain(pool[0], rows, 0, dtype)
+    elif fmt.module == "fp8":
+        nope, rope, scale = pool
+        for group, column, codes in _tiles(nope, rows, NOPE_GROUP):
+            yield column, (e4m3_values(codes) * _ue8m0(scale, rows, group)).astype(dtype)
+        yield from _plain(rope, rows, fmt.nope_dim, dtype)
+    elif fmt.module == "fp8_per_entry":
+        nope, rope, factor = pool
+        yield from _one_scale(nope, factor, rows, dtype)
+        yield from _plain(rope, rows, fmt.nope_dim, dtype)
+    elif fmt.module == "index_fp8":
+        yield from _one_scale(*pool, rows, dtype)
+    else:
+        assert fmt.module == "index_fp4", fmt
+        packed, scale = pool
+        for first, groups, lanes in pieces(fmt.dim, FP4_GROUP):
+            group, column = _columns(first, groups, lanes, FP4_GROUP)
+            codes = _gathered(packed, rows, column // 2) >> ((column % 2) * 4).astype(jnp.uint8)
+            factor = _ue8m0(scale, rows, group)
+            factor = jnp.where(jnp.isinf(factor), np.float32(np.nan), factor)  # code 0xFF
+            yield column, (e2m1_values(codes).astype(jnp.float32) * factor).astype(dtype)
+
+
+def _plain(part, rows, first: int, dtype):
+    for _, column, bits in _tiles(part, rows, None):
+        values = bits if part.dtype == jnp.float32 else lax.bitcast_convert_type(bits, jnp.bfloat16)
+        yield first + column, values.astype(dtype)
+
+
+def _one_scale(codes, factor, rows, dtype):
+    factor = pltriton.load(factor.at[rows, jnp.zeros_like(rows)])[:, None, None]
+    for _, column, tile in _tiles(codes, rows, None):
+        yield column, (e4m3_values(tile) * factor).astype(dtype)
+
+
+def _tiles(part, rows, group: int | None):
+    """A part of the rows as tiles: (groups [groups], columns [1, groups, lanes], elements)."""
+    for piece in pieces(part.shape[1], group):
+        of_group, column = _columns(*piece, group)
+        yield of_group, column, _gathered(part, rows, column)
+
+
+def _columns(first: int, groups: int, lanes: int, group: int | None):
+    of_group = jnp.arange(groups, dtype=jnp.int32)
+    column = first + of_group[:, None] * lanes + jnp.arange(lanes, dtype=jnp.int32)[None, :]
+    return of_group + (first // group if group else 0), column[None]
+
+
+def _gathered(part, rows, column):
+    shape = (rows.shape[0], *column.shape[1:])
+    return pltriton.load(part.at[jnp.broadcast_to(rows[:, None, None], shape), jnp.broadcast_to(column, shape)])
+
+
+def _ue8m0(scale, rows, group):
+    """The factors [ROWS, groups, 1] of scale groups."""
+    code = pltriton.load(scale.at[outer(rows, group)])
+    return power_of_two(code.astype(jnp.int32) - np.int32(127))[:, :, None]

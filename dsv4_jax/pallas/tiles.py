@@ -1,0 +1,77 @@
+"""What the Pallas-Triton bodies share: unmasked power-of-two tiles, index arrays, e2m1, and what can be addressed."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+__all__ = ["addressable", "e2m1_values", "interpreted", "outer", "pieces", "read", "whole"]
+
+
+def whole(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
+    """The array in one block: bodies index it with ids that they load themselves."""
+    return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
+
+
+def interpreted(interpret: bool | None) -> bool:
+    """`interpret`, or whether the default backend is the CPU."""
+    return jax.default_backend() == "cpu" if interpret is None else interpret
+
+
+def addressable(*arrays: jax.Array) -> bool:
+    """Whether Pallas-Triton reaches every element of the arrays.
+
+    Up to 2^32 bytes it counts elements in a signed 32-bit number (above that in 64 bits), so the second
+    half of a byte array of 2 to 4 GiB lies at negative offsets.
+    """
+    return not any(x.size > 2**31 and x.size * x.dtype.itemsize <= 2**32 for x in arrays)
+
+
+def pieces(width: int, group: int | None = None) -> list[tuple[int, int, int]]:
+    """`width` columns as tiles that need no mask: (first column, groups, lanes), both counts powers of two.
+
+    Whole groups of `group` columns (default: no groups) come first, a shorter last one after them.
+    """
+    full, rest = divmod(width, group) if group else (0, width)
+    tiles = [(first * (group or 0), count, group or 0) for first, count in _powers(full)]
+    return tiles + [(width - rest + first, 1, lanes) for first, lanes in _powers(rest)]
+
+
+def outer(*indices: jax.Array) -> tuple[jax.Array, ...]:
+    """Index arrays of the outer product of 1-D index arrays, one axis each."""
+    shape = tuple(i.shape[0] for i in indices)
+    return tuple(
+        jnp.broadcast_to(i.reshape(*(-1 if axis == a else 1 for a in range(len(shape)))), shape)
+        for axis, i in enumerate(indices)
+    )
+
+
+def read(ref, index: tuple[jax.Array, ...], mask: jax.Array) -> jax.Array:
+    """The elements at `index`, zeros where `mask` is false."""
+    return pltriton.load(ref.at[index], mask=mask, other=jnp.zeros(mask.shape, ref.dtype))
+
+
+def e2m1_values(codes: jax.Array) -> jax.Array:
+    """The values of 4-bit e2m1 codes (uint8, high bits ignored) in bf16, exact and without a table.
+
+    From code 2 (1.0) on, exponent and mantissa bits are those of bf16 but for the exponent's bias.
+    """
+    code = codes.astype(jnp.uint16)
+    magnitude = code & np.uint16(7)
+    half = np.uint16(0x3F00)  # 0.5, the value of code 1
+    bits = jnp.where(magnitude < 2, magnitude * half, (magnitude << np.uint16(6)) + half)
+    return lax.bitcast_convert_type(bits | (code & np.uint16(8)) << np.uint16(12), jnp.bfloat16)
+
+
+def _powers(n: int) -> list[tuple[int, int]]:
+    """n as powers of two, largest first: (sum of those before, power)."""
+    out, first = [], 0
+    for bit in reversed(range(n.bit_length())):
+        if n & 1 << bit:
+            out.append((first, 1 << bit))
+            first += 1 << bit
+    return out
