@@ -1,0 +1,78 @@
+"""index_scores in Pallas: the op's test class interpreted, the lowering for CUDA, and large pools on the GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax.formats import INDEX_FORMATS, index_format
+from dsv4_jax.ops import index_scores
+from dsv4_jax.pallas import index_scores as kernel
+
+from ..ops.arg_specs import ScoreSpec
+from ..ops.test_index_scores import IndexScoresTest
+from .lowering import lowers_for_cuda
+
+formats = pytest.mark.parametrize("name", INDEX_FORMATS)
+
+
+class TestIndexScores(IndexScoresTest):
+    implementation = "pallas"
+
+
+@formats
+def test_lowers_for_cuda(name: str) -> None:
+    fmt = index_format(name, 128)
+    pool = tuple(jax.ShapeDtypeStruct((5000, p.width), p.dtype) for p in fmt.parts)
+    shapes = [((2, 64, 128), jnp.bfloat16), ((2, 64), jnp.float32), ((2, 20), jnp.int32), ((2,), jnp.int32)]
+    call = functools.partial(kernel._index_scores, base=640, rows_per_block=64, fmt=fmt, interpret=False)
+    assert lowers_for_cuda(call, pool, *(jax.ShapeDtypeStruct(*s) for s in shapes)) == 1
+
+
+@pytest.mark.gpu
+class TestIndexScoresOnTheGpu(IndexScoresTest):
+    implementation = "pallas"
+
+    @formats
+    @pytest.mark.parametrize("heads", [64, 5])
+    def test_many_blocks(self, name: str, heads: int) -> None:
+        spec = ScoreSpec(5, heads, 45, 32, index_format(name, 128))
+        self.check(spec, np.array([0, 1, 1440, 1025, 1023]))
+
+
+@pytest.mark.gpu
+@formats
+def test_a_million_tokens_of_context(name: str) -> None:
+    """262,144 keys at the end of a pool of more than 2^31 elements; equal to those of a small pool, bit for bit."""
+    fmt, per_block, blocks = index_format(name, 128), 64, 4096
+    rng = np.random.default_rng(0)
+    rows = max(per_block * blocks, 2**32 // fmt.parts[0].bytes + 64) // per_block * per_block
+    small = [rng.integers(0, 0x77, (per_block * blocks, p.width)).astype(p.dtype) for p in fmt.parts]
+    if fmt.name == "fp4":
+        small[1][:] = rng.integers(118, 125, small[1].shape)
+    elif fmt.name == "fp8":
+        small[1][:] = np.exp2(rng.integers(-9, -6, small[1].shape))
+    elif len(fmt.parts) == 1:
+        x = rng.standard_normal(small[0].shape).astype(np.float32)
+        small[0] = x if fmt.name == "f32" else np.asarray(jnp.asarray(x, jnp.bfloat16)).view(np.uint16)
+    end = jax.jit(lambda part: jnp.zeros((rows, part.shape[1]), part.dtype).at[-part.shape[0] :].set(part))
+    queries = jnp.asarray(rng.standard_normal((2, 64, 128)), jnp.bfloat16)
+    weights = jnp.asarray(rng.standard_normal((2, 64)), jnp.float32)
+    table = np.stack([rng.permutation(blocks) for _ in range(2)])
+    count = jnp.asarray([per_block * blocks, 200_003], jnp.int32)
+
+    def run(pool, offset, implementation):
+        ids = jnp.asarray(table + offset, jnp.int32)
+        return np.asarray(index_scores(
+            pool, queries, weights, ids, count, base=0, rows_per_block=per_block, fmt=fmt,
+            implementation=implementation,
+        ))  # fmt: skip
+
+    few = tuple(map(jnp.asarray, small))
+    scores = run(few, 0, "pallas")
+    np.testing.assert_allclose(scores, run(few, 0, "xla"), rtol=1e-4, atol=1e-3)
+    np.testing.assert_array_equal(run(tuple(map(end, few)), rows // per_block - blocks, "pallas"), scores)
