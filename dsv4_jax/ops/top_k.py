@@ -18,7 +18,7 @@ def top_k(
     """The k highest-scoring of the first `count` entries, exact; ties go to the lowest index.
 
     Args:
-        scores: [T, S] float32. NaN ranks below everything.
+        scores: [T, S] float32. NaN ranks as -inf; -0 equals 0.
         count: [T] int32, entries that exist for each token (<= S).
         k: how many to keep.
 
@@ -32,6 +32,8 @@ def top_k(
 def _top_k(scores: jax.Array, count: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     exists = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None] < count[:, None]
     ranked = jnp.where(exists & ~jnp.isnan(scores), scores, -np.float32(np.inf))
-    _, indices = lax.top_k(ranked, k)
+    ranked = jnp.where(ranked == 0, np.float32(0), ranked)  # lax.top_k ranks -0 below 0
+    # lax.top_k ranks 0 above -0.
+    _, indices = lax.top_k(jnp.where(ranked == 0, np.float32(0), ranked), k)
     kept = jnp.minimum(count, np.int32(k))
     return jnp.where(jnp.arange(k, dtype=jnp.int32)[None] < kept[:, None], indices, 0), kept

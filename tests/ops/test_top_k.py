@@ -38,6 +38,10 @@ class TopKTest:
         scores = rng.choice([0.0, 1.0, -1.0, 2.0], (8, 40)).astype(np.float32)
         self.check(scores, rng.integers(0, 41, 8), 12)
         self.check(np.zeros((2, 40), np.float32), np.array([40, 7]), 12)
+        self.check(rng.choice(np.array([0.0, -0.0], np.float32), (2, 40)), np.array([40, 7]), 12)
+
+    def test_zeros_of_both_signs_tie(self) -> None:
+        self.check(np.array([[-0.0, 0.0, -1.0, 0.0, -0.0, 1.0]], np.float32), np.array([6]), 4)
 
     def test_nan_ranks_last_and_never_hides_a_number(self) -> None:
         rng = np.random.default_rng(1)
