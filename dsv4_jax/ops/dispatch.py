@@ -14,19 +14,20 @@ from ..errors import ImplementationError
 
 __all__ = ["Implementation", "has_kernel", "implementation_for"]
 
-Implementation = Literal["xla", "pallas", "cuda"] | None
+Implementation = Literal["xla", "pallas", "cuda", "triton"] | None
+_ROOMS = {"pallas": "Pallas", "cuda": "CUDA", "triton": "Triton"}  # room -> what its kernels are called
 
 
 def has_kernel(op: str, room: str = "pallas") -> bool:
-    """Whether `dsv4_jax.pallas` (or `dsv4_jax.cuda`) has a kernel file for this op."""
+    """Whether `dsv4_jax.pallas` (or `.cuda`, `.triton`) has a kernel file for this op."""
     return importlib.util.find_spec(f"dsv4_jax.{room}.{op}") is not None
 
 
 def implementation_for(op: str, reference: Callable[..., Any], implementation: Implementation) -> Callable[..., Any]:
-    """The function to call for `op` (a file name in `ops/` and, if it has kernels, in `pallas/` and `cuda/`).
+    """The function to call for `op` (a file name in `ops/` and, if it has kernels, in `pallas/`, `cuda/`, `triton/`).
 
     None means, on a GPU backend, the CUDA kernel if the op has one and the library is built, else the
-    Pallas kernel if the op has one; everywhere else the reference.
+    Pallas kernel if the op has one; everywhere else the reference. Triton kernels must be asked for.
 
     Raises:
         ImplementationError: unknown name, or no such kernel exists for this op.
@@ -35,11 +36,11 @@ def implementation_for(op: str, reference: Callable[..., Any], implementation: I
         implementation = _best(op)
     if implementation == "xla":
         return reference
-    if implementation not in ("pallas", "cuda"):
-        expected = "'xla', 'pallas', 'cuda' or None"
+    if implementation not in _ROOMS:
+        expected = "'xla', 'pallas', 'cuda', 'triton' or None"
         raise ImplementationError(f"{op}: unknown implementation {implementation!r}, expected {expected}")
     if not has_kernel(op, implementation):
-        kind = "Pallas" if implementation == "pallas" else "CUDA"
+        kind = _ROOMS[implementation]
         raise ImplementationError(f"{op}: there is no {kind} kernel for this op, use implementation='xla'")
     return getattr(importlib.import_module(f"dsv4_jax.{implementation}.{op}"), reference.__name__)
 

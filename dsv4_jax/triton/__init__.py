@@ -1,0 +1,1 @@
+"""Kernels in Triton proper, called through `jax-triton` (optional extra `triton`). Never chosen by default."""
