@@ -7,6 +7,7 @@ so `except ValueError` keeps working, and every message names what was wrong, wh
 from __future__ import annotations
 
 __all__ = [
+    "BenchmarkError",
     "BlockReleaseError",
     "CacheError",
     "CapacityError",
@@ -59,6 +60,10 @@ class SamplingError(CacheError, ValueError):
 
 class ImplementationError(CacheError, RuntimeError):
     """The requested implementation of an op does not exist or cannot run here."""
+
+
+class BenchmarkError(CacheError, ValueError):
+    """A benchmark was asked for that does not exist, or cannot be run or drawn here."""
 
 
 class PlanError(CacheError, ValueError):

@@ -38,10 +38,13 @@ def _gather_rows(pool: Rows, row_ids: jax.Array, fmt: RowFormat, dtype: jnp.dtyp
             f"gather: the Triton kernel needs jax-triton, install dsv4_jax[triton] ({error})"
         ) from error
     nope, rope, scale = pool
+    result = jax.ShapeDtypeStruct((row_ids.size, fmt.dim), dtype)
+    # The argument was renamed in 0.4; 0.3 is what works with the Triton 3.6 that torch brings.
+    renamed = jax_triton.__version_info__ >= (0, 4)
     out = jax_triton.triton_call(
         nope, rope, scale, row_ids.reshape(-1),
         kernel=gather_fp8,
-        out_shape=jax.ShapeDtypeStruct((row_ids.size, fmt.dim), dtype),
+        **{"out_type" if renamed else "out_shape": result},
         grid=(-(-row_ids.size // ROWS_PER_PROGRAM),),
         num_warps=NUM_WARPS,
         pool_rows=nope.shape[0], count=row_ids.size, rows_per_program=ROWS_PER_PROGRAM,

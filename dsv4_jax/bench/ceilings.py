@@ -1,0 +1,36 @@
+"""What the device can do at most, measured now: the yardsticks of every record."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .timing import seconds
+
+__all__ = ["Ceilings", "measure_ceilings"]
+
+
+class Ceilings(NamedTuple):
+    """copy: bytes read and written per second by an elementwise kernel. matmul: bf16 FLOP per second."""
+
+    copy: float
+    matmul: float
+
+    def floor_us(self, bytes_moved: float, flops: float) -> float:
+        """No faster than this: the larger of the two times."""
+        return 1e6 * max(bytes_moved / self.copy, flops / self.matmul)
+
+    def as_dict(self) -> dict[str, float]:
+        return {"copy_gb_per_s": self.copy / 1e9, "matmul_tflop_per_s": self.matmul / 1e12}
+
+
+def measure_ceilings(*, quick: bool = False) -> Ceilings:
+    """2 GiB and 8192 x 8192 (4 MiB and 256 x 256 if quick)."""
+    x = jnp.zeros(1 << (20 if quick else 29), jnp.int32)
+    copy = 2 * x.nbytes / seconds(jax.jit(lambda x: x + np.int32(1)), x, repeats=10)
+    n = 256 if quick else 8192
+    a = jax.random.normal(jax.random.key(0), (n, n), jnp.bfloat16)
+    return Ceilings(copy, 2 * n**3 / seconds(jax.jit(lambda a: a @ a), a, repeats=10))

@@ -1,0 +1,257 @@
+"""What is timed: per op, the arrays of its calls and the call itself.
+
+Every call has its own ids, queries, positions and values, drawn over a pool far larger than the GPU's L2.
+Ops that update arrays in place pass them from call to call (`carry`), as the layers of a step do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..config import DSV4Config
+from ..formats import codec
+from ..layout import CacheLayout
+from ..manager.planning import RowFeed, build_plan, shape_for
+from ..ops import Compressor, Finish, Stream, append, attend, compress_csa, compress_hca, gather_rows, index_scores
+from ..ops import top_k as top_k_op
+from ..ops.append import load
+from ..ops.numerics import inv_frequencies
+from .inputs import random_part, random_rows
+from .shapes import (
+    BLOCK_TOKENS,
+    AppendShape,
+    AttendShape,
+    CompressShape,
+    GatherShape,
+    ScoreShape,
+    Shape,
+    TopKShape,
+)
+
+__all__ = ["BATCHED_OPS", "Problem", "dispatch_op", "problem"]
+
+# Ops whose call arguments all have the batch in front.
+BATCHED_OPS = ("gather", "index_scores", "top_k", "attend")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The calls of one op at one shape.
+
+    Attributes:
+        shared: arrays that all calls read.
+        carry: makes the arrays that each call updates in place; () for a pure op.
+        calls: the arguments of each call.
+        apply: (shared, carry, call, implementation) -> (carry, out).
+        result: (carry, out, call) -> arrays to be compared with another implementation's.
+        tolerance: largest relative error of a correct implementation.
+    """
+
+    shared: Any
+    carry: Callable[[], Any]
+    calls: list[Any]
+    apply: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+    result: Callable[[Any, Any, Any], Any]
+    tolerance: float
+
+
+def dispatch_op(op: str) -> str:
+    """The file name of an op in `dsv4_jax.ops`."""
+    return "compress" if op.startswith("compress") else op
+
+
+def problem(op: str, shape: Shape, calls: int, *, pool_rows: int, seed: int = 0) -> Problem:
+    """`calls` calls of `op`. `pool_rows`: at least so many stored rows to draw from."""
+    key = jax.random.key(seed)
+    match shape:
+        case AppendShape():
+            return _append(key, shape, calls, pool_rows)
+        case CompressShape():
+            return _compress(key, shape, calls)
+        case GatherShape():
+            return _gather(key, shape, calls, pool_rows)
+        case ScoreShape():
+            return _index_scores(key, shape, calls, pool_rows)
+        case TopKShape():
+            return _top_k(key, shape, calls)
+        case AttendShape():
+            return _attend(key, shape, calls, pool_rows)
+
+
+def _pure(shared: Any, calls: list[Any], call: Callable[[Any, Any, Any], Any], tolerance: float) -> Problem:
+    """A problem whose result is what the call returns."""
+    return Problem(
+        shared, tuple, calls, lambda shared, _, args, name: ((), call(shared, args, name)),
+        lambda _, out, args: out, tolerance,
+    )  # fmt: skip
+
+
+def _draw(key: jax.Array, calls: int, make: Callable[[jax.Array], Any]) -> list[Any]:
+    make = jax.jit(make)
+    return [make(k) for k in jax.random.split(jax.random.fold_in(key, 1), calls)]
+
+
+def _finish(width: int, rope_dim: int, *, compressed: bool, hadamard: bool = False) -> Finish:
+    cfg = DSV4Config.flash()
+    theta, yarn = (cfg.compress_rope_theta, cfg.yarn) if compressed else (cfg.rope_theta, None)
+    norm = jnp.linspace(0.5, 1.5, width, dtype=jnp.float32)
+    return Finish(norm, jnp.asarray(inv_frequencies(rope_dim, theta, yarn)), cfg.rms_norm_eps, hadamard)
+
+
+def _append(key: jax.Array, shape: AppendShape, calls: int, pool_rows: int) -> Problem:
+    fmt, tokens = shape.fmt, shape.tokens
+    rows = max(pool_rows, calls * tokens)
+    ids = np.random.default_rng(0).permutation(rows)[: calls * tokens].reshape(calls, tokens).astype(np.int32)
+
+    def make(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        a, b = jax.random.split(key)
+        values = jax.random.normal(a, (tokens, fmt.dim), jnp.bfloat16)
+        return values, jax.random.randint(b, (tokens,), 0, 1 << 20, jnp.int32)
+
+    finish = _finish(fmt.dim, fmt.rope_dim, compressed=False) if shape.fused else None
+    args = [(*call, jnp.asarray(own)) for call, own in zip(_draw(key, calls, make), ids, strict=True)]
+
+    def apply(finish: Any, pool: Any, call: Any, implementation: Any) -> tuple[Any, None]:
+        values, position, own = call
+        position = position if shape.fused else None
+        pool = append(
+            pool, values, own, fmt=fmt, finish=finish, position=position, implementation=implementation
+        )  # fmt: skip
+        return pool, None
+
+    def result(pool: Any, _: None, call: Any) -> jax.Array:
+        return codec(fmt).decode(fmt, load(pool, call[2]), jnp.float32)
+
+    return Problem(finish, lambda: random_rows(key, fmt, rows), args, apply, result, 1e-2)
+
+
+def _compress(key: jax.Array, shape: CompressShape, calls: int) -> Problem:
+    """Every call feeds slots of its own. A decode step stands at the last token of 8 Ki."""
+    layout = CacheLayout(DSV4Config.flash(), hca_state="raw" if shape.kind == "hca_raw" else "online")
+    fmt, ratio, width = shape.fmt, shape.ratio, shape.input_width
+    start = 8 * 1024 - 1 if shape.length == 1 else 0
+    per_block, slots = BLOCK_TOKENS // ratio, calls * shape.rows + 1
+    columns = layout.blocks_for(start + shape.length)
+    # Only the last block of a decoding slot is written: one block per slot is enough.
+    own_blocks = 1 if shape.length == 1 else columns
+    table = (np.arange(slots)[:, None] - 1) * own_blocks + 1 + np.arange(columns)[None] % own_blocks
+    table[0] = 0
+    units = (slots - 1) * own_blocks + 1
+    geometry = Compressor(ratio, 0, slots, shape.ring, 0, per_block, fmt)
+    rope_dim = fmt.rope_dim or DSV4Config.flash().rope_dim  # the format of an index key does not tell
+    finish = _finish(fmt.dim, rope_dim, compressed=True, hadamard=shape.kind == "index")
+
+    def make(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        size = shape.rows * shape.length, width
+        a, b = jax.random.split(key)
+        return jax.random.normal(a, size, jnp.float32), jax.random.normal(b, size, jnp.float32)
+
+    args = []
+    for i, (kv, score) in enumerate(_draw(key, calls, make)):
+        own = np.arange(shape.rows) + i * shape.rows + 1
+        feeds = [RowFeed(int(slot), start, shape.length) for slot in own]
+        plan = jax.tree.map(jnp.asarray, build_plan(layout, feeds, shape_for(layout, feeds)))
+        entries = np.arange(start // ratio, (start + shape.length) // ratio)
+        emitted = table[own][:, entries // per_block] * per_block + entries % per_block
+        ring = own[:, None] * shape.ring + np.arange(shape.ring)
+        args.append((plan, kv, score, *(jnp.asarray(x.reshape(-1), jnp.int32) for x in (emitted, ring))))
+
+    def apply(shared: Any, carry: Any, call: Any, implementation: Any) -> tuple[Any, None]:
+        finish, table = shared
+        plan, kv, score, *_ = call
+        stream = Stream(*carry, kv, score, finish, geometry)
+        if ratio == layout.cfg.csa_ratio:
+            (carry,) = compress_csa([stream], plan, table, implementation=implementation)
+        else:
+            mode = layout.hca_state
+            carry = compress_hca(stream, plan, table, mode=mode, implementation=implementation)
+        return carry, None
+
+    def result(carry: Any, _: None, call: Any) -> tuple[jax.Array, jax.Array]:
+        state, pool = carry
+        *_, emitted, ring = call
+        return codec(fmt).decode(fmt, load(pool, emitted), jnp.float32), state[ring]
+
+    def carry() -> tuple[jax.Array, Any]:
+        state = random_part(key, "rows", (slots * shape.ring, shape.state_width), "float32")
+        return state, random_rows(key, fmt, units * per_block)
+
+    shared = finish, jnp.asarray(table, jnp.int32)
+    return Problem(shared, carry, args, apply, result, 1e-2)
+
+
+def _gather(key: jax.Array, shape: GatherShape, calls: int, pool_rows: int) -> Problem:
+    fmt, rows = shape.fmt, max(pool_rows, shape.rows)
+    args = _draw(key, calls, lambda k: jax.random.randint(k, (shape.rows,), 0, rows, jnp.int32))
+    call = lambda pool, ids, name: gather_rows(pool, ids, fmt=fmt, implementation=name)  # noqa: E731
+    return _pure(random_rows(key, fmt, rows), args, call, 0.0)
+
+
+def _index_scores(key: jax.Array, shape: ScoreShape, calls: int, pool_rows: int) -> Problem:
+    fmt, per_block = shape.fmt, shape.rows_per_block
+    one = shape.tokens * shape.blocks
+    blocks = max(pool_rows // per_block, min(calls, 2) * one)
+    order = np.random.default_rng(0).permutation(blocks).astype(np.int32)
+
+    def make(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        a, b = jax.random.split(key)
+        queries = jax.random.normal(a, (shape.tokens, shape.heads, fmt.dim), jnp.bfloat16)
+        return queries, jax.random.normal(b, (shape.tokens, shape.heads), jnp.float32)
+
+    count = jnp.full(shape.tokens, shape.keys, jnp.int32)
+    args = [
+        (*call, jnp.asarray(np.take(order, np.arange(i * one, (i + 1) * one), mode="wrap").reshape(shape.tokens, -1)),
+         count)
+        for i, call in enumerate(_draw(key, calls, make))
+    ]  # fmt: skip
+
+    def call(pool: Any, args: Any, name: Any) -> jax.Array:
+        return index_scores(pool, *args, base=0, rows_per_block=per_block, fmt=fmt, implementation=name)
+
+    return _pure(random_rows(key, fmt, blocks * per_block), args, call, 1e-2)
+
+
+def _top_k(key: jax.Array, shape: TopKShape, calls: int) -> Problem:
+    count = jnp.full(shape.tokens, shape.entries, jnp.int32)
+    args = _draw(key, calls, lambda k: jax.random.normal(k, (shape.tokens, shape.entries), jnp.float32))
+
+    def call(_: Any, args: Any, name: Any) -> jax.Array:
+        if name == "lax.top_k":
+            return jax.lax.top_k(args[0], shape.k)[1]
+        return top_k_op(*args, k=shape.k, implementation=name)[0]
+
+    return _pure((), [(scores, count) for scores in args], call, 0.0)
+
+
+def _attend(key: jax.Array, shape: AttendShape, calls: int, pool_rows: int) -> Problem:
+    fmt, tokens, heads = shape.fmt, shape.tokens, shape.heads
+    rows = max(pool_rows, 2 * shape.window)
+
+    def make(key: jax.Array) -> tuple[jax.Array, ...]:
+        a, b, c = jax.random.split(key, 3)
+        start = jax.random.randint(b, (tokens, 1), 0, rows - shape.window, jnp.int32)
+        return (
+            jax.random.normal(a, (tokens, heads, fmt.dim), jnp.bfloat16),
+            start + jnp.arange(shape.window, dtype=jnp.int32),
+            jnp.ones((tokens, shape.window), jnp.bool),
+            jax.random.randint(c, (tokens, shape.entries), 0, rows, jnp.int32),
+            jnp.full(tokens, shape.entries, jnp.int32),
+        )
+
+    op = functools.partial(attend, scale=fmt.dim**-0.5, fmt=fmt)
+
+    def call(shared: Any, args: Any, name: Any) -> tuple[jax.Array, jax.Array]:
+        pool, sink = shared
+        queries, ids, visible, *entries = args
+        rest = (pool, *entries) if shape.entries else (None, None, None)
+        return op(queries, sink, pool, ids, visible, *rest, implementation=name)
+
+    shared = random_rows(key, fmt, rows), jax.random.normal(key, (heads,), jnp.float32)
+    return _pure(shared, _draw(key, calls, make), call, 3e-3)

@@ -1,0 +1,72 @@
+"""The picture of a benchmark: a roofline of the ops that multiply, and how near its floor every op is."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+
+from ..errors import BenchmarkError
+from .ceilings import Ceilings
+from .records import Record
+
+__all__ = ["draw", "require_matplotlib"]
+
+
+def require_matplotlib() -> None:
+    """Raises `BenchmarkError` if there is no matplotlib."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise BenchmarkError("--plot needs matplotlib: install dsv4_jax[plot]") from None
+
+
+def draw(records: Sequence[Record], ceilings: Ceilings, path: pathlib.Path, *, title: str) -> None:
+    """Writes a PNG.
+
+    Raises:
+        BenchmarkError: no matplotlib, or no record holds a time.
+        OSError: the file cannot be written.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    timed = [r for r in records if r.best_us is not None]
+    if not timed:
+        raise BenchmarkError("--plot: nothing was measured")
+    fastest: dict[tuple[str, str, int], Record] = {}
+    for record in sorted(timed, key=lambda r: -r.best_us):
+        fastest[record.op, record.shape, record.batch] = record
+    shown = [fastest[key] for key in sorted(fastest)]
+    figure = Figure(figsize=(14, max(5, 0.2 * len(shown) + 1.5)), layout="constrained")
+    figure.suptitle(title)
+    roof, bars = figure.subplots(1, 2)
+    _roofline(roof, timed, ceilings)
+    names = [f"{r.op}/{r.shape} {r.batch} {r.implementation}" for r in shown]
+    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(r.implementation for r in shown))}
+    bars.set_ylim(-0.6, len(shown) - 0.4)
+    bars.barh(names, [100 * r.floor_us / r.best_us for r in shown], color=[colours[r.implementation] for r in shown])
+    bars.axvline(100, color="black", linewidth=1)
+    bars.invert_yaxis()
+    bars.tick_params(axis="y", labelsize=6)
+    bars.set(xlabel="floor / time, %", title="the fastest implementation against its floor")
+    figure.savefig(path, format="png", dpi=150)
+
+
+def _roofline(axes, records: Sequence[Record], ceilings: Ceilings) -> None:
+    ridge = ceilings.matmul / ceilings.copy
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if record.flops:
+            groups.setdefault((record.op, record.implementation), []).append(record)
+    intensities = [r.flops / r.bytes for group in groups.values() for r in group] or [ridge]
+    low, high = min(*intensities, ridge) / 2, max(*intensities, ridge) * 4
+    axes.plot(
+        [low, ridge, high], [low * ceilings.copy / 1e12, ceilings.matmul / 1e12, ceilings.matmul / 1e12], "k-",
+        label=f"{ceilings.copy / 1e9:,.0f} GB/s, {ceilings.matmul / 1e12:,.1f} TFLOP/s",
+    )  # fmt: skip
+    for (op, implementation), group in groups.items():
+        x, y = [r.flops / r.bytes for r in group], [r.flops / r.best_us / 1e6 for r in group]
+        axes.plot(x, y, "o", markersize=4, label=f"{op}, {implementation}")
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="TFLOP/s", title="roofline")
+    axes.grid(True, which="both", alpha=0.3)
+    axes.legend(fontsize=7)

@@ -1,0 +1,197 @@
+"""A whole decode step of the attention stack at full model size, as one executable.
+
+Real projection sizes (bf16, random), FP8 cache, FP4 index keys, every request at the same context. The step is
+compared with the sum of its floors: for every part the larger of bytes / copy rate and FLOPs / matmul rate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import pathlib
+import tempfile
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..cache import KVCache, init_cache
+from ..config import AttentionType, DSV4Config
+from ..errors import BenchmarkError
+from ..layout import CacheLayout, CacheSize
+from ..manager.planning import RowFeed, build_plan, shape_for
+from ..model.attention import attention
+from ..model.numerics import rms_norm
+from ..model.params import param_specs
+from ..ops.dispatch import Implementation
+from .ceilings import Ceilings
+from .inputs import random_part
+from .timing import kernel_times
+
+__all__ = ["StepOptions", "measure_step"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """What `measure_step` runs.
+
+    Attributes:
+        model: "flash", "pro" or "tiny".
+        batch, context: requests, and tokens of each.
+        layers: only the first so many; None: all.
+        implementation: of every op; None: the default of each.
+        steps: steps per synchronisation.
+        profile: where to leave a profiler trace.
+    """
+
+    model: str = "flash"
+    batch: int = 64
+    context: int = 128 * 1024
+    layers: int | None = None
+    implementation: Implementation = None
+    steps: int = 20
+    profile: pathlib.Path | None = None
+
+    def config(self) -> DSV4Config:
+        cfg = getattr(DSV4Config, self.model)()
+        if self.context > cfg.max_position_embeddings:
+            raise BenchmarkError(f"context {self.context}: {self.model} has at most {cfg.max_position_embeddings}")
+        return dataclasses.replace(cfg, layer_types=cfg.layer_types[: self.layers]) if self.layers else cfg
+
+
+def measure_step(options: StepOptions, ceilings: Ceilings) -> dict[str, Any]:
+    """Runs the step and returns what was seen, ready for JSON.
+
+    Raises:
+        BenchmarkError: the context exceeds the model's, or the step gives numbers that are not finite.
+    """
+    cfg = options.config()
+    layout = CacheLayout(cfg)
+    columns = layout.blocks_for(options.context)
+    size = CacheSize(options.batch * columns, options.batch, columns)
+    key = jax.random.key(0)
+    params = [
+        jax.jit(functools.partial(random_params, layer["attn"]))(jax.random.fold_in(key, i))
+        for i, layer in enumerate(param_specs(cfg, jnp.bfloat16)["layers"])
+    ]
+    cache = random_cache(layout, size, key)
+    rows = [RowFeed(slot + 1, options.context - 1, 1) for slot in range(options.batch)]
+    plan = build_plan(layout, rows, shape_for(layout, rows)).pack()
+    x = jax.random.normal(key, (options.batch, cfg.hidden_size), jnp.float32)
+
+    def step(cache: KVCache, params: list, plan: Any, x: jax.Array) -> tuple[KVCache, jax.Array]:
+        plan = plan.unpack()
+        cache = cache.begin(plan)
+        for spec, p in zip(layout.schedule, params, strict=True):
+            handle = cache.layer(spec.layer_idx, plan, implementation=options.implementation)
+            y, handle = attention(p, handle, rms_norm(x, None, cfg.rms_norm_eps))
+            x, cache = x + y, handle.cache
+        return cache, x
+
+    start = time.perf_counter()
+    compiled = jax.jit(step, donate_argnums=0).lower(cache, params, plan, x).compile()
+    compile_s = time.perf_counter() - start
+    memory, text = compiled.memory_analysis(), compiled.as_text() or ""
+    report: dict[str, Any] = dict(
+        model=options.model, layers=cfg.num_layers, batch=options.batch, context=options.context,
+        implementation=options.implementation or "default", compile_s=compile_s,
+        cache_gb=layout.total_bytes(size) / 1e9,
+        cache_in_place=memory.alias_size_in_bytes == layout.total_bytes(size), temp_mb=memory.temp_size_in_bytes / 1e6,
+        command_buffers=text.count("command_buffer"), custom_calls=text.count("custom-call("),
+    )  # fmt: skip
+
+    jitted = jax.jit(step, donate_argnums=0)  # what a serving loop calls
+    for _ in range(2):
+        cache, out = jitted(cache, params, plan, x)
+    if not bool(jnp.isfinite(out).all()):
+        raise BenchmarkError("the step gave numbers that are not finite")
+    walls, dispatches = [], []
+    for _ in range(5):
+        start = time.perf_counter()
+        cache, out = jitted(cache, params, plan, x)
+        dispatches.append(time.perf_counter() - start)  # with nothing queued
+        for _ in range(options.steps - 1):
+            cache, out = jitted(cache, params, plan, x)
+        jax.block_until_ready(out)
+        walls.append((time.perf_counter() - start) / options.steps)
+    step_s = min(walls)
+    report |= dict(step_ms=step_s * 1e3, dispatch_us=min(dispatches) * 1e6)
+
+    parts = floors(layout, params, options.batch, options.context)
+    floor_us = {name: ceilings.floor_us(bytes_, flops) for name, bytes_, flops in parts}
+    moved = sum(bytes_ for _, bytes_, _ in parts)
+    total = sum(floor_us.values())
+    report |= dict(
+        floor_us=floor_us, floor_ms=total / 1e3, over_floor=1e6 * step_s / total, gb_per_s=moved / step_s / 1e9,
+        kernel_ms=None, kernels=None,
+    )  # fmt: skip
+    if options.profile or jax.default_backend() == "gpu":
+        report |= _profile(lambda c: jitted(c, params, plan, x), cache, options.profile)
+    return report
+
+
+def _profile(step: Any, cache: KVCache, keep: pathlib.Path | None) -> dict[str, Any]:
+    """Kernel time of one step, and of each of its twenty longest kernels."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = keep or pathlib.Path(temporary)
+        with jax.profiler.trace(str(folder)):
+            jax.block_until_ready(step(cache))
+        times = kernel_times(folder)
+    if not times:
+        return {}
+    longest = sorted(times, key=lambda name: -times[name])[:20]
+    return {"kernel_ms": sum(times.values()) / 1e3, "kernels": {name: times[name] for name in longest}}
+
+
+def random_params(specs: dict, key: jax.Array) -> dict:
+    """One layer's "attn" parameters: normal matrices scaled by their width, unit norms, zero biases."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(specs)
+
+    def draw(i: int, path: tuple, spec: jax.ShapeDtypeStruct) -> jax.Array:
+        if spec.dtype != jnp.bfloat16:
+            return jnp.full(spec.shape, "norm" in jax.tree_util.keystr(path), spec.dtype)
+        scale = jnp.asarray(spec.shape[-1] ** -0.5, spec.dtype)
+        return jax.random.normal(jax.random.fold_in(key, i), spec.shape, spec.dtype) * scale
+
+    return jax.tree.unflatten(tree, [draw(i, path, spec) for i, (path, spec) in enumerate(leaves)])
+
+
+def random_cache(layout: CacheLayout, size: CacheSize, key: jax.Array) -> KVCache:
+    """A cache full of valid rows and a block table that scatters every request over the pool."""
+    cache = init_cache(layout, size)
+    arrays = dict(cache.arrays)
+    for i, leaf in enumerate(layout.leaves):
+        if leaf.scope != "table":
+            shape = arrays[leaf.name].shape
+            arrays[leaf.name] = random_part(jax.random.fold_in(key, i), leaf.part, shape, leaf.dtype)
+    ids = np.random.default_rng(0).permutation(size.num_blocks)[: size.num_slots * size.max_blocks_per_request] + 1
+    table = np.zeros(arrays["block_table.ids"].shape, np.int32)
+    table[1 : size.num_slots + 1] = ids.reshape(size.num_slots, -1)
+    arrays["block_table.ids"] = jnp.asarray(table)
+    return KVCache(arrays, layout)
+
+
+def floors(layout: CacheLayout, params: list, batch: int, context: int) -> list[tuple[str, float, float]]:
+    """(part, bytes, FLOPs) of one step: every weight and every visible row read once.
+
+    Queries and outputs count as bf16, the least a step could keep them in.
+    """
+    cfg, rows = layout.cfg, []
+    weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    matrices = sum(math.prod(x.shape) for x in jax.tree.leaves(params) if x.ndim >= 2 and x.dtype == jnp.bfloat16)
+    rows.append(("projections", float(weights), 2.0 * matrices * batch))
+    for attn in AttentionType:
+        layers, ratio = cfg.count(attn), cfg.ratio(attn)
+        entries = context // ratio if ratio else 0
+        if attn is AttentionType.CSA:
+            keys = entries * layout.index_row.row_bytes
+            flops = 2.0 * cfg.index_n_heads * cfg.index_head_dim * entries
+            rows.append(("index_scores", float(layers * batch * keys), layers * batch * flops))
+            entries = min(entries, cfg.index_topk)
+        seen, width = cfg.sliding_window + entries, cfg.num_attention_heads * cfg.head_dim
+        bytes_ = layers * batch * (seen * layout.kv_row.row_bytes + 4 * width)
+        rows.append((f"attend {attn.name}", float(bytes_), layers * batch * 4.0 * width * seen))
+    return rows

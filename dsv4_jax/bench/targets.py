@@ -1,0 +1,95 @@
+"""What each op must and should reach on one H200, and what the best peer needs there. Microseconds.
+
+Peers, measured on the same kind of machine with CUDA graphs: FlashMLA (attend), DeepGEMM (index_scores),
+vLLM (append, compress, top_k). Where "below the peer" is the aim, the aim is the peer's time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["TARGETS", "Target", "verdict"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Times in us, or shares of the copy ceiling; None where nothing was set or measured."""
+
+    must: float | None = None
+    aim: float | None = None
+    peer: float | None = None
+    must_of_copy: float | None = None
+    aim_of_copy: float | None = None
+
+    def limits(self, bytes_moved: int, copy_rate: float) -> tuple[float | None, float | None]:
+        """(must, aim) in us, for a copy ceiling in bytes per second."""
+
+        def us(share: float | None) -> float | None:
+            return None if share is None else 1e6 * bytes_moved / (share * copy_rate)
+
+        return self.must or us(self.must_of_copy), self.aim or us(self.aim_of_copy)
+
+
+def verdict(us: float | None, must: float | None, aim: float | None) -> str | None:
+    """ "aim", "must" or "missed"; None if there is no target or no time. Without a must, the aim decides."""
+    if us is None or (must is None and aim is None):
+        return None
+    if aim is not None and us <= aim:
+        return "aim"
+    return "must" if must is not None and us <= must else "missed"
+
+
+def _peers(op: str, name: str, **times: float) -> dict[tuple[str, str, int], Target]:
+    """Peers' times alone: b1=13.0 is batch 1."""
+    return {(op, name, int(batch[1:])): Target(peer=us) for batch, us in times.items()}
+
+
+TARGETS: dict[tuple[str, str, int], Target] = {
+    # The peer's kernel also normalises and rotates the queries.
+    ("append", "fused", 1): Target(3, 2, 2.2),
+    ("append", "fused", 64): Target(5, 3, 7.3),
+    ("append", "fused", 1024): Target(20, 12, 46.9),
+    ("compress_csa", "decode", 1): Target(6, 4.2, 4.2),
+    ("compress_csa", "decode", 64): Target(9, 6.6, 6.6),
+    ("compress_csa", "decode", 256): Target(peer=7.9),
+    ("compress_csa", "prefill", 8192): Target(peer=30.0),
+    ("compress_csa", "prefill", 65536): Target(peer=199.0, must_of_copy=0.6, aim_of_copy=0.8),
+    ("compress_index", "decode", 1): Target(peer=3.6),
+    ("compress_index", "decode", 64): Target(6, 4.1, 4.1),
+    ("compress_index", "decode", 256): Target(peer=5.5),
+    ("compress_index", "prefill", 8192): Target(peer=15.6),
+    ("compress_index", "prefill", 65536): Target(must_of_copy=0.6, aim_of_copy=0.8),
+    ("compress_hca", "decode", 64): Target(12, 12, 36.0),
+    ("compress_hca", "prefill", 8192): Target(peer=95.0),
+    ("compress_hca", "prefill", 65536): Target(must_of_copy=0.6, aim_of_copy=0.8),
+    ("gather", "rows", 1 << 18): Target(must_of_copy=0.75, aim_of_copy=0.85),
+    ("gather", "rows", 1 << 20): Target(must_of_copy=0.75, aim_of_copy=0.85),
+    **_peers("index_scores", "fp8-8k", b1=3.3, b64=8.4),
+    **_peers("index_scores", "fp8-128k", b1=4.3, b16=22.0, b256=262.9),
+    **_peers("index_scores", "fp8-1m", b16=135.2),
+    ("index_scores", "fp8-128k", 64): Target(1.5 * 70.5, 70.5, 70.5),
+    ("index_scores", "fp8-1m", 1): Target(1.5 * 13.0, 13.0, 13.0),
+    **_peers("top_k", "flash-8k", b1=3.0, b64=3.8),
+    **_peers("top_k", "flash-128k", b1=9.1, b16=10.5, b256=27.2),
+    **_peers("top_k", "flash-1m", b16=26.6),
+    **_peers("top_k", "pro-128k", b64=13.0),
+    **_peers("top_k", "pro-1m", b1=15.3),
+    ("top_k", "flash-1m", 1): Target(30, 15, 15.1),
+    ("top_k", "flash-128k", 64): Target(30, 12, 12.4),
+    **_peers("attend", "swa-flash", b1=11.5, b64=14.0, b256=29.4),
+    **_peers("attend", "hca-flash-1m", b1=28.8, b16=82.9, b64=244.5),
+    **_peers("attend", "hca-pro-128k", b1=14.6, b64=53.2, b256=200.5),
+    **_peers("attend", "hca-flash-128k", b16=22.6),
+    **_peers("attend", "csa-pro", b16=28.0),
+    ("attend", "csa-flash", 1): Target(15, 13.0, 13.0),
+    ("attend", "csa-flash", 16): Target(25, 18.2, 18.2),
+    ("attend", "csa-flash", 64): Target(50, 44.5, 44.5),
+    ("attend", "csa-flash", 128): Target(80, 46.2, 46.2),
+    ("attend", "csa-flash", 256): Target(150, 88.6, 88.6),
+    ("attend", "hca-flash-128k", 1): Target(18, 15.1, 15.1),
+    ("attend", "hca-flash-128k", 64): Target(75, 60.2, 60.2),
+    ("attend", "hca-flash-128k", 256): Target(250, 141.5, 141.5),
+    ("attend", "csa-pro", 1): Target(20, 14.7, 14.7),
+    ("attend", "csa-pro", 64): Target(100, 53.3, 53.3),
+    ("attend", "csa-pro", 256): Target(380, 201.0, 201.0),
+}

@@ -1,0 +1,116 @@
+"""How long a call takes: wall time over many calls per synchronisation, and the profiler's kernel times.
+
+One executable holds several calls. Time of a call = (time of MANY calls - time of FEW) / (MANY - FEW), each the
+best of several repeats, so what an execution costs by itself drops out. Before every execution the GPU's L2 is
+filled with other data, so all rows come from device memory.
+"""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .ops import Problem
+
+__all__ = ["Timing", "call_count", "flush_l2", "kernel_times", "seconds", "time_problem"]
+
+MOST_CALLS, FEWEST_CALLS = 24, 6
+MEMORY = 8 << 30  # bytes that the calls of one executable may move, about what they hold
+L2_FLUSH = 256 << 20  # bytes read between executions; an H200 has 50 MB of L2
+
+
+class Timing(NamedTuple):
+    """us: wall time of a call. kernels: device time of each of its kernels in us; None off a GPU."""
+
+    us: float
+    kernels: dict[str, float] | None
+
+    @property
+    def kernel_us(self) -> float | None:
+        return None if self.kernels is None else sum(self.kernels.values())
+
+
+def call_count(bytes_moved: int, *, quick: bool = False) -> int:
+    """Calls of an executable."""
+    return 3 if quick else max(FEWEST_CALLS, min(MOST_CALLS, MEMORY // bytes_moved))
+
+
+def flush_l2() -> Callable[[], None]:
+    """A function that reads more than an L2 holds (nothing on a CPU)."""
+    if jax.default_backend() != "gpu":
+        return lambda: None
+    data = jnp.ones(L2_FLUSH // 4, jnp.int32)
+    read = jax.jit(jnp.sum)
+    return lambda: jax.block_until_ready(read(data))
+
+
+def seconds(f: Callable[..., Any], *args: Any, repeats: int) -> float:
+    """The shortest of several synchronised runs of `f`, compilation excluded."""
+    jax.block_until_ready(f(*args))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(f(*args))
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def time_problem(problem: Problem, implementation: str, *, repeats: int) -> Timing:
+    """Times `implementation` on the calls of a problem. Raises whatever it raises."""
+
+    def run(shared: Any, carry: Any, calls: list[Any]) -> tuple[Any, list[Any]]:
+        outs = []
+        for call in calls:
+            carry, out = problem.apply(shared, carry, call, implementation)
+            outs.append(out)
+        return carry, outs
+
+    step, flush, carry = jax.jit(run, donate_argnums=1), flush_l2(), problem.carry()
+
+    def once(calls: list[Any]) -> float:
+        nonlocal carry
+        flush()
+        start = time.perf_counter()
+        carry, outs = step(problem.shared, carry, calls)
+        jax.block_until_ready((carry, outs))
+        return time.perf_counter() - start
+
+    many = len(problem.calls)
+    few = max(1, many // 3)
+    best = {}
+    for count in (few, many):
+        once(problem.calls[:count])  # compiles
+        best[count] = min(once(problem.calls[:count]) for _ in range(repeats))
+    us = 1e6 * (best[many] - best[few]) / (many - few)
+    if us <= 0:  # calls too short for the clock (tiny sizes): an upper bound
+        us = 1e6 * best[many] / many
+    kernels = None
+    if jax.default_backend() == "gpu":
+        flush()
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                carry, outs = step(problem.shared, carry, problem.calls)
+                jax.block_until_ready((carry, outs))
+            kernels = {name: total / many for name, total in kernel_times(pathlib.Path(folder)).items()} or None
+    return Timing(us, kernels)
+
+
+def kernel_times(folder: pathlib.Path) -> dict[str, float]:
+    """us of every kernel and device copy in a profiler trace, by name; {} if it holds no GPU streams."""
+    times: dict[str, float] = collections.defaultdict(float)
+    for file in folder.rglob("*.xplane.pb"):
+        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+            if not plane.name.startswith("/device:GPU"):
+                continue
+            for line in plane.lines:
+                if line.name.startswith("Stream"):  # the others repeat the same time by op and module
+                    for event in line.events:
+                        times[event.name[:100]] += event.duration_ns / 1e3
+    return dict(times)

@@ -1,0 +1,119 @@
+"""The ops in plain torch, as a baseline: gathers, products and softmax as anyone would write them, in CUDA graphs.
+
+Optional: only where torch with CUDA is importable.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from .ops import Problem
+from .shapes import AttendShape, GatherShape, ScoreShape, Shape, TopKShape
+from .timing import L2_FLUSH
+
+__all__ = ["OPS", "measure", "why_not"]
+
+OPS = ("gather", "index_scores", "top_k", "attend")
+
+
+def why_not(op: str) -> str | None:
+    """Why there is no torch baseline here, None if there is."""
+    if op not in OPS:
+        return "no torch version"
+    if jax.default_backend() != "gpu":
+        return f"the backend is {jax.default_backend()}"
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    import torch
+
+    return None if torch.cuda.is_available() else "torch has no CUDA"
+
+
+def measure(op: str, shape: Shape, inputs: Problem, *, repeats: int) -> tuple[float, list[np.ndarray]]:
+    """(us of a call, result of the first call). Calls are captured in one CUDA graph and replayed, L2 cold."""
+    import torch
+
+    call = _call(op, shape)
+    shared = jax.tree.map(_tensor, inputs.shared)
+    calls = [jax.tree.map(_tensor, args) for args in inputs.calls]
+    first = call(shared, calls[0])
+    call(shared, calls[-1])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for args in calls:
+            call(shared, args)
+    other = torch.ones(L2_FLUSH // 4, device="cuda", dtype=torch.int32)
+    times = []
+    for _ in range(repeats + 1):
+        other.sum()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / len(calls))
+    results = [x.float().cpu().numpy() if x.is_floating_point() else x.cpu().numpy() for x in first]
+    del graph, other, shared, calls, first
+    torch.cuda.empty_cache()  # the rest of the memory is JAX's
+    return min(times[1:]), results
+
+
+def _tensor(x: jax.Array) -> Any:
+    """A copy on torch's side; bf16 and uint16 keep their bits."""
+    import torch
+
+    host = np.array(x)
+    if host.dtype == jax.numpy.bfloat16 or host.dtype == np.uint16:
+        return torch.from_numpy(host.view(np.int16)).cuda().view(torch.bfloat16)
+    return torch.from_numpy(host).cuda()
+
+
+def _decode(pool: Any, ids: Any) -> Any:
+    """fp8 KV rows [..., 512] bf16."""
+    import torch
+
+    nope, rope, scale = (part[ids.long()] for part in pool)
+    factor = torch.exp2(scale[..., :7].float() - 127).repeat_interleave(64, -1)
+    values = nope.view(torch.float8_e4m3fn).float() * factor
+    return torch.cat([values.bfloat16(), rope], -1)
+
+
+def _call(op: str, shape: Shape) -> Callable[[Any, Any], tuple[Any, ...]]:
+    """(shared, call) -> results, in the order of the op's own."""
+    import torch
+
+    match shape:
+        case GatherShape():
+            return lambda pool, ids: (_decode(pool, ids),)
+        case TopKShape():
+            return lambda _, args: (torch.topk(args[0], shape.k, dim=-1).indices,)
+        case ScoreShape() if shape.fmt.name == "fp8":
+
+            def scores(pool: Any, args: Any) -> tuple[Any, ...]:
+                queries, weights, table, _ = args
+                offset = torch.arange(shape.rows_per_block, device="cuda")
+                ids = (table.long()[..., None] * shape.rows_per_block + offset).flatten(1)
+                codes, scale = (part[ids] for part in pool)
+                dots = queries @ codes.view(torch.float8_e4m3fn).bfloat16().transpose(1, 2)
+                return (torch.einsum("th,ths->ts", weights, dots.relu().float()) * scale[..., 0],)
+
+            return scores
+        case AttendShape():
+
+            def attend(shared: Any, args: Any) -> tuple[Any, ...]:
+                pool, sink = shared
+                queries, ids, _, entry_ids, _ = args  # every key is visible
+                keys = _decode(pool, torch.cat([ids, entry_ids], 1))
+                logits = (queries @ keys.transpose(1, 2)).float() * shape.fmt.dim**-0.5
+                lse = logits.logsumexp(-1)
+                weights = torch.exp(logits - torch.logaddexp(lse, sink)[..., None])
+                return (weights.bfloat16() @ keys).float(), lse
+
+            return attend
+    raise ValueError(f"no torch version of {op} for {shape}")

@@ -1,0 +1,242 @@
+"""`bench`: times every op, or a whole decode step, against what this device can do at most.
+
+Terms: floor = the time no implementation can beat, the larger of bytes / copy ceiling and FLOPs / matmul ceiling
+(bytes and FLOPs are those the shape cannot do without, both ceilings are measured in the same run); must, aim, peer =
+the project's targets and the best other system's time on an H200. Times are kernel times (profiler) where the device
+has them, else wall times over many calls per synchronisation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..bench.shapes import CASES, OPS, QUICK, select
+from ..errors import BenchmarkError
+from .options import positive, print_json, progress_bar, stdout
+from .plan import token_count
+
+__all__ = ["add_parser", "run"]
+
+_EXAMPLES = """
+examples:
+  dsv4_jax bench --quick                                       all ops at tiny sizes, on any machine
+  dsv4_jax bench attend --shapes csa-flash --batch 1,64,256    chosen shapes of one op
+  dsv4_jax bench all --json bench.json --plot roofline.png     everything, to files
+  dsv4_jax bench top_k --implementations xla,lax.top_k,torch   baselines only
+  dsv4_jax bench step --model pro --batch 64 --context 32K     a whole decode step of the attention stack
+"""
+_SHARED_MODELS = ("flash", "pro", "tiny")
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "bench", help="time the ops or a decode step", description=__doc__, epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("what", nargs="*", default=["all"], metavar="OP", help=f"{', '.join(OPS)}, all or step")
+    parser.add_argument("--shapes", metavar="TEXT", help="only shapes whose op/name holds this")
+    parser.add_argument(
+        "--batch", type=_list_of(positive), metavar="N,...", help="these batches instead of each shape's"
+    )
+    parser.add_argument(
+        "--context", type=_list_of(token_count), metavar="N,...", help="of 8K, 128K, 1M; any for a step"
+    )
+    parser.add_argument(
+        "--implementations", type=_names, metavar="NAME,...", help="cuda, pallas, triton, xla, lax.top_k, torch"
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: does everything run? (the default on a CPU)")
+    parser.add_argument(
+        "--invariance", action="store_true", help="also check that rows keep their bits in other batches"
+    )
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write one JSON object (default: to stdout)"
+    )
+    parser.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="draw the roofline (needs matplotlib)")
+    step = parser.add_argument_group("step")
+    step.add_argument("--model", choices=_SHARED_MODELS, default="flash", help="default: %(default)s")
+    step.add_argument("--layers", type=positive, metavar="N", help="only the first N layers")
+    step.add_argument("--steps", type=positive, default=20, metavar="N", help="per synchronisation (default: 20)")
+    step.add_argument("--profile", type=pathlib.Path, metavar="DIR", help="keep the profiler trace of a step")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    ops, with_step = _chosen(args.what)
+    select(CASES, ops) if ops else None  # unknown names are refused before jax starts
+    import jax
+
+    from ..bench import ceilings, plot, records
+
+    names = _implementations(args.implementations, records.IMPLEMENTATIONS)
+    if args.plot:
+        if not ops:
+            raise BenchmarkError("--plot draws ops, not steps")
+        plot.require_matplotlib()
+        _writable(args.plot)
+    if args.json not in (None, "-"):
+        _writable(pathlib.Path(args.json))
+    quick = args.quick
+    if jax.default_backend() == "cpu" and not quick:
+        quick = True
+        print("no GPU: tiny sizes, as with --quick", file=sys.stderr)
+    cases = QUICK if quick else CASES
+    chosen = select(cases, ops, name=args.shapes, batches=args.batch, contexts=args.context) if ops else []
+    pairs = [(case, batch, names or records.default_implementations(case.op)) for case, batch in chosen]
+    steps = _step_options(args, quick) if with_step else []
+    found: list[Any] = []
+    reports: list[dict[str, Any]] = []
+    with progress_bar() as bar:
+        task = bar.add_task("ceilings", total=sum(len(each) for *_, each in pairs) + len(steps))
+        top = ceilings.measure_ceilings(quick=quick)
+        for case, batch, each in pairs:
+            bar.update(task, description=f"{case.op} {case.name}, {batch}")
+            found += records.measure(
+                case, batch, each, top, quick=quick, invariance=args.invariance, on_done=lambda: bar.advance(task)
+            )
+        if steps:
+            from ..bench.step import measure_step
+
+            for options in steps:
+                bar.update(task, description=f"step of {options.model}, {options.batch}")
+                reports.append(measure_step(options, top))
+                bar.advance(task)
+    device = jax.devices()[0].device_kind
+    if args.plot:
+        plot.draw(found, top, args.plot, title=f"dsv4_jax on {device}{' (tiny sizes)' if quick else ''}")
+    result = {
+        "device": device, "backend": jax.default_backend(), "jax": jax.__version__, "quick": quick,
+        "ceilings": top.as_dict(), "records": [dataclasses.asdict(r) for r in found], "steps": reports,
+    }  # fmt: skip
+    if args.json == "-":
+        print_json(result)
+    else:
+        if args.json:
+            pathlib.Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+        _print(stdout(), result)
+    # An implementation that cannot run here is a row, a wrong result is a failure.
+    return 1 if any(r.correct is False or r.batch_invariant is False for r in found) else 0
+
+
+def _chosen(what: list[str]) -> tuple[list[str], bool]:
+    """(ops, whether a step was asked for)"""
+    ops = list(OPS) if "all" in what else [name for name in dict.fromkeys(what) if name != "step"]
+    return ops, "step" in what
+
+
+def _writable(path: pathlib.Path) -> None:
+    """Raises `BenchmarkError` if a file cannot be written there: better before the run than after it."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise BenchmarkError(f"{path}: no such folder, or not a file")
+
+
+def _implementations(names: list[str] | None, known: tuple[str, ...]) -> list[str] | None:
+    for name in names or ():
+        if name not in known:
+            raise BenchmarkError(f"unknown implementation {name!r}, expected some of {', '.join(known)}")
+    return names
+
+
+def _step_options(args: argparse.Namespace, quick: bool) -> list[Any]:
+    """One per batch, context and implementation."""
+    from ..bench.step import StepOptions
+
+    kernels = ("xla", "pallas", "cuda", "triton")
+    names = [name for name in args.implementations or [None] if name is None or name in kernels]
+    small = quick and not args.layers
+    options = [
+        StepOptions(
+            model="tiny" if small else args.model, batch=batch, context=context, layers=args.layers,
+            implementation=name, steps=2 if quick else args.steps, profile=args.profile,
+        )
+        for batch in args.batch or [2 if quick else 64]
+        for context in args.context or [256 if quick else 128 * 1024]
+        for name in names
+    ]  # fmt: skip
+    for option in options:
+        option.config()
+    return options
+
+
+def _list_of(item: Callable[[str], int]) -> Callable[[str], list[int]]:
+    def parse(text: str) -> list[int]:
+        return [item(part) for part in text.split(",")]
+
+    return parse
+
+
+def _names(text: str) -> list[str]:
+    return list(dict.fromkeys(text.split(",")))
+
+
+def _print(console: Console, result: dict[str, Any]) -> None:
+    top = result["ceilings"]
+    console.print(
+        f"{result['device']}, jax {result['jax']}: copy {top['copy_gb_per_s']:,.0f} GB/s, "
+        f"bf16 matmul {top['matmul_tflop_per_s']:,.2f} TFLOP/s"
+    )
+    if result["records"]:
+        # A wide table in a pipe or a log is better than one cell per line.
+        wide = console if console.is_terminal else Console(width=max(console.width, 140))
+        wide.print(_table([r for r in result["records"] if not r["problem"]]))
+        for reason, names in _problems(result["records"]).items():
+            wide.print(f"not measured: {', '.join(names)}: {reason}", markup=False, highlight=False)
+    for report in result["steps"]:
+        table = Table("", "", title="decode step", title_justify="left", show_header=False)
+        for name, value in report.items():
+            if isinstance(value, dict):
+                for part, us in value.items():
+                    table.add_row(f"  {name}: {part[:60]}", f"{us:,.1f}")
+            else:
+                table.add_row(name, f"{value:,.3f}" if isinstance(value, float) else str(value))
+        console.print(table)
+
+
+def _table(records: list[dict[str, Any]]) -> Table:
+    table = Table("op / shape", "implementation")
+    for name in ("batch", "us", "kernel us", "GB/s", "TFLOP/s", "floor us", "of floor", "must / aim / peer", "error"):
+        table.add_column(name, justify="right")
+    last = None
+    for r in records:
+        label = f"{r['op']} {r['shape']}"
+        if last is not None and (label, r["batch"]) != last:
+            table.add_section()
+        last = label, r["batch"]
+        targets = [r["must_us"], r["aim_us"], r["peer_us"]]
+        judged = " / ".join(_number(x) for x in targets) if any(targets) else ""
+        colour = {"aim": "green", "must": "green", "missed": "red"}.get(r["verdict"], "default")
+        if r["verdict"]:
+            judged += f" {r['verdict']}"
+        error = f"{r['relative_error']:.0e}" if r["correct"] else f"[red]{r['relative_error']:.1e} wrong[/]"
+        if r["batch_invariant"] is not None:
+            error += ", invariant" if r["batch_invariant"] else ", [red]not invariant[/]"
+        table.add_row(
+            label, r["implementation"], str(r["batch"]), _number(r["us"]), _number(r["kernel_us"]),
+            f"{r['gb_per_s']:,.0f}", f"{r['tflop_per_s']:,.1f}" if r["flops"] else "", _number(r["floor_us"]),
+            f"{r['of_floor']:.0%}", f"[{colour}]{judged}[/]", error,
+        )  # fmt: skip
+    return table
+
+
+def _problems(records: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """reason -> what could not be measured for it."""
+    found: dict[str, list[str]] = {}
+    for r in records:
+        if r["problem"]:
+            names = found.setdefault(r["problem"], [])
+            name = f"{r['op']} {r['implementation']}"
+            if name not in names:
+                names.append(name)
+    return found
+
+
+def _number(us: float | None) -> str:
+    return "-" if us is None else f"{us:,.1f}"
