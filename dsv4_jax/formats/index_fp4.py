@@ -13,13 +13,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from . import FP4_GROUP, RowFormat
 from .scaling import UE8M0_NAN, absmax, flush_subnormals, grouped, power_of_two, ue8m0_scale_exponent
 
-__all__ = ["decode", "encode", "round_trip"]
+__all__ = ["AMAX_FLOOR", "decode", "e2m1_codes", "encode", "round_trip"]
 
-_AMAX_FLOOR = np.float32(6.0 * 2.0**-126)
+AMAX_FLOOR = np.float32(6.0 * 2.0**-126)
 _VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 # Code c is chosen above the midpoint to c - 1; a midpoint itself goes to the even code.
 _MIDPOINTS = (_VALUES[1:] + _VALUES[:-1]) / 2
@@ -55,16 +56,20 @@ def round_trip(x: jax.Array) -> jax.Array:
 def _quantise(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """[..., n] -> codes uint8 [..., g, 32], exponent int32 [..., g], has-NaN bool [..., g]."""
     groups = grouped(flush_subnormals(x), FP4_GROUP)
-    exponent = ue8m0_scale_exponent(absmax(groups, _AMAX_FLOOR), 6.0)
-    scaled = groups * power_of_two(-exponent)[..., None]
-    magnitude = jnp.abs(scaled)
-    code = jnp.zeros(scaled.shape, jnp.uint8)
+    exponent = ue8m0_scale_exponent(absmax(groups, AMAX_FLOOR), 6.0)
+    codes = e2m1_codes(groups * power_of_two(-exponent)[..., None])
+    return codes, exponent, jnp.isnan(groups).any(-1)
+
+
+def e2m1_codes(x: jax.Array) -> jax.Array:
+    """float32 -> e2m1 codes (uint8, sign in bit 3), round to nearest even, clipped to +-6; NaN -> 0."""
+    magnitude = jnp.abs(x)
+    code = jnp.zeros(x.shape, jnp.uint8)
     for i, midpoint in enumerate(_MIDPOINTS):
         above = magnitude >= midpoint if i % 2 else magnitude > midpoint
         code = code + above.astype(jnp.uint8)
-    sign = (jnp.signbit(scaled)).astype(jnp.uint8) << np.uint8(3)
-    nan = jnp.isnan(groups)
-    return jnp.where(nan, np.uint8(0), code | sign), exponent, nan.any(-1)
+    sign = (lax.bitcast_convert_type(x, jnp.uint32) >> np.uint32(28)).astype(jnp.uint8) & np.uint8(8)
+    return jnp.where(jnp.isnan(x), np.uint8(0), code | sign)
 
 
 def _values(codes: jax.Array) -> jax.Array:

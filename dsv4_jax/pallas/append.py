@@ -1,0 +1,85 @@
+"""append on a GPU in Pallas-Triton: norm, RoPE, quantisation and the scatter in one launch, a program per row."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from ..formats import RowFormat
+from ..ops.append import Rows
+from ..ops.append import _append as _append_reference
+from ..ops.append import _encode as _encode_reference
+from ..ops.finish import Finish
+from .emit import Arithmetic, FinishRefs, RowTile, emit, finish_operands
+from .tiles import addressable, interpreted, whole
+
+__all__: list[str] = []
+
+
+def _append(
+    pool: Rows,
+    values: jax.Array,
+    row_ids: jax.Array,
+    position: jax.Array | None,
+    finish: Finish | None,
+    fmt: RowFormat,
+    interpret: bool | None = None,
+) -> Rows:
+    """As `ops.append._append`. `interpret` defaults to whether the default backend is the CPU."""
+    if not addressable(*pool):
+        return _append_reference(pool, values, row_ids, position, finish, fmt)
+    return _call(pool, values, row_ids, position, finish, fmt, interpreted(interpret))
+
+
+def _encode(
+    values: jax.Array, position: jax.Array | None, finish: Finish | None, fmt: RowFormat, interpret: bool | None = None
+) -> Rows:
+    """As `ops.append._encode`."""
+    parts = tuple(jax.ShapeDtypeStruct((values.shape[0], p.width), jnp.dtype(p.dtype)) for p in fmt.parts)
+    if not addressable(*parts):
+        return _encode_reference(values, position, finish, fmt)
+    return _call(parts, values, None, position, finish, fmt, interpreted(interpret))
+
+
+def _call(parts, values, row_ids, position, finish, fmt, interpret) -> Rows:
+    """Writes every row: to `row_ids` of the arrays `parts`, or in order to new arrays like `parts`."""
+    operands, meta = [values], None
+    if finish is not None:
+        operands += [jnp.asarray(position), *finish_operands(finish)]
+        meta = (float(finish.eps), finish.hadamard)
+    aliases = {}
+    if row_ids is not None:
+        operands.append(jnp.asarray(row_ids))
+        aliases = {len(operands) + i: i for i in range(len(parts))}
+        operands += parts
+    out_shape = tuple(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in parts)
+    return pl.pallas_call(
+        functools.partial(_kernel, fmt=fmt, finish=meta, scatter=row_ids is not None, interpret=interpret),
+        grid=(values.shape[0],),
+        in_specs=[whole(x) for x in operands],
+        out_specs=tuple(whole(x) for x in out_shape),
+        out_shape=out_shape,
+        input_output_aliases=aliases,
+        interpret=interpret,
+        compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+        name="append",
+    )(*operands)
+
+
+def _kernel(*refs, fmt, finish, scatter, interpret):
+    pool, refs = refs[-len(fmt.parts) :], list(refs)
+    token = pl.program_id(0)
+    values, position, finish_refs = refs.pop(0), None, None
+    if finish is not None:
+        position = refs.pop(0)[token]
+        finish_refs = FinishRefs(refs.pop(0), refs.pop(0), *finish)
+    row = refs.pop(0)[token] if scatter else token
+
+    @pl.when((row >= 0) & (row < pool[0].shape[0]))
+    def _():
+        x = RowTile(fmt.dim).load(values, token).astype(jnp.float32)
+        emit(x, fmt, finish_refs, position, pool, row, Arithmetic(interpret))
