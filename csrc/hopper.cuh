@@ -51,6 +51,18 @@ __device__ __forceinline__ void mma_64x64(float (&d)[32], uint64_t a, uint64_t b
       : "l"(a), "l"(b), "r"(accumulate));
 }
 
+// The same with A in registers.
+__device__ __forceinline__ void mma_64x64(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;}"
+      : DSV4_F16(d, 0), DSV4_F16(d, 16)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
 // d[64 x 128] += A[64 x 16] B[16 x 128]; A in registers, B N-major in shared memory. (N = 256 does not assemble for a
 // block of 512 threads: one instruction would need more than the 128 registers a thread starts with.)
 __device__ __forceinline__ void mma_64x128(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {

@@ -24,7 +24,11 @@ from .errors import ImplementationError
 __all__ = ["cuda_problem", "cuda_target", "load_cuda"]
 
 # FFI target -> exported handler.
-CUDA_TARGETS = {"dsv4_attend": "Dsv4Attend"}
+CUDA_TARGETS = {
+    "dsv4_attend": "Dsv4Attend",
+    "dsv4_index_scores": "Dsv4IndexScores",
+    "dsv4_top_k": "Dsv4TopK",
+}
 _VARIABLE = "DSV4_JAX_CUDA_LIBRARY"
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from dsv4_jax.formats import INDEX_FORMATS, index_format
 from dsv4_jax.ops import index_scores
+from dsv4_jax.ops.dispatch import Implementation
 from dsv4_jax.pallas import index_scores as kernel
 
 from ..ops.arg_specs import ScoreSpec
@@ -45,8 +46,9 @@ class TestIndexScoresOnTheGpu(IndexScoresTest):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["pallas", "cuda"])
 @formats
-def test_a_million_tokens_of_context(name: str) -> None:
+def test_a_million_tokens_of_context(name: str, implementation: Implementation) -> None:
     """262,144 keys at the end of a pool of more than 2^31 elements; equal to those of a small pool, bit for bit."""
     fmt, per_block, blocks = index_format(name, 128), 64, 4096
     rng = np.random.default_rng(0)
@@ -73,6 +75,6 @@ def test_a_million_tokens_of_context(name: str) -> None:
         ))  # fmt: skip
 
     few = tuple(map(jnp.asarray, small))
-    scores = run(few, 0, "pallas")
+    scores = run(few, 0, implementation)
     np.testing.assert_allclose(scores, run(few, 0, "xla"), rtol=1e-4, atol=1e-3)
-    np.testing.assert_array_equal(run(tuple(map(end, few)), rows // per_block - blocks, "pallas"), scores)
+    np.testing.assert_array_equal(run(tuple(map(end, few)), rows // per_block - blocks, implementation), scores)

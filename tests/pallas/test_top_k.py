@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 
 from dsv4_jax.ops import top_k
+from dsv4_jax.ops.dispatch import Implementation
 from dsv4_jax.pallas import top_k as kernel
 
 from ..ops.test_top_k import TopKTest
 from .lowering import lowers_for_cuda
 
 
-def check_long(scores: np.ndarray, counts: np.ndarray, k: int) -> None:
+def check_long(scores: np.ndarray, counts: np.ndarray, k: int, implementation: Implementation = "pallas") -> None:
     """Against a stable sort, which is fast enough for long rows."""
-    indices, kept = top_k(jnp.asarray(scores), jnp.asarray(counts, jnp.int32), k=k, implementation="pallas")
+    indices, kept = top_k(jnp.asarray(scores), jnp.asarray(counts, jnp.int32), k=k, implementation=implementation)
     width = min(k, scores.shape[1])
     for t, count in enumerate(counts):
         ranked = np.where(np.isnan(scores[t, :count]), -np.inf, scores[t, :count])
@@ -72,8 +73,12 @@ class TestTopKOnTheGpu(TopKTest):
         scores[3, rng.random(entries) < 0.5] = np.nan
         scores[4] = -np.inf
         scores[5] *= 1e-30
-        check_long(scores, np.array([entries, entries, entries - 1, entries // 2, entries, 0, 5]), k)
+        check_long(
+            scores, np.array([entries, entries, entries - 1, entries // 2, entries, 0, 5]), k, self.implementation
+        )
 
     def test_many_rows(self) -> None:
         rng = np.random.default_rng(0)
-        check_long(rng.standard_normal((256, 5000)).astype(np.float32), rng.integers(0, 5001, 256), 512)
+        check_long(
+            rng.standard_normal((256, 5000)).astype(np.float32), rng.integers(0, 5001, 256), 512, self.implementation
+        )

@@ -1,0 +1,248 @@
+"""Kernel times of the CUDA index_scores and top_k: CUDA-graph replays of the plain C entries. Needs torch and a GPU.
+
+    python benchmarks/bench_select_graph.py path/to/libdsv4_cuda.so [--only index_scores,top_k] [--quick]
+
+A graph holds one call for each of several input sets, so many that a replay touches >= 200 MB where that is
+possible; the time of a call is the median replay over the calls. Results are checked first: scores against float64,
+top-k against a stable sort. Keys: random blocks of 32 of a pool of 2^22 keys; the bytes counted are the visible keys'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import math
+
+import torch
+
+POINTER = ctypes.c_void_p
+ROWS_PER_BLOCK = 32
+ROW_BYTES = {"fp4": 68, "fp8": 132}
+SCORE_SHAPES = ((1, 8192), (1, 32768), (1, 262144), (16, 32768), (64, 2048), (64, 32768), (256, 2048), (256, 32768))
+# DeepGEMM's fp8 times of the same shapes on the same kind of machine, us.
+DEEPGEMM = {(1, 8192): 3.8, (1, 32768): 4.3, (1, 262144): 13.0, (16, 32768): 22.0, (64, 2048): 8.4, (64, 32768): 70.5,
+            (256, 32768): 262.9}  # fmt: skip
+TOP_SHAPES = ((1, 2048, 512), (1, 8192, 512), (1, 32768, 512), (1, 262144, 512), (1, 262144, 1024), (16, 32768, 512),
+              (16, 262144, 512), (64, 2048, 512), (64, 32768, 512), (64, 32768, 1024), (256, 32768, 512))  # fmt: skip
+VLLM = {(1, 2048, 512): 3.0, (1, 8192, 512): 4.4, (1, 32768, 512): 9.1, (1, 262144, 512): 15.1, (1, 262144, 1024): 15.3,
+        (16, 32768, 512): 10.5, (16, 262144, 512): 26.6, (64, 2048, 512): 3.8, (64, 32768, 512): 12.4,
+        (64, 32768, 1024): 13.0, (256, 32768, 512): 27.2}  # fmt: skip
+
+
+class ScoreArgs(ctypes.Structure):
+    """`dsv4::ScoreArgs` of csrc/index_scores_kernel.cuh."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("codes", "scale", "queries", "weights", "table", "count", "scores")),
+        *((name, ctypes.c_int) for name in ("tokens", "heads", "columns", "base", "rows_per_block", "run_tiles")),
+    )
+
+
+class TopKArgs(ctypes.Structure):
+    """`dsv4::TopKArgs` of csrc/top_k_kernel.cuh."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("scores", "count", "indices", "kept")),
+        *((name, ctypes.c_int) for name in ("width", "k", "slice")),
+    )
+
+
+def microseconds(launches: list, replays: int = 15) -> float:
+    for launch in launches[:2]:
+        launch()
+    torch.cuda.synchronize()
+    graph, calls = torch.cuda.CUDAGraph(), max(16, len(launches))
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            launches[i % len(launches)]()
+    times = []
+    for _ in range(replays + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / calls)
+    return sorted(times[1:])[replays // 2]
+
+
+def copy_ceiling() -> float:
+    """GB/s, read + write, of a 1 GiB device copy."""
+    x = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
+    y = torch.empty_like(x)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    y.copy_(x)
+    start.record()
+    for _ in range(10):
+        y.copy_(x)
+    end.record()
+    end.synchronize()
+    return 20 * x.numel() / start.elapsed_time(end) / 1e6
+
+
+def permuted(queries: torch.Tensor, fmt: str) -> torch.Tensor:
+    """The order of dims the kernel wants (dsv4_jax/cuda/index_scores.py, `permute_queries`)."""
+    lead = queries.shape[:-1]
+    if fmt == "fp4":
+        x = queries.reshape(*lead, 4, 4, 2, 2, 2).permute(0, 1, 3, 5, 6, 2, 4)
+    else:
+        x = queries.reshape(*lead, 2, 4, 4, 2, 2).permute(0, 1, 2, 4, 5, 3, 6)
+    return x.reshape(*lead, 128).contiguous()
+
+
+def make_keys(fmt: str, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = torch.randint(0, 256, (rows, 64 if fmt == "fp4" else 128), device="cuda", dtype=torch.uint8)
+    if fmt == "fp4":
+        return codes, torch.randint(120, 131, (rows, 4), device="cuda", dtype=torch.uint8)
+    codes = torch.where((codes & 0x7F) == 0x7F, codes & 0xFE, codes)
+    return codes, torch.exp2(torch.randint(-8, -4, (rows, 1), device="cuda").float())
+
+
+def decode(fmt: str, keys: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    codes, scale = (x[rows] for x in keys)
+    if fmt == "fp8":
+        return codes.view(torch.float8_e4m3fn).double() * scale.double()
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device="cuda", dtype=torch.float64)
+    values = torch.cat([values, -values])
+    pairs = torch.stack([codes & 15, codes >> 4], -1).reshape(len(rows), 128)
+    return values[pairs.long()] * torch.exp2(scale.double() - 127).repeat_interleave(32, 1)
+
+
+class ScoreCase:
+    def __init__(self, fmt: str, keys, tokens: int, entries: int, heads: int = 64, ragged: bool = False):
+        columns = entries // ROWS_PER_BLOCK
+        blocks = keys[0].shape[0] // ROWS_PER_BLOCK
+        self.fmt, self.keys = fmt, keys
+        self.queries = torch.randn((tokens, heads, 128), device="cuda").to(torch.bfloat16)
+        self.permuted = permuted(self.queries, fmt)
+        self.weights = torch.randn((tokens, heads), device="cuda")
+        self.table = torch.randint(0, blocks, (tokens, columns), device="cuda", dtype=torch.int32)
+        self.count = torch.full((tokens,), entries, device="cuda", dtype=torch.int32)
+        if ragged:
+            self.count = torch.randint(0, entries + 1, (tokens,), device="cuda", dtype=torch.int32)
+            self.count[0] = 0
+        self.scores = torch.full((tokens, entries), math.nan, device="cuda")
+        data = [x.data_ptr() for x in (*keys, self.permuted, self.weights, self.table, self.count, self.scores)]
+        self.args = ScoreArgs(*data, tokens, heads, columns, 0, ROWS_PER_BLOCK, 0)
+
+    def check(self) -> float:
+        offsets = torch.arange(ROWS_PER_BLOCK, device="cuda")
+        worst = 0.0
+        for t, n in enumerate(self.count.tolist()):
+            rows = (self.table[t].long()[:, None] * ROWS_PER_BLOCK + offsets).reshape(-1)[:n]
+            dots = self.queries[t].double() @ decode(self.fmt, self.keys, rows).T
+            want = self.weights[t].double() @ dots.clamp(min=0)
+            got = self.scores[t].double()
+            assert got[n:].isneginf().all()
+            if n:
+                worst = max(worst, float((got[:n] - want).norm() / want.norm()))
+        assert worst < 2e-6, worst
+        return worst
+
+
+def bench_scores(library: ctypes.CDLL, quick: bool, ceiling: float) -> None:
+    entry = library.dsv4_index_scores_launch
+    entry.argtypes = (ctypes.POINTER(ScoreArgs), ctypes.c_int, POINTER)
+
+    def launch(case: ScoreCase) -> None:
+        status = entry(ctypes.byref(case.args), case.fmt == "fp8", torch.cuda.current_stream().cuda_stream)
+        assert status == 0, f"CUDA error {status}"
+
+    for fmt in ("fp4", "fp8"):
+        keys = make_keys(fmt, 1 << 22)
+        for tokens, entries, heads in ((1, 32, 64), (5, 96, 64), (7, 4128, 16), (3, 32768, 64), (2, 262144, 61)):
+            case = ScoreCase(fmt, keys, tokens, entries, heads, ragged=tokens > 1)
+            launch(case)
+            print(f"index_scores {fmt} {tokens} x {entries}, {heads} heads: relative L2 {case.check():.1e}")
+        for shape in SCORE_SHAPES[:3] if quick else SCORE_SHAPES:
+            tokens, entries = shape
+            moved = tokens * entries * ROW_BYTES[fmt]
+            cases = [ScoreCase(fmt, keys, tokens, entries) for _ in range(max(2, min(64, 220_000_000 // moved)))]
+            us = microseconds([lambda c=c: launch(c) for c in cases])
+            peer = DEEPGEMM.get(shape)
+            flops = 2 * 64 * 128 * tokens * entries
+            print(f"index_scores {fmt} {tokens:3} x {entries:6}: {us:7.1f} us, {moved / us / 1e3:5.0f} GB/s "
+                  f"({moved / us / 1e3 / ceiling:4.0%} of copy), {flops / us / 1e6:4.0f} TFLOP/s, DeepGEMM fp8 "
+                  f"{peer or '-'} ({f'{us / peer:.2f}x' if peer else ''})", flush=True)  # fmt: skip
+
+
+class TopCase:
+    def __init__(self, tokens: int, width: int, k: int, kind: str = "normal"):
+        self.k = min(k, width)
+        self.scores = torch.randn((tokens, width), device="cuda")
+        self.count = torch.full((tokens,), width, device="cuda", dtype=torch.int32)
+        if kind != "normal":
+            self.count = torch.randint(0, width + 1, (tokens,), device="cuda", dtype=torch.int32)
+            self.count[0] = width
+        if kind == "ties":
+            self.scores = self.scores.clamp(min=0).mul(4).round()
+        if kind == "zeros":
+            self.scores = torch.where(torch.rand_like(self.scores) < 0.5, -0.0, 0.0)
+        if kind == "odd":
+            self.scores[torch.rand_like(self.scores) < 0.1] = math.nan
+            self.scores[torch.rand_like(self.scores) < 0.1] = -math.inf
+            self.scores[torch.rand_like(self.scores) < 0.001] = math.inf
+        self.indices = torch.full((tokens, self.k), -1, device="cuda", dtype=torch.int32)
+        self.kept = torch.full((tokens,), -1, device="cuda", dtype=torch.int32)
+        data = [x.data_ptr() for x in (self.scores, self.count, self.indices, self.kept)]
+        self.args = TopKArgs(*data, width, self.k, 0)
+
+    def check(self) -> None:
+        for t, n in enumerate(self.count.tolist()):
+            ranked = self.scores[t, :n].nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf) + 0.0
+            want = torch.sort(ranked, descending=True, stable=True).indices[: self.k]
+            assert int(self.kept[t]) == len(want)
+            assert torch.equal(self.indices[t, : len(want)].long(), want), t
+            assert not self.indices[t, len(want) :].any()
+
+
+def bench_top_k(library: ctypes.CDLL, quick: bool, ceiling: float) -> None:
+    entry = library.dsv4_top_k_launch
+    entry.argtypes = (ctypes.POINTER(TopKArgs), ctypes.c_int, POINTER)
+
+    def launch(case: TopCase) -> None:
+        tokens = case.scores.shape[0]
+        status = entry(ctypes.byref(case.args), tokens, torch.cuda.current_stream().cuda_stream)
+        assert status == 0, f"CUDA error {status}"
+
+    for kind in ("normal", "ragged", "ties", "zeros", "odd"):
+        for tokens, width, k in (
+            (1, 1, 1),
+            (3, 5, 4),
+            (9, 2048, 512),
+            (5, 32767, 1000),
+            (70, 40000, 512),
+            (3, 262144, 1024),
+        ):
+            case = TopCase(tokens, width, k, kind)
+            launch(case)
+            case.check()
+        print(f"top_k, {kind}: equal to a stable sort", flush=True)
+    for shape in TOP_SHAPES[:4] if quick else TOP_SHAPES:
+        tokens, width, k = shape
+        moved = tokens * width * 4
+        cases = [TopCase(tokens, width, k) for _ in range(max(2, min(64, 220_000_000 // moved)))]
+        us = microseconds([lambda c=c: launch(c) for c in cases])
+        line = f"top_k {tokens:3} x {width:6} k {k:4}: {us:6.1f} us, vLLM {VLLM[shape]} ({us / VLLM[shape]:.2f}x)"
+        torch_us = microseconds([lambda c=c: torch.topk(c.scores, c.k, dim=1) for c in cases])
+        print(f"{line}, torch.topk {torch_us:.1f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("library")
+    parser.add_argument("--only", default="index_scores,top_k")
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    library = ctypes.CDLL(options.library)
+    torch.manual_seed(0)
+    ceiling = copy_ceiling()
+    print(f"copy ceiling {ceiling:.0f} GB/s")
+    if "index_scores" in options.only:
+        bench_scores(library, options.quick, ceiling)
+    if "top_k" in options.only:
+        bench_top_k(library, options.quick, ceiling)
+
+
+if __name__ == "__main__":
+    main()

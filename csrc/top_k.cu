@@ -1,0 +1,91 @@
+// top_k as an XLA FFI handler and as a plain C call. One launch, only enqueues: fit for a command buffer.
+// Wrapper, argument meaning and fallbacks: dsv4_jax/cuda/top_k.py.
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "top_k_kernel.cuh"
+#include "xla/ffi/api/ffi.h"
+
+namespace {
+
+namespace ffi = xla::ffi;
+
+template <int kVectors, int kBlocks>
+cudaError_t launch_with(const dsv4::TopKArgs& args, int tokens, cudaStream_t stream) {
+  const int shared = sizeof(dsv4::TopKShared);
+  cudaError_t error = cudaFuncSetAttribute(dsv4::top_k_kernel<kVectors, kBlocks>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {kBlocks, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(tokens) * kBlocks);
+  config.blockDim = dim3(dsv4::kTopThreads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, dsv4::top_k_kernel<kVectors, kBlocks>, args);
+}
+
+template <int kVectors>
+cudaError_t launch_with(const dsv4::TopKArgs& args, int tokens, int blocks, cudaStream_t stream) {
+  if (blocks == 1) return launch_with<kVectors, 1>(args, tokens, stream);
+  if (blocks == 2) return launch_with<kVectors, 2>(args, tokens, stream);
+  if (blocks == 4) return launch_with<kVectors, 4>(args, tokens, stream);
+  return launch_with<kVectors, 8>(args, tokens, stream);
+}
+
+// Scores one block can hold in registers.
+constexpr int kCapacity = dsv4::kTopThreads * 32;
+
+cudaError_t launch(dsv4::TopKArgs args, int tokens, cudaStream_t stream) {
+  if (tokens == 0 || args.k == 0) return cudaSuccess;
+  // The fewest blocks that hold a row, then more while all rows still run at once (a cluster lies within one of the
+  // chip's groups of 16 to 18 multiprocessors, so the larger it is the fewer fit).
+  const auto fits = [&](int n) { return n * tokens <= (n == 2 ? 132 : n == 4 ? 112 : 88); };
+  int blocks = 1;
+  while (blocks * kCapacity < args.width) blocks *= 2;
+  while (blocks < dsv4::kTopCluster && fits(2 * blocks) && args.width > blocks * 4 * dsv4::kTopThreads) blocks *= 2;
+  if (blocks > dsv4::kTopCluster) return cudaErrorInvalidValue;
+  args.slice = ((args.width + blocks - 1) / blocks + 3) / 4 * 4;
+  if (args.slice <= 4 * dsv4::kTopThreads) return launch_with<1>(args, tokens, blocks, stream);
+  if (args.slice <= 8 * dsv4::kTopThreads) return launch_with<2>(args, tokens, blocks, stream);
+  if (args.slice <= 16 * dsv4::kTopThreads) return launch_with<4>(args, tokens, blocks, stream);
+  return launch_with<8>(args, tokens, blocks, stream);
+}
+
+using Scores = ffi::Buffer<ffi::F32, 2>;
+using Counts = ffi::Buffer<ffi::S32, 1>;
+using Indices = ffi::Buffer<ffi::S32, 2>;
+
+ffi::Error top_k(cudaStream_t stream, Scores scores, Counts count, ffi::Result<Indices> indices,
+                 ffi::Result<Counts> kept) {
+  const int64_t tokens = scores.dimensions()[0], width = scores.dimensions()[1], k = indices->dimensions()[1];
+  if (k > width || k > dsv4::kTopMax || width > dsv4::kTopCluster * kCapacity || count.dimensions()[0] != tokens ||
+      indices->dimensions()[0] != tokens || kept->dimensions()[0] != tokens) {
+    return ffi::Error::InvalidArgument("top_k: at most 1024 of at most 262144 scores; shapes must agree");
+  }
+  const dsv4::TopKArgs args = {scores.typed_data(),   count.typed_data(),     indices->typed_data(), kept->typed_data(),
+                               static_cast<int>(width), static_cast<int>(k), 0};
+  const cudaError_t error = launch(args, static_cast<int>(tokens), stream);
+  if (error != cudaSuccess) return ffi::Error::Internal(std::string("top_k: ") + cudaGetErrorString(error));
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4TopK, top_k,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<Scores>()
+                                  .Arg<Counts>()
+                                  .Ret<Indices>()
+                                  .Ret<Counts>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+// The launch alone, for timing without XLA. Returns a cudaError_t.
+extern "C" int dsv4_top_k_launch(const dsv4::TopKArgs* args, int tokens, cudaStream_t stream) {
+  return static_cast<int>(launch(*args, tokens, stream));
+}

@@ -1,0 +1,75 @@
+"""index_scores in the project's own CUDA for Hopper (`csrc/index_scores_kernel.cuh`), called through XLA FFI.
+
+Keys go from the paged pool to registers, are decoded there and multiplied by wgmma; nothing is gathered and only the
+keys below each token's count are read. fp4 and fp8 keys of 128 dims; everything else takes the reference.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..ffi import cuda_target
+from ..formats import RowFormat
+from ..ops.append import Rows
+from ..ops.index_scores import _index_scores as _reference
+
+__all__ = ["has_kernel", "permute_queries"]
+
+DIM = 128
+MAX_HEADS = 64
+GROUP = 16  # keys one warp takes; they must lie in one block
+MAX_TOKENS = 65535  # second grid dimension
+
+
+def has_kernel(fmt: RowFormat, heads: int, rows_per_block: int) -> bool:
+    """Whether the kernel takes keys of this format, this many heads and blocks of this size."""
+    return fmt.name in ("fp4", "fp8") and fmt.dim == DIM and heads <= MAX_HEADS and rows_per_block % GROUP == 0
+
+
+def permute_queries(queries: jax.Array, fmt: RowFormat) -> jax.Array:
+    """Dims [..., 128] in the order in which the kernel's threads hold a key's dims.
+
+    A thread holds a quarter q of a key as 32-bit words w. One product takes four dims of every quarter: a pair
+    of columns (e) at 2 q and another (j) at 2 q + 8. An fp4 word of 8 dims feeds two products (h), pair 2 h + j
+    being dims 2 h + j and 2 h + j + 4; an fp8 word of 4 dims feeds one, and a thread's words lie in both halves (g).
+    """
+    lead = range(queries.ndim - 1)
+    n = queries.ndim - 1
+    if fmt.name == "fp4":  # dims [q, w, e, h, j] -> columns [w, h, j, q, e]
+        x = queries.reshape(*queries.shape[:-1], 4, 4, 2, 2, 2)
+        order = (n + 1, n + 3, n + 4, n, n + 2)
+    else:  # dims [g, q, w, j, e] -> columns [g, w, j, q, e]
+        x = queries.reshape(*queries.shape[:-1], 2, 4, 4, 2, 2)
+        order = (n, n + 2, n + 3, n + 1, n + 4)
+    return x.transpose(*lead, *order).reshape(queries.shape)
+
+
+def _index_scores(
+    pool: Rows,
+    queries: jax.Array,
+    weights: jax.Array,
+    table: jax.Array,
+    count: jax.Array,
+    base: int,
+    rows_per_block: int,
+    fmt: RowFormat,
+) -> jax.Array:
+    """As `ops.index_scores._index_scores`, with the queries rounded to bf16.
+
+    Raises:
+        ImplementationError: the CUDA library is not there.
+    """
+    tokens, heads, _ = queries.shape
+    if not has_kernel(fmt, heads, rows_per_block) or tokens > MAX_TOKENS:
+        return _reference(pool, queries, weights, table, count, base, rows_per_block, fmt)
+    call = jax.ffi.ffi_call(
+        cuda_target("dsv4_index_scores"),
+        jax.ShapeDtypeStruct((tokens, table.shape[1] * rows_per_block), jnp.float32),
+    )
+    codes, scale = pool
+    return call(
+        codes, scale, permute_queries(queries.astype(jnp.bfloat16), fmt), weights.astype(jnp.float32), table, count,
+        base=np.int32(base), rows_per_block=np.int32(rows_per_block),
+    )  # fmt: skip

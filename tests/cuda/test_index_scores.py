@@ -1,0 +1,108 @@
+"""The CUDA index_scores: its order of dims and its lowering on the CPU, the op's test class on a GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax.cuda import index_scores as kernel
+from dsv4_jax.formats import INDEX_FORMATS, index_format
+from dsv4_jax.ops import index_scores
+
+from ..ops.arg_specs import ScoreSpec
+from ..ops.test_index_scores import IndexScoresTest
+
+
+def column_of(name: str, dim: int) -> int:
+    """Where the kernel's fragments hold a dim: column 16 i + 8 j + 2 q + e of product i (as csrc/ decodes it)."""
+    if name == "fp4":
+        q, rest = divmod(dim, 32)
+        word, nibble = divmod(rest, 8)
+        pair, e = nibble % 4, nibble // 4
+        product, j = 2 * word + pair // 2, pair % 2
+    else:
+        g, rest = divmod(dim, 64)
+        q, rest = divmod(rest, 16)
+        word, byte = divmod(rest, 4)
+        product, j, e = 4 * g + word, byte // 2, byte % 2
+    return 16 * product + 8 * j + 2 * q + e
+
+
+@pytest.mark.parametrize("name", ["fp4", "fp8"])
+def test_order_of_dims(name: str) -> None:
+    dims = np.asarray(kernel.permute_queries(jnp.arange(128)[None, None], index_format(name, 128)))[0, 0]
+    assert [column_of(name, d) for d in dims] == list(range(128))
+
+
+@pytest.mark.parametrize("name", ["fp4", "fp8"])
+def test_lowers_to_one_ffi_call(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(kernel, "cuda_target", lambda target: target)
+    fmt = index_format(name, 128)
+    pool = tuple(jax.ShapeDtypeStruct((5000, p.width), p.dtype) for p in fmt.parts)
+    shapes = [((2, 64, 128), jnp.float32), ((2, 64), jnp.float32), ((2, 20), jnp.int32), ((2,), jnp.int32)]
+    call = functools.partial(kernel._index_scores, base=640, rows_per_block=32, fmt=fmt)
+    args = (pool, *(jax.ShapeDtypeStruct(*s) for s in shapes))
+    text = jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@dsv4_index_scores") == 1 and "tensor<2x640xf32>" in text
+    assert "base = 640 : i32" in text and "rows_per_block = 32 : i32" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "dim", "per_block"), [("bf16", 4, 128, 32), ("fp4", 4, 64, 32), ("fp8", 4, 128, 8)]
+)
+def test_what_the_kernel_cannot_take_goes_to_the_reference(name: str, heads: int, dim: int, per_block: int) -> None:
+    fmt = index_format(name, dim)
+    assert not kernel.has_kernel(fmt, heads, per_block)
+    rng = np.random.default_rng(0)
+    pool = tuple(jnp.zeros((4 * per_block, p.width), p.dtype) for p in fmt.parts)
+    args = (
+        pool, jnp.asarray(rng.standard_normal((1, heads, dim)), jnp.float32), jnp.ones((1, heads)),
+        jnp.ones((1, 2), jnp.int32), jnp.full(1, 3, jnp.int32),
+    )  # fmt: skip
+    run = functools.partial(index_scores, *args, base=0, rows_per_block=per_block, fmt=fmt)
+    np.testing.assert_array_equal(run(implementation="cuda"), run(implementation="xla"))
+
+
+@pytest.mark.gpu
+class TestIndexScoresOnTheGpu(IndexScoresTest):
+    implementation = "cuda"
+
+    @pytest.mark.parametrize("name", INDEX_FORMATS)
+    @pytest.mark.parametrize("heads", [64, 5])
+    @pytest.mark.parametrize("per_block", [32, 96])
+    def test_many_blocks(self, name: str, heads: int, per_block: int) -> None:
+        spec = ScoreSpec(5, heads, 45, per_block, index_format(name, 128))
+        last = 45 * per_block
+        self.check(spec, np.array([0, 1, last, last - 15, last // 2 + 7]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp4", "fp8"])
+def test_odd_scales_and_nan_on_the_gpu(name: str) -> None:
+    """Never-written rows score 0; scales over the whole range of ue8m0 count; a NaN reaches its own key only."""
+    fmt = index_format(name, 128)
+    rng = np.random.default_rng(1)
+    codes = rng.integers(0, 0x77, (128, fmt.parts[0].width)).astype(np.uint8)
+    if name == "fp4":
+        scale = rng.integers(1, 230, (128, 4)).astype(np.uint8)
+        scale[5] = 0
+        scale[9, 2] = 0xFF
+    else:
+        scale = np.exp2(rng.integers(-120, 100, (128, 1))).astype(np.float32)
+        scale[5] = 0
+        codes[9, 77] = 0xFF
+    queries, weights = rng.standard_normal((1, 64, 128)), rng.standard_normal((1, 64))
+    scores = [np.asarray(index_scores(
+        (jnp.asarray(codes), jnp.asarray(scale)), jnp.asarray(queries, jnp.bfloat16), jnp.asarray(weights, jnp.float32),
+        jnp.arange(4, dtype=jnp.int32)[None], jnp.full(1, 128, jnp.int32), base=0, rows_per_block=32, fmt=fmt,
+        implementation=implementation,
+    ))[0] for implementation in ("cuda", "xla")]  # fmt: skip
+    assert np.isnan(scores[0][9]) and scores[0][5] == 0
+    for score in scores:
+        score[9] = 0
+    # Relative to each key's own size: the scales differ by hundreds of orders of magnitude.
+    np.testing.assert_allclose(scores[0], scores[1], rtol=1e-3, atol=1e-30)
