@@ -22,7 +22,8 @@ class IndexScoresTest:
     def check(self, spec: ScoreSpec, counts: np.ndarray, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
         fmt, per_block = spec.fmt, spec.rows_per_block
-        units, base = 9, 9 * per_block  # the second layer of the pool
+        units = spec.blocks + 6
+        base = units * per_block  # the second layer of the pool
         values = rng.standard_normal((2 * units * per_block, fmt.dim)).astype(np.float32)
         parts = oracle_rows.encode(fmt.name, values)
         stored = oracle_rows.decode(fmt.name, parts)
