@@ -18,11 +18,12 @@ from .shapes import Case, Shape
 from .targets import TARGETS, Target, verdict
 from .timing import Timing, call_count, time_problem
 
-__all__ = ["BASELINES", "IMPLEMENTATIONS", "Record", "default_implementations", "measure", "relative_error"]
+__all__ = ["BASELINES", "IMPLEMENTATIONS", "Record", "default_implementations", "measure", "one_line", "relative_error"]
 
 ROOMS = ("cuda", "pallas", "triton")
 BASELINES = ("lax.top_k", "torch")
 IMPLEMENTATIONS = (*ROOMS, "xla", *BASELINES)
+MOST_COMPARED = 1 << 24  # elements of a result that are compared: the first rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +119,7 @@ def measure(
                     want = outcome(inputs, "xla")
                 record = _measured(record, shape, inputs, want, ceilings, quick=quick, invariance=invariance)
             except Exception as error:  # an implementation may fail in any way; the others still count
-                record = dataclasses.replace(record, problem=_one_line(error))
+                record = dataclasses.replace(record, problem=one_line(error))
         records.append(record)
         if on_done:
             on_done()
@@ -141,7 +142,7 @@ def _measured(
     else:
         got = outcome(inputs, record.implementation)
         timing = time_problem(inputs, record.implementation, repeats=repeats)
-    error = max(relative_error(a, b) for a, b in zip(got, want, strict=False))
+    error = max(relative_error(a[: len(b)], b) for a, b in zip(got, want, strict=True))
     invariant = None
     if invariance and record.op in BATCHED_OPS and record.implementation not in BASELINES:
         invariant = is_batch_invariant(inputs, record.implementation, record.batch)
@@ -164,13 +165,14 @@ def _measured(
 
 
 def outcome(inputs: Problem, implementation: str, rows: slice | None = None) -> list[np.ndarray]:
-    """What the first call gives (of a batched op: for these rows of its batch)."""
+    """What the first call gives; with `rows`, all of what a batched op gives for these rows of its batch."""
 
     def run(shared: Any, carry: Any, call: Any) -> Any:
         carry, out = inputs.apply(shared, carry, call, implementation)
-        return inputs.result(carry, out, call)
+        found = inputs.result(carry, out, call)
+        return jax.tree.map(lambda x: x[: max(1, MOST_COMPARED * len(x) // x.size)], found) if compared else found
 
-    call = inputs.calls[0]
+    call, compared = inputs.calls[0], rows is None
     if rows is not None:
         call = jax.tree.map(lambda x: x[rows], call)
     found = jax.jit(run)(inputs.shared, inputs.carry(), call)
@@ -179,7 +181,7 @@ def outcome(inputs: Problem, implementation: str, rows: slice | None = None) -> 
 
 def is_batch_invariant(inputs: Problem, implementation: str, batch: int) -> bool:
     """Whether rows of the first call have the same bits in batches of 1, 2, 16 and 64."""
-    whole = outcome(inputs, implementation)
+    whole = outcome(inputs, implementation, slice(None))
     share = whole[0].shape[0] // batch  # rows that a gather makes per request
     for size in (1, 2, 16, 64):
         for first in {0, (batch - size) // 2} if size < batch else ():
@@ -198,10 +200,11 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     finite = np.isfinite(want)
     if not np.array_equal(np.where(finite, 0, got), np.where(finite, 0, want), equal_nan=True):
         return float("inf")
-    difference = np.linalg.norm((got - want)[finite]) if np.isfinite(got[finite]).all() else np.inf
-    return float(difference / max(np.linalg.norm(want[finite]), 1e-30))
+    got, want = got[finite], want[finite]
+    difference = np.linalg.norm(got - want) if np.isfinite(got).all() else np.inf
+    return float(difference / max(np.linalg.norm(want), 1e-30))
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     text = " ".join(str(error).split()) or "no message"
     return (text if isinstance(error, CacheError) else f"{type(error).__name__}: {text}")[:300]

@@ -107,7 +107,11 @@ def run(args: argparse.Namespace) -> int:
 
             for options in steps:
                 bar.update(task, description=f"step of {options.model}, {options.batch}")
-                reports.append(measure_step(options, top))
+                try:
+                    reports.append(measure_step(options, top))
+                except Exception as error:  # kernels may fail in any way; the other steps still count
+                    failed = {"implementation": options.implementation, "batch": options.batch}
+                    reports.append(failed | {"context": options.context, "problem": records.one_line(error)})
                 bar.advance(task)
     device = jax.devices()[0].device_kind
     if args.plot:
@@ -122,8 +126,9 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             pathlib.Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
         _print(stdout(), result)
-    # An implementation that cannot run here is a row, a wrong result is a failure.
-    return 1 if any(r.correct is False or r.batch_invariant is False for r in found) else 0
+    # An op's implementation that cannot run here is a row; a wrong result or no step is a failure.
+    wrong = any(r.correct is False or r.batch_invariant is False for r in found)
+    return 1 if wrong or any("problem" in report for report in reports) else 0
 
 
 def _chosen(what: list[str]) -> tuple[list[str], bool]:

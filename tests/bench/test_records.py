@@ -1,0 +1,155 @@
+"""What is measured: that calls do what their shape says, and that errors and failures are seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax.bench import records, timing
+from dsv4_jax.bench.ceilings import Ceilings
+from dsv4_jax.bench.ops import problem
+from dsv4_jax.bench.shapes import OPS, QUICK, CompressShape, GatherShape
+from dsv4_jax.formats import index_format, kv_format
+
+FP8 = kv_format("fp8", 512, 64)
+CEILINGS = Ceilings(4e12, 8e14)
+
+
+def case(op: str):
+    return next(c for c in QUICK if c.op == op)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        CompressShape("index", 2, index_format("fp8", 128)),
+        CompressShape("index", 1, index_format("fp8", 128), 12),
+        CompressShape("hca", 2, FP8),
+        CompressShape("hca_raw", 1, FP8, 256),
+    ],
+    ids=lambda s: f"{s.kind}-{s.rows}x{s.length}",
+)
+def test_a_compressor_writes_the_rows_that_are_compared(shape):
+    """In the pool exactly one row per entry, and they are the ones `result` looks at."""
+    inputs = problem("compress", shape, 2, pool_rows=0)
+    before = inputs.carry()
+    for call in inputs.calls:
+        after, _ = jax.jit(inputs.apply, static_argnums=3)(inputs.shared, before, call, "xla")
+        changed = {int(row) for old, new in zip(before[1], after[1], strict=True)
+                   for row in np.flatnonzero((np.asarray(old) != np.asarray(new)).any(1))}  # fmt: skip
+        emitted, ring = (np.asarray(x) for x in call[-2:])
+        assert changed == set(emitted.tolist()) and len(emitted) == shape.rows * max(1, shape.length // shape.ratio)
+        state = set(np.flatnonzero((np.asarray(before[0]) != np.asarray(after[0])).any(1)).tolist())
+        assert state <= set(ring.tolist()) and len(state) == shape.rows * min(shape.length, shape.ring)
+        decoded, rows = inputs.result(after, None, call)
+        assert decoded.shape == (len(emitted), shape.fmt.dim) and rows.shape == (len(ring), shape.state_width)
+        before = after
+
+
+def test_calls_differ_and_a_pool_is_as_large_as_asked():
+    inputs = problem("gather", GatherShape(16, FP8), 3, pool_rows=512)
+    ids = [tuple(np.asarray(call).tolist()) for call in inputs.calls]
+    assert len(set(ids)) == 3 and {part.shape[0] for part in inputs.shared} == {512}
+    appends = problem("append", case("append").make(3), 3, pool_rows=64)
+    rows = np.concatenate([np.asarray(call[-1]) for call in appends.calls])
+    assert len(set(rows.tolist())) == 9  # no call overwrites another's rows
+
+
+def test_a_record_is_complete_and_consistent():
+    done = []
+    (record,) = records.measure(
+        case("gather"), 64, ["xla"], CEILINGS, quick=True, invariance=True, on_done=lambda: done.append(1)
+    )
+    assert record.problem is None and done == [1] and record.us > 0 and record.kernel_us is None
+    assert record.bytes == 64 * 1612 and record.floor_us == pytest.approx(64 * 1612 / 4e12 * 1e6)
+    assert record.gb_per_s == pytest.approx(record.bytes / record.us / 1e3)
+    assert record.of_copy == pytest.approx(record.of_floor) == pytest.approx(record.floor_us / record.us)
+    assert (record.relative_error, record.correct, record.batch_invariant) == (0.0, True, True)
+
+
+def test_failures_are_records(monkeypatch):
+    """Not there, not here, and one that raises: each says why, and the others are still measured."""
+    monkeypatch.setattr(records, "why_not", lambda op, name: "not here" if name == "cuda" else None)
+    names = ["cuda", "lax.top_k", "xla"]
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("first line\n  second line")
+
+    monkeypatch.setattr(jax.lax, "top_k", broken)
+    found = {r.implementation: r for r in records.measure(case("top_k"), 2, names, CEILINGS, quick=True)}
+    assert found["cuda"].problem == "not here" and found["cuda"].us is None
+    assert found["lax.top_k"].problem == "RuntimeError: first line second line"
+    monkeypatch.undo()
+    assert records.why_not("gather", "pallas") == "the backend is cpu"
+    assert records.why_not("append", "torch") == "no torch version"
+    assert records.why_not("append", "triton") == "no kernel"
+    assert records.why_not("gather", "lax.top_k") == "a baseline of top_k"
+    assert all("xla" in records.default_implementations(op) for op in OPS)
+
+
+def test_a_wrong_result_is_seen(monkeypatch):
+    """Off by one row in a hundred: the record says it is not correct."""
+    honest = records.outcome
+
+    def off(inputs, implementation, rows=None):
+        found = [x.copy() for x in honest(inputs, "xla", rows)]
+        if implementation == "lax.top_k":
+            found[0][0, 0] += 1
+        return found
+
+    monkeypatch.setattr(records, "outcome", off)
+    (record,) = records.measure(case("top_k"), 2, ["lax.top_k"], CEILINGS, quick=True)
+    assert record.correct is False and record.relative_error == pytest.approx(1 / (2 * 512))
+
+
+def test_relative_error():
+    x = np.array([3.0, 4.0], np.float32)
+    assert records.relative_error(x, x) == 0
+    assert records.relative_error(x + np.float32([0, 1]), x) == pytest.approx(0.2)
+    assert records.relative_error(np.array([1, 2, 3, 4]), np.array([1, 2, 3, 5])) == 0.25
+    inf = np.array([1, -np.inf], np.float32)
+    assert records.relative_error(inf, inf) == 0
+    for wrong in ([1, 0], [1, np.nan], [np.nan, -np.inf], [np.inf, -np.inf]):
+        assert records.relative_error(np.array(wrong, np.float32), inf) == np.inf
+
+
+def test_batch_dependence_is_seen():
+    """A call whose rows depend on how many there are."""
+    inputs = problem("gather", GatherShape(64, FP8), 1, pool_rows=128)
+    dependent = dataclasses.replace(
+        inputs, apply=lambda shared, carry, ids, _: ((), jnp.full(ids.shape, np.float32(1) / len(ids)))
+    )
+    assert records.is_batch_invariant(inputs, "xla", 64)
+    assert not records.is_batch_invariant(dependent, "xla", 64)
+
+
+def test_kernel_times(monkeypatch, tmp_path):
+    """GPU streams are summed by kernel; a real CPU trace has none."""
+    with jax.profiler.trace(str(tmp_path)):
+        jax.block_until_ready(jnp.ones(8) + np.float32(1))
+    assert list(tmp_path.rglob("*.xplane.pb")) and timing.kernel_times(tmp_path) == {}
+
+    def line(name, *events):
+        return SimpleNamespace(name=name, events=[SimpleNamespace(name=n, duration_ns=ns) for n, ns in events])
+
+    planes = [
+        SimpleNamespace(name="/host:CPU", lines=[line("Stream #1", ("host", 9000))]),
+        SimpleNamespace(name="/device:GPU:0", lines=[
+            line("Stream #13(Compute)", ("attend", 2000.0), ("copy", 500.0), ("attend", 4000.0)),
+            line("Stream #14(MemcpyD2D)", ("copy", 250.0)), line("XLA Ops", ("attend", 7000.0)),
+        ]),
+    ]  # fmt: skip
+    data = SimpleNamespace(from_file=lambda path: SimpleNamespace(planes=planes))
+    monkeypatch.setattr(jax.profiler, "ProfileData", data)
+    assert timing.kernel_times(pathlib.Path(tmp_path)) == {"attend": 6.0, "copy": 0.75}
+
+
+def test_call_count_fits_the_memory():
+    assert timing.call_count(1000) == timing.MOST_CALLS
+    assert timing.call_count(1 << 30) == 8 and timing.call_count(1 << 40) == timing.FEWEST_CALLS

@@ -1,0 +1,118 @@
+"""`bench`: what it prints and writes at tiny sizes, and what it refuses in one line."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import json
+
+import pytest
+
+from dsv4_jax.bench import ceilings, records
+from dsv4_jax.cli import main
+
+from .test_cli import refused
+
+
+@pytest.fixture(autouse=True)
+def no_ceilings(monkeypatch):
+    monkeypatch.setattr(ceilings, "measure_ceilings", lambda *, quick: ceilings.Ceilings(4e12, 8e14))
+
+
+def test_two_ops_to_json_and_png(capsys, tmp_path):
+    png = tmp_path / "roofline.png"
+    argv = [
+        "bench",
+        "gather",
+        "index_scores",
+        "--quick",
+        "--implementations",
+        "pallas,xla",
+        "--plot",
+        str(png),
+        "--json",
+    ]
+    assert main(argv) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ceilings"] == {"copy_gb_per_s": 4000, "matmul_tflop_per_s": 800}
+    assert (report["quick"], report["backend"], report["steps"]) == (True, "cpu", [])
+    found = report["records"]
+    assert [(r["op"], r["implementation"]) for r in found] == [
+        (op, name) for op in ("gather", "index_scores") for name in ("pallas", "xla")
+    ]
+    fields = {field.name for field in dataclasses.fields(records.Record)}
+    assert all(set(r) == fields for r in found)
+    assert {r["problem"] for r in found if r["implementation"] == "pallas"} == {"the backend is cpu"}
+    scores = found[-1]
+    assert scores["flops"] == 2 * 2 * 64 * 128 * 64 and scores["bytes"] == 2 * (64 * 72 + 8 + 64 * 260)
+    assert scores["us"] > 0 and scores["correct"] is True and scores["relative_error"] == 0
+    assert scores["floor_us"] == pytest.approx(max(scores["bytes"] / 4e12, scores["flops"] / 8e14) * 1e6)
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_table_and_file(capsys, tmp_path):
+    path = tmp_path / "bench.json"
+    assert main(["bench", "top_k", "--quick", "--batch", "1", "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "top_k v4-widths" in out and "lax.top_k" in out and "not measured: " in out and "the backend is cpu" in out
+    assert {r["batch"] for r in json.loads(path.read_text())["records"]} == {1}
+
+
+def test_without_a_gpu_sizes_are_tiny(capsys):
+    assert main(["bench", "gather", "--implementations", "triton", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["quick"] is True and err == "no GPU: tiny sizes, as with --quick\n"
+
+
+def test_a_wrong_result_fails(capsys, monkeypatch):
+    monkeypatch.setattr(records, "relative_error", lambda got, want: 0.5)
+    assert main(["bench", "gather", "--quick", "--implementations", "xla"]) == 1
+    assert "5.0e-01 wrong" in capsys.readouterr().out
+
+
+def test_step(capsys):
+    assert main(["bench", "step", "--quick", "--model", "tiny", "--layers", "3", "--context", "200", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (step,) = report["steps"]
+    assert (step["model"], step["batch"], step["context"], report["records"]) == ("tiny", 2, 200, [])
+    assert step["cache_in_place"] is True and step["step_ms"] > 0 and step["kernel_ms"] is None
+    assert step["floor_ms"] == pytest.approx(sum(step["floor_us"].values()) / 1e3)
+    assert step["over_floor"] == pytest.approx(step["step_ms"] / step["floor_ms"])
+
+
+def test_a_step_that_cannot_run_says_why(capsys):
+    assert (
+        main(["bench", "step", "--quick", "--model", "tiny", "--layers", "1", "--implementations", "cuda", "--json"])
+        == 1
+    )
+    (step,) = json.loads(capsys.readouterr().out)["steps"]
+    assert step["implementation"] == "cuda" and step["problem"]
+
+
+def test_refusals(capsys, tmp_path, monkeypatch):
+    refused(capsys, ["bench", "bake"], "unknown op 'bake'", "attend")
+    refused(capsys, ["bench", "attend", "--quick", "--shapes", "nope"], "no shape of attend", "v4-widths")
+    refused(capsys, ["bench", "attend", "--quick", "--implementations", "xla,foo"], "unknown implementation 'foo'")
+    refused(capsys, ["bench", "attend", "--batch", "4,0"], "--batch", "at least 1")
+    refused(capsys, ["bench", "attend", "--context", "3x"], "--context", "'3x'")
+    refused(capsys, ["bench", "step", "--quick", "--context", "1M"], "1048576", "tiny has at most 4096")
+    refused(capsys, ["bench", "step", "--quick", "--plot", tmp_path / "x.png"], "--plot")
+    refused(capsys, ["bench", "gather", "--quick", "--json", tmp_path / "none" / "x.json"], "no such folder")
+    refused(capsys, ["bench", "gather", "--quick", "--plot", tmp_path], "not a file")
+    real = builtins.__import__
+
+    def without_matplotlib(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    refused(capsys, ["bench", "gather", "--quick", "--plot", tmp_path / "x.png"], "install dsv4_jax[plot]")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["bench", "--help"])
+    out = capsys.readouterr().out
+    assert exit_.value.code == 0 and "examples:" in out and "floor" in out
