@@ -121,10 +121,8 @@ def _append(key: jax.Array, shape: AppendShape, calls: int, pool_rows: int) -> P
     def apply(finish: Any, pool: Any, call: Any, implementation: Any) -> tuple[Any, None]:
         values, position, own = call
         position = position if shape.fused else None
-        pool = append(
-            pool, values, own, fmt=fmt, finish=finish, position=position, implementation=implementation
-        )  # fmt: skip
-        return pool, None
+        options: dict[str, Any] = dict(fmt=fmt, finish=finish, position=position)
+        return append(pool, values, own, **options, implementation=implementation), None
 
     def result(pool: Any, _: None, call: Any) -> jax.Array:
         return codec(fmt).decode(fmt, load(pool, call[2]), jnp.float32)
@@ -166,7 +164,8 @@ def _compress(key: jax.Array, shape: CompressShape, calls: int) -> Problem:
     def apply(shared: Any, carry: Any, call: Any, implementation: Any) -> tuple[Any, None]:
         finish, table = shared
         plan, kv, score, *_ = call
-        stream = Stream(*carry, kv, score, finish, geometry)
+        state, pool = carry
+        stream = Stream(state, pool, kv, score, finish, geometry)
         if ratio == layout.cfg.csa_ratio:
             (carry,) = compress_csa([stream], plan, table, implementation=implementation)
         else:
@@ -176,7 +175,7 @@ def _compress(key: jax.Array, shape: CompressShape, calls: int) -> Problem:
 
     def result(carry: Any, _: None, call: Any) -> tuple[jax.Array, jax.Array]:
         state, pool = carry
-        *_, emitted, ring = call
+        emitted, ring = call[-2:]
         return codec(fmt).decode(fmt, load(pool, emitted), jnp.float32), state[ring]
 
     def carry() -> tuple[jax.Array, Any]:

@@ -30,21 +30,21 @@ def draw(records: Sequence[Record], ceilings: Ceilings, path: pathlib.Path, *, t
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    timed = [r for r in records if r.best_us is not None]
+    timed = [(r, r.best_us) for r in records if r.best_us is not None]
     if not timed:
         raise BenchmarkError("--plot: nothing was measured")
-    fastest: dict[tuple[str, str, int], Record] = {}
-    for record in sorted(timed, key=lambda r: -r.best_us):
-        fastest[record.op, record.shape, record.batch] = record
+    fastest: dict[tuple[str, str, int], tuple[Record, float]] = {}
+    for record, us in sorted(timed, key=lambda pair: -pair[1]):
+        fastest[record.op, record.shape, record.batch] = record, us
     shown = [fastest[key] for key in sorted(fastest)]
     figure = Figure(figsize=(14, max(5, 0.2 * len(shown) + 1.5)), layout="constrained")
     figure.suptitle(title)
     roof, bars = figure.subplots(1, 2)
     _roofline(roof, timed, ceilings)
-    names = [f"{r.op}/{r.shape} {r.batch} {r.implementation}" for r in shown]
-    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(r.implementation for r in shown))}
+    names = [f"{r.op}/{r.shape} {r.batch} {r.implementation}" for r, _ in shown]
+    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(r.implementation for r, _ in shown))}
     bars.set_ylim(-0.6, len(shown) - 0.4)
-    bars.barh(names, [100 * r.floor_us / r.best_us for r in shown], color=[colours[r.implementation] for r in shown])
+    bars.barh(names, [100 * r.floor_us / us for r, us in shown], color=[colours[r.implementation] for r, _ in shown])
     bars.axvline(100, color="black", linewidth=1)
     bars.invert_yaxis()
     bars.tick_params(axis="y", labelsize=6)
@@ -52,21 +52,20 @@ def draw(records: Sequence[Record], ceilings: Ceilings, path: pathlib.Path, *, t
     figure.savefig(path, format="png", dpi=150)
 
 
-def _roofline(axes, records: Sequence[Record], ceilings: Ceilings) -> None:
+def _roofline(axes, timed: Sequence[tuple[Record, float]], ceilings: Ceilings) -> None:
     ridge = ceilings.matmul / ceilings.copy
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        if record.flops:
-            groups.setdefault((record.op, record.implementation), []).append(record)
-    intensities = [r.flops / r.bytes for group in groups.values() for r in group] or [ridge]
+    groups: dict[tuple[str, str], list[tuple[float, float]]] = {}  # (FLOPs per byte, TFLOP/s)
+    for r, us in timed:
+        if r.flops:
+            groups.setdefault((r.op, r.implementation), []).append((r.flops / r.bytes, r.flops / us / 1e6))
+    intensities = [x for group in groups.values() for x, _ in group] or [ridge]
     low, high = min(*intensities, ridge) / 2, max(*intensities, ridge) * 4
     axes.plot(
         [low, ridge, high], [low * ceilings.copy / 1e12, ceilings.matmul / 1e12, ceilings.matmul / 1e12], "k-",
         label=f"{ceilings.copy / 1e9:,.0f} GB/s, {ceilings.matmul / 1e12:,.1f} TFLOP/s",
     )  # fmt: skip
     for (op, implementation), group in groups.items():
-        x, y = [r.flops / r.bytes for r in group], [r.flops / r.best_us / 1e6 for r in group]
-        axes.plot(x, y, "o", markersize=4, label=f"{op}, {implementation}")
+        axes.plot(*zip(*group, strict=True), "o", markersize=4, label=f"{op}, {implementation}")
     axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="TFLOP/s", title="roofline")
     axes.grid(True, which="both", alpha=0.3)
     axes.legend(fontsize=7)

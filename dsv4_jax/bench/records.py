@@ -109,7 +109,8 @@ def measure(
         case.op, case.name, "", batch, case.context, bytes_moved, flops, floor, must_us=must, aim_us=aim,
         peer_us=target.peer,
     )  # fmt: skip
-    records, inputs, want = [], None, None
+    records: list[Record] = []
+    inputs, want = None, []
     for name in names:
         record = dataclasses.replace(base, implementation=name, problem=why_not(case.op, name))
         if record.problem is None:

@@ -95,6 +95,7 @@ def measure_step(options: StepOptions, ceilings: Ceilings) -> dict[str, Any]:
     compiled = jax.jit(step, donate_argnums=0).lower(cache, params, plan, x).compile()
     compile_s = time.perf_counter() - start
     memory, text = compiled.memory_analysis(), compiled.as_text() or ""
+    assert memory is not None
     report: dict[str, Any] = dict(
         model=options.model, layers=cfg.num_layers, batch=options.batch, context=options.context,
         implementation=options.implementation or "default", compile_s=compile_s,

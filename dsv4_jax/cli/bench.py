@@ -155,7 +155,7 @@ def _step_options(args: argparse.Namespace, quick: bool) -> list[Any]:
     from ..bench.step import StepOptions
 
     kernels = ("xla", "pallas", "cuda", "triton")
-    names = [name for name in args.implementations or [None] if name is None or name in kernels]
+    names: list[Any] = [name for name in args.implementations or [None] if name is None or name in kernels]
     small = quick and not args.layers
     options = [
         StepOptions(

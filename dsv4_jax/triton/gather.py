@@ -30,7 +30,7 @@ def _gather_rows(pool: Rows, row_ids: jax.Array, fmt: RowFormat, dtype: jnp.dtyp
     if not has_kernel(fmt, dtype) or row_ids.size == 0:
         return _reference(pool, row_ids, fmt, dtype)
     try:
-        import jax_triton
+        import jax_triton  # pyrefly: ignore[missing-import]
 
         from .gather_kernel import gather_fp8
     except ImportError as error:

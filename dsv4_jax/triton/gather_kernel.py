@@ -1,7 +1,7 @@
 """The Triton kernel of gather. Imports triton: only for `dsv4_jax.triton.gather`, when it is called."""
 
-import triton
-import triton.language as tl
+import triton  # pyrefly: ignore[missing-import]
+import triton.language as tl  # pyrefly: ignore[missing-import]
 
 __all__ = ["gather_fp8"]
 
