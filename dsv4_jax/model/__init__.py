@@ -9,6 +9,7 @@ from .checkpoint import load_hf, save_hf
 from .forward import decode_loop, decode_step, forward, prefill
 from .generate import generate
 from .params import Params, init_params, param_specs
+from .projections import stack_projections
 from .sampling import Sampling, sample
 from .uncached import forward_uncached
 
@@ -27,4 +28,5 @@ __all__ = [
     "prefill",
     "sample",
     "save_hf",
+    "stack_projections",
 ]

@@ -19,6 +19,7 @@ from ..ops.finish import Finish
 from ..ops.numerics import hadamard, rope
 from .numerics import layer_frequencies, linear, matmul, rms_norm
 from .params import Params
+from .projections import products
 
 __all__ = ["attention", "index_qat_default"]
 
@@ -42,45 +43,46 @@ def attention(
     position = jnp.asarray(handle.plan.token_position)
     freq = jnp.asarray(layer_frequencies(cfg, attn))
 
-    q_latent = rms_norm(linear(x, p["wq_a"]), p["q_norm"], cfg.rms_norm_eps)
-    q = linear(q_latent, p["wq_b"]).reshape(-1, cfg.num_attention_heads, cfg.head_dim)
+    of_x = products(p, "of_input", x)
+    q_latent = rms_norm(of_x["wq_a"], p["q_norm"], cfg.rms_norm_eps)
+    of_q = products(p, "of_q_latent", q_latent)
+    q = of_q["wq_b"].reshape(-1, cfg.num_attention_heads, cfg.head_dim)
     q = rope(rms_norm(q, None, cfg.rms_norm_eps), position[:, None], freq)
 
-    handle = handle.append(linear(x, p["wkv"]), Finish(p["kv_norm"], freq, cfg.rms_norm_eps))
-    selected = index = None
-    qat = False
+    def compressor(name: str, rotate: bool = False) -> tuple[jax.Array, jax.Array, Finish]:
+        """(kv, score, finish); the score carries the bias of the token's place in its block."""
+        weights = p["indexer"]["compressor"] if name == "indexer.compressor" else p[name]
+        place = position % np.int32(weights["ape"].shape[0])
+        score = of_x[f"{name}.wgate"] + weights["ape"][place]
+        return of_x[f"{name}.wkv"], score, Finish(weights["norm"], freq, cfg.rms_norm_eps, rotate)
+
+    handle = handle.append(of_x["wkv"], Finish(p["kv_norm"], freq, cfg.rms_norm_eps))
+    selected = None
+    if attn is AttentionType.HCA:
+        handle = handle.compress(*compressor("compressor"))
     if attn is AttentionType.CSA:
         qat = index_qat_default(handle.layout) if index_qat is None else index_qat
-        index = compressor_inputs(p["indexer"]["compressor"], x, position, freq, cfg, rotate=qat)
-    if attn is not AttentionType.SWA:
-        handle = handle.compress(*compressor_inputs(p["compressor"], x, position, freq, cfg), index)
-    if attn is AttentionType.CSA:
-        selected = select_entries(p["indexer"], handle, x, q_latent, freq, qat)
+        handle = handle.compress(*compressor("compressor"), compressor("indexer.compressor", rotate=qat))
+        index_q = of_q["indexer.wq_b"].reshape(-1, cfg.index_n_heads, cfg.index_head_dim)
+        selected = select_entries(handle, index_q, of_x["indexer.weights_proj"], freq, qat)
     out, _ = handle.attend(q, p["attn_sink"], selected)
 
     out = rope(out, position[:, None], freq, inverse=True)
     return output_projection(p, out, cfg), handle
 
 
-def compressor_inputs(
-    p: Params, x: jax.Array, position: jax.Array, freq: jax.Array, cfg: DSV4Config, *, rotate: bool = False
-) -> tuple[jax.Array, jax.Array, Finish]:
-    """(kv, score, finish) of a compressor; the score carries the bias of the token's place in its block."""
-    ratio = np.int32(p["ape"].shape[0])
-    score = linear(x, p["wgate"]) + p["ape"][position % ratio]
-    return linear(x, p["wkv"]), score, Finish(p["norm"], freq, cfg.rms_norm_eps, rotate)
-
-
 def select_entries(
-    p: Params, handle: LayerCacheHandle, x: jax.Array, q_latent: jax.Array, freq: jax.Array, qat: bool
+    handle: LayerCacheHandle, q: jax.Array, weights: jax.Array, freq: jax.Array, qat: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """The lightning indexer: picks the entries each token attends to (spec 2.5)."""
-    cfg, position = handle.layout.cfg, jnp.asarray(handle.plan.token_position)
-    q = linear(q_latent, p["wq_b"]).reshape(-1, cfg.index_n_heads, cfg.index_head_dim)
-    q = rope(q, position[:, None], freq)
+    """The lightning indexer: picks the entries each token attends to (spec 2.5).
+
+    Args:
+        q: [T, index_n_heads, index_head_dim] queries, not yet rotated.
+        weights: [T, index_n_heads] head weights, not yet scaled.
+    """
+    q = rope(q, jnp.asarray(handle.plan.token_position)[:, None], freq)
     q = round_trip(hadamard(q)) if qat else q
-    weights = linear(x, p["weights_proj"]) * np.float32((cfg.index_head_dim * cfg.index_n_heads) ** -0.5)
-    return handle.top_k(handle.index_scores(q, weights))
+    return handle.top_k(handle.index_scores(q, weights * np.float32((q.shape[-1] * q.shape[-2]) ** -0.5)))
 
 
 def output_projection(p: Params, out: jax.Array, cfg: DSV4Config) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
@@ -33,6 +34,16 @@ def test_any_chunking_equals_uncached(params, uncached, chunks):
 
 def test_decode_equals_uncached(params, uncached):
     np.testing.assert_allclose(feed(CFG, params, text_tokens(LENGTH), [1]), uncached, rtol=0, atol=1e-4)
+
+
+def test_stacked_projections_change_nothing(params, uncached):
+    stacked = model.stack_projections(params)
+    assert set(stacked["layers"][2]["attn"]) >= {"of_input", "of_q_latent"}
+    assert not {"wq_a", "wq_b", "wkv"} & set(stacked["layers"][2]["attn"])
+    sizes = [sum(x.size for x in jax.tree.leaves(p)) for p in (params, stacked)]
+    assert sizes[0] == sizes[1]
+    logits = feed(CFG, stacked, text_tokens(LENGTH), [13, 1, 1, 50], most=LENGTH)
+    np.testing.assert_allclose(logits, uncached, rtol=0, atol=1e-4)
 
 
 def test_quantised_formats_stay_close(params, uncached):
