@@ -132,8 +132,9 @@ def _append(key: jax.Array, shape: AppendShape, calls: int, pool_rows: int) -> P
 
 def _compress(key: jax.Array, shape: CompressShape, calls: int) -> Problem:
     """Every call feeds slots of its own. A decode step stands at the last token of 8 Ki."""
-    layout = CacheLayout(DSV4Config.flash(), hca_state="raw" if shape.kind == "hca_raw" else "online")
-    fmt, ratio, width = shape.fmt, shape.ratio, shape.input_width
+    cfg = DSV4Config.flash()
+    layout = CacheLayout(cfg, hca_state="raw" if shape.kind == "hca_raw" else "online")
+    ratio, streams = shape.ratio, shape.streams
     start = 8 * 1024 - 1 if shape.length == 1 else 0
     per_block, slots = BLOCK_TOKENS // ratio, calls * shape.rows + 1
     columns = layout.blocks_for(start + shape.length)
@@ -142,47 +143,56 @@ def _compress(key: jax.Array, shape: CompressShape, calls: int) -> Problem:
     table = (np.arange(slots)[:, None] - 1) * own_blocks + 1 + np.arange(columns)[None] % own_blocks
     table[0] = 0
     units = (slots - 1) * own_blocks + 1
-    geometry = Compressor(ratio, 0, slots, shape.ring, 0, per_block, fmt)
-    rope_dim = fmt.rope_dim or DSV4Config.flash().rope_dim  # the format of an index key does not tell
-    finish = _finish(fmt.dim, rope_dim, compressed=True, hadamard=shape.kind == "index")
+    geometries = [Compressor(ratio, 0, slots, s.ring, 0, per_block, s.fmt) for s in streams]
+    finishes = [
+        _finish(s.fmt.dim, s.fmt.rope_dim or cfg.rope_dim, compressed=True, hadamard=s.kind == "index") for s in streams
+    ]
 
-    def make(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        size = shape.rows * shape.length, width
-        a, b = jax.random.split(key)
-        return jax.random.normal(a, size, jnp.float32), jax.random.normal(b, size, jnp.float32)
+    def make(key: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        sizes = [(shape.rows * shape.length, s.input_width) for s in streams]
+        keys = jax.random.split(key, (len(sizes), 2))
+        return [
+            (jax.random.normal(a, size, jnp.float32), jax.random.normal(b, size, jnp.float32))
+            for (a, b), size in zip(keys, sizes, strict=True)
+        ]
 
     args = []
-    for i, (kv, score) in enumerate(_draw(key, calls, make)):
+    for i, inputs in enumerate(_draw(key, calls, make)):
         own = np.arange(shape.rows) + i * shape.rows + 1
         feeds = [RowFeed(int(slot), start, shape.length) for slot in own]
         plan = jax.tree.map(jnp.asarray, build_plan(layout, feeds, shape_for(layout, feeds)))
         entries = np.arange(start // ratio, (start + shape.length) // ratio)
         emitted = table[own][:, entries // per_block] * per_block + entries % per_block
         ring = own[:, None] * shape.ring + np.arange(shape.ring)
-        args.append((plan, kv, score, *(jnp.asarray(x.reshape(-1), jnp.int32) for x in (emitted, ring))))
+        args.append((plan, inputs, *(jnp.asarray(x.reshape(-1), jnp.int32) for x in (emitted, ring))))
 
     def apply(shared: Any, carry: Any, call: Any, implementation: Any) -> tuple[Any, None]:
-        finish, table = shared
-        plan, kv, score, *_ = call
-        state, pool = carry
-        stream = Stream(state, pool, kv, score, finish, geometry)
-        if ratio == layout.cfg.csa_ratio:
-            (carry,) = compress_csa([stream], plan, table, implementation=implementation)
-        else:
-            mode = layout.hca_state
-            carry = compress_hca(stream, plan, table, mode=mode, implementation=implementation)
-        return carry, None
+        finishes, table = shared
+        plan, inputs, *_ = call
+        fed = [
+            Stream(state, pool, kv, score, finish, geometry)
+            for (state, pool), (kv, score), finish, geometry in zip(carry, inputs, finishes, geometries, strict=True)
+        ]
+        if ratio == cfg.csa_ratio:
+            return compress_csa(fed, plan, table, implementation=implementation), None
+        mode = layout.hca_state
+        return [compress_hca(fed[0], plan, table, mode=mode, implementation=implementation)], None
 
-    def result(carry: Any, _: None, call: Any) -> tuple[jax.Array, jax.Array]:
-        state, pool = carry
+    def result(carry: Any, _: None, call: Any) -> Any:
         emitted, ring = call[-2:]
-        return codec(fmt).decode(fmt, load(pool, emitted), jnp.float32), state[ring]
+        return [
+            (codec(s.fmt).decode(s.fmt, load(pool, emitted), jnp.float32), state[ring])
+            for s, (state, pool) in zip(streams, carry, strict=True)
+        ]
 
-    def carry() -> tuple[jax.Array, Any]:
-        state = random_part(key, "rows", (slots * shape.ring, shape.state_width), "float32")
-        return state, random_rows(key, fmt, units * per_block)
+    def carry() -> list[Any]:
+        return [
+            (random_part(key, "rows", (slots * s.ring, s.state_width), "float32"),
+             random_rows(key, s.fmt, units * per_block))
+            for s in streams
+        ]  # fmt: skip
 
-    shared = finish, jnp.asarray(table, jnp.int32)
+    shared = finishes, jnp.asarray(table, jnp.int32)
     return Problem(shared, carry, args, apply, result, 1e-2)
 
 

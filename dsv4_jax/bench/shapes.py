@@ -47,15 +47,23 @@ class AppendShape:
 
 @dataclasses.dataclass(frozen=True)
 class CompressShape:
-    """One compressor fed with `rows` requests of `length` tokens each, every request completing its last entry.
+    """A compressor fed with `rows` requests of `length` tokens each, every request completing its last entry.
 
     length 1 is a decode step in which all requests flush; a longer one starts at position 0 (prefill).
+    `index_fmt`: a CSA layer's other compressor, for its index keys, is fed by the same call.
     """
 
     kind: Literal["csa", "index", "hca", "hca_raw"]
     rows: int
     fmt: RowFormat
     length: int = 1
+    index_fmt: RowFormat | None = None
+
+    @property
+    def streams(self) -> tuple[CompressShape, ...]:
+        """One shape per compressor."""
+        main = dataclasses.replace(self, index_fmt=None)
+        return (main, dataclasses.replace(main, kind="index", fmt=self.index_fmt)) if self.index_fmt else (main,)
 
     @property
     def ratio(self) -> int:
@@ -83,6 +91,8 @@ class CompressShape:
         (HCA online) or r - 1 older rows (HCA raw), and writes one state row. A prefill reads no state and
         leaves the last `ring` rows.
         """
+        if len(self.streams) > 1:
+            return sum(stream.bytes_moved for stream in self.streams)
         row = self.state_width * F32
         fed = self.length * 2 * self.input_width * F32
         written = min(self.length, self.ring) * row
@@ -234,6 +244,7 @@ CASES: tuple[Case, ...] = (
     Case("append", "fused", None, (1, 64, 256, 1024), lambda b: AppendShape(b, FP8)),
     Case("append", "plain", None, (1, 64, 1024), lambda b: AppendShape(b, FP8, fused=False)),
     _compress("compress_csa", "decode", "csa", FP8, 1, 16, 64, 256),
+    Case("compress_csa", "decode-both", None, (1, 64, 256), lambda b: CompressShape("csa", b, FP8, 1, INDEX_FP4)),
     _prefill("compress_csa", "csa", FP8),
     _compress("compress_index", "decode", "index", INDEX_FP4, 1, 16, 64, 256),
     _prefill("compress_index", "index", INDEX_FP4),

@@ -16,8 +16,10 @@ from .ops import Problem
 from .shapes import AttendShape, GatherShape, ScoreShape, Shape, TopKShape
 from .timing import L2_FLUSH
 
-__all__ = ["OPS", "measure", "why_not"]
+__all__ = ["OPS", "TOLERANCE", "measure", "why_not"]
 
+DEVICE = "cuda"
+TOLERANCE = 2e-2  # relative error: products come out of torch rounded to bf16
 OPS = ("gather", "index_scores", "top_k", "attend")
 
 
@@ -48,7 +50,7 @@ def measure(op: str, shape: Shape, inputs: Problem, *, repeats: int) -> tuple[fl
     with torch.cuda.graph(graph):
         for args in calls:
             call(shared, args)
-    other = torch.ones(L2_FLUSH // 4, device="cuda", dtype=torch.int32)
+    other = torch.ones(L2_FLUSH // 4, device=DEVICE, dtype=torch.int32)
     times = []
     for _ in range(repeats + 1):
         other.sum()
@@ -70,8 +72,8 @@ def _tensor(x: jax.Array) -> Any:
 
     host = np.array(x)
     if host.dtype == jax.numpy.bfloat16 or host.dtype == np.uint16:
-        return torch.from_numpy(host.view(np.int16)).cuda().view(torch.bfloat16)
-    return torch.from_numpy(host).cuda()
+        return torch.from_numpy(host.view(np.int16)).to(DEVICE).view(torch.bfloat16)
+    return torch.from_numpy(host).to(DEVICE)
 
 
 def _decode(pool: Any, ids: Any) -> Any:
@@ -97,7 +99,7 @@ def _call(op: str, shape: Shape) -> Callable[[Any, Any], tuple[Any, ...]]:
 
             def scores(pool: Any, args: Any) -> tuple[Any, ...]:
                 queries, weights, table, _ = args
-                offset = torch.arange(shape.rows_per_block, device="cuda")
+                offset = torch.arange(shape.rows_per_block, device=DEVICE)
                 ids = (table.long()[..., None] * shape.rows_per_block + offset).flatten(1)
                 codes, scale = (part[ids] for part in pool)
                 dots = queries @ codes.view(torch.float8_e4m3fn).bfloat16().transpose(1, 2)

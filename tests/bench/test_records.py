@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.bench import records, timing
+from dsv4_jax.bench import records, timing, torch_ops
 from dsv4_jax.bench.ceilings import Ceilings
 from dsv4_jax.bench.ops import problem
 from dsv4_jax.bench.shapes import OPS, QUICK, CompressShape, GatherShape
@@ -30,25 +30,30 @@ def case(op: str):
     [
         CompressShape("index", 2, index_format("fp8", 128)),
         CompressShape("index", 1, index_format("fp8", 128), 12),
+        CompressShape("csa", 1, FP8, 1, index_format("fp4", 128)),
         CompressShape("hca", 2, FP8),
         CompressShape("hca_raw", 1, FP8, 256),
     ],
     ids=lambda s: f"{s.kind}-{s.rows}x{s.length}",
 )
 def test_a_compressor_writes_the_rows_that_are_compared(shape):
-    """In the pool exactly one row per entry, and they are the ones `result` looks at."""
+    """In each pool exactly one row per entry, and they are the ones `result` looks at."""
+
+    def changed(old, new) -> set[int]:
+        return set(np.flatnonzero((np.asarray(old) != np.asarray(new)).any(1)).tolist())
+
     inputs = problem("compress", shape, 2, pool_rows=0)
-    before = inputs.carry()
+    step, before = jax.jit(inputs.apply, static_argnums=3), inputs.carry()
     for call in inputs.calls:
-        after, _ = jax.jit(inputs.apply, static_argnums=3)(inputs.shared, before, call, "xla")
-        changed = {int(row) for old, new in zip(before[1], after[1], strict=True)
-                   for row in np.flatnonzero((np.asarray(old) != np.asarray(new)).any(1))}  # fmt: skip
+        after, _ = step(inputs.shared, before, call, "xla")
         emitted, ring = (np.asarray(x) for x in call[-2:])
-        assert changed == set(emitted.tolist()) and len(emitted) == shape.rows * max(1, shape.length // shape.ratio)
-        state = set(np.flatnonzero((np.asarray(before[0]) != np.asarray(after[0])).any(1)).tolist())
-        assert state <= set(ring.tolist()) and len(state) == shape.rows * min(shape.length, shape.ring)
-        decoded, rows = inputs.result(after, None, call)
-        assert decoded.shape == (len(emitted), shape.fmt.dim) and rows.shape == (len(ring), shape.state_width)
+        assert len(emitted) == shape.rows * max(1, shape.length // shape.ratio)
+        compared = inputs.result(after, None, call)
+        for stream, old, new, (decoded, rows) in zip(shape.streams, before, after, compared, strict=True):
+            assert set().union(*map(changed, old[1], new[1])) == set(emitted.tolist())
+            state = changed(old[0], new[0])
+            assert state <= set(ring.tolist()) and len(state) == shape.rows * min(shape.length, shape.ring)
+            assert decoded.shape == (len(emitted), stream.fmt.dim) and rows.shape == (len(ring), stream.state_width)
         before = after
 
 
@@ -148,6 +153,21 @@ def test_kernel_times(monkeypatch, tmp_path):
     data = SimpleNamespace(from_file=lambda path: SimpleNamespace(planes=planes))
     monkeypatch.setattr(jax.profiler, "ProfileData", data)
     assert timing.kernel_times(pathlib.Path(tmp_path)) == {"attend": 6.0, "copy": 0.75}
+
+
+@pytest.mark.parametrize("op", torch_ops.OPS)
+def test_torch_computes_the_same(monkeypatch, op):
+    """The baseline's functions, on the CPU (only their timing needs a GPU)."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr(torch_ops, "DEVICE", "cpu")
+    shape = case(op).make(2)
+    if op == "index_scores":
+        assert torch_ops.why_not(op) == "the backend is cpu"
+        shape = dataclasses.replace(shape, fmt=index_format("fp8", 128))
+    inputs = problem(op, shape, 1, pool_rows=256)
+    shared, call = (jax.tree.map(torch_ops._tensor, x) for x in (inputs.shared, inputs.calls[0]))
+    for got, want in zip(torch_ops._call(op, shape)(shared, call), records.outcome(inputs, "xla"), strict=True):
+        assert records.relative_error(got.float().numpy(), want.astype(np.float32)) < torch_ops.TOLERANCE
 
 
 def test_call_count_fits_the_memory():

@@ -32,6 +32,7 @@ def shape(op: str, name: str, batch: int):
         ("top_k", "flash-1m", 1, 262144 * 4 + 512 * 4, 0),
         # kv and score of 2 x 512 float32; 7 older half rows of 2 x 2 x 512 float32; a state row; an entry
         ("compress_csa", "decode", 16, 16 * (8192 + 7 * 4096 + 8192 + 584), 0),
+        ("compress_csa", "decode-both", 2, 2 * (45640 + 11332), 0),
         ("compress_csa", "prefill", 8192, 8192 * 8192 + 8 * 8192 + 2048 * 584, 0),
         ("compress_index", "decode", 1, 2048 + 7 * 1024 + 2048 + 68, 0),
         # kv and score of 512 float32; the triple read and written
