@@ -82,10 +82,7 @@ def _scores_kernel(queries, weights, table, count, *refs, base, rows_per_block, 
         page = read(table, (jnp.full((TILE,), token), key // rows_per_block), visible)
         row = jnp.where(visible, base + page * rows_per_block + key % rows_per_block, 0)
         keys, factor = _load_keys(fmt, pool, row, visible, width)
-        dots = sum(_dot(k, q) for k, q in zip(keys, q_tiles, strict=True))
-        # relu that keeps NaN; a padding head adds nothing, not even the NaN of 0 * Inf.
-        dots = jnp.where((dots < 0) | ~live[None, :], np.float32(0), dots)
-        scores = (dots * w[None, :]).sum(1)
+        scores = _weighted(keys, q_tiles, w, live if heads < block else None)
         if factor is not None:
             scores = scores * factor
         put(key, jnp.where(visible, scores, -np.float32(np.inf)))
@@ -98,9 +95,15 @@ def _scores_kernel(queries, weights, table, count, *refs, base, rows_per_block, 
     lax.fori_loop(seen, TILES, nothing, None)
 
 
-def _dot(keys, queries):
-    precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
-    return jnp.dot(keys, queries.T, precision=precision, preferred_element_type=jnp.float32)
+def _weighted(keys, queries, weights, live):
+    """sum_h weights[h] * relu(queries[h] . keys[s]), [TILE]; `live` tells heads from padding."""
+    precision = lax.Precision.HIGHEST if keys[0].dtype == jnp.float32 else None
+    dot = functools.partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
+    dots = sum(dot(k, q.T) for k, q in zip(keys, queries, strict=True))
+    negative = dots < 0  # so that NaN stays
+    if live is not None:
+        negative |= ~live[None, :]  # padding adds nothing, not even the NaN of 0 * Inf
+    return (jnp.where(negative, np.float32(0), dots) * weights[None, :]).sum(1)
 
 
 def _load_queries(queries, token, head, phase: int, phases: int, width: int):

@@ -23,11 +23,11 @@ from .tiles import addressable, interpreted, outer, read, whole
 __all__: list[str] = []
 
 LARGEST_K = 1024
-CHUNK = 8192  # scores of one program
-MERGE = 32768  # survivors of one program
-PER_WARP = 1024  # elements a warp holds, 32 registers of each thread
-RANKED = 64  # winners ranked by one program
-RIVALS = 128  # winners compared with at once
+CHUNK = 4096  # scores of one program
+MERGED = 8  # chunks whose survivors one program merges
+PER_WARP = 512  # elements a warp holds, 16 registers of each thread
+RANKED = 16  # winners ranked by one program
+RIVALS = 256  # winners compared with at once
 _NEGATIVE_INFINITY = np.uint32(0x007FFFFF)  # its key
 
 
@@ -37,8 +37,9 @@ def _top_k(scores: jax.Array, count: jax.Array, k: int, interpret: bool | None =
         return _reference(scores, count, k)
     interpret = interpreted(interpret)
     keys, ids = _survivors(_first_kernel, (scores, count), scores.shape[1], CHUNK, k, interpret)
+    merge = MERGED * pl.next_power_of_2(k)
     while keys.shape[1] > k:
-        keys, ids = _survivors(_merge_kernel, (keys, ids), keys.shape[1], MERGE, k, interpret)
+        keys, ids = _survivors(_merge_kernel, (keys, ids), keys.shape[1], merge, k, interpret)
     out_shape = jax.ShapeDtypeStruct(keys.shape, jnp.int32)
     indices = pl.pallas_call(
         _rank_kernel,
@@ -142,15 +143,15 @@ def _rank_kernel(keys, ids, out):
     at = (jnp.full((RANKED,), token), mine)
     key = read(keys, at, mine < k)
 
-    def count(tile, rank):
-        rival = tile * RIVALS + jnp.arange(RIVALS, dtype=jnp.int32)
+    before = jnp.zeros((RANKED, RIVALS), jnp.int32)
+    for first in range(0, k, RIVALS):
+        rival = first + jnp.arange(RIVALS, dtype=jnp.int32)
         # Beyond k the keys are 0 and the places high: they come before nobody.
         other = read(keys, (jnp.full((RIVALS,), token), rival), rival < k)
         m, r = outer(mine, rival)
-        before = (other[None, :] > key[:, None]) | ((other[None, :] == key[:, None]) & (r < m))
-        return rank + before.astype(jnp.int32).sum(1)
-
-    rank = lax.fori_loop(0, -(-k // RIVALS), count, jnp.zeros((RANKED,), jnp.int32))
+        wins = (other[None, :] > key[:, None]) | ((other[None, :] == key[:, None]) & (r < m))
+        before += wins.astype(jnp.int32)
+    rank = before.sum(1)
     index = jnp.where(key == 0, 0, read(ids, at, mine < k))
     place = jnp.where(mine < k, rank, k)
     pltriton.store(out.at[jnp.full((RANKED,), token), place], index, mask=mine < k)

@@ -40,7 +40,7 @@ class TestTopK(TopKTest):
 
     def test_several_levels(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernel, "CHUNK", 32)
-        monkeypatch.setattr(kernel, "MERGE", 64)
+        monkeypatch.setattr(kernel, "MERGED", 2)
         rng = np.random.default_rng(1)
         scores = rng.standard_normal((3, 300)).astype(np.float32)
         check_long(scores, np.array([300, 299, 150]), 20)
@@ -51,7 +51,7 @@ class TestTopK(TopKTest):
 
 
 @pytest.mark.parametrize(
-    ("entries", "k", "kernels"), [(2048, 512, 2), (32_768, 512, 3), (262_144, 1024, 3), (1 << 20, 1000, 4)]
+    ("entries", "k", "kernels"), [(2048, 512, 2), (32_768, 512, 3), (262_144, 1024, 4), (1 << 20, 1000, 5)]
 )
 def test_lowers_for_cuda(entries: int, k: int, kernels: int) -> None:
     shapes = [((2, entries), jnp.float32), ((2,), jnp.int32)]
