@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import platform
 from typing import Any
 
@@ -78,12 +79,14 @@ def _implementations(backend: str) -> dict[str, dict[str, str]]:
             return "no kernel"
         return problem or "usable"
 
+    no_triton = None if importlib.util.find_spec("jax_triton") else "jax-triton is not installed"
     no_gpu = None if backend == "gpu" else f"the backend is {backend}"
     return {
         op: {
             "xla": "usable",
             "pallas": state(op, "pallas", no_gpu and f"{no_gpu}: only interpreted, by tests"),
             "cuda": state(op, "cuda", no_gpu or ffi.cuda_problem()),
+            "triton": state(op, "triton", no_gpu or no_triton),
         }
         for op in _OPS
     }
