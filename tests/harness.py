@@ -55,14 +55,14 @@ def random_norms(layout: CacheLayout, seed: int = 99) -> Norms:
 def layer_writes(
     cache: KVCache, plan: StepPlan, spec: LayerSpec, rows: Stream, norms: Norms, implementation: Implementation = None
 ) -> LayerCacheHandle:
-    """One layer's append, compress and index compress."""
+    """One layer's append, compress and index compress: both at once in every other CSA layer."""
     cfg, j, i = cache.layout.cfg, cache.layout.ordinal(spec.layer_idx), spec.layer_idx
     inv_freq = jnp.asarray(inv_frequencies(cfg.rope_dim, cfg.compress_rope_theta, cfg.yarn))
     handle = cache.layer(i, plan, implementation=implementation).append(rows.kv[i])
     if spec.attn is AttentionType.CSA:
-        handle = handle.compress(rows.csa_kv[j], rows.csa_score[j], Finish(norms.csa[j], inv_freq, EPS))
-        finish = Finish(norms.index[j], inv_freq, EPS, hadamard=True)
-        handle = handle.compress_index(rows.index_kv[j], rows.index_score[j], finish)
+        main = (rows.csa_kv[j], rows.csa_score[j], Finish(norms.csa[j], inv_freq, EPS))
+        index = (rows.index_kv[j], rows.index_score[j], Finish(norms.index[j], inv_freq, EPS, hadamard=True))
+        handle = handle.compress(*main).compress_index(*index) if j % 2 else handle.compress(*main, index)
     elif spec.attn is AttentionType.HCA:
         handle = handle.compress(rows.hca_kv[j], rows.hca_score[j], Finish(norms.hca[j], inv_freq, EPS))
     return handle
@@ -100,8 +100,11 @@ def pinned_shape(
 class Driver:
     """A cache, the requests in it and the blocks they hold."""
 
-    def __init__(self, layout: CacheLayout, size: CacheSize, norms: Norms | None = None, seed: int = 0):
-        self.layout, self.size = layout, size
+    def __init__(
+        self, layout: CacheLayout, size: CacheSize, norms: Norms | None = None, seed: int = 0,
+        implementation: Implementation = None,
+    ):  # fmt: skip
+        self.layout, self.size, self.implementation = layout, size, implementation
         self.norms = random_norms(layout) if norms is None else norms
         self.cache = init_cache(layout, size)
         self.free = list(np.random.default_rng(seed).permutation(np.arange(1, size.num_blocks + 1)))
@@ -149,7 +152,8 @@ class Driver:
 
     def step(self, feeds: list[tuple[int, int]], shape: StepShape, streams: dict[int, Stream] | None = None) -> None:
         plan = self.plan(feeds, shape)
-        self.cache = jit_write_step(self.cache, plan, self.rows_of(plan, streams), self.norms)
+        rows = self.rows_of(plan, streams)
+        self.cache = jit_write_step(self.cache, plan, rows, self.norms, implementation=self.implementation)
 
     def rollback(self, slot: int, length: int) -> None:
         """Rejects tokens: the length goes back, nothing else happens."""

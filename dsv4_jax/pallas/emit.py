@@ -37,7 +37,7 @@ from .tiles import outer
 __all__ = ["Arithmetic", "FinishRefs", "RowTile", "emit", "finish_operands"]
 
 LANES = 64
-_MAGIC = np.float32(1.5 * 2**23)  # added to a float32, it rounds it to an integer and leaves that in the low bits
+_MAGIC = np.float32(1.5 * 2**23)  # the float32 numbers around it are the integers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,15 +70,17 @@ class Arithmetic:
     def exp(self, x: jax.Array) -> jax.Array:
         """Bit for bit `ops.numerics.exp`: e^x for x <= 0."""
         clamped = jnp.maximum(x, np.float32(-88))
-        shifted = self.product(clamped, np.float32(1.4426950408889634)) + _MAGIC
-        n = shifted - _MAGIC
+        n = self._nearest(self.product(clamped, np.float32(1.4426950408889634)))
         r = clamped - self.product(n, np.float32(0.693359375)) - self.product(n, np.float32(-2.12194440e-4))
         series = self.product(r, np.float32(1 / 5040)) + np.float32(1 / 720)
         for factorial in (120, 24, 6, 2, 1, 1):
             series = self.product(series, r) + np.float32(1 / factorial)
-        exponent = (lax.bitcast_convert_type(shifted, jnp.int32) + np.int32(127)) << np.int32(23)
-        power = lax.bitcast_convert_type(exponent, jnp.float32)
+        power = lax.bitcast_convert_type((n.astype(jnp.int32) + np.int32(127)) << np.int32(23), jnp.float32)
         return jnp.where(x < np.float32(-87), np.float32(0), self.product(series, power))
+
+    def _nearest(self, x: jax.Array) -> jax.Array:
+        """The nearest integer, ties to even, of |x| < 2^22 (Triton has no `round`, and XLA would undo the addition)."""
+        return jnp.round(x) if self.interpret else (x + _MAGIC) - _MAGIC
 
 
 @dataclasses.dataclass(frozen=True)

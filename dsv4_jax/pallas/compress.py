@@ -1,0 +1,384 @@
+"""compress on a GPU in Pallas-Triton: state update, pooling, finish, quantisation and store in one launch.
+
+No program may read a state row that another one of the same launch writes. With no `history_rows`
+in the plan the rings are long enough for that: a step's rows come from the operands, older ones
+from ring rows that the step does not overwrite. With them, XLA first copies the few old rows that
+a step can need (`history`), and the kernel reads those instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from ..ops.append import Rows, load, pin, ring_row
+from ..ops.compress import Compressor, Stream, _last_of_group
+from ..ops.compress import _compress_csa as _csa_reference
+from ..ops.compress import _compress_hca_online as _online_reference
+from ..ops.compress import _compress_hca_raw as _raw_reference
+from ..ops.dispatch import Implementation
+from ..plan import StepPlan
+from .emit import Arithmetic, FinishRefs, RowTile, emit, finish_operands
+from .tiles import addressable, interpreted, whole
+
+__all__: list[str] = []
+
+IN_REGISTERS = 16  # most rows of an entry that are pooled from registers, not read twice
+AHEAD = 4  # tokens that the online softmax loads while it works on as many
+
+Pair = tuple[jax.Array, jax.Array]
+Triple = tuple[jax.Array, jax.Array, jax.Array]
+
+
+class _Plan(NamedTuple):
+    """What the kernels read of a plan, as arrays outside of them and as refs inside."""
+
+    work: Any  # [F] tokens that may complete an entry, or [G, J] tokens of each HCA entry; padded with T
+    token_slot: Any  # [T]
+    token_position: Any
+    token_row: Any
+    row_start: Any  # [B]
+    row_count: Any
+    row_first: Any
+    table: Any  # [slots, columns]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """The static side of a stream in a kernel."""
+
+    geometry: Compressor
+    eps: float
+    hadamard: bool
+
+
+class _Refs(NamedTuple):
+    """The array side of a stream in a kernel."""
+
+    kv: Any  # float32 [T, width]
+    score: Any
+    norm: Any
+    inv_freq: Any
+    history: Any  # float32 old state rows, or None
+    state: Any  # aliased in and out
+    pool: Any
+
+
+def _compress_csa(
+    streams: Sequence[Stream], plan: StepPlan, table: jax.Array, implementation: Implementation,
+    interpret: bool | None = None,
+) -> list[tuple[jax.Array, Rows]]:  # fmt: skip
+    """As `ops.compress._compress_csa`. `interpret` defaults to whether the default backend is the CPU."""
+    if not _fits(streams):
+        return _csa_reference(streams, plan, table, implementation)
+    return _pool_rows(streams, plan, table, plan.flush_tokens, overlap=True, interpret=interpreted(interpret))
+
+
+def _compress_hca_raw(
+    stream: Stream, plan: StepPlan, table: jax.Array, implementation: Implementation, interpret: bool | None = None
+) -> tuple[jax.Array, Rows]:
+    """As `ops.compress._compress_hca_raw`."""
+    if not _fits([stream]):
+        return _raw_reference(stream, plan, table, implementation)
+    tokens = _last_of_group(plan)
+    (result,) = _pool_rows([stream], plan, table, tokens, overlap=False, interpret=interpreted(interpret))
+    return result
+
+
+def _compress_hca_online(
+    stream: Stream, plan: StepPlan, table: jax.Array, implementation: Implementation, interpret: bool | None = None
+) -> tuple[jax.Array, Rows]:
+    """As `ops.compress._compress_hca_online`: a program per entry of a row, its tokens in a loop."""
+    if not _fits([stream]):
+        return _online_reference(stream, plan, table, implementation)
+    groups = plan.group_tokens.shape[0]
+    body = functools.partial(_online_kernel, interpret=interpreted(interpret))
+    (result,) = _launch(
+        body, [stream], plan, table, plan.group_tokens, depth=1, programs=groups, interpret=interpreted(interpret)
+    )
+    return result
+
+
+def _fits(streams: Sequence[Stream]) -> bool:
+    ratios = [stream.geometry.ratio for stream in streams]
+    return addressable(*(part for s in streams for part in (s.state, *s.pool))) and all(
+        2 * r <= IN_REGISTERS or r & (r - 1) == 0 for r in ratios
+    )
+
+
+def _pool_rows(streams, plan, table, tokens, *, overlap: bool, interpret: bool) -> list[tuple[jax.Array, Rows]]:
+    """Raw rings: program i stores ring row i of the step and pools the entry that token i of `tokens` completes."""
+    geometry = streams[0].geometry
+    if tokens.shape[0] == 0:
+        tokens = np.full(1, plan.num_tokens, np.int32)
+    # One ring row for each token, or for each of the last `ring` of a row, whichever are fewer.
+    by_token = plan.num_tokens <= plan.num_rows * geometry.ring
+    writes = plan.num_tokens if by_token else plan.num_rows * geometry.ring
+    depth = geometry.ratio * (2 if overlap else 1)
+    body = functools.partial(
+        _ring_kernel, depth=depth, overlap=overlap, by_token=by_token, writes=writes, interpret=interpret
+    )
+    programs = max(writes, tokens.shape[0])
+    return _launch(body, streams, plan, table, tokens, depth=depth - 1, programs=programs, interpret=interpret)
+
+
+def _launch(body, streams, plan, table, work, *, depth: int, programs: int, interpret: bool):
+    """Runs `body` for (program, stream) with the plan's and each stream's refs."""
+    fields = _Plan(work, plan.token_slot, plan.token_position, plan.token_row, plan.row_start, plan.row_count,
+                   plan.row_first, table)  # fmt: skip
+    operands: list[jax.Array] = [jnp.asarray(x) for x in fields]
+    out_shape, aliases, statics = [], {}, []
+    for stream in streams:
+        state, history = stream.state, []
+        if plan.history_rows.shape[0]:
+            old, state = _state_before(stream, plan, depth)
+            history = [old]
+        norm, inv_freq = finish_operands(stream.finish)
+        operands += [stream.kv, stream.score, norm, inv_freq, *history]
+        for x in (state, *stream.pool):
+            aliases[len(operands)] = len(out_shape)
+            operands.append(x)
+            out_shape.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
+        statics.append(_Static(stream.geometry, float(stream.finish.eps), stream.finish.hadamard))
+    out = pl.pallas_call(
+        functools.partial(_split_refs, body, statics=tuple(statics), history=bool(plan.history_rows.shape[0])),
+        grid=(programs, len(streams)),
+        in_specs=[whole(x) for x in operands],
+        out_specs=tuple(whole(x) for x in out_shape),
+        out_shape=tuple(out_shape),
+        input_output_aliases=aliases,
+        interpret=interpret,
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        name="compress",
+    )(*operands)
+    results, out = [], list(out)
+    for stream in streams:
+        state, pool = out.pop(0), tuple(out.pop(0) for _ in stream.pool)
+        results.append((state, pool))
+    return results
+
+
+def _state_before(stream: Stream, plan: StepPlan, depth: int) -> tuple[jax.Array, jax.Array]:
+    """The state rows of the `depth` positions before each row of the step, [B * depth, width], and the state."""
+    geometry = stream.geometry
+    start = jnp.asarray(plan.row_start)[:, None]
+    before = jnp.maximum(start - np.int32(depth) + jnp.arange(depth, dtype=jnp.int32)[None], 0)
+    slot = jnp.asarray(plan.row_slot)[:, None]
+    ids = ring_row(geometry.ordinal, geometry.slots, geometry.ring, slot, before)
+    (old,), (state,) = pin(load((stream.state,), ids.reshape(-1)), (stream.state,))
+    return old, state
+
+
+def _split_refs(body, *refs, statics: tuple[_Static, ...], history: bool):
+    """The kernel: sorts its flat refs and runs `body` for its program and stream."""
+    program, which = pl.program_id(0), pl.program_id(1)  # the interpreter knows them only out here
+    refs = list(refs)
+    plan = _Plan(*(refs.pop(0) for _ in _Plan._fields))
+    inputs, counts = [], [1 + len(s.geometry.fmt.parts) for s in statics]
+    for count in counts:
+        inputs.append([refs.pop(0) for _ in range(5 if history else 4)])
+        del refs[:count]  # the aliased inputs: only the outputs are touched
+    for k, (static, operands, count) in enumerate(zip(statics, inputs, counts, strict=True)):
+        state, *pool = (refs.pop(0) for _ in range(count))
+        stream = _Refs(*operands[:4], operands[4] if history else None, state, pool)
+        pl.when(which == k)(functools.partial(body, program, plan, stream, static))
+
+
+def _ring_kernel(
+    program, plan: _Plan, stream: _Refs, static: _Static, *, depth: int, overlap: bool, by_token: bool, writes: int,
+    interpret: bool,
+) -> None:  # fmt: skip
+    pl.when(program < writes)(lambda: _write_ring(program, plan, stream, static.geometry, by_token))
+    token = plan.work[jnp.minimum(program, plan.work.shape[0] - 1)]
+    fed = (program < plan.work.shape[0]) & (token < plan.token_slot.shape[0])
+    token = jnp.where(fed, token, 0)
+    slot, position = plan.token_slot[token], plan.token_position[token]
+
+    @pl.when(fed & (slot > 0) & ((position + 1) % static.geometry.ratio == 0))
+    def _():
+        math = Arithmetic(interpret)
+        read = _row_reader(plan, stream, static.geometry, token, depth=depth, overlap=overlap)
+        _emit(plan, stream, static, slot, position, _softmax_pool(read, depth, math), math)
+
+
+def _write_ring(program, plan: _Plan, stream: _Refs, geometry: Compressor, by_token: bool) -> None:
+    """Stores the [kv | score] row of one token, if it is among the last `ring` of its row."""
+    if by_token:
+        token, exists = program, True
+    else:
+        row, back = program // geometry.ring, program % geometry.ring
+        exists = back < plan.row_count[row]
+        token = jnp.where(exists, plan.row_first[row] + plan.row_count[row] - 1 - back, 0)
+    slot, position, row = plan.token_slot[token], plan.token_position[token], plan.token_row[token]
+    last = plan.row_start[row] + plan.row_count[row] - geometry.ring
+
+    @pl.when(exists & (slot > 0) & (position >= last))
+    def _():
+        tile = RowTile(stream.kv.shape[1])
+        ring = ring_row(geometry.ordinal, geometry.slots, geometry.ring, slot, position)
+        tile.store(stream.state, ring, tile.load(stream.kv, token))
+        tile.store(stream.state, ring, tile.load(stream.score, token), tile.dim)
+
+
+def _row_reader(
+    plan: _Plan, stream: _Refs, geometry: Compressor, token, *, depth: int, overlap: bool
+) -> Callable[[Any], Pair]:
+    """A function of j that reads row j of the `depth` rows up to `token`: (value, logit) tiles.
+
+    A row before position 0 has value 0 and logit -inf.
+    """
+    slot, position, row = plan.token_slot[token], plan.token_position[token], plan.token_row[token]
+    start, first = plan.row_start[row], plan.row_first[row]
+    width = stream.kv.shape[1]
+    tile = RowTile(geometry.fmt.dim)
+
+    def read(j) -> Pair:
+        half = tile.dim if overlap and j >= depth // 2 else 0
+        at = position - np.int32(depth - 1) + j
+        new, exists = at >= start, at >= 0
+        here = jnp.where(new, first + at - start, 0)
+        if stream.history is None:
+            ring = ring_row(geometry.ordinal, geometry.slots, geometry.ring, slot, jnp.maximum(at, 0))
+            old, there = stream.state, ring
+        else:
+            old, there = stream.history, (row + 1) * np.int32(depth - 1) + jnp.where(new, -1, at - start)
+        before = exists & ~new
+        value = tile.load(stream.kv, here, half, new), tile.load(old, there, half, before)
+        logit = tile.load(stream.score, here, half, new), tile.load(old, there, width + half, before)
+        return jnp.where(new, *value), jnp.where(exists, jnp.where(new, *logit), -np.float32(np.inf))
+
+    return read
+
+
+def _softmax_pool(read: Callable[[Any], Pair], depth: int, math: Arithmetic) -> jax.Array:
+    """As `ops.compress._softmax_pool`: the sums follow its tree, in which rows j and j + size / 2 meet first."""
+    size = pl.next_power_of_2(depth)
+    if depth <= IN_REGISTERS:
+        rows = [read(j) for j in range(depth)]
+        read = rows.__getitem__
+        peak = functools.reduce(jnp.maximum, (logit for _, logit in rows))
+    else:
+        lowest = jnp.full_like(read(0)[1], -np.inf)
+        peak = lax.fori_loop(0, depth, lambda j, peak: jnp.maximum(peak, read(j)[1]), lowest)
+
+    def sums(stride: int, offset) -> Pair:
+        """(sum of weight * value, sum of weights) over rows offset, offset + stride, ..."""
+        if stride == size:
+            value, logit = read(offset)
+            weight = math.exp(logit - peak)
+            return math.product(weight, value), weight
+        if depth > IN_REGISTERS and stride * IN_REGISTERS <= size:
+
+            def add(k, pair: Pair) -> Pair:
+                return _add(pair, sums(2 * stride, offset + k * np.int32(stride)))
+
+            return lax.fori_loop(0, 2, add, (jnp.zeros_like(peak), jnp.zeros_like(peak)))
+        if depth <= IN_REGISTERS and offset + stride >= depth:
+            return sums(2 * stride, offset)  # the other half is padding
+        return _add(sums(2 * stride, offset), sums(2 * stride, offset + stride))
+
+    weighted, total = sums(1, 0)
+    return weighted / total
+
+
+def _add(a: Pair, b: Pair) -> Pair:
+    return a[0] + b[0], a[1] + b[1]
+
+
+def _online_kernel(group, plan: _Plan, stream: _Refs, static: _Static, *, interpret: bool) -> None:
+    geometry, math = static.geometry, Arithmetic(interpret)
+    tokens, length = plan.token_slot.shape[0], plan.work.shape[1]
+    lane = jnp.arange(pl.next_power_of_2(length), dtype=jnp.int32)
+    members = pltriton.load(
+        plan.work.at[jnp.full(lane.shape, group), lane], mask=lane < length, other=jnp.full(lane.shape, tokens)
+    )
+    count = (members < tokens).astype(jnp.int32).sum(dtype=jnp.int32)
+    first = plan.work[group, 0]
+    token = jnp.minimum(first, tokens - 1)
+    slot, start, row = plan.token_slot[token], plan.token_position[token], plan.token_row[token]
+
+    @pl.when((first < tokens) & (slot > 0))
+    def _():
+        tile = RowTile(geometry.fmt.dim)
+        bank = functools.partial(ring_row, geometry.ordinal, geometry.slots, geometry.ring, slot)
+        fresh = start % geometry.ratio == 0
+        triple = _carried(stream, tile, fresh, row, bank(jnp.maximum(start - 1, 0)))
+        if not interpret:
+            pltriton.debug_barrier()  # a layout of one bank reads and writes the same row here
+
+        def feed(step) -> Pair:
+            at = jnp.minimum(first + step, tokens - 1)
+            return tile.load(stream.kv, at), tile.load(stream.score, at)
+
+        def feed_ahead(step) -> tuple[Pair, ...]:
+            return tuple(feed(step + k) for k in range(AHEAD))
+
+        def run(i, carry: tuple[Triple, tuple[Pair, ...]]) -> tuple[Triple, tuple[Pair, ...]]:
+            triple, rows = carry
+            ahead = feed_ahead((i + 1) * AHEAD)
+            for kv, score in rows:
+                triple = _online_update(triple, kv, score, math)
+            return triple, ahead
+
+        def run_and_save(step, triple: Triple) -> Triple:
+            triple = _online_update(triple, *feed(step), math)
+
+            @pl.when(step >= unsaved)
+            def _():
+                for part, values in enumerate(triple):
+                    tile.store(stream.state, bank(start + step), values, part * tile.dim)
+
+            return triple
+
+        # The last `banks` states of a row are saved.
+        end = plan.row_start[row] + plan.row_count[row]
+        unsaved = jnp.clip(end - geometry.ring - start, 0, count)
+        step = jnp.int32(0)
+        if length > AHEAD:
+            triple, _ = lax.fori_loop(0, unsaved // AHEAD, run, (triple, feed_ahead(0)))
+            step = unsaved // AHEAD * AHEAD
+        _, total, acc = triple = lax.fori_loop(step, count, run_and_save, triple)
+
+        @pl.when((start + count) % geometry.ratio == 0)
+        def _():
+            _emit(plan, stream, static, slot, start + count - 1, acc / total, math)
+
+
+def _carried(stream: _Refs, tile: RowTile, fresh, row, bank) -> Triple:
+    """The state before a group: empty if it opens an entry."""
+    ref, at = (stream.state, bank) if stream.history is None else (stream.history, row)
+    peak, total, acc = (tile.load(ref, at, part * tile.dim, ~fresh) for part in range(3))
+    return jnp.where(fresh, -np.float32(np.inf), peak), total, acc
+
+
+def _online_update(triple: Triple, kv: jax.Array, score: jax.Array, math: Arithmetic) -> Triple:
+    """As `ops.compress.online_update`: of its two exponentials one is always exp(0) = 1."""
+    peak, total, acc = triple
+    smaller = math.exp(-jnp.abs(peak - score))
+    rises = score > peak
+    one = np.float32(1)
+    decay, weight = jnp.where(rises, smaller, one), jnp.where(rises, one, smaller)
+    total = math.product(total, decay) + weight
+    return jnp.maximum(peak, score), total, math.product(acc, decay) + math.product(weight, kv)
+
+
+def _emit(plan: _Plan, stream: _Refs, static: _Static, slot, position, pooled: jax.Array, math: Arithmetic) -> None:
+    """Finishes and stores the entry that the token at `position` completes, if it has a block."""
+    geometry = static.geometry
+    entry, per_block = position // geometry.ratio, geometry.rows_per_block
+    block = plan.table[slot, jnp.minimum(entry // per_block, plan.table.shape[1] - 1)]
+
+    @pl.when(block > 0)
+    def _():
+        row = geometry.base + block * per_block + entry % per_block
+        finish = FinishRefs(stream.norm, stream.inv_freq, static.eps, static.hadamard)
+        emit(pooled, geometry.fmt, finish, entry * geometry.ratio, stream.pool, row, math)

@@ -1,0 +1,84 @@
+"""compress: any mix of decode, verify and prefill steps writes what the NumPy machine writes token by token."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import numpy as np
+import pytest
+
+from dsv4_jax.config import AttentionType, DSV4Config
+from dsv4_jax.layout import CacheLayout, CacheSize
+
+from ..harness import Driver, image, pinned_shape, random_stream
+from ..oracle.close import assert_rows_close
+from ..oracle.live import assert_untouched
+from ..oracle.machine import Machine
+
+CSA, HCA = AttentionType.CSA, AttentionType.HCA
+# Two CSA layers: the harness feeds both compressors of one at once, those of the other apart.
+SMALL = DSV4Config.tiny(layer_types=(CSA, HCA, CSA))
+LAYOUTS = {
+    "f32": CacheLayout(SMALL, "f32", "f32"),
+    "f32-verify": CacheLayout(SMALL, "f32", "f32", draft_tokens=2),
+    "f32-raw-verify": CacheLayout(SMALL, "f32", "f32", draft_tokens=2, hca_state="raw"),
+    "fp8-fp4": CacheLayout(SMALL),
+    "fp8-fp8-raw": CacheLayout(SMALL, "fp8_per_entry", "fp8", hca_state="raw"),
+}
+TOKENS = 70
+
+
+def assert_close(layout: CacheLayout, actual: dict, expected: dict) -> None:
+    for pool in actual.keys() - {"swa"}:
+        if expected[pool] and expected[pool][0].size:
+            fmt = {"csa": layout.kv_row, "hca": layout.kv_row, "index": layout.index_row}.get(pool)
+            assert_rows_close(fmt.name if fmt else "f32", actual[pool], expected[pool])
+
+
+class CompressTest:
+    implementation: ClassVar[Literal["xla", "pallas"]]
+
+    @pytest.mark.parametrize("name", LAYOUTS)
+    def test_equals_the_machine(self, name: str) -> None:
+        """Two requests with interleaved decode and verify steps and chunks longer than the CSA ring, next to padding."""
+        layout, rng = LAYOUTS[name], np.random.default_rng(3)
+        counts = {"csa": 2, "index": 2, "hca": 1}
+        driver = Driver(layout, CacheSize(4, 4, 1), implementation=self.implementation)
+        machine = Machine(
+            layout.cfg, layout.kv_row.name, layout.index_row.name, layout.hca_state, layout.block_tokens, driver.norms
+        )
+        most = 1 + layout.draft_tokens
+        step = pinned_shape(layout, 3, 3 * most, 1, history=False)
+        chunk = pinned_shape(layout, 3, 48, 1, history=True)
+        for slot in (3, 1):
+            driver.admit(slot, random_stream(layout, TOKENS, slot))
+        while min(driver.length.values()) < TOKENS:
+            long = rng.random() < 0.25
+            feeds = []
+            for slot in rng.permutation([3, 1]):
+                count = min(int(rng.integers(0, 25 if long else most + 1)), TOKENS - driver.length[slot])
+                feeds += [(int(slot), count)] if count else []
+            before = dict(driver.length)
+            driver.step(feeds, chunk if long else step)
+            for slot, count in feeds:
+                for t in range(before[slot], before[slot] + count):
+                    machine.feed(slot, driver.streams[slot].tokens(t))
+                assert_close(layout, driver.live(slot), machine.live(slot, counts))
+        assert_untouched(driver.cache, layout, driver.touched_slots, driver.touched_blocks)
+
+    @pytest.mark.parametrize("name", ["fp8-fp4", "f32-raw-verify"])
+    def test_every_chunking_gives_the_same_bytes(self, name: str) -> None:
+        layout, images = LAYOUTS[name], []
+        for size in (TOKENS, 23, 1):
+            driver = Driver(layout, CacheSize(3, 2, 1), implementation=self.implementation)
+            driver.admit(2, random_stream(layout, TOKENS, 1))
+            shape = pinned_shape(layout, 1, 1 if size == 1 else TOKENS, 1)
+            while driver.length[2] < TOKENS:
+                driver.step([(2, min(size, TOKENS - driver.length[2]))], shape)
+            images.append(image(driver.cache))
+        for other in images[1:]:
+            assert [leaf for leaf in other if other[leaf] != images[0][leaf]] == []
+
+
+class TestCompress(CompressTest):
+    implementation = "xla"

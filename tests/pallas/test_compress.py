@@ -1,0 +1,139 @@
+"""compress in Pallas: the op's test class interpreted, the lowering for CUDA, and V4's widths on the GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax.formats import RowFormat, index_format, kv_format
+from dsv4_jax.ops.compress import Compressor, Stream, compress_csa, compress_hca
+from dsv4_jax.ops.finish import Finish
+from dsv4_jax.ops.numerics import inv_frequencies
+from dsv4_jax.pallas import compress as kernel
+from dsv4_jax.plan import StepPlan
+
+from ..ops.test_compress import CompressTest
+from ..oracle.close import assert_rows_close
+from .lowering import lowers_for_cuda
+
+Kind = Literal["csa", "index", "online", "raw"]
+BLOCK_TOKENS = 128
+FP8, FP4 = kv_format("fp8", 512, 64), index_format("fp4", 128)
+F32, INDEX_F32 = kv_format("f32", 512, 64), index_format("f32", 128)
+
+
+class TestCompress(CompressTest):
+    implementation = "pallas"
+
+
+def plan_of(starts: np.ndarray, count: int, draft: int = 0) -> tuple[StepPlan, np.ndarray]:
+    """A step of `count` tokens for each of the rows, in slots 1, 2, ..., and the block table for it."""
+    from dsv4_jax.config import DSV4Config
+    from dsv4_jax.layout import CacheLayout
+    from dsv4_jax.manager.planning import RowFeed, build_plan, shape_for
+
+    layout = CacheLayout(DSV4Config.flash(), draft_tokens=draft)
+    rows = [RowFeed(slot, int(start), count) for slot, start in enumerate(starts, 1)]
+    plan = build_plan(layout, rows, dataclasses.replace(shape_for(layout, rows), history=count > 1 + draft))
+    columns = (int(max(starts)) + count) // BLOCK_TOKENS + 1
+    table = np.arange((len(rows) + 1) * columns, dtype=np.int32).reshape(-1, columns)
+    table[0] = 0
+    return plan, table
+
+
+def stream_of(kind: Kind, plan: StepPlan, table: np.ndarray, fmt: RowFormat, draft: int, rng) -> Stream:
+    """Random operands at V4's ratios; the state is what random tokens before the step would have left."""
+    ratio, width, parts = {"csa": (4, 2, 4), "index": (4, 2, 4), "online": (128, 1, 3), "raw": (128, 1, 2)}[kind]
+    ring = {"online": draft + 2 if draft else 1, "raw": 128 + draft}.get(kind, 8 + draft)
+    per_block = BLOCK_TOKENS // ratio
+    geometry = Compressor(ratio, 1, len(table), ring, per_block * int(table.max() + 1), per_block, fmt)
+    rows = geometry.base + per_block * int(table.max() + 1)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    state = draw(2 * len(table) * ring, parts * fmt.dim)
+    if kind == "online":  # a positive sum
+        state = state.at[:, fmt.dim : 2 * fmt.dim].set(jnp.abs(state[:, fmt.dim : 2 * fmt.dim]) + 1)
+    pool = tuple(jnp.zeros((rows, p.width), p.dtype) for p in fmt.parts)
+    inv_freq = jnp.asarray(inv_frequencies(64, 160000.0))
+    finish = Finish(jnp.abs(draw(fmt.dim)) + 0.5, inv_freq, hadamard=kind == "index")
+    tokens = plan.num_tokens
+    return Stream(state, pool, draw(tokens, width * fmt.dim), 3 * draw(tokens, width * fmt.dim), finish, geometry)
+
+
+def arrays(stream: Stream):
+    return stream.state, stream.pool, stream.kv, stream.score, stream.finish
+
+
+def run(kinds: tuple[Kind, ...], streams: list[Stream], plan: StepPlan, table: np.ndarray, implementation):
+    @jax.jit
+    def call(operands, plan, table):
+        made = [Stream(*a, s.geometry) for a, s in zip(operands, streams, strict=True)]
+        if kinds[0] in ("online", "raw"):
+            return [compress_hca(made[0], plan, table, mode=kinds[0], implementation=implementation)]
+        return compress_csa(made, plan, table, implementation=implementation)
+
+    return call([arrays(s) for s in streams], plan, table)
+
+
+STREAMS: dict[str, tuple[tuple[Kind, RowFormat], ...]] = {
+    "csa": (("csa", FP8),),
+    "csa+index": (("csa", FP8), ("index", FP4)),
+    "csa+index-f32": (("csa", F32), ("index", INDEX_F32)),
+    "hca": (("online", FP8),),
+    "hca-f32": (("online", F32),),
+    "hca-raw": (("raw", F32),),
+}
+
+
+@pytest.mark.parametrize(("rows", "count"), [(64, 1), (1, 8192)], ids=["decode", "prefill"])
+@pytest.mark.parametrize("name", ["csa+index", "hca", "hca-raw"])
+def test_lowers_for_cuda(name: str, rows: int, count: int) -> None:
+    plan, table = plan_of(np.arange(rows), count)
+    kinds, fmts = zip(*STREAMS[name], strict=True)
+    rng = np.random.default_rng(0)
+    streams = [stream_of(k, plan, table, f, 0, rng) for k, f in zip(kinds, fmts, strict=True)]
+
+    def call(operands, plan, table):
+        made = [Stream(*a, s.geometry) for a, s in zip(operands, streams, strict=True)]
+        if kinds[0] in ("csa", "index"):
+            return kernel._compress_csa(made, plan, table, None, interpret=False)
+        one = {"online": kernel._compress_hca_online, "raw": kernel._compress_hca_raw}[kinds[0]]
+        return one(made[0], plan, table, None, interpret=False)
+
+    assert lowers_for_cuda(call, [arrays(s) for s in streams], plan, table) == 1
+
+
+def check(name: str, starts: np.ndarray, count: int, draft: int) -> None:
+    plan, table = plan_of(starts, count, draft)
+    kinds, fmts = zip(*STREAMS[name], strict=True)
+    rng = np.random.default_rng(count)
+    streams = [stream_of(k, plan, table, f, draft, rng) for k, f in zip(kinds, fmts, strict=True)]
+    call = functools.partial(run, kinds, streams, plan, table)
+    for (state, pool), (want_state, want_pool), fmt in zip(call("pallas"), call("xla"), fmts, strict=True):
+        assert_rows_close("f32", [state], [want_state])
+        assert_rows_close(fmt.name, pool, want_pool)
+        assert any(np.asarray(part).any() for part in pool)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", STREAMS)
+class TestCompressOnTheGpu:
+    @pytest.mark.parametrize("batch", [1, 2, 16, 64, 256])
+    def test_decode(self, name: str, batch: int) -> None:
+        """One row completes an entry of either ratio; the others stand anywhere, some at 1M tokens."""
+        starts = np.random.default_rng(batch).integers(0, 1000, batch)
+        starts[0] = 127
+        check(name, starts, 1, 0)
+
+    @pytest.mark.parametrize("draft", [1, 3])
+    def test_verify(self, name: str, draft: int) -> None:
+        check(name, np.arange(124, 124 + 9), 1 + draft, draft)
+
+    @pytest.mark.parametrize(("rows", "count"), [(1, 4096), (3, 333)])
+    def test_prefill(self, name: str, rows: int, count: int) -> None:
+        check(name, np.array([0, 129, 1030])[:rows] + (5 if rows == 1 else 0), count, 0)
