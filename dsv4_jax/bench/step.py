@@ -7,7 +7,6 @@ compared with the sum of its floors: for every part the larger of bytes / copy r
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import pathlib
 import tempfile
@@ -26,6 +25,7 @@ from ..manager.planning import RowFeed, build_plan, shape_for
 from ..model.attention import attention
 from ..model.numerics import rms_norm
 from ..model.params import param_specs
+from ..model.projections import stack_projections
 from ..ops.dispatch import Implementation
 from .ceilings import Ceilings
 from .inputs import random_part
@@ -73,10 +73,8 @@ def measure_step(options: StepOptions, ceilings: Ceilings) -> dict[str, Any]:
     columns = layout.blocks_for(options.context)
     size = CacheSize(options.batch * columns, options.batch, columns)
     key = jax.random.key(0)
-    params = [
-        jax.jit(functools.partial(random_params, layer["attn"]))(jax.random.fold_in(key, i))
-        for i, layer in enumerate(param_specs(cfg, jnp.bfloat16)["layers"])
-    ]
+    specs = param_specs(cfg, jnp.bfloat16)["layers"]
+    params = [random_layer(layer["attn"], jax.random.fold_in(key, i)) for i, layer in enumerate(specs)]
     cache = random_cache(layout, size, key)
     rows = [RowFeed(slot + 1, options.context - 1, 1) for slot in range(options.batch)]
     plan = build_plan(layout, rows, shape_for(layout, rows)).pack()
@@ -146,8 +144,17 @@ def _profile(step: Any, cache: KVCache, keep: pathlib.Path | None) -> dict[str, 
     return {"kernel_ms": sum(times.values()) / 1e3, "kernels": {name: times[name] for name in longest}}
 
 
+def random_layer(specs: dict, key: jax.Array) -> dict:
+    """One layer's "attn" parameters as they are decoded with, projections stacked."""
+
+    def make(key: jax.Array) -> dict:
+        return stack_projections({"layers": ({"attn": random_params(specs, key)},)})["layers"][0]["attn"]
+
+    return jax.jit(make)(key)
+
+
 def random_params(specs: dict, key: jax.Array) -> dict:
-    """One layer's "attn" parameters: normal matrices scaled by their width, unit norms, zero biases."""
+    """Normal matrices scaled by their width, unit norms, zero biases."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(specs)
 
     def draw(i: int, path: tuple, spec: jax.ShapeDtypeStruct) -> jax.Array:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..errors import BenchmarkError
 from .ops import Problem
 from .shapes import AttendShape, GatherShape, ScoreShape, Shape, TopKShape
 from .timing import L2_FLUSH
@@ -118,4 +119,4 @@ def _call(op: str, shape: Shape) -> Callable[[Any, Any], tuple[Any, ...]]:
                 return (weights.bfloat16() @ keys).float(), lse
 
             return attend
-    raise ValueError(f"no torch version of {op} for {shape}")
+    raise BenchmarkError(f"no torch version of {op} for this row format")

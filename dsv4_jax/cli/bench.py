@@ -71,7 +71,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     ops, with_step = _chosen(args.what)
-    select(CASES, ops) if ops else None  # unknown names are refused before jax starts
+    if ops:
+        select(CASES, ops)  # unknown names are refused before jax starts
     import jax
 
     from ..bench import ceilings, plot, records
@@ -127,7 +128,8 @@ def run(args: argparse.Namespace) -> int:
             pathlib.Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
         _print(stdout(), result)
     # An op's implementation that cannot run here is a row; a wrong result or no step is a failure.
-    wrong = any(r.correct is False or r.batch_invariant is False for r in found)
+    # The reference promises no batch invariance on a GPU: its products are a library's.
+    wrong = any(r.correct is False or (r.batch_invariant is False and r.implementation != "xla") for r in found)
     return 1 if wrong or any("problem" in report for report in reports) else 0
 
 

@@ -111,6 +111,15 @@ def test_refusals(capsys, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.gpu
+def test_kernel_times_on_a_gpu(capsys):
+    assert main(["bench", "gather", "top_k", "index_scores", "--quick", "--invariance", "--json"]) == 0
+    found = [r for r in json.loads(capsys.readouterr().out)["records"] if r["problem"] is None]
+    assert {r["op"] for r in found} == {"gather", "top_k", "index_scores"}
+    for r in found:
+        assert r["correct"] and r["kernel_us"] > 0 and r["kernel_us"] == pytest.approx(sum(r["kernels"].values()))
+
+
 def test_help(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["bench", "--help"])
