@@ -22,6 +22,7 @@ from jax.experimental.pallas import triton as pltriton
 from ..formats import NOPE_GROUP, RowFormat
 from ..ops.append import Rows
 from ..ops.attend import _attend as _reference
+from .tiles import addressable
 
 __all__ = ["merge_splits", "split_count"]
 
@@ -63,7 +64,7 @@ def _attend(
     `interpret` defaults to whether the default backend is the CPU.
     """
     args = (queries, sink, window, window_ids, window_visible, entries, entry_ids, entry_count)
-    if not has_body(fmt):
+    if not has_body(fmt) or not addressable(*window, *(entries or ())):
         return _reference(*args, scale, fmt)
     if entries is None or entry_ids is None or entry_count is None or entry_ids.shape[1] == 0:
         entries, entry_ids = window, window_ids[:, :1]
