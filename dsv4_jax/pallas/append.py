@@ -81,5 +81,6 @@ def _kernel(*refs, fmt, finish, scatter, interpret):
 
     @pl.when((row >= 0) & (row < pool[0].shape[0]))
     def _():
-        x = RowTile(fmt.dim).load(values, token).astype(jnp.float32)
-        emit(x, fmt, finish_refs, position, pool, row, Arithmetic(interpret))
+        tile = RowTile(fmt.dim)
+        loaded = finish_refs.load(tile) if finish_refs else None
+        emit(tile.load(values, token).astype(jnp.float32), fmt, loaded, position, pool, row, Arithmetic(interpret))

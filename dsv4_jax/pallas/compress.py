@@ -33,6 +33,7 @@ from .tiles import addressable, interpreted, whole
 __all__: list[str] = []
 
 IN_REGISTERS = 16  # most rows of an entry that are pooled from registers, not read twice
+WARPS = 4
 AHEAD = 4  # tokens that the online softmax loads while it works on as many
 
 Pair = tuple[jax.Array, jax.Array]
@@ -157,7 +158,7 @@ def _launch(body, streams, plan, table, work, *, depth: int, programs: int, inte
         out_shape=tuple(out_shape),
         input_output_aliases=aliases,
         interpret=interpret,
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=WARPS, num_stages=1),
         name="compress",
     )(*operands)
     results, out = [], list(out)
@@ -207,7 +208,8 @@ def _ring_kernel(
     def _():
         math = Arithmetic(interpret)
         read = _row_reader(plan, stream, static.geometry, token, depth=depth, overlap=overlap)
-        _emit(plan, stream, static, slot, position, _softmax_pool(read, depth, math), math)
+        emit_entry = _entry(plan, stream, static, slot, position, math)
+        emit_entry(RowTile(static.geometry.fmt.dim).padded_with_zeros(_softmax_pool(read, depth, math)))
 
 
 def _write_ring(program, plan: _Plan, stream: _Refs, geometry: Compressor, by_token: bool) -> None:
@@ -252,9 +254,10 @@ def _row_reader(
         else:
             old, there = stream.history, (row + 1) * np.int32(depth - 1) + jnp.where(new, -1, at - start)
         before = exists & ~new
-        value = tile.load(stream.kv, here, half, new), tile.load(old, there, half, before)
-        logit = tile.load(stream.score, here, half, new), tile.load(old, there, width + half, before)
-        return jnp.where(new, *value), jnp.where(exists, jnp.where(new, *logit), -np.float32(np.inf))
+        # Of the two loads at most one happens; neither needs registers of its own.
+        value = tile.load(stream.kv, here, half, new)
+        logit = tile.load(stream.score, here, half, new, jnp.full(tile.shape, -np.inf, jnp.float32))
+        return tile.load(old, there, half, before, value), tile.load(old, there, width + half, before, logit)
 
     return read
 
@@ -350,7 +353,7 @@ def _online_kernel(group, plan: _Plan, stream: _Refs, static: _Static, *, interp
 
         @pl.when((start + count) % geometry.ratio == 0)
         def _():
-            _emit(plan, stream, static, slot, start + count - 1, acc / total, math)
+            _entry(plan, stream, static, slot, start + count - 1, math)(acc / total)
 
 
 def _carried(stream: _Refs, tile: RowTile, fresh, row, bank) -> Triple:
@@ -371,14 +374,17 @@ def _online_update(triple: Triple, kv: jax.Array, score: jax.Array, math: Arithm
     return jnp.maximum(peak, score), total, math.product(acc, decay) + math.product(weight, kv)
 
 
-def _emit(plan: _Plan, stream: _Refs, static: _Static, slot, position, pooled: jax.Array, math: Arithmetic) -> None:
-    """Finishes and stores the entry that the token at `position` completes, if it has a block."""
+def _entry(
+    plan: _Plan, stream: _Refs, static: _Static, slot, position, math: Arithmetic
+) -> Callable[[jax.Array], None]:
+    """A function that finishes and stores the entry that the token at `position` completes, if it has a block.
+
+    Everything it needs but the pooled row is loaded here.
+    """
     geometry = static.geometry
     entry, per_block = position // geometry.ratio, geometry.rows_per_block
     block = plan.table[slot, jnp.minimum(entry // per_block, plan.table.shape[1] - 1)]
-
-    @pl.when(block > 0)
-    def _():
-        row = geometry.base + block * per_block + entry % per_block
-        finish = FinishRefs(stream.norm, stream.inv_freq, static.eps, static.hadamard)
-        emit(pooled, geometry.fmt, finish, entry * geometry.ratio, stream.pool, row, math)
+    row = jnp.where(block > 0, geometry.base + block * per_block + entry % per_block, stream.pool[0].shape[0])
+    finish = FinishRefs(stream.norm, stream.inv_freq, static.eps, static.hadamard)
+    loaded = finish.load(RowTile(geometry.fmt.dim))
+    return lambda pooled: emit(pooled, geometry.fmt, loaded, entry * geometry.ratio, stream.pool, row, math)

@@ -8,6 +8,7 @@ last dim. `groups` is a power of two, as Triton wants. The steps and their round
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ from ..ops.finish import Finish
 from ..ops.numerics import rounded, tree_sum
 from .tiles import outer
 
-__all__ = ["Arithmetic", "FinishRefs", "RowTile", "emit", "finish_operands"]
+__all__ = ["Arithmetic", "FinishRefs", "RowTile", "emit", "finish_operands", "hadamard", "rms_norm", "rope"]
 
 LANES = 64
 _MAGIC = np.float32(1.5 * 2**23)  # the float32 numbers around it are the integers
@@ -98,14 +99,25 @@ class RowTile:
         group, lane = outer(*(jnp.arange(n, dtype=jnp.int32) for n in self.shape))
         return group * np.int32(LANES) + lane
 
-    def load(self, ref, row: jax.Array, first: int = 0, where: jax.Array | None = None) -> jax.Array:
-        """Columns `first` ... of a row of `ref`, or zeros if `where` (a scalar) is false."""
+    def pairs(self) -> jax.Array:
+        """[groups, 32] int32: c // 2 of the dims c."""
+        group, lane = outer(*(jnp.arange(n, dtype=jnp.int32) for n in (self.shape[0], LANES // 2)))
+        return group * np.int32(LANES // 2) + lane
+
+    def load(
+        self, ref, row: jax.Array, first: int = 0, where: jax.Array | None = None, other: jax.Array | None = None
+    ) -> jax.Array:
+        """Columns `first` ... of a row of `ref`; `other` (default: zeros) past the last and if `where` is false."""
         columns = self.columns()
         mask = columns < np.int32(self.dim)
         mask = mask if where is None else mask & where
-        zeros = jnp.zeros(self.shape, ref.dtype)
+        other = jnp.zeros(self.shape, ref.dtype) if other is None else other
         at = ref.at[jnp.full(self.shape, row), columns + np.int32(first)]
-        return pltriton.load(at, mask=mask, other=zeros)
+        return pltriton.load(at, mask=mask, other=other)
+
+    def padded_with_zeros(self, x: jax.Array) -> jax.Array:
+        """x, zeros past the last dim."""
+        return x if self.dim == x.size else jnp.where(self.columns() < np.int32(self.dim), x, np.float32(0))
 
     def store(self, ref, row: jax.Array, values: jax.Array, first: int = 0) -> None:
         """Writes the dims to columns `first` ... of a row of `ref`."""
@@ -117,10 +129,34 @@ class RowTile:
 class FinishRefs:
     """A `Finish` in a kernel: its arrays as refs, the rest of it static."""
 
-    norm: object  # float32 [1, e]
-    inv_freq: object  # float32 [1, rope_dim / 2]
+    norm: Any  # float32 [1, e]
+    inv_freq: Any  # float32 [1, rope_dim / 2]
     eps: float
     hadamard: bool
+
+    def weight(self, tile: RowTile) -> jax.Array:
+        """The norm weight as a row tile."""
+        return tile.load(self.norm, jnp.int32(0))
+
+    def frequencies(self, tile: RowTile) -> jax.Array:
+        """RoPE frequencies of the pairs of dims, [groups, 32]; 0 for pairs that are not rotated."""
+        count = self.inv_freq.shape[1]
+        place = tile.pairs() - np.int32(tile.dim // 2 - count)
+        rotary = (place >= 0) & (place < count)
+        at = self.inv_freq.at[jnp.zeros_like(place), jnp.where(rotary, place, 0)]
+        return pltriton.load(at, mask=rotary, other=jnp.zeros(place.shape, jnp.float32))
+
+    def load(self, tile: RowTile) -> FinishRefs:
+        """The same, already loaded: so that the row and these need not wait for each other."""
+        return _FinishTiles(self.weight(tile), self.frequencies(tile), self.eps, self.hadamard)
+
+
+class _FinishTiles(FinishRefs):
+    def weight(self, tile: RowTile) -> jax.Array:
+        return self.norm
+
+    def frequencies(self, tile: RowTile) -> jax.Array:
+        return self.inv_freq
 
 
 def finish_operands(finish: Finish) -> tuple[jax.Array, jax.Array]:
@@ -129,8 +165,9 @@ def finish_operands(finish: Finish) -> tuple[jax.Array, jax.Array]:
 
 
 def store(ref, row: jax.Array, columns: jax.Array, values: jax.Array, mask: jax.Array) -> None:
-    """Stores a tile in one row. Where the mask is false the column is sent past the end: the
-    interpreter writes old values back there, and they must not meet a live lane."""
+    """Stores a tile in one row, unless the row lies past the end. Where the mask is false the column is sent
+    past the end: the interpreter writes old values back there, and they must not meet a live lane."""
+    mask = mask & (row < ref.shape[0])
     columns = jnp.where(mask, columns, np.int32(ref.shape[1]))
     pltriton.store(ref.at[jnp.full(columns.shape, row), columns], values, mask=mask)
 
@@ -138,41 +175,35 @@ def store(ref, row: jax.Array, columns: jax.Array, values: jax.Array, mask: jax.
 def emit(
     x: jax.Array, fmt: RowFormat, finish: FinishRefs | None, position: jax.Array | None, pool, row, math: Arithmetic
 ) -> None:
-    """Finishes, quantises and stores the raw row of tile `x` as row `row` of the pool's parts."""
+    """Finishes, quantises and stores the raw row of tile `x` as row `row` of the pool's parts, if they have it."""
     tile = RowTile(fmt.dim)
     if finish is not None:
-        x = _rms_norm(x, tile, finish, math)
-        x = _rope(x, tile, finish, position, math)
+        x = rms_norm(x, tile, finish, math)
+        x = rope(x, tile, finish, position, math)
         if finish.hadamard:
-            x = _hadamard(x, fmt.dim, math)
+            x = hadamard(x, fmt.dim, math)
     _STORE[fmt.module](x, fmt, tile, pool, row)
 
 
-def _rms_norm(x: jax.Array, tile: RowTile, finish: FinishRefs, math: Arithmetic) -> jax.Array:
+def rms_norm(x: jax.Array, tile: RowTile, finish: FinishRefs, math: Arithmetic) -> jax.Array:
     squares = math.product(x, x)
     if math.interpret:
         squares = squares.reshape(1, -1)  # the reference's tree
     total = math.total(math.total(squares, 1), 0)
     mean = math.product(total, np.float32(1.0 / tile.dim))
-    weight = tile.load(finish.norm, jnp.int32(0))
-    return math.product(math.product(x, lax.rsqrt(mean + np.float32(finish.eps))), weight)
+    return math.product(math.product(x, lax.rsqrt(mean + np.float32(finish.eps))), finish.weight(tile))
 
 
-def _rope(x: jax.Array, tile: RowTile, finish: FinishRefs, position: jax.Array, math: Arithmetic) -> jax.Array:
+def rope(x: jax.Array, tile: RowTile, finish: FinishRefs, position: jax.Array, math: Arithmetic) -> jax.Array:
     even, odd = _split(x)
-    group, lane = outer(*(jnp.arange(n, dtype=jnp.int32) for n in even.shape))
-    frequencies = finish.inv_freq.shape[1]
-    place = group * np.int32(LANES // 2) + lane - np.int32(tile.dim // 2 - frequencies)
-    rotary = (place >= 0) & (place < frequencies)
-    at = finish.inv_freq.at[jnp.zeros_like(place), jnp.where(rotary, place, 0)]
-    angle = position.astype(jnp.float32) * pltriton.load(at, mask=rotary, other=jnp.zeros(place.shape, jnp.float32))
+    freq = finish.frequencies(tile)
+    angle = position.astype(jnp.float32) * freq
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    turned_even = math.product(even, cos) - math.product(odd, sin)
-    turned_odd = math.product(even, sin) + math.product(odd, cos)
-    return _merge(jnp.where(rotary, turned_even, even), jnp.where(rotary, turned_odd, odd))
+    turned = math.product(even, cos) - math.product(odd, sin), math.product(even, sin) + math.product(odd, cos)
+    return _merge(*(jnp.where(freq != 0, new, old) for new, old in zip(turned, (even, odd), strict=True)))
 
 
-def _hadamard(x: jax.Array, dim: int, math: Arithmetic) -> jax.Array:
+def hadamard(x: jax.Array, dim: int, math: Arithmetic) -> jax.Array:
     """x @ H_dim / sqrt(dim) as H_a and H_b over the axes of x as [a, b]."""
     size = x.size
     a = 1 << (size.bit_length() - 1) // 2
@@ -181,7 +212,7 @@ def _hadamard(x: jax.Array, dim: int, math: Arithmetic) -> jax.Array:
     y = math.total(_signed(jnp.broadcast_to(y, (a, b, b)), 1, 2), 2).reshape(1, a, b)
     y = math.total(_signed(jnp.broadcast_to(y, (a, a, b)), 0, 1), 1).reshape(x.shape)
     y = math.product(y, np.float32(dim**-0.5))
-    return jnp.where(RowTile(dim).columns() < np.int32(dim), y, np.float32(0))
+    return RowTile(dim).padded_with_zeros(y)
 
 
 def _signed(x: jax.Array, i: int, j: int) -> jax.Array:
@@ -234,8 +265,7 @@ def _store_index_fp4(x, fmt: RowFormat, tile: RowTile, pool, row) -> None:
     exponent = ue8m0_scale_exponent(absmax(groups, FP4_AMAX_FLOOR), 6.0)
     codes = e2m1_codes(groups * power_of_two(-exponent)[:, None]).astype(jnp.int32)
     low, high = _split(codes.reshape(x.shape))
-    group, lane = outer(*(jnp.arange(n, dtype=jnp.int32) for n in low.shape))
-    column = group * np.int32(LANES // 2) + lane
+    column = tile.pairs()
     store(packed, row, column, (low | high << np.int32(4)).astype(jnp.uint8), column < packed.shape[1])
     nan = jnp.isnan(groups).astype(jnp.int32).max(1) != 0
     group = jnp.arange(groups.shape[0], dtype=jnp.int32)
@@ -270,7 +300,7 @@ def _store_rope(part, row, x: jax.Array, fmt: RowFormat, tile: RowTile) -> None:
 def _store_one(part, row, value: jax.Array) -> None:
     """A single value [1, 1] in column 0."""
     zero = jnp.zeros((1, 1), jnp.int32)
-    pltriton.store(part.at[zero + row, zero], value)
+    store(part, row, zero, value, zero == 0)
 
 
 def _whole_row(group_max: jax.Array) -> jax.Array:

@@ -40,7 +40,7 @@ class CompressTest:
 
     @pytest.mark.parametrize("name", LAYOUTS)
     def test_equals_the_machine(self, name: str) -> None:
-        """Two requests with interleaved decode and verify steps and chunks longer than the CSA ring, next to padding."""
+        """Two requests, decode and verify steps and chunks longer than the CSA ring interleaved, next to padding."""
         layout, rng = LAYOUTS[name], np.random.default_rng(3)
         counts = {"csa": 2, "index": 2, "hca": 1}
         driver = Driver(layout, CacheSize(4, 4, 1), implementation=self.implementation)
