@@ -15,7 +15,7 @@ from ..formats import FP4_GROUP, NOPE_GROUP, RowFormat
 from ..formats.scaling import e4m3_values, power_of_two
 from ..ops.append import Rows
 from ..ops.gather import _gather_rows as _reference
-from .tiles import addressable, e2m1_values, interpreted, outer, pieces, read, whole
+from .tiles import addressable, e2m1_codes, interpreted, outer, pieces, read, whole
 
 __all__: list[str] = []
 
@@ -76,7 +76,8 @@ def _decoded(fmt: RowFormat, pool, rows, dtype):
             codes = _gathered(packed, rows, column // 2) >> ((column % 2) * 4).astype(jnp.uint8)
             factor = _ue8m0(scale, rows, group)
             factor = jnp.where(jnp.isinf(factor), np.float32(np.nan), factor)  # code 0xFF
-            yield column, (e2m1_values(codes).astype(jnp.float32) * factor).astype(dtype)
+            values = e4m3_values(e2m1_codes(codes)) * np.float32(2**6)
+            yield column, (values * factor).astype(dtype)
 
 
 def _plain(part, rows, first: int, dtype):

@@ -1,8 +1,12 @@
 """index_scores on a GPU in Pallas-Triton: paged keys, decoded in registers, straight into the tensor cores.
 
 A program takes one token and TILES tiles of TILE keys. The keys are the left operand of the product
-with the queries, so that a tile goes from its stored bytes to the score without shared memory. Only
-visible keys are read. Queries are rounded to bf16 for all formats but f32; decoded keys are exact.
+with the queries, so that they are decoded where the product wants them, in registers. Only visible
+keys are read. Queries are rounded to bf16 for all formats but f32.
+
+Keys of fp8 and fp4 enter the product as float16, which costs half the conversions of bf16: fp8 codes
+without their scale, fp4 values relative to the largest scale of their key (exact unless two scales of
+a key are more than 2^20 apart). Queries join them over a power of two per head, their largest element's.
 """
 
 from __future__ import annotations
@@ -17,14 +21,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ..formats import FP4_GROUP, RowFormat
-from ..formats.scaling import UE8M0_NAN
+from ..formats.scaling import UE8M0_NAN, power_of_two
 from ..ops.append import Rows
 from ..ops.index_scores import _index_scores as _reference
-from .tiles import addressable, e2m1_values, interpreted, outer, read, whole
+from .tiles import addressable, e2m1_codes, interpreted, outer, read, whole
 
 __all__: list[str] = []
 
-TILE = 128  # keys of one product
+TILE = 64  # keys of one product
 TILES = 8  # products of one program
 SMALLEST_DOT = 16  # least extent of a product in Triton
 
@@ -52,7 +56,7 @@ def _index_scores(
         out_specs=whole(out_shape),
         out_shape=out_shape,
         interpret=interpreted(interpret),
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=3),
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         name="index_scores",
     )(*operands)
 
@@ -66,11 +70,13 @@ def _scores_kernel(queries, weights, table, count, *refs, base, rows_per_block, 
     head = jnp.arange(block, dtype=jnp.int32)
     live = head < heads
     w = read(weights, (jnp.full((block,), token), head), live).astype(jnp.float32)
-    # Of fp4 keys the even elements make one product, the odd ones another.
-    phases = 2 if fmt.name == "fp4" else 1
-    width = max(SMALLEST_DOT, pl.next_power_of_2(fmt.dim // phases))
-    dtype = jnp.float32 if fmt.name == "f32" else jnp.bfloat16
-    q_tiles = [_load_queries(queries, token, head, phase, phases, width).astype(dtype) for phase in range(phases)]
+    width = max(SMALLEST_DOT, pl.next_power_of_2(fmt.dim))
+    h, column = outer(head, jnp.arange(width, dtype=jnp.int32))
+    q = read(queries, (jnp.full(h.shape, token), h, column), (h < heads) & (column < fmt.dim))
+    q = q.astype(jnp.float32 if fmt.name == "f32" else jnp.bfloat16)
+    if fmt.name in ("fp4", "fp8"):
+        q, power = _float16(q)
+        w = w * power
     lane = jnp.arange(TILE, dtype=jnp.int32)
 
     def put(key, scores):
@@ -82,7 +88,7 @@ def _scores_kernel(queries, weights, table, count, *refs, base, rows_per_block, 
         page = read(table, (jnp.full((TILE,), token), key // rows_per_block), visible)
         row = jnp.where(visible, base + page * rows_per_block + key % rows_per_block, 0)
         keys, factor = _load_keys(fmt, pool, row, visible, width)
-        scores = _weighted(keys, q_tiles, w, live if heads < block else None)
+        scores = _weighted(keys, q, w, live if heads < block else None)
         if factor is not None:
             scores = scores * factor
         put(key, jnp.where(visible, scores, -np.float32(np.inf)))
@@ -97,45 +103,55 @@ def _scores_kernel(queries, weights, table, count, *refs, base, rows_per_block, 
 
 def _weighted(keys, queries, weights, live):
     """sum_h weights[h] * relu(queries[h] . keys[s]), [TILE]; `live` tells heads from padding."""
-    precision = lax.Precision.HIGHEST if keys[0].dtype == jnp.float32 else None
-    dot = functools.partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
-    dots = sum(dot(k, q.T) for k, q in zip(keys, queries, strict=True))
+    precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
+    dots = jnp.dot(keys, queries.T, precision=precision, preferred_element_type=jnp.float32)
     negative = dots < 0  # so that NaN stays
     if live is not None:
         negative |= ~live[None, :]  # padding adds nothing, not even the NaN of 0 * Inf
     return (jnp.where(negative, np.float32(0), dots) * weights[None, :]).sum(1)
 
 
-def _load_queries(queries, token, head, phase: int, phases: int, width: int):
-    """Elements `phase`, `phase + phases`, ... of a token's queries, [heads, width], zero-padded."""
-    _, heads, dim = queries.shape
-    h, column = outer(head, jnp.arange(width, dtype=jnp.int32) * phases + phase)
-    return read(queries, (jnp.full(h.shape, token), h, column), (h < heads) & (column < dim))
+def _float16(queries):
+    """bf16 [heads, width] over a power of two per head, float16 below 2, and those powers [heads] float32."""
+    queries = queries.astype(jnp.float32)
+    exponent = lax.bitcast_convert_type(jnp.abs(queries).max(1), jnp.uint32) >> np.uint32(23)
+    exponent = jnp.clip(exponent, np.uint32(1), np.uint32(253))
+    power = lax.bitcast_convert_type(exponent << np.uint32(23), jnp.float32)
+    inverse = lax.bitcast_convert_type((np.uint32(254) - exponent) << np.uint32(23), jnp.float32)
+    return (queries * inverse[:, None]).astype(jnp.float16), power
 
 
 def _load_keys(fmt: RowFormat, pool, row, visible, width: int):
-    """The keys' tiles [TILE, width], zeros where not visible, and what the scores are yet to be scaled by."""
+    """The keys [TILE, width], zeros where not visible, and what the scores are yet to be scaled by."""
     if fmt.name == "fp4":
-        return _load_fp4(*pool, row, visible, width), None
+        return _load_fp4(*pool, row, visible, width)
     r, column = outer(row, jnp.arange(width, dtype=jnp.int32))
     stored = read(pool[0], (r, column), visible[:, None] & (column < fmt.dim))
     if fmt.name == "fp8":
         # The scale is a positive power of two: it passes through relu and sum.
         factor = read(pool[1], (row, jnp.zeros_like(row)), visible)
-        return [lax.bitcast_convert_type(stored, jnp.float8_e4m3fn).astype(jnp.bfloat16)], factor
-    return [stored if fmt.name == "f32" else lax.bitcast_convert_type(stored, jnp.bfloat16)], None
+        return _half(stored), factor
+    return stored if fmt.name == "f32" else lax.bitcast_convert_type(stored, jnp.bfloat16), None
 
 
 def _load_fp4(packed, scale, row, visible, width: int):
-    lanes = FP4_GROUP // 2  # bytes that share a scale
-    r, group, lane = outer(
-        row, jnp.arange(width // lanes, dtype=jnp.int32), jnp.arange(lanes, dtype=jnp.int32)
-    )  # fmt: skip
-    column = group * lanes + lane
-    codes = read(packed, (r, column), visible[:, None, None] & (column < packed.shape[1]))
-    r, group = outer(row, jnp.arange(width // lanes, dtype=jnp.int32))
-    exponent = read(scale, (r, group), visible[:, None] & (group < scale.shape[1]))
-    # A ue8m0 code is the exponent field of the bf16 it stands for, but 0xFF is NaN and not Inf.
-    bits = exponent.astype(jnp.uint16) << np.uint16(7) | (exponent == UE8M0_NAN).astype(jnp.uint16)
-    factor = lax.bitcast_convert_type(bits, jnp.bfloat16)[:, :, None]
-    return [(e2m1_values(c) * factor).reshape(row.shape[0], width) for c in (codes, codes >> np.uint8(4))]
+    r, column = outer(row, jnp.arange(width // 2, dtype=jnp.int32))
+    pairs = read(packed, (r, column), visible[:, None] & (column < packed.shape[1]))
+    codes = e2m1_codes(jnp.stack([pairs, pairs >> np.uint8(4)], -1).reshape(row.shape[0], width))
+    groups = range(scale.shape[1])
+    exponents = [read(scale, (row, jnp.full_like(row, g)), visible).astype(jnp.int32) for g in groups]
+    top = functools.reduce(jnp.maximum, exponents)
+    relative = jnp.zeros(codes.shape, jnp.float16)
+    _, column = outer(row, jnp.arange(width, dtype=jnp.int32))
+    for group, exponent in zip(groups, exponents, strict=True):
+        # 2^6 for e2m1_codes, over what the score is scaled by: the exponent field of a float16, bias 15.
+        field = jnp.maximum(exponent - top + (6 + 15), 0).astype(jnp.uint16) << np.uint16(10)
+        factor = jnp.broadcast_to(lax.bitcast_convert_type(field, jnp.float16)[:, None], codes.shape)
+        # A select costs nothing: which group an element of a register belongs to is known when compiling.
+        relative = jnp.where(column >= group * FP4_GROUP, factor, relative)
+    nan = top == np.int32(UE8M0_NAN)
+    return _half(codes) * relative, jnp.where(nan, np.float32(np.nan), power_of_two(top - np.int32(127)))
+
+
+def _half(codes):
+    return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float16)

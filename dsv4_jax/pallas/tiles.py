@@ -5,11 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-__all__ = ["addressable", "e2m1_values", "interpreted", "outer", "pieces", "read", "whole"]
+__all__ = ["addressable", "e2m1_codes", "interpreted", "outer", "pieces", "read", "whole"]
 
 
 def whole(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
@@ -55,16 +54,13 @@ def read(ref, index: tuple[jax.Array, ...], mask: jax.Array) -> jax.Array:
     return pltriton.load(ref.at[index], mask=mask, other=jnp.zeros(mask.shape, ref.dtype))
 
 
-def e2m1_values(codes: jax.Array) -> jax.Array:
-    """The values of 4-bit e2m1 codes (uint8, high bits ignored) in bf16, exact and without a table.
+def e2m1_codes(codes: jax.Array) -> jax.Array:
+    """e4m3 codes of 2^-6 times the values of e2m1 codes (uint8, high bits ignored), exact.
 
-    From code 2 (1.0) on, exponent and mantissa bits are those of bf16 but for the exponent's bias.
+    Shifted into place, exponent and mantissa are those of an e4m3 (of a subnormal one for 0.5) but for
+    the exponent's bias.
     """
-    code = codes.astype(jnp.uint16)
-    magnitude = code & np.uint16(7)
-    half = np.uint16(0x3F00)  # 0.5, the value of code 1
-    bits = jnp.where(magnitude < 2, magnitude * half, (magnitude << np.uint16(6)) + half)
-    return lax.bitcast_convert_type(bits | (code & np.uint16(8)) << np.uint16(12), jnp.bfloat16)
+    return (codes << np.uint8(2)) & np.uint8(0x1C) | (codes << np.uint8(4)) & np.uint8(0x80)
 
 
 def _powers(n: int) -> list[tuple[int, int]]:

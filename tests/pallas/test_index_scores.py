@@ -16,6 +16,8 @@ from dsv4_jax.pallas import index_scores as kernel
 
 from ..ops.arg_specs import ScoreSpec
 from ..ops.test_index_scores import IndexScoresTest
+from ..oracle import attention
+from ..oracle import rows as oracle_rows
 from .lowering import lowers_for_cuda
 
 formats = pytest.mark.parametrize("name", INDEX_FORMATS)
@@ -23,6 +25,34 @@ formats = pytest.mark.parametrize("name", INDEX_FORMATS)
 
 class TestIndexScores(IndexScoresTest):
     implementation = "pallas"
+
+
+def check_nan_and_distant_scales() -> None:
+    """A NaN key has a NaN score, and no other key has; groups of one key may lie 2^30 apart, queries far from 1."""
+    fmt = index_format("fp4", 64)
+    rng = np.random.default_rng(0)
+    pool = rng.integers(0, 256, (16, 32), dtype=np.uint8), rng.integers(100, 131, (16, 2), dtype=np.uint8)
+    pool[1][5, 1] = 0xFF
+    queries = rng.standard_normal((1, 16, 64)).astype(jnp.bfloat16) * np.exp2(rng.integers(-40, 40, (1, 16, 1)))
+    weights = rng.standard_normal((1, 16)).astype(np.float32)
+    scores = np.asarray(index_scores(
+        tuple(map(jnp.asarray, pool)), jnp.asarray(queries, jnp.bfloat16), jnp.asarray(weights),
+        jnp.asarray([[1, 0]], jnp.int32), jnp.asarray([16], jnp.int32), base=0, rows_per_block=8, fmt=fmt,
+        implementation="pallas",
+    ))  # fmt: skip
+    keys = oracle_rows.decode("fp4", pool)[[*range(8, 16), *range(8)]]
+    (expected,) = attention.index_scores(np.asarray(queries, np.float32), weights, [keys])
+    np.testing.assert_allclose(scores[0], expected, rtol=1e-4)
+    assert np.flatnonzero(np.isnan(scores[0])).tolist() == [13]
+
+
+def test_nan_and_distant_scales() -> None:
+    check_nan_and_distant_scales()
+
+
+@pytest.mark.gpu
+def test_nan_and_distant_scales_on_the_gpu() -> None:
+    check_nan_and_distant_scales()
 
 
 @formats
