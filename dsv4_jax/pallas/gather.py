@@ -67,7 +67,7 @@ def _decoded(fmt: RowFormat, pool, rows, dtype):
         yield from _one_scale(nope, factor, rows, dtype)
         yield from _plain(rope, rows, fmt.nope_dim, dtype)
     elif fmt.module == "index_fp8":
-        yield from _one_scale(*pool, rows, dtype)
+        yield from _one_scale(pool[0], pool[1], rows, dtype)
     else:
         assert fmt.module == "index_fp4", fmt
         packed, scale = pool

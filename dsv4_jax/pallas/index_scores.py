@@ -124,7 +124,7 @@ def _float16(queries):
 def _load_keys(fmt: RowFormat, pool, row, visible, width: int):
     """The keys [TILE, width], zeros where not visible, and what the scores are yet to be scaled by."""
     if fmt.name == "fp4":
-        return _load_fp4(*pool, row, visible, width)
+        return _load_fp4(pool[0], pool[1], row, visible, width)
     r, column = outer(row, jnp.arange(width, dtype=jnp.int32))
     stored = read(pool[0], (r, column), visible[:, None] & (column < fmt.dim))
     if fmt.name == "fp8":
