@@ -11,14 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.formats import RowFormat, index_format, kv_format
+from dsv4_jax.layout import CacheLayout
+from dsv4_jax.manager.planning import RowFeed, build_plan, shape_for
 from dsv4_jax.ops.compress import Compressor, Stream, compress_csa, compress_hca
 from dsv4_jax.ops.finish import Finish
 from dsv4_jax.ops.numerics import inv_frequencies
 from dsv4_jax.pallas import compress as kernel
 from dsv4_jax.plan import StepPlan
 
-from ..ops.test_compress import CompressTest
+from ..ops.test_compress import CompressTest, check_chunkings
 from ..oracle.close import assert_rows_close
 from .lowering import lowers_for_cuda
 
@@ -34,10 +37,6 @@ class TestCompress(CompressTest):
 
 def plan_of(starts: np.ndarray, count: int, draft: int = 0) -> tuple[StepPlan, np.ndarray]:
     """A step of `count` tokens for each of the rows, in slots 1, 2, ..., and the block table for it."""
-    from dsv4_jax.config import DSV4Config
-    from dsv4_jax.layout import CacheLayout
-    from dsv4_jax.manager.planning import RowFeed, build_plan, shape_for
-
     layout = CacheLayout(DSV4Config.flash(), draft_tokens=draft)
     rows = [RowFeed(slot, int(start), count) for slot, start in enumerate(starts, 1)]
     plan = build_plan(layout, rows, dataclasses.replace(shape_for(layout, rows), history=count > 1 + draft))
@@ -125,7 +124,7 @@ def check(name: str, starts: np.ndarray, count: int, draft: int) -> None:
 class TestCompressOnTheGpu:
     @pytest.mark.parametrize("batch", [1, 2, 16, 64, 256])
     def test_decode(self, name: str, batch: int) -> None:
-        """One row completes an entry of either ratio; the others stand anywhere, some at 1M tokens."""
+        """The first row completes an entry of either ratio; the others stand anywhere."""
         starts = np.random.default_rng(batch).integers(0, 1000, batch)
         starts[0] = 127
         check(name, starts, 1, 0)
@@ -137,3 +136,15 @@ class TestCompressOnTheGpu:
     @pytest.mark.parametrize(("rows", "count"), [(1, 4096), (3, 333)])
     def test_prefill(self, name: str, rows: int, count: int) -> None:
         check(name, np.array([0, 129, 1030])[:rows] + (5 if rows == 1 else 0), count, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hca_state", ["online", "raw"])
+@pytest.mark.parametrize("formats", [("fp8", "fp4"), ("f32", "f32")], ids=lambda f: f[0])
+def test_every_chunking_gives_the_same_bytes_on_the_gpu(formats: tuple[str, str], hca_state) -> None:
+    """V4's widths and ratios, all leaves of a cache, past two HCA entries."""
+    cfg = DSV4Config.tiny(
+        head_dim=512, rope_dim=64, index_head_dim=128, sliding_window=128, hca_ratio=128,
+        layer_types=(AttentionType.CSA, AttentionType.HCA),
+    )  # fmt: skip
+    check_chunkings(CacheLayout(cfg, *formats, hca_state=hca_state), (300, 77, 1), "pallas", 300, 3)
