@@ -19,6 +19,8 @@ from .tiles import addressable, interpreted, whole
 
 __all__: list[str] = []
 
+WARPS = 4
+
 
 def _append(
     pool: Rows,
@@ -65,7 +67,7 @@ def _call(parts, values, row_ids, position, finish, fmt, interpret) -> Rows:
         out_shape=out_shape,
         input_output_aliases=aliases,
         interpret=interpret,
-        compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=WARPS, num_stages=1),
         name="append",
     )(*operands)
 
@@ -78,9 +80,11 @@ def _kernel(*refs, fmt, finish, scatter, interpret):
         position = refs.pop(0)[token]
         finish_refs = FinishRefs(refs.pop(0), refs.pop(0), *finish)
     row = refs.pop(0)[token] if scatter else token
+    # Loaded whether the row is stored or not: so that no load waits for another.
+    tile = RowTile(fmt.dim)
+    loaded = finish_refs.load(tile) if finish_refs else None
+    x = tile.load(values, token).astype(jnp.float32)
 
     @pl.when((row >= 0) & (row < pool[0].shape[0]))
     def _():
-        tile = RowTile(fmt.dim)
-        loaded = finish_refs.load(tile) if finish_refs else None
-        emit(tile.load(values, token).astype(jnp.float32), fmt, loaded, position, pool, row, Arithmetic(interpret))
+        emit(x, fmt, loaded, position, pool, row, Arithmetic(interpret))

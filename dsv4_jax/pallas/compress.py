@@ -33,7 +33,7 @@ from .tiles import addressable, interpreted, whole
 __all__: list[str] = []
 
 IN_REGISTERS = 16  # most rows of an entry that are pooled from registers, not read twice
-WARPS = 4
+WARPS = 4  # of decode and prefill alike: a row's sums, and so its bits, depend on it
 AHEAD = 4  # tokens that the online softmax loads while it works on as many
 
 Pair = tuple[jax.Array, jax.Array]
@@ -79,7 +79,7 @@ def _compress_csa(
     interpret: bool | None = None,
 ) -> list[tuple[jax.Array, Rows]]:  # fmt: skip
     """As `ops.compress._compress_csa`. `interpret` defaults to whether the default backend is the CPU."""
-    if not _fits(streams):
+    if not _fits(streams, 2 * streams[0].geometry.ratio):
         return _csa_reference(streams, plan, table, implementation)
     return _pool_rows(streams, plan, table, plan.flush_tokens, overlap=True, interpret=interpreted(interpret))
 
@@ -88,7 +88,7 @@ def _compress_hca_raw(
     stream: Stream, plan: StepPlan, table: jax.Array, implementation: Implementation, interpret: bool | None = None
 ) -> tuple[jax.Array, Rows]:
     """As `ops.compress._compress_hca_raw`."""
-    if not _fits([stream]):
+    if not _fits([stream], stream.geometry.ratio):
         return _raw_reference(stream, plan, table, implementation)
     tokens = _last_of_group(plan)
     (result,) = _pool_rows([stream], plan, table, tokens, overlap=False, interpret=interpreted(interpret))
@@ -101,19 +101,16 @@ def _compress_hca_online(
     """As `ops.compress._compress_hca_online`: a program per entry of a row, its tokens in a loop."""
     if not _fits([stream]):
         return _online_reference(stream, plan, table, implementation)
-    groups = plan.group_tokens.shape[0]
-    body = functools.partial(_online_kernel, interpret=interpreted(interpret))
-    (result,) = _launch(
-        body, [stream], plan, table, plan.group_tokens, depth=1, programs=groups, interpret=interpreted(interpret)
-    )
+    interpret, work = interpreted(interpret), plan.group_tokens
+    body = functools.partial(_online_kernel, interpret=interpret)
+    (result,) = _launch(body, [stream], plan, table, work, depth=1, programs=work.shape[0], interpret=interpret)
     return result
 
 
-def _fits(streams: Sequence[Stream]) -> bool:
-    ratios = [stream.geometry.ratio for stream in streams]
-    return addressable(*(part for s in streams for part in (s.state, *s.pool))) and all(
-        2 * r <= IN_REGISTERS or r & (r - 1) == 0 for r in ratios
-    )
+def _fits(streams: Sequence[Stream], depth: int = 1) -> bool:
+    """Whether the kernel can address the leaves and pool `depth` rows."""
+    leaves = [part for stream in streams for part in (stream.state, *stream.pool)]
+    return addressable(*leaves) and (depth <= IN_REGISTERS or depth & (depth - 1) == 0)
 
 
 def _pool_rows(streams, plan, table, tokens, *, overlap: bool, interpret: bool) -> list[tuple[jax.Array, Rows]]:

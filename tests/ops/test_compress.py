@@ -20,11 +20,12 @@ CSA, HCA = AttentionType.CSA, AttentionType.HCA
 SMALL = DSV4Config.tiny(layer_types=(CSA, HCA))
 # Two CSA layers: the harness feeds both compressors of one at once, those of the other apart.
 BOTH = DSV4Config.tiny(layer_types=(CSA, HCA, CSA))
+ODD = DSV4Config.tiny(layer_types=(CSA, HCA), head_dim=48, rope_dim=2, index_head_dim=32, hca_ratio=6)
 LAYOUTS = {
     "f32-verify": CacheLayout(BOTH, "f32", "f32", draft_tokens=2),
     "f32-raw": CacheLayout(SMALL, "f32", "f32", hca_state="raw"),
     "fp8-fp4": CacheLayout(SMALL),
-    "fp8-fp8-raw-verify": CacheLayout(SMALL, "fp8_per_entry", "fp8", draft_tokens=2, hca_state="raw"),
+    "odd-fp8-raw-verify": CacheLayout(ODD, "fp8_per_entry", "fp8", draft_tokens=2, hca_state="raw", block_tokens=12),
 }
 TOKENS = 60
 
@@ -55,19 +56,20 @@ def check_chunkings(
 class CompressTest:
     implementation: ClassVar[Literal["xla", "pallas"]]
 
-    @pytest.mark.parametrize("name", ["f32-verify", "fp8-fp4", "fp8-fp8-raw-verify"])
+    @pytest.mark.parametrize("name", ["f32-verify", "fp8-fp4", "odd-fp8-raw-verify"])
     def test_equals_the_machine(self, name: str) -> None:
         """Two requests, decode and verify steps and chunks longer than the CSA ring interleaved, next to padding."""
         layout, rng = LAYOUTS[name], np.random.default_rng(3)
         csa = layout.cfg.count(CSA)
         counts = {"csa": csa, "index": csa, "hca": 1}
-        driver = Driver(layout, CacheSize(4, 4, 1), implementation=self.implementation)
+        blocks = layout.blocks_for(TOKENS)
+        driver = Driver(layout, CacheSize(2 * blocks + 2, 4, blocks), implementation=self.implementation)
         machine = Machine(
             layout.cfg, layout.kv_row.name, layout.index_row.name, layout.hca_state, layout.block_tokens, driver.norms
         )
         most = 1 + layout.draft_tokens
-        step = pinned_shape(layout, 3, 3 * most, 1, history=False)
-        chunk = pinned_shape(layout, 3, 48, 1, history=True)
+        step = pinned_shape(layout, 3, 3 * most, blocks, history=False)
+        chunk = pinned_shape(layout, 3, 48, blocks, history=True)
         for slot in (3, 1):
             driver.admit(slot, random_stream(layout, TOKENS, slot))
         while min(driver.length.values()) < TOKENS:
