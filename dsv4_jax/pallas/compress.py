@@ -30,7 +30,7 @@ from ..plan import StepPlan
 from .emit import Arithmetic, FinishRefs, RowTile, emit, finish_operands
 from .tiles import addressable, interpreted, whole
 
-__all__: list[str] = []
+__all__ = ["state_before"]
 
 IN_REGISTERS = 16  # most rows of an entry that are pooled from registers, not read twice
 WARPS = 4  # of decode and prefill alike: a row's sums, and so its bits, depend on it
@@ -138,7 +138,7 @@ def _launch(body, streams, plan, table, work, *, depth: int, programs: int, inte
     for stream in streams:
         state, history = stream.state, []
         if plan.history_rows.shape[0]:
-            old, state = _state_before(stream, plan, depth)
+            old, state = state_before(stream, plan, depth)
             history = [old]
         norm, inv_freq = finish_operands(stream.finish)
         operands += [stream.kv, stream.score, norm, inv_freq, *history]
@@ -165,7 +165,7 @@ def _launch(body, streams, plan, table, work, *, depth: int, programs: int, inte
     return results
 
 
-def _state_before(stream: Stream, plan: StepPlan, depth: int) -> tuple[jax.Array, jax.Array]:
+def state_before(stream: Stream, plan: StepPlan, depth: int) -> tuple[jax.Array, jax.Array]:
     """The state rows of the `depth` positions before each row of the step, [B * depth, width], and the state."""
     geometry = stream.geometry
     start = jnp.asarray(plan.row_start)[:, None]
@@ -187,7 +187,8 @@ def _split_refs(body, *refs, statics: tuple[_Static, ...], history: bool):
         del refs[:count]  # the aliased inputs: only the outputs are touched
     for k, (static, operands, count) in enumerate(zip(statics, inputs, counts, strict=True)):
         state, *pool = (refs.pop(0) for _ in range(count))
-        stream = _Refs(*operands[:4], operands[4] if history else None, state, pool)
+        kv, score, norm, inv_freq, *old = operands
+        stream = _Refs(kv, score, norm, inv_freq, old[0] if old else None, state, pool)
         pl.when(which == k)(functools.partial(body, program, plan, stream, static))
 
 

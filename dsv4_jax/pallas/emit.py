@@ -178,6 +178,7 @@ def emit(
     """Finishes, quantises and stores the raw row of tile `x` as row `row` of the pool's parts, if they have it."""
     tile = RowTile(fmt.dim)
     if finish is not None:
+        assert position is not None
         x = rms_norm(x, tile, finish, math)
         x = rope(x, tile, finish, position, math)
         if finish.hadamard:

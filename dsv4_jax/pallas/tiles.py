@@ -21,7 +21,7 @@ def interpreted(interpret: bool | None) -> bool:
     return jax.default_backend() == "cpu" if interpret is None else interpret
 
 
-def addressable(*arrays: jax.Array) -> bool:
+def addressable(*arrays: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether Pallas-Triton reaches every element of the arrays.
 
     Up to 2^32 bytes it counts elements in a signed 32-bit number (above that in 64 bits), so the second

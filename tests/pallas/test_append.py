@@ -74,7 +74,7 @@ def check_finish(fmt: RowFormat, tokens: int, implementation: Implementation = "
         np.testing.assert_array_equal(np.asarray(part)[ids < rows], np.asarray(stored)[ids[ids < rows]])
 
 
-@formats([*(f for f in V4_FORMATS if f.module != "plain"), *ODD_FORMATS])
+@formats([kv_format("fp8", 512, 64), index_format("fp4", 128), *ODD_FORMATS])
 def test_fused_finish(fmt: RowFormat) -> None:
     check_finish(fmt, 9)
 
