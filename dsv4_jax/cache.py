@@ -22,6 +22,7 @@ from .ops.dispatch import Implementation
 from .ops.finish import Finish
 from .ops.gather import gather_rows
 from .ops.index_scores import index_scores
+from .ops.queries import finish_queries
 from .ops.top_k import top_k
 from .plan import PackedPlan, StepPlan
 
@@ -219,6 +220,20 @@ class LayerCacheHandle:
             {"index": self._csa_stream("index", self.layout.cfg.index_head_dim, kv, score, finish)}
         )
 
+    # Queries
+
+    def queries(self, q: jax.Array, inv_freq: jax.Array) -> jax.Array:
+        """Queries for `attend` from projected ones [T, heads, head_dim] float32: RMSNorm per head, then RoPE."""
+        return self._finish_queries(q, inv_freq, self.layout.kv_row, eps=self.layout.cfg.rms_norm_eps)
+
+    def index_queries(self, q: jax.Array, inv_freq: jax.Array, *, qat: bool) -> jax.Array:
+        """Queries for `index_scores` from projected ones [T, index_n_heads, index_head_dim] float32.
+
+        RoPE; with `qat` also the Hadamard rotation and FP4 rounding the model was trained with.
+        """
+        self._require_csa("indexer")
+        return self._finish_queries(q, inv_freq, self.layout.index_row, rotate=qat, round_fp4=qat)
+
     # Reads
 
     def gather_swa(self, dtype: jnp.dtype | None = None) -> tuple[jax.Array, jax.Array]:
@@ -308,6 +323,11 @@ class LayerCacheHandle:
         )  # fmt: skip
 
     # Plumbing
+
+    def _finish_queries(self, q: jax.Array, inv_freq: jax.Array, fmt: RowFormat, **steps: Any) -> jax.Array:
+        # Kernels give bf16, which would waste rows kept in float32.
+        implementation = "xla" if fmt.name == "f32" else self.implementation
+        return finish_queries(q, self.plan.token_position, inv_freq, **steps, implementation=implementation)
 
     def _compress_csa(self, streams: dict[str, Stream]) -> LayerCacheHandle:
         done = compress_csa(

@@ -25,7 +25,11 @@ __all__ = ["cuda_problem", "cuda_target", "load_cuda"]
 
 # FFI target -> exported handler.
 CUDA_TARGETS = {
+    "dsv4_append": "Dsv4Append",
     "dsv4_attend": "Dsv4Attend",
+    "dsv4_compress_csa": "Dsv4CompressCsa",
+    "dsv4_compress_hca": "Dsv4CompressHca",
+    "dsv4_finish_queries": "Dsv4FinishQueries",
     "dsv4_index_scores": "Dsv4IndexScores",
     "dsv4_top_k": "Dsv4TopK",
 }

@@ -24,7 +24,7 @@ _PACKAGES = (
     "dsv4_jax", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "triton", "numpy", "ml_dtypes",
     "rich", "matplotlib", "torch", "transformers",
 )  # fmt: skip
-_OPS = ("append", "compress", "gather", "index_scores", "top_k", "attend")
+_OPS = ("append", "compress", "queries", "gather", "index_scores", "top_k", "attend")
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:

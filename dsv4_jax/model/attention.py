@@ -13,10 +13,9 @@ import numpy as np
 from ..cache import LayerCacheHandle
 from ..config import AttentionType, DSV4Config
 from ..errors import LayoutError
-from ..formats.index_fp4 import round_trip
 from ..layout import CacheLayout
 from ..ops.finish import Finish
-from ..ops.numerics import hadamard, rope
+from ..ops.numerics import rope
 from .numerics import layer_frequencies, linear, matmul, rms_norm
 from .params import Params
 from .projections import products
@@ -46,8 +45,7 @@ def attention(
     of_x = products(p, "of_input", x)
     q_latent = rms_norm(of_x["wq_a"], p["q_norm"], cfg.rms_norm_eps)
     of_q = products(p, "of_q_latent", q_latent)
-    q = of_q["wq_b"].reshape(-1, cfg.num_attention_heads, cfg.head_dim)
-    q = rope(rms_norm(q, None, cfg.rms_norm_eps), position[:, None], freq)
+    q = handle.queries(of_q["wq_b"].reshape(-1, cfg.num_attention_heads, cfg.head_dim), freq)
 
     def compressor(name: str, rotate: bool = False) -> tuple[jax.Array, jax.Array, Finish]:
         """(kv, score, finish); the score carries the bias of the token's place in its block."""
@@ -64,25 +62,12 @@ def attention(
         qat = index_qat_default(handle.layout) if index_qat is None else index_qat
         handle = handle.compress(*compressor("compressor"), compressor("indexer.compressor", rotate=qat))
         index_q = of_q["indexer.wq_b"].reshape(-1, cfg.index_n_heads, cfg.index_head_dim)
-        selected = select_entries(handle, index_q, of_x["indexer.weights_proj"], freq, qat)
+        weights = of_x["indexer.weights_proj"] * np.float32((cfg.index_head_dim * cfg.index_n_heads) ** -0.5)
+        selected = handle.top_k(handle.index_scores(handle.index_queries(index_q, freq, qat=qat), weights))
     out, _ = handle.attend(q, p["attn_sink"], selected)
 
     out = rope(out, position[:, None], freq, inverse=True)
     return output_projection(p, out, cfg), handle
-
-
-def select_entries(
-    handle: LayerCacheHandle, q: jax.Array, weights: jax.Array, freq: jax.Array, qat: bool
-) -> tuple[jax.Array, jax.Array]:
-    """The lightning indexer: picks the entries each token attends to (spec 2.5).
-
-    Args:
-        q: [T, index_n_heads, index_head_dim] queries, not yet rotated.
-        weights: [T, index_n_heads] head weights, not yet scaled.
-    """
-    q = rope(q, jnp.asarray(handle.plan.token_position)[:, None], freq)
-    q = round_trip(hadamard(q)) if qat else q
-    return handle.top_k(handle.index_scores(q, weights * np.float32((q.shape[-1] * q.shape[-2]) ** -0.5)))
 
 
 def output_projection(p: Params, out: jax.Array, cfg: DSV4Config) -> jax.Array:

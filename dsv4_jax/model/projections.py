@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +82,7 @@ def stack_projections(params: Params) -> Params:
 
 def _matrices(p: Params, group: str) -> Iterator[tuple[str, jax.Array]]:
     for name in GROUPS[group]:
-        node = p
+        node: Any = p
         for key in name.split("."):
             node = node.get(key)
             if node is None:

@@ -11,6 +11,7 @@ from .copy import copy_units
 from .finish import Finish
 from .gather import gather_rows
 from .index_scores import index_scores
+from .queries import finish_queries
 from .top_k import top_k
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "compress_hca",
     "copy_units",
     "encode",
+    "finish_queries",
     "gather_rows",
     "index_scores",
     "top_k",

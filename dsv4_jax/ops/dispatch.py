@@ -16,6 +16,16 @@ __all__ = ["Implementation", "has_kernel", "implementation_for"]
 
 Implementation = Literal["xla", "pallas", "cuda", "triton"] | None
 _ROOMS = {"pallas": "Pallas", "cuda": "CUDA", "triton": "Triton"}  # room -> what its kernels are called
+# The default of each op on a GPU: the fastest whose results were compared on one (benchmarks/RESULTS.md).
+_ON_GPU: dict[str, Literal["xla", "pallas", "cuda"]] = {
+    "append": "pallas",
+    "attend": "cuda",
+    "compress": "pallas",
+    "gather": "pallas",
+    "index_scores": "cuda",
+    "queries": "xla",
+    "top_k": "cuda",
+}
 
 
 def has_kernel(op: str, room: str = "pallas") -> bool:
@@ -26,8 +36,8 @@ def has_kernel(op: str, room: str = "pallas") -> bool:
 def implementation_for(op: str, reference: Callable[..., Any], implementation: Implementation) -> Callable[..., Any]:
     """The function to call for `op` (a file name in `ops/` and, if it has kernels, in `pallas/`, `cuda/`, `triton/`).
 
-    None means, on a GPU backend, the CUDA kernel if the op has one and the library is built, else the
-    Pallas kernel if the op has one; everywhere else the reference. Triton kernels must be asked for.
+    None means, on a GPU backend, the op's default there (its Pallas kernel in place of a CUDA one whose
+    library is not built); everywhere else the reference.
 
     Raises:
         ImplementationError: unknown name, or no such kernel exists for this op.
@@ -48,6 +58,5 @@ def implementation_for(op: str, reference: Callable[..., Any], implementation: I
 def _best(op: str) -> Literal["xla", "pallas", "cuda"]:
     if jax.default_backend() != "gpu":
         return "xla"
-    if has_kernel(op, "cuda") and ffi.cuda_problem() is None:
-        return "cuda"
-    return "pallas" if has_kernel(op) else "xla"
+    best = _ON_GPU[op]
+    return "pallas" if best == "cuda" and ffi.cuda_problem() is not None else best

@@ -82,11 +82,11 @@ def test_step(capsys):
 
 def test_a_step_that_cannot_run_says_why(capsys):
     assert (
-        main(["bench", "step", "--quick", "--model", "tiny", "--layers", "1", "--implementations", "cuda", "--json"])
+        main(["bench", "step", "--quick", "--model", "tiny", "--layers", "1", "--implementations", "triton", "--json"])
         == 1
     )
     (step,) = json.loads(capsys.readouterr().out)["steps"]
-    assert step["implementation"] == "cuda" and step["problem"]
+    assert step["implementation"] == "triton" and "no Triton kernel" in step["problem"]
 
 
 def test_refusals(capsys, tmp_path, monkeypatch):

@@ -96,7 +96,7 @@ def test_odd_scales_and_nan_on_the_gpu(name: str) -> None:
         scale[5] = 0
         codes[9, 77] = 0xFF
     queries, weights = rng.standard_normal((1, 64, 128)), rng.standard_normal((1, 64))
-    scores = [np.asarray(index_scores(
+    scores = [np.array(index_scores(
         (jnp.asarray(codes), jnp.asarray(scale)), jnp.asarray(queries, jnp.bfloat16), jnp.asarray(weights, jnp.float32),
         jnp.arange(4, dtype=jnp.int32)[None], jnp.full(1, 128, jnp.int32), base=0, rows_per_block=32, fmt=fmt,
         implementation=implementation,

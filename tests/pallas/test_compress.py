@@ -82,6 +82,7 @@ def run(kinds: tuple[Kind, ...], streams: list[Stream], plan: StepPlan, table: n
 STREAMS: dict[str, tuple[tuple[Kind, RowFormat], ...]] = {
     "csa": (("csa", FP8),),
     "csa+index": (("csa", FP8), ("index", FP4)),
+    "index-fp8": (("index", index_format("fp8", 128)),),
     "csa+index-f32": (("csa", F32), ("index", INDEX_F32)),
     "hca": (("online", FP8),),
     "hca-f32": (("online", F32),),
@@ -107,44 +108,46 @@ def test_lowers_for_cuda(name: str, rows: int, count: int) -> None:
     assert lowers_for_cuda(call, [arrays(s) for s in streams], plan, table) == 1
 
 
-def check(name: str, starts: np.ndarray, count: int, draft: int) -> None:
+def check(name: str, starts: np.ndarray, count: int, draft: int, implementation: str) -> None:
     plan, table = plan_of(starts, count, draft)
     kinds, fmts = zip(*STREAMS[name], strict=True)
     rng = np.random.default_rng(count)
     streams = [stream_of(k, plan, table, f, draft, rng) for k, f in zip(kinds, fmts, strict=True)]
     call = functools.partial(run, kinds, streams, plan, table)
-    for (state, pool), (want_state, want_pool), fmt in zip(call("pallas"), call("xla"), fmts, strict=True):
+    for (state, pool), (want_state, want_pool), fmt in zip(call(implementation), call("xla"), fmts, strict=True):
         assert_rows_close("f32", [state], [want_state])
         assert_rows_close(fmt.name, pool, want_pool)
         assert any(np.asarray(part).any() for part in pool)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["pallas", "cuda"])
 @pytest.mark.parametrize("name", STREAMS)
 class TestCompressOnTheGpu:
     @pytest.mark.parametrize("batch", [1, 2, 16, 64, 256])
-    def test_decode(self, name: str, batch: int) -> None:
+    def test_decode(self, name: str, implementation: str, batch: int) -> None:
         """The first row completes an entry of either ratio; the others stand anywhere."""
         starts = np.random.default_rng(batch).integers(0, 1000, batch)
         starts[0] = 127
-        check(name, starts, 1, 0)
+        check(name, starts, 1, 0, implementation)
 
     @pytest.mark.parametrize("draft", [1, 3])
-    def test_verify(self, name: str, draft: int) -> None:
-        check(name, np.arange(124, 124 + 9), 1 + draft, draft)
+    def test_verify(self, name: str, implementation: str, draft: int) -> None:
+        check(name, np.arange(124, 124 + 9), 1 + draft, draft, implementation)
 
     @pytest.mark.parametrize(("rows", "count"), [(1, 4096), (3, 333)])
-    def test_prefill(self, name: str, rows: int, count: int) -> None:
-        check(name, np.array([0, 129, 1030])[:rows] + (5 if rows == 1 else 0), count, 0)
+    def test_prefill(self, name: str, implementation: str, rows: int, count: int) -> None:
+        check(name, np.array([0, 129, 1030])[:rows] + (5 if rows == 1 else 0), count, 0, implementation)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["pallas", "cuda"])
 @pytest.mark.parametrize("hca_state", ["online", "raw"])
 @pytest.mark.parametrize("formats", [("fp8", "fp4"), ("f32", "f32")], ids=lambda f: f[0])
-def test_every_chunking_gives_the_same_bytes_on_the_gpu(formats: tuple[str, str], hca_state) -> None:
+def test_every_chunking_gives_the_same_bytes_on_the_gpu(formats: tuple[str, str], hca_state, implementation) -> None:
     """V4's widths and ratios, all leaves of a cache, past two HCA entries."""
     cfg = DSV4Config.tiny(
         head_dim=512, rope_dim=64, index_head_dim=128, sliding_window=128, hca_ratio=128,
         layer_types=(AttentionType.CSA, AttentionType.HCA),
     )  # fmt: skip
-    check_chunkings(CacheLayout(cfg, *formats, hca_state=hca_state), (300, 77, 1), "pallas", 300, 3)
+    check_chunkings(CacheLayout(cfg, *formats, hca_state=hca_state), (300, 77, 1), implementation, 300, 3)

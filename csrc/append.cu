@@ -1,0 +1,77 @@
+// append as an XLA FFI handler: finish, quantise and store fp8 KV rows, one launch, in place. Only enqueues: fit for a
+// command buffer. Wrapper, argument meaning and fallbacks: dsv4_jax/cuda/append.py.
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "emit_row.cuh"
+#include "operands.h"
+
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int kThreads = 128;
+
+struct AppendArgs {
+  const float* values;      // [T, 512]
+  const int32_t* row_ids;   // [T]; null: row t
+  const int32_t* position;  // [T], for `finish`
+  dsv4::FinishArgs finish;
+  dsv4::RowPool pool;
+};
+
+// One block a row.
+__global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ AppendArgs args) {
+  __shared__ alignas(16) float shared[512];
+  const int token = blockIdx.x, thread = threadIdx.x;
+  // Loaded whether the row is stored or not: so that no load waits for another.
+  const dsv4::Float4 v = dsv4::load4(args.values + static_cast<int64_t>(token) * 512 + 4 * thread);
+  const int64_t row = args.row_ids == nullptr ? token : __ldg(args.row_ids + token);
+  const int position = args.position == nullptr ? 0 : __ldg(args.position + token);
+  if (row < 0 || row >= args.pool.rows) return;
+  dsv4::emit_row<512>(args.finish, args.pool, v, position, row, shared, thread);
+}
+
+ffi::Error append(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::RemainingRets results, float eps, bool finish,
+                  bool scatter) {
+  dsv4::Operands operands(arguments);
+  AppendArgs args = {};
+  args.values = operands.next<float>(ffi::F32, 512);
+  const int64_t tokens = operands.rows();
+  if (finish) {
+    args.position = operands.next<int32_t>(ffi::S32);
+    args.finish.norm = operands.next<float>(ffi::F32, 512);
+    args.finish.inv_freq = operands.next<float>(ffi::F32, 32);
+    args.finish.eps = eps;
+  }
+  if (scatter) {
+    args.row_ids = operands.next<int32_t>(ffi::S32);
+    args.pool = dsv4::read_pool(operands, static_cast<int>(dsv4::Format::kFp8));
+  } else {
+    auto nope = results.get<ffi::AnyBuffer>(0), rope = results.get<ffi::AnyBuffer>(1), scale = results.get<ffi::AnyBuffer>(2);
+    if (!nope.has_value() || !rope.has_value() || !scale.has_value()) return ffi::Error::InvalidArgument("append: needs three results");
+    args.pool.codes = static_cast<uint8_t*>((*nope)->untyped_data());
+    args.pool.rope = static_cast<uint16_t*>((*rope)->untyped_data());
+    args.pool.scale = (*scale)->untyped_data();
+    args.pool.rows = tokens;
+  }
+  if (!operands.good()) return ffi::Error::InvalidArgument("append: " + operands.problem());
+  if (tokens == 0) return ffi::Error::Success();
+  append_kernel<<<static_cast<unsigned>(tokens), kThreads, 0, stream>>>(args);
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return ffi::Error::Internal(std::string("append: ") + cudaGetErrorString(error));
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Append, append,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<float>("eps")
+                                  .Attr<bool>("finish")
+                                  .Attr<bool>("scatter"),
+                              {ffi::Traits::kCmdBufferCompatible});

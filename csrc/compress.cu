@@ -1,0 +1,108 @@
+// compress_csa and compress_hca as XLA FFI handlers. One launch each, only enqueue: fit for a command buffer. State and
+// pools are aliased operands. Wrapper, argument meaning and fallbacks: dsv4_jax/cuda/compress.py.
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "compress_kernel.cuh"
+#include "operands.h"
+
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int kFields = 8;  // of a stream's integers: see `read_stream`
+
+dsv4::CompressPlan read_plan(dsv4::Operands& operands) {
+  dsv4::CompressPlan plan = {};
+  plan.token_slot = operands.next<int32_t>(ffi::S32);
+  plan.tokens = static_cast<int>(operands.rows());
+  plan.token_position = operands.next<int32_t>(ffi::S32);
+  plan.token_row = operands.next<int32_t>(ffi::S32);
+  plan.row_start = operands.next<int32_t>(ffi::S32);
+  plan.row_count = operands.next<int32_t>(ffi::S32);
+  plan.row_first = operands.next<int32_t>(ffi::S32);
+  plan.table = operands.next<int32_t>(ffi::S32);
+  plan.columns = static_cast<int>(operands.width());
+  return plan;
+}
+
+// `parts`: rows of state per channel (4 in CSA, 3 in HCA); `halves`: of kv and score (2 and 1).
+dsv4::CompressStream read_stream(dsv4::Operands& operands, const int32_t* fields, float eps, bool history, int parts, int halves) {
+  dsv4::CompressStream s = {};
+  s.ratio = fields[0], s.ordinal = fields[1], s.slots = fields[2], s.ring = fields[3];
+  s.base = fields[4], s.rows_per_block = fields[5], s.finish.hadamard = fields[7];
+  s.finish.eps = eps;
+  const bool wide = fields[6] == static_cast<int>(dsv4::Format::kFp8);
+  const int channels = wide ? 512 : 128;
+  s.kv = operands.next<float>(ffi::F32, halves * channels);
+  s.score = operands.next<float>(ffi::F32, halves * channels);
+  s.finish.norm = operands.next<float>(ffi::F32, channels);
+  s.finish.inv_freq = operands.next<float>(ffi::F32, 32);
+  if (history) s.history = operands.next<float>(ffi::F32, parts * channels);
+  s.state = operands.next<float>(ffi::F32, parts * channels);
+  s.pool = dsv4::read_pool(operands, fields[6]);
+  return s;
+}
+
+ffi::Error finished(const char* name) {
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return ffi::Error::Internal(std::string(name) + ": " + cudaGetErrorString(error));
+  return ffi::Error::Success();
+}
+
+ffi::Error compress_csa(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::RemainingRets, ffi::Span<const int32_t> fields,
+                        ffi::Span<const float> eps, bool history) {
+  dsv4::Operands operands(arguments);
+  dsv4::CsaArgs args = {};
+  args.plan = read_plan(operands);
+  const int tokens = args.plan.tokens;
+  for (size_t i = 0; i < eps.size() && (i + 1) * kFields <= fields.size(); ++i) {
+    const auto s = read_stream(operands, fields.begin() + i * kFields, eps[i], history, 4, 2);
+    if (s.ratio != dsv4::kCsaRatio) return ffi::Error::InvalidArgument("compress_csa: the ratio must be 4");
+    (s.pool.format == static_cast<int>(dsv4::Format::kFp8) ? args.main : args.index) = s;
+  }
+  if (!operands.good()) return ffi::Error::InvalidArgument("compress_csa: " + operands.problem());
+  if (tokens == 0) return ffi::Error::Success();
+  args.tokens_per_block = tokens > 1024 ? dsv4::kCsaRatio : 1;  // a long chunk: about one entry a block
+  if (args.main.state != nullptr) args.main_blocks = (tokens + args.tokens_per_block - 1) / args.tokens_per_block;
+  constexpr int kWarps = dsv4::kCompressThreads / 32;
+  const int index_blocks = args.index.state != nullptr ? (tokens + kWarps - 1) / kWarps : 0;
+  dsv4::csa_kernel<<<args.main_blocks + index_blocks, dsv4::kCompressThreads, 0, stream>>>(args);
+  return finished("compress_csa");
+}
+
+ffi::Error compress_hca(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::RemainingRets, ffi::Span<const int32_t> fields,
+                        ffi::Span<const float> eps, bool history) {
+  dsv4::Operands operands(arguments);
+  dsv4::HcaArgs args = {};
+  args.plan = read_plan(operands);
+  args.plan.groups = operands.next<int32_t>(ffi::S32);
+  args.plan.group_count = static_cast<int>(operands.rows());
+  args.plan.group_length = static_cast<int>(operands.width());
+  if (eps.size() != 1 || fields.size() != kFields) return ffi::Error::InvalidArgument("compress_hca: takes one stream");
+  args.stream = read_stream(operands, fields.begin(), eps[0], history, 3, 1);
+  if (!operands.good()) return ffi::Error::InvalidArgument("compress_hca: " + operands.problem());
+  if (args.stream.pool.format != static_cast<int>(dsv4::Format::kFp8)) {
+    return ffi::Error::InvalidArgument("compress_hca: rows must be fp8 rows of 448 + 64 dims");
+  }
+  if (args.plan.group_count == 0 || args.plan.tokens == 0) return ffi::Error::Success();
+  dsv4::hca_kernel<<<args.plan.group_count, dsv4::kCompressThreads, 0, stream>>>(args);
+  return finished("compress_hca");
+}
+
+}  // namespace
+
+#define DSV4_COMPRESS_HANDLER(name, function)                      \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function,                    \
+                                ffi::Ffi::Bind()                   \
+                                    .Ctx<ffi::PlatformStream<cudaStream_t>>() \
+                                    .RemainingArgs()               \
+                                    .RemainingRets()               \
+                                    .Attr<ffi::Span<const int32_t>>("fields") \
+                                    .Attr<ffi::Span<const float>>("eps") \
+                                    .Attr<bool>("history"),        \
+                                {ffi::Traits::kCmdBufferCompatible})
+
+DSV4_COMPRESS_HANDLER(Dsv4CompressCsa, compress_csa);
+DSV4_COMPRESS_HANDLER(Dsv4CompressHca, compress_hca);

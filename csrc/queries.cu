@@ -1,0 +1,62 @@
+// The last steps of queries as an XLA FFI handler. One launch, only enqueues: fit for a command buffer.
+// Wrapper, argument meaning and fallbacks: dsv4_jax/cuda/queries.py.
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "queries_kernel.cuh"
+#include "xla/ffi/api/ffi.h"
+
+namespace {
+
+namespace ffi = xla::ffi;
+
+using Queries = ffi::Buffer<ffi::F32, 3>;
+using Angles = ffi::Buffer<ffi::F32, 2>;
+using Out = ffi::Buffer<ffi::BF16, 3>;
+
+ffi::Error finish_queries(cudaStream_t stream, Queries queries, Angles cosine, Angles sine, ffi::Result<Out> out, float eps,
+                          bool hadamard, bool round_fp4) {
+  const auto q = queries.dimensions();
+  for (const auto& angles : {cosine, sine}) {
+    if (angles.dimensions()[0] != q[0] || angles.dimensions()[1] != dsv4::kRopeDim / 2) {
+      return ffi::Error::InvalidArgument("finish_queries: cosine and sine must be [tokens, 32]");
+    }
+  }
+  if (q[2] != 512 && q[2] != 128) return ffi::Error::InvalidArgument("finish_queries: rows must have 512 or 128 dims");
+  dsv4::QueryArgs args = {};
+  args.queries = queries.typed_data();
+  args.cosine = cosine.typed_data();
+  args.sine = sine.typed_data();
+  args.out = reinterpret_cast<__nv_bfloat16*>(out->untyped_data());
+  args.rows = q[0] * q[1];
+  args.heads = static_cast<int>(q[1]);
+  args.eps = eps;
+  args.hadamard = hadamard;
+  args.round_fp4 = round_fp4;
+  if (args.rows == 0) return ffi::Error::Success();
+  constexpr int kRows = dsv4::kQueryThreads / 32;
+  const unsigned blocks = static_cast<unsigned>((args.rows + kRows - 1) / kRows);
+  if (q[2] == 512) {
+    dsv4::query_kernel<512><<<blocks, dsv4::kQueryThreads, 0, stream>>>(args);
+  } else {
+    dsv4::query_kernel<128><<<blocks, dsv4::kQueryThreads, 0, stream>>>(args);
+  }
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return ffi::Error::Internal(std::string("finish_queries: ") + cudaGetErrorString(error));
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4FinishQueries, finish_queries,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<Queries>()
+                                  .Arg<Angles>()
+                                  .Arg<Angles>()
+                                  .Ret<Out>()
+                                  .Attr<float>("eps")
+                                  .Attr<bool>("hadamard")
+                                  .Attr<bool>("round_fp4"),
+                              {ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,57 @@
+"""append in the project's own CUDA (`csrc/append.cu`): norm, RoPE, quantisation and the scatter, one block a row.
+
+V4's fp8 KV row (448 NoPE + 64 RoPE dims); everything else takes the Pallas kernel.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..ffi import cuda_target
+from ..formats import RowFormat
+from ..ops.append import Rows
+from ..ops.finish import Finish
+from ..pallas import append as pallas
+
+__all__ = ["has_kernel"]
+
+
+def has_kernel(fmt: RowFormat, finish: Finish | None) -> bool:
+    """Whether the kernel stores rows of this format, finished like this."""
+    pairs = 32 if finish is None else finish.inv_freq.shape[0]
+    hadamard = finish is not None and finish.hadamard
+    return fmt.name == "fp8" and (fmt.nope_dim, fmt.rope_dim) == (448, 64) and pairs == 32 and not hadamard
+
+
+def _append(
+    pool: Rows, values: jax.Array, row_ids: jax.Array, position: jax.Array | None, finish: Finish | None, fmt: RowFormat
+) -> Rows:
+    """As `ops.append._append`. Raises `ImplementationError`: the CUDA library is not there."""
+    if not has_kernel(fmt, finish):
+        return pallas._append(pool, values, row_ids, position, finish, fmt)
+    operands = [*_values(values, position, finish), row_ids, *pool]
+    aliases = {len(operands) - len(pool) + i: i for i in range(len(pool))}
+    return _call(operands, tuple(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pool), finish, aliases)
+
+
+def _encode(values: jax.Array, position: jax.Array | None, finish: Finish | None, fmt: RowFormat) -> Rows:
+    """As `ops.append._encode`. Raises `ImplementationError`: the CUDA library is not there."""
+    if not has_kernel(fmt, finish):
+        return pallas._encode(values, position, finish, fmt)
+    results = tuple(jax.ShapeDtypeStruct((values.shape[0], p.width), jnp.dtype(p.dtype)) for p in fmt.parts)
+    return _call(_values(values, position, finish), results, finish, {})
+
+
+def _values(values: jax.Array, position: jax.Array | None, finish: Finish | None) -> list[jax.Array]:
+    operands = [values.astype(jnp.float32)]
+    if finish is not None:
+        operands += [jnp.asarray(position), finish.norm.astype(jnp.float32), finish.inv_freq.astype(jnp.float32)]
+    return operands
+
+
+def _call(operands, results, finish: Finish | None, aliases: dict[int, int]) -> Rows:
+    call = jax.ffi.ffi_call(cuda_target("dsv4_append"), results, input_output_aliases=aliases)
+    eps = np.float32(0 if finish is None else finish.eps)
+    return tuple(call(*operands, eps=eps, finish=finish is not None, scatter=bool(aliases)))

@@ -1,0 +1,97 @@
+"""compress in the project's own CUDA (`csrc/compress_kernel.cuh`): state, pooling and the stored entry in one launch.
+
+V4's geometry: fp8 KV entries of 448 + 64 dims, fp4 or fp8 index keys of 128, CSA ratio 4, and for HCA the online state.
+Everything else takes the Pallas kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..ffi import cuda_target
+from ..ops.append import Rows
+from ..ops.compress import Stream
+from ..ops.dispatch import Implementation
+from ..pallas import compress as pallas
+from ..plan import StepPlan
+from .append import has_kernel as stores_kv_row
+
+__all__ = ["has_kernel"]
+
+CSA_RATIO = 4  # of the CSA kernel
+# Pools the kernels store: format name -> number of `Format` in csrc/emit_row.cuh.
+KV, INDEX = {"fp8": 0}, {"fp4": 1, "fp8": 2}
+
+
+def has_kernel(stream: Stream) -> bool:
+    """Whether the kernels store entries like this stream's."""
+    fmt, finish = stream.geometry.fmt, stream.finish
+    if fmt.rope_dim:
+        return stores_kv_row(fmt, finish)
+    return fmt.name in INDEX and fmt.dim == 128 and finish.inv_freq.shape[0] == 32
+
+
+def _compress_csa(
+    streams: Sequence[Stream], plan: StepPlan, table: jax.Array, implementation: Implementation
+) -> list[tuple[jax.Array, Rows]]:
+    """As `ops.compress._compress_csa`. Raises `ImplementationError`: the CUDA library is not there."""
+    # One stream of each kind at most: what a launch has room for.
+    kinds = [bool(stream.geometry.fmt.rope_dim) for stream in streams]
+    fits = all(has_kernel(s) and s.geometry.ratio == CSA_RATIO for s in streams) and len(set(kinds)) == len(kinds)
+    if not fits:
+        return pallas._compress_csa(streams, plan, table, implementation)
+    return _call("dsv4_compress_csa", streams, plan, table, [], depth=2 * CSA_RATIO - 1)
+
+
+def _compress_hca_online(
+    stream: Stream, plan: StepPlan, table: jax.Array, implementation: Implementation
+) -> tuple[jax.Array, Rows]:
+    """As `ops.compress._compress_hca_online`. Raises `ImplementationError`: the CUDA library is not there."""
+    if not (has_kernel(stream) and stream.geometry.fmt.rope_dim):
+        return pallas._compress_hca_online(stream, plan, table, implementation)
+    (result,) = _call("dsv4_compress_hca", [stream], plan, table, [jnp.asarray(plan.group_tokens)], depth=1)
+    return result
+
+
+def _compress_hca_raw(
+    stream: Stream, plan: StepPlan, table: jax.Array, implementation: Implementation
+) -> tuple[jax.Array, Rows]:
+    """The Pallas kernel: the raw state is the exception, and has no CUDA kernel."""
+    return pallas._compress_hca_raw(stream, plan, table, implementation)
+
+
+def _call(
+    target: str, streams: Sequence[Stream], plan: StepPlan, table: jax.Array, more: list[jax.Array], *, depth: int
+) -> list[tuple[jax.Array, Rows]]:
+    history = bool(plan.history_rows.shape[0])
+    fields = (plan.token_slot, plan.token_position, plan.token_row, plan.row_start, plan.row_count, plan.row_first)
+    operands = [*(jnp.asarray(x) for x in fields), jnp.asarray(table), *more]
+    results, aliases, numbers = [], {}, []
+    for stream in streams:
+        state, old = stream.state, []
+        if history:
+            before, state = pallas.state_before(stream, plan, depth)
+            old = [before]
+        finish, geometry = stream.finish, stream.geometry
+        operands += [
+            stream.kv,
+            stream.score,
+            finish.norm.astype(jnp.float32),
+            finish.inv_freq.astype(jnp.float32),
+            *old,
+        ]
+        for leaf in (state, *stream.pool):
+            aliases[len(operands)] = len(results)
+            operands.append(leaf)
+            results.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        kinds = KV if geometry.fmt.rope_dim else INDEX
+        numbers += [geometry.ratio, geometry.ordinal, geometry.slots, geometry.ring, geometry.base,
+                    geometry.rows_per_block, kinds[geometry.fmt.name], int(finish.hadamard)]  # fmt: skip
+    call = jax.ffi.ffi_call(cuda_target(target), tuple(results), input_output_aliases=aliases)
+    eps = np.array([stream.finish.eps for stream in streams], np.float32)
+    out = list(call(*operands, fields=np.array(numbers, np.int32), eps=eps, history=history))
+    return [(out.pop(0), tuple(out.pop(0) for _ in stream.pool)) for stream in streams]

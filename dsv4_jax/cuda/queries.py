@@ -1,0 +1,41 @@
+"""finish_queries in the project's own CUDA (`csrc/queries_kernel.cuh`): one launch in place of a dozen fusions.
+
+Heads of 512 dims, and of 128 for the indexer, with 64 RoPE dims; everything else takes the reference.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..ffi import cuda_target
+from ..ops.queries import _finish_queries as _reference
+
+__all__ = ["has_kernel"]
+
+ROPE_PAIRS = 32
+
+
+def has_kernel(dim: int, pairs: int, rotate: bool, round_fp4: bool) -> bool:
+    """Whether the kernel takes heads of `dim` dims of which the last 2 * `pairs` rotate."""
+    return pairs == ROPE_PAIRS and (dim == 128 or (dim == 512 and not rotate and not round_fp4))
+
+
+def _finish_queries(
+    queries: jax.Array, position: jax.Array, inv_freq: jax.Array, eps: float | None, rotate: bool, round_fp4: bool
+) -> jax.Array:
+    """As `ops.queries._finish_queries`, rounded to bf16.
+
+    Raises:
+        ImplementationError: the CUDA library is not there.
+    """
+    if not has_kernel(queries.shape[-1], inv_freq.shape[0], rotate, round_fp4):
+        return _reference(queries, position, inv_freq, eps, rotate, round_fp4)
+    # The tables are the same for all layers of a kind: XLA computes them once a step.
+    angle = jnp.asarray(position)[:, None].astype(jnp.float32) * inv_freq[None]
+    call = jax.ffi.ffi_call(cuda_target("dsv4_finish_queries"), jax.ShapeDtypeStruct(queries.shape, jnp.bfloat16))
+    return call(
+        queries.astype(jnp.float32), jnp.cos(angle), jnp.sin(angle),
+        eps=np.float32(-1 if eps is None else eps), hadamard=rotate, round_fp4=round_fp4,
+    )  # fmt: skip

@@ -1,0 +1,47 @@
+"""The CUDA append: its lowering and fallback on the CPU, the op's test classes on a GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax.cuda import append as kernel
+from dsv4_jax.formats import kv_format
+
+from ..pallas.test_append import TestAppendOnTheGpu as OnTheGpu
+from ..pallas.test_append import check_finish, random_finish
+
+FMT = kv_format("fp8", 512, 64)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_lowers_to_one_ffi_call_in_place(monkeypatch: pytest.MonkeyPatch, finished: bool) -> None:
+    monkeypatch.setattr(kernel, "cuda_target", lambda target: target)
+    pool = tuple(jax.ShapeDtypeStruct((1000, p.width), p.dtype) for p in FMT.parts)
+    ids = jax.ShapeDtypeStruct((64,), jnp.int32)
+    finish = None if finished else random_finish(np.random.default_rng(0), FMT)
+    call = functools.partial(kernel._append, finish=finish, fmt=FMT)
+    values = jax.ShapeDtypeStruct((64, 512), jnp.bfloat16)
+    text = jax.jit(call).trace(pool, values, ids, ids).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@dsv4_append") == 1 and text.count("output_operand_alias<") == 3
+    call = functools.partial(kernel._encode, finish=finish, fmt=FMT)
+    text = jax.jit(call).trace(values, ids).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@dsv4_append") == 1 and "tensor<64x448xui8>" in text
+
+
+@pytest.mark.parametrize(("name", "dim", "rope"), [("fp8", 232, 24), ("bf16", 40, 8)])
+def test_what_the_kernel_cannot_take_goes_to_pallas(name: str, dim: int, rope: int) -> None:
+    fmt = kv_format(name, dim, rope)
+    assert not kernel.has_kernel(fmt, None)
+    check_finish(fmt, 3, "cuda")
+
+
+class TestAppendOnTheGpu(OnTheGpu):
+    implementation = "cuda"
+
+
+del OnTheGpu  # its own tests run where it stands

@@ -1,0 +1,60 @@
+"""The CUDA compressors: lowering and fallback on the CPU. On a GPU `tests/pallas/test_compress.py` runs them too."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from dsv4_jax.cuda import compress as kernel
+from dsv4_jax.formats import index_format
+from dsv4_jax.ops.compress import Stream
+
+from ..oracle.close import assert_rows_close
+from ..pallas.test_compress import FP4, FP8, STREAMS, arrays, plan_of, run, stream_of
+
+
+@pytest.mark.parametrize(("rows", "count", "history"), [(64, 1, 0), (2, 300, 1)], ids=["decode", "prefill"])
+@pytest.mark.parametrize("name", ["csa+index", "csa", "index-fp8", "hca"])
+def test_lowers_to_one_ffi_call_in_place(
+    monkeypatch: pytest.MonkeyPatch, name: str, rows: int, count: int, history: int
+) -> None:
+    monkeypatch.setattr(kernel, "cuda_target", lambda target: target)
+    plan, table = plan_of(np.arange(rows), count)
+    kinds, fmts = zip(*STREAMS[name], strict=True)
+    rng = np.random.default_rng(0)
+    streams = [stream_of(k, plan, table, f, 0, rng) for k, f in zip(kinds, fmts, strict=True)]
+
+    def call(operands, plan, table):
+        made = [Stream(*a, s.geometry) for a, s in zip(operands, streams, strict=True)]
+        if kinds[0] == "online":
+            return kernel._compress_hca_online(made[0], plan, table, None)
+        return kernel._compress_csa(made, plan, table, None)
+
+    operands = [arrays(s) for s in streams]
+    text = jax.jit(call).trace(operands, plan, table).lower(lowering_platforms=("cuda",)).as_text()
+    target = "dsv4_compress_hca" if name == "hca" else "dsv4_compress_csa"
+    assert text.count(f"@{target}") == 1
+    assert text.count("output_operand_alias<") == sum(1 + len(f.parts) for f in fmts)
+    assert ("history = true" in text) == bool(history)
+
+
+def test_which_streams_the_kernels_take() -> None:
+    plan, table = plan_of(np.arange(2), 1)
+    rng = np.random.default_rng(0)
+    stream = lambda kind, fmt: stream_of(kind, plan, table, fmt, 0, rng)  # noqa: E731
+    assert kernel.has_kernel(stream("csa", FP8)) and kernel.has_kernel(stream("index", FP4))
+    assert not kernel.has_kernel(stream("index", index_format("bf16", 128)))
+    assert not kernel.has_kernel(stream("index", index_format("fp4", 64)))
+
+
+@pytest.mark.parametrize("name", ["csa+index-f32", "hca-raw"])
+def test_what_the_kernels_cannot_take_goes_to_pallas(name: str) -> None:
+    plan, table = plan_of(np.array([3, 127]), 1)
+    kinds, fmts = zip(*STREAMS[name], strict=True)
+    rng = np.random.default_rng(0)
+    streams = [stream_of(k, plan, table, f, 0, rng) for k, f in zip(kinds, fmts, strict=True)]
+    got, want = (run(kinds, streams, plan, table, i) for i in ("cuda", "xla"))
+    for (state, pool), (want_state, want_pool), fmt in zip(got, want, fmts, strict=True):
+        assert_rows_close("f32", [state], [want_state])
+        assert_rows_close(fmt.name, pool, want_pool)
