@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in order of worth: build, check, time. Output under ${OUT:-bench-out}; a stage that fails does not
+# stop the next. `benchmarks/on_gpu.sh tests kernels` runs only those stages.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+export PYTHONPATH=. OUT=${OUT:-bench-out}
+python=${PYTHON:-python3}
+mkdir -p "$OUT"
+stages=${*:-build tests kernels ops steps triton}
+
+stage() {
+  case $1 in
+    build)
+      cmake -S csrc -B build/csrc -DPYTHON="$python" > "$OUT/build.log" && cmake --build build/csrc -j 8 >> "$OUT/build.log" 2>&1 ;;
+    tests)  # every kernel against its reference or float64, byte invariance, logits alone and among others
+      JAX_PLATFORMS=cuda,cpu timeout 400 "$python" -m pytest -q -p no:cacheprovider -m gpu tests > "$OUT/tests.log" 2>&1 ;;
+    kernels)  # CUDA-graph times of the plain C entries
+      "$python" benchmarks/bench_select_graph.py dsv4_jax/native/libdsv4_cuda.so > "$OUT/select.log" 2>&1
+      "$python" benchmarks/bench_attend_graph.py dsv4_jax/native/libdsv4_cuda.so > "$OUT/attend.log" 2>&1 ;;
+    ops)  # every op, every implementation, against the ceilings of the run
+      for op in append compress_csa compress_index compress_hca gather index_scores top_k attend; do
+        timeout 200 "$python" -m dsv4_jax bench "$op" --json "$OUT/$op.json" --plot "$OUT/$op.png" > "$OUT/$op.log" 2>&1
+      done ;;
+    steps)  # whole decode steps: Flash and Pro, long context, large batch
+      for shape in "flash 64 128K" "pro 64 32K" "flash 1 1M" "flash 256 8K"; do
+        read -r model batch context <<< "$shape"
+        timeout 150 "$python" -m dsv4_jax bench step --model "$model" --batch "$batch" --context "$context" \
+          --json "$OUT/step-$model-$batch-$context.json" > "$OUT/step-$model-$batch-$context.log" 2>&1
+      done ;;
+    triton)  # needs jax-triton: a wheel in .wheels/ is enough
+      "$python" -m pip install --quiet --no-deps --no-index .wheels/jax_triton*.whl
+      JAX_PLATFORMS=cuda,cpu timeout 200 "$python" -m pytest -q -p no:cacheprovider tests/triton > "$OUT/triton.log" 2>&1 ;;
+    *) echo "unknown stage $1" >&2; return 2 ;;
+  esac
+}
+
+for name in $stages; do
+  started=$SECONDS
+  if stage "$name"; then state=ok; else state=FAILED; fi
+  echo "$name: $state, $((SECONDS - started)) s"
+  tail -n 3 "$OUT/$name.log" 2>/dev/null
+done

@@ -1,0 +1,60 @@
+"""A request's logits are the same bits alone and among others, when both run the shape that is pinned for a server."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from dsv4_jax import CacheLayout, DSV4Config, init_cache, model
+from dsv4_jax.layout import CacheSize
+from dsv4_jax.manager import KVCacheManager
+
+from .feeding import CFG, decode_step, prefill, text_tokens
+
+
+def decoded_logits(params: model.Params, layout: CacheLayout, lengths: list[int], rows: int, steps: int) -> np.ndarray:
+    """Logits [steps, vocab] of the first of these requests, decoding given text beside the others."""
+    columns = layout.blocks_for(max(lengths) + steps)
+    size = CacheSize(rows * columns, rows, columns)
+    cache, manager = init_cache(layout, size), KVCacheManager(layout, size)
+    text = text_tokens(max(lengths) + steps).tolist()
+    chunk, step = manager.pinned_shape(1, 16, history=True), manager.pinned_shape(rows)
+    requests = []
+    for length in lengths:
+        requests.append(manager.admit_request(text[:length], max_tokens=columns * layout.block_tokens))
+        while requests[-1].num_pending:
+            plan = manager.plan_step([(requests[-1], min(16, requests[-1].num_pending))], shape=chunk)
+            _, cache = prefill(params, cache, plan.pack(), manager.plan_tokens(plan))
+    out = []
+    for i in range(steps):
+        for request, length in zip(requests, lengths, strict=True):
+            request.tokens.append(text[length + i])
+        plan = manager.plan_step([(r, 1) for r in requests], shape=step)
+        logits, cache = decode_step(params, cache, plan.pack(), manager.plan_tokens(plan))
+        out.append(np.asarray(logits[0]))
+    return np.stack(out)
+
+
+def check(cfg: DSV4Config, rows: int, steps: int, **dtype) -> None:
+    params, layout = model.init_params(cfg, seed=2, **dtype), CacheLayout(cfg)
+    others = [3 + 5 * i % 60 for i in range(rows - 1)]
+    alone = decoded_logits(params, layout, [41], rows, steps)
+    among = decoded_logits(params, layout, [41, *others], rows, steps)
+    assert np.isfinite(alone).all() and np.ptp(alone) > 0.1
+    np.testing.assert_array_equal(alone, among)
+
+
+def test_alone_and_among_others() -> None:
+    check(CFG, rows=5, steps=4)
+
+
+@pytest.mark.gpu
+def test_alone_and_among_63_others_on_the_gpu() -> None:
+    """V4's attention widths, so that every kernel takes part."""
+    cfg = dataclasses.replace(
+        DSV4Config.tiny(), head_dim=512, rope_dim=64, index_head_dim=128, index_n_heads=64, num_attention_heads=64,
+        sliding_window=128, hca_ratio=128,
+    )  # fmt: skip
+    check(cfg, rows=64, steps=8, dtype="bfloat16")
