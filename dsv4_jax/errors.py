@@ -23,6 +23,12 @@ __all__ = [
     "RequestError",
     "SamplingError",
     "ShapeError",
+    "StoreBusyError",
+    "StoreClosedError",
+    "StoreError",
+    "StoreFormatError",
+    "StoreFullError",
+    "StoreLockedError",
 ]
 
 
@@ -110,3 +116,27 @@ class BlockReleaseError(CacheError, ValueError):
 
 class IntegrityError(CacheError, AssertionError):
     """A `check_integrity()` found the manager's own books wrong: a bug, not a misuse."""
+
+
+class StoreError(CacheError, OSError):
+    """The storage tier could not do what it was asked; the operating system's error, if any, is the cause."""
+
+
+class StoreClosedError(StoreError):
+    """A store was used after `close()`."""
+
+
+class StoreLockedError(StoreError):
+    """Another process (or another object of this one) has the store open."""
+
+
+class StoreFullError(StoreError):
+    """The disk is full, or a batch is larger than the store. Nothing of the batch was committed that is not reported."""
+
+
+class StoreBusyError(StoreError):
+    """Back-pressure: a request did not fit the queue within its time limit. Nothing was accepted."""
+
+
+class StoreFormatError(StoreError, ValueError):
+    """A file is not a store of this kind, or was made for other sizes; or keys or records have the wrong size."""

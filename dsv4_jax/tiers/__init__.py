@@ -1,0 +1,1 @@
+"""Where blocks live besides the device: pinned host memory, and storage behind it."""

@@ -1,0 +1,281 @@
+"""`SlabStore`: one file of fixed-size slots on a local disk, an index in memory. Imports no jax.
+
+How a record is committed: its bytes are written to a slot whose header is blank, then the header. A crash in
+between leaves a blank header, so the record was never there; a crash of the machine may also lose or tear what the
+page cache held, and then the checksum, verified on every read, refuses it. Replacing a record blanks its header first.
+So nothing needs a log, and opening is one sequential read of the headers.
+
+Reading is free of locks around the disk: a reader looks the slot up, reads into the caller's memory, verifies. If the
+slot was given to another key meanwhile the checksum (which covers the key) fails, the index shows why, and it is a miss.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+
+from ..errors import StoreClosedError, StoreFormatError, StoreFullError
+from .slab_io import SlabFile
+from .slab_record import HEADER_BYTES, MAX_KEY_BYTES, RecordHeader, checksum, pack_header, unpack_header
+from .store import Buffers, Flags, StoreStats, check_keys, check_records, fingerprint_digest
+
+__all__ = ["SlabStore"]
+
+_BLANK = bytes(HEADER_BYTES)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    slot: int
+    generation: int
+    digest: bytes
+
+
+class SlabStore:
+    """A `BlockStore` in one file, of at most `max_records` records; the least recently used give way.
+
+    Use is counted by a clock that ticks with the calls (never by time): writing and reading a record makes it the
+    most recent, `contains` does not. What is kept across a restart is the order of writing.
+
+    Args:
+        path: the file, made if absent (sparse: it takes room as records come). One process, one store at a time.
+        record_bytes: size of every record (`CacheLayout.bytes_per_block` for blocks).
+        max_records: slots of the file.
+        fingerprint: of the layout (`CacheLayout.fingerprint`). Records another layout left in the file are counted as
+            `foreign` on opening and their slots are free.
+        key_bytes: length of every key, at most 48.
+        sync: when the disk is waited for. "close": in `flush` and `close`; a killed process loses nothing that was
+            written, a machine that loses power may lose recent records (it never serves wrong ones). "write": each
+            `write` returns when its records would survive a power cut too.
+        direct: go past the page cache (O_DIRECT). Then a cold store is as fast as a warm one, memory is left to others,
+            and with 4096-aligned memory and record size the disk reads and writes the caller's memory itself.
+
+    Raises:
+        StoreLockedError, StoreFormatError, StoreFullError, StoreError: see those.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        record_bytes: int,
+        max_records: int,
+        fingerprint: str | bytes,
+        key_bytes: int = 32,
+        sync: Literal["close", "write"] = "close",
+        direct: bool = False,
+    ):
+        if record_bytes < 1 or max_records < 1 or not 1 <= key_bytes <= MAX_KEY_BYTES:
+            raise StoreFormatError(
+                f"a store needs record_bytes >= 1, max_records >= 1 and key_bytes in 1..{MAX_KEY_BYTES}, "
+                f"got {record_bytes}, {max_records}, {key_bytes}"
+            )
+        if sync not in ("close", "write"):
+            raise StoreFormatError(f"sync must be 'close' or 'write', got {sync!r}")
+        self.record_bytes, self.max_records, self.key_bytes = record_bytes, max_records, key_bytes
+        self._fingerprint, self._sync = fingerprint_digest(fingerprint), sync
+        self._lock = threading.Lock()
+        self._index: collections.OrderedDict[bytes, _Entry] = collections.OrderedDict()  # least recently used first
+        self._stats = StoreStats()
+        self._generation = 0
+        self._calls = 0  # calls that use the file now; close() waits for them
+        self._idle = threading.Condition(self._lock)
+        self._closed = False
+        self._file = SlabFile(path, record_bytes, max_records, key_bytes, direct=direct)
+        try:
+            self._load()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _load(self) -> None:
+        """Rebuild the index from the headers; blank what cannot be used so that it is counted once."""
+        table = self._file.read_headers()
+        found: dict[bytes, _Entry] = {}
+        useless: list[int] = []
+        for slot in np.flatnonzero(np.frombuffer(table, np.uint8).reshape(-1, HEADER_BYTES).any(1)).tolist():
+            header = unpack_header(table[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES])
+            if header is None:
+                self._stats.corrupted += 1
+                useless.append(slot)
+                continue
+            self._generation = max(self._generation, header.generation)
+            if header.fingerprint != self._fingerprint:
+                self._stats.foreign += 1
+                useless.append(slot)
+                continue
+            other = found.get(header.key)
+            if other is not None:  # a power cut may bring back the blanked older copy
+                useless.append(min((other.generation, other.slot), (header.generation, slot))[1])
+            if other is None or header.generation > other.generation:
+                found[header.key] = _Entry(slot, header.generation, header.digest)
+        self._file.write_headers(dict.fromkeys(useless, _BLANK))
+        self._index.update(sorted(found.items(), key=lambda item: item[1].generation))
+        used = {entry.slot for entry in found.values()}
+        self._free = [slot for slot in reversed(range(self.max_records)) if slot not in used]
+
+    # The protocol.
+
+    def contains(self, keys: Sequence[bytes]) -> Flags:
+        keys = check_keys(keys, self.key_bytes)
+        with self._lock:
+            self._check_open()
+            return np.array([key in self._index for key in keys], bool)
+
+    def read_into(self, keys: Sequence[bytes], buffers: Buffers) -> Flags:
+        keys = check_keys(keys, self.key_bytes)
+        views = check_records(buffers, len(keys), self.record_bytes, writable=True)
+        good = np.zeros(len(keys), bool)
+        with self._using():
+            found: dict[int, _Entry] = {}
+            with self._lock:
+                for i, key in enumerate(keys):
+                    if key in self._index:
+                        found[i] = self._index[key]
+                        self._index.move_to_end(key)
+            self._file.read_records([entry.slot for entry in found.values()], [views[i] for i in found])
+            for i, entry in found.items():
+                good[i] = checksum(views[i], keys[i], self._fingerprint, entry.generation) == entry.digest
+            with self._lock:
+                # What the index still shows as it was is damaged; the rest was evicted while it was read.
+                bad = {keys[i] for i, entry in found.items() if not good[i] and self._index.get(keys[i]) == entry}
+                self._stats.corrupted += len(bad)
+                self._stats.read += int(good.sum())
+                self._stats.missed += int((~good).sum())
+                self._forget(list(bad))
+        return good
+
+    def write(self, keys: Sequence[bytes], records: Buffers) -> Flags:
+        keys = check_keys(keys, self.key_bytes)
+        views = check_records(records, len(keys), self.record_bytes, writable=False)
+        if len(set(keys)) > self.max_records:
+            raise StoreFullError(f"a batch of {len(set(keys))} records into a store of {self.max_records}")
+        added = np.zeros(len(keys), bool)
+        with self._using():
+            with self._lock:
+                new: dict[bytes, int] = {}
+                for i, key in enumerate(keys):
+                    if key in self._index:
+                        self._index.move_to_end(key)
+                    else:
+                        new.setdefault(key, i)
+                slots = self._take(len(new), keep=set(keys))
+                first = self._generation + 1
+                self._generation += len(new)
+            try:
+                headers = {}
+                for generation, (slot, (key, i)) in enumerate(zip(slots, new.items(), strict=True), first):
+                    digest = checksum(views[i], key, self._fingerprint, generation)
+                    headers[key] = RecordHeader(key, generation, self.record_bytes, self._fingerprint, digest)
+                self._file.write_records(slots, [views[i] for i in new.values()])
+                if self._sync == "write" and new:
+                    self._file.sync()  # a header must not reach the disk before its record
+            except BaseException:
+                with self._lock:
+                    self._free.extend(slots)
+                raise
+            with self._lock:
+                for key in self._commit(headers, slots):
+                    added[new[key]] = True
+            if self._sync == "write" and new:
+                self._file.sync()
+        return added
+
+    def delete(self, keys: Sequence[bytes]) -> Flags:
+        keys = check_keys(keys, self.key_bytes)
+        with self._using(), self._lock:
+            there = {key for key in keys if key in self._index}
+            self._forget(list(there))
+            self._stats.deleted += len(there)
+            first = {key: i for i, key in reversed(list(enumerate(keys)))}
+            return np.array([key in there and first[key] == i for i, key in enumerate(keys)], bool)
+
+    def stats(self) -> StoreStats:
+        with self._lock:
+            return dataclasses.replace(self._stats, records=len(self._index))
+
+    def flush(self) -> None:
+        with self._using():
+            self._file.sync()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._idle.wait_for(lambda: self._calls == 0)
+        try:
+            self._file.sync()
+        finally:
+            self._file.close()
+
+    def __enter__(self) -> SlabStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Under the lock, `_using` excepted.
+
+    def _take(self, count: int, keep: set[bytes]) -> list[int]:
+        """Free slots in ascending order, evicting the least recently used records that are not in `keep`."""
+        short = count - len(self._free)
+        if short > 0:
+            victims = [key for _, key in zip(range(short), (k for k in self._index if k not in keep), strict=False)]
+            if len(victims) < short:
+                raise StoreFullError(
+                    f"{count} records need slots, {len(self._free) + len(victims)} of {self.max_records} can be had: "
+                    "the others are being written"
+                )
+            self._forget(victims)
+            self._stats.evicted += short
+        slots = self._free[-count:] if count else []
+        del self._free[len(self._free) - count :]
+        return sorted(slots)
+
+    def _forget(self, keys: list[bytes]) -> None:
+        """Blank the headers, then let the slots go: a slot that is written to never has a header."""
+        slots = [self._index[key].slot for key in keys]
+        self._file.write_headers(dict.fromkeys(slots, _BLANK))
+        for key in keys:
+            del self._index[key]
+        self._free.extend(slots)
+
+    def _commit(self, headers: dict[bytes, RecordHeader], slots: list[int]) -> list[bytes]:
+        """Make written records visible; a key another thread committed first gives its slot back."""
+        chosen = dict(zip(headers, slots, strict=True))
+        fresh = [key for key in headers if key not in self._index]
+        try:
+            self._file.write_headers({chosen[key]: pack_header(headers[key]) for key in fresh})
+        except BaseException:
+            self._free.extend(slots)
+            raise
+        for key in fresh:
+            self._index[key] = _Entry(chosen[key], headers[key].generation, headers[key].digest)
+        self._free.extend(slot for key, slot in chosen.items() if key not in set(fresh))
+        self._stats.written += len(fresh)
+        return fresh
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError("the store is closed")
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        """Around a call that uses the file: `close` waits for it."""
+        with self._lock:
+            self._check_open()
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                self._idle.notify_all()

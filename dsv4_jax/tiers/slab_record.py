@@ -1,0 +1,85 @@
+"""The 128 bytes that vouch for a record: whose it is, which layout wrote it, and a checksum of its bytes.
+
+    offset  size  field
+         0     4  magic "dsv4"
+         4     4  crc32 of the other 124 bytes
+         8     8  generation: the store's write counter, so age and the newer of two copies are known
+        16     8  record bytes
+        24     2  key bytes, then 6 zero bytes
+        32    32  digest of the layout's fingerprint
+        64    16  checksum of the record
+        80    48  key, zero padded
+
+Little-endian. The checksum is a two-level tree. Level one runs at memory speed in NumPy: the record, as rows of 4096
+64-bit words, is multiplied with fixed odd random 64-bit keys and summed modulo 2^64, once as it is and once with each
+word's upper half shifted down. Level two is BLAKE2b over those sums, the last odd bytes, the key, the fingerprint and
+the generation. An odd key makes every change within one word visible; the shifted sum is there because a change of
+the top bits alone loses its key's low bits, so two such changes could cancel; for unrelated changes the chance of
+a collision is about 2^-32 in the worst case (a multilinear hash of 32-bit pieces). Against accidents, not attackers.
+
+Why not a library: zlib's CRC-32 measured 2 to 4 GB/s here and SHA-256 1.4, less than a good disk reads; this measured 5 to
+8 on one core, both sums let other threads run, and nothing among our dependencies has a faster checksum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import struct
+import zlib
+
+import numpy as np
+
+__all__ = ["HEADER_BYTES", "MAX_KEY_BYTES", "RecordHeader", "checksum", "pack_header", "unpack_header"]
+
+HEADER_BYTES = 128
+MAX_KEY_BYTES = 48
+_MAGIC = b"dsv4"
+_BODY = struct.Struct("<QQH6x32s16s48s")
+_WORDS = 4096
+# Part of the file format: must never change.
+_KEYS = np.frombuffer(hashlib.shake_256(b"dsv4_jax record").digest(8 * _WORDS), "<u8").astype(np.uint64) | np.uint64(1)
+_HALF = np.uint64(32)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordHeader:
+    """What a record says about itself. `fingerprint` is a `fingerprint_digest`, `digest` a `checksum`."""
+
+    key: bytes
+    generation: int
+    record_bytes: int
+    fingerprint: bytes
+    digest: bytes
+
+
+def checksum(record: np.ndarray, key: bytes, fingerprint: bytes, generation: int) -> bytes:
+    """16 bytes over the record (uint8 [n], contiguous) and what its header says about it."""
+    whole = record.size // 8 * 8
+    words = record[:whole].view("<u8")
+    rows = words.size // _WORDS * _WORDS
+    level2 = hashlib.blake2b(struct.pack("<QQH", generation, record.size, len(key)), digest_size=16)
+    level2.update(key + fingerprint)
+    for part in (words[:rows].reshape(-1, _WORDS), words[rows:].reshape(1, -1)):
+        if part.size:
+            keys = _KEYS[: part.shape[1]]
+            level2.update(np.einsum("ij,j->i", part, keys).tobytes())
+            level2.update(np.einsum("ij,j->i", part >> _HALF, keys).tobytes())
+    level2.update(record[whole:].tobytes())
+    return level2.digest()
+
+
+def pack_header(header: RecordHeader) -> bytes:
+    """`HEADER_BYTES` bytes."""
+    key = header.key
+    body = _BODY.pack(header.generation, header.record_bytes, len(key), header.fingerprint, header.digest, key)
+    return _MAGIC + struct.pack("<I", zlib.crc32(_MAGIC + body)) + body
+
+
+def unpack_header(data: bytes) -> RecordHeader | None:
+    """The header in these bytes, or None if they are not a whole, unharmed header."""
+    magic, body = data[:4], data[8:HEADER_BYTES]
+    if len(data) < HEADER_BYTES or magic != _MAGIC or struct.pack("<I", zlib.crc32(magic + body)) != data[4:8]:
+        return None
+    generation, record_bytes, key_bytes, fingerprint, digest, key = _BODY.unpack(body)
+    return RecordHeader(key[:key_bytes], generation, record_bytes, fingerprint, digest)
