@@ -14,21 +14,26 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "ContextLimitError",
+    "HashError",
     "ImplementationError",
     "IntegrityError",
     "LayoutError",
     "NoFreeSlotError",
     "OutOfBlocksError",
     "PlanError",
+    "PoolResizeError",
+    "PrefixTreeError",
     "RequestError",
     "SamplingError",
     "ShapeError",
+    "StaleBlockError",
     "StoreBusyError",
     "StoreClosedError",
     "StoreError",
     "StoreFormatError",
     "StoreFullError",
     "StoreLockedError",
+    "TransitionError",
 ]
 
 
@@ -112,6 +117,32 @@ class BlockReleaseError(CacheError, ValueError):
     def __init__(self, block: int, problem: str, total: int):
         self.block, self.total = block, total
         super().__init__(f"cannot release block {block}: {problem} (valid ids are 1..{total})")
+
+
+class PoolResizeError(CacheError, ValueError):
+    """A pool cannot shrink: ids beyond its new end are held."""
+
+    def __init__(self, held: list[int], total: int, pool: str = "device"):
+        self.held, self.total, self.pool = held, total, pool
+        more = ", ..." if len(held) > 8 else ""
+        ids = ", ".join(map(str, held[:8]))
+        super().__init__(f"cannot resize the {pool} pool to {total} blocks: {len(held)} held beyond it ({ids}{more})")
+
+
+class StaleBlockError(CacheError, RuntimeError):
+    """A block was named by an older generation: it was released since, and may be someone else's."""
+
+
+class HashError(CacheError, ValueError):
+    """Tokens or keys have no canonical bytes: an id out of range, or a value of an unknown type."""
+
+
+class PrefixTreeError(CacheError, ValueError):
+    """A prefix-tree node is not of this tree, or an operation would break its order or its references."""
+
+
+class TransitionError(PrefixTreeError):
+    """A node cannot go from its state to the one asked for, or not while its parent or children are where they are."""
 
 
 class IntegrityError(CacheError, AssertionError):

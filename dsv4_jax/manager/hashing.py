@@ -1,0 +1,215 @@
+"""Digests of token blocks: what makes two blocks the same cached bytes. Pure Python + numpy.
+
+A block's digest is SHA-256 over canonical bytes only (no pickle, no `hash()`), so it does not depend
+on the process, on the integer type of the ids, or on object identity:
+
+    root    = sha256("dsv4_jax block digest 1" + field(block_tokens) + field(salt) + field(namespace))
+    digest  = sha256(parent digest, 32 bytes + token ids, int32 little-endian + extra)
+
+`parent` is the root for the first block. `extra` is empty without multimodal items; else one field
+for each item that overlaps the block. As tokens take a fixed number of bytes, nothing is ambiguous.
+`field` writes type, length and bytes of a value, so 1, "1" and b"1" differ (see `canonical_bytes`).
+
+The namespace and the salt enter through the root: prompts of two tenants, or before and after a
+change of weights, share no digest. SHA-256 because it was the fastest of hashlib's here (SHA extensions).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import struct
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from ..errors import HashError
+from .allocator import as_count
+
+__all__ = ["BlockHasher", "HashSpec", "Key", "MediaItem", "Namespace", "canonical_bytes"]
+
+Key = None | int | str | bytes | tuple["Key", ...]
+_MAX_TOKEN = 2**31 - 1
+
+
+def canonical_bytes(value: Any) -> bytes:
+    """`value` as type tag, length (uint32, little-endian) and bytes; tuples nest.
+
+    Python and numpy integers of the same value agree. Raises `HashError` for anything but None,
+    integers, str, bytes and tuples of these: floats and booleans have no business in a key.
+    """
+    if value is None:
+        return b"n" + struct.pack("<I", 0)
+    if isinstance(value, str):
+        return _field(b"s", value.encode("utf-8", "surrogatepass"))
+    if isinstance(value, bytes):
+        return _field(b"b", value)
+    if isinstance(value, tuple):
+        return _field(b"t", b"".join(map(canonical_bytes, value)))
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return _field(b"i", str(operator.index(value)).encode("ascii"))
+    raise HashError(f"a key is made of None, int, str, bytes and tuples, got {value!r}")
+
+
+def _field(tag: bytes, data: bytes) -> bytes:
+    return tag + struct.pack("<I", len(data)) + data
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Namespace:
+    """Who may share. Requests of different namespaces never have a digest in common."""
+
+    tenant: Key = None
+    adapter: Key = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MediaItem:
+    """A picture (sound, ...) whose placeholder tokens are [start, end), half open.
+
+    Attributes:
+        key: what its content is, e.g. `("image", digest)`.
+        start, end: token positions in the prompt, 0 <= start < end.
+    """
+
+    key: Key
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HashSpec:
+    """What all requests of one cache share.
+
+    Attributes:
+        block_tokens: tokens of a block.
+        salt: whatever else the bytes of a block depend on: weights, layout fingerprint.
+        vocab_size: ids are 0..vocab_size - 1.
+    """
+
+    block_tokens: int = 128
+    salt: Key = None
+    vocab_size: int = _MAX_TOKEN + 1
+
+    def __post_init__(self) -> None:
+        as_count("block_tokens", self.block_tokens, 1)
+        if as_count("vocab_size", self.vocab_size, 1) > _MAX_TOKEN + 1:
+            raise HashError(f"vocab_size must be at most {_MAX_TOKEN + 1}, got {self.vocab_size}")
+
+    def root(self, namespace: Namespace | None = None) -> bytes:
+        """The parent digest of a namespace's first blocks: 32 bytes. Raises `HashError` for a key of a wrong type."""
+        space = namespace or Namespace()
+        fields = (self.block_tokens, self.salt, (space.tenant, space.adapter))
+        return sha256(b"dsv4_jax block digest 1" + b"".join(map(canonical_bytes, fields))).digest()
+
+    def token_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
+        """The ids as int32, little-endian. Raises `HashError` if any is no id of the vocabulary."""
+        if not isinstance(tokens, np.ndarray):
+            tokens = list(tokens)
+            try:
+                # struct refuses floats, and what does not fit; numpy would convert some of them.
+                data = struct.pack(f"<{len(tokens)}i", *tokens)
+            except struct.error as error:
+                raise HashError(f"tokens must be integers in 0..{self.vocab_size - 1} ({error})") from error
+            ids = np.frombuffer(data, "<i4")
+        else:
+            ids, data = tokens, None
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise HashError(f"tokens must be a flat sequence of integers, got {ids.dtype}{list(ids.shape)}")
+        if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
+            worst = ids[(ids < 0) | (ids >= self.vocab_size)][0]
+            raise HashError(f"token id {worst} is not in 0..{self.vocab_size - 1}")
+        return data if data is not None else ids.astype("<i4").tobytes()
+
+
+class BlockHasher:
+    """The digests of one request's full blocks, as its tokens become known.
+
+    Attributes:
+        root: the namespace's root digest.
+        digests: one per full block, in path order.
+
+    Args:
+        spec: of the cache.
+        tokens: those known now.
+        namespace: of the request.
+        items: multimodal items, in any order; they may lie beyond the tokens known so far.
+
+    Raises:
+        HashError: an id out of range, a key of a wrong type, or an empty interval.
+        PlanError: a position that is negative or no integer.
+    """
+
+    def __init__(
+        self,
+        spec: HashSpec,
+        tokens: Sequence[int] | np.ndarray = (),
+        *,
+        namespace: Namespace | None = None,
+        items: Iterable[MediaItem] = (),
+    ):
+        self.spec = spec
+        self.root = spec.root(namespace)
+        self.digests: list[bytes] = []
+        self._data = bytearray()
+        self._items = self._by_block(items)
+        self.extend(tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._data) // 4
+
+    def extend(self, tokens: Sequence[int] | np.ndarray) -> list[bytes]:
+        """Adds tokens; returns the digests of the blocks that became full. Raises `HashError`, then nothing changed."""
+        self._data += self.spec.token_bytes(tokens)
+        return self._hash_full_blocks()
+
+    def append(self, token: int) -> bytes | None:
+        """Adds one token; returns the digest of the block it fills, if it does."""
+        filled = self.extend((token,))
+        return filled[0] if filled else None
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forgets all tokens but the first `num_tokens` (rejected drafts). Raises `HashError` if there are fewer."""
+        num_tokens = as_count("num_tokens", num_tokens)
+        if num_tokens > self.num_tokens:
+            raise HashError(f"cannot truncate {self.num_tokens} tokens to {num_tokens}")
+        del self._data[4 * num_tokens :]
+        del self.digests[num_tokens // self.spec.block_tokens :]
+
+    def _hash_full_blocks(self) -> list[bytes]:
+        width, done = 4 * self.spec.block_tokens, len(self.digests)
+        parent = self.digests[-1] if done else self.root
+        data = bytes(memoryview(self._data)[done * width : len(self._data) // width * width])
+        fresh = []
+        if self._items:
+            for i in range(len(data) // width):
+                extra = self._items.get(done + i, b"")
+                parent = sha256(parent + data[i * width : (i + 1) * width] + extra).digest()
+                fresh.append(parent)
+        else:
+            for start in range(0, len(data), width):
+                parent = sha256(parent + data[start : start + width]).digest()
+                fresh.append(parent)
+        self.digests += fresh
+        return fresh
+
+    def _by_block(self, items: Iterable[MediaItem]) -> dict[int, bytes]:
+        """The extra bytes of each block that an item overlaps.
+
+        An item counts with its key, where its part begins in the item, and where that part lies in
+        the block: all that the block's bytes can depend on. So a block does not depend on how far an
+        item reaches beyond it, and the order in which the items were given does not matter.
+        """
+        block, parts = self.spec.block_tokens, dict[int, list[bytes]]()
+        for item in items:
+            start, end = as_count("an item's start", item.start), as_count("an item's end", item.end)
+            if start >= end:
+                raise HashError(f"an item's interval [{start}, {end}) is empty")
+            for i in range(start // block, (end - 1) // block + 1):
+                low, high = max(start, i * block), min(end, (i + 1) * block)
+                part = (item.key, low - start, low - i * block, high - i * block)
+                parts.setdefault(i, []).append(canonical_bytes(part))
+        return {i: b"".join(sorted(fields)) for i, fields in parts.items()}
