@@ -65,6 +65,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     step.add_argument("--model", choices=_SHARED_MODELS, default="flash", help="default: %(default)s")
     step.add_argument("--layers", type=positive, metavar="N", help="only the first N layers")
     step.add_argument("--steps", type=positive, default=20, metavar="N", help="per synchronisation (default: 20)")
+    step.add_argument(
+        "--xla", action="append", default=[], type=_xla_option, metavar="OPTION=VALUE",
+        help="compiler option of the step, such as xla_gpu_enable_triton_gemm=false",
+    )  # fmt: skip
     step.add_argument("--profile", type=pathlib.Path, metavar="DIR", help="keep the profiler trace of a step")
     parser.set_defaults(run=run)
 
@@ -162,7 +166,7 @@ def _step_options(args: argparse.Namespace, quick: bool) -> list[Any]:
     options = [
         StepOptions(
             model="tiny" if small else args.model, batch=batch, context=context, layers=args.layers,
-            implementation=name, steps=2 if quick else args.steps, profile=args.profile,
+            implementation=name, steps=2 if quick else args.steps, profile=args.profile, xla=tuple(args.xla),
         )
         for batch in args.batch or [2 if quick else 64]
         for context in args.context or [256 if quick else 128 * 1024]
@@ -171,6 +175,13 @@ def _step_options(args: argparse.Namespace, quick: bool) -> list[Any]:
     for option in options:
         option.config()
     return options
+
+
+def _xla_option(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not OPTION=VALUE")
+    return name, value
 
 
 def _list_of(item: Callable[[str], int]) -> Callable[[str], list[int]]:
