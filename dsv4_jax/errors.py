@@ -162,7 +162,7 @@ class StoreLockedError(StoreError):
 
 
 class StoreFullError(StoreError):
-    """The disk is full, or a batch is larger than the store. Nothing of the batch was committed that is not reported."""
+    """The disk is full, or a batch needs more room than the store has."""
 
 
 class StoreBusyError(StoreError):

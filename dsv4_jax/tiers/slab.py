@@ -5,8 +5,8 @@ between leaves a blank header, so the record was never there; a crash of the mac
 page cache held, and then the checksum, verified on every read, refuses it. Replacing a record blanks its header first.
 So nothing needs a log, and opening is one sequential read of the headers.
 
-Reading is free of locks around the disk: a reader looks the slot up, reads into the caller's memory, verifies. If the
-slot was given to another key meanwhile the checksum (which covers the key) fails, the index shows why, and it is a miss.
+No lock is held while records move: a reader looks the slot up, reads into the caller's memory, verifies. If the slot
+was given to another key meanwhile the checksum (which covers the key) fails, the index shows why, and it is a miss.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class SlabStore:
                 self._generation += len(new)
             try:
                 headers = {}
-                for generation, (slot, (key, i)) in enumerate(zip(slots, new.items(), strict=True), first):
+                for generation, (key, i) in enumerate(new.items(), first):
                     digest = checksum(views[i], key, self._fingerprint, generation)
                     headers[key] = RecordHeader(key, generation, self.record_bytes, self._fingerprint, digest)
                 self._file.write_records(slots, [views[i] for i in new.values()])

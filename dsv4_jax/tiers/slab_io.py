@@ -148,13 +148,13 @@ class SlabFile:
                 if write:
                     for row, view in zip(staged, views, strict=True):
                         row[: self.record_bytes] = view
-                self._do(call, self.records, [memoryview(staged).cast("B")], offset)
+                self._do(call, self.records, [_bytes(staged)], offset)
                 if not write:
                     for row, view in zip(staged, views, strict=True):
                         view[:] = row[: self.record_bytes]
             else:
                 padded = [part for view in views for part in (view, pad)] if pad.size else views
-                self._do(call, self.records, [memoryview(part) for part in padded], offset)
+                self._do(call, self.records, [_bytes(part) for part in padded], offset)
         for first, *again in by_slot.values():
             for buffer in again:
                 buffer[:] = first
@@ -175,6 +175,10 @@ class SlabFile:
     def close(self) -> None:
         while self._files:
             os.close(self._files.pop())
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return memoryview(array.data).cast("B")
 
 
 def _typed(error: OSError, what: str) -> StoreError:

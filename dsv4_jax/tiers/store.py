@@ -49,8 +49,8 @@ class BlockStore(Protocol):
 
     * *Nothing wrong is served.* `read_into` reports a key as read only if the buffer holds exactly the bytes that
       were written under it, for the same layout: each record carries a checksum over its bytes, its key and the
-      layout's fingerprint. A record that fails is refused, counted (`stats().corrupted`, `.foreign`) and forgotten;
-      it is an ordinary miss to the caller, who recomputes the block.
+      layout's fingerprint. A record that fails is refused and counted (`stats().corrupted`, `.foreign`), and does not
+      stand in the way of a new one; it is an ordinary miss to the caller, who recomputes the block.
     * *Order.* A `write` or `delete` that returned is seen by every later call. Calls that overlap in time take
       effect in some order, record by record. A batch is not a transaction: after an error, or a crash, any
       subset of its records may be there, each of them whole.

@@ -1,0 +1,184 @@
+"""`AsyncStore`: a `BlockStore` behind a few threads, with a bounded queue. Imports no jax.
+
+Moving records is system calls and checksums, which let other Python threads run, so a step's host work goes on
+meanwhile. Nothing is copied: records are read from, and buffers filled in, the caller's memory, which belongs to the
+call until its future is done.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from ..errors import ShapeError, StoreBusyError, StoreClosedError
+from .store import BlockStore, Buffers, Flags, check_keys, check_records
+
+__all__ = ["AsyncStore"]
+
+
+class _Call:
+    """One accepted call: it runs when the earlier calls that share a key with it are done."""
+
+    def __init__(self, work: Callable[[], Flags], keys: set[bytes], size: int):
+        self.work, self.keys, self.size = work, keys, size
+        self.future: Future[Flags] = Future()
+        self.future.set_running_or_notify_cancel()  # accepted is accepted: it can no longer be cancelled
+        self.waits_for = 0
+        self.followers: list[_Call] = []
+
+
+class AsyncStore:
+    """The calls of a `BlockStore`, each returning a `concurrent.futures.Future` of its result.
+
+    * Per key, calls take effect in the order they were made; calls without a common key may pass each other.
+    * Back-pressure: the records of calls accepted and not yet done are at most `queue_bytes`. A call that does not fit
+      waits; with a `timeout` it raises `StoreBusyError` in the end, and nothing of it was accepted. A call larger than
+      the whole queue is accepted when the queue is empty.
+    * Malformed keys and buffers raise at once; errors of the store are the future's, and stop no other call.
+    * Whatever was accepted is done before `drain` or `close` return, and at interpreter exit.
+
+    Args:
+        store: what does the work; closed by `close`. Use it directly too, if its calls may come in between.
+        workers: threads.
+        queue_bytes: see above.
+    """
+
+    def __init__(self, store: BlockStore, *, workers: int = 2, queue_bytes: int = 256 << 20):
+        if workers < 1 or queue_bytes < 1:
+            raise ShapeError(f"workers and queue_bytes must be positive, got {workers} and {queue_bytes}")
+        self.store, self.queue_bytes = store, queue_bytes
+        self._change = threading.Condition()  # of everything below
+        self._ready: collections.deque[_Call] = collections.deque()
+        self._last: dict[bytes, _Call] = {}  # the latest unfinished call of each key
+        self._unfinished = 0
+        self._bytes = 0
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"dsv4-store-{i}", daemon=True) for i in range(workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self.close)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of the calls accepted and not yet done."""
+        return self._bytes
+
+    def contains(self, keys: Sequence[bytes], *, timeout: float | None = None) -> Future[Flags]:
+        keys = check_keys(keys, self.store.key_bytes)
+        return self._accept(lambda: self.store.contains(keys), keys, 0, timeout)
+
+    def read_into(self, keys: Sequence[bytes], buffers: Buffers, *, timeout: float | None = None) -> Future[Flags]:
+        keys = check_keys(keys, self.store.key_bytes)
+        views = check_records(buffers, len(keys), self.store.record_bytes, writable=True)
+        return self._accept(lambda: self.store.read_into(keys, views), keys, self._size(keys), timeout)
+
+    def write(self, keys: Sequence[bytes], records: Buffers, *, timeout: float | None = None) -> Future[Flags]:
+        keys = check_keys(keys, self.store.key_bytes)
+        views = check_records(records, len(keys), self.store.record_bytes, writable=False)
+        return self._accept(lambda: self.store.write(keys, views), keys, self._size(keys), timeout)
+
+    def delete(self, keys: Sequence[bytes], *, timeout: float | None = None) -> Future[Flags]:
+        keys = check_keys(keys, self.store.key_bytes)
+        return self._accept(lambda: self.store.delete(keys), keys, 0, timeout)
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Wait until nothing accepted is left to do. Raises `StoreBusyError` after `timeout` seconds."""
+        with self._change:
+            if not self._change.wait_for(lambda: self._unfinished == 0, timeout):
+                raise StoreBusyError(f"{self._unfinished} calls not done after {timeout} s")
+
+    def flush(self) -> None:
+        """`drain`, then the store's `flush`."""
+        self.drain()
+        self.store.flush()
+
+    def close(self) -> None:
+        """Accept no more, finish what was accepted, close the store. A second call does nothing."""
+        with self._change:
+            if self._closing:
+                return
+            self._closing = True
+            self._change.notify_all()
+        for thread in self._threads:
+            thread.join()
+        atexit.unregister(self.close)
+        self.store.close()
+
+    def __enter__(self) -> AsyncStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _size(self, keys: list[bytes]) -> int:
+        return len(keys) * self.store.record_bytes
+
+    def _accept(self, work: Callable[[], Flags], keys: list[bytes], size: int, timeout: float | None) -> Future[Flags]:
+        call = _Call(work, set(keys), size)
+        with self._change:
+            fits = self._change.wait_for(
+                lambda: self._closing or self._bytes == 0 or self._bytes + size <= self.queue_bytes, timeout
+            )
+            if self._closing:
+                raise StoreClosedError("the store is closed")
+            if not fits:
+                raise StoreBusyError(
+                    f"{size} bytes did not fit within {timeout} s: {self._bytes} of {self.queue_bytes} bytes are queued"
+                )
+            self._bytes += size
+            self._unfinished += 1
+            earlier = {id(self._last[key]): self._last[key] for key in call.keys if key in self._last}
+            for other in earlier.values():
+                other.followers.append(call)
+            call.waits_for = len(earlier)
+            self._last.update(dict.fromkeys(call.keys, call))
+            if not call.waits_for:
+                self._ready.append(call)
+                self._change.notify_all()
+        return call.future
+
+    def _run(self) -> None:
+        while self._run_one():
+            pass
+
+    def _run_one(self) -> bool:
+        with self._change:
+            self._change.wait_for(lambda: self._ready or (self._closing and self._unfinished == 0))
+            if not self._ready:
+                return False
+            call = self._ready.popleft()
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            result = call.work()
+        except BaseException as caught:
+            error = caught
+        with self._change:
+            self._release(call)
+        # After the release, so that the future's callbacks may make calls; before `drain` may return.
+        if error is not None:
+            call.future.set_exception(error)
+        else:
+            call.future.set_result(result)
+        with self._change:
+            self._unfinished -= 1
+            self._change.notify_all()
+        return True
+
+    def _release(self, call: _Call) -> None:
+        """Free the call's room and let those run that waited for it."""
+        self._bytes -= call.size
+        for key in call.keys:
+            if self._last.get(key) is call:
+                del self._last[key]
+        for follower in call.followers:
+            follower.waits_for -= 1
+            if not follower.waits_for:
+                self._ready.append(follower)
+        self._change.notify_all()
