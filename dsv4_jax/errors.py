@@ -21,6 +21,9 @@ __all__ = [
     "NoFreeSlotError",
     "OutOfBlocksError",
     "PlanError",
+    "PoolError",
+    "PoolExhaustedError",
+    "PoolReleaseError",
     "PoolResizeError",
     "PrefixTreeError",
     "RequestError",
@@ -143,6 +146,26 @@ class PrefixTreeError(CacheError, ValueError):
 
 class TransitionError(PrefixTreeError):
     """A node cannot go from its state to the one asked for, or not while its parent or children are where they are."""
+
+
+class PoolError(CacheError, ValueError):
+    """A token or state pool (`dsv4_jax.pools`) was asked for something impossible; nothing was changed."""
+
+
+class PoolExhaustedError(CacheError, RuntimeError):
+    """A token or state pool has too few free units; nothing was taken from it."""
+
+    def __init__(self, requested: int, available: int, total: int, unit: str):
+        self.requested, self.available, self.total, self.unit = requested, available, total, unit
+        super().__init__(f"requested {requested} {unit}, {available} available (of {total} total)")
+
+
+class PoolReleaseError(CacheError, ValueError):
+    """An id was given back to a token or state pool that does not hold it as taken; nothing was freed."""
+
+    def __init__(self, unit: str, ids: object, problem: str, valid: str):
+        self.ids = ids
+        super().__init__(f"cannot free {unit} {ids}: {problem} (valid ids are {valid})")
 
 
 class IntegrityError(CacheError, AssertionError):

@@ -1,0 +1,30 @@
+"""Pools for other architectures: token-level KV, its allocator and request table, recurrent state, prefix caches.
+
+Host objects (no jax): `TokenToKVPoolAllocator`, `ReqToTokenPool`, `StateSlots`, `RadixCache`, `ChunkCache`.
+Device pytrees (pure functions, in place when donated): `KVPool`, `TokenTable`, `GDNPool`.
+Names load on first use, so that a scheduler process that needs only the former imports no jax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "GDNSpec": "spec",
+    "KVPool": "kv_pool",
+    "KVSpec": "spec",
+    "store_kv": "kv_pool",
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,88 @@
+"""Stored rows: floats to unsigned carriers and back, and ids from anywhere to safe int32."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..errors import PoolError, ShapeError
+from ..formats import index_format
+from ..formats.index_fp8 import decode as _fp8_decode
+from ..formats.index_fp8 import encode as _fp8_encode
+from .spec import STORAGE
+
+__all__ = ["decode", "encode", "safe_ids", "to_carrier"]
+
+_FLOAT = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
+_NAN = {"bf16": 0x7FC0, "f16": 0x7E00}
+
+
+def to_carrier(x: jax.Array, storage: str) -> jax.Array:
+    """Float values -> bit patterns of a 16- or 32-bit storage; a NaN becomes the quiet one (f32: as it is)."""
+    bits = lax.bitcast_convert_type(x.astype(_FLOAT[storage]), jnp.dtype(STORAGE[storage]))
+    if storage == "f32":
+        return bits
+    return jnp.where(jnp.isnan(x), jnp.asarray(_NAN[storage], bits.dtype), bits)
+
+
+def encode(x: jax.Array, storage: str) -> tuple[jax.Array, ...]:
+    """Rows [n, width] -> their parts: (carrier [n, width],), for fp8 also the scale [n, 1] float32."""
+    if storage == "fp8":
+        return _fp8_encode(index_format("fp8", x.shape[-1]), x)
+    return (to_carrier(x, storage),)
+
+
+def decode(parts: tuple[jax.Array, ...], storage: str, dtype: Any = None) -> jax.Array:
+    """The inverse of `encode`, in `dtype` (default: the stored type; bf16 for fp8)."""
+    if storage == "fp8":
+        fmt = index_format("fp8", parts[0].shape[-1])
+        return _fp8_decode(fmt, parts, jnp.bfloat16 if dtype is None else dtype)  # type: ignore[arg-type]
+    values = lax.bitcast_convert_type(parts[0], _FLOAT[storage])
+    return values if dtype is None else values.astype(dtype)
+
+
+def safe_ids(name: str, ids: Any, last: int, *, unique: bool = False) -> jax.Array:
+    """Ids as int32 in 0..last, of the same shape.
+
+    Ids known on the host (NumPy arrays and lists, int64 welcome) are checked here. Device arrays cannot be:
+    an id outside 0..last becomes 0, the null id, before it is narrowed, so none wraps around.
+
+    Raises:
+        PoolError: a host id is out of range, or (with `unique`) is named twice and not 0.
+        ShapeError: the ids are not integers.
+    """
+    if not isinstance(ids, jax.Array):
+        host = np.asarray(ids)
+        if host.size == 0:
+            return jnp.zeros(host.shape, jnp.int32)
+        if host.dtype.kind not in "iu":
+            raise ShapeError(f"{name} must be integers, got {host.dtype}")
+        if host.min() < 0 or host.max() > last:
+            raise PoolError(f"{name} must be in 0..{last}, got {int(host.min())}..{int(host.max())}")
+        live = host[host != 0]
+        if unique and np.unique(live).size != live.size:
+            raise PoolError(f"{name} names a slot twice")
+        return jnp.asarray(host.astype(np.int32))
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ShapeError(f"{name} must be integers, got {ids.dtype}")
+    if ids.dtype.itemsize < 4:
+        ids = ids.astype(jnp.int32)
+    return jnp.where((ids >= 0) & (ids <= last), ids, jnp.zeros_like(ids)).astype(jnp.int32)
+
+
+def as_rows(name: str, x: jax.Array, count: int, heads: int, dim: int) -> jax.Array:
+    """[..., heads, dim] or [..., heads * dim] -> [count, heads * dim]. Raises `ShapeError`."""
+    width = heads * dim
+    fits = x.shape[-1:] == (width,) or x.shape[-2:] == (heads, dim)
+    if not fits or math.prod(x.shape) != count * width:
+        raise ShapeError(
+            f"{name} has shape {x.shape}, expected {count} rows (the shape of the indices) of [{heads}, {dim}] or [{width}]"
+        )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ShapeError(f"{name} must be floating point, got {x.dtype}")
+    return x.reshape(count, width)

@@ -1,0 +1,163 @@
+"""KVPool: K and V rows by token slot, for any attention with its own K and V (MHA, GQA, MQA, MLA).
+
+A pytree of two leaves (four with fp8), whatever the depth: row = layer * rows + slot. Methods are
+pure and traceable; jit the step around them with the pool donated and every write is in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..errors import PoolError
+from ..ops.dispatch import Implementation, implementation_for
+from .carriers import as_rows, decode, encode, safe_ids
+from .spec import KVSpec
+
+__all__ = ["KVPool", "store_kv"]
+
+Parts = tuple[jax.Array, ...]
+
+
+def store_kv(
+    k_pool: Parts, v_pool: Parts, k: jax.Array, v: jax.Array, rows: jax.Array, *, storage: str,
+    implementation: Implementation = None,
+) -> tuple[Parts, Parts]:  # fmt: skip
+    """Encodes K and V rows and stores them.
+
+    Args:
+        k_pool, v_pool: parts of the stored rows, each [pool rows, width].
+        k, v: [n, width] float.
+        rows: [n] int32, no two equal among the valid ones; rows >= pool rows are not written.
+        storage: see `KVSpec`.
+        implementation: "xla" (the reference) or "pallas". None is the reference everywhere, on a GPU too:
+            the kernel has not been measured on one.
+    """
+    run = implementation_for("kv_store", _store_kv, implementation or "xla")
+    return run(k_pool, v_pool, k, v, rows, storage)
+
+
+def _store_kv(
+    k_pool: Parts, v_pool: Parts, k: jax.Array, v: jax.Array, rows: jax.Array, storage: str
+) -> tuple[Parts, Parts]:
+    def scatter(pool: Parts, values: jax.Array) -> Parts:
+        return tuple(
+            part.at[rows].set(new, mode="drop", wrap_negative_indices=False)
+            for part, new in zip(pool, encode(values, storage), strict=True)
+        )
+
+    return scatter(k_pool, k), scatter(v_pool, v)
+
+
+@dataclasses.dataclass(frozen=True)
+class KVPool:
+    """The K and V rows of all layers.
+
+    Attributes:
+        arrays: leaves by name: "k", "v", with fp8 also "k_scale", "v_scale" (see `KVSpec.leaves`).
+        spec: the geometry.
+    """
+
+    arrays: dict[str, jax.Array]
+    spec: KVSpec
+
+    @classmethod
+    def init(cls, spec: KVSpec, *, sharding: Any = None) -> KVPool:
+        """An empty pool, all zeros. `sharding`: of every leaf, None for the default device."""
+        leaves = spec.leaves.items()
+        return cls({name: jnp.zeros(shape, dtype, device=sharding) for name, (shape, dtype) in leaves}, spec)
+
+    def set_kv_buffer(
+        self, layer: int | jax.Array, indices: Any, k: jax.Array, v: jax.Array, *, implementation: Implementation = None
+    ) -> KVPool:
+        """Stores K and V rows of one layer. Rows for slot 0 change nothing.
+
+        Args:
+            layer: 0..layers-1; may be traced (a `scan` over layers).
+            indices: token slots, integers of any shape; no two equal but for 0. Host arrays are checked,
+                device arrays cannot be: there ids out of range count as 0.
+            k, v: float [..., heads, dim] or [..., heads * dim], one row per index.
+            implementation: see `store_kv`.
+
+        Raises:
+            PoolError: the layer or a host index is out of range, or a host index is named twice.
+            ShapeError: k, v or the indices have the wrong shape or dtype.
+        """
+        ids = safe_ids("indices", indices, self.spec.size, unique=True).reshape(-1)
+        k, v = (as_rows(n, x, ids.size, *self.spec.heads(n)) for n, x in (("k", k), ("v", v)))
+        first = self._first_row(layer)
+        if ids.size == 0:
+            return self
+        rows = jnp.where(ids > 0, first + ids, np.int32(self.spec.layers * self.spec.rows))
+        stored = store_kv(
+            self._parts("k"), self._parts("v"), k, v, rows, storage=self.spec.storage, implementation=implementation
+        )
+        arrays = {
+            name: part for which, parts in zip("kv", stored, strict=True) for name, part in self._named(which, parts)
+        }
+        return dataclasses.replace(self, arrays=arrays)
+
+    def get_key_buffer(self, layer: int | jax.Array, dtype: Any = None) -> jax.Array:
+        """All K rows of a layer, [rows, k_heads, k_dim] in `dtype` (default: as stored; bf16 for fp8)."""
+        return self._buffer("k", layer, dtype)
+
+    def get_value_buffer(self, layer: int | jax.Array, dtype: Any = None) -> jax.Array:
+        """All V rows of a layer, [rows, v_heads, v_dim]."""
+        return self._buffer("v", layer, dtype)
+
+    def get_kv_buffer(self, layer: int | jax.Array, dtype: Any = None) -> tuple[jax.Array, jax.Array]:
+        """(`get_key_buffer`, `get_value_buffer`)."""
+        return self._buffer("k", layer, dtype), self._buffer("v", layer, dtype)
+
+    def gather_kv(self, layer: int | jax.Array, indices: Any, dtype: Any = None) -> tuple[jax.Array, jax.Array, KVPool]:
+        """The K and V rows of some slots, and the pool to go on with.
+
+        Args:
+            indices: [...] token slots; 0 for padding, which reads as zeros.
+
+        Returns:
+            (k [..., k_heads, k_dim], v [..., v_heads, v_dim], pool). Write to the returned pool: it is the same
+            one, ordered after this read. Without that order XLA may delay the read past the next write
+            and keep a copy of the whole pool for it.
+        """
+        rows = self._first_row(layer) + safe_ids("indices", indices, self.spec.size)
+        taken = {n: a.at[rows].get(mode="clip", wrap_negative_indices=False) for n, a in self.arrays.items()}
+        taken, arrays = lax.optimization_barrier((taken, self.arrays))
+        k, v = (
+            decode(self._parts(part, taken), self.spec.storage, dtype).reshape(*rows.shape, *self.spec.heads(part))
+            for part in "kv"
+        )
+        return k, v, dataclasses.replace(self, arrays=arrays)
+
+    @property
+    def mem_bytes(self) -> int:
+        return self.spec.total_bytes
+
+    def _first_row(self, layer: int | jax.Array) -> jax.Array:
+        """The row of slot 0 of a layer, int32."""
+        if isinstance(layer, jax.Array):
+            return layer.astype(jnp.int32) * np.int32(self.spec.rows)
+        if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or not 0 <= layer < self.spec.layers:
+            raise PoolError(f"layer must be in 0..{self.spec.layers - 1}, got {layer!r}")
+        return jnp.int32(layer * self.spec.rows)
+
+    def _buffer(self, part: str, layer: int | jax.Array, dtype: Any) -> jax.Array:
+        first = self._first_row(layer)
+        parts = tuple(lax.dynamic_slice_in_dim(a, first, self.spec.rows) for a in self._parts(part))
+        return decode(parts, self.spec.storage, dtype).reshape(self.spec.rows, *self.spec.heads(part))
+
+    def _parts(self, part: str, arrays: dict[str, jax.Array] | None = None) -> Parts:
+        arrays = self.arrays if arrays is None else arrays
+        return tuple(arrays[name] for name in (part, f"{part}_scale") if name in arrays)
+
+    @staticmethod
+    def _named(part: str, parts: Parts) -> list[tuple[str, jax.Array]]:
+        return list(zip((part, f"{part}_scale"), parts, strict=False))
+
+
+jax.tree_util.register_dataclass(KVPool, data_fields=["arrays"], meta_fields=["spec"])
