@@ -14,6 +14,7 @@ _HOME = {
     "GDNSpec": "spec",
     "KVPool": "kv_pool",
     "KVSpec": "spec",
+    "TokenToKVPoolAllocator": "token_allocator",
     "store_kv": "kv_pool",
 }
 

@@ -80,9 +80,8 @@ def as_rows(name: str, x: jax.Array, count: int, heads: int, dim: int) -> jax.Ar
     width = heads * dim
     fits = x.shape[-1:] == (width,) or x.shape[-2:] == (heads, dim)
     if not fits or math.prod(x.shape) != count * width:
-        raise ShapeError(
-            f"{name} has shape {x.shape}, expected {count} rows (the shape of the indices) of [{heads}, {dim}] or [{width}]"
-        )
+        rows = f"{count} rows (the shape of the indices) of [{heads}, {dim}] or [{width}]"
+        raise ShapeError(f"{name} has shape {x.shape}, expected {rows}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ShapeError(f"{name} must be floating point, got {x.dtype}")
     return x.reshape(count, width)

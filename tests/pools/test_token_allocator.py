@@ -1,0 +1,184 @@
+"""The token allocator against a set of ids: conservation, no aliases, refusals, transactions, pages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv4_jax.errors import CacheError, PoolError, PoolExhaustedError, PoolReleaseError
+from dsv4_jax.pools import TokenToKVPoolAllocator
+
+
+class Boom(Exception):
+    pass
+
+
+def test_lowest_ids_first_and_never_the_null_one() -> None:
+    pool = TokenToKVPoolAllocator(6)
+    first = pool.alloc(4)
+    assert first.dtype == np.int32 and first.tolist() == [1, 2, 3, 4]
+    pool.free(first[[2, 0]])
+    assert pool.available_size() == 4
+    assert pool.alloc(2).tolist() == [5, 6]  # freed ids wait for a merge
+    assert pool.alloc(2).tolist() == [1, 3]
+    assert pool.alloc(0).shape == (0,) and pool.available_size() == 0
+    with pytest.raises(PoolExhaustedError, match=r"requested 1 tokens, 0 available \(of 6 total\)") as info:
+        pool.alloc(1)
+    assert (info.value.requested, info.value.available, info.value.total) == (1, 0, 6)
+    pool.clear()
+    assert pool.available_size() == 6 == pool.capacity
+
+
+def test_first_freed_first_served_without_sort() -> None:
+    pool = TokenToKVPoolAllocator(4, sort=False)
+    pool.alloc(4)
+    pool.free([3])
+    pool.free([1])
+    assert pool.alloc(2).tolist() == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("ids", "problem"),
+    [
+        ([2, 0], "null"), ([1, -1], "out of range"), ([1, 9], "out of range"), ([1, 5], "not held"), ([1, 1], "twice"),
+        ([1.0], "not integers"), ([True], "not integers"), (np.array([[1, 2], [2, 3]]), "twice"), ([1, 2**40], "range"),
+    ],
+)  # fmt: skip
+def test_free_is_checked_as_a_whole(ids: Any, problem: str) -> None:
+    pool = TokenToKVPoolAllocator(8)
+    pool.alloc(4)
+    with pytest.raises(PoolReleaseError, match=problem):
+        pool.free(ids)
+    assert pool.available_size() == 4
+    pool.free(np.array([[1, 2], [3, 4]]))
+    with pytest.raises(PoolReleaseError, match="freed twice"):
+        pool.free([4])
+    pool.free([])
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("count", [-1, 1.0, None, True, "1"])
+def test_alloc_refuses(count: Any) -> None:
+    pool = TokenToKVPoolAllocator(8)
+    with pytest.raises(PoolError, match="count"):
+        pool.alloc(count)
+    with pytest.raises(PoolError, match="not handed out"):
+        pool.alloc(1, after=3)
+    with pytest.raises(PoolError, match="hold no page"):
+        TokenToKVPoolAllocator(6, page_size=4)
+
+
+def test_pages() -> None:
+    """Ids stay within the buffer; a page comes back once, when the last of its tokens does."""
+    pool = TokenToKVPoolAllocator(17, page_size=4)  # ids 4..15
+    assert pool.capacity == pool.available_size() == 12
+    a = pool.alloc(6)
+    assert a.tolist() == [4, 5, 6, 7, 8, 9] and pool.available_size() == 4
+    pool.free(a[:3])
+    assert pool.available_size() == 4
+    pool.free(a[3:4])
+    assert pool.available_size() == 8
+    grown = pool.alloc(4, after=9)
+    assert grown.tolist() == [10, 11, 12, 13]  # the page of token 9 first
+    with pytest.raises(PoolExhaustedError, match="requested 7 tokens, 6 available"):
+        pool.alloc(7, after=13)
+    assert pool.alloc(6, after=13).tolist() == [14, 15, 4, 5, 6, 7]
+    with pytest.raises(PoolReleaseError, match="out of range"):
+        pool.free([16])
+    pool.check_integrity()
+
+
+def test_batch_is_undone_when_it_raises() -> None:
+    pool = TokenToKVPoolAllocator(8)
+    a = pool.alloc(4)
+    with pytest.raises(Boom), pool.batch():
+        pool.free(a[:2])
+        assert pool.available_size() == 6  # freed tokens are visible
+        b = pool.alloc(6)
+        pool.free(b[:1])
+        raise Boom
+    assert pool.available_size() == 4
+    assert pool.is_held(range(-1, 10)).tolist() == [False] * 2 + [True] * 4 + [False] * 5
+    pool.check_integrity()
+    with pool.batch():
+        pool.free(a[:1])
+        with pytest.raises(Boom), pool.batch():
+            pool.free(a[1:2])
+            raise Boom
+        with pool.batch():
+            pool.free(a[2:3])
+        with pytest.raises(PoolReleaseError):
+            pool.free(a[2:3])
+        with pytest.raises(PoolError, match="within a batch"):
+            pool.clear()
+    assert pool.is_held([1, 2, 3, 4]).tolist() == [False, True, False, True]
+    pool.check_integrity()
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from([1, 1, 2, 4]), st.booleans())
+@settings(max_examples=40)
+def test_trace(random: Any, page: int, sort: bool) -> None:
+    """150 operations an example against a plain set of ids."""
+    size = random.randint(2 * page, 60)
+    pool = TokenToKVPoolAllocator(size, page, sort=sort)
+    held: set[int] = set()
+
+    def step(depth: int = 0) -> None:
+        nonlocal held
+        kind = random.choice(["alloc", "alloc", "grow", "free", "free", "bad", "batch", "clear"])
+        if kind in ("alloc", "grow"):
+            after = random.choice(sorted(held)) if kind == "grow" and held else None
+            count, before = random.randint(0, size // 3 + 1), pool.available_size()
+            try:
+                ids = pool.alloc(count, after=after).tolist()
+            except PoolExhaustedError:
+                assert count > before
+            else:
+                assert len(set(ids)) == count == len(ids) and not held & set(ids)
+                assert all(page <= i <= size for i in ids)
+                assert after is not None or all(i % page == k % page for k, i in enumerate(ids))
+                held |= set(ids)
+        elif kind == "free":
+            ids = random.sample(sorted(held), random.randint(0, len(held)))
+            pool.free(np.array(ids, np.int64 if random.random() < 0.5 else np.int32))
+            held -= set(ids)
+        elif kind == "bad":
+            wrong = random.choice([0, -1, size + 1, *(set(range(size + 1)) - held)])
+            with pytest.raises(PoolReleaseError):
+                pool.free([*random.sample(sorted(held), min(len(held), 2)), wrong])
+        elif kind == "batch" and depth < 3:
+            before = set(held)
+            try:
+                with pool.batch():
+                    for _ in range(random.randint(0, 4)):
+                        step(depth + 1)
+                    if random.random() < 0.5:
+                        raise Boom
+            except Boom:
+                held = before
+        elif kind == "clear" and depth == 0 and random.random() < 0.1:
+            pool.clear()
+            held = set()
+
+    for _ in range(150):
+        step()
+        pool.check_integrity()
+        assert set(np.flatnonzero(pool.is_held(np.arange(size + 1)))) == held
+        assert pool.num_held == len(held)
+        assert pool.available_size() + page * len({i // page for i in held}) == pool.capacity
+
+
+def test_host_side_imports_no_jax() -> None:
+    names = "TokenToKVPoolAllocator"
+    code = f"import sys; from dsv4_jax.pools import {names}; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_errors_are_those_of_the_package() -> None:
+    assert all(issubclass(e, CacheError) for e in (PoolError, PoolExhaustedError, PoolReleaseError))
