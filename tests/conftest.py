@@ -1,11 +1,13 @@
 """Strict JAX for every test, four CPU devices, and a reason for every GPU test that cannot run.
 
+Tests marked slow run on Python 3.12 and later (the older one has the others), or everywhere with RUN_SLOW=1.
 Tests run on the CPU unless JAX_PLATFORMS says otherwise: `JAX_PLATFORMS=cuda,cpu pytest -m gpu`.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Four devices for the sharding tests. One thread each: tests run in several processes already.
@@ -34,6 +36,14 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "project")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if sys.version_info < (3, 12) and not os.environ.get("RUN_SLOW"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: runs on Python 3.12 and later, or with RUN_SLOW=1"))
+    _skip_without_gpu(items)
+
+
+def _skip_without_gpu(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -124,6 +124,7 @@ def test_prefill_copies_no_paged_pool() -> None:
     assert not [name for name in paged if pool_copies(compiled.as_text(), cache.arrays[name])]
 
 
+@pytest.mark.slow
 def test_flash_depth_copies_nothing() -> None:
     layout = CacheLayout(FLASH_DEPTH)
     cache, plan, rows, norms = operands(layout, CacheSize(1500, 150, 4))

@@ -66,11 +66,13 @@ def test_thousand_tokens(hca_state: str) -> None:
 
 
 @pytest.mark.parametrize("formats", [("fp8_per_entry", "fp8"), ("bf16", "bf16"), ("f32", "f32")])
+@pytest.mark.slow
 def test_other_formats(formats: tuple[str, str]) -> None:
     cfg = DSV4Config.tiny(layer_types=(CSA, HCA))
     run_trace(CacheLayout(cfg, *formats), 130, seed=5, check_every=3)
 
 
+@pytest.mark.slow
 def test_production_widths() -> None:
     """The widths, window and ratios of V4 (512 / 64 / 128, 128, 4 / 128), past two HCA entries."""
     cfg = DSV4Config.tiny(

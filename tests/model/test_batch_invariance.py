@@ -46,6 +46,7 @@ def check(cfg: DSV4Config, rows: int, steps: int, **dtype) -> None:
     np.testing.assert_array_equal(alone, among)
 
 
+@pytest.mark.slow
 def test_alone_and_among_others() -> None:
     check(CFG, rows=5, steps=4)
 

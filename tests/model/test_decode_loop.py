@@ -37,6 +37,7 @@ def prefilled(params):
     return cache, manager, requests, np.asarray(logits.argmax(-1), np.int32)
 
 
+@pytest.mark.slow
 def test_loop_equals_steps(params):
     """The same tokens and the same cache bytes, and each call consumes the cache it was given."""
     sampling, keys = model.Sampling(temperature=0.8, top_k=20, top_p=0.9), jax.random.split(jax.random.key(5), 2)

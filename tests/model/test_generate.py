@@ -61,6 +61,7 @@ def test_stop_tokens_end_a_request_before_themselves(params, greedy):
     assert [seen.get(i, []) for i in range(4)] == expected
 
 
+@pytest.mark.slow
 def test_samples_are_reproducible_by_seed(params):
     drawn = generate(params, sampling=SAMPLING, seed=7)
     assert generate(params, sampling=SAMPLING, seed=7) == drawn

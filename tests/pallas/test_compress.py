@@ -31,6 +31,7 @@ FP8, FP4 = kv_format("fp8", 512, 64), index_format("fp4", 128)
 F32, INDEX_F32 = kv_format("f32", 512, 64), index_format("f32", 128)
 
 
+@pytest.mark.slow
 class TestCompress(CompressTest):
     implementation = "pallas"
 
