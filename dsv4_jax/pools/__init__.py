@@ -14,6 +14,9 @@ _HOME = {
     "GDNSpec": "spec",
     "KVPool": "kv_pool",
     "KVSpec": "spec",
+    "ReqToTokenPool": "request_table",
+    "StateSlots": "slots",
+    "TokenTable": "token_table",
     "TokenToKVPoolAllocator": "token_allocator",
     "store_kv": "kv_pool",
 }

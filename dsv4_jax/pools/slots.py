@@ -1,0 +1,98 @@
+"""Slot ids first .. first + count - 1: request slots, track slots. Pure Python."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+import numpy as np
+
+from ..errors import IntegrityError, PoolExhaustedError, PoolReleaseError
+from .spec import GDNSpec, check_count
+
+__all__ = ["Slots", "StateSlots"]
+
+
+class Slots:
+    """Hands out slot ids, the lowest free ones, all that are asked for or none.
+
+    Args:
+        first: the lowest id.
+        count: how many there are.
+        unit: what they are called in error messages.
+    """
+
+    def __init__(self, first: int, count: int, unit: str):
+        self._first, self._count, self._unit = first, check_count(unit, count, 0), unit
+        self.clear()
+
+    def clear(self) -> None:
+        """All are free again."""
+        self._free = list(range(self._first, self._first + self._count))
+        self._held: set[int] = set()
+
+    @property
+    def num_total(self) -> int:
+        return self._count
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def held(self) -> frozenset[int]:
+        return frozenset(self._held)
+
+    def is_held(self, slot: object) -> bool:
+        return slot in self._held
+
+    def alloc(self, count: int = 1) -> list[int]:
+        """`count` slots, ascending. Raises `PoolExhaustedError` if fewer are free, `PoolError` if it is no count."""
+        count = check_count("count", count, 0)
+        if count > len(self._free):
+            raise PoolExhaustedError(count, len(self._free), self._count, self._unit)
+        slots = [heapq.heappop(self._free) for _ in range(count)]
+        self._held.update(slots)
+        return slots
+
+    def free(self, slots: int | Iterable[int]) -> None:
+        """Gives slots back, all or, if any is wrong, none (`PoolReleaseError`)."""
+        slots = [slots] if isinstance(slots, int | np.integer) else list(slots)
+        for i, slot in enumerate(slots):
+            if isinstance(slot, bool | np.bool_) or not isinstance(slot, int | np.integer):
+                raise self._refused(slot, "not an integer")
+            if slot not in self._held:
+                raise self._refused(slot, "not held (freed twice?)")
+            if slot in slots[:i]:
+                raise self._refused(slot, "named twice in one call")
+        for slot in slots:
+            self._held.discard(int(slot))
+            heapq.heappush(self._free, int(slot))
+
+    def check_integrity(self) -> None:
+        """Free and held slots partition the range. Raises `IntegrityError`."""
+        if sorted([*self._free, *self._held]) != list(range(self._first, self._first + self._count)):
+            raise IntegrityError(
+                f"{self._unit}: free {sorted(self._free)} and held {sorted(self._held)} are not all, once"
+            )
+
+    def _refused(self, slot: object, problem: str) -> PoolReleaseError:
+        return PoolReleaseError(self._unit, slot, problem, f"{self._first}..{self._first + self._count - 1}")
+
+
+class StateSlots(Slots):
+    """The track slots of a `GDNPool`: where snapshots of recurrent state are kept.
+
+    Working slots need no books here: they are the request slots of `ReqToTokenPool`.
+    """
+
+    def __init__(self, spec: GDNSpec):
+        super().__init__(1 + spec.max_requests, spec.track_slots, "track slots")
+
+    def alloc_track_slot(self) -> int:
+        """One track slot. Raises `PoolExhaustedError`."""
+        return self.alloc(1)[0]
+
+    def free_track_slot(self, slot: int) -> None:
+        """Raises `PoolReleaseError` unless the slot was handed out."""
+        self.free(slot)
