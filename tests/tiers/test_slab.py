@@ -289,7 +289,7 @@ def test_short_reads_and_writes_are_continued(path, monkeypatch):
 
 
 def test_readers_of_what_is_being_evicted(path):
-    """A store of 4 under 12 keys: reads race with the reuse of their slots, and are right or missed, never 'corrupted'."""
+    """4 slots for 12 keys: reads race with the reuse of their slots, and are right or missed, never 'corrupted'."""
     stop = threading.Event()
 
     def write(store) -> None:
@@ -312,8 +312,6 @@ def test_readers_of_what_is_being_evicted(path):
 
 
 def test_direct_needs_no_copy_of_aligned_memory_and_takes_any(tmp_path):
-    aligned = np.zeros((6, 8192), np.uint8)
-    start = -aligned.ctypes.data % 4096
     pool = np.zeros(7 * 8192, np.uint8)
     start = -pool.ctypes.data % 4096
     pool = pool[start : start + 6 * 8192].reshape(6, 8192)

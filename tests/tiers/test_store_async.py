@@ -1,0 +1,231 @@
+"""`AsyncStore`: order per key, back-pressure, errors in futures, nothing accepted is lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from dsv4_jax.errors import ShapeError, StoreBusyError, StoreClosedError, StoreError, StoreFormatError
+from dsv4_jax.tiers.async_store import AsyncStore
+from dsv4_jax.tiers.slab import SlabStore
+from dsv4_jax.tiers.store import StoreStats
+
+from .stores import FINGERPRINT, RECORD_BYTES, key, keys, read, records
+
+
+class Gate:
+    """A store that does nothing until it is let: every call waits for `open`, and is noted."""
+
+    record_bytes, key_bytes = RECORD_BYTES, 32
+
+    def __init__(self, fail: frozenset[bytes] = frozenset()):
+        self.open, self.done, self.running, self.peak, self.fail = threading.Event(), [], 0, 0, fail
+        self.closed = False
+        self.started = threading.Semaphore(0)
+        self.lock = threading.Lock()
+
+    def _call(self, name: str, keys) -> np.ndarray:
+        with self.lock:
+            self.running += 1
+            self.peak = max(self.peak, self.running)
+        self.started.release()
+        assert self.open.wait(30)
+        with self.lock:
+            self.running -= 1
+            self.done.append((name, tuple(keys)))
+        if self.fail & set(keys):
+            raise StoreError("the disk is on fire")
+        return np.ones(len(keys), bool)
+
+    def contains(self, keys):
+        return self._call("contains", keys)
+
+    def read_into(self, keys, buffers):
+        return self._call("read", keys)
+
+    def write(self, keys, records):
+        return self._call("write", keys)
+
+    def delete(self, keys):
+        return self._call("delete", keys)
+
+    def stats(self):
+        return StoreStats()
+
+    def flush(self):
+        pass
+
+    def close(self):
+        self.closed = True
+
+
+def buffers(n: int) -> np.ndarray:
+    return np.zeros((n, RECORD_BYTES), np.uint8)
+
+
+def test_calls_on_a_key_run_in_order_and_others_pass():
+    gate = Gate()
+    with AsyncStore(gate, workers=4) as store:
+        futures = [
+            store.write(keys(1), records(1)),
+            store.delete(keys(1)),
+            store.write(keys(1, 2), records(1, 2)),
+            store.read_into(keys(2), buffers(1)),
+            store.contains(keys(3)),
+            store.delete(keys(2, 1)),
+        ]
+        assert gate.started.acquire(timeout=30) and gate.started.acquire(timeout=30)
+        assert not any(future.done() for future in futures)
+        gate.open.set()
+        store.drain(30)
+        assert all(future.done() for future in futures)
+        assert [call for call in gate.done if call[1] != (key(3),)] == [
+            ("write", (key(1),)),
+            ("delete", (key(1),)),
+            ("write", (key(1), key(2))),
+            ("read", (key(2),)),
+            ("delete", (key(2), key(1))),
+        ]
+        assert gate.peak == 2  # key 3's call ran beside key 1's; nothing else could
+
+
+def test_order_per_key_over_a_long_random_trace(tmp_path):
+    """What each key holds, and what each call answers, is as if the calls had been made one after another."""
+    rng = np.random.default_rng(0)
+    present: set[int] = set()
+    expected, futures, targets = [], [], []
+    inner = SlabStore(tmp_path / "slab", record_bytes=RECORD_BYTES, max_records=16, fingerprint=FINGERPRINT)
+    with AsyncStore(inner, workers=4, queue_bytes=10 * RECORD_BYTES) as store:
+        for _ in range(2000):
+            ids = [int(i) for i in rng.choice(16, rng.integers(1, 4), replace=False)]
+            name = ("write", "read", "delete", "contains")[rng.integers(4)]
+            known = [i in present for i in ids]
+            if name == "read":
+                target = buffers(len(ids))
+                futures.append(store.read_into(keys(*ids), target))
+                targets.append((futures[-1], ids, target))
+            elif name == "write":
+                futures.append(store.write(keys(*ids), records(*ids)))
+                present |= set(ids)
+            else:
+                futures.append(getattr(store, name)(keys(*ids)))
+                present -= set(ids) if name == "delete" else set()
+            expected.append([not flag for flag in known] if name == "write" else known)
+        assert [future.result(30).tolist() for future in futures] == expected
+        for future, ids, target in targets:
+            good = future.result()
+            np.testing.assert_array_equal(target[good], records(*ids)[good])
+        assert store.pending_bytes == 0 and read(inner, *sorted(present)) == sorted(present)
+        assert inner.stats().corrupted == 0
+
+
+def test_back_pressure():
+    gate = Gate()
+    store = AsyncStore(gate, workers=1, queue_bytes=3 * RECORD_BYTES)
+    first = store.write(keys(1, 2), records(1, 2))
+    with pytest.raises(StoreBusyError, match=r"10000 bytes did not fit within 0.01 s: 10000 of 15000"):
+        store.write(keys(3, 4), records(3, 4), timeout=0.01)
+    assert store.pending_bytes == 2 * RECORD_BYTES
+    store.read_into(keys(5), buffers(1), timeout=0)  # this fits
+    store.delete(keys(6), timeout=0)  # and this has no bytes
+    with pytest.raises(StoreBusyError, match="3 calls not done"):
+        store.drain(0.01)
+    waiting = threading.Thread(target=lambda: store.write(keys(7), records(7)))
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    gate.open.set()
+    waiting.join(30)
+    assert first.result(30).all()
+    store.drain(30)
+    assert store.write(keys(*range(8)), records(*range(8)), timeout=0).result(30).all()  # larger than the queue, alone
+    store.close()
+    assert ("write", tuple(keys(3, 4))) not in gate.done and ("write", tuple(keys(7))) in gate.done
+
+
+def test_errors_belong_to_their_call():
+    gate = Gate(fail=frozenset(keys(1)))
+    gate.open.set()
+    with AsyncStore(gate) as store:
+        bad, good = store.write(keys(1), records(1)), store.write(keys(2), records(2))
+        later = store.delete(keys(2))
+        with pytest.raises(StoreError, match="on fire"):
+            bad.result(30)
+        assert good.result(30).all() and later.result(30).all()
+        with pytest.raises(StoreError, match="on fire"):  # the worker lives, and so does the key
+            store.delete(keys(1, 3)).result(30)
+        with pytest.raises(StoreFormatError):
+            store.write([b"short"], records(1))
+        with pytest.raises(ShapeError):
+            store.read_into(keys(1), [bytes(RECORD_BYTES)])
+        assert store.pending_bytes == 0
+
+
+def test_close_finishes_what_was_accepted_and_accepts_no_more():
+    gate = Gate()
+    store = AsyncStore(gate, workers=2, queue_bytes=RECORD_BYTES)
+    futures = [store.write(keys(1), records(1))] + [store.delete(keys(1)) for _ in range(20)]
+    assert not futures[-1].cancel()
+    refused = []
+
+    def too_late() -> None:
+        try:
+            store.write(keys(2), records(2))  # waits for room, and is told that none will come
+        except StoreClosedError as error:
+            refused.append(error)
+
+    waiting, closing = threading.Thread(target=too_late), threading.Thread(target=store.close)
+    waiting.start()
+    closing.start()
+    waiting.join(30)
+    assert refused and closing.is_alive() and not gate.closed
+    gate.open.set()
+    closing.join(30)
+    assert gate.closed and all(future.result(0).all() for future in futures) and len(gate.done) == 21
+    with pytest.raises(StoreClosedError):
+        store.contains(keys(1))
+    store.close()
+
+
+def test_a_callback_may_make_calls():
+    gate = Gate()
+    gate.open.set()
+    made = []
+    with AsyncStore(gate, workers=1, queue_bytes=RECORD_BYTES) as store:
+        again = threading.Event()
+
+        def callback(_):
+            made.append(store.write(keys(2), records(2)))
+            again.set()
+
+        gate.open.clear()
+        store.write(keys(1), records(1)).add_done_callback(callback)
+        gate.open.set()
+        assert again.wait(30)
+    assert made[0].result(0).all()
+
+
+def test_nothing_accepted_is_lost_at_interpreter_exit(tmp_path):
+    code = f"""
+import numpy as np
+from dsv4_jax.tiers.async_store import AsyncStore
+from dsv4_jax.tiers.slab import SlabStore
+from tests.tiers.stores import *
+inner = SlabStore({str(tmp_path / "slab")!r}, record_bytes=RECORD_BYTES, max_records=64, fingerprint=FINGERPRINT)
+store = AsyncStore(inner)
+for i in range(64):
+    store.write(keys(i), records(i))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    with SlabStore(tmp_path / "slab", record_bytes=RECORD_BYTES, max_records=64, fingerprint=FINGERPRINT) as store:
+        assert read(store, *range(64)) == list(range(64))
+
+
+@pytest.mark.parametrize("bad", [{"workers": 0}, {"queue_bytes": 0}])
+def test_impossible_settings(bad):
+    with pytest.raises(ShapeError):
+        AsyncStore(Gate(), **bad)
