@@ -1,0 +1,152 @@
+"""One snapshot of the cache's numbers, and Prometheus text of it. Pure Python."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from ..errors import IntegrityError
+from .block_pool import BlockPool
+from .node import Tier
+from .prefix_tree import PrefixTree
+from .tree_base import TIERS, TreeCounters
+
+__all__ = ["CacheStats", "PoolUse", "collect_stats", "pool_use", "prometheus_text"]
+
+
+class PoolUse(NamedTuple):
+    """Where a pool's units are: free + private + cached == total.
+
+    Attributes:
+        private: held by requests alone: being written, or not yet a full block.
+        cached: held by the prefix tree.
+        evictable: those of the cached that no request references.
+        unit_bytes: bytes of one unit.
+    """
+
+    total: int
+    free: int
+    private: int
+    cached: int
+    evictable: int
+    unit_bytes: int = 0
+
+    @property
+    def used_bytes(self) -> int:
+        return (self.total - self.free) * self.unit_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheStats:
+    """Numbers at one moment.
+
+    Attributes:
+        pools: by name: "device", "host", "snapshot", ...
+        stored_blocks: blocks known to be in storage and nowhere else.
+        counters: of the tree.
+        admission_failures: how often a request was not admitted, by the pool that bound.
+        generation: of the manager.
+    """
+
+    pools: Mapping[str, PoolUse]
+    stored_blocks: int
+    counters: TreeCounters
+    admission_failures: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    generation: int = 0
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Prompt tokens looked up and not found."""
+        return self.counters.lookup_tokens - sum(self.counters.hit_tokens.values())
+
+    def hit_rate(self, tier: Tier | None = None) -> float:
+        """Share of the tokens looked up that were found in a tier (None: in any)."""
+        found = self.counters.hit_tokens
+        tokens = sum(found.values()) if tier is None else found[tier]
+        return tokens / self.counters.lookup_tokens if self.counters.lookup_tokens else 0.0
+
+
+def pool_use(pool: BlockPool, *, private: int, cached: int, evictable: int, unit_bytes: int = 0) -> PoolUse:
+    """The numbers of one pool. Raises `IntegrityError` unless they account for every unit."""
+    use = PoolUse(pool.num_total, pool.num_free, private, cached, evictable, unit_bytes)
+    if use.free + private + cached != use.total or min(use) < 0 or evictable > cached:
+        raise IntegrityError(f"{pool.name} pool: {use} does not add up to {use.total}")
+    return use
+
+
+def collect_stats(
+    tree: PrefixTree,
+    device: BlockPool,
+    host: BlockPool | None = None,
+    *,
+    private: int,
+    private_host: int = 0,
+    block_bytes: int = 0,
+    admission_failures: Mapping[str, int] | None = None,
+    generation: int = 0,
+) -> CacheStats:
+    """The numbers now. `private` units are those that requests hold and the tree does not count as cached.
+
+    Raises:
+        IntegrityError: a pool's units are not all accounted for.
+    """
+    uses = {}
+    for tier, pool, own in ((Tier.DEVICE, device, private), (Tier.HOST, host, private_host)):
+        if pool is not None:
+            uses[pool.name] = pool_use(
+                pool, private=own, cached=tree.held(tier), evictable=tree.evictable(tier), unit_bytes=block_bytes
+            )
+    counters = dataclasses.replace(
+        tree.counters, hit_tokens=dict(tree.counters.hit_tokens), evicted=dict(tree.counters.evicted)
+    )
+    return CacheStats(uses, tree.held(Tier.STORAGE), counters, dict(admission_failures or {}), generation)
+
+
+def prometheus_text(stats: CacheStats, prefix: str = "dsv4_cache") -> str:
+    """The numbers in Prometheus' text exposition format, version 0.0.4."""
+    lines = []
+    for name, kind, text, samples in _families(stats):
+        lines += [f"# HELP {prefix}_{name} {text}", f"# TYPE {prefix}_{name} {kind}"]
+        for labels, value in samples:
+            shown = ",".join(f'{key}="{_escape(str(label))}"' for key, label in labels.items())
+            lines.append(f"{prefix}_{name}{{{shown}}} {value}" if shown else f"{prefix}_{name} {value}")
+    return "\n".join(lines) + "\n"
+
+
+_Samples = list[tuple[dict[str, str], float]]
+
+
+def _families(stats: CacheStats) -> Iterator[tuple[str, str, str, _Samples]]:
+    counters, pools = stats.counters, stats.pools
+
+    def by_tier(values: Mapping[Tier, float]) -> _Samples:
+        return [({"tier": tier.name.lower()}, values[tier]) for tier in TIERS]
+
+    states = ("free", "private", "cached", "evictable")
+    units: _Samples = [({"pool": n, "state": s}, getattr(use, s)) for n, use in pools.items() for s in states]
+    yield "units", "gauge", "Units of a pool. Evictable ones are among the cached.", units
+    yield "pool_size", "gauge", "Size of a pool in units.", [({"pool": n}, use.total) for n, use in pools.items()]
+    yield "used_bytes", "gauge", "Bytes of units in use.", [({"pool": n}, use.used_bytes) for n, use in pools.items()]
+    yield "stored_blocks", "gauge", "Blocks that only storage has.", [({}, stats.stored_blocks)]
+    yield "lookups_total", "counter", "Prompts looked up.", [({}, counters.lookups)]
+    yield "hits_total", "counter", "Prompts of which at least one block was found.", [({}, counters.hits)]
+    yield "lookup_tokens_total", "counter", "Prompt tokens looked up.", [({}, counters.lookup_tokens)]
+    yield "hit_tokens_total", "counter", "Prompt tokens found, by tier.", by_tier(counters.hit_tokens)
+    yield "recomputed_tokens_total", "counter", "Prompt tokens not found.", [({}, stats.recomputed_tokens)]
+    yield "evictions_total", "counter", "Blocks that left a tier.", by_tier(counters.evicted)
+    yield "snapshot_evictions_total", "counter", "Snapshot copies evicted.", [({}, counters.evicted_snapshots)]
+    yield "duplicates_total", "counter", "Blocks computed twice at once.", [({}, counters.duplicates)]
+    yield (
+        "adoptions_total",
+        "counter",
+        "Blocks computed again and taken up by a lower tier's node.",
+        [({}, counters.adoptions)],
+    )
+    failures: _Samples = [({"pool": pool}, n) for pool, n in stats.admission_failures.items()]
+    yield "admission_failures_total", "counter", "Requests not admitted, by the pool that bound.", failures
+    yield "generation", "gauge", "Resets of the manager.", [({}, stats.generation)]
+
+
+def _escape(label: str) -> str:
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

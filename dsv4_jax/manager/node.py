@@ -1,0 +1,168 @@
+"""A node of the prefix tree: one block, where its bytes are, and which moves between tiers are allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+__all__ = [
+    "ABORTS",
+    "BACKUP_BIT",
+    "COMPLETES",
+    "MATCHABLE",
+    "SETTLED",
+    "TRANSITIONS",
+    "Node",
+    "NodeState",
+    "Snapshot",
+    "Tier",
+    "copies",
+]
+
+
+class Tier(enum.IntEnum):
+    """Higher is nearer to the computation. `NONE` is where removed nodes are."""
+
+    NONE = 0
+    STORAGE = 1
+    HOST = 2
+    DEVICE = 3
+
+
+class NodeState(enum.Enum):
+    """Where a block's bytes are. Names in -ING are moves or copies under way: neither evicted nor moved again.
+
+    A state counts as the lower tier of a move's two ends (`tier`): what a child may rely on.
+    """
+
+    WRITING = "writing", Tier.DEVICE  # a device block is reserved, its bytes are not there yet; never matched
+    DEVICE = "device", Tier.DEVICE
+    BACKING_UP = "backing_up", Tier.DEVICE  # copy to host, device bytes stay valid
+    OFFLOADING = "offloading", Tier.HOST  # move to host
+    HOST = "host", Tier.HOST
+    LOADING = "loading", Tier.HOST  # copy to device
+    PERSISTING = "persisting", Tier.HOST  # copy to storage, host bytes stay valid
+    STORAGE = "storage", Tier.STORAGE
+    FETCHING = "fetching", Tier.STORAGE  # copy to host
+    REMOVED = "removed", Tier.NONE
+
+    tier: Tier
+
+    def __new__(cls, label: str, tier: Tier) -> NodeState:
+        state = object.__new__(cls)
+        state._value_ = label
+        state.tier = tier
+        return state
+
+    __hash__ = object.__hash__  # members are singletons; the inherited one is written in Python and slow
+
+
+_S = NodeState
+
+TRANSITIONS: dict[NodeState, frozenset[NodeState]] = {
+    _S.WRITING: frozenset({_S.DEVICE, _S.REMOVED}),  # publish, abort
+    # Down at once where a copy is below already; up at once (adoption) when a request has computed the block again.
+    _S.DEVICE: frozenset({_S.BACKING_UP, _S.OFFLOADING, _S.HOST, _S.STORAGE, _S.REMOVED}),
+    _S.BACKING_UP: frozenset({_S.DEVICE}),  # completed or aborted
+    _S.OFFLOADING: frozenset({_S.HOST, _S.DEVICE, _S.REMOVED}),  # completed, aborted, lost
+    _S.HOST: frozenset({_S.LOADING, _S.PERSISTING, _S.DEVICE, _S.STORAGE, _S.REMOVED}),
+    _S.LOADING: frozenset({_S.DEVICE, _S.HOST, _S.REMOVED}),
+    _S.PERSISTING: frozenset({_S.HOST}),
+    _S.STORAGE: frozenset({_S.FETCHING, _S.DEVICE, _S.REMOVED}),
+    _S.FETCHING: frozenset({_S.HOST, _S.STORAGE, _S.REMOVED}),
+    _S.REMOVED: frozenset(),
+}
+
+# Where a move ends when it succeeds, and where when it is called off.
+COMPLETES = {_S.BACKING_UP: _S.DEVICE, _S.OFFLOADING: _S.HOST, _S.LOADING: _S.DEVICE,
+             _S.PERSISTING: _S.HOST, _S.FETCHING: _S.HOST}  # fmt: skip
+ABORTS = {_S.WRITING: _S.REMOVED, _S.BACKING_UP: _S.DEVICE, _S.OFFLOADING: _S.DEVICE, _S.LOADING: _S.HOST,
+          _S.PERSISTING: _S.HOST, _S.FETCHING: _S.STORAGE}  # fmt: skip
+
+# States with bytes that a request can use, and that stay until it has taken a reference.
+MATCHABLE = frozenset({_S.DEVICE, _S.BACKING_UP, _S.HOST, _S.PERSISTING, _S.STORAGE})
+SETTLED = frozenset({_S.DEVICE, _S.HOST, _S.STORAGE})
+
+BACKUP_BIT = 1  # of `Node.queued`: listed for backup; the other bits belong to eviction queues
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Snapshot:
+    """The window and compressor state at the end of a node's block: where its copies are.
+
+    Attributes:
+        device, host: unit ids in their pools, 0 for none.
+        stored: whether storage has a copy.
+        pins: copies of it under way; it is not dropped meanwhile.
+        last_used: clock of the last hit that ended here.
+    """
+
+    device: int = 0
+    host: int = 0
+    stored: bool = False
+    pins: int = 0
+    last_used: int = 0
+
+    def copy(self, tier: Tier) -> int:
+        """The unit of the copy in this tier (storage: 1), 0 for none."""
+        if tier is Tier.DEVICE:
+            return self.device
+        return self.host if tier is Tier.HOST else int(self.stored)
+
+    @property
+    def tier(self) -> Tier:
+        """The nearest tier that has a copy."""
+        return Tier.DEVICE if self.device else Tier.HOST if self.host else Tier.STORAGE if self.stored else Tier.NONE
+
+
+class Node:
+    """One block of a prefix. Made and changed by `PrefixTree` only; read freely.
+
+    Attributes:
+        digest: chained digest: names the block and everything before it.
+        parent: the node of the block before, None for a first block.
+        depth: index of its block in its path.
+        number: in order of creation, unique in its tree.
+        state: see `NodeState`.
+        block, host: unit ids held in the device and host pools, 0 for none.
+        stored: whether storage has a copy.
+        refs: live requests that list the node.
+        hits: requests that have matched it.
+        last_access: clock when it last gained or lost a reference.
+        snapshot: state at the end of the block, or None.
+        children: how many nodes have this parent; `on_device`, `on_host`: those of them in that tier.
+    """
+
+    __slots__ = (
+        "block", "children", "depth", "digest", "epoch", "first_child", "hits", "host", "last_access", "next",
+        "number", "on_device", "on_host", "parent", "previous", "queued", "refs", "snapshot", "state", "stored",
+    )  # fmt: skip
+
+    def __init__(self, digest: bytes, parent: Node | None, number: int, epoch: object, state: NodeState):
+        self.digest, self.parent, self.number, self.epoch, self.state = digest, parent, number, epoch, state
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.block = self.host = 0
+        self.stored = False
+        self.refs = self.hits = self.last_access = 0
+        self.snapshot: Snapshot | None = None
+        self.children = self.on_device = self.on_host = 0
+        self.queued = 0  # bit per eviction queue that has an entry for it
+        self.first_child: Node | None = None
+        self.next: Node | None = None
+        self.previous: Node | None = None
+
+    def __repr__(self) -> str:
+        where = f"block={self.block}, host={self.host}, refs={self.refs}"
+        return f"Node({self.digest.hex()[:8]}, depth={self.depth}, {self.state.value}, {where})"
+
+
+def copies(node: Node) -> list[Tier]:
+    """The tiers that have the node's bytes now."""
+    state, tiers = node.state, []
+    if state is _S.DEVICE or state is _S.BACKING_UP or state is _S.OFFLOADING:
+        tiers.append(Tier.DEVICE)
+    if node.host and state not in (_S.BACKING_UP, _S.OFFLOADING, _S.FETCHING):
+        tiers.append(Tier.HOST)
+    if node.stored:
+        tiers.append(Tier.STORAGE)
+    return tiers

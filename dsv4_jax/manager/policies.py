@@ -1,0 +1,196 @@
+"""What to keep where: small strategy objects that hold no state. Pure Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..errors import ConfigError
+from .allocator import as_count
+from .node import Node
+from .prefix_tree import Match
+from .tree_base import least_recently_used
+
+__all__ = [
+    "ORDERS",
+    "CachePolicy",
+    "HostWatermark",
+    "Placement",
+    "Resume",
+    "SnapshotPlacement",
+    "WindowRecompute",
+    "WritePolicy",
+    "least_frequently_used",
+    "snapshot_only",
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WritePolicy:
+    """When a device block's bytes go to the host. Use one of the three constructors.
+
+    Attributes:
+        name: of the policy.
+        backup_after: hits after which a block is copied; 0: when it is published; None: never.
+        moves_when_evicted: whether an evicted block without host copy moves there.
+    """
+
+    name: str
+    backup_after: int | None
+    moves_when_evicted: bool
+
+    @classmethod
+    def write_through(cls) -> WritePolicy:
+        """Every block is copied when it is published: eviction is free, traffic is highest."""
+        return cls("write_through", 0, False)
+
+    @classmethod
+    def write_through_selective(cls, threshold: int) -> WritePolicy:
+        """A block is copied at its `threshold`-th hit: what nobody shares never travels."""
+        return cls("write_through_selective", as_count("threshold", threshold, 1), False)
+
+    @classmethod
+    def write_back(cls) -> WritePolicy:
+        """A block is copied when it is evicted: least traffic, and eviction waits for the copy."""
+        return cls("write_back", None, True)
+
+
+class Placement(enum.Enum):
+    """What becomes of a snapshot taken at a block boundary."""
+
+    NONE = "none"  # take none
+    KEEP = "keep"
+    ROLLING = "rolling"  # keep it until the same request's next snapshot: the last one is the end of the output
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SnapshotPlacement:
+    """At which block boundaries the state is kept, for hits to end there.
+
+    Attributes:
+        every: blocks between two snapshots, None for none at regular intervals.
+        end_of_prompt: at the last boundary that the same prompt can hit: before its last token.
+        end_of_output: at the last boundary of the output. Where that is shows only when the request
+            ends, so every boundary of the output gets a snapshot that replaces the one before.
+    """
+
+    every: int | None = 32
+    end_of_prompt: bool = True
+    end_of_output: bool = True
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            as_count("every", self.every, 1)
+
+    def at(self, tokens: int, *, prompt_tokens: int, block_tokens: int) -> Placement:
+        """What to do with the state after `tokens` tokens."""
+        if not tokens or tokens % block_tokens:
+            return Placement.NONE
+        if self.every is not None and tokens // block_tokens % self.every == 0:
+            return Placement.KEEP
+        if self.end_of_prompt and tokens == max(prompt_tokens - 1, 0) // block_tokens * block_tokens:
+            return Placement.KEEP
+        return Placement.ROLLING if self.end_of_output and tokens > prompt_tokens else Placement.NONE
+
+    def next_stop(self, start: int, stop: int, *, prompt_tokens: int, block_tokens: int) -> int:
+        """Where a chunk of tokens [start, stop) has to end for the next snapshot to be taken: in (start, stop]."""
+        for tokens in range((start // block_tokens + 1) * block_tokens, stop, block_tokens):
+            if self.at(tokens, prompt_tokens=prompt_tokens, block_tokens=block_tokens) is not Placement.NONE:
+                return tokens
+        return stop
+
+
+class Resume(NamedTuple):
+    """How a request starts from a match.
+
+    Attributes:
+        blocks: leading blocks to take from the match.
+        recompute: trailing tokens of those to run again for the state they leave, without writing
+            their blocks; 0: restore the snapshot at the end of `blocks`.
+    """
+
+    blocks: int
+    recompute: int = 0
+
+
+def snapshot_only(match: Match, block_tokens: int) -> Resume:
+    """A hit ends at a snapshot, whatever lies beyond."""
+    del block_tokens
+    return Resume(match.hit)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WindowRecompute:
+    """Goes beyond the last snapshot when running the window again is cheaper than all tokens after it.
+
+    Attributes:
+        tokens: how far back the state at a position can depend on (see `of`).
+    """
+
+    tokens: int
+
+    @classmethod
+    def of(cls, layers: int, window: int, block_tokens: int) -> WindowRecompute:
+        """Each layer reaches one window further back; both ends lie on block boundaries."""
+
+        def align(tokens: int) -> int:
+            return math.ceil(tokens / block_tokens) * block_tokens
+
+        return cls(align(align(window) + (layers - 1) * window))
+
+    def __call__(self, match: Match, block_tokens: int) -> Resume:
+        blocks = len(match.path)
+        if (blocks - match.hit) * block_tokens <= self.tokens:
+            return Resume(match.hit)
+        return Resume(blocks, self.tokens)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostWatermark:
+    """Keeps a share of the host pool free, so that evicting from the device does not wait for it.
+
+    Attributes:
+        low: share of free blocks below which to evict.
+        high: share to evict up to.
+    """
+
+    low: float = 0.05
+    high: float = 0.10
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.high <= 1:
+            raise ConfigError("host watermark", f"0 <= low <= high <= 1 must hold, got {self.low} and {self.high}")
+
+    def excess(self, free: int, total: int) -> int:
+        """Blocks to evict now."""
+        return max(math.ceil(self.high * total) - free, 0) if free < self.low * total else 0
+
+
+def least_frequently_used(node: Node) -> Any:
+    """Eviction order: the fewest hits first, the oldest access among equals."""
+    return node.hits, node.last_access, -node.depth
+
+
+ORDERS: dict[str, Callable[[Node], Any]] = {"lru": least_recently_used, "lfu": least_frequently_used}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CachePolicy:
+    """All choices of one cache.
+
+    Attributes:
+        write: when blocks go to the host.
+        snapshots: where states are kept.
+        order: which blocks leave first (see `ORDERS`).
+        resume: how far a match is used.
+        watermark: how much of the host is kept free.
+    """
+
+    write: WritePolicy = dataclasses.field(default_factory=WritePolicy.write_back)
+    snapshots: SnapshotPlacement = dataclasses.field(default_factory=SnapshotPlacement)
+    order: Callable[[Node], Any] = least_recently_used
+    resume: Callable[[Match, int], Resume] = snapshot_only
+    watermark: HostWatermark = dataclasses.field(default_factory=HostWatermark)

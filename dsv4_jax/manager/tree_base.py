@@ -1,0 +1,418 @@
+"""The books under the prefix tree: nodes, their states, and moves between tiers. Pure Python."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..errors import PrefixTreeError, TransitionError
+from .allocator import as_count
+from .events import EventLog
+from .eviction import EvictionQueue, Freed
+from .node import ABORTS, BACKUP_BIT, COMPLETES, SETTLED, TRANSITIONS, Node, NodeState, Snapshot, Tier, copies
+
+__all__ = ["TIERS", "TreeBase", "TreeCounters", "children_of", "least_recently_used", "link", "subtree_of", "unlink"]
+
+TIERS = (Tier.DEVICE, Tier.HOST, Tier.STORAGE)
+_S = NodeState
+
+
+def least_recently_used(node: Node) -> Any:
+    """Eviction order: the oldest access first; of one path, whose nodes are accessed together, the deepest."""
+    return node.last_access, -node.depth
+
+
+@dataclasses.dataclass(slots=True)
+class TreeCounters:
+    """Totals since construction. Tokens of a hit count in the tier where their block was found."""
+
+    lookups: int = 0
+    lookup_tokens: int = 0
+    hits: int = 0
+    hit_tokens: dict[Tier, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(TIERS, 0))
+    evicted: dict[Tier, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(TIERS, 0))
+    evicted_snapshots: int = 0
+    duplicates: int = 0
+    adoptions: int = 0
+
+
+class TreeBase:
+    """Nodes and their states. `PrefixTree` is the class to use; see there for the arguments.
+
+    Every change of state goes through `_set_state`, which knows the transition table, keeps parents
+    from being in a lower tier than their children, and does all the counting.
+    """
+
+    def __init__(
+        self,
+        block_tokens: int = 128,
+        *,
+        order: Callable[[Node], Any] = least_recently_used,
+        backup_after: int | None = None,
+        events: EventLog | None = None,
+    ):
+        self.block_tokens = as_count("block_tokens", block_tokens, 1)
+        self.counters = TreeCounters()
+        self._order, self._events = order, events
+        self._backup_after = None if backup_after is None else as_count("backup_after", backup_after)
+        self._number = self._clock = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._epoch = object()
+        self._nodes: dict[bytes, Node] = {}  # published, by digest
+        self._writing: dict[Node, None] = {}  # reserved, in order
+        self._counts = dict.fromkeys(NodeState, 0)
+        self._idle = dict.fromkeys(TIERS, 0)  # at rest and unreferenced
+        self._num_host = 0  # nodes with a host unit
+        self._num_snapshots = dict.fromkeys(TIERS, 0)
+        self._backups: collections.deque[Node] = collections.deque()
+        rules = ((Tier.DEVICE, _device_leaf), (Tier.HOST, _host_leaf), (Tier.STORAGE, _storage_leaf))
+        self._queues = {tier: EvictionQueue(1 << tier, eligible, self._order) for tier, eligible in rules}
+        self._snapshot_queues = {
+            Tier.DEVICE: EvictionQueue(32, lambda n: _has_snapshot(n) and n.snapshot.device > 0, _snapshot_use),
+            Tier.HOST: EvictionQueue(64, lambda n: _has_snapshot(n) and n.snapshot.host > 0, _snapshot_use),
+        }
+
+    def __len__(self) -> int:
+        """Published nodes."""
+        return len(self._nodes)
+
+    def get(self, digest: bytes) -> Node | None:
+        """The published node of this digest."""
+        return self._nodes.get(digest)
+
+    def is_current(self, node: Node) -> bool:
+        """Whether the node is still in the tree. Late events (a transfer's end after `reset`) ask this first."""
+        return node.epoch is self._epoch and node.state is not _S.REMOVED
+
+    def count(self, state: NodeState) -> int:
+        """Nodes in this state."""
+        return self._counts[state]
+
+    def held(self, tier: Tier) -> int:
+        """Units of published nodes: device blocks, host blocks (those of backups too), or storage copies without either."""
+        if tier is Tier.HOST:
+            return self._num_host
+        states = (
+            (_S.STORAGE, _S.FETCHING) if tier is Tier.STORAGE else (_S.DEVICE, _S.BACKING_UP, _S.OFFLOADING, _S.LOADING)
+        )
+        return sum(self._counts[state] for state in states)
+
+    def num_snapshots(self, tier: Tier) -> int:
+        """Snapshot copies in this tier."""
+        return self._num_snapshots[tier]
+
+    def evictable(self, tier: Tier) -> int:
+        """Unreferenced nodes at rest in this tier. All can leave it, unless moves are under way below some."""
+        return self._idle[tier]
+
+    def reset(self) -> None:
+        """Forgets everything. Nodes known before are refused from now on; the caller resets the pools."""
+        self._clear()
+        if self._events is not None:
+            self._events.emit("cleared", Tier.NONE)
+
+    # Moves
+
+    def begin_backup(self, node: Node, host: int) -> None:
+        """Device to host copy of a published block. It stays matchable, and on the device until `complete`."""
+        if self._check(node).host:
+            raise TransitionError(f"{node} has a host copy already")
+        self._begin(node, _S.BACKING_UP, host=host)
+
+    def begin_load(self, node: Node, block: int) -> None:
+        """Host to device copy, parents first."""
+        self._begin(node, _S.LOADING, block=block)
+
+    def begin_persist(self, node: Node) -> None:
+        """Host to storage copy. The block stays matchable."""
+        if self._check(node).stored:
+            raise TransitionError(f"{node} has a storage copy already")
+        self._begin(node, _S.PERSISTING)
+
+    def begin_fetch(self, node: Node, host: int) -> None:
+        """Storage to host copy, parents first."""
+        self._begin(node, _S.FETCHING, host=host)
+
+    def complete(self, node: Node) -> Freed:
+        """The move under way has succeeded. Moves up complete parents first.
+
+        Raises:
+            TransitionError: no move is under way, or the parent is in too low a tier.
+        """
+        old = self._check(node).state
+        if old not in COMPLETES:
+            raise TransitionError(f"{node} is not on the move")
+        freed = Freed()
+        if old is _S.PERSISTING:
+            node.stored = True
+            self._emit("stored", Tier.STORAGE, node)
+        self._set_state(node, COMPLETES[old])
+        if old is _S.OFFLOADING:
+            freed.blocks.append(node.block)
+            node.block = 0
+            self._emit("removed", Tier.DEVICE, node)
+        if old is not _S.PERSISTING:
+            self._emit("stored", Tier.DEVICE if old is _S.LOADING else Tier.HOST, node)
+        return freed
+
+    def abort(self, node: Node) -> Freed:
+        """The write or move under way is called off: the node is where it was, and what it was given is freed.
+
+        A reserved block (leaf first) ceases to be. An offloaded block whose parent has left the device
+        meanwhile cannot go back: `discard` it.
+
+        Raises:
+            TransitionError: nothing is under way, children are in the way, or the parent is in too low a tier.
+        """
+        old = self._check(node).state
+        if old not in ABORTS:
+            raise TransitionError(f"{node} is neither being written nor on the move")
+        freed = Freed()
+        if old is _S.WRITING:
+            if node.children:
+                raise TransitionError(f"{node} has children: blocks being written are aborted leaf first")
+            self._drop(node, freed)
+            return freed
+        self._set_state(node, ABORTS[old])
+        if old is _S.LOADING:
+            freed.blocks.append(node.block)
+            node.block = 0
+        elif old is not _S.PERSISTING:
+            freed.host_blocks.append(self._set_host(node, 0))
+        return freed
+
+    def discard(self, node: Node) -> Freed:
+        """Removes a node, whose bytes may be lost, and everything below it.
+
+        The node itself may be on the move (a transfer that failed); no copy of it may be under way any more.
+
+        Raises:
+            PrefixTreeError: something there is referenced, being written, or below the node and on the move.
+        """
+        self._check(node)
+        below = subtree_of(node)
+        for n in below:
+            if n.refs or (n.snapshot and n.snapshot.pins) or (n is not node and n.state not in SETTLED):
+                raise PrefixTreeError(f"{n} is in use: it cannot be discarded with {node}")
+        if _S.REMOVED not in TRANSITIONS[node.state]:
+            raise TransitionError(f"{node} cannot be removed in this state")
+        freed = Freed()
+        for n in reversed(below):
+            self._drop(n, freed)
+        return freed
+
+    def drop_stored(self, node: Node) -> None:
+        """Storage has lost its copy of a block that another tier has as well."""
+        if self._check(node).state in (_S.STORAGE, _S.FETCHING, _S.PERSISTING) or not node.stored:
+            raise TransitionError(f"{node} has no storage copy besides another")
+        node.stored = False
+        self._emit("removed", Tier.STORAGE, node)
+
+    # Books
+
+    def _check(self, node: Node) -> Node:
+        """The node itself. Raises `PrefixTreeError` if it is no longer, or never was, of this tree."""
+        if node.epoch is not self._epoch or node.state is _S.REMOVED:
+            raise PrefixTreeError(f"{node} is not in this tree: it was removed, or the tree was reset")
+        return node
+
+    def _begin(self, node: Node, state: NodeState, *, block: int = 0, host: int = 0) -> None:
+        """Starts a move whose destination is the unit given."""
+        self._check(node)
+        parent = node.parent
+        if state is _S.LOADING or state is _S.FETCHING:
+            above = Tier.DEVICE if state is _S.LOADING else Tier.HOST
+            if parent is not None and parent.state.tier < above and parent.state is not state:
+                raise TransitionError(f"{node} cannot go up before {parent}")
+        if state is _S.LOADING:
+            block = as_count("block", block, 1)
+        elif state is not _S.PERSISTING:
+            host = as_count("host", host, 1)
+        self._set_state(node, state)
+        node.block = block or node.block
+        if host:
+            self._set_host(node, host)
+
+    def _set_state(self, node: Node, state: NodeState) -> None:
+        """The only place where a state changes. Raises `TransitionError`, then nothing has changed."""
+        old, parent = node.state, node.parent
+        if state not in TRANSITIONS[old]:
+            raise TransitionError(f"{node} cannot become {state.value}")
+        goes_up = state.tier > old.tier or (old is _S.WRITING and state is _S.DEVICE)
+        if goes_up and parent is not None and (parent.state.tier < state.tier or parent.state is _S.WRITING):
+            raise TransitionError(f"{node} cannot become {state.value} below {parent}")
+        if state.tier < old.tier:
+            above = (
+                node.children if not state.tier else node.on_device + (node.on_host if state.tier < Tier.HOST else 0)
+            )
+            if above or node.refs:
+                raise TransitionError(
+                    f"{node} cannot become {state.value}: {above} children above it, {node.refs} refs"
+                )
+        if parent is not None and old.tier is not state.tier:
+            _count_child(parent, old.tier, -1)
+            _count_child(parent, state.tier, 1)
+        if not node.refs:
+            if old in SETTLED:
+                self._idle[old.tier] -= 1
+            if state in SETTLED:
+                self._idle[state.tier] += 1
+        self._counts[old] -= 1
+        self._counts[state] += 1
+        node.state = state
+        self._enqueue(node)
+        if parent is not None:
+            self._enqueue(parent)
+
+    def _set_host(self, node: Node, host: int) -> int:
+        """Gives the node a host unit, or takes it away (0). Returns the one it had."""
+        old, node.host = node.host, host
+        self._num_host += bool(host) - bool(old)
+        return old
+
+    def _set_snapshot(self, node: Node, tier: Tier, unit: int) -> int:
+        """Sets one tier's copy of the node's snapshot (storage: 1 or 0), 0 for none. Returns what it was."""
+        snapshot = node.snapshot = node.snapshot or Snapshot()
+        if tier is Tier.DEVICE:
+            old, snapshot.device = snapshot.device, unit
+        elif tier is Tier.HOST:
+            old, snapshot.host = snapshot.host, unit
+        else:
+            old, snapshot.stored = int(snapshot.stored), bool(unit)
+        self._num_snapshots[tier] += bool(unit) - bool(old)
+        if snapshot.tier is Tier.NONE:
+            node.snapshot = None
+        return old
+
+    def _enqueue(self, node: Node) -> None:
+        """Puts the node into the queues of the tiers that it may leave now."""
+        state = node.state
+        if state is _S.DEVICE:
+            self._queues[Tier.DEVICE].push(node)
+            if node.host:
+                self._queues[Tier.HOST].push(node)
+        elif state is _S.HOST or state is _S.STORAGE:
+            self._queues[state.tier].push(node)
+
+    def _new(self, digest: bytes, parent: Node | None, state: NodeState) -> Node:
+        self._number += 1
+        node = Node(digest, parent, self._number, self._epoch, state)
+        self._counts[state] += 1
+        if state in SETTLED:
+            self._idle[state.tier] += 1
+        link(node)
+        return node
+
+    def _drop(self, node: Node, freed: Freed) -> None:
+        """Removes a node without children, its units into `freed`. Raises `TransitionError` if it must not."""
+        old, held = node.state, copies(node)
+        if old is _S.WRITING:
+            node.refs = 0  # its writer's
+        self._set_state(node, _S.REMOVED)
+        unlink(node)
+        if node.parent is not None:
+            self._enqueue(node.parent)
+        if old is _S.WRITING:
+            del self._writing[node]
+        else:
+            del self._nodes[node.digest]
+        for tier in held:
+            self._emit("removed", tier, node)
+        if node.block:
+            freed.blocks.append(node.block)
+        if node.host:
+            freed.host_blocks.append(self._set_host(node, 0))
+        if node.stored:
+            freed.stored.append(node.digest)
+        node.block, node.stored = 0, False
+        for tier, units in ((Tier.DEVICE, freed.snapshots), (Tier.HOST, freed.host_snapshots), (Tier.STORAGE, [])):
+            if node.snapshot is not None and (unit := self._set_snapshot(node, tier, 0)):
+                units.append(unit)
+
+    def _want_backup(self, node: Node) -> None:
+        if not node.queued & BACKUP_BIT:
+            node.queued |= BACKUP_BIT
+            self._backups.append(node)
+
+    def _emit(self, kind: str, tier: Tier, node: Node) -> None:
+        if self._events is not None:
+            self._events.emit(kind, tier, node.digest, node.parent.digest if node.parent else None)
+
+
+def _count_child(parent: Node, tier: Tier, change: int) -> None:
+    if tier is Tier.DEVICE:
+        parent.on_device += change
+    elif tier is Tier.HOST:
+        parent.on_host += change
+
+
+def link(node: Node) -> None:
+    """Puts the node into its parent's list of children, first."""
+    parent = node.parent
+    if parent is None:
+        return
+    node.previous, node.next = None, parent.first_child
+    if parent.first_child is not None:
+        parent.first_child.previous = node
+    parent.first_child = node
+    parent.children += 1
+    _count_child(parent, node.state.tier, 1)
+
+
+def unlink(node: Node) -> None:
+    parent = node.parent
+    if parent is None:
+        return
+    if node.previous is not None:
+        node.previous.next = node.next
+    else:
+        parent.first_child = node.next
+    if node.next is not None:
+        node.next.previous = node.previous
+    node.previous = node.next = None
+    parent.children -= 1
+    _count_child(parent, node.state.tier, -1)
+
+
+def children_of(node: Node) -> Iterator[Node]:
+    child = node.first_child
+    while child is not None:
+        yield child
+        child = child.next
+
+
+def subtree_of(node: Node) -> list[Node]:
+    """The node and everything below it, parents first."""
+    found = [node]
+    for n in found:  # grows while it is walked
+        found.extend(children_of(n))
+    return found
+
+
+# What may leave a tier, leaf first. Children are in no higher tier than their parent.
+
+
+def _device_leaf(node: Node) -> bool:
+    return node.state is _S.DEVICE and not node.refs and not node.on_device
+
+
+def _host_leaf(node: Node) -> bool:
+    if node.state is _S.DEVICE:  # only the copy leaves
+        return node.host > 0
+    return node.state is _S.HOST and not node.refs and not node.on_host
+
+
+def _storage_leaf(node: Node) -> bool:
+    return node.state is _S.STORAGE and not node.refs and not node.children
+
+
+def _has_snapshot(node: Node) -> bool:
+    return node.snapshot is not None and not node.snapshot.pins
+
+
+def _snapshot_use(node: Node) -> int:
+    return node.snapshot.last_used if node.snapshot is not None else 0

@@ -1,0 +1,92 @@
+"""Whether a prefix tree's books agree with each other. For tests. Pure Python."""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING
+
+from ..errors import IntegrityError
+from .node import SETTLED, Node, NodeState, Tier
+from .tree_base import TIERS, children_of
+
+if TYPE_CHECKING:
+    from .tree_base import TreeBase
+
+__all__ = ["check_tree"]
+
+_S = NodeState
+_HAS_BLOCK = {_S.WRITING, _S.DEVICE, _S.BACKING_UP, _S.OFFLOADING, _S.LOADING}
+_NEEDS_HOST = {_S.BACKING_UP, _S.OFFLOADING, _S.HOST, _S.LOADING, _S.PERSISTING, _S.FETCHING}
+_NO_HOST = {_S.WRITING, _S.STORAGE}
+
+
+def check_tree(tree: TreeBase) -> None:
+    """Recomputes from the nodes alone what the tree keeps. Raises `IntegrityError` naming what differs."""
+    nodes = [*tree._nodes.values(), *tree._writing]
+    known = set(nodes)
+    below: dict[Node, list[Node]] = collections.defaultdict(list)
+    for node in nodes:
+        if node.parent is not None:
+            _require(node.parent in known, node, "has a parent that is not in the tree")
+            below[node.parent].append(node)
+    for digest, node in tree._nodes.items():
+        _require(node.digest == digest and node.state is not _S.WRITING, node, "is in the wrong dictionary")
+    for node in tree._writing:
+        _require(node.state is _S.WRITING and node.refs == 1, node, "is in the wrong dictionary")
+    for node in nodes:
+        _check_node(tree, node, below[node])
+    for what, units in (
+        ("device block", [n.block for n in nodes]),
+        ("host block", [n.host for n in nodes]),
+        ("device snapshot", [n.snapshot.device for n in nodes if n.snapshot]),
+        ("host snapshot", [n.snapshot.host for n in nodes if n.snapshot]),
+    ):
+        held = [unit for unit in units if unit]
+        if len(set(held)) != len(held):
+            raise IntegrityError(f"two nodes hold the same {what}: {sorted(held)}")
+    snapshots = collections.Counter(
+        tier
+        for n in nodes
+        if n.snapshot
+        for tier in TIERS
+        if (n.snapshot.device, n.snapshot.host, n.snapshot.stored)[3 - tier]
+    )
+    if tree._num_host != sum(n.host > 0 for n in nodes) or any(tree._num_snapshots[t] != snapshots[t] for t in TIERS):
+        raise IntegrityError(f"miscounted: {tree._num_host} host blocks, {tree._num_snapshots} snapshots")
+    counts = collections.Counter(n.state for n in nodes)
+    idle = collections.Counter(n.state.tier for n in nodes if not n.refs and n.state in SETTLED)
+    for state in NodeState:
+        if state is not _S.REMOVED and tree._counts[state] != counts[state]:
+            raise IntegrityError(f"{tree._counts[state]} nodes are said to be {state.value}, {counts[state]} are")
+    for tier in TIERS:
+        if tree._idle[tier] != idle[tier]:
+            raise IntegrityError(f"{tree._idle[tier]} nodes are said to be evictable in {tier.name}, {idle[tier]} are")
+
+
+def _check_node(tree: TreeBase, node: Node, children: list[Node]) -> None:
+    state, parent, snapshot = node.state, node.parent, node.snapshot
+    _require(node.epoch is tree._epoch and state is not _S.REMOVED, node, "is stale")
+    _require(set(children_of(node)) == set(children), node, "lists other children than those that name it")
+    tiers = collections.Counter(child.state.tier for child in children)
+    counted = (node.children, node.on_device, node.on_host)
+    _require(counted == (len(children), tiers[Tier.DEVICE], tiers[Tier.HOST]), node, f"miscounts children: {counted}")
+    _require(node.refs >= sum(child.refs for child in children), node, "has fewer references than its children")
+    _require(node.depth == (parent.depth + 1 if parent else 0), node, "has the wrong depth")
+    if parent is not None:
+        _require(parent.state.tier >= state.tier, node, f"has a parent in a lower tier: {parent}")
+        _require(state is _S.WRITING or parent.state is not _S.WRITING, node, "is published, its parent is not")
+    _require((node.block > 0) == (state in _HAS_BLOCK), node, "holds a device block that it should not, or none")
+    _require(node.host > 0 or state not in _NEEDS_HOST, node, "has no host block")
+    _require(not node.host or state not in _NO_HOST, node, "has a host block")
+    _require(node.stored or state not in (_S.STORAGE, _S.FETCHING), node, "has no copy in storage")
+    if snapshot is not None:
+        _require(snapshot.tier is not Tier.NONE and state is not _S.WRITING, node, "has an impossible snapshot")
+    for tier, queue in tree._queues.items():
+        _require(queue.holds(node) or not queue._eligible(node), node, f"is missing from the {tier.name} queue")
+    for tier, queue in tree._snapshot_queues.items():
+        _require(queue.holds(node) or not queue._eligible(node), node, f"is missing from the {tier.name} snapshots")
+
+
+def _require(condition: bool, node: Node, problem: str) -> None:
+    if not condition:
+        raise IntegrityError(f"{node} {problem}")

@@ -1,0 +1,204 @@
+"""The evicting half of the prefix tree: blocks and snapshots that leave a tier. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import OutOfBlocksError, PrefixTreeError
+from .allocator import as_count
+from .eviction import Eviction, Freed, Move
+from .node import BACKUP_BIT, SETTLED, Node, NodeState, Snapshot, Tier
+from .tree_base import TIERS, TreeBase, children_of, subtree_of
+
+__all__ = ["EvictingTree"]
+
+_S = NodeState
+
+
+class EvictingTree(TreeBase):
+    """Adds eviction, backup candidates and snapshots to the books."""
+
+    def evict(self, tier: Tier, count: int, room: Sequence[int] = ()) -> Eviction:
+        """Makes `count` blocks leave a tier, least recently used leaves first: all or none.
+
+        From the device a block goes to its host copy; without one, to a host block of `room` by a
+        move (the blocks next to the root are served first); else to its storage copy; else it is
+        removed, with what lies below it in lower tiers. From the host it goes to its storage copy,
+        else it is removed likewise; the host copy of a block that is on the device counts too, and
+        only the copy goes. From storage it is removed.
+
+        Args:
+            room: host block ids that moves may use.
+
+        Raises:
+            OutOfBlocksError: fewer can leave (others are referenced or on the move); nothing has changed.
+        """
+        victims = self._victims(tier, as_count("count", count), len(room))
+        result = Eviction()
+        moving: set[Node] = set()
+        if tier is Tier.DEVICE and room:
+            moving = set([node for node in victims if not node.host][-len(room) :])
+        spots = list(reversed(room))
+        for node in victims:
+            if tier is Tier.DEVICE and node in moving:
+                host = spots.pop()
+                self._begin(node, _S.OFFLOADING, host=host)
+                result.moves.append(Move(node, node.block, host))
+            else:
+                self._leave(node, tier, result)
+        self.counters.evicted[tier] += len(victims)
+        result.unused = spots[::-1]
+        return result
+
+    def _leave(self, node: Node, tier: Tier, freed: Freed) -> None:
+        """One victim goes down to a copy, or away."""
+        if tier is Tier.DEVICE and (node.host or (node.stored and not node.on_host)):
+            self._set_state(node, _S.HOST if node.host else _S.STORAGE)
+            freed.blocks.append(node.block)
+            node.block = 0
+        elif tier is Tier.HOST and (node.state is _S.DEVICE or node.stored):
+            if node.state is _S.HOST:
+                self._set_state(node, _S.STORAGE)
+            freed.host_blocks.append(self._set_host(node, 0))
+        else:
+            for n in reversed(subtree_of(node)):
+                self._drop(n, freed)
+            return
+        self._emit("removed", tier, node)
+
+    def _victims(self, tier: Tier, count: int, room: int) -> list[Node]:
+        """The next `count` nodes to leave. Counters are as if those chosen had left, until all are found."""
+        queue = self._queues[tier]
+        chosen: list[Node] = []
+        passed: list[Node] = []
+        while len(chosen) < count and (node := queue.pop()) is not None:
+            if room < count and _held_from_below(node, tier):
+                passed.append(node)
+                continue
+            chosen.append(node)
+            parent = node.parent
+            if parent is not None and node.state.tier is tier:
+                _leaves(parent, tier, 1)
+                if parent.state.tier is tier:
+                    queue.push(parent)
+        for node in chosen:
+            if node.parent is not None and node.state.tier is tier:
+                _leaves(node.parent, tier, -1)
+        for node in passed:
+            queue.push(node)
+        if len(chosen) < count:
+            for node in chosen:
+                queue.push(node)
+            raise OutOfBlocksError(count, len(chosen), self._idle[tier], f"{tier.name.lower()} cache")
+        return chosen
+
+    def pop_backups(self, limit: int) -> list[Node]:
+        """Up to `limit` blocks that the write policy wants on the host, parents first. What is left stays listed."""
+        limit = as_count("limit", limit)
+        chosen: list[Node] = []
+        while self._backups and len(chosen) < limit:
+            node = self._backups.popleft()
+            node.queued &= ~BACKUP_BIT
+            if node.state is _S.DEVICE and not node.host:
+                chosen.append(node)
+        return chosen
+
+    # Snapshots
+
+    def attach_snapshot(self, node: Node, tier: Tier, unit: int = 0) -> Snapshot:
+        """Adds a copy of the state at the end of the node's block. Matches can end there from now on.
+
+        Call it once the step that fills the snapshot is dispatched, or the copy has arrived.
+
+        Args:
+            unit: its id in the tier's snapshot pool; storage has none.
+
+        Raises:
+            PrefixTreeError: the node is gone or being written, or has a snapshot in this tier.
+        """
+        if self._check(node).state is _S.WRITING:
+            raise PrefixTreeError(f"{node} is not published: it cannot have a snapshot")
+        if tier not in TIERS or _copy(node.snapshot, tier):
+            raise PrefixTreeError(f"{node} cannot have another snapshot in the {tier.name.lower()} tier")
+        self._set_snapshot(node, tier, 1 if tier is Tier.STORAGE else as_count("unit", unit, 1))
+        self._clock += 1
+        node.snapshot.last_used = self._clock
+        if tier is not Tier.STORAGE:
+            self._snapshot_queues[tier].push(node)
+        return node.snapshot
+
+    def drop_snapshot(self, node: Node, tier: Tier) -> int:
+        """Takes one tier's copy away; returns its unit, 0 for storage. Without copies the node has no snapshot.
+
+        Raises:
+            PrefixTreeError: there is none, or it is pinned.
+        """
+        snapshot = self._check(node).snapshot
+        if snapshot is None or snapshot.pins or not _copy(snapshot, tier):
+            raise PrefixTreeError(f"{node} has no {tier.name.lower()} snapshot that can be dropped")
+        unit = self._set_snapshot(node, tier, 0)
+        return 0 if tier is Tier.STORAGE else unit
+
+    def pin_snapshot(self, node: Node) -> None:
+        """Keeps a snapshot while a copy of it is under way."""
+        if self._check(node).snapshot is None:
+            raise PrefixTreeError(f"{node} has no snapshot")
+        node.snapshot.pins += 1
+
+    def unpin_snapshot(self, node: Node) -> None:
+        """Raises `PrefixTreeError` if it is not pinned."""
+        if self._check(node).snapshot is None or not node.snapshot.pins:
+            raise PrefixTreeError(f"{node} has no pinned snapshot")
+        node.snapshot.pins -= 1
+        for queue in self._snapshot_queues.values():
+            queue.push(node)
+        self._enqueue(node)
+
+    def evict_snapshots(self, tier: Tier, count: int) -> list[int]:
+        """Takes `count` snapshots from the device or the host, least recently used first: all or none.
+
+        Returns:
+            Their units. A snapshot without another copy is lost: its node's block stays.
+
+        Raises:
+            OutOfBlocksError: fewer are unpinned; nothing has changed.
+        """
+        count, queue = as_count("count", count), self._snapshot_queues[tier]
+        nodes: list[Node] = []
+        while len(nodes) < count and (node := queue.pop()) is not None:
+            nodes.append(node)
+        if len(nodes) < count:
+            for node in nodes:
+                queue.push(node)
+            raise OutOfBlocksError(count, len(nodes), len(nodes), f"{tier.name.lower()} snapshot")
+        self.counters.evicted_snapshots += count
+        return [self.drop_snapshot(node, tier) for node in nodes]
+
+
+def _copy(snapshot: Snapshot | None, tier: Tier) -> int:
+    """The unit of the copy in this tier (storage: 1), or 0."""
+    if snapshot is None:
+        return 0
+    return {Tier.DEVICE: snapshot.device, Tier.HOST: snapshot.host, Tier.STORAGE: int(snapshot.stored)}[tier]
+
+
+def _leaves(parent: Node, tier: Tier, count: int) -> None:
+    """`count` children leave a tier in thought (negative: come back)."""
+    if tier is Tier.DEVICE:
+        parent.on_device -= count
+    elif tier is Tier.HOST:
+        parent.on_host -= count
+    else:
+        parent.children -= count
+
+
+def _held_from_below(node: Node, tier: Tier) -> bool:
+    """Whether the node, if it had to be removed, could not be: it or a lower-tier node below it is in use."""
+    if node.state.tier is not tier or (tier is Tier.DEVICE and node.host) or (tier is Tier.HOST and node.stored):
+        return False
+    if node.snapshot is not None and node.snapshot.pins:
+        return True
+    if not node.children:
+        return False
+    below = [n for child in children_of(node) if child.state.tier < tier for n in subtree_of(child)]
+    return any(n.state not in SETTLED or (n.snapshot is not None and n.snapshot.pins) for n in below)
