@@ -1,0 +1,77 @@
+// swap_out and swap_in as XLA FFI handlers: blocks (or slots) between HBM and pinned host records, one launch a
+// direction, in place. Only enqueues: fit for a command buffer. CPU twin: csrc/swap.cc.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <string>
+
+#include "swap.h"
+
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int kThreads = 256;
+constexpr int kUnroll = 4;       // words a thread has in flight
+constexpr int kMaxBlocks = 128;  // 2 MiB in flight: enough for PCIe, which 32 blocks of one word each already saturate
+constexpr int64_t kChunk = kThreads * kUnroll;  // words of a record that a block moves at a time
+
+template <bool kOut>
+__global__ void __launch_bounds__(kThreads) swap_kernel(const __grid_constant__ dsv4::SwapArgs args) {
+  const int64_t chunks = (args.record_words + kChunk - 1) / kChunk;
+  for (int64_t task = blockIdx.x; task < args.pairs * chunks; task += gridDim.x) {
+    const int64_t pair = task / chunks;
+    const int64_t unit = __ldg(args.unit_ids + pair), record = __ldg(args.record_ids + pair);
+    if (!args.valid(unit, record)) continue;
+    const uint32_t first = static_cast<uint32_t>((task - pair * chunks) * kChunk) + threadIdx.x;
+    dsv4::SwapPlace places[kUnroll];
+    dsv4::SwapWord words[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const uint32_t word = first + u * kThreads;
+      if (word >= args.record_words) continue;
+      places[u] = dsv4::locate(args, unit, record, word);
+      words[u] = dsv4::load_word<kOut>(places[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (first + u * kThreads < args.record_words) dsv4::store_word<kOut>(places[u], words[u]);
+    }
+  }
+}
+
+template <bool kOut>
+ffi::Error swap(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                ffi::Span<const int64_t> pieces, int64_t first_unit, int64_t first_record) {
+  dsv4::SwapArgs args = {};
+  const ffi::Error wrong = dsv4::read_swap<kOut>(operands, results, pieces, first_unit, first_record, &args);
+  if (wrong.failure()) return wrong;
+  const int64_t tasks = args.pairs * ((args.record_words + kChunk - 1) / kChunk);
+  if (tasks == 0) return ffi::Error::Success();
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(tasks, kMaxBlocks));
+  swap_kernel<kOut><<<blocks, kThreads, 0, stream>>>(args);
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return ffi::Error::Internal(std::string("swap: ") + cudaGetErrorString(error));
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4SwapOut, swap<true>,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<ffi::Span<const int64_t>>("pieces")
+                                  .Attr<int64_t>("first_unit")
+                                  .Attr<int64_t>("first_record"),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4SwapIn, swap<false>,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<ffi::Span<const int64_t>>("pieces")
+                                  .Attr<int64_t>("first_unit")
+                                  .Attr<int64_t>("first_record"),
+                              {ffi::Traits::kCmdBufferCompatible});
