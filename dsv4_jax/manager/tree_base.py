@@ -11,7 +11,7 @@ from ..errors import PrefixTreeError, TransitionError
 from .allocator import as_count
 from .events import EventLog
 from .eviction import EvictionQueue, Freed
-from .node import ABORTS, BACKUP_BIT, COMPLETES, SETTLED, TRANSITIONS, Node, NodeState, Snapshot, Tier, copies
+from .node import ABORTS, BACKUP_BIT, COMPLETES, SETTLED, TRANSITIONS, Node, NodeState, Tier, copies
 
 __all__ = ["TIERS", "TreeBase", "TreeCounters", "children_of", "least_recently_used", "link", "subtree_of", "unlink"]
 
@@ -72,8 +72,8 @@ class TreeBase:
         rules = ((Tier.DEVICE, _device_leaf), (Tier.HOST, _host_leaf), (Tier.STORAGE, _storage_leaf))
         self._queues = {tier: EvictionQueue(1 << tier, eligible, self._order) for tier, eligible in rules}
         self._snapshot_queues = {
-            Tier.DEVICE: EvictionQueue(32, lambda n: _has_snapshot(n) and n.snapshot.device > 0, _snapshot_use),
-            Tier.HOST: EvictionQueue(64, lambda n: _has_snapshot(n) and n.snapshot.host > 0, _snapshot_use),
+            Tier.DEVICE: EvictionQueue(32, lambda n: _has_snapshot(n, Tier.DEVICE), _snapshot_use),
+            Tier.HOST: EvictionQueue(64, lambda n: _has_snapshot(n, Tier.HOST), _snapshot_use),
         }
 
     def __len__(self) -> int:
@@ -93,12 +93,12 @@ class TreeBase:
         return self._counts[state]
 
     def held(self, tier: Tier) -> int:
-        """Units of published nodes: device blocks, host blocks (those of backups too), or storage copies without either."""
+        """Units of published nodes: device blocks, host blocks (also of backups), storage copies without either."""
         if tier is Tier.HOST:
             return self._num_host
-        states = (
-            (_S.STORAGE, _S.FETCHING) if tier is Tier.STORAGE else (_S.DEVICE, _S.BACKING_UP, _S.OFFLOADING, _S.LOADING)
-        )
+        states = (_S.STORAGE, _S.FETCHING)
+        if tier is Tier.DEVICE:
+            states = (_S.DEVICE, _S.BACKING_UP, _S.OFFLOADING, _S.LOADING)
         return sum(self._counts[state] for state in states)
 
     def num_snapshots(self, tier: Tier) -> int:
@@ -151,12 +151,12 @@ class TreeBase:
             node.stored = True
             self._emit("stored", Tier.STORAGE, node)
         self._set_state(node, COMPLETES[old])
+        if old is not _S.PERSISTING:
+            self._emit("stored", Tier.DEVICE if old is _S.LOADING else Tier.HOST, node)
         if old is _S.OFFLOADING:
             freed.blocks.append(node.block)
             node.block = 0
             self._emit("removed", Tier.DEVICE, node)
-        if old is not _S.PERSISTING:
-            self._emit("stored", Tier.DEVICE if old is _S.LOADING else Tier.HOST, node)
         return freed
 
     def abort(self, node: Node) -> Freed:
@@ -276,7 +276,9 @@ class TreeBase:
 
     def _set_snapshot(self, node: Node, tier: Tier, unit: int) -> int:
         """Sets one tier's copy of the node's snapshot (storage: 1 or 0), 0 for none. Returns what it was."""
-        snapshot = node.snapshot = node.snapshot or Snapshot()
+        snapshot = node.snapshot
+        if snapshot is None:
+            return 0
         if tier is Tier.DEVICE:
             old, snapshot.device = snapshot.device, unit
         elif tier is Tier.HOST:
@@ -330,7 +332,7 @@ class TreeBase:
             freed.stored.append(node.digest)
         node.block, node.stored = 0, False
         for tier, units in ((Tier.DEVICE, freed.snapshots), (Tier.HOST, freed.host_snapshots), (Tier.STORAGE, [])):
-            if node.snapshot is not None and (unit := self._set_snapshot(node, tier, 0)):
+            if unit := self._set_snapshot(node, tier, 0):
                 units.append(unit)
 
     def _want_backup(self, node: Node) -> None:
@@ -410,8 +412,8 @@ def _storage_leaf(node: Node) -> bool:
     return node.state is _S.STORAGE and not node.refs and not node.children
 
 
-def _has_snapshot(node: Node) -> bool:
-    return node.snapshot is not None and not node.snapshot.pins
+def _has_snapshot(node: Node, tier: Tier) -> bool:
+    return node.snapshot is not None and not node.snapshot.pins and node.snapshot.copy(tier) > 0
 
 
 def _snapshot_use(node: Node) -> int:

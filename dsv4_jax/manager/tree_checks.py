@@ -44,13 +44,7 @@ def check_tree(tree: TreeBase) -> None:
         held = [unit for unit in units if unit]
         if len(set(held)) != len(held):
             raise IntegrityError(f"two nodes hold the same {what}: {sorted(held)}")
-    snapshots = collections.Counter(
-        tier
-        for n in nodes
-        if n.snapshot
-        for tier in TIERS
-        if (n.snapshot.device, n.snapshot.host, n.snapshot.stored)[3 - tier]
-    )
+    snapshots = collections.Counter(t for n in nodes if n.snapshot for t in TIERS if n.snapshot.copy(t))
     if tree._num_host != sum(n.host > 0 for n in nodes) or any(tree._num_snapshots[t] != snapshots[t] for t in TIERS):
         raise IntegrityError(f"miscounted: {tree._num_host} host blocks, {tree._num_snapshots} snapshots")
     counts = collections.Counter(n.state for n in nodes)

@@ -118,14 +118,16 @@ class EvictingTree(TreeBase):
         """
         if self._check(node).state is _S.WRITING:
             raise PrefixTreeError(f"{node} is not published: it cannot have a snapshot")
-        if tier not in TIERS or _copy(node.snapshot, tier):
+        if tier not in TIERS or (node.snapshot is not None and node.snapshot.copy(tier)):
             raise PrefixTreeError(f"{node} cannot have another snapshot in the {tier.name.lower()} tier")
-        self._set_snapshot(node, tier, 1 if tier is Tier.STORAGE else as_count("unit", unit, 1))
+        unit = 1 if tier is Tier.STORAGE else as_count("unit", unit, 1)
+        snapshot = node.snapshot = node.snapshot or Snapshot()
+        self._set_snapshot(node, tier, unit)
         self._clock += 1
-        node.snapshot.last_used = self._clock
+        snapshot.last_used = self._clock
         if tier is not Tier.STORAGE:
             self._snapshot_queues[tier].push(node)
-        return node.snapshot
+        return snapshot
 
     def drop_snapshot(self, node: Node, tier: Tier) -> int:
         """Takes one tier's copy away; returns its unit, 0 for storage. Without copies the node has no snapshot.
@@ -134,22 +136,22 @@ class EvictingTree(TreeBase):
             PrefixTreeError: there is none, or it is pinned.
         """
         snapshot = self._check(node).snapshot
-        if snapshot is None or snapshot.pins or not _copy(snapshot, tier):
+        if snapshot is None or snapshot.pins or not snapshot.copy(tier):
             raise PrefixTreeError(f"{node} has no {tier.name.lower()} snapshot that can be dropped")
         unit = self._set_snapshot(node, tier, 0)
         return 0 if tier is Tier.STORAGE else unit
 
     def pin_snapshot(self, node: Node) -> None:
         """Keeps a snapshot while a copy of it is under way."""
-        if self._check(node).snapshot is None:
+        if (snapshot := self._check(node).snapshot) is None:
             raise PrefixTreeError(f"{node} has no snapshot")
-        node.snapshot.pins += 1
+        snapshot.pins += 1
 
     def unpin_snapshot(self, node: Node) -> None:
         """Raises `PrefixTreeError` if it is not pinned."""
-        if self._check(node).snapshot is None or not node.snapshot.pins:
+        if (snapshot := self._check(node).snapshot) is None or not snapshot.pins:
             raise PrefixTreeError(f"{node} has no pinned snapshot")
-        node.snapshot.pins -= 1
+        snapshot.pins -= 1
         for queue in self._snapshot_queues.values():
             queue.push(node)
         self._enqueue(node)
@@ -173,13 +175,6 @@ class EvictingTree(TreeBase):
             raise OutOfBlocksError(count, len(nodes), len(nodes), f"{tier.name.lower()} snapshot")
         self.counters.evicted_snapshots += count
         return [self.drop_snapshot(node, tier) for node in nodes]
-
-
-def _copy(snapshot: Snapshot | None, tier: Tier) -> int:
-    """The unit of the copy in this tier (storage: 1), or 0."""
-    if snapshot is None:
-        return 0
-    return {Tier.DEVICE: snapshot.device, Tier.HOST: snapshot.host, Tier.STORAGE: int(snapshot.stored)}[tier]
 
 
 def _leaves(parent: Node, tier: Tier, count: int) -> None:
