@@ -26,6 +26,7 @@ from .scaling import (
     grouped,
     power_of_two,
     ue8m0_scale_exponent,
+    ungrouped,
 )
 
 __all__ = ["decode", "encode"]
@@ -37,7 +38,7 @@ def encode(fmt: RowFormat, x: jax.Array) -> tuple[jax.Array, ...]:
     groups = grouped(x[..., : fmt.nope_dim], NOPE_GROUP)
     exponent = ue8m0_scale_exponent(absmax(groups, AMAX_FLOOR), E4M3_MAX)
     codes = e4m3_codes(groups * power_of_two(-exponent)[..., None])
-    nope = codes.reshape(*x.shape[:-1], -1)[..., : fmt.nope_dim]
+    nope = ungrouped(codes)[..., : fmt.nope_dim]
     scale = (exponent + np.int32(127)).astype(jnp.uint8)
     padding = [(0, 0)] * (x.ndim - 1) + [(0, fmt.parts[2].width - scale.shape[-1])]
     return nope, bf16_bits(x[..., fmt.nope_dim :]), jnp.pad(scale, padding)
@@ -49,5 +50,5 @@ def decode(fmt: RowFormat, parts: tuple[jax.Array, ...], dtype: jnp.dtype = jnp.
     factor = power_of_two(scale.astype(jnp.int32) - np.int32(127))
     values = grouped(e4m3_values(nope), NOPE_GROUP)
     values = values * factor[..., : values.shape[-2], None]
-    values = values.reshape(*nope.shape[:-1], -1)[..., : fmt.nope_dim]
+    values = ungrouped(values)[..., : fmt.nope_dim]
     return jnp.concatenate([values.astype(dtype), bits_bf16(rope).astype(dtype)], -1)

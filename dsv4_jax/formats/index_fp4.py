@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from . import FP4_GROUP, RowFormat
-from .scaling import UE8M0_NAN, absmax, flush_subnormals, grouped, power_of_two, ue8m0_scale_exponent
+from .scaling import UE8M0_NAN, absmax, flush_subnormals, grouped, power_of_two, ue8m0_scale_exponent, ungrouped
 
 __all__ = ["AMAX_FLOOR", "decode", "e2m1_codes", "encode", "round_trip"]
 
@@ -29,7 +29,7 @@ _MIDPOINTS = (_VALUES[1:] + _VALUES[:-1]) / 2
 def encode(fmt: RowFormat, x: jax.Array) -> tuple[jax.Array, ...]:
     """[..., dim] float -> (codes uint8 [..., dim / 2], scale uint8 [..., ceil(dim / 32)])."""
     codes, exponent, nan = _quantise(x)
-    codes = codes.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+    codes = ungrouped(codes)[..., : x.shape[-1]]
     packed = codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
     scale = jnp.where(nan, UE8M0_NAN, (exponent + np.int32(127)).astype(jnp.uint8))
     return packed, scale
@@ -38,11 +38,11 @@ def encode(fmt: RowFormat, x: jax.Array) -> tuple[jax.Array, ...]:
 def decode(fmt: RowFormat, parts: tuple[jax.Array, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
     """The stored parts of keys -> [..., dim] in `dtype`."""
     packed, scale = parts
-    codes = jnp.stack([packed & np.uint8(15), packed >> np.uint8(4)], -1).reshape(*packed.shape[:-1], -1)
+    codes = ungrouped(jnp.stack([packed & np.uint8(15), packed >> np.uint8(4)], -1))
     groups = _values(grouped(codes, FP4_GROUP))
     factor = power_of_two(scale.astype(jnp.int32) - np.int32(127))
     factor = jnp.where(scale == UE8M0_NAN, np.float32(np.nan), factor)
-    values = (groups * factor[..., None]).reshape(*packed.shape[:-1], -1)
+    values = ungrouped(groups * factor[..., None])
     return values[..., : fmt.dim].astype(dtype)
 
 
@@ -50,7 +50,7 @@ def round_trip(x: jax.Array) -> jax.Array:
     """What FP4 storage would make of x, [..., n] float32: for the indexer's queries (QAT)."""
     codes, exponent, nan = _quantise(x)
     factor = jnp.where(nan, np.float32(np.nan), power_of_two(exponent))
-    return (_values(codes) * factor[..., None]).reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+    return ungrouped(_values(codes) * factor[..., None])[..., : x.shape[-1]]
 
 
 def _quantise(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

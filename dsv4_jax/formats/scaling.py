@@ -24,6 +24,7 @@ __all__ = [
     "grouped",
     "power_of_two",
     "ue8m0_scale_exponent",
+    "ungrouped",
 ]
 
 E4M3_MAX = np.float32(448.0)
@@ -93,3 +94,8 @@ def grouped(x: jax.Array, size: int) -> jax.Array:
     groups = -(-x.shape[-1] // size)
     padding = [(0, 0)] * (x.ndim - 1) + [(0, groups * size - x.shape[-1])]
     return jnp.pad(x, padding).reshape(*x.shape[:-1], groups, size)
+
+
+def ungrouped(groups: jax.Array) -> jax.Array:
+    """[..., g, size] -> [..., g * size]; also of no rows at all."""
+    return groups.reshape(*groups.shape[:-2], groups.shape[-2] * groups.shape[-1])

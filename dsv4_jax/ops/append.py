@@ -42,7 +42,8 @@ def append(
     Returns:
         The updated pool (in place when the caller's buffer is donated).
     """
-    return implementation_for("append", _append, implementation)(pool, values, row_ids, position, finish, fmt)
+    fn = implementation_for("append", _append, implementation, empty=values.shape[0] == 0)
+    return fn(pool, values, row_ids, position, finish, fmt)
 
 
 def encode(
@@ -54,7 +55,8 @@ def encode(
     implementation: Implementation = None,
 ) -> Rows:
     """The parts [T, width] of the rows `append` would store."""
-    return implementation_for("append", _encode, implementation)(values, position, finish, fmt)
+    fn = implementation_for("append", _encode, implementation, empty=values.shape[0] == 0)
+    return fn(values, position, finish, fmt)
 
 
 def _append(

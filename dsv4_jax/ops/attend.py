@@ -45,7 +45,8 @@ def attend(
         (out [T, H, dim] float32, lse [T, H] float32 = log sum_k e^z_k without the sink).
         A token that sees no key gives 0 and -inf.
     """
-    fn = implementation_for("attend", _attend, implementation)
+    empty = 0 in (*queries.shape, window_ids.shape[1])
+    fn = implementation_for("attend", _attend, implementation, empty=empty)
     return fn(queries, sink, window, window_ids, window_visible, entries, entry_ids, entry_count, scale, fmt)
 
 
@@ -74,7 +75,7 @@ def _attend(
         keys = jnp.where(visible[:, None], keys, np.float32(0))
         logits = jnp.einsum("hd,kd->hk", q, keys, precision=lax.Precision.HIGHEST) * np.float32(scale)
         logits = jnp.where(visible, logits, -np.float32(np.inf))
-        top = jnp.maximum(logits.max(-1), sink)
+        top = jnp.maximum(logits.max(-1, initial=-np.inf), sink)
         weights = jnp.exp(logits - top[:, None])
         total = weights.sum(-1)
         out = jnp.einsum("hk,kd->hd", weights, keys, precision=lax.Precision.HIGHEST)

@@ -33,11 +33,14 @@ def has_kernel(op: str, room: str = "pallas") -> bool:
     return importlib.util.find_spec(f"dsv4_jax.{room}.{op}") is not None
 
 
-def implementation_for(op: str, reference: Callable[..., Any], implementation: Implementation) -> Callable[..., Any]:
+def implementation_for(
+    op: str, reference: Callable[..., Any], implementation: Implementation, *, empty: bool = False
+) -> Callable[..., Any]:
     """The function to call for `op` (a file name in `ops/` and, if it has kernels, in `pallas/`, `cuda/`, `triton/`).
 
     None means, on a GPU backend, the op's default there (its Pallas kernel in place of a CUDA one whose
-    library is not built); everywhere else the reference.
+    library is not built); everywhere else the reference. It is the reference, too, if there is nothing to
+    do (`empty`): kernels need at least one element of each operand.
 
     Raises:
         ImplementationError: unknown name, or no such kernel exists for this op.
@@ -52,6 +55,8 @@ def implementation_for(op: str, reference: Callable[..., Any], implementation: I
     if not has_kernel(op, implementation):
         kind = _ROOMS[implementation]
         raise ImplementationError(f"{op}: there is no {kind} kernel for this op, use implementation='xla'")
+    if empty:
+        return reference
     return getattr(importlib.import_module(f"dsv4_jax.{implementation}.{op}"), reference.__name__)
 
 

@@ -24,7 +24,8 @@ def gather_rows(
 
     The RoPE dims of FP8 rows come back bit-exact; the NoPE dims are code times scale, exact in bf16.
     """
-    return implementation_for("gather", _gather_rows, implementation)(pool, row_ids, fmt, dtype)
+    fn = implementation_for("gather", _gather_rows, implementation, empty=row_ids.size == 0)
+    return fn(pool, row_ids, fmt, dtype)
 
 
 def _gather_rows(pool: Rows, row_ids: jax.Array, fmt: RowFormat, dtype: jnp.dtype) -> jax.Array:

@@ -40,7 +40,7 @@ def index_scores(
     Returns:
         [T, X * rows_per_block] float32, -inf for s >= count[t].
     """
-    fn = implementation_for("index_scores", _index_scores, implementation)
+    fn = implementation_for("index_scores", _index_scores, implementation, empty=0 in (*queries.shape, table.shape[1]))
     return fn(pool, queries, weights, table, count, base, rows_per_block, fmt)
 
 

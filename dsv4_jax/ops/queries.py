@@ -37,7 +37,7 @@ def finish_queries(
     Returns:
         [T, H, dim]: float32 of the reference, bfloat16 of a kernel (the kernels they go to round to it anyway).
     """
-    fn = implementation_for("queries", _finish_queries, implementation)
+    fn = implementation_for("queries", _finish_queries, implementation, empty=queries.size == 0)
     return fn(queries, position, inv_freq, eps, rotate, round_fp4)
 
 

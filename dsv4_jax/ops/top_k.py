@@ -26,7 +26,8 @@ def top_k(
         (indices [T, min(k, S)] int32, highest score first, 0 where there are fewer;
         kept [T] int32 = min(k, count)).
     """
-    return implementation_for("top_k", _top_k, implementation)(scores, count, min(k, scores.shape[-1]))
+    k = min(k, scores.shape[-1])
+    return implementation_for("top_k", _top_k, implementation, empty=scores.shape[0] == 0 or k == 0)(scores, count, k)
 
 
 def _top_k(scores: jax.Array, count: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
