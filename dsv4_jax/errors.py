@@ -84,6 +84,22 @@ class PlanError(CacheError, ValueError):
     """A step cannot be planned from these feeds."""
 
 
+class SwapPlanError(PlanError):
+    """A swap cannot be planned from these ids. Names the side ("device" or "host"), the index and the value."""
+
+    def __init__(self, problem: str, side: str | None = None, index: int | None = None, value: object = None):
+        self.side, self.index, self.value = side, index, value
+        super().__init__(problem if side is None else f"{side} id {value!r} at index {index} {problem}")
+
+
+class TransferError(CacheError, RuntimeError):
+    """A transfer between tiers failed; its cause is the error of the runtime."""
+
+
+class TransferTimeoutError(CacheError, TimeoutError):
+    """A transfer between tiers did not end in time. It goes on: wait again."""
+
+
 class ContextLimitError(PlanError):
     """A request would grow past the block table of its slot."""
 

@@ -1,13 +1,17 @@
 """The project's own native code: finds, loads and registers the XLA FFI handlers built from `csrc/`.
 
-The CUDA library is optional. It is built with `cmake -S csrc -B build/csrc && cmake --build build/csrc`
-(needs nvcc) and looked for at
+There are two libraries, both optional, built with `cmake -S csrc -B build/csrc && cmake --build build/csrc`:
+the CUDA kernels (`libdsv4_cuda.so`, needs nvcc) and the CPU twins of those that have one (`libdsv4_cpu.so`).
+Each is looked for at
 
-1. the path in the environment variable `DSV4_JAX_CUDA_LIBRARY`,
-2. `dsv4_jax/native/libdsv4_cuda.so`, where that build puts it.
+1. the path in the environment variable `DSV4_JAX_CUDA_LIBRARY` or `DSV4_JAX_CPU_LIBRARY`,
+2. `dsv4_jax/native/`, where that build puts it,
+3. for the CPU one: `build/` of a source checkout, where `make build` puts it.
 
-It has no Python ABI (ctypes loads it), and it is compiled against the headers of the oldest supported
-jaxlib, whose FFI version every later jaxlib accepts. It loads on machines without a GPU; only running needs one.
+A twin has the target name of its kernel, for another platform: one call in a traced function serves both.
+The libraries have no Python ABI (ctypes loads them), and they are compiled against the headers of the oldest
+supported jaxlib, whose FFI version every later jaxlib accepts. The CUDA one loads on machines without a GPU;
+only running needs one.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import jax
 
 from .errors import ImplementationError
 
-__all__ = ["cuda_problem", "cuda_target", "load_cuda"]
+__all__ = ["cpu_problem", "cpu_target", "cuda_problem", "cuda_target", "load_cpu", "load_cuda"]
 
 # FFI target -> exported handler.
 CUDA_TARGETS = {
@@ -31,15 +35,25 @@ CUDA_TARGETS = {
     "dsv4_compress_hca": "Dsv4CompressHca",
     "dsv4_finish_queries": "Dsv4FinishQueries",
     "dsv4_index_scores": "Dsv4IndexScores",
+    "dsv4_swap_in": "Dsv4SwapIn",
+    "dsv4_swap_out": "Dsv4SwapOut",
     "dsv4_top_k": "Dsv4TopK",
 }
-_VARIABLE = "DSV4_JAX_CUDA_LIBRARY"
+CPU_TARGETS = {"dsv4_swap_in": "Dsv4SwapIn", "dsv4_swap_out": "Dsv4SwapOut"}
+_NATIVE = pathlib.Path(__file__).parent / "native"
 
 
 def cuda_path() -> pathlib.Path:
     """Where the CUDA library is, or should be."""
-    default = pathlib.Path(__file__).parent / "native" / "libdsv4_cuda.so"
-    return pathlib.Path(os.environ.get(_VARIABLE) or default)
+    return pathlib.Path(os.environ.get("DSV4_JAX_CUDA_LIBRARY") or _NATIVE / "libdsv4_cuda.so")
+
+
+def cpu_path() -> pathlib.Path:
+    """Where the library of CPU twins is, or should be."""
+    if named := os.environ.get("DSV4_JAX_CPU_LIBRARY"):
+        return pathlib.Path(named)
+    packaged, built = _NATIVE / "libdsv4_cpu.so", _NATIVE.parents[1] / "build" / "libdsv4_cpu.so"
+    return built if built.is_file() and not packaged.is_file() else packaged
 
 
 @functools.cache
@@ -49,16 +63,26 @@ def load_cuda() -> ctypes.CDLL:
     Raises:
         ImplementationError: it is not built, or does not load, or lacks a handler; the message says which.
     """
-    path = cuda_path()
+    return _load("CUDA", cuda_path(), CUDA_TARGETS, "build csrc/ with CMake and nvcc, or set DSV4_JAX_CUDA_LIBRARY")
+
+
+@functools.cache
+def load_cpu() -> ctypes.CDLL:
+    """The library of CPU twins, its handlers registered with XLA for the platform cpu. Raises as `load_cuda`."""
+    return _load("cpu", cpu_path(), CPU_TARGETS, "build csrc/ with CMake or `make build`, or set DSV4_JAX_CPU_LIBRARY")
+
+
+def _load(platform: str, path: pathlib.Path, targets: dict[str, str], remedy: str) -> ctypes.CDLL:
+    what = f"{platform.upper()} library"
     if not path.is_file():
-        raise ImplementationError(f"no CUDA library at {path}: build csrc/ with CMake and nvcc, or set {_VARIABLE}")
+        raise ImplementationError(f"no {what} at {path}: {remedy}")
     try:
         library = ctypes.CDLL(str(path.resolve()))
-        capsules = {name: jax.ffi.pycapsule(getattr(library, symbol)) for name, symbol in CUDA_TARGETS.items()}
+        capsules = {name: jax.ffi.pycapsule(getattr(library, symbol)) for name, symbol in targets.items()}
     except (OSError, AttributeError) as error:
-        raise ImplementationError(f"the CUDA library {path} does not load: {error}") from error
+        raise ImplementationError(f"the {what} {path} does not load: {error}") from error
     for name, capsule in capsules.items():
-        jax.ffi.register_ffi_target(name, capsule, platform="CUDA")
+        jax.ffi.register_ffi_target(name, capsule, platform=platform)
     return library
 
 
@@ -74,4 +98,19 @@ def cuda_problem() -> str | None:
 def cuda_target(name: str) -> str:
     """The registered FFI target of that name; loads the library first. Raises `ImplementationError` if it cannot."""
     load_cuda()
+    return name
+
+
+def cpu_problem() -> str | None:
+    """Why the CPU twins cannot be used, None if they can."""
+    try:
+        load_cpu()
+    except ImplementationError as error:
+        return str(error)
+    return None
+
+
+def cpu_target(name: str) -> str:
+    """The registered FFI target of that name; loads the library of CPU twins first. Raises as `load_cpu`."""
+    load_cpu()
     return name

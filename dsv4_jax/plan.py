@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-__all__ = ["PackedPlan", "StepPlan"]
+__all__ = ["PackedPlan", "StepPlan", "SwapPlan"]
 
 IntArray: TypeAlias = Any  # int32: a numpy array on the host, a jax array while a step is traced
 
@@ -129,3 +129,18 @@ class PackedPlan:
             fields.append(self.vector[start : start + size].reshape(shape))
             start += size
         return StepPlan(*fields)
+
+
+class SwapPlan(NamedTuple):
+    """Which units (blocks, or slots) travel between the device cache and the host records, in either direction.
+
+    Made and checked by `dsv4_jax.tiers.planning.plan_swap`. A pair with an id <= 0 or beyond its pool is
+    padding: it moves nothing.
+
+    Attributes:
+        device_ids: [N] int32 units of the cache.
+        host_ids: [N] int32 records.
+    """
+
+    device_ids: IntArray
+    host_ids: IntArray

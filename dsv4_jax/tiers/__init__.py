@@ -1,1 +1,4 @@
-"""Where blocks live besides the device: pinned host memory, and storage behind it."""
+"""The tiers behind the device cache: host memory (`host`, `swap`, `staging`, `transfer`) and block stores.
+
+`records` and `planning` import no jax.
+"""
