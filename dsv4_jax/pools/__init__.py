@@ -11,6 +11,7 @@ import importlib
 from typing import Any
 
 _HOME = {
+    "GDNPool": "gdn_pool",
     "GDNSpec": "spec",
     "KVPool": "kv_pool",
     "KVSpec": "spec",
@@ -18,6 +19,8 @@ _HOME = {
     "StateSlots": "slots",
     "TokenTable": "token_table",
     "TokenToKVPoolAllocator": "token_allocator",
+    "copy_states": "gdn_pool",
+    "reset_states": "gdn_pool",
     "store_kv": "kv_pool",
 }
 

@@ -1,0 +1,164 @@
+"""GDNPool: the state of linear-attention layers (gated delta net and its kin), one slot per request.
+
+A head's recurrent state is stored [v_dim, k_dim], **value dim first**: with S so shaped, out = S @ q and the
+update adds outer(v, k). Slots: 0 is padding (always zeros; writes to it change nothing), 1..max_requests are the
+requests' own (those of `ReqToTokenPool`), the rest are track slots, where `copy_states` keeps snapshots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..errors import PoolError, ShapeError
+from .carriers import decode, safe_ids, to_carrier
+from .spec import GDNSpec
+
+__all__ = ["GDNPool", "copy_states", "reset_states"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GDNPool:
+    """Recurrent and convolution state of all layers. Methods are pure and traceable.
+
+    Attributes:
+        recurrent: [layers, slots, heads, v_dim, k_dim] float32.
+        conv: [layers, slots, conv_dim, conv_kernel - 1], the latest input last; the carrier of `conv_storage`.
+        spec: the geometry.
+    """
+
+    recurrent: jax.Array
+    conv: jax.Array
+    spec: GDNSpec
+
+    @classmethod
+    def init(cls, spec: GDNSpec, *, sharding: Any = None) -> GDNPool:
+        """All slots empty: zeros."""
+        leaves = {name: jnp.zeros(shape, dtype, device=sharding) for name, (shape, dtype) in spec.leaves.items()}
+        return cls(**leaves, spec=spec)
+
+    def get_layer_state(self, layer: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+        """A layer's states: (recurrent [slots, heads, v_dim, k_dim] float32, conv [slots, conv_dim, kernel - 1])."""
+        self._check_layer(layer)
+        recurrent, conv = (lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in (self.recurrent, self.conv))
+        return recurrent, decode((conv,), self.spec.conv_storage)
+
+    def get_states(self, layer: int | jax.Array, slots: Any) -> tuple[jax.Array, jax.Array, GDNPool]:
+        """The states of some slots, and the pool to go on with (the same one, ordered after this read).
+
+        Args:
+            layer: 0..layers-1; may be traced.
+            slots: [n]; 0 for padding, which reads as zeros.
+
+        Returns:
+            (recurrent [n, heads, v_dim, k_dim] float32, conv [n, conv_dim, kernel - 1], pool).
+        """
+        self._check_layer(layer)
+        (recurrent, conv), pool = self._gather(layer, safe_ids("slots", slots, self.spec.slots - 1).reshape(-1))
+        return recurrent, decode((conv,), self.spec.conv_storage), pool
+
+    def set_states(self, layer: int | jax.Array, slots: Any, recurrent: jax.Array, conv: jax.Array) -> GDNPool:
+        """Stores the states of some slots, shaped as `get_states` returns them. Slot 0 is not written.
+
+        Args:
+            slots: [n], no two equal but for 0. Host arrays are checked, device arrays cannot be.
+
+        Raises:
+            PoolError: the layer or a slot of a host array is out of range, or a slot is named twice.
+            ShapeError: a state has the wrong shape.
+        """
+        ids = safe_ids("slots", slots, self.spec.slots - 1, unique=True).reshape(-1)
+        for name, x, leaf in (("recurrent", recurrent, self.recurrent), ("conv", conv, self.conv)):
+            if x.shape != (ids.size, *leaf.shape[2:]):
+                raise ShapeError(f"{name} has shape {x.shape}, expected {(ids.size, *leaf.shape[2:])}")
+        self._check_layer(layer)
+        return self._scatter(layer, ids, (recurrent.astype(jnp.float32), to_carrier(conv, self.spec.conv_storage)))
+
+    def copy_states(self, src: Any, dst: Any) -> GDNPool:
+        """Copies slot src[i] to dst[i] in every layer; all are read before any is written.
+
+        Args:
+            src, dst: [n] slots of either kind; pairs with dst 0 are skipped, src 0 is the empty state.
+        """
+        source = safe_ids("src", src, self.spec.slots - 1).reshape(-1)
+        target = safe_ids("dst", dst, self.spec.slots - 1, unique=True).reshape(-1)
+        if source.shape != target.shape:
+            raise ShapeError(f"src has {source.size} slots, dst {target.size}")
+        if source.size == 0:
+            return self
+        layers = self._all_layers()
+        moved, pool = self._gather(layers, source)
+        return pool._scatter(layers, target, moved)
+
+    def reset_states(self, slots: Any) -> GDNPool:
+        """Empties slots: zeros in every layer. Slot 0 and no slots at all are welcome."""
+        ids = safe_ids("slots", slots, self.spec.slots - 1).reshape(-1)
+        if ids.size == 0:
+            return self
+        return self._scatter(self._all_layers(), ids, (0, 0))
+
+    @property
+    def mem_bytes(self) -> int:
+        return self.spec.total_bytes
+
+    def _check_layer(self, layer: int | jax.Array) -> None:
+        if isinstance(layer, jax.Array):
+            return
+        if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or not 0 <= layer < self.spec.layers:
+            raise PoolError(f"layer must be in 0..{self.spec.layers - 1}, got {layer!r}")
+
+    def _all_layers(self) -> jax.Array:
+        """[layers, 1] int32: together with [n] slots, all layers of each."""
+        return jnp.arange(self.spec.layers, dtype=jnp.int32)[:, None]
+
+    def _gather(self, layers: int | jax.Array, ids: jax.Array) -> tuple[tuple[jax.Array, jax.Array], GDNPool]:
+        """The stored states of slots, and the pool ordered after the read: see `KVPool.gather_kv`."""
+        # Indexed as they are: a reshape to rows and back would become a copy between two layers.
+        leaves = self.recurrent, self.conv
+        taken = tuple(a.at[layers, ids].get(mode="clip", wrap_negative_indices=False) for a in leaves)
+        (recurrent, conv), leaves = lax.optimization_barrier((taken, leaves))
+        return (recurrent, conv), GDNPool(*leaves, self.spec)
+
+    def _scatter(self, layers: int | jax.Array, ids: jax.Array, values: tuple[Any, Any]) -> GDNPool:
+        """Stores states, those of slot 0 excepted."""
+        ids = jnp.where(ids > 0, ids, np.int32(self.spec.slots))
+        pairs = zip((self.recurrent, self.conv), values, strict=True)
+        leaves = (a.at[layers, ids].set(x, mode="drop", wrap_negative_indices=False) for a, x in pairs)
+        return GDNPool(*leaves, self.spec)
+
+
+jax.tree_util.register_dataclass(GDNPool, data_fields=["recurrent", "conv"], meta_fields=["spec"])
+
+_copy_states = jax.jit(GDNPool.copy_states, donate_argnums=0)
+_reset_states = jax.jit(GDNPool.reset_states, donate_argnums=0)
+
+
+def copy_states(pool: GDNPool, src: Any, dst: Any) -> GDNPool:
+    """`GDNPool.copy_states` by itself, jitted: the pool is donated. Host slots, checked; one compile per power of two.
+
+    Raises:
+        PoolError: a slot is out of range, or a destination is named twice.
+        ShapeError: src and dst differ in number.
+    """
+    source, target = _padded("src", src, pool), _padded("dst", dst, pool, unique=True)
+    if np.size(src) != np.size(dst):
+        raise ShapeError(f"src has {np.size(src)} slots, dst {np.size(dst)}")
+    return _copy_states(pool, source, target) if np.size(src) else pool
+
+
+def reset_states(pool: GDNPool, slots: Any) -> GDNPool:
+    """`GDNPool.reset_states` by itself, jitted: the pool is donated. Errors as of `copy_states`."""
+    ids = _padded("slots", slots, pool)
+    return _reset_states(pool, ids) if np.size(slots) else pool
+
+
+def _padded(name: str, slots: Any, pool: GDNPool, *, unique: bool = False) -> jax.Array:
+    slots = np.asarray(slots).reshape(-1)
+    padding = (1 << max(slots.size - 1, 0).bit_length()) - slots.size
+    slots = slots.astype(np.int64) if slots.size == 0 else slots
+    return safe_ids(name, np.pad(slots, (0, padding)), pool.spec.slots - 1, unique=unique)

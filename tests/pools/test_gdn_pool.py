@@ -1,0 +1,121 @@
+"""GDNPool against NumPy arrays: states, copies and resets over all layers, track slots, no copies of the pool."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax.errors import PoolError, PoolExhaustedError, PoolReleaseError, ShapeError
+from dsv4_jax.pools import GDNPool, GDNSpec, StateSlots, copy_states, reset_states
+
+from .in_place import assert_in_place
+
+SPEC = GDNSpec(max_requests=4, layers=3, heads=2, k_dim=5, v_dim=3, conv_dim=7, conv_kernel=4, track_slots=3)
+set_states = jax.jit(GDNPool.set_states, donate_argnums=0)
+get_states = jax.jit(GDNPool.get_states)
+
+
+def states_of(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Conv inputs are small integers: exact in bf16."""
+    recurrent = rng.standard_normal((n, SPEC.heads, SPEC.v_dim, SPEC.k_dim)).astype(np.float32)
+    return recurrent, rng.integers(-9, 9, (n, SPEC.conv_dim, SPEC.conv_kernel - 1)).astype(np.float32)
+
+
+def test_shapes_and_bytes() -> None:
+    pool = GDNPool.init(SPEC)
+    assert pool.recurrent.shape == (3, 8, 2, 3, 5) and pool.recurrent.dtype == jnp.float32  # value dim first
+    assert pool.conv.shape == (3, 8, 7, 3) and pool.conv.dtype == jnp.uint16
+    assert pool.mem_bytes == SPEC.total_bytes == sum(a.nbytes for a in jax.tree.leaves(pool))
+    recurrent, conv = pool.get_layer_state(2)
+    assert recurrent.shape == (8, 2, 3, 5) and conv.shape == (8, 7, 3) and conv.dtype == jnp.bfloat16
+
+
+def test_trace() -> None:
+    """400 random writes, copies and resets; after each, every state of every layer and slot."""
+    rng = np.random.default_rng(0)
+    pool = GDNPool.init(SPEC)
+    model = [np.zeros((SPEC.layers, SPEC.slots, *s), np.float32) for s in ((2, 3, 5), (7, 3))]
+    for _ in range(400):
+        kind = rng.integers(3)
+        slots = rng.permutation(SPEC.slots)[:3]
+        live = slots > 0
+        if kind == 0:
+            layer, states = int(rng.integers(SPEC.layers)), states_of(rng, 3)
+            pool = set_states(pool, jnp.int32(layer), jnp.asarray(slots), *states)
+            for leaf, x in zip(model, states, strict=True):
+                leaf[layer, slots[live]] = x[live]
+        elif kind == 1:
+            src = rng.integers(0, SPEC.slots, 3)  # overlaps dst: all are read first
+            pool = copy_states(pool, src, slots)
+            for leaf in model:
+                leaf[:, slots[live]] = leaf[:, src[live]]
+        else:
+            pool = reset_states(pool, slots)
+            for leaf in model:
+                leaf[:, slots] = 0
+        np.testing.assert_array_equal(pool.recurrent, model[0])
+        np.testing.assert_array_equal(
+            jax.lax.bitcast_convert_type(pool.conv, jnp.bfloat16).astype(jnp.float32), model[1]
+        )
+    recurrent, conv, same = get_states(pool, 1, jnp.array([2, 0, 2]))
+    np.testing.assert_array_equal(recurrent, model[0][1, [2, 0, 2]])
+    np.testing.assert_array_equal(conv.astype(jnp.float32), model[1][1, [2, 0, 2]])
+    np.testing.assert_array_equal(same.recurrent, pool.recurrent)
+    assert not model[0][:, 0].any() and model[0][:, 1:].any()
+
+
+def test_nothing_to_do_and_what_is_refused() -> None:
+    pool = GDNPool.init(SPEC)
+    assert reset_states(pool, []) is pool and copy_states(pool, [], []) is pool
+    r, c = states_of(np.random.default_rng(1), 2)
+    for call, error, problem in (
+        (lambda: reset_states(pool, [8]), PoolError, r"0\.\.7"),
+        (lambda: copy_states(pool, [1, 2], [3, 3]), PoolError, "dst names a slot twice"),
+        (lambda: copy_states(pool, [1, 2], [3]), ShapeError, "src has 2 slots, dst 1"),
+        (lambda: pool.set_states(3, [1, 2], r, c), PoolError, "layer"),
+        (lambda: pool.set_states(0, [1, 1], r, c), PoolError, "twice"),
+        (lambda: pool.set_states(0, [1, 2], r.swapaxes(2, 3), c), ShapeError, r"recurrent .*\(2, 2, 3, 5\)"),
+        (lambda: pool.get_layer_state(-1), PoolError, "layer"),
+        (lambda: GDNSpec(4, 1, 2, 5, 3, 7, 1), PoolError, "conv_kernel"),
+        (lambda: GDNSpec(4, 1, 2, 5, 3, 7, 4, conv_storage="fp8"), PoolError, "conv_storage"),
+    ):
+        with pytest.raises(error, match=problem):
+            call()
+
+
+def test_track_slots_come_after_the_working_slots() -> None:
+    slots = StateSlots(SPEC)
+    assert [slots.alloc_track_slot() for _ in range(3)] == [5, 6, 7]
+    with pytest.raises(PoolExhaustedError, match=r"requested 1 track slots, 0 available \(of 3 total\)"):
+        slots.alloc_track_slot()
+    slots.free_track_slot(6)
+    for bad in (6, 4, 0, True):
+        with pytest.raises(PoolReleaseError):
+            slots.free_track_slot(bad)
+    assert slots.alloc_track_slot() == 6
+    slots.check_integrity()
+
+
+@pytest.mark.parametrize("what", ["step", "copy", "reset"])
+def test_in_place(what: str) -> None:
+    spec = GDNSpec(500, 3, 2, 16, 16, 24, 4, track_slots=20)
+    ids = jnp.array([7, 500, 0])
+
+    def step(pool: GDNPool) -> GDNPool:
+        for layer in range(spec.layers):
+            recurrent, conv, pool = pool.get_states(layer, ids)
+            pool = pool.set_states(layer, ids, recurrent * np.float32(0.5) + np.float32(1), conv + conv)
+        return pool
+
+    steps: dict[str, Any] = {
+        "step": step,
+        "copy": functools.partial(GDNPool.copy_states, src=ids, dst=ids[::-1]),
+        "reset": functools.partial(GDNPool.reset_states, slots=ids),
+    }
+    after = assert_in_place(steps[what], GDNPool.init(spec))
+    assert float(after.recurrent[1, 7, 0, 0, 0]) == (what == "step") and not np.asarray(after.recurrent[:, 0]).any()
