@@ -1,6 +1,8 @@
 """The slab store against the disk it is on: write and read back n records. Needs no GPU and no jax.
 
-    python benchmarks/bench_store.py [DIRECTORY] [--records 10000] [--record-bytes 65536] [--quick] [--json]
+    python benchmarks/bench_store.py [DIRECTORY] [--records 10000] [--record-bytes 527104] [--quick] [--json]
+
+A record is a block of DeepSeek-V4 Flash unless `--record-bytes` says otherwise.
 
 The disk's own rate is the faster of buffered and O_DIRECT sequential I/O of a plain file of the same total size, 8 MiB
 a call: writing counts the final fdatasync, reading starts with the file dropped from the page cache. The store does
@@ -24,12 +26,14 @@ from collections.abc import Callable
 
 import numpy as np
 
+from dsv4_jax import CacheLayout, DSV4Config
 from dsv4_jax.errors import StoreError
 from dsv4_jax.tiers.async_store import AsyncStore
 from dsv4_jax.tiers.slab import SlabStore
 from dsv4_jax.tiers.slab_record import checksum
 
 CALL_BYTES = 8 << 20
+POOL_BYTES = 256 << 20
 TARGET = 0.70
 
 
@@ -53,24 +57,24 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def disk(path: pathlib.Path, total: int, flags: int) -> dict[str, float]:
-    """Seconds to write and to read a plain file sequentially."""
-    chunk = aligned(CALL_BYTES)
-    chunk[:] = np.random.default_rng(0).integers(0, 256, CALL_BYTES, np.uint8)
+def disk(path: pathlib.Path, pool: np.ndarray, total: int, flags: int) -> dict[str, float]:
+    """Seconds to write and to read a plain file sequentially, from and to the memory that the store's records have."""
+    flat = pool.reshape(-1)[: pool.size // CALL_BYTES * CALL_BYTES].reshape(-1, CALL_BYTES)
     calls = -(-total // CALL_BYTES)
+    target = aligned(flat.size).reshape(flat.shape)
     path.unlink(missing_ok=True)
 
     def write() -> None:
         file = os.open(path, os.O_RDWR | os.O_CREAT | flags)
         for i in range(calls):
-            assert os.pwritev(file, [chunk], i * CALL_BYTES) == CALL_BYTES
+            assert os.pwritev(file, [flat[i % len(flat)]], i * CALL_BYTES) == CALL_BYTES
         os.fdatasync(file)
         os.close(file)
 
     def read() -> None:
         file = os.open(path, os.O_RDONLY | flags)
         for i in range(calls):
-            assert os.preadv(file, [chunk], i * CALL_BYTES) == CALL_BYTES
+            assert os.preadv(file, [target[i % len(flat)]], i * CALL_BYTES) == CALL_BYTES
         os.close(file)
 
     times = {"write": seconds(write)}
@@ -87,10 +91,16 @@ def store(path: pathlib.Path, keys: list[bytes], pool: np.ndarray, *, direct: bo
     calls = AsyncStore(slab, workers=workers) if workers else None
     target = aligned(pool.size).reshape(pool.shape)
     step = max(1, CALL_BYTES // pool.shape[1])
-    batches = [slice(i, i + step) for i in range(0, len(keys), step)]
 
     def each(name: str, records: np.ndarray) -> None:
-        made = [getattr(calls or slab, name)(keys[batch], records[batch]) for batch in batches]
+        """Batch by batch; the records repeat, the keys do not. A buffer is used again only when it is free."""
+        made = []
+        for i in range(0, len(keys), step):
+            at = i % len(records)
+            some = keys[i : i + min(step, len(records) - at)]
+            if at == 0 and name == "read_into" and calls:
+                calls.drain()
+            made.append(getattr(calls or slab, name)(some, records[at : at + len(some)]))
         assert all((m.result() if calls else m).all() for m in made), name
         if name == "write":
             (calls or slab).flush()
@@ -111,16 +121,16 @@ def checksum_rate(record: np.ndarray) -> float:
 
 
 def run(directory: pathlib.Path, count: int, record_bytes: int, rounds: int) -> dict:
-    pool = aligned(count * record_bytes).reshape(count, record_bytes)
-    rng = np.random.default_rng(1)
-    for start in range(0, count, 256):
-        pool[start : start + 256] = rng.integers(0, 256, pool[start : start + 256].shape, np.uint8)
+    step = max(1, CALL_BYTES // record_bytes)
+    held = min(count, step * max(1, POOL_BYTES // (step * record_bytes)))  # whole batches
+    pool = aligned(held * record_bytes).reshape(held, record_bytes)
+    pool[:] = np.random.default_rng(1).integers(0, 256, pool.shape, np.uint8)
     keys = [hashlib.sha256(i.to_bytes(8, "little")).digest() for i in range(count)]
-    path, total = directory / "bench.slab", pool.size
+    path, total = directory / "bench.slab", count * record_bytes
     # What the disk can do, and the store's modes: with and without the page cache, alone and on two threads.
     subjects: dict[str, Callable[[], dict[str, float]]] = {
-        "disk, buffered": lambda: disk(path, total, 0),
-        "disk, O_DIRECT": lambda: disk(path, total, os.O_DIRECT),
+        "disk, buffered": lambda: disk(path, pool, total, 0),
+        "disk, O_DIRECT": lambda: disk(path, pool, total, os.O_DIRECT),
         "store, buffered": lambda: store(path, keys, pool, direct=False, workers=0),
         "store, buffered, 2 threads": lambda: store(path, keys, pool, direct=False, workers=2),
         "store, direct": lambda: store(path, keys, pool, direct=True, workers=0),
@@ -158,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", nargs="?", type=pathlib.Path, default=pathlib.Path.cwd(), help="on which disk")
     parser.add_argument("--records", type=int, default=10_000)
-    parser.add_argument("--record-bytes", type=int, default=64 << 10)
+    parser.add_argument("--record-bytes", type=int, default=CacheLayout(DSV4Config.flash()).bytes_per_block)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="1,000 records, one round")
     parser.add_argument("--json", action="store_true")

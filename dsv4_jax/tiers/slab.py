@@ -259,7 +259,7 @@ class SlabStore:
             raise
         for key in fresh:
             self._index[key] = _Entry(chosen[key], headers[key].generation, headers[key].digest)
-        self._free.extend(slot for key, slot in chosen.items() if key not in set(fresh))
+        self._free.extend(chosen[key] for key in headers.keys() - set(fresh))
         self._stats.written += len(fresh)
         return fresh
 

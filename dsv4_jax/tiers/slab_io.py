@@ -17,6 +17,7 @@ import mmap
 import os
 import pathlib
 import struct
+import threading
 import zlib
 from collections.abc import Sequence
 
@@ -59,6 +60,7 @@ class SlabFile:
         self._pad = np.zeros(self.stride - record_bytes, np.uint8)
         self._scratch = np.zeros_like(self._pad)  # where pads are read to; what it holds is never looked at
         self._files: list[int] = []
+        self._local = threading.local()
         try:
             self.headers = self._open(0)
             self._lock()
@@ -138,13 +140,10 @@ class SlabFile:
             by_slot.setdefault(slot, []).append(buffer)
         call = os.pwritev if write else os.preadv
         pad = self._pad if write else self._scratch
-        bounce: np.ndarray | None = None
         for run in _runs(sorted(by_slot), min(_BATCH_BUFFERS // 2, max(1, _BATCH_BYTES // self.stride))):
             offset, views = self.data_offset + run[0] * self.stride, [by_slot[slot][0] for slot in run]
             if self.direct and (pad.size or any(view.ctypes.data % PAGE for view in views)):
-                if bounce is None:
-                    bounce = np.frombuffer(mmap.mmap(-1, max(_BATCH_BYTES, self.stride)), np.uint8)
-                staged = bounce[: len(run) * self.stride].reshape(len(run), self.stride)
+                staged = self._bounce()[: len(run) * self.stride].reshape(len(run), self.stride)
                 if write:
                     for row, view in zip(staged, views, strict=True):
                         row[: self.record_bytes] = view
@@ -158,6 +157,12 @@ class SlabFile:
         for first, *again in by_slot.values():
             for buffer in again:
                 buffer[:] = first
+
+    def _bounce(self) -> np.ndarray:
+        """This thread's page-aligned buffer, kept: making one costs as much as filling it."""
+        if not hasattr(self._local, "bounce"):
+            self._local.bounce = np.frombuffer(mmap.mmap(-1, max(_BATCH_BYTES, self.stride)), np.uint8)
+        return self._local.bounce
 
     def _do(self, call, file: int, views: list[memoryview], offset: int) -> None:
         try:

@@ -11,7 +11,7 @@
         80    48  key, zero padded
 
 Little-endian. The checksum is a two-level tree. Level one runs at memory speed in NumPy: the record as 64-bit words,
-in pieces of 16384, is multiplied with fixed odd random 64-bit keys and summed modulo 2^64; once as it is, and once
+in pieces of 65536, is multiplied with fixed odd random 64-bit keys and summed modulo 2^64; once as it is, and once
 shifted by four bytes. Level two is BLAKE2b over those sums, the last 16 bytes, the key, the fingerprint and the
 generation. An odd key makes every change within one word visible. The top bits of a word meet only the low bits of
 its key, so changes of top bits in two words could cancel; shifted, they are low bits. For unrelated changes a
@@ -36,7 +36,7 @@ HEADER_BYTES = 128
 MAX_KEY_BYTES = 48
 _MAGIC = b"dsv4"
 _BODY = struct.Struct("<QQH6x32s16s48s")
-_WORDS = 16384
+_WORDS = 65536
 # Part of the file format: must never change.
 _KEYS = np.frombuffer(hashlib.shake_256(b"dsv4_jax record").digest(8 * _WORDS), "<u8").astype(np.uint64) | np.uint64(1)
 
