@@ -78,6 +78,19 @@ class TreeMachine(RuleBasedStateMachine):
         self.old: list[Node] = []
         self.now = self.number = self.seen = 0
         self.copies: set[tuple[bytes, Tier]] = set()
+        for symbols in ((0, 1, 0), (0, 0), (1, 0, 0, 1)):
+            self.compute(len(symbols), symbols)
+            self.attach(len(self.records) - 1)
+
+    def compute(self, lookup: int, symbols: Path) -> None:
+        """A request from admission to its end."""
+        self.admit(0, symbols, 1, bool(lookup % 2))
+        for _ in symbols:
+            self.write(len(self.users) - 1)
+        writing = len(self.users[-1].writing)
+        for _ in range(writing):
+            self.publish_next(self.users[-1], 0)
+        self.finish(len(self.users) - 1)
 
     # The model
 
@@ -87,9 +100,6 @@ class TreeMachine(RuleBasedStateMachine):
     def below(self, path: Path) -> list[Path]:
         return [p for p in self.records if p[: len(path)] == path]
 
-    def written_below(self, path: Path) -> bool:
-        return any(p[:-1] == path for u in self.users for _, p, _, _ in u.writing)
-
     def level(self, path: Path) -> int:
         return 3 if len(path) < 2 else LEVEL[self.records[path].state]
 
@@ -98,11 +108,7 @@ class TreeMachine(RuleBasedStateMachine):
         old, new = self.level(path), LEVEL[state]
         if new > old:
             return self.level(path[:-1]) >= new
-        return new == old or (
-            not self.records[path].refs
-            and not self.written_below(path)
-            and all(self.level(p) <= new for p in self.children(path))
-        )
+        return new == old or (not self.records[path].refs and all(self.level(p) <= new for p in self.children(path)))
 
     def node(self, path: Path) -> Node:
         found = self.tree.get(digest_of(path))
@@ -170,6 +176,16 @@ class TreeMachine(RuleBasedStateMachine):
                 self.records[found[len(nodes) - 1]].used = self.now
         self.users.append(User(path, nodes, [], []))
 
+    @precondition(lambda self: len(self.users) < 4)
+    @rule(namespace=st.integers(0, 1), symbols=paths, beyond=st.booleans(), blocks=st.integers(0, 5))
+    def run(self, namespace: int, symbols: Path, beyond: bool, blocks: int) -> None:
+        """A request that is admitted and has its first blocks computed at once."""
+        self.admit(namespace, symbols, 1, beyond)
+        for _ in range(blocks):
+            self.write(len(self.users) - 1)
+        for _ in range(len(self.users[-1].writing)):
+            self.publish_next(self.users[-1], 0)
+
     @precondition(lambda self: self.users)
     @rule(who=pick)
     def write(self, who: int) -> None:
@@ -195,11 +211,13 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(who=pick, last=st.booleans())
     def publish(self, who: int, last: bool) -> None:
         users = [u for u in self.users if u.writing]
-        user = users[who % len(users)]
-        node, path, block, number = user.writing[-1 if last else 0]
+        self.publish_next(users[who % len(users)], -1 if last else 0)
+
+    def publish_next(self, user: User, at: int) -> None:
+        node, path, block, number = user.writing[at]
         result = self.tree.publish(node)
         other = self.records.get(path)
-        if (last and len(user.writing) > 1) or (other and other.state not in (*SETTLED, "backing_up")):
+        if (at and len(user.writing) > 1) or (other and other.state not in (*SETTLED, "backing_up")):
             assert result == (node, 0)
             assert node.state.value == "writing"
             return
@@ -260,7 +278,7 @@ class TreeMachine(RuleBasedStateMachine):
         if tier == "host" and record.state == "device":
             return True
         same = [p for p in self.children(path) if p not in gone and self.level(p) >= LEVEL[tier]]
-        return record.state == tier and not record.refs and not same and not self.written_below(path)
+        return record.state == tier and not record.refs and not same
 
     def stuck(self, path: Path, tier: str) -> bool:
         record = self.records[path]
@@ -269,7 +287,11 @@ class TreeMachine(RuleBasedStateMachine):
         lower = [p for p in self.below(path) if p == path or self.level(p) < LEVEL[tier]]
         return any(self.records[p].pins or (p != path and self.records[p].state not in SETTLED) for p in lower)
 
-    @rule(tier=st.sampled_from(["device", "host", "storage"]), count=st.integers(0, 4), room=st.integers(0, 4))
+    @rule(
+        tier=st.sampled_from(["device", "host", "device", "storage"]),
+        count=st.sampled_from([2, 1, 3, 5, 0]),
+        room=st.integers(0, 5),
+    )
     def evict(self, tier: str, count: int, room: int) -> None:
         room = min(room, self.host.num_free) if tier == "device" else 0
         chosen: list[Path] = []
@@ -315,9 +337,9 @@ class TreeMachine(RuleBasedStateMachine):
             else:
                 self.forget(path)
 
-    @rule(seed=pick)
-    def back_up(self, seed: int) -> None:
-        if (path := self.any_path(seed)) and self.host.num_free:
+    @rule(seed=pick, wrong=st.booleans())
+    def back_up(self, seed: int, wrong: bool) -> None:
+        if (path := self.any_path(seed) if wrong else self.any_path(seed, "device")) and self.host.num_free:
             self.begin(path, "device", "backing_up", self.tree.begin_backup, not self.records[path].host)
 
     @rule(seed=pick)
@@ -331,9 +353,9 @@ class TreeMachine(RuleBasedStateMachine):
             else:
                 self.device.release([block])
 
-    @rule(seed=pick)
-    def persist(self, seed: int) -> None:
-        if path := self.any_path(seed):
+    @rule(seed=pick, wrong=st.booleans())
+    def persist(self, seed: int, wrong: bool) -> None:
+        if path := self.any_path(seed) if wrong else self.any_path(seed, "host"):
             record = self.records[path]
             legal = record.state == "host" and not record.stored
             if self.attempt(legal, lambda: self.tree.begin_persist(self.node(path))):
@@ -357,9 +379,27 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(seed=pick, well=st.booleans())
     def end_move(self, seed: int, well: bool) -> None:
-        path = self.any_path(seed, *DONE) or self.any_path(seed)
-        if path is None:
-            return
+        if path := self.any_path(seed, *DONE) or self.any_path(seed):
+            self.end(path, well)
+
+    @rule(well=st.booleans())
+    def end_moves(self, well: bool) -> None:
+        for path in sorted(self.records):
+            if self.records[path].state in DONE:
+                self.end(path, well)
+
+    @rule(down=st.booleans())
+    def store(self, down: bool) -> None:
+        """Persists all that the host has; perhaps empties the host."""
+        for path in sorted(self.records):
+            if self.records[path].state == "host" and not self.records[path].stored:
+                self.tree.begin_persist(self.node(path))
+                self.records[path].state = "persisting"
+        self.end_moves(True)
+        if down:
+            self.evict("host", sum(self.eligible(p, "host", set()) for p in self.records), 0)
+
+    def end(self, path: Path, well: bool) -> None:
         record, node = self.records[path], self.node(path)
         state = (DONE if well else UNDONE).get(record.state)
         legal = state is not None and self.may_go(path, state)
@@ -373,7 +413,22 @@ class TreeMachine(RuleBasedStateMachine):
             record.host *= record.state in ("loading", "persisting")
         record.state = state
 
-    @rule(seed=pick)
+    @rule(
+        seed=pick,
+        which=st.sampled_from(["stored", "found", "lost", "pin", "unpin", "late", "late", "discard", "reset"]),
+    )
+    def seldom(self, seed: int, which: str) -> None:
+        {
+            "stored": self.lose_stored,
+            "found": self.find_in_storage,
+            "lost": self.discard,
+            "pin": lambda seed: self.pin(seed, True),
+            "unpin": lambda seed: self.pin(seed, False),
+            "late": self.late_events_are_refused,
+            "discard": self.discard,
+            "reset": self.reset,
+        }[which](seed)
+
     def discard(self, seed: int) -> None:
         if path := self.any_path(seed, "storage", *DONE) or self.any_path(seed):
             all_below = [self.records[p] for p in self.below(path)]
@@ -381,24 +436,23 @@ class TreeMachine(RuleBasedStateMachine):
                 not any(r.refs or r.pins for r in all_below)
                 and all(p == path or self.records[p].state in SETTLED for p in self.below(path))
                 and self.records[path].state not in ("backing_up", "persisting")
-                and not any(p[: len(path)] == path for u in self.users for _, p, _, _ in u.writing)
             )
             node = self.node(path)
             if self.attempt(legal, lambda: self.tree.discard(node)):
                 self.forget(path)
                 self.old.append(node)
 
-    @rule(namespace=st.integers(0, 1), symbols=paths)
-    def find_in_storage(self, namespace: int, symbols: Path) -> None:
-        parent = None
-        for path in prefixes((namespace, *symbols)):
-            if path not in self.records:
-                self.number += 1
-                self.records[path] = Record("storage", self.number, last=self.now)
-            self.records[path].stored = True
-            parent = self.tree.add_stored(parent, digest_of(path))
+    def find_in_storage(self, seed: int) -> None:
+        start = self.any_path(seed) or (0,)
+        path = (*start, seed % 2)
+        parent = self.node(start) if len(start) > 1 else None
+        node = self.tree.add_stored(parent, digest_of(path))
+        if path not in self.records:
+            self.number += 1
+            self.records[path] = Record("storage", self.number, last=self.now)
+        self.records[path].stored = True
+        assert node is self.node(path)
 
-    @rule(seed=pick)
     def lose_stored(self, seed: int) -> None:
         if path := self.any_path(seed):
             record = self.records[path]
@@ -419,7 +473,6 @@ class TreeMachine(RuleBasedStateMachine):
             else:
                 self.slots.release([slot])
 
-    @rule(seed=pick, pin=st.booleans())
     def pin(self, seed: int, pin: bool) -> None:
         if path := self.any_path(seed):
             record, call = self.records[path], self.tree.pin_snapshot if pin else self.tree.unpin_snapshot
@@ -438,10 +491,8 @@ class TreeMachine(RuleBasedStateMachine):
 
     # The rest
 
-    @precondition(lambda self: self.now > 12)
-    @rule(really=st.integers(0, 4))
-    def reset(self, really: int) -> None:
-        if really:
+    def reset(self, seed: int) -> None:
+        if seed % 7 != 3:
             return
         self.old += [self.node(p) for p in self.records] + [w[0] for u in self.users for w in u.writing]
         self.tree.reset()
@@ -449,9 +500,9 @@ class TreeMachine(RuleBasedStateMachine):
             pool.reset()
         self.records, self.users = {}, []
 
-    @precondition(lambda self: self.old)
-    @rule(seed=pick)
     def late_events_are_refused(self, seed: int) -> None:
+        if not self.old:
+            return
         node = self.old[seed % len(self.old)]
         assert not self.tree.is_current(node)
         calls = (self.tree.publish, self.tree.complete, self.tree.abort, self.tree.discard)
@@ -506,5 +557,5 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.copies == expected
 
 
-TreeMachine.TestCase.settings = settings(max_examples=140, stateful_step_count=80, deadline=None)
+TreeMachine.TestCase.settings = settings(max_examples=170, stateful_step_count=80, deadline=None)
 TestTree = TreeMachine.TestCase
