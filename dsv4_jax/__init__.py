@@ -25,9 +25,17 @@ if TYPE_CHECKING:
     from .manager import KVCacheManager as KVCacheManager
     from .plan import PackedPlan as PackedPlan
     from .plan import StepPlan as StepPlan
+    from .plan import SwapPlan as SwapPlan
     from .sharding import cache_sharding as cache_sharding
     from .sharding import shard_step as shard_step
     from .sharding import stack_plans as stack_plans
+    from .tiers.host import HostCache as HostCache
+    from .tiers.host import init_host_cache as init_host_cache
+    from .tiers.planning import plan_swap as plan_swap
+    from .tiers.swap import restore as restore
+    from .tiers.swap import snapshot as snapshot
+    from .tiers.swap import swap_in as swap_in
+    from .tiers.swap import swap_out as swap_out
 
 __version__ = "0.1.0"
 
@@ -43,6 +51,7 @@ _HOME = {
     "KVCacheManager": "manager",
     "PackedPlan": "plan",
     "StepPlan": "plan",
+    "SwapPlan": "plan",
     "KVCache": "cache",
     "LayerCacheHandle": "cache",
     "init_cache": "cache",
@@ -50,8 +59,15 @@ _HOME = {
     "cache_sharding": "sharding",
     "shard_step": "sharding",
     "stack_plans": "sharding",
+    "HostCache": "tiers.host",
+    "init_host_cache": "tiers.host",
+    "plan_swap": "tiers.planning",
+    "restore": "tiers.swap",
+    "snapshot": "tiers.swap",
+    "swap_in": "tiers.swap",
+    "swap_out": "tiers.swap",
 }
-_SUBMODULES = ("errors", "manager", "model", "ops")
+_SUBMODULES = ("errors", "manager", "model", "ops", "tiers")
 
 __all__ = ["__version__", *_HOME, *_SUBMODULES]
 

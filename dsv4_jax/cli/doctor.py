@@ -66,6 +66,7 @@ def examine() -> dict[str, Any]:
         for device in devices
     ]
     report["implementations"] = _implementations(report["backend"])
+    report["native"] = _native()
     return report
 
 
@@ -92,6 +93,13 @@ def _implementations(backend: str) -> dict[str, dict[str, str]]:
     }
 
 
+def _native() -> dict[str, str]:
+    """Native library -> "usable" or why it cannot be loaded. Without the one of the backend, swaps are plain XLA."""
+    from .. import ffi
+
+    return {"cuda": ffi.cuda_problem() or "usable", "cpu": ffi.cpu_problem() or "usable"}
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -114,3 +122,5 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     for op, states in report["implementations"].items():
         ops.add_row(op, *(f"[green]{s}[/]" if s == "usable" else s for s in states.values()))
     console.print(ops)
+    for name, state in report["native"].items():
+        console.print(f"native {name} library: {state}", highlight=False, soft_wrap=True)

@@ -86,10 +86,13 @@ def init_host_cache(
 
 
 def _allocate(records: int, width: int, placement: Any) -> jax.Array:
-    # NumPy's zeros take no memory until they are written, and unlike jnp's they take none of the device's.
-    # Never an alias of them: such an array could not be updated in place.
+    # NumPy's zeros take no memory until they are written, and unlike jnp's they take none of the device's. A CPU
+    # device makes an array that begins at a multiple of 64 bytes its own, never to be updated in place: not this one.
+    zeros = np.zeros(records * width + 128, np.uint8)
+    start = -zeros.ctypes.data % 64 + 16
+    zeros = zeros[start : start + records * width].reshape(records, width)
     try:
-        return jax.block_until_ready(jax.device_put(np.zeros((records, width), np.uint8), placement, may_alias=False))
+        return jax.block_until_ready(jax.device_put(zeros, placement))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
