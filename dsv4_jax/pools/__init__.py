@@ -11,10 +11,12 @@ import importlib
 from typing import Any
 
 _HOME = {
+    "ChunkCache": "chunk_cache",
     "GDNPool": "gdn_pool",
     "GDNSpec": "spec",
     "KVPool": "kv_pool",
     "KVSpec": "spec",
+    "RadixCache": "radix_cache",
     "ReqToTokenPool": "request_table",
     "StateSlots": "slots",
     "TokenTable": "token_table",

@@ -1,0 +1,49 @@
+"""ChunkCache: the prefix cache that caches nothing, to switch the real one off. NumPy, no jax."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+
+from .radix_node import Inserted, Lock, Match, Node
+
+__all__ = ["ChunkCache"]
+
+_NONE = np.zeros(0, np.int32)
+
+
+class ChunkCache:
+    """As `RadixCache`, but every match is empty and every slot stays the caller's."""
+
+    total_size = protected_size = evictable_size = 0
+
+    def __init__(self) -> None:
+        self._root = Node(0, None, 0, np.zeros(0, np.int64), _NONE)
+
+    def match(self, tokens: Any, namespace: Hashable = None, *, limit: int | None = None) -> Match:
+        """Nothing."""
+        return Match(self._root, _NONE, _NONE, None, 0)
+
+    def insert(
+        self, tokens: Any, ids: Any, namespace: Hashable = None, *, window_ids: Any = None, snapshot: int | None = None
+    ) -> Inserted:
+        """Takes nothing over."""
+        kept = np.array(ids, np.int32).reshape(-1)
+        rows = np.array([] if window_ids is None else window_ids, np.int32).reshape(-1)
+        return Inserted(self._root, _NONE, kept, rows[rows != 0], 0, False)
+
+    def lock(self, node: Node) -> Lock:
+        return Lock(node, 0)
+
+    def unlock(self, lock: Lock) -> None: ...
+
+    def evict(self, count: int) -> int:
+        return 0
+
+    evict_window = evict_snapshots = evict
+
+    def clear(self) -> None: ...
+
+    def check_integrity(self) -> None: ...

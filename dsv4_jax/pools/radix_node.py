@@ -1,0 +1,163 @@
+"""What the radix cache is made of and what it answers with. NumPy, no jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import PoolError
+from .token_allocator import TokenToKVPoolAllocator
+
+__all__ = ["Inserted", "LeastRecent", "Lock", "Match", "Node", "check_foreign"]
+
+
+class Node:
+    """A run of tokens that follows its parent's.
+
+    Attributes:
+        parent: None for a root, and for a node that has left the tree.
+        start: tokens before this node's first.
+        tokens, ids: int64 and int32 [n], the tokens and their slots in the KV pool.
+        window_ids: int32 [n], slots of the window pool; None if the node is a tombstone there.
+        snapshot: the track slot of the state after the last token, if there is one.
+        children: by the bytes of their first page.
+        refs: locks on this node or below.
+        window_refs: locks that need this node's window rows.
+        used: when it was last matched or inserted, on the cache's clock.
+    """
+
+    __slots__ = (
+        "alive", "children", "ids", "number", "parent", "refs", "snapshot", "start", "tokens", "used", "window_ids",
+        "window_refs",
+    )  # fmt: skip
+
+    def __init__(self, number: int, parent: Node | None, start: int, tokens: np.ndarray, ids: np.ndarray):
+        self.number, self.parent, self.start, self.tokens, self.ids = number, parent, start, tokens, ids
+        self.children: dict[bytes, Node] = {}
+        self.window_ids: np.ndarray | None = None
+        self.snapshot: int | None = None
+        self.refs = self.window_refs = self.used = 0
+        self.alive = True
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """`window_ids`, zeros for a tombstone."""
+        return np.zeros(len(self.tokens), np.int32) if self.window_ids is None else self.window_ids
+
+    def path(self) -> list[Node]:
+        """This node and those above it, the root excepted, upwards."""
+        node, out = self, []
+        while node.parent is not None:
+            out.append(node)
+            node = node.parent
+        return out
+
+
+class Match(NamedTuple):
+    """The longest usable prefix.
+
+    Attributes:
+        node: where it ends; lock it before anything that may evict.
+        ids: int32 [n], the prefix's slots.
+        window_ids: int32 [n], those of the window pool, 0 where there are none; the last `window` are there.
+        snapshot: the track slot of the state at its end; None without states.
+        kv_length: tokens whose KV rows are here, usable or not.
+    """
+
+    node: Node
+    ids: np.ndarray
+    window_ids: np.ndarray
+    snapshot: int | None
+    kv_length: int
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+
+class Inserted(NamedTuple):
+    """Who owns what after an insert. What is not named here is the cache's now.
+
+    Attributes:
+        node: where the inserted prefix ends.
+        ids: int32 [n], the cache's slots of the whole prefix: write them to the request's table row.
+        kept, kept_window: int32, slots that are still the caller's: duplicates, and the tail that fills no page.
+        prefix: tokens that were here before.
+        took_snapshot: whether the snapshot is the cache's now.
+    """
+
+    node: Node
+    ids: np.ndarray
+    kept: np.ndarray
+    kept_window: np.ndarray
+    prefix: int
+    took_snapshot: bool
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Lock:
+    """Keeps a path. Its window rows are kept from position `window_start` on (which no split can move)."""
+
+    node: Node
+    window_start: int
+
+
+class LeastRecent:
+    """Nodes by last use, a heap with one entry per node that is corrected when it comes up.
+
+    Uses only grow, and eligibility may end without telling: so matching costs nothing here.
+
+    Args:
+        eligible: whether a node may be taken. When it becomes true, `push` the node.
+    """
+
+    def __init__(self, eligible: Callable[[Node], bool]):
+        self._eligible = eligible
+        self._heap: list[tuple[int, int, Node]] = []
+        self._queued: set[int] = set()
+        self._bound = 1024
+
+    def push(self, node: Node) -> None:
+        """Makes sure the node is listed if it is eligible."""
+        if node.number in self._queued or not self._eligible(node):
+            return
+        self._queued.add(node.number)
+        heapq.heappush(self._heap, (node.used, node.number, node))
+        if len(self._heap) > self._bound:  # forget those that left by another way
+            self._heap = [entry for entry in self._heap if self._eligible(entry[2])]
+            heapq.heapify(self._heap)
+            self._queued = {number for _, number, _ in self._heap}
+            self._bound = max(1024, 2 * len(self._heap))
+
+    def pop(self) -> Node | None:
+        """Takes out the eligible node that was used least recently."""
+        while self._heap:
+            used, number, node = heapq.heappop(self._heap)
+            self._queued.discard(number)
+            if not self._eligible(node):
+                continue
+            if used == node.used:
+                return node
+            self.push(node)
+        return None
+
+
+def check_foreign(name: str, ids: np.ndarray, owned: np.ndarray, allocator: TokenToKVPoolAllocator) -> None:
+    """Ids that are not the cache's at this place must be nobody else's than the caller's."""
+    if ids.size == 0:
+        return
+    if ids.dtype.kind not in "iu" or not allocator.is_held(ids).all():
+        raise PoolError(f"insert: {name} {ids.tolist()} are not all handed out")
+    if np.unique(ids).size != ids.size or owned[ids].any():
+        raise PoolError(f"insert: {name} {ids.tolist()} are named twice, or the cache's at another place")
