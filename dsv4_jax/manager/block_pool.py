@@ -93,7 +93,8 @@ class BlockPool(BlockAllocator):
 
     def ref(self, block: int) -> BlockRef:
         """The reference of a held id. Raises `PlanError` if it is not held."""
-        return BlockRef(int(block), self._stamps[self._held_id(block)])
+        block = self._held_id(block)
+        return BlockRef(block, self._stamps[block])
 
     def is_current(self, ref: BlockRef) -> bool:
         """Whether the id is still held by whom it was handed to when `ref` was made."""

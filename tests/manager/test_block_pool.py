@@ -1,0 +1,202 @@
+"""Generations, metadata, resizing; all of it against a model over random histories."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from dsv4_jax.errors import (
+    BlockReleaseError,
+    CacheError,
+    IntegrityError,
+    OutOfBlocksError,
+    PlanError,
+    PoolResizeError,
+    StaleBlockError,
+)
+from dsv4_jax.manager.block_pool import BlockPool, BlockRef
+
+
+def test_a_reference_is_stale_once_its_block_was_released() -> None:
+    pool = BlockPool(3)
+    (a,) = pool.acquire(1)
+    first = pool.ref(a)
+    assert first == BlockRef(1, 1)
+    pool.check(first)
+    pool.release([a])
+    assert not pool.is_current(first)
+    with pytest.raises(StaleBlockError, match=r"block 1 of the device pool: generation 1 is stale \(now: not held\)"):
+        pool.check(first)
+    assert pool.acquire(2) == [1, 2]
+    assert not pool.is_current(first)
+    with pytest.raises(StaleBlockError, match="now: 2"):
+        pool.release_refs([pool.ref(2), first])
+    assert pool.num_free == 1
+    pool.release_refs([pool.ref(2), pool.ref(np.int32(1))])
+    assert pool.stats() == (3, 3, 0)
+
+
+def test_references_made_before_a_reset_stay_stale() -> None:
+    pool = BlockPool(2, "host")
+    refs = [pool.ref(b) for b in pool.acquire(2, "x")]
+    pool.reset()
+    assert (pool.num_free, pool.num_held, pool.name) == (2, 0, "host")
+    pool.acquire(2)
+    assert not any(pool.is_current(r) for r in refs)
+    assert pool.metadata(1) is None
+    pool.check_integrity()
+
+
+def test_metadata_lives_as_long_as_the_block_is_held() -> None:
+    pool = BlockPool(4)
+    pool.acquire(2, metadata="request 7")
+    assert [pool.metadata(1), pool.metadata(2)] == ["request 7"] * 2
+    pool.set_metadata(2, None)
+    pool.set_metadata(1, {"layer": 3})
+    assert [pool.metadata(1), pool.metadata(2)] == [{"layer": 3}, None]
+    pool.release(np.array([1]))
+    assert pool.acquire(1) == [1]
+    assert pool.metadata(1) is None
+    for call in (pool.metadata, pool.ref, lambda b: pool.set_metadata(b, 1)):
+        for block in (0, 3, -1, 9, 1.0, None):
+            with pytest.raises(PlanError):
+                call(block)
+
+
+def test_a_refused_acquire_keeps_no_metadata_and_stamps_nothing() -> None:
+    pool = BlockPool(2)
+    with pytest.raises(OutOfBlocksError) as info:
+        pool.acquire(3, "x")
+    assert (info.value.requested, info.value.available, info.value.total) == (3, 2, 2)
+    with pytest.raises(PlanError):
+        pool.acquire(-1, "x")
+    assert pool.acquire(0, "x") == []
+    pool.check_integrity()
+    pool.acquire(1)
+    assert pool.ref(1).generation == 1
+
+
+def test_resize() -> None:
+    pool = BlockPool(4)
+    refs = [pool.ref(b) for b in pool.acquire(4)]
+    pool.release([2, 4])
+    with pytest.raises(
+        PoolResizeError, match=r"cannot resize the device pool to 2 blocks: 1 held beyond it \(3\)"
+    ) as info:
+        pool.resize(2)
+    assert (info.value.held, info.value.total, pool.num_total, pool.num_free) == ([3], 2, 4, 2)
+    pool.resize(3)
+    assert (pool.num_total, pool.num_free) == (3, 1)
+    assert pool.acquire(1) == [2]
+    with pytest.raises(OutOfBlocksError):
+        pool.acquire(1)
+    pool.resize(6)
+    assert pool.acquire(3) == [4, 5, 6]
+    assert not pool.is_current(refs[3])
+    assert pool.is_current(refs[0])
+    for total in (-1, 2.0, None, True):
+        with pytest.raises(PlanError):
+            pool.resize(total)
+    pool.release(range(1, 7))
+    pool.resize(0)
+    assert pool.stats() == (0, 0, 0)
+    with pytest.raises(BlockReleaseError, match="out of range"):
+        pool.release([1])
+    pool.resize(1)
+    assert pool.acquire(1) == [1]
+    pool.check_integrity()
+
+
+def test_integrity_notices() -> None:
+    pool = BlockPool(2)
+    pool.acquire(2)
+    pool._metadata[9] = "?"
+    with pytest.raises(IntegrityError, match="metadata"):
+        pool.check_integrity()
+    pool._metadata.clear()
+    pool._stamps[2] = pool._stamps[1]
+    with pytest.raises(IntegrityError, match="generations"):
+        pool.check_integrity()
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """`held` is the model: id to (generation, metadata)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.total, self.clock = BlockPool(5), 5, 0
+        self.held: dict[int, tuple[int, object]] = {}
+        self.refs: list[BlockRef] = []
+
+    @rule(count=st.integers(-1, 6), tag=st.sampled_from([None, "a", "b"]))
+    def acquire(self, count: int, tag: object) -> None:
+        free = [i for i in range(1, self.total + 1) if i not in self.held]
+        try:
+            ids = self.pool.acquire(count, tag)
+        except CacheError:
+            assert not 0 <= count <= len(free)
+            return
+        assert ids == free[:count]
+        for block in ids:
+            self.clock += 1
+            self.held[block] = self.clock, tag
+            self.refs.append(BlockRef(block, self.clock))
+
+    @rule(ids=st.lists(st.integers(-1, 8), max_size=4))
+    def release(self, ids: list[int]) -> None:
+        try:
+            self.pool.release(np.array(ids, np.int32) if len(ids) % 2 else iter(ids))
+        except BlockReleaseError:
+            assert len(set(ids)) < len(ids) or not set(ids) <= set(self.held)
+            return
+        for block in ids:
+            del self.held[block]
+
+    @rule(last=st.integers(1, 4))
+    def release_refs(self, last: int) -> None:
+        refs = self.refs[-last:]
+        legal = all(self.held.get(b, (0,))[0] == g for b, g in refs)
+        try:
+            self.pool.release_refs(refs)
+        except StaleBlockError:
+            assert not legal
+            return
+        assert legal
+        for ref in refs:
+            del self.held[ref.block]
+
+    @rule(total=st.integers(0, 8))
+    def resize(self, total: int) -> None:
+        beyond = [b for b in self.held if b > total]
+        try:
+            self.pool.resize(total)
+        except PoolResizeError as error:
+            assert error.held == sorted(beyond) != []
+            return
+        assert not beyond
+        self.total = total
+
+    @rule()
+    def reset(self) -> None:
+        if self.clock % 5 == 0:
+            self.pool.reset()
+            self.held.clear()
+
+    @invariant()
+    def agrees(self) -> None:
+        self.pool.check_integrity()
+        assert self.pool.stats() == (self.total, self.total - len(self.held), len(self.held))
+        for block in range(-1, self.total + 2):
+            assert self.pool.is_held(block) == (block in self.held)
+        for block, (generation, tag) in self.held.items():
+            assert self.pool.ref(block) == (block, generation)
+            assert self.pool.metadata(block) == tag
+        for ref in self.refs[-20:]:
+            assert self.pool.is_current(ref) == (self.held.get(ref.block, (0,))[0] == ref.generation)
+
+
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPool = PoolMachine.TestCase

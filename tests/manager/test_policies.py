@@ -1,0 +1,223 @@
+"""Strategy objects, and the numbers about a cache as Prometheus text."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from dsv4_jax.errors import ConfigError, IntegrityError, PlanError
+from dsv4_jax.manager.block_pool import BlockPool
+from dsv4_jax.manager.metrics import collect_stats, pool_use, prometheus_text
+from dsv4_jax.manager.node import Node, Tier
+from dsv4_jax.manager.policies import (
+    ORDERS,
+    CachePolicy,
+    HostWatermark,
+    Placement,
+    Resume,
+    SnapshotPlacement,
+    WindowRecompute,
+    WritePolicy,
+    snapshot_only,
+)
+from dsv4_jax.manager.prefix_tree import PrefixTree
+
+from .tree_helpers import digests, publish_path
+
+
+def hit(tree: PrefixTree, name: str, blocks: int) -> None:
+    """One request that finds the path and ends."""
+    match = tree.match(digests(name, blocks), 10**6)
+    tree.release(tree.take(match, len(match.path)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "after"),
+    [(WritePolicy.write_through(), 0), (WritePolicy.write_through_selective(2), 2), (WritePolicy.write_back(), None)],
+)
+def test_write_policies_choose_blocks_at_their_hits(policy: WritePolicy, after: int | None) -> None:
+    tree = PrefixTree(4, backup_after=policy.backup_after)
+    nodes = publish_path(tree, "a", 3)
+    tree.release(nodes)
+    assert policy.moves_when_evicted == (after is None)
+    for hits in range(4):
+        listed = tree.pop_backups(0) + tree.pop_backups(2) + tree.pop_backups(9)
+        assert listed == (nodes if hits == after else [])
+        for i, node in enumerate(listed):
+            tree.begin_backup(node, i + 1)
+            tree.complete(node)
+        hit(tree, "a", 3)
+    assert [n.host for n in nodes] == ([0, 0, 0] if after is None else [1, 2, 3])
+
+
+def test_what_is_no_longer_worth_a_backup_is_passed_over() -> None:
+    tree = PrefixTree(4, backup_after=1)
+    nodes = publish_path(tree, "a", 2)
+    tree.release(nodes)
+    hit(tree, "a", 2)
+    hit(tree, "a", 2)
+    tree.begin_backup(nodes[0], 1)
+    tree.evict(Tier.DEVICE, 1)
+    assert tree.pop_backups(9) == []
+    tree.complete(nodes[0])
+    # A copy that was evicted is wanted again at the next hit.
+    assert tree.evict(Tier.HOST, 1).host_blocks == [1]
+    hit(tree, "a", 2)
+    assert tree.pop_backups(1) == [nodes[0]]
+    hit(tree, "a", 2)
+    tree.reset()
+    assert tree.pop_backups(9) == []
+
+
+@pytest.mark.parametrize("threshold", [0, -1, 1.5, None])
+def test_a_threshold_is_a_number_of_hits(threshold: object) -> None:
+    with pytest.raises(PlanError):
+        WritePolicy.write_through_selective(threshold)
+
+
+def test_snapshot_placement() -> None:
+    def kinds(policy: SnapshotPlacement, prompt: int, end: int) -> dict[int, str]:
+        found = {t: policy.at(t, prompt_tokens=prompt, block_tokens=4) for t in range(end + 1)}
+        return {t: kind.value for t, kind in found.items() if kind is not Placement.NONE}
+
+    assert kinds(SnapshotPlacement(2, False, False), 11, 32) == dict.fromkeys((8, 16, 24, 32), "keep")
+    assert kinds(SnapshotPlacement(None, True, False), 11, 32) == {8: "keep"}
+    # The prompt's last token is computed again, so a prompt of whole blocks ends one block earlier.
+    assert kinds(SnapshotPlacement(None, True, False), 12, 32) == {8: "keep"}
+    assert kinds(SnapshotPlacement(None, True, False), 13, 32) == {12: "keep"}
+    assert kinds(SnapshotPlacement(None, True, False), 4, 32) == {}
+    assert kinds(SnapshotPlacement(None, True, False), 0, 32) == {}
+    assert kinds(SnapshotPlacement(None, False, True), 12, 24) == dict.fromkeys((16, 20, 24), "rolling")
+    assert kinds(SnapshotPlacement(4, True, True), 9, 24) == {8: "keep", 12: "rolling", 16: "keep", 20: "rolling",
+                                                              24: "rolling"}  # fmt: skip
+    assert kinds(SnapshotPlacement(None, False, False), 9, 24) == {}
+    with pytest.raises(PlanError):
+        SnapshotPlacement(0)
+
+
+def test_chunks_end_where_a_snapshot_is_wanted() -> None:
+    policy = SnapshotPlacement(4, True, False)
+
+    def stops(start: int, stop: int, prompt: int) -> list[int]:
+        ends = []
+        while start < stop:
+            start = policy.next_stop(start, stop, prompt_tokens=prompt, block_tokens=4)
+            ends.append(start)
+        return ends
+
+    assert stops(0, 45, 45) == [16, 32, 44, 45]
+    assert stops(15, 17, 45) == [16, 17]
+    assert stops(16, 32, 45) == [32]
+    assert stops(33, 40, 45) == [40]
+    assert stops(0, 8, 8) == [4, 8]
+
+
+def test_resume_policies() -> None:
+    tree = PrefixTree(4)
+    nodes = publish_path(tree, "a", 10)
+    tree.attach_snapshot(nodes[1], Tier.DEVICE, 1)
+    match = tree.match(digests("a", 10), 41)
+    assert (len(match.path), match.hit) == (10, 2)
+    assert snapshot_only(match, 4) == Resume(2, 0)
+    assert WindowRecompute(32)(match, 4) == Resume(2, 0)
+    assert WindowRecompute(31)(match, 4) == Resume(10, 31)
+    assert WindowRecompute.of(layers=43, window=128, block_tokens=128).tokens == 43 * 128
+    assert WindowRecompute.of(layers=2, window=5, block_tokens=4).tokens == 16
+
+
+def test_host_watermark() -> None:
+    mark = HostWatermark(0.1, 0.25)
+    assert [mark.excess(free, 100) for free in (0, 9, 10, 30)] == [25, 16, 0, 0]
+    assert mark.excess(0, 0) == 0
+    assert HostWatermark(0, 0).excess(0, 8) == 0
+    for low, high in ((-0.1, 0.5), (0.5, 0.4), (0.5, 1.1)):
+        with pytest.raises(ConfigError, match="host watermark"):
+            HostWatermark(low, high)
+
+
+def test_eviction_orders() -> None:
+    def first_out(order: str) -> Node:
+        tree = PrefixTree(4, order=ORDERS[order])
+        (a,), (b,) = publish_path(tree, "a", 1), publish_path(tree, "b", 1)
+        tree.release([a])
+        tree.release([b])
+        for name in "aab":
+            hit(tree, name, 1)
+        before = {a, b}
+        tree.evict(Tier.DEVICE, 1)
+        (gone,) = [n for n in before if not tree.is_current(n)]
+        return gone
+
+    assert first_out("lru").digest == digests("a", 1)[0]
+    assert first_out("lfu").digest == digests("b", 1)[0]
+
+
+def test_the_default_policy_is_complete() -> None:
+    policy = CachePolicy()
+    PrefixTree(4, order=policy.order, backup_after=policy.write.backup_after)
+    assert policy.write.name == "write_back"
+    assert dataclasses.replace(policy, write=WritePolicy.write_through()).write.backup_after == 0
+
+
+def cache_with_traffic() -> tuple[PrefixTree, BlockPool, BlockPool]:
+    tree, device, host = PrefixTree(4), BlockPool(10), BlockPool(4, "host")
+    nodes = publish_path(tree, "a", 4, device.acquire(4))
+    tree.attach_snapshot(nodes[2], Tier.DEVICE, 1)
+    tree.release(nodes)
+    moved = tree.evict(Tier.DEVICE, 2, host.acquire(2))
+    for move in moved.moves:
+        device.release(tree.complete(move.node).blocks)
+    match = tree.match(digests("a", 4), 21)
+    tree.take(match)
+    tree.reserve(nodes[1], b"new", device.acquire(1)[0])
+    return tree, device, host
+
+
+def test_stats_account_for_every_unit() -> None:
+    tree, device, host = cache_with_traffic()
+    stats = collect_stats(tree, device, host, private=1, block_bytes=100, admission_failures={"slot": 3}, generation=2)
+    assert stats.pools["device"] == (10, 7, 1, 2, 0, 100)
+    assert stats.pools["host"] == (4, 2, 0, 2, 1, 100)
+    assert stats.pools["device"].used_bytes == 300
+    assert (stats.hit_rate(), stats.hit_rate(Tier.DEVICE), stats.hit_rate(Tier.HOST)) == (12 / 21, 8 / 21, 4 / 21)
+    assert stats.recomputed_tokens == 9
+    assert stats.counters.evicted[Tier.DEVICE] == 2
+    hit(tree, "a", 4)
+    assert stats.counters.lookups == 1  # a snapshot, not a view
+    with pytest.raises(IntegrityError, match="does not add up"):
+        collect_stats(tree, device, host, private=2)
+    with pytest.raises(IntegrityError, match="does not add up"):
+        pool_use(BlockPool(3), private=0, cached=0, evictable=1)
+    assert collect_stats(PrefixTree(), BlockPool(3), private=0).hit_rate() == 0.0
+
+
+def test_prometheus_text() -> None:
+    tree, device, host = cache_with_traffic()
+    stats = collect_stats(tree, device, host, private=1, block_bytes=100, admission_failures={'a"b\\c\nd': 3})
+    text = prometheus_text(stats)
+    lines = text.splitlines()
+    assert text.endswith("\n")
+    for line in (
+        'dsv4_cache_units{pool="device",state="free"} 7',
+        'dsv4_cache_units{pool="host",state="evictable"} 1',
+        'dsv4_cache_pool_size{pool="device"} 10',
+        'dsv4_cache_used_bytes{pool="device"} 300',
+        'dsv4_cache_hit_tokens_total{tier="host"} 4',
+        'dsv4_cache_evictions_total{tier="device"} 2',
+        "dsv4_cache_recomputed_tokens_total 9",
+        'dsv4_cache_admission_failures_total{pool="a\\"b\\\\c\\nd"} 3',
+        "# TYPE dsv4_cache_lookups_total counter",
+    ):
+        assert line in lines, line
+    declared = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(set(declared)) == len(declared)
+    # Every sample follows its own family's HELP and TYPE.
+    family = ""
+    for line in lines:
+        if line.startswith("#"):
+            family = line.split()[2]
+        else:
+            assert line.split("{")[0].split()[0] == family
+            float(line.rsplit(" ", 1)[1])
+    assert prometheus_text(stats, prefix="x").startswith("# HELP x_units")
