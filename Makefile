@@ -7,7 +7,6 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.NOTPARALLEL:
 MAKEFLAGS += --no-print-directory
 
 PYTHONS ?= 3.11 3.12
@@ -27,7 +26,7 @@ missing := $(filter-out $(found),$(PYTHONS))
 # The demo and the linters need one environment: the first of these that is there.
 one := $(firstword $(found) $(foreach v,3.11 3.12 3.13,$(if $(call python,$(v)),$(v))))
 
-.PHONY: help demo test lint format build clean pythons $(found:%=test-%)
+.PHONY: help demo test environments lint format build clean pythons $(found:%=test-%)
 
 help:
 	@echo "make demo    decode real text through the cache on this machine's CPU"
@@ -37,13 +36,17 @@ help:
 demo: .venv/ready
 	@.venv/bin/python -m dsv4_jax demo
 
-test: pythons lint build $(found:%=test-%)
+test: pythons environments lint build $(found:%=test-%)
 	@echo "All passed on Python $(found).$(if $(missing), NOT RUN on Python $(missing): not found.)"
 
 pythons:
 	@$(if $(found),,echo "None of Python $(PYTHONS) was found (with the venv and ensurepip modules)" >&2; exit 1)
 	@$(foreach v,$(found),echo "Python $(v): $(call python,$(v)), $(call constraints,$(v))";)
 	@$(foreach v,$(missing),echo "Python $(v): NOT FOUND on this machine, its tests will not run";)
+
+# Made side by side: most of it is waiting for downloads.
+environments:
+	@$(MAKE) -j $(words $(found)) $(found:%=.venv-%/ready)
 
 lint: .venv-$(one)/ready
 	@echo "== lint"
@@ -69,7 +72,7 @@ $(found:%=test-%): test-%: .venv-%/ready
 define install
 	@echo "== $(1): Python $(2), installing $(if $(3),with $(3))"
 	@"$(call python,$(2))" -m venv --clear $(1)
-	@$(1)/bin/python -m pip install -c $(call constraints,$(2)) -e '.$(if $(3),[$(3)])' >$(1)/pip.log 2>&1 \
+	@$(1)/bin/python -m pip install --no-compile -c $(call constraints,$(2)) -e '.$(if $(3),[$(3)])' >$(1)/pip.log 2>&1 \
 		|| { tail -n 20 $(1)/pip.log; echo "pip failed; all of its output is in $(1)/pip.log"; exit 1; }
 	@touch $@
 endef
