@@ -127,14 +127,14 @@ def run(directory: pathlib.Path, count: int, record_bytes: int, rounds: int) -> 
     pool[:] = np.random.default_rng(1).integers(0, 256, pool.shape, np.uint8)
     keys = [hashlib.sha256(i.to_bytes(8, "little")).digest() for i in range(count)]
     path, total = directory / "bench.slab", count * record_bytes
-    # What the disk can do, and the store's modes: with and without the page cache, alone and on two threads.
+    # What the disk can do, and the store's modes: with and without the page cache, alone and on four threads.
     subjects: dict[str, Callable[[], dict[str, float]]] = {
         "disk, buffered": lambda: disk(path, pool, total, 0),
         "disk, O_DIRECT": lambda: disk(path, pool, total, os.O_DIRECT),
         "store, buffered": lambda: store(path, keys, pool, direct=False, workers=0),
-        "store, buffered, 2 threads": lambda: store(path, keys, pool, direct=False, workers=2),
+        "store, buffered, 4 threads": lambda: store(path, keys, pool, direct=False, workers=4),
         "store, direct": lambda: store(path, keys, pool, direct=True, workers=0),
-        "store, direct, 2 threads": lambda: store(path, keys, pool, direct=True, workers=2),
+        "store, direct, 4 threads": lambda: store(path, keys, pool, direct=True, workers=4),
     }
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}
     for _ in range(rounds):

@@ -43,11 +43,11 @@ class AsyncStore:
 
     Args:
         store: what does the work; closed by `close`. Use it directly too, if its calls may come in between.
-        workers: threads.
+        workers: threads. They wait for the disk or compute checksums, without holding up Python: may exceed the cores.
         queue_bytes: see above.
     """
 
-    def __init__(self, store: BlockStore, *, workers: int = 2, queue_bytes: int = 256 << 20):
+    def __init__(self, store: BlockStore, *, workers: int = 4, queue_bytes: int = 256 << 20):
         if workers < 1 or queue_bytes < 1:
             raise ShapeError(f"workers and queue_bytes must be positive, got {workers} and {queue_bytes}")
         self.store, self.queue_bytes = store, queue_bytes

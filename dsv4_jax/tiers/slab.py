@@ -31,7 +31,7 @@ __all__ = ["SlabStore"]
 _BLANK = bytes(HEADER_BYTES)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Entry:
     slot: int
     generation: int
@@ -45,7 +45,7 @@ class SlabStore:
     most recent, `contains` does not. What is kept across a restart is the order of writing.
 
     Args:
-        path: the file, made if absent (sparse: it takes room as records come). One process, one store at a time.
+        path: the file, made if absent. One process, one store at a time.
         record_bytes: size of every record (`CacheLayout.bytes_per_block` for blocks).
         max_records: slots of the file.
         fingerprint: of the layout (`CacheLayout.fingerprint`). Records another layout left in the file are counted as
@@ -56,6 +56,8 @@ class SlabStore:
             `write` returns when its records would survive a power cut too.
         direct: go past the page cache (O_DIRECT). Then a cold store is as fast as a warm one, memory is left to others,
             and with 4096-aligned memory and record size the disk reads and writes the caller's memory itself.
+        preallocate: reserve a new file's room at once, so that a full disk is found here and not later, and writing
+            is faster (by a third with `direct` on ext4). Without, the file takes room as records come.
 
     Raises:
         StoreLockedError, StoreFormatError, StoreFullError, StoreError: see those.
@@ -71,6 +73,7 @@ class SlabStore:
         key_bytes: int = 32,
         sync: Literal["close", "write"] = "close",
         direct: bool = False,
+        preallocate: bool = True,
     ):
         if record_bytes < 1 or max_records < 1 or not 1 <= key_bytes <= MAX_KEY_BYTES:
             raise StoreFormatError(
@@ -88,7 +91,7 @@ class SlabStore:
         self._calls = 0  # calls that use the file now; close() waits for them
         self._idle = threading.Condition(self._lock)
         self._closed = False
-        self._file = SlabFile(path, record_bytes, max_records, key_bytes, direct=direct)
+        self._file = SlabFile(path, record_bytes, max_records, key_bytes, direct=direct, preallocate=preallocate)
         try:
             self._load()
         except BaseException:

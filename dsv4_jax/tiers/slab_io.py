@@ -46,6 +46,7 @@ class SlabFile:
     Args:
         path: made, with its geometry, if it does not exist or is empty.
         direct: move records with O_DIRECT.
+        preallocate: have a new file's blocks reserved.
 
     Raises:
         StoreLockedError: somebody has it open.
@@ -53,10 +54,20 @@ class SlabFile:
         StoreFullError, StoreError: the file system refuses.
     """
 
-    def __init__(self, path: str | os.PathLike[str], record_bytes: int, slots: int, key_bytes: int, *, direct: bool):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        record_bytes: int,
+        slots: int,
+        key_bytes: int,
+        *,
+        direct: bool,
+        preallocate: bool,
+    ):
         self.path, self.record_bytes, self.slots = pathlib.Path(path), record_bytes, slots
         self.stride = _round_up(record_bytes)
         self.data_offset = PAGE + _round_up(slots * HEADER_BYTES)
+        self._size = self.data_offset + slots * self.stride
         self._pad = np.zeros(self.stride - record_bytes, np.uint8)
         self._scratch = np.zeros_like(self._pad)  # where pads are read to; what it holds is never looked at
         self._files: list[int] = []
@@ -64,7 +75,7 @@ class SlabFile:
         try:
             self.headers = self._open(0)
             self._lock()
-            self._check_geometry(key_bytes)
+            self._check_geometry(key_bytes, preallocate)
             self.records = self._open(os.O_DIRECT) if direct else self.headers
         except OSError as error:
             self.close()
@@ -87,13 +98,15 @@ class SlabFile:
         except BlockingIOError:
             raise StoreLockedError(f"{self.path} is open in another store: a slab file has one owner") from None
 
-    def _check_geometry(self, key_bytes: int) -> None:
+    def _check_geometry(self, key_bytes: int, preallocate: bool) -> None:
         wanted = _GEOMETRY.pack(_MAGIC, _VERSION, key_bytes, self.record_bytes, self.slots)
         found = os.pread(self.headers, _GEOMETRY.size + 4, 0)
         if not found.strip(b"\0"):  # new, or its making was cut short before the header got there
-            if os.fstat(self.headers).st_size > self.data_offset + self.slots * self.stride:
+            if os.fstat(self.headers).st_size not in (0, self._size):
                 raise StoreFormatError(f"{self.path} is not a slab file, and not empty")
-            os.ftruncate(self.headers, self.data_offset + self.slots * self.stride)
+            if preallocate:
+                os.posix_fallocate(self.headers, 0, self._size)
+            os.ftruncate(self.headers, self._size)
             os.pwrite(self.headers, wanted + struct.pack("<I", zlib.crc32(wanted)), 0)
             directory = os.open(self.path.resolve().parent, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -111,8 +124,8 @@ class SlabFile:
                 f"asked for {self.slots} of {self.record_bytes}, keys of {key_bytes}, version {_VERSION}"
             )
         # A file cut short by an interrupted copy reads as zeros, which are refused like any wrong bytes.
-        if os.fstat(self.headers).st_size < self.data_offset + self.slots * self.stride:
-            os.ftruncate(self.headers, self.data_offset + self.slots * self.stride)
+        if os.fstat(self.headers).st_size < self._size:
+            os.ftruncate(self.headers, self._size)
 
     def read_headers(self) -> bytes:
         """All record headers, `HEADER_BYTES` each."""

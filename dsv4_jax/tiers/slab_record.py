@@ -41,7 +41,7 @@ _WORDS = 65536
 _KEYS = np.frombuffer(hashlib.shake_256(b"dsv4_jax record").digest(8 * _WORDS), "<u8").astype(np.uint64) | np.uint64(1)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class RecordHeader:
     """What a record says about itself. `fingerprint` is a `fingerprint_digest`, `digest` a `checksum`."""
 

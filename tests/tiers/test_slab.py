@@ -216,7 +216,7 @@ def test_other_sizes_are_an_error_and_harm_nothing(path, change):
 
 
 def test_other_files_are_an_error_and_stay_as_they_are(path):
-    for content in (b"a diary", bytes(1 << 20), os.urandom(8192)):
+    for content in (b"a diary", bytes(100), bytes(1 << 20), os.urandom(8192)):
         path.write_bytes(content)
         with pytest.raises(StoreFormatError, match="is not a slab file"):
             make(path, 1)
@@ -232,6 +232,20 @@ def test_impossible_settings(path, bad):
     with pytest.raises(StoreFormatError):
         make(path, **{"max_records": 8, **bad})
     assert not path.exists()
+
+
+def test_a_full_disk_is_found_when_the_file_is_made(path, monkeypatch):
+    def full(file, offset, size):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StoreFullError, match="cannot open .*: No space left"):
+        make(path)
+    with make(path, preallocate=False) as store:
+        assert path.stat().st_blocks * 512 < 2 * RECORD_BYTES < path.stat().st_size
+        store.write(keys(0), records(0))
+    with make(path) as store:
+        assert read(store, 0) == [0]
 
 
 @pytest.mark.parametrize("fail_at", [0, 1, 2])
