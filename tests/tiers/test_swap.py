@@ -153,6 +153,8 @@ class TestXla:
 
     def test_four_shards(self):
         """Each shard swaps between its own blocks and its own records, by its own ids."""
+        if jax.device_count() < 4:
+            pytest.skip("needs four devices")
         mesh = jax.make_mesh((4,), ("data",))
         single, split = random_cache(LAYOUT, 11, shards=4), NamedSharding(mesh, P("data"))
         host = init_host_cache(LAYOUT, RECORDS, snapshots=SNAPSHOTS, sharding=split)
@@ -217,15 +219,12 @@ class TestFfi(TestXla):
         assert memory.alias_size_in_bytes + memory.host_alias_size_in_bytes == sum(x.nbytes for x in pools)
         assert memory.temp_size_in_bytes + memory.host_temp_size_in_bytes < 4096
         assert not re.findall(r"= \S+ copy(?:-start)?\(", compiled.as_text())
-        where = [x.unsafe_buffer_pointer() for x in pools]
+        # From the second step on: a CPU device does not write to what jnp.zeros made.
         cache, host = compiled(cache, host, plan)
-        after = [*cache.arrays.values(), host.blocks, host.snapshots]
-        print([x.unsafe_buffer_pointer() == w for x, w in zip(after, where)])
-        where = [x.unsafe_buffer_pointer() for x in after]
+        where = [x.unsafe_buffer_pointer() for x in (*cache.arrays.values(), host.blocks, host.snapshots)]
         cache, host = compiled(cache, host, plan)
-        after = [*cache.arrays.values(), host.blocks, host.snapshots]
-        print([x.unsafe_buffer_pointer() == w for x, w in zip(after, where)])
-        assert 0
+        assert [x.unsafe_buffer_pointer() for x in (*cache.arrays.values(), host.blocks, host.snapshots)] == where
+        assert all(x.is_deleted() for x in pools)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,79 @@
+"""The CUDA swap: its lowering on the CPU; on a GPU the op's own tests, its memory, and the sanitizer."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax import CacheLayout, CacheSize, DSV4Config, init_cache, init_host_cache
+from dsv4_jax.plan import SwapPlan
+from dsv4_jax.tiers import moves, swap
+from dsv4_jax.tiers.host import HostCache
+from dsv4_jax.tiers.records import block_record, snapshot_record
+
+from ..tiers.test_swap import TestFfi as Swaps
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def in_host_memory(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    return jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=sharding)
+
+
+@pytest.mark.parametrize("operation", ["swap_out", "swap_in", "snapshot", "restore"])
+def test_lowers_to_one_ffi_call_in_place(monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
+    """Full V4-Flash, abstract: every leaf an operand of one call, every destination aliased."""
+    monkeypatch.setattr(moves, "pick", lambda _: "ffi")
+    monkeypatch.setattr(swap, "pick", lambda _: "ffi")
+    layout = CacheLayout(DSV4Config.flash())
+    cache = jax.eval_shape(lambda: init_cache(layout, CacheSize(2000, 64, 1024)))
+    blocks, states = block_record(layout), snapshot_record(layout)
+    host = HostCache(in_host_memory((1001, blocks.bytes)), in_host_memory((65, states.bytes)), layout)
+    ids = jax.ShapeDtypeStruct((16,), jnp.int32)
+    out = operation in ("swap_out", "snapshot")
+    call = jax.jit(getattr(swap, operation), donate_argnums=1 if out else 0)
+    text = call.trace(cache, host, SwapPlan(ids, ids)).lower(lowering_platforms=("cuda",)).as_text()
+    record = blocks if operation.startswith("swap") else states
+    assert text.count("custom_call @dsv4_swap_" + ("out" if out else "in")) == 1
+    assert text.count("output_operand_alias<") == (1 if out else len(record.pieces))
+    assert "gather" not in text and "scatter" not in text and "dynamic_update_slice" not in text
+
+
+@pytest.mark.gpu
+class TestSwapOnTheGpu(Swaps):
+    pass
+
+
+del Swaps  # its own tests run where it stands
+
+
+@pytest.mark.gpu
+def test_pinned_records_take_no_device_memory() -> None:
+    layout = CacheLayout(DSV4Config.flash())
+    before = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
+    host = init_host_cache(layout, 2000)
+    assert host.blocks.nbytes > 2**29
+    assert jax.devices()[0].memory_stats()["peak_bytes_in_use"] - before < 2**20
+    host = jax.jit(swap.swap_out, donate_argnums=1)(
+        init_cache(layout, CacheSize(4, 1, 4)), host, SwapPlan(np.ones(1, np.int32), np.ones(1, np.int32))
+    )
+    assert host.blocks.sharding.memory_kind == "pinned_host"
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer")
+def test_sanitizer_finds_nothing() -> None:
+    """No access outside of an allocation, whatever the ids hold."""
+    test = f"{pathlib.Path(__file__).relative_to(ROOT)}::TestSwapOnTheGpu::test_any_ids_stay_inside"
+    command = ["compute-sanitizer", "--error-exitcode", "9", sys.executable, "-m", "pytest", "-m", "gpu", test]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
