@@ -116,20 +116,22 @@ class GDNPool:
         """[layers, 1] int32: together with [n] slots, all layers of each."""
         return jnp.arange(self.spec.layers, dtype=jnp.int32)[:, None]
 
-    def _gather(self, layers: int | jax.Array, ids: jax.Array) -> tuple[tuple[jax.Array, jax.Array], GDNPool]:
+    def _gather(self, layers: int | jax.Array, ids: jax.Array) -> tuple[tuple[jax.Array, ...], GDNPool]:
         """The stored states of slots, and the pool ordered after the read: see `KVPool.gather_kv`."""
         # Indexed as they are: a reshape to rows and back would become a copy between two layers.
         leaves = self.recurrent, self.conv
-        taken = tuple(a.at[layers, ids].get(mode="clip", wrap_negative_indices=False) for a in leaves)
-        (recurrent, conv), leaves = lax.optimization_barrier((taken, leaves))
-        return (recurrent, conv), GDNPool(*leaves, self.spec)
+        taken = tuple(leaf.at[layers, ids].get(mode="clip", wrap_negative_indices=False) for leaf in leaves)
+        taken, (recurrent, conv) = lax.optimization_barrier((taken, leaves))
+        return taken, GDNPool(recurrent, conv, self.spec)
 
-    def _scatter(self, layers: int | jax.Array, ids: jax.Array, values: tuple[Any, Any]) -> GDNPool:
+    def _scatter(self, layers: int | jax.Array, ids: jax.Array, values: tuple[Any, ...]) -> GDNPool:
         """Stores states, those of slot 0 excepted."""
         ids = jnp.where(ids > 0, ids, np.int32(self.spec.slots))
-        pairs = zip((self.recurrent, self.conv), values, strict=True)
-        leaves = (a.at[layers, ids].set(x, mode="drop", wrap_negative_indices=False) for a, x in pairs)
-        return GDNPool(*leaves, self.spec)
+        recurrent, conv = (
+            leaf.at[layers, ids].set(x, mode="drop", wrap_negative_indices=False)
+            for leaf, x in zip((self.recurrent, self.conv), values, strict=True)
+        )
+        return GDNPool(recurrent, conv, self.spec)
 
 
 jax.tree_util.register_dataclass(GDNPool, data_fields=["recurrent", "conv"], meta_fields=["spec"])

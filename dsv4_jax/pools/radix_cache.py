@@ -129,7 +129,7 @@ class RadixCache:
         """
         tokens, ids = self._tokens(tokens), np.asarray(ids).reshape(-1)
         rows = np.zeros(len(tokens), np.int32) if window_ids is None else np.asarray(window_ids).reshape(-1)
-        if len(ids) != len(tokens) or len(rows) != len(tokens):
+        if not len(ids) == len(rows) == len(tokens):
             raise PoolError(f"insert: {len(tokens)} tokens, {len(ids)} ids, {len(rows)} window ids")
         if window_ids is not None and not self._window:
             raise PoolError("insert: this cache has no window")
@@ -174,8 +174,8 @@ class RadixCache:
             last.snapshot = snapshot
             self._owned_states.add(snapshot)
         nodes = self._touched(last)
-        for queue in (self._leaves, self._snapshots):
-            queue.push(last)
+        self._leaves.push(last)
+        self._snapshots.push(last)
         kept = np.concatenate([ids[:prefix][ids[:prefix] != own], ids[end:]]).astype(np.int32)
         still = np.concatenate([mine & ~revived[:prefix], ~revived[prefix:], np.ones(len(rows) - end, bool)])
         kept_rows = rows[still & (rows != 0)].astype(np.int32)
