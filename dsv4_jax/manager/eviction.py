@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .node import Node, NodeState
+from .node import Node, S
 
 __all__ = ["Eviction", "EvictionQueue", "Freed", "Move"]
 
@@ -96,6 +96,6 @@ class EvictionQueue:
         return bool(node.queued & self._bit)
 
     def _forget_removed(self) -> None:
-        self._heap = [entry for entry in self._heap if entry[2].state is not NodeState.REMOVED]
+        self._heap = [entry for entry in self._heap if entry[2].state is not S.REMOVED]
         heapq.heapify(self._heap)
         self._bound = 2 * len(self._heap) + 1024

@@ -168,8 +168,11 @@ class BlockHasher:
 
     def append(self, token: int) -> bytes | None:
         """Adds one token; returns the digest of the block it fills, if it does."""
-        filled = self.extend((token,))
-        return filled[0] if filled else None
+        if type(token) is not int or not 0 <= token < self.spec.vocab_size:
+            filled = self.extend((token,))  # a numpy integer, or to be refused there
+            return filled[0] if filled else None
+        self._data += token.to_bytes(4, "little")
+        return self._hash_full_blocks()[0] if self.num_tokens % self.spec.block_tokens == 0 else None
 
     def truncate(self, num_tokens: int) -> None:
         """Forgets all tokens but the first `num_tokens` (rejected drafts). Raises `HashError` if there are fewer."""

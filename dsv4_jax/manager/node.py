@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import types
+from typing import cast
 
 __all__ = [
     "ABORTS",
@@ -14,7 +16,9 @@ __all__ = [
     "TRANSITIONS",
     "Node",
     "NodeState",
+    "S",
     "Snapshot",
+    "T",
     "Tier",
     "copies",
 ]
@@ -57,31 +61,33 @@ class NodeState(enum.Enum):
     __hash__ = object.__hash__  # members are singletons; the inherited one is written in Python and slow
 
 
-_S = NodeState
+# The same members, found ten times as fast: looking one up in an Enum class takes 0.2 us on Python 3.11.
+S = cast("type[NodeState]", types.SimpleNamespace(**NodeState.__members__))
+T = cast("type[Tier]", types.SimpleNamespace(**Tier.__members__))
 
 TRANSITIONS: dict[NodeState, frozenset[NodeState]] = {
-    _S.WRITING: frozenset({_S.DEVICE, _S.REMOVED}),  # publish, abort
+    S.WRITING: frozenset({S.DEVICE, S.REMOVED}),  # publish, abort
     # Down at once where a copy is below already; up at once (adoption) when a request has computed the block again.
-    _S.DEVICE: frozenset({_S.BACKING_UP, _S.OFFLOADING, _S.HOST, _S.STORAGE, _S.REMOVED}),
-    _S.BACKING_UP: frozenset({_S.DEVICE}),  # completed or aborted
-    _S.OFFLOADING: frozenset({_S.HOST, _S.DEVICE, _S.REMOVED}),  # completed, aborted, lost
-    _S.HOST: frozenset({_S.LOADING, _S.PERSISTING, _S.DEVICE, _S.STORAGE, _S.REMOVED}),
-    _S.LOADING: frozenset({_S.DEVICE, _S.HOST, _S.REMOVED}),
-    _S.PERSISTING: frozenset({_S.HOST}),
-    _S.STORAGE: frozenset({_S.FETCHING, _S.DEVICE, _S.REMOVED}),
-    _S.FETCHING: frozenset({_S.HOST, _S.STORAGE, _S.REMOVED}),
-    _S.REMOVED: frozenset(),
+    S.DEVICE: frozenset({S.BACKING_UP, S.OFFLOADING, S.HOST, S.STORAGE, S.REMOVED}),
+    S.BACKING_UP: frozenset({S.DEVICE}),  # completed or aborted
+    S.OFFLOADING: frozenset({S.HOST, S.DEVICE, S.REMOVED}),  # completed, aborted, lost
+    S.HOST: frozenset({S.LOADING, S.PERSISTING, S.DEVICE, S.STORAGE, S.REMOVED}),
+    S.LOADING: frozenset({S.DEVICE, S.HOST, S.REMOVED}),
+    S.PERSISTING: frozenset({S.HOST}),
+    S.STORAGE: frozenset({S.FETCHING, S.DEVICE, S.REMOVED}),
+    S.FETCHING: frozenset({S.HOST, S.STORAGE, S.REMOVED}),
+    S.REMOVED: frozenset(),
 }
 
 # Where a move ends when it succeeds, and where when it is called off.
-COMPLETES = {_S.BACKING_UP: _S.DEVICE, _S.OFFLOADING: _S.HOST, _S.LOADING: _S.DEVICE,
-             _S.PERSISTING: _S.HOST, _S.FETCHING: _S.HOST}  # fmt: skip
-ABORTS = {_S.WRITING: _S.REMOVED, _S.BACKING_UP: _S.DEVICE, _S.OFFLOADING: _S.DEVICE, _S.LOADING: _S.HOST,
-          _S.PERSISTING: _S.HOST, _S.FETCHING: _S.STORAGE}  # fmt: skip
+COMPLETES = {S.BACKING_UP: S.DEVICE, S.OFFLOADING: S.HOST, S.LOADING: S.DEVICE,
+             S.PERSISTING: S.HOST, S.FETCHING: S.HOST}  # fmt: skip
+ABORTS = {S.WRITING: S.REMOVED, S.BACKING_UP: S.DEVICE, S.OFFLOADING: S.DEVICE, S.LOADING: S.HOST,
+          S.PERSISTING: S.HOST, S.FETCHING: S.STORAGE}  # fmt: skip
 
 # States with bytes that a request can use, and that stay until it has taken a reference.
-MATCHABLE = frozenset({_S.DEVICE, _S.BACKING_UP, _S.HOST, _S.PERSISTING, _S.STORAGE})
-SETTLED = frozenset({_S.DEVICE, _S.HOST, _S.STORAGE})
+MATCHABLE = frozenset({S.DEVICE, S.BACKING_UP, S.HOST, S.PERSISTING, S.STORAGE})
+SETTLED = frozenset({S.DEVICE, S.HOST, S.STORAGE})
 
 BACKUP_BIT = 1  # of `Node.queued`: listed for backup; the other bits belong to eviction queues
 
@@ -105,14 +111,14 @@ class Snapshot:
 
     def copy(self, tier: Tier) -> int:
         """The unit of the copy in this tier (storage: 1), 0 for none."""
-        if tier is Tier.DEVICE:
+        if tier is T.DEVICE:
             return self.device
-        return self.host if tier is Tier.HOST else int(self.stored)
+        return self.host if tier is T.HOST else int(self.stored)
 
     @property
     def tier(self) -> Tier:
         """The nearest tier that has a copy."""
-        return Tier.DEVICE if self.device else Tier.HOST if self.host else Tier.STORAGE if self.stored else Tier.NONE
+        return T.DEVICE if self.device else T.HOST if self.host else T.STORAGE if self.stored else T.NONE
 
 
 class Node:
@@ -159,10 +165,10 @@ class Node:
 def copies(node: Node) -> list[Tier]:
     """The tiers that have the node's bytes now."""
     state, tiers = node.state, []
-    if state is _S.DEVICE or state is _S.BACKING_UP or state is _S.OFFLOADING:
-        tiers.append(Tier.DEVICE)
-    if node.host and state not in (_S.BACKING_UP, _S.OFFLOADING, _S.FETCHING):
-        tiers.append(Tier.HOST)
+    if state is S.DEVICE or state is S.BACKING_UP or state is S.OFFLOADING:
+        tiers.append(T.DEVICE)
+    if node.host and state not in (S.BACKING_UP, S.OFFLOADING, S.FETCHING):
+        tiers.append(T.HOST)
     if node.stored:
-        tiers.append(Tier.STORAGE)
+        tiers.append(T.STORAGE)
     return tiers

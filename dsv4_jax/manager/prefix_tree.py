@@ -23,14 +23,12 @@ from typing import NamedTuple
 from ..errors import PrefixTreeError, TransitionError
 from .allocator import as_count
 from .eviction import Freed
-from .node import MATCHABLE, SETTLED, Node, NodeState, Snapshot, Tier
+from .node import MATCHABLE, SETTLED, Node, S, Snapshot, T
 from .tree_base import children_of, link, unlink
 from .tree_checks import check_tree
 from .tree_eviction import EvictingTree
 
 __all__ = ["Match", "PrefixTree", "Published"]
-
-_S = NodeState
 
 
 class Match(NamedTuple):
@@ -172,7 +170,7 @@ class PrefixTree(EvictingTree):
             self._check(node)
             if previous is not None and node.parent is not previous:
                 raise PrefixTreeError(f"{node} does not follow {previous}")
-            if node.state is _S.WRITING or not node.refs:
+            if node.state is S.WRITING or not node.refs:
                 raise PrefixTreeError(f"{node} has no reference to release")
             previous = node
         self._clock = clock = self._clock + 1
@@ -199,9 +197,9 @@ class PrefixTree(EvictingTree):
         block = as_count("block", block, 1)
         if parent is not None:
             self._check(parent)
-            if parent.state.tier is not Tier.DEVICE or not parent.refs:
+            if parent.state.tier is not T.DEVICE or not parent.refs:
                 raise PrefixTreeError(f"nothing can be written below {parent}: it must be on the device and referenced")
-        node = self._new(digest, parent, _S.WRITING)
+        node = self._new(digest, parent, S.WRITING)
         node.block, node.refs = block, 1
         self._writing[node] = None
         return node
@@ -218,36 +216,36 @@ class PrefixTree(EvictingTree):
             PrefixTreeError: the node is gone or not WRITING.
         """
         self._check(node)
-        if node.state is not _S.WRITING:
+        if node.state is not S.WRITING:
             raise TransitionError(f"{node} is not being written")
-        if node.parent is not None and node.parent.state.tier is not Tier.DEVICE:
+        if node.parent is not None and node.parent.state.tier is not T.DEVICE:
             raise TransitionError(f"{node} cannot be published below {node.parent}")
         other = self._nodes.get(node.digest)
-        waits = node.parent is not None and node.parent.state is _S.WRITING
-        if waits or (other is not None and other.state not in SETTLED and other.state is not _S.BACKING_UP):
+        waits = node.parent is not None and node.parent.state is S.WRITING
+        if waits or (other is not None and other.state not in SETTLED and other.state is not S.BACKING_UP):
             return Published(node, 0)
         self._clock += 1
         if other is None:
             del self._writing[node]
             self._nodes[node.digest] = node
-            self._set_state(node, _S.DEVICE)
+            self._set_state(node, S.DEVICE)
             node.last_access = self._clock
-            self._emit("stored", Tier.DEVICE, node)
+            self._emit("stored", T.DEVICE, node)
             if self._backup_after == 0:
                 self._want_backup(node)
             return Published(node, 0)
         if other.parent is not node.parent:
             raise PrefixTreeError(f"{node} and {other} have one digest and different parents")
         spare = node.block
-        if other.state.tier is not Tier.DEVICE:
-            self._set_state(other, _S.DEVICE)
+        if other.state.tier is not T.DEVICE:
+            self._set_state(other, S.DEVICE)
             other.block, spare = node.block, 0
-            self._emit("stored", Tier.DEVICE, other)
+            self._emit("stored", T.DEVICE, other)
             self.counters.adoptions += 1
         else:
             self.counters.duplicates += 1
         if not other.refs and other.state in SETTLED:
-            self._idle[Tier.DEVICE] -= 1
+            self._idle[T.DEVICE] -= 1
         other.refs += 1
         other.last_access = self._clock
         for child in list(children_of(node)):  # reserved below this node, now below the one that serves
@@ -265,19 +263,19 @@ class PrefixTree(EvictingTree):
         """
         if parent is not None:
             self._check(parent)
-            if parent.state is _S.WRITING:
+            if parent.state is S.WRITING:
                 raise PrefixTreeError(f"{parent} is not published: nothing below it can be known to storage")
         node = self._nodes.get(digest)
         if node is not None:
             if node.parent is not parent:
                 raise PrefixTreeError(f"{node} is not below {parent}")
         else:
-            node = self._new(digest, parent, _S.STORAGE)
+            node = self._new(digest, parent, S.STORAGE)
             node.last_access = self._clock
             self._nodes[digest] = node
         if not node.stored:
             node.stored = True
-            self._emit("stored", Tier.STORAGE, node)
+            self._emit("stored", T.STORAGE, node)
         self._enqueue(node)
         return node
 

@@ -11,12 +11,11 @@ from ..errors import PrefixTreeError, TransitionError
 from .allocator import as_count
 from .events import EventLog
 from .eviction import EvictionQueue, Freed
-from .node import ABORTS, BACKUP_BIT, COMPLETES, SETTLED, TRANSITIONS, Node, NodeState, Tier, copies
+from .node import ABORTS, BACKUP_BIT, COMPLETES, SETTLED, TRANSITIONS, Node, NodeState, S, T, Tier, copies
 
 __all__ = ["TIERS", "TreeBase", "TreeCounters", "children_of", "least_recently_used", "link", "subtree_of", "unlink"]
 
-TIERS = (Tier.DEVICE, Tier.HOST, Tier.STORAGE)
-_S = NodeState
+TIERS = (T.DEVICE, T.HOST, T.STORAGE)
 
 
 def least_recently_used(node: Node) -> Any:
@@ -69,11 +68,11 @@ class TreeBase:
         self._num_host = 0  # nodes with a host unit
         self._num_snapshots = dict.fromkeys(TIERS, 0)
         self._backups: collections.deque[Node] = collections.deque()
-        rules = ((Tier.DEVICE, _device_leaf), (Tier.HOST, _host_leaf), (Tier.STORAGE, _storage_leaf))
+        rules = ((T.DEVICE, _device_leaf), (T.HOST, _host_leaf), (T.STORAGE, _storage_leaf))
         self._queues = {tier: EvictionQueue(1 << tier, eligible, self._order) for tier, eligible in rules}
         self._snapshot_queues = {
-            Tier.DEVICE: EvictionQueue(32, lambda n: _has_snapshot(n, Tier.DEVICE), _snapshot_use),
-            Tier.HOST: EvictionQueue(64, lambda n: _has_snapshot(n, Tier.HOST), _snapshot_use),
+            T.DEVICE: EvictionQueue(32, lambda n: _has_snapshot(n, T.DEVICE), _snapshot_use),
+            T.HOST: EvictionQueue(64, lambda n: _has_snapshot(n, T.HOST), _snapshot_use),
         }
 
     def __len__(self) -> int:
@@ -86,7 +85,7 @@ class TreeBase:
 
     def is_current(self, node: Node) -> bool:
         """Whether the node is still in the tree. Late events (a transfer's end after `reset`) ask this first."""
-        return node.epoch is self._epoch and node.state is not _S.REMOVED
+        return node.epoch is self._epoch and node.state is not S.REMOVED
 
     def count(self, state: NodeState) -> int:
         """Nodes in this state."""
@@ -94,11 +93,11 @@ class TreeBase:
 
     def held(self, tier: Tier) -> int:
         """Units of published nodes: device blocks, host blocks (also of backups), storage copies without either."""
-        if tier is Tier.HOST:
+        if tier is T.HOST:
             return self._num_host
-        states = (_S.STORAGE, _S.FETCHING)
-        if tier is Tier.DEVICE:
-            states = (_S.DEVICE, _S.BACKING_UP, _S.OFFLOADING, _S.LOADING)
+        states = (S.STORAGE, S.FETCHING)
+        if tier is T.DEVICE:
+            states = (S.DEVICE, S.BACKING_UP, S.OFFLOADING, S.LOADING)
         return sum(self._counts[state] for state in states)
 
     def num_snapshots(self, tier: Tier) -> int:
@@ -113,7 +112,7 @@ class TreeBase:
         """Forgets everything. Nodes known before are refused from now on; the caller resets the pools."""
         self._clear()
         if self._events is not None:
-            self._events.emit("cleared", Tier.NONE)
+            self._events.emit("cleared", T.NONE)
 
     # Moves
 
@@ -121,21 +120,21 @@ class TreeBase:
         """Device to host copy of a published block. It stays matchable, and on the device until `complete`."""
         if self._check(node).host:
             raise TransitionError(f"{node} has a host copy already")
-        self._begin(node, _S.BACKING_UP, host=host)
+        self._begin(node, S.BACKING_UP, host=host)
 
     def begin_load(self, node: Node, block: int) -> None:
         """Host to device copy, parents first."""
-        self._begin(node, _S.LOADING, block=block)
+        self._begin(node, S.LOADING, block=block)
 
     def begin_persist(self, node: Node) -> None:
         """Host to storage copy. The block stays matchable."""
         if self._check(node).stored:
             raise TransitionError(f"{node} has a storage copy already")
-        self._begin(node, _S.PERSISTING)
+        self._begin(node, S.PERSISTING)
 
     def begin_fetch(self, node: Node, host: int) -> None:
         """Storage to host copy, parents first."""
-        self._begin(node, _S.FETCHING, host=host)
+        self._begin(node, S.FETCHING, host=host)
 
     def complete(self, node: Node) -> Freed:
         """The move under way has succeeded. Moves up complete parents first.
@@ -147,16 +146,16 @@ class TreeBase:
         if old not in COMPLETES:
             raise TransitionError(f"{node} is not on the move")
         freed = Freed()
-        if old is _S.PERSISTING:
+        if old is S.PERSISTING:
             node.stored = True
-            self._emit("stored", Tier.STORAGE, node)
+            self._emit("stored", T.STORAGE, node)
         self._set_state(node, COMPLETES[old])
-        if old is not _S.PERSISTING:
-            self._emit("stored", Tier.DEVICE if old is _S.LOADING else Tier.HOST, node)
-        if old is _S.OFFLOADING:
+        if old is not S.PERSISTING:
+            self._emit("stored", T.DEVICE if old is S.LOADING else T.HOST, node)
+        if old is S.OFFLOADING:
             freed.blocks.append(node.block)
             node.block = 0
-            self._emit("removed", Tier.DEVICE, node)
+            self._emit("removed", T.DEVICE, node)
         return freed
 
     def abort(self, node: Node) -> Freed:
@@ -172,16 +171,16 @@ class TreeBase:
         if old not in ABORTS:
             raise TransitionError(f"{node} is neither being written nor on the move")
         freed = Freed()
-        if old is _S.WRITING:
+        if old is S.WRITING:
             if node.children:
                 raise TransitionError(f"{node} has children: blocks being written are aborted leaf first")
             self._drop(node, freed)
             return freed
         self._set_state(node, ABORTS[old])
-        if old is _S.LOADING:
+        if old is S.LOADING:
             freed.blocks.append(node.block)
             node.block = 0
-        elif old is not _S.PERSISTING:
+        elif old is not S.PERSISTING:
             freed.host_blocks.append(self._set_host(node, 0))
         return freed
 
@@ -198,7 +197,7 @@ class TreeBase:
         for n in below:
             if n.refs or (n.snapshot and n.snapshot.pins) or (n is not node and n.state not in SETTLED):
                 raise PrefixTreeError(f"{n} is in use: it cannot be discarded with {node}")
-        if _S.REMOVED not in TRANSITIONS[node.state]:
+        if S.REMOVED not in TRANSITIONS[node.state]:
             raise TransitionError(f"{node} cannot be removed in this state")
         freed = Freed()
         for n in reversed(below):
@@ -207,16 +206,16 @@ class TreeBase:
 
     def drop_stored(self, node: Node) -> None:
         """Storage has lost its copy of a block that another tier has as well."""
-        if self._check(node).state in (_S.STORAGE, _S.FETCHING, _S.PERSISTING) or not node.stored:
+        if self._check(node).state in (S.STORAGE, S.FETCHING, S.PERSISTING) or not node.stored:
             raise TransitionError(f"{node} has no storage copy besides another")
         node.stored = False
-        self._emit("removed", Tier.STORAGE, node)
+        self._emit("removed", T.STORAGE, node)
 
     # Books
 
     def _check(self, node: Node) -> Node:
         """The node itself. Raises `PrefixTreeError` if it is no longer, or never was, of this tree."""
-        if node.epoch is not self._epoch or node.state is _S.REMOVED:
+        if node.epoch is not self._epoch or node.state is S.REMOVED:
             raise PrefixTreeError(f"{node} is not in this tree: it was removed, or the tree was reset")
         return node
 
@@ -224,13 +223,13 @@ class TreeBase:
         """Starts a move whose destination is the unit given."""
         self._check(node)
         parent = node.parent
-        if state is _S.LOADING or state is _S.FETCHING:
-            above = Tier.DEVICE if state is _S.LOADING else Tier.HOST
+        if state is S.LOADING or state is S.FETCHING:
+            above = T.DEVICE if state is S.LOADING else T.HOST
             if parent is not None and parent.state.tier < above and parent.state is not state:
                 raise TransitionError(f"{node} cannot go up before {parent}")
-        if state is _S.LOADING:
+        if state is S.LOADING:
             block = as_count("block", block, 1)
-        elif state is not _S.PERSISTING:
+        elif state is not S.PERSISTING:
             host = as_count("host", host, 1)
         self._set_state(node, state)
         node.block = block or node.block
@@ -242,13 +241,11 @@ class TreeBase:
         old, parent = node.state, node.parent
         if state not in TRANSITIONS[old]:
             raise TransitionError(f"{node} cannot become {state.value}")
-        goes_up = state.tier > old.tier or (old is _S.WRITING and state is _S.DEVICE)
-        if goes_up and parent is not None and (parent.state.tier < state.tier or parent.state is _S.WRITING):
+        goes_up = state.tier > old.tier or (old is S.WRITING and state is S.DEVICE)
+        if goes_up and parent is not None and (parent.state.tier < state.tier or parent.state is S.WRITING):
             raise TransitionError(f"{node} cannot become {state.value} below {parent}")
         if state.tier < old.tier:
-            above = (
-                node.children if not state.tier else node.on_device + (node.on_host if state.tier < Tier.HOST else 0)
-            )
+            above = node.children if not state.tier else node.on_device + (node.on_host if state.tier < T.HOST else 0)
             if above or node.refs:
                 raise TransitionError(
                     f"{node} cannot become {state.value}: {above} children above it, {node.refs} refs"
@@ -279,25 +276,25 @@ class TreeBase:
         snapshot = node.snapshot
         if snapshot is None:
             return 0
-        if tier is Tier.DEVICE:
+        if tier is T.DEVICE:
             old, snapshot.device = snapshot.device, unit
-        elif tier is Tier.HOST:
+        elif tier is T.HOST:
             old, snapshot.host = snapshot.host, unit
         else:
             old, snapshot.stored = int(snapshot.stored), bool(unit)
         self._num_snapshots[tier] += bool(unit) - bool(old)
-        if snapshot.tier is Tier.NONE:
+        if snapshot.tier is T.NONE:
             node.snapshot = None
         return old
 
     def _enqueue(self, node: Node) -> None:
         """Puts the node into the queues of the tiers that it may leave now."""
         state = node.state
-        if state is _S.DEVICE:
-            self._queues[Tier.DEVICE].push(node)
+        if state is S.DEVICE:
+            self._queues[T.DEVICE].push(node)
             if node.host:
-                self._queues[Tier.HOST].push(node)
-        elif state is _S.HOST or state is _S.STORAGE:
+                self._queues[T.HOST].push(node)
+        elif state is S.HOST or state is S.STORAGE:
             self._queues[state.tier].push(node)
 
     def _new(self, digest: bytes, parent: Node | None, state: NodeState) -> Node:
@@ -312,13 +309,13 @@ class TreeBase:
     def _drop(self, node: Node, freed: Freed) -> None:
         """Removes a node without children, its units into `freed`. Raises `TransitionError` if it must not."""
         old, held = node.state, copies(node)
-        if old is _S.WRITING:
+        if old is S.WRITING:
             node.refs = 0  # its writer's
-        self._set_state(node, _S.REMOVED)
+        self._set_state(node, S.REMOVED)
         unlink(node)
-        if node.parent is not None:
-            self._enqueue(node.parent)
-        if old is _S.WRITING:
+        if node.parent is not None and node.parent.state is S.STORAGE:
+            self._enqueue(node.parent)  # it has one child less now
+        if old is S.WRITING:
             del self._writing[node]
         else:
             del self._nodes[node.digest]
@@ -331,7 +328,7 @@ class TreeBase:
         if node.stored:
             freed.stored.append(node.digest)
         node.block, node.stored = 0, False
-        for tier, units in ((Tier.DEVICE, freed.snapshots), (Tier.HOST, freed.host_snapshots), (Tier.STORAGE, [])):
+        for tier, units in ((T.DEVICE, freed.snapshots), (T.HOST, freed.host_snapshots), (T.STORAGE, [])):
             if unit := self._set_snapshot(node, tier, 0):
                 units.append(unit)
 
@@ -346,9 +343,9 @@ class TreeBase:
 
 
 def _count_child(parent: Node, tier: Tier, change: int) -> None:
-    if tier is Tier.DEVICE:
+    if tier is T.DEVICE:
         parent.on_device += change
-    elif tier is Tier.HOST:
+    elif tier is T.HOST:
         parent.on_host += change
 
 
@@ -399,17 +396,17 @@ def subtree_of(node: Node) -> list[Node]:
 
 
 def _device_leaf(node: Node) -> bool:
-    return node.state is _S.DEVICE and not node.refs and not node.on_device
+    return node.state is S.DEVICE and not node.refs and not node.on_device
 
 
 def _host_leaf(node: Node) -> bool:
-    if node.state is _S.DEVICE:  # only the copy leaves
+    if node.state is S.DEVICE:  # only the copy leaves
         return node.host > 0
-    return node.state is _S.HOST and not node.refs and not node.on_host
+    return node.state is S.HOST and not node.refs and not node.on_host
 
 
 def _storage_leaf(node: Node) -> bool:
-    return node.state is _S.STORAGE and not node.refs and not node.children
+    return node.state is S.STORAGE and not node.refs and not node.children
 
 
 def _has_snapshot(node: Node, tier: Tier) -> bool:

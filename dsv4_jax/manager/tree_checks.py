@@ -6,7 +6,7 @@ import collections
 from typing import TYPE_CHECKING
 
 from ..errors import IntegrityError
-from .node import SETTLED, Node, NodeState, Tier
+from .node import SETTLED, Node, NodeState, S, Tier
 from .tree_base import TIERS, children_of
 
 if TYPE_CHECKING:
@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["check_tree"]
 
-_S = NodeState
-_HAS_BLOCK = {_S.WRITING, _S.DEVICE, _S.BACKING_UP, _S.OFFLOADING, _S.LOADING}
-_NEEDS_HOST = {_S.BACKING_UP, _S.OFFLOADING, _S.HOST, _S.LOADING, _S.PERSISTING, _S.FETCHING}
-_NO_HOST = {_S.WRITING, _S.STORAGE}
+_HAS_BLOCK = {S.WRITING, S.DEVICE, S.BACKING_UP, S.OFFLOADING, S.LOADING}
+_NEEDS_HOST = {S.BACKING_UP, S.OFFLOADING, S.HOST, S.LOADING, S.PERSISTING, S.FETCHING}
+_NO_HOST = {S.WRITING, S.STORAGE}
 
 
 def check_tree(tree: TreeBase) -> None:
@@ -30,9 +29,9 @@ def check_tree(tree: TreeBase) -> None:
             _require(node.parent in known, node, "has a parent that is not in the tree")
             below[node.parent].append(node)
     for digest, node in tree._nodes.items():
-        _require(node.digest == digest and node.state is not _S.WRITING, node, "is in the wrong dictionary")
+        _require(node.digest == digest and node.state is not S.WRITING, node, "is in the wrong dictionary")
     for node in tree._writing:
-        _require(node.state is _S.WRITING and node.refs == 1, node, "is in the wrong dictionary")
+        _require(node.state is S.WRITING and node.refs == 1, node, "is in the wrong dictionary")
     for node in nodes:
         _check_node(tree, node, below[node])
     for what, units in (
@@ -50,7 +49,7 @@ def check_tree(tree: TreeBase) -> None:
     counts = collections.Counter(n.state for n in nodes)
     idle = collections.Counter(n.state.tier for n in nodes if not n.refs and n.state in SETTLED)
     for state in NodeState:
-        if state is not _S.REMOVED and tree._counts[state] != counts[state]:
+        if state is not S.REMOVED and tree._counts[state] != counts[state]:
             raise IntegrityError(f"{tree._counts[state]} nodes are said to be {state.value}, {counts[state]} are")
     for tier in TIERS:
         if tree._idle[tier] != idle[tier]:
@@ -59,7 +58,7 @@ def check_tree(tree: TreeBase) -> None:
 
 def _check_node(tree: TreeBase, node: Node, children: list[Node]) -> None:
     state, parent, snapshot = node.state, node.parent, node.snapshot
-    _require(node.epoch is tree._epoch and state is not _S.REMOVED, node, "is stale")
+    _require(node.epoch is tree._epoch and state is not S.REMOVED, node, "is stale")
     _require(set(children_of(node)) == set(children), node, "lists other children than those that name it")
     tiers = collections.Counter(child.state.tier for child in children)
     counted = (node.children, node.on_device, node.on_host)
@@ -68,13 +67,13 @@ def _check_node(tree: TreeBase, node: Node, children: list[Node]) -> None:
     _require(node.depth == (parent.depth + 1 if parent else 0), node, "has the wrong depth")
     if parent is not None:
         _require(parent.state.tier >= state.tier, node, f"has a parent in a lower tier: {parent}")
-        _require(state is _S.WRITING or parent.state is not _S.WRITING, node, "is published, its parent is not")
+        _require(state is S.WRITING or parent.state is not S.WRITING, node, "is published, its parent is not")
     _require((node.block > 0) == (state in _HAS_BLOCK), node, "holds a device block that it should not, or none")
     _require(node.host > 0 or state not in _NEEDS_HOST, node, "has no host block")
     _require(not node.host or state not in _NO_HOST, node, "has a host block")
-    _require(node.stored or state not in (_S.STORAGE, _S.FETCHING), node, "has no copy in storage")
+    _require(node.stored or state not in (S.STORAGE, S.FETCHING), node, "has no copy in storage")
     if snapshot is not None:
-        _require(snapshot.tier is not Tier.NONE and state is not _S.WRITING, node, "has an impossible snapshot")
+        _require(snapshot.tier is not Tier.NONE and state is not S.WRITING, node, "has an impossible snapshot")
     for tier, queue in tree._queues.items():
         _require(queue.holds(node) or not queue._eligible(node), node, f"is missing from the {tier.name} queue")
     for tier, queue in tree._snapshot_queues.items():

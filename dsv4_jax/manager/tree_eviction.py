@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from ..errors import OutOfBlocksError, PrefixTreeError
 from .allocator import as_count
 from .eviction import Eviction, Freed, Move
-from .node import BACKUP_BIT, SETTLED, Node, NodeState, Snapshot, Tier
+from .node import BACKUP_BIT, SETTLED, Node, S, Snapshot, T, Tier
 from .tree_base import TIERS, TreeBase, children_of, subtree_of
 
 __all__ = ["EvictingTree"]
-
-_S = NodeState
 
 
 class EvictingTree(TreeBase):
@@ -36,13 +34,13 @@ class EvictingTree(TreeBase):
         victims = self._victims(tier, as_count("count", count), len(room))
         result = Eviction()
         moving: set[Node] = set()
-        if tier is Tier.DEVICE and room:
+        if tier is T.DEVICE and room:
             moving = set([node for node in victims if not node.host][-len(room) :])
         spots = list(reversed(room))
         for node in victims:
-            if tier is Tier.DEVICE and node in moving:
+            if tier is T.DEVICE and node in moving:
                 host = spots.pop()
-                self._begin(node, _S.OFFLOADING, host=host)
+                self._begin(node, S.OFFLOADING, host=host)
                 result.moves.append(Move(node, node.block, host))
             else:
                 self._leave(node, tier, result)
@@ -52,13 +50,13 @@ class EvictingTree(TreeBase):
 
     def _leave(self, node: Node, tier: Tier, freed: Freed) -> None:
         """One victim goes down to a copy, or away."""
-        if tier is Tier.DEVICE and (node.host or (node.stored and not node.on_host)):
-            self._set_state(node, _S.HOST if node.host else _S.STORAGE)
+        if tier is T.DEVICE and (node.host or (node.stored and not node.on_host)):
+            self._set_state(node, S.HOST if node.host else S.STORAGE)
             freed.blocks.append(node.block)
             node.block = 0
-        elif tier is Tier.HOST and (node.state is _S.DEVICE or node.stored):
-            if node.state is _S.HOST:
-                self._set_state(node, _S.STORAGE)
+        elif tier is T.HOST and (node.state is S.DEVICE or node.stored):
+            if node.state is S.HOST:
+                self._set_state(node, S.STORAGE)
             freed.host_blocks.append(self._set_host(node, 0))
         else:
             for n in reversed(subtree_of(node)):
@@ -99,7 +97,7 @@ class EvictingTree(TreeBase):
         while self._backups and len(chosen) < limit:
             node = self._backups.popleft()
             node.queued &= ~BACKUP_BIT
-            if node.state is _S.DEVICE and not node.host:
+            if node.state is S.DEVICE and not node.host:
                 chosen.append(node)
         return chosen
 
@@ -116,16 +114,16 @@ class EvictingTree(TreeBase):
         Raises:
             PrefixTreeError: the node is gone or being written, or has a snapshot in this tier.
         """
-        if self._check(node).state is _S.WRITING:
+        if self._check(node).state is S.WRITING:
             raise PrefixTreeError(f"{node} is not published: it cannot have a snapshot")
         if tier not in TIERS or (node.snapshot is not None and node.snapshot.copy(tier)):
             raise PrefixTreeError(f"{node} cannot have another snapshot in the {tier.name.lower()} tier")
-        unit = 1 if tier is Tier.STORAGE else as_count("unit", unit, 1)
+        unit = 1 if tier is T.STORAGE else as_count("unit", unit, 1)
         snapshot = node.snapshot = node.snapshot or Snapshot()
         self._set_snapshot(node, tier, unit)
         self._clock += 1
         snapshot.last_used = self._clock
-        if tier is not Tier.STORAGE:
+        if tier is not T.STORAGE:
             self._snapshot_queues[tier].push(node)
         return snapshot
 
@@ -139,7 +137,7 @@ class EvictingTree(TreeBase):
         if snapshot is None or snapshot.pins or not snapshot.copy(tier):
             raise PrefixTreeError(f"{node} has no {tier.name.lower()} snapshot that can be dropped")
         unit = self._set_snapshot(node, tier, 0)
-        return 0 if tier is Tier.STORAGE else unit
+        return 0 if tier is T.STORAGE else unit
 
     def pin_snapshot(self, node: Node) -> None:
         """Keeps a snapshot while a copy of it is under way."""
@@ -179,9 +177,9 @@ class EvictingTree(TreeBase):
 
 def _leaves(parent: Node, tier: Tier, count: int) -> None:
     """`count` children leave a tier in thought (negative: come back)."""
-    if tier is Tier.DEVICE:
+    if tier is T.DEVICE:
         parent.on_device -= count
-    elif tier is Tier.HOST:
+    elif tier is T.HOST:
         parent.on_host -= count
     else:
         parent.children -= count
@@ -189,7 +187,7 @@ def _leaves(parent: Node, tier: Tier, count: int) -> None:
 
 def _held_from_below(node: Node, tier: Tier) -> bool:
     """Whether the node, if it had to be removed, could not be: it or a lower-tier node below it is in use."""
-    if node.state.tier is not tier or (tier is Tier.DEVICE and node.host) or (tier is Tier.HOST and node.stored):
+    if node.state.tier is not tier or (tier is T.DEVICE and node.host) or (tier is T.HOST and node.stored):
         return False
     if node.snapshot is not None and node.snapshot.pins:
         return True
