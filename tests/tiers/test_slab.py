@@ -239,7 +239,7 @@ def test_a_full_disk_is_found_when_the_file_is_made(path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(StoreFullError, match="cannot open .*: No space left"):
+    with pytest.raises(StoreFullError, match=r"cannot open .*: No space left"):
         make(path)
     with make(path, preallocate=False) as store:
         assert path.stat().st_blocks * 512 < 2 * RECORD_BYTES < path.stat().st_size
