@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +28,8 @@ class TransferHandle:
     means than a jitted step. Holding a handle keeps no cache or record alive.
     """
 
-    def __init__(self, token: jax.Array):
-        """`token`: a small output of the executable that does the transfer."""
+    def __init__(self, token: Any):
+        """`token`: a small array, output of the executable that does the transfer."""
         self._token = token
         self._error: Exception | None = None
         self._done = False
