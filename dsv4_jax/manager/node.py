@@ -134,7 +134,7 @@ class Node:
         stored: whether storage has a copy.
         refs: live requests that list the node.
         hits: requests that have matched it.
-        last_access: clock when it last gained or lost a reference.
+        last_access: clock when a path with it was last referenced or released; never later than its parent's.
         snapshot: state at the end of the block, or None.
         children: how many nodes have this parent; `on_device`, `on_host`: those of them in that tier.
     """

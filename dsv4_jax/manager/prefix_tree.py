@@ -173,10 +173,11 @@ class PrefixTree(EvictingTree):
             if node.state is S.WRITING or not node.refs:
                 raise PrefixTreeError(f"{node} has no reference to release")
             previous = node
-        self._clock = clock = self._clock + 1
+        self._clock += 1
+        access = self._access(nodes[0].parent) if nodes else 0
         for node in reversed(nodes):
             node.refs -= 1
-            node.last_access = clock
+            node.last_access = access
             if not node.refs and node.state in SETTLED:
                 self._idle[node.state.tier] += 1
                 self._enqueue(node)
@@ -224,18 +225,18 @@ class PrefixTree(EvictingTree):
         waits = node.parent is not None and node.parent.state is S.WRITING
         if waits or (other is not None and other.state not in SETTLED and other.state is not S.BACKING_UP):
             return Published(node, 0)
+        if other is not None and other.parent is not node.parent:
+            raise PrefixTreeError(f"{node} and {other} have one digest and different parents")
         self._clock += 1
         if other is None:
             del self._writing[node]
             self._nodes[node.digest] = node
             self._set_state(node, S.DEVICE)
-            node.last_access = self._clock
+            node.last_access = self._access(node.parent)
             self._emit("stored", T.DEVICE, node)
             if self._backup_after == 0:
                 self._want_backup(node)
             return Published(node, 0)
-        if other.parent is not node.parent:
-            raise PrefixTreeError(f"{node} and {other} have one digest and different parents")
         spare = node.block
         if other.state.tier is not T.DEVICE:
             self._set_state(other, S.DEVICE)
@@ -247,7 +248,7 @@ class PrefixTree(EvictingTree):
         if not other.refs and other.state in SETTLED:
             self._idle[T.DEVICE] -= 1
         other.refs += 1
-        other.last_access = self._clock
+        other.last_access = self._access(other.parent)
         for child in list(children_of(node)):  # reserved below this node, now below the one that serves
             unlink(child)
             child.parent = other
@@ -271,13 +272,17 @@ class PrefixTree(EvictingTree):
                 raise PrefixTreeError(f"{node} is not below {parent}")
         else:
             node = self._new(digest, parent, S.STORAGE)
-            node.last_access = self._clock
+            node.last_access = self._access(parent)
             self._nodes[digest] = node
         if not node.stored:
             node.stored = True
             self._emit("stored", T.STORAGE, node)
         self._enqueue(node)
         return node
+
+    def _access(self, parent: Node | None) -> int:
+        """When a node below this parent counts as accessed: never after it, so that the deepest always leaves first."""
+        return self._clock if parent is None else parent.last_access
 
     def check_integrity(self) -> None:
         """The invariants of the module's text, and all counters. O(nodes), for tests. Raises `IntegrityError`."""

@@ -67,6 +67,7 @@ def _check_node(tree: TreeBase, node: Node, children: list[Node]) -> None:
     _require(node.depth == (parent.depth + 1 if parent else 0), node, "has the wrong depth")
     if parent is not None:
         _require(parent.state.tier >= state.tier, node, f"has a parent in a lower tier: {parent}")
+        _require(parent.last_access >= node.last_access, node, "was accessed after its parent")
         _require(state is S.WRITING or parent.state is not S.WRITING, node, "is published, its parent is not")
     _require((node.block > 0) == (state in _HAS_BLOCK), node, "holds a device block that it should not, or none")
     _require(node.host > 0 or state not in _NEEDS_HOST, node, "has no host block")

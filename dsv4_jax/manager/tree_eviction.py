@@ -119,10 +119,10 @@ class EvictingTree(TreeBase):
         if tier not in TIERS or (node.snapshot is not None and node.snapshot.copy(tier)):
             raise PrefixTreeError(f"{node} cannot have another snapshot in the {tier.name.lower()} tier")
         unit = 1 if tier is T.STORAGE else as_count("unit", unit, 1)
-        snapshot = node.snapshot = node.snapshot or Snapshot()
+        if (snapshot := node.snapshot) is None:
+            self._clock += 1
+            snapshot = node.snapshot = Snapshot(last_used=self._clock)
         self._set_snapshot(node, tier, unit)
-        self._clock += 1
-        snapshot.last_used = self._clock
         if tier is not T.STORAGE:
             self._snapshot_queues[tier].push(node)
         return snapshot

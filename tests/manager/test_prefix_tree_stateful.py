@@ -119,6 +119,9 @@ class TreeMachine(RuleBasedStateMachine):
         found = sorted(p for p, r in self.records.items() if not states or r.state in states)
         return found[seed % len(found)] if found else None
 
+    def access(self, path: Path) -> int:
+        return self.records[path[:-1]].last if len(path) > 2 else self.now
+
     def touch(self, path: Path, refs: int) -> None:
         for p in prefixes(path):
             self.records[p].refs += refs
@@ -232,7 +235,7 @@ class TreeMachine(RuleBasedStateMachine):
             assert result == (self.node(path), 0)
             other.state, other.block = "device", block
         other.refs += 1
-        other.last = self.now
+        other.last = self.access(path)
         user.nodes.append(result.node)
         del user.writing[0]
 
@@ -257,6 +260,21 @@ class TreeMachine(RuleBasedStateMachine):
         self.now += 1
         self.touch(user.path[: len(user.nodes) + 1], -1)
         self.device.release(user.spare)
+
+    @precondition(lambda self: any(u.nodes and not u.writing for u in self.users))
+    @rule(who=pick, count=st.integers(1, 3))
+    def roll_back(self, who: int, count: int) -> None:
+        users = [u for u in self.users if u.nodes and not u.writing]
+        user = users[who % len(users)]
+        tail = user.nodes[-count:]
+        self.tree.release(tail)
+        self.now += 1
+        gone = prefixes(user.path[: len(user.nodes) + 1])[-count:]
+        access = self.access(gone[0])
+        for path in gone:
+            self.records[path].refs -= 1
+            self.records[path].last = access
+        del user.nodes[-count:]
 
     @precondition(lambda self: self.users and len(self.users) < 4)
     @rule(who=pick)
@@ -449,7 +467,8 @@ class TreeMachine(RuleBasedStateMachine):
         node = self.tree.add_stored(parent, digest_of(path))
         if path not in self.records:
             self.number += 1
-            self.records[path] = Record("storage", self.number, last=self.now)
+            self.records[path] = Record("storage", self.number)
+            self.records[path].last = self.access(path)
         self.records[path].stored = True
         assert node is self.node(path)
 

@@ -1,0 +1,478 @@
+"""The prefix tree: states, references, matching, publishing, eviction, snapshots."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from dsv4_jax.errors import IntegrityError, OutOfBlocksError, PlanError, PrefixTreeError, TransitionError
+from dsv4_jax.manager.eviction import EvictionQueue, Freed
+from dsv4_jax.manager.hashing import BlockHasher, HashSpec, Namespace
+from dsv4_jax.manager.node import Node, NodeState, Tier
+from dsv4_jax.manager.prefix_tree import PrefixTree
+
+from .tree_helpers import digests, publish_path
+
+# The state machine as it was meant, one line per state.
+ALLOWED = {
+    "writing": "device removed",
+    "device": "backing_up offloading host storage removed",
+    "backing_up": "device",
+    "offloading": "host device removed",
+    "host": "loading persisting device storage removed",
+    "loading": "device host removed",
+    "persisting": "host",
+    "storage": "fetching device removed",
+    "fetching": "host storage removed",
+    "removed": "",
+}
+
+
+def node_in(state: str) -> tuple[PrefixTree, Node]:
+    """A lonely unreferenced node in a state, brought there by public calls."""
+    tree = PrefixTree(4)
+    if state in ("storage", "fetching"):
+        node = tree.add_stored(None, b"x")
+        if state == "fetching":
+            tree.begin_fetch(node, 5)
+        return tree, node
+    node = tree.reserve(None, b"x", 1)
+    if state == "writing":
+        return tree, node
+    tree.publish(node)
+    tree.release([node])
+    if state == "removed":
+        tree.discard(node)
+    elif state == "backing_up":
+        tree.begin_backup(node, 5)
+    elif state in ("offloading", "host", "loading", "persisting"):
+        tree.evict(Tier.DEVICE, 1, [5])
+        if state != "offloading":
+            tree.complete(node)
+        if state == "loading":
+            tree.begin_load(node, 2)
+        elif state == "persisting":
+            tree.begin_persist(node)
+    return tree, node
+
+
+@pytest.mark.parametrize("old", ALLOWED)
+def test_the_transition_table_is_kept_from_every_state_to_every_other(old: str) -> None:
+    assert set(ALLOWED) == {state.value for state in NodeState}
+    for new in ALLOWED:
+        tree, node = node_in(old)
+        assert node.state.value == old
+        if old == "writing" and new == "removed":
+            node.refs = 0  # its writer's, whom `abort` stands for
+        if new in ALLOWED[old].split():
+            tree._set_state(node, NodeState(new))
+            assert node.state.value == new
+        else:
+            with pytest.raises(TransitionError, match=f"cannot become {new}"):
+                tree._set_state(node, NodeState(new))
+            assert node.state.value == old
+
+
+CALLS = {
+    "publish": {"writing": "device"},
+    "backup": {"device": "backing_up"},
+    "load": {"host": "loading"},
+    "persist": {"host": "persisting"},
+    "fetch": {"storage": "fetching"},
+    "complete": {"backing_up": "device", "offloading": "host", "loading": "device", "persisting": "host",
+                 "fetching": "host"},
+    "abort": {"writing": "removed", "backing_up": "device", "offloading": "device", "loading": "host",
+              "persisting": "host", "fetching": "storage"},
+    "discard": dict.fromkeys(("device", "offloading", "host", "loading", "storage", "fetching"), "removed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "old"), list(itertools.product(CALLS, ALLOWED)))
+def test_every_call_in_every_state(call: str, old: str) -> None:
+    tree, node = node_in(old)
+    calls = {
+        "publish": lambda: tree.publish(node),
+        "backup": lambda: tree.begin_backup(node, 7),
+        "load": lambda: tree.begin_load(node, 8),
+        "persist": lambda: tree.begin_persist(node),
+        "fetch": lambda: tree.begin_fetch(node, 7),
+        "complete": lambda: tree.complete(node),
+        "abort": lambda: tree.abort(node),
+        "discard": lambda: tree.discard(node),
+    }
+    held = (node.block, node.host)
+    if old not in CALLS[call]:
+        with pytest.raises(PrefixTreeError):
+            calls[call]()
+        assert (node.state.value, node.block, node.host) == (old, *held)
+    else:
+        freed = calls[call]()
+        assert node.state.value == CALLS[call][old]
+        if isinstance(freed, Freed):  # every unit is either kept or given back
+            assert sorted(freed.blocks + freed.host_blocks) == sorted({*held} - {0, node.block, node.host})
+    tree.check_integrity()
+
+
+def test_nothing_is_matched_before_it_is_published() -> None:
+    tree = PrefixTree(4)
+    names = digests("abc", 3)
+    a = tree.reserve(None, names[0], 1)
+    b = tree.reserve(a, names[1], 2)
+    assert tree.match(names, 99).path == ()
+    assert tree.publish(b) == (b, 0)  # not yet: its parent is not
+    assert b.state is NodeState.WRITING
+    assert tree.publish(a) == (a, 0)
+    assert tree.match(names, 99).path == (a,)
+    tree.publish(b)
+    assert tree.match(names, 99).path == (a, b)
+    with pytest.raises(TransitionError, match="not being written"):
+        tree.publish(b)
+    tree.check_integrity()
+
+
+def test_the_last_token_is_always_left_to_compute() -> None:
+    tree = PrefixTree(4)
+    for node, i in zip(publish_path(tree, "a", 3), (1, 2, 3), strict=True):
+        tree.attach_snapshot(node, Tier.DEVICE, i)
+    hits = [tree.match(digests("a", n // 4), n).hit for n in (0, 1, 3, 4, 5, 8, 9, 11, 12)]
+    assert hits == [0, 0, 0, 0, 1, 1, 2, 2, 2]
+    assert tree.match(digests("a", 3), 13).hit == 3
+    with pytest.raises(PlanError):
+        tree.match([], -1)
+
+
+def test_a_hit_ends_at_a_snapshot() -> None:
+    tree = PrefixTree(4)
+    nodes = publish_path(tree, "a", 4)
+    match = tree.match(digests("a", 4), 17)
+    assert (match.hit, len(match.path), match.nodes, match.snapshot) == (0, 4, (), None)
+    snapshot = tree.attach_snapshot(nodes[2], Tier.HOST, 6)
+    match = tree.match(digests("a", 4), 17)
+    assert (match.hit, match.nodes, match.snapshot) == (3, tuple(nodes[:3]), snapshot)
+    assert tree.match(digests("a", 4), 12).hit == 0
+    assert tree.drop_snapshot(nodes[2], Tier.HOST) == 6
+    assert tree.match(digests("a", 4), 17).hit == 0
+
+
+def test_a_path_across_tiers_is_matched_in_order() -> None:
+    tree = PrefixTree(4)
+    nodes = publish_path(tree, "a", 4)
+    tree.release(nodes)
+    for move in tree.evict(Tier.DEVICE, 2, [7, 8]).moves:
+        tree.complete(move.node)
+    tree.begin_persist(nodes[3])
+    tree.complete(nodes[3])
+    assert tree.evict(Tier.HOST, 1).host_blocks == [7]
+    match = tree.match(digests("a", 4), 17)
+    assert [n.state.value for n in match.path] == ["device", "device", "host", "storage"]
+    tree.take(match, 4)
+    assert tree.counters.hit_tokens == {Tier.DEVICE: 8, Tier.HOST: 4, Tier.STORAGE: 4}
+    # Up again, parents first.
+    with pytest.raises(TransitionError, match="cannot go up before"):
+        tree.begin_load(nodes[3], 9)
+    tree.begin_fetch(nodes[3], 12)
+    tree.complete(nodes[3])
+    with pytest.raises(TransitionError, match="cannot go up before"):
+        tree.begin_load(nodes[3], 9)
+    tree.begin_load(nodes[2], 9)
+    tree.begin_load(nodes[3], 10)
+    with pytest.raises(TransitionError, match="below"):
+        tree.complete(nodes[3])
+    tree.complete(nodes[2])
+    tree.complete(nodes[3])
+    assert [n.block for n in nodes[2:]] == [9, 10]
+    tree.check_integrity()
+
+
+def test_eviction_is_leaf_first_and_least_recent_first() -> None:
+    tree = PrefixTree(4)
+    a, b = publish_path(tree, "a", 3, [1, 2, 3]), publish_path(tree, "b", 2, [4, 5])
+    tree.release(a)
+    tree.release(b)
+    assert tree.evict(Tier.DEVICE, 1).blocks == [3]
+    tree.release(tree.acquire(a[:2]))
+    assert tree.evict(Tier.DEVICE, 3).blocks == [5, 4, 2]
+    assert tree.evict(Tier.DEVICE, 0).blocks == []
+    with pytest.raises(OutOfBlocksError, match="device cache pool: requested 2 blocks, 1 available"):
+        tree.evict(Tier.DEVICE, 2)
+    assert tree.evictable(Tier.DEVICE) == len(tree) == 1
+    for count in (-1, 1.0):
+        with pytest.raises(PlanError):
+            tree.evict(Tier.DEVICE, count)
+    assert tree.evict(Tier.DEVICE, 1).blocks == [1]
+    tree.check_integrity()
+
+
+def test_what_is_referenced_stays() -> None:
+    tree = PrefixTree(4)
+    a = publish_path(tree, "aa", 2)
+    b = publish_path(tree, "ab", 2)
+    tree.release(b)
+    with pytest.raises(OutOfBlocksError):
+        tree.evict(Tier.DEVICE, 2)
+    assert tree.evict(Tier.DEVICE, 1).blocks == [b[1].block or 1001 + 1000]
+    assert all(tree.is_current(n) for n in a)
+    with pytest.raises(PrefixTreeError, match="in use"):
+        tree.discard(a[0])
+
+
+def test_eviction_with_too_little_room_moves_what_is_next_to_the_root() -> None:
+    tree = PrefixTree(4)
+    a = publish_path(tree, "a", 3, [1, 2, 3])
+    tree.release(a)
+    result = tree.evict(Tier.DEVICE, 3, [8])
+    assert (result.blocks, [(m.node, m.source, m.destination) for m in result.moves]) == ([3, 2], [(a[0], 1, 8)])
+    assert tree.match(digests("a", 3), 99).path == ()  # on the move
+    assert tree.complete(a[0]).blocks == [1]
+    assert tree.match(digests("a", 3), 99).path == (a[0],)
+    tree.check_integrity()
+
+
+def test_a_host_copy_makes_eviction_free_and_may_itself_be_evicted() -> None:
+    tree = PrefixTree(4)
+    a = publish_path(tree, "a", 2, [1, 2])
+    for node, host in zip(a, (5, 6), strict=True):
+        tree.begin_backup(node, host)
+        with pytest.raises(TransitionError, match="host copy already"):
+            tree.begin_backup(node, 9)
+        tree.complete(node)
+    assert tree.match(digests("a", 2), 99).path == tuple(a)
+    assert tree.evict(Tier.HOST, 1).host_blocks == [6]  # although it is referenced: the device has it
+    tree.release(a)
+    result = tree.evict(Tier.DEVICE, 2, [9])
+    assert (result.blocks, len(result.moves), result.unused) == ([1], 1, [])
+    assert (a[0].state, a[0].host, a[1].host) == (NodeState.HOST, 5, 9)
+
+
+def test_two_requests_that_write_the_same_block() -> None:
+    tree = PrefixTree(4)
+    names = digests("abc", 3)
+    mine, theirs = [], []
+    for path, first in ((mine, 1), (theirs, 11)):
+        for i in range(3):
+            path.append(tree.reserve(path[-1] if path else None, names[i], first + i))
+    for node in theirs[:2]:
+        assert tree.publish(node) == (node, 0)
+    assert tree.publish(mine[0]) == (theirs[0], 1)
+    assert tree.publish(mine[1]) == (theirs[1], 2)
+    assert tree.publish(mine[2]) == (mine[2], 0)
+    assert mine[2].parent is theirs[1]
+    assert tree.publish(theirs[2]) == (mine[2], 13)
+    assert [n.refs for n in (*theirs[:2], mine[2])] == [2, 2, 2]
+    assert (tree.counters.duplicates, len(tree)) == (3, 3)
+    path = [*theirs[:2], mine[2]]
+    tree.release(path)
+    tree.release(path)
+    tree.check_integrity()
+    assert tree.evict(Tier.DEVICE, 3).blocks == [3, 12, 11]
+
+
+def test_a_block_computed_again_brings_its_node_back_to_the_device() -> None:
+    tree = PrefixTree(4)
+    a = publish_path(tree, "a", 1, [1])
+    tree.release(a)
+    (move,) = tree.evict(Tier.DEVICE, 1, [5]).moves
+    again = tree.reserve(None, digests("a", 1)[0], 2)
+    assert tree.publish(again) == (again, 0)  # wait: the other is on the move
+    tree.complete(move.node)
+    assert tree.publish(again) == (a[0], 0)
+    assert (a[0].state, a[0].block, a[0].host, a[0].refs) == (NodeState.DEVICE, 2, 5, 1)
+    assert tree.counters.adoptions == 1
+    tree.check_integrity()
+
+
+def test_references_go_to_whole_paths() -> None:
+    tree = PrefixTree(4)
+    a = publish_path(tree, "a", 3)
+    for path in (a[1:], [a[0], a[2]], a[::-1], [a[0], a[0]]):
+        with pytest.raises(PrefixTreeError, match="does not follow"):
+            tree.acquire(path)
+    with pytest.raises(PrefixTreeError, match="does not follow"):
+        tree.release([a[0], a[2]])
+    tree.release(a[2:])
+    with pytest.raises(PrefixTreeError, match="no reference"):
+        tree.release(a)
+    assert [n.refs for n in a] == [1, 1, 0]
+    writing = tree.reserve(a[1], b"w", 9)
+    for call in (tree.acquire, tree.release):
+        with pytest.raises(PrefixTreeError):
+            call([*a[:2], writing])
+    with pytest.raises(PrefixTreeError, match="must be on the device and referenced"):
+        tree.reserve(a[2], b"v", 10)
+    with pytest.raises(PrefixTreeError, match="cannot take 1 blocks of a match of 0"):
+        tree.take(tree.match([], 1), 1)
+    assert [n.refs for n in a] == [1, 1, 0]
+    tree.check_integrity()
+
+
+def test_digests_that_are_no_path_are_noticed() -> None:
+    tree = PrefixTree(4)
+    publish_path(tree, "a", 3)
+    names = digests("a", 3)
+    with pytest.raises(PrefixTreeError, match="digest 1 does not follow digest 0"):
+        tree.match([names[0], names[2]], 99)
+
+
+def test_an_aborted_write_leaves_nothing_behind() -> None:
+    tree = PrefixTree(4)
+    a = publish_path(tree, "a", 1, [1])
+    b = tree.reserve(a[0], b"b", 2)
+    c = tree.reserve(b, b"c", 3)
+    with pytest.raises(TransitionError, match="leaf first"):
+        tree.abort(b)
+    assert (tree.abort(c).blocks, tree.abort(b).blocks) == ([3], [2])
+    assert not tree.is_current(b)
+    tree.release(a)
+    tree.check_integrity()
+    assert tree.evict(Tier.DEVICE, 1).blocks == [1]
+
+
+def test_nodes_of_before_a_reset_are_refused() -> None:
+    tree = PrefixTree(4)
+    (a,), other = publish_path(tree, "a", 1), PrefixTree(4)
+    w = tree.reserve(a, b"w", 2)
+    tree.reset()
+    assert (len(tree), tree.is_current(a), tree.count(NodeState.WRITING)) == (0, False, 0)
+    for call in (
+        lambda: tree.publish(w), lambda: tree.abort(w), lambda: tree.release([a]), lambda: tree.acquire([a]),
+        lambda: tree.begin_backup(a, 1), lambda: tree.discard(a), lambda: tree.attach_snapshot(a, Tier.DEVICE, 1),
+        lambda: tree.reserve(a, b"x", 3), lambda: tree.add_stored(a, b"x"), lambda: other.release([a]),
+    ):  # fmt: skip
+        with pytest.raises(PrefixTreeError, match="is not in this tree"):
+            call()
+    tree.check_integrity()
+
+
+def test_a_forks_references_are_its_own() -> None:
+    tree = PrefixTree(4)
+    a = publish_path(tree, "a", 2, [1, 2])
+    forks = [tree.acquire(a) for _ in range(3)]
+    assert [n.refs for n in a] == [4, 4]
+    for path in (a, *forks[:2]):
+        tree.release(path)
+    with pytest.raises(OutOfBlocksError):
+        tree.evict(Tier.DEVICE, 1)
+    tree.release(forks[2])
+    assert tree.evict(Tier.DEVICE, 2).blocks == [2, 1]
+
+
+def test_snapshots_are_evicted_by_their_last_use() -> None:
+    tree = PrefixTree(4)
+    a = publish_path(tree, "a", 3)
+    for node, slot in zip(a, (7, 8, 9), strict=True):
+        tree.attach_snapshot(node, Tier.DEVICE, slot)
+    with pytest.raises(PrefixTreeError, match="another snapshot"):
+        tree.attach_snapshot(a[0], Tier.DEVICE, 5)
+    tree.take(tree.match(digests("a", 1), 9))  # ends at the first node
+    tree.pin_snapshot(a[1])
+    with pytest.raises(PrefixTreeError, match="can be dropped"):
+        tree.drop_snapshot(a[1], Tier.DEVICE)
+    with pytest.raises(OutOfBlocksError, match="requested 3 blocks, 2 available"):
+        tree.evict_snapshots(Tier.DEVICE, 3)
+    assert tree.evict_snapshots(Tier.DEVICE, 1) == [9]
+    tree.unpin_snapshot(a[1])
+    with pytest.raises(PrefixTreeError, match="no pinned"):
+        tree.unpin_snapshot(a[1])
+    tree.attach_snapshot(a[1], Tier.HOST, 3)
+    tree.attach_snapshot(a[1], Tier.STORAGE)
+    assert tree.evict_snapshots(Tier.DEVICE, 2) == [8, 7]
+    assert (a[0].snapshot, a[1].snapshot.tier) == (None, Tier.HOST)
+    assert (tree.drop_snapshot(a[1], Tier.HOST), a[1].snapshot.tier) == (3, Tier.STORAGE)
+    assert (tree.drop_snapshot(a[1], Tier.STORAGE), a[1].snapshot) == (0, None)
+    assert [tree.num_snapshots(t) for t in (Tier.DEVICE, Tier.HOST, Tier.STORAGE)] == [0, 0, 0]
+    tree.check_integrity()
+
+
+def test_a_removed_node_gives_all_its_units_back() -> None:
+    tree = PrefixTree(4)
+    a = publish_path(tree, "a", 2, [1, 2])
+    tree.release(a)
+    tree.attach_snapshot(a[1], Tier.DEVICE, 4)
+    tree.attach_snapshot(a[1], Tier.HOST, 5)
+    (move,) = tree.evict(Tier.DEVICE, 1, [6]).moves
+    tree.complete(move.node)
+    tree.begin_persist(a[1])
+    tree.complete(a[1])
+    freed = tree.evict(Tier.DEVICE, 1)
+    assert (freed.blocks, freed.host_blocks, freed.snapshots, freed.host_snapshots) == ([1], [6], [4], [5])
+    assert freed.stored == [a[1].digest]
+    assert len(tree) == 0
+
+
+def test_a_move_under_way_below_keeps_its_path() -> None:
+    tree = PrefixTree(4)
+    a = publish_path(tree, "a", 2, [1, 2])
+    tree.release(a)
+    tree.evict(Tier.DEVICE, 1, [6])
+    with pytest.raises(OutOfBlocksError, match="requested 1 blocks, 0 available"):
+        tree.evict(Tier.DEVICE, 1)  # would take the block that is being copied along
+    tree.check_integrity()
+    assert len(tree.evict(Tier.DEVICE, 1, [7]).moves) == 1
+    with pytest.raises(TransitionError, match="below"):
+        tree.abort(a[1])
+    assert sorted(tree.discard(a[1]).blocks) == [2]
+    assert tree.abort(a[0]).host_blocks == [7]
+    tree.check_integrity()
+
+
+def test_ten_tenants_share_nothing() -> None:
+    tree, spec = PrefixTree(4), HashSpec(4, "salt", 100)
+    prompt = list(range(40))
+    for tenant in range(10):
+        hasher = BlockHasher(spec, prompt, namespace=Namespace(tenant))
+        match = tree.match(hasher.digests, len(prompt))
+        assert match.path == ()
+        parent = None
+        for i, digest in enumerate(hasher.digests):
+            parent = tree.publish(tree.reserve(parent, digest, 1 + 10 * tenant + i)).node
+            tree.attach_snapshot(parent, Tier.DEVICE, 1 + 10 * tenant + i)
+        mine = tree.match(hasher.digests, len(prompt))
+        assert {(n.block - 1) // 10 for n in mine.nodes} == {tenant}
+        assert mine.hit == 9
+    tree.check_integrity()
+
+
+def test_integrity_notices_what_is_wrong() -> None:
+    def broken(change) -> None:
+        tree = PrefixTree(4)
+        a = publish_path(tree, "a", 3, [1, 2, 3])
+        tree.attach_snapshot(a[2], Tier.DEVICE, 1)
+        tree.release(a)
+        tree.check_integrity()
+        change(tree, a)
+        with pytest.raises(IntegrityError):
+            tree.check_integrity()
+
+    for change in (
+        lambda t, a: setattr(a[0], "block", 2),
+        lambda t, a: setattr(a[0], "block", 0),
+        lambda t, a: setattr(a[0], "host", 4),
+        lambda t, a: setattr(a[2], "refs", 1),
+        lambda t, a: setattr(a[0], "state", NodeState.HOST),
+        lambda t, a: setattr(a[1], "on_device", 0),
+        lambda t, a: setattr(a[1], "depth", 2),
+        lambda t, a: setattr(a[2], "parent", a[0]),
+        lambda t, a: setattr(a[2], "queued", 0),
+        lambda t, a: setattr(a[2].snapshot, "device", 0),
+        lambda t, a: t._nodes.pop(a[0].digest),
+        lambda t, a: t._nodes.__setitem__(b"?", a[0]),
+        lambda t, a: t._idle.__setitem__(Tier.DEVICE, 2),
+        lambda t, a: t._counts.__setitem__(NodeState.DEVICE, 2),
+        lambda t, a: t._num_snapshots.__setitem__(Tier.HOST, 1),
+        lambda t, a: t._writing.__setitem__(a[0], None),
+    ):
+        broken(change)
+
+
+def test_a_queue_forgets_removed_nodes() -> None:
+    queue = EvictionQueue(8, lambda n: n.state is NodeState.DEVICE, lambda n: n.number)
+    nodes = [Node(b"", None, i, None, NodeState.DEVICE) for i in range(3000)]
+    for i, node in enumerate(nodes):
+        queue.push(node)
+        queue.push(node)
+        if i % 100:
+            node.state = NodeState.REMOVED
+    assert len(queue._heap) < 1500
+    assert [queue.pop().number for _ in range(30)] == list(range(0, 3000, 100))
+    assert queue.pop() is None
