@@ -1,6 +1,6 @@
 """The slab store against the disk it is on: write and read back n records. Needs no GPU and no jax.
 
-    python benchmarks/bench_store.py [DIRECTORY] [--records 10000] [--record-bytes 527104] [--quick] [--json]
+    python benchmarks/bench_store.py [DIRECTORY] [--records 10000] [--record-bytes 449824] [--quick] [--json]
 
 A record is a block of DeepSeek-V4 Flash unless `--record-bytes` says otherwise.
 
