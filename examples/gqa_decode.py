@@ -58,10 +58,10 @@ HYBRID = Config(layers=("linear", "attention", "linear"))
 
 
 def init_params(cfg: Config, seed: int = 0) -> Params:
-    keys = iter(jax.random.split(jax.random.key(seed), 2 + 6 * len(cfg.layers)))
+    rng = np.random.default_rng(seed)
 
-    def weight(*shape: int) -> jax.Array:
-        return jax.random.normal(next(keys), shape) / np.float32(shape[0] ** 0.5)
+    def weight(*shape: int) -> np.ndarray:
+        return (rng.standard_normal(shape) * shape[0] ** -0.5).astype(np.float32)
 
     layers = []
     for kind in cfg.layers:
@@ -73,7 +73,8 @@ def init_params(cfg: Config, seed: int = 0) -> Params:
             out = cfg.linear_heads * cfg.v_dim
         layer = {name: weight(cfg.dim, width) for name, width in widths.items()} | {"out": weight(out, cfg.dim)}
         layers.append(layer if kind == "attention" else layer | {"conv": weight(cfg.conv_kernel, cfg.conv_dim).T})
-    return {"embed": weight(cfg.vocab, cfg.dim), "head": weight(cfg.dim, cfg.vocab), "layers": layers}
+    params = {"embed": weight(cfg.vocab, cfg.dim), "head": weight(cfg.dim, cfg.vocab), "layers": layers}
+    return jax.tree.map(jnp.asarray, params)
 
 
 # The model

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dsv4_jax.errors import PoolError, PoolExhaustedError, PoolReleaseError, ShapeError
 from dsv4_jax.pools import GDNPool, GDNSpec, StateSlots, copy_states, reset_states
@@ -35,12 +37,14 @@ def test_shapes_and_bytes() -> None:
     assert recurrent.shape == (8, 2, 3, 5) and conv.shape == (8, 7, 3) and conv.dtype == jnp.bfloat16
 
 
-def test_trace() -> None:
-    """400 random writes, copies and resets; after each, every state of every layer and slot."""
-    rng = np.random.default_rng(0)
+@given(st.integers(0, 2**32))
+@settings(max_examples=10)
+def test_trace(seed: int) -> None:
+    """40 random writes, copies and resets an example; after each, every state of every layer and slot."""
+    rng = np.random.default_rng(seed)
     pool = GDNPool.init(SPEC)
     model = [np.zeros((SPEC.layers, SPEC.slots, *s), np.float32) for s in ((2, 3, 5), (7, 3))]
-    for _ in range(400):
+    for _ in range(40):
         kind = rng.integers(3)
         slots = rng.permutation(SPEC.slots)[:3]
         live = slots > 0
@@ -66,7 +70,7 @@ def test_trace() -> None:
     np.testing.assert_array_equal(recurrent, model[0][1, [2, 0, 2]])
     np.testing.assert_array_equal(conv.astype(jnp.float32), model[1][1, [2, 0, 2]])
     np.testing.assert_array_equal(same.recurrent, pool.recurrent)
-    assert not model[0][:, 0].any() and model[0][:, 1:].any()
+    assert not model[0][:, 0].any()
 
 
 def test_nothing_to_do_and_what_is_refused() -> None:

@@ -55,9 +55,8 @@ def test_equals_the_run_without_a_cache(example: ModuleType, model: str) -> None
     assert before + 2 * 12 > 55, "nothing was evicted"
 
 
-@pytest.mark.parametrize("model", ["GQA", "HYBRID"])
-def test_the_step_copies_no_pool(example: ModuleType, model: str) -> None:
-    cfg = getattr(example, model)
+def test_the_step_copies_no_pool(example: ModuleType) -> None:
+    cfg = example.HYBRID
     server = example.Server(cfg, example.init_params(cfg), tokens=20_000, max_requests=2000, max_context=8)
     (slot,) = server.table.alloc()
     server.table.append(slot, [5])

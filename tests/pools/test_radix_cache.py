@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -194,10 +195,11 @@ class Model:
         return [i for key in found for i in self.ids[key]][:best], len(found) * self.page
 
 
-@given(st.randoms(use_true_random=False), st.sampled_from([1, 2, 3]), st.sampled_from([0, 0, 3]), st.booleans())
+@given(st.integers(0, 2**32), st.sampled_from([1, 2, 3]), st.sampled_from([0, 0, 3]), st.booleans())
 @settings(max_examples=30)
-def test_trace(random: Any, page: int, window: int, stateful: bool) -> None:
+def test_trace(seed: int, page: int, window: int, stateful: bool) -> None:
     """100 operations an example over few tokens, so that prefixes are shared; after each, all books."""
+    random = Random(seed)
     cache, pool, rows, slots = make(40, page, window or None, 6 if stateful else 0)
     model, locks = Model(page, window, stateful), []
 

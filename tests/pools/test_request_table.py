@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from .in_place import assert_in_place
 
 REQUESTS, CONTEXT, CELLS, ROWS, CAPACITY = 4, 12, 64, 3, 16
 apply = jax.jit(TokenTable.apply, donate_argnums=0)
+rows = jax.jit(TokenTable.rows, static_argnums=2)
 kv_indices = jax.jit(TokenTable.kv_indices, static_argnames=("capacity", "fill"))
 
 
@@ -60,10 +62,11 @@ def test_refuses(call: str, args: tuple[Any, ...], problem: str) -> None:
     assert pool.drain(4).ids.tolist() == [3, 4, 5, 0]
 
 
-@given(st.randoms(use_true_random=False))
+@given(st.integers(0, 2**32))
 @settings(max_examples=20)
-def test_trace(random: Any) -> None:
+def test_trace(seed: int) -> None:
     """150 operations an example. After each: rows, lengths and no stale cell; now and then, the device."""
+    random = Random(seed)
     pool = ReqToTokenPool(REQUESTS, CONTEXT)
     table = TokenTable.init(pool)
     model: dict[int, list[int]] = {}
@@ -107,15 +110,14 @@ def test_trace(random: Any) -> None:
         assert host.indices.tolist() == flat + [7] * (ROWS * CONTEXT - len(flat))
         if number % 8 == 0:
             table = apply(table, pool.drain(CELLS))
-            given = (jnp.asarray(x, jnp.int32) for x in (slots, lengths, starts))
+            given = (np.array(x, np.int32) for x in (slots, lengths, starts))
             device = kv_indices(table, *given, capacity=ROWS * CONTEXT, fill=7)
             np.testing.assert_array_equal(device.indices, host.indices)
             np.testing.assert_array_equal(device.offsets, host.offsets)
-            ids, seen = table.rows(jnp.arange(REQUESTS + 1), CONTEXT)
-            rows = [model.get(s, []) for s in range(REQUESTS + 1)]
-            assert ids.tolist() == [r + [0] * (CONTEXT - len(r)) for r in rows] and seen.tolist() == list(
-                map(len, rows)
-            )
+            ids, seen = rows(table, np.arange(REQUESTS + 1, dtype=np.int32), CONTEXT)
+            expected = [model.get(s, []) for s in range(REQUESTS + 1)]
+            assert ids.tolist() == [r + [0] * (CONTEXT - len(r)) for r in expected]
+            assert seen.tolist() == [len(r) for r in expected]
 
 
 def test_all_of_a_request_and_a_capacity_that_is_too_small() -> None:
@@ -128,9 +130,9 @@ def test_all_of_a_request_and_a_capacity_that_is_too_small() -> None:
     assert pool.kv_indices([2, 1]).indices.tolist() == [9, 8, 3, 4, 5]
     with pytest.raises(PoolError, match="5 token ids do not fit a capacity of 4"):
         pool.kv_indices([2, 1], capacity=4)
-    cut = table.kv_indices(jnp.array([2, 1]), capacity=4)
+    cut = kv_indices(table, jnp.array([2, 1]), capacity=4)
     assert cut.indices.tolist() == [9, 8, 3, 4] and int(cut.offsets[-1]) == 5
-    assert table.kv_indices(jnp.zeros(0, jnp.int32), capacity=2, fill=3).indices.tolist() == [3, 3]
+    assert kv_indices(table, jnp.zeros(0, jnp.int32), capacity=2, fill=3).indices.tolist() == [3, 3]
     assert pool.kv_indices([], capacity=2, fill=3).indices.tolist() == [3, 3]
 
 
@@ -143,7 +145,7 @@ def test_extend_keeps_pace_with_the_host() -> None:
     table = jax.jit(TokenTable.extend, donate_argnums=0)(table, jnp.array([3, 1, 0]), jnp.array([7, 9, 0]))
     pool.append(1, [9])
     pool.append(3, [7])
-    ids, lengths = table.rows(jnp.arange(4), 4)
+    ids, lengths = rows(table, np.arange(4, dtype=np.int32), 4)
     assert ids.tolist() == [[0] * 4, [3, 4, 9, 0], [0] * 4, [7, 0, 0, 0]] and lengths.tolist() == pool.lengths.tolist()
 
 
