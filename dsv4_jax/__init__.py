@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import model as model
+    from . import pools as pools
     from .cache import KVCache as KVCache
     from .cache import LayerCacheHandle as LayerCacheHandle
     from .cache import init_cache as init_cache
@@ -67,7 +68,7 @@ _HOME = {
     "swap_in": "tiers.swap",
     "swap_out": "tiers.swap",
 }
-_SUBMODULES = ("errors", "manager", "model", "ops", "tiers")
+_SUBMODULES = ("errors", "manager", "model", "ops", "pools", "tiers")
 
 __all__ = ["__version__", *_HOME, *_SUBMODULES]
 

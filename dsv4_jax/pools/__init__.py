@@ -8,7 +8,27 @@ Names load on first use, so that a scheduler process that needs only the former 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .chunk_cache import ChunkCache as ChunkCache
+    from .factories import PoolCapacity as PoolCapacity
+    from .factories import make_full_attention_net_mem_pool as make_full_attention_net_mem_pool
+    from .factories import make_gdn_pool as make_gdn_pool
+    from .factories import make_req_to_token_pool as make_req_to_token_pool
+    from .factories import plan_pools as plan_pools
+    from .gdn_pool import GDNPool as GDNPool
+    from .gdn_pool import copy_states as copy_states
+    from .gdn_pool import reset_states as reset_states
+    from .kv_pool import KVPool as KVPool
+    from .kv_pool import store_kv as store_kv
+    from .radix_cache import RadixCache as RadixCache
+    from .request_table import ReqToTokenPool as ReqToTokenPool
+    from .slots import StateSlots as StateSlots
+    from .spec import GDNSpec as GDNSpec
+    from .spec import KVSpec as KVSpec
+    from .token_allocator import TokenToKVPoolAllocator as TokenToKVPoolAllocator
+    from .token_table import TokenTable as TokenTable
 
 _HOME = {
     "ChunkCache": "chunk_cache",

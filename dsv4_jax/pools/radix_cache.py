@@ -96,12 +96,9 @@ class RadixCache:
             at_state = self._states is None or (count == len(node) and node.snapshot is not None)
             if at_state and (whole or live >= self._window):
                 end = node.start + count
-        path = [(node, count) for node, count in path if node.start < end]
-        last = root
-        if path:
-            last, count = path[-1]
-            if count < len(last):
-                last = self._split(last, count)
+        last, count = [(root, 0), *(step for step in path if step[0].start < end)][-1]
+        if count < len(last):
+            last = self._split(last, count)
         nodes = self._touched(last)
         ids = np.concatenate([_NONE, *(n.ids for n in nodes)])
         return Match(last, ids, np.concatenate([_NONE, *(n.rows for n in nodes)]), last.snapshot, kv_length)
@@ -154,8 +151,8 @@ class RadixCache:
         # Nothing below fails.
         if end:
             self._roots[namespace] = root
-        last, count = path[-1] if path else (root, 0)
-        if path and count < len(last):
+        last, count = [(root, 0), *path][-1]
+        if count < len(last):
             last = self._split(last, count)
         revived = np.zeros(end, bool)
         for node in last.path():
@@ -297,8 +294,7 @@ class RadixCache:
 
     def _root(self, namespace: Hashable) -> Node:
         """The root of a namespace; one that is not kept if nothing was inserted there."""
-        root = self._roots.get(namespace)
-        return self._node(None, 0, np.zeros(0, np.int64), _NONE) if root is None else root
+        return self._roots[namespace] if namespace in self._roots else self._node(None, 0, np.zeros(0, np.int64), _NONE)
 
     def _node(self, parent: Node | None, start: int, tokens: np.ndarray, ids: np.ndarray) -> Node:
         self._numbers += 1
