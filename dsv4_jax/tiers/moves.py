@@ -4,7 +4,7 @@ Both take the leaves of a scope (see `records`), records uint8 [R, bytes], and i
 those below `first_unit` and `first_record`, or too high, make their pair move nothing.
 
 Checked so far: both on the CPU, the native call through the CPU twin of its kernel, which shares the kernel's address
-arithmetic; the CUDA kernel is compiled and lowered. Neither has run on a GPU, where the XLA form moves record by record.
+arithmetic; the CUDA kernel is compiled and lowered. Neither has run on a GPU; the XLA form moves records one by one.
 """
 
 from __future__ import annotations

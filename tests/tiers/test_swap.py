@@ -204,6 +204,19 @@ class TestFfi(TestXla):
         assert "dsv4_swap_out" in str(jax.make_jaxpr(swap.swap_out)(cache, host, plan))
         assert "dsv4_swap_in" in str(jax.make_jaxpr(swap.swap_in)(cache, host, plan))
 
+    def test_flash(self):
+        """Full widths and depth: records of 450 KB, many thousand words."""
+        layout = CacheLayout(DSV4Config.flash())
+        cache, host = random_cache(layout, 17), init_host_cache(layout, RECORDS)
+        want, pool = image(cache), np.array(host.blocks)
+        out, back = SwapPlan(ids([7, 2, 0]), ids([6, 1, 0])), SwapPlan(ids([3, 4, 5]), ids([1, 6, 6]))
+        host = self.run("swap_out", cache, host, out)
+        model_out(layout, want, pool, out)
+        assert pool.shape[1] > 400_000 and np.array_equal(host.blocks, pool)
+        cache = self.run("swap_in", cache, host, back)
+        model_in(layout, want, pool, back)
+        assert_image(cache, want)
+
     def test_in_place_without_temporaries(self):
         """A step that swaps both ways: every byte of cache and records aliased, no copy of a pool, no staging."""
         layout = CacheLayout(DSV4Config.tiny())
