@@ -6,7 +6,9 @@ everything by looking at all of them.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable
 
@@ -34,6 +36,7 @@ pick = st.integers(0, 999)
 paths = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
 
 
+@functools.cache
 def digest_of(path: Path) -> bytes:
     return hashlib.md5(repr(path).encode()).digest()
 
@@ -534,14 +537,14 @@ class TreeMachine(RuleBasedStateMachine):
             return
         self.tree.check_integrity()
         assert len(self.tree) == len(self.records)
+        users = collections.Counter(p for u in self.users for p in prefixes(u.path[: len(u.nodes) + 1]))
         for path, r in self.records.items():
             n = self.node(path)
             slot, pins = (n.snapshot.device, n.snapshot.pins) if n.snapshot else (0, 0)
             assert (n.state.value, n.block, n.host, n.stored, n.refs, slot, pins) == (
                 r.state, r.block, r.host, r.stored, r.refs, r.snapshot, r.pins,
             )  # fmt: skip
-            users = sum(path in prefixes(u.path[: len(u.nodes) + 1]) for u in self.users)
-            assert r.refs == users
+            assert r.refs == users[path]
         for pool, units in (
             (self.device, [r.block for r in self.records.values()] + [b for u in self.users for b in u.spare]
              + [w[2] for u in self.users for w in u.writing]),
