@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import types
+from collections.abc import Iterator
 from typing import cast
 
 __all__ = [
@@ -20,7 +21,12 @@ __all__ = [
     "Snapshot",
     "T",
     "Tier",
+    "children_of",
     "copies",
+    "count_child",
+    "link",
+    "subtree_of",
+    "unlink",
 ]
 
 
@@ -172,3 +178,53 @@ def copies(node: Node) -> list[Tier]:
     if node.stored:
         tiers.append(T.STORAGE)
     return tiers
+
+
+def count_child(parent: Node, tier: Tier, change: int) -> None:
+    if tier is T.DEVICE:
+        parent.on_device += change
+    elif tier is T.HOST:
+        parent.on_host += change
+
+
+def link(node: Node) -> None:
+    """Puts the node into its parent's list of children, first."""
+    parent = node.parent
+    if parent is None:
+        return
+    node.previous, node.next = None, parent.first_child
+    if parent.first_child is not None:
+        parent.first_child.previous = node
+    parent.first_child = node
+    parent.children += 1
+    count_child(parent, node.state.tier, 1)
+
+
+def unlink(node: Node) -> None:
+    parent = node.parent
+    if parent is None:
+        return
+    if node.previous is not None:
+        node.previous.next = node.next
+    else:
+        parent.first_child = node.next
+    if node.next is not None:
+        node.next.previous = node.previous
+    node.previous = node.next = None
+    parent.children -= 1
+    count_child(parent, node.state.tier, -1)
+
+
+def children_of(node: Node) -> Iterator[Node]:
+    child = node.first_child
+    while child is not None:
+        yield child
+        child = child.next
+
+
+def subtree_of(node: Node) -> list[Node]:
+    """The node and everything below it, parents first."""
+    found = [node]
+    for n in found:  # grows while it is walked
+        found.extend(children_of(n))
+    return found

@@ -23,8 +23,7 @@ from typing import NamedTuple
 from ..errors import PrefixTreeError, TransitionError
 from .allocator import as_count
 from .eviction import Freed
-from .node import MATCHABLE, SETTLED, Node, S, Snapshot, T
-from .tree_base import children_of, link, unlink
+from .node import MATCHABLE, SETTLED, Node, S, Snapshot, T, children_of, link, unlink
 from .tree_checks import check_tree
 from .tree_eviction import EvictingTree
 

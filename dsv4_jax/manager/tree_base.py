@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import PrefixTreeError, TransitionError
 from .allocator import as_count
 from .events import EventLog
 from .eviction import EvictionQueue, Freed
-from .node import ABORTS, BACKUP_BIT, COMPLETES, SETTLED, TRANSITIONS, Node, NodeState, S, T, Tier, copies
+from .node import (
+    ABORTS,
+    BACKUP_BIT,
+    COMPLETES,
+    SETTLED,
+    TRANSITIONS,
+    Node,
+    NodeState,
+    S,
+    T,
+    Tier,
+    copies,
+    count_child,
+    link,
+    subtree_of,
+    unlink,
+)
 
-__all__ = ["TIERS", "TreeBase", "TreeCounters", "children_of", "least_recently_used", "link", "subtree_of", "unlink"]
+__all__ = ["TIERS", "TreeBase", "TreeCounters", "least_recently_used"]
 
 TIERS = (T.DEVICE, T.HOST, T.STORAGE)
 
@@ -251,8 +267,8 @@ class TreeBase:
                     f"{node} cannot become {state.value}: {above} children above it, {node.refs} refs"
                 )
         if parent is not None and old.tier is not state.tier:
-            _count_child(parent, old.tier, -1)
-            _count_child(parent, state.tier, 1)
+            count_child(parent, old.tier, -1)
+            count_child(parent, state.tier, 1)
         if not node.refs:
             if old in SETTLED:
                 self._idle[old.tier] -= 1
@@ -340,56 +356,6 @@ class TreeBase:
     def _emit(self, kind: str, tier: Tier, node: Node) -> None:
         if self._events is not None:
             self._events.emit(kind, tier, node.digest, node.parent.digest if node.parent else None)
-
-
-def _count_child(parent: Node, tier: Tier, change: int) -> None:
-    if tier is T.DEVICE:
-        parent.on_device += change
-    elif tier is T.HOST:
-        parent.on_host += change
-
-
-def link(node: Node) -> None:
-    """Puts the node into its parent's list of children, first."""
-    parent = node.parent
-    if parent is None:
-        return
-    node.previous, node.next = None, parent.first_child
-    if parent.first_child is not None:
-        parent.first_child.previous = node
-    parent.first_child = node
-    parent.children += 1
-    _count_child(parent, node.state.tier, 1)
-
-
-def unlink(node: Node) -> None:
-    parent = node.parent
-    if parent is None:
-        return
-    if node.previous is not None:
-        node.previous.next = node.next
-    else:
-        parent.first_child = node.next
-    if node.next is not None:
-        node.next.previous = node.previous
-    node.previous = node.next = None
-    parent.children -= 1
-    _count_child(parent, node.state.tier, -1)
-
-
-def children_of(node: Node) -> Iterator[Node]:
-    child = node.first_child
-    while child is not None:
-        yield child
-        child = child.next
-
-
-def subtree_of(node: Node) -> list[Node]:
-    """The node and everything below it, parents first."""
-    found = [node]
-    for n in found:  # grows while it is walked
-        found.extend(children_of(n))
-    return found
 
 
 # What may leave a tier, leaf first. Children are in no higher tier than their parent.

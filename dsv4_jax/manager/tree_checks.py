@@ -6,8 +6,8 @@ import collections
 from typing import TYPE_CHECKING
 
 from ..errors import IntegrityError
-from .node import SETTLED, Node, NodeState, S, Tier
-from .tree_base import TIERS, children_of
+from .node import SETTLED, Node, NodeState, S, Tier, children_of
+from .tree_base import TIERS
 
 if TYPE_CHECKING:
     from .tree_base import TreeBase

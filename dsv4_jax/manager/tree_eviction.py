@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from ..errors import OutOfBlocksError, PrefixTreeError
 from .allocator import as_count
 from .eviction import Eviction, Freed, Move
-from .node import BACKUP_BIT, SETTLED, Node, S, Snapshot, T, Tier
-from .tree_base import TIERS, TreeBase, children_of, subtree_of
+from .node import BACKUP_BIT, SETTLED, Node, S, Snapshot, T, Tier, children_of, subtree_of
+from .tree_base import TIERS, TreeBase
 
 __all__ = ["EvictingTree"]
 
