@@ -103,7 +103,11 @@ class KVPool:
         return dataclasses.replace(self, arrays=arrays)
 
     def get_key_buffer(self, layer: int | jax.Array, dtype: Any = None) -> jax.Array:
-        """All K rows of a layer, [rows, k_heads, k_dim] in `dtype` (default: as stored; bf16 for fp8)."""
+        """All K rows of a layer, [rows, k_heads, k_dim] in `dtype` (default: as stored; bf16 for fp8).
+
+        A new array, for kernels that want the whole buffer and for tests; a step that needs some rows and
+        then writes should `gather_kv` them.
+        """
         return self._buffer("k", layer, dtype)
 
     def get_value_buffer(self, layer: int | jax.Array, dtype: Any = None) -> jax.Array:

@@ -8,6 +8,7 @@ state at exactly the match's end. One owner at any time: `insert` says what stay
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -248,10 +249,11 @@ class RadixCache:
         ids = np.concatenate([_NONE, *(n.ids for n in nodes)])
         rows = np.concatenate([_NONE, *(n.window_ids for n in nodes if n.window_ids is not None)])
         states = [n.snapshot for n in nodes if n.snapshot is not None]
-        refs: dict[Node, int] = {}
+        refs, window_refs = collections.Counter[Node](), collections.Counter[Node]()
         for lock in self._locks:
-            for node in lock.node.path():
-                refs[node] = refs.get(node, 0) + 1
+            path = lock.node.path()
+            refs.update(path)
+            window_refs.update(n for n in path if n.start >= lock.window_start)
         checks = {
             "total size": self._total == len(ids),
             "protected size": self._protected == sum(len(n) for n in nodes if n.refs),
@@ -261,7 +263,7 @@ class RadixCache:
             "owned ids that are not handed out": self._allocator.is_held(ids).all(),
             "snapshots": sorted(states) == sorted(self._owned_states),
             "snapshots that are not handed out": self._states is None or all(map(self._states.is_held, states)),
-            "references": all(n.refs == refs.get(n, 0) and 0 <= n.window_refs <= n.refs for n in nodes),
+            "references": all(n.refs == refs[n] and n.window_refs == window_refs[n] for n in nodes),
             "links": all(
                 c.parent is n and c.start == n.end and key == self._key(c.tokens) and c.alive and len(c)
                 for n in (*nodes, *self._roots.values())
@@ -270,8 +272,7 @@ class RadixCache:
             "page boundaries": all(len(n) % self._page == 0 == n.start % self._page for n in nodes),
             "lengths": all(len(n) == len(n.ids) == len(n.rows) for n in nodes),
         }  # fmt: skip
-        wrong = [name for name, right in checks.items() if not right]
-        if wrong:
+        if wrong := [name for name, right in checks.items() if not right]:
             raise IntegrityError(f"radix cache: {', '.join(wrong)}")
 
     # The tree
@@ -363,8 +364,8 @@ class RadixCache:
     # What hangs on nodes
 
     def _give_back(self, node: Node) -> None:
-        self._owned[node.ids] = False
         self._allocator.free(node.ids)
+        self._owned[node.ids] = False
         self._drop_rows(node)
         self._drop_snapshot(node)
         node.alive = False
@@ -377,8 +378,8 @@ class RadixCache:
     def _drop_rows(self, node: Node) -> None:
         if node.window_ids is not None:
             assert self._window_allocator is not None
-            self._owned_window[node.window_ids] = False
             self._window_allocator.free(node.window_ids)
+            self._owned_window[node.window_ids] = False
             node.window_ids = None
 
     def _drop_snapshot(self, node: Node) -> None:

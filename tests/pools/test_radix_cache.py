@@ -149,6 +149,18 @@ def test_window_tombstones_end_matches_and_are_revived() -> None:
     cache.check_integrity()
 
 
+def test_a_locked_window_stays_when_its_node_is_split() -> None:
+    cache, pool, rows, _ = make(window=4)
+    tokens = [1, 2, 3, 4, 5, 6]
+    lock = cache.lock(cache.insert(tokens, pool.alloc(6), window_ids=rows.alloc(6)).node)
+    assert cache.match(tokens[:4]).length == 4  # splits within the window
+    assert cache.evict_window(9) == 0 and cache.match(tokens).length == 6
+    cache.check_integrity()
+    cache.unlock(lock)
+    cache.check_integrity()
+    assert cache.evict_window(9) == 6
+
+
 def test_a_window_needs_its_own_allocator() -> None:
     pool = TokenToKVPoolAllocator(8)
     for more in ({"window": 2}, {"window_allocator": pool}, {"window": 2, "window_allocator": pool}):
