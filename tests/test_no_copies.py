@@ -173,6 +173,7 @@ def test_flash_depth_dispatch_under_100_us() -> None:
     assert best < 100e-6, f"{best * 1e6:.0f} us a call"
 
 
+@pytest.mark.slow
 def test_flash_decode_step_lowers_for_cuda_in_a_minute() -> None:
     """Full V4-Flash widths and depth, abstract arrays: trace and cross-lower every cache op of a decode step."""
     layout = CacheLayout(DSV4Config.flash())

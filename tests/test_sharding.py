@@ -74,6 +74,7 @@ def run(params, shards: list[int], mesh=None) -> tuple[list[np.ndarray], KVCache
 
 
 @pytest.mark.parametrize("mesh", ["data4", "data2_tensor2"], indirect=True)
+@pytest.mark.slow
 def test_model_step_equals_single_device(params, mesh):
     shards = list(range(mesh.shape["data"]))
     with jax.set_mesh(mesh):

@@ -70,6 +70,7 @@ def test_a_wrong_result_fails(capsys, monkeypatch):
     assert "5.0e-01 wrong" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_step(capsys):
     assert main(["bench", "step", "--quick", "--model", "tiny", "--layers", "3", "--context", "200", "--json",
                  "--xla", "xla_backend_optimization_level=0"]) == 0  # fmt: skip

@@ -12,6 +12,7 @@ import functools
 import hashlib
 from collections.abc import Callable
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -580,4 +581,4 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 TreeMachine.TestCase.settings = settings(max_examples=170, stateful_step_count=80, deadline=None)
-TestTree = TreeMachine.TestCase
+TestTree = pytest.mark.slow(TreeMachine.TestCase)

@@ -36,6 +36,7 @@ def test_decode_equals_uncached(params, uncached):
     np.testing.assert_allclose(feed(CFG, params, text_tokens(LENGTH), [1]), uncached, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_stacked_projections_change_nothing(params, uncached):
     stacked = model.stack_projections(params)
     assert set(stacked["layers"][2]["attn"]) >= {"of_input", "of_q_latent"}
@@ -53,6 +54,7 @@ def test_quantised_formats_stay_close(params, uncached):
     assert np.corrcoef(logits.ravel(), uncached.ravel())[0, 1] > 0.95
 
 
+@pytest.mark.slow
 def test_rows_do_not_mix(params):
     """Requests that share a step, with padding beside them, get the logits each gets alone."""
     text, lengths = text_tokens(LENGTH), (60, 25)

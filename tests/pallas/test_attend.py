@@ -111,6 +111,7 @@ def test_token_without_keys_gives_zero_and_minus_infinity():
     check(case, (out, lse))
 
 
+@pytest.mark.slow
 def test_unseen_rows_may_hold_anything():
     rng = np.random.default_rng(2)
     case = make_case(rng, 3, 4, 64, 100, count=[0, 40, 99])
@@ -124,6 +125,7 @@ def test_unseen_rows_may_hold_anything():
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.slow
 def test_rows_do_not_depend_on_the_batch():
     case = make_case(np.random.default_rng(3), 5, 8, 64, 300)
     whole = run(case)

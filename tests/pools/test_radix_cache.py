@@ -209,6 +209,7 @@ class Model:
 
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 3]), st.sampled_from([0, 0, 3]), st.booleans())
 @settings(max_examples=30)
+@pytest.mark.slow
 def test_trace(seed: int, page: int, window: int, stateful: bool) -> None:
     """100 operations an example over few tokens, so that prefixes are shared; after each, all books."""
     random = Random(seed)

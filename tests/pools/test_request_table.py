@@ -64,6 +64,7 @@ def test_refuses(call: str, args: tuple[Any, ...], problem: str) -> None:
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=20)
+@pytest.mark.slow
 def test_trace(seed: int) -> None:
     """150 operations an example. After each: rows, lengths and no stale cell; now and then, the device."""
     random = Random(seed)

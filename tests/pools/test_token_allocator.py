@@ -124,6 +124,7 @@ def test_batch_is_undone_when_it_raises() -> None:
 
 @given(st.integers(0, 2**32), st.sampled_from([1, 1, 2, 4]), st.booleans())
 @settings(max_examples=30)
+@pytest.mark.slow
 def test_trace(seed: int, page: int, sort: bool) -> None:
     """150 operations an example against a plain set of ids."""
     random = Random(seed)

@@ -14,6 +14,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.mark.parametrize("max_records", [16, 256], ids=["small", "roomy"])
 @pytest.mark.parametrize(("mode", "rounds"), [("call", 50), ("time", 20)])
+@pytest.mark.slow
 def test_a_killed_writer_loses_nothing_committed_and_serves_nothing_torn(tmp_path, mode, rounds, max_records):
     command = [sys.executable, "-m", "tests.tiers.crash_rounds", tmp_path / "slab", mode, str(rounds), str(max_records)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
