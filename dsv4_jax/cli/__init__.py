@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -37,6 +38,7 @@ class _Parser(argparse.ArgumentParser):
 
 def entry() -> NoReturn:
     """The process: runs `main` on the command line and exits with its status."""
+    _raise_swallowed_interrupts()
     status = main()
     if status == 130:
         # Steps may still be running on XLA's threads, and taking Python down under them crashes.
@@ -44,6 +46,24 @@ def entry() -> NoReturn:
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
+
+
+def _raise_swallowed_interrupts() -> None:
+    """Python drops what is raised in a finaliser or a garbage collector's callback, of which JAX has one.
+
+    A KeyboardInterrupt that lands there would be lost, so it is raised again a moment later.
+    """
+    report = sys.unraisablehook
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        if unraisable.exc_type is KeyboardInterrupt:
+            # Not at once: that would be raised in this function, and dropped too.
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+        else:
+            report(unraisable)
+
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    sys.unraisablehook = hook
 
 
 def main(argv: Sequence[str] | None = None) -> int:
