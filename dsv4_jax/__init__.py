@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .layout import CacheSize as CacheSize
     from .layout import build_schema as build_schema
     from .manager import BlockAllocator as BlockAllocator
+    from .manager import CachePolicy as CachePolicy
     from .manager import KVCacheManager as KVCacheManager
     from .plan import PackedPlan as PackedPlan
     from .plan import StepPlan as StepPlan
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .tiers.host import HostCache as HostCache
     from .tiers.host import init_host_cache as init_host_cache
     from .tiers.planning import plan_swap as plan_swap
+    from .tiers.stages import run_transfers as run_transfers
     from .tiers.swap import restore as restore
     from .tiers.swap import snapshot as snapshot
     from .tiers.swap import swap_in as swap_in
@@ -49,6 +51,7 @@ _HOME = {
     "CacheSize": "layout",
     "build_schema": "layout",
     "BlockAllocator": "manager",
+    "CachePolicy": "manager",
     "KVCacheManager": "manager",
     "PackedPlan": "plan",
     "StepPlan": "plan",
@@ -64,6 +67,7 @@ _HOME = {
     "init_host_cache": "tiers.host",
     "plan_swap": "tiers.planning",
     "restore": "tiers.swap",
+    "run_transfers": "tiers.stages",
     "snapshot": "tiers.swap",
     "swap_in": "tiers.swap",
     "swap_out": "tiers.swap",

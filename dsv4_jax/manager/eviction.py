@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .node import Node, S
 
-__all__ = ["Eviction", "EvictionQueue", "Freed", "Move"]
+__all__ = ["Eviction", "EvictionQueue", "Freed", "Move", "SnapshotEviction"]
 
 
 class Move(NamedTuple):
@@ -48,6 +48,20 @@ class Eviction(Freed):
 
     moves: list[Move] = dataclasses.field(default_factory=list)
     unused: list[int] = dataclasses.field(default_factory=list)
+
+
+class SnapshotEviction(NamedTuple):
+    """Snapshots that left a tier.
+
+    Attributes:
+        units: theirs, now the caller's.
+        moves: (device unit, host unit) copies to make before a device unit is used again.
+        unused: host ids of those offered that were not needed.
+    """
+
+    units: list[int]
+    moves: list[tuple[int, int]]
+    unused: list[int]
 
 
 class EvictionQueue:

@@ -16,6 +16,7 @@ change of weights, share no digest. SHA-256 because it was the fastest of hashli
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import operator
 import struct
@@ -173,6 +174,12 @@ class BlockHasher:
             return filled[0] if filled else None
         self._data += token.to_bytes(4, "little")
         return self._hash_full_blocks()[0] if self.num_tokens % self.spec.block_tokens == 0 else None
+
+    def copy(self) -> BlockHasher:
+        """Another hasher that stands where this one does."""
+        twin = copy.copy(self)
+        twin.digests, twin._data = list(self.digests), bytearray(self._data)
+        return twin
 
     def truncate(self, num_tokens: int) -> None:
         """Forgets all tokens but the first `num_tokens` (rejected drafts). Raises `HashError` if there are fewer."""

@@ -6,12 +6,11 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import ConfigError
 from .allocator import as_count
 from .node import Node
-from .prefix_tree import Match
 from .tree_base import least_recently_used
 
 __all__ = [
@@ -19,12 +18,9 @@ __all__ = [
     "CachePolicy",
     "HostWatermark",
     "Placement",
-    "Resume",
     "SnapshotPlacement",
-    "WindowRecompute",
     "WritePolicy",
     "least_frequently_used",
-    "snapshot_only",
 ]
 
 
@@ -103,51 +99,6 @@ class SnapshotPlacement:
         return stop
 
 
-class Resume(NamedTuple):
-    """How a request starts from a match.
-
-    Attributes:
-        blocks: leading blocks to take from the match.
-        recompute: trailing tokens of those to run again for the state they leave, without writing
-            their blocks; 0: restore the snapshot at the end of `blocks`.
-    """
-
-    blocks: int
-    recompute: int = 0
-
-
-def snapshot_only(match: Match, block_tokens: int) -> Resume:
-    """A hit ends at a snapshot, whatever lies beyond."""
-    del block_tokens
-    return Resume(match.hit)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class WindowRecompute:
-    """Goes beyond the last snapshot when running the window again is cheaper than all tokens after it.
-
-    Attributes:
-        tokens: how far back the state at a position can depend on (see `of`).
-    """
-
-    tokens: int
-
-    @classmethod
-    def of(cls, layers: int, window: int, block_tokens: int) -> WindowRecompute:
-        """Each layer reaches one window further back; both ends lie on block boundaries."""
-
-        def align(tokens: int) -> int:
-            return math.ceil(tokens / block_tokens) * block_tokens
-
-        return cls(align(align(window) + (layers - 1) * window))
-
-    def __call__(self, match: Match, block_tokens: int) -> Resume:
-        blocks = len(match.path)
-        if (blocks - match.hit) * block_tokens <= self.tokens:
-            return Resume(match.hit)
-        return Resume(blocks, self.tokens)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostWatermark:
     """Keeps a share of the host pool free, so that evicting from the device does not wait for it.
@@ -185,12 +136,10 @@ class CachePolicy:
         write: when blocks go to the host.
         snapshots: where states are kept.
         order: which blocks leave first (see `ORDERS`).
-        resume: how far a match is used.
         watermark: how much of the host is kept free.
     """
 
     write: WritePolicy = dataclasses.field(default_factory=WritePolicy.write_back)
     snapshots: SnapshotPlacement = dataclasses.field(default_factory=SnapshotPlacement)
     order: Callable[[Node], Any] = least_recently_used
-    resume: Callable[[Match, int], Resume] = snapshot_only
     watermark: HostWatermark = dataclasses.field(default_factory=HostWatermark)

@@ -1,21 +1,46 @@
-"""A live request: what the host knows of it. Pure Python."""
+"""A request as the manager sees it. Pure Python."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 from collections.abc import Hashable
+from typing import NamedTuple
 
 from ..errors import RequestError
+from .hashing import BlockHasher
+from .node import Node, S
 
-__all__ = ["Request", "RequestState"]
+__all__ = ["Parked", "Request", "RequestRef", "RequestState"]
 
 
 class RequestState(enum.Enum):
-    """`LIVE` requests hold a slot; `RELEASED` ones hold nothing and are refused everywhere."""
-
     LIVE = "live"
+    PREEMPTED = "preempted"  # no slot and no blocks; `KVCacheManager.resume` makes it live again
     RELEASED = "released"
+
+
+class RequestRef(NamedTuple):
+    """A request as it was at one time: what to keep with a step under way (see `KVCacheManager.find`)."""
+
+    id: Hashable
+    epoch: int
+
+
+class Parked(NamedTuple):
+    """What a preempted request keeps on the host: its state, and the blocks that only it has.
+
+    Attributes:
+        num_cached: tokens the state stands after.
+        first_block: blocks before these are in the prefix tree, or were.
+        blocks: host block records of the others, in path order.
+        snapshot: host snapshot record of the state.
+    """
+
+    num_cached: int
+    first_block: int
+    blocks: list[int]
+    snapshot: int
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -26,17 +51,25 @@ class Request:
 
     Attributes:
         id: the caller's, or a number that only grows.
-        slot: its row of per-request state, >= 1.
+        slot: its row of per-request state, >= 1; 0 while it is preempted.
         generation: of the manager that admitted it; `reset()` makes older ones stale.
         max_tokens: the most tokens it may ever hold, prompt and output together.
         tokens: prompt and output ids known so far. Append what was drawn: `request.tokens.append(t)`.
-            A caller that keeps its token ids elsewhere may leave this empty.
+            A caller that keeps its token ids elsewhere may leave this empty; nothing of it is then cached.
+        num_prompt: tokens it was admitted with.
         num_cached: tokens whose rows are in the cache once the steps planned so far have run.
+        num_hit: tokens found in the cache when it was admitted (or last resumed).
         blocks: block ids in path order: block i holds tokens [i, i + 1) * block_tokens.
         num_tabled: leading blocks whose block-table entries a plan has already carried.
         reserved: tokens for which blocks are kept whatever happens (see `KVCacheManager.reserve`).
         fed: tokens of its last step, while that step may still be accepted in part; else 0.
         last_step: number of the last step that fed it, 0 before the first.
+        epoch: how often it was preempted.
+        hasher: digests of its full blocks; None if nothing is cached.
+        nodes: of its leading blocks in the prefix tree: shared, or (the last ones) about to be.
+        restores: the node whose snapshot its first step restores, pinned until then.
+        rolling: the node with its latest snapshot that the next one replaces.
+        parked: what it left on the host when it was preempted.
     """
 
     id: Hashable
@@ -44,21 +77,42 @@ class Request:
     generation: int
     max_tokens: int
     tokens: list[int]
+    num_prompt: int = 0
     num_cached: int = 0
+    num_hit: int = 0
     blocks: list[int] = dataclasses.field(default_factory=list)
     num_tabled: int = 0
     reserved: int = 0
     fed: int = 0
     last_step: int = 0
+    epoch: int = 0
     state: RequestState = RequestState.LIVE
+    hasher: BlockHasher | None = None
+    nodes: list[Node] = dataclasses.field(default_factory=list)
+    restores: Node | None = None
+    rolling: Node | None = None
+    parked: Parked | None = None
 
     def __index__(self) -> int:
-        """The slot. Raises `RequestError` once released: the slot may be someone else's by then."""
+        """The slot. Raises `RequestError` without one: the slot may be someone else's by then."""
         if self.state is not RequestState.LIVE:
-            raise RequestError(f"request {self.id!r} was released: it has no slot")
+            raise RequestError(f"request {self.id!r} was {self.state.value}: it has no slot")
         return self.slot
 
     @property
     def num_pending(self) -> int:
         """Known tokens that are not in the cache yet."""
         return max(len(self.tokens) - self.num_cached, 0)
+
+    @property
+    def ref(self) -> RequestRef:
+        """Itself as of now: stale once it is preempted or released."""
+        return RequestRef(self.id, self.epoch)
+
+    @property
+    def num_shared(self) -> int:
+        """Leading blocks that the prefix tree holds."""
+        count = len(self.nodes)
+        while count and self.nodes[count - 1].state is S.WRITING:
+            count -= 1
+        return count

@@ -1,17 +1,34 @@
-"""Numbers about the pools: where everything is, and what a load would need. Pure Python."""
+"""Numbers about a manager: where everything is, and what a load would need. Pure Python."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..layout import CacheLayout, CacheSize
+from ..tiers.records import block_record, snapshot_record
 from .allocator import as_count
+from .metrics import CacheStats, PoolUse, collect_stats, pool_use
+from .node import T
 
-__all__ = ["ManagerStats", "compute_block_budget"]
+if TYPE_CHECKING:
+    from .request_book import RequestBook
+
+__all__ = ["ManagerStats", "collect", "compute_block_budget"]
 
 
 class ManagerStats(NamedTuple):
-    """Where everything is. `blocks_ahead` are held by requests but lie beyond their cached tokens."""
+    """Where everything is.
+
+    Attributes:
+        blocks_total, blocks_free: device blocks; cached ones are not free, though they can be had.
+        blocks_used: held by requests or cached.
+        blocks_ahead: of live requests, beyond their cached tokens.
+        slots_total, slots_free, slots_used: of live requests, snapshots not counted.
+        tokens_cached: of live requests, those they share counted for each.
+        generation: resets of the manager.
+        preempted: requests that wait to be resumed.
+        cache: pools, hits, evictions, failures.
+    """
 
     blocks_total: int
     blocks_free: int
@@ -22,6 +39,42 @@ class ManagerStats(NamedTuple):
     slots_used: int
     tokens_cached: int
     generation: int
+    preempted: int
+    cache: CacheStats
+
+
+def collect(manager: RequestBook) -> ManagerStats:
+    """The numbers now. Raises `IntegrityError` if a unit is unaccounted for."""
+    live, waiting, cache, layout, size = (
+        manager.requests, manager.preempted, manager._cache, manager.layout, manager.size
+    )  # fmt: skip
+    late_blocks, late_slots = cache.copies.late
+    parked = [request.parked for request in waiting if request.parked is not None]
+    blocks = cache.blocks
+    record, state = block_record(layout).bytes, snapshot_record(layout).bytes
+    pools: dict[str, PoolUse] = {
+        "slot": pool_use(
+            cache.slots, private=len(live) + len(late_slots), cached=cache.tree.num_snapshots(T.DEVICE),
+            evictable=cache.tree.num_snapshots(T.DEVICE), unit_bytes=layout.bytes_per_slot,
+        )
+    }  # fmt: skip
+    if cache.host_snapshots.num_total:
+        pools["host snapshot"] = pool_use(
+            cache.host_snapshots, private=len(parked), cached=cache.tree.num_snapshots(T.HOST),
+            evictable=cache.tree.num_snapshots(T.HOST), unit_bytes=state,
+        )  # fmt: skip
+    return ManagerStats(
+        blocks.num_total, blocks.num_free, blocks.num_held,
+        sum(len(r.blocks) - layout.blocks_for(r.num_cached) for r in live),
+        size.num_slots, size.num_slots - len(live), len(live), sum(r.num_cached for r in live),
+        manager.generation, len(waiting),
+        collect_stats(
+            cache.tree, blocks, cache.host_blocks if cache.host_blocks.num_total else None, others=pools,
+            private=sum(len(r.blocks) - r.num_shared for r in live) + len(late_blocks),
+            private_host=sum(len(p.blocks) for p in parked), block_bytes=layout.bytes_per_block,
+            host_block_bytes=record, admission_failures=cache.failures, generation=manager.generation,
+        ),
+    )  # fmt: skip
 
 
 def compute_block_budget(layout: CacheLayout, max_context: int, max_requests: int) -> dict[str, int]:

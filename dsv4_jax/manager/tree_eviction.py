@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import OutOfBlocksError, PrefixTreeError
 from .allocator import as_count
-from .eviction import Eviction, Freed, Move
+from .eviction import Eviction, Freed, Move, SnapshotEviction
 from .node import BACKUP_BIT, SETTLED, Node, S, Snapshot, T, Tier, children_of, subtree_of
 from .tree_base import TIERS, TreeBase
 
@@ -154,11 +154,14 @@ class EvictingTree(TreeBase):
             queue.push(node)
         self._enqueue(node)
 
-    def evict_snapshots(self, tier: Tier, count: int) -> list[int]:
+    def evict_snapshots(self, tier: Tier, count: int, room: Sequence[int] = ()) -> SnapshotEviction:
         """Takes `count` snapshots from the device or the host, least recently used first: all or none.
 
-        Returns:
-            Their units. A snapshot without another copy is lost: its node's block stays.
+        From the device a snapshot without a copy on the host goes to a host unit of `room`, as far as
+        those reach (the most recently used go first). Without another copy it is lost; its node's block stays.
+
+        Args:
+            room: host snapshot ids that copies may be made to.
 
         Raises:
             OutOfBlocksError: fewer are unpinned; nothing has changed.
@@ -172,7 +175,12 @@ class EvictingTree(TreeBase):
                 queue.push(node)
             raise OutOfBlocksError(count, len(nodes), len(nodes), f"{tier.name.lower()} snapshot")
         self.counters.evicted_snapshots += count
-        return [self.drop_snapshot(node, tier) for node in nodes]
+        moves, spots = [], list(reversed(room))
+        for node in reversed(nodes):
+            if spots and node.snapshot is not None and not node.snapshot.copy(T.HOST):
+                moves.append((node.snapshot.copy(T.DEVICE), spots[-1]))
+                self.attach_snapshot(node, T.HOST, spots.pop())
+        return SnapshotEviction([self.drop_snapshot(node, tier) for node in nodes], moves, spots[::-1])
 
 
 def _leaves(parent: Node, tier: Tier, count: int) -> None:

@@ -36,7 +36,13 @@ def make(num_blocks: int = 8, num_slots: int = 3, columns: int = 4, *, drafts: i
 def books(manager: KVCacheManager) -> tuple:
     """All that a refused call must leave as it was."""
     requests = [copy.deepcopy({name: getattr(r, name) for name in r.__slots__}) for r in manager.requests]
-    return manager.stats(), requests, bytes(manager._blocks._held), bytes(manager._slots._held)
+    return (
+        manager.stats()[:10],
+        manager.stats().cache.pools,
+        requests,
+        bytes(manager._cache.blocks._held),
+        bytes(manager._cache.slots._held),
+    )
 
 
 def refused(
@@ -148,7 +154,7 @@ def test_reset_refuses_older_requests() -> None:
     old = manager.admit_request([1, 2])
     manager.plan_step([(old, 2)])
     manager.reset()
-    assert manager.stats() == (8, 8, 0, 0, 3, 3, 0, 0, 1)
+    assert manager.stats()[:9] == (8, 8, 0, 0, 3, 3, 0, 0, 1)
     new = manager.admit_request()
     assert (new.slot, new.generation, new.id) == (1, 1, 2)
     calls = (manager.release_request, lambda r: manager.plan_step([(r, 1)]), lambda r: manager.accept(r, 1))
@@ -419,8 +425,8 @@ def test_block_budget() -> None:
         lambda m, a, b: setattr(a, "num_cached", 129),
         lambda m, a, b: setattr(a, "slot", 2),
         lambda m, a, b: setattr(a, "generation", 5),
-        lambda m, a, b: m._blocks._held.__setitem__(0, 1),
-        lambda m, a, b: m._blocks._freed.append(1),
+        lambda m, a, b: m._cache.blocks._held.__setitem__(0, 1),
+        lambda m, a, b: m._cache.blocks._freed.append(1),
         lambda m, a, b: m._ids.clear(),
     ],
 )

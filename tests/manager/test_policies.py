@@ -15,11 +15,8 @@ from dsv4_jax.manager.policies import (
     CachePolicy,
     HostWatermark,
     Placement,
-    Resume,
     SnapshotPlacement,
-    WindowRecompute,
     WritePolicy,
-    snapshot_only,
 )
 from dsv4_jax.manager.prefix_tree import PrefixTree
 
@@ -111,19 +108,6 @@ def test_chunks_end_where_a_snapshot_is_wanted() -> None:
     assert stops(16, 32, 45) == [32]
     assert stops(33, 40, 45) == [40]
     assert stops(0, 8, 8) == [4, 8]
-
-
-def test_resume_policies() -> None:
-    tree = PrefixTree(4)
-    nodes = publish_path(tree, "a", 10)
-    tree.attach_snapshot(nodes[1], Tier.DEVICE, 1)
-    match = tree.match(digests("a", 10), 41)
-    assert (len(match.path), match.hit) == (10, 2)
-    assert snapshot_only(match, 4) == Resume(2, 0)
-    assert WindowRecompute(32)(match, 4) == Resume(2, 0)
-    assert WindowRecompute(31)(match, 4) == Resume(10, 31)
-    assert WindowRecompute.of(layers=43, window=128, block_tokens=128).tokens == 43 * 128
-    assert WindowRecompute.of(layers=2, window=5, block_tokens=4).tokens == 16
 
 
 def test_host_watermark() -> None:

@@ -370,13 +370,13 @@ def test_snapshots_are_evicted_by_their_last_use() -> None:
         tree.drop_snapshot(a[1], Tier.DEVICE)
     with pytest.raises(OutOfBlocksError, match="requested 3 blocks, 2 available"):
         tree.evict_snapshots(Tier.DEVICE, 3)
-    assert tree.evict_snapshots(Tier.DEVICE, 1) == [9]
+    assert tree.evict_snapshots(Tier.DEVICE, 1).units == [9]
     tree.unpin_snapshot(a[1])
     with pytest.raises(PrefixTreeError, match="no pinned"):
         tree.unpin_snapshot(a[1])
     tree.attach_snapshot(a[1], Tier.HOST, 3)
     tree.attach_snapshot(a[1], Tier.STORAGE)
-    assert tree.evict_snapshots(Tier.DEVICE, 2) == [8, 7]
+    assert tree.evict_snapshots(Tier.DEVICE, 2).units == [8, 7]
     assert (a[0].snapshot, a[1].snapshot.tier) == (None, Tier.HOST)
     assert (tree.drop_snapshot(a[1], Tier.HOST), a[1].snapshot.tier) == (3, Tier.STORAGE)
     assert (tree.drop_snapshot(a[1], Tier.STORAGE), a[1].snapshot) == (0, None)

@@ -506,7 +506,7 @@ class TreeMachine(RuleBasedStateMachine):
     def evict_snapshots(self, count: int) -> None:
         loose = sorted((r for r in self.records.values() if r.snapshot and not r.pins), key=lambda r: r.used)
         slots: list[int] = []
-        if self.attempt(len(loose) >= count, lambda: slots.extend(self.tree.evict_snapshots(Tier.DEVICE, count))):
+        if self.attempt(len(loose) >= count, lambda: slots.extend(self.tree.evict_snapshots(Tier.DEVICE, count).units)):
             assert slots == [r.snapshot for r in loose[:count]]
             self.slots.release(slots)
             for record in loose[:count]:

@@ -1,0 +1,83 @@
+"""Whether a manager's books agree with each other. For tests. Pure Python."""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING
+
+from ..errors import IntegrityError
+from .node import S, T
+from .request import Request, RequestState
+from .stats import collect
+
+if TYPE_CHECKING:
+    from .request_book import RequestBook
+
+__all__ = ["check_manager"]
+
+
+def check_manager(manager: RequestBook) -> None:
+    """Recomputes from the requests and the tree what the pools should hold. Raises `IntegrityError`."""
+    cache, live, waiting = manager._cache, manager.requests, manager.preempted
+    for pool in (cache.blocks, cache.slots, cache.host_blocks, cache.host_snapshots):
+        pool.check_integrity()
+    cache.tree.check_integrity()
+    late_blocks, late_slots = cache.copies.late
+    nodes = [*cache.tree._nodes.values()]
+    parked = [r.parked for r in waiting if r.parked is not None]
+    _partition("device block", cache.blocks, [
+        *(block for r in live for block in r.blocks[r.num_shared :]), *(n.block for n in nodes), *late_blocks,
+    ])  # fmt: skip
+    _partition("slot", cache.slots, [
+        *(r.slot for r in live), *(n.snapshot.device for n in nodes if n.snapshot), *late_slots,
+    ])  # fmt: skip
+    _partition("host block", cache.host_blocks, [*(b for p in parked for b in p.blocks), *(n.host for n in nodes)])
+    _partition("host snapshot", cache.host_snapshots, [
+        *(p.snapshot for p in parked), *(n.snapshot.host for n in nodes if n.snapshot),
+    ])  # fmt: skip
+    _require(len(live) <= manager.size.num_slots, "more live requests than slots for them")
+    _require(set(manager._ids.values()) == {*live, *waiting}, "ids and requests differ")
+    refs = collections.Counter(node for r in live for node in r.nodes)
+    for node in (*nodes, *cache.tree._writing):
+        _require(node.refs == refs[node], f"{node} has {node.refs} references, {refs[node]} requests list it")
+    pins = collections.Counter(r.restores for r in live if r.restores is not None)
+    for node in nodes:
+        snapshot = node.snapshot
+        _require(not snapshot or snapshot.pins == pins[node], f"{node} has a snapshot pinned by nobody")
+    for slot, request in manager._live.items():
+        _check_request(manager, slot, request)
+    for request in waiting:
+        _require(not request.slot and not request.blocks and not request.nodes, f"{request.id!r} holds units")
+    collect(manager)
+
+
+def _check_request(manager: RequestBook, slot: int, r: Request) -> None:
+    name, layout, tree = f"request {r.id!r}", manager.layout, manager._cache.tree
+    _require(r.slot == slot and manager._ids.get(r.id) is r, f"{name} is not in its slot")
+    _require(r.state is RequestState.LIVE and r.generation == manager.generation, f"{name} is stale")
+    _require(0 <= r.fed <= r.num_cached <= r.max_tokens, f"{name}: impossible lengths")
+    needed = layout.blocks_for(max(r.num_cached, r.reserved))
+    _require(len(r.blocks) >= needed, f"{name} holds {len(r.blocks)} blocks, needs {needed}")
+    _require(len(set(r.blocks)) == len(r.blocks) and all(b > 0 for b in r.blocks), f"{name}: impossible block ids")
+    _require(r.num_tabled <= len(r.blocks), f"{name}: table entries without blocks")
+    _require(len(r.nodes) <= r.num_cached // layout.block_tokens, f"{name} publishes blocks that are not full")
+    parent = None
+    for i, node in enumerate(r.nodes):
+        _require(tree.is_current(node) and node.parent is parent, f"{name}: its nodes are no path")
+        _require(node.state.tier is T.DEVICE and node.block == r.blocks[i], f"{name}: {node} is not its block {i}")
+        _require(r.hasher is not None and node.digest == r.hasher.digests[i], f"{name}: {node} has another digest")
+        _require(i < r.num_shared or node.state is S.WRITING, f"{name}: published beyond one that is not")
+        parent = node
+
+
+def _partition(what: str, pool, held: list[int]) -> None:
+    held = [unit for unit in held if unit]
+    if len(set(held)) != len(held):
+        raise IntegrityError(f"two holders of one {what}: {sorted(held)}")
+    if len(held) != pool.num_held or not all(pool.is_held(unit) for unit in held):
+        raise IntegrityError(f"{what}s: {sorted(held)} have holders, the pool says that {pool.num_held} are held")
+
+
+def _require(condition: object, problem: str) -> None:
+    if not condition:
+        raise IntegrityError(problem)

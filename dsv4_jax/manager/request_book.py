@@ -1,0 +1,156 @@
+"""Which requests there are, in which slots, and the checks of what callers name. Pure Python + numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from ..errors import NoFreeSlotError, PlanError, RequestError
+from ..layout import CacheLayout, CacheSize
+from .allocator import as_count
+from .events import EventLog
+from .hashing import BlockHasher, HashSpec, Key
+from .policies import CachePolicy
+from .publishing import Publisher
+from .request import Request, RequestRef, RequestState
+from .tiered_cache import HostSize, TieredCache
+from .transfers import TransferStage
+
+__all__ = ["RequestBook"]
+
+
+class RequestBook:
+    """The live and preempted requests of a manager. `KVCacheManager` is the class to use; see there."""
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        size: CacheSize,
+        *,
+        policy: CachePolicy | None = None,
+        host: HostSize | None = None,
+        salt: Key = None,
+        events: EventLog | None = None,
+    ):
+        self.layout, self.size = layout, size
+        self.policy, self.host_size, self.events = policy, HostSize(*(host or (0, 0))), events
+        self._hashing = HashSpec(layout.block_tokens, (layout.fingerprint, salt), layout.cfg.vocab_size)
+        self.generation = 0
+        self._next_id = self._next_epoch = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._cache = TieredCache(self.layout, self.size, self.policy, self.host_size, self.events)
+        self._publisher = Publisher(self._cache, self.layout.block_tokens)
+        self._live: dict[int, Request] = {}  # by slot, in the order they became live
+        self._ids: dict[Hashable, Request] = {}  # live and preempted
+        self._steps = 0
+        self._step_transfers: list[TransferStage] = []
+        self._asleep = False
+
+    @property
+    def context_limit(self) -> int:
+        """Tokens that one request can hold: the block table's width, and the model's own limit."""
+        table = self.size.max_blocks_per_request * self.layout.block_tokens
+        return min(table, self.layout.cfg.max_position_embeddings)
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """The live requests, in the order they became live."""
+        return tuple(self._live.values())
+
+    @property
+    def preempted(self) -> tuple[Request, ...]:
+        """The preempted requests, in the order they were admitted."""
+        return tuple(r for r in self._ids.values() if r.state is RequestState.PREEMPTED)
+
+    def find(self, ref: RequestRef) -> Request | None:
+        """The live request that `ref` was made of; None if it was released or preempted since.
+
+        For results of steps that were under way: what comes late is for nobody.
+        """
+        request = self._ids.get(ref.id)
+        live = request is not None and request.state is RequestState.LIVE and request.epoch == ref.epoch
+        return request if live else None
+
+    # For the managers
+
+    def _new_request(self, tokens: list[int], limit: int, request_id: Hashable, slot: int) -> Request:
+        while request_id is None:
+            self._next_id += 1
+            request_id = None if self._next_id in self._ids else self._next_id
+        request = Request(
+            request_id, slot, self.generation, limit, tokens, num_prompt=len(tokens), epoch=self._new_epoch()
+        )
+        self._live[slot] = self._ids[request_id] = request
+        return request
+
+    def _new_epoch(self) -> int:
+        self._next_epoch += 1
+        return self._next_epoch
+
+    def _new_hasher(self, tokens: Sequence[int] | np.ndarray, **space) -> BlockHasher | None:
+        return BlockHasher(self._hashing, tokens, **space) if self._cache.caching else None
+
+    def _acquire_slot(self) -> int:
+        """Raises `NoFreeSlotError`."""
+        if len(self._live) < self.size.num_slots:
+            return self._cache.acquire_slot()
+        raise NoFreeSlotError(self.size.num_slots)
+
+    def _final_tokens(self, request: Request) -> int:
+        """Cached tokens that stay whatever is accepted."""
+        fed, drafts = request.fed, self.layout.draft_tokens
+        return request.num_cached - (fed if drafts and fed <= 1 + drafts else 0)
+
+    def _let_go(self, request: Request) -> None:
+        """Its blocks go back: shared ones to the tree, those only it has to the pool. It leaves the live ones."""
+        shared, tree = request.num_shared, self._cache.tree
+        for node in reversed(request.nodes[shared:]):
+            tree.abort(node)  # its block is among the request's
+        tree.release(request.nodes[:shared])
+        self._cache.release_blocks(request.blocks[shared:])
+        if request.restores is not None:
+            tree.unpin_snapshot(request.restores)
+        self._publisher.forget(request)
+        del self._live[request.slot]
+        request.fed = request.num_tabled = request.reserved = 0
+        request.blocks, request.nodes, request.restores, request.rolling = [], [], None, None
+
+    def _checked(self, request: Request | int) -> Request:
+        """The live request meant. Raises `RequestError`."""
+        if isinstance(request, Request):
+            if self._live.get(request.slot) is request:
+                return request
+            mine = request.state is not RequestState.LIVE
+            why = f"was {request.state.value}" if mine else "belongs to another manager"
+            raise RequestError(f"request {request.id!r} {why}")
+        try:
+            slot = as_count("slot", request)
+        except PlanError as error:
+            raise RequestError(f"neither a request nor a slot: {request!r}") from error
+        if slot not in self._live:
+            raise RequestError(f"no live request in slot {slot} (slots are 1..{self._cache.slots.num_total})")
+        return self._live[slot]
+
+    def _check_id(self, request_id: Hashable) -> None:
+        if request_id is not None and request_id in self._ids:
+            raise RequestError(f"request id {request_id!r} is in use by a {self._ids[request_id].state.value} request")
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise RequestError("the manager sleeps: call wakeup() first")
+
+    def _token_ids(self, tokens: list[int] | np.ndarray) -> np.ndarray:
+        """[N] integers, checked against the vocabulary. Raises `RequestError`."""
+        try:
+            ids = np.asarray(tokens)
+        except ValueError:  # ragged
+            ids = np.zeros((), object)
+        if ids.size == 0:
+            ids = np.zeros(0, np.int64)
+        vocab = self.layout.cfg.vocab_size
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or ((ids < 0) | (ids >= vocab)).any():
+            raise RequestError(f"tokens must be a flat sequence of integers in 0..{vocab - 1}")
+        return ids

@@ -1,0 +1,255 @@
+"""The units of all tiers and the prefixes cached in them: what a request takes its blocks from. Pure Python.
+
+Live requests hold blocks and slots of their own or share cached ones; everything else is free or cached.
+A cached unit is given away when nothing is free: to a lower tier if there is room, else its bytes are lost.
+Device slots that no request lives in hold snapshots (window and compressor state at a block boundary):
+the `num_snapshots` extra ones of the cache's size, and those that are idle.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ..errors import NoFreeSlotError, OutOfBlocksError
+from ..layout import CacheLayout, CacheSize
+from .block_pool import BlockPool
+from .events import EventLog
+from .eviction import Freed
+from .node import Node, S, T
+from .pending import PendingCopies
+from .policies import CachePolicy
+from .prefix_tree import Match, PrefixTree
+from .transfers import BLOCK, SLOT, TransferQueue
+
+__all__ = ["Hit", "HostSize", "TieredCache"]
+
+
+class HostSize(NamedTuple):
+    """Records of the host tier, the null records not counted (see `dsv4_jax.init_host_cache`)."""
+
+    num_blocks: int
+    num_snapshots: int = 0
+
+
+class Hit(NamedTuple):
+    """Cached blocks that a request has taken, all on the device now.
+
+    Attributes:
+        nodes: in path order, referenced.
+        state: the node whose snapshot the request starts from: pinned, in a device slot; None if there
+            is nothing to restore, or the transfers restore it from the host.
+    """
+
+    nodes: list[Node]
+    state: Node | None
+
+
+class TieredCache:
+    """See the module.
+
+    Args:
+        policy: None: nothing is cached.
+        host: None: there is no host tier.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        size: CacheSize,
+        policy: CachePolicy | None = None,
+        host: HostSize | None = None,
+        events: EventLog | None = None,
+    ):
+        self.policy = policy
+        self.caching = policy is not None
+        self.blocks = BlockPool(size.num_blocks)
+        self.slots = BlockPool(size.num_slots + size.num_snapshots, pool="slot")
+        host = host or HostSize(0, 0)
+        self.host_blocks = BlockPool(host.num_blocks, pool="host")
+        self.host_snapshots = BlockPool(host.num_snapshots, pool="host snapshot")
+        self.transfers = TransferQueue()
+        self.copies = PendingCopies()
+        self.failures: collections.Counter[str] = collections.Counter()
+        choices = policy or CachePolicy()
+        self.tree = PrefixTree(
+            layout.block_tokens, order=choices.order, events=events,
+            backup_after=choices.write.backup_after if host.num_blocks else None,
+        )  # fmt: skip
+
+    # Device units
+
+    @property
+    def num_available(self) -> int:
+        """Device blocks that can be had: free, or cached and unreferenced."""
+        return self.blocks.num_free + self.tree.evictable(T.DEVICE)
+
+    def acquire_blocks(self, count: int) -> list[int]:
+        """Device blocks, all or none. Raises `OutOfBlocksError`."""
+        if count > self.blocks.num_free and not self._make_room(count):
+            raise OutOfBlocksError(count, self.num_available, self.blocks.num_total)
+        return self.blocks.acquire(count)
+
+    def acquire_slot(self) -> int:
+        """A slot, a snapshot's if none is free. Raises `NoFreeSlotError`."""
+        if not self.slots.num_free and not self._evict_snapshot():
+            raise NoFreeSlotError(self.slots.num_total)
+        return self.slots.acquire(1)[0]
+
+    def try_slot(self) -> int:
+        """A slot for a snapshot, 0 if there is none to be had."""
+        return self.slots.acquire(1)[0] if self.slots.num_free or self._evict_snapshot() else 0
+
+    def release_blocks(self, blocks: Iterable[int]) -> None:
+        """Gives back blocks that the tree does not hold, once nothing is to be copied from them any more."""
+        self.blocks.release(self.copies.release_blocks(blocks))
+
+    def release_slot(self, slot: int) -> None:
+        self.slots.release(self.copies.release_slots([slot]))
+
+    def end_copies(self) -> None:
+        """The pending copies are in a plan, or called off."""
+        blocks, slots = self.copies.clear()
+        self.blocks.release(blocks)
+        self.slots.release(slots)
+
+    def give_back(self, freed: Freed) -> None:
+        """Takes units that the tree has let go of back into their pools."""
+        self.blocks.release(freed.blocks)
+        self.slots.release(freed.snapshots)
+        self.host_blocks.release(freed.host_blocks)
+        self.host_snapshots.release(freed.host_snapshots)
+
+    def _make_room(self, count: int) -> bool:
+        missing, policy = count - self.blocks.num_free, self.policy
+        if missing > self.tree.evictable(T.DEVICE):
+            return False
+        room: list[int] = []
+        if policy is not None and policy.write.moves_when_evicted and self.host_blocks.num_total:
+            room = self.try_host_blocks(missing)
+        try:
+            eviction = self.tree.evict(T.DEVICE, missing, room)
+        except OutOfBlocksError:
+            self.host_blocks.release(room)
+            return False
+        self.give_back(eviction)
+        self.host_blocks.release(eviction.unused)
+        for move in eviction.moves:
+            self.transfers.out(BLOCK, move.source, move.destination)
+            self.give_back(self.tree.complete(move.node))
+        return True
+
+    def _evict_snapshot(self) -> bool:
+        room = self.try_host_snapshots(1) if self.tree.num_snapshots(T.DEVICE) else []
+        try:
+            eviction = self.tree.evict_snapshots(T.DEVICE, 1, room)
+        except OutOfBlocksError:
+            self.host_snapshots.release(room)
+            return False
+        for device, host in eviction.moves:
+            self.transfers.out(SLOT, device, host)
+        self.slots.release(eviction.units)
+        self.host_snapshots.release(eviction.unused)
+        return True
+
+    # Host units
+
+    def try_host_blocks(self, count: int) -> list[int]:
+        """Up to `count` host block records, cached ones of older use among them."""
+        missing = min(count, self.host_blocks.num_total) - self.host_blocks.num_free
+        for fewer in (missing, 1) if missing > 0 else ():
+            try:
+                self.give_back(self.tree.evict(T.HOST, fewer))
+                break
+            except OutOfBlocksError:
+                pass
+        return self.host_blocks.acquire(min(count, self.host_blocks.num_free))
+
+    def try_host_snapshots(self, count: int) -> list[int]:
+        """Up to `count` host snapshot records, cached ones of older use among them."""
+        pool = self.host_snapshots
+        while pool.num_free < min(count, pool.num_total):
+            try:
+                pool.release(self.tree.evict_snapshots(T.HOST, 1).units)
+            except OutOfBlocksError:
+                break
+        return pool.acquire(min(count, pool.num_free))
+
+    def back_up(self) -> None:
+        """Queues the copies to the host that the write policy wants, as far as there is room."""
+        for node in self.tree.pop_backups(len(self.tree)) if self.host_blocks.num_total else ():
+            # The blocks before it are listed before it: a child is never the only one with a copy for long.
+            if not (room := self.try_host_blocks(1)):
+                break
+            self.tree.begin_backup(node, room[0])
+            self.transfers.out(BLOCK, node.block, room[0])
+            self.tree.complete(node)
+
+    # Hits
+
+    def usable(self, match: Match) -> int:
+        """Leading blocks of a match that a request can start with: on the device or the host, a snapshot at the end."""
+        hit = 0
+        for i, node in enumerate(match.path):
+            if node.state.tier < T.HOST:
+                break
+            if _restorable(node):
+                hit = i + 1
+        return hit
+
+    def take(self, match: Match, slot: int) -> Hit:
+        """Takes the longest hit of which the host part fits on the device; the state will be in `slot`.
+
+        Call it with the slot acquired. Cannot fail: the last resort is a hit of no blocks.
+        """
+        hit = self.usable(match)
+        while hit and not self.load(match.path[:hit]):
+            # Only what is on the device already.
+            on_device = [i + 1 for i, n in enumerate(match.path[:hit]) if n.state.tier is T.DEVICE and _restorable(n)]
+            hit = on_device[-1] if on_device else 0
+        nodes = self.tree.take(match, hit)
+        if not nodes:
+            return Hit([], None)
+        node, snapshot = nodes[-1], nodes[-1].snapshot
+        assert snapshot is not None
+        if snapshot.device:
+            self.tree.pin_snapshot(node)
+            return Hit(nodes, node)
+        self.transfers.into(SLOT, snapshot.host, slot)
+        return Hit(nodes, None)
+
+    def load(self, path: Sequence[Node]) -> bool:
+        """Brings all nodes of a path to the device, if blocks can be had for them; else changes nothing."""
+        below = [node for node in path if node.state.tier is not T.DEVICE]
+        if not below:
+            return True
+        for node in below:
+            if node.state is S.PERSISTING:  # the copy to storage goes on; its end is told to `StorageTier.finish`
+                self.tree.abort(node)
+        self.tree.acquire(path)  # so that making room takes none of these
+        try:
+            blocks = self.acquire_blocks(len(below))
+        except OutOfBlocksError:
+            return False
+        finally:
+            self.tree.release(path)
+        for node, block in zip(below, blocks, strict=True):
+            self.tree.begin_load(node, block)
+            self.transfers.into(BLOCK, node.host, block)
+            self.give_back(self.tree.complete(node))
+        return True
+
+    # Books
+
+    def evict_all(self) -> None:
+        """Takes every cached unit off the device: to the host as far as there is room."""
+        while self.tree.num_snapshots(T.DEVICE) and self._evict_snapshot():
+            pass
+        idle = self.tree.evictable(T.DEVICE)
+        if idle:
+            self._make_room(self.blocks.num_free + idle)
+
+
+def _restorable(node: Node) -> bool:
+    return node.snapshot is not None and node.snapshot.tier >= T.HOST
