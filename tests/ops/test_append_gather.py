@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +19,10 @@ FORMATS = [kv_format(n, 32, 8) for n in KV_FORMATS] + [index_format(n, 32) for n
 GATHER_FORMATS = [*FORMATS, kv_format("fp8", 512, 64), kv_format("fp8", 232, 24), kv_format("fp8_per_entry", 76, 12)]
 
 
+jit_append = jax.jit(append, static_argnames=("fmt", "implementation"))
+jit_gather = jax.jit(gather_rows, static_argnames=("fmt", "dtype", "implementation"))
+
+
 class AppendGatherTest:
     implementation: ClassVar[Literal["xla", "pallas"]]
 
@@ -27,19 +32,16 @@ class AppendGatherTest:
         old = [rng.integers(0, 100, (40, p.width)).astype(p.dtype) for p in fmt.parts]
         values = rng.standard_normal((6, 32)).astype(np.float32)
         ids = np.array([7, 40, 0, 39, 2**31 - 1, 12], np.int32)  # 40 and above: dropped, never wrapped
-        pool = append(
-            tuple(map(jnp.asarray, old)), jnp.asarray(values), jnp.asarray(ids), fmt=fmt,
-            implementation=self.implementation,
-        )  # fmt: skip
+        pool = jit_append(tuple(old), values, ids, fmt=fmt, implementation=self.implementation)
         encoded = oracle.encode(fmt.name, values, fmt.rope_dim)
         for before, after, rows in zip(old, pool, encoded, strict=True):
             expected = before.copy()
             expected[ids[ids < 40]] = rows[ids < 40]
             assert after.dtype == before.dtype
             np.testing.assert_array_equal(after, expected)
-        order = jnp.asarray([[12, 7], [39, 0], [7, 7]], jnp.int32)
-        dense = gather_rows(pool, order, fmt=fmt, dtype=jnp.float32, implementation=self.implementation)
-        expected = oracle.decode(fmt.name, tuple(np.asarray(p) for p in pool), fmt.rope_dim)[np.asarray(order)]
+        order = np.array([[12, 7], [39, 0], [7, 7]], np.int32)
+        dense = jit_gather(pool, order, fmt=fmt, dtype=jnp.float32, implementation=self.implementation)
+        expected = oracle.decode(fmt.name, tuple(np.asarray(p) for p in pool), fmt.rope_dim)[order]
         np.testing.assert_array_equal(dense, expected)
 
 
@@ -68,10 +70,8 @@ class GatherTest:
     implementation: ClassVar[Literal["xla", "pallas"]]
 
     def check(self, fmt: RowFormat, pool: tuple[np.ndarray, ...], ids: np.ndarray, dtype: type) -> None:
-        dense = gather_rows(
-            tuple(map(jnp.asarray, pool)), jnp.asarray(ids, jnp.int32), fmt=fmt, dtype=jnp.dtype(dtype),
-            implementation=self.implementation,
-        )  # fmt: skip
+        ids = ids.astype(np.int32)
+        dense = jit_gather(pool, ids, fmt=fmt, dtype=jnp.dtype(dtype), implementation=self.implementation)
         expected = oracle.decode(fmt.name, tuple(p[ids] for p in pool), fmt.rope_dim).astype(dtype)
         assert dense.shape == (*ids.shape, fmt.dim) and dense.dtype == dtype
         np.testing.assert_array_equal(np.asarray(dense, np.float32), expected.astype(np.float32))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from ..oracle import rows as oracle_rows
 from .arg_specs import ATTEND, AttendSpec
 
 TOLERANCE = dict(rtol=2e-5, atol=2e-5)
+jit_attend = jax.jit(attend, static_argnames=("scale", "fmt", "implementation"))
 
 
 def problem(spec: AttendSpec, seed: int = 0) -> dict:
@@ -59,9 +61,8 @@ class AttendTest:
 
     def run(self, spec: AttendSpec, p: dict) -> tuple[np.ndarray, np.ndarray]:
         names = ("queries", "sink", "window", "window_ids", "window_visible", "entries", "entry_ids", "entry_count")
-        args = [p[n] if p[n] is None else jnp.asarray(p[n]) if not isinstance(p[n], tuple) else
-                tuple(map(jnp.asarray, p[n])) for n in names]  # fmt: skip
-        out, lse = attend(*args, scale=spec.fmt.dim**-0.5, fmt=spec.fmt, implementation=self.implementation)
+        args = [p[n] for n in names]
+        out, lse = jit_attend(*args, scale=spec.fmt.dim**-0.5, fmt=spec.fmt, implementation=self.implementation)
         assert out.dtype == lse.dtype == jnp.float32
         return np.asarray(out), np.asarray(lse)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-import jax.numpy as jnp
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -14,6 +14,8 @@ from dsv4_jax.ops import index_scores
 from ..oracle import attention
 from ..oracle import rows as oracle_rows
 from .arg_specs import INDEX_SCORES, ScoreSpec
+
+jit_scores = jax.jit(index_scores, static_argnames=("base", "rows_per_block", "fmt", "implementation"))
 
 
 class IndexScoresTest:
@@ -32,10 +34,9 @@ class IndexScoresTest:
         if fmt.name != "f32":  # kernels round the queries to bf16
             queries = queries.astype(ml_dtypes.bfloat16).astype(np.float32)
         weights = rng.standard_normal((spec.tokens, spec.heads)).astype(np.float32)  # negative ones too
-        scores = np.asarray(index_scores(
-            tuple(map(jnp.asarray, parts)), jnp.asarray(queries), jnp.asarray(weights),
-            jnp.asarray(table, jnp.int32), jnp.asarray(counts, jnp.int32), base=base, rows_per_block=per_block,
-            fmt=fmt, implementation=self.implementation,
+        scores = np.asarray(jit_scores(
+            parts, queries, weights, table.astype(np.int32), counts.astype(np.int32), base=base,
+            rows_per_block=per_block, fmt=fmt, implementation=self.implementation,
         ))  # fmt: skip
         assert scores.shape == (spec.tokens, spec.blocks * per_block) and scores.dtype == np.float32
         keys = [

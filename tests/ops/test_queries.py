@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from dsv4_jax.ops import finish_queries
 
 from ..oracle import rows as oracle
 
+jit_finish = jax.jit(finish_queries, static_argnames=("eps", "rotate", "round_fp4", "implementation"))
 SHAPES = {"attend": (5, 3, 512), "index": (7, 4, 128), "small": (3, 2, 64)}
 
 
@@ -36,10 +38,10 @@ class QueriesTest:
     implementation: ClassVar[Literal["xla", "pallas", "cuda"]]
 
     def run(self, q, position, freq, **steps) -> np.ndarray:
-        args = (jnp.asarray(q, jnp.float32), jnp.asarray(position, jnp.int32), jnp.asarray(freq))
-        out = finish_queries(*args, **steps, implementation=self.implementation)
+        args = (q.astype(np.float32), position.astype(np.int32), freq)
+        out = jit_finish(*args, **steps, implementation=self.implementation)
         assert out.shape == q.shape and out.dtype in (jnp.float32, jnp.bfloat16)
-        return np.asarray(out.astype(jnp.float32), np.float64)
+        return np.asarray(out).astype(np.float64)
 
     def case(self, shape: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         rng = np.random.default_rng(len(shape))

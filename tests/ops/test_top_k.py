@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
@@ -12,20 +12,21 @@ from dsv4_jax.ops import top_k
 
 from ..oracle import attention
 
+jit_top_k = jax.jit(top_k, static_argnames=("k", "implementation"))
+
 
 class TopKTest:
     implementation: ClassVar[Literal["xla", "pallas"]]
 
     def check(self, scores: np.ndarray, counts: np.ndarray, k: int) -> None:
-        indices, kept = top_k(
-            jnp.asarray(scores, jnp.float32), jnp.asarray(counts, jnp.int32), k=k, implementation=self.implementation
-        )
+        scores, counts = scores.astype(np.float32), counts.astype(np.int32)
+        indices, kept = map(np.asarray, jit_top_k(scores, counts, k=k, implementation=self.implementation))
         width = min(k, scores.shape[1])
-        assert indices.shape == (len(scores), width) and indices.dtype == kept.dtype == jnp.int32
+        assert indices.shape == (len(scores), width) and indices.dtype == kept.dtype == np.int32
         for t, count in enumerate(counts):
             expected = attention.top_k(scores[t], count, k)
             assert int(kept[t]) == len(expected) == min(k, count)
-            assert np.asarray(indices[t]).tolist() == expected + [0] * (width - len(expected))
+            assert indices[t].tolist() == expected + [0] * (width - len(expected))
 
     @pytest.mark.parametrize("k", [1, 5, 16, 40])
     def test_equals_a_sort(self, k: int) -> None:
