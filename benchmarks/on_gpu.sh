@@ -11,7 +11,7 @@ stages=${*:-build tests kernels ops steps triton}
 stage() {
   case $1 in
     build)
-      cmake -S csrc -B build/csrc -DPYTHON="$python" > "$OUT/build.log" && cmake --build build/csrc -j 8 >> "$OUT/build.log" 2>&1 ;;
+      cmake -S csrc -B build/csrc -DPYTHON="$python" -DDSV4_CUDA_ARCHITECTURES=90 > "$OUT/build.log" && cmake --build build/csrc -j 8 >> "$OUT/build.log" 2>&1 ;;
     tests)  # every kernel against its reference or float64, byte invariance, logits alone and among others
       JAX_PLATFORMS=cuda,cpu timeout 400 "$python" -m pytest -q -p no:cacheprovider -m gpu tests > "$OUT/tests.log" 2>&1 ;;
     kernels)  # CUDA-graph times of the plain C entries

@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "built_for.h"
 #include "emit_row.cuh"
 #include "operands.h"
 
@@ -65,6 +66,8 @@ ffi::Error append(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::Remain
 }
 
 }  // namespace
+
+DSV4_BUILT_FOR(append);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Append, append,
                               ffi::Ffi::Bind()

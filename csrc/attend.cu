@@ -5,6 +5,7 @@
 #include <string>
 
 #include "attend_kernel.cuh"
+#include "built_for.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace {
@@ -90,6 +91,8 @@ ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink,
 }
 
 }  // namespace
+
+DSV4_BUILT_FOR(attend);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Attend, attend,
                               ffi::Ffi::Bind()

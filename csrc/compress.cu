@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "built_for.h"
 #include "compress_kernel.cuh"
 #include "operands.h"
 
@@ -103,6 +104,8 @@ ffi::Error compress_hca(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::
                                     .Attr<ffi::Span<const float>>("eps") \
                                     .Attr<bool>("history"),        \
                                 {ffi::Traits::kCmdBufferCompatible})
+
+DSV4_BUILT_FOR(compress);
 
 DSV4_COMPRESS_HANDLER(Dsv4CompressCsa, compress_csa);
 DSV4_COMPRESS_HANDLER(Dsv4CompressHca, compress_hca);

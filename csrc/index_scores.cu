@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <string>
 
+#include "built_for.h"
 #include "index_scores_kernel.cuh"
 #include "xla/ffi/api/ffi.h"
 
@@ -73,6 +74,8 @@ ffi::Error index_scores(cudaStream_t stream, Codes codes, ffi::AnyBuffer scale, 
 }
 
 }  // namespace
+
+DSV4_BUILT_FOR(index_scores);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4IndexScores, index_scores,
                               ffi::Ffi::Bind()

@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "built_for.h"
 #include "queries_kernel.cuh"
 #include "xla/ffi/api/ffi.h"
 
@@ -48,6 +49,8 @@ ffi::Error finish_queries(cudaStream_t stream, Queries queries, Angles cosine, A
 }
 
 }  // namespace
+
+DSV4_BUILT_FOR(queries);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4FinishQueries, finish_queries,
                               ffi::Ffi::Bind()

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <string>
 
+#include "built_for.h"
 #include "swap.h"
 
 namespace {
@@ -56,6 +57,8 @@ ffi::Error swap(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Remaining
 }
 
 }  // namespace
+
+DSV4_BUILT_FOR(swap);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4SwapOut, swap<true>,
                               ffi::Ffi::Bind()

@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "built_for.h"
 #include "top_k_kernel.cuh"
 #include "xla/ffi/api/ffi.h"
 
@@ -75,6 +76,8 @@ ffi::Error top_k(cudaStream_t stream, Scores scores, Counts count, ffi::Result<I
 }
 
 }  // namespace
+
+DSV4_BUILT_FOR(top_k);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4TopK, top_k,
                               ffi::Ffi::Bind()

@@ -90,7 +90,7 @@ def why_not(op: str, implementation: str) -> str | None:
         return "no kernel"
     if (backend := jax.default_backend()) != "gpu":
         return f"the backend is {backend}"
-    return ffi.cuda_problem() if implementation == "cuda" else None
+    return ffi.cuda_problem(dispatch_op(op)) if implementation == "cuda" else None
 
 
 def measure(

@@ -62,11 +62,17 @@ def examine() -> dict[str, Any]:
         return report
     report["backend"] = jax.default_backend()
     report["devices"] = [
-        {"id": device.id, "kind": device.device_kind, "memories": sorted(m.kind for m in device.addressable_memories())}
+        {
+            "id": device.id,
+            "kind": device.device_kind,
+            "compute_capability": getattr(device, "compute_capability", None),
+            "memories": sorted(m.kind for m in device.addressable_memories()),
+        }
         for device in devices
     ]
     report["implementations"] = _implementations(report["backend"])
     report["native"] = _native()
+    report["cuda_code"] = _cuda_code()
     return report
 
 
@@ -86,7 +92,7 @@ def _implementations(backend: str) -> dict[str, dict[str, str]]:
         op: {
             "xla": "usable",
             "pallas": state(op, "pallas", no_gpu and f"{no_gpu}: only interpreted, by tests"),
-            "cuda": state(op, "cuda", no_gpu or ffi.cuda_problem()),
+            "cuda": state(op, "cuda", no_gpu or ffi.cuda_problem(op)),
             "triton": state(op, "triton", no_gpu or no_triton),
         }
         for op in _OPS
@@ -98,6 +104,15 @@ def _native() -> dict[str, str]:
     from .. import ffi
 
     return {"cuda": ffi.cuda_problem() or "usable", "cpu": ffi.cpu_problem() or "usable"}
+
+
+def _cuda_code() -> dict[str, dict[str, Any]]:
+    """Op -> the compute capabilities the CUDA library holds its code for, and why it is no use here (None: it is)."""
+    from .. import ffi
+
+    if ffi.cuda_problem() is not None:
+        return {}
+    return {op: {"capabilities": ffi.built_for(op), "problem": ffi.cuda_problem(op)} for op in ffi.CUDA_TARGETS}
 
 
 def _version(package: str) -> str | None:
@@ -117,10 +132,17 @@ def _print(console: Console, report: dict[str, Any]) -> None:
         console.print(f"[red]{report['problem']}[/]")
         return
     for device in report["devices"]:
-        console.print(f"{report['backend']} {device['id']}: {device['kind']}, memories {', '.join(device['memories'])}")
+        capability = f", compute capability {c}" if (c := device["compute_capability"]) else ""
+        about = f"{device['kind']}{capability}, memories {', '.join(device['memories'])}"
+        console.print(f"{report['backend']} {device['id']}: {about}", highlight=False)
     ops = Table("op", *next(iter(report["implementations"].values())))
     for op, states in report["implementations"].items():
         ops.add_row(op, *(f"[green]{s}[/]" if s == "usable" else s for s in states.values()))
     console.print(ops)
     for name, state in report["native"].items():
         console.print(f"native {name} library: {state}", highlight=False, soft_wrap=True)
+    for op, code in report["cuda_code"].items():
+        text = f"  {op}: compute capability {', '.join(code['capabilities']) or 'none'}"
+        console.print(
+            text + (f" [red]{code['problem']}[/]" if code["problem"] else ""), highlight=False, soft_wrap=True
+        )

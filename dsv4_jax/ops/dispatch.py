@@ -39,8 +39,8 @@ def implementation_for(
     """The function to call for `op` (a file name in `ops/` and, if it has kernels, in `pallas/`, `cuda/`, `triton/`).
 
     None means, on a GPU backend, the op's default there (its Pallas kernel in place of a CUDA one whose
-    library is not built); everywhere else the reference. It is the reference, too, if there is nothing to
-    do (`empty`): kernels need at least one element of each operand.
+    library is not built, or not for these devices); everywhere else the reference. It is the reference,
+    too, if there is nothing to do (`empty`): kernels need at least one element of each operand.
 
     Raises:
         ImplementationError: unknown name, or no such kernel exists for this op.
@@ -64,4 +64,4 @@ def _best(op: str) -> Literal["xla", "pallas", "cuda"]:
     if jax.default_backend() != "gpu":
         return "xla"
     best = _ON_GPU[op]
-    return "pallas" if best == "cuda" and ffi.cuda_problem() is not None else best
+    return "pallas" if best == "cuda" and ffi.cuda_problem(op) is not None else best

@@ -37,7 +37,7 @@ class Ids(NamedTuple):
 
 
 def pick(implementation: SwapImplementation) -> Literal["xla", "ffi"]:
-    """None: "ffi" if the native library of the default backend loads, else "xla".
+    """None: "ffi" if the default backend has its native library (on a GPU: with code for it), else "xla".
 
     Raises:
         ImplementationError: unknown name, or "ffi" without the library (says how to get it).
@@ -46,7 +46,7 @@ def pick(implementation: SwapImplementation) -> Literal["xla", "ffi"]:
         return "xla"
     if implementation not in ("ffi", None):
         raise ImplementationError(f"swap: unknown implementation {implementation!r}, expected 'xla', 'ffi' or None")
-    problem = ffi.cuda_problem() if jax.default_backend() == "gpu" else ffi.cpu_problem()
+    problem = ffi.cuda_problem("swap") if jax.default_backend() == "gpu" else ffi.cpu_problem()
     if problem is None:
         return "ffi"
     if implementation == "ffi":

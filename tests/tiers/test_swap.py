@@ -269,7 +269,7 @@ def test_implementations():
 
 def test_without_the_library(monkeypatch):
     monkeypatch.setattr("dsv4_jax.ffi.cpu_problem", lambda: "no CPU library at nowhere")
-    monkeypatch.setattr("dsv4_jax.ffi.cuda_problem", lambda: "no CUDA library at nowhere")
+    monkeypatch.setattr("dsv4_jax.ffi.cuda_problem", lambda op: "no CUDA library at nowhere")
     assert moves.pick(None) == "xla"
     with pytest.raises(ImplementationError, match="library at nowhere"):
         moves.pick("ffi")

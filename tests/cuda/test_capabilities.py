@@ -1,0 +1,135 @@
+"""What the CUDA library is built for: CMake's choice, and what is said of a device that has no code in it."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import subprocess
+
+import pytest
+
+from dsv4_jax import ffi
+from dsv4_jax.cli import doctor
+from dsv4_jax.errors import ImplementationError
+from dsv4_jax.ops import dispatch
+from dsv4_jax.tiers import moves
+
+CSRC = pathlib.Path(__file__).parents[2] / "csrc"
+
+
+def choose(tmp_path: pathlib.Path, asked: str, supported: str) -> subprocess.CompletedProcess:
+    script = tmp_path / "choose.cmake"
+    script.write_text(
+        "cmake_minimum_required(VERSION 3.18)\n"
+        f'include({CSRC / "architectures.cmake"})\ndsv4_architectures("{asked}" "{supported}" a)\n'
+        'message("${a_PORTABLE}|${a_CLUSTER}|${a_HOPPER}")\n'
+    )
+    return subprocess.run(["cmake", "-P", script], capture_output=True, text=True)
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
+class TestCMake:
+    @pytest.mark.parametrize(
+        ("asked", "supported", "groups"),
+        [
+            ("80;90;120", "75;80;86;90;100;120", "80-real;90-real;120-real|90-real;120-real|90a-real"),
+            ("80;90;100;120", "75;80;86;90", "80-real;90-real|90-real|90a-real"),
+            ("80;89", "80;89;90", "80-real;89-real||"),
+            ("90;90", "80;90", "90-real|90-real|90a-real"),
+        ],
+    )  # fmt: skip
+    def test_every_source_for_all_that_can_run_it(self, tmp_path, asked: str, supported: str, groups: str) -> None:
+        run = choose(tmp_path, asked, supported)
+        assert run.returncode == 0, run.stderr
+        assert run.stderr.strip().splitlines()[-1] == groups
+        left_out = set(asked.split(";")) - set(supported.split(";"))
+        assert {arch for arch in asked.split(";") if f"{arch}: left out" in run.stdout} == left_out
+
+    @pytest.mark.parametrize(
+        ("asked", "problem"),
+        [("70;90", "8.0 or more"), ("90a", "no compute capability"), ("120", "none of the compute")],
+    )
+    def test_impossible_requests(self, tmp_path, asked: str, problem: str) -> None:
+        run = choose(tmp_path, asked, "75;80;90")
+        assert run.returncode != 0
+        assert problem in " ".join(run.stderr.split())
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path):
+    """A library that says it has swap for 8.0, 9.0 and 10.0, attend for 9.0, and no other kernel."""
+    source = tmp_path / "fake.c"
+    source.write_text("const int dsv4_swap_built_for[] = {800, 900, 1000, 0}, dsv4_attend_built_for[] = {900, 0};\n")
+    path = tmp_path / "libfake.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", path, source], check=True)
+    monkeypatch.setenv("DSV4_JAX_CUDA_LIBRARY", str(path))
+    registered: dict[str, str] = {}
+    monkeypatch.setattr(ffi, "_register", lambda platform, library, targets: registered.update(targets))
+    ffi.load_cuda.cache_clear()
+    yield registered
+    ffi.load_cuda.cache_clear()
+
+
+def on(monkeypatch: pytest.MonkeyPatch, capability: str) -> None:
+    monkeypatch.setattr(ffi, "_capabilities", lambda: {capability})
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+
+
+def test_registers_what_is_there(library: dict[str, str]) -> None:
+    assert ffi.built_for("swap") == ("8.0", "9.0", "10.0")
+    assert ffi.built_for("top_k") == ()
+    assert set(library) == {"dsv4_swap_in", "dsv4_swap_out", "dsv4_attend"}
+    assert ffi.cuda_problem() is None
+    assert "has no top_k kernel" in (ffi.cuda_problem("top_k") or "")
+
+
+def test_code_runs_within_its_generation(library, monkeypatch) -> None:
+    for capability, usable in (
+        ("8.0", True),
+        ("8.9", True),
+        ("9.0", True),
+        ("10.3", True),
+        ("7.5", False),
+        ("12.0", False),
+    ):
+        on(monkeypatch, capability)
+        problem = ffi.cuda_problem("swap")
+        assert (problem is None) is usable, capability
+        if problem:
+            assert f"compute capability {capability}," in problem and "8.0, 9.0, 10.0" in problem
+    on(monkeypatch, "8.0")
+    assert ffi.cuda_target("dsv4_swap_out") == "dsv4_swap_out"
+    with pytest.raises(ImplementationError, match=r"8\.0, the attend kernel .* built for 9\.0"):
+        ffi.cuda_target("dsv4_attend")
+
+
+def test_without_code_another_implementation_serves(library, monkeypatch) -> None:
+    on(monkeypatch, "12.0")
+    assert moves.pick(None) == "xla"
+    with pytest.raises(ImplementationError, match=r"capability 12\.0"):
+        moves.pick("ffi")
+    assert dispatch._best("attend") == "pallas"
+    on(monkeypatch, "9.0")
+    assert moves.pick(None) == "ffi"
+    assert dispatch._best("attend") == "cuda"
+    assert dispatch._best("top_k") == "pallas"  # this library was built without it
+
+
+def test_doctor_names_the_capabilities(library, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(ffi, "_capabilities", lambda: {"8.0"})
+    report = doctor.examine()
+    assert report["cuda_code"]["swap"] == {"capabilities": ("8.0", "9.0", "10.0"), "problem": None}
+    assert "compute capability 8.0, the attend kernel" in report["cuda_code"]["attend"]["problem"]
+    doctor._print(doctor.stdout(), report)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "attend: compute capability 9.0 the device has compute capability 8.0" in printed
+    assert "top_k: compute capability none" in printed
+
+
+def test_a_library_of_something_else(monkeypatch, tmp_path) -> None:
+    path = tmp_path / "libother.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-x", "c", "-o", path, "/dev/null"], check=True)
+    monkeypatch.setenv("DSV4_JAX_CUDA_LIBRARY", str(path))
+    ffi.load_cuda.cache_clear()
+    assert "does not load" in (ffi.cuda_problem("swap") or "")
+    ffi.load_cuda.cache_clear()
