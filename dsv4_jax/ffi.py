@@ -141,11 +141,12 @@ def cuda_problem(op: str | None = None) -> str | None:
         op: a key of `CUDA_TARGETS`; None: the library as a whole, whatever the devices.
     """
     try:
-        built = built_for(op) if op else load_cuda() and ()
+        load_cuda()
     except ImplementationError as error:
         return str(error)
     if op is None:
         return None
+    built = built_for(op)
     if not built:
         return (
             f"the CUDA library {cuda_path()} has no {op} kernel: none of the capabilities it was built for can run it"
