@@ -12,8 +12,11 @@ import pytest
 from dsv4_jax import ffi
 from dsv4_jax.cuda import attend as kernel
 from dsv4_jax.errors import ImplementationError
-from dsv4_jax.formats import codec, kv_format
+from dsv4_jax.formats import kv_format
 from dsv4_jax.ops import attend
+
+from ..ops.test_attend import jit_attend
+from ..oracle import rows as oracle
 
 FMT = kv_format("fp8", 512, 64)
 
@@ -65,11 +68,11 @@ def test_splits_do_not_depend_on_the_batch_and_fit_a_cluster():
 def test_other_formats_take_the_reference():
     fmt = kv_format("bf16", 64, 16)
     rng = np.random.default_rng(0)
-    rows = codec(fmt).encode(fmt, jnp.asarray(rng.standard_normal((24, 64)), jnp.float32))
+    rows = oracle.encode("bf16", rng.standard_normal((24, 64)), 16)
     args = (
-        jnp.asarray(rng.standard_normal((2, 4, 64)), jnp.float32), jnp.zeros(4), rows,
-        jnp.asarray(rng.integers(0, 24, (2, 16)), jnp.int32), jnp.ones((2, 16), jnp.bool), None, None, None,
+        rng.standard_normal((2, 4, 64)).astype(np.float32), np.zeros(4, np.float32), rows,
+        rng.integers(0, 24, (2, 16)).astype(np.int32), np.ones((2, 16), bool), None, None, None,
     )  # fmt: skip
-    got, want = (attend(*args, scale=0.125, fmt=fmt, implementation=i) for i in ("cuda", "xla"))
+    got, want = (jit_attend(*args, scale=0.125, fmt=fmt, implementation=i) for i in ("cuda", "xla"))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

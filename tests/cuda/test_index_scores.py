@@ -14,7 +14,7 @@ from dsv4_jax.formats import INDEX_FORMATS, index_format
 from dsv4_jax.ops import index_scores
 
 from ..ops.arg_specs import ScoreSpec
-from ..ops.test_index_scores import IndexScoresTest
+from ..ops.test_index_scores import IndexScoresTest, jit_scores
 
 
 def column_of(name: str, dim: int) -> int:
@@ -58,12 +58,12 @@ def test_what_the_kernel_cannot_take_goes_to_the_reference(name: str, heads: int
     fmt = index_format(name, dim)
     assert not kernel.has_kernel(fmt, heads, per_block)
     rng = np.random.default_rng(0)
-    pool = tuple(jnp.zeros((4 * per_block, p.width), p.dtype) for p in fmt.parts)
+    pool = tuple(np.zeros((4 * per_block, p.width), p.dtype) for p in fmt.parts)
     args = (
-        pool, jnp.asarray(rng.standard_normal((1, heads, dim)), jnp.float32), jnp.ones((1, heads)),
-        jnp.ones((1, 2), jnp.int32), jnp.full(1, 3, jnp.int32),
+        pool, rng.standard_normal((1, heads, dim)).astype(np.float32), np.ones((1, heads), np.float32),
+        np.ones((1, 2), np.int32), np.full(1, 3, np.int32),
     )  # fmt: skip
-    run = functools.partial(index_scores, *args, base=0, rows_per_block=per_block, fmt=fmt)
+    run = functools.partial(jit_scores, *args, base=0, rows_per_block=per_block, fmt=fmt)
     np.testing.assert_array_equal(run(implementation="cuda"), run(implementation="xla"))
 
 

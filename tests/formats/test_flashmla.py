@@ -12,6 +12,7 @@ from dsv4_jax.formats import RowFormat, codec, index_format, kv_format
 from dsv4_jax.formats.flashmla import pack_pages, page_bytes, unpack_pages
 
 V4 = kv_format("fp8", 512, 64)
+pack, unpack = (jax.jit(f, static_argnums=(0, 2)) for f in (pack_pages, unpack_pages))
 
 
 def numpy_pages(fmt: RowFormat, nope: np.ndarray, rope: np.ndarray, scale: np.ndarray, b: int) -> np.ndarray:
@@ -43,11 +44,11 @@ def test_pages_equal_the_numpy_packer_and_unpack(fmt: RowFormat, entries: int) -
     rng = np.random.default_rng(entries)
     parts = tuple(rng.integers(0, 1 << (8 * np.dtype(p.dtype).itemsize), (3 * entries, p.width), p.dtype)
                   for p in fmt.parts)  # fmt: skip
-    pages = jax.jit(pack_pages, static_argnums=(0, 2))(fmt, parts, entries)
+    pages = pack(fmt, parts, entries)
     expected = numpy_pages(fmt, *parts, entries)
     assert pages.dtype == np.uint8 and pages.shape == (3, page_bytes(fmt, entries))
     np.testing.assert_array_equal(pages, expected)
-    for part, back in zip(parts, unpack_pages(fmt, pages, entries), strict=True):
+    for part, back in zip(parts, unpack(fmt, pages, entries), strict=True):
         assert back.dtype == part.dtype
         np.testing.assert_array_equal(back, part)
 
@@ -55,7 +56,7 @@ def test_pages_equal_the_numpy_packer_and_unpack(fmt: RowFormat, entries: int) -
 def test_a_page_decodes_to_the_values_stored() -> None:
     """Read as a kernel would: code times 2^(scale byte - 127) of its group of 64, bf16 RoPE dims."""
     x = np.random.default_rng(0).standard_normal((4, 512)).astype(np.float32)
-    page = np.asarray(pack_pages(V4, codec(V4).encode(V4, x), 4))[0]
+    page = np.asarray(pack(V4, jax.jit(codec(V4).encode, static_argnums=0)(V4, x), 4))[0]
     entry = page[: 4 * 576].reshape(4, 576)
     scale = np.exp2(page[4 * 576 : 4 * 584].reshape(4, 8)[:, :7].astype(np.float32) - 127)
     nope = entry[:, :448].copy().view(ml_dtypes.float8_e4m3fn).astype(np.float32) * np.repeat(scale, 64, 1)

@@ -15,6 +15,7 @@ from dsv4_jax.manager.planning import RowFeed, StepShape, build_plan
 forward = jax.jit(model.forward, donate_argnames="cache", static_argnames=("index_qat", "implementation"))
 prefill = jax.jit(model.prefill, donate_argnames="cache")
 decode_step = jax.jit(model.decode_step, donate_argnames="cache", static_argnames=("index_qat", "implementation"))
+uncached = jax.jit(model.forward_uncached, static_argnums=0)
 
 SWA, CSA, HCA = AttentionType
 CFG = DSV4Config.tiny(layer_types=(SWA, CSA, HCA), sliding_window=13)  # what tests of the model share

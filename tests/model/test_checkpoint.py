@@ -12,6 +12,8 @@ from dsv4_jax import AttentionType, DSV4Config, model
 from dsv4_jax.errors import CheckpointError, ConfigError
 from dsv4_jax.model.safetensors import read_safetensors, write_safetensors
 
+from .feeding import uncached
+
 SWA, CSA, HCA = AttentionType
 CFG = DSV4Config.tiny(layer_types=(SWA, CSA, HCA), num_mtp_layers=1)
 EXPERT = "model.layers.1.mlp.experts.gate_up_proj"
@@ -171,4 +173,4 @@ def test_transformers_reads_what_we_write(params, saved):
     tokens = np.arange(50, dtype=np.int32) * 5
     with torch.no_grad():
         theirs = hf(torch.tensor(tokens, dtype=torch.long)[None], use_cache=False).logits[0].numpy()
-    np.testing.assert_allclose(model.forward_uncached(CFG, params, tokens), theirs, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(uncached(CFG, params, tokens), theirs, rtol=0, atol=1e-4)

@@ -11,6 +11,7 @@ from dsv4_jax.errors import LayoutError, ShapeError
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import KVCacheManager
 
+from . import feeding
 from .feeding import CFG, feed, prefill, text_tokens
 
 LENGTH = 304
@@ -23,7 +24,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def uncached(params) -> np.ndarray:
-    return np.asarray(model.forward_uncached(CFG, params, text_tokens(LENGTH)))
+    return np.asarray(feeding.uncached(CFG, params, text_tokens(LENGTH)))
 
 
 @pytest.mark.parametrize("chunks", [(LENGTH,), (13, 1, 1, 7, 50, 26), (97, 8, 33)], ids=str)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import jax
 import numpy as np
 import pytest
 
@@ -9,14 +8,13 @@ from dsv4_jax.errors import ContextLimitError, OutOfBlocksError, PlanError, Requ
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import KVCacheManager
 
-from .feeding import CSA, HCA, text_tokens
+from .feeding import CSA, HCA, text_tokens, uncached
 
 CFG = DSV4Config.tiny(layer_types=(CSA, HCA))  # depth is tested elsewhere
 LAYOUT, SIZE = CacheLayout(CFG, "f32", "f32"), CacheSize(4, 2, 2)
 # More prompts than slots, one longer than a chunk, one of a single token, two equal ones.
 PROMPTS = [text_tokens(n).tolist() for n in (70, 5, 1, 5)]
 SAMPLING = model.Sampling(temperature=0.9, top_k=50, top_p=0.95)
-uncached = jax.jit(model.forward_uncached, static_argnums=0)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 
 from dsv4_jax import AttentionType, DSV4Config, model
 
-from .feeding import feed, text_tokens
+from .feeding import feed, text_tokens, uncached
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", "5.10")
@@ -159,7 +159,7 @@ def test_token_by_token_decode(checkpoint):
 
 def test_forward_uncached(checkpoint):
     c = checkpoint
-    assert_same_logits(np.asarray(model.forward_uncached(c.cfg, c.params, c.tokens)), c.logits)
+    assert_same_logits(np.asarray(uncached(c.cfg, c.params, c.tokens)), c.logits)
 
 
 @pytest.mark.parametrize("checkpoint", CASES[:1], indirect=True, ids=lambda case: case.name)

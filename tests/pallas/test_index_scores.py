@@ -15,7 +15,7 @@ from dsv4_jax.ops.dispatch import Implementation
 from dsv4_jax.pallas import index_scores as kernel
 
 from ..ops.arg_specs import ScoreSpec
-from ..ops.test_index_scores import IndexScoresTest
+from ..ops.test_index_scores import IndexScoresTest, jit_scores
 from ..oracle import attention
 from ..oracle import rows as oracle_rows
 from .lowering import lowers_for_cuda
@@ -35,10 +35,9 @@ def check_nan_and_distant_scales() -> None:
     pool[1][5, 1] = 0xFF
     queries = rng.standard_normal((1, 16, 64)).astype(jnp.bfloat16) * np.exp2(rng.integers(-40, 40, (1, 16, 1)))
     weights = rng.standard_normal((1, 16)).astype(np.float32)
-    scores = np.asarray(index_scores(
-        tuple(map(jnp.asarray, pool)), jnp.asarray(queries, jnp.bfloat16), jnp.asarray(weights),
-        jnp.asarray([[1, 0]], jnp.int32), jnp.asarray([16], jnp.int32), base=0, rows_per_block=8, fmt=fmt,
-        implementation="pallas",
+    scores = np.asarray(jit_scores(
+        pool, queries.astype(jnp.bfloat16), weights, np.array([[1, 0]], np.int32), np.array([16], np.int32), base=0,
+        rows_per_block=8, fmt=fmt, implementation="pallas",
     ))  # fmt: skip
     keys = oracle_rows.decode("fp4", pool)[[*range(8, 16), *range(8)]]
     (expected,) = attention.index_scores(np.asarray(queries, np.float32), weights, [keys])

@@ -19,7 +19,8 @@ from .lowering import lowers_for_cuda
 
 def check_long(scores: np.ndarray, counts: np.ndarray, k: int, implementation: Implementation = "pallas") -> None:
     """Against a stable sort, which is fast enough for long rows."""
-    indices, kept = top_k(jnp.asarray(scores), jnp.asarray(counts, jnp.int32), k=k, implementation=implementation)
+    call = jax.jit(functools.partial(top_k, k=k, implementation=implementation))
+    indices, kept = call(scores, counts.astype(np.int32))
     width = min(k, scores.shape[1])
     for t, count in enumerate(counts):
         ranked = np.where(np.isnan(scores[t, :count]), -np.inf, scores[t, :count])
