@@ -247,8 +247,8 @@ class SteppingManager(RequestBook):
         self._cache.release_blocks(request.blocks[keep:])
         del request.blocks[keep:]
         request.num_tabled = min(request.num_tabled, keep)
-        if request.hasher is not None and request.hasher.num_tokens > len(request.tokens):
-            request.hasher.truncate(len(request.tokens))
+        if n_kept < fed and request.hasher is not None and request.hasher.num_tokens > request.num_cached:
+            request.hasher.truncate(request.num_cached)  # what follows in `tokens` has moved
         self._publisher.mark(request)
 
     def schedule(

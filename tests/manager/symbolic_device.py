@@ -1,0 +1,90 @@
+"""A device that stores token ids instead of rows: whatever a step reads must be the history of its request.
+
+Blocks hold the tokens written to them, slots all tokens fed to their request so far, in order. Both are
+(namespace, tokens): bytes of another tenant are wrong even if the tokens are the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dsv4_jax import CacheLayout, CacheSize
+from dsv4_jax.manager import HostSize, TransferStage
+from dsv4_jax.plan import StepPlan
+
+State = tuple[object, tuple[int, ...]]
+
+
+class SymbolicDevice:
+    """Runs plans and transfers; raises AssertionError where a real device would compute something wrong."""
+
+    def __init__(self, layout: CacheLayout, size: CacheSize, host: HostSize):
+        self.layout, self.size = layout, size
+        slots = size.num_slots + size.num_snapshots + 1
+        self.table = np.zeros((slots, size.max_blocks_per_request), int)
+        self.host_blocks: dict[int, State] = {}
+        self.host_states: dict[int, State] = {}
+        self.host = host
+        self.wipe()
+
+    def wipe(self) -> None:
+        """The device arrays are freed and made anew; host records stay."""
+        self.blocks: dict[int, State] = {}
+        self.states: dict[int, State] = {}
+        self.table[:] = 0
+
+    def transfer(self, stages: list[TransferStage]) -> int:
+        """Runs the stages; returns how many units moved."""
+        moved = 0
+        for stage in stages:
+            for plan, source, target, outward in (
+                (stage.swap_out, self.blocks, self.host_blocks, True),
+                (stage.snapshot, self.states, self.host_states, True),
+                (stage.swap_in, self.host_blocks, self.blocks, False),
+                (stage.restore, self.host_states, self.states, False),
+            ):
+                if plan is None:
+                    continue
+                pairs = [(d, h) for d, h in zip(*(ids.tolist() for ids in plan), strict=True) if d or h]
+                assert all(d > 0 and h > 0 for d, h in pairs)
+                pairs = pairs if outward else [(h, d) for d, h in pairs]
+                assert len({t for _, t in pairs}) == len(pairs), "a unit is written twice in one call"
+                values = [source[s] for s, _ in pairs]  # KeyError: copied before anything was there
+                target.update(zip((t for _, t in pairs), values, strict=True))
+                moved += len(pairs)
+        return moved
+
+    def step(self, plan: StepPlan, spaces: dict[int, object], tokens: dict[int, list[int]]) -> None:
+        """One plan. `spaces` and `tokens`: the namespace and all tokens of the request in each slot."""
+        for memory, sources, targets in (
+            (self.states, plan.copy_slot_src, plan.copy_slot_dst),
+            (self.blocks, plan.copy_block_src, plan.copy_block_dst),
+        ):
+            pairs = [(s, d) for s, d in zip(sources.tolist(), targets.tolist(), strict=True) if d]
+            assert len({d for _, d in pairs}) == len(pairs), "a unit is the target of two copies"
+            memory.update([(d, memory[s]) for s, d in pairs])
+        for slot, column, block in zip(plan.table_slot, plan.table_index, plan.table_block, strict=True):
+            if slot:
+                self.table[slot, column] = block
+        size, written = self.layout.block_tokens, set()
+        rows = zip(plan.row_slot.tolist(), plan.row_start.tolist(), plan.row_count.tolist(), strict=True)
+        for slot, start, count in rows:
+            if not slot:
+                continue
+            history, space = tuple(tokens[slot]), spaces[slot]
+            if start:
+                where, state = self.states[slot]
+                assert (where, state[:start]) == (space, history[:start]), "another request's state"
+                assert len(state) - start <= (self.layout.draft_tokens and 1 + self.layout.draft_tokens), "too far"
+            for column in range(-(-(start + count) // size)):
+                block, low = int(self.table[slot, column]), column * size
+                assert block > 0
+                kept = history[low : min(start, low + size)]
+                if kept:
+                    where, content = self.blocks[block]
+                    assert (where, content[: len(kept)]) == (space, kept), "another request's block"
+                if start + count > max(start, low) and low + size > start:
+                    assert block not in written, "a block is written by two rows"
+                    written.add(block)
+                    self.blocks[block] = space, history[low : min(start + count, low + size)]
+            self.states[slot] = space, history[: start + count]

@@ -1,0 +1,231 @@
+"""Random traces of the caching manager on a symbolic device: whatever a step reads is its own history."""
+
+from __future__ import annotations
+
+import collections
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
+from dsv4_jax.errors import NoFreeSlotError, OutOfBlocksError
+from dsv4_jax.manager import CachePolicy, EventLog, HostSize, Namespace, SnapshotPlacement, WritePolicy
+from dsv4_jax.manager.request import Request, RequestState
+from tests.manager.symbolic_device import SymbolicDevice
+
+BLOCK = 8
+POLICIES = {
+    "write_back": WritePolicy.write_back(),
+    "write_through": WritePolicy.write_through(),
+    "selective": WritePolicy.write_through_selective(2),
+}
+
+
+class Trace:
+    """One random load. Counts what happened, so that a test can ask for all of it."""
+
+    def __init__(self, seed: int, *, policy: str, drafts: int, host: HostSize, blocks: int, snapshots: int):
+        self.random = random.Random(seed)
+        cfg = DSV4Config.tiny(hca_ratio=8)
+        self.layout = CacheLayout(cfg, block_tokens=BLOCK, draft_tokens=drafts)
+        size = CacheSize(blocks, 4, 12, num_snapshots=snapshots)
+        placement = SnapshotPlacement(self.random.choice([None, 1, 2, 3]), self.random.random() < 0.8, True)
+        self.manager = KVCacheManager(
+            self.layout, size, policy=CachePolicy(write=POLICIES[policy], snapshots=placement), host=host,
+            events=EventLog(),
+        )  # fmt: skip
+        self.device = SymbolicDevice(self.layout, size, host)
+        self.spaces: dict[object, Namespace] = {}
+        self.did: collections.Counter[str] = collections.Counter()
+        self.texts = [[self.random.randrange(4) for _ in range(96)] for _ in range(3)]
+
+    # Requests
+
+    def admit(self) -> None:
+        text = self.random.choice(self.texts)
+        prompt = text[: self.random.randint(0, 80)]
+        if self.random.random() < 0.3:
+            prompt = prompt + [self.random.randrange(4) for _ in range(self.random.randint(0, 6))]
+        space = Namespace(self.random.choice(["a", "a", "a", "b"]))
+        try:
+            request = self.manager.admit_request(prompt, namespace=space)
+        except NoFreeSlotError:
+            live = self.manager.requests
+            held = sum(r.restores is not None for r in live) + len(self.manager._cache.copies.late[1])
+            assert len(live) + held >= 4
+            return
+        self.spaces[request.id] = space
+        assert request.num_cached % BLOCK == 0 and (not request.num_cached or request.num_cached < len(prompt))
+        self.did["hit"] += bool(request.num_cached)
+        self.did["admitted"] += 1
+
+    def release(self) -> None:
+        if request := self.any_request():
+            if self.random.random() < 0.3:  # the next turn of this conversation begins with it
+                self.texts[self.random.randrange(3)] = (request.tokens + self.random.choices(range(4), k=96))[:96]
+            (self.manager.abort_request if self.random.random() < 0.2 else self.manager.release_request)(request)
+            assert request.state is RequestState.RELEASED
+
+    def preempt(self) -> None:
+        request = self.any_request()
+        if request and len(request.tokens) >= request.num_cached:
+            ref = request.ref
+            assert self.manager.find(ref) is request
+            self.manager.preempt(request)
+            assert self.manager.find(ref) is None
+            self.did["preempted"] += 1
+            self.did["parked"] += request.parked is not None
+
+    def resume(self) -> None:
+        waiting = self.manager.preempted
+        if not waiting:
+            return
+        request = self.random.choice(waiting)
+        if self.random.random() < 0.1:
+            self.manager.release_request(request)
+            return
+        parked = request.parked
+        try:
+            self.manager.resume(request)
+        except (NoFreeSlotError, OutOfBlocksError):
+            assert request.state is RequestState.PREEMPTED and request.parked is parked
+            return
+        self.did["unparked"] += bool(parked and request.num_cached == parked.num_cached)
+        self.did["resumed"] += 1
+
+    def fork(self) -> None:
+        if request := self.any_request():
+            ids = [None] * self.random.randint(1, 2)
+            try:
+                children = self.manager.fork(request, request_ids=ids)
+            except (NoFreeSlotError, OutOfBlocksError):
+                return
+            for child in children:
+                self.spaces[child.id] = self.spaces[request.id]
+                assert (child.tokens, child.num_cached) == (request.tokens, request.num_cached)
+            self.did["forked"] += len(children)
+
+    def sleep(self) -> None:
+        self.manager.sleep()
+        self.device.transfer(self.manager.take_transfers())
+        self.device.wipe()
+        stats = self.manager.stats()
+        assert stats.blocks_free == stats.blocks_total and stats.slots_used == 0
+        self.manager.wakeup()
+        self.did["slept"] += 1
+
+    # Steps
+
+    def step(self) -> None:
+        for request in self.manager.requests:
+            room = self.manager.context_limit - len(request.tokens)
+            if not request.num_pending and room:
+                many = self.random.randint(1, 1 + self.layout.draft_tokens)
+                request.tokens += self.random.choices(range(4), k=min(many, room))
+        requests = list(self.manager.requests)
+        if self.random.random() < 0.5:
+            feeds = self.manager.schedule(self.random.randint(1, 40), max_chunk=self.random.randint(1, 30))
+        else:
+            self.random.shuffle(requests)
+            feeds = [(r, self.random.randint(1, r.num_pending)) for r in requests[:2] if r.num_pending]
+        steps = 1
+        if self.random.random() < 0.2:  # K decode steps in one plan
+            steps, feeds = self.random.randint(2, 9), [(r, 1) for r, _ in feeds if r.num_pending == 1]
+            for r, _ in feeds:
+                r.tokens += self.random.choices(range(4), k=min(steps - 1, self.manager.context_limit - len(r.tokens)))
+            feeds = [(r, 1) for r, _ in feeds if r.num_pending >= steps]
+        try:
+            plan = self.manager.plan_step(feeds, steps=steps)
+        except OutOfBlocksError:
+            self.did["out of blocks"] += 1
+            self.make_room()
+            return
+        self.did["moved"] += self.device.transfer(self.manager.take_transfers())
+        tokens = {r.slot: r.tokens for r in self.manager.requests}
+        spaces = {r.slot: self.spaces[r.id] for r in self.manager.requests}
+        for _ in range(steps):
+            self.device.step(plan, spaces, tokens)
+            plan = plan.advance()
+        self.did["fed"] += len(feeds)
+        for request, count in feeds:
+            if steps == 1 and self.layout.draft_tokens and 1 < count <= 1 + self.layout.draft_tokens:
+                kept = self.random.randint(0, count)
+                self.manager.accept(request, kept)
+                self.did["rejected"] += count - kept
+
+    def make_room(self) -> None:
+        if self.random.random() < 0.5:
+            self.preempt()
+        else:
+            self.release()
+
+    def any_request(self) -> Request | None:
+        return self.random.choice(self.manager.requests) if self.manager.requests else None
+
+    def run(self, steps: int) -> None:
+        calls = {self.step: 12, self.admit: 6, self.release: 2, self.preempt: 2, self.resume: 3, self.fork: 1}
+        for _ in range(steps):
+            if self.random.random() < 0.01:
+                self.sleep()
+            else:
+                self.random.choices(list(calls), list(calls.values()))[0]()
+            self.manager.check_integrity()
+        self.end()
+
+    def end(self) -> None:
+        """Everything goes back. Copies that wait for a plan get one first."""
+        self.manager.plan_step([])
+        self.manager.take_transfers()
+        for request in (*self.manager.requests, *self.manager.preempted):
+            self.manager.release_request(request)
+        self.manager.check_integrity()
+        stats = self.manager.stats()
+        assert stats.slots_used == stats.preempted == stats.tokens_cached == 0
+        assert stats.cache.pools["device"].private == 0 == stats.cache.pools["slot"].private
+
+
+class CachingMachine(RuleBasedStateMachine):
+    """The same load, its order and its choices hypothesis's: what fails shrinks."""
+
+    @initialize(
+        seed=st.integers(0, 99), policy=st.sampled_from(sorted(POLICIES)), drafts=st.sampled_from([0, 1, 3, 7]),
+        host=st.sampled_from([HostSize(0, 0), HostSize(2, 1), HostSize(9, 0), HostSize(12, 3)]),
+        blocks=st.integers(12, 30), snapshots=st.integers(0, 5),
+    )  # fmt: skip
+    def start(self, seed: int, **options) -> None:
+        self.trace = Trace(seed, **options)
+
+    @rule(call=st.sampled_from(["step"] * 6 + ["admit"] * 3 + ["release", "preempt", "resume", "fork", "sleep"]),
+          choices=st.randoms(use_true_random=False))  # fmt: skip
+    def act(self, call: str, choices: random.Random) -> None:
+        self.trace.random = choices
+        getattr(self.trace, call)()
+
+    @invariant()
+    def books_agree(self) -> None:
+        if hasattr(self, "trace"):
+            self.trace.manager.check_integrity()
+
+    def teardown(self) -> None:
+        if hasattr(self, "trace"):
+            self.trace.end()
+
+
+TestCaching = pytest.mark.slow(CachingMachine.TestCase)
+TestCaching.settings = settings(max_examples=40, stateful_step_count=60)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_step_reads_its_own_history(policy: str, drafts: int) -> None:
+    did: collections.Counter[str] = collections.Counter()
+    for seed in range(8):
+        host = HostSize(0, 0) if seed % 4 == 0 else HostSize(3 + 5 * (seed % 3), 1 + seed % 3)
+        trace = Trace(seed, policy=policy, drafts=drafts, host=host, blocks=14 + 6 * (seed % 3), snapshots=seed % 4)
+        trace.run(250)
+        did += trace.did
+    happened = {"hit", "fed", "preempted", "parked", "unparked", "resumed", "forked", "slept", "moved", "out of blocks"}
+    assert all(did[name] for name in happened | ({"rejected"} if drafts else set())), did
