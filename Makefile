@@ -61,12 +61,9 @@ format: .venv-$(one)/ready
 build: .venv-$(one)/ready
 	@PYTHON=.venv-$(one)/bin/python bash .ci/build
 
-# The older Python does without LLVM's optimisations, a third of its time, and without the tests marked slow.
-xla-3.11 := --xla_backend_optimization_level=0
-
 $(found:%=test-%): test-%: .venv-%/ready
 	@echo "== Python $*: $$(.venv-$*/bin/python -c 'import jax, numpy; print("jax", jax.__version__, "numpy", numpy.__version__)')"
-	@XLA_FLAGS="$(strip $(XLA_FLAGS) $(xla-$*))" .venv-$*/bin/python -m pytest -n $(NPROC) --dist loadfile -p no:cacheprovider --durations=5 $(PYTEST_ARGS)
+	@.venv-$*/bin/python -m pytest -n $(NPROC) --dist loadfile -p no:cacheprovider --durations=5 $(PYTEST_ARGS)
 
 # $(call install,environment,version,extras): pip's own output goes to a file, shown if it fails.
 define install

@@ -10,8 +10,11 @@ import os
 import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Most of a test's time is compiling, and a third of that LLVM's optimisations: the CPU does without them, except in
+# `harness.optimised_write_step` or if XLA_FLAGS asks for them.
 # Four devices for the sharding tests. One thread each: tests run in several processes already.
 os.environ["XLA_FLAGS"] = " ".join([
+    "--xla_backend_optimization_level=0" if os.environ["JAX_PLATFORMS"] == "cpu" else "",
     os.environ.get("XLA_FLAGS", ""),
     "--xla_force_host_platform_device_count=4",
     "--xla_cpu_multi_thread_eigen=false",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,6 +81,11 @@ def write_step(
 
 
 jit_write_step = jax.jit(write_step, donate_argnums=0, static_argnames="implementation")
+# Compiled as users compile it: the tests' own default leaves LLVM's optimisations out (conftest).
+optimised_write_step = jax.jit(
+    write_step, donate_argnums=0, static_argnames="implementation",
+    compiler_options={"xla_backend_optimization_level": 3},
+)  # fmt: skip
 
 
 def pinned_shape(
@@ -102,9 +109,9 @@ class Driver:
 
     def __init__(
         self, layout: CacheLayout, size: CacheSize, norms: Norms | None = None, seed: int = 0,
-        implementation: Implementation = None,
+        implementation: Implementation = None, write_step: Callable[..., KVCache] = jit_write_step,
     ):  # fmt: skip
-        self.layout, self.size, self.implementation = layout, size, implementation
+        self.layout, self.size, self.implementation, self.write_step = layout, size, implementation, write_step
         self.norms = random_norms(layout) if norms is None else norms
         self.cache = init_cache(layout, size)
         self.free = list(np.random.default_rng(seed).permutation(np.arange(1, size.num_blocks + 1)))
@@ -153,7 +160,7 @@ class Driver:
     def step(self, feeds: list[tuple[int, int]], shape: StepShape, streams: dict[int, Stream] | None = None) -> None:
         plan = self.plan(feeds, shape)
         rows = self.rows_of(plan, streams)
-        self.cache = jit_write_step(self.cache, plan, rows, self.norms, implementation=self.implementation)
+        self.cache = self.write_step(self.cache, plan, rows, self.norms, implementation=self.implementation)
 
     def rollback(self, slot: int, length: int) -> None:
         """Rejects tokens: the length goes back, nothing else happens."""

@@ -11,7 +11,7 @@ from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.manager.planning import RowFeed, StepShape, build_plan, shape_for
 
-from .harness import Driver, image, jit_write_step, pinned_shape, random_stream
+from .harness import Driver, image, jit_write_step, optimised_write_step, pinned_shape, random_stream
 from .oracle.live import assert_same, assert_untouched
 from .oracle.machine import Stream
 
@@ -36,8 +36,8 @@ def chunkings(total: int) -> list[list[int]]:
     return out
 
 
-def fill(layout: CacheLayout, chunks: list[int], shape=None) -> Driver:
-    driver = Driver(layout, CacheSize(4, 2, 2))
+def fill(layout: CacheLayout, chunks: list[int], shape=None, **options) -> Driver:
+    driver = Driver(layout, CacheSize(4, 2, 2), **options)
     driver.admit(2, random_stream(layout, sum(chunks), 1))
     for n in chunks:
         driver.step([(2, n)], shape or pinned_shape(layout, 1, 1 if n == 1 else TOKENS, 2))
@@ -48,9 +48,9 @@ def fill(layout: CacheLayout, chunks: list[int], shape=None) -> Driver:
     "options",
     [
         dict(),
-        dict(kv_format="fp8_per_entry", index_format="fp8"),
-        dict(kv_format="bf16", index_format="bf16", hca_state="raw"),
-        dict(kv_format="f32", index_format="f32", draft_tokens=3),
+        pytest.param(dict(kv_format="fp8_per_entry", index_format="fp8"), marks=pytest.mark.slow),
+        pytest.param(dict(kv_format="bf16", index_format="bf16", hca_state="raw"), marks=pytest.mark.slow),
+        pytest.param(dict(kv_format="f32", index_format="f32", draft_tokens=3), marks=pytest.mark.slow),
         dict(kv_format="f32", index_format="f32", draft_tokens=2, hca_state="raw"),
     ],
     ids=lambda o: "-".join(str(v) for v in o.values()) or "default",
@@ -65,12 +65,17 @@ def test_every_chunking_gives_the_same_cache_bytes(options: dict) -> None:
     assert_untouched(reference.cache, layout, {2}, reference.touched_blocks)
 
 
-def test_bytes_do_not_depend_on_the_plan_shape() -> None:
+@pytest.mark.parametrize(
+    "write_step",
+    [jit_write_step, pytest.param(optimised_write_step, marks=pytest.mark.slow)],
+    ids=["plain", "optimised"],
+)
+def test_bytes_do_not_depend_on_the_plan_shape(write_step) -> None:
     """The exact shape of each step, a compile of its own, writes what the padded shape writes."""
     layout = CacheLayout(SMALL)
     chunks = [37, 1]
-    padded = fill(layout, chunks, pinned_shape(layout, 3, 61, 2, history=True))
-    exact, start = Driver(layout, CacheSize(4, 2, 2)), 0
+    padded = fill(layout, chunks, pinned_shape(layout, 3, 61, 2, history=True), write_step=write_step)
+    exact, start = Driver(layout, CacheSize(4, 2, 2), write_step=write_step), 0
     exact.admit(2, random_stream(layout, sum(chunks), 1))
     for n in chunks:
         exact.step([(2, n)], shape_for(layout, [RowFeed(2, start, n)], table_entries=1))
@@ -131,7 +136,15 @@ def acceptances(layout: CacheLayout) -> range:
     return range(0 if layout.draft_tokens else 1, 2 + layout.draft_tokens)
 
 
-@pytest.mark.parametrize(("hca_state", "drafts"), [*(("online", n) for n in range(8)), ("raw", 1), ("raw", 7)])
+@pytest.mark.parametrize(
+    ("hca_state", "drafts"),
+    [
+        *(("online", n) for n in (0, 1, 7)),
+        *(pytest.param("online", n, marks=pytest.mark.slow) for n in (2, 3, 4, 5, 6)),
+        pytest.param("raw", 1, marks=pytest.mark.slow),
+        ("raw", 7),
+    ],
+)
 def test_verify_every_width_every_acceptance(hca_state: str, drafts: int) -> None:
     """Widths 1..8 in rings of exactly that width, every acceptance, every phase mod 4, across HCA entries of 16."""
     layout = CacheLayout(SMALL, draft_tokens=drafts, hca_state=hca_state)

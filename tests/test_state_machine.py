@@ -8,20 +8,28 @@ import pytest
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.layout import CacheLayout, CacheSize
 
-from .harness import Driver, pinned_shape, random_stream
+from .harness import Driver, jit_write_step, optimised_write_step, pinned_shape, random_stream
 from .oracle.live import assert_same, assert_untouched
 from .oracle.machine import Machine
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
 
 
-def run_trace(layout: CacheLayout, tokens: int, *, seed: int = 0, check_every: int = 9, max_chunk: int = 40) -> None:
+def run_trace(
+    layout: CacheLayout,
+    tokens: int,
+    *,
+    seed: int = 0,
+    check_every: int = 9,
+    max_chunk: int = 40,
+    write_step=jit_write_step,
+) -> None:
     """Two interleaved requests in random chunks and decode steps, compared row by row with the machine."""
     rng = np.random.default_rng(seed)
     kinds = {"csa": CSA, "index": CSA, "hca": HCA}
     counts = {pool: layout.cfg.count(kind) for pool, kind in kinds.items() if layout.cfg.count(kind)}
     blocks = layout.blocks_for(tokens)
-    driver = Driver(layout, CacheSize(2 * blocks + 3, 4, blocks), seed=seed)
+    driver = Driver(layout, CacheSize(2 * blocks + 3, 4, blocks), seed=seed, write_step=write_step)
     machine = Machine(
         layout.cfg, layout.kv_row.name, layout.index_row.name, layout.hca_state, layout.block_tokens, driver.norms
     )
@@ -59,7 +67,7 @@ def run_trace(layout: CacheLayout, tokens: int, *, seed: int = 0, check_every: i
     assert_untouched(driver.cache, layout, driver.touched_slots, driver.touched_blocks)
 
 
-@pytest.mark.parametrize("hca_state", ["online", "raw"])
+@pytest.mark.parametrize("hca_state", ["online", pytest.param("raw", marks=pytest.mark.slow)])
 def test_thousand_tokens(hca_state: str) -> None:
     """The default formats, two interleaved requests of 1,000 tokens each, every layer kind."""
     run_trace(CacheLayout(DSV4Config.tiny(), hca_state=hca_state), 1000)
@@ -74,11 +82,11 @@ def test_other_formats(formats: tuple[str, str]) -> None:
 
 @pytest.mark.slow
 def test_production_widths() -> None:
-    """The widths, window and ratios of V4 (512 / 64 / 128, 128, 4 / 128), past two HCA entries."""
+    """The widths, window and ratios of V4 (512 / 64 / 128, 128, 4 / 128), past two HCA entries, in optimised code."""
     cfg = DSV4Config.tiny(
         head_dim=512, rope_dim=64, index_head_dim=128, sliding_window=128, hca_ratio=128, layer_types=(CSA, HCA)
     )
-    run_trace(CacheLayout(cfg), 280, seed=7, check_every=2, max_chunk=90)
+    run_trace(CacheLayout(cfg), 280, seed=7, check_every=2, max_chunk=90, write_step=optimised_write_step)
 
 
 EDGES = {

@@ -67,6 +67,7 @@ def test_samples_are_reproducible_by_seed(params):
     assert drawn[1] != drawn[3], "equal prompts draw with keys of their own"
 
 
+@pytest.mark.slow
 def test_samples_do_not_depend_on_company_or_steps_per_call(params):
     together = generate(params, sampling=SAMPLING, seed=7)
     assert generate(params, PROMPTS[:1], sampling=SAMPLING, seed=7) == together[:1]
