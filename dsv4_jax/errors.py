@@ -36,6 +36,7 @@ __all__ = [
     "StoreFormatError",
     "StoreFullError",
     "StoreLockedError",
+    "TraceError",
     "TransitionError",
 ]
 
@@ -74,6 +75,16 @@ class SamplingError(CacheError, ValueError):
 
 class ImplementationError(CacheError, RuntimeError):
     """The requested implementation of an op does not exist or cannot run here."""
+
+
+class TraceError(CacheError, ValueError):
+    """A request trace cannot be read, or cannot be made this way. Names the file, the line and the field."""
+
+    def __init__(self, problem: str, source: str | None = None, line: int | None = None, field: str | None = None):
+        self.source, self.line, self.field = source, line, field
+        where = (source, None if line is None else f"line {line}", None if field is None else f"field '{field}'")
+        prefix = ", ".join(part for part in where if part is not None)
+        super().__init__(f"{prefix}: {problem}" if prefix else problem)
 
 
 class BenchmarkError(CacheError, ValueError):

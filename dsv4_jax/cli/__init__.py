@@ -18,11 +18,12 @@ from ..errors import CacheError
 
 __all__ = ["entry", "main"]
 
-_COMMANDS = ("demo", "logits", "plan", "bench", "doctor")
+_COMMANDS = ("demo", "logits", "plan", "simulate", "bench", "doctor")
 _EXAMPLES = """
 examples:
   dsv4_jax demo                                                  real text through the cache, checked
   dsv4_jax plan --model flash --hbm 80GiB --context 128K         how many requests fit?
+  dsv4_jax simulate trace.jsonl --hbm 20GiB                      what would prefix caching find?
   dsv4_jax logits --checkpoint DIR --tokens t.npy --out l.npy    to compare with another engine
   dsv4_jax bench attend --quick                                  times, checked, against the ceilings
   dsv4_jax doctor                                                what works on this machine

@@ -1,0 +1,21 @@
+"""Request traces through the real manager, without a device: what a cache of some size and policy would do.
+
+Nothing here imports jax. `python -m dsv4_jax simulate` is the command.
+"""
+
+from .engine import Server, Simulation, StepTime, simulate
+from .synthesis import ChatTrace, make_trace
+from .trace import TraceRequest, TraceRun, read_trace, write_trace
+
+__all__ = [
+    "ChatTrace",
+    "Server",
+    "Simulation",
+    "StepTime",
+    "TraceRequest",
+    "TraceRun",
+    "make_trace",
+    "read_trace",
+    "simulate",
+    "write_trace",
+]

@@ -1,0 +1,342 @@
+"""Continuous batching without a device: a trace through the real manager. Pure Python + numpy, deterministic.
+
+Each step: who has arrived waits in line; preempted requests are resumed first, then those in line are
+admitted, as slots and blocks allow; the step feeds what `schedule` says. If that is nothing, the
+request that arrived last is preempted until it is something. A request whose tokens are all fed draws
+its next one, and leaves when it has drawn all.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ..errors import IntegrityError, OutOfBlocksError, TraceError
+from ..layout import CacheLayout, CacheSize
+from ..manager import CachePolicy, HostSize, KVCacheManager, ManagerStats, Namespace, Request
+from ..manager.hashing import BlockHasher, HashSpec
+from .shadow import ShadowDevice, Text
+from .timeline import Timeline
+from .trace import TraceRequest, run_tokens
+
+__all__ = ["Job", "Server", "Simulation", "StepTime", "simulate"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """How long a step takes: a fixed part, a part per token fed, and what it waits for transfers.
+
+    Attributes:
+        step: seconds of any step.
+        token: seconds per token.
+        host_bandwidth: bytes per second between device and host.
+    """
+
+    step: float = 0.02
+    token: float = 50e-6
+    host_bandwidth: float = 50e9
+
+    def seconds(self, tokens: int, moved: int) -> float:
+        return self.step + tokens * self.token + moved / self.host_bandwidth
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """Everything but the trace.
+
+    Attributes:
+        token_budget: most tokens of a step.
+    """
+
+    layout: CacheLayout
+    size: CacheSize
+    policy: CachePolicy | None = None
+    host: HostSize | None = None
+    token_budget: int = 8192
+    step_time: StepTime = dataclasses.field(default_factory=StepTime)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Job:
+    """A request on its way. Times are simulated seconds.
+
+    Attributes:
+        output: [N] ids it will generate.
+        text: of prompt and output.
+        drawn: how many of the output it has.
+        seen: leading prompt tokens, in whole blocks, that some request of the tenant had before.
+        hit, hit_host: prompt tokens found, and those of them found on the host.
+        unchecked: whether its next step is the first one since it got its blocks.
+        held_up: pools it had to wait for in line.
+    """
+
+    trace: TraceRequest
+    index: int
+    request: Request | None = None
+    output: list[int] = dataclasses.field(default_factory=list)
+    text: Text | None = None
+    drawn: int = 0
+    seen: int = 0
+    hit: int = 0
+    hit_host: int = 0
+    unchecked: bool = True
+    held_up: set[str] = dataclasses.field(default_factory=set)
+    admitted: float = 0.0
+    first_token: float = 0.0
+    ended: float = 0.0
+
+
+@dataclasses.dataclass(eq=False)
+class Simulation:
+    """What has happened. Made by `simulate`.
+
+    Attributes:
+        jobs: those that ran, in order of arrival.
+        rejected: those that could never run, by what they exceed: "context" or "device".
+        now: simulated seconds. busy: those of steps.
+        fed: tokens of all steps.
+        lost: tokens that were fed again because of preemptions.
+        peak: most units in use of each pool; `peak_private`: and not cached.
+        step_cpu, admission_cpu: seconds of the manager's own work, real ones, per step and admission.
+        stats: the manager's at the end.
+    """
+
+    server: Server
+    jobs: list[Job] = dataclasses.field(default_factory=list)
+    rejected: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    now: float = 0.0
+    busy: float = 0.0
+    steps: int = 0
+    fed: int = 0
+    preemptions: int = 0
+    lost: int = 0
+    peak: dict[str, int] = dataclasses.field(default_factory=dict)
+    peak_private: dict[str, int] = dataclasses.field(default_factory=dict)
+    step_cpu: list[float] = dataclasses.field(default_factory=list)
+    admission_cpu: list[float] = dataclasses.field(default_factory=list)
+    timeline: Timeline = dataclasses.field(default_factory=Timeline)
+    shadow: ShadowDevice = dataclasses.field(init=False)
+    stats: ManagerStats = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shadow = ShadowDevice(self.server.layout)
+
+
+def simulate(
+    trace: Sequence[TraceRequest], server: Server, *, on_done: Callable[[], object] = lambda: None
+) -> Simulation:
+    """Runs a trace to its end.
+
+    Args:
+        trace: earliest first, as `read_trace` returns it.
+        on_done: called once for each request, when it ends or is rejected.
+
+    Raises:
+        TraceError: no request of the trace can ever run.
+    """
+    return _Engine(trace, server, on_done).run()
+
+
+class _Engine:
+    def __init__(self, trace: Sequence[TraceRequest], server: Server, on_done: Callable[[], object]):
+        self.server, self.on_done = server, on_done
+        self.manager = KVCacheManager(server.layout, server.size, policy=server.policy, host=server.host)
+        self.hashing = HashSpec(server.layout.block_tokens, None, server.layout.cfg.vocab_size)
+        self.result = Simulation(server)
+        self.ahead = collections.deque(self._runnable(trace))  # not arrived
+        self.line: collections.deque[Job] = collections.deque()  # not admitted
+        self.live: dict[Request, Job] = {}
+        self.preempted: list[Job] = []  # the first to arrive first
+        self.fresh: list[Job] = []  # admitted since the last step
+        self.seen: set[bytes] = set()
+
+    def _runnable(self, trace: Sequence[TraceRequest]) -> list[Job]:
+        jobs, size, layout = [], self.server.size, self.server.layout
+        for index, request in enumerate(trace):
+            tokens = request.prompt_tokens + request.output_tokens
+            over_context = tokens > self.manager.context_limit
+            if over_context or layout.blocks_for(tokens) > size.num_blocks:
+                self.result.rejected["context" if over_context else "device"] += 1
+                self.on_done()
+            else:
+                jobs.append(Job(request, index))
+        if not jobs:
+            room = min(self.manager.context_limit, size.num_blocks * layout.block_tokens)
+            raise TraceError(f"no request of the trace fits: this cache holds {room} tokens of one")
+        return jobs
+
+    def run(self) -> Simulation:
+        result = self.result
+        while self.ahead or self.line or self.live or self.preempted:
+            while self.ahead and self.ahead[0].trace.arrival <= result.now:
+                self.line.append(self.ahead.popleft())
+            self._bring_in()
+            if self.live:
+                self._step()
+            elif self.line or self.preempted:
+                raise IntegrityError("no request runs, and yet there is no room for one more")
+            elif self.ahead:
+                result.now = max(result.now, self.ahead[0].trace.arrival)
+        result.stats = self.manager.stats()
+        result.timeline.add(result.now, self._sample(result.stats), last=True)
+        return result
+
+    # Who comes in
+
+    def _bring_in(self) -> None:
+        while self.preempted or self.line:
+            resumes = bool(self.preempted)
+            job = self.preempted[0] if resumes else self.line[0]
+            pool = self._binding(job, resumes=resumes)
+            if pool is None and resumes and not self._resume(job):
+                pool = "device"
+            if pool is not None:
+                for waiting in self.line:  # in order: those behind wait for the same
+                    waiting.held_up.add(pool)
+                return
+            if not resumes:
+                self._admit(self.line.popleft())
+
+    def _binding(self, job: Job, *, resumes: bool) -> str | None:
+        """The pool without room for one more request, if there is one. Each live one may need a block soon.
+
+        Who is new needs a block as well: it may share most of its own. Who is resumed needs all, or would
+        soon be preempted again.
+        """
+        if len(self.live) == self.server.size.num_slots:
+            return "slot"
+        device = self.manager.stats().cache.pools["device"]
+        known = len(job.request.tokens) if resumes and job.request is not None else 1
+        needed = self.server.layout.blocks_for(known) + len(self.live)
+        return "device" if needed > device.free + device.evictable else None
+
+    def _admit(self, job: Job) -> None:
+        trace, vocab = job.trace, self.server.layout.cfg.vocab_size
+        prompt, output = run_tokens(trace.prompt, vocab), run_tokens(trace.output, vocab)
+        namespace = None if trace.tenant is None else Namespace(trace.tenant)
+        hasher = BlockHasher(self.hashing, np.concatenate([prompt, output]), namespace=namespace)
+        job.output, job.text = output.tolist(), Text(hasher, trace.tenant, job.index)
+        job.seen = self._seen_tokens(hasher, len(prompt))
+        start = time.perf_counter()
+        request = self.manager.admit_request(prompt, max_tokens=len(prompt) + len(output), namespace=namespace)
+        self.result.admission_cpu.append(time.perf_counter() - start)
+        job.request, job.admitted, job.hit = request, self.result.now, request.num_hit
+        self.live[request] = job
+        self.fresh.append(job)
+        self.result.jobs.append(job)
+
+    def _seen_tokens(self, hasher: BlockHasher, prompt: int) -> int:
+        """Prompt tokens that a cache of any size could have had (at least the last one is computed)."""
+        block, count = self.server.layout.block_tokens, 0
+        for digest in hasher.digests[: (prompt - 1) // block]:
+            if digest not in self.seen:
+                break
+            count += 1
+        self.seen.update(hasher.digests)
+        return count * block
+
+    # Who has to go, and comes back
+
+    def _preempt(self) -> None:
+        job = max(self.live.values(), key=lambda job: job.index)
+        request = job.request
+        assert request is not None
+        had = request.num_cached
+        self.manager.preempt(request)
+        self.result.preemptions += 1
+        self.result.lost += had
+        del self.live[request]
+        if job in self.fresh:
+            self.fresh.remove(job)
+        self.preempted.append(job)
+        self.preempted.sort(key=lambda job: job.index)
+
+    def _resume(self, job: Job) -> bool:
+        request = job.request
+        assert request is not None
+        try:
+            self.manager.resume(request)
+        except OutOfBlocksError:
+            if not self.live:
+                raise  # there is no more room than now
+            return False
+        self.preempted.remove(job)
+        self.live[request], job.unchecked = job, True
+        self.result.lost -= request.num_cached
+        return True
+
+    # Steps
+
+    def _step(self) -> None:
+        manager, result = self.manager, self.result
+        start = time.perf_counter()
+        while not (feeds := manager.schedule(self.server.token_budget)):
+            self._preempt()
+        plan = manager.plan_step(feeds)
+        stages = manager.take_transfers()
+        result.step_cpu.append(time.perf_counter() - start)
+        moved, loaded = result.shadow.transfer(stages)
+        result.shadow.begin(plan)
+        for job in self.fresh:
+            self._count_host_hit(job, loaded)
+        self.fresh.clear()
+        tokens = sum(count for _, count in feeds)
+        seconds = self.server.step_time.seconds(tokens, moved)
+        result.steps, result.fed = result.steps + 1, result.fed + tokens
+        result.now, result.busy = result.now + seconds, result.busy + seconds
+        for request, count in feeds:
+            job = self.live[request]
+            assert job.text is not None
+            first = request.num_cached - count
+            result.shadow.feed(job.text, request.slot, first, count, check_blocks=job.unchecked)
+            job.unchecked = False
+        stats = manager.stats()
+        for name, pool in stats.cache.pools.items():
+            result.peak[name] = max(result.peak.get(name, 0), pool.total - pool.free)
+            result.peak_private[name] = max(result.peak_private.get(name, 0), pool.total - pool.free - pool.evictable)
+        if result.timeline.due:
+            result.timeline.add(result.now, self._sample(stats))
+        result.timeline.tick()
+        for request, _ in feeds:
+            if not request.num_pending:
+                self._draw(self.live[request], request)
+
+    def _count_host_hit(self, job: Job, loaded: set[int]) -> None:
+        """What came from the host is a host hit of the first who asked for it."""
+        assert job.request is not None
+        blocks = job.request.blocks[: job.hit // self.server.layout.block_tokens]
+        job.hit_host = sum(block in loaded for block in blocks) * self.server.layout.block_tokens
+        loaded.difference_update(blocks)
+
+    def _draw(self, job: Job, request: Request) -> None:
+        if job.drawn < len(job.output):
+            request.tokens.append(job.output[job.drawn])
+            job.drawn += 1
+        if job.drawn <= 1 and not job.first_token:
+            job.first_token = self.result.now
+        if job.drawn == len(job.output):
+            job.ended = self.result.now
+            self.manager.release_request(request)
+            del self.live[request]
+            self.on_done()
+
+    def _sample(self, stats: ManagerStats) -> dict[str, float]:
+        pools, counters = stats.cache.pools, stats.cache.counters
+        jobs = self.result.jobs
+        sample: dict[str, float] = {
+            "running": len(self.live), "waiting": len(self.line), "preempted": len(self.preempted),
+            "prompt_tokens": sum(job.trace.prompt_tokens for job in jobs),
+            "hit_device_tokens": sum(job.hit - job.hit_host for job in jobs),
+            "hit_host_tokens": sum(job.hit_host for job in jobs),
+        }  # fmt: skip
+        for name, pool in pools.items():
+            sample[f"{name}_used"] = pool.total - pool.free - pool.evictable
+            sample[f"{name}_cached"] = pool.evictable
+        for tier, count in counters.evicted.items():
+            sample[f"evicted_{tier.name.lower()}"] = count
+        sample["evicted_snapshot"] = counters.evicted_snapshots
+        return sample

@@ -1,0 +1,230 @@
+"""Request traces: JSON lines, one request each, in either of two forms. Pure Python + numpy.
+
+Native form; times in seconds, hashes are integers or strings:
+
+    {"arrival": 0.5, "prompt": [["system", 2000], ["chat 7, question 1", 90]], "output": 120, "tenant": "a"}
+
+A run `[hash, n]` stands for the first n tokens of an endless sequence that the hash alone determines. So
+prompts that begin with the same runs begin with the same tokens. `output` is a number of tokens, or runs
+as well: then a later prompt can contain what was generated here. `tenant` (optional) is the namespace.
+
+Mooncake's form; every hash id stands for `trace_block_tokens` tokens, the last one for what is left:
+
+    {"timestamp": 500, "input_length": 1300, "output_length": 120, "hash_ids": [0, 1, 17]}
+
+Further fields are ignored in this form and refused in the native one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+
+from ..errors import TraceError
+
+__all__ = ["TraceRequest", "TraceRun", "read_trace", "run_tokens", "write_trace"]
+
+_FIELDS = frozenset({"arrival", "prompt", "output", "tenant"})
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MAX_TOKENS = 2**31  # of one run
+
+
+class TraceRun(NamedTuple):
+    """The first `tokens` tokens of the sequence called `hash`."""
+
+    hash: int | str
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a trace.
+
+    Attributes:
+        arrival: seconds from the start of the trace.
+        prompt: at least one token.
+        output: what is generated; no token at all for a request that is only prefilled.
+        tenant: namespace of its blocks.
+    """
+
+    arrival: float
+    prompt: tuple[TraceRun, ...]
+    output: tuple[TraceRun, ...]
+    tenant: int | str | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(run.tokens for run in self.prompt)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(run.tokens for run in self.output)
+
+
+def run_tokens(runs: Iterable[TraceRun], vocab_size: int) -> np.ndarray:
+    """[N] int32 token ids of runs, one after the other: a hash of the run's name and the place in it."""
+    runs = [run for run in runs if run.tokens]
+    if not runs:
+        return np.zeros(0, np.int32)
+    counts = np.array([run.tokens for run in runs], np.int64)
+    seeds = np.array([_seed(run.hash) for run in runs], np.uint64)
+    place = np.arange(1, counts.sum() + 1, dtype=np.uint64) - np.repeat(
+        (np.cumsum(counts) - counts).astype(np.uint64), counts
+    )
+    mixed = np.repeat(seeds, counts) + place * _GOLDEN  # splitmix64; uint64 wraps
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(vocab_size)).astype(np.int32)
+
+
+def _seed(name: int | str) -> int:
+    """Of SHA-256, so that the sequences of two names have nothing to do with each other."""
+    return int.from_bytes(hashlib.sha256(json.dumps(name).encode()).digest()[:8], "little")
+
+
+def read_trace(
+    lines: Iterable[str],
+    *,
+    source: str = "trace",
+    trace_block_tokens: int = 512,
+    timestamp_unit: float = 1e-3,
+    limit: int | None = None,
+) -> list[TraceRequest]:
+    """The requests of a trace, earliest first; of equal arrivals the earlier line first. Empty lines are skipped.
+
+    Args:
+        lines: such as an open file.
+        source: name in error messages.
+        trace_block_tokens: tokens of a hash id of Mooncake's form.
+        timestamp_unit: seconds of one unit of Mooncake's `timestamp`.
+        limit: read that many requests at most.
+
+    Raises:
+        TraceError: a line is no request (names line and field), or there is none at all.
+    """
+    requests: list[TraceRequest] = []
+    for number, line in enumerate(lines, 1):
+        if limit is not None and len(requests) == limit:
+            break
+        if line.strip():
+            requests.append(_Line(source, number, line).request(trace_block_tokens, timestamp_unit))
+    if not requests:
+        raise TraceError("there is no request in it", source)
+    requests.sort(key=lambda request: request.arrival)
+    return requests
+
+
+def write_trace(requests: Iterable[TraceRequest], file: TextIO) -> None:
+    """Writes requests in the native form."""
+    for request in requests:
+        fields: dict[str, Any] = {
+            "arrival": request.arrival, "prompt": request.prompt, "output": request.output, "tenant": request.tenant,
+        }  # fmt: skip
+        json.dump(fields, file)
+        file.write("\n")
+
+
+class _Line:
+    """One line of a trace and its checks."""
+
+    def __init__(self, source: str, number: int, text: str):
+        self.source, self.number = source, number
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise TraceError(f"not JSON: {error}", source, number) from error
+        if not isinstance(value, dict):
+            raise TraceError(f"a request is a JSON object, got {_short(value)}", source, number)
+        self.fields: dict[str, Any] = value
+
+    def request(self, block_tokens: int, unit: float) -> TraceRequest:
+        if "hash_ids" in self.fields or "input_length" in self.fields:
+            return self._mooncake(block_tokens, unit)
+        for name in self.fields:
+            if name not in _FIELDS:
+                raise self.error(name, f"unknown field; there are {', '.join(sorted(_FIELDS))}")
+        arrival, output = self.seconds("arrival"), self.get("output")
+        prompt = self.runs("prompt")
+        if not sum(run.tokens for run in prompt):
+            raise self.error("prompt", "has no tokens")
+        answer = self.runs("output") if isinstance(output, list) else self.private_output("output")
+        return TraceRequest(arrival, prompt, answer, self.tenant())
+
+    def _mooncake(self, block: int, unit: float) -> TraceRequest:
+        arrival = self.seconds("timestamp") * unit
+        length = self.count("input_length", self.get("input_length"), 1)
+        answer = self.private_output("output_length")
+        ids = self.get("hash_ids")
+        if not isinstance(ids, list):
+            raise self.error("hash_ids", f"must be a list, got {_short(ids)}")
+        if len(ids) != -(-length // block):
+            needed = f"{-(-length // block)} for {length} tokens in blocks of {block}"
+            raise self.error("hash_ids", f"has {len(ids)} ids, not the {needed}")
+        rest = length - (len(ids) - 1) * block
+        counts = [block] * (len(ids) - 1) + [rest]
+        runs = (
+            TraceRun(self.hash("hash_ids", i, value), n) for i, (value, n) in enumerate(zip(ids, counts, strict=True))
+        )
+        return TraceRequest(arrival, tuple(runs), answer, self.tenant())
+
+    # Fields
+
+    def get(self, name: str) -> Any:
+        if name not in self.fields:
+            raise self.error(name, "is missing")
+        return self.fields[name]
+
+    def seconds(self, name: str) -> float:
+        value = self.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise self.error(name, f"must be a time >= 0, got {_short(value)}")
+        return float(value)
+
+    def count(self, name: str, value: Any, least: int = 0) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < MAX_TOKENS:
+            raise self.error(name, f"must be an integer of at least {least} (below 2^31), got {_short(value)}")
+        return value
+
+    def hash(self, name: str, index: int, value: Any) -> int | str:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise self.error(name, f"item {index}: a hash is an integer or a string, got {_short(value)}")
+        return value
+
+    def runs(self, name: str) -> tuple[TraceRun, ...]:
+        value = self.get(name)
+        if not isinstance(value, list):
+            raise self.error(name, f"must be a list of [hash, tokens], got {_short(value)}")
+        return tuple(self._runs(name, value))
+
+    def _runs(self, name: str, value: list[Any]) -> Iterator[TraceRun]:
+        for i, item in enumerate(value):
+            if not isinstance(item, list) or len(item) != 2:
+                raise self.error(name, f"item {i}: must be [hash, tokens], got {_short(item)}")
+            if isinstance(item[1], bool) or not isinstance(item[1], int) or not 1 <= item[1] < MAX_TOKENS:
+                raise self.error(name, f"item {i}: must have at least 1 token (below 2^31), got {_short(item[1])}")
+            yield TraceRun(self.hash(name, i, item[0]), item[1])
+
+    def private_output(self, name: str) -> tuple[TraceRun, ...]:
+        """Tokens that no other request has."""
+        count = self.count(name, self.get(name))
+        return (TraceRun(f"\0output of line {self.number}", count),) if count else ()
+
+    def tenant(self) -> int | str | None:
+        value = self.fields.get("tenant")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | str)):
+            raise self.error("tenant", f"must be an integer or a string, got {_short(value)}")
+        return value
+
+    def error(self, field: str, problem: str) -> TraceError:
+        return TraceError(problem, self.source, self.number, field)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."
