@@ -1,8 +1,8 @@
 """The slab store against the disk it is on: write and read back n records. Needs no GPU and no jax.
 
-    python benchmarks/bench_store.py [DIRECTORY] [--records 10000] [--record-bytes 449824] [--quick] [--json]
+    python benchmarks/bench_store.py [DIRECTORY] [--records 10000] [--record-bytes 450048] [--quick] [--json]
 
-A record is a block of DeepSeek-V4 Flash unless `--record-bytes` says otherwise.
+A record is one of a block of DeepSeek-V4 Flash unless `--record-bytes` says otherwise.
 
 The disk's own rate is the faster of buffered and O_DIRECT sequential I/O of a plain file of the same total size, 8 MiB
 a call: writing counts the final fdatasync, reading starts with the file dropped from the page cache. The store does
@@ -29,6 +29,7 @@ import numpy as np
 from dsv4_jax import CacheLayout, DSV4Config
 from dsv4_jax.errors import StoreError
 from dsv4_jax.tiers.async_store import AsyncStore
+from dsv4_jax.tiers.records import block_record
 from dsv4_jax.tiers.slab import SlabStore
 from dsv4_jax.tiers.slab_record import checksum
 
@@ -168,7 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", nargs="?", type=pathlib.Path, default=pathlib.Path.cwd(), help="on which disk")
     parser.add_argument("--records", type=int, default=10_000)
-    parser.add_argument("--record-bytes", type=int, default=CacheLayout(DSV4Config.flash()).bytes_per_block)
+    parser.add_argument("--record-bytes", type=int, default=block_record(CacheLayout(DSV4Config.flash())).bytes)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="1,000 records, one round")
     parser.add_argument("--json", action="store_true")

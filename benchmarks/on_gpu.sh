@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH=. OUT=${OUT:-bench-out}
 python=${PYTHON:-python3}
 mkdir -p "$OUT"
-stages=${*:-build tests kernels ops steps triton}
+stages=${*:-build tests swap kernels ops steps triton}
 
 stage() {
   case $1 in
@@ -14,6 +14,8 @@ stage() {
       cmake -S csrc -B build/csrc -DPYTHON="$python" -DDSV4_CUDA_ARCHITECTURES=90 > "$OUT/build.log" && cmake --build build/csrc -j 8 >> "$OUT/build.log" 2>&1 ;;
     tests)  # every kernel against its reference or float64, byte invariance, logits alone and among others
       JAX_PLATFORMS=cuda,cpu timeout 400 "$python" -m pytest -q -p no:cacheprovider -m gpu tests > "$OUT/tests.log" 2>&1 ;;
+    swap)  # blocks between HBM and pinned memory, against the copy ceiling and the schemes it replaces
+      timeout 240 "$python" benchmarks/bench_swap.py --json "$OUT/swap.json" --plot "$OUT/swap.png" > "$OUT/swap.log" 2>&1 ;;
     kernels)  # CUDA-graph times of the plain C entries
       "$python" benchmarks/bench_select_graph.py dsv4_jax/native/libdsv4_cuda.so > "$OUT/select.log" 2>&1
       "$python" benchmarks/bench_attend_graph.py dsv4_jax/native/libdsv4_cuda.so > "$OUT/attend.log" 2>&1 ;;

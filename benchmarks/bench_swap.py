@@ -1,0 +1,392 @@
+"""The block swap against the copy ceiling of the same run, and against the schemes it replaces.
+
+    python benchmarks/bench_swap.py                        # on a GPU, with csrc/ built: a minute or two
+    python benchmarks/bench_swap.py --json swap.json --plot swap.png
+    python benchmarks/bench_swap.py --quick                # tiny sizes, any backend: does it run?
+    python benchmarks/bench_swap.py --sizes 16,256 --only ours,step
+
+A block record of DeepSeek-V4 Flash is 450,048 bytes in 165 pieces. First printed is the prediction: bytes over the
+ceiling, which is one contiguous copy between pinned memory and the device (without nvcc: one device_put). Then, for
+each direction, number of blocks, and scattered or consecutive ids:
+
+    ours   swap_out/swap_in, one native call (`ffi`); calls in a row, one wait at the end, so that a small swap may be
+           limited by dispatch: `latency` is one call and its wait
+    xla    the same from plain XLA operations
+    memcpy per piece           a cudaMemcpyAsync for every layer and leaf of every block
+    launch per layer and leaf  FastDeploy's scheme: one warp a block piece, 8-byte accesses; consecutive ids by memcpy
+
+and last a step of bandwidth-bound matrix products with 8 blocks out, in, or both: staged (`dsv4_jax.tiers.staging`),
+so that the copy overlaps, or swapped in place, so that it does not. What was copied is compared byte by byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dsv4_jax as dsv4
+from dsv4_jax.plan import SwapPlan
+from dsv4_jax.tiers import moves, staging, swap
+from dsv4_jax.tiers.records import block_record
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import swap_baselines
+
+TARGETS = {16: 0.70, 64: 0.70, 256: 0.90, 1024: 0.90}  # blocks -> share of the ceiling
+STEP_TARGET = 0.03
+PARTS = ("ours", "xla", "baselines", "step")
+STEP_BLOCKS = 8
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+swap_out = jax.jit(swap.swap_out, donate_argnums=1, static_argnames="implementation")
+swap_in = jax.jit(swap.swap_in, donate_argnums=0, static_argnames="implementation")
+commit = jax.jit(staging.commit_staged, donate_argnums=0, static_argnames="implementation")
+
+
+@jax.jit
+def blocks_and_records(cache: dsv4.KVCache, host: dsv4.HostCache, plan: SwapPlan) -> tuple[jax.Array, jax.Array]:
+    """What a plan names on both sides, in device memory: a NumPy view of pinned memory would forbid donating it."""
+    records = jax.device_put(staging.prefetch_in(host, plan, implementation="xla"), DEVICE)
+    return staging.stage_out(cache, plan, implementation="xla"), records
+
+
+@dataclasses.dataclass
+class Row:
+    """One measurement. `seconds` per swap; `ratio`: of the ceiling; `problem` instead of numbers."""
+
+    name: str
+    direction: str
+    blocks: int
+    ids: str
+    seconds: float | None = None
+    gb_per_s: float | None = None
+    ratio: float | None = None
+    target: float | None = None
+    latency: float | None = None
+    problem: str | None = None
+
+
+@dataclasses.dataclass
+class Bench:
+    """The arrays all cases share, and what they have said so far."""
+
+    cache: dsv4.KVCache
+    host: dsv4.HostCache
+    pool: int
+    budget: float  # seconds a measurement
+    ceilings: dict[str, float] = dataclasses.field(default_factory=dict)  # direction -> bytes a second
+    rows: list[Row] = dataclasses.field(default_factory=list)
+
+    @property
+    def record_bytes(self) -> int:
+        return self.host.blocks.shape[1]
+
+    def ids(self, blocks: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
+        """Distinct device and host ids, int32 [blocks]."""
+        if kind == "consecutive":
+            return np.arange(1, blocks + 1, dtype=np.int32), np.arange(
+                self.pool - blocks + 1, self.pool + 1, dtype=np.int32
+            )
+        rng = np.random.default_rng(blocks)
+        device, host = (1 + rng.permutation(self.pool)[:blocks].astype(np.int32) for _ in range(2))
+        return device, host
+
+    def add(self, row: Row) -> None:
+        if row.seconds is not None:
+            row.gb_per_s = row.blocks * self.record_bytes / row.seconds / 1e9
+            row.ratio = row.gb_per_s * 1e9 / self.ceilings[row.direction]
+            row.target = TARGETS.get(row.blocks) if row.name == "ours" else None
+        self.rows.append(row)
+        said = row.problem or f"{row.gb_per_s:7.2f} GB/s {row.ratio:6.1%} of the ceiling" + (
+            f" (target {row.target:.0%})" if row.target else ""
+        )
+        late = f", latency {row.latency * 1e6:.0f} us" if row.latency else ""
+        print(f"{row.direction:3} {row.blocks:5} {row.ids:11} {row.name:26} {said}{late}", flush=True)
+
+
+def make(model: str, pool: int, budget: float) -> Bench:
+    layout = dsv4.CacheLayout(getattr(dsv4.DSV4Config, model)())
+    size = dsv4.CacheSize(num_blocks=pool, num_slots=1, max_blocks_per_request=1)
+    abstract, rng = jax.eval_shape(lambda: dsv4.init_cache(layout, size)), np.random.default_rng(0)
+
+    def random(x: jax.ShapeDtypeStruct) -> jax.Array:
+        # Random bytes, so that a copy of the wrong block shows; committed, as records are (see tiers/swap.py).
+        data = rng.integers(0, 256, x.size * x.dtype.itemsize, np.uint8)
+        return jax.device_put(data.view(x.dtype).reshape(x.shape), jax.devices()[0])
+
+    cache = jax.tree.map(random, abstract)
+    return Bench(cache, dsv4.init_host_cache(layout, pool), pool, budget)
+
+
+def timed(call: Callable[[], object], budget: float) -> tuple[float, float]:
+    """Seconds a call when called in a row, and of one call with its wait: medians of three."""
+
+    def run(n: int) -> float:
+        start = time.perf_counter()
+        for _ in range(n):
+            result = call()
+        jax.block_until_ready(result)
+        return (time.perf_counter() - start) / n
+
+    run(2)
+    latency = statistics.median(run(1) for _ in range(3))
+    n = int(min(200, max(1, budget / 3 / latency)))
+    return statistics.median(run(n) for _ in range(3)), latency
+
+
+def measure_ceiling(bench: Bench, baselines: swap_baselines.Baselines | None, size: int) -> str:
+    """Fills `bench.ceilings`; says how."""
+    if baselines is not None:
+        for direction in ("out", "in"):
+            bench.ceilings[direction] = size / baselines.ceiling(direction, size)
+        return f"cudaMemcpyAsync of {size >> 20} MiB"
+    device = bench.host.blocks.sharding.with_memory_kind("device")
+    x = jax.block_until_ready(jax.device_put(np.ones(size, np.uint8), device))
+    for direction, target in (("out", bench.host.blocks.sharding), ("in", device)):
+        source = x if direction == "out" else jax.device_put(x, bench.host.blocks.sharding)
+        call = functools.partial(jax.device_put, source, target, may_alias=False)
+        bench.ceilings[direction] = size / timed(call, bench.budget)[1]
+    return f"device_put of {size >> 20} MiB (allocation included)"
+
+
+def predict(bench: Bench, sizes: list[int]) -> list[dict]:
+    """What each swap must take if only the ceiling limits it."""
+    out = []
+    for blocks in sizes:
+        total = blocks * bench.record_bytes
+        floors = {f"{way}_us": total / rate * 1e6 for way, rate in bench.ceilings.items()}
+        out.append({"blocks": blocks, "bytes": total, **floors})
+        floors_us = f"out >= {floors['out_us']:9.1f} us, in >= {floors['in_us']:9.1f} us"
+        print(f"predicted {blocks:5} blocks {total:12,} bytes: {floors_us}")
+    return out
+
+
+def check(bench: Bench, plan: SwapPlan, what: str) -> None:
+    """Compares the host records of a plan with the blocks they were made of."""
+    want, got = map(np.asarray, blocks_and_records(bench.cache, bench.host, plan))
+    if not np.array_equal(want, got):
+        raise SystemExit(f"{what}: wrong bytes")
+
+
+def measure_ours(bench: Bench, implementation: str, blocks: int, kind: str) -> None:
+    name = "ours" if implementation == "ffi" else "xla"
+    plan = SwapPlan(*bench.ids(blocks, kind))
+
+    def go_out() -> jax.Array:
+        bench.host = swap_out(bench.cache, bench.host, plan, implementation=implementation)
+        return bench.host.blocks
+
+    def go_in() -> dsv4.KVCache:
+        bench.cache = swap_in(bench.cache, bench.host, plan, implementation=implementation)
+        return bench.cache
+
+    go_out()
+    check(bench, plan, f"{name} out")
+    for direction, call in (("out", go_out), ("in", go_in)):
+        seconds, latency = timed(call, bench.budget)
+        bench.add(Row(name, direction, blocks, kind, seconds, latency=latency))
+    check(bench, plan, f"{name} in")
+
+
+def measure_baselines(bench: Bench, baselines: swap_baselines.Baselines, blocks: int, kind: str) -> None:
+    device, host = bench.ids(blocks, kind)
+    for scheme in swap_baselines.SCHEMES:
+        for direction in ("out", "in"):
+            bench.add(Row(scheme, direction, blocks, kind, baselines.swap(scheme, direction, device, host)))
+        record = np.asarray(staging.stage_out(bench.cache, SwapPlan(device[:1], host[:1]), implementation="xla"))[0]
+        want = b"".join(
+            record[p.offset + layer * p.stride :][: p.bytes].tobytes()
+            for p in block_record(bench.cache.layout).pieces
+            for layer in range(p.layers)
+        )
+        if baselines.record(int(host[0])) != want:
+            raise SystemExit(f"{scheme}: wrong bytes")
+
+
+def executable_memory(bench: Bench, implementation: str) -> dict[str, dict[str, int]]:
+    """What XLA says of the two executables: every byte of the destination aliased, no temporary of its size."""
+    plan = SwapPlan(*bench.ids(STEP_BLOCKS, "scattered"))
+    out: dict[str, dict[str, int]] = {}
+    for name, call in (("swap_out", swap_out), ("swap_in", swap_in)):
+        lowered = call.lower(bench.cache, bench.host, plan, implementation=implementation)
+        stats = lowered.compile().memory_analysis()
+        fields = ("alias_size_in_bytes", "host_alias_size_in_bytes", "temp_size_in_bytes", "host_temp_size_in_bytes")
+        out[name] = {field: int(getattr(stats, field, -1)) for field in fields}
+    out["expected"] = {
+        "host_pool": bench.host.blocks.nbytes,
+        "cache": sum(x.nbytes for x in bench.cache.arrays.values()),
+    }
+    return out
+
+
+def steps(bench: Bench, implementation: str, width: int, layers: int, repeat: int) -> Iterator[tuple[str, float]]:
+    """(name, seconds) of a decode-like step: one plain, then with 8 blocks moved in several ways."""
+    weights = jax.jit(lambda: jnp.full((layers, width, width), 1e-3, jnp.bfloat16))()
+    plan = SwapPlan(*bench.ids(STEP_BLOCKS, "scattered"))
+    choose = {"implementation": implementation}
+
+    def compute(x: jax.Array, weights: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(x @ w), None
+
+        return jax.lax.fori_loop(0, repeat, lambda _, x: jax.lax.scan(layer, x, weights)[0], x)
+
+    # Every step takes and gives the cache and the records, both donated, as a decode step does.
+    def plain(x, weights, cache, host, staged):
+        return compute(x, weights), cache, host, None
+
+    def staged_out(x, weights, cache, host, staged):
+        return compute(x, weights), cache, host, jax.device_put(staging.stage_out(cache, plan, **choose), HOST)
+
+    def staged_in(x, weights, cache, host, staged):
+        return compute(x, weights), staging.land(cache, jax.device_put(staged, DEVICE), plan, **choose), host, None
+
+    def staged_both(x, weights, cache, host, staged):
+        away = jax.device_put(staging.stage_out(cache, plan, **choose), HOST)
+        return compute(x, weights), staging.land(cache, jax.device_put(staged, DEVICE), plan, **choose), host, away
+
+    def swapped_out(x, weights, cache, host, staged):
+        return compute(x, weights), cache, swap.swap_out(cache, host, plan, **choose), None
+
+    staged = jax.block_until_ready(jax.jit(functools.partial(staging.prefetch_in, **choose))(bench.host, plan))
+    x = jnp.ones((64, width), jnp.bfloat16)
+    made = {
+        "plain": plain, "8 out, staged": staged_out, "8 in, staged": staged_in, "8 out and 8 in, staged": staged_both,
+        "8 out, staged and committed": staged_out, "8 out, in place": swapped_out,
+    }  # fmt: skip
+    compiled = {f: jax.jit(f, donate_argnums=(2, 3)) for f in made.values()}
+    samples: dict[str, list[float]] = {name: [] for name in made}
+    for _ in range(3):  # rounds, so that a drift of the clocks meets all alike
+        for name, function in made.items():
+
+            def call(name: str = name, function: Callable = function) -> object:
+                out, bench.cache, bench.host, away = compiled[function](x, weights, bench.cache, bench.host, staged)
+                if name.endswith("committed"):
+                    bench.host = commit(bench.host, away, plan, **choose)
+                return out, away, bench.host.blocks
+
+            samples[name].append(timed(call, bench.budget)[0])
+    yield from ((name, statistics.median(taken)) for name, taken in samples.items())
+
+
+def measure_steps(bench: Bench, implementation: str, quick: bool) -> list[dict]:
+    # 4 GiB of weights, read twice: some milliseconds on an H200.
+    out: list[dict] = []
+    for name, seconds in steps(bench, implementation, *((64, 2, 1) if quick else (8192, 32, 2))):
+        more = seconds / out[0]["seconds"] - 1 if out else 0.0
+        out.append({"step": name, "seconds": seconds, "more": more})
+        goal = f" (target <= {STEP_TARGET:.0%})" if name == "8 out, staged" else ""
+        print(f"step {name:28} {seconds * 1e3:9.3f} ms {more:+7.1%}{goal}", flush=True)
+    return out
+
+
+def run(args: argparse.Namespace, folder: pathlib.Path) -> dict:
+    bench = make(args.model, args.pool, args.budget)
+    problem = swap_baselines.why_not()
+    pieces = block_record(bench.cache.layout).pieces
+    baselines = None
+    if problem is None:
+        leaves = tuple(bench.cache.arrays[piece.leaf.name] for piece in pieces)
+        baselines = swap_baselines.Baselines(folder, leaves, pieces, args.pool + 1)
+    how = measure_ceiling(bench, baselines, args.ceiling_mib << 20)
+    rates = ", ".join(f"{way} {rate / 1e9:.2f} GB/s" for way, rate in bench.ceilings.items())
+    print(f"{jax.devices()[0].device_kind}, ceiling ({how}): {rates}; record {bench.record_bytes:,} bytes")
+    report: dict = {
+        "device": jax.devices()[0].device_kind, "jax": jax.__version__, "model": args.model,
+        "record_bytes": bench.record_bytes, "ceiling": how, "ceiling_bytes_per_s": bench.ceilings,
+        "predicted": predict(bench, args.sizes),
+    }  # fmt: skip
+    native = True
+    try:
+        moves.pick("ffi")
+    except dsv4.errors.ImplementationError as error:
+        native = False
+        print(f"ours: not here: {error}")
+    # The baselines hold pointers into the leaves: they go before anything is donated.
+    for blocks in args.sizes if "baselines" in args.only else ():
+        for kind in ("scattered", "consecutive"):
+            if baselines is not None:
+                measure_baselines(bench, baselines, blocks, kind)
+            else:
+                for scheme in swap_baselines.SCHEMES:
+                    bench.add(Row(scheme, "out", blocks, kind, problem=problem))
+    if baselines is not None:
+        baselines.close()
+    for blocks in args.sizes:
+        for kind in ("scattered", "consecutive"):
+            if "ours" in args.only and native:
+                measure_ours(bench, "ffi", blocks, kind)
+        if "xla" in args.only and blocks <= args.xla_most:
+            measure_ours(bench, "xla", blocks, "scattered")
+    choice = "ffi" if native else "xla"
+    report["memory"] = executable_memory(bench, choice)
+    print("memory:", report["memory"])
+    report["steps"] = measure_steps(bench, choice, args.quick) if "step" in args.only else []
+    report["rows"] = [dataclasses.asdict(row) for row in bench.rows]
+    return report
+
+
+def draw(report: dict, path: pathlib.Path) -> None:
+    """A PNG: GB/s over blocks, one panel a direction; scattered ids solid, consecutive dashed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    figure.suptitle(f"block swap, {report['device']}, records of {report['record_bytes']:,} bytes")
+    names = list(dict.fromkeys(row["name"] for row in report["rows"]))
+    for axes, way in zip(figure.subplots(1, 2, sharey=True), ("out", "in"), strict=True):
+        axes.axhline(report["ceiling_bytes_per_s"][way] / 1e9, color="black", linewidth=1, label="ceiling")
+        for i, name in enumerate(names):
+            for kind, style in (("scattered", "o-"), ("consecutive", "s--")):
+                picked = [r for r in report["rows"] if (r["name"], r["direction"], r["ids"]) == (name, way, kind)]
+                points = [(r["blocks"], r["gb_per_s"]) for r in picked if r["gb_per_s"]]
+                if points:
+                    axes.plot(*zip(*points, strict=True), style, color=f"C{i}", label=f"{name}, {kind}", markersize=4)
+        axes.set(xscale="log", xlabel="blocks", title=f"swap {way}")
+        axes.legend(fontsize=7)
+    figure.axes[0].set_ylabel("GB/s")
+    figure.savefig(path, format="png", dpi=150)
+
+
+def main(argv: list[str] | None = None) -> dict:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
+    parser.add_argument("--sizes", type=sizes, default=[1, 16, 64, 256, 1024], help="blocks a swap: 1,16,64,256,1024")
+    parser.add_argument("--model", choices=("flash", "pro", "tiny"), default="flash")
+    parser.add_argument("--pool", type=int, default=2048, help="blocks on the device, and records on the host")
+    parser.add_argument("--ceiling-mib", type=int, default=256, help="size of the ceiling's copy")
+    parser.add_argument("--budget", type=float, default=0.6, help="about so many seconds a measurement")
+    parser.add_argument("--xla-most", type=int, default=256, help="most blocks for the XLA form, which is slow")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(PARTS), help=",".join(PARTS))
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run?")
+    parser.add_argument("--json", type=pathlib.Path, help="where to write all of it")
+    parser.add_argument("--plot", type=pathlib.Path, help="where to write a picture (needs matplotlib)")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.sizes, args.pool, args.ceiling_mib, args.budget = [1, 8], 16, 1, 0.003
+    if unknown := set(args.only) - set(PARTS):
+        parser.error(f"--only: unknown {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if max(args.sizes) > args.pool or min(args.sizes) < 1 or args.pool < STEP_BLOCKS:
+        parser.error(f"sizes must be in 1..{args.pool} (--pool, at least {STEP_BLOCKS})")
+    with tempfile.TemporaryDirectory() as folder:
+        report = run(args, pathlib.Path(folder))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1))
+    if args.plot:
+        draw(report, args.plot)
+    return report
+
+
+if __name__ == "__main__":
+    main()
