@@ -46,7 +46,7 @@ class SlabStore:
 
     Args:
         path: the file, made if absent. One process, one store at a time.
-        record_bytes: size of every record (`CacheLayout.bytes_per_block` for blocks).
+        record_bytes: size of every record (`block_record(layout).bytes` for blocks).
         max_records: slots of the file.
         fingerprint: of the layout (`CacheLayout.fingerprint`). Records another layout left in the file are counted as
             `foreign` on opening and their slots are free.
@@ -55,7 +55,8 @@ class SlabStore:
             written, a machine that loses power may lose recent records (it never serves wrong ones). "write": each
             `write` returns when its records would survive a power cut too.
         direct: go past the page cache (O_DIRECT). Then a cold store is as fast as a warm one, memory is left to others,
-            and with 4096-aligned memory and record size the disk reads and writes the caller's memory itself.
+            and where records begin at multiples of 512 bytes and are as many long (4096 on some disks), the disk
+            reads and writes the caller's memory itself.
         preallocate: reserve a new file's room at once, so that a full disk is found here and not later, and writing
             is faster (by a third with `direct` on ext4). Without, the file takes room as records come.
 

@@ -5,8 +5,9 @@
       64 bytes used        128 bytes a slot      both parts start at multiples of 4096
 
 Headers lie together so that opening a large store is one sequential read; records start at multiples of 4096 so that
-they can go past the page cache (`direct=True`, O_DIRECT), from the caller's memory if that is aligned and a multiple
-of 4096 long, through an aligned bounce buffer if not. Knows nothing of keys, and takes no lock but the file's.
+they can go past the page cache (`direct=True`, O_DIRECT), from the caller's memory if address and size of a record are
+multiples of what the disk asks for (512 bytes mostly), through an aligned bounce buffer if not: a copy that costs as
+much as a checksum. Knows nothing of keys, and takes no lock but the file's.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .slab_record import HEADER_BYTES
 __all__ = ["SlabFile"]
 
 PAGE = 4096
+_SECTOR = 512
 _MAGIC, _VERSION = b"dsv4slab", 1
 _GEOMETRY = struct.Struct("<8sIIQQ")
 _BATCH_BYTES = 8 << 20  # one system call moves about this much; the size of a bounce buffer
@@ -68,8 +70,8 @@ class SlabFile:
         self.stride = _round_up(record_bytes)
         self.data_offset = PAGE + _round_up(slots * HEADER_BYTES)
         self._size = self.data_offset + slots * self.stride
-        self._pad = np.zeros(self.stride - record_bytes, np.uint8)
-        self._scratch = np.zeros_like(self._pad)  # where pads are read to; what it holds is never looked at
+        self._pad = _pages(PAGE)[: self.stride - record_bytes]
+        self._scratch = _pages(PAGE)[: self._pad.size]  # where pads are read to; what it holds is never looked at
         self._files: list[int] = []
         self._local = threading.local()
         try:
@@ -77,6 +79,7 @@ class SlabFile:
             self._lock()
             self._check_geometry(key_bytes, preallocate)
             self.records = self._open(os.O_DIRECT) if direct else self.headers
+            self.alignment = self._find_alignment() if direct else 1
         except OSError as error:
             self.close()
             if isinstance(error, StoreError):
@@ -85,7 +88,6 @@ class SlabFile:
         except BaseException:
             self.close()
             raise
-        self.direct = direct
 
     def _open(self, flags: int) -> int:
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o644)
@@ -127,6 +129,16 @@ class SlabFile:
         if os.fstat(self.headers).st_size < self._size:
             os.ftruncate(self.headers, self._size)
 
+    def _find_alignment(self) -> int:
+        """What O_DIRECT asks of addresses and sizes of memory here: 512 bytes, the sector of most disks, or 4096."""
+        try:
+            os.preadv(self.records, [_bytes(_pages(PAGE)[_SECTOR : 2 * _SECTOR])], 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return PAGE
+        return _SECTOR
+
     def read_headers(self) -> bytes:
         """All record headers, `HEADER_BYTES` each."""
         table = bytearray(self.slots * HEADER_BYTES)
@@ -155,7 +167,7 @@ class SlabFile:
         pad = self._pad if write else self._scratch
         for run in _runs(sorted(by_slot), min(_BATCH_BUFFERS // 2, max(1, _BATCH_BYTES // self.stride))):
             offset, views = self.data_offset + run[0] * self.stride, [by_slot[slot][0] for slot in run]
-            if self.direct and (pad.size or any(view.ctypes.data % PAGE for view in views)):
+            if any((view.ctypes.data | view.size) % self.alignment for view in views):
                 staged = self._bounce()[: len(run) * self.stride].reshape(len(run), self.stride)
                 if write:
                     for row, view in zip(staged, views, strict=True):
@@ -174,7 +186,7 @@ class SlabFile:
     def _bounce(self) -> np.ndarray:
         """This thread's page-aligned buffer, kept: making one costs as much as filling it."""
         if not hasattr(self._local, "bounce"):
-            self._local.bounce = np.frombuffer(mmap.mmap(-1, max(_BATCH_BYTES, self.stride)), np.uint8)
+            self._local.bounce = _pages(max(_BATCH_BYTES, self.stride))
         return self._local.bounce
 
     def _do(self, call, file: int, views: list[memoryview], offset: int) -> None:
@@ -193,6 +205,11 @@ class SlabFile:
     def close(self) -> None:
         while self._files:
             os.close(self._files.pop())
+
+
+def _pages(size: int) -> np.ndarray:
+    """Zeroed, page-aligned uint8 [size]."""
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
 def _bytes(array: np.ndarray) -> memoryview:
