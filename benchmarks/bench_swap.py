@@ -119,14 +119,13 @@ class Bench:
 def make(model: str, pool: int, budget: float) -> Bench:
     layout = dsv4.CacheLayout(getattr(dsv4.DSV4Config, model)())
     size = dsv4.CacheSize(num_blocks=pool, num_slots=1, max_blocks_per_request=1)
-    abstract, rng = jax.eval_shape(lambda: dsv4.init_cache(layout, size)), np.random.default_rng(0)
-
-    def random(x: jax.ShapeDtypeStruct) -> jax.Array:
+    rng, arrays = np.random.default_rng(0), {}
+    for leaf in layout.leaves:
         # Random bytes, so that a copy of the wrong block shows; committed, as records are (see tiers/swap.py).
-        data = rng.integers(0, 256, x.size * x.dtype.itemsize, np.uint8)
-        return jax.device_put(data.view(x.dtype).reshape(x.shape), jax.devices()[0])
-
-    cache = jax.tree.map(random, abstract)
+        rows, width = layout.leaf_shape(leaf, size)
+        data = rng.integers(0, 256, (rows, width * np.dtype(leaf.dtype).itemsize), np.uint8)
+        arrays[leaf.name] = jax.device_put(data.view(leaf.dtype), jax.devices()[0])
+    cache = dsv4.KVCache(arrays, layout)
     return Bench(cache, dsv4.init_host_cache(layout, pool), pool, budget)
 
 
