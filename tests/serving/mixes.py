@@ -1,0 +1,392 @@
+"""Random mixes of requests through a manager that does all it can; every result is compared with a lone, cold run.
+
+    python -m tests.serving.mixes --mixes 500
+
+A mix: 3..8 requests with shared, repeated and continued prompts in tight pools, under a random policy, with chunks of
+odd sizes, preemption, forks, drafts of which some are rejected, aborts and sleep. Of every request that ends (and of
+some on their way) the tokens drawn, the logits of every token it fed and the bytes that its next token would see have
+to be those of `Model.alone`, bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import sys
+import time
+
+import numpy as np
+from rich.progress import track
+
+import dsv4_jax as dsv4
+from dsv4_jax.cache import KVCache
+from dsv4_jax.errors import NoFreeSlotError, OutOfBlocksError
+from dsv4_jax.layout import CacheSize
+from dsv4_jax.manager import CachePolicy, HostSize, KVCacheManager, Namespace, Request, SnapshotPlacement, WritePolicy
+from dsv4_jax.manager.node import T
+from dsv4_jax.manager.policies import ORDERS
+from dsv4_jax.tiers.host import HostCache
+
+from ..oracle.live import assert_same
+from .engine import CFG, SIZE, Model, with_garbage
+
+HOST = HostSize(num_blocks=10, num_snapshots=4)  # of the arrays, as `SIZE`
+MAX_PROMPT, MAX_OUTPUT = 44, 12
+# What a run has to have seen for its equalities to mean anything.
+EXERCISED = (
+    "hits on the device", "hits on the host", "prefixes restored from device snapshots", "preemptions",
+    "resumes from parked state", "resumes from a cached prefix", "resumes from nothing", "forks",
+    "forks before the first step", "drafts accepted", "drafts rejected", "steps taken back whole", "sleeps", "aborts",
+    "blocks out", "blocks in", "snapshots out", "snapshots in", "evictions from the device", "evictions from the host",
+    "snapshot evictions", "duplicate blocks", "waits for a slot", "steps without enough blocks",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A request, and what is known of it beside its tokens.
+
+    Attributes:
+        total: tokens at which it ends.
+        streams: per token, whose random numbers drew it; None: the prompt's.
+        stream: whose draw the next ones; 0: greedy.
+        logits: of the positions that it fed itself.
+    """
+
+    request: Request
+    total: int
+    streams: list[int | None]
+    stream: int
+    logits: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    def draw(self, position: int, logits: np.ndarray) -> int:
+        """The token at a position, from the logits of the one before it."""
+        return draw(self.stream, position, logits)
+
+    def append(self, token: int) -> None:
+        self.request.tokens.append(token)
+        self.streams.append(self.stream)
+
+
+def draw(stream: int, position: int, logits: np.ndarray) -> int:
+    noise = np.random.default_rng((stream, position)).gumbel(size=logits.shape) if stream else 0.0
+    return int((logits + noise).argmax())
+
+
+class Mix:
+    """One mix. `cache` and `host` are taken over with whatever bytes they hold, and left behind."""
+
+    def __init__(self, model: Model, cache: KVCache, host: HostCache, seed: int, seen: collections.Counter[str]):
+        rng = self.rng = np.random.default_rng((20, seed))
+        self.model, self.cache, self.host, self.seen = model, cache, host, seen
+        size = CacheSize(
+            int(rng.integers(8, 1 + SIZE.num_blocks)), int(rng.integers(2, 1 + SIZE.num_slots)),
+            SIZE.max_blocks_per_request, int(rng.integers(0, 1 + SIZE.num_snapshots)),
+        )  # fmt: skip
+        records = HostSize(int(rng.integers(1, 1 + HOST.num_blocks)), int(rng.integers(0, 1 + HOST.num_snapshots)))
+        self.manager = KVCacheManager(
+            model.layout, size, policy=self._policy(), host=records if self.chance(0.85) else None, salt=seed
+        )
+        self.jobs: dict[Request, Job] = {}
+        self.waiting = int(rng.integers(3, 9))
+        self.forks, self.streams = 3, 0
+        self.bases = [self.text(8, 40) for _ in range(2)]
+        self.prompts: list[list[int]] = []
+        self.ended: list[list[int]] = []
+
+    def chance(self, share: float) -> bool:
+        return self.rng.random() < share
+
+    def text(self, least: int, most: int) -> list[int]:
+        return self.rng.integers(0, CFG.vocab_size, self.rng.integers(least, most + 1)).tolist()
+
+    def pick(self, items):
+        return items[int(self.rng.integers(len(items)))]
+
+    def _policy(self) -> CachePolicy | None:
+        if self.chance(0.05):
+            return None
+        write = self.pick([
+            WritePolicy.write_through(), WritePolicy.write_through_selective(1), WritePolicy.write_back(),
+            WritePolicy.write_through_selective(2), WritePolicy.write_back(),
+        ])  # fmt: skip
+        every, prompt, output = self.pick([None, 1, 2, 3]), self.chance(0.7), self.chance(0.7)
+        return CachePolicy(write, SnapshotPlacement(every, prompt, output), order=ORDERS[self.pick(["lru", "lfu"])])
+
+    # The loop
+
+    def run(self) -> None:
+        """Until every request has ended."""
+        for _ in range(2000):
+            if not self.waiting and not self.jobs:
+                break
+            self.interfere()
+            self.step()
+        else:
+            raise AssertionError("the mix does not come to an end")
+        manager = self.manager
+        manager.commit()
+        manager.check_integrity()
+        stats = manager.stats()
+        assert not manager.requests and not manager.preempted
+        counters = stats.cache.counters
+        self.seen.update({
+            "hits on the device": counters.hit_tokens[T.DEVICE], "hits on the host": counters.hit_tokens[T.HOST],
+            "evictions from the device": counters.evicted[T.DEVICE],
+            "evictions from the host": counters.evicted[T.HOST],
+            "snapshot evictions": counters.evicted_snapshots, "duplicate blocks": counters.duplicates,
+            "adopted blocks": counters.adoptions, "lookups": counters.lookups,
+        })  # fmt: skip
+
+    def interfere(self) -> None:
+        """What a scheduler, or its user, may do between two steps."""
+        manager, live = self.manager, list(self.manager.requests)
+        if self.waiting and (not self.jobs or self.chance(0.4)):
+            self.admit()
+        if live and self.chance(0.07):
+            manager.preempt(self.pick(live))
+            self.seen["preemptions"] += 1
+        if manager.preempted and (not manager.requests or self.chance(0.25)):
+            self.resume()
+        if manager.requests and self.forks and self.chance(0.06):
+            self.fork(self.pick(manager.requests))
+        if manager.requests and self.chance(0.01):
+            request = self.pick(manager.requests)
+            manager.abort_request(request)
+            del self.jobs[request]
+            self.seen["aborts"] += 1
+        if self.chance(0.02):
+            self.sleep()
+        manager.check_integrity()
+
+    def prompt(self) -> list[int]:
+        kind = self.rng.random()
+        if kind < 0.2 and self.prompts:
+            tokens = list(self.pick(self.prompts))
+        elif kind < 0.5 and self.ended:
+            tokens = self.pick(self.ended) + self.text(0, 8)
+        elif kind < 0.9:
+            base = self.pick(self.bases)
+            tokens = base[: int(self.rng.integers(1, len(base) + 1))] if self.chance(0.5) else list(base)
+            tokens += self.text(0, 12)
+        else:
+            tokens = self.text(1, MAX_PROMPT)
+        return tokens[:MAX_PROMPT]
+
+    def admit(self) -> None:
+        tokens = self.prompt()
+        total = len(tokens) + int(self.rng.integers(1, 1 + MAX_OUTPUT))
+        tenant = Namespace(tenant="other") if self.chance(0.1) else None
+        try:
+            request = self.manager.admit_request(tokens, max_tokens=total, namespace=tenant)
+        except NoFreeSlotError:
+            self.seen["waits for a slot"] += 1
+            return
+        self.waiting -= 1
+        self.prompts.append(tokens)
+        self.jobs[request] = Job(request, total, [None] * len(tokens), self.stream())
+        self.seen["requests"] += 1
+        self.seen["prefixes restored from device snapshots"] += request.restores is not None
+
+    def stream(self) -> int:
+        self.streams += 1
+        return self.streams if self.chance(0.5) else 0
+
+    def resume(self) -> None:
+        request = self.pick(self.manager.preempted)
+        parked = request.parked
+        try:
+            self.manager.resume(request)
+        except (NoFreeSlotError, OutOfBlocksError):
+            assert self.manager.requests, "an empty cache has no room for one request"
+            return
+        if parked is not None and request.num_cached == parked.num_cached:
+            self.seen["resumes from parked state"] += 1
+        else:
+            self.seen["resumes from a cached prefix" if request.num_cached else "resumes from nothing"] += 1
+
+    def fork(self, request: Request) -> None:
+        count = int(self.rng.integers(1, 1 + self.forks))
+        try:
+            children = self.manager.fork(request, request_ids=[None] * count)
+        except (NoFreeSlotError, OutOfBlocksError):
+            return
+        parent = self.jobs[request]
+        for child in children:
+            self.jobs[child] = Job(child, parent.total, list(parent.streams), self.stream(), dict(parent.logits))
+            assert child.tokens == request.tokens and child.blocks is not request.blocks
+        self.forks -= count
+        self.seen["forks"] += count
+        self.seen["forks before the first step"] += count * (request.last_step == 0)
+
+    def sleep(self) -> None:
+        self.manager.sleep()
+        self.transfer()
+        self.cache = with_garbage(self.cache, self.rng)
+        self.manager.wakeup()
+        self.seen["sleeps"] += 1
+
+    # A step
+
+    def step(self) -> None:
+        manager, rng = self.manager, self.rng
+        budget, chunk = (
+            int(rng.integers(1, 1 + self.model.shape.tokens)),
+            int(rng.integers(1, 1 + self.model.shape.tokens)),
+        )
+        feeds = manager.schedule(budget, max_chunk=chunk, shape=self.model.shape)
+        if not feeds and manager.requests:
+            self.seen["steps without enough blocks"] += 1
+            assert len(manager.requests) > 1, "one request alone must fit"
+            manager.preempt(manager.requests[-1])
+            self.seen["preemptions"] += 1
+            return
+        plan, feeds = self.plan(feeds)
+        manager.check_integrity()
+        starts = dict(zip(plan.row_slot.tolist(), plan.row_start.tolist(), strict=True))
+        firsts = dict(zip(plan.row_slot.tolist(), plan.row_first.tolist(), strict=True))
+        self.transfer()
+        logits, self.cache = self.model.run(self.cache, manager, plan)
+        self.seen["steps"] += 1
+        fed = []
+        for request, count in feeds:
+            job, slot = self.jobs[request], request.slot
+            rows = logits[firsts[slot] :][:count]
+            job.logits.update(zip(range(starts[slot], starts[slot] + count), rows, strict=True))
+            self.keep(job, starts[slot], rows)
+            fed.append(job)
+        manager.check_integrity()
+        if self.chance(0.1) and fed and (job := self.pick(fed)).request.num_cached:
+            self.check(job)
+        for job in fed:
+            if len(job.request.tokens) >= job.total:
+                self.check(job)
+                self.ended.append(list(job.request.tokens))
+                manager.release_request(job.request)
+                del self.jobs[job.request]
+
+    def plan(self, feeds: list[tuple[Request, int]]):
+        """The plan of these feeds, some with drafts if blocks can be had for them: (plan, feeds)."""
+        room, drafted = self.model.shape.tokens - sum(count for _, count in feeds), []
+        for request, count in feeds:
+            job, drafts = self.jobs[request], 0
+            if request.num_pending == 1 and len(request.tokens) > request.num_prompt and self.chance(0.5):
+                drafts = min(int(self.rng.integers(1, 3)), room, job.total - len(request.tokens))
+                request.tokens += self.drafts(request, drafts)
+                room -= drafts
+            drafted.append((request, count + drafts))
+        try:
+            return self.manager.plan_step(drafted, shape=self.model.shape), drafted
+        except OutOfBlocksError:
+            for (request, count), (_, less) in zip(drafted, feeds, strict=True):
+                del request.tokens[len(request.tokens) - (count - less) :]
+            return self.manager.plan_step(feeds, shape=self.model.shape), feeds
+
+    def drafts(self, request: Request, count: int) -> list[int]:
+        """What followed the last token before, in this request or another; else anything."""
+        last, known = request.tokens[-1], [request.tokens, *self.ended]
+        followers = [text[i + 1 : i + 1 + count] for text in known for i in range(len(text) - count) if text[i] == last]
+        return list(self.pick(followers)) if followers and self.chance(0.8) else self.text(count, count)
+
+    def keep(self, job: Job, start: int, rows: np.ndarray) -> None:
+        """Accepts what was fed, as far as it is what would have been drawn, or less; draws the next token."""
+        request, count = job.request, len(rows)
+        drafted = len(request.tokens) - len(job.streams)
+        kept = count
+        if drafted:
+            ahead = request.tokens[start + 1 : start + count]
+            right = 0
+            while right < drafted and ahead[right] == job.draw(start + 1 + right, rows[right]):
+                right += 1
+            kept = 1 + right if self.chance(0.85) else int(self.rng.integers(0, 2 + right))
+            self.seen["drafts accepted"] += max(kept - 1, 0)
+            self.seen["drafts rejected"] += count - max(kept, 1)
+            job.streams += [job.stream] * drafted
+        first, stream = request.tokens[start], job.streams[start]
+        if drafted or self.chance(0.5):
+            self.manager.accept(request, kept)
+        del job.streams[len(request.tokens) :]
+        for position in range(start + kept, start + count):
+            del job.logits[position]
+        if not kept:
+            self.seen["steps taken back whole"] += 1
+            request.tokens.append(first)
+            job.streams.append(stream)
+        elif not request.num_pending:
+            job.append(job.draw(len(request.tokens), rows[kept - 1]))
+
+    def transfer(self) -> None:
+        stages = self.manager.take_transfers()
+        for stage in stages:
+            for name, plan in zip(("blocks out", "snapshots out", "blocks in", "snapshots in"), stage, strict=True):
+                self.seen[name] += 0 if plan is None else int((plan.device_ids > 0).sum())
+        self.cache, self.host = dsv4.run_transfers(self.cache, self.host, stages)
+
+    # The comparison
+
+    def check(self, job: Job) -> None:
+        """Tokens, logits and bytes are those of a lone run."""
+        request, tokens = job.request, job.request.tokens
+        assert len(job.streams) == len(tokens)
+        lone = self.model.alone(tokens[: request.num_cached])
+        for position, logits in job.logits.items():
+            if position >= request.num_cached:
+                continue  # of before it was preempted: to be fed again
+            same = logits.view(np.uint32) == lone.logits[position].view(np.uint32)
+            assert same.all(), f"{request}: logits of position {position} differ in {(~same).sum()} of {same.size}"
+        for position, stream in enumerate(job.streams[: request.num_cached + 1]):
+            if stream is not None:
+                drawn = draw(stream, position, lone.logits[position - 1])
+                assert tokens[position] == drawn, f"{request}: token {position} is {tokens[position]}, not {drawn}"
+        assert_same(self.model.live(self.cache, request), lone.live, f"{request}")
+        self.seen["comparisons"] += 1
+        self.seen["logits compared"] += len(job.logits)
+
+
+class Mixes:
+    """Mixes one after the other in the same arrays."""
+
+    def __init__(self, kv_format: str = "f32", index_format: str = "f32") -> None:
+        self.model, self.seen = Model(kv_format, index_format), collections.Counter[str]()
+        layout = self.model.layout
+        self.cache = with_garbage(self.model.new_cache(), np.random.default_rng(0))
+        self.host = dsv4.init_host_cache(layout, HOST.num_blocks, snapshots=HOST.num_snapshots)
+
+    def run(self, seed: int, kind: type[Mix] = Mix) -> None:
+        mix = kind(self.model, self.cache, self.host, seed, self.seen)
+        try:
+            mix.run()
+        except Exception as error:
+            error.add_note(f"in mix {seed}")
+            raise
+        finally:
+            self.cache, self.host = mix.cache, mix.host
+        self.seen["mixes"] += 1
+
+    @property
+    def missing(self) -> list[str]:
+        """What should have happened and did not."""
+        return [name for name in EXERCISED if not self.seen[name]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mixes", type=int, default=500)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first mix (default: 0)")
+    parser.add_argument("--kv-format", default="f32", help="default: f32, in which no rounding hides a difference")
+    parser.add_argument("--index-format", default="f32")
+    args = parser.parse_args()
+    mixes, start = Mixes(args.kv_format, args.index_format), time.perf_counter()
+    seeds = range(args.first, args.first + args.mixes)
+    for seed in track(seeds, "mixes", disable=not sys.stdout.isatty()):
+        mixes.run(seed)
+    for name, count in sorted(mixes.seen.items()):
+        print(f"{name:42} {count:>9}")
+    print(f"{args.mixes} mixes in {time.perf_counter() - start:.1f} s: all equal to lone, cold runs, bit by bit")
+    if mixes.missing:
+        raise SystemExit(f"never happened: {', '.join(mixes.missing)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Whatever the manager does, a request's tokens, logits and bytes are those of a lone, cold run. See mixes.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import dsv4_jax as dsv4
+from dsv4_jax.plan import StepPlan
+
+from .engine import step
+from .mixes import Mix, Mixes
+
+
+@pytest.fixture(scope="module")
+def mixes() -> Mixes:
+    return Mixes()
+
+
+def test_a_few_mixes_equal_lone_cold_runs(mixes: Mixes) -> None:
+    for seed in range(6):
+        mixes.run(seed)
+    assert mixes.seen["comparisons"] > 30 and mixes.seen["logits compared"] > 1000
+    for name in ("hits on the device", "preemptions", "forks", "drafts rejected", "blocks in", "snapshots in"):
+        assert mixes.seen[name], name
+
+
+@pytest.mark.slow
+def test_more_mixes_equal_lone_cold_runs_and_exercise_everything(mixes: Mixes) -> None:
+    for seed in range(6, 60):
+        mixes.run(seed)
+    assert not mixes.missing
+    assert step._cache_size() == 1, "mixed and lone runs must share one executable"
+
+
+# The comparison itself: a part of the work left undone has to be seen.
+
+
+class Forgetful(Mix):
+    """Leaves out one kind of transfer, or one kind of copy of the plans."""
+
+    forgets = ""
+
+    def transfer(self) -> None:
+        stages = [stage._replace(**{self.forgets: None}) for stage in self.manager.take_transfers()]
+        self.cache, self.host = dsv4.run_transfers(self.cache, self.host, stages)
+
+
+class Copyless(Mix):
+    forgets = ""
+
+    def plan(self, feeds):
+        plan, feeds = super().plan(feeds)
+        return plan._replace(**{self.forgets: np.zeros_like(getattr(plan, self.forgets))}), feeds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "forgets", ["swap_out", "snapshot", "swap_in", "restore", "copy_slot_dst", "copy_block_dst", "table_slot"]
+)
+def test_the_comparison_sees_what_is_left_out(mixes: Mixes, forgets: str) -> None:
+    kind = type("Kind", (Copyless if forgets in StepPlan._fields else Forgetful,), {"forgets": forgets})
+    with pytest.raises(AssertionError, match=r"differ|expected|not"):
+        for seed in range(40):
+            mixes.run(seed, kind)
