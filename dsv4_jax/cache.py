@@ -118,10 +118,15 @@ def init_cache(layout: CacheLayout, size: CacheSize, *, sharding: Any = None) ->
             number of data shards, each holding a self-contained cache with its own unit ids.
     """
 
+    # Committed to its device, as what `swap_in` returns is: or a step would compile again after the first of those.
+    device = None
+    if sharding is None and not isinstance(zero := jnp.zeros(()), jax.core.Tracer):
+        (device,) = zero.devices()
+
     def allocate(leaf: LeafSpec) -> jax.Array:
         rows, width = layout.leaf_shape(leaf, size)
         if sharding is None:
-            return jnp.zeros((rows, width), leaf.dtype)
+            return jnp.zeros((rows, width), leaf.dtype, device=device)
         placement = sharding.arrays[leaf.name]
         local = placement.shard_shape((1 << 40, width))[0]
         shape = (rows * ((1 << 40) // local), width)

@@ -33,7 +33,7 @@ def check_manager(manager: RequestBook) -> None:
     ])  # fmt: skip
     _partition("host block", cache.host_blocks, [*(b for p in parked for b in p.blocks), *(n.host for n in nodes)])
     _partition("host snapshot", cache.host_snapshots, [
-        *(p.snapshot for p in parked), *(n.snapshot.host for n in nodes if n.snapshot),
+        *(p.snapshot for p in parked), *(n.snapshot.host for n in nodes if n.snapshot), *cache.fetching,
     ])  # fmt: skip
     _require(len(live) <= manager.size.num_slots, "more live requests than slots for them")
     _require(set(manager._ids.values()) == {*live, *waiting}, "ids and requests differ")

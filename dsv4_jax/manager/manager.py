@@ -234,7 +234,13 @@ class KVCacheManager(SteppingManager):
         if request.hasher is None:
             return
         match = self._cache.tree.match(request.hasher.digests, len(request.tokens))
-        request.nodes, request.restores = self._cache.take(match, request.slot)
+        pinned = {r.restores for r in self.requests if r.restores is not None}
+        request.nodes, request.restores, slot = self._cache.take(
+            match, request.slot, others=self.size.num_slots - len(self._live), pinned=len(pinned)
+        )
+        if slot != request.slot:
+            del self._live[request.slot]
+            request.slot, self._live[slot] = slot, request
         request.blocks = [node.block for node in request.nodes]
         request.num_cached = request.num_hit = len(request.nodes) * self.layout.block_tokens
 

@@ -13,6 +13,7 @@ __all__ = [
     "BACKUP_BIT",
     "COMPLETES",
     "MATCHABLE",
+    "PERSIST_BIT",
     "SETTLED",
     "TRANSITIONS",
     "Node",
@@ -95,7 +96,8 @@ ABORTS = {S.WRITING: S.REMOVED, S.BACKING_UP: S.DEVICE, S.OFFLOADING: S.DEVICE, 
 MATCHABLE = frozenset({S.DEVICE, S.BACKING_UP, S.HOST, S.PERSISTING, S.STORAGE})
 SETTLED = frozenset({S.DEVICE, S.HOST, S.STORAGE})
 
-BACKUP_BIT = 1  # of `Node.queued`: listed for backup; the other bits belong to eviction queues
+# Of `Node.queued`: listed for backup, for storage; the other bits belong to eviction queues.
+BACKUP_BIT, PERSIST_BIT = 1, 16
 
 
 @dataclasses.dataclass(eq=False, slots=True)

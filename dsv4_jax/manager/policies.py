@@ -108,8 +108,8 @@ class HostWatermark:
         high: share to evict up to.
     """
 
-    low: float = 0.05
-    high: float = 0.10
+    low: float = 0.0
+    high: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= self.high <= 1:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from ..errors import PrefixTreeError, TransitionError
 from .allocator import as_count
 from .eviction import Freed
-from .node import MATCHABLE, SETTLED, Node, S, Snapshot, T, children_of, link, unlink
+from .node import MATCHABLE, SETTLED, Node, S, Snapshot, T, Tier, children_of, link, unlink
 from .tree_checks import check_tree
 from .tree_eviction import EvictingTree
 
@@ -76,6 +76,7 @@ class PrefixTree(EvictingTree):
             recently used, and of one path the deepest.
         backup_after: hits after which a device block without host copy is put on the list of
             `pop_backups`; 0: when published; None: never.
+        persists: whether blocks that come to rest on the host are put on the list of `pop_persists`.
         events: where copies that come and go are told.
     """
 
@@ -108,10 +109,11 @@ class PrefixTree(EvictingTree):
 
     # References
 
-    def take(self, match: Match, blocks: int | None = None) -> list[Node]:
+    def take(self, match: Match, blocks: int | None = None, found: Sequence[Tier] | None = None) -> list[Node]:
         """References the first `blocks` nodes of a match (default: its hit) and counts the lookup.
 
-        More than `match.hit` is for callers that recompute the window instead of restoring it.
+        Args:
+            found: the tiers in which those nodes were found, if they have been moved since.
 
         Raises:
             PrefixTreeError: the match is stale, or has fewer blocks; nothing has changed.
@@ -125,9 +127,9 @@ class PrefixTree(EvictingTree):
         counters.lookup_tokens += match.num_tokens
         counters.hits += bool(nodes)
         wanted = self._backup_after
-        for node in nodes:
+        for node, tier in zip(nodes, found or [node.state.tier for node in nodes], strict=True):
             node.hits += 1
-            counters.hit_tokens[node.state.tier] += size
+            counters.hit_tokens[tier] += size
             if wanted is not None and node.hits >= wanted and not node.host:
                 self._want_backup(node)
         if nodes and (snapshot := nodes[-1].snapshot):

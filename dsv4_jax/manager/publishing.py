@@ -58,6 +58,7 @@ class Publisher:
             if self.publish(request, final(request)):
                 del self._dirty[request]
         self._cache.back_up()
+        self._cache.keep_watermark()
 
     def publish(self, request: Request, tokens: int) -> bool:
         """Puts the full blocks among the first `tokens` tokens into the tree. Whether all are there now.

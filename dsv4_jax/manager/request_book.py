@@ -37,11 +37,13 @@ class RequestBook:
         self.policy, self.host_size, self.events = policy, HostSize(*(host or (0, 0))), events
         self._hashing = HashSpec(layout.block_tokens, (layout.fingerprint, salt), layout.cfg.vocab_size)
         self.generation = 0
+        self._persists = False
         self._next_id = self._next_epoch = 0
         self._clear()
 
     def _clear(self) -> None:
         self._cache = TieredCache(self.layout, self.size, self.policy, self.host_size, self.events)
+        self._cache.tree.persists = self._persists
         self._publisher = Publisher(self._cache, self.layout.block_tokens)
         self._live: dict[int, Request] = {}  # by slot, in the order they became live
         self._ids: dict[Hashable, Request] = {}  # live and preempted
@@ -73,6 +75,15 @@ class RequestBook:
         request = self._ids.get(ref.id)
         live = request is not None and request.state is RequestState.LIVE and request.epoch == ref.epoch
         return request if live else None
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether the last planned step's transfers have not been taken."""
+        return bool(self._step_transfers)
+
+    def persist(self) -> None:
+        """From now on, what comes to the host is listed for storage (see `StorageTier`)."""
+        self._persists = self._cache.tree.persists = True
 
     # For the managers
 

@@ -60,7 +60,7 @@ def collect(manager: RequestBook) -> ManagerStats:
     }  # fmt: skip
     if cache.host_snapshots.num_total:
         pools["host snapshot"] = pool_use(
-            cache.host_snapshots, private=len(parked), cached=cache.tree.num_snapshots(T.HOST),
+            cache.host_snapshots, private=len(parked) + len(cache.fetching), cached=cache.tree.num_snapshots(T.HOST),
             evictable=cache.tree.num_snapshots(T.HOST), unit_bytes=state,
         )  # fmt: skip
     return ManagerStats(

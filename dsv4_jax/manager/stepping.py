@@ -65,11 +65,10 @@ class SteppingManager(RequestBook):
         steps = as_count("steps", steps, 1)
         requests, counts = self._feeds(feeds, steps)
         self.commit()
-        slots = [r.slot for r in requests]
-        state = [(r.num_cached, r.max_tokens, len(r.blocks), r.num_tabled) for r in requests]
-        starts, limits, held, tabled = np.array(state, int).reshape(-1, 4).T
-        block = self.layout.block_tokens
-        ends = starts + np.array(counts, int) * steps
+        state = [x for r in requests for x in (r.slot, r.num_cached, r.max_tokens, len(r.blocks), r.num_tabled)]
+        slots, starts, limits, held, tabled = np.array(state, int).reshape(-1, 5).T
+        block, fed = self.layout.block_tokens, np.array(counts, int)
+        ends = starts + fed * steps
         blocks = -(-ends // block)
         missing = np.maximum(blocks - held, 0)
         over = np.flatnonzero(ends > limits)
@@ -83,13 +82,13 @@ class SteppingManager(RequestBook):
             paths: dict[int, list[int]] = {}  # of the rows that need table entries, by row
             for i in np.flatnonzero(tabled < blocks).tolist():
                 paths[i] = requests[i].blocks + list(itertools.islice(fresh, missing[i]))
-                entries += [(slots[i], column, paths[i][column]) for column in range(tabled[i], blocks[i])]
-            restored = [r for r in requests if r.restores is not None]
+                entries += [(requests[i].slot, column, paths[i][column]) for column in range(tabled[i], blocks[i])]
+            restored = [r for r in requests if r.restores is not None] if self._cache.caching else []
             copies = self._copies(restored)
             at_boundary = [requests[i] for i in np.flatnonzero((starts % block == 0) & (starts > 0)).tolist()]
             saves = self._saves(at_boundary, copies, shape)
             copies += [(save.request.slot, save.slot) for save in saves]
-            plan = self._build(np.array([slots, starts, counts], int).T, shape, entries, copies, steps)
+            plan = self._build(np.stack([slots, starts, fed], 1), shape, entries, copies, steps)
         except Exception:
             self._cache.release_blocks(taken)
             self._publisher.cancel(saves)
@@ -179,12 +178,17 @@ class SteppingManager(RequestBook):
     def _feeds(self, feeds: Iterable[Feed], steps: int) -> tuple[list[Request], list[int]]:
         """The requests and their token counts, checked one by one."""
         counts: dict[Request, int] = {}
+        live = self._live
         for feed in feeds:
             try:
                 request, count = feed
             except (TypeError, ValueError) as error:
                 raise PlanError(f"a feed is a (request, number of tokens) pair, got {feed!r}") from error
-            request, count = self._checked(request), as_count("a row's number of tokens", count, 1)
+            # In full only what is not plainly right: hundreds of rows pass here every step.
+            if type(request) is not Request or live.get(request.slot) is not request:
+                request = self._checked(request)
+            if type(count) is not int or count < 1:
+                count = as_count("a row's number of tokens", count, 1)
             if request in counts:
                 raise PlanError(f"request {request.id!r} is fed twice in one step")
             if steps > 1 and count != 1:

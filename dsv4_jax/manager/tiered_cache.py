@@ -39,11 +39,13 @@ class Hit(NamedTuple):
     Attributes:
         nodes: in path order, referenced.
         state: the node whose snapshot the request starts from: pinned, in a device slot; None if there
-            is nothing to restore, or the transfers restore it from the host.
+            is nothing to restore, or the transfers restore it from the host, or the slot holds it.
+        slot: the request's.
     """
 
     nodes: list[Node]
     state: Node | None
+    slot: int
 
 
 class TieredCache:
@@ -71,6 +73,7 @@ class TieredCache:
         self.host_snapshots = BlockPool(host.num_snapshots, pool="host snapshot")
         self.transfers = TransferQueue()
         self.copies = PendingCopies()
+        self.fetching: set[int] = set()  # host snapshot records on their way from storage
         self.failures: collections.Counter[str] = collections.Counter()
         choices = policy or CachePolicy()
         self.tree = PrefixTree(
@@ -176,6 +179,12 @@ class TieredCache:
                 break
         return pool.acquire(min(count, pool.num_free))
 
+    def keep_watermark(self) -> None:
+        """Evicts from the host what the policy wants to be free there."""
+        if self.policy is not None and self.host_blocks.num_total:
+            excess = self.policy.watermark.excess(self.host_blocks.num_free, self.host_blocks.num_total)
+            self.host_blocks.release(self.try_host_blocks(self.host_blocks.num_free + excess) if excess else [])
+
     def back_up(self) -> None:
         """Queues the copies to the host that the write policy wants, as far as there is room."""
         for node in self.tree.pop_backups(len(self.tree)) if self.host_blocks.num_total else ():
@@ -198,26 +207,36 @@ class TieredCache:
                 hit = i + 1
         return hit
 
-    def take(self, match: Match, slot: int) -> Hit:
-        """Takes the longest hit of which the host part fits on the device; the state will be in `slot`.
+    def take(self, match: Match, slot: int, *, others: int, pinned: int) -> Hit:
+        """Takes the longest hit of which the host part fits on the device.
 
-        Call it with the slot acquired. Cannot fail: the last resort is a hit of no blocks.
+        Call it with a slot acquired. Cannot fail: the last resort is a hit of no blocks.
+
+        Args:
+            others: further requests that may become live before the next step, each in need of a slot.
+            pinned: snapshots in device slots that cannot be given away.
         """
         hit = self.usable(match)
+        found = [node.state.tier for node in match.path[:hit]]
         while hit and not self.load(match.path[:hit]):
             # Only what is on the device already.
             on_device = [i + 1 for i, n in enumerate(match.path[:hit]) if n.state.tier is T.DEVICE and _restorable(n)]
             hit = on_device[-1] if on_device else 0
-        nodes = self.tree.take(match, hit)
+        nodes = self.tree.take(match, hit, found[:hit])
         if not nodes:
-            return Hit([], None)
+            return Hit([], None, slot)
         node, snapshot = nodes[-1], nodes[-1].snapshot
         assert snapshot is not None
-        if snapshot.device:
-            self.tree.pin_snapshot(node)
-            return Hit(nodes, node)
-        self.transfers.into(SLOT, snapshot.host, slot)
-        return Hit(nodes, None)
+        if not snapshot.device:
+            self.transfers.into(SLOT, snapshot.host, slot)
+            return Hit(nodes, None, slot)
+        free = self.slots.num_free + self.tree.num_snapshots(T.DEVICE) - pinned - 1
+        if not snapshot.pins and free < others:
+            # Two slots for one request would leave too few: it moves into the snapshot's own.
+            self.slots.release([slot])
+            return Hit(nodes, None, self.tree.drop_snapshot(node, T.DEVICE))
+        self.tree.pin_snapshot(node)
+        return Hit(nodes, node, slot)
 
     def load(self, path: Sequence[Node]) -> bool:
         """Brings all nodes of a path to the device, if blocks can be had for them; else changes nothing."""

@@ -15,6 +15,7 @@ from .node import (
     ABORTS,
     BACKUP_BIT,
     COMPLETES,
+    PERSIST_BIT,
     SETTLED,
     TRANSITIONS,
     Node,
@@ -66,8 +67,10 @@ class TreeBase:
         *,
         order: Callable[[Node], Any] = least_recently_used,
         backup_after: int | None = None,
+        persists: bool = False,
         events: EventLog | None = None,
     ):
+        self.persists = persists
         self.block_tokens = as_count("block_tokens", block_tokens, 1)
         self.counters = TreeCounters()
         self._order, self._events = order, events
@@ -84,6 +87,8 @@ class TreeBase:
         self._num_host = 0  # nodes with a host unit
         self._num_snapshots = dict.fromkeys(TIERS, 0)
         self._backups: collections.deque[Node] = collections.deque()
+        self._persists: collections.deque[Node] = collections.deque()
+        self._snapshot_persists: collections.deque[Node] = collections.deque()
         rules = ((T.DEVICE, _device_leaf), (T.HOST, _host_leaf), (T.STORAGE, _storage_leaf))
         self._queues = {tier: EvictionQueue(1 << tier, eligible, self._order) for tier, eligible in rules}
         self._snapshot_queues = {
@@ -277,6 +282,9 @@ class TreeBase:
         self._counts[old] -= 1
         self._counts[state] += 1
         node.state = state
+        if state is S.HOST and self.persists and not node.stored and not node.queued & PERSIST_BIT:
+            node.queued |= PERSIST_BIT
+            self._persists.append(node)
         self._enqueue(node)
         if parent is not None:
             self._enqueue(parent)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..errors import OutOfBlocksError, PrefixTreeError
 from .allocator import as_count
 from .eviction import Eviction, Freed, Move, SnapshotEviction
-from .node import BACKUP_BIT, SETTLED, Node, S, Snapshot, T, Tier, children_of, subtree_of
+from .node import BACKUP_BIT, PERSIST_BIT, SETTLED, Node, S, Snapshot, T, Tier, children_of, subtree_of
 from .tree_base import TIERS, TreeBase
 
 __all__ = ["EvictingTree"]
@@ -101,6 +101,27 @@ class EvictingTree(TreeBase):
                 chosen.append(node)
         return chosen
 
+    def pop_persists(self, limit: int) -> list[Node]:
+        """Up to `limit` blocks on the host that storage has no copy of, the longest there first."""
+        limit = as_count("limit", limit)
+        chosen: list[Node] = []
+        while self._persists and len(chosen) < limit:
+            node = self._persists.popleft()
+            node.queued &= ~PERSIST_BIT
+            if node.state is S.HOST and not node.stored:
+                chosen.append(node)
+        return chosen
+
+    def pop_snapshot_persists(self, limit: int) -> list[Node]:
+        """Up to `limit` nodes with a snapshot on the host that storage has no copy of, the longest there first."""
+        limit = as_count("limit", limit)
+        chosen: list[Node] = []
+        while self._snapshot_persists and len(chosen) < limit:
+            node = self._snapshot_persists.popleft()
+            if self.is_current(node) and node.snapshot is not None and node.snapshot.host and not node.snapshot.stored:
+                chosen.append(node)
+        return chosen
+
     # Snapshots
 
     def attach_snapshot(self, node: Node, tier: Tier, unit: int = 0) -> Snapshot:
@@ -125,6 +146,8 @@ class EvictingTree(TreeBase):
         self._set_snapshot(node, tier, unit)
         if tier is not T.STORAGE:
             self._snapshot_queues[tier].push(node)
+        if tier is T.HOST and self.persists and not snapshot.stored:
+            self._snapshot_persists.append(node)
         return snapshot
 
     def drop_snapshot(self, node: Node, tier: Tier) -> int:

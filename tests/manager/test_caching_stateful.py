@@ -54,8 +54,7 @@ class Trace:
             request = self.manager.admit_request(prompt, namespace=space)
         except NoFreeSlotError:
             live = self.manager.requests
-            held = sum(r.restores is not None for r in live) + len(self.manager._cache.copies.late[1])
-            assert len(live) + held >= 4
+            assert len(live) + len(self.manager._cache.copies.late[1]) >= 4
             return
         self.spaces[request.id] = space
         assert request.num_cached % BLOCK == 0 and (not request.num_cached or request.num_cached < len(prompt))

@@ -1,0 +1,199 @@
+"""What goes to storage and what comes back: host records under content hashes. Pure Python.
+
+Storage answers late, so here alone a move has two ends: a `plan_` call that reserves, and a `finish_` call
+that is told what became of it. In between nothing is lost: blocks on their way to storage stay usable, and
+an answer that comes after `reset` is for nobody. Who moves the bytes: `dsv4_jax.tiers.storage`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ..errors import PrefixTreeError
+from .eviction import Freed
+from .hashing import BlockHasher, MediaItem, Namespace
+from .node import MATCHABLE, Node, S, T
+from .transfers import BLOCK, SLOT
+
+if TYPE_CHECKING:
+    from .request_book import RequestBook
+    from .tiered_cache import TieredCache
+
+__all__ = ["Contains", "StorageMove", "StorageTier"]
+
+Contains = Callable[[list[bytes]], Sequence[bool]]
+
+
+class StorageMove(NamedTuple):
+    """A host record on its way to or from storage.
+
+    Attributes:
+        scope: "block" or "slot" (a snapshot).
+        node: whose.
+        record: id in the host pool of that scope.
+    """
+
+    scope: str
+    node: Node
+    record: int
+
+    @property
+    def key(self) -> bytes:
+        """What it is stored under: the digest of the block, and of everything before it."""
+        return self.node.digest
+
+
+class StorageTier:
+    """The storage side of a manager. It wants every block and snapshot that comes to the host.
+
+    Args:
+        manager: with a host tier.
+    """
+
+    def __init__(self, manager: RequestBook):
+        self._manager = manager
+        manager.persist()
+
+    @property
+    def _cache(self) -> TieredCache:
+        return self._manager._cache
+
+    # To storage
+
+    def plan_writes(self, limit: int) -> list[StorageMove]:
+        """Up to `limit` host records that storage does not have. Read them now, before anything else runs.
+
+        Call it after the transfers of a step were run. While others wait for the next step, there are none.
+        """
+        cache = self._cache
+        if len(cache.transfers) or self._manager.has_transfers:
+            return []
+        writes = []
+        for node in cache.tree.pop_persists(limit):
+            cache.tree.begin_persist(node)
+            writes.append(StorageMove(BLOCK, node, node.host))
+        for node in cache.tree.pop_snapshot_persists(limit - len(writes)):
+            if node.snapshot is not None:
+                writes.append(StorageMove(SLOT, node, node.snapshot.host))
+        return writes
+
+    def finish_writes(self, writes: Iterable[StorageMove], done: Iterable[bool]) -> None:
+        """Whether storage has them now; one that it has not is tried again when it next comes to the host."""
+        tree = self._cache.tree
+        for move, stored in zip(writes, done, strict=True):
+            node = move.node
+            if not tree.is_current(node):
+                continue
+            if move.scope == SLOT:
+                if stored and node.state is not S.WRITING and not (node.snapshot and node.snapshot.stored):
+                    tree.attach_snapshot(node, T.STORAGE)
+            elif node.state is S.PERSISTING:
+                (tree.complete if stored else tree.abort)(node)
+            elif stored and not node.stored:  # a request has taken it to the device meanwhile
+                tree.add_stored(node.parent, node.digest)
+
+    # From storage
+
+    def plan_reads(
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        blocks: Contains,
+        snapshots: Contains,
+        *,
+        namespace: Namespace | None = None,
+        items: Iterable[MediaItem] = (),
+    ) -> list[StorageMove]:
+        """What to fetch to the host so that a request with this prompt finds its prefix there.
+
+        The longest leading run that ends at a snapshot and for which there is room; in path order, the
+        snapshot last. Nothing if all of it is nearer already.
+
+        Args:
+            blocks, snapshots: which of these keys storage probably has.
+        """
+        cache, tree = self._cache, self._cache.tree
+        hasher = BlockHasher(self._manager._hashing, tokens, namespace=namespace, items=items)
+        path = self._path(hasher.digests[: max(len(tokens) - 1, 0) // hasher.spec.block_tokens], blocks)
+        known = snapshots([node.digest for node in path]) if path else []
+        ends = [i + 1 for i, node in enumerate(path) if known[i] or node.snapshot is not None]
+        path = path[: ends[-1]] if ends else []
+        tree.acquire(path)  # so that making room takes none of these
+        try:
+            missing = [node for node in path if node.state is S.STORAGE]
+            room = cache.try_host_blocks(len(missing))
+            if len(room) < len(missing):  # only what there is room for, up to a snapshot
+                reach = path.index(missing[len(room)])
+                ends = [end for end in ends if end <= reach]
+                path_end = ends[-1] if ends else 0
+            else:
+                path_end = len(path)
+            missing = [node for node in path[:path_end] if node.state is S.STORAGE]
+            reads = self._snapshot_read(path[path_end - 1]) if path_end else []
+            if path_end and reads is None:
+                missing, reads = [], []
+            cache.host_blocks.release(room[len(missing) :])
+            for node, record in zip(missing, room, strict=False):
+                tree.begin_fetch(node, record)
+        finally:
+            tree.release(path)
+        return [*(StorageMove(BLOCK, node, node.host) for node in missing), *(reads or [])]
+
+    def finish_reads(self, reads: Sequence[StorageMove], done: Sequence[bool]) -> None:
+        """What has arrived, for the moves of one `plan_reads`, once it is in the host records.
+
+        Blocks after the first that did not arrive are called off; what storage has lost is forgotten.
+        """
+        cache, tree = self._cache, self._cache.tree
+        late: list[Node] = []
+        for move, arrived in zip(reads, done, strict=True):
+            node = move.node
+            if not cache.tree.is_current(node):
+                continue
+            if move.scope == SLOT:
+                self._finish_snapshot(move, arrived)
+            elif late or not arrived:
+                late.append(node)
+            else:
+                tree.complete(node)
+        for node in reversed(late):
+            cache.give_back(tree.abort(node))
+        if late:
+            with contextlib.suppress(PrefixTreeError):  # somebody else is fetching below it: they will find out
+                cache.give_back(tree.discard(late[0]))
+
+    def _path(self, digests: list[bytes], blocks: Contains) -> list[Node]:
+        """Nodes of the leading run that the cache or storage has, those only storage knew of added."""
+        tree, path = self._cache.tree, list[Node]()
+        for digest in digests:
+            node = tree.get(digest)
+            if node is None or node.state not in MATCHABLE:
+                break
+            path.append(node)
+        rest = digests[len(path) :]
+        if rest and tree.get(rest[0]) is None:
+            for digest, found in zip(rest, blocks(rest), strict=True):
+                if not found or tree.get(digest) is not None:
+                    break
+                path.append(tree.add_stored(path[-1] if path else None, digest))
+        return path
+
+    def _snapshot_read(self, node: Node) -> list[StorageMove] | None:
+        """The read of a node's snapshot, empty if it is nearer already; None if there is no room for it."""
+        if node.snapshot is not None and node.snapshot.tier >= T.HOST:
+            return []
+        if not (room := self._cache.try_host_snapshots(1)):
+            return None
+        self._cache.fetching.add(room[0])
+        return [StorageMove(SLOT, node, room[0])]
+
+    def _finish_snapshot(self, move: StorageMove, arrived: bool) -> None:
+        cache, node = self._cache, move.node
+        cache.fetching.discard(move.record)
+        if arrived and node.state.tier >= T.HOST and not (node.snapshot and node.snapshot.host):
+            cache.tree.attach_snapshot(node, T.HOST, move.record)
+        else:
+            cache.give_back(Freed(host_snapshots=[move.record]))
