@@ -58,10 +58,6 @@ class Model:
         )
         self.shape = dataclasses.replace(shape, table_entries=SIZE.num_slots * columns)
 
-    def new_cache(self) -> KVCache:
-        """Zeros, committed to their device as transfers leave the cache: else the step is compiled for either kind."""
-        return jax.device_put(init_cache(self.layout, SIZE), jax.devices()[0])
-
     def run(self, cache: KVCache, manager: KVCacheManager, plan: StepPlan) -> tuple[np.ndarray, KVCache]:
         """One step of the requests' known tokens: (logits [T, vocab], cache)."""
         logits, cache = step(self.params, cache, plan.pack(), manager.plan_tokens(plan))
@@ -69,7 +65,7 @@ class Model:
 
     def alone(self, tokens: list[int]) -> Lone:
         """These tokens in full chunks, with no cache of prefixes."""
-        manager, cache, logits = KVCacheManager(self.layout, SIZE), self.new_cache(), []
+        manager, cache, logits = KVCacheManager(self.layout, SIZE), init_cache(self.layout, SIZE), []
         request = manager.admit_request(tokens)
         while count := min(request.num_pending, self.shape.tokens):
             plan = manager.plan_step([(request, count)], shape=self.shape)

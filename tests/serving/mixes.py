@@ -350,7 +350,7 @@ class Mixes:
     def __init__(self, kv_format: str = "f32", index_format: str = "f32") -> None:
         self.model, self.seen = Model(kv_format, index_format), collections.Counter[str]()
         layout = self.model.layout
-        self.cache = with_garbage(self.model.new_cache(), np.random.default_rng(0))
+        self.cache = with_garbage(dsv4.init_cache(layout, SIZE), np.random.default_rng(0))
         self.host = dsv4.init_host_cache(layout, HOST.num_blocks, snapshots=HOST.num_snapshots)
 
     def run(self, seed: int, kind: type[Mix] = Mix) -> None:
