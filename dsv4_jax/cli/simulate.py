@@ -204,10 +204,10 @@ def _table(answer: dict[str, Any]) -> Table:
     line("preemptions", f"{answer['preemptions']:,}")
     line("held up in line, by pool", *by_name(answer["admission_failures"]))
     for name, pool in answer["pools"].items():
-        share = pool["peak_private"] / max(pool["total"], 1)
+        share = pool["peak_in_use"] / max(pool["total"], 1)
         line(
             f"pool: {name}", f"{pool['total']:,}",
-            f"at most {pool['peak_private']:,} ({share:.0%}) in use, {pool['peak_used']:,} with what is cached",
+            f"at most {pool['peak_in_use']:,} ({share:.0%}) in use, {pool['peak_used']:,} with what is cached",
         )  # fmt: skip
     table.add_section()
     line("simulated seconds", f"{seconds['simulated']:,.1f}", f"{answer['steps']:,} steps")

@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..errors import IntegrityError, OutOfBlocksError, TraceError
+from ..errors import IntegrityError, NoFreeSlotError, OutOfBlocksError, TraceError
 from ..layout import CacheLayout, CacheSize
 from ..manager import CachePolicy, HostSize, KVCacheManager, ManagerStats, Namespace, Request
 from ..manager.hashing import BlockHasher, HashSpec
+from ..manager.metrics import PoolUse
 from .shadow import ShadowDevice, Text
 from .timeline import Timeline
 from .trace import TraceRequest, run_tokens
@@ -100,7 +101,7 @@ class Simulation:
         now: simulated seconds. busy: those of steps.
         fed: tokens of all steps.
         lost: tokens that were fed again because of preemptions.
-        peak: most units in use of each pool; `peak_private`: and not cached.
+        peak: most units in use of each pool; `peak_in_use`: by requests.
         step_cpu, admission_cpu: seconds of the manager's own work, real ones, per step and admission.
         stats: the manager's at the end.
     """
@@ -115,7 +116,7 @@ class Simulation:
     preemptions: int = 0
     lost: int = 0
     peak: dict[str, int] = dataclasses.field(default_factory=dict)
-    peak_private: dict[str, int] = dataclasses.field(default_factory=dict)
+    peak_in_use: dict[str, int] = dataclasses.field(default_factory=dict)
     step_cpu: list[float] = dataclasses.field(default_factory=list)
     admission_cpu: list[float] = dataclasses.field(default_factory=list)
     timeline: Timeline = dataclasses.field(default_factory=Timeline)
@@ -191,15 +192,11 @@ class _Engine:
         while self.preempted or self.line:
             resumes = bool(self.preempted)
             job = self.preempted[0] if resumes else self.line[0]
-            pool = self._binding(job, resumes=resumes)
-            if pool is None and resumes and not self._resume(job):
-                pool = "device"
+            pool = self._binding(job, resumes=resumes) or (self._resume(job) if resumes else self._admit(job))
             if pool is not None:
                 for waiting in self.line:  # in order: those behind wait for the same
                     waiting.held_up.add(pool)
                 return
-            if not resumes:
-                self._admit(self.line.popleft())
 
     def _binding(self, job: Job, *, resumes: bool) -> str | None:
         """The pool without room for one more request, if there is one. Each live one may need a block soon.
@@ -214,20 +211,31 @@ class _Engine:
         needed = self.server.layout.blocks_for(known) + len(self.live)
         return "device" if needed > device.free + device.evictable else None
 
-    def _admit(self, job: Job) -> None:
+    def _admit(self, job: Job) -> str | None:
+        """The first in line becomes live; else returns the pool that has no room."""
         trace, vocab = job.trace, self.server.layout.cfg.vocab_size
         prompt, output = run_tokens(trace.prompt, vocab), run_tokens(trace.output, vocab)
         namespace = None if trace.tenant is None else Namespace(trace.tenant)
+        start = time.perf_counter()
+        try:
+            request = self.manager.admit_request(prompt, max_tokens=len(prompt) + len(output), namespace=namespace)
+        except NoFreeSlotError:  # slots may also be taken by snapshots that live requests have yet to read
+            return self._no_room("slot")
+        self.result.admission_cpu.append(time.perf_counter() - start)
         hasher = BlockHasher(self.hashing, np.concatenate([prompt, output]), namespace=namespace)
         job.output, job.text = output.tolist(), Text(hasher, trace.tenant, job.index)
         job.seen = self._seen_tokens(hasher, len(prompt))
-        start = time.perf_counter()
-        request = self.manager.admit_request(prompt, max_tokens=len(prompt) + len(output), namespace=namespace)
-        self.result.admission_cpu.append(time.perf_counter() - start)
+        self.line.popleft()
         job.request, job.admitted, job.hit = request, self.result.now, request.num_hit
         self.live[request] = job
         self.fresh.append(job)
         self.result.jobs.append(job)
+        return None
+
+    def _no_room(self, pool: str) -> str:
+        if not self.live:
+            raise IntegrityError(f"no request runs, and yet there is no room in the {pool} pool for one")
+        return pool
 
     def _seen_tokens(self, hasher: BlockHasher, prompt: int) -> int:
         """Prompt tokens that a cache of any size could have had (at least the last one is computed)."""
@@ -255,19 +263,20 @@ class _Engine:
         self.preempted.append(job)
         self.preempted.sort(key=lambda job: job.index)
 
-    def _resume(self, job: Job) -> bool:
+    def _resume(self, job: Job) -> str | None:
+        """The first of those preempted becomes live again; else returns the pool that has no room."""
         request = job.request
         assert request is not None
         try:
             self.manager.resume(request)
+        except NoFreeSlotError:
+            return self._no_room("slot")
         except OutOfBlocksError:
-            if not self.live:
-                raise  # there is no more room than now
-            return False
+            return self._no_room("device")
         self.preempted.remove(job)
         self.live[request], job.unchecked = job, True
         self.result.lost -= request.num_cached
-        return True
+        return None
 
     # Steps
 
@@ -297,7 +306,7 @@ class _Engine:
         stats = manager.stats()
         for name, pool in stats.cache.pools.items():
             result.peak[name] = max(result.peak.get(name, 0), pool.total - pool.free)
-            result.peak_private[name] = max(result.peak_private.get(name, 0), pool.total - pool.free - pool.evictable)
+            result.peak_in_use[name] = max(result.peak_in_use.get(name, 0), _in_use(name, pool))
         if result.timeline.due:
             result.timeline.add(result.now, self._sample(stats))
         result.timeline.tick()
@@ -334,9 +343,14 @@ class _Engine:
             "hit_host_tokens": sum(job.hit_host for job in jobs),
         }  # fmt: skip
         for name, pool in pools.items():
-            sample[f"{name}_used"] = pool.total - pool.free - pool.evictable
-            sample[f"{name}_cached"] = pool.evictable
+            sample[f"{name}_used"] = _in_use(name, pool)
+            sample[f"{name}_cached"] = pool.total - pool.free - _in_use(name, pool)
         for tier, count in counters.evicted.items():
             sample[f"evicted_{tier.name.lower()}"] = count
         sample["evicted_snapshot"] = counters.evicted_snapshots
         return sample
+
+
+def _in_use(name: str, pool: PoolUse) -> int:
+    """Units of requests. Only device blocks are shared with the cache; on the host lie copies of what is in use."""
+    return pool.private + (pool.cached - pool.evictable if name == "device" else 0)

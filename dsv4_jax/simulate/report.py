@@ -24,8 +24,11 @@ def report(result: Simulation) -> dict[str, Any]:
     waits = {pool: sum(pool in j.held_up for j in jobs) for pool in ("slot", "device")}
     return {
         "requests": {
-            "run": len(jobs), "rejected": dict(result.rejected), "tenants": len({j.trace.tenant for j in jobs}),
-            "prompt_tokens": prompt, "output_tokens": drawn,
+            "run": len(jobs),
+            "rejected": {limit: result.rejected[limit] for limit in ("context", "device")},
+            "tenants": len({j.trace.tenant for j in jobs}),
+            "prompt_tokens": prompt,
+            "output_tokens": drawn,
         },
         "cache": {
             "size": dataclasses.asdict(server.size),
@@ -54,7 +57,7 @@ def report(result: Simulation) -> dict[str, Any]:
             name: {
                 "total": pool.total,
                 "peak_used": result.peak.get(name, 0),
-                "peak_private": result.peak_private.get(name, 0),
+                "peak_in_use": result.peak_in_use.get(name, 0),
                 "unit_bytes": pool.unit_bytes,
             }
             for name, pool in stats.cache.pools.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 from ..errors import TraceError
 from .trace import TraceRequest, TraceRun
@@ -49,7 +50,7 @@ class ChatTrace:
     def parse(cls, text: str) -> ChatTrace:
         """Of `name=value,name=value,...`; the defaults for the rest. Raises `TraceError`."""
         types = {field.name: type(field.default) for field in dataclasses.fields(cls)}
-        values = {}
+        values: dict[str, Any] = {}
         for part in filter(None, text.split(",")):
             name, _, value = part.partition("=")
             if name not in types:

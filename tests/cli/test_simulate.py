@@ -1,0 +1,388 @@
+"""Simulated traces: what is found, exactly; that tenants share nothing; what bad traces are told."""
+
+from __future__ import annotations
+
+import io
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
+from dsv4_jax.cli import main
+from dsv4_jax.errors import TraceError
+from dsv4_jax.manager import CachePolicy, HostSize, Namespace, SnapshotPlacement, WritePolicy
+from dsv4_jax.simulate import (
+    ChatTrace,
+    Server,
+    StepTime,
+    TraceRequest,
+    TraceRun,
+    make_trace,
+    read_trace,
+    simulate,
+    write_trace,
+)
+from dsv4_jax.simulate.report import report
+from dsv4_jax.simulate.trace import run_tokens
+
+BLOCK = 128
+LAYOUT = CacheLayout(DSV4Config.tiny(max_position_embeddings=1 << 16))
+EVERY_BLOCK = SnapshotPlacement(every=1)
+STEP = StepTime(step=1.0, token=0.0)
+TINY = ["--model", "tiny", "--max-requests", "4", "--snapshots", "8"]
+
+
+def server(blocks: int = 64, slots: int = 4, snapshots: int = 64, **options) -> Server:
+    options.setdefault("policy", CachePolicy(snapshots=EVERY_BLOCK))
+    return Server(LAYOUT, CacheSize(blocks, slots, 64, snapshots), step_time=STEP, **options)
+
+
+def request(arrival: float, *runs: tuple, output: int = 1, tenant: str | None = None) -> TraceRequest:
+    name = f"answer at {arrival} to {tenant}"
+    return TraceRequest(arrival, tuple(TraceRun(*run) for run in runs), (TraceRun(name, output),), tenant)
+
+
+def refused(capsys, argv: list, *parts: str) -> None:
+    """Exit status 2 and one line on stderr that holds these parts; nothing on stdout."""
+    try:
+        status = main(["simulate", *map(str, argv)])
+    except SystemExit as exit_:
+        status = exit_.code
+    out, err = capsys.readouterr()
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert all(part in err for part in parts), err
+
+
+# Traces
+
+
+def test_runs_are_prefixes_of_sequences_that_their_names_alone_determine() -> None:
+    long, short = run_tokens([TraceRun("a", 300)], 1000), run_tokens([TraceRun(7, 5), TraceRun("a", 100)], 1000)
+    assert long.dtype == np.int32 and long.min() >= 0 and long.max() < 1000
+    assert np.array_equal(short[5:], long[:100])
+    assert not np.array_equal(run_tokens([TraceRun("7", 5)], 1000), short[:5])
+    assert len(set(long.tolist())) > 200
+    assert run_tokens([], 10).shape == (0,)
+
+
+def test_both_forms() -> None:
+    native = {"arrival": 2.5, "prompt": [["s", 200], [4, 1]], "output": [["answer", 9]], "tenant": "t"}
+    mooncake = {"timestamp": 1500, "input_length": 1025, "output_length": 3, "hash_ids": [7, 8, 9], "type": "x"}
+    lines = [json.dumps(native), "\n", json.dumps(mooncake), json.dumps(native | {"arrival": 0, "output": 0})]
+    first, second, third = read_trace(lines)
+    assert (first.arrival, first.output, first.tenant) == (0.0, (), "t")
+    assert (second.arrival, second.prompt, second.output_tokens) == (1.5, ((7, 512), (8, 512), (9, 1)), 3)
+    assert third == TraceRequest(2.5, (TraceRun("s", 200), TraceRun(4, 1)), (TraceRun("answer", 9),), "t")
+    assert len(read_trace(lines, limit=1)) == 1
+    assert read_trace(lines[2:3], timestamp_unit=1.0)[0].arrival == 1500
+    written = io.StringIO()
+    write_trace([second, third], written)
+    assert read_trace(written.getvalue().splitlines()) == [second, third]
+
+
+NATIVE = {"arrival": 0, "prompt": [["a", 10]], "output": 5}
+MOONCAKE = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("{", ("not JSON",)),
+        ("[1]", ("a JSON object, got [1]",)),
+        (NATIVE | {"arrival": -1}, ("'arrival'", "got -1")),
+        (NATIVE | {"arrival": "now"}, ("'arrival'", '"now"')),
+        (NATIVE | {"arrival": float("inf")}, ("'arrival'", "Infinity")),
+        (NATIVE | {"prompt": []}, ("'prompt'", "no tokens")),
+        (NATIVE | {"prompt": "abc"}, ("'prompt'", "list of [hash, tokens]")),
+        (NATIVE | {"prompt": [["a", 1], ["b", 0]]}, ("'prompt'", "item 1", "got 0")),
+        (NATIVE | {"prompt": [["a"]]}, ("'prompt'", "item 0")),
+        (NATIVE | {"prompt": [[1.5, 3]]}, ("'prompt'", "a hash is", "1.5")),
+        (NATIVE | {"output": -2}, ("'output'", "got -2")),
+        (NATIVE | {"output": True}, ("'output'", "got true")),
+        (NATIVE | {"tenant": [1]}, ("'tenant'", "got [1]")),
+        (NATIVE | {"tenent": 1}, ("'tenent'", "unknown field")),
+        ({"arrival": 0, "output": 1}, ("'prompt'", "is missing")),
+        (MOONCAKE | {"input_length": 0}, ("'input_length'", "at least 1")),
+        (MOONCAKE | {"hash_ids": [1]}, ("'hash_ids'", "1 ids, not the 2 for 600 tokens in blocks of 512")),
+        (MOONCAKE | {"hash_ids": 3}, ("'hash_ids'", "must be a list")),
+        (MOONCAKE | {"hash_ids": [1, None]}, ("'hash_ids'", "item 1", "null")),
+        (MOONCAKE | {"output_length": 2**31}, ("'output_length'",)),
+        ({"timestamp": 0, "hash_ids": [1]}, ("'input_length'", "is missing")),
+    ],
+)
+def test_bad_lines_are_named(line: object, parts: tuple[str, ...]) -> None:
+    text = line if isinstance(line, str) else json.dumps(line)
+    with pytest.raises(TraceError) as caught:
+        read_trace([json.dumps(NATIVE), text], source="t.jsonl")
+    assert str(caught.value).startswith("t.jsonl, line 2") and caught.value.line == 2
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_generated_traces() -> None:
+    settings = ChatTrace.parse("seed=3,chats=12,tenants=2,rate=0.5")
+    assert settings == ChatTrace(seed=3, chats=12, tenants=2, rate=0.5)
+    trace = make_trace(settings)
+    assert trace == make_trace(settings) != make_trace(ChatTrace(seed=4, chats=12, tenants=2, rate=0.5))
+    assert [r.arrival for r in trace] == sorted(r.arrival for r in trace)
+    assert {r.tenant for r in trace} == {"tenant 0", "tenant 1"}
+    last = max(trace, key=lambda r: len(r.prompt))
+    earlier = [r for r in trace if r.prompt == last.prompt[: len(r.prompt)] and r is not last]
+    assert len(earlier) == len(last.prompt) // 2 - 1 >= 2, "a chat's prompts contain those before, and the answers"
+    for bad in ("chats=0", "turns=x", "rate=-1", "colour=red"):
+        with pytest.raises(TraceError, match=bad.partition("=")[0]):
+            ChatTrace.parse(bad)
+
+
+# What is found
+
+
+def test_hits_are_exact() -> None:
+    """The second prompt shares 3 blocks and a bit, the third repeats it: all but the last token's block."""
+    trace = [
+        request(0, ("s", 3 * BLOCK + 50), ("a", 200)),
+        request(100, ("s", 3 * BLOCK + 50), ("b", 206)),  # 5 blocks exactly
+        request(200, ("s", 3 * BLOCK + 50), ("b", 206)),
+    ]
+    result = simulate(trace, server())
+    assert [job.hit for job in result.jobs] == [0, 3 * BLOCK, 4 * BLOCK]
+    assert [job.seen for job in result.jobs] == [0, 3 * BLOCK, 4 * BLOCK]
+    assert result.fed == sum(r.prompt_tokens for r in trace) - 7 * BLOCK
+    assert [round(job.first_token - job.trace.arrival, 9) for job in result.jobs][1:] == [2.0, 1.0]
+    numbers = report(result)
+    assert numbers["hits"]["tokens"] == {"device": 7 * BLOCK, "host": 0}
+    assert numbers["hits"]["rate"] == pytest.approx(7 * BLOCK / (634 + 640 + 640))
+    assert numbers["recomputed_tokens"] == {"seen_before": 0, "after_preemption": 0}
+
+
+def test_without_a_policy_nothing_is_found() -> None:
+    trace = [request(t, ("s", 400)) for t in (0, 100)]
+    result = simulate(trace, server(policy=None))
+    assert [job.hit for job in result.jobs] == [0, 0] and result.fed == 800
+    assert report(result)["recomputed_tokens"]["seen_before"] == 3 * BLOCK
+
+
+def test_answers_are_found_by_the_next_turn() -> None:
+    """The answer's last token is never fed, so that block is not cached; those before it are."""
+    answer = TraceRun("answer", 2 * BLOCK + 28)
+    chat = [
+        TraceRequest(0, (TraceRun("q", 100),), (answer,)),
+        TraceRequest(1000, (TraceRun("q", 100), answer, TraceRun("more", 10)), (TraceRun("x", 1),)),
+    ]
+    placement = SnapshotPlacement(every=None)
+    result = simulate(chat, server(policy=CachePolicy(snapshots=placement)))
+    assert [job.hit for job in result.jobs] == [0, 2 * BLOCK]  # fed: 100 + 283 tokens; the end of output is at 256
+
+
+def test_hits_on_the_host() -> None:
+    """Others push the prompt to the host: the first to ask finds it there, the next one on the device."""
+    others = [request(100 + 10 * i, (f"other {i}", 6 * BLOCK)) for i in range(2)]
+    trace = [request(0, ("s", 5 * BLOCK)), *others, request(200, ("s", 5 * BLOCK)), request(300, ("s", 5 * BLOCK))]
+    for write in (WritePolicy.write_back(), WritePolicy.write_through()):
+        policy = CachePolicy(write=write, snapshots=EVERY_BLOCK)
+        result = simulate(trace, server(blocks=10, policy=policy, host=HostSize(64, 64)))
+        hits = [(job.hit - job.hit_host, job.hit_host) for job in result.jobs]
+        assert hits == [(0, 0), (0, 0), (0, 0), (0, 4 * BLOCK), (4 * BLOCK, 0)], write.name
+        numbers = report(result)
+        moved, unit = numbers["transfer_bytes"], numbers["pools"]["host"]["unit_bytes"]
+        assert moved["swap_in"] == 4 * unit and moved["swap_out"] % unit == 0 < moved["swap_out"]
+        assert numbers["evictions"]["device"] > 0
+    lost = simulate(trace, server(blocks=10))
+    assert [job.hit for job in lost.jobs] == [0, 0, 0, 0, 4 * BLOCK]
+    assert report(lost)["recomputed_tokens"]["seen_before"] == 4 * BLOCK
+
+
+def test_requests_wait_and_are_preempted() -> None:
+    """Three requests that need 4 blocks each at their end, in 5 blocks and 2 slots."""
+    trace = [request(0, (name, 250), output=200) for name in "abc"]
+    result = simulate(trace, server(blocks=5, slots=2, snapshots=0, policy=None))
+    assert result.preemptions >= 1 and result.lost > 0
+    assert result.fed == sum(250 + 200 - 1 for _ in trace) + result.lost
+    first, second, third = sorted(result.jobs, key=lambda job: job.index)
+    assert first.ended < second.ended <= third.ended and third.admitted > 0
+    numbers = report(result)
+    assert numbers["admission_failures"]["slot"] >= 1
+    assert numbers["pools"]["device"]["peak_used"] == 5
+    assert [job.drawn for job in result.jobs] == [200] * 3
+    assert numbers["seconds"]["queued"]["max"] == third.admitted
+
+
+def test_what_can_never_run_is_rejected() -> None:
+    trace = [request(0, ("a", 65 * BLOCK)), request(0, ("b", 30 * BLOCK)), request(0, ("c", 10))]
+    done: list[int] = []
+    result = simulate(trace, server(blocks=20), on_done=lambda: done.append(1))
+    assert (dict(result.rejected), len(result.jobs), len(done)) == ({"context": 1, "device": 1}, 1, 3)
+    with pytest.raises(TraceError, match="no request of the trace fits: this cache holds 2560 tokens"):
+        simulate(trace[:2], server(blocks=20))
+
+
+# Tenants
+
+
+def test_ten_tenants_with_equal_prompts_share_nothing() -> None:
+    """Of every tenant the first request finds nothing, whatever the nine others have cached; the second all."""
+    rounds = [[request(1000 * k + t, ("s", 5 * BLOCK), tenant=f"t{t}") for t in range(10)] for k in range(2)]
+    roomy = simulate([*rounds[0], *rounds[1]], server(blocks=64, slots=10))
+    assert [job.hit for job in roomy.jobs] == [0] * 10 + [4 * BLOCK] * 10
+    tight = CachePolicy(write=WritePolicy.write_through(), snapshots=EVERY_BLOCK)
+    for result in (roomy, simulate([*rounds[0], *rounds[1]], server(12, 2, 6, policy=tight, host=HostSize(30, 30)))):
+        assert (result.shadow.foreign, result.shadow.wrong) == (0, 0)
+        assert all(job.hit <= job.seen for job in result.jobs)
+    same = simulate([request(100 * r.arrival, *r.prompt) for r in rounds[0]], server())
+    assert [job.hit for job in same.jobs] == [0] + [4 * BLOCK] * 9, "without tenants they would share"
+
+
+def test_the_count_of_foreign_units_sees_them(monkeypatch) -> None:
+    """A manager that forgets the namespaces is caught by what lies on the device."""
+    admit = KVCacheManager.admit_request
+
+    def forgetful(self, tokens, *, namespace: Namespace | None = None, **options):
+        return admit(self, tokens, **options)
+
+    monkeypatch.setattr(KVCacheManager, "admit_request", forgetful)
+    trace = [request(100 * t, ("s", 5 * BLOCK), tenant=f"t{t}") for t in range(3)]
+    assert simulate(trace, server()).shadow.foreign == 2 * (4 + 1)  # 4 blocks and a state, twice
+
+
+@pytest.mark.parametrize("write", [None, WritePolicy.write_back(), WritePolicy.write_through_selective(2)])
+def test_generated_chats_under_pressure(write: WritePolicy | None) -> None:
+    """Preemption, eviction and host tier at once: every unit holds what it should, and everyone ends."""
+    settings = ChatTrace(seed=1, chats=12, tenants=2, turns=3, system=500, answer=60, rate=50.0, pause=1.0)
+    trace = make_trace(settings)
+    policy = write and CachePolicy(write=write, snapshots=SnapshotPlacement(every=2))
+    result = simulate(trace, server(40, 8, 10, policy=policy, host=HostSize(30, 12), token_budget=512))
+    assert (result.shadow.foreign, result.shadow.wrong) == (0, 0)
+    assert [job.drawn for job in result.jobs] == [job.trace.output_tokens for job in result.jobs]
+    assert len(result.jobs) == len(trace) and result.preemptions > 0
+    assert all(job.trace.arrival <= job.admitted < job.first_token <= job.ended for job in result.jobs)
+    assert all(job.hit <= job.seen for job in result.jobs)
+    pools = result.stats.cache.pools
+    assert not any(pool.private for pool in pools.values())
+    assert pools["device"].evictable == pools["device"].cached
+
+
+# The command
+
+
+def cli(capsys, *argv: object) -> dict:
+    assert main(["simulate", *map(str, argv), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+SCHEMA: dict[str, Callable | type | tuple | dict] = {
+    "model": str,
+    "order": str,
+    "snapshot_every": int,
+    "requests": dict(
+        run=int, rejected=dict(context=int, device=int), tenants=int, prompt_tokens=int, output_tokens=int
+    ),
+    "cache": dict(
+        size=dict(num_blocks=int, num_slots=int, max_blocks_per_request=int, num_snapshots=int),
+        host=dict(num_blocks=int, num_snapshots=int),
+        kv_format=str, index_format=str, block_tokens=int, bytes=int, policy=str,
+    ),
+    "hits": dict(
+        requests=int, tokens=dict(device=int, host=int), rate=float, rate_by_tier=dict(device=float, host=float),
+        seen_before_tokens=int, highest_possible_rate=float,
+    ),
+    "recomputed_tokens": dict(seen_before=int, after_preemption=int),
+    "evictions": dict(device=int, host=int, storage=int, snapshot=int),
+    "transfer_bytes": dict(swap_out=int, snapshot=int, swap_in=int, restore=int, total=int),
+    "preemptions": int,
+    "admission_failures": dict(slot=int, device=int, never=int),
+    "pools": {
+        name: dict(total=int, peak_used=int, peak_in_use=int, unit_bytes=int)
+        for name in ("device", "host", "slot", "host snapshot")
+    },
+    "seconds": dict(simulated=float, busy=float)
+    | {k: dict(mean=float, p50=float, p99=float, max=float) for k in ("queued", "first_token", "whole_request")},
+    "steps": int,
+    "fed_tokens": int,
+    "isolation": dict(foreign_units=int, wrong_units=int),
+    "cpu": {k: dict(mean=float, p50=float, p99=float, max=float) for k in ("step", "admission")},
+}  # fmt: skip
+
+
+def matches(value: object, schema: object) -> bool:
+    if isinstance(schema, dict):
+        return (
+            isinstance(value, dict)
+            and value.keys() == schema.keys()
+            and all(matches(value[k], schema[k]) for k in schema)
+        )
+    return type(value) is schema
+
+
+def test_json_plot_and_equal_output(capsys, tmp_path: pathlib.Path) -> None:
+    made, plot = tmp_path / "trace.jsonl", tmp_path / "sim.png"
+    options = [*TINY, "--blocks", 60, "--host-blocks", 40, "--host-snapshots", 10]
+    first = cli(
+        capsys,
+        "--generate",
+        "chats=4,turns=2,system=300,question=80,answer=20,seed=2",
+        "--save-trace",
+        made,
+        *options,
+        "--plot",
+        plot,
+    )
+    again = cli(capsys, made, *options)
+    timeline = first.pop("timeline")
+    assert matches(first, SCHEMA)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert len({len(column) for column in timeline.values()}) == 1 < len(timeline["seconds"]) <= 514
+    assert timeline["seconds"] == sorted(timeline["seconds"])
+    assert timeline["hit_device_tokens"][-1] == first["hits"]["tokens"]["device"] > 0
+    assert timeline["running"][-1] == timeline["waiting"][-1] == 0
+    assert again.pop("timeline") == timeline
+    assert first.pop("cpu").keys() == again.pop("cpu").keys() and first == again
+    other = cli(capsys, "--generate", "chats=4,turns=2,system=300,question=80,answer=20,seed=3", *options)
+    assert other["requests"] != first["requests"]
+
+
+def test_the_table_and_the_options(capsys, tmp_path: pathlib.Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text("".join(json.dumps(MOONCAKE | {"timestamp": 1000 * i}) + "\n" for i in range(3)))
+    assert main(["simulate", str(trace), *TINY, "--blocks", "20", "--snapshot-every", "0", "--order", "lfu"]) == 0
+    out = capsys.readouterr().out
+    assert "hit rate" in out and "56.89%" in out  # 4 of 600 tokens' 4 whole blocks, by two of three: 2 * 512 / 1800
+    report = cli(capsys, trace, *TINY, "--blocks", 20, "--limit", 1, "--policy", "none")
+    assert (report["requests"]["run"], report["cache"]["policy"], report["hits"]["rate"]) == (1, "none", 0.0)
+    sized = cli(capsys, trace, *TINY, "--hbm", "40MB", "--policy", "selective:3", "--context", "1K")
+    size, unit = sized["cache"]["size"], sized["pools"]["device"]["unit_bytes"]
+    assert size["max_blocks_per_request"] == 8 and 0 <= 40 * 10**6 - sized["cache"]["bytes"] < unit
+
+
+def test_refusals(capsys, tmp_path: pathlib.Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(json.dumps(NATIVE) + "\n" + json.dumps(NATIVE | {"output": -1}) + "\n")
+    refused(capsys, [bad], "bad.jsonl, line 2, field 'output'", "got -1")
+    (empty := tmp_path / "empty.jsonl").write_text("\n")
+    refused(capsys, [empty], "empty.jsonl: there is no request")
+    refused(capsys, [tmp_path / "none.jsonl"], "No such file")
+    refused(capsys, [], "give either a TRACE or --generate")
+    refused(capsys, [bad, "--generate", ""], "give either a TRACE or --generate")
+    refused(capsys, ["--generate", "chats=0"], "field 'chats'", "at least 1")
+    refused(capsys, ["--generate", "", "--policy", "best"], "'best' is neither")
+    refused(capsys, ["--generate", "", "--policy", "selective:0"], "at least 1")
+    refused(capsys, ["--generate", "", "--blocks", "4", "--hbm", "1GB"], "not allowed with")
+    refused(capsys, ["--generate", "", "--hbm", "1MB"], "1000000 bytes are too few")
+    refused(capsys, ["--generate", "", "--step-ms", "-1"], "'-1' is not a number of at least 0")
+    refused(capsys, ["--generate", "chats=2", "--blocks", "3"], "no request of the trace fits")
+    with pytest.raises(SystemExit) as exit_:
+        main(["simulate", "--help"])
+    assert exit_.value.code == 0 and "examples:" in capsys.readouterr().out
+
+
+def test_it_imports_no_jax() -> None:
+    code = (
+        "import sys; from dsv4_jax.cli import main; "
+        "main('simulate --generate chats=1,turns=1 --model tiny --blocks 200 --json'.split()); "
+        "assert 'jax' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
