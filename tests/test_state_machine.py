@@ -76,8 +76,9 @@ def test_thousand_tokens(hca_state: str) -> None:
 @pytest.mark.parametrize("formats", [("fp8_per_entry", "fp8"), ("bf16", "bf16"), ("f32", "f32")])
 @pytest.mark.slow
 def test_other_formats(formats: tuple[str, str]) -> None:
-    cfg = DSV4Config.tiny(layer_types=(CSA, HCA))
-    run_trace(CacheLayout(cfg, *formats), 130, seed=5, check_every=3)
+    """In optimised code: without LLVM's optimisations XLA rounds some of these rows' last bits otherwise."""
+    layout = CacheLayout(DSV4Config.tiny(layer_types=(CSA, HCA)), *formats)
+    run_trace(layout, 130, seed=5, check_every=3, write_step=optimised_write_step)
 
 
 @pytest.mark.slow
