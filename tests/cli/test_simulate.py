@@ -191,6 +191,7 @@ def test_hits_on_the_host() -> None:
         moved, unit = numbers["transfer_bytes"], numbers["pools"]["host"]["unit_bytes"]
         assert moved["swap_in"] == 4 * unit and moved["swap_out"] % unit == 0 < moved["swap_out"]
         assert numbers["evictions"]["device"] > 0
+        assert [n for n in result.stats.cache.counters.hit_tokens.values() if n] == [4 * BLOCK] * 2
     lost = simulate(trace, server(blocks=10))
     assert [job.hit for job in lost.jobs] == [0, 0, 0, 0, 4 * BLOCK]
     assert report(lost)["recomputed_tokens"]["seen_before"] == 4 * BLOCK
@@ -320,16 +321,8 @@ def matches(value: object, schema: object) -> bool:
 def test_json_plot_and_equal_output(capsys, tmp_path: pathlib.Path) -> None:
     made, plot = tmp_path / "trace.jsonl", tmp_path / "sim.png"
     options = [*TINY, "--blocks", 60, "--host-blocks", 40, "--host-snapshots", 10]
-    first = cli(
-        capsys,
-        "--generate",
-        "chats=4,turns=2,system=300,question=80,answer=20,seed=2",
-        "--save-trace",
-        made,
-        *options,
-        "--plot",
-        plot,
-    )
+    chats = "chats=4,turns=2,system=300,question=80,answer=20"
+    first = cli(capsys, "--generate", f"{chats},seed=2", "--save-trace", made, *options, "--plot", plot)
     again = cli(capsys, made, *options)
     timeline = first.pop("timeline")
     assert matches(first, SCHEMA)
