@@ -62,6 +62,10 @@ class StorageTier:
     def _cache(self) -> TieredCache:
         return self._manager._cache
 
+    def is_current(self, move: StorageMove) -> bool:
+        """Whether the manager still waits for this move."""
+        return self._cache.tree.is_current(move.node)
+
     # To storage
 
     def plan_writes(self, limit: int) -> list[StorageMove]:
@@ -142,10 +146,13 @@ class StorageTier:
             tree.release(path)
         return [*(StorageMove(BLOCK, node, node.host) for node in missing), *(reads or [])]
 
-    def finish_reads(self, reads: Sequence[StorageMove], done: Sequence[bool]) -> None:
+    def finish_reads(self, reads: Sequence[StorageMove], done: Sequence[bool], *, lost: bool = True) -> None:
         """What has arrived, for the moves of one `plan_reads`, once it is in the host records.
 
-        Blocks after the first that did not arrive are called off; what storage has lost is forgotten.
+        Blocks after the first that did not arrive are called off.
+
+        Args:
+            lost: whether storage does not have what did not arrive: it is forgotten then.
         """
         cache, tree = self._cache, self._cache.tree
         late: list[Node] = []
@@ -161,7 +168,7 @@ class StorageTier:
                 tree.complete(node)
         for node in reversed(late):
             cache.give_back(tree.abort(node))
-        if late:
+        if late and lost:
             with contextlib.suppress(PrefixTreeError):  # somebody else is fetching below it: they will find out
                 cache.give_back(tree.discard(late[0]))
 
