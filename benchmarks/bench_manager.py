@@ -1,9 +1,10 @@
-"""Host-side costs of prefix caching on one core: hashing, matching, evicting. No jax, no device.
+"""Host-side costs of prefix caching on one core: hashing, matching, evicting, admitting, planning. No jax, no device.
 
     python benchmarks/bench_manager.py [--quick] [--json]
 
 Every number is the best of several runs, except evictions, which are timed over all of a long run (a mean, with the
-99th percentile of single calls beside it). `--quick` uses a tree a tenth as large.
+99th percentile of single calls beside it). `--quick` uses a tree a tenth as large. Targets are
+printed beside the numbers that have one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
+from dsv4_jax.manager import CachePolicy
 from dsv4_jax.manager.block_pool import BlockPool
 from dsv4_jax.manager.hashing import BlockHasher, HashSpec, Namespace
 from dsv4_jax.manager.node import Node, Tier
@@ -23,6 +26,15 @@ from dsv4_jax.manager.prefix_tree import PrefixTree
 
 BLOCK = 128
 PROMPT = 100_352  # tokens: 784 blocks
+FLASH = CacheLayout(DSV4Config.flash())
+TARGETS = {  # at least (>) or at most (<)
+    "hash int32 Mtokens/s": (">", 50.0),
+    "admit 100,353 tokens, after hashing ms": ("<", 5.0),
+    "plan_step, 256 decodes, no caching us": ("<", 300.0),
+    "plan_step, 256 decodes, caching us": ("<", 300.0),
+    "evict, 1000000 nodes, remove us": ("<", 20.0),
+    "evict, 1000000 nodes, write_back us": ("<", 20.0),
+}
 
 
 def best(call: Callable[[], object], runs: int = 15) -> float:
@@ -134,20 +146,93 @@ def evicting(nodes: int, policy: str) -> dict[str, float]:
     }
 
 
+def admitting() -> dict[str, float]:
+    """Milliseconds to admit a prompt of 100,353 int32 ids, all but the last one cached, and to release it."""
+    manager = KVCacheManager(FLASH, CacheSize(1000, 4, 800, 64), policy=CachePolicy())
+    ids = np.random.default_rng(3).integers(0, FLASH.cfg.vocab_size, PROMPT + 1).astype(np.int32)
+    request = manager.admit_request(ids)
+    while feeds := manager.schedule(8192):
+        manager.plan_step(feeds)
+    manager.release_request(request)
+    spec = HashSpec(BLOCK, (FLASH.fingerprint, None), FLASH.cfg.vocab_size)
+
+    def run() -> tuple[float, float]:
+        start = time.perf_counter()
+        request = manager.admit_request(ids)
+        admitted = time.perf_counter()
+        assert request.num_hit == PROMPT
+        manager.abort_request(request)
+        return admitted - start, time.perf_counter() - admitted
+
+    whole, release = (min(times) for times in zip(*(run() for _ in range(25)), strict=True))
+    hashing = best(lambda: BlockHasher(spec, ids), 25)
+    hashers = [BlockHasher(spec, ids) for _ in range(25)]
+    manager._new_hasher = lambda *_args, **_space: hashers.pop()  # hashed before the clock starts
+    rest = min(run()[0] for _ in range(25))
+    return {
+        "admit 100,353 tokens, hashing ms": hashing * 1e3,
+        "admit 100,353 tokens, after hashing ms": rest * 1e3,
+        "admit 100,353 tokens, whole ms": whole * 1e3,
+        "release it ms": release * 1e3,
+    }
+
+
+def planning(caching: bool, steps: int = 512) -> dict[str, float]:
+    """Microseconds to plan a step of 256 decodes. Exactly two of them begin a block in every step: all are alike."""
+    requests = 256
+    size = CacheSize(requests * 16, requests, 16, 2 * requests)
+    manager = KVCacheManager(FLASH, size, policy=CachePolicy() if caching else None)
+    draw = np.random.default_rng(4)
+    for i in range(requests):
+        manager.admit_request(draw.integers(0, FLASH.cfg.vocab_size, 512 + i % BLOCK))
+    while feeds := manager.schedule(8192):
+        manager.plan_step(feeds)
+    shape = manager.pinned_shape(requests)
+    parts: dict[str, list[float]] = {"schedule": [], "plan_step": [], "take_transfers": [], "plan_tokens": []}
+    for token in range(steps):
+        for request in manager.requests:
+            request.tokens.append(token)
+        clock = [time.perf_counter()]
+        feeds = manager.schedule(requests, shape=shape)
+        clock.append(time.perf_counter())
+        plan = manager.plan_step(feeds, shape=shape)
+        clock.append(time.perf_counter())
+        manager.take_transfers()
+        clock.append(time.perf_counter())
+        manager.plan_tokens(plan)
+        clock.append(time.perf_counter())
+        assert len(feeds) == requests
+        for name, start, end in zip(parts, clock, clock[1:], strict=False):
+            parts[name].append(end - start)
+    kind = f"256 decodes, {'caching' if caching else 'no caching'}"
+    results = {f"{name}, {kind} us": min(times) * 1e6 for name, times in parts.items()}
+    return results | {f"plan_step, {kind} median us": float(np.median(parts["plan_step"])) * 1e6}
+
+
+def verdict(name: str, value: float) -> str:
+    """The target of a number, and whether it is met; empty without one."""
+    if name not in TARGETS:
+        return ""
+    sign, bound = TARGETS[name]
+    met = value >= bound if sign == ">" else value <= bound
+    return f"{sign}= {bound:g} {'met' if met else 'MISSED'}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tree of 100,000 nodes instead of a million")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     nodes = 100_000 if args.quick else 1_000_000
-    results = hashing() | matching()
+    results = hashing() | matching() | admitting() | planning(False) | planning(True)
     for policy in ("remove", "write_back"):
         results |= evicting(nodes, policy)
     if args.json:
-        print(json.dumps(results))
+        targets = {name: {"sign": f"{sign}=", "value": bound} for name, (sign, bound) in TARGETS.items()}
+        print(json.dumps(results | {"targets": targets}))
         return
     for name, value in results.items():
-        print(f"{name:48s} {value:10.3f}")
+        print(f"{name:48s} {value:10.3f}  {verdict(name, value)}".rstrip())
 
 
 if __name__ == "__main__":
