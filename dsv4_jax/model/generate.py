@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,8 @@ import numpy as np
 
 from ..cache import KVCache
 from ..errors import ContextLimitError, NoFreeSlotError, OutOfBlocksError, PlanError
-from ..manager import KVCacheManager, Request
+from ..manager import KVCacheManager, Request, StepShape
+from ..manager.scheduling import Room, schedule
 from ..ops.dispatch import Implementation
 from ..plan import PackedPlan
 from .forward import decode_loop, prefill
@@ -41,14 +42,15 @@ def generate(
 
     Prompts are admitted in order as slots and blocks come free. Each step feeds every live request:
     one token of those that are decoding, and prompt chunks of the others; once all are decoding,
-    `decode_steps` steps run per call. Three executables in all, whatever the prompts.
+    `decode_steps` steps run per call. Three executables in all, whatever the prompts. If the manager
+    has a policy, prompts start at what is cached of them, and leave behind what it wants cached.
 
     A request's tokens depend on its prompt, its index and the seed, up to float32 rounding: not on
     what else runs. Draws of one request differ from those of another with the same prompt.
 
     Args:
         cache: donated: use the returned one.
-        manager: of this cache; its other requests are left alone.
+        manager: of this cache, without a host tier; its other requests are left alone.
         prompts: token ids, at least one each.
         max_new_tokens: to draw for each prompt.
         stop_tokens: a request ends before the first of these it draws.
@@ -61,7 +63,7 @@ def generate(
         (the tokens drawn for each prompt, stop token left out; the cache).
 
     Raises:
-        PlanError: an empty prompt, or a count below 1.
+        PlanError: an empty prompt, a count below 1, or a manager with a host tier, for which nobody runs transfers.
         ContextLimitError: a prompt and its continuation exceed the context limit. Like `PlanError`
             it is raised before anything runs.
         NoFreeSlotError, OutOfBlocksError: a prompt cannot be admitted even with none of the others live.
@@ -71,6 +73,8 @@ def generate(
             raise PlanError(f"{name} must be at least 1, got {value}")
     if chunk_tokens < manager.size.num_slots:
         raise PlanError(f"chunk_tokens must be at least the number of slots {manager.size.num_slots}")
+    if any(manager.host_size):
+        raise PlanError("generate moves nothing between tiers: its manager must have no host tier")
     # The last token drawn is never fed.
     needs = [len(prompt) + max_new_tokens - 1 for prompt in prompts]
     for i, (prompt, need) in enumerate(zip(prompts, needs, strict=True)):
@@ -79,8 +83,9 @@ def generate(
         if need > manager.context_limit:
             raise ContextLimitError(f"of prompt {i}", need, manager.context_limit)
 
-    rows = manager.size.num_slots
+    rows, block_tokens = manager.size.num_slots, manager.layout.block_tokens
     chunk_shape = manager.pinned_shape(rows, chunk_tokens, history=True)
+    decode_shape = manager.pinned_shape(rows, steps=decode_steps)
     drawn: list[list[int]] = [[] for _ in prompts]
     waiting = collections.deque(range(len(prompts)))
     live: dict[Request, int] = {}
@@ -93,22 +98,21 @@ def generate(
                     break
                 live[request] = waiting.popleft()
 
-            feeds, room = [], chunk_tokens
-            for request in sorted(live, key=lambda request: request.num_pending):
-                count = min(request.num_pending, room)
-                if count:
-                    feeds.append((request, count))
-                    room -= count
+            manager.commit()
+            # Blocks found in the cache need table entries that decode plans may have no room for.
+            tabled = all(request.num_tabled * block_tokens >= request.num_cached for request in live)
+            decoding = tabled and all(request.num_pending == 1 for request in live)
+            shape = decode_shape if decoding else chunk_shape
+            feeds = _feeds(manager, live, shape)
             stream = np.zeros(rows, np.int32)
             stream[: len(feeds)] = [live[request] for request, _ in feeds]
-            decoding = all(request.num_pending == 1 for request in live)
             steps = decode_steps if all(max_new_tokens - len(drawn[i]) >= decode_steps for i in live.values()) else 1
             if decoding:
-                plan = manager.plan_step(feeds, steps=steps, shape=manager.pinned_shape(rows, steps=decode_steps))
+                plan = manager.plan_step(feeds, steps=steps, shape=shape)
                 tokens = manager.plan_tokens(plan)
                 new, cache = _decode(params, cache, plan.pack(), tokens, key, stream, steps, sampling, implementation)
             else:
-                plan = manager.plan_step(feeds, shape=chunk_shape)
+                plan = manager.plan_step(feeds, shape=shape)
                 tokens = manager.plan_tokens(plan)
                 new, cache = _prefill(params, cache, plan.pack(), tokens, key, stream, sampling, implementation)
 
@@ -144,6 +148,20 @@ def _admit(manager: KVCacheManager, prompt: Sequence[int], need: int, *, may_wai
             return None
         raise
     return request
+
+
+def _feeds(manager: KVCacheManager, live: Iterable[Request], shape: StepShape) -> list[tuple[Request, int]]:
+    """What the next step feeds of these requests, all of whose blocks are reserved."""
+
+    policy, block_tokens = manager.policy, manager.layout.block_tokens
+
+    def next_stop(request: Request, start: int, stop: int) -> int:
+        if policy is None:
+            return stop
+        return policy.snapshots.next_stop(start, stop, prompt_tokens=request.num_prompt, block_tokens=block_tokens)
+
+    room = Room(shape.tokens, shape.rows, 0, shape.table_entries, shape.slot_copies)
+    return schedule(manager.layout, list(live), room, max_chunk=shape.tokens, next_stop=next_stop)
 
 
 def _keys(key: jax.Array, stream: jax.Array) -> jax.Array:

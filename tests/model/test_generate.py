@@ -6,7 +6,7 @@ import pytest
 from dsv4_jax import CacheLayout, DSV4Config, init_cache, model
 from dsv4_jax.errors import ContextLimitError, OutOfBlocksError, PlanError, RequestError
 from dsv4_jax.layout import CacheSize
-from dsv4_jax.manager import KVCacheManager
+from dsv4_jax.manager import CachePolicy, HostSize, KVCacheManager, SnapshotPlacement
 
 from .feeding import CSA, HCA, text_tokens, uncached
 
@@ -23,7 +23,7 @@ def params():
 
 
 def generate(params, prompts=PROMPTS, **options):
-    """What `model.generate` gives from an empty cache; afterwards nothing may be held."""
+    """What `model.generate` gives from an empty cache without prefix caching; afterwards nothing may be held."""
     manager = KVCacheManager(LAYOUT, SIZE)
     options = dict(max_new_tokens=9, chunk_tokens=32, decode_steps=4) | options
     drawn, cache = model.generate(params, init_cache(LAYOUT, SIZE), manager, prompts, **options)
@@ -72,6 +72,34 @@ def test_samples_do_not_depend_on_company_or_steps_per_call(params):
     together = generate(params, sampling=SAMPLING, seed=7)
     assert generate(params, PROMPTS[:1], sampling=SAMPLING, seed=7) == together[:1]
     assert generate(params, PROMPTS[:2], sampling=SAMPLING, seed=7, decode_steps=1) == together[:2]
+
+
+@pytest.mark.slow
+def test_prompts_start_at_what_is_cached_and_go_on_the_same(params, greedy):
+    """One manager over three calls: nothing cached, everything cached, and prompts that go on from answers."""
+    layout = CacheLayout(CFG, "f32", "f32", block_tokens=16)
+    size = CacheSize(20, 3, 8, num_snapshots=6)
+    policy = CachePolicy(snapshots=SnapshotPlacement(every=1))
+    manager, cache = KVCacheManager(layout, size, policy=policy), init_cache(layout, size)
+    options = dict(max_new_tokens=9, chunk_tokens=32, decode_steps=4)
+    prompts = PROMPTS + PROMPTS[:1] * 3  # more of one prompt than slots, side by side
+    hits = 0
+    for turn in range(3):
+        drawn, cache = model.generate(params, cache, manager, prompts, **options)
+        expected = generate(params, prompts, **options) if turn == 2 else greedy + greedy[:1] * 3
+        assert drawn == expected
+        manager.check_integrity()
+        assert not manager.requests
+        before, hits = hits, sum(manager.stats().cache.counters.hit_tokens.values())
+        assert hits > before
+        prompts = [p + d for p, d in zip(prompts, drawn, strict=True)] if turn == 1 else prompts
+
+
+def test_a_manager_with_a_host_tier_is_refused(params):
+    manager = KVCacheManager(LAYOUT, SIZE, policy=CachePolicy(), host=HostSize(2, 1))
+    with pytest.raises(PlanError, match="no host tier"):
+        model.generate(params, init_cache(LAYOUT, SIZE), manager, PROMPTS)
+    assert not manager.requests
 
 
 @pytest.mark.parametrize(

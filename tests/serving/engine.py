@@ -56,7 +56,8 @@ class Model:
         shape = StepShape.bound(
             self.layout, SIZE.num_slots, 16, columns=columns, history=True, slot_copies=8, block_copies=24
         )
-        self.shape = dataclasses.replace(shape, table_entries=SIZE.num_slots * columns)
+        # As `pinned_shape` has it, and one for every row that gets drafts.
+        self.shape = dataclasses.replace(shape, table_entries=shape.table_entries + columns + SIZE.num_slots)
 
     def run(self, cache: KVCache, manager: KVCacheManager, plan: StepPlan) -> tuple[np.ndarray, KVCache]:
         """One step of the requests' known tokens: (logits [T, vocab], cache)."""
