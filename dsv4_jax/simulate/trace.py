@@ -8,7 +8,8 @@ A run `[hash, n]` stands for the first n tokens of an endless sequence that the 
 prompts that begin with the same runs begin with the same tokens. `output` is a number of tokens, or runs
 as well: then a later prompt can contain what was generated here. `tenant` (optional) is the namespace.
 
-Mooncake's form; every hash id stands for `trace_block_tokens` tokens, the last one for what is left:
+Mooncake's form; every hash id stands for `trace_block_tokens` tokens, the last one for what is left (if there
+is an id for that; else nobody shares it):
 
     {"timestamp": 500, "input_length": 1300, "output_length": 120, "hash_ids": [0, 1, 17]}
 
@@ -163,14 +164,15 @@ class _Line:
         ids = self.get("hash_ids")
         if not isinstance(ids, list):
             raise self.error("hash_ids", f"must be a list, got {_short(ids)}")
-        if len(ids) != -(-length // block):
-            needed = f"{-(-length // block)} for {length} tokens in blocks of {block}"
-            raise self.error("hash_ids", f"has {len(ids)} ids, not the {needed}")
-        rest = length - (len(ids) - 1) * block
-        counts = [block] * (len(ids) - 1) + [rest]
-        runs = (
-            TraceRun(self.hash("hash_ids", i, value), n) for i, (value, n) in enumerate(zip(ids, counts, strict=True))
-        )
+        whole, rest = divmod(length, block)
+        if len(ids) - whole not in ((0, 1) if rest else (0,)):
+            needed = f"{whole} or {whole + 1}" if rest else f"{whole}"
+            raise self.error("hash_ids", f"has {len(ids)} ids, not {needed} for {length} tokens in blocks of {block}")
+        names = [self.hash("hash_ids", i, value) for i, value in enumerate(ids)]
+        runs = [TraceRun(name, block) for name in names[:whole]]
+        if rest:  # some tools give the last, partial block no id: nobody shares it
+            name = names[whole] if len(names) > whole else f"\0rest of line {self.number}"
+            runs.append(TraceRun(name, rest))
         return TraceRequest(arrival, tuple(runs), answer, self.tenant())
 
     # Fields

@@ -80,6 +80,8 @@ def test_both_forms() -> None:
     assert third == TraceRequest(2.5, (TraceRun("s", 200), TraceRun(4, 1)), (TraceRun("answer", 9),), "t")
     assert len(read_trace(lines, limit=1)) == 1
     assert read_trace(lines[2:3], timestamp_unit=1.0)[0].arrival == 1500
+    (floor,) = read_trace([json.dumps(mooncake | {"hash_ids": [7, 8]})])  # no id for the last, partial block
+    assert floor.prompt[:2] == second.prompt[:2] and floor.prompt_tokens == 1025 and floor.prompt[2].hash != 9
     written = io.StringIO()
     write_trace([second, third], written)
     assert read_trace(written.getvalue().splitlines()) == [second, third]
@@ -108,7 +110,8 @@ MOONCAKE = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids":
         (NATIVE | {"tenent": 1}, ("'tenent'", "unknown field")),
         ({"arrival": 0, "output": 1}, ("'prompt'", "is missing")),
         (MOONCAKE | {"input_length": 0}, ("'input_length'", "at least 1")),
-        (MOONCAKE | {"hash_ids": [1]}, ("'hash_ids'", "1 ids, not the 2 for 600 tokens in blocks of 512")),
+        (MOONCAKE | {"hash_ids": []}, ("'hash_ids'", "0 ids, not 1 or 2 for 600 tokens in blocks of 512")),
+        (MOONCAKE | {"input_length": 512}, ("'hash_ids'", "2 ids, not 1 for 512 tokens")),
         (MOONCAKE | {"hash_ids": 3}, ("'hash_ids'", "must be a list")),
         (MOONCAKE | {"hash_ids": [1, None]}, ("'hash_ids'", "item 1", "null")),
         (MOONCAKE | {"output_length": 2**31}, ("'output_length'",)),
