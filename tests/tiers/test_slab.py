@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import errno
+import mmap
 import os
 import pathlib
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 
 from dsv4_jax.errors import StoreError, StoreFormatError, StoreFullError, StoreLockedError
 from dsv4_jax.tiers.slab import SlabStore
+from dsv4_jax.tiers.slab_io import SlabFile
 from dsv4_jax.tiers.slab_record import HEADER_BYTES, RecordHeader, checksum, pack_header, unpack_header
 
 from .stores import FINGERPRINT, RECORD_BYTES, key, keys, read, records
@@ -342,6 +344,35 @@ def test_direct_needs_no_copy_of_aligned_memory_and_takes_any(tmp_path):
         pool[:] = 0
         assert store.read_into(keys(*range(6)), pool).all()
         np.testing.assert_array_equal(pool, expected)
+
+
+@pytest.mark.parametrize(
+    ("disk", "start", "record_bytes", "copied"),
+    [(512, 512, 8704, 0), (512, 0, 8704, 0), (512, 8, 8704, 2), (512, 512, 8700, 2), (4096, 512, 8704, 2)],
+)
+def test_direct_from_the_callers_memory(tmp_path, monkeypatch, disk, start, record_bytes, copied):
+    """Where the disk takes it, also between two pages; what surrounds the records stays as it is."""
+    bounces = []
+    bounce = SlabFile._bounce
+    monkeypatch.setattr(SlabFile, "_bounce", lambda self: bounces.append(1) or bounce(self))
+    if disk == 4096:
+        monkeypatch.setattr(SlabFile, "_find_alignment", lambda self: 4096)
+    try:
+        store = make(tmp_path / "slab", record_bytes=record_bytes, direct=True)
+    except StoreError as error:
+        pytest.skip(f"no O_DIRECT here: {error}")
+    with store:
+        if store._file.alignment != disk:
+            pytest.skip(f"this disk asks for {store._file.alignment}")
+        memory = np.frombuffer(mmap.mmap(-1, 1 << 16), np.uint8)
+        pool = memory[start : start + 5 * record_bytes].reshape(5, record_bytes)
+        pool[:] = expected = records(*range(5), record_bytes=record_bytes)
+        store.write(keys(*range(5)), pool)
+        memory[:] = 7
+        assert store.read_into(keys(*range(5)), pool).all()
+        np.testing.assert_array_equal(pool, expected)
+        assert (memory[:start] == 7).all() and (memory[start + pool.size :] == 7).all()
+    assert len(bounces) == copied
 
 
 def test_checksum_sees_every_bit_and_every_pair_of_top_bits():
