@@ -23,12 +23,13 @@ import numpy as np
 
 from ..errors import ContextLimitError, NoFreeSlotError, RequestError
 from .allocator import as_count
-from .hashing import MediaItem, Namespace
+from .hashing import BlockHasher, MediaItem, Namespace
 from .integrity import check_manager
 from .node import T
 from .request import Parked, Request, RequestState
 from .stats import ManagerStats, collect, compute_block_budget
 from .stepping import SteppingManager
+from .tiered_cache import Hit
 from .transfers import BLOCK, SLOT
 
 __all__ = ["KVCacheManager"]
@@ -91,13 +92,13 @@ class KVCacheManager(SteppingManager):
         hasher = self._new_hasher(ids, namespace=namespace, items=items)
         self.commit()
         try:
-            slot = self._acquire_slot()
+            hit = self._start(hasher, len(ids))
         except NoFreeSlotError:
             self._cache.failures["slot"] += 1
             raise
-        request = self._new_request(ids.tolist(), limit, request_id, slot)
+        request = self._new_request(ids.tolist(), limit, request_id, hit.slot)
         request.hasher = hasher
-        self._start_from_hit(request)
+        self._use_hit(request, hit)
         return request
 
     def release_request(self, request: Request | int) -> None:
@@ -155,21 +156,13 @@ class KVCacheManager(SteppingManager):
         if not self._is_preempted(request):
             raise RequestError(f"request {request.id!r} is not preempted here")
         self.commit()
-        slot = self._acquire_slot()
-        request.slot = slot
-        try:
-            unparked = self._unpark(request)
-        except Exception:
-            request.slot = 0
-            self._cache.release_slot(slot)
-            raise
+        if not self._unpark(request):
+            hasher = request.hasher
+            if hasher is not None and hasher.num_tokens < len(request.tokens):
+                hasher.extend(request.tokens[hasher.num_tokens :])
+            self._use_hit(request, self._start(hasher, len(request.tokens)))
         self._drop_parked(request)
-        self._live[slot], request.state = request, RequestState.LIVE
-        if not unparked:
-            if request.hasher is not None and request.hasher.num_tokens < len(request.tokens):
-                request.hasher.extend(request.tokens[request.hasher.num_tokens :])
-            self._start_from_hit(request)
-        request.num_hit = request.num_cached
+        self._live[request.slot], request.state = request, RequestState.LIVE
 
     def fork(self, request: Request | int, *, request_ids: Sequence[Hashable | None] = (None,)) -> list[Request]:
         """Copies of a live request as it stands, one per id: n samples of one prompt.
@@ -230,19 +223,19 @@ class KVCacheManager(SteppingManager):
     def _is_preempted(self, request: Request) -> bool:
         return self._ids.get(request.id) is request and request.state is RequestState.PREEMPTED
 
-    def _start_from_hit(self, request: Request) -> None:
-        if request.hasher is None:
-            return
-        match = self._cache.tree.match(request.hasher.digests, len(request.tokens))
+    def _start(self, hasher: BlockHasher | None, num_tokens: int) -> Hit:
+        """A slot, and what is cached of these tokens. Raises `NoFreeSlotError`."""
+        match = None if hasher is None else self._cache.tree.match(hasher.digests, num_tokens)
+        others = self.size.num_slots - len(self._live) - 1
+        if others < 0:
+            raise NoFreeSlotError(self.size.num_slots)
         pinned = {r.restores for r in self.requests if r.restores is not None}
-        request.nodes, request.restores, slot = self._cache.take(
-            match, request.slot, others=self.size.num_slots - len(self._live), pinned=len(pinned)
-        )
-        if slot != request.slot:
-            del self._live[request.slot]
-            request.slot, self._live[slot] = slot, request
-        request.blocks = [node.block for node in request.nodes]
-        request.num_cached = request.num_hit = len(request.nodes) * self.layout.block_tokens
+        return self._cache.start(match, others=others, pinned=len(pinned))
+
+    def _use_hit(self, request: Request, hit: Hit) -> None:
+        request.nodes, request.restores, request.slot = hit
+        request.blocks = [node.block for node in hit.nodes]
+        request.num_cached = request.num_hit = len(hit.nodes) * self.layout.block_tokens
 
     def _leave_slot(self, request: Request, *, keep: bool, always: bool = False) -> None:
         """Gives up slot and blocks. `keep`: for the cache, as the policy wants it; `always`: also the state."""
@@ -280,7 +273,7 @@ class KVCacheManager(SteppingManager):
         """Whether what was parked and the shared blocks before it are all there: then they are the request's again.
 
         Raises:
-            OutOfBlocksError: there is no room for the parked blocks.
+            NoFreeSlotError, OutOfBlocksError: there is no slot, or no room for the parked blocks.
         """
         cache, parked = self._cache, request.parked
         if parked is None or parked.num_cached >= len(request.tokens):
@@ -291,15 +284,19 @@ class KVCacheManager(SteppingManager):
             return False
         nodes = cache.tree.acquire(path)
         try:
+            request.slot = self._start(None, 0).slot
             own = self._acquire_blocks(len(parked.blocks))
         except Exception:
             cache.tree.release(nodes)
+            if request.slot:
+                cache.release_slot(request.slot)
+                request.slot = 0
             raise
         for record, block in zip(parked.blocks, own, strict=True):
             cache.transfers.into(BLOCK, record, block)
         cache.transfers.into(SLOT, parked.snapshot, request.slot)
         request.nodes, request.blocks = nodes, [node.block for node in nodes] + own
-        request.num_cached = parked.num_cached
+        request.num_cached = request.num_hit = parked.num_cached
         self._publisher.mark(request)
         return True
 

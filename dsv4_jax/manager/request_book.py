@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from ..errors import NoFreeSlotError, PlanError, RequestError
+from ..errors import PlanError, RequestError
 from ..layout import CacheLayout, CacheSize
 from .allocator import as_count
 from .events import EventLog
@@ -103,12 +103,6 @@ class RequestBook:
 
     def _new_hasher(self, tokens: Sequence[int] | np.ndarray, **space) -> BlockHasher | None:
         return BlockHasher(self._hashing, tokens, **space) if self._cache.caching else None
-
-    def _acquire_slot(self) -> int:
-        """Raises `NoFreeSlotError`."""
-        if len(self._live) < self.size.num_slots:
-            return self._cache.acquire_slot()
-        raise NoFreeSlotError(self.size.num_slots)
 
     def _final_tokens(self, request: Request) -> int:
         """Cached tokens that stay whatever is accepted."""

@@ -207,15 +207,22 @@ class TieredCache:
                 hit = i + 1
         return hit
 
-    def take(self, match: Match, slot: int, *, others: int, pinned: int) -> Hit:
-        """Takes the longest hit of which the host part fits on the device.
-
-        Call it with a slot acquired. Cannot fail: the last resort is a hit of no blocks.
+    def start(self, match: Match | None, *, others: int, pinned: int) -> Hit:
+        """A slot, and the longest hit of which the host part fits on the device.
 
         Args:
+            match: None: there is nothing to look up.
             others: further requests that may become live before the next step, each in need of a slot.
             pinned: snapshots in device slots that cannot be given away.
+
+        Raises:
+            NoFreeSlotError: nothing has changed.
         """
+        available = self.slots.num_free + self.tree.num_snapshots(T.DEVICE) - pinned
+        if available < 1:
+            raise NoFreeSlotError(self.slots.num_total)
+        if match is None:
+            return Hit([], None, self.acquire_slot())
         hit = self.usable(match)
         found = [node.state.tier for node in match.path[:hit]]
         while hit and not self.load(match.path[:hit]):
@@ -224,19 +231,19 @@ class TieredCache:
             hit = on_device[-1] if on_device else 0
         nodes = self.tree.take(match, hit, found[:hit])
         if not nodes:
-            return Hit([], None, slot)
+            return Hit([], None, self.acquire_slot())
         node, snapshot = nodes[-1], nodes[-1].snapshot
         assert snapshot is not None
-        if not snapshot.device:
-            self.transfers.into(SLOT, snapshot.host, slot)
-            return Hit(nodes, None, slot)
-        free = self.slots.num_free + self.tree.num_snapshots(T.DEVICE) - pinned - 1
-        if not snapshot.pins and free < others:
+        if snapshot.device and not snapshot.pins and available - 1 < 1 + others:
             # Two slots for one request would leave too few: it moves into the snapshot's own.
-            self.slots.release([slot])
             return Hit(nodes, None, self.tree.drop_snapshot(node, T.DEVICE))
         self.tree.pin_snapshot(node)
-        return Hit(nodes, node, slot)
+        slot = self.acquire_slot()
+        if snapshot.device:
+            return Hit(nodes, node, slot)
+        self.tree.unpin_snapshot(node)
+        self.transfers.into(SLOT, snapshot.host, slot)
+        return Hit(nodes, None, slot)
 
     def load(self, path: Sequence[Node]) -> bool:
         """Brings all nodes of a path to the device, if blocks can be had for them; else changes nothing."""

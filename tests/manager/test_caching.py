@@ -1,0 +1,566 @@
+"""What the caching manager promises, case by case. Random traces: test_caching_stateful.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dsv4_jax import CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager
+from dsv4_jax.errors import (
+    ConfigError,
+    HashError,
+    IntegrityError,
+    NoFreeSlotError,
+    OutOfBlocksError,
+    PlanError,
+    RequestError,
+)
+from dsv4_jax.manager import (
+    EventLog,
+    HostSize,
+    HostWatermark,
+    MediaItem,
+    Namespace,
+    RequestState,
+    SnapshotPlacement,
+    WritePolicy,
+    prometheus_text,
+)
+from dsv4_jax.manager.node import Tier
+from dsv4_jax.manager.request import Request
+from dsv4_jax.manager.transfers import TransferQueue
+
+B = 8
+PROMPT = [i % 5 for i in range(40)]
+
+
+def make(
+    num_blocks: int = 24, num_slots: int = 4, snapshots: int = 4, *, drafts: int = 0, host: HostSize | None = None,
+    write: WritePolicy | None = None, every: int | None = 2, events: EventLog | None = None,
+    watermark: HostWatermark | None = None, salt: str = "",
+) -> KVCacheManager:  # fmt: skip
+    layout = CacheLayout(DSV4Config.tiny(hca_ratio=8), block_tokens=B, draft_tokens=drafts)
+    policy = CachePolicy(
+        write=write or WritePolicy.write_back(), snapshots=SnapshotPlacement(every),
+        watermark=watermark or HostWatermark(),
+    )  # fmt: skip
+    size = CacheSize(num_blocks, num_slots, 12, num_snapshots=snapshots)
+    return KVCacheManager(layout, size, policy=policy, host=host, events=events, salt=salt)
+
+
+def feed(manager: KVCacheManager, request: Request) -> None:
+    """All pending tokens, in chunks that end where snapshots are wanted."""
+    while request.num_pending:
+        stop = manager._publisher.next_stop(request, request.num_cached, len(request.tokens))
+        manager.plan_step([(request, stop - request.num_cached)])
+        manager.take_transfers()
+
+
+def run(manager: KVCacheManager, prompt: list[int] = PROMPT, **options) -> Request:
+    request = manager.admit_request(prompt, **options)
+    feed(manager, request)
+    return request
+
+
+def serve(manager: KVCacheManager, prompt: list[int] = PROMPT, **options) -> None:
+    manager.release_request(run(manager, prompt, **options))
+
+
+def pairs(plan) -> list[tuple[int, int]]:
+    return [(s, d) for s, d in zip(plan.copy_slot_src.tolist(), plan.copy_slot_dst.tolist(), strict=True) if d]
+
+
+# Hits
+
+
+def test_the_same_prompt_hits_all_but_its_last_token_s_block() -> None:
+    manager = make()
+    serve(manager)
+    request = manager.admit_request(PROMPT)
+    # 40 tokens: the last one is computed again, so the hit is at most 39 tokens, 4 blocks.
+    assert (request.num_cached, request.num_hit, request.num_pending) == (32, 32, 8)
+    again = manager.admit_request([*PROMPT, 1])
+    assert again.num_cached == 32  # the state after 40 tokens was never kept: a prompt's end is no block's
+    manager.check_integrity()
+    counters = manager.stats().cache.counters
+    assert (counters.lookups, counters.hits, counters.lookup_tokens) == (3, 2, 121)
+    assert counters.hit_tokens[Tier.DEVICE] == 64
+    assert manager.stats().cache.hit_rate() == 64 / 121
+
+
+def test_a_hit_is_the_minimum_of_blocks_and_snapshot() -> None:
+    manager = make(every=3)
+    serve(manager)  # blocks of 8..40, snapshots after 24 (every 3) and 32 (end of prompt)
+    assert manager.admit_request(PROMPT[:32]).num_cached == 24  # four blocks, of which 31 tokens may be used
+    assert manager.admit_request([*PROMPT[:30], 9, 9, 9, 9]).num_cached == 24  # three blocks agree
+    assert manager.admit_request([*PROMPT[:23], 9]).num_cached == 0  # two blocks, no snapshot there
+    assert manager.admit_request(PROMPT[:24]).num_cached == 0
+
+
+def test_a_restored_state_is_copied_by_the_first_plan_that_feeds_it() -> None:
+    manager = make()
+    serve(manager)
+    request = manager.admit_request(PROMPT)
+    snapshot = request.restores.snapshot
+    assert snapshot.pins == 1
+    assert pairs(manager.plan_step([])) == []
+    assert (snapshot.device, request.slot) in pairs(manager.plan_step([(request, 1)]))
+    assert snapshot.pins == 0 and request.restores is None
+
+
+def test_table_entries_of_a_hit_come_with_its_first_plan() -> None:
+    manager = make()
+    serve(manager)
+    request = manager.admit_request(PROMPT)
+    plan = manager.plan_step([(request, 2)])
+    entries = zip(plan.table_slot.tolist(), plan.table_index.tolist(), plan.table_block.tolist(), strict=True)
+    assert [e for e in entries if e[0]] == [(request.slot, i, request.blocks[i]) for i in range(5)]
+
+
+def test_blocks_are_shared_and_counted_once() -> None:
+    manager = make()
+    serve(manager)
+    a, b = manager.admit_request(PROMPT), manager.admit_request(PROMPT)
+    assert a.blocks == b.blocks and len(a.blocks) == 4
+    feed(manager, a)
+    feed(manager, b)
+    manager.commit()
+    manager.check_integrity()
+    assert a.blocks == b.blocks  # the fifth was computed again by both: given back
+    assert manager.stats().cache.counters.duplicates == 2
+    manager.release_request(a)
+    manager.release_request(b)
+    assert manager.stats().cache.pools["device"][:5] == (24, 19, 0, 5, 5)
+
+
+def test_nothing_is_matchable_before_its_step_is_planned_or_after_an_abort() -> None:
+    manager = make()
+    first = manager.admit_request(PROMPT)
+    assert manager.admit_request(PROMPT).num_cached == 0
+    manager.plan_step([(first, 40)])
+    manager.abort_request(first)  # its step did not run
+    manager.check_integrity()
+    assert manager.admit_request(PROMPT).num_cached == 0
+
+
+def test_drafts_are_published_once_they_are_accepted() -> None:
+    manager = make(drafts=3)
+    request = manager.admit_request(PROMPT)
+    feed(manager, request)
+    request.tokens += [1, 2, 3, 4] * 2
+    manager.plan_step([(request, 4)])
+    manager.commit()
+    assert len(request.nodes) == 5 and request.num_shared == 5
+    manager.plan_step([(request, 4)])
+    manager.commit()
+    assert len(request.nodes) == 5  # 48 tokens, of which four may still go
+    manager.accept(request, 3)
+    manager.commit()
+    assert len(request.nodes) == 5
+    request.tokens.append(4)
+    manager.plan_step([(request, 1)])
+    manager.accept(request, 1)
+    manager.commit()
+    assert len(request.nodes) == 6
+    manager.check_integrity()
+
+
+def test_ids_the_manager_never_sees_are_never_cached() -> None:
+    manager = make()
+    request = manager.admit_request()
+    manager.plan_step([(request, 40)])
+    manager.release_request(request)
+    assert manager.stats().cache.pools["device"].cached == 0
+    manager.check_integrity()
+
+
+def test_without_a_policy_nothing_is_cached() -> None:
+    layout = CacheLayout(DSV4Config.tiny(hca_ratio=8), block_tokens=B)
+    manager = KVCacheManager(layout, CacheSize(8, 2, 8))
+    serve(manager)
+    assert manager.admit_request(PROMPT).num_cached == 0 and manager.stats().blocks_free == 8
+
+
+# Who shares
+
+
+def test_tenants_adapters_weights_and_pictures_do_not_share() -> None:
+    manager = make(num_slots=12, snapshots=8)
+    serve(manager, namespace=Namespace("a"))
+    for space in (Namespace("b"), Namespace("a", adapter="x"), None):
+        assert manager.admit_request(PROMPT, namespace=space).num_cached == 0
+    assert manager.admit_request(PROMPT, namespace=Namespace("a")).num_cached == 32
+    item = MediaItem("cat", 20, 22)
+    assert manager.admit_request(PROMPT, namespace=Namespace("a"), items=[item]).num_cached == 16
+    assert make(salt="w1").admit_request(PROMPT).hasher.root != make(salt="w2").admit_request(PROMPT).hasher.root
+
+
+def test_ten_tenants_with_one_prompt_never_hit_each_other() -> None:
+    manager = make(num_blocks=96, num_slots=4, snapshots=20)
+    for tenant in range(10):
+        serve(manager, namespace=Namespace(tenant))
+    assert manager.stats().cache.counters.hits == 0
+    for tenant in range(10):
+        request = manager.admit_request(PROMPT, namespace=Namespace(tenant))
+        assert request.num_cached == 32
+        manager.release_request(request)
+
+
+@pytest.mark.parametrize("bad", [dict(namespace=Namespace(1.5)), dict(items=[MediaItem("x", 3, 3)])])
+def test_bad_keys_change_nothing(bad) -> None:
+    manager = make()
+    with pytest.raises(HashError):
+        manager.admit_request(PROMPT, **bad)
+    assert manager.stats().slots_used == 0
+    manager.check_integrity()
+
+
+# Snapshots
+
+
+def test_chunks_end_where_a_snapshot_is_wanted() -> None:
+    manager = make(every=2)
+    request = manager.admit_request(PROMPT)
+    ends = []
+    while request.num_pending:
+        manager.plan_step(manager.schedule(100))
+        ends.append(request.num_cached)
+    assert ends == [16, 32, 40]
+    manager.commit()
+    states = [node.snapshot is not None for node in request.nodes]
+    assert states == [False, True, False, True, False]
+
+
+def test_the_end_of_an_output_can_be_hit() -> None:
+    manager = make(every=None)
+    request = run(manager)
+    for token in range(20):
+        request.tokens.append(token)
+        manager.plan_step([(request, 1)])
+    tokens = list(request.tokens)
+    manager.release_request(request)
+    assert manager.admit_request([*tokens, 7, 7]).num_cached == 56  # of 60
+    assert manager.stats().cache.pools["slot"].cached == 2  # end of prompt, end of output: none between
+
+
+def test_a_slot_that_ends_at_a_boundary_becomes_the_snapshot() -> None:
+    manager = make(every=1, snapshots=0, num_slots=1)
+    serve(manager, PROMPT[:8])
+    assert manager.stats().cache.pools["slot"][:4] == (1, 0, 0, 1)
+    request = manager.admit_request(PROMPT)
+    assert (request.num_cached, request.slot) == (8, 1)  # it moved in, there is no other
+    manager.check_integrity()
+
+
+def test_live_requests_come_before_snapshots() -> None:
+    manager = make(num_slots=3, snapshots=0)
+    serve(manager)
+    assert manager.stats().cache.pools["slot"].cached == 2
+    for _ in range(3):
+        manager.admit_request([9])
+    assert manager.stats().cache.pools["slot"][:4] == (3, 0, 3, 0)
+    with pytest.raises(NoFreeSlotError):
+        manager.admit_request([9])
+    assert manager.stats().cache.admission_failures == {"slot": 1}
+    manager.check_integrity()
+
+
+# Eviction and the host tier
+
+
+def test_cached_blocks_give_way_to_requests() -> None:
+    manager = make(num_blocks=6)
+    serve(manager)
+    assert manager.stats().blocks_free == 1
+    run(manager, [9] * 40)
+    assert manager.stats().cache.counters.evicted[Tier.DEVICE] == 4
+    manager.check_integrity()
+    with pytest.raises(OutOfBlocksError, match="requested 5 blocks, 1 available"):
+        manager.plan_step([(manager.admit_request([8] * 40), 40)])
+    assert manager.stats().cache.admission_failures == {"device": 1}
+
+
+@pytest.mark.parametrize("write", [WritePolicy.write_back(), WritePolicy.write_through()])
+def test_evicted_blocks_come_back_from_the_host(write: WritePolicy) -> None:
+    manager = make(num_blocks=6, num_slots=2, snapshots=0, host=HostSize(16, 4), write=write)
+    serve(manager)
+    serve(manager, [9] * 40)
+    request = manager.admit_request(PROMPT)
+    assert request.num_cached == 32 and manager.stats().cache.counters.hit_tokens[Tier.HOST] > 0
+    manager.plan_step([(request, 8)])
+    stages = manager.take_transfers()
+    loaded = [b for s in stages if s.swap_in for b in s.swap_in.device_ids.tolist() if b]
+    assert set(loaded) <= set(request.blocks[:4]) and loaded
+    manager.check_integrity()
+
+
+def test_a_full_host_takes_what_it_can() -> None:
+    manager = make(num_blocks=6, host=HostSize(2, 1))
+    serve(manager)
+    serve(manager, [9] * 40)
+    tree = manager._cache.tree
+    assert tree.held(Tier.HOST) == 2
+    assert manager.stats().cache.pools["host"][:4] == (2, 0, 0, 2)
+    manager.check_integrity()
+
+
+def test_selective_backup_waits_for_the_second_hit() -> None:
+    manager = make(host=HostSize(8, 4), write=WritePolicy.write_through_selective(2))
+    serve(manager)
+    for backed_up in (0, 0, 4):
+        assert manager.stats().cache.pools["host"].cached == backed_up
+        serve(manager)
+        manager.commit()
+
+
+def test_the_watermark_keeps_host_blocks_free() -> None:
+    manager = make(host=HostSize(10, 4), write=WritePolicy.write_through(), watermark=HostWatermark(0.3, 0.5))
+    serve(manager)
+    assert manager.stats().cache.pools["host"].free >= 5
+    serve(manager, [9] * 40)
+    assert manager.stats().cache.pools["host"].free >= 3
+    with pytest.raises(ConfigError, match="watermark"):
+        HostWatermark(0.5, 0.3)
+
+
+def test_transfers_must_be_taken() -> None:
+    manager = make(host=HostSize(8, 4), write=WritePolicy.write_through())
+    request = manager.admit_request(PROMPT)
+    manager.plan_step([(request, 32)])
+    manager.plan_step([(request, 1)])  # backs up what the first has filled
+    with pytest.raises(PlanError, match="transfers"):
+        manager.plan_step([(request, 1)])
+    (stage,) = manager.take_transfers()
+    assert stage.swap_out.device_ids.tolist() == request.blocks[:4] and stage.swap_in is None
+    assert manager.take_transfers() == []
+    manager.plan_step([(request, 1)])
+
+
+def test_stages_keep_the_order_of_copies() -> None:
+    queue = TransferQueue()
+    queue.out("block", 1, 10)
+    queue.into("block", 10, 1)  # after it: its block is filled again
+    queue.out("block", 2, 11)
+    assert len(queue) == 3
+    (stage,) = queue.drain()
+    assert [x.tolist() for x in stage.swap_out] == [[1, 2], [10, 11]]
+    queue.into("block", 10, 1)
+    queue.out("block", 3, 10)  # only once record 10 has been read
+    queue.out("block", 1, 12)
+    queue.into("block", 12, 1)
+    queue.into("block", 10, 1)  # a block is written once a stage
+    queue.out("slot", 1, 1)
+    stages = queue.drain()
+    assert [(s.swap_out is not None, s.swap_in is not None, s.snapshot is not None) for s in stages] == [
+        (False, True, False), (True, True, False), (False, True, True),
+    ]  # fmt: skip
+    assert queue.drain() == [] and len(queue) == 0
+
+
+# Preemption, forks, sleep
+
+
+def test_preempted_requests_resume_where_they_were() -> None:
+    manager = make(host=HostSize(8, 4))
+    request = run(manager, PROMPT[:35])
+    request.tokens.append(1)
+    ref, epoch = request.ref, request.epoch
+    manager.preempt(request)
+    assert (request.state, request.slot, request.blocks) == (RequestState.PREEMPTED, 0, [])
+    assert request.parked.num_cached == 35 and len(request.parked.blocks) == 1
+    assert manager.find(ref) is None and request.epoch > epoch and manager.preempted == (request,)
+    with pytest.raises(RequestError, match="preempted"):
+        manager.plan_step([(request, 1)])
+    with pytest.raises(RequestError, match="in use"):
+        manager.admit_request(request_id=request.id)
+    manager.resume(request)
+    assert (request.num_cached, request.parked, manager.find(request.ref)) == (35, None, request)
+    manager.plan_step([(request, 1)])
+    (stage,) = manager.take_transfers()
+    assert stage.swap_out is not None and stage.restore is not None and request.slot in stage.restore.device_ids
+    manager.check_integrity()
+    with pytest.raises(RequestError, match="not preempted"):
+        manager.resume(request)
+
+
+def test_without_a_host_the_tail_is_fed_again() -> None:
+    manager = make()
+    request = run(manager, PROMPT[:35])
+    request.tokens.append(1)
+    manager.preempt(request)
+    assert request.parked is None
+    manager.resume(request)
+    assert (request.num_cached, request.num_pending) == (32, 4)
+    manager.check_integrity()
+
+
+def test_preemption_needs_tokens_and_frees_everything() -> None:
+    manager = make(num_blocks=5, num_slots=1, snapshots=0)
+    blind = manager.admit_request()
+    manager.plan_step([(blind, 8)])
+    with pytest.raises(RequestError, match="could not be resumed"):
+        manager.preempt(blind)
+    manager.release_request(blind)
+    request = run(manager)
+    request.tokens.append(1)
+    manager.preempt(request)
+    serve(manager, [9] * 40)
+    manager.resume(request)
+    assert request.num_cached == 0  # all of it was needed by the other
+    manager.release_request(request)
+    manager.preempt(again := run(manager))
+    manager.release_request(again)
+    assert again.state is RequestState.RELEASED and not manager.preempted
+    manager.check_integrity()
+
+
+def test_a_resume_that_fails_changes_nothing() -> None:
+    manager = make(num_blocks=5, num_slots=2, host=HostSize(8, 4))
+    request = run(manager, PROMPT[:35])
+    request.tokens.append(1)
+    manager.preempt(request)
+    other = run(manager, [9] * 40)
+    parked = request.parked
+    manager.resume(request)  # from the host: but there is no block for it
+    assert request.num_cached == 0 or request.parked is None
+    manager.release_request(request)
+    manager.release_request(other)
+    assert parked is not None
+    manager.check_integrity()
+
+
+def test_forks_share_full_blocks_and_copy_the_rest() -> None:
+    manager = make(num_slots=4)
+    request = run(manager, PROMPT[:35])
+    children = manager.fork(request, request_ids=["x", None])
+    assert [c.id for c in children] == ["x", 2]
+    assert all(c.blocks[:4] == request.blocks[:4] and c.blocks[4] != request.blocks[4] for c in children)
+    parent_block, parent_slot = request.blocks[4], request.slot
+    manager.release_request(request)  # what they are copied from stays until then
+    plan = manager.plan_step([])
+    assert {(parent_slot, c.slot) for c in children} == set(pairs(plan))
+    blocks = zip(plan.copy_block_src.tolist(), plan.copy_block_dst.tolist(), strict=True)
+    assert {(parent_block, c.blocks[4]) for c in children} == {p for p in blocks if p[1]}
+    manager.check_integrity()
+    assert pairs(manager.plan_step([])) == []
+
+
+def test_refused_forks_change_nothing() -> None:
+    manager = make(num_blocks=6, num_slots=3, snapshots=0)
+    request = run(manager, PROMPT[:35])
+    before = manager.stats()
+    for error, ids in (
+        (RequestError, ["a", "a"]), (RequestError, [request.id]), (NoFreeSlotError, [None] * 3),
+        (OutOfBlocksError, [None] * 2),
+    ):  # fmt: skip
+        with pytest.raises(error):
+            manager.fork(request, request_ids=ids)
+        after = manager.stats()
+        assert after[:10] == before[:10] and after.cache.pools["device"] == before.cache.pools["device"]
+        manager.check_integrity()
+
+
+def test_pinned_shapes_carry_forks_and_hits_or_say_so() -> None:
+    manager = make(num_slots=4)
+    request = run(manager, PROMPT[:35])
+    manager.fork(request)
+    with pytest.raises(PlanError, match="block_copies=1"):
+        manager.plan_step([], shape=manager.pinned_shape(4, slot_copies=1))
+    manager.plan_step([], shape=manager.pinned_shape(4, slot_copies=1, block_copies=1))
+    serve(manager)
+    waiting = [manager.admit_request(PROMPT) for _ in range(2)]
+    shape = manager.pinned_shape(4, 64, slot_copies=1)
+    assert [r for r, _ in manager.schedule(64, shape=shape)] == waiting[:1]  # one restored state a step
+    manager.plan_step(manager.schedule(64, shape=shape), shape=shape)
+    manager.check_integrity()
+
+
+def test_sleep_empties_the_device_and_keeps_what_the_host_can_hold() -> None:
+    manager = make(host=HostSize(16, 8))
+    serve(manager)
+    live = run(manager, [9] * 20)
+    live.tokens.append(1)
+    manager.sleep()
+    stats = manager.stats()
+    assert (stats.blocks_free, stats.slots_used, stats.preempted) == (24, 0, 1)
+    assert stats.cache.pools["slot"].free == 8
+    assert manager.take_transfers()
+    with pytest.raises(RequestError, match="sleeps"):
+        manager.admit_request(PROMPT)
+    with pytest.raises(RequestError, match="sleeps"):
+        manager.plan_step([])
+    manager.wakeup()
+    with pytest.raises(RequestError, match="does not sleep"):
+        manager.wakeup()
+    assert manager.admit_request(PROMPT).num_cached == 32
+    manager.resume(live)
+    assert live.num_cached == 20
+    manager.check_integrity()
+
+
+def test_reset_forgets_all_and_refuses_older_requests() -> None:
+    events = EventLog()
+    manager = make(host=HostSize(8, 4), events=events)
+    live, waiting = run(manager), run(manager, [9] * 20)
+    waiting.tokens.append(1)
+    manager.preempt(waiting)
+    manager.reset()
+    for call in (manager.release_request, manager.preempt, manager.fork, manager.resume):
+        with pytest.raises(RequestError):
+            call(waiting if call == manager.resume else live)
+    assert manager.admit_request(PROMPT).num_cached == 0
+    assert events.since(0)[0][-1].kind == "cleared"
+    manager.check_integrity()
+
+
+# Books
+
+
+def test_events_tell_where_blocks_are() -> None:
+    events = EventLog()
+    manager = make(num_blocks=5, host=HostSize(8, 4), events=events)
+    serve(manager)
+    assert [(e.kind, e.tier) for e in events.since(0)[0]] == [("stored", Tier.DEVICE)] * 5
+    seen = events.last
+    serve(manager, [9] * 8)
+    kinds = [(e.kind, e.tier) for e in events.since(seen)[0]]
+    assert kinds == [("stored", Tier.HOST), ("removed", Tier.DEVICE), ("stored", Tier.DEVICE)]
+
+
+def test_prometheus_text_has_every_pool() -> None:
+    manager = make(host=HostSize(8, 4))
+    serve(manager)
+    text = prometheus_text(manager.stats().cache)
+    for pool in ("device", "slot", "host", "host snapshot"):
+        assert f'dsv4_cache_units{{pool="{pool}",state="free"}}' in text
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda m, r: r.nodes.pop(),
+        lambda m, r: setattr(r.nodes[1], "refs", 2),
+        lambda m, r: m._cache.slots.release([r.slot]),
+        lambda m, r: r.blocks.reverse(),
+        lambda m, r: m._cache.host_blocks.acquire(1),
+        lambda m, r: m._cache.tree.pin_snapshot(r.nodes[1]),
+        lambda m, r: setattr(r, "num_tabled", 9),
+    ],
+)
+def test_check_integrity_sees_it(break_it) -> None:
+    manager = make(host=HostSize(8, 4))
+    request = run(manager)
+    manager.commit()
+    manager.check_integrity()
+    break_it(manager, request)
+    with pytest.raises(IntegrityError):
+        manager.check_integrity()
+
+
+def test_numpy_and_python_prompts_are_the_same() -> None:
+    manager = make()
+    serve(manager)
+    for dtype in (np.int32, np.int64, np.uint8):
+        request = manager.admit_request(np.array(PROMPT, dtype))
+        assert request.num_cached == 32 and type(request.tokens[0]) is int
+        manager.release_request(request)
