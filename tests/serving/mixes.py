@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import sys
 import time
@@ -38,8 +39,9 @@ EXERCISED = (
     "hits on the device", "hits on the host", "prefixes restored from device snapshots", "preemptions",
     "resumes from parked state", "resumes from a cached prefix", "resumes from nothing", "forks",
     "forks before the first step", "drafts accepted", "drafts rejected", "steps taken back whole", "sleeps", "aborts",
-    "blocks out", "blocks in", "snapshots out", "snapshots in", "evictions from the device", "evictions from the host",
-    "snapshot evictions", "duplicate blocks", "waits for a slot", "steps without enough blocks",
+    "reservations", "blocks out", "blocks in", "snapshots out", "snapshots in", "evictions from the device",
+    "evictions from the host", "snapshot evictions", "duplicate blocks", "waits for a slot",
+    "steps without enough blocks",
 )  # fmt: skip
 
 
@@ -156,8 +158,14 @@ class Mix:
             manager.abort_request(request)
             del self.jobs[request]
             self.seen["aborts"] += 1
+        if manager.requests and self.chance(0.03):
+            self.reserve(self.pick(manager.requests))
         if self.chance(0.02):
             self.sleep()
+        if self.chance(0.004):
+            manager.reset()
+            self.jobs.clear()
+            self.seen["resets"] += 1
         manager.check_integrity()
 
     def prompt(self) -> list[int]:
@@ -219,6 +227,12 @@ class Mix:
         self.forks -= count
         self.seen["forks"] += count
         self.seen["forks before the first step"] += count * (request.last_step == 0)
+
+    def reserve(self, request: Request) -> None:
+        """All its blocks at once, if they can be had."""
+        with contextlib.suppress(OutOfBlocksError):
+            self.manager.reserve(request, self.jobs[request].total)
+            self.seen["reservations"] += 1
 
     def sleep(self) -> None:
         self.manager.sleep()

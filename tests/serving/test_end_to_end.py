@@ -18,16 +18,16 @@ def mixes() -> Mixes:
 
 
 def test_a_few_mixes_equal_lone_cold_runs(mixes: Mixes) -> None:
-    for seed in range(6):
+    for seed in range(3):
         mixes.run(seed)
-    assert mixes.seen["comparisons"] > 30 and mixes.seen["logits compared"] > 1000
+    assert mixes.seen["comparisons"] > 15 and mixes.seen["logits compared"] > 500
     for name in ("hits on the device", "preemptions", "forks", "drafts rejected", "blocks in", "snapshots in"):
         assert mixes.seen[name], name
 
 
 @pytest.mark.slow
 def test_more_mixes_equal_lone_cold_runs_and_exercise_everything(mixes: Mixes) -> None:
-    for seed in range(6, 60):
+    for seed in range(3, 26):
         mixes.run(seed)
     assert not mixes.missing
     assert step._cache_size() == 1, "mixed and lone runs must share one executable"
