@@ -64,7 +64,13 @@ def library(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path):
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", path, source], check=True)
     monkeypatch.setenv("DSV4_JAX_CUDA_LIBRARY", str(path))
     registered: dict[str, str] = {}
-    monkeypatch.setattr(ffi, "_register", lambda platform, library, targets: registered.update(targets))
+    register = ffi._register
+
+    def record(platform: str, library, targets: dict[str, str]) -> None:
+        # The CPU library, which `doctor` loads too, is the real one, and loaded once a process.
+        registered.update(targets) if platform == "CUDA" else register(platform, library, targets)
+
+    monkeypatch.setattr(ffi, "_register", record)
     ffi.load_cuda.cache_clear()
     yield registered
     ffi.load_cuda.cache_clear()
