@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import PrefixTreeError, TransitionError
+from ..eviction_queue import EvictionQueue
 from .allocator import as_count
 from .events import EventLog
-from .eviction import EvictionQueue, Freed
+from .eviction import Freed
 from .node import (
     ABORTS,
     BACKUP_BIT,

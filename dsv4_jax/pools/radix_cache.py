@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import IntegrityError, PoolError
-from .radix_node import Inserted, LeastRecent, Lock, Match, Node, check_foreign
+from ..eviction_queue import EvictionQueue
+from .radix_node import Inserted, Lock, Match, Node, check_foreign
 from .slots import StateSlots
 from .spec import check_count
 from .token_allocator import TokenToKVPoolAllocator
@@ -58,9 +59,9 @@ class RadixCache:
         self._locks: set[Lock] = set()
         self._owned_states: set[int] = set()
         self._total = self._protected = 0
-        self._leaves = LeastRecent(lambda n: n.alive and n.parent is not None and not n.children and n.refs == 0)
-        self._windows = LeastRecent(lambda n: n.alive and n.window_ids is not None and n.window_refs == 0)
-        self._snapshots = LeastRecent(lambda n: n.alive and n.snapshot is not None and n.refs == 0)
+        self._leaves = EvictionQueue(1, _is_loose_leaf, _used)
+        self._windows = EvictionQueue(2, _has_loose_window, _used)
+        self._snapshots = EvictionQueue(4, _has_loose_snapshot, _used)
 
     @property
     def total_size(self) -> int:
@@ -398,3 +399,22 @@ class RadixCache:
             raise PoolError(f"insert: a snapshot needs whole pages of {self._page} tokens")
         if snapshot in self._owned_states:
             raise PoolError(f"insert: snapshot {snapshot} is already the cache's")
+
+
+# What may go, the least recently used first.
+
+
+def _used(node: Node) -> int:
+    return node.used
+
+
+def _is_loose_leaf(node: Node) -> bool:
+    return node.alive and node.parent is not None and not node.children and node.refs == 0
+
+
+def _has_loose_window(node: Node) -> bool:
+    return node.alive and node.window_ids is not None and node.window_refs == 0
+
+
+def _has_loose_snapshot(node: Node) -> bool:
+    return node.alive and node.snapshot is not None and node.refs == 0

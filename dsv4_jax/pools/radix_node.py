@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import heapq
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +10,7 @@ import numpy as np
 from ..errors import PoolError
 from .token_allocator import TokenToKVPoolAllocator
 
-__all__ = ["Inserted", "LeastRecent", "Lock", "Match", "Node", "check_foreign"]
+__all__ = ["Inserted", "Lock", "Match", "Node", "check_foreign"]
 
 
 class Node:
@@ -28,11 +26,12 @@ class Node:
         refs: locks on this node or below.
         window_refs: locks that need this node's window rows.
         used: when it was last matched or inserted, on the cache's clock.
+        queued: which eviction queues list it, a bit each.
     """
 
     __slots__ = (
-        "alive", "children", "ids", "number", "parent", "refs", "snapshot", "start", "tokens", "used", "window_ids",
-        "window_refs",
+        "alive", "children", "ids", "number", "parent", "queued", "refs", "snapshot", "start", "tokens", "used",
+        "window_ids", "window_refs",
     )  # fmt: skip
 
     def __init__(self, number: int, parent: Node | None, start: int, tokens: np.ndarray, ids: np.ndarray):
@@ -40,7 +39,7 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.window_ids: np.ndarray | None = None
         self.snapshot: int | None = None
-        self.refs = self.window_refs = self.used = 0
+        self.refs = self.window_refs = self.used = self.queued = 0
         self.alive = True
 
     def __len__(self) -> int:
@@ -111,46 +110,6 @@ class Lock:
 
     node: Node
     window_start: int
-
-
-class LeastRecent:
-    """Nodes by last use, a heap with one entry per node that is corrected when it comes up.
-
-    Uses only grow, and eligibility may end without telling: so matching costs nothing here.
-
-    Args:
-        eligible: whether a node may be taken. When it becomes true, `push` the node.
-    """
-
-    def __init__(self, eligible: Callable[[Node], bool]):
-        self._eligible = eligible
-        self._heap: list[tuple[int, int, Node]] = []
-        self._queued: set[int] = set()
-        self._bound = 1024
-
-    def push(self, node: Node) -> None:
-        """Makes sure the node is listed if it is eligible."""
-        if node.number in self._queued or not self._eligible(node):
-            return
-        self._queued.add(node.number)
-        heapq.heappush(self._heap, (node.used, node.number, node))
-        if len(self._heap) > self._bound:  # forget those that left by another way
-            self._heap = [entry for entry in self._heap if self._eligible(entry[2])]
-            heapq.heapify(self._heap)
-            self._queued = {number for _, number, _ in self._heap}
-            self._bound = max(1024, 2 * len(self._heap))
-
-    def pop(self) -> Node | None:
-        """Takes out the eligible node that was used least recently."""
-        while self._heap:
-            used, number, node = heapq.heappop(self._heap)
-            self._queued.discard(number)
-            if not self._eligible(node):
-                continue
-            if used == node.used:
-                return node
-            self.push(node)
-        return None
 
 
 def check_foreign(name: str, ids: np.ndarray, owned: np.ndarray, allocator: TokenToKVPoolAllocator) -> None:

@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from dsv4_jax.errors import IntegrityError, OutOfBlocksError, PlanError, PrefixTreeError, TransitionError
-from dsv4_jax.manager.eviction import EvictionQueue, Freed
+from dsv4_jax.eviction_queue import EvictionQueue
+from dsv4_jax.manager.eviction import Freed
 from dsv4_jax.manager.hashing import BlockHasher, HashSpec, Namespace
 from dsv4_jax.manager.node import Node, NodeState, Tier
 from dsv4_jax.manager.prefix_tree import PrefixTree

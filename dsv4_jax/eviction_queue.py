@@ -1,0 +1,75 @@
+"""Which node of a cache leaves next: one heap for the prefix tree and for the radix cache. Pure Python."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+__all__ = ["EvictionQueue"]
+
+
+class Queued(Protocol):
+    """What a queue needs of a node: a number of its own, and bits that say which queues list it."""
+
+    number: int
+    queued: int
+
+
+N = TypeVar("N", bound=Queued)
+
+
+class EvictionQueue(Generic[N]):
+    """Nodes by key, smallest first: a heap with at most one entry per node, corrected when it comes up.
+
+    Keys may only grow and eligibility may come and go without telling the queue: a touch costs
+    nothing here. Popping is O(log n), plus O(log n) for every entry that was touched since.
+
+    Args:
+        bit: of `node.queued`, this queue's own.
+        eligible: whether a node may leave. Whenever it becomes true, the node must be pushed.
+        key: of a node that is eligible; larger leaves later. It must not shrink while the node lives.
+    """
+
+    def __init__(self, bit: int, eligible: Callable[[N], bool], key: Callable[[N], Any]):
+        self._bit, self._eligible, self._key = bit, eligible, key
+        self._heap: list[tuple[Any, int, N]] = []
+        self._bound = 1024
+
+    def push(self, node: N) -> None:
+        """Makes sure the node is in the queue if it is eligible."""
+        if node.queued & self._bit or not self._eligible(node):
+            return
+        node.queued |= self._bit
+        heapq.heappush(self._heap, (self._key(node), node.number, node))
+        if len(self._heap) > self._bound:
+            self._forget_ineligible()
+
+    def pop(self) -> N | None:
+        """Takes out the eligible node with the smallest key."""
+        heap = self._heap
+        while heap:
+            key, number, node = heap[0]
+            if not self._eligible(node):
+                heapq.heappop(heap)
+                node.queued &= ~self._bit
+            elif (now := self._key(node)) != key:
+                heapq.heapreplace(heap, (now, number, node))
+            else:
+                heapq.heappop(heap)
+                node.queued &= ~self._bit
+                return node
+        return None
+
+    def holds(self, node: N) -> bool:
+        return bool(node.queued & self._bit)
+
+    def _forget_ineligible(self) -> None:
+        kept = []
+        for entry in self._heap:
+            if self._eligible(entry[2]):
+                kept.append(entry)
+            else:
+                entry[2].queued &= ~self._bit
+        heapq.heapify(kept)
+        self._heap, self._bound = kept, 2 * len(kept) + 1024
