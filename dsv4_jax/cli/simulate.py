@@ -215,5 +215,5 @@ def _table(answer: dict[str, Any]) -> Table:
         line(f"{name.replace('_', ' ')}, seconds", *by_name(seconds[name], ",.3f"))
     for name, spread in answer["cpu"].items():
         micros = {key: value * 1e6 for key, value in spread.items()}
-        line(f"manager per {name}, real us", *by_name(micros, ",.0f"))
+        line(f"manager per {name}, CPU us", *by_name(micros, ",.0f"))
     return table
