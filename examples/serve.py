@@ -64,6 +64,10 @@ class Job:
     done: bool = False
 
     @property
+    def ready(self) -> bool:
+        return self.follows is None or self.follows.done
+
+    @property
     def text(self) -> list[int]:
         return [*(self.follows.text + self.follows.answer if self.follows else ()), *self.prompt]
 
@@ -120,13 +124,7 @@ class Server:
                 manager.resume(manager.preempted[0])
             except (NoFreeSlotError, OutOfBlocksError):
                 return
-        while self.waiting and not manager.preempted:
-            job = self.waiting[0]
-            if job.follows and not job.follows.done:
-                self.waiting.rotate(-1)  # its first half is still being written: others may go ahead
-                if all(other.follows and not other.follows.done for other in self.waiting):
-                    return
-                continue
+        while not manager.preempted and (job := next((job for job in self.waiting if job.ready), None)):
             tokens = job.text
             try:
                 # A hit comes with its blocks, and with the state at its end: only the rest is left to compute.
@@ -134,7 +132,8 @@ class Server:
             except NoFreeSlotError:
                 return
             job.num_hit = request.num_cached
-            self.jobs[request] = self.waiting.popleft()
+            self.jobs[request] = job
+            self.waiting.remove(job)
 
     def _fits(self, request: Request) -> bool:
         use = self.manager.stats().cache.pools["device"]
