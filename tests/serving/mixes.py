@@ -39,9 +39,9 @@ EXERCISED = (
     "hits on the device", "hits on the host", "prefixes restored from device snapshots", "preemptions",
     "resumes from parked state", "resumes from a cached prefix", "resumes from nothing", "forks",
     "forks before the first step", "drafts accepted", "drafts rejected", "steps taken back whole", "sleeps", "aborts",
-    "reservations", "blocks out", "blocks in", "snapshots out", "snapshots in", "evictions from the device",
-    "evictions from the host", "snapshot evictions", "duplicate blocks", "waits for a slot",
-    "steps without enough blocks",
+    "reservations", "replayed tokens", "blocks out", "blocks in", "snapshots out", "snapshots in",
+    "evictions from the device", "evictions from the host", "snapshot evictions", "duplicate blocks",
+    "waits for a slot", "steps without enough blocks",
 )  # fmt: skip
 
 
@@ -50,6 +50,7 @@ class Job:
     """A request, and what is known of it beside its tokens.
 
     Attributes:
+        tenant: whose prefixes it shares.
         total: tokens at which it ends.
         streams: per token, whose random numbers drew it; None: the prompt's.
         stream: whose draw the next ones; 0: greedy.
@@ -57,6 +58,7 @@ class Job:
     """
 
     request: Request
+    tenant: Namespace | None
     total: int
     streams: list[int | None]
     stream: int
@@ -83,7 +85,7 @@ class Mix:
         rng = self.rng = np.random.default_rng((20, seed))
         self.model, self.cache, self.host, self.seen = model, cache, host, seen
         size = CacheSize(
-            int(rng.integers(8, 1 + SIZE.num_blocks)), int(rng.integers(2, 1 + SIZE.num_slots)),
+            self.pick([8, 8, 9, 10, 12, 16, SIZE.num_blocks]), int(rng.integers(2, 1 + SIZE.num_slots)),
             SIZE.max_blocks_per_request, int(rng.integers(0, 1 + SIZE.num_snapshots)),
         )  # fmt: skip
         records = HostSize(int(rng.integers(1, 1 + HOST.num_blocks)), int(rng.integers(0, 1 + HOST.num_snapshots)))
@@ -95,7 +97,7 @@ class Mix:
         self.forks, self.streams = 3, 0
         self.bases = [self.text(8, 40) for _ in range(2)]
         self.prompts: list[list[int]] = []
-        self.ended: list[list[int]] = []
+        self.ended: list[Job] = []
 
     def chance(self, share: float) -> bool:
         return self.rng.random() < share
@@ -127,12 +129,12 @@ class Mix:
             self.step()
         else:
             raise AssertionError("the mix does not come to an end")
+        self.replay()
         manager = self.manager
         manager.commit()
         manager.check_integrity()
-        stats = manager.stats()
         assert not manager.requests and not manager.preempted
-        counters = stats.cache.counters
+        counters = manager.stats().cache.counters
         self.seen.update({
             "hits on the device": counters.hit_tokens[T.DEVICE], "hits on the host": counters.hit_tokens[T.HOST],
             "evictions from the device": counters.evicted[T.DEVICE],
@@ -141,11 +143,27 @@ class Mix:
             "adopted blocks": counters.adoptions, "lookups": counters.lookups,
         })  # fmt: skip
 
+    def replay(self) -> None:
+        """What the cache has in the end of the latest requests, as another one would find it."""
+        if self.chance(0.3):
+            self.sleep()
+        for tokens, tenant in [(job.request.tokens, job.tenant) for job in self.ended[-3:]]:
+            request = self.manager.admit_request(tokens, namespace=tenant)
+            if request.num_cached:
+                self.seen["replayed tokens"] += request.num_cached
+                job = self.jobs[request] = Job(request, tenant, len(tokens), [None] * len(tokens), 0)
+                self.feed([(request, min(request.num_pending, self.model.shape.tokens))])
+                self.check(job)
+                del self.jobs[request]
+            self.manager.abort_request(request)
+
     def interfere(self) -> None:
         """What a scheduler, or its user, may do between two steps."""
         manager, live = self.manager, list(self.manager.requests)
         if self.waiting and (not self.jobs or self.chance(0.4)):
-            self.admit()
+            self.admit(self.prompt())
+            while self.waiting and self.chance(0.2):  # another with the same prompt, side by side
+                self.admit(list(self.prompts[-1]))
         if live and self.chance(0.07):
             manager.preempt(self.pick(live))
             self.seen["preemptions"] += 1
@@ -173,7 +191,7 @@ class Mix:
         if kind < 0.2 and self.prompts:
             tokens = list(self.pick(self.prompts))
         elif kind < 0.5 and self.ended:
-            tokens = self.pick(self.ended) + self.text(0, 8)
+            tokens = self.pick(self.ended).request.tokens + self.text(0, 8)
         elif kind < 0.9:
             base = self.pick(self.bases)
             tokens = base[: int(self.rng.integers(1, len(base) + 1))] if self.chance(0.5) else list(base)
@@ -182,8 +200,7 @@ class Mix:
             tokens = self.text(1, MAX_PROMPT)
         return tokens[:MAX_PROMPT]
 
-    def admit(self) -> None:
-        tokens = self.prompt()
+    def admit(self, tokens: list[int]) -> None:
         total = len(tokens) + int(self.rng.integers(1, 1 + MAX_OUTPUT))
         tenant = Namespace(tenant="other") if self.chance(0.1) else None
         try:
@@ -193,7 +210,7 @@ class Mix:
             return
         self.waiting -= 1
         self.prompts.append(tokens)
-        self.jobs[request] = Job(request, total, [None] * len(tokens), self.stream())
+        self.jobs[request] = Job(request, tenant, total, [None] * len(tokens), self.stream())
         self.seen["requests"] += 1
         self.seen["prefixes restored from device snapshots"] += request.restores is not None
 
@@ -222,7 +239,9 @@ class Mix:
             return
         parent = self.jobs[request]
         for child in children:
-            self.jobs[child] = Job(child, parent.total, list(parent.streams), self.stream(), dict(parent.logits))
+            self.jobs[child] = Job(
+                child, parent.tenant, parent.total, list(parent.streams), self.stream(), dict(parent.logits)
+            )
             assert child.tokens == request.tokens and child.blocks is not request.blocks
         self.forks -= count
         self.seen["forks"] += count
@@ -245,10 +264,7 @@ class Mix:
 
     def step(self) -> None:
         manager, rng = self.manager, self.rng
-        budget, chunk = (
-            int(rng.integers(1, 1 + self.model.shape.tokens)),
-            int(rng.integers(1, 1 + self.model.shape.tokens)),
-        )
+        budget, chunk = rng.integers(1, 1 + self.model.shape.tokens, 2).tolist()
         feeds = manager.schedule(budget, max_chunk=chunk, shape=self.model.shape)
         if not feeds and manager.requests:
             self.seen["steps without enough blocks"] += 1
@@ -256,6 +272,20 @@ class Mix:
             manager.preempt(manager.requests[-1])
             self.seen["preemptions"] += 1
             return
+        fed = self.feed(feeds)
+        if self.chance(0.1) and fed and (job := self.pick(fed)).request.num_cached:
+            self.check(job)
+        for job in fed:
+            request = job.request
+            if len(request.tokens) >= job.total:
+                self.check(job)
+                self.ended.append(job)
+                manager.release_request(request)
+                del self.jobs[request]
+
+    def feed(self, feeds: list[tuple[Request, int]]) -> list[Job]:
+        """Plans and runs one step, and does with its logits what is to be done. Whose."""
+        manager = self.manager
         plan, feeds = self.plan(feeds)
         manager.check_integrity()
         starts = dict(zip(plan.row_slot.tolist(), plan.row_start.tolist(), strict=True))
@@ -271,14 +301,7 @@ class Mix:
             self.keep(job, starts[slot], rows)
             fed.append(job)
         manager.check_integrity()
-        if self.chance(0.1) and fed and (job := self.pick(fed)).request.num_cached:
-            self.check(job)
-        for job in fed:
-            if len(job.request.tokens) >= job.total:
-                self.check(job)
-                self.ended.append(list(job.request.tokens))
-                manager.release_request(job.request)
-                del self.jobs[job.request]
+        return fed
 
     def plan(self, feeds: list[tuple[Request, int]]):
         """The plan of these feeds, some with drafts if blocks can be had for them: (plan, feeds)."""
@@ -299,7 +322,7 @@ class Mix:
 
     def drafts(self, request: Request, count: int) -> list[int]:
         """What followed the last token before, in this request or another; else anything."""
-        last, known = request.tokens[-1], [request.tokens, *self.ended]
+        last, known = request.tokens[-1], [request.tokens, *(job.request.tokens for job in self.ended)]
         followers = [text[i + 1 : i + 1 + count] for text in known for i in range(len(text) - count) if text[i] == last]
         return list(self.pick(followers)) if followers and self.chance(0.8) else self.text(count, count)
 
