@@ -24,20 +24,18 @@ def example() -> ModuleType:
 
 @pytest.mark.slow
 def test_it_serves_under_pressure_what_cold_runs_answer(example: ModuleType, capsys) -> None:
-    assert example.main(["--requests", "20", "--json"]) == 0
+    assert example.main(["--requests", "16", "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)
-    assert (numbers["done"], numbers["checked"], numbers["wrong"]) == (20, 4, 0)
+    assert (numbers["done"], numbers["checked"], numbers["wrong"]) == (16, 4, 0)
     assert numbers["waiting"] == numbers["live"] == numbers["preempted"] == 0
     assert numbers["preemptions"] and numbers["evictions"]["device"] and numbers["evictions"]["host"]
     assert all(rate > 0 for rate in numbers["hit_rate_by_tier"].values())
-    assert numbers["drawn_tokens"] == sum(job.max_new_tokens for job in example.conversations(20, 0))
+    assert numbers["drawn_tokens"] == sum(job.max_new_tokens for job in example.conversations(16, 0))
     assert example.step._cache_size() == 1, "the server and the cold runs share one executable"
 
     assert example.main(["--requests", "5", "--no-check", "--policy", "selective:1", "--prometheus"]) == 0
     text = capsys.readouterr().out
     assert "# TYPE dsv4_cache_hit_tokens_total counter" in text and "dsv4_cache_lookups_total " in text
-    assert example.main(["--requests", "2"]) == 0
-    assert "2 of 2 answers checked are those of a cold run" in capsys.readouterr().out
 
 
 def test_a_wrong_answer_is_told(example: ModuleType, capsys, monkeypatch) -> None:
