@@ -118,7 +118,10 @@ class _Fed(NamedTuple):
 
 
 def _fed(layout: CacheLayout, rows: Sequence[RowFeed] | np.ndarray) -> _Fed:
-    slot, start, count = np.array(rows, np.int64).reshape(-1, 3).T
+    slot, start, count = np.asarray(rows, np.int64).reshape(-1, 3).T
+    if len(count) and count.min() == count.max() == 1:
+        each = np.arange(len(count))  # a decode step: every row is a token, a group, and may flush
+        return _Fed(slot, start, count, each, each, start, each, np.zeros_like(each), each)
     first = np.cumsum(count) - count
     row = np.repeat(np.arange(len(count)), count)
     token = np.arange(len(row))
@@ -126,9 +129,8 @@ def _fed(layout: CacheLayout, rows: Sequence[RowFeed] | np.ndarray) -> _Fed:
     opens = (position % layout.cfg.hca_ratio == 0) | (token == first[row])
     group = np.cumsum(opens) - 1
     place = token - token[opens][group]
-    # Tokens that complete a CSA entry; all tokens of a decode step, whose plan may be advanced.
-    decode = len(token) == len(count)
-    flushes = token if decode else np.flatnonzero((position + 1) % layout.cfg.csa_ratio == 0)
+    # Tokens that complete a CSA entry; above all tokens, as the plan of a decode step may be advanced.
+    flushes = np.flatnonzero((position + 1) % layout.cfg.csa_ratio == 0)
     return _Fed(slot, start, count, first, row, position, group, place, flushes)
 
 
@@ -233,6 +235,8 @@ def build_plan(
 
 
 def _padded(values: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
+    if len(values) == size:
+        return values.astype(np.int32)
     out = np.full(size, fill, np.int32)
     out[: len(values)] = values
     return out

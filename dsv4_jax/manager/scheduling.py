@@ -47,26 +47,34 @@ def schedule(
         room: used up.
         next_stop: `(request, start, stop)`: where a chunk should end, for its state to be kept there.
     """
-    decodes = sorted((r for r in requests if r.num_pending == 1), key=lambda r: r.last_step)
-    prefills = [r for r in requests if r.num_pending > 1]
+    waiting = [(request, request.num_pending) for request in requests]
+    decodes = sorted([pair for pair in waiting if pair[1] == 1], key=_last_step)
+    prefills = [pair for pair in waiting if pair[1] > 1]
     feeds: list[tuple[Request, int]] = []
-    for request in (*decodes, *prefills):
+    block = layout.block_tokens
+    for request, pending in (*decodes, *prefills):
         if not room.tokens or not room.rows:
             break
-        start, held = request.num_cached, len(request.blocks)
-        copies = request.restores is not None
-        reach = min(held + room.blocks, request.num_tabled + room.entries) * layout.block_tokens
-        stop = min(start + min(request.num_pending, room.tokens, max_chunk), reach)
-        if stop > start and copies <= room.copies:
-            if request.num_pending > 1:
+        start, held, tabled = request.num_cached, len(request.blocks), request.num_tabled
+        restores = request.restores is not None
+        reach = min(held + room.blocks, tabled + room.entries) * block
+        stop = min(start + min(pending, room.tokens, max_chunk), reach)
+        if stop > start and restores <= room.copies:
+            if pending > 1:
                 stop = next_stop(request, start, stop)
             feeds.append((request, stop - start))
-            blocks = layout.blocks_for(stop)
             room.tokens -= stop - start
             room.rows -= 1
-            room.blocks -= max(blocks - held, 0)
-            room.entries -= max(blocks - request.num_tabled, 0)
-            room.copies -= copies
-        elif request.num_pending > 1:
+            blocks = -(-stop // block)
+            if blocks > tabled:
+                room.entries -= blocks - tabled
+                room.blocks -= max(blocks - held, 0)
+            if restores:
+                room.copies -= 1
+        elif pending > 1:
             break  # chunks are first come, first served: none overtakes one that lacks blocks
     return feeds
+
+
+def _last_step(pair: tuple[Request, int]) -> int:
+    return pair[0].last_step
