@@ -20,9 +20,9 @@ import numpy as np
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.manager import CachePolicy
 from dsv4_jax.manager.block_pool import BlockPool
-from dsv4_jax.manager.hashing import BlockHasher, HashSpec, Namespace
-from dsv4_jax.manager.node import Node, Tier
-from dsv4_jax.manager.prefix_tree import PrefixTree
+from dsv4_jax.manager.prefix.hashing import BlockHasher, HashSpec, Namespace
+from dsv4_jax.manager.prefix.node import Node, Tier
+from dsv4_jax.manager.prefix.prefix_tree import PrefixTree
 
 BLOCK = 128
 PROMPT = 100_352  # tokens: 784 blocks

@@ -29,7 +29,7 @@ import dsv4_jax as dsv4
 from dsv4_jax import model
 from dsv4_jax.errors import NoFreeSlotError, OutOfBlocksError
 from dsv4_jax.manager import CachePolicy, HostSize, Request, SnapshotPlacement, StepShape, WritePolicy, prometheus_text
-from dsv4_jax.manager.node import Tier
+from dsv4_jax.manager.prefix.node import Tier
 
 EXAMPLES = """
 examples:

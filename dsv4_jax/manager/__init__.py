@@ -2,12 +2,12 @@
 
 from .allocator import BlockAllocator
 from .block_pool import BlockPool
-from .events import EventLog
-from .hashing import MediaItem, Namespace
 from .manager import KVCacheManager
 from .metrics import prometheus_text
 from .planning import RowFeed, StepShape, build_plan, shape_for
 from .policies import CachePolicy, HostWatermark, SnapshotPlacement, WritePolicy
+from .prefix.events import EventLog
+from .prefix.hashing import MediaItem, Namespace
 from .request import Request, RequestRef, RequestState
 from .stats import ManagerStats
 from .tiered_cache import HostSize

@@ -6,7 +6,7 @@ import collections
 from typing import TYPE_CHECKING
 
 from ..errors import IntegrityError
-from .node import S, T
+from .prefix.node import S, T
 from .request import Request, RequestState
 from .stats import collect
 

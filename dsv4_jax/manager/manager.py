@@ -23,9 +23,9 @@ import numpy as np
 
 from ..errors import ContextLimitError, NoFreeSlotError, RequestError
 from .allocator import as_count
-from .hashing import BlockHasher, MediaItem, Namespace
 from .integrity import check_manager
-from .node import T
+from .prefix.hashing import BlockHasher, MediaItem, Namespace
+from .prefix.node import T
 from .request import Parked, Request, RequestState
 from .stats import ManagerStats, collect, compute_block_budget
 from .stepping import SteppingManager

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from ..errors import IntegrityError
 from .block_pool import BlockPool
-from .node import Tier
-from .prefix_tree import PrefixTree
-from .tree_base import TIERS, TreeCounters
+from .prefix.node import Tier
+from .prefix.prefix_tree import PrefixTree
+from .prefix.tree_base import TIERS, TreeCounters
 
 __all__ = ["CacheStats", "PoolUse", "collect_stats", "pool_use", "prometheus_text"]
 

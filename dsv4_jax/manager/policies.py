@@ -10,8 +10,8 @@ from typing import Any
 
 from ..errors import ConfigError
 from .allocator import as_count
-from .node import Node
-from .tree_base import least_recently_used
+from .prefix.node import Node
+from .prefix.tree_base import least_recently_used
 
 __all__ = [
     "ORDERS",

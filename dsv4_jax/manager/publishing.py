@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..errors import HashError
-from .node import S, T
 from .policies import Placement, SnapshotPlacement
-from .prefix_tree import PrefixTree
+from .prefix.node import S, T
+from .prefix.prefix_tree import PrefixTree
 from .request import Request
 from .tiered_cache import TieredCache
 

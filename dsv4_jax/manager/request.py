@@ -8,8 +8,8 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from ..errors import RequestError
-from .hashing import BlockHasher
-from .node import Node, S
+from .prefix.hashing import BlockHasher
+from .prefix.node import Node, S
 
 __all__ = ["Parked", "Request", "RequestRef", "RequestState"]
 

@@ -9,9 +9,9 @@ import numpy as np
 from ..errors import PlanError, RequestError
 from ..layout import CacheLayout, CacheSize
 from .allocator import as_count
-from .events import EventLog
-from .hashing import BlockHasher, HashSpec, Key
 from .policies import CachePolicy
+from .prefix.events import EventLog
+from .prefix.hashing import BlockHasher, HashSpec, Key
 from .publishing import Publisher
 from .request import Request, RequestRef, RequestState
 from .tiered_cache import HostSize, TieredCache

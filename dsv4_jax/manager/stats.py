@@ -8,7 +8,7 @@ from ..layout import CacheLayout, CacheSize
 from ..tiers.records import block_record, snapshot_record
 from .allocator import as_count
 from .metrics import CacheStats, PoolUse, collect_stats, pool_use
-from .node import T
+from .prefix.node import T
 
 if TYPE_CHECKING:
     from .request_book import RequestBook

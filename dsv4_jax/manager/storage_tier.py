@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..errors import PrefixTreeError
-from .eviction import Freed
-from .hashing import BlockHasher, MediaItem, Namespace
-from .node import MATCHABLE, Node, S, T
+from .prefix.eviction import Freed
+from .prefix.hashing import BlockHasher, MediaItem, Namespace
+from .prefix.node import MATCHABLE, Node, S, T
 from .transfers import BLOCK, SLOT
 
 if TYPE_CHECKING:

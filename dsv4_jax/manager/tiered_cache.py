@@ -15,12 +15,12 @@ from typing import NamedTuple
 from ..errors import NoFreeSlotError, OutOfBlocksError
 from ..layout import CacheLayout, CacheSize
 from .block_pool import BlockPool
-from .events import EventLog
-from .eviction import Freed
-from .node import Node, S, T
 from .pending import PendingCopies
 from .policies import CachePolicy
-from .prefix_tree import Match, PrefixTree
+from .prefix.events import EventLog
+from .prefix.eviction import Freed
+from .prefix.node import Node, S, T
+from .prefix.prefix_tree import Match, PrefixTree
 from .transfers import BLOCK, SLOT, TransferQueue
 
 __all__ = ["Hit", "HostSize", "TieredCache"]

@@ -18,8 +18,8 @@ import numpy as np
 from ..errors import IntegrityError, NoFreeSlotError, OutOfBlocksError, TraceError
 from ..layout import CacheLayout, CacheSize
 from ..manager import CachePolicy, HostSize, KVCacheManager, ManagerStats, Namespace, Request
-from ..manager.hashing import BlockHasher, HashSpec
 from ..manager.metrics import PoolUse
+from ..manager.prefix.hashing import BlockHasher, HashSpec
 from .shadow import ShadowDevice, Text
 from .timeline import Timeline
 from .trace import TraceRequest, run_tokens

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..layout import CacheLayout
-from ..manager.hashing import BlockHasher
+from ..manager.prefix.hashing import BlockHasher
 from ..manager.transfers import TransferStage
 from ..plan import StepPlan, SwapPlan
 from ..tiers.records import block_record, snapshot_record

@@ -26,7 +26,7 @@ from dsv4_jax.manager import (
     WritePolicy,
     prometheus_text,
 )
-from dsv4_jax.manager.node import Tier
+from dsv4_jax.manager.prefix.node import Tier
 from dsv4_jax.manager.request import Request
 from dsv4_jax.manager.transfers import TransferQueue
 

@@ -9,7 +9,6 @@ import pytest
 from dsv4_jax.errors import ConfigError, IntegrityError, PlanError
 from dsv4_jax.manager.block_pool import BlockPool
 from dsv4_jax.manager.metrics import collect_stats, pool_use, prometheus_text
-from dsv4_jax.manager.node import Node, Tier
 from dsv4_jax.manager.policies import (
     ORDERS,
     CachePolicy,
@@ -18,9 +17,10 @@ from dsv4_jax.manager.policies import (
     SnapshotPlacement,
     WritePolicy,
 )
-from dsv4_jax.manager.prefix_tree import PrefixTree
+from dsv4_jax.manager.prefix.node import Node, Tier
+from dsv4_jax.manager.prefix.prefix_tree import PrefixTree
 
-from .tree_helpers import digests, publish_path
+from .prefix.tree_helpers import digests, publish_path
 
 
 def hit(tree: PrefixTree, name: str, blocks: int) -> None:

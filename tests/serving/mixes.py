@@ -25,8 +25,8 @@ from dsv4_jax.cache import KVCache
 from dsv4_jax.errors import NoFreeSlotError, OutOfBlocksError
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import CachePolicy, HostSize, KVCacheManager, Namespace, Request, SnapshotPlacement, WritePolicy
-from dsv4_jax.manager.node import T
 from dsv4_jax.manager.policies import ORDERS
+from dsv4_jax.manager.prefix.node import T
 from dsv4_jax.tiers.host import HostCache
 
 from ..oracle.live import assert_same

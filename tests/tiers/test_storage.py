@@ -14,7 +14,7 @@ import dsv4_jax
 from dsv4_jax import AttentionType, CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.errors import StoreFormatError
 from dsv4_jax.manager import HostSize, SnapshotPlacement
-from dsv4_jax.manager.node import Tier
+from dsv4_jax.manager.prefix.node import Tier
 from dsv4_jax.plan import StepPlan
 from dsv4_jax.tiers.async_store import AsyncStore
 from dsv4_jax.tiers.records import block_record, snapshot_record

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from dsv4_jax.manager.node import Node
-from dsv4_jax.manager.prefix_tree import PrefixTree
+from dsv4_jax.manager.prefix.node import Node
+from dsv4_jax.manager.prefix.prefix_tree import PrefixTree
 
 
 def digests(name: str, count: int) -> list[bytes]:

@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import PrefixTreeError, TransitionError
-from ..eviction_queue import EvictionQueue
-from .allocator import as_count
+from ...errors import PrefixTreeError, TransitionError
+from ...eviction_queue import EvictionQueue
+from ..allocator import as_count
 from .events import EventLog
 from .eviction import Freed
 from .node import (

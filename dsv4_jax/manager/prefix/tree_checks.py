@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from typing import TYPE_CHECKING
 
-from ..errors import IntegrityError
+from ...errors import IntegrityError
 from .node import SETTLED, Node, NodeState, S, Tier, children_of
 from .tree_base import TIERS
 

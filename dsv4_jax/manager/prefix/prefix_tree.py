@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..errors import PrefixTreeError, TransitionError
-from .allocator import as_count
+from ...errors import PrefixTreeError, TransitionError
+from ..allocator import as_count
 from .eviction import Freed
 from .node import MATCHABLE, SETTLED, Node, S, Snapshot, T, Tier, children_of, link, unlink
 from .tree_checks import check_tree

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4_jax.errors import PlanError
-from dsv4_jax.manager.events import BlockEvent, EventBatch, EventLog, coalesce
-from dsv4_jax.manager.node import Tier
-from dsv4_jax.manager.prefix_tree import PrefixTree
+from dsv4_jax.manager.prefix.events import BlockEvent, EventBatch, EventLog, coalesce
+from dsv4_jax.manager.prefix.node import Tier
+from dsv4_jax.manager.prefix.prefix_tree import PrefixTree
 
 from .tree_helpers import digests, publish_path
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .allocator import as_count
+from ..allocator import as_count
 from .node import Tier
 
 __all__ = ["BlockEvent", "EventBatch", "EventLog", "coalesce"]

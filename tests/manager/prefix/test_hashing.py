@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4_jax.errors import HashError, PlanError
-from dsv4_jax.manager.hashing import BlockHasher, HashSpec, MediaItem, Namespace, canonical_bytes
+from dsv4_jax.manager.prefix.hashing import BlockHasher, HashSpec, MediaItem, Namespace, canonical_bytes
 
 SPEC = HashSpec(block_tokens=4, salt=("weights", 7), vocab_size=1000)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import OutOfBlocksError, PrefixTreeError
-from .allocator import as_count
+from ...errors import OutOfBlocksError, PrefixTreeError
+from ..allocator import as_count
 from .eviction import Eviction, Freed, Move, SnapshotEviction
 from .node import BACKUP_BIT, PERSIST_BIT, SETTLED, Node, S, Snapshot, T, Tier, children_of, subtree_of
 from .tree_base import TIERS, TreeBase

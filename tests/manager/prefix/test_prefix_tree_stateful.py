@@ -19,10 +19,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dsv4_jax.errors import CacheError, OutOfBlocksError, PrefixTreeError
 from dsv4_jax.manager.block_pool import BlockPool
-from dsv4_jax.manager.events import EventLog
-from dsv4_jax.manager.eviction import Freed
-from dsv4_jax.manager.node import Node, Tier
-from dsv4_jax.manager.prefix_tree import PrefixTree
+from dsv4_jax.manager.prefix.events import EventLog
+from dsv4_jax.manager.prefix.eviction import Freed
+from dsv4_jax.manager.prefix.node import Node, Tier
+from dsv4_jax.manager.prefix.prefix_tree import PrefixTree
 
 BLOCK = 4
 LEVEL = {"device": 3, "backing_up": 3, "offloading": 2, "host": 2, "loading": 2, "persisting": 2, "storage": 1,

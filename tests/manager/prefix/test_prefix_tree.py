@@ -8,10 +8,10 @@ import pytest
 
 from dsv4_jax.errors import IntegrityError, OutOfBlocksError, PlanError, PrefixTreeError, TransitionError
 from dsv4_jax.eviction_queue import EvictionQueue
-from dsv4_jax.manager.eviction import Freed
-from dsv4_jax.manager.hashing import BlockHasher, HashSpec, Namespace
-from dsv4_jax.manager.node import Node, NodeState, Tier
-from dsv4_jax.manager.prefix_tree import PrefixTree
+from dsv4_jax.manager.prefix.eviction import Freed
+from dsv4_jax.manager.prefix.hashing import BlockHasher, HashSpec, Namespace
+from dsv4_jax.manager.prefix.node import Node, NodeState, Tier
+from dsv4_jax.manager.prefix.prefix_tree import PrefixTree
 
 from .tree_helpers import digests, publish_path
 
