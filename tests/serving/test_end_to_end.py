@@ -8,8 +8,9 @@ import pytest
 import dsv4_jax as dsv4
 from dsv4_jax.plan import StepPlan
 
+from .check import Mixes
 from .engine import step
-from .mixes import Mix, Mixes
+from .mixes import Mix
 
 
 @pytest.fixture(scope="module")
