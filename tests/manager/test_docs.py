@@ -1,0 +1,29 @@
+"""docs/manager.md: its example runs and finds what the text says; its sizes are the layout's."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+from dsv4_jax import CacheLayout, DSV4Config
+from dsv4_jax.manager import SnapshotPlacement
+
+TEXT = (pathlib.Path(__file__).parents[2] / "docs" / "manager.md").read_text()
+
+
+def test_example() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+    scope: dict = {}
+    exec(block, scope)
+    said = {name: int(value) for name, value in re.findall(r"`(\w+) == (\d+)`", TEXT)}
+    assert {name: scope[name] for name in said} == said == {"first": 0, "second": 384, "other": 0}
+    scope["manager"].check_integrity()
+
+
+def test_numbers() -> None:
+    cfg = DSV4Config.flash()
+    layout = CacheLayout(cfg)
+    assert f"A snapshot is {layout.bytes_per_slot / 1e6:.1f} MB" in TEXT
+    assert f"a block {layout.bytes_per_block / 1e6:.1f} MB" in " ".join(TEXT.split())
+    assert f"({len(layout.schedule) * cfg.sliding_window / 1e3:.1f} K for V4-Flash)" in TEXT
+    assert SnapshotPlacement().every * layout.block_tokens == 4096
