@@ -100,6 +100,16 @@ def test_decode_step_copies_nothing(formats: tuple[str, str]) -> None:
     assert_in_place(decode_step, *operands(layout, CacheSize(4000, 400, 4)))
 
 
+def test_a_step_with_unit_copies_copies_nothing_else() -> None:
+    """Snapshots and forks: a few slots and blocks within the pools, and no pool."""
+    layout = CacheLayout(DSV4Config.tiny())
+    cache, _, *rest = operands(layout, CacheSize(4000, 400, 4))
+    feeds = [RowFeed(slot, 20 + slot, 1) for slot in range(1, ROWS + 1)]
+    shape = shape_for(layout, feeds, slot_copies=4, block_copies=2)
+    plan = build_plan(layout, feeds, shape, slot_copies=[(1, 9), (2, 8)], block_copies=[(3, 4)])
+    assert_in_place(decode_step, cache, plan, *rest)
+
+
 def test_decode_loop_copies_nothing() -> None:
     """Eight steps: the cache is the carry of the scan, still in place."""
     layout = CacheLayout(DSV4Config.tiny())
