@@ -355,6 +355,7 @@ class Mix:
         for position, logits in job.logits.items():
             if position >= request.num_cached:
                 continue  # of before it was preempted: to be fed again
+            self.seen["logits compared"] += 1
             same = logits.view(np.uint32) == lone.logits[position].view(np.uint32)
             assert same.all(), f"{request}: logits of position {position} differ in {(~same).sum()} of {same.size}"
         for position, stream in enumerate(job.streams[: request.num_cached + 1]):
@@ -363,4 +364,3 @@ class Mix:
                 assert tokens[position] == drawn, f"{request}: token {position} is {tokens[position]}, not {drawn}"
         assert_same(self.model.live(self.cache, request), lone.live, f"{request}")
         self.seen["comparisons"] += 1
-        self.seen["logits compared"] += len(job.logits)
