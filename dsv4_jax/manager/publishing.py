@@ -68,7 +68,7 @@ class Publisher:
         if request.hasher is None:
             return True
         blocks, nodes, tree = request.blocks, request.nodes, self._tree
-        full = tokens // self._block_tokens
+        full = min(tokens, len(request.tokens)) // self._block_tokens  # a caller may keep the ids to itself
         if len(nodes) < full:
             if not self._hash(request, full):
                 return True
@@ -89,8 +89,8 @@ class Publisher:
     def _hash(self, request: Request, blocks: int) -> bool:
         """Whether the digests of the first `blocks` blocks are known."""
         hasher, tokens = request.hasher, blocks * self._block_tokens
-        if hasher is None or len(request.tokens) < tokens:
-            return False  # the caller keeps the ids to itself
+        if hasher is None:
+            return False
         if hasher.num_tokens < tokens:
             try:
                 hasher.extend(request.tokens[hasher.num_tokens : tokens])

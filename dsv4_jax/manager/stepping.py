@@ -267,6 +267,7 @@ class SteppingManager(RequestBook):
         max_rows: int | None = None,
         max_chunk: int | None = None,
         shape: StepShape | None = None,
+        requests: Iterable[Request] | None = None,
     ) -> list[tuple[Request, int]]:
         """Feeds for the next step from the requests' pending tokens; `plan_step` takes them as they are.
 
@@ -282,18 +283,24 @@ class SteppingManager(RequestBook):
             max_rows: most requests of the step.
             max_chunk: most tokens of one request.
             shape: the pinned shape the step must fit.
+            requests: those to choose from, in the order of their turn for chunks; default: all live ones.
+
+        Raises:
+            PlanError: a number below 1.
+            RequestError: one of `requests` is not live here.
         """
         budget = as_count("token_budget", token_budget, 1)
-        room = Room(
-            budget, budget if max_rows is None else as_count("max_rows", max_rows, 1), self._cache.num_available
-        )
+        rows = budget if max_rows is None else as_count("max_rows", max_rows, 1)
+        chunk = budget if max_chunk is None else as_count("max_chunk", max_chunk, 1)
+        chosen = self.requests if requests is None else [self._checked(request) for request in requests]
+        self.commit()  # now, as `plan_step` would: blocks that turn out to be shared need table entries again
+        room = Room(budget, rows, self._cache.num_available)
         if shape is not None:
             room = Room(
                 min(room.tokens, shape.tokens), min(room.rows, shape.rows), room.blocks,
                 shape.table_entries, shape.slot_copies - len(self._cache.copies.slots),
             )  # fmt: skip
-        chunk = budget if max_chunk is None else as_count("max_chunk", max_chunk, 1)
-        return schedule(self.layout, self.requests, room, max_chunk=chunk, next_stop=self._publisher.next_stop)
+        return schedule(self.layout, chosen, room, max_chunk=chunk, next_stop=self._publisher.next_stop)
 
     def pinned_shape(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,7 @@ import numpy as np
 
 from ..cache import KVCache
 from ..errors import ContextLimitError, NoFreeSlotError, OutOfBlocksError, PlanError
-from ..manager import KVCacheManager, Request, StepShape
-from ..manager.scheduling import Room, schedule
+from ..manager import KVCacheManager, Request
 from ..ops.dispatch import Implementation
 from ..plan import PackedPlan
 from .forward import decode_loop, prefill
@@ -103,7 +102,7 @@ def generate(
             tabled = all(request.num_tabled * block_tokens >= request.num_cached for request in live)
             decoding = tabled and all(request.num_pending == 1 for request in live)
             shape = decode_shape if decoding else chunk_shape
-            feeds = _feeds(manager, live, shape)
+            feeds = manager.schedule(shape.tokens, shape=shape, requests=live)
             stream = np.zeros(rows, np.int32)
             stream[: len(feeds)] = [live[request] for request, _ in feeds]
             steps = decode_steps if all(max_new_tokens - len(drawn[i]) >= decode_steps for i in live.values()) else 1
@@ -148,20 +147,6 @@ def _admit(manager: KVCacheManager, prompt: Sequence[int], need: int, *, may_wai
             return None
         raise
     return request
-
-
-def _feeds(manager: KVCacheManager, live: Iterable[Request], shape: StepShape) -> list[tuple[Request, int]]:
-    """What the next step feeds of these requests, all of whose blocks are reserved."""
-
-    policy, block_tokens = manager.policy, manager.layout.block_tokens
-
-    def next_stop(request: Request, start: int, stop: int) -> int:
-        if policy is None:
-            return stop
-        return policy.snapshots.next_stop(start, stop, prompt_tokens=request.num_prompt, block_tokens=block_tokens)
-
-    room = Room(shape.tokens, shape.rows, 0, shape.table_entries, shape.slot_copies)
-    return schedule(manager.layout, list(live), room, max_chunk=shape.tokens, next_stop=next_stop)
 
 
 def _keys(key: jax.Array, stream: jax.Array) -> jax.Array:

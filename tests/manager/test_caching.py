@@ -564,3 +564,41 @@ def test_numpy_and_python_prompts_are_the_same() -> None:
         request = manager.admit_request(np.array(PROMPT, dtype))
         assert request.num_cached == 32 and type(request.tokens[0]) is int
         manager.release_request(request)
+
+
+def test_what_schedule_gives_fits_its_shape() -> None:
+    """Eight equal prompts side by side: their blocks turn out to be shared, and need table entries again."""
+    manager = make(num_blocks=96, num_slots=8)
+    requests = [manager.admit_request(PROMPT) for _ in range(8)]
+    chunk, decode = manager.pinned_shape(8, 400), manager.pinned_shape(8)
+    while any(r.num_pending > 1 for r in requests):
+        manager.plan_step(manager.schedule(400, shape=chunk), shape=chunk)
+    for token in range(20):
+        for request in requests:
+            if not request.num_pending:
+                request.tokens.append(token % 3)
+        feeds = manager.schedule(8, shape=decode)
+        manager.plan_step(feeds, shape=decode)
+        assert feeds
+        manager.check_integrity()
+    assert len({tuple(r.blocks[:5]) for r in requests}) == 1
+
+
+def test_schedule_chooses_among_the_requests_named() -> None:
+    manager = make()
+    a, b = manager.admit_request(PROMPT), manager.admit_request([9] * 10)
+    assert [r for r, _ in manager.schedule(100, requests=[b])] == [b]
+    assert [r for r, _ in manager.schedule(100, requests=iter([b, a]))] == [b, a]
+    manager.release_request(b)
+    with pytest.raises(RequestError, match="released"):
+        manager.schedule(100, requests=[a, b])
+
+
+def test_the_known_part_of_a_request_is_cached() -> None:
+    manager = make()
+    request = run(manager)
+    manager.plan_step([(request, 1)], steps=12)  # ids of a K-step loop, of which the caller keeps three
+    request.tokens += [1, 2, 3]
+    manager.release_request(request)
+    manager.check_integrity()
+    assert manager.stats().cache.pools["device"].cached == 5
