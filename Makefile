@@ -26,7 +26,7 @@ missing := $(filter-out $(found),$(PYTHONS))
 # The demo and the linters need one environment: the first of these that is there.
 one := $(firstword $(found) $(foreach v,3.11 3.12 3.13,$(if $(call python,$(v)),$(v))))
 
-.PHONY: help demo test environments lint format build clean pythons $(found:%=test-%)
+.PHONY: help demo test prepare lint format build clean pythons $(found:%=test-%)
 
 help:
 	@echo "make demo    decode real text through the cache on this machine's CPU"
@@ -36,7 +36,7 @@ help:
 demo: .venv/ready
 	@.venv/bin/python -m dsv4_jax demo
 
-test: pythons environments lint build $(found:%=test-%)
+test: pythons prepare $(found:%=test-%)
 	@echo "All passed on Python $(found).$(if $(missing), NOT RUN on Python $(missing): not found.)"
 
 pythons:
@@ -44,9 +44,9 @@ pythons:
 	@$(foreach v,$(found),echo "Python $(v): $(call python,$(v)), $(call constraints,$(v))";)
 	@$(foreach v,$(missing),echo "Python $(v): NOT FOUND on this machine, its tests will not run";)
 
-# Made side by side: most of it is waiting for downloads.
-environments:
-	@$(MAKE) -j $(words $(found)) $(found:%=.venv-%/ready)
+# Side by side: most of it is waiting for downloads, and the linters and compilers need one environment only.
+prepare:
+	@$(MAKE) -j 4 --output-sync=target $(found:%=.venv-%/ready) lint build
 
 lint: .venv-$(one)/ready
 	@echo "== lint"
@@ -60,6 +60,9 @@ format: .venv-$(one)/ready
 # Native code, if there is any: C++ always, CUDA where nvcc is. Against the headers of the oldest supported jaxlib.
 build: .venv-$(one)/ready
 	@PYTHON=.venv-$(one)/bin/python bash .ci/build
+
+# Python 3.11 leaves to a later one what takes long (tests/conftest.py), if there is a later one.
+$(if $(filter 3.12 3.13,$(found)),,$(eval export RUN_SLOW := 1))
 
 $(found:%=test-%): test-%: .venv-%/ready
 	@echo "== Python $*: $$(.venv-$*/bin/python -c 'import jax, numpy; print("jax", jax.__version__, "numpy", numpy.__version__)')"

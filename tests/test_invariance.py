@@ -70,6 +70,7 @@ def test_every_chunking_gives_the_same_cache_bytes(options: dict) -> None:
     [jit_write_step, pytest.param(optimised_write_step, marks=pytest.mark.slow)],
     ids=["plain", "optimised"],
 )
+@pytest.mark.slow
 def test_bytes_do_not_depend_on_the_plan_shape(write_step) -> None:
     """The exact shape of each step, a compile of its own, writes what the padded shape writes."""
     layout = CacheLayout(SMALL)
@@ -151,6 +152,7 @@ def test_verify_every_width_every_acceptance(hca_state: str, drafts: int) -> Non
     run_verify(layout, [(s, 1 + drafts, a) for s in (0, 9, 14, 31, 44) for a in acceptances(layout)])
 
 
+@pytest.mark.slow
 def test_verify_at_many_phases_of_128() -> None:
     """The real HCA ratio: verify steps of 8 that stop short of, end at, start at and cross a 128 boundary."""
     cfg = DSV4Config.tiny(layer_types=(CSA, HCA), hca_ratio=128, head_dim=16, rope_dim=4, index_head_dim=16)

@@ -110,12 +110,14 @@ def test_a_step_with_unit_copies_copies_nothing_else() -> None:
     assert_in_place(decode_step, cache, plan, *rest)
 
 
+@pytest.mark.slow
 def test_decode_loop_copies_nothing() -> None:
     """Eight steps: the cache is the carry of the scan, still in place."""
     layout = CacheLayout(DSV4Config.tiny())
     assert_in_place(loop(8), *operands(layout, CacheSize(4000, 400, 4), lookahead=8))
 
 
+@pytest.mark.slow
 def test_prefill_copies_no_paged_pool() -> None:
     """A chunk that overruns the rings reads their history before it writes.
 

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tomllib
 
+import pytest
+
 import dsv4_jax
 from dsv4_jax import DSV4Config, model
 from dsv4_jax.config import AttentionType
@@ -45,6 +47,7 @@ def test_host_side_imports_no_jax():
     assert result.stdout == "False\n"
 
 
+@pytest.mark.slow
 def test_readme_example_runs(tmp_path):
     cfg = DSV4Config.tiny(layer_types=(AttentionType.HCA,), hc_sinkhorn_iters=1)
     model.save_hf(cfg, model.init_params(cfg), tmp_path)

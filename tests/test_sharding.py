@@ -94,6 +94,7 @@ def test_model_step_equals_single_device(params, mesh):
 
 
 @pytest.mark.parametrize("mesh", ["data4_auto"], indirect=True)
+@pytest.mark.slow
 def test_cache_is_updated_in_place(params, mesh):
     with jax.set_mesh(mesh):
         cache = init_cache(LAYOUT, SIZE, sharding=cache_sharding(LAYOUT, mesh))

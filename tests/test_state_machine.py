@@ -67,7 +67,8 @@ def run_trace(
     assert_untouched(driver.cache, layout, driver.touched_slots, driver.touched_blocks)
 
 
-@pytest.mark.parametrize("hca_state", ["online", pytest.param("raw", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("hca_state", ["online", "raw"])
 def test_thousand_tokens(hca_state: str) -> None:
     """The default formats, two interleaved requests of 1,000 tokens each, every layer kind."""
     run_trace(CacheLayout(DSV4Config.tiny(), hca_state=hca_state), 1000)

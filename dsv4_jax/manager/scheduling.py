@@ -16,7 +16,7 @@ _PLENTY = 1 << 60
 
 @dataclasses.dataclass(slots=True)
 class Room:
-    """What a step has left.
+    """What a step may use.
 
     Attributes:
         tokens, rows: of the step.
@@ -44,33 +44,33 @@ def schedule(
 
     Args:
         requests: in the order in which they became live.
-        room: used up.
+        room: that the step has.
         next_stop: `(request, start, stop)`: where a chunk should end, for its state to be kept there.
     """
-    waiting = [(request, request.num_pending) for request in requests]
+    waiting = [(request, len(request.tokens) - request.num_cached) for request in requests]
     decodes = sorted([pair for pair in waiting if pair[1] == 1], key=_last_step)
     prefills = [pair for pair in waiting if pair[1] > 1]
     feeds: list[tuple[Request, int]] = []
     block = layout.block_tokens
+    tokens, rows, blocks, entries, copies = dataclasses.astuple(room)  # locals: hundreds of rows pass here
     for request, pending in (*decodes, *prefills):
-        if not room.tokens or not room.rows:
+        if not tokens or not rows:
             break
         start, held, tabled = request.num_cached, len(request.blocks), request.num_tabled
         restores = request.restores is not None
-        reach = min(held + room.blocks, tabled + room.entries) * block
-        stop = min(start + min(pending, room.tokens, max_chunk), reach)
-        if stop > start and restores <= room.copies:
+        reach = min(held + blocks, tabled + entries) * block
+        stop = min(start + min(pending, tokens, max_chunk), reach)
+        if stop > start and restores <= copies:
             if pending > 1:
                 stop = next_stop(request, start, stop)
             feeds.append((request, stop - start))
-            room.tokens -= stop - start
-            room.rows -= 1
-            blocks = -(-stop // block)
-            if blocks > tabled:
-                room.entries -= blocks - tabled
-                room.blocks -= max(blocks - held, 0)
-            if restores:
-                room.copies -= 1
+            tokens -= stop - start
+            rows -= 1
+            copies -= restores
+            needed = -(-stop // block)
+            if needed > tabled:
+                entries -= needed - tabled
+                blocks -= max(needed - held, 0)
         elif pending > 1:
             break  # chunks are first come, first served: none overtakes one that lacks blocks
     return feeds

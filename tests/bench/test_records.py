@@ -160,6 +160,7 @@ def test_kernel_times(monkeypatch, tmp_path):
     assert timing.kernel_times(pathlib.Path(tmp_path)) == {"attend": 6.0, "copy": 0.75}
 
 
+@pytest.mark.every_case  # torch is there on Python 3.11 alone
 @pytest.mark.parametrize("op", torch_ops.OPS)
 def test_torch_computes_the_same(monkeypatch, op):
     """The baseline's functions, on the CPU (only their timing needs a GPU)."""

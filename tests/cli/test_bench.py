@@ -19,6 +19,7 @@ def no_ceilings(monkeypatch):
     monkeypatch.setattr(ceilings, "measure_ceilings", lambda *, quick: ceilings.Ceilings(4e12, 8e14))
 
 
+@pytest.mark.slow
 def test_two_ops_to_json_and_png(capsys, tmp_path):
     png = tmp_path / "roofline.png"
     argv = [

@@ -91,6 +91,7 @@ def test_doctor(capsys):
     ("chunks", "dtype", "options"),
     [("13,1,1,7", np.int64, []), ("1", np.uint8, []), ("500", np.uint64, ["--draft-tokens", "2"])],
 )
+@pytest.mark.slow
 def test_logits(capsys, tmp_path, checkpoint, chunks, dtype, options):
     tokens = np.random.default_rng(0).integers(0, CFG.vocab_size, 60).astype(dtype)
     out = tmp_path / "logits.npy"

@@ -49,6 +49,7 @@ def test_which_streams_the_kernels_take() -> None:
 
 
 @pytest.mark.parametrize("name", ["csa+index-f32", "hca-raw"])
+@pytest.mark.slow
 def test_what_the_kernels_cannot_take_goes_to_pallas(name: str) -> None:
     plan, table = plan_of(np.array([3, 127]), 1)
     kinds, fmts = zip(*STREAMS[name], strict=True)

@@ -48,6 +48,7 @@ def test_stacked_projections_change_nothing(params, uncached):
     np.testing.assert_allclose(logits, uncached, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_quantised_formats_stay_close(params, uncached):
     """fp8 rows and fp4 keys change logits by quantisation error, not by more: they still mean the same text."""
     logits = feed(CFG, params, text_tokens(LENGTH), [1], kv_format="fp8", index_format="fp4")

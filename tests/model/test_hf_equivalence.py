@@ -16,6 +16,7 @@ from .feeding import feed, text_tokens, uncached
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", "5.10")
 
+pytestmark = pytest.mark.every_case  # torch is there on Python 3.11 alone
 torch.set_num_threads(1)  # tensors this small only lose by more
 TOLERANCE = 1e-4
 S, C, H = (kind.value for kind in (AttentionType.SWA, AttentionType.CSA, AttentionType.HCA))

@@ -27,7 +27,7 @@ LAYOUTS = {
     "fp8-fp4": CacheLayout(SMALL),
     "odd-fp8-raw-verify": CacheLayout(ODD, "fp8_per_entry", "fp8", draft_tokens=2, hca_state="raw", block_tokens=12),
 }
-TOKENS = 60
+TOKENS = 44
 LONGEST = 48  # tokens of a step
 
 

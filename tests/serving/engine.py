@@ -6,6 +6,7 @@ Rounding may differ between executables, so mixed and lone runs share one: one `
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -26,7 +27,11 @@ CFG = DSV4Config.tiny(
 # Of the arrays; a manager may be told of fewer units, so that pools are tight and the executable the same.
 SIZE = CacheSize(num_blocks=20, num_slots=4, max_blocks_per_request=8, num_snapshots=4)
 
-step = jax.jit(model.forward, donate_argnames="cache")
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def step(params, cache, plan, tokens):
+    """A function of its own: jax.jit shares the executables of one function, wherever it is jitted."""
+    return model.forward(params, cache, plan, tokens)
 
 
 class Lone(NamedTuple):
