@@ -34,6 +34,7 @@ class Publisher:
     def __init__(self, cache: TieredCache, block_tokens: int):
         self._cache, self._block_tokens = cache, block_tokens
         self._dirty: dict[Request, None] = {}  # may have blocks to publish
+        self.replaced = False  # whether a request's block was replaced by another's since this was last reset
 
     @property
     def _tree(self) -> PrefixTree:
@@ -81,6 +82,7 @@ class Publisher:
                 return False  # the block is on its way between tiers under another node: later
             nodes[i] = published
             if spare:
+                self.replaced = True
                 blocks[i] = published.block
                 request.num_tabled = min(request.num_tabled, i)
                 self._cache.release_blocks([spare])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -48,6 +49,7 @@ class RequestBook:
         self._live: dict[int, Request] = {}  # by slot, in the order they became live
         self._ids: dict[Hashable, Request] = {}  # live and preempted
         self._steps = 0
+        self._rows: Any = None  # of the step planned last, until something changes them
         self._step_transfers: list[TransferStage] = []
         self._asleep = False
 
@@ -119,6 +121,7 @@ class RequestBook:
         if request.restores is not None:
             tree.unpin_snapshot(request.restores)
         self._publisher.forget(request)
+        self._rows = None
         del self._live[request.slot]
         request.fed = request.num_tabled = request.reserved = 0
         request.blocks, request.nodes, request.restores, request.rolling = [], [], None, None

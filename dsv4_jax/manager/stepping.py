@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,34 @@ from .transfers import TransferStage
 __all__ = ["SteppingManager"]
 
 
+class _Rows(NamedTuple):
+    """The rows of a step. Those of the step before serve again while nothing else has changed them.
+
+    Attributes:
+        requests, counts: [B]
+        feeds: the pairs that name them.
+        arrays: slots, starts, counts, limits, blocks held and blocks tabled, [B] int64 each.
+        restored: those that start from a snapshot in this step.
+    """
+
+    requests: list[Request]
+    counts: list[int]
+    feeds: list[tuple[Request, int]]
+    arrays: tuple[np.ndarray, ...]
+    restored: list[Request]
+
+    @classmethod
+    def of(cls, requests: list[Request], counts: list[int]) -> _Rows:
+        columns = (
+            [r.slot for r in requests], [r.num_cached for r in requests], counts, [r.max_tokens for r in requests],
+            [len(r.blocks) for r in requests], [r.num_tabled for r in requests],
+        )  # fmt: skip
+        # One list each: the fastest way from objects to arrays that was found.
+        arrays = tuple(np.fromiter(values, np.int64, len(values)) for values in columns)
+        restored = [r for r in requests if r.restores is not None]
+        return cls(requests, counts, list(zip(requests, counts, strict=True)), arrays, restored)
+
+
 class SteppingManager(RequestBook):
     """Plans steps of live requests. `KVCacheManager` is the class to use; see there."""
 
@@ -35,6 +64,7 @@ class SteppingManager(RequestBook):
             raise ContextLimitError(request.id, tokens, request.max_tokens)
         missing = self.layout.blocks_for(tokens) - len(request.blocks)
         request.blocks += self._acquire_blocks(max(missing, 0))
+        self._rows = None
         request.reserved = max(request.reserved, tokens)
 
     def plan_step(self, feeds: Iterable[Feed], *, steps: int = 1, shape: StepShape | None = None) -> StepPlan:
@@ -63,13 +93,20 @@ class SteppingManager(RequestBook):
         if self._step_transfers:
             raise PlanError("the transfers of the step before were not taken (see take_transfers)")
         steps = as_count("steps", steps, 1)
-        requests, counts = self._feeds(feeds, steps)
+        rows = self._rows
+        again = (
+            rows is not None
+            and type(feeds) is list
+            and feeds == rows.feeds
+            and (steps == 1 or max(rows.counts, default=1) == 1)
+        )
+        requests, counts = (rows.requests, rows.counts) if again else self._feeds(feeds, steps)
         self.commit()
-        # One list each: the fastest way from objects to arrays that was found.
-        slots, starts = _array([r.slot for r in requests]), _array([r.num_cached for r in requests])
-        held, tabled = _array([len(r.blocks) for r in requests]), _array([r.num_tabled for r in requests])
-        limits = _array([r.max_tokens for r in requests])
-        block, fed = self.layout.block_tokens, _array(counts)
+        if not again or self._publisher.replaced:
+            self._rows = rows = _Rows.of(requests, counts)
+            self._publisher.replaced = False
+        slots, starts, fed, limits, held, tabled = rows.arrays
+        block = self.layout.block_tokens
         ends = starts + fed * steps
         blocks = -(-ends // block)
         missing = np.maximum(blocks - held, 0)
@@ -85,8 +122,7 @@ class SteppingManager(RequestBook):
             for i in np.flatnonzero(tabled < blocks).tolist():
                 paths[i] = requests[i].blocks + list(itertools.islice(fresh, missing[i]))
                 entries += [(requests[i].slot, column, paths[i][column]) for column in range(tabled[i], blocks[i])]
-            restored = [r for r in requests if r.restores is not None] if self._cache.caching else []
-            copies = self._copies(restored)
+            copies = self._copies(rows.restored)
             at_boundary = [requests[i] for i in np.flatnonzero((starts % block == 0) & (starts > 0)).tolist()]
             saves = self._saves(at_boundary, copies, shape)
             copies += [(save.request.slot, save.slot) for save in saves]
@@ -96,12 +132,14 @@ class SteppingManager(RequestBook):
             self._publisher.cancel(saves)
             raise
         self._steps += 1
+        arrays = (slots, ends, fed, limits, np.maximum(held, blocks), np.maximum(tabled, blocks))
+        self._rows = rows._replace(arrays=arrays, restored=[])
         for i, path in paths.items():
             requests[i].blocks, requests[i].num_tabled = path, int(blocks[i])
         for save in saves:
             self._publisher.publish(save.request, save.request.num_cached)  # its last step is kept whole now
         self._publisher.saved(saves)
-        for request in restored:
+        for request in rows.restored:
             if request.restores is not None:
                 self._cache.tree.unpin_snapshot(request.restores)
                 request.restores = None
@@ -249,6 +287,7 @@ class SteppingManager(RequestBook):
             raise PlanError(
                 f"request {request.id!r}: a step of {fed} tokens cannot be cut to {n_kept} with draft_tokens={drafts}"
             )
+        self._rows = None
         del request.tokens[request.num_cached - fed + n_kept : request.num_cached]
         request.num_cached += n_kept - fed
         request.fed = 0
@@ -336,7 +375,3 @@ class SteppingManager(RequestBook):
             slot_copies=slot_copies, block_copies=block_copies,
         )  # fmt: skip
         return dataclasses.replace(shape, table_entries=shape.table_entries + columns) if caching else shape
-
-
-def _array(values: list[int]) -> np.ndarray:
-    return np.fromiter(values, np.int64, len(values))

@@ -602,3 +602,52 @@ def test_the_known_part_of_a_request_is_cached() -> None:
     manager.release_request(request)
     manager.check_integrity()
     assert manager.stats().cache.pools["device"].cached == 5
+
+
+def test_steps_of_the_same_rows_see_what_changed_between() -> None:
+    """Rows fed again are not read anew: what changes them has to say so."""
+    manager = make(num_blocks=30, num_slots=4, drafts=2)
+    rows = [manager.admit_request(PROMPT[:n]) for n in (3, 9, 17)]
+    for request in rows:
+        feed(manager, request)
+    feeds = [(r, 1) for r in rows]
+
+    def starts() -> list[int]:
+        plan = manager.plan_step(feeds)
+        manager.check_integrity()
+        live = {r.slot: r for r in rows}
+        tables = zip(plan.table_slot.tolist(), plan.table_index.tolist(), plan.table_block.tolist(), strict=True)
+        assert all(live[slot].blocks[column] == block for slot, column, block in tables if slot)
+        return plan.row_start.tolist()[:3]
+
+    assert [starts() for _ in range(9)][-1] == [11, 17, 25]
+    manager.accept(rows[0], 0)
+    assert starts() == [11, 18, 26]
+    manager.reserve(rows[1], 60)
+    assert len(rows[1].blocks) == 8 and starts() == [12, 19, 27]
+    assert len(rows[1].blocks) == 8
+    slot = rows[2].slot
+    manager.release_request(rows[2])
+    with pytest.raises(RequestError, match="released"):
+        manager.plan_step(feeds)
+    rows[2] = manager.admit_request(PROMPT[:20])
+    assert rows[2].slot == slot
+    feeds[2] = (rows[2], 1)
+    assert starts() == [13, 20, 16]  # what the one before has left
+    feeds[2] = (rows[2], 2)
+    assert starts() == [14, 21, 17]
+    with pytest.raises(PlanError, match="4 steps in one plan"):
+        manager.plan_step(feeds, steps=4)
+    assert starts() == [15, 22, 19]
+
+
+def test_a_step_that_failed_still_restores_when_it_is_planned_again() -> None:
+    manager = make(num_slots=2)
+    serve(manager)
+    request = manager.admit_request(PROMPT)
+    small = manager.pinned_shape(1, slot_copies=1)
+    with pytest.raises(PlanError, match="tokens=3"):
+        manager.plan_step([(request, 3)], shape=small)
+    assert request.restores is not None
+    assert len(pairs(manager.plan_step([(request, 3)]))) == 1
+    manager.check_integrity()

@@ -15,9 +15,11 @@ from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.errors import NoFreeSlotError, OutOfBlocksError
 from dsv4_jax.manager import CachePolicy, EventLog, HostSize, Namespace, SnapshotPlacement, WritePolicy
 from dsv4_jax.manager.request import Request, RequestState
+from dsv4_jax.plan import StepPlan
 from tests.manager.symbolic_device import SymbolicDevice
 
 BLOCK = 8
+CALLS = ["decode", "release", "preempt", "resume", "fork", "sleep"]
 POLICIES = {
     "write_back": WritePolicy.write_back(),
     "write_through": WritePolicy.write_through(),
@@ -143,18 +145,36 @@ class Trace:
             self.did["out of blocks"] += 1
             self.make_room()
             return
-        self.did["moved"] += self.device.transfer(self.manager.take_transfers())
-        tokens = {r.slot: r.tokens for r in self.manager.requests}
-        spaces = {r.slot: self.spaces[r.id] for r in self.manager.requests}
-        for _ in range(steps):
-            self.device.step(plan, spaces, tokens)
-            plan = plan.advance()
+        self.run_plan(plan, steps)
         self.did["fed"] += len(feeds)
         for request, count in feeds:
             if steps == 1 and self.layout.draft_tokens and 1 < count <= 1 + self.layout.draft_tokens:
                 kept = self.random.randint(0, count)
                 self.manager.accept(request, kept)
                 self.did["rejected"] += count - kept
+
+    def decode(self) -> None:
+        """Some steps of the same rows, as most steps of an engine are."""
+        for _ in range(self.random.randint(2, 5)):
+            for r in self.manager.requests:
+                if not r.num_pending and len(r.tokens) < self.manager.context_limit:
+                    r.tokens.append(self.random.randrange(4))
+            feeds = [(r, 1) for r in self.manager.requests if r.num_pending == 1]
+            try:
+                plan = self.manager.plan_step(feeds)
+            except OutOfBlocksError:
+                self.make_room()
+                return
+            self.run_plan(plan)
+            self.did["decoded"] += len(feeds)
+
+    def run_plan(self, plan: StepPlan, steps: int = 1) -> None:
+        self.did["moved"] += self.device.transfer(self.manager.take_transfers())
+        tokens = {r.slot: r.tokens for r in self.manager.requests}
+        spaces = {r.slot: self.spaces[r.id] for r in self.manager.requests}
+        for _ in range(steps):
+            self.device.step(plan, spaces, tokens)
+            plan = plan.advance()
 
     def make_room(self) -> None:
         if self.random.random() < 0.5:
@@ -166,7 +186,15 @@ class Trace:
         return self.random.choice(self.manager.requests) if self.manager.requests else None
 
     def run(self, steps: int) -> None:
-        calls = {self.step: 12, self.admit: 6, self.release: 2, self.preempt: 2, self.resume: 3, self.fork: 1}
+        calls = {
+            self.step: 12,
+            self.decode: 3,
+            self.admit: 6,
+            self.release: 2,
+            self.preempt: 2,
+            self.resume: 3,
+            self.fork: 1,
+        }
         for _ in range(steps):
             if self.random.random() < 0.01:
                 self.sleep()
@@ -198,8 +226,7 @@ class CachingMachine(RuleBasedStateMachine):
     def start(self, seed: int, **options) -> None:
         self.trace = Trace(seed, **options)
 
-    @rule(call=st.sampled_from(["step"] * 6 + ["admit"] * 3 + ["release", "preempt", "resume", "fork", "sleep"]),
-          choices=st.randoms(use_true_random=False))  # fmt: skip
+    @rule(call=st.sampled_from(["step"] * 6 + ["admit"] * 3 + CALLS), choices=st.randoms(use_true_random=False))  # fmt: skip
     def act(self, call: str, choices: random.Random) -> None:
         self.trace.random = choices
         getattr(self.trace, call)()
@@ -228,5 +255,17 @@ def test_every_step_reads_its_own_history(policy: str, drafts: int) -> None:
         trace = Trace(seed, policy=policy, drafts=drafts, host=host, blocks=14 + 6 * (seed % 3), snapshots=seed % 4)
         trace.run(250)
         did += trace.did
-    happened = {"hit", "fed", "preempted", "parked", "unparked", "resumed", "forked", "slept", "moved", "out of blocks"}
+    happened = {
+        "hit",
+        "fed",
+        "preempted",
+        "parked",
+        "unparked",
+        "resumed",
+        "forked",
+        "slept",
+        "moved",
+        "out of blocks",
+        "decoded",
+    }
     assert all(did[name] for name in happened | ({"rejected"} if drafts else set())), did
