@@ -226,7 +226,7 @@ class CachingMachine(RuleBasedStateMachine):
     def start(self, seed: int, **options) -> None:
         self.trace = Trace(seed, **options)
 
-    @rule(call=st.sampled_from(["step"] * 6 + ["admit"] * 3 + CALLS), choices=st.randoms(use_true_random=False))  # fmt: skip
+    @rule(call=st.sampled_from(["step"] * 6 + ["admit"] * 3 + CALLS), choices=st.randoms(use_true_random=False))
     def act(self, call: str, choices: random.Random) -> None:
         self.trace.random = choices
         getattr(self.trace, call)()
