@@ -22,7 +22,7 @@ IntArray: TypeAlias = Any  # int32: a numpy array on the host, a jax array while
 
 
 class StepPlan(NamedTuple):
-    """One step. All fields int32; shapes are static per compiled step.
+    """One step. All fields int32; shapes are static per compiled step. Plans may share arrays: do not write to them.
 
     Attributes:
         row_slot: [B] slot of each row (0: padding).

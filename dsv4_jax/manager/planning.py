@@ -12,7 +12,7 @@ from ..errors import PlanError
 from ..layout import CacheLayout
 from ..plan import StepPlan
 
-__all__ = ["RowFeed", "StepShape", "build_plan", "shape_for"]
+__all__ = ["RowFeed", "StepShape", "build_plan", "next_decode", "shape_for"]
 
 
 class RowFeed(NamedTuple):
@@ -210,8 +210,6 @@ def build_plan(
             raise PlanError(f"the step needs {name}={need}, its shape has {name}={have}")
     groups = np.full((shape.groups, shape.group_length), shape.tokens, np.int32)
     groups[fed.group, fed.place] = np.arange(len(fed.row))
-    entries, slots, blocks = (np.array(x, np.int32).reshape(-1, n) for x, n in (
-        (table_entries, 3), (slot_copies, 2), (block_copies, 2)))  # fmt: skip
     return StepPlan(
         row_slot=_padded(fed.slot, shape.rows),
         row_start=_padded(fed.start, shape.rows),
@@ -224,6 +222,52 @@ def build_plan(
         group_tokens=groups,
         history_rows=np.arange(shape.rows if shape.history else 0, dtype=np.int32),
         table_columns=np.arange(shape.columns, dtype=np.int32),
+        **_extras(shape, table_entries, slot_copies, block_copies),
+    )
+
+
+def next_decode(
+    layout: CacheLayout,
+    plan: StepPlan,
+    shape: StepShape,
+    starts: np.ndarray,
+    *,
+    table_entries: Sequence[tuple[int, int, int]] = (),
+    slot_copies: Sequence[tuple[int, int]] = (),
+    block_copies: Sequence[tuple[int, int]] = (),
+    lookahead: int = 0,
+) -> StepPlan:
+    """`build_plan` for the rows of an earlier plan of this shape, one token each, at other starts.
+
+    What does not depend on the starts is shared with that plan.
+
+    Raises:
+        PlanError: as `build_plan`.
+    """
+    needed = {
+        "columns": layout.blocks_for(int(starts.max(initial=0)) + 1 + lookahead), "table_entries": len(table_entries),
+        "slot_copies": len(slot_copies), "block_copies": len(block_copies),
+    }  # fmt: skip
+    for name, need in needed.items():
+        if need > getattr(shape, name):
+            raise PlanError(f"the step needs {name}={need}, its shape has {name}={getattr(shape, name)}")
+    return plan._replace(
+        row_start=_padded(starts, shape.rows),
+        token_position=_padded(starts, shape.tokens),
+        **_extras(shape, table_entries, slot_copies, block_copies),
+    )
+
+
+def _extras(
+    shape: StepShape,
+    table_entries: Sequence[tuple[int, int, int]],
+    slot_copies: Sequence[tuple[int, int]],
+    block_copies: Sequence[tuple[int, int]],
+) -> dict[str, np.ndarray]:
+    """The fields of a plan that have nothing to do with its rows."""
+    entries, slots, blocks = (np.array(x, np.int32).reshape(-1, n) for x, n in (
+        (table_entries, 3), (slot_copies, 2), (block_copies, 2)))  # fmt: skip
+    return dict(
         table_slot=_padded(entries[:, 0], shape.table_entries),
         table_index=_padded(entries[:, 1], shape.table_entries),
         table_block=_padded(entries[:, 2], shape.table_entries),

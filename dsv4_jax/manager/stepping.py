@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import ContextLimitError, OutOfBlocksError, PlanError, RequestError
 from ..plan import StepPlan
 from .allocator import as_count
-from .planning import StepShape, build_plan, shape_for
+from .planning import StepShape, build_plan, next_decode, shape_for
 from .publishing import Save
 from .request import Request
 from .request_book import RequestBook
@@ -30,6 +30,7 @@ class _Rows(NamedTuple):
         feeds: the pairs that name them.
         arrays: slots, starts, counts, limits, blocks held and blocks tabled, [B] int64 each.
         restored: those that start from a snapshot in this step.
+        decode: the pinned shape and the plan of the step before, if every row fed one token.
     """
 
     requests: list[Request]
@@ -37,6 +38,7 @@ class _Rows(NamedTuple):
     feeds: list[tuple[Request, int]]
     arrays: tuple[np.ndarray, ...]
     restored: list[Request]
+    decode: tuple[StepShape, StepPlan] | None = None
 
     @classmethod
     def of(cls, requests: list[Request], counts: list[int]) -> _Rows:
@@ -126,14 +128,15 @@ class SteppingManager(RequestBook):
             at_boundary = [requests[i] for i in np.flatnonzero((starts % block == 0) & (starts > 0)).tolist()]
             saves = self._saves(at_boundary, copies, shape)
             copies += [(save.request.slot, save.slot) for save in saves]
-            plan = self._build(np.stack([slots, starts, fed], 1), shape, entries, copies, steps)
+            plan = self._build(rows, shape, entries, copies, steps)
         except Exception:
             self._cache.release_blocks(taken)
             self._publisher.cancel(saves)
             raise
         self._steps += 1
         arrays = (slots, ends, fed, limits, np.maximum(held, blocks), np.maximum(tabled, blocks))
-        self._rows = rows._replace(arrays=arrays, restored=[])
+        decode = (shape, plan) if shape is not None and max(counts, default=2) == 1 else None
+        self._rows = rows._replace(arrays=arrays, restored=[], decode=decode)
         for i, path in paths.items():
             requests[i].blocks, requests[i].num_tabled = path, int(blocks[i])
         for save in saves:
@@ -195,7 +198,7 @@ class SteppingManager(RequestBook):
 
     def _build(
         self,
-        rows: np.ndarray,
+        rows: _Rows,
         shape: StepShape | None,
         entries: list[tuple[int, int, int]],
         slot_copies: list[tuple[int, int]],
@@ -203,17 +206,19 @@ class SteppingManager(RequestBook):
     ) -> StepPlan:
         """The plan; its shape is what it needs, in powers of two, unless given."""
         block_copies = [(source, block) for block, source in self._cache.copies.blocks.items()]
+        slots, starts, counts, *_ = rows.arrays
+        extras = dict(table_entries=entries, slot_copies=slot_copies, block_copies=block_copies, lookahead=steps - 1)
+        if shape is not None and rows.decode is not None and rows.decode[0] == shape:
+            return next_decode(self.layout, rows.decode[1], shape, starts, **extras)
+        fed = np.stack([slots, starts, counts], 1)
         if shape is None:
             shape = shape_for(
-                self.layout, rows, table_entries=len(entries), slot_copies=len(slot_copies),
+                self.layout, fed, table_entries=len(entries), slot_copies=len(slot_copies),
                 block_copies=len(block_copies), lookahead=steps - 1,
             ).bucketed(self.size.max_blocks_per_request)  # fmt: skip
         elif shape.columns > self.size.max_blocks_per_request:
             raise PlanError(f"columns={shape.columns}: the table has {self.size.max_blocks_per_request}")
-        return build_plan(
-            self.layout, rows, shape, table_entries=entries, slot_copies=slot_copies, block_copies=block_copies,
-            lookahead=steps - 1,
-        )  # fmt: skip
+        return build_plan(self.layout, fed, shape, **extras)
 
     def _feeds(self, feeds: Iterable[Feed], steps: int) -> tuple[list[Request], list[int]]:
         """The requests and their token counts, checked one by one."""

@@ -159,9 +159,10 @@ class Trace:
             for r in self.manager.requests:
                 if not r.num_pending and len(r.tokens) < self.manager.context_limit:
                     r.tokens.append(self.random.randrange(4))
-            feeds = [(r, 1) for r in self.manager.requests if r.num_pending == 1]
+            shape = self.manager.pinned_shape(4, slot_copies=8, block_copies=40)
+            feeds = [feed for feed in self.manager.schedule(4, shape=shape) if feed[1] == 1]
             try:
-                plan = self.manager.plan_step(feeds)
+                plan = self.manager.plan_step(feeds, shape=shape)
             except OutOfBlocksError:
                 self.make_room()
                 return

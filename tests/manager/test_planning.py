@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.errors import PlanError
 from dsv4_jax.layout import CacheLayout
-from dsv4_jax.manager.planning import RowFeed, StepShape, build_plan, shape_for
+from dsv4_jax.manager.planning import RowFeed, StepShape, build_plan, next_decode, shape_for
 from dsv4_jax.plan import StepPlan
 
 LAYOUT = CacheLayout(DSV4Config.tiny(), draft_tokens=2)
@@ -137,3 +137,26 @@ def test_shapes_combine() -> None:
         check_plan(build_plan(LAYOUT, rows, both), rows)
     assert shape_for(LAYOUT, [RowFeed(1, 300, 5)]).bucketed(3).columns == 3
     assert (a.bucketed(9).tokens, a.bucketed(9).rows, a.bucketed(9).slot_copies) == (8, 1, 0)
+
+
+def test_the_next_decode_of_the_same_rows_is_the_plan_built_anew() -> None:
+    layout, rng = CacheLayout(DSV4Config.tiny()), np.random.default_rng(4)
+    shape = StepShape.bound(layout, 5, 5, columns=9, slot_copies=2, block_copies=1, lookahead=2)
+    for rows in (1, 3, 5):
+        slots = rng.permutation(9)[:rows] + 1
+        first, then = rng.integers(0, 100, (2, rows))
+        plan = build_plan(layout, [RowFeed(*row, 1) for row in zip(slots, first, strict=True)], shape)
+        extras = dict(table_entries=[(3, 1, 7)], slot_copies=[(1, 2)], block_copies=[(5, 6)], lookahead=2)
+        expected = build_plan(layout, [RowFeed(*row, 1) for row in zip(slots, then, strict=True)], shape, **extras)
+        for name, a, b in zip(
+            expected._fields, next_decode(layout, plan, shape, then, **extras), expected, strict=True
+        ):
+            assert a.dtype == b.dtype == np.int32, name
+            np.testing.assert_array_equal(a, b, err_msg=name)
+    for problem, changed in (
+        ("columns=10", dict(starts=np.full(5, 9 * layout.block_tokens))),
+        ("slot_copies=3", dict(slot_copies=[(1, 2)] * 3)),
+        ("block_copies=2", dict(block_copies=[(1, 2)] * 2)), ("table_entries=99", dict(table_entries=[(1, 1, 1)] * 99)),
+    ):  # fmt: skip
+        with pytest.raises(PlanError, match=problem):
+            next_decode(layout, plan, shape, **(dict(starts=then) | changed))
