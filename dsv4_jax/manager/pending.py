@@ -19,9 +19,6 @@ class PendingCopies:
         self._late_slots: list[int] = []
         self._late_blocks: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self.slots) + len(self.blocks)
-
     def release_blocks(self, blocks: Iterable[int]) -> list[int]:
         """Those of the blocks that can be given back now."""
         return self._release(blocks, self.blocks, self._late_blocks)

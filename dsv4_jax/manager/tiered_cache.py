@@ -19,7 +19,7 @@ from .pending import PendingCopies
 from .policies import CachePolicy
 from .prefix.events import EventLog
 from .prefix.eviction import Freed
-from .prefix.node import Node, S, T
+from .prefix.node import Node, S, T, Tier
 from .prefix.prefix_tree import Match, PrefixTree
 from .transfers import BLOCK, SLOT, TransferQueue
 
@@ -96,12 +96,12 @@ class TieredCache:
 
     def acquire_slot(self) -> int:
         """A slot, a snapshot's if none is free. Raises `NoFreeSlotError`."""
-        if not self.slots.num_free and not self._evict_snapshot():
+        if not (slot := self.try_slot()):
             raise NoFreeSlotError(self.slots.num_total)
-        return self.slots.acquire(1)[0]
+        return slot
 
     def try_slot(self) -> int:
-        """A slot for a snapshot, 0 if there is none to be had."""
+        """A slot, a snapshot's if none is free; 0 if there is none to be had."""
         return self.slots.acquire(1)[0] if self.slots.num_free or self._evict_snapshot() else 0
 
     def release_blocks(self, blocks: Iterable[int]) -> None:
@@ -197,13 +197,13 @@ class TieredCache:
 
     # Hits
 
-    def usable(self, match: Match) -> int:
-        """Leading blocks of a match that a request can start with: on the device or the host, a snapshot at the end."""
+    def usable(self, match: Match, lowest: Tier = T.HOST) -> int:
+        """Leading blocks of a match that a request can start with: in no tier below `lowest`, a snapshot at the end."""
         hit = 0
         for i, node in enumerate(match.path):
-            if node.state.tier < T.HOST:
+            if node.state.tier < lowest:
                 break
-            if _restorable(node):
+            if node.snapshot is not None and node.snapshot.tier >= T.HOST:
                 hit = i + 1
         return hit
 
@@ -226,9 +226,7 @@ class TieredCache:
         hit = self.usable(match)
         found = [node.state.tier for node in match.path[:hit]]
         while hit and not self.load(match.path[:hit]):
-            # Only what is on the device already.
-            on_device = [i + 1 for i, n in enumerate(match.path[:hit]) if n.state.tier is T.DEVICE and _restorable(n)]
-            hit = on_device[-1] if on_device else 0
+            hit = self.usable(match, T.DEVICE)
         nodes = self.tree.take(match, hit, found[:hit])
         if not nodes:
             return Hit([], None, self.acquire_slot())
@@ -275,7 +273,3 @@ class TieredCache:
         idle = self.tree.evictable(T.DEVICE)
         if idle:
             self._make_room(self.blocks.num_free + idle)
-
-
-def _restorable(node: Node) -> bool:
-    return node.snapshot is not None and node.snapshot.tier >= T.HOST

@@ -26,7 +26,7 @@ from .moves import HOST, Ids, SwapImplementation, native_in, native_out, pack, p
 from .records import block_record
 from .swap import ids_of, leaves_of, with_leaves
 
-__all__ = ["commit_staged", "land", "prefetch_in", "stage_out"]
+__all__ = ["commit_staged", "gather_records", "land", "prefetch_in", "scatter_records", "stage_out"]
 
 
 def stage_out(cache: KVCache, plan: SwapPlan, *, implementation: SwapImplementation = None) -> jax.Array:
@@ -48,30 +48,46 @@ def commit_staged(
     _check(staged, plan, host)
     if not staged.size:
         return host
-    records = jnp.where(device_ids > 0, records, 0)
+    blocks = scatter_records(host.blocks, staged, jnp.where(device_ids > 0, records, 0), implementation)
+    return dataclasses.replace(host, blocks=blocks)
+
+
+def scatter_records(
+    pool: jax.Array, staged: jax.Array, records: jax.Array, implementation: SwapImplementation = None
+) -> jax.Array:
+    """A pool of host records with rows `records` [N] int32 set to `staged` [N, bytes], in either memory.
+
+    Ids that are null or out of range set nothing.
+    """
     if pick(implementation) == "ffi":
-        ids = Ids(_count(records), records, first_unit=0)
-        return dataclasses.replace(host, blocks=native_out((staged,), host.blocks, ids, (1, staged.shape[1], 0)))
-    valid = (records > 0) & (records < host.blocks.shape[0])
+        return native_out((staged,), pool, Ids(_count(records), records, first_unit=0), (1, pool.shape[1], 0))
+    valid = (records > 0) & (records < pool.shape[0])
     if jax.typeof(staged).memory_space == HOST:
         # Nothing is masked in host memory: a pair that moves nothing goes through the device, as the others.
         staged = jax.device_put(staged, jax.memory.Space.Device)
     staged = jnp.where(valid[:, None], staged, jnp.uint8(0))
-    return dataclasses.replace(host, blocks=write(host.blocks, staged, jnp.where(valid, records, 0)))
+    return write(pool, staged, jnp.where(valid, records, 0))
 
 
 def prefetch_in(host: HostCache, plan: SwapPlan, *, implementation: SwapImplementation = None) -> jax.Array:
     """Host records `plan.host_ids` as one array [N, record bytes] in host memory; padding gives zeros."""
-    _, records = ids_of(plan)
-    width = host.blocks.shape[1]
+    return gather_records(host.blocks, ids_of(plan)[1], implementation)
+
+
+def gather_records(pool: jax.Array, records: jax.Array, implementation: SwapImplementation = None) -> jax.Array:
+    """Rows `records` [N] int32 of a pool of host records as one array [N, bytes] in host memory.
+
+    Ids that are null or out of range give zeros.
+    """
+    width = pool.shape[1]
     if not len(records) or not width:
         return jax.device_put(jnp.zeros((len(records), width), jnp.uint8), HOST)
     if pick(implementation) == "ffi":
         staged = jax.device_put(jnp.zeros((len(records), width), jnp.uint8), HOST)
         ids = Ids(records, _count(records), first_record=0)
-        return native_out((host.blocks,), staged, ids, (1, width, 0))
-    valid = (records > 0) & (records < host.blocks.shape[0])
-    return read(host.blocks, jnp.where(valid, records, 0))
+        return native_out((pool,), staged, ids, (1, width, 0))
+    valid = (records > 0) & (records < pool.shape[0])
+    return read(pool, jnp.where(valid, records, 0))
 
 
 def land(cache: KVCache, staged: jax.Array, plan: SwapPlan, *, implementation: SwapImplementation = None) -> KVCache:

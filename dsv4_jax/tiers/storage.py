@@ -21,7 +21,6 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ..errors import StoreBusyError, StoreFormatError
@@ -29,8 +28,8 @@ from ..manager import KVCacheManager, MediaItem, Namespace
 from ..manager.storage_tier import StorageMove, StorageTier
 from .async_store import AsyncStore
 from .host import HostCache
-from .moves import HOST, Ids, native_out, pick, read, write
 from .records import block_record, snapshot_record
+from .staging import gather_records, scatter_records
 from .store import Flags
 
 __all__ = ["StorageDriver"]
@@ -182,20 +181,5 @@ def _padded(moves: list[StorageMove]) -> np.ndarray:
     return ids
 
 
-@jax.jit
-def _read(pool: jax.Array, ids: jax.Array) -> jax.Array:
-    """Records [N, bytes] of a pool in host memory, in host memory."""
-    if pick(None) == "ffi":
-        staged = jax.device_put(jnp.zeros((len(ids), pool.shape[1]), jnp.uint8), HOST)
-        places = Ids(ids, jnp.arange(len(ids), dtype=jnp.int32), first_record=0)
-        return native_out((pool,), staged, places, (1, pool.shape[1], 0))
-    return read(pool, ids)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _write(pool: jax.Array, records: jax.Array, ids: jax.Array) -> jax.Array:
-    """The pool with these records; null ids write zeros to the null record, which holds them."""
-    if pick(None) == "ffi":
-        places = Ids(jnp.arange(len(ids), dtype=jnp.int32), ids, first_unit=0)
-        return native_out((jax.device_put(records, HOST),), pool, places, (1, pool.shape[1], 0))
-    return write(pool, jnp.asarray(records), ids)
+_read = jax.jit(gather_records)
+_write = jax.jit(scatter_records, donate_argnums=0)
