@@ -23,19 +23,17 @@ ffi::Error swap(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Sp
   return ffi::Error::Success();
 }
 
+// What both directions are called with.
+auto binding() {
+  return ffi::Ffi::Bind()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attr<ffi::Span<const int64_t>>("pieces")
+      .Attr<int64_t>("first_unit")
+      .Attr<int64_t>("first_record");
+}
+
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4SwapOut, swap<true>,
-                              ffi::Ffi::Bind()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<ffi::Span<const int64_t>>("pieces")
-                                  .Attr<int64_t>("first_unit")
-                                  .Attr<int64_t>("first_record"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4SwapIn, swap<false>,
-                              ffi::Ffi::Bind()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<ffi::Span<const int64_t>>("pieces")
-                                  .Attr<int64_t>("first_unit")
-                                  .Attr<int64_t>("first_record"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4SwapOut, swap<true>, binding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4SwapIn, swap<false>, binding());

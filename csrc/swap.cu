@@ -56,25 +56,20 @@ ffi::Error swap(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Remaining
   return ffi::Error::Success();
 }
 
+// What both directions are called with.
+auto binding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attr<ffi::Span<const int64_t>>("pieces")
+      .Attr<int64_t>("first_unit")
+      .Attr<int64_t>("first_record");
+}
+
 }  // namespace
 
 DSV4_BUILT_FOR(swap);
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4SwapOut, swap<true>,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<ffi::Span<const int64_t>>("pieces")
-                                  .Attr<int64_t>("first_unit")
-                                  .Attr<int64_t>("first_record"),
-                              {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4SwapIn, swap<false>,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<ffi::Span<const int64_t>>("pieces")
-                                  .Attr<int64_t>("first_unit")
-                                  .Attr<int64_t>("first_record"),
-                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4SwapOut, swap<true>, binding(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4SwapIn, swap<false>, binding(), {ffi::Traits::kCmdBufferCompatible});
