@@ -135,9 +135,7 @@ class KVCacheManager(SteppingManager):
             RequestError: not live here, or it does not know its tokens (`request.tokens`).
         """
         request = self._checked(request)
-        if len(request.tokens) < request.num_cached:
-            known = f"knows {len(request.tokens)} of the {request.num_cached} tokens it has fed"
-            raise RequestError(f"request {request.id!r} {known}: it could not be resumed")
+        self._check_resumable(request)
         request.fed = 0
         self._publisher.publish(request, request.num_cached)
         request.parked = self._park(request)
@@ -219,6 +217,11 @@ class KVCacheManager(SteppingManager):
         return child
 
     # Where requests start and stand
+
+    def _check_resumable(self, request: Request) -> None:
+        if len(request.tokens) < request.num_cached:
+            known = f"knows {len(request.tokens)} of the {request.num_cached} tokens it has fed"
+            raise RequestError(f"request {request.id!r} {known}: it could not be resumed")
 
     def _is_preempted(self, request: Request) -> bool:
         return self._ids.get(request.id) is request and request.state is RequestState.PREEMPTED
@@ -319,8 +322,7 @@ class KVCacheManager(SteppingManager):
         """
         self._check_awake()
         for request in self.requests:
-            if len(request.tokens) < request.num_cached:
-                raise RequestError(f"request {request.id!r} does not know the tokens it has fed: it cannot be resumed")
+            self._check_resumable(request)
         self.commit()
         for request in self.requests:
             self.preempt(request)
