@@ -23,6 +23,7 @@ _ON_GPU: dict[str, Literal["xla", "pallas", "cuda"]] = {
     "compress": "pallas",
     "gather": "pallas",
     "index_scores": "cuda",
+    "kv_store": "pallas",
     "queries": "xla",
     "top_k": "cuda",
 }
@@ -36,7 +37,7 @@ def has_kernel(op: str, room: str = "pallas") -> bool:
 def implementation_for(
     op: str, reference: Callable[..., Any], implementation: Implementation, *, empty: bool = False
 ) -> Callable[..., Any]:
-    """The function to call for `op` (a file name in `ops/` and, if it has kernels, in `pallas/`, `cuda/`, `triton/`).
+    """The function to call for `op`, a file name in `pallas/`, `cuda/` or `triton/` if it has kernels there.
 
     None means, on a GPU backend, the op's default there (its Pallas kernel in place of a CUDA one whose
     library is not built, or not for these devices); everywhere else the reference. It is the reference,

@@ -1,6 +1,8 @@
-"""The store of `pools.KVPool` on a GPU in Pallas-Triton: encode and scatter K and V in one launch, a program per token.
+"""The store of `pools.KVPool` on a GPU in Pallas-Triton: encode and scatter K and V in one launch, some rows a program.
 
-Interpreted and cross-lowered only: it has not run on a GPU yet, and `pools.store_kv` does not choose it by itself.
+A program reads its rows of K and V, neither waiting for the row ids, and writes them where the ids say. Tiles are
+[rows, columns] whose index arrays run along the columns and whose masks depend on the row alone, so that a thread
+moves 16 bytes at a time. A row's bytes do not depend on how many rows its program has.
 """
 
 from __future__ import annotations
@@ -9,58 +11,117 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from ..formats import index_format
+from ..formats.scaling import (
+    AMAX_FLOOR,
+    E4M3_MAX,
+    absmax,
+    e4m3_codes,
+    flush_subnormals,
+    power_of_two,
+    ue8m0_scale_exponent,
+)
 from ..pools.carriers import to_carrier
 from ..pools.kv_pool import Parts
 from ..pools.kv_pool import _store_kv as _reference
-from .emit import Arithmetic, RowTile, emit
-from .tiles import addressable, interpreted, whole
+from .tiles import addressable, interpreted, pieces, read, whole
 
 __all__: list[str] = []
 
-WARPS = 4
+WARPS = 4  # of a program
+PROGRAM_BYTES = (
+    16 << 10
+)  # of K and V that a program reads: 128 a thread, so that 8 programs of an SM have 128 KB on the way
+PROGRAMS = 512  # fewer tokens than would make so many programs are spread over more of them, down to a row each
 
 
 def _store_kv(
     k_pool: Parts, v_pool: Parts, k: jax.Array, v: jax.Array, rows: jax.Array, storage: str,
-    interpret: bool | None = None,
+    per_program: int | None = None, warps: int = WARPS, interpret: bool | None = None,
 ) -> tuple[Parts, Parts]:  # fmt: skip
-    """As `pools.kv_pool._store_kv`, bit for bit. `interpret` defaults to whether the default backend is the CPU."""
+    """As `pools.kv_pool._store_kv`, bit for bit, for at least one row.
+
+    Args:
+        per_program: rows of a program, a power of two; None chooses by the number and size of the rows.
+        warps: of a program.
+        interpret: defaults to whether the default backend is the CPU.
+    """
     pool = (*k_pool, *v_pool)
     if not addressable(*pool, k, v):
         return _reference(k_pool, v_pool, k, v, rows, storage)
+    if per_program is None:
+        per_program = rows_per_program(k, v)
     operands = (rows, k, v, *pool)
     out_shape = tuple(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pool)
     out = pl.pallas_call(
-        functools.partial(_kernel, storage=storage, interpret=interpreted(interpret)),
-        grid=(rows.shape[0],),
+        functools.partial(_kernel, storage=storage, per_program=per_program),
+        grid=(-(-rows.shape[0] // per_program),),
         in_specs=[whole(x) for x in operands],
         out_specs=tuple(whole(x) for x in out_shape),
         out_shape=out_shape,
         input_output_aliases={3 + i: i for i in range(len(pool))},
         interpret=interpreted(interpret),
-        compiler_params=pltriton.CompilerParams(num_warps=WARPS, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=1),
         name="kv_store",
     )(*operands)
     return tuple(out[: len(k_pool)]), tuple(out[len(k_pool) :])
 
 
-def _kernel(rows, k, v, *refs, storage, interpret):
+def rows_per_program(k: jax.Array, v: jax.Array) -> int:
+    """A power of two: as many rows as make `PROGRAM_BYTES`, fewer if that leaves fewer than `PROGRAMS` programs."""
+    row_bytes = sum(x.shape[1] * x.dtype.itemsize for x in (k, v))
+    most = max(1, min(PROGRAM_BYTES // row_bytes, k.shape[0] // PROGRAMS))
+    return 1 << (most.bit_length() - 1)
+
+
+def _kernel(ids, k, v, *refs, storage, per_program):
     pool = refs[len(refs) // 2 :]  # the outputs: the pool's parts again, in place
     half = len(pool) // 2
-    token = pl.program_id(0)
-    row = rows[token]
+    place = pl.program_id(0) * per_program + jnp.arange(per_program, dtype=jnp.int32)
+    inside = place < np.int32(ids.shape[0])
     # Loaded whether the rows are stored or not: so that no load waits for another.
-    loaded = [(RowTile(x.shape[1]), RowTile(x.shape[1]).load(x, token)) for x in (k, v)]
+    row = read(ids, (place,), inside)
+    loaded = [[(column, _load(x, place, column, inside)) for column in _columns(x.shape[1])] for x in (k, v)]
+    stored = inside & (row >= 0) & (row < np.int32(pool[0].shape[0]))
+    # The interpreter writes old values back where the mask is false: past the end, where they meet no live row.
+    row = jnp.where(stored, row, np.int32(pool[0].shape[0]))
+    for tiles, (part, *scale) in zip(loaded, (pool[:half], pool[half:]), strict=True):
+        if storage == "fp8":
+            tiles, factor = _fp8(tiles)
+            pltriton.store(scale[0].at[row, jnp.zeros_like(row)], factor, mask=stored)
+        for column, values in tiles:
+            bits = values if storage == "fp8" else to_carrier(values, storage)
+            pltriton.store(part.at[_index(row, column)], bits, mask=_rowwise(stored, column))
 
-    @pl.when((row >= 0) & (row < pool[0].shape[0]))
-    def _():
-        for (tile, x), parts in zip(loaded, (pool[:half], pool[half:]), strict=True):
-            if storage == "fp8":
-                fmt = index_format("fp8", tile.dim)
-                emit(x.astype(jnp.float32), fmt, None, None, parts, row, Arithmetic(interpret))
-            else:
-                tile.store(parts[0], row, to_carrier(x, storage))
+
+def _fp8(tiles):
+    """`formats.index_fp8.encode` of rows in pieces: (the tiles as e4m3 codes, float32 scales [rows])."""
+    flushed = [(column, flush_subnormals(x)) for column, x in tiles]
+    amax = functools.reduce(jnp.maximum, (absmax(x, AMAX_FLOOR) for _, x in flushed))
+    exponent = ue8m0_scale_exponent(amax, E4M3_MAX)
+    factor = power_of_two(-exponent)[:, None]
+    return [(column, e4m3_codes(x * factor)) for column, x in flushed], power_of_two(exponent)
+
+
+def _columns(width: int):
+    """The columns of a row in powers of two, which need no mask: int32 index vectors."""
+    return [np.int32(first) + jnp.arange(lanes, dtype=jnp.int32) for first, _, lanes in pieces(width)]
+
+
+def _load(ref, place, column, inside):
+    shape = (place.shape[0], column.shape[0])
+    return pltriton.load(
+        ref.at[_index(place, column)], mask=_rowwise(inside, column), other=jnp.zeros(shape, ref.dtype)
+    )
+
+
+def _index(row, column):
+    shape = (row.shape[0], column.shape[0])
+    return jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column[None], shape)
+
+
+def _rowwise(mask, column):
+    return jnp.broadcast_to(mask[:, None], (mask.shape[0], column.shape[0]))

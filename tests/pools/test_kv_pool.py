@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dsv4_jax.errors import ImplementationError, PoolError, ShapeError
 from dsv4_jax.ops.dispatch import Implementation
 from dsv4_jax.pallas import kv_store as kernel
-from dsv4_jax.pools import KVPool, KVSpec
+from dsv4_jax.pools import KVPool, KVSpec, store_kv
 
 from ..pallas.lowering import lowers_for_cuda
 from .in_place import assert_in_place
@@ -78,11 +78,6 @@ def test_trace(seed: int, storage: str) -> None:
     check_trace(storage, "xla", seed, 40)
 
 
-@pytest.mark.parametrize("storage", ["bf16", "fp8"])  # the others: byte for byte the reference's, below
-def test_trace_of_the_kernel(storage: str) -> None:
-    check_trace(storage, "pallas", 0, 5)
-
-
 @pytest.mark.parametrize("storage", STORAGES)
 def test_buffers_have_the_stored_type(storage: str) -> None:
     pool = jax.eval_shape(lambda: KVPool.init(spec_of(storage)))
@@ -92,21 +87,81 @@ def test_buffers_have_the_stored_type(storage: str) -> None:
     assert jax.eval_shape(lambda p: p.get_value_buffer(0, jnp.float32), pool).dtype == jnp.float32
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_kernel_stores_the_reference_bytes(storage: str) -> None:
-    """Widths of a GQA model, bf16 and float32 inputs, with NaN, Inf and zero rows."""
-    spec = KVSpec(30, 2, 2, 128, 4, 64, storage)
-    rng = np.random.default_rng(1)
-    x = rows_of(rng, 6, 1, 256).reshape(6, 256)
-    x[0, 3], x[1, 7], x[2] = np.nan, np.inf, 0
-    for dtype in (jnp.float32, jnp.bfloat16) if storage == "bf16" else (jnp.float32,):
-        pools = [
-            set_kv(KVPool.init(spec), 1, jnp.asarray([30, 4, 9, 0, 1, 2]), jnp.asarray(x, dtype),
-                   jnp.asarray(x[::-1].copy(), dtype), implementation=i)
-            for i in ("xla", "pallas")
-        ]  # fmt: skip
-        for a, b in zip(*(jax.tree.leaves(p) for p in pools), strict=True):
-            np.testing.assert_array_equal(a, b)
+class TestKernel:
+    """Interpreted here; compiled on a GPU, below."""
+
+    @pytest.mark.parametrize("storage", ["bf16", "fp8"])  # the others: byte for byte the reference's
+    def test_trace(self, storage: str) -> None:
+        check_trace(storage, "pallas", 0, 5)
+
+    @pytest.mark.parametrize("storage", STORAGES)
+    def test_stores_the_reference_bytes(self, storage: str) -> None:
+        """Widths of a GQA model, bf16 and float32 inputs, with NaN, Inf and zero rows."""
+        spec = KVSpec(30, 2, 2, 128, 4, 64, storage)
+        rng = np.random.default_rng(1)
+        x = rows_of(rng, 6, 1, 256).reshape(6, 256)
+        x[0, 3], x[1, 7], x[2] = np.nan, np.inf, 0
+        for dtype in (jnp.float32, jnp.bfloat16) if storage == "bf16" else (jnp.float32,):
+            pools = [
+                set_kv(KVPool.init(spec), 1, jnp.asarray([30, 4, 9, 0, 1, 2]), jnp.asarray(x, dtype),
+                       jnp.asarray(x[::-1].copy(), dtype), implementation=i)
+                for i in ("xla", "pallas")
+            ]  # fmt: skip
+            for a, b in zip(*(jax.tree.leaves(p) for p in pools), strict=True):
+                np.testing.assert_array_equal(a, b)
+
+    @pytest.mark.parametrize("storage", ["fp8", "bf16"])
+    def test_rows_of_a_program_change_nothing(self, storage: str) -> None:
+        """7 rows, some of them not stored, 4 a program (1 in the tests above); other widths."""
+        check_tilings(storage, (4,), count=7, pool_rows=12, widths=(80, 40))
+
+
+def check_tilings(storage: str, tilings: tuple[int, ...], count: int, pool_rows: int, widths: tuple[int, int]) -> None:
+    """All bytes of the pools are the reference's, whatever they held."""
+    rng = np.random.default_rng(3)
+    spec = KVSpec(pool_rows - 1, 1, 1, widths[0], 1, widths[1], storage)
+    filled = {n: rng.integers(0, 256, (spec.rows, d[1] * np.dtype(t).itemsize), np.uint8).view(t)
+              for n, (d, t) in spec.leaves.items()}  # fmt: skip
+    k, v = (jnp.asarray(rng.standard_normal((count, width)), jnp.bfloat16) for width in widths)
+    ids = rng.permutation(spec.rows)[:count].astype(np.int32)
+    ids[[1, 4, 5]] = spec.rows, 2**31 - 1, -1
+    reference = jax.jit(functools.partial(store_kv, storage=storage, implementation="xla"))
+    calls = [reference]
+    for i, rows in enumerate(tilings):
+        options = dict(storage=storage, per_program=rows, warps=1 << i % 4)
+        calls.append(jax.jit(functools.partial(kernel._store_kv, **options)))
+    want, *others = (
+        [np.asarray(x).tobytes() for x in jax.tree.leaves(call(*parts_of(filled), k, v, ids))] for call in calls
+    )
+    for tiling, found in zip(tilings, others, strict=True):
+        assert found == want, tiling
+
+
+def parts_of(leaves: dict[str, Any]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(tuple(leaves[n] for n in (part, f"{part}_scale") if n in leaves) for part in "kv")
+
+
+@pytest.mark.gpu
+class TestKernelOnTheGpu(TestKernel):
+    @pytest.mark.parametrize("storage", STORAGES)
+    def test_many_rows_of_gqa_widths(self, storage: str) -> None:
+        check_tilings(storage, (1, 2, 4, 8), count=5003, pool_rows=20_000, widths=(1024, 1024))
+
+    def test_is_the_default(self) -> None:
+        spec, x = KVSpec(30, 1, 8, 128), jnp.ones((2, 8, 128))
+        text = set_kv.lower(KVPool.init(spec), 0, jnp.asarray([1, 2]), x, x).as_text()
+        assert text.count("__gpu$xla.gpu.triton") == 1
+
+    def test_rows_far_into_large_pools(self) -> None:
+        """Byte offsets beyond 2^32: 2.2 million rows of 2 KB."""
+        spec, ids = KVSpec(2_200_000, 1, 8, 128), np.array([7, 2_199_999, 1_048_577, 2_097_153, 0])
+        x = jnp.asarray(rows_of(np.random.default_rng(4), 5, 8, 128), jnp.bfloat16)
+        pool = set_kv(KVPool.init(spec), 0, jnp.asarray(ids), x, -x, implementation="pallas")
+        k, v, _ = pool.gather_kv(0, ids)
+        np.testing.assert_array_equal(np.asarray(k[:4], np.float32), np.asarray(x[:4], np.float32))
+        np.testing.assert_array_equal(np.asarray(v[:4], np.float32), -np.asarray(x[:4], np.float32))
+        written = jax.jit(lambda pool: jnp.sum(pool.arrays["k"].any(1), dtype=jnp.int32))(pool)
+        assert int(written) == 4
 
 
 @pytest.mark.parametrize(
@@ -115,13 +170,9 @@ def test_kernel_stores_the_reference_bytes(storage: str) -> None:
 def test_kernel_lowers_for_cuda(storage: str, width: tuple[int, int]) -> None:
     spec = KVSpec(1000, 4, *width, storage=storage)
     shapes = {name: jax.ShapeDtypeStruct(*leaf) for name, leaf in spec.leaves.items()}
-    parts = (
-        tuple(shapes[n] for n in ("k", "k_scale") if n in shapes),
-        tuple(shapes[n] for n in ("v", "v_scale") if n in shapes),
-    )
     x = jax.ShapeDtypeStruct((64, spec.width("k")), jnp.bfloat16)
     call = functools.partial(kernel._store_kv, storage=storage, interpret=False)
-    assert lowers_for_cuda(call, *parts, x, x, jax.ShapeDtypeStruct((64,), jnp.int32)) == 1
+    assert lowers_for_cuda(call, *parts_of(shapes), x, x, jax.ShapeDtypeStruct((64,), jnp.int32)) == 1
 
 
 def test_shapes_of_rows_and_kinds_of_ids() -> None:
