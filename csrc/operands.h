@@ -19,7 +19,7 @@ class Operands {
     if (!buffer.has_value()) return fail();
     const auto dimensions = buffer->dimensions();
     rows_ = dimensions.size() > 0 ? dimensions[0] : 0;
-    width_ = dimensions.size() > 1 ? dimensions[1] : 1;
+    width_ = dimensions.size() > 0 ? dimensions[dimensions.size() - 1] : 0;  // of a vector too: a norm is [512]
     if (buffer->element_type() != type || (width >= 0 && width_ != width)) return fail();
     return buffer->untyped_data();
   }

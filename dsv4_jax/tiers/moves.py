@@ -3,8 +3,7 @@
 Both take the leaves of a scope (see `records`), records uint8 [R, bytes], and int32 [N] unit and record ids of which
 those below `first_unit` and `first_record`, or too high, make their pair move nothing.
 
-Checked so far: both on the CPU, the native call through the CPU twin of its kernel, which shares the kernel's address
-arithmetic; the CUDA kernel is compiled and lowered. Neither has run on a GPU; the XLA form moves records one by one.
+The native call has a CPU twin that shares the CUDA kernel's address arithmetic. The XLA form moves records one by one.
 """
 
 from __future__ import annotations
@@ -109,21 +108,26 @@ def unpack(leaves: Leaves, records: jax.Array, ids: Ids, valid: jax.Array, recor
 
 
 def write(pool: jax.Array, records: jax.Array, record_ids: jax.Array) -> jax.Array:
-    """Sets rows of a pool in host memory, one by one; ids must be in range."""
-    records, record_ids, column = jax.device_put((records, record_ids, jnp.int32(0)), HOST)
+    """Sets rows of a pool in host memory to records in device memory, one by one; ids must be in range."""
+    column = jax.device_put(np.int32(0), HOST)
 
+    # Only the row and its number cross: XLA:GPU runs a slice of host memory between the memories, but what works on
+    # host operands alone it gives to the host's processor, or refuses to compile (a loop that carries them).
     def one(pool: jax.Array, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        return lax.dynamic_update_slice(pool, pair[0][None], (pair[1], column)), None
+        record, record_id = jax.device_put((pair[0][None], pair[1]), HOST)
+        return lax.dynamic_update_slice(pool, record, (record_id, column), allow_negative_indices=False), None
 
     return lax.scan(one, pool, (records, record_ids))[0]
 
 
 def read(pool: jax.Array, record_ids: jax.Array) -> jax.Array:
-    """Rows [N, bytes] of a pool in host memory, still in host memory; ids must be in range."""
-    record_ids, column = jax.device_put((record_ids, jnp.int32(0)), HOST)
+    """Rows [N, bytes] of a pool in host memory, one by one, in device memory; ids must be in range."""
+    column = jax.device_put(np.int32(0), HOST)
 
     def one(_: None, record_id: jax.Array) -> tuple[None, jax.Array]:
-        return None, lax.dynamic_slice(pool, (record_id, column), (1, pool.shape[1]))[0]
+        start = (jax.device_put(record_id, HOST), column)
+        record = lax.dynamic_slice(pool, start, (1, pool.shape[1]), allow_negative_indices=False)
+        return None, jax.device_put(record, DEVICE)[0]
 
     return lax.scan(one, None, record_ids)[1]
 

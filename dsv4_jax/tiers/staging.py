@@ -63,7 +63,7 @@ def scatter_records(
         return native_out((staged,), pool, Ids(_count(records), records, first_unit=0), (1, pool.shape[1], 0))
     valid = (records > 0) & (records < pool.shape[0])
     if jax.typeof(staged).memory_space == HOST:
-        # Nothing is masked in host memory: a pair that moves nothing goes through the device, as the others.
+        # Nothing is computed in host memory.
         staged = jax.device_put(staged, jax.memory.Space.Device)
     staged = jnp.where(valid[:, None], staged, jnp.uint8(0))
     return write(pool, staged, jnp.where(valid, records, 0))
@@ -87,7 +87,7 @@ def gather_records(pool: jax.Array, records: jax.Array, implementation: SwapImpl
         ids = Ids(records, _count(records), first_record=0)
         return native_out((pool,), staged, ids, (1, width, 0))
     valid = (records > 0) & (records < pool.shape[0])
-    return read(pool, jnp.where(valid, records, 0))
+    return jax.device_put(read(pool, jnp.where(valid, records, 0)), HOST)
 
 
 def land(cache: KVCache, staged: jax.Array, plan: SwapPlan, *, implementation: SwapImplementation = None) -> KVCache:

@@ -26,7 +26,7 @@ from ..cache import KVCache
 from ..errors import LayoutError, ShapeError
 from ..plan import SwapPlan
 from .host import HostCache
-from .moves import DEVICE, Ids, SwapImplementation, native_in, native_out, pack, pick, read, unpack, write
+from .moves import Ids, SwapImplementation, native_in, native_out, pack, pick, read, unpack, write
 from .records import RecordFormat, RecordScope, record_format
 
 __all__ = ["restore", "snapshot", "swap_in", "swap_out"]
@@ -127,7 +127,7 @@ def _in(
     if choice == "ffi":
         return with_leaves(cache, record, native_in(leaves, pool, ids, record.descriptors))
     valid = _valid(ids, units_of(cache, scope), pool)
-    records = jax.device_put(read(pool, jnp.where(valid, ids.records, 0)), DEVICE)
+    records = read(pool, jnp.where(valid, ids.records, 0))
     return with_leaves(cache, record, unpack(leaves, records, ids, valid, record))
 
 
