@@ -20,7 +20,7 @@ stage() {
       "$python" benchmarks/bench_select_graph.py dsv4_jax/native/libdsv4_cuda.so > "$OUT/select.log" 2>&1
       "$python" benchmarks/bench_attend_graph.py dsv4_jax/native/libdsv4_cuda.so > "$OUT/attend.log" 2>&1 ;;
     ops)  # every op, every implementation, against the ceilings of the run
-      for op in append compress_csa compress_index compress_hca gather index_scores top_k attend; do
+      for op in append compress_csa compress_index compress_hca gather index_scores top_k attend kv_store; do
         timeout 200 "$python" -m dsv4_jax bench "$op" --json "$OUT/$op.json" --plot "$OUT/$op.png" > "$OUT/$op.log" 2>&1
       done ;;
     steps)  # whole decode steps: Flash and Pro, long context, large batch

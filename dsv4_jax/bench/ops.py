@@ -23,6 +23,9 @@ from ..ops import Compressor, Finish, Stream, append, attend, compress_csa, comp
 from ..ops import top_k as top_k_op
 from ..ops.append import load
 from ..ops.numerics import inv_frequencies
+from ..pools.carriers import decode
+from ..pools.kv_pool import store_kv
+from ..pools.spec import KVSpec
 from .inputs import random_part, random_rows
 from .shapes import (
     BLOCK_TOKENS,
@@ -30,6 +33,7 @@ from .shapes import (
     AttendShape,
     CompressShape,
     GatherShape,
+    KVStoreShape,
     ScoreShape,
     Shape,
     TopKShape,
@@ -63,7 +67,7 @@ class Problem:
 
 
 def dispatch_op(op: str) -> str:
-    """The file name of an op in `dsv4_jax.ops`."""
+    """The name by which `ops.dispatch` knows an op."""
     return "compress" if op.startswith("compress") else op
 
 
@@ -83,6 +87,8 @@ def problem(op: str, shape: Shape, calls: int, *, pool_rows: int, seed: int = 0)
             return _top_k(key, shape, calls)
         case AttendShape():
             return _attend(key, shape, calls, pool_rows)
+        case KVStoreShape():
+            return _kv_store(key, shape, calls, pool_rows)
 
 
 def _pure(shared: Any, calls: list[Any], call: Callable[[Any, Any, Any], Any], tolerance: float) -> Problem:
@@ -98,6 +104,11 @@ def _draw(key: jax.Array, calls: int, make: Callable[[jax.Array], Any]) -> list[
     return [make(k) for k in jax.random.split(jax.random.fold_in(key, 1), calls)]
 
 
+def _distinct_rows(rows: int, calls: int, tokens: int) -> np.ndarray:
+    """Ids [calls, tokens], no two equal."""
+    return np.random.default_rng(0).permutation(rows)[: calls * tokens].reshape(calls, tokens).astype(np.int32)
+
+
 def _finish(width: int, rope_dim: int, *, compressed: bool, hadamard: bool = False) -> Finish:
     cfg = DSV4Config.flash()
     theta, yarn = (cfg.compress_rope_theta, cfg.yarn) if compressed else (cfg.rope_theta, None)
@@ -108,7 +119,7 @@ def _finish(width: int, rope_dim: int, *, compressed: bool, hadamard: bool = Fal
 def _append(key: jax.Array, shape: AppendShape, calls: int, pool_rows: int) -> Problem:
     fmt, tokens = shape.fmt, shape.tokens
     rows = max(pool_rows, calls * tokens)
-    ids = np.random.default_rng(0).permutation(rows)[: calls * tokens].reshape(calls, tokens).astype(np.int32)
+    ids = _distinct_rows(rows, calls, tokens)
 
     def make(key: jax.Array) -> tuple[jax.Array, jax.Array]:
         a, b = jax.random.split(key)
@@ -264,3 +275,28 @@ def _attend(key: jax.Array, shape: AttendShape, calls: int, pool_rows: int) -> P
 
     shared = random_rows(key, fmt, rows), jax.random.normal(key, (heads,), jnp.float32)
     return _pure(shared, _draw(key, calls, make), call, 3e-3)
+
+
+def _kv_store(key: jax.Array, shape: KVStoreShape, calls: int, pool_rows: int) -> Problem:
+    tokens, heads, dim, storage = shape.tokens, shape.heads, shape.dim, shape.storage
+    rows = max(pool_rows, calls * tokens)
+    ids = _distinct_rows(rows, calls, tokens)
+    leaves = KVSpec(rows - 1, 1, heads, dim, storage=storage).leaves
+
+    def make(key: jax.Array) -> list[jax.Array]:
+        return [jax.random.normal(k, (tokens, heads * dim), jnp.bfloat16) for k in jax.random.split(key)]
+
+    def carry() -> list[tuple[jax.Array, ...]]:
+        return [
+            tuple(random_part(key, name, *leaf) for name, leaf in leaves.items() if name.startswith(part))
+            for part in "kv"
+        ]
+
+    def apply(_: Any, pools: Any, call: Any, implementation: Any) -> tuple[Any, None]:
+        return list(store_kv(*pools, *call, storage=storage, implementation=implementation)), None
+
+    def result(pools: Any, _: None, call: Any) -> list[jax.Array]:
+        return [decode(tuple(part[call[2]] for part in parts), storage, jnp.float32) for parts in pools]
+
+    args = [(*call, jnp.asarray(own)) for call, own in zip(_draw(key, calls, make), ids, strict=True)]
+    return Problem((), carry, args, apply, result, 0.0)

@@ -15,8 +15,8 @@ from ..errors import BenchmarkError
 from ..formats import RowFormat, index_format, kv_format
 
 __all__ = [
-    "CASES", "OPS", "QUICK", "AppendShape", "AttendShape", "Case", "CompressShape", "GatherShape", "ScoreShape",
-    "Shape", "TopKShape", "select",
+    "CASES", "OPS", "QUICK", "AppendShape", "AttendShape", "Case", "CompressShape", "GatherShape", "KVStoreShape",
+    "ScoreShape", "Shape", "TopKShape", "select",
 ]  # fmt: skip
 
 HEAD_DIM, ROPE_DIM, INDEX_DIM, INDEX_HEADS, WINDOW = 512, 64, 128, 64, 128
@@ -193,7 +193,28 @@ class AttendShape:
         return 4 * self.tokens * self.heads * self.fmt.dim * self.keys
 
 
-Shape: TypeAlias = AppendShape | CompressShape | GatherShape | ScoreShape | TopKShape | AttendShape
+@dataclasses.dataclass(frozen=True)
+class KVStoreShape:
+    """`tokens` bf16 rows of K and of V, `heads` heads of `dim` each, into a `KVPool`."""
+
+    tokens: int
+    heads: int
+    dim: int
+    storage: Literal["bf16", "fp8"]
+
+    @property
+    def bytes_moved(self) -> int:
+        """The rows and one id each in; the rows out, in fp8 with a float32 scale."""
+        width = self.heads * self.dim
+        stored = width * BF16 if self.storage == "bf16" else width + F32
+        return self.tokens * (2 * (width * BF16 + stored) + ID)
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+
+Shape: TypeAlias = AppendShape | CompressShape | GatherShape | ScoreShape | TopKShape | AttendShape | KVStoreShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,6 +248,11 @@ def _scores(name: str, context: int, fmt: RowFormat, *batches: int) -> Case:
 
 def _top_k(name: str, context: int, k: int, *batches: int) -> Case:
     return Case("top_k", name, context, batches, lambda b: TopKShape(b, context // CSA_RATIO, k))
+
+
+def _kv_store(storage: Literal["bf16", "fp8"]) -> Case:
+    """The rows of a GQA model with 8 KV heads of 128: decode steps, and 134 (fp8) or 268 MB written."""
+    return Case("kv_store", storage, None, (64, 1024, 65536), lambda b: KVStoreShape(b, 8, 128, storage))
 
 
 def _compress(op: str, name: str, kind: str, fmt: RowFormat, *batches: int) -> Case:
@@ -273,6 +299,8 @@ CASES: tuple[Case, ...] = (
     _attend("hca-flash-1m", M1, 64, 8192, 1, 16, 64),
     _attend("csa-pro", None, 128, 1024, 1, 16, 64, 256),
     _attend("hca-pro-128k", K128, 128, 1024, 1, 64, 256),
+    _kv_store("bf16"),
+    _kv_store("fp8"),
 )
 OPS = tuple(dict.fromkeys(case.op for case in CASES))
 
@@ -286,6 +314,7 @@ QUICK: tuple[Case, ...] = (
     Case("index_scores", "v4-widths", 256, (2,), lambda b: ScoreShape(b, INDEX_HEADS, 2, 32, INDEX_FP4)),
     Case("top_k", "v4-widths", 8192, (2,), lambda b: TopKShape(b, 2048, 512)),
     Case("attend", "v4-widths", None, (2,), lambda b: AttendShape(b, 16, WINDOW, 64, FP8)),
+    Case("kv_store", "fp8", None, (3,), lambda b: KVStoreShape(b, 2, 64, "fp8")),
 )
 
 

@@ -64,6 +64,8 @@ TARGETS: dict[tuple[str, str, int], Target] = {
     ("compress_hca", "prefill", 65536): Target(must_of_copy=0.6, aim_of_copy=0.8),
     ("gather", "rows", 1 << 18): Target(must_of_copy=0.75, aim_of_copy=0.85),
     ("gather", "rows", 1 << 20): Target(must_of_copy=0.75, aim_of_copy=0.85),
+    ("kv_store", "bf16", 1 << 16): Target(must_of_copy=0.8),
+    ("kv_store", "fp8", 1 << 16): Target(must_of_copy=0.8),
     **_peers("index_scores", "fp8-8k", b1=3.3, b64=8.4),
     **_peers("index_scores", "fp8-128k", b1=4.3, b16=22.0, b256=262.9),
     **_peers("index_scores", "fp8-1m", b16=135.2),

@@ -39,6 +39,9 @@ def shape(op: str, name: str, batch: int):
         ("compress_hca", "decode", 64, 64 * (4096 + 2 * 6144 + 584), 0),
         ("compress_hca", "decode-raw", 1, 4096 + 127 * 4096 + 4096 + 584, 0),
         ("compress_hca", "prefill", 65536, 65536 * 4096 + 6144 + 512 * 584, 0),
+        # K and V of 8 heads of 128: 2048 bytes each, in and out, or 1024 and a scale out; an id
+        ("kv_store", "bf16", 65536, 65536 * (4 * 2048 + 4), 0),
+        ("kv_store", "fp8", 64, 64 * (2 * 2048 + 2 * 1028 + 4), 0),
     ],
 )  # fmt: skip
 def test_counts_equal_those_by_hand(op, name, batch, bytes_moved, flops):
