@@ -1,17 +1,10 @@
-"""The project's own native code: finds, loads and registers the XLA FFI handlers built from `csrc/`.
+"""The XLA FFI handlers built from `csrc/`: loads them, registers them, says what they were built for.
 
-There are two libraries, both optional, built with `cmake -S csrc -B build/csrc && cmake --build build/csrc`:
-the CUDA kernels (`libdsv4_cuda.so`, needs nvcc) and the CPU twins of those that have one (`libdsv4_cpu.so`).
-Each is looked for at
-
-1. the path in the environment variable `DSV4_JAX_CUDA_LIBRARY` or `DSV4_JAX_CPU_LIBRARY`,
-2. `dsv4_jax/native/`, where that build puts it,
-3. for the CPU one: `build/` of a source checkout, where `make build` puts it.
-
-A twin has the target name of its kernel, for another platform: one call in a traced function serves both.
-The libraries have no Python ABI (ctypes loads them), and they are compiled against the headers of the oldest
-supported jaxlib, whose FFI version every later jaxlib accepts. The CUDA one loads on machines without a GPU;
-only running needs one.
+There are two libraries, both optional (`libraries` says where they are): the CUDA kernels (`libdsv4_cuda.so`, needs
+nvcc) and the CPU twins of those that have one (`libdsv4_cpu.so`). A twin has the target name of its kernel, for another
+platform: one call in a traced function serves both. The libraries are compiled against the headers of the oldest
+supported jaxlib, whose FFI version every later jaxlib accepts. The CUDA one loads on machines without a GPU; only
+running needs one.
 
 The CUDA library holds machine code for the compute capabilities it was built for, and not every kernel can be built
 for each (csrc/architectures.cmake): which it is, is known per op before anything is launched.
@@ -21,12 +14,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
-import pathlib
 
 import jax
 
 from .errors import ImplementationError
+from .libraries import cuda_path, open_cpu, open_cuda
 
 __all__ = ["built_for", "cpu_problem", "cpu_target", "cuda_problem", "cuda_target", "load_cpu", "load_cuda"]
 
@@ -41,20 +33,6 @@ CUDA_TARGETS = {
     "top_k": {"dsv4_top_k": "Dsv4TopK"},
 }
 CPU_TARGETS = CUDA_TARGETS["swap"]
-_NATIVE = pathlib.Path(__file__).parent / "native"
-
-
-def cuda_path() -> pathlib.Path:
-    """Where the CUDA library is, or should be."""
-    return pathlib.Path(os.environ.get("DSV4_JAX_CUDA_LIBRARY") or _NATIVE / "libdsv4_cuda.so")
-
-
-def cpu_path() -> pathlib.Path:
-    """Where the library of CPU twins is, or should be."""
-    if named := os.environ.get("DSV4_JAX_CPU_LIBRARY"):
-        return pathlib.Path(named)
-    packaged, built = _NATIVE / "libdsv4_cpu.so", _NATIVE.parents[1] / "build" / "libdsv4_cpu.so"
-    return built if built.is_file() and not packaged.is_file() else packaged
 
 
 @functools.cache
@@ -64,7 +42,7 @@ def load_cuda() -> ctypes.CDLL:
     Raises:
         ImplementationError: it is not built, or does not load, or lacks a handler; the message says which.
     """
-    library = _open("CUDA", cuda_path(), "build csrc/ with CMake and nvcc, or set DSV4_JAX_CUDA_LIBRARY")
+    library = open_cuda()
     ops = [op for op in CUDA_TARGETS if _built_for(library, op)]
     if not ops:
         raise ImplementationError(f"the CUDA library {cuda_path()} does not load: no dsv4_*_built_for in it")
@@ -75,18 +53,9 @@ def load_cuda() -> ctypes.CDLL:
 @functools.cache
 def load_cpu() -> ctypes.CDLL:
     """The library of CPU twins, its handlers registered with XLA for the platform cpu. Raises as `load_cuda`."""
-    library = _open("CPU", cpu_path(), "build csrc/ with CMake or `make build`, or set DSV4_JAX_CPU_LIBRARY")
+    library = open_cpu()
     _register("cpu", library, CPU_TARGETS)
     return library
-
-
-def _open(platform: str, path: pathlib.Path, remedy: str) -> ctypes.CDLL:
-    if not path.is_file():
-        raise ImplementationError(f"no {platform} library at {path}: {remedy}")
-    try:
-        return ctypes.CDLL(str(path.resolve()))
-    except OSError as error:
-        raise ImplementationError(f"the {platform} library {path} does not load: {error}") from error
 
 
 def _register(platform: str, library: ctypes.CDLL, targets: dict[str, str]) -> None:

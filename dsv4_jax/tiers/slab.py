@@ -5,8 +5,11 @@ between leaves a blank header, so the record was never there; a crash of the mac
 page cache held, and then the checksum, verified on every read, refuses it. Replacing a record blanks its header first.
 So nothing needs a log, and opening is one sequential read of the headers.
 
-No lock is held while records move: a reader looks the slot up, reads into the caller's memory, verifies. If the slot
-was given to another key meanwhile the checksum (which covers the key) fails, the index shows why, and it is a miss.
+No lock is held while records and their headers are written, so that the checksums of one call are computed while
+another waits for the disk. Of two threads that write the same key, the one that comes to the index second blanks its
+header again; should a crash prevent that, opening finds both and keeps the newer. Nor is one held while records are
+read: a reader looks the slot up, reads into the caller's memory, verifies. If the slot was given to another key
+meanwhile the checksum (which covers the key) fails, the index shows why, and it is a miss.
 """
 
 from __future__ import annotations
@@ -170,10 +173,11 @@ class SlabStore:
                         self._index.move_to_end(key)
                     else:
                         new.setdefault(key, i)
-                slots = self._take(len(new), keep=set(keys))
+                slots, evicted = self._take(len(new), keep=set(keys))
                 first = self._generation + 1
                 self._generation += len(new)
             try:
+                self._file.write_headers(dict.fromkeys(evicted, _BLANK))
                 headers = {}
                 for generation, (key, i) in enumerate(new.items(), first):
                     digest = checksum(views[i], key, self._fingerprint, generation)
@@ -181,12 +185,14 @@ class SlabStore:
                 self._file.write_records(slots, [views[i] for i in new.values()])
                 if self._sync == "write" and new:
                     self._file.sync()  # a header must not reach the disk before its record
+                chosen = dict(zip(headers, slots, strict=True))
+                self._file.write_headers({chosen[key]: pack_header(header) for key, header in headers.items()})
             except BaseException:
                 with self._lock:
                     self._free.extend(slots)
                 raise
             with self._lock:
-                for key in self._commit(headers, slots):
+                for key in self._publish(headers, chosen):
                     added[new[key]] = True
             if self._sync == "write" and new:
                 self._file.sync()
@@ -228,21 +234,26 @@ class SlabStore:
 
     # Under the lock, `_using` excepted.
 
-    def _take(self, count: int, keep: set[bytes]) -> list[int]:
-        """Free slots in ascending order, evicting the least recently used records that are not in `keep`."""
-        short = count - len(self._free)
-        if short > 0:
+    def _take(self, count: int, keep: set[bytes]) -> tuple[list[int], list[int]]:
+        """Slots in ascending order, and those among them whose headers the caller must blank before anything else.
+
+        Evicts the least recently used records that are not in `keep` if too few slots are free.
+        """
+        short = max(0, count - len(self._free))
+        victims: list[bytes] = []
+        if short:
             victims = [key for _, key in zip(range(short), (k for k in self._index if k not in keep), strict=False)]
             if len(victims) < short:
                 raise StoreFullError(
                     f"{count} records need slots, {len(self._free) + len(victims)} of {self.max_records} can be had: "
                     "the others are being written"
                 )
-            self._forget(victims)
-            self._stats.evicted += short
-        slots = self._free[-count:] if count else []
-        del self._free[len(self._free) - count :]
-        return sorted(slots)
+        evicted = [self._index.pop(key).slot for key in victims]
+        self._stats.evicted += short
+        left = len(self._free) - (count - short)
+        slots = self._free[left:] + evicted
+        del self._free[left:]
+        return sorted(slots), evicted
 
     def _forget(self, keys: list[bytes]) -> None:
         """Blank the headers, then let the slots go: a slot that is written to never has a header."""
@@ -252,19 +263,17 @@ class SlabStore:
             del self._index[key]
         self._free.extend(slots)
 
-    def _commit(self, headers: dict[bytes, RecordHeader], slots: list[int]) -> list[bytes]:
-        """Make written records visible; a key another thread committed first gives its slot back."""
-        chosen = dict(zip(headers, slots, strict=True))
+    def _publish(self, headers: dict[bytes, RecordHeader], chosen: dict[bytes, int]) -> list[bytes]:
+        """Make written records visible; a key another thread made visible first gives its slot back."""
         fresh = [key for key in headers if key not in self._index]
-        try:
-            self._file.write_headers({chosen[key]: pack_header(headers[key]) for key in fresh})
-        except BaseException:
-            self._free.extend(slots)
-            raise
+        late = [chosen[key] for key in headers.keys() - set(fresh)]
         for key in fresh:
             self._index[key] = _Entry(chosen[key], headers[key].generation, headers[key].digest)
-        self._free.extend(chosen[key] for key in headers.keys() - set(fresh))
         self._stats.written += len(fresh)
+        try:
+            self._file.write_headers(dict.fromkeys(late, _BLANK))
+        finally:
+            self._free.extend(late)
         return fresh
 
     def _check_open(self) -> None:

@@ -1,0 +1,127 @@
+"""The checksum: what it sees, that it never changes, and that both ways to compute it agree."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from dsv4_jax.tiers import slab_record
+from dsv4_jax.tiers.slab_record import HEADER_BYTES, RecordHeader, checksum, pack_header, unpack_header
+
+from . import native
+from .stores import key, records
+
+PIECE = 8 * slab_record._WORDS
+
+
+@pytest.fixture(params=["native", "numpy"])
+def sums(request, monkeypatch):
+    """Level one of the checksum, and `checksum` made to use it."""
+    native.load_cpu()
+    found = slab_record._native_sums.__wrapped__() if request.param == "native" else None
+    assert (found is None) == (request.param == "numpy")
+    monkeypatch.setattr(slab_record, "_native_sums", lambda: found)
+    return found or slab_record._numpy_sums
+
+
+def expected_sums(record: np.ndarray) -> list[int]:
+    """As the format says, in Python's integers."""
+    sums = []
+    for start in (0, 4):
+        data = record[start:].tobytes()
+        words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data) // 8 * 8, 8)]
+        for i in range(0, len(words), slab_record._WORDS):
+            piece = words[i : i + slab_record._WORDS]
+            sums.append(sum(w * int(k) for w, k in zip(piece, slab_record._KEYS, strict=False)) % 2**64)
+    return sums
+
+
+@pytest.mark.parametrize("size", [*range(21), 5000, 70_001, PIECE - 4, PIECE + 3, PIECE + 4, PIECE + 12])
+def test_sums(sums, size):
+    record = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    assert sums(record).tolist() == expected_sums(record)
+
+
+def test_native_sums_are_numpys():
+    """At any address, of any size."""
+    native.load_cpu()
+    native_sums = slab_record._native_sums.__wrapped__()
+    rng = np.random.default_rng(0)
+    memory = rng.integers(0, 256, 3 * PIECE, np.uint8)
+    near = [n * PIECE + d for n in (1, 2) for d in range(-9, 14)]
+    for size in [*range(40), *near, *rng.integers(40, 2 * PIECE, 50).tolist()]:
+        start = int(rng.integers(0, 64))
+        record = memory[start : start + size]
+        np.testing.assert_array_equal(native_sums(record), slab_record._numpy_sums(record), err_msg=f"{start} {size}")
+    with pytest.raises(ctypes.ArgumentError):
+        native_sums(memory[::2])
+
+
+def test_without_the_library(tmp_path):
+    """No library, or one from before it had the sums: NumPy's, and no jax either way."""
+    old = tmp_path / "old.so"
+    subprocess.run(["g++", "-shared", "-x", "c++", "-o", str(old), "/dev/null"], check=True)
+    script = """
+import sys
+from dsv4_jax.tiers import slab, slab_record
+assert slab_record._native_sums() is None and "jax" not in sys.modules
+"""
+    for library in (tmp_path / "none.so", old):
+        environment = {**os.environ, "DSV4_JAX_CPU_LIBRARY": str(library)}
+        subprocess.run([sys.executable, "-c", script], check=True, env=environment, cwd=native.ROOT)
+
+
+def test_checksum_sees_every_bit_and_every_pair_of_top_bits(sums):
+    record = records(0, record_bytes=70_003)[0].copy()
+    base = checksum(record, key(0), b"f" * 32, 7)
+    assert base == checksum(record, key(0), b"f" * 32, 7)
+    assert base != checksum(record, key(1), b"f" * 32, 7)
+    assert base != checksum(record, key(0), b"g" * 32, 7)
+    assert base != checksum(record, key(0), b"f" * 32, 8)
+    assert base != checksum(record[:-1], key(0), b"f" * 32, 7)
+    rng = np.random.default_rng(0)
+    for position in [0, 7, 8, 70_002, 70_000, *rng.integers(0, record.size, 200).tolist()]:
+        record[position] ^= 1 << int(rng.integers(8))
+        assert checksum(record, key(0), b"f" * 32, 7) != base
+        record[:] = records(0, record_bytes=70_003)[0]
+    for _ in range(200):  # a multilinear sum modulo 2^64 alone would not see these
+        a, b = rng.choice(8000, 2, replace=False)
+        record[8 * a + 7] ^= 0x80
+        record[8 * b + 7] ^= 0x80
+        assert checksum(record, key(0), b"f" * 32, 7) != base
+        record[8 * a + 7] ^= 0x80
+        record[8 * b + 7] ^= 0x80
+    swapped = record.copy()
+    swapped[:4096], swapped[32768 : 32768 + 4096] = record[32768 : 32768 + 4096], record[:4096]
+    assert checksum(swapped, key(0), b"f" * 32, 7) != base
+
+
+def test_checksum_is_part_of_the_format(sums):
+    """Files outlive versions: these bytes may change only together with the file's version."""
+    record = np.arange(40_001, dtype=np.uint32).view(np.uint8)[:40_001]
+    assert checksum(record, b"k" * 32, b"f" * 32, 1).hex() == "a1c89b254da4d5a742661c1f4c2ef6eb"
+
+
+@hypothesis.given(
+    key=st.binary(min_size=1, max_size=48),
+    generation=st.integers(0, 2**64 - 1),
+    record_bytes=st.integers(0, 2**64 - 1),
+    fingerprint=st.binary(min_size=32, max_size=32),
+    digest=st.binary(min_size=16, max_size=16),
+    bit=st.integers(0, 8 * HEADER_BYTES - 1),
+)
+def test_header_round_trip(key, generation, record_bytes, fingerprint, digest, bit):
+    header = RecordHeader(key, generation, record_bytes, fingerprint, digest)
+    packed = pack_header(header)
+    assert len(packed) == HEADER_BYTES and unpack_header(packed) == header
+    harmed = bytearray(packed)
+    harmed[bit // 8] ^= 1 << bit % 8
+    assert unpack_header(bytes(harmed)) is None
+    assert unpack_header(packed[:-1]) is None and unpack_header(bytes(HEADER_BYTES)) is None
