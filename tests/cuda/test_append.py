@@ -42,6 +42,7 @@ def test_what_the_kernel_cannot_take_goes_to_pallas(name: str, dim: int, rope: i
 
 class TestAppendOnTheGpu(OnTheGpu):
     implementation = "cuda"
+    gather = "pallas"  # there is no CUDA gather
 
 
 del OnTheGpu  # its own tests run where it stands

@@ -24,7 +24,8 @@ jit_gather = jax.jit(gather_rows, static_argnames=("fmt", "dtype", "implementati
 
 
 class AppendGatherTest:
-    implementation: ClassVar[Literal["xla", "pallas"]]
+    implementation: ClassVar[Literal["xla", "pallas", "cuda"]]
+    gather: ClassVar[Literal["xla", "pallas"] | None] = None  # what reads the rows back, if not `implementation`
 
     @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f"{'kv' if f.rope_dim else 'index'}-{f.name}")
     def test_rows_land_and_come_back(self, fmt: RowFormat) -> None:
@@ -40,7 +41,8 @@ class AppendGatherTest:
             assert after.dtype == before.dtype
             np.testing.assert_array_equal(after, expected)
         order = np.array([[12, 7], [39, 0], [7, 7]], np.int32)
-        dense = jit_gather(pool, order, fmt=fmt, dtype=jnp.float32, implementation=self.implementation)
+        implementation = self.gather or self.implementation
+        dense = jit_gather(pool, order, fmt=fmt, dtype=jnp.float32, implementation=implementation)
         expected = oracle.decode(fmt.name, tuple(np.asarray(p) for p in pool), fmt.rope_dim)[order]
         np.testing.assert_array_equal(dense, expected)
 
