@@ -18,6 +18,8 @@ from dsv4_jax.tiers import moves, swap
 from dsv4_jax.tiers.host import HostCache
 from dsv4_jax.tiers.records import block_record, snapshot_record
 
+from ..model.feeding import CSA, HCA, SWA, decode_step, prefill
+from ..tiers.test_host import check_next_tokens
 from ..tiers.test_swap import TestFfi as Swaps
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -53,6 +55,17 @@ class TestSwapOnTheGpu(Swaps):
 
 
 del Swaps  # its own tests run where it stands
+
+
+@pytest.mark.gpu
+def test_next_tokens_after_a_round_trip_and_after_preemption_on_the_gpu() -> None:
+    """V4's attention widths, so that every kernel takes part; three blocks, two HCA entries, tokens in the window."""
+    assert moves.pick(None) == "ffi"
+    cfg = DSV4Config.tiny(
+        layer_types=(SWA, CSA, HCA), head_dim=512, rope_dim=64, index_head_dim=128, index_n_heads=64,
+        num_attention_heads=64, sliding_window=128, hca_ratio=128,
+    )  # fmt: skip
+    check_next_tokens(cfg, prefill, decode_step, chunk=64, prompt=300, decoded=6, dtype="bfloat16")
 
 
 @pytest.mark.gpu

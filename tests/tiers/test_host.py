@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager, init_cache, init_host_cache, model, plan_swap
+from dsv4_jax import (
+    CacheLayout,
+    CacheSize,
+    DSV4Config,
+    KVCacheManager,
+    init_cache,
+    init_host_cache,
+    model,
+    plan_swap,
+    run_transfers,
+)
 from dsv4_jax.cache import KVCache
 from dsv4_jax.config import AttentionType
 from dsv4_jax.errors import CapacityError
-from dsv4_jax.manager.planning import StepShape
+from dsv4_jax.manager import HostSize, Request, StepShape
 from dsv4_jax.plan import SwapPlan
 from dsv4_jax.tiers.host import HostCache
 from dsv4_jax.tiers.records import block_record, snapshot_record
 
 from ..harness import Driver, image, pinned_shape, random_stream
-from ..oracle.live import assert_same
+from ..oracle.live import assert_same, live_bytes
 from . import native
 from .swapping import jitted
 
@@ -57,23 +70,23 @@ def test_impossible_counts(counts):
 # Whole requests
 
 
-def empty(layout: CacheLayout) -> KVCache:
+def empty(layout: CacheLayout, size: CacheSize = SIZE) -> KVCache:
     """Committed to its device, as the records are: or a step would compile again for what comes back from them."""
-    return jax.device_put(init_cache(layout, SIZE), jax.devices()[0])
+    return jax.device_put(init_cache(layout, size), jax.devices()[0])
 
 
 def out(cache: KVCache, host: HostCache, blocks: list[int], slot: int) -> HostCache:
     """A request's blocks to records 1.., its slot to snapshot 1."""
-    sizes = dict(num_device=SIZE.num_blocks, num_host=host.num_blocks, length=2)
+    sizes = dict(num_device=cache.block_units - 1, num_host=host.num_blocks, length=len(blocks))
     host = jitted("swap_out")(cache, host, plan_swap("out", blocks, range(1, len(blocks) + 1), **sizes))
-    return jitted("snapshot")(cache, host, plan_swap("out", [slot], [1], num_device=SIZE.num_slots, num_host=1))
+    return jitted("snapshot")(cache, host, plan_swap("out", [slot], [1], num_device=cache.slot_units - 1, num_host=1))
 
 
 def back(cache: KVCache, host: HostCache, blocks: list[int], slot: int) -> KVCache:
     """The reverse of `out`, to these blocks and this slot; the table is set as a next step would set it."""
-    sizes = dict(num_device=SIZE.num_blocks, num_host=host.num_blocks, length=2)
+    sizes = dict(num_device=cache.block_units - 1, num_host=host.num_blocks, length=len(blocks))
     cache = jitted("swap_in")(cache, host, plan_swap("in", blocks, range(1, len(blocks) + 1), **sizes))
-    cache = jitted("restore")(cache, host, plan_swap("in", [slot], [1], num_device=SIZE.num_slots, num_host=1))
+    cache = jitted("restore")(cache, host, plan_swap("in", [slot], [1], num_device=cache.slot_units - 1, num_host=1))
     table = cache.block_table.at[slot, : len(blocks)].set(jnp.array(blocks, jnp.int32))
     return cache.with_pool("block_table", (table,))
 
@@ -125,30 +138,89 @@ def test_cold_prefill_equals_round_trip_equals_preemption(options):
     assert_same(preempted.live(1), cold.live(2))
 
 
+def check_next_tokens(
+    cfg: DSV4Config, prefill: Callable, decode: Callable, chunk: int, prompt: int, decoded: int, *,
+    one_shape: bool = False, **dtype: str,
+) -> None:  # fmt: skip
+    """A model's cold run, one whose cache went out and came back, one preempted and resumed: bytes and logits.
+
+    Args:
+        prefill, decode: steps (params, cache, plan, tokens) -> (logits, cache) of up to `chunk` tokens and of one.
+        prompt, decoded: tokens fed before and after the interruption.
+        one_shape: decode in the shape of the chunks.
+    """
+    layout, params = CacheLayout(cfg), model.init_params(cfg, seed=0, **dtype)
+    columns = layout.blocks_for(prompt + decoded + 1)
+    size = CacheSize(2 * columns, 2, columns)
+    mine, other = np.random.default_rng(0).integers(0, cfg.vocab_size, (2, prompt + decoded + 1)).tolist()
+
+    class Run:
+        """A manager, its cache and its records."""
+
+        def __init__(self) -> None:
+            self.manager = KVCacheManager(layout, size, host=HostSize(columns, 1))
+            self.host = init_host_cache(layout, columns, snapshots=1)
+            # What a resumed request brings to its first step: all its table entries.
+            bounds = (StepShape.bound(layout, 1, tokens, columns=columns) for tokens in (chunk, 1))
+            first, then = (dataclasses.replace(b, table_entries=b.table_entries + columns) for b in bounds)
+            self.shapes = first, first if one_shape else then
+            self.cache = empty(layout, size)
+            self.request = self.start(mine)
+
+        def start(self, text: list[int]) -> Request:
+            """Prefills all but the last token: that is the next step's."""
+            request = self.manager.admit_request(text[: prompt + 1], max_tokens=len(text))
+            while request.num_pending > 1:
+                self.step(request, min(chunk, request.num_pending - 1), prefill, self.shapes[0])
+            return request
+
+        def step(self, request: Request, count: int, step: Callable, shape: StepShape) -> np.ndarray:
+            plan = self.manager.plan_step([(request, count)], shape=shape)
+            self.cache, self.host = run_transfers(self.cache, self.host, self.manager.take_transfers())
+            logits, self.cache = step(params, self.cache, plan.pack(), self.manager.plan_tokens(plan))
+            return np.asarray(logits)[0]
+
+        def finish(self) -> np.ndarray:
+            """Logits [decoded, vocab] of the given text."""
+            out = []
+            for token in mine[prompt + 1 :]:
+                out.append(self.step(self.request, 1, decode, self.shapes[1]))
+                self.request.tokens.append(token)
+            return np.stack(out)
+
+        def live(self) -> dict[str, list[np.ndarray]]:
+            return live_bytes(self.cache, layout, self.request.slot, self.request.num_cached, self.request.blocks)
+
+    cold = Run()
+    expected = cold.finish()
+    assert np.isfinite(expected).all() and np.ptp(expected) > 0.1
+
+    swapped = Run()
+    slot, blocks = swapped.request.slot, list(swapped.request.blocks)
+    before, host = image(swapped.cache), out(swapped.cache, swapped.host, blocks, slot)
+    swapped.cache = back(empty(layout, size), host, blocks, slot)
+    assert image(swapped.cache) == before
+    swapped.host = host
+    np.testing.assert_array_equal(swapped.finish(), expected)
+    assert image(swapped.cache) == image(cold.cache)
+
+    preempted = Run()
+    slot, blocks = preempted.request.slot, set(preempted.request.blocks)
+    preempted.manager.preempt(preempted.request)
+    assert preempted.request.parked is not None
+    taker = preempted.start(other)
+    assert taker.slot == slot and set(taker.blocks) == blocks
+    preempted.manager.resume(preempted.request)
+    assert preempted.request.slot != slot and not set(preempted.request.blocks) & blocks
+    assert preempted.request.num_cached == prompt, "nothing is computed again"
+    np.testing.assert_array_equal(preempted.finish(), expected)
+    assert_same(preempted.live(), cold.live())
+
+
 @pytest.mark.slow
-def test_next_token_logits_after_a_round_trip():
-    """The model's own decode step after out, zero, in: the same logits and the same bytes."""
-    layout, rng = CacheLayout(CFG), np.random.default_rng(0)
-    params, manager = model.init_params(CFG, 0), KVCacheManager(layout, SIZE)
-    request = manager.admit_request(rng.integers(0, CFG.vocab_size, 140).tolist())
-    shape = StepShape.bound(layout, 1, 32, columns=2)
+def test_next_tokens_after_a_round_trip_and_after_preemption() -> None:
     # Without LLVM's optimisations, which are most of the test's time.
-    forward = jax.jit(model.forward, compiler_options={"xla_backend_optimization_level": 0})
-
-    def step(cache: KVCache, plan) -> tuple[np.ndarray, KVCache]:
-        logits, cache = forward(params, cache, plan.pack(), manager.plan_tokens(plan))
-        return np.asarray(logits), cache
-
-    cache = empty(layout)
-    for count in (32, 32, 32, 32, 11):
-        plan = manager.plan_step([(request, count)], shape=shape)
-        _, cache = step(cache, plan)
-    slot, blocks = int(plan.row_slot[0]), [b for b in np.asarray(cache.block_table)[plan.row_slot[0]].tolist() if b]
-    assert len(blocks) == 2
-    host = out(cache, init_host_cache(layout, 2, snapshots=1), blocks, slot)
-    returned = back(empty(layout), host, blocks, slot)
-    assert image(returned) == image(cache)
-    plan = manager.plan_step([(request, 1)], shape=shape)
-    (stayed, cache), (came_back, returned) = step(cache, plan), step(returned, plan)
-    assert np.array_equal(stayed, came_back) and np.isfinite(stayed[0]).all() and stayed[0].any()
-    assert image(returned) == image(cache)
+    forward = jax.jit(
+        model.forward, donate_argnames="cache", compiler_options={"xla_backend_optimization_level": 0}
+    )  # fmt: skip
+    check_next_tokens(CFG, forward, forward, chunk=32, prompt=139, decoded=3, one_shape=True)
