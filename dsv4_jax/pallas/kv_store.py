@@ -32,10 +32,9 @@ from .tiles import addressable, interpreted, pieces, read, whole
 __all__: list[str] = []
 
 WARPS = 4  # of a program
-PROGRAM_BYTES = (
-    16 << 10
-)  # of K and V that a program reads: 128 a thread, so that 8 programs of an SM have 128 KB on the way
-PROGRAMS = 512  # fewer tokens than would make so many programs are spread over more of them, down to a row each
+# Of K and V that a program reads: 128 bytes a thread, and 8 programs on an SM have 128 KB on their way.
+PROGRAM_BYTES = 16 << 10
+PROGRAMS = 512  # at least so many (a few on each SM), or one for every row
 
 
 def _store_kv(
