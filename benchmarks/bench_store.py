@@ -7,19 +7,25 @@ A record is one of a block of DeepSeek-V4 Flash unless `--record-bytes` says oth
 The disk's own rate is the faster of buffered and O_DIRECT sequential I/O of a plain file of the same total size, 8 MiB
 a call: writing counts the final fdatasync, reading starts with the file dropped from the page cache. The store does
 the same work plus its checksums and headers, in batches of 8 MiB: `write` counts `flush`, `read` verifies every
-record and is followed by a comparison of all bytes. Rounds alternate between the disk and the store, because a
-shared disk's rate drifts; the medians are compared. Everything is deleted in the end.
+record and is followed by a comparison of all bytes. Both files have their room reserved before the clock starts.
+
+A shared disk's rate drifts, so rounds alternate between the disk and the store, and a store's share is the median of
+its shares in each round. All move to and from the same memory, in huge pages where there are any: the disk is a third
+slower with memory that lies in scattered pages, and that must not be what is compared. A tenth of a round first says
+how long it will take. Everything is deleted in the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import mmap
 import os
 import pathlib
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -36,11 +42,15 @@ from dsv4_jax.tiers.slab_record import checksum
 CALL_BYTES = 8 << 20
 POOL_BYTES = 256 << 20
 TARGET = 0.70
+WAYS = ("write", "read")
 
 
-def aligned(size: int) -> np.ndarray:
-    """Page-aligned uint8 [size], as page-locked memory is; touched."""
-    array = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+def aligned(rows: int, columns: int) -> np.ndarray:
+    """uint8 [rows, columns] at the beginning of a page, as page-locked memory is; touched."""
+    memory = mmap.mmap(-1, rows * columns, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(memory, np.uint8).reshape(rows, columns)
     array[:] = 0
     return array
 
@@ -58,39 +68,40 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def disk(path: pathlib.Path, pool: np.ndarray, total: int, flags: int) -> dict[str, float]:
+def disk(path: pathlib.Path, pool: np.ndarray, target: np.ndarray, total: int, flags: int) -> dict[str, float]:
     """Seconds to write and to read a plain file sequentially, from and to the memory that the store's records have."""
-    flat = pool.reshape(-1)[: pool.size // CALL_BYTES * CALL_BYTES].reshape(-1, CALL_BYTES)
+    whole = pool.size // CALL_BYTES * CALL_BYTES
+    source, target = (part.reshape(-1)[:whole].reshape(-1, CALL_BYTES) for part in (pool, target))
     calls = -(-total // CALL_BYTES)
-    target = aligned(flat.size).reshape(flat.shape)
     path.unlink(missing_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | flags)
+    os.posix_fallocate(file, 0, calls * CALL_BYTES)
 
     def write() -> None:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | flags)
         for i in range(calls):
-            assert os.pwritev(file, [flat[i % len(flat)]], i * CALL_BYTES) == CALL_BYTES
+            assert os.pwritev(file, [source[i % len(source)]], i * CALL_BYTES) == CALL_BYTES
         os.fdatasync(file)
-        os.close(file)
 
     def read() -> None:
-        file = os.open(path, os.O_RDONLY | flags)
         for i in range(calls):
-            assert os.preadv(file, [target[i % len(flat)]], i * CALL_BYTES) == CALL_BYTES
-        os.close(file)
+            assert os.preadv(file, [target[i % len(target)]], i * CALL_BYTES) == CALL_BYTES
 
     times = {"write": seconds(write)}
     drop_cache(path)
     times["read"] = seconds(read)
+    os.close(file)
     path.unlink()
     return {name: value * total / (calls * CALL_BYTES) for name, value in times.items()}
 
 
-def store(path: pathlib.Path, keys: list[bytes], pool: np.ndarray, *, direct: bool, workers: int) -> dict[str, float]:
+def store(
+    path: pathlib.Path, keys: list[bytes], pool: np.ndarray, target: np.ndarray, *, direct: bool, workers: int
+) -> dict[str, float]:
     """Seconds to write and to read back; raises if a byte is wrong. workers 0: the store itself, without threads."""
     path.unlink(missing_ok=True)
     slab = SlabStore(path, record_bytes=pool.shape[1], max_records=len(keys), fingerprint="bench", direct=direct)
     calls = AsyncStore(slab, workers=workers) if workers else None
-    target = aligned(pool.size).reshape(pool.shape)
+    target[:] = 0
     step = max(1, CALL_BYTES // pool.shape[1])
 
     def each(name: str, records: np.ndarray) -> None:
@@ -109,7 +120,8 @@ def store(path: pathlib.Path, keys: list[bytes], pool: np.ndarray, *, direct: bo
     times = {"write": seconds(lambda: each("write", pool))}
     drop_cache(path)
     times["read"] = seconds(lambda: each("read_into", target))
-    assert np.array_equal(target, pool) and slab.stats().read == len(keys)
+    used = min(len(keys), len(pool))
+    assert np.array_equal(target[:used], pool[:used]) and slab.stats().read == len(keys)
     (calls or slab).close()
     path.unlink()
     return times
@@ -121,45 +133,72 @@ def checksum_rate(record: np.ndarray) -> float:
     return len(work) * record.size / min(seconds(lambda: [w() for w in work]) for _ in range(3))
 
 
-def run(directory: pathlib.Path, count: int, record_bytes: int, rounds: int) -> dict:
-    step = max(1, CALL_BYTES // record_bytes)
-    held = min(count, step * max(1, POOL_BYTES // (step * record_bytes)))  # whole batches
-    pool = aligned(held * record_bytes).reshape(held, record_bytes)
-    pool[:] = np.random.default_rng(1).integers(0, 256, pool.shape, np.uint8)
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def measure(
+    path: pathlib.Path, pool: np.ndarray, target: np.ndarray, count: int, rounds: int
+) -> tuple[dict[str, list[dict[str, float]]], float]:
+    """Bytes a second of every round by subject ("disk, ..." and "store, ..."), and the seconds it all took."""
     keys = [hashlib.sha256(i.to_bytes(8, "little")).digest() for i in range(count)]
-    path, total = directory / "bench.slab", count * record_bytes
+    total = count * pool.shape[1]
     # What the disk can do, and the store's modes: with and without the page cache, alone and on four threads.
     subjects: dict[str, Callable[[], dict[str, float]]] = {
-        "disk, buffered": lambda: disk(path, pool, total, 0),
-        "disk, O_DIRECT": lambda: disk(path, pool, total, os.O_DIRECT),
-        "store, buffered": lambda: store(path, keys, pool, direct=False, workers=0),
-        "store, buffered, 4 threads": lambda: store(path, keys, pool, direct=False, workers=4),
-        "store, direct": lambda: store(path, keys, pool, direct=True, workers=0),
-        "store, direct, 4 threads": lambda: store(path, keys, pool, direct=True, workers=4),
+        "disk, O_DIRECT": lambda: disk(path, pool, target, total, os.O_DIRECT),
+        "store, direct, 4 threads": lambda: store(path, keys, pool, target, direct=True, workers=4),
+        "store, direct": lambda: store(path, keys, pool, target, direct=True, workers=0),
+        "disk, buffered": lambda: disk(path, pool, target, total, 0),
+        "store, buffered, 4 threads": lambda: store(path, keys, pool, target, direct=False, workers=4),
+        "store, buffered": lambda: store(path, keys, pool, target, direct=False, workers=0),
     }
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}
-    for _ in range(rounds):
+    rates: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}
+    start = time.perf_counter()
+    for i in range(rounds):
         for name, subject in subjects.items():
             try:
-                samples[name].append(subject())
+                times = subject()
             except (StoreError, OSError) as error:
                 if "direct" not in name.lower():
                     raise
-                print(f"{name}: not here: {error}")
-    rates = {
-        name: {way: total / statistics.median(s[way] for s in taken) for way in ("write", "read")}
-        for name, taken in samples.items()
-        if taken
-    }
-    best = {way: max(rates[name][way] for name in rates if name.startswith("disk")) for way in ("write", "read")}
+                say(f"  {name}: not here: {error}")
+                continue
+            rates[name].append({way: total / times[way] for way in times})
+            cells = ", ".join(f"{way} {rate / 1e9:.3f} GB/s" for way, rate in rates[name][-1].items())
+            say(f"  {time.perf_counter() - start:5.0f} s  round {i + 1}/{rounds}  {name:26}  {cells}")
+    return {name: taken for name, taken in rates.items() if taken}, time.perf_counter() - start
+
+
+def run(directory: pathlib.Path, count: int, record_bytes: int, rounds: int) -> dict:
+    step = max(1, CALL_BYTES // record_bytes)
+    held = min(count, step * max(1, POOL_BYTES // (step * record_bytes)))  # whole batches
+    held = max(held, -(-CALL_BYTES // record_bytes))
+    pool, target = aligned(held, record_bytes), aligned(held, record_bytes)
+    pool[:] = np.random.default_rng(1).integers(0, 256, pool.shape, np.uint8)
+    path = directory / "bench.slab"
+    say(f"a tenth of a round; load {os.getloadavg()[0]:.2f}")
+    _, took = measure(path, pool, target, -(-count // 10), 1)
+    say(f"{rounds} rounds of {count} records: about {10 * took * rounds:.0f} s")
+    load = os.getloadavg()[0]
+    rates, took = measure(path, pool, target, count, rounds)
+    best = [
+        {way: max(taken[i][way] for name, taken in rates.items() if name.startswith("disk")) for way in WAYS}
+        for i in range(rounds)
+    ]
     return {
         "records": count,
         "record_bytes": record_bytes,
         "rounds": rounds,
-        "bytes_per_second": rates,
-        "disk_best": best,
+        "seconds": took,
+        "load": [load, os.getloadavg()[0]],
+        "bytes_per_second": {
+            name: {way: statistics.median(one[way] for one in taken) for way in WAYS} for name, taken in rates.items()
+        },
+        # Of the faster disk of the same round: one share a round, sorted.
         "of_disk_best": {
-            name: {way: rate[way] / best[way] for way in best} for name, rate in rates.items() if "store" in name
+            name: {way: sorted(mine[way] / disks[way] for mine, disks in zip(taken, best, strict=True)) for way in WAYS}
+            for name, taken in rates.items()
+            if name.startswith("store")
         },
         "checksum_bytes_per_second": checksum_rate(pool[0]),
     }
@@ -181,14 +220,18 @@ def main() -> None:
     if args.json:
         print(json.dumps(report))
         return
-    print(f"{args.records} records of {args.record_bytes} bytes, medians of {args.rounds} rounds, GB/s (of the disk's)")
+    print(
+        f"{args.records} records of {args.record_bytes} bytes, {args.rounds} rounds in {report['seconds']:.0f} s, load "
+        "{:.1f} to {:.1f}".format(*report["load"])
+    )
+    print("median GB/s (median share of the disk's best of the same round, least to most)")
     for name, rate in report["bytes_per_second"].items():
-        share = report["of_disk_best"].get(name)
-        cells = [
-            f"{way} {rate[way] / 1e9:6.3f}" + (f" ({share[way]:4.0%})" if share else " " * 7)
-            for way in ("write", "read")
-        ]
-        print(f"  {name:26}", "   ".join(cells))
+        cells = []
+        for way in WAYS:
+            cells.append(f"{way} {rate[way] / 1e9:6.3f}")
+            if shares := report["of_disk_best"].get(name, {}).get(way):
+                cells[-1] += f" ({statistics.median(shares):4.0%}, {shares[0]:4.0%} to {shares[-1]:4.0%})"
+        print(f"  {name:26}", "".join(f"{cell:40}" for cell in cells).rstrip())
     print(f"  {'checksum, one core':26} {report['checksum_bytes_per_second'] / 1e9:.1f}")
     print(f"target: >= {TARGET:.0%} of the disk's best in both directions")
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from ..errors import StoreClosedError, StoreFormatError, StoreFullError
 from .slab_io import SlabFile
-from .slab_record import HEADER_BYTES, MAX_KEY_BYTES, RecordHeader, checksum, pack_header, unpack_header
+from .slab_record import HEADER_BYTES, MAX_KEY_BYTES, RecordHeader, checksums, pack_header, unpack_header
 from .store import Buffers, Flags, StoreStats, check_keys, check_records, fingerprint_digest
 
 __all__ = ["SlabStore"]
@@ -147,9 +147,12 @@ class SlabStore:
                     if key in self._index:
                         found[i] = self._index[key]
                         self._index.move_to_end(key)
-            self._file.read_records([entry.slot for entry in found.values()], [views[i] for i in found])
-            for i, entry in found.items():
-                good[i] = checksum(views[i], keys[i], self._fingerprint, entry.generation) == entry.digest
+            some = [views[i] for i in found]
+            self._file.read_records([entry.slot for entry in found.values()], some)
+            generations = [entry.generation for entry in found.values()]
+            digests = checksums(some, [keys[i] for i in found], self._fingerprint, generations)
+            for (i, entry), digest in zip(found.items(), digests, strict=True):
+                good[i] = digest == entry.digest
             with self._lock:
                 # What the index still shows as it was is damaged; the rest was evicted while it was read.
                 bad = {keys[i] for i, entry in found.items() if not good[i] and self._index.get(keys[i]) == entry}
@@ -178,14 +181,16 @@ class SlabStore:
                 self._generation += len(new)
             try:
                 self._file.write_headers(dict.fromkeys(evicted, _BLANK))
-                headers = {}
-                for generation, (key, i) in enumerate(new.items(), first):
-                    digest = checksum(views[i], key, self._fingerprint, generation)
-                    headers[key] = RecordHeader(key, generation, self.record_bytes, self._fingerprint, digest)
-                self._file.write_records(slots, [views[i] for i in new.values()])
+                chosen, some = dict(zip(new, slots, strict=True)), [views[i] for i in new.values()]
+                generations = range(first, first + len(new))
+                digests = checksums(some, list(new), self._fingerprint, generations)
+                headers = {
+                    key: RecordHeader(key, generation, self.record_bytes, self._fingerprint, digest)
+                    for key, generation, digest in zip(new, generations, digests, strict=True)
+                }
+                self._file.write_records(slots, some)
                 if self._sync == "write" and new:
                     self._file.sync()  # a header must not reach the disk before its record
-                chosen = dict(zip(headers, slots, strict=True))
                 self._file.write_headers({chosen[key]: pack_header(header) for key, header in headers.items()})
             except BaseException:
                 with self._lock:

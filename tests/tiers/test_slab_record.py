@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -45,8 +44,8 @@ def expected_sums(record: np.ndarray) -> list[int]:
 
 @pytest.mark.parametrize("size", [*range(21), 5000, 70_001, PIECE - 4, PIECE + 3, PIECE + 4, PIECE + 12])
 def test_sums(sums, size):
-    record = np.random.default_rng(size).integers(0, 256, size, np.uint8)
-    assert sums(record).tolist() == expected_sums(record)
+    records = np.random.default_rng(size).integers(0, 256, (2, size), np.uint8)
+    assert sums(list(records)).tolist() == [expected_sums(record) for record in records]
 
 
 def test_native_sums_are_numpys():
@@ -58,10 +57,12 @@ def test_native_sums_are_numpys():
     near = [n * PIECE + d for n in (1, 2) for d in range(-9, 14)]
     for size in [*range(40), *near, *rng.integers(40, 2 * PIECE, 50).tolist()]:
         start = int(rng.integers(0, 64))
-        record = memory[start : start + size]
-        np.testing.assert_array_equal(native_sums(record), slab_record._numpy_sums(record), err_msg=f"{start} {size}")
-    with pytest.raises(ctypes.ArgumentError):
-        native_sums(memory[::2])
+        batch = [memory[start : start + size], memory[-size - 1 : -1]]
+        np.testing.assert_array_equal(native_sums(batch), slab_record._numpy_sums(batch), err_msg=f"{start} {size}")
+    assert native_sums([]).size == 0
+    for wrong in ([memory[::2]], [memory[:16].view(np.int64)], [memory[:16], memory[:17]]):
+        with pytest.raises(ValueError, match="records must be"):
+            native_sums(wrong)
 
 
 def test_without_the_library(tmp_path):
