@@ -24,6 +24,7 @@ from ..layout import CacheLayout, CacheSize
 from ..manager.planning import RowFeed, build_plan, shape_for
 from ..model.attention import attention
 from ..model.numerics import rms_norm
+from ..model.packing import PackedLayers, pack_layers
 from ..model.params import param_specs
 from ..model.projections import stack_projections
 from ..ops.dispatch import Implementation
@@ -45,7 +46,7 @@ class StepOptions:
         implementation: of every op; None: the default of each.
         steps: steps per synchronisation.
         profile: where to leave a profiler trace.
-        xla: compiler options, such as ("xla_gpu_enable_triton_gemm", "false").
+        xla: compiler options, such as ("xla_gpu_enable_triton_gemm", False).
     """
 
     model: str = "flash"
@@ -55,7 +56,7 @@ class StepOptions:
     implementation: Implementation = None
     steps: int = 20
     profile: pathlib.Path | None = None
-    xla: tuple[tuple[str, str], ...] = ()
+    xla: tuple[tuple[str, str | bool], ...] = ()
 
     def config(self) -> DSV4Config:
         cfg = getattr(DSV4Config, self.model)()
@@ -75,19 +76,18 @@ def measure_step(options: StepOptions, ceilings: Ceilings) -> dict[str, Any]:
     columns = layout.blocks_for(options.context)
     size = CacheSize(options.batch * columns, options.batch, columns)
     key = jax.random.key(0)
-    specs = param_specs(cfg, jnp.bfloat16)["layers"]
-    params = [random_layer(layer["attn"], jax.random.fold_in(key, i)) for i, layer in enumerate(specs)]
+    params = random_layers(cfg, key)
     cache = random_cache(layout, size, key)
     rows = [RowFeed(slot + 1, options.context - 1, 1) for slot in range(options.batch)]
     plan = jax.device_put(build_plan(layout, rows, shape_for(layout, rows)).pack())
     x = jax.random.normal(key, (options.batch, cfg.hidden_size), jnp.float32)
 
-    def step(cache: KVCache, params: list, plan: Any, x: jax.Array) -> tuple[KVCache, jax.Array]:
+    def step(cache: KVCache, params: PackedLayers, plan: Any, x: jax.Array) -> tuple[KVCache, jax.Array]:
         plan = plan.unpack()
         cache = cache.begin(plan)
         for spec, p in zip(layout.schedule, params, strict=True):
             handle = cache.layer(spec.layer_idx, plan, implementation=options.implementation)
-            y, handle = attention(p, handle, rms_norm(x, None, cfg.rms_norm_eps))
+            y, handle = attention(p["attn"], handle, rms_norm(x, None, cfg.rms_norm_eps))
             x, cache = x + y, handle.cache
         return cache, x
 
@@ -151,26 +151,32 @@ def _profile(step: Any, cache: KVCache, keep: pathlib.Path | None) -> dict[str, 
     return {"kernel_ms": sum(times.values()) / 1e3, "kernels": {name: times[name] for name in longest}}
 
 
-def random_layer(specs: dict, key: jax.Array) -> dict:
-    """One layer's "attn" parameters as they are decoded with, projections stacked."""
+def random_layers(cfg: DSV4Config, key: jax.Array) -> PackedLayers:
+    """The layers' "attn" parameters as they are decoded with: projections stacked, packed in a few arrays.
 
-    def make(key: jax.Array) -> dict:
-        return stack_projections({"layers": ({"attn": random_params(specs, key)},)})["layers"][0]["attn"]
+    Normal matrices scaled by their width, unit norms, zero biases.
+    """
+    specs = [{"attn": layer["attn"]} for layer in param_specs(cfg, jnp.bfloat16)["layers"]]
 
-    return jax.jit(make)(key)
+    def neutral(path: tuple, spec: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.full(spec.shape, "norm" in jax.tree_util.keystr(path), spec.dtype)
 
+    def make() -> PackedLayers:
+        layers = tuple(jax.tree_util.tree_map_with_path(neutral, layer) for layer in specs)
+        return pack_layers(stack_projections({"layers": layers}))["layers"]
 
-def random_params(specs: dict, key: jax.Array) -> dict:
-    """Normal matrices scaled by their width, unit norms, zero biases."""
-    leaves, tree = jax.tree_util.tree_flatten_with_path(specs)
-
-    def draw(i: int, path: tuple, spec: jax.ShapeDtypeStruct) -> jax.Array:
-        if spec.dtype != jnp.bfloat16:
-            return jnp.full(spec.shape, "norm" in jax.tree_util.keystr(path), spec.dtype)
+    def draw(i: int, spec: jax.ShapeDtypeStruct) -> jax.Array:
         scale = jnp.asarray(spec.shape[-1] ** -0.5, spec.dtype)
         return jax.random.normal(jax.random.fold_in(key, i), spec.shape, spec.dtype) * scale
 
-    return jax.tree.unflatten(tree, [draw(i, path, spec) for i, (path, spec) in enumerate(leaves)])
+    packed = jax.eval_shape(make)
+    # All of a matrix's packs are of the same kind, so they are drawn packed; what is not a matrix is small.
+    small = jax.jit(lambda: [None if x.dtype == jnp.bfloat16 else x for x in make().arrays])()
+    drawn = jax.jit(draw, static_argnums=(0, 1))
+    arrays = tuple(
+        x if x is not None else drawn(i, spec) for i, (x, spec) in enumerate(zip(small, packed.arrays, strict=True))
+    )
+    return dataclasses.replace(packed, arrays=arrays)
 
 
 def random_cache(layout: CacheLayout, size: CacheSize, key: jax.Array) -> KVCache:
@@ -188,7 +194,7 @@ def random_cache(layout: CacheLayout, size: CacheSize, key: jax.Array) -> KVCach
     return KVCache(arrays, layout)
 
 
-def floors(layout: CacheLayout, params: list, batch: int, context: int) -> list[tuple[str, float, float]]:
+def floors(layout: CacheLayout, params: PackedLayers, batch: int, context: int) -> list[tuple[str, float, float]]:
     """(part, bytes, FLOPs) of one step: every weight and every visible row read once.
 
     Queries and outputs count as bf16, the least a step could keep them in.

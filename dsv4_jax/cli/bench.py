@@ -177,11 +177,11 @@ def _step_options(args: argparse.Namespace, quick: bool) -> list[Any]:
     return options
 
 
-def _xla_option(text: str) -> tuple[str, str]:
+def _xla_option(text: str) -> tuple[str, str | bool]:
     name, equals, value = text.partition("=")
     if not (name and equals and value):
         raise argparse.ArgumentTypeError(f"{text!r} is not OPTION=VALUE")
-    return name, value
+    return name, {"true": True, "false": False}.get(value.lower(), value)
 
 
 def _list_of(item: Callable[[str], int]) -> Callable[[str], list[int]]:

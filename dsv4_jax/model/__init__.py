@@ -8,6 +8,7 @@ from .attention import index_qat_default
 from .checkpoint import load_hf, save_hf
 from .forward import decode_loop, decode_step, forward, prefill
 from .generate import generate
+from .packing import pack_layers
 from .params import Params, init_params, param_specs
 from .projections import stack_projections
 from .sampling import Sampling, sample
@@ -24,6 +25,7 @@ __all__ = [
     "index_qat_default",
     "init_params",
     "load_hf",
+    "pack_layers",
     "param_specs",
     "prefill",
     "sample",

@@ -74,6 +74,9 @@ def stack_projections(params: Params) -> Params:
         for group in GROUPS:
             names, weights = zip(*_matrices(p, group), strict=True)
             stacked[group] = Stacked(jnp.concatenate(weights), names, tuple(w.shape[0] for w in weights))
+        # [groups, rank, in], as it is multiplied: XLA would copy a packed layer's rows to cut them into groups.
+        groups = p["wq_b"].shape[0] // p["wo_a"].shape[-1]
+        stacked["wo_a"] = p["wo_a"].reshape(groups, -1, p["wo_a"].shape[-1])
         return _without(p, {name for names in GROUPS.values() for name in names}) | stacked
 
     layers = tuple(layer | {"attn": attention(layer["attn"])} for layer in params["layers"])

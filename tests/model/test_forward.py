@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from dsv4_jax import CacheLayout, DSV4Config, init_cache, model
 from dsv4_jax.errors import LayoutError, ShapeError
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import KVCacheManager
+from dsv4_jax.model import packing
 
 from . import feeding
 from .feeding import CFG, feed, prefill, text_tokens
@@ -44,8 +46,22 @@ def test_stacked_projections_change_nothing(params, uncached):
     assert not {"wq_a", "wq_b", "wkv"} & set(stacked["layers"][2]["attn"])
     sizes = [sum(x.size for x in jax.tree.leaves(p)) for p in (params, stacked)]
     assert sizes[0] == sizes[1]
-    logits = feed(CFG, stacked, text_tokens(LENGTH), [13, 1, 1, 50], most=LENGTH)
+    packed = model.pack_layers(stacked)
+    assert len(jax.tree.leaves(packed["layers"])) <= 12 < len(jax.tree.leaves(stacked["layers"][0]))
+    chex.assert_trees_all_equal(tuple(packed["layers"]), stacked["layers"])
+    logits = feed(CFG, packed, text_tokens(LENGTH), [13, 1, 1, 50], most=LENGTH)
     np.testing.assert_allclose(logits, uncached, rtol=0, atol=1e-4)
+
+
+def test_packs_are_of_bounded_size(monkeypatch, params):
+    monkeypatch.setattr(packing, "MOST_ELEMENTS", 2**14)
+    monkeypatch.setattr(packing, "SMALL", 2**8)
+    packed = model.pack_layers(params)
+    assert any(x.ndim > 1 for x in packed["layers"].arrays)
+    # One parameter may be larger than a pack should be; two are not put together then.
+    largest = max(x.size for layer in params["layers"] for x in jax.tree.leaves(layer))
+    assert all(x.size <= max(2**14, largest) for x in packed["layers"].arrays)
+    chex.assert_trees_all_equal(tuple(packed["layers"]), params["layers"])
 
 
 @pytest.mark.slow
