@@ -1,11 +1,12 @@
 """Kernel time of the CUDA attend: CUDA-graph replays of the library's plain C entry. Needs torch and a GPU.
 
-    python benchmarks/bench_attend_graph.py path/to/libdsv4_cuda.so [--splits 1,2,5]
+    python benchmarks/bench_attend_graph.py path/to/libdsv4_cuda.so [--splits 1,2,5] [--fused]
 
 A graph holds one call for each of several input sets (4 to 64 of them, so that a replay reads >= 200 MB of rows if it
 can); the time of a call is the median replay over the calls. Before timing, results are checked against float64 and
 the rows of a batch of 256 against smaller batches, bit by bit. Rows: a random 128-row run of the window pool and
-random rows of a pool of 3 * 2^20 entries.
+random rows of a pool of 3 * 2^20 entries. `--fused` times calls that turn the
+output's RoPE dims back and round it to bf16.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Args(ctypes.Structure):
         *((name, POINTER) for name in ("window_ids", "window_visible", "entry_ids", "entry_count", "out", "lse")),
         *((name, ctypes.c_int) for name in ("tokens", "heads", "window_keys", "entry_keys")),
         ("scale_log2", ctypes.c_float),
+        *((name, POINTER) for name in ("cosine", "sine")),  # null: the output is not turned back
+        ("bf16_out", ctypes.c_int),
     )
 
 
@@ -59,7 +62,7 @@ def decode(pool: tuple[torch.Tensor, ...]) -> torch.Tensor:
 class Case:
     """One set of arguments and its outputs."""
 
-    def __init__(self, tokens: int, heads: int, window: int, entries: int, pools, ragged: bool = False):
+    def __init__(self, tokens: int, heads: int, window: int, entries: int, pools, *, ragged=False, fused=False):
         self.pools, self.window, self.entries = pools, window, entries
         w_rows, e_rows = (p[0].shape[0] for p in pools)
         start = torch.randint(0, w_rows - window + 1, (tokens, 1), device="cuda")
@@ -74,18 +77,22 @@ class Case:
             self.visible = torch.rand((tokens, window), device="cuda") < share
             self.count = torch.randint(0, entries + 1, (tokens,), device="cuda", dtype=torch.int32)
             self.count[0] = 0
-        self.args = self.arguments(0, tokens)
+        angle = torch.rand((tokens, 32), device="cuda") * 100
+        self.cosine, self.sine = angle.cos(), angle.sin()
+        self.args = self.arguments(0, tokens, fused)
 
-    def arguments(self, first: int, tokens: int) -> Args:
+    def arguments(self, first: int, tokens: int, fused: bool = False) -> Args:
         part = slice(first, first + tokens)
         heads = self.sink.shape[0]
-        self.out = torch.full((tokens, heads, 512), math.nan, device="cuda")
+        dtype = torch.bfloat16 if fused else torch.float32
+        self.out = torch.full((tokens, heads, 512), math.nan, device="cuda", dtype=dtype)
         self.lse = torch.full((tokens, heads), math.nan, device="cuda")
         rows = [Rows(*(x.data_ptr() for x in pool), pool[0].shape[0]) for pool in self.pools]
         ids = [x[part].data_ptr() for x in (self.window_ids, self.visible, self.entry_ids, self.count)]
         return Args(
             self.queries[part].data_ptr(), self.sink.data_ptr(), *rows, *ids, self.out.data_ptr(), self.lse.data_ptr(),
             tokens, heads, self.window, self.entries, SCALE * math.log2(math.e),
+            *((x[part].data_ptr() if fused else None) for x in (self.cosine, self.sine)), fused,
         )  # fmt: skip
 
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,6 +107,14 @@ class Case:
         return torch.stack(out), torch.stack(lse)
 
 
+def turned_back(out: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """What the fused form makes of a plain output: one torch kernel an operation, so every product is rounded."""
+    even, odd = out[..., 448::2], out[..., 449::2]
+    c, s = cosine[:, None], sine[:, None]
+    rotary = torch.stack([even * c + odd * s, odd * c - even * s], -1)
+    return torch.cat([out[..., :448], rotary.reshape(*out.shape[:-1], 64)], -1).to(torch.bfloat16)
+
+
 def check(launch, tokens: int, heads: int, window: int, entries: int, splits: int) -> None:
     case = Case(tokens, heads, window, entries, (make_pool(max(1024, 2 * window)), make_pool(4096)), ragged=True)
     launch(case.args, splits)
@@ -109,6 +124,9 @@ def check(launch, tokens: int, heads: int, window: int, entries: int, splits: in
     lse_error = float((case.lse.double() - lse)[seen].abs().max())
     assert error <= 3e-3 and lse_error <= 1e-3, (tokens, heads, window, entries, splits, error, lse_error)
     assert torch.equal(case.lse.isneginf(), lse.isneginf())
+    plain = case.out
+    launch(case.arguments(0, tokens, fused=True), splits)
+    assert torch.equal(case.out, turned_back(plain, case.cosine, case.sine))
     print(f"{tokens:4} tokens {heads:3} heads {window:3} + {entries:4} keys, {splits} splits: "
           f"relative L2 {error:.1e}, LSE {lse_error:.0e}")  # fmt: skip
 
@@ -160,6 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("library")
     parser.add_argument("--splits", default="1,2,3,4,5,8")
+    parser.add_argument("--fused", action="store_true")
     options = parser.parse_args()
     splits = [int(x) for x in options.splits.split(",")]
     entry = ctypes.CDLL(options.library).dsv4_attend_launch
@@ -181,7 +200,8 @@ def main() -> None:
     for name, (heads, window, entries, batches) in SHAPES.items():
         for batch in batches:
             moved = batch * (window + entries) * 584
-            cases = [Case(batch, heads, window, entries, pools) for _ in range(max(4, min(64, 220_000_000 // moved)))]
+            sets = max(4, min(64, 220_000_000 // moved))
+            cases = [Case(batch, heads, window, entries, pools, fused=options.fused) for _ in range(sets)]
             times = {count: microseconds(launch, cases, count) for count in splits}
             best = min(times.values())
             flops = 4 * heads * 512 * (window + entries) * batch

@@ -80,16 +80,6 @@ def copy_ceiling() -> float:
     return 20 * x.numel() / start.elapsed_time(end) / 1e6
 
 
-def permuted(queries: torch.Tensor, fmt: str) -> torch.Tensor:
-    """The order of dims the kernel wants (dsv4_jax/cuda/index_scores.py, `permute_queries`)."""
-    lead = queries.shape[:-1]
-    if fmt == "fp4":
-        x = queries.reshape(*lead, 4, 4, 2, 2, 2).permute(0, 1, 3, 5, 6, 2, 4)
-    else:
-        x = queries.reshape(*lead, 2, 4, 4, 2, 2).permute(0, 1, 2, 4, 5, 3, 6)
-    return x.reshape(*lead, 128).contiguous()
-
-
 def make_keys(fmt: str, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     codes = torch.randint(0, 256, (rows, 64 if fmt == "fp4" else 128), device="cuda", dtype=torch.uint8)
     if fmt == "fp4":
@@ -114,7 +104,6 @@ class ScoreCase:
         blocks = keys[0].shape[0] // ROWS_PER_BLOCK
         self.fmt, self.keys = fmt, keys
         self.queries = torch.randn((tokens, heads, 128), device="cuda").to(torch.bfloat16)
-        self.permuted = permuted(self.queries, fmt)
         self.weights = torch.randn((tokens, heads), device="cuda")
         self.table = torch.randint(0, blocks, (tokens, columns), device="cuda", dtype=torch.int32)
         self.count = torch.full((tokens,), entries, device="cuda", dtype=torch.int32)
@@ -122,7 +111,7 @@ class ScoreCase:
             self.count = torch.randint(0, entries + 1, (tokens,), device="cuda", dtype=torch.int32)
             self.count[0] = 0
         self.scores = torch.full((tokens, entries), math.nan, device="cuda")
-        data = [x.data_ptr() for x in (*keys, self.permuted, self.weights, self.table, self.count, self.scores)]
+        data = [x.data_ptr() for x in (*keys, self.queries, self.weights, self.table, self.count, self.scores)]
         self.args = ScoreArgs(*data, tokens, heads, columns, 0, ROWS_PER_BLOCK, 0)
 
     def check(self) -> float:

@@ -40,7 +40,7 @@ using Counts = ffi::Buffer<ffi::S32, 1>;
 using Flags = ffi::Buffer<ffi::PRED, 2>;
 using Queries = ffi::Buffer<ffi::BF16, 3>;
 using Sink = ffi::Buffer<ffi::F32, 1>;
-using Out = ffi::Buffer<ffi::F32, 3>;
+using Angles = ffi::Buffer<ffi::F32, 2>;
 using Lse = ffi::Buffer<ffi::F32, 2>;
 
 dsv4::Rows rows_of(const Bytes& nope, const Halves& rope, const Bytes& scale) {
@@ -56,7 +56,7 @@ bool has_v4_widths(const Bytes& nope, const Halves& rope, const Bytes& scale) {
 ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink,
                   Bytes window_nope, Halves window_rope, Bytes window_scale, Ids window_ids,
                   Flags window_visible, Bytes entry_nope, Halves entry_rope, Bytes entry_scale,
-                  Ids entry_ids, Counts entry_count, ffi::Result<Out> out,
+                  Ids entry_ids, Counts entry_count, Angles cosine, Angles sine, ffi::Result<ffi::AnyBuffer> out,
                   ffi::Result<Lse> lse, float scale, int32_t splits) {
   const auto q = queries.dimensions();
   const auto w = window_ids.dimensions(), e = entry_ids.dimensions();
@@ -68,6 +68,17 @@ ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink,
       window_visible.dimensions()[0] != w[0] || window_visible.dimensions()[1] != w[1]) {
     return ffi::Error::InvalidArgument("attend: shapes of queries, ids, counts and sink disagree");
   }
+  const bool turn_back = cosine.element_count() != 0;
+  for (const auto& angles : {cosine, sine}) {
+    const auto a = angles.dimensions();
+    if (turn_back ? a[0] != q[0] || a[1] != dsv4::kRope / 2 : angles.element_count() != 0) {
+      return ffi::Error::InvalidArgument("attend: cosine and sine must be [tokens, 32], or both empty");
+    }
+  }
+  const bool bf16_out = out->element_type() == ffi::BF16;
+  if ((!bf16_out && out->element_type() != ffi::F32) || out->element_count() != queries.element_count()) {
+    return ffi::Error::InvalidArgument("attend: the output must have the shape of the queries, as float32 or bfloat16");
+  }
   if (splits < 1 || splits > 8) return ffi::Error::InvalidArgument("attend: splits must be 1 to 8");
   dsv4::AttendArgs args;
   args.queries = reinterpret_cast<const __nv_bfloat16*>(queries.untyped_data());
@@ -78,13 +89,16 @@ ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink,
   args.window_visible = static_cast<const uint8_t*>(window_visible.untyped_data());
   args.entry_ids = entry_ids.typed_data();
   args.entry_count = entry_count.typed_data();
-  args.out = out->typed_data();
+  args.out = out->untyped_data();
   args.lse = lse->typed_data();
   args.tokens = static_cast<int>(q[0]);
   args.heads = static_cast<int>(q[1]);
   args.window_keys = static_cast<int>(w[1]);
   args.entry_keys = static_cast<int>(e[1]);
   args.scale_log2 = scale * dsv4::kLog2e;
+  args.cosine = turn_back ? cosine.typed_data() : nullptr;
+  args.sine = turn_back ? sine.typed_data() : nullptr;
+  args.bf16_out = bf16_out;
   const cudaError_t error = launch(args, splits, stream);
   if (error != cudaSuccess) return ffi::Error::Internal(std::string("attend: ") + cudaGetErrorString(error));
   return ffi::Error::Success();
@@ -109,7 +123,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Attend, attend,
                                   .Arg<Bytes>()
                                   .Arg<Ids>()
                                   .Arg<Counts>()
-                                  .Ret<Out>()
+                                  .Arg<Angles>()
+                                  .Arg<Angles>()
+                                  .Ret<ffi::AnyBuffer>()
                                   .Ret<Lse>()
                                   .Attr<float>("scale")
                                   .Attr<int32_t>("splits"),

@@ -44,10 +44,13 @@ struct AttendArgs {
   const uint8_t* window_visible;  // [T, W]
   const int32_t* entry_ids;       // [T, K]
   const int32_t* entry_count;     // [T]
-  float* out;                     // [T, H, 512]
+  void* out;                      // [T, H, 512] float32, or bfloat16 if `bf16_out`
   float* lse;                     // [T, H]
   int tokens, heads, window_keys, entry_keys;
-  float scale_log2;  // softmax scale * log2(e)
+  float scale_log2;     // softmax scale * log2(e)
+  const float* cosine;  // [T, 32]: the last 64 dims of the output turn back by these angles; null: they do not
+  const float* sine;    // [T, 32]
+  int bf16_out;
 };
 
 struct Shared {
@@ -378,13 +381,31 @@ __device__ __forceinline__ void share_sums(const AttendArgs& args, Shared& s, co
   }
 }
 
+// Four adjacent dims of the output, the first of them `column`: turned back where they are RoPE dims, rounded once.
+// Products are rounded before they are added, as in dsv4_jax/ops/numerics.py.
+__device__ __forceinline__ void store_out(const AttendArgs& args, int token, int64_t row, int column, float4 x) {
+  if (args.cosine != nullptr && column >= kNope) {
+    const int at = token * (kRope / 2) + (column - kNope) / 2;
+    const float2 c = __ldg(reinterpret_cast<const float2*>(args.cosine + at));
+    const float2 s = __ldg(reinterpret_cast<const float2*>(args.sine + at));
+    x = {__fadd_rn(__fmul_rn(x.x, c.x), __fmul_rn(x.y, s.x)), __fsub_rn(__fmul_rn(x.y, c.x), __fmul_rn(x.x, s.x)),
+         __fadd_rn(__fmul_rn(x.z, c.y), __fmul_rn(x.w, s.y)), __fsub_rn(__fmul_rn(x.w, c.y), __fmul_rn(x.z, s.y))};
+  }
+  const int64_t first = row * kDim + column;
+  if (args.bf16_out != 0) {
+    *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(args.out) + first) = {pack(x.x, x.y), pack(x.z, x.w)};
+  } else {
+    *reinterpret_cast<float4*>(static_cast<float*>(args.out) + first) = x;
+  }
+}
+
 // Adds the runs of the cluster in rank order and writes this block's part of the output. All threads call it.
 __device__ __forceinline__ void add_runs(const AttendArgs& args, Shared& s, int token, int head, int rank, int splits,
                                          int thread) {
   constexpr int kQuads = kHeads * kDim / 4;
   const uint32_t sums = shared_address(s.keys);
   const int end = (rank + 1) * kQuads / splits;
-  float* out = args.out + (static_cast<int64_t>(token) * args.heads + head) * kDim;
+  const int64_t first_row = static_cast<int64_t>(token) * args.heads + head;
 #pragma unroll 2
   for (int i = rank * kQuads / splits + thread; i < end; i += kThreads) {
     const int row = i >> 7, column = (i & 127) * 4;
@@ -394,7 +415,7 @@ __device__ __forceinline__ void add_runs(const AttendArgs& args, Shared& s, int 
       const float4 x = load_peer4(peer_address(at, c));
       sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
     }
-    if (head + row < args.heads) *reinterpret_cast<float4*>(out + row * kDim + column) = sum;
+    if (head + row < args.heads) store_out(args, token, first_row + row, column, sum);
   }
 }
 

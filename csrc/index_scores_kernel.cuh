@@ -3,8 +3,11 @@
 // A block of one warpgroup takes one token and a run of its keys, 64 at a time. Each thread loads its share of two keys
 // straight into registers, a tile ahead, decodes it to bf16 there and multiplies (wgmma, A from registers) with
 // the token's 64 heads, which stay in shared memory. The order of the 128 dims within the product is free, so it is
-// the one in which a thread's bytes lie: the caller permutes the queries to match (dsv4_jax/cuda/index_scores.py).
+// the one in which a thread's bytes lie; the queries are brought into it on their way to shared memory.
 // A score depends on its token and key alone.
+//
+// A thread holds a quarter q of a key as 32-bit words. Product i takes four dims of every quarter: columns
+// 16 i + 2 q + {0, 1} are one pair of its dims, columns 16 i + 8 + 2 q + {0, 1} another.
 #pragma once
 
 #include "hopper.cuh"
@@ -21,7 +24,7 @@ constexpr int kMaxRunTiles = 128;  // bounds the row numbers kept in shared memo
 struct ScoreArgs {
   const uint8_t* codes;            // [rows, 64] e2m1 pairs or [rows, 128] e4m3
   const void* scale;               // [rows, 4] ue8m0 or [rows] float32
-  const __nv_bfloat16* queries;    // [T, H, 128], dims permuted
+  const __nv_bfloat16* queries;    // [T, H, 128]
   const float* weights;            // [T, H]
   const int32_t* table;            // [T, X] block ids
   const int32_t* count;            // [T] visible keys
@@ -63,9 +66,22 @@ __device__ __forceinline__ uint4 load_key(const uint8_t* p) {
   return x;
 }
 
-// A thread's share of two keys, `row` and `row + 8`: a quarter of the dims each.
+// The low (half 0) or high halves of two words, side by side.
+__device__ __forceinline__ uint32_t halves(uint32_t low, uint32_t high, int half) {
+  return __byte_perm(low, high, half == 0 ? 0x5410 : 0x7632);
+}
+
+// A thread's share of two keys, `row` and `row + 8`: a quarter of the dims each. Part p of a quarter of a query, 8
+// dims, goes to products 2 p and 2 p + 1; `query_chunk` says which 8 dims, `query_pairs` in what order.
 struct Fp4Key {
   static constexpr int kStages = 2;
+
+  // Dims 32 q + 8 p and on: the key's word p, whose codes i and i + 4 decode as a pair.
+  static __device__ __forceinline__ int query_chunk(int quarter, int part) { return 4 * quarter + part; }
+  static __device__ __forceinline__ uint4 query_pairs(uint4 x) {
+    return {halves(x.x, x.z, 0), halves(x.x, x.z, 1), halves(x.y, x.w, 0), halves(x.y, x.w, 1)};
+  }
+
   uint4 codes[2];
   uint32_t scale[2];  // ue8m0 of this quarter
 
@@ -122,6 +138,13 @@ struct Fp4Key {
 
 struct Fp8Key {
   static constexpr int kStages = 2;
+
+  // Dims 64 (p / 2) + 16 q + 8 (p % 2) and on: two words of the key, neighbours pair up.
+  static __device__ __forceinline__ int query_chunk(int quarter, int part) {
+    return 8 * (part >> 1) + 2 * quarter + (part & 1);
+  }
+  static __device__ __forceinline__ uint4 query_pairs(uint4 x) { return x; }
+
   uint4 codes[2][2];
   float scale[2];
 
@@ -164,6 +187,40 @@ struct Fp8Key {
   }
 };
 
+// A token's queries to shared memory, in the order of dims in which keys are decoded. Four lanes take a head's quarters
+// and eight the heads of a swizzle: every store of a warp covers all banks.
+template <typename Key>
+__device__ __forceinline__ void load_score_queries(const ScoreArgs& args, int token, uint32_t shared, int warp,
+                                                   int lane) {
+  const int quarter = lane & 3;
+  const auto* q = reinterpret_cast<const uint4*>(args.queries + static_cast<int64_t>(token) * args.heads * kScoreDim);
+  uint4 x[2][4];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int head = 32 * i + 8 * warp + (lane >> 2);
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+      x[i][part] = {0, 0, 0, 0};
+      if (head < args.heads) x[i][part] = __ldg(q + head * (kScoreDim / 8) + Key::query_chunk(quarter, part));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int head = 32 * i + 8 * warp + (lane >> 2);
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+      const uint4 pairs = Key::query_pairs(x[i][part]);
+      const uint32_t words[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
+      const uint32_t row = shared + (part >> 1) * kBlockBytes + head * 128 + 4 * quarter;
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const uint32_t at = row + (((4 * (part & 1) + w) ^ (head & 7)) << 4);
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(words[w]) : "memory");
+      }
+    }
+  }
+}
+
 template <typename Key>
 __global__ void __launch_bounds__(kScoreThreads, 4) index_scores_kernel(const __grid_constant__ ScoreArgs args) {
   __shared__ alignas(1024) uint8_t queries[2 * kBlockBytes];
@@ -187,20 +244,13 @@ __global__ void __launch_bounds__(kScoreThreads, 4) index_scores_kernel(const __
     first_row[g] = args.base + __ldg(args.table + static_cast<int64_t>(token) * args.columns + column) * args.rows_per_block +
                    key - column * args.rows_per_block;
   }
-  const __nv_bfloat16* q = args.queries + static_cast<int64_t>(token) * args.heads * kScoreDim;
-  for (int i = thread; i < kScoreHeads * kScoreDim / 8; i += kScoreThreads) {
-    const int head = i >> 4, chunk = i & 15;
-    const uint32_t at = shared_address(queries) + (chunk >> 3) * kBlockBytes + head * 128 + (((chunk & 7) ^ (head & 7)) << 4);
-    copy_async(at, q + (head < args.heads ? head : 0) * kScoreDim + chunk * 8, head < args.heads);
-  }
-  copy_commit();
+  load_score_queries<Key>(args, token, shared_address(queries), warp, lane);
   float weights[16];  // half of those of heads 8 j + 2 quarter + {0, 1}
 #pragma unroll
   for (int j = 0; j < 16; ++j) {
     const int head = 8 * (j >> 1) + 2 * quarter + (j & 1);
     weights[j] = head < args.heads ? 0.5f * __ldg(args.weights + static_cast<int64_t>(token) * args.heads + head) : 0.f;
   }
-  copy_wait<0>();
   fence_for_mma();
   __syncthreads();
 

@@ -296,6 +296,8 @@ class LayerCacheHandle:
         selected: tuple[jax.Array, jax.Array] | None = None,
         *,
         scale: float | None = None,
+        inverse_rope: jax.Array | None = None,
+        dtype: type = jnp.float32,
     ) -> tuple[jax.Array, jax.Array]:
         """One softmax over the window, the layer's entries and the sink.
 
@@ -304,9 +306,11 @@ class LayerCacheHandle:
             sink: [heads] float32.
             selected: for CSA, what `top_k` returned. HCA attends to every visible entry, SWA to none.
             scale: softmax scale, default head_dim ** -0.5.
+            inverse_rope: RoPE frequencies [rope_dim / 2] by which `out` is turned back at each token's position.
+            dtype: of `out`, float32 or bfloat16.
 
         Returns:
-            (out [T, heads, head_dim] float32, lse [T, heads] float32 without the sink).
+            (out [T, heads, head_dim] of `dtype`, lse [T, heads] float32 without the sink).
         """
         cfg = self.layout.cfg
         rows, ids, visible = self._window()
@@ -324,6 +328,7 @@ class LayerCacheHandle:
         return attend(
             queries, sink, rows, ids, visible, entries, entry_ids, count,
             scale=cfg.head_dim**-0.5 if scale is None else scale, fmt=self.layout.kv_row,
+            inverse_rope=None if inverse_rope is None else (self.plan.token_position, inverse_rope), dtype=dtype,
             implementation=self.implementation,
         )  # fmt: skip
 

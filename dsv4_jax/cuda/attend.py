@@ -1,8 +1,8 @@
 """attend in the project's own CUDA for Hopper (`csrc/attend_kernel.cuh`), called through XLA FFI.
 
 One launch per call: fp8 rows are gathered and decoded by producer warps while the tensor cores (wgmma) work on the
-tile before, and the runs of the key split are merged within a thread-block cluster. Other row formats and
-widths take the reference.
+tile before, the runs of the key split are merged within a thread-block cluster, and the output leaves turned back and
+rounded if the caller wants that. Other row formats and widths take the reference.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from ..ffi import cuda_target
 from ..formats import RowFormat
 from ..ops.append import Rows
 from ..ops.attend import _attend as _reference
+from ..ops.numerics import rope_tables
 
 __all__ = ["split_count"]
 
@@ -45,27 +47,35 @@ def _attend(
     entry_count: jax.Array | None,
     scale: float,
     fmt: RowFormat,
+    *,
+    inverse_rope: tuple[jax.Array, jax.Array] | None = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
     """As `ops.attend._attend`. Queries are rounded to bf16, as are the softmax weights before the second product.
 
     Raises:
         ImplementationError: the CUDA library is not there.
     """
-    if not has_kernel(fmt):
+    if not has_kernel(fmt) or (inverse_rope is not None and inverse_rope[1].shape != (fmt.rope_dim // 2,)):
         return _reference(
-            queries, sink, window, window_ids, window_visible, entries, entry_ids, entry_count, scale, fmt
-        )
+            queries, sink, window, window_ids, window_visible, entries, entry_ids, entry_count, scale, fmt,
+            inverse_rope=inverse_rope, dtype=dtype,
+        )  # fmt: skip
     tokens, heads, dim = queries.shape
     if entries is None or entry_ids is None or entry_count is None:
         entries, entry_ids = window, jnp.zeros((tokens, 0), jnp.int32)
         entry_count = jnp.zeros(tokens, jnp.int32)
+    # The tables are the same for all layers of a kind: XLA computes them once a step. No rows: nothing to turn back.
+    no_table = jnp.zeros((0, fmt.rope_dim // 2), jnp.float32)
+    tables = (no_table, no_table) if inverse_rope is None else rope_tables(*inverse_rope)
+    stored = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     call = jax.ffi.ffi_call(
         cuda_target("dsv4_attend"),
-        (jax.ShapeDtypeStruct((tokens, heads, dim), jnp.float32), jax.ShapeDtypeStruct((tokens, heads), jnp.float32)),
+        (jax.ShapeDtypeStruct((tokens, heads, dim), stored), jax.ShapeDtypeStruct((tokens, heads), jnp.float32)),
     )
     out, lse = call(
         queries.astype(jnp.bfloat16), sink.astype(jnp.float32), *window, window_ids, window_visible,
-        *entries, entry_ids, entry_count,
+        *entries, entry_ids, entry_count, *tables,
         scale=np.float32(scale), splits=np.int32(split_count(window_ids.shape[1], entry_ids.shape[1])),
     )  # fmt: skip
-    return out, lse
+    return out.astype(dtype), lse

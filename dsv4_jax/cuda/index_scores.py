@@ -15,7 +15,7 @@ from ..formats import RowFormat
 from ..ops.append import Rows
 from ..ops.index_scores import _index_scores as _reference
 
-__all__ = ["has_kernel", "permute_queries"]
+__all__ = ["has_kernel"]
 
 DIM = 128
 MAX_HEADS = 64
@@ -26,24 +26,6 @@ MAX_TOKENS = 65535  # second grid dimension
 def has_kernel(fmt: RowFormat, heads: int, rows_per_block: int) -> bool:
     """Whether the kernel takes keys of this format, this many heads and blocks of this size."""
     return fmt.name in ("fp4", "fp8") and fmt.dim == DIM and heads <= MAX_HEADS and rows_per_block % GROUP == 0
-
-
-def permute_queries(queries: jax.Array, fmt: RowFormat) -> jax.Array:
-    """Dims [..., 128] in the order in which the kernel's threads hold a key's dims.
-
-    A thread holds a quarter q of a key as 32-bit words w. One product takes four dims of every quarter: a pair
-    of columns (e) at 2 q and another (j) at 2 q + 8. An fp4 word of 8 dims feeds two products (h), pair 2 h + j
-    being dims 2 h + j and 2 h + j + 4; an fp8 word of 4 dims feeds one, and a thread's words lie in both halves (g).
-    """
-    lead = range(queries.ndim - 1)
-    n = queries.ndim - 1
-    if fmt.name == "fp4":  # dims [q, w, e, h, j] -> columns [w, h, j, q, e]
-        x = queries.reshape(*queries.shape[:-1], 4, 4, 2, 2, 2)
-        order = (n + 1, n + 3, n + 4, n, n + 2)
-    else:  # dims [g, q, w, j, e] -> columns [g, w, j, q, e]
-        x = queries.reshape(*queries.shape[:-1], 2, 4, 4, 2, 2)
-        order = (n, n + 2, n + 3, n + 1, n + 4)
-    return x.transpose(*lead, *order).reshape(queries.shape)
 
 
 def _index_scores(
@@ -70,6 +52,6 @@ def _index_scores(
     )
     codes, scale = pool
     return call(
-        codes, scale, permute_queries(queries.astype(jnp.bfloat16), fmt), weights.astype(jnp.float32), table, count,
+        codes, scale, queries.astype(jnp.bfloat16), weights.astype(jnp.float32), table, count,
         base=np.int32(base), rows_per_block=np.int32(rows_per_block),
     )  # fmt: skip

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..ffi import cuda_target
+from ..ops.numerics import rope_tables
 from ..ops.queries import _finish_queries as _reference
 
 __all__ = ["has_kernel"]
@@ -33,9 +34,8 @@ def _finish_queries(
     if not has_kernel(queries.shape[-1], inv_freq.shape[0], rotate, round_fp4):
         return _reference(queries, position, inv_freq, eps, rotate, round_fp4)
     # The tables are the same for all layers of a kind: XLA computes them once a step.
-    angle = jnp.asarray(position)[:, None].astype(jnp.float32) * inv_freq[None]
     call = jax.ffi.ffi_call(cuda_target("dsv4_finish_queries"), jax.ShapeDtypeStruct(queries.shape, jnp.bfloat16))
     return call(
-        queries.astype(jnp.float32), jnp.cos(angle), jnp.sin(angle),
+        queries.astype(jnp.float32), *rope_tables(position, inv_freq),
         eps=np.float32(-1 if eps is None else eps), hadamard=rotate, round_fp4=round_fp4,
     )  # fmt: skip

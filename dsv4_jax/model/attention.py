@@ -15,8 +15,8 @@ from ..config import AttentionType, DSV4Config
 from ..errors import LayoutError
 from ..layout import CacheLayout
 from ..ops.finish import Finish
-from ..ops.numerics import rope
-from .numerics import layer_frequencies, linear, matmul, rms_norm
+from ..ops.linear import linear_parts
+from .numerics import layer_frequencies, rms_norm
 from .params import Params
 from .projections import products
 
@@ -64,17 +64,16 @@ def attention(
         index_q = of_q["indexer.wq_b"].reshape(-1, cfg.index_n_heads, cfg.index_head_dim)
         weights = of_x["indexer.weights_proj"] * np.float32((cfg.index_head_dim * cfg.index_n_heads) ** -0.5)
         selected = handle.top_k(handle.index_scores(handle.index_queries(index_q, freq, qat=qat), weights))
-    out, _ = handle.attend(q, p["attn_sink"], selected)
-
-    out = rope(out, position[:, None], freq, inverse=True)
+    # Rounded at once to what `matmul` would round it to.
+    dtype = jnp.bfloat16 if p["wo_a"].dtype == jnp.bfloat16 else jnp.float32
+    out, _ = handle.attend(q, p["attn_sink"], selected, inverse_rope=freq, dtype=dtype)
     return output_projection(p, out, cfg), handle
 
 
 def output_projection(p: Params, out: jax.Array, cfg: DSV4Config) -> jax.Array:
     """[T, heads, head_dim] -> [T, hidden]: each group of consecutive heads to `o_lora_rank`, then all to hidden."""
-    grouped = out.reshape(out.shape[0], cfg.o_groups, -1)
-    first = p["wo_a"].reshape(cfg.o_groups, cfg.o_lora_rank, -1)
-    return linear(matmul("tgd,grd->tgr", grouped, first).reshape(out.shape[0], -1), p["wo_b"])
+    (latent,) = linear_parts(out.reshape(out.shape[0], -1), p["wo_a"], groups=cfg.o_groups)
+    return linear_parts(latent, p["wo_b"])[0]
 
 
 def index_qat_default(layout: CacheLayout) -> bool:

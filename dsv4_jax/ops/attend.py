@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from ..formats import RowFormat, codec
 from .append import Rows, load
 from .dispatch import Implementation, implementation_for
+from .numerics import rope
 
 __all__ = ["attend"]
 
@@ -26,6 +28,8 @@ def attend(
     *,
     scale: float,
     fmt: RowFormat,
+    inverse_rope: tuple[jax.Array, jax.Array] | None = None,
+    dtype: DTypeLike = jnp.float32,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sparse MQA where keys and values are the same rows (spec 2.7).
@@ -40,14 +44,28 @@ def attend(
         entry_ids: [T, K] int32 row ids into `entries` (in range; anything where not counted).
         entry_count: [T] int32: the first so many of `entry_ids` are keys.
         scale: softmax scale, head_dim ** -0.5.
+        inverse_rope: (position [T] int32, inv_freq [rope_dim / 2] float32): `out` is turned back by the angles of its
+            token's position (`numerics.rope`), as values that carry RoPE need it before a projection.
+        dtype: of `out`, float32 or bfloat16; everything before is float32.
 
     Returns:
-        (out [T, H, dim] float32, lse [T, H] float32 = log sum_k e^z_k without the sink).
+        (out [T, H, dim] of `dtype`, lse [T, H] float32 = log sum_k e^z_k without the sink).
         A token that sees no key gives 0 and -inf.
     """
     empty = 0 in (*queries.shape, window_ids.shape[1])
     fn = implementation_for("attend", _attend, implementation, empty=empty)
-    return fn(queries, sink, window, window_ids, window_visible, entries, entry_ids, entry_count, scale, fmt)
+    return fn(
+        queries, sink, window, window_ids, window_visible, entries, entry_ids, entry_count, scale, fmt,
+        inverse_rope=inverse_rope, dtype=dtype,
+    )  # fmt: skip
+
+
+def finish_output(out: jax.Array, inverse_rope: tuple[jax.Array, jax.Array] | None, dtype: DTypeLike) -> jax.Array:
+    """The last steps of `attend` on its float32 output."""
+    if inverse_rope is not None:
+        position, inv_freq = inverse_rope
+        out = rope(out, jnp.asarray(position)[:, None], jnp.asarray(inv_freq), inverse=True)
+    return out.astype(dtype)
 
 
 def _attend(
@@ -61,6 +79,9 @@ def _attend(
     entry_count: jax.Array | None,
     scale: float,
     fmt: RowFormat,
+    *,
+    inverse_rope: tuple[jax.Array, jax.Array] | None = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
     decode = codec(fmt).decode
 
@@ -82,4 +103,5 @@ def _attend(
         return out / (total + jnp.exp(sink - top))[:, None], jnp.log(total) + top
 
     rest = () if entries is None else (entry_ids, entry_count)
-    return lax.map(one, (queries.astype(jnp.float32), window_ids, window_visible, *rest), batch_size=16)
+    out, lse = lax.map(one, (queries.astype(jnp.float32), window_ids, window_visible, *rest), batch_size=16)
+    return finish_output(out, inverse_rope, dtype), lse

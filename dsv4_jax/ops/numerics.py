@@ -16,7 +16,7 @@ from jax import lax
 
 from ..config import YarnScaling
 
-__all__ = ["exp", "hadamard", "inv_frequencies", "rms_norm", "rope", "rounded", "tree_sum"]
+__all__ = ["exp", "hadamard", "inv_frequencies", "rms_norm", "rope", "rope_tables", "rounded", "tree_sum"]
 
 
 def rounded(product: jax.Array) -> jax.Array:
@@ -77,13 +77,19 @@ def rope(x: jax.Array, position: jax.Array, inv_freq: jax.Array, *, inverse: boo
         inverse: rotate backwards (for the attention output).
     """
     rope_dim = 2 * inv_freq.shape[0]
-    angle = position[..., None].astype(jnp.float32) * lax.expand_dims(inv_freq, range(position.ndim))
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = rope_tables(position, inv_freq)
     sin = -sin if inverse else sin
     plain, rotary = x[..., :-rope_dim], x[..., -rope_dim:]
     even, odd = rotary[..., 0::2], rotary[..., 1::2]
     turned = jnp.stack([rounded(even * cos) - rounded(odd * sin), rounded(even * sin) + rounded(odd * cos)], -1)
     return jnp.concatenate([plain, turned.reshape(rotary.shape)], -1)
+
+
+def rope_tables(position: jax.Array, inv_freq: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of position * inv_freq: [...], [n] -> two of [..., n] float32."""
+    position, inv_freq = jnp.asarray(position), jnp.asarray(inv_freq)
+    angle = position[..., None].astype(jnp.float32) * lax.expand_dims(inv_freq, range(position.ndim))
+    return jnp.cos(angle), jnp.sin(angle)
 
 
 def hadamard(x: jax.Array) -> jax.Array:

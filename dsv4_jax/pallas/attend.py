@@ -18,10 +18,12 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jax.typing import DTypeLike
 
 from ..formats import NOPE_GROUP, RowFormat
 from ..ops.append import Rows
 from ..ops.attend import _attend as _reference
+from ..ops.attend import finish_output
 from .tiles import addressable
 
 __all__ = ["merge_splits", "split_count"]
@@ -58,6 +60,9 @@ def _attend(
     scale: float,
     fmt: RowFormat,
     interpret: bool | None = None,
+    *,
+    inverse_rope: tuple[jax.Array, jax.Array] | None = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
     """As `ops.attend._attend`. Queries are rounded to bf16, as are the softmax weights before the second product.
 
@@ -65,7 +70,7 @@ def _attend(
     """
     args = (queries, sink, window, window_ids, window_visible, entries, entry_ids, entry_count)
     if not has_body(fmt) or not addressable(*window, *(entries or ())):
-        return _reference(*args, scale, fmt)
+        return _reference(*args, scale, fmt, inverse_rope=inverse_rope, dtype=dtype)
     if entries is None or entry_ids is None or entry_count is None or entry_ids.shape[1] == 0:
         entries, entry_ids = window, window_ids[:, :1]
         entry_count = jnp.zeros(queries.shape[0], jnp.int32)
@@ -83,7 +88,7 @@ def _attend(
         part = run(*(x[first : first + TOKENS_PER_CALL] for x in rows))
         out.append(part[0])
         lse.append(part[1])
-    return jnp.concatenate(out), jnp.concatenate(lse)
+    return finish_output(jnp.concatenate(out), inverse_rope, dtype), jnp.concatenate(lse)
 
 
 def _run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,10 @@ from dsv4_jax.cuda import attend as kernel
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.formats import kv_format
 from dsv4_jax.ops import attend
+from dsv4_jax.ops.attend import finish_output
 
-from ..ops.test_attend import jit_attend
+from ..ops.arg_specs import ATTEND, AttendSpec
+from ..ops.test_attend import AttendTest, jit_attend, problem
 from ..oracle import rows as oracle
 
 FMT = kv_format("fp8", 512, 64)
@@ -52,13 +55,17 @@ def test_a_file_that_is_no_library_is_refused(no_library):
 
 
 @pytest.mark.parametrize(("entries", "splits"), [(512, 2), (1024, 2), (8192, 8), (0, 1)])
-def test_lowers_to_one_ffi_call(monkeypatch, entries, splits):
+@pytest.mark.parametrize("fused", [False, True])
+def test_lowers_to_one_ffi_call(monkeypatch, entries, splits, fused):
     monkeypatch.setattr(kernel, "cuda_target", lambda name: name)
-    call = functools.partial(kernel._attend, scale=512**-0.5, fmt=FMT)
+    last = dict(inverse_rope=(jnp.arange(2), jnp.ones(32)), dtype=jnp.bfloat16) if fused else {}
+    call = functools.partial(kernel._attend, scale=512**-0.5, fmt=FMT, **last)
     text = jax.jit(call).trace(*arguments(entries=entries)).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@dsv4_attend") == 1
     assert f"splits = {splits} : i32" in text
     assert f"tensor<2x{entries}xi32>" in text
+    assert f"-> (tensor<2x64x512x{'bf16' if fused else 'f32'}>, tensor<2x64xf32>)" in text
+    assert "concatenate" not in text  # nothing is left to do after the kernel
 
 
 def test_splits_do_not_depend_on_the_batch_and_fit_a_cluster():
@@ -76,3 +83,31 @@ def test_other_formats_take_the_reference():
     got, want = (jit_attend(*args, scale=0.125, fmt=fmt, implementation=i) for i in ("cuda", "xla"))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.gpu
+class TestAttendOnTheGpu(AttendTest):
+    implementation = "cuda"
+    tolerance: ClassVar[dict[str, float]] = dict(rtol=0, atol=0.05)  # bf16 queries and weights; values of size 1
+
+    @pytest.mark.parametrize("shape", [(1, 5, 1, 3), (7, 64, 128, 512), (3, 130, 70, 1200), (2, 64, 128, 8192)])
+    def test_last_steps_give_the_bits_of_separate_ones(self, shape: tuple[int, int, int, int]) -> None:
+        spec = AttendSpec(*shape, ATTEND["v4_widths"].fmt)
+        p = problem(spec)
+        back = (jnp.arange(spec.tokens, dtype=jnp.int32) * 70_001, jnp.asarray(10_000.0 ** -jnp.linspace(0, 1, 32)))
+        plain, lse = self.run(spec, p)
+        for dtype in (jnp.float32, jnp.bfloat16):
+            fused, fused_lse = self.run(spec, p, dtype, inverse_rope=back)
+            expected = jax.jit(finish_output, static_argnames="dtype")(plain, back, dtype)
+            np.testing.assert_array_equal(fused, np.asarray(expected))
+            np.testing.assert_array_equal(fused_lse, lse)
+
+    def test_a_token_alone_has_the_bits_it_has_in_a_batch(self) -> None:
+        spec = AttendSpec(7, 64, 128, 512, ATTEND["v4_widths"].fmt)
+        p = problem(spec)
+        position, freq = jnp.arange(7, dtype=jnp.int32) * 70_001, jnp.asarray(10_000.0 ** -jnp.linspace(0, 1, 32))
+        whole, _ = self.run(spec, p, jnp.bfloat16, inverse_rope=(position, freq))
+        per_token = ("queries", "window_ids", "window_visible", "entry_ids", "entry_count")
+        part = p | {name: p[name][3:5] for name in per_token}
+        alone, _ = self.run(spec, part, jnp.bfloat16, inverse_rope=(position[3:5], freq))
+        np.testing.assert_array_equal(alone, whole[3:5])

@@ -20,7 +20,7 @@ from ..oracle import rows as oracle_rows
 from .arg_specs import ATTEND, AttendSpec
 
 TOLERANCE = dict(rtol=2e-5, atol=2e-5)
-jit_attend = jax.jit(attend, static_argnames=("scale", "fmt", "implementation"))
+jit_attend = jax.jit(attend, static_argnames=("scale", "fmt", "dtype", "implementation"))
 
 
 def problem(spec: AttendSpec, seed: int = 0) -> dict:
@@ -59,11 +59,12 @@ class AttendTest:
     implementation: ClassVar[Literal["xla", "pallas"]]
     tolerance: ClassVar[dict[str, float]] = TOLERANCE
 
-    def run(self, spec: AttendSpec, p: dict) -> tuple[np.ndarray, np.ndarray]:
+    def run(self, spec: AttendSpec, p: dict, dtype: type = jnp.float32, **options) -> tuple[np.ndarray, np.ndarray]:
         names = ("queries", "sink", "window", "window_ids", "window_visible", "entries", "entry_ids", "entry_count")
         args = [p[n] for n in names]
-        out, lse = jit_attend(*args, scale=spec.fmt.dim**-0.5, fmt=spec.fmt, implementation=self.implementation)
-        assert out.dtype == lse.dtype == jnp.float32
+        options |= dict(scale=spec.fmt.dim**-0.5, fmt=spec.fmt, dtype=dtype, implementation=self.implementation)
+        out, lse = jit_attend(*args, **options)
+        assert out.dtype == dtype and lse.dtype == jnp.float32
         return np.asarray(out), np.asarray(lse)
 
     @pytest.mark.parametrize("name", ATTEND)
@@ -103,6 +104,25 @@ class AttendTest:
         out, _ = self.run(spec, p)
         expected, _ = attention.attend(p["queries"], p["sink"], p["keys"], spec.fmt.dim**-0.5)
         np.testing.assert_allclose(out, expected, rtol=1e-3, atol=2e-3)
+
+    @pytest.mark.parametrize("name", ["csa", "v4_widths"])
+    def test_output_turned_back_and_rounded(self, name: str) -> None:
+        """As the plain output, turned back afterwards; in bfloat16 it is rounded once."""
+        spec = ATTEND[name]
+        p = problem(spec)
+        position = np.arange(spec.tokens, dtype=np.int32) * 1001
+        freq = (10_000.0 ** -np.linspace(0, 1, spec.fmt.rope_dim // 2)).astype(np.float32)
+        turned, lse = self.run(spec, p, inverse_rope=(position, freq))
+        halves, _ = self.run(spec, p, jnp.bfloat16, inverse_rope=(position, freq))
+        plain, plain_lse = self.run(spec, p)
+        np.testing.assert_array_equal(lse, plain_lse)
+        np.testing.assert_array_equal(turned[..., : spec.fmt.nope_dim], plain[..., : spec.fmt.nope_dim])
+        angle = (position[:, None].astype(np.float32) * freq).astype(np.float64)
+        pairs = plain[..., spec.fmt.nope_dim :].reshape(*plain.shape[:-1], -1, 2).astype(np.float64)
+        back = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(-1j * angle)[:, None]
+        expected = np.stack([back.real, back.imag], -1).reshape(*plain.shape[:-1], -1)
+        np.testing.assert_allclose(turned[..., spec.fmt.nope_dim :], expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(halves, turned.astype(jnp.bfloat16))
 
     def test_order_of_entries_is_irrelevant(self) -> None:
         spec = ATTEND["hca_many_tokens"]

@@ -86,8 +86,8 @@ def check(case, got):
     np.testing.assert_allclose(lse[seen], want_lse[seen], rtol=0, atol=1e-3)
 
 
-def run(case, implementation="pallas", fmt=FMT):
-    call = functools.partial(attend, scale=SCALE, fmt=fmt, implementation=implementation)
+def run(case, implementation="pallas", fmt=FMT, **last_steps):
+    call = functools.partial(attend, scale=SCALE, fmt=fmt, implementation=implementation, **last_steps)
     return jax.jit(lambda c: call(**c))(case)
 
 
@@ -100,6 +100,15 @@ def run(case, implementation="pallas", fmt=FMT):
 def test_matches_float64(implementation, tokens, heads, window, entries):
     case = make_case(np.random.default_rng(tokens * heads), tokens, heads, window, entries)
     check(case, run(case, implementation))
+
+
+def test_output_turned_back_and_rounded():
+    case = make_case(np.random.default_rng(4), 2, 4, 60, 0)
+    last = dict(inverse_rope=(jnp.array([3, 70_001], jnp.int32), jnp.linspace(1e-4, 1, 32)), dtype=jnp.bfloat16)
+    got, want = (run(case, i, **last)[0] for i in ("pallas", "xla"))
+    assert got.dtype == want.dtype == jnp.bfloat16
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    assert np.linalg.norm(got - want) <= 4e-3 * np.linalg.norm(want)
 
 
 def test_token_without_keys_gives_zero_and_minus_infinity():
