@@ -10,7 +10,7 @@ ceiling, which is one contiguous copy between pinned memory and the device (with
 each direction, number of blocks, and scattered or consecutive ids:
 
     ours   swap_out/swap_in, one native call (`ffi`); calls in a row, one wait at the end, so that a small swap may be
-           limited by dispatch: `latency` is one call and its wait
+           limited by dispatch: `latency` is one call and its wait, `kernel` what the profiler says of the kernel
     xla    the same from plain XLA operations
     memcpy per piece           a cudaMemcpyAsync for every layer and leaf of every block
     launch per layer and leaf  FastDeploy's scheme: one warp a block piece, 8-byte accesses; consecutive ids by memcpy
@@ -37,6 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dsv4_jax as dsv4
+from dsv4_jax.bench.timing import kernel_times
 from dsv4_jax.plan import SwapPlan
 from dsv4_jax.tiers import moves, staging, swap
 from dsv4_jax.tiers.records import block_record
@@ -75,6 +76,7 @@ class Row:
     ratio: float | None = None
     target: float | None = None
     latency: float | None = None
+    kernel: float | None = None  # seconds
     problem: str | None = None
 
 
@@ -113,6 +115,9 @@ class Bench:
             f" (target {row.target:.0%})" if row.target else ""
         )
         late = f", latency {row.latency * 1e6:.0f} us" if row.latency else ""
+        if row.kernel:
+            share = row.blocks * self.record_bytes / row.kernel / self.ceilings[row.direction]
+            late += f", kernel {row.kernel * 1e6:.0f} us ({share:.1%})"
         print(f"{row.direction:3} {row.blocks:5} {row.ids:11} {row.name:26} {said}{late}", flush=True)
 
 
@@ -143,6 +148,17 @@ def timed(call: Callable[[], object], budget: float) -> tuple[float, float]:
     latency = statistics.median(run(1) for _ in range(3))
     n = int(min(200, max(1, budget / 3 / latency)))
     return statistics.median(run(n) for _ in range(3)), latency
+
+
+def kernel_seconds(call: Callable[[], object], calls: int = 5) -> float | None:
+    """Device seconds of a call's swap kernel; None where the profiler sees none."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(calls):
+                result = call()
+            jax.block_until_ready(result)
+        times = kernel_times(pathlib.Path(folder))
+    return sum(us for name, us in times.items() if "swap_kernel" in name) / calls / 1e6 or None
 
 
 def measure_ceiling(bench: Bench, baselines: swap_baselines.Baselines | None, size: int) -> str:
@@ -195,7 +211,8 @@ def measure_ours(bench: Bench, implementation: str, blocks: int, kind: str) -> N
     check(bench, plan, f"{name} out")
     for direction, call in (("out", go_out), ("in", go_in)):
         seconds, latency = timed(call, bench.budget)
-        bench.add(Row(name, direction, blocks, kind, seconds, latency=latency))
+        kernel = kernel_seconds(call) if implementation == "ffi" and jax.default_backend() == "gpu" else None
+        bench.add(Row(name, direction, blocks, kind, seconds, latency=latency, kernel=kernel))
     check(bench, plan, f"{name} in")
 
 
