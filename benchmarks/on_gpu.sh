@@ -18,7 +18,8 @@ stage() {
       timeout 240 "$python" benchmarks/bench_swap.py --json "$OUT/swap.json" --plot "$OUT/swap.png" > "$OUT/swap.log" 2>&1 ;;
     kernels)  # CUDA-graph times of the plain C entries
       "$python" benchmarks/bench_select_graph.py dsv4_jax/native/libdsv4_cuda.so > "$OUT/select.log" 2>&1
-      "$python" benchmarks/bench_attend_graph.py dsv4_jax/native/libdsv4_cuda.so > "$OUT/attend.log" 2>&1 ;;
+      "$python" benchmarks/bench_attend_graph.py dsv4_jax/native/libdsv4_cuda.so > "$OUT/attend.log" 2>&1
+      "$python" benchmarks/bench_attend_graph.py dsv4_jax/native/libdsv4_cuda.so --fused > "$OUT/attend-fused.log" 2>&1 ;;
     ops)  # every op, every implementation, against the ceilings of the run
       for op in append compress_csa compress_index compress_hca gather index_scores top_k attend kv_store; do
         timeout 200 "$python" -m dsv4_jax bench "$op" --json "$OUT/$op.json" --plot "$OUT/$op.png" > "$OUT/$op.log" 2>&1
