@@ -97,11 +97,16 @@ cudaError_t launch(dsv4::LinearArgs args, cudaStream_t stream) {
 
 using Matrix = ffi::Buffer<ffi::BF16, 2>;
 
-ffi::Error linear(cudaStream_t stream, Matrix x, Matrix weights, ffi::RemainingRets results, int32_t groups) {
+// Weights [rows, depth] or [groups, rows of a group, depth].
+ffi::Error linear(cudaStream_t stream, Matrix x, ffi::AnyBuffer weights, ffi::RemainingRets results) {
   const auto t = x.dimensions(), w = weights.dimensions();
   dsv4::LinearArgs args = {};
-  if (groups < 1 || t[0] > kMaxTokens || t[1] != groups * w[1] || w[1] < 1 || w[1] % dsv4::kLinearDepth != 0 ||
-      w[0] < 1 || w[0] % (8 * groups) != 0 || results.size() > dsv4::kLinearSections) {
+  if (weights.element_type() != ffi::BF16 || w.size() < 2 || w.size() > 3) {
+    return ffi::Error::InvalidArgument("linear: weights must be a bfloat16 matrix or one for each group");
+  }
+  const int64_t groups = w.size() == 3 ? w[0] : 1, rows = w[w.size() - 2], depth = w[w.size() - 1];
+  if (t[0] > kMaxTokens || t[1] != groups * depth || depth < 1 || depth % dsv4::kLinearDepth != 0 || rows * groups < 1 ||
+      rows % 8 != 0 || results.size() > dsv4::kLinearSections) {
     return ffi::Error::InvalidArgument(
         "linear: at most 256 tokens and 8 results, columns a multiple of 64, a group's rows one of 8");
   }
@@ -115,14 +120,14 @@ ffi::Error linear(cudaStream_t stream, Matrix x, Matrix weights, ffi::RemainingR
     args.out[i] = (*result)->typed_data();
     args.end[i] = static_cast<int>(end);
   }
-  if (end != w[0]) return ffi::Error::InvalidArgument("linear: the results' widths must add up to the rows of the weights");
+  if (end != groups * rows) return ffi::Error::InvalidArgument("linear: the results' widths must add up to the rows of the weights");
   args.x = reinterpret_cast<const __nv_bfloat16*>(x.untyped_data());
   args.weights = reinterpret_cast<const __nv_bfloat16*>(weights.untyped_data());
   args.sections = static_cast<int>(results.size());
   args.tokens = static_cast<int>(t[0]);
-  args.rows = static_cast<int>(w[0]);
-  args.depth = static_cast<int>(w[1]);
-  args.groups = groups;
+  args.rows = static_cast<int>(groups * rows);
+  args.depth = static_cast<int>(depth);
+  args.groups = static_cast<int>(groups);
   args.stream = 1;
   const cudaError_t error = launch(args, stream);
   if (error != cudaSuccess) return ffi::Error::Internal(std::string("linear: ") + cudaGetErrorString(error));
@@ -137,9 +142,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Linear, linear,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<Matrix>()
-                                  .Arg<Matrix>()
-                                  .RemainingRets()
-                                  .Attr<int32_t>("groups"),
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingRets(),
                               {ffi::Traits::kCmdBufferCompatible});
 
 // The launch alone, for timing without XLA; `split` and `stages` 0: as planned. Returns a cudaError_t.

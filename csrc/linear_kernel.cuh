@@ -191,6 +191,7 @@ __global__ void __launch_bounds__(LinearShape<kBlocks, kHalves, kN>::kThreads, 1
       }
     }
     if (!direct) {
+      __syncwarp();
       cluster_sync();
       constexpr int kBatch = kBlocks == 1 ? kLinearMaxSplit : 1;  // sums asked for at once (registers)
       const int pitch = linear_pitch(args.tile_rows), quads = rows / 4;
@@ -218,6 +219,7 @@ __global__ void __launch_bounds__(LinearShape<kBlocks, kHalves, kN>::kThreads, 1
         const LinearRow to = linear_row(args, row0 + row);
         *reinterpret_cast<float4*>(to.at + static_cast<int64_t>(token) * to.width) = sum;
       }
+      __syncwarp();
       cluster_sync();  // nobody reads this block's sums any more
     }
   }

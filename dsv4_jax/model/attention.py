@@ -15,7 +15,8 @@ from ..config import AttentionType, DSV4Config
 from ..errors import LayoutError
 from ..layout import CacheLayout
 from ..ops.finish import Finish
-from .numerics import layer_frequencies, linear, matmul, rms_norm
+from ..ops.linear import linear_parts
+from .numerics import layer_frequencies, rms_norm
 from .params import Params
 from .projections import products
 
@@ -71,9 +72,9 @@ def attention(
 
 def output_projection(p: Params, out: jax.Array, cfg: DSV4Config) -> jax.Array:
     """[T, heads, head_dim] -> [T, hidden]: each group of consecutive heads to `o_lora_rank`, then all to hidden."""
-    grouped = out.reshape(out.shape[0], cfg.o_groups, -1)
     first = p["wo_a"].reshape(cfg.o_groups, cfg.o_lora_rank, -1)
-    return linear(matmul("tgd,grd->tgr", grouped, first).reshape(out.shape[0], -1), p["wo_b"])
+    (latent,) = linear_parts(out.reshape(out.shape[0], -1), first)
+    return linear_parts(latent, p["wo_b"])[0]
 
 
 def index_qat_default(layout: CacheLayout) -> bool:

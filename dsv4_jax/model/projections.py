@@ -13,9 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .numerics import linear
+from ..ops.linear import linear_parts
 from .params import Params
 
 __all__ = ["products", "stack_projections"]
@@ -49,8 +48,7 @@ class Stacked:
     widths: tuple[int, ...]
 
     def __call__(self, x: jax.Array) -> dict[str, jax.Array]:
-        ends = np.cumsum(self.widths)[:-1].tolist()
-        return dict(zip(self.names, jnp.split(linear(x, self.weight), ends, axis=-1), strict=True))
+        return dict(zip(self.names, linear_parts(x, self.weight, self.widths), strict=True))
 
 
 jax.tree_util.register_dataclass(Stacked, data_fields=["weight"], meta_fields=["names", "widths"])
@@ -60,7 +58,7 @@ def products(p: Params, group: str, x: jax.Array) -> dict[str, jax.Array]:
     """x times every matrix of a group that the layer has: name -> [..., out] float32."""
     if group in p:
         return p[group](x)
-    return {name: linear(x, weight) for name, weight in _matrices(p, group)}
+    return {name: linear_parts(x, weight)[0] for name, weight in _matrices(p, group)}
 
 
 def stack_projections(params: Params) -> Params:

@@ -24,6 +24,7 @@ _ON_GPU: dict[str, Literal["xla", "pallas", "cuda"]] = {
     "gather": "pallas",
     "index_scores": "cuda",
     "kv_store": "pallas",
+    "linear": "xla",
     "queries": "xla",
     "top_k": "cuda",
 }
