@@ -5,7 +5,7 @@
 Results are checked first: against float64, every shape with 1, 5, 64, 100 and 256 tokens, and the rows of a token
 compared bit by bit between these. The bytes counted are the weights'; a graph rotates over so many copies of them that
 they exceed 200 MB. torch: its own bf16 product (cuBLAS, bf16 result) of the same operands. With --variants also other
-splits of K and numbers of stages than the planned ones, with and without fetching ahead into L2.
+splits of K, tiles and numbers of stages than the planned ones, with and without fetching ahead into L2.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def bf16(*shape: int) -> torch.Tensor:
 
 
 class Case:
-    def __init__(self, shape, x: torch.Tensor, weights: torch.Tensor, split: int = 0, stages: int = 0, stream: int = 1):
+    def __init__(self, shape, x: torch.Tensor, weights: torch.Tensor, split=0, tile_rows=0, stages=0, stream=1):
         widths, depth, self.groups = shape
         self.x, self.weights = x, weights
         self.out = [torch.full((len(x), n), torch.nan, device="cuda") for n in widths]
         self.args = LinearArgs(x=x.data_ptr(), weights=weights.data_ptr(), sections=len(widths), tokens=len(x))
         self.args.rows, self.args.depth, self.args.groups = sum(widths), depth, self.groups
-        self.args.split, self.args.stages, self.args.stream = split, stages, stream
+        self.args.split, self.args.tile_rows, self.args.stages, self.args.stream = split, tile_rows, stages, stream
         for i, out in enumerate(self.out):
             self.args.out[i] = out.data_ptr()
             self.args.end[i] = sum(widths[: i + 1])
@@ -104,18 +104,18 @@ def main() -> None:
     for name, shape in shapes.items():
         widths, depth, groups = shape
         x, weights = bf16(256, groups * depth), bf16(sum(widths), depth)
-        splits = [0] + [s for s in (1, 2, 4, 8) if depth % (64 * s) == 0] * options.variants
-        for split in splits:
+        splits = [s for s in (1, 2, 4, 8) if depth % (64 * s) == 0]
+        for split, tile_rows in [(0, 0), (0, 64)] + [(s, 0) for s in splits] * options.variants:
             errors, full = [], None
             for tokens in reversed(CHECKED):
-                case = Case(shape, x[:tokens], weights, split)
+                case = Case(shape, x[:tokens], weights, split, tile_rows)
                 launch(case)
                 torch.cuda.synchronize()
                 error, got = case.check()
                 errors.append(error)
                 full = got if full is None else full
                 assert torch.equal(got, full[:tokens]), f"{name}: rows of {tokens} tokens differ from those of 256"
-            print(f"linear {name}, split {split or 'planned'}: relative L2 {max(errors):.1e}, rows equal bit by bit")
+            print(f"linear {name}, {split=} {tile_rows=}: relative L2 {max(errors):.1e}, rows equal bit by bit")
 
     for tokens in map(int, options.tokens.split(",")):
         for name, shape in shapes.items():
@@ -124,14 +124,15 @@ def main() -> None:
             operands = [
                 (bf16(tokens, groups * depth), bf16(sum(widths), depth)) for _ in range(max(2, 250_000_000 // moved))
             ]
-            variants = [(0, 0, 1)]
+            variants = [(0, 0, 0, 1)]
             if options.variants:
-                variants += [(0, 0, 0), (0, 3, 1)]
-                variants += [(s, 0, 1) for s in (1, 2, 4, 8) if depth % (64 * s) == 0]
-            for split, stages, stream in variants:
-                cases = [Case(shape, *o, split, stages, stream) for o in operands]
+                variants += [(0, 0, 0, 0), (0, 0, 3, 1), (0, 160, 0, 1), (0, 96, 0, 1)]
+                variants += [(s, 0, 0, 1) for s in (1, 2, 4, 8) if depth % (64 * s) == 0]
+            for split, tile_rows, stages, stream in variants:
+                cases = [Case(shape, *o, split, tile_rows, stages, stream) for o in operands]
                 us = microseconds([lambda c=c: launch(c) for c in cases])
-                label = "planned" if (split, stages, stream) == (0, 0, 1) else f"{split=} {stages=} {stream=}"
+                planned = (split, tile_rows, stages, stream) == variants[0]
+                label = "planned" if planned else f"{split=} {tile_rows=} {stages=} {stream=}"
                 print(f"linear T {tokens:3} {name:22}: {us:7.1f} us, {moved / us / 1e3:5.0f} GB/s "
                       f"({moved / us / 1e3 / ceiling:4.0%} of copy) {label}", flush=True)  # fmt: skip
             pairs = [c.grouped() for c in cases]

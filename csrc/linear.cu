@@ -73,7 +73,7 @@ cudaError_t launch_with(dsv4::LinearArgs args, int clusters, cudaStream_t stream
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 
-// Zero `split` and `stages`: as planned here.
+// `split`, `tile_rows` (the most) and `stages` are as planned here where they are zero.
 cudaError_t launch(dsv4::LinearArgs args, cudaStream_t stream) {
   if (args.tokens == 0) return cudaSuccess;
   if (args.tokens > kMaxTokens) return cudaErrorInvalidValue;
@@ -82,7 +82,9 @@ cudaError_t launch(dsv4::LinearArgs args, cudaStream_t stream) {
   const cudaError_t error = clusters_of(args.split, &clusters);
   if (error != cudaSuccess) return error;
   // Tiles of equal size, one for each cluster, or as many more as it takes to make them small enough.
-  const int most = args.tokens <= 64 ? 320 : args.tokens <= 128 ? 256 : 128, group_rows = args.rows / args.groups;
+  int most = args.tokens <= 64 ? 320 : args.tokens <= 128 ? 256 : 128;
+  if (args.tile_rows > 0) most = std::min(most, args.tile_rows);
+  const int group_rows = args.rows / args.groups;
   for (int rounds = 1;; ++rounds) {
     const int tiles = std::max(clusters * rounds / args.groups, 1);
     args.tile_rows = ((group_rows + tiles - 1) / tiles + 7) / 8 * 8;
@@ -146,7 +148,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Linear, linear,
                                   .RemainingRets(),
                               {ffi::Traits::kCmdBufferCompatible});
 
-// The launch alone, for timing without XLA; `split` and `stages` 0: as planned. Returns a cudaError_t.
+// The launch alone, for timing without XLA, with the plan's numbers or zeros. Returns a cudaError_t.
 extern "C" int dsv4_linear_launch(const dsv4::LinearArgs* args, cudaStream_t stream) {
   return static_cast<int>(launch(*args, stream));
 }
