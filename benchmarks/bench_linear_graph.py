@@ -43,7 +43,7 @@ class LinearArgs(ctypes.Structure):
         ("weights", POINTER),
         ("out", POINTER * SECTIONS),
         ("end", ctypes.c_int * SECTIONS),
-        *((name, ctypes.c_int) for name in ("sections", "tokens", "rows", "depth", "groups")),
+        *((name, ctypes.c_int) for name in ("sections", "tokens", "rows", "depth", "groups", "rounded")),
         *((name, ctypes.c_int) for name in ("split", "tile_rows", "group_tiles", "stages", "stream")),
     )
 
@@ -53,12 +53,15 @@ def bf16(*shape: int) -> torch.Tensor:
 
 
 class Case:
-    def __init__(self, shape, x: torch.Tensor, weights: torch.Tensor, split=0, tile_rows=0, stages=0, stream=1):
+    def __init__(
+        self, shape, x: torch.Tensor, weights: torch.Tensor, split=0, tile_rows=0, stages=0, stream=1, rounded=False
+    ):
         widths, depth, self.groups = shape
         self.x, self.weights = x, weights
-        self.out = [torch.full((len(x), n), torch.nan, device="cuda") for n in widths]
+        dtype = torch.bfloat16 if rounded else torch.float32
+        self.out = [torch.full((len(x), n), torch.nan, device="cuda", dtype=dtype) for n in widths]
         self.args = LinearArgs(x=x.data_ptr(), weights=weights.data_ptr(), sections=len(widths), tokens=len(x))
-        self.args.rows, self.args.depth, self.args.groups = sum(widths), depth, self.groups
+        self.args.rows, self.args.depth, self.args.groups, self.args.rounded = sum(widths), depth, self.groups, rounded
         self.args.split, self.args.tile_rows, self.args.stages, self.args.stream = split, tile_rows, stages, stream
         for i, out in enumerate(self.out):
             self.args.out[i] = out.data_ptr()
@@ -114,6 +117,9 @@ def main() -> None:
                 error, got = case.check()
                 errors.append(error)
                 full = got if full is None else full
+                rounded = Case(shape, x[:tokens], weights, split, tile_rows, rounded=True)
+                launch(rounded)
+                assert torch.equal(torch.cat(rounded.out, 1), got.bfloat16()), f"{name}: bf16 results"
                 assert torch.equal(got, full[:tokens]), f"{name}: rows of {tokens} tokens differ from those of 256"
             print(f"linear {name}, {split=} {tile_rows=}: relative L2 {max(errors):.1e}, rows equal bit by bit")
 

@@ -114,12 +114,16 @@ ffi::Error linear(cudaStream_t stream, Matrix x, ffi::AnyBuffer weights, ffi::Re
   }
   int64_t end = 0;
   for (size_t i = 0; i < results.size(); ++i) {
-    const auto result = results.get<ffi::Buffer<ffi::F32, 2>>(i);
-    if (!result.has_value()) return ffi::Error::InvalidArgument("linear: results must be float32 matrices");
+    const auto result = results.get<ffi::AnyBuffer>(i);
+    if (!result.has_value()) return ffi::Error::InvalidArgument("linear: results must be buffers");
     const auto d = (*result)->dimensions();
+    const auto type = (*result)->element_type();
+    if (i == 0) args.rounded = type == ffi::BF16;
+    if (d.size() != 2 || d[0] != t[0] || d[1] % 8 != 0 || type != (args.rounded ? ffi::BF16 : ffi::F32)) {
+      return ffi::Error::InvalidArgument("linear: results must be float32, or all bfloat16, and widths multiples of 8");
+    }
     end += d[1];
-    if (d[0] != t[0] || d[1] % 8 != 0) return ffi::Error::InvalidArgument("linear: results' widths must be multiples of 8");
-    args.out[i] = (*result)->typed_data();
+    args.out[i] = (*result)->untyped_data();
     args.end[i] = static_cast<int>(end);
   }
   if (end != groups * rows) return ffi::Error::InvalidArgument("linear: the results' widths must add up to the rows of the weights");

@@ -25,31 +25,53 @@ constexpr int kLinearShared = kLinearRing + 1024;  // room to start on a 1 KiB b
 struct LinearArgs {
   const __nv_bfloat16* x;           // [tokens, groups * depth]
   const __nv_bfloat16* weights;     // [rows, depth]
-  float* out[kLinearSections];      // [tokens, rows of the section] each
+  void* out[kLinearSections];       // [tokens, rows of the section] each
   int end[kLinearSections];         // row after the section's last; multiples of 8
   int sections, tokens, rows, depth, groups;
+  int rounded;                      // results are bf16, not float32
   // The plan (linear.cu).
   int split;                        // blocks of a cluster, parts of K
   int tile_rows, group_tiles;       // rows of a tile, a multiple of 8; tiles of a group's rows
   int stages, stream;               // stages of the ring; whether to fetch ahead into L2
 };
 
-// Where the results of a row begin: the address of token 0, and the distance of tokens.
+// Where the results of a row are: column `column` of [tokens, width].
 struct LinearRow {
-  float* at;
-  int width;
+  void* out;
+  int column, width;
 };
 __device__ __forceinline__ LinearRow linear_row(const LinearArgs& args, int row) {
   int begin = 0;
-  LinearRow found = {nullptr, 0};
+  LinearRow found = {nullptr, 0, 0};
 #pragma unroll
   for (int s = 0; s < kLinearSections; ++s) {
     if (s < args.sections) {
-      if (row >= begin && row < args.end[s]) found = {args.out[s] + (row - begin), args.end[s] - begin};
+      if (row >= begin && row < args.end[s]) found = {args.out[s], row - begin, args.end[s] - begin};
       begin = args.end[s];
     }
   }
   return found;
+}
+
+// Stores the sums of consecutive rows, two or four.
+__device__ __forceinline__ void linear_store(const LinearArgs& args, const LinearRow& to, int token, float2 sum) {
+  const int64_t i = static_cast<int64_t>(token) * to.width + to.column;
+  if (args.rounded) {
+    *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(to.out) + i) = __float22bfloat162_rn(sum);
+  } else {
+    *reinterpret_cast<float2*>(static_cast<float*>(to.out) + i) = sum;
+  }
+}
+__device__ __forceinline__ void linear_store(const LinearArgs& args, const LinearRow& to, int token, float4 sum) {
+  const int64_t i = static_cast<int64_t>(token) * to.width + to.column;
+  if (args.rounded) {
+    const __nv_bfloat162 pairs[2] = {__float22bfloat162_rn(make_float2(sum.x, sum.y)),
+                                     __float22bfloat162_rn(make_float2(sum.z, sum.w))};
+    *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(to.out) + i) =
+        make_uint2(reinterpret_cast<const uint32_t&>(pairs[0]), reinterpret_cast<const uint32_t&>(pairs[1]));
+  } else {
+    *reinterpret_cast<float4*>(static_cast<float*>(to.out) + i) = sum;
+  }
 }
 
 // Partial sums in shared memory: distance of two tokens, so that four tokens' pairs of rows fall in different banks.
@@ -163,12 +185,12 @@ __global__ void __launch_bounds__(LinearShape<kBlocks, kHalves, kN>::kThreads, 1
 #pragma unroll
         for (int j = 0; j < kN / 8; ++j) {
           if (8 * j < mine) {
-            const LinearRow at = linear_row(args, row0 + half * half_rows + 8 * j);
+            LinearRow to = linear_row(args, row0 + half * half_rows + 8 * j);
+            to.column += column;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               if (token + 8 * i < args.tokens) {
-                float2* to = reinterpret_cast<float2*>(at.at + static_cast<int64_t>(token + 8 * i) * at.width + column);
-                *to = make_float2(sum[4 * j + 2 * i], sum[4 * j + 2 * i + 1]);
+                linear_store(args, to, token + 8 * i, make_float2(sum[4 * j + 2 * i], sum[4 * j + 2 * i + 1]));
               }
             }
           }
@@ -216,8 +238,7 @@ __global__ void __launch_bounds__(LinearShape<kBlocks, kHalves, kN>::kThreads, 1
             }
           }
         }
-        const LinearRow to = linear_row(args, row0 + row);
-        *reinterpret_cast<float4*>(to.at + static_cast<int64_t>(token) * to.width) = sum;
+        linear_store(args, linear_row(args, row0 + row), token, sum);
       }
       __syncwarp();
       cluster_sync();  // nobody reads this block's sums any more

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..ffi import cuda_target
 from ..ops.linear import _linear_parts as _reference
@@ -20,10 +21,11 @@ STAGE = 64  # columns the kernel loads at once
 ROWS = 8  # what it stores at once
 
 
-def has_kernel(x: jax.Array, weight: jax.Array, widths: tuple[int, ...]) -> bool:
+def has_kernel(x: jax.Array, weight: jax.Array, widths: tuple[int, ...], dtype: np.dtype) -> bool:
     """Whether the kernel computes this product."""
     return (
         weight.dtype == jnp.bfloat16
+        and dtype in (jnp.float32, jnp.bfloat16)
         and x.ndim == 2
         and 0 < x.shape[0] <= MAX_TOKENS
         and weight.shape[-1] % STAGE == 0
@@ -32,14 +34,14 @@ def has_kernel(x: jax.Array, weight: jax.Array, widths: tuple[int, ...]) -> bool
     )
 
 
-def _linear_parts(x: jax.Array, weight: jax.Array, widths: tuple[int, ...]) -> tuple[jax.Array, ...]:
+def _linear_parts(x: jax.Array, weight: jax.Array, widths: tuple[int, ...], dtype: np.dtype) -> tuple[jax.Array, ...]:
     """As `ops.linear._linear_parts`.
 
     Raises:
         ImplementationError: the CUDA library is not there.
     """
-    if not has_kernel(x, weight, widths):
-        return _reference(x, weight, widths)
-    results = tuple(jax.ShapeDtypeStruct((x.shape[0], n), jnp.float32) for n in widths)
+    if not has_kernel(x, weight, widths, dtype):
+        return _reference(x, weight, widths, dtype)
+    results = tuple(jax.ShapeDtypeStruct((x.shape[0], n), dtype) for n in widths)
     call = jax.ffi.ffi_call(cuda_target("dsv4_linear"), results)
     return tuple(call(x.astype(jnp.bfloat16), weight))

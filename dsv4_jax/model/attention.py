@@ -73,7 +73,9 @@ def attention(
 def output_projection(p: Params, out: jax.Array, cfg: DSV4Config) -> jax.Array:
     """[T, heads, head_dim] -> [T, hidden]: each group of consecutive heads to `o_lora_rank`, then all to hidden."""
     first = p["wo_a"].reshape(cfg.o_groups, cfg.o_lora_rank, -1)
-    (latent,) = linear_parts(out.reshape(out.shape[0], -1), first)
+    # Rounded at once to what the next product would round it to.
+    dtype = jnp.bfloat16 if p["wo_b"].dtype == jnp.bfloat16 else jnp.float32
+    (latent,) = linear_parts(out.reshape(out.shape[0], -1), first, dtype=dtype)
     return linear_parts(latent, p["wo_b"])[0]
 
 

@@ -19,6 +19,7 @@ def linear_parts(
     weight: jax.Array,
     widths: tuple[int, ...] | None = None,
     *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, ...]:
     """x @ weight.T, cut into consecutive columns; rounding and precision as `matmul`.
@@ -27,13 +28,14 @@ def linear_parts(
         x: [..., in] float, or [..., groups * in].
         weight: [out, in] of any float dtype, or [groups, out / groups, in]: each multiplies its part of x.
         widths: columns of each result; they add up to `out`. None: one result.
+        dtype: what the float32 results are rounded to.
 
     Returns:
-        [..., width] float32 for each of `widths`.
+        [..., width] `dtype` for each of `widths`.
     """
     widths = (math.prod(weight.shape[:-1]),) if widths is None else widths
     function = implementation_for("linear", _linear_parts, implementation, empty=x.size == 0)
-    return function(x, weight, widths)
+    return function(x, weight, widths, jnp.dtype(dtype))
 
 
 def matmul(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -47,10 +49,10 @@ def matmul(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
 
-def _linear_parts(x: jax.Array, weight: jax.Array, widths: tuple[int, ...]) -> tuple[jax.Array, ...]:
+def _linear_parts(x: jax.Array, weight: jax.Array, widths: tuple[int, ...], dtype: np.dtype) -> tuple[jax.Array, ...]:
     if weight.ndim == 2:
         y = matmul("...i,oi->...o", x, weight)
     else:
         y = matmul("...gi,goi->...go", x.reshape(*x.shape[:-1], weight.shape[0], -1), weight)
         y = y.reshape(*x.shape[:-1], -1)
-    return tuple(jnp.split(y, np.cumsum(widths)[:-1].tolist(), axis=-1))
+    return tuple(jnp.split(y.astype(dtype), np.cumsum(widths)[:-1].tolist(), axis=-1))

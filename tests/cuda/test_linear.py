@@ -18,7 +18,7 @@ from ..ops.test_linear import jit_linear, operands
 def test_lowers_to_one_ffi_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "cuda_target", lambda target: target)
     args = (jax.ShapeDtypeStruct((3, 256), jnp.float32), jax.ShapeDtypeStruct((2, 96, 128), jnp.bfloat16))
-    call = functools.partial(kernel._linear_parts, widths=(128, 64))
+    call = functools.partial(kernel._linear_parts, widths=(128, 64), dtype=np.dtype(np.float32))
     text = jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@dsv4_linear") == 1 and "slice" not in text
     assert "(tensor<3x128xf32>, tensor<3x64xf32>)" in text and "tensor<2x96x128xbf16>" in text
@@ -59,6 +59,8 @@ class TestLinearOnTheGpu(OfTheOp):
         for tokens in (1, 5, 64, 65):
             (got,) = jit_linear(x[-tokens:], weight, implementation="cuda")
             np.testing.assert_array_equal(got, want[-tokens:])
+            (rounded,) = jit_linear(x[-tokens:], weight, dtype=jnp.bfloat16, implementation="cuda")
+            np.testing.assert_array_equal(rounded, got.astype(jnp.bfloat16))
 
 
 del OfTheOp  # its own tests run where it stands

@@ -11,7 +11,7 @@ import pytest
 
 from dsv4_jax.ops.linear import linear_parts
 
-jit_linear = jax.jit(linear_parts, static_argnames=("widths", "implementation"))
+jit_linear = jax.jit(linear_parts, static_argnames=("widths", "dtype", "implementation"))
 
 
 def operands(tokens: int, rows: int, depth: int, groups: int, dtype=jnp.bfloat16) -> tuple[jax.Array, jax.Array]:
@@ -48,3 +48,7 @@ class TestLinear(LinearTest):
     def test_activations_are_rounded_to_bfloat16(self) -> None:
         (y,) = jit_linear(jnp.full((1, 1), 1.001), jnp.ones((1, 1), jnp.bfloat16))
         assert y.dtype == jnp.float32 and float(y[0, 0]) == 1.0
+
+    def test_results_are_rounded_on_demand(self) -> None:
+        (y,) = jit_linear(jnp.ones((1, 1)), jnp.full((1, 1), 1.001), dtype=jnp.bfloat16)
+        assert y.dtype == jnp.bfloat16 and float(y[0, 0]) == 1.0
