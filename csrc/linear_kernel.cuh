@@ -138,25 +138,27 @@ __global__ void __launch_bounds__(LinearShape<kBlocks, kHalves, kN>::kThreads, 1
     const int rows = min(args.tile_rows, group_rows - first), row0 = of * group_rows + first;
     if (group == Shape::kConsumers) {
       // A thread copies one 16-byte chunk of every 16th row; its place in the swizzle is the same in all of them.
-      constexpr int kStep = kLinearCopiers / 8;
+      constexpr int kStep = kLinearCopiers / 8, kUnroll = kBlocks == 1 ? 4 : 1;  // registers
       const int copier = thread - Shape::kConsumers * 128, row = copier >> 3, chunk = copier & 7;
       const uint32_t place = row * 128 + ((chunk ^ (row & 7)) << 4);
       const int64_t column = static_cast<int64_t>(rank) * part + chunk * 8;
-      const int64_t depth = args.depth, width = depth * args.groups;
+      const int64_t depth = args.depth, width = depth * args.groups, w_step = kStep * depth, x_step = kStep * width;
       const __nv_bfloat16* w = args.weights + (row0 + row) * depth + column;
       const __nv_bfloat16* x = args.x + row * width + of * depth + column;
       for (int k = 0; k < steps; ++k) {
         barrier_wait(empty + 8 * stage, parity ^ 1);
         const uint32_t to_w = ring + stage * row_bytes + place, to_x = tokens_at + stage * kTokenBytes + place;
+        const __nv_bfloat16* from = w;
         if (args.stream) {
-#pragma unroll 4
-          for (int i = 0; i < rows - row; i += kStep) copy_async_stream(to_w + i * 128, w + i * depth);
+#pragma unroll kUnroll
+          for (int i = row; i < rows; i += kStep, from += w_step) copy_async_stream(to_w + (i - row) * 128, from);
         } else {
-#pragma unroll 4
-          for (int i = 0; i < rows - row; i += kStep) copy_async(to_w + i * 128, w + i * depth, true);
+#pragma unroll kUnroll
+          for (int i = row; i < rows; i += kStep, from += w_step) copy_async(to_w + (i - row) * 128, from, true);
         }
-#pragma unroll 4
-        for (int i = 0; i < args.tokens - row; i += kStep) copy_async(to_x + i * 128, x + i * width, true);
+        from = x;
+#pragma unroll kUnroll
+        for (int i = row; i < args.tokens; i += kStep, from += x_step) copy_async(to_x + (i - row) * 128, from, true);
         copy_arrive(full + 8 * stage);
         w += kLinearDepth;
         x += kLinearDepth;
