@@ -15,8 +15,7 @@ from ..config import AttentionType, DSV4Config
 from ..errors import LayoutError
 from ..layout import CacheLayout
 from ..ops.finish import Finish
-from ..ops.linear import linear_parts
-from .numerics import layer_frequencies, rms_norm
+from .numerics import layer_frequencies, linear, matmul, rms_norm
 from .params import Params
 from .projections import products
 
@@ -72,11 +71,9 @@ def attention(
 
 def output_projection(p: Params, out: jax.Array, cfg: DSV4Config) -> jax.Array:
     """[T, heads, head_dim] -> [T, hidden]: each group of consecutive heads to `o_lora_rank`, then all to hidden."""
+    grouped = out.reshape(out.shape[0], cfg.o_groups, -1)
     first = p["wo_a"].reshape(cfg.o_groups, cfg.o_lora_rank, -1)
-    # Rounded at once to what the next product would round it to.
-    dtype = jnp.bfloat16 if p["wo_b"].dtype == jnp.bfloat16 else jnp.float32
-    (latent,) = linear_parts(out.reshape(out.shape[0], -1), first, dtype=dtype)
-    return linear_parts(latent, p["wo_b"])[0]
+    return linear(matmul("tgd,grd->tgr", grouped, first).reshape(out.shape[0], -1), p["wo_b"])
 
 
 def index_qat_default(layout: CacheLayout) -> bool:

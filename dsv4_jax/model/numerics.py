@@ -12,7 +12,6 @@ import numpy as np
 from jax import lax
 
 from ..config import AttentionType, DSV4Config
-from ..ops.linear import matmul
 from ..ops.numerics import inv_frequencies
 
 __all__ = ["layer_frequencies", "linear", "matmul", "rms_norm"]
@@ -21,6 +20,16 @@ __all__ = ["layer_frequencies", "linear", "matmul", "rms_norm"]
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x @ weight.T: [..., in] float32, [out, in] of any float dtype -> [..., out] float32."""
     return matmul("...i,oi->...o", x, weight)
+
+
+def matmul(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Einsum of activations x and weights y, float32 result.
+
+    HIGHEST, because GPUs would otherwise round float32 factors to TF32.
+    """
+    if y.dtype == jnp.bfloat16:
+        return jnp.einsum(spec, x.astype(jnp.bfloat16), y, preferred_element_type=jnp.float32)
+    return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> jax.Array:

@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ..ops.linear import linear_parts
+from .numerics import linear
 from .params import Params
 
 __all__ = ["products", "stack_projections"]
@@ -48,7 +49,8 @@ class Stacked:
     widths: tuple[int, ...]
 
     def __call__(self, x: jax.Array) -> dict[str, jax.Array]:
-        return dict(zip(self.names, linear_parts(x, self.weight, self.widths), strict=True))
+        ends = np.cumsum(self.widths)[:-1].tolist()
+        return dict(zip(self.names, jnp.split(linear(x, self.weight), ends, axis=-1), strict=True))
 
 
 jax.tree_util.register_dataclass(Stacked, data_fields=["weight"], meta_fields=["names", "widths"])
@@ -58,7 +60,7 @@ def products(p: Params, group: str, x: jax.Array) -> dict[str, jax.Array]:
     """x times every matrix of a group that the layer has: name -> [..., out] float32."""
     if group in p:
         return p[group](x)
-    return {name: linear_parts(x, weight)[0] for name, weight in _matrices(p, group)}
+    return {name: linear(x, weight) for name, weight in _matrices(p, group)}
 
 
 def stack_projections(params: Params) -> Params:

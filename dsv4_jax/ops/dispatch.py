@@ -24,7 +24,6 @@ _ON_GPU: dict[str, Literal["xla", "pallas", "cuda"]] = {
     "gather": "pallas",
     "index_scores": "cuda",
     "kv_store": "pallas",
-    "linear": "xla",
     "queries": "xla",
     "top_k": "cuda",
 }
