@@ -25,6 +25,12 @@ __device__ __forceinline__ uint64_t operand(uint32_t address, uint32_t leading_b
 // Rows are M or N and the block's columns are K: 8-row groups lie 1 KiB apart, the leading offset is unused.
 __device__ __forceinline__ uint64_t k_major(uint32_t address) { return operand(address, 16, 1024); }
 
+// The same by its low half, as found for the start of a block or blocks, at a distance of `offset` bytes.
+__device__ __forceinline__ uint32_t k_major_low(uint32_t address) { return static_cast<uint32_t>(k_major(address)); }
+__device__ __forceinline__ uint64_t k_major(uint32_t low, uint32_t offset) {
+  return (k_major(0) & ~uint64_t{0xFFFFFFFF}) | (low + (offset >> 4));
+}
+
 // Rows are K and the columns are N: 64-column blocks lie `kBlockBytes` apart, 8-row groups 1 KiB.
 __device__ __forceinline__ uint64_t n_major(uint32_t address) { return operand(address, kBlockBytes, 1024); }
 
@@ -88,6 +94,19 @@ __device__ __forceinline__ void mma_64x64(float (&d)[32], const uint32_t (&a)[4]
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
       "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;}"
+      : DSV4_F16(d, 0), DSV4_F16(d, 16)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+// d[64 x 64] (+)= A[64 x 32] B[32 x 64] of e4m3; A in registers: rows lane / 4 and + 8 of the warp's 16, word 2 h + i has
+// columns 16 h + 4 (lane % 4) and on of row i. B K-major in shared memory, 128 columns a row of a block.
+__device__ __forceinline__ void mma_64x64_e4m3(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, {%32, %33, %34, %35}, %36, p, 1, 1;}"
       : DSV4_F16(d, 0), DSV4_F16(d, 16)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
@@ -213,11 +232,20 @@ __device__ __forceinline__ void copy_wait_all() { asm volatile("cp.async.wait_al
 __device__ __forceinline__ void store_shared2(uint32_t address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
 __device__ __forceinline__ void store_shared(uint32_t address, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                : "memory");
 }
 
+// A word pair that is not written while it is read: without a memory clobber, for the compiler to schedule freely.
+__device__ __forceinline__ uint2 load_shared2(uint32_t address) {
+  uint2 x;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address));
+  return x;
+}
 __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   uint4 x;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

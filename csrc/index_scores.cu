@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <string>
+#include <type_traits>
 
 #include "built_for.h"
 #include "index_scores_kernel.cuh"
@@ -13,21 +14,32 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Enough blocks to fill every multiprocessor three times over, few enough that a block's preparation is small.
-constexpr int kBlocksWanted = 132 * 3 * 4;
+using ScoreKernel = void (*)(dsv4::ScoreArgs);
+
+template <typename Key>
+ScoreKernel kernel_for(bool fp8_products, int blocks) {
+  if (!fp8_products) return dsv4::index_scores_kernel<Key, false, 4>;
+  if constexpr (std::is_same_v<Key, dsv4::Fp4Key>) {  // FP8 keys need more registers than five blocks have
+    if (blocks == 5) return dsv4::index_scores_kernel<Key, true, 5>;
+  }
+  return dsv4::index_scores_kernel<Key, true, 4>;
+}
 
 cudaError_t launch(dsv4::ScoreArgs args, int fp8, cudaStream_t stream) {
   const int64_t total = static_cast<int64_t>(args.columns) * args.rows_per_block;
   if (args.tokens == 0 || total == 0) return cudaSuccess;
   const int tiles = static_cast<int>((total + dsv4::kScoreTile - 1) / dsv4::kScoreTile);
-  const int64_t wanted = (static_cast<int64_t>(tiles) * args.tokens + kBlocksWanted - 1) / kBlocksWanted;
-  args.run_tiles = static_cast<int>(std::min<int64_t>(std::max<int64_t>(wanted, 4), dsv4::kMaxRunTiles));
-  const dim3 grid((tiles + args.run_tiles - 1) / args.run_tiles, args.tokens);
-  if (fp8) {
-    dsv4::index_scores_kernel<dsv4::Fp8Key><<<grid, dsv4::kScoreThreads, 0, stream>>>(args);
-  } else {
-    dsv4::index_scores_kernel<dsv4::Fp4Key><<<grid, dsv4::kScoreThreads, 0, stream>>>(args);
+  if (args.blocks == 0) args.blocks = 4;
+  if (args.run_tiles == 0) {
+    // As many blocks as run at a time, so that their preparation is spread over long runs; not so long, though, that
+    // tokens of very different counts leave multiprocessors idle.
+    const int runs = std::max(132 * args.blocks / args.tokens, 1);
+    args.run_tiles = std::min(std::max((tiles + runs - 1) / runs, 4), 64);
   }
+  args.run_tiles = std::min(args.run_tiles, dsv4::kMaxRunTiles);
+  const dim3 grid((tiles + args.run_tiles - 1) / args.run_tiles, args.tokens);
+  const auto choose = fp8 ? kernel_for<dsv4::Fp8Key> : kernel_for<dsv4::Fp4Key>;
+  choose(args.fp8_products, args.blocks)<<<grid, dsv4::kScoreThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 
@@ -39,7 +51,8 @@ using Counts = ffi::Buffer<ffi::S32, 1>;
 using Scores = ffi::Buffer<ffi::F32, 2>;
 
 ffi::Error index_scores(cudaStream_t stream, Codes codes, ffi::AnyBuffer scale, Queries queries, Weights weights,
-                        Table table, Counts count, ffi::Result<Scores> scores, int32_t base, int32_t rows_per_block) {
+                        Table table, Counts count, ffi::Result<Scores> scores, int32_t base, int32_t rows_per_block,
+                        int32_t fp8_products) {
   const auto q = queries.dimensions();
   const int64_t rows = codes.dimensions()[0], width = codes.dimensions()[1];
   const bool fp8 = width == 128;
@@ -68,6 +81,7 @@ ffi::Error index_scores(cudaStream_t stream, Codes codes, ffi::AnyBuffer scale, 
   args.columns = static_cast<int>(table.dimensions()[1]);
   args.base = base;
   args.rows_per_block = rows_per_block;
+  args.fp8_products = fp8_products;
   const cudaError_t error = launch(args, fp8, stream);
   if (error != cudaSuccess) return ffi::Error::Internal(std::string("index_scores: ") + cudaGetErrorString(error));
   return ffi::Error::Success();
@@ -88,7 +102,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4IndexScores, index_scores,
                                   .Arg<Counts>()
                                   .Ret<Scores>()
                                   .Attr<int32_t>("base")
-                                  .Attr<int32_t>("rows_per_block"),
+                                  .Attr<int32_t>("rows_per_block")
+                                  .Attr<int32_t>("fp8_products"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 // The launch alone, for timing without XLA. Returns a cudaError_t.

@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from dsv4_jax.ops import index_scores
 
 from ..ops.arg_specs import ScoreSpec
 from ..ops.test_index_scores import IndexScoresTest, jit_scores
+from ..oracle import rows as oracle_rows
 
 
 @pytest.mark.parametrize("name", ["fp4", "fp8"])
@@ -29,6 +31,7 @@ def test_lowers_to_one_ffi_call(monkeypatch: pytest.MonkeyPatch, name: str) -> N
     assert text.count("@dsv4_index_scores") == 1 and "tensor<2x640xf32>" in text
     assert "transpose" not in text  # the kernel takes the queries as they are
     assert "base = 640 : i32" in text and "rows_per_block = 32 : i32" in text
+    assert f"fp8_products = {int(name == 'fp4')} : i32" in text
 
 
 @pytest.mark.parametrize(
@@ -86,3 +89,64 @@ def test_odd_scales_and_nan_on_the_gpu(name: str) -> None:
         score[9] = 0
     # Relative to each key's own size: the scales differ by hundreds of orders of magnitude.
     np.testing.assert_allclose(scores[0], scores[1], rtol=1e-3, atol=1e-30)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "scales", "bound"),
+    [("fp4", "equal", 1e-6), ("fp4", "spread", 1e-4), ("fp4", "odd", 1e-4), ("fp8", "odd", 1e-3)],
+)
+def test_fp8_products_of_fp4_queries_on_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, name: str, scales: str, bound: float
+) -> None:
+    """Errors relative to the sum of all magnitudes, sum_h |w| sum_d |q k|, a key's score is made of.
+
+    The products are aligned to the largest of a step and cut off 2^-13 below its leading bit. With equal scales all
+    are multiples of a quarter and their sum is below 2^11: nothing is lost. Elsewhere a product of FP4 numbers has
+    four bits and loses some only 2^10 below the largest; products with fp8 keys have six and lose them from 2^8 on.
+    """
+    monkeypatch.setattr(kernel, "FP8_PRODUCTS", {"fp4", "fp8"})
+    fmt = index_format(name, 128)
+    rng = np.random.default_rng(2)
+    rows, tokens, heads = 416, 3, 61
+    codes = rng.integers(0, 0x77, (rows, fmt.parts[0].width)).astype(np.uint8)
+    codes ^= rng.integers(0, 2, codes.shape).astype(np.uint8) << 7
+    if name == "fp4":
+        low, high = {"equal": (124, 125), "spread": (116, 125), "odd": (1, 230)}[scales]
+        scale = rng.integers(low, high, (rows, 4)).astype(np.uint8)
+        scale[5] = 0
+        scale[9, 2] = 0xFF
+    else:
+        scale = np.exp2(rng.integers(-100, 100, (rows, 1))).astype(np.float32)
+        scale[5] = 0
+        codes[9, 77] = 0xFF
+    keys = oracle_rows.decode(name, (codes, scale)).astype(np.float64)
+    keys[5] = 0
+    exponent = rng.integers(0 if scales == "equal" else -6, 1, (tokens, heads, 4, 1))
+    queries = rng.choice(oracle_rows.E2M1, (tokens, heads, 4, 32)) * rng.choice([-1, 1], (tokens, heads, 4, 32))
+    queries = (queries * np.exp2(exponent)).reshape(tokens, heads, 128)
+    queries[1] = rng.standard_normal((heads, 128)).astype(np.float32)  # takes bf16 products
+    queries[2, 60, 127] = 1 + 2**-7  # this token, too
+    queries = queries.astype(ml_dtypes.bfloat16)
+    weights = rng.standard_normal((tokens, heads)).astype(np.float32)
+    table = np.broadcast_to(np.arange(rows // 32, dtype=np.int32), (tokens, rows // 32))
+
+    def run(first: int, last: int) -> np.ndarray:
+        part = (jnp.asarray(x[first:last]) for x in (queries, weights, table))
+        return np.asarray(index_scores(
+            (jnp.asarray(codes), jnp.asarray(scale)), *part, jnp.full(last - first, rows, jnp.int32),
+            base=0, rows_per_block=32, fmt=fmt, implementation="cuda",
+        ))  # fmt: skip
+
+    scores = run(0, tokens)
+    for t in range(tokens):
+        np.testing.assert_array_equal(run(t, t + 1)[0], scores[t])  # the batch does not matter
+    assert np.isnan(scores[:, 9]).all() and (scores[:, 5] == 0).all()
+    with np.errstate(invalid="ignore"):
+        products = np.asarray(queries, np.float64) @ keys.T
+        expected = np.einsum("th,ths->ts", weights, np.maximum(products, 0))
+        size = np.einsum("th,ths->ts", np.abs(weights), np.abs(np.asarray(queries, np.float64)) @ np.abs(keys).T)
+    error = np.abs(scores - expected) / np.where(size > 0, size, 1)
+    error[:, 9] = 0
+    np.testing.assert_array_less(error[0], bound)
+    np.testing.assert_array_less(error[1:], 1e-6)

@@ -1,0 +1,269 @@
+// Keys of index_scores on their way to the tensor cores: loads, decoding to bf16 or e4m3 fragments.
+//
+// A thread holds a quarter q of a key as 32-bit words. Product i takes four dims of every quarter: columns
+// 16 i + 2 q + {0, 1} are one pair of its dims, columns 16 i + 8 + 2 q + {0, 1} another. FP8 product i takes eight:
+// columns 32 i + 4 q and on are four of its dims, columns 32 i + 16 + 4 q and on the next four.
+#pragma once
+
+#include "index_scores_fp8.cuh"
+
+namespace dsv4 {
+
+constexpr int kScoreTile = 64;    // keys of a tile
+constexpr int kScoreHeads = 64;   // fewer are padded with zero weights
+constexpr int kScoreDim = 128;
+constexpr int kScoreThreads = 128;
+constexpr int kGroupKeys = 16;    // keys of a warp's part of a tile; never cross a block of the table
+
+struct ScoreArgs {
+  const uint8_t* codes;            // [rows, 64] e2m1 pairs or [rows, 128] e4m3
+  const void* scale;               // [rows, 4] ue8m0 or [rows] float32
+  const __nv_bfloat16* queries;    // [T, H, 128]
+  const float* weights;            // [T, H]
+  const int32_t* table;            // [T, X] block ids
+  const int32_t* count;            // [T] visible keys
+  float* scores;                   // [T, S], S = X * rows_per_block
+  int tokens, heads, columns, base, rows_per_block;
+  int run_tiles;                   // tiles of a block of threads; 0: the launch chooses
+  int blocks;                      // of threads a multiprocessor, 4 or 5; 0: the launch chooses
+  int fp8_products;                // tokens whose queries are e4m3 times a power of two per head take them, or none
+};
+
+// Eight e2m1 codes -> four pairs of bf16 (codes i and i + 4). A code's bits, moved into the bf16 fields, are its value
+// times 2^-126 (subnormals too); `factor` undoes that and applies the scale.
+__device__ __forceinline__ void decode_fp4(uint32_t x, __nv_bfloat162 factor, uint32_t (&out)[4]) {
+  constexpr uint32_t kSign = 0x80008000u, kRest = 0x01C001C0u;
+  const uint32_t raw[4] = {(x << 12 & kSign) | (x << 6 & kRest), (x << 8 & kSign) | (x << 2 & kRest),
+                           (x << 4 & kSign) | (x >> 2 & kRest), (x & kSign) | (x >> 6 & kRest)};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const __nv_bfloat162 y = __hmul2(reinterpret_cast<const __nv_bfloat162&>(raw[i]), factor);
+    out[i] = reinterpret_cast<const uint32_t&>(y);
+  }
+}
+
+// Two e4m3 codes as bf16; `kSelect` picks the bytes: any, code 0, the sign of code 0 eight times, code 1.
+template <uint32_t kSelect>
+__device__ __forceinline__ uint32_t decode_fp8(uint32_t x) {
+  uint32_t y;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "n"(kSelect));
+  y = static_cast<uint32_t>(static_cast<int32_t>(y) >> 4) & 0x87F087F0u;
+  const uint32_t bits = 0x7B807B80u;  // 2^120
+  const __nv_bfloat162 z =
+      __hmul2(reinterpret_cast<const __nv_bfloat162&>(y), reinterpret_cast<const __nv_bfloat162&>(bits));
+  return reinterpret_cast<const uint32_t&>(z);
+}
+
+__device__ __forceinline__ uint4 load_key(const uint8_t* p) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(p));
+  return x;
+}
+
+// The same pointer, in registers that the compiler does not put together anew for every use.
+template <typename T>
+__device__ __forceinline__ const T* pinned(const T* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
+
+// The low (half 0) or high halves of two words, side by side.
+__device__ __forceinline__ uint32_t halves(uint32_t low, uint32_t high, int half) {
+  return __byte_perm(low, high, half == 0 ? 0x5410 : 0x7632);
+}
+
+// A thread's share of two keys, `row` and `row + 8`: a quarter of the dims each. Part p of a quarter of a query, 8
+// dims, goes to products 2 p and 2 p + 1; `query_chunk` says which 8 dims, `query_pairs` in what order.
+struct Fp4Key {
+  static constexpr int kStages = 2;
+
+  // Dims 32 q + 8 p and on: the key's word p, whose codes i and i + 4 decode as a pair.
+  static __device__ __forceinline__ int query_chunk(int quarter, int part) { return 4 * quarter + part; }
+  static __device__ __forceinline__ uint4 query_pairs(uint4 x) {
+    return {halves(x.x, x.z, 0), halves(x.x, x.z, 1), halves(x.y, x.w, 0), halves(x.y, x.w, 1)};
+  }
+
+  // Where the thread's parts of row 0 would lie.
+  struct Source {
+    const uint8_t* codes;
+    const uint8_t* scale;
+    __device__ __forceinline__ Source(const ScoreArgs& args, int lane)
+        : codes(pinned(args.codes + (lane >> 2) * 64 + 16 * (lane & 3))),
+          scale(pinned(static_cast<const uint8_t*>(args.scale) + lane)) {}
+  };
+
+  uint4 codes[2];
+  uint32_t scale[2];  // ue8m0 of this quarter
+
+  // `row`: of the first of the warp's keys.
+  __device__ __forceinline__ void load(const Source& source, uint32_t row) {
+    const uint8_t* from = source.codes + static_cast<uint64_t>(row) * 64;
+    const uint8_t* scales = source.scale + static_cast<uint64_t>(row) * 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      codes[i] = load_key(from + 8 * 64 * i);
+      scale[i] = __ldg(scales + 8 * 4 * i);
+    }
+  }
+
+  // Fragments of the four products of one half.
+  template <int kHalf>
+  __device__ __forceinline__ void decode(uint32_t (&a)[4][4]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      // 2^126 times the scale, up to 2^127; 0 for the scale 0 of a row never written.
+      const uint32_t exponent = scale[i] == 0 ? 0 : min(scale[i] + 126, 254u);
+      const uint32_t factor = exponent << 7 | exponent << 23;
+      const uint32_t words[2] = {kHalf == 0 ? codes[i].x : codes[i].z, kHalf == 0 ? codes[i].y : codes[i].w};
+#pragma unroll
+      for (int w = 0; w < 2; ++w) {
+        uint32_t pairs[4];
+        decode_fp4(words[w], reinterpret_cast<const __nv_bfloat162&>(factor), pairs);
+#pragma unroll
+        for (int p = 0; p < 4; ++p) a[2 * w + (p >> 1)][2 * (p & 1) + i] = pairs[p];
+      }
+    }
+    if (__any_sync(~0u, max(scale[0], scale[1]) > 128)) large_scales(a);
+  }
+
+  // Scales above 2, and the NaN scale: a second exact factor.
+  __device__ __forceinline__ void large_scales(uint32_t (&a)[4][4]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t bits = scale[i] == 255 ? 0x7FC0u : (max(scale[i], 128u) - 1) << 7;
+      bits |= bits << 16;
+#pragma unroll
+      for (int s = 0; s < 4; ++s) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          uint32_t& x = a[s][2 * j + i];
+          const __nv_bfloat162 y = __hmul2(reinterpret_cast<const __nv_bfloat162&>(x),
+                                           reinterpret_cast<const __nv_bfloat162&>(bits));
+          x = reinterpret_cast<const uint32_t&>(y);
+        }
+      }
+    }
+  }
+
+  // Factor left to apply to the score of key `row + 8 i`.
+  __device__ __forceinline__ float rest(int) const { return 1.f; }
+
+  static constexpr float kE4m3Unit = 0x1p-6f;  // what an e4m3 one is worth under the largest group scale 1
+
+  // Fragments of the four FP8 products. `most`: the larger group scale of key i, in half i, of the four quarters.
+  __device__ __forceinline__ void decode_e4m3(uint32_t (&a)[4][4], uint32_t table, uint32_t most) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t shift = min((i == 0 ? most & 0xFFFF : most >> 16) - scale[i], kShifts - 1u);
+      const uint2 entry = load_shared2(table + kShiftBytes * shift);
+      const uint32_t words[4] = {codes[i].x, codes[i].y, codes[i].z, codes[i].w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const uint2 y = decode_fp4_e4m3(words[w], entry);
+        a[w][i] = y.x;
+        a[w][2 + i] = y.y;
+      }
+    }
+  }
+
+  __device__ __forceinline__ uint32_t largest_scales(const ScoreArgs&) const {
+    uint32_t most = scale[0] | scale[1] << 16;
+    most = __vmaxu2(most, __shfl_xor_sync(~0u, most, 1));
+    return __vmaxu2(most, __shfl_xor_sync(~0u, most, 2));
+  }
+
+  // Factor of the score of key `row + 8 i`: 0 for a row never written, NaN if a group's scale is.
+  __device__ __forceinline__ float rest_e4m3(int i, uint32_t most) const {
+    const uint32_t code = most >> (16 * i) & 0xFFFF;
+    return __uint_as_float(code == 255 ? 0x7FC00000 : code << 23);
+  }
+};
+
+struct Fp8Key {
+  static constexpr int kStages = 2;
+
+  // Dims 64 (p / 2) + 16 q + 8 (p % 2) and on: two words of the key, neighbours pair up.
+  static __device__ __forceinline__ int query_chunk(int quarter, int part) {
+    return 8 * (part >> 1) + 2 * quarter + (part & 1);
+  }
+  static __device__ __forceinline__ uint4 query_pairs(uint4 x) { return x; }
+
+  struct Source {
+    const uint8_t* codes;
+    const float* scale;
+    __device__ __forceinline__ Source(const ScoreArgs& args, int lane)
+        : codes(pinned(args.codes + (lane >> 2) * 128 + 16 * (lane & 3))),
+          scale(pinned(static_cast<const float*>(args.scale) + (lane >> 2))) {}
+  };
+
+  uint4 codes[2][2];
+  float scale[2];
+
+  __device__ __forceinline__ void load(const Source& source, uint32_t row) {
+    const uint8_t* from = source.codes + static_cast<uint64_t>(row) * 128;
+    const float* scales = source.scale + row;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      codes[i][0] = load_key(from + 8 * 128 * i);
+      codes[i][1] = load_key(from + 8 * 128 * i + 64);
+      scale[i] = __ldg(scales + 8 * i);
+    }
+  }
+
+  template <int kHalf>
+  __device__ __forceinline__ void decode(uint32_t (&a)[4][4]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 x = codes[i][kHalf];
+      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        a[w][i] = decode_fp8<0x1800>(words[w]);
+        a[w][2 + i] = decode_fp8<0x3A22>(words[w]);
+      }
+    }
+  }
+
+  // A NaN code makes its key's score NaN.
+  __device__ __forceinline__ float rest(int i) const {
+    uint32_t nan[2] = {};  // of the two keys
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint4 x = codes[j][half];
+        const auto carry = [](uint32_t w) { return (w & 0x7F7F7F7Fu) + 0x01010101u; };
+        nan[j] |= carry(x.x) | carry(x.y) | carry(x.z) | carry(x.w);
+      }
+    }
+    uint32_t any = (i == 0 ? nan[0] : nan[1]) | __shfl_xor_sync(~0u, i == 0 ? nan[1] : nan[0], 1);
+    any |= __shfl_xor_sync(~0u, any, 2);
+    return (any & 0x80808080u) != 0 ? __uint_as_float(0x7FC00000) : i == 0 ? scale[0] : scale[1];
+  }
+
+  static constexpr float kE4m3Unit = 1.f;
+
+  // The codes as they are stored; a NaN among them is one for the matrix units, too. `zero` is 0 without the compiler
+  // knowing: it would move the words to where the product wants them as soon as they arrive, that is wait a tile early.
+  __device__ __forceinline__ void decode_e4m3(uint32_t (&a)[4][4], uint32_t, uint32_t zero) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint4 x = codes[i][half];
+        const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          uint32_t& out = a[2 * half + (w >> 1)][2 * (w & 1) + i];
+          asm volatile("or.b32 %0, %1, %2;" : "=r"(out) : "r"(words[w]), "r"(zero));  // all before the first product
+        }
+      }
+    }
+  }
+  static __device__ __forceinline__ uint32_t largest_scales(const ScoreArgs& args) { return args.tokens >> 31; }
+  __device__ __forceinline__ float rest_e4m3(int i, uint32_t) const { return i == 0 ? scale[0] : scale[1]; }
+};
+
+}  // namespace dsv4
