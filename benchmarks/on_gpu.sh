@@ -28,7 +28,7 @@ stage() {
       for shape in "flash 64 128K" "pro 64 32K" "flash 1 1M" "flash 256 8K"; do
         read -r model batch context <<< "$shape"
         timeout 150 "$python" -m dsv4_jax bench step --model "$model" --batch "$batch" --context "$context" \
-          --xla xla_gpu_enable_triton_gemm=false --json "$OUT/step-$model-$batch-$context.json" > "$OUT/step-$model-$batch-$context.log" 2>&1
+          --json "$OUT/step-$model-$batch-$context.json" > "$OUT/step-$model-$batch-$context.log" 2>&1
       done ;;
     triton)  # needs jax-triton: a wheel in .wheels/ is enough
       "$python" -m pip install --quiet --no-deps --no-index .wheels/jax_triton*.whl

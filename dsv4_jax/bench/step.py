@@ -23,6 +23,7 @@ from ..errors import BenchmarkError
 from ..layout import CacheLayout, CacheSize
 from ..manager.planning import RowFeed, build_plan, shape_for
 from ..model.attention import attention
+from ..model.forward import GPU_DECODE_OPTIONS
 from ..model.numerics import rms_norm
 from ..model.packing import PackedLayers, pack_layers
 from ..model.params import param_specs
@@ -46,7 +47,7 @@ class StepOptions:
         implementation: of every op; None: the default of each.
         steps: steps per synchronisation.
         profile: where to leave a profiler trace.
-        xla: compiler options, such as ("xla_gpu_enable_triton_gemm", False).
+        xla: compiler options, such as ("xla_gpu_enable_triton_gemm", False), beside `GPU_DECODE_OPTIONS`.
     """
 
     model: str = "flash"
@@ -93,14 +94,15 @@ def measure_step(options: StepOptions, ceilings: Ceilings) -> dict[str, Any]:
 
     # The activations are donated too: a command buffer is launched as it is while its buffers keep their addresses.
     start = time.perf_counter()
-    jitted = jax.jit(step, donate_argnums=(0, 3), compiler_options=dict(options.xla) or None)
+    chosen = GPU_DECODE_OPTIONS | dict(options.xla)
+    jitted = jax.jit(step, donate_argnums=(0, 3), compiler_options=chosen)
     compiled = jitted.lower(cache, params, plan, x).compile()
     compile_s = time.perf_counter() - start
     memory, text = compiled.memory_analysis(), compiled.as_text() or ""
     assert memory is not None
     report: dict[str, Any] = dict(
         model=options.model, layers=cfg.num_layers, batch=options.batch, context=options.context,
-        implementation=options.implementation or "default", compile_s=compile_s,
+        implementation=options.implementation or "default", xla=chosen, compile_s=compile_s,
         cache_gb=layout.total_bytes(size) / 1e9,
         cache_in_place=memory.alias_size_in_bytes == layout.total_bytes(size) + x.nbytes,
         temp_mb=memory.temp_size_in_bytes / 1e6,

@@ -211,8 +211,8 @@ def _print(console: Console, result: dict[str, Any]) -> None:
         table = Table("", "", title="decode step", title_justify="left", show_header=False)
         for name, value in report.items():
             if isinstance(value, dict):
-                for part, us in value.items():
-                    table.add_row(f"  {name}: {part[:60]}", f"{us:,.1f}")
+                for part, x in value.items():
+                    table.add_row(f"  {name}: {part[:60]}", f"{x:,.1f}" if isinstance(x, float) else str(x))
             else:
                 table.add_row(name, f"{value:,.3f}" if isinstance(value, float) else str(value))
         console.print(table)

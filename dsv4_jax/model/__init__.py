@@ -6,7 +6,7 @@ jitted step does. MTP layers are parsed and counted in the config; the model doe
 
 from .attention import index_qat_default
 from .checkpoint import load_hf, save_hf
-from .forward import decode_loop, decode_step, forward, prefill
+from .forward import GPU_DECODE_OPTIONS, decode_loop, decode_step, forward, prefill
 from .generate import generate
 from .packing import pack_layers
 from .params import Params, init_params, param_specs
@@ -15,6 +15,7 @@ from .sampling import Sampling, sample
 from .uncached import forward_uncached
 
 __all__ = [
+    "GPU_DECODE_OPTIONS",
     "Params",
     "Sampling",
     "decode_loop",

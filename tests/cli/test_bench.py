@@ -72,10 +72,13 @@ def test_a_wrong_result_fails(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_step(capsys):
-    assert main(["bench", "step", "--quick", "--model", "tiny", "--layers", "3", "--context", "200", "--json",
-                 "--xla", "xla_backend_optimization_level=0"]) == 0  # fmt: skip
-    report = json.loads(capsys.readouterr().out)
+def test_step(capsys, tmp_path):
+    file = tmp_path / "step.json"
+    assert main(["bench", "step", "--quick", "--model", "tiny", "--layers", "3", "--context", "200",
+                 "--json", str(file), "--xla", "xla_backend_optimization_level=0"]) == 0  # fmt: skip
+    table = capsys.readouterr().out
+    assert "decode step" in table and "xla_backend_optimization_level" in table
+    report = json.loads(file.read_text())
     (step,) = report["steps"]
     assert (step["model"], step["batch"], step["context"], report["records"]) == ("tiny", 2, 200, [])
     assert (
