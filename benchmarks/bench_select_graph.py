@@ -7,7 +7,7 @@ possible; the time of a call is the median replay over the calls. Results are ch
 top-k against a stable sort. Keys: random blocks of 32 of a pool of 2^22 keys; the bytes counted are the visible keys'.
 
 Queries rounded to FP4 (`--queries qat`, as the model's are) may take FP8 products, which `--products` allows per key
-format; others (`plain`) take bf16 ones. `--blocks` and `--run-tiles` override what the launch would choose.
+format; others (`plain`) take bf16 ones. `--kernels` and `--run-tiles` override what the launch would choose.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ VLLM = {(1, 2048, 512): 3.0, (1, 8192, 512): 4.4, (1, 32768, 512): 9.1, (1, 2621
 
 
 class ScoreArgs(ctypes.Structure):
-    """`dsv4::ScoreArgs` of csrc/index_scores_kernel.cuh."""
+    """`dsv4::ScoreArgs` of csrc/index_scores_keys.cuh."""
 
     _fields_ = (
         *((name, POINTER) for name in ("codes", "scale", "queries", "weights", "table", "count", "scores")),
         *((name, ctypes.c_int) for name in ("tokens", "heads", "columns", "base", "rows_per_block", "run_tiles")),
-        *((name, ctypes.c_int) for name in ("blocks", "fp8_products")),
+        *((name, ctypes.c_int) for name in ("blocks", "stages", "fp8_products")),
     )
 
 
@@ -136,7 +136,7 @@ def decode(fmt: str, keys: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor
 
 class ScoreCase:
     def __init__(self, fmt: str, keys, tokens: int, entries: int, heads: int = 64, ragged: bool = False,
-                 queries: str = "plain", fp8: bool = False, blocks: int = 0, run_tiles: int = 0):  # fmt: skip
+                 queries: str = "plain", fp8: bool = False, kernel=(0, 0), run_tiles: int = 0):  # fmt: skip
         columns = entries // ROWS_PER_BLOCK
         key_blocks = keys[0].shape[0] // ROWS_PER_BLOCK
         self.fmt, self.keys = fmt, keys
@@ -150,7 +150,7 @@ class ScoreCase:
             self.count[0] = 0
         self.scores = torch.full((tokens, entries), math.nan, device="cuda")
         data = [x.data_ptr() for x in (*keys, self.queries, self.weights, self.table, self.count, self.scores)]
-        self.args = ScoreArgs(*data, tokens, heads, columns, 0, ROWS_PER_BLOCK, run_tiles, blocks, fp8)
+        self.args = ScoreArgs(*data, tokens, heads, columns, 0, ROWS_PER_BLOCK, run_tiles, *kernel, fp8)
 
     def check(self) -> tuple[float, float]:
         """Worst over tokens: relative L2, and the largest error relative to the token's largest score.
@@ -184,20 +184,20 @@ def bench_scores(library: ctypes.CDLL, options: argparse.Namespace, ceiling: flo
 
     for fmt in options.formats.split(","):
         fp8 = fmt in options.products.split(",")
-        blocks = [int(x) for x in options.blocks.split(",")]
+        kernels = [tuple(map(int, x.split("x"))) for x in options.kernels.split(",")]
         for kind, queries in itertools.product(("normal", "equal", "spread"), ("qat", "plain")):
             keys = make_keys(fmt, 1 << 20, kind)
             shapes = ((1, 32, 64), (5, 96, 64), (7, 4128, 16), (3, 32768, 64), (2, 262144, 61))
-            for (tokens, entries, heads), n in itertools.product(shapes, blocks):
+            for (tokens, entries, heads), n in itertools.product(shapes, kernels):
                 case = ScoreCase(fmt, keys, tokens, entries, heads, tokens > 1, queries, fp8, n)
                 launch(case)
                 l2, most = case.check()
                 print(f"index_scores {fmt} {kind} keys, {queries} queries, {tokens} x {entries}, {heads} heads, "
-                      f"blocks {n}: relative L2 {l2:.1e}, largest {most:.1e}", flush=True)  # fmt: skip
+                      f"kernel {n}: relative L2 {l2:.1e}, largest {most:.1e}", flush=True)  # fmt: skip
         keys = make_keys(fmt, 1 << 22)
         shapes = SCORE_SHAPES[:3] if options.quick else SCORE_SHAPES
         runs = [int(x) for x in options.run_tiles.split(",")]
-        for queries, n, run, shape in itertools.product(options.queries.split(","), blocks, runs, shapes):
+        for queries, n, run, shape in itertools.product(options.queries.split(","), kernels, runs, shapes):
             tokens, entries = shape
             moved = tokens * entries * ROW_BYTES[fmt]
             copies = max(2, min(64, 220_000_000 // moved))
@@ -206,7 +206,7 @@ def bench_scores(library: ctypes.CDLL, options: argparse.Namespace, ceiling: flo
             peer = DEEPGEMM.get(shape)
             flops = 2 * 64 * 128 * tokens * entries
             products = "fp8" if cases[0].fp8 else "bf16"
-            print(f"index_scores {fmt} {queries:5}, {products:4} products, blocks {n}, run {run:2}, "
+            print(f"index_scores {fmt} {queries:5}, {products:4} products, kernel {n}, run {run:2}, "
                   f"{tokens:3} x {entries:6}: {us:7.1f} us, {moved / us / 1e3:5.0f} GB/s "
                   f"({moved / us / 1e3 / ceiling:4.0%} of copy), {flops / us / 1e6:4.0f} TFLOP/s, DeepGEMM fp8 "
                   f"{peer or '-'} ({f'{us / peer:.2f}x' if peer else ''})", flush=True)  # fmt: skip
@@ -282,7 +282,7 @@ def main() -> None:
     parser.add_argument("--formats", default="fp4,fp8", help="of keys")
     parser.add_argument("--queries", default="qat,plain", help="timed ones")
     parser.add_argument("--products", default="fp4", help="key formats that may take FP8 products")
-    parser.add_argument("--blocks", default="0", help="of threads a multiprocessor: 4, 5; 0: the launch chooses")
+    parser.add_argument("--kernels", default="0x0", help="blocks a multiprocessor x stages: 4x2, 4x3, 4x4, 5x2; or 0x0")
     parser.add_argument("--run-tiles", default="0", help="tiles of 64 keys a block of threads; 0: the launch chooses")
     options = parser.parse_args()
     library = ctypes.CDLL(options.library)

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <string>
-#include <type_traits>
 
 #include "built_for.h"
 #include "index_scores_kernel.cuh"
@@ -16,13 +15,15 @@ namespace ffi = xla::ffi;
 
 using ScoreKernel = void (*)(dsv4::ScoreArgs);
 
-template <typename Key>
-ScoreKernel kernel_for(bool fp8_products, int blocks) {
-  if (!fp8_products) return dsv4::index_scores_kernel<Key, false, 4>;
-  if constexpr (std::is_same_v<Key, dsv4::Fp4Key>) {  // FP8 keys need more registers than five blocks have
-    if (blocks == 5) return dsv4::index_scores_kernel<Key, true, 5>;
-  }
-  return dsv4::index_scores_kernel<Key, true, 4>;
+// What fits into the registers; the rest is for measurements.
+ScoreKernel kernel_for(bool fp8, const dsv4::ScoreArgs& args) {
+  using dsv4::Fp4Key, dsv4::Fp8Key, dsv4::index_scores_kernel;
+  if (fp8) return args.fp8_products ? index_scores_kernel<Fp8Key, true, 4, 2> : index_scores_kernel<Fp8Key, false, 4, 2>;
+  if (!args.fp8_products) return index_scores_kernel<Fp4Key, false, 4, 2>;
+  if (args.blocks == 5) return index_scores_kernel<Fp4Key, true, 5, 2>;
+  if (args.stages == 2) return index_scores_kernel<Fp4Key, true, 4, 2>;
+  if (args.stages == 4) return index_scores_kernel<Fp4Key, true, 4, 4>;
+  return index_scores_kernel<Fp4Key, true, 4, 3>;
 }
 
 cudaError_t launch(dsv4::ScoreArgs args, int fp8, cudaStream_t stream) {
@@ -38,8 +39,7 @@ cudaError_t launch(dsv4::ScoreArgs args, int fp8, cudaStream_t stream) {
   }
   args.run_tiles = std::min(args.run_tiles, dsv4::kMaxRunTiles);
   const dim3 grid((tiles + args.run_tiles - 1) / args.run_tiles, args.tokens);
-  const auto choose = fp8 ? kernel_for<dsv4::Fp8Key> : kernel_for<dsv4::Fp4Key>;
-  choose(args.fp8_products, args.blocks)<<<grid, dsv4::kScoreThreads, 0, stream>>>(args);
+  kernel_for(fp8, args)<<<grid, dsv4::kScoreThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 

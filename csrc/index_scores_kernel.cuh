@@ -1,7 +1,7 @@
 // Index scores over paged fp4 or fp8 keys (dsv4_jax/ops/index_scores.py): I[t, s] = sum_h w[t, h] relu(q[t, h] . K[s]).
 //
 // A block of one warpgroup takes one token and a run of its keys, 64 at a time. Each thread loads its share of two keys
-// straight into registers, a tile ahead, decodes it to bf16 there and multiplies (wgmma, A from registers) with
+// straight into registers, a tile or more ahead, decodes it to bf16 there and multiplies (wgmma, A from registers) with
 // the token's 64 heads, which stay in shared memory. The order of the 128 dims within the product is free, so it is
 // the one in which a thread's bytes lie; the queries are brought into it on their way to shared memory.
 // A score depends on its token and key alone.
@@ -105,7 +105,8 @@ __device__ __forceinline__ void load_weights(uint32_t shared, int quarter, float
   }
 }
 
-template <typename Key, bool kE4m3, bool kHoldWeights>
+// `kStages` - 1 tiles are loaded ahead.
+template <typename Key, bool kE4m3, bool kHoldWeights, int kStages>
 __device__ __forceinline__ void score_tiles(const ScoreArgs& args, const ScoreRun& run, int warp, int lane) {
   const int quarter = lane & 3;
   const int odd = quarter & 1;
@@ -116,18 +117,18 @@ __device__ __forceinline__ void score_tiles(const ScoreArgs& args, const ScoreRu
   const int end = run.end - own, visible = run.visible - own;
   float weights[16];
   if constexpr (kHoldWeights) load_weights(run.weights, quarter, weights);
-  Key keys[Key::kStages];
+  Key keys[kStages];
   auto load = [&](Key& key, int tile) {
     if (tile < run.tiles) key.load(source, run.first_row[tile * 4 + warp]);
   };
 #pragma unroll
-  for (int i = 0; i < Key::kStages - 1; ++i) load(keys[i], i);
-  for (int round = 0; round < run.tiles; round += Key::kStages) {
+  for (int i = 0; i < kStages - 1; ++i) load(keys[i], i);
+  for (int round = 0; round < run.tiles; round += kStages) {
 #pragma unroll
-    for (int stage = 0; stage < Key::kStages; ++stage) {
+    for (int stage = 0; stage < kStages; ++stage) {
       const int tile = round + stage;
       if (tile >= run.tiles) break;
-      load(keys[(stage + Key::kStages - 1) % Key::kStages], tile + Key::kStages - 1);
+      load(keys[(stage + kStages - 1) % kStages], tile + kStages - 1);
       float z[32];
       float rest;
       if constexpr (kE4m3) {
@@ -173,7 +174,7 @@ __device__ __forceinline__ void score_tiles(const ScoreArgs& args, const ScoreRu
 
 // `kFp8`: tokens whose queries allow it take FP8 products. Up to four blocks a multiprocessor (`kBlocks`) there are
 // registers to hold the weights; with more they are read from shared memory for every tile.
-template <typename Key, bool kFp8, int kBlocks>
+template <typename Key, bool kFp8, int kBlocks, int kStages>
 __global__ void __launch_bounds__(kScoreThreads, kBlocks) index_scores_kernel(const __grid_constant__ ScoreArgs args) {
   __shared__ alignas(1024) uint8_t queries[2 * kBlockBytes];
   __shared__ int32_t first_row[kMaxRunTiles * kScoreTile / kGroupKeys];
@@ -223,9 +224,9 @@ __global__ void __launch_bounds__(kScoreThreads, kBlocks) index_scores_kernel(co
   __syncthreads();
 
   if constexpr (kFp8) {
-    if (e4m3) return score_tiles<Key, true, kBlocks < 5>(args, run, warp, lane);
+    if (e4m3) return score_tiles<Key, true, kBlocks < 5, kStages>(args, run, warp, lane);
   }
-  score_tiles<Key, false, kBlocks < 5>(args, run, warp, lane);
+  score_tiles<Key, false, kBlocks < 5, 2>(args, run, warp, lane);
 }
 
 }  // namespace dsv4

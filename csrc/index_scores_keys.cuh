@@ -25,7 +25,7 @@ struct ScoreArgs {
   float* scores;                   // [T, S], S = X * rows_per_block
   int tokens, heads, columns, base, rows_per_block;
   int run_tiles;                   // tiles of a block of threads; 0: the launch chooses
-  int blocks;                      // of threads a multiprocessor, 4 or 5; 0: the launch chooses
+  int blocks, stages;              // of threads a multiprocessor, of tiles; 0: the launch chooses
   int fp8_products;                // tokens whose queries are e4m3 times a power of two per head take them, or none
 };
 
@@ -77,8 +77,6 @@ __device__ __forceinline__ uint32_t halves(uint32_t low, uint32_t high, int half
 // A thread's share of two keys, `row` and `row + 8`: a quarter of the dims each. Part p of a quarter of a query, 8
 // dims, goes to products 2 p and 2 p + 1; `query_chunk` says which 8 dims, `query_pairs` in what order.
 struct Fp4Key {
-  static constexpr int kStages = 2;
-
   // Dims 32 q + 8 p and on: the key's word p, whose codes i and i + 4 decode as a pair.
   static __device__ __forceinline__ int query_chunk(int quarter, int part) { return 4 * quarter + part; }
   static __device__ __forceinline__ uint4 query_pairs(uint4 x) {
@@ -182,8 +180,6 @@ struct Fp4Key {
 };
 
 struct Fp8Key {
-  static constexpr int kStages = 2;
-
   // Dims 64 (p / 2) + 16 q + 8 (p % 2) and on: two words of the key, neighbours pair up.
   static __device__ __forceinline__ int query_chunk(int quarter, int part) {
     return 8 * (part >> 1) + 2 * quarter + (part & 1);
