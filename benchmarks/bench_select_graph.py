@@ -165,16 +165,18 @@ class ScoreCase:
             dots = self.queries[t].double() @ decode(self.fmt, self.keys, rows).T
             want = self.weights[t].double() @ dots.clamp(min=0)
             got = self.scores[t].double()
+            got = torch.where(got.isnan(), math.inf, got)  # a NaN would be lost in the maxima below
             assert got[n:].isneginf().all()
             if n:
                 error = got[:n] - want
                 worst = max(worst, float(error.norm() / want.norm()))
                 greatest = max(greatest, float(error.abs().max() / want.abs().max()))
-        assert worst < (5e-4 if self.fp8 else 2e-6), worst
         return worst, greatest
 
 
-def bench_scores(library: ctypes.CDLL, options: argparse.Namespace, ceiling: float) -> None:
+def bench_scores(library: ctypes.CDLL, options: argparse.Namespace, ceiling: float) -> int:
+    """Checks, reports and goes on; the number of wrong results."""
+    wrong = 0
     entry = library.dsv4_index_scores_launch
     entry.argtypes = (ctypes.POINTER(ScoreArgs), ctypes.c_int, POINTER)
 
@@ -192,8 +194,11 @@ def bench_scores(library: ctypes.CDLL, options: argparse.Namespace, ceiling: flo
                 case = ScoreCase(fmt, keys, tokens, entries, heads, tokens > 1, queries, fp8, n)
                 launch(case)
                 l2, most = case.check()
+                good = l2 < (5e-4 if case.fp8 else 2e-6)
+                wrong += not good
                 print(f"index_scores {fmt} {kind} keys, {queries} queries, {tokens} x {entries}, {heads} heads, "
-                      f"kernel {n}: relative L2 {l2:.1e}, largest {most:.1e}", flush=True)  # fmt: skip
+                      f"kernel {n}: relative L2 {l2:.1e}, largest {most:.1e}{'' if good else ' WRONG'}",
+                      flush=True)  # fmt: skip
         keys = make_keys(fmt, 1 << 22)
         shapes = SCORE_SHAPES[:3] if options.quick else SCORE_SHAPES
         runs = [int(x) for x in options.run_tiles.split(",")]
@@ -210,6 +215,7 @@ def bench_scores(library: ctypes.CDLL, options: argparse.Namespace, ceiling: flo
                   f"{tokens:3} x {entries:6}: {us:7.1f} us, {moved / us / 1e3:5.0f} GB/s "
                   f"({moved / us / 1e3 / ceiling:4.0%} of copy), {flops / us / 1e6:4.0f} TFLOP/s, DeepGEMM fp8 "
                   f"{peer or '-'} ({f'{us / peer:.2f}x' if peer else ''})", flush=True)  # fmt: skip
+    return wrong
 
 
 class TopCase:
@@ -287,12 +293,15 @@ def main() -> None:
     options = parser.parse_args()
     library = ctypes.CDLL(options.library)
     torch.manual_seed(0)
+    wrong = 0
     ceiling = copy_ceiling()
     print(f"copy ceiling {ceiling:.0f} GB/s")
     if "index_scores" in options.only:
-        bench_scores(library, options, ceiling)
+        wrong = bench_scores(library, options, ceiling)
     if "top_k" in options.only:
         bench_top_k(library, options.quick, ceiling)
+    if wrong:
+        raise SystemExit(f"{wrong} wrong results")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ using ScoreKernel = void (*)(dsv4::ScoreArgs);
 // What fits into the registers; the rest is for measurements.
 ScoreKernel kernel_for(bool fp8, const dsv4::ScoreArgs& args) {
   using dsv4::Fp4Key, dsv4::Fp8Key, dsv4::index_scores_kernel;
-  if (fp8) return args.fp8_products ? index_scores_kernel<Fp8Key, true, 4, 2> : index_scores_kernel<Fp8Key, false, 4, 2>;
-  if (!args.fp8_products) return index_scores_kernel<Fp4Key, false, 4, 2>;
+  const bool bf16 = args.fp8_products == 0;
+  if (fp8) return bf16 ? index_scores_kernel<Fp8Key, false, 4, 2> : index_scores_kernel<Fp8Key, true, 4, 2>;
+  if (bf16) return index_scores_kernel<Fp4Key, false, 4, 2>;
   if (args.blocks == 5) return index_scores_kernel<Fp4Key, true, 5, 2>;
   if (args.stages == 2) return index_scores_kernel<Fp4Key, true, 4, 2>;
   if (args.stages == 4) return index_scores_kernel<Fp4Key, true, 4, 4>;

@@ -199,15 +199,19 @@ __global__ void __launch_bounds__(kScoreThreads, kBlocks) index_scores_kernel(co
   }
   if (run.tiles == 0) return;
 
+  // All that is needed from memory is asked for at once.
+  QueryPart part;
+  part.load<Key>(args, token, warp, lane);
+  const int head = head_of_weight(thread % kScoreHeads);
+  const float weight = head < args.heads ? __ldg(args.weights + static_cast<int64_t>(token) * args.heads + head) : 0.f;
+
   // Rows of the run, one number per 16 keys. Keys past the end of the table repeat the last 16.
   for (int g = thread; g < run.tiles * (kScoreTile / kGroupKeys); g += kScoreThreads) {
     const int key = min(run.first + g * kGroupKeys, total - kGroupKeys);
     const int column = key / args.rows_per_block;
-    first_row[g] = args.base + __ldg(args.table + static_cast<int64_t>(token) * args.columns + column) * args.rows_per_block +
-                   key - column * args.rows_per_block;
+    const int block = __ldg(args.table + static_cast<int64_t>(token) * args.columns + column);
+    first_row[g] = args.base + block * args.rows_per_block + key - column * args.rows_per_block;
   }
-  QueryPart part;
-  part.load<Key>(args, token, warp, lane);
   bool e4m3 = false;
   if constexpr (kFp8) {
     static_assert(kShifts * kShiftBytes == kScoreThreads, "a byte of the table a thread");
@@ -215,11 +219,7 @@ __global__ void __launch_bounds__(kScoreThreads, kBlocks) index_scores_kernel(co
     e4m3 = __syncthreads_and(part.store_e4m3(run.queries, factors, warp, lane));
   }
   if (!e4m3) part.store<Key>(run.queries, warp, lane);
-  if (thread < kScoreHeads) {
-    const int head = head_of_weight(thread);
-    const float w = head < args.heads ? __ldg(args.weights + static_cast<int64_t>(token) * args.heads + head) : 0.f;
-    weights[thread] = 0.5f * (e4m3 ? Key::kE4m3Unit * factors[head] : 1.f) * w;
-  }
+  if (thread < kScoreHeads) weights[thread] = 0.5f * (e4m3 ? Key::kE4m3Unit * factors[head] : 1.f) * weight;
   fence_for_mma();
   __syncthreads();
 
