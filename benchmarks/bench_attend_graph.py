@@ -19,14 +19,13 @@ import torch
 
 SHAPES = {
     "CSA Flash": (64, 128, 512, (1, 16, 64, 128, 256)),
-    "HCA Flash 128K": (64, 128, 1024, (1, 16, 64, 256)),
+    "HCA Flash 128K": (64, 128, 1024, (1, 64, 256)),
     "HCA Flash 1M": (64, 128, 8192, (1, 16)),
-    "CSA Pro": (128, 128, 1024, (1, 16, 64, 256)),
+    "CSA Pro": (128, 128, 1024, (1, 64, 256)),
     "SWA": (64, 128, 0, (1, 64)),
 }
 SCALE = 512**-0.5
 POINTER = ctypes.c_void_p
-SCRATCH_BYTES = 128 << 20  # as in dsv4_jax/cuda/attend.py
 
 
 class Rows(ctypes.Structure):
@@ -44,7 +43,6 @@ class Args(ctypes.Structure):
         ("scale_log2", ctypes.c_float),
         *((name, POINTER) for name in ("cosine", "sine")),  # null: the output is not turned back
         ("bf16_out", ctypes.c_int),
-        ("scratch", POINTER),
     )
 
 
@@ -184,12 +182,10 @@ def main() -> None:
     options = parser.parse_args()
     splits = [int(x) for x in options.splits.split(",")]
     entry = ctypes.CDLL(options.library).dsv4_attend_launch
-    entry.argtypes = (ctypes.POINTER(Args), ctypes.c_int, ctypes.c_int64, POINTER)
-    scratch = torch.empty(SCRATCH_BYTES, device="cuda", dtype=torch.uint8)
+    entry.argtypes = (ctypes.POINTER(Args), ctypes.c_int, POINTER)
 
     def launch(args: Args, count: int) -> None:
-        args.scratch = scratch.data_ptr()
-        status = entry(ctypes.byref(args), count, scratch.numel(), torch.cuda.current_stream().cuda_stream)
+        status = entry(ctypes.byref(args), count, torch.cuda.current_stream().cuda_stream)
         assert status == 0, f"CUDA error {status}"
 
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
-// attend as an XLA FFI handler and as a plain C call. Only enqueues: fit for a command buffer. Scratch memory is a result. Wrapper, argument meaning and fallbacks: dsv4_jax/cuda/attend.py.
+// attend as an XLA FFI handler and as a plain C call. One launch, no scratch memory, only enqueues: fit for a command
+// buffer. Wrapper, argument meaning and fallbacks: dsv4_jax/cuda/attend.py.
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <string>
 
 #include "attend_kernel.cuh"
@@ -12,8 +12,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// `scratch_bytes`: of `args.scratch`. More tokens than it has room for are served by further launches, one after the other.
-cudaError_t launch(const dsv4::AttendArgs& args, int splits, int64_t scratch_bytes, cudaStream_t stream) {
+cudaError_t launch(const dsv4::AttendArgs& args, int splits, cudaStream_t stream) {
   if (args.tokens == 0 || args.heads == 0) return cudaSuccess;
   const size_t shared = sizeof(dsv4::Shared);
   // Set on every launch: the attribute belongs to the current device and costs no device work.
@@ -21,24 +20,17 @@ cudaError_t launch(const dsv4::AttendArgs& args, int splits, int64_t scratch_byt
                                            static_cast<int>(shared));
   if (error != cudaSuccess) return error;
   const int head_blocks = (args.heads + dsv4::kHeads - 1) / dsv4::kHeads;
-  const int64_t token_bytes = int64_t{head_blocks} * splits * dsv4::kHeads * dsv4::kDim * 4;
-  const int64_t at_once = splits == 1 ? args.tokens : scratch_bytes / token_bytes;
-  if (at_once < 1) return cudaErrorInvalidValue;
   cudaLaunchAttribute cluster;
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {static_cast<unsigned>(splits), 1, 1};
   cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(args.tokens) * head_blocks * splits);
   config.blockDim = dim3(dsv4::kThreads);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
-  for (int64_t first = 0; first < args.tokens && error == cudaSuccess; first += at_once) {
-    const auto tokens = static_cast<unsigned>(std::min<int64_t>(at_once, args.tokens - first));
-    config.gridDim = dim3(tokens * head_blocks * splits);
-    error = cudaLaunchKernelEx(&config, dsv4::attend_kernel, args, splits, head_blocks, static_cast<int>(first));
-  }
-  return error;
+  return cudaLaunchKernelEx(&config, dsv4::attend_kernel, args, splits, head_blocks);
 }
 
 using Bytes = ffi::Buffer<ffi::U8, 2>;
@@ -50,7 +42,6 @@ using Queries = ffi::Buffer<ffi::BF16, 3>;
 using Sink = ffi::Buffer<ffi::F32, 1>;
 using Angles = ffi::Buffer<ffi::F32, 2>;
 using Lse = ffi::Buffer<ffi::F32, 2>;
-using Scratch = ffi::Buffer<ffi::F32, 1>;
 
 dsv4::Rows rows_of(const Bytes& nope, const Halves& rope, const Bytes& scale) {
   return {nope.typed_data(), rope.typed_data(), scale.typed_data(), static_cast<int>(nope.dimensions()[0])};
@@ -66,7 +57,7 @@ ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink,
                   Bytes window_nope, Halves window_rope, Bytes window_scale, Ids window_ids,
                   Flags window_visible, Bytes entry_nope, Halves entry_rope, Bytes entry_scale,
                   Ids entry_ids, Counts entry_count, Angles cosine, Angles sine, ffi::Result<ffi::AnyBuffer> out,
-                  ffi::Result<Lse> lse, ffi::Result<Scratch> scratch, float scale, int32_t splits) {
+                  ffi::Result<Lse> lse, float scale, int32_t splits) {
   const auto q = queries.dimensions();
   const auto w = window_ids.dimensions(), e = entry_ids.dimensions();
   if (q[2] != dsv4::kDim || !has_v4_widths(window_nope, window_rope, window_scale) ||
@@ -108,8 +99,7 @@ ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink,
   args.cosine = turn_back ? cosine.typed_data() : nullptr;
   args.sine = turn_back ? sine.typed_data() : nullptr;
   args.bf16_out = bf16_out;
-  args.scratch = reinterpret_cast<float4*>(scratch->typed_data());
-  const cudaError_t error = launch(args, splits, static_cast<int64_t>(scratch->size_bytes()), stream);
+  const cudaError_t error = launch(args, splits, stream);
   if (error != cudaSuccess) return ffi::Error::Internal(std::string("attend: ") + cudaGetErrorString(error));
   return ffi::Error::Success();
 }
@@ -137,12 +127,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Attend, attend,
                                   .Arg<Angles>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<Lse>()
-                                  .Ret<Scratch>()
                                   .Attr<float>("scale")
                                   .Attr<int32_t>("splits"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 // The launch alone, for timing without XLA. Returns a cudaError_t.
-extern "C" int dsv4_attend_launch(const dsv4::AttendArgs* args, int splits, int64_t scratch_bytes, cudaStream_t stream) {
-  return static_cast<int>(launch(*args, splits, scratch_bytes, stream));
+extern "C" int dsv4_attend_launch(const dsv4::AttendArgs* args, int splits, cudaStream_t stream) {
+  return static_cast<int>(launch(*args, splits, stream));
 }

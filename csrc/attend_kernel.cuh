@@ -8,9 +8,8 @@
 //   warpgroup 0       S = Q K^T (64 heads x 64 keys), online softmax, P; then O[:, 0:256] += P K
 //   warpgroup 1       O[:, 256:512] += P K with the same P, through shared memory
 //
-// K and V are the same rows: one tile in shared memory serves both products. Of the runs' sums each block keeps its share
-// of the columns and gives the others away through L2, which takes them five times as fast as distributed shared memory
-// would (13 bytes a clock and multiprocessor); the sink enters there.
+// K and V are the same rows: one tile in shared memory serves both products. The runs are merged in rank order through
+// distributed shared memory, and the sink enters there.
 #pragma once
 
 #include "hopper.cuh"
@@ -52,15 +51,11 @@ struct AttendArgs {
   const float* cosine;  // [T, 32]: the last 64 dims of the output turn back by these angles; null: they do not
   const float* sine;    // [T, 32]
   int bf16_out;
-  float4* scratch;      // [tokens of a launch * head blocks, splits, kPieces, 256], for more than one split
 };
-
-// A consumer thread's sums in units of eight columns: two of them, in two rows.
-constexpr int kPieces = 32;
 
 struct Shared {
   alignas(1024) uint8_t queries[8 * kBlockBytes];
-  alignas(1024) uint8_t keys[2][8 * kBlockBytes];
+  alignas(1024) uint8_t keys[2][8 * kBlockBytes];  // after the last tile: the block's float [64][512] sums
   alignas(1024) uint8_t weights[2][kBlockBytes];  // P, bf16
   uint8_t codes[kProducerWarps][2][2][32][16];    // rows on their way: [warp][slot][groups 0-3 or 4-6][lane]
   float keep[2][kHeads];                          // factor by which a tile shrinks the sums before it
@@ -351,24 +346,16 @@ __device__ __forceinline__ void update(Softmax& m, float (&z)[32], float (&keep)
   }
 }
 
-// A block's part in the merge of the runs of a token: the pieces it owns, and where the cluster's pieces lie.
-struct Merge {
-  const AttendArgs& args;
-  int token, head, rank, splits, group, thread;  // `thread`: of the 128 of a consumer warpgroup
-  float4* scratch;                               // the cluster's: [splits, kPieces, 256]
-
-  __device__ __forceinline__ int first_piece() const { return rank * kPieces / splits; }
-  __device__ __forceinline__ int last_piece() const { return (rank + 1) * kPieces / splits; }
-  __device__ __forceinline__ bool owns(int piece) const { return first_piece() <= piece && piece < last_piece(); }
-  __device__ __forceinline__ int row(int half) const { return (thread >> 5) * 16 + (thread >> 2 & 7) + 8 * half; }
-  __device__ __forceinline__ float4* at(int from, int piece) const {
-    return scratch + (static_cast<int64_t>(from) * kPieces + piece) * 256 + group * 128 + thread;
-  }
-
-  // This run's share in the softmax over all runs and the sink, of one of the thread's rows. Writes its LSE.
-  __device__ __forceinline__ float share(Shared& s, int half) const {
-    const int h = head + row(half);
-    const uint32_t stats = shared_address(&s.stats[row(half)]);
+// Scales a block's sums by its run's share of the softmax and leaves them in shared memory for `add_runs`. The 256
+// threads of both consumer warpgroups call it; `o` holds columns [256 group, 256 group + 256).
+__device__ __forceinline__ void share_sums(const AttendArgs& args, Shared& s, const Sums& o, int token, int head,
+                                           int rank, int splits, int group, int thread) {
+  const int warp = thread >> 5 & 3, lane = thread & 31;
+  float* sums = reinterpret_cast<float*>(s.keys);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = warp * 16 + (lane >> 2) + 8 * half, h = head + row;
+    const uint32_t stats = shared_address(&s.stats[row]);
     float top = -kInf, total = 0;
 #pragma unroll 1
     for (int c = 0; c < splits; ++c) {  // a running softmax over the runs, in rank order
@@ -378,95 +365,66 @@ struct Merge {
       total = total * exp2_fast(top - higher) + x.y * exp2_fast(x.x - higher);
       top = higher;
     }
-    if (rank == 0 && group == 0 && (thread & 3) == 0 && h < args.heads) {
+    const float sink = h < args.heads ? __ldg(args.sink + h) : 0.f;
+    const float own = s.stats[row].x;
+    const float share = own == -kInf ? 0.f : exp2_fast(own - top) / (total + exp2f(sink * kLog2e - top));
+    if (rank == 0 && group == 0 && (lane & 3) == 0 && h < args.heads) {
       args.lse[static_cast<int64_t>(token) * args.heads + h] = top == -kInf ? -kInf : (log2f(total) + top) * kLn2;
     }
-    const float sink = h < args.heads ? __ldg(args.sink + h) : 0.f;
-    const float own = s.stats[row(half)].x;
-    return own == -kInf ? 0.f : exp2_fast(own - top) / (total + exp2f(sink * kLog2e - top));
-  }
-
-  // Scales this block's sums by its share and gives away the pieces of others.
-  __device__ __forceinline__ void give(Shared& s, Sums& o) const {
-    const float upper = share(s, 0), lower = share(s, 1);
+    // Columns are swizzled by row in units of eight, so that the eight rows of a warp's store hit different banks.
+    float* to = sums + row * kDim + 256 * group + 2 * (lane & 3);
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      float* x = o[j >> 4] + (j & 15) * 4;
-      x[0] *= upper, x[1] *= upper, x[2] *= lower, x[3] *= lower;
-      if (!owns(j)) __stcg(at(rank, j), make_float4(x[0], x[1], x[2], x[3]));
+    for (int j = 0; j < 32; ++j) {
+      const float* x = o[j >> 4] + (j & 15) * 4 + 2 * half;
+      *reinterpret_cast<float2*>(to + ((j ^ (row & 7)) << 3)) = make_float2(x[0] * share, x[1] * share);
     }
   }
+}
 
-  // Two adjacent dims of the output: turned back where they are RoPE dims, rounded once. Products are rounded before
-  // they are added, as in dsv4_jax/ops/numerics.py.
-  __device__ __forceinline__ void store(int half, int column, float x, float y) const {
-    const int h = head + row(half);
-    if (h >= args.heads) return;
-    if (args.cosine != nullptr && column >= kNope) {
-      const int angle = token * (kRope / 2) + (column - kNope) / 2;
-      const float c = __ldg(args.cosine + angle), s = __ldg(args.sine + angle), z = x;
-      x = __fadd_rn(__fmul_rn(z, c), __fmul_rn(y, s));
-      y = __fsub_rn(__fmul_rn(y, c), __fmul_rn(z, s));
-    }
-    const int64_t at = (static_cast<int64_t>(token) * args.heads + h) * kDim + column;
-    if (args.bf16_out != 0) {
-      *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(args.out) + at) = pack(x, y);
-    } else {
-      *reinterpret_cast<float2*>(static_cast<float*>(args.out) + at) = make_float2(x, y);
-    }
+// Four adjacent dims of the output, the first of them `column`: turned back where they are RoPE dims, rounded once.
+// Products are rounded before they are added, as in dsv4_jax/ops/numerics.py.
+__device__ __forceinline__ void store_out(const AttendArgs& args, int token, int64_t row, int column, float4 x) {
+  if (args.cosine != nullptr && column >= kNope) {
+    const int at = token * (kRope / 2) + (column - kNope) / 2;
+    const float2 c = __ldg(reinterpret_cast<const float2*>(args.cosine + at));
+    const float2 s = __ldg(reinterpret_cast<const float2*>(args.sine + at));
+    x = {__fadd_rn(__fmul_rn(x.x, c.x), __fmul_rn(x.y, s.x)), __fsub_rn(__fmul_rn(x.y, c.x), __fmul_rn(x.x, s.x)),
+         __fadd_rn(__fmul_rn(x.z, c.y), __fmul_rn(x.w, s.y)), __fsub_rn(__fmul_rn(x.w, c.y), __fmul_rn(x.z, s.y))};
   }
+  const int64_t first = row * kDim + column;
+  if (args.bf16_out != 0) {
+    *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(args.out) + first) = {pack(x.x, x.y), pack(x.z, x.w)};
+  } else {
+    *reinterpret_cast<float4*>(static_cast<float*>(args.out) + first) = x;
+  }
+}
 
-  // Adds the other runs' sums to the pieces this block owns, in rank order, and writes them out.
-  __device__ __forceinline__ void take_and_store(const Sums& o) const {
-    constexpr int kBatch = 8;  // on their way at a time
-#pragma unroll
-    for (int first = 0; first < kPieces; first += kBatch) {
-      if (last_piece() <= first || first_piece() >= first + kBatch) continue;
-      float4 sum[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const float* x = o[(first + i) >> 4] + ((first + i) & 15) * 4;
-        sum[i] = make_float4(x[0], x[1], x[2], x[3]);
-      }
-#pragma unroll 1
-      for (int c = 0; c < splits; ++c) {
-        if (c == rank) continue;
-        float4 x[kBatch];
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          if (owns(first + i)) x[i] = __ldcg(at(c, first + i));
-        }
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          if (owns(first + i)) sum[i].x += x[i].x, sum[i].y += x[i].y, sum[i].z += x[i].z, sum[i].w += x[i].w;
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        if (!owns(first + i)) continue;
-        const int column = 256 * group + 8 * (first + i) + 2 * (thread & 3);
-        store(0, column, sum[i].x, sum[i].y);
-        store(1, column, sum[i].z, sum[i].w);
-      }
+// Adds the runs of the cluster in rank order and writes this block's part of the output. All threads call it.
+__device__ __forceinline__ void add_runs(const AttendArgs& args, Shared& s, int token, int head, int rank, int splits,
+                                         int thread) {
+  constexpr int kQuads = kHeads * kDim / 4;
+  const uint32_t sums = shared_address(s.keys);
+  const int end = (rank + 1) * kQuads / splits;
+  const int64_t first_row = static_cast<int64_t>(token) * args.heads + head;
+#pragma unroll 2
+  for (int i = rank * kQuads / splits + thread; i < end; i += kThreads) {
+    const int row = i >> 7, column = (i & 127) * 4;
+    const uint32_t at = sums + (row * kDim + (column ^ (row & 7) << 3)) * 4;
+    float4 sum = load_peer4(peer_address(at, 0));
+    for (int c = 1; c < splits; ++c) {
+      const float4 x = load_peer4(peer_address(at, c));
+      sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
     }
+    if (head + row < args.heads) store_out(args, token, first_row + row, column, sum);
   }
-
-  // Both consumer warpgroups of every block of the cluster call it, `o` holding columns [256 group, 256 group + 256).
-  // The producers meet them in `cluster_sync` once, and with more than one split a second time.
-  __device__ __forceinline__ void operator()(Shared& s, Sums& o) const {
-    cluster_sync();  // every block's statistics are there
-    give(s, o);
-    if (splits > 1) cluster_sync();  // what was given away can be read; no block reads another's statistics any more
-    take_and_store(o);
-  }
-};
+}
 
 __global__ void __launch_bounds__(kThreads, 1)
-    attend_kernel(const __grid_constant__ AttendArgs args, int splits, int head_blocks, int first_token) {
+    attend_kernel(const __grid_constant__ AttendArgs args, int splits, int head_blocks) {
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
   const int rank = blockIdx.x % splits, unit = blockIdx.x / splits;
-  const int head = unit % head_blocks * kHeads, token = first_token + unit / head_blocks;
+  const int head = unit % head_blocks * kHeads, token = unit / head_blocks;
   const int thread = threadIdx.x, group = thread >> 7, lane = thread & 31;
   const int warp = __shfl_sync(~0u, thread >> 5 & 3, 0);
   const int counted = __ldg(args.entry_count + token);
@@ -485,12 +443,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int tiles = window_tiles + (count + kTile - 1) / kTile;
   const int first = rank * tiles / splits, last = (rank + 1) * tiles / splits;
 
-  float4* scratch = args.scratch + static_cast<int64_t>(unit) * splits * kPieces * 256;
   if (group >= 2) {
     give_registers<64>();
     produce(Producer{args, token, count, window_tiles, (group - 2) * 4 + warp, lane}, s, first, last);
     cluster_sync();
-    if (splits > 1) cluster_sync();
+    cluster_sync();
+    add_runs(args, s, token, head, rank, splits, thread);
+    cluster_meet();
   } else if (group == 0) {
     take_registers<192>();
     load_queries(args, s, token, head, thread);
@@ -550,7 +509,11 @@ __global__ void __launch_bounds__(kThreads, 1)
         s.stats[warp * 16 + (lane >> 2) + 8 * half] = make_float2(softmax.top[half] * args.scale_log2, total);
       }
     }
-    Merge{args, token, head, rank, splits, 0, thread & 127, scratch}(s, o);
+    cluster_sync();  // every block's statistics are there and its tiles are no longer needed
+    share_sums(args, s, o, token, head, rank, splits, 0, thread);
+    cluster_sync();
+    add_runs(args, s, token, head, rank, splits, thread);
+    cluster_meet();  // no block leaves while another reads its sums
   } else {
     take_registers<192>();
     load_queries(args, s, token, head, thread);
@@ -572,7 +535,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       mma_wait<0>();
       if (lane == 0) barrier_arrive(shared_address(&s.empty[stage]));
     }
-    Merge{args, token, head, rank, splits, 1, thread & 127, scratch}(s, o);
+    cluster_sync();
+    share_sums(args, s, o, token, head, rank, splits, 1, thread);
+    cluster_sync();
+    add_runs(args, s, token, head, rank, splits, thread);
+    cluster_meet();  // no block leaves while another reads its sums
   }
 }
 

@@ -1,8 +1,8 @@
 """attend in the project's own CUDA for Hopper (`csrc/attend_kernel.cuh`), called through XLA FFI.
 
-Rows of fp8 are gathered and decoded by producer warps while the tensor cores (wgmma) work on the
-tile before, the runs of the key split are merged within a thread-block cluster through scratch memory, and the output
-leaves turned back and rounded if the caller wants that. Other row formats and widths take the reference.
+One launch per call: fp8 rows are gathered and decoded by producer warps while the tensor cores (wgmma) work on the
+tile before, the runs of the key split are merged within a thread-block cluster, and the output leaves turned back and
+rounded if the caller wants that. Other row formats and widths take the reference.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from ..ops.numerics import rope_tables
 __all__ = ["split_count"]
 
 TILE = 64  # keys of a tile, as in the kernel
-HEAD_BLOCK = 64  # heads of a block, as in the kernel
-SCRATCH_BYTES = 128 << 20
 MAX_SPLITS = 8  # largest portable cluster
 TILES_PER_SPLIT = 9  # fewer help batch 1, more help large batches (benchmarks/RESULTS.md)
 
@@ -31,14 +29,6 @@ def split_count(window: int, entries: int) -> int:
     """Blocks that share one token's keys (and 64 heads): a function of shapes only, never of the batch."""
     tiles = -(-window // TILE) - (-entries // TILE)
     return min(MAX_SPLITS, max(1, -(-tiles // TILES_PER_SPLIT)))
-
-
-def scratch_size(tokens: int, heads: int, splits: int) -> int:
-    """Floats in which the blocks of a token give each other their sums; beyond `SCRATCH_BYTES` tokens take turns."""
-    if splits == 1:
-        return 0
-    token = -(-heads // HEAD_BLOCK) * splits * HEAD_BLOCK * 512
-    return token * max(1, min(tokens, SCRATCH_BYTES // (4 * token)))
 
 
 def has_kernel(fmt: RowFormat) -> bool:
@@ -78,19 +68,14 @@ def _attend(
     # The tables are the same for all layers of a kind: XLA computes them once a step. No rows: nothing to turn back.
     no_table = jnp.zeros((0, fmt.rope_dim // 2), jnp.float32)
     tables = (no_table, no_table) if inverse_rope is None else rope_tables(*inverse_rope)
-    splits = split_count(window_ids.shape[1], entry_ids.shape[1])
     stored = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     call = jax.ffi.ffi_call(
         cuda_target("dsv4_attend"),
-        (
-            jax.ShapeDtypeStruct((tokens, heads, dim), stored),
-            jax.ShapeDtypeStruct((tokens, heads), jnp.float32),
-            jax.ShapeDtypeStruct((scratch_size(tokens, heads, splits),), jnp.float32),
-        ),
+        (jax.ShapeDtypeStruct((tokens, heads, dim), stored), jax.ShapeDtypeStruct((tokens, heads), jnp.float32)),
     )
-    out, lse, _ = call(
+    out, lse = call(
         queries.astype(jnp.bfloat16), sink.astype(jnp.float32), *window, window_ids, window_visible,
         *entries, entry_ids, entry_count, *tables,
-        scale=np.float32(scale), splits=np.int32(splits),
+        scale=np.float32(scale), splits=np.int32(split_count(window_ids.shape[1], entry_ids.shape[1])),
     )  # fmt: skip
     return out.astype(dtype), lse
