@@ -20,11 +20,11 @@ _ROOMS = {"pallas": "Pallas", "cuda": "CUDA", "triton": "Triton"}  # room -> wha
 _ON_GPU: dict[str, Literal["xla", "pallas", "cuda"]] = {
     "append": "pallas",
     "attend": "cuda",
-    "compress": "pallas",
+    "compress": "cuda",
     "gather": "pallas",
     "index_scores": "cuda",
     "kv_store": "pallas",
-    "queries": "xla",
+    "queries": "cuda",
     "top_k": "cuda",
 }
 
