@@ -39,7 +39,7 @@ class ScoreArgs(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("codes", "scale", "queries", "weights", "table", "count", "scores")),
         *((name, ctypes.c_int) for name in ("tokens", "heads", "columns", "base", "rows_per_block", "run_tiles")),
-        *((name, ctypes.c_int) for name in ("blocks", "stages", "fp8_products")),
+        ("fp8_products", ctypes.c_int),
     )
 
 
@@ -136,7 +136,7 @@ def decode(fmt: str, keys: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor
 
 class ScoreCase:
     def __init__(self, fmt: str, keys, tokens: int, entries: int, heads: int = 64, ragged: bool = False,
-                 queries: str = "plain", fp8: bool = False, kernel=(0, 0), run_tiles: int = 0):  # fmt: skip
+                 queries: str = "plain", fp8: bool = False, run_tiles: int = 0):  # fmt: skip
         columns = entries // ROWS_PER_BLOCK
         key_blocks = keys[0].shape[0] // ROWS_PER_BLOCK
         self.fmt, self.keys = fmt, keys
@@ -150,7 +150,7 @@ class ScoreCase:
             self.count[0] = 0
         self.scores = torch.full((tokens, entries), math.nan, device="cuda")
         data = [x.data_ptr() for x in (*keys, self.queries, self.weights, self.table, self.count, self.scores)]
-        self.args = ScoreArgs(*data, tokens, heads, columns, 0, ROWS_PER_BLOCK, run_tiles, *kernel, fp8)
+        self.args = ScoreArgs(*data, tokens, heads, columns, 0, ROWS_PER_BLOCK, run_tiles, fp8)
 
     def check(self) -> tuple[float, float]:
         """Worst over tokens: relative L2, and the largest error relative to the token's largest score.
@@ -186,32 +186,31 @@ def bench_scores(library: ctypes.CDLL, options: argparse.Namespace, ceiling: flo
 
     for fmt in options.formats.split(","):
         fp8 = fmt in options.products.split(",")
-        kernels = [tuple(map(int, x.split("x"))) for x in options.kernels.split(",")]
         for kind, queries in itertools.product(("normal", "equal", "spread"), ("qat", "plain")):
             keys = make_keys(fmt, 1 << 20, kind)
             shapes = ((1, 32, 64), (5, 96, 64), (7, 4128, 16), (3, 32768, 64), (2, 262144, 61))
-            for (tokens, entries, heads), n in itertools.product(shapes, kernels):
-                case = ScoreCase(fmt, keys, tokens, entries, heads, tokens > 1, queries, fp8, n)
+            for tokens, entries, heads in shapes:
+                case = ScoreCase(fmt, keys, tokens, entries, heads, tokens > 1, queries, fp8)
                 launch(case)
                 l2, most = case.check()
                 good = l2 < (5e-4 if case.fp8 else 2e-6)
                 wrong += not good
                 print(f"index_scores {fmt} {kind} keys, {queries} queries, {tokens} x {entries}, {heads} heads, "
-                      f"kernel {n}: relative L2 {l2:.1e}, largest {most:.1e}{'' if good else ' WRONG'}",
+                      f"relative L2 {l2:.1e}, largest {most:.1e}{'' if good else ' WRONG'}",
                       flush=True)  # fmt: skip
         keys = make_keys(fmt, 1 << 22)
         shapes = SCORE_SHAPES[:3] if options.quick else SCORE_SHAPES
         runs = [int(x) for x in options.run_tiles.split(",")]
-        for queries, n, run, shape in itertools.product(options.queries.split(","), kernels, runs, shapes):
+        for queries, run, shape in itertools.product(options.queries.split(","), runs, shapes):
             tokens, entries = shape
             moved = tokens * entries * ROW_BYTES[fmt]
             copies = max(2, min(64, 220_000_000 // moved))
-            cases = [ScoreCase(fmt, keys, tokens, entries, 64, False, queries, fp8, n, run) for _ in range(copies)]
+            cases = [ScoreCase(fmt, keys, tokens, entries, 64, False, queries, fp8, run) for _ in range(copies)]
             us = microseconds([lambda c=c: launch(c) for c in cases])
             peer = DEEPGEMM.get(shape)
             flops = 2 * 64 * 128 * tokens * entries
             products = "fp8" if cases[0].fp8 else "bf16"
-            print(f"index_scores {fmt} {queries:5}, {products:4} products, kernel {n}, run {run:2}, "
+            print(f"index_scores {fmt} {queries:5}, {products:4} products, run {run:2}, "
                   f"{tokens:3} x {entries:6}: {us:7.1f} us, {moved / us / 1e3:5.0f} GB/s "
                   f"({moved / us / 1e3 / ceiling:4.0%} of copy), {flops / us / 1e6:4.0f} TFLOP/s, DeepGEMM fp8 "
                   f"{peer or '-'} ({f'{us / peer:.2f}x' if peer else ''})", flush=True)  # fmt: skip
@@ -288,7 +287,6 @@ def main() -> None:
     parser.add_argument("--formats", default="fp4,fp8", help="of keys")
     parser.add_argument("--queries", default="qat,plain", help="timed ones")
     parser.add_argument("--products", default="fp4", help="key formats that may take FP8 products")
-    parser.add_argument("--kernels", default="0x0", help="blocks a multiprocessor x stages: 4x2, 4x3, 4x4, 5x2; or 0x0")
     parser.add_argument("--run-tiles", default="0", help="tiles of 64 keys a block of threads; 0: the launch chooses")
     options = parser.parse_args()
     library = ctypes.CDLL(options.library)

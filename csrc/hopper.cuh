@@ -57,35 +57,6 @@ __device__ __forceinline__ void mma_64x64(float (&d)[32], uint64_t a, uint64_t b
       : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// d[64 x 128] (+)= A[64 x 16] B[16 x 128]; A and B K-major in shared memory. `accumulate` 0 overwrites d.
-__device__ __forceinline__ void mma_64x128(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, p, 1, 1, 0, 0;}"
-      : DSV4_F64(d, 0)
-      : "l"(a), "l"(b), "r"(accumulate));
-}
-
-// d[64 x 160] (+)= A[64 x 16] B[16 x 160]; A and B K-major in shared memory. `accumulate` 0 overwrites d.
-__device__ __forceinline__ void mma_64x160(float (&d)[80], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %82, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n160k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-      "}, %80, %81, p, 1, 1, 0, 0;}"
-      : DSV4_F64(d, 0), DSV4_F16(d, 64)
-      : "l"(a), "l"(b), "r"(accumulate));
-}
-
 // The same with A in registers.
 __device__ __forceinline__ void mma_64x64(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
   asm volatile(
@@ -213,25 +184,12 @@ __device__ __forceinline__ void copy_async(uint32_t address, const void* from, b
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(valid ? 16 : 0)
                : "memory");
 }
-// The same of data read once in order: the line after it is fetched into L2 along with it.
-__device__ __forceinline__ void copy_async_stream(uint32_t address, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
-}
-// Arrives at `bar` once all copies of this thread so far have landed; counts as one of the expected arrivals.
-__device__ __forceinline__ void copy_arrive(uint32_t bar) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
-}
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
 __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-__device__ __forceinline__ void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-__device__ __forceinline__ void store_shared2(uint32_t address, float x, float y) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
-}
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }

@@ -106,7 +106,7 @@ __device__ __forceinline__ void load_weights(uint32_t shared, int quarter, float
 }
 
 // `kStages` - 1 tiles are loaded ahead.
-template <typename Key, bool kE4m3, bool kHoldWeights, int kStages>
+template <typename Key, bool kE4m3, int kStages>
 __device__ __forceinline__ void score_tiles(const ScoreArgs& args, const ScoreRun& run, int warp, int lane) {
   const int quarter = lane & 3;
   const int odd = quarter & 1;
@@ -116,7 +116,7 @@ __device__ __forceinline__ void score_tiles(const ScoreArgs& args, const ScoreRu
   float* scores = run.scores + own;
   const int end = run.end - own, visible = run.visible - own;
   float weights[16];
-  if constexpr (kHoldWeights) load_weights(run.weights, quarter, weights);
+  load_weights(run.weights, quarter, weights);
   Key keys[kStages];
   auto load = [&](Key& key, int tile) {
     if (tile < run.tiles) key.load(source, run.first_row[tile * 4 + warp]);
@@ -155,7 +155,6 @@ __device__ __forceinline__ void score_tiles(const ScoreArgs& args, const ScoreRu
         rest = keys[stage].rest(odd);
       }
       mma_wait<0>();
-      if constexpr (!kHoldWeights) load_weights(run.weights, quarter, weights);
       float sum[2][2] = {};
 #pragma unroll
       for (int j = 0; j < 32; ++j) {
@@ -172,10 +171,9 @@ __device__ __forceinline__ void score_tiles(const ScoreArgs& args, const ScoreRu
   }
 }
 
-// `kFp8`: tokens whose queries allow it take FP8 products. Up to four blocks a multiprocessor (`kBlocks`) there are
-// registers to hold the weights; with more they are read from shared memory for every tile.
-template <typename Key, bool kFp8, int kBlocks, int kStages>
-__global__ void __launch_bounds__(kScoreThreads, kBlocks) index_scores_kernel(const __grid_constant__ ScoreArgs args) {
+// `kFp8`: tokens whose queries allow it take FP8 products, with tiles in `kStages`; others have registers for two.
+template <typename Key, bool kFp8, int kStages>
+__global__ void __launch_bounds__(kScoreThreads, kScoreBlocks) index_scores_kernel(const __grid_constant__ ScoreArgs args) {
   __shared__ alignas(1024) uint8_t queries[2 * kBlockBytes];
   __shared__ int32_t first_row[kMaxRunTiles * kScoreTile / kGroupKeys];
   __shared__ alignas(8) uint8_t table[kShifts * kShiftBytes];
@@ -224,9 +222,9 @@ __global__ void __launch_bounds__(kScoreThreads, kBlocks) index_scores_kernel(co
   __syncthreads();
 
   if constexpr (kFp8) {
-    if (e4m3) return score_tiles<Key, true, kBlocks < 5, kStages>(args, run, warp, lane);
+    if (e4m3) return score_tiles<Key, true, kStages>(args, run, warp, lane);
   }
-  score_tiles<Key, false, kBlocks < 5, 2>(args, run, warp, lane);
+  score_tiles<Key, false, 2>(args, run, warp, lane);
 }
 
 }  // namespace dsv4

@@ -13,6 +13,7 @@ constexpr int kScoreTile = 64;    // keys of a tile
 constexpr int kScoreHeads = 64;   // fewer are padded with zero weights
 constexpr int kScoreDim = 128;
 constexpr int kScoreThreads = 128;
+constexpr int kScoreBlocks = 4;   // of threads a multiprocessor: as many as the registers allow
 constexpr int kGroupKeys = 16;    // keys of a warp's part of a tile; never cross a block of the table
 
 struct ScoreArgs {
@@ -25,7 +26,6 @@ struct ScoreArgs {
   float* scores;                   // [T, S], S = X * rows_per_block
   int tokens, heads, columns, base, rows_per_block;
   int run_tiles;                   // tiles of a block of threads; 0: the launch chooses
-  int blocks, stages;              // of threads a multiprocessor, of tiles; 0: the launch chooses
   int fp8_products;                // tokens whose queries are e4m3 times a power of two per head take them, or none
 };
 

@@ -20,7 +20,7 @@ _ROOMS = {"pallas": "Pallas", "cuda": "CUDA", "triton": "Triton"}  # room -> wha
 _ON_GPU: dict[str, Literal["xla", "pallas", "cuda"]] = {
     "append": "pallas",
     "attend": "cuda",
-    "compress": "cuda",
+    "compress": "pallas",
     "gather": "pallas",
     "index_scores": "cuda",
     "kv_store": "pallas",
