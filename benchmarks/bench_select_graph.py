@@ -6,8 +6,8 @@ A graph holds one call for each of several input sets, so many that a replay tou
 possible; the time of a call is the median replay over the calls. Results are checked first: scores against float64,
 top-k against a stable sort. Keys: random blocks of 32 of a pool of 2^22 keys; the bytes counted are the visible keys'.
 
-Queries rounded to FP4 (`--queries qat`, as the model's are) may take FP8 products, which `--products` allows per key
-format; others (`plain`) take bf16 ones. `--kernels` and `--run-tiles` override what the launch would choose.
+Queries rounded to FP4 (`--queries qat`, as the model's are) take FP8 products with fp4 keys; others (`plain`) take bf16
+ones. `--run-tiles` overrides what the launch would choose.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ class ScoreArgs(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("codes", "scale", "queries", "weights", "table", "count", "scores")),
         *((name, ctypes.c_int) for name in ("tokens", "heads", "columns", "base", "rows_per_block", "run_tiles")),
-        ("fp8_products", ctypes.c_int),
     )
 
 
@@ -136,11 +135,11 @@ def decode(fmt: str, keys: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor
 
 class ScoreCase:
     def __init__(self, fmt: str, keys, tokens: int, entries: int, heads: int = 64, ragged: bool = False,
-                 queries: str = "plain", fp8: bool = False, run_tiles: int = 0):  # fmt: skip
+                 queries: str = "plain", run_tiles: int = 0):  # fmt: skip
         columns = entries // ROWS_PER_BLOCK
         key_blocks = keys[0].shape[0] // ROWS_PER_BLOCK
         self.fmt, self.keys = fmt, keys
-        self.fp8 = fp8 and queries == "qat"  # then the kernel takes FP8 products
+        self.fp8 = fmt == "fp4" and queries == "qat"  # then the kernel takes FP8 products
         self.queries = make_queries(queries, tokens, heads)
         self.weights = torch.randn((tokens, heads), device="cuda")
         self.table = torch.randint(0, key_blocks, (tokens, columns), device="cuda", dtype=torch.int32)
@@ -150,7 +149,7 @@ class ScoreCase:
             self.count[0] = 0
         self.scores = torch.full((tokens, entries), math.nan, device="cuda")
         data = [x.data_ptr() for x in (*keys, self.queries, self.weights, self.table, self.count, self.scores)]
-        self.args = ScoreArgs(*data, tokens, heads, columns, 0, ROWS_PER_BLOCK, run_tiles, fp8)
+        self.args = ScoreArgs(*data, tokens, heads, columns, 0, ROWS_PER_BLOCK, run_tiles)
 
     def check(self) -> tuple[float, float]:
         """Worst over tokens: relative L2, and the largest error relative to the token's largest score.
@@ -185,12 +184,11 @@ def bench_scores(library: ctypes.CDLL, options: argparse.Namespace, ceiling: flo
         assert status == 0, f"CUDA error {status}"
 
     for fmt in options.formats.split(","):
-        fp8 = fmt in options.products.split(",")
         for kind, queries in itertools.product(("normal", "equal", "spread"), ("qat", "plain")):
             keys = make_keys(fmt, 1 << 20, kind)
             shapes = ((1, 32, 64), (5, 96, 64), (7, 4128, 16), (3, 32768, 64), (2, 262144, 61))
             for tokens, entries, heads in shapes:
-                case = ScoreCase(fmt, keys, tokens, entries, heads, tokens > 1, queries, fp8)
+                case = ScoreCase(fmt, keys, tokens, entries, heads, tokens > 1, queries)
                 launch(case)
                 l2, most = case.check()
                 good = l2 < (5e-4 if case.fp8 else 2e-6)
@@ -205,7 +203,7 @@ def bench_scores(library: ctypes.CDLL, options: argparse.Namespace, ceiling: flo
             tokens, entries = shape
             moved = tokens * entries * ROW_BYTES[fmt]
             copies = max(2, min(64, 220_000_000 // moved))
-            cases = [ScoreCase(fmt, keys, tokens, entries, 64, False, queries, fp8, run) for _ in range(copies)]
+            cases = [ScoreCase(fmt, keys, tokens, entries, 64, False, queries, run) for _ in range(copies)]
             us = microseconds([lambda c=c: launch(c) for c in cases])
             peer = DEEPGEMM.get(shape)
             flops = 2 * 64 * 128 * tokens * entries
@@ -286,7 +284,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--formats", default="fp4,fp8", help="of keys")
     parser.add_argument("--queries", default="qat,plain", help="timed ones")
-    parser.add_argument("--products", default="fp4", help="key formats that may take FP8 products")
     parser.add_argument("--run-tiles", default="0", help="tiles of 64 keys a block of threads; 0: the launch chooses")
     options = parser.parse_args()
     library = ctypes.CDLL(options.library)

@@ -198,6 +198,11 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint4 x) {
                : "memory");
 }
 
+__device__ __forceinline__ uint32_t load_shared1(uint32_t address) {
+  uint32_t x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
 // A word pair that is not written while it is read: without a memory clobber, for the compiler to schedule freely.
 __device__ __forceinline__ uint2 load_shared2(uint32_t address) {
   uint2 x;

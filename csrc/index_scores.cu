@@ -13,15 +13,6 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-using ScoreKernel = void (*)(dsv4::ScoreArgs);
-
-// FP4 keys leave registers for four tiles (64.6 us with three and 69.7 with two, instead of 63.5, at 64 x 32,768).
-ScoreKernel kernel_for(bool fp8, bool fp8_products) {
-  using dsv4::Fp4Key, dsv4::Fp8Key, dsv4::index_scores_kernel;
-  if (fp8) return fp8_products ? index_scores_kernel<Fp8Key, true, 2> : index_scores_kernel<Fp8Key, false, 2>;
-  return fp8_products ? index_scores_kernel<Fp4Key, true, 4> : index_scores_kernel<Fp4Key, false, 2>;
-}
-
 cudaError_t launch(dsv4::ScoreArgs args, int fp8, cudaStream_t stream) {
   const int64_t total = static_cast<int64_t>(args.columns) * args.rows_per_block;
   if (args.tokens == 0 || total == 0) return cudaSuccess;
@@ -34,7 +25,8 @@ cudaError_t launch(dsv4::ScoreArgs args, int fp8, cudaStream_t stream) {
   }
   args.run_tiles = std::min(args.run_tiles, dsv4::kMaxRunTiles);
   const dim3 grid((tiles + args.run_tiles - 1) / args.run_tiles, args.tokens);
-  kernel_for(fp8, args.fp8_products != 0)<<<grid, dsv4::kScoreThreads, 0, stream>>>(args);
+  const auto kernel = fp8 ? dsv4::index_scores_kernel<dsv4::Fp8Key> : dsv4::index_scores_kernel<dsv4::Fp4Key>;
+  kernel<<<grid, dsv4::kScoreThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 
@@ -46,8 +38,7 @@ using Counts = ffi::Buffer<ffi::S32, 1>;
 using Scores = ffi::Buffer<ffi::F32, 2>;
 
 ffi::Error index_scores(cudaStream_t stream, Codes codes, ffi::AnyBuffer scale, Queries queries, Weights weights,
-                        Table table, Counts count, ffi::Result<Scores> scores, int32_t base, int32_t rows_per_block,
-                        int32_t fp8_products) {
+                        Table table, Counts count, ffi::Result<Scores> scores, int32_t base, int32_t rows_per_block) {
   const auto q = queries.dimensions();
   const int64_t rows = codes.dimensions()[0], width = codes.dimensions()[1];
   const bool fp8 = width == 128;
@@ -76,7 +67,6 @@ ffi::Error index_scores(cudaStream_t stream, Codes codes, ffi::AnyBuffer scale, 
   args.columns = static_cast<int>(table.dimensions()[1]);
   args.base = base;
   args.rows_per_block = rows_per_block;
-  args.fp8_products = fp8_products;
   const cudaError_t error = launch(args, fp8, stream);
   if (error != cudaSuccess) return ffi::Error::Internal(std::string("index_scores: ") + cudaGetErrorString(error));
   return ffi::Error::Success();
@@ -97,8 +87,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4IndexScores, index_scores,
                                   .Arg<Counts>()
                                   .Ret<Scores>()
                                   .Attr<int32_t>("base")
-                                  .Attr<int32_t>("rows_per_block")
-                                  .Attr<int32_t>("fp8_products"),
+                                  .Attr<int32_t>("rows_per_block"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 // The launch alone, for timing without XLA. Returns a cudaError_t.

@@ -26,7 +26,6 @@ struct ScoreArgs {
   float* scores;                   // [T, S], S = X * rows_per_block
   int tokens, heads, columns, base, rows_per_block;
   int run_tiles;                   // tiles of a block of threads; 0: the launch chooses
-  int fp8_products;                // tokens whose queries are e4m3 times a power of two per head take them, or none
 };
 
 // Eight e2m1 codes -> four pairs of bf16 (codes i and i + 4). A code's bits, moved into the bf16 fields, are its value
@@ -148,6 +147,7 @@ struct Fp4Key {
   // Factor left to apply to the score of key `row + 8 i`.
   __device__ __forceinline__ float rest(int) const { return 1.f; }
 
+  static constexpr bool kE4m3 = true;         // tokens whose queries allow it take FP8 products
   static constexpr float kE4m3Unit = 0x1p-6f;  // what an e4m3 one is worth under the largest group scale 1
 
   // Fragments of the four FP8 products. `most`: the larger group scale of key i, in half i, of the four quarters.
@@ -166,7 +166,7 @@ struct Fp4Key {
     }
   }
 
-  __device__ __forceinline__ uint32_t largest_scales(const ScoreArgs&) const {
+  __device__ __forceinline__ uint32_t largest_scales() const {
     uint32_t most = scale[0] | scale[1] << 16;
     most = __vmaxu2(most, __shfl_xor_sync(~0u, most, 1));
     return __vmaxu2(most, __shfl_xor_sync(~0u, most, 2));
@@ -180,6 +180,8 @@ struct Fp4Key {
 };
 
 struct Fp8Key {
+  static constexpr bool kE4m3 = false;  // e4m3 keys of any value would lose too much
+
   // Dims 64 (p / 2) + 16 q + 8 (p % 2) and on: two words of the key, neighbours pair up.
   static __device__ __forceinline__ int query_chunk(int quarter, int part) {
     return 8 * (part >> 1) + 2 * quarter + (part & 1);
@@ -238,28 +240,6 @@ struct Fp8Key {
     any |= __shfl_xor_sync(~0u, any, 2);
     return (any & 0x80808080u) != 0 ? __uint_as_float(0x7FC00000) : i == 0 ? scale[0] : scale[1];
   }
-
-  static constexpr float kE4m3Unit = 1.f;
-
-  // The codes as they are stored; a NaN among them is one for the matrix units, too. `zero` is 0 without the compiler
-  // knowing: it would move the words to where the product wants them as soon as they arrive, that is wait a tile early.
-  __device__ __forceinline__ void decode_e4m3(uint32_t (&a)[4][4], uint32_t, uint32_t zero) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint4 x = codes[i][half];
-        const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          uint32_t& out = a[2 * half + (w >> 1)][2 * (w & 1) + i];
-          asm volatile("or.b32 %0, %1, %2;" : "=r"(out) : "r"(words[w]), "r"(zero));  // all before the first product
-        }
-      }
-    }
-  }
-  static __device__ __forceinline__ uint32_t largest_scales(const ScoreArgs& args) { return args.tokens >> 31; }
-  __device__ __forceinline__ float rest_e4m3(int i, uint32_t) const { return i == 0 ? scale[0] : scale[1]; }
 };
 
 }  // namespace dsv4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -9,8 +11,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from .timing import seconds
 
 __all__ = ["Ceilings", "measure_ceilings"]
 
@@ -32,21 +32,22 @@ class Ceilings(NamedTuple):
 def measure_ceilings(*, quick: bool = False) -> Ceilings:
     """2 GiB and 8192 x 8192 (4 MiB and 256 x 256 if quick)."""
     x = jnp.zeros(1 << (20 if quick else 29), jnp.int32)
-    copy = 2 * x.nbytes / _seconds_each(lambda x: x + np.int32(1), x)
+    copy = 2 * x.nbytes / _seconds_each(jax.jit(lambda x: x + np.int32(1), donate_argnums=0), x)
     n = 256 if quick else 8192
-    a = jax.random.normal(jax.random.key(0), (n, n), jnp.bfloat16)
-    scale = jnp.bfloat16(n**-0.5)  # so that products of products stay of one size
-    return Ceilings(copy, 2 * n**3 / _seconds_each(lambda b: (a * scale) @ b, a))
+    a = jax.random.normal(jax.random.key(0), (n, n), jnp.bfloat16) * jnp.bfloat16(n**-0.5)  # keeps products' size
+    # cuBLAS: searching for the best of XLA's own kernels takes longer than all the rest.
+    multiply = jax.jit(jnp.matmul, compiler_options={"xla_gpu_enable_triton_gemm": False})
+    return Ceilings(copy, 2 * n**3 / _seconds_each(partial(multiply, a), a))
 
 
-def _seconds_each(step: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
-    """Time of a step within a chain of them: what an execution costs by itself drops out."""
-
-    def chain(x: jax.Array, steps: int) -> jax.Array:
+def _seconds_each(step: Callable[[jax.Array], jax.Array], x: jax.Array, steps: int = 8) -> float:
+    """Time of a step, many in a row a synchronisation: a slow host must not lower a ceiling."""
+    best = math.inf
+    x = jax.block_until_ready(step(x))
+    for _ in range(5):
+        start = time.perf_counter()
         for _ in range(steps):
-            x = jax.lax.optimization_barrier(step(x))
-        return x
-
-    few, many = (jax.jit(partial(chain, steps=n)) for n in (2, 10))
-    each = (seconds(many, x, repeats=6) - seconds(few, x, repeats=6)) / 8
-    return each if each > 0 else seconds(many, x, repeats=6) / 10  # too short for the clock: an upper bound
+            x = step(x)
+        jax.block_until_ready(x)
+        best = min(best, time.perf_counter() - start)
+    return best / steps

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from .ops import Problem
 
-__all__ = ["Timing", "call_count", "flush_l2", "kernel_times", "seconds", "time_problem"]
+__all__ = ["Timing", "call_count", "flush_l2", "kernel_times", "time_problem"]
 
 MOST_CALLS, FEWEST_CALLS = 16, 6
 REFERENCE_CALLS = 6  # the reference is slow to compile, and slow enough to be timed well
@@ -50,17 +50,6 @@ def flush_l2() -> Callable[[], None]:
     data = jnp.ones(L2_FLUSH // 4, jnp.int32)
     read = jax.jit(jnp.sum)
     return lambda: jax.block_until_ready(read(data))
-
-
-def seconds(f: Callable[..., Any], *args: Any, repeats: int) -> float:
-    """The shortest of several synchronised runs of `f`, compilation excluded."""
-    jax.block_until_ready(f(*args))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(f(*args))
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 def time_problem(problem: Problem, implementation: str, *, repeats: int) -> Timing:

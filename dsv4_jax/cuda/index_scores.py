@@ -3,8 +3,9 @@
 Keys go from the paged pool to registers, are decoded there and multiplied by wgmma; nothing is gathered and only the
 keys below each token's count are read. fp4 and fp8 keys of 128 dims; everything else takes the reference.
 
-A token whose queries are all e4m3 numbers times one power of two per head, as those rounded to FP4 are, can take FP8
-products (`csrc/index_scores_fp8.cuh`); others take bf16 ones. The choice hangs on the token's queries alone.
+With fp4 keys, a token whose queries are all e4m3 numbers times one power of two per head, as those rounded to FP4 are,
+takes FP8 products (`csrc/index_scores_fp8.cuh`): 1e-7 of the score is lost as with bf16 ones, but up to 2e-4 where the
+scales of a key's groups lie far apart. The choice hangs on the token's queries alone.
 """
 
 from __future__ import annotations
@@ -24,9 +25,6 @@ DIM = 128
 MAX_HEADS = 64
 GROUP = 16  # keys one warp takes; they must lie in one block
 MAX_TOKENS = 65535  # second grid dimension
-# Key formats whose scores may come from FP8 products. Of arbitrary fp8 keys those lose about 1e-4; of fp4 keys next to
-# nothing, unless the scales of a key's groups lie far apart.
-FP8_PRODUCTS = frozenset({"fp4"})
 
 
 def has_kernel(fmt: RowFormat, heads: int, rows_per_block: int) -> bool:
@@ -59,5 +57,5 @@ def _index_scores(
     codes, scale = pool
     return call(
         codes, scale, queries.astype(jnp.bfloat16), weights.astype(jnp.float32), table, count,
-        base=np.int32(base), rows_per_block=np.int32(rows_per_block), fp8_products=np.int32(fmt.name in FP8_PRODUCTS),
+        base=np.int32(base), rows_per_block=np.int32(rows_per_block),
     )  # fmt: skip

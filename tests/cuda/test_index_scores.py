@@ -31,7 +31,6 @@ def test_lowers_to_one_ffi_call(monkeypatch: pytest.MonkeyPatch, name: str) -> N
     assert text.count("@dsv4_index_scores") == 1 and "tensor<2x640xf32>" in text
     assert "transpose" not in text  # the kernel takes the queries as they are
     assert "base = 640 : i32" in text and "rows_per_block = 32 : i32" in text
-    assert f"fp8_products = {int(name == 'fp4')} : i32" in text
 
 
 @pytest.mark.parametrize(
@@ -92,35 +91,24 @@ def test_odd_scales_and_nan_on_the_gpu(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("name", "scales", "bound"),
-    [("fp4", "equal", 1e-6), ("fp4", "spread", 1e-4), ("fp4", "odd", 1e-4), ("fp8", "odd", 2e-4)],
-)
-def test_fp8_products_of_fp4_queries_on_the_gpu(
-    monkeypatch: pytest.MonkeyPatch, name: str, scales: str, bound: float
-) -> None:
+@pytest.mark.parametrize(("scales", "bound"), [("equal", 1e-6), ("spread", 1e-4), ("odd", 1e-4)])
+def test_fp8_products_of_fp4_queries_on_the_gpu(scales: str, bound: float) -> None:
     """Errors relative to the sum of all magnitudes, sum_h |w| sum_d |q k|, a key's score is made of.
 
     The products are aligned to the largest of a step and cut off 2^-13 below its leading bit. With equal scales all
     are multiples of a quarter and their sum is below 2^11: nothing is lost. Elsewhere a product of FP4 numbers has
-    four bits and loses some only 2^10 below the largest; products with fp8 keys have six and lose them from 2^8 on.
+    four bits and loses some only 2^10 below the largest.
     """
-    monkeypatch.setattr(kernel, "FP8_PRODUCTS", {"fp4", "fp8"})
-    fmt = index_format(name, 128)
+    fmt = index_format("fp4", 128)
     rng = np.random.default_rng(2)
     rows, tokens, heads = 416, 3, 61
     codes = rng.integers(0, 0x77, (rows, fmt.parts[0].width)).astype(np.uint8)
     codes ^= rng.integers(0, 2, codes.shape).astype(np.uint8) << 7
-    if name == "fp4":
-        low, high = {"equal": (124, 125), "spread": (116, 125), "odd": (1, 230)}[scales]
-        scale = rng.integers(low, high, (rows, 4)).astype(np.uint8)
-        scale[5] = 0
-        scale[9, 2] = 0xFF
-    else:
-        scale = np.exp2(rng.integers(-100, 100, (rows, 1))).astype(np.float32)
-        scale[5] = 0
-        codes[9, 77] = 0xFF
-    keys = oracle_rows.decode(name, (codes, scale)).astype(np.float64)
+    low, high = {"equal": (124, 125), "spread": (116, 125), "odd": (1, 230)}[scales]
+    scale = rng.integers(low, high, (rows, 4)).astype(np.uint8)
+    scale[5] = 0
+    scale[9, 2] = 0xFF
+    keys = oracle_rows.decode("fp4", (codes, scale)).astype(np.float64)
     keys[5] = 0
     exponent = rng.integers(0 if scales == "equal" else -6, 1, (tokens, heads, 4, 1))
     queries = rng.choice(oracle_rows.E2M1, (tokens, heads, 4, 32)) * rng.choice([-1, 1], (tokens, heads, 4, 32))
