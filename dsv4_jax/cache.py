@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from .config import AttentionType, LayerSpec
 from .errors import LayoutError, ShapeError
@@ -297,7 +298,7 @@ class LayerCacheHandle:
         *,
         scale: float | None = None,
         inverse_rope: jax.Array | None = None,
-        dtype: type = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
     ) -> tuple[jax.Array, jax.Array]:
         """One softmax over the window, the layer's entries and the sink.
 
