@@ -99,6 +99,18 @@ def run(args: argparse.Namespace) -> int:
     steps = _step_options(args, quick) if with_step else []
     found: list[Any] = []
     reports: list[dict[str, Any]] = []
+    device = jax.devices()[0].device_kind
+
+    def result() -> dict[str, Any]:
+        """What was measured so far; on disk, too, so that a run that is killed leaves it."""
+        made = {
+            "device": device, "backend": jax.default_backend(), "jax": jax.__version__, "quick": quick,
+            "ceilings": top.as_dict(), "records": [dataclasses.asdict(r) for r in found], "steps": reports,
+        }  # fmt: skip
+        if args.json and args.json != "-":
+            pathlib.Path(args.json).write_text(json.dumps(made, indent=2) + "\n")
+        return made
+
     with progress_bar() as bar:
         task = bar.add_task("ceilings", total=sum(len(each) for *_, each in pairs) + len(steps))
         top = ceilings.measure_ceilings(quick=quick)
@@ -107,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
             found += records.measure(
                 case, batch, each, top, quick=quick, invariance=args.invariance, on_done=lambda: bar.advance(task)
             )
+            result()
         if steps:
             from ..bench.step import measure_step
 
@@ -117,20 +130,14 @@ def run(args: argparse.Namespace) -> int:
                 except Exception as error:  # kernels may fail in any way; the other steps still count
                     failed = {"implementation": options.implementation, "batch": options.batch}
                     reports.append(failed | {"context": options.context, "problem": records.one_line(error)})
+                result()
                 bar.advance(task)
-    device = jax.devices()[0].device_kind
     if args.plot:
         plot.draw(found, top, args.plot, title=f"dsv4_jax on {device}{' (tiny sizes)' if quick else ''}")
-    result = {
-        "device": device, "backend": jax.default_backend(), "jax": jax.__version__, "quick": quick,
-        "ceilings": top.as_dict(), "records": [dataclasses.asdict(r) for r in found], "steps": reports,
-    }  # fmt: skip
     if args.json == "-":
-        print_json(result)
+        print_json(result())
     else:
-        if args.json:
-            pathlib.Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
-        _print(stdout(), result)
+        _print(stdout(), result())
     # An op's implementation that cannot run here is a row; a wrong result or no step is a failure.
     # The reference promises no batch invariance on a GPU: its products are a library's.
     wrong = any(r.correct is False or (r.batch_invariant is False and r.implementation != "xla") for r in found)

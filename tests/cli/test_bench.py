@@ -71,6 +71,17 @@ def test_a_wrong_result_fails(capsys, monkeypatch):
     assert "5.0e-01 wrong" in capsys.readouterr().out
 
 
+def test_what_was_measured_survives_an_interruption(capsys, monkeypatch, tmp_path):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dsv4_jax.bench.step.measure_step", interrupted)
+    file = tmp_path / "bench.json"
+    options = ["--quick", "--model", "tiny", "--implementations", "xla", "--json", str(file)]
+    assert main(["bench", "gather", "step", *options]) == 130
+    assert {r["op"] for r in json.loads(file.read_text())["records"]} == {"gather"}
+
+
 @pytest.mark.slow
 def test_step(capsys, tmp_path):
     file = tmp_path / "step.json"
