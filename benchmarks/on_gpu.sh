@@ -31,7 +31,12 @@ stage() {
         read -r model batch context <<< "$shape"
         timeout 150 "$python" -m dsv4_jax bench step --model "$model" --batch "$batch" --context "$context" \
           --json "$OUT/step-$model-$batch-$context.json" > "$OUT/step-$model-$batch-$context.log" 2>&1
-      done ;;
+      done
+      # Eight steps a call, and with the loop itself in the command buffer: what is left of the dispatch of one.
+      captured=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE
+      timeout 150 "$python" -m dsv4_jax bench step --loop 8 --steps 3 --json "$OUT/loop.json" > "$OUT/loop.log" 2>&1
+      timeout 150 "$python" -m dsv4_jax bench step --loop 8 --steps 3 --xla xla_gpu_enable_command_buffer=$captured \
+        --json "$OUT/loop-captured.json" > "$OUT/loop-captured.log" 2>&1 ;;
     triton)  # needs jax-triton: a wheel in .wheels/ is enough
       "$python" -m pip install --quiet --no-deps --no-index .wheels/jax_triton*.whl
       JAX_PLATFORMS=cuda,cpu timeout 200 "$python" -m pytest -q -p no:cacheprovider tests/triton > "$OUT/triton.log" 2>&1 ;;

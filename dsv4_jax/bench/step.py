@@ -45,7 +45,8 @@ class StepOptions:
         batch, context: requests, and tokens of each.
         layers: only the first so many; None: all.
         implementation: of every op; None: the default of each.
-        steps: steps per synchronisation.
+        steps: calls per synchronisation.
+        loop: steps of a call, as `model.decode_loop` runs several in one executable; times are those of one.
         profile: where to leave a profiler trace.
         xla: compiler options, such as ("xla_gpu_enable_triton_gemm", False), beside `GPU_DECODE_OPTIONS`.
     """
@@ -56,6 +57,7 @@ class StepOptions:
     layers: int | None = None
     implementation: Implementation = None
     steps: int = 20
+    loop: int = 1
     profile: pathlib.Path | None = None
     xla: tuple[tuple[str, str | bool], ...] = ()
 
@@ -92,17 +94,22 @@ def measure_step(options: StepOptions, ceilings: Ceilings) -> dict[str, Any]:
             x, cache = x + y, handle.cache
         return cache, x
 
+    def call(cache: KVCache, params: PackedLayers, plan: Any, x: jax.Array) -> tuple[KVCache, jax.Array]:
+        if options.loop == 1:
+            return step(cache, params, plan, x)
+        return jax.lax.fori_loop(0, options.loop, lambda _, carry: step(carry[0], params, plan, carry[1]), (cache, x))
+
     # The activations are donated too: a command buffer is launched as it is while its buffers keep their addresses.
     start = time.perf_counter()
     chosen = GPU_DECODE_OPTIONS | dict(options.xla)
-    jitted = jax.jit(step, donate_argnums=(0, 3), compiler_options=chosen)
+    jitted = jax.jit(call, donate_argnums=(0, 3), compiler_options=chosen)
     compiled = jitted.lower(cache, params, plan, x).compile()
     compile_s = time.perf_counter() - start
     memory, text = compiled.memory_analysis(), compiled.as_text() or ""
     assert memory is not None
     report: dict[str, Any] = dict(
         model=options.model, layers=cfg.num_layers, batch=options.batch, context=options.context,
-        implementation=options.implementation or "default", xla=chosen, compile_s=compile_s,
+        loop=options.loop, implementation=options.implementation or "default", xla=chosen, compile_s=compile_s,
         cache_gb=layout.total_bytes(size) / 1e9,
         cache_in_place=memory.alias_size_in_bytes == layout.total_bytes(size) + x.nbytes,
         temp_mb=memory.temp_size_in_bytes / 1e6,
@@ -123,9 +130,10 @@ def measure_step(options: StepOptions, ceilings: Ceilings) -> dict[str, Any]:
         issues.append((time.perf_counter() - start) / options.steps)
         jax.block_until_ready(x)
         walls.append((time.perf_counter() - start) / options.steps)
-    step_s = min(walls)
+    step_s = min(walls) / options.loop
     # Host time of a call: with nothing queued, and of calls issued one after the other.
-    report |= dict(step_ms=step_s * 1e3, first_dispatch_us=min(firsts) * 1e6, dispatch_us=min(issues) * 1e6)
+    first_us, issue_us = min(firsts) * 1e6 / options.loop, min(issues) * 1e6 / options.loop
+    report |= dict(step_ms=step_s * 1e3, first_dispatch_us=first_us, dispatch_us=issue_us)
 
     parts = floors(layout, params, options.batch, options.context)
     floor_us = {name: ceilings.floor_us(bytes_, flops) for name, bytes_, flops in parts}
@@ -136,17 +144,17 @@ def measure_step(options: StepOptions, ceilings: Ceilings) -> dict[str, Any]:
         kernel_ms=None, kernels=None,
     )  # fmt: skip
     if options.profile or jax.default_backend() == "gpu":
-        report |= _profile(lambda c: compiled(c, params, plan, x), cache, options.profile)
+        report |= _profile(lambda c: compiled(c, params, plan, x), cache, options.profile, options.loop)
     return report
 
 
-def _profile(step: Any, cache: KVCache, keep: pathlib.Path | None) -> dict[str, Any]:
-    """Kernel time of one step, and of each of its twenty longest kernels."""
+def _profile(call: Any, cache: KVCache, keep: pathlib.Path | None, steps: int) -> dict[str, Any]:
+    """Kernel time of one step of a call, and of each of its twenty longest kernels."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = keep or pathlib.Path(temporary)
         with jax.profiler.trace(str(folder)):
-            jax.block_until_ready(step(cache))
-        times = kernel_times(folder)
+            jax.block_until_ready(call(cache))
+        times = {name: us / steps for name, us in kernel_times(folder).items()}
     if not times:
         return {}
     longest = sorted(times, key=lambda name: -times[name])[:20]

@@ -64,7 +64,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     step = parser.add_argument_group("step")
     step.add_argument("--model", choices=_SHARED_MODELS, default="flash", help="default: %(default)s")
     step.add_argument("--layers", type=positive, metavar="N", help="only the first N layers")
-    step.add_argument("--steps", type=positive, default=20, metavar="N", help="per synchronisation (default: 20)")
+    step.add_argument("--steps", type=positive, default=20, metavar="N", help="calls per synchronisation (default: 20)")
+    step.add_argument("--loop", type=positive, default=1, metavar="K", help="steps in one executable (default: 1)")
     step.add_argument(
         "--xla", action="append", default=[], type=_xla_option, metavar="OPTION=VALUE",
         help="compiler option of the step, such as xla_gpu_enable_triton_gemm=false",
@@ -173,7 +174,8 @@ def _step_options(args: argparse.Namespace, quick: bool) -> list[Any]:
     options = [
         StepOptions(
             model="tiny" if small else args.model, batch=batch, context=context, layers=args.layers,
-            implementation=name, steps=2 if quick else args.steps, profile=args.profile, xla=tuple(args.xla),
+            implementation=name, steps=2 if quick else args.steps, loop=args.loop, profile=args.profile,
+            xla=tuple(args.xla),
         )
         for batch in args.batch or [2 if quick else 64]
         for context in args.context or [256 if quick else 128 * 1024]
