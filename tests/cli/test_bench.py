@@ -71,6 +71,7 @@ def test_a_wrong_result_fails(capsys, monkeypatch):
     assert "5.0e-01 wrong" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_was_measured_survives_an_interruption(capsys, monkeypatch, tmp_path):
     def interrupted(*_):
         raise KeyboardInterrupt

@@ -53,6 +53,7 @@ def test_stacked_projections_change_nothing(params, uncached):
     np.testing.assert_allclose(logits, uncached, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_packs_are_of_bounded_size(monkeypatch, params):
     monkeypatch.setattr(packing, "MOST_ELEMENTS", 2**14)
     monkeypatch.setattr(packing, "SMALL", 2**8)
