@@ -1,0 +1,140 @@
+"""Compiles a whole decode step for an H200 on a machine without a GPU, and lists its kernels.
+
+    pip install --no-deps --target DIR jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION     # of the jax in use
+    PYTHONPATH=.:DIR JAX_PLATFORMS=cpu python benchmarks/compile_step.py [--layers 6] [--json]
+    PYTHONPATH=.:DIR JAX_PLATFORMS=cpu python benchmarks/compile_step.py --xla xla_gpu_enable_triton_gemm=true
+
+Shows what XLA makes of a step before any device time is spent on it: kernels of each kind, whether the cache is
+updated in place, temporaries. With `csrc/` built the CUDA kernels are in it; XLA cannot know here that they may go
+into a command buffer, and searches no tilings, so neither shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+
+from dsv4_jax import ffi
+from dsv4_jax.bench.step import StepOptions
+from dsv4_jax.cache import KVCache, init_cache
+from dsv4_jax.layout import CacheLayout, CacheSize
+from dsv4_jax.manager.planning import RowFeed, build_plan, shape_for
+from dsv4_jax.model.attention import attention
+from dsv4_jax.model.forward import GPU_DECODE_OPTIONS
+from dsv4_jax.model.numerics import rms_norm
+from dsv4_jax.model.packing import pack_layers
+from dsv4_jax.model.params import param_specs
+from dsv4_jax.model.projections import stack_projections
+
+# What XLA wants to know of a device, as a text proto of its GpuTargetConfigProto.
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
+  shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448  shared_memory_per_core: 233472
+  core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000  l2_cache_size: 52428800  device_memory_size: 149000000000
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9  minor: 12 }
+runtime_version { major: 13 }
+device_description_str: "NVIDIA H200"
+"""
+NO_KERNEL = {"parameter", "get-tuple-element", "bitcast", "constant", "tuple"}
+
+
+def compile_step(options: StepOptions) -> tuple[Any, int]:
+    """The executable, and the bytes that must be aliased."""
+    device = topologies.get_topology_desc("h200", "cuda", target_config=H200, topology="1x1x1").devices[0]
+    sharding = SingleDeviceSharding(device)
+    jax.default_backend = lambda: "gpu"  # ops pick their kernels by these two
+    ffi._capabilities = lambda: {"9.0"}
+    if ffi.cuda_problem() is not None:
+        print("without the CUDA kernels:", ffi.cuda_problem())
+
+    def abstract(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+    cfg = options.config()
+    layout = CacheLayout(cfg)
+    columns = layout.blocks_for(options.context)
+    size = CacheSize(options.batch * columns, options.batch, columns)
+    specs = [{"attn": layer["attn"]} for layer in param_specs(cfg, jnp.bfloat16)["layers"]]
+
+    def parameters() -> Any:
+        layers = tuple(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), layer) for layer in specs)
+        return pack_layers(stack_projections({"layers": layers}))["layers"]
+
+    rows = [RowFeed(slot + 1, options.context - 1, 1) for slot in range(options.batch)]
+    plan = build_plan(layout, rows, shape_for(layout, rows)).pack()
+    x = jax.ShapeDtypeStruct((options.batch, cfg.hidden_size), jnp.float32)
+
+    def step(cache: KVCache, layers: Any, plan: Any, x: jax.Array) -> tuple[KVCache, jax.Array]:
+        plan = plan.unpack()
+        cache = cache.begin(plan)
+        for spec, p in zip(layout.schedule, layers, strict=True):
+            handle = cache.layer(spec.layer_idx, plan, implementation=options.implementation)
+            y, handle = attention(p["attn"], handle, rms_norm(x, None, cfg.rms_norm_eps))
+            x, cache = x + y, handle.cache
+        return cache, x
+
+    operands = abstract((jax.eval_shape(lambda: init_cache(layout, size)), jax.eval_shape(parameters), plan, x))
+    # Pallas asks for the device, too.
+    seen = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu"))
+    with jax.sharding.use_abstract_mesh(seen):
+        lowered = jax.jit(step, donate_argnums=(0, 3)).trace(*operands).lower(lowering_platforms=("cuda",))
+    bytes_in_place = layout.total_bytes(size) + 4 * options.batch * cfg.hidden_size
+    return lowered.compile(compiler_options=GPU_DECODE_OPTIONS | dict(options.xla)), bytes_in_place
+
+
+def kernels(text: str) -> list[str]:
+    """What the entry computation launches, in order: a custom call's target, or the name of a fusion."""
+    found = []
+    for line in text[text.rindex("\nENTRY ") :].splitlines():
+        match = re.match(r"\s+(?:ROOT )?%([\w.\-]+) = .*? ([\w\-]+)\(", line)
+        if match and match[2] not in NO_KERNEL:
+            target = re.search(r'custom_call_target="([^"]+)"', line)
+            found.append(target[1] if target else re.sub(r"[._]\d+", "", match[1]))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("flash", "pro"), default="flash")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--context", type=int, default=128 * 1024)
+    parser.add_argument("--layers", type=int, default=6, help="the first so many")
+    parser.add_argument("--xla", action="append", default=[], metavar="OPTION=VALUE", help="compiler option")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    words = {"true": True, "false": False}
+    xla = tuple((name, words.get(value, value)) for name, _, value in (option.partition("=") for option in args.xla))
+    executable, in_place = compile_step(StepOptions(args.model, args.batch, args.context, args.layers, xla=xla))
+    memory = executable.memory_analysis()
+    launched = kernels(executable.as_text())
+    report = {
+        "layers": args.layers, "kernels": len(launched), "cache_in_place": memory.alias_size_in_bytes == in_place,
+        "temp_bytes": memory.temp_size_in_bytes, "by_name": dict(collections.Counter(launched).most_common()),
+        "order": launched,
+    }  # fmt: skip
+    if args.json:
+        print(json.dumps(report, indent=1))
+        return
+    print(f"{report['kernels']} kernels in {args.layers} layers, cache in place: {report['cache_in_place']}, "
+          f"{report['temp_bytes'] / 1e6:.1f} MB of temporaries")  # fmt: skip
+    for name, count in report["by_name"].items():
+        print(f"{count:5} {name}")
+
+
+if __name__ == "__main__":
+    main()
