@@ -23,16 +23,9 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 from dsv4_jax import ffi
-from dsv4_jax.bench.step import StepOptions
-from dsv4_jax.cache import KVCache, init_cache
-from dsv4_jax.layout import CacheLayout, CacheSize
-from dsv4_jax.manager.planning import RowFeed, build_plan, shape_for
-from dsv4_jax.model.attention import attention
+from dsv4_jax.bench.step import StepOptions, neutral_layers, set_up
+from dsv4_jax.cache import init_cache
 from dsv4_jax.model.forward import GPU_DECODE_OPTIONS
-from dsv4_jax.model.numerics import rms_norm
-from dsv4_jax.model.packing import pack_layers
-from dsv4_jax.model.params import param_specs
-from dsv4_jax.model.projections import stack_projections
 
 # What XLA wants to know of a device, as a text proto of its GpuTargetConfigProto.
 H200 = """
@@ -66,34 +59,15 @@ def compile_step(options: StepOptions) -> tuple[Any, int]:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
     cfg = options.config()
-    layout = CacheLayout(cfg)
-    columns = layout.blocks_for(options.context)
-    size = CacheSize(options.batch * columns, options.batch, columns)
-    specs = [{"attn": layer["attn"]} for layer in param_specs(cfg, jnp.bfloat16)["layers"]]
-
-    def parameters() -> Any:
-        layers = tuple(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), layer) for layer in specs)
-        return pack_layers(stack_projections({"layers": layers}))["layers"]
-
-    rows = [RowFeed(slot + 1, options.context - 1, 1) for slot in range(options.batch)]
-    plan = build_plan(layout, rows, shape_for(layout, rows)).pack()
+    layout, size, plan, call = set_up(options)
     x = jax.ShapeDtypeStruct((options.batch, cfg.hidden_size), jnp.float32)
-
-    def step(cache: KVCache, layers: Any, plan: Any, x: jax.Array) -> tuple[KVCache, jax.Array]:
-        plan = plan.unpack()
-        cache = cache.begin(plan)
-        for spec, p in zip(layout.schedule, layers, strict=True):
-            handle = cache.layer(spec.layer_idx, plan, implementation=options.implementation)
-            y, handle = attention(p["attn"], handle, rms_norm(x, None, cfg.rms_norm_eps))
-            x, cache = x + y, handle.cache
-        return cache, x
-
-    operands = abstract((jax.eval_shape(lambda: init_cache(layout, size)), jax.eval_shape(parameters), plan, x))
+    cache, layers = jax.eval_shape(lambda: (init_cache(layout, size), neutral_layers(cfg)))
+    operands = abstract((cache, layers, plan, x))
     # Pallas asks for the device, too.
     seen = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu"))
     with jax.sharding.use_abstract_mesh(seen):
-        lowered = jax.jit(step, donate_argnums=(0, 3)).trace(*operands).lower(lowering_platforms=("cuda",))
-    bytes_in_place = layout.total_bytes(size) + 4 * options.batch * cfg.hidden_size
+        lowered = jax.jit(call, donate_argnums=(0, 3)).trace(*operands).lower(lowering_platforms=("cuda",))
+    bytes_in_place = layout.total_bytes(size) + 4 * x.size
     return lowered.compile(compiler_options=GPU_DECODE_OPTIONS | dict(options.xla)), bytes_in_place
 
 

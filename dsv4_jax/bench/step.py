@@ -11,7 +11,9 @@ import math
 import pathlib
 import tempfile
 import time
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +31,12 @@ from ..model.packing import PackedLayers, pack_layers
 from ..model.params import param_specs
 from ..model.projections import stack_projections
 from ..ops.dispatch import Implementation
+from ..plan import PackedPlan
 from .ceilings import Ceilings
 from .inputs import random_part
 from .timing import kernel_times
 
-__all__ = ["StepOptions", "measure_step"]
+__all__ = ["StepOptions", "StepSetup", "measure_step", "neutral_layers", "set_up"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +71,46 @@ class StepOptions:
         return dataclasses.replace(cfg, layer_types=cfg.layer_types[: self.layers]) if self.layers else cfg
 
 
+class StepSetup(NamedTuple):
+    """What a call of these options works on and does.
+
+    Attributes:
+        layout, size: of the cache.
+        plan: of a step in which every request feeds its last token, on the host.
+        call: (cache, layers, plan, x [batch, hidden] float32) -> (cache, x), to be jitted with cache and x donated.
+    """
+
+    layout: CacheLayout
+    size: CacheSize
+    plan: PackedPlan
+    call: Callable[[KVCache, PackedLayers, PackedPlan, jax.Array], tuple[KVCache, jax.Array]]
+
+
+def set_up(options: StepOptions) -> StepSetup:
+    """Raises `BenchmarkError`: the context exceeds the model's."""
+    cfg = options.config()
+    layout = CacheLayout(cfg)
+    columns = layout.blocks_for(options.context)
+    size = CacheSize(options.batch * columns, options.batch, columns)
+    rows = [RowFeed(slot + 1, options.context - 1, 1) for slot in range(options.batch)]
+
+    def step(cache: KVCache, layers: PackedLayers, packed: PackedPlan, x: jax.Array) -> tuple[KVCache, jax.Array]:
+        plan = packed.unpack()
+        cache = cache.begin(plan)
+        for spec, p in zip(layout.schedule, layers, strict=True):
+            handle = cache.layer(spec.layer_idx, plan, implementation=options.implementation)
+            y, handle = attention(p["attn"], handle, rms_norm(x, None, cfg.rms_norm_eps))
+            x, cache = x + y, handle.cache
+        return cache, x
+
+    def call(cache: KVCache, layers: PackedLayers, plan: PackedPlan, x: jax.Array) -> tuple[KVCache, jax.Array]:
+        if options.loop == 1:
+            return step(cache, layers, plan, x)
+        return jax.lax.fori_loop(0, options.loop, lambda _, carry: step(carry[0], layers, plan, carry[1]), (cache, x))
+
+    return StepSetup(layout, size, build_plan(layout, rows, shape_for(layout, rows)).pack(), call)
+
+
 def measure_step(options: StepOptions, ceilings: Ceilings) -> dict[str, Any]:
     """Runs the step and returns what was seen, ready for JSON.
 
@@ -75,29 +118,12 @@ def measure_step(options: StepOptions, ceilings: Ceilings) -> dict[str, Any]:
         BenchmarkError: the context exceeds the model's, or the step gives numbers that are not finite.
     """
     cfg = options.config()
-    layout = CacheLayout(cfg)
-    columns = layout.blocks_for(options.context)
-    size = CacheSize(options.batch * columns, options.batch, columns)
+    layout, size, plan, call = set_up(options)
     key = jax.random.key(0)
     params = random_layers(cfg, key)
     cache = random_cache(layout, size, key)
-    rows = [RowFeed(slot + 1, options.context - 1, 1) for slot in range(options.batch)]
-    plan = jax.device_put(build_plan(layout, rows, shape_for(layout, rows)).pack())
+    plan = jax.device_put(plan)
     x = jax.random.normal(key, (options.batch, cfg.hidden_size), jnp.float32)
-
-    def step(cache: KVCache, params: PackedLayers, plan: Any, x: jax.Array) -> tuple[KVCache, jax.Array]:
-        plan = plan.unpack()
-        cache = cache.begin(plan)
-        for spec, p in zip(layout.schedule, params, strict=True):
-            handle = cache.layer(spec.layer_idx, plan, implementation=options.implementation)
-            y, handle = attention(p["attn"], handle, rms_norm(x, None, cfg.rms_norm_eps))
-            x, cache = x + y, handle.cache
-        return cache, x
-
-    def call(cache: KVCache, params: PackedLayers, plan: Any, x: jax.Array) -> tuple[KVCache, jax.Array]:
-        if options.loop == 1:
-            return step(cache, params, plan, x)
-        return jax.lax.fori_loop(0, options.loop, lambda _, carry: step(carry[0], params, plan, carry[1]), (cache, x))
 
     # The activations are donated too: a command buffer is launched as it is while its buffers keep their addresses.
     start = time.perf_counter()
@@ -161,32 +187,30 @@ def _profile(call: Any, cache: KVCache, keep: pathlib.Path | None, steps: int) -
     return {"kernel_ms": sum(times.values()) / 1e3, "kernels": {name: times[name] for name in longest}}
 
 
-def random_layers(cfg: DSV4Config, key: jax.Array) -> PackedLayers:
-    """The layers' "attn" parameters as they are decoded with: projections stacked, packed in a few arrays.
-
-    Normal matrices scaled by their width, unit norms, zero biases.
-    """
-    specs = [{"attn": layer["attn"]} for layer in param_specs(cfg, jnp.bfloat16)["layers"]]
+def neutral_layers(cfg: DSV4Config) -> PackedLayers:
+    """The layers' "attn" parameters as they are decoded with, stacked and packed: unit norms, the rest 0."""
 
     def neutral(path: tuple, spec: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.full(spec.shape, "norm" in jax.tree_util.keystr(path), spec.dtype)
 
-    def make() -> PackedLayers:
-        layers = tuple(jax.tree_util.tree_map_with_path(neutral, layer) for layer in specs)
-        return pack_layers(stack_projections({"layers": layers}))["layers"]
+    specs = ({"attn": layer["attn"]} for layer in param_specs(cfg, jnp.bfloat16)["layers"])
+    layers = tuple(jax.tree_util.tree_map_with_path(neutral, layer) for layer in specs)
+    return pack_layers(stack_projections({"layers": layers}))["layers"]
+
+
+def random_layers(cfg: DSV4Config, key: jax.Array) -> PackedLayers:
+    """`neutral_layers` with normal matrices scaled by their width."""
 
     def draw(i: int, spec: jax.ShapeDtypeStruct) -> jax.Array:
         scale = jnp.asarray(spec.shape[-1] ** -0.5, spec.dtype)
         return jax.random.normal(jax.random.fold_in(key, i), spec.shape, spec.dtype) * scale
 
-    packed = jax.eval_shape(make)
-    # All of a matrix's packs are of the same kind, so they are drawn packed; what is not a matrix is small.
-    small = jax.jit(lambda: [None if x.dtype == jnp.bfloat16 else x for x in make().arrays])()
+    # Only what is not a matrix is made and packed; the packs of matrices are drawn as they are.
+    packed = jax.eval_shape(partial(neutral_layers, cfg))
+    small = jax.jit(lambda: [None if x.dtype == jnp.bfloat16 else x for x in neutral_layers(cfg).arrays])()
     drawn = jax.jit(draw, static_argnums=(0, 1))
-    arrays = tuple(
-        x if x is not None else drawn(i, spec) for i, (x, spec) in enumerate(zip(small, packed.arrays, strict=True))
-    )
-    return dataclasses.replace(packed, arrays=arrays)
+    pairs = enumerate(zip(small, packed.arrays, strict=True))
+    return dataclasses.replace(packed, arrays=tuple(drawn(i, spec) if x is None else x for i, (x, spec) in pairs))
 
 
 def random_cache(layout: CacheLayout, size: CacheSize, key: jax.Array) -> KVCache:
