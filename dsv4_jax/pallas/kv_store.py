@@ -83,7 +83,10 @@ def _kernel(ids, k, v, *refs, storage, per_program):
     inside = place < np.int32(ids.shape[0])
     # Loaded whether the rows are stored or not: so that no load waits for another.
     row = read(ids, (place,), inside)
-    loaded = [[(column, _load(x, place, column, inside)) for column in _columns(x.shape[1])] for x in (k, v)]
+    loaded = [
+        [(column, read(x, _index(place, column), _rowwise(inside, column))) for column in _columns(x.shape[1])]
+        for x in (k, v)
+    ]
     stored = inside & (row >= 0) & (row < np.int32(pool[0].shape[0]))
     # The interpreter writes old values back where the mask is false: past the end, where they meet no live row.
     row = jnp.where(stored, row, np.int32(pool[0].shape[0]))
@@ -110,14 +113,8 @@ def _columns(width: int):
     return [np.int32(first) + jnp.arange(lanes, dtype=jnp.int32) for first, _, lanes in pieces(width)]
 
 
-def _load(ref, place, column, inside):
-    shape = (place.shape[0], column.shape[0])
-    return pltriton.load(
-        ref.at[_index(place, column)], mask=_rowwise(inside, column), other=jnp.zeros(shape, ref.dtype)
-    )
-
-
 def _index(row, column):
+    """As `tiles.outer`, by adding axes instead of reshaping: what the 16-byte accesses were seen with."""
     shape = (row.shape[0], column.shape[0])
     return jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column[None], shape)
 
