@@ -15,11 +15,12 @@ namespace ffi = xla::ffi;
 constexpr int kThreads = 128;
 
 struct AppendArgs {
-  const float* values;      // [T, 512]
+  const float* values;      // [T, 512], rows `stride` apart
   const int32_t* row_ids;   // [T]; null: row t
   const int32_t* position;  // [T], for `finish`
   dsv4::FinishArgs finish;
   dsv4::RowPool pool;
+  int stride;
 };
 
 // One block a row.
@@ -27,18 +28,18 @@ __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant_
   __shared__ alignas(16) float shared[512];
   const int token = blockIdx.x, thread = threadIdx.x;
   // Loaded whether the row is stored or not: so that no load waits for another.
-  const dsv4::Float4 v = dsv4::load4(args.values + static_cast<int64_t>(token) * 512 + 4 * thread);
+  const dsv4::Float4 v = dsv4::load4(args.values + static_cast<int64_t>(token) * args.stride + 4 * thread);
   const int64_t row = args.row_ids == nullptr ? token : __ldg(args.row_ids + token);
   const int position = args.position == nullptr ? 0 : __ldg(args.position + token);
   if (row < 0 || row >= args.pool.rows) return;
   dsv4::emit_row<512>(args.finish, args.pool, v, position, row, shared, thread);
 }
 
-ffi::Error append(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::RemainingRets results, float eps, bool finish,
-                  bool scatter) {
+ffi::Error append(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::RemainingRets results, int32_t start,
+                  float eps, bool finish, bool scatter) {
   dsv4::Operands operands(arguments);
   AppendArgs args = {};
-  args.values = operands.next<float>(ffi::F32, 512);
+  args.values = operands.columns(start, 512, &args.stride);
   const int64_t tokens = operands.rows();
   if (finish) {
     args.position = operands.next<int32_t>(ffi::S32);
@@ -74,6 +75,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Append, append,
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .RemainingArgs()
                                   .RemainingRets()
+                                  .Attr<int32_t>("start")
                                   .Attr<float>("eps")
                                   .Attr<bool>("finish")
                                   .Attr<bool>("scatter"),

@@ -12,7 +12,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int kFields = 8;  // of a stream's integers: see `read_stream`
+constexpr int kFields = 9, kColumns = 2;  // of a stream's integers: see `read_stream`
 
 dsv4::CompressPlan read_plan(dsv4::Operands& operands) {
   dsv4::CompressPlan plan = {};
@@ -29,15 +29,17 @@ dsv4::CompressPlan read_plan(dsv4::Operands& operands) {
 }
 
 // `parts`: rows of state per channel (4 in CSA, 3 in HCA); `halves`: of kv and score (2 and 1).
-dsv4::CompressStream read_stream(dsv4::Operands& operands, const int32_t* fields, float eps, bool history, int parts, int halves) {
+dsv4::CompressStream read_stream(dsv4::Operands& operands, const int32_t* fields, const int32_t* columns, float eps, bool history,
+                                 int parts, int halves) {
   dsv4::CompressStream s = {};
   s.ratio = fields[0], s.ordinal = fields[1], s.slots = fields[2], s.ring = fields[3];
   s.base = fields[4], s.rows_per_block = fields[5], s.finish.hadamard = fields[7];
   s.finish.eps = eps;
   const bool wide = fields[6] == static_cast<int>(dsv4::Format::kFp8);
   const int channels = wide ? 512 : 128;
-  s.kv = operands.next<float>(ffi::F32, halves * channels);
-  s.score = operands.next<float>(ffi::F32, halves * channels);
+  s.kv = operands.columns(columns[0], halves * channels, &s.kv_stride);
+  s.score = operands.columns(columns[1], halves * channels, &s.score_stride);
+  if (fields[8] != 0) s.ape = operands.next<float>(ffi::F32, halves * channels);
   s.finish.norm = operands.next<float>(ffi::F32, channels);
   s.finish.inv_freq = operands.next<float>(ffi::F32, 32);
   if (history) s.history = operands.next<float>(ffi::F32, parts * channels);
@@ -53,13 +55,16 @@ ffi::Error finished(const char* name) {
 }
 
 ffi::Error compress_csa(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::RemainingRets, ffi::Span<const int32_t> fields,
-                        ffi::Span<const float> eps, bool history) {
+                        ffi::Span<const int32_t> columns, ffi::Span<const float> eps, bool history) {
   dsv4::Operands operands(arguments);
   dsv4::CsaArgs args = {};
   args.plan = read_plan(operands);
   const int tokens = args.plan.tokens;
-  for (size_t i = 0; i < eps.size() && (i + 1) * kFields <= fields.size(); ++i) {
-    const auto s = read_stream(operands, fields.begin() + i * kFields, eps[i], history, 4, 2);
+  if (fields.size() != eps.size() * kFields || columns.size() != eps.size() * kColumns) {
+    return ffi::Error::InvalidArgument("compress_csa: takes nine fields and two columns a stream");
+  }
+  for (size_t i = 0; i < eps.size(); ++i) {
+    const auto s = read_stream(operands, fields.begin() + i * kFields, columns.begin() + i * kColumns, eps[i], history, 4, 2);
     if (s.ratio != dsv4::kCsaRatio) return ffi::Error::InvalidArgument("compress_csa: the ratio must be 4");
     (s.pool.format == static_cast<int>(dsv4::Format::kFp8) ? args.main : args.index) = s;
   }
@@ -74,15 +79,17 @@ ffi::Error compress_csa(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::
 }
 
 ffi::Error compress_hca(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::RemainingRets, ffi::Span<const int32_t> fields,
-                        ffi::Span<const float> eps, bool history) {
+                        ffi::Span<const int32_t> columns, ffi::Span<const float> eps, bool history) {
   dsv4::Operands operands(arguments);
   dsv4::HcaArgs args = {};
   args.plan = read_plan(operands);
   args.plan.groups = operands.next<int32_t>(ffi::S32);
   args.plan.group_count = static_cast<int>(operands.rows());
   args.plan.group_length = static_cast<int>(operands.width());
-  if (eps.size() != 1 || fields.size() != kFields) return ffi::Error::InvalidArgument("compress_hca: takes one stream");
-  args.stream = read_stream(operands, fields.begin(), eps[0], history, 3, 1);
+  if (eps.size() != 1 || fields.size() != kFields || columns.size() != kColumns) {
+    return ffi::Error::InvalidArgument("compress_hca: takes one stream");
+  }
+  args.stream = read_stream(operands, fields.begin(), columns.begin(), eps[0], history, 3, 1);
   if (!operands.good()) return ffi::Error::InvalidArgument("compress_hca: " + operands.problem());
   if (args.stream.pool.format != static_cast<int>(dsv4::Format::kFp8)) {
     return ffi::Error::InvalidArgument("compress_hca: rows must be fp8 rows of 448 + 64 dims");
@@ -101,6 +108,7 @@ ffi::Error compress_hca(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::
                                     .RemainingArgs()               \
                                     .RemainingRets()               \
                                     .Attr<ffi::Span<const int32_t>>("fields") \
+                                    .Attr<ffi::Span<const int32_t>>("columns") \
                                     .Attr<ffi::Span<const float>>("eps") \
                                     .Attr<bool>("history"),        \
                                 {ffi::Traits::kCmdBufferCompatible})

@@ -27,13 +27,25 @@ struct CompressPlan {
 
 struct CompressStream {
   float* state;          // CSA: [.., 4 E] ring of [kv | score]; HCA: [.., 3 E] banks of [max | sum | acc]
-  const float* kv;       // [T, 2 E] or [T, E]
-  const float* score;
+  const float* kv;       // [T, 2 E] or [T, E], rows `kv_stride` apart
+  const float* score;    // as kv, rows `score_stride` apart
+  const float* ape;      // [ratio, width of score], added to the scores of a step: row p % ratio at position p; or null
   const float* history;  // old state rows or null: CSA [B * 7, 4 E], HCA [B, 3 E]
   FinishArgs finish;
   RowPool pool;
   int ratio, ordinal, slots, ring, base, rows_per_block;
+  int kv_stride, score_stride;
 };
+
+// Four scores of a step at `score`, with the position bias at `ape` where there is one.
+__device__ __forceinline__ Float4 load_score(const float* score, const float* ape) {
+  Float4 v = load4(score);
+  if (ape == nullptr) return v;
+  const Float4 bias = load4(ape);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v.x[i] = __fadd_rn(v.x[i], bias.x[i]);
+  return v;
+}
 
 // Where entry `entry` of `slot` is stored; negative without a block: then it is not stored anywhere.
 __device__ __forceinline__ int64_t entry_row(const CompressStream& s, const CompressPlan& plan, int slot, int entry) {
@@ -56,12 +68,14 @@ __device__ __forceinline__ void feed_csa(const CompressStream& s, const Compress
   float* ring = s.state + (static_cast<int64_t>(s.ordinal) * s.slots + slot) * s.ring * (4 * kChannels) + 4 * thread;
   if (position >= end - s.ring) {
     float* to = ring + static_cast<int64_t>(position % s.ring) * (4 * kChannels);
-    const float* kv = s.kv + static_cast<int64_t>(token) * (2 * kChannels) + 4 * thread;
-    const float* score = s.score + static_cast<int64_t>(token) * (2 * kChannels) + 4 * thread;
+    const float* kv = s.kv + static_cast<int64_t>(token) * s.kv_stride + 4 * thread;
+    const float* score = s.score + static_cast<int64_t>(token) * s.score_stride + 4 * thread;
+    const float* ape = s.ape == nullptr ? nullptr : s.ape + position % kCsaRatio * (2 * kChannels) + 4 * thread;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       store4(to + half * kChannels, load4(kv + half * kChannels));
-      store4(to + (2 + half) * kChannels, load4(score + half * kChannels));
+      const float* bias = ape == nullptr ? nullptr : ape + half * kChannels;
+      store4(to + (2 + half) * kChannels, load_score(score + half * kChannels, bias));
     }
   }
   if ((position + 1) % kCsaRatio != 0) return;
@@ -70,10 +84,12 @@ __device__ __forceinline__ void feed_csa(const CompressStream& s, const Compress
 #pragma unroll
   for (int j = 0; j < kRows; ++j) {
     const int at = position - (kRows - 1) + j, half = j >= kCsaRatio ? kChannels : 0;
-    const float *v, *l;
+    const float *v, *l, *bias = nullptr;  // rows of the state have their bias
     if (at >= start) {
-      const int64_t from = static_cast<int64_t>(first + at - start) * (2 * kChannels) + half + 4 * thread;
-      v = s.kv + from, l = s.score + from;
+      const int64_t from = first + at - start;
+      const int column = half + 4 * thread;
+      v = s.kv + from * s.kv_stride + column, l = s.score + from * s.score_stride + column;
+      if (s.ape != nullptr) bias = s.ape + j % kCsaRatio * (2 * kChannels) + column;
     } else {
       const float* old = s.history == nullptr
                              ? ring + static_cast<int64_t>(max(at, 0) % s.ring) * (4 * kChannels)
@@ -81,7 +97,7 @@ __device__ __forceinline__ void feed_csa(const CompressStream& s, const Compress
       v = old + half, l = old + 2 * kChannels + half;
     }
     if (at >= 0) {
-      value[j] = load4(v), weight[j] = load4(l);
+      value[j] = load4(v), weight[j] = load_score(l, bias);
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) value[j].x[i] = 0, weight[j].x[i] = -__builtin_huge_valf();
@@ -162,13 +178,17 @@ __global__ void __launch_bounds__(kCompressThreads) hca_kernel(const __grid_cons
                                              : s.history + static_cast<int64_t>(row) * (3 * kChannels) + 4 * thread;
     peak = load4(from), total = load4(from + kChannels), acc = load4(from + 2 * kChannels);
   }
-  const float* kv = s.kv + static_cast<int64_t>(token) * kChannels + 4 * thread;
-  const float* score = s.score + static_cast<int64_t>(token) * kChannels + 4 * thread;
+  const float* kv = s.kv + static_cast<int64_t>(token) * s.kv_stride + 4 * thread;
+  const float* score = s.score + static_cast<int64_t>(token) * s.score_stride + 4 * thread;
+  const float* ape = s.ape == nullptr ? nullptr : s.ape + start % s.ratio * kChannels + 4 * thread;
   for (int step = 0; step < count; step += kAhead) {
     Float4 value[kAhead], logit[kAhead];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      if (step + j < count) value[j] = load4(kv + (step + j) * kChannels), logit[j] = load4(score + (step + j) * kChannels);
+      const int64_t i = step + j;
+      if (i >= count) continue;
+      value[j] = load4(kv + i * s.kv_stride);
+      logit[j] = load_score(score + i * s.score_stride, ape == nullptr ? nullptr : ape + i * kChannels);
     }
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {

@@ -38,7 +38,8 @@ using Counts = ffi::Buffer<ffi::S32, 1>;
 using Scores = ffi::Buffer<ffi::F32, 2>;
 
 ffi::Error index_scores(cudaStream_t stream, Codes codes, ffi::AnyBuffer scale, Queries queries, Weights weights,
-                        Table table, Counts count, ffi::Result<Scores> scores, int32_t base, int32_t rows_per_block) {
+                        Table table, Counts count, ffi::Result<Scores> scores, int32_t base, int32_t rows_per_block,
+                        int32_t first_weight, float weight_scale) {
   const auto q = queries.dimensions();
   const int64_t rows = codes.dimensions()[0], width = codes.dimensions()[1];
   const bool fp8 = width == 128;
@@ -50,7 +51,8 @@ ffi::Error index_scores(cudaStream_t stream, Codes codes, ffi::AnyBuffer scale, 
   if (rows_per_block < 1 || rows_per_block % dsv4::kGroupKeys != 0) {
     return ffi::Error::InvalidArgument("index_scores: rows per block must be a multiple of 16");
   }
-  if (weights.dimensions()[0] != q[0] || weights.dimensions()[1] != q[1] || table.dimensions()[0] != q[0] ||
+  const auto w = weights.dimensions();
+  if (w[0] != q[0] || first_weight < 0 || first_weight + q[1] > w[1] || table.dimensions()[0] != q[0] ||
       count.dimensions()[0] != q[0] || scores->dimensions()[1] != table.dimensions()[1] * rows_per_block || q[0] > 65535) {
     return ffi::Error::InvalidArgument("index_scores: shapes of queries, weights, table and counts disagree");
   }
@@ -58,7 +60,9 @@ ffi::Error index_scores(cudaStream_t stream, Codes codes, ffi::AnyBuffer scale, 
   args.codes = codes.typed_data();
   args.scale = scale.untyped_data();
   args.queries = reinterpret_cast<const __nv_bfloat16*>(queries.untyped_data());
-  args.weights = weights.typed_data();
+  args.weights = weights.typed_data() + first_weight;
+  args.weight_stride = static_cast<int>(w[1]);
+  args.weight_scale = weight_scale;
   args.table = table.typed_data();
   args.count = count.typed_data();
   args.scores = scores->typed_data();
@@ -87,7 +91,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4IndexScores, index_scores,
                                   .Arg<Counts>()
                                   .Ret<Scores>()
                                   .Attr<int32_t>("base")
-                                  .Attr<int32_t>("rows_per_block"),
+                                  .Attr<int32_t>("rows_per_block")
+                                  .Attr<int32_t>("first_weight")
+                                  .Attr<float>("weight_scale"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 // The launch alone, for timing without XLA. Returns a cudaError_t.

@@ -199,7 +199,8 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks) index_scores_kern
   QueryPart part;
   part.load<Key>(args, token, warp, lane);
   const int head = head_of_weight(thread % kScoreHeads);
-  const float weight = head < args.heads ? __ldg(args.weights + static_cast<int64_t>(token) * args.heads + head) : 0.f;
+  const float* token_weights = args.weights + static_cast<int64_t>(token) * args.weight_stride;
+  const float weight = head < args.heads ? __fmul_rn(__ldg(token_weights + head), args.weight_scale) : 0.f;
 
   // Rows of the run, one number per 16 keys. Keys past the end of the table repeat the last 16.
   for (int g = thread; g < run.tiles * (kScoreTile / kGroupKeys); g += kScoreThreads) {

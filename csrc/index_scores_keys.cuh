@@ -20,12 +20,14 @@ struct ScoreArgs {
   const uint8_t* codes;            // [rows, 64] e2m1 pairs or [rows, 128] e4m3
   const void* scale;               // [rows, 4] ue8m0 or [rows] float32
   const __nv_bfloat16* queries;    // [T, H, 128]
-  const float* weights;            // [T, H]
+  const float* weights;            // [T, H], tokens `weight_stride` apart
   const int32_t* table;            // [T, X] block ids
   const int32_t* count;            // [T] visible keys
   float* scores;                   // [T, S], S = X * rows_per_block
   int tokens, heads, columns, base, rows_per_block;
   int run_tiles;                   // tiles of a block of threads; 0: the launch chooses
+  int weight_stride;
+  float weight_scale;              // the weights are multiplied by it
 };
 
 // Eight e2m1 codes -> four pairs of bf16 (codes i and i + 4). A code's bits, moved into the bf16 fields, are its value

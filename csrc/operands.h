@@ -27,6 +27,14 @@ class Operands {
   T* next(xla::ffi::DataType type, int64_t width = -1) {
     return static_cast<T*>(next(type, width));
   }
+  // Columns `start` .. `start + width - 1` of the next operand, float32 rows `stride` apart: fit for loads of 16 bytes.
+  const float* columns(int64_t start, int64_t width, int* stride) {
+    const auto* matrix = next<float>(xla::ffi::F32);
+    if (matrix == nullptr) return nullptr;
+    *stride = static_cast<int>(width_);
+    if (start < 0 || start + width > width_ || start % 4 != 0 || width_ % 4 != 0) return static_cast<float*>(fail());
+    return matrix + start;
+  }
   int64_t rows() const { return rows_; }  // of the operand read last
   int64_t width() const { return width_; }
   bool good() const { return wrong_ < 0 && index_ == args_.size(); }

@@ -2,6 +2,7 @@
 // Wrapper, argument meaning and fallbacks: dsv4_jax/cuda/queries.py.
 #include <cuda_runtime.h>
 
+#include <cstdint>
 #include <string>
 
 #include "built_for.h"
@@ -12,32 +13,37 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-using Queries = ffi::Buffer<ffi::F32, 3>;
+using Queries = ffi::Buffer<ffi::F32, 2>;
 using Angles = ffi::Buffer<ffi::F32, 2>;
 using Out = ffi::Buffer<ffi::BF16, 3>;
 
-ffi::Error finish_queries(cudaStream_t stream, Queries queries, Angles cosine, Angles sine, ffi::Result<Out> out, float eps,
-                          bool hadamard, bool round_fp4) {
-  const auto q = queries.dimensions();
+ffi::Error finish_queries(cudaStream_t stream, Queries queries, Angles cosine, Angles sine, ffi::Result<Out> out,
+                          int32_t start, float eps, bool hadamard, bool round_fp4) {
+  const auto matrix = queries.dimensions(), q = out->dimensions();
   for (const auto& angles : {cosine, sine}) {
     if (angles.dimensions()[0] != q[0] || angles.dimensions()[1] != dsv4::kRopeDim / 2) {
       return ffi::Error::InvalidArgument("finish_queries: cosine and sine must be [tokens, 32]");
     }
   }
   if (q[2] != 512 && q[2] != 128) return ffi::Error::InvalidArgument("finish_queries: rows must have 512 or 128 dims");
+  if (matrix[0] != q[0] || start < 0 || start + q[1] * q[2] > matrix[1] || start % 4 != 0 || matrix[1] % 4 != 0) {
+    return ffi::Error::InvalidArgument("finish_queries: not as many columns as heads, or not in steps of 16 bytes");
+  }
+  if (q[0] * q[1] > INT32_MAX) return ffi::Error::InvalidArgument("finish_queries: more than 2^31 rows");
   dsv4::QueryArgs args = {};
-  args.queries = queries.typed_data();
+  args.queries = queries.typed_data() + start;
+  args.stride = static_cast<int>(matrix[1]);
   args.cosine = cosine.typed_data();
   args.sine = sine.typed_data();
   args.out = reinterpret_cast<__nv_bfloat16*>(out->untyped_data());
-  args.rows = q[0] * q[1];
+  args.rows = static_cast<int>(q[0] * q[1]);
   args.heads = static_cast<int>(q[1]);
   args.eps = eps;
   args.hadamard = hadamard;
   args.round_fp4 = round_fp4;
   if (args.rows == 0) return ffi::Error::Success();
   constexpr int kRows = dsv4::kQueryThreads / 32;
-  const unsigned blocks = static_cast<unsigned>((args.rows + kRows - 1) / kRows);
+  const unsigned blocks = (static_cast<unsigned>(args.rows) + kRows - 1) / kRows;
   if (q[2] == 512) {
     dsv4::query_kernel<512><<<blocks, dsv4::kQueryThreads, 0, stream>>>(args);
   } else {
@@ -59,6 +65,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4FinishQueries, finish_queries,
                                   .Arg<Angles>()
                                   .Arg<Angles>()
                                   .Ret<Out>()
+                                  .Attr<int32_t>("start")
                                   .Attr<float>("eps")
                                   .Attr<bool>("hadamard")
                                   .Attr<bool>("round_fp4"),

@@ -12,12 +12,12 @@ constexpr int kQueryThreads = 256;
 constexpr int kRopeDim = 64;
 
 struct QueryArgs {
-  const float* queries;    // [rows, dim], rows = tokens * heads
+  const float* queries;    // [tokens, heads * dim], tokens `stride` apart
   const float* cosine;     // [tokens, 32]
   const float* sine;       // [tokens, 32]
   __nv_bfloat16* out;      // [rows, dim]
-  int64_t rows;
-  int heads;
+  int rows, heads;         // rows = tokens * heads
+  int stride;
   float eps;               // of the norm; negative: no norm
   int hadamard, round_fp4;
 };
@@ -78,12 +78,14 @@ template <int kDim>
 __global__ void __launch_bounds__(kQueryThreads) query_kernel(const __grid_constant__ QueryArgs args) {
   constexpr int kQuads = kDim / 128;  // a lane holds dims 128 i + 4 lane + {0, 1, 2, 3}
   const int lane = threadIdx.x & 31;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kQueryThreads / 32) + (threadIdx.x >> 5);
-  if (row >= args.rows) return;
+  const unsigned index = blockIdx.x * (kQueryThreads / 32) + (threadIdx.x >> 5), heads = args.heads;
+  if (index >= static_cast<unsigned>(args.rows)) return;
+  const int64_t row = index, token = index / heads;
+  const float* queries = args.queries + token * args.stride + (index % heads) * kDim;
   float x[kQuads][4];
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) {
-    const float4 v = __ldg(reinterpret_cast<const float4*>(args.queries + row * kDim + 128 * i) + lane);
+    const float4 v = __ldg(reinterpret_cast<const float4*>(queries + 128 * i) + lane);
     x[i][0] = v.x, x[i][1] = v.y, x[i][2] = v.z, x[i][3] = v.w;
   }
   if (args.eps >= 0) {
@@ -101,7 +103,7 @@ __global__ void __launch_bounds__(kQueryThreads) query_kernel(const __grid_const
     }
   }
   if (lane >= 16) {  // the last 64 dims, as adjacent pairs
-    const int64_t at = row / args.heads * (kRopeDim / 2) + 2 * (lane - 16);
+    const int64_t at = token * (kRopeDim / 2) + 2 * (lane - 16);
     const float2 c = __ldg(reinterpret_cast<const float2*>(args.cosine + at));
     const float2 s = __ldg(reinterpret_cast<const float2*>(args.sine + at));
     float(&y)[4] = x[kQuads - 1];

@@ -17,6 +17,7 @@ from .formats import RowFormat
 from .layout import CacheLayout, CacheSize, LeafSpec
 from .ops.append import Rows, append, encode, pin, store, window_rows, window_view
 from .ops.attend import attend
+from .ops.columns import Values
 from .ops.compress import Compressor, Stream, compress_csa, compress_hca
 from .ops.copy import copy_units
 from .ops.dispatch import Implementation
@@ -141,7 +142,8 @@ class LayerCacheHandle:
     """One layer of the cache in one step: what model code talks to.
 
     Every method is traceable; those that write return a new handle, whose `cache` holds the
-    result. Order within a layer: `append`, the compressors, then reads.
+    result. Order within a layer: `append`, the compressors, then reads. `Values` are arrays or
+    `Columns` of a stacked product, which kernels that can read in place.
 
     Attributes:
         cache: the whole cache as updated so far.
@@ -163,7 +165,7 @@ class LayerCacheHandle:
 
     # Writes
 
-    def append(self, kv: jax.Array, finish: Finish | None = None) -> LayerCacheHandle:
+    def append(self, kv: Values, finish: Finish | None = None) -> LayerCacheHandle:
         """Stores the step's KV rows in the sliding window.
 
         Args:
@@ -188,51 +190,52 @@ class LayerCacheHandle:
 
     def compress(
         self,
-        kv: jax.Array,
-        score: jax.Array,
+        kv: Values,
+        score: Values,
         finish: Finish,
-        index: tuple[jax.Array, jax.Array, Finish] | None = None,
+        index: tuple[Any, ...] | None = None,
+        *,
+        ape: jax.Array | None = None,
     ) -> LayerCacheHandle:
         """Feeds the layer's compressor and stores the entries it completes.
 
         Args:
-            kv, score: [T, 2 * head_dim] (CSA) or [T, head_dim] (HCA) float32; the score already
-                holds the position bias of its token's place in the block.
+            kv, score: [T, 2 * head_dim] (CSA) or [T, head_dim] (HCA) float32.
             finish: norm weight and RoPE of the entries.
             index: CSA only: the arguments of `compress_index`, to do both at once.
+            ape: [ratio, width of score] float32: the position bias to add to the score of each place in a block;
+                None: the score holds it already.
         """
-        cfg, attn = self.layout.cfg, self.spec.attn
+        attn = self.spec.attn
         if attn is AttentionType.SWA:
             raise LayoutError(f"layer {self.spec.layer_idx} is SWA-only: it has no compressor")
         if attn is AttentionType.CSA:
-            streams = {"csa": self._csa_stream("csa", cfg.head_dim, kv, score, finish)}
+            streams = {"csa": self._stream("csa", kv, score, finish, ape)}
             if index is not None:
-                streams["index"] = self._csa_stream("index", cfg.index_head_dim, *index)
+                streams["index"] = self._stream("index", *index)
             return self._compress_csa(streams)
         if index is not None:
             self._require_csa("indexer")
-        for name, x in (("kv", kv), ("score", score)):
-            self._check(name, x, (self.plan.num_tokens, cfg.head_dim))
-        stream = self._stream("hca", kv, score, finish, self.layout.hca_rows, self.layout.kv_row)
+        stream = self._stream("hca", kv, score, finish, ape)
         state, pool = compress_hca(
             stream, self.plan, self.cache.block_table, mode=self.layout.hca_state, implementation=self.implementation
         )
-        return self._replace_cache(self.cache.with_pool("hca_state", (state,)).with_pool("hca", pool))
+        return dataclasses.replace(self, cache=self.cache.with_pool("hca_state", (state,)).with_pool("hca", pool))
 
-    def compress_index(self, kv: jax.Array, score: jax.Array, finish: Finish) -> LayerCacheHandle:
+    def compress_index(
+        self, kv: Values, score: Values, finish: Finish, ape: jax.Array | None = None
+    ) -> LayerCacheHandle:
         """Feeds a CSA layer's indexer compressor, [T, 2 * index_head_dim] float32 each, and stores its keys."""
         self._require_csa("indexer")
-        return self._compress_csa(
-            {"index": self._csa_stream("index", self.layout.cfg.index_head_dim, kv, score, finish)}
-        )
+        return self._compress_csa({"index": self._stream("index", kv, score, finish, ape)})
 
     # Queries
 
-    def queries(self, q: jax.Array, inv_freq: jax.Array) -> jax.Array:
+    def queries(self, q: Values, inv_freq: jax.Array) -> jax.Array:
         """Queries for `attend` from projected ones [T, heads, head_dim] float32: RMSNorm per head, then RoPE."""
         return self._finish_queries(q, inv_freq, self.layout.kv_row, eps=self.layout.cfg.rms_norm_eps)
 
-    def index_queries(self, q: jax.Array, inv_freq: jax.Array, *, qat: bool) -> jax.Array:
+    def index_queries(self, q: Values, inv_freq: jax.Array, *, qat: bool) -> jax.Array:
         """Queries for `index_scores` from projected ones [T, index_n_heads, index_head_dim] float32.
 
         RoPE; with `qat` also the Hadamard rotation and FP4 rounding the model was trained with.
@@ -270,18 +273,19 @@ class LayerCacheHandle:
         block = self.cache.block_table[jnp.asarray(self.plan.token_slot)[:, None], entries // per_block]
         return np.int32(self._base()) + block * per_block + entries % per_block
 
-    def index_scores(self, queries: jax.Array, weights: jax.Array) -> jax.Array:
+    def index_scores(self, queries: jax.Array, weights: Values, *, scale: float = 1.0) -> jax.Array:
         """Indexer scores [T, S] float32 of all entries (-inf where not visible); CSA only.
 
         Args:
             queries: [T, index_n_heads, index_head_dim], rotated as the keys are.
-            weights: [T, index_n_heads] head weights, scaled by (dim * heads) ** -0.5.
+            weights: [T, index_n_heads] head weights.
+            scale: of the weights: (dim * heads) ** -0.5, if they do not have it already.
         """
         self._require_csa("indexer")
         table = self.cache.block_table[:, : self.plan.table_columns.shape[0]][self.plan.token_slot]
         return index_scores(
             self.cache.pool("index"), queries, weights, table, self.visible_entries(), base=self._base(),
-            rows_per_block=self.layout.entries_per_block(AttentionType.CSA), fmt=self.layout.index_row,
+            rows_per_block=self.layout.entries_per_block(AttentionType.CSA), fmt=self.layout.index_row, scale=scale,
             implementation=self.implementation,
         )  # fmt: skip
 
@@ -335,35 +339,34 @@ class LayerCacheHandle:
 
     # Plumbing
 
-    def _finish_queries(self, q: jax.Array, inv_freq: jax.Array, fmt: RowFormat, **steps: Any) -> jax.Array:
+    def _finish_queries(self, q: Values, inv_freq: jax.Array, fmt: RowFormat, **steps: Any) -> jax.Array:
         # Kernels give bf16, which would waste rows kept in float32.
         implementation = "xla" if fmt.name == "f32" else self.implementation
         return finish_queries(q, self.plan.token_position, inv_freq, **steps, implementation=implementation)
 
     def _compress_csa(self, streams: dict[str, Stream]) -> LayerCacheHandle:
-        done = compress_csa(
-            list(streams.values()), self.plan, self.cache.block_table, implementation=self.implementation
-        )
         cache = self.cache
+        done = compress_csa([*streams.values()], self.plan, cache.block_table, implementation=self.implementation)
         for name, (state, pool) in zip(streams, done, strict=True):
             cache = cache.with_pool(f"{name}_state", (state,)).with_pool(name, pool)
-        return self._replace_cache(cache)
+        return dataclasses.replace(self, cache=cache)
 
-    def _csa_stream(self, pool: str, dim: int, kv: jax.Array, score: jax.Array, finish: Finish) -> Stream:
+    def _stream(self, pool: str, kv: Values, score: Values, finish: Finish, ape: jax.Array | None = None) -> Stream:
+        attn, layout = self.spec.attn, self.layout
+        csa, of_index = attn is AttentionType.CSA, pool == "index"
+        ratio, fmt = layout.cfg.ratio(attn), layout.index_row if of_index else layout.kv_row
+        width, prefix = fmt.dim * (2 if csa else 1), "index " if of_index else ""
         for name, x in (("kv", kv), ("score", score)):
-            self._check(f"{pool} {name}" if pool == "index" else name, x, (self.plan.num_tokens, 2 * dim))
-        fmt = self.layout.kv_row if pool == "csa" else self.layout.index_row
-        return self._stream(pool, kv, score, finish, self.layout.csa_ring_rows, fmt)
-
-    def _stream(self, pool: str, kv: jax.Array, score: jax.Array, finish: Finish, ring: int, fmt: RowFormat) -> Stream:
-        attn = self.spec.attn
+            self._check(prefix + name, x, (self.plan.num_tokens, width))
+        if ape is not None:
+            self._check(f"{prefix}ape", ape, (ratio, width))
         geometry = Compressor(
-            ratio=self.layout.cfg.ratio(attn), ordinal=self.layout.ordinal(self.spec.layer_idx),
-            slots=self.cache.slot_units, ring=ring, base=self._base(),
-            rows_per_block=self.layout.entries_per_block(attn), fmt=fmt,
+            ratio=ratio, ordinal=layout.ordinal(self.spec.layer_idx), slots=self.cache.slot_units,
+            ring=layout.csa_ring_rows if csa else layout.hca_rows, base=self._base(),
+            rows_per_block=layout.entries_per_block(attn), fmt=fmt,
         )  # fmt: skip
         (state,) = self.cache.pool(f"{pool}_state")
-        return Stream(state, self.cache.pool(pool), kv, score, finish, geometry)
+        return Stream(state, self.cache.pool(pool), kv, score, finish, geometry, ape)
 
     def _base(self) -> int:
         """First row of this layer in its pool leaves."""
@@ -389,13 +392,10 @@ class LayerCacheHandle:
             dtype = jnp.float32 if fmt.name == "f32" else jnp.bfloat16
         return gather_rows(pool, ids, fmt=fmt, dtype=dtype, implementation=self.implementation)
 
-    def _replace_cache(self, cache: KVCache) -> LayerCacheHandle:
-        return dataclasses.replace(self, cache=cache)
-
     def _require_csa(self, what: str) -> None:
         if self.spec.attn is not AttentionType.CSA:
             raise LayoutError(f"layer {self.spec.layer_idx} is {self.spec.attn.name}: only CSA layers have an {what}")
 
-    def _check(self, name: str, x: jax.Array, shape: tuple[int, ...]) -> None:
+    def _check(self, name: str, x: Values, shape: tuple[int, ...]) -> None:
         if x.shape != shape:
             raise ShapeError(f"layer {self.spec.layer_idx}: {name} has shape {x.shape}, expected {shape}")

@@ -12,6 +12,7 @@ from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.errors import LayoutError, ShapeError
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.manager.planning import RowFeed, build_plan, shape_for
+from dsv4_jax.ops.columns import Columns
 from dsv4_jax.plan import StepPlan
 
 from .harness import Driver, layer_writes, pinned_shape, random_norms, random_stream
@@ -122,6 +123,11 @@ def test_misuse_is_named() -> None:
     q, sink = jnp.zeros((1, 2, 32)), jnp.zeros(2)
     with pytest.raises(ShapeError, match=r"layer 0: kv has shape \(1, 31\)"):
         handle_of(0).append(jnp.zeros((1, 31)))
+    with pytest.raises(ShapeError, match=r"layer 0: kv has shape \(1, 31\)"):
+        handle_of(0).append(Columns(jnp.zeros((1, 64)), 4, (31,)))
+    score = jnp.zeros((1, 64))
+    with pytest.raises(ShapeError, match=r"layer 0: ape has shape \(1, 64\), expected \(4, 64\)"):
+        handle_of(0).compress(score, score, None, ape=score)
     with pytest.raises(ShapeError, match="layer 2: append"):
         handle_of(2).attend(q, sink)
     with pytest.raises(LayoutError, match="layer 2 is SWA-only"):

@@ -12,8 +12,10 @@ import numpy as np
 from ..ffi import cuda_target
 from ..formats import RowFormat
 from ..ops.append import Rows
+from ..ops.columns import Values
 from ..ops.finish import Finish
 from ..pallas import append as pallas
+from .columns import float_columns
 
 __all__ = ["has_kernel"]
 
@@ -26,32 +28,37 @@ def has_kernel(fmt: RowFormat, finish: Finish | None) -> bool:
 
 
 def _append(
-    pool: Rows, values: jax.Array, row_ids: jax.Array, position: jax.Array | None, finish: Finish | None, fmt: RowFormat
+    pool: Rows, values: Values, row_ids: jax.Array, position: jax.Array | None, finish: Finish | None, fmt: RowFormat
 ) -> Rows:
     """As `ops.append._append`. Raises `ImplementationError`: the CUDA library is not there."""
     if not has_kernel(fmt, finish):
         return pallas._append(pool, values, row_ids, position, finish, fmt)
-    operands = [*_values(values, position, finish), row_ids, *pool]
-    aliases = {len(operands) - len(pool) + i: i for i in range(len(pool))}
-    return _call(operands, tuple(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pool), finish, aliases)
+    results = tuple(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pool)
+    return _call(values, position, finish, [row_ids, *pool], results)
 
 
-def _encode(values: jax.Array, position: jax.Array | None, finish: Finish | None, fmt: RowFormat) -> Rows:
+def _encode(values: Values, position: jax.Array | None, finish: Finish | None, fmt: RowFormat) -> Rows:
     """As `ops.append._encode`. Raises `ImplementationError`: the CUDA library is not there."""
     if not has_kernel(fmt, finish):
         return pallas._encode(values, position, finish, fmt)
     results = tuple(jax.ShapeDtypeStruct((values.shape[0], p.width), jnp.dtype(p.dtype)) for p in fmt.parts)
-    return _call(_values(values, position, finish), results, finish, {})
+    return _call(values, position, finish, [], results)
 
 
-def _values(values: jax.Array, position: jax.Array | None, finish: Finish | None) -> list[jax.Array]:
-    operands = [values.astype(jnp.float32)]
+def _call(
+    values: Values,
+    position: jax.Array | None,
+    finish: Finish | None,
+    scattered: list[jax.Array],
+    results: tuple[jax.ShapeDtypeStruct, ...],
+) -> Rows:
+    """`scattered`: the row ids and the pool that becomes the results; empty: the results are new arrays."""
+    matrix, start = float_columns(values)
+    operands = [matrix]
     if finish is not None:
         operands += [jnp.asarray(position), finish.norm.astype(jnp.float32), finish.inv_freq.astype(jnp.float32)]
-    return operands
-
-
-def _call(operands, results, finish: Finish | None, aliases: dict[int, int]) -> Rows:
+    operands += scattered
+    aliases = {len(operands) - len(results) + i: i for i in range(len(results))} if scattered else {}
     call = jax.ffi.ffi_call(cuda_target("dsv4_append"), results, input_output_aliases=aliases)
     eps = np.float32(0 if finish is None else finish.eps)
-    return tuple(call(*operands, eps=eps, finish=finish is not None, scatter=bool(aliases)))
+    return tuple(call(*operands, start=np.int32(start), eps=eps, finish=finish is not None, scatter=bool(scattered)))

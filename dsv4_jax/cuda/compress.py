@@ -19,6 +19,7 @@ from ..ops.dispatch import Implementation
 from ..pallas import compress as pallas
 from ..plan import StepPlan
 from .append import has_kernel as stores_kv_row
+from .columns import float_columns
 
 __all__ = ["has_kernel"]
 
@@ -68,18 +69,21 @@ def _call(
     target: str, streams: Sequence[Stream], plan: StepPlan, table: jax.Array, more: list[jax.Array], *, depth: int
 ) -> list[tuple[jax.Array, Rows]]:
     history = bool(plan.history_rows.shape[0])
-    fields = (plan.token_slot, plan.token_position, plan.token_row, plan.row_start, plan.row_count, plan.row_first)
-    operands = [*(jnp.asarray(x) for x in fields), jnp.asarray(table), *more]
-    results, aliases, numbers = [], {}, []
+    of_plan = (plan.token_slot, plan.token_position, plan.token_row, plan.row_start, plan.row_count, plan.row_first)
+    operands = [*(jnp.asarray(x) for x in of_plan), jnp.asarray(table), *more]
+    results, aliases, numbers, columns = [], {}, [], []
     for stream in streams:
         state, old = stream.state, []
         if history:
             before, state = pallas.state_before(stream, plan, depth)
             old = [before]
         finish, geometry = stream.finish, stream.geometry
+        (kv, kv_start), (score, score_start) = float_columns(stream.kv), float_columns(stream.score)
+        bias = [] if stream.ape is None else [stream.ape.astype(jnp.float32)]
         operands += [
-            stream.kv,
-            stream.score,
+            kv,
+            score,
+            *bias,
             finish.norm.astype(jnp.float32),
             finish.inv_freq.astype(jnp.float32),
             *old,
@@ -90,8 +94,10 @@ def _call(
             results.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         kinds = KV if geometry.fmt.rope_dim else INDEX
         numbers += [geometry.ratio, geometry.ordinal, geometry.slots, geometry.ring, geometry.base,
-                    geometry.rows_per_block, kinds[geometry.fmt.name], int(finish.hadamard)]  # fmt: skip
+                    geometry.rows_per_block, kinds[geometry.fmt.name], int(finish.hadamard), len(bias)]  # fmt: skip
+        columns += [kv_start, score_start]
     call = jax.ffi.ffi_call(cuda_target(target), tuple(results), input_output_aliases=aliases)
     eps = np.array([stream.finish.eps for stream in streams], np.float32)
-    out = list(call(*operands, fields=np.array(numbers, np.int32), eps=eps, history=history))
+    fields, columns = (np.array(x, np.int32) for x in (numbers, columns))
+    out = list(call(*operands, fields=fields, columns=columns, eps=eps, history=history))
     return [(out.pop(0), tuple(out.pop(0) for _ in stream.pool)) for stream in streams]

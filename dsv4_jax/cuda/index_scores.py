@@ -17,7 +17,9 @@ import numpy as np
 from ..ffi import cuda_target
 from ..formats import RowFormat
 from ..ops.append import Rows
+from ..ops.columns import Values
 from ..ops.index_scores import _index_scores as _reference
+from .columns import float_columns
 
 __all__ = ["has_kernel"]
 
@@ -35,12 +37,13 @@ def has_kernel(fmt: RowFormat, heads: int, rows_per_block: int) -> bool:
 def _index_scores(
     pool: Rows,
     queries: jax.Array,
-    weights: jax.Array,
+    weights: Values,
     table: jax.Array,
     count: jax.Array,
     base: int,
     rows_per_block: int,
     fmt: RowFormat,
+    scale: float = 1.0,
 ) -> jax.Array:
     """As `ops.index_scores._index_scores`, with the queries rounded to bf16.
 
@@ -49,13 +52,14 @@ def _index_scores(
     """
     tokens, heads, _ = queries.shape
     if not has_kernel(fmt, heads, rows_per_block) or tokens > MAX_TOKENS:
-        return _reference(pool, queries, weights, table, count, base, rows_per_block, fmt)
+        return _reference(pool, queries, weights, table, count, base, rows_per_block, fmt, scale)
     call = jax.ffi.ffi_call(
         cuda_target("dsv4_index_scores"),
         jax.ShapeDtypeStruct((tokens, table.shape[1] * rows_per_block), jnp.float32),
     )
-    codes, scale = pool
+    codes, key_scale = pool
+    matrix, start = float_columns(weights, multiple=1)
     return call(
-        codes, scale, queries.astype(jnp.bfloat16), weights.astype(jnp.float32), table, count,
-        base=np.int32(base), rows_per_block=np.int32(rows_per_block),
+        codes, key_scale, queries.astype(jnp.bfloat16), matrix, table, count, base=np.int32(base),
+        rows_per_block=np.int32(rows_per_block), first_weight=np.int32(start), weight_scale=np.float32(scale),
     )  # fmt: skip

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..ffi import cuda_target
+from ..ops.columns import Values
 from ..ops.numerics import rope_tables
 from ..ops.queries import _finish_queries as _reference
+from .columns import float_columns
 
 __all__ = ["has_kernel"]
 
@@ -24,7 +26,7 @@ def has_kernel(dim: int, pairs: int, rotate: bool, round_fp4: bool) -> bool:
 
 
 def _finish_queries(
-    queries: jax.Array, position: jax.Array, inv_freq: jax.Array, eps: float | None, rotate: bool, round_fp4: bool
+    queries: Values, position: jax.Array, inv_freq: jax.Array, eps: float | None, rotate: bool, round_fp4: bool
 ) -> jax.Array:
     """As `ops.queries._finish_queries`, rounded to bf16.
 
@@ -33,9 +35,10 @@ def _finish_queries(
     """
     if not has_kernel(queries.shape[-1], inv_freq.shape[0], rotate, round_fp4):
         return _reference(queries, position, inv_freq, eps, rotate, round_fp4)
+    matrix, start = float_columns(queries)
     # The tables are the same for all layers of a kind: XLA computes them once a step.
     call = jax.ffi.ffi_call(cuda_target("dsv4_finish_queries"), jax.ShapeDtypeStruct(queries.shape, jnp.bfloat16))
     return call(
-        queries.astype(jnp.float32), *rope_tables(position, inv_freq),
+        matrix, *rope_tables(position, inv_freq), start=np.int32(start),
         eps=np.float32(-1 if eps is None else eps), hadamard=rotate, round_fp4=round_fp4,
     )  # fmt: skip

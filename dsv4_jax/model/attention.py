@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..cache import LayerCacheHandle
 from ..config import AttentionType, DSV4Config
 from ..errors import LayoutError
 from ..layout import CacheLayout
+from ..ops.columns import Values, dense
 from ..ops.finish import Finish
 from .numerics import layer_frequencies, linear, matmul, rms_norm
 from .params import Params
@@ -38,31 +38,34 @@ def attention(
         ([T, hidden] float32, the handle with the layer's cache updated).
     """
     cfg, attn = handle.layout.cfg, handle.spec.attn
-    position = jnp.asarray(handle.plan.token_position)
     freq = jnp.asarray(layer_frequencies(cfg, attn))
 
     of_x = products(p, "of_input", x)
-    q_latent = rms_norm(of_x["wq_a"], p["q_norm"], cfg.rms_norm_eps)
+    q_latent = rms_norm(dense(of_x["wq_a"]), p["q_norm"], cfg.rms_norm_eps)
     of_q = products(p, "of_q_latent", q_latent)
     q = handle.queries(of_q["wq_b"].reshape(-1, cfg.num_attention_heads, cfg.head_dim), freq)
 
-    def compressor(name: str, rotate: bool = False) -> tuple[jax.Array, jax.Array, Finish]:
-        """(kv, score, finish); the score carries the bias of the token's place in its block."""
+    def compressor(name: str, rotate: bool = False) -> tuple[Values, Values, Finish, jax.Array]:
+        """(kv, score, finish, position bias)"""
         weights = p["indexer"]["compressor"] if name == "indexer.compressor" else p[name]
-        place = position % np.int32(weights["ape"].shape[0])
-        score = of_x[f"{name}.wgate"] + weights["ape"][place]
-        return of_x[f"{name}.wkv"], score, Finish(weights["norm"], freq, cfg.rms_norm_eps, rotate)
+        finish = Finish(weights["norm"], freq, cfg.rms_norm_eps, rotate)
+        return of_x[f"{name}.wkv"], of_x[f"{name}.wgate"], finish, weights["ape"]
 
     handle = handle.append(of_x["wkv"], Finish(p["kv_norm"], freq, cfg.rms_norm_eps))
     selected = None
     if attn is AttentionType.HCA:
-        handle = handle.compress(*compressor("compressor"))
+        kv, score, finish, ape = compressor("compressor")
+        handle = handle.compress(kv, score, finish, ape=ape)
     if attn is AttentionType.CSA:
         qat = index_qat_default(handle.layout) if index_qat is None else index_qat
-        handle = handle.compress(*compressor("compressor"), compressor("indexer.compressor", rotate=qat))
+        kv, score, finish, ape = compressor("compressor")
+        handle = handle.compress(kv, score, finish, compressor("indexer.compressor", rotate=qat), ape=ape)
         index_q = of_q["indexer.wq_b"].reshape(-1, cfg.index_n_heads, cfg.index_head_dim)
-        weights = of_x["indexer.weights_proj"] * np.float32((cfg.index_head_dim * cfg.index_n_heads) ** -0.5)
-        selected = handle.top_k(handle.index_scores(handle.index_queries(index_q, freq, qat=qat), weights))
+        scores = handle.index_scores(
+            handle.index_queries(index_q, freq, qat=qat), of_x["indexer.weights_proj"],
+            scale=(cfg.index_head_dim * cfg.index_n_heads) ** -0.5,
+        )  # fmt: skip
+        selected = handle.top_k(scores)
     # Rounded at once to what `matmul` would round it to.
     dtype = jnp.bfloat16 if p["wo_a"].dtype == jnp.bfloat16 else jnp.float32
     out, _ = handle.attend(q, p["attn_sink"], selected, inverse_rope=freq, dtype=dtype)

@@ -8,13 +8,14 @@ every step. `stack_projections` does it once, when the parameters are loaded.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..ops.columns import Columns, Values
 from .numerics import linear
 from .params import Params
 
@@ -48,16 +49,17 @@ class Stacked:
     names: tuple[str, ...]
     widths: tuple[int, ...]
 
-    def __call__(self, x: jax.Array) -> dict[str, jax.Array]:
-        ends = np.cumsum(self.widths)[:-1].tolist()
-        return dict(zip(self.names, jnp.split(linear(x, self.weight), ends, axis=-1), strict=True))
+    def __call__(self, x: jax.Array) -> dict[str, Columns]:
+        product, starts = linear(x, self.weight), np.cumsum((0, *self.widths[:-1])).tolist()
+        columns = (Columns(product, start, (width,)) for start, width in zip(starts, self.widths, strict=True))
+        return dict(zip(self.names, columns, strict=True))
 
 
 jax.tree_util.register_dataclass(Stacked, data_fields=["weight"], meta_fields=["names", "widths"])
 
 
-def products(p: Params, group: str, x: jax.Array) -> dict[str, jax.Array]:
-    """x times every matrix of a group that the layer has: name -> [..., out] float32."""
+def products(p: Params, group: str, x: jax.Array) -> Mapping[str, Values]:
+    """x [T, in] times every matrix of a group the layer has: name -> [T, out] float32, `Columns` of stacked ones."""
     if group in p:
         return p[group](x)
     return {name: linear(x, weight) for name, weight in _matrices(p, group)}

@@ -2,10 +2,12 @@
 
 The reference is the contract. Every function takes `implementation`: "xla" (the reference),
 "pallas" (the GPU kernel of the same file name in `dsv4_jax.pallas`), or None to pick by platform.
+Values to store, queries and weights may be `Columns` of a wider matrix.
 """
 
 from .append import append, encode, window_rows, window_view
 from .attend import attend
+from .columns import Columns
 from .compress import Compressor, Stream, compress_csa, compress_hca
 from .copy import copy_units
 from .finish import Finish
@@ -15,6 +17,7 @@ from .queries import finish_queries
 from .top_k import top_k
 
 __all__ = [
+    "Columns",
     "Compressor",
     "Finish",
     "Stream",

@@ -11,6 +11,7 @@ from jax import lax
 
 from ..formats import RowFormat, codec
 from ..plan import StepPlan
+from .columns import Values, dense
 from .dispatch import Implementation, implementation_for
 from .finish import Finish
 
@@ -21,7 +22,7 @@ Rows = tuple[jax.Array, ...]  # the parts of stored rows, each [rows, width]
 
 def append(
     pool: Rows,
-    values: jax.Array,
+    values: Values,
     row_ids: jax.Array,
     *,
     fmt: RowFormat,
@@ -33,7 +34,7 @@ def append(
 
     Args:
         pool: parts of the pool, each [rows, width].
-        values: [T, dim] float rows.
+        values: [T, dim] float rows, an array or `Columns`.
         row_ids: [T] int32, no two equal among the valid ones; ids >= rows are not written.
         fmt: the pool's row format.
         finish: norm and RoPE still to be done; None if `values` are ready to be stored.
@@ -47,7 +48,7 @@ def append(
 
 
 def encode(
-    values: jax.Array,
+    values: Values,
     *,
     fmt: RowFormat,
     finish: Finish | None = None,
@@ -60,12 +61,13 @@ def encode(
 
 
 def _append(
-    pool: Rows, values: jax.Array, row_ids: jax.Array, position: jax.Array | None, finish: Finish | None, fmt: RowFormat
+    pool: Rows, values: Values, row_ids: jax.Array, position: jax.Array | None, finish: Finish | None, fmt: RowFormat
 ) -> Rows:
     return store(pool, _encode(values, position, finish, fmt), row_ids)
 
 
-def _encode(values: jax.Array, position: jax.Array | None, finish: Finish | None, fmt: RowFormat) -> Rows:
+def _encode(values: Values, position: jax.Array | None, finish: Finish | None, fmt: RowFormat) -> Rows:
+    values = dense(values)
     if finish is not None:
         assert position is not None
         values = finish(values.astype(jnp.float32), position)

@@ -19,6 +19,7 @@ from jax import lax
 from ..formats import RowFormat
 from ..plan import StepPlan
 from .append import Rows, append, load, pin, ring_row
+from .columns import Values, dense
 from .dispatch import Implementation, implementation_for
 from .finish import Finish
 from .numerics import exp, rounded, tree_sum
@@ -58,17 +59,27 @@ class Stream:
             HCA raw: [layers * slots * ring, 2e] the same. HCA online: [layers * slots * banks, 3e] rows
             [max | sum | acc], the state after position p in bank p mod banks.
         pool: entry leaves.
-        kv, score: [T, 2e] (CSA) or [T, e] (HCA) float32; the score already holds the position bias.
+        kv, score: [T, 2e] (CSA) or [T, e] (HCA) float32, arrays or `Columns`.
         finish: what turns a pooled row into an entry; positions are those of an entry's first token.
         geometry: sizes of the leaves.
+        ape: [ratio, width of score] float32: row p mod ratio is added to the score of a token at position p; None: the
+            score has it already.
     """
 
     state: jax.Array
     pool: Rows
-    kv: jax.Array
-    score: jax.Array
+    kv: Values
+    score: Values
     finish: Finish
     geometry: Compressor
+    ape: jax.Array | None = None
+
+    def resolved(self, plan: StepPlan) -> Stream:
+        """This stream with kv and score as arrays and the position bias added."""
+        score = dense(self.score)
+        if self.ape is not None:
+            score = score + self.ape[jnp.asarray(plan.token_position) % np.int32(self.ape.shape[0])]
+        return dataclasses.replace(self, kv=dense(self.kv), score=score, ape=None)
 
 
 def compress_csa(
@@ -114,7 +125,7 @@ def compress_hca(
 def _compress_csa(
     streams: Sequence[Stream], plan: StepPlan, table: jax.Array, implementation: Implementation
 ) -> list[tuple[jax.Array, Rows]]:
-    return [_compress_csa_one(stream, plan, table, implementation) for stream in streams]
+    return [_compress_csa_one(stream.resolved(plan), plan, table, implementation) for stream in streams]
 
 
 def _compress_csa_one(
@@ -132,6 +143,7 @@ def _compress_csa_one(
 def _compress_hca_raw(
     stream: Stream, plan: StepPlan, table: jax.Array, implementation: Implementation
 ) -> tuple[jax.Array, Rows]:
+    stream = stream.resolved(plan)
     width = stream.kv.shape[-1]
     last = _last_of_group(plan)
     rows, exists, state = _rows_behind(stream, plan, last, stream.geometry.ratio)
@@ -142,7 +154,8 @@ def _compress_hca_raw(
 def _compress_hca_online(
     stream: Stream, plan: StepPlan, table: jax.Array, implementation: Implementation
 ) -> tuple[jax.Array, Rows]:
-    state, kv, score, geometry = stream.state, stream.kv, stream.score, stream.geometry
+    stream = stream.resolved(plan)
+    state, kv, score, geometry = stream.state, dense(stream.kv), dense(stream.score), stream.geometry
     tokens, width, banks = kv.shape[0], kv.shape[-1], geometry.ring
     groups = plan.group_tokens.shape[0]
     first = jnp.minimum(plan.group_tokens[:, 0], np.int32(tokens - 1))
@@ -228,7 +241,7 @@ def _rows_behind(
     (old,), (state,) = pin(load((state,), ring_ids), (state,))
     offset = position - plan.row_start[row][:, None]
     chunk_ids = jnp.clip(plan.row_first[row][:, None] + offset, 0, np.int32(plan.num_tokens - 1))
-    new = jnp.concatenate([stream.kv, stream.score], -1)[chunk_ids]
+    new = _kv_and_score(stream)[chunk_ids]
     rows = jnp.where((offset >= 0)[..., None], new, old)
     return rows, exists, _write_ring(state, stream, plan)
 
@@ -274,4 +287,8 @@ def _write_ring(state: jax.Array, stream: Stream, plan: StepPlan) -> jax.Array:
     keep = (plan.token_slot > 0) & (plan.token_position >= last)
     row = ring_row(geometry.ordinal, geometry.slots, geometry.ring, plan.token_slot, plan.token_position)
     row = jnp.where(keep, row, np.int32(state.shape[0]))
-    return state.at[row].set(jnp.concatenate([stream.kv, stream.score], -1), mode="drop", wrap_negative_indices=False)
+    return state.at[row].set(_kv_and_score(stream), mode="drop", wrap_negative_indices=False)
+
+
+def _kv_and_score(stream: Stream) -> jax.Array:
+    return jnp.concatenate([dense(stream.kv), dense(stream.score)], -1)

@@ -9,6 +9,7 @@ from jax import lax
 
 from ..formats import RowFormat, codec
 from .append import Rows, load
+from .columns import Values, dense
 from .dispatch import Implementation, implementation_for
 
 __all__ = ["index_scores"]
@@ -17,13 +18,14 @@ __all__ = ["index_scores"]
 def index_scores(
     pool: Rows,
     queries: jax.Array,
-    weights: jax.Array,
+    weights: Values,
     table: jax.Array,
     count: jax.Array,
     *,
     base: int,
     rows_per_block: int,
     fmt: RowFormat,
+    scale: float = 1.0,
     implementation: Implementation = None,
 ) -> jax.Array:
     """I[t, s] = sum_h w[t, h] * relu(q[t, h] . K[s]) for the entries s < count[t] (spec 2.5).
@@ -31,28 +33,30 @@ def index_scores(
     Args:
         pool: index-key leaves, [rows, width].
         queries: [T, H, d] float.
-        weights: [T, H] float, already scaled; may be negative.
+        weights: [T, H] float, an array or `Columns`; may be negative.
         table: [T, X] int32 block ids of each token's request.
         count: [T] int32 visible entries.
         base: first row of the layer in the leaves.
         rows_per_block: index keys per block.
+        scale: static factor of the weights, applied in float32.
 
     Returns:
         [T, X * rows_per_block] float32, -inf for s >= count[t].
     """
     fn = implementation_for("index_scores", _index_scores, implementation, empty=0 in (*queries.shape, table.shape[1]))
-    return fn(pool, queries, weights, table, count, base, rows_per_block, fmt)
+    return fn(pool, queries, weights, table, count, base, rows_per_block, fmt, scale)
 
 
 def _index_scores(
     pool: Rows,
     queries: jax.Array,
-    weights: jax.Array,
+    weights: Values,
     table: jax.Array,
     count: jax.Array,
     base: int,
     rows_per_block: int,
     fmt: RowFormat,
+    scale: float = 1.0,
 ) -> jax.Array:
     def one(args: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
         q, w, blocks, visible = args
@@ -66,4 +70,10 @@ def _index_scores(
         scores = jnp.einsum("h,hs->s", w, jax.nn.relu(dots), precision=lax.Precision.HIGHEST)
         return jnp.where(jnp.arange(scores.shape[0]) < visible, scores, -np.float32(np.inf))
 
-    return lax.map(one, (queries.astype(jnp.float32), weights.astype(jnp.float32), table, count), batch_size=16)
+    return lax.map(one, (queries.astype(jnp.float32), scaled(weights, scale), table, count), batch_size=16)
+
+
+def scaled(weights: Values, scale: float) -> jax.Array:
+    """The weights as a float32 array, times `scale`."""
+    weights = dense(weights).astype(jnp.float32)
+    return weights if scale == 1 else weights * np.float32(scale)

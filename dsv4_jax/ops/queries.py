@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from ..formats.index_fp4 import round_trip
+from .columns import Values, dense
 from .dispatch import Implementation, implementation_for
 from .numerics import hadamard, rope
 
@@ -15,7 +16,7 @@ __all__ = ["finish_queries"]
 
 
 def finish_queries(
-    queries: jax.Array,
+    queries: Values,
     position: jax.Array,
     inv_freq: jax.Array,
     *,
@@ -27,7 +28,7 @@ def finish_queries(
     """RMSNorm per head (no weight) and RoPE; for the indexer also Hadamard and FP4 rounding (spec 2.1, 2.5).
 
     Args:
-        queries: [T, H, dim] float32.
+        queries: [T, H, dim] float32, an array or `Columns`.
         position: [T] int32.
         inv_freq: [rope_dim / 2] float32.
         eps: of the norm; None: no norm.
@@ -42,8 +43,9 @@ def finish_queries(
 
 
 def _finish_queries(
-    queries: jax.Array, position: jax.Array, inv_freq: jax.Array, eps: float | None, rotate: bool, round_fp4: bool
+    queries: Values, position: jax.Array, inv_freq: jax.Array, eps: float | None, rotate: bool, round_fp4: bool
 ) -> jax.Array:
+    queries = dense(queries)
     if eps is not None:
         queries = queries * lax.rsqrt(jnp.mean(queries * queries, -1, keepdims=True) + np.float32(eps))
     queries = rope(queries, jnp.asarray(position)[:, None], inv_freq)

@@ -13,6 +13,7 @@ from ..formats import RowFormat
 from ..ops.append import Rows
 from ..ops.append import _append as _append_reference
 from ..ops.append import _encode as _encode_reference
+from ..ops.columns import Values, dense
 from ..ops.finish import Finish
 from .emit import Arithmetic, FinishRefs, RowTile, emit, finish_operands
 from .tiles import addressable, interpreted, whole
@@ -24,7 +25,7 @@ WARPS = 4
 
 def _append(
     pool: Rows,
-    values: jax.Array,
+    values: Values,
     row_ids: jax.Array,
     position: jax.Array | None,
     finish: Finish | None,
@@ -38,7 +39,7 @@ def _append(
 
 
 def _encode(
-    values: jax.Array, position: jax.Array | None, finish: Finish | None, fmt: RowFormat, interpret: bool | None = None
+    values: Values, position: jax.Array | None, finish: Finish | None, fmt: RowFormat, interpret: bool | None = None
 ) -> Rows:
     """As `ops.append._encode`."""
     parts = tuple(jax.ShapeDtypeStruct((values.shape[0], p.width), jnp.dtype(p.dtype)) for p in fmt.parts)
@@ -49,7 +50,7 @@ def _encode(
 
 def _call(parts, values, row_ids, position, finish, fmt, interpret) -> Rows:
     """Writes every row: to `row_ids` of the arrays `parts`, or in order to new arrays like `parts`."""
-    operands, meta = [values], None
+    operands, meta = [dense(values)], None
     if finish is not None:
         operands += [jnp.asarray(position), *finish_operands(finish)]
         meta = (float(finish.eps), finish.hadamard)

@@ -135,6 +135,7 @@ def _launch(body, streams, plan, table, work, *, depth: int, programs: int, inte
                    plan.row_first, table)  # fmt: skip
     operands: list[jax.Array] = [jnp.asarray(x) for x in fields]
     out_shape, aliases, statics = [], {}, []
+    streams = [stream.resolved(plan) for stream in streams]
     for stream in streams:
         state, history = stream.state, []
         if plan.history_rows.shape[0]:

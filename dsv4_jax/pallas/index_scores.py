@@ -23,7 +23,9 @@ from jax.experimental.pallas import triton as pltriton
 from ..formats import FP4_GROUP, RowFormat
 from ..formats.scaling import UE8M0_NAN, power_of_two
 from ..ops.append import Rows
+from ..ops.columns import Values
 from ..ops.index_scores import _index_scores as _reference
+from ..ops.index_scores import scaled
 from .tiles import addressable, e2m1_codes, interpreted, outer, read, whole
 
 __all__: list[str] = []
@@ -36,18 +38,19 @@ SMALLEST_DOT = 16  # least extent of a product in Triton
 def _index_scores(
     pool: Rows,
     queries: jax.Array,
-    weights: jax.Array,
+    weights: Values,
     table: jax.Array,
     count: jax.Array,
     base: int,
     rows_per_block: int,
     fmt: RowFormat,
+    scale: float = 1.0,
     interpret: bool | None = None,
 ) -> jax.Array:
     """As `ops.index_scores._index_scores`. `interpret` defaults to whether the default backend is the CPU."""
     if not addressable(*pool):
-        return _reference(pool, queries, weights, table, count, base, rows_per_block, fmt)
-    operands = (queries, weights, table, count, *pool)
+        return _reference(pool, queries, weights, table, count, base, rows_per_block, fmt, scale)
+    operands = (queries, scaled(weights, scale), table, count, *pool)
     out_shape = jax.ShapeDtypeStruct((queries.shape[0], table.shape[1] * rows_per_block), jnp.float32)
     return pl.pallas_call(
         functools.partial(_scores_kernel, base=base, rows_per_block=rows_per_block, fmt=fmt),

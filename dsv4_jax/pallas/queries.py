@@ -12,6 +12,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from ..formats import FP4_GROUP, index_fp4
 from ..formats.scaling import absmax, flush_subnormals, power_of_two, ue8m0_scale_exponent
+from ..ops.columns import Values, dense
 from ..ops.finish import Finish
 from .emit import Arithmetic, FinishRefs, RowTile, finish_operands, hadamard, rms_norm, rope
 from .tiles import interpreted, whole
@@ -20,7 +21,7 @@ __all__: list[str] = []
 
 
 def _finish_queries(
-    queries: jax.Array,
+    queries: Values,
     position: jax.Array,
     inv_freq: jax.Array,
     eps: float | None,
@@ -33,7 +34,7 @@ def _finish_queries(
     interpret = interpreted(interpret)
     norm = jnp.ones((dim,), jnp.float32)
     operands = (
-        queries.reshape(tokens * heads, dim),
+        dense(queries).reshape(tokens * heads, dim),
         jnp.asarray(position),
         *finish_operands(Finish(norm, inv_freq)),
     )

@@ -15,7 +15,7 @@ from ..oracle import attention
 from ..oracle import rows as oracle_rows
 from .arg_specs import INDEX_SCORES, ScoreSpec
 
-jit_scores = jax.jit(index_scores, static_argnames=("base", "rows_per_block", "fmt", "implementation"))
+jit_scores = jax.jit(index_scores, static_argnames=("base", "rows_per_block", "fmt", "scale", "implementation"))
 
 
 class IndexScoresTest:

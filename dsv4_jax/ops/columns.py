@@ -1,0 +1,60 @@
+"""Values that are consecutive columns of a matrix: what is left of several stacked products before it is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+
+__all__ = ["Columns", "Values", "dense"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Columns of a matrix, not cut yet. A pytree with one leaf.
+
+    Ops take them in place of an array. The CUDA kernels read them where they lie, if they are float32 and both their
+    first column and the matrix's width are multiples of 16 bytes; everything else cuts them, which is a copy.
+
+    Attributes:
+        matrix: [T, total].
+        start: the first column; static.
+        tail: what the columns of a row are read as: (width,), or (heads, dim); static.
+    """
+
+    matrix: jax.Array
+    start: int
+    tail: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.matrix.shape[0], *self.tail)
+
+    @property
+    def dtype(self) -> jax.typing.DTypeLike:
+        return self.matrix.dtype
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def reshape(self, *shape: int) -> Columns:
+        """As of an array; the first axis, which may be given as -1, stays."""
+        assert shape[0] in (-1, self.matrix.shape[0]) and math.prod(shape[1:]) == math.prod(self.tail), (shape, self)
+        return dataclasses.replace(self, tail=tuple(shape[1:]))
+
+    def cut(self) -> jax.Array:
+        """The columns as an array [T, *tail]."""
+        stop = self.start + math.prod(self.tail)
+        return jax.lax.slice_in_dim(self.matrix, self.start, stop, axis=1).reshape(self.shape)
+
+
+jax.tree_util.register_dataclass(Columns, data_fields=["matrix"], meta_fields=["start", "tail"])
+
+Values = jax.Array | Columns
+
+
+def dense(values: Values) -> jax.Array:
+    """`values` as an array."""
+    return values.cut() if isinstance(values, Columns) else values
