@@ -76,7 +76,8 @@ def output_projection(p: Params, out: jax.Array, cfg: DSV4Config) -> jax.Array:
     """[T, heads, head_dim] -> [T, hidden]: each group of consecutive heads to `o_lora_rank`, then all to hidden."""
     grouped = out.reshape(out.shape[0], cfg.o_groups, -1)
     first = p["wo_a"].reshape(cfg.o_groups, cfg.o_lora_rank, -1)
-    return linear(matmul("tgd,grd->tgr", grouped, first).reshape(out.shape[0], -1), p["wo_b"])
+    latent = matmul("tgd,grd->tgr", grouped, first, rounded=p["wo_b"].dtype == first.dtype)
+    return linear(latent.reshape(out.shape[0], -1), p["wo_b"])
 
 
 def index_qat_default(layout: CacheLayout) -> bool:

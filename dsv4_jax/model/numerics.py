@@ -22,13 +22,13 @@ def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     return matmul("...i,oi->...o", x, weight)
 
 
-def matmul(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Einsum of activations x and weights y, float32 result.
+def matmul(spec: str, x: jax.Array, y: jax.Array, *, rounded: bool = False) -> jax.Array:
+    """Einsum of activations x and weights y, float32 result; `rounded`: of the weights' dtype, for the next product.
 
     HIGHEST, because GPUs would otherwise round float32 factors to TF32.
     """
     if y.dtype == jnp.bfloat16:
-        return jnp.einsum(spec, x.astype(jnp.bfloat16), y, preferred_element_type=jnp.float32)
+        return jnp.einsum(spec, x.astype(jnp.bfloat16), y, preferred_element_type=y.dtype if rounded else jnp.float32)
     return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
 
