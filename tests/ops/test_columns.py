@@ -133,4 +133,4 @@ class ColumnsTest:
 class TestColumns(ColumnsTest):
     implementation = "xla"
     starts = (CUT,)
-    steps = ("csa+index decode",)
+    steps = ("csa decode",)
