@@ -15,7 +15,7 @@ from ..errors import LayoutError
 from ..layout import CacheLayout
 from ..ops.columns import Values, dense
 from ..ops.finish import Finish
-from .numerics import layer_frequencies, linear, matmul, rms_norm
+from .numerics import layer_frequencies, linear, matmul, pad_rows, rms_norm
 from .params import Params
 from .projections import products
 
@@ -74,10 +74,10 @@ def attention(
 
 def output_projection(p: Params, out: jax.Array, cfg: DSV4Config) -> jax.Array:
     """[T, heads, head_dim] -> [T, hidden]: each group of consecutive heads to `o_lora_rank`, then all to hidden."""
-    grouped = out.reshape(out.shape[0], cfg.o_groups, -1)
     first = p["wo_a"].reshape(cfg.o_groups, cfg.o_lora_rank, -1)
+    grouped = pad_rows(out.reshape(out.shape[0], cfg.o_groups, -1))  # here, not for each of the two products
     latent = matmul("tgd,grd->tgr", grouped, first, rounded=p["wo_b"].dtype == first.dtype)
-    return linear(latent.reshape(out.shape[0], -1), p["wo_b"])
+    return linear(latent.reshape(grouped.shape[0], -1), p["wo_b"])[: out.shape[0]]
 
 
 def index_qat_default(layout: CacheLayout) -> bool:

@@ -14,22 +14,36 @@ from jax import lax
 from ..config import AttentionType, DSV4Config
 from ..ops.numerics import inv_frequencies
 
-__all__ = ["layer_frequencies", "linear", "matmul", "rms_norm"]
+__all__ = ["layer_frequencies", "linear", "matmul", "pad_rows", "rms_norm"]
+
+# XLA's GPU compiler takes a product of one row for a vector's and converts bfloat16 weights to float32 for it, whole
+# packs of layers if they are packed, in every step: five times the traffic, and gigabytes of temporaries. A few zero
+# rows make it a matrix product, which cuBLAS computes in bfloat16. Two rows would do, but to eight XLA pads itself.
+MIN_ROWS = 8
 
 
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x @ weight.T: [..., in] float32, [out, in] of any float dtype -> [..., out] float32."""
-    return matmul("...i,oi->...o", x, weight)
+    """x @ weight.T: [T, in] float32, [out, in] of any float dtype -> [T, out] float32."""
+    return matmul("ti,oi->to", x, weight)
 
 
 def matmul(spec: str, x: jax.Array, y: jax.Array, *, rounded: bool = False) -> jax.Array:
     """Einsum of activations x and weights y, float32 result; `rounded`: of the weights' dtype, for the next product.
 
+    The first axis of x and of the result is rows, which bfloat16 weights do not have.
     HIGHEST, because GPUs would otherwise round float32 factors to TF32.
     """
     if y.dtype == jnp.bfloat16:
-        return jnp.einsum(spec, x.astype(jnp.bfloat16), y, preferred_element_type=y.dtype if rounded else jnp.float32)
+        padded = pad_rows(x.astype(jnp.bfloat16))
+        product = jnp.einsum(spec, padded, y, preferred_element_type=y.dtype if rounded else jnp.float32)
+        return product[: x.shape[0]]
     return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+
+
+def pad_rows(x: jax.Array) -> jax.Array:
+    """[T, ...] -> [max(T, MIN_ROWS), ...]: zero rows behind those of a bfloat16 x that has few; no other is changed."""
+    missing = MIN_ROWS - x.shape[0] if x.dtype == jnp.bfloat16 else 0
+    return jnp.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))) if missing > 0 else x
 
 
 def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> jax.Array:
