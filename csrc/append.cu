@@ -27,12 +27,13 @@ struct AppendArgs {
 __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ AppendArgs args) {
   __shared__ alignas(16) float shared[512];
   const int token = blockIdx.x, thread = threadIdx.x;
-  // Loaded whether the row is stored or not: so that no load waits for another.
-  const dsv4::Float4 v = dsv4::load4(args.values + static_cast<int64_t>(token) * args.stride + 4 * thread);
+  // All loads at once, and no way out for a row that is not stored: so that none waits for another.
+  const dsv4::Float4 v = dsv4::load4_constant(args.values + static_cast<int64_t>(token) * args.stride + 4 * thread);
   const int64_t row = args.row_ids == nullptr ? token : __ldg(args.row_ids + token);
   const int position = args.position == nullptr ? 0 : __ldg(args.position + token);
-  if (row < 0 || row >= args.pool.rows) return;
-  dsv4::emit_row<512>(args.finish, args.pool, v, position, row, shared, thread);
+  dsv4::Finish finish = dsv4::load_finish<512>(args.finish, thread);
+  if (args.position != nullptr) dsv4::turn<512>(finish, position, thread);
+  dsv4::emit_row<512>(args.finish, finish, args.pool, v, row, shared, thread);
 }
 
 ffi::Error append(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::RemainingRets results, int32_t start,

@@ -70,11 +70,13 @@ ffi::Error compress_csa(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::
   }
   if (!operands.good()) return ffi::Error::InvalidArgument("compress_csa: " + operands.problem());
   if (tokens == 0) return ffi::Error::Success();
-  args.tokens_per_block = tokens > 1024 ? dsv4::kCsaRatio : 1;  // a long chunk: about one entry a block
-  if (args.main.state != nullptr) args.main_blocks = (tokens + args.tokens_per_block - 1) / args.tokens_per_block;
   constexpr int kWarps = dsv4::kCompressThreads / 32;
-  const int index_blocks = args.index.state != nullptr ? (tokens + kWarps - 1) / kWarps : 0;
-  dsv4::csa_kernel<<<args.main_blocks + index_blocks, dsv4::kCompressThreads, 0, stream>>>(args);
+  const int some = tokens > 1024 ? dsv4::kCsaRatio : 1;  // a long chunk: about one entry a block or warp
+  const int blocks = (tokens + some - 1) / some;
+  if (args.main.state != nullptr) args.main_blocks = blocks;
+  const int index_blocks = args.index.state != nullptr ? (blocks + kWarps - 1) / kWarps : 0;
+  const auto kernel = some == 1 ? dsv4::csa_kernel<1> : dsv4::csa_kernel<dsv4::kCsaRatio>;
+  kernel<<<args.main_blocks + index_blocks, dsv4::kCompressThreads, 0, stream>>>(args);
   return finished("compress_csa");
 }
 

@@ -1,5 +1,8 @@
 // One row on its way into a pool: RMSNorm, RoPE, Hadamard, quantisation, store (dsv4_jax/ops/finish.py, dsv4_jax/formats/).
 //
+// What a row needs beside its values (`Finish`) is asked for ahead of them: the loads of a kernel that stores few rows are
+// cold, so that each one that waits for another costs it about a microsecond.
+//
 // Every product and sum is rounded on its own and sums follow the reference's trees, so that the bytes do not depend on
 // the kernel or the chunking and equal the reference's but for the last bit of rsqrt, cos and sin.
 #pragma once
@@ -36,6 +39,13 @@ __device__ __forceinline__ Float4 load4(const float* p) {
   const float4 v = *reinterpret_cast<const float4*>(p);
   return {{v.x, v.y, v.z, v.w}};
 }
+// For what no thread of the launch writes.
+__device__ __forceinline__ Float4 load4_constant(const float* p) {
+  const float4 v = __ldg(reinterpret_cast<const float4*>(p));
+  return {{v.x, v.y, v.z, v.w}};
+}
+// Brings a line near without a register for it.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 __device__ __forceinline__ void store4(float* p, const Float4& v) {
   *reinterpret_cast<float4*>(p) = make_float4(v.x[0], v.x[1], v.x[2], v.x[3]);
 }
@@ -49,15 +59,16 @@ __device__ __forceinline__ float max_nan(float a, float b) {
 
 // e^x for x <= 0, step by step as dsv4_jax/ops/numerics.py `exp`.
 __device__ __forceinline__ float exact_exp(float x) {
-  const float clamped = max_nan(x, -88.f);
-  const float n = rintf(__fmul_rn(clamped, 1.4426950408889634f));
-  float r = __fsub_rn(clamped, __fmul_rn(n, 0.693359375f));
+  // The sum has the nearest integer as its low bits. No clamp at -88 as there: what is below is replaced.
+  const float sum = __fadd_rn(__fmul_rn(x, 1.4426950408889634f), 0x1.8p23f);
+  const float n = __fsub_rn(sum, 0x1.8p23f);
+  float r = __fsub_rn(x, __fmul_rn(n, 0.693359375f));
   r = __fsub_rn(r, __fmul_rn(n, -2.12194440e-4f));
   float s = 1.f / 5040;
   constexpr float kTerms[7] = {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f, 1.f, 1.f};
 #pragma unroll
   for (int i = 0; i < 7; ++i) s = __fadd_rn(__fmul_rn(s, r), kTerms[i]);
-  s = __fmul_rn(s, __int_as_float((static_cast<int>(n) + 127) << 23));
+  s = __fmul_rn(s, __uint_as_float((__float_as_uint(sum) + 127) << 23));
   return x < -87.f ? 0.f : s;
 }
 
@@ -117,32 +128,60 @@ __device__ __forceinline__ uint16_t bf16_code(float x) {
   return x != x ? uint16_t{0x7FC0} : reinterpret_cast<const uint16_t&>(y);
 }
 
+// A thread's share of what finishes a row: the norm's weights and, in a thread with rotary dims, two angles a token.
+struct Finish {
+  Float4 norm;
+  float frequency[2], sine[2], cosine[2];
+};
+
+// The first of a thread's two pairs among the rotary ones; negative: it has none.
+template <int kChannels>
+__device__ __forceinline__ int rotary_pair(int thread) {
+  return 2 * thread - (kChannels - 64) / 2;
+}
+
+// Asks for what does not depend on the row. Nothing where the rows come ready.
+template <int kChannels>
+__device__ __forceinline__ Finish load_finish(const FinishArgs& args, int thread) {
+  Finish finish = {};
+  if (args.norm == nullptr) return finish;
+  finish.norm = load4_constant(args.norm + 4 * thread);
+  const float2 frequency = __ldg(reinterpret_cast<const float2*>(args.inv_freq + max(rotary_pair<kChannels>(thread), 0)));
+  finish.frequency[0] = frequency.x, finish.frequency[1] = frequency.y;
+  return finish;
+}
+
+// Turns to `position`: best called while the row's values are on their way.
+template <int kChannels>
+__device__ __forceinline__ void turn(Finish& finish, int position, int thread) {
+  if (rotary_pair<kChannels>(thread) < 0) return;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    sincosf(__fmul_rn(static_cast<float>(position), finish.frequency[i]), &finish.sine[i], &finish.cosine[i]);
+  }
+}
+
 // Norm, RoPE and Hadamard of a row, in place.
 template <int kChannels>
-__device__ __forceinline__ void finish_row(const FinishArgs& finish, Float4& v, int position, float* shared, int thread) {
+__device__ __forceinline__ void finish_row(const FinishArgs& args, const Finish& finish, Float4& v, float* shared, int thread) {
   Float4 squares;
 #pragma unroll
   for (int i = 0; i < 4; ++i) squares.x[i] = __fmul_rn(v.x[i], v.x[i]);
   const float mean = __fmul_rn(row_sum<kChannels>(squares, shared, thread), 1.f / kChannels);
-  const float factor = rsqrtf(__fadd_rn(mean, finish.eps));
-  const Float4 norm = load4(finish.norm + 4 * thread);
+  const float factor = rsqrtf(__fadd_rn(mean, args.eps));
 #pragma unroll
-  for (int i = 0; i < 4; ++i) v.x[i] = __fmul_rn(__fmul_rn(v.x[i], factor), norm.x[i]);
+  for (int i = 0; i < 4; ++i) v.x[i] = __fmul_rn(__fmul_rn(v.x[i], factor), finish.norm.x[i]);
 
-  const int pair = 2 * thread - (kChannels - 64) / 2;  // the first of this thread's two pairs among the rotary ones
-  if (pair >= 0) {
-    const float turns = static_cast<float>(position);
+  if (rotary_pair<kChannels>(thread) >= 0) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float sine, cosine;
-      sincosf(__fmul_rn(turns, __ldg(finish.inv_freq + pair + i)), &sine, &cosine);
-      const float even = v.x[2 * i], odd = v.x[2 * i + 1];
+      const float even = v.x[2 * i], odd = v.x[2 * i + 1], sine = finish.sine[i], cosine = finish.cosine[i];
       v.x[2 * i] = __fsub_rn(__fmul_rn(even, cosine), __fmul_rn(odd, sine));
       v.x[2 * i + 1] = __fadd_rn(__fmul_rn(even, sine), __fmul_rn(odd, cosine));
     }
   }
   if constexpr (kChannels == 128) {
-    if (finish.hadamard) {
+    if (args.hadamard) {
       const float a = v.x[0] + v.x[1], b = v.x[0] - v.x[1], c = v.x[2] + v.x[3], d = v.x[2] - v.x[3];
       v = {{a + c, b + d, a - c, b - d}};
 #pragma unroll
@@ -159,12 +198,12 @@ __device__ __forceinline__ void finish_row(const FinishArgs& finish, Float4& v, 
   }
 }
 
-// Finishes (unless `finish.norm` is null), quantises and stores the raw row `v` of `position` as row `row` of the pool, or
-// nowhere if there is no such row. All threads of the row call it, thread t with channels 4 t .. 4 t + 3.
+// Finishes (unless `args.norm` is null), quantises and stores the raw row `v`, turned to its position by `finish`, as row
+// `row` of the pool, or nowhere if there is no such row. All threads of the row call it, thread t with channels 4 t .. 4 t + 3.
 template <int kChannels>
-__device__ __forceinline__ void emit_row(const FinishArgs& finish, const RowPool& pool, Float4 v, int position, int64_t row,
+__device__ __forceinline__ void emit_row(const FinishArgs& args, const Finish& finish, const RowPool& pool, Float4 v, int64_t row,
                                          float* shared, int thread) {
-  if (finish.norm != nullptr) finish_row<kChannels>(finish, v, position, shared, thread);
+  if (args.norm != nullptr) finish_row<kChannels>(args, finish, v, shared, thread);
   const bool stored = row >= 0 && row < pool.rows;
 #pragma unroll
   for (int i = 0; i < 4; ++i) v.x[i] = fabsf(v.x[i]) < 0x1p-126f ? copysignf(0.f, v.x[i]) : v.x[i];
