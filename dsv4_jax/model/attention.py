@@ -39,10 +39,13 @@ def attention(
     """
     cfg, attn = handle.layout.cfg, handle.spec.attn
     freq = jnp.asarray(layer_frequencies(cfg, attn))
+    dtype = jnp.bfloat16 if p["wo_a"].dtype == jnp.bfloat16 else jnp.float32
 
-    of_x = products(p, "of_input", x)
+    # Padded once for two products, one after the other, as in `output_projection`: each time costs a kernel.
+    of_x = products(p, "of_input", pad_rows(x, dtype))
     q_latent = rms_norm(dense(of_x["wq_a"]), p["q_norm"], cfg.rms_norm_eps)
     of_q = products(p, "of_q_latent", q_latent)
+    of_x, of_q = jax.tree.map(lambda product: product[: x.shape[0]], (of_x, of_q))
     q = handle.queries(of_q["wq_b"].reshape(-1, cfg.num_attention_heads, cfg.head_dim), freq)
 
     def compressor(name: str, rotate: bool = False) -> tuple[Values, Values, Finish, jax.Array]:
@@ -66,8 +69,7 @@ def attention(
             scale=(cfg.index_head_dim * cfg.index_n_heads) ** -0.5,
         )  # fmt: skip
         selected = handle.top_k(scores)
-    # Rounded at once to what `matmul` would round it to.
-    dtype = jnp.bfloat16 if p["wo_a"].dtype == jnp.bfloat16 else jnp.float32
+    # `dtype`: rounded at once to what `matmul` would round it to.
     out, _ = handle.attend(q, p["attn_sink"], selected, inverse_rope=freq, dtype=dtype)
     return output_projection(p, out, cfg), handle
 
@@ -75,7 +77,7 @@ def attention(
 def output_projection(p: Params, out: jax.Array, cfg: DSV4Config) -> jax.Array:
     """[T, heads, head_dim] -> [T, hidden]: each group of consecutive heads to `o_lora_rank`, then all to hidden."""
     first = p["wo_a"].reshape(cfg.o_groups, cfg.o_lora_rank, -1)
-    grouped = pad_rows(out.reshape(out.shape[0], cfg.o_groups, -1))  # here, not for each of the two products
+    grouped = pad_rows(out.reshape(out.shape[0], cfg.o_groups, -1), first.dtype)
     latent = matmul("tgd,grd->tgr", grouped, first, rounded=p["wo_b"].dtype == first.dtype)
     return linear(latent.reshape(grouped.shape[0], -1), p["wo_b"])[: out.shape[0]]
 

@@ -34,15 +34,15 @@ def matmul(spec: str, x: jax.Array, y: jax.Array, *, rounded: bool = False) -> j
     HIGHEST, because GPUs would otherwise round float32 factors to TF32.
     """
     if y.dtype == jnp.bfloat16:
-        padded = pad_rows(x.astype(jnp.bfloat16))
+        padded = pad_rows(x.astype(jnp.bfloat16), y.dtype)
         product = jnp.einsum(spec, padded, y, preferred_element_type=y.dtype if rounded else jnp.float32)
         return product[: x.shape[0]]
     return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
 
-def pad_rows(x: jax.Array) -> jax.Array:
-    """[T, ...] -> [max(T, MIN_ROWS), ...]: zero rows behind those of a bfloat16 x that has few; no other is changed."""
-    missing = MIN_ROWS - x.shape[0] if x.dtype == jnp.bfloat16 else 0
+def pad_rows(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """[T, ...] -> [max(T, MIN_ROWS), ...], by zero rows, before products with bfloat16 weights; of others as it was."""
+    missing = MIN_ROWS - x.shape[0] if dtype == jnp.bfloat16 else 0
     return jnp.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))) if missing > 0 else x
 
 

@@ -56,9 +56,9 @@ def test_float32_products_are_not_padded() -> None:
 
 def test_pad_rows() -> None:
     x = normal(1, 3, 2, 5)
-    assert pad_rows(x) is x
-    padded = pad_rows(x.astype(jnp.bfloat16))
-    assert padded.shape == (MIN_ROWS, 2, 5)
-    np.testing.assert_array_equal(padded[:3], x.astype(jnp.bfloat16))
+    assert pad_rows(x, jnp.float32) is x
+    padded = pad_rows(x, jnp.bfloat16)
+    assert padded.shape == (MIN_ROWS, 2, 5) and padded.dtype == x.dtype
+    np.testing.assert_array_equal(padded[:3], x)
     assert not padded[3:].any()
-    assert pad_rows(padded) is padded
+    assert pad_rows(padded, jnp.bfloat16) is padded
