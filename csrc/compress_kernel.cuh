@@ -37,16 +37,6 @@ struct CompressStream {
   int kv_stride, score_stride;
 };
 
-// Scores of a step with the position bias at `ape`, where there is one. Asked for together: neither waits for the other.
-__device__ __forceinline__ Float4 load_score(const float* score, const float* ape) {
-  Float4 v = load4_constant(score);
-  if (ape == nullptr) return v;
-  const Float4 bias = load4_constant(ape);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) v.x[i] = __fadd_rn(v.x[i], bias.x[i]);
-  return v;
-}
-
 // Where the block table has the block of entry `entry` of `slot`.
 __device__ __forceinline__ const int32_t* block_of(const CompressStream& s, const CompressPlan& plan, int slot, int entry) {
   return plan.table + static_cast<int64_t>(slot) * plan.columns + min(entry / s.rows_per_block, plan.columns - 1);
@@ -116,94 +106,144 @@ __device__ __forceinline__ Float4 softmax_pool(const Float4 (&value)[kRows], con
   return pooled;
 }
 
-// `kTokens` tokens of a CSA stream from `first` on: their ring rows, and the entries they complete. The threads of a row
-// call it together, in whole warps.
-//
-// Loads wait for each other twice at most. What depends on nothing comes first: the plan, the finish and, of a single
-// token, its row. A row of the plan is a run of tokens of one slot, and only it has that slot: which of the rows behind a
-// token this step feeds, and whether its ring row will be overrun, is told by the slots of the tokens around it.
-template <int kChannels, int kTokens>
-__device__ __forceinline__ void feed_csa(const CompressStream& s, const CompressPlan& plan, int first, float* shared,
-                                         int thread) {
-  constexpr int kRows = 2 * kCsaRatio, kBehind = kRows - 1, kState = 4 * kChannels;
-  constexpr int kLoaded = kTokens == 1 ? kBehind : kRows;  // of an entry's rows: a single token has its own already
-  const int lane = thread & 31, column = 4 * thread, last = plan.tokens - 1;
-  // Lane l looks at the token l - 7 places on from the first.
-  const int at_lane = first - kBehind + lane, clamped = min(max(at_lane, 0), last);
-  const int slot_here = __ldg(plan.token_slot + clamped), position_here = __ldg(plan.token_position + clamped);
-  const int slot_ahead = __ldg(plan.token_slot + min(max(at_lane + s.ring, 0), last));
+constexpr int kCsaRows = 2 * kCsaRatio, kCsaBehind = kCsaRows - 1;  // rows of an entry
+
+// A row of the plan is a run of tokens of one slot, and only it has that slot: which of the rows behind a token this step
+// feeds, and whether its ring row will be overrun, is told by the slots around it. So that nothing waits for fields of rows.
+struct CsaToken {
+  int token, slot, position, behind;  // behind: how many of the seven tokens before it this step feeds
+};
+
+// Of a lane: the slot (0 beyond the step) and position of the token as many places after `token` as the lane is after 7.
+struct CsaPlace {
+  int at, slot, position;
+};
+__device__ __forceinline__ CsaPlace place_of_lane(const CompressPlan& plan, int token) {
+  const int at = token - kCsaBehind + static_cast<int>(threadIdx.x & 31), clamped = min(max(at, 0), plan.tokens - 1);
+  const int slot = __ldg(plan.token_slot + clamped), position = __ldg(plan.token_position + clamped);
+  return {at, at == clamped ? slot : 0, position};
+}
+
+__device__ __forceinline__ CsaToken token_of(const CsaPlace& here, int token) {
+  const int slot = __shfl_sync(~0u, here.slot, kCsaBehind);
+  const unsigned same = __ballot_sync(~0u, here.slot == slot) & ((1u << kCsaBehind) - 1);
+  return {token, slot, __shfl_sync(~0u, here.position, kCsaBehind), __popc(same)};
+}
+
+// Which of `kTokens` tokens from `first` on stay in their ring, and which complete an entry: bit i is token first + i.
+struct CsaWork {
+  unsigned kept, completed;
+};
+template <int kTokens>
+__device__ __forceinline__ CsaWork work_of(const CompressPlan& plan, const CsaPlace& here, int first, int ring) {
+  const int last = plan.tokens - 1, ahead = __ldg(plan.token_slot + min(max(here.at + ring, 0), last));
+  // No branch: it would put a load behind another.
+  const bool fed = (here.at >= first) & (here.at < first + kTokens) & (here.slot > 0);
+  const bool newest = (here.at + ring > last) | (ahead != here.slot), full = (here.position + 1) % kCsaRatio == 0;
+  return {__ballot_sync(~0u, fed & newest) >> kCsaBehind, __ballot_sync(~0u, fed & full) >> kCsaBehind};
+}
+
+template <int kChannels>
+__device__ __forceinline__ float* ring_of(const CompressStream& s, int slot, int column) {
+  return s.state + (static_cast<int64_t>(s.ordinal) * s.slots + slot) * s.ring * (4 * kChannels) + column;
+}
+
+// The first `kLoaded` rows of the entry that a token completes, without the bias of those that this step feeds.
+template <int kChannels, int kLoaded>
+__device__ __forceinline__ void load_rows(const CompressStream& s, const CompressPlan& plan, const CsaToken& t, int column,
+                                          Float4 (&value)[kCsaRows], Float4 (&weight)[kCsaRows]) {
+  const float* kv = s.kv + static_cast<int64_t>(t.token) * s.kv_stride + column;
+  const float* score = s.score + static_cast<int64_t>(t.token) * s.score_stride + column;
+  if (t.behind == kCsaBehind) {
+#pragma unroll
+    for (int j = 0; j < kLoaded; ++j) {
+      const int64_t back = kCsaBehind - j, half = j >= kCsaRatio ? kChannels : 0;
+      value[j] = load4_constant(kv - back * s.kv_stride + half), weight[j] = load4_constant(score - back * s.score_stride + half);
+    }
+    return;
+  }
+  // Older rows are behind this one in the ring, beyond its start at its end, or in a history.
+  int around = t.position % s.ring;
+  const float* old = ring_of<kChannels>(s, t.slot, column) + static_cast<int64_t>(around) * (4 * kChannels);
+  if (s.history != nullptr) {
+    const int64_t row = __ldg(plan.token_row + t.token);
+    old = s.history + ((row + 1) * kCsaBehind + t.behind) * (4 * kChannels) + column, around = kCsaBehind;
+  }
+#pragma unroll
+  for (int j = 0; j < kLoaded; ++j) {
+    constexpr float kNever = -__builtin_huge_valf();
+    const int back = kCsaBehind - j, half = j >= kCsaRatio ? kChannels : 0;
+    const float* before = old + static_cast<int64_t>((back > around ? s.ring : 0) - back) * (4 * kChannels);
+    const float* v = back <= t.behind ? kv - static_cast<int64_t>(back) * s.kv_stride : before;
+    const float* l = back <= t.behind ? score - static_cast<int64_t>(back) * s.score_stride : before + 2 * kChannels;
+    value[j] = {{0, 0, 0, 0}}, weight[j] = {{kNever, kNever, kNever, kNever}};
+    if (back <= t.position) value[j] = load4(v + half), weight[j] = load4(l + half);
+  }
+}
+
+// That bias: rows of the state have theirs.
+template <int kChannels, int kLoaded>
+__device__ __forceinline__ void add_bias(const CompressStream& s, const CsaToken& t, int column, Float4 (&weight)[kCsaRows]) {
+  if (s.ape == nullptr) return;
+#pragma unroll
+  for (int j = 0; j < kLoaded; ++j) {
+    const float* ape = s.ape + (2 * (j % kCsaRatio) + j / kCsaRatio) * kChannels + column;
+    if (kCsaBehind - j <= t.behind) add(weight[j], load4_constant(ape));
+  }
+}
+
+// One token of a CSA stream: its ring row, and the entry it completes. The threads of a row call it together, in whole
+// warps. Loads wait for each other twice at most: what depends on nothing (the plan, the finish, the token's own row) is
+// asked for first, all the rest as soon as the slot and the position are known.
+template <int kChannels>
+__device__ __forceinline__ void feed_csa(const CompressStream& s, const CompressPlan& plan, int token, float* shared, int thread) {
+  const int column = 4 * thread;
+  const CsaPlace here = place_of_lane(plan, token);
+  const CsaWork work = work_of<1>(plan, here, token, s.ring);
+  const CsaToken t = token_of(here, token);
   Finish finish = load_finish<kChannels>(s.finish, thread);
-  Float4 own[4], own_bias[2];  // [kv | score] of a single token
-  if constexpr (kTokens == 1) load_parts<kChannels>(s, first, column, own);
+  Float4 own[4], bias[2], value[kCsaRows], weight[kCsaRows];
+  load_parts<kChannels>(s, token, column, own);
+  const int entry = t.position / kCsaRatio;
+  load_bias<kChannels>(s, t.position, column, bias);
+  int64_t to = -1;
+  if (work.completed != 0) {
+    load_rows<kChannels, kCsaBehind>(s, plan, t, column, value, weight);
+    to = entry_row(s, plan, t.slot, entry);
+    turn<kChannels>(finish, entry * kCsaRatio, thread);
+  }
+  add(own[2], bias[0]), add(own[3], bias[1]);
+  if (work.kept != 0) store_parts<kChannels>(ring_of<kChannels>(s, t.slot, column), t.position % s.ring, own);
+  if (work.completed == 0) return;
+  add_bias<kChannels, kCsaBehind>(s, t, column, weight);
+  value[kCsaBehind] = own[1], weight[kCsaBehind] = own[3];
+  emit_row<kChannels>(s.finish, finish, s.pool, softmax_pool(value, weight), to, shared, thread);
+}
 
-  const int slot_lane = at_lane == clamped ? slot_here : 0;
-  const bool fed = lane >= kBehind && lane < kBehind + kTokens && slot_lane > 0;
-  const unsigned kept = __ballot_sync(~0u, fed && (at_lane + s.ring > last || slot_ahead != slot_lane));
-  const unsigned completed = __ballot_sync(~0u, fed && (position_here + 1) % kCsaRatio == 0);
-  for (unsigned rest = kept | completed; rest != 0; rest &= rest - 1) {
-    const int at = __ffs(rest) - 1, token = first - kBehind + at;
-    const bool keeps = kept >> at & 1, completes = completed >> at & 1;
-    const int slot = __shfl_sync(~0u, slot_lane, at), position = __shfl_sync(~0u, position_here, at);
-    const int place = position % s.ring;
-    const int behind = __popc(__ballot_sync(~0u, slot_lane == slot) >> (at - kBehind) & ((1u << kBehind) - 1));
-    float* ring = s.state + (static_cast<int64_t>(s.ordinal) * s.slots + slot) * s.ring * kState + column;
-    if constexpr (kTokens == 1) {
-      load_bias<kChannels>(s, position, column, own_bias);
-    } else {
-      if (keeps) {
-        load_parts<kChannels>(s, token, column, own), load_bias<kChannels>(s, position, column, own_bias);
-        add(own[2], own_bias[0]), add(own[3], own_bias[1]);
-        store_parts<kChannels>(ring, place, own);
-      }
-    }
-
-    const int entry = position / kCsaRatio;
-    Float4 value[kRows], weight[kRows];
-    int64_t to = -1;
-    if (completes) {
-      const float* kv = s.kv + static_cast<int64_t>(token) * s.kv_stride + column;
-      const float* score = s.score + static_cast<int64_t>(token) * s.score_stride + column;
-      if (behind == kBehind) {
-#pragma unroll
-        for (int j = 0; j < kLoaded; ++j) {
-          const int64_t back = kBehind - j, half = j >= kCsaRatio ? kChannels : 0;
-          value[j] = load4_constant(kv - back * s.kv_stride + half), weight[j] = load4_constant(score - back * s.score_stride + half);
-        }
-      } else {
-        // Older rows are behind this one in the ring, beyond its start at its end, or in a history.
-        const float* old = ring + static_cast<int64_t>(place) * kState;
-        int around = place;
-        if (s.history != nullptr) {
-          const int64_t row = __ldg(plan.token_row + token);
-          old = s.history + ((row + 1) * kBehind + behind) * kState + column, around = kBehind;
-        }
-#pragma unroll
-        for (int j = 0; j < kLoaded; ++j) {
-          constexpr float kNever = -__builtin_huge_valf();
-          const int back = kBehind - j, half = j >= kCsaRatio ? kChannels : 0;
-          const float* before = old + static_cast<int64_t>((back > around ? s.ring : 0) - back) * kState;
-          const float* v = back <= behind ? kv - static_cast<int64_t>(back) * s.kv_stride : before;
-          const float* l = back <= behind ? score - static_cast<int64_t>(back) * s.score_stride : before + 2 * kChannels;
-          value[j] = {{0, 0, 0, 0}}, weight[j] = {{kNever, kNever, kNever, kNever}};
-          if (back <= position) value[j] = load4(v + half), weight[j] = load4(l + half);
-        }
-      }
-      to = entry_row(s, plan, slot, entry);
-      turn<kChannels>(finish, entry * kCsaRatio, thread);
-    }
-    if constexpr (kTokens == 1) {
-      add(own[2], own_bias[0]), add(own[3], own_bias[1]);
-      if (keeps) store_parts<kChannels>(ring, place, own);
-      value[kBehind] = own[1], weight[kBehind] = own[3];
-    }
-    if (!completes) continue;
-    if (s.ape != nullptr) {
-#pragma unroll
-      for (int j = 0; j < kLoaded; ++j) {  // rows of the state have their bias
-        const int half = j >= kCsaRatio ? kChannels : 0;
-        if (kBehind - j <= behind) add(weight[j], load4_constant(s.ape + j % kCsaRatio * (2 * kChannels) + half + column));
-      }
-    }
+// As `feed_csa` four tokens of a long chunk, where about one completes an entry and hardly any stays in its ring.
+template <int kChannels>
+__device__ __forceinline__ void feed_csa_chunk(const CompressStream& s, const CompressPlan& plan, int first, float* shared,
+                                               int thread) {
+  const int column = 4 * thread;
+  const CsaWork work = work_of<kCsaRatio>(plan, place_of_lane(plan, first), first, s.ring);
+  for (unsigned rest = work.kept; rest != 0; rest &= rest - 1) {
+    const int token = first + __ffs(rest) - 1;
+    const CsaToken t = token_of(place_of_lane(plan, token), token);
+    Float4 own[4], bias[2];
+    load_parts<kChannels>(s, t.token, column, own), load_bias<kChannels>(s, t.position, column, bias);
+    add(own[2], bias[0]), add(own[3], bias[1]);
+    store_parts<kChannels>(ring_of<kChannels>(s, t.slot, column), t.position % s.ring, own);
+  }
+  for (unsigned rest = work.completed; rest != 0; rest &= rest - 1) {
+    const int token = first + __ffs(rest) - 1;
+    const CsaToken t = token_of(place_of_lane(plan, token), token);
+    const int entry = t.position / kCsaRatio;
+    Float4 value[kCsaRows], weight[kCsaRows];
+    load_rows<kChannels, kCsaRows>(s, plan, t, column, value, weight);
+    Finish finish = load_finish<kChannels>(s.finish, thread);
+    const int64_t to = entry_row(s, plan, t.slot, entry);
+    turn<kChannels>(finish, entry * kCsaRatio, thread);
+    add_bias<kChannels, kCsaRows>(s, t, column, weight);
     emit_row<kChannels>(s.finish, finish, s.pool, softmax_pool(value, weight), to, shared, thread);
   }
 }
@@ -220,10 +260,12 @@ __global__ void __launch_bounds__(kCompressThreads, 4) csa_kernel(const __grid_c
   __shared__ alignas(16) float shared[512];
   const int thread = threadIdx.x, block = blockIdx.x;
   if (block < args.main_blocks) {
-    feed_csa<512, kTokens>(args.main, args.plan, block * kTokens, shared, thread);
+    const auto feed = kTokens == 1 ? feed_csa<512> : feed_csa_chunk<512>;
+    feed(args.main, args.plan, block * kTokens, shared, thread);
   } else {
     const int first = ((block - args.main_blocks) * (kCompressThreads / 32) + (thread >> 5)) * kTokens;
-    if (first < args.plan.tokens) feed_csa<128, kTokens>(args.index, args.plan, first, nullptr, thread & 31);
+    const auto feed = kTokens == 1 ? feed_csa<128> : feed_csa_chunk<128>;
+    if (first < args.plan.tokens) feed(args.index, args.plan, first, nullptr, thread & 31);
   }
 }
 
@@ -233,8 +275,8 @@ struct HcaArgs {
 };
 
 // One block an HCA entry (or the part of it that this step feeds): the online softmax over its tokens, in order.
-__global__ void __launch_bounds__(kCompressThreads) hca_kernel(const __grid_constant__ HcaArgs args) {
-  constexpr int kChannels = 512, kAhead = 8;
+__global__ void __launch_bounds__(kCompressThreads, 4) hca_kernel(const __grid_constant__ HcaArgs args) {
+  constexpr int kChannels = 512, kAhead = 6;
   __shared__ alignas(16) float shared[512];
   const CompressStream& s = args.stream;
   const CompressPlan& plan = args.plan;
@@ -248,7 +290,7 @@ __global__ void __launch_bounds__(kCompressThreads) hca_kernel(const __grid_cons
   const float* kv = s.kv + static_cast<int64_t>(token) * s.kv_stride + 4 * thread;
   const float* score = s.score + static_cast<int64_t>(token) * s.score_stride + 4 * thread;
   prefetch(kv), prefetch(score);
-  if (slot <= 0) return;
+  if ((slot <= 0) | (start < 0) | (row < 0)) return;  // a test of all, so that all are asked for before it
   const int entry = start / s.ratio;
   prefetch(block_of(s, plan, slot, entry));
   const int end = __ldg(plan.row_start + row) + __ldg(plan.row_count + row);
@@ -272,8 +314,16 @@ __global__ void __launch_bounds__(kCompressThreads) hca_kernel(const __grid_cons
     for (int j = 0; j < kAhead; ++j) {
       const int64_t i = step + j;
       if (i >= count) continue;
-      value[j] = load4(kv + i * s.kv_stride);
-      logit[j] = load_score(score + i * s.score_stride, ape == nullptr ? nullptr : ape + i * kChannels);
+      value[j] = load4_constant(kv + i * s.kv_stride), logit[j] = load4_constant(score + i * s.score_stride);
+    }
+    if (ape != nullptr) {
+      Float4 bias[kAhead];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        if (step + j < count) bias[j] = load4_constant(ape + (step + j) * kChannels);
+      }
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) add(logit[j], bias[j]);
     }
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
