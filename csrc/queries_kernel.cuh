@@ -88,6 +88,10 @@ __global__ void __launch_bounds__(kQueryThreads) query_kernel(const __grid_const
     const float4 v = __ldg(reinterpret_cast<const float4*>(queries + 128 * i) + lane);
     x[i][0] = v.x, x[i][1] = v.y, x[i][2] = v.z, x[i][3] = v.w;
   }
+  // The angles of the last 64 dims, as adjacent pairs: asked for by all lanes, beside the row.
+  const int64_t at = token * (kRopeDim / 2) + 2 * max(lane - 16, 0);
+  const float2 c = __ldg(reinterpret_cast<const float2*>(args.cosine + at));
+  const float2 s = __ldg(reinterpret_cast<const float2*>(args.sine + at));
   if (args.eps >= 0) {
     float sum = 0;
 #pragma unroll
@@ -102,10 +106,7 @@ __global__ void __launch_bounds__(kQueryThreads) query_kernel(const __grid_const
       for (int j = 0; j < 4; ++j) x[i][j] *= factor;
     }
   }
-  if (lane >= 16) {  // the last 64 dims, as adjacent pairs
-    const int64_t at = token * (kRopeDim / 2) + 2 * (lane - 16);
-    const float2 c = __ldg(reinterpret_cast<const float2*>(args.cosine + at));
-    const float2 s = __ldg(reinterpret_cast<const float2*>(args.sine + at));
+  if (lane >= 16) {
     float(&y)[4] = x[kQuads - 1];
     const float a = y[0] * c.x - y[1] * s.x, b = y[0] * s.x + y[1] * c.x;
     const float d = y[2] * c.y - y[3] * s.y, e = y[2] * s.y + y[3] * c.y;
