@@ -334,7 +334,7 @@ class LayerCacheHandle:
             queries, sink, rows, ids, visible, entries, entry_ids, count,
             scale=cfg.head_dim**-0.5 if scale is None else scale, fmt=self.layout.kv_row,
             inverse_rope=None if inverse_rope is None else (self.plan.token_position, inverse_rope), dtype=dtype,
-            implementation=self.implementation,
+            key_split=self.layout.key_split, implementation=self.implementation,
         )  # fmt: skip
 
     # Plumbing

@@ -21,7 +21,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -29,8 +29,9 @@ from .config import AttentionType, DSV4Config, LayerSpec, build_schedule
 from .errors import LayoutError
 from .formats import RowFormat, index_format, kv_format
 
-__all__ = ["CacheLayout", "CacheSize", "LayerCacheSchema", "LeafSpec", "build_schema"]
+__all__ = ["CacheLayout", "CacheSize", "KeySplit", "LayerCacheSchema", "LeafSpec", "build_schema"]
 
+KeySplit = Literal["throughput", "latency"]
 Scope = Literal["block", "slot", "table"]
 MAX_LEAVES = 24
 
@@ -129,9 +130,12 @@ class CacheLayout:
         draft_tokens: drafts a verify step may carry beside its first token.
         hca_state: "online" (softmax triple, 3 rows of head_dim per layer) or "raw" (ring of rows).
         include_mtp: also hold the SWA windows of the MTP layers.
+        key_split: how finely attention kernels may cut a token's keys: for "throughput" (large batches) or for the
+            "latency" of one or a few requests. No array depends on it. It is a fact of the deployment, like the
+            formats: a token's bits are the same in every batch under either, but not the same under both.
 
     Raises:
-        LayoutError: unknown format, impossible block size, negative draft count.
+        LayoutError: unknown format or key split, impossible block size, negative draft count.
     """
 
     def __init__(
@@ -144,6 +148,7 @@ class CacheLayout:
         *,
         hca_state: Literal["online", "raw"] = "online",
         include_mtp: bool = False,
+        key_split: KeySplit = "throughput",
     ):
         self.cfg = cfg
         self.schedule = build_schedule(cfg, include_mtp=include_mtp)
@@ -155,9 +160,12 @@ class CacheLayout:
             raise LayoutError(f"draft_tokens must be a non-negative integer, got {draft_tokens!r}")
         if hca_state not in ("online", "raw"):
             raise LayoutError(f"hca_state must be 'online' or 'raw', got {hca_state!r}")
+        if key_split not in get_args(KeySplit):
+            raise LayoutError(f"key_split must be 'throughput' or 'latency', got {key_split!r}")
         self.draft_tokens = draft_tokens
         self.hca_state: Literal["online", "raw"] = hca_state
         self.include_mtp = include_mtp
+        self.key_split: KeySplit = key_split
         self.kv_row: RowFormat = _kv_row(kv_format, cfg)
         self.index_row: RowFormat = _index_row(index_format, cfg)
         self.window_rows = cfg.sliding_window + draft_tokens
@@ -173,7 +181,8 @@ class CacheLayout:
             ordinals.append(seen[spec.attn])
             seen[spec.attn] += 1
         self._kind_ordinal = tuple(ordinals)
-        self._key = (cfg, kv_format, index_format, self.block_tokens, draft_tokens, hca_state, include_mtp)
+        # With the key split: compiled steps are found by their layout, and each split is another computation.
+        self._key = (cfg, kv_format, index_format, self.block_tokens, draft_tokens, hca_state, include_mtp, key_split)
         self._hash = hash(self._key)
 
     def __eq__(self, other: object) -> bool:
@@ -186,7 +195,7 @@ class CacheLayout:
         return (
             f"CacheLayout({self.cfg.num_layers} layers, kv_format={self.kv_row.name!r}, "
             f"index_format={self.index_row.name!r}, block_tokens={self.block_tokens}, "
-            f"draft_tokens={self.draft_tokens}, hca_state={self.hca_state!r})"
+            f"draft_tokens={self.draft_tokens}, hca_state={self.hca_state!r}, key_split={self.key_split!r})"
         )
 
     def layer(self, layer_idx: int) -> LayerSpec:
@@ -253,7 +262,11 @@ class CacheLayout:
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest that two caches share exactly if their blocks have the same bytes and meaning."""
+        """Hex digest that two caches share exactly if blocks of one can be read as blocks of the other.
+
+        It names a format, not who computed the values: kernels, devices and `key_split`, which decide their last
+        bits, are no part of it, so stored blocks outlive a change of these.
+        """
         facts: list[Any] = [dataclasses.astuple(leaf) for leaf in self.leaves]
         facts.append((self.kv_row.name, self.index_row.name, self.block_tokens, self.cfg.csa_ratio, self.cfg.hca_ratio))
         facts.append([spec.attn.value for spec in self.schedule])

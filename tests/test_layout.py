@@ -209,7 +209,8 @@ def test_draft_tokens_size_the_rings(n: int) -> None:
     ("options", "name"),
     [
         ({"kv_format": "fp16"}, "fp16"), ({"index_format": "int4"}, "int4"), ({"draft_tokens": -1}, "draft_tokens"),
-        ({"hca_state": "both"}, "hca_state"),
+        ({"hca_state": "both"}, "hca_state"), ({"key_split": "balanced"}, "key_split .* 'balanced'"),
+        ({"key_split": None}, "key_split"),
     ],
 )  # fmt: skip
 def test_unknown_options_are_named(options: dict, name: str) -> None:
@@ -232,6 +233,13 @@ def test_layouts_are_values() -> None:
         CacheLayout(DSV4Config.flash(), draft_tokens=1), CacheLayout(DSV4Config.pro()),
     ]  # fmt: skip
     assert len({x.fingerprint for x in (a, *others)}) == len({a, *others}) == 7
+
+
+def test_key_splits_are_other_steps_over_the_same_blocks() -> None:
+    """Other layouts: a step compiled for one is not that of the other. One fingerprint: stored blocks serve both."""
+    a, b = (CacheLayout(DSV4Config.flash(), key_split=split) for split in ("throughput", "latency"))
+    assert a == CacheLayout(DSV4Config.flash()) != b and "key_split='latency'" in repr(b)
+    assert a.leaves == b.leaves and a.fingerprint == b.fingerprint
 
 
 def test_layer_out_of_range() -> None:

@@ -265,7 +265,7 @@ def _attend(key: jax.Array, shape: AttendShape, calls: int, pool_rows: int) -> P
             jnp.full(tokens, shape.entries, jnp.int32),
         )
 
-    op = functools.partial(attend, scale=fmt.dim**-0.5, fmt=fmt)
+    op = functools.partial(attend, scale=fmt.dim**-0.5, fmt=fmt, key_split=shape.key_split)
 
     def call(shared: Any, args: Any, name: Any) -> tuple[jax.Array, jax.Array]:
         pool, sink = shared

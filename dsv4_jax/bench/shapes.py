@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 
 from ..errors import BenchmarkError
 from ..formats import RowFormat, index_format, kv_format
+from ..layout import KeySplit
 
 __all__ = [
     "CASES", "OPS", "QUICK", "AppendShape", "AttendShape", "Case", "CompressShape", "GatherShape", "KVStoreShape",
@@ -176,6 +177,7 @@ class AttendShape:
     window: int
     entries: int
     fmt: RowFormat
+    key_split: KeySplit = "throughput"
 
     @property
     def keys(self) -> int:
@@ -234,6 +236,15 @@ class Case:
     context: int | None
     batches: tuple[int, ...]
     make: Callable[[int], Shape]
+
+    def with_key_split(self, key_split: KeySplit) -> Case:
+        """This case with attention's keys cut that way; other ops have none to cut."""
+
+        def make(batch: int) -> Shape:
+            shape = self.make(batch)
+            return dataclasses.replace(shape, key_split=key_split) if isinstance(shape, AttendShape) else shape
+
+        return dataclasses.replace(self, make=make)
 
 
 def _attend(name: str, context: int | None, heads: int, entries: int, *batches: int) -> Case:

@@ -22,7 +22,7 @@ import numpy as np
 from ..cache import KVCache, init_cache
 from ..config import AttentionType, DSV4Config
 from ..errors import BenchmarkError
-from ..layout import CacheLayout, CacheSize
+from ..layout import CacheLayout, CacheSize, KeySplit
 from ..manager.planning import RowFeed, build_plan, shape_for
 from ..model.attention import attention
 from ..model.forward import GPU_DECODE_OPTIONS
@@ -48,6 +48,7 @@ class StepOptions:
         batch, context: requests, and tokens of each.
         layers: only the first so many; None: all.
         implementation: of every op; None: the default of each.
+        key_split: of the layout.
         steps: calls per synchronisation.
         loop: steps of a call, as `model.decode_loop` runs several in one executable; times are those of one.
         profile: where to leave a profiler trace.
@@ -59,6 +60,7 @@ class StepOptions:
     context: int = 128 * 1024
     layers: int | None = None
     implementation: Implementation = None
+    key_split: KeySplit = "throughput"
     steps: int = 20
     loop: int = 1
     profile: pathlib.Path | None = None
@@ -89,7 +91,7 @@ class StepSetup(NamedTuple):
 def set_up(options: StepOptions) -> StepSetup:
     """Raises `BenchmarkError`: the context exceeds the model's."""
     cfg = options.config()
-    layout = CacheLayout(cfg)
+    layout = CacheLayout(cfg, key_split=options.key_split)
     columns = layout.blocks_for(options.context)
     size = CacheSize(options.batch * columns, options.batch, columns)
     rows = [RowFeed(slot + 1, options.context - 1, 1) for slot in range(options.batch)]
@@ -135,7 +137,8 @@ def measure_step(options: StepOptions, ceilings: Ceilings) -> dict[str, Any]:
     assert memory is not None
     report: dict[str, Any] = dict(
         model=options.model, layers=cfg.num_layers, batch=options.batch, context=options.context,
-        loop=options.loop, implementation=options.implementation or "default", xla=chosen, compile_s=compile_s,
+        loop=options.loop, implementation=options.implementation or "default", key_split=options.key_split,
+        xla=chosen, compile_s=compile_s,
         cache_gb=layout.total_bytes(size) / 1e9,
         cache_in_place=memory.alias_size_in_bytes == layout.total_bytes(size) + x.nbytes,
         temp_mb=memory.temp_size_in_bytes / 1e6,

@@ -14,13 +14,14 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.table import Table
 
 from ..bench.shapes import CASES, OPS, QUICK, select
 from ..errors import BenchmarkError
+from ..layout import KeySplit
 from .options import positive, print_json, progress_bar, stdout
 from .plan import token_count
 
@@ -53,6 +54,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--implementations", type=_names, metavar="NAME,...", help="cuda, pallas, triton, xla, lax.top_k, torch"
     )
+    parser.add_argument(
+        "--key-split", choices=get_args(KeySplit), default="throughput",
+        help="how attend and steps cut a token's keys (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does everything run? (the default on a CPU)")
     parser.add_argument(
         "--invariance", action="store_true", help="also check that rows keep their bits in other batches"
@@ -94,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     if jax.default_backend() == "cpu" and not quick:
         quick = True
         print("no GPU: tiny sizes, as with --quick", file=sys.stderr)
-    cases = QUICK if quick else CASES
+    cases = [case.with_key_split(args.key_split) for case in (QUICK if quick else CASES)]
     chosen = select(cases, ops, name=args.shapes, batches=args.batch, contexts=args.context) if ops else []
     pairs = [(case, batch, names or records.default_implementations(case.op)) for case, batch in chosen]
     steps = _step_options(args, quick) if with_step else []
@@ -106,7 +111,8 @@ def run(args: argparse.Namespace) -> int:
         """What was measured so far; on disk, too, so that a run that is killed leaves it."""
         made = {
             "device": device, "backend": jax.default_backend(), "jax": jax.__version__, "quick": quick,
-            "ceilings": top.as_dict(), "records": [dataclasses.asdict(r) for r in found], "steps": reports,
+            "key_split": args.key_split, "ceilings": top.as_dict(),
+            "records": [dataclasses.asdict(r) for r in found], "steps": reports,
         }  # fmt: skip
         if args.json and args.json != "-":
             pathlib.Path(args.json).write_text(json.dumps(made, indent=2) + "\n")
@@ -174,8 +180,8 @@ def _step_options(args: argparse.Namespace, quick: bool) -> list[Any]:
     options = [
         StepOptions(
             model="tiny" if small else args.model, batch=batch, context=context, layers=args.layers,
-            implementation=name, steps=2 if quick else args.steps, loop=args.loop, profile=args.profile,
-            xla=tuple(args.xla),
+            implementation=name, key_split=args.key_split, steps=2 if quick else args.steps, loop=args.loop,
+            profile=args.profile, xla=tuple(args.xla),
         )
         for batch in args.batch or [2 if quick else 64]
         for context in args.context or [256 if quick else 128 * 1024]

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from ..ffi import cuda_target
 from ..formats import RowFormat
+from ..layout import KeySplit
 from ..ops.append import Rows
 from ..ops.attend import _attend as _reference
 from ..ops.numerics import rope_tables
@@ -22,13 +23,21 @@ __all__ = ["split_count"]
 
 TILE = 64  # keys of a tile, as in the kernel
 MAX_SPLITS = 8  # largest portable cluster
-TILES_PER_SPLIT = 9  # fewer help batch 1, more help large batches (benchmarks/RESULTS.md)
+# Fewer tiles a run help batch 1, more help large batches (benchmarks/RESULTS.md).
+TILES_PER_SPLIT = 9
+LATENCY_TILES_PER_SPLIT, LATENCY_SPLITS = 2, 6  # tiles of a run, until that takes more than so many runs
 
 
-def split_count(window: int, entries: int) -> int:
-    """Blocks that share one token's keys (and 64 heads): a function of shapes only, never of the batch."""
+def split_count(window: int, entries: int, key_split: KeySplit = "throughput") -> int:
+    """Blocks that share one token's keys (and 64 heads): a function of static shapes and settings, never of the batch.
+
+    "latency" gives a run two tiles while that takes at most six runs, and never fewer runs than "throughput".
+    """
     tiles = -(-window // TILE) - (-entries // TILE)
-    return min(MAX_SPLITS, max(1, -(-tiles // TILES_PER_SPLIT)))
+    splits = max(1, -(-tiles // TILES_PER_SPLIT))
+    if key_split == "latency":
+        splits = max(splits, min(LATENCY_SPLITS, -(-tiles // LATENCY_TILES_PER_SPLIT)))
+    return min(MAX_SPLITS, splits)
 
 
 def has_kernel(fmt: RowFormat) -> bool:
@@ -50,6 +59,7 @@ def _attend(
     *,
     inverse_rope: tuple[jax.Array, jax.Array] | None = None,
     dtype: DTypeLike = jnp.float32,
+    key_split: KeySplit = "throughput",
 ) -> tuple[jax.Array, jax.Array]:
     """As `ops.attend._attend`. Queries are rounded to bf16, as are the softmax weights before the second product.
 
@@ -76,6 +86,6 @@ def _attend(
     out, lse = call(
         queries.astype(jnp.bfloat16), sink.astype(jnp.float32), *window, window_ids, window_visible,
         *entries, entry_ids, entry_count, *tables,
-        scale=np.float32(scale), splits=np.int32(split_count(window_ids.shape[1], entry_ids.shape[1])),
+        scale=np.float32(scale), splits=np.int32(split_count(window_ids.shape[1], entry_ids.shape[1], key_split)),
     )  # fmt: skip
     return out.astype(dtype), lse

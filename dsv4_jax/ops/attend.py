@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from ..errors import ImplementationError
 from ..formats import RowFormat, codec
+from ..layout import KeySplit
 from .append import Rows, load
 from .dispatch import Implementation, implementation_for
 from .numerics import rope
@@ -30,6 +34,7 @@ def attend(
     fmt: RowFormat,
     inverse_rope: tuple[jax.Array, jax.Array] | None = None,
     dtype: DTypeLike = jnp.float32,
+    key_split: KeySplit = "throughput",
     implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sparse MQA where keys and values are the same rows (spec 2.7).
@@ -47,16 +52,22 @@ def attend(
         inverse_rope: (position [T] int32, inv_freq [rope_dim / 2] float32): `out` is turned back by the angles of its
             token's position (`numerics.rope`), as values that carry RoPE need it before a projection.
         dtype: of `out`, float32 or bfloat16; everything before is float32.
+        key_split: how finely the CUDA kernel cuts a token's keys (`CacheLayout.key_split`); the others ignore it.
 
     Returns:
         (out [T, H, dim] of `dtype`, lse [T, H] float32 = log sum_k e^z_k without the sink).
         A token that sees no key gives 0 and -inf.
+
+    Raises:
+        ImplementationError: unknown implementation or key split, or this one cannot run here.
     """
+    if key_split not in get_args(KeySplit):
+        raise ImplementationError(f"attend: unknown key_split {key_split!r}, expected 'throughput' or 'latency'")
     empty = 0 in (*queries.shape, window_ids.shape[1])
     fn = implementation_for("attend", _attend, implementation, empty=empty)
     return fn(
         queries, sink, window, window_ids, window_visible, entries, entry_ids, entry_count, scale, fmt,
-        inverse_rope=inverse_rope, dtype=dtype,
+        inverse_rope=inverse_rope, dtype=dtype, key_split=key_split,
     )  # fmt: skip
 
 
@@ -82,6 +93,7 @@ def _attend(
     *,
     inverse_rope: tuple[jax.Array, jax.Array] | None = None,
     dtype: DTypeLike = jnp.float32,
+    key_split: KeySplit = "throughput",
 ) -> tuple[jax.Array, jax.Array]:
     decode = codec(fmt).decode
 

@@ -21,6 +21,7 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
 from ..formats import NOPE_GROUP, RowFormat
+from ..layout import KeySplit
 from ..ops.append import Rows
 from ..ops.attend import _attend as _reference
 from ..ops.attend import finish_output
@@ -63,10 +64,11 @@ def _attend(
     *,
     inverse_rope: tuple[jax.Array, jax.Array] | None = None,
     dtype: DTypeLike = jnp.float32,
+    key_split: KeySplit = "throughput",
 ) -> tuple[jax.Array, jax.Array]:
     """As `ops.attend._attend`. Queries are rounded to bf16, as are the softmax weights before the second product.
 
-    `interpret` defaults to whether the default backend is the CPU.
+    `interpret` defaults to whether the default backend is the CPU. `key_split` changes nothing: there is one split.
     """
     args = (queries, sink, window, window_ids, window_visible, entries, entry_ids, entry_count)
     if not has_body(fmt) or not addressable(*window, *(entries or ())):

@@ -15,6 +15,13 @@ def shape(op: str, name: str, batch: int):
     return case.make(batch)
 
 
+def test_key_splits_are_of_attention_alone():
+    cases = [case.with_key_split("latency") for case in QUICK]
+    assert [(case.op, case.name, case.batches) for case in cases] == [(c.op, c.name, c.batches) for c in QUICK]
+    changed = [(new.make(2), old.make(2)) for new, old in zip(cases, QUICK, strict=True) if new.make(2) != old.make(2)]
+    assert [(new.key_split, old.key_split) for new, old in changed] == [("latency", "throughput")]
+
+
 @pytest.mark.parametrize(
     ("op", "name", "batch", "bytes_moved", "flops"),
     [

@@ -115,6 +115,7 @@ def test_refusals(capsys, tmp_path, monkeypatch):
     refused(capsys, ["bench", "attend", "--quick", "--shapes", "nope"], "no shape of attend", "v4-widths")
     refused(capsys, ["bench", "attend", "--quick", "--implementations", "xla,foo"], "unknown implementation 'foo'")
     refused(capsys, ["bench", "attend", "--batch", "4,0"], "--batch", "at least 1")
+    refused(capsys, ["bench", "attend", "--key-split", "balanced"], "--key-split", "'balanced'")
     refused(capsys, ["bench", "attend", "--context", "3x"], "--context", "'3x'")
     refused(capsys, ["bench", "step", "--xla", "fast"], "--xla", "'fast' is not OPTION=VALUE")
     refused(capsys, ["bench", "step", "--quick", "--context", "1M"], "1048576", "tiny has at most 4096")

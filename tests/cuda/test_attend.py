@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import ClassVar
 
@@ -11,14 +12,19 @@ import numpy as np
 import pytest
 
 from dsv4_jax import ffi
+from dsv4_jax.cache import init_cache
+from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.cuda import attend as kernel
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.formats import kv_format
+from dsv4_jax.layout import CacheLayout, CacheSize
+from dsv4_jax.manager.planning import RowFeed, build_plan, shape_for
 from dsv4_jax.ops import attend
 from dsv4_jax.ops.attend import finish_output
 
 from ..ops.arg_specs import ATTEND, AttendSpec
 from ..ops.test_attend import AttendTest, jit_attend, problem
+from ..oracle import attention
 from ..oracle import rows as oracle
 
 FMT = kv_format("fp8", 512, 64)
@@ -54,12 +60,16 @@ def test_a_file_that_is_no_library_is_refused(no_library):
     assert "does not load" in (ffi.cuda_problem() or "")
 
 
-@pytest.mark.parametrize(("entries", "splits"), [(512, 2), (1024, 2), (8192, 8), (0, 1)])
+@pytest.mark.parametrize(
+    ("entries", "key_split", "splits"),
+    [(512, "throughput", 2), (1024, "throughput", 2), (8192, "throughput", 8), (0, "throughput", 1),
+     (512, "latency", 5), (1024, "latency", 6)],
+)  # fmt: skip
 @pytest.mark.parametrize("fused", [False, True])
-def test_lowers_to_one_ffi_call(monkeypatch, entries, splits, fused):
+def test_lowers_to_one_ffi_call(monkeypatch, entries, key_split, splits, fused):
     monkeypatch.setattr(kernel, "cuda_target", lambda name: name)
     last = dict(inverse_rope=(jnp.arange(2), jnp.ones(32)), dtype=jnp.bfloat16) if fused else {}
-    call = functools.partial(kernel._attend, scale=512**-0.5, fmt=FMT, **last)
+    call = functools.partial(kernel._attend, scale=512**-0.5, fmt=FMT, key_split=key_split, **last)
     text = jax.jit(call).trace(*arguments(entries=entries)).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@dsv4_attend") == 1
     assert f"splits = {splits} : i32" in text
@@ -68,8 +78,33 @@ def test_lowers_to_one_ffi_call(monkeypatch, entries, splits, fused):
     assert "concatenate" not in text  # nothing is left to do after the kernel
 
 
-def test_splits_do_not_depend_on_the_batch_and_fit_a_cluster():
-    assert [kernel.split_count(128, k) for k in (0, 1, 512, 1024, 8192, 1 << 20)] == [1, 1, 2, 2, 8, 8]
+@pytest.mark.parametrize(("key_split", "splits"), [("throughput", [1, 1, 2, 2, 8, 8]), ("latency", [1, 2, 5, 6, 8, 8])])
+def test_splits_do_not_depend_on_the_batch_and_fit_a_cluster(key_split, splits):
+    assert [kernel.split_count(128, k, key_split) for k in (0, 1, 512, 1024, 8192, 1 << 20)] == splits
+    more = [kernel.split_count(128, k, key_split) for k in range(0, 20_000, 32)]
+    assert more == sorted(more) and (min(more), max(more)) == (1, kernel.MAX_SPLITS)
+    assert all(n >= kernel.split_count(128, k) for n, k in zip(more, range(0, 20_000, 32), strict=True))
+
+
+@pytest.mark.parametrize(("key_split", "splits"), [("throughput", (2, 1)), ("latency", (5, 2))])
+def test_a_layer_splits_as_its_layout_says(monkeypatch, key_split, splits):
+    """Flash's CSA (512 entries) and HCA layers (1 entry of 128 tokens): the layout is all that chooses."""
+    monkeypatch.setattr(kernel, "cuda_target", lambda name: name)
+    layout = CacheLayout(DSV4Config.flash(), key_split=key_split)
+    rows = [RowFeed(1, 127, 1)]
+    plan = build_plan(layout, rows, shape_for(layout, rows))
+    cache = jax.eval_shape(lambda: init_cache(layout, CacheSize(1, 1, 1)))
+    chosen = jnp.zeros((1, 512), jnp.int32), jnp.ones(1, jnp.int32)
+
+    def layer(cache, queries, attn, selected=None):
+        spec = next(spec for spec in layout.schedule if spec.attn is attn)
+        handle = cache.layer(spec.layer_idx, plan).append(queries[:, 0])
+        return dataclasses.replace(handle, implementation="cuda").attend(queries, jnp.zeros(64), selected)
+
+    queries = jax.ShapeDtypeStruct((1, 64, 512), jnp.float32)
+    for attn, count, selected in zip((AttentionType.CSA, AttentionType.HCA), splits, (chosen, None), strict=True):
+        call = jax.jit(functools.partial(layer, attn=attn, selected=selected))
+        assert f"splits = {count} : i32" in call.trace(cache, queries).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_other_formats_take_the_reference():
@@ -102,12 +137,23 @@ class TestAttendOnTheGpu(AttendTest):
             np.testing.assert_array_equal(fused, np.asarray(expected))
             np.testing.assert_array_equal(fused_lse, lse)
 
-    def test_a_token_alone_has_the_bits_it_has_in_a_batch(self) -> None:
+    @pytest.mark.parametrize("entries", [0, 1, 512, 1024])
+    def test_both_key_splits_agree_with_float64(self, entries: int) -> None:
+        spec = AttendSpec(7, 64, 128, entries, FMT)
+        p = problem(spec)
+        expected, expected_lse = attention.attend(p["queries"], p["sink"], p["keys"], spec.fmt.dim**-0.5)
+        for key_split in ("throughput", "latency"):
+            out, lse = self.run(spec, p, key_split=key_split)
+            np.testing.assert_allclose(out, expected, **self.tolerance)
+            np.testing.assert_allclose(lse, expected_lse, **self.tolerance)
+
+    @pytest.mark.parametrize("key_split", ["throughput", "latency"])
+    def test_a_token_alone_has_the_bits_it_has_in_a_batch(self, key_split: str) -> None:
         spec = AttendSpec(7, 64, 128, 512, ATTEND["v4_widths"].fmt)
         p = problem(spec)
         position, freq = jnp.arange(7, dtype=jnp.int32) * 70_001, jnp.asarray(10_000.0 ** -jnp.linspace(0, 1, 32))
-        whole, _ = self.run(spec, p, jnp.bfloat16, inverse_rope=(position, freq))
+        whole, _ = self.run(spec, p, jnp.bfloat16, inverse_rope=(position, freq), key_split=key_split)
         per_token = ("queries", "window_ids", "window_visible", "entry_ids", "entry_count")
         part = p | {name: p[name][3:5] for name in per_token}
-        alone, _ = self.run(spec, part, jnp.bfloat16, inverse_rope=(position[3:5], freq))
+        alone, _ = self.run(spec, part, jnp.bfloat16, inverse_rope=(position[3:5], freq), key_split=key_split)
         np.testing.assert_array_equal(alone, whole[3:5])

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv4_jax.errors import ImplementationError
 from dsv4_jax.formats import codec
 from dsv4_jax.ops import attend
 
@@ -20,7 +21,7 @@ from ..oracle import rows as oracle_rows
 from .arg_specs import ATTEND, AttendSpec
 
 TOLERANCE = dict(rtol=2e-5, atol=2e-5)
-jit_attend = jax.jit(attend, static_argnames=("scale", "fmt", "dtype", "implementation"))
+jit_attend = jax.jit(attend, static_argnames=("scale", "fmt", "dtype", "key_split", "implementation"))
 
 
 def problem(spec: AttendSpec, seed: int = 0) -> dict:
@@ -135,6 +136,11 @@ class AttendTest:
 
 class TestAttend(AttendTest):
     implementation = "xla"
+
+    @pytest.mark.parametrize("implementation", [None, "xla", "pallas", "cuda"])
+    def test_unknown_key_splits_are_named_before_anything_is_read(self, implementation) -> None:
+        with pytest.raises(ImplementationError, match="key_split 'balanced'"):
+            attend(*[None] * 8, scale=1.0, fmt=ATTEND["csa"].fmt, key_split="balanced", implementation=implementation)
 
     def test_reference_reads_the_stored_values(self) -> None:
         """The oracle decodes with its own codec; both decoders must agree for the comparison to mean anything."""
