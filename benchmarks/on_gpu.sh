@@ -13,7 +13,7 @@ stage() {
     build)
       cmake -S csrc -B build/csrc -DPYTHON="$python" -DDSV4_CUDA_ARCHITECTURES=90 > "$OUT/build.log" && cmake --build build/csrc -j 8 >> "$OUT/build.log" 2>&1 ;;
     tests)  # every kernel against its reference or float64, byte invariance, logits alone and among others; most of it is compiling
-      "$python" -c "import xdist" 2> /dev/null && several="-n 12"
+      "$python" -c "import xdist" 2> /dev/null && several="-n 12 -p no:benchmark"
       JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false timeout 400 "$python" -m pytest -q -p no:cacheprovider ${several:-} \
         -m gpu tests > "$OUT/tests.log" 2>&1 ;;
     swap)  # blocks between HBM and pinned memory, against the copy ceiling and the schemes it replaces
