@@ -4,13 +4,16 @@
 // counted entries'), the tiles into `splits` runs of (almost) equal length: the cut depends on the token alone, so its
 // bits do not depend on the batch. Within a block four warpgroups work on a run:
 //
-//   warpgroups 2, 3   gather rows, turn e4m3 codes into bf16 and store them swizzled, two tiles deep
+//   warpgroups 2, 3   gather rows, turn e4m3 codes into bf16 and store them swizzled, up to two tiles ahead
 //   warpgroup 0       S = Q K^T (64 heads x 64 keys), online softmax, P; then O[:, 0:256] += P K
 //   warpgroup 1       O[:, 256:512] += P K with the same P, through shared memory
 //
 // K and V are the same rows: one tile in shared memory serves both products. The runs are merged in rank order through
-// distributed shared memory, and the sink enters there.
+// distributed shared memory, which halves cross (2e-4 of relative error; it moves about 16 bytes a clock), and the sink
+// enters there. benchmarks/RESULTS.md says what bounds it and what was slower.
 #pragma once
+
+#include <cuda_fp16.h>
 
 #include "hopper.cuh"
 
@@ -25,6 +28,7 @@ constexpr int kScales = 8;   // scale bytes of a row
 constexpr int kThreads = 512;
 constexpr int kProducerWarps = 8;
 constexpr int kRowsPerWarp = kTile / kProducerWarps;
+constexpr int kWeightsThere = 1, kWeightsFree = 2, kQueriesThere = 3;  // hardware barriers of the consumers
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kInf = __builtin_huge_valf();
@@ -54,81 +58,48 @@ struct AttendArgs {
 };
 
 struct Shared {
-  alignas(1024) uint8_t queries[8 * kBlockBytes];
-  alignas(1024) uint8_t keys[2][8 * kBlockBytes];  // after the last tile: the block's float [64][512] sums
-  alignas(1024) uint8_t weights[2][kBlockBytes];  // P, bf16
-  uint8_t codes[kProducerWarps][2][2][32][16];    // rows on their way: [warp][slot][groups 0-3 or 4-6][lane]
-  float keep[2][kHeads];                          // factor by which a tile shrinks the sums before it
+  alignas(1024) uint8_t queries[8 * kBlockBytes];  // after the last tile: the block's __half [64][512] sums
+  alignas(1024) uint8_t keys[2][8 * kBlockBytes];
+  alignas(1024) uint8_t weights[kBlockBytes];  // P, bf16
+  uint8_t codes[kProducerWarps][3][2][32][16];    // rows on their way: [warp][slot][groups 0-3 or 4-6][lane]
+  float keep[kHeads];                             // factor by which a tile shrinks the sums before it
   float2 stats[kHeads];                           // (top, total) of this block's run
+  float sink[kHeads];
+  uint8_t unit[kHeads][2];                        // of the sums: exponent of what 256 columns of a row are counted in
   alignas(8) uint8_t visible[2][kProducerWarps];  // eight keys a byte
   uint64_t full[2], empty[2];
+  int rank, token, head;  // of this block: for the merge, so that they take no register before
 };
+static_assert(sizeof(Shared) <= 227 * 1024, "more shared memory than a block can have");
 
 // ---- producers ------------------------------------------------------------------------------------------------------
 
-// Two e4m3 codes of x as bf16 times 2^-120: a code's bits, moved into the bf16 fields, are its value times 2^-120,
-// subnormals included. `kSelect` picks the bytes: any, code 0, the sign of code 0 eight times, code 1.
-template <uint32_t kSelect>
-__device__ __forceinline__ uint32_t scaled(uint32_t x, __nv_bfloat162 factor) {
-  uint32_t y;
-  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "n"(kSelect));
-  y = static_cast<uint32_t>(static_cast<int32_t>(y) >> 4) & 0x87F087F0u;
-  const __nv_bfloat162 z = __hmul2(reinterpret_cast<const __nv_bfloat162&>(y), factor);
-  return reinterpret_cast<const uint32_t&>(z);
-}
-constexpr uint32_t kLowPair = 0x1800, kHighPair = 0x3A22;
-
-// Bits of 0x80808080 are set where a code is NaN (0x7F or 0xFF); the other bits mean nothing.
-__device__ __forceinline__ uint32_t nan_bits(uint4 x) {
-  const auto carry = [](uint32_t w) { return (w & 0x7F7F7F7Fu) + 0x01010101u; };
-  return carry(x.x) | carry(x.y) | carry(x.z) | carry(x.w);
-}
-
-// One code at a time, exact for NaN codes and every scale. Slow, and not needed for rows a healthy model writes.
-__device__ __forceinline__ void store_codes_exact(uint32_t address, uint4 x, uint32_t exponent) {
-#pragma unroll 1
-  for (int i = 0; i < 16; ++i) {
-    const uint32_t word = (i & 8) != 0 ? ((i & 4) != 0 ? x.w : x.z) : ((i & 4) != 0 ? x.y : x.x);
-    const uint32_t code = word >> 8 * (i & 3) & 0xFF;
-    float value = __uint_as_float((code & 0x80) << 24 | (code & 0x7F) << 20) * 0x1p120f * __uint_as_float(exponent << 23);
-    if ((code & 0x7F) == 0x7F) value = __uint_as_float(0x7FC00000);
-    const __nv_bfloat16 y = __float2bfloat16_rn(value);
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"((address ^ (i & 8) << 1) + 2 * (i & 7)),
-                 "h"(reinterpret_cast<const uint16_t&>(y))
-                 : "memory");
+// Two e4m3 codes (in the low half, or the high one) times their scale as bf16: by way of half and float, conversions that are
+// exact and keep NaN.
+template <bool kHigh>
+__device__ __forceinline__ uint32_t decode(uint32_t codes, __nv_bfloat162 scale) {
+  uint32_t halves;
+  if constexpr (kHigh) {
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}" : "=r"(halves) : "r"(codes));
+  } else {
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(halves) : "r"(codes));
   }
+  const float2 x = __half22float2(reinterpret_cast<const __half2&>(halves));
+  const __nv_bfloat162 y = __hmul2(__floats2bfloat162_rn(x.x, x.y), scale);
+  return reinterpret_cast<const uint32_t&>(y);
 }
 
 // Sixteen codes with one scale, as two 16-byte chunks at `address` and its swizzle partner.
-__device__ __forceinline__ void store_codes(uint32_t address, uint4 x, __nv_bfloat162 factor, bool valid) {
-  const uint4 lo = {scaled<kLowPair>(x.x, factor), scaled<kHighPair>(x.x, factor), scaled<kLowPair>(x.y, factor),
-                    scaled<kHighPair>(x.y, factor)};
-  const uint4 hi = {scaled<kLowPair>(x.z, factor), scaled<kHighPair>(x.z, factor), scaled<kLowPair>(x.w, factor),
-                    scaled<kHighPair>(x.w, factor)};
-  store_shared_if(valid, address, lo);
-  store_shared_if(valid, address ^ 16, hi);
+__device__ __forceinline__ void store_codes(uint32_t address, uint4 x, __nv_bfloat162 scale) {
+  store_shared(address, {decode<false>(x.x, scale), decode<true>(x.x, scale), decode<false>(x.y, scale), decode<true>(x.y, scale)});
+  store_shared(address ^ 16, {decode<false>(x.z, scale), decode<true>(x.z, scale), decode<false>(x.w, scale), decode<true>(x.w, scale)});
 }
 
-// 2^120 times the scale in byte `group` of a word of ue8m0 codes, in both halves; for codes 1 to 134.
-__device__ __forceinline__ __nv_bfloat162 scale_factor(uint32_t codes, int group) {
-  const uint32_t bits = (__byte_perm(codes, 0, 0x0404 | group << 4 | group << 12) >> 1) + 0x3C003C00u;
+// The scale 2^(code - 127) in byte `group` of a word of ue8m0 codes, in both halves.
+__device__ __forceinline__ __nv_bfloat162 scale_of(uint32_t codes, int group) {
+  const uint32_t bits = __byte_perm(codes, 0, 0x0404 | group << 4 | group << 12) >> 1;
   return reinterpret_cast<const __nv_bfloat162&>(bits);
 }
-
-// Whether a word of ue8m0 codes has one that `scale_factor` cannot take: 0 or above 134.
-__device__ __forceinline__ bool odd_scales(uint32_t codes) {
-  return (__vcmpeq4(codes, 0) | __vcmpgtu4(codes, 0x86868686u)) != 0;
-}
-
-__device__ __forceinline__ uint4 load16(const void* p) {
-  uint4 x;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "l"(p));
-  return x;
-}
-
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // One producer warp: rows [8 warp, 8 warp + 8) of every tile; lane l knows the id and scales of row l % 8.
 struct Producer {
@@ -137,37 +108,31 @@ struct Producer {
 
   __device__ __forceinline__ const Rows& rows(int tile) const { return tile < window_tiles ? args.window : args.entries; }
 
-  // The id of this lane's key as stored and whether it is a key. Loads only: `row_of` looks at them later.
+  __device__ __forceinline__ int slot() const { return warp * kRowsPerWarp + (lane & 7); }
+
+  // The id of this lane's key as stored and whether it is seen. Loads only, and without a look at the count: `row_of`
+  // judges them later.
   __device__ __forceinline__ int2 load_key(int tile) const {
-    const int slot = warp * kRowsPerWarp + (lane & 7);
     if (tile < window_tiles) {
-      const int key = tile * kTile + slot;
+      const int key = tile * kTile + slot();
       if (key >= args.window_keys) return {0, 0};
       const int64_t at = static_cast<int64_t>(token) * args.window_keys + key;
       return {__ldg(args.window_ids + at), __ldg(args.window_visible + at)};
     }
-    const int key = (tile - window_tiles) * kTile + slot;
-    if (key >= count) return {0, 0};
+    const int key = (tile - window_tiles) * kTile + slot();
+    if (key >= args.entry_keys) return {0, 0};
     return {__ldg(args.entry_ids + static_cast<int64_t>(token) * args.entry_keys + key), 1};
   }
 
   // Row id of a key, -1 if it is none; an id past the pool reads its last row, as in the reference.
   __device__ __forceinline__ int row_of(int tile, int2 key) const {
-    return key.y != 0 ? min(max(key.x, 0), rows(tile).rows - 1) : -1;
+    const bool counted = (tile - window_tiles) * kTile + slot() < count;
+    return key.y != 0 && counted ? min(max(key.x, 0), rows(tile).rows - 1) : -1;
   }
 
   __device__ __forceinline__ uint2 load_scale(int tile, int id) const {
     if (id < 0) return {0x7F7F7F7F, 0x7F7F7F7F};
     return __ldg(reinterpret_cast<const uint2*>(rows(tile).scale + static_cast<int64_t>(id) * kScales));
-  }
-
-  // Brings this warp's rows into L2: four lines of codes, one of RoPE dims, one of scales.
-  __device__ __forceinline__ void prefetch_rows(int tile, int id) const {
-    if (id < 0) return;
-    const Rows& r = rows(tile);
-    prefetch(r.nope + static_cast<int64_t>(id) * kNope + (lane >> 3) * 128);
-    if (lane < 8) prefetch(r.rope + static_cast<int64_t>(id) * kRope);
-    if (lane >= 24) prefetch(r.scale + static_cast<int64_t>(id) * kScales);
   }
 
   // Starts the copy of two rows, 2 pair and 2 pair + 1, into a slot. A lane copies what it will convert: 16 codes of
@@ -180,33 +145,15 @@ struct Producer {
   }
 
   // Converts the codes of a slot. A quarter-warp writes eight chunks of two neighbouring rows: with the swizzle, eight
-  // different bank groups. Returns `nan_bits` of what it saw.
-  __device__ __forceinline__ uint32_t store_pair(uint32_t keys, uint32_t slot, uint2 scale, int pair) const {
+  // different bank groups.
+  __device__ __forceinline__ void store_pair(uint32_t keys, uint32_t slot, uint2 scale, int pair) const {
     const int sub = pair * 2 + (lane >> 2 & 1), group = lane >> 3;
     const uint32_t low = __shfl_sync(~0u, scale.x, sub), high = __shfl_sync(~0u, scale.y, sub);
     const uint32_t block = keys + group * kBlockBytes + warp * kRowsPerWarp * 128;
     const uint32_t address = block + sub * 128 + (((lane & 3) * 2 ^ sub) << 4);
     const uint4 x = load_shared(slot);
-    uint4 y = {0, 0, 0, 0};
-    if (lane < 24) y = load_shared(slot + 512);
-    store_codes(address, x, scale_factor(low, group), true);
-    store_codes(address + 4 * kBlockBytes, y, scale_factor(high, group), lane < 24);
-    return nan_bits(x) | nan_bits(y);
-  }
-
-  // The same for any codes and scales, from global memory.
-  __device__ __forceinline__ void store_pair_exact(uint32_t keys, int tile, int id, uint2 scale, int pair) const {
-    const int sub = pair * 2 + (lane >> 2 & 1), group = lane >> 3;
-    const int row = __shfl_sync(~0u, id, sub);
-    const uint32_t low = __shfl_sync(~0u, scale.x, sub), high = __shfl_sync(~0u, scale.y, sub);
-    if (row < 0) return;
-    const uint8_t* p = rows(tile).nope + static_cast<int64_t>(row) * kNope + group * 64 + (lane & 3) * 16;
-    const uint32_t block = keys + group * kBlockBytes + warp * kRowsPerWarp * 128;
-    const uint32_t address = block + sub * 128 + (((lane & 3) * 2 ^ sub) << 4);
-#pragma unroll 1
-    for (int i = 0; i < (lane < 24 ? 2 : 1); ++i) {
-      store_codes_exact(address + i * 4 * kBlockBytes, load16(p + i * 256), (i == 0 ? low : high) >> 8 * group & 0xFF);
-    }
+    store_codes(address, x, scale_of(low, group));
+    if (lane < 24) store_codes(address + 4 * kBlockBytes, load_shared(slot + 512), scale_of(high, group));
   }
 
   __device__ __forceinline__ void copy_rope(uint32_t keys, int tile, int id) const {
@@ -219,44 +166,43 @@ struct Producer {
   }
 };
 
-__device__ __forceinline__ void produce(const Producer& p, Shared& s, int first, int last) {
+// `key` and `next_key` are those of the tiles `guess` and the one after: loaded before the run was known.
+__device__ __forceinline__ void produce(const Producer& p, Shared& s, int first, int last, int guess, int2 key, int2 next_key) {
   if (first >= last) return;
   const int2 none = {0, 0};
-  int2 key = p.load_key(first), next_key = first + 1 < last ? p.load_key(first + 1) : none;
+  if (first != guess) key = p.load_key(first), next_key = p.load_key(first + 1);
+  if (first + 1 == last) next_key = none;
   int id = p.row_of(first, key);
+  uint2 scale = p.load_scale(first, id);
   const uint32_t slots = shared_address(s.codes[p.warp][0][0][p.lane]);
   p.copy_codes(slots, first, id, 0);
   copy_commit();
   p.copy_codes(slots + 1024, first, id, 1);
   copy_commit();
-  uint2 scale = p.load_scale(first, id);
+  p.copy_codes(slots + 2048, first, id, 2);
+  copy_commit();
+  uint32_t slot = slots;
   int next_id = p.row_of(first + 1, next_key);
-  p.prefetch_rows(first + 1, next_id);
   for (int tile = first; tile < last; ++tile) {
     const int stage = (tile - first) & 1, phase = (tile - first) >> 1 & 1;
     const uint32_t keys = shared_address(s.keys[stage]);
     const uint2 next_scale = p.load_scale(tile + 1, next_id);
     key = tile + 2 < last ? p.load_key(tile + 2) : none;
-    uint32_t odd = odd_scales(scale.x) || odd_scales(scale.y | 0x7F000000u) ? 0x80u : 0u;
     const uint32_t seen = __ballot_sync(~0u, id >= 0);
     barrier_wait(shared_address(&s.empty[stage]), phase ^ 1);
-    p.copy_rope(keys, tile, id);  // joins the first group committed below: there before the third pair is
+    p.copy_rope(keys, tile, id);  // joins the first group committed below: there before the last pair is converted
     if (p.lane == 0) s.visible[stage][p.warp] = static_cast<uint8_t>(seen);
 #pragma unroll
-    for (int pair = 0; pair < kRowsPerWarp / 2; ++pair) {  // two pairs are on their way while one is converted
-      const uint32_t slot = slots + (pair & 1) * 1024;
-      copy_wait<1>();
-      odd |= p.store_pair(keys, slot, scale, pair);
-      if (pair < 2) {
-        p.copy_codes(slot, tile, id, pair + 2);
+    for (int pair = 0; pair < kRowsPerWarp / 2; ++pair) {  // three pairs are on their way while one is converted
+      copy_wait<2>();
+      p.store_pair(keys, slot, scale, pair);
+      if (pair == 0) {
+        p.copy_codes(slot, tile, id, 3);
       } else {
-        p.copy_codes(slot, tile + 1, next_id, pair - 2);
+        p.copy_codes(slot, tile + 1, next_id, pair - 1);
       }
       copy_commit();
-    }
-    if (__any_sync(~0u, (odd & 0x80808080u) != 0)) {
-#pragma unroll 1
-      for (int pair = 0; pair < kRowsPerWarp / 2; ++pair) p.store_pair_exact(keys, tile, id, scale, pair);
+      slot = slot == slots + 2048 ? slots : slot + 1024;
     }
     fence_for_mma();
     __syncwarp();
@@ -264,7 +210,6 @@ __device__ __forceinline__ void produce(const Producer& p, Shared& s, int first,
     id = next_id;
     scale = next_scale;
     next_id = p.row_of(tile + 2, key);
-    p.prefetch_rows(tile + 2, next_id);
   }
   copy_wait<0>();
 }
@@ -275,17 +220,17 @@ __device__ __forceinline__ void produce(const Producer& p, Shared& s, int first,
 
 __device__ __forceinline__ void load_queries(const AttendArgs& args, Shared& s, int token, int head, int thread) {
   const uint32_t base = shared_address(s.queries);
-#pragma unroll 8
+#pragma unroll
   for (int i = 0; i < kHeads * kDim / 8 / 256; ++i) {
     const int chunk = i * 256 + thread, row = chunk >> 6, column = chunk & 63;
-    uint4 x = {0, 0, 0, 0};
-    if (head + row < args.heads) {
-      x = load16(args.queries + (static_cast<int64_t>(token) * args.heads + head + row) * kDim + column * 8);
-    }
-    store_shared(base + (column >> 3) * kBlockBytes + row * 128 + (((column & 7) ^ (row & 7)) << 4), x);
+    const bool exists = head + row < args.heads;
+    const __nv_bfloat16* from = args.queries + (static_cast<int64_t>(token) * args.heads + (exists ? head + row : 0)) * kDim;
+    copy_async(base + (column >> 3) * kBlockBytes + row * 128 + (((column & 7) ^ (row & 7)) << 4), from + column * 8, exists);
   }
+  copy_commit();
+  copy_wait<0>();
   fence_for_mma();
-  named_sync(3, 256);
+  named_sync(kQueriesThere, 256);
 }
 
 __device__ __forceinline__ uint32_t pack(float lo, float hi) {
@@ -306,6 +251,9 @@ __device__ __forceinline__ void shrink(Sums& o, float upper, float lower) {
     x[3] *= lower;
   }
 }
+
+// Where the operand of the i-th of eight products of P K starts within its four blocks: rows 16 (i / 2), columns 128 (i % 2).
+__device__ __forceinline__ constexpr uint32_t value_offset(int i) { return ((i & 1) * 2 * kBlockBytes + (i >> 1) * 2048) >> 4; }
 
 struct Softmax {
   float top[2] = {-kInf, -kInf};  // largest logit so far of rows r and r + 8, before scaling
@@ -346,76 +294,114 @@ __device__ __forceinline__ void update(Softmax& m, float (&z)[32], float (&keep)
   }
 }
 
-// Scales a block's sums by its run's share of the softmax and leaves them in shared memory for `add_runs`. The 256
-// threads of both consumer warpgroups call it; `o` holds columns [256 group, 256 group + 256).
-__device__ __forceinline__ void share_sums(const AttendArgs& args, Shared& s, const Sums& o, int token, int head,
-                                           int rank, int splits, int group, int thread) {
-  const int warp = thread >> 5 & 3, lane = thread & 31;
-  float* sums = reinterpret_cast<float*>(s.keys);
+// Leaves a run's sums in shared memory for `add_runs`, as halves: the 256 columns of a row in units of their own, such that
+// the largest lies in [2^14, 2^15). Both consumer warpgroups call it; `o` holds columns [256 group, 256 group + 256).
+__device__ __forceinline__ void store_sums(Shared& s, const Sums& o, int group, int thread) {
+  const int warp = thread >> 5 & 3, lane = thread & 31, upper = warp * 16 + (lane >> 2);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = warp * 16 + (lane >> 2) + 8 * half, h = head + row;
-    const uint32_t stats = shared_address(&s.stats[row]);
-    float top = -kInf, total = 0;
-#pragma unroll 1
-    for (int c = 0; c < splits; ++c) {  // a running softmax over the runs, in rank order
-      const float2 x = load_peer2(peer_address(stats, c));
-      const float higher = fmaxf(top, x.x);
-      if (higher == -kInf) continue;
-      total = total * exp2_fast(top - higher) + x.y * exp2_fast(x.x - higher);
-      top = higher;
-    }
-    const float sink = h < args.heads ? __ldg(args.sink + h) : 0.f;
-    const float own = s.stats[row].x;
-    const float share = own == -kInf ? 0.f : exp2_fast(own - top) / (total + exp2f(sink * kLog2e - top));
-    if (rank == 0 && group == 0 && (lane & 3) == 0 && h < args.heads) {
-      args.lse[static_cast<int64_t>(token) * args.heads + h] = top == -kInf ? -kInf : (log2f(total) + top) * kLn2;
-    }
-    // Columns are swizzled by row in units of eight, so that the eight rows of a warp's store hit different banks.
-    float* to = sums + row * kDim + 256 * group + 2 * (lane & 3);
+    const int row = upper + 8 * half;
+    float most = 0;
 #pragma unroll
     for (int j = 0; j < 32; ++j) {
       const float* x = o[j >> 4] + (j & 15) * 4 + 2 * half;
-      *reinterpret_cast<float2*>(to + ((j ^ (row & 7)) << 3)) = make_float2(x[0] * share, x[1] * share);
+      most = fmaxf(most, fmaxf(fabsf(x[0]), fabsf(x[1])));
+    }
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+    const uint32_t exponent = min(268 - (__float_as_uint(most) >> 23), 253u);  // of 2^14 / most, biased; both normal
+    const float factor = __uint_as_float(exponent << 23);
+    if ((lane & 3) == 0) s.unit[row][group] = static_cast<uint8_t>(254 - exponent);
+    // Chunks of eight columns are swizzled by row, so that the eight rows of a warp's store hit different banks.
+    const uint32_t to = shared_address(s.queries) + row * (kDim * 2) + group * 512 + (lane & 3) * 4;
+#pragma unroll
+    for (int j = 0; j < 32; ++j) {
+      const float* x = o[j >> 4] + (j & 15) * 4 + 2 * half;
+      const __half2 y = __floats2half2_rn(x[0] * factor, x[1] * factor);
+      store_shared(to + (((j & 7) ^ (row & 7)) << 4) + (j >> 3) * 128, reinterpret_cast<const uint32_t&>(y));
     }
   }
 }
 
-// Four adjacent dims of the output, the first of them `column`: turned back where they are RoPE dims, rounded once.
+// Eight adjacent dims of the output, the first of them `column`: turned back where they are RoPE dims, rounded once.
 // Products are rounded before they are added, as in dsv4_jax/ops/numerics.py.
-__device__ __forceinline__ void store_out(const AttendArgs& args, int token, int64_t row, int column, float4 x) {
+__device__ __forceinline__ void store_out(const AttendArgs& args, int token, int64_t row, int column, float (&x)[8]) {
   if (args.cosine != nullptr && column >= kNope) {
     const int at = token * (kRope / 2) + (column - kNope) / 2;
-    const float2 c = __ldg(reinterpret_cast<const float2*>(args.cosine + at));
-    const float2 s = __ldg(reinterpret_cast<const float2*>(args.sine + at));
-    x = {__fadd_rn(__fmul_rn(x.x, c.x), __fmul_rn(x.y, s.x)), __fsub_rn(__fmul_rn(x.y, c.x), __fmul_rn(x.x, s.x)),
-         __fadd_rn(__fmul_rn(x.z, c.y), __fmul_rn(x.w, s.y)), __fsub_rn(__fmul_rn(x.w, c.y), __fmul_rn(x.z, s.y))};
+    const float4 c = __ldg(reinterpret_cast<const float4*>(args.cosine + at));
+    const float4 s = __ldg(reinterpret_cast<const float4*>(args.sine + at));
+    const float cosine[4] = {c.x, c.y, c.z, c.w}, sine[4] = {s.x, s.y, s.z, s.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float even = x[2 * i], odd = x[2 * i + 1];
+      x[2 * i] = __fadd_rn(__fmul_rn(even, cosine[i]), __fmul_rn(odd, sine[i]));
+      x[2 * i + 1] = __fsub_rn(__fmul_rn(odd, cosine[i]), __fmul_rn(even, sine[i]));
+    }
   }
   const int64_t first = row * kDim + column;
   if (args.bf16_out != 0) {
-    *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(args.out) + first) = {pack(x.x, x.y), pack(x.z, x.w)};
+    *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(args.out) + first) = {pack(x[0], x[1]), pack(x[2], x[3]),
+                                                                                pack(x[4], x[5]), pack(x[6], x[7])};
   } else {
-    *reinterpret_cast<float4*>(static_cast<float*>(args.out) + first) = x;
+    float4* out = reinterpret_cast<float4*>(static_cast<float*>(args.out) + first);
+    out[0] = make_float4(x[0], x[1], x[2], x[3]);
+    out[1] = make_float4(x[4], x[5], x[6], x[7]);
   }
 }
 
-// Adds the runs of the cluster in rank order and writes this block's part of the output. All threads call it.
-__device__ __forceinline__ void add_runs(const AttendArgs& args, Shared& s, int token, int head, int rank, int splits,
-                                         int thread) {
-  constexpr int kQuads = kHeads * kDim / 4;
-  const uint32_t sums = shared_address(s.keys);
-  const int end = (rank + 1) * kQuads / splits;
-  const int64_t first_row = static_cast<int64_t>(token) * args.heads + head;
+// Merges the runs of the cluster in rank order, with the sink, and writes this block's columns of the output. All threads
+// call it, eight a row.
+__device__ __forceinline__ void add_runs(const AttendArgs& args, Shared& s, int splits, int thread) {
+  constexpr int kChunks = kDim / 8;
+  const int rank = s.rank, token = s.token;
+  const int row = thread >> 3, sub = thread & 7, h = s.head + row;
+  const int begin = rank * kChunks / splits + sub, end = (rank + 1) * kChunks / splits;
+  const uint32_t sums = shared_address(s.queries) + row * (kDim * 2);
+  // Lane `sub` weighs run `sub`: columns below 256 by `low`, the others by `high`.
+  float2 run = {-kInf, 0};
+  uint32_t units = 0;
+  if (sub < splits) {
+    run = load_peer2(peer_address(shared_address(&s.stats[row]), sub));
+    units = load_peer_half(peer_address(shared_address(s.unit[row]), sub));
+  }
+  float top = run.x;
+#pragma unroll
+  for (int d = 1; d < 8; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+  const float part = run.x == -kInf ? 0.f : exp2_fast(run.x - top);
+  float total = part * run.y;
+#pragma unroll
+  for (int d = 1; d < 8; d *= 2) total += __shfl_xor_sync(~0u, total, d);
+  const float share = part / (total + exp2f(s.sink[row] * kLog2e - top));
+  const float low = share * __uint_as_float((units & 0xFF) << 23), high = share * __uint_as_float((units >> 8) << 23);
+  if (rank == 0 && sub == 0 && h < args.heads) {
+    args.lse[static_cast<int64_t>(token) * args.heads + h] = top == -kInf ? -kInf : (log2f(total) + top) * kLn2;
+  }
+#pragma unroll 1
+  for (int chunk = begin; __any_sync(~0u, chunk < end); chunk += 2 * 8) {
+    float x[2][8] = {};
 #pragma unroll 2
-  for (int i = rank * kQuads / splits + thread; i < end; i += kThreads) {
-    const int row = i >> 7, column = (i & 127) * 4;
-    const uint32_t at = sums + (row * kDim + (column ^ (row & 7) << 3)) * 4;
-    float4 sum = load_peer4(peer_address(at, 0));
-    for (int c = 1; c < splits; ++c) {
-      const float4 x = load_peer4(peer_address(at, c));
-      sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+    for (int c = 0; c < splits; ++c) {
+      const float below = __shfl_sync(~0u, low, (thread & 24) | c), above = __shfl_sync(~0u, high, (thread & 24) | c);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int at = min(chunk + 8 * i, kChunks - 1);
+        const uint32_t address = sums + ((at ^ (row & 7)) << 4);
+        const uint4 halves = load_peer(peer_address(address, c));
+        const uint32_t words[4] = {halves.x, halves.y, halves.z, halves.w};
+        const float weight = at < kChunks / 2 ? below : above;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[k]));
+          x[i][2 * k] = fmaf(weight, pair.x, x[i][2 * k]);
+          x[i][2 * k + 1] = fmaf(weight, pair.y, x[i][2 * k + 1]);
+        }
+      }
     }
-    if (head + row < args.heads) store_out(args, token, first_row + row, column, sum);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int at = chunk + 8 * i;
+      if (at < end && h < args.heads) store_out(args, token, static_cast<int64_t>(token) * args.heads + h, at * 8, x[i]);
+    }
   }
 }
 
@@ -427,9 +413,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int head = unit % head_blocks * kHeads, token = unit / head_blocks;
   const int thread = threadIdx.x, group = thread >> 7, lane = thread & 31;
   const int warp = __shfl_sync(~0u, thread >> 5 & 3, 0);
-  const int counted = __ldg(args.entry_count + token);
+  const int window_tiles = (args.window_keys + kTile - 1) / kTile;
+  const auto first_tile = [=](int run, int keys) { return run * (window_tiles + (keys + kTile - 1) / kTile) / splits; };
 
+  const auto count = [&] { return min(max(__ldg(args.entry_count + token), 0), args.entry_keys); };
+
+  // What the first rows wait for comes first: the count, and their ids, where they are if all entries count.
+  Producer p{args, token, 0, window_tiles, (group & 1) * 4 + warp, lane};
+  const int guess = first_tile(rank, args.entry_keys);
+  int2 key = {0, 0}, next_key = {0, 0};
+  if (group >= 2) key = p.load_key(guess), next_key = p.load_key(guess + 1), p.count = count();
+  if (thread < kHeads) s.sink[thread] = head + thread < args.heads ? __ldg(args.sink + head + thread) : 0.f;
   if (thread == 0) {
+    s.rank = rank, s.token = token, s.head = head;
     for (int i = 0; i < 2; ++i) {
       barrier_init(shared_address(&s.full[i]), kProducerWarps);
       barrier_init(shared_address(&s.empty[i]), 8);
@@ -438,31 +434,26 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
 
-  const int count = min(max(counted, 0), args.entry_keys);
-  const int window_tiles = (args.window_keys + kTile - 1) / kTile;
-  const int tiles = window_tiles + (count + kTile - 1) / kTile;
-  const int first = rank * tiles / splits, last = (rank + 1) * tiles / splits;
-
   if (group >= 2) {
     give_registers<64>();
-    produce(Producer{args, token, count, window_tiles, (group - 2) * 4 + warp, lane}, s, first, last);
+    produce(p, s, first_tile(rank, p.count), first_tile(rank + 1, p.count), guess, key, next_key);
     cluster_sync();
-    cluster_sync();
-    add_runs(args, s, token, head, rank, splits, thread);
-    cluster_meet();
-  } else if (group == 0) {
-    take_registers<192>();
-    load_queries(args, s, token, head, thread);
-    Sums o = {};
+    add_runs(args, s, splits, thread);
+    cluster_meet();  // no block leaves while another reads its sums
+    return;
+  }
+  take_registers<192>();
+  load_queries(args, s, token, head, thread);
+  const int keys = count(), first = first_tile(rank, keys), last = first_tile(rank + 1, keys);
+  const int row = warp * 16 + (lane >> 2);
+  Sums o = {};
+  if (group == 0) {
     Softmax softmax;
-    const uint64_t q = k_major(shared_address(s.queries));
+    float z[32];
     for (int tile = first; tile < last; ++tile) {
       const int stage = (tile - first) & 1, phase = (tile - first) >> 1 & 1;
-      const uint32_t keys = shared_address(s.keys[stage]);
       barrier_wait(shared_address(&s.full[stage]), phase);
-      const uint64_t visible = *reinterpret_cast<const uint64_t*>(s.visible[stage]);
-      float z[32];
-      const uint64_t k = k_major(keys);
+      const uint64_t q = k_major(shared_address(s.queries)), k = k_major(shared_address(s.keys[stage]));
       mma_fence();
 #pragma unroll
       for (int i = 0; i < kDim / 16; ++i) {
@@ -472,30 +463,30 @@ __global__ void __launch_bounds__(kThreads, 1)
       mma_commit();
       mma_wait<0>();
       float keep[2];
-      update(softmax, z, keep, visible, args.scale_log2, lane);
+      update(softmax, z, keep, *reinterpret_cast<const uint64_t*>(s.visible[stage]), args.scale_log2, lane);
+      if (tile > first) named_sync(kWeightsFree, 256);
+      const uint32_t weights = shared_address(s.weights) + row * 128 + (lane & 3) * 4;
       uint32_t p[4][4];
-      const int row = warp * 16 + (lane >> 2);
-      const uint32_t weights = shared_address(s.weights[stage]) + row * 128 + (lane & 3) * 4;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const uint32_t upper = pack(z[4 * j], z[4 * j + 1]), lower = pack(z[4 * j + 2], z[4 * j + 3]);
         p[j >> 1][(j & 1) * 2] = upper;
         p[j >> 1][(j & 1) * 2 + 1] = lower;
         const uint32_t at = weights + ((j ^ (row & 7)) << 4);
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(upper) : "memory");
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + 8 * 128), "r"(lower) : "memory");
+        store_shared(at, upper);
+        store_shared(at + 8 * 128, lower);
       }
       if ((lane & 3) == 0) {
-        s.keep[stage][row] = keep[0];
-        s.keep[stage][row + 8] = keep[1];
+        s.keep[row] = keep[0];
+        s.keep[row + 8] = keep[1];
       }
       fence_for_mma();
-      named_arrive(1 + stage, 256);
+      named_arrive(kWeightsThere, 256);
       shrink(o, keep[0], keep[1]);
-      const uint64_t v = n_major(keys);
+      const uint64_t v = n_major(shared_address(s.keys[stage]));
       mma_fence();
 #pragma unroll
-      for (int i = 0; i < 8; ++i) mma_64x128(o[i & 1], p[i >> 1], v + (((i & 1) * 2 * kBlockBytes + (i >> 1) * 2048) >> 4));
+      for (int i = 0; i < 8; ++i) mma_64x128(o[i & 1], p[i >> 1], v + value_offset(i));
       mma_commit();
       mma_wait<0>();
       if (lane == 0) barrier_arrive(shared_address(&s.empty[stage]));
@@ -505,42 +496,30 @@ __global__ void __launch_bounds__(kThreads, 1)
       float total = softmax.total[half];
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
-      if ((lane & 3) == 0) {
-        s.stats[warp * 16 + (lane >> 2) + 8 * half] = make_float2(softmax.top[half] * args.scale_log2, total);
-      }
+      if ((lane & 3) == 0) s.stats[row + 8 * half] = make_float2(softmax.top[half] * args.scale_log2, total);
     }
-    cluster_sync();  // every block's statistics are there and its tiles are no longer needed
-    share_sums(args, s, o, token, head, rank, splits, 0, thread);
-    cluster_sync();
-    add_runs(args, s, token, head, rank, splits, thread);
-    cluster_meet();  // no block leaves while another reads its sums
   } else {
-    take_registers<192>();
-    load_queries(args, s, token, head, thread);
-    Sums o = {};
     for (int tile = first; tile < last; ++tile) {
       const int stage = (tile - first) & 1, phase = (tile - first) >> 1 & 1;
       barrier_wait(shared_address(&s.full[stage]), phase);
-      named_sync(1 + stage, 256);
-      const int row = warp * 16 + (lane >> 2);
-      shrink(o, s.keep[stage][row], s.keep[stage][row + 8]);
-      const uint64_t p = k_major(shared_address(s.weights[stage]));
+      named_sync(kWeightsThere, 256);
+      shrink(o, s.keep[row], s.keep[row + 8]);
+      const uint64_t p = k_major(shared_address(s.weights));
       const uint64_t v = n_major(shared_address(s.keys[stage]) + 4 * kBlockBytes);
       mma_fence();
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        mma_64x128(o[i & 1], p + ((i >> 1) * 32 >> 4), v + (((i & 1) * 2 * kBlockBytes + (i >> 1) * 2048) >> 4));
-      }
+      for (int i = 0; i < 8; ++i) mma_64x128(o[i & 1], p + ((i >> 1) * 32 >> 4), v + value_offset(i));
       mma_commit();
       mma_wait<0>();
+      if (tile + 1 < last) named_arrive(kWeightsFree, 256);
       if (lane == 0) barrier_arrive(shared_address(&s.empty[stage]));
     }
-    cluster_sync();
-    share_sums(args, s, o, token, head, rank, splits, 1, thread);
-    cluster_sync();
-    add_runs(args, s, token, head, rank, splits, thread);
-    cluster_meet();  // no block leaves while another reads its sums
   }
+  // Both warpgroups are past the last product with the queries: their place takes the sums.
+  store_sums(s, o, group, thread);
+  cluster_sync();
+  add_runs(args, s, splits, thread);
+  cluster_meet();  // no block leaves while another reads its sums
 }
 
 }  // namespace dsv4

@@ -164,12 +164,16 @@ __device__ __forceinline__ float2 load_peer2(uint32_t address) {
   asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
   return x;
 }
-__device__ __forceinline__ float4 load_peer4(uint32_t address) {
-  float4 x;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(address)
-               : "memory");
+__device__ __forceinline__ uint32_t load_peer_half(uint32_t address) {
+  uint16_t x;
+  asm volatile("ld.shared::cluster.u16 %0, [%1];" : "=h"(x) : "r"(address));
+  return x;
+}
+__device__ __forceinline__ uint4 load_peer(uint32_t address) {
+  uint4 x;
+  asm volatile("ld.shared::cluster.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(address));
   return x;
 }
 
@@ -216,13 +220,6 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
                : "r"(address)
                : "memory");
   return x;
-}
-__device__ __forceinline__ void store_shared_if(bool valid, uint32_t address, uint4 x) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %5, 0;\n"
-      "@p st.shared.v4.b32 [%0], {%1, %2, %3, %4};}" ::"r"(address),
-      "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(static_cast<int>(valid))
-      : "memory");
 }
 
 }  // namespace dsv4
