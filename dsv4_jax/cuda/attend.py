@@ -22,22 +22,24 @@ from ..ops.numerics import rope_tables
 __all__ = ["split_count"]
 
 TILE = 64  # keys of a tile, as in the kernel
+HEADS = 64  # of a block
 MAX_SPLITS = 8  # largest portable cluster
 # Fewer tiles a run help batch 1, more help large batches (benchmarks/RESULTS.md).
-TILES_PER_SPLIT = 9
-LATENCY_TILES_PER_SPLIT, LATENCY_SPLITS = 2, 6  # tiles of a run, until that takes more than so many runs
+TILES_PER_RUN = 9
+LATENCY_TILES_PER_RUN, LATENCY_TILES_PER_RUN_OF_MORE_HEADS = 3, 5  # more than 64 heads are several blocks already
 
 
-def split_count(window: int, entries: int, key_split: KeySplit = "throughput") -> int:
-    """Blocks that share one token's keys (and 64 heads): a function of static shapes and settings, never of the batch.
+def split_count(window: int, entries: int, heads: int = 64, key_split: KeySplit = "throughput") -> int:
+    """Runs of one token's keys, each a block's (of 64 heads): by static shapes and settings, never by the batch.
 
-    "latency" gives a run two tiles while that takes at most six runs, and never fewer runs than "throughput".
+    "throughput" gives a run up to nine tiles of 64 keys, "latency" three (five with more than 64 heads); at most
+    eight runs.
     """
     tiles = -(-window // TILE) - (-entries // TILE)
-    splits = max(1, -(-tiles // TILES_PER_SPLIT))
+    each = TILES_PER_RUN
     if key_split == "latency":
-        splits = max(splits, min(LATENCY_SPLITS, -(-tiles // LATENCY_TILES_PER_SPLIT)))
-    return min(MAX_SPLITS, splits)
+        each = LATENCY_TILES_PER_RUN if heads <= HEADS else LATENCY_TILES_PER_RUN_OF_MORE_HEADS
+    return min(MAX_SPLITS, max(1, -(-tiles // each)))
 
 
 def has_kernel(fmt: RowFormat) -> bool:
@@ -86,6 +88,7 @@ def _attend(
     out, lse = call(
         queries.astype(jnp.bfloat16), sink.astype(jnp.float32), *window, window_ids, window_visible,
         *entries, entry_ids, entry_count, *tables,
-        scale=np.float32(scale), splits=np.int32(split_count(window_ids.shape[1], entry_ids.shape[1], key_split)),
+        scale=np.float32(scale),
+        splits=np.int32(split_count(window_ids.shape[1], entry_ids.shape[1], heads, key_split)),
     )  # fmt: skip
     return out.astype(dtype), lse

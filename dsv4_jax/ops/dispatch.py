@@ -18,9 +18,9 @@ Implementation = Literal["xla", "pallas", "cuda", "triton"] | None
 _ROOMS = {"pallas": "Pallas", "cuda": "CUDA", "triton": "Triton"}  # room -> what its kernels are called
 # The default of each op on a GPU: the fastest whose results were compared on one (benchmarks/RESULTS.md).
 _ON_GPU: dict[str, Literal["xla", "pallas", "cuda"]] = {
-    "append": "pallas",
+    "append": "cuda",
     "attend": "cuda",
-    "compress": "pallas",
+    "compress": "cuda",
     "gather": "pallas",
     "index_scores": "cuda",
     "kv_store": "pallas",

@@ -63,7 +63,7 @@ def test_a_file_that_is_no_library_is_refused(no_library):
 @pytest.mark.parametrize(
     ("entries", "key_split", "splits"),
     [(512, "throughput", 2), (1024, "throughput", 2), (8192, "throughput", 8), (0, "throughput", 1),
-     (512, "latency", 5), (1024, "latency", 6)],
+     (512, "latency", 4), (1024, "latency", 6)],
 )  # fmt: skip
 @pytest.mark.parametrize("fused", [False, True])
 def test_lowers_to_one_ffi_call(monkeypatch, entries, key_split, splits, fused):
@@ -78,15 +78,18 @@ def test_lowers_to_one_ffi_call(monkeypatch, entries, key_split, splits, fused):
     assert "concatenate" not in text  # nothing is left to do after the kernel
 
 
-@pytest.mark.parametrize(("key_split", "splits"), [("throughput", [1, 1, 2, 2, 8, 8]), ("latency", [1, 2, 5, 6, 8, 8])])
-def test_splits_do_not_depend_on_the_batch_and_fit_a_cluster(key_split, splits):
-    assert [kernel.split_count(128, k, key_split) for k in (0, 1, 512, 1024, 8192, 1 << 20)] == splits
-    more = [kernel.split_count(128, k, key_split) for k in range(0, 20_000, 32)]
+@pytest.mark.parametrize(
+    ("heads", "key_split", "splits"),
+    [(64, "throughput", [1, 1, 2, 2, 8, 8]), (64, "latency", [1, 1, 4, 6, 8, 8]), (128, "latency", [1, 1, 2, 4, 8, 8])],
+)
+def test_splits_do_not_depend_on_the_batch_and_fit_a_cluster(heads, key_split, splits):
+    assert [kernel.split_count(128, k, heads, key_split) for k in (0, 1, 512, 1024, 8192, 1 << 20)] == splits
+    more = [kernel.split_count(128, k, heads, key_split) for k in range(0, 20_000, 32)]
     assert more == sorted(more) and (min(more), max(more)) == (1, kernel.MAX_SPLITS)
     assert all(n >= kernel.split_count(128, k) for n, k in zip(more, range(0, 20_000, 32), strict=True))
 
 
-@pytest.mark.parametrize(("key_split", "splits"), [("throughput", (2, 1)), ("latency", (5, 2))])
+@pytest.mark.parametrize(("key_split", "splits"), [("throughput", (2, 1)), ("latency", (4, 1))])
 def test_a_layer_splits_as_its_layout_says(monkeypatch, key_split, splits):
     """Flash's CSA (512 entries) and HCA layers (1 entry of 128 tokens): the layout is all that chooses."""
     monkeypatch.setattr(kernel, "cuda_target", lambda name: name)
@@ -124,6 +127,11 @@ def test_other_formats_take_the_reference():
 class TestAttendOnTheGpu(AttendTest):
     implementation = "cuda"
     tolerance: ClassVar[dict[str, float]] = dict(rtol=0, atol=0.05)  # bf16 queries and weights; values of size 1
+
+    @pytest.mark.parametrize("name", ["v4_widths"])
+    def test_output_turned_back_and_rounded(self, name: str) -> None:
+        """Of the kernel alone: two programs of the reference need not agree in the last bit on a GPU."""
+        super().test_output_turned_back_and_rounded(name)
 
     @pytest.mark.parametrize("shape", [(1, 5, 1, 3), (7, 64, 128, 512), (3, 130, 70, 1200), (2, 64, 128, 8192)])
     def test_last_steps_give_the_bits_of_separate_ones(self, shape: tuple[int, int, int, int]) -> None:
