@@ -15,9 +15,8 @@ namespace ffi = xla::ffi;
 constexpr int kThreads = 128;
 
 struct AppendArgs {
-  const float* values;      // [T, 512], rows `stride` apart
-  const int32_t* row_ids;   // [T]; null: row t
-  const int32_t* position;  // [T], for `finish`
+  const float* values;     // [T, 512], rows `stride` apart
+  const int32_t* row_ids;  // [T]; null: row t
   dsv4::FinishArgs finish;
   dsv4::RowPool pool;
   int stride;
@@ -30,9 +29,7 @@ __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant_
   // All loads at once, and no way out for a row that is not stored: so that none waits for another.
   const dsv4::Float4 v = dsv4::load4_constant(args.values + static_cast<int64_t>(token) * args.stride + 4 * thread);
   const int64_t row = args.row_ids == nullptr ? token : __ldg(args.row_ids + token);
-  const int position = args.position == nullptr ? 0 : __ldg(args.position + token);
-  dsv4::Finish finish = dsv4::load_finish<512>(args.finish, thread);
-  if (args.position != nullptr) dsv4::turn<512>(finish, position, thread);
+  const dsv4::Finish finish = dsv4::load_finish<512>(args.finish, token, thread);
   dsv4::emit_row<512>(args.finish, finish, args.pool, v, row, shared, thread);
 }
 
@@ -43,9 +40,9 @@ ffi::Error append(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::Remain
   args.values = operands.columns(start, 512, &args.stride);
   const int64_t tokens = operands.rows();
   if (finish) {
-    args.position = operands.next<int32_t>(ffi::S32);
     args.finish.norm = operands.next<float>(ffi::F32, 512);
-    args.finish.inv_freq = operands.next<float>(ffi::F32, 32);
+    args.finish.cosine = operands.next<float>(ffi::F32, 32);
+    args.finish.sine = operands.next<float>(ffi::F32, 32);
     args.finish.eps = eps;
   }
   if (scatter) {

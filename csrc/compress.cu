@@ -41,7 +41,8 @@ dsv4::CompressStream read_stream(dsv4::Operands& operands, const int32_t* fields
   s.score = operands.columns(columns[1], halves * channels, &s.score_stride);
   if (fields[8] != 0) s.ape = operands.next<float>(ffi::F32, halves * channels);
   s.finish.norm = operands.next<float>(ffi::F32, channels);
-  s.finish.inv_freq = operands.next<float>(ffi::F32, 32);
+  s.finish.cosine = operands.next<float>(ffi::F32, 32);
+  s.finish.sine = operands.next<float>(ffi::F32, 32);
   if (history) s.history = operands.next<float>(ffi::F32, parts * channels);
   s.state = operands.next<float>(ffi::F32, parts * channels);
   s.pool = dsv4::read_pool(operands, fields[6]);

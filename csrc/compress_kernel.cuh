@@ -31,7 +31,7 @@ struct CompressStream {
   const float* score;    // as kv, rows `score_stride` apart
   const float* ape;      // [ratio, width of score], added to the scores of a step: row p % ratio at position p; or null
   const float* history;  // old state rows or null: CSA [B * 7, 4 E], HCA [B, 3 E]
-  FinishArgs finish;
+  FinishArgs finish;     // its angles: of the first position of each token's entry
   RowPool pool;
   int ratio, ordinal, slots, ring, base, rows_per_block;
   int kv_stride, score_stride;
@@ -201,16 +201,14 @@ __device__ __forceinline__ void feed_csa(const CompressStream& s, const Compress
   const CsaPlace here = place_of_lane(plan, token);
   const CsaWork work = work_of<1>(plan, here, token, s.ring);
   const CsaToken t = token_of(here, token);
-  Finish finish = load_finish<kChannels>(s.finish, thread);
+  const Finish finish = load_finish<kChannels>(s.finish, token, thread);
   Float4 own[4], bias[2], value[kCsaRows], weight[kCsaRows];
   load_parts<kChannels>(s, token, column, own);
-  const int entry = t.position / kCsaRatio;
   load_bias<kChannels>(s, t.position, column, bias);
   int64_t to = -1;
   if (work.completed != 0) {
     load_rows<kChannels, kCsaBehind>(s, plan, t, column, value, weight);
-    to = entry_row(s, plan, t.slot, entry);
-    turn<kChannels>(finish, entry * kCsaRatio, thread);
+    to = entry_row(s, plan, t.slot, t.position / kCsaRatio);
   }
   add(own[2], bias[0]), add(own[3], bias[1]);
   if (work.kept != 0) store_parts<kChannels>(ring_of<kChannels>(s, t.slot, column), t.position % s.ring, own);
@@ -237,12 +235,10 @@ __device__ __forceinline__ void feed_csa_chunk(const CompressStream& s, const Co
   for (unsigned rest = work.completed; rest != 0; rest &= rest - 1) {
     const int token = first + __ffs(rest) - 1;
     const CsaToken t = token_of(place_of_lane(plan, token), token);
-    const int entry = t.position / kCsaRatio;
     Float4 value[kCsaRows], weight[kCsaRows];
     load_rows<kChannels, kCsaRows>(s, plan, t, column, value, weight);
-    Finish finish = load_finish<kChannels>(s.finish, thread);
-    const int64_t to = entry_row(s, plan, t.slot, entry);
-    turn<kChannels>(finish, entry * kCsaRatio, thread);
+    const Finish finish = load_finish<kChannels>(s.finish, token, thread);
+    const int64_t to = entry_row(s, plan, t.slot, t.position / kCsaRatio);
     add_bias<kChannels, kCsaRows>(s, t, column, weight);
     emit_row<kChannels>(s.finish, finish, s.pool, softmax_pool(value, weight), to, shared, thread);
   }
@@ -283,9 +279,10 @@ __global__ void __launch_bounds__(kCompressThreads, 4) hca_kernel(const __grid_c
   const int thread = threadIdx.x;
   const int32_t* members = plan.groups + static_cast<int64_t>(blockIdx.x) * plan.group_length;
   const int token = __ldg(members);
-  // Needed last, where the registers are full: now only fetched.
-  prefetch(s.finish.norm + 4 * thread), prefetch(s.finish.inv_freq);
+  // Needed last, where the registers are full: now only fetched. So are the angles: the same for all tokens of an entry.
+  prefetch(s.finish.norm + 4 * thread);
   if (token >= plan.tokens) return;
+  prefetch(s.finish.cosine + static_cast<int64_t>(token) * 32), prefetch(s.finish.sine + static_cast<int64_t>(token) * 32);
   const int slot = __ldg(plan.token_slot + token), start = __ldg(plan.token_position + token), row = __ldg(plan.token_row + token);
   const float* kv = s.kv + static_cast<int64_t>(token) * s.kv_stride + 4 * thread;
   const float* score = s.score + static_cast<int64_t>(token) * s.score_stride + 4 * thread;
@@ -348,8 +345,7 @@ __global__ void __launch_bounds__(kCompressThreads, 4) hca_kernel(const __grid_c
   }
   if ((start + count) % s.ratio != 0) return;
   const int64_t to = entry_row(s, plan, slot, entry);
-  Finish finish = load_finish<kChannels>(s.finish, thread);
-  turn<kChannels>(finish, entry * s.ratio, thread);
+  const Finish finish = load_finish<kChannels>(s.finish, token, thread);
   Float4 pooled;
 #pragma unroll
   for (int i = 0; i < 4; ++i) pooled.x[i] = __fdiv_rn(acc.x[i], total.x[i]);

@@ -17,8 +17,8 @@ namespace dsv4 {
 enum class Format : int { kFp8 = 0, kIndexFp4 = 1, kIndexFp8 = 2 };
 
 struct FinishArgs {
-  const float* norm;      // [E]; null: the row is ready to be stored
-  const float* inv_freq;  // [32]
+  const float* norm;           // [E]; null: the row is ready to be stored
+  const float *cosine, *sine;  // [T, 32], of the angles to which the row of each token turns
   float eps;
   int hadamard;
 };
@@ -128,10 +128,10 @@ __device__ __forceinline__ uint16_t bf16_code(float x) {
   return x != x ? uint16_t{0x7FC0} : reinterpret_cast<const uint16_t&>(y);
 }
 
-// A thread's share of what finishes a row: the norm's weights and, in a thread with rotary dims, two angles a token.
+// A thread's share of what finishes a row: the norm's weights and, in a thread with rotary dims, its pairs' two angles.
 struct Finish {
   Float4 norm;
-  float frequency[2], sine[2], cosine[2];
+  float sine[2], cosine[2];
 };
 
 // The first of a thread's two pairs among the rotary ones; negative: it has none.
@@ -140,25 +140,18 @@ __device__ __forceinline__ int rotary_pair(int thread) {
   return 2 * thread - (kChannels - 64) / 2;
 }
 
-// Asks for what does not depend on the row. Nothing where the rows come ready.
+// Asks for all that finishes the row of `token`, which does not depend on its values. Nothing where the rows come ready.
 template <int kChannels>
-__device__ __forceinline__ Finish load_finish(const FinishArgs& args, int thread) {
+__device__ __forceinline__ Finish load_finish(const FinishArgs& args, int64_t token, int thread) {
   Finish finish = {};
   if (args.norm == nullptr) return finish;
   finish.norm = load4_constant(args.norm + 4 * thread);
-  const float2 frequency = __ldg(reinterpret_cast<const float2*>(args.inv_freq + max(rotary_pair<kChannels>(thread), 0)));
-  finish.frequency[0] = frequency.x, finish.frequency[1] = frequency.y;
+  const int pair = rotary_pair<kChannels>(thread);
+  if (pair < 0) return finish;
+  const float2 cosine = __ldg(reinterpret_cast<const float2*>(args.cosine + token * 32 + pair));
+  const float2 sine = __ldg(reinterpret_cast<const float2*>(args.sine + token * 32 + pair));
+  finish.cosine[0] = cosine.x, finish.cosine[1] = cosine.y, finish.sine[0] = sine.x, finish.sine[1] = sine.y;
   return finish;
-}
-
-// Turns to `position`: best called while the row's values are on their way.
-template <int kChannels>
-__device__ __forceinline__ void turn(Finish& finish, int position, int thread) {
-  if (rotary_pair<kChannels>(thread) < 0) return;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    sincosf(__fmul_rn(static_cast<float>(position), finish.frequency[i]), &finish.sine[i], &finish.cosine[i]);
-  }
 }
 
 // Norm, RoPE and Hadamard of a row, in place.
@@ -198,8 +191,8 @@ __device__ __forceinline__ void finish_row(const FinishArgs& args, const Finish&
   }
 }
 
-// Finishes (unless `args.norm` is null), quantises and stores the raw row `v`, turned to its position by `finish`, as row
-// `row` of the pool, or nowhere if there is no such row. All threads of the row call it, thread t with channels 4 t .. 4 t + 3.
+// Finishes (unless `args.norm` is null), quantises and stores the raw row `v` as row `row` of the pool, or nowhere if there
+// is no such row. All threads of the row call it, thread t with channels 4 t .. 4 t + 3.
 template <int kChannels>
 __device__ __forceinline__ void emit_row(const FinishArgs& args, const Finish& finish, const RowPool& pool, Float4 v, int64_t row,
                                          float* shared, int thread) {

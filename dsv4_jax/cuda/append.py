@@ -14,6 +14,7 @@ from ..formats import RowFormat
 from ..ops.append import Rows
 from ..ops.columns import Values
 from ..ops.finish import Finish
+from ..ops.numerics import rope_tables
 from ..pallas import append as pallas
 from .columns import float_columns
 
@@ -56,7 +57,9 @@ def _call(
     matrix, start = float_columns(values)
     operands = [matrix]
     if finish is not None:
-        operands += [jnp.asarray(position), finish.norm.astype(jnp.float32), finish.inv_freq.astype(jnp.float32)]
+        # The tables are the same for all layers of a kind: XLA computes them once a step.
+        tables = rope_tables(jnp.asarray(position), finish.inv_freq.astype(jnp.float32))
+        operands += [finish.norm.astype(jnp.float32), *tables]
     operands += scattered
     aliases = {len(operands) - len(results) + i: i for i in range(len(results))} if scattered else {}
     call = jax.ffi.ffi_call(cuda_target("dsv4_append"), results, input_output_aliases=aliases)

@@ -16,6 +16,7 @@ from ..ffi import cuda_target
 from ..ops.append import Rows
 from ..ops.compress import Stream
 from ..ops.dispatch import Implementation
+from ..ops.numerics import rope_tables
 from ..pallas import compress as pallas
 from ..plan import StepPlan
 from .append import has_kernel as stores_kv_row
@@ -71,6 +72,7 @@ def _call(
     history = bool(plan.history_rows.shape[0])
     of_plan = (plan.token_slot, plan.token_position, plan.token_row, plan.row_start, plan.row_count, plan.row_first)
     operands = [*(jnp.asarray(x) for x in of_plan), jnp.asarray(table), *more]
+    position = jnp.asarray(plan.token_position)
     results, aliases, numbers, columns = [], {}, [], []
     for stream in streams:
         state, old = stream.state, []
@@ -80,12 +82,14 @@ def _call(
         finish, geometry = stream.finish, stream.geometry
         (kv, kv_start), (score, score_start) = float_columns(stream.kv), float_columns(stream.score)
         bias = [] if stream.ape is None else [stream.ape.astype(jnp.float32)]
+        # An entry turns to its first position. The tables are the same for all layers of a kind: XLA computes them once
+        # a step.
         operands += [
             kv,
             score,
             *bias,
             finish.norm.astype(jnp.float32),
-            finish.inv_freq.astype(jnp.float32),
+            *rope_tables(position - position % geometry.ratio, finish.inv_freq.astype(jnp.float32)),
             *old,
         ]
         for leaf in (state, *stream.pool):

@@ -33,6 +33,19 @@ def test_lowers_to_one_ffi_call_in_place(monkeypatch: pytest.MonkeyPatch, finish
     assert text.count("@dsv4_append") == 1 and "tensor<64x448xui8>" in text
 
 
+def test_the_kernel_gets_the_angles_of_the_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr(kernel, "cuda_target", lambda target: target)
+    monkeypatch.setattr(jax.ffi, "ffi_call", lambda *_, **__: lambda *operands, **__: given.extend(operands) or (0,))
+    finish = random_finish(np.random.default_rng(0), FMT)
+    position = np.array([0, 3, 1_000_000], np.int32)
+    kernel._encode(jnp.zeros((3, 512)), position, finish, FMT)
+    angles = position.astype(np.float32)[:, None] * np.asarray(finish.inv_freq)
+    cosine, sine = given[2:]
+    np.testing.assert_allclose(cosine, np.cos(angles.astype(np.float64)), atol=1e-6)
+    np.testing.assert_allclose(sine, np.sin(angles.astype(np.float64)), atol=1e-6)
+
+
 @pytest.mark.parametrize(("name", "dim", "rope"), [("fp8", 232, 24), ("bf16", 40, 8)])
 def test_what_the_kernel_cannot_take_goes_to_pallas(name: str, dim: int, rope: int) -> None:
     fmt = kv_format(name, dim, rope)

@@ -39,6 +39,29 @@ def test_lowers_to_one_ffi_call_in_place(
     assert ("history = true" in text) == bool(history)
 
 
+@pytest.mark.parametrize("name", ["csa+index", "hca"])
+def test_the_kernel_gets_the_angles_of_first_positions(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    given = []
+    monkeypatch.setattr(kernel, "cuda_target", lambda target: target)
+    monkeypatch.setattr(jax.ffi, "ffi_call", lambda *_, **__: lambda *operands, **__: given.extend(operands) or [0] * 9)
+    plan, table = plan_of(np.array([3, 126, 131]), 3)
+    kinds, fmts = zip(*STREAMS[name], strict=True)
+    rng = np.random.default_rng(0)
+    streams = [stream_of(k, plan, table, f, 0, rng) for k, f in zip(kinds, fmts, strict=True)]
+    if name == "hca":
+        kernel._compress_hca_online(streams[0], plan, table, None)
+    else:
+        kernel._compress_csa(streams, plan, table, None)
+    ratio = streams[0].geometry.ratio
+    first = np.asarray(plan.token_position) // ratio * ratio
+    angles = (first.astype(np.float32)[:, None] * np.asarray(streams[0].finish.inv_freq)).astype(np.float64)
+    tables = [x for x in given if x.shape == angles.shape and x.dtype == np.float32]
+    assert len(tables) == 2 * len(streams) and first.any()
+    for cosine, sine in zip(tables[::2], tables[1::2], strict=True):
+        np.testing.assert_allclose(cosine, np.cos(angles), atol=1e-6)
+        np.testing.assert_allclose(sine, np.sin(angles), atol=1e-6)
+
+
 def test_which_streams_the_kernels_take() -> None:
     plan, table = plan_of(np.arange(2), 1)
     rng = np.random.default_rng(0)
