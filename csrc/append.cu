@@ -22,15 +22,21 @@ struct AppendArgs {
   int stride;
 };
 
-// One block a row.
+// One block a row, raw or finished.
+template <bool kRaw>
 __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ AppendArgs args) {
-  __shared__ alignas(16) float shared[512];
   const int token = blockIdx.x, thread = threadIdx.x;
-  // All loads at once, and no way out for a row that is not stored: so that none waits for another.
-  const dsv4::Float4 v = dsv4::load4_constant(args.values + static_cast<int64_t>(token) * args.stride + 4 * thread);
-  const int64_t row = args.row_ids == nullptr ? token : __ldg(args.row_ids + token);
-  const dsv4::Finish finish = dsv4::load_finish<512>(args.finish, token, thread);
-  dsv4::emit_row<512>(args.finish, finish, args.pool, v, row, shared, thread);
+  // All loads at once, and no way out for a row that is not stored: so that none waits for another. No constant ones: see
+  // `load_finish`.
+  const dsv4::Float4 v = dsv4::load4(args.values + static_cast<int64_t>(token) * args.stride + 4 * thread);
+  const int row = args.row_ids == nullptr ? token : args.row_ids[token];
+  if constexpr (kRaw) {
+    __shared__ alignas(16) float shared[512];
+    const dsv4::Finish finish = dsv4::load_finish<512>(args.finish, token, thread);
+    dsv4::emit_row<512>(args.finish, finish, args.pool, v, row, shared, thread);
+  } else {
+    dsv4::store_row<512>(args.pool, v, row, thread);
+  }
 }
 
 ffi::Error append(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::RemainingRets results, int32_t start,
@@ -58,7 +64,8 @@ ffi::Error append(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::Remain
   }
   if (!operands.good()) return ffi::Error::InvalidArgument("append: " + operands.problem());
   if (tokens == 0) return ffi::Error::Success();
-  append_kernel<<<static_cast<unsigned>(tokens), kThreads, 0, stream>>>(args);
+  const auto kernel = finish ? append_kernel<true> : append_kernel<false>;
+  kernel<<<static_cast<unsigned>(tokens), kThreads, 0, stream>>>(args);
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return ffi::Error::Internal(std::string("append: ") + cudaGetErrorString(error));
   return ffi::Error::Success();

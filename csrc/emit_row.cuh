@@ -17,7 +17,7 @@ namespace dsv4 {
 enum class Format : int { kFp8 = 0, kIndexFp4 = 1, kIndexFp8 = 2 };
 
 struct FinishArgs {
-  const float* norm;           // [E]; null: the row is ready to be stored
+  const float* norm;           // [E]
   const float *cosine, *sine;  // [T, 32], of the angles to which the row of each token turns
   float eps;
   int hadamard;
@@ -140,18 +140,15 @@ __device__ __forceinline__ int rotary_pair(int thread) {
   return 2 * thread - (kChannels - 64) / 2;
 }
 
-// Asks for all that finishes the row of `token`, which does not depend on its values. Nothing where the rows come ready.
+// Asks for all that finishes the row of `token`, which does not depend on its values. Without a branch (a thread without
+// rotary dims loads what it does not need): loads on either side of one would wait for each other. Not by constant loads:
+// the compiler would put those off beyond the barriers of the row's sum, to where they are used.
 template <int kChannels>
 __device__ __forceinline__ Finish load_finish(const FinishArgs& args, int64_t token, int thread) {
-  Finish finish = {};
-  if (args.norm == nullptr) return finish;
-  finish.norm = load4_constant(args.norm + 4 * thread);
-  const int pair = rotary_pair<kChannels>(thread);
-  if (pair < 0) return finish;
-  const float2 cosine = __ldg(reinterpret_cast<const float2*>(args.cosine + token * 32 + pair));
-  const float2 sine = __ldg(reinterpret_cast<const float2*>(args.sine + token * 32 + pair));
-  finish.cosine[0] = cosine.x, finish.cosine[1] = cosine.y, finish.sine[0] = sine.x, finish.sine[1] = sine.y;
-  return finish;
+  const int64_t pair = token * 32 + max(rotary_pair<kChannels>(thread), 0);
+  const float2 cosine = *reinterpret_cast<const float2*>(args.cosine + pair);
+  const float2 sine = *reinterpret_cast<const float2*>(args.sine + pair);
+  return {load4(args.norm + 4 * thread), {sine.x, sine.y}, {cosine.x, cosine.y}};
 }
 
 // Norm, RoPE and Hadamard of a row, in place.
@@ -165,13 +162,14 @@ __device__ __forceinline__ void finish_row(const FinishArgs& args, const Finish&
 #pragma unroll
   for (int i = 0; i < 4; ++i) v.x[i] = __fmul_rn(__fmul_rn(v.x[i], factor), finish.norm.x[i]);
 
-  if (rotary_pair<kChannels>(thread) >= 0) {
+  // Selected, not branched to: the compiler would move the loads of the angles into the branch.
+  const bool rotary = rotary_pair<kChannels>(thread) >= 0;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float even = v.x[2 * i], odd = v.x[2 * i + 1], sine = finish.sine[i], cosine = finish.cosine[i];
-      v.x[2 * i] = __fsub_rn(__fmul_rn(even, cosine), __fmul_rn(odd, sine));
-      v.x[2 * i + 1] = __fadd_rn(__fmul_rn(even, sine), __fmul_rn(odd, cosine));
-    }
+  for (int i = 0; i < 2; ++i) {
+    const float even = v.x[2 * i], odd = v.x[2 * i + 1], sine = finish.sine[i], cosine = finish.cosine[i];
+    const float a = __fsub_rn(__fmul_rn(even, cosine), __fmul_rn(odd, sine));
+    const float b = __fadd_rn(__fmul_rn(even, sine), __fmul_rn(odd, cosine));
+    v.x[2 * i] = rotary ? a : even, v.x[2 * i + 1] = rotary ? b : odd;
   }
   if constexpr (kChannels == 128) {
     if (args.hadamard) {
@@ -191,12 +189,10 @@ __device__ __forceinline__ void finish_row(const FinishArgs& args, const Finish&
   }
 }
 
-// Finishes (unless `args.norm` is null), quantises and stores the raw row `v` as row `row` of the pool, or nowhere if there
-// is no such row. All threads of the row call it, thread t with channels 4 t .. 4 t + 3.
+// Quantises and stores the finished row `v` as row `row` of the pool, or nowhere if there is no such row. All threads of the
+// row call it, thread t with channels 4 t .. 4 t + 3.
 template <int kChannels>
-__device__ __forceinline__ void emit_row(const FinishArgs& args, const Finish& finish, const RowPool& pool, Float4 v, int64_t row,
-                                         float* shared, int thread) {
-  if (args.norm != nullptr) finish_row<kChannels>(args, finish, v, shared, thread);
+__device__ __forceinline__ void store_row(const RowPool& pool, Float4 v, int64_t row, int thread) {
   const bool stored = row >= 0 && row < pool.rows;
 #pragma unroll
   for (int i = 0; i < 4; ++i) v.x[i] = fabsf(v.x[i]) < 0x1p-126f ? copysignf(0.f, v.x[i]) : v.x[i];
@@ -238,6 +234,14 @@ __device__ __forceinline__ void emit_row(const FinishArgs& args, const Finish& f
     *reinterpret_cast<uint16_t*>(pool.codes + row * 64 + 2 * thread) = static_cast<uint16_t>(codes);
     if ((thread & 7) == 0) static_cast<uint8_t*>(pool.scale)[row * 4 + (thread >> 3)] = nan ? 0xFF : static_cast<uint8_t>(k + 127);
   }
+}
+
+// Finishes and stores the raw row `v`.
+template <int kChannels>
+__device__ __forceinline__ void emit_row(const FinishArgs& args, const Finish& finish, const RowPool& pool, Float4 v, int64_t row,
+                                         float* shared, int thread) {
+  finish_row<kChannels>(args, finish, v, shared, thread);
+  store_row<kChannels>(pool, v, row, thread);
 }
 
 }  // namespace dsv4
