@@ -14,14 +14,14 @@ stage() {
       cmake -S csrc -B build/csrc -DPYTHON="$python" -DDSV4_CUDA_ARCHITECTURES=90 > "$OUT/build.log" && cmake --build build/csrc -j 8 >> "$OUT/build.log" 2>&1 ;;
     tests)  # every kernel against its reference or float64, byte invariance, logits alone and among others; most of it is compiling
       "$python" -c "import xdist" 2> /dev/null && several="-n 12 -p no:benchmark"
-      JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false timeout 400 "$python" -m pytest -q -p no:cacheprovider ${several:-} \
+      JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false timeout 400 "$python" -m pytest -p no:cacheprovider ${several:-} \
         -m gpu tests > "$OUT/tests.log" 2>&1 ;;
     swap)  # blocks between HBM and pinned memory, against the copy ceiling and the schemes it replaces
       timeout 240 "$python" benchmarks/bench_swap.py --json "$OUT/swap.json" --plot "$OUT/swap.png" > "$OUT/swap.log" 2>&1 ;;
     kernels)  # CUDA-graph times of the plain C entries
       "$python" benchmarks/bench_select_graph.py dsv4_jax/native/libdsv4_cuda.so > "$OUT/select.log" 2>&1
       "$python" benchmarks/bench_attend_graph.py dsv4_jax/native/libdsv4_cuda.so > "$OUT/attend.log" 2>&1
-      "$python" benchmarks/bench_attend_graph.py dsv4_jax/native/libdsv4_cuda.so --fused > "$OUT/attend-fused.log" 2>&1 ;;
+      "$python" benchmarks/bench_attend_graph.py dsv4_jax/native/libdsv4_cuda.so --splits 1,2,4,5,6,8 --fused > "$OUT/attend-fused.log" 2>&1 ;;
     ops)  # every op, every implementation, against the ceilings of the run
       for op in append compress_csa compress_index compress_hca gather index_scores top_k attend kv_store; do
         timeout 200 "$python" -m dsv4_jax bench "$op" --json "$OUT/$op.json" --plot "$OUT/$op.png" > "$OUT/$op.log" 2>&1
@@ -39,7 +39,7 @@ stage() {
         --json "$OUT/loop-captured.json" > "$OUT/loop-captured.log" 2>&1 ;;
     triton)  # needs jax-triton: a wheel in .wheels/ is enough
       "$python" -m pip install --quiet --no-deps --no-index .wheels/jax_triton*.whl
-      JAX_PLATFORMS=cuda,cpu timeout 200 "$python" -m pytest -q -p no:cacheprovider tests/triton > "$OUT/triton.log" 2>&1 ;;
+      JAX_PLATFORMS=cuda,cpu timeout 200 "$python" -m pytest -p no:cacheprovider tests/triton > "$OUT/triton.log" 2>&1 ;;
     *) echo "unknown stage $1" >&2; return 2 ;;
   esac
 }

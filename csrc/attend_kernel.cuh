@@ -371,10 +371,10 @@ __device__ __forceinline__ void add_runs(const AttendArgs& args, Shared& s, int 
   float total = part * run.y;
 #pragma unroll
   for (int d = 1; d < 8; d *= 2) total += __shfl_xor_sync(~0u, total, d);
-  const float share = part / (total + exp2f(s.sink[row] * kLog2e - top));
+  const float share = __fdividef(part, total + exp2_fast(s.sink[row] * kLog2e - top));
   const float low = share * __uint_as_float((units & 0xFF) << 23), high = share * __uint_as_float((units >> 8) << 23);
   if (rank == 0 && sub == 0 && h < args.heads) {
-    args.lse[static_cast<int64_t>(token) * args.heads + h] = top == -kInf ? -kInf : (log2f(total) + top) * kLn2;
+    args.lse[static_cast<int64_t>(token) * args.heads + h] = top == -kInf ? -kInf : (__log2f(total) + top) * kLn2;
   }
 #pragma unroll 1
   for (int chunk = begin; __any_sync(~0u, chunk < end); chunk += 2 * 8) {
