@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python benchmarks/bench_warm.py [--implementations cuda,pallas]
 
-`dsv4_jax bench` times the same calls cold, which is how a decode step meets them. Mean of 16 calls of an executable, from
-the profiler, after two executions on the same buffers.
+`dsv4_jax bench` times the same calls cold, which is how a decode step meets them. Mean of 16 calls of an executable,
+from the profiler, after two executions on the same buffers.
 """
 
 from __future__ import annotations

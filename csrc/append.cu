@@ -8,19 +8,24 @@
 #include "emit_row.cuh"
 #include "operands.h"
 
-namespace {
-
-namespace ffi = xla::ffi;
-
-constexpr int kThreads = 128;
+namespace dsv4 {
 
 struct AppendArgs {
   const float* values;     // [T, 512], rows `stride` apart
   const int32_t* row_ids;  // [T]; null: row t
-  dsv4::FinishArgs finish;
-  dsv4::RowPool pool;
+  FinishArgs finish;
+  RowPool pool;
   int stride;
 };
+
+}  // namespace dsv4
+
+namespace {
+
+namespace ffi = xla::ffi;
+using dsv4::AppendArgs;
+
+constexpr int kThreads = 128;
 
 // One block a row, raw or finished.
 template <bool kRaw>
@@ -37,6 +42,13 @@ __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant_
   } else {
     dsv4::store_row<512>(args.pool, v, row, thread);
   }
+}
+
+cudaError_t launch(const AppendArgs& args, int64_t tokens, bool raw, cudaStream_t stream) {
+  if (tokens == 0) return cudaSuccess;
+  const auto kernel = raw ? append_kernel<true> : append_kernel<false>;
+  kernel<<<static_cast<unsigned>(tokens), kThreads, 0, stream>>>(args);
+  return cudaGetLastError();
 }
 
 ffi::Error append(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::RemainingRets results, int32_t start,
@@ -63,10 +75,7 @@ ffi::Error append(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::Remain
     args.pool.rows = tokens;
   }
   if (!operands.good()) return ffi::Error::InvalidArgument("append: " + operands.problem());
-  if (tokens == 0) return ffi::Error::Success();
-  const auto kernel = finish ? append_kernel<true> : append_kernel<false>;
-  kernel<<<static_cast<unsigned>(tokens), kThreads, 0, stream>>>(args);
-  const cudaError_t error = cudaGetLastError();
+  const cudaError_t error = launch(args, tokens, finish, stream);
   if (error != cudaSuccess) return ffi::Error::Internal(std::string("append: ") + cudaGetErrorString(error));
   return ffi::Error::Success();
 }
@@ -85,3 +94,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Append, append,
                                   .Attr<bool>("finish")
                                   .Attr<bool>("scatter"),
                               {ffi::Traits::kCmdBufferCompatible});
+
+// The launch alone, for timing without XLA. Returns a cudaError_t.
+extern "C" int dsv4_append_launch(const dsv4::AppendArgs* args, int tokens, int raw, cudaStream_t stream) {
+  return static_cast<int>(launch(*args, tokens, raw != 0, stream));
+}
