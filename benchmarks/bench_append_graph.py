@@ -12,6 +12,7 @@ import argparse
 import ctypes
 
 import torch
+from graph_timing import microseconds
 
 POINTER = ctypes.c_void_p
 SETS, POOL_ROWS, EPS = 64, 1 << 20, 1e-6
@@ -68,31 +69,14 @@ class Case:
         return float((got - want).norm() / want.norm())
 
 
-def microseconds(launch, cases: list[Case], tokens: int, replays: int = 25) -> float:
-    launch(cases[0], tokens)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for case in cases:
-            launch(case, tokens)
-    times = []
-    for _ in range(replays + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(cases))
-    return sorted(times[1:])[replays // 2]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("library")
     entry = ctypes.CDLL(parser.parse_args().library).dsv4_append_launch
     entry.argtypes = (ctypes.POINTER(Args), ctypes.c_int, ctypes.c_int, POINTER)
 
-    def launch(case: Case, tokens: int) -> None:
+    def launch(case: Case) -> None:
+        tokens = case.values.shape[0]
         status = entry(ctypes.byref(case.args), tokens, 1, torch.cuda.current_stream().cuda_stream)
         assert status == 0, f"CUDA error {status}"
 
@@ -104,10 +88,11 @@ def main() -> None:
     )
     for tokens in TOKENS:
         cases = [Case(tokens, pool) for _ in range(SETS)]
-        launch(cases[0], tokens)
+        launch(cases[0])
         error = cases[0].error()
         assert error < 0.03, error  # e4m3 rounds to 4 bits
-        print(f"{tokens:5} rows  {microseconds(launch, cases, tokens):6.2f} us   relative L2 {error:.1e}", flush=True)
+        us = microseconds([lambda c=c: launch(c) for c in cases])
+        print(f"{tokens:5} rows  {us:6.2f} us   relative L2 {error:.1e}", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import ctypes
 import math
 
 import torch
+from graph_timing import copy_ceiling, microseconds
 
 SHAPES = {
     "CSA Flash": (64, 128, 512, (1, 16, 64, 128, 256)),
@@ -142,38 +143,6 @@ def check_batch_invariance(launch, splits: int) -> None:
             assert torch.equal(case.lse, lse[first : first + size])
 
 
-def microseconds(launch, cases: list[Case], splits: int, replays: int = 15) -> float:
-    launch(cases[0].args, splits)
-    torch.cuda.synchronize()
-    graph, calls = torch.cuda.CUDAGraph(), max(16, len(cases))
-    with torch.cuda.graph(graph):
-        for i in range(calls):
-            launch(cases[i % len(cases)].args, splits)
-    times = []
-    for _ in range(replays + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / calls)
-    return sorted(times[1:])[replays // 2]
-
-
-def copy_ceiling() -> float:
-    """GB/s, read + write, of a 1 GiB device copy."""
-    x = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
-    y = torch.empty_like(x)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    y.copy_(x)
-    start.record()
-    for _ in range(10):
-        y.copy_(x)
-    end.record()
-    end.synchronize()
-    return 20 * x.numel() / start.elapsed_time(end) / 1e6
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("library")
@@ -202,7 +171,7 @@ def main() -> None:
             moved = batch * (window + entries) * 584
             sets = max(4, min(64, 220_000_000 // moved))
             cases = [Case(batch, heads, window, entries, pools, fused=options.fused) for _ in range(sets)]
-            times = {count: microseconds(launch, cases, count) for count in splits}
+            times = {n: microseconds([lambda c=c, n=n: launch(c.args, n) for c in cases]) for n in splits}
             best = min(times.values())
             flops = 4 * heads * 512 * (window + entries) * batch
             row = "  ".join(f"{count}: {us:6.1f}" for count, us in times.items())

@@ -18,6 +18,7 @@ import itertools
 import math
 
 import torch
+from graph_timing import copy_ceiling, microseconds
 
 POINTER = ctypes.c_void_p
 ROWS_PER_BLOCK = 32
@@ -51,39 +52,6 @@ class TopKArgs(ctypes.Structure):
         *((name, POINTER) for name in ("scores", "count", "indices", "kept")),
         *((name, ctypes.c_int) for name in ("width", "k", "slice")),
     )
-
-
-def microseconds(launches: list, replays: int = 15) -> float:
-    for launch in launches[:2]:
-        launch()
-    torch.cuda.synchronize()
-    graph, calls = torch.cuda.CUDAGraph(), max(16, len(launches))
-    with torch.cuda.graph(graph):
-        for i in range(calls):
-            launches[i % len(launches)]()
-    times = []
-    for _ in range(replays + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / calls)
-    return sorted(times[1:])[replays // 2]
-
-
-def copy_ceiling() -> float:
-    """GB/s, read + write, of a 1 GiB device copy."""
-    x = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
-    y = torch.empty_like(x)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    y.copy_(x)
-    start.record()
-    for _ in range(10):
-        y.copy_(x)
-    end.record()
-    end.synchronize()
-    return 20 * x.numel() / start.elapsed_time(end) / 1e6
 
 
 def to_fp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@ stage() {
     swap)  # blocks between HBM and pinned memory, against the copy ceiling and the schemes it replaces
       timeout 240 "$python" benchmarks/bench_swap.py --json "$OUT/swap.json" --plot "$OUT/swap.png" > "$OUT/swap.log" 2>&1 ;;
     kernels)  # CUDA-graph times of the plain C entries
+      "$python" benchmarks/bench_append_graph.py dsv4_jax/native/libdsv4_cuda.so > "$OUT/append-graph.log" 2>&1
       "$python" benchmarks/bench_select_graph.py dsv4_jax/native/libdsv4_cuda.so > "$OUT/select.log" 2>&1
       "$python" benchmarks/bench_attend_graph.py dsv4_jax/native/libdsv4_cuda.so > "$OUT/attend.log" 2>&1
       "$python" benchmarks/bench_attend_graph.py dsv4_jax/native/libdsv4_cuda.so --splits 1,2,4,5,6,8 --fused > "$OUT/attend-fused.log" 2>&1 ;;
