@@ -196,11 +196,14 @@ def build_plan(
 
     Raises:
         PlanError: the rows do not fit the shape (names the size that is too small), or a row feeds
-            less than one token, starts before position 0, or has no slot.
+            less than one token, starts before position 0, or has no slot, or one that another has, too.
     """
     fed = _fed(layout, rows)
     if len(fed.slot) and (fed.count.min() < 1 or fed.start.min() < 0 or fed.slot.min() < 1):
         raise PlanError("every row must have a slot >= 1, a start >= 0 and a count >= 1")
+    slots = np.sort(fed.slot)
+    if (twice := slots[1:][slots[1:] == slots[:-1]]).size:  # kernels tell rows apart by their slots
+        raise PlanError(f"slot {twice[0]} is fed by two rows of the step")
     needed = _shape(layout, fed, 0, len(slot_copies), len(block_copies), lookahead)
     # Room for entries is reserved in a shape, not needed by a plan.
     needed = dataclasses.replace(needed, table_entries=len(table_entries))

@@ -129,6 +129,12 @@ def test_impossible_rows(row: RowFeed) -> None:
         build_plan(LAYOUT, [row], StepShape.bound(LAYOUT, 2, 2, columns=1))
 
 
+def test_two_rows_of_one_slot() -> None:
+    rows = [RowFeed(2, 0, 1), RowFeed(1, 0, 3), RowFeed(2, 4, 1)]
+    with pytest.raises(PlanError, match="slot 2 is fed by two rows"):
+        build_plan(LAYOUT, rows, StepShape.bound(LAYOUT, 3, 8, columns=1))
+
+
 def test_shapes_combine() -> None:
     a = shape_for(LAYOUT, [RowFeed(1, 0, 5)])
     b = shape_for(LAYOUT, [RowFeed(1, 130, 1), RowFeed(2, 0, 1)])
