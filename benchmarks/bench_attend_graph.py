@@ -34,7 +34,7 @@ class Rows(ctypes.Structure):
 
 
 class Args(ctypes.Structure):
-    """`dsv4::AttendArgs` of csrc/attend_kernel.cuh."""
+    """`dsv4::AttendArgs` of csrc/attend_block.cuh."""
 
     _fields_ = (
         *((name, POINTER) for name in ("queries", "sink")),
