@@ -10,7 +10,6 @@ from dsv4_jax.cuda import compress as kernel
 from dsv4_jax.formats import index_format
 from dsv4_jax.ops.compress import Stream
 
-from ..oracle.close import assert_rows_close
 from ..pallas.test_compress import FP4, FP8, STREAMS, arrays, plan_of, run, stream_of
 
 
@@ -78,7 +77,5 @@ def test_what_the_kernels_cannot_take_goes_to_pallas(name: str) -> None:
     kinds, fmts = zip(*STREAMS[name], strict=True)
     rng = np.random.default_rng(0)
     streams = [stream_of(k, plan, table, f, 0, rng) for k, f in zip(kinds, fmts, strict=True)]
-    got, want = (run(kinds, streams, plan, table, i) for i in ("cuda", "xla"))
-    for (state, pool), (want_state, want_pool), fmt in zip(got, want, fmts, strict=True):
-        assert_rows_close("f32", [state], [want_state])
-        assert_rows_close(fmt.name, pool, want_pool)
+    traced = str(jax.make_jaxpr(lambda: run(kinds, streams, plan, table, "cuda"))())
+    assert "pallas_call" in traced and "ffi_call" not in traced

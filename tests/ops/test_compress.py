@@ -66,6 +66,7 @@ def check_chunkings(
 
 class CompressTest:
     implementation: ClassVar[Literal["xla", "pallas"]]
+    tokens: ClassVar[int] = TOKENS
 
     @pytest.mark.parametrize("name", LAYOUTS)
     def test_equals_the_machine(self, name: str) -> None:
@@ -73,7 +74,7 @@ class CompressTest:
         layout, rng = LAYOUTS[name], np.random.default_rng(3)
         csa = layout.cfg.count(CSA)
         counts = {"csa": csa, "index": csa, "hca": 1}
-        blocks = layout.blocks_for(TOKENS)
+        blocks = layout.blocks_for(self.tokens)
         driver = make_driver(layout, blocks, self.implementation)
         machine = Machine(
             layout.cfg, layout.kv_row.name, layout.index_row.name, layout.hca_state, layout.block_tokens, driver.norms
@@ -81,12 +82,12 @@ class CompressTest:
         most = 1 + layout.draft_tokens
         step, chunk = shapes(layout, blocks, LONGEST)
         for slot in (3, 1):
-            driver.admit(slot, random_stream(layout, TOKENS, slot))
-        while min(driver.length.values()) < TOKENS:
+            driver.admit(slot, random_stream(layout, self.tokens, slot))
+        while min(driver.length.values()) < self.tokens:
             long = rng.random() < 0.25
             feeds = []
             for slot in rng.permutation([3, 1]):
-                count = min(int(rng.integers(0, 25 if long else most + 1)), TOKENS - driver.length[slot])
+                count = min(int(rng.integers(0, 25 if long else most + 1)), self.tokens - driver.length[slot])
                 feeds += [(int(slot), count)] if count else []
             before = dict(driver.length)
             driver.step(feeds, chunk if long else step)
@@ -99,7 +100,7 @@ class CompressTest:
     @pytest.mark.parametrize("name", ["fp8-fp4", "odd-fp8-raw-verify"])
     def test_every_chunking_gives_the_same_bytes(self, name: str) -> None:
         layout = LAYOUTS[name]
-        check_chunkings(layout, (LONGEST, 23, 1), self.implementation, TOKENS, layout.blocks_for(TOKENS))
+        check_chunkings(layout, (LONGEST, 23, 1), self.implementation, self.tokens, layout.blocks_for(self.tokens))
 
 
 class TestCompress(CompressTest):
