@@ -36,6 +36,7 @@ def case(op: str):
     ],
     ids=lambda s: f"{s.kind}-{s.rows}x{s.length}",
 )
+@pytest.mark.slow
 def test_a_compressor_writes_the_rows_that_are_compared(shape):
     """In each pool exactly one row per entry, and they are the ones `result` looks at."""
 
@@ -71,6 +72,7 @@ def test_calls_differ_and_a_pool_is_as_large_as_asked():
     assert len(set(rows.tolist())) == 9  # no call overwrites another's rows
 
 
+@pytest.mark.slow
 def test_a_record_is_complete_and_consistent():
     done = []
     (record,) = records.measure(

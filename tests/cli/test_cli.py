@@ -64,6 +64,7 @@ def test_usage_errors(capsys):
     refused(capsys, ["plan", "--context", "8", "--requests", "1", "--block-tokens", "100"], "multiple of 128")
 
 
+@pytest.mark.slow
 def test_plan(capsys, tmp_path, checkpoint):
     argv = ["plan", "--model", "flash", "--hbm", "80GiB", "--context", "128K"]
     assert main([*argv, "--json"]) == 0
@@ -138,6 +139,7 @@ def test_logits_refusals(capsys, tmp_path, checkpoint):
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_interrupt(tmp_path, checkpoint):
     """Ctrl-C while tokens are fed: status 130, one line, no traceback, no file."""
     tokens, out = save_tokens(tmp_path / "t.npy", np.zeros(20_000, np.int64)), tmp_path / "logits.npy"

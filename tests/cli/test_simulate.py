@@ -321,6 +321,7 @@ def matches(value: object, schema: object) -> bool:
     return type(value) is schema
 
 
+@pytest.mark.slow
 def test_json_plot_and_equal_output(capsys, tmp_path: pathlib.Path) -> None:
     made, plot = tmp_path / "trace.jsonl", tmp_path / "sim.png"
     options = [*TINY, "--blocks", 60, "--host-blocks", 40, "--host-snapshots", 10]

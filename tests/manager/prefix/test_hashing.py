@@ -70,6 +70,7 @@ items = st.lists(
     st.lists(st.integers(0, 12), max_size=8),
     st.randoms(),
 )
+@pytest.mark.slow
 def test_digests_are_as_described_however_they_are_made(tokens, media, tenant, adapter, cuts, random) -> None:
     expected = reference(tokens, media, tenant, adapter)
     space = Namespace(tenant, adapter)
