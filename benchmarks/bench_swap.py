@@ -37,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dsv4_jax as dsv4
-from dsv4_jax.bench.timing import kernel_times
+from dsv4_jax.bench.timing import profiled
 from dsv4_jax.plan import SwapPlan
 from dsv4_jax.tiers import moves, staging, swap
 from dsv4_jax.tiers.records import block_record
@@ -152,12 +152,13 @@ def timed(call: Callable[[], object], budget: float) -> tuple[float, float]:
 
 def kernel_seconds(call: Callable[[], object], calls: int = 5) -> float | None:
     """Device seconds of a call's swap kernel; None where the profiler sees none."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(calls):
-                result = call()
-            jax.block_until_ready(result)
-        times = kernel_times(pathlib.Path(folder))
+
+    def several() -> object:
+        for _ in range(calls):
+            result = call()
+        return result
+
+    times = profiled(several)
     return sum(us for name, us in times.items() if "swap_kernel" in name) / calls / 1e6 or None
 
 

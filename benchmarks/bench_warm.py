@@ -9,14 +9,12 @@ from the profiler, after two executions on the same buffers.
 from __future__ import annotations
 
 import argparse
-import pathlib
-import tempfile
 
 import jax
 
 from dsv4_jax.bench.ops import problem
 from dsv4_jax.bench.shapes import CASES
-from dsv4_jax.bench.timing import kernel_times
+from dsv4_jax.bench.timing import executable, profiled
 
 SHAPES = {
     ("append", "fused"): (1, 64, 1024),
@@ -33,21 +31,11 @@ def warm_us(op: str, name: str, batch: int, implementation: str) -> float:
     (case,) = (case for case in CASES if (case.op, case.name) == (op, name))
     inputs = problem(op, case.make(batch), CALLS, pool_rows=1 << 16)
 
-    def run(shared, carry, calls):
-        outs = []
-        for call in calls:
-            carry, out = inputs.apply(shared, carry, call, implementation)
-            outs.append(out)
-        return carry, outs
-
-    step, carry = jax.jit(run, donate_argnums=1), inputs.carry()
+    step, carry = executable(inputs, implementation), inputs.carry()
     for _ in range(2):
-        carry, outs = step(inputs.shared, carry, inputs.calls)
+        carry, outs = step(inputs.shared, carry, inputs.calls, CALLS)
     jax.block_until_ready((carry, outs))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(step(inputs.shared, carry, inputs.calls))
-        return sum(kernel_times(pathlib.Path(folder)).values()) / CALLS
+    return sum(profiled(lambda: step(inputs.shared, carry, inputs.calls, CALLS)).values()) / CALLS
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -34,7 +33,7 @@ from ..ops.dispatch import Implementation
 from ..plan import PackedPlan
 from .ceilings import Ceilings
 from .inputs import random_part
-from .timing import kernel_times
+from .timing import profiled
 
 __all__ = ["StepOptions", "StepSetup", "measure_step", "neutral_layers", "set_up"]
 
@@ -173,17 +172,13 @@ def measure_step(options: StepOptions, ceilings: Ceilings) -> dict[str, Any]:
         kernel_ms=None, kernels=None,
     )  # fmt: skip
     if options.profile or jax.default_backend() == "gpu":
-        report |= _profile(lambda c: compiled(c, params, plan, x), cache, options.profile, options.loop)
+        report |= _profile(lambda: compiled(cache, params, plan, x), options.profile, options.loop)
     return report
 
 
-def _profile(call: Any, cache: KVCache, keep: pathlib.Path | None, steps: int) -> dict[str, Any]:
+def _profile(call: Callable[[], Any], keep: pathlib.Path | None, steps: int) -> dict[str, Any]:
     """Kernel time of one step of a call, and of each of its twenty longest kernels."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = keep or pathlib.Path(temporary)
-        with jax.profiler.trace(str(folder)):
-            jax.block_until_ready(call(cache))
-        times = {name: us / steps for name, us in kernel_times(folder).items()}
+    times = {name: us / steps for name, us in profiled(call, keep).items()}
     if not times:
         return {}
     longest = sorted(times, key=lambda name: -times[name])[:20]

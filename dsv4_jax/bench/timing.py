@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from .ops import Problem
 
-__all__ = ["Timing", "call_count", "flush_l2", "kernel_times", "time_problem"]
+__all__ = ["Timing", "call_count", "executable", "flush_l2", "kernel_times", "profiled", "time_problem"]
 
 MOST_CALLS, FEWEST_CALLS = 16, 6
 REFERENCE_CALLS = 6  # the reference is slow to compile, and slow enough to be timed well
@@ -52,8 +52,8 @@ def flush_l2() -> Callable[[], None]:
     return lambda: jax.block_until_ready(read(data))
 
 
-def time_problem(problem: Problem, implementation: str, *, repeats: int) -> Timing:
-    """Times `implementation` on the calls of a problem. Raises whatever it raises."""
+def executable(problem: Problem, implementation: str) -> Callable[..., tuple[Any, list[Any]]]:
+    """(shared, carry, calls, count) -> (carry, outs): the first `count` calls of a problem, jitted, carry donated."""
 
     def run(shared: Any, carry: Any, calls: list[Any], count: int) -> tuple[Any, list[Any]]:
         outs = []
@@ -62,8 +62,13 @@ def time_problem(problem: Problem, implementation: str, *, repeats: int) -> Timi
             outs.append(out)
         return carry, outs
 
-    # Both executables take the arguments of all calls, so that passing them drops out too.
-    step = jax.jit(run, static_argnums=3, donate_argnums=1)
+    return jax.jit(run, static_argnums=3, donate_argnums=1)
+
+
+def time_problem(problem: Problem, implementation: str, *, repeats: int) -> Timing:
+    """Times `implementation` on the calls of a problem. Raises whatever it raises."""
+    # Executables of any count take the arguments of all calls, so that passing them drops out too.
+    step = executable(problem, implementation)
     flush, carry = flush_l2(), problem.carry()
 
     def once(count: int) -> float:
@@ -86,12 +91,18 @@ def time_problem(problem: Problem, implementation: str, *, repeats: int) -> Timi
     kernels = None
     if jax.default_backend() == "gpu":
         flush()
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                carry, outs = step(problem.shared, carry, problem.calls, many)
-                jax.block_until_ready((carry, outs))
-            kernels = {name: total / many for name, total in kernel_times(pathlib.Path(folder)).items()} or None
+        times = profiled(lambda: step(problem.shared, carry, problem.calls, many))
+        kernels = {name: total / many for name, total in times.items()} or None
     return Timing(us, kernels)
+
+
+def profiled(call: Callable[[], Any], keep: pathlib.Path | None = None) -> dict[str, float]:
+    """`kernel_times` of a call, whose profiler trace is left in `keep` if that is given."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = keep or pathlib.Path(temporary)
+        with jax.profiler.trace(str(folder)):
+            jax.block_until_ready(call())
+        return kernel_times(folder)
 
 
 def kernel_times(folder: pathlib.Path) -> dict[str, float]:
