@@ -41,25 +41,26 @@ struct Producer {
 
   __device__ __forceinline__ const Rows& rows(int tile) const { return tile < window_tiles ? args.window : args.entries; }
 
-  __device__ __forceinline__ int slot() const { return warp * kRowsPerWarp + (lane & 7); }
+  // Of this lane's key in a tile.
+  __device__ __forceinline__ int place() const { return warp * kRowsPerWarp + (lane & 7); }
 
   // The id of this lane's key as stored and whether it is seen. Loads only, and without a look at the count: `row_of`
   // judges them later.
   __device__ __forceinline__ int2 load_key(int tile) const {
     if (tile < window_tiles) {
-      const int key = tile * kTile + slot();
+      const int key = tile * kTile + place();
       if (key >= args.window_keys) return {0, 0};
       const int64_t at = static_cast<int64_t>(token) * args.window_keys + key;
       return {__ldg(args.window_ids + at), __ldg(args.window_visible + at)};
     }
-    const int key = (tile - window_tiles) * kTile + slot();
+    const int key = (tile - window_tiles) * kTile + place();
     if (key >= args.entry_keys) return {0, 0};
     return {__ldg(args.entry_ids + static_cast<int64_t>(token) * args.entry_keys + key), 1};
   }
 
   // Row id of a key, -1 if it is none; an id past the pool reads its last row, as in the reference.
   __device__ __forceinline__ int row_of(int tile, int2 key) const {
-    const bool counted = (tile - window_tiles) * kTile + slot() < count;
+    const bool counted = (tile - window_tiles) * kTile + place() < count;
     return key.y != 0 && counted ? min(max(key.x, 0), rows(tile).rows - 1) : -1;
   }
 

@@ -57,8 +57,8 @@ def _call(
     matrix, start = float_columns(values)
     operands = [matrix]
     if finish is not None:
-        # The tables are the same for all layers of a kind: XLA computes them once a step.
-        tables = rope_tables(jnp.asarray(position), finish.inv_freq.astype(jnp.float32))
+        assert position is not None
+        tables = rope_tables(position, finish.inv_freq.astype(jnp.float32))
         operands += [finish.norm.astype(jnp.float32), *tables]
     operands += scattered
     aliases = {len(operands) - len(results) + i: i for i in range(len(results))} if scattered else {}

@@ -77,7 +77,7 @@ def _attend(
     if entries is None or entry_ids is None or entry_count is None:
         entries, entry_ids = window, jnp.zeros((tokens, 0), jnp.int32)
         entry_count = jnp.zeros(tokens, jnp.int32)
-    # The tables are the same for all layers of a kind: XLA computes them once a step. No rows: nothing to turn back.
+    # No rows: nothing to turn back.
     no_table = jnp.zeros((0, fmt.rope_dim // 2), jnp.float32)
     tables = (no_table, no_table) if inverse_rope is None else rope_tables(*inverse_rope)
     stored = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32

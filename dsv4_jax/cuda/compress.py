@@ -82,8 +82,7 @@ def _call(
         finish, geometry = stream.finish, stream.geometry
         (kv, kv_start), (score, score_start) = float_columns(stream.kv), float_columns(stream.score)
         bias = [] if stream.ape is None else [stream.ape.astype(jnp.float32)]
-        # An entry turns to its first position. The tables are the same for all layers of a kind: XLA computes them once
-        # a step.
+        # An entry turns to its first position.
         operands += [
             kv,
             score,

@@ -36,7 +36,6 @@ def _finish_queries(
     if not has_kernel(queries.shape[-1], inv_freq.shape[0], rotate, round_fp4):
         return _reference(queries, position, inv_freq, eps, rotate, round_fp4)
     matrix, start = float_columns(queries)
-    # The tables are the same for all layers of a kind: XLA computes them once a step.
     call = jax.ffi.ffi_call(cuda_target("dsv4_finish_queries"), jax.ShapeDtypeStruct(queries.shape, jnp.bfloat16))
     return call(
         matrix, *rope_tables(position, inv_freq), start=np.int32(start),

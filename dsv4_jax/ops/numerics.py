@@ -86,7 +86,10 @@ def rope(x: jax.Array, position: jax.Array, inv_freq: jax.Array, *, inverse: boo
 
 
 def rope_tables(position: jax.Array, inv_freq: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of position * inv_freq: [...], [n] -> two of [..., n] float32."""
+    """Cosine and sine of position * inv_freq: [...], [n] -> two of [..., n] float32.
+
+    What all layers of a kind ask for is the same: in a step XLA computes it once, for kernels to read.
+    """
     position, inv_freq = jnp.asarray(position), jnp.asarray(inv_freq)
     angle = position[..., None].astype(jnp.float32) * lax.expand_dims(inv_freq, range(position.ndim))
     return jnp.cos(angle), jnp.sin(angle)
