@@ -14,10 +14,12 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "ContextLimitError",
+    "ForeignPlanError",
     "HashError",
     "ImplementationError",
     "IntegrityError",
     "LayoutError",
+    "ManagerInterruptedError",
     "NoFreeSlotError",
     "OutOfBlocksError",
     "PlanError",
@@ -95,6 +97,14 @@ class PlanError(CacheError, ValueError):
     """A step cannot be planned from these feeds."""
 
 
+class ForeignPlanError(PlanError):
+    """A plan was given to a cache of another layout or size than it was made for."""
+
+    def __init__(self, plan: str, cache: str):
+        self.plan, self.cache = plan, cache
+        super().__init__(f"the plan is for another cache: it was made for {plan}; this cache has {cache}")
+
+
 class SwapPlanError(PlanError):
     """A swap cannot be planned from these ids. Names the side ("device" or "host"), the index and the value."""
 
@@ -121,6 +131,19 @@ class ContextLimitError(PlanError):
 
 class RequestError(CacheError, ValueError):
     """A request is unknown, already released, or belongs to another manager."""
+
+
+class ManagerInterruptedError(CacheError, RuntimeError):
+    """An earlier call of this manager did not come to its end: its books are not trusted. `reset()` begins anew.
+
+    Attributes:
+        call: the call that was broken off (or is still under way: in another thread, or around this one).
+    """
+
+    def __init__(self, call: str, cause: BaseException | None = None):
+        self.call = call
+        why = "it is still under way, or was broken off" if cause is None else f"{type(cause).__name__}: {cause}"
+        super().__init__(f"{call}() of this manager did not come to its end ({why}): only reset() is possible now")
 
 
 class NoFreeSlotError(CacheError, RuntimeError):

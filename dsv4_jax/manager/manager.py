@@ -1,6 +1,7 @@
 """The manager: slots, blocks, prefixes and steps of requests. Pure Python + numpy, deterministic.
 
-Every operation happens wholly or not at all: everything is checked, then changed. One thread drives it.
+Every operation happens wholly or not at all: everything is checked, then changed. One thread drives it. What is
+interrupted on its way (out of memory, Ctrl-C) leaves a manager that refuses everything but `reset()` (guard.py).
 
 A step in four calls: `plan_step` reserves the blocks of the tokens it feeds, moves every request's
 length ahead and returns the plan; `plan_tokens` lays the requests' token ids out for that plan;
@@ -17,20 +18,24 @@ come and go); below them tiered_cache.py (whose units these are) and publishing.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
-from ..errors import ContextLimitError, NoFreeSlotError, RequestError
+from ..errors import ContextLimitError, HashError, NoFreeSlotError, OutOfBlocksError, PlanError, RequestError
+from ..layout import CacheSize
 from .allocator import as_count
+from .guard import Guard
 from .integrity import check_manager
+from .last_step import LastStep
 from .prefix.hashing import BlockHasher, MediaItem, Namespace
-from .prefix.node import T
+from .prefix.node import Node, T
 from .request import Parked, Request, RequestState
 from .stats import ManagerStats, collect, compute_block_budget
 from .stepping import SteppingManager
 from .tiered_cache import Hit
-from .transfers import BLOCK, SLOT
+from .transfers import BLOCK, SLOT, Transfers
 
 __all__ = ["KVCacheManager"]
 
@@ -90,16 +95,18 @@ class KVCacheManager(SteppingManager):
             raise ContextLimitError(name, len(ids), limit)
         self._check_id(request_id)
         hasher = self._new_hasher(ids, namespace=namespace, items=items)
-        self.commit()
-        try:
+        with self._guard("admit_request"):
+            try:
+                self._check_slot()
+            except NoFreeSlotError:
+                self._cache.failures["slot"] += 1
+                raise
+            self._commit()
             hit = self._start(hasher, len(ids))
-        except NoFreeSlotError:
-            self._cache.failures["slot"] += 1
-            raise
-        request = self._new_request(ids.tolist(), limit, request_id, hit.slot)
-        request.hasher = hasher
-        self._use_hit(request, hit)
-        return request
+            request = self._new_request(ids.tolist(), limit, request_id, hit.slot)
+            request.hasher = hasher
+            self._use_hit(request, hit)
+            return request
 
     def release_request(self, request: Request | int) -> None:
         """It has ended: its blocks and its slot go back; with a policy they stay cached while there is room.
@@ -109,18 +116,42 @@ class KVCacheManager(SteppingManager):
         Raises:
             RequestError: it is not live here (released before, another manager's, an unknown slot).
         """
-        self._end(request, keep=True)
+        with self._guard("release_request"):
+            if isinstance(request, Request) and self._is_preempted(request):
+                self._drop_parked(request)
+            else:
+                request = self._checked(request)
+                self._leave_slot(request, keep=True)
+            self._forget(request)
 
     def abort_request(self, request: Request | int) -> None:
-        """As `release_request`, for a request whose last step did not run: nothing more of it gets cached."""
-        self._end(request, keep=False)
+        """As `release_request`, for a request whose last step did not run: nothing of that step stays cached.
 
-    def _end(self, request: Request | int, *, keep: bool) -> None:
-        if isinstance(request, Request) and self._is_preempted(request):
-            self._drop_parked(request)
-        else:
-            request = self._checked(request)
-            self._leave_slot(request, keep=keep)
+        What it filled and kept is taken out of the cache again, published or not. Other live requests that would
+        start from it, or from copies that the same plan should have made, and have not been fed since, start
+        anew from what is left (`num_cached` is less then, down to 0). One that has been fed since says that the
+        step did run, as plans run in the order made: what it uses stays.
+
+        Raises:
+            RequestError: as `release_request`.
+        """
+        with self._guard("abort_request"):
+            if not (isinstance(request, Request) and self._is_preempted(request)):
+                request = self._checked(request)
+            copied = self._copied if request.last_step == self._steps else frozenset()
+            undo = LastStep.of(request, self._cache, self._publisher, self.requests, copied)
+            for other in undo.relying:
+                self._stand_still(other)
+            if request.state is RequestState.PREEMPTED:
+                self._drop_parked(request)
+            else:
+                self._leave_slot(request, keep=False)
+            undo.take_back(self._cache)
+            for other in undo.relying:
+                self._start_anew(other)
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
         del self._ids[request.id]
         request.state = RequestState.RELEASED
 
@@ -134,9 +165,15 @@ class KVCacheManager(SteppingManager):
         Raises:
             RequestError: not live here, or it does not know its tokens (`request.tokens`).
         """
-        request = self._checked(request)
-        self._check_resumable(request)
+        with self._guard("preempt"):
+            request = self._checked(request)
+            self._check_resumable(request)
+            self._preempt(request)
+
+    def _preempt(self, request: Request) -> None:
         request.fed = 0
+        self._publisher.note(request, request.num_cached)
+        del request.history[request.num_cached :]
         self._publisher.publish(request, request.num_cached)
         request.parked = self._park(request)
         self._leave_slot(request, keep=True, always=True)
@@ -146,21 +183,41 @@ class KVCacheManager(SteppingManager):
     def resume(self, request: Request) -> None:
         """Makes a preempted request live again, in any slot. `num_cached` says where it stands.
 
+        What it was fed before is fed again as it was. Of the tokens appended since, those behind the first that
+        was not part of the prompt may be drafts if the layout has any: they are computed, not looked up.
+
         Raises:
             RequestError: it is not preempted.
             NoFreeSlotError, OutOfBlocksError: then it stays preempted.
         """
-        self._check_awake()
-        if not self._is_preempted(request):
-            raise RequestError(f"request {request.id!r} is not preempted here")
-        self.commit()
-        if not self._unpark(request):
-            hasher = request.hasher
-            if hasher is not None and hasher.num_tokens < len(request.tokens):
-                hasher.extend(request.tokens[hasher.num_tokens :])
-            self._use_hit(request, self._start(hasher, len(request.tokens)))
-        self._drop_parked(request)
-        self._live[request.slot], request.state = request, RequestState.LIVE
+        with self._guard("resume"):
+            self._check_awake()
+            if not isinstance(request, Request) or not self._is_preempted(request):
+                raise RequestError(f"request {getattr(request, 'id', request)!r} is not preempted here")
+            self._check_slot()
+            self._commit()
+            if not self._unpark(request):
+                hasher = request.hasher
+                if hasher is not None:
+                    self._follow_verified(request, hasher)
+                known = len(request.tokens) if hasher is None else min(len(request.tokens), hasher.num_tokens)
+                self._use_hit(request, self._start(hasher, known))
+            self._drop_parked(request)
+            request.step_start, request.written, request.attached = request.num_cached, [], None
+            self._live[request.slot], request.state = request, RequestState.LIVE
+
+    def _follow_verified(self, request: Request, hasher: BlockHasher) -> None:
+        """Makes the hasher's tokens those that are certain to stand: fed, of the prompt, or drawn last."""
+        history, tokens = request.history, request.tokens
+        certain = max(request.num_prompt, len(history) + 1) if self.layout.draft_tokens else len(tokens)
+        ids = history[:]
+        try:
+            ids.extend(tokens[len(history) : certain])
+            hasher.follow(ids.tobytes())
+        except (HashError, OverflowError, TypeError):  # no ids: `plan_tokens` will say so
+            ids = history
+            hasher.follow(ids.tobytes())
+        hasher.truncate(len(ids))
 
     def fork(self, request: Request | int, *, request_ids: Sequence[Hashable | None] = (None,)) -> list[Request]:
         """Copies of a live request as it stands, one per id: n samples of one prompt.
@@ -173,27 +230,29 @@ class KVCacheManager(SteppingManager):
             RequestError: not live here, or an id is in use or named twice.
             NoFreeSlotError, OutOfBlocksError: not all can be had; then there is none.
         """
-        self._check_awake()
-        request, names = self._checked(request), list(request_ids)
-        for i, name in enumerate(names):
-            self._check_id(name)
-            if name is not None and name in names[:i]:
-                raise RequestError(f"request id {name!r} is named twice")
+        names = list(request_ids)
+        with self._guard("fork"):
+            self._check_awake()
+            request = self._checked(request)
+            for i, name in enumerate(names):
+                self._check_id(name)
+                if name is not None and name in names[:i]:
+                    raise RequestError(f"request id {name!r} is named twice")
+            return self._fork(request, names)
+
+    def _fork(self, request: Request, names: list[Hashable | None]) -> list[Request]:
+        pinned = len(self._pinned())
+        if len(self._live) + len(names) > self.size.num_slots or len(names) > self._cache.num_slots_available(pinned):
+            raise NoFreeSlotError(self.size.num_slots)
+        used = self.layout.blocks_for(request.num_cached)
+        needed = (used - self._publisher.would_share(request, request.num_cached)) * len(names)
+        if not self._cache.can_acquire(needed):
+            raise OutOfBlocksError(needed, self._cache.num_available, self._cache.blocks.num_total)
         request.fed = 0
         self._publisher.publish(request, request.num_cached)
-        shared, used = request.num_shared, self.layout.blocks_for(request.num_cached)
-        slots: list[int] = []
-        blocks: list[int] = []
-        if len(self._live) + len(names) > self.size.num_slots:
-            raise NoFreeSlotError(self.size.num_slots)
-        try:
-            for _ in names:
-                slots.append(self._cache.acquire_slot())
-            blocks = self._acquire_blocks((used - shared) * len(names))
-        except Exception:
-            for slot in slots:
-                self._cache.release_slot(slot)
-            raise
+        shared = request.num_shared
+        blocks = self._cache.acquire_blocks((used - shared) * len(names))
+        slots = [self._cache.acquire_slot() for _ in names]
         return [self._child(request, name, slot, shared, used, blocks) for name, slot in zip(names, slots, strict=True)]
 
     def _child(
@@ -203,6 +262,7 @@ class KVCacheManager(SteppingManager):
         child = self._new_request(list(parent.tokens), parent.max_tokens, name, slot)
         child.num_prompt, child.num_cached, child.num_hit = parent.num_prompt, parent.num_cached, parent.num_cached
         child.hasher = parent.hasher.copy() if parent.hasher is not None else None
+        child.history, child.step_start = parent.history[: parent.num_cached], parent.num_cached
         child.nodes = self._cache.tree.acquire(parent.nodes[:shared])
         own, blocks[: used - shared] = blocks[: used - shared], []
         child.blocks = parent.blocks[:shared] + own
@@ -226,19 +286,62 @@ class KVCacheManager(SteppingManager):
     def _is_preempted(self, request: Request) -> bool:
         return self._ids.get(request.id) is request and request.state is RequestState.PREEMPTED
 
+    def _pinned(self) -> set[Node]:
+        """Nodes whose snapshots live requests have still to start from."""
+        return {r.restores for r in self._live.values() if r.restores is not None}
+
+    def _check_slot(self) -> None:
+        """Raises `NoFreeSlotError` if no other request can become live."""
+        if len(self._live) >= self.size.num_slots or self._cache.num_slots_available(len(self._pinned())) < 1:
+            raise NoFreeSlotError(self.size.num_slots)
+
     def _start(self, hasher: BlockHasher | None, num_tokens: int) -> Hit:
         """A slot, and what is cached of these tokens. Raises `NoFreeSlotError`."""
         match = None if hasher is None else self._cache.tree.match(hasher.digests, num_tokens)
         others = self.size.num_slots - len(self._live) - 1
-        if others < 0:
-            raise NoFreeSlotError(self.size.num_slots)
-        pinned = {r.restores for r in self.requests if r.restores is not None}
-        return self._cache.start(match, others=others, pinned=len(pinned))
+        return self._cache.start(match, others=others, pinned=len(self._pinned()))
 
     def _use_hit(self, request: Request, hit: Hit) -> None:
         request.nodes, request.restores, request.slot = hit
         request.blocks = [node.block for node in hit.nodes]
-        request.num_cached = request.num_hit = len(hit.nodes) * self.layout.block_tokens
+        request.num_cached = request.num_hit = request.step_start = len(hit.nodes) * self.layout.block_tokens
+        if request.hasher is not None and len(request.history) < request.num_cached:
+            request.history = array("i")
+            request.history.frombytes(request.hasher.ids(request.num_cached))
+
+    def _stand_still(self, request: Request) -> None:
+        """Takes back what a request that was not fed since it started would have started from; it keeps its slot."""
+        cache = self._cache
+        for block in request.blocks[request.num_shared :]:
+            cache.copies.blocks.pop(block, None)
+        cache.copies.slots.pop(request.slot, None)
+        if request.restores is not None:
+            cache.tree.unpin_snapshot(request.restores)
+        cache.tree.release(request.nodes)
+        request.blocks = request.blocks[len(request.nodes) :]
+        request.nodes, request.restores = [], None
+        request.num_cached = request.num_hit = request.step_start = request.num_tabled = 0
+        self._publisher.forget(request)
+        self._rows = None
+
+    def _start_anew(self, request: Request) -> None:
+        """Starts a request that stands still: from the longest cached prefix whose state is on the device."""
+        tree, hasher = self._cache.tree, request.hasher
+        if hasher is not None:
+            path = tree.match(hasher.digests, len(request.tokens)).path
+            states = [i + 1 for i, n in enumerate(path) if n.snapshot is not None and n.snapshot.device]
+            here = next((i for i, n in enumerate(path) if n.state.tier is not T.DEVICE), len(path))
+            hit = max((end for end in states if end <= here), default=0)
+            if hit:
+                nodes = tree.acquire(path[:hit])
+                tree.pin_snapshot(nodes[-1])
+                request.nodes, request.restores = nodes, nodes[-1]
+                request.blocks = [node.block for node in nodes] + request.blocks
+                request.num_cached = request.num_hit = request.step_start = hit * self.layout.block_tokens
+        missing = self.layout.blocks_for(request.reserved) - len(request.blocks)
+        if missing > 0 and self._cache.can_acquire(missing):
+            request.blocks += self._cache.acquire_blocks(missing)
+        request.reserved = min(request.reserved, len(request.blocks) * self.layout.block_tokens)
 
     def _leave_slot(self, request: Request, *, keep: bool, always: bool = False) -> None:
         """Gives up slot and blocks. `keep`: for the cache, as the policy wants it; `always`: also the state."""
@@ -288,8 +391,8 @@ class KVCacheManager(SteppingManager):
         nodes = cache.tree.acquire(path)
         try:
             request.slot = self._start(None, 0).slot
-            own = self._acquire_blocks(len(parked.blocks))
-        except Exception:
+            own = cache.acquire_blocks(len(parked.blocks))
+        except (NoFreeSlotError, OutOfBlocksError):
             cache.tree.release(nodes)
             if request.slot:
                 cache.release_slot(request.slot)
@@ -320,45 +423,82 @@ class KVCacheManager(SteppingManager):
         Raises:
             RequestError: it sleeps already, or a live request does not know its tokens.
         """
+        with self._guard("sleep"):
+            self._empty_device()
+            self._asleep = True
+
+    def _empty_device(self) -> None:
         self._check_awake()
         for request in self.requests:
             self._check_resumable(request)
-        self.commit()
+        self._commit()
         for request in self.requests:
-            self.preempt(request)
+            self._preempt(request)
         self._cache.end_copies()
         self._cache.evict_all()
-        self._step_transfers += self._cache.transfers.drain()
-        self._asleep = True
+        self._step_transfers = Transfers([*self._step_transfers, *self._cache.transfers.drain()])
 
     def wakeup(self) -> None:
         """The device arrays are there again, with any content. Raises `RequestError` if it does not sleep."""
-        if not self._asleep:
-            raise RequestError("the manager does not sleep")
-        self._asleep = False
+        with self._guard("wakeup"):
+            if not self._asleep:
+                raise RequestError("the manager does not sleep")
+            self._asleep = False
+
+    def resize(self, size: CacheSize) -> None:
+        """From now on the cache has another size, larger or smaller; live requests are preempted, as by `sleep`.
+
+        Run the transfers that follow (`take_transfers`) on the old arrays, then make new ones with
+        `init_cache(layout, size)`, of any content; `resume` continues the requests. The host tier stays as it is.
+
+        Raises:
+            PlanError: not a `CacheSize`, or the transfers of the step before were not taken.
+            ContextLimitError: a live or preempted request may grow beyond the new context limit.
+            RequestError: as `sleep`.
+        """
+        with self._guard("resize"):
+            if not isinstance(size, CacheSize):
+                raise PlanError(f"the new size must be a CacheSize, got {type(size).__name__}")
+            if self._step_transfers:
+                raise PlanError("the transfers of the step before were not taken (see take_transfers)")
+            limit = self._context_limit(size)
+            for request in self._ids.values():
+                if request.max_tokens > limit:
+                    raise ContextLimitError(request.id, request.max_tokens, limit)
+            self._empty_device()
+            self._cache.resize(size)
+            self.size = size
 
     def reset(self) -> None:
-        """Forgets every request and all that is cached; requests admitted before are refused from now on."""
-        for request in self._ids.values():
-            request.blocks, request.nodes, request.restores, request.parked = [], [], None, None
-            request.state = RequestState.RELEASED
-        self.generation += 1
-        if self.events is not None:
-            self.events.emit("cleared", T.NONE)
-        self._clear()
+        """Forgets every request and all that is cached; requests admitted before are refused from now on.
+
+        The one call that is possible after one was interrupted (`ManagerInterruptedError`).
+        """
+        self._guard = Guard()
+        with self._guard("reset"):
+            for request in self._ids.values():
+                request.blocks, request.nodes, request.restores, request.parked = [], [], None, None
+                request.state = RequestState.RELEASED
+            self.generation += 1
+            if self.events is not None:
+                self.events.emit("cleared", T.NONE)
+            self._clear()
 
     # Books
 
     def memory_bytes(self) -> int:
         """Bytes of the cache this manager manages: exactly what `init_cache` allocates."""
+        self._guard.check()
         return self.layout.total_bytes(self.size)
 
     compute_block_budget = staticmethod(compute_block_budget)
 
     def stats(self) -> ManagerStats:
         """Where everything is, and what has happened so far. Raises `IntegrityError` if a unit is unaccounted for."""
+        self._guard.check()
         return collect(self)
 
     def check_integrity(self) -> None:
         """The books agree with each other. For tests: O(blocks). Raises `IntegrityError`."""
+        self._guard.check()
         check_manager(self)

@@ -1,13 +1,15 @@
-"""What requests leave in the prefix tree: full blocks, and snapshots at block boundaries. Pure Python."""
+"""What requests leave in the prefix tree: full blocks, and snapshots at block boundaries. Pure Python + numpy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+import numpy as np
 
 from ..errors import HashError
 from .policies import Placement, SnapshotPlacement
-from .prefix.node import S, T
+from .prefix.node import SETTLED, Node, S, T
 from .prefix.prefix_tree import PrefixTree
 from .request import Request
 from .tiered_cache import TieredCache
@@ -32,7 +34,7 @@ class Publisher:
     """Publishes the blocks and takes the snapshots of the requests of one manager."""
 
     def __init__(self, cache: TieredCache, block_tokens: int):
-        self._cache, self._block_tokens = cache, block_tokens
+        self._cache, self.block_tokens = cache, block_tokens
         self._dirty: dict[Request, None] = {}  # may have blocks to publish
         self.replaced = False  # whether a request's block was replaced by another's since this was last reset
 
@@ -61,6 +63,23 @@ class Publisher:
         self._cache.back_up()
         self._cache.keep_watermark()
 
+    def preview(self, final: Callable[[Request], int]) -> tuple[int, dict[Request, int]]:
+        """What `commit` would do now: device blocks that can be had then besides, and the first block of each
+        request that another's would replace."""
+        more, first = 0, dict[Request, int]()
+        fresh: set[bytes] = set()
+        for request in list(self._dirty):
+            seen = frozenset(fresh)
+            for i, other in self._outlook(request, final(request), fresh):
+                if other is None:
+                    replaced = request.hasher is not None and request.hasher.digests[i] in seen
+                else:
+                    replaced = other.state.tier is T.DEVICE
+                if replaced:
+                    more += other is None or other.refs > 0
+                    first.setdefault(request, i)
+        return more, first
+
     def publish(self, request: Request, tokens: int) -> bool:
         """Puts the full blocks among the first `tokens` tokens into the tree. Whether all are there now.
 
@@ -69,36 +88,84 @@ class Publisher:
         if request.hasher is None:
             return True
         blocks, nodes, tree = request.blocks, request.nodes, self._tree
-        full = min(tokens, len(request.tokens)) // self._block_tokens  # a caller may keep the ids to itself
+        full = self._full_blocks(request, tokens)
         if len(nodes) < full:
             if not self._hash(request, full):
                 return True
             for i in range(len(nodes), full):
                 parent = nodes[-1] if nodes else None
                 nodes.append(tree.reserve(parent, request.hasher.digests[i], blocks[i]))
+        request.written = self.last_written(request)
         for i in range(request.num_shared, len(nodes)):
             published, spare = tree.publish(nodes[i])
             if published.state is S.WRITING:
                 return False  # the block is on its way between tiers under another node: later
             nodes[i] = published
+            if not spare and (i + 1) * self.block_tokens > request.step_start:
+                request.written.append(published)
             if spare:
                 self.replaced = True
                 blocks[i] = published.block
                 request.num_tabled = min(request.num_tabled, i)
                 self._cache.release_blocks([spare])
-        return len(nodes) * self._block_tokens + self._block_tokens > request.num_cached
+        return len(nodes) * self.block_tokens + self.block_tokens > request.num_cached
+
+    def _full_blocks(self, request: Request, tokens: int) -> int:
+        """Full blocks among the first `tokens` tokens whose ids are known: a caller may keep them to itself."""
+        known = max(len(request.tokens), len(request.history)) if request.hasher is not None else 0
+        return min(tokens, known) // self.block_tokens
+
+    def note(self, request: Request, tokens: int) -> None:
+        """Takes the first `tokens` ids for fed, as far as they are known and not noted yet."""
+        history, hasher = request.history, request.hasher
+        if hasher is None or len(history) >= tokens:
+            return
+        known = len(history)
+        try:
+            history.extend(request.tokens[known:tokens])
+            hasher.spec.token_bytes(np.frombuffer(history[known:], "<i4"))
+        except (HashError, OverflowError, TypeError):  # no ids that a step could have been fed
+            del history[known:]
+            request.hasher = None  # nothing more of this request is cached
+
+    def last_written(self, request: Request) -> list[Node]:
+        """The published nodes whose blocks the request's last step filled."""
+        return [n for n in request.written if (n.depth + 1) * self.block_tokens > request.step_start]
+
+    def last_attached(self, request: Request) -> Node | None:
+        """The node with the snapshot that the request's last step took, or that was made of its state."""
+        node = request.attached
+        if node is None or not self._tree.is_current(node) or node.snapshot is None:
+            return None
+        return node if (node.depth + 1) * self.block_tokens >= request.step_start else None
+
+    def would_share(self, request: Request, tokens: int) -> int:
+        """Leading blocks of the request that the tree holds once `publish(request, tokens)` was called."""
+        return request.num_shared + sum(1 for _ in self._outlook(request, tokens, set()))
+
+    def _outlook(self, request: Request, tokens: int, fresh: set[bytes]) -> Iterator[tuple[int, Node | None]]:
+        """The blocks that `publish` would put into the tree, and the nodes that have their digests already.
+
+        `fresh`: digests that earlier ones of the same round add.
+        """
+        full = self._full_blocks(request, tokens)
+        if len(request.nodes) < full and not self._hash(request, full):
+            return
+        for i in range(request.num_shared, max(full, len(request.nodes))):
+            assert request.hasher is not None
+            other = self._tree.get(request.hasher.digests[i])
+            if other is not None and other.state not in SETTLED and other.state is not S.BACKING_UP:
+                return
+            yield i, other
+            fresh.add(request.hasher.digests[i])
 
     def _hash(self, request: Request, blocks: int) -> bool:
-        """Whether the digests of the first `blocks` blocks are known."""
-        hasher, tokens = request.hasher, blocks * self._block_tokens
-        if hasher is None:
+        """Whether the digests of the first `blocks` blocks are those of what was fed."""
+        tokens, start = blocks * self.block_tokens, len(request.nodes) * self.block_tokens
+        self.note(request, tokens)
+        if request.hasher is None:
             return False
-        if hasher.num_tokens < tokens:
-            try:
-                hasher.extend(request.tokens[hasher.num_tokens : tokens])
-            except HashError:  # ids that no step could have been fed: nothing more of this request is cached
-                request.hasher = None
-                return False
+        request.hasher.follow(request.history[start:tokens].tobytes(), start)
         return True
 
     # Snapshots
@@ -107,7 +174,7 @@ class Publisher:
         """Where a chunk of tokens [start, stop) should end, for a snapshot to be taken there."""
         if request.hasher is None:
             return stop
-        return self._snapshots.next_stop(start, stop, prompt_tokens=request.num_prompt, block_tokens=self._block_tokens)
+        return self._snapshots.next_stop(start, stop, prompt_tokens=request.num_prompt, block_tokens=self.block_tokens)
 
     def plan_saves(self, requests: list[Request], room: int) -> list[Save]:
         """Snapshots to take of these requests, which stand at a block boundary, as far as slots are to be had.
@@ -133,7 +200,7 @@ class Publisher:
     def saved(self, saves: list[Save]) -> None:
         """The plan with these copies is made: hits can end there. The requests' blocks must be published before."""
         for request, slot, placement, rolls in saves:
-            i = request.num_cached // self._block_tokens - 1
+            i = request.num_cached // self.block_tokens - 1
             node = request.nodes[i] if i < request.num_shared else None
             if rolls:
                 self._unroll(request)
@@ -141,6 +208,7 @@ class Publisher:
                 self._cache.slots.release([slot])
                 continue
             self._tree.attach_snapshot(node, T.DEVICE, slot)
+            request.attached = node
             if placement is Placement.ROLLING:
                 request.rolling = node
 
@@ -153,13 +221,14 @@ class Publisher:
 
     def keep_slot(self, request: Request, *, always: bool) -> bool:
         """Makes the slot of a request that stands at a block boundary a snapshot, if one is wanted (or `always`)."""
-        i, rest = divmod(request.num_cached, self._block_tokens)
+        i, rest = divmod(request.num_cached, self.block_tokens)
         i -= 1
         if rest or not 0 <= i < request.num_shared or request.nodes[i].snapshot is not None:
             return False
         if not always and self._wanted(request) is Placement.NONE:
             return False
         self._tree.attach_snapshot(request.nodes[i], T.DEVICE, request.slot)
+        request.attached = request.nodes[i]
         if request.rolling is not None and self._rolling_slot(request):
             self._cache.slots.release([self._tree.drop_snapshot(request.rolling, T.DEVICE)])
         return True
@@ -172,10 +241,10 @@ class Publisher:
             request.rolling = None
 
     def _wanted(self, request: Request) -> Placement:
-        i = request.num_cached // self._block_tokens - 1
+        i = request.num_cached // self.block_tokens - 1
         if request.hasher is None or (i < request.num_shared and request.nodes[i].snapshot is not None):
             return Placement.NONE
-        return self._snapshots.at(request.num_cached, prompt_tokens=request.num_prompt, block_tokens=self._block_tokens)
+        return self._snapshots.at(request.num_cached, prompt_tokens=request.num_prompt, block_tokens=self.block_tokens)
 
     def _rolling_slot(self, request: Request) -> int:
         node = request.rolling

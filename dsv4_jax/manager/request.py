@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from array import array
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -47,6 +48,10 @@ class Parked(NamedTuple):
 class Request:
     """One request. Made by `KVCacheManager.admit_request`; only `tokens` is the caller's to change.
 
+    What a step was fed stays what it was: `KVCacheManager.plan_tokens` notes the ids it lays out (for a caller that
+    lays them out itself they are noted when their block is published), and cached blocks are known by these. A later
+    change of such ids in `tokens` changes neither what is cached nor what is fed again after a preemption.
+
     It stands in for its slot number wherever an integer is wanted (`operator.index(request)`).
 
     Attributes:
@@ -56,6 +61,7 @@ class Request:
         max_tokens: the most tokens it may ever hold, prompt and output together.
         tokens: prompt and output ids known so far. Append what was drawn: `request.tokens.append(t)`.
             A caller that keeps its token ids elsewhere may leave this empty; nothing of it is then cached.
+        history: ids fed so far, int32, as far as they are noted; what was found in the cache included.
         num_prompt: tokens it was admitted with.
         num_cached: tokens whose rows are in the cache once the steps planned so far have run.
         num_hit: tokens found in the cache when it was admitted (or last resumed).
@@ -63,12 +69,15 @@ class Request:
         num_tabled: leading blocks whose block-table entries a plan has already carried.
         reserved: tokens for which blocks are kept whatever happens (see `KVCacheManager.reserve`).
         fed: tokens of its last step, while that step may still be accepted in part; else 0.
+        step_start: tokens it had before its last step; `num_cached` once it is known that this step ran.
         last_step: number of the last step that fed it, 0 before the first.
         epoch: how often it was preempted.
         hasher: digests of its full blocks; None if nothing is cached.
         nodes: of its leading blocks in the prefix tree: shared, or (the last ones) about to be.
         restores: the node whose snapshot its first step restores, pinned until then.
         rolling: the node with its latest snapshot that the next one replaces.
+        written: nodes of blocks that its last step filled, published since: what an abort takes back.
+        attached: the node that its last step, or its preemption, gave a snapshot.
         parked: what it left on the host when it was preempted.
     """
 
@@ -77,6 +86,7 @@ class Request:
     generation: int
     max_tokens: int
     tokens: list[int]
+    history: array[int] = dataclasses.field(default_factory=lambda: array("i"))
     num_prompt: int = 0
     num_cached: int = 0
     num_hit: int = 0
@@ -84,6 +94,7 @@ class Request:
     num_tabled: int = 0
     reserved: int = 0
     fed: int = 0
+    step_start: int = 0
     last_step: int = 0
     epoch: int = 0
     state: RequestState = RequestState.LIVE
@@ -91,6 +102,8 @@ class Request:
     nodes: list[Node] = dataclasses.field(default_factory=list)
     restores: Node | None = None
     rolling: Node | None = None
+    written: list[Node] = dataclasses.field(default_factory=list)
+    attached: Node | None = None
     parked: Parked | None = None
 
     def __index__(self) -> int:
@@ -103,6 +116,11 @@ class Request:
     def num_pending(self) -> int:
         """Known tokens that are not in the cache yet."""
         return max(len(self.tokens) - self.num_cached, 0)
+
+    @property
+    def num_excess(self) -> int:
+        """Known tokens beyond `max_tokens`: no step will ever feed them."""
+        return max(len(self.tokens) - self.max_tokens, 0)
 
     @property
     def ref(self) -> RequestRef:

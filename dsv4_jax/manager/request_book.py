@@ -10,13 +10,14 @@ import numpy as np
 from ..errors import PlanError, RequestError
 from ..layout import CacheLayout, CacheSize
 from .allocator import as_count
+from .guard import Guard
 from .policies import CachePolicy
 from .prefix.events import EventLog
 from .prefix.hashing import BlockHasher, HashSpec, Key
 from .publishing import Publisher
 from .request import Request, RequestRef, RequestState
 from .tiered_cache import HostSize, TieredCache
-from .transfers import TransferStage
+from .transfers import Transfers
 
 __all__ = ["RequestBook"]
 
@@ -39,6 +40,7 @@ class RequestBook:
         self._hashing = HashSpec(layout.block_tokens, (layout.fingerprint, salt), layout.cfg.vocab_size)
         self.generation = 0
         self._persists = False
+        self._guard = Guard()
         self._next_id = self._next_epoch = 0
         self._clear()
 
@@ -50,14 +52,17 @@ class RequestBook:
         self._ids: dict[Hashable, Request] = {}  # live and preempted
         self._steps = 0
         self._rows: Any = None  # of the step planned last, until something changes them
-        self._step_transfers: list[TransferStage] = []
+        self._step_transfers = Transfers()
+        self._copied: frozenset[int] = frozenset()  # slots that copies of the step planned last fill
         self._asleep = False
 
     @property
     def context_limit(self) -> int:
         """Tokens that one request can hold: the block table's width, and the model's own limit."""
-        table = self.size.max_blocks_per_request * self.layout.block_tokens
-        return min(table, self.layout.cfg.max_position_embeddings)
+        return self._context_limit(self.size)
+
+    def _context_limit(self, size: CacheSize) -> int:
+        return min(size.max_blocks_per_request * self.layout.block_tokens, self.layout.cfg.max_position_embeddings)
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -74,6 +79,7 @@ class RequestBook:
 
         For results of steps that were under way: what comes late is for nobody.
         """
+        self._guard.check()
         request = self._ids.get(ref.id)
         live = request is not None and request.state is RequestState.LIVE and request.epoch == ref.epoch
         return request if live else None

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from ..layout import CacheLayout
+from .planning import StepShape
 from .request import Request
 
-__all__ = ["Feed", "Room", "schedule"]
+__all__ = ["Feed", "Room", "room_of", "schedule"]
 
 Feed = tuple[Request | int, int]  # a request (or its slot), and how many of its tokens to feed
 _PLENTY = 1 << 60
@@ -23,6 +24,9 @@ class Room:
         blocks: that can be had.
         entries: block-table entries the plan can carry.
         copies: slot copies it can carry: one for every request that starts from a snapshot.
+        columns: of the block table that it can see.
+        chunk: most tokens of one request.
+        flushes, groups: as in `StepShape`.
     """
 
     tokens: int
@@ -30,6 +34,24 @@ class Room:
     blocks: int
     entries: int = _PLENTY
     copies: int = _PLENTY
+    columns: int = _PLENTY
+    chunk: int = _PLENTY
+    flushes: int = _PLENTY
+    groups: int = _PLENTY
+
+
+def room_of(layout: CacheLayout, shape: StepShape, room: Room) -> Room:
+    """What a step of this shape may use of `room` (tokens, rows and blocks)."""
+    rows, tokens = min(room.rows, shape.rows), min(room.tokens, shape.tokens)
+    fits = StepShape.bound(layout, rows, tokens, columns=0)
+    return Room(
+        tokens, rows, room.blocks, shape.table_entries, shape.slot_copies, shape.columns,
+        min(shape.tokens if shape.history else 1 + layout.draft_tokens,
+            _PLENTY if shape.group_length >= fits.group_length else shape.group_length),
+        # Every step of so many rows and tokens has room for them in a shape made by `bound`: nothing to count.
+        _PLENTY if shape.flushes >= fits.flushes else shape.flushes,
+        _PLENTY if shape.groups >= fits.groups else shape.groups,
+    )  # fmt: skip
 
 
 def schedule(
@@ -52,14 +74,20 @@ def schedule(
     prefills = [pair for pair in waiting if pair[1] > 1]
     feeds: list[tuple[Request, int]] = []
     block = layout.block_tokens
-    tokens, rows, blocks, entries, copies = dataclasses.astuple(room)  # locals: hundreds of rows pass here
-    for request, pending in (*decodes, *prefills):
+    tokens, rows, blocks, entries, copies = room.tokens, room.rows, room.blocks, room.entries, room.copies
+    widest, chunk = room.columns * block, min(max_chunk, room.chunk)
+    lists = _Lists(layout, room.flushes, room.groups) if min(room.flushes, room.groups) < _PLENTY else None
+    for request, pending in (*decodes, *prefills):  # locals: hundreds of rows pass here
         if not tokens or not rows:
             break
-        start, held, tabled = request.num_cached, len(request.blocks), request.num_tabled
+        start, held, tabled, limit = request.num_cached, len(request.blocks), request.num_tabled, request.max_tokens
+        if start >= limit or start >= widest:
+            continue  # no step of this kind will ever feed it: it holds nobody back
         restores = request.restores is not None
         reach = min(held + blocks, tabled + entries) * block
-        stop = min(start + min(pending, tokens, max_chunk), reach)
+        stop = min(start + min(pending, tokens, chunk), reach, limit, widest)
+        if lists is not None:
+            stop = lists.reach(start, stop)
         if stop > start and restores <= copies:
             if pending > 1:
                 stop = next_stop(request, start, stop)
@@ -71,9 +99,30 @@ def schedule(
             if needed > tabled:
                 entries -= needed - tabled
                 blocks -= max(needed - held, 0)
+            if lists is not None:
+                lists.take(start, stop)
         elif pending > 1:
             break  # chunks are first come, first served: none overtakes one that lacks blocks
     return feeds
+
+
+class _Lists:
+    """Room in the lists of a plan whose length depends on where a chunk begins and ends."""
+
+    def __init__(self, layout: CacheLayout, flushes: int, groups: int):
+        self._csa, self._hca = layout.cfg.csa_ratio, layout.cfg.hca_ratio
+        self._flushes, self._groups = flushes, groups
+
+    def reach(self, start: int, stop: int) -> int:
+        """How far a chunk from `start` may go, at most to `stop`."""
+        if not self._flushes or not self._groups:  # a decode is listed as a flush wherever it stands
+            return start
+        flushes = (start // self._csa + self._flushes + 1) * self._csa - 1
+        return min(stop, flushes, (start // self._hca + self._groups) * self._hca)
+
+    def take(self, start: int, stop: int) -> None:
+        self._flushes -= max(stop // self._csa - start // self._csa, 1)
+        self._groups -= (stop - 1) // self._hca - start // self._hca + 1
 
 
 def _last_step(pair: tuple[Request, int]) -> int:

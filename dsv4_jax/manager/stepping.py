@@ -12,12 +12,12 @@ import numpy as np
 from ..errors import ContextLimitError, OutOfBlocksError, PlanError, RequestError
 from ..plan import StepPlan
 from .allocator import as_count
-from .planning import StepShape, build_plan, next_decode, shape_for
+from .planning import StepShape, build_plan, check_extras, next_decode, shape_for, with_extras
 from .publishing import Save
 from .request import Request
 from .request_book import RequestBook
-from .scheduling import Feed, Room, schedule
-from .transfers import TransferStage
+from .scheduling import Feed, Room, room_of, schedule
+from .transfers import Transfers
 
 __all__ = ["SteppingManager"]
 
@@ -61,13 +61,14 @@ class SteppingManager(RequestBook):
         Raises:
             ContextLimitError, OutOfBlocksError, RequestError: as in `plan_step`.
         """
-        request, tokens = self._checked(request), as_count("tokens", tokens)
-        if tokens > request.max_tokens:
-            raise ContextLimitError(request.id, tokens, request.max_tokens)
-        missing = self.layout.blocks_for(tokens) - len(request.blocks)
-        request.blocks += self._acquire_blocks(max(missing, 0))
-        self._rows = None
-        request.reserved = max(request.reserved, tokens)
+        with self._guard("reserve"):
+            request, tokens = self._checked(request), as_count("tokens", tokens)
+            if tokens > request.max_tokens:
+                raise ContextLimitError(request.id, tokens, request.max_tokens)
+            missing = self.layout.blocks_for(tokens) - len(request.blocks)
+            request.blocks += self._cache.acquire_blocks(max(missing, 0))
+            self._rows = None
+            request.reserved = max(request.reserved, tokens)
 
     def plan_step(self, feeds: Iterable[Feed], *, steps: int = 1, shape: StepShape | None = None) -> StepPlan:
         """Plans one step: `n` tokens of every `(request, n)`; or the first of `steps` decode steps.
@@ -85,54 +86,63 @@ class SteppingManager(RequestBook):
                 executable (see `pinned_shape`); default: what the rows need, in powers of two.
 
         Raises:
-            RequestError: a request is not live here.
+            RequestError: a request is not live here, or a chunk goes beyond the tokens that the request knows. (None
+                of a chunk, or of a decode or verify step, may be known here: drawn on the device, or kept elsewhere.)
             ContextLimitError: a request would outgrow its `max_tokens`.
             OutOfBlocksError: the step needs more blocks than are free.
             PlanError: a count < 1, a request named twice, K steps of more than one token, or the
                 shape is too small. Whatever is raised, nothing has changed.
         """
+        feeds = feeds if type(feeds) is list else list(feeds)
+        with self._guard("plan_step"):
+            return self._plan_step(feeds, as_count("steps", steps, 1), shape)
+
+    def _plan_step(self, feeds: list[Feed], steps: int, shape: StepShape | None) -> StepPlan:
         self._check_awake()
         if self._step_transfers:
             raise PlanError("the transfers of the step before were not taken (see take_transfers)")
-        steps = as_count("steps", steps, 1)
+        if shape is not None and not isinstance(shape, StepShape):
+            raise PlanError(f"shape must be a StepShape or None, got {type(shape).__name__}")
         rows = self._rows
-        again = (
-            rows is not None
-            and type(feeds) is list
-            and feeds == rows.feeds
-            and (steps == 1 or max(rows.counts, default=1) == 1)
-        )
+        again = rows is not None and feeds == rows.feeds and (steps == 1 or max(rows.counts, default=1) == 1)
         requests, counts = (rows.requests, rows.counts) if again else self._feeds(feeds, steps)
-        self.commit()
         if not again or self._publisher.replaced:
-            self._rows = rows = _Rows.of(requests, counts)
-            self._publisher.replaced = False
+            rows = _Rows.of(requests, counts)
+        # First what may be refused: nothing changes before it is certain that all of the rest succeeds.
+        freed, replaced = self._publisher.preview(self._final_tokens)
         slots, starts, fed, limits, held, tabled = rows.arrays
+        if replaced:  # their table entries are set again
+            tabled = np.minimum(tabled, np.array([replaced.get(r, len(r.blocks)) for r in requests], np.int64))
         block = self.layout.block_tokens
         ends = starts + fed * steps
         blocks = -(-ends // block)
         missing = np.maximum(blocks - held, 0)
-        over = np.flatnonzero(ends > limits)
-        if len(over):
-            request = requests[over[0]]
-            raise ContextLimitError(request.id, int(ends[over[0]]), request.max_tokens)
-        taken = self._acquire_blocks(int(missing.sum()))
-        saves: list[Save] = []
-        try:
-            fresh, entries = iter(taken), []
-            paths: dict[int, list[int]] = {}  # of the rows that need table entries, by row
-            for i in np.flatnonzero(tabled < blocks).tolist():
-                paths[i] = requests[i].blocks + list(itertools.islice(fresh, missing[i]))
-                entries += [(requests[i].slot, column, paths[i][column]) for column in range(tabled[i], blocks[i])]
-            copies = self._copies(rows.restored)
-            at_boundary = [requests[i] for i in np.flatnonzero((starts % block == 0) & (starts > 0)).tolist()]
-            saves = self._saves(at_boundary, copies, shape)
-            copies += [(save.request.slot, save.slot) for save in saves]
-            plan = self._build(rows, shape, entries, copies, steps)
-        except Exception:
-            self._cache.release_blocks(taken)
-            self._publisher.cancel(saves)
-            raise
+        self._check_tokens(requests, starts, ends, fed, limits)
+        count = int(missing.sum())
+        if not self._cache.can_acquire(count, freed):
+            raise OutOfBlocksError(count, self._cache.num_available + freed, self._cache.blocks.num_total)
+        untabled = np.flatnonzero(tabled < blocks).tolist()
+        copies = self._copies(rows.restored)
+        needed = dict(
+            table_entries=int((blocks - tabled)[untabled].sum()), slot_copies=len(copies),
+            block_copies=len(self._cache.copies.blocks),
+        )  # fmt: skip
+        fits, plan = self._rows_plan(rows, shape, steps, needed)
+        # From here on everything changes.
+        self._commit()
+        self._publisher.replaced = False
+        fresh, entries = iter(self._cache.acquire_blocks(count)), list[tuple[int, int, int]]()
+        paths: dict[int, list[int]] = {}  # of the rows that need table entries, by row
+        for i in untabled:
+            paths[i] = requests[i].blocks + list(itertools.islice(fresh, missing[i]))
+            entries += [(requests[i].slot, column, paths[i][column]) for column in range(tabled[i], blocks[i])]
+        at_boundary = [requests[i] for i in np.flatnonzero((starts % block == 0) & (starts > 0)).tolist()]
+        saves = self._saves(at_boundary, copies, shape)
+        copies += [(save.request.slot, save.slot) for save in saves]
+        block_copies = [(source, target) for target, source in self._cache.copies.blocks.items()]
+        if shape is None:
+            fits = dataclasses.replace(fits, slot_copies=len(copies)).bucketed(self.size.max_blocks_per_request)
+        plan = with_extras(plan, fits, entries, copies, block_copies)
         self._steps += 1
         arrays = (slots, ends, fed, limits, np.maximum(held, blocks), np.maximum(tabled, blocks))
         decode = (shape, plan) if shape is not None and max(counts, default=2) == 1 else None
@@ -148,37 +158,52 @@ class SteppingManager(RequestBook):
                 request.restores = None
         for request, count in zip(requests, counts, strict=True):
             request.fed = count * steps
+            request.step_start = request.num_cached
             request.num_cached += request.fed
             request.last_step = self._steps
         for i in np.flatnonzero(ends // block > starts // block).tolist():
             self._publisher.mark(requests[i])
+        self._copied = frozenset(self._cache.copies.slots)
         self._cache.end_copies()
         self._step_transfers = self._cache.transfers.drain()
         return plan
 
-    def take_transfers(self) -> list[TransferStage]:
+    def _check_tokens(
+        self, requests: list[Request], starts: np.ndarray, ends: np.ndarray, fed: np.ndarray, limits: np.ndarray
+    ) -> None:
+        """No request outgrows its limit, and none of which some tokens are known feeds a chunk beyond them."""
+        if len(over := np.flatnonzero(ends > limits)):
+            request = requests[over[0]]
+            raise ContextLimitError(request.id, int(ends[over[0]]), request.max_tokens)
+        for i in np.flatnonzero(fed > 1 + self.layout.draft_tokens).tolist():  # drafts may be drawn on the device
+            start, stop, known = int(starts[i]), int(starts[i] + fed[i]), len(requests[i].tokens)
+            if start < known < stop:
+                raise RequestError(
+                    f"request {requests[i].id!r} knows {known} tokens, the step feeds {start}..{stop - 1}"
+                )
+
+    def take_transfers(self) -> Transfers:
         """What must travel between the tiers before the step planned last runs, stage by stage, in this order.
 
         `dsv4_jax.run_transfers(cache, host, stages)` runs them. Without a host tier there never is any;
-        with one, call it after every `plan_step` (and after `sleep`), before the step.
+        with one, call it after every `plan_step` (and after `sleep` or `resize`), before the step.
         """
-        stages, self._step_transfers = self._step_transfers, []
-        return stages
+        with self._guard("take_transfers"):
+            stages, self._step_transfers = self._step_transfers, Transfers()
+            if stages:
+                self._cache.taken = stages
+            return stages
 
     def commit(self) -> None:
         """Makes the blocks that the steps planned so far have filled matchable for others.
 
         Planning and admitting do this too. A step that may still be cut by `accept` waits for that.
         """
-        self._publisher.commit(self._final_tokens)
+        with self._guard("commit"):
+            self._commit()
 
-    def _acquire_blocks(self, count: int) -> list[int]:
-        """Raises `OutOfBlocksError`, and counts that."""
-        try:
-            return self._cache.acquire_blocks(count)
-        except OutOfBlocksError:
-            self._cache.failures["device"] += 1
-            raise
+    def _commit(self) -> None:
+        self._publisher.commit(self._final_tokens)
 
     def _copies(self, restored: list[Request]) -> list[tuple[int, int]]:
         """The slot copies that the next plan must carry."""
@@ -196,29 +221,26 @@ class SteppingManager(RequestBook):
         room = len(requests) if shape is None else max(shape.slot_copies - len(copies), 0)
         return self._publisher.plan_saves(requests, room)
 
-    def _build(
-        self,
-        rows: _Rows,
-        shape: StepShape | None,
-        entries: list[tuple[int, int, int]],
-        slot_copies: list[tuple[int, int]],
-        steps: int,
-    ) -> StepPlan:
-        """The plan; its shape is what it needs, in powers of two, unless given."""
-        block_copies = [(source, block) for block, source in self._cache.copies.blocks.items()]
+    def _rows_plan(
+        self, rows: _Rows, shape: StepShape | None, steps: int, needed: dict[str, int]
+    ) -> tuple[StepShape, StepPlan]:
+        """The shape, and the plan but for its entries and copies, of which at least `needed` must fit.
+
+        The shape is what the rows need, in powers of two, unless given. Raises `PlanError`.
+        """
         slots, starts, counts, *_ = rows.arrays
-        extras = dict(table_entries=entries, slot_copies=slot_copies, block_copies=block_copies, lookahead=steps - 1)
         if shape is not None and rows.decode is not None and rows.decode[0] == shape:
-            return next_decode(self.layout, rows.decode[1], shape, starts, **extras)
+            check_extras(shape, **needed)
+            return shape, next_decode(self.layout, rows.decode[1], shape, starts, size=self.size, lookahead=steps - 1)
         fed = np.stack([slots, starts, counts], 1)
         if shape is None:
-            shape = shape_for(
-                self.layout, fed, table_entries=len(entries), slot_copies=len(slot_copies),
-                block_copies=len(block_copies), lookahead=steps - 1,
-            ).bucketed(self.size.max_blocks_per_request)  # fmt: skip
+            shape = shape_for(self.layout, fed, lookahead=steps - 1, **needed).bucketed(
+                self.size.max_blocks_per_request
+            )
         elif shape.columns > self.size.max_blocks_per_request:
             raise PlanError(f"columns={shape.columns}: the table has {self.size.max_blocks_per_request}")
-        return build_plan(self.layout, fed, shape, **extras)
+        check_extras(shape, **needed)
+        return shape, build_plan(self.layout, fed, shape, size=self.size, lookahead=steps - 1)
 
     def _feeds(self, feeds: Iterable[Feed], steps: int) -> tuple[list[Request], list[int]]:
         """The requests and their token counts, checked one by one."""
@@ -244,12 +266,18 @@ class SteppingManager(RequestBook):
     def plan_tokens(self, plan: StepPlan) -> np.ndarray:
         """The token ids of a plan, [T] int32 in its order (padding: 0), from the requests' `tokens`.
 
+        They are noted as what the plan feeds: a second call gives the same, whatever `tokens` says by then.
         Call it before the requests are released. For a plan of K steps: the tokens of the first.
 
         Raises:
             RequestError: a request of the plan is gone, or does not know the tokens it feeds.
         """
+        with self._guard("plan_tokens"):
+            return self._plan_tokens(plan)
+
+    def _plan_tokens(self, plan: StepPlan) -> np.ndarray:
         ids: list[int] = []
+        fresh: list[tuple[Request, int, int]] = []
         live = self._live
         for slot, start, count in zip(
             plan.row_slot.tolist(), plan.row_start.tolist(), plan.row_count.tolist(), strict=True
@@ -257,14 +285,25 @@ class SteppingManager(RequestBook):
             if not slot:
                 continue
             request = live.get(slot) or self._checked(slot)
-            if len(request.tokens) < start + count:
+            history, stop = request.history, start + count
+            noted = len(history)
+            if noted >= stop:  # laid out before: what is fed does not change any more
+                ids += history[start:stop]
+                continue
+            if len(request.tokens) < stop:
                 known = len(request.tokens)
-                raise RequestError(
-                    f"request {request.id!r} knows {known} tokens, the plan feeds {start}..{start + count - 1}"
-                )
-            ids += request.tokens[start : start + count]
+                raise RequestError(f"request {request.id!r} knows {known} tokens, the plan feeds {start}..{stop - 1}")
+            if request.hasher is not None:
+                fresh.append((request, start, stop))
+            ids += history[start:] if noted > start else ()
+            ids += request.tokens[max(start, noted) : stop]
         out = np.zeros(plan.num_tokens, np.int32)
         out[: len(ids)] = self._token_ids(ids)  # rows follow each other, padding stands last
+        for request, start, stop in fresh:
+            if len(request.history) == start == stop - 1 < request.num_cached:
+                request.history.append(request.tokens[start])
+            else:
+                self._publisher.note(request, min(stop, request.num_cached))
         return out
 
     def accept(self, request: Request | int, n_kept: int) -> None:
@@ -282,27 +321,26 @@ class SteppingManager(RequestBook):
             PlanError: no step to accept, `n_kept` out of range, or the step cannot be cut.
             RequestError: the request is not live here.
         """
-        request, n_kept = self._checked(request), as_count("n_kept", n_kept)
-        fed, drafts = request.fed, self.layout.draft_tokens
-        if not fed:
-            raise PlanError(f"request {request.id!r} has no step to accept")
-        if n_kept > fed:
-            raise PlanError(f"request {request.id!r}: cannot keep {n_kept} of the {fed} tokens fed")
-        if n_kept < fed and (not drafts or fed > 1 + drafts):
-            raise PlanError(
-                f"request {request.id!r}: a step of {fed} tokens cannot be cut to {n_kept} with draft_tokens={drafts}"
-            )
-        self._rows = None
-        del request.tokens[request.num_cached - fed + n_kept : request.num_cached]
-        request.num_cached += n_kept - fed
-        request.fed = 0
-        keep = self.layout.blocks_for(max(request.num_cached, request.reserved))
-        self._cache.release_blocks(request.blocks[keep:])
-        del request.blocks[keep:]
-        request.num_tabled = min(request.num_tabled, keep)
-        if n_kept < fed and request.hasher is not None and request.hasher.num_tokens > request.num_cached:
-            request.hasher.truncate(request.num_cached)  # what follows in `tokens` has moved
-        self._publisher.mark(request)
+        with self._guard("accept"):
+            request, n_kept = self._checked(request), as_count("n_kept", n_kept)
+            fed, drafts = request.fed, self.layout.draft_tokens
+            if not fed:
+                raise PlanError(f"request {request.id!r} has no step to accept")
+            if n_kept > fed:
+                raise PlanError(f"request {request.id!r}: cannot keep {n_kept} of the {fed} tokens fed")
+            if n_kept < fed and (not drafts or fed > 1 + drafts):
+                cut = f"a step of {fed} tokens cannot be cut to {n_kept}"
+                raise PlanError(f"request {request.id!r}: {cut} with draft_tokens={drafts}")
+            self._rows = None
+            del request.tokens[request.num_cached - fed + n_kept : request.num_cached]
+            request.num_cached += n_kept - fed
+            request.fed, request.step_start = 0, request.num_cached
+            keep = self.layout.blocks_for(max(request.num_cached, request.reserved))
+            self._cache.release_blocks(request.blocks[keep:])
+            del request.blocks[keep:]
+            request.num_tabled = min(request.num_tabled, keep)
+            del request.history[request.num_cached :]
+            self._publisher.mark(request)
 
     def schedule(
         self,
@@ -319,8 +357,9 @@ class SteppingManager(RequestBook):
         chunks of the others in admission order, as far as tokens, rows and blocks reach. A chunk
         that lacks blocks holds back those behind it. So nobody starves: decodes take turns and end,
         and only the chunks that wait behind them make new ones. A chunk ends where the policy wants
-        a snapshot. An empty result while tokens are pending means that blocks must be freed first:
-        release or preempt a request.
+        a snapshot. Tokens beyond a request's `max_tokens` (`Request.num_excess`), or beyond the columns of the
+        shape, are never offered. An empty result while others are pending means that blocks must be freed
+        first: release or preempt a request.
 
         Args:
             token_budget: most tokens of the step.
@@ -336,15 +375,15 @@ class SteppingManager(RequestBook):
         budget = as_count("token_budget", token_budget, 1)
         rows = budget if max_rows is None else as_count("max_rows", max_rows, 1)
         chunk = budget if max_chunk is None else as_count("max_chunk", max_chunk, 1)
-        chosen = self.requests if requests is None else [self._checked(request) for request in requests]
-        self.commit()  # now, as `plan_step` would: blocks that turn out to be shared need table entries again
-        room = Room(budget, rows, self._cache.num_available)
-        if shape is not None:
-            room = Room(
-                min(room.tokens, shape.tokens), min(room.rows, shape.rows), room.blocks,
-                shape.table_entries, shape.slot_copies - len(self._cache.copies.slots),
-            )  # fmt: skip
-        return schedule(self.layout, chosen, room, max_chunk=chunk, next_stop=self._publisher.next_stop)
+        requests = None if requests is None else list(requests)
+        with self._guard("schedule"):
+            chosen = self.requests if requests is None else [self._checked(request) for request in requests]
+            self._commit()  # now, as `plan_step` would: blocks that turn out to be shared need table entries again
+            room = Room(budget, rows, self._cache.num_available)
+            if shape is not None:
+                room = room_of(self.layout, shape, room)
+                room.copies -= len(self._cache.copies.slots)
+            return schedule(self.layout, chosen, room, max_chunk=chunk, next_stop=self._publisher.next_stop)
 
     def pinned_shape(
         self,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ..errors import PrefixTreeError
+from ..errors import PlanError, PrefixTreeError
 from .prefix.eviction import Freed
 from .prefix.hashing import BlockHasher, MediaItem, Namespace
 from .prefix.node import MATCHABLE, Node, S, T
@@ -71,34 +71,38 @@ class StorageTier:
     def plan_writes(self, limit: int) -> list[StorageMove]:
         """Up to `limit` host records that storage does not have. Read them now, before anything else runs.
 
-        Call it after the transfers of a step were run. While others wait for the next step, there are none.
+        Call it after the transfers of a step were run. While some wait, for the next step or to be gone through
+        (`Transfers.ran`), there are none.
         """
-        cache = self._cache
-        if len(cache.transfers) or self._manager.has_transfers:
-            return []
-        writes = []
-        for node in cache.tree.pop_persists(limit):
-            cache.tree.begin_persist(node)
-            writes.append(StorageMove(BLOCK, node, node.host))
-        for node in cache.tree.pop_snapshot_persists(limit - len(writes)):
-            if node.snapshot is not None:
-                writes.append(StorageMove(SLOT, node, node.snapshot.host))
-        return writes
+        with self._manager._guard("plan_writes"):
+            cache = self._cache
+            if len(cache.transfers) or self._manager.has_transfers or not cache.taken.ran:
+                return []
+            writes = []
+            for node in cache.tree.pop_persists(limit):
+                cache.tree.begin_persist(node)
+                writes.append(StorageMove(BLOCK, node, node.host))
+            for node in cache.tree.pop_snapshot_persists(limit - len(writes)):
+                if node.snapshot is not None:
+                    writes.append(StorageMove(SLOT, node, node.snapshot.host))
+            return writes
 
     def finish_writes(self, writes: Iterable[StorageMove], done: Iterable[bool]) -> None:
         """Whether storage has them now; one that it has not is tried again when it next comes to the host."""
-        tree = self._cache.tree
-        for move, stored in zip(writes, done, strict=True):
-            node = move.node
-            if not tree.is_current(node):
-                continue
-            if move.scope == SLOT:
-                if stored and node.state is not S.WRITING and not (node.snapshot and node.snapshot.stored):
-                    tree.attach_snapshot(node, T.STORAGE)
-            elif node.state is S.PERSISTING:
-                (tree.complete if stored else tree.abort)(node)
-            elif stored and not node.stored:  # a request has taken it to the device meanwhile
-                tree.add_stored(node.parent, node.digest)
+        ends = list(zip(writes, done, strict=True))
+        with self._manager._guard("finish_writes"):
+            tree = self._cache.tree
+            for move, stored in ends:
+                node = move.node
+                if not tree.is_current(node):
+                    continue
+                if move.scope == SLOT:
+                    if stored and node.state is not S.WRITING and not (node.snapshot and node.snapshot.stored):
+                        tree.attach_snapshot(node, T.STORAGE)
+                elif node.state is S.PERSISTING:
+                    (tree.complete if stored else tree.abort)(node)
+                elif stored and not node.stored:  # a request has taken it to the device meanwhile
+                    tree.add_stored(node.parent, node.digest)
 
     # From storage
 
@@ -117,18 +121,39 @@ class StorageTier:
         snapshot last. Nothing if all of it is nearer already.
 
         Args:
-            blocks, snapshots: which of these keys storage probably has.
+            blocks, snapshots: which of these keys storage probably has. Asked before anything changes.
+
+        Raises:
+            HashError: as `KVCacheManager.admit_request`.
+            PlanError: an answer is not one per key.
         """
-        cache, tree = self._cache, self._cache.tree
         hasher = BlockHasher(self._manager._hashing, tokens, namespace=namespace, items=items)
-        path = self._path(hasher.digests[: max(len(tokens) - 1, 0) // hasher.spec.block_tokens], blocks)
-        known = snapshots([node.digest for node in path]) if path else []
-        ends = [i + 1 for i, node in enumerate(path) if known[i] or node.snapshot is not None]
+        digests = hasher.digests[: max(len(tokens) - 1, 0) // hasher.spec.block_tokens]
+        self._manager._guard.check()
+        near = self._near(digests)
+        rest = digests[len(near) :]
+        if rest and self._cache.tree.get(rest[0]) is not None:
+            rest = []  # being written, or on the move
+        found = _answers(blocks, rest)
+        digests = digests[: len(near) + (found.index(False) if False in found else len(found))]
+        states = _answers(snapshots, digests)
+        with self._manager._guard("plan_reads"):
+            return self._plan_reads(digests, states)
+
+    def _plan_reads(self, digests: list[bytes], states: list[bool]) -> list[StorageMove]:
+        """`digests`: of blocks that the cache or storage has; `states`: of which storage has a snapshot."""
+        cache, tree = self._cache, self._cache.tree
+        path = self._near(digests)
+        for digest in digests[len(path) :]:
+            if tree.get(digest) is not None:
+                break
+            path.append(tree.add_stored(path[-1] if path else None, digest))
+        ends = [i + 1 for i, node in enumerate(path) if states[i] or node.snapshot is not None]
         path = path[: ends[-1]] if ends else []
         tree.acquire(path)  # so that making room takes none of these
         try:
             missing = [node for node in path if node.state is S.STORAGE]
-            room = cache.try_host_blocks(len(missing))
+            room = cache.landing_blocks(len(missing))
             if len(room) < len(missing):  # only what there is room for, up to a snapshot
                 reach = path.index(missing[len(room)])
                 ends = [end for end in ends if end <= reach]
@@ -154,53 +179,59 @@ class StorageTier:
         Args:
             lost: whether storage does not have what did not arrive: it is forgotten then.
         """
-        cache, tree = self._cache, self._cache.tree
-        late: list[Node] = []
-        for move, arrived in zip(reads, done, strict=True):
-            node = move.node
-            if not cache.tree.is_current(node):
-                continue
-            if move.scope == SLOT:
-                self._finish_snapshot(move, arrived)
-            elif late or not arrived:
-                late.append(node)
-            else:
-                tree.complete(node)
-        for node in reversed(late):
-            cache.give_back(tree.abort(node))
-        if late and lost:
-            with contextlib.suppress(PrefixTreeError):  # somebody else is fetching below it: they will find out
-                cache.give_back(tree.discard(late[0]))
+        ends = list(zip(reads, done, strict=True))
+        with self._manager._guard("finish_reads"):
+            cache, tree = self._cache, self._cache.tree
+            late: list[Node] = []
+            for move, arrived in ends:
+                node = move.node
+                if move.scope == SLOT:
+                    self._finish_snapshot(move, arrived)
+                elif not tree.is_current(node):
+                    continue
+                elif late or not arrived:
+                    late.append(node)
+                else:
+                    tree.complete(node)
+            for node in reversed(late):
+                cache.give_back(tree.abort(node))
+            if late and lost:
+                with contextlib.suppress(PrefixTreeError):  # somebody else is fetching below it: they will find out
+                    cache.give_back(tree.discard(late[0]))
 
-    def _path(self, digests: list[bytes], blocks: Contains) -> list[Node]:
-        """Nodes of the leading run that the cache or storage has, those only storage knew of added."""
+    def _near(self, digests: list[bytes]) -> list[Node]:
+        """Nodes of the leading run that the cache has, in whatever tier."""
         tree, path = self._cache.tree, list[Node]()
         for digest in digests:
             node = tree.get(digest)
             if node is None or node.state not in MATCHABLE:
                 break
             path.append(node)
-        rest = digests[len(path) :]
-        if rest and tree.get(rest[0]) is None:
-            for digest, found in zip(rest, blocks(rest), strict=True):
-                if not found or tree.get(digest) is not None:
-                    break
-                path.append(tree.add_stored(path[-1] if path else None, digest))
         return path
 
     def _snapshot_read(self, node: Node) -> list[StorageMove] | None:
         """The read of a node's snapshot, empty if it is nearer already; None if there is no room for it."""
         if node.snapshot is not None and node.snapshot.tier >= T.HOST:
             return []
-        if not (room := self._cache.try_host_snapshots(1)):
+        if not (room := self._cache.landing_snapshots(1)):
             return None
-        self._cache.fetching.add(room[0])
+        self._cache.fetching[room[0]] = node
         return [StorageMove(SLOT, node, room[0])]
 
     def _finish_snapshot(self, move: StorageMove, arrived: bool) -> None:
         cache, node = self._cache, move.node
-        cache.fetching.discard(move.record)
-        if arrived and node.state.tier >= T.HOST and not (node.snapshot and node.snapshot.host):
+        if cache.fetching.get(move.record) is not node:
+            return  # of before a reset
+        del cache.fetching[move.record]
+        usable = arrived and cache.tree.is_current(node) and node.state.tier >= T.HOST
+        if usable and not (node.snapshot and node.snapshot.host):
             cache.tree.attach_snapshot(node, T.HOST, move.record)
         else:
             cache.give_back(Freed(host_snapshots=[move.record]))
+
+
+def _answers(ask: Contains, keys: list[bytes]) -> list[bool]:
+    answers = [bool(answer) for answer in ask(keys)] if keys else []
+    if len(answers) != len(keys):
+        raise PlanError(f"asked for {len(keys)} keys, storage answered for {len(answers)}")
+    return answers

@@ -9,7 +9,7 @@ the `num_snapshots` extra ones of the cache's size, and those that are idle.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ..errors import NoFreeSlotError, OutOfBlocksError
@@ -21,7 +21,7 @@ from .prefix.events import EventLog
 from .prefix.eviction import Freed
 from .prefix.node import Node, S, T, Tier
 from .prefix.prefix_tree import Match, PrefixTree
-from .transfers import BLOCK, SLOT, TransferQueue
+from .transfers import BLOCK, SLOT, TransferQueue, Transfers
 
 __all__ = ["Hit", "HostSize", "TieredCache"]
 
@@ -73,7 +73,8 @@ class TieredCache:
         self.host_snapshots = BlockPool(host.num_snapshots, pool="host snapshot")
         self.transfers = TransferQueue()
         self.copies = PendingCopies()
-        self.fetching: set[int] = set()  # host snapshot records on their way from storage
+        self.taken = Transfers()  # stages of the last step that were handed out
+        self.fetching: dict[int, Node] = {}  # host snapshot records on their way from storage, and whose
         self.failures: collections.Counter[str] = collections.Counter()
         choices = policy or CachePolicy()
         self.tree = PrefixTree(
@@ -87,6 +88,18 @@ class TieredCache:
     def num_available(self) -> int:
         """Device blocks that can be had: free, or cached and unreferenced."""
         return self.blocks.num_free + self.tree.evictable(T.DEVICE)
+
+    def num_slots_available(self, pinned: int) -> int:
+        """Device slots that can be had, when the snapshots of so many slots cannot be given away."""
+        return self.slots.num_free + self.tree.num_snapshots(T.DEVICE) - pinned
+
+    def can_acquire(self, count: int, more: int = 0) -> bool:
+        """Whether `acquire_blocks(count)` would succeed with `more` free blocks besides. Changes nothing.
+
+        (While blocks are on their way from storage it may yet find less room on the host than there seems to be.)
+        """
+        missing = count - self.blocks.num_free - more
+        return missing <= 0 or self.tree.can_evict(T.DEVICE, missing, self._host_room() if self._moves_down else 0)
 
     def acquire_blocks(self, count: int) -> list[int]:
         """Device blocks, all or none. Raises `OutOfBlocksError`."""
@@ -124,12 +137,21 @@ class TieredCache:
         self.host_blocks.release(freed.host_blocks)
         self.host_snapshots.release(freed.host_snapshots)
 
+    @property
+    def _moves_down(self) -> bool:
+        """Whether a block that is evicted from the device moves to the host."""
+        return self.policy is not None and self.policy.write.moves_when_evicted and self.host_blocks.num_total > 0
+
+    def _host_room(self) -> int:
+        """Host block records that are free or hold cached blocks."""
+        return self.host_blocks.num_free + self.tree.held(T.HOST)
+
     def _make_room(self, count: int) -> bool:
-        missing, policy = count - self.blocks.num_free, self.policy
+        missing = count - self.blocks.num_free
         if missing > self.tree.evictable(T.DEVICE):
             return False
         room: list[int] = []
-        if policy is not None and policy.write.moves_when_evicted and self.host_blocks.num_total:
+        if self._moves_down:
             room = self.try_host_blocks(missing)
         try:
             eviction = self.tree.evict(T.DEVICE, missing, room)
@@ -169,6 +191,32 @@ class TieredCache:
                 pass
         return self.host_blocks.acquire(min(count, self.host_blocks.num_free))
 
+    def landing_blocks(self, count: int) -> list[int]:
+        """As `try_host_blocks`, none that a copy between device and host still waits to read or write.
+
+        What comes from storage lands at any time: before such a copy, though it was asked for later.
+        """
+        return self._settled(BLOCK, self.try_host_blocks, self.host_blocks, count)
+
+    def landing_snapshots(self, count: int) -> list[int]:
+        """As `landing_blocks`, of host snapshot records."""
+        return self._settled(SLOT, self.try_host_snapshots, self.host_snapshots, count)
+
+    def _settled(self, scope: str, take: Callable[[int], list[int]], pool: BlockPool, count: int) -> list[int]:
+        busy = self.busy_records(scope)
+        room = take(count)
+        kept = [record for record in room if record not in busy]
+        passed = [record for record in room if record in busy]
+        while passed and len(kept) < count and pool.num_free:  # others, as far as there are free ones
+            (record,) = pool.acquire(1)
+            (passed if record in busy else kept).append(record)
+        pool.release(passed)
+        return kept
+
+    def busy_records(self, scope: str) -> set[int]:
+        """Host records that copies not queued on the device yet will read or write."""
+        return self.transfers.host_records(scope) | (set() if self.taken.ran else self.taken.host_records(scope))
+
     def try_host_snapshots(self, count: int) -> list[int]:
         """Up to `count` host snapshot records, cached ones of older use among them."""
         pool = self.host_snapshots
@@ -186,14 +234,31 @@ class TieredCache:
             self.host_blocks.release(self.try_host_blocks(self.host_blocks.num_free + excess) if excess else [])
 
     def back_up(self) -> None:
-        """Queues the copies to the host that the write policy wants, as far as there is room."""
-        for node in self.tree.pop_backups(len(self.tree)) if self.host_blocks.num_total else ():
-            # The blocks before it are listed before it: a child is never the only one with a copy for long.
-            if not (room := self.try_host_blocks(1)):
+        """Queues the copies to the host that the write policy wants, as far as there is room.
+
+        The coldest first, as these leave the device next; of one path its beginning. A copy makes room only of
+        colder ones: neither of one queued here nor of its own path. What finds no room is listed again at its next hit.
+        """
+        if not self.host_blocks.num_total or not (nodes := self.tree.pop_backups(len(self.tree))):
+            return
+        nodes.sort(key=lambda node: (node.last_access, node.depth))
+        room: list[int] = []
+        for node in nodes:
+            if not self.host_blocks.num_free and not self._evict_colder(node):
                 break
-            self.tree.begin_backup(node, room[0])
-            self.transfers.out(BLOCK, node.block, room[0])
+            room += self.host_blocks.acquire(1)
+        for node, record in zip(nodes, room, strict=False):
+            self.tree.begin_backup(node, record)
+            self.transfers.out(BLOCK, node.block, record)
             self.tree.complete(node)
+
+    def _evict_colder(self, node: Node) -> bool:
+        """Evicts one host copy that leaves before this node's would."""
+        freed = self.tree.evict_colder(T.HOST, node)
+        if freed is None:
+            return False
+        self.give_back(freed)
+        return True
 
     # Hits
 
@@ -218,7 +283,7 @@ class TieredCache:
         Raises:
             NoFreeSlotError: nothing has changed.
         """
-        available = self.slots.num_free + self.tree.num_snapshots(T.DEVICE) - pinned
+        available = self.num_slots_available(pinned)
         if available < 1:
             raise NoFreeSlotError(self.slots.num_total)
         if match is None:
@@ -271,5 +336,14 @@ class TieredCache:
         while self.tree.num_snapshots(T.DEVICE) and self._evict_snapshot():
             pass
         idle = self.tree.evictable(T.DEVICE)
-        if idle:
-            self._make_room(self.blocks.num_free + idle)
+        if not idle or self._make_room(self.blocks.num_free + idle):
+            return
+        # Some have blocks below them that are on their way from storage, and no room on the host: those are lost.
+        while self.tree.evictable(T.DEVICE):
+            if not self._make_room(self.blocks.num_free + 1):
+                self.give_back(self.tree.retract(self.tree.device_leaf()))
+
+    def resize(self, size: CacheSize) -> None:
+        """Other numbers of device units; none may be held. Raises `PoolResizeError`."""
+        self.blocks.resize(size.num_blocks)
+        self.slots.resize(size.num_slots + size.num_snapshots)

@@ -8,13 +8,14 @@ a unit may be given away as soon as its copy is queued: there is nothing to wait
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from ..plan import SwapPlan
 
-__all__ = ["TransferQueue", "TransferStage"]
+__all__ = ["TransferQueue", "TransferStage", "Transfers"]
 
 BLOCK, SLOT = "block", "slot"
 Pairs = dict[int, int]  # destination -> source
@@ -34,6 +35,30 @@ class TransferStage(NamedTuple):
     snapshot: SwapPlan | None
     swap_in: SwapPlan | None
     restore: SwapPlan | None
+
+
+class Transfers(list[TransferStage]):
+    """The stages of one step, in order, to be gone through once.
+
+    Attributes:
+        ran: whether somebody has gone through them: the copies are queued on the device then.
+    """
+
+    def __init__(self, stages: Iterable[TransferStage] = ()):
+        super().__init__(stages)
+        self.ran = not self
+
+    def __iter__(self) -> Iterator[TransferStage]:
+        yield from super().__iter__()
+        self.ran = True
+
+    def host_records(self, scope: str) -> set[int]:
+        """The host records that the stages read or write."""
+        plans = [
+            plan for i in range(len(self))
+            for plan in ((self[i].swap_out, self[i].swap_in) if scope == BLOCK else (self[i].snapshot, self[i].restore))
+        ]  # fmt: skip
+        return {record for plan in plans if plan is not None for record in plan.host_ids.tolist()}
 
 
 @dataclasses.dataclass(slots=True)
@@ -69,16 +94,20 @@ class TransferQueue:
         stage.into[scope][device] = host
         stage.read[scope].add(host)
 
-    def drain(self) -> list[TransferStage]:
+    def host_records(self, scope: str) -> set[int]:
+        """The host records that queued copies read or write."""
+        return {record for stage in self._stages for record in (*stage.out[scope], *stage.into[scope].values())}
+
+    def drain(self) -> Transfers:
         """All stages queued, in order; the queue is empty then."""
         stages, self._stages = self._stages, []
-        return [
+        return Transfers(
             TransferStage(
                 _plan(stage.out[BLOCK], outward=True), _plan(stage.out[SLOT], outward=True),
                 _plan(stage.into[BLOCK], outward=False), _plan(stage.into[SLOT], outward=False),
             )
             for stage in stages
-        ]  # fmt: skip
+        )  # fmt: skip
 
     def _open(self) -> _Stage:
         self._stages.append(_Stage())

@@ -96,6 +96,8 @@ class ManagerMachine(RuleBasedStateMachine):
             and len(set(named)) == len(named)
             and all(after[r] <= LIMIT for r in named)
             and self.used(after) <= 11
+            # a chunk of which some tokens are known is known whole
+            and not any(self.cached[r] < len(r.tokens) < self.cached[r] + n for r, n in feeds if n > 4)
         )
         rows = [RowFeed(r.slot, self.cached.get(r, 0), n) for r, n in feeds]
         try:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import HashError
+from ...errors import HashError, PlanError
 from ..allocator import as_count
 
 __all__ = ["BlockHasher", "HashSpec", "Key", "MediaItem", "Namespace", "canonical_bytes"]
@@ -162,6 +162,10 @@ class BlockHasher:
     def num_tokens(self) -> int:
         return len(self._data) // 4
 
+    def ids(self, num_tokens: int) -> bytes:
+        """The first `num_tokens` ids, int32 little-endian."""
+        return bytes(memoryview(self._data)[: 4 * num_tokens])
+
     def extend(self, tokens: Sequence[int] | np.ndarray) -> list[bytes]:
         """Adds tokens; returns the digests of the blocks that became full. Raises `HashError`, then nothing changed."""
         self._data += self.spec.token_bytes(tokens)
@@ -180,6 +184,31 @@ class BlockHasher:
         twin = copy.copy(self)
         twin.digests, twin._data = list(self.digests), bytearray(self._data)
         return twin
+
+    def follow(self, ids: bytes, start: int = 0) -> None:
+        """Makes the tokens from `start` on those of `ids`; digests are computed anew where they differ.
+
+        Args:
+            ids: int32, little-endian.
+            start: a block boundary, at most `num_tokens`. What lies beyond the ids given stays if all of them agree.
+
+        Raises:
+            HashError: an id is none of the vocabulary; then nothing changed.
+            PlanError: `start` is no such boundary.
+        """
+        start = as_count("start", start)
+        if start % self.spec.block_tokens or start > self.num_tokens:
+            raise PlanError(f"start {start} is not one of the block boundaries in 0..{self.num_tokens}")
+        known = bytes(memoryview(self._data)[4 * start : 4 * start + len(ids)])
+        if known == ids:
+            return
+        self.spec.token_bytes(np.frombuffer(ids, "<i4"))
+        common = min(len(known), len(ids))
+        differ = np.flatnonzero(np.frombuffer(known[:common], "<i4") != np.frombuffer(ids[:common], "<i4"))
+        same = int(differ[0]) if differ.size else common // 4
+        self.truncate(start + same)
+        self._data += ids[4 * same :]
+        self._hash_full_blocks()
 
     def truncate(self, num_tokens: int) -> None:
         """Forgets all tokens but the first `num_tokens` (rejected drafts). Raises `HashError` if there are fewer."""

@@ -48,6 +48,60 @@ class EvictingTree(TreeBase):
         result.unused = spots[::-1]
         return result
 
+    def can_evict(self, tier: Tier, count: int, room: int = 0) -> bool:
+        """Whether `evict(tier, count)` with so many host blocks would find enough. Changes nothing."""
+        if count > self.evictable(tier):
+            return False
+        if not self.count(S.FETCHING) and not self.count(S.PERSISTING):
+            return True  # nothing below a leaf holds it
+        try:
+            victims = self._victims(tier, count, room)
+        except OutOfBlocksError:
+            return False
+        for node in victims:
+            self._queues[tier].push(node)
+        return True
+
+    def evict_colder(self, tier: Tier, node: Node) -> Freed | None:
+        """As `evict`, of the next one, if it would leave before this node did; else None, and nothing has changed."""
+        try:
+            (victim,) = self._victims(tier, 1, 0)
+        except OutOfBlocksError:
+            return None
+        if not self._order(victim) < self._order(node):
+            self._queues[tier].push(victim)
+            return None
+        result = Eviction()
+        self._leave(victim, tier, result)
+        self.counters.evicted[tier] += 1
+        return result
+
+    def device_leaf(self) -> Node:
+        """A node on the device with no other below it there. Raises `PrefixTreeError` if there is none at rest."""
+        for node in self._nodes.values():
+            if node.state is S.DEVICE and not node.refs and not node.on_device:
+                return node
+        raise PrefixTreeError("no block at rest on the device")
+
+    def retract(self, node: Node) -> Freed:
+        """Removes a published node whose bytes were never written, and all below it, in whatever tier.
+
+        Moves between the lower tiers are forgotten: their ends are for nobody.
+
+        Raises:
+            PrefixTreeError: something there is referenced, or a snapshot pinned; nothing has changed.
+        """
+        below = subtree_of(self._check(node))
+        for n in below:
+            if n.refs or (n.snapshot and n.snapshot.pins):
+                raise PrefixTreeError(f"{n} is in use: it cannot be retracted with {node}")
+        freed = Freed()
+        for n in reversed(below):
+            if n.state is S.PERSISTING:
+                self.abort(n)
+            self._drop(n, freed)
+        return freed
+
     def _leave(self, node: Node, tier: Tier, freed: Freed) -> None:
         """One victim goes down to a copy, or away."""
         if tier is T.DEVICE and (node.host or (node.stored and not node.on_host)):
