@@ -17,17 +17,20 @@ __all__ = ["LastStep"]
 class LastStep:
     """Made before anything of the request is given up.
 
+    Plans run in the order made: a request that uses some of it and was fed by a later step says that the step ran.
+
     Attributes:
-        written: nodes of blocks that the step filled, parents first, and that nobody has computed on since.
+        written: nodes of blocks that the step filled, parents first, and that no later step has read.
         attached: the node with the snapshot that the step should have taken, or that was made of its state; None if
-            there is none, or somebody has started from it and been fed since.
-        relying: live requests that start from these, or from copies that were to be made of the request or by the
-            same plan, and were not fed since.
+            there is none, or somebody has started from it and was fed by a later step.
+        relying: live requests that stand on these, or on copies that were to be made of the request or by that plan.
+        heirs: requests fed by the same step that list blocks of it: they are theirs to take back now.
     """
 
     written: list[Node]
     attached: Node | None
     relying: list[Request]
+    heirs: dict[Request, list[Node]]
 
     @classmethod
     def of(
@@ -35,31 +38,37 @@ class LastStep:
         copied: frozenset[int],
     ) -> LastStep:  # fmt: skip
         """`copied`: slots that the same plan should have filled by copies."""
+        step = request.last_step
         others = [other for other in live if other is not request]
-        written = [node for node in publisher.last_written(request) if cache.tree.is_current(node)]
+        later = [other for other in others if other.last_step > step and other.was_fed]
+        used = {node for other in later for node in other.nodes}
+        written = [n for n in publisher.last_written(request) if cache.tree.is_current(n) and n not in used]
         attached = publisher.last_attached(request)
-        fed = [other for other in others if other.num_cached != other.num_hit]
-        used = {node for other in fed for node in other.nodes}
-        written = [node for node in written if node not in used]
-        if any(len(other.nodes) > attached.depth and other.nodes[attached.depth] is attached
-               and other.num_hit == (attached.depth + 1) * publisher.block_tokens for other in fed
-               ) if attached is not None else False:  # fmt: skip
+        at = (attached.depth + 1) * publisher.block_tokens if attached is not None else 0
+        if attached is not None and any(_started_from(other, attached, at, step) for other in later):
             attached = None
-        gone, copies = set(written), cache.copies.slots
-        relying = [
-            other for other in others
-            if other not in fed and (
-                not gone.isdisjoint(other.nodes)
-                or (attached is not None and other.nodes and other.nodes[-1] is attached)
-                or (request.slot and copies.get(other.slot) == request.slot)
+        relying: list[Request] = []
+        heirs: dict[Request, list[Node]] = {}
+        for other in others:
+            listed = [node for node in written if node in other.nodes]
+            if other.was_fed and other.last_step >= step:
+                if listed and other.last_step == step:
+                    heirs[other] = listed
+            elif (
+                listed
+                or (attached is not None and _started_from(other, attached, at, step))
+                or other.forked == (request.id, step)
                 or other.slot in copied
-            )
-        ]  # fmt: skip
-        return cls(written, attached, relying)
+            ):
+                relying.append(other)
+        inherited = {node for nodes in heirs.values() for node in nodes}
+        return cls([n for n in written if n not in inherited], attached, relying, heirs)
 
     def take_back(self, cache: TieredCache) -> None:
         """Takes all of it out of the cache, once the request has given up its own and those relying stand still."""
         tree = cache.tree
+        for heir, nodes in self.heirs.items():
+            heir.written += nodes
         for node in self.written:
             if tree.is_current(node):  # else it went with the one above
                 cache.give_back(tree.retract(node))
@@ -72,3 +81,9 @@ class LastStep:
                 pool.release([tree.drop_snapshot(node, tier)])
         if snapshot.stored:
             tree.drop_snapshot(node, T.STORAGE)
+
+
+def _started_from(request: Request, node: Node, tokens: int, step: int) -> bool:
+    """Whether it became live after this step with the state at the end of the node's block, after so many tokens."""
+    listed = len(request.nodes) > node.depth and request.nodes[node.depth] is node
+    return listed and request.num_hit == tokens and request.started >= step

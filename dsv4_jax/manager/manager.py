@@ -127,10 +127,10 @@ class KVCacheManager(SteppingManager):
     def abort_request(self, request: Request | int) -> None:
         """As `release_request`, for a request whose last step did not run: nothing of that step stays cached.
 
-        What it filled and kept is taken out of the cache again, published or not. Other live requests that would
-        start from it, or from copies that the same plan should have made, and have not been fed since, start
-        anew from what is left (`num_cached` is less then, down to 0). One that has been fed since says that the
-        step did run, as plans run in the order made: what it uses stays.
+        What it filled and kept is taken out of the cache again, published or not. Other live requests that stand on
+        it, or on copies that the same plan should have made, start anew from what is left: their `num_cached` is
+        less then, down to 0, and they are fed again what they were fed. One that was fed by a later step says that
+        this one ran, as plans run in the order made: what it uses stays.
 
         Raises:
             RequestError: as `release_request`.
@@ -173,7 +173,6 @@ class KVCacheManager(SteppingManager):
     def _preempt(self, request: Request) -> None:
         request.fed = 0
         self._publisher.note(request, request.num_cached)
-        del request.history[request.num_cached :]
         self._publisher.publish(request, request.num_cached)
         request.parked = self._park(request)
         self._leave_slot(request, keep=True, always=True)
@@ -203,7 +202,7 @@ class KVCacheManager(SteppingManager):
                 known = len(request.tokens) if hasher is None else min(len(request.tokens), hasher.num_tokens)
                 self._use_hit(request, self._start(hasher, known))
             self._drop_parked(request)
-            request.step_start, request.written, request.attached = request.num_cached, [], None
+            request.started = self._steps
             self._live[request.slot], request.state = request, RequestState.LIVE
 
     def _follow_verified(self, request: Request, hasher: BlockHasher) -> None:
@@ -262,7 +261,9 @@ class KVCacheManager(SteppingManager):
         child = self._new_request(list(parent.tokens), parent.max_tokens, name, slot)
         child.num_prompt, child.num_cached, child.num_hit = parent.num_prompt, parent.num_cached, parent.num_cached
         child.hasher = parent.hasher.copy() if parent.hasher is not None else None
-        child.history, child.step_start = parent.history[: parent.num_cached], parent.num_cached
+        child.history, child.step_start = parent.history[:], parent.num_cached
+        unfed = not parent.was_fed and parent.forked is not None
+        child.forked = parent.forked if unfed else (parent.id, parent.last_step)
         child.nodes = self._cache.tree.acquire(parent.nodes[:shared])
         own, blocks[: used - shared] = blocks[: used - shared], []
         child.blocks = parent.blocks[:shared] + own
@@ -304,29 +305,33 @@ class KVCacheManager(SteppingManager):
     def _use_hit(self, request: Request, hit: Hit) -> None:
         request.nodes, request.restores, request.slot = hit
         request.blocks = [node.block for node in hit.nodes]
-        request.num_cached = request.num_hit = request.step_start = len(hit.nodes) * self.layout.block_tokens
+        request.num_cached = request.num_hit = len(hit.nodes) * self.layout.block_tokens
         if request.hasher is not None and len(request.history) < request.num_cached:
             request.history = array("i")
             request.history.frombytes(request.hasher.ids(request.num_cached))
 
     def _stand_still(self, request: Request) -> None:
-        """Takes back what a request that was not fed since it started would have started from; it keeps its slot."""
-        cache = self._cache
-        for block in request.blocks[request.num_shared :]:
+        """Takes from a request the blocks it shares and the state it stands on; it keeps slot and own blocks."""
+        self._publisher.note(request, request.num_cached)
+        cache, shared = self._cache, request.num_shared
+        for node in reversed(request.nodes[shared:]):
+            cache.tree.abort(node)  # its block is among the request's
+        for block in request.blocks[shared:]:
             cache.copies.blocks.pop(block, None)
         cache.copies.slots.pop(request.slot, None)
         if request.restores is not None:
             cache.tree.unpin_snapshot(request.restores)
-        cache.tree.release(request.nodes)
-        request.blocks = request.blocks[len(request.nodes) :]
-        request.nodes, request.restores = [], None
-        request.num_cached = request.num_hit = request.step_start = request.num_tabled = 0
+        cache.tree.release(request.nodes[:shared])
+        request.blocks = request.blocks[shared:]
+        request.nodes, request.restores, request.rolling = [], None, None
+        request.num_cached = request.num_hit = request.num_tabled = request.fed = 0
         self._publisher.forget(request)
         self._rows = None
 
     def _start_anew(self, request: Request) -> None:
         """Starts a request that stands still: from the longest cached prefix whose state is on the device."""
         tree, hasher = self._cache.tree, request.hasher
+        request.started = self._steps
         if hasher is not None:
             path = tree.match(hasher.digests, len(request.tokens)).path
             states = [i + 1 for i, n in enumerate(path) if n.snapshot is not None and n.snapshot.device]
@@ -337,7 +342,7 @@ class KVCacheManager(SteppingManager):
                 tree.pin_snapshot(nodes[-1])
                 request.nodes, request.restores = nodes, nodes[-1]
                 request.blocks = [node.block for node in nodes] + request.blocks
-                request.num_cached = request.num_hit = request.step_start = hit * self.layout.block_tokens
+                request.num_cached = request.num_hit = hit * self.layout.block_tokens
         missing = self.layout.blocks_for(request.reserved) - len(request.blocks)
         if missing > 0 and self._cache.can_acquire(missing):
             request.blocks += self._cache.acquire_blocks(missing)

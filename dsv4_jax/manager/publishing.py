@@ -70,13 +70,9 @@ class Publisher:
         fresh: set[bytes] = set()
         for request in list(self._dirty):
             seen = frozenset(fresh)
-            for i, other in self._outlook(request, final(request), fresh):
-                if other is None:
-                    replaced = request.hasher is not None and request.hasher.digests[i] in seen
-                else:
-                    replaced = other.state.tier is T.DEVICE
-                if replaced:
-                    more += other is None or other.refs > 0
+            for i, digest, other in self._outlook(request, final(request), fresh):
+                if digest in seen or (other is not None and other.state.tier is T.DEVICE):
+                    more += digest in seen or (other is not None and other.refs > 0)
                     first.setdefault(request, i)
         return more, first
 
@@ -85,6 +81,7 @@ class Publisher:
 
         A block that another request has published meanwhile is given back, and the other one shared.
         """
+        self.note(request, tokens)
         if request.hasher is None:
             return True
         blocks, nodes, tree = request.blocks, request.nodes, self._tree
@@ -143,8 +140,8 @@ class Publisher:
         """Leading blocks of the request that the tree holds once `publish(request, tokens)` was called."""
         return request.num_shared + sum(1 for _ in self._outlook(request, tokens, set()))
 
-    def _outlook(self, request: Request, tokens: int, fresh: set[bytes]) -> Iterator[tuple[int, Node | None]]:
-        """The blocks that `publish` would put into the tree, and the nodes that have their digests already.
+    def _outlook(self, request: Request, tokens: int, fresh: set[bytes]) -> Iterator[tuple[int, bytes, Node | None]]:
+        """The blocks that `publish` would put into the tree, their digests, and the nodes that have these already.
 
         `fresh`: digests that earlier ones of the same round add.
         """
@@ -153,11 +150,11 @@ class Publisher:
             return
         for i in range(request.num_shared, max(full, len(request.nodes))):
             assert request.hasher is not None
-            other = self._tree.get(request.hasher.digests[i])
+            other = self._tree.get(digest := request.hasher.digests[i])
             if other is not None and other.state not in SETTLED and other.state is not S.BACKING_UP:
                 return
-            yield i, other
-            fresh.add(request.hasher.digests[i])
+            yield i, digest, other
+            fresh.add(digest)
 
     def _hash(self, request: Request, blocks: int) -> bool:
         """Whether the digests of the first `blocks` blocks are those of what was fed."""

@@ -70,8 +70,10 @@ class Request:
         reserved: tokens for which blocks are kept whatever happens (see `KVCacheManager.reserve`).
         fed: tokens of its last step, while that step may still be accepted in part; else 0.
         step_start: tokens it had before its last step; `num_cached` once it is known that this step ran.
+        started: steps planned when it became live.
         last_step: number of the last step that fed it, 0 before the first.
         epoch: how often it was preempted.
+        forked: id and last step of the request it was forked from, None if it was not.
         hasher: digests of its full blocks; None if nothing is cached.
         nodes: of its leading blocks in the prefix tree: shared, or (the last ones) about to be.
         restores: the node whose snapshot its first step restores, pinned until then.
@@ -95,9 +97,11 @@ class Request:
     reserved: int = 0
     fed: int = 0
     step_start: int = 0
+    started: int = 0
     last_step: int = 0
     epoch: int = 0
     state: RequestState = RequestState.LIVE
+    forked: tuple[Hashable, int] | None = None
     hasher: BlockHasher | None = None
     nodes: list[Node] = dataclasses.field(default_factory=list)
     restores: Node | None = None
@@ -121,6 +125,11 @@ class Request:
     def num_excess(self) -> int:
         """Known tokens beyond `max_tokens`: no step will ever feed them."""
         return max(len(self.tokens) - self.max_tokens, 0)
+
+    @property
+    def was_fed(self) -> bool:
+        """Whether a step has fed it since it became live."""
+        return self.num_cached != self.num_hit
 
     @property
     def ref(self) -> RequestRef:

@@ -100,7 +100,14 @@ class RequestBook:
             self._next_id += 1
             request_id = None if self._next_id in self._ids else self._next_id
         request = Request(
-            request_id, slot, self.generation, limit, tokens, num_prompt=len(tokens), epoch=self._new_epoch()
+            request_id,
+            slot,
+            self.generation,
+            limit,
+            tokens,
+            num_prompt=len(tokens),
+            epoch=self._new_epoch(),
+            started=self._steps,
         )
         self._live[slot] = self._ids[request_id] = request
         return request

@@ -161,8 +161,8 @@ class SteppingManager(RequestBook):
             request.step_start = request.num_cached
             request.num_cached += request.fed
             request.last_step = self._steps
-        for i in np.flatnonzero(ends // block > starts // block).tolist():
-            self._publisher.mark(requests[i])
+        for i in np.flatnonzero(ends // block > starts // block).tolist() if steps == 1 else range(len(requests)):
+            self._publisher.mark(requests[i])  # of K steps always: only the first one's ids pass `plan_tokens`
         self._copied = frozenset(self._cache.copies.slots)
         self._cache.end_copies()
         self._step_transfers = self._cache.transfers.drain()

@@ -13,6 +13,8 @@ from dsv4_jax.manager import HostSize, TransferStage
 from dsv4_jax.plan import StepPlan
 
 State = tuple[object, tuple[int, ...]]
+# What a step that never ran should have written: it may be copied about, but no step may read it.
+UNWRITTEN: State = ("never written", ())
 
 
 class SymbolicDevice:
@@ -49,7 +51,7 @@ class SymbolicDevice:
                 assert all(d > 0 and h > 0 for d, h in pairs)
                 pairs = pairs if outward else [(h, d) for d, h in pairs]
                 assert len({t for _, t in pairs}) == len(pairs), "a unit is written twice in one call"
-                values = [source[s] for s, _ in pairs]  # KeyError: copied before anything was there
+                values = [source.get(s, UNWRITTEN) for s, _ in pairs]
                 target.update(zip((t for _, t in pairs), values, strict=True))
                 moved += len(pairs)
         return moved
@@ -62,7 +64,7 @@ class SymbolicDevice:
         ):
             pairs = [(s, d) for s, d in zip(sources.tolist(), targets.tolist(), strict=True) if d]
             assert len({d for _, d in pairs}) == len(pairs), "a unit is the target of two copies"
-            memory.update([(d, memory[s]) for s, d in pairs])
+            memory.update([(d, memory.get(s, UNWRITTEN)) for s, d in pairs])
         for slot, column, block in zip(plan.table_slot, plan.table_index, plan.table_block, strict=True):
             if slot:
                 self.table[slot, column] = block
@@ -73,7 +75,7 @@ class SymbolicDevice:
                 continue
             history, space = tuple(tokens[slot]), spaces[slot]
             if start:
-                where, state = self.states[slot]
+                where, state = self.states.get(slot, UNWRITTEN)
                 assert (where, state[:start]) == (space, history[:start]), "another request's state"
                 assert len(state) - start <= (self.layout.draft_tokens and 1 + self.layout.draft_tokens), "too far"
             for column in range(-(-(start + count) // size)):
@@ -81,7 +83,7 @@ class SymbolicDevice:
                 assert block > 0
                 kept = history[low : min(start, low + size)]
                 if kept:
-                    where, content = self.blocks[block]
+                    where, content = self.blocks.get(block, UNWRITTEN)
                     assert (where, content[: len(kept)]) == (space, kept), "another request's block"
                 if start + count > max(start, low) and low + size > start:
                     assert block not in written, "a block is written by two rows"

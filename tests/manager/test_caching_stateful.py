@@ -19,7 +19,7 @@ from dsv4_jax.plan import StepPlan
 from tests.manager.symbolic_device import SymbolicDevice
 
 BLOCK = 8
-CALLS = ["decode", "release", "preempt", "resume", "fork", "sleep"]
+CALLS = ["decode", "release", "preempt", "resume", "fork", "sleep", "edit", "fail"]
 POLICIES = {
     "write_back": WritePolicy.write_back(),
     "write_through": WritePolicy.write_through(),
@@ -42,6 +42,7 @@ class Trace:
         )  # fmt: skip
         self.device = SymbolicDevice(self.layout, size, host)
         self.spaces: dict[object, Namespace] = {}
+        self.fed: dict[object, list[int]] = {}  # what the steps of each request were really fed
         self.did: collections.Counter[str] = collections.Counter()
         self.texts = [[self.random.randrange(4) for _ in range(96)] for _ in range(3)]
 
@@ -60,6 +61,7 @@ class Trace:
             assert len(live) + len(self.manager._cache.copies.late[1]) >= 4
             return
         self.spaces[request.id] = space
+        self.fed[request.id] = prompt[: request.num_cached]
         assert request.num_cached % BLOCK == 0 and (not request.num_cached or request.num_cached < len(prompt))
         self.did["hit"] += bool(request.num_cached)
         self.did["admitted"] += 1
@@ -97,9 +99,11 @@ class Trace:
             return
         self.did["unparked"] += bool(parked and request.num_cached == parked.num_cached)
         self.did["resumed"] += 1
+        fed = self.fed[request.id]
+        fed += request.tokens[len(fed) : request.num_cached]  # a prompt that others have fed meanwhile
 
-    def fork(self) -> None:
-        if request := self.any_request():
+    def fork(self, request: Request | None = None) -> None:
+        if request := request or self.any_request():
             ids = [None] * self.random.randint(1, 2)
             try:
                 children = self.manager.fork(request, request_ids=ids)
@@ -107,8 +111,50 @@ class Trace:
                 return
             for child in children:
                 self.spaces[child.id] = self.spaces[request.id]
+                self.fed[child.id] = list(self.fed[request.id])
                 assert (child.tokens, child.num_cached) == (request.tokens, request.num_cached)
             self.did["forked"] += len(children)
+
+    def edit(self) -> None:
+        """The caller changes ids, fed or not, in `tokens`: what is cached goes by what was fed."""
+        request = self.random.choice([*self.manager.requests, *self.manager.preempted] or [None])
+        if request and request.tokens:
+            i = self.random.randrange(len(request.tokens))
+            if not len(request.history) <= i < request.num_cached:  # of K steps: noted by the manager's next call
+                request.tokens[i] = self.random.randrange(4)
+                self.did["edited"] += 1
+
+    def fail(self) -> None:
+        """A step is planned and does not run; others come and go; the requests of the step are aborted."""
+        feeds = self.manager.schedule(self.random.randint(1, 40), max_chunk=self.random.randint(1, 30))
+        if not feeds:
+            return  # nobody to abort: a plan of nothing but copies that does not run calls for `reset`
+        try:
+            self.manager.plan_step(feeds)
+        except OutOfBlocksError:
+            self.make_room()
+            return
+        self.did["moved"] += self.device.transfer(self.manager.take_transfers())
+        failed = [request for request, _ in feeds]
+        started = {r: r.num_cached for r in self.manager.requests if r not in failed}
+        for _ in range(self.random.randint(0, 3)):
+            if (call := self.random.choice(["admit", "commit", "resume", "preempt", "fork"])) == "commit":
+                self.manager.commit()
+            elif call == "preempt" and failed and self.random.random() < 0.5:
+                if (request := self.random.choice(failed)) in self.manager.requests:
+                    self.manager.preempt(request)
+            elif call == "fork" and failed and (request := self.random.choice(failed)) in self.manager.requests:
+                self.fork(request)
+            elif call in ("admit", "resume"):
+                getattr(self, call)()
+            self.manager.check_integrity()
+            started |= {r: r.num_cached for r in self.manager.requests if r not in failed and r not in started}
+        for request in failed:
+            if request in self.manager.requests or request in self.manager.preempted:
+                self.manager.abort_request(request)
+            self.manager.check_integrity()
+        self.did["failed steps"] += bool(feeds)
+        self.did["started anew"] += any(r.num_cached < started[r] for r in self.manager.requests if r in started)
 
     def sleep(self) -> None:
         self.manager.sleep()
@@ -151,6 +197,7 @@ class Trace:
             if steps == 1 and self.layout.draft_tokens and 1 < count <= 1 + self.layout.draft_tokens:
                 kept = self.random.randint(0, count)
                 self.manager.accept(request, kept)
+                del self.fed[request.id][request.num_cached :]
                 self.did["rejected"] += count - kept
 
     def decode(self) -> None:
@@ -171,7 +218,19 @@ class Trace:
 
     def run_plan(self, plan: StepPlan, steps: int = 1) -> None:
         self.did["moved"] += self.device.transfer(self.manager.take_transfers())
-        tokens = {r.slot: r.tokens for r in self.manager.requests}
+        ids, by_slot = self.manager.plan_tokens(plan).tolist(), {r.slot: r for r in self.manager.requests}
+        assert self.manager.plan_tokens(plan).tolist() == ids
+        for slot, start, count in zip(plan.row_slot.tolist(), plan.row_start.tolist(), plan.row_count, strict=True):
+            if not slot:
+                continue
+            request, row, ids = by_slot[slot], ids[:count], ids[count:]
+            fed = self.fed[request.id]
+            if fed[start : start + count]:  # again, after a preemption: as it was
+                assert row[: len(fed) - start] == fed[start : start + count]
+                self.did["fed again"] += 1
+            later = request.tokens[start + count : start + steps]
+            self.fed[request.id] = fed[:start] + row + (fed[start + count :] if start + count < len(fed) else later)
+        tokens = {r.slot: self.fed[r.id] for r in self.manager.requests}
         spaces = {r.slot: self.spaces[r.id] for r in self.manager.requests}
         for _ in range(steps):
             self.device.step(plan, spaces, tokens)
@@ -195,6 +254,8 @@ class Trace:
             self.preempt: 2,
             self.resume: 3,
             self.fork: 1,
+            self.edit: 2,
+            self.fail: 1,
         }
         for _ in range(steps):
             if self.random.random() < 0.01:
@@ -268,5 +329,9 @@ def test_every_step_reads_its_own_history(policy: str, drafts: int) -> None:
         "moved",
         "out of blocks",
         "decoded",
+        "edited",
+        "fed again",
+        "failed steps",
+        "started anew",
     }
     assert all(did[name] for name in happened | ({"rejected"} if drafts else set())), did
