@@ -36,9 +36,22 @@ __all__ = [
     "StoreFormatError",
     "StoreFullError",
     "StoreLockedError",
+    "SwapPlanError",
     "TraceError",
+    "TransferError",
+    "TransferTimeoutError",
     "TransitionError",
+    "shown",
 ]
+
+
+def shown(value: object) -> str:
+    """A value in a message: its repr, at most 200 characters of it, whatever that does."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of too many digits, a class with a broken repr
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 class CacheError(Exception):
@@ -146,7 +159,7 @@ class BlockReleaseError(CacheError, ValueError):
 
     def __init__(self, block: int, problem: str, total: int):
         self.block, self.total = block, total
-        super().__init__(f"cannot release block {block}: {problem} (valid ids are 1..{total})")
+        super().__init__(f"cannot release block {shown(block)}: {problem} (valid ids are 1..{total})")
 
 
 class PoolResizeError(CacheError, ValueError):

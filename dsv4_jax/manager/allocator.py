@@ -9,20 +9,33 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import BlockReleaseError, IntegrityError, OutOfBlocksError, PlanError
+from ..errors import BlockReleaseError, IntegrityError, OutOfBlocksError, PlanError, shown
 
 __all__ = ["BlockAllocator", "as_count"]
 
 
-def as_count(name: str, value: Any, least: int = 0) -> int:
-    """`value` as a Python int, numpy integers welcome. Raises `PlanError` unless an integer >= `least`."""
+def as_count(name: str, value: Any, least: int = 0, most: int = 2**63 - 1) -> int:
+    """`value` as a Python int, numpy integers welcome. Raises `PlanError` unless an integer in least..most."""
     if type(value) is not int:
-        if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
-            raise PlanError(f"{name} must be an integer, got {value!r}")
-        value = operator.index(value)
+        number = _as_int(value)
+        if number is None:
+            raise PlanError(f"{name} must be an integer, got {shown(value)}")
+        value = number
     if value < least:
-        raise PlanError(f"{name} must be at least {least}, got {value}")
+        raise PlanError(f"{name} must be at least {least}, got {shown(value)}")
+    if value > most:
+        raise PlanError(f"{name} must be at most {most}, got {shown(value)}")
     return value
+
+
+def _as_int(value: Any) -> int | None:
+    """None if it is none: booleans and floats are not, nor is what refuses to be an index."""
+    if isinstance(value, bool | np.bool_):
+        return None
+    try:
+        return int(operator.index(value))
+    except Exception:
+        return None
 
 
 class BlockAllocator:
@@ -34,10 +47,13 @@ class BlockAllocator:
     Args:
         total: n, how many ids there are.
         pool: the pool's name in error messages.
+
+    Raises:
+        PlanError: `total` is negative, no integer, or ids do not fit int32.
     """
 
     def __init__(self, total: int, pool: str = "device"):
-        self._total = as_count("the number of blocks", total)
+        self._total = as_count(f"the number of blocks of the {pool} pool", total, most=2**31 - 1)
         self._pool = pool
         self._fresh = 1
         self._freed: list[int] = []
@@ -52,8 +68,9 @@ class BlockAllocator:
         return self._total - self._fresh + 1 + len(self._freed)
 
     def is_held(self, block: int) -> bool:
-        """Whether this id is handed out. Ids out of range are not."""
-        return 0 < block <= self._total and bool(self._held[block])
+        """Whether this id is handed out. Ids out of range are not, nor is what is no id."""
+        number = block if type(block) is int else _as_int(block)
+        return number is not None and 0 < number <= self._total and bool(self._held[number])
 
     def acquire(self, count: int) -> list[int]:
         """The `count` lowest free ids, ascending: all of them or none.
@@ -91,9 +108,10 @@ class BlockAllocator:
         def refuse(problem: str) -> BlockReleaseError:
             return BlockReleaseError(block, problem, self._total)
 
-        if isinstance(block, bool | np.bool_) or not hasattr(block, "__index__"):
+        number = block if type(block) is int else _as_int(block)
+        if number is None:
             raise refuse("not an integer")
-        block = operator.index(block)
+        block = number
         if block == 0:
             raise refuse("it is the null block")
         if not 0 < block <= self._total:

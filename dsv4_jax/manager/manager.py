@@ -19,8 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-import numpy as np
-
 from ..errors import ContextLimitError, NoFreeSlotError, RequestError
 from .allocator import as_count
 from .integrity import check_manager
@@ -70,18 +68,20 @@ class KVCacheManager(SteppingManager):
             tokens: prompt ids, may be empty.
             max_tokens: the most tokens it may ever hold, prompt and output together (default and
                 at most `context_limit`).
-            request_id: any hashable that no live or preempted request has; default: a number that only grows.
+            request_id: any hashable that equals itself and that no live or preempted request has; default: a
+                number that only grows.
             namespace: who may share its blocks; requests of different namespaces never do.
             items: multimodal items of the prompt.
 
         Raises:
             NoFreeSlotError: all slots are taken.
             ContextLimitError: the prompt or `max_tokens` is beyond the limit.
-            RequestError: the id is in use, or a token is no id of the model's vocabulary.
-            HashError: a key of the namespace or of an item has no canonical bytes, or an empty item.
+            RequestError: the id is in use or cannot be one, or a token is no id of the model's vocabulary.
+            HashError: no namespace, no items, a key of them without canonical bytes, or an empty item.
+            PlanError: `max_tokens` or an item's position is no count.
         """
         self._check_awake()
-        ids = self._token_ids(tokens if isinstance(tokens, np.ndarray) else list(tokens))
+        ids = self._token_ids(tokens)
         name = "new" if request_id is None else request_id
         limit = self.context_limit if max_tokens is None else as_count("max_tokens", max_tokens, 1)
         if limit > self.context_limit:
@@ -176,9 +176,7 @@ class KVCacheManager(SteppingManager):
         self._check_awake()
         request, names = self._checked(request), list(request_ids)
         for i, name in enumerate(names):
-            self._check_id(name)
-            if name is not None and name in names[:i]:
-                raise RequestError(f"request id {name!r} is named twice")
+            self._check_id(name, names[:i])
         request.fed = 0
         self._publisher.publish(request, request.num_cached)
         shared, used = request.num_shared, self.layout.blocks_for(request.num_cached)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..errors import PlanError, RequestError
+from ..errors import HashError, PlanError, RequestError, shown
 from ..layout import CacheLayout, CacheSize
 from .allocator import as_count
 from .policies import CachePolicy
 from .prefix.events import EventLog
-from .prefix.hashing import BlockHasher, HashSpec, Key
+from .prefix.hashing import BlockHasher, HashSpec, Key, token_ids
 from .publishing import Publisher
 from .request import Request, RequestRef, RequestState
 from .tiered_cache import HostSize, TieredCache
@@ -104,7 +104,9 @@ class RequestBook:
         return self._next_epoch
 
     def _new_hasher(self, tokens: Sequence[int] | np.ndarray, **space) -> BlockHasher | None:
-        return BlockHasher(self._hashing, tokens, **space) if self._cache.caching else None
+        caching = self._cache.caching
+        hasher = BlockHasher(self._hashing, tokens if caching else (), **space)  # which checks the space anyway
+        return hasher if caching else None
 
     def _final_tokens(self, request: Request) -> int:
         """Cached tokens that stay whatever is accepted."""
@@ -142,23 +144,29 @@ class RequestBook:
             raise RequestError(f"no live request in slot {slot} (slots are 1..{self._cache.slots.num_total})")
         return self._live[slot]
 
-    def _check_id(self, request_id: Hashable) -> None:
-        if request_id is not None and request_id in self._ids:
+    def _check_id(self, request_id: Hashable, others: Iterable[Hashable] = ()) -> None:
+        """Raises `RequestError` for an id that is in use, among the `others`, or no id."""
+        if request_id is None:
+            return
+        try:
+            sound = bool(request_id == request_id)  # NaN is not
+            taken, twice = request_id in self._ids, request_id in set(others)
+        except Exception as error:  # whatever its `__hash__` or `__eq__` raised
+            raise RequestError(f"request id {shown(request_id)} cannot be hashed and compared") from error
+        if not sound:
+            raise RequestError(f"request id {shown(request_id)} does not equal itself")
+        if taken:
             raise RequestError(f"request id {request_id!r} is in use by a {self._ids[request_id].state.value} request")
+        if twice:
+            raise RequestError(f"request id {request_id!r} is named twice")
 
     def _check_awake(self) -> None:
         if self._asleep:
             raise RequestError("the manager sleeps: call wakeup() first")
 
-    def _token_ids(self, tokens: list[int] | np.ndarray) -> np.ndarray:
-        """[N] integers, checked against the vocabulary. Raises `RequestError`."""
+    def _token_ids(self, tokens: Iterable[int] | np.ndarray) -> np.ndarray:
+        """[N] int32, checked against the vocabulary. Raises `RequestError`."""
         try:
-            ids = np.asarray(tokens)
-        except ValueError:  # ragged
-            ids = np.zeros((), object)
-        if ids.size == 0:
-            ids = np.zeros(0, np.int64)
-        vocab = self.layout.cfg.vocab_size
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or ((ids < 0) | (ids >= vocab)).any():
-            raise RequestError(f"tokens must be a flat sequence of integers in 0..{vocab - 1}")
-        return ids
+            return token_ids(tokens, self.layout.cfg.vocab_size)
+        except HashError as error:
+            raise RequestError(str(error)) from error

@@ -121,7 +121,7 @@ class StorageTier:
         """
         cache, tree = self._cache, self._cache.tree
         hasher = BlockHasher(self._manager._hashing, tokens, namespace=namespace, items=items)
-        path = self._path(hasher.digests[: max(len(tokens) - 1, 0) // hasher.spec.block_tokens], blocks)
+        path = self._path(hasher.digests[: max(hasher.num_tokens - 1, 0) // hasher.spec.block_tokens], blocks)
         known = snapshots([node.digest for node in path]) if path else []
         ends = [i + 1 for i, node in enumerate(path) if known[i] or node.snapshot is not None]
         path = path[: ends[-1]] if ends else []
