@@ -118,7 +118,11 @@ def init_cache(layout: CacheLayout, size: CacheSize, *, sharding: Any = None) ->
         sharding: None for the default device, or the `KVCache` of shardings that
             `cache_sharding` returns: the leading axis of every leaf is then multiplied by its
             number of data shards, each holding a self-contained cache with its own unit ids.
+
+    Raises:
+        LayoutError: more rows than int32 has numbers (see `CacheLayout.check_size`); nothing was allocated.
     """
+    layout.check_size(size)
 
     # Committed to its device, as what `swap_in` returns is: or a step would compile again after the first of those.
     device = None

@@ -6,6 +6,8 @@ so `except ValueError` keeps working, and every message names what was wrong, wh
 
 from __future__ import annotations
 
+from .checks import shown
+
 __all__ = [
     "BenchmarkError",
     "BlockReleaseError",
@@ -41,17 +43,7 @@ __all__ = [
     "TransferError",
     "TransferTimeoutError",
     "TransitionError",
-    "shown",
 ]
-
-
-def shown(value: object) -> str:
-    """A value in a message: its repr, at most 200 characters of it, whatever that does."""
-    try:
-        text = repr(value)
-    except Exception:  # an integer of too many digits, a class with a broken repr
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 class CacheError(Exception):

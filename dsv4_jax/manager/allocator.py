@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import heapq
-import operator
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from ..errors import BlockReleaseError, IntegrityError, OutOfBlocksError, PlanError, shown
+from ..checks import INT32_MAX, as_int, shown
+from ..errors import BlockReleaseError, IntegrityError, OutOfBlocksError, PlanError
 
 __all__ = ["BlockAllocator", "as_count"]
 
 
 def as_count(name: str, value: Any, least: int = 0, most: int = 2**63 - 1) -> int:
     """`value` as a Python int, numpy integers welcome. Raises `PlanError` unless an integer in least..most."""
-    if type(value) is not int:
-        number = _as_int(value)
-        if number is None:
-            raise PlanError(f"{name} must be an integer, got {shown(value)}")
-        value = number
-    if value < least:
+    number = as_int(value)
+    if number is None:
+        raise PlanError(f"{name} must be an integer, got {shown(value)}")
+    if number < least:
         raise PlanError(f"{name} must be at least {least}, got {shown(value)}")
-    if value > most:
+    if number > most:
         raise PlanError(f"{name} must be at most {most}, got {shown(value)}")
-    return value
-
-
-def _as_int(value: Any) -> int | None:
-    """None if it is none: booleans and floats are not, nor is what refuses to be an index."""
-    if isinstance(value, bool | np.bool_):
-        return None
-    try:
-        return int(operator.index(value))
-    except Exception:
-        return None
+    return number
 
 
 class BlockAllocator:
@@ -53,7 +41,7 @@ class BlockAllocator:
     """
 
     def __init__(self, total: int, pool: str = "device"):
-        self._total = as_count(f"the number of blocks of the {pool} pool", total, most=2**31 - 1)
+        self._total = as_count(f"the number of blocks of the {pool} pool", total, most=INT32_MAX)
         self._pool = pool
         self._fresh = 1
         self._freed: list[int] = []
@@ -69,7 +57,7 @@ class BlockAllocator:
 
     def is_held(self, block: int) -> bool:
         """Whether this id is handed out. Ids out of range are not, nor is what is no id."""
-        number = block if type(block) is int else _as_int(block)
+        number = as_int(block)
         return number is not None and 0 < number <= self._total and bool(self._held[number])
 
     def acquire(self, count: int) -> list[int]:
@@ -108,7 +96,7 @@ class BlockAllocator:
         def refuse(problem: str) -> BlockReleaseError:
             return BlockReleaseError(block, problem, self._total)
 
-        number = block if type(block) is int else _as_int(block)
+        number = as_int(block)
         if number is None:
             raise refuse("not an integer")
         block = number

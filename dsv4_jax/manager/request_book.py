@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import HashError, PlanError, RequestError, shown
+from ..checks import shown
+from ..errors import HashError, PlanError, RequestError
 from ..layout import CacheLayout, CacheSize
 from .allocator import as_count
 from .policies import CachePolicy
@@ -34,6 +35,7 @@ class RequestBook:
         salt: Key = None,
         events: EventLog | None = None,
     ):
+        layout.check_size(size)
         self.layout, self.size = layout, size
         self.policy, self.host_size, self.events = policy, HostSize(*(host or (0, 0))), events
         self._hashing = HashSpec(layout.block_tokens, (layout.fingerprint, salt), layout.cfg.vocab_size)

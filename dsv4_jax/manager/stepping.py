@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..checks import INT32_MAX
 from ..errors import ContextLimitError, OutOfBlocksError, PlanError, RequestError
 from ..plan import StepPlan
 from .allocator import as_count
@@ -94,7 +95,7 @@ class SteppingManager(RequestBook):
         self._check_awake()
         if self._step_transfers:
             raise PlanError("the transfers of the step before were not taken (see take_transfers)")
-        steps = as_count("steps", steps, 1, 2**31 - 1)
+        steps = as_count("steps", steps, 1, INT32_MAX)
         rows = self._rows
         again = (
             rows is not None
@@ -232,8 +233,8 @@ class SteppingManager(RequestBook):
             # In full only what is not plainly right: hundreds of rows pass here every step.
             if type(request) is not Request or live.get(request.slot) is not request:
                 request = self._checked(request)
-            if type(count) is not int or not 0 < count < 2**31:
-                count = as_count("a row's number of tokens", count, 1, 2**31 - 1)
+            if type(count) is not int or not 0 < count <= INT32_MAX:
+                count = as_count("a row's number of tokens", count, 1, INT32_MAX)
             if request in counts:
                 raise PlanError(f"request {request.id!r} is fed twice in one step")
             if steps > 1 and count != 1:

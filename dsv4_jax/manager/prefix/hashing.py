@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import HashError, shown
+from ...checks import shown
+from ...errors import HashError
 from ..allocator import as_count
 
 __all__ = ["BlockHasher", "HashSpec", "Key", "MediaItem", "Namespace", "canonical_bytes", "token_ids"]
