@@ -29,7 +29,17 @@ from .host import HostCache
 from .moves import Ids, SwapImplementation, native_in, native_out, pack, pick, read, unpack, write
 from .records import RecordFormat, RecordScope, record_format
 
-__all__ = ["restore", "snapshot", "swap_in", "swap_out"]
+__all__ = [
+    "ids_of",
+    "leaves_of",
+    "restore",
+    "same_layout",
+    "snapshot",
+    "swap_in",
+    "swap_out",
+    "units_of",
+    "with_leaves",
+]
 
 
 def swap_out(
