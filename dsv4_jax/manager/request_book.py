@@ -13,7 +13,7 @@ from ..layout import CacheLayout, CacheSize
 from .allocator import as_count
 from .policies import CachePolicy
 from .prefix.events import EventLog
-from .prefix.hashing import BlockHasher, HashSpec, Key, token_ids
+from .prefix.hashing import BlockHasher, HashSpec, Key, MediaItem, Namespace, token_ids
 from .publishing import Publisher
 from .request import Request, RequestRef, RequestState
 from .tiered_cache import HostSize, TieredCache
@@ -79,6 +79,24 @@ class RequestBook:
         request = self._ids.get(ref.id)
         live = request is not None and request.state is RequestState.LIVE and request.epoch == ref.epoch
         return request if live else None
+
+    @property
+    def hash_spec(self) -> HashSpec:
+        """What all digests of this cache share: small, and the same in every process of a deployment."""
+        return self._hashing
+
+    def digests(
+        self, tokens: Iterable[int], *, namespace: Namespace | None = None, items: Iterable[MediaItem] = ()
+    ) -> list[bytes]:
+        """The digests of a prompt's full blocks, in path order: their names in the `EventLog` and in storage.
+
+        For routers; nothing is looked up, and nothing changes. A prompt of any length has them. A process
+        without a manager makes the same ones with `BlockHasher(manager.hash_spec, tokens, ...).digests`.
+
+        Raises:
+            HashError, PlanError, RequestError: as `KVCacheManager.admit_request` for these arguments.
+        """
+        return BlockHasher(self._hashing, self._token_ids(tokens), namespace=namespace, items=items).digests
 
     @property
     def has_transfers(self) -> bool:
