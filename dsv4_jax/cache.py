@@ -267,12 +267,18 @@ class LayerCacheHandle:
         return self.gather_compressed(self._all_entries(), dtype), self.visible_entries()
 
     def visible_entries(self) -> jax.Array:
-        """[T] int32: entries each token may see, (position + 1) // ratio; 0 for padding."""
+        """[T] int32: entries each token may see, (position + 1) // ratio; 0 for padding.
+
+        Raises:
+            LayoutError: the layer is SWA-only; so do all that gather or address entries.
+        """
+        self._pool_name()
         ratio = np.int32(self.layout.cfg.ratio(self.spec.attn))
         return jnp.where(self.plan.token_slot > 0, (self.plan.token_position + 1) // ratio, 0)
 
     def entry_rows(self, entries: jax.Array) -> jax.Array:
         """Pool rows [T, K] of logical entries [T, K], through each token's block table."""
+        self._pool_name()
         per_block = np.int32(self.layout.entries_per_block(self.spec.attn))
         block = self.cache.block_table[jnp.asarray(self.plan.token_slot)[:, None], entries // per_block]
         return np.int32(self._base()) + block * per_block + entries % per_block

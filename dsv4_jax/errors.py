@@ -149,7 +149,7 @@ class OutOfBlocksError(CacheError, RuntimeError):
 class BlockReleaseError(CacheError, ValueError):
     """A block id was released that is not held: released twice, null, or out of range."""
 
-    def __init__(self, block: int, problem: str, total: int):
+    def __init__(self, block: object, problem: str, total: int):
         self.block, self.total = block, total
         super().__init__(f"cannot release block {shown(block)}: {problem} (valid ids are 1..{total})")
 

@@ -16,7 +16,8 @@ and elements are counted in 64 bits and have no limit of their own.
 Slot rings are addressed by absolute position: row = position mod R. With `draft_tokens = n` a
 verify step writes 1 + n positions of which any prefix may be kept, so R >= needed history + n
 (spec: W + n for the window, 2m + n for the CSA compressor, r + n for the raw HCA ring) and the
-online HCA state keeps n + 2 banks, so the state before the step survives every rejection.
+online HCA state keeps n + 2 banks (without drafts one), so the state before the step survives
+every rejection.
 """
 
 from __future__ import annotations
@@ -135,8 +136,8 @@ class CacheLayout:
         cfg: the model.
         kv_format: stored form of SWA, CSA and HCA rows: "fp8", "fp8_per_entry", "bf16", "f32".
         index_format: stored form of index keys: "fp4", "fp8", "bf16", "f32".
-        block_tokens: tokens per block, a multiple of lcm(CSA ratio, HCA ratio) (128 for V4).
-            Defaults to the smallest multiple of that lcm that is at least 128.
+        block_tokens: tokens per block, a multiple of the lcm of the ratios of the kinds of layers there are
+            (CSA and HCA: 128 for V4). Defaults to the smallest multiple of that lcm that is at least 128.
         draft_tokens: drafts a verify step may carry beside its first token.
         hca_state: "online" (softmax triple, 3 rows of head_dim per layer) or "raw" (ring of rows).
         include_mtp: also hold the SWA windows of the MTP layers.
@@ -190,7 +191,15 @@ class CacheLayout:
         self._kind_ordinal = tuple(ordinals)
         # With the key split: compiled steps are found by their layout, and each split is another computation.
         self._key = (cfg, kv_format, index_format, self.block_tokens, draft_tokens, hca_state, include_mtp, key_split)
-        self._hash = hash(self._key)
+        self._hash = hash(self._key)  # the last: from here on nothing can be set
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if hasattr(self, "_hash"):
+            raise dataclasses.FrozenInstanceError(f"cannot set {name!r}: a layout is immutable")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot delete {name!r}: a layout is immutable")
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, CacheLayout) and self._key == other._key)
@@ -295,9 +304,10 @@ class CacheLayout:
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest that two caches share exactly if blocks of one can be read as blocks of the other.
+        """Hex digest that two caches share exactly if blocks and snapshots of one can be read as those of the other.
 
-        It names a format, not who computed the values: kernels, devices and `key_split`, which decide their last
+        `draft_tokens` and `hca_state` shape snapshots, so caches that differ in these have different ones. It
+        names a format, not who computed the values: kernels, devices and `key_split`, which decide their last
         bits, are no part of it, so stored blocks outlive a change of these.
         """
         facts: list[Any] = [dataclasses.astuple(leaf) for leaf in self.leaves]

@@ -83,10 +83,14 @@ class BlockAllocator:
         """Gives ids back: all of them or, if any is wrong, none.
 
         Raises:
-            BlockReleaseError: an id is null, out of range, not held, or named twice.
+            BlockReleaseError: an id is null, out of range, not held, or named twice; or there are no ids at all.
         """
         checked: set[int] = set()
-        for block in ids.tolist() if isinstance(ids, np.ndarray) else ids:
+        try:
+            blocks = iter(ids.tolist() if isinstance(ids, np.ndarray) else ids)
+        except TypeError as error:
+            raise BlockReleaseError(ids, "not a list of ids", self._total) from error
+        for block in blocks:
             checked.add(self._checked(block, checked))
         for block in checked:
             self._held[block] = 0

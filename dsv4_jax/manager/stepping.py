@@ -370,7 +370,11 @@ class SteppingManager(RequestBook):
             slot_copies: states restored and kept in one step (each costs its bytes, used or not);
                 default: up to 4 with prefix caching, else none. Forks need one each.
             block_copies: partial blocks that forks copy in one step.
+
+        Raises:
+            PlanError: a number is no count.
         """
+        rows, steps = as_count("rows", rows, 1, INT32_MAX), as_count("steps", steps, 1, INT32_MAX)
         tokens = rows if tokens is None else tokens
         columns = self.size.max_blocks_per_request if columns is None else columns
         caching = self._cache.caching
