@@ -45,6 +45,11 @@ class KVCacheManager(SteppingManager):
             the device go there, and those of preempted requests. None: there is no host tier.
         salt: whatever else cached bytes depend on, such as the name of the weights.
         events: where cached blocks that come and go are told.
+
+    Raises:
+        LayoutError: the size has more rows than int32 has numbers (see `CacheLayout.check_size`).
+        HashError: the salt has no canonical bytes.
+        PlanError: `host` is no pair of counts.
     """
 
     # Requests

@@ -37,7 +37,7 @@ class RequestBook:
     ):
         layout.check_size(size)
         self.layout, self.size = layout, size
-        self.policy, self.host_size, self.events = policy, HostSize(*(host or (0, 0))), events
+        self.policy, self.host_size, self.events = policy, _host_size(host), events
         self._hashing = HashSpec(layout.block_tokens, (layout.fingerprint, salt), layout.cfg.vocab_size)
         self.generation = 0
         self._persists = False
@@ -190,3 +190,12 @@ class RequestBook:
             return token_ids(tokens, self.layout.cfg.vocab_size)
         except HashError as error:
             raise RequestError(str(error)) from error
+
+
+def _host_size(host: HostSize | None) -> HostSize:
+    """`host` as a `HostSize`, any sequence of one or two numbers welcome. Raises `PlanError`."""
+    try:
+        size = HostSize(0) if host is None else HostSize(*host)
+    except TypeError as error:
+        raise PlanError(f"host must be None or (num_blocks, num_snapshots), got {shown(host)}") from error
+    return HostSize(*(as_count(f"host.{name}", count) for name, count in size._asdict().items()))

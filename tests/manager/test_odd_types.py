@@ -138,6 +138,19 @@ def test_salt() -> None:
             KVCacheManager(LAYOUT, SIZE, salt=salt)
 
 
+@pytest.mark.parametrize(
+    "host", [0, 5, "", (), [], (1, 2, 3), {}, False, (1.0, 0), (True, 0), (-1, 0), (4, "1"), (2**31, 0)]
+)
+def test_host_sizes(host) -> None:
+    with pytest.raises(PlanError, match=r"host(\.\w+)? must be|pool must be"):
+        KVCacheManager(LAYOUT, SIZE, host=host)
+
+
+def test_host_sizes_of_one_or_two_numbers() -> None:
+    for host, size in ((None, (0, 0)), ((4,), (4, 0)), ([4, 2], (4, 2)), ((np.int64(4), 2), (4, 2))):
+        assert KVCacheManager(LAYOUT, SIZE, policy=CachePolicy(), host=host).host_size == size
+
+
 # Request ids
 
 
