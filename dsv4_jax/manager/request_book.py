@@ -159,7 +159,7 @@ class RequestBook:
         try:
             slot = as_count("slot", request)
         except PlanError as error:
-            raise RequestError(f"neither a request nor a slot: {request!r}") from error
+            raise RequestError(f"neither a request nor a slot: {shown(request)}") from error
         if slot not in self._live:
             raise RequestError(f"no live request in slot {slot} (slots are 1..{self._cache.slots.num_total})")
         return self._live[slot]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..checks import INT32_MAX
+from ..checks import INT32_MAX, shown
 from ..errors import ContextLimitError, OutOfBlocksError, PlanError, RequestError
 from ..plan import StepPlan
 from .allocator import as_count
@@ -229,7 +229,7 @@ class SteppingManager(RequestBook):
             try:
                 request, count = feed
             except (TypeError, ValueError) as error:
-                raise PlanError(f"a feed is a (request, number of tokens) pair, got {feed!r}") from error
+                raise PlanError(f"a feed is a (request, number of tokens) pair, got {shown(feed)}") from error
             # In full only what is not plainly right: hundreds of rows pass here every step.
             if type(request) is not Request or live.get(request.slot) is not request:
                 request = self._checked(request)

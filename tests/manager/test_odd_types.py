@@ -151,6 +151,21 @@ def test_host_sizes_of_one_or_two_numbers() -> None:
         assert KVCacheManager(LAYOUT, SIZE, policy=CachePolicy(), host=host).host_size == size
 
 
+@pytest.mark.parametrize("request_", BAD_COUNTS, ids=kind)
+def test_requests(manager: KVCacheManager, request_) -> None:
+    for call in (
+        lambda: manager.release_request(request_),
+        lambda: manager.abort_request(request_),
+        lambda: manager.preempt(request_),
+        lambda: manager.fork(request_),
+        lambda: manager.accept(request_, 1),
+        lambda: manager.reserve(request_, 1),
+        lambda: manager.plan_step([(request_, 1)]),
+    ):
+        refused(manager, RequestError, call)
+    refused(manager, PlanError, lambda: manager.plan_step([request_]))
+
+
 # Request ids
 
 
