@@ -141,7 +141,11 @@ def init_cache(layout: CacheLayout, size: CacheSize, *, sharding: Any = None) ->
         sharding: None for the default device, or the `KVCache` of shardings that
             `cache_sharding` returns: the leading axis of every leaf is then multiplied by its
             number of data shards, each holding a self-contained cache with its own unit ids.
+
+    Raises:
+        LayoutError: more rows than int32 has numbers (see `CacheLayout.check_size`); nothing was allocated.
     """
+    layout.check_size(size)
 
     # Committed to its device, as what `swap_in` returns is: or a step would compile again after the first of those.
     device = None
@@ -286,12 +290,18 @@ class LayerCacheHandle:
         return self.gather_compressed(self._all_entries(), dtype), self.visible_entries()
 
     def visible_entries(self) -> jax.Array:
-        """[T] int32: entries each token may see, (position + 1) // ratio; 0 for padding."""
+        """[T] int32: entries each token may see, (position + 1) // ratio; 0 for padding.
+
+        Raises:
+            LayoutError: the layer is SWA-only; so do all that gather or address entries.
+        """
+        self._pool_name()
         ratio = np.int32(self.layout.cfg.ratio(self.spec.attn))
         return jnp.where(self.plan.token_slot > 0, (self.plan.token_position + 1) // ratio, 0)
 
     def entry_rows(self, entries: jax.Array) -> jax.Array:
         """Pool rows [T, K] of logical entries [T, K], through each token's block table."""
+        self._pool_name()
         per_block = np.int32(self.layout.entries_per_block(self.spec.attn))
         block = self.cache.block_table[jnp.asarray(self.plan.token_slot)[:, None], entries // per_block]
         return np.int32(self._base()) + block * per_block + entries % per_block

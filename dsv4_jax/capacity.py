@@ -13,9 +13,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-import numpy as np
-
-from .errors import CapacityError
+from .checks import as_int, shown
+from .errors import CapacityError, LayoutError
 from .layout import CacheLayout, CacheSize
 
 __all__ = ["Capacity", "Limit", "capacity", "plan_capacity"]
@@ -140,8 +139,24 @@ def capacity(
 
     Raises:
         CapacityError: fewer than two are given, a value is impossible, the context is beyond the
-            model's, or the memory is too small (the message says how much is needed).
+            model's, the memory is too small (the message says how much is needed), or the cache would
+            have more rows than int32 has numbers (see `CacheLayout.check_size`).
     """
+    try:
+        answer = _answer(layout, hbm_bytes, max_requests, max_context, num_snapshots)
+        layout.check_size(answer.size)
+    except LayoutError as error:
+        raise CapacityError(f"too large a cache: {error}") from error
+    return answer
+
+
+def _answer(
+    layout: CacheLayout,
+    hbm_bytes: int | None,
+    max_requests: int | None,
+    max_context: int | None,
+    num_snapshots: int,
+) -> Capacity:
     snapshots = _count("num_snapshots", num_snapshots, 0)
     given = {"hbm_bytes": hbm_bytes, "max_requests": max_requests, "max_context": max_context}
     known = {name: _count(name, value, 1) for name, value in given.items() if value is not None}
@@ -207,6 +222,9 @@ def _too_small(layout: CacheLayout, memory: int, size: CacheSize, context: int) 
 
 
 def _count(name: str, value: object, least: int) -> int:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
-        raise CapacityError(f"{name} must be an integer >= {least}, got {value!r}")
-    return int(value)
+    number = as_int(value)
+    if number is None or number < least:
+        raise CapacityError(f"{name} must be an integer >= {least}, got {shown(value)}")
+    if number >= 2**63:
+        raise CapacityError(f"{name} must be below 2^63, got {shown(value)}")
+    return number

@@ -6,6 +6,8 @@ so `except ValueError` keeps working, and every message names what was wrong, wh
 
 from __future__ import annotations
 
+from .checks import shown
+
 __all__ = [
     "BenchmarkError",
     "BlockReleaseError",
@@ -38,7 +40,10 @@ __all__ = [
     "StoreFormatError",
     "StoreFullError",
     "StoreLockedError",
+    "SwapPlanError",
     "TraceError",
+    "TransferError",
+    "TransferTimeoutError",
     "TransitionError",
 ]
 
@@ -167,9 +172,9 @@ class OutOfBlocksError(CacheError, RuntimeError):
 class BlockReleaseError(CacheError, ValueError):
     """A block id was released that is not held: released twice, null, or out of range."""
 
-    def __init__(self, block: int, problem: str, total: int):
+    def __init__(self, block: object, problem: str, total: int):
         self.block, self.total = block, total
-        super().__init__(f"cannot release block {block}: {problem} (valid ids are 1..{total})")
+        super().__init__(f"cannot release block {shown(block)}: {problem} (valid ids are 1..{total})")
 
 
 class PoolResizeError(CacheError, ValueError):

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-__all__ = ["EvictionQueue"]
+__all__ = ["EvictionQueue", "Queued"]
 
 
 class Queued(Protocol):

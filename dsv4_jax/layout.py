@@ -9,10 +9,15 @@ A *leaf* is one device array. Leaves come in three scopes:
 Row of layer ordinal j (counted among layers of its kind), block or slot u and row r in it:
 `(j * units + u) * rows + r`. Unit 0 of either scope is null: never handed out, never read.
 
+Row ids are int32 on the device, and so is every product on the way to one; the number of rows of a
+leaf stands for "no row". So no leaf has more than 2^31 - 1 rows (`CacheLayout.check_size`). Bytes
+and elements are counted in 64 bits and have no limit of their own.
+
 Slot rings are addressed by absolute position: row = position mod R. With `draft_tokens = n` a
 verify step writes 1 + n positions of which any prefix may be kept, so R >= needed history + n
 (spec: W + n for the window, 2m + n for the CSA compressor, r + n for the raw HCA ring) and the
-online HCA state keeps n + 2 banks, so the state before the step survives every rejection.
+online HCA state keeps n + 2 banks (without drafts one), so the state before the step survives
+every rejection.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from .checks import INT32_MAX, as_int, shown
 from .config import AttentionType, DSV4Config, LayerSpec, build_schedule
 from .errors import LayoutError
 from .formats import RowFormat, index_format, kv_format
@@ -35,6 +41,7 @@ __all__ = ["CacheLayout", "CacheSize", "KeySplit", "LayerCacheSchema", "LeafSpec
 KeySplit = Literal["throughput", "latency"]
 Scope = Literal["block", "slot", "table"]
 MAX_LEAVES = 24
+_MAX_UNITS = INT32_MAX - 1  # of a scope, the null unit not counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +104,10 @@ class CacheSize:
         num_slots: requests that can be live at once (slots 1..num_slots).
         max_blocks_per_request: width of the block table.
         num_snapshots: extra slots (after the request slots) that hold state snapshots.
+
+    Raises:
+        LayoutError: a number is no integer, too small, or such that ids of blocks or slots do not fit int32. How
+            many rows that makes is up to the layout: see `CacheLayout.check_size`.
     """
 
     num_blocks: int
@@ -106,9 +117,9 @@ class CacheSize:
 
     def __post_init__(self) -> None:
         for name, least in (("num_blocks", 1), ("num_slots", 1), ("max_blocks_per_request", 1), ("num_snapshots", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
-                raise LayoutError(f"CacheSize.{name} must be an integer >= {least}, got {value!r}")
+            object.__setattr__(self, name, _integer(f"CacheSize.{name}", getattr(self, name), least, _MAX_UNITS))
+        if self.num_slots + self.num_snapshots > _MAX_UNITS:
+            raise LayoutError(f"CacheSize: num_slots and num_snapshots must be at most {_MAX_UNITS} together")
 
     @property
     def block_units(self) -> int:
@@ -126,8 +137,8 @@ class CacheLayout:
         cfg: the model.
         kv_format: stored form of SWA, CSA and HCA rows: "fp8", "fp8_per_entry", "bf16", "f32".
         index_format: stored form of index keys: "fp4", "fp8", "bf16", "f32".
-        block_tokens: tokens per block, a multiple of lcm(CSA ratio, HCA ratio) (128 for V4).
-            Defaults to the smallest multiple of that lcm that is at least 128.
+        block_tokens: tokens per block, a multiple of the lcm of the ratios of the kinds of layers there are
+            (CSA and HCA: 128 for V4). Defaults to the smallest multiple of that lcm that is at least 128.
         draft_tokens: drafts a verify step may carry beside its first token.
         hca_state: "online" (softmax triple, 3 rows of head_dim per layer) or "raw" (ring of rows).
         include_mtp: also hold the SWA windows of the MTP layers.
@@ -136,7 +147,7 @@ class CacheLayout:
             formats: a token's bits are the same in every batch under either, but not the same under both.
 
     Raises:
-        LayoutError: unknown format or key split, impossible block size, negative draft count.
+        LayoutError: unknown format or key split, impossible block size or draft count.
     """
 
     def __init__(
@@ -154,11 +165,8 @@ class CacheLayout:
         self.cfg = cfg
         self.schedule = build_schedule(cfg, include_mtp=include_mtp)
         lcm = math.lcm(*(cfg.ratio(k) for k in (AttentionType.CSA, AttentionType.HCA) if cfg.count(k)))
-        self.block_tokens = -(-128 // lcm) * lcm if block_tokens is None else block_tokens
-        if not isinstance(self.block_tokens, int) or self.block_tokens < 1 or self.block_tokens % lcm:
-            raise LayoutError(f"block_tokens must be a positive multiple of {lcm}, got {block_tokens!r}")
-        if not isinstance(draft_tokens, int) or draft_tokens < 0:
-            raise LayoutError(f"draft_tokens must be a non-negative integer, got {draft_tokens!r}")
+        self.block_tokens = _block_tokens(block_tokens, lcm)
+        draft_tokens = _integer("draft_tokens", draft_tokens, 0)
         if hca_state not in ("online", "raw"):
             raise LayoutError(f"hca_state must be 'online' or 'raw', got {hca_state!r}")
         if key_split not in get_args(KeySplit):
@@ -184,7 +192,15 @@ class CacheLayout:
         self._kind_ordinal = tuple(ordinals)
         # With the key split: compiled steps are found by their layout, and each split is another computation.
         self._key = (cfg, kv_format, index_format, self.block_tokens, draft_tokens, hca_state, include_mtp, key_split)
-        self._hash = hash(self._key)
+        self._hash = hash(self._key)  # the last: from here on nothing can be set
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if hasattr(self, "_hash"):
+            raise dataclasses.FrozenInstanceError(f"cannot set {name!r}: a layout is immutable")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot delete {name!r}: a layout is immutable")
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, CacheLayout) and self._key == other._key)
@@ -201,12 +217,18 @@ class CacheLayout:
 
     def layer(self, layer_idx: int) -> LayerSpec:
         """The schedule entry of a layer. Raises `LayoutError` if there is no such layer."""
-        if not 0 <= layer_idx < len(self.schedule):
-            raise LayoutError(f"layer {layer_idx} out of range: this layout has layers 0..{len(self.schedule) - 1}")
-        return self.schedule[layer_idx]
+        index = as_int(layer_idx)
+        if index is None or not 0 <= index < len(self.schedule):
+            last = len(self.schedule) - 1
+            raise LayoutError(f"layer {shown(layer_idx)} out of range: this layout has layers 0..{last}")
+        return self.schedule[index]
 
     def ordinal(self, layer_idx: int) -> int:
-        """Position of a layer among the layers of its kind: its index in CSA and HCA leaves."""
+        """Position of a layer among the layers of its kind: its index in CSA and HCA leaves.
+
+        Raises `LayoutError` if there is no such layer.
+        """
+        self.layer(layer_idx)
         return self._kind_ordinal[layer_idx]
 
     def entries_per_block(self, attn: AttentionType) -> int:
@@ -216,6 +238,26 @@ class CacheLayout:
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold this many tokens."""
         return -(-tokens // self.block_tokens)
+
+    def check_size(self, size: CacheSize) -> None:
+        """Refuses sizes whose rows or positions have no int32 number. `init_cache` and the managers call it.
+
+        Raises:
+            LayoutError: a leaf would have more than 2^31 - 1 rows (layers * units * rows of a unit, null units
+                included), which are as many blocks as 409 million tokens of V4-Flash fill. Or a request could
+                have as many tokens.
+        """
+        for leaf in self.leaves:
+            rows, _ = self.leaf_shape(leaf, size)
+            if leaf.scope != "table" and rows > INT32_MAX:
+                units = f"{size.block_units} blocks" if leaf.scope == "block" else f"{size.slot_units} slots"
+                raise LayoutError(
+                    f"pool '{leaf.pool}': {leaf.layers} layers of {units} of {leaf.rows} rows are {rows} rows, "
+                    f"row ids are int32 and reach {INT32_MAX - 1}"
+                )
+        context = min(size.max_blocks_per_request * self.block_tokens, self.cfg.max_position_embeddings)
+        if context > INT32_MAX:
+            raise LayoutError(f"requests of {context} tokens: positions are int32 and reach {INT32_MAX - 1}")
 
     # Bytes. All are sums over the leaves, so they cannot drift from what is allocated.
 
@@ -263,9 +305,10 @@ class CacheLayout:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hex digest that two caches share exactly if blocks of one can be read as blocks of the other.
+        """Hex digest that two caches share exactly if blocks and snapshots of one can be read as those of the other.
 
-        It names a format, not who computed the values: kernels, devices and `key_split`, which decide their last
+        `draft_tokens` and `hca_state` shape snapshots, so caches that differ in these have different ones. It
+        names a format, not who computed the values: kernels, devices and `key_split`, which decide their last
         bits, are no part of it, so stored blocks outlive a change of these.
         """
         facts: list[Any] = [dataclasses.astuple(leaf) for leaf in self.leaves]
@@ -277,15 +320,17 @@ class CacheLayout:
 def build_schema(cfg: DSV4Config, layer: LayerSpec, *, block_tokens: int | None = None) -> LayerCacheSchema:
     """What a layer keeps in the cache, per block and per request.
 
+    Args:
+        block_tokens: tokens of a block; default: the smallest multiple of both ratios that is at least 128.
+
     Raises:
-        LayoutError: `block_tokens` is not a multiple of the layer's ratio.
+        LayoutError: `block_tokens` is not a positive multiple of the layer's ratio.
     """
-    tokens = math.lcm(cfg.csa_ratio, cfg.hca_ratio) if block_tokens is None else block_tokens
-    if block_tokens is None:
-        tokens *= -(-128 // tokens)
     ratio = cfg.ratio(layer.attn)
-    if ratio and (tokens < 1 or tokens % ratio):
-        raise LayoutError(f"block_tokens must be a positive multiple of {ratio}, got {tokens!r}")
+    if block_tokens is None:
+        tokens = _block_tokens(None, math.lcm(cfg.csa_ratio, cfg.hca_ratio))
+    else:
+        tokens = _block_tokens(block_tokens, ratio or 1)
     entries = tokens // ratio if ratio else 0
     csa = layer.attn is AttentionType.CSA
     return LayerCacheSchema(
@@ -298,6 +343,23 @@ def build_schema(cfg: DSV4Config, layer: LayerSpec, *, block_tokens: int | None 
         swa_window_size=cfg.sliding_window,
         entry_head_dim=cfg.head_dim,
     )
+
+
+def _integer(name: str, value: Any, least: int, most: int = INT32_MAX) -> int:
+    number = as_int(value)
+    if number is None or not least <= number <= most:
+        raise LayoutError(f"{name} must be an integer >= {least} and at most {most}, got {shown(value)}")
+    return number
+
+
+def _block_tokens(value: Any, multiple: int) -> int:
+    """That number of tokens, checked; None: the smallest multiple that is at least 128."""
+    if value is None:
+        return -(-128 // multiple) * multiple
+    number = as_int(value)
+    if number is None or not 1 <= number <= INT32_MAX or number % multiple:
+        raise LayoutError(f"block_tokens must be a positive multiple of {multiple}, got {shown(value)}")
+    return number
 
 
 def _kv_row(name: str, cfg: DSV4Config) -> RowFormat:

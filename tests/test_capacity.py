@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager, init_cache, plan_capacity
 from dsv4_jax.capacity import capacity
 from dsv4_jax.config import AttentionType
-from dsv4_jax.errors import CapacityError
+from dsv4_jax.errors import CapacityError, LayoutError
 
 SWA_ONLY = DSV4Config.tiny(layer_types=(AttentionType.SWA,) * 2)
 CONFIGS = {"tiny": DSV4Config.tiny(), "swa_only": SWA_ONLY, "flash": DSV4Config.flash(), "pro": DSV4Config.pro()}
@@ -25,6 +26,15 @@ layouts = st.builds(
 )
 requests = st.integers(1, 64)
 snapshots = st.integers(0, 9)
+
+
+def fits_int32(layout: CacheLayout, r: int, columns: int, p: int) -> bool:
+    """Whether a cache of this size has row ids on the device."""
+    try:
+        layout.check_size(CacheSize(r * columns, r, columns, p))
+    except LayoutError:
+        return False
+    return True
 
 
 def bytes_of(layout: CacheLayout, r: int, columns: int, p: int) -> int:
@@ -60,10 +70,19 @@ def test_longest_context_is_maximal(layout, r, spare, p):
 
 
 @given(layouts, st.integers(1, 4096), st.integers(0, 10**12), snapshots)
+@example(CacheLayout(CONFIGS["tiny"]), 1, 10**12, 0)
 def test_most_requests_is_maximal(layout, context, spare, p):
     columns = layout.blocks_for(context)
     memory = bytes_of(layout, 1, columns, p) + spare
-    answer = capacity(layout, hbm_bytes=memory, max_context=context, num_snapshots=p)
+    try:
+        answer = capacity(layout, hbm_bytes=memory, max_context=context, num_snapshots=p)
+    except CapacityError as error:
+        # As many requests as have row ids leave memory to spare, for at least one more.
+        assert "int32" in str(error)
+        most = bisect.bisect(range(1, 2**31), False, key=lambda r: not fits_int32(layout, r, columns, p))
+        one_more = bytes_of(layout, 2, columns, p) - bytes_of(layout, 1, columns, p)
+        assert bytes_of(layout, most, columns, p) + one_more <= memory
+        return
     assert answer.total_bytes == bytes_of(layout, answer.max_requests, columns, p) <= memory
     assert bytes_of(layout, answer.max_requests + 1, columns, p) > memory
     assert answer.full_requests == answer.max_requests
@@ -101,7 +120,7 @@ def test_all_three_given(layout, r, context, memory, p):
     assert 1 <= answer.full_requests == size.num_blocks // columns
 
 
-@given(layouts, requests, st.integers(0, 10**11), st.integers(0, 10**10))
+@given(layouts, requests, st.integers(0, 8 * 10**10), st.integers(0, 10**10))  # below what int32 can number
 def test_more_memory_never_holds_less(layout, r, spare, more):
     memory = bytes_of(layout, r, 1, 0) + spare
     small, large = (capacity(layout, hbm_bytes=m, max_requests=r) for m in (memory, memory + more))
@@ -148,6 +167,40 @@ def test_what_binds():
 def test_refusals(given_, message):
     with pytest.raises(CapacityError, match=message):
         plan_capacity(CacheLayout(CONFIGS["tiny"]), **given_)
+
+
+@pytest.mark.parametrize(
+    ("given_", "pool"),
+    [
+        ({"max_requests": 4096, "max_context": 2**20}, "csa"), ({"max_requests": 10**6, "max_context": 128}, "swa"),
+        ({"hbm_bytes": 10**13, "max_context": 2**20}, "csa"), ({"hbm_bytes": 10**13, "max_context": 1}, "swa"),
+        ({"hbm_bytes": 10**13, "max_requests": 4096}, "csa"),
+        ({"max_requests": 1, "max_context": 1, "num_snapshots": 10**6}, "swa"),
+        ({"hbm_bytes": 10**15, "max_requests": 4096, "max_context": 2**20}, "csa"),
+    ],
+)  # fmt: skip
+def test_more_rows_than_int32_has(given_, pool):
+    layout = CacheLayout(CONFIGS["flash"])
+    with pytest.raises(CapacityError, match=f"pool '{pool}': .* rows, row ids are int32 and reach 2147483646"):
+        plan_capacity(layout, **given_)
+
+
+@pytest.mark.parametrize(
+    "value", [True, 1.0, float("nan"), "1", [1], 0, -1, 2**63, 10**5000, -(10**5000)], ids=range(10)
+)
+def test_counts_of_odd_types(value):
+    layout = CacheLayout(CONFIGS["tiny"])
+    for name in ("hbm_bytes", "max_requests", "max_context", "num_snapshots"):
+        if (name, value) == ("num_snapshots", 0):
+            continue
+        with pytest.raises(CapacityError):
+            plan_capacity(layout, **dict(max_requests=1, max_context=9) | {name: value})
+
+
+def test_units_beyond_int32():
+    for given_ in ({"max_requests": 2**40, "max_context": 5}, {"hbm_bytes": 2**62, "max_context": 5}):
+        with pytest.raises(CapacityError, match="CacheSize"):
+            plan_capacity(CacheLayout(SWA_ONLY), **given_)
 
 
 def test_report_is_plain_data():

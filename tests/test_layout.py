@@ -16,6 +16,8 @@ from dsv4_jax.config import AttentionType, DSV4Config, build_schedule
 from dsv4_jax.errors import LayoutError
 from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4_jax.layout import MAX_LEAVES, CacheLayout, CacheSize, build_schema
+from dsv4_jax.manager import KVCacheManager
+from dsv4_jax.ops.append import ring_row
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
 MODELS = {"flash": DSV4Config.flash(), "pro": DSV4Config.pro()}
@@ -222,6 +224,85 @@ def test_unknown_options_are_named(options: dict, name: str) -> None:
 def test_impossible_sizes(size: tuple) -> None:
     with pytest.raises(LayoutError, match="CacheSize"):
         CacheSize(*size)
+
+
+ODD = [True, np.True_, 1.5, 128.0, np.float32(128), float("nan"), "128", [128], np.array([128]), 2**31, 10**5000, -1]
+names_of_types = pytest.mark.parametrize("value", ODD, ids=lambda value: type(value).__name__)
+
+
+@names_of_types
+def test_options_of_odd_types(value) -> None:
+    swa = DSV4Config.tiny(layer_types=(SWA,))
+    for make in (
+        lambda: CacheLayout(swa, block_tokens=value),
+        lambda: CacheLayout(swa, draft_tokens=value),
+        *(lambda layer=layer: build_schema(swa, layer, block_tokens=value) for layer in build_schedule(swa)),
+        lambda: build_schema(DSV4Config.flash(), build_schedule(DSV4Config.flash())[2], block_tokens=value),
+        lambda: CacheSize(1, 1, 1, value),
+        lambda: CacheSize(value, 1, 1),
+        lambda: CacheLayout(swa).layer(value),
+        lambda: CacheLayout(swa).ordinal(value),
+    ):
+        with pytest.raises(LayoutError):
+            make()
+
+
+def test_numpy_integers_are_integers() -> None:
+    cfg = DSV4Config.tiny()
+    assert CacheLayout(cfg, block_tokens=np.int64(128), draft_tokens=np.int8(2)) == CacheLayout(cfg, draft_tokens=2)
+    assert build_schema(cfg, build_schedule(cfg)[2], block_tokens=np.int32(256)).block_tokens == 256
+    # Products of its numbers are Python's: none wraps.
+    size = CacheSize(np.int32(2**30), np.uint8(255), np.int16(4), np.int8(1))
+    assert size == CacheSize(2**30, 255, 4, 1) and all(type(x) is int for x in (size.num_blocks, size.slot_units))
+
+
+# Row ids are int32
+
+
+def most_units(layout: CacheLayout, scope: str) -> int:
+    """The most units (the null unit included) of which every row has an int32 number, and one more is left."""
+    return min((2**31 - 1) // (leaf.layers * leaf.rows) for leaf in layout.leaves if leaf.scope == scope)
+
+
+@pytest.mark.parametrize("model", [*MODELS.values(), DSV4Config.tiny()], ids=[*MODELS, "tiny"])
+@pytest.mark.parametrize(
+    "options", [{}, dict(hca_state="raw", draft_tokens=7, block_tokens=256)], ids=["default", "raw"]
+)
+def test_row_ids_fit_int32(model, options) -> None:
+    layout = CacheLayout(model, **options)
+    blocks, slots = most_units(layout, "block") - 1, most_units(layout, "slot") - 1
+    layout.check_size(CacheSize(blocks, slots, 1))
+    layout.check_size(CacheSize(blocks, 1, 1, slots - 1))
+    for size, pool in (
+        (CacheSize(blocks + 1, 1, 1), "csa"),
+        (CacheSize(1, slots + 1, 1), "swa"),
+        (CacheSize(1, 1, 1, slots), "swa"),
+    ):
+        message = f"pool '{pool}': .* rows, row ids are int32 and reach 2147483646"
+        with pytest.raises(LayoutError, match=message):
+            layout.check_size(size)
+        with pytest.raises(LayoutError, match=message):
+            init_cache(layout, size)
+        with pytest.raises(LayoutError, match=message):
+            KVCacheManager(layout, size)
+
+
+def test_the_largest_row_id_is_what_the_ops_make_of_it() -> None:
+    """The row past the last one, which stands for no row, is an int32 too, and the products on the way do not wrap."""
+    layout = CacheLayout(DSV4Config.flash())
+    assert f"{most_units(layout, 'block') * 128 // 10**6} million tokens" in CacheLayout.check_size.__doc__
+    slots = most_units(layout, "slot")
+    last = ring_row(42, slots, layout.window_rows, np.int32(slots - 1), np.int32(layout.window_rows - 1))
+    assert last.dtype == np.int32 and last == 43 * slots * layout.window_rows - 1 < 2**31 - 1
+
+
+@pytest.mark.parametrize("field", ["num_blocks", "num_slots", "max_blocks_per_request", "num_snapshots"])
+def test_unit_ids_fit_int32(field: str) -> None:
+    size = dict(num_blocks=1, num_slots=1, max_blocks_per_request=1)
+    with pytest.raises(LayoutError, match=f"CacheSize.{field} must be .* at most 2147483646"):
+        CacheSize(**size | {field: 2**31 - 1})
+    with pytest.raises(LayoutError, match="num_slots and num_snapshots"):
+        CacheSize(1, 2**30, 1, 2**30)
 
 
 def test_layouts_are_values() -> None:

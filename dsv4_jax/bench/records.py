@@ -18,7 +18,18 @@ from .shapes import Case, Shape
 from .targets import TARGETS, Target, verdict
 from .timing import Timing, call_count, time_problem
 
-__all__ = ["BASELINES", "IMPLEMENTATIONS", "Record", "default_implementations", "measure", "one_line", "relative_error"]
+__all__ = [
+    "BASELINES",
+    "IMPLEMENTATIONS",
+    "Record",
+    "default_implementations",
+    "is_batch_invariant",
+    "measure",
+    "one_line",
+    "outcome",
+    "relative_error",
+    "why_not",
+]
 
 ROOMS = ("cuda", "pallas", "triton")
 BASELINES = ("lax.top_k", "torch")

@@ -35,7 +35,16 @@ from .ceilings import Ceilings
 from .inputs import random_part
 from .timing import profiled
 
-__all__ = ["StepOptions", "StepSetup", "measure_step", "neutral_layers", "set_up"]
+__all__ = [
+    "StepOptions",
+    "StepSetup",
+    "floors",
+    "measure_step",
+    "neutral_layers",
+    "random_cache",
+    "random_layers",
+    "set_up",
+]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..errors import PlanError
 from ..layout import CacheLayout
 from .options import add_json, positive, print_json, progress_bar, stdout
 
-__all__ = ["add_parser", "run"]
+__all__ = ["Pass", "add_parser", "run"]
 
 _EXAMPLES = """
 examples:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from .options import add_json, print_json, stdout
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_parser", "examine", "run"]
 
 _EXAMPLES = """
 examples:

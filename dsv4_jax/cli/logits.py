@@ -14,7 +14,17 @@ from ..layout import CacheLayout, CacheSize
 from ..manager.planning import RowFeed, StepShape, build_plan
 from .options import add_json, add_layout, layout_from, positive, print_json, progress_bar, stdout
 
-__all__ = ["add_parser", "run"]
+__all__ = [
+    "add_parser",
+    "check_vocabulary",
+    "chunk_sizes",
+    "feed",
+    "padded_size",
+    "read_tokens",
+    "run",
+    "split",
+    "write_array",
+]
 
 _EXAMPLES = """
 examples:

@@ -14,7 +14,7 @@ from ..config import DSV4Config
 from ..formats import INDEX_FORMATS, KV_FORMATS
 from ..layout import CacheLayout
 
-__all__ = ["add_json", "add_layout", "layout_from", "positive", "print_json", "progress_bar", "stdout"]
+__all__ = ["add_json", "add_layout", "layout_from", "natural", "positive", "print_json", "progress_bar", "stdout"]
 
 
 def stdout() -> Console:

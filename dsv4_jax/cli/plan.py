@@ -14,7 +14,7 @@ from ..config import DSV4Config
 from ..errors import CapacityError, ConfigError
 from .options import add_json, add_layout, layout_from, natural, positive, print_json, stdout
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_parser", "byte_count", "human", "model_config", "run", "token_count"]
 
 _EXAMPLES = """
 examples:

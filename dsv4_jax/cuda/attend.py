@@ -19,7 +19,7 @@ from ..ops.append import Rows
 from ..ops.attend import _attend as _reference
 from ..ops.numerics import rope_tables
 
-__all__ = ["split_count"]
+__all__ = ["has_kernel", "split_count"]
 
 TILE = 64  # keys of a tile, as in the kernel
 HEADS = 64  # of a block

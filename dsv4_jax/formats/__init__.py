@@ -27,6 +27,7 @@ from types import ModuleType
 
 import numpy as np
 
+from ..checks import shown
 from ..errors import LayoutError
 
 __all__ = ["INDEX_FORMATS", "KV_FORMATS", "NOPE_GROUP", "Part", "RowFormat", "codec", "index_format", "kv_format"]
@@ -135,7 +136,7 @@ def codec(fmt: RowFormat) -> ModuleType:
 
 
 def _lookup(table: dict[str, tuple[str, _Geometry]], what: str, name: str, dim: int, rope_dim: int) -> RowFormat:
-    if name not in table:
-        raise LayoutError(f"unknown {what} format {name!r}, expected one of {sorted(table)}")
+    if not isinstance(name, str) or name not in table:
+        raise LayoutError(f"unknown {what} format {shown(name)}, expected one of {sorted(table)}")
     module, geometry = table[name]
     return RowFormat(name, dim, rope_dim, geometry(dim, rope_dim), module)

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import heapq
-import operator
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from ..checks import INT32_MAX, as_int, shown
 from ..errors import BlockReleaseError, IntegrityError, OutOfBlocksError, PlanError
 
 __all__ = ["BlockAllocator", "as_count"]
 
 
-def as_count(name: str, value: Any, least: int = 0) -> int:
-    """`value` as a Python int, numpy integers welcome. Raises `PlanError` unless an integer >= `least`."""
-    if type(value) is not int:
-        if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
-            raise PlanError(f"{name} must be an integer, got {value!r}")
-        value = operator.index(value)
-    if value < least:
-        raise PlanError(f"{name} must be at least {least}, got {value}")
-    return value
+def as_count(name: str, value: Any, least: int = 0, most: int = 2**63 - 1) -> int:
+    """`value` as a Python int, numpy integers welcome. Raises `PlanError` unless an integer in least..most."""
+    number = as_int(value)
+    if number is None:
+        raise PlanError(f"{name} must be an integer, got {shown(value)}")
+    if number < least:
+        raise PlanError(f"{name} must be at least {least}, got {shown(value)}")
+    if number > most:
+        raise PlanError(f"{name} must be at most {most}, got {shown(value)}")
+    return number
 
 
 class BlockAllocator:
@@ -34,10 +35,13 @@ class BlockAllocator:
     Args:
         total: n, how many ids there are.
         pool: the pool's name in error messages.
+
+    Raises:
+        PlanError: `total` is negative, no integer, or ids do not fit int32.
     """
 
     def __init__(self, total: int, pool: str = "device"):
-        self._total = as_count("the number of blocks", total)
+        self._total = as_count(f"the number of blocks of the {pool} pool", total, most=INT32_MAX)
         self._pool = pool
         self._fresh = 1
         self._freed: list[int] = []
@@ -52,8 +56,9 @@ class BlockAllocator:
         return self._total - self._fresh + 1 + len(self._freed)
 
     def is_held(self, block: int) -> bool:
-        """Whether this id is handed out. Ids out of range are not."""
-        return 0 < block <= self._total and bool(self._held[block])
+        """Whether this id is handed out. Ids out of range are not, nor is what is no id."""
+        number = as_int(block)
+        return number is not None and 0 < number <= self._total and bool(self._held[number])
 
     def acquire(self, count: int) -> list[int]:
         """The `count` lowest free ids, ascending: all of them or none.
@@ -78,10 +83,14 @@ class BlockAllocator:
         """Gives ids back: all of them or, if any is wrong, none.
 
         Raises:
-            BlockReleaseError: an id is null, out of range, not held, or named twice.
+            BlockReleaseError: an id is null, out of range, not held, or named twice; or there are no ids at all.
         """
         checked: set[int] = set()
-        for block in ids.tolist() if isinstance(ids, np.ndarray) else ids:
+        try:
+            blocks = iter(ids.tolist() if isinstance(ids, np.ndarray) else ids)
+        except TypeError as error:
+            raise BlockReleaseError(ids, "not a list of ids", self._total) from error
+        for block in blocks:
             checked.add(self._checked(block, checked))
         for block in checked:
             self._held[block] = 0
@@ -91,9 +100,10 @@ class BlockAllocator:
         def refuse(problem: str) -> BlockReleaseError:
             return BlockReleaseError(block, problem, self._total)
 
-        if isinstance(block, bool | np.bool_) or not hasattr(block, "__index__"):
+        number = as_int(block)
+        if number is None:
             raise refuse("not an integer")
-        block = operator.index(block)
+        block = number
         if block == 0:
             raise refuse("it is the null block")
         if not 0 < block <= self._total:

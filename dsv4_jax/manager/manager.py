@@ -21,8 +21,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
 
-import numpy as np
-
 from ..errors import ContextLimitError, HashError, NoFreeSlotError, OutOfBlocksError, PlanError, RequestError
 from ..layout import CacheSize
 from .allocator import as_count
@@ -52,6 +50,11 @@ class KVCacheManager(SteppingManager):
             the device go there, and those of preempted requests. None: there is no host tier.
         salt: whatever else cached bytes depend on, such as the name of the weights.
         events: where cached blocks that come and go are told.
+
+    Raises:
+        LayoutError: the size has more rows than int32 has numbers (see `CacheLayout.check_size`).
+        HashError: the salt has no canonical bytes.
+        PlanError: `host` is no pair of counts.
     """
 
     # Requests
@@ -75,18 +78,20 @@ class KVCacheManager(SteppingManager):
             tokens: prompt ids, may be empty.
             max_tokens: the most tokens it may ever hold, prompt and output together (default and
                 at most `context_limit`).
-            request_id: any hashable that no live or preempted request has; default: a number that only grows.
+            request_id: any hashable that equals itself and that no live or preempted request has; default: a
+                number that only grows.
             namespace: who may share its blocks; requests of different namespaces never do.
             items: multimodal items of the prompt.
 
         Raises:
             NoFreeSlotError: all slots are taken.
             ContextLimitError: the prompt or `max_tokens` is beyond the limit.
-            RequestError: the id is in use, or a token is no id of the model's vocabulary.
-            HashError: a key of the namespace or of an item has no canonical bytes, or an empty item.
+            RequestError: the id is in use or cannot be one, or a token is no id of the model's vocabulary.
+            HashError: no namespace, no items, a key of them without canonical bytes, or an empty item.
+            PlanError: `max_tokens` or an item's position is no count.
         """
         self._check_awake()
-        ids = self._token_ids(tokens if isinstance(tokens, np.ndarray) else list(tokens))
+        ids = self._token_ids(tokens)
         name = "new" if request_id is None else request_id
         limit = self.context_limit if max_tokens is None else as_count("max_tokens", max_tokens, 1)
         if limit > self.context_limit:
@@ -234,9 +239,7 @@ class KVCacheManager(SteppingManager):
             self._check_awake()
             request = self._checked(request)
             for i, name in enumerate(names):
-                self._check_id(name)
-                if name is not None and name in names[:i]:
-                    raise RequestError(f"request id {name!r} is named twice")
+                self._check_id(name, names[:i])
             return self._fork(request, names)
 
     def _fork(self, request: Request, names: list[Hashable | None]) -> list[Request]:

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..checks import INT32_MAX
 from ..errors import PlanError
 from ..layout import CacheLayout, CacheSize
 from ..plan import CacheFacts, StepPlan
+from .allocator import as_count
 
 __all__ = ["RowFeed", "StepShape", "build_plan", "check_extras", "next_decode", "shape_for", "with_extras"]
 
@@ -72,8 +74,19 @@ class StepShape:
             lookahead: further decode steps that reuse the plan.
             history: whether one row may feed more than 1 + draft_tokens tokens; default: whether
                 all rows together may feed more than that each.
+
+        Raises:
+            PlanError: a number is no count.
         """
         cfg = layout.cfg
+        rows, tokens, columns = (
+            as_count(f"a shape's {name}", value, 1, INT32_MAX)
+            for name, value in (("rows", rows), ("tokens", tokens), ("columns", columns))
+        )
+        lookahead, slot_copies, block_copies = (
+            as_count(f"a shape's {name}", value, 0, INT32_MAX)
+            for name, value in (("lookahead", lookahead), ("slot_copies", slot_copies), ("block_copies", block_copies))
+        )
         return cls(
             rows=rows,
             tokens=tokens,

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..errors import HashError
 from .policies import Placement, SnapshotPlacement
+from .prefix.hashing import token_ids
 from .prefix.node import SETTLED, Node, S, T
 from .prefix.prefix_tree import PrefixTree
 from .request import Request
@@ -120,7 +121,7 @@ class Publisher:
         known = len(history)
         try:
             history.extend(request.tokens[known:tokens])
-            hasher.spec.token_bytes(np.frombuffer(history[known:], "<i4"))
+            token_ids(np.frombuffer(history[known:], "<i4"), hasher.spec.vocab_size)
         except (HashError, OverflowError, TypeError):  # no ids that a step could have been fed
             del history[known:]
             request.hasher = None  # nothing more of this request is cached

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..errors import PlanError, RequestError
+from ..checks import shown
+from ..errors import HashError, PlanError, RequestError
 from ..layout import CacheLayout, CacheSize
 from .allocator import as_count
 from .guard import Guard
 from .policies import CachePolicy
 from .prefix.events import EventLog
-from .prefix.hashing import BlockHasher, HashSpec, Key
+from .prefix.hashing import BlockHasher, HashSpec, Key, MediaItem, Namespace, token_ids
 from .publishing import Publisher
 from .request import Request, RequestRef, RequestState
 from .tiered_cache import HostSize, TieredCache
@@ -35,8 +36,9 @@ class RequestBook:
         salt: Key = None,
         events: EventLog | None = None,
     ):
+        layout.check_size(size)
         self.layout, self.size = layout, size
-        self.policy, self.host_size, self.events = policy, HostSize(*(host or (0, 0))), events
+        self.policy, self.host_size, self.events = policy, _host_size(host), events
         self._hashing = HashSpec(layout.block_tokens, (layout.fingerprint, salt), layout.cfg.vocab_size)
         self.generation = 0
         self._persists = False
@@ -85,6 +87,24 @@ class RequestBook:
         return request if live else None
 
     @property
+    def hash_spec(self) -> HashSpec:
+        """What all digests of this cache share: small, and the same in every process of a deployment."""
+        return self._hashing
+
+    def digests(
+        self, tokens: Iterable[int], *, namespace: Namespace | None = None, items: Iterable[MediaItem] = ()
+    ) -> list[bytes]:
+        """The digests of a prompt's full blocks, in path order: their names in the `EventLog` and in storage.
+
+        For routers; nothing is looked up, and nothing changes. A prompt of any length has them. A process
+        without a manager makes the same ones with `BlockHasher(manager.hash_spec, tokens, ...).digests`.
+
+        Raises:
+            HashError, PlanError, RequestError: as `KVCacheManager.admit_request` for these arguments.
+        """
+        return BlockHasher(self._hashing, self._token_ids(tokens), namespace=namespace, items=items).digests
+
+    @property
     def has_transfers(self) -> bool:
         """Whether the last planned step's transfers have not been taken."""
         return bool(self._step_transfers)
@@ -117,7 +137,9 @@ class RequestBook:
         return self._next_epoch
 
     def _new_hasher(self, tokens: Sequence[int] | np.ndarray, **space) -> BlockHasher | None:
-        return BlockHasher(self._hashing, tokens, **space) if self._cache.caching else None
+        caching = self._cache.caching
+        hasher = BlockHasher(self._hashing, tokens if caching else (), **space)  # which checks the space anyway
+        return hasher if caching else None
 
     def _final_tokens(self, request: Request) -> int:
         """Cached tokens that stay whatever is accepted."""
@@ -150,28 +172,43 @@ class RequestBook:
         try:
             slot = as_count("slot", request)
         except PlanError as error:
-            raise RequestError(f"neither a request nor a slot: {request!r}") from error
+            raise RequestError(f"neither a request nor a slot: {shown(request)}") from error
         if slot not in self._live:
             raise RequestError(f"no live request in slot {slot} (slots are 1..{self._cache.slots.num_total})")
         return self._live[slot]
 
-    def _check_id(self, request_id: Hashable) -> None:
-        if request_id is not None and request_id in self._ids:
+    def _check_id(self, request_id: Hashable, others: Iterable[Hashable] = ()) -> None:
+        """Raises `RequestError` for an id that is in use, among the `others`, or no id."""
+        if request_id is None:
+            return
+        try:
+            sound = bool(request_id == request_id)  # NaN is not
+            taken, twice = request_id in self._ids, request_id in set(others)
+        except Exception as error:  # whatever its `__hash__` or `__eq__` raised
+            raise RequestError(f"request id {shown(request_id)} cannot be hashed and compared") from error
+        if not sound:
+            raise RequestError(f"request id {shown(request_id)} does not equal itself")
+        if taken:
             raise RequestError(f"request id {request_id!r} is in use by a {self._ids[request_id].state.value} request")
+        if twice:
+            raise RequestError(f"request id {request_id!r} is named twice")
 
     def _check_awake(self) -> None:
         if self._asleep:
             raise RequestError("the manager sleeps: call wakeup() first")
 
-    def _token_ids(self, tokens: list[int] | np.ndarray) -> np.ndarray:
-        """[N] integers, checked against the vocabulary. Raises `RequestError`."""
+    def _token_ids(self, tokens: Iterable[int] | np.ndarray) -> np.ndarray:
+        """[N] int32, checked against the vocabulary. Raises `RequestError`."""
         try:
-            ids = np.asarray(tokens)
-        except ValueError:  # ragged
-            ids = np.zeros((), object)
-        if ids.size == 0:
-            ids = np.zeros(0, np.int64)
-        vocab = self.layout.cfg.vocab_size
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or ((ids < 0) | (ids >= vocab)).any():
-            raise RequestError(f"tokens must be a flat sequence of integers in 0..{vocab - 1}")
-        return ids
+            return token_ids(tokens, self.layout.cfg.vocab_size)
+        except HashError as error:
+            raise RequestError(str(error)) from error
+
+
+def _host_size(host: HostSize | None) -> HostSize:
+    """`host` as a `HostSize`, any sequence of one or two numbers welcome. Raises `PlanError`."""
+    try:
+        size = HostSize(0) if host is None else HostSize(*host)
+    except TypeError as error:
+        raise PlanError(f"host must be None or (num_blocks, num_snapshots), got {shown(host)}") from error
+    return HostSize(*(as_count(f"host.{name}", count) for name, count in size._asdict().items()))

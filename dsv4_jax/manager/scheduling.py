@@ -43,7 +43,7 @@ class Room:
 def room_of(layout: CacheLayout, shape: StepShape, room: Room) -> Room:
     """What a step of this shape may use of `room` (tokens, rows and blocks)."""
     rows, tokens = min(room.rows, shape.rows), min(room.tokens, shape.tokens)
-    fits = StepShape.bound(layout, rows, tokens, columns=0)
+    fits = StepShape.bound(layout, max(rows, 1), max(tokens, 1), columns=1)
     return Room(
         tokens, rows, room.blocks, shape.table_entries, shape.slot_copies, shape.columns,
         min(shape.tokens if shape.history else 1 + layout.draft_tokens,

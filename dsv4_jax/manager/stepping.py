@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..checks import INT32_MAX, shown
 from ..errors import ContextLimitError, OutOfBlocksError, PlanError, RequestError
 from ..plan import StepPlan
 from .allocator import as_count
@@ -95,7 +96,7 @@ class SteppingManager(RequestBook):
         """
         feeds = feeds if type(feeds) is list else list(feeds)
         with self._guard("plan_step"):
-            return self._plan_step(feeds, as_count("steps", steps, 1), shape)
+            return self._plan_step(feeds, as_count("steps", steps, 1, INT32_MAX), shape)
 
     def _plan_step(self, feeds: list[Feed], steps: int, shape: StepShape | None) -> StepPlan:
         self._check_awake()
@@ -250,12 +251,12 @@ class SteppingManager(RequestBook):
             try:
                 request, count = feed
             except (TypeError, ValueError) as error:
-                raise PlanError(f"a feed is a (request, number of tokens) pair, got {feed!r}") from error
+                raise PlanError(f"a feed is a (request, number of tokens) pair, got {shown(feed)}") from error
             # In full only what is not plainly right: hundreds of rows pass here every step.
             if type(request) is not Request or live.get(request.slot) is not request:
                 request = self._checked(request)
-            if type(count) is not int or count < 1:
-                count = as_count("a row's number of tokens", count, 1)
+            if type(count) is not int or not 0 < count <= INT32_MAX:
+                count = as_count("a row's number of tokens", count, 1, INT32_MAX)
             if request in counts:
                 raise PlanError(f"request {request.id!r} is fed twice in one step")
             if steps > 1 and count != 1:
@@ -408,7 +409,11 @@ class SteppingManager(RequestBook):
             slot_copies: states restored and kept in one step (each costs its bytes, used or not);
                 default: up to 4 with prefix caching, else none. Forks need one each.
             block_copies: partial blocks that forks copy in one step.
+
+        Raises:
+            PlanError: a number is no count.
         """
+        rows, steps = as_count("rows", rows, 1, INT32_MAX), as_count("steps", steps, 1, INT32_MAX)
         tokens = rows if tokens is None else tokens
         columns = self.size.max_blocks_per_request if columns is None else columns
         caching = self._cache.caching

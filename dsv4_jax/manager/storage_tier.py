@@ -128,7 +128,7 @@ class StorageTier:
             PlanError: an answer is not one per key.
         """
         hasher = BlockHasher(self._manager._hashing, tokens, namespace=namespace, items=items)
-        digests = hasher.digests[: max(len(tokens) - 1, 0) // hasher.spec.block_tokens]
+        digests = hasher.digests[: max(hasher.num_tokens - 1, 0) // hasher.spec.block_tokens]
         self._manager._guard.check()
         near = self._near(digests)
         rest = digests[len(near) :]

@@ -19,7 +19,7 @@ from .numerics import layer_frequencies, linear, matmul, pad_rows, rms_norm
 from .params import Params
 from .projections import products
 
-__all__ = ["attention", "index_qat_default"]
+__all__ = ["attention", "index_qat_default", "output_projection"]
 
 
 def attention(

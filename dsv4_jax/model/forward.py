@@ -19,7 +19,7 @@ from .numerics import linear, rms_norm
 from .params import Params
 from .sampling import GREEDY, Sampling, sample
 
-__all__ = ["GPU_DECODE_OPTIONS", "decode_loop", "decode_step", "forward", "prefill"]
+__all__ = ["GPU_DECODE_OPTIONS", "decode_loop", "decode_step", "embed", "feed_forward", "forward", "head", "prefill"]
 
 # What to give `jax.jit(step, compiler_options=...)` for decode steps on a GPU: kernels that do not wait for each other
 # run side by side, and cuBLAS multiplies. Measured in benchmarks/RESULTS.md; elsewhere they have no effect.

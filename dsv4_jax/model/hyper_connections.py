@@ -11,7 +11,7 @@ from ..config import DSV4Config
 from .numerics import linear, matmul, rms_norm
 from .params import Params
 
-__all__ = ["collapse", "hyper_head", "widen"]
+__all__ = ["collapse", "hyper_head", "sinkhorn", "widen"]
 
 
 def collapse(p: Params, streams: jax.Array, cfg: DSV4Config) -> tuple[jax.Array, jax.Array, jax.Array]:

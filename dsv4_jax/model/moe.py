@@ -11,7 +11,7 @@ from ..config import DSV4Config
 from .numerics import linear
 from .params import Params
 
-__all__ = ["moe", "route"]
+__all__ = ["moe", "route", "swiglu"]
 
 _SCORES = {
     "sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x)),

@@ -20,7 +20,7 @@ from ..ops.columns import Columns, Values
 from .numerics import linear
 from .params import Params
 
-__all__ = ["products", "stack_projections"]
+__all__ = ["Stacked", "products", "stack_projections"]
 
 # What is multiplied with what, by parameter name within a layer's "attn".
 GROUPS = {

@@ -17,7 +17,7 @@ from .append import Rows, load
 from .dispatch import Implementation, implementation_for
 from .numerics import rope
 
-__all__ = ["attend"]
+__all__ = ["attend", "finish_output"]
 
 
 def attend(

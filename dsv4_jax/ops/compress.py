@@ -24,7 +24,7 @@ from .dispatch import Implementation, implementation_for
 from .finish import Finish
 from .numerics import exp, rounded, tree_sum
 
-__all__ = ["Compressor", "Stream", "compress_csa", "compress_hca"]
+__all__ = ["Compressor", "Stream", "compress_csa", "compress_hca", "online_update"]
 
 
 @dataclasses.dataclass(frozen=True)

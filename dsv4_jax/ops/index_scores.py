@@ -12,7 +12,7 @@ from .append import Rows, load
 from .columns import Values, dense
 from .dispatch import Implementation, implementation_for
 
-__all__ = ["index_scores"]
+__all__ = ["index_scores", "scaled"]
 
 
 def index_scores(

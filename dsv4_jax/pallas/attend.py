@@ -27,7 +27,7 @@ from ..ops.attend import _attend as _reference
 from ..ops.attend import finish_output
 from .tiles import addressable
 
-__all__ = ["merge_splits", "split_count"]
+__all__ = ["has_body", "merge_splits", "split_count"]
 
 TILE = 64  # keys of one step of the inner loop
 HEADS = 64  # most heads of one program

@@ -35,7 +35,7 @@ from ..ops.finish import Finish
 from ..ops.numerics import rounded, tree_sum
 from .tiles import outer
 
-__all__ = ["Arithmetic", "FinishRefs", "RowTile", "emit", "finish_operands", "hadamard", "rms_norm", "rope"]
+__all__ = ["Arithmetic", "FinishRefs", "RowTile", "emit", "finish_operands", "hadamard", "rms_norm", "rope", "store"]
 
 LANES = 64
 _MAGIC = np.float32(1.5 * 2**23)  # the float32 numbers around it are the integers

@@ -29,7 +29,7 @@ from ..pools.kv_pool import Parts
 from ..pools.kv_pool import _store_kv as _reference
 from .tiles import addressable, interpreted, pieces, read, whole
 
-__all__: list[str] = []
+__all__ = ["rows_per_program"]
 
 WARPS = 4  # of a program
 # Of K and V that a program reads: 128 bytes a thread, and 8 programs on an SM have 128 KB on their way.

@@ -16,7 +16,7 @@ from ..formats.index_fp8 import decode as _fp8_decode
 from ..formats.index_fp8 import encode as _fp8_encode
 from .spec import STORAGE
 
-__all__ = ["decode", "encode", "safe_ids", "to_carrier"]
+__all__ = ["as_rows", "decode", "encode", "safe_ids", "to_carrier"]
 
 _FLOAT = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 _NAN = {"bf16": 0x7FC0, "f16": 0x7E00}

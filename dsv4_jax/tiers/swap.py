@@ -8,8 +8,8 @@ Each direction is one native call that updates its destination in place (`implem
 library is there: see `dsv4_jax.ffi`), or plain XLA operations (`"xla"`). Both leave everything alone that the plan does
 not name, whatever its ids hold. Under `jax.shard_map` each shard moves between its own cache and its own records.
 
-Records are committed to their device, so what a step makes of them is: a cache that is not (`init_cache` without a
-sharding) should be, by `jax.device_put(cache, device)`, or the decode step compiles once more after the first swap_in.
+Records are committed to their device, so what a step makes of them is, and so are the caches of `init_cache`. One made
+in another way should be too (`jax.device_put(cache, device)`), or the step compiles once more after the first swap_in.
 
 The transfer takes its time in the step; to hide it behind compute, see `staging`. To wait for it, see `transfer`.
 """
@@ -29,7 +29,17 @@ from .host import HostCache
 from .moves import Ids, SwapImplementation, native_in, native_out, pack, pick, read, unpack, write
 from .records import RecordFormat, RecordScope, record_format
 
-__all__ = ["restore", "snapshot", "swap_in", "swap_out"]
+__all__ = [
+    "ids_of",
+    "leaves_of",
+    "restore",
+    "same_layout",
+    "snapshot",
+    "swap_in",
+    "swap_out",
+    "units_of",
+    "with_leaves",
+]
 
 
 def swap_out(

@@ -1,4 +1,4 @@
-"""docs/manager.md: its example runs and finds what the text says; its sizes are the layout's."""
+"""docs/manager.md: its examples run and find what the text says; its sizes are the layout's."""
 
 from __future__ import annotations
 
@@ -12,12 +12,21 @@ TEXT = (pathlib.Path(__file__).parents[2] / "docs" / "manager.md").read_text()
 
 
 def test_example() -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+    engine, router = re.findall(r"```python\n(.*?)```", TEXT, re.S)
     scope: dict = {}
-    exec(block, scope)
-    said = {name: int(value) for name, value in re.findall(r"`(\w+) == (\d+)`", TEXT)}
-    assert {name: scope[name] for name in said} == said == {"first": 0, "second": 384, "other": 0}
+    exec(engine, scope)
     scope["manager"].check_integrity()
+    exec(router, scope)
+    said = {name: int(value) for name, value in re.findall(r"`(\w+) == (\d+)`", TEXT)}
+    assert {name: scope[name] for name in said} == said
+    assert said == {"first": 0, "second": 384, "other": 0, "known": 3, "strange": 0}
+    scope["manager"].check_integrity()
+    # The router of the example also learns what goes.
+    replica, manager, log = scope["replica"], scope["manager"], scope["log"]
+    digests = manager.digests(scope["prompt"], namespace=scope["Namespace"]("a"))
+    manager.reset()
+    replica.follow(log)
+    assert replica.cached_blocks(digests) == 0 and replica.seen == log.last
 
 
 def test_numbers() -> None:

@@ -26,10 +26,11 @@ from typing import Any
 
 import numpy as np
 
+from ...checks import shown
 from ...errors import HashError, PlanError
 from ..allocator import as_count
 
-__all__ = ["BlockHasher", "HashSpec", "Key", "MediaItem", "Namespace", "canonical_bytes"]
+__all__ = ["BlockHasher", "HashSpec", "Key", "MediaItem", "Namespace", "canonical_bytes", "token_ids"]
 
 Key = None | int | str | bytes | tuple["Key", ...]
 _MAX_TOKEN = 2**31 - 1
@@ -38,8 +39,9 @@ _MAX_TOKEN = 2**31 - 1
 def canonical_bytes(value: Any) -> bytes:
     """`value` as type tag, length (uint32, little-endian) and bytes; tuples nest.
 
-    Python and numpy integers of the same value agree. Raises `HashError` for anything but None,
-    integers, str, bytes and tuples of these: floats and booleans have no business in a key.
+    Integers of the same value agree, Python's, numpy's or an enum's. Raises `HashError` for anything but
+    None, integers (up to 4300 digits), str, bytes and tuples of these: floats and booleans have no business
+    in a key. And for tuples nested a thousand deep.
     """
     if value is None:
         return b"n" + struct.pack("<I", 0)
@@ -48,14 +50,52 @@ def canonical_bytes(value: Any) -> bytes:
     if isinstance(value, bytes):
         return _field(b"b", value)
     if isinstance(value, tuple):
-        return _field(b"t", b"".join(map(canonical_bytes, value)))
+        try:
+            return _field(b"t", b"".join(map(canonical_bytes, value)))
+        except RecursionError:
+            raise HashError("a key is made of tuples nested too deeply") from None
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
-        return _field(b"i", str(operator.index(value)).encode("ascii"))
-    raise HashError(f"a key is made of None, int, str, bytes and tuples, got {value!r}")
+        try:
+            return _field(b"i", int.__repr__(operator.index(value)).encode("ascii"))
+        except ValueError as error:  # Python writes so many digits and no more
+            raise HashError(f"a key is made of numbers that can be written: {error}") from error
+    raise HashError(f"a key is made of None, int, str, bytes and tuples, got {shown(value)}")
 
 
 def _field(tag: bytes, data: bytes) -> bytes:
     return tag + struct.pack("<I", len(data)) + data
+
+
+def token_ids(tokens: Iterable[int] | np.ndarray, vocab_size: int = _MAX_TOKEN + 1) -> np.ndarray:
+    """The ids as an array, [N] int32. Raises `HashError` if any is no id of the vocabulary.
+
+    Integers of any type are welcome, in a flat array or whatever can be iterated. Booleans and floats are none.
+    What an iterator raises is passed on.
+    """
+    if not isinstance(tokens, np.ndarray):
+        try:
+            values = iter(tokens)
+        except TypeError as error:
+            raise HashError(f"tokens must be a flat sequence of integers, got {shown(tokens)}") from error
+        tokens = list(values)
+        try:
+            # struct refuses floats, and what does not fit; numpy would convert some of them.
+            ids = np.frombuffer(struct.pack(f"<{len(tokens)}i", *tokens), "<i4")
+        except Exception as error:  # whatever the `__index__` of one of them raised
+            raise HashError(f"tokens must be integers in 0..{vocab_size - 1} ({error})") from error
+        # It does not refuse booleans, which are 0 or 1.
+        if any(isinstance(tokens[i], bool) for i in np.flatnonzero((ids == 0) | (ids == 1)).tolist()):
+            raise HashError(f"tokens must be integers in 0..{vocab_size - 1} (and no booleans)")
+    else:
+        ids = tokens
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise HashError(f"tokens must be a flat sequence of integers, got {ids.dtype}{list(ids.shape)}")
+    if not ids.size:
+        return np.zeros(0, "<i4")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        worst = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise HashError(f"tokens must be in the vocabulary: token id {worst} is not in 0..{vocab_size - 1}")
+    return ids.astype("<i4", copy=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,7 +127,11 @@ class HashSpec:
     Attributes:
         block_tokens: tokens of a block.
         salt: whatever else the bytes of a block depend on: weights, layout fingerprint.
-        vocab_size: ids are 0..vocab_size - 1.
+        vocab_size: ids are 0..vocab_size - 1, at most 2^31.
+
+    Raises:
+        HashError: a salt of a wrong type, or a vocabulary beyond int32.
+        PlanError: a count that is none.
     """
 
     block_tokens: int = 128
@@ -98,31 +142,19 @@ class HashSpec:
         as_count("block_tokens", self.block_tokens, 1)
         if as_count("vocab_size", self.vocab_size, 1) > _MAX_TOKEN + 1:
             raise HashError(f"vocab_size must be at most {_MAX_TOKEN + 1}, got {self.vocab_size}")
+        canonical_bytes(self.salt)
 
     def root(self, namespace: Namespace | None = None) -> bytes:
-        """The parent digest of a namespace's first blocks: 32 bytes. Raises `HashError` for a key of a wrong type."""
-        space = namespace or Namespace()
+        """The parent digest of a namespace's first blocks: 32 bytes. None is the namespace of those who name none.
+
+        Raises:
+            HashError: neither None nor a `Namespace`, or a key of a wrong type.
+        """
+        if namespace is not None and not isinstance(namespace, Namespace):
+            raise HashError(f"namespace must be None or a Namespace, got {shown(namespace)}")
+        space = Namespace() if namespace is None else namespace
         fields = (self.block_tokens, self.salt, (space.tenant, space.adapter))
         return sha256(b"dsv4_jax block digest 1" + b"".join(map(canonical_bytes, fields))).digest()
-
-    def token_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
-        """The ids as int32, little-endian. Raises `HashError` if any is no id of the vocabulary."""
-        if not isinstance(tokens, np.ndarray):
-            tokens = list(tokens)
-            try:
-                # struct refuses floats, and what does not fit; numpy would convert some of them.
-                data = struct.pack(f"<{len(tokens)}i", *tokens)
-            except struct.error as error:
-                raise HashError(f"tokens must be integers in 0..{self.vocab_size - 1} ({error})") from error
-            ids = np.frombuffer(data, "<i4")
-        else:
-            ids, data = tokens, None
-        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-            raise HashError(f"tokens must be a flat sequence of integers, got {ids.dtype}{list(ids.shape)}")
-        if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
-            worst = ids[(ids < 0) | (ids >= self.vocab_size)][0]
-            raise HashError(f"token id {worst} is not in 0..{self.vocab_size - 1}")
-        return data if data is not None else ids.astype("<i4").tobytes()
 
 
 class BlockHasher:
@@ -139,8 +171,8 @@ class BlockHasher:
         items: multimodal items, in any order; they may lie beyond the tokens known so far.
 
     Raises:
-        HashError: an id out of range, a key of a wrong type, or an empty interval.
-        PlanError: a position that is negative or no integer.
+        HashError: an id out of range, no namespace or items, a key of a wrong type, or an empty interval.
+        PlanError: an item's position that is negative, no integer, or beyond int64.
     """
 
     def __init__(
@@ -155,7 +187,7 @@ class BlockHasher:
         self.root = spec.root(namespace)
         self.digests: list[bytes] = []
         self._data = bytearray()
-        self._items = self._by_block(items)
+        self._items = _checked(items)
         self.extend(tokens)
 
     @property
@@ -168,7 +200,7 @@ class BlockHasher:
 
     def extend(self, tokens: Sequence[int] | np.ndarray) -> list[bytes]:
         """Adds tokens; returns the digests of the blocks that became full. Raises `HashError`, then nothing changed."""
-        self._data += self.spec.token_bytes(tokens)
+        self._data += token_ids(tokens, self.spec.vocab_size).tobytes()
         return self._hash_full_blocks()
 
     def append(self, token: int) -> bytes | None:
@@ -202,7 +234,7 @@ class BlockHasher:
         known = bytes(memoryview(self._data)[4 * start : 4 * start + len(ids)])
         if known == ids:
             return
-        self.spec.token_bytes(np.frombuffer(ids, "<i4"))
+        token_ids(np.frombuffer(ids, "<i4"), self.spec.vocab_size)
         common = min(len(known), len(ids))
         differ = np.flatnonzero(np.frombuffer(known[:common], "<i4") != np.frombuffer(ids[:common], "<i4"))
         same = int(differ[0]) if differ.size else common // 4
@@ -224,8 +256,9 @@ class BlockHasher:
         data = bytes(memoryview(self._data)[done * width : len(self._data) // width * width])
         fresh = []
         if self._items:
+            extras = self._extras(done, done + len(data) // width)
             for i in range(len(data) // width):
-                extra = self._items.get(done + i, b"")
+                extra = extras.get(done + i, b"")
                 parent = sha256(parent + data[i * width : (i + 1) * width] + extra).digest()
                 fresh.append(parent)
         else:
@@ -235,20 +268,34 @@ class BlockHasher:
         self.digests += fresh
         return fresh
 
-    def _by_block(self, items: Iterable[MediaItem]) -> dict[int, bytes]:
-        """The extra bytes of each block that an item overlaps.
+    def _extras(self, first: int, last: int) -> dict[int, bytes]:
+        """The extra bytes of those blocks first..last - 1 that an item overlaps.
 
         An item counts with its key, where its part begins in the item, and where that part lies in
         the block: all that the block's bytes can depend on. So a block does not depend on how far an
         item reaches beyond it, and the order in which the items were given does not matter.
         """
         block, parts = self.spec.block_tokens, dict[int, list[bytes]]()
-        for item in items:
-            start, end = as_count("an item's start", item.start), as_count("an item's end", item.end)
-            if start >= end:
-                raise HashError(f"an item's interval [{start}, {end}) is empty")
-            for i in range(start // block, (end - 1) // block + 1):
+        for key, start, end in self._items:
+            for i in range(max(start // block, first), min(-(-end // block), last)):
                 low, high = max(start, i * block), min(end, (i + 1) * block)
-                part = (item.key, low - start, low - i * block, high - i * block)
-                parts.setdefault(i, []).append(canonical_bytes(part))
+                part = (low - start, low - i * block, high - i * block)
+                parts.setdefault(i, []).append(_field(b"t", key + b"".join(map(canonical_bytes, part))))
         return {i: b"".join(sorted(fields)) for i, fields in parts.items()}
+
+
+def _checked(items: Iterable[MediaItem]) -> list[tuple[bytes, int, int]]:
+    """(canonical bytes of the key, start, end) of each item. Raises as `BlockHasher` does."""
+    try:
+        values = iter(items)
+    except TypeError as error:
+        raise HashError(f"items must be MediaItems, got {shown(items)}") from error
+    checked = []
+    for item in values:
+        if not isinstance(item, MediaItem):
+            raise HashError(f"items must be MediaItems, got {shown(item)}")
+        start, end = as_count("an item's start", item.start), as_count("an item's end", item.end)
+        if start >= end:
+            raise HashError(f"an item's interval [{start}, {end}) is empty")
+        checked.append((canonical_bytes(item.key), start, end))
+    return checked

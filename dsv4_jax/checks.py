@@ -1,0 +1,33 @@
+"""What arguments of public calls are looked at with: is it an integer, and how does it read in a message?"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+
+__all__ = ["INT32_MAX", "as_int", "shown"]
+
+INT32_MAX = 2**31 - 1
+
+
+def as_int(value: Any) -> int | None:
+    """`value` as a Python int, numpy integers welcome. None if it is none: booleans, floats, what refuses to be one."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool | np.bool_):
+        return None
+    try:
+        return int(operator.index(value))
+    except Exception:  # whatever its `__index__` raised
+        return None
+
+
+def shown(value: object) -> str:
+    """A value in a message: at most 200 characters of its repr, whatever that does."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of too many digits, a class with a broken repr
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,0 +1,132 @@
+"""What the pages import is public where they import it from, and every module's `__all__` is whole."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pathlib
+import re
+
+import pytest
+
+import dsv4_jax
+from dsv4_jax import errors, manager, tiers
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+MODULES = sorted((ROOT / "dsv4_jax").rglob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def blocks(page: pathlib.Path) -> list[str]:
+    """The Python of a page: blocks marked python, and those marked text that are Python all the same."""
+    if page.suffix == ".py":
+        return [page.read_text()]
+    found = []
+    for language, text in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.S | re.M):
+        try:
+            ast.parse(text)
+        except SyntaxError:
+            assert language != "python", text
+            continue
+        if language in ("python", "text"):
+            found.append(text)
+    return found
+
+
+def is_public(module: str, name: str) -> bool:
+    return name in importlib.import_module(module).__all__
+
+
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES], ids=lambda page: page.name)
+def test_what_a_page_imports_is_public(page: pathlib.Path) -> None:
+    modules: dict[str, str] = {"dsv4": "dsv4_jax"}
+    for text in blocks(page):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.name.split(".")[0] == "dsv4_jax":
+                        importlib.import_module(alias.name)
+                        modules[alias.asname or alias.name] = alias.name
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dsv4_jax":
+                for alias in node.names:
+                    assert is_public(node.module, alias.name), f"from {node.module} import {alias.name}"
+                    inner = f"{node.module}.{alias.name}"
+                    if inspect.ismodule(getattr(importlib.import_module(node.module), alias.name)):
+                        modules[alias.asname or alias.name] = inner
+        for node in ast.walk(ast.parse(text)):
+            names = ast.unparse(node).split(".") if isinstance(node, ast.Attribute) else []
+            if len(names) > 1 and names[0] in modules and all(map(str.isidentifier, names)):
+                assert_public(modules[names[0]], names[1:])
+
+
+def assert_public(module: str, names: list[str]) -> None:
+    """`module.name`, and where that is a module the next name too."""
+    assert is_public(module, names[0]), f"{module}.{names[0]}"
+    value = getattr(importlib.import_module(module), names[0])
+    if inspect.ismodule(value) and len(names) > 1:
+        assert_public(value.__name__, names[1:])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_in_its_text_exists(page: pathlib.Path) -> None:
+    """`dsv4.name`, `dsv4_jax.module.name` and `tiers.module.name`, wherever they stand between backquotes."""
+    rooms = {"dsv4": dsv4_jax, "dsv4_jax": dsv4_jax, "tiers": tiers}
+    for quoted in re.findall(r"`([^`\n]+)`", page.read_text()):
+        for room, path in re.findall(r"(?<![\w./-])(dsv4_jax|dsv4|tiers)((?:\.\w+)+)", quoted):
+            value: object = rooms[room]
+            for name in path.split(".")[1:]:
+                value = getattr(value, name)  # or the page is wrong
+
+
+def declared(tree: ast.Module) -> list[str] | None:
+    """The literal `__all__` of a module; None without one, or one that is put together."""
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            try:
+                return ast.literal_eval(node.value)
+            except ValueError:
+                return None
+    return None
+
+
+def test_every_public_class_and_function_is_declared() -> None:
+    missing, checked = [], 0
+    for path in MODULES:
+        tree = ast.parse(path.read_text())
+        if (names := declared(tree)) is None:
+            continue
+        checked += 1
+        made = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+        missing += [f"{path.relative_to(ROOT)}: {x}" for x in made if not x.startswith("_") and x not in names]
+        assert len(set(names)) == len(names), path
+    assert not missing and checked > 100, missing
+
+
+def test_every_declared_name_is_there() -> None:
+    """Read, not imported: some modules need a GPU's libraries."""
+    for path in MODULES:
+        tree = ast.parse(path.read_text())
+        bound = {alias.asname or alias.name for node in ast.walk(tree) for alias in getattr(node, "names", [])
+                 if isinstance(node, ast.Import | ast.ImportFrom)}  # fmt: skip
+        bound |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        bound |= {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        if path.name == "__init__.py":
+            bound |= {other.stem for other in path.parent.iterdir()}
+        assert set(declared(tree) or ()) <= bound, path
+
+
+def test_every_error_is_public() -> None:
+    made = [x for x in vars(errors).values() if inspect.isclass(x) and issubclass(x, errors.CacheError)]
+    assert sorted(x.__name__ for x in made) == sorted(errors.__all__)
+    assert all(issubclass(x, errors.CacheError) and x.__doc__ for x in made)
+
+
+def test_what_routers_and_stores_need() -> None:
+    names = {"BlockEvent", "BlockHasher", "EventBatch", "HashSpec", "StorageMove", "StorageTier", "Tier", "coalesce"}
+    assert names <= set(manager.__all__)
+    assert all(getattr(manager, name) is not None for name in manager.__all__)
+    for name in tiers.__all__:
+        assert inspect.ismodule(getattr(tiers, name))
