@@ -87,7 +87,7 @@ class KVPool:
             PoolError: the layer or a host index is out of range, or a host index is named twice.
             ShapeError: k, v or the indices have the wrong shape or dtype.
         """
-        ids = safe_ids("indices", indices, self.spec.size, unique=True).reshape(-1)
+        ids = safe_ids("indices", indices, self.spec.last, unique=True).reshape(-1)
         k, v = (as_rows(n, x, ids.size, *self.spec.heads(n)) for n, x in (("k", k), ("v", v)))
         first = self._first_row(layer)
         if ids.size == 0:
@@ -128,7 +128,7 @@ class KVPool:
             one, ordered after this read. Without that order XLA may delay the read past the next write
             and keep a copy of the whole pool for it.
         """
-        rows = self._first_row(layer) + safe_ids("indices", indices, self.spec.size)
+        rows = self._first_row(layer) + safe_ids("indices", indices, self.spec.last)
         taken = {n: a.at[rows].get(mode="clip", wrap_negative_indices=False) for n, a in self.arrays.items()}
         taken, arrays = lax.optimization_barrier((taken, self.arrays))
         k, v = (

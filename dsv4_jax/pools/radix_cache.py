@@ -49,8 +49,8 @@ class RadixCache:
         self._allocator, self._window_allocator, self._states = allocator, window_allocator, states
         self._window = 0 if window is None else check_count("window", window)
         self._page = allocator.page_size
-        self._owned = np.zeros(allocator.size + 1, bool)
-        self._owned_window = np.zeros(0 if window_allocator is None else window_allocator.size + 1, bool)
+        self._owned = np.zeros(allocator.num_ids, bool)
+        self._owned_window = np.zeros(0 if window_allocator is None else window_allocator.num_ids, bool)
         self._clock = self._numbers = 0
         self._start()
 

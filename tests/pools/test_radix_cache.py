@@ -291,10 +291,11 @@ def test_trace(seed: int, page: int, window: int, stateful: bool) -> None:
         cache.check_integrity()
         pool.check_integrity()
         assert (
-            sorted(i for ids in model.ids.values() for i in ids) == np.flatnonzero(pool.is_held(np.arange(41))).tolist()
+            sorted(i for ids in model.ids.values() for i in ids)
+            == np.flatnonzero(pool.is_held(np.arange(40 + page))).tolist()
         )
         if window:
-            held = np.flatnonzero(rows.is_held(np.arange(41))).tolist()
+            held = np.flatnonzero(rows.is_held(np.arange(40 + page))).tolist()
             assert sorted(i for ids in model.rows.values() for i in ids) == held
         assert cache.total_size == pool.num_held == cache.protected_size + cache.evictable_size
         assert cache.evictable_size >= 0
