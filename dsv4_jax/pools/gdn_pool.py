@@ -3,6 +3,10 @@
 A head's recurrent state is stored [v_dim, k_dim], **value dim first**: with S so shaped, out = S @ q and the
 update adds outer(v, k). Slots: 0 is padding (always zeros; writes to it change nothing), 1..max_requests are the
 requests' own (those of `ReqToTokenPool`), the rest are track slots, where `copy_states` keeps snapshots.
+
+A freed slot keeps its state. Its next owner starts from zeros if the step gives `get_states` the positions (of the
+`TokenTable`): at position 0 a state is empty. Kernels that read the leaves themselves need `reset_states` when a
+request is admitted; one that starts from a snapshot needs `copy_states`.
 """
 
 from __future__ import annotations
@@ -48,18 +52,32 @@ class GDNPool:
         recurrent, conv = (lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in (self.recurrent, self.conv))
         return recurrent, decode((conv,), self.spec.conv_storage)
 
-    def get_states(self, layer: int | jax.Array, slots: Any) -> tuple[jax.Array, jax.Array, GDNPool]:
+    def get_states(
+        self, layer: int | jax.Array, slots: Any, positions: Any = None
+    ) -> tuple[jax.Array, jax.Array, GDNPool]:
         """The states of some slots, and the pool to go on with (the same one, ordered after this read).
 
         Args:
             layer: 0..layers-1; may be traced.
             slots: [n]; 0 for padding, which reads as zeros.
+            positions: [n], of each request's first token in this step. At 0 the state reads as zeros, whatever
+                the slot's last owner left there. None: as stored, for slots that were reset or copied to.
 
         Returns:
             (recurrent [n, heads, v_dim, k_dim] float32, conv [n, conv_dim, kernel - 1], pool).
+
+        Raises:
+            PoolError: the layer or a slot of a host array is out of range.
+            ShapeError: slots or positions are no integers, or not as many.
         """
+        ids = safe_ids("slots", slots, self.spec.slots - 1).reshape(-1)
+        empty = None if positions is None else _at_the_beginning(positions, ids.size)
         self._check_layer(layer)
-        (recurrent, conv), pool = self._gather(layer, safe_ids("slots", slots, self.spec.slots - 1).reshape(-1))
+        (recurrent, conv), pool = self._gather(layer, ids)
+        if empty is not None:
+            recurrent, conv = (
+                jnp.where(jnp.expand_dims(empty, range(1, x.ndim)), jnp.zeros_like(x), x) for x in (recurrent, conv)
+            )
         return recurrent, decode((conv,), self.spec.conv_storage), pool
 
     def set_states(self, layer: int | jax.Array, slots: Any, recurrent: jax.Array, conv: jax.Array) -> GDNPool:
@@ -157,6 +175,16 @@ def reset_states(pool: GDNPool, slots: Any) -> GDNPool:
     """`GDNPool.reset_states` by itself, jitted: the pool is donated. Errors as of `copy_states`."""
     ids = _padded("slots", slots, pool)
     return _reset_states(pool, ids) if np.size(slots) else pool
+
+
+def _at_the_beginning(positions: Any, count: int) -> jax.Array:
+    """Which requests are at position 0, bool [count]."""
+    positions = positions if isinstance(positions, jax.Array) else np.asarray(positions)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise ShapeError(f"positions must be integers, got {positions.dtype}")
+    if positions.size != count:
+        raise ShapeError(f"{positions.size} positions of {count} slots")
+    return jnp.asarray(positions.reshape(-1) <= 0)
 
 
 def _padded(name: str, slots: Any, pool: GDNPool, *, unique: bool = False) -> jax.Array:

@@ -73,6 +73,23 @@ def test_trace(seed: int) -> None:
     assert not model[0][:, 0].any()
 
 
+def test_at_position_0_a_state_is_empty() -> None:
+    """A slot that nobody reset: its next owner's first token starts from zeros, later ones from what is there."""
+    rng = np.random.default_rng(0)
+    r, c = states_of(rng, 3)
+    r[1, 0, 0, 0] = np.nan
+    pool = set_states(GDNPool.init(SPEC), 1, jnp.array([1, 2, 3]), r, c)
+    for positions in (np.array([7, 0, 0]), jnp.array([7, 0, 0]), np.array([7, 0, 0], np.uint8)):
+        recurrent, conv, same = get_states(pool, 1, jnp.array([1, 2, 3]), positions)
+        np.testing.assert_array_equal(recurrent, [r[0], 0 * r[2], 0 * r[2]])
+        np.testing.assert_array_equal(conv.astype(jnp.float32), [c[0], 0 * c[2], 0 * c[2]])
+        np.testing.assert_array_equal(same.recurrent, pool.recurrent)
+    with pytest.raises(ShapeError, match="2 positions of 3 slots"):
+        pool.get_states(1, [1, 2, 3], [0, 1])
+    with pytest.raises(ShapeError, match="positions must be integers"):
+        pool.get_states(1, [1, 2, 3], [0.0, 1.0, 1.0])
+
+
 def test_nothing_to_do_and_what_is_refused() -> None:
     pool = GDNPool.init(SPEC)
     assert reset_states(pool, []) is pool and copy_states(pool, [], []) is pool
@@ -112,7 +129,7 @@ def test_in_place(what: str) -> None:
 
     def step(pool: GDNPool) -> GDNPool:
         for layer in range(spec.layers):
-            recurrent, conv, pool = pool.get_states(layer, ids)
+            recurrent, conv, pool = pool.get_states(layer, ids, jnp.array([0, 5, 0]))
             pool = pool.set_states(layer, ids, recurrent * np.float32(0.5) + np.float32(1), conv + conv)
         return pool
 
