@@ -19,8 +19,6 @@ from .undo import Undo
 
 __all__ = ["TokenToKVPoolAllocator"]
 
-_Journal = list[tuple[bool, np.ndarray]]  # (taken or given back, ids), oldest first
-
 
 class TokenToKVPoolAllocator:
     """Hands out token slots, all of a request or none.
@@ -43,7 +41,8 @@ class TokenToKVPoolAllocator:
         if self.num_ids > MAX_ROWS:
             raise PoolError(f"{size} slots and a page of {self._page} for padding exceed {MAX_ROWS} rows")
         self._sort = sort
-        self._journals: list[_Journal] = []
+        self._batch: Undo | None = None  # of the innermost batch
+        self._waiting: list[np.ndarray] = []  # freed in batches that have not ended
         self._reset()
 
     def _reset(self) -> None:
@@ -105,14 +104,17 @@ class TokenToKVPoolAllocator:
         pages = -(-(count - tail.size) // self._page)
         if pages * self._page > self.available_size():
             raise PoolExhaustedError(count, tail.size + self.available_size(), self.size, "tokens")
-        with Undo() as undo:
+        undo = Undo(self._batch)
+        try:
             fresh = self._take(undo, pages)[:, None] * np.int32(self._page) + np.arange(self._page, dtype=np.int32)
             ids = np.concatenate([tail, fresh.reshape(-1)])[:count]
             self._mark(undo, self._held, ids, True)
             self._mark(undo, self._taken, ids, True)
             self._count(undo, ids, 1)
-            self._record(undo, True, ids)
             return ids
+        except BaseException:
+            undo.put_back()
+            raise
 
     def free(self, ids: Any) -> None:
         """Gives tokens back: all of them or, if any is wrong, none. A page is free once all its tokens are.
@@ -120,20 +122,35 @@ class TokenToKVPoolAllocator:
         Raises:
             PoolReleaseError: an id is the null one, not of this pool, not handed out, or named twice.
         """
+        undo = Undo(self._batch)
+        try:
+            self.free_within(undo, ids)
+        except BaseException:
+            undo.put_back()
+            raise
+
+    def free_within(self, undo: Undo, ids: Any) -> None:
+        """`free` as a part of something larger that is undone as a whole."""
         ids = self._checked(ids)
         if ids.size:
-            with Undo() as undo:
-                self._mark(undo, self._held, ids, False)
-                if self._journals:
-                    self._record(undo, False, ids)
-                else:
-                    self._make_available(undo, ids)
+            self._mark(undo, self._held, ids, False)
+            if self._batch is None:
+                self._make_available(undo, ids)
+            else:
+                undo.keep_end(self._waiting)
+                self._waiting.append(ids)
 
     def clear(self) -> None:
         """Everything is free again. Raises `PoolError` within a `batch`."""
-        if self._journals:
+        if self._batch is not None:
             raise PoolError("clear() within a batch")
-        self._reset()
+        undo = Undo(self._batch)
+        try:
+            undo.keep(self, "_held", "_taken", "_used", "_free", "_next", "_released", "_num_released")
+            self._reset()
+        except BaseException:
+            undo.put_back()
+            raise
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -141,38 +158,34 @@ class TokenToKVPoolAllocator:
 
         Blocks nest, each undone by itself; what an inner one did is undone with the outer one. Freed tokens are
         handed out again only when the outermost block has ended: until then they may yet be taken back, so
-        nobody may write to them. They are not held meanwhile, and `available_size` does not count them.
+        nobody may write to them. They are not held meanwhile, and `available_size` does not count them. A
+        `RadixCache` over this allocator takes and gives no slots in a batch: its tree would not be undone with it.
         """
-        journal: _Journal = []
-        depth = len(self._journals)
+        undo, outer = Undo(self._batch), self._batch
         try:
-            self._journals.append(journal)
+            undo.keep(self, "_batch")
+            self._batch = undo
             yield
-            with Undo() as undo:
-                del self._journals[depth:]
-                if depth:
-                    undo.keep_end(self._journals[-1])
-                    self._journals[-1].extend(journal)
-                elif freed := [ids for taken, ids in journal if not taken]:
-                    self._make_available(undo, np.concatenate(freed))
+            self._batch = outer
+            if outer is None and self._waiting:
+                undo.keep(self, "_waiting")
+                self._make_available(undo, np.concatenate(self._waiting))
+                self._waiting = []
         except BaseException:
-            del self._journals[depth:]
-            for taken, ids in reversed(journal):
-                self._held[ids] = not taken
-                if taken:
-                    self._taken[ids] = False
-                    np.subtract.at(self._used, ids // self._page, np.int32(1))
-            self._rebuild()
+            undo.put_back()
             raise
+
+    @property
+    def in_batch(self) -> bool:
+        return self._batch is not None
 
     def check_integrity(self) -> None:
         """Held and free pages partition the pool, and the null page is in neither. Raises `IntegrityError`."""
         free = np.concatenate([self._free[self._next :], *self._released])
         counts = np.bincount(np.flatnonzero(self._taken) // self._page, minlength=self._pages + 1)
         waiting = np.zeros(self.num_ids, bool)
-        for journal in self._journals:
-            for taken, ids in journal:
-                waiting[ids] = not taken
+        for ids in self._waiting:
+            waiting[ids] = True
         problems = {
             "free pages and pages without held tokens differ": not np.array_equal(
                 np.sort(free), np.flatnonzero(self._used[1:] == 0) + 1
@@ -181,6 +194,7 @@ class TokenToKVPoolAllocator:
             "taken tokens are not those held and those freed in a batch": not np.array_equal(
                 self._taken, self._held | waiting
             ),
+            "tokens wait for the end of no batch": bool(self._waiting) and self._batch is None,
             "the null page is held": bool(self._taken[: self._page].any()),
             "the number of released pages is miscounted": sum(map(len, self._released)) != self._num_released,
         }
@@ -227,11 +241,6 @@ class TokenToKVPoolAllocator:
         pages = ids // self._page
         undo.keep_at(self._used, pages)
         np.add.at(self._used, pages, np.int32(by))
-
-    def _record(self, undo: Undo, taken: bool, ids: np.ndarray) -> None:
-        if self._journals and ids.size:
-            undo.keep_end(self._journals[-1])
-            self._journals[-1].append((taken, ids.copy()))  # the caller may write to its own
 
     def _checked(self, ids: Any) -> np.ndarray:
         """The ids as a flat array of its own, or `PoolReleaseError`."""

@@ -12,25 +12,35 @@ __all__ = ["Undo"]
 
 
 class Undo:
-    """Puts old values back if its block raises, newest first: an error of ours, `MemoryError`, Ctrl-C, anything.
+    """Old values, and what puts them back, newest first, when an operation is interrupted.
 
-    What is about to change is kept first, so that it does not matter between which two lines the block ends.
+    By an error of ours, `MemoryError`, Ctrl-C, anything: what is about to change is kept first, so that it does not
+    matter between which two lines that is. No context manager: its end would be a line where the operation is done
+    and nobody undoes it any more.
+
+        undo = Undo()
+        try:
+            ...
+            return what
+        except BaseException:
+            undo.put_back()
+            raise
+
+    Args:
+        within: a larger operation that this one is a part of: it can undo both.
     """
 
-    def __init__(self) -> None:
-        self._steps: list[Callable[[], Any]] = []
+    def __init__(self, within: Undo | None = None) -> None:
+        self._steps: list[Callable[[], Any]] = [] if within is None else within._steps
+        self._first = len(self._steps)
 
-    def __enter__(self) -> Undo:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            for step in reversed(self._steps):
-                step()
+    def put_back(self) -> None:
+        while len(self._steps) > self._first:
+            self._steps.pop()()
 
     def keep(self, thing: object, *names: str) -> None:
         """Attributes. Those that are lists or dicts must be replaced, not written to."""
-        self._steps += [functools.partial(setattr, thing, name, getattr(thing, name)) for name in names]
+        self._steps.extend([functools.partial(setattr, thing, name, getattr(thing, name)) for name in names])
 
     def keep_at(self, array: np.ndarray, index: Any) -> None:
         """Elements of an array."""
