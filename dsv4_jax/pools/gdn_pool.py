@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..errors import PoolError, ShapeError
-from .carriers import decode, safe_ids, to_carrier
+from ..errors import ShapeError
+from .carriers import decode, safe_ids, safe_layer, to_carrier
 from .spec import GDNSpec
 
 __all__ = ["GDNPool", "copy_states", "reset_states"]
@@ -48,8 +48,9 @@ class GDNPool:
 
     def get_layer_state(self, layer: int | jax.Array) -> tuple[jax.Array, jax.Array]:
         """A layer's states: (recurrent [slots, heads, v_dim, k_dim] float32, conv [slots, conv_dim, kernel - 1])."""
-        self._check_layer(layer)
-        recurrent, conv = (lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in (self.recurrent, self.conv))
+        at = safe_layer(layer, self.spec.layers)
+        leaves = self.recurrent, self.conv
+        recurrent, conv = (a.at[at].get(mode="fill", fill_value=0, wrap_negative_indices=False) for a in leaves)
         return recurrent, decode((conv,), self.spec.conv_storage)
 
     def get_states(
@@ -58,7 +59,7 @@ class GDNPool:
         """The states of some slots, and the pool to go on with (the same one, ordered after this read).
 
         Args:
-            layer: 0..layers-1; may be traced.
+            layer: 0..layers-1; may be traced. One that is out of range then reads as zeros and stores nothing.
             slots: [n]; 0 for padding, which reads as zeros.
             positions: [n], of each request's first token in this step. At 0 the state reads as zeros, whatever
                 the slot's last owner left there. None: as stored, for slots that were reset or copied to.
@@ -72,8 +73,10 @@ class GDNPool:
         """
         ids = safe_ids("slots", slots, self.spec.slots - 1).reshape(-1)
         empty = None if positions is None else _at_the_beginning(positions, ids.size)
-        self._check_layer(layer)
-        (recurrent, conv), pool = self._gather(layer, ids)
+        at = safe_layer(layer, self.spec.layers)
+        if not isinstance(at, int):  # nobody's states are those of slot 0
+            ids = jnp.where(at < self.spec.layers, ids, jnp.zeros_like(ids))
+        (recurrent, conv), pool = self._gather(at, ids)
         if empty is not None:
             recurrent, conv = (
                 jnp.where(jnp.expand_dims(empty, range(1, x.ndim)), jnp.zeros_like(x), x) for x in (recurrent, conv)
@@ -94,7 +97,9 @@ class GDNPool:
         for name, x, leaf in (("recurrent", recurrent, self.recurrent), ("conv", conv, self.conv)):
             if x.shape != (ids.size, *leaf.shape[2:]):
                 raise ShapeError(f"{name} has shape {x.shape}, expected {(ids.size, *leaf.shape[2:])}")
-        self._check_layer(layer)
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                raise ShapeError(f"{name} must be floating point, got {x.dtype}")
+        layer = safe_layer(layer, self.spec.layers)
         return self._scatter(layer, ids, (recurrent.astype(jnp.float32), to_carrier(conv, self.spec.conv_storage)))
 
     def copy_states(self, src: Any, dst: Any) -> GDNPool:
@@ -123,12 +128,6 @@ class GDNPool:
     @property
     def mem_bytes(self) -> int:
         return self.spec.total_bytes
-
-    def _check_layer(self, layer: int | jax.Array) -> None:
-        if isinstance(layer, jax.Array):
-            return
-        if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or not 0 <= layer < self.spec.layers:
-            raise PoolError(f"layer must be in 0..{self.spec.layers - 1}, got {layer!r}")
 
     def _all_layers(self) -> jax.Array:
         """[layers, 1] int32: together with [n] slots, all layers of each."""
@@ -188,7 +187,10 @@ def _at_the_beginning(positions: Any, count: int) -> jax.Array:
 
 
 def _padded(name: str, slots: Any, pool: GDNPool, *, unique: bool = False) -> jax.Array:
-    slots = np.asarray(slots).reshape(-1)
+    try:
+        slots = np.asarray(slots).reshape(-1)
+    except ValueError:  # ragged
+        raise ShapeError(f"{name} must be integers, got {slots!r}") from None
     padding = (1 << max(slots.size - 1, 0).bit_length()) - slots.size
     slots = slots.astype(np.int64) if slots.size == 0 else slots
     return safe_ids(name, np.pad(slots, (0, padding)), pool.spec.slots - 1, unique=unique)

@@ -90,6 +90,17 @@ def test_at_position_0_a_state_is_empty() -> None:
         pool.get_states(1, [1, 2, 3], [0.0, 1.0, 1.0])
 
 
+@pytest.mark.parametrize("layer", [-1, 3, 2**31 - 1, -(2**31)])
+def test_device_layers_out_of_range_are_nobody(layer: int) -> None:
+    r, c = states_of(np.random.default_rng(0), 2)
+    pool = set_states(GDNPool.init(SPEC), 2, jnp.array([1, 2]), r, c)
+    after = set_states(jax.tree.map(jnp.copy, pool), jnp.int32(layer), jnp.array([3, 4]), r, c)
+    for a, b in zip(jax.tree.leaves(pool), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(a, b)
+    recurrent, conv, _ = get_states(pool, jnp.int32(layer), jnp.array([1, 2]))
+    assert not np.asarray(recurrent).any() and not np.asarray(conv, np.float32).any()
+
+
 def test_nothing_to_do_and_what_is_refused() -> None:
     pool = GDNPool.init(SPEC)
     assert reset_states(pool, []) is pool and copy_states(pool, [], []) is pool
@@ -102,6 +113,11 @@ def test_nothing_to_do_and_what_is_refused() -> None:
         (lambda: pool.set_states(0, [1, 1], r, c), PoolError, "twice"),
         (lambda: pool.set_states(0, [1, 2], r.swapaxes(2, 3), c), ShapeError, r"recurrent .*\(2, 2, 3, 5\)"),
         (lambda: pool.get_layer_state(-1), PoolError, "layer"),
+        (lambda: pool.get_states(jnp.float32(1), [1]), ShapeError, "layer"),
+        (lambda: pool.set_states(0, [1, 2], r.astype(np.int32), c), ShapeError, "recurrent must be floating"),
+        (lambda: pool.set_states(0, [1, 2], r, c.astype(np.int32)), ShapeError, "conv must be floating"),
+        (lambda: reset_states(pool, [[1], [2, 3]]), ShapeError, "slots must be integers"),
+        (lambda: copy_states(pool, [1.0], [2]), ShapeError, "src must be integers"),
         (lambda: GDNSpec(4, 1, 2, 5, 3, 7, 1), PoolError, "conv_kernel"),
         (lambda: GDNSpec(4, 1, 2, 5, 3, 7, 4, conv_storage="fp8"), PoolError, "conv_storage"),
     ):
