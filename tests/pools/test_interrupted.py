@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,7 +107,7 @@ class Cached(NamedTuple):
 def cached() -> Cached:
     """[1..6] with a window over 3..6 and a snapshot, [1, 2, 9, 9] without; some slots for the caller's use."""
     pool, rows = TokenToKVPoolAllocator(40, 2), TokenToKVPoolAllocator(40, 2)
-    states, events = StateSlots(GDNSpec(2, 1, 1, 1, 1, 1, 2, track_slots=4)), EventLog(8)
+    states, events = StateSlots(GDNSpec(2, 1, 1, 1, 1, 1, 2, track_slots=4)), EventLog()
     cache = RadixCache(pool, window=4, window_allocator=rows, states=states, events=events)
     done = cache.insert([1, 2, 3, 4, 5, 6], pool.alloc(6), window_ids=[0, 0, *rows.alloc(4)],
                         snapshot=states.alloc_track_slot())  # fmt: skip
@@ -154,6 +156,63 @@ def test_radix_cache(name: str) -> None:
     assert thing.cache.evict_window(99) + thing.cache.evict_snapshots(9) >= 0
     thing.cache.evict(99)
     assert thing.cache.total_size == 0 and not thing.cache._owned_states and not thing.cache._owned_window.any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_radix_trace(seed: int) -> None:
+    """Random calls, each interrupted at random lines first: nothing changed, and the call itself can still be made."""
+    random, c = Random(seed), cached()
+    locks, interrupted = [c.lock], 0
+    c.pool.free(c.ids)
+    c.rows.free(c.row_ids)
+    c.states.free(4)
+
+    def insert(tokens: list[int]) -> Callable[[], Any]:
+        hit = c.cache.match(tokens)
+        lock = c.cache.lock(hit.node)
+        new = len(tokens) - hit.length
+        if c.pool.available_size() < new + 2 or c.rows.available_size() < new + 2 or not c.states.num_free:
+            c.cache.evict(8), c.cache.evict_window(8), c.cache.evict_snapshots(1)
+        c.cache.unlock(lock)
+        if c.pool.available_size() < new or c.rows.available_size() < new or not c.states.num_free:
+            return lambda: c.cache.evict(8)
+        ids, rows = (np.concatenate([a, b.alloc(new)]) for a, b in ((hit.ids, c.pool), (hit.window_ids, c.rows)))
+        state, live = c.states.alloc_track_slot(), random.randint(0, len(tokens))
+        given = np.where((np.arange(len(tokens)) >= live) & (np.cumsum(rows[::-1] == 0)[::-1] == 0), rows, 0)
+
+        def call() -> None:
+            done = c.cache.insert(tokens, ids, window_ids=given, snapshot=state if len(tokens) % 2 == 0 else None)
+            # What the caller still has, it gives back: not interrupted, or two calls were undone as one.
+            sys.settrace(None)
+            c.pool.free(done.kept)
+            c.rows.free(np.union1d(done.kept_window, rows[hit.length :][given[hit.length :] == 0]))
+            if not done.took_snapshot:
+                c.states.free(state)
+
+        return call
+
+    for _ in range(120):
+        kind = random.choice(["match", "insert", "insert", "lock", "unlock", "evict", "rows", "states"])
+        tokens = [random.randint(1, 2) for _ in range(random.randint(0, 10))]
+        call: Callable[[], Any] = {
+            "match": lambda tokens=tokens: c.cache.match(tokens),
+            "lock": lambda tokens=tokens: locks.append(c.cache.lock(c.cache.match(tokens).node)),
+            "unlock": lambda: locks and (c.cache.unlock(locks[-1]), locks.pop()),
+            "evict": lambda: c.cache.evict(3), "rows": lambda: c.cache.evict_window(3),
+            "states": lambda: c.cache.evict_snapshots(1),
+        }.get(kind) or insert(tokens)  # fmt: skip
+        before = tree_of(c)
+        if raises_at(random.randint(1, 250), MemoryError, call):
+            interrupted += 1
+            assert kind == "lock" or tree_of(c) == before  # a lock's match may have split
+            call()
+        tree_of(c)
+    assert interrupted > 20
+    for lock in locks:
+        c.cache.unlock(lock)
+    c.cache.evict(99)
+    assert c.pool.num_held == c.rows.num_held == len(c.states.held) == 0
 
 
 def test_radix_match_and_clear() -> None:
