@@ -108,7 +108,7 @@ class RadixCache(RadixTree):
 
         Raises:
             PoolError: the arguments do not fit together, or a slot to be taken over is not handed out, is named
-                twice, or is already the cache's; nothing was changed.
+                twice, or is already the cache's; or a `batch` of an allocator is open. Nothing was changed.
         """
         self._check_no_batch("insert")
         tokens, ids = as_tokens(tokens), as_ids("insert: ids", ids).reshape(-1)
@@ -223,7 +223,8 @@ class RadixCache(RadixTree):
     def evict(self, count: int) -> int:
         """Frees at least `count` tokens if so many can be, whole leaves, least recently used first.
 
-        What hangs on a leaf goes with it. Returns how many tokens were freed.
+        What hangs on a leaf goes with it. Returns how many tokens were freed. Raises `PoolError` within a `batch` of
+        an allocator, as `evict_window` and `clear` do.
         """
         self._check_no_batch("evict")
         count, freed = check_count("count", count, 0), 0
