@@ -193,7 +193,7 @@ def decode_step(
             keys, values, kv = kv.gather_kv(ordinal, ids, jnp.float32)
             out = attend(q, keys, values, visible)
         else:
-            state, conv, states = states.get_states(ordinal, slots)
+            state, conv, states = states.get_states(ordinal, slots, position)
             out, state, conv = linear_step(cfg, layer, h, state, conv)
             states = states.set_states(ordinal, slots, state, conv)
         x = x + out @ layer["out"]
@@ -260,8 +260,8 @@ class Server:
             self.prefixes.evict(needed - self.allocator.available_size())
         ids = np.concatenate([hit.ids, self.allocator.alloc(needed)])
         self.table.write(slot, 0, hit.ids)
-        if self.caches.states is not None:  # from the snapshot, or from the empty slot 0
-            states = copy_states(self.caches.states, [hit.snapshot or 0], [slot])
+        if hit.snapshot is not None and self.caches.states is not None:  # else the state at position 0 is empty
+            states = copy_states(self.caches.states, [hit.snapshot], [slot])
             self.caches = self.caches._replace(states=states)
         return Request(list(prompt), slot, ids, lock, len(prompt), [])
 

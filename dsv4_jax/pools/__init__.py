@@ -1,6 +1,7 @@
 """Pools for other architectures: token-level KV, its allocator and request table, recurrent state, prefix caches.
 
 Host objects (no jax): `TokenToKVPoolAllocator`, `ReqToTokenPool`, `StateSlots`, `RadixCache`, `ChunkCache`.
+Each has one owner (no locks): its calls come from one thread, and each is done wholly or not at all.
 Device pytrees (pure functions, in place when donated): `KVPool`, `TokenTable`, `GDNPool`.
 Names load on first use, so that a scheduler process that needs only the former imports no jax.
 """
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .chunk_cache import ChunkCache as ChunkCache
+    from .digests import page_digests as page_digests
     from .factories import PoolCapacity as PoolCapacity
     from .factories import make_full_attention_net_mem_pool as make_full_attention_net_mem_pool
     from .factories import make_gdn_pool as make_gdn_pool
@@ -46,6 +48,7 @@ _HOME = {
     "make_full_attention_net_mem_pool": "factories",
     "make_gdn_pool": "factories",
     "make_req_to_token_pool": "factories",
+    "page_digests": "digests",
     "plan_pools": "factories",
     "reset_states": "gdn_pool",
     "store_kv": "kv_pool",

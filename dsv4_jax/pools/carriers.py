@@ -16,7 +16,7 @@ from ..formats.index_fp8 import decode as _fp8_decode
 from ..formats.index_fp8 import encode as _fp8_encode
 from .spec import STORAGE
 
-__all__ = ["as_rows", "decode", "encode", "safe_ids", "to_carrier"]
+__all__ = ["as_rows", "decode", "encode", "safe_ids", "safe_layer", "to_carrier"]
 
 _FLOAT = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 _NAN = {"bf16": 0x7FC0, "f16": 0x7E00}
@@ -46,6 +46,25 @@ def decode(parts: tuple[jax.Array, ...], storage: str, dtype: Any = None) -> jax
     return values if dtype is None else values.astype(dtype)
 
 
+def safe_layer(layer: Any, layers: int) -> int | jax.Array:
+    """A layer's number: a Python int in 0..layers-1, or on the device an int32 in 0..layers, where the last is nobody.
+
+    Device arrays cannot be checked: what is out of range becomes nobody before it is multiplied, so none wraps around.
+
+    Raises:
+        PoolError: the number is known on the host and out of range, or no integer.
+        ShapeError: a device array is no single integer.
+    """
+    if isinstance(layer, jax.Array):
+        if layer.shape != () or not jnp.issubdtype(layer.dtype, jnp.integer):
+            raise ShapeError(f"layer must be a single integer, got {layer.dtype}{list(layer.shape)}")
+        layer = layer.astype(jnp.int32) if layer.dtype.itemsize < 4 else layer
+        return jnp.where((layer >= 0) & (layer < layers), layer, jnp.full_like(layer, layers)).astype(jnp.int32)
+    if isinstance(layer, bool | np.bool_) or not isinstance(layer, int | np.integer) or not 0 <= layer < layers:
+        raise PoolError(f"layer must be in 0..{layers - 1}, got {layer!r}")
+    return int(layer)
+
+
 def safe_ids(name: str, ids: Any, last: int, *, unique: bool = False) -> jax.Array:
     """Ids as int32 in 0..last, of the same shape.
 
@@ -57,7 +76,10 @@ def safe_ids(name: str, ids: Any, last: int, *, unique: bool = False) -> jax.Arr
         ShapeError: the ids are not integers.
     """
     if not isinstance(ids, jax.Array):
-        host = np.asarray(ids)
+        try:
+            host = np.asarray(ids)
+        except ValueError:  # ragged
+            raise ShapeError(f"{name} must be integers, got {ids!r}") from None
         if host.size == 0:
             return jnp.zeros(host.shape, jnp.int32)
         if host.dtype.kind not in "iu":

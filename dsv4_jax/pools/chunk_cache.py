@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .radix_node import Inserted, Lock, Match, Node
+from .spec import as_ids
 
 __all__ = ["ChunkCache"]
 
@@ -30,8 +31,8 @@ class ChunkCache:
         self, tokens: Any, ids: Any, namespace: Hashable = None, *, window_ids: Any = None, snapshot: int | None = None
     ) -> Inserted:
         """Takes nothing over."""
-        kept = np.array(ids, np.int32).reshape(-1)
-        rows = np.array([] if window_ids is None else window_ids, np.int32).reshape(-1)
+        kept = as_ids("insert: ids", ids).reshape(-1).astype(np.int32)
+        rows = as_ids("insert: window ids", [] if window_ids is None else window_ids).reshape(-1).astype(np.int32)
         return Inserted(self._root, _NONE, kept, rows[rows != 0], 0, False)
 
     def lock(self, node: Node) -> Lock:

@@ -39,7 +39,7 @@ def make_full_attention_net_mem_pool(
     """A KV pool and the allocator of its slots. Arguments as of `KVSpec` and `TokenToKVPoolAllocator`."""
     from .kv_pool import KVPool
 
-    spec = KVSpec(size, layers, k_heads, k_dim, v_heads, v_dim, storage)
+    spec = KVSpec(size, layers, k_heads, k_dim, v_heads, v_dim, storage, page_size)
     allocator = TokenToKVPoolAllocator(spec.size, page_size, sort=sort)
     return KVPool.init(spec, sharding=sharding), allocator
 
@@ -79,6 +79,7 @@ class PoolCapacity:
 
     @property
     def tokens(self) -> int:
+        """Tokens that can be handed out: `size` of the KV pool and of its allocator, in whole pages."""
         return self.kv.size
 
     @property
@@ -117,7 +118,7 @@ def plan_pools(
         page_size: of the allocator; at least one page must fit.
         max_requests, max_context: of the request table; 0 for none.
         gdn: the state pool, if any.
-        max_tokens: no more than this, whatever fits.
+        max_tokens: no more than this in whole pages, whatever fits.
 
     Raises:
         CapacityError: not even one page fits; the message lists every term.
@@ -130,21 +131,22 @@ def plan_pools(
     if not 0 < memory_fraction <= 1:
         raise PoolError(f"memory_fraction must be in (0, 1], got {memory_fraction}")
     requests, context = check_count("max_requests", max_requests, 0), check_count("max_context", max_context, 0)
-    least = 2 * check_count("page_size", page_size) - 1  # page 0 is the padding's
-    one = KVSpec(least, layers, k_heads, k_dim, v_heads, v_dim, storage)
+    page = check_count("page_size", page_size)
+    one = KVSpec(page, layers, k_heads, k_dim, v_heads, v_dim, storage, page)
     reserved = int(np.ceil(before * (1 - float(memory_fraction))))
     table_bytes = 4 * (requests + 1) * (context + 1) if requests and context else 0
     gdn_bytes = gdn.total_bytes if gdn is not None else 0
     budget = after - reserved
     left = budget - table_bytes - gdn_bytes
-    fits = max(left // one.bytes_per_token, 0) // 8 * 8 - 1  # whole groups of 8 rows, less the padding row
-    size = fits if max_tokens is None else min(fits, check_count("max_tokens", max_tokens))
-    if size < least:
+    rows = max(left // one.bytes_per_token, 0) // 8 * 8  # whole groups of 8
+    fits = max(rows // page - 1, 0) * page  # whole pages, less the padding's
+    size = fits if max_tokens is None else min(fits, check_count("max_tokens", max_tokens) // page * page)
+    if size < page:
         raise CapacityError(
-            f"no room for a KV pool of {least} tokens ({one.total_bytes} bytes, {one.bytes_per_token} a token): "
+            f"no room for a KV pool of {page} tokens ({one.total_bytes} bytes, {one.bytes_per_token} a token): "
             f"{after} bytes free after the model - {reserved} reserved ({before} free before it, "
             f"memory_fraction {memory_fraction}) - {gdn_bytes} recurrent states - {table_bytes} request table = {left} "
-            f"bytes, {max(fits, 0)} tokens; max_tokens {max_tokens}"
+            f"bytes, {fits} tokens; max_tokens {max_tokens}"
         )
     kv = dataclasses.replace(one, size=size)
     limited = "memory" if size == fits else "max_tokens"

@@ -3,6 +3,10 @@
 A head's recurrent state is stored [v_dim, k_dim], **value dim first**: with S so shaped, out = S @ q and the
 update adds outer(v, k). Slots: 0 is padding (always zeros; writes to it change nothing), 1..max_requests are the
 requests' own (those of `ReqToTokenPool`), the rest are track slots, where `copy_states` keeps snapshots.
+
+A freed slot keeps its state. Its next owner starts from zeros if the step gives `get_states` the positions (of the
+`TokenTable`): at position 0 a state is empty. Kernels that read the leaves themselves need `reset_states` when a
+request is admitted; one that starts from a snapshot needs `copy_states`.
 """
 
 from __future__ import annotations
@@ -15,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..errors import PoolError, ShapeError
-from .carriers import decode, safe_ids, to_carrier
+from ..errors import ShapeError
+from .carriers import decode, safe_ids, safe_layer, to_carrier
 from .spec import GDNSpec
 
 __all__ = ["GDNPool", "copy_states", "reset_states"]
@@ -44,22 +48,39 @@ class GDNPool:
 
     def get_layer_state(self, layer: int | jax.Array) -> tuple[jax.Array, jax.Array]:
         """A layer's states: (recurrent [slots, heads, v_dim, k_dim] float32, conv [slots, conv_dim, kernel - 1])."""
-        self._check_layer(layer)
-        recurrent, conv = (lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in (self.recurrent, self.conv))
+        at = safe_layer(layer, self.spec.layers)
+        leaves = self.recurrent, self.conv
+        recurrent, conv = (a.at[at].get(mode="fill", fill_value=0, wrap_negative_indices=False) for a in leaves)
         return recurrent, decode((conv,), self.spec.conv_storage)
 
-    def get_states(self, layer: int | jax.Array, slots: Any) -> tuple[jax.Array, jax.Array, GDNPool]:
+    def get_states(
+        self, layer: int | jax.Array, slots: Any, positions: Any = None
+    ) -> tuple[jax.Array, jax.Array, GDNPool]:
         """The states of some slots, and the pool to go on with (the same one, ordered after this read).
 
         Args:
-            layer: 0..layers-1; may be traced.
+            layer: 0..layers-1; may be traced. One that is out of range then reads as zeros and stores nothing.
             slots: [n]; 0 for padding, which reads as zeros.
+            positions: [n], of each request's first token in this step. At 0 the state reads as zeros, whatever
+                the slot's last owner left there. None: as stored, for slots that were reset or copied to.
 
         Returns:
             (recurrent [n, heads, v_dim, k_dim] float32, conv [n, conv_dim, kernel - 1], pool).
+
+        Raises:
+            PoolError: the layer or a slot of a host array is out of range.
+            ShapeError: slots or positions are no integers, or not as many.
         """
-        self._check_layer(layer)
-        (recurrent, conv), pool = self._gather(layer, safe_ids("slots", slots, self.spec.slots - 1).reshape(-1))
+        ids = safe_ids("slots", slots, self.spec.slots - 1).reshape(-1)
+        empty = None if positions is None else _at_the_beginning(positions, ids.size)
+        at = safe_layer(layer, self.spec.layers)
+        if not isinstance(at, int):  # nobody's states are those of slot 0
+            ids = jnp.where(at < self.spec.layers, ids, jnp.zeros_like(ids))
+        (recurrent, conv), pool = self._gather(at, ids)
+        if empty is not None:
+            recurrent, conv = (
+                jnp.where(jnp.expand_dims(empty, range(1, x.ndim)), jnp.zeros_like(x), x) for x in (recurrent, conv)
+            )
         return recurrent, decode((conv,), self.spec.conv_storage), pool
 
     def set_states(self, layer: int | jax.Array, slots: Any, recurrent: jax.Array, conv: jax.Array) -> GDNPool:
@@ -76,7 +97,9 @@ class GDNPool:
         for name, x, leaf in (("recurrent", recurrent, self.recurrent), ("conv", conv, self.conv)):
             if x.shape != (ids.size, *leaf.shape[2:]):
                 raise ShapeError(f"{name} has shape {x.shape}, expected {(ids.size, *leaf.shape[2:])}")
-        self._check_layer(layer)
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                raise ShapeError(f"{name} must be floating point, got {x.dtype}")
+        layer = safe_layer(layer, self.spec.layers)
         return self._scatter(layer, ids, (recurrent.astype(jnp.float32), to_carrier(conv, self.spec.conv_storage)))
 
     def copy_states(self, src: Any, dst: Any) -> GDNPool:
@@ -105,12 +128,6 @@ class GDNPool:
     @property
     def mem_bytes(self) -> int:
         return self.spec.total_bytes
-
-    def _check_layer(self, layer: int | jax.Array) -> None:
-        if isinstance(layer, jax.Array):
-            return
-        if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or not 0 <= layer < self.spec.layers:
-            raise PoolError(f"layer must be in 0..{self.spec.layers - 1}, got {layer!r}")
 
     def _all_layers(self) -> jax.Array:
         """[layers, 1] int32: together with [n] slots, all layers of each."""
@@ -159,8 +176,21 @@ def reset_states(pool: GDNPool, slots: Any) -> GDNPool:
     return _reset_states(pool, ids) if np.size(slots) else pool
 
 
+def _at_the_beginning(positions: Any, count: int) -> jax.Array:
+    """Which requests are at position 0, bool [count]."""
+    positions = positions if isinstance(positions, jax.Array) else np.asarray(positions)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise ShapeError(f"positions must be integers, got {positions.dtype}")
+    if positions.size != count:
+        raise ShapeError(f"{positions.size} positions of {count} slots")
+    return jnp.asarray(positions.reshape(-1) <= 0)
+
+
 def _padded(name: str, slots: Any, pool: GDNPool, *, unique: bool = False) -> jax.Array:
-    slots = np.asarray(slots).reshape(-1)
+    try:
+        slots = np.asarray(slots).reshape(-1)
+    except ValueError:  # ragged
+        raise ShapeError(f"{name} must be integers, got {slots!r}") from None
     padding = (1 << max(slots.size - 1, 0).bit_length()) - slots.size
     slots = slots.astype(np.int64) if slots.size == 0 else slots
     return safe_ids(name, np.pad(slots, (0, padding)), pool.spec.slots - 1, unique=unique)

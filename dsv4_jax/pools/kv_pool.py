@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..errors import PoolError
 from ..ops.dispatch import Implementation, implementation_for
-from .carriers import as_rows, decode, encode, safe_ids
+from .carriers import as_rows, decode, encode, safe_ids, safe_layer
 from .spec import KVSpec
 
 __all__ = ["KVPool", "store_kv"]
@@ -77,7 +76,8 @@ class KVPool:
         """Stores K and V rows of one layer. Rows for slot 0 change nothing.
 
         Args:
-            layer: 0..layers-1; may be traced (a `scan` over layers).
+            layer: 0..layers-1; may be traced (a `scan` over layers). In a traced one that is out of range
+                nothing is stored, and all reads as zeros.
             indices: token slots, integers of any shape; no two equal but for 0. Host arrays are checked,
                 device arrays cannot be: there ids out of range count as 0.
             k, v: float [..., heads, dim] or [..., heads * dim], one row per index.
@@ -87,12 +87,12 @@ class KVPool:
             PoolError: the layer or a host index is out of range, or a host index is named twice.
             ShapeError: k, v or the indices have the wrong shape or dtype.
         """
-        ids = safe_ids("indices", indices, self.spec.size, unique=True).reshape(-1)
+        ids = safe_ids("indices", indices, self.spec.last, unique=True).reshape(-1)
         k, v = (as_rows(n, x, ids.size, *self.spec.heads(n)) for n, x in (("k", k), ("v", v)))
-        first = self._first_row(layer)
+        nobody = self.spec.layers * self.spec.rows
+        rows = jnp.where(ids > 0, self._rows(layer, ids, nobody), np.int32(nobody))
         if ids.size == 0:
             return self
-        rows = jnp.where(ids > 0, first + ids, np.int32(self.spec.layers * self.spec.rows))
         stored = store_kv(
             self._parts("k"), self._parts("v"), k, v, rows, storage=self.spec.storage, implementation=implementation
         )
@@ -128,7 +128,7 @@ class KVPool:
             one, ordered after this read. Without that order XLA may delay the read past the next write
             and keep a copy of the whole pool for it.
         """
-        rows = self._first_row(layer) + safe_ids("indices", indices, self.spec.size)
+        rows = self._rows(layer, safe_ids("indices", indices, self.spec.last), 0)
         taken = {n: a.at[rows].get(mode="clip", wrap_negative_indices=False) for n, a in self.arrays.items()}
         taken, arrays = lax.optimization_barrier((taken, self.arrays))
         k, v = (
@@ -141,17 +141,20 @@ class KVPool:
     def mem_bytes(self) -> int:
         return self.spec.total_bytes
 
-    def _first_row(self, layer: int | jax.Array) -> jax.Array:
-        """The row of slot 0 of a layer, int32."""
-        if isinstance(layer, jax.Array):
-            return layer.astype(jnp.int32) * np.int32(self.spec.rows)
-        if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or not 0 <= layer < self.spec.layers:
-            raise PoolError(f"layer must be in 0..{self.spec.layers - 1}, got {layer!r}")
-        return jnp.int32(layer * self.spec.rows)
+    def _rows(self, layer: int | jax.Array, ids: jax.Array, nobody: int) -> jax.Array:
+        """The rows of safe ids in a layer, int32; `nobody` for a layer out of range."""
+        at = safe_layer(layer, self.spec.layers)
+        if isinstance(at, int):
+            return np.int32(at * self.spec.rows) + ids
+        rows = at * np.int32(self.spec.rows) + ids
+        return jnp.where(at < self.spec.layers, rows, np.int32(nobody))
 
     def _buffer(self, part: str, layer: int | jax.Array, dtype: Any) -> jax.Array:
-        first = self._first_row(layer)
+        at = safe_layer(layer, self.spec.layers)
+        first = at * np.int32(self.spec.rows)
         parts = tuple(lax.dynamic_slice_in_dim(a, first, self.spec.rows) for a in self._parts(part))
+        if not isinstance(at, int):
+            parts = tuple(jnp.where(at < self.spec.layers, p, jnp.zeros_like(p)) for p in parts)
         return decode(parts, self.spec.storage, dtype).reshape(self.spec.rows, *self.spec.heads(part))
 
     def _parts(self, part: str, arrays: dict[str, jax.Array] | None = None) -> Parts:

@@ -27,15 +27,21 @@ class Node:
         window_refs: locks that need this node's window rows.
         used: when it was last matched or inserted, on the cache's clock.
         queued: which eviction queues list it, a bit each.
+        digests: of its pages, if the cache has an event log; of a root, where they begin.
+        owner: the cache.
     """
 
     __slots__ = (
-        "alive", "children", "ids", "number", "parent", "queued", "refs", "snapshot", "start", "tokens", "used",
-        "window_ids", "window_refs",
+        "alive", "children", "digests", "ids", "number", "owner", "parent", "queued", "refs", "snapshot", "start",
+        "tokens", "used", "window_ids", "window_refs",
     )  # fmt: skip
 
-    def __init__(self, number: int, parent: Node | None, start: int, tokens: np.ndarray, ids: np.ndarray):
+    def __init__(
+        self, number: int, parent: Node | None, start: int, tokens: np.ndarray, ids: np.ndarray, owner: object = None
+    ):
         self.number, self.parent, self.start, self.tokens, self.ids = number, parent, start, tokens, ids
+        self.owner = owner
+        self.digests: list[bytes] = []
         self.children: dict[bytes, Node] = {}
         self.window_ids: np.ndarray | None = None
         self.snapshot: int | None = None
@@ -116,7 +122,7 @@ def check_foreign(name: str, ids: np.ndarray, owned: np.ndarray, allocator: Toke
     """Ids that are not the cache's at this place must be nobody else's than the caller's."""
     if ids.size == 0:
         return
-    if ids.dtype.kind not in "iu" or not allocator.is_held(ids).all():
+    if not allocator.is_held(ids).all():
         raise PoolError(f"insert: {name} {ids.tolist()} are not all handed out")
     if np.unique(ids).size != ids.size or owned[ids].any():
         raise PoolError(f"insert: {name} {ids.tolist()} are named twice, or the cache's at another place")

@@ -12,9 +12,12 @@ import numpy as np
 
 from ..errors import IntegrityError, PoolError
 from .slots import Slots
-from .spec import check_count
+from .spec import as_ids, check_count
+from .undo import Undo
 
 __all__ = ["KVIndices", "ReqToTokenPool", "TableUpdate"]
+
+_INT32_MAX = 2**31 - 1
 
 
 class TableUpdate(NamedTuple):
@@ -47,7 +50,7 @@ class ReqToTokenPool:
     """Request slots 1..max_requests (0 is padding) and the token ids of their positions.
 
     A row holds `length(slot)` tokens, without gaps; what lies behind is never shown. Free the token ids
-    themselves with their allocator: this pool only lists them.
+    themselves with their allocator: this pool only lists them. Calls are whole, as the allocator's.
 
     Args:
         max_requests: requests at once.
@@ -57,6 +60,8 @@ class ReqToTokenPool:
     def __init__(self, max_requests: int, max_context: int):
         self.max_requests = check_count("max_requests", max_requests)
         self.max_context = check_count("max_context", max_context)
+        if max(self.max_requests, self.max_context) >= _INT32_MAX:
+            raise PoolError(f"a table of {self.max_requests} x {self.max_context} cannot be addressed in int32")
         self._slots = Slots(1, self.max_requests, "request slots")
         self._table = np.zeros((self.max_requests + 1, self.max_context), np.int32)
         self._lengths = np.zeros(self.max_requests + 1, np.int32)
@@ -72,17 +77,32 @@ class ReqToTokenPool:
 
     def free(self, slot: int) -> np.ndarray:
         """Gives a slot back and returns the token ids it listed. Raises `PoolReleaseError` unless it was held."""
-        self._slots.free(slot)
+        if not self._slots.is_held(slot):
+            self._slots.free([slot])  # refuses it
+        slot = int(slot)
         ids = self._table[slot, : self._lengths[slot]].copy()
-        self._lengths[slot] = 0
-        self._dirty.pop(int(slot), None)
-        return ids
+        undo = Undo()
+        try:
+            self._slots.free_within(undo, slot)
+            undo.keep_at(self._lengths, slot)
+            undo.keep_key(self._dirty, slot)
+            self._lengths[slot] = 0
+            self._dirty.pop(slot, None)
+            return ids
+        except BaseException:
+            undo.put_back()
+            raise
 
     def clear(self) -> None:
         """All slots are free and empty."""
-        self._slots.clear()
-        self._lengths[:] = 0
-        self._dirty.clear()
+        undo = Undo()
+        try:
+            undo.keep(self, "_lengths", "_dirty")
+            self._lengths, self._dirty = np.zeros_like(self._lengths), {}
+            self._slots.clear()
+        except BaseException:
+            undo.put_back()
+            raise
 
     @property
     def lengths(self) -> np.ndarray:
@@ -104,11 +124,10 @@ class ReqToTokenPool:
         """
         length = self.length(slot)
         start = check_count("start", start, 0)
-        ids = np.asarray(ids).reshape(-1)
-        if ids.size and (ids.dtype.kind not in "iu" or ids.min() < 1 or ids.max() > np.iinfo(np.int32).max):
-            raise PoolError(
-                f"request slot {slot}: token ids must be positive int32 numbers, got {ids.dtype} {ids.min()}.."
-            )
+        ids = as_ids(f"request slot {slot}: positive token ids", ids).reshape(-1)
+        if ids.size and (ids.min() < 1 or ids.max() > _INT32_MAX):
+            span = f"{ids.min()}..{ids.max()}"
+            raise PoolError(f"request slot {slot}: token ids must be positive int32 numbers, got {span}")
         end = start + ids.size
         if start > length:
             raise PoolError(f"request slot {slot}: writing at {start} leaves a gap after its {length} tokens")
@@ -116,10 +135,18 @@ class ReqToTokenPool:
             raise PoolError(f"request slot {slot}: {end} tokens exceed max_context, {self.max_context}")
         if ids.size == 0:
             return
-        self._table[slot, start:end] = ids
-        self._lengths[slot] = max(length, end)
         first, last = self._dirty.get(int(slot), (start, end))
-        self._dirty[int(slot)] = min(first, start), max(last, end)
+        undo = Undo()
+        try:
+            undo.keep_at(self._table, (slot, slice(start, end)))
+            undo.keep_at(self._lengths, slot)
+            undo.keep_key(self._dirty, int(slot))
+            self._table[slot, start:end] = ids
+            self._lengths[slot] = max(length, end)
+            self._dirty[int(slot)] = min(first, start), max(last, end)
+        except BaseException:
+            undo.put_back()
+            raise
 
     def append(self, slot: int, ids: Any) -> None:
         """`write` behind the last token."""
@@ -130,8 +157,15 @@ class ReqToTokenPool:
         old = self.length(slot)
         if check_count("length", length, 0) > old:
             raise PoolError(f"request slot {slot}: cannot truncate {old} tokens to {length}")
-        self._lengths[slot] = length
-        return self._table[slot, length:old].copy()
+        gone = self._table[slot, length:old].copy()
+        undo = Undo()
+        try:
+            undo.keep_at(self._lengths, slot)
+            self._lengths[slot] = length
+            return gone
+        except BaseException:
+            undo.put_back()
+            raise
 
     def drain(self, capacity: int | None = None) -> TableUpdate:
         """What the device must be told, and forgets it: apply every update, in order.
@@ -154,8 +188,15 @@ class ReqToTokenPool:
         for slot, first, last in spans:
             to = slice(at, at := at + last - first)
             slots[to], positions[to], ids[to] = slot, np.arange(first, last), self._table[slot, first:last]
-        self._dirty.clear()
-        return TableUpdate(slots, positions, ids, self._lengths.copy())
+        update = TableUpdate(slots, positions, ids, self._lengths.copy())
+        undo = Undo()
+        try:
+            undo.keep(self, "_dirty")
+            self._dirty = {}
+            return update
+        except BaseException:
+            undo.put_back()
+            raise
 
     def kv_indices(
         self, slots: Any, lengths: Any = None, starts: Any = None, *, capacity: int | None = None, fill: int = 0
@@ -178,8 +219,7 @@ class ReqToTokenPool:
         counts = behind if lengths is None else np.minimum(_vector("lengths", lengths, slots.size, None), behind)
         offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         total = int(offsets[-1])
-        if capacity is None:
-            capacity = total
+        capacity = total if capacity is None else check_count("capacity", capacity, 0)
         if total > capacity:
             raise PoolError(f"{total} token ids do not fit a capacity of {capacity}")
         indices = np.full(capacity, fill, np.int32)
@@ -201,18 +241,16 @@ class ReqToTokenPool:
             raise IntegrityError(f"free request slots {sorted(set(self._dirty) - held)} wait for an update")
 
     def _held(self, slot: int) -> int:
-        if isinstance(slot, bool) or not self._slots.is_held(slot):
+        if not self._slots.is_held(slot):
             raise PoolError(f"request slot {slot!r} is not held (slots are 1..{self.max_requests})")
         return slot
 
 
 def _vector(name: str, values: Any, size: int | None, last: int | None) -> np.ndarray:
     """Non-negative integers, int64 [size]; a scalar stands for all of them."""
-    array = np.asarray(values)
-    if array.size == 0:
-        array = array.astype(np.int64)
-    if array.dtype.kind not in "iu" or (array.size and (array.min() < 0 or (last is not None and array.max() > last))):
-        raise PoolError(f"{name} must be integers in 0..{'' if last is None else last}, got {array.tolist()}")
+    array = as_ids(name, values)
+    if array.size and (array.min() < 0 or array.max() > (_INT32_MAX if last is None else last)):
+        raise PoolError(f"{name} must be integers in 0..{_INT32_MAX if last is None else last}, got {array.tolist()}")
     if size is None:
         return array.reshape(-1).astype(np.int64)
     if array.ndim and array.size != size:

@@ -9,12 +9,13 @@ import numpy as np
 
 from ..errors import IntegrityError, PoolExhaustedError, PoolReleaseError
 from .spec import GDNSpec, check_count
+from .undo import Undo
 
 __all__ = ["Slots", "StateSlots"]
 
 
 class Slots:
-    """Hands out slot ids, the lowest free ones, all that are asked for or none.
+    """Hands out slot ids, the lowest free ones, all that are asked for or none. Calls are whole, as the allocator's.
 
     Args:
         first: the lowest id.
@@ -28,8 +29,7 @@ class Slots:
 
     def clear(self) -> None:
         """All are free again."""
-        self._free = list(range(self._first, self._first + self._count))
-        self._held: set[int] = set()
+        self._free, self._held = list(range(self._first, self._first + self._count)), set[int]()
 
     @property
     def num_total(self) -> int:
@@ -44,30 +44,56 @@ class Slots:
         return frozenset(self._held)
 
     def is_held(self, slot: object) -> bool:
-        return slot in self._held
+        """Whether this slot is handed out. Whatever is no integer is not."""
+        return _is_integer(slot) and slot in self._held
 
     def alloc(self, count: int = 1) -> list[int]:
         """`count` slots, ascending. Raises `PoolExhaustedError` if fewer are free, `PoolError` if it is no count."""
         count = check_count("count", count, 0)
         if count > len(self._free):
             raise PoolExhaustedError(count, len(self._free), self._count, self._unit)
-        slots = [heapq.heappop(self._free) for _ in range(count)]
-        self._held.update(slots)
-        return slots
+        undo = Undo()
+        try:
+            undo.call(self._rebuild)
+            slots = heapq.nsmallest(count, self._free)
+            undo.call(self._held.difference_update, slots)
+            self._held.update(slots)
+            for _ in slots:
+                heapq.heappop(self._free)
+            return slots
+        except BaseException:
+            undo.put_back()
+            raise
 
     def free(self, slots: int | Iterable[int]) -> None:
         """Gives slots back, all or, if any is wrong, none (`PoolReleaseError`)."""
-        slots = [slots] if isinstance(slots, int | np.integer) else list(slots)
-        for i, slot in enumerate(slots):
-            if isinstance(slot, bool | np.bool_) or not isinstance(slot, int | np.integer):
+        undo = Undo()
+        try:
+            self.free_within(undo, slots)
+        except BaseException:
+            undo.put_back()
+            raise
+
+    def free_within(self, undo: Undo, slots: int | Iterable[int]) -> None:
+        """`free` as a part of something larger that is undone as a whole."""
+        checked = set[int]()
+        for slot in [slots] if isinstance(slots, str) or not isinstance(slots, Iterable) else slots:
+            if not _is_integer(slot):
                 raise self._refused(slot, "not an integer")
             if slot not in self._held:
                 raise self._refused(slot, "not held (freed twice?)")
-            if slot in slots[:i]:
+            if slot in checked:
                 raise self._refused(slot, "named twice in one call")
-        for slot in slots:
-            self._held.discard(int(slot))
-            heapq.heappush(self._free, int(slot))
+            checked.add(int(slot))
+        undo.call(self._rebuild)
+        undo.call(self._held.update, checked)
+        self._held.difference_update(checked)
+        for slot in checked:
+            heapq.heappush(self._free, slot)
+
+    def _rebuild(self) -> None:
+        """The free slots from those held; a sorted list is a heap."""
+        self._free = sorted(set(range(self._first, self._first + self._count)) - self._held)
 
     def check_integrity(self) -> None:
         """Free and held slots partition the range. Raises `IntegrityError`."""
@@ -78,6 +104,10 @@ class Slots:
 
     def _refused(self, slot: object, problem: str) -> PoolReleaseError:
         return PoolReleaseError(self._unit, slot, problem, f"{self._first}..{self._first + self._count - 1}")
+
+
+def _is_integer(slot: object) -> bool:
+    return isinstance(slot, int | np.integer) and not isinstance(slot, bool)
 
 
 class StateSlots(Slots):

@@ -9,12 +9,12 @@ import numpy as np
 
 from ..errors import PoolError
 
-__all__ = ["STORAGE", "GDNSpec", "KVSpec", "check_count"]
+__all__ = ["MAX_ROWS", "STORAGE", "GDNSpec", "KVSpec", "as_ids", "check_count"]
 
 # Storage -> carrier dtype. Unsigned carriers: XLA's CPU scatter into bf16 or fp8 converts the whole pool.
 STORAGE = {"bf16": "uint16", "f16": "uint16", "f32": "uint32", "fp8": "uint8"}
 _ROW_ALIGN = 8
-_MAX_ROWS = 2**31 - 1  # rows are addressed in int32
+MAX_ROWS = 2**31 - 1  # rows are addressed in int32
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
@@ -22,6 +22,19 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < least:
         raise PoolError(f"{name} must be an integer >= {least}, got {value!r}")
     return int(value)
+
+
+def as_ids(name: str, ids: Any) -> np.ndarray:
+    """`ids` as a NumPy array of integers (no copy of one), nothing at all as int64. Raises `PoolError`."""
+    try:
+        array = np.asarray(ids)
+    except ValueError:  # ragged
+        raise PoolError(f"{name} must be integers, got {ids!r}") from None
+    if array.size == 0:
+        return array.astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise PoolError(f"{name} must be integers, got {array.dtype}")
+    return array
 
 
 def _check_storage(name: str, storage: str, allowed: tuple[str, ...]) -> None:
@@ -34,11 +47,12 @@ class KVSpec:
     """The geometry of a `KVPool`.
 
     Attributes:
-        size: usable token slots, ids 1..size. Slot 0 is the padding sink.
+        size: usable token slots, ids page_size .. page_size + size - 1. Slot 0 is the padding sink.
         layers: attention layers.
         k_heads, k_dim: heads of a K row and their width.
         v_heads, v_dim: the same of V; None means those of K.
         storage: "bf16", "f16", "f32", or "fp8" (e4m3 with one float32 power-of-two scale per row).
+        page_size: of the allocator; the page of the sink comes on top of `size`.
     """
 
     size: int
@@ -48,20 +62,26 @@ class KVSpec:
     v_heads: int | None = None
     v_dim: int | None = None
     storage: str = "bf16"
+    page_size: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "v_heads", self.k_heads if self.v_heads is None else self.v_heads)
         object.__setattr__(self, "v_dim", self.k_dim if self.v_dim is None else self.v_dim)
-        for name in ("size", "layers", "k_heads", "k_dim", "v_heads", "v_dim"):
+        for name in ("size", "layers", "k_heads", "k_dim", "v_heads", "v_dim", "page_size"):
             object.__setattr__(self, name, check_count(f"KVSpec.{name}", getattr(self, name)))
         _check_storage("KVSpec.storage", self.storage, tuple(STORAGE))
-        if self.layers * self.rows > _MAX_ROWS:
-            raise PoolError(f"KVSpec: {self.layers} layers of {self.rows} rows exceed {_MAX_ROWS} rows")
+        if self.layers * self.rows > MAX_ROWS:
+            raise PoolError(f"KVSpec: {self.layers} layers of {self.rows} rows exceed {MAX_ROWS} rows")
+
+    @property
+    def last(self) -> int:
+        """The highest slot."""
+        return self.size + self.page_size - 1
 
     @property
     def rows(self) -> int:
-        """Rows of one layer: the slots and the sink, rounded up to a multiple of 8."""
-        return -(-(self.size + 1) // _ROW_ALIGN) * _ROW_ALIGN
+        """Rows of one layer: the slots and the sink's page, rounded up to a multiple of 8."""
+        return -(-(self.last + 1) // _ROW_ALIGN) * _ROW_ALIGN
 
     def heads(self, part: str) -> tuple[int, int]:
         """(heads, width) of "k" or "v" rows."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from dsv4_jax.errors import CapacityError, PoolError
 from dsv4_jax.pools import (
     GDNSpec,
     KVPool,
+    TokenToKVPoolAllocator,
     make_full_attention_net_mem_pool,
     make_gdn_pool,
     make_req_to_token_pool,
@@ -24,9 +27,12 @@ GDN = GDNSpec(max_requests=3, layers=2, heads=1, k_dim=4, v_dim=4, conv_dim=4, c
 
 
 def test_factories() -> None:
-    pool, allocator = make_full_attention_net_mem_pool(31, 2, 2, 8, 1, 4, storage="fp8", page_size=4)
-    assert pool.spec.size == 31 and pool.spec.heads("v") == (1, 4) and allocator.capacity == 28
-    assert int(allocator.alloc(28).max()) <= pool.spec.size
+    pool, allocator = make_full_attention_net_mem_pool(32, 2, 2, 8, 1, 4, storage="fp8", page_size=4)
+    assert pool.spec.size == allocator.size == 32 and pool.spec.heads("v") == (1, 4)
+    ids = allocator.alloc(32)
+    stored = pool.set_kv_buffer(1, jnp.asarray(ids), jnp.ones((32, 16)), jnp.ones((32, 4)))
+    assert (np.asarray(stored.gather_kv(1, ids)[0]) == 1).all()  # every one of them is a row
+    assert int(ids.max()) == pool.spec.last < pool.spec.rows
     host, table = make_req_to_token_pool(3, 10)
     assert table.ids.shape == (4, 10) and host.alloc() == [1]
     states, slots = make_gdn_pool(GDN)
@@ -35,7 +41,7 @@ def test_factories() -> None:
 
 @given(
     st.integers(0, 200_000), st.floats(0.5, 1.0), st.sampled_from(["bf16", "f32", "fp8"]), st.booleans(),
-    st.one_of(st.none(), st.integers(1, 300)), st.sampled_from([1, 4]),
+    st.one_of(st.none(), st.integers(1, 300)), st.sampled_from([1, 4, 16]),
 )  # fmt: skip
 def test_the_plan_is_what_is_allocated_and_the_most_that_fits(
     after: int, fraction: float, storage: str, states: bool, most: int | None, page: int
@@ -55,9 +61,10 @@ def test_the_plan_is_what_is_allocated_and_the_most_that_fits(
     assert sum(x.nbytes for x in jax.tree.leaves(table)) == plan.table_bytes
     assert plan.gdn_bytes == (GDN.total_bytes if states else 0)
     assert plan.total_bytes <= plan.budget_bytes <= after
-    assert plan.limited_by == "memory" or plan.tokens == most
-    if plan.limited_by == "memory":  # eight rows more would not fit
-        assert plan.total_bytes + 8 * plan.kv.bytes_per_token > plan.budget_bytes
+    assert plan.limited_by == "memory" or plan.tokens == most // page * page
+    assert plan.tokens == plan.kv.size == TokenToKVPoolAllocator(plan.tokens, page).size
+    if plan.limited_by == "memory":  # eight rows or a page more would not fit
+        assert plan.total_bytes + max(8, page) * plan.kv.bytes_per_token > plan.budget_bytes
 
 
 def test_the_refusal_lists_every_term() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from random import Random
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4_jax.errors import PoolError, PoolExhaustedError, PoolReleaseError, ShapeError
-from dsv4_jax.pools import GDNPool, GDNSpec, StateSlots, copy_states, reset_states
+from dsv4_jax.pools import GDNPool, GDNSpec, ReqToTokenPool, StateSlots, copy_states, reset_states
 
 from .in_place import assert_in_place
 
@@ -73,6 +74,86 @@ def test_trace(seed: int) -> None:
     assert not model[0][:, 0].any()
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def add_tokens(pool: GDNPool, slots: jax.Array, positions: jax.Array, tokens: jax.Array) -> GDNPool:
+    """One token of each request: layer l's recurrent state sums (l + 1) * token, the convolution keeps the last 3."""
+    for layer in range(SPEC.layers):
+        recurrent, conv, pool = pool.get_states(layer, slots, positions)
+        new = jnp.broadcast_to(tokens[:, None, None], (*conv.shape[:2], 1)).astype(conv.dtype)
+        conv = jnp.concatenate([conv[:, :, 1:], new], -1)
+        pool = pool.set_states(layer, slots, recurrent + np.float32(layer + 1) * tokens[:, None, None, None], conv)
+    return pool
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=4)
+@pytest.mark.slow
+def test_slots_change_owners(seed: int) -> None:
+    """Requests come, go, fork, and start from snapshots; nothing is ever reset. Each state is its own tokens' only."""
+    random = Random(seed)
+    pool, table, track = GDNPool.init(SPEC), ReqToTokenPool(SPEC.max_requests, 99), StateSlots(SPEC)
+    live: dict[int, list[int]] = {}
+    kept: dict[int, list[int]] = {}
+    for _ in range(40):
+        kind = random.choice(["admit", "fork", "restore", "keep", "forget", "free", "step", "step", "step"])
+        source = {"fork": live, "keep": live, "free": live, "restore": kept, "forget": kept}.get(kind, {})
+        of = random.choice(sorted(source)) if source else 0
+        if kind == "step" and live:
+            slots = sorted(live) + [0] * (SPEC.max_requests - len(live))
+            positions, tokens = [len(live.get(s, [])) for s in slots], [random.randint(1, 9) for _ in slots]
+            pool = add_tokens(pool, *(jnp.array(x) for x in (slots, positions)), jnp.array(tokens, jnp.float32))
+            for slot, token in zip(slots, tokens, strict=True):
+                live.get(slot, []).append(token)
+        elif kind == "free" and of:
+            table.free(of)
+            del live[of]
+        elif kind == "forget" and of:
+            track.free_track_slot(of)
+            del kept[of]
+        elif kind == "keep" and of and track.num_free:
+            slot = track.alloc_track_slot()
+            pool, kept[slot] = copy_states(pool, [of], [slot]), list(live[of])
+        elif (kind == "admit" or (kind in ("fork", "restore") and of)) and table.available_size():
+            (slot,) = table.alloc()
+            pool = copy_states(pool, [of], [slot]) if of else pool
+            live[slot] = list(source[of]) if of else []
+        for slot, told in (live | kept).items():
+            if told:  # at position 0 there is nothing to read
+                expected = np.arange(1, SPEC.layers + 1) * sum(told)
+                np.testing.assert_array_equal(pool.recurrent[:, slot, 0, 0, 0], expected)
+                last = jax.lax.bitcast_convert_type(pool.conv[:, slot, 0], jnp.bfloat16).astype(jnp.float32)
+                np.testing.assert_array_equal(last, [[0, 0, 0, *told][-3:]] * SPEC.layers)
+    assert not np.asarray(pool.recurrent[:, 0]).any()
+
+
+def test_at_position_0_a_state_is_empty() -> None:
+    """A slot that nobody reset: its next owner's first token starts from zeros, later ones from what is there."""
+    rng = np.random.default_rng(0)
+    r, c = states_of(rng, 3)
+    r[1, 0, 0, 0] = np.nan
+    pool = set_states(GDNPool.init(SPEC), 1, jnp.array([1, 2, 3]), r, c)
+    for positions in (np.array([7, 0, 0]), jnp.array([7, 0, 0]), np.array([7, 0, 0], np.uint8)):
+        recurrent, conv, same = get_states(pool, 1, jnp.array([1, 2, 3]), positions)
+        np.testing.assert_array_equal(recurrent, [r[0], 0 * r[2], 0 * r[2]])
+        np.testing.assert_array_equal(conv.astype(jnp.float32), [c[0], 0 * c[2], 0 * c[2]])
+        np.testing.assert_array_equal(same.recurrent, pool.recurrent)
+    with pytest.raises(ShapeError, match="2 positions of 3 slots"):
+        pool.get_states(1, [1, 2, 3], [0, 1])
+    with pytest.raises(ShapeError, match="positions must be integers"):
+        pool.get_states(1, [1, 2, 3], [0.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("layer", [-1, 3, 2**31 - 1, -(2**31)])
+def test_device_layers_out_of_range_are_nobody(layer: int) -> None:
+    r, c = states_of(np.random.default_rng(0), 2)
+    pool = set_states(GDNPool.init(SPEC), 2, jnp.array([1, 2]), r, c)
+    after = set_states(jax.tree.map(jnp.copy, pool), jnp.int32(layer), jnp.array([3, 4]), r, c)
+    for a, b in zip(jax.tree.leaves(pool), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(a, b)
+    recurrent, conv, _ = get_states(pool, jnp.int32(layer), jnp.array([1, 2]))
+    assert not np.asarray(recurrent).any() and not np.asarray(conv, np.float32).any()
+
+
 def test_nothing_to_do_and_what_is_refused() -> None:
     pool = GDNPool.init(SPEC)
     assert reset_states(pool, []) is pool and copy_states(pool, [], []) is pool
@@ -85,6 +166,11 @@ def test_nothing_to_do_and_what_is_refused() -> None:
         (lambda: pool.set_states(0, [1, 1], r, c), PoolError, "twice"),
         (lambda: pool.set_states(0, [1, 2], r.swapaxes(2, 3), c), ShapeError, r"recurrent .*\(2, 2, 3, 5\)"),
         (lambda: pool.get_layer_state(-1), PoolError, "layer"),
+        (lambda: pool.get_states(jnp.float32(1), [1]), ShapeError, "layer"),
+        (lambda: pool.set_states(0, [1, 2], r.astype(np.int32), c), ShapeError, "recurrent must be floating"),
+        (lambda: pool.set_states(0, [1, 2], r, c.astype(np.int32)), ShapeError, "conv must be floating"),
+        (lambda: reset_states(pool, [[1], [2, 3]]), ShapeError, "slots must be integers"),
+        (lambda: copy_states(pool, [1.0], [2]), ShapeError, "src must be integers"),
         (lambda: GDNSpec(4, 1, 2, 5, 3, 7, 1), PoolError, "conv_kernel"),
         (lambda: GDNSpec(4, 1, 2, 5, 3, 7, 4, conv_storage="fp8"), PoolError, "conv_storage"),
     ):
@@ -112,7 +198,7 @@ def test_in_place(what: str) -> None:
 
     def step(pool: GDNPool) -> GDNPool:
         for layer in range(spec.layers):
-            recurrent, conv, pool = pool.get_states(layer, ids)
+            recurrent, conv, pool = pool.get_states(layer, ids, jnp.array([0, 5, 0]))
             pool = pool.set_states(layer, ids, recurrent * np.float32(0.5) + np.float32(1), conv + conv)
         return pool
 

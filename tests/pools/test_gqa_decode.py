@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -53,6 +54,22 @@ def test_equals_the_run_without_a_cache(example: ModuleType, model: str) -> None
         prompts = [p + tokens + [11, 12] for p, (tokens, _) in zip(prompts, answers, strict=True)]
     assert example.decode_step._cache_size() == compiled + 1
     assert before + 2 * 12 > 55, "nothing was evicted"
+
+
+def test_a_slot_starts_empty_whatever_its_last_owner_left(example: ModuleType) -> None:
+    """One request slot, no prefix hits, and every state made NaN before each request: nobody resets anything."""
+    cfg = example.HYBRID
+    params = example.init_params(cfg)
+    server = example.Server(cfg, params, max_requests=1, track_slots=1)
+    for prompt in ([1, 2, 3, 4, 5], [9, 8], [30, 31, 32]):
+        states = server.caches.states
+        rubbish = jax.tree.map(lambda a: jnp.full_like(a, np.nan if a.dtype == np.float32 else 0x7FC00000), states)
+        zeros = jax.tree.map(lambda a, b: a.at[:, 0].set(b[:, 0]), rubbish, states)  # the padding slot's own
+        server.caches = server.caches._replace(states=zeros)
+        ((tokens, logits),) = server.generate([prompt], 3)
+        expected, expected_logits = example.uncached(cfg, params, prompt, 3)
+        assert tokens == expected and server.hits[-1] == 0
+        np.testing.assert_allclose(logits, expected_logits, atol=2e-5)
 
 
 def test_the_step_copies_no_pool(example: ModuleType) -> None:

@@ -211,6 +211,35 @@ def test_device_ids_out_of_range_are_padding() -> None:
     assert pool.set_kv_buffer(0, [], k[:0], v[:0]) is pool
 
 
+@pytest.mark.parametrize("layer", [-1, 3, 2**31 - 1, -(2**31), 2**28 + 1, 178956971])
+def test_device_layers_out_of_range_are_nobody(layer: int) -> None:
+    """Nothing is stored, zeros are read. The last two times 24 rows are row 24 or so again in int32."""
+    spec = spec_of("f32")
+    k, v = (np.ones((2, *spec.heads(p)), np.float32) for p in "kv")
+    pool = set_kv(KVPool.init(spec), 1, jnp.asarray([1, 2]), k, v)
+    after = set_kv(jax.tree.map(jnp.copy, pool), jnp.int32(layer), jnp.asarray([3, 4]), k, v)
+    for a, b in zip(jax.tree.leaves(pool), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(a, b)
+    keys, values, _ = pool.gather_kv(jnp.int32(layer), jnp.asarray([1, 2]))
+    assert not np.asarray(keys).any() and not np.asarray(values).any()
+
+
+@pytest.mark.parametrize(
+    "layer", [jnp.float32(1), jnp.asarray([1]), jnp.asarray(True), np.asarray(1), 1.0, None], ids=str
+)
+def test_a_layer_is_an_integer(layer: Any) -> None:
+    pool = KVPool.init(spec_of("f32"))
+    for call in (lambda: pool.gather_kv(layer, [1]), lambda: pool.get_key_buffer(layer)):
+        with pytest.raises((PoolError, ShapeError), match="layer"):
+            call()
+
+
+@pytest.mark.parametrize("odd", [[1.0], [True], ["1"], [None], [[1], [2, 3]], [2**70], {1}], ids=str)
+def test_indices_of_odd_types_are_refused(odd: Any) -> None:
+    with pytest.raises((PoolError, ShapeError)):
+        KVPool.init(spec_of("f32")).gather_kv(0, odd)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import struct
+from hashlib import sha256
 from random import Random
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -11,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4_jax.errors import PoolError, PoolExhaustedError
-from dsv4_jax.pools import ChunkCache, GDNSpec, RadixCache, StateSlots, TokenToKVPoolAllocator
+from dsv4_jax.events import EventBatch, EventLog, Tier, coalesce
+from dsv4_jax.pools import ChunkCache, GDNSpec, RadixCache, StateSlots, TokenToKVPoolAllocator, page_digests
 
 
 def states_of(count: int) -> StateSlots:
@@ -22,7 +27,8 @@ def make(size: int = 60, page: int = 1, window: int | None = None, states: int =
     pool = TokenToKVPoolAllocator(size, page)
     rows = TokenToKVPoolAllocator(size, page) if window else None
     slots = states_of(states) if states else None
-    return RadixCache(pool, window=window, window_allocator=rows, states=slots), pool, rows, slots
+    cache = RadixCache(pool, window=window, window_allocator=rows, states=slots, events=EventLog())
+    return cache, pool, rows, slots
 
 
 def test_match_splits_and_insert_says_who_owns_what() -> None:
@@ -180,6 +186,105 @@ def test_chunk_cache_caches_nothing() -> None:
     cache.check_integrity()
 
 
+def test_events_tell_which_pages_come_and_go() -> None:
+    log, pool = EventLog(), TokenToKVPoolAllocator(40, 2)
+    cache = RadixCache(pool, events=log)
+    a = page_digests([1, 2, 3, 4, 5, 6], 2)
+    first = cache.insert([1, 2, 3, 4, 5, 6, 7], pool.alloc(7))
+    cache.match([1, 2, 3, 4])  # a split says nothing
+    b = page_digests(np.array([1, 2, 9, 9], np.uint8), 2)
+    cache.insert([1, 2, 9, 9], [*first.ids[:2], *pool.alloc(2)])
+    other = page_digests([1, 2], 2, "adapter")
+    cache.insert([1, 2], pool.alloc(2), "adapter")
+    assert a[0] == b[0] and len({*a, *b, *other}) == 5 and page_digests([1], 2) == []
+    cache.match([1, 2, 9, 9])
+    assert cache.evict(4) == 4
+    cache.clear()
+    with pytest.raises(PoolError):
+        cache.insert([1, 2, 3], [1, 2, 3])
+    assert coalesce(log.since(0)[0]) == [
+        EventBatch(1, "stored", Tier.DEVICE, tuple(a), None),
+        EventBatch(4, "stored", Tier.DEVICE, (b[1],), b[0]),
+        EventBatch(5, "stored", Tier.DEVICE, tuple(other), None),
+        EventBatch(6, "removed", Tier.DEVICE, (a[2], a[1]), a[1]),
+        EventBatch(8, "cleared", Tier.NONE, (), None),
+    ]
+
+
+def test_digests_are_of_canonical_bytes() -> None:
+    """A known value, so that they are the same tomorrow; and no two namespaces share one."""
+    root = sha256(b"dsv4_jax page digest 1 2 ('a', 1)").digest()
+    assert page_digests([3, -1, 4, 5, 6], 2, ("a", np.int8(1)))[0] == sha256(root + struct.pack("<qq", 3, -1)).digest()
+    spaces = [None, 1, "1", b"1", (1,), ("1",), (), ((),), "None", (1, "1")]
+    assert len({page_digests([7], 1, space)[0] for space in spaces}) == len(spaces)
+    cache = RadixCache(TokenToKVPoolAllocator(4), events=EventLog())
+    for odd in (True, 1.0, (1, 2.0), 2**64, frozenset()):
+        for call in (lambda odd=odd: page_digests([1], 1, odd), lambda odd=odd: cache.match([1], odd)):
+            with pytest.raises(PoolError, match="namespace"):
+                call()
+    assert not RadixCache(TokenToKVPoolAllocator(4)).match([1], frozenset()).length  # nobody asks for its bytes
+
+
+@pytest.mark.parametrize("odd", [[1.0], [True], ["1"], [None], [[1], [2, 3]], [2**63], [2**70], 1.5, "12", {1}])
+def test_odd_types_are_refused(odd: Any) -> None:
+    cache, pool, *_ = make(window=2, states=2)
+    ids = pool.alloc(1)
+    calls = [lambda: cache.match(odd), lambda: cache.insert(odd, ids), lambda: page_digests(odd)]
+    if odd != [2**63]:
+        calls += [lambda: cache.insert([1], odd), lambda: cache.insert([1], ids, window_ids=odd)]
+    for call in calls:
+        with pytest.raises(PoolError):
+            call()
+    for call in (lambda: cache.match([1], [odd]), lambda: cache.insert([1], ids, {}),
+                 lambda: cache.insert([1], ids, snapshot=odd), lambda: cache.lock(odd), lambda: cache.unlock(odd),
+                 lambda: cache.evict(odd), lambda: cache.match([1], limit=odd)):  # fmt: skip
+        with pytest.raises(PoolError):
+            call()
+    cache.check_integrity()
+    assert cache.total_size == 0
+
+
+def test_a_snapshot_is_an_integer() -> None:
+    cache, pool, _, slots = make(states=2)
+    slots.alloc_track_slot()
+    for odd in (3.0, np.float64(3), "3", [3]):
+        with pytest.raises(PoolError, match="not a track slot"):
+            cache.insert([1], pool.alloc(1), snapshot=odd)
+
+
+def test_nodes_and_locks_of_another_cache_are_refused() -> None:
+    mine, pool, *_ = make()
+    theirs, their_pool, *_ = make()
+    node = theirs.insert([1, 2], their_pool.alloc(2)).node
+    mine.insert([1, 2], pool.alloc(2))
+    with pytest.raises(PoolError, match="another cache's"):
+        mine.lock(node)
+    with pytest.raises(PoolError, match="another cache's"):
+        mine.unlock(theirs.lock(node))
+    assert mine.protected_size == 0 and theirs.protected_size == 2
+
+
+def test_no_slot_changes_hands_within_a_batch() -> None:
+    """The batch could take back what the tree has given away, and the other way round."""
+    cache, pool, rows, _ = make(window=2)
+    done = cache.insert([1, 2], pool.alloc(2), window_ids=rows.alloc(2))
+    ids = pool.alloc(1)
+    for allocator in (pool, rows):
+        with allocator.batch():
+            for call in (
+                lambda: cache.insert([5], ids),
+                lambda: cache.evict(1),
+                lambda: cache.evict_window(1),
+                cache.clear,
+            ):
+                with pytest.raises(PoolError, match="within a batch"):
+                    call()
+            assert cache.match([1, 2]).length == 2
+            cache.unlock(cache.lock(done.node))
+    cache.check_integrity()
+    assert cache.evict(2) == 2
+
+
 class Model:
     """What is cached, page by page: (namespace, prefix) -> its page's ids, window ids and snapshot."""
 
@@ -207,6 +312,29 @@ class Model:
         return [i for key in found for i in self.ids[key]][:best], len(found) * self.page
 
 
+@functools.cache
+def digest_of(page: int, space: Any, tokens: tuple[int, ...]) -> bytes:
+    return page_digests(tokens, page, space)[-1]
+
+
+def hear(cache: RadixCache, known: dict[bytes, bytes | None]) -> None:
+    """A router's books, from the events since the last call: no page is told of without the one before it."""
+    events, missed = cache._events.since(HEARD.get(cache, 0))
+    assert not missed
+    HEARD[cache] = cache._events.last
+    for event in events:
+        if event.kind == "stored":
+            assert event.digest not in known and (event.parent is None or event.parent in known)
+            known[event.digest] = event.parent
+        elif event.kind == "removed":
+            assert event.digest not in known.values() and known.pop(event.digest) == event.parent
+        else:
+            known.clear()
+
+
+HEARD: WeakKeyDictionary[RadixCache, int] = WeakKeyDictionary()
+
+
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 3]), st.sampled_from([0, 0, 3]), st.booleans())
 @settings(max_examples=30)
 @pytest.mark.slow
@@ -215,6 +343,7 @@ def test_trace(seed: int, page: int, window: int, stateful: bool) -> None:
     random = Random(seed)
     cache, pool, rows, slots = make(40, page, window or None, 6 if stateful else 0)
     model, locks = Model(page, window, stateful), []
+    known: dict[bytes, bytes | None] = {}  # what a router has been told
 
     def sync() -> None:
         """What an eviction took, read off the allocators."""
@@ -290,11 +419,15 @@ def test_trace(seed: int, page: int, window: int, stateful: bool) -> None:
         sync()
         cache.check_integrity()
         pool.check_integrity()
+        hear(cache, known)
+        digests = {key: digest_of(page, *key) for key in model.ids}
+        assert known == {d: digests.get((key[0], key[1][:-page])) for key, d in digests.items()}
         assert (
-            sorted(i for ids in model.ids.values() for i in ids) == np.flatnonzero(pool.is_held(np.arange(41))).tolist()
+            sorted(i for ids in model.ids.values() for i in ids)
+            == np.flatnonzero(pool.is_held(np.arange(40 + page))).tolist()
         )
         if window:
-            held = np.flatnonzero(rows.is_held(np.arange(41))).tolist()
+            held = np.flatnonzero(rows.is_held(np.arange(40 + page))).tolist()
             assert sorted(i for ids in model.rows.values() for i in ids) == held
         assert cache.total_size == pool.num_held == cache.protected_size + cache.evictable_size
         assert cache.evictable_size >= 0

@@ -62,6 +62,40 @@ def test_refuses(call: str, args: tuple[Any, ...], problem: str) -> None:
     assert pool.drain(4).ids.tolist() == [3, 4, 5, 0]
 
 
+@pytest.mark.parametrize(
+    "odd", [1.0, np.float64(1), True, np.bool_(True), "1", None, [1], {1}, np.array([1])], ids=repr
+)
+def test_slots_of_odd_types_are_refused(odd: Any) -> None:
+    """Slot 1 is held, and all of these look like it."""
+    pool = ReqToTokenPool(2, 8)
+    pool.alloc()
+    pool.append(1, [3, 4, 5])
+    with pytest.raises(PoolReleaseError, match="not an integer"):
+        pool.free(odd)
+    for call in (pool.length, pool.tokens, lambda s: pool.append(s, [6]), lambda s: pool.truncate(s, 1)):
+        with pytest.raises(PoolError, match="not held"):
+            call(odd)
+    pool.check_integrity()
+    assert pool.tokens(np.int8(1)).tolist() == [3, 4, 5] and pool.free(np.uint64(1)).tolist() == [3, 4, 5]
+
+
+@pytest.mark.parametrize("odd", [[1.0], [True], ["1"], [None], [[1], [2, 3]], [2**70], "1", {1}], ids=repr)
+def test_ids_and_numbers_of_odd_types_are_refused(odd: Any) -> None:
+    pool = ReqToTokenPool(2, 8)
+    pool.alloc()
+    pool.append(1, np.array([3], np.uint8))
+    for call in (lambda: pool.append(1, odd), lambda: pool.kv_indices(odd), lambda: pool.kv_indices([1], odd),
+                 lambda: pool.kv_indices([1], [1], odd), lambda: pool.kv_indices([1], capacity=odd),
+                 lambda: pool.kv_indices([1], [2**63]), lambda: pool.truncate(1, odd), lambda: pool.alloc(odd),
+                 lambda: pool.drain(odd), lambda: pool.write(1, odd, [4])):  # fmt: skip
+        with pytest.raises(PoolError):
+            call()
+    assert pool.tokens(1).tolist() == [3] and pool.available_size() == 1
+    for size in ((2**31, 1), (1, 2**31)):
+        with pytest.raises(PoolError, match="int32"):
+            ReqToTokenPool(*size)
+
+
 @given(st.integers(0, 2**32))
 @settings(max_examples=20)
 @pytest.mark.slow

@@ -8,6 +8,8 @@ import types
 from collections.abc import Iterator
 from typing import cast
 
+from ...events import Tier
+
 __all__ = [
     "ABORTS",
     "BACKUP_BIT",
@@ -29,15 +31,6 @@ __all__ = [
     "subtree_of",
     "unlink",
 ]
-
-
-class Tier(enum.IntEnum):
-    """Higher is nearer to the computation. `NONE` is where removed nodes are."""
-
-    NONE = 0
-    STORAGE = 1
-    HOST = 2
-    DEVICE = 3
 
 
 class NodeState(enum.Enum):

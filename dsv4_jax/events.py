@@ -1,0 +1,116 @@
+"""What appears in and leaves a cache, for routers that send a prompt where its prefix is. Pure Python.
+
+One log for the prefix tree of the manager and for the radix cache of the pools.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import itertools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from .errors import PlanError
+
+__all__ = ["BlockEvent", "EventBatch", "EventLog", "Tier", "coalesce"]
+
+
+class Tier(enum.IntEnum):
+    """Higher is nearer to the computation. `NONE` is where removed nodes are."""
+
+    NONE = 0
+    STORAGE = 1
+    HOST = 2
+    DEVICE = 3
+
+
+class BlockEvent(NamedTuple):
+    """A copy of a block came to a tier or left it.
+
+    Attributes:
+        sequence: 1, 2, ... without gaps.
+        kind: "stored", "removed", or "cleared" (the whole cache was reset; no digest, tier NONE).
+        digest: of the block. parent: of the block before it, None for a first block.
+    """
+
+    sequence: int
+    kind: str
+    tier: Tier
+    digest: bytes | None = None
+    parent: bytes | None = None
+
+
+class EventBatch(NamedTuple):
+    """Consecutive events of one kind and tier; those stored form one path that continues `parent`."""
+
+    sequence: int
+    kind: str
+    tier: Tier
+    digests: tuple[bytes, ...]
+    parent: bytes | None
+
+
+class EventLog:
+    """The last `capacity` events. A reader keeps the number of the last event it has seen.
+
+    A reader that fell behind further than that must start over: `since` tells how many it missed.
+    """
+
+    def __init__(self, capacity: int = 65536):
+        self._events: collections.deque[BlockEvent] = collections.deque(maxlen=_count("capacity", capacity, 1))
+        self._before = 0  # the number before the first kept event, if there is none
+
+    @property
+    def last(self) -> int:
+        """The number of the latest event, 0 before the first."""
+        return self._events[-1].sequence if self._events else self._before
+
+    def emit(self, kind: str, tier: Tier, digest: bytes | None = None, parent: bytes | None = None) -> None:
+        self._events.append(BlockEvent(self.last + 1, kind, tier, digest, parent))
+
+    def emit_all(self, kind: str, tier: Tier, blocks: Iterable[tuple[bytes | None, bytes | None]]) -> None:
+        """Events of one kind, for (digest, parent) each: all of them or, if interrupted, none."""
+        self._events.extend([BlockEvent(n, kind, tier, *block) for n, block in enumerate(blocks, self.last + 1)])
+
+    def rewind(self, sequence: int) -> None:
+        """Takes back the events after number `sequence`: of an operation that was undone, before anybody saw them."""
+        sequence = min(sequence, self.last)
+        while self.last > sequence and self._events:
+            self._events.pop()
+        if not self._events:
+            self._before = sequence
+
+    def since(self, sequence: int) -> tuple[list[BlockEvent], int]:
+        """The events after number `sequence`, and how many of those are no longer kept."""
+        fresh = self.last - _count("sequence", sequence, 0)
+        kept = min(max(fresh, 0), len(self._events))
+        return list(itertools.islice(reversed(self._events), kept))[::-1], max(fresh, 0) - kept
+
+
+def coalesce(events: Iterable[BlockEvent]) -> list[EventBatch]:
+    """Runs of events as batches: fewer and smaller messages. Expanded again, they are the same events."""
+    runs: list[list[BlockEvent]] = []
+    for event in events:
+        last = runs[-1][-1] if runs else None
+        joins = (
+            last is not None
+            and (last.kind, last.tier) == (event.kind, event.tier)
+            and (event.kind == "removed" or (event.kind == "stored" and event.parent == last.digest))
+        )
+        if joins:
+            runs[-1].append(event)
+        else:
+            runs.append([event])
+    return [
+        EventBatch(run[0].sequence, run[0].kind, run[0].tier, tuple(e.digest for e in run if e.digest), run[0].parent)
+        for run in runs
+    ]
+
+
+def _count(name: str, value: int, least: int) -> int:
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < least:
+        raise PlanError(f"{name} must be an integer of at least {least}, got {value!r}")
+    return int(value)
