@@ -16,10 +16,12 @@ __all__ = [
     "ContextLimitError",
     "HashError",
     "ImplementationError",
+    "InputError",
     "IntegrityError",
     "LayoutError",
     "NoFreeSlotError",
     "OutOfBlocksError",
+    "OutputError",
     "PlanError",
     "PoolError",
     "PoolExhaustedError",
@@ -85,6 +87,14 @@ class TraceError(CacheError, ValueError):
         where = (source, None if line is None else f"line {line}", None if field is None else f"field '{field}'")
         prefix = ", ".join(part for part in where if part is not None)
         super().__init__(f"{prefix}: {problem}" if prefix else problem)
+
+
+class InputError(CacheError, OSError):
+    """A file that was named to be read cannot be: there is none, or it is not a regular file."""
+
+
+class OutputError(CacheError, OSError):
+    """A file cannot be written where it was asked for: the place is no regular file's, or writing failed."""
 
 
 class BenchmarkError(CacheError, ValueError):
