@@ -1,7 +1,8 @@
 """Files that a command or a caller asks to be written: whole or not at all, and only where a regular file may be.
 
 A file is written under an unpredictable name in the folder of its place, synchronised, and then renamed to it. So a
-reader sees the old file or the new one, and a failure (a full disk, Ctrl-C) leaves the old one and nothing else.
+reader sees the old file or the new one, and a failure (a full disk, Ctrl-C) leaves the old one and nothing else. Only
+a process that is killed while it writes leaves a file called `.<16 hexadecimal digits>.part`.
 
 What is at the place already must be a regular file that we may write; it is replaced and keeps its permissions (other
 hard links to it keep the old bytes). Folders, devices, FIFOs and sockets are refused. So are symbolic links: what a
@@ -86,7 +87,8 @@ def open_output(path: str | os.PathLike[str], *, encoding: str | None = None) ->
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary, dir_fd=folder)
             raise
-        os.fsync(folder)
+        with contextlib.suppress(OSError):  # not every file system can: the file is there all the same
+            os.fsync(folder)
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str], *, dpi: int) -> None:
@@ -122,15 +124,18 @@ def _folder(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
 def _mode(folder: int, name: str) -> int | None:
     """Of the file that will be replaced; None if there is none. Raises `OutputError` if it must not be."""
     try:
-        mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
         return None
+    mode, around = found.st_mode, os.fstat(folder)
     if stat.S_ISLNK(mode):
         raise OutputError("is a symbolic link: name the file itself")
     if kind := file_kind(mode):
         raise OutputError(f"is {kind}, not a regular file")
     if not os.access(name, os.W_OK, dir_fd=folder, follow_symlinks=False):
         raise OutputError("is a file that may not be written")
+    if around.st_mode & stat.S_ISVTX and os.geteuid() not in (0, found.st_uid, around.st_uid):
+        raise OutputError("belongs to someone else, and only its owner may replace it in this folder")
     return mode
 
 

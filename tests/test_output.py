@@ -156,6 +156,17 @@ def test_a_file_that_may_not_be_written_is_not_replaced(tmp_path, monkeypatch):
     assert path.read_bytes() == b"old"
 
 
+def test_a_file_of_someone_else_in_a_shared_folder_is_refused_before_the_work(tmp_path, monkeypatch):
+    """Whoever may write in such a folder may not rename over what is another's."""
+    (tmp_path / "x").touch()
+    tmp_path.chmod(0o1777)
+    check_output(tmp_path / "x")
+    monkeypatch.setattr(output.os, "geteuid", lambda: os.getuid() + 12345)
+    with pytest.raises(OutputError, match="belongs to someone else"):
+        check_output(tmp_path / "x")
+    check_output(tmp_path / "new")
+
+
 def test_pictures(tmp_path):
     for good in ("x.png", "x.PDF", "x.svg"):
         check_picture(tmp_path / good)

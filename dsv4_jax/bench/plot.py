@@ -29,7 +29,8 @@ def draw(records: Sequence[Record], ceilings: Ceilings, path: pathlib.Path, *, t
     for record, us in sorted(timed, key=lambda pair: -pair[1]):
         fastest[record.op, record.shape, record.batch] = record, us
     shown = [fastest[key] for key in sorted(fastest)]
-    figure = Figure(figsize=(14, max(5, 0.2 * len(shown) + 1.5)), layout="constrained")
+    height = min(max(5, 0.2 * len(shown) + 1.5), 400)  # matplotlib draws at most 2^16 pixels
+    figure = Figure(figsize=(14, height), layout="constrained")
     figure.suptitle(title, parse_math=False)
     roof, bars = figure.subplots(1, 2)
     _roofline(roof, timed, ceilings)

@@ -149,7 +149,7 @@ def _lines(path: pathlib.Path) -> Iterator[TextIO]:
             raise InputError("TRACE: stdin is closed")
         else:
             file = sys.stdin.buffer
-        text = io.TextIOWrapper(file, encoding="utf-8-sig")
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape")
         stack.callback(text.detach)
         yield text
 

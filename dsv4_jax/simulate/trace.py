@@ -15,8 +15,8 @@ is an id for that; else nobody shares it):
 
 Further fields are ignored in this form and refused in the native one.
 
-A trace is UTF-8. Its lines have at most 8 Mi characters, and lines and runs (or hash ids) together are at most 16 Mi:
-so no file, however long, takes all memory.
+A trace is UTF-8. Its lines have at most 8 Mi characters, and its runs (or hash ids) and four times its lines are
+together at most 16 Mi: so no file, however long, takes all memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MAX_TOKENS = 2**31  # of one run
 MAX_TIME = 1e18
 MAX_LINE = 1 << 23  # characters: a context of 1 Mi tokens in blocks of 16 takes less
-MAX_PARTS = 1 << 24  # lines and runs of a trace
+MAX_PARTS = 1 << 24  # runs of a trace and four times its lines
 
 
 class TraceRun(NamedTuple):
@@ -107,7 +107,8 @@ def read_trace(
     """The requests of a trace, earliest first; of equal arrivals the earlier line first. Empty lines are skipped.
 
     Args:
-        lines: such as an open text file, of which no more than a line is read at a time.
+        lines: such as an open text file, of which no more than a line is read at a time. Opened with
+            `errors="surrogateescape"`, what is not UTF-8 is an error that names the line.
         source: name in error messages.
         trace_block_tokens: tokens of a hash id of Mooncake's form.
         timestamp_unit: seconds of one unit of Mooncake's `timestamp`.
@@ -124,9 +125,8 @@ def read_trace(
         if line.strip():
             requests.append(_Line(source, number, line).request(trace_block_tokens, timestamp_unit))
             parts += len(requests[-1].prompt) + len(requests[-1].output)
-        if number + parts > MAX_PARTS:
-            problem = f"more than {MAX_PARTS} lines and runs: a limit on the requests leaves the rest out"
-            raise TraceError(problem, source, number)
+        if 4 * number + parts > MAX_PARTS:
+            raise TraceError("the trace is too long: a limit on its requests leaves the rest out", source, number)
     if not requests:
         raise TraceError("there is no request in it", source)
     requests.sort(key=lambda request: request.arrival)
@@ -137,14 +137,12 @@ def _numbered(lines: Iterable[str], source: str) -> Iterator[tuple[int, str]]:
     """The lines from 1 on, none of them long. Raises `TraceError`."""
     if isinstance(lines, io.TextIOBase):
         lines = iter(functools.partial(lines.readline, MAX_LINE + 1), "")
-    number = 0
-    try:
-        for number, line in enumerate(lines, 1):
-            if len(line) > MAX_LINE:
-                raise TraceError(f"is longer than {MAX_LINE} characters", source, number)
-            yield number, line
-    except UnicodeDecodeError as error:
-        raise TraceError(f"not UTF-8: {error.reason}", source, number + 1) from error
+    for number, line in enumerate(lines, 1):
+        if len(line) > MAX_LINE:
+            raise TraceError(f"is longer than {MAX_LINE} characters", source, number)
+        if not line.isascii() and any("\ud800" <= c <= "\udfff" for c in line):  # what `surrogateescape` makes
+            raise TraceError("not UTF-8", source, number)
+        yield number, line
 
 
 def write_trace(requests: Iterable[TraceRequest], file: IO[str]) -> None:

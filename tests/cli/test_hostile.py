@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -259,8 +260,8 @@ def test_odd_command_lines():
         ('{"arrival": ' + "[" * 900 + "]" * 900 + "}", ("line 1",)),
         ('{"a":' * 100_000, ("line 1", "nested too deep")),
         (LINE + "\n\0\0\n", ("line 2", "not JSON")),
-        (b"\xff\xfe" + LINE.encode("utf-16-le"), ("not UTF-8",)),
-        (LINE.encode() + b'\n{"arrival": 0, "prompt": [["\xe9", 10]], "output": 5}', ("not UTF-8",)),
+        (b"\xff\xfe" + LINE.encode("utf-16-le"), ("line 1", "not UTF-8")),
+        (LINE.encode() + b'\n{"arrival": 0, "prompt": [["\xe9", 10]], "output": 5}', ("line 2", "not UTF-8")),
         (LINE.replace("5}", '5, "\\n\\u001b[2J": 1}'), ("unknown field",)),
         (LINE.replace("5}", f'5, "{"x" * 9000}": 1}}'), ("unknown field",)),
         ("\ufeff\n", ("there is no request",)),
@@ -375,6 +376,41 @@ def test_endless_lines_fit_in_little_memory(tmp_path):
     done = process(*simulate(path, "--blocks", 40), limit=("RLIMIT_AS", 3 * 2**30))
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert "t.jsonl, line 1: is longer than 8388608 characters" in done.stderr
+
+
+def test_ctrl_c_leaves_no_half_file(tmp_path):
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from dsv4_jax import cli\n"
+        "from dsv4_jax.output import open_output\n"
+        "def command(argv):\n"
+        f"    with open_output({str(tmp_path / 'x')!r}) as file:\n"
+        "        file.write(b'half')\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "cli._arguments = command\n"
+        "cli.entry()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (MemoryError(), 2, "there is not enough memory"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\n  of 3 GiB\x1b"), 1, "memory of 3 GiB\\x1b"),
+        (OSError(5, "Input/output error", "a\nb"), 2, "Input/output error: 'a\\nb'"),
+    ],
+)
+def test_failures_of_the_machine(error, status, said, monkeypatch, capsys):
+    def run(args):
+        raise error
+
+    monkeypatch.setattr("dsv4_jax.cli.doctor.run", run)
+    assert main(["doctor"]) == status
+    err = capsys.readouterr().err
+    assert err.startswith("dsv4_jax doctor: error: ") and err.endswith(said + "\n") and err.count("\n") == 1
 
 
 def test_closed_outputs(tmp_path):
