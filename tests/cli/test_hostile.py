@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 from dsv4_jax import DSV4Config, model
-from dsv4_jax.cli import main
+from dsv4_jax.cli import demo, main
+from dsv4_jax.errors import OutputError
 
 CFG = DSV4Config.tiny(hc_sinkhorn_iters=1)
 LINE = json.dumps({"arrival": 0, "prompt": [["a", 10]], "output": 5})
@@ -90,7 +91,7 @@ def test_outputs_are_regular_files(option, tmp_path, monkeypatch):
     (target := tmp_path / "target.png").write_bytes(b"mine")
     (link := tmp_path / "link.png").symlink_to(target)
     (dangling := tmp_path / "dangling.png").symlink_to(tmp_path / "elsewhere")
-    (locked := tmp_path / "file.png").write_bytes(b"")
+    (file := tmp_path / "file.png").write_bytes(b"")
     before = {p.name: p.lstat().st_ino for p in tmp_path.iterdir()}
     refused(command(folder), name, "is a directory")
     refused(command("."), name)
@@ -100,7 +101,7 @@ def test_outputs_are_regular_files(option, tmp_path, monkeypatch):
     refused(command(dangling), name, "is a symbolic link")
     refused(command("/dev/stdout"), name)
     refused(command(tmp_path / "none" / "x.png"), name, "there is no folder")
-    refused(command(locked / "x.png"), name)
+    refused(command(file / "x.png"), name)
     refused(command(""), name, "an empty name")
     refused(command("x" * 300 + ".png"), name, "File name too long")
     refused(command("a\0b.png"), name)
@@ -148,6 +149,23 @@ def test_an_output_is_not_its_own_input(trace, tmp_path):
     same = tmp_path / "x.png"
     refused(["bench", "gather", "--quick", "--json", same, "--plot", same], "--plot", "--json")
     refused(simulate(trace, "--blocks", 40, "--save-trace", same, "--plot", same), "--plot", "--save-trace")
+
+
+def test_a_kept_checkpoint_follows_no_link(tmp_path):
+    """Each file is whole or not there, and none is written if one cannot be."""
+
+    def write(folder: pathlib.Path) -> None:
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_text("weights")
+
+    demo._save(tmp_path / "a" / "b", write)
+    assert (tmp_path / "a" / "b" / "model.safetensors").read_text() == "weights"
+    (victim := tmp_path / "victim").write_text("mine")
+    (folder := tmp_path / "c").mkdir()
+    (folder / "model.safetensors").symlink_to(victim)
+    with pytest.raises(OutputError, match="symbolic link"):
+        demo._save(folder, write)
+    assert victim.read_text() == "mine" and [p.name for p in folder.iterdir()] == ["model.safetensors"]
 
 
 # Option values
@@ -349,10 +367,8 @@ def test_tokens_are_a_regular_file(tmp_path, checkpoint):
 
 def test_a_long_text_is_not_read_whole(tmp_path, checkpoint, monkeypatch):
     """Only the prompts' bytes are: the file may be larger than the memory."""
-    from dsv4_jax.cli import demo
-
     with (path := tmp_path / "long").open("wb") as file:
-        file.truncate(2**40)
+        file.truncate(2**36)
     prompts = demo.read_prompts(path)
     assert [len(prompt) for prompt in prompts] == [233, 150, 90, 37]
     path.write_bytes(bytes(range(233)))
@@ -372,7 +388,7 @@ def process(*argv, limit: tuple[str, int] | None = None, **options) -> subproces
 
 def test_endless_lines_fit_in_little_memory(tmp_path):
     with (path := tmp_path / "t.jsonl").open("wb") as file:
-        file.truncate(2**40)
+        file.truncate(2**36)
     done = process(*simulate(path, "--blocks", 40), limit=("RLIMIT_AS", 3 * 2**30))
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert "t.jsonl, line 1: is longer than 8388608 characters" in done.stderr
