@@ -19,11 +19,13 @@ __all__ = [
     "ForeignPlanError",
     "HashError",
     "ImplementationError",
+    "InputError",
     "IntegrityError",
     "LayoutError",
     "ManagerInterruptedError",
     "NoFreeSlotError",
     "OutOfBlocksError",
+    "OutputError",
     "PlanError",
     "PoolError",
     "PoolExhaustedError",
@@ -92,6 +94,14 @@ class TraceError(CacheError, ValueError):
         where = (source, None if line is None else f"line {line}", None if field is None else f"field '{field}'")
         prefix = ", ".join(part for part in where if part is not None)
         super().__init__(f"{prefix}: {problem}" if prefix else problem)
+
+
+class InputError(CacheError, OSError):
+    """A file that was named to be read cannot be: there is none, or it is not a regular file."""
+
+
+class OutputError(CacheError, OSError):
+    """A file cannot be written where it was asked for: the place is no regular file's, or writing failed."""
 
 
 class BenchmarkError(CacheError, ValueError):

@@ -6,28 +6,20 @@ import pathlib
 from collections.abc import Sequence
 
 from ..errors import BenchmarkError
+from ..output import save_figure
 from .ceilings import Ceilings
 from .records import Record
 
-__all__ = ["draw", "require_matplotlib"]
-
-
-def require_matplotlib() -> None:
-    """Raises `BenchmarkError` if there is no matplotlib."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        raise BenchmarkError("--plot needs matplotlib: install dsv4_jax[plot]") from None
+__all__ = ["draw"]
 
 
 def draw(records: Sequence[Record], ceilings: Ceilings, path: pathlib.Path, *, title: str) -> None:
-    """Writes a PNG.
+    """Writes a picture, in the format that the path's name says.
 
     Raises:
-        BenchmarkError: no matplotlib, or no record holds a time.
-        OSError: the file cannot be written.
+        BenchmarkError: no record holds a time.
+        OutputError: the file cannot be written (see `output.check_picture`).
     """
-    require_matplotlib()
     from matplotlib.figure import Figure
 
     timed = [(r, r.best_us) for r in records if r.best_us is not None]
@@ -37,8 +29,9 @@ def draw(records: Sequence[Record], ceilings: Ceilings, path: pathlib.Path, *, t
     for record, us in sorted(timed, key=lambda pair: -pair[1]):
         fastest[record.op, record.shape, record.batch] = record, us
     shown = [fastest[key] for key in sorted(fastest)]
-    figure = Figure(figsize=(14, max(5, 0.2 * len(shown) + 1.5)), layout="constrained")
-    figure.suptitle(title)
+    height = min(max(5, 0.2 * len(shown) + 1.5), 400)  # matplotlib draws at most 2^16 pixels
+    figure = Figure(figsize=(14, height), layout="constrained")
+    figure.suptitle(title, parse_math=False)
     roof, bars = figure.subplots(1, 2)
     _roofline(roof, timed, ceilings)
     names = [f"{r.op}/{r.shape} {r.batch} {r.implementation}" for r, _ in shown]
@@ -49,7 +42,7 @@ def draw(records: Sequence[Record], ceilings: Ceilings, path: pathlib.Path, *, t
     bars.invert_yaxis()
     bars.tick_params(axis="y", labelsize=6)
     bars.set(xlabel="floor / time, %", title="the fastest implementation against its floor")
-    figure.savefig(path, format="png", dpi=150)
+    save_figure(figure, path, dpi=150)
 
 
 def _roofline(axes, timed: Sequence[tuple[Record, float]], ceilings: Ceilings) -> None:

@@ -1,20 +1,22 @@
 """The command line: one file per command, `add_parser` and `run` each.
 
-Exit status: 0 done, 1 the command ran and found something wrong, 2 bad arguments or input (one
-line on stderr says what), 130 interrupted.
+Exit status: 0 done, 1 the command ran and found something wrong (or the device failed), 2 bad arguments, input or
+output (one line on stderr says what), 130 interrupted, 141 the reader of the output has gone.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from ..errors import CacheError
+from .options import one_line
 
 __all__ = ["entry", "main"]
 
@@ -34,19 +36,48 @@ class _Parser(argparse.ArgumentParser):
     """Reports bad arguments in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: error: {one_line(message)} (see {self.prog} --help)\n")
 
 
 def entry() -> NoReturn:
     """The process: runs `main` on the command line and exits with its status."""
     _raise_swallowed_interrupts()
-    status = main()
+    _hold_standard_streams()
+    try:
+        status = main()
+    finally:
+        _settle(sys.stdout)
     if status == 130:
         # Steps may still be running on XLA's threads, and taking Python down under them crashes.
-        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
+
+
+def _hold_standard_streams() -> None:
+    """Opens what is closed of stdin, stdout and stderr, or the next file that is opened would be taken for it.
+
+    Names of files may hold what the terminal's encoding does not: they are escaped there.
+    """
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(handle)
+    if sys.stderr is None:
+        sys.stderr = io.StringIO()
+    if sys.stdout is None:
+        print("dsv4_jax: error: stdout is closed", file=sys.stderr)
+        sys.exit(2)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _settle(stream: TextIO) -> None:
+    """What a stream still holds is written or, if that fails, dropped: Python would complain of it at exit."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _raise_swallowed_interrupts() -> None:
@@ -73,17 +104,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _arguments(argv)
         command = f" {args.command}"
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader of our output has gone; keep Python from complaining again at exit.
-        sys.stderr.close()
+    except BrokenPipeError:  # the reader of our output has gone
         return 141
+    except MemoryError:
+        return _failed(command, "there is not enough memory", 2)
     except (CacheError, OSError) as error:
-        print(f"dsv4_jax{command}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return _failed(command, error, 2)
+    except RuntimeError as error:
+        if type(error).__name__ != "JaxRuntimeError":
+            raise
+        return _failed(command, error, 1)
+
+
+def _failed(command: str, problem: object, status: int) -> int:
+    print(f"dsv4_jax{command}: error: {one_line(problem)}", file=sys.stderr)
+    return status
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

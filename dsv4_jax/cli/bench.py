@@ -17,13 +17,15 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from ..bench.shapes import CASES, OPS, QUICK, select
+from ..bench.shapes import CASES, OPS, QUICK, Case, select
 from ..errors import BenchmarkError
-from ..layout import KeySplit
-from .options import positive, print_json, progress_bar, stdout
-from .plan import token_count
+from ..layout import CacheLayout, CacheSize, KeySplit
+from ..output import open_output
+from .options import memory_bytes, print_json, progress_bar, refuse_same, start_jax, stdout
+from .values import output_file, output_folder, picture_file, positive, token_count
 
 __all__ = ["add_parser", "run"]
 
@@ -63,9 +65,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--invariance", action="store_true", help="also check that rows keep their bits in other batches"
     )
     parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="write one JSON object (default: to stdout)"
+        "--json",
+        nargs="?",
+        const="-",
+        type=_json_file,
+        metavar="FILE",
+        help="write one JSON object (default: to stdout)",
     )
-    parser.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="draw the roofline (needs matplotlib)")
+    parser.add_argument("--plot", type=picture_file, metavar="PNG", help="draw the roofline (needs matplotlib)")
     step = parser.add_argument_group("step")
     step.add_argument("--model", choices=_SHARED_MODELS, default="flash", help="default: %(default)s")
     step.add_argument("--layers", type=positive, metavar="N", help="only the first N layers")
@@ -75,7 +82,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--xla", action="append", default=[], type=_xla_option, metavar="OPTION=VALUE",
         help="compiler option of the step, such as xla_gpu_enable_triton_gemm=false",
     )  # fmt: skip
-    step.add_argument("--profile", type=pathlib.Path, metavar="DIR", help="keep the profiler trace of a step")
+    step.add_argument("--profile", type=output_folder, metavar="DIR", help="keep the profiler trace of a step")
     parser.set_defaults(run=run)
 
 
@@ -83,18 +90,15 @@ def run(args: argparse.Namespace) -> int:
     ops, with_step = _chosen(args.what)
     if ops:
         select(CASES, ops)  # unknown names are refused before jax starts
+    refuse_same({"--json": args.json, "--plot": args.plot})
+    if args.plot and not ops:
+        raise BenchmarkError("--plot draws ops, not steps")
     import jax
 
     from ..bench import ceilings, plot, records
 
     names = _implementations(args.implementations, records.IMPLEMENTATIONS)
-    if args.plot:
-        if not ops:
-            raise BenchmarkError("--plot draws ops, not steps")
-        plot.require_matplotlib()
-        _writable(args.plot)
-    if args.json not in (None, "-"):
-        _writable(pathlib.Path(args.json))
+    start_jax()
     quick = args.quick
     if jax.default_backend() == "cpu" and not quick:
         quick = True
@@ -102,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
     cases = [case.with_key_split(args.key_split) for case in (QUICK if quick else CASES)]
     chosen = select(cases, ops, name=args.shapes, batches=args.batch, contexts=args.context) if ops else []
     pairs = [(case, batch, names or records.default_implementations(case.op)) for case, batch in chosen]
+    _fit(chosen)
     steps = _step_options(args, quick) if with_step else []
     found: list[Any] = []
     reports: list[dict[str, Any]] = []
@@ -115,7 +120,8 @@ def run(args: argparse.Namespace) -> int:
             "records": [dataclasses.asdict(r) for r in found], "steps": reports,
         }  # fmt: skip
         if args.json and args.json != "-":
-            pathlib.Path(args.json).write_text(json.dumps(made, indent=2) + "\n")
+            with open_output(args.json, encoding="utf-8") as file:
+                file.write(json.dumps(made, indent=2) + "\n")
         return made
 
     with progress_bar() as bar:
@@ -157,10 +163,22 @@ def _chosen(what: list[str]) -> tuple[list[str], bool]:
     return ops, "step" in what
 
 
-def _writable(path: pathlib.Path) -> None:
-    """Raises `BenchmarkError` if a file cannot be written there: better before the run than after it."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise BenchmarkError(f"{path}: no such folder, or not a file")
+def _fit(chosen: list[tuple[Case, int]]) -> None:
+    """Raises `BenchmarkError` if an op's arguments cannot lie in the device's memory, before they are made."""
+    for case, batch in chosen:
+        _fits(f"{case.op} {case.name} of batch {batch}", case.make(batch).bytes_moved)
+
+
+def _fits(what: str, needed: int) -> None:
+    if needed > (held := _device_bytes()):
+        raise BenchmarkError(f"{what} takes at least {needed} bytes, the device has {held}")
+
+
+def _device_bytes() -> int:
+    """Memory of the device; of the machine if the device does not say."""
+    import jax
+
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit") or memory_bytes()
 
 
 def _implementations(names: list[str] | None, known: tuple[str, ...]) -> list[str] | None:
@@ -188,8 +206,16 @@ def _step_options(args: argparse.Namespace, quick: bool) -> list[Any]:
         for name in names
     ]  # fmt: skip
     for option in options:
-        option.config()
+        layout = CacheLayout(option.config())
+        columns = layout.blocks_for(option.context)
+        needed = layout.total_bytes(CacheSize(option.batch * columns, option.batch, columns))
+        _fits(f"a step of {option.model}, batch {option.batch}, context {option.context}", needed)
     return options
+
+
+def _json_file(text: str) -> str | pathlib.Path:
+    """argparse type: a file to write, or - for stdout."""
+    return text if text == "-" else output_file(text)
 
 
 def _xla_option(text: str) -> tuple[str, str | bool]:
@@ -227,9 +253,10 @@ def _print(console: Console, result: dict[str, Any]) -> None:
         for name, value in report.items():
             if isinstance(value, dict):
                 for part, x in value.items():
-                    table.add_row(f"  {name}: {part[:60]}", f"{x:,.1f}" if isinstance(x, float) else str(x))
+                    shown = f"{x:,.1f}" if isinstance(x, float) else str(x)
+                    table.add_row(escape(f"  {name}: {part[:60]}"), escape(shown))
             else:
-                table.add_row(name, f"{value:,.3f}" if isinstance(value, float) else str(value))
+                table.add_row(name, f"{value:,.3f}" if isinstance(value, float) else escape(str(value)))
         console.print(table)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import pathlib
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,10 @@ from rich.table import Table
 
 from ..errors import PlanError
 from ..layout import CacheLayout
-from .options import add_json, positive, print_json, progress_bar, stdout
+from ..output import check_output, open_output
+from .inputs import open_regular
+from .options import add_json, print_json, progress_bar, start_jax, stdout
+from .values import given_path, output_folder, positive
 
 __all__ = ["Pass", "add_parser", "run"]
 
@@ -56,11 +60,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "demo", help="decode real text through the cache and check it", description=__doc__, epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--checkpoint", type=pathlib.Path, metavar="DIR", help="default: writes a tiny random one")
-    parser.add_argument("--text", type=pathlib.Path, metavar="FILE", help="default: writes a paragraph")
+    parser.add_argument("--checkpoint", type=given_path, metavar="DIR", help="default: writes a tiny random one")
+    parser.add_argument("--text", type=given_path, metavar="FILE", help="default: writes a paragraph")
     parser.add_argument("--new-tokens", type=positive, default=64, metavar="N", help="per request (default: 64)")
     parser.add_argument("--chunk", type=positive, default=64, metavar="N", help="most tokens per step (default: 64)")
-    parser.add_argument("--keep", type=pathlib.Path, metavar="DIR", help="where to write the checkpoint and the text")
+    parser.add_argument("--keep", type=output_folder, metavar="DIR", help="where to write the checkpoint and the text")
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -70,16 +74,12 @@ def run(args: argparse.Namespace) -> int:
 
     from ..model import load_hf
 
+    start_jax()
     with _inputs(args) as (checkpoint, text):
+        prompts = read_prompts(text)
         cfg, params = load_hf(checkpoint)
-        data = np.frombuffer(text.read_bytes(), np.uint8)
     if cfg.vocab_size < 256:
         raise PlanError(f"--checkpoint: a vocabulary of {cfg.vocab_size} has no room for bytes")
-    if len(data) < max(_PROMPTS):
-        raise PlanError(f"--text {text}: {len(data)} bytes, needs at least {max(_PROMPTS)}")
-    starts = np.linspace(0, len(data) - max(_PROMPTS), len(_PROMPTS)).astype(int)
-    prompts = [data[start : start + length].tolist() for start, length in zip(starts, _PROMPTS, strict=True)]
-
     exact = CacheLayout(cfg, "f32", "f32")
     served = CacheLayout(cfg, "fp8", "fp4")
     with progress_bar() as bar:
@@ -111,12 +111,36 @@ def _inputs(args: argparse.Namespace) -> Iterator[tuple[pathlib.Path, pathlib.Pa
         checkpoint, text = args.checkpoint, args.text
         if checkpoint is None:
             checkpoint, cfg = folder / "checkpoint", DSV4Config.tiny()
-            save_hf(cfg, init_params(cfg), checkpoint)
+            _save(checkpoint, lambda place: save_hf(cfg, init_params(cfg), place))
         if text is None:
             text = folder / "text.txt"
             folder.mkdir(parents=True, exist_ok=True)
-            text.write_text(_TEXT)
+            with open_output(text, encoding="utf-8") as file:
+                file.write(_TEXT)
         yield checkpoint, text
+
+
+def _save(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
+    """Puts the files that `write` makes into a folder, each whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        write(pathlib.Path(temporary))
+        made = sorted(pathlib.Path(temporary).iterdir())
+        for source in made:
+            check_output(folder / source.name)
+        for source in made:
+            with open_output(folder / source.name) as file:
+                file.write(source.read_bytes())
+
+
+def read_prompts(path: pathlib.Path) -> list[list[int]]:
+    """Bytes of a text from four places. Raises `PlanError` if it is too short, `InputError` if it is no file."""
+    with open_regular(path, "--text") as file:
+        room = os.fstat(file.fileno()).st_size - max(_PROMPTS)
+        if room < 0:
+            raise PlanError(f"--text {path}: {room + max(_PROMPTS)} bytes, needs at least {max(_PROMPTS)}")
+        starts = np.linspace(0, room, len(_PROMPTS)).astype(int)
+        return [list(os.pread(file.fileno(), n, at)) for n, at in zip(_PROMPTS, starts, strict=True)]
 
 
 def _serve(
@@ -138,7 +162,7 @@ def _serve(
     plan = capacity(layout, max_requests=len(prompts), max_context=longest)
     manager, cache = KVCacheManager(layout, plan.size), init_cache(layout, plan.size)
     step = jax.jit(forward, donate_argnames="cache")
-    chunk = max(args.chunk, len(prompts))
+    chunk = min(max(args.chunk, len(prompts)), sum(map(len, prompts)))
     shapes = {True: manager.pinned_shape(len(prompts)), False: manager.pinned_shape(len(prompts), chunk, history=True)}
     for shape in shapes.values():  # a step of padding compiles
         empty = manager.plan_step([], shape=shape)

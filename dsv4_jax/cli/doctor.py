@@ -9,6 +9,7 @@ import platform
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .options import add_json, print_json, stdout
@@ -129,7 +130,7 @@ def _print(console: Console, report: dict[str, Any]) -> None:
         table.add_row(name, version or "[dim]not installed[/]")
     console.print(table)
     if report["problem"]:
-        console.print(f"[red]{report['problem']}[/]")
+        console.print(report["problem"], style="red", markup=False)
         return
     for device in report["devices"]:
         capability = f", compute capability {c}" if (c := device["compute_capability"]) else ""
@@ -137,12 +138,12 @@ def _print(console: Console, report: dict[str, Any]) -> None:
         console.print(f"{report['backend']} {device['id']}: {about}", highlight=False)
     ops = Table("op", *next(iter(report["implementations"].values())))
     for op, states in report["implementations"].items():
-        ops.add_row(op, *(f"[green]{s}[/]" if s == "usable" else s for s in states.values()))
+        ops.add_row(op, *(f"[green]{s}[/]" if s == "usable" else escape(s) for s in states.values()))
     console.print(ops)
     for name, state in report["native"].items():
-        console.print(f"native {name} library: {state}", highlight=False, soft_wrap=True)
+        console.print(f"native {name} library: {state}", markup=False, highlight=False, soft_wrap=True)
     for op, code in report["cuda_code"].items():
         text = f"  {op}: compute capability {', '.join(code['capabilities']) or 'none'}"
         console.print(
-            text + (f" [red]{code['problem']}[/]" if code["problem"] else ""), highlight=False, soft_wrap=True
+            text + (f" [red]{escape(code['problem'])}[/]" if code["problem"] else ""), highlight=False, soft_wrap=True
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import pathlib
 import time
 from collections.abc import Iterator
 
@@ -12,7 +11,20 @@ import numpy as np
 from ..errors import PlanError
 from ..layout import CacheLayout, CacheSize
 from ..manager.planning import RowFeed, StepShape, build_plan
-from .options import add_json, add_layout, layout_from, positive, print_json, progress_bar, stdout
+from ..output import open_output
+from .inputs import read_tokens
+from .options import (
+    add_json,
+    add_layout,
+    layout_from,
+    memory_bytes,
+    print_json,
+    progress_bar,
+    refuse_same,
+    start_jax,
+    stdout,
+)
+from .values import given_path, output_file, positive
 
 __all__ = [
     "add_parser",
@@ -43,11 +55,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "logits", help="teacher-forced logits of a token array", description=__doc__, epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument(
-        "--checkpoint", type=pathlib.Path, required=True, metavar="DIR", help="config.json, safetensors"
-    )
-    parser.add_argument("--tokens", type=pathlib.Path, required=True, metavar="FILE", help=".npy, 1-D integers")
-    parser.add_argument("--out", type=pathlib.Path, required=True, metavar="FILE", help=".npy, float32 [tokens, vocab]")
+    parser.add_argument("--checkpoint", type=given_path, required=True, metavar="DIR", help="config.json, safetensors")
+    parser.add_argument("--tokens", type=given_path, required=True, metavar="FILE", help=".npy, 1-D integers")
+    parser.add_argument("--out", type=output_file, required=True, metavar="FILE", help=".npy, float32 [tokens, vocab]")
     parser.add_argument(
         "--chunks", type=chunk_sizes, metavar="N,N,...",
         help="tokens fed by each step, the last repeated as needed (default: all at once)",
@@ -63,20 +73,22 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    refuse_same({"--tokens": args.tokens, "--out": args.out})
     tokens = read_tokens(args.tokens)
-    if not args.out.parent.is_dir():
-        raise PlanError(f"--out: there is no directory {args.out.parent}")
-
+    start_jax()
     from ..model.checkpoint import load_hf
 
     cfg, params = load_hf(args.checkpoint)
     check_vocabulary(tokens, cfg.vocab_size)
+    if (needed := len(tokens) * cfg.vocab_size * 4) > (held := memory_bytes()):
+        raise PlanError(f"--tokens: logits of {len(tokens)} tokens take {needed} bytes, this machine has {held}")
     layout = layout_from(args, cfg)
     chunks = list(split(len(tokens), args.chunks or [len(tokens)]))
     start = time.perf_counter()
     logits, cache_bytes = feed(params, layout, tokens, chunks, args.index_qat, args.implementation)
     seconds = time.perf_counter() - start
-    write_array(args.out, logits)
+    with open_output(args.out) as file:
+        np.save(file, logits)
     report = {
         "out": str(args.out), "tokens": len(tokens), "chunks": len(chunks), "vocab": cfg.vocab_size,
         "kv_format": layout.kv_row.name, "index_format": layout.index_row.name, "cache_bytes": cache_bytes,
@@ -85,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(report)
     else:
-        stdout().print(f"{args.out}: logits of {len(tokens)} tokens in {len(chunks)} chunks, {seconds:.1f} s")
+        said = f"{args.out}: logits of {len(tokens)} tokens in {len(chunks)} chunks, {seconds:.1f} s"
+        stdout().print(said, markup=False)
     return 0
 
 
@@ -143,35 +156,9 @@ def split(total: int, sizes: list[int]) -> Iterator[int]:
         done, i = done + count, i + 1
 
 
-def read_tokens(path: pathlib.Path) -> np.ndarray:
-    """A 1-D integer array of at least one token. Raises `PlanError` that names what is wrong."""
-    try:
-        tokens = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise PlanError(f"--tokens {path}: not a .npy file of numbers ({error})") from None
-    if not isinstance(tokens, np.ndarray):
-        raise PlanError(f"--tokens {path}: holds several arrays, expected one")
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise PlanError(f"--tokens {path}: {tokens.dtype} of shape {tokens.shape}, expected integers of one dimension")
-    if not len(tokens):
-        raise PlanError(f"--tokens {path}: holds no token")
-    return tokens
-
-
 def check_vocabulary(tokens: np.ndarray, vocab_size: int) -> None:
     """Raises `PlanError` naming the first id outside the vocabulary."""
     wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
     if len(wrong):
         i = int(wrong[0])
         raise PlanError(f"--tokens: token {i} is {int(tokens[i])}, outside the vocabulary 0..{vocab_size - 1}")
-
-
-def write_array(path: pathlib.Path, array: np.ndarray) -> None:
-    """Writes a .npy file wholly or not at all."""
-    part = path.with_name(path.name + ".part")
-    try:
-        with part.open("wb") as file:
-            np.save(file, array)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
-import re
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from ..capacity import Capacity, capacity
 from ..config import DSV4Config
 from ..errors import CapacityError, ConfigError
-from .options import add_json, add_layout, layout_from, natural, positive, print_json, stdout
+from ..output import save_figure
+from .options import add_json, add_layout, layout_from, print_json, stdout
+from .values import byte_count, natural, picture_file, positive, token_count
 
 __all__ = ["add_parser", "byte_count", "human", "model_config", "run", "token_count"]
 
@@ -23,7 +26,6 @@ examples:
   dsv4_jax plan --model flash --requests 256 --context 8192     how much memory?
   dsv4_jax plan --model ckpt --hbm 40e9 --requests 32 --context 1M --kv-format bf16 --index-format bf16 --json
 """
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _LIMITS = {
     "blocks": "memory is used up, most of it by blocks: entries and index keys, which grow with the tokens",
     "slots": "memory is used up, most of it by slots: windows and compressor state, which grow with the requests",
@@ -42,7 +44,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--requests", type=positive, metavar="N", help="live at once")
     parser.add_argument("--context", type=token_count, metavar="TOKENS", help="of one request, such as 8192, 128K, 1M")
     parser.add_argument("--snapshots", type=natural, default=0, metavar="N", help="extra slots for state snapshots")
-    parser.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="draw requests over context for this memory")
+    parser.add_argument("--plot", type=picture_file, metavar="PNG", help="draw requests over context for this memory")
     add_layout(parser)
     add_json(parser)
     parser.set_defaults(run=run)
@@ -66,27 +68,9 @@ def model_config(name: str) -> DSV4Config:
     """A built-in model or a Hugging Face config. Raises `ConfigError`."""
     if name in ("flash", "pro", "tiny"):
         return getattr(DSV4Config, name)()
-    if not pathlib.Path(name).exists():
+    if not name or not os.path.exists(name):
         raise ConfigError("model", f"{name!r} is neither flash, pro or tiny nor an existing path")
     return DSV4Config.from_hf(name)
-
-
-def byte_count(text: str) -> int:
-    """argparse type: a number of bytes with an optional SI or IEC unit (80GiB, 1.5GB, 80e9)."""
-    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?)b?", text.strip().lower())
-    try:
-        assert match
-        return int(float(match[1]) * _UNITS[match[2]])
-    except (AssertionError, KeyError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 80GiB or 80e9") from None
-
-
-def token_count(text: str) -> int:
-    """argparse type: a positive number of tokens; K and M are 2^10 and 2^20."""
-    match = re.fullmatch(r"([0-9]+)([km]?)", text.strip().lower())
-    if not match or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of tokens such as 8192 or 128K")
-    return int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2]]
 
 
 def human(count: float) -> str:
@@ -101,7 +85,7 @@ def human(count: float) -> str:
 def _table(answer: Capacity, model: str) -> Table:
     layout = answer.layout
     formats = f"{layout.kv_row.name} rows, {layout.index_row.name} index keys"
-    title = f"{model}: {formats}, blocks of {layout.block_tokens} tokens"
+    title = f"{escape(model)}: {formats}, blocks of {layout.block_tokens} tokens"
     table = Table("", "", title=title, title_justify="left", show_header=False)
     rows: list[tuple[str, Any]] = [
         ("concurrent requests", f"{answer.max_requests:,}"),
@@ -128,10 +112,8 @@ def _table(answer: Capacity, model: str) -> Table:
 
 def _plot(answer: Capacity, path: pathlib.Path) -> None:
     """Requests that fit at once, over their context, in the memory of this answer."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise CapacityError("--plot needs matplotlib: install dsv4_jax[plot]") from None
+    from matplotlib.figure import Figure
+
     layout, memory = answer.layout, answer.hbm_bytes or answer.total_bytes
     contexts, fits = [], []
     context = layout.block_tokens
@@ -150,4 +132,4 @@ def _plot(answer: Capacity, path: pathlib.Path) -> None:
     axes.set_title(f"{human(memory)} of cache, {layout.kv_row.name} rows, {layout.index_row.name} index keys")
     axes.grid(True, which="both", alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path, dpi=150)

@@ -7,21 +7,29 @@ feeds as many decodes and prefill chunks as fit its token budget. The cache deci
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import math
 import pathlib
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TextIO
 
+from rich.markup import escape
 from rich.table import Table
 
-from ..errors import CapacityError
+from ..errors import CapacityError, InputError
 from ..layout import CacheLayout, CacheSize
 from ..manager import CachePolicy, HostSize, SnapshotPlacement, WritePolicy
 from ..manager.policies import ORDERS
+from ..output import open_output
 from ..simulate import ChatTrace, Server, StepTime, TraceRequest, make_trace, read_trace, simulate, write_trace
-from ..simulate.plot import draw, require_matplotlib
+from ..simulate.plot import draw
 from ..simulate.report import report
-from .options import add_json, add_layout, layout_from, natural, positive, print_json, progress_bar, stdout
-from .plan import byte_count, human, model_config, token_count
+from .inputs import open_regular
+from .options import add_json, add_layout, layout_from, print_json, progress_bar, refuse_same, stdout
+from .plan import human, model_config
+from .values import byte_count, given_path, natural, output_file, picture_file, positive, short, token_count
 
 __all__ = ["add_parser", "run"]
 
@@ -33,7 +41,7 @@ examples:
   dsv4_jax simulate --generate chats=200,tenants=4,seed=1 --blocks 600 --snapshots 64 --plot sim.png
   dsv4_jax simulate --generate chats=200 --save-trace trace.jsonl        also keep the trace that was made up
 
-a line of the trace is one of
+the trace is a file, or - for stdin; a line of it is one of
   {"arrival": 0.5, "prompt": [["system", 2000], ["question 1", 90]], "output": 120, "tenant": "a"}
   {"timestamp": 500, "input_length": 1300, "output_length": 120, "hash_ids": [0, 1, 17]}
 a run ["system", 2000] is the first 2000 tokens of the sequence of that name; output may be runs as well.
@@ -48,10 +56,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "simulate", help="a request trace through the manager, without a device", description=__doc__,
         epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("trace", nargs="?", type=pathlib.Path, metavar="TRACE", help="JSON lines, a request each")
+    parser.add_argument("trace", nargs="?", type=given_path, metavar="TRACE", help="JSON lines; - for stdin")
     trace = parser.add_argument_group("trace")
     trace.add_argument("--generate", metavar="NAME=VALUE,...", help="make a trace up instead ('': all defaults)")
-    trace.add_argument("--save-trace", type=pathlib.Path, metavar="FILE", help="write the trace in our own form")
+    trace.add_argument("--save-trace", type=output_file, metavar="FILE", help="write the trace in our own form")
     trace.add_argument("--limit", type=positive, metavar="N", help="read N requests at most")
     trace.add_argument(
         "--trace-block-tokens", type=positive, default=512, metavar="N", help="of a hash id (default: 512)"
@@ -86,7 +94,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--host-bandwidth", type=byte_count, default=byte_count("50GB"), metavar="BYTES",
         help="a second, device to host or back (default: 50GB)",
     )  # fmt: skip
-    parser.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="draw it over simulated time")
+    parser.add_argument("--plot", type=picture_file, metavar="PNG", help="draw it over simulated time")
     add_layout(parser)
     add_json(parser)
     parser.set_defaults(run=run, refuse=parser.error)
@@ -97,8 +105,7 @@ def run(args: argparse.Namespace) -> int:
         args.refuse("give either a TRACE or --generate")
     if not args.host_bandwidth:
         args.refuse("argument --host-bandwidth: must be positive")
-    if args.plot:
-        require_matplotlib()
+    refuse_same({"TRACE": args.trace, "--save-trace": args.save_trace, "--plot": args.plot})
     layout = layout_from(args, model_config(args.model))
     trace = _trace(args)
     server = _server(args, layout, trace)
@@ -122,15 +129,29 @@ def _trace(args: argparse.Namespace) -> list[TraceRequest]:
     if args.trace is None:
         trace = make_trace(ChatTrace.parse(args.generate))[: args.limit]
     else:
-        with args.trace.open(encoding="utf-8", errors="replace") as file:
+        with _lines(args.trace) as file:
             trace = read_trace(
                 file, source=str(args.trace), trace_block_tokens=args.trace_block_tokens,
                 timestamp_unit={"ms": 1e-3, "s": 1.0}[args.timestamp_unit], limit=args.limit,
             )  # fmt: skip
     if args.save_trace:
-        with args.save_trace.open("w", encoding="utf-8") as file:
+        with open_output(args.save_trace, encoding="utf-8") as file:
             write_trace(trace, file)
     return trace
+
+
+@contextlib.contextmanager
+def _lines(path: pathlib.Path) -> Iterator[TextIO]:
+    with contextlib.ExitStack() as stack:
+        if str(path) != "-":
+            file = stack.enter_context(open_regular(path, "TRACE", " (a pipe is read as -, from stdin)"))
+        elif sys.stdin is None:
+            raise InputError("TRACE: stdin is closed")
+        else:
+            file = sys.stdin.buffer
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape")
+        stack.callback(text.detach)
+        yield text
 
 
 def _server(args: argparse.Namespace, layout: CacheLayout, trace: list[TraceRequest]) -> Server:
@@ -161,7 +182,7 @@ def _write_policy(text: str) -> WritePolicy | None:
         return plain[text]
     name, _, threshold = text.partition(":")
     if name != "selective":
-        raise argparse.ArgumentTypeError(f"{text!r} is neither none, write_back, write_through nor selective:N")
+        raise argparse.ArgumentTypeError(f"{short(text)} is neither none, write_back, write_through nor selective:N")
     return WritePolicy.write_through_selective(positive(threshold))
 
 
@@ -169,9 +190,10 @@ def _amount(text: str) -> float:
     """argparse type: a number of at least 0."""
     try:
         value = float(text)
-        assert 0 <= value < 1e9
-    except (AssertionError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0") from None
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1e9:
+        raise argparse.ArgumentTypeError(f"{short(text)} is not a number of at least 0 (below 1e9)")
     return value
 
 
@@ -182,7 +204,7 @@ def _title(server: Server) -> str:
 
 def _table(answer: dict[str, Any]) -> Table:
     cache, hits, seconds, requests = answer["cache"], answer["hits"], answer["seconds"], answer["requests"]
-    title = f"{answer['model']}, {cache['policy']}, {answer['order']}: {human(cache['bytes'])} of cache"
+    title = f"{escape(answer['model'])}, {cache['policy']}, {answer['order']}: {human(cache['bytes'])} of cache"
     table = Table("", "", title=title, title_justify="left", show_header=False)
 
     def line(name: str, *parts: str) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..errors import IntegrityError, NoFreeSlotError, OutOfBlocksError, TraceError
+from ..errors import CapacityError, IntegrityError, NoFreeSlotError, OutOfBlocksError, TraceError
 from ..layout import CacheLayout, CacheSize
 from ..manager import CachePolicy, HostSize, KVCacheManager, ManagerStats, Namespace, Request
 from ..manager.metrics import PoolUse
@@ -25,6 +25,9 @@ from .timeline import Timeline
 from .trace import TraceRequest, run_tokens
 
 __all__ = ["Job", "Server", "Simulation", "StepTime", "simulate"]
+
+MAX_UNITS = 1 << 26  # of a pool: the manager keeps a list of them
+MAX_TOKENS = 1 << 24  # of a request: its ids are made at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +50,7 @@ class StepTime:
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """Everything but the trace.
+    """Everything but the trace. Raises `CapacityError` if a pool has more units than memory can list.
 
     Attributes:
         token_budget: most tokens of a step.
@@ -59,6 +62,16 @@ class Server:
     host: HostSize | None = None
     token_budget: int = 8192
     step_time: StepTime = dataclasses.field(default_factory=StepTime)
+
+    def __post_init__(self) -> None:
+        host = self.host or HostSize(0, 0)
+        for count, unit in (
+            (self.size.num_blocks, "blocks"), (self.size.num_slots, "requests at once"),
+            (self.size.num_snapshots, "snapshots"), (host.num_blocks, "blocks on the host"),
+            (host.num_snapshots, "snapshots on the host"),
+        ):  # fmt: skip
+            if count > MAX_UNITS:
+                raise CapacityError(f"{count} {unit}: at most {MAX_UNITS} can be simulated")
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -137,7 +150,7 @@ def simulate(
         on_done: called once for each request, when it ends or is rejected.
 
     Raises:
-        TraceError: no request of the trace can ever run.
+        TraceError: no request of the trace can ever run, or one that can is too long to be made.
     """
     return _Engine(trace, server, on_done).run()
 
@@ -163,6 +176,8 @@ class _Engine:
             if over_context or layout.blocks_for(tokens) > size.num_blocks:
                 self.result.rejected["context" if over_context else "device"] += 1
                 self.on_done()
+            elif tokens > MAX_TOKENS:
+                raise TraceError(f"request {index} has {tokens} tokens: at most {MAX_TOKENS} can be simulated")
             else:
                 jobs.append(Job(request, index))
         if not jobs:

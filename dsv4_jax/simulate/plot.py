@@ -7,27 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CapacityError
+from ..output import save_figure
 
-__all__ = ["draw", "require_matplotlib"]
-
-
-def require_matplotlib() -> None:
-    """Raises `CapacityError`, before anything long is begun."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise CapacityError("--plot needs matplotlib: install dsv4_jax[plot]") from None
+__all__ = ["draw"]
 
 
 def draw(result: dict[str, Any], path: pathlib.Path, *, title: str) -> None:
-    """Four panels of a `report`, as a PNG."""
+    """Four panels of a `report`. Raises `OutputError`: the file cannot be written (see `output.check_picture`)."""
     from matplotlib.figure import Figure
 
     columns = {name: np.array(values, float) for name, values in result["timeline"].items()}
     seconds = columns["seconds"]
     figure = Figure(figsize=(11, 7.5), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)
     (hits, pools), (evictions, requests) = figure.subplots(2, 2, sharex=True)
 
     prompt = np.maximum(columns["prompt_tokens"], 1)
@@ -55,4 +47,4 @@ def draw(result: dict[str, Any], path: pathlib.Path, *, title: str) -> None:
     for axes in (hits, pools, evictions, requests):
         axes.grid(True, alpha=0.3)
         axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)

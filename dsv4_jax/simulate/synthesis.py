@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from typing import Any
 
@@ -10,6 +11,11 @@ from ..errors import TraceError
 from .trace import TraceRequest, TraceRun
 
 __all__ = ["ChatTrace", "make_trace"]
+
+MAX_TENANTS = 1 << 20
+MAX_TOKENS = 1 << 24  # a mean: drawn lengths stay below those of a trace's runs
+MAX_SYSTEMS = 1 << 31
+MAX_RUNS = 1 << 25  # of all prompts, if every chat were as long as it can be
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +45,18 @@ class ChatTrace:
     pause: float = 20.0
 
     def __post_init__(self) -> None:
-        for name in ("chats", "tenants", "systems", "turns", "system", "question", "answer"):
-            if getattr(self, name) < 1:
-                raise TraceError(f"must be at least 1, got {getattr(self, name)}", field=name)
+        most = dict.fromkeys(("system", "question", "answer"), MAX_TOKENS)
+        most |= {"chats": MAX_RUNS, "turns": MAX_RUNS, "tenants": MAX_TENANTS, "systems": MAX_SYSTEMS}
+        for name, limit in most.items():
+            if not 1 <= (value := getattr(self, name)) <= limit:
+                shown = value if abs(value) < 1 << 64 else "a longer number"
+                raise TraceError(f"must be at least 1 and at most {limit}, got {shown}", field=name)
         for name in ("rate", "pause"):
-            if not 0 < getattr(self, name) < 1e9:
-                raise TraceError(f"must be a positive number, got {getattr(self, name)}", field=name)
+            if not 1e-9 < getattr(self, name) < 1e9:
+                raise TraceError(f"must be a positive number (1e-9 to 1e9), got {getattr(self, name)}", field=name)
+        if self.chats * (2 * self.turns) ** 2 > MAX_RUNS:
+            problem = f"{self.chats} chats of {self.turns} turns: chats * (2 * turns)^2 is at most {MAX_RUNS}"
+            raise TraceError(problem, field="chats")
 
     @classmethod
     def parse(cls, text: str) -> ChatTrace:
@@ -54,22 +66,24 @@ class ChatTrace:
         for part in filter(None, text.split(",")):
             name, _, value = part.partition("=")
             if name not in types:
-                raise TraceError(f"unknown setting; there are {', '.join(types)}", field=name)
+                raise TraceError(f"unknown setting; there are {', '.join(types)}", field=name[:40])
+            if name in values:
+                raise TraceError("is given twice", field=name)
             try:
                 values[name] = types[name](value)
             except ValueError:
-                raise TraceError(f"{value!r} is no {types[name].__name__}", field=name) from None
+                raise TraceError(f"{value[:40]!r} is no {types[name].__name__}", field=name) from None
         return cls(**values)
 
 
 def make_trace(settings: ChatTrace) -> list[TraceRequest]:
     """The requests, earliest first."""
     draw = random.Random(settings.seed)
-    weights = [1 / (1 + tenant) for tenant in range(settings.tenants)]
+    weights = list(itertools.accumulate(1 / (1 + tenant) for tenant in range(settings.tenants)))
     requests, start = [], 0.0
     for chat in range(settings.chats):
         start += draw.expovariate(settings.rate)
-        tenant = draw.choices(range(settings.tenants), weights)[0]
+        tenant = draw.choices(range(settings.tenants), cum_weights=weights)[0]
         system = draw.randrange(settings.systems)
         said = [TraceRun(f"system {system}", settings.system)]
         arrival = start

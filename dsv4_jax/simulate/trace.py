@@ -14,16 +14,20 @@ is an id for that; else nobody shares it):
     {"timestamp": 500, "input_length": 1300, "output_length": 120, "hash_ids": [0, 1, 17]}
 
 Further fields are ignored in this form and refused in the native one.
+
+A trace is UTF-8. Its lines have at most 8 Mi characters, and its runs (or hash ids) and four times its lines are
+together at most 16 Mi: so no file, however long, takes all memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import io
 import json
-import math
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, TextIO
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +38,9 @@ __all__ = ["TraceRequest", "TraceRun", "read_trace", "run_tokens", "write_trace"
 _FIELDS = frozenset({"arrival", "prompt", "output", "tenant"})
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MAX_TOKENS = 2**31  # of one run
+MAX_TIME = 1e18
+MAX_LINE = 1 << 23  # characters: a context of 1 Mi tokens in blocks of 16 takes less
+MAX_PARTS = 1 << 24  # runs of a trace and four times its lines
 
 
 class TraceRun(NamedTuple):
@@ -100,28 +107,45 @@ def read_trace(
     """The requests of a trace, earliest first; of equal arrivals the earlier line first. Empty lines are skipped.
 
     Args:
-        lines: such as an open file.
+        lines: such as an open text file, of which no more than a line is read at a time. Opened with
+            `errors="surrogateescape"`, what is not UTF-8 is an error that names the line.
         source: name in error messages.
         trace_block_tokens: tokens of a hash id of Mooncake's form.
         timestamp_unit: seconds of one unit of Mooncake's `timestamp`.
         limit: read that many requests at most.
 
     Raises:
-        TraceError: a line is no request (names line and field), or there is none at all.
+        TraceError: a line is no request (names line and field), there is none at all, or there is too much.
     """
     requests: list[TraceRequest] = []
-    for number, line in enumerate(lines, 1):
+    parts = 0
+    for number, line in _numbered(lines, source):
         if limit is not None and len(requests) == limit:
             break
         if line.strip():
             requests.append(_Line(source, number, line).request(trace_block_tokens, timestamp_unit))
+            parts += len(requests[-1].prompt) + len(requests[-1].output)
+        if 4 * number + parts > MAX_PARTS:
+            raise TraceError("the trace is too long: a limit on its requests leaves the rest out", source, number)
     if not requests:
         raise TraceError("there is no request in it", source)
     requests.sort(key=lambda request: request.arrival)
     return requests
 
 
-def write_trace(requests: Iterable[TraceRequest], file: TextIO) -> None:
+def _numbered(lines: Iterable[str], source: str) -> Iterator[tuple[int, str]]:
+    """The lines from 1 on, none of them long. Raises `TraceError`."""
+    if isinstance(lines, io.TextIOBase):
+        lines = iter(functools.partial(lines.readline, MAX_LINE + 1), "")
+    for number, line in enumerate(lines, 1):
+        if len(line) > MAX_LINE:
+            raise TraceError(f"is longer than {MAX_LINE} characters", source, number)
+        if not line.isascii() and any("\ud800" <= c <= "\udfff" for c in line):  # what `surrogateescape` makes
+            raise TraceError("not UTF-8", source, number)
+        yield number, line
+
+
+def write_trace(requests: Iterable[TraceRequest], file: IO[str]) -> None:
     """Writes requests in the native form."""
     for request in requests:
         fields: dict[str, Any] = {
@@ -140,6 +164,8 @@ class _Line:
             value = json.loads(text)
         except ValueError as error:
             raise TraceError(f"not JSON: {error}", source, number) from error
+        except RecursionError as error:
+            raise TraceError("not a request: nested too deep", source, number) from error
         if not isinstance(value, dict):
             raise TraceError(f"a request is a JSON object, got {_short(value)}", source, number)
         self.fields: dict[str, Any] = value
@@ -149,7 +175,7 @@ class _Line:
             return self._mooncake(block_tokens, unit)
         for name in self.fields:
             if name not in _FIELDS:
-                raise self.error(name, f"unknown field; there are {', '.join(sorted(_FIELDS))}")
+                raise self.error(_clipped(name), f"unknown field; there are {', '.join(sorted(_FIELDS))}")
         arrival, output = self.seconds("arrival"), self.get("output")
         prompt = self.runs("prompt")
         if not sum(run.tokens for run in prompt):
@@ -184,8 +210,8 @@ class _Line:
 
     def seconds(self, name: str) -> float:
         value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise self.error(name, f"must be a time >= 0, got {_short(value)}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < MAX_TIME:
+            raise self.error(name, f"must be a time >= 0 (below {MAX_TIME:.0e}), got {_short(value)}")
         return float(value)
 
     def count(self, name: str, value: Any, least: int = 0) -> int:
@@ -228,5 +254,11 @@ class _Line:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
+    try:
+        return _clipped(json.dumps(value))
+    except RecursionError:
+        return "a value nested too deep"
+
+
+def _clipped(text: str) -> str:
     return text if len(text) <= 40 else text[:37] + "..."

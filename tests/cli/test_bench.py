@@ -120,8 +120,8 @@ def test_refusals(capsys, tmp_path, monkeypatch):
     refused(capsys, ["bench", "step", "--xla", "fast"], "--xla", "'fast' is not OPTION=VALUE")
     refused(capsys, ["bench", "step", "--quick", "--context", "1M"], "1048576", "tiny has at most 4096")
     refused(capsys, ["bench", "step", "--quick", "--plot", tmp_path / "x.png"], "--plot")
-    refused(capsys, ["bench", "gather", "--quick", "--json", tmp_path / "none" / "x.json"], "no such folder")
-    refused(capsys, ["bench", "gather", "--quick", "--plot", tmp_path], "not a file")
+    refused(capsys, ["bench", "gather", "--quick", "--json", tmp_path / "none" / "x.json"], "there is no folder")
+    refused(capsys, ["bench", "gather", "--quick", "--plot", tmp_path], "is a directory")
     real = builtins.__import__
 
     def without_matplotlib(name, *args, **kwargs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import pathlib
 import subprocess
@@ -124,6 +125,30 @@ def test_bad_lines_are_named(line: object, parts: tuple[str, ...]) -> None:
         read_trace([json.dumps(NATIVE), text], source="t.jsonl")
     assert str(caught.value).startswith("t.jsonl, line 2") and caught.value.line == 2
     assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_what_is_too_long_for_memory_is_refused(monkeypatch) -> None:
+    """A line, a trace of any iterable or file, and a request that fits an enormous cache."""
+    monkeypatch.setattr("dsv4_jax.simulate.trace.MAX_LINE", 100)
+    monkeypatch.setattr("dsv4_jax.simulate.trace.MAX_PARTS", 600)
+
+    class Endless(io.TextIOBase):
+        def readline(self, size: int = -1) -> str:
+            assert 0 <= size < 1000, "the whole line was asked for"
+            return "x" * size
+
+    for lines in (Endless(), itertools.repeat("x" * 1000)):
+        with pytest.raises(TraceError, match="line 1: is longer than 100 characters"):
+            read_trace(lines)
+    line = json.dumps(NATIVE) + "\n"
+    for lines, count in ((itertools.repeat("\n"), 151), (itertools.repeat(line), 101), (io.StringIO(line * 200), 101)):
+        with pytest.raises(TraceError, match="the trace is too long") as caught:
+            read_trace(lines, source="t")
+        assert caught.value.line == count
+    assert len(read_trace(itertools.repeat(line), limit=50)) == 50
+    monkeypatch.setattr("dsv4_jax.simulate.engine.MAX_TOKENS", 300)
+    with pytest.raises(TraceError, match="request 1 has 302 tokens: at most 300 can be simulated"):
+        simulate([request(0, ("a", 299)), request(1, ("b", 301))], server())
 
 
 def test_generated_traces() -> None:

@@ -1,0 +1,113 @@
+"""Values of arguments: the types that argparse calls. What they refuse is refused before any work."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import re
+from collections.abc import Callable
+
+from ..errors import OutputError
+from ..output import check_output, check_picture
+
+__all__ = [
+    "byte_count",
+    "given_path",
+    "natural",
+    "output_file",
+    "output_folder",
+    "picture_file",
+    "positive",
+    "short",
+    "token_count",
+]
+
+_MOST = 2**31  # of whatever is counted: ids and positions are int32
+_MOST_BYTES = 2**63
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def short(text: str) -> str:
+    """A value in a message: what was typed, unless that is very long."""
+    return repr(text if len(text) <= 40 else text[:37] + "...")
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1."""
+    value = natural(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def natural(text: str) -> int:
+    """An integer of at least 0, below 2^31, in ASCII digits."""
+    match = re.fullmatch(r"([+-]?)0*([0-9]+)", text.strip())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{short(text)} is not an integer")
+    sign, digits = match.groups()
+    if sign == "-" and digits != "0":
+        raise argparse.ArgumentTypeError("must not be negative")
+    if len(digits) > 10 or int(digits) >= _MOST:
+        raise argparse.ArgumentTypeError(f"{short(text)}: must be below 2^31")
+    return int(digits)
+
+
+def byte_count(text: str) -> int:
+    """A number of bytes with an optional SI or IEC unit (80GiB, 1.5GB, 80e9)."""
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[0-9]+)?\s*([kmgt]?i?)b?", text.strip().lower())
+    value = float(match[1] + (match[2] or "")) * _UNITS.get(match[3], _MOST_BYTES) if match else _MOST_BYTES
+    if value >= _MOST_BYTES:
+        raise argparse.ArgumentTypeError(f"{short(text)} is not a size such as 80GiB or 80e9 (below 2^63 bytes)")
+    return int(value)
+
+
+def token_count(text: str) -> int:
+    """A positive number of tokens; K and M are 2^10 and 2^20."""
+    match = re.fullmatch(r"0*([0-9]{1,10})([km]?)", text.strip().lower())
+    count = int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2]] if match else 0
+    if not 0 < count < _MOST:
+        problem = f"{short(text)} is not a positive number of tokens such as 8192 or 128K (below 2^31)"
+        raise argparse.ArgumentTypeError(problem)
+    return count
+
+
+def given_path(text: str) -> pathlib.Path:
+    """A path to read from. What is there is looked at when it is opened."""
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError("a name holds no NUL" if text else "an empty name")
+    return pathlib.Path(text)
+
+
+def output_file(text: str) -> pathlib.Path:
+    """A file to write, refused before any work if it cannot be written."""
+    return _output(text, check_output)
+
+
+def picture_file(text: str) -> pathlib.Path:
+    """A picture to write, refused before any work if it cannot be drawn or written."""
+    return _output(text, check_picture)
+
+
+def output_folder(text: str) -> pathlib.Path:
+    """A directory to write into, made when it is needed."""
+    path = given_path(text)
+    place = path
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise argparse.ArgumentTypeError(f"{short(str(place))} is not a directory")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{short(str(place))} is a directory that may not be written")
+    return path
+
+
+def _output(text: str, check: Callable[[str], None]) -> pathlib.Path:
+    if text == "-":
+        raise argparse.ArgumentTypeError("'-' (stdout) is not for this output: name a file")
+    try:
+        check(text)
+    except OutputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return pathlib.Path(text)
