@@ -64,8 +64,10 @@ class YarnScaling:
             raise ConfigError("yarn.beta_fast", f"must be at least beta_slow {self.beta_slow}, got {self.beta_fast}")
 
     def ramp(self, rope_dim: int, theta: float) -> tuple[int, int]:
-        """The pairs of dims between which scaling sets in: those that turn `beta_fast` and `beta_slow` times
-        within the original context."""
+        """The pairs of dims between which scaling sets in.
+
+        They are those that turn `beta_fast` and `beta_slow` times within the original context.
+        """
 
         def pair_turning(rotations: float) -> float:
             turns = self.original_max_position_embeddings / (rotations * 2 * math.pi)

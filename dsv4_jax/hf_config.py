@@ -15,7 +15,7 @@ from .config import AttentionType, DSV4Config, YarnScaling
 from .errors import ConfigError
 from .untrusted import check_integer, check_number, plain, read_json, shown
 
-__all__ = ["hf_fields", "parse_hf", "read_hf"]
+__all__ = ["check_weight_blocks", "hf_fields", "parse_hf", "read_hf"]
 
 _MOST_BYTES = 4 * 2**20
 # Neither this package nor (but for the activation and the MLP's bias) transformers computes anything else.
@@ -36,6 +36,10 @@ _DEFAULTS = {
     "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "tie_word_embeddings": False,
 }  # fmt: skip
 _DEFAULT_ROTARY_FACTOR = 64 / 512
+_DEFAULT_THETA = 10000.0
+
+# Main theta, compress theta, the shares of dims that are said to be rotated, and the scaling of the compress RoPE.
+_Rope = tuple[Any, Any, list[Any], Mapping[str, Any]]
 
 
 def read_hf(source: Any) -> Mapping[str, Any]:
@@ -126,34 +130,44 @@ def _entries(hf: Mapping[str, Any], field: str, layers: int, known: Mapping[Any,
 
 
 def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Both thetas, the rotated dims and the YaRN scaling of the compress RoPE.
-
-    Parameters nested under "main" and "compress" speak for themselves; flat ones scale the compress
-    RoPE, and all else is said by the fields beside them.
-    """
+    """Both thetas, the rotated dims and the YaRN scaling of the compress RoPE."""
     # transformers takes rope_scaling, the older name, if it says anything.
-    given = _mapping("rope_parameters", hf.get("rope_scaling") or hf.get("rope_parameters", {}))
-    _mapping("rope_parameters", hf.get("rope_scaling", {}))
-    theta, head_dim = hf.get("rope_theta", 10000.0), check_integer("head_dim", hf["head_dim"])
+    old, new = (_mapping("rope_parameters", hf.get(name, {})) for name in ("rope_scaling", "rope_parameters"))
+    given, head_dim = old or new, check_integer("head_dim", hf["head_dim"])
     nested = "main" in given or "compress" in given
-    if nested:
-        main, compress = (_mapping("rope_parameters", given.get(name)) for name in ("main", "compress"))
-        if _kind(main) != "default":
-            raise ConfigError("rope_parameters", f"only the compress RoPE is scaled, main has {shown(_kind(main))}")
-        if "rope_theta" not in compress:
-            raise ConfigError("rope_parameters", "compress needs rope_theta")
-        theta, compress_theta = main.get("rope_theta", theta), compress["rope_theta"]
-        dims = [_rope_dim(head_dim, _nested_factor(hf, rope)) for rope in (main, compress)]
-    else:
-        compress, compress_theta = given, hf.get("compress_rope_theta", 160000.0)
-        dims = [_rope_dim(head_dim, _rotary_factor(hf, head_dim))]
-        dims += [_rope_dim(head_dim, given["partial_rotary_factor"])] if "partial_rotary_factor" in given else []
-        if given.get("rope_theta", theta) != theta:
-            raise ConfigError("rope_parameters", f"rope_theta conflicts with the field beside it, {shown(theta)}")
+    rope = _nested_rope(hf, given) if nested else _flat_rope(hf, given, head_dim)
+    theta, compress_theta, factors, compress = rope
+    dims = [int(head_dim * check_number("partial_rotary_factor", factor, least=0, most=1)) for factor in factors]
     if len(set(dims)) > 1:
         raise ConfigError("rope_parameters", f"two partial_rotary_factors, for {dims[0]} and for {dims[1]} dims")
-    yarn = _yarn(compress, nested)
+    yarn = _yarn(compress)
     return {"rope_theta": theta, "compress_rope_theta": compress_theta, "rope_dim": dims[0], "yarn": yarn}
+
+
+def _nested_rope(hf: Mapping[str, Any], given: Mapping[str, Any]) -> _Rope:
+    """Of parameters under "main" and "compress", which speak for themselves."""
+    main, compress = (_mapping("rope_parameters", given.get(name)) for name in ("main", "compress"))
+    if _kind(main) != "default":
+        raise ConfigError("rope_parameters", f"only the compress RoPE is scaled, main has {shown(_kind(main))}")
+    if "rope_theta" not in compress:
+        raise ConfigError("rope_parameters", "compress needs rope_theta")
+    # transformers reads no qk_rope_head_dim here.
+    factors = [rope.get("partial_rotary_factor", hf.get("partial_rotary_factor")) for rope in (main, compress)]
+    if None in factors:
+        raise ConfigError("partial_rotary_factor", "missing, and nested rope_parameters need it")
+    theta = main.get("rope_theta", hf.get("rope_theta", _DEFAULT_THETA))
+    # Left out here, transformers computes another one from `factor`.
+    return theta, compress["rope_theta"], factors, {"attention_factor": None, **compress}
+
+
+def _flat_rope(hf: Mapping[str, Any], given: Mapping[str, Any], head_dim: int) -> _Rope:
+    """Of parameters that scale the compress RoPE alone; all else is said by the fields beside them."""
+    theta = hf.get("rope_theta", _DEFAULT_THETA)
+    if given.get("rope_theta", theta) != theta:
+        raise ConfigError("rope_parameters", f"rope_theta conflicts with the field beside it, {shown(theta)}")
+    factor = _rotary_factor(hf, head_dim)
+    factors = [factor, given.get("partial_rotary_factor", factor)]
+    return theta, hf.get("compress_rope_theta", 160000.0), factors, given
 
 
 def _rotary_factor(hf: Mapping[str, Any], head_dim: int) -> Any:
@@ -165,19 +179,7 @@ def _rotary_factor(hf: Mapping[str, Any], head_dim: int) -> Any:
     return _DEFAULT_ROTARY_FACTOR
 
 
-def _nested_factor(hf: Mapping[str, Any], rope: Mapping[str, Any]) -> Any:
-    """That of one of two nested RoPEs, for which transformers does not read qk_rope_head_dim."""
-    factor = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
-    if factor is None:
-        raise ConfigError("partial_rotary_factor", "missing, and nested rope_parameters need it")
-    return factor
-
-
-def _rope_dim(head_dim: int, factor: Any) -> int:
-    return int(head_dim * check_number("partial_rotary_factor", factor, least=0, most=1))
-
-
-def _yarn(rope: Mapping[str, Any], nested: bool) -> YarnScaling | None:
+def _yarn(rope: Mapping[str, Any]) -> YarnScaling | None:
     kind = _kind(rope)
     if kind == "default":
         return None
@@ -186,8 +188,7 @@ def _yarn(rope: Mapping[str, Any], nested: bool) -> YarnScaling | None:
     for name in ("factor", "original_max_position_embeddings"):
         if name not in rope:
             raise ConfigError("rope_parameters", f"yarn needs {name!r}")
-    # Left out, it is 1 for flat parameters, and transformers computes it from `factor` for nested ones.
-    attention = rope.get("attention_factor", None if nested else 1.0)
+    attention = rope.get("attention_factor", 1.0)
     if isinstance(attention, bool) or attention != 1:
         raise ConfigError("rope_parameters", f"yarn needs attention_factor 1.0, got {shown(attention)}")
     return YarnScaling(
@@ -206,6 +207,14 @@ def _mapping(field: str, value: Any) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(field, f"must be an object, got {shown(value)}")
     return value
+
+
+def check_weight_blocks(hf: Mapping[str, Any]) -> None:
+    """Refuses FP8 weights whose scales are not per 128 x 128 block: shapes alone do not always tell."""
+    quantised = _mapping("quantization_config", hf.get("quantization_config") or {})
+    block = quantised.get("weight_block_size", [128, 128])
+    if block not in (None, [128, 128]):
+        raise ConfigError("quantization_config", f"weight_block_size must be [128, 128], got {shown(block)}")
 
 
 def hf_fields(cfg: DSV4Config, dtype: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from ..config import DSV4Config
 from ..errors import CheckpointError, ConfigError
-from ..hf_config import hf_fields
+from ..hf_config import check_weight_blocks, hf_fields, read_hf
 from .names import address, names_of
 from .params import Params, param_specs
 from .safetensors import write_safetensors
@@ -46,7 +46,9 @@ def load_hf(path: str | pathlib.Path, *, dtype: jax.typing.DTypeLike = jnp.float
             loader cannot read, or is not part of the model; names it.
     """
     path = pathlib.Path(path)
-    cfg = DSV4Config.from_hf(path)
+    hf = read_hf(path)
+    cfg = DSV4Config.from_hf(hf)
+    check_weight_blocks(hf)
     source = Source(open_tensors(path), cfg)
     found = jax.tree_util.tree_map_with_path(
         lambda keys, spec: source.find(*address(keys), spec), param_specs(cfg, dtype)

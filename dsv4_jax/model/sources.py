@@ -22,8 +22,10 @@ from .safetensors import read_safetensors
 __all__ = ["Found", "Source", "open_tensors"]
 
 _FP8_BLOCK = 128
-_FLOATS = tuple(np.dtype(name) for name in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
-_MOST_INDEX_BYTES = 32 * 2**20  # V4-Pro's is 12 MB
+_FLOATS = tuple(np.dtype(name) for name in (np.float32, np.float16, ml_dtypes.bfloat16))
+_SCALES = (*_FLOATS, np.dtype(ml_dtypes.float8_e8m0fnu))
+_MOST_SCALE = 2.0**118  # times 448, the largest e4m3, it is a float32
+_MOST_INDEX_BYTES = 32 * 2**20  # that of V4-Pro's 140,000 tensors has 12 MB
 
 
 class _Stored(NamedTuple):
@@ -99,8 +101,9 @@ class Source:
             return _Stored(tensor)
         if tensor.dtype == ml_dtypes.float8_e4m3fn:
             return _Stored(tensor, self._scale(name, tensor))
-        problem = "which this loader cannot dequantise" if tensor.dtype.itemsize == 1 else "expected floats"
-        raise CheckpointError(f"tensor {name} has dtype {tensor.dtype}, {problem}")
+        if tensor.dtype.itemsize == 1:
+            raise CheckpointError(f"tensor {name} has dtype {tensor.dtype}, which this loader cannot dequantise")
+        raise CheckpointError(f"tensor {name} has dtype {tensor.dtype}, expected one of {_listed(_FLOATS)}")
 
     def _expert_ids(self, name: str, tensor: np.ndarray) -> np.ndarray:
         if not np.issubdtype(tensor.dtype, np.integer):
@@ -121,8 +124,11 @@ class Source:
         blocks = tuple(-(-size // _FP8_BLOCK) for size in tensor.shape)
         if scale.shape != blocks:
             raise CheckpointError(f"tensor {found} has shape {scale.shape}, expected {blocks}")
-        if scale.dtype not in (*_FLOATS, ml_dtypes.float8_e8m0fnu):
-            raise CheckpointError(f"tensor {found} has dtype {scale.dtype}, expected floats or float8_e8m0fnu")
+        if scale.dtype not in _SCALES:
+            raise CheckpointError(f"tensor {found} has dtype {scale.dtype}, expected one of {_listed(_SCALES)}")
+        largest = np.abs(scale.astype(np.float32)).max()
+        if not largest <= _MOST_SCALE:  # so is NaN
+            raise CheckpointError(f"tensor {found} holds the scale {largest}, at most {_MOST_SCALE:g} is possible")
         self.unread.discard(found)
         return scale
 
@@ -130,6 +136,10 @@ class Source:
         if self.unread:
             example = plain(min(self.unread))
             raise CheckpointError(f"{len(self.unread)} tensors are not part of the model, such as {example}")
+
+
+def _listed(dtypes: tuple[np.dtype, ...]) -> str:
+    return ", ".join(map(str, dtypes))
 
 
 def _dequantise(tensor: np.ndarray, scale: np.ndarray) -> np.ndarray:

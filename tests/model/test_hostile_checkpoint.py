@@ -235,8 +235,8 @@ def rewrite(path: pathlib.Path, **changes: np.ndarray | None) -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "problem"),
     [
-        (NORM, np.ones(64, np.int32), "norm.weight has dtype int32, expected floats"),
-        (NORM, np.ones(64, np.int64), "norm.weight has dtype int64, expected floats"),
+        (NORM, np.ones(64, np.int32), "norm.weight has dtype int32, expected one of float32, float16, bfloat16"),
+        (NORM, np.full(64, 1e300), "norm.weight has dtype float64, expected one of float32"),
         (NORM, np.ones(64, np.bool_), "norm.weight has dtype bool"),
         (NORM, np.ones(64, ml_dtypes.float8_e5m2), "norm.weight has dtype float8_e5m2"),
         (NORM, np.ones((64, 1), np.float32), r"norm.weight has shape \(64, 1\), expected \(64,\)"),
@@ -258,13 +258,28 @@ def test_tensors(saved, nothing_is_made, name, tensor, problem):
     assert_refused(lambda: model.load_hf(saved), problem)
 
 
-def test_fp8_that_is_no_matrix_or_has_no_float_scales(saved, nothing_is_made):
+def test_fp8_that_is_no_matrix_or_has_no_possible_scales(saved, nothing_is_made):
     norm, matrix = (np.ones(shape, ml_dtypes.float8_e4m3fn) for shape in (64, (32, 64)))
     rewrite(saved, **{NORM: norm, f"{NORM}_scale_inv": np.ones(1, np.float32)})
     assert_refused(lambda: model.load_hf(saved), "norm.weight is FP8 but no matrix")
     floats = {NORM: np.ones(64, np.float32), f"{NORM}_scale_inv": None}
     rewrite(saved, **floats, **{WQ_A: matrix, f"{WQ_A}_scale_inv": np.ones((1, 1), np.int32)})
-    assert_refused(lambda: model.load_hf(saved), "q_a_proj.weight_scale_inv has dtype int32, expected floats")
+    assert_refused(lambda: model.load_hf(saved), "q_a_proj.weight_scale_inv has dtype int32, expected one of float32")
+    for scale in (np.nan, np.inf, -np.inf, 1e36):
+        rewrite(saved, **{f"{WQ_A}_scale_inv": np.full((1, 1), scale, np.float32)})
+        assert_refused(lambda: model.load_hf(saved), "q_a_proj.weight_scale_inv holds the scale")
+
+
+@pytest.mark.parametrize("block", [[128, 100], [128], 128, "128", [128.5, 128], {}])
+def test_scales_of_other_blocks(saved, block):
+    """A matrix of 64 x 200 has two scales whether a block is 128 or 100 wide."""
+    edit_config(saved, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    model.load_hf(saved)
+    for quantised in ({"weight_block_size": block}, [block]):
+        edit_config(saved, quantization_config=quantised)
+        with pytest.raises(ConfigError, match="quantization_config") as error:
+            model.load_hf(saved)
+        assert is_one_line(error.value)
 
 
 def edit_config(path: pathlib.Path, **fields: Any) -> None:
