@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from .errors import ConfigError
+from .untrusted import INT32_MAX, check_integer, check_number, shown
 
 __all__ = ["AttentionType", "DSV4Config", "LayerSpec", "YarnScaling", "build_schedule"]
+
+_MOST_LAYERS = 1024
 
 
 class AttentionType(enum.Enum):
@@ -43,12 +45,36 @@ class LayerSpec:
 
 @dataclasses.dataclass(frozen=True)
 class YarnScaling:
-    """YaRN frequency scaling of the compress RoPE (no attention factor: V4 applies no mscale)."""
+    """YaRN frequency scaling of the compress RoPE (no attention factor: V4 applies no mscale).
+
+    Raises `ConfigError` on construction if a value is impossible.
+    """
 
     factor: float = 16.0
     original_max_position_embeddings: int = 65536
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("yarn.factor", self.factor, least=1)
+        check_integer("yarn.original_max_position_embeddings", self.original_max_position_embeddings)
+        check_number("yarn.beta_fast", self.beta_fast, least=1e-6)
+        check_number("yarn.beta_slow", self.beta_slow, least=1e-6)
+        if self.beta_fast < self.beta_slow:
+            raise ConfigError("yarn.beta_fast", f"must be at least beta_slow {self.beta_slow}, got {self.beta_fast}")
+
+    def ramp(self, rope_dim: int, theta: float) -> tuple[int, int]:
+        """The pairs of dims between which scaling sets in.
+
+        They are those that turn `beta_fast` and `beta_slow` times within the original context.
+        """
+
+        def pair_turning(rotations: float) -> float:
+            turns = self.original_max_position_embeddings / (rotations * 2 * math.pi)
+            return rope_dim * math.log(turns) / (2 * math.log(theta))
+
+        low, high = math.floor(pair_turning(self.beta_fast)), math.ceil(pair_turning(self.beta_slow))
+        return max(low, 0), min(high, rope_dim - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +111,7 @@ class DSV4Config:
     n_shared_experts: int = 1
     moe_intermediate_size: int = 2048
     scoring_func: str = "sqrtsoftplus"
-    norm_topk_prob: bool = True
+    norm_topk_prob: bool = True  # the only value: the published models and transformers always normalise
     routed_scaling_factor: float = 1.5
     num_hash_layers: int = 3
     swiglu_limit: float = 10.0
@@ -122,7 +148,7 @@ class DSV4Config:
             vocab_size=129280, hidden_size=4096, num_attention_heads=64, head_dim=512, rope_dim=64,
             q_lora_rank=1024, o_groups=8, o_lora_rank=1024, sliding_window=128, index_n_heads=64,
             index_head_dim=128, index_topk=512, num_mtp_layers=1,
-            layer_types=_ratios_to_types([0, 0] + [4, 128] * 20 + [4], 4, 128),
+            layer_types=_types([0, 0] + [4, 128] * 20 + [4]),
         )  # fmt: skip
 
     @classmethod
@@ -133,7 +159,7 @@ class DSV4Config:
             q_lora_rank=1536, o_groups=16, o_lora_rank=1024, sliding_window=128, index_n_heads=64,
             index_head_dim=128, index_topk=1024, num_mtp_layers=1, n_routed_experts=384,
             moe_intermediate_size=3072, routed_scaling_factor=2.5,
-            layer_types=_ratios_to_types([128, 128] + [4, 128] * 29 + [4], 4, 128),
+            layer_types=_types([128, 128] + [4, 128] * 29 + [4]),
         )  # fmt: skip
 
     @classmethod
@@ -148,7 +174,7 @@ class DSV4Config:
             index_head_dim=16, index_topk=8, hca_ratio=16, max_position_embeddings=4096,
             yarn=YarnScaling(original_max_position_embeddings=256), n_routed_experts=4,
             num_experts_per_tok=2, moe_intermediate_size=64, num_hash_layers=1, hc_mult=2,
-            hc_sinkhorn_iters=3, layer_types=_ratios_to_types([0, 4, 16, 4], 4, 16),
+            hc_sinkhorn_iters=3, layer_types=_types([0, 4, 128, 4]),
         )  # fmt: skip
         return cls(**(fields | overrides))
 
@@ -157,12 +183,16 @@ class DSV4Config:
         """Reads a Hugging Face config: a `config.json`, the directory that holds one, or its dict.
 
         The schedule may be given as `layer_types` or as per-layer `compress_ratios` (longer than
-        `num_hidden_layers` when MTP entries trail it: only the backbone's part is used).
+        `num_hidden_layers` when MTP entries trail it: only the backbone's part is used). Where
+        spellings conflict, the one that wins is that of `transformers` 5.23; what this package does
+        not compute (`norm_topk_prob` false, a YaRN attention factor, YaRN on the main RoPE) is refused.
 
         Raises:
-            ConfigError: naming the field that is missing or impossible.
+            ConfigError: naming the field that is missing, impossible or not supported.
         """
-        return _parse_hf(cls, source)
+        from .hf_config import parse_hf, read_hf  # which names the kinds of layers defined here
+
+        return cls(**parse_hf(source if isinstance(source, Mapping) else read_hf(source)))
 
 
 def build_schedule(cfg: DSV4Config, *, include_mtp: bool = False) -> tuple[LayerSpec, ...]:
@@ -174,178 +204,62 @@ def build_schedule(cfg: DSV4Config, *, include_mtp: bool = False) -> tuple[Layer
     return backbone + tuple(LayerSpec(first + i, AttentionType.SWA, is_mtp=True) for i in range(cfg.num_mtp_layers))
 
 
-def _ratios_to_types(ratios: Sequence[int], csa_ratio: int, hca_ratio: int) -> tuple[AttentionType, ...]:
-    kinds = {0: AttentionType.SWA, csa_ratio: AttentionType.CSA, hca_ratio: AttentionType.HCA}
-    for i, ratio in enumerate(ratios):
-        if ratio not in kinds:
-            raise ConfigError("compress_ratios", f"entry {i} is {ratio!r}, expected one of {sorted(kinds)}")
-    return tuple(kinds[r] for r in ratios)
+def _types(ratios: list[int]) -> tuple[AttentionType, ...]:
+    kinds = {0: AttentionType.SWA, 4: AttentionType.CSA, 128: AttentionType.HCA}
+    return tuple(kinds[ratio] for ratio in ratios)
 
 
 def _validate(cfg: DSV4Config) -> None:
-    positive = (
+    for name in (
         "vocab_size", "hidden_size", "num_attention_heads", "head_dim", "rope_dim", "q_lora_rank", "o_groups",
         "o_lora_rank", "sliding_window", "index_n_heads", "index_head_dim", "index_topk", "max_position_embeddings",
         "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "hc_mult",
-    )  # fmt: skip
-    for name in positive:
-        value = getattr(cfg, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(name, f"must be a positive integer, got {value!r}")
-    for name in ("num_mtp_layers", "num_hash_layers", "hc_sinkhorn_iters", "n_shared_experts"):
-        value = getattr(cfg, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ConfigError(name, f"must be a non-negative integer, got {value!r}")
-    for name in ("rope_theta", "compress_rope_theta", "rms_norm_eps"):
-        value = getattr(cfg, name)
-        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            raise ConfigError(name, f"must be a positive number, got {value!r}")
-    if not cfg.layer_types:
-        raise ConfigError("layer_types", "a model needs at least one layer")
+    ):  # fmt: skip
+        check_integer(name, getattr(cfg, name))
+    for name, most in (
+        ("num_mtp_layers", _MOST_LAYERS), ("num_hash_layers", INT32_MAX), ("hc_sinkhorn_iters", 1000),
+        ("n_shared_experts", INT32_MAX),
+    ):  # fmt: skip
+        check_integer(name, getattr(cfg, name), least=0, most=most)
+    for name in ("rms_norm_eps", "routed_scaling_factor", "swiglu_limit"):
+        check_number(name, getattr(cfg, name))
+    for name in ("rope_theta", "compress_rope_theta"):
+        check_number(name, getattr(cfg, name), least=1)
+    check_number("hc_eps", cfg.hc_eps, least=0)
+    check_integer("csa_ratio", cfg.csa_ratio, least=2)
+    check_integer("hca_ratio", cfg.hca_ratio, least=2)
+    if cfg.hca_ratio == cfg.csa_ratio:
+        raise ConfigError("hca_ratio", f"must differ from csa_ratio, got {cfg.hca_ratio}")
+    if not isinstance(cfg.layer_types, tuple) or not 1 <= len(cfg.layer_types) <= _MOST_LAYERS:
+        raise ConfigError("layer_types", f"must be a tuple of 1 to {_MOST_LAYERS} layers, got {shown(cfg.layer_types)}")
     for i, kind in enumerate(cfg.layer_types):
         if not isinstance(kind, AttentionType):
-            raise ConfigError("layer_types", f"entry {i} is {kind!r}, expected an AttentionType")
+            raise ConfigError("layer_types", f"entry {i} is {shown(kind)}, expected an AttentionType")
     if cfg.rope_dim % 2 or cfg.rope_dim >= cfg.head_dim:
         raise ConfigError("rope_dim", f"must be even and smaller than head_dim {cfg.head_dim}, got {cfg.rope_dim}")
     if cfg.index_head_dim % 2 or cfg.index_head_dim < cfg.rope_dim:
         raise ConfigError("index_head_dim", f"must be even and at least rope_dim {cfg.rope_dim}")
     if cfg.num_attention_heads % cfg.o_groups:
         raise ConfigError("o_groups", f"must divide num_attention_heads {cfg.num_attention_heads}")
-    if cfg.csa_ratio < 2:
-        raise ConfigError("csa_ratio", f"must be at least 2, got {cfg.csa_ratio}")
-    if cfg.hca_ratio < 2 or cfg.hca_ratio == cfg.csa_ratio:
-        raise ConfigError("hca_ratio", f"must be at least 2 and differ from csa_ratio, got {cfg.hca_ratio}")
     if cfg.num_experts_per_tok > cfg.n_routed_experts:
         raise ConfigError("num_experts_per_tok", f"exceeds n_routed_experts {cfg.n_routed_experts}")
     if cfg.scoring_func not in ("sqrtsoftplus", "softmax", "sigmoid"):
-        raise ConfigError("scoring_func", f"unknown scoring function {cfg.scoring_func!r}")
+        raise ConfigError("scoring_func", f"unknown scoring function {shown(cfg.scoring_func)}")
+    if cfg.norm_topk_prob is not True:
+        raise ConfigError("norm_topk_prob", f"only true is supported, got {shown(cfg.norm_topk_prob)}")
+    if not isinstance(cfg.tie_word_embeddings, bool):
+        raise ConfigError("tie_word_embeddings", f"must be true or false, got {shown(cfg.tie_word_embeddings)}")
+    _validate_yarn(cfg)
 
 
-def _parse_hf(cls: type[DSV4Config], source: str | pathlib.Path | Mapping[str, Any]) -> DSV4Config:
-    if isinstance(source, Mapping):
-        hf = source
-    else:
-        path = pathlib.Path(source)
-        path = path / "config.json" if path.is_dir() else path
-        if not path.is_file():
-            raise ConfigError("config.json", f"no such file: {path}")
-        try:
-            hf = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise ConfigError("config.json", f"{path} is not JSON: {error}") from None
-        if not isinstance(hf, dict):
-            raise ConfigError("config.json", f"{path} holds no JSON object")
-
-    def get(name: str, default: Any = None) -> Any:
-        value = hf.get(name)
-        if value is not None:
-            return value
-        if default is None:
-            raise ConfigError(name, "missing")
-        return default
-
-    if hf.get("model_type", "deepseek_v4") != "deepseek_v4":
-        raise ConfigError("model_type", f"expected 'deepseek_v4', got {hf['model_type']!r}")
-    if get("num_key_value_heads", 1) != 1:
-        raise ConfigError("num_key_value_heads", "DeepSeek-V4 has one shared KV head")
-    rates = hf.get("compress_rates") or {}
-    csa = rates.get(AttentionType.CSA.value, hf.get("compress_rate_csa") or 4)
-    hca = rates.get(AttentionType.HCA.value, hf.get("compress_rate_hca") or 128)
-    head_dim = get("head_dim")
-    ropes, yarn = _parse_rope(hf)
-    factor = hf.get("partial_rotary_factor")
-    rope_dim = hf.get("qk_rope_head_dim") or (int(head_dim * factor) if factor is not None else 64)
-    return cls(
-        vocab_size=get("vocab_size"),
-        hidden_size=get("hidden_size"),
-        layer_types=_parse_schedule(hf, get("num_hidden_layers"), csa, hca),
-        num_attention_heads=get("num_attention_heads"),
-        head_dim=head_dim,
-        rope_dim=rope_dim,
-        q_lora_rank=get("q_lora_rank"),
-        o_groups=get("o_groups"),
-        o_lora_rank=get("o_lora_rank"),
-        sliding_window=get("sliding_window"),
-        index_n_heads=get("index_n_heads"),
-        index_head_dim=get("index_head_dim"),
-        index_topk=get("index_topk"),
-        csa_ratio=csa,
-        hca_ratio=hca,
-        rope_theta=ropes[0],
-        compress_rope_theta=ropes[1],
-        yarn=yarn,
-        max_position_embeddings=get("max_position_embeddings", 1048576),
-        rms_norm_eps=get("rms_norm_eps", 1e-6),
-        num_mtp_layers=get("num_nextn_predict_layers", 0),
-        n_routed_experts=get("n_routed_experts"),
-        num_experts_per_tok=get("num_experts_per_tok"),
-        n_shared_experts=get("n_shared_experts", 1),
-        moe_intermediate_size=get("moe_intermediate_size"),
-        scoring_func=get("scoring_func", "sqrtsoftplus"),
-        norm_topk_prob=hf.get("norm_topk_prob", True),
-        routed_scaling_factor=get("routed_scaling_factor", 1.5),
-        num_hash_layers=_parse_hash_layers(hf),
-        swiglu_limit=get("swiglu_limit", 10.0),
-        hc_mult=get("hc_mult", 4),
-        hc_sinkhorn_iters=get("hc_sinkhorn_iters", 20),
-        hc_eps=get("hc_eps", 1e-6),
-        tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-    )
-
-
-def _parse_schedule(hf: Mapping[str, Any], layers: Any, csa: int, hca: int) -> tuple[AttentionType, ...]:
-    if not isinstance(layers, int) or layers < 1:
-        raise ConfigError("num_hidden_layers", f"must be a positive integer, got {layers!r}")
-    names, ratios = hf.get("layer_types"), hf.get("compress_ratios")
-    field = "layer_types" if names is not None else "compress_ratios"
-    entries = names if names is not None else ratios
-    if entries is None:
-        raise ConfigError("layer_types", "missing (and no compress_ratios): the schedule cannot be guessed")
-    if len(entries) < layers:
-        raise ConfigError(field, f"has {len(entries)} entries for {layers} layers")
-    if names is None:
-        return _ratios_to_types(entries[:layers], csa, hca)
-    known = {kind.value: kind for kind in AttentionType}
-    for i, name in enumerate(names[:layers]):
-        if name not in known:
-            raise ConfigError("layer_types", f"entry {i} is {name!r}, expected one of {sorted(known)}")
-    return tuple(known[name] for name in names[:layers])
-
-
-def _parse_rope(hf: Mapping[str, Any]) -> tuple[tuple[float, float], YarnScaling | None]:
-    """(main theta, compress theta) and the YaRN scaling of the compress RoPE, from any HF spelling."""
-    nested = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    main, compress = nested.get("main"), nested.get("compress")
-    if not isinstance(main, Mapping) or not isinstance(compress, Mapping):
-        main, compress = {}, nested
-    thetas = (
-        main.get("rope_theta", hf.get("rope_theta", 10000.0)),
-        compress.get("rope_theta", hf.get("compress_rope_theta", 160000.0))
-        if compress is not nested
-        else hf.get("compress_rope_theta", 160000.0),
-    )
-    kind = compress.get("rope_type", compress.get("type", "default"))
-    if kind == "default":
-        return thetas, None
-    if kind != "yarn":
-        raise ConfigError("rope_parameters", f"unsupported rope_type {kind!r}, expected 'default' or 'yarn'")
-    try:
-        return thetas, YarnScaling(
-            factor=float(compress["factor"]),
-            original_max_position_embeddings=int(compress["original_max_position_embeddings"]),
-            beta_fast=float(compress.get("beta_fast") or 32.0),
-            beta_slow=float(compress.get("beta_slow") or 1.0),
-        )
-    except KeyError as missing:
-        raise ConfigError("rope_parameters", f"yarn needs {missing}") from None
-
-
-def _parse_hash_layers(hf: Mapping[str, Any]) -> int:
-    kinds = hf.get("mlp_layer_types")
-    if kinds is None:
-        return int(hf.get("num_hash_layers", 3))
-    hashed = [kind == "hash_moe" for kind in kinds]
-    count = sum(hashed)
-    if any(hashed[count:]):
-        raise ConfigError("mlp_layer_types", "hash_moe layers must come first")
-    return count
+def _validate_yarn(cfg: DSV4Config) -> None:
+    if cfg.yarn is None:
+        return
+    if not isinstance(cfg.yarn, YarnScaling):
+        raise ConfigError("yarn", f"must be a YarnScaling or None, got {shown(cfg.yarn)}")
+    if cfg.compress_rope_theta == 1:
+        raise ConfigError("compress_rope_theta", "must exceed 1 with YaRN")
+    low, high = cfg.yarn.ramp(cfg.rope_dim, cfg.compress_rope_theta)
+    if low > high:
+        # Implementations differ in what they make of this, and no model has it.
+        raise ConfigError("yarn", f"an original context that scales from pair {low} to {high} makes no ramp")

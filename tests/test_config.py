@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import pathlib
+import tracemalloc
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from dsv4_jax.config import AttentionType, DSV4Config, YarnScaling, build_schedule
 from dsv4_jax.errors import ConfigError
+from dsv4_jax.hf_config import hf_fields
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
 YARN = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}
@@ -88,10 +91,9 @@ def test_compress_rates_rename_the_ratios() -> None:
     assert (cfg.hca_ratio, cfg.layer_types) == (16, (SWA, CSA, HCA))
 
 
-NESTED = {
-    "main": {"rope_type": "default", "rope_theta": 5000.0},
-    "compress": YARN | {"rope_type": "yarn", "rope_theta": 70000.0, "factor": 8},
-}
+MAIN = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.125}
+COMPRESS = YARN | MAIN | {"rope_type": "yarn", "rope_theta": 70000.0, "factor": 8, "attention_factor": 1.0}
+NESTED = {"main": MAIN, "compress": COMPRESS}
 
 
 @pytest.mark.parametrize(
@@ -100,10 +102,11 @@ NESTED = {
         ({"rope_scaling": YARN}, (10000, 160000, YarnScaling())),
         ({"rope_scaling": ..., "rope_parameters": YARN | {"rope_type": "yarn"}}, (10000, 160000, YarnScaling())),
         ({"rope_scaling": ..., "rope_parameters": NESTED}, (5000, 70000, YarnScaling(factor=8.0))),
+        ({"rope_scaling": YARN | {"factor": 4}, "rope_parameters": YARN}, (10000, 160000, YarnScaling(factor=4))),
         ({"rope_scaling": None}, (10000, 160000, None)),
         ({"rope_scaling": ..., "rope_theta": 1.0e3, "compress_rope_theta": 2.0e3}, (1000, 2000, None)),
     ],
-    ids=["flat scaling", "flat parameters", "nested", "null", "absent"],
+    ids=["flat scaling", "flat parameters", "nested", "both", "null", "absent"],
 )
 def test_rope_spellings(spelling: dict[str, Any], expected: tuple) -> None:
     cfg = DSV4Config.from_hf(flash_json(**spelling))
@@ -112,6 +115,41 @@ def test_rope_spellings(spelling: dict[str, Any], expected: tuple) -> None:
 
 def test_partial_rotary_factor_gives_the_rope_dims() -> None:
     assert DSV4Config.from_hf(flash_json(qk_rope_head_dim=..., partial_rotary_factor=0.25)).rope_dim == 128
+
+
+def test_partial_rotary_factor_wins_and_has_a_default() -> None:
+    assert DSV4Config.from_hf(flash_json(qk_rope_head_dim=64, partial_rotary_factor=0.25)).rope_dim == 128
+    assert DSV4Config.from_hf(flash_json(head_dim=256, qk_rope_head_dim=...)).rope_dim == 32
+
+
+def test_scalar_rates_win_over_the_dict() -> None:
+    rates = {CSA.value: 8, HCA.value: 32}
+    cfg = DSV4Config.from_hf(flash_json(compress_rates=rates, compress_rate_csa=16))
+    assert (cfg.csa_ratio, cfg.hca_ratio) == (16, 32)
+
+
+def test_published_ratios_name_the_kinds_whatever_the_rates_are() -> None:
+    rates = {CSA.value: 128, HCA.value: 4}
+    cfg = DSV4Config.from_hf(flash_json(compress_rates=rates))
+    assert (cfg.csa_ratio, cfg.hca_ratio, cfg.layer_types) == (128, 4, DSV4Config.flash().layer_types)
+
+
+def test_every_number_of_rope_dims_survives_its_share_of_the_head() -> None:
+    """6 / 47 * 47 is less than 6, and so it is for one pair in thirty."""
+    pairs = [(head, rope) for head in range(3, 200) for rope in range(2, head, 2)]
+    rounded_down = [(head, rope) for head, rope in pairs if int(head * (rope / head)) != rope]
+    assert len(rounded_down) > 100
+    for head, rope in rounded_down + pairs[::20]:
+        cfg = DSV4Config.tiny(head_dim=head, rope_dim=rope, index_head_dim=200)
+        assert DSV4Config.from_hf(hf_fields(cfg, "float32")) == cfg
+
+
+def test_entries_beyond_the_backbone_are_not_read() -> None:
+    kinds = ["hash_moe"] * 2 + ["moe"] * 41
+    assert DSV4Config.from_hf(flash_json(mlp_layer_types=[*kinds, "hash_moe", "no kind"])).num_hash_layers == 2
+    assert DSV4Config.from_hf(flash_json(num_hash_layers=50)).num_hash_layers == 43
+    names = [SWA.value] * 43 + ["no kind"]
+    assert DSV4Config.from_hf(flash_json(layer_types=names)).count(SWA) == 43
 
 
 def test_hash_layers_from_mlp_layer_types() -> None:
@@ -127,12 +165,79 @@ def test_from_file_and_directory(tmp_path: pathlib.Path) -> None:
     assert DSV4Config.from_hf(str(tmp_path / "config.json")) == DSV4Config.flash()
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", None])
-def test_unreadable_files(tmp_path: pathlib.Path, text: str | None) -> None:
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"config\.json"):
+@pytest.mark.parametrize(
+    "data",
+    [b"{", b"[1]", None, b'{"vocab_size": "\xff"}', b'{"a": ' + b"[" * 200000, b'{"a": ' + b"9" * 5000 + b"}"],
+    ids=["cut", "list", "missing", "not UTF-8", "deep", "many digits"],
+)
+def test_unreadable_files(tmp_path: pathlib.Path, data: bytes | None) -> None:
+    if data is not None:
+        (tmp_path / "config.json").write_bytes(data)
+    with pytest.raises(ConfigError, match=r"config\.json") as error:
         DSV4Config.from_hf(tmp_path)
+    assert is_one_line(error.value)
+
+
+def test_no_more_of_a_file_is_read_than_a_config_needs(tmp_path: pathlib.Path) -> None:
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(2**40)
+    tracemalloc.start()
+    with pytest.raises(ConfigError, match="1099511627776 bytes, at most"):
+        DSV4Config.from_hf(tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("source", [5, None, ["config.json"], "a\0b", "x" * 5000, b"config.json"], ids=ascii)
+def test_sources_of_a_wrong_kind(source: Any) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json") as error:
+        DSV4Config.from_hf(source)
+    assert is_one_line(error.value, most=6000)
+
+
+READ = (
+    *flash_json(), "partial_rotary_factor", "layer_types", "compress_rates", "compress_rate_csa", "compress_rate_hca",
+    "mlp_layer_types", "rope_parameters", "norm_topk_prob", "tie_word_embeddings", "hidden_act", "attention_bias",
+    "mlp_bias", "num_local_experts", "intermediate_size", "per_layer_config",
+)  # fmt: skip
+DEEP: list = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+ODD = [
+    True, False, 0, -1, 1, 1.5, 4.0, 0.0, float("nan"), float("inf"), -float("inf"), "", "4", "a\nb\ud800", "x" * 10**6,
+    [], [1], [[]], ["moe"] * 43, [4.0] * 43, [True] * 43, [[]] * 43, {}, {"main": {}}, {"type": []}, {CSA.value: []},
+    10**9, 2**31, 10**20, 10**400, 10**5000, -(10**5000), [10**5000] * 43, DEEP, 1e-300, 1e300, 5e-324,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", READ)
+def test_an_odd_value_is_read_or_refused_in_one_line(field: str) -> None:
+    """Of whatever type and size: no other exception, and what is read can be said again."""
+    assert_read_or_refused(flash_json(**{field: value}) for value in ODD)
+
+
+@pytest.mark.parametrize("rope", ["flat", "main", "compress"])
+@pytest.mark.parametrize("field", [*COMPRESS, "mscale", "truncate"])
+def test_an_odd_rope_parameter_is_read_or_refused_in_one_line(rope: str, field: str) -> None:
+    for value in ODD:
+        parameters = YARN | {field: value} if rope == "flat" else NESTED | {rope: NESTED[rope] | {field: value}}
+        assert_read_or_refused([flash_json(rope_scaling=..., rope_parameters=parameters)])
+
+
+def assert_read_or_refused(configs: Iterable[dict[str, Any]]) -> None:
+    for hf in configs:
+        try:
+            cfg = DSV4Config.from_hf(hf)
+        except ConfigError as error:
+            assert is_one_line(error)
+        else:
+            assert DSV4Config.from_hf(hf_fields(cfg, "float32")) == cfg
+
+
+def is_one_line(error: Exception, most: int = 1000) -> bool:
+    """Printable even where the terminal takes nothing but UTF-8."""
+    text = str(error)
+    return text.isprintable() and 0 < len(text.encode()) <= most
 
 
 @pytest.mark.parametrize(
@@ -145,6 +250,26 @@ def test_unreadable_files(tmp_path: pathlib.Path, text: str | None) -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"num_hidden_layers": "43"}, "num_hidden_layers"),
         ({"num_hidden_layers": 50}, "compress_ratios"),
+        ({"num_hidden_layers": 10**9}, "compress_ratios"),
+        ({"num_hidden_layers": 5000, "compress_ratios": [0] * 5000}, "layer_types"),
+        ({"num_nextn_predict_layers": 10**9}, "num_mtp_layers"),
+        ({"vocab_size": 2**31}, "vocab_size"),
+        ({"vocab_size": True}, "vocab_size"),
+        ({"norm_topk_prob": False}, "norm_topk_prob"),
+        ({"n_shared_experts": 2}, "n_shared_experts"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"intermediate_size": 18432}, "intermediate_size"),
+        ({"per_layer_config": {"0": {"head_dim": 16}}}, "per_layer_config"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
+        ({"compress_rates": [4, 128]}, "compress_rates"),
+        ({"compress_rate_hca": "128"}, "hca_ratio"),
+        ({"compress_ratios": [0.0] * 43}, "compress_ratios"),
+        ({"layer_types": SWA.value * 3}, "layer_types"),
+        ({"mlp_layer_types": ["moe"] * 42}, "mlp_layer_types"),
+        ({"mlp_layer_types": ["dense"] * 43}, "mlp_layer_types"),
+        ({"head_dim": 49, "qk_rope_head_dim": 32}, "rope_dim"),  # 32 / 49 * 49 < 32
+        ({"partial_rotary_factor": 2.0}, "partial_rotary_factor"),
         ({"compress_ratios": [7] * 43}, "compress_ratios"),
         ({"compress_ratios": ...}, "layer_types"),
         ({"layer_types": ["full_attention"] * 43}, "layer_types"),
@@ -158,6 +283,25 @@ def test_unreadable_files(tmp_path: pathlib.Path, text: str | None) -> None:
         ({"scoring_func": "tanh"}, "scoring_func"),
         ({"rope_scaling": {"type": "longrope"}}, "rope_parameters"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_parameters"),
+        ({"rope_scaling": "yarn"}, "rope_parameters"),
+        ({"rope_scaling": YARN | {"attention_factor": 1.28}}, "rope_parameters"),
+        ({"rope_scaling": YARN | {"attention_factor": None}}, "rope_parameters"),
+        ({"rope_scaling": YARN | {"rope_theta": 5000.0}}, "rope_parameters"),
+        ({"rope_scaling": YARN | {"partial_rotary_factor": 0.5}}, "rope_parameters"),
+        ({"rope_scaling": YARN | {"factor": "16"}}, "yarn.factor"),
+        (
+            {"rope_scaling": YARN | {"original_max_position_embeddings": 65536.5}},
+            "yarn.original_max_position_embeddings",
+        ),
+        ({"rope_scaling": YARN | {"beta_fast": 1, "beta_slow": 32}}, "yarn.beta_fast"),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": 3}}, "yarn"),
+        ({"rope_scaling": YARN, "compress_rope_theta": 1}, "compress_rope_theta"),
+        ({"rope_scaling": {"main": MAIN}}, "rope_parameters"),
+        ({"rope_scaling": NESTED | {"main": COMPRESS}}, "rope_parameters"),
+        ({"rope_scaling": NESTED | {"main": MAIN | {"partial_rotary_factor": 0.25}}}, "rope_parameters"),
+        ({"rope_scaling": {"main": MAIN, "compress": YARN | MAIN | {"rope_type": "yarn"}}}, "rope_parameters"),
+        ({"rope_scaling": {"main": {}, "compress": {"rope_theta": 10000.0}}}, "partial_rotary_factor"),
+        ({"rope_scaling": NESTED | {"compress": {}}}, "rope_parameters"),
         ({"rope_theta": -1.0}, "rope_theta"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
     ],
@@ -181,6 +325,13 @@ def test_bad_configs_name_the_field(changes: dict[str, Any], field: str) -> None
         ({"head_dim": True}, "head_dim"),
         ({"head_dim": 32.0}, "head_dim"),
         ({"num_mtp_layers": -1}, "num_mtp_layers"),
+        ({"num_mtp_layers": 10**9}, "num_mtp_layers"),
+        ({"hc_sinkhorn_iters": 10**9}, "hc_sinkhorn_iters"),
+        ({"layer_types": [SWA]}, "layer_types"),
+        ({"norm_topk_prob": False}, "norm_topk_prob"),
+        ({"swiglu_limit": "10"}, "swiglu_limit"),
+        ({"rope_theta": True}, "rope_theta"),
+        ({"yarn": {"factor": 16}}, "yarn"),
     ],
 )
 def test_impossible_values_are_refused_on_construction(changes: dict[str, Any], field: str) -> None:

@@ -111,18 +111,11 @@ def hadamard(x: jax.Array) -> jax.Array:
 def inv_frequencies(rope_dim: int, theta: float, yarn: YarnScaling | None = None) -> np.ndarray:
     """RoPE frequencies theta^(-2i / rope_dim), scaled by YaRN if given (spec 2.1). [rope_dim / 2] float32.
 
-    YaRN divides slow pairs by `factor`, keeps fast pairs, and is linear in between; the bounds are
-    the pairs that turn `beta_fast` and `beta_slow` times within the original context.
+    YaRN divides slow pairs by `factor`, keeps fast pairs, and is linear in between.
     """
     freq = theta ** (-np.arange(0, rope_dim, 2, dtype=np.float64) / rope_dim)
     if yarn is not None:
-
-        def pair_turning(rotations: float) -> float:
-            context = yarn.original_max_position_embeddings
-            return rope_dim * np.log(context / (rotations * 2 * np.pi)) / (2 * np.log(theta))
-
-        low = max(np.floor(pair_turning(yarn.beta_fast)), 0)
-        high = min(np.ceil(pair_turning(yarn.beta_slow)), rope_dim - 1)
+        low, high = yarn.ramp(rope_dim, theta)
         ramp = np.clip((np.arange(rope_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
         freq = freq * (1 - ramp) + freq / yarn.factor * ramp
     return freq.astype(np.float32)

@@ -1,0 +1,92 @@
+"""What others wrote, read, checked and shown within bounds.
+
+JSON of limited size and depth, fields of a config by type and range, any value as one short line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import reprlib
+from typing import Any
+
+from .errors import ConfigError
+
+__all__ = ["INT32_MAX", "check_integer", "check_number", "parse_json", "plain", "read_json", "shown"]
+
+INT32_MAX = 2**31 - 1
+_FLOAT32 = (1e-37, 3e38)
+_LONGEST_NAME = 200
+
+
+class _Short(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to print integers of more than 4300 digits.
+        return repr(x) if x.bit_length() <= 128 else f"an integer of {x.bit_length()} bits"
+
+
+_SHORT = _Short()
+_SHORT.maxstring = _SHORT.maxother = _LONGEST_NAME
+
+
+def shown(value: object) -> str:
+    """The value as one short line, however long, deep or odd it is."""
+    return " ".join(_SHORT.repr(value).split())
+
+
+def plain(name: str) -> str:
+    """A name as it is if it is short and printable, else `shown`."""
+    return name if name.isprintable() and len(name) <= _LONGEST_NAME else shown(name)
+
+
+def check_integer(field: str, value: Any, least: int = 1, most: int = INT32_MAX) -> int:
+    """The value if it is an integer in this range, which a bool is not."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(field, f"must be an integer from {least} to {most}, got {shown(value)}")
+    return value
+
+
+def check_number(field: str, value: Any, least: float = _FLOAT32[0], most: float = _FLOAT32[1]) -> float:
+    """The value if it is an integer or float in this range, which a bool and NaN are not."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(field, f"must be a number from {least:g} to {most:g}, got {shown(value)}")
+    return value
+
+
+def parse_json(data: bytes, *, unique_keys: bool = False) -> Any:
+    """The JSON value of UTF-8 text. With `unique_keys`, an object that says a key twice is refused.
+
+    Raises:
+        ValueError: says in one line why this is no such text.
+    """
+    try:
+        return json.loads(data.decode(), object_pairs_hook=_unique if unique_keys else None)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def read_json(path: pathlib.Path, most_bytes: int, *, unique_keys: bool = False) -> Any:
+    """The JSON value of a file, of which no more than `most_bytes` are read.
+
+    Raises:
+        ValueError: the file cannot be read, is larger, or holds no JSON; says why in one line.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > most_bytes:
+                raise ValueError(f"{size} bytes, at most {most_bytes} are read")
+            data = file.read(size)
+    except OSError as error:
+        raise ValueError(error.strerror) from None
+    return parse_json(data, unique_keys=unique_keys)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    items = dict(pairs)
+    if len(items) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {shown(twice)} is given twice")
+    return items
