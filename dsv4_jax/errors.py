@@ -36,6 +36,7 @@ __all__ = [
     "StoreFormatError",
     "StoreFullError",
     "StoreLockedError",
+    "StoreTimeoutError",
     "TraceError",
     "TransitionError",
 ]
@@ -217,6 +218,10 @@ class StoreFullError(StoreError):
 
 class StoreBusyError(StoreError):
     """Back-pressure: a request did not fit the queue within its time limit. Nothing was accepted."""
+
+
+class StoreTimeoutError(StoreError, TimeoutError):
+    """A store did not answer in time. What it was asked may still happen."""
 
 
 class StoreFormatError(StoreError, ValueError):
