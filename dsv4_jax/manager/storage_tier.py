@@ -119,9 +119,23 @@ class StorageTier:
         Args:
             blocks, snapshots: which of these keys storage probably has.
         """
-        cache, tree = self._cache, self._cache.tree
+        return self.plan_fetch(self.digests(tokens, namespace=namespace, items=items), blocks, snapshots)
+
+    def digests(
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        *,
+        namespace: Namespace | None = None,
+        items: Iterable[MediaItem] = (),
+    ) -> list[bytes]:
+        """Of the blocks that a request with this prompt could find. Raises `HashError`."""
         hasher = BlockHasher(self._manager._hashing, tokens, namespace=namespace, items=items)
-        path = self._path(hasher.digests[: max(len(tokens) - 1, 0) // hasher.spec.block_tokens], blocks)
+        return hasher.digests[: max(len(tokens) - 1, 0) // hasher.spec.block_tokens]
+
+    def plan_fetch(self, digests: list[bytes], blocks: Contains, snapshots: Contains) -> list[StorageMove]:
+        """`plan_reads` of a prompt with these `digests`: for who asks storage first and plans when it has answered."""
+        cache, tree = self._cache, self._cache.tree
+        path = self._path(digests, blocks)
         known = snapshots([node.digest for node in path]) if path else []
         ends = [i + 1 for i, node in enumerate(path) if known[i] or node.snapshot is not None]
         path = path[: ends[-1]] if ends else []

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import StoreClosedError, StoreError, StoreFormatError, StoreTimeoutError
+from ..errors import StoreClosedError, StoreError, StoreTimeoutError
 from .slab_record import HEADER_BYTES, MAX_KEY_BYTES, RecordHeader, checksum, pack_header, unpack_header
 from .store import (
     Buffers,
@@ -27,6 +27,7 @@ from .store import (
     check_keys,
     check_process,
     check_records,
+    check_seconds,
     fingerprint_digest,
 )
 
@@ -68,9 +69,7 @@ class KvBlockStore:
         self.key_bytes = check_count("key_bytes", key_bytes, MAX_KEY_BYTES)
         self._in_flight = check_count("in_flight", in_flight)
         self._fingerprint = fingerprint_digest(fingerprint)
-        if not isinstance(deadline, int | float) or not 0 < deadline < threading.TIMEOUT_MAX:
-            raise StoreFormatError(f"deadline must be a positive number of seconds, got {deadline!r}")
-        self._deadline = float(deadline)
+        self._deadline = check_seconds("deadline", deadline)
         try:
             import tensorstore
         except ImportError as error:

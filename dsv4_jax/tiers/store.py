@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import operator
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -27,6 +28,7 @@ __all__ = [
     "check_keys",
     "check_process",
     "check_records",
+    "check_seconds",
     "check_switch",
     "fingerprint_digest",
 ]
@@ -134,6 +136,13 @@ def check_count(name: str, value: Any, most: int = _MOST, error: type[CacheError
         shown = f"{type(value).__name__} {value!r:.40}" if count.bit_length() <= 64 else f"{count.bit_length()} bits"
         raise error(f"{name} must be an integer in 1..{most}, got {shown}")
     return count
+
+
+def check_seconds(name: str, value: Any) -> float:
+    """A setting as a time that threads can wait. Raises `StoreFormatError` if it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < threading.TIMEOUT_MAX:
+        raise StoreFormatError(f"{name} must be a positive number of seconds, got {type(value).__name__} {value!r:.40}")
+    return float(value)
 
 
 def check_switch(name: str, value: Any) -> bool:
