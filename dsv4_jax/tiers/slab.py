@@ -198,7 +198,7 @@ class SlabStore:
                             self._index.move_to_end(key)
                         else:
                             new.setdefault(key, i)
-                    slots, evicted = self._take(len(new), keep=set(keys))
+                    evicted = self._take(len(new), set(keys), slots)
                     first = self._generation + 1
                     self._generation += len(new)
                 self._file.write_headers(dict.fromkeys(evicted, _BLANK))
@@ -264,26 +264,27 @@ class SlabStore:
 
     # Under the lock, `_using` excepted.
 
-    def _take(self, count: int, keep: set[bytes]) -> tuple[list[int], list[int]]:
-        """Slots in ascending order, and those among them whose headers the caller must blank before anything else.
+    def _take(self, count: int, keep: set[bytes], slots: list[int]) -> list[int]:
+        """Takes `slots`, in ascending order; returns those whose headers the caller must blank before anything else.
 
-        Evicts the least recently used records that are not in `keep` if too few slots are free.
+        Evicts the least recently used records that are not in `keep` if too few slots are free. Cut off anywhere, what
+        it has put in `slots` can be given back.
         """
         short = max(0, count - len(self._free))
-        victims: list[bytes] = []
-        if short:
-            victims = [key for _, key in zip(range(short), (k for k in self._index if k not in keep), strict=False)]
-            if len(victims) < short:
-                raise StoreFullError(
-                    f"{count} records need slots, {len(self._free) + len(victims)} of {self.max_records} can be had: "
-                    "the others are being written"
-                )
-        evicted = [self._index.pop(key).slot for key in victims]
-        self._stats.evicted += short
+        victims = [key for _, key in zip(range(short), (k for k in self._index if k not in keep), strict=False)]
+        if len(victims) < short:
+            raise StoreFullError(
+                f"{count} records need slots, {len(self._free) + len(victims)} of {self.max_records} can be had: "
+                "the others are being written"
+            )
+        evicted = [self._index[key].slot for key in victims]
         left = len(self._free) - (count - short)
-        slots = self._free[left:] + evicted
+        slots += sorted(self._free[left:] + evicted)
         del self._free[left:]
-        return sorted(slots), evicted
+        for key in victims:
+            del self._index[key]
+        self._stats.evicted += short
+        return evicted
 
     def _give_back(self, slots: list[int]) -> None:
         """Slots of a write that was cut off, anywhere: those that nobody has now are free."""
@@ -321,14 +322,17 @@ class SlabStore:
     def _using(self) -> Iterator[None]:
         """Around a call: `close` waits for it."""
         check_process(self._process)  # before the lock, which a thread that a fork left behind may hold
-        with self._lock:
-            if self._closed:
-                raise StoreClosedError("the store is closed")
-            self._file.check()
-            self._calls += 1
+        counted = False
         try:
+            with self._lock:
+                if self._closed:
+                    raise StoreClosedError("the store is closed")
+                self._file.check()
+                self._calls += 1
+                counted = True
             yield
         finally:
-            with self._lock:
-                self._calls -= 1
-                self._idle.notify_all()
+            if counted:
+                with self._lock:
+                    self._calls -= 1
+                    self._idle.notify_all()

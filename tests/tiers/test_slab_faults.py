@@ -295,6 +295,45 @@ def test_faults_at_any_system_call(path, monkeypatch, error):
     store.close()
 
 
+def test_an_interrupt_while_slots_are_taken_loses_none(path):
+    """At every line of `_take`: what it has taken by then is free again, or still in the index."""
+
+    def interrupt_at(line: int):
+        def trace(frame, event, arg):
+            if frame.f_code is not SlabStore._take.__code__:
+                return None
+
+            def count(frame, event, arg):
+                nonlocal line
+                line -= event == "line"
+                if not line and event == "line":
+                    raise KeyboardInterrupt
+                return count
+
+            return count
+
+        return trace
+
+    small, before, line = {"record_bytes": 24}, sys.gettrace(), 0
+    interrupted = True
+    while interrupted:
+        line += 1
+        with make_slab(path, 4, **small) as store:
+            store.write(keys(0, 1, 2), records(0, 1, 2, record_bytes=24))
+            sys.settrace(interrupt_at(line))
+            try:
+                store.write(keys(1, 7, 8), records(1, 7, 8, record_bytes=24))  # one free slot, one eviction
+                interrupted = False
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(before)
+            slots = sorted([entry.slot for entry in store._index.values()] + store._free)
+            assert slots == [0, 1, 2, 3], line
+        path.unlink()
+    assert line > 8
+
+
 FORK = """
 import os, signal, sys, time
 import numpy as np
