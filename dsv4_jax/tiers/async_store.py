@@ -167,17 +167,33 @@ class AsyncStore:
                 raise StoreBusyError(
                     f"{size} bytes did not fit within {timeout} s: {self._bytes} of {self.queue_bytes} bytes are queued"
                 )
+            self._queue(call)
             self._bytes += size
             self._unfinished += 1
-            earlier = {id(self._last[key]): self._last[key] for key in call.keys if key in self._last}
+            self._change.notify_all()
+        return call.future
+
+    def _queue(self, call: _Call) -> None:
+        """Puts a call behind the latest ones that share a key with it: wholly, or not at all."""
+        latest = {key: self._last.get(key) for key in call.keys}
+        earlier = {id(other): other for other in latest.values() if other is not None}
+        try:
+            self._last.update(dict.fromkeys(call.keys, call))
             for other in earlier.values():
                 other.followers.append(call)
             call.waits_for = len(earlier)
-            self._last.update(dict.fromkeys(call.keys, call))
-            if not call.waits_for:
+            if not earlier:
                 self._ready.append(call)
-                self._change.notify_all()
-        return call.future
+        except BaseException:
+            for key, other in latest.items():
+                if other is None:
+                    self._last.pop(key, None)
+                else:
+                    self._last[key] = other
+            for queue in (self._ready, *(other.followers for other in earlier.values())):
+                if call in queue:
+                    queue.remove(call)
+            raise
 
     def _run(self) -> None:
         while self._run_one():

@@ -120,7 +120,8 @@ class SlabStore:
 
     def _load(self) -> None:
         """Rebuild the index from the headers; blank what cannot be used so that it is counted once."""
-        table = self._file.read_headers()
+        with self._file.opening():
+            table, unreadable = self._file.read_headers()
         found: dict[bytes, _Entry] = {}
         useless: list[int] = []
         for slot in np.flatnonzero(np.frombuffer(table, np.uint8).reshape(-1, HEADER_BYTES).any(1)).tolist():
@@ -141,7 +142,9 @@ class SlabStore:
                 found[header.key] = _Entry(slot, header.generation, header.digest)
         self._file.write_headers(dict.fromkeys(useless, _BLANK))
         self._index.update(sorted(found.items(), key=lambda item: item[1].generation))
-        used = {entry.slot for entry in found.values()}
+        used = unreadable.union(
+            entry.slot for entry in found.values()
+        )  # the former rest until the file is opened again
         self._free = [slot for slot in reversed(range(self.max_records)) if slot not in used]
 
     def _is_possible(self, header: RecordHeader) -> bool:

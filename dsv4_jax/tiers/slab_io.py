@@ -118,11 +118,31 @@ class SlabFile(OwnedFile):
             return PAGE
         return _SECTOR
 
-    def read_headers(self) -> bytes:
-        """All record headers, `HEADER_BYTES` each."""
-        table = bytearray(self.slots * HEADER_BYTES)
-        move_all(os.preadv, self.headers, [memoryview(table)], PAGE)
-        return bytes(table)
+    def read_headers(self) -> tuple[bytes, set[int]]:
+        """All record headers, `HEADER_BYTES` each, and the slots of those that the disk cannot read: blank here."""
+        table = memoryview(bytearray(self.slots * HEADER_BYTES))
+        try:
+            move_all(os.preadv, self.headers, [table], PAGE)
+        except OSError as error:
+            if error.errno not in _UNREADABLE:
+                raise
+            unreadable = {slot for start in range(0, len(table), PAGE) for slot in self._unreadable(table, start)}
+            if len(unreadable) == self.slots:
+                raise
+            return bytes(table), unreadable
+        return bytes(table), set()
+
+    def _unreadable(self, table: memoryview, start: int) -> range:
+        """Reads a page of headers alone; the slots of it if the disk cannot."""
+        page = table[start : start + PAGE]
+        try:
+            move_all(os.preadv, self.headers, [page], PAGE + start)
+        except OSError as error:
+            if error.errno not in _UNREADABLE:
+                raise
+            page[:] = bytes(len(page))
+            return range(start // HEADER_BYTES, (start + len(page)) // HEADER_BYTES)
+        return range(0)
 
     def write_headers(self, headers: dict[int, bytes]) -> None:
         """Write the headers of some slots, neighbours in one call. Raises `StoreFullError`, `StoreError`."""

@@ -97,6 +97,32 @@ def test_a_bad_sector_on_a_disk_that_cannot_be_written(path, monkeypatch):
         assert read(store, 0, 2, 3, 5, 6, 7, 8) == [0, 2, 3, 5, 6, 7, 8]
 
 
+def test_a_bad_sector_among_the_headers_costs_its_own_slots(path, monkeypatch):
+    """A page of headers is 32 slots: they rest, the others serve."""
+    small, bad = {"record_bytes": 24}, []
+
+    def preadv(file, views, offset):
+        if any(offset < end and start < offset + sum(map(len, views)) for start, end in bad):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return PREADV(file, views, offset)
+
+    with make_slab(path, 96, **small) as store:
+        store.write(keys(*range(80)), records(*range(80), record_bytes=24))
+        kept = [i for i in range(80) if not 32 <= store._index[key(i)].slot < 64]
+    monkeypatch.setattr(os, "preadv", preadv)
+    bad.append((4096 + 4096, 4096 + 8192))
+    with make_slab(path, 96, **small) as store:
+        assert read(store, *range(80)) == kept and store.stats().records == 48
+        store.write(keys(*range(100, 164)), records(*range(100, 164), record_bytes=24))
+        assert read(store, *range(100, 164)) == list(range(100, 164)) and store.stats().records == 64
+    bad[:] = [(4096, 4 * 4096)]  # all of them: that is no bad sector
+    with pytest.raises(StoreError, match=r"cannot open .*Input/output"):
+        make_slab(path, 96, **small)
+    bad.clear()
+    with make_slab(path, 96, **small) as store:
+        assert read(store, *range(100, 164)) == list(range(100, 164)) and store.stats().corrupted == 0
+
+
 def test_other_errors_of_reading_are_the_callers(path, monkeypatch):
     def fail(*call):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))

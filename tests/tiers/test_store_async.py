@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import subprocess
 import sys
 import threading
@@ -294,6 +295,36 @@ def test_every_close_returns_when_the_store_is_closed():
     for closer in closers:
         closer.join(30)
     assert gate.closed
+
+
+@pytest.mark.parametrize("where", ["_ready", "_last"])
+def test_a_call_that_cannot_be_queued_was_not_accepted(where):
+    gate = Gate()
+
+    class Deque(collections.deque):
+        def append(self, call):
+            super().append(call)
+            raise MemoryError
+
+    class Dict(dict):
+        def update(self, *items):
+            super().update(*items)
+            raise MemoryError
+
+    with AsyncStore(gate, workers=1) as store:
+        first = store.write(keys(1), records(1))
+        assert gate.started.acquire(timeout=30)
+        there = getattr(store, where)
+        setattr(store, where, Deque(there) if where == "_ready" else Dict(there))
+        with pytest.raises(MemoryError):
+            store.write(keys(2) if where == "_ready" else keys(1, 2), records(1, 2)[: 2 - (where == "_ready")])
+        setattr(store, where, type(there)(getattr(store, where)))
+        assert store.pending_bytes == RECORD_BYTES
+        later = store.delete(keys(1, 2))
+        gate.open.set()
+        assert first.result(30).all() and later.result(30).all()
+        store.drain(30)
+    assert [name for name, _ in gate.done] == ["write", "delete"]
 
 
 def test_threads_that_cannot_be_had(monkeypatch):
