@@ -85,16 +85,7 @@ def test_a_hanging_store_is_a_miss_and_nobody_waits(engine, scope, name) -> None
     assert engine.fetch(PROMPT) == 5  # the store is well again
 
 
-NONSENSE = [
-    np.ones(9, bool),
-    np.ones((4, 1), bool),
-    object(),
-    7,
-    "yes",
-    StoreError("no"),
-    RuntimeError("no"),
-    SystemExit(),
-]
+NONSENSE = [np.ones(9, bool), object(), StoreError("no"), SystemExit()]
 
 
 @pytest.mark.parametrize("scope", [0, 1])
@@ -199,7 +190,7 @@ def test_a_copy_that_fails_leaves_the_books_whole(engine, monkeypatch, name, err
 def test_random_traces_over_faulty_stores(tmp_path) -> None:
     """Whatever the stores do, what comes back has the bytes that were saved, and in the end all is accounted for."""
     rng, engine, hits = random.Random(5), Engine(tmp_path), 0
-    again(engine, lookup_deadline=0.01, deadline=0.02)
+    again(engine, lookup_deadline=0.05, deadline=0.05)
     for store in engine.stores:
         for name in ("contains", "read_into", "write"):
             setattr(store.store, name, sometimes(getattr(store.store, name), rng))
@@ -232,7 +223,7 @@ def sometimes(work, rng: random.Random):
         if kind < 0.1:
             raise OSError("now and then")
         if kind < 0.2:
-            time.sleep(0.03)
+            time.sleep(0.07)
         answer = work(*arguments)
         return answer[:-1] if 0.2 < kind < 0.25 else answer
 
