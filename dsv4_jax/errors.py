@@ -43,6 +43,7 @@ __all__ = [
     "StoreFullError",
     "StoreLockedError",
     "SwapPlanError",
+    "StoreTimeoutError",
     "TraceError",
     "TransferError",
     "TransferTimeoutError",
@@ -255,6 +256,10 @@ class StoreFullError(StoreError):
 
 class StoreBusyError(StoreError):
     """Back-pressure: a request did not fit the queue within its time limit. Nothing was accepted."""
+
+
+class StoreTimeoutError(StoreError, TimeoutError):
+    """A store did not answer in time. What it was asked may still happen."""
 
 
 class StoreFormatError(StoreError, ValueError):

@@ -127,8 +127,21 @@ class StorageTier:
             HashError: as `KVCacheManager.admit_request`.
             PlanError: an answer is not one per key.
         """
+        return self.plan_fetch(self.digests(tokens, namespace=namespace, items=items), blocks, snapshots)
+
+    def digests(
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        *,
+        namespace: Namespace | None = None,
+        items: Iterable[MediaItem] = (),
+    ) -> list[bytes]:
+        """Of the blocks that a request with this prompt could find. Raises `HashError`."""
         hasher = BlockHasher(self._manager._hashing, tokens, namespace=namespace, items=items)
-        digests = hasher.digests[: max(hasher.num_tokens - 1, 0) // hasher.spec.block_tokens]
+        return hasher.digests[: max(hasher.num_tokens - 1, 0) // hasher.spec.block_tokens]
+
+    def plan_fetch(self, digests: list[bytes], blocks: Contains, snapshots: Contains) -> list[StorageMove]:
+        """`plan_reads` of a prompt with these `digests`: for who asks storage first and plans when it has answered."""
         self._manager._guard.check()
         near = self._near(digests)
         rest = digests[len(near) :]
@@ -137,10 +150,10 @@ class StorageTier:
         found = _answers(blocks, rest)
         digests = digests[: len(near) + (found.index(False) if False in found else len(found))]
         states = _answers(snapshots, digests)
-        with self._manager._guard("plan_reads"):
-            return self._plan_reads(digests, states)
+        with self._manager._guard("plan_fetch"):
+            return self._plan_fetch(digests, states)
 
-    def _plan_reads(self, digests: list[bytes], states: list[bool]) -> list[StorageMove]:
+    def _plan_fetch(self, digests: list[bytes], states: list[bool]) -> list[StorageMove]:
         """`digests`: of blocks that the cache or storage has; `states`: of which storage has a snapshot."""
         cache, tree = self._cache, self._cache.tree
         path = self._near(digests)

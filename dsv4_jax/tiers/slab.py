@@ -24,14 +24,25 @@ from typing import Literal
 
 import numpy as np
 
-from ..errors import StoreClosedError, StoreFormatError, StoreFullError
+from ..errors import StoreClosedError, StoreError, StoreFormatError, StoreFullError
 from .slab_io import SlabFile
 from .slab_record import HEADER_BYTES, MAX_KEY_BYTES, RecordHeader, checksums, pack_header, unpack_header
-from .store import Buffers, Flags, StoreStats, check_keys, check_records, fingerprint_digest
+from .store import (
+    Buffers,
+    Flags,
+    StoreStats,
+    check_count,
+    check_keys,
+    check_process,
+    check_records,
+    check_switch,
+    fingerprint_digest,
+)
 
 __all__ = ["SlabStore"]
 
 _BLANK = bytes(HEADER_BYTES)
+_MOST_GENERATION = 1 << 62  # no store comes so far, and one that goes on from here stays within 64 bits
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +59,8 @@ class SlabStore:
     most recent, `contains` does not. What is kept across a restart is the order of writing.
 
     Args:
-        path: the file, made if absent. One process, one store at a time.
+        path: the file, made (mode 0600) if absent or empty; no symbolic link. One process, one store at a time. Whoever
+            can write it decides what is served (see docs/tiers.md).
         record_bytes: size of every record (`block_record(layout).bytes` for blocks).
         max_records: slots of the file.
         fingerprint: of the layout (`CacheLayout.fingerprint`). Records another layout left in the file are counted as
@@ -63,8 +75,12 @@ class SlabStore:
         preallocate: reserve a new file's room at once, so that a full disk is found here and not later, and writing
             is faster (by a third with `direct` on ext4). Without, the file takes room as records come.
 
+    A record that the disk cannot read, alone neither, is a miss and forgotten, as one that is damaged. After a failed
+    fsync every call raises `StoreError` until the store is closed and opened again: what the disk has is unknown then.
+
     Raises:
-        StoreLockedError, StoreFormatError, StoreFullError, StoreError: see those.
+        StoreFormatError: a setting of a wrong type or size; a file of another kind, or with other sizes.
+        StoreLockedError, StoreFullError, StoreError: see those. A new file is not there then.
     """
 
     def __init__(
@@ -79,14 +95,12 @@ class SlabStore:
         direct: bool = False,
         preallocate: bool = True,
     ):
-        if record_bytes < 1 or max_records < 1 or not 1 <= key_bytes <= MAX_KEY_BYTES:
-            raise StoreFormatError(
-                f"a store needs record_bytes >= 1, max_records >= 1 and key_bytes in 1..{MAX_KEY_BYTES}, "
-                f"got {record_bytes}, {max_records}, {key_bytes}"
-            )
+        self.record_bytes = check_count("record_bytes", record_bytes)
+        self.max_records = check_count("max_records", max_records)
+        self.key_bytes = check_count("key_bytes", key_bytes, MAX_KEY_BYTES)
         if sync not in ("close", "write"):
             raise StoreFormatError(f"sync must be 'close' or 'write', got {sync!r}")
-        self.record_bytes, self.max_records, self.key_bytes = record_bytes, max_records, key_bytes
+        direct, preallocate = check_switch("direct", direct), check_switch("preallocate", preallocate)
         self._fingerprint, self._sync = fingerprint_digest(fingerprint), sync
         self._lock = threading.Lock()
         self._index: collections.OrderedDict[bytes, _Entry] = collections.OrderedDict()  # least recently used first
@@ -94,8 +108,10 @@ class SlabStore:
         self._generation = 0
         self._calls = 0  # calls that use the file now; close() waits for them
         self._idle = threading.Condition(self._lock)
-        self._closed = False
-        self._file = SlabFile(path, record_bytes, max_records, key_bytes, direct=direct, preallocate=preallocate)
+        self._closed, self._process = False, os.getpid()
+        self._file = SlabFile(
+            path, self.record_bytes, self.max_records, self.key_bytes, direct=direct, preallocate=preallocate
+        )
         try:
             self._load()
         except BaseException:
@@ -104,12 +120,13 @@ class SlabStore:
 
     def _load(self) -> None:
         """Rebuild the index from the headers; blank what cannot be used so that it is counted once."""
-        table = self._file.read_headers()
+        with self._file.opening():
+            table, unreadable = self._file.read_headers()
         found: dict[bytes, _Entry] = {}
         useless: list[int] = []
         for slot in np.flatnonzero(np.frombuffer(table, np.uint8).reshape(-1, HEADER_BYTES).any(1)).tolist():
             header = unpack_header(table[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES])
-            if header is None:
+            if header is None or not self._is_possible(header):
                 self._stats.corrupted += 1
                 useless.append(slot)
                 continue
@@ -125,15 +142,21 @@ class SlabStore:
                 found[header.key] = _Entry(slot, header.generation, header.digest)
         self._file.write_headers(dict.fromkeys(useless, _BLANK))
         self._index.update(sorted(found.items(), key=lambda item: item[1].generation))
-        used = {entry.slot for entry in found.values()}
+        used = unreadable.union(
+            entry.slot for entry in found.values()
+        )  # the former rest until the file is opened again
         self._free = [slot for slot in reversed(range(self.max_records)) if slot not in used]
+
+    def _is_possible(self, header: RecordHeader) -> bool:
+        """Whether a store of these sizes can have written it."""
+        sizes = len(header.key), header.record_bytes
+        return sizes == (self.key_bytes, self.record_bytes) and header.generation < _MOST_GENERATION
 
     # The protocol.
 
     def contains(self, keys: Sequence[bytes]) -> Flags:
         keys = check_keys(keys, self.key_bytes)
-        with self._lock:
-            self._check_open()
+        with self._using(), self._lock:
             return np.array([key in self._index for key in keys], bool)
 
     def read_into(self, keys: Sequence[bytes], buffers: Buffers) -> Flags:
@@ -159,7 +182,7 @@ class SlabStore:
                 self._stats.corrupted += len(bad)
                 self._stats.read += int(good.sum())
                 self._stats.missed += int((~good).sum())
-                self._forget(list(bad))
+                self._forget_unreadable(list(bad))
         return good
 
     def write(self, keys: Sequence[bytes], records: Buffers) -> Flags:
@@ -168,18 +191,19 @@ class SlabStore:
         if len(set(keys)) > self.max_records:
             raise StoreFullError(f"a batch of {len(set(keys))} records into a store of {self.max_records}")
         added = np.zeros(len(keys), bool)
+        slots: list[int] = []
         with self._using():
-            with self._lock:
-                new: dict[bytes, int] = {}
-                for i, key in enumerate(keys):
-                    if key in self._index:
-                        self._index.move_to_end(key)
-                    else:
-                        new.setdefault(key, i)
-                slots, evicted = self._take(len(new), keep=set(keys))
-                first = self._generation + 1
-                self._generation += len(new)
             try:
+                with self._lock:
+                    new: dict[bytes, int] = {}
+                    for i, key in enumerate(keys):
+                        if key in self._index:
+                            self._index.move_to_end(key)
+                        else:
+                            new.setdefault(key, i)
+                    evicted = self._take(len(new), set(keys), slots)
+                    first = self._generation + 1
+                    self._generation += len(new)
                 self._file.write_headers(dict.fromkeys(evicted, _BLANK))
                 chosen, some = dict(zip(new, slots, strict=True)), [views[i] for i in new.values()]
                 generations = range(first, first + len(new))
@@ -192,13 +216,13 @@ class SlabStore:
                 if self._sync == "write" and new:
                     self._file.sync()  # a header must not reach the disk before its record
                 self._file.write_headers({chosen[key]: pack_header(header) for key, header in headers.items()})
+                with self._lock:
+                    for key in self._publish(headers, chosen):
+                        added[new[key]] = True
             except BaseException:
                 with self._lock:
-                    self._free.extend(slots)
+                    self._give_back(slots)
                 raise
-            with self._lock:
-                for key in self._publish(headers, chosen):
-                    added[new[key]] = True
             if self._sync == "write" and new:
                 self._file.sync()
         return added
@@ -213,6 +237,7 @@ class SlabStore:
             return np.array([key in there and first[key] == i for i, key in enumerate(keys)], bool)
 
     def stats(self) -> StoreStats:
+        check_process(self._process)
         with self._lock:
             return dataclasses.replace(self._stats, records=len(self._index))
 
@@ -221,15 +246,18 @@ class SlabStore:
             self._file.sync()
 
     def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
+        if os.getpid() != self._process:
+            return
+        with self._lock:  # so that every close returns when the file is let go, and one can finish another's work
             self._closed = True
             self._idle.wait_for(lambda: self._calls == 0)
-        try:
-            self._file.sync()
-        finally:
-            self._file.close()
+            if self._file.is_open:
+                try:
+                    self._file.sync()
+                except StoreError:
+                    self._file.close()
+                    raise
+                self._file.close()
 
     def __enter__(self) -> SlabStore:
         return self
@@ -239,26 +267,32 @@ class SlabStore:
 
     # Under the lock, `_using` excepted.
 
-    def _take(self, count: int, keep: set[bytes]) -> tuple[list[int], list[int]]:
-        """Slots in ascending order, and those among them whose headers the caller must blank before anything else.
+    def _take(self, count: int, keep: set[bytes], slots: list[int]) -> list[int]:
+        """Takes `slots`, in ascending order; returns those whose headers the caller must blank before anything else.
 
-        Evicts the least recently used records that are not in `keep` if too few slots are free.
+        Evicts the least recently used records that are not in `keep` if too few slots are free. Cut off anywhere, what
+        it has put in `slots` can be given back.
         """
         short = max(0, count - len(self._free))
-        victims: list[bytes] = []
-        if short:
-            victims = [key for _, key in zip(range(short), (k for k in self._index if k not in keep), strict=False)]
-            if len(victims) < short:
-                raise StoreFullError(
-                    f"{count} records need slots, {len(self._free) + len(victims)} of {self.max_records} can be had: "
-                    "the others are being written"
-                )
-        evicted = [self._index.pop(key).slot for key in victims]
-        self._stats.evicted += short
+        victims = [key for _, key in zip(range(short), (k for k in self._index if k not in keep), strict=False)]
+        if len(victims) < short:
+            raise StoreFullError(
+                f"{count} records need slots, {len(self._free) + len(victims)} of {self.max_records} can be had: "
+                "the others are being written"
+            )
+        evicted = [self._index[key].slot for key in victims]
         left = len(self._free) - (count - short)
-        slots = self._free[left:] + evicted
+        slots += sorted(self._free[left:] + evicted)
         del self._free[left:]
-        return sorted(slots), evicted
+        for key in victims:
+            del self._index[key]
+        self._stats.evicted += short
+        return evicted
+
+    def _give_back(self, slots: list[int]) -> None:
+        """Slots of a write that was cut off, anywhere: those that nobody has now are free."""
+        held = {entry.slot for entry in self._index.values()}.union(self._free)
+        self._free.extend(slot for slot in slots if slot not in held)
 
     def _forget(self, keys: list[bytes]) -> None:
         """Blank the headers, then let the slots go: a slot that is written to never has a header."""
@@ -268,6 +302,14 @@ class SlabStore:
             del self._index[key]
         self._free.extend(slots)
 
+    def _forget_unreadable(self, keys: list[bytes]) -> None:
+        """`_forget`; on a disk that cannot be written either, the slots rest until the file is opened again."""
+        try:
+            self._forget(keys)
+        except StoreError:
+            for key in keys:
+                del self._index[key]
+
     def _publish(self, headers: dict[bytes, RecordHeader], chosen: dict[bytes, int]) -> list[bytes]:
         """Make written records visible; a key another thread made visible first gives its slot back."""
         fresh = [key for key in headers if key not in self._index]
@@ -275,25 +317,25 @@ class SlabStore:
         for key in fresh:
             self._index[key] = _Entry(chosen[key], headers[key].generation, headers[key].digest)
         self._stats.written += len(fresh)
-        try:
-            self._file.write_headers(dict.fromkeys(late, _BLANK))
-        finally:
-            self._free.extend(late)
+        self._file.write_headers(dict.fromkeys(late, _BLANK))
+        self._free.extend(late)
         return fresh
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreClosedError("the store is closed")
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[None]:
-        """Around a call that uses the file: `close` waits for it."""
-        with self._lock:
-            self._check_open()
-            self._calls += 1
+        """Around a call: `close` waits for it."""
+        check_process(self._process)  # before the lock, which a thread that a fork left behind may hold
+        counted = False
         try:
+            with self._lock:
+                if self._closed:
+                    raise StoreClosedError("the store is closed")
+                self._file.check()
+                self._calls += 1
+                counted = True
             yield
         finally:
-            with self._lock:
-                self._calls -= 1
-                self._idle.notify_all()
+            if counted:
+                with self._lock:
+                    self._calls -= 1
+                    self._idle.notify_all()

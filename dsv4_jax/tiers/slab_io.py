@@ -13,10 +13,8 @@ much as a checksum. Knows nothing of keys, and takes no lock but the file's.
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
-import pathlib
 import struct
 import threading
 import zlib
@@ -24,7 +22,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import StoreError, StoreFormatError, StoreFullError, StoreLockedError
+from ..errors import StoreError, StoreFormatError
+from .owned_file import OwnedFile, move_all, typed
 from .slab_record import HEADER_BYTES
 
 __all__ = ["SlabFile"]
@@ -35,30 +34,33 @@ _MAGIC, _VERSION = b"dsv4slab", 1
 _GEOMETRY = struct.Struct("<8sIIQQ")
 _BATCH_BYTES = 8 << 20  # one system call moves about this much; the size of a bounce buffer
 _BATCH_BUFFERS = 512  # below the kernel's limit of 1024, pads included
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MOST_BYTES = 2**63 - 1  # of a file
+# A bad sector, as the page cache, the block layer and checksumming file systems call it; an end of the file that was
+# not there before, in the middle of a sector.
+_UNREADABLE = (errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EINVAL)
 
 
 def _round_up(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
-class SlabFile:
+class SlabFile(OwnedFile):
     """An open, locked slab file of `slots` records.
 
     Args:
-        path: made, with its geometry, if it does not exist or is empty.
+        path: made, with its geometry, for its owner alone, if it does not exist or no byte was written to it.
         direct: move records with O_DIRECT.
         preallocate: have a new file's blocks reserved.
 
     Raises:
         StoreLockedError: somebody has it open.
-        StoreFormatError: it is something else, or has other sizes.
-        StoreFullError, StoreError: the file system refuses.
+        StoreFormatError: it is something else, has other sizes, or would be larger than files can be.
+        StoreFullError, StoreError: the file system refuses. A file that could not be made is not there.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | bytes | os.PathLike,
         record_bytes: int,
         slots: int,
         key_bytes: int,
@@ -66,55 +68,32 @@ class SlabFile:
         direct: bool,
         preallocate: bool,
     ):
-        self.path, self.record_bytes, self.slots = pathlib.Path(path), record_bytes, slots
+        self.record_bytes, self.slots = record_bytes, slots
         self.stride = _round_up(record_bytes)
         self.data_offset = PAGE + _round_up(slots * HEADER_BYTES)
         self._size = self.data_offset + slots * self.stride
+        if self._size > _MOST_BYTES:
+            raise StoreFormatError(
+                f"record_bytes {record_bytes} times max_records {slots} makes a file of more than {_MOST_BYTES} bytes"
+            )
         self._pad = _pages(PAGE)[: self.stride - record_bytes]
         self._scratch = _pages(PAGE)[: self._pad.size]  # where pads are read to; what it holds is never looked at
-        self._files: list[int] = []
         self._local = threading.local()
-        try:
-            self.headers = self._open(0)
-            self._lock()
+        super().__init__(path)
+        with self.opening():
             self._check_geometry(key_bytes, preallocate)
-            self.records = self._open(os.O_DIRECT) if direct else self.headers
+            self.headers = self.file
+            self.records = self.open_direct() if direct else self.headers
             self.alignment = self._find_alignment() if direct else 1
-        except OSError as error:
-            self.close()
-            if isinstance(error, StoreError):
-                raise
-            raise _typed(error, f"cannot open {self.path}{' with O_DIRECT' if direct else ''}") from error
-        except BaseException:
-            self.close()
-            raise
-
-    def _open(self, flags: int) -> int:
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o644)
-        self._files.append(file)
-        return file
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self.headers, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StoreLockedError(f"{self.path} is open in another store: a slab file has one owner") from None
 
     def _check_geometry(self, key_bytes: int, preallocate: bool) -> None:
         wanted = _GEOMETRY.pack(_MAGIC, _VERSION, key_bytes, self.record_bytes, self.slots)
-        found = os.pread(self.headers, _GEOMETRY.size + 4, 0)
-        if not found.strip(b"\0"):  # new, or its making was cut short before the header got there
-            if os.fstat(self.headers).st_size not in (0, self._size):
+        unwritten = self.is_unwritten(self._size)  # before anything is read: the page cache counts as written
+        found = os.pread(self.file, _GEOMETRY.size + 4, 0)
+        if not found.strip(b"\0"):
+            if not unwritten:
                 raise StoreFormatError(f"{self.path} is not a slab file, and not empty")
-            if preallocate:
-                os.posix_fallocate(self.headers, 0, self._size)
-            os.ftruncate(self.headers, self._size)
-            os.pwrite(self.headers, wanted + struct.pack("<I", zlib.crc32(wanted)), 0)
-            directory = os.open(self.path.resolve().parent, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(directory)  # or a power cut could take the file's name away
-            finally:
-                os.close(directory)
+            self.make(self._size, wanted + struct.pack("<I", zlib.crc32(wanted)), preallocate=preallocate)
             return
         body, crc = found[: _GEOMETRY.size], found[_GEOMETRY.size :]
         if body[:8] != _MAGIC or struct.pack("<I", zlib.crc32(body)) != crc:
@@ -126,8 +105,8 @@ class SlabFile:
                 f"asked for {self.slots} of {self.record_bytes}, keys of {key_bytes}, version {_VERSION}"
             )
         # A file cut short by an interrupted copy reads as zeros, which are refused like any wrong bytes.
-        if os.fstat(self.headers).st_size < self._size:
-            os.ftruncate(self.headers, self._size)
+        if os.fstat(self.file).st_size < self._size:
+            os.ftruncate(self.file, self._size)
 
     def _find_alignment(self) -> int:
         """What O_DIRECT asks of addresses and sizes of memory here: 512 bytes, the sector of most disks, or 4096."""
@@ -139,11 +118,31 @@ class SlabFile:
             return PAGE
         return _SECTOR
 
-    def read_headers(self) -> bytes:
-        """All record headers, `HEADER_BYTES` each."""
-        table = bytearray(self.slots * HEADER_BYTES)
-        _transfer(os.preadv, self.headers, [memoryview(table)], PAGE)
-        return bytes(table)
+    def read_headers(self) -> tuple[bytes, set[int]]:
+        """All record headers, `HEADER_BYTES` each, and the slots of those that the disk cannot read: blank here."""
+        table = memoryview(bytearray(self.slots * HEADER_BYTES))
+        try:
+            move_all(os.preadv, self.headers, [table], PAGE)
+        except OSError as error:
+            if error.errno not in _UNREADABLE:
+                raise
+            unreadable = {slot for start in range(0, len(table), PAGE) for slot in self._unreadable(table, start)}
+            if len(unreadable) == self.slots:
+                raise
+            return bytes(table), unreadable
+        return bytes(table), set()
+
+    def _unreadable(self, table: memoryview, start: int) -> range:
+        """Reads a page of headers alone; the slots of it if the disk cannot."""
+        page = table[start : start + PAGE]
+        try:
+            move_all(os.preadv, self.headers, [page], PAGE + start)
+        except OSError as error:
+            if error.errno not in _UNREADABLE:
+                raise
+            page[:] = bytes(len(page))
+            return range(start // HEADER_BYTES, (start + len(page)) // HEADER_BYTES)
+        return range(0)
 
     def write_headers(self, headers: dict[int, bytes]) -> None:
         """Write the headers of some slots, neighbours in one call. Raises `StoreFullError`, `StoreError`."""
@@ -156,32 +155,54 @@ class SlabFile:
         self._move(slots, records, write=True)
 
     def read_records(self, slots: Sequence[int], buffers: Sequence[np.ndarray]) -> None:
-        """Fill buffers (uint8 [record_bytes]) from their slots. Raises `StoreError`."""
+        """Fill buffers (uint8 [record_bytes]) from their slots. Raises `StoreError`.
+
+        What the disk cannot read in one call with its neighbours is read alone. What it cannot read then either
+        leaves its buffer in any state, which the checksum refuses.
+        """
         self._move(slots, buffers, write=False)
 
     def _move(self, slots: Sequence[int], buffers: Sequence[np.ndarray], *, write: bool) -> None:
         by_slot: dict[int, list[np.ndarray]] = {}
         for slot, buffer in zip(slots, buffers, strict=True):
             by_slot.setdefault(slot, []).append(buffer)
-        call = os.pwritev if write else os.preadv
-        pad = self._pad if write else self._scratch
         for run in _runs(sorted(by_slot), min(_BATCH_BUFFERS // 2, max(1, _BATCH_BYTES // self.stride))):
-            offset, views = self.data_offset + run[0] * self.stride, [by_slot[slot][0] for slot in run]
-            if any((view.ctypes.data | view.size) % self.alignment for view in views):
-                staged = self._bounce()[: len(run) * self.stride].reshape(len(run), self.stride)
-                if write:
-                    for row, view in zip(staged, views, strict=True):
-                        row[: self.record_bytes] = view
-                self._do(call, self.records, [_bytes(staged)], offset)
-                if not write:
-                    for row, view in zip(staged, views, strict=True):
-                        view[:] = row[: self.record_bytes]
-            else:
-                padded = [part for view in views for part in (view, pad)] if pad.size else views
-                self._do(call, self.records, [_bytes(part) for part in padded], offset)
+            views = [by_slot[slot][0] for slot in run]
+            if write:
+                self._move_run(run[0], views, write=True)
+            elif not self._could_read(run[0], views):
+                for slot, view in zip(run, views, strict=True):
+                    self._could_read(slot, [view])
         for first, *again in by_slot.values():
             for buffer in again:
                 buffer[:] = first
+
+    def _could_read(self, first: int, views: list[np.ndarray]) -> bool:
+        """Reads slots from `first` on; False if the disk cannot. Raises `StoreError` for anything else."""
+        try:
+            self._move_run(first, views, write=False)
+        except StoreError as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in _UNREADABLE:
+                raise
+            return False
+        return True
+
+    def _move_run(self, first: int, views: list[np.ndarray], *, write: bool) -> None:
+        """Writes the views to the slots from `first` on, or reads these into them, in one call."""
+        call, offset = os.pwritev if write else os.preadv, self.data_offset + first * self.stride
+        if any((view.ctypes.data | view.size) % self.alignment for view in views):
+            staged = self._bounce()[: len(views) * self.stride].reshape(len(views), self.stride)
+            if write:
+                for row, view in zip(staged, views, strict=True):
+                    row[: self.record_bytes] = view
+            self._do(call, self.records, [_bytes(staged)], offset)
+            if not write:
+                for row, view in zip(staged, views, strict=True):
+                    view[:] = row[: self.record_bytes]
+        else:
+            pad = self._pad if write else self._scratch
+            padded = [part for view in views for part in (view, pad)] if pad.size else views
+            self._do(call, self.records, [_bytes(part) for part in padded], offset)
 
     def _bounce(self) -> np.ndarray:
         """This thread's page-aligned buffer, kept: making one costs as much as filling it."""
@@ -191,20 +212,9 @@ class SlabFile:
 
     def _do(self, call, file: int, views: list[memoryview], offset: int) -> None:
         try:
-            _transfer(call, file, views, offset)
+            move_all(call, file, views, offset)
         except OSError as error:
-            raise _typed(error, f"{'writing' if call is os.pwritev else 'reading'} {self.path} failed") from error
-
-    def sync(self) -> None:
-        """Wait until the disk has what was written. Raises `StoreFullError`, `StoreError`."""
-        try:
-            os.fdatasync(self.headers)
-        except OSError as error:
-            raise _typed(error, f"fdatasync of {self.path} failed") from error
-
-    def close(self) -> None:
-        while self._files:
-            os.close(self._files.pop())
+            raise typed(error, f"{'writing' if call is os.pwritev else 'reading'} {self.path} failed") from error
 
 
 def _pages(size: int) -> np.ndarray:
@@ -216,10 +226,6 @@ def _bytes(array: np.ndarray) -> memoryview:
     return memoryview(array.data).cast("B")
 
 
-def _typed(error: OSError, what: str) -> StoreError:
-    return (StoreFullError if error.errno in _FULL else StoreError)(f"{what}: {error.strerror or error}")
-
-
 def _runs(slots: list[int], longest: int) -> list[list[int]]:
     """Sorted slots cut into runs of neighbours."""
     runs: list[list[int]] = []
@@ -229,16 +235,3 @@ def _runs(slots: list[int], longest: int) -> list[list[int]]:
         else:
             runs.append([slot])
     return runs
-
-
-def _transfer(call, file: int, views: list[memoryview], offset: int) -> None:
-    """`preadv` or `pwritev` until all is moved: the kernel may move less than it was asked to."""
-    while views:
-        moved = call(file, views, offset)
-        if moved == 0:
-            raise OSError(errno.EIO, "the file is shorter than it should be")
-        offset += moved
-        while views and moved >= views[0].nbytes:
-            moved -= views.pop(0).nbytes
-        if moved:
-            views[0] = views[0][moved:]

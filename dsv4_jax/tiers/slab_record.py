@@ -15,7 +15,8 @@ multiplied with fixed odd random 64-bit keys and summed modulo 2^64; once as it 
 Level two is BLAKE2b over those sums, the last 16 bytes, the key, the fingerprint and the generation. An odd key makes
 every change within one word visible. The top bits of a word meet only the low bits of its key, so changes of top bits
 in two words could cancel; shifted, they are low bits. For unrelated changes a collision has a chance of about 2^-32 at
-worst (a multilinear hash of 32-bit pieces). Against accidents, not attackers.
+worst (a multilinear hash of 32-bit pieces). Against accidents, not attackers: it has no secret, so whoever can write
+the file can make a header for any bytes.
 
 Level one is what costs. csrc/checksum.cc makes both sums in one pass, without the interpreter's lock: on one core 20
 GB/s of what is in the cache, 8 of what is not. Without that library NumPy makes the same sums in two passes, 3 to 7
@@ -131,4 +132,6 @@ def unpack_header(data: bytes) -> RecordHeader | None:
     if len(data) < HEADER_BYTES or magic != _MAGIC or struct.pack("<I", zlib.crc32(magic + body)) != data[4:8]:
         return None
     generation, record_bytes, key_bytes, fingerprint, digest, key = _BODY.unpack(body)
+    if key_bytes > MAX_KEY_BYTES:
+        return None
     return RecordHeader(key[:key_bytes], generation, record_bytes, fingerprint, digest)

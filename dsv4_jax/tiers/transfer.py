@@ -28,15 +28,33 @@ class TransferHandle:
     means than a jitted step. Holding a handle keeps no cache or record alive.
     """
 
-    def __init__(self, token: Any):
-        """`token`: a small array, output of the executable that does the transfer."""
+    def __init__(self, token: Any, started: float | None = None):
+        """
+        Args:
+            token: a small array, output of the executable that does the transfer.
+            started: when that was given to the runtime, in `time.monotonic()`; None: now.
+        """
         self._token = token
         self._error: Exception | None = None
         self._done = False
+        self._started = time.monotonic() if started is None else started
+        self._ended: float | None = None
 
     def is_ready(self) -> bool:
         """Whether the transfer has ended, well or not."""
-        return self._done or self._token.is_ready()
+        ready = self._done or self._token.is_ready()
+        if ready and self._ended is None:
+            self._ended = time.monotonic()
+        return ready
+
+    @property
+    def duration(self) -> float | None:
+        """Seconds from the transfer's start to its end, well or not; None before that.
+
+        It starts when the runtime is given it, so what it waits for there (the step before, say) counts. It ends when
+        somebody first sees that it has: `wait` sees it at once, the others when they look.
+        """
+        return self._ended - self._started if self.is_ready() and self._ended is not None else None
 
     def wait(self, timeout: float | None = None) -> None:
         """Returns once the transfer has ended well.
@@ -71,6 +89,7 @@ class TransferHandle:
             except Exception as error:  # whatever the runtime reports is what the waiter must see
                 self._error = error
             self._done = True
+            self.is_ready()
         return self._error
 
 
@@ -103,8 +122,9 @@ def restore_async(
 
 
 def _start(operation: str, cache, host, plan: SwapPlan, implementation: SwapImplementation):
+    started = time.monotonic()
     result, token = _compiled(operation)(cache, host, plan, implementation=implementation)
-    return result, TransferHandle(token)
+    return result, TransferHandle(token, started)
 
 
 @functools.cache

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 
 import numpy as np
+
+from dsv4_jax.tiers.slab import SlabStore
 
 RECORD_BYTES = 5000  # not a multiple of anything the file or the checksum cares about
 FINGERPRINT = "layout A"
@@ -22,6 +25,11 @@ def records(*ids: int, record_bytes: int = RECORD_BYTES) -> np.ndarray:
     """What belongs under `keys(*ids)`: uint8 [n, record_bytes]."""
     digests = [hashlib.shake_128(b"record %d" % i).digest(record_bytes) for i in ids]
     return np.frombuffer(b"".join(digests), np.uint8).reshape(len(ids), record_bytes)
+
+
+def make_slab(path: str | os.PathLike[str], max_records: int = 8, **options) -> SlabStore:
+    options = {"record_bytes": RECORD_BYTES, "fingerprint": FINGERPRINT, **options}
+    return SlabStore(path, max_records=max_records, **options)
 
 
 def read(store, *ids: int) -> list[int]:

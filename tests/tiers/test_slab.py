@@ -18,16 +18,11 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import StoreError, StoreFormatError, StoreFullError, StoreLockedError
-from dsv4_jax.tiers.slab import SlabStore
 from dsv4_jax.tiers.slab_io import SlabFile
 from dsv4_jax.tiers.slab_record import HEADER_BYTES
 
-from .stores import FINGERPRINT, RECORD_BYTES, key, keys, read, records
-
-
-def make(path: pathlib.Path, max_records: int = 8, **options) -> SlabStore:
-    options = {"record_bytes": RECORD_BYTES, "fingerprint": FINGERPRINT, **options}
-    return SlabStore(path, max_records=max_records, **options)
+from .stores import RECORD_BYTES, key, keys, read, records
+from .stores import make_slab as make
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import subprocess
 import sys
 import threading
@@ -225,7 +226,131 @@ for i in range(64):
         assert read(store, *range(64)) == list(range(64))
 
 
-@pytest.mark.parametrize("bad", [{"workers": 0}, {"queue_bytes": 0}])
+def test_a_callback_that_ends_threads_ends_none_of_ours(monkeypatch):
+    told = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: told.append(args.exc_type))
+    gate = Gate()
+    with AsyncStore(gate, workers=1) as store:
+
+        def leave(_):
+            raise SystemExit
+
+        store.delete(keys(1)).add_done_callback(leave)
+        gate.open.set()
+        store.drain(30)
+        assert store.delete(keys(1)).result(30).all()
+    assert told == [SystemExit]
+
+
+@pytest.mark.parametrize("name", ["drain", "flush", "close"])
+def test_a_callback_that_would_wait_for_itself_is_told(name):
+    gate, errors = Gate(), []
+    with AsyncStore(gate, workers=2) as store:
+
+        def wait(_):
+            try:
+                getattr(store, name)()
+            except StoreError as error:
+                errors.append(str(error))
+
+        store.delete(keys(1)).add_done_callback(wait)
+        gate.open.set()
+        store.drain(30)
+        assert store.delete(keys(1)).result(30).all()
+    assert len(errors) == 1 and "would wait for the call" in errors[0] and gate.closed
+
+
+def test_close_that_was_cut_off_can_be_finished(monkeypatch):
+    gate = Gate()
+    store = AsyncStore(gate, workers=1)
+    last = store.delete(keys(1))
+    with pytest.raises(StoreBusyError, match=r"1 calls not done after 0\.01 s"):
+        store.close(timeout=0.01)  # the store hangs
+    with pytest.raises(StoreClosedError):
+        store.delete(keys(1))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    gate.open.set()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.close()
+    assert last.result(0).all() and not gate.closed
+    store.close()
+    assert gate.closed
+
+
+def test_every_close_returns_when_the_store_is_closed():
+    gate = Gate()
+    store = AsyncStore(gate, workers=1)
+    store.delete(keys(1))
+    closers = [threading.Thread(target=store.close) for _ in range(2)]
+    for closer in closers:
+        closer.start()
+    closers[0].join(0.03), closers[1].join(0.03)
+    assert closers[0].is_alive() and closers[1].is_alive()
+    gate.open.set()
+    for closer in closers:
+        closer.join(30)
+    assert gate.closed
+
+
+@pytest.mark.parametrize("where", ["_ready", "_last"])
+def test_a_call_that_cannot_be_queued_was_not_accepted(where):
+    gate = Gate()
+
+    class Deque(collections.deque):
+        def append(self, call):
+            super().append(call)
+            raise MemoryError
+
+    class Dict(dict):
+        def update(self, *items):
+            super().update(*items)
+            raise MemoryError
+
+    with AsyncStore(gate, workers=1) as store:
+        first = store.write(keys(1), records(1))
+        assert gate.started.acquire(timeout=30)
+        there = getattr(store, where)
+        setattr(store, where, Deque(there) if where == "_ready" else Dict(there))
+        with pytest.raises(MemoryError):
+            store.write(keys(2) if where == "_ready" else keys(1, 2), records(1, 2)[: 2 - (where == "_ready")])
+        setattr(store, where, type(there)(getattr(store, where)))
+        assert store.pending_bytes == RECORD_BYTES
+        later = store.delete(keys(1, 2))
+        gate.open.set()
+        assert first.result(30).all() and later.result(30).all()
+        store.drain(30)
+    assert [name for name, _ in gate.done] == ["write", "delete"]
+
+
+def test_threads_that_cannot_be_had(monkeypatch):
+    start, started = threading.Thread.start, []
+
+    def few(thread):
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+        started.append(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", few)
+    with pytest.raises(StoreError, match="cannot start 4 threads"):
+        AsyncStore(Gate())
+    for thread in started:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"workers": 0}, {"queue_bytes": 0}, {"workers": 10**9}, {"workers": 2.0}, {"workers": True}, {"workers": None},
+        {"queue_bytes": "1"}, {"queue_bytes": 1e9}, {"queue_bytes": 10**5000},
+    ],
+)  # fmt: skip
 def test_impossible_settings(bad):
-    with pytest.raises(ShapeError):
+    with pytest.raises(ShapeError, match=next(iter(bad))):
         AsyncStore(Gate(), **bad)

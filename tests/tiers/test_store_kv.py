@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
+import tracemalloc
+
 import numpy as np
 import pytest
 
-from dsv4_jax.errors import StoreError, StoreFormatError
+from dsv4_jax.errors import StoreError, StoreFormatError, StoreTimeoutError
 from dsv4_jax.tiers.kv_store import KvBlockStore
 
 from .stores import FINGERPRINT, RECORD_BYTES, key, keys, read, records
 
-pytest.importorskip("tensorstore")
+tensorstore = pytest.importorskip("tensorstore")
 
 
 def make(path, fingerprint: str = FINGERPRINT, **options) -> KvBlockStore:
@@ -63,6 +66,15 @@ def test_another_layouts_object_is_refused_counted_and_left_until_replaced(tmp_p
         assert read(mine, 0) == [0] and read(theirs, 0, 1) == [1] and theirs.stats().foreign == 1
 
 
+@pytest.mark.parametrize("size", [24, RECORD_BYTES - 8, RECORD_BYTES + 8, 3 * RECORD_BYTES])
+def test_another_layouts_object_of_another_size_is_foreign_too(tmp_path, size):
+    with make(tmp_path) as mine, make(tmp_path, "layout B", record_bytes=size) as theirs:
+        theirs.write(keys(0), records(0, record_bytes=size))
+        mine.write(keys(1), records(1))
+        assert read(mine, 0, 1) == [1] and (mine.stats().foreign, mine.stats().corrupted) == (1, 0)
+        assert read(theirs, 0) == [0]
+
+
 def test_several_owners_of_one_place(tmp_path):
     with make(tmp_path) as a, make(tmp_path) as b:
         a.write(keys(0), records(0))
@@ -91,3 +103,152 @@ def test_errors_are_typed(tmp_path):
     for bad in ({"record_bytes": 0}, {"key_bytes": 49}, {"in_flight": 0}):
         with pytest.raises(StoreFormatError):
             make(tmp_path, **bad)
+
+
+class Hanging:
+    """A KvStore that never answers."""
+
+    def __init__(self):
+        self.futures = []
+
+    def _never(self, *_, **__):
+        promise, future = tensorstore.Promise.new()
+        self.futures.append((promise, future))
+        return future
+
+    read = write = _never
+
+
+def calls_of(store: KvBlockStore) -> dict:
+    return {
+        "contains": lambda: store.contains(keys(0, 1)),
+        "read": lambda: read(store, 0, 1),
+        "write": lambda: store.write(keys(0, 1), records(0, 1)),
+        "delete": lambda: store.delete(keys(0, 1)),
+    }
+
+
+@pytest.mark.parametrize("name", ["contains", "read", "write", "delete"])
+def test_calls_have_a_deadline(tmp_path, name):
+    with make(tmp_path, deadline=0.05) as store:
+        store.write(keys(0), records(0))
+        there, store._kv = store._kv, Hanging()
+        before = time.monotonic()
+        with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.05 s") as caught:
+            calls_of(store)[name]()
+        assert 0.05 <= time.monotonic() - before < 5 and isinstance(caught.value, TimeoutError)
+        assert len(store._kv.futures) == 2 and all(future.cancelled() for _, future in store._kv.futures)
+        store._kv = there
+        assert read(store, 0) == [0]
+
+
+def test_opening_has_a_deadline(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensorstore.KvStore, "open", Hanging().read)
+    with pytest.raises(StoreTimeoutError, match="cannot open the key-value store"):
+        make(tmp_path, deadline=0.05)
+
+
+@pytest.mark.parametrize("driver", ["file", "memory", "ocdbt"])
+def test_of_an_object_no_more_is_read_than_a_record_has(tmp_path, driver):
+    """Whoever can put an object there could otherwise have any amount of memory taken."""
+    path = {"file": {"path": f"{tmp_path}/"}, "ocdbt": {"base": f"file://{tmp_path}/"}, "memory": {}}[driver]
+    with KvBlockStore({"driver": driver, **path}, record_bytes=RECORD_BYTES, fingerprint=FINGERPRINT) as store:
+        store.write(keys(0, 1), records(0, 1))
+        value = store._kv.read(key(0).hex()).result().value
+        store._kv.write(key(0).hex(), value + bytes(1 << 24)).result()
+        tracemalloc.start()
+        try:
+            assert read(store, 0, 1) == [1]
+            store.contains(keys(0, 1))
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
+        assert store.stats().corrupted == 1 and not store.contains(keys(0)).any()
+        assert store.write(keys(0), records(0)).all() and read(store, 0, 1) == [0, 1]
+
+
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 129, 128 + RECORD_BYTES - 1])
+def test_a_short_object_that_somebody_replaces_meanwhile_is_not_deleted(tmp_path, size):
+    with make(tmp_path) as store:
+        store.write(keys(0), records(0))
+        file = tmp_path / "kv" / key(0).hex()
+        good, kv = file.read_bytes(), store._kv
+        file.write_bytes(good[:size])
+
+        class Replaced:
+            """Before its n-th read of this object somebody writes it whole."""
+
+            reads = 0
+
+            def read(self, name, **options):
+                if self.reads == self.at:
+                    file.unlink()
+                    file.write_bytes(good)
+                self.reads += 1
+                return kv.read(name, **options)
+
+            write = kv.write
+
+        for at in (1, 2, 3):
+            file.write_bytes(good[:size])
+            store._kv = Replaced()
+            store._kv.at = at
+            assert read(store, 0) == []
+            store._kv = kv
+            assert read(store, 0) == [0], at
+        file.write_bytes(good[:size])
+        assert read(store, 0) == [] and not file.exists()
+
+
+def test_an_object_that_cannot_be_read_costs_its_own_record(tmp_path):
+    with make(tmp_path) as store:
+        store.write(keys(0, 1), records(0, 1))
+        (tmp_path / "kv" / key(2).hex()).symlink_to(key(2).hex())  # a loop
+        assert read(store, 0, 2, 1, 3) == [0, 1]
+        assert store.stats().missed == 2 and store.stats().corrupted == 0
+        assert store.contains(keys(0, 2, 1, 3)).tolist() == [True, False, True, False]
+        with pytest.raises(StoreError, match="read failed"):
+            read(store, 2)
+
+
+def test_a_damaged_object_that_cannot_be_deleted_is_a_miss(tmp_path):
+    with make(tmp_path) as store:
+        store.write(keys(0, 1), records(0, 1))
+        for i, damage in enumerate((damage_flip, DAMAGE["cut short"])):
+            file = tmp_path / "kv" / key(i).hex()
+            file.write_bytes(damage(bytearray(file.read_bytes())))
+        store.write(keys(2), records(2))
+
+        class ReadOnly:
+            read = store._kv.read
+
+            def write(self, *_, **__):
+                promise, future = tensorstore.Promise.new()
+                promise.set_exception(ValueError("PERMISSION_DENIED"))
+                return future
+
+        store._kv = ReadOnly()
+        assert read(store, 0, 1, 2) == [2] and store.stats().corrupted == 2
+        with pytest.raises(StoreError, match="write failed"):
+            store.write(keys(3), records(3))
+        with pytest.raises(StoreError, match="delete failed"):
+            store.delete(keys(2))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"record_bytes": 5e3}, {"record_bytes": 2**64}, {"key_bytes": None}, {"in_flight": True}, {"in_flight": "7"},
+        {"deadline": 0}, {"deadline": -1.0}, {"deadline": float("nan")}, {"deadline": None}, {"deadline": "1"},
+        {"fingerprint": None},
+    ],
+)  # fmt: skip
+def test_settings_of_a_wrong_type_or_size(tmp_path, bad):
+    with pytest.raises(StoreFormatError, match=next(iter(bad))):
+        make(tmp_path, **bad)
+
+
+@pytest.mark.parametrize("spec", [None, 7, "", {}, {"driver": 7}, "no-such-scheme://x", object()])
+def test_specs_that_are_none(spec):
+    with pytest.raises(StoreError, match="cannot open the key-value store"):
+        KvBlockStore(spec, record_bytes=8, fingerprint="x")

@@ -36,6 +36,7 @@ def test_transfers_of_their_own():
     given, (host, handle) = host, transfer.swap_out_async(cache, host, OUT)
     handle.wait(60)
     assert handle.is_ready() and handle.error is None and given.blocks.is_deleted()
+    assert 0 < handle.duration < 60
     model_out(LAYOUT, want, pool, OUT)
     # The pool may be read now, and goes on being donated: the handle does not hold it.
     assert np.array_equal(host.blocks, pool)
@@ -82,6 +83,48 @@ def test_waiting():
     handle.wait(60)
     assert handle.is_ready() and handle.error is None
     handle.wait(0), handle.wait()
+
+
+def test_a_handle_knows_how_long_its_transfer_took():
+    token = Token()
+    before = time.monotonic()
+    handle = TransferHandle(token)
+    assert handle.duration is None
+    with pytest.raises(TransferTimeoutError):
+        handle.wait(0.02)
+    assert handle.duration is None
+    token.ended.set()
+    took = handle.duration  # looking at it is a look
+    assert 0.02 <= took <= time.monotonic() - before
+    time.sleep(0.01)
+    handle.wait(60)
+    assert handle.duration == took and handle.is_ready()
+
+
+@pytest.mark.parametrize("look", ["wait", "wait_long", "is_ready", "error"])
+def test_the_first_look_that_finds_a_transfer_ended_ends_its_duration(look):
+    token = Token()
+    started = time.monotonic() - 5
+    handle = TransferHandle(token, started=started)
+    token.ended.set()
+    {
+        "wait": handle.wait,
+        "wait_long": lambda: handle.wait(60),
+        "is_ready": handle.is_ready,
+        "error": lambda: handle.error,
+    }[look]()
+    looked = time.monotonic()
+    time.sleep(0.01)
+    assert 5 <= handle.duration <= looked - started
+
+
+def test_a_failed_transfer_has_a_duration_too():
+    token = Token(RuntimeError("the link is down"))
+    token.ended.set()
+    handle = TransferHandle(token)
+    with pytest.raises(TransferError):
+        handle.wait()
+    assert 0 <= handle.duration < 60
 
 
 @pytest.mark.parametrize("timeout", [None, 60])

@@ -1,0 +1,230 @@
+"""`StorageDriver` over stores that hang, fail, are closed or answer nonsense: misses, and nobody waits."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from dsv4_jax.errors import HashError, StoreError, StoreFormatError
+from dsv4_jax.manager.prefix.node import Tier
+from dsv4_jax.tiers import storage
+from dsv4_jax.tiers.storage import StorageDriver
+
+from .test_storage import BLOCK, HOST, PROMPT, SCRATCH, Engine, stored_prompt
+
+
+class Fault:
+    """Calls of a store by this name go on to it when `open` is set, and then do as they are told."""
+
+    def __init__(self, engine: Engine, scope: int, name: str, result=None):
+        store = engine.stores[scope].store
+        self.open, self.result, self.calls = threading.Event(), result, 0
+        self.work = getattr(store, name)
+        setattr(store, name, self)
+
+    def __call__(self, *arguments):
+        self.calls += 1
+        assert self.open.wait(30)
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.work(*arguments) if self.result is None else self.result
+
+
+@pytest.fixture
+def engine(tmp_path):
+    """Its prompt is in storage, and nowhere else."""
+    engine = Engine(tmp_path)
+    stored_prompt(engine)
+    engine.manager.reset()
+    engine.fresh()
+    engine.faults = []
+    yield engine
+    for fault in engine.faults:
+        fault.open.set()
+    engine.close()
+
+
+def fault(engine: Engine, scope: int, name: str, result=None, *, hang: bool = False) -> Fault:
+    engine.faults.append(Fault(engine, scope, name, result))
+    if not hang:
+        engine.faults[-1].open.set()
+    return engine.faults[-1]
+
+
+def again(engine: Engine, **deadlines) -> None:
+    engine.driver = StorageDriver(engine.manager, *engine.stores, **deadlines)
+
+
+@pytest.mark.parametrize("scope", [0, 1])
+@pytest.mark.parametrize("name", ["contains", "read_into"])
+def test_a_hanging_store_is_a_miss_and_nobody_waits(engine, scope, name) -> None:
+    again(engine, lookup_deadline=0.05 if name == "contains" else 30, deadline=0.05)
+    hanging = fault(engine, scope, name, hang=True)
+    before = time.monotonic()
+    prefetch = engine.driver.prefetch(PROMPT)
+    assert not prefetch.done
+    while not hanging.calls:
+        engine.host = engine.driver.poll(engine.host)
+    while not prefetch.done:
+        engine.host = engine.driver.poll(engine.host)
+        engine.manager.check_integrity()
+    assert 0.05 <= time.monotonic() - before < 10
+    assert engine.manager.admit_request(PROMPT).num_hit == 0 and not engine.driver.busy
+    if name == "contains" or scope == 0:
+        assert engine.free() == [*HOST]
+    hanging.open.set()  # what it says now is for nobody
+    for store in engine.stores:
+        store.drain(30)
+    engine.host = engine.driver.poll(engine.host)
+    engine.manager.check_integrity()
+    engine.manager.reset()
+    assert engine.fetch(PROMPT) == 5  # the store is well again
+
+
+NONSENSE = [np.ones(9, bool), object(), StoreError("no"), SystemExit()]
+
+
+@pytest.mark.parametrize("scope", [0, 1])
+@pytest.mark.parametrize("name", ["contains", "read_into"])
+@pytest.mark.parametrize("result", NONSENSE, ids=repr)
+def test_a_store_that_fails_or_answers_nonsense_is_a_miss(engine, scope, name, result) -> None:
+    failing = fault(engine, scope, name, result)
+    prefetch = engine.driver.prefetch(PROMPT)
+    engine.host = engine.driver.drain(engine.host)
+    engine.manager.check_integrity()
+    assert prefetch.done and failing.calls
+    assert engine.manager.admit_request(PROMPT).num_hit == 0
+    tree, digests = engine.manager._cache.tree, engine.driver.tier.digests(PROMPT)
+    if name == "read_into":  # it did not say that it has lost the records
+        assert all(tree.get(digest) for digest in digests)
+        failing.result = None
+        engine.manager.reset()
+        assert engine.fetch(PROMPT) == 5
+
+
+def test_closed_stores_are_misses(engine) -> None:
+    engine.stores[1].close()
+    assert engine.fetch(PROMPT) == 0
+    engine.stores[0].close()
+    assert engine.fetch(PROMPT) == 0
+    engine.serve([3] * 41)
+    again(engine, deadline=0.05)
+    engine.serve([4] * 41)  # saved to nowhere
+    engine.host = engine.driver.drain(engine.host)
+    engine.manager.check_integrity()
+    assert not engine.driver.busy
+
+
+def test_prefetch_raises_for_its_arguments_only(engine) -> None:
+    for tokens in ([-1] * 33, ["a"] * 33, [2**40] * 33):
+        with pytest.raises(HashError):
+            engine.driver.prefetch(tokens)
+    assert engine.driver.prefetch([]).done and not engine.driver.busy
+    assert engine.fetch(np.array(PROMPT)) == 5
+    for bad in (0, -1.0, float("nan"), None, "1", True):
+        for name in ("deadline", "lookup_deadline"):
+            with pytest.raises(StoreFormatError, match=name):
+                again(engine, **{name: bad})
+
+
+def test_a_prompt_that_changes_after_prefetch_was_asked_is_the_one_that_it_was(engine) -> None:
+    prompt = list(PROMPT)
+    prefetch = engine.driver.prefetch(prompt)
+    prompt[:] = [5] * 33
+    engine.host = engine.driver.drain(engine.host)
+    assert prefetch.records == 5 and engine.manager.admit_request(PROMPT).num_hit == 32
+
+
+def test_a_store_that_hangs_for_ever_takes_a_bounded_number_of_calls(engine) -> None:
+    again(engine, lookup_deadline=0.001, deadline=0.001)
+    fault(engine, 0, "contains", hang=True)
+    for _ in range(100):
+        engine.driver.prefetch(PROMPT)
+        time.sleep(0.001)
+        engine.host = engine.driver.poll(engine.host)
+    assert engine.stores[0]._unfinished <= storage._MOST_LATE + 2
+    engine.host = engine.driver.drain(engine.host)
+
+
+def test_records_for_a_store_that_hangs_do_not_pile_up(engine, monkeypatch) -> None:
+    """Those accepted are in its queue; those that it has no room for are a few, and given up in time."""
+    for store in engine.stores:
+        store.queue_bytes = 1
+    fault(engine, 0, "write", hang=True), fault(engine, 1, "write", hang=True)
+    again(engine, deadline=0.5)
+    for other in range(8):
+        engine.serve([other] * 41)
+        assert len(engine.driver._staged) <= storage._MOST_STAGED + 1
+    engine.host = engine.driver.drain(engine.host)
+    engine.manager.check_integrity()
+    assert not engine.manager._cache.tree.held(Tier.STORAGE)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("name", ["_read", "_write"])
+def test_a_copy_that_fails_leaves_the_books_whole(engine, monkeypatch, name, error) -> None:
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, name, fail)
+        with pytest.raises(error):
+            if name == "_write":
+                engine.fetch(PROMPT)
+            else:
+                engine.serve([3] * 41)
+                engine.serve([4] * 41)
+                engine.serve([5] * 41)
+        engine.manager.check_integrity()
+    if name == "_write":
+        assert engine.free() == [*HOST] and not engine.driver.busy
+        assert engine.fetch(PROMPT) == 5
+    engine.host = engine.driver.drain(engine.host)
+    engine.manager.check_integrity()
+
+
+def test_random_traces_over_faulty_stores(tmp_path) -> None:
+    """Whatever the stores do, what comes back has the bytes that were saved, and in the end all is accounted for."""
+    rng, engine, hits = random.Random(5), Engine(tmp_path), 0
+    again(engine, lookup_deadline=0.05, deadline=0.05)
+    for store in engine.stores:
+        for name in ("contains", "read_into", "write"):
+            setattr(store.store, name, sometimes(getattr(store.store, name), rng))
+    texts = [[rng.randrange(3) for _ in range(41)] for _ in range(4)]
+    for _ in range(40):
+        prompt = rng.choice(texts)[: rng.randint(9, 41)]
+        engine.driver.prefetch(prompt)
+        if rng.random() < 0.7:
+            engine.host = engine.driver.drain(engine.host)
+        request = engine.manager.admit_request(prompt)
+        hits += request.num_hit
+        engine.run(request)
+        found = engine.units("block", request.blocks)
+        for i in range(len(request.blocks)):
+            engine.fill("block", [SCRATCH], prompt[: (i + 1) * BLOCK])
+            for got, want in zip(found, engine.units("block", [SCRATCH]), strict=True):
+                np.testing.assert_array_equal(got[:, i], want[:, 0])
+        engine.manager.release_request(request)
+    engine.host = engine.driver.drain(engine.host)
+    engine.manager.check_integrity()
+    assert hits and engine.stores[0].store.stats().read
+    engine.close()
+
+
+def sometimes(work, rng: random.Random):
+    """A call of a store that now and then fails, is late, or answers nonsense."""
+
+    def run(*arguments):
+        kind = rng.random()
+        if kind < 0.1:
+            raise OSError("now and then")
+        if kind < 0.2:
+            time.sleep(0.07)
+        answer = work(*arguments)
+        return answer[:-1] if 0.2 < kind < 0.25 else answer
+
+    return run
