@@ -26,7 +26,7 @@ from .ops.gather import gather_rows
 from .ops.index_scores import index_scores
 from .ops.queries import finish_queries
 from .ops.top_k import top_k
-from .plan import PackedPlan, StepPlan
+from .plan import CacheFacts, PackedPlan, StepPlan
 
 __all__ = ["KVCache", "LayerCacheHandle", "init_cache"]
 
@@ -70,8 +70,20 @@ class KVCache:
                 return self.arrays[leaf.name].shape[0] // (leaf.layers * leaf.rows)
         return 1
 
-    def begin(self, plan: StepPlan) -> KVCache:
-        """Carries out the plan's copies and block-table entries. Call once per step, before the layers."""
+    @property
+    def facts(self) -> CacheFacts:
+        """What a plan of this cache knows of it."""
+        paged = any(leaf.scope == "block" for leaf in self.layout.leaves)
+        blocks = self.block_units if paged else None
+        return CacheFacts(self.layout.fingerprint, self.slot_units, blocks, self.block_table.shape[1])
+
+    def begin(self, plan: StepPlan | PackedPlan) -> KVCache:
+        """Carries out the plan's copies and block-table entries. Call once per step, before the layers.
+
+        Raises:
+            ForeignPlanError: the plan was made for another layout or size.
+        """
+        plan = self._own(plan)
         arrays = dict(self.arrays)
         for leaf in self.layout.leaves:
             if leaf.scope == "table":
@@ -91,22 +103,33 @@ class KVCache:
         )
         return dataclasses.replace(self, arrays=arrays)
 
-    def layer(self, layer_idx: int, plan: StepPlan, *, implementation: Implementation = None) -> LayerCacheHandle:
+    def layer(
+        self, layer_idx: int, plan: StepPlan | PackedPlan, *, implementation: Implementation = None
+    ) -> LayerCacheHandle:
         """The view of one layer for one step. Creates no array.
 
         Args:
             layer_idx: the layer, as in `build_schedule`.
-            plan: the step, already begun with `begin`.
+            plan: the step, already begun with `begin`. A packed one is unpacked in every call: do it once before.
             implementation: of the ops the handle calls (see `dsv4_jax.ops`).
 
         Raises:
             LayoutError: there is no such layer.
+            ForeignPlanError: the plan was made for another layout or size.
         """
+        plan = self._own(plan)
         return LayerCacheHandle(self, plan, self.layout.layer(layer_idx), implementation=implementation)
+
+    def _own(self, plan: StepPlan | PackedPlan) -> StepPlan:
+        """The plan, unpacked. Raises `ForeignPlanError`."""
+        if plan.facts is not None:
+            plan.facts.check(self.facts)
+        return plan.unpack()
 
 
 jax.tree_util.register_dataclass(KVCache, data_fields=["arrays"], meta_fields=["layout"])
-jax.tree_util.register_dataclass(PackedPlan, data_fields=["vector"], meta_fields=["shapes"])
+jax.tree_util.register_dataclass(PackedPlan, data_fields=["vector"], meta_fields=["shapes", "facts"])
+jax.tree_util.register_dataclass(CacheFacts, data_fields=[], meta_fields=["fingerprint", "slots", "blocks", "columns"])
 
 
 def init_cache(layout: CacheLayout, size: CacheSize, *, sharding: Any = None) -> KVCache:

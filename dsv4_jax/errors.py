@@ -14,6 +14,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "ContextLimitError",
+    "ForeignPlanError",
     "HashError",
     "ImplementationError",
     "IntegrityError",
@@ -93,6 +94,14 @@ class BenchmarkError(CacheError, ValueError):
 
 class PlanError(CacheError, ValueError):
     """A step cannot be planned from these feeds."""
+
+
+class ForeignPlanError(PlanError):
+    """A plan was given to a cache of another layout or size than it was made for."""
+
+    def __init__(self, plan: str, cache: str):
+        self.plan, self.cache = plan, cache
+        super().__init__(f"the plan is for another cache: it was made for {plan}; this cache has {cache}")
 
 
 class SwapPlanError(PlanError):

@@ -18,6 +18,7 @@ online HCA state keeps n + 2 banks, so the state before the step survives every 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -260,7 +261,7 @@ class CacheLayout:
         """What a request of this many tokens occupies: its slot and its blocks."""
         return self.bytes_per_slot + self.blocks_for(tokens) * self.bytes_per_block
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Hex digest that two caches share exactly if blocks of one can be read as blocks of the other.
 

@@ -6,23 +6,72 @@ the plan, the device only reads it.
 
 Padding never touches live data: padded rows and tokens have slot 0, padded token lists hold T
 (one past the last token), padded table and copy entries name unit 0. Nothing holds -1.
+
+A plan is made for caches of one layout and size and says for which (`CacheFacts`); no other takes it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-__all__ = ["PackedPlan", "StepPlan", "SwapPlan"]
+from .errors import ForeignPlanError
+from .layout import CacheLayout, CacheSize
+
+__all__ = ["CacheFacts", "PackedPlan", "StepPlan", "SwapPlan"]
 
 IntArray: TypeAlias = Any  # int32: a numpy array on the host, a jax array while a step is traced
 
 
+@dataclasses.dataclass(frozen=True)
+class CacheFacts:
+    """What a plan knows of the cache it was made for: static, a pytree without leaves.
+
+    (Registered where jax is imported, in `dsv4_jax.cache`.)
+
+    Attributes:
+        fingerprint: of the layout (`CacheLayout.fingerprint`).
+        slots, blocks: units, the null unit included: valid ids are 0..n-1.
+        columns: of the block table.
+
+    The last three are None in a plan that was made without a size: any cache of its layout takes it.
+    """
+
+    fingerprint: str
+    slots: int | None = None
+    blocks: int | None = None
+    columns: int | None = None
+
+    @classmethod
+    @functools.lru_cache(maxsize=64)  # a manager asks in every step
+    def of(cls, layout: CacheLayout, size: CacheSize | None) -> CacheFacts:
+        """Of the caches that `init_cache(layout, size)` makes (of a shard of theirs, if they are sharded)."""
+        if size is None:
+            return cls(layout.fingerprint)
+        # A model without compressed layers has no leaf that would know of blocks.
+        paged = any(leaf.scope == "block" for leaf in layout.leaves)
+        blocks = size.block_units if paged else None
+        return cls(layout.fingerprint, size.slot_units, blocks, size.max_blocks_per_request)
+
+    def __str__(self) -> str:
+        sizes = ((self.slots, "slots"), (self.blocks, "blocks"), (self.columns, "columns"))
+        known = [f"{n} {what}" for n, what in sizes if n is not None]
+        return ", ".join([f"layout {self.fingerprint[:12]}", *known])
+
+    def check(self, cache: CacheFacts) -> None:
+        """Raises `ForeignPlanError` unless a plan made for this takes a step of `cache`."""
+        if self != cache and (self.slots is not None or self.fingerprint != cache.fingerprint):
+            raise ForeignPlanError(str(self), str(cache))
+
+
 class StepPlan(NamedTuple):
-    """One step. All fields int32; shapes are static per compiled step. Plans may share arrays: do not write to them.
+    """One step. All fields but the last are int32 arrays; shapes are static per compiled step.
+
+    Plans may share arrays: do not write to them.
 
     Attributes:
         row_slot: [B] slot of each row (0: padding).
@@ -42,6 +91,7 @@ class StepPlan(NamedTuple):
         table_slot, table_index, table_block: [D] block-table entries set before the step.
         copy_slot_src, copy_slot_dst: [C] slots copied before the step (state snapshots, forks).
         copy_block_src, copy_block_dst: [E] blocks copied before the step (forked partial blocks).
+        facts: of the caches it is for, static; None: not known, any cache takes the plan.
 
     Copies read everything before they write anything, then table entries are set, then tokens run.
     """
@@ -64,6 +114,12 @@ class StepPlan(NamedTuple):
     copy_slot_dst: IntArray
     copy_block_src: IntArray
     copy_block_dst: IntArray
+    facts: CacheFacts | None = None
+
+    @property
+    def arrays(self) -> tuple[IntArray, ...]:
+        """All fields but `facts`."""
+        return self[:-1]
 
     @property
     def num_tokens(self) -> int:
@@ -81,8 +137,9 @@ class StepPlan(NamedTuple):
         Every host array of a jitted call costs its own transfer; the fields are views of one.
         """
         return PackedPlan(
-            np.concatenate([np.ravel(field) for field in self], dtype=np.int32),
-            tuple(field.shape for field in self),
+            np.concatenate([np.ravel(field) for field in self.arrays], dtype=np.int32),
+            tuple(field.shape for field in self.arrays),
+            self.facts,
         )
 
     def unpack(self) -> StepPlan:
@@ -113,13 +170,14 @@ class StepPlan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PackedPlan:
-    """A `StepPlan` as one int32 vector and its static field shapes.
+    """A `StepPlan` as one int32 vector; the shapes of its fields and its facts are static.
 
     A pytree with one leaf (registered where jax is imported, in `dsv4_jax.cache`).
     """
 
     vector: IntArray
     shapes: tuple[tuple[int, ...], ...]
+    facts: CacheFacts | None = None
 
     def unpack(self) -> StepPlan:
         """The plan; works on traced arrays (the fields are static slices)."""
@@ -128,7 +186,7 @@ class PackedPlan:
             size = math.prod(shape)
             fields.append(self.vector[start : start + size].reshape(shape))
             start += size
-        return StepPlan(*fields)
+        return StepPlan(*fields, facts=self.facts)
 
 
 class SwapPlan(NamedTuple):

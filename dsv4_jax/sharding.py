@@ -15,6 +15,7 @@ nothing to split, every device of it holds the same rows and attends with its sh
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,16 +66,18 @@ def stack_plans(plans: Sequence[StepPlan]) -> PackedPlan:
         axis, each shard unpacks its own.
 
     Raises:
-        PlanError: no plans, or plans of different shapes (pin one shape for all).
+        PlanError: no plans, or plans of different shapes (pin one shape for all) or for different caches.
     """
     packed = [plan.pack() for plan in plans]
     if not packed:
         raise PlanError("a sharded step needs one plan per data shard, got none")
     for i, plan in enumerate(packed):
-        for name, first, shape in zip(StepPlan._fields, packed[0].shapes, plan.shapes, strict=True):
+        if plan.facts != packed[0].facts:
+            raise PlanError(f"shard {i} has a plan for {plan.facts}, shard 0 for {packed[0].facts}: not of one cache")
+        for name, first, shape in zip(StepPlan._fields, packed[0].shapes, plan.shapes, strict=False):
             if shape != first:
                 raise PlanError(f"shard {i} has {name} {shape}, shard 0 has {first}: plan all shards with one shape")
-    return PackedPlan(np.concatenate([plan.vector for plan in packed]), packed[0].shapes)
+    return dataclasses.replace(packed[0], vector=np.concatenate([plan.vector for plan in packed]))
 
 
 def shard_step(

@@ -109,7 +109,7 @@ def set_up(options: StepOptions) -> StepSetup:
             return step(cache, layers, plan, x)
         return jax.lax.fori_loop(0, options.loop, lambda _, carry: step(carry[0], layers, plan, carry[1]), (cache, x))
 
-    return StepSetup(layout, size, build_plan(layout, rows, shape_for(layout, rows)).pack(), call)
+    return StepSetup(layout, size, build_plan(layout, rows, shape_for(layout, rows), size=size).pack(), call)
 
 
 def measure_step(options: StepOptions, ceilings: Ceilings) -> dict[str, Any]:

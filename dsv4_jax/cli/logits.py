@@ -100,7 +100,7 @@ def feed(
             shape = StepShape.bound(layout, 1, padded, columns=columns, history=padded > 1 + layout.draft_tokens)
             held, blocks = blocks, layout.blocks_for(at + count)
             entries = [(1, column, column + 1) for column in range(held, blocks)]
-            plan = build_plan(layout, [RowFeed(1, at, count)], shape, table_entries=entries)
+            plan = build_plan(layout, [RowFeed(1, at, count)], shape, size=size, table_entries=entries)
             fed = np.zeros(padded, np.int32)
             fed[:count] = tokens[at : at + count]
             logits, cache = step(params, cache, plan.pack(), fed, index_qat=index_qat, implementation=implementation)

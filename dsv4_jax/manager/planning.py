@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import PlanError
-from ..layout import CacheLayout
-from ..plan import StepPlan
+from ..layout import CacheLayout, CacheSize
+from ..plan import CacheFacts, StepPlan
 
 __all__ = ["RowFeed", "StepShape", "build_plan", "next_decode", "shape_for"]
 
@@ -180,6 +181,7 @@ def build_plan(
     rows: Sequence[RowFeed] | np.ndarray,
     shape: StepShape,
     *,
+    size: CacheSize | None = None,
     table_entries: Sequence[tuple[int, int, int]] = (),
     slot_copies: Sequence[tuple[int, int]] = (),
     block_copies: Sequence[tuple[int, int]] = (),
@@ -190,17 +192,26 @@ def build_plan(
     Args:
         rows: the requests fed, at least one token each; their tokens follow each other in this order.
         shape: static sizes; must fit.
+        size: of the cache. Without it the plan is for caches of any size, and ids are only known to be int32 >= 0.
         table_entries: (slot, column, block) triples.
         slot_copies, block_copies: (source, destination) pairs.
         lookahead: further decode steps that will reuse the plan.
 
     Raises:
         PlanError: the rows do not fit the shape (names the size that is too small), or a row feeds
-            less than one token, starts before position 0, or has no slot, or one that another has, too.
+            less than one token, starts before position 0, or has no slot, or one that another has, too;
+            or the cache has no such slot, block or column.
     """
+    facts = CacheFacts.of(layout, size)
     fed = _fed(layout, rows)
     if len(fed.slot) and (fed.count.min() < 1 or fed.start.min() < 0 or fed.slot.min() < 1):
         raise PlanError("every row must have a slot >= 1, a start >= 0 and a count >= 1")
+    if len(fed.slot) and fed.slot.max() >= _limit(facts.slots):
+        raise PlanError(f"a row is of slot {fed.slot.max()}, {_range('slot', facts.slots)}")
+    if shape.columns > _limit(facts.columns) or shape.columns * layout.block_tokens > _limit(None):
+        raise PlanError(
+            f"columns={shape.columns}: the table has {facts.columns or _limit(None) // layout.block_tokens}"
+        )
     slots = np.sort(fed.slot)
     if (twice := slots[1:][slots[1:] == slots[:-1]]).size:  # kernels tell rows apart by their slots
         raise PlanError(f"slot {twice[0]} is fed by two rows of the step")
@@ -225,7 +236,8 @@ def build_plan(
         group_tokens=groups,
         history_rows=np.arange(shape.rows if shape.history else 0, dtype=np.int32),
         table_columns=np.arange(shape.columns, dtype=np.int32),
-        **_extras(shape, table_entries, slot_copies, block_copies),
+        **_extras(facts, shape, table_entries, slot_copies, block_copies),
+        facts=facts,
     )
 
 
@@ -235,18 +247,22 @@ def next_decode(
     shape: StepShape,
     starts: np.ndarray,
     *,
+    size: CacheSize | None = None,
     table_entries: Sequence[tuple[int, int, int]] = (),
     slot_copies: Sequence[tuple[int, int]] = (),
     block_copies: Sequence[tuple[int, int]] = (),
     lookahead: int = 0,
 ) -> StepPlan:
-    """`build_plan` for the rows of an earlier plan of this shape, one token each, at other starts.
+    """`build_plan` for the rows of an earlier plan of this shape and size, one token each, at other starts.
 
     What does not depend on the starts is shared with that plan.
 
     Raises:
-        PlanError: as `build_plan`.
+        PlanError: as `build_plan`; or the earlier plan was made for another layout or size.
     """
+    facts = CacheFacts.of(layout, size)
+    if facts is not plan.facts and facts != plan.facts:
+        raise PlanError(f"the plan before was made for {plan.facts}, this one is for {facts}")
     needed = {
         "columns": layout.blocks_for(int(starts.max(initial=0)) + 1 + lookahead), "table_entries": len(table_entries),
         "slot_copies": len(slot_copies), "block_copies": len(block_copies),
@@ -257,28 +273,59 @@ def next_decode(
     return plan._replace(
         row_start=_padded(starts, shape.rows),
         token_position=_padded(starts, shape.tokens),
-        **_extras(shape, table_entries, slot_copies, block_copies),
+        **_extras(facts, shape, table_entries, slot_copies, block_copies),
     )
 
 
 def _extras(
+    facts: CacheFacts,
     shape: StepShape,
     table_entries: Sequence[tuple[int, int, int]],
     slot_copies: Sequence[tuple[int, int]],
     block_copies: Sequence[tuple[int, int]],
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
     """The fields of a plan that have nothing to do with its rows."""
-    entries, slots, blocks = (np.array(x, np.int32).reshape(-1, n) for x, n in (
-        (table_entries, 3), (slot_copies, 2), (block_copies, 2)))  # fmt: skip
+    table = _ids("table_entries", table_entries, shape.table_entries, ("slot", "column", "block"), facts)
+    slots = _ids("slot_copies", slot_copies, shape.slot_copies, ("slot", "slot"), facts)
+    blocks = _ids("block_copies", block_copies, shape.block_copies, ("block", "block"), facts)
     return dict(
-        table_slot=_padded(entries[:, 0], shape.table_entries),
-        table_index=_padded(entries[:, 1], shape.table_entries),
-        table_block=_padded(entries[:, 2], shape.table_entries),
-        copy_slot_src=_padded(slots[:, 0], shape.slot_copies),
-        copy_slot_dst=_padded(slots[:, 1], shape.slot_copies),
-        copy_block_src=_padded(blocks[:, 0], shape.block_copies),
-        copy_block_dst=_padded(blocks[:, 1], shape.block_copies),
-    )
+        table_slot=table[0], table_index=table[1], table_block=table[2],
+        copy_slot_src=slots[0], copy_slot_dst=slots[1], copy_block_src=blocks[0], copy_block_dst=blocks[1],
+    )  # fmt: skip
+
+
+def _ids(
+    name: str, ids: Sequence[tuple[int, ...]], count: int, kinds: tuple[str, ...], facts: CacheFacts
+) -> np.ndarray:
+    """[kinds, count] int32, padded with 0. Raises `PlanError`: the cache has no such unit."""
+    out = np.zeros((len(kinds), count), np.int32)
+    if not len(ids):
+        return out
+    try:
+        array = np.array(ids, np.int64).reshape(-1, len(kinds))
+    except OverflowError:
+        raise PlanError(f"{name}: an id does not fit 64 bits") from None
+    wrong = array.view(np.uint64) >= _limits(facts, kinds)  # those below 0, too
+    if np.count_nonzero(wrong):  # the fastest question
+        i, column = np.argwhere(wrong)[0]
+        total = getattr(facts, kinds[column] + "s")
+        raise PlanError(f"{name}[{i}] names {kinds[column]} {array[i, column]}, {_range(kinds[column], total)}")
+    out[:, : len(array)] = array.T
+    return out
+
+
+@functools.lru_cache(maxsize=64)
+def _limits(facts: CacheFacts, kinds: tuple[str, ...]) -> np.ndarray:
+    return np.array([_limit(getattr(facts, kind + "s")) for kind in kinds], np.uint64)
+
+
+def _limit(total: int | None) -> int:
+    """What ids of units must be below: their number, or what fits int32."""
+    return 2**31 if total is None else total
+
+
+def _range(kind: str, total: int | None) -> str:
+    return f"{kind} ids are 0..{_limit(total) - 1}" + (" (no size was given)" if total is None else "")
 
 
 def _padded(values: np.ndarray, size: int, fill: int = 0) -> np.ndarray:

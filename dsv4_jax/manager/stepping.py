@@ -207,7 +207,10 @@ class SteppingManager(RequestBook):
         """The plan; its shape is what it needs, in powers of two, unless given."""
         block_copies = [(source, block) for block, source in self._cache.copies.blocks.items()]
         slots, starts, counts, *_ = rows.arrays
-        extras = dict(table_entries=entries, slot_copies=slot_copies, block_copies=block_copies, lookahead=steps - 1)
+        extras = dict(
+            size=self.size, table_entries=entries, slot_copies=slot_copies, block_copies=block_copies,
+            lookahead=steps - 1,
+        )  # fmt: skip
         if shape is not None and rows.decode is not None and rows.decode[0] == shape:
             return next_decode(self.layout, rows.decode[1], shape, starts, **extras)
         fed = np.stack([slots, starts, counts], 1)
