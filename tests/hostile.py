@@ -179,7 +179,7 @@ class HostilePlans:
             assert np.array_equal(after.block_table, table)
             absent = (plan.token_slot <= 0) | (plan.token_slot >= SIZE.slot_units)
             assert not np.asarray(seen[0], np.float32)[absent].any(), "a token without a slot sees no key"
-        assert changed > 20
+        assert changed > len(whole), "only the valid plan wrote"
 
     def test_rows_are_appended_where_they_exist(self) -> None:
         fmt, rng = LAYOUT.kv_row, np.random.default_rng(3)

@@ -14,6 +14,7 @@ class TestReference(HostilePlans):
     implementation = gather = "xla"
     cfg, formats = SMALL, ("f32", "f32")
     steps = (("verify", "online"), ("chunk", "raw"))
+    plans = 10
 
 
 @pytest.mark.slow
@@ -22,7 +23,7 @@ class TestPallas(HostilePlans):
     reads = "xla"
     cfg, formats = SMALL, ("f32", "f32")
     steps = (("chunk", "online"),)
-    plans = 12
+    plans = 5
     # Here the interpreter itself keeps ids in bounds.
     test_attended_rows_are_the_nearest = test_rows_are_appended_where_they_exist = None
 
@@ -35,7 +36,7 @@ def test_begin_copies_and_tables_only_what_exists() -> None:
     layout, rng = CacheLayout(SMALL, draft_tokens=1), np.random.default_rng(8)
     cache, good = random_cache(layout, 9), plan_of(layout, "verify")
     before, table = by_unit(layout, cache), np.asarray(cache.block_table)
-    for _ in range(30):
+    for _ in range(10):
         slots, blocks = (rng.permutation(n)[: len(good.copy_slot_src)] for n in (SIZE.slot_units, SIZE.block_units))
         entries = len(good.table_slot)
         plan = good._replace(
