@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from .config import AttentionType, LayerSpec
@@ -295,7 +296,7 @@ class LayerCacheHandle:
         """Pool rows [T, K] of logical entries [T, K], through each token's block table."""
         per_block = np.int32(self.layout.entries_per_block(self.spec.attn))
         block = self.cache.block_table[jnp.asarray(self.plan.token_slot)[:, None], entries // per_block]
-        block = jnp.clip(block, 0, np.int32(self.cache.block_units - 1))  # or the product could leave int32
+        block = lax.clamp(np.int32(0), block, np.int32(self.cache.block_units - 1))  # or the product could leave int32
         return np.int32(self._base()) + block * per_block + entries % per_block
 
     def index_scores(self, queries: jax.Array, weights: Values, *, scale: float = 1.0) -> jax.Array:

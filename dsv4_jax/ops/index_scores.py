@@ -60,7 +60,7 @@ def _index_scores(
     scale: float = 1.0,
 ) -> jax.Array:
     # Here, not of the rows: an id times the rows of a block may leave int32.
-    table = jnp.clip(table, 0, np.int32((pool[0].shape[0] - base) // rows_per_block - 1))
+    table = lax.clamp(np.int32(0), table, np.int32((pool[0].shape[0] - base) // rows_per_block - 1))
 
     def one(args: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
         q, w, blocks, visible = args

@@ -36,5 +36,5 @@ def _top_k(scores: jax.Array, count: jax.Array, k: int) -> tuple[jax.Array, jax.
     ranked = jnp.where(ranked == 0, np.float32(0), ranked)  # lax.top_k ranks -0 below 0
     # lax.top_k ranks 0 above -0.
     _, indices = lax.top_k(jnp.where(ranked == 0, np.float32(0), ranked), k)
-    kept = jnp.clip(count, 0, np.int32(k))
+    kept = lax.clamp(np.int32(0), count, np.int32(k))
     return jnp.where(jnp.arange(k, dtype=jnp.int32)[None] < kept[:, None], indices, 0), kept
