@@ -42,6 +42,7 @@ class ScoreArgs(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("tokens", "heads", "columns", "base", "rows_per_block", "run_tiles")),
         ("weight_stride", ctypes.c_int),
         ("weight_scale", ctypes.c_float),
+        ("blocks", ctypes.c_int),
     )
 
 
@@ -119,7 +120,7 @@ class ScoreCase:
             self.count[0] = 0
         self.scores = torch.full((tokens, entries), math.nan, device="cuda")
         data = [x.data_ptr() for x in (*keys, self.queries, self.weights, self.table, self.count, self.scores)]
-        self.args = ScoreArgs(*data, tokens, heads, columns, 0, ROWS_PER_BLOCK, run_tiles, heads, 1.0)
+        self.args = ScoreArgs(*data, tokens, heads, columns, 0, ROWS_PER_BLOCK, run_tiles, heads, 1.0, key_blocks)
 
     def check(self) -> tuple[float, float]:
         """Worst over tokens: relative L2, and the largest error relative to the token's largest score.

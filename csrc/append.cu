@@ -59,16 +59,20 @@ ffi::Error append(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::Remain
   const int64_t tokens = operands.rows();
   if (finish) {
     args.finish.norm = operands.next<float>(ffi::F32, 512);
-    args.finish.cosine = operands.next<float>(ffi::F32, 32);
-    args.finish.sine = operands.next<float>(ffi::F32, 32);
+    args.finish.cosine = operands.next<float>(ffi::F32, 32, tokens);
+    args.finish.sine = operands.next<float>(ffi::F32, 32, tokens);
     args.finish.eps = eps;
   }
   if (scatter) {
-    args.row_ids = operands.next<int32_t>(ffi::S32);
+    args.row_ids = operands.ids(tokens);
     args.pool = dsv4::read_pool(operands, static_cast<int>(dsv4::Format::kFp8));
   } else {
     auto nope = results.get<ffi::AnyBuffer>(0), rope = results.get<ffi::AnyBuffer>(1), scale = results.get<ffi::AnyBuffer>(2);
     if (!nope.has_value() || !rope.has_value() || !scale.has_value()) return ffi::Error::InvalidArgument("append: needs three results");
+    const auto bytes = [](const auto& result) { return static_cast<int64_t>((*result)->size_bytes()); };
+    if (bytes(nope) != 448 * tokens || bytes(rope) != 128 * tokens || bytes(scale) != 8 * tokens) {
+      return ffi::Error::InvalidArgument("append: the results must be fp8 rows of 448 + 64 dims, as many as values");
+    }
     args.pool.codes = static_cast<uint8_t*>((*nope)->untyped_data());
     args.pool.rope = static_cast<uint16_t*>((*rope)->untyped_data());
     args.pool.scale = (*scale)->untyped_data();

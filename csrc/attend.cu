@@ -75,6 +75,10 @@ ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink,
       return ffi::Error::InvalidArgument("attend: cosine and sine must be [tokens, 32], or both empty");
     }
   }
+  if (window_nope.dimensions()[0] > INT32_MAX || entry_nope.dimensions()[0] > INT32_MAX || lse->dimensions()[0] != q[0] ||
+      lse->dimensions()[1] != q[1]) {
+    return ffi::Error::InvalidArgument("attend: 2^31 rows or more, or lse is not [tokens, heads]");
+  }
   const bool bf16_out = out->element_type() == ffi::BF16;
   if ((!bf16_out && out->element_type() != ffi::F32) || out->element_count() != queries.element_count()) {
     return ffi::Error::InvalidArgument("attend: the output must have the shape of the queries, as float32 or bfloat16");

@@ -12,40 +12,52 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int kFields = 9, kColumns = 2;  // of a stream's integers: see `read_stream`
+constexpr int kFields = 10, kColumns = 2;  // of a stream's integers: see `read_stream`
 
 dsv4::CompressPlan read_plan(dsv4::Operands& operands) {
   dsv4::CompressPlan plan = {};
-  plan.token_slot = operands.next<int32_t>(ffi::S32);
+  plan.token_slot = operands.ids();
   plan.tokens = static_cast<int>(operands.rows());
-  plan.token_position = operands.next<int32_t>(ffi::S32);
-  plan.token_row = operands.next<int32_t>(ffi::S32);
-  plan.row_start = operands.next<int32_t>(ffi::S32);
-  plan.row_count = operands.next<int32_t>(ffi::S32);
-  plan.row_first = operands.next<int32_t>(ffi::S32);
+  plan.token_position = operands.ids(plan.tokens);
+  plan.token_row = operands.ids(plan.tokens);
+  plan.row_start = operands.ids();
+  plan.rows = static_cast<int>(operands.rows());
+  plan.row_count = operands.ids(plan.rows);
+  plan.row_first = operands.ids(plan.rows);
   plan.table = operands.next<int32_t>(ffi::S32);
+  plan.slots = static_cast<int>(operands.rows());
   plan.columns = static_cast<int>(operands.width());
   return plan;
 }
 
-// `parts`: rows of state per channel (4 in CSA, 3 in HCA); `halves`: of kv and score (2 and 1).
-dsv4::CompressStream read_stream(dsv4::Operands& operands, const int32_t* fields, const int32_t* columns, float eps, bool history,
-                                 int parts, int halves) {
+// `parts`: rows of state per channel (4 in CSA, 3 in HCA); `halves`: of kv and score (2 and 1); `behind`: old rows of state
+// that a row of the plan brings in its history.
+dsv4::CompressStream read_stream(dsv4::Operands& operands, const dsv4::CompressPlan& plan, const int32_t* fields,
+                                 const int32_t* columns, float eps, bool history, int parts, int halves, int behind) {
   dsv4::CompressStream s = {};
   s.ratio = fields[0], s.ordinal = fields[1], s.slots = fields[2], s.ring = fields[3];
-  s.base = fields[4], s.rows_per_block = fields[5], s.finish.hadamard = fields[7];
+  s.base = fields[4], s.rows_per_block = fields[5], s.finish.hadamard = fields[7], s.blocks = fields[9];
   s.finish.eps = eps;
   const bool wide = fields[6] == static_cast<int>(dsv4::Format::kFp8);
   const int channels = wide ? 512 : 128;
-  s.kv = operands.columns(columns[0], halves * channels, &s.kv_stride);
-  s.score = operands.columns(columns[1], halves * channels, &s.score_stride);
-  if (fields[8] != 0) s.ape = operands.next<float>(ffi::F32, halves * channels);
+  s.kv = operands.columns(columns[0], halves * channels, &s.kv_stride, plan.tokens);
+  s.score = operands.columns(columns[1], halves * channels, &s.score_stride, plan.tokens);
+  if (fields[8] != 0) s.ape = operands.next<float>(ffi::F32, halves * channels, s.ratio);
   s.finish.norm = operands.next<float>(ffi::F32, channels);
-  s.finish.cosine = operands.next<float>(ffi::F32, 32);
-  s.finish.sine = operands.next<float>(ffi::F32, 32);
-  if (history) s.history = operands.next<float>(ffi::F32, parts * channels);
+  s.finish.cosine = operands.next<float>(ffi::F32, 32, plan.tokens);
+  s.finish.sine = operands.next<float>(ffi::F32, 32, plan.tokens);
+  if (history) s.history = operands.next<float>(ffi::F32, parts * channels, static_cast<int64_t>(plan.rows) * behind);
   s.state = operands.next<float>(ffi::F32, parts * channels);
+  const int64_t state_rows = operands.rows();
   s.pool = dsv4::read_pool(operands, fields[6]);
+  // Every id that the kernels take for valid must lie in the operands: the rest of that is theirs.
+  const int64_t layer = static_cast<int64_t>(s.slots) * s.ring, blocks = static_cast<int64_t>(s.blocks) * s.rows_per_block;
+  const bool sizes = s.ratio > 0 && s.ordinal >= 0 && s.slots > 0 && s.ring > 0 && s.base >= 0 && s.rows_per_block > 0 && s.blocks > 0;
+  const bool fits = plan.rows > 0 && plan.columns > 0 && plan.slots >= s.slots && (s.ordinal + 1) * layer <= state_rows &&
+                    s.base + blocks <= s.pool.rows;
+  if (plan.tokens > 0 && (!sizes || !fits)) {
+    operands.refuse("the layer's slots and blocks do not fit the block table, the state or the pool");
+  }
   return s;
 }
 
@@ -62,11 +74,14 @@ ffi::Error compress_csa(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::
   args.plan = read_plan(operands);
   const int tokens = args.plan.tokens;
   if (fields.size() != eps.size() * kFields || columns.size() != eps.size() * kColumns) {
-    return ffi::Error::InvalidArgument("compress_csa: takes nine fields and two columns a stream");
+    return ffi::Error::InvalidArgument("compress_csa: takes ten fields and two columns a stream");
   }
   for (size_t i = 0; i < eps.size(); ++i) {
-    const auto s = read_stream(operands, fields.begin() + i * kFields, columns.begin() + i * kColumns, eps[i], history, 4, 2);
-    if (s.ratio != dsv4::kCsaRatio) return ffi::Error::InvalidArgument("compress_csa: the ratio must be 4");
+    const auto s = read_stream(operands, args.plan, fields.begin() + i * kFields, columns.begin() + i * kColumns, eps[i], history, 4,
+                               2, dsv4::kCsaBehind);
+    if (s.ratio != dsv4::kCsaRatio || s.ring < dsv4::kCsaRows) {
+      return ffi::Error::InvalidArgument("compress_csa: the ratio must be 4, the ring at least 8 rows");
+    }
     (s.pool.format == static_cast<int>(dsv4::Format::kFp8) ? args.main : args.index) = s;
   }
   if (!operands.good()) return ffi::Error::InvalidArgument("compress_csa: " + operands.problem());
@@ -92,12 +107,12 @@ ffi::Error compress_hca(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::
   if (eps.size() != 1 || fields.size() != kFields || columns.size() != kColumns) {
     return ffi::Error::InvalidArgument("compress_hca: takes one stream");
   }
-  args.stream = read_stream(operands, fields.begin(), columns.begin(), eps[0], history, 3, 1);
+  args.stream = read_stream(operands, args.plan, fields.begin(), columns.begin(), eps[0], history, 3, 1, 1);
   if (!operands.good()) return ffi::Error::InvalidArgument("compress_hca: " + operands.problem());
   if (args.stream.pool.format != static_cast<int>(dsv4::Format::kFp8)) {
     return ffi::Error::InvalidArgument("compress_hca: rows must be fp8 rows of 448 + 64 dims");
   }
-  if (args.plan.group_count == 0 || args.plan.tokens == 0) return ffi::Error::Success();
+  if (args.plan.group_count == 0 || args.plan.group_length == 0 || args.plan.tokens == 0) return ffi::Error::Success();
   dsv4::hca_kernel<<<args.plan.group_count, dsv4::kCompressThreads, 0, stream>>>(args);
   return finished("compress_hca");
 }

@@ -4,6 +4,9 @@
 // A row of E channels is held four to a thread. No block of a launch reads a state row that another writes: a step's rows
 // come from its operands, older ones from ring rows it leaves alone. A step too long for that brings its old rows in
 // `history`, copied before.
+//
+// A plan and a block table may hold anything: slots, blocks, rows and tokens are compared with their number before they
+// become addresses, and positions, which are unsigned here, only enter as remainders.
 #pragma once
 
 #include "emit_row.cuh"
@@ -22,7 +25,7 @@ struct CompressPlan {
   const int32_t* row_first;       // [B]
   const int32_t* table;           // [slots, columns] block ids
   const int32_t* groups;          // HCA: [G, J] tokens of each entry, padded with T
-  int tokens, columns, group_count, group_length;
+  int tokens, rows, slots, columns, group_count, group_length;
 };
 
 struct CompressStream {
@@ -33,20 +36,23 @@ struct CompressStream {
   const float* history;  // old state rows or null: CSA [B * 7, 4 E], HCA [B, 3 E]
   FinishArgs finish;     // its angles: of the first position of each token's entry
   RowPool pool;
-  int ratio, ordinal, slots, ring, base, rows_per_block;
+  int ratio, ordinal, slots, ring, base, rows_per_block, blocks;
   int kv_stride, score_stride;
 };
 
-// Where the block table has the block of entry `entry` of `slot`.
+// Whether `id` is one of 0 .. number - 1.
+__device__ __forceinline__ bool below(int id, int number) { return static_cast<unsigned>(id) < static_cast<unsigned>(number); }
+
+// Where the block table has the block of entry `entry` of `slot`, which exists; of the last column, if it has none.
 __device__ __forceinline__ const int32_t* block_of(const CompressStream& s, const CompressPlan& plan, int slot, int entry) {
   return plan.table + static_cast<int64_t>(slot) * plan.columns + min(entry / s.rows_per_block, plan.columns - 1);
 }
 
 // Where that entry is stored; negative without a block: then it is not stored anywhere.
 __device__ __forceinline__ int64_t entry_row(const CompressStream& s, const CompressPlan& plan, int slot, int entry) {
-  const int block = __ldg(block_of(s, plan, slot, entry));
+  const int block = __ldg(block_of(s, plan, slot, entry)), column = entry / s.rows_per_block;
   const int64_t row = static_cast<int64_t>(s.base) + static_cast<int64_t>(block) * s.rows_per_block + entry % s.rows_per_block;
-  return block > 0 ? row : -1;
+  return block > 0 && block < s.blocks && column < plan.columns ? row : -1;
 }
 
 __device__ __forceinline__ void add(Float4& v, const Float4& x) {
@@ -65,7 +71,7 @@ __device__ __forceinline__ void load_parts(const CompressStream& s, int token, i
 
 // The position bias of their scores; nought where there is none.
 template <int kChannels>
-__device__ __forceinline__ void load_bias(const CompressStream& s, int position, int column, Float4 (&bias)[2]) {
+__device__ __forceinline__ void load_bias(const CompressStream& s, unsigned position, int column, Float4 (&bias)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     constexpr float kNought = -0.f;  // which leaves every number as it is
@@ -76,7 +82,7 @@ __device__ __forceinline__ void load_bias(const CompressStream& s, int position,
 
 // Stores them in row `place` of the ring.
 template <int kChannels>
-__device__ __forceinline__ void store_parts(float* ring, int place, const Float4 (&parts)[4]) {
+__device__ __forceinline__ void store_parts(float* ring, unsigned place, const Float4 (&parts)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) store4(ring + (static_cast<int64_t>(place) * 4 + i) * kChannels, parts[i]);
 }
@@ -111,17 +117,21 @@ constexpr int kCsaRows = 2 * kCsaRatio, kCsaBehind = kCsaRows - 1;  // rows of a
 // A row of the plan is a run of tokens of one slot, and only it has that slot: which of the rows behind a token this step
 // feeds, and whether its ring row will be overrun, is told by the slots around it. So that nothing waits for fields of rows.
 struct CsaToken {
-  int token, slot, position, behind;  // behind: how many of the seven tokens before it this step feeds
+  int token, slot;
+  unsigned position;
+  int behind;  // how many of the seven tokens before it this step feeds
 };
 
-// Of a lane: the slot (0 beyond the step) and position of the token as many places after `token` as the lane is after 7.
+// Of a lane: the slot and position of the token as many places after `token` as the lane is after 7. The slot is 0, as of
+// padding, beyond the step and if there is no such slot.
 struct CsaPlace {
-  int at, slot, position;
+  int at, slot;
+  unsigned position;
 };
-__device__ __forceinline__ CsaPlace place_of_lane(const CompressPlan& plan, int token) {
+__device__ __forceinline__ CsaPlace place_of_lane(const CompressPlan& plan, int token, int slots) {
   const int at = token - kCsaBehind + static_cast<int>(threadIdx.x & 31), clamped = min(max(at, 0), plan.tokens - 1);
   const int slot = __ldg(plan.token_slot + clamped), position = __ldg(plan.token_position + clamped);
-  return {at, at == clamped ? slot : 0, position};
+  return {at, (at == clamped) & below(slot, slots) ? slot : 0, static_cast<unsigned>(position)};
 }
 
 __device__ __forceinline__ CsaToken token_of(const CsaPlace& here, int token) {
@@ -163,10 +173,10 @@ __device__ __forceinline__ void load_rows(const CompressStream& s, const Compres
     return;
   }
   // Older rows are behind this one in the ring, beyond its start at its end, or in a history.
-  int around = t.position % s.ring;
+  int around = static_cast<int>(t.position % s.ring);
   const float* old = ring_of<kChannels>(s, t.slot, column) + static_cast<int64_t>(around) * (4 * kChannels);
   if (s.history != nullptr) {
-    const int64_t row = __ldg(plan.token_row + t.token);
+    const int64_t row = min(max(__ldg(plan.token_row + t.token), 0), plan.rows - 1);
     old = s.history + ((row + 1) * kCsaBehind + t.behind) * (4 * kChannels) + column, around = kCsaBehind;
   }
 #pragma unroll
@@ -177,7 +187,7 @@ __device__ __forceinline__ void load_rows(const CompressStream& s, const Compres
     const float* v = back <= t.behind ? kv - static_cast<int64_t>(back) * s.kv_stride : before;
     const float* l = back <= t.behind ? score - static_cast<int64_t>(back) * s.score_stride : before + 2 * kChannels;
     value[j] = {{0, 0, 0, 0}}, weight[j] = {{kNever, kNever, kNever, kNever}};
-    if (back <= t.position) value[j] = load4(v + half), weight[j] = load4(l + half);
+    if (static_cast<unsigned>(back) <= t.position) value[j] = load4(v + half), weight[j] = load4(l + half);
   }
 }
 
@@ -198,7 +208,7 @@ __device__ __forceinline__ void add_bias(const CompressStream& s, const CsaToken
 template <int kChannels>
 __device__ __forceinline__ void feed_csa(const CompressStream& s, const CompressPlan& plan, int token, float* shared, int thread) {
   const int column = 4 * thread;
-  const CsaPlace here = place_of_lane(plan, token);
+  const CsaPlace here = place_of_lane(plan, token, s.slots);
   const CsaWork work = work_of<1>(plan, here, token, s.ring);
   const CsaToken t = token_of(here, token);
   const Finish finish = load_finish<kChannels>(s.finish, token, thread);
@@ -223,10 +233,10 @@ template <int kChannels>
 __device__ __forceinline__ void feed_csa_chunk(const CompressStream& s, const CompressPlan& plan, int first, float* shared,
                                                int thread) {
   const int column = 4 * thread;
-  const CsaWork work = work_of<kCsaRatio>(plan, place_of_lane(plan, first), first, s.ring);
+  const CsaWork work = work_of<kCsaRatio>(plan, place_of_lane(plan, first, s.slots), first, s.ring);
   for (unsigned rest = work.kept; rest != 0; rest &= rest - 1) {
     const int token = first + __ffs(rest) - 1;
-    const CsaToken t = token_of(place_of_lane(plan, token), token);
+    const CsaToken t = token_of(place_of_lane(plan, token, s.slots), token);
     Float4 own[4], bias[2];
     load_parts<kChannels>(s, t.token, column, own), load_bias<kChannels>(s, t.position, column, bias);
     add(own[2], bias[0]), add(own[3], bias[1]);
@@ -234,7 +244,7 @@ __device__ __forceinline__ void feed_csa_chunk(const CompressStream& s, const Co
   }
   for (unsigned rest = work.completed; rest != 0; rest &= rest - 1) {
     const int token = first + __ffs(rest) - 1;
-    const CsaToken t = token_of(place_of_lane(plan, token), token);
+    const CsaToken t = token_of(place_of_lane(plan, token, s.slots), token);
     Float4 value[kCsaRows], weight[kCsaRows];
     load_rows<kChannels, kCsaRows>(s, plan, t, column, value, weight);
     const Finish finish = load_finish<kChannels>(s.finish, token, thread);
@@ -278,22 +288,23 @@ __global__ void __launch_bounds__(kCompressThreads, 4) hca_kernel(const __grid_c
   const CompressPlan& plan = args.plan;
   const int thread = threadIdx.x;
   const int32_t* members = plan.groups + static_cast<int64_t>(blockIdx.x) * plan.group_length;
-  const int token = __ldg(members);
+  const int token = __ldg(members);  // T or anything that is no token: no entry
   // Needed last, where the registers are full: now only fetched. So are the angles: the same for all tokens of an entry.
   prefetch(s.finish.norm + 4 * thread);
-  if (token >= plan.tokens) return;
+  if (!below(token, plan.tokens)) return;
   prefetch(s.finish.cosine + static_cast<int64_t>(token) * 32), prefetch(s.finish.sine + static_cast<int64_t>(token) * 32);
   const int slot = __ldg(plan.token_slot + token), start = __ldg(plan.token_position + token), row = __ldg(plan.token_row + token);
   const float* kv = s.kv + static_cast<int64_t>(token) * s.kv_stride + 4 * thread;
   const float* score = s.score + static_cast<int64_t>(token) * s.score_stride + 4 * thread;
   prefetch(kv), prefetch(score);
-  if ((slot <= 0) | (start < 0) | (row < 0)) return;  // a test of all, so that all are asked for before it
+  // A test of all, so that all are asked for before it.
+  if ((slot == 0) | !below(slot, s.slots) | (start < 0) | !below(row, plan.rows)) return;
   const int entry = start / s.ratio;
   prefetch(block_of(s, plan, slot, entry));
   const int end = __ldg(plan.row_start + row) + __ldg(plan.row_count + row);
-  // A group ends with its row or with its entry, whichever is first.
-  int count = plan.group_length;
-  if (count > 1) count = min(min(end, (entry + 1) * s.ratio) - start, count);
+  // A group ends with its row, its entry or the step, whichever is first.
+  int count = min(plan.group_length, plan.tokens - token);
+  if (count > 1) count = min(min(end - start, s.ratio - start % s.ratio), count);
   float* banks = s.state + (static_cast<int64_t>(s.ordinal) * s.slots + slot) * s.ring * (3 * kChannels) + 4 * thread;
 
   Float4 peak, total, acc;
@@ -338,7 +349,7 @@ __global__ void __launch_bounds__(kCompressThreads, 4) hca_kernel(const __grid_c
       }
       const int position = start + step + j;
       if (position >= end - s.ring) {
-        float* to = banks + static_cast<int64_t>(position % s.ring) * (3 * kChannels);
+        float* to = banks + static_cast<int64_t>(static_cast<unsigned>(position) % s.ring) * (3 * kChannels);
         store4(to, peak), store4(to + kChannels, total), store4(to + 2 * kChannels, acc);
       }
     }

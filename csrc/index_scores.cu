@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <string>
 
 #include "built_for.h"
@@ -51,10 +52,17 @@ ffi::Error index_scores(cudaStream_t stream, Codes codes, ffi::AnyBuffer scale, 
   if (rows_per_block < 1 || rows_per_block % dsv4::kGroupKeys != 0) {
     return ffi::Error::InvalidArgument("index_scores: rows per block must be a multiple of 16");
   }
+  if (base < 0 || rows - base < rows_per_block || rows > INT32_MAX) {
+    return ffi::Error::InvalidArgument("index_scores: less than a block of keys from the base on, or 2^31 rows or more");
+  }
   const auto w = weights.dimensions();
+  const int64_t total = table.dimensions()[1] * rows_per_block;
   if (w[0] != q[0] || first_weight < 0 || first_weight + q[1] > w[1] || table.dimensions()[0] != q[0] ||
-      count.dimensions()[0] != q[0] || scores->dimensions()[1] != table.dimensions()[1] * rows_per_block || q[0] > 65535) {
-    return ffi::Error::InvalidArgument("index_scores: shapes of queries, weights, table and counts disagree");
+      count.dimensions()[0] != q[0] || scores->dimensions()[0] != q[0] || scores->dimensions()[1] != total || q[0] > 65535) {
+    return ffi::Error::InvalidArgument("index_scores: shapes of queries, weights, table, counts and scores disagree");
+  }
+  if (total > INT32_MAX - dsv4::kMaxRunTiles * dsv4::kScoreTile) {
+    return ffi::Error::InvalidArgument("index_scores: 2^31 scores of a token");
   }
   dsv4::ScoreArgs args = {};
   args.codes = codes.typed_data();
@@ -71,6 +79,7 @@ ffi::Error index_scores(cudaStream_t stream, Codes codes, ffi::AnyBuffer scale, 
   args.columns = static_cast<int>(table.dimensions()[1]);
   args.base = base;
   args.rows_per_block = rows_per_block;
+  args.blocks = static_cast<int>((rows - base) / rows_per_block);
   const cudaError_t error = launch(args, fp8, stream);
   if (error != cudaSuccess) return ffi::Error::Internal(std::string("index_scores: ") + cudaGetErrorString(error));
   return ffi::Error::Success();

@@ -206,7 +206,8 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks) index_scores_kern
   for (int g = thread; g < run.tiles * (kScoreTile / kGroupKeys); g += kScoreThreads) {
     const int key = min(run.first + g * kGroupKeys, total - kGroupKeys);
     const int column = key / args.rows_per_block;
-    const int block = __ldg(args.table + static_cast<int64_t>(token) * args.columns + column);
+    const int id = __ldg(args.table + static_cast<int64_t>(token) * args.columns + column);
+    const int block = min(max(id, 0), args.blocks - 1);  // of none that exists: the nearest, as in the reference
     first_row[g] = args.base + block * args.rows_per_block + key - column * args.rows_per_block;
   }
   bool e4m3 = false;

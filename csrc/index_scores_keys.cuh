@@ -28,6 +28,7 @@ struct ScoreArgs {
   int run_tiles;                   // tiles of a block of threads; 0: the launch chooses
   int weight_stride;
   float weight_scale;              // the weights are multiplied by it
+  int blocks;                      // from `base` to the end of the pool
 };
 
 // Eight e2m1 codes -> four pairs of bf16 (codes i and i + 4). A code's bits, moved into the bf16 fields, are its value

@@ -13,23 +13,25 @@ class Operands {
  public:
   explicit Operands(xla::ffi::RemainingArgs args) : args_(args) {}
 
-  // The next operand, which must have this element type and (where given) width.
-  void* next(xla::ffi::DataType type, int64_t width = -1) {
+  // The next operand, a vector or matrix, which must have this element type and (where given) width and number of rows.
+  void* next(xla::ffi::DataType type, int64_t width = -1, int64_t rows = -1) {
     const auto buffer = args_.get<xla::ffi::AnyBuffer>(index_++);
     if (!buffer.has_value()) return fail();
     const auto dimensions = buffer->dimensions();
-    rows_ = dimensions.size() > 0 ? dimensions[0] : 0;
-    width_ = dimensions.size() > 0 ? dimensions[dimensions.size() - 1] : 0;  // of a vector too: a norm is [512]
-    if (buffer->element_type() != type || (width >= 0 && width_ != width)) return fail();
+    if (dimensions.size() < 1 || dimensions.size() > 2) return fail();
+    rows_ = dimensions[0], width_ = dimensions[dimensions.size() - 1];  // of a vector both: a norm is [512]
+    if (buffer->element_type() != type || (width >= 0 && width_ != width) || (rows >= 0 && rows_ != rows)) return fail();
     return buffer->untyped_data();
   }
   template <typename T>
-  T* next(xla::ffi::DataType type, int64_t width = -1) {
-    return static_cast<T*>(next(type, width));
+  T* next(xla::ffi::DataType type, int64_t width = -1, int64_t rows = -1) {
+    return static_cast<T*>(next(type, width, rows));
   }
+  // The next operand, an int32 vector (of this length, where given).
+  const int32_t* ids(int64_t length = -1) { return next<int32_t>(xla::ffi::S32, length, length); }
   // Columns `start` .. `start + width - 1` of the next operand, float32 rows `stride` apart: fit for loads of 16 bytes.
-  const float* columns(int64_t start, int64_t width, int* stride) {
-    const auto* matrix = next<float>(xla::ffi::F32);
+  const float* columns(int64_t start, int64_t width, int* stride, int64_t rows = -1) {
+    const auto* matrix = next<float>(xla::ffi::F32, -1, rows);
     if (matrix == nullptr) return nullptr;
     *stride = static_cast<int>(width_);
     if (start < 0 || start + width > width_ || start % 4 != 0 || width_ % 4 != 0) return static_cast<float*>(fail());
@@ -37,8 +39,15 @@ class Operands {
   }
   int64_t rows() const { return rows_; }  // of the operand read last
   int64_t width() const { return width_; }
-  bool good() const { return wrong_ < 0 && index_ == args_.size(); }
-  std::string problem() const { return wrong_ < 0 ? "too many operands" : "operand " + std::to_string(wrong_) + " has another type or shape"; }
+  // The operands disagree with something else. What was wrong first is what `problem` says.
+  void refuse(const std::string& reason) {
+    if (wrong_ < 0 && refused_.empty()) refused_ = reason;
+  }
+  bool good() const { return wrong_ < 0 && refused_.empty() && index_ == args_.size(); }
+  std::string problem() const {
+    if (!refused_.empty()) return refused_;
+    return wrong_ < 0 ? "too many operands" : "operand " + std::to_string(wrong_) + " has another type or shape";
+  }
 
  private:
   void* fail() {
@@ -48,26 +57,29 @@ class Operands {
   xla::ffi::RemainingArgs args_;
   size_t index_ = 0;
   int wrong_ = -1;
+  std::string refused_;
   int64_t rows_ = 0, width_ = 0;
 };
 
-// The parts of a pool of rows of this format.
+// The parts of a pool of rows of this format, of equally many rows.
 inline RowPool read_pool(Operands& operands, int format) {
   namespace ffi = xla::ffi;
   RowPool pool = {};
   pool.format = format;
   if (format == static_cast<int>(Format::kFp8)) {
     pool.codes = operands.next<uint8_t>(ffi::U8, 448);
-    pool.rope = operands.next<uint16_t>(ffi::U16, 64);
-    pool.scale = operands.next(ffi::U8, 8);
+    pool.rows = operands.rows();
+    pool.rope = operands.next<uint16_t>(ffi::U16, 64, pool.rows);
+    pool.scale = operands.next(ffi::U8, 8, pool.rows);
   } else if (format == static_cast<int>(Format::kIndexFp4)) {
     pool.codes = operands.next<uint8_t>(ffi::U8, 64);
-    pool.scale = operands.next(ffi::U8, 4);
+    pool.rows = operands.rows();
+    pool.scale = operands.next(ffi::U8, 4, pool.rows);
   } else {
     pool.codes = operands.next<uint8_t>(ffi::U8, 128);
-    pool.scale = operands.next(ffi::F32, 1);
+    pool.rows = operands.rows();
+    pool.scale = operands.next(ffi::F32, 1, pool.rows);
   }
-  pool.rows = operands.rows();
   return pool;
 }
 

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from .config import AttentionType, LayerSpec
 from .errors import LayoutError, ShapeError
 from .formats import RowFormat
 from .layout import CacheLayout, CacheSize, LeafSpec
-from .ops.append import Rows, append, encode, pin, store, window_rows, window_view
+from .ops.append import Rows, append, encode, exists, pin, store, window_rows, window_view
 from .ops.attend import attend
 from .ops.columns import Values
 from .ops.compress import Compressor, Stream, compress_csa, compress_hca
@@ -297,13 +298,15 @@ class LayerCacheHandle:
         """
         self._pool_name()
         ratio = np.int32(self.layout.cfg.ratio(self.spec.attn))
-        return jnp.where(self.plan.token_slot > 0, (self.plan.token_position + 1) // ratio, 0)
+        live = exists(self.plan.token_slot, self.cache.slot_units)
+        return jnp.where(live, (self.plan.token_position + 1) // ratio, 0)
 
     def entry_rows(self, entries: jax.Array) -> jax.Array:
         """Pool rows [T, K] of logical entries [T, K], through each token's block table."""
         self._pool_name()
         per_block = np.int32(self.layout.entries_per_block(self.spec.attn))
         block = self.cache.block_table[jnp.asarray(self.plan.token_slot)[:, None], entries // per_block]
+        block = lax.clamp(np.int32(0), block, np.int32(self.cache.block_units - 1))  # or the product could leave int32
         return np.int32(self._base()) + block * per_block + entries % per_block
 
     def index_scores(self, queries: jax.Array, weights: Values, *, scale: float = 1.0) -> jax.Array:
@@ -396,7 +399,7 @@ class LayerCacheHandle:
         geometry = Compressor(
             ratio=ratio, ordinal=layout.ordinal(self.spec.layer_idx), slots=self.cache.slot_units,
             ring=layout.csa_ring_rows if csa else layout.hca_rows, base=self._base(),
-            rows_per_block=layout.entries_per_block(attn), fmt=fmt,
+            rows_per_block=layout.entries_per_block(attn), fmt=fmt, blocks=self.cache.block_units,
         )  # fmt: skip
         (state,) = self.cache.pool(f"{pool}_state")
         return Stream(state, self.cache.pool(pool), kv, score, finish, geometry, ape)

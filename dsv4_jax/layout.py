@@ -129,6 +129,11 @@ class CacheSize:
     def slot_units(self) -> int:
         return self.num_slots + self.num_snapshots + 1
 
+    def holds(self, other: CacheSize) -> bool:
+        """Whether every unit of a cache of the other size has its place in one of this."""
+        mine, others = ((size.block_units, size.slot_units, size.max_blocks_per_request) for size in (self, other))
+        return all(have >= want for have, want in zip(mine, others, strict=True))
+
 
 class CacheLayout:
     """Built once from the model and the storage choices; everything else reads it. Immutable, hashable.

@@ -35,7 +35,6 @@ __all__ = [
     "read_tokens",
     "run",
     "split",
-    "write_array",
 ]
 
 _EXAMPLES = """

@@ -97,7 +97,8 @@ def _call(
             results.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         kinds = KV if geometry.fmt.rope_dim else INDEX
         numbers += [geometry.ratio, geometry.ordinal, geometry.slots, geometry.ring, geometry.base,
-                    geometry.rows_per_block, kinds[geometry.fmt.name], int(finish.hadamard), len(bias)]  # fmt: skip
+                    geometry.rows_per_block, kinds[geometry.fmt.name], int(finish.hadamard), len(bias),
+                    geometry.block_units(stream.pool[0].shape[0])]  # fmt: skip
         columns += [kv_start, score_start]
     call = jax.ffi.ffi_call(cuda_target(target), tuple(results), input_output_aliases=aliases)
     eps = np.array([stream.finish.eps for stream in streams], np.float32)

@@ -50,9 +50,11 @@ class KVCacheManager(SteppingManager):
             the device go there, and those of preempted requests. None: there is no host tier.
         salt: whatever else cached bytes depend on, such as the name of the weights.
         events: where cached blocks that come and go are told.
+        arrays: size of the cache, if this manager is to hand out less than it holds (default: `size`). Plans are made
+            for a cache of this size, and no other takes them. Two managers must not share a cache.
 
     Raises:
-        LayoutError: the size has more rows than int32 has numbers (see `CacheLayout.check_size`).
+        LayoutError: `size` is larger than `arrays`, or that has more rows than int32 has numbers (see `CacheLayout.check_size`).
         HashError: the salt has no canonical bytes.
         PlanError: `host` is no pair of counts.
     """
@@ -460,6 +462,7 @@ class KVCacheManager(SteppingManager):
         `init_cache(layout, size)`, of any content; `resume` continues the requests. The host tier stays as it is.
 
         Raises:
+            LayoutError: the size has more rows than int32 has numbers.
             PlanError: not a `CacheSize`, or the transfers of the step before were not taken.
             ContextLimitError: a live or preempted request may grow beyond the new context limit.
             RequestError: as `sleep`.
@@ -473,9 +476,11 @@ class KVCacheManager(SteppingManager):
             for request in self._ids.values():
                 if request.max_tokens > limit:
                     raise ContextLimitError(request.id, request.max_tokens, limit)
+            self.layout.check_size(size)
             self._empty_device()
             self._cache.resize(size)
-            self.size = size
+            self.size = self.arrays = size
+            self._rows = None
 
     def reset(self) -> None:
         """Forgets every request and all that is cached; requests admitted before are refused from now on.
@@ -497,7 +502,7 @@ class KVCacheManager(SteppingManager):
     def memory_bytes(self) -> int:
         """Bytes of the cache this manager manages: exactly what `init_cache` allocates."""
         self._guard.check()
-        return self.layout.total_bytes(self.size)
+        return self.layout.total_bytes(self.arrays)
 
     compute_block_budget = staticmethod(compute_block_budget)
 

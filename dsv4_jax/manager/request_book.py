@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..checks import shown
-from ..errors import HashError, PlanError, RequestError
+from ..errors import HashError, LayoutError, PlanError, RequestError
 from ..layout import CacheLayout, CacheSize
 from .allocator import as_count
 from .guard import Guard
@@ -35,9 +35,12 @@ class RequestBook:
         host: HostSize | None = None,
         salt: Key = None,
         events: EventLog | None = None,
+        arrays: CacheSize | None = None,
     ):
-        layout.check_size(size)
-        self.layout, self.size = layout, size
+        layout.check_size(arrays or size)
+        self.layout, self.size, self.arrays = layout, size, arrays or size
+        if not self.arrays.holds(size):
+            raise LayoutError(f"{size} does not fit a cache of {self.arrays}")
         self.policy, self.host_size, self.events = policy, _host_size(host), events
         self._hashing = HashSpec(layout.block_tokens, (layout.fingerprint, salt), layout.cfg.vocab_size)
         self.generation = 0

@@ -232,7 +232,7 @@ class SteppingManager(RequestBook):
         slots, starts, counts, *_ = rows.arrays
         if shape is not None and rows.decode is not None and rows.decode[0] == shape:
             check_extras(shape, **needed)
-            return shape, next_decode(self.layout, rows.decode[1], shape, starts, size=self.size, lookahead=steps - 1)
+            return shape, next_decode(self.layout, rows.decode[1], shape, starts, size=self.arrays, lookahead=steps - 1)
         fed = np.stack([slots, starts, counts], 1)
         if shape is None:
             shape = shape_for(self.layout, fed, lookahead=steps - 1, **needed).bucketed(
@@ -241,7 +241,7 @@ class SteppingManager(RequestBook):
         elif shape.columns > self.size.max_blocks_per_request:
             raise PlanError(f"columns={shape.columns}: the table has {self.size.max_blocks_per_request}")
         check_extras(shape, **needed)
-        return shape, build_plan(self.layout, fed, shape, size=self.size, lookahead=steps - 1)
+        return shape, build_plan(self.layout, fed, shape, size=self.arrays, lookahead=steps - 1)
 
     def _feeds(self, feeds: Iterable[Feed], steps: int) -> tuple[list[Request], list[int]]:
         """The requests and their token counts, checked one by one."""

@@ -35,7 +35,7 @@ def append(
     Args:
         pool: parts of the pool, each [rows, width].
         values: [T, dim] float rows, an array or `Columns`.
-        row_ids: [T] int32, no two equal among the valid ones; ids >= rows are not written.
+        row_ids: [T] int32, no two equal among the valid ones; those below 0 or >= rows are not written.
         fmt: the pool's row format.
         finish: norm and RoPE still to be done; None if `values` are ready to be stored.
         position: [T] int32 of the rows, needed by `finish`.
@@ -75,7 +75,7 @@ def _encode(values: Values, position: jax.Array | None, finish: Finish | None, f
 
 
 def store(pool: Rows, rows: Rows, row_ids: jax.Array) -> Rows:
-    """Scatters already encoded rows; ids >= rows are dropped."""
+    """Scatters already encoded rows; ids out of range are dropped."""
     return tuple(
         part.at[row_ids].set(new, mode="drop", wrap_negative_indices=False)
         for part, new in zip(pool, rows, strict=True)
@@ -83,15 +83,15 @@ def store(pool: Rows, rows: Rows, row_ids: jax.Array) -> Rows:
 
 
 def load(pool: Rows, row_ids: jax.Array) -> Rows:
-    """Gathers encoded rows, [...] ids -> parts [..., width]. Ids must be in range (padding: unit 0)."""
+    """Gathers encoded rows, [...] ids -> parts [..., width]. An id out of range reads the nearest row."""
     return tuple(part.at[row_ids].get(mode="clip", wrap_negative_indices=False) for part in pool)
 
 
 def window_rows(plan: StepPlan, *, rows: int, ordinal: int, slots: int, ring: int) -> jax.Array:
     """Where each token's row goes in the window rings, [T] int32: ring row = position mod ring.
 
-    Of a row that feeds more than `ring` tokens only the last `ring` are stored. Padding tokens
-    are not stored: their id is `rows`.
+    Of a row that feeds more than `ring` tokens only the last `ring` are stored. Padding tokens, and
+    those of a slot that does not exist, are not stored: their id is `rows`.
 
     Args:
         rows: rows of the leaves, layers * slots * ring.
@@ -99,8 +99,13 @@ def window_rows(plan: StepPlan, *, rows: int, ordinal: int, slots: int, ring: in
         slots: slots of the leaves, the null slot included.
     """
     last = (plan.row_start + plan.row_count)[plan.token_row] - ring
-    keep = (plan.token_slot > 0) & (plan.token_position >= last)
+    keep = exists(plan.token_slot, slots) & (plan.token_position >= last)
     return jnp.where(keep, ring_row(ordinal, slots, ring, plan.token_slot, plan.token_position), np.int32(rows))
+
+
+def exists(unit: jax.Array, units: int) -> jax.Array:
+    """Whether ids name a unit: neither the null unit, which is padding, nor none at all."""
+    return (unit > 0) & (unit < np.int32(units))
 
 
 def ring_row(ordinal: int, slots: int, ring: int, slot: jax.Array, position: jax.Array) -> jax.Array:
@@ -127,7 +132,7 @@ def window_view(
     """
     offset = jnp.arange(1 - window, 1, dtype=jnp.int32)[None]
     position = plan.token_position[:, None] + offset
-    visible = (position >= 0) & (plan.token_slot > 0)[:, None]
+    visible = (position >= 0) & exists(plan.token_slot, slots)[:, None]
     position = jnp.maximum(position, 0)
     if plan.history_rows.shape[0] == 0:
         ids = ring_row(ordinal, slots, ring, plan.token_slot[:, None], position)

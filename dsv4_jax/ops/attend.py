@@ -46,7 +46,8 @@ def attend(
         sink: [H] float32 logit of the sink.
         window, window_ids, window_visible: as from `window_view`: rows, [T, W] ids, [T, W] mask.
         entries: compressed-entry leaves, or None for SWA layers.
-        entry_ids: [T, K] int32 row ids into `entries` (in range; anything where not counted).
+        entry_ids: [T, K] int32 row ids into `entries`. These and `window_ids` may be anything where they are no keys;
+            elsewhere an id out of range reads the nearest row.
         entry_count: [T] int32: the first so many of `entry_ids` are keys.
         scale: softmax scale, head_dim ** -0.5.
         inverse_rope: (position [T] int32, inv_freq [rope_dim / 2] float32): `out` is turned back by the angles of its

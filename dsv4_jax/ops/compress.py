@@ -18,7 +18,7 @@ from jax import lax
 
 from ..formats import RowFormat
 from ..plan import StepPlan
-from .append import Rows, append, load, pin, ring_row
+from .append import Rows, append, exists, load, pin, ring_row
 from .columns import Values, dense
 from .dispatch import Implementation, implementation_for
 from .finish import Finish
@@ -39,6 +39,7 @@ class Compressor:
         base: first row of the layer in the pool leaves.
         rows_per_block: entries per block.
         fmt: row format of the pool.
+        blocks: of the layer in the pool leaves, the null block included; None: up to the end of the leaves.
     """
 
     ratio: int
@@ -48,6 +49,11 @@ class Compressor:
     base: int
     rows_per_block: int
     fmt: RowFormat
+    blocks: int | None = None
+
+    def block_units(self, pool_rows: int) -> int:
+        """Blocks of the layer in leaves of so many rows: ids are below."""
+        return (pool_rows - self.base) // self.rows_per_block if self.blocks is None else self.blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,11 +138,11 @@ def _compress_csa_one(
     stream: Stream, plan: StepPlan, table: jax.Array, implementation: Implementation
 ) -> tuple[jax.Array, Rows]:
     ratio, width = stream.geometry.ratio, stream.kv.shape[-1] // 2
-    rows, exists, state = _rows_behind(stream, plan, plan.flush_tokens, 2 * ratio)
+    rows, real, state = _rows_behind(stream, plan, plan.flush_tokens, 2 * ratio)
     own = jnp.arange(2 * ratio)[None, :, None] >= ratio
     values = jnp.where(own, rows[..., width : 2 * width], rows[..., :width])
     logits = jnp.where(own, rows[..., 3 * width :], rows[..., 2 * width : 3 * width])
-    pooled = _softmax_pool(values, logits, exists)
+    pooled = _softmax_pool(values, logits, real)
     return state, _emit(stream, pooled, plan, plan.flush_tokens, table, implementation)
 
 
@@ -146,8 +152,8 @@ def _compress_hca_raw(
     stream = stream.resolved(plan)
     width = stream.kv.shape[-1]
     last = _last_of_group(plan)
-    rows, exists, state = _rows_behind(stream, plan, last, stream.geometry.ratio)
-    pooled = _softmax_pool(rows[..., :width], rows[..., width:], exists)
+    rows, real, state = _rows_behind(stream, plan, last, stream.geometry.ratio)
+    pooled = _softmax_pool(rows[..., :width], rows[..., width:], real)
     return state, _emit(stream, pooled, plan, last, table, implementation)
 
 
@@ -159,7 +165,7 @@ def _compress_hca_online(
     tokens, width, banks = kv.shape[0], kv.shape[-1], geometry.ring
     groups = plan.group_tokens.shape[0]
     first = jnp.minimum(plan.group_tokens[:, 0], np.int32(tokens - 1))
-    live = (plan.group_tokens[:, 0] < tokens) & (plan.token_slot[first] > 0)
+    live = (plan.group_tokens[:, 0] < tokens) & exists(plan.token_slot[first], geometry.slots)
     slot, start = plan.token_slot[first], plan.token_position[first]
 
     before = jnp.maximum(start - np.int32(1), 0)
@@ -223,13 +229,13 @@ def _rows_behind(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The [kv | score] rows of the `depth` positions up to each token, from this step or from the ring.
 
-    Returns (rows [N, depth, width], exists [N, depth], state): the state with this step's rows written.
+    Returns (rows [N, depth, width], real [N, depth], state): the state with this step's rows written.
     """
     state, geometry = stream.state, stream.geometry
     token = jnp.minimum(tokens, np.int32(plan.num_tokens - 1))
     row = jnp.asarray(plan.token_row)[token]
     position = plan.token_position[token][:, None] + jnp.arange(1 - depth, 1, dtype=jnp.int32)[None]
-    exists = position >= 0
+    real = position >= 0
     position = jnp.maximum(position, 0)
     ring_ids = ring_row(geometry.ordinal, geometry.slots, geometry.ring, plan.token_slot[token][:, None], position)
     if plan.history_rows.shape[0] == 0:
@@ -237,20 +243,20 @@ def _rows_behind(
         # read before a write could only be kept by `pin`, which CPU compilers drop, at the price of a copy.
         state = _write_ring(state, stream, plan)
         (rows,) = load((state,), ring_ids)
-        return rows, exists, state
+        return rows, real, state
     (old,), (state,) = pin(load((state,), ring_ids), (state,))
     offset = position - plan.row_start[row][:, None]
     chunk_ids = jnp.clip(plan.row_first[row][:, None] + offset, 0, np.int32(plan.num_tokens - 1))
     new = _kv_and_score(stream)[chunk_ids]
     rows = jnp.where((offset >= 0)[..., None], new, old)
-    return rows, exists, _write_ring(state, stream, plan)
+    return rows, real, _write_ring(state, stream, plan)
 
 
-def _softmax_pool(values: jax.Array, logits: jax.Array, exists: jax.Array) -> jax.Array:
+def _softmax_pool(values: jax.Array, logits: jax.Array, real: jax.Array) -> jax.Array:
     """sum_rows softmax_rows(logits) * values, per channel. [N, rows, e] twice, [N, rows] -> [N, e]"""
-    exists = exists[..., None]
-    logits = jnp.where(exists, logits, -np.float32(np.inf))
-    values = jnp.where(exists, values, np.float32(0))
+    real = real[..., None]
+    logits = jnp.where(real, logits, -np.float32(np.inf))
+    values = jnp.where(real, values, np.float32(0))
     weights = exp(logits - logits.max(1, keepdims=True))
     return (tree_sum(rounded(weights * values), 1) / tree_sum(weights, 1))[:, 0]
 
@@ -268,13 +274,16 @@ def _emit(
     token = jnp.minimum(tokens, np.int32(plan.num_tokens - 1))
     slot, position = plan.token_slot[token], plan.token_position[token]
     ratio = np.int32(geometry.ratio)
-    completes = (tokens < plan.num_tokens) & (slot > 0) & ((position + 1) % ratio == 0)
+    completes = (tokens < plan.num_tokens) & exists(slot, geometry.slots) & ((position + 1) % ratio == 0)
     entry = position // ratio
     per_block = np.int32(geometry.rows_per_block)
-    block = jnp.asarray(table)[slot, entry // per_block]
+    column = entry // per_block
+    block = jnp.asarray(table)[slot, column]
     row = np.int32(geometry.base) + block * per_block + entry % per_block
-    # Block 0 is null: an entry without a block is a planning error, and is not stored anywhere.
-    row = jnp.where(completes & (block > 0), row, np.int32(pool[0].shape[0]))
+    # An entry without a block (0 is null) or beyond the table is a planning error, and is not stored anywhere.
+    blocks = geometry.block_units(pool[0].shape[0])
+    stored = completes & exists(block, blocks) & (column >= 0) & (column < table.shape[1])
+    row = jnp.where(stored, row, np.int32(pool[0].shape[0]))
     return append(
         pool, pooled, row, fmt=geometry.fmt, finish=stream.finish, position=entry * ratio, implementation=implementation
     )
@@ -284,7 +293,7 @@ def _write_ring(state: jax.Array, stream: Stream, plan: StepPlan) -> jax.Array:
     """Stores the rows of the last `ring` tokens of every row."""
     geometry = stream.geometry
     last = (plan.row_start + plan.row_count)[plan.token_row] - np.int32(geometry.ring)
-    keep = (plan.token_slot > 0) & (plan.token_position >= last)
+    keep = exists(plan.token_slot, geometry.slots) & (plan.token_position >= last)
     row = ring_row(geometry.ordinal, geometry.slots, geometry.ring, plan.token_slot, plan.token_position)
     row = jnp.where(keep, row, np.int32(state.shape[0]))
     return state.at[row].set(_kv_and_score(stream), mode="drop", wrap_negative_indices=False)

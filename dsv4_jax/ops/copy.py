@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .append import exists
+
 __all__ = ["copy_units"]
 
 
@@ -15,11 +17,11 @@ def copy_units(leaf: jax.Array, src: jax.Array, dst: jax.Array, *, layers: int, 
 
     Args:
         leaf: [layers * units * rows, width].
-        src, dst: [C] int32 unit ids; pairs with dst 0 (the null unit) are skipped.
+        src, dst: [C] int32 unit ids; pairs with dst 0 (the null unit) or an id out of range are skipped.
     """
     if src.shape[0] == 0:
         return leaf
     view = leaf.reshape(layers, units, rows * leaf.shape[-1])
-    moved, view = lax.optimization_barrier((view[:, src], view))
-    dst = jnp.where(dst > 0, dst, np.int32(units))
-    return view.at[:, dst].set(moved, mode="drop").reshape(leaf.shape)
+    moved, view = lax.optimization_barrier((view.at[:, src].get(mode="clip", wrap_negative_indices=False), view))
+    real = exists(dst, units) & (src >= 0) & (src < units)
+    return view.at[:, jnp.where(real, dst, np.int32(units))].set(moved, mode="drop").reshape(leaf.shape)

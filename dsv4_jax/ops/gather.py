@@ -20,7 +20,7 @@ def gather_rows(
     dtype: jnp.dtype = jnp.bfloat16,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Dense rows [..., dim] of `dtype` for int32 `row_ids` [...] (in range; use 0 for padding).
+    """Dense rows [..., dim] of `dtype` for int32 `row_ids` [...]; an id out of range reads the nearest row.
 
     The RoPE dims of FP8 rows come back bit-exact; the NoPE dims are code times scale, exact in bf16.
     """

@@ -34,7 +34,8 @@ def index_scores(
         pool: index-key leaves, [rows, width].
         queries: [T, H, d] float.
         weights: [T, H] float, an array or `Columns`; may be negative.
-        table: [T, X] int32 block ids of each token's request.
+        table: [T, X] int32 block ids of each token's request; one out of range reads the nearest block there is
+            between `base` and the end of the leaves.
         count: [T] int32 visible entries.
         base: first row of the layer in the leaves.
         rows_per_block: index keys per block.
@@ -58,6 +59,9 @@ def _index_scores(
     fmt: RowFormat,
     scale: float = 1.0,
 ) -> jax.Array:
+    # Here, not of the rows: an id times the rows of a block may leave int32.
+    table = lax.clamp(np.int32(0), table, np.int32((pool[0].shape[0] - base) // rows_per_block - 1))
+
     def one(args: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
         q, w, blocks, visible = args
         ids = (

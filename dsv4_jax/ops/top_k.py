@@ -19,12 +19,12 @@ def top_k(
 
     Args:
         scores: [T, S] float32. NaN ranks as -inf; -0 equals 0.
-        count: [T] int32, entries that exist for each token (<= S).
+        count: [T] int32, entries that exist for each token; any number, cut to 0..S.
         k: how many to keep.
 
     Returns:
         (indices [T, min(k, S)] int32, highest score first, 0 where there are fewer;
-        kept [T] int32 = min(k, count)).
+        kept [T] int32, the lesser of k and count).
     """
     k = min(k, scores.shape[-1])
     return implementation_for("top_k", _top_k, implementation, empty=scores.shape[0] == 0 or k == 0)(scores, count, k)
@@ -36,5 +36,5 @@ def _top_k(scores: jax.Array, count: jax.Array, k: int) -> tuple[jax.Array, jax.
     ranked = jnp.where(ranked == 0, np.float32(0), ranked)  # lax.top_k ranks -0 below 0
     # lax.top_k ranks 0 above -0.
     _, indices = lax.top_k(jnp.where(ranked == 0, np.float32(0), ranked), k)
-    kept = jnp.minimum(count, np.int32(k))
+    kept = lax.clamp(np.int32(0), count, np.int32(k))
     return jnp.where(jnp.arange(k, dtype=jnp.int32)[None] < kept[:, None], indices, 0), kept

@@ -219,17 +219,17 @@ def _attend_kernel(
         index = (jnp.full((TILE,), token), jnp.where(inside, key, 0))
         visible = inside & (pltriton.load(w_visible.at[index]) != 0)
         rows = jnp.where(visible, pltriton.load(w_ids.at[index]), 0)
-        return step(rows, visible, (w_nope, w_rope, w_scale), carry)
+        return step(_nearest(rows, w_nope), visible, (w_nope, w_rope, w_scale), carry)
 
     window_tiles = -(-window // TILE)
-    count = e_count[token] if entries else 0
+    count = jnp.clip(e_count[token], 0, entries) if entries else 0
 
     def entry_step(tile, carry):
         key = (tile - window_tiles) * TILE + lane
-        visible = key < jnp.minimum(count, entries)
+        visible = key < count
         index = (jnp.full((TILE,), token), jnp.where(visible, key, 0))
         rows = jnp.where(visible, pltriton.load(e_ids.at[index]), 0)
-        return step(rows, visible, (e_nope, e_rope, e_scale), carry)
+        return step(_nearest(rows, e_nope), visible, (e_nope, e_rope, e_scale), carry)
 
     tiles = window_tiles + -(-entries // TILE)
     first, last = split * tiles // splits, (split + 1) * tiles // splits
@@ -251,6 +251,11 @@ def _attend_kernel(
         at = _grid(head, start + jnp.arange(width, dtype=jnp.int32))
         index = (jnp.full((block, width), token), jnp.full((block, width), split), *at)
         pltriton.store(acc_out.at[index], a, mask=jnp.broadcast_to(live[:, None], (block, width)))
+
+
+def _nearest(rows, part):
+    """The rows of a part that are nearest to these ids."""
+    return jnp.clip(rows, 0, part.shape[0] - 1)
 
 
 def _load_keys(nope, rope, scale, rows, visible):

@@ -4,6 +4,9 @@ No program may read a state row that another one of the same launch writes. With
 in the plan the rings are long enough for that: a step's rows come from the operands, older ones
 from ring rows that the step does not overwrite. With them, XLA first copies the few old rows that
 a step can need (`history`), and the kernel reads those instead.
+
+Whatever a plan or a table holds, nothing outside of the operands is touched: slots and blocks are compared with their
+number before they are used, places of tokens, rows and history cut to those that exist.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from ..ops.append import Rows, load, pin, ring_row
+from ..ops.append import Rows, exists, load, pin, ring_row
 from ..ops.compress import Compressor, Stream, _last_of_group
 from ..ops.compress import _compress_csa as _csa_reference
 from ..ops.compress import _compress_hca_online as _online_reference
@@ -199,11 +202,11 @@ def _ring_kernel(
 ) -> None:  # fmt: skip
     pl.when(program < writes)(lambda: _write_ring(program, plan, stream, static.geometry, by_token))
     token = plan.work[jnp.minimum(program, plan.work.shape[0] - 1)]
-    fed = (program < plan.work.shape[0]) & (token < plan.token_slot.shape[0])
+    fed = (program < plan.work.shape[0]) & (token >= 0) & (token < plan.token_slot.shape[0])
     token = jnp.where(fed, token, 0)
     slot, position = plan.token_slot[token], plan.token_position[token]
 
-    @pl.when(fed & (slot > 0) & ((position + 1) % static.geometry.ratio == 0))
+    @pl.when(fed & exists(slot, static.geometry.slots) & ((position + 1) % static.geometry.ratio == 0))
     def _():
         math = Arithmetic(interpret)
         read = _row_reader(plan, stream, static.geometry, token, depth=depth, overlap=overlap)
@@ -214,15 +217,15 @@ def _ring_kernel(
 def _write_ring(program, plan: _Plan, stream: _Refs, geometry: Compressor, by_token: bool) -> None:
     """Stores the [kv | score] row of one token, if it is among the last `ring` of its row."""
     if by_token:
-        token, exists = program, True
+        token, fed = program, True
     else:
         row, back = program // geometry.ring, program % geometry.ring
-        exists = back < plan.row_count[row]
-        token = jnp.where(exists, plan.row_first[row] + plan.row_count[row] - 1 - back, 0)
-    slot, position, row = plan.token_slot[token], plan.token_position[token], plan.token_row[token]
+        fed = back < plan.row_count[row]
+        token = _nearest(jnp.where(fed, plan.row_first[row] + plan.row_count[row] - 1 - back, 0), plan.token_slot)
+    slot, position, row = _token(plan, token)
     last = plan.row_start[row] + plan.row_count[row] - geometry.ring
 
-    @pl.when(exists & (slot > 0) & (position >= last))
+    @pl.when(fed & exists(slot, geometry.slots) & (position >= last))
     def _():
         tile = RowTile(stream.kv.shape[1])
         ring = ring_row(geometry.ordinal, geometry.slots, geometry.ring, slot, position)
@@ -237,7 +240,7 @@ def _row_reader(
 
     A row before position 0 has value 0 and logit -inf.
     """
-    slot, position, row = plan.token_slot[token], plan.token_position[token], plan.token_row[token]
+    slot, position, row = _token(plan, token)
     start, first = plan.row_start[row], plan.row_first[row]
     width = stream.kv.shape[1]
     tile = RowTile(geometry.fmt.dim)
@@ -245,14 +248,15 @@ def _row_reader(
     def read(j) -> Pair:
         half = tile.dim if overlap and j >= depth // 2 else 0
         at = position - np.int32(depth - 1) + j
-        new, exists = at >= start, at >= 0
-        here = jnp.where(new, first + at - start, 0)
+        new, real = at >= start, at >= 0
+        here = _nearest(jnp.where(new, first + at - start, 0), stream.kv)
         if stream.history is None:
             ring = ring_row(geometry.ordinal, geometry.slots, geometry.ring, slot, jnp.maximum(at, 0))
             old, there = stream.state, ring
         else:
-            old, there = stream.history, (row + 1) * np.int32(depth - 1) + jnp.where(new, -1, at - start)
-        before = exists & ~new
+            there = (row + 1) * np.int32(depth - 1) + jnp.where(new, -1, at - start)
+            old, there = stream.history, _nearest(there, stream.history)
+        before = real & ~new
         # Of the two loads at most one happens; neither needs registers of its own.
         value = tile.load(stream.kv, here, half, new)
         logit = tile.load(stream.score, here, half, new, jnp.full(tile.shape, -np.inf, jnp.float32))
@@ -305,10 +309,9 @@ def _online_kernel(group, plan: _Plan, stream: _Refs, static: _Static, *, interp
     )
     count = (members < tokens).astype(jnp.int32).sum(dtype=jnp.int32)
     first = plan.work[group, 0]
-    token = jnp.minimum(first, tokens - 1)
-    slot, start, row = plan.token_slot[token], plan.token_position[token], plan.token_row[token]
+    slot, start, row = _token(plan, jnp.clip(first, 0, tokens - 1))
 
-    @pl.when((first < tokens) & (slot > 0))
+    @pl.when((first >= 0) & (first < tokens) & exists(slot, geometry.slots))
     def _():
         tile = RowTile(geometry.fmt.dim)
         bank = functools.partial(ring_row, geometry.ordinal, geometry.slots, geometry.ring, slot)
@@ -318,7 +321,7 @@ def _online_kernel(group, plan: _Plan, stream: _Refs, static: _Static, *, interp
             pltriton.debug_barrier()  # a layout of one bank reads and writes the same row here
 
         def feed(step) -> Pair:
-            at = jnp.minimum(first + step, tokens - 1)
+            at = jnp.minimum(first + step, tokens - 1)  # neither is negative
             return tile.load(stream.kv, at), tile.load(stream.score, at)
 
         def feed_ahead(step) -> tuple[Pair, ...]:
@@ -355,6 +358,16 @@ def _online_kernel(group, plan: _Plan, stream: _Refs, static: _Static, *, interp
             _entry(plan, stream, static, slot, start + count - 1, math)(acc / total)
 
 
+def _token(plan: _Plan, token) -> tuple[Any, Any, Any]:
+    """Slot, position and row of a token; the nearest row, if there is none such."""
+    return plan.token_slot[token], plan.token_position[token], _nearest(plan.token_row[token], plan.row_start)
+
+
+def _nearest(place, ref):
+    """The place along the first axis of a ref that is nearest to this one."""
+    return jnp.clip(place, 0, ref.shape[0] - 1)
+
+
 def _carried(stream: _Refs, tile: RowTile, fresh, row, bank) -> Triple:
     """The state before a group: empty if it opens an entry."""
     ref, at = (stream.state, bank) if stream.history is None else (stream.history, row)
@@ -382,8 +395,10 @@ def _entry(
     """
     geometry = static.geometry
     entry, per_block = position // geometry.ratio, geometry.rows_per_block
-    block = plan.table[slot, jnp.minimum(entry // per_block, plan.table.shape[1] - 1)]
-    row = jnp.where(block > 0, geometry.base + block * per_block + entry % per_block, stream.pool[0].shape[0])
+    pool_rows, column = stream.pool[0].shape[0], entry // per_block
+    block = plan.table[_nearest(slot, plan.table), jnp.clip(column, 0, plan.table.shape[1] - 1)]
+    stored = exists(block, geometry.block_units(pool_rows)) & (column >= 0) & (column < plan.table.shape[1])
+    row = jnp.where(stored, geometry.base + block * per_block + entry % per_block, pool_rows)
     finish = FinishRefs(stream.norm, stream.inv_freq, static.eps, static.hadamard)
     loaded = finish.load(RowTile(geometry.fmt.dim))
     return lambda pooled: emit(pooled, geometry.fmt, loaded, entry * geometry.ratio, stream.pool, row, math)

@@ -165,9 +165,9 @@ def finish_operands(finish: Finish) -> tuple[jax.Array, jax.Array]:
 
 
 def store(ref, row: jax.Array, columns: jax.Array, values: jax.Array, mask: jax.Array) -> None:
-    """Stores a tile in one row, unless the row lies past the end. Where the mask is false the column is sent
+    """Stores a tile in one row, unless there is no such row. Where the mask is false the column is sent
     past the end: the interpreter writes old values back there, and they must not meet a live lane."""
-    mask = mask & (row < ref.shape[0])
+    mask = mask & (row >= 0) & (row < ref.shape[0])
     columns = jnp.where(mask, columns, np.int32(ref.shape[1]))
     pltriton.store(ref.at[jnp.full(columns.shape, row), columns], values, mask=mask)
 

@@ -46,7 +46,7 @@ def _gather_rows(
 def _gather_kernel(ids, *refs, fmt):
     *pool, out = refs
     place = pl.program_id(0) * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
-    rows = read(ids, (place,), place < ids.shape[0])
+    rows = jnp.clip(read(ids, (place,), place < ids.shape[0]), 0, pool[0].shape[0] - 1)
     for column, values in _decoded(fmt, pool, rows, out.dtype):
         index = (jnp.broadcast_to(place[:, None, None], values.shape), jnp.broadcast_to(column, values.shape))
         mask = jnp.broadcast_to((place < ids.shape[0])[:, None, None], values.shape)

@@ -67,7 +67,7 @@ def _index_scores(
 def _scores_kernel(queries, weights, table, count, *refs, base, rows_per_block, fmt):
     *pool, out = refs
     token, first = pl.program_id(0), pl.program_id(1) * TILES
-    visible_keys = count[token]
+    visible_keys = jnp.clip(count[token], 0, out.shape[1])
     heads, entries = weights.shape[1], out.shape[1]
     block = max(SMALLEST_DOT, pl.next_power_of_2(heads))
     head = jnp.arange(block, dtype=jnp.int32)
@@ -89,6 +89,7 @@ def _scores_kernel(queries, weights, table, count, *refs, base, rows_per_block, 
         key = (first + tile) * TILE + lane
         visible = key < visible_keys
         page = read(table, (jnp.full((TILE,), token), key // rows_per_block), visible)
+        page = jnp.clip(page, 0, (pool[0].shape[0] - base) // rows_per_block - 1)
         row = jnp.where(visible, base + page * rows_per_block + key % rows_per_block, 0)
         keys, factor = _load_keys(fmt, pool, row, visible, width)
         scores = _weighted(keys, q, w, live if heads < block else None)

@@ -51,7 +51,7 @@ def _top_k(scores: jax.Array, count: jax.Array, k: int, interpret: bool | None =
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         name="top_k_rank",
     )(keys, ids)
-    return indices, jnp.minimum(count, np.int32(k))
+    return indices, jnp.clip(count, 0, np.int32(k))
 
 
 def _survivors(kernel, operands, width: int, chunk: int, k: int, interpret: bool) -> tuple[jax.Array, jax.Array]:

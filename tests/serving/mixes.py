@@ -75,7 +75,12 @@ class Mix:
         )  # fmt: skip
         records = HostSize(int(rng.integers(1, 1 + HOST.num_blocks)), int(rng.integers(0, 1 + HOST.num_snapshots)))
         self.manager = KVCacheManager(
-            model.layout, size, policy=self._policy(), host=records if self.chance(0.85) else None, salt=seed
+            model.layout,
+            size,
+            policy=self._policy(),
+            host=records if self.chance(0.85) else None,
+            salt=seed,
+            arrays=SIZE,
         )
         self.jobs: dict[Request, Job] = {}
         self.waiting = int(rng.integers(3, 9))

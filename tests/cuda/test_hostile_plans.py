@@ -1,0 +1,124 @@
+"""Ids that do not exist on a GPU, in CUDA and in Pallas, also under the sanitizer; on the CPU the step's lowering."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax.cuda import append, attend, compress, index_scores, top_k
+from dsv4_jax.ffi import cuda_target
+from dsv4_jax.ops.compress import Stream
+
+from .. import hostile
+from ..harness import random_norms, random_stream
+from ..pallas.test_compress import FP8, arrays, plan_of, stream_of
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_the_step_lowers_to_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the class below runs on a GPU reaches the kernels, which are told how many blocks a layer has."""
+    for module in (append, attend, compress, index_scores, top_k):
+        monkeypatch.setattr(module, "cuda_target", lambda target: target)
+    layout = hostile.LAYOUT
+    plan = hostile.plan_of(layout, "verify")
+    rows, norms = random_stream(layout, plan.num_tokens, 1), random_norms(layout)
+    entries = np.zeros((plan.num_tokens, 5), np.int32)
+    # A function of its own: the targets above must not stay in the cache of `jit_step`.
+    step = jax.jit(lambda *args: hostile.step(*args, implementation="cuda", reads="cuda"))
+    text = step.trace(hostile.random_cache(layout, 0), plan, rows, norms, entries)
+    text = text.lower(lowering_platforms=("cuda",)).as_text()
+    for kernel in ("append", "compress_csa", "compress_hca", "index_scores", "top_k", "attend"):
+        assert f"@dsv4_{kernel}" in text, kernel
+    blocks, slots = hostile.SIZE.block_units, hostile.SIZE.slot_units
+    # ratio, ordinal, slots, ring, base, entries of a block, format, Hadamard, bias, blocks
+    assert f"fields = dense<[16, 1, {slots}, 3, {blocks * 8}, 8, 0, 0, 0, {blocks}]>" in text
+
+
+@pytest.mark.gpu
+class TestCuda(hostile.HostilePlans):
+    implementation = "cuda"
+    gather = "pallas"
+
+
+@pytest.mark.gpu
+class TestPallas(hostile.HostilePlans):
+    implementation = gather = "pallas"
+
+
+def refused(call: Callable[..., object], *args: object, match: str) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match=match):
+        jax.block_until_ready(jax.jit(call)(*args))
+
+
+@pytest.mark.gpu
+class TestOperands:
+    """Handlers refuse operands that do not have as many rows as others or as the ids that they take for valid."""
+
+    def test_append(self) -> None:
+        fmt = hostile.LAYOUT.kv_row
+        pool = tuple(jnp.zeros((40, p.width), p.dtype) for p in fmt.parts)
+        values, ids = jnp.zeros((4, fmt.dim)), jnp.arange(3, dtype=jnp.int32)
+        refused(lambda *x: append._append(x[0], *x[1:], None, None, fmt), pool, values, ids, match="operand 1 has")
+        short = (*pool[:2], pool[2][:39])
+        refused(lambda *x: append._append(x[0], *x[1:], None, None, fmt), short, values[:3], ids, match="operand 4 has")
+
+    @pytest.mark.parametrize(
+        ("wrong", "match"),
+        [(dict(blocks=10**6), "do not fit"), (dict(slots=10**6), "do not fit"), (dict(base=10**6), "do not fit"),
+         (dict(ordinal=2), "do not fit"), (dict(ring=7), "at least 8")],
+    )  # fmt: skip
+    def test_compress(self, wrong: dict[str, int], match: str) -> None:
+        plan, table = plan_of(np.array([3, 126]), 1)
+        stream = stream_of("csa", plan, table, FP8, 0, np.random.default_rng(0))
+        geometry = dataclasses.replace(stream.geometry, **wrong)
+
+        def call(*operands):
+            return compress._compress_csa([Stream(*operands, geometry)], plan, table, None)
+
+        refused(call, *arrays(stream), match=match)
+
+    def test_index_scores(self) -> None:
+        """More scores than queries, and a base that leaves no block."""
+        fmt = hostile.LAYOUT.index_row
+        pool = tuple(jnp.zeros((64, p.width), p.dtype) for p in fmt.parts)
+        weights, queries = jnp.zeros((2, 4)), jnp.zeros((2, 4, 128), jnp.bfloat16)
+        table, count = jnp.zeros((2, 1), jnp.int32), jnp.zeros(2, jnp.int32)
+
+        def call(tokens: int, base: int):
+            out = jax.ShapeDtypeStruct((tokens, 32), jnp.float32)
+            return lambda *operands: jax.ffi.ffi_call(cuda_target("dsv4_index_scores"), out)(
+                *operands, base=np.int32(base), rows_per_block=np.int32(32), first_weight=np.int32(0),
+                weight_scale=np.float32(1),
+            )  # fmt: skip
+
+        operands = (*pool, queries, weights, table, count)
+        jax.block_until_ready(jax.jit(call(2, 32))(*operands))
+        refused(call(3, 32), *operands, match="shapes of queries")
+        refused(call(2, 33), *operands, match="less than a block")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer")
+@pytest.mark.parametrize("name", ["TestCuda", "TestPallas"])
+def test_sanitizer_finds_nothing(name: str) -> None:
+    """No access outside of an allocation, whatever the ids hold."""
+    test = f"{pathlib.Path(__file__).relative_to(ROOT)}::{name}"
+    command = ["compute-sanitizer", "--error-exitcode", "9", sys.executable, "-m", "pytest", "-m", "gpu", test]
+    # A process of its own, also where this one is a worker of pytest-xdist: plugins warn of workers, and warnings fail.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_XDIST_")}
+    # An allocation for every array: within one of XLA's own pool the sanitizer sees no ends of arrays.
+    environment["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
