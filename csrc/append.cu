@@ -69,7 +69,7 @@ ffi::Error append(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::Remain
   } else {
     auto nope = results.get<ffi::AnyBuffer>(0), rope = results.get<ffi::AnyBuffer>(1), scale = results.get<ffi::AnyBuffer>(2);
     if (!nope.has_value() || !rope.has_value() || !scale.has_value()) return ffi::Error::InvalidArgument("append: needs three results");
-    const auto bytes = [](const auto& result) { return static_cast<int64_t>((*result)->size_bytes()); };
+    const auto bytes = [](auto& result) { return static_cast<int64_t>((*result)->size_bytes()); };
     if (bytes(nope) != 448 * tokens || bytes(rope) != 128 * tokens || bytes(scale) != 8 * tokens) {
       return ffi::Error::InvalidArgument("append: the results must be fp8 rows of 448 + 64 dims, as many as values");
     }

@@ -11,8 +11,7 @@ import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
-
+from .checks import as_int, shown
 from .errors import PlanError
 
 __all__ = ["BlockEvent", "EventBatch", "EventLog", "Tier", "coalesce"]
@@ -111,6 +110,7 @@ def coalesce(events: Iterable[BlockEvent]) -> list[EventBatch]:
 
 
 def _count(name: str, value: int, least: int) -> int:
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < least:
-        raise PlanError(f"{name} must be an integer of at least {least}, got {value!r}")
-    return int(value)
+    number = as_int(value)
+    if number is None or not least <= number < 2**63:
+        raise PlanError(f"{name} must be an integer in {least}..{2**63 - 1}, got {shown(value)}")
+    return number

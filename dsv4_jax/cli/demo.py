@@ -22,7 +22,7 @@ from .inputs import open_regular
 from .options import add_json, print_json, progress_bar, start_jax, stdout
 from .values import given_path, output_folder, positive
 
-__all__ = ["Pass", "add_parser", "run"]
+__all__ = ["Pass", "add_parser", "read_prompts", "run"]
 
 _EXAMPLES = """
 examples:

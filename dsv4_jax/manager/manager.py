@@ -54,7 +54,8 @@ class KVCacheManager(SteppingManager):
             for a cache of this size, and no other takes them. Two managers must not share a cache.
 
     Raises:
-        LayoutError: `size` is larger than `arrays`, or that has more rows than int32 has numbers (see `CacheLayout.check_size`).
+        LayoutError: `size` is larger than `arrays`, or that has more rows than int32 has numbers (see
+            `CacheLayout.check_size`).
         HashError: the salt has no canonical bytes.
         PlanError: `host` is no pair of counts.
     """

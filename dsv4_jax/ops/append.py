@@ -15,7 +15,7 @@ from .columns import Values, dense
 from .dispatch import Implementation, implementation_for
 from .finish import Finish
 
-__all__ = ["Rows", "append", "encode", "load", "pin", "ring_row", "store", "window_rows", "window_view"]
+__all__ = ["Rows", "append", "encode", "exists", "load", "pin", "ring_row", "store", "window_rows", "window_view"]
 
 Rows = tuple[jax.Array, ...]  # the parts of stored rows, each [rows, width]
 
