@@ -20,6 +20,8 @@ def as_int(value: Any) -> int | None:
         return None
     try:
         return int(operator.index(value))
+    except MemoryError:
+        raise  # of the process, not of the argument
     except Exception:  # whatever its `__index__` raised
         return None
 

@@ -93,6 +93,7 @@ class KVCacheManager(SteppingManager):
             HashError: no namespace, no items, a key of them without canonical bytes, or an empty item.
             PlanError: `max_tokens` or an item's position is no count.
         """
+        self._guard.check()
         self._check_awake()
         ids = self._token_ids(tokens)
         name = "new" if request_id is None else request_id

@@ -131,9 +131,9 @@ class Publisher:
         return [n for n in request.written if (n.depth + 1) * self.block_tokens > request.step_start]
 
     def last_attached(self, request: Request) -> Node | None:
-        """The node with the snapshot that the request's last step took, or that was made of its state."""
+        """The node that the request's last step, or its preemption, gave a snapshot: somebody may have moved into it."""
         node = request.attached
-        if node is None or not self._tree.is_current(node) or node.snapshot is None:
+        if node is None or not self._tree.is_current(node):
             return None
         return node if (node.depth + 1) * self.block_tokens >= request.step_start else None
 

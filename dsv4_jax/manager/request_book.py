@@ -187,6 +187,8 @@ class RequestBook:
         try:
             sound = bool(request_id == request_id)  # NaN is not
             taken, twice = request_id in self._ids, request_id in set(others)
+        except MemoryError:
+            raise  # of the process, not of the argument
         except Exception as error:  # whatever its `__hash__` or `__eq__` raised
             raise RequestError(f"request id {shown(request_id)} cannot be hashed and compared") from error
         if not sound:

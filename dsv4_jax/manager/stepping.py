@@ -414,6 +414,7 @@ class SteppingManager(RequestBook):
             PlanError: a number is no count.
         """
         rows, steps = as_count("rows", rows, 1, INT32_MAX), as_count("steps", steps, 1, INT32_MAX)
+        self._guard.check()
         tokens = rows if tokens is None else tokens
         columns = self.size.max_blocks_per_request if columns is None else columns
         caching = self._cache.caching

@@ -81,6 +81,8 @@ def token_ids(tokens: Iterable[int] | np.ndarray, vocab_size: int = _MAX_TOKEN +
         try:
             # struct refuses floats, and what does not fit; numpy would convert some of them.
             ids = np.frombuffer(struct.pack(f"<{len(tokens)}i", *tokens), "<i4")
+        except MemoryError:
+            raise  # of the process, not of the argument
         except Exception as error:  # whatever the `__index__` of one of them raised
             raise HashError(f"tokens must be integers in 0..{vocab_size - 1} ({error})") from error
         # It does not refuse booleans, which are 0 or 1.
