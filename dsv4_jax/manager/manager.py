@@ -33,7 +33,7 @@ from .request import Parked, Request, RequestState
 from .stats import ManagerStats, collect, compute_block_budget
 from .stepping import SteppingManager
 from .tiered_cache import Hit
-from .transfers import BLOCK, SLOT, Transfers
+from .transfers import BLOCK, SLOT
 
 __all__ = ["KVCacheManager"]
 
@@ -208,8 +208,7 @@ class KVCacheManager(SteppingManager):
                 hasher = request.hasher
                 if hasher is not None:
                     self._follow_verified(request, hasher)
-                known = len(request.tokens) if hasher is None else min(len(request.tokens), hasher.num_tokens)
-                self._use_hit(request, self._start(hasher, known))
+                self._use_hit(request, self._start(hasher, len(request.tokens)))
             self._drop_parked(request)
             request.started = self._steps
             self._live[request.slot], request.state = request, RequestState.LIVE
@@ -448,7 +447,7 @@ class KVCacheManager(SteppingManager):
             self._preempt(request)
         self._cache.end_copies()
         self._cache.evict_all()
-        self._step_transfers = Transfers([*self._step_transfers, *self._cache.transfers.drain()])
+        self._step_transfers = self._cache.stage_transfers(self._step_transfers)
 
     def wakeup(self) -> None:
         """The device arrays are there again, with any content. Raises `RequestError` if it does not sleep."""

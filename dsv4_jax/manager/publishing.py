@@ -131,7 +131,7 @@ class Publisher:
         return [n for n in request.written if (n.depth + 1) * self.block_tokens > request.step_start]
 
     def last_attached(self, request: Request) -> Node | None:
-        """The node that the request's last step, or its preemption, gave a snapshot: somebody may have moved into it."""
+        """The node that the request's last step, or its preemption, gave a snapshot, which somebody may use by now."""
         node = request.attached
         if node is None or not self._tree.is_current(node):
             return None

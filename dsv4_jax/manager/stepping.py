@@ -166,7 +166,7 @@ class SteppingManager(RequestBook):
             self._publisher.mark(requests[i])  # of K steps always: only the first one's ids pass `plan_tokens`
         self._copied = frozenset(self._cache.copies.slots)
         self._cache.end_copies()
-        self._step_transfers = self._cache.transfers.drain()
+        self._step_transfers = self._cache.stage_transfers(Transfers())
         return plan
 
     def _check_tokens(
@@ -191,8 +191,7 @@ class SteppingManager(RequestBook):
         """
         with self._guard("take_transfers"):
             stages, self._step_transfers = self._step_transfers, Transfers()
-            if stages:
-                self._cache.taken = stages
+            self._cache.taken(stages)
             return stages
 
     def commit(self) -> None:

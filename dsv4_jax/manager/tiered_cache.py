@@ -73,7 +73,7 @@ class TieredCache:
         self.host_snapshots = BlockPool(host.num_snapshots, pool="host snapshot")
         self.transfers = TransferQueue()
         self.copies = PendingCopies()
-        self.taken = Transfers()  # stages of the last step that were handed out
+        self.outstanding: list[Transfers] = []  # those taken last, if nobody has gone through them, and those not taken
         self.fetching: dict[int, Node] = {}  # host snapshot records on their way from storage, and whose
         self.failures: collections.Counter[str] = collections.Counter()
         choices = policy or CachePolicy()
@@ -215,7 +215,19 @@ class TieredCache:
 
     def busy_records(self, scope: str) -> set[int]:
         """Host records that copies not queued on the device yet will read or write."""
-        return self.transfers.host_records(scope) | (set() if self.taken.ran else self.taken.host_records(scope))
+        waiting = (stages.host_records(scope) for stages in self.outstanding if not stages.ran)
+        return self.transfers.host_records(scope).union(*waiting)
+
+    def stage_transfers(self, before: Transfers) -> Transfers:
+        """The queued copies, as stages for the step that is being planned, behind those not taken yet."""
+        stages = Transfers([*before, *self.transfers.drain()])
+        self.outstanding = [other for other in self.outstanding if not other.ran] + [stages] * bool(stages)
+        return stages
+
+    def taken(self, stages: Transfers) -> None:
+        """These were handed out: those taken before them have run, as stages run in the order made."""
+        if stages:
+            self.outstanding = [stages]
 
     def try_host_snapshots(self, count: int) -> list[int]:
         """Up to `count` host snapshot records, cached ones of older use among them."""

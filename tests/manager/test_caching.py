@@ -8,6 +8,7 @@ import pytest
 from dsv4_jax import CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.errors import (
     ConfigError,
+    ContextLimitError,
     HashError,
     IntegrityError,
     NoFreeSlotError,
@@ -23,6 +24,8 @@ from dsv4_jax.manager import (
     Namespace,
     RequestState,
     SnapshotPlacement,
+    StepShape,
+    StorageTier,
     WritePolicy,
     prometheus_text,
 )
@@ -652,3 +655,182 @@ def test_a_step_that_failed_still_restores_when_it_is_planned_again() -> None:
     assert request.restores is not None
     assert len(pairs(manager.plan_step([(request, 3)]))) == 1
     manager.check_integrity()
+
+
+# What schedule gives, refused plans, backups, other sizes
+
+
+def state(manager: KVCacheManager) -> tuple:
+    rows = [(r.num_cached, list(r.blocks), r.num_tabled, r.fed, r.last_step, len(r.nodes)) for r in manager.requests]
+    return manager.stats(), rows, len(manager._cache.tree), len(manager._cache.transfers)
+
+
+def test_schedule_keeps_to_a_shape_without_history_and_of_few_columns() -> None:
+    manager = make(num_blocks=30, drafts=3)
+    request = manager.admit_request(PROMPT)
+    shape = manager.pinned_shape(2, 20, history=False)
+    assert manager.schedule(20, shape=shape) == [(request, 4)]
+    manager.plan_step(manager.schedule(20, shape=shape), shape=shape)
+    narrow = manager.pinned_shape(2, 20, columns=2)
+    manager.plan_step(manager.schedule(20, shape=narrow), shape=narrow)
+    assert request.num_cached == 16 and manager.schedule(20, shape=narrow) == []
+    behind = manager.admit_request([9] * 12)
+    assert manager.schedule(20, shape=narrow) == [(behind, 8)]  # the first holds nobody back
+
+
+def test_a_request_at_its_limit_does_not_stop_the_others() -> None:
+    manager = make()
+    full, other = manager.admit_request(PROMPT[:8], max_tokens=10), manager.admit_request([9] * 12)
+    full.tokens += [1, 2, 3, 4]
+    assert full.num_excess == 2
+    feeds = manager.schedule(40)
+    assert feeds == [(full, 10), (other, 8)]
+    manager.plan_step(feeds)
+    full.tokens.append(5)
+    assert manager.schedule(40) == [(other, 4)]
+
+
+@pytest.mark.parametrize(
+    ("feeds", "options", "error"),
+    [
+        ([1], dict(shape=StepShape(1, 1, 1, 1, 1, 1, 1)), PlanError), ([41], {}, RequestError),
+        ([9, 97], {}, PlanError), ([9] * 5, {}, PlanError), ([40, 0], {}, PlanError), ([1], dict(steps=99), PlanError),
+        ([1], dict(shape="any"), PlanError),
+    ],
+)  # fmt: skip
+def test_a_refused_plan_changes_nothing(feeds: list[int], options: dict, error: type[Exception]) -> None:
+    """Not even what the step before has filled is published by it."""
+    manager = make(num_blocks=9)
+    first, second = manager.admit_request(PROMPT), manager.admit_request(PROMPT)
+    manager.plan_step([(first, 24), (second, 24)])
+    rows, before = [first, second], state(manager)
+    with pytest.raises(error):
+        manager.plan_step([(rows[i % 2], n) for i, n in enumerate(feeds)], **options)
+    assert state(manager) == before
+    manager.check_integrity()
+
+
+def test_a_plan_that_fits_once_blocks_are_shared_is_not_refused() -> None:
+    """Six blocks are the other's as well: committed first, they make the room that the step needs."""
+    manager = make(num_blocks=6)
+    first, second = manager.admit_request(PROMPT), manager.admit_request(PROMPT)
+    manager.plan_step([(first, 24), (second, 24)])
+    before = state(manager)
+    with pytest.raises(OutOfBlocksError, match="requested 4 blocks, 3 available"):
+        manager.plan_step([(first, 16), (second, 16)])
+    assert state(manager) == before
+    manager.plan_step([(first, 16)])
+    assert len(set(first.blocks) | set(second.blocks)) == 5
+    manager.check_integrity()
+
+
+def test_backups_that_find_no_room_take_none_from_those_queued() -> None:
+    manager = make(num_blocks=12, host=HostSize(3, 2), write=WritePolicy.write_through(), every=None)
+    prompt = [i % 7 for i in range(49)]
+    request = run(manager, prompt)
+    manager.commit()
+    copies = [node.depth for node in request.nodes if node.host]
+    assert copies == [0, 1, 2] and manager.stats().cache.counters.evicted[Tier.HOST] == 0
+    manager.check_integrity()
+
+
+def test_backups_make_room_of_colder_ones() -> None:
+    manager = make(num_blocks=24, host=HostSize(3, 2), write=WritePolicy.write_through(), every=None)
+    serve(manager, [1] * 25)
+    run(manager, [2] * 25)
+    manager.commit()
+    kept = [node for node in manager._cache.tree._nodes.values() if node.host]
+    assert len(kept) == 3 and all(node.refs for node in kept)
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("blocks", [6, 40])
+def test_another_size(blocks: int) -> None:
+    manager = make(num_blocks=12, host=HostSize(20, 4))
+    request = run(manager, PROMPT[:35])
+    request.tokens.append(1)
+    size = CacheSize(blocks, 2, 6)
+    with pytest.raises(ContextLimitError):
+        manager.resize(size)
+    manager.release_request(request)
+    request = run(manager, PROMPT[:35], max_tokens=48)
+    request.tokens.append(1)
+    for wrong in (None, 5, (6, 2, 6)):
+        with pytest.raises(PlanError):
+            manager.resize(wrong)
+    manager.resize(size)
+    manager.check_integrity()
+    assert manager.size == size and manager.memory_bytes() == manager.layout.total_bytes(size)
+    assert manager.stats().blocks_total == manager.stats().blocks_free == blocks and manager.preempted == (request,)
+    with pytest.raises(PlanError, match="not taken"):
+        manager.resize(size)
+    assert [stage.swap_in for stage in manager.take_transfers()] == [None]
+    manager.resume(request)
+    assert request.num_cached == 35
+    assert manager.plan_step([(request, 1)]).facts.blocks == blocks + 1
+    manager.check_integrity()
+
+
+# Records on their way from storage
+
+
+def test_no_read_lands_where_a_queued_copy_still_reads() -> None:
+    """A parked request is resumed: its records are read by the next transfers, and free in the books already."""
+    manager = make(num_blocks=12, host=HostSize(4, 2))
+    tier = StorageTier(manager)
+    request = run(manager, PROMPT[:12])
+    request.tokens.append(1)
+    manager.preempt(request)
+    manager.plan_step([])
+    for _ in manager.take_transfers():
+        pass
+    parked = request.parked
+    assert parked is not None and parked.blocks
+    manager.resume(request)
+
+    def fetched() -> set[tuple[str, int]]:
+        moves = tier.plan_reads([3] * 33, lambda keys: [True] * len(keys), lambda keys: [True] * len(keys))
+        records = {(move.scope, move.record) for move in moves}
+        tier.finish_reads(moves, [False] * len(moves))
+        return records
+
+    waiting = {*(("block", record) for record in parked.blocks), ("slot", parked.snapshot)}
+    assert not fetched() & waiting
+    manager.plan_step([(request, 1)])
+    assert not fetched() & waiting
+    stages = manager.take_transfers()
+    assert stages and not fetched() & waiting  # taken, not run
+    assert tier.plan_writes(9) == []
+    for _ in stages:
+        pass
+    assert fetched() & waiting
+    manager.check_integrity()
+
+
+def test_a_fetched_snapshot_whose_block_has_gone_leaks_no_record() -> None:
+    manager = make(num_blocks=6, host=HostSize(4, 2), every=1)
+    tier = StorageTier(manager)
+    yes = lambda keys: [True] * len(keys)  # noqa: E731
+    moves = tier.plan_reads(PROMPT[:9], yes, yes)
+    assert [move.scope for move in moves] == ["block", "slot"]
+    tier.finish_reads(moves[:1], [True])
+    manager._cache.give_back(manager._cache.tree.retract(moves[0].node))
+    tier.finish_reads(moves[1:], [True])
+    manager.check_integrity()
+    assert manager.stats().cache.pools["host snapshot"].free == 2
+
+
+def test_sleep_with_blocks_on_their_way_from_storage_below() -> None:
+    manager = make(num_blocks=6, host=HostSize(2, 1), every=1, write=WritePolicy.write_through_selective(99))
+    tier = StorageTier(manager)
+    serve(manager, PROMPT[:9])
+    yes = lambda keys: [True] * len(keys)  # noqa: E731
+    moves = tier.plan_reads(PROMPT, yes, yes)
+    assert any(move.scope == "block" for move in moves)
+    manager.sleep()
+    manager.check_integrity()
+    assert manager.stats().blocks_free == 6 and not manager.take_transfers()
+    tier.finish_reads(moves, [True] * len(moves))
+    manager.wakeup()
+    manager.check_integrity()
+    assert manager.admit_request(PROMPT).num_cached == 0

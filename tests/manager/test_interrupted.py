@@ -77,7 +77,7 @@ def assert_closed(manager: KVCacheManager) -> None:
             lambda r=request: manager.accept(r, 0), lambda r=request: manager.find(r.ref),
         ]  # fmt: skip
     for call in calls:
-        with pytest.raises(ManagerInterruptedError, match="injected|broken off"):
+        with pytest.raises(ManagerInterruptedError, match=r"injected|broken off"):
             call()
 
 

@@ -1,0 +1,155 @@
+"""An aborted request's last step did not run: nothing of it is found, started from or lost afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from dsv4_jax import KVCacheManager
+from dsv4_jax.manager import HostSize, WritePolicy
+from dsv4_jax.manager.request import Request, RequestState
+
+from .test_caching import PROMPT, feed, make, pairs, run
+
+OTHER = [9] * 12
+
+
+def in_between(manager: KVCacheManager, what: str) -> None:
+    if what == "admit":
+        manager.admit_request(OTHER)
+    elif what == "plan":
+        manager.plan_step([(manager.admit_request(OTHER), 12)])
+    elif what == "commit":
+        manager.commit()
+
+
+@pytest.mark.parametrize("what", ["nothing", "admit", "plan", "commit"])
+def test_a_step_that_never_ran_is_not_matched(what: str) -> None:
+    manager = make(every=1)
+    request = manager.admit_request(PROMPT)
+    for _ in range(3):
+        manager.plan_step([(request, 8)])
+    manager.commit()
+    manager.plan_step([(request, 8)])  # takes the snapshot after 24 tokens, fills the fourth block
+    in_between(manager, what)
+    manager.abort_request(request)
+    manager.check_integrity()
+    again = manager.admit_request(PROMPT)
+    assert again.num_cached == 16  # the snapshot after 16 was taken by the third step, which ran
+    assert len(manager._cache.tree.match(manager.digests(PROMPT), 40).path) == 3
+    feed(manager, again)
+    manager.check_integrity()
+
+
+def test_own_blocks_are_not_given_up_for_unwritten_ones() -> None:
+    manager = make()
+    request, other = manager.admit_request(PROMPT), manager.admit_request(PROMPT)
+    manager.plan_step([(request, 24)])
+    manager.abort_request(request)
+    feed(manager, other)
+    mine = list(other.blocks)
+    manager.commit()
+    assert other.blocks == mine
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("write", [WritePolicy.write_back(), WritePolicy.write_through()])
+def test_who_stands_on_it_starts_anew(write: WritePolicy) -> None:
+    manager = make(every=1, host=HostSize(20, 4), write=write)
+    request = manager.admit_request(PROMPT)
+    manager.plan_step([(request, 16)])
+    manager.take_transfers()
+    request.step_start = request.num_cached  # that one ran
+    manager.plan_step([(request, 8)])
+    manager.take_transfers()
+    hit = manager.admit_request(PROMPT)
+    manager.reserve(hit, 40)
+    assert hit.num_cached == 16 and pairs(manager.plan_step([])) == []
+    manager.take_transfers()
+    manager.abort_request(request)
+    manager.check_integrity()
+    assert (hit.state, hit.num_cached, len(hit.blocks)) == (RequestState.LIVE, 0, 5)
+    feed(manager, hit)
+    manager.check_integrity()
+    assert hit.num_cached == 40
+
+
+def forked(manager: KVCacheManager, request: Request) -> Request:
+    return manager.fork(request)[0]
+
+
+def forked_and_preempted(manager: KVCacheManager, request: Request) -> Request:
+    child = manager.fork(request)[0]
+    manager.preempt(request)
+    return child
+
+
+def forked_twice(manager: KVCacheManager, request: Request) -> Request:
+    return manager.fork(manager.fork(request)[0])[0]
+
+
+@pytest.mark.parametrize("fork", [forked, forked_and_preempted, forked_twice])
+def test_forks_of_it_start_anew(fork: Callable[[KVCacheManager, Request], Request]) -> None:
+    manager = make()
+    request = manager.admit_request(PROMPT)
+    manager.plan_step([(request, 20)])
+    child = fork(manager, request)
+    assert child.num_cached == 20
+    manager.abort_request(request)
+    manager.check_integrity()
+    assert child.num_cached == 0
+    plan = manager.plan_step([(child, 20)])
+    assert pairs(plan) == [] and not plan.copy_block_dst.any()
+    assert manager.plan_tokens(plan)[:20].tolist() == PROMPT[:20]
+    manager.check_integrity()
+
+
+def test_copies_that_the_same_plan_carried() -> None:
+    manager = make()
+    parent = run(manager, PROMPT[:12])
+    child = manager.fork(parent)[0]
+    other = manager.admit_request(OTHER)
+    assert pairs(manager.plan_step([(other, 12)])) == [(parent.slot, child.slot)]
+    manager.abort_request(other)
+    assert child.num_cached in (0, 8) and parent.num_cached == 12
+    feed(manager, child)
+    manager.check_integrity()
+
+
+def test_a_request_fed_later_says_that_the_step_ran() -> None:
+    manager = make(every=1)
+    request = manager.admit_request(PROMPT)
+    manager.plan_step([(request, 24)])
+    manager.plan_step([(request, 8)])
+    hit = manager.admit_request(PROMPT)
+    assert hit.num_cached == 24
+    manager.plan_step([(hit, 8)])
+    manager.abort_request(request)
+    assert hit.num_cached == 32 and hit.state is RequestState.LIVE
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_preempted_after_it(resume: bool) -> None:
+    """Preempting keeps blocks and state of the step; abort takes them back, live again or not."""
+    manager = make(every=None)
+    request = manager.admit_request(PROMPT)
+    manager.plan_step([(request, 16)])
+    manager.preempt(request)
+    if resume:
+        manager.resume(request)
+    manager.abort_request(request)
+    manager.check_integrity()
+    assert manager.admit_request(PROMPT).num_cached == 0
+    assert manager.stats().cache.pools["device"].cached == 0 == manager.stats().cache.pools["slot"].cached
+
+
+def test_what_ran_before_stays() -> None:
+    manager = make()
+    request = run(manager)
+    request.tokens.append(1)
+    manager.plan_step([(request, 1)])
+    manager.abort_request(request)
+    assert manager.admit_request(PROMPT).num_cached == 32
+    manager.check_integrity()
