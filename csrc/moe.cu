@@ -1,0 +1,89 @@
+// The experts' products as a plain C call: four launches, each only enqueued: fit for a graph.
+#include <cuda_runtime.h>
+
+#include "moe_kernel.cuh"
+
+namespace {
+
+template <typename Kernel, typename... Args>
+cudaError_t start(Kernel kernel, dim3 grid, int threads, int shared, bool early, cudaStream_t stream, const Args&... args) {
+  if (shared > 48 * 1024) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = early;
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+int multiprocessors() {
+  static const int count = [] {
+    int device = 0, n = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, device);
+    return n;
+  }();
+  return count;
+}
+
+template <typename Shape>
+cudaError_t launch_with(const dsv4::MoeArgs& args, cudaStream_t stream) {
+  const int pairs = args.tokens * args.top, per_block = dsv4::kListThreads / 32, sms = multiprocessors();
+  if (2 * args.inter % (64 * Shape::kGroups) != 0 || args.hidden % (64 * Shape::kGroups) != 0) return cudaErrorInvalidValue;
+  const int list_blocks = min(2 * sms, (pairs + per_block - 1) / per_block);
+  cudaError_t error = start(dsv4::moe_lists_kernel, dim3(list_blocks), dsv4::kListThreads, dsv4::list_bytes(pairs), false,
+                            stream, args, Shape::kRows);
+  if (error != cudaSuccess) return error;
+  const auto product = [&](auto kernel, int row_tiles) {
+    const int blocks = min(static_cast<int64_t>(sms) * Shape::kBlocks, static_cast<int64_t>(pairs) * row_tiles);
+    return start(kernel, dim3(blocks), Shape::kThreads, Shape::kSharedBytes, true, stream, args);
+  };
+  error = product(dsv4::moe_kernel<Shape, true>, 2 * args.inter / 64 / Shape::kGroups);
+  if (error != cudaSuccess) return error;
+  error = product(dsv4::moe_kernel<Shape, false>, args.hidden / 64 / Shape::kGroups);
+  if (error != cudaSuccess) return error;
+  const dim3 grid((args.hidden / 4 + dsv4::kSumThreads - 1) / dsv4::kSumThreads, args.tokens);
+  return start(dsv4::moe_sum_kernel, grid, dsv4::kSumThreads, 0, true, stream, args);
+}
+
+}  // namespace
+
+// Bytes of the workspace of a call; its pointers are not looked at.
+extern "C" int64_t dsv4_moe_workspace(const dsv4::MoeArgs* args) {
+  size_t bytes = 0;
+  dsv4::moe_work(*args, &bytes);
+  return static_cast<int64_t>(bytes);
+}
+
+// Only enqueues. `shape` 0 lets the number of tokens choose, others are for timing; the result is the same, bit for bit.
+extern "C" int dsv4_moe_launch(const dsv4::MoeArgs* args, int shape, cudaStream_t stream) {
+  const int64_t pairs = static_cast<int64_t>(args->tokens) * args->top;
+  if (args->tokens == 0 || args->top == 0) return cudaSuccess;
+  if (args->experts > dsv4::kMaxExperts || args->top > dsv4::kMostTop || args->hidden % 128 != 0 || args->inter % 128 != 0 ||
+      pairs > 98304) {
+    return cudaErrorInvalidValue;
+  }
+  if (shape == 0) {
+    // By the rows that an expert has on average.
+    const int64_t rows = pairs / args->experts;
+    shape = rows <= 2 ? 3 : rows <= 8 ? 4 : rows <= 28 ? 5 : 7;
+  }
+  if (shape == 1) return launch_with<dsv4::MoeShape<1, 8, 8, 4>>(*args, stream);
+  if (shape == 2) return launch_with<dsv4::MoeShape<4, 8, 8, 1>>(*args, stream);
+  if (shape == 3) return launch_with<dsv4::MoeShape<2, 8, 9, 2>>(*args, stream);
+  if (shape == 4) return launch_with<dsv4::MoeShape<2, 16, 8, 2>>(*args, stream);
+  if (shape == 5) return launch_with<dsv4::MoeShape<2, 32, 6, 2>>(*args, stream);
+  if (shape == 6) return launch_with<dsv4::MoeShape<4, 32, 8, 1>>(*args, stream);
+  if (shape == 7) return launch_with<dsv4::MoeShape<4, 64, 6, 1>>(*args, stream);
+  if (shape == 8) return launch_with<dsv4::MoeShape<4, 16, 10, 1>>(*args, stream);
+  if (shape == 9) return launch_with<dsv4::MoeShape<4, 48, 7, 1>>(*args, stream);
+  return cudaErrorInvalidValue;
+}
