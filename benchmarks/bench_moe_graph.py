@@ -22,8 +22,8 @@ from dsv4_jax.cuda import expert_weights
 
 POINTER = ctypes.c_void_p
 TOP, LIMIT = 6, 10.0
-FLASH, PRO, TINY = (4096, 2048), (7168, 3072), (256, 128)  # hidden, inter
-SHAPES = tuple(range(10))
+FLASH, PRO, TINY = (4096, 2048), (7168, 3072), (512, 256)  # hidden, inter
+SHAPES = tuple(range(18))
 TOKENS = (1, 4, 16, 64, 128, 256, 1024)
 MARLIN = {256: {1: 45.3, 4: 127, 16: 412, 64: 972, 128: 1210, 256: 1440, 1024: 2023},
           128: {1: 45.0, 4: 123, 16: 347, 64: 613, 128: 721, 256: 772, 1024: 1596}}  # fmt: skip
@@ -178,7 +178,7 @@ def time_all(
         moved = sum(c.moved() for c in cases) / len(cases)
         peer = MARLIN[len(weights.kind)][tokens]
         for shape in shapes:
-            us = microseconds([lambda c=c: library.launch(c, work, shape) for c in cases])
+            us = microseconds([lambda c=c: library.launch(c, work, shape) for c in cases], 9)
             rate = moved / us / 1e3
             print(f"moe {len(weights.kind)} of {routed} experts, {tokens:4} tokens, shape {shape}: {us:7.1f} us, {moved / 1e6:6.0f} MB, "
                   f"{rate:5.0f} GB/s ({rate / ceilings[0]:4.0%} of read, {rate / ceilings[1]:4.0%} of copy), Marlin {peer} "

@@ -67,23 +67,31 @@ extern "C" int64_t dsv4_moe_workspace(const dsv4::MoeArgs* args) {
 extern "C" int dsv4_moe_launch(const dsv4::MoeArgs* args, int shape, cudaStream_t stream) {
   const int64_t pairs = static_cast<int64_t>(args->tokens) * args->top;
   if (args->tokens == 0 || args->top == 0) return cudaSuccess;
-  if (args->experts > dsv4::kMaxExperts || args->top > dsv4::kMostTop || args->hidden % 128 != 0 || args->inter % 128 != 0 ||
+  if (args->experts > dsv4::kMaxExperts || args->top > dsv4::kMostTop || args->hidden % 256 != 0 || args->inter % 256 != 0 ||
       pairs > 98304) {
     return cudaErrorInvalidValue;
   }
   if (shape == 0) {
     // By the rows that an expert has on average.
     const int64_t rows = pairs / args->experts;
-    shape = rows <= 2 ? 3 : rows <= 8 ? 4 : rows <= 28 ? 5 : 7;
+    shape = rows <= 2 ? 3 : rows <= 8 ? 8 : rows <= 28 ? 12 : 16;
   }
-  if (shape == 1) return launch_with<dsv4::MoeShape<1, 8, 8, 4>>(*args, stream);
-  if (shape == 2) return launch_with<dsv4::MoeShape<4, 8, 8, 1>>(*args, stream);
-  if (shape == 3) return launch_with<dsv4::MoeShape<2, 8, 9, 2>>(*args, stream);
-  if (shape == 4) return launch_with<dsv4::MoeShape<2, 16, 8, 2>>(*args, stream);
-  if (shape == 5) return launch_with<dsv4::MoeShape<2, 32, 6, 2>>(*args, stream);
-  if (shape == 6) return launch_with<dsv4::MoeShape<4, 32, 8, 1>>(*args, stream);
-  if (shape == 7) return launch_with<dsv4::MoeShape<4, 64, 6, 1>>(*args, stream);
-  if (shape == 8) return launch_with<dsv4::MoeShape<4, 16, 10, 1>>(*args, stream);
-  if (shape == 9) return launch_with<dsv4::MoeShape<4, 48, 7, 1>>(*args, stream);
+  if (shape == 1) return launch_with<dsv4::MoeShape<2, 8, 2, 5, 2>>(*args, stream);
+  if (shape == 2) return launch_with<dsv4::MoeShape<2, 8, 2, 3, 3>>(*args, stream);
+  if (shape == 3) return launch_with<dsv4::MoeShape<2, 8, 1, 6, 3>>(*args, stream);
+  if (shape == 4) return launch_with<dsv4::MoeShape<2, 8, 1, 4, 4>>(*args, stream);
+  if (shape == 5) return launch_with<dsv4::MoeShape<1, 8, 2, 5, 4>>(*args, stream);
+  if (shape == 6) return launch_with<dsv4::MoeShape<4, 8, 2, 5, 1>>(*args, stream);
+  if (shape == 7) return launch_with<dsv4::MoeShape<2, 16, 1, 8, 2>>(*args, stream);
+  if (shape == 8) return launch_with<dsv4::MoeShape<2, 16, 1, 5, 3>>(*args, stream);
+  if (shape == 9) return launch_with<dsv4::MoeShape<2, 16, 2, 4, 2>>(*args, stream);
+  if (shape == 10) return launch_with<dsv4::MoeShape<4, 16, 2, 5, 1>>(*args, stream);
+  if (shape == 11) return launch_with<dsv4::MoeShape<2, 32, 1, 6, 2>>(*args, stream);
+  if (shape == 12) return launch_with<dsv4::MoeShape<2, 32, 1, 4, 3>>(*args, stream);
+  if (shape == 13) return launch_with<dsv4::MoeShape<4, 32, 1, 8, 1>>(*args, stream);
+  if (shape == 14) return launch_with<dsv4::MoeShape<4, 32, 2, 4, 1>>(*args, stream);
+  if (shape == 15) return launch_with<dsv4::MoeShape<4, 48, 1, 7, 1>>(*args, stream);
+  if (shape == 16) return launch_with<dsv4::MoeShape<4, 64, 1, 6, 1>>(*args, stream);
+  if (shape == 17) return launch_with<dsv4::MoeShape<2, 64, 1, 4, 2>>(*args, stream);
   return cudaErrorInvalidValue;
 }

@@ -1,7 +1,7 @@
 // The grouped products of the experts: FP4 weights x bf16 rows, weights streamed from memory once.
 //
 // A block takes an item: a run of an expert's rows (tokens) and `kGroups` tiles of 64 of the weights' rows, one to each of
-// its warpgroups. One warp copies weights and rows to shared memory, up to `kStages` steps of 128 columns of K ahead, over the
+// its warpgroups. One warp copies weights and rows to shared memory, up to `kStages` runs of 128 or 256 columns of K ahead, over the
 // end of an item too; the others decode their weights in registers and multiply (moe_weights.cuh). M are the weights'
 // rows, N the tokens; an expert of more has several items.
 //
@@ -9,21 +9,25 @@
 // its bits depend on its token and its expert alone.
 #pragma once
 
+#include <type_traits>
+
 #include "moe_lists.cuh"
 #include "moe_mma.cuh"
 #include "moe_weights.cuh"
 
 namespace dsv4 {
 
-template <int kGroupsOf, int kRowsOf, int kStagesOf, int kBlocksOf>
+template <int kGroupsOf, int kRowsOf, int kTilesOf, int kStagesOf, int kBlocksOf>
 struct MoeShape {
   static constexpr int kGroups = kGroupsOf;    // warpgroups, each a tile of weights
   static constexpr int kRows = kRowsOf;      // tokens of an item, at most: N
+  static constexpr int kTiles = kTilesOf;      // of 128 columns, a stage
   static constexpr int kStages = kStagesOf;
   static constexpr int kBlocks = kBlocksOf;    // a multiprocessor
   static constexpr int kThreads = 128 * kGroups + 32;
-  static constexpr int kRowBytes = kRows / kGroupRows * 2 * kAtomBytes;  // of a stage
-  static constexpr int kSharedBytes = 1024 + kStages * (kRowBytes + kGroups * kTileBytes);
+  static constexpr int kRowBytes = kRows / kGroupRows * 2 * kTiles * kAtomBytes;  // of a stage
+  static constexpr int kWeightBytes = kGroups * kTiles * kTileBytes;
+  static constexpr int kSharedBytes = 1024 + kStages * (kRowBytes + kWeightBytes);
 };
 
 struct MoeStage {
@@ -34,7 +38,7 @@ struct MoeStage {
 struct MoeProduct {
   const uint8_t* weights;
   const uint8_t* rows;
-  int steps;      // of 128 columns of K
+  int steps;      // stages along K
   int row_tiles;  // items of a run of rows
 };
 
@@ -65,7 +69,7 @@ struct MoeShared {
   __device__ __forceinline__ uint32_t full(int s) const { return stages + 16 * s; }
   __device__ __forceinline__ uint32_t empty(int s) const { return stages + 16 * s + 8; }
   __device__ __forceinline__ uint32_t row_stage(int s) const { return rows + s * Shape::kRowBytes; }
-  __device__ __forceinline__ uint32_t weight_stage(int s) const { return weights + s * Shape::kGroups * kTileBytes; }
+  __device__ __forceinline__ uint32_t weight_stage(int s) const { return weights + s * Shape::kWeightBytes; }
 };
 
 // A stage of the ring and how often it came round.
@@ -84,7 +88,8 @@ template <typename Shape>
 __device__ __forceinline__ void copy_items(const MoeShared<Shape>& shared, RowTile* announced, const MoeProduct& product,
                                            const RowTile* tiles, int items) {
   const uint64_t policy = streamed_once();
-  const size_t stream = static_cast<size_t>(product.steps) * kTileBytes;  // 64 of the weights' rows
+  constexpr uint32_t kRun = Shape::kTiles * kTileBytes, kRow = 2 * Shape::kTiles * 128, kGroup = kGroupRows * kRow;
+  const size_t stream = static_cast<size_t>(product.steps) * kRun;  // 64 of the weights' rows
   Turn<Shape::kStages> turn;
   bool first = true;
   RowTile tile, next = {};
@@ -94,28 +99,30 @@ __device__ __forceinline__ void copy_items(const MoeShared<Shape>& shared, RowTi
     if (item + gridDim.x < items) next = tiles[(item + gridDim.x) / product.row_tiles];
     const int tile_row = (tile.expert * product.row_tiles + item % product.row_tiles) * Shape::kGroups;
     const uint8_t* weights = product.weights + tile_row * stream;
-    const uint8_t* rows = product.rows + static_cast<size_t>(tile.group) * product.steps * 2 * kAtomBytes;
+    const uint8_t* rows = product.rows + static_cast<size_t>(tile.group) * product.steps * kGroup;
     const auto start = [&](int stage, int step) {
       announced[stage] = tile;
-      barrier_expect(shared.full(stage), Shape::kGroups * kTileBytes + tile.rows * 256);
+      barrier_expect(shared.full(stage), Shape::kWeightBytes + tile.rows * kRow);
 #pragma unroll
       for (int g = 0; g < Shape::kGroups; ++g) {
-        copy_bulk(shared.weight_stage(stage) + g * kTileBytes, weights + g * stream + step * kTileBytes, kTileBytes,
-                  shared.full(stage), policy);
+        copy_bulk(shared.weight_stage(stage) + g * kRun, weights + g * stream + step * kRun, kRun, shared.full(stage),
+                  policy);
       }
     };
     const auto add_rows = [&](int stage, int step) {
-      const uint8_t* from = rows + static_cast<size_t>(step) * 2 * kAtomBytes;
+      const uint8_t* from = rows + step * kGroup;
       uint32_t to = shared.row_stage(stage);
       for (int left = tile.rows; left > 0; left -= kGroupRows) {
         if (left >= kGroupRows) {
-          copy_bulk(to, from, 2 * kAtomBytes, shared.full(stage));
+          copy_bulk(to, from, kGroup, shared.full(stage));
         } else {
-          copy_bulk(to, from, left * 128, shared.full(stage));
-          copy_bulk(to + kAtomBytes, from + kAtomBytes, left * 128, shared.full(stage));
+#pragma unroll
+          for (int i = 0; i < 2 * Shape::kTiles; ++i) {
+            copy_bulk(to + i * kAtomBytes, from + i * kAtomBytes, left * 128, shared.full(stage));
+          }
         }
-        to += 2 * kAtomBytes;
-        from += static_cast<size_t>(product.steps) * 2 * kAtomBytes;
+        to += kGroup;
+        from += static_cast<size_t>(product.steps) * kGroup;
       }
     };
     int step = 0;
@@ -138,29 +145,41 @@ __device__ __forceinline__ void copy_items(const MoeShared<Shape>& shared, RowTi
 template <typename Shape>
 __device__ __forceinline__ void multiply(float (&d)[Shape::kRows / 2], const MoeShared<Shape>& shared, Turn<Shape::kStages>& turn,
                                          int steps, int group, int thread) {
-  uint32_t a[2][16];
-  const uint32_t codes = group * kTileBytes + thread * 16;
-  const uint32_t scales = group * kTileBytes + kCodeBytes + (thread >> 2) * 8;
+  uint32_t a[2][8];
+  const uint32_t run = group * Shape::kTiles * kTileBytes;
+  const uint32_t codes = run + thread * 16, scales = run + kCodeBytes + (thread >> 2) * 8;
   int before = 0;
   for (int step = 0; step < steps; ++step) {
     barrier_wait(shared.full(turn.stage), turn.parity);
     const uint32_t weights = shared.weight_stage(turn.stage);
-    const uint4 words[2] = {load_shared(weights + codes), load_shared(weights + codes + kCodeBytes / 2)};
-    const uint2 scale = load_shared2(weights + scales);
-    const uint64_t b = operand(shared.row_stage(turn.stage), 16, 2 * kAtomBytes);
+    const uint64_t b = operand(shared.row_stage(turn.stage), 16, 2 * Shape::kTiles * kAtomBytes);
+    uint4 words = load_shared(weights + codes);
+    uint2 factors[Shape::kTiles];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t s = half == 0 ? scale.x : scale.y;
-      decode_weights<0>(words[half].x, words[half].y, s, a[half]);
-      decode_weights<1>(words[half].z, words[half].w, s, a[half] + 8);
-      mma_fence();
+    for (int i = 0; i < Shape::kTiles; ++i) factors[i] = load_shared2(weights + scales + i * kTileBytes);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        mma_64<Shape::kRows>(d, a[half] + 4 * i, b + (half * kAtomBytes + i * 32) / 16, step > 0 || half > 0 || i > 0);
+    for (int half = 0; half < 2 * Shape::kTiles; ++half) {
+      // 64 columns: two times two products, the words of the next ones loaded meanwhile.
+      const uint4 now = words;
+      const uint32_t scale = half % 2 == 0 ? factors[half / 2].x : factors[half / 2].y;
+      if (half + 1 < 2 * Shape::kTiles) {
+        words = load_shared(weights + codes + (half + 1) / 2 * kTileBytes + (half + 1) % 2 * (kCodeBytes / 2));
       }
-      mma_commit();
-      mma_wait<1>();
+      const auto multiply_two = [&](auto second, uint32_t w0, uint32_t w1) {
+        constexpr int kSecond = decltype(second)::value;
+        decode_weights(w0, w1, weight_factors<kSecond>(scale), a[kSecond]);
+        mma_fence();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          mma_64<Shape::kRows>(d, a[kSecond] + 4 * i, b + (half * kAtomBytes + (2 * kSecond + i) * 32) / 16,
+                               step > 0 || half > 0 || kSecond > 0 || i > 0);
+        }
+        mma_commit();
+        mma_wait<1>();
+      };
+      multiply_two(std::integral_constant<int, 0>(), now.x, now.y);
       if (half == 0 && step > 0 && (thread & 31) == 0) barrier_arrive(shared.empty(before));
+      multiply_two(std::integral_constant<int, 1>(), now.z, now.w);
     }
     before = turn.stage;
     turn.next();
@@ -227,7 +246,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) moe_kernel(co
   MoeProduct product;
   product.weights = kGateUp ? args.gate_up : args.down;
   product.rows = kGateUp ? work.rows : work.middle;
-  product.steps = (kGateUp ? args.hidden : args.inter) / kWeightColumns;
+  product.steps = (kGateUp ? args.hidden : args.inter) / (kWeightColumns * Shape::kTiles);
   product.row_tiles = (kGateUp ? 2 * args.inter : args.hidden) / kWeightRows / Shape::kGroups;
   MoeShared<Shape> shared;
   shared.rows = (shared_address(dynamic) + 1023) & ~1023u;

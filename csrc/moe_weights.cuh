@@ -20,30 +20,35 @@ constexpr int kTileBytes = kCodeBytes + kWeightRows * kWeightColumns / 32;
 constexpr uint32_t kPairBits = 0x81C081C0u;
 constexpr uint32_t kLeftBits = 0x60306030u;  // of the first word that belong to the two last pairs
 
-__device__ __forceinline__ uint32_t weight_pair(uint32_t word, int rotation, uint32_t factor) {
-  const uint32_t raw = (rotation == 0 ? word : __funnelshift_r(word, word, rotation)) & kPairBits;
-  const __nv_bfloat162 y =
-      __hmul2(reinterpret_cast<const __nv_bfloat162&>(raw), reinterpret_cast<const __nv_bfloat162&>(factor));
+// Two codes times one of the two factors, bf16, of `factors`.
+template <int kRotation, int kFactor>
+__device__ __forceinline__ uint32_t weight_pair(uint32_t word, __nv_bfloat162 factors) {
+  const uint32_t raw = (kRotation == 0 ? word : __funnelshift_r(word, word, kRotation)) & kPairBits;
+  const __nv_bfloat162 y = __hmul2(reinterpret_cast<const __nv_bfloat162&>(raw),
+                                   kFactor == 0 ? __low2bfloat162(factors) : __high2bfloat162(factors));
   return reinterpret_cast<const uint32_t&>(y);
 }
 
-// Two products' fragments: register 2 c + h of product s has columns 16 s + 8 c + 2 (lane % 4) + {0, 1} of row
-// lane / 4 + 8 h of the warp's 16. `scales`: a byte per h of each group, exponent
-// fields of 2^126 times the scale.
+// 2^126 times the scales of group `kGroup` of 32 columns, of the thread's rows lane / 4 and + 8.
 template <int kGroup>
-__device__ __forceinline__ void decode_weights(uint32_t w0, uint32_t w1, uint32_t scales, uint32_t* a) {
-  const uint32_t low = __byte_perm(scales, 0, 0x4440 + 2 * kGroup) * 0x00800080u;
-  const uint32_t high = __byte_perm(scales, 0, 0x4441 + 2 * kGroup) * 0x00800080u;
+__device__ __forceinline__ __nv_bfloat162 weight_factors(uint32_t scales) {
+  const uint32_t fields = (kGroup == 0 ? scales : __funnelshift_r(scales, scales, 8)) & 0x7F807F80u;
+  return reinterpret_cast<const __nv_bfloat162&>(fields);
+}
+
+// Two products' fragments: register 2 c + h of product s has columns 16 s + 8 c + 2 (lane % 4) + {0, 1} of row
+// lane / 4 + 8 h of the warp's 16.
+__device__ __forceinline__ void decode_weights(uint32_t w0, uint32_t w1, __nv_bfloat162 factors, uint32_t (&a)[8]) {
   uint32_t rest;  // kLeftBits ? w0 : w1
   asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(rest) : "r"(kLeftBits), "r"(w0), "r"(w1));
-  a[0] = weight_pair(w0, 0, low);
-  a[1] = weight_pair(w0, 4, high);
-  a[2] = weight_pair(w0, 10, low);
-  a[3] = weight_pair(rest, 8, high);
-  a[4] = weight_pair(w1, 2, low);
-  a[5] = weight_pair(w1, 6, high);
-  a[6] = weight_pair(w1, 12, low);
-  a[7] = weight_pair(rest, 14, high);
+  a[0] = weight_pair<0, 0>(w0, factors);
+  a[1] = weight_pair<4, 1>(w0, factors);
+  a[2] = weight_pair<10, 0>(w0, factors);
+  a[3] = weight_pair<8, 1>(rest, factors);
+  a[4] = weight_pair<2, 0>(w1, factors);
+  a[5] = weight_pair<6, 1>(w1, factors);
+  a[6] = weight_pair<12, 0>(w1, factors);
+  a[7] = weight_pair<14, 1>(rest, factors);
 }
 
 }  // namespace dsv4

@@ -7,8 +7,9 @@ ones elsewhere, and scales are stored with an offset; `unpack` gives back what w
 * Codes, 4,096 bytes: [half of the columns, thread 0..127, word 0..3]. Thread 32 w + 4 r + q has, of rows 16 w + r and
   16 w + r + 8, the columns 2 q + {0, 1} of every 8. Its words 2 g and 2 g + 1 are the 16 codes of 32 columns: eight pairs of
   neighbours, each where one rotation brings both signs and magnitudes into the fields of two bf16 (`_PLACES`).
-* Scales, 256 bytes: [w, r, half of the columns, 32 of them, row + 0 or + 8], plus 126: 2^126 times the scale, as the
-  exponent field of a bf16.
+* Scales, 256 bytes: [w, r, half of the columns], a word for two rows and two groups of 32 columns. Plus 126 they are the
+  exponent fields of 2^126 times the scales: those of the first group in the fields of two bf16, row + 0 low; those of
+  the other group there after a rotation by 8.
 """
 
 from __future__ import annotations
@@ -60,8 +61,11 @@ def pack(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     both = np.stack([words[0] | (words[2] & _LEFT), words[1] | (words[2] & ~_LEFT)], -1).astype("<u4")
     out = np.empty((len(x), rows // 64, columns // 128, TILE_BYTES), np.uint8)
     out[..., :_CODE_BYTES] = both.view(np.uint8).reshape(*out.shape[:-1], _CODE_BYTES)
-    tiled = scales.reshape(-1, rows // 64, 4, 2, 8, columns // 128, 4).transpose(0, 1, 5, 2, 4, 6, 3)
-    out[..., _CODE_BYTES:] = tiled.reshape(*out.shape[:-1], -1) + _OFFSET
+    tiled = scales.reshape(-1, rows // 64, 4, 2, 8, columns // 128, 2, 2).transpose(0, 1, 5, 2, 4, 6, 7, 3)
+    fields = (tiled + _OFFSET).astype(np.uint32)  # ..., w, r, half, g, h
+    first, second = (fields[..., g, 0] << 7 | fields[..., g, 1] << 23 for g in (0, 1))
+    word = np.ascontiguousarray(first | second << 8 | second >> 24, "<u4")
+    out[..., _CODE_BYTES:] = word.view(np.uint8).reshape(*out.shape[:-1], -1)
     return out.reshape(*lead, *out.shape[1:])
 
 
@@ -76,7 +80,9 @@ def unpack(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for place, word, rotation in _places():
         fields = words[word] >> rotation | words[word] << (32 - rotation) if rotation else words[word]
         codes[place] = _codes(fields).transpose(0, 1, 4, 5, 2, 3, 7, 6)
-    scales = x[..., _CODE_BYTES:].reshape(-1, tiles, steps, 4, 8, 4, 2).transpose(0, 1, 3, 6, 4, 2, 5) - _OFFSET
+    word = np.ascontiguousarray(x[..., _CODE_BYTES:]).view("<u4").reshape(-1, tiles, steps, 4, 8, 2)
+    fields = np.stack([word >> 7, word >> 23, word >> 15, word >> 31 | word << 1], -1).astype(np.uint8) - _OFFSET
+    scales = fields.reshape(*word.shape, 2, 2).transpose(0, 1, 3, 7, 4, 2, 5, 6)
     return codes.reshape(*lead, tiles * 64, steps * 64), scales.reshape(*lead, tiles * 64, steps * 4)
 
 
