@@ -23,7 +23,7 @@ from dsv4_jax.cuda import expert_weights
 POINTER = ctypes.c_void_p
 TOP, LIMIT = 6, 10.0
 FLASH, PRO, TINY = (4096, 2048), (7168, 3072), (512, 256)  # hidden, inter
-SHAPES = tuple(range(18))
+SHAPES = tuple(range(21))
 TOKENS = (1, 4, 16, 64, 128, 256, 1024)
 MARLIN = {256: {1: 45.3, 4: 127, 16: 412, 64: 972, 128: 1210, 256: 1440, 1024: 2023},
           128: {1: 45.0, 4: 123, 16: 347, 64: 613, 128: 721, 256: 772, 1024: 1596}}  # fmt: skip

@@ -38,9 +38,11 @@ template <typename Shape>
 cudaError_t launch_with(const dsv4::MoeArgs& args, cudaStream_t stream) {
   const int pairs = args.tokens * args.top, per_block = dsv4::kListThreads / 32, sms = multiprocessors();
   if (2 * args.inter % (64 * Shape::kGroups) != 0 || args.hidden % (64 * Shape::kGroups) != 0) return cudaErrorInvalidValue;
-  const int list_blocks = min(2 * sms, (pairs + per_block - 1) / per_block);
-  cudaError_t error = start(dsv4::moe_lists_kernel, dim3(list_blocks), dsv4::kListThreads, dsv4::list_bytes(pairs), false,
-                            stream, args, Shape::kRows);
+  // Few rows are copied by several warps each.
+  const bool few = pairs <= dsv4::kFewPairs;
+  const int list_blocks = min(2 * sms, (pairs * (few ? 4 : 1) + per_block - 1) / per_block);
+  cudaError_t error = start(few ? dsv4::moe_lists_kernel<4> : dsv4::moe_lists_kernel<1>, dim3(list_blocks), dsv4::kListThreads,
+                            dsv4::list_bytes(pairs), false, stream, args, Shape::kRows);
   if (error != cudaSuccess) return error;
   const auto product = [&](auto kernel, int row_tiles) {
     const int blocks = min(static_cast<int64_t>(sms) * Shape::kBlocks, static_cast<int64_t>(pairs) * row_tiles);
@@ -74,24 +76,27 @@ extern "C" int dsv4_moe_launch(const dsv4::MoeArgs* args, int shape, cudaStream_
   if (shape == 0) {
     // By the rows that an expert has on average.
     const int64_t rows = pairs / args->experts;
-    shape = rows <= 2 ? 3 : rows <= 8 ? 8 : rows <= 28 ? 12 : 16;
+    shape = pairs <= 12 ? 7 : rows <= 3 ? 1 : rows <= 10 ? 13 : rows <= 28 ? 17 : 20;
   }
-  if (shape == 1) return launch_with<dsv4::MoeShape<2, 8, 2, 5, 2>>(*args, stream);
-  if (shape == 2) return launch_with<dsv4::MoeShape<2, 8, 2, 3, 3>>(*args, stream);
-  if (shape == 3) return launch_with<dsv4::MoeShape<2, 8, 1, 6, 3>>(*args, stream);
+  if (shape == 1) return launch_with<dsv4::MoeShape<2, 8, 2, 3, 3>>(*args, stream);
+  if (shape == 2) return launch_with<dsv4::MoeShape<2, 8, 2, 5, 2>>(*args, stream);
+  if (shape == 3) return launch_with<dsv4::MoeShape<2, 8, 2, 2, 4>>(*args, stream);
   if (shape == 4) return launch_with<dsv4::MoeShape<2, 8, 1, 4, 4>>(*args, stream);
-  if (shape == 5) return launch_with<dsv4::MoeShape<1, 8, 2, 5, 4>>(*args, stream);
-  if (shape == 6) return launch_with<dsv4::MoeShape<4, 8, 2, 5, 1>>(*args, stream);
-  if (shape == 7) return launch_with<dsv4::MoeShape<2, 16, 1, 8, 2>>(*args, stream);
-  if (shape == 8) return launch_with<dsv4::MoeShape<2, 16, 1, 5, 3>>(*args, stream);
-  if (shape == 9) return launch_with<dsv4::MoeShape<2, 16, 2, 4, 2>>(*args, stream);
-  if (shape == 10) return launch_with<dsv4::MoeShape<4, 16, 2, 5, 1>>(*args, stream);
-  if (shape == 11) return launch_with<dsv4::MoeShape<2, 32, 1, 6, 2>>(*args, stream);
-  if (shape == 12) return launch_with<dsv4::MoeShape<2, 32, 1, 4, 3>>(*args, stream);
-  if (shape == 13) return launch_with<dsv4::MoeShape<4, 32, 1, 8, 1>>(*args, stream);
-  if (shape == 14) return launch_with<dsv4::MoeShape<4, 32, 2, 4, 1>>(*args, stream);
-  if (shape == 15) return launch_with<dsv4::MoeShape<4, 48, 1, 7, 1>>(*args, stream);
-  if (shape == 16) return launch_with<dsv4::MoeShape<4, 64, 1, 6, 1>>(*args, stream);
-  if (shape == 17) return launch_with<dsv4::MoeShape<2, 64, 1, 4, 2>>(*args, stream);
+  if (shape == 5) return launch_with<dsv4::MoeShape<4, 8, 1, 5, 2>>(*args, stream);
+  if (shape == 6) return launch_with<dsv4::MoeShape<4, 8, 2, 2, 2>>(*args, stream);
+  if (shape == 7) return launch_with<dsv4::MoeShape<1, 8, 2, 5, 3>>(*args, stream);
+  if (shape == 8) return launch_with<dsv4::MoeShape<1, 8, 2, 4, 4>>(*args, stream);
+  if (shape == 9) return launch_with<dsv4::MoeShape<1, 8, 2, 3, 5>>(*args, stream);
+  if (shape == 10) return launch_with<dsv4::MoeShape<1, 8, 1, 3, 8>>(*args, stream);
+  if (shape == 11) return launch_with<dsv4::MoeShape<4, 8, 2, 5, 1>>(*args, stream);
+  if (shape == 12) return launch_with<dsv4::MoeShape<2, 16, 1, 5, 3>>(*args, stream);
+  if (shape == 13) return launch_with<dsv4::MoeShape<2, 16, 1, 4, 4>>(*args, stream);
+  if (shape == 14) return launch_with<dsv4::MoeShape<4, 16, 1, 5, 2>>(*args, stream);
+  if (shape == 15) return launch_with<dsv4::MoeShape<4, 16, 2, 2, 2>>(*args, stream);
+  if (shape == 16) return launch_with<dsv4::MoeShape<4, 16, 2, 5, 1>>(*args, stream);
+  if (shape == 17) return launch_with<dsv4::MoeShape<2, 32, 1, 4, 3>>(*args, stream);
+  if (shape == 18) return launch_with<dsv4::MoeShape<4, 32, 2, 4, 1>>(*args, stream);
+  if (shape == 19) return launch_with<dsv4::MoeShape<4, 32, 1, 8, 1>>(*args, stream);
+  if (shape == 20) return launch_with<dsv4::MoeShape<4, 64, 2, 3, 1>>(*args, stream);
   return cudaErrorInvalidValue;
 }

@@ -9,8 +9,6 @@
 // its bits depend on its token and its expert alone.
 #pragma once
 
-#include <type_traits>
-
 #include "moe_lists.cuh"
 #include "moe_mma.cuh"
 #include "moe_weights.cuh"
@@ -62,63 +60,62 @@ __device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
 
-// Addresses in shared memory.
+// A stage of the ring, as addresses in shared memory that are moved along, and how often it came round.
 template <typename Shape>
-struct MoeShared {
-  uint32_t rows, weights, stages;
-  __device__ __forceinline__ uint32_t full(int s) const { return stages + 16 * s; }
-  __device__ __forceinline__ uint32_t empty(int s) const { return stages + 16 * s + 8; }
-  __device__ __forceinline__ uint32_t row_stage(int s) const { return rows + s * Shape::kRowBytes; }
-  __device__ __forceinline__ uint32_t weight_stage(int s) const { return weights + s * Shape::kWeightBytes; }
-};
-
-// A stage of the ring and how often it came round.
-template <int kStages>
-struct Turn {
+struct Ring {
+  uint32_t full;  // barrier; the one that says empty is 8 bytes on
+  uint32_t rows, weights;
   int stage = 0;
   uint32_t parity = 0;
+
   __device__ __forceinline__ void next() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
+    ++stage;
+    full += sizeof(MoeStage);
+    rows += Shape::kRowBytes;
+    weights += Shape::kWeightBytes;
+    if (stage == Shape::kStages) {
+      stage = 0;
+      full -= Shape::kStages * sizeof(MoeStage);
+      rows -= Shape::kStages * Shape::kRowBytes;
+      weights -= Shape::kStages * Shape::kWeightBytes;
+      parity ^= 1;
+    }
   }
 };
 
 // One thread: all copies of a block, in order. Weights of the first stages are asked for before what the previous kernel
 // writes is there.
 template <typename Shape>
-__device__ __forceinline__ void copy_items(const MoeShared<Shape>& shared, RowTile* announced, const MoeProduct& product,
-                                           const RowTile* tiles, int items) {
+__device__ __forceinline__ void copy_items(Ring<Shape> ring, RowTile* announced, const MoeProduct& product, const RowTile* tiles,
+                                           RowTile next, int items) {
   const uint64_t policy = streamed_once();
   constexpr uint32_t kRun = Shape::kTiles * kTileBytes, kRow = 2 * Shape::kTiles * 128, kGroup = kGroupRows * kRow;
   const size_t stream = static_cast<size_t>(product.steps) * kRun;  // 64 of the weights' rows
-  Turn<Shape::kStages> turn;
   bool first = true;
-  RowTile tile, next = {};
-  if (blockIdx.x < items) next = tiles[blockIdx.x / product.row_tiles];
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    tile = next;
+    const RowTile tile = next;
     if (item + gridDim.x < items) next = tiles[(item + gridDim.x) / product.row_tiles];
-    const int tile_row = (tile.expert * product.row_tiles + item % product.row_tiles) * Shape::kGroups;
+    const int tile_row = (tile.expert() * product.row_tiles + item % product.row_tiles) * Shape::kGroups;
     const uint8_t* weights = product.weights + tile_row * stream;
-    const uint8_t* rows = product.rows + static_cast<size_t>(tile.group) * product.steps * kGroup;
-    const auto start = [&](int stage, int step) {
-      announced[stage] = tile;
-      barrier_expect(shared.full(stage), Shape::kWeightBytes + tile.rows * kRow);
+    const uint8_t* rows = product.rows + static_cast<size_t>(tile.group()) * product.steps * kGroup;
+    const auto start = [&](const Ring<Shape>& to, int step) {
+      announced[to.stage] = tile;
+      barrier_expect(to.full, Shape::kWeightBytes + tile.rows() * kRow);
 #pragma unroll
       for (int g = 0; g < Shape::kGroups; ++g) {
-        copy_bulk(shared.weight_stage(stage) + g * kRun, weights + g * stream + step * kRun, kRun, shared.full(stage),
-                  policy);
+        copy_bulk(to.weights + g * kRun, weights + g * stream + step * kRun, kRun, to.full, policy);
       }
     };
-    const auto add_rows = [&](int stage, int step) {
+    const auto add_rows = [&](const Ring<Shape>& at, int step) {
       const uint8_t* from = rows + step * kGroup;
-      uint32_t to = shared.row_stage(stage);
-      for (int left = tile.rows; left > 0; left -= kGroupRows) {
+      uint32_t to = at.rows;
+      for (int left = tile.rows(); left > 0; left -= kGroupRows) {
         if (left >= kGroupRows) {
-          copy_bulk(to, from, kGroup, shared.full(stage));
+          copy_bulk(to, from, kGroup, at.full);
         } else {
 #pragma unroll
           for (int i = 0; i < 2 * Shape::kTiles; ++i) {
-            copy_bulk(to + i * kAtomBytes, from + i * kAtomBytes, left * 128, shared.full(stage));
+            copy_bulk(to + i * kAtomBytes, from + i * kAtomBytes, left * 128, at.full);
           }
         }
         to += kGroup;
@@ -128,64 +125,58 @@ __device__ __forceinline__ void copy_items(const MoeShared<Shape>& shared, RowTi
     int step = 0;
     if (first) {
       const int ahead = min(Shape::kStages, product.steps);
-      for (int i = 0; i < ahead; ++i) start(i, i);
+      Ring<Shape> early = ring;
+      for (int i = 0; i < ahead; ++i, early.next()) start(early, i);
       wait_for_previous();
-      for (; step < ahead; ++step, turn.next()) add_rows(turn.stage, step);
+      for (; step < ahead; ++step, ring.next()) add_rows(ring, step);
       first = false;
     }
-    for (; step < product.steps; ++step, turn.next()) {
-      barrier_wait(shared.empty(turn.stage), turn.parity ^ 1);
-      start(turn.stage, step);
-      add_rows(turn.stage, step);
+    for (; step < product.steps; ++step, ring.next()) {
+      barrier_wait(ring.full + 8, ring.parity ^ 1);
+      start(ring, step);
+      add_rows(ring, step);
     }
   }
 }
 
 // A warpgroup's 64 x N products over all of K. Leaves with nothing in flight and all its stages handed back.
 template <typename Shape>
-__device__ __forceinline__ void multiply(float (&d)[Shape::kRows / 2], const MoeShared<Shape>& shared, Turn<Shape::kStages>& turn,
-                                         int steps, int group, int thread) {
+__device__ __forceinline__ void multiply(float (&d)[Shape::kRows / 2], Ring<Shape>& ring, int steps, int group, int thread) {
+  constexpr int kParts = kWeightColumns / 32;
   uint32_t a[2][8];
   const uint32_t run = group * Shape::kTiles * kTileBytes;
-  const uint32_t codes = run + thread * 16, scales = run + kCodeBytes + (thread >> 2) * 8;
-  int before = 0;
+  const uint32_t codes = run + thread * 8, scales = run + kCodeBytes + (thread >> 2) * 8;
+  uint32_t before = 0;
   for (int step = 0; step < steps; ++step) {
-    barrier_wait(shared.full(turn.stage), turn.parity);
-    const uint32_t weights = shared.weight_stage(turn.stage);
-    const uint64_t b = operand(shared.row_stage(turn.stage), 16, 2 * Shape::kTiles * kAtomBytes);
-    uint4 words = load_shared(weights + codes);
-    uint2 factors[Shape::kTiles];
+    barrier_wait(ring.full, ring.parity);
+    const uint64_t b = operand(ring.rows, 16, 2 * Shape::kTiles * kAtomBytes);
+    uint2 words = load_shared2(ring.weights + codes);
 #pragma unroll
-    for (int i = 0; i < Shape::kTiles; ++i) factors[i] = load_shared2(weights + scales + i * kTileBytes);
-#pragma unroll
-    for (int half = 0; half < 2 * Shape::kTiles; ++half) {
-      // 64 columns: two times two products, the words of the next ones loaded meanwhile.
-      const uint4 now = words;
-      const uint32_t scale = half % 2 == 0 ? factors[half / 2].x : factors[half / 2].y;
-      if (half + 1 < 2 * Shape::kTiles) {
-        words = load_shared(weights + codes + (half + 1) / 2 * kTileBytes + (half + 1) % 2 * (kCodeBytes / 2));
+    for (int part = 0; part < kParts * Shape::kTiles; ++part) {
+      // 32 columns, two products; the words of the next ones are loaded meanwhile. (With the scales too, the compiler starts
+      // to decode so early that registers limit the warps.)
+      const uint2 now = words;
+      const int next = part + 1;
+      const uint32_t scale = load_shared1(ring.weights + scales + part / kParts * kTileBytes + part % kParts / 2 * 4);
+      if (next < kParts * Shape::kTiles) {
+        words = load_shared2(ring.weights + codes + next / kParts * kTileBytes + next % kParts * (kCodeBytes / kParts));
       }
-      const auto multiply_two = [&](auto second, uint32_t w0, uint32_t w1) {
-        constexpr int kSecond = decltype(second)::value;
-        decode_weights(w0, w1, weight_factors<kSecond>(scale), a[kSecond]);
-        mma_fence();
+      decode_weights(now.x, now.y, part % 2 == 0 ? weight_factors<0>(scale) : weight_factors<1>(scale), a[part % 2]);
+      mma_fence();
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          mma_64<Shape::kRows>(d, a[kSecond] + 4 * i, b + (half * kAtomBytes + (2 * kSecond + i) * 32) / 16,
-                               step > 0 || half > 0 || kSecond > 0 || i > 0);
-        }
-        mma_commit();
-        mma_wait<1>();
-      };
-      multiply_two(std::integral_constant<int, 0>(), now.x, now.y);
-      if (half == 0 && step > 0 && (thread & 31) == 0) barrier_arrive(shared.empty(before));
-      multiply_two(std::integral_constant<int, 1>(), now.z, now.w);
+      for (int i = 0; i < 2; ++i) {
+        mma_64<Shape::kRows>(d, a[part % 2] + 4 * i, b + (part / 2 * kAtomBytes + (part % 2 * 2 + i) * 32) / 16,
+                             step > 0 || part > 0 || i > 0);
+      }
+      mma_commit();
+      mma_wait<1>();
+      if (part == 0 && step > 0 && (thread & 31) == 0) barrier_arrive(before);
     }
-    before = turn.stage;
-    turn.next();
+    before = ring.full + 8;
+    ring.next();
   }
   mma_wait<0>();
-  if ((thread & 31) == 0) barrier_arrive(shared.empty(before));
+  if ((thread & 31) == 0) barrier_arrive(before);
 }
 
 // silu(gate) * up, the gate clamped above and up on both sides; NaN stays.
@@ -208,8 +199,8 @@ __device__ __forceinline__ void store_middle(const float (&d)[kN / 2], const Moe
     uint32_t x = reinterpret_cast<const uint32_t&>(pair);
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(x));
     const int row = lane >> 2;
-    if (8 * i + row >= tile.rows) continue;
-    uint8_t* to = work.middle + chunk_place(tile.group + i, row, chunk, args.inter);
+    if (8 * i + row >= tile.rows()) continue;
+    uint8_t* to = work.middle + chunk_place(tile.group() + i, row, chunk, args.inter);
     *reinterpret_cast<uint32_t*>(to + 4 * (lane & 3)) = x;
   }
 }
@@ -220,16 +211,16 @@ __device__ __forceinline__ void store_parts(const float (&d)[kN / 2], const MoeA
                                             const RowTile& tile, int weight_tile, int thread) {
   const int warp = thread >> 5, lane = thread & 31;
   float* column = work.parts + weight_tile * 64 + warp * 16 + (lane >> 2);
-  const auto* pairs = reinterpret_cast<const int2*>(work.pairs + tile.group * kGroupRows + 2 * (lane & 3));
+  const auto* pairs = reinterpret_cast<const int2*>(work.pairs + tile.group() * kGroupRows + 2 * (lane & 3));
 #pragma unroll
   for (int i = 0; i < kN / 8; ++i) {
     const int row = 8 * i + 2 * (lane & 3);
-    if (row >= tile.rows) continue;
+    if (row >= tile.rows()) continue;
     const int2 pair = __ldg(pairs + i * (kGroupRows / 2));
     float* to = column + static_cast<size_t>(pair.x) * args.hidden;
     to[0] = d[4 * i];
     to[8] = d[4 * i + 2];
-    if (row + 1 >= tile.rows) continue;
+    if (row + 1 >= tile.rows()) continue;
     to = column + static_cast<size_t>(pair.y) * args.hidden;
     to[0] = d[4 * i + 1];
     to[8] = d[4 * i + 3];
@@ -240,7 +231,8 @@ template <typename Shape, bool kGateUp>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) moe_kernel(const __grid_constant__ MoeArgs args) {
   extern __shared__ uint8_t dynamic[];
   __shared__ MoeStage stages[Shape::kStages];
-  __shared__ RowTile announced[Shape::kStages];
+  __shared__ RowTile announced[Shape::kStages], few_tiles[kGateUp ? kFewPairs : 1];
+  __shared__ int few_count;
   const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   const MoeWork work = moe_work(args, nullptr);
   MoeProduct product;
@@ -248,31 +240,51 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) moe_kernel(co
   product.rows = kGateUp ? work.rows : work.middle;
   product.steps = (kGateUp ? args.hidden : args.inter) / (kWeightColumns * Shape::kTiles);
   product.row_tiles = (kGateUp ? 2 * args.inter : args.hidden) / kWeightRows / Shape::kGroups;
-  MoeShared<Shape> shared;
-  shared.rows = (shared_address(dynamic) + 1023) & ~1023u;
-  shared.weights = shared.rows + Shape::kStages * Shape::kRowBytes;
-  shared.stages = shared_address(stages);
+  Ring<Shape> ring;
+  ring.full = shared_address(stages);
+  ring.rows = (shared_address(dynamic) + 1023) & ~1023u;
+  ring.weights = ring.rows + Shape::kStages * Shape::kRowBytes;
   if (threadIdx.x == 0) {
     for (int s = 0; s < Shape::kStages; ++s) {
-      barrier_init(shared.full(s), 1);
-      barrier_init(shared.empty(s), 4 * Shape::kGroups);
+      barrier_init(shared_address(&stages[s].full), 1);
+      barrier_init(shared_address(&stages[s].empty), 4 * Shape::kGroups);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  // The lists are the first kernel's: there before the second product's kernel can start.
-  if constexpr (kGateUp) wait_for_previous();
-  let_next_start();
-  const int items = *work.tile_count * product.row_tiles;
-  if (group == Shape::kGroups) {
-    if (thread == 0) copy_items<Shape>(shared, announced, product, work.tiles, items);
+  const RowTile* tiles = work.tiles;
+  RowTile first;
+  int count;
+  if (kGateUp && args.tokens * args.top <= kFewPairs) {
+    // Made here beside the first kernel, so that the weights need not wait for it.
+    int* of_expert = reinterpret_cast<int*>(dynamic + (ring.rows - shared_address(dynamic)));
+    count_pairs<Shape::kThreads>(args, of_expert, [](int, uint32_t) {});
+    if (threadIdx.x < 32) {
+      const int n = list_tiles(of_expert, args.experts, Shape::kRows, few_tiles, [](int, int) {});
+      if (threadIdx.x == 0) few_count = n;
+    }
+    fence_for_mma();
+    __syncthreads();
+    count = few_count;
+    tiles = few_tiles;
+    first = tiles[min(blockIdx.x / product.row_tiles, kFewPairs - 1u)];
   } else {
-    Turn<Shape::kStages> turn;
+    // The lists are the first kernel's: there before the second product's kernel can start.
+    if constexpr (kGateUp) wait_for_previous();
+    count = *work.tile_count;
+    first = tiles[blockIdx.x / product.row_tiles];
+  }
+  const int items = count * product.row_tiles;
+  if (group == Shape::kGroups) {
+    if (thread == 0) copy_items<Shape>(ring, announced, product, tiles, first, items);
+  } else {
+    wait_for_previous();
+    let_next_start();
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
-      barrier_wait(shared.full(turn.stage), turn.parity);
-      const RowTile tile = announced[turn.stage];
+      barrier_wait(ring.full, ring.parity);
+      const RowTile tile = announced[ring.stage];
       float d[Shape::kRows / 2];
-      multiply(d, shared, turn, product.steps, group, thread);
+      multiply(d, ring, product.steps, group, thread);
       const int weight_tile = item % product.row_tiles * Shape::kGroups + group;
       if constexpr (kGateUp) {
         store_middle<Shape::kRows>(d, args, work, tile, weight_tile, thread);

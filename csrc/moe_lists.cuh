@@ -15,9 +15,15 @@ constexpr int kMaxExperts = 512;  // of one device
 constexpr int kListThreads = 256;
 constexpr uint32_t kElsewhere = 0xFFFF;  // expert of a pair that another device computes
 
-// Rows of one expert that one pass multiplies.
+// Rows of one expert that one pass multiplies, in a word: at most 127 rows, 512 experts and 2^16 groups.
 struct RowTile {
-  int expert, group, rows, unused;
+  uint32_t word;
+  __device__ __forceinline__ static RowTile make(int expert, int group, int rows) {
+    return {static_cast<uint32_t>(rows | expert << 7 | group << 16)};
+  }
+  __device__ __forceinline__ int rows() const { return word & 127; }
+  __device__ __forceinline__ int expert() const { return word >> 7 & 511; }
+  __device__ __forceinline__ int group() const { return word >> 16; }
 };
 
 struct MoeArgs {
@@ -54,7 +60,7 @@ __host__ __device__ inline int most_groups(int pairs, int experts) {
 __host__ __device__ inline MoeWork moe_work(const MoeArgs& args, size_t* bytes) {
   const int pairs = args.tokens * args.top;
   const size_t groups = most_groups(pairs, args.experts);
-  const size_t sizes[] = {groups * sizeof(RowTile), groups * kGroupRows * 4, groups * kGroupRows * args.hidden * 2,
+  const size_t sizes[] = {static_cast<size_t>(pairs) * sizeof(RowTile), groups * kGroupRows * 4, groups * kGroupRows * args.hidden * 2,
                           groups * kGroupRows * args.inter * 2, static_cast<size_t>(pairs) * args.hidden * 4};
   size_t at[6] = {1024};
   for (int i = 0; i < 5; ++i) at[i + 1] = at[i] + aligned(sizes[i]);
@@ -75,8 +81,54 @@ __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.
 // Bytes of shared memory of moe_lists_kernel.
 inline int list_bytes(int pairs) { return (pairs + 7) / 8 * 16; }
 
-// Every block counts all pairs and places some of them, a warp each. The first block writes the tiles of the products:
-// runs of at most `tile_rows` rows of an expert.
+constexpr int kFewPairs = 512;  // so few that the first product's blocks make the list of tiles themselves
+
+// How many pairs each expert has, by `kThreads` threads. `place` gets every pair with its expert.
+template <int kThreads, typename Place>
+__device__ __forceinline__ void count_pairs(const MoeArgs& args, int* count, const Place& place) {
+  const int pairs = args.tokens * args.top;
+  for (int e = threadIdx.x; e < args.experts; e += kThreads) count[e] = 0;
+  __syncthreads();
+#pragma unroll 4
+  for (int p = threadIdx.x; p < pairs; p += kThreads) {
+    const int e = __ldg(args.chosen + p) - args.first;
+    const bool here = e >= 0 && e < args.experts;
+    if (here) atomicAdd(count + e, 1);
+    place(p, here ? static_cast<uint32_t>(e) : kElsewhere);
+  }
+  __syncthreads();
+}
+
+// The tiles of the products, by a warp: runs of at most `tile_rows` rows of an expert. `begin` gets each expert's first
+// group; returns the number of tiles. Each lane takes a run of experts.
+template <typename Begin>
+__device__ __forceinline__ int list_tiles(const int* count, int experts, int tile_rows, RowTile* tiles, const Begin& begin) {
+  const int lane = threadIdx.x & 31, each = (experts + 31) / 32;
+  const int from = min(lane * each, experts), to = min(from + each, experts);
+  int2 sum = {0, 0};  // groups, tiles
+  for (int e = from; e < to; ++e) {
+    sum.x += (count[e] + kGroupRows - 1) / kGroupRows;
+    sum.y += (count[e] + tile_rows - 1) / tile_rows;
+  }
+  int2 at = sum;
+  for (int step = 1; step < 32; step *= 2) {
+    const int x = __shfl_up_sync(~0u, at.x, step), y = __shfl_up_sync(~0u, at.y, step);
+    if (lane >= step) at.x += x, at.y += y;
+  }
+  const int total = __shfl_sync(~0u, at.y, 31);
+  at.x -= sum.x, at.y -= sum.y;
+  for (int e = from; e < to; ++e) {
+    begin(e, at.x);
+    for (int row = 0; row < count[e] && tiles != nullptr; row += tile_rows) {
+      tiles[at.y++] = RowTile::make(e, at.x + row / kGroupRows, min(tile_rows, count[e] - row));
+    }
+    at.x += (count[e] + kGroupRows - 1) / kGroupRows;
+  }
+  return total;
+}
+
+// Every block counts all pairs and copies the rows of some of them, or parts of rows: a warp each.
+template <int kParts>
 __global__ void __launch_bounds__(kListThreads) moe_lists_kernel(const __grid_constant__ MoeArgs args, int tile_rows) {
   extern __shared__ uint4 shared_experts[];
   __shared__ int count[kMaxExperts], first_group[kMaxExperts];
@@ -85,43 +137,16 @@ __global__ void __launch_bounds__(kListThreads) moe_lists_kernel(const __grid_co
   const int warp = blockIdx.x * (kListThreads / 32) + (threadIdx.x >> 5), warps = gridDim.x * (kListThreads / 32);
   const MoeWork work = moe_work(args, nullptr);
   auto* experts = reinterpret_cast<uint16_t*>(shared_experts);
-  for (int e = threadIdx.x; e < args.experts; e += kListThreads) count[e] = 0;
-  __syncthreads();
-  for (int p = threadIdx.x; p < (pairs + 7) / 8 * 8; p += kListThreads) {
-    const int e = p < pairs ? __ldg(args.chosen + p) - args.first : -1;
-    const bool here = e >= 0 && e < args.experts;
-    experts[p] = static_cast<uint16_t>(here ? e : kElsewhere);
-    if (here) atomicAdd(count + e, 1);
-  }
-  __syncthreads();
+  count_pairs<kListThreads>(args, count, [&](int p, uint32_t e) { experts[p] = static_cast<uint16_t>(e); });
   if (threadIdx.x < 32) {
-    // Each lane a run of experts: groups in the low half, tiles in the high half.
-    const int each = (args.experts + 31) / 32, from = lane * each, to = min(from + each, args.experts);
-    int2 sum = {0, 0};
-    for (int e = from; e < to; ++e) {
-      sum.x += (count[e] + kGroupRows - 1) / kGroupRows;
-      sum.y += (count[e] + tile_rows - 1) / tile_rows;
-    }
-    int2 before = sum;
-    for (int step = 1; step < 32; step *= 2) {
-      const int x = __shfl_up_sync(~0u, before.x, step), y = __shfl_up_sync(~0u, before.y, step);
-      if (lane >= step) before.x += x, before.y += y;
-    }
-    if (blockIdx.x == 0 && lane == 31) *work.tile_count = before.y;
-    before.x -= sum.x, before.y -= sum.y;
-    for (int e = from; e < to; ++e) {
-      first_group[e] = before.x;
-      for (int row = 0; row < count[e]; row += tile_rows) {
-        const RowTile tile = {e, before.x + row / kGroupRows, min(tile_rows, count[e] - row), 0};
-        if (blockIdx.x == 0) work.tiles[before.y] = tile;
-        ++before.y;
-      }
-      before.x += (count[e] + kGroupRows - 1) / kGroupRows;
-    }
+    const int tiles = list_tiles(count, args.experts, tile_rows, blockIdx.x == 0 ? work.tiles : nullptr,
+                                 [&](int e, int group) { first_group[e] = group; });
+    if (threadIdx.x == 0 && blockIdx.x == 0) *work.tile_count = tiles;
   }
   __syncthreads();
-  const int chunks = args.hidden / 8;
-  for (int p = warp; p < pairs; p += warps) {
+  const int chunks = args.hidden / 8 / kParts;
+  for (int unit = warp; unit < pairs * kParts; unit += warps) {
+    const int p = unit / kParts, part = unit % kParts;
     const uint32_t e = experts[p];
     if (e == kElsewhere) continue;
     // The pair's place among its expert's, eight pairs before it at a time.
@@ -137,10 +162,10 @@ __global__ void __launch_bounds__(kListThreads) moe_lists_kernel(const __grid_co
     }
     const int place = __reduce_add_sync(~0u, equal);
     const int group = first_group[e] + place / kGroupRows, row = place % kGroupRows;
-    if (lane == 0) work.pairs[group * kGroupRows + row] = p;
+    if (lane == 0 && part == 0) work.pairs[group * kGroupRows + row] = p;
     const auto* from = reinterpret_cast<const uint4*>(args.x + static_cast<size_t>(p / args.top) * args.hidden);
 #pragma unroll 8
-    for (int c = lane; c < chunks; c += 32) {
+    for (int c = part * chunks + lane; c < (part + 1) * chunks; c += 32) {
       *reinterpret_cast<uint4*>(work.rows + chunk_place(group, row, c, args.hidden)) = __ldg(from + c);
     }
   }

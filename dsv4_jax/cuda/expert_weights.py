@@ -4,9 +4,9 @@ A matrix [rows, K] as released is e2m1 codes, two to a byte (column 2i in the lo
 K. Packed it is tiles of 64 rows x 128 columns, `TILE_BYTES` each: [..., rows / 64, K / 128, 4352]. The bits are the same
 ones elsewhere, and scales are stored with an offset; `unpack` gives back what was packed.
 
-* Codes, 4,096 bytes: [half of the columns, thread 0..127, word 0..3]. Thread 32 w + 4 r + q has, of rows 16 w + r and
-  16 w + r + 8, the columns 2 q + {0, 1} of every 8. Its words 2 g and 2 g + 1 are the 16 codes of 32 columns: eight pairs of
-  neighbours, each where one rotation brings both signs and magnitudes into the fields of two bf16 (`_PLACES`).
+* Codes, 4,096 bytes: [32 columns, thread 0..127, word 0..1]. Thread 32 w + 4 r + q has, of rows 16 w + r and 16 w + r + 8,
+  the columns 2 q + {0, 1} of every 8: its two words are 16 codes, eight pairs of neighbours, each where one rotation
+  brings both signs and magnitudes into the fields of two bf16 (`_PLACES`).
 * Scales, 256 bytes: [w, r, half of the columns], a word for two rows and two groups of 32 columns. Plus 126 they are the
   exponent fields of 2^126 times the scales: those of the first group in the fields of two bf16, row + 0 low; those of
   the other group there after a rotation by 8.
@@ -54,9 +54,9 @@ def pack(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     if scales.size and scales.max() > LARGEST_SCALE:
         raise ValueError(f"expert weights: scale code {scales.max()}, the largest that fits is {LARGEST_SCALE}")
     x = codes.reshape(-1, rows // 64, 4, 2, 8, columns // 128, 2, 2, 2, 2, 4)
-    words = np.zeros((3, len(x), rows // 64, columns // 128, 2, 4, 8, 4, 2), np.uint32)  # ..., half, w, r, q, g
+    words = np.zeros((3, len(x), rows // 64, columns // 128, 2, 2, 4, 8, 4), np.uint32)  # ..., half, g, w, r, q
     for place, word, rotation in _places():
-        fields = _fields(x[place].transpose(0, 1, 4, 5, 2, 3, 7, 6))
+        fields = _fields(x[place].transpose(0, 1, 4, 5, 6, 2, 3, 7))
         words[word] |= fields << rotation | fields >> (32 - rotation) if rotation else fields
     both = np.stack([words[0] | (words[2] & _LEFT), words[1] | (words[2] & ~_LEFT)], -1).astype("<u4")
     out = np.empty((len(x), rows // 64, columns // 128, TILE_BYTES), np.uint8)
@@ -73,13 +73,13 @@ def unpack(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What `pack` was given."""
     *lead, tiles, steps, _ = packed.shape
     x = packed.reshape(-1, tiles, steps, TILE_BYTES)
-    both = np.ascontiguousarray(x[..., :_CODE_BYTES]).view("<u4").reshape(-1, tiles, steps, 2, 4, 8, 4, 2, 2)
+    both = np.ascontiguousarray(x[..., :_CODE_BYTES]).view("<u4").reshape(-1, tiles, steps, 2, 2, 4, 8, 4, 2)
     low, high = both[..., 0], both[..., 1]
     words = (low, high, (low & _LEFT) | (high & ~_LEFT))
     codes = np.empty((len(x), tiles, 4, 2, 8, steps, 2, 2, 2, 2, 4), np.uint8)
     for place, word, rotation in _places():
         fields = words[word] >> rotation | words[word] << (32 - rotation) if rotation else words[word]
-        codes[place] = _codes(fields).transpose(0, 1, 4, 5, 2, 3, 7, 6)
+        codes[place] = _codes(fields).transpose(0, 1, 5, 6, 2, 3, 4, 7)
     word = np.ascontiguousarray(x[..., _CODE_BYTES:]).view("<u4").reshape(-1, tiles, steps, 4, 8, 2)
     fields = np.stack([word >> 7, word >> 23, word >> 15, word >> 31 | word << 1], -1).astype(np.uint8) - _OFFSET
     scales = fields.reshape(*word.shape, 2, 2).transpose(0, 1, 3, 7, 4, 2, 5, 6)
