@@ -23,7 +23,7 @@ from dsv4_jax.cuda import expert_weights
 POINTER = ctypes.c_void_p
 TOP, LIMIT = 6, 10.0
 FLASH, PRO, TINY = (4096, 2048), (7168, 3072), (512, 256)  # hidden, inter
-SHAPES = tuple(range(21))
+SHAPES = tuple(range(23))
 TOKENS = (1, 4, 16, 64, 128, 256, 1024)
 MARLIN = {256: {1: 45.3, 4: 127, 16: 412, 64: 972, 128: 1210, 256: 1440, 1024: 2023},
           128: {1: 45.0, 4: 123, 16: 347, 64: 613, 128: 721, 256: 772, 1024: 1596}}  # fmt: skip
@@ -169,10 +169,9 @@ def read_ceiling() -> float:
     return x.numel() * 4 / microseconds([x.sum] * 4, 3) / 1e3
 
 
-def time_all(
-    library: Library, weights: Weights, routed: int, shapes: tuple[int, ...], ceilings: tuple[float, float]
-) -> None:
-    for tokens in TOKENS:
+def time_all(library: Library, weights: Weights, batches: list[int], shapes: list[int], ceilings: list[float]) -> None:
+    routed = 256
+    for tokens in batches:
         cases = [Case(weights, tokens, routed) for _ in range(24 if tokens < 64 else 8)]
         work = library.work(cases[0])
         moved = sum(c.moved() for c in cases) / len(cases)
@@ -207,6 +206,7 @@ def main() -> None:
     parser.add_argument("library")
     parser.add_argument("--only", default="tiny,check,time,parts")
     parser.add_argument("--shapes", default="0", help="of the kernel, to be timed; 0: the launch chooses")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="to be timed")
     options = parser.parse_args()
     library = Library(options.library)
     torch.manual_seed(0)
@@ -230,19 +230,19 @@ def main() -> None:
         wrong += check(library, "Pro", Case(Weights(PRO, 12, 3), 40), SHAPES)
         torch.cuda.empty_cache()
     if any(x in options.only for x in ("time", "parts", "profile")):
-        shapes = tuple(int(x) for x in options.shapes.split(","))
+        shapes, batches = ([int(x) for x in y.split(",")] for y in (options.shapes, options.tokens))
         flash = Weights(FLASH, 256, 12, reference=False)
         if "time" in options.only:
-            ceilings = read_ceiling(), copy_ceiling()
+            ceilings = [read_ceiling(), copy_ceiling()]
             print(f"ceilings: read {ceilings[0]:.0f} GB/s, copy {ceilings[1]:.0f} GB/s", flush=True)
-            time_all(library, flash, 256, shapes, ceilings)
+            time_all(library, flash, batches, shapes, ceilings)
         if "parts" in options.only:
             time_parts(library, flash)
         for tokens in (1, 64, 256, 1024) if "profile" in options.only else ():  # under a profiler
             library.run(Case(flash, tokens))
         del flash
         if "time" in options.only:
-            time_all(library, Weights(FLASH, 128, 12, reference=False), 256, (0,), ceilings)
+            time_all(library, Weights(FLASH, 128, 12, reference=False), batches, [0], ceilings)
     if wrong:
         raise SystemExit(f"{wrong} wrong results")
 

@@ -98,5 +98,7 @@ extern "C" int dsv4_moe_launch(const dsv4::MoeArgs* args, int shape, cudaStream_
   if (shape == 18) return launch_with<dsv4::MoeShape<4, 32, 2, 4, 1>>(*args, stream);
   if (shape == 19) return launch_with<dsv4::MoeShape<4, 32, 1, 8, 1>>(*args, stream);
   if (shape == 20) return launch_with<dsv4::MoeShape<4, 64, 2, 3, 1>>(*args, stream);
+  if (shape == 21) return launch_with<dsv4::MoeShape<2, 32, 1, 3, 4>>(*args, stream);
+  if (shape == 22) return launch_with<dsv4::MoeShape<4, 24, 1, 5, 2>>(*args, stream);
   return cudaErrorInvalidValue;
 }

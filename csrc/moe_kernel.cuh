@@ -36,8 +36,15 @@ struct MoeStage {
 struct MoeProduct {
   const uint8_t* weights;
   const uint8_t* rows;
+  int32_t* taken;  // items beyond each block's first
   int steps;      // stages along K
   int row_tiles;  // items of a run of rows
+};
+
+// Work of a block: some of an expert's rows and `kGroups` tiles of the weights' rows. No rows: there is no more.
+struct MoeItem {
+  RowTile rows;
+  int row_tile;
 };
 
 __device__ __forceinline__ uint64_t streamed_once() {
@@ -86,20 +93,21 @@ struct Ring {
 // One thread: all copies of a block, in order. Weights of the first stages are asked for before what the previous kernel
 // writes is there.
 template <typename Shape>
-__device__ __forceinline__ void copy_items(Ring<Shape> ring, RowTile* announced, const MoeProduct& product, const RowTile* tiles,
-                                           RowTile next, int items) {
+__device__ __forceinline__ void copy_items(Ring<Shape> ring, MoeItem* announced, const MoeProduct& product, const RowTile* tiles,
+                                           RowTile tile, int items) {
   const uint64_t policy = streamed_once();
   constexpr uint32_t kRun = Shape::kTiles * kTileBytes, kRow = 2 * Shape::kTiles * 128, kGroup = kGroupRows * kRow;
   const size_t stream = static_cast<size_t>(product.steps) * kRun;  // 64 of the weights' rows
   bool first = true;
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    const RowTile tile = next;
-    if (item + gridDim.x < items) next = tiles[(item + gridDim.x) / product.row_tiles];
-    const int tile_row = (tile.expert() * product.row_tiles + item % product.row_tiles) * Shape::kGroups;
+  int next;
+  for (int item = blockIdx.x; item < items; item = next) {
+    if (!first) tile = tiles[item / product.row_tiles];
+    const int row_tile = item % product.row_tiles;
+    const int tile_row = (tile.expert() * product.row_tiles + row_tile) * Shape::kGroups;
     const uint8_t* weights = product.weights + tile_row * stream;
     const uint8_t* rows = product.rows + static_cast<size_t>(tile.group()) * product.steps * kGroup;
     const auto start = [&](const Ring<Shape>& to, int step) {
-      announced[to.stage] = tile;
+      announced[to.stage] = {tile, row_tile};
       barrier_expect(to.full, Shape::kWeightBytes + tile.rows() * kRow);
 #pragma unroll
       for (int g = 0; g < Shape::kGroups; ++g) {
@@ -131,12 +139,16 @@ __device__ __forceinline__ void copy_items(Ring<Shape> ring, RowTile* announced,
       for (; step < ahead; ++step, ring.next()) add_rows(ring, step);
       first = false;
     }
+    next = gridDim.x + atomicAdd(product.taken, 1);
     for (; step < product.steps; ++step, ring.next()) {
       barrier_wait(ring.full + 8, ring.parity ^ 1);
       start(ring, step);
       add_rows(ring, step);
     }
   }
+  barrier_wait(ring.full + 8, ring.parity ^ 1);
+  announced[ring.stage] = {};
+  barrier_arrive(ring.full);
 }
 
 // A warpgroup's 64 x N products over all of K. Leaves with nothing in flight and all its stages handed back.
@@ -231,13 +243,15 @@ template <typename Shape, bool kGateUp>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) moe_kernel(const __grid_constant__ MoeArgs args) {
   extern __shared__ uint8_t dynamic[];
   __shared__ MoeStage stages[Shape::kStages];
-  __shared__ RowTile announced[Shape::kStages], few_tiles[kGateUp ? kFewPairs : 1];
+  __shared__ MoeItem announced[Shape::kStages];
+  __shared__ RowTile few_tiles[kGateUp ? kFewPairs : 1];
   __shared__ int few_count;
   const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   const MoeWork work = moe_work(args, nullptr);
   MoeProduct product;
   product.weights = kGateUp ? args.gate_up : args.down;
   product.rows = kGateUp ? work.rows : work.middle;
+  product.taken = work.taken + !kGateUp;
   product.steps = (kGateUp ? args.hidden : args.inter) / (kWeightColumns * Shape::kTiles);
   product.row_tiles = (kGateUp ? 2 * args.inter : args.hidden) / kWeightRows / Shape::kGroups;
   Ring<Shape> ring;
@@ -280,16 +294,17 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) moe_kernel(co
   } else {
     wait_for_previous();
     let_next_start();
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    while (true) {
       barrier_wait(ring.full, ring.parity);
-      const RowTile tile = announced[ring.stage];
+      const MoeItem item = announced[ring.stage];
+      if (item.rows.rows() == 0) break;
       float d[Shape::kRows / 2];
       multiply(d, ring, product.steps, group, thread);
-      const int weight_tile = item % product.row_tiles * Shape::kGroups + group;
+      const int weight_tile = item.row_tile * Shape::kGroups + group;
       if constexpr (kGateUp) {
-        store_middle<Shape::kRows>(d, args, work, tile, weight_tile, thread);
+        store_middle<Shape::kRows>(d, args, work, item.rows, weight_tile, thread);
       } else {
-        store_parts<Shape::kRows>(d, args, work, tile, weight_tile, thread);
+        store_parts<Shape::kRows>(d, args, work, item.rows, weight_tile, thread);
       }
     }
   }

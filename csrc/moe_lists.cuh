@@ -42,6 +42,7 @@ struct MoeArgs {
 // Where things lie in the workspace.
 struct MoeWork {
   int32_t* tile_count;
+  int32_t* taken;      // items beyond each block's first, of either product
   RowTile* tiles;
   int32_t* pairs;      // of a row
   uint8_t* rows;       // tokens' rows
@@ -66,8 +67,9 @@ __host__ __device__ inline MoeWork moe_work(const MoeArgs& args, size_t* bytes) 
   for (int i = 0; i < 5; ++i) at[i + 1] = at[i] + aligned(sizes[i]);
   if (bytes != nullptr) *bytes = at[5];
   uint8_t* w = args.work;
-  return {reinterpret_cast<int32_t*>(w), reinterpret_cast<RowTile*>(w + at[0]), reinterpret_cast<int32_t*>(w + at[1]),
-          w + at[2], w + at[3], reinterpret_cast<float*>(w + at[4])};
+  auto* counts = reinterpret_cast<int32_t*>(w);
+  return {counts, counts + 1, reinterpret_cast<RowTile*>(w + at[0]), reinterpret_cast<int32_t*>(w + at[1]), w + at[2],
+          w + at[3], reinterpret_cast<float*>(w + at[4])};
 }
 
 // Byte of 16-byte chunk `chunk` of a row among rows of `columns` columns.
@@ -141,7 +143,7 @@ __global__ void __launch_bounds__(kListThreads) moe_lists_kernel(const __grid_co
   if (threadIdx.x < 32) {
     const int tiles = list_tiles(count, args.experts, tile_rows, blockIdx.x == 0 ? work.tiles : nullptr,
                                  [&](int e, int group) { first_group[e] = group; });
-    if (threadIdx.x == 0 && blockIdx.x == 0) *work.tile_count = tiles;
+    if (threadIdx.x == 0 && blockIdx.x == 0) *work.tile_count = tiles, work.taken[0] = work.taken[1] = 0;
   }
   __syncthreads();
   const int chunks = args.hidden / 8 / kParts;
