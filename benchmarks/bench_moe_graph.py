@@ -11,7 +11,9 @@ those of the chosen experts' weights, the ceiling is a read of 4 GiB and a copy 
 from __future__ import annotations
 
 import argparse
+import copy
 import ctypes
+import functools
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -23,7 +25,7 @@ from dsv4_jax.cuda import expert_weights
 POINTER = ctypes.c_void_p
 TOP, LIMIT = 6, 10.0
 FLASH, PRO, TINY = (4096, 2048), (7168, 3072), (512, 256)  # hidden, inter
-SHAPES = tuple(range(23))
+SHAPES = tuple(range(7))
 TOKENS = (1, 4, 16, 64, 128, 256, 1024)
 MARLIN = {256: {1: 45.3, 4: 127, 16: 412, 64: 972, 128: 1210, 256: 1440, 1024: 2023},
           128: {1: 45.0, 4: 123, 16: 347, 64: 613, 128: 721, 256: 772, 1024: 1596}}  # fmt: skip
@@ -35,7 +37,7 @@ class MoeArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, POINTER) for name in ("x", "chosen", "share", "gate_up", "down", "out", "work")),
-        *((name, ctypes.c_int) for name in ("tokens", "top", "hidden", "inter", "experts", "first")),
+        *((name, ctypes.c_int) for name in ("tokens", "top", "hidden", "inter", "experts", "first", "routed")),
         ("limit", ctypes.c_float),
     )
 
@@ -60,7 +62,8 @@ class Weights:
 
     @property
     def bytes(self) -> int:
-        return (self.gate_up[0].numel() + self.down[0].numel()) * 1
+        """Of an expert."""
+        return self.gate_up[0].numel() + self.down[0].numel()
 
     def reference(
         self, x: torch.Tensor, chosen: torch.Tensor, share: torch.Tensor, here: range, rounded: bool
@@ -87,27 +90,33 @@ def dequantised(codes: np.ndarray, scales: np.ndarray) -> torch.Tensor:
 
 
 class Case:
-    def __init__(self, weights: Weights, tokens: int, routed: int = 0, first: int = 0, skewed: bool = False, like: Case | None = None,
-                 pick: slice | None = None):  # fmt: skip
-        self.weights, experts = weights, len(weights.kind)
-        self.here = range(first, first + experts)
-        if like is not None:
-            self.x, self.chosen, self.share = (x[pick].contiguous() for x in (like.x, like.chosen, like.share))
-        else:
-            self.x = torch.randn((tokens, weights.hidden), device="cuda").to(torch.bfloat16)
-            score = torch.rand((tokens, routed or experts), device="cuda")
-            if skewed:  # most tokens want the same experts
-                score[:, 1:7] += 0.9
-            self.chosen = score.topk(TOP).indices.to(torch.int32)
-            share = torch.rand((tokens, TOP), device="cuda") + 0.1
-            self.share = 1.5 * share / share.sum(1, keepdim=True)
-        self.out = torch.full((len(self.x), weights.hidden), torch.nan, device="cuda")
+    """Tokens, and experts chosen at random among `routed` of which those from `first` on are here."""
+
+    def __init__(self, weights: Weights, tokens: int, routed: int = 0, first: int = 0, skewed: bool = False):
+        self.weights, self.first, self.routed = weights, first, routed or len(weights.kind)
+        self.x = torch.randn((tokens, weights.hidden), device="cuda").to(torch.bfloat16)
+        score = torch.rand((tokens, self.routed), device="cuda")
+        if skewed:  # most tokens want the same experts
+            score[:, 1:7] += 0.9
+        self.chosen = score.topk(TOP).indices.to(torch.int32)
+        share = torch.rand((tokens, TOP), device="cuda") + 0.1
+        self.share = 1.5 * share / share.sum(1, keepdim=True)
+        self.out = torch.empty((tokens, weights.hidden), device="cuda")
+
+    @property
+    def here(self) -> range:
+        return range(self.first, self.first + len(self.weights.kind))
+
+    def part(self, pick: slice) -> Case:
+        few = copy.copy(self)
+        few.x, few.chosen, few.share, few.out = (x[pick].clone() for x in (self.x, self.chosen, self.share, self.out))
+        return few
 
     def args(self, work: torch.Tensor | None) -> MoeArgs:
         w = self.weights
         data = (self.x, self.chosen, self.share, w.gate_up, w.down, self.out)
         return MoeArgs(*(x.data_ptr() for x in data), work.data_ptr() if work is not None else 0, len(self.x), TOP,
-                       w.hidden, w.inter, len(w.kind), self.here.start, LIMIT)  # fmt: skip
+                       w.hidden, w.inter, len(w.kind), self.first, self.routed, LIMIT)  # fmt: skip
 
     def moved(self) -> int:
         local = self.chosen[(self.chosen >= self.here.start) & (self.chosen < self.here.stop)]
@@ -153,13 +162,14 @@ def check(library: Library, name: str, case: Case, shapes: tuple[int, ...]) -> i
         for at in sorted({0, tokens // 3, max(0, tokens - size)}):
             pick = slice(at, min(at + size, tokens))
             for shape in (0, shapes[-1]):
-                few = library.run(Case(case.weights, 0, first=case.here.start, like=case, pick=pick), shape)
+                few = library.run(case.part(pick), shape)
                 if not torch.equal(few, got[pick]):
                     alone.append((at, size, shape, int((few != got[pick]).sum())))
     wrong += len(differ) + len(alone)
     print(f"moe {name:22} {tokens:5} tokens: relative L2 {errors[0]:.1e}, rows between rounded alike {errors[1]:.1e}; "
-          f"{len(shapes)} shapes equal, tokens alone equal{f'; WRONG: shapes {differ}, alone {alone[:4]}' if wrong else ''}",
-          flush=True)  # fmt: skip
+          f"{len(shapes)} shapes equal, tokens alone equal", flush=True)  # fmt: skip
+    if wrong:
+        print(f"WRONG: shapes {differ}, alone {alone[:4]}", flush=True)
     return wrong
 
 
@@ -170,18 +180,18 @@ def read_ceiling() -> float:
 
 
 def time_all(library: Library, weights: Weights, batches: list[int], shapes: list[int], ceilings: list[float]) -> None:
-    routed = 256
+    here = len(weights.kind)
     for tokens in batches:
-        cases = [Case(weights, tokens, routed) for _ in range(24 if tokens < 64 else 8)]
+        cases = [Case(weights, tokens, 256) for _ in range(24 if tokens < 64 else 8)]
         work = library.work(cases[0])
         moved = sum(c.moved() for c in cases) / len(cases)
-        peer = MARLIN[len(weights.kind)][tokens]
+        peer = MARLIN[here].get(tokens, float("nan"))
         for shape in shapes:
-            us = microseconds([lambda c=c: library.launch(c, work, shape) for c in cases], 9)
+            us = microseconds([functools.partial(library.launch, c, work, shape) for c in cases], 9)
             rate = moved / us / 1e3
-            print(f"moe {len(weights.kind)} of {routed} experts, {tokens:4} tokens, shape {shape}: {us:7.1f} us, {moved / 1e6:6.0f} MB, "
-                  f"{rate:5.0f} GB/s ({rate / ceilings[0]:4.0%} of read, {rate / ceilings[1]:4.0%} of copy), Marlin {peer} "
-                  f"({us / peer:.2f}x)", flush=True)  # fmt: skip
+            print(f"moe {here} of 256 experts, {tokens:4} tokens, shape {shape}: {us:7.1f} us, {moved / 1e6:5.0f} MB, "
+                  f"{rate:5.0f} GB/s ({rate / ceilings[0]:4.0%} of read, {rate / ceilings[1]:4.0%} of copy), "
+                  f"Marlin {peer} ({us / peer:.2f}x)", flush=True)  # fmt: skip
 
 
 def time_parts(library: Library, weights: Weights) -> None:
@@ -195,10 +205,8 @@ def time_parts(library: Library, weights: Weights) -> None:
             torch.cuda.synchronize()
         for event in sorted(profile.key_averages(), key=lambda e: -e.device_time_total):
             if event.count >= len(cases):
-                print(
-                    f"moe parts, {tokens:4} tokens: {event.key[:70]:70} {event.device_time_total / event.count:8.1f} us",
-                    flush=True,
-                )
+                each = event.device_time_total / event.count
+                print(f"moe parts, {tokens:4} tokens: {event.key[:70]:70} {each:8.1f} us", flush=True)
 
 
 def main() -> None:

@@ -1,9 +1,16 @@
-// The experts' products as a plain C call: four launches, each only enqueued: fit for a graph.
+// The experts' products as an XLA FFI handler and as a plain C call. Four launches, only enqueued: fit for a command buffer.
+// Wrapper and argument meaning: dsv4_jax/cuda/moe.py.
 #include <cuda_runtime.h>
 
+#include <string>
+
+#include "built_for.h"
 #include "moe_kernel.cuh"
+#include "xla/ffi/api/ffi.h"
 
 namespace {
+
+namespace ffi = xla::ffi;
 
 template <typename Kernel, typename... Args>
 cudaError_t start(Kernel kernel, dim3 grid, int threads, int shared, bool early, cudaStream_t stream, const Args&... args) {
@@ -52,53 +59,106 @@ cudaError_t launch_with(const dsv4::MoeArgs& args, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   error = product(dsv4::moe_kernel<Shape, false>, args.hidden / 64 / Shape::kGroups);
   if (error != cudaSuccess) return error;
-  const dim3 grid((args.hidden / 4 + dsv4::kSumThreads - 1) / dsv4::kSumThreads, args.tokens);
+  const dim3 grid(args.tokens, (args.hidden / 4 + dsv4::kSumThreads - 1) / dsv4::kSumThreads);
   return start(dsv4::moe_sum_kernel, grid, dsv4::kSumThreads, 0, true, stream, args);
+}
+
+// `shape` 0: chosen here; the others are for timing. Which it is changes no bit of the result.
+cudaError_t launch(const dsv4::MoeArgs& args, int shape, cudaStream_t stream) {
+  const int64_t pairs = static_cast<int64_t>(args.tokens) * args.top;
+  if (pairs == 0) return cudaSuccess;
+  if (args.experts > dsv4::kMaxExperts || args.top > dsv4::kMostTop || pairs > dsv4::kMostPairs || args.hidden % 256 != 0 ||
+      args.inter % 256 != 0) {
+    return cudaErrorInvalidValue;
+  }
+  if (shape == 0) {
+    // By the rows that an expert has on average; few items in all are cut smaller.
+    const int64_t rows = pairs / max(args.routed, 1);
+    shape = pairs <= 12 ? 1 : pairs <= 48 ? 2 : rows <= 5 ? 3 : rows <= 10 ? 4 : rows <= 28 ? 5 : 6;
+  }
+  if (shape == 1) return launch_with<dsv4::MoeShape<1, 8, 2, 5, 3>>(args, stream);
+  if (shape == 2) return launch_with<dsv4::MoeShape<4, 8, 2, 5, 1>>(args, stream);
+  if (shape == 3) return launch_with<dsv4::MoeShape<2, 8, 2, 2, 4>>(args, stream);
+  if (shape == 4) return launch_with<dsv4::MoeShape<4, 16, 2, 2, 2>>(args, stream);
+  if (shape == 5) return launch_with<dsv4::MoeShape<4, 32, 2, 4, 1>>(args, stream);
+  if (shape == 6) return launch_with<dsv4::MoeShape<4, 64, 2, 3, 1>>(args, stream);
+  return cudaErrorInvalidValue;
+}
+
+size_t workspace(const dsv4::MoeArgs& args) {
+  size_t bytes = 0;
+  dsv4::moe_work(args, &bytes);
+  return bytes;
+}
+
+using Rows = ffi::Buffer<ffi::BF16, 2>;
+using Chosen = ffi::Buffer<ffi::S32, 2>;
+using Floats = ffi::Buffer<ffi::F32, 2>;
+using Weights = ffi::Buffer<ffi::U8, 4>;
+using Bytes = ffi::Buffer<ffi::U8, 1>;
+
+ffi::Error moe(cudaStream_t stream, Rows x, Chosen chosen, Floats share, Weights gate_up, Weights down,
+               ffi::Result<Floats> out, ffi::Result<Bytes> work, int32_t first, int32_t routed, float limit) {
+  const int64_t tokens = x.dimensions()[0], hidden = x.dimensions()[1], top = chosen.dimensions()[1];
+  const int64_t experts = gate_up.dimensions()[0], inter = down.dimensions()[2] * dsv4::kWeightColumns;
+  const auto is = [](const auto& buffer, auto... sizes) {
+    const int64_t want[] = {sizes...};
+    for (size_t i = 0; i < sizeof...(sizes); ++i) {
+      if (buffer.dimensions()[i] != want[i]) return false;
+    }
+    return true;
+  };
+  const int64_t tile = dsv4::kTileBytes, rows = dsv4::kWeightRows, columns = dsv4::kWeightColumns;
+  const dsv4::MoeArgs args = {reinterpret_cast<const __nv_bfloat16*>(x.untyped_data()),
+                              chosen.typed_data(),
+                              share.typed_data(),
+                              gate_up.typed_data(),
+                              down.typed_data(),
+                              out->typed_data(),
+                              work->typed_data(),
+                              static_cast<int>(tokens),
+                              static_cast<int>(top),
+                              static_cast<int>(hidden),
+                              static_cast<int>(inter),
+                              static_cast<int>(experts),
+                              first,
+                              routed,
+                              limit};
+  if (!is(chosen, tokens, top) || !is(share, tokens, top) || !is(*out, tokens, hidden) || hidden % 256 != 0 || inter % 256 != 0 ||
+      !is(gate_up, experts, 2 * inter / rows, hidden / columns, tile) || !is(down, experts, hidden / rows, inter / columns, tile) ||
+      experts > dsv4::kMaxExperts || top > dsv4::kMostTop || tokens * top > dsv4::kMostPairs ||
+      work->dimensions()[0] < static_cast<int64_t>(workspace(args))) {
+    return ffi::Error::InvalidArgument(
+        "moe: sizes in 256s, at most 512 experts, 16 of them a token and 98304 pairs of both; shapes must agree");
+  }
+  const cudaError_t error = launch(args, 0, stream);
+  if (error != cudaSuccess) return ffi::Error::Internal(std::string("moe: ") + cudaGetErrorString(error));
+  return ffi::Error::Success();
 }
 
 }  // namespace
 
-// Bytes of the workspace of a call; its pointers are not looked at.
-extern "C" int64_t dsv4_moe_workspace(const dsv4::MoeArgs* args) {
-  size_t bytes = 0;
-  dsv4::moe_work(*args, &bytes);
-  return static_cast<int64_t>(bytes);
-}
+DSV4_BUILT_FOR(moe);
 
-// Only enqueues. `shape` 0 lets the number of tokens choose, others are for timing; the result is the same, bit for bit.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Moe, moe,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<Rows>()
+                                  .Arg<Chosen>()
+                                  .Arg<Floats>()
+                                  .Arg<Weights>()
+                                  .Arg<Weights>()
+                                  .Ret<Floats>()
+                                  .Ret<Bytes>()
+                                  .Attr<int32_t>("first")
+                                  .Attr<int32_t>("routed")
+                                  .Attr<float>("limit"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+// Bytes of the workspace of a call; the pointers are not looked at.
+extern "C" int64_t dsv4_moe_workspace(const dsv4::MoeArgs* args) { return static_cast<int64_t>(workspace(*args)); }
+
+// The launch alone, for timing without XLA. Returns a cudaError_t.
 extern "C" int dsv4_moe_launch(const dsv4::MoeArgs* args, int shape, cudaStream_t stream) {
-  const int64_t pairs = static_cast<int64_t>(args->tokens) * args->top;
-  if (args->tokens == 0 || args->top == 0) return cudaSuccess;
-  if (args->experts > dsv4::kMaxExperts || args->top > dsv4::kMostTop || args->hidden % 256 != 0 || args->inter % 256 != 0 ||
-      pairs > 98304) {
-    return cudaErrorInvalidValue;
-  }
-  if (shape == 0) {
-    // By the rows that an expert has on average.
-    const int64_t rows = pairs / args->experts;
-    shape = pairs <= 12 ? 7 : rows <= 3 ? 1 : rows <= 10 ? 13 : rows <= 28 ? 17 : 20;
-  }
-  if (shape == 1) return launch_with<dsv4::MoeShape<2, 8, 2, 3, 3>>(*args, stream);
-  if (shape == 2) return launch_with<dsv4::MoeShape<2, 8, 2, 5, 2>>(*args, stream);
-  if (shape == 3) return launch_with<dsv4::MoeShape<2, 8, 2, 2, 4>>(*args, stream);
-  if (shape == 4) return launch_with<dsv4::MoeShape<2, 8, 1, 4, 4>>(*args, stream);
-  if (shape == 5) return launch_with<dsv4::MoeShape<4, 8, 1, 5, 2>>(*args, stream);
-  if (shape == 6) return launch_with<dsv4::MoeShape<4, 8, 2, 2, 2>>(*args, stream);
-  if (shape == 7) return launch_with<dsv4::MoeShape<1, 8, 2, 5, 3>>(*args, stream);
-  if (shape == 8) return launch_with<dsv4::MoeShape<1, 8, 2, 4, 4>>(*args, stream);
-  if (shape == 9) return launch_with<dsv4::MoeShape<1, 8, 2, 3, 5>>(*args, stream);
-  if (shape == 10) return launch_with<dsv4::MoeShape<1, 8, 1, 3, 8>>(*args, stream);
-  if (shape == 11) return launch_with<dsv4::MoeShape<4, 8, 2, 5, 1>>(*args, stream);
-  if (shape == 12) return launch_with<dsv4::MoeShape<2, 16, 1, 5, 3>>(*args, stream);
-  if (shape == 13) return launch_with<dsv4::MoeShape<2, 16, 1, 4, 4>>(*args, stream);
-  if (shape == 14) return launch_with<dsv4::MoeShape<4, 16, 1, 5, 2>>(*args, stream);
-  if (shape == 15) return launch_with<dsv4::MoeShape<4, 16, 2, 2, 2>>(*args, stream);
-  if (shape == 16) return launch_with<dsv4::MoeShape<4, 16, 2, 5, 1>>(*args, stream);
-  if (shape == 17) return launch_with<dsv4::MoeShape<2, 32, 1, 4, 3>>(*args, stream);
-  if (shape == 18) return launch_with<dsv4::MoeShape<4, 32, 2, 4, 1>>(*args, stream);
-  if (shape == 19) return launch_with<dsv4::MoeShape<4, 32, 1, 8, 1>>(*args, stream);
-  if (shape == 20) return launch_with<dsv4::MoeShape<4, 64, 2, 3, 1>>(*args, stream);
-  if (shape == 21) return launch_with<dsv4::MoeShape<2, 32, 1, 3, 4>>(*args, stream);
-  if (shape == 22) return launch_with<dsv4::MoeShape<4, 24, 1, 5, 2>>(*args, stream);
-  return cudaErrorInvalidValue;
+  return static_cast<int>(launch(*args, shape, stream));
 }

@@ -13,6 +13,7 @@ constexpr int kGroupRows = 8;
 constexpr int kAtomBytes = kGroupRows * 128;
 constexpr int kMaxExperts = 512;  // of one device
 constexpr int kListThreads = 256;
+constexpr int kMostPairs = 98304;  // their experts fill a block's shared memory
 constexpr uint32_t kElsewhere = 0xFFFF;  // expert of a pair that another device computes
 
 // Rows of one expert that one pass multiplies, in a word: at most 127 rows, 512 experts and 2^16 groups.
@@ -36,6 +37,7 @@ struct MoeArgs {
   uint8_t* work;           // as many bytes as dsv4_moe_workspace says
   int tokens, top, hidden, inter;
   int experts, first;  // those of this device: first .. first + experts - 1
+  int routed;          // all that tokens choose among
   float limit;         // of the SwiGLU
 };
 
@@ -180,7 +182,7 @@ constexpr int kMostTop = 16;  // experts of a token
 __global__ void __launch_bounds__(kSumThreads) moe_sum_kernel(const __grid_constant__ MoeArgs args) {
   __shared__ int order[kMostTop];
   __shared__ float shares[kMostTop];
-  const int token = blockIdx.y;
+  const int token = blockIdx.x;
   if (threadIdx.x < args.top) {
     const int32_t* chosen = args.chosen + token * args.top;
     const int mine = __ldg(chosen + threadIdx.x);
@@ -195,7 +197,7 @@ __global__ void __launch_bounds__(kSumThreads) moe_sum_kernel(const __grid_const
   }
   __syncthreads();
   wait_for_previous();
-  const int column = 4 * (blockIdx.x * kSumThreads + threadIdx.x);
+  const int column = 4 * (blockIdx.y * kSumThreads + threadIdx.x);
   if (column >= args.hidden) return;
   const float* parts = moe_work(args, nullptr).parts + static_cast<size_t>(token) * args.top * args.hidden + column;
   float4 sum = {0, 0, 0, 0};
