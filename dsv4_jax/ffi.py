@@ -28,6 +28,7 @@ CUDA_TARGETS = {
     "attend": {"dsv4_attend": "Dsv4Attend"},
     "compress": {"dsv4_compress_csa": "Dsv4CompressCsa", "dsv4_compress_hca": "Dsv4CompressHca"},
     "index_scores": {"dsv4_index_scores": "Dsv4IndexScores"},
+    "moe": {"dsv4_moe": "Dsv4Moe"},
     "queries": {"dsv4_finish_queries": "Dsv4FinishQueries"},
     "swap": {"dsv4_swap_in": "Dsv4SwapIn", "dsv4_swap_out": "Dsv4SwapOut"},
     "top_k": {"dsv4_top_k": "Dsv4TopK"},

@@ -1,0 +1,164 @@
+// The experts' products as an XLA FFI handler and as a plain C call. Four launches, only enqueued: fit for a command buffer.
+// Wrapper and argument meaning: dsv4_jax/cuda/moe.py.
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "built_for.h"
+#include "moe_kernel.cuh"
+#include "xla/ffi/api/ffi.h"
+
+namespace {
+
+namespace ffi = xla::ffi;
+
+template <typename Kernel, typename... Args>
+cudaError_t start(Kernel kernel, dim3 grid, int threads, int shared, bool early, cudaStream_t stream, const Args&... args) {
+  if (shared > 48 * 1024) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = early;
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+int multiprocessors() {
+  static const int count = [] {
+    int device = 0, n = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, device);
+    return n;
+  }();
+  return count;
+}
+
+template <typename Shape>
+cudaError_t launch_with(const dsv4::MoeArgs& args, cudaStream_t stream) {
+  const int pairs = args.tokens * args.top, per_block = dsv4::kListThreads / 32, sms = multiprocessors();
+  if (2 * args.inter % (64 * Shape::kGroups) != 0 || args.hidden % (64 * Shape::kGroups) != 0) return cudaErrorInvalidValue;
+  // Few rows are copied by several warps each.
+  const bool few = pairs <= dsv4::kFewPairs;
+  const int list_blocks = min(2 * sms, (pairs * (few ? 4 : 1) + per_block - 1) / per_block);
+  cudaError_t error = start(few ? dsv4::moe_lists_kernel<4> : dsv4::moe_lists_kernel<1>, dim3(list_blocks), dsv4::kListThreads,
+                            dsv4::list_bytes(pairs), false, stream, args, Shape::kRows);
+  if (error != cudaSuccess) return error;
+  const auto product = [&](auto kernel, int row_tiles) {
+    const int blocks = min(static_cast<int64_t>(sms) * Shape::kBlocks, static_cast<int64_t>(pairs) * row_tiles);
+    return start(kernel, dim3(blocks), Shape::kThreads, Shape::kSharedBytes, true, stream, args);
+  };
+  error = product(dsv4::moe_kernel<Shape, true>, 2 * args.inter / 64 / Shape::kGroups);
+  if (error != cudaSuccess) return error;
+  error = product(dsv4::moe_kernel<Shape, false>, args.hidden / 64 / Shape::kGroups);
+  if (error != cudaSuccess) return error;
+  const dim3 grid(args.tokens, (args.hidden / 4 + dsv4::kSumThreads - 1) / dsv4::kSumThreads);
+  return start(dsv4::moe_sum_kernel, grid, dsv4::kSumThreads, 0, true, stream, args);
+}
+
+// `shape` 0: chosen here; the others are for timing. Which it is changes no bit of the result.
+cudaError_t launch(const dsv4::MoeArgs& args, int shape, cudaStream_t stream) {
+  const int64_t pairs = static_cast<int64_t>(args.tokens) * args.top;
+  if (pairs == 0) return cudaSuccess;
+  if (args.experts > dsv4::kMaxExperts || args.top > dsv4::kMostTop || pairs > dsv4::kMostPairs || args.hidden % 256 != 0 ||
+      args.inter % 256 != 0) {
+    return cudaErrorInvalidValue;
+  }
+  if (shape == 0) {
+    // By the rows that an expert has on average; few items in all are cut smaller.
+    const int64_t rows = pairs / max(args.routed, 1);
+    shape = pairs <= 12 ? 1 : pairs <= 48 ? 2 : rows <= 5 ? 3 : rows <= 10 ? 4 : rows <= 28 ? 5 : 6;
+  }
+  if (shape == 1) return launch_with<dsv4::MoeShape<1, 8, 2, 5, 3>>(args, stream);
+  if (shape == 2) return launch_with<dsv4::MoeShape<4, 8, 2, 5, 1>>(args, stream);
+  if (shape == 3) return launch_with<dsv4::MoeShape<2, 8, 2, 2, 4>>(args, stream);
+  if (shape == 4) return launch_with<dsv4::MoeShape<4, 16, 2, 2, 2>>(args, stream);
+  if (shape == 5) return launch_with<dsv4::MoeShape<4, 32, 2, 4, 1>>(args, stream);
+  if (shape == 6) return launch_with<dsv4::MoeShape<4, 64, 2, 3, 1>>(args, stream);
+  return cudaErrorInvalidValue;
+}
+
+size_t workspace(const dsv4::MoeArgs& args) {
+  size_t bytes = 0;
+  dsv4::moe_work(args, &bytes);
+  return bytes;
+}
+
+using Rows = ffi::Buffer<ffi::BF16, 2>;
+using Chosen = ffi::Buffer<ffi::S32, 2>;
+using Floats = ffi::Buffer<ffi::F32, 2>;
+using Weights = ffi::Buffer<ffi::U8, 4>;
+using Bytes = ffi::Buffer<ffi::U8, 1>;
+
+ffi::Error moe(cudaStream_t stream, Rows x, Chosen chosen, Floats share, Weights gate_up, Weights down,
+               ffi::Result<Floats> out, ffi::Result<Bytes> work, int32_t first, int32_t routed, float limit) {
+  const int64_t tokens = x.dimensions()[0], hidden = x.dimensions()[1], top = chosen.dimensions()[1];
+  const int64_t experts = gate_up.dimensions()[0], inter = down.dimensions()[2] * dsv4::kWeightColumns;
+  const auto is = [](const auto& buffer, auto... sizes) {
+    const int64_t want[] = {sizes...};
+    for (size_t i = 0; i < sizeof...(sizes); ++i) {
+      if (buffer.dimensions()[i] != want[i]) return false;
+    }
+    return true;
+  };
+  const int64_t tile = dsv4::kTileBytes, rows = dsv4::kWeightRows, columns = dsv4::kWeightColumns;
+  const dsv4::MoeArgs args = {reinterpret_cast<const __nv_bfloat16*>(x.untyped_data()),
+                              chosen.typed_data(),
+                              share.typed_data(),
+                              gate_up.typed_data(),
+                              down.typed_data(),
+                              out->typed_data(),
+                              work->typed_data(),
+                              static_cast<int>(tokens),
+                              static_cast<int>(top),
+                              static_cast<int>(hidden),
+                              static_cast<int>(inter),
+                              static_cast<int>(experts),
+                              first,
+                              routed,
+                              limit};
+  if (!is(chosen, tokens, top) || !is(share, tokens, top) || !is(*out, tokens, hidden) || hidden % 256 != 0 || inter % 256 != 0 ||
+      !is(gate_up, experts, 2 * inter / rows, hidden / columns, tile) || !is(down, experts, hidden / rows, inter / columns, tile) ||
+      experts > dsv4::kMaxExperts || top > dsv4::kMostTop || tokens * top > dsv4::kMostPairs ||
+      work->dimensions()[0] < static_cast<int64_t>(workspace(args))) {
+    return ffi::Error::InvalidArgument(
+        "moe: sizes in 256s, at most 512 experts, 16 of them a token and 98304 pairs of both; shapes must agree");
+  }
+  const cudaError_t error = launch(args, 0, stream);
+  if (error != cudaSuccess) return ffi::Error::Internal(std::string("moe: ") + cudaGetErrorString(error));
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+DSV4_BUILT_FOR(moe);
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Moe, moe,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<Rows>()
+                                  .Arg<Chosen>()
+                                  .Arg<Floats>()
+                                  .Arg<Weights>()
+                                  .Arg<Weights>()
+                                  .Ret<Floats>()
+                                  .Ret<Bytes>()
+                                  .Attr<int32_t>("first")
+                                  .Attr<int32_t>("routed")
+                                  .Attr<float>("limit"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+// Bytes of the workspace of a call; the pointers are not looked at.
+extern "C" int64_t dsv4_moe_workspace(const dsv4::MoeArgs* args) { return static_cast<int64_t>(workspace(*args)); }
+
+// The launch alone, for timing without XLA. Returns a cudaError_t.
+extern "C" int dsv4_moe_launch(const dsv4::MoeArgs* args, int shape, cudaStream_t stream) {
+  return static_cast<int>(launch(*args, shape, stream));
+}

@@ -1,0 +1,313 @@
+// The grouped products of the experts: FP4 weights x bf16 rows, weights streamed from memory once.
+//
+// A block takes an item: a run of an expert's rows (tokens) and `kGroups` tiles of 64 of the weights' rows, one to each of
+// its warpgroups. One warp copies weights and rows to shared memory, up to `kStages` runs of 128 or 256 columns of K ahead, over the
+// end of an item too; the others decode their weights in registers and multiply (moe_weights.cuh). M are the weights'
+// rows, N the tokens; an expert of more has several items.
+//
+// Every number is one chain of products along K from first to last, whatever N, the block's shape or the other rows are:
+// its bits depend on its token and its expert alone.
+#pragma once
+
+#include "moe_lists.cuh"
+#include "moe_mma.cuh"
+#include "moe_weights.cuh"
+
+namespace dsv4 {
+
+template <int kGroupsOf, int kRowsOf, int kTilesOf, int kStagesOf, int kBlocksOf>
+struct MoeShape {
+  static constexpr int kGroups = kGroupsOf;    // warpgroups, each a tile of weights
+  static constexpr int kRows = kRowsOf;      // tokens of an item, at most: N
+  static constexpr int kTiles = kTilesOf;      // of 128 columns, a stage
+  static constexpr int kStages = kStagesOf;
+  static constexpr int kBlocks = kBlocksOf;    // a multiprocessor
+  static constexpr int kThreads = 128 * kGroups + 32;
+  static constexpr int kRowBytes = kRows / kGroupRows * 2 * kTiles * kAtomBytes;  // of a stage
+  static constexpr int kWeightBytes = kGroups * kTiles * kTileBytes;
+  static constexpr int kSharedBytes = 1024 + kStages * (kRowBytes + kWeightBytes);
+};
+
+struct MoeStage {
+  alignas(8) uint64_t full, empty;
+};
+
+// What differs between the two products.
+struct MoeProduct {
+  const uint8_t* weights;
+  const uint8_t* rows;
+  int32_t* taken;  // items beyond each block's first
+  int steps;      // stages along K
+  int row_tiles;  // items of a run of rows
+};
+
+// Work of a block: some of an expert's rows and `kGroups` tiles of the weights' rows. No rows: there is no more.
+struct MoeItem {
+  RowTile rows;
+  int row_tile;
+};
+
+__device__ __forceinline__ uint64_t streamed_once() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void copy_bulk(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void copy_bulk(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+__device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+
+// A stage of the ring, as addresses in shared memory that are moved along, and how often it came round.
+template <typename Shape>
+struct Ring {
+  uint32_t full;  // barrier; the one that says empty is 8 bytes on
+  uint32_t rows, weights;
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void next() {
+    ++stage;
+    full += sizeof(MoeStage);
+    rows += Shape::kRowBytes;
+    weights += Shape::kWeightBytes;
+    if (stage == Shape::kStages) {
+      stage = 0;
+      full -= Shape::kStages * sizeof(MoeStage);
+      rows -= Shape::kStages * Shape::kRowBytes;
+      weights -= Shape::kStages * Shape::kWeightBytes;
+      parity ^= 1;
+    }
+  }
+};
+
+// One thread: all copies of a block, in order. Weights of the first stages are asked for before what the previous kernel
+// writes is there.
+template <typename Shape>
+__device__ __forceinline__ void copy_items(Ring<Shape> ring, MoeItem* announced, const MoeProduct& product, const RowTile* tiles,
+                                           RowTile tile, int items) {
+  const uint64_t policy = streamed_once();
+  constexpr uint32_t kRun = Shape::kTiles * kTileBytes, kRow = 2 * Shape::kTiles * 128, kGroup = kGroupRows * kRow;
+  const size_t stream = static_cast<size_t>(product.steps) * kRun;  // 64 of the weights' rows
+  bool first = true;
+  int next;
+  for (int item = blockIdx.x; item < items; item = next) {
+    if (!first) tile = tiles[item / product.row_tiles];
+    const int row_tile = item % product.row_tiles;
+    const int tile_row = (tile.expert() * product.row_tiles + row_tile) * Shape::kGroups;
+    const uint8_t* weights = product.weights + tile_row * stream;
+    const uint8_t* rows = product.rows + static_cast<size_t>(tile.group()) * product.steps * kGroup;
+    const auto start = [&](const Ring<Shape>& to, int step) {
+      announced[to.stage] = {tile, row_tile};
+      barrier_expect(to.full, Shape::kWeightBytes + tile.rows() * kRow);
+#pragma unroll
+      for (int g = 0; g < Shape::kGroups; ++g) {
+        copy_bulk(to.weights + g * kRun, weights + g * stream + step * kRun, kRun, to.full, policy);
+      }
+    };
+    const auto add_rows = [&](const Ring<Shape>& at, int step) {
+      const uint8_t* from = rows + step * kGroup;
+      uint32_t to = at.rows;
+      for (int left = tile.rows(); left > 0; left -= kGroupRows) {
+        if (left >= kGroupRows) {
+          copy_bulk(to, from, kGroup, at.full);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 2 * Shape::kTiles; ++i) {
+            copy_bulk(to + i * kAtomBytes, from + i * kAtomBytes, left * 128, at.full);
+          }
+        }
+        to += kGroup;
+        from += static_cast<size_t>(product.steps) * kGroup;
+      }
+    };
+    int step = 0;
+    if (first) {
+      const int ahead = min(Shape::kStages, product.steps);
+      Ring<Shape> early = ring;
+      for (int i = 0; i < ahead; ++i, early.next()) start(early, i);
+      wait_for_previous();
+      for (; step < ahead; ++step, ring.next()) add_rows(ring, step);
+      first = false;
+    }
+    next = gridDim.x + atomicAdd(product.taken, 1);
+    for (; step < product.steps; ++step, ring.next()) {
+      barrier_wait(ring.full + 8, ring.parity ^ 1);
+      start(ring, step);
+      add_rows(ring, step);
+    }
+  }
+  barrier_wait(ring.full + 8, ring.parity ^ 1);
+  announced[ring.stage] = {};
+  barrier_arrive(ring.full);
+}
+
+// A warpgroup's 64 x N products over all of K. Leaves with nothing in flight and all its stages handed back.
+template <typename Shape>
+__device__ __forceinline__ void multiply(float (&d)[Shape::kRows / 2], Ring<Shape>& ring, int steps, int group, int thread) {
+  constexpr int kParts = kWeightColumns / 32;
+  uint32_t a[2][8];
+  const uint32_t run = group * Shape::kTiles * kTileBytes;
+  const uint32_t codes = run + thread * 8, scales = run + kCodeBytes + (thread >> 2) * 8;
+  uint32_t before = 0;
+  for (int step = 0; step < steps; ++step) {
+    barrier_wait(ring.full, ring.parity);
+    const uint64_t b = operand(ring.rows, 16, 2 * Shape::kTiles * kAtomBytes);
+    uint2 words = load_shared2(ring.weights + codes);
+#pragma unroll
+    for (int part = 0; part < kParts * Shape::kTiles; ++part) {
+      // 32 columns, two products; the words of the next ones are loaded meanwhile. (With the scales too, the compiler starts
+      // to decode so early that registers limit the warps.)
+      const uint2 now = words;
+      const int next = part + 1;
+      const uint32_t scale = load_shared1(ring.weights + scales + part / kParts * kTileBytes + part % kParts / 2 * 4);
+      if (next < kParts * Shape::kTiles) {
+        words = load_shared2(ring.weights + codes + next / kParts * kTileBytes + next % kParts * (kCodeBytes / kParts));
+      }
+      decode_weights(now.x, now.y, part % 2 == 0 ? weight_factors<0>(scale) : weight_factors<1>(scale), a[part % 2]);
+      mma_fence();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        mma_64<Shape::kRows>(d, a[part % 2] + 4 * i, b + (part / 2 * kAtomBytes + (part % 2 * 2 + i) * 32) / 16,
+                             step > 0 || part > 0 || i > 0);
+      }
+      mma_commit();
+      mma_wait<1>();
+      if (part == 0 && step > 0 && (thread & 31) == 0) barrier_arrive(before);
+    }
+    before = ring.full + 8;
+    ring.next();
+  }
+  mma_wait<0>();
+  if ((thread & 31) == 0) barrier_arrive(before);
+}
+
+// silu(gate) * up, the gate clamped above and up on both sides; NaN stays.
+__device__ __forceinline__ float swiglu(float gate, float up, float limit) {
+  gate = gate > limit ? limit : gate;
+  up = up > limit ? limit : up < -limit ? -limit : up;
+  return __fdividef(gate, 1.f + __expf(-gate)) * up;
+}
+
+// Of each 16 rows of a warp the first 8 are gates and the others their ups. Rows of the next product are written: 8 columns,
+// one chunk, of each token.
+template <int kN>
+__device__ __forceinline__ void store_middle(const float (&d)[kN / 2], const MoeArgs& args, const MoeWork& work,
+                                             const RowTile& tile, int weight_tile, int thread) {
+  const int warp = thread >> 5, lane = thread & 31, chunk = weight_tile * 4 + warp;
+#pragma unroll
+  for (int i = 0; i < kN / 8; ++i) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(swiglu(d[4 * i], d[4 * i + 2], args.limit),
+                                                      swiglu(d[4 * i + 1], d[4 * i + 3], args.limit));
+    uint32_t x = reinterpret_cast<const uint32_t&>(pair);
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(x));
+    const int row = lane >> 2;
+    if (8 * i + row >= tile.rows()) continue;
+    uint8_t* to = work.middle + chunk_place(tile.group() + i, row, chunk, args.inter);
+    *reinterpret_cast<uint32_t*>(to + 4 * (lane & 3)) = x;
+  }
+}
+
+// The experts' results, by pair.
+template <int kN>
+__device__ __forceinline__ void store_parts(const float (&d)[kN / 2], const MoeArgs& args, const MoeWork& work,
+                                            const RowTile& tile, int weight_tile, int thread) {
+  const int warp = thread >> 5, lane = thread & 31;
+  float* column = work.parts + weight_tile * 64 + warp * 16 + (lane >> 2);
+  const auto* pairs = reinterpret_cast<const int2*>(work.pairs + tile.group() * kGroupRows + 2 * (lane & 3));
+#pragma unroll
+  for (int i = 0; i < kN / 8; ++i) {
+    const int row = 8 * i + 2 * (lane & 3);
+    if (row >= tile.rows()) continue;
+    const int2 pair = __ldg(pairs + i * (kGroupRows / 2));
+    float* to = column + static_cast<size_t>(pair.x) * args.hidden;
+    to[0] = d[4 * i];
+    to[8] = d[4 * i + 2];
+    if (row + 1 >= tile.rows()) continue;
+    to = column + static_cast<size_t>(pair.y) * args.hidden;
+    to[0] = d[4 * i + 1];
+    to[8] = d[4 * i + 3];
+  }
+}
+
+template <typename Shape, bool kGateUp>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) moe_kernel(const __grid_constant__ MoeArgs args) {
+  extern __shared__ uint8_t dynamic[];
+  __shared__ MoeStage stages[Shape::kStages];
+  __shared__ MoeItem announced[Shape::kStages];
+  __shared__ RowTile few_tiles[kGateUp ? kFewPairs : 1];
+  __shared__ int few_count;
+  const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  const MoeWork work = moe_work(args, nullptr);
+  MoeProduct product;
+  product.weights = kGateUp ? args.gate_up : args.down;
+  product.rows = kGateUp ? work.rows : work.middle;
+  product.taken = work.taken + !kGateUp;
+  product.steps = (kGateUp ? args.hidden : args.inter) / (kWeightColumns * Shape::kTiles);
+  product.row_tiles = (kGateUp ? 2 * args.inter : args.hidden) / kWeightRows / Shape::kGroups;
+  Ring<Shape> ring;
+  ring.full = shared_address(stages);
+  ring.rows = (shared_address(dynamic) + 1023) & ~1023u;
+  ring.weights = ring.rows + Shape::kStages * Shape::kRowBytes;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < Shape::kStages; ++s) {
+      barrier_init(shared_address(&stages[s].full), 1);
+      barrier_init(shared_address(&stages[s].empty), 4 * Shape::kGroups);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  const RowTile* tiles = work.tiles;
+  RowTile first;
+  int count;
+  if (kGateUp && args.tokens * args.top <= kFewPairs) {
+    // Made here beside the first kernel, so that the weights need not wait for it.
+    int* of_expert = reinterpret_cast<int*>(dynamic + (ring.rows - shared_address(dynamic)));
+    count_pairs<Shape::kThreads>(args, of_expert, [](int, uint32_t) {});
+    if (threadIdx.x < 32) {
+      const int n = list_tiles(of_expert, args.experts, Shape::kRows, few_tiles, [](int, int) {});
+      if (threadIdx.x == 0) few_count = n;
+    }
+    fence_for_mma();
+    __syncthreads();
+    count = few_count;
+    tiles = few_tiles;
+    first = tiles[min(blockIdx.x / product.row_tiles, kFewPairs - 1u)];
+  } else {
+    // The lists are the first kernel's: there before the second product's kernel can start.
+    if constexpr (kGateUp) wait_for_previous();
+    count = *work.tile_count;
+    first = tiles[blockIdx.x / product.row_tiles];
+  }
+  const int items = count * product.row_tiles;
+  if (group == Shape::kGroups) {
+    if (thread == 0) copy_items<Shape>(ring, announced, product, tiles, first, items);
+  } else {
+    wait_for_previous();
+    let_next_start();
+    while (true) {
+      barrier_wait(ring.full, ring.parity);
+      const MoeItem item = announced[ring.stage];
+      if (item.rows.rows() == 0) break;
+      float d[Shape::kRows / 2];
+      multiply(d, ring, product.steps, group, thread);
+      const int weight_tile = item.row_tile * Shape::kGroups + group;
+      if constexpr (kGateUp) {
+        store_middle<Shape::kRows>(d, args, work, item.rows, weight_tile, thread);
+      } else {
+        store_parts<Shape::kRows>(d, args, work, item.rows, weight_tile, thread);
+      }
+    }
+  }
+}
+
+}  // namespace dsv4

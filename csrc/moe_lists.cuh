@@ -1,0 +1,214 @@
+// What goes before and after the products of moe.cu: rows of tokens by expert, and each token's sum over its experts.
+//
+// A pair is a token and one of its experts. The pairs of an expert fill groups of 8 rows; a group's rows lie in blocks of
+// 64 columns, 1 KiB each, as the matrix units want them (hopper.cuh), the blocks one after the other along K.
+// Which row a pair has changes no bit of its result.
+#pragma once
+
+#include "hopper.cuh"
+
+namespace dsv4 {
+
+constexpr int kGroupRows = 8;
+constexpr int kAtomBytes = kGroupRows * 128;
+constexpr int kMaxExperts = 512;  // of one device
+constexpr int kListThreads = 256;
+constexpr int kMostPairs = 98304;  // their experts fill a block's shared memory
+constexpr uint32_t kElsewhere = 0xFFFF;  // expert of a pair that another device computes
+
+// Rows of one expert that one pass multiplies, in a word: at most 127 rows, 512 experts and 2^16 groups.
+struct RowTile {
+  uint32_t word;
+  __device__ __forceinline__ static RowTile make(int expert, int group, int rows) {
+    return {static_cast<uint32_t>(rows | expert << 7 | group << 16)};
+  }
+  __device__ __forceinline__ int rows() const { return word & 127; }
+  __device__ __forceinline__ int expert() const { return word >> 7 & 511; }
+  __device__ __forceinline__ int group() const { return word >> 16; }
+};
+
+struct MoeArgs {
+  const __nv_bfloat16* x;  // [T, hidden]
+  const int32_t* chosen;   // [T, top] distinct experts
+  const float* share;      // [T, top] their weights
+  const uint8_t* gate_up;  // [experts, 2 * inter / 64, hidden / 128, 4352], packed; see moe_weights.cuh
+  const uint8_t* down;     // [experts, hidden / 64, inter / 128, 4352]
+  float* out;              // [T, hidden]
+  uint8_t* work;           // as many bytes as dsv4_moe_workspace says
+  int tokens, top, hidden, inter;
+  int experts, first;  // those of this device: first .. first + experts - 1
+  int routed;          // all that tokens choose among
+  float limit;         // of the SwiGLU
+};
+
+// Where things lie in the workspace.
+struct MoeWork {
+  int32_t* tile_count;
+  int32_t* taken;      // items beyond each block's first, of either product
+  RowTile* tiles;
+  int32_t* pairs;      // of a row
+  uint8_t* rows;       // tokens' rows
+  uint8_t* middle;     // rows between the products
+  float* parts;        // [T * top, hidden] results of the experts
+};
+
+__host__ __device__ constexpr size_t aligned(size_t bytes) { return (bytes + 1023) / 1024 * 1024; }
+
+// Groups that `pairs` can need: each expert's last one may hold a single row.
+__host__ __device__ inline int most_groups(int pairs, int experts) {
+  const int partly = pairs < experts ? pairs : experts;
+  return (pairs - partly) / kGroupRows + partly;
+}
+
+__host__ __device__ inline MoeWork moe_work(const MoeArgs& args, size_t* bytes) {
+  const int pairs = args.tokens * args.top;
+  const size_t groups = most_groups(pairs, args.experts);
+  const size_t sizes[] = {static_cast<size_t>(pairs) * sizeof(RowTile), groups * kGroupRows * 4, groups * kGroupRows * args.hidden * 2,
+                          groups * kGroupRows * args.inter * 2, static_cast<size_t>(pairs) * args.hidden * 4};
+  size_t at[6] = {1024};
+  for (int i = 0; i < 5; ++i) at[i + 1] = at[i] + aligned(sizes[i]);
+  if (bytes != nullptr) *bytes = at[5];
+  uint8_t* w = args.work;
+  auto* counts = reinterpret_cast<int32_t*>(w);
+  return {counts, counts + 1, reinterpret_cast<RowTile*>(w + at[0]), reinterpret_cast<int32_t*>(w + at[1]), w + at[2],
+          w + at[3], reinterpret_cast<float*>(w + at[4])};
+}
+
+// Byte of 16-byte chunk `chunk` of a row among rows of `columns` columns.
+__device__ __forceinline__ size_t chunk_place(int group, int row, int chunk, int columns) {
+  return (static_cast<size_t>(group) * (columns / 64) + chunk / 8) * kAtomBytes + row * 128 + ((chunk % 8 ^ row) << 4);
+}
+
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Bytes of shared memory of moe_lists_kernel.
+inline int list_bytes(int pairs) { return (pairs + 7) / 8 * 16; }
+
+constexpr int kFewPairs = 512;  // so few that the first product's blocks make the list of tiles themselves
+
+// How many pairs each expert has, by `kThreads` threads. `place` gets every pair with its expert.
+template <int kThreads, typename Place>
+__device__ __forceinline__ void count_pairs(const MoeArgs& args, int* count, const Place& place) {
+  const int pairs = args.tokens * args.top;
+  for (int e = threadIdx.x; e < args.experts; e += kThreads) count[e] = 0;
+  __syncthreads();
+#pragma unroll 4
+  for (int p = threadIdx.x; p < pairs; p += kThreads) {
+    const int e = __ldg(args.chosen + p) - args.first;
+    const bool here = e >= 0 && e < args.experts;
+    if (here) atomicAdd(count + e, 1);
+    place(p, here ? static_cast<uint32_t>(e) : kElsewhere);
+  }
+  __syncthreads();
+}
+
+// The tiles of the products, by a warp: runs of at most `tile_rows` rows of an expert. `begin` gets each expert's first
+// group; returns the number of tiles. Each lane takes a run of experts.
+template <typename Begin>
+__device__ __forceinline__ int list_tiles(const int* count, int experts, int tile_rows, RowTile* tiles, const Begin& begin) {
+  const int lane = threadIdx.x & 31, each = (experts + 31) / 32;
+  const int from = min(lane * each, experts), to = min(from + each, experts);
+  int2 sum = {0, 0};  // groups, tiles
+  for (int e = from; e < to; ++e) {
+    sum.x += (count[e] + kGroupRows - 1) / kGroupRows;
+    sum.y += (count[e] + tile_rows - 1) / tile_rows;
+  }
+  int2 at = sum;
+  for (int step = 1; step < 32; step *= 2) {
+    const int x = __shfl_up_sync(~0u, at.x, step), y = __shfl_up_sync(~0u, at.y, step);
+    if (lane >= step) at.x += x, at.y += y;
+  }
+  const int total = __shfl_sync(~0u, at.y, 31);
+  at.x -= sum.x, at.y -= sum.y;
+  for (int e = from; e < to; ++e) {
+    begin(e, at.x);
+    for (int row = 0; row < count[e] && tiles != nullptr; row += tile_rows) {
+      tiles[at.y++] = RowTile::make(e, at.x + row / kGroupRows, min(tile_rows, count[e] - row));
+    }
+    at.x += (count[e] + kGroupRows - 1) / kGroupRows;
+  }
+  return total;
+}
+
+// Every block counts all pairs and copies the rows of some of them, or parts of rows: a warp each.
+template <int kParts>
+__global__ void __launch_bounds__(kListThreads) moe_lists_kernel(const __grid_constant__ MoeArgs args, int tile_rows) {
+  extern __shared__ uint4 shared_experts[];
+  __shared__ int count[kMaxExperts], first_group[kMaxExperts];
+  let_next_start();
+  const int pairs = args.tokens * args.top, lane = threadIdx.x & 31;
+  const int warp = blockIdx.x * (kListThreads / 32) + (threadIdx.x >> 5), warps = gridDim.x * (kListThreads / 32);
+  const MoeWork work = moe_work(args, nullptr);
+  auto* experts = reinterpret_cast<uint16_t*>(shared_experts);
+  count_pairs<kListThreads>(args, count, [&](int p, uint32_t e) { experts[p] = static_cast<uint16_t>(e); });
+  if (threadIdx.x < 32) {
+    const int tiles = list_tiles(count, args.experts, tile_rows, blockIdx.x == 0 ? work.tiles : nullptr,
+                                 [&](int e, int group) { first_group[e] = group; });
+    if (threadIdx.x == 0 && blockIdx.x == 0) *work.tile_count = tiles, work.taken[0] = work.taken[1] = 0;
+  }
+  __syncthreads();
+  const int chunks = args.hidden / 8 / kParts;
+  for (int unit = warp; unit < pairs * kParts; unit += warps) {
+    const int p = unit / kParts, part = unit % kParts;
+    const uint32_t e = experts[p];
+    if (e == kElsewhere) continue;
+    // The pair's place among its expert's, eight pairs before it at a time.
+    uint32_t equal = 0;
+    for (int i = lane; i <= p / 8; i += 32) {
+      const uint4 x = shared_experts[i];
+      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        equal += (words[w] & 0xFFFF) == e && 8 * i + 2 * w < p;
+        equal += words[w] >> 16 == e && 8 * i + 2 * w + 1 < p;
+      }
+    }
+    const int place = __reduce_add_sync(~0u, equal);
+    const int group = first_group[e] + place / kGroupRows, row = place % kGroupRows;
+    if (lane == 0 && part == 0) work.pairs[group * kGroupRows + row] = p;
+    const auto* from = reinterpret_cast<const uint4*>(args.x + static_cast<size_t>(p / args.top) * args.hidden);
+#pragma unroll 8
+    for (int c = part * chunks + lane; c < (part + 1) * chunks; c += 32) {
+      *reinterpret_cast<uint4*>(work.rows + chunk_place(group, row, c, args.hidden)) = __ldg(from + c);
+    }
+  }
+}
+
+constexpr int kSumThreads = 128;
+constexpr int kMostTop = 16;  // experts of a token
+
+// Each token's experts' results times their shares, added in the order of the experts. A thread has four columns.
+__global__ void __launch_bounds__(kSumThreads) moe_sum_kernel(const __grid_constant__ MoeArgs args) {
+  __shared__ int order[kMostTop];
+  __shared__ float shares[kMostTop];
+  const int token = blockIdx.x;
+  if (threadIdx.x < args.top) {
+    const int32_t* chosen = args.chosen + token * args.top;
+    const int mine = __ldg(chosen + threadIdx.x);
+    int place = 0;
+    for (int k = 0; k < args.top; ++k) {
+      const int other = __ldg(chosen + k);
+      place += other < mine || (other == mine && k < static_cast<int>(threadIdx.x));
+    }
+    const bool here = mine >= args.first && mine < args.first + args.experts;
+    order[place] = here ? static_cast<int>(threadIdx.x) : -1;
+    shares[place] = __ldg(args.share + token * args.top + threadIdx.x);
+  }
+  __syncthreads();
+  wait_for_previous();
+  const int column = 4 * (blockIdx.y * kSumThreads + threadIdx.x);
+  if (column >= args.hidden) return;
+  const float* parts = moe_work(args, nullptr).parts + static_cast<size_t>(token) * args.top * args.hidden + column;
+  float4 sum = {0, 0, 0, 0};
+#pragma unroll 8
+  for (int i = 0; i < args.top; ++i) {
+    if (order[i] < 0) continue;
+    const float4 y = __ldcs(reinterpret_cast<const float4*>(parts + static_cast<size_t>(order[i]) * args.hidden));
+    const float w = shares[i];
+    sum = {fmaf(w, y.x, sum.x), fmaf(w, y.y, sum.y), fmaf(w, y.z, sum.z), fmaf(w, y.w, sum.w)};
+  }
+  *reinterpret_cast<float4*>(args.out + static_cast<size_t>(token) * args.hidden + column) = sum;
+}
+
+}  // namespace dsv4

@@ -1,0 +1,34 @@
+// Warpgroup products of moe_kernel.cuh: d[64 x N] (+)= A[64 x 16] B[16 x N], A in registers, B K-major in shared memory.
+#pragma once
+
+#include "hopper.cuh"
+
+namespace dsv4 {
+
+// `accumulate` 0 overwrites d.
+template <int kN>
+__device__ __forceinline__ void mma_64(float (&d)[kN / 2], const uint32_t* a, uint64_t b, int accumulate);
+
+#define DSV4_A4(a) "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3])
+#define DSV4_F8(d, i) DSV4_F4(d, i), DSV4_F4(d, i + 4)
+
+#define DSV4_MMA_64(N, REGISTERS, A, B, P, ...)                                                                \
+  template <>                                                                                                  \
+  __device__ __forceinline__ void mma_64<N>(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) { \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" P ", 0;\n"                                                  \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS "}, {" A "}, %" B      \
+                 ", p, 1, 1, 0;}"                                                                              \
+                 : __VA_ARGS__                                                                                 \
+                 : DSV4_A4(a), "l"(b), "r"(accumulate));                                                       \
+  }
+
+DSV4_MMA_64(8, "%0, %1, %2, %3", "%4, %5, %6, %7", "8", "9", DSV4_F4(d, 0))
+DSV4_MMA_64(16, "%0, %1, %2, %3, %4, %5, %6, %7", "%8, %9, %10, %11", "12", "13", DSV4_F8(d, 0))
+DSV4_MMA_64(32, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15", "%16, %17, %18, %19", "20",
+            "21", DSV4_F16(d, 0))
+DSV4_MMA_64(64,
+            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
+            "%32, %33, %34, %35", "36", "37", DSV4_F16(d, 0), DSV4_F16(d, 16))
+
+}  // namespace dsv4
