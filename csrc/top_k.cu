@@ -26,7 +26,7 @@ cudaError_t launch_with(const dsv4::TopKArgs& args, int tokens, cudaStream_t str
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   config.attrs = &cluster;
-  config.numAttrs = 1;
+  config.numAttrs = kBlocks > 1;
   return cudaLaunchKernelEx(&config, dsv4::top_k_kernel<kVectors, kBlocks>, args);
 }
 
@@ -39,21 +39,22 @@ cudaError_t launch_with(const dsv4::TopKArgs& args, int tokens, int blocks, cuda
 }
 
 // Scores one block can hold in registers.
-constexpr int kCapacity = dsv4::kTopThreads * 32;
+constexpr int kCapacity = 8 * dsv4::kTopChunk;
 
-cudaError_t launch(dsv4::TopKArgs args, int tokens, cudaStream_t stream) {
+cudaError_t launch(const dsv4::TopKArgs& args, int tokens, cudaStream_t stream) {
   if (tokens == 0 || args.k == 0) return cudaSuccess;
   // The fewest blocks that hold a row, then more while all rows still run at once (a cluster lies within one of the
   // chip's groups of 16 to 18 multiprocessors, so the larger it is the fewer fit).
   const auto fits = [&](int n) { return n * tokens <= (n == 2 ? 132 : n == 4 ? 112 : 88); };
   int blocks = 1;
   while (blocks * kCapacity < args.width) blocks *= 2;
-  while (blocks < dsv4::kTopCluster && fits(2 * blocks) && args.width > blocks * 4 * dsv4::kTopThreads) blocks *= 2;
-  if (blocks > dsv4::kTopCluster) return cudaErrorInvalidValue;
-  args.slice = ((args.width + blocks - 1) / blocks + 3) / 4 * 4;
-  if (args.slice <= 4 * dsv4::kTopThreads) return launch_with<1>(args, tokens, blocks, stream);
-  if (args.slice <= 8 * dsv4::kTopThreads) return launch_with<2>(args, tokens, blocks, stream);
-  if (args.slice <= 16 * dsv4::kTopThreads) return launch_with<4>(args, tokens, blocks, stream);
+  while (blocks < dsv4::kTopCluster && fits(2 * blocks) && args.width > blocks * dsv4::kTopChunk) blocks *= 2;
+  if (args.blocks > 0) blocks = args.blocks;
+  const int vectors = (args.width + blocks * dsv4::kTopChunk - 1) / (blocks * dsv4::kTopChunk);
+  if (blocks > dsv4::kTopCluster || vectors > 8) return cudaErrorInvalidValue;
+  if (vectors <= 1) return launch_with<1>(args, tokens, blocks, stream);
+  if (vectors <= 2) return launch_with<2>(args, tokens, blocks, stream);
+  if (vectors <= 4) return launch_with<4>(args, tokens, blocks, stream);
   return launch_with<8>(args, tokens, blocks, stream);
 }
 
