@@ -39,7 +39,7 @@ cudaError_t launch_with(const dsv4::TopKArgs& args, int tokens, int blocks, cuda
 }
 
 // Scores one block can hold in registers.
-constexpr int kCapacity = 8 * dsv4::kTopChunk;
+constexpr int kCapacity = dsv4::kTopVectors * dsv4::kTopChunk;
 
 cudaError_t launch(const dsv4::TopKArgs& args, int tokens, cudaStream_t stream) {
   if (tokens == 0 || args.k == 0) return cudaSuccess;
@@ -51,11 +51,12 @@ cudaError_t launch(const dsv4::TopKArgs& args, int tokens, cudaStream_t stream) 
   while (blocks < dsv4::kTopCluster && fits(2 * blocks) && args.width > blocks * dsv4::kTopChunk) blocks *= 2;
   if (args.blocks > 0) blocks = args.blocks;
   const int vectors = (args.width + blocks * dsv4::kTopChunk - 1) / (blocks * dsv4::kTopChunk);
-  if (blocks > dsv4::kTopCluster || vectors > 8) return cudaErrorInvalidValue;
+  if (blocks > dsv4::kTopCluster || vectors > dsv4::kTopVectors) return cudaErrorInvalidValue;
   if (vectors <= 1) return launch_with<1>(args, tokens, blocks, stream);
   if (vectors <= 2) return launch_with<2>(args, tokens, blocks, stream);
   if (vectors <= 4) return launch_with<4>(args, tokens, blocks, stream);
-  return launch_with<8>(args, tokens, blocks, stream);
+  if (vectors <= 8) return launch_with<8>(args, tokens, blocks, stream);
+  return launch_with<16>(args, tokens, blocks, stream);
 }
 
 using Scores = ffi::Buffer<ffi::F32, 2>;

@@ -1,29 +1,31 @@
 // Exact top-k of a row of scores (dsv4_jax/ops/top_k.py): highest first, ties to the lowest index, NaN as -inf.
 //
 // A cluster of up to 8 blocks holds a row in registers, dealt out in chunks. Three steps:
-// 1. Bound. Every thread has the greatest of two halves of its scores. As many scores as halves reach any value, so the
-//    k-th greatest half bounds the k-th score from below, and little more than k scores reach it. A histogram of the
-//    halves gives the bound; what reaches it are the candidates. All scores of a row of at most a chunk are.
+// 1. Bound. Every thread has the greatest score of each of its four columns. As many scores as columns reach any value,
+//    so the k-th greatest of the columns bounds the k-th score from below, and little more than k scores reach it. A
+//    histogram of the columns gives the bound; what reaches it are the candidates.
 // 2. Order. The first block counts the candidates in bins between the bound and the greatest score. Sums over the bins
 //    say where each bin's candidates go; within a bin each counts those before it.
 // 3. Where the bound leaves too many candidates or a bin has too many (equal scores), the k-th score is found by radix
 //    histograms of score and index, and the k winners are sorted.
-// The result is defined by the scores alone; it does not depend on how a row is cut.
+// The result is defined by the scores alone; it does not depend on how a row is cut. Blocks are of 512 threads because
+// most steps are bound by the instructions of all warps, not by the work in them.
 #pragma once
 
 #include "hopper.cuh"
 
 namespace dsv4 {
 
-constexpr int kTopThreads = 1024;
-constexpr int kTopMax = 1024;                 // largest k
-constexpr int kTopCluster = 8;                // largest portable cluster
-constexpr int kTopChunk = 4 * kTopThreads;    // scores that a block loads at once, and most candidates
-constexpr int kTopBins = 4 * kTopThreads;
-constexpr int kTopBinBits = 12, kTopCodeBits = 30;
-constexpr int kTopCrowd = 64;                 // most candidates of a bin that count each other
+constexpr int kTopThreads = 512;
+constexpr int kTopMax = 1024;                // largest k
+constexpr int kTopCluster = 8;               // largest portable cluster
+constexpr int kTopChunk = 4 * kTopThreads;   // consecutive scores that a block loads at once, and most candidates
+constexpr int kTopVectors = 16;              // most chunks of a block
+constexpr int kTopBins = 4 * kTopThreads, kTopBinBits = 11;
+constexpr int kTopCodeBits = 30;
+constexpr int kTopCrowd = 64;                // most candidates of a bin that count each other
 constexpr int kTopIndexBits = 18;
-constexpr uint64_t kTopNone = ~uint64_t{0};   // no candidate; behind all
+constexpr uint64_t kTopNone = ~uint64_t{0};  // no candidate; behind all
 
 struct TopKArgs {
   const float* scores;   // [T, S]
@@ -35,19 +37,19 @@ struct TopKArgs {
 };
 
 struct TopKShared {
-  uint32_t halves[kTopBins];  // histogram of the halves' greatest, then its running sums; the radix histograms
-  uint32_t bins[kTopBins];    // histogram of the candidates
-  uint32_t before[kTopThreads];  // candidates in bins before a thread's four
-  uint2 candidates[kTopChunk];   // score, index
+  uint32_t columns[2 * kTopBins];         // histogram of the columns, then its running sums; the radix histograms
+  uint32_t bins[kTopBins];                // histogram of the candidates
+  uint32_t before[kTopThreads];           // candidates in bins before a thread's four
+  uint2 candidates[kTopChunk];            // score, index; the sort's buffers
   uint64_t grouped[kTopMax + kTopCrowd];  // candidates by bin
+  uint32_t order[kTopMax];                // their indices in order
   uint32_t sums[2][32];
-  uint32_t best[32];           // least rank of each warp
-  uint32_t reach[kTopCluster];      // of each block: the bin by which its share of k is reached,
-  uint32_t block_best[kTopCluster];  // its least rank,
-  uint32_t counts[kTopCluster];      // its candidates
-  uint32_t taken, bound, placed;     // candidates of this block; bin of the bound; candidates that are grouped
-  uint32_t crowded;
-  uint32_t digit, below, inside;     // of the bin with the k-th: its number, scores in bins before it and in it
+  uint32_t best[32];                      // least code of each warp
+  uint32_t reach[kTopCluster];            // of each block: the bin by which it has its share of k,
+  uint32_t block_best[kTopCluster];       // its least code,
+  uint32_t counts[kTopCluster];           // how many it lists
+  uint32_t bound, taken, crowded;         // bin of the bound; how many this block lists; whether a bin has too many
+  uint32_t digit, below, inside;          // of the bin with the k-th: its number, scores in bins before it and in it
 };
 
 // Greater scores have lesser ranks; -0 counts as 0, NaN as -inf.
@@ -61,12 +63,12 @@ __device__ __forceinline__ uint32_t rank_of(float x) {
 __device__ __forceinline__ uint64_t place_of(float x, uint32_t index) {
   return static_cast<uint64_t>(rank_of(x)) << kTopIndexBits | index;
 }
-__device__ __forceinline__ uint32_t rank_at(uint64_t place) { return static_cast<uint32_t>(place >> kTopIndexBits); }
 
-// Ranks in 30 bits, in order: magnitudes below 2^-31 or from 2^33 are as one.
-__device__ __forceinline__ uint32_t code_of(uint32_t rank) {
-  return rank < 0x80000000u ? min(max(rank, 0x30000000u), 0x4FFFFFFFu) - 0x30000000u
-                            : min(max(rank, 0xB0000000u), 0xCFFFFFFFu) - 0x90000000u;
+// A score that is not NaN in 30 bits, greater ones first: magnitudes below 2^-31 or from 2^33 are as one. -0 is behind 0.
+__device__ __forceinline__ uint32_t code_of(float x) {
+  const int32_t bits = __float_as_int(x);
+  const uint32_t magnitude = max(min(bits & 0x7FFFFFFF, 0x4FFFFFFF) - 0x30000000, 0);
+  return (magnitude ^ static_cast<uint32_t>(bits >> 31) ^ 0x1FFFFFFFu) & 0x3FFFFFFFu;
 }
 // The least score whose code is at most `code`, for any code but the last.
 __device__ __forceinline__ float score_at(uint32_t code) {
@@ -161,37 +163,40 @@ __device__ __forceinline__ void load_scores(float (&x)[4 * kVectors], const floa
       load_if(at + 3 < limit, row + at + 3, v[i].w);
     }
   }
+  const bool all = index_of<kBlocks>(vector + kVectors - 1, rank, thread) + 4 <= count;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int left = count - index_of<kBlocks>(vector + i, rank, thread);
-    x[4 * i] = left > 0 ? v[i].x : -INFINITY;
-    x[4 * i + 1] = left > 1 ? v[i].y : -INFINITY;
-    x[4 * i + 2] = left > 2 ? v[i].z : -INFINITY;
-    x[4 * i + 3] = left > 3 ? v[i].w : -INFINITY;
+    x[4 * i] = v[i].x, x[4 * i + 1] = v[i].y, x[4 * i + 2] = v[i].z, x[4 * i + 3] = v[i].w;
+  }
+  if (all) return;
+#pragma unroll
+  for (int i = 0; i < 4 * kVectors; ++i) {
+    if (index_of<kBlocks>(vector + i / 4, rank, thread) + i % 4 >= count) x[i] = -INFINITY;
   }
 }
 
-// The bin of the bound: at least `need` halves of all blocks lie in bins up to it. The last bin: there is no bound.
+// The bin of the bound: at least `need` columns of all blocks lie in bins up to it. The last bin: there is no bound.
 template <int kVectors, int kBlocks>
 __device__ __forceinline__ uint32_t find_bound(TopKShared& s, const float (&x)[4 * kVectors], uint32_t need, int rank,
                                                int thread, uint32_t& best) {
   const int lane = thread & 31, warp = thread >> 5;
-  float half[2] = {-INFINITY, -INFINITY};
+  float column[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
 #pragma unroll
-  for (int i = 0; i < 4 * kVectors; ++i) half[i & 1] = fmaxf(half[i & 1], x[i]);
+  for (int i = 0; i < 4 * kVectors; ++i) column[i & 3] = fmaxf(column[i & 3], x[i]);
   __syncthreads();  // the histograms are zero
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    if (half[h] > -INFINITY) atomicAdd(&s.halves[code_of(rank_of(half[h])) >> (kTopCodeBits - kTopBinBits)], 1u);
+  for (int j = 0; j < 4; ++j) {
+    if (column[j] > -INFINITY) atomicAdd(&s.columns[code_of(column[j]) >> (kTopCodeBits - kTopBinBits)], 1u);
   }
-  const uint32_t least = __reduce_min_sync(~0u, rank_of(fmaxf(half[0], half[1])));
+  const float most = fmaxf(fmaxf(column[0], column[1]), fmaxf(column[2], column[3]));
+  const uint32_t least = __reduce_min_sync(~0u, code_of(most + 0.f));  // 0 for -0
   if (lane == 0) s.best[warp] = least;
   __syncthreads();
-  uint4* quad = reinterpret_cast<uint4*>(s.halves) + thread;
-  uint4 h = *quad;
+  uint4* four = reinterpret_cast<uint4*>(s.columns) + thread;
+  uint4 h = *four;
   h.y += h.x, h.z += h.y, h.w += h.z;
   const uint32_t sum = block_sums(s.sums[0], h.w, thread);
-  best = __reduce_min_sync(~0u, s.best[lane]);
+  best = __reduce_min_sync(~0u, s.best[lane % (kTopThreads / 32)]);
   h.x += sum, h.y += sum, h.z += sum, h.w += sum;
   const uint32_t share = (need + kBlocks - 1) / kBlocks;  // if all blocks have it, so has the row
   const bool here = sum < share && h.w >= share;
@@ -201,7 +206,7 @@ __device__ __forceinline__ uint32_t find_bound(TopKShared& s, const float (&x)[4
     __syncthreads();
     return s.bound;
   }
-  *quad = h;
+  *four = h;
   cluster_wait();  // all blocks have started
   if (here || (thread == kTopThreads - 1 && h.w < share)) {
 #pragma unroll
@@ -221,11 +226,10 @@ __device__ __forceinline__ uint32_t find_bound(TopKShared& s, const float (&x)[4
       const uint32_t step = (high - low + 32) / 32, at = min(low + step * (lane + 1) - 1, high);
       uint32_t sums[kBlocks], all = 0;
 #pragma unroll
-      for (int c = 0; c < kBlocks; ++c) sums[c] = load_peer1(peer_address(shared_address(&s.halves[at]), c));
+      for (int c = 0; c < kBlocks; ++c) sums[c] = load_peer1(peer_address(shared_address(&s.columns[at]), c));
 #pragma unroll
       for (int c = 0; c < kBlocks; ++c) all += sums[c];
-      const uint32_t enough = __ballot_sync(~0u, all >= need || at == high);
-      const int first = __ffs(enough) - 1;
+      const int first = __ffs(__ballot_sync(~0u, all >= need || at == high)) - 1;
       high = __shfl_sync(~0u, at, first);
       low += step * first;
     }
@@ -236,23 +240,17 @@ __device__ __forceinline__ uint32_t find_bound(TopKShared& s, const float (&x)[4
 }
 
 // Lists those of a thread's scores that `chosen` names by bits.
-template <int kBlocks, int kScores>
-__device__ __forceinline__ void list(TopKShared& s, const float (&x)[kScores], uint32_t chosen, int first, int rank,
-                                     int thread) {
-  asm volatile("" : "+r"(chosen));  // or the compiler keeps the bits apart, and they do not fit
-  if (!__any_sync(~0u, chosen != 0)) return;
+template <int kBlocks>
+__device__ __forceinline__ void list(TopKShared& s, const float* row, uint64_t chosen, int rank, int thread) {
   const int lane = thread & 31;
-  const uint32_t own = __popc(chosen);
+  const uint32_t own = __popcll(chosen);
+  if (!__any_sync(~0u, own > 0)) return;
   uint32_t place = warp_sums(own, lane), start = 0;
   if (lane == 31) start = atomicAdd(&s.taken, place);
   place += __shfl_sync(~0u, start, 31) - own;
-#pragma unroll
-  for (int i = 0; i < kScores; ++i) {
-    if (chosen >> i & 1) {
-      const uint32_t index = index_of<kBlocks>(first + i / 4, rank, thread) + i % 4;
-      if (place < kTopChunk) s.candidates[place] = make_uint2(__float_as_uint(x[i]), index);
-      ++place;
-    }
+  for (; chosen != 0; chosen &= chosen - 1, ++place) {
+    const int i = __ffsll(chosen) - 1, index = index_of<kBlocks>(i >> 2, rank, thread) + (i & 3);
+    if (place < kTopChunk) s.candidates[place] = make_uint2(__float_as_uint(__ldg(row + index)), index);
   }
 }
 
@@ -269,78 +267,87 @@ __device__ __forceinline__ uint32_t count_listed(TopKShared& s, int rank, int th
   return all;
 }
 
-// Candidate i of all blocks.
+// Candidate i of all blocks: its score and index.
 template <int kBlocks>
-__device__ __forceinline__ uint64_t candidate(TopKShared& s, uint32_t i) {
+__device__ __forceinline__ uint2 candidate(TopKShared& s, uint32_t i) {
   uint32_t from = 0;
 #pragma unroll
   for (int c = 0; c < kBlocks - 1; ++c) {
     if (from == c && i >= s.counts[c]) i -= s.counts[c], from = c + 1;
   }
-  if (kBlocks == 1) {
-    const uint2 x = s.candidates[i];
-    return place_of(__uint_as_float(x.x), x.y);
-  }
+  if (kBlocks == 1) return s.candidates[i];
   const uint64_t x = load_peer_long(peer_address(shared_address(&s.candidates[i]), from));
-  return place_of(__uint_as_float(static_cast<uint32_t>(x)), static_cast<uint32_t>(x >> 32));
+  return make_uint2(static_cast<uint32_t>(x), static_cast<uint32_t>(x >> 32));
 }
 
-// Where the candidates of a bin are grouped: from x to y.
-__device__ __forceinline__ uint2 extent(const TopKShared& s, uint32_t bin) {
-  const uint4 h = reinterpret_cast<const uint4*>(s.bins)[bin >> 2];
-  const uint32_t q = bin & 3, start = s.before[bin >> 2] + (q > 0 ? h.x : 0) + (q > 1 ? h.y : 0) + (q > 2 ? h.z : 0);
-  return make_uint2(start, start + (q == 0 ? h.x : q == 1 ? h.y : q == 2 ? h.z : h.w));
-}
-
-// Bin of a candidate: codes from `low` on, 2^shift of them a bin.
-__device__ __forceinline__ uint32_t bin_of(uint64_t place, uint32_t low, int shift) {
-  return (code_of(rank_at(place)) - low) >> shift;
-}
-
-// Counts the candidates into bins and finds where each bin starts. False: a bin of the first `need` has too many.
-__device__ __forceinline__ bool count_bins(TopKShared& s, const uint64_t (&mine)[4], uint32_t (&arrival)[4],
-                                           uint32_t low, int shift, uint32_t need, int thread) {
+// Counts the candidates into bins and finds where each thread's bins start. False: one of the bins of the first `need`
+// has too many.
+template <int kBlocks>
+__device__ __forceinline__ bool count_bins(TopKShared& s, uint32_t n, uint64_t (&mine)[4], uint32_t (&bin)[4],
+                                           uint32_t (&arrival)[4], uint32_t low, int shift, uint32_t need, int thread) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    if (mine[j] != kTopNone) arrival[j] = atomicAdd(&s.bins[bin_of(mine[j], low, shift)], 1u);
+    mine[j] = kTopNone;
+    if (kTopThreads * j + thread < n) {
+      const uint2 x = candidate<kBlocks>(s, kTopThreads * j + thread);
+      const float score = __uint_as_float(x.x) + 0.f;  // 0 for -0
+      mine[j] = place_of(score, x.y);
+      bin[j] = (code_of(score) - low) >> shift;
+      arrival[j] = atomicAdd(&s.bins[bin[j]], 1u);
+    }
   }
   __syncthreads();
   const uint4 h = reinterpret_cast<const uint4*>(s.bins)[thread];
-  uint32_t start = block_sums(s.sums[1], h.x + h.y + h.z + h.w, thread);
+  const uint32_t start = block_sums(s.sums[1], h.x + h.y + h.z + h.w, thread);
   s.before[thread] = start;
-  const uint32_t inside[4] = {h.x, h.y, h.z, h.w};
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    if (start < need) {
-      if (inside[j] > kTopCrowd) s.crowded = 1;
-      if (start + inside[j] >= need) s.placed = start + inside[j];
-    }
-    start += inside[j];
-  }
+  if (start < need && max(max(h.x, h.y), max(h.z, h.w)) > kTopCrowd) s.crowded = 1;
   __syncthreads();
   return s.crowded == 0;
 }
 
 // Writes the first `need` candidates in order, then zeros.
-__device__ __forceinline__ void write_ordered(TopKShared& s, const uint64_t (&mine)[4], const uint32_t (&arrival)[4],
-                                              uint32_t low, int shift, uint32_t need, uint32_t k, int32_t* indices,
+__device__ __forceinline__ void write_ordered(TopKShared& s, const uint64_t (&mine)[4], const uint32_t (&bin)[4],
+                                              const uint32_t (&arrival)[4], uint32_t need, uint32_t k, int32_t* indices,
                                               int thread) {
+  uint32_t start[4], inside[4];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
+    start[j] = need;
     if (mine[j] != kTopNone) {
-      const uint32_t start = extent(s, bin_of(mine[j], low, shift)).x;
-      if (start < need) s.grouped[start + arrival[j]] = mine[j];
+      const uint4 h = reinterpret_cast<const uint4*>(s.bins)[bin[j] >> 2];
+      const uint32_t q = bin[j] & 3;
+      start[j] = s.before[bin[j] >> 2] + (q > 0 ? h.x : 0) + (q > 1 ? h.y : 0) + (q > 2 ? h.z : 0);
+      inside[j] = q == 0 ? h.x : q == 1 ? h.y : q == 2 ? h.z : h.w;
+      if (start[j] < need) s.grouped[start[j] + arrival[j]] = mine[j];
     }
   }
   __syncthreads();
-  for (uint32_t i = thread; i < s.placed; i += kTopThreads) {
-    const uint64_t x = s.grouped[i];
-    const uint2 bin = extent(s, bin_of(x, low, shift));
-    uint32_t at = bin.x;
-    for (uint32_t p = bin.x; p < bin.y; ++p) at += s.grouped[p] < x;
-    if (at < need) indices[at] = static_cast<int32_t>(x & ((1u << kTopIndexBits) - 1));
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (start[j] < need) {
+      uint32_t at = start[j];
+      for (uint32_t p = start[j]; p < start[j] + inside[j]; ++p) at += s.grouped[p] < mine[j];
+      if (at < need) s.order[at] = static_cast<uint32_t>(mine[j]) & ((1u << kTopIndexBits) - 1);
+    }
   }
-  for (uint32_t i = need + thread; i < k; i += kTopThreads) indices[i] = 0;
+  __syncthreads();
+  for (uint32_t i = thread; i < k; i += kTopThreads) indices[i] = i < need ? s.order[i] : 0;
+}
+
+// Calls f(four scores, index of the first) for all of this thread's vectors. Registers do not hold them until here.
+template <int kVectors, int kBlocks, typename F>
+__device__ __forceinline__ void for_scores(const float* row, int width, int count, int rank, int thread, F f) {
+  constexpr int kAtOnce = kVectors < 4 ? kVectors : 4;
+#pragma unroll 1
+  for (int i = 0; i < kVectors; i += kAtOnce) {
+    float x[4 * kAtOnce];
+    load_scores<kAtOnce, kBlocks>(x, row, width, count, count, i, rank, thread);
+#pragma unroll
+    for (int v = 0; v < kAtOnce; ++v) {
+      const float four[4] = {x[4 * v], x[4 * v + 1], x[4 * v + 2], x[4 * v + 3]};
+      f(four, index_of<kBlocks>(i + v, rank, thread));
+    }
+  }
 }
 
 // The place behind the `need`-th score's: by radix histograms of rank and index over all blocks.
@@ -348,8 +355,8 @@ template <int kVectors, int kBlocks>
 __device__ __forceinline__ uint64_t select(TopKShared& s, const float* row, int width, int count, uint32_t need,
                                            int rank, int thread) {
   constexpr int kDigits = 2048;
-  uint2* pairs = reinterpret_cast<uint2*>(s.halves);
-  pairs[thread] = pairs[thread + kDigits / 2] = make_uint2(0, 0);
+  uint4* four = reinterpret_cast<uint4*>(s.columns) + thread;
+  four[0] = four[kTopThreads] = make_uint4(0, 0, 0, 0);
   __syncthreads();
   if (thread == 0) s.taken = 0;  // all have read it
   uint64_t prefix = 0;
@@ -357,12 +364,8 @@ __device__ __forceinline__ uint64_t select(TopKShared& s, const float* row, int 
   for (int pass = 0;; ++pass) {
     const int shift = pass == 0 ? 39 : pass == 1 ? 28 : pass == 2 ? 18 : pass == 3 ? 9 : 0;
     const int bits = pass < 2 ? 11 : pass == 2 ? 10 : 9;
-    uint32_t* histogram = s.halves + (pass & 1) * kDigits;
-#pragma unroll 1
-    for (int i = 0; i < kVectors; ++i) {
-      const int at = index_of<kBlocks>(i, rank, thread);
-      float x[4];
-      load_scores<1, kBlocks>(x, row, width, count, count, i, rank, thread);
+    uint32_t* histogram = s.columns + (pass & 1) * kDigits;
+    for_scores<kVectors, kBlocks>(row, width, count, rank, thread, [&](const float (&x)[4], int at) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const uint64_t place = place_of(x[j], at + j);
@@ -370,22 +373,23 @@ __device__ __forceinline__ uint64_t select(TopKShared& s, const float* row, int 
           atomicAdd(&histogram[static_cast<uint32_t>(place >> shift) & ((1u << bits) - 1)], 1u);
         }
       }
-    }
+    });
     meet<kBlocks>();
-    uint32_t first = 0, second = 0;
-    const uint32_t at = shared_address(&histogram[2 * thread]);
-    uint64_t both[kBlocks];
+    uint4 h = make_uint4(0, 0, 0, 0);
 #pragma unroll
-    for (int c = 0; c < kBlocks; ++c) both[c] = load_peer_long(kBlocks == 1 ? at : peer_address(at, c));
-#pragma unroll
-    for (int c = 0; c < kBlocks; ++c) first += static_cast<uint32_t>(both[c]), second += static_cast<uint32_t>(both[c] >> 32);
-    const uint32_t below = block_sums(s.sums[pass & 1], first + second, thread);
-    if (below < need && below + first >= need) s.digit = 2 * thread, s.below = below, s.inside = first;
-    if (below + first < need && below + first + second >= need) {
-      s.digit = 2 * thread + 1, s.below = below + first, s.inside = second;
+    for (int c = 0; c < kBlocks; ++c) {
+      const uint32_t at = shared_address(&histogram[4 * thread]);
+      const uint4 peer = load_peer(kBlocks == 1 ? at : peer_address(at, c));
+      h.x += peer.x, h.y += peer.y, h.z += peer.z, h.w += peer.w;
     }
-    // The next pass' histogram: all blocks have read it in the last.
-    reinterpret_cast<uint2*>(s.halves + (~pass & 1) * kDigits)[thread] = make_uint2(0, 0);
+    uint32_t below = block_sums(s.sums[pass & 1], h.x + h.y + h.z + h.w, thread);
+    const uint32_t inside[4] = {h.x, h.y, h.z, h.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (below < need && below + inside[j] >= need) s.digit = 4 * thread + j, s.below = below, s.inside = inside[j];
+      below += inside[j];
+    }
+    four[(~pass & 1) * kTopThreads] = make_uint4(0, 0, 0, 0);  // for the next pass; all blocks read it in the last
     __syncthreads();
     prefix = prefix << bits | s.digit;
     need -= s.below;
@@ -393,29 +397,24 @@ __device__ __forceinline__ uint64_t select(TopKShared& s, const float* row, int 
   }
 }
 
-// Sorts the `size` (a power of two, 32 to 1024) places that the first threads hold, least first.
-__device__ __forceinline__ uint64_t sort(TopKShared& s, uint64_t x, int size, int thread) {
-  uint64_t* buffer = reinterpret_cast<uint64_t*>(s.candidates);  // two, so that one barrier an exchange suffices
+// Sorts the `size` (a power of two) places in `buffer`, least first.
+__device__ __forceinline__ void sort(uint64_t* buffer, int size, int thread) {
   for (int run = 2; run <= size; run *= 2) {
     for (int d = run / 2; d > 0; d /= 2) {
-      uint64_t y;
-      if (d >= 32) {
-        buffer[thread] = x;
-        named_sync(1, size);
-        y = buffer[thread ^ d];
-        buffer = reinterpret_cast<uint64_t*>(s.candidates) + (buffer == reinterpret_cast<uint64_t*>(s.candidates) ? kTopMax : 0);
-      } else {
-        y = __shfl_xor_sync(~0u, x, d);
+      __syncthreads();
+      for (int i = thread; i < size / 2; i += kTopThreads) {
+        const int low = 2 * i - (i & (d - 1)), high = low + d;
+        const uint64_t x = buffer[low], y = buffer[high];
+        if ((x > y) == ((low & run) == 0)) buffer[low] = y, buffer[high] = x;
       }
-      const bool wants_less = ((thread & d) == 0) == ((thread & run) == 0);
-      if ((y < x) == wants_less) x = y;
     }
   }
-  return x;
+  __syncthreads();
 }
 
 template <int kVectors, int kBlocks>
-__global__ void __launch_bounds__(kTopThreads, 1) top_k_kernel(const __grid_constant__ TopKArgs args) {
+__global__ void __launch_bounds__(kTopThreads, kVectors <= 2 ? 2 : 1)
+    top_k_kernel(const __grid_constant__ TopKArgs args) {
   extern __shared__ __align__(16) uint8_t raw[];
   TopKShared& s = *reinterpret_cast<TopKShared*>(raw);
   const int thread = threadIdx.x, token = blockIdx.x / kBlocks, rank = blockIdx.x % kBlocks;
@@ -423,87 +422,86 @@ __global__ void __launch_bounds__(kTopThreads, 1) top_k_kernel(const __grid_cons
   int32_t* indices = args.indices + static_cast<int64_t>(token) * args.k;
   if (kBlocks > 1) cluster_arrive();  // waited for before the first access to a peer
   const int count = min(max(__ldg(args.count + token), 0), args.width);
-  reinterpret_cast<uint4*>(s.halves)[thread] = make_uint4(0, 0, 0, 0);
+  reinterpret_cast<uint4*>(s.columns)[thread] = make_uint4(0, 0, 0, 0);
   reinterpret_cast<uint4*>(s.bins)[thread] = make_uint4(0, 0, 0, 0);
-  if (thread == 0) s.bound = kTopBins - 1, s.taken = s.placed = s.crowded = 0;
+  if (thread == 0) s.bound = kTopBins - 1, s.taken = s.crowded = 0;
   float x[4 * kVectors];
   // A few loads do not wait for the count.
-  load_scores<kVectors, kBlocks>(x, row, args.width, kVectors <= 2 ? args.width : count, count, 0, rank, thread);
+  load_scores<kVectors, kBlocks>(x, row, args.width, kVectors <= 4 ? args.width : count, count, 0, rank, thread);
+
   const uint32_t need = min(args.k, count);
   if (rank == 0 && thread == 0) args.kept[token] = need;
-  constexpr int kCoarse = kTopCodeBits - kTopBinBits;
-  uint64_t mine[4] = {kTopNone, kTopNone, kTopNone, kTopNone};
-  uint32_t arrival[4], low = 0;
-  int shift = kCoarse;
-  bool fits = true;
-  if (count <= kTopChunk) {  // all in the first block's first vectors
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (rank == 0 && 4 * thread + j < count) mine[j] = place_of(x[j], 4 * thread + j);
-    }
-    __syncthreads();  // the histograms are zero
+  if (need == 0) {
+    for (int i = thread; rank == 0 && i < args.k; i += kTopThreads) indices[i] = 0;
     if (kBlocks > 1) cluster_wait();
-  } else {
-    uint32_t best;
-    const uint32_t bound = find_bound<kVectors, kBlocks>(s, x, need, rank, thread, best);
-    fits = bound < kTopBins - 1;
-    if (fits) {
-      const uint32_t last = ((bound + 1) << kCoarse) - 1;
-      const float edge = score_at(last);
-      uint32_t chosen = 0;
-#pragma unroll
-      for (int i = 0; i < 4 * kVectors; ++i) {
-        if (x[i] >= edge) chosen |= 1u << i;
-      }
-      list<kBlocks>(s, x, chosen, 0, rank, thread);
-      const uint32_t n = count_listed<kBlocks>(s, rank, thread);
-      fits = n <= kTopChunk;
-      if (fits && rank == 0) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if (kTopThreads * j + thread < n) mine[j] = candidate<kBlocks>(s, kTopThreads * j + thread);
-        }
-        low = code_of(best);
-        shift = max(32 - kTopBinBits - __clz(last - low), 0);
-      }
-    }
+    return;
   }
+  uint32_t best;
+  const uint32_t bound = find_bound<kVectors, kBlocks>(s, x, need, rank, thread, best);
+  bool fits = bound < kTopBins - 1;
   if (fits) {
-    if (rank == 0) fits = count_bins(s, mine, arrival, low, shift, need, thread);
-    if (kBlocks > 1) {
-      if (rank == 0 && thread < kBlocks) store_peer1(peer_address(shared_address(&s.crowded), thread), !fits);
-      cluster_sync();
-      fits = s.crowded == 0;
+    const uint32_t last = ((bound + 1) << (kTopCodeBits - kTopBinBits)) - 1;
+    const float edge = score_at(last);
+    uint64_t chosen = 0;
+#pragma unroll
+    for (int i = 0; i < 4 * kVectors; ++i) {
+      if (x[i] >= edge) chosen |= uint64_t{1} << i;
     }
+    list<kBlocks>(s, row, chosen, rank, thread);
+    const uint32_t n = count_listed<kBlocks>(s, rank, thread);
+    fits = n <= kTopChunk;
     if (fits) {
-      if (rank == 0) write_ordered(s, mine, arrival, low, shift, need, args.k, indices, thread);
-      return;
+      uint64_t mine[4];
+      uint32_t bin[4], arrival[4];
+      if (rank == 0) {
+        const int shift = max(32 - kTopBinBits - __clz(last - best), 0);
+        fits = count_bins<kBlocks>(s, n, mine, bin, arrival, best, shift, need, thread);
+      }
+      if (kBlocks > 1) {
+        if (rank == 0 && thread < kBlocks) store_peer1(peer_address(shared_address(&s.crowded), thread), !fits);
+        cluster_arrive();
+        if (rank > 0 || !fits) cluster_wait();
+        fits = s.crowded == 0;
+      }
+      if (fits) {
+        if (rank == 0) write_ordered(s, mine, bin, arrival, need, args.k, indices, thread);
+        if (kBlocks > 1 && rank == 0) cluster_wait();
+        return;
+      }
     }
   }
 
-  // Registers do not hold the scores until here: they are read again.
   const uint64_t end = select<kVectors, kBlocks>(s, row, args.width, count, need, rank, thread);
-#pragma unroll 1
-  for (int i = 0; i < kVectors; ++i) {
-    const int at = index_of<kBlocks>(i, rank, thread);
-    float y[4];
-    load_scores<1, kBlocks>(y, row, args.width, count, count, i, rank, thread);
-    uint32_t chosen = 0;
+  uint64_t chosen = 0;
+  int bit = 0;
+  for_scores<kVectors, kBlocks>(row, args.width, count, rank, thread, [&](const float (&y)[4], int at) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) chosen |= (at + j < count && place_of(y[j], at + j) < end) << j;
-    list<kBlocks>(s, y, chosen, i, rank, thread);
-  }
-  count_listed<kBlocks>(s, rank, thread);
-  uint64_t place = kTopNone;
-  if (rank == 0 && thread < need) place = candidate<kBlocks>(s, thread);
-  meet<kBlocks>();  // no block leaves, and no list is written over, while it is read
-  if (rank == 0) {
-    int size = 32;
-    while (size < args.k) size *= 2;
-    if (thread < size) {
-      place = sort(s, place, size, thread);
-      if (thread < args.k) indices[thread] = thread < need ? static_cast<int32_t>(place & ((1u << kTopIndexBits) - 1)) : 0;
+    for (int j = 0; j < 4; ++j, ++bit) {
+      if (at + j < count && place_of(y[j], at + j) < end) chosen |= uint64_t{1} << bit;
     }
+  });
+  list<kBlocks>(s, row, chosen, rank, thread);
+  count_listed<kBlocks>(s, rank, thread);
+  int size = 32;
+  while (size < args.k) size *= 2;
+  uint64_t place[kTopMax / kTopThreads];
+#pragma unroll
+  for (int j = 0; j < kTopMax / kTopThreads; ++j) {
+    const uint32_t i = kTopThreads * j + thread;
+    place[j] = kTopNone;
+    if (rank == 0 && i < need) {
+      const uint2 x = candidate<kBlocks>(s, i);
+      place[j] = place_of(__uint_as_float(x.x), x.y);
+    }
+  }
+  meet<kBlocks>();  // no block leaves, and no list is written over, while it is read
+  if (rank > 0) return;
+  uint64_t* buffer = reinterpret_cast<uint64_t*>(s.candidates);
+#pragma unroll
+  for (int j = 0; j < kTopMax / kTopThreads; ++j) buffer[kTopThreads * j + thread] = place[j];
+  sort(buffer, size, thread);
+  for (uint32_t i = thread; i < args.k; i += kTopThreads) {
+    indices[i] = i < need ? static_cast<int32_t>(buffer[i] & ((1u << kTopIndexBits) - 1)) : 0;
   }
 }
 
