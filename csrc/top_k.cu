@@ -2,6 +2,7 @@
 // Wrapper, argument meaning and fallbacks: dsv4_jax/cuda/top_k.py.
 #include <cuda_runtime.h>
 
+#include <cstddef>
 #include <string>
 
 #include "built_for.h"
@@ -14,7 +15,7 @@ namespace ffi = xla::ffi;
 
 template <int kVectors, int kBlocks>
 cudaError_t launch_with(const dsv4::TopKArgs& args, int tokens, cudaStream_t stream) {
-  const int shared = sizeof(dsv4::TopKShared);
+  const int shared = kBlocks == 1 ? offsetof(dsv4::TopKShared, gathered) : sizeof(dsv4::TopKShared);
   cudaError_t error = cudaFuncSetAttribute(dsv4::top_k_kernel<kVectors, kBlocks>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute cluster;

@@ -21,10 +21,14 @@ constexpr int kTopMax = 1024;                // largest k
 constexpr int kTopCluster = 8;               // largest portable cluster
 constexpr int kTopChunk = 4 * kTopThreads;   // consecutive scores that a block loads at once, and most candidates
 constexpr int kTopVectors = 16;              // most chunks of a block
+#ifndef FEW
+#define FEW 1
+#endif
+constexpr int kTopFew = FEW;                 // chunks of a row that is ordered without a bound
 constexpr int kTopBins = 4 * kTopThreads, kTopBinBits = 11;
 constexpr int kTopCodeBits = 30;
 constexpr int kTopCrowd = 64;                // most candidates of a bin that count each other
-constexpr int kTopIndexBits = 18;
+constexpr int kTopIndexBits = 18, kTopPlaceBits = 50;
 constexpr uint64_t kTopNone = ~uint64_t{0};  // no candidate; behind all
 
 struct TopKArgs {
@@ -38,18 +42,17 @@ struct TopKArgs {
 
 struct TopKShared {
   uint32_t columns[2 * kTopBins];         // histogram of the columns, then its running sums; the radix histograms
-  uint32_t bins[kTopBins];                // histogram of the candidates
-  uint32_t before[kTopThreads];           // candidates in bins before a thread's four
-  uint2 candidates[kTopChunk];            // score, index; the sort's buffers
-  uint64_t grouped[kTopMax + kTopCrowd];  // candidates by bin
-  uint32_t order[kTopMax];                // their indices in order
+  uint32_t bins[kTopBins];                // histogram of the candidates, then where the next of each bin goes
+  uint2 candidates[kTopChunk];            // score, index; the sort's buffer
+  uint64_t grouped[kTopMax + kTopCrowd];  // candidates by bin: bin, rank, index
   uint32_t sums[2][32];
   uint32_t best[32];                      // least code of each warp
   uint32_t reach[kTopCluster];            // of each block: the bin by which it has its share of k,
   uint32_t block_best[kTopCluster];       // its least code,
   uint32_t counts[kTopCluster];           // how many it lists
-  uint32_t bound, taken, crowded;         // bin of the bound; how many this block lists; whether a bin has too many
+  uint32_t bound, taken, crowded[2];      // bin of the bound; how many this block lists; whether a bin has too many
   uint32_t digit, below, inside;          // of the bin with the k-th: its number, scores in bins before it and in it
+  uint2 gathered[kTopChunk];              // all blocks' candidates: of a cluster only
 };
 
 // Greater scores have lesser ranks; -0 counts as 0, NaN as -inf.
@@ -91,6 +94,13 @@ __device__ __forceinline__ void store_peer1(uint32_t address, uint32_t x) {
 }
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// atomicAdd in shared memory by one lane of a warp; the compiler would add up the warp's lanes first.
+__device__ __forceinline__ uint32_t add_shared(uint32_t address, uint32_t x) {
+  uint32_t before;
+  asm volatile("atom.shared.add.u32 %0, [%1], %2;" : "=r"(before) : "r"(address), "r"(x) : "memory");
+  return before;
+}
 
 // Barrier of the cluster; of the block if it is alone.
 template <int kBlocks>
@@ -188,8 +198,8 @@ __device__ __forceinline__ uint32_t find_bound(TopKShared& s, const float (&x)[4
   for (int j = 0; j < 4; ++j) {
     if (column[j] > -INFINITY) atomicAdd(&s.columns[code_of(column[j]) >> (kTopCodeBits - kTopBinBits)], 1u);
   }
-  const float most = fmaxf(fmaxf(column[0], column[1]), fmaxf(column[2], column[3]));
-  const uint32_t least = __reduce_min_sync(~0u, code_of(most + 0.f));  // 0 for -0
+  const uint32_t least = __reduce_min_sync(
+      ~0u, code_of(fmaxf(fmaxf(column[0], column[1]), fmaxf(column[2], column[3])) + 0.f));  // 0 for -0
   if (lane == 0) s.best[warp] = least;
   __syncthreads();
   uint4* four = reinterpret_cast<uint4*>(s.columns) + thread;
@@ -246,7 +256,7 @@ __device__ __forceinline__ void list(TopKShared& s, const float* row, uint64_t c
   const uint32_t own = __popcll(chosen);
   if (!__any_sync(~0u, own > 0)) return;
   uint32_t place = warp_sums(own, lane), start = 0;
-  if (lane == 31) start = atomicAdd(&s.taken, place);
+  if (lane == 31) start = add_shared(shared_address(&s.taken), place);
   place += __shfl_sync(~0u, start, 31) - own;
   for (; chosen != 0; chosen &= chosen - 1, ++place) {
     const int i = __ffsll(chosen) - 1, index = index_of<kBlocks>(i >> 2, rank, thread) + (i & 3);
@@ -280,58 +290,70 @@ __device__ __forceinline__ uint2 candidate(TopKShared& s, uint32_t i) {
   return make_uint2(static_cast<uint32_t>(x), static_cast<uint32_t>(x >> 32));
 }
 
-// Counts the candidates into bins and finds where each thread's bins start. False: one of the bins of the first `need`
-// has too many.
-template <int kBlocks>
-__device__ __forceinline__ bool count_bins(TopKShared& s, uint32_t n, uint64_t (&mine)[4], uint32_t (&bin)[4],
-                                           uint32_t (&arrival)[4], uint32_t low, int shift, uint32_t need, int thread) {
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    mine[j] = kTopNone;
-    if (kTopThreads * j + thread < n) {
-      const uint2 x = candidate<kBlocks>(s, kTopThreads * j + thread);
-      const float score = __uint_as_float(x.x) + 0.f;  // 0 for -0
-      mine[j] = place_of(score, x.y);
-      bin[j] = (code_of(score) - low) >> shift;
-      arrival[j] = atomicAdd(&s.bins[bin[j]], 1u);
-    }
-  }
+// Turns the histogram of the bins into where each starts. False if a bin of the first `need` has too many, or all bins
+// together too few.
+__device__ __forceinline__ bool start_bins(TopKShared& s, uint32_t& crowded, uint32_t need, int thread) {
   __syncthreads();
-  const uint4 h = reinterpret_cast<const uint4*>(s.bins)[thread];
-  const uint32_t start = block_sums(s.sums[1], h.x + h.y + h.z + h.w, thread);
-  s.before[thread] = start;
-  if (start < need && max(max(h.x, h.y), max(h.z, h.w)) > kTopCrowd) s.crowded = 1;
+  uint4* four = reinterpret_cast<uint4*>(s.bins) + thread;
+  const uint4 h = *four;
+  const uint32_t sum = h.x + h.y + h.z + h.w, start = block_sums(s.sums[1], sum, thread);
+  *four = make_uint4(start, start + h.x, start + h.x + h.y, start + h.x + h.y + h.z);
+  if (start < need && max(max(h.x, h.y), max(h.z, h.w)) > kTopCrowd) crowded = 1;
+  if (thread == kTopThreads - 1 && start + sum < need) crowded = 1;
   __syncthreads();
-  return s.crowded == 0;
+  return crowded == 0;
 }
 
-// Writes the first `need` candidates in order, then zeros.
-__device__ __forceinline__ void write_ordered(TopKShared& s, const uint64_t (&mine)[4], const uint32_t (&bin)[4],
-                                              const uint32_t (&arrival)[4], uint32_t need, uint32_t k, int32_t* indices,
+// Puts a candidate among those of its bin.
+__device__ __forceinline__ void group(TopKShared& s, uint32_t bin, float score, uint32_t index) {
+  const uint32_t at = atomicAdd(&s.bins[bin], 1u);
+  if (at < kTopMax + kTopCrowd) s.grouped[at] = static_cast<uint64_t>(bin) << kTopPlaceBits | place_of(score, index);
+}
+
+// Writes the first `need` of the grouped candidates in order, then zeros.
+__device__ __forceinline__ void write_ordered(TopKShared& s, uint32_t need, uint32_t k, int32_t* indices,
                                               int thread) {
-  uint32_t start[4], inside[4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    start[j] = need;
-    if (mine[j] != kTopNone) {
-      const uint4 h = reinterpret_cast<const uint4*>(s.bins)[bin[j] >> 2];
-      const uint32_t q = bin[j] & 3;
-      start[j] = s.before[bin[j] >> 2] + (q > 0 ? h.x : 0) + (q > 1 ? h.y : 0) + (q > 2 ? h.z : 0);
-      inside[j] = q == 0 ? h.x : q == 1 ? h.y : q == 2 ? h.z : h.w;
-      if (start[j] < need) s.grouped[start[j] + arrival[j]] = mine[j];
-    }
-  }
   __syncthreads();
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    if (start[j] < need) {
-      uint32_t at = start[j];
-      for (uint32_t p = start[j]; p < start[j] + inside[j]; ++p) at += s.grouped[p] < mine[j];
-      if (at < need) s.order[at] = static_cast<uint32_t>(mine[j]) & ((1u << kTopIndexBits) - 1);
-    }
+  const uint32_t last = min(s.bins[kTopBins - 1], need + kTopCrowd);
+#pragma unroll 1
+  for (uint32_t i = thread; i < last; i += kTopThreads) {
+    const uint64_t x = s.grouped[i];
+    const uint32_t bin = static_cast<uint32_t>(x >> kTopPlaceBits), end = s.bins[bin];
+    uint32_t at = bin == 0 ? 0 : s.bins[bin - 1];
+    if (at >= need) continue;  // its bin may go on behind those that are grouped
+    for (uint32_t p = at; p < end; ++p) at += s.grouped[p] < x;
+    if (at < need) indices[at] = static_cast<int32_t>(x & ((1u << kTopIndexBits) - 1));
   }
+  for (uint32_t i = need + thread; i < k; i += kTopThreads) indices[i] = 0;
+}
+
+// The k of a row that one block holds in few vectors, by bins of 2^-8 of an octave over eight octaves below the greatest
+// score. False if they do not hold the k, or one holds too many.
+template <int kVectors>
+__device__ __forceinline__ bool order_all(TopKShared& s, const float (&x)[4 * kVectors], int count, uint32_t need,
+                                          uint32_t k, int32_t* indices, int thread) {
+  constexpr int kShift = 23 - 8;
+  float most = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < 4 * kVectors; ++i) most = fmaxf(most, x[i]);
+  const uint32_t least = __reduce_min_sync(~0u, code_of(most + 0.f));
+  if ((thread & 31) == 0) s.best[thread >> 5] = least;
   __syncthreads();
-  for (uint32_t i = thread; i < k; i += kTopThreads) indices[i] = i < need ? s.order[i] : 0;
+  const uint32_t best = __reduce_min_sync(~0u, s.best[thread % (kTopThreads / 32)]);
+  uint32_t bin[4 * kVectors];
+#pragma unroll
+  for (int i = 0; i < 4 * kVectors; ++i) {
+    bin[i] = (code_of(x[i] + 0.f) - best) >> kShift;
+    if (!(x[i] > -INFINITY)) bin[i] = kTopBins;  // NaN, or not there
+    if (bin[i] < kTopBins) atomicAdd(&s.bins[bin[i]], 1u);
+  }
+  if (!start_bins(s, s.crowded[1], need, thread)) return false;
+#pragma unroll
+  for (int i = 0; i < 4 * kVectors; ++i) {
+    if (bin[i] < kTopBins) group(s, bin[i], x[i], index_of<1>(i / 4, 0, thread) + i % 4);
+  }
+  write_ordered(s, need, k, indices, thread);
+  return true;
 }
 
 // Calls f(four scores, index of the first) for all of this thread's vectors. Registers do not hold them until here.
@@ -424,7 +446,7 @@ __global__ void __launch_bounds__(kTopThreads, kVectors <= 2 ? 2 : 1)
   const int count = min(max(__ldg(args.count + token), 0), args.width);
   reinterpret_cast<uint4*>(s.columns)[thread] = make_uint4(0, 0, 0, 0);
   reinterpret_cast<uint4*>(s.bins)[thread] = make_uint4(0, 0, 0, 0);
-  if (thread == 0) s.bound = kTopBins - 1, s.taken = s.crowded = 0;
+  if (thread == 0) s.bound = kTopBins - 1, s.taken = s.crowded[0] = s.crowded[1] = 0;
   float x[4 * kVectors];
   // A few loads do not wait for the count.
   load_scores<kVectors, kBlocks>(x, row, args.width, kVectors <= 4 ? args.width : count, count, 0, rank, thread);
@@ -435,6 +457,10 @@ __global__ void __launch_bounds__(kTopThreads, kVectors <= 2 ? 2 : 1)
     for (int i = thread; rank == 0 && i < args.k; i += kTopThreads) indices[i] = 0;
     if (kBlocks > 1) cluster_wait();
     return;
+  }
+  if (kBlocks == 1 && kVectors <= kTopFew) {
+    if (order_all<kVectors>(s, x, count, need, args.k, indices, thread)) return;
+    reinterpret_cast<uint4*>(s.bins)[thread] = make_uint4(0, 0, 0, 0);
   }
   uint32_t best;
   const uint32_t bound = find_bound<kVectors, kBlocks>(s, x, need, rank, thread, best);
@@ -451,23 +477,33 @@ __global__ void __launch_bounds__(kTopThreads, kVectors <= 2 ? 2 : 1)
     const uint32_t n = count_listed<kBlocks>(s, rank, thread);
     fits = n <= kTopChunk;
     if (fits) {
-      uint64_t mine[4];
-      uint32_t bin[4], arrival[4];
+      const int shift = max(32 - kTopBinBits - __clz(last - best), 0);
+      uint2* list = kBlocks == 1 ? s.candidates : s.gathered;
       if (rank == 0) {
-        const int shift = max(32 - kTopBinBits - __clz(last - best), 0);
-        fits = count_bins<kBlocks>(s, n, mine, bin, arrival, best, shift, need, thread);
+#pragma unroll 1
+        for (uint32_t i = thread; i < n; i += kTopThreads) {
+          const uint2 x = candidate<kBlocks>(s, i);
+          if (kBlocks > 1) list[i] = x;
+          atomicAdd(&s.bins[(code_of(__uint_as_float(x.x) + 0.f) - best) >> shift], 1u);  // 0 for -0
+        }
+        fits = start_bins(s, s.crowded[0], need, thread);
       }
       if (kBlocks > 1) {
-        if (rank == 0 && thread < kBlocks) store_peer1(peer_address(shared_address(&s.crowded), thread), !fits);
+        if (rank == 0 && thread < kBlocks) store_peer1(peer_address(shared_address(&s.crowded[0]), thread), !fits);
         cluster_arrive();
         if (rank > 0 || !fits) cluster_wait();
-        fits = s.crowded == 0;
+        fits = s.crowded[0] == 0;
       }
-      if (fits) {
-        if (rank == 0) write_ordered(s, mine, bin, arrival, need, args.k, indices, thread);
-        if (kBlocks > 1 && rank == 0) cluster_wait();
-        return;
+      if (fits && rank == 0) {
+#pragma unroll 1
+        for (uint32_t i = thread; i < n; i += kTopThreads) {
+          const float score = __uint_as_float(list[i].x) + 0.f;
+          group(s, (code_of(score) - best) >> shift, score, list[i].y);
+        }
+        write_ordered(s, need, args.k, indices, thread);
+        if (kBlocks > 1) cluster_wait();
       }
+      if (fits) return;
     }
   }
 
