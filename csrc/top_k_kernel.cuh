@@ -21,13 +21,9 @@ constexpr int kTopMax = 1024;                // largest k
 constexpr int kTopCluster = 8;               // largest portable cluster
 constexpr int kTopChunk = 4 * kTopThreads;   // consecutive scores that a block loads at once, and most candidates
 constexpr int kTopVectors = 16;              // most chunks of a block
-#ifndef FEW
-#define FEW 1
-#endif
-constexpr int kTopFew = FEW;                 // chunks of a row that is ordered without a bound
 constexpr int kTopBins = 4 * kTopThreads, kTopBinBits = 11;
 constexpr int kTopCodeBits = 30;
-constexpr int kTopCrowd = 64;                // most candidates of a bin that count each other
+constexpr int kTopCrowd = 512;               // most candidates of a bin that count each other
 constexpr int kTopIndexBits = 18, kTopPlaceBits = 50;
 constexpr uint64_t kTopNone = ~uint64_t{0};  // no candidate; behind all
 
@@ -37,7 +33,6 @@ struct TopKArgs {
   int32_t* indices;      // [T, k]
   int32_t* kept;         // [T]
   int width, k;          // S <= 262,144, k <= min(S, 1024)
-  int blocks;            // of a row: 1, 2, 4, 8; 0: as the launch chooses
 };
 
 struct TopKShared {
@@ -327,30 +322,27 @@ __device__ __forceinline__ void write_ordered(TopKShared& s, uint32_t need, uint
   for (uint32_t i = need + thread; i < k; i += kTopThreads) indices[i] = 0;
 }
 
-// The k of a row that one block holds in few vectors, by bins of 2^-8 of an octave over eight octaves below the greatest
-// score. False if they do not hold the k, or one holds too many.
-template <int kVectors>
-__device__ __forceinline__ bool order_all(TopKShared& s, const float (&x)[4 * kVectors], int count, uint32_t need,
-                                          uint32_t k, int32_t* indices, int thread) {
+// The k of a row of one chunk, by bins of 2^-8 of an octave over eight octaves below the greatest score. False if they do
+// not hold the k, or one holds too many.
+__device__ __forceinline__ bool order_chunk(TopKShared& s, const float (&x)[4], uint32_t need, uint32_t k,
+                                            int32_t* indices, int thread) {
   constexpr int kShift = 23 - 8;
-  float most = -INFINITY;
-#pragma unroll
-  for (int i = 0; i < 4 * kVectors; ++i) most = fmaxf(most, x[i]);
-  const uint32_t least = __reduce_min_sync(~0u, code_of(most + 0.f));
+  const float most = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
+  const uint32_t least = __reduce_min_sync(~0u, code_of(most + 0.f));  // 0 for -0
   if ((thread & 31) == 0) s.best[thread >> 5] = least;
   __syncthreads();
   const uint32_t best = __reduce_min_sync(~0u, s.best[thread % (kTopThreads / 32)]);
-  uint32_t bin[4 * kVectors];
+  uint32_t bin[4];
 #pragma unroll
-  for (int i = 0; i < 4 * kVectors; ++i) {
+  for (int i = 0; i < 4; ++i) {
     bin[i] = (code_of(x[i] + 0.f) - best) >> kShift;
     if (!(x[i] > -INFINITY)) bin[i] = kTopBins;  // NaN, or not there
     if (bin[i] < kTopBins) atomicAdd(&s.bins[bin[i]], 1u);
   }
   if (!start_bins(s, s.crowded[1], need, thread)) return false;
 #pragma unroll
-  for (int i = 0; i < 4 * kVectors; ++i) {
-    if (bin[i] < kTopBins) group(s, bin[i], x[i], index_of<1>(i / 4, 0, thread) + i % 4);
+  for (int i = 0; i < 4; ++i) {
+    if (bin[i] < kTopBins) group(s, bin[i], x[i], 4 * thread + i);
   }
   write_ordered(s, need, k, indices, thread);
   return true;
@@ -458,8 +450,8 @@ __global__ void __launch_bounds__(kTopThreads, kVectors <= 2 ? 2 : 1)
     if (kBlocks > 1) cluster_wait();
     return;
   }
-  if (kBlocks == 1 && kVectors <= kTopFew) {
-    if (order_all<kVectors>(s, x, count, need, args.k, indices, thread)) return;
+  if constexpr (kVectors == 1) {  // of one block
+    if (order_chunk(s, x, need, args.k, indices, thread)) return;
     reinterpret_cast<uint4*>(s.bins)[thread] = make_uint4(0, 0, 0, 0);
   }
   uint32_t best;
@@ -488,11 +480,13 @@ __global__ void __launch_bounds__(kTopThreads, kVectors <= 2 ? 2 : 1)
         }
         fits = start_bins(s, s.crowded[0], need, thread);
       }
-      if (kBlocks > 1) {
-        if (rank == 0 && thread < kBlocks) store_peer1(peer_address(shared_address(&s.crowded[0]), thread), !fits);
+      if (kBlocks > 1) {  // the first block tells the others, and waits for them only before it ends
+        if (rank == 0 && 0 < thread && thread < kBlocks) {
+          store_peer1(peer_address(shared_address(&s.crowded[0]), thread), !fits);
+        }
         cluster_arrive();
         if (rank > 0 || !fits) cluster_wait();
-        fits = s.crowded[0] == 0;
+        if (rank > 0) fits = s.crowded[0] == 0;
       }
       if (fits && rank == 0) {
 #pragma unroll 1
