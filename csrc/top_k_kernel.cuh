@@ -373,18 +373,18 @@ __device__ __forceinline__ uint64_t select(TopKShared& s, const float* row, int 
   four[0] = four[kTopThreads] = make_uint4(0, 0, 0, 0);
   __syncthreads();
   if (thread == 0) s.taken = 0;  // all have read it
-  uint64_t prefix = 0;
+  uint32_t prefix = 0, bound = 0;
 #pragma unroll 1
-  for (int pass = 0;; ++pass) {
-    const int shift = pass == 0 ? 39 : pass == 1 ? 28 : pass == 2 ? 18 : pass == 3 ? 9 : 0;
+  for (int pass = 0;; ++pass) {  // three over the ranks, two over the indices of those of the rank `bound`
+    const int shift = pass == 0 ? 21 : pass == 1 ? 10 : pass == 3 ? 9 : 0;
     const int bits = pass < 2 ? 11 : pass == 2 ? 10 : 9;
     uint32_t* histogram = s.columns + (pass & 1) * kDigits;
     for_scores<kVectors, kBlocks>(row, width, count, rank, thread, [&](const float (&x)[4], int at) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const uint64_t place = place_of(x[j], at + j);
-        if (at + j < count && place >> (shift + bits) == prefix) {
-          atomicAdd(&histogram[static_cast<uint32_t>(place >> shift) & ((1u << bits) - 1)], 1u);
+        const uint32_t score = rank_of(x[j]), digits = (pass < 3 ? score : at + j) >> shift;
+        if (at + j < count && digits >> bits == prefix && (pass < 3 || score == bound)) {
+          atomicAdd(&histogram[digits & ((1u << bits) - 1)], 1u);
         }
       }
     });
@@ -407,23 +407,42 @@ __device__ __forceinline__ uint64_t select(TopKShared& s, const float* row, int 
     __syncthreads();
     prefix = prefix << bits | s.digit;
     need -= s.below;
-    if (s.inside == need) return (prefix + 1) << shift;  // all of the bin; of the last pass' there is one
+    if (s.inside == need) {  // all of the bin; of the last pass' there is one
+      const uint64_t end = (uint64_t{prefix} + 1) << shift;
+      return pass < 3 ? end << kTopIndexBits : (static_cast<uint64_t>(bound) << kTopIndexBits) + end;
+    }
+    if (pass == 2) bound = prefix, prefix = 0;
   }
 }
 
-// Sorts the `size` (a power of two) places in `buffer`, least first.
-__device__ __forceinline__ void sort(uint64_t* buffer, int size, int thread) {
+// Sorts the first `size` (a power of two) of the places that the threads hold in turn, least first. `buffers`: two, so that
+// one barrier an exchange suffices.
+constexpr int kTopHeld = kTopMax / kTopThreads;
+__device__ __forceinline__ void sort(uint64_t* buffers, uint64_t (&x)[kTopHeld], int size, int thread) {
+  static_assert(kTopHeld == 2, "the widest exchange is within a thread");
+  uint64_t* buffer = buffers;
   for (int run = 2; run <= size; run *= 2) {
     for (int d = run / 2; d > 0; d /= 2) {
-      __syncthreads();
-      for (int i = thread; i < size / 2; i += kTopThreads) {
-        const int low = 2 * i - (i & (d - 1)), high = low + d;
-        const uint64_t x = buffer[low], y = buffer[high];
-        if ((x > y) == ((low & run) == 0)) buffer[low] = y, buffer[high] = x;
+      uint64_t y[kTopHeld] = {x[1], x[0]};
+      if (d < 32) {
+#pragma unroll
+        for (int j = 0; j < kTopHeld; ++j) y[j] = __shfl_xor_sync(~0u, x[j], d);
+      } else if (d < kTopThreads) {
+#pragma unroll
+        for (int j = 0; j < kTopHeld; ++j) buffer[kTopThreads * j + thread] = x[j];
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < kTopHeld; ++j) y[j] = buffer[(kTopThreads * j + thread) ^ d];
+        buffer = buffer == buffers ? buffers + kTopMax : buffers;
+      }
+#pragma unroll
+      for (int j = 0; j < kTopHeld; ++j) {
+        const int at = kTopThreads * j + thread;
+        const bool wants_less = ((at & d) == 0) == ((at & run) == 0);
+        if ((y[j] < x[j]) == wants_less) x[j] = y[j];
       }
     }
   }
-  __syncthreads();
 }
 
 template <int kVectors, int kBlocks>
@@ -470,12 +489,12 @@ __global__ void __launch_bounds__(kTopThreads, kVectors <= 2 ? 2 : 1)
     fits = n <= kTopChunk;
     if (fits) {
       const int shift = max(32 - kTopBinBits - __clz(last - best), 0);
-      uint2* list = kBlocks == 1 ? s.candidates : s.gathered;
+      uint2* found = kBlocks == 1 ? s.candidates : s.gathered;
       if (rank == 0) {
 #pragma unroll 1
         for (uint32_t i = thread; i < n; i += kTopThreads) {
           const uint2 x = candidate<kBlocks>(s, i);
-          if (kBlocks > 1) list[i] = x;
+          if (kBlocks > 1) found[i] = x;
           atomicAdd(&s.bins[(code_of(__uint_as_float(x.x) + 0.f) - best) >> shift], 1u);  // 0 for -0
         }
         fits = start_bins(s, s.crowded[0], need, thread);
@@ -491,8 +510,8 @@ __global__ void __launch_bounds__(kTopThreads, kVectors <= 2 ? 2 : 1)
       if (fits && rank == 0) {
 #pragma unroll 1
         for (uint32_t i = thread; i < n; i += kTopThreads) {
-          const float score = __uint_as_float(list[i].x) + 0.f;
-          group(s, (code_of(score) - best) >> shift, score, list[i].y);
+          const float score = __uint_as_float(found[i].x) + 0.f;
+          group(s, (code_of(score) - best) >> shift, score, found[i].y);
         }
         write_ordered(s, need, args.k, indices, thread);
         if (kBlocks > 1) cluster_wait();
@@ -514,9 +533,9 @@ __global__ void __launch_bounds__(kTopThreads, kVectors <= 2 ? 2 : 1)
   count_listed<kBlocks>(s, rank, thread);
   int size = 32;
   while (size < args.k) size *= 2;
-  uint64_t place[kTopMax / kTopThreads];
+  uint64_t place[kTopHeld];
 #pragma unroll
-  for (int j = 0; j < kTopMax / kTopThreads; ++j) {
+  for (int j = 0; j < kTopHeld; ++j) {
     const uint32_t i = kTopThreads * j + thread;
     place[j] = kTopNone;
     if (rank == 0 && i < need) {
@@ -526,12 +545,11 @@ __global__ void __launch_bounds__(kTopThreads, kVectors <= 2 ? 2 : 1)
   }
   meet<kBlocks>();  // no block leaves, and no list is written over, while it is read
   if (rank > 0) return;
-  uint64_t* buffer = reinterpret_cast<uint64_t*>(s.candidates);
+  sort(reinterpret_cast<uint64_t*>(s.candidates), place, size, thread);
 #pragma unroll
-  for (int j = 0; j < kTopMax / kTopThreads; ++j) buffer[kTopThreads * j + thread] = place[j];
-  sort(buffer, size, thread);
-  for (uint32_t i = thread; i < args.k; i += kTopThreads) {
-    indices[i] = i < need ? static_cast<int32_t>(buffer[i] & ((1u << kTopIndexBits) - 1)) : 0;
+  for (int j = 0; j < kTopHeld; ++j) {
+    const uint32_t i = kTopThreads * j + thread;
+    if (i < args.k) indices[i] = i < need ? static_cast<int32_t>(place[j] & ((1u << kTopIndexBits) - 1)) : 0;
   }
 }
 
