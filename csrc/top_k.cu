@@ -44,8 +44,8 @@ cudaError_t launch(const dsv4::TopKArgs& args, int tokens, cudaStream_t stream) 
   if (chunks <= 4) return launch_with<4, 1>(args, tokens, stream);
   if (chunks <= 8) return launch_with<8, 1>(args, tokens, stream);
   if (chunks <= 16) return launch_with<16, 1>(args, tokens, stream);
-  // Else the most of 2, 4 and 8 with which all rows still run at once (a cluster lies within one of the chip's groups of
-  // 16 to 18 multiprocessors, so the larger it is the fewer fit), and as many as hold a row.
+  // Else the most of 2, 4 and 8 with which all rows still run at once (a cluster lies within one of the chip's groups
+  // of 16 to 18 multiprocessors, so the larger it is the fewer fit), and as many as hold a row.
   if (chunks <= 64 && 8 * int64_t{tokens} <= 88) return launch_with<8, 8>(args, tokens, stream);
   if (chunks <= 32 && 4 * int64_t{tokens} <= 112) return launch_with<8, 4>(args, tokens, stream);
   if (chunks <= 32) return launch_with<16, 2>(args, tokens, stream);
