@@ -46,7 +46,7 @@ class ScoreArgs(ctypes.Structure):
 
 
 class TopKArgs(ctypes.Structure):
-    """`dsv4::TopKArgs` of csrc/top_k_kernel.cuh."""
+    """`dsv4::TopKArgs` of csrc/top_k_rows.cuh."""
 
     _fields_ = (
         *((name, POINTER) for name in ("scores", "count", "indices", "kept")),
