@@ -47,11 +47,11 @@ class ScoreArgs(ctypes.Structure):
 
 
 class TopKArgs(ctypes.Structure):
-    """`dsv4::TopKArgs` of csrc/top_k_kernel.cuh."""
+    """`dsv4::TopKArgs` of csrc/top_k_rows.cuh."""
 
     _fields_ = (
         *((name, POINTER) for name in ("scores", "count", "indices", "kept")),
-        *((name, ctypes.c_int) for name in ("width", "k", "slice")),
+        *((name, ctypes.c_int) for name in ("width", "k")),
     )
 
 
@@ -196,6 +196,10 @@ class TopCase:
             self.count[0] = width
         if kind == "ties":
             self.scores = self.scores.clamp(min=0).mul(4).round()
+        if kind == "close":
+            self.scores = self.scores * 0.01 + 100
+        if kind == "relu":
+            self.scores[torch.rand_like(self.scores) < 0.97] = 0
         if kind == "zeros":
             self.scores = torch.where(torch.rand_like(self.scores) < 0.5, -0.0, 0.0)
         if kind == "odd":
@@ -205,7 +209,7 @@ class TopCase:
         self.indices = torch.full((tokens, self.k), -1, device="cuda", dtype=torch.int32)
         self.kept = torch.full((tokens,), -1, device="cuda", dtype=torch.int32)
         data = [x.data_ptr() for x in (self.scores, self.count, self.indices, self.kept)]
-        self.args = TopKArgs(*data, width, self.k, 0)
+        self.args = TopKArgs(*data, width, self.k)
 
     def check(self) -> None:
         for t, n in enumerate(self.count.tolist()):
@@ -225,13 +229,19 @@ def bench_top_k(library: ctypes.CDLL, quick: bool, ceiling: float) -> None:
         status = entry(ctypes.byref(case.args), tokens, torch.cuda.current_stream().cuda_stream)
         assert status == 0, f"CUDA error {status}"
 
-    for kind in ("normal", "ragged", "ties", "zeros", "odd"):
+    for kind in ("normal", "ragged", "ties", "close", "relu", "zeros", "odd"):
         for tokens, width, k in (
             (1, 1, 1),
             (3, 5, 4),
             (9, 2048, 512),
+            (3, 4096, 1024),
+            (3, 8192, 512),
+            (3, 16384, 512),
             (5, 32767, 1000),
+            (3, 65536, 512),
+            (20, 65536, 512),
             (70, 40000, 512),
+            (20, 131072, 512),
             (3, 262144, 1024),
         ):
             case = TopCase(tokens, width, k, kind)

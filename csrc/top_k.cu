@@ -2,6 +2,7 @@
 // Wrapper, argument meaning and fallbacks: dsv4_jax/cuda/top_k.py.
 #include <cuda_runtime.h>
 
+#include <cstddef>
 #include <string>
 
 #include "built_for.h"
@@ -14,8 +15,9 @@ namespace ffi = xla::ffi;
 
 template <int kVectors, int kBlocks>
 cudaError_t launch_with(const dsv4::TopKArgs& args, int tokens, cudaStream_t stream) {
-  const int shared = sizeof(dsv4::TopKShared);
-  cudaError_t error = cudaFuncSetAttribute(dsv4::top_k_kernel<kVectors, kBlocks>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  const int shared = kBlocks == 1 ? offsetof(dsv4::TopKShared, gathered) : sizeof(dsv4::TopKShared);
+  cudaError_t error = cudaFuncSetAttribute(dsv4::top_k_kernel<kVectors, kBlocks>,
+                                           cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute cluster;
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -26,35 +28,30 @@ cudaError_t launch_with(const dsv4::TopKArgs& args, int tokens, cudaStream_t str
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   config.attrs = &cluster;
-  config.numAttrs = 1;
+  config.numAttrs = kBlocks > 1;
   return cudaLaunchKernelEx(&config, dsv4::top_k_kernel<kVectors, kBlocks>, args);
 }
 
-template <int kVectors>
-cudaError_t launch_with(const dsv4::TopKArgs& args, int tokens, int blocks, cudaStream_t stream) {
-  if (blocks == 1) return launch_with<kVectors, 1>(args, tokens, stream);
-  if (blocks == 2) return launch_with<kVectors, 2>(args, tokens, stream);
-  if (blocks == 4) return launch_with<kVectors, 4>(args, tokens, stream);
-  return launch_with<kVectors, 8>(args, tokens, stream);
-}
-
 // Scores one block can hold in registers.
-constexpr int kCapacity = dsv4::kTopThreads * 32;
+constexpr int kCapacity = dsv4::kTopVectors * dsv4::kTopChunk;
 
-cudaError_t launch(dsv4::TopKArgs args, int tokens, cudaStream_t stream) {
+cudaError_t launch(const dsv4::TopKArgs& args, int tokens, cudaStream_t stream) {
   if (tokens == 0 || args.k == 0) return cudaSuccess;
-  // The fewest blocks that hold a row, then more while all rows still run at once (a cluster lies within one of the
-  // chip's groups of 16 to 18 multiprocessors, so the larger it is the fewer fit).
-  const auto fits = [&](int n) { return n * tokens <= (n == 2 ? 132 : n == 4 ? 112 : 88); };
-  int blocks = 1;
-  while (blocks * kCapacity < args.width) blocks *= 2;
-  while (blocks < dsv4::kTopCluster && fits(2 * blocks) && args.width > blocks * 4 * dsv4::kTopThreads) blocks *= 2;
-  if (blocks > dsv4::kTopCluster) return cudaErrorInvalidValue;
-  args.slice = ((args.width + blocks - 1) / blocks + 3) / 4 * 4;
-  if (args.slice <= 4 * dsv4::kTopThreads) return launch_with<1>(args, tokens, blocks, stream);
-  if (args.slice <= 8 * dsv4::kTopThreads) return launch_with<2>(args, tokens, blocks, stream);
-  if (args.slice <= 16 * dsv4::kTopThreads) return launch_with<4>(args, tokens, blocks, stream);
-  return launch_with<8>(args, tokens, blocks, stream);
+  const int chunks = (args.width + dsv4::kTopChunk - 1) / dsv4::kTopChunk;
+  // One block where it holds a row: blocks of a cluster wait for one another longer than they gain.
+  if (chunks <= 1) return launch_with<1, 1>(args, tokens, stream);
+  if (chunks <= 2) return launch_with<2, 1>(args, tokens, stream);
+  if (chunks <= 4) return launch_with<4, 1>(args, tokens, stream);
+  if (chunks <= 8) return launch_with<8, 1>(args, tokens, stream);
+  if (chunks <= 16) return launch_with<16, 1>(args, tokens, stream);
+  // Else the most of 2, 4 and 8 with which all rows still run at once (a cluster lies within one of the chip's groups
+  // of 16 to 18 multiprocessors, so the larger it is the fewer fit), and as many as hold a row.
+  if (chunks <= 64 && 8 * int64_t{tokens} <= 88) return launch_with<8, 8>(args, tokens, stream);
+  if (chunks <= 32 && 4 * int64_t{tokens} <= 112) return launch_with<8, 4>(args, tokens, stream);
+  if (chunks <= 32) return launch_with<16, 2>(args, tokens, stream);
+  if (chunks <= 64) return launch_with<16, 4>(args, tokens, stream);
+  if (chunks <= 128) return launch_with<16, 8>(args, tokens, stream);
+  return cudaErrorInvalidValue;
 }
 
 using Scores = ffi::Buffer<ffi::F32, 2>;
@@ -68,8 +65,8 @@ ffi::Error top_k(cudaStream_t stream, Scores scores, Counts count, ffi::Result<I
       indices->dimensions()[0] != tokens || kept->dimensions()[0] != tokens) {
     return ffi::Error::InvalidArgument("top_k: at most 1024 of at most 262144 scores; shapes must agree");
   }
-  const dsv4::TopKArgs args = {scores.typed_data(),   count.typed_data(),     indices->typed_data(), kept->typed_data(),
-                               static_cast<int>(width), static_cast<int>(k), 0};
+  const dsv4::TopKArgs args = {scores.typed_data(), count.typed_data(),      indices->typed_data(),
+                               kept->typed_data(),  static_cast<int>(width), static_cast<int>(k)};
   const cudaError_t error = launch(args, static_cast<int>(tokens), stream);
   if (error != cudaSuccess) return ffi::Error::Internal(std::string("top_k: ") + cudaGetErrorString(error));
   return ffi::Error::Success();

@@ -1,273 +1,393 @@
 // Exact top-k of a row of scores (dsv4_jax/ops/top_k.py): highest first, ties to the lowest index, NaN as -inf.
 //
-// A cluster of up to 8 blocks holds one row in registers as order-preserving integers. Three histograms of 11, 11 and 10
-// bits, summed over the cluster through distributed shared memory, give the k-th key; ties are counted off in index
-// order; the winners are sorted by the first block. The result does not depend on how a row is cut.
+// A cluster of up to 8 blocks holds a row in registers, dealt out in chunks. Three steps:
+// 1. Bound. Every thread has the greatest score of each of its four columns. As many scores as columns reach any value,
+//    so the k-th greatest of the columns bounds the k-th score from below, and little more than k scores reach it. A
+//    histogram of the columns gives the bound; what reaches it are the candidates.
+// 2. Order. The first block counts the candidates in bins between the bound and the greatest score. Sums over the bins
+//    say where each bin's candidates go; within a bin each counts those before it. A row of one chunk starts here, with
+//    bins below its greatest score.
+// 3. Where the bound leaves too many candidates or a bin has too many (equal scores), the k-th score is found by radix
+//    histograms of score and index, and the k winners are sorted.
+// The result is defined by the scores alone; it does not depend on how a row is cut. Blocks are of 512 threads because
+// most steps are bound by the instructions of all warps, not by the work in them.
 #pragma once
 
-#include "hopper.cuh"
+#include "top_k_rows.cuh"
 
 namespace dsv4 {
 
-constexpr int kTopThreads = 1024;
-constexpr int kTopMax = 1024;        // largest k
-constexpr int kTopCluster = 8;       // largest portable cluster
-constexpr int kTopBins = 2048;
-
-struct TopKArgs {
-  const float* scores;   // [T, S]
-  const int32_t* count;  // [T]
-  int32_t* indices;      // [T, k]
-  int32_t* kept;         // [T]
-  int width, k;          // S, k <= min(S, 1024)
-  int slice;             // scores of a block, a multiple of 4
-};
-
-struct TopKShared {
-  uint32_t histogram[3][kTopBins];
-  uint64_t winners[kTopMax];  // key above, complement of the index below
-  uint64_t sorted[2][kTopMax];
-  uint32_t warp_sums[32];
-  uint32_t digit, above, inside;  // of the bin with the k-th key: its number, keys above it, keys in it
-  uint32_t ties, taken;           // ties of this block; winners of this block
-};
-
-// Greater floats have greater keys; no number has key 0. -0 counts as 0, NaN as -inf.
-__device__ __forceinline__ uint32_t order_key(float x) {
-  const uint32_t bits = __float_as_uint(x == 0.f ? 0.f : x);
-  const uint32_t key = bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
-  return x != x ? 0x007FFFFFu : key;
-}
-
-__device__ __forceinline__ uint32_t load_peer1(uint32_t address) {
-  uint32_t x;
-  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
-  return x;
-}
-__device__ __forceinline__ uint64_t load_peer_long(uint32_t address) {
-  uint64_t x;
-  asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(x) : "r"(address) : "memory");
-  return x;
-}
-
-// Exclusive sum over the block in thread order.
-__device__ __forceinline__ uint32_t scan(TopKShared& s, uint32_t x, int thread) {
+// The bin of the bound: at least `need` columns of all blocks lie in bins up to it. The last bin: there is no bound.
+template <int kVectors, int kBlocks>
+__device__ __forceinline__ uint32_t find_bound(TopKShared& s, const float (&x)[4 * kVectors], uint32_t need, int rank,
+                                               int thread, uint32_t& best) {
   const int lane = thread & 31, warp = thread >> 5;
-  uint32_t sum = x;
+  float column[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
 #pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const uint32_t y = __shfl_up_sync(~0u, sum, d);
-    if (lane >= d) sum += y;
+  for (int i = 0; i < 4 * kVectors; ++i) column[i & 3] = fmaxf(column[i & 3], x[i]);
+  __syncthreads();  // the histograms are zero
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (column[j] > -INFINITY) atomicAdd(&s.columns[code_of(column[j]) >> (kTopCodeBits - kTopBinBits)], 1u);
   }
-  __syncthreads();  // the previous scan's sums have been read
-  if (lane == 31) s.warp_sums[warp] = sum;
+  const uint32_t least = __reduce_min_sync(
+      ~0u, code_of(fmaxf(fmaxf(column[0], column[1]), fmaxf(column[2], column[3])) + 0.f));  // 0 for -0
+  if (lane == 0) s.best[warp] = least;
   __syncthreads();
-  uint32_t before = lane < warp ? s.warp_sums[lane] : 0;
-#pragma unroll
-  for (int d = 16; d > 0; d /= 2) before += __shfl_xor_sync(~0u, before, d);
-  return before + sum - x;
-}
-
-// One value from each block of the cluster, in rank order. All loads are under way before the first is used.
-template <int kBlocks>
-__device__ __forceinline__ void load_peers(uint32_t address, uint32_t (&x)[kBlocks]) {
-#pragma unroll
-  for (int c = 0; c < kBlocks; ++c) x[c] = load_peer1(peer_address(address, c));
-}
-
-// The bin in which the `need`-th highest key lies, over all blocks of the cluster -> s.digit, s.above, s.inside.
-template <int kBlocks>
-__device__ __forceinline__ void find_bin(TopKShared& s, int pass, uint32_t need, int thread) {
-  const int high = kTopBins - 1 - 2 * thread;  // this thread's bins, from the top: high, high - 1
-  uint32_t upper = 0, lower = 0;
+  uint4* four = reinterpret_cast<uint4*>(s.columns) + thread;
+  uint4 h = *four;
+  h.y += h.x, h.z += h.y, h.w += h.z;
+  const uint32_t sum = block_sums(s.sums[0], h.w, thread);
+  best = __reduce_min_sync(~0u, s.best[lane % (kTopThreads / 32)]);
+  h.x += sum, h.y += sum, h.z += sum, h.w += sum;
+  const uint32_t share = (need + kBlocks - 1) / kBlocks;  // if all blocks have it, so has the row
+  const bool here = sum < share && h.w >= share;
+  const uint32_t bin = 4 * thread + (h.x < share) + (h.y < share) + (h.z < share);
   if (kBlocks == 1) {
-    upper = s.histogram[pass][high], lower = s.histogram[pass][high - 1];
-  } else {
-    const uint32_t at = shared_address(&s.histogram[pass][high - 1]);
-    uint64_t both[kBlocks];
-#pragma unroll
-    for (int c = 0; c < kBlocks; ++c) both[c] = load_peer_long(peer_address(at, c));
-#pragma unroll
-    for (int c = 0; c < kBlocks; ++c) lower += static_cast<uint32_t>(both[c]), upper += static_cast<uint32_t>(both[c] >> 32);
-  }
-  const uint32_t above = scan(s, upper + lower, thread);
-  if (above < need && above + upper >= need) s.digit = high, s.above = above, s.inside = upper;
-  if (above + upper < need && above + upper + lower >= need) {
-    s.digit = high - 1, s.above = above + upper, s.inside = lower;
-  }
-  __syncthreads();
-}
-
-// Barrier of the cluster; of the block if it is alone.
-template <int kBlocks>
-__device__ __forceinline__ void meet() {
-  if (kBlocks == 1) {
+    if (here) s.bound = bin;
     __syncthreads();
-  } else {
-    cluster_sync();
+    return s.bound;
   }
-}
-
-// Sorts the `size` (a power of two, 32 to 1024) keys that the first threads hold, highest first.
-__device__ __forceinline__ uint64_t sort(TopKShared& s, uint64_t x, int size, int thread) {
-  int buffer = 0;  // two, so that one barrier an exchange suffices
-  for (int run = 2; run <= size; run *= 2) {
-    for (int d = run / 2; d > 0; d /= 2) {
-      uint64_t y;
-      if (d >= 32) {
-        s.sorted[buffer][thread] = x;
-        named_sync(1, size);
-        y = s.sorted[buffer][thread ^ d];
-        buffer ^= 1;
-      } else {
-        y = __shfl_xor_sync(~0u, x, d);
-      }
-      const bool wants_greater = ((thread & d) == 0) == ((thread & run) == 0);
-      if ((y > x) == wants_greater) x = y;
+  *four = h;
+  cluster_wait();  // all blocks have started
+  if (here || (thread == kTopThreads - 1 && h.w < share)) {
+#pragma unroll
+    for (int c = 0; c < kBlocks; ++c) {
+      store_peer1(peer_address(shared_address(&s.reach[rank]), c), here ? bin : kTopBins - 1);
     }
   }
-  return x;
+  if (thread < kBlocks) store_peer1(peer_address(shared_address(&s.block_best[rank]), thread), best);
+  cluster_sync();
+  uint32_t low = kTopBins - 1, high = 0;
+#pragma unroll
+  for (int c = 0; c < kBlocks; ++c) {
+    low = min(low, s.reach[c]), high = max(high, s.reach[c]), best = min(best, s.block_best[c]);
+  }
+  if (warp == 0) {
+    while (low < high) {  // 32 probes between them, the last at `high`, where all blocks have their shares
+      const uint32_t step = (high - low + 32) / 32, at = min(low + step * (lane + 1) - 1, high);
+      uint32_t sums[kBlocks], all = 0;
+#pragma unroll
+      for (int c = 0; c < kBlocks; ++c) sums[c] = load_peer1(peer_address(shared_address(&s.columns[at]), c));
+#pragma unroll
+      for (int c = 0; c < kBlocks; ++c) all += sums[c];
+      const int first = __ffs(__ballot_sync(~0u, all >= need || at == high)) - 1;
+      high = __shfl_sync(~0u, at, first);
+      low += step * first;
+    }
+    if (lane == 0) s.bound = low;
+  }
+  __syncthreads();
+  return s.bound;
+}
+
+// Lists those of a thread's scores that `chosen` names by bits.
+template <int kBlocks>
+__device__ __forceinline__ void list(TopKShared& s, const float* row, uint64_t chosen, int rank, int thread) {
+  const int lane = thread & 31;
+  const uint32_t own = __popcll(chosen);
+  if (!__any_sync(~0u, own > 0)) return;
+  uint32_t place = warp_sums(own, lane), start = 0;
+  if (lane == 31) start = add_shared(shared_address(&s.taken), place);
+  place += __shfl_sync(~0u, start, 31) - own;
+  for (; chosen != 0; chosen &= chosen - 1, ++place) {
+    const int i = __ffsll(chosen) - 1, index = index_of<kBlocks>(i >> 2, rank, thread) + (i & 3);
+    if (place < kTopChunk) s.candidates[place] = make_uint2(__float_as_uint(__ldg(row + index)), index);
+  }
+}
+
+// How many scores all blocks have listed. Everyone may read the lists from here on.
+template <int kBlocks>
+__device__ __forceinline__ uint32_t count_listed(TopKShared& s, int rank, int thread) {
+  __syncthreads();
+  if (kBlocks == 1) return s.taken;
+  if (thread < kBlocks) store_peer1(peer_address(shared_address(&s.counts[rank]), thread), s.taken);
+  cluster_sync();
+  uint32_t all = 0;
+#pragma unroll
+  for (int c = 0; c < kBlocks; ++c) all += s.counts[c];
+  return all;
+}
+
+// Candidate i of all blocks: its score and index.
+template <int kBlocks>
+__device__ __forceinline__ uint2 candidate(TopKShared& s, uint32_t i) {
+  uint32_t from = 0;
+#pragma unroll
+  for (int c = 0; c < kBlocks - 1; ++c) {
+    if (from == c && i >= s.counts[c]) i -= s.counts[c], from = c + 1;
+  }
+  if (kBlocks == 1) return s.candidates[i];
+  const uint64_t x = load_peer_long(peer_address(shared_address(&s.candidates[i]), from));
+  return make_uint2(static_cast<uint32_t>(x), static_cast<uint32_t>(x >> 32));
+}
+
+// Turns the histogram of the bins into where each starts. False if a bin of the first `need` has too many, or all bins
+// together too few.
+__device__ __forceinline__ bool start_bins(TopKShared& s, uint32_t& crowded, uint32_t need, int thread) {
+  __syncthreads();
+  uint4* four = reinterpret_cast<uint4*>(s.bins) + thread;
+  const uint4 h = *four;
+  const uint32_t sum = h.x + h.y + h.z + h.w, start = block_sums(s.sums[1], sum, thread);
+  *four = make_uint4(start, start + h.x, start + h.x + h.y, start + h.x + h.y + h.z);
+  if (start < need && max(max(h.x, h.y), max(h.z, h.w)) > kTopCrowd) crowded = 1;
+  if (thread == kTopThreads - 1 && start + sum < need) crowded = 1;
+  __syncthreads();
+  return crowded == 0;
+}
+
+// Puts a candidate among those of its bin.
+__device__ __forceinline__ void group(TopKShared& s, uint32_t bin, float score, uint32_t index) {
+  const uint32_t at = atomicAdd(&s.bins[bin], 1u);
+  if (at < kTopMax + kTopCrowd) s.grouped[at] = static_cast<uint64_t>(bin) << kTopPlaceBits | place_of(score, index);
+}
+
+// Writes the first `need` of the grouped candidates in order, then zeros.
+__device__ __forceinline__ void write_ordered(TopKShared& s, uint32_t need, uint32_t k, int32_t* indices,
+                                              int thread) {
+  __syncthreads();
+  const uint32_t last = min(s.bins[kTopBins - 1], need + kTopCrowd);
+#pragma unroll 1
+  for (uint32_t i = thread; i < last; i += kTopThreads) {
+    const uint64_t x = s.grouped[i];
+    const uint32_t bin = static_cast<uint32_t>(x >> kTopPlaceBits), end = s.bins[bin];
+    uint32_t at = bin == 0 ? 0 : s.bins[bin - 1];
+    if (at >= need) continue;  // its bin may go on behind those that are grouped
+    for (uint32_t p = at; p < end; ++p) at += s.grouped[p] < x;
+    if (at < need) indices[at] = static_cast<int32_t>(x & ((1u << kTopIndexBits) - 1));
+  }
+  for (uint32_t i = need + thread; i < k; i += kTopThreads) indices[i] = 0;
+}
+
+// The k of a row of one chunk, by bins of 2^-8 of an octave over eight octaves below the greatest score. False if they
+// do not hold the k, or one holds too many.
+__device__ __forceinline__ bool order_chunk(TopKShared& s, const float (&x)[4], uint32_t need, uint32_t k,
+                                            int32_t* indices, int thread) {
+  constexpr int kShift = 23 - 8;
+  const float most = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
+  const uint32_t least = __reduce_min_sync(~0u, code_of(most + 0.f));  // 0 for -0
+  if ((thread & 31) == 0) s.best[thread >> 5] = least;
+  __syncthreads();
+  const uint32_t best = __reduce_min_sync(~0u, s.best[thread % (kTopThreads / 32)]);
+  uint32_t bin[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    bin[i] = (code_of(x[i] + 0.f) - best) >> kShift;
+    if (!(x[i] > -INFINITY)) bin[i] = kTopBins;  // NaN, or not there
+    if (bin[i] < kTopBins) atomicAdd(&s.bins[bin[i]], 1u);
+  }
+  if (!start_bins(s, s.crowded[1], need, thread)) return false;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (bin[i] < kTopBins) group(s, bin[i], x[i], 4 * thread + i);
+  }
+  write_ordered(s, need, k, indices, thread);
+  return true;
+}
+
+// Calls f(four scores, index of the first) for all of this thread's vectors. Registers do not hold them until here.
+template <int kVectors, int kBlocks, typename F>
+__device__ __forceinline__ void for_scores(const float* row, int width, int count, int rank, int thread, F f) {
+  constexpr int kAtOnce = kVectors < 4 ? kVectors : 4;
+#pragma unroll 1
+  for (int i = 0; i < kVectors; i += kAtOnce) {
+    float x[4 * kAtOnce];
+    load_scores<kAtOnce, kBlocks>(x, row, width, count, count, i, rank, thread);
+#pragma unroll
+    for (int v = 0; v < kAtOnce; ++v) {
+      const float four[4] = {x[4 * v], x[4 * v + 1], x[4 * v + 2], x[4 * v + 3]};
+      f(four, index_of<kBlocks>(i + v, rank, thread));
+    }
+  }
+}
+
+// The place behind the `need`-th score's: by radix histograms of rank and index over all blocks.
+template <int kVectors, int kBlocks>
+__device__ __forceinline__ uint64_t select(TopKShared& s, const float* row, int width, int count, uint32_t need,
+                                           int rank, int thread) {
+  constexpr int kDigits = 2048;
+  uint4* four = reinterpret_cast<uint4*>(s.columns) + thread;
+  four[0] = four[kTopThreads] = make_uint4(0, 0, 0, 0);
+  __syncthreads();
+  if (thread == 0) s.taken = 0;  // all have read it
+  uint32_t prefix = 0, bound = 0;
+#pragma unroll 1
+  for (int pass = 0;; ++pass) {  // three over the ranks, two over the indices of those of the rank `bound`
+    const int shift = pass == 0 ? 21 : pass == 1 ? 10 : pass == 3 ? 9 : 0;
+    const int bits = pass < 2 ? 11 : pass == 2 ? 10 : 9;
+    uint32_t* histogram = s.columns + (pass & 1) * kDigits;
+    for_scores<kVectors, kBlocks>(row, width, count, rank, thread, [&](const float (&x)[4], int at) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t score = rank_of(x[j]), digits = (pass < 3 ? score : at + j) >> shift;
+        if (at + j < count && digits >> bits == prefix && (pass < 3 || score == bound)) {
+          atomicAdd(&histogram[digits & ((1u << bits) - 1)], 1u);
+        }
+      }
+    });
+    meet<kBlocks>();
+    uint4 h = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int c = 0; c < kBlocks; ++c) {
+      const uint32_t at = shared_address(&histogram[4 * thread]);
+      const uint4 peer = load_peer(kBlocks == 1 ? at : peer_address(at, c));
+      h.x += peer.x, h.y += peer.y, h.z += peer.z, h.w += peer.w;
+    }
+    uint32_t below = block_sums(s.sums[pass & 1], h.x + h.y + h.z + h.w, thread);
+    const uint32_t inside[4] = {h.x, h.y, h.z, h.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (below < need && below + inside[j] >= need) s.digit = 4 * thread + j, s.below = below, s.inside = inside[j];
+      below += inside[j];
+    }
+    four[(~pass & 1) * kTopThreads] = make_uint4(0, 0, 0, 0);  // for the next pass; all blocks read it in the last
+    __syncthreads();
+    prefix = prefix << bits | s.digit;
+    need -= s.below;
+    if (s.inside == need) {  // all of the bin; of the last pass' there is one
+      const uint64_t end = (uint64_t{prefix} + 1) << shift;
+      return pass < 3 ? end << kTopIndexBits : (static_cast<uint64_t>(bound) << kTopIndexBits) + end;
+    }
+    if (pass == 2) bound = prefix, prefix = 0;
+  }
+}
+
+// Sorts the first `size` (a power of two) of the places that the threads hold in turn, least first. `buffers`: two, so
+// that one barrier an exchange suffices.
+constexpr int kTopHeld = kTopMax / kTopThreads;
+__device__ __forceinline__ void sort(uint64_t* buffers, uint64_t (&x)[kTopHeld], int size, int thread) {
+  static_assert(kTopHeld == 2, "the widest exchange is within a thread");
+  uint64_t* buffer = buffers;
+  for (int run = 2; run <= size; run *= 2) {
+    for (int d = run / 2; d > 0; d /= 2) {
+      uint64_t y[kTopHeld] = {x[1], x[0]};
+      if (d < 32) {
+#pragma unroll
+        for (int j = 0; j < kTopHeld; ++j) y[j] = __shfl_xor_sync(~0u, x[j], d);
+      } else if (d < kTopThreads) {
+#pragma unroll
+        for (int j = 0; j < kTopHeld; ++j) buffer[kTopThreads * j + thread] = x[j];
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < kTopHeld; ++j) y[j] = buffer[(kTopThreads * j + thread) ^ d];
+        buffer = buffer == buffers ? buffers + kTopMax : buffers;
+      }
+#pragma unroll
+      for (int j = 0; j < kTopHeld; ++j) {
+        const int at = kTopThreads * j + thread;
+        const bool wants_less = ((at & d) == 0) == ((at & run) == 0);
+        if ((y[j] < x[j]) == wants_less) x[j] = y[j];
+      }
+    }
+  }
 }
 
 template <int kVectors, int kBlocks>
-__global__ void __launch_bounds__(kTopThreads, 1) top_k_kernel(const __grid_constant__ TopKArgs args) {
+__global__ void __launch_bounds__(kTopThreads, kVectors <= 2 ? 2 : 1)
+    top_k_kernel(const __grid_constant__ TopKArgs args) {
   extern __shared__ __align__(16) uint8_t raw[];
   TopKShared& s = *reinterpret_cast<TopKShared*>(raw);
   const int thread = threadIdx.x, token = blockIdx.x / kBlocks, rank = blockIdx.x % kBlocks;
-  const int count = min(max(__ldg(args.count + token), 0), args.width);
-  const int first = rank * args.slice, last = min(first + args.slice, count);
   const float* row = args.scores + static_cast<int64_t>(token) * args.width;
+  int32_t* indices = args.indices + static_cast<int64_t>(token) * args.k;
+  if (kBlocks > 1) cluster_arrive();  // waited for before the first access to a peer
+  const int count = min(max(__ldg(args.count + token), 0), args.width);
+  reinterpret_cast<uint4*>(s.columns)[thread] = make_uint4(0, 0, 0, 0);
+  reinterpret_cast<uint4*>(s.bins)[thread] = make_uint4(0, 0, 0, 0);
+  if (thread == 0) s.bound = kTopBins - 1, s.taken = s.crowded[0] = s.crowded[1] = 0;
+  float x[4 * kVectors];
+  // A few loads do not wait for the count.
+  load_scores<kVectors, kBlocks>(x, row, args.width, kVectors <= 4 ? args.width : count, count, 0, rank, thread);
 
-  uint32_t keys[4 * kVectors];  // keys[4 i + j] is score first + 4 (1024 i + thread) + j; 0 where there is none
-  const bool aligned = (args.width & 3) == 0;
+  const uint32_t need = min(args.k, count);
+  if (rank == 0 && thread == 0) args.kept[token] = need;
+  if (need == 0) {
+    for (int i = thread; rank == 0 && i < args.k; i += kTopThreads) indices[i] = 0;
+    if (kBlocks > 1) cluster_wait();
+    return;
+  }
+  if constexpr (kVectors == 1) {  // of one block
+    if (order_chunk(s, x, need, args.k, indices, thread)) return;
+    reinterpret_cast<uint4*>(s.bins)[thread] = make_uint4(0, 0, 0, 0);
+  }
+  uint32_t best;
+  const uint32_t bound = find_bound<kVectors, kBlocks>(s, x, need, rank, thread, best);
+  bool fits = bound < kTopBins - 1;
+  if (fits) {
+    const uint32_t last = ((bound + 1) << (kTopCodeBits - kTopBinBits)) - 1;
+    const float edge = score_at(last);
+    uint64_t chosen = 0;
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const int at = first + 4 * (kTopThreads * i + thread);
-    float x[4];
-    if (aligned && at + 4 <= last) {
-      const float4 v = *reinterpret_cast<const float4*>(row + at);
-      x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) keys[4 * i + j] = order_key(x[j]);
-    } else {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) keys[4 * i + j] = at + j < last ? order_key(row[at + j]) : 0;
+    for (int i = 0; i < 4 * kVectors; ++i) {
+      if (x[i] >= edge) chosen |= uint64_t{1} << i;
     }
-  }
-  for (int i = thread; i < 3 * kTopBins; i += kTopThreads) s.histogram[0][i] = 0;
-  if (thread == 0) s.ties = s.taken = 0;
-  __syncthreads();
-
-  // Winners: keys >= bound, or with `ordered` ties keys > bound and the first `need` that equal it.
-  const int kept = min(args.k, count);
-  uint32_t bound = 1, need = kept;
-  bool ordered = false;
-  if (count > args.k) {
-    uint32_t prefix = 0;
-#pragma unroll
-    for (int pass = 0; pass < 3; ++pass) {
-      const int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0;
-      const uint32_t mask = pass == 2 ? 1023 : 2047;
-      const int decided = pass == 0 ? 32 : pass == 1 ? 21 : 10;  // bits above this one are equal to `prefix`
-#pragma unroll
-      for (int i = 0; i < 4 * kVectors; ++i) {
-        const bool counts = keys[i] != 0 && (pass == 0 || keys[i] >> (decided & 31) == prefix);
-        if (counts) atomicAdd(&s.histogram[pass][keys[i] >> shift & mask], 1u);
-      }
-      meet<kBlocks>();
-      find_bin<kBlocks>(s, pass, need, thread);
-      prefix = pass == 0 ? s.digit : prefix << (pass == 1 ? 11 : 10) | s.digit;
-      need -= s.above;
-      bound = prefix << shift;
-      if (s.inside == need) break;  // all of the bin
-      ordered = pass == 2;
-    }
-  }
-
-  uint32_t quota = 0;  // ties this block may take
-  if (ordered) {
-    uint32_t own = 0;
-#pragma unroll
-    for (int i = 0; i < 4 * kVectors; ++i) own += keys[i] == bound;
-    own = __reduce_add_sync(~0u, own);
-    if ((thread & 31) == 0) atomicAdd(&s.ties, own);
-    meet<kBlocks>();
-    uint32_t ties[kBlocks], before = 0;
-    load_peers(shared_address(&s.ties), ties);
-#pragma unroll
-    for (int c = 0; c < kBlocks; ++c) before += c < rank ? ties[c] : 0;
-    quota = before < need ? need - before : 0;
-    uint32_t seen = 0;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      uint32_t mine = 0;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) mine += keys[4 * i + j] == bound;
-      uint32_t place = seen + scan(s, mine, thread);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const bool tie = keys[4 * i + j] == bound;
-        if (tie && place >= quota) keys[4 * i + j] = 0;
-        place += tie;
-      }
-      if (thread == kTopThreads - 1) s.digit = place;
-      __syncthreads();
-      seen = s.digit;
-    }
-  }
-
-  uint32_t wins = 0;
-#pragma unroll
-  for (int i = 0; i < 4 * kVectors; ++i) wins += keys[i] >= bound;
-  uint32_t place = wins;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const uint32_t y = __shfl_up_sync(~0u, place, d);
-    if ((thread & 31) >= d) place += y;
-  }
-  uint32_t start = 0;
-  if ((thread & 31) == 31 && place > 0) start = atomicAdd(&s.taken, place);
-  place += __shfl_sync(~0u, start, 31) - wins;
-  if (wins > 0) {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (keys[4 * i + j] >= bound) {
-          const uint32_t index = first + 4 * (kTopThreads * i + thread) + j;
-          s.winners[place++] = static_cast<uint64_t>(keys[4 * i + j]) << 32 | ~index;
+    list<kBlocks>(s, row, chosen, rank, thread);
+    const uint32_t n = count_listed<kBlocks>(s, rank, thread);
+    fits = n <= kTopChunk;
+    if (fits) {
+      const int shift = max(32 - kTopBinBits - __clz(last - best), 0);
+      uint2* found = kBlocks == 1 ? s.candidates : s.gathered;
+      if (rank == 0) {
+#pragma unroll 1
+        for (uint32_t i = thread; i < n; i += kTopThreads) {
+          const uint2 x = candidate<kBlocks>(s, i);
+          if (kBlocks > 1) found[i] = x;
+          atomicAdd(&s.bins[(code_of(__uint_as_float(x.x) + 0.f) - best) >> shift], 1u);  // 0 for -0
         }
+        fits = start_bins(s, s.crowded[0], need, thread);
       }
-    }
-  }
-  meet<kBlocks>();
-  if (rank == 0) {
-    // The winners of all blocks, one a thread, and zeros: at most k.
-    uint32_t taken[kBlocks], place = thread, from = kBlocks;
-    load_peers(shared_address(&s.taken), taken);
-#pragma unroll
-    for (int c = 0; c < kBlocks; ++c) {
-      if (from == kBlocks) {
-        if (place < taken[c]) {
-          from = c;
-        } else {
-          place -= taken[c];
+      if (kBlocks > 1) {  // the first block tells the others, and waits for them only before it ends
+        if (rank == 0 && 0 < thread && thread < kBlocks) {
+          store_peer1(peer_address(shared_address(&s.crowded[0]), thread), !fits);
         }
+        cluster_arrive();
+        if (rank > 0 || !fits) cluster_wait();
+        if (rank > 0) fits = s.crowded[0] == 0;
       }
-    }
-    uint64_t x = from < kBlocks ? load_peer_long(peer_address(shared_address(&s.winners[place]), from)) : 0;
-    int size = 32;
-    while (size < args.k) size *= 2;
-    if (thread < size) {
-      x = sort(s, x, size, thread);
-      if (thread < args.k) {
-        args.indices[static_cast<int64_t>(token) * args.k + thread] =
-            thread < kept ? static_cast<int32_t>(~static_cast<uint32_t>(x)) : 0;
+      if (fits && rank == 0) {
+#pragma unroll 1
+        for (uint32_t i = thread; i < n; i += kTopThreads) {
+          const float score = __uint_as_float(found[i].x) + 0.f;
+          group(s, (code_of(score) - best) >> shift, score, found[i].y);
+        }
+        write_ordered(s, need, args.k, indices, thread);
+        if (kBlocks > 1) cluster_wait();
       }
+      if (fits) return;
     }
-    if (thread == 0) args.kept[token] = kept;
   }
-  meet<kBlocks>();  // no block leaves while another reads from it
+
+  const uint64_t end = select<kVectors, kBlocks>(s, row, args.width, count, need, rank, thread);
+  uint64_t chosen = 0;
+  int bit = 0;
+  for_scores<kVectors, kBlocks>(row, args.width, count, rank, thread, [&](const float (&y)[4], int at) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j, ++bit) {
+      if (at + j < count && place_of(y[j], at + j) < end) chosen |= uint64_t{1} << bit;
+    }
+  });
+  list<kBlocks>(s, row, chosen, rank, thread);
+  count_listed<kBlocks>(s, rank, thread);
+  int size = 32;
+  while (size < args.k) size *= 2;
+  uint64_t place[kTopHeld];
+#pragma unroll
+  for (int j = 0; j < kTopHeld; ++j) {
+    const uint32_t i = kTopThreads * j + thread;
+    place[j] = kTopNone;
+    if (rank == 0 && i < need) {
+      const uint2 x = candidate<kBlocks>(s, i);
+      place[j] = place_of(__uint_as_float(x.x), x.y);
+    }
+  }
+  meet<kBlocks>();  // no block leaves, and no list is written over, while it is read
+  if (rank > 0) return;
+  sort(reinterpret_cast<uint64_t*>(s.candidates), place, size, thread);
+#pragma unroll
+  for (int j = 0; j < kTopHeld; ++j) {
+    const uint32_t i = kTopThreads * j + thread;
+    if (i < args.k) indices[i] = i < need ? static_cast<int32_t>(place[j] & ((1u << kTopIndexBits) - 1)) : 0;
+  }
 }
 
 }  // namespace dsv4

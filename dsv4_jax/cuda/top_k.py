@@ -1,7 +1,8 @@
 """top-k in the project's own CUDA for Hopper (`csrc/top_k_kernel.cuh`), called through XLA FFI.
 
-One launch: a cluster of blocks keeps a row in registers and finds the k-th score by radix histograms. Rows of up to
-262,144 scores and k up to 1024; everything else takes the reference.
+One launch: a block, or a cluster of them for a long row, keeps a row in registers. The greatest scores of its columns
+bound the k-th from below; the few candidates that reach the bound are ordered by one histogram. Rows of up to 262,144
+scores and k up to 1024; everything else takes the reference.
 """
 
 from __future__ import annotations

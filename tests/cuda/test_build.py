@@ -36,8 +36,7 @@ def test_builds_and_registers(tmp_path: pathlib.Path) -> None:
     library, log = built(tmp_path)
     spills = re.findall(r"entry function '(\w+)'.*?(\d+) bytes spill stores", log, re.DOTALL)
     assert len(spills) > 3
-    # top_k keeps 32 scores a thread in the 64 registers that 1,024 threads leave: a few words spill outside its loops.
-    assert {name: int(n) for name, n in spills if int(n) > (32 if "top_k" in name else 0)} == {}
+    assert {name: int(n) for name, n in spills if int(n) > 0} == {}
     assert "serialized" not in log  # the compiler's word for wgmma it could not run asynchronously
     # A process of its own: a target can be registered once.
     code = "from dsv4_jax import ffi; print(ffi.cuda_problem())"

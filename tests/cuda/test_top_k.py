@@ -13,6 +13,7 @@ from dsv4_jax.cuda import top_k as kernel
 
 from ..ops.test_top_k import jit_top_k
 from ..pallas.test_top_k import TestTopKOnTheGpu as LongRows
+from ..pallas.test_top_k import check_long
 
 
 def test_lowers_to_one_ffi_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,8 +32,54 @@ def test_what_the_kernel_cannot_take_goes_to_the_reference(width: int, k: int) -
     np.testing.assert_array_equal(got[0], want[0])
 
 
+def hard_rows(width: int) -> np.ndarray:
+    """Rows of which bounds and bins hold too many, too few, or unevenly many scores."""
+    rng = np.random.default_rng(width)
+    scores = rng.standard_normal((11, width)).astype(np.float32)
+    scores[0] = scores[0] * 0.01 + 100  # all within one bin of the bound
+    scores[1] = -np.abs(scores[1]) - 1
+    scores[2, rng.random(width) < 0.97] = 0  # zeros of both signs around the k-th
+    scores[2] *= np.where(rng.random(width) < 0.5, -1, 1)
+    scores[3] = np.round(scores[3] * 64) / 64
+    scores[4].sort()
+    scores[5] = np.repeat(scores[5, : width // 16 + 1], 16)[:width]  # neighbours are equal
+    scores[6] *= 1e30
+    scores[6, rng.random(width) < 0.001] = np.inf
+    scores[7, :-700] -= 100  # the greatest lie in one place
+    scores[8, 1:] *= 1e-6  # one far above all others
+    scores[9] = -0.0
+    scores[9, ::7] = 0
+    scores[10] = np.where(rng.random(width) < 0.01, scores[10], -np.inf)
+    return scores
+
+
+# Every cut of a row: one block of one to sixteen chunks of 2,048 scores, clusters of two to eight blocks.
+CUTS = (
+    *((2048, 11), (2050, 11), (8192, 11), (16_384, 11), (32_768, 11), (40_000, 60)),
+    *((65_536, 11), (65_536, 22), (131_072, 22), (262_144, 11)),
+)
+
+
 class TestTopKOnTheGpu(LongRows):
     implementation = "cuda"
+
+    @pytest.mark.parametrize("k", [3, 512, 1024])
+    @pytest.mark.parametrize(("width", "rows"), CUTS)
+    def test_hard_rows(self, width: int, rows: int, k: int) -> None:
+        scores = np.resize(hard_rows(width), (rows, width))
+        counts = np.full(rows, width)
+        counts[11:] = np.random.default_rng(k).integers(0, width + 1, rows - 11)
+        check_long(scores, counts, k, "cuda")
+
+    @pytest.mark.parametrize("width", [2048, 65_536, 262_144])
+    def test_does_not_depend_on_the_batch(self, width: int) -> None:
+        """More rows take fewer blocks each."""
+        scores = np.tile(hard_rows(width)[:4], (16, 1))
+        counts = np.full(len(scores), width - 1)
+        together = jit_top_k(scores, counts.astype(np.int32), k=512, implementation="cuda")[0]
+        for t in range(4):
+            alone = jit_top_k(scores[t : t + 1], counts[:1].astype(np.int32), k=512, implementation="cuda")[0]
+            np.testing.assert_array_equal(together[t::4], np.broadcast_to(alone, (16, alone.shape[1])))
 
 
 del LongRows  # its own tests run where it stands

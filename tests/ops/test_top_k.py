@@ -55,6 +55,16 @@ class TopKTest:
         scores = np.array([[np.inf, -np.inf, 3, np.inf], [-np.inf, -np.inf, -np.inf, 1]], np.float32)
         self.check(scores, np.array([4, 4]), 3)
 
+    def test_scores_close_to_each_other_or_far_apart(self) -> None:
+        rng = np.random.default_rng(2)
+        scores = rng.standard_normal((5, 40)).astype(np.float32)
+        scores[0] = scores[0] * 1e-4 + 100
+        scores[1] = -np.abs(scores[1]) - 1
+        scores[2] *= 1e-30
+        scores[3] *= 1e30
+        scores[4, 1:] *= 1e-6
+        self.check(scores, np.array([40, 40, 40, 40, 39]), 12)
+
     def test_garbage_behind_the_count_is_ignored(self) -> None:
         scores = np.full((1, 16), np.inf, np.float32)
         scores[0, :3] = [-5, -7, -6]
