@@ -90,7 +90,7 @@ NONSENSE = [np.ones(9, bool), object(), StoreError("no"), SystemExit()]
 
 @pytest.mark.parametrize("scope", [0, 1])
 @pytest.mark.parametrize("name", ["contains", "read_into"])
-@pytest.mark.parametrize("result", NONSENSE, ids=repr)
+@pytest.mark.parametrize("result", NONSENSE, ids=["flags", "object", "StoreError", "SystemExit"])
 def test_a_store_that_fails_or_answers_nonsense_is_a_miss(engine, scope, name, result) -> None:
     failing = fault(engine, scope, name, result)
     prefetch = engine.driver.prefetch(PROMPT)
