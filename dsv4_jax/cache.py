@@ -27,7 +27,7 @@ from .ops.gather import gather_rows
 from .ops.index_scores import index_scores
 from .ops.queries import finish_queries
 from .ops.top_k import top_k
-from .plan import CacheFacts, PackedPlan, StepPlan
+from .plan import CacheFacts, PackedPlan, StepPlan, register_pytrees
 
 __all__ = ["KVCache", "LayerCacheHandle", "init_cache"]
 
@@ -129,8 +129,7 @@ class KVCache:
 
 
 jax.tree_util.register_dataclass(KVCache, data_fields=["arrays"], meta_fields=["layout"])
-jax.tree_util.register_dataclass(PackedPlan, data_fields=["vector"], meta_fields=["shapes", "facts"])
-jax.tree_util.register_dataclass(CacheFacts, data_fields=[], meta_fields=["fingerprint", "slots", "blocks", "columns"])
+register_pytrees()
 
 
 def init_cache(layout: CacheLayout, size: CacheSize, *, sharding: Any = None) -> KVCache:

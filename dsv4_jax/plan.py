@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy as np
 from .errors import ForeignPlanError
 from .layout import CacheLayout, CacheSize
 
-__all__ = ["CacheFacts", "PackedPlan", "StepPlan", "SwapPlan"]
+__all__ = ["CacheFacts", "PackedPlan", "StepPlan", "SwapPlan", "register_pytrees"]
 
 IntArray: TypeAlias = Any  # int32: a numpy array on the host, a jax array while a step is traced
 
@@ -31,7 +32,7 @@ IntArray: TypeAlias = Any  # int32: a numpy array on the host, a jax array while
 class CacheFacts:
     """What a plan knows of the cache it was made for: static, a pytree without leaves.
 
-    (Registered where jax is imported, in `dsv4_jax.cache`.)
+    (See `register_pytrees`.)
 
     Attributes:
         fingerprint: of the layout (`CacheLayout.fingerprint`).
@@ -50,6 +51,7 @@ class CacheFacts:
     @functools.lru_cache(maxsize=64)  # a manager asks in every step
     def of(cls, layout: CacheLayout, size: CacheSize | None) -> CacheFacts:
         """Of the caches that `init_cache(layout, size)` makes (of a shard of theirs, if they are sharded)."""
+        _register_beside_jax()
         if size is None:
             return cls(layout.fingerprint)
         # A model without compressed layers has no leaf that would know of blocks.
@@ -172,7 +174,7 @@ class StepPlan(NamedTuple):
 class PackedPlan:
     """A `StepPlan` as one int32 vector; the shapes of its fields and its facts are static.
 
-    A pytree with one leaf (registered where jax is imported, in `dsv4_jax.cache`).
+    A pytree with one leaf (see `register_pytrees`).
     """
 
     vector: IntArray
@@ -202,3 +204,21 @@ class SwapPlan(NamedTuple):
 
     device_ids: IntArray
     host_ids: IntArray
+
+
+@functools.cache
+def register_pytrees() -> None:
+    """Tells jax which parts of plans are static. Modules that import jax call it; so does this one once jax is there."""
+    import jax  # hosts that only plan need no jax
+
+    jax.tree_util.register_dataclass(PackedPlan, data_fields=["vector"], meta_fields=["shapes", "facts"])
+    names = [field.name for field in dataclasses.fields(CacheFacts)]
+    jax.tree_util.register_dataclass(CacheFacts, data_fields=[], meta_fields=names)
+
+
+def _register_beside_jax() -> None:
+    if "jax" in sys.modules:
+        register_pytrees()
+
+
+_register_beside_jax()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -148,3 +150,21 @@ def test_the_next_decode_is_of_the_same_cache() -> None:
         PlanError, match=r"the plan before was made for layout .*, 5 blocks, .*, this one is for .* 6 blocks"
     ):
         next_decode(LAYOUT, plan, SHAPE, np.zeros(1, np.int64), size=CacheSize(5, 2, 3))
+
+
+@pytest.mark.parametrize("first", ["jax", "dsv4_jax.manager.planning", "dsv4_jax.ops"])
+def test_a_plan_is_a_pytree_whatever_is_imported_first(first: str) -> None:
+    """Its facts are no leaf, though nothing that makes plans imports jax."""
+    code = f"""
+import {first}
+import numpy as np
+from dsv4_jax import CacheLayout, CacheSize, DSV4Config
+from dsv4_jax.manager.planning import RowFeed, build_plan, shape_for
+layout, rows = CacheLayout(DSV4Config.tiny()), [RowFeed(1, 0, 1)]
+import jax
+plan = build_plan(layout, rows, shape_for(layout, rows), size=CacheSize(2, 2, 2))
+assert len(jax.tree.leaves(plan)) == 18 and len(jax.tree.leaves(plan.pack())) == 1
+assert jax.tree.map(np.asarray, plan).facts == plan.facts
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

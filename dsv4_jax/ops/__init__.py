@@ -5,6 +5,7 @@ The reference is the contract. Every function takes `implementation`: "xla" (the
 Values to store, queries and weights may be `Columns` of a wider matrix.
 """
 
+from ..plan import register_pytrees
 from .append import append, encode, window_rows, window_view
 from .attend import attend
 from .columns import Columns
@@ -34,3 +35,5 @@ __all__ = [
     "window_rows",
     "window_view",
 ]
+
+register_pytrees()
