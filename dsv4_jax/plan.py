@@ -208,7 +208,7 @@ class SwapPlan(NamedTuple):
 
 @functools.cache
 def register_pytrees() -> None:
-    """Tells jax which parts of plans are static. Modules that import jax call it; so does this one once jax is there."""
+    """Tells jax which parts of plans are static. Modules that import jax call it, and this one once jax is there."""
     import jax  # hosts that only plan need no jax
 
     jax.tree_util.register_dataclass(PackedPlan, data_fields=["vector"], meta_fields=["shapes", "facts"])

@@ -148,3 +148,10 @@ def test_help(capsys):
         main(["bench", "--help"])
     out = capsys.readouterr().out
     assert exit_.value.code == 0 and "examples:" in out and "floor" in out
+
+
+@pytest.mark.parametrize("op", ["compress_csa", "compress_hca", "compress_index", "append"])
+def test_ops_with_plans_of_their_own_are_measured(capsys, op: str) -> None:
+    assert main(["bench", op, "--quick", "--batch", "1", "--implementations", "xla", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["records"]
+    assert found and all(r["problem"] is None and r["us"] > 0 for r in found)
