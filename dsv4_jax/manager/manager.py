@@ -180,7 +180,7 @@ class KVCacheManager(SteppingManager):
             self._preempt(request)
 
     def _preempt(self, request: Request) -> None:
-        request.fed = 0
+        request.keep_step()
         self._publisher.note(request, request.num_cached)
         self._publisher.publish(request, request.num_cached)
         request.parked = self._park(request)
@@ -253,7 +253,7 @@ class KVCacheManager(SteppingManager):
         needed = (used - self._publisher.would_share(request, request.num_cached)) * len(names)
         if not self._cache.can_acquire(needed):
             raise OutOfBlocksError(needed, self._cache.num_available, self._cache.blocks.num_total)
-        request.fed = 0
+        request.keep_step()
         self._publisher.publish(request, request.num_cached)
         shared = request.num_shared
         blocks = self._cache.acquire_blocks((used - shared) * len(names))
@@ -267,7 +267,7 @@ class KVCacheManager(SteppingManager):
         child = self._new_request(list(parent.tokens), parent.max_tokens, name, slot)
         child.num_prompt, child.num_cached, child.num_hit = parent.num_prompt, parent.num_cached, parent.num_cached
         child.hasher = parent.hasher.copy() if parent.hasher is not None else None
-        child.history, child.step_start = parent.history[:], parent.num_cached
+        child.history, child.kept_from = parent.history[:], parent.num_cached
         unfed = not parent.was_fed and parent.forked is not None
         child.forked = parent.forked if unfed else (parent.id, parent.last_step)
         child.nodes = self._cache.tree.acquire(parent.nodes[:shared])
@@ -319,6 +319,7 @@ class KVCacheManager(SteppingManager):
     def _stand_still(self, request: Request) -> None:
         """Takes from a request the blocks it shares and the state it stands on; it keeps slot and own blocks."""
         self._publisher.note(request, request.num_cached)
+        request.keep_step()
         cache, shared = self._cache, request.num_shared
         for node in reversed(request.nodes[shared:]):
             cache.tree.abort(node)  # its block is among the request's
@@ -330,7 +331,7 @@ class KVCacheManager(SteppingManager):
         cache.tree.release(request.nodes[:shared])
         request.blocks = request.blocks[shared:]
         request.nodes, request.restores, request.rolling = [], None, None
-        request.num_cached = request.num_hit = request.num_tabled = request.fed = 0
+        request.num_cached = request.num_hit = request.num_tabled = 0
         self._publisher.forget(request)
         self._rows = None
 

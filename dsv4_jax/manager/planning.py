@@ -15,7 +15,7 @@ from ..layout import CacheLayout, CacheSize
 from ..plan import CacheFacts, StepPlan
 from .allocator import as_count
 
-__all__ = ["RowFeed", "StepShape", "build_plan", "check_extras", "next_decode", "shape_for", "with_extras"]
+__all__ = ["RowFeed", "StepShape", "build_plan", "check_extras", "next_decode", "next_rows", "shape_for", "with_extras"]
 
 
 class RowFeed(NamedTuple):
@@ -273,21 +273,21 @@ def next_decode(
     Raises:
         PlanError: as `build_plan`; or the earlier plan was made for another layout or size.
     """
+    rows = next_rows(layout, plan, shape, starts, size=size, lookahead=lookahead)
+    return with_extras(rows, shape, table_entries, slot_copies, block_copies)
+
+
+def next_rows(
+    layout: CacheLayout, plan: StepPlan, shape: StepShape, starts: np.ndarray, *, size: CacheSize | None, lookahead: int
+) -> StepPlan:
+    """`next_decode` but for entries and copies, which are still those of the earlier plan. Raises `PlanError`."""
     facts = CacheFacts.of(layout, size)
     if facts is not plan.facts and facts != plan.facts:
         raise PlanError(f"the plan before was made for {plan.facts}, this one is for {facts}")
-    needed = {
-        "columns": layout.blocks_for(int(starts.max(initial=0)) + 1 + lookahead), "table_entries": len(table_entries),
-        "slot_copies": len(slot_copies), "block_copies": len(block_copies),
-    }  # fmt: skip
-    for name, need in needed.items():
-        if need > getattr(shape, name):
-            raise PlanError(f"the step needs {name}={need}, its shape has {name}={getattr(shape, name)}")
-    return plan._replace(
-        row_start=_padded(starts, shape.rows),
-        token_position=_padded(starts, shape.tokens),
-        **_extras(facts, shape, table_entries, slot_copies, block_copies),
-    )
+    columns = layout.blocks_for(int(starts.max(initial=0)) + 1 + lookahead)
+    if columns > shape.columns:
+        raise PlanError(f"the step needs columns={columns}, its shape has columns={shape.columns}")
+    return plan._replace(row_start=_padded(starts, shape.rows), token_position=_padded(starts, shape.tokens))
 
 
 def check_extras(shape: StepShape, **needed: int) -> None:

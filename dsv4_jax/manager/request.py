@@ -69,7 +69,7 @@ class Request:
         num_tabled: leading blocks whose block-table entries a plan has already carried.
         reserved: tokens for which blocks are kept whatever happens (see `KVCacheManager.reserve`).
         fed: tokens of its last step, while that step may still be accepted in part; else 0.
-        step_start: tokens it had before its last step; `num_cached` once it is known that this step ran.
+        kept_from: `step_start`, once the step cannot be accepted in part any more.
         started: steps planned when it became live.
         last_step: number of the last step that fed it, 0 before the first.
         epoch: how often it was preempted.
@@ -96,7 +96,7 @@ class Request:
     num_tabled: int = 0
     reserved: int = 0
     fed: int = 0
-    step_start: int = 0
+    kept_from: int = 0
     started: int = 0
     last_step: int = 0
     epoch: int = 0
@@ -125,6 +125,15 @@ class Request:
     def num_excess(self) -> int:
         """Known tokens beyond `max_tokens`: no step will ever feed them."""
         return max(len(self.tokens) - self.max_tokens, 0)
+
+    @property
+    def step_start(self) -> int:
+        """Tokens it had before its last step; `num_cached` once it is known that this step ran."""
+        return self.num_cached - self.fed if self.fed else self.kept_from
+
+    def keep_step(self) -> None:
+        """Its last step is kept whole: it can no longer be accepted in part."""
+        self.kept_from, self.fed = self.step_start, 0
 
     @property
     def was_fed(self) -> bool:

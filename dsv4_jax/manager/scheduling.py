@@ -80,12 +80,19 @@ def schedule(
     for request, pending in (*decodes, *prefills):  # locals: hundreds of rows pass here
         if not tokens or not rows:
             break
-        start, held, tabled, limit = request.num_cached, len(request.blocks), request.num_tabled, request.max_tokens
-        if start >= limit or start >= widest:
+        start, tabled = request.num_cached, request.num_tabled
+        if pending == 1 and start < tabled * block and request.restores is None and lists is None:
+            if start < request.max_tokens and start < widest:  # what nearly all are: a decode within its last block
+                feeds.append((request, 1))
+                tokens -= 1
+                rows -= 1
+            continue
+        held, limit = len(request.blocks), min(request.max_tokens, widest)
+        if start >= limit:
             continue  # no step of this kind will ever feed it: it holds nobody back
         restores = request.restores is not None
         reach = min(held + blocks, tabled + entries) * block
-        stop = min(start + min(pending, tokens, chunk), reach, limit, widest)
+        stop = min(start + min(pending, tokens, chunk), reach, limit)
         if lists is not None:
             stop = lists.reach(start, stop)
         if stop > start and restores <= copies:

@@ -13,7 +13,7 @@ from ..checks import INT32_MAX, shown
 from ..errors import ContextLimitError, OutOfBlocksError, PlanError, RequestError
 from ..plan import StepPlan
 from .allocator import as_count
-from .planning import StepShape, build_plan, check_extras, next_decode, shape_for, with_extras
+from .planning import StepShape, build_plan, check_extras, next_rows, shape_for, with_extras
 from .publishing import Save
 from .request import Request
 from .request_book import RequestBook
@@ -159,7 +159,6 @@ class SteppingManager(RequestBook):
                 request.restores = None
         for request, count in zip(requests, counts, strict=True):
             request.fed = count * steps
-            request.step_start = request.num_cached
             request.num_cached += request.fed
             request.last_step = self._steps
         for i in np.flatnonzero(ends // block > starts // block).tolist() if steps == 1 else range(len(requests)):
@@ -176,7 +175,8 @@ class SteppingManager(RequestBook):
         if len(over := np.flatnonzero(ends > limits)):
             request = requests[over[0]]
             raise ContextLimitError(request.id, int(ends[over[0]]), request.max_tokens)
-        for i in np.flatnonzero(fed > 1 + self.layout.draft_tokens).tolist():  # drafts may be drawn on the device
+        chunks = np.flatnonzero(fed > 1 + self.layout.draft_tokens)  # drafts may be drawn on the device
+        for i in chunks.tolist():
             start, stop, known = int(starts[i]), int(starts[i] + fed[i]), len(requests[i].tokens)
             if start < known < stop:
                 raise RequestError(
@@ -231,7 +231,7 @@ class SteppingManager(RequestBook):
         slots, starts, counts, *_ = rows.arrays
         if shape is not None and rows.decode is not None and rows.decode[0] == shape:
             check_extras(shape, **needed)
-            return shape, next_decode(self.layout, rows.decode[1], shape, starts, size=self.arrays, lookahead=steps - 1)
+            return shape, next_rows(self.layout, rows.decode[1], shape, starts, size=self.arrays, lookahead=steps - 1)
         fed = np.stack([slots, starts, counts], 1)
         if shape is None:
             shape = shape_for(self.layout, fed, lookahead=steps - 1, **needed).bucketed(
@@ -278,33 +278,42 @@ class SteppingManager(RequestBook):
     def _plan_tokens(self, plan: StepPlan) -> np.ndarray:
         ids: list[int] = []
         fresh: list[tuple[Request, int, int]] = []
-        live = self._live
-        for slot, start, count in zip(
-            plan.row_slot.tolist(), plan.row_start.tolist(), plan.row_count.tolist(), strict=True
-        ):
-            if not slot:
-                continue
-            request = live.get(slot) or self._checked(slot)
-            history, stop = request.history, start + count
+        for request, start, count in self._rows_of(plan):
+            history, tokens, stop = request.history, request.tokens, start + count
             noted = len(history)
             if noted >= stop:  # laid out before: what is fed does not change any more
                 ids += history[start:stop]
                 continue
-            if len(request.tokens) < stop:
-                known = len(request.tokens)
+            if len(tokens) < stop:
+                known = len(tokens)
                 raise RequestError(f"request {request.id!r} knows {known} tokens, the plan feeds {start}..{stop - 1}")
             if request.hasher is not None:
                 fresh.append((request, start, stop))
-            ids += history[start:] if noted > start else ()
-            ids += request.tokens[max(start, noted) : stop]
+            if count == 1:
+                ids.append(tokens[start])
+            else:
+                ids += history[start:]
+                ids += tokens[max(start, noted) : stop]
         out = np.zeros(plan.num_tokens, np.int32)
         out[: len(ids)] = self._token_ids(ids)  # rows follow each other, padding stands last
         for request, start, stop in fresh:
-            if len(request.history) == start == stop - 1 < request.num_cached:
-                request.history.append(request.tokens[start])
+            history = request.history
+            if len(history) == start and stop - start == 1:
+                history.append(request.tokens[start])
             else:
                 self._publisher.note(request, min(stop, request.num_cached))
         return out
+
+    def _rows_of(self, plan: StepPlan) -> Iterable[tuple[Request, int, int]]:
+        """The request, first token and number of tokens of each row. Raises `RequestError` if one is gone."""
+        rows = self._rows
+        if rows is not None and rows.decode is not None and rows.decode[1].row_slot is plan.row_slot:
+            return zip(rows.requests, plan.row_start.tolist(), itertools.repeat(1))
+        columns = (plan.row_slot.tolist(), plan.row_start.tolist(), plan.row_count.tolist())
+        return [
+            (self._live.get(slot) or self._checked(slot), start, count)
+            for slot, start, count in zip(*columns, strict=True) if slot
+        ]  # fmt: skip
 
     def accept(self, request: Request | int, n_kept: int) -> None:
         """Keeps the first `n_kept` tokens of the request's last step; the others were never fed.
@@ -334,7 +343,7 @@ class SteppingManager(RequestBook):
             self._rows = None
             del request.tokens[request.num_cached - fed + n_kept : request.num_cached]
             request.num_cached += n_kept - fed
-            request.fed, request.step_start = 0, request.num_cached
+            request.fed, request.kept_from = 0, request.num_cached  # it did run
             keep = self.layout.blocks_for(max(request.num_cached, request.reserved))
             self._cache.release_blocks(request.blocks[keep:])
             del request.blocks[keep:]

@@ -60,7 +60,6 @@ def test_who_stands_on_it_starts_anew(write: WritePolicy) -> None:
     request = manager.admit_request(PROMPT)
     manager.plan_step([(request, 16)])
     manager.take_transfers()
-    request.step_start = request.num_cached  # that one ran
     manager.plan_step([(request, 8)])
     manager.take_transfers()
     hit = manager.admit_request(PROMPT)
