@@ -201,13 +201,14 @@ __device__ __forceinline__ void for_scores(const float* row, int width, int coun
   }
 }
 
-// The place behind the `need`-th score's: by radix histograms of rank and index over all blocks.
+// The place behind the `need`-th score's: by radix histograms of rank and index over all blocks, in turn in the second
+// and the first half of the columns. Of the first half other blocks may still read the running sums until they meet.
 template <int kVectors, int kBlocks>
 __device__ __forceinline__ uint64_t select(TopKShared& s, const float* row, int width, int count, uint32_t need,
                                            int rank, int thread) {
   constexpr int kDigits = 2048;
   uint4* four = reinterpret_cast<uint4*>(s.columns) + thread;
-  four[0] = four[kTopThreads] = make_uint4(0, 0, 0, 0);
+  four[kTopThreads] = make_uint4(0, 0, 0, 0);
   __syncthreads();
   if (thread == 0) s.taken = 0;  // all have read it
   uint32_t prefix = 0, bound = 0;
@@ -215,7 +216,7 @@ __device__ __forceinline__ uint64_t select(TopKShared& s, const float* row, int 
   for (int pass = 0;; ++pass) {  // three over the ranks, two over the indices of those of the rank `bound`
     const int shift = pass == 0 ? 21 : pass == 1 ? 10 : pass == 3 ? 9 : 0;
     const int bits = pass < 2 ? 11 : pass == 2 ? 10 : 9;
-    uint32_t* histogram = s.columns + (pass & 1) * kDigits;
+    uint32_t* histogram = s.columns + (~pass & 1) * kDigits;
     for_scores<kVectors, kBlocks>(row, width, count, rank, thread, [&](const float (&x)[4], int at) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -240,7 +241,7 @@ __device__ __forceinline__ uint64_t select(TopKShared& s, const float* row, int 
       if (below < need && below + inside[j] >= need) s.digit = 4 * thread + j, s.below = below, s.inside = inside[j];
       below += inside[j];
     }
-    four[(~pass & 1) * kTopThreads] = make_uint4(0, 0, 0, 0);  // for the next pass; all blocks read it in the last
+    four[(pass & 1) * kTopThreads] = make_uint4(0, 0, 0, 0);  // for the next pass; no block reads it since they met
     __syncthreads();
     prefix = prefix << bits | s.digit;
     need -= s.below;

@@ -71,6 +71,14 @@ class TestTopKOnTheGpu(LongRows):
         counts[11:] = np.random.default_rng(k).integers(0, width + 1, rows - 11)
         check_long(scores, counts, k, "cuda")
 
+    @pytest.mark.parametrize(("width", "rows"), CUTS)
+    def test_rows_without_a_bound(self, width: int, rows: int) -> None:
+        """Fewer finite scores than k, all in one block: it has its share of k, the others have not."""
+        scores = np.full((rows, width), -np.inf, np.float32)
+        scores[:, :1800:3] = np.random.default_rng(width).standard_normal((rows, 600))
+        scores[::2, 2000:] = np.nan
+        check_long(scores, np.full(rows, width), 1024, "cuda")
+
     @pytest.mark.parametrize("width", [2048, 65_536, 262_144])
     def test_does_not_depend_on_the_batch(self, width: int) -> None:
         """More rows take fewer blocks each."""
