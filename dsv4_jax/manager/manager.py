@@ -33,7 +33,7 @@ from .request import Parked, Request, RequestState
 from .stats import ManagerStats, collect, compute_block_budget
 from .stepping import SteppingManager
 from .tiered_cache import Hit
-from .transfers import BLOCK, SLOT, Transfers
+from .transfers import BLOCK, SLOT
 
 __all__ = ["KVCacheManager"]
 
@@ -433,8 +433,10 @@ class KVCacheManager(SteppingManager):
 
         Raises:
             RequestError: it sleeps already, or a live request does not know its tokens.
+            PlanError: the transfers of the step before were not taken.
         """
         with self._guard("sleep"):
+            self._check_taken()
             self._empty_device()
             self._asleep = True
 
@@ -447,7 +449,7 @@ class KVCacheManager(SteppingManager):
             self._preempt(request)
         self._cache.end_copies()
         self._cache.evict_all()
-        self._step_transfers = Transfers([*self._step_transfers, *self._cache.transfers.drain()])
+        self._step_transfers = self._cache.drain()
 
     def wakeup(self) -> None:
         """The device arrays are there again, with any content. Raises `RequestError` if it does not sleep."""
@@ -471,8 +473,7 @@ class KVCacheManager(SteppingManager):
         with self._guard("resize"):
             if not isinstance(size, CacheSize):
                 raise PlanError(f"the new size must be a CacheSize, got {type(size).__name__}")
-            if self._step_transfers:
-                raise PlanError("the transfers of the step before were not taken (see take_transfers)")
+            self._check_taken()
             limit = self._context_limit(size)
             for request in self._ids.values():
                 if request.max_tokens > limit:

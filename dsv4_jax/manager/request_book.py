@@ -200,6 +200,10 @@ class RequestBook:
         if self._asleep:
             raise RequestError("the manager sleeps: call wakeup() first")
 
+    def _check_taken(self) -> None:
+        if self._step_transfers:
+            raise PlanError("the transfers of the step before were not taken (see take_transfers)")
+
     def _token_ids(self, tokens: Iterable[int] | np.ndarray) -> np.ndarray:
         """[N] int32, checked against the vocabulary. Raises `RequestError`."""
         try:

@@ -100,8 +100,7 @@ class SteppingManager(RequestBook):
 
     def _plan_step(self, feeds: list[Feed], steps: int, shape: StepShape | None) -> StepPlan:
         self._check_awake()
-        if self._step_transfers:
-            raise PlanError("the transfers of the step before were not taken (see take_transfers)")
+        self._check_taken()
         if shape is not None and not isinstance(shape, StepShape):
             raise PlanError(f"shape must be a StepShape or None, got {type(shape).__name__}")
         rows = self._rows
@@ -166,7 +165,7 @@ class SteppingManager(RequestBook):
             self._publisher.mark(requests[i])  # of K steps always: only the first one's ids pass `plan_tokens`
         self._copied = frozenset(self._cache.copies.slots)
         self._cache.end_copies()
-        self._step_transfers = self._cache.transfers.drain()
+        self._step_transfers = self._cache.drain()
         return plan
 
     def _check_tokens(
@@ -191,8 +190,6 @@ class SteppingManager(RequestBook):
         """
         with self._guard("take_transfers"):
             stages, self._step_transfers = self._step_transfers, Transfers()
-            if stages:
-                self._cache.taken = stages
             return stages
 
     def commit(self) -> None:

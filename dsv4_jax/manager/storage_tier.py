@@ -76,7 +76,7 @@ class StorageTier:
         """
         with self._manager._guard("plan_writes"):
             cache = self._cache
-            if len(cache.transfers) or self._manager.has_transfers or not cache.taken.ran:
+            if cache.is_waiting:
                 return []
             writes = []
             for node in cache.tree.pop_persists(limit):

@@ -73,7 +73,7 @@ class TieredCache:
         self.host_snapshots = BlockPool(host.num_snapshots, pool="host snapshot")
         self.transfers = TransferQueue()
         self.copies = PendingCopies()
-        self.taken = Transfers()  # stages of the last step that were handed out
+        self.due: list[Transfers] = []  # stages of steps that nobody has gone through yet, in order
         self.fetching: dict[int, Node] = {}  # host snapshot records on their way from storage, and whose
         self.failures: collections.Counter[str] = collections.Counter()
         choices = policy or CachePolicy()
@@ -215,7 +215,19 @@ class TieredCache:
 
     def busy_records(self, scope: str) -> set[int]:
         """Host records that copies not queued on the device yet will read or write."""
-        return self.transfers.host_records(scope) | (set() if self.taken.ran else self.taken.host_records(scope))
+        records = self.transfers.host_records(scope)
+        return records.union(*(stages.host_records(scope) for stages in self.due if not stages.ran))
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether copies were asked for that are not queued on the device yet."""
+        return len(self.transfers) > 0 or not all(stages.ran for stages in self.due)
+
+    def drain(self) -> Transfers:
+        """The copies asked for, as stages of a step. Until somebody has gone through them they count as waiting."""
+        stages = self.transfers.drain()
+        self.due = [due for due in (*self.due, stages) if not due.ran]
+        return stages
 
     def try_host_snapshots(self, count: int) -> list[int]:
         """Up to `count` host snapshot records, cached ones of older use among them."""
