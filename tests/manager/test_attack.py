@@ -60,3 +60,19 @@ def test_no_sleep_before_the_transfers_of_the_last_step_are_taken() -> None:
     assert request in manager.requests and not manager._asleep
     list(manager.take_transfers())
     manager.sleep()
+
+
+def test_what_a_read_arrives_below_stays_on_the_host() -> None:
+    """The parent went back to storage meanwhile; the read's end could not go above it, and the manager was lost."""
+    manager = make(host=HostSize(5, 4), every=1)
+    tier, others = StorageTier(manager), [4] * 33
+    for prompt in (PROMPT[:17], PROMPT[:33]):
+        reads = tier.plan_reads(prompt, everything, everything)
+        if len(prompt) < 33:
+            tier.finish_reads(reads, [True] * len(reads))
+    pressing = tier.plan_reads(others, everything, everything)
+    assert [move.scope for move in reads] == [BLOCK, BLOCK, SLOT]
+    tier.finish_reads(reads, [True] * len(reads))
+    tier.finish_reads(pressing, [True] * len(pressing))
+    manager.check_integrity()
+    assert manager.admit_request(PROMPT[:33]).num_cached == 32

@@ -271,9 +271,12 @@ def _leaves(parent: Node, tier: Tier, count: int) -> None:
 
 
 def _held_from_below(node: Node, tier: Tier) -> bool:
-    """Whether the node, if it had to be removed, could not be: it or a lower-tier node below it is in use."""
-    if node.state.tier is not tier or (tier is T.DEVICE and node.host) or (tier is T.HOST and node.stored):
+    """Whether the node cannot leave: a child is about to come up to this tier; or it would have to be removed, and
+    it or a lower-tier node below it is in use."""
+    if node.state.tier is not tier or (tier is T.DEVICE and node.host):
         return False
+    if tier is T.HOST and node.stored:
+        return any(child.state is S.FETCHING for child in children_of(node))
     if node.snapshot is not None and node.snapshot.pins:
         return True
     if not node.children:
