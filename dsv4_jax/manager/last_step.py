@@ -23,21 +23,24 @@ class LastStep:
         written: nodes of blocks that the step filled, parents first, and that no later step has read.
         attached: the node with the snapshot that the step should have taken, or that was made of its state; None if
             there is none, or somebody has started from it and was fed by a later step.
-        relying: live requests that stand on these, or on copies that were to be made of the request or by that plan.
+        relying: live requests that stand on these, or on copies that were to be made of the request, or by that plan or
+            a later one.
+        parked: preempted ones that have such copies on the host.
         heirs: requests fed by the same step that list blocks of it: they are theirs to take back now.
     """
 
     written: list[Node]
     attached: Node | None
     relying: list[Request]
+    parked: list[Request]
     heirs: dict[Request, list[Node]]
 
     @classmethod
     def of(
         cls, request: Request, cache: TieredCache, publisher: Publisher, live: Iterable[Request],
-        copied: frozenset[int],
+        waiting: Iterable[Request],
     ) -> LastStep:  # fmt: skip
-        """`copied`: slots that the same plan should have filled by copies."""
+        """`waiting`: the preempted requests."""
         step = request.last_step
         others = [other for other in live if other is not request]
         later = [other for other in others if other.last_step > step and other.was_fed]
@@ -57,12 +60,12 @@ class LastStep:
             elif (
                 listed
                 or (attached is not None and _started_from(other, attached, at, step))
-                or other.forked == (request.id, step)
-                or other.slot in copied
+                or _is_copy(other, request, step)
             ):
                 relying.append(other)
         inherited = {node for nodes in heirs.values() for node in nodes}
-        return cls([n for n in written if n not in inherited], attached, relying, heirs)
+        parked = [other for other in waiting if other is not request and _is_copy(other, request, step)]
+        return cls([n for n in written if n not in inherited], attached, relying, parked, heirs)
 
     def take_back(self, cache: TieredCache) -> None:
         """Takes all of it out of the cache, once the request has given up its own and those relying stand still."""
@@ -81,6 +84,11 @@ class LastStep:
                 pool.release([tree.drop_snapshot(node, tier)])
         if snapshot.stored:
             tree.drop_snapshot(node, T.STORAGE)
+
+
+def _is_copy(other: Request, request: Request, step: int) -> bool:
+    """Whether its state is a copy of the request after this step, or one that was to be made in this step or later."""
+    return other.forked is not None and (other.forked == (request.id, step) or 0 < step <= other.copied)
 
 
 def _started_from(request: Request, node: Node, tokens: int, step: int) -> bool:

@@ -146,10 +146,12 @@ class KVCacheManager(SteppingManager):
         with self._guard("abort_request"):
             if not (isinstance(request, Request) and self._is_preempted(request)):
                 request = self._checked(request)
-            copied = self._copied if request.last_step == self._steps else frozenset()
-            undo = LastStep.of(request, self._cache, self._publisher, self.requests, copied)
+            undo = LastStep.of(request, self._cache, self._publisher, self.requests, self.preempted)
             for other in undo.relying:
                 self._stand_still(other)
+            for other in undo.parked:
+                self._drop_parked(other)
+                other.forked = None
             if request.state is RequestState.PREEMPTED:
                 self._drop_parked(request)
             else:
@@ -204,6 +206,7 @@ class KVCacheManager(SteppingManager):
             self._check_slot()
             self._commit()
             if not self._unpark(request):
+                request.forked = None
                 hasher = request.hasher
                 if hasher is not None:
                     self._follow_verified(request, hasher)
@@ -268,8 +271,8 @@ class KVCacheManager(SteppingManager):
         child.num_prompt, child.num_cached, child.num_hit = parent.num_prompt, parent.num_cached, parent.num_cached
         child.hasher = parent.hasher.copy() if parent.hasher is not None else None
         child.history, child.step_start = parent.history[:], parent.num_cached
-        unfed = not parent.was_fed and parent.forked is not None
-        child.forked = parent.forked if unfed else (parent.id, parent.last_step)
+        child.forked = (parent.id, parent.last_step) if parent.forked is None else parent.forked
+        child.copied = 0 if parent.forked is None else parent.copied
         child.nodes = self._cache.tree.acquire(parent.nodes[:shared])
         own, blocks[: used - shared] = blocks[: used - shared], []
         child.blocks = parent.blocks[:shared] + own
@@ -329,7 +332,7 @@ class KVCacheManager(SteppingManager):
             cache.tree.unpin_snapshot(request.restores)
         cache.tree.release(request.nodes[:shared])
         request.blocks = request.blocks[shared:]
-        request.nodes, request.restores, request.rolling = [], None, None
+        request.nodes, request.restores, request.rolling, request.forked = [], None, None, None
         request.num_cached = request.num_hit = request.num_tabled = request.fed = 0
         self._publisher.forget(request)
         self._rows = None
@@ -359,10 +362,10 @@ class KVCacheManager(SteppingManager):
         slot, kept = request.slot, False
         if keep:
             self._publisher.publish(request, self._final_tokens(request))
-            # A slot that is still to be copied to or from is no snapshot.
-            pending = self._cache.copies.slots
+            # A slot that is still to be copied from is no snapshot; nor is a copy of what another's last step may never
+            # have written, as nobody could take that back.
             settled = request.num_cached == self._final_tokens(request) and request.restores is None
-            if settled and slot not in pending and slot not in pending.values():
+            if settled and request.forked is None and slot not in self._cache.copies.slots.values():
                 kept = self._publisher.keep_slot(request, always=always)
         self._let_go(request)
         if not kept:
@@ -373,7 +376,7 @@ class KVCacheManager(SteppingManager):
         cache, first = self._cache, request.num_shared
         if request.restores is not None or request.slot in cache.copies.slots or not request.num_pending:
             return None
-        if not request.num_cached % self.layout.block_tokens and first * self.layout.block_tokens == request.num_cached:
+        if first * self.layout.block_tokens == request.num_cached and (request.forked is None or not first):
             return None  # its slot becomes a snapshot, or there is one already
         own = request.blocks[first : self.layout.blocks_for(request.num_cached)]
         blocks, snapshots = cache.try_host_blocks(len(own)), cache.try_host_snapshots(1)

@@ -73,7 +73,8 @@ class Request:
         started: steps planned when it became live.
         last_step: number of the last step that fed it, 0 before the first.
         epoch: how often it was preempted.
-        forked: id and last step of the request it was forked from, None if it was not.
+        forked: id and last step of the request whose copy it is, until it is fed; None if it is none.
+        copied: the step before which such a copy, or the one it was copied from, was made; 0 if none was planned yet.
         hasher: digests of its full blocks; None if nothing is cached.
         nodes: of its leading blocks in the prefix tree: shared, or (the last ones) about to be.
         restores: the node whose snapshot its first step restores, pinned until then.
@@ -102,6 +103,7 @@ class Request:
     epoch: int = 0
     state: RequestState = RequestState.LIVE
     forked: tuple[Hashable, int] | None = None
+    copied: int = 0
     hasher: BlockHasher | None = None
     nodes: list[Node] = dataclasses.field(default_factory=list)
     restores: Node | None = None

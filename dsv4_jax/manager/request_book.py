@@ -58,7 +58,6 @@ class RequestBook:
         self._steps = 0
         self._rows: Any = None  # of the step planned last, until something changes them
         self._step_transfers = Transfers()
-        self._copied: frozenset[int] = frozenset()  # slots that copies of the step planned last fill
         self._asleep = False
 
     @property

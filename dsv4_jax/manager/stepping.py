@@ -160,10 +160,11 @@ class SteppingManager(RequestBook):
             request.fed = count * steps
             request.step_start = request.num_cached
             request.num_cached += request.fed
-            request.last_step = self._steps
+            request.last_step, request.forked = self._steps, None
         for i in np.flatnonzero(ends // block > starts // block).tolist() if steps == 1 else range(len(requests)):
             self._publisher.mark(requests[i])  # of K steps always: only the first one's ids pass `plan_tokens`
-        self._copied = frozenset(self._cache.copies.slots)
+        for slot in self._cache.copies.slots:
+            self._live[slot].copied = self._steps
         self._cache.end_copies()
         self._step_transfers = self._cache.drain()
         return plan

@@ -76,3 +76,75 @@ def test_what_a_read_arrives_below_stays_on_the_host() -> None:
     tier.finish_reads(pressing, [True] * len(pressing))
     manager.check_integrity()
     assert manager.admit_request(PROMPT[:33]).num_cached == 32
+
+
+# Steps that did not run
+
+
+def step(manager: KVCacheManager, *feeds: tuple[Request, int]) -> None:
+    manager.plan_step(list(feeds))
+    list(manager.take_transfers())
+
+
+def test_a_preempted_fork_of_an_aborted_request_does_not_keep_its_copy() -> None:
+    manager = make(host=HostSize(8, 4))
+    parent = manager.admit_request(PROMPT)
+    step(manager, (parent, 12))
+    (child,) = manager.fork(parent)
+    step(manager, (parent, 3))  # should have made the copies; it does not run
+    manager.preempt(child)
+    assert child.parked is not None
+    manager.abort_request(parent)
+    manager.resume(child)
+    assert child.num_cached == 0
+    manager.check_integrity()
+
+
+def test_a_fork_whose_copies_an_earlier_step_should_have_made_starts_anew() -> None:
+    manager = make(host=HostSize(8, 4), num_slots=6)
+    parent, other, last = (manager.admit_request([7 + i] * 30) for i in range(3))
+    step(manager, (parent, 12))
+    (child,) = manager.fork(parent)
+    step(manager, (other, 3))  # should have made the copies; it does not run, nor does what comes after
+    (grandchild,) = manager.fork(child)
+    step(manager, (last, 3))
+    (pending,) = manager.fork(grandchild)
+    manager.abort_request(last)
+    manager.abort_request(other)
+    assert (child.num_cached, grandchild.num_cached, pending.num_cached) == (0, 0, 0)
+    assert parent.num_cached == 12
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("end", ["release", "preempt"])
+def test_a_fork_s_copy_that_was_never_made_becomes_no_snapshot(end: str) -> None:
+    """The block at its end was another's, so the parent's abort did not take it back, nor the snapshot with it."""
+    manager = make(every=None, host=HostSize(8, 4))
+    step(manager, (first := manager.admit_request(PROMPT[:17]), 8))
+    step(manager, (first, 4))
+    step(manager, (first, 5))  # no snapshot after 8 tokens is wanted any more
+    step(manager, (parent := manager.admit_request(PROMPT[:8] + [9] * 9), 4))
+    step(manager, (parent, 4))  # does not run; its block is one that the first one has computed
+    (child,) = manager.fork(parent)
+    step(manager)
+    (manager.release_request if end == "release" else manager.preempt)(child)
+    manager.abort_request(parent)
+    manager.check_integrity()
+    if end == "preempt":
+        manager.resume(child)
+        assert child.num_cached == 0
+    assert manager.admit_request(PROMPT[:8] + [9] * 9).num_cached == 0
+
+
+def test_a_preempted_fork_goes_on_where_it_stood() -> None:
+    """At a block boundary too, where nothing but the state is its own."""
+    manager = make(host=HostSize(8, 4), every=None)
+    parent = manager.admit_request([*PROMPT[:16], 9])
+    step(manager, (parent, 16))
+    (child,) = manager.fork(parent)
+    step(manager, (parent, 1))
+    manager.preempt(child)
+    manager.resume(child)
+    assert child.num_cached == 16
+    step(manager, (child, 1))
+    manager.check_integrity()
