@@ -204,6 +204,7 @@ class KVCacheManager(SteppingManager):
             if not isinstance(request, Request) or not self._is_preempted(request):
                 raise RequestError(f"request {getattr(request, 'id', request)!r} is not preempted here")
             self._check_slot()
+            self._check_room(request)
             self._commit()
             if not self._unpark(request):
                 request.forked = None
@@ -389,29 +390,37 @@ class KVCacheManager(SteppingManager):
         cache.transfers.out(SLOT, request.slot, snapshots[0])
         return Parked(request.num_cached, first, blocks, snapshots[0])
 
-    def _unpark(self, request: Request) -> bool:
-        """Whether what was parked and the shared blocks before it are all there: then they are the request's again.
-
-        Raises:
-            NoFreeSlotError, OutOfBlocksError: there is no slot, or no room for the parked blocks.
-        """
-        cache, parked = self._cache, request.parked
+    def _parked_path(self, request: Request) -> Sequence[Node] | None:
+        """The shared blocks before what was parked; None if they are not all there, or nothing was parked."""
+        parked = request.parked
         if parked is None or parked.num_cached >= len(request.tokens):
-            return False
+            return None
         digests = request.hasher.digests[: parked.first_block] if request.hasher is not None else []
-        path = cache.tree.match(digests, len(request.tokens)).path
-        if len(path) < parked.first_block or any(n.state.tier < T.HOST for n in path) or not cache.load(path):
+        path = self._cache.tree.match(digests, len(request.tokens)).path
+        return None if len(path) < parked.first_block or any(n.state.tier < T.HOST for n in path) else path
+
+    def _check_room(self, request: Request) -> None:
+        """Raises `OutOfBlocksError` if what was parked does not fit on the device, but the shared blocks before do."""
+        path, parked = self._parked_path(request), request.parked
+        if path is None or parked is None:
+            return
+        below = sum(node.state.tier is not T.DEVICE for node in path)
+        stay = sum(node.state.tier is T.DEVICE and not node.refs for node in path)
+        available = self._cache.num_available - stay + self._publisher.preview(self._final_tokens)[0]
+        if below <= available < below + len(parked.blocks):
+            raise OutOfBlocksError(below + len(parked.blocks), available, self._cache.blocks.num_total)
+
+    def _unpark(self, request: Request) -> bool:
+        """Whether what was parked and the shared blocks before it are all there: then they are the request's again."""
+        cache, path, parked = self._cache, self._parked_path(request), request.parked
+        if path is None or parked is None or not cache.load(path):
             return False
         nodes = cache.tree.acquire(path)
-        try:
-            request.slot = self._start(None, 0).slot
-            own = cache.acquire_blocks(len(parked.blocks))
-        except (NoFreeSlotError, OutOfBlocksError):
+        if not cache.can_acquire(len(parked.blocks)):
             cache.tree.release(nodes)
-            if request.slot:
-                cache.release_slot(request.slot)
-                request.slot = 0
-            raise
+            return False
+        request.slot = self._start(None, 0).slot
+        own = cache.acquire_blocks(len(parked.blocks))
         for record, block in zip(parked.blocks, own, strict=True):
             cache.transfers.into(BLOCK, record, block)
         cache.transfers.into(SLOT, parked.snapshot, request.slot)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dsv4_jax.errors import PlanError
-from dsv4_jax.manager import HostSize, KVCacheManager, StorageTier
+from dsv4_jax.errors import OutOfBlocksError, PlanError
+from dsv4_jax.manager import EventLog, HostSize, KVCacheManager, StorageTier, WritePolicy
 from dsv4_jax.manager.request import Request
 from dsv4_jax.manager.transfers import BLOCK, SLOT
 
@@ -148,3 +148,61 @@ def test_a_preempted_fork_goes_on_where_it_stood() -> None:
     assert child.num_cached == 16
     step(manager, (child, 1))
     manager.check_integrity()
+
+
+# Refused calls
+
+
+def books(manager: KVCacheManager) -> tuple:
+    """All that a refused call must leave as it was."""
+    cache = manager._cache
+    nodes = [(n.digest, n.state, n.block, n.host, n.refs, n.hits, n.snapshot) for n in cache.tree._nodes.values()]
+    requests = [
+        (r.id, r.state, r.num_cached, r.fed, r.num_tabled, r.reserved, r.blocks[:], r.nodes[:])
+        for r in manager._ids.values()
+    ]
+    return manager.stats(), manager.events.last, nodes, requests, len(cache.transfers), str(cache.host_blocks.stats())
+
+
+def test_a_refused_resume_changes_nothing() -> None:
+    """It published what others had filled, and loaded the shared blocks, before it found too few blocks."""
+    manager = make(6, host=HostSize(8, 4), events=EventLog())
+    request = manager.admit_request(PROMPT[:30])
+    step(manager, (request, 16))
+    step(manager, (request, 5))
+    manager.preempt(request)
+    step(manager, (other := manager.admit_request([9] * 60), 1))
+    manager.reserve(other, 48)
+    step(manager, (manager.requests[0], 8))
+    manager.accept(other, 8)
+    other.reserved = 0
+    manager._cache.release_blocks(other.blocks[4:])
+    del other.blocks[4:]
+    assert request.parked.first_block == 2 and manager._cache.num_available == 2
+    before = books(manager)
+    with pytest.raises(OutOfBlocksError):
+        manager.resume(request)
+    assert books(manager) == before and request.parked is not None
+    manager.release_request(other)
+    manager.resume(request)
+    assert request.num_cached == 21
+
+
+@pytest.mark.parametrize("write", [WritePolicy.write_back(), WritePolicy.write_through()])
+def test_blocks_that_can_be_had_are_had_whatever_is_being_fetched_below_them(write: WritePolicy) -> None:
+    """A step was refused after it had published, when a fetch held the blocks that it had counted on."""
+    manager = make(6, host=HostSize(2, 2), every=1, events=EventLog(), write=write)
+    tier = StorageTier(manager)
+    request = manager.admit_request(PROMPT[:9])
+    step(manager, (request, 8))
+    step(manager, (request, 1))
+    manager.release_request(request)
+    reads = tier.plan_reads(PROMPT[:25], everything, everything)  # below the block on the device; the host is full
+    assert [move.scope for move in reads] == [BLOCK, BLOCK, SLOT]
+    other = manager.admit_request([9] * 48)
+    assert manager._cache.can_acquire(6)
+    step(manager, (other, 48))
+    assert not any(tier.is_current(move) for move in reads if move.scope == BLOCK)
+    tier.finish_reads(reads, [True] * len(reads))
+    manager.check_integrity()
+    assert not manager._cache.fetching and not manager._cache.host_blocks.num_held

@@ -48,20 +48,6 @@ class EvictingTree(TreeBase):
         result.unused = spots[::-1]
         return result
 
-    def can_evict(self, tier: Tier, count: int, room: int = 0) -> bool:
-        """Whether `evict(tier, count)` with so many host blocks would find enough. Changes nothing."""
-        if count > self.evictable(tier):
-            return False
-        if not self.count(S.FETCHING) and not self.count(S.PERSISTING):
-            return True  # nothing below a leaf holds it
-        try:
-            victims = self._victims(tier, count, room)
-        except OutOfBlocksError:
-            return False
-        for node in victims:
-            self._queues[tier].push(node)
-        return True
-
     def evict_colder(self, tier: Tier, node: Node) -> Freed | None:
         """As `evict`, of the next one, if it would leave before this node did; else None, and nothing has changed."""
         try:
