@@ -130,12 +130,13 @@ class Publisher:
         """The published nodes whose blocks the request's last step filled."""
         return [n for n in request.written if (n.depth + 1) * self.block_tokens > request.step_start]
 
-    def last_attached(self, request: Request) -> Node | None:
-        """The node with the snapshot that the request's last step took, or that was made of its state."""
-        node = request.attached
-        if node is None or not self._tree.is_current(node) or node.snapshot is None:
-            return None
-        return node if (node.depth + 1) * self.block_tokens >= request.step_start else None
+    def last_attached(self, request: Request) -> list[Node]:
+        """The nodes with the snapshots that the request's last step took, or that were made of its state since."""
+        return [
+            node for node in request.attached
+            if self._tree.is_current(node) and node.snapshot is not None
+            and (node.depth + 1) * self.block_tokens >= request.step_start
+        ]  # fmt: skip
 
     def would_share(self, request: Request, tokens: int) -> int:
         """Leading blocks of the request that the tree holds once `publish(request, tokens)` was called."""
@@ -206,7 +207,7 @@ class Publisher:
                 self._cache.slots.release([slot])
                 continue
             self._tree.attach_snapshot(node, T.DEVICE, slot)
-            request.attached = node
+            request.attached = [node]
             if placement is Placement.ROLLING:
                 request.rolling = node
 
@@ -226,7 +227,7 @@ class Publisher:
         if not always and self._wanted(request) is Placement.NONE:
             return False
         self._tree.attach_snapshot(request.nodes[i], T.DEVICE, request.slot)
-        request.attached = request.nodes[i]
+        request.attached.append(request.nodes[i])
         if request.rolling is not None and self._rolling_slot(request):
             self._cache.slots.release([self._tree.drop_snapshot(request.rolling, T.DEVICE)])
         return True

@@ -80,7 +80,7 @@ class Request:
         restores: the node whose snapshot its first step restores, pinned until then.
         rolling: the node with its latest snapshot that the next one replaces.
         written: nodes of blocks that its last step filled, published since: what an abort takes back.
-        attached: the node that its last step, or its preemption, gave a snapshot.
+        attached: nodes that its last step, or its preemption since, gave a snapshot.
         parked: what it left on the host when it was preempted.
     """
 
@@ -109,7 +109,7 @@ class Request:
     restores: Node | None = None
     rolling: Node | None = None
     written: list[Node] = dataclasses.field(default_factory=list)
-    attached: Node | None = None
+    attached: list[Node] = dataclasses.field(default_factory=list)
     parked: Parked | None = None
 
     def __index__(self) -> int:

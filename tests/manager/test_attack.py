@@ -150,6 +150,17 @@ def test_a_preempted_fork_goes_on_where_it_stood() -> None:
     manager.check_integrity()
 
 
+def test_a_lost_step_s_snapshot_goes_though_its_request_left_another_one() -> None:
+    """Preempted at the next boundary its slot became a snapshot, and the one that the step had taken was forgotten."""
+    manager = make(every=1)
+    step(manager, (request := manager.admit_request(PROMPT[:25]), 8))
+    step(manager, (request, 8))  # does not run, nor does its copy of the state after 8 tokens
+    manager.preempt(request)
+    manager.abort_request(request)
+    assert manager.admit_request(PROMPT[:25]).num_cached == 0
+    manager.check_integrity()
+
+
 # Refused calls
 
 
