@@ -227,7 +227,7 @@ class Publisher:
         if not always and self._wanted(request) is Placement.NONE:
             return False
         self._tree.attach_snapshot(request.nodes[i], T.DEVICE, request.slot)
-        request.attached.append(request.nodes[i])
+        request.attached = [*self.last_attached(request), request.nodes[i]]
         if request.rolling is not None and self._rolling_slot(request):
             self._cache.slots.release([self._tree.drop_snapshot(request.rolling, T.DEVICE)])
         return True

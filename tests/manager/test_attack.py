@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dsv4_jax.errors import OutOfBlocksError, PlanError
-from dsv4_jax.manager import EventLog, HostSize, KVCacheManager, StorageTier, WritePolicy
+from dsv4_jax.manager import EventLog, HostSize, KVCacheManager, StorageTier, Tier, WritePolicy
+from dsv4_jax.manager.prefix.prefix_tree import PrefixTree
 from dsv4_jax.manager.request import Request
 from dsv4_jax.manager.transfers import BLOCK, SLOT
 
@@ -76,6 +77,25 @@ def test_what_a_read_arrives_below_stays_on_the_host() -> None:
     tier.finish_reads(pressing, [True] * len(pressing))
     manager.check_integrity()
     assert manager.admit_request(PROMPT[:33]).num_cached == 32
+
+
+def test_a_block_stays_while_something_moves_below_one_that_leaves_with_it() -> None:
+    """The child went down to its copy on the host, and the parent was to be removed with a record being persisted."""
+    tree = PrefixTree(8)
+    top = tree.publish(tree.reserve(None, b"top", 1)).node
+    child = tree.publish(tree.reserve(top, b"child", 2)).node
+    last = tree.publish(tree.reserve(child, b"last", 3)).node
+    for node, host in ((child, 1), (last, 2)):
+        tree.begin_backup(node, host)
+        tree.complete(node)
+    tree.release([top, child, last])
+    assert tree.evict(Tier.DEVICE, 1).blocks == [3]
+    tree.begin_persist(last)
+    with pytest.raises(OutOfBlocksError):
+        tree.evict(Tier.DEVICE, 2)
+    tree.check_integrity()
+    tree.complete(last)
+    assert sorted(tree.evict(Tier.DEVICE, 2).blocks) == [1, 2]
 
 
 # Steps that did not run

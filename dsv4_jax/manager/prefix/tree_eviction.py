@@ -109,12 +109,16 @@ class EvictingTree(TreeBase):
         queue = self._queues[tier]
         chosen: list[Node] = []
         passed: list[Node] = []
+        moving = self._counts[S.FETCHING] + self._counts[S.PERSISTING] > 0
+        busy: set[Node] = set()  # with a move under way below a child that goes down to its copy
         while len(chosen) < count and (node := queue.pop()) is not None:
-            if room < count and _held_from_below(node, tier):
+            parent, goes_down = node.parent, tier is T.DEVICE and node.host > 0
+            if room < count and not goes_down and (node in busy or _held_from_below(node, tier)):
                 passed.append(node)
                 continue
+            if moving and goes_down and parent is not None and (node in busy or _has_moves_below(node, tier)):
+                busy.add(parent)
             chosen.append(node)
-            parent = node.parent
             if parent is not None and node.state.tier is tier:
                 _leaves(parent, tier, 1)
                 if parent.state.tier is tier:
@@ -259,7 +263,7 @@ def _leaves(parent: Node, tier: Tier, count: int) -> None:
 def _held_from_below(node: Node, tier: Tier) -> bool:
     """Whether the node cannot leave: a child is about to come up to this tier; or it would have to be removed, and
     it or a lower-tier node below it is in use."""
-    if node.state.tier is not tier or (tier is T.DEVICE and node.host):
+    if node.state.tier is not tier:
         return False
     if tier is T.HOST and node.stored:
         return any(child.state is S.FETCHING for child in children_of(node))
@@ -267,5 +271,9 @@ def _held_from_below(node: Node, tier: Tier) -> bool:
         return True
     if not node.children:
         return False
+    return _has_moves_below(node, tier)
+
+
+def _has_moves_below(node: Node, tier: Tier) -> bool:
     below = [n for child in children_of(node) if child.state.tier < tier for n in subtree_of(child)]
     return any(n.state not in SETTLED or (n.snapshot is not None and n.snapshot.pins) for n in below)
