@@ -208,18 +208,17 @@ class KVCacheManager(SteppingManager):
             self._commit()
             if not self._unpark(request):
                 request.forked = None
-                hasher = request.hasher
-                if hasher is not None:
-                    self._follow_verified(request, hasher)
-                known = len(request.tokens) if hasher is None else min(len(request.tokens), hasher.num_tokens)
-                self._use_hit(request, self._start(hasher, known))
+                known = self._follow_verified(request, request.hasher)
+                self._use_hit(request, self._start(request.hasher, known))
             self._drop_parked(request)
             request.started = self._steps
             self._live[request.slot], request.state = request, RequestState.LIVE
 
-    def _follow_verified(self, request: Request, hasher: BlockHasher) -> None:
-        """Makes the hasher's tokens those that are certain to stand: fed, of the prompt, or drawn last."""
+    def _follow_verified(self, request: Request, hasher: BlockHasher | None) -> int:
+        """Makes the hasher's tokens those that are certain to stand: fed, of the prompt, or drawn last. How many."""
         history, tokens = request.history, request.tokens
+        if hasher is None:
+            return len(tokens)
         certain = max(request.num_prompt, len(history) + 1) if self.layout.draft_tokens else len(tokens)
         ids = history[:]
         try:
@@ -229,6 +228,7 @@ class KVCacheManager(SteppingManager):
             ids = history
             hasher.follow(ids.tobytes())
         hasher.truncate(len(ids))
+        return min(len(tokens), hasher.num_tokens)
 
     def fork(self, request: Request | int, *, request_ids: Sequence[Hashable | None] = (None,)) -> list[Request]:
         """Copies of a live request as it stands, one per id: n samples of one prompt.
@@ -315,7 +315,11 @@ class KVCacheManager(SteppingManager):
     def _use_hit(self, request: Request, hit: Hit) -> None:
         request.nodes, request.restores, request.slot = hit
         request.blocks = [node.block for node in hit.nodes]
-        request.num_cached = request.num_hit = len(hit.nodes) * self.layout.block_tokens
+        self._stand_at(request, len(hit.nodes))
+
+    def _stand_at(self, request: Request, blocks: int) -> None:
+        """It starts after so many cached blocks of the hasher's tokens: these were fed then, whatever `tokens` says."""
+        request.num_cached = request.num_hit = blocks * self.layout.block_tokens
         if request.hasher is not None and len(request.history) < request.num_cached:
             request.history = array("i")
             request.history.frombytes(request.hasher.ids(request.num_cached))
@@ -343,7 +347,7 @@ class KVCacheManager(SteppingManager):
         tree, hasher = self._cache.tree, request.hasher
         request.started = self._steps
         if hasher is not None:
-            path = tree.match(hasher.digests, len(request.tokens)).path
+            path = tree.match(hasher.digests, self._follow_verified(request, hasher)).path
             states = [i + 1 for i, n in enumerate(path) if n.snapshot is not None and n.snapshot.device]
             here = next((i for i, n in enumerate(path) if n.state.tier is not T.DEVICE), len(path))
             hit = max((end for end in states if end <= here), default=0)
@@ -352,7 +356,7 @@ class KVCacheManager(SteppingManager):
                 tree.pin_snapshot(nodes[-1])
                 request.nodes, request.restores = nodes, nodes[-1]
                 request.blocks = [node.block for node in nodes] + request.blocks
-                request.num_cached = request.num_hit = hit * self.layout.block_tokens
+                self._stand_at(request, hit)
         missing = self.layout.blocks_for(request.reserved) - len(request.blocks)
         if missing > 0 and self._cache.can_acquire(missing):
             request.blocks += self._cache.acquire_blocks(missing)

@@ -181,6 +181,24 @@ def test_a_lost_step_s_snapshot_goes_though_its_request_left_another_one() -> No
     manager.check_integrity()
 
 
+def test_who_starts_anew_is_known_by_the_ids_that_are_there() -> None:
+    """It looked up the prompt as it was admitted, and published what followed under ids changed since."""
+    manager = make(every=1, snapshots=8)
+    first, second = manager.admit_request(PROMPT), manager.admit_request(PROMPT)
+    step(manager, (first, 8))
+    step(manager, (first, 1))  # does not run; takes the snapshot after 8 tokens
+    request, same = manager.admit_request(PROMPT), manager.admit_request(PROMPT)
+    assert request.num_cached == same.num_cached == 8
+    request.tokens[10] = 200
+    for count in (8, 8, 9):
+        step(manager, (second, count))
+    manager.abort_request(first)
+    assert (request.num_cached, same.num_cached) == (0, 16)
+    assert same.history.tolist() == PROMPT[:16]
+    assert request.history.tolist() == PROMPT[:8]
+    manager.check_integrity()
+
+
 # Refused calls
 
 
