@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from dsv4_jax.errors import OutOfBlocksError, PlanError
-from dsv4_jax.manager import EventLog, HostSize, KVCacheManager, StorageTier, Tier, WritePolicy
+from dsv4_jax.errors import ManagerInterruptedError, OutOfBlocksError, PlanError
+from dsv4_jax.manager import EventLog, HostSize, KVCacheManager, StepShape, StorageTier, Tier, WritePolicy
 from dsv4_jax.manager.prefix.prefix_tree import PrefixTree
-from dsv4_jax.manager.request import Request
+from dsv4_jax.manager.request import Request, RequestState
 from dsv4_jax.manager.transfers import BLOCK, SLOT
 
 from .test_caching import PROMPT, make
@@ -255,3 +257,66 @@ def test_blocks_that_can_be_had_are_had_whatever_is_being_fetched_below_them(wri
     tier.finish_reads(reads, [True] * len(reads))
     manager.check_integrity()
     assert not manager._cache.fetching and not manager._cache.host_blocks.num_held
+
+
+# Schedules and shapes
+
+
+@pytest.mark.parametrize("copies", [(0, 9), (9, 0), (1, 1)])
+def test_nothing_is_offered_while_the_shape_cannot_carry_the_copies_of_forks(copies: tuple[int, int]) -> None:
+    manager = make()
+    request = manager.admit_request(PROMPT)
+    step(manager, (request, 12))
+    manager.fork(request)
+    shape = manager.pinned_shape(4, 16, slot_copies=copies[0], block_copies=copies[1])
+    feeds = manager.schedule(16, shape=shape)
+    assert bool(feeds) == (copies == (1, 1))
+    manager.plan_step(feeds, shape=shape if feeds else None)
+
+
+@pytest.mark.parametrize("shape", ["wide", 5, StepShape(1, 1, 1, 1, 1, 500, 9), StepShape(None, 1, 1, 1, 1, 1, 1)])
+def test_what_is_no_shape_of_this_cache_is_refused_and_nothing_else(shape) -> None:
+    """It ended in an AttributeError half way, and the manager refused everything; or in feeds that no step took."""
+    manager = make()
+    request = manager.admit_request(PROMPT)
+    for call in (lambda: manager.schedule(8, shape=shape), lambda: manager.plan_step([(request, 1)], shape=shape)):
+        with pytest.raises(PlanError, match=r"shape|columns"):
+            call()
+    assert manager.schedule(8) == [(request, 8)]
+
+
+# Interrupts
+
+
+def test_an_interrupted_reset_is_finished_or_refused() -> None:
+    """Between its first two lines the manager trusted books that the call before had left half changed."""
+
+    def interrupt(frame, event, _):
+        nonlocal countdown
+        if event == "line" and "dsv4_jax" in frame.f_code.co_filename:
+            countdown -= 1
+            if countdown < 0:
+                raise KeyboardInterrupt
+        return interrupt
+
+    outcomes, line, trace = [], 0, sys.gettrace()
+    while outcomes[-1:] != ["whole"]:
+        manager = make()
+        request = manager.admit_request(PROMPT)
+        manager._guard("plan_step")  # and there it stopped
+        countdown, line = line, line + 1
+        sys.settrace(interrupt)
+        try:
+            manager.reset()
+            outcomes.append("whole")
+        except KeyboardInterrupt:
+            outcomes.append("interrupted")
+        finally:
+            sys.settrace(trace)
+        try:
+            manager.check_integrity()
+            assert not manager.requests and request.state is RequestState.RELEASED
+        except ManagerInterruptedError:
+            manager.reset()
+        manager.check_integrity()
+    assert outcomes.count("interrupted") > 20
