@@ -505,8 +505,9 @@ class KVCacheManager(SteppingManager):
 
         The one call that is possible after one was interrupted (`ManagerInterruptedError`).
         """
-        self._guard = Guard()
-        with self._guard("reset"):
+        guard = Guard()
+        with guard("reset"):
+            self._guard = guard  # which has begun: there is no instant at which another call could pass
             for request in self._ids.values():
                 request.blocks, request.nodes, request.restores, request.parked = [], [], None, None
                 request.state = RequestState.RELEASED
