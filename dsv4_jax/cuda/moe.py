@@ -15,7 +15,7 @@ from ..errors import ShapeError
 from ..ffi import cuda_target
 from .expert_weights import TILE_COLUMNS
 
-__all__ = ["experts"]
+__all__ = ["experts", "workspace_bytes"]
 
 MOST_EXPERTS, MOST_TOP, MOST_PAIRS = 512, 16, 98_304
 

@@ -21,32 +21,36 @@ class LastStep:
 
     Attributes:
         written: nodes of blocks that the step filled, parents first, and that no later step has read.
-        attached: the node with the snapshot that the step should have taken, or that was made of its state; None if
-            there is none, or somebody has started from it and was fed by a later step.
-        relying: live requests that stand on these, or on copies that were to be made of the request or by that plan.
+        attached: the nodes with the snapshots that the step should have taken, or that were made of its state; none
+            that somebody has started from and was fed by a later step.
+        relying: live requests that stand on these, or on copies that were to be made of the request, or by that plan or
+            a later one.
+        parked: preempted ones that have such copies on the host.
         heirs: requests fed by the same step that list blocks of it: they are theirs to take back now.
     """
 
     written: list[Node]
-    attached: Node | None
+    attached: list[Node]
     relying: list[Request]
+    parked: list[Request]
     heirs: dict[Request, list[Node]]
 
     @classmethod
     def of(
         cls, request: Request, cache: TieredCache, publisher: Publisher, live: Iterable[Request],
-        copied: frozenset[int],
+        waiting: Iterable[Request],
     ) -> LastStep:  # fmt: skip
-        """`copied`: slots that the same plan should have filled by copies."""
+        """`waiting`: the preempted requests."""
         step = request.last_step
         others = [other for other in live if other is not request]
         later = [other for other in others if other.last_step > step and other.was_fed]
         used = {node for other in later for node in other.nodes}
         written = [n for n in publisher.last_written(request) if cache.tree.is_current(n) and n not in used]
-        attached = publisher.last_attached(request)
-        at = (attached.depth + 1) * publisher.block_tokens if attached is not None else 0
-        if attached is not None and any(_started_from(other, attached, at, step) for other in later):
-            attached = None
+        block = publisher.block_tokens
+        attached = [
+            node for node in publisher.last_attached(request)
+            if not any(_started_from(other, node, block, step) for other in later)
+        ]  # fmt: skip
         relying: list[Request] = []
         heirs: dict[Request, list[Node]] = {}
         for other in others:
@@ -56,13 +60,13 @@ class LastStep:
                     heirs[other] = listed
             elif (
                 listed
-                or (attached is not None and _started_from(other, attached, at, step))
-                or other.forked == (request.id, step)
-                or other.slot in copied
+                or any(_started_from(other, node, block, step) for node in attached)
+                or _is_copy(other, request, step)
             ):
                 relying.append(other)
         inherited = {node for nodes in heirs.values() for node in nodes}
-        return cls([n for n in written if n not in inherited], attached, relying, heirs)
+        parked = [other for other in waiting if other is not request and _is_copy(other, request, step)]
+        return cls([n for n in written if n not in inherited], attached, relying, parked, heirs)
 
     def take_back(self, cache: TieredCache) -> None:
         """Takes all of it out of the cache, once the request has given up its own and those relying stand still."""
@@ -72,18 +76,22 @@ class LastStep:
         for node in self.written:
             if tree.is_current(node):  # else it went with the one above
                 cache.give_back(tree.retract(node))
-        node = self.attached
-        if node is None or not tree.is_current(node) or node.snapshot is None:
-            return
-        snapshot = node.snapshot
-        for tier, pool in ((T.DEVICE, cache.slots), (T.HOST, cache.host_snapshots)):
-            if snapshot.copy(tier):
-                pool.release([tree.drop_snapshot(node, tier)])
-        if snapshot.stored:
-            tree.drop_snapshot(node, T.STORAGE)
+        for node in self.attached:
+            if tree.is_current(node) and node.snapshot is not None:
+                snapshot = node.snapshot
+                for tier, pool in ((T.DEVICE, cache.slots), (T.HOST, cache.host_snapshots)):
+                    if snapshot.copy(tier):
+                        pool.release([tree.drop_snapshot(node, tier)])
+                if snapshot.stored:
+                    tree.drop_snapshot(node, T.STORAGE)
 
 
-def _started_from(request: Request, node: Node, tokens: int, step: int) -> bool:
+def _is_copy(other: Request, request: Request, step: int) -> bool:
+    """Whether its state is a copy of the request after this step, or one that was to be made in this step or later."""
+    return other.forked is not None and (other.forked == (request.id, step) or 0 < step <= other.copied)
+
+
+def _started_from(request: Request, node: Node, block_tokens: int, step: int) -> bool:
     """Whether it became live after this step with the state at the end of the node's block, after so many tokens."""
     listed = len(request.nodes) > node.depth and request.nodes[node.depth] is node
-    return listed and request.num_hit == tokens and request.started >= step
+    return listed and request.num_hit == (node.depth + 1) * block_tokens and request.started >= step

@@ -147,10 +147,12 @@ class KVCacheManager(SteppingManager):
         with self._guard("abort_request"):
             if not (isinstance(request, Request) and self._is_preempted(request)):
                 request = self._checked(request)
-            copied = self._copied if request.last_step == self._steps else frozenset()
-            undo = LastStep.of(request, self._cache, self._publisher, self.requests, copied)
+            undo = LastStep.of(request, self._cache, self._publisher, self.requests, self.preempted)
             for other in undo.relying:
                 self._stand_still(other)
+            for other in undo.parked:
+                self._drop_parked(other)
+                other.forked = None
             if request.state is RequestState.PREEMPTED:
                 self._drop_parked(request)
             else:
@@ -203,19 +205,24 @@ class KVCacheManager(SteppingManager):
             if not isinstance(request, Request) or not self._is_preempted(request):
                 raise RequestError(f"request {getattr(request, 'id', request)!r} is not preempted here")
             self._check_slot()
+            self._check_room(request)
             self._commit()
             if not self._unpark(request):
-                hasher = request.hasher
-                if hasher is not None:
-                    self._follow_verified(request, hasher)
-                self._use_hit(request, self._start(hasher, len(request.tokens)))
+                request.forked = None
+                known = self._follow_verified(request, request.hasher)
+                self._use_hit(request, self._start(request.hasher, known))
             self._drop_parked(request)
             request.started = self._steps
             self._live[request.slot], request.state = request, RequestState.LIVE
 
-    def _follow_verified(self, request: Request, hasher: BlockHasher) -> None:
-        """Makes the hasher's tokens those that are certain to stand: fed, of the prompt, or drawn last."""
+    def _follow_verified(self, request: Request, hasher: BlockHasher | None) -> int:
+        """Makes the hasher's tokens those that are certain to stand: fed, of the prompt, or drawn last.
+
+        Returns how many tokens the request knows: one of them is left to compute.
+        """
         history, tokens = request.history, request.tokens
+        if hasher is None:
+            return len(tokens)
         certain = max(request.num_prompt, len(history) + 1) if self.layout.draft_tokens else len(tokens)
         ids = history[:]
         try:
@@ -225,6 +232,7 @@ class KVCacheManager(SteppingManager):
             ids = history
             hasher.follow(ids.tobytes())
         hasher.truncate(len(ids))
+        return len(tokens)
 
     def fork(self, request: Request | int, *, request_ids: Sequence[Hashable | None] = (None,)) -> list[Request]:
         """Copies of a live request as it stands, one per id: n samples of one prompt.
@@ -268,8 +276,8 @@ class KVCacheManager(SteppingManager):
         child.num_prompt, child.num_cached, child.num_hit = parent.num_prompt, parent.num_cached, parent.num_cached
         child.hasher = parent.hasher.copy() if parent.hasher is not None else None
         child.history, child.kept_from = parent.history[:], parent.num_cached
-        unfed = not parent.was_fed and parent.forked is not None
-        child.forked = parent.forked if unfed else (parent.id, parent.last_step)
+        child.forked = (parent.id, parent.last_step) if parent.forked is None else parent.forked
+        child.copied = 0 if parent.forked is None else parent.copied
         child.nodes = self._cache.tree.acquire(parent.nodes[:shared])
         own, blocks[: used - shared] = blocks[: used - shared], []
         child.blocks = parent.blocks[:shared] + own
@@ -311,7 +319,11 @@ class KVCacheManager(SteppingManager):
     def _use_hit(self, request: Request, hit: Hit) -> None:
         request.nodes, request.restores, request.slot = hit
         request.blocks = [node.block for node in hit.nodes]
-        request.num_cached = request.num_hit = len(hit.nodes) * self.layout.block_tokens
+        self._stand_at(request, len(hit.nodes))
+
+    def _stand_at(self, request: Request, blocks: int) -> None:
+        """It starts after so many cached blocks of the hasher's tokens: these were fed then, whatever `tokens` says."""
+        request.num_cached = request.num_hit = blocks * self.layout.block_tokens
         if request.hasher is not None and len(request.history) < request.num_cached:
             request.history = array("i")
             request.history.frombytes(request.hasher.ids(request.num_cached))
@@ -330,7 +342,7 @@ class KVCacheManager(SteppingManager):
             cache.tree.unpin_snapshot(request.restores)
         cache.tree.release(request.nodes[:shared])
         request.blocks = request.blocks[shared:]
-        request.nodes, request.restores, request.rolling = [], None, None
+        request.nodes, request.restores, request.rolling, request.forked = [], None, None, None
         request.num_cached = request.num_hit = request.num_tabled = 0
         self._publisher.forget(request)
         self._rows = None
@@ -340,7 +352,7 @@ class KVCacheManager(SteppingManager):
         tree, hasher = self._cache.tree, request.hasher
         request.started = self._steps
         if hasher is not None:
-            path = tree.match(hasher.digests, len(request.tokens)).path
+            path = tree.match(hasher.digests, self._follow_verified(request, hasher)).path
             states = [i + 1 for i, n in enumerate(path) if n.snapshot is not None and n.snapshot.device]
             here = next((i for i, n in enumerate(path) if n.state.tier is not T.DEVICE), len(path))
             hit = max((end for end in states if end <= here), default=0)
@@ -349,7 +361,7 @@ class KVCacheManager(SteppingManager):
                 tree.pin_snapshot(nodes[-1])
                 request.nodes, request.restores = nodes, nodes[-1]
                 request.blocks = [node.block for node in nodes] + request.blocks
-                request.num_cached = request.num_hit = hit * self.layout.block_tokens
+                self._stand_at(request, hit)
         missing = self.layout.blocks_for(request.reserved) - len(request.blocks)
         if missing > 0 and self._cache.can_acquire(missing):
             request.blocks += self._cache.acquire_blocks(missing)
@@ -360,10 +372,10 @@ class KVCacheManager(SteppingManager):
         slot, kept = request.slot, False
         if keep:
             self._publisher.publish(request, self._final_tokens(request))
-            # A slot that is still to be copied to or from is no snapshot.
-            pending = self._cache.copies.slots
+            # A slot that is still to be copied from is no snapshot; nor is a copy of what another's last step may never
+            # have written, as nobody could take that back.
             settled = request.num_cached == self._final_tokens(request) and request.restores is None
-            if settled and slot not in pending and slot not in pending.values():
+            if settled and request.forked is None and slot not in self._cache.copies.slots.values():
                 kept = self._publisher.keep_slot(request, always=always)
         self._let_go(request)
         if not kept:
@@ -374,7 +386,7 @@ class KVCacheManager(SteppingManager):
         cache, first = self._cache, request.num_shared
         if request.restores is not None or request.slot in cache.copies.slots or not request.num_pending:
             return None
-        if not request.num_cached % self.layout.block_tokens and first * self.layout.block_tokens == request.num_cached:
+        if first * self.layout.block_tokens == request.num_cached and (request.forked is None or not first):
             return None  # its slot becomes a snapshot, or there is one already
         own = request.blocks[first : self.layout.blocks_for(request.num_cached)]
         blocks, snapshots = cache.try_host_blocks(len(own)), cache.try_host_snapshots(1)
@@ -387,29 +399,37 @@ class KVCacheManager(SteppingManager):
         cache.transfers.out(SLOT, request.slot, snapshots[0])
         return Parked(request.num_cached, first, blocks, snapshots[0])
 
-    def _unpark(self, request: Request) -> bool:
-        """Whether what was parked and the shared blocks before it are all there: then they are the request's again.
-
-        Raises:
-            NoFreeSlotError, OutOfBlocksError: there is no slot, or no room for the parked blocks.
-        """
-        cache, parked = self._cache, request.parked
+    def _parked_path(self, request: Request) -> Sequence[Node] | None:
+        """The shared blocks before what was parked; None if they are not all there, or nothing was parked."""
+        parked = request.parked
         if parked is None or parked.num_cached >= len(request.tokens):
-            return False
+            return None
         digests = request.hasher.digests[: parked.first_block] if request.hasher is not None else []
-        path = cache.tree.match(digests, len(request.tokens)).path
-        if len(path) < parked.first_block or any(n.state.tier < T.HOST for n in path) or not cache.load(path):
+        path = self._cache.tree.match(digests, len(request.tokens)).path
+        return None if len(path) < parked.first_block or any(n.state.tier < T.HOST for n in path) else path
+
+    def _check_room(self, request: Request) -> None:
+        """Raises `OutOfBlocksError` if what was parked does not fit on the device, but the shared blocks before do."""
+        path, parked = self._parked_path(request), request.parked
+        if path is None or parked is None:
+            return
+        below = sum(node.state.tier is not T.DEVICE for node in path)
+        stay = sum(node.state.tier is T.DEVICE and not node.refs for node in path)
+        available = self._cache.num_available - stay + self._publisher.preview(self._final_tokens)[0]
+        if below <= available < below + len(parked.blocks):
+            raise OutOfBlocksError(below + len(parked.blocks), available, self._cache.blocks.num_total)
+
+    def _unpark(self, request: Request) -> bool:
+        """Whether what was parked and the shared blocks before it are all there: then they are the request's again."""
+        cache, path, parked = self._cache, self._parked_path(request), request.parked
+        if path is None or parked is None or not cache.load(path):
             return False
         nodes = cache.tree.acquire(path)
-        try:
-            request.slot = self._start(None, 0).slot
-            own = cache.acquire_blocks(len(parked.blocks))
-        except (NoFreeSlotError, OutOfBlocksError):
+        if not cache.can_acquire(len(parked.blocks)):
             cache.tree.release(nodes)
-            if request.slot:
-                cache.release_slot(request.slot)
-                request.slot = 0
-            raise
+            return False
+        request.slot = self._start(None, 0).slot
+        own = cache.acquire_blocks(len(parked.blocks))
         for record, block in zip(parked.blocks, own, strict=True):
             cache.transfers.into(BLOCK, record, block)
         cache.transfers.into(SLOT, parked.snapshot, request.slot)
@@ -434,8 +454,10 @@ class KVCacheManager(SteppingManager):
 
         Raises:
             RequestError: it sleeps already, or a live request does not know its tokens.
+            PlanError: the transfers of the step before were not taken.
         """
         with self._guard("sleep"):
+            self._check_taken()
             self._empty_device()
             self._asleep = True
 
@@ -448,7 +470,7 @@ class KVCacheManager(SteppingManager):
             self._preempt(request)
         self._cache.end_copies()
         self._cache.evict_all()
-        self._step_transfers = self._cache.stage_transfers(self._step_transfers)
+        self._step_transfers = self._cache.drain()
 
     def wakeup(self) -> None:
         """The device arrays are there again, with any content. Raises `RequestError` if it does not sleep."""
@@ -472,8 +494,7 @@ class KVCacheManager(SteppingManager):
         with self._guard("resize"):
             if not isinstance(size, CacheSize):
                 raise PlanError(f"the new size must be a CacheSize, got {type(size).__name__}")
-            if self._step_transfers:
-                raise PlanError("the transfers of the step before were not taken (see take_transfers)")
+            self._check_taken()
             limit = self._context_limit(size)
             for request in self._ids.values():
                 if request.max_tokens > limit:
@@ -489,8 +510,9 @@ class KVCacheManager(SteppingManager):
 
         The one call that is possible after one was interrupted (`ManagerInterruptedError`).
         """
-        self._guard = Guard()
-        with self._guard("reset"):
+        guard = Guard()
+        with guard("reset"):
+            self._guard = guard  # which has begun: there is no instant at which another call could pass
             for request in self._ids.values():
                 request.blocks, request.nodes, request.restores, request.parked = [], [], None, None
                 request.state = RequestState.RELEASED

@@ -130,12 +130,12 @@ class Publisher:
         """The published nodes whose blocks the request's last step filled."""
         return [n for n in request.written if (n.depth + 1) * self.block_tokens > request.step_start]
 
-    def last_attached(self, request: Request) -> Node | None:
-        """The node that the request's last step, or its preemption, gave a snapshot, which somebody may use by now."""
-        node = request.attached
-        if node is None or not self._tree.is_current(node):
-            return None
-        return node if (node.depth + 1) * self.block_tokens >= request.step_start else None
+    def last_attached(self, request: Request) -> list[Node]:
+        """The nodes that the request's last step, or its preemption, gave snapshots, which somebody may use by now."""
+        return [
+            node for node in request.attached
+            if self._tree.is_current(node) and (node.depth + 1) * self.block_tokens >= request.step_start
+        ]  # fmt: skip
 
     def would_share(self, request: Request, tokens: int) -> int:
         """Leading blocks of the request that the tree holds once `publish(request, tokens)` was called."""
@@ -206,7 +206,7 @@ class Publisher:
                 self._cache.slots.release([slot])
                 continue
             self._tree.attach_snapshot(node, T.DEVICE, slot)
-            request.attached = node
+            request.attached = [node]
             if placement is Placement.ROLLING:
                 request.rolling = node
 
@@ -226,7 +226,7 @@ class Publisher:
         if not always and self._wanted(request) is Placement.NONE:
             return False
         self._tree.attach_snapshot(request.nodes[i], T.DEVICE, request.slot)
-        request.attached = request.nodes[i]
+        request.attached = [*self.last_attached(request), request.nodes[i]]
         if request.rolling is not None and self._rolling_slot(request):
             self._cache.slots.release([self._tree.drop_snapshot(request.rolling, T.DEVICE)])
         return True

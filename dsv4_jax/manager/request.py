@@ -73,13 +73,14 @@ class Request:
         started: steps planned when it became live.
         last_step: number of the last step that fed it, 0 before the first.
         epoch: how often it was preempted.
-        forked: id and last step of the request it was forked from, None if it was not.
+        forked: id and last step of the request whose copy it is, until it is fed; None if it is none.
+        copied: the step before which such a copy, or the one it was copied from, was made; 0 if none was planned yet.
         hasher: digests of its full blocks; None if nothing is cached.
         nodes: of its leading blocks in the prefix tree: shared, or (the last ones) about to be.
         restores: the node whose snapshot its first step restores, pinned until then.
         rolling: the node with its latest snapshot that the next one replaces.
         written: nodes of blocks that its last step filled, published since: what an abort takes back.
-        attached: the node that its last step, or its preemption, gave a snapshot.
+        attached: nodes that its last step, or its preemption since, gave a snapshot.
         parked: what it left on the host when it was preempted.
     """
 
@@ -102,12 +103,13 @@ class Request:
     epoch: int = 0
     state: RequestState = RequestState.LIVE
     forked: tuple[Hashable, int] | None = None
+    copied: int = 0
     hasher: BlockHasher | None = None
     nodes: list[Node] = dataclasses.field(default_factory=list)
     restores: Node | None = None
     rolling: Node | None = None
     written: list[Node] = dataclasses.field(default_factory=list)
-    attached: Node | None = None
+    attached: list[Node] = dataclasses.field(default_factory=list)
     parked: Parked | None = None
 
     def __index__(self) -> int:

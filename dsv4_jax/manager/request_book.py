@@ -58,7 +58,6 @@ class RequestBook:
         self._steps = 0
         self._rows: Any = None  # of the step planned last, until something changes them
         self._step_transfers = Transfers()
-        self._copied: frozenset[int] = frozenset()  # slots that copies of the step planned last fill
         self._asleep = False
 
     @property
@@ -201,6 +200,10 @@ class RequestBook:
     def _check_awake(self) -> None:
         if self._asleep:
             raise RequestError("the manager sleeps: call wakeup() first")
+
+    def _check_taken(self) -> None:
+        if self._step_transfers:
+            raise PlanError("the transfers of the step before were not taken (see take_transfers)")
 
     def _token_ids(self, tokens: Iterable[int] | np.ndarray) -> np.ndarray:
         """[N] int32, checked against the vocabulary. Raises `RequestError`."""

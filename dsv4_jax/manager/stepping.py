@@ -100,10 +100,8 @@ class SteppingManager(RequestBook):
 
     def _plan_step(self, feeds: list[Feed], steps: int, shape: StepShape | None) -> StepPlan:
         self._check_awake()
-        if self._step_transfers:
-            raise PlanError("the transfers of the step before were not taken (see take_transfers)")
-        if shape is not None and not isinstance(shape, StepShape):
-            raise PlanError(f"shape must be a StepShape or None, got {type(shape).__name__}")
+        self._check_taken()
+        self._check_shape(shape)
         rows = self._rows
         again = rows is not None and feeds == rows.feeds and (steps == 1 or max(rows.counts, default=1) == 1)
         requests, counts = (rows.requests, rows.counts) if again else self._feeds(feeds, steps)
@@ -160,13 +158,25 @@ class SteppingManager(RequestBook):
         for request, count in zip(requests, counts, strict=True):
             request.fed = count * steps
             request.num_cached += request.fed
-            request.last_step = self._steps
+            request.last_step, request.forked = self._steps, None
         for i in np.flatnonzero(ends // block > starts // block).tolist() if steps == 1 else range(len(requests)):
             self._publisher.mark(requests[i])  # of K steps always: only the first one's ids pass `plan_tokens`
-        self._copied = frozenset(self._cache.copies.slots)
+        for slot in self._cache.copies.slots:
+            self._live[slot].copied = self._steps
         self._cache.end_copies()
-        self._step_transfers = self._cache.stage_transfers(Transfers())
+        self._step_transfers = self._cache.drain()
         return plan
+
+    def _check_shape(self, shape: StepShape | None) -> None:
+        if shape is None:
+            return
+        if not isinstance(shape, StepShape):
+            raise PlanError(f"shape must be a StepShape or None, got {type(shape).__name__}")
+        for name, value in vars(shape).items():
+            if name != "history" and (type(value) is not int or not 0 <= value <= INT32_MAX):
+                as_count(f"the shape's {name}", value, 0, INT32_MAX)
+        if shape.columns > self.size.max_blocks_per_request:
+            raise PlanError(f"columns={shape.columns}: the table has {self.size.max_blocks_per_request}")
 
     def _check_tokens(
         self, requests: list[Request], starts: np.ndarray, ends: np.ndarray, fed: np.ndarray, limits: np.ndarray
@@ -191,7 +201,6 @@ class SteppingManager(RequestBook):
         """
         with self._guard("take_transfers"):
             stages, self._step_transfers = self._step_transfers, Transfers()
-            self._cache.taken(stages)
             return stages
 
     def commit(self) -> None:
@@ -237,8 +246,6 @@ class SteppingManager(RequestBook):
             shape = shape_for(self.layout, fed, lookahead=steps - 1, **needed).bucketed(
                 self.size.max_blocks_per_request
             )
-        elif shape.columns > self.size.max_blocks_per_request:
-            raise PlanError(f"columns={shape.columns}: the table has {self.size.max_blocks_per_request}")
         check_extras(shape, **needed)
         return shape, build_plan(self.layout, fed, shape, size=self.arrays, lookahead=steps - 1)
 
@@ -378,13 +385,14 @@ class SteppingManager(RequestBook):
             requests: those to choose from, in the order of their turn for chunks; default: all live ones.
 
         Raises:
-            PlanError: a number below 1.
+            PlanError: a number below 1, no shape, or one with more columns than the block table.
             RequestError: one of `requests` is not live here.
         """
         budget = as_count("token_budget", token_budget, 1)
         rows = budget if max_rows is None else as_count("max_rows", max_rows, 1)
         chunk = budget if max_chunk is None else as_count("max_chunk", max_chunk, 1)
         requests = None if requests is None else list(requests)
+        self._check_shape(shape)
         with self._guard("schedule"):
             chosen = self.requests if requests is None else [self._checked(request) for request in requests]
             self._commit()  # now, as `plan_step` would: blocks that turn out to be shared need table entries again
@@ -392,6 +400,8 @@ class SteppingManager(RequestBook):
             if shape is not None:
                 room = room_of(self.layout, shape, room)
                 room.copies -= len(self._cache.copies.slots)
+                if room.copies < 0 or shape.block_copies < len(self._cache.copies.blocks):
+                    return []  # no step of this shape can carry the copies that forks wait for
             return schedule(self.layout, chosen, room, max_chunk=chunk, next_stop=self._publisher.next_stop)
 
     def pinned_shape(

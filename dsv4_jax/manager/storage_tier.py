@@ -76,7 +76,7 @@ class StorageTier:
         """
         with self._manager._guard("plan_writes"):
             cache = self._cache
-            if len(cache.transfers) or not all(stages.ran for stages in cache.outstanding):
+            if cache.is_waiting:
                 return []
             writes = []
             for node in cache.tree.pop_persists(limit):
@@ -187,6 +187,7 @@ class StorageTier:
     def finish_reads(self, reads: Sequence[StorageMove], done: Sequence[bool], *, lost: bool = True) -> None:
         """What has arrived, for the moves of one `plan_reads`, once it is in the host records.
 
+        Only moves that are still current may be put there (`is_current`): the record of another may be somebody else's.
         Blocks after the first that did not arrive are called off.
 
         Args:

@@ -73,7 +73,7 @@ class TieredCache:
         self.host_snapshots = BlockPool(host.num_snapshots, pool="host snapshot")
         self.transfers = TransferQueue()
         self.copies = PendingCopies()
-        self.outstanding: list[Transfers] = []  # those taken last, if nobody has gone through them, and those not taken
+        self.due: list[Transfers] = []  # stages of steps that nobody has gone through yet, in order
         self.fetching: dict[int, Node] = {}  # host snapshot records on their way from storage, and whose
         self.failures: collections.Counter[str] = collections.Counter()
         choices = policy or CachePolicy()
@@ -94,12 +94,8 @@ class TieredCache:
         return self.slots.num_free + self.tree.num_snapshots(T.DEVICE) - pinned
 
     def can_acquire(self, count: int, more: int = 0) -> bool:
-        """Whether `acquire_blocks(count)` would succeed with `more` free blocks besides. Changes nothing.
-
-        (While blocks are on their way from storage it may yet find less room on the host than there seems to be.)
-        """
-        missing = count - self.blocks.num_free - more
-        return missing <= 0 or self.tree.can_evict(T.DEVICE, missing, self._host_room() if self._moves_down else 0)
+        """Whether `acquire_blocks(count)` would succeed with `more` free blocks besides. Changes nothing."""
+        return count <= self.num_available + more
 
     def acquire_blocks(self, count: int) -> list[int]:
         """Device blocks, all or none. Raises `OutOfBlocksError`."""
@@ -142,14 +138,19 @@ class TieredCache:
         """Whether a block that is evicted from the device moves to the host."""
         return self.policy is not None and self.policy.write.moves_when_evicted and self.host_blocks.num_total > 0
 
-    def _host_room(self) -> int:
-        """Host block records that are free or hold cached blocks."""
-        return self.host_blocks.num_free + self.tree.held(T.HOST)
-
     def _make_room(self, count: int) -> bool:
-        missing = count - self.blocks.num_free
-        if missing > self.tree.evictable(T.DEVICE):
+        """Whether so many device blocks are free now; if not, nothing has changed."""
+        if count > self.num_available:
             return False
+        if not self._evict_blocks(count - self.blocks.num_free):
+            # Some have blocks below them that are on their way from or to storage, and no room on the host: those are
+            # lost.
+            while count > self.blocks.num_free:
+                if not self._evict_blocks(1):
+                    self.give_back(self.tree.retract(self.tree.device_leaf()))
+        return True
+
+    def _evict_blocks(self, missing: int) -> bool:
         room: list[int] = []
         if self._moves_down:
             room = self.try_host_blocks(missing)
@@ -215,19 +216,20 @@ class TieredCache:
 
     def busy_records(self, scope: str) -> set[int]:
         """Host records that copies not queued on the device yet will read or write."""
-        waiting = (stages.host_records(scope) for stages in self.outstanding if not stages.ran)
-        return self.transfers.host_records(scope).union(*waiting)
+        records = self.transfers.host_records(scope)
+        return records.union(*(stages.host_records(scope) for stages in self.due if not stages.ran))
 
-    def stage_transfers(self, before: Transfers) -> Transfers:
-        """The queued copies, as stages for the step that is being planned, behind those not taken yet."""
-        stages = Transfers([*before, *self.transfers.drain()])
-        self.outstanding = [other for other in self.outstanding if not other.ran] + [stages] * bool(stages)
+    @property
+    def is_waiting(self) -> bool:
+        """Whether copies were asked for that are not queued on the device yet."""
+        return len(self.transfers) > 0 or not all(stages.ran for stages in self.due)
+
+    def drain(self) -> Transfers:
+        """The copies asked for, as stages of a step. Until somebody has gone through them they count as waiting."""
+        stages = self.transfers.drain()
+        ran = [i for i, due in enumerate(self.due) if due.ran]  # and with them those before: they run in this order
+        self.due = [*self.due[ran[-1] + 1 if ran else 0 :], stages]
         return stages
-
-    def taken(self, stages: Transfers) -> None:
-        """These were handed out: those taken before them have run, as stages run in the order made."""
-        if stages:
-            self.outstanding = [stages]
 
     def try_host_snapshots(self, count: int) -> list[int]:
         """Up to `count` host snapshot records, cached ones of older use among them."""
@@ -347,13 +349,8 @@ class TieredCache:
         """Takes every cached unit off the device: to the host as far as there is room."""
         while self.tree.num_snapshots(T.DEVICE) and self._evict_snapshot():
             pass
-        idle = self.tree.evictable(T.DEVICE)
-        if not idle or self._make_room(self.blocks.num_free + idle):
-            return
-        # Some have blocks below them that are on their way from storage, and no room on the host: those are lost.
-        while self.tree.evictable(T.DEVICE):
-            if not self._make_room(self.blocks.num_free + 1):
-                self.give_back(self.tree.retract(self.tree.device_leaf()))
+        if self.tree.evictable(T.DEVICE):
+            self._make_room(self.num_available)
 
     def resize(self, size: CacheSize) -> None:
         """Other numbers of device units; none may be held. Raises `PoolResizeError`."""

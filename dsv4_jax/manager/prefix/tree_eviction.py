@@ -48,20 +48,6 @@ class EvictingTree(TreeBase):
         result.unused = spots[::-1]
         return result
 
-    def can_evict(self, tier: Tier, count: int, room: int = 0) -> bool:
-        """Whether `evict(tier, count)` with so many host blocks would find enough. Changes nothing."""
-        if count > self.evictable(tier):
-            return False
-        if not self.count(S.FETCHING) and not self.count(S.PERSISTING):
-            return True  # nothing below a leaf holds it
-        try:
-            victims = self._victims(tier, count, room)
-        except OutOfBlocksError:
-            return False
-        for node in victims:
-            self._queues[tier].push(node)
-        return True
-
     def evict_colder(self, tier: Tier, node: Node) -> Freed | None:
         """As `evict`, of the next one, if it would leave before this node did; else None, and nothing has changed."""
         try:
@@ -123,12 +109,16 @@ class EvictingTree(TreeBase):
         queue = self._queues[tier]
         chosen: list[Node] = []
         passed: list[Node] = []
+        moving = self._counts[S.FETCHING] + self._counts[S.PERSISTING] > 0
+        busy: set[Node] = set()  # with a move under way below a child that goes down to its copy
         while len(chosen) < count and (node := queue.pop()) is not None:
-            if room < count and _held_from_below(node, tier):
+            parent, goes_down = node.parent, tier is T.DEVICE and node.host > 0
+            if room < count and not goes_down and (node in busy or _held_from_below(node, tier)):
                 passed.append(node)
                 continue
+            if moving and goes_down and parent is not None and (node in busy or _has_moves_below(node, tier)):
+                busy.add(parent)
             chosen.append(node)
-            parent = node.parent
             if parent is not None and node.state.tier is tier:
                 _leaves(parent, tier, 1)
                 if parent.state.tier is tier:
@@ -271,12 +261,19 @@ def _leaves(parent: Node, tier: Tier, count: int) -> None:
 
 
 def _held_from_below(node: Node, tier: Tier) -> bool:
-    """Whether the node, if it had to be removed, could not be: it or a lower-tier node below it is in use."""
-    if node.state.tier is not tier or (tier is T.DEVICE and node.host) or (tier is T.HOST and node.stored):
+    """Whether the node cannot leave: a child is about to come up to this tier; or it would have to be removed, and
+    it or a lower-tier node below it is in use."""
+    if node.state.tier is not tier:
         return False
+    if tier is T.HOST and node.stored:
+        return any(child.state is S.FETCHING for child in children_of(node))
     if node.snapshot is not None and node.snapshot.pins:
         return True
     if not node.children:
         return False
+    return _has_moves_below(node, tier)
+
+
+def _has_moves_below(node: Node, tier: Tier) -> bool:
     below = [n for child in children_of(node) if child.state.tier < tier for n in subtree_of(child)]
     return any(n.state not in SETTLED or (n.snapshot is not None and n.snapshot.pins) for n in below)
