@@ -219,16 +219,28 @@ def test_hostile_plans(option, value):
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
-        (["--blocks", 2**31 - 1], ("blocks",)),
-        (["--hbm", "8e18"], ("blocks",)),
-        (["--blocks", 40, "--max-requests", 2**31 - 1], ("requests",)),
-        (["--blocks", 40, "--snapshots", 2**31 - 1], ("snapshots",)),
+        (["--blocks", 2**30], ("blocks",)),
+        (["--hbm", "4e12"], ("blocks",)),
+        (["--blocks", 40, "--max-requests", 2**30], ("requests",)),
+        (["--blocks", 40, "--snapshots", 2**30], ("snapshots",)),
         (["--blocks", 40, "--host-blocks", 2**31 - 1], ("blocks on the host",)),
         (["--blocks", 40, "--host-snapshots", 2**31 - 1], ("snapshots on the host",)),
     ],
 )
 def test_units_that_memory_cannot_list_are_refused(argv, parts, trace):
     refused(simulate(trace, *argv), "at most 67108864", *parts)
+
+
+@pytest.mark.parametrize(
+    ("argv", "field"),
+    [
+        (["--blocks", 2**31 - 1], "num_blocks"), (["--hbm", "8e18"], "num_blocks"),
+        (["--blocks", 40, "--max-requests", 2**31 - 1], "num_slots"),
+        (["--blocks", 40, "--snapshots", 2**31 - 1], "num_snapshots"),
+    ],
+)  # fmt: skip
+def test_units_that_int32_cannot_number_are_refused(argv, field, trace):
+    refused(simulate(trace, *argv), field, "at most 2147483646")
 
 
 @pytest.mark.parametrize(
@@ -252,9 +264,10 @@ def test_odd_command_lines():
     refused(["x" * 100_000])
     refused(["bench", "gather", "--quick", "--shapes", "x\ny"], "no shape")
     refused(["bench", "gather", "--batch", DIGITS], "--batch")
-    refused(["bench", "gather", "--quick", "--batch", "2000000000"], "gather", "bytes")
-    refused(["bench", "attend", "--quick", "--batch", "2,2000000000"], "attend", "bytes")
-    refused(["bench", "step", "--quick", "--model", "tiny", "--batch", "2000000000"], "step", "bytes")
+    refused(["bench", "gather", "--quick", "--batch", "500000000"], "gather", "bytes")
+    refused(["bench", "attend", "--quick", "--batch", "2,500000000"], "attend", "bytes")
+    refused(["bench", "step", "--quick", "--model", "tiny", "--batch", "500000000"], "step", "bytes")
+    refused(["bench", "step", "--quick", "--model", "tiny", "--batch", "2000000000"], "num_blocks")
     refused(["bench", "step", "--quick", "--profile", __file__], "--profile", "is not a directory")
     refused(["demo", "--keep", __file__], "--keep", "is not a directory")
     refused(["demo", "--new-tokens", DIGITS], "--new-tokens", BELOW)
