@@ -139,7 +139,8 @@ class KVCacheManager(SteppingManager):
         What it filled and kept is taken out of the cache again, published or not. Other live requests that stand on
         it, or on copies that the same plan should have made, start anew from what is left: their `num_cached` is
         less then, down to 0, and they are fed again what they were fed. One that was fed by a later step says that
-        this one ran, as plans run in the order made: what it uses stays.
+        this one ran, as plans run in the order made: what it uses stays. So of several steps that did not run, abort
+        the requests of the latest first; of a request fed by two of them only the last step is taken back.
 
         Raises:
             RequestError: as `release_request`.

@@ -9,6 +9,7 @@ the `num_snapshots` extra ones of the cache's size, and those that are idle.
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -251,14 +252,17 @@ class TieredCache:
         """Queues the copies to the host that the write policy wants, as far as there is room.
 
         The coldest first, as these leave the device next; of one path its beginning. A copy makes room only of
-        colder ones: neither of one queued here nor of its own path. What finds no room is listed again at its next hit.
+        colder ones: neither of one queued here nor of its own path; and none of what the watermark keeps free. What
+        finds no room is listed again at its next hit.
         """
         if not self.host_blocks.num_total or not (nodes := self.tree.pop_backups(len(self.tree))):
             return
         nodes.sort(key=lambda node: (node.last_access, node.depth))
         room: list[int] = []
+        total, watermark = self.host_blocks.num_total, self.policy.watermark if self.policy is not None else None
+        kept_free = 0 if watermark is None else math.ceil(watermark.low * total)
         for node in nodes:
-            if not self.host_blocks.num_free and not self._evict_colder(node):
+            if self.host_blocks.num_free <= kept_free and not self._evict_colder(node):
                 break
             room += self.host_blocks.acquire(1)
         for node, record in zip(nodes, room, strict=False):

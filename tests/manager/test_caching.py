@@ -834,3 +834,13 @@ def test_sleep_with_blocks_on_their_way_from_storage_below() -> None:
     manager.wakeup()
     manager.check_integrity()
     assert manager.admit_request(PROMPT).num_cached == 0
+
+
+def test_backups_keep_the_watermark() -> None:
+    watermark = HostWatermark(0.5, 0.5)
+    manager = make(host=HostSize(4, 2), write=WritePolicy.write_through(), every=None, watermark=watermark)
+    request = run(manager, PROMPT)
+    manager.commit()
+    assert [node.depth for node in request.nodes if node.host] == [0, 1]
+    assert manager.stats().cache.counters.evicted[Tier.HOST] == 0
+    manager.check_integrity()

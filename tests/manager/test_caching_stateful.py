@@ -83,12 +83,12 @@ class Trace:
             self.did["preempted"] += 1
             self.did["parked"] += request.parked is not None
 
-    def resume(self) -> None:
+    def resume(self, *, may_release: bool = True) -> None:
         waiting = self.manager.preempted
         if not waiting:
             return
         request = self.random.choice(waiting)
-        if self.random.random() < 0.1:
+        if may_release and self.random.random() < 0.1:
             self.manager.release_request(request)
             return
         parked = request.parked
@@ -145,8 +145,10 @@ class Trace:
                     self.manager.preempt(request)
             elif call == "fork" and failed and (request := self.random.choice(failed)) in self.manager.requests:
                 self.fork(request)
-            elif call in ("admit", "resume"):
-                getattr(self, call)()
+            elif call == "resume":
+                self.resume(may_release=False)  # a request of the lost step is aborted, not released
+            elif call == "admit":
+                self.admit()
             self.manager.check_integrity()
             started |= {r: r.num_cached for r in self.manager.requests if r not in failed and r not in started}
         for request in failed:
