@@ -1,6 +1,6 @@
 # Two commands: `make demo` and `make test`. Each makes the virtual environments it needs.
 #
-#   PYTHONS="3.11 3.12"   the Python versions `make test` looks for; those it does not find are named and left out
+#   PYTHONS="3.11 3.12 3.13"   the Python versions `make test` looks for; those it does not find are named and left out
 #   PYTEST_ARGS=...       further arguments for pytest, such as PYTEST_ARGS="-k sharding -x"
 #   NPROC=2               test processes
 
@@ -9,7 +9,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
-PYTHONS ?= 3.11 3.12
+PYTHONS ?= 3.11 3.12 3.13
 PYTEST_ARGS ?=
 NPROC ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -19,7 +19,8 @@ python = $(shell for p in python$(1) $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(1)
 	/usr/local/bin/python$(1) python3; do \
 	"$$p" -c 'import sys, venv, ensurepip; sys.exit("%d.%d" % sys.version_info[:2] != "$(1)")' >/dev/null 2>&1 \
 	&& { command -v "$$p"; break; }; done)
-constraints = constraints/jax-$(if $(filter 3.11,$(1)),0.10,0.11).txt
+constraints = constraints/jax-$(if $(filter 3.11,$(1)),0.10,$(if $(filter 3.12,$(1)),0.11,0.12)).txt
+all_constraints := $(foreach jax,0.10 0.11 0.12,constraints/jax-$(jax).txt)
 
 found := $(foreach v,$(PYTHONS),$(if $(call python,$(v)),$(v)))
 missing := $(filter-out $(found),$(PYTHONS))
@@ -31,7 +32,7 @@ one := $(firstword $(found) $(foreach v,3.11 3.12 3.13,$(if $(call python,$(v)),
 help:
 	@echo "make demo    decode real text through the cache on this machine's CPU"
 	@echo "make test    lint, build, and every test on Python $(PYTHONS)"
-	@echo "make lint | format | build | clean | test-3.11 | test-3.12"
+	@echo "make lint | format | build | clean | test-3.11 | test-3.12 | test-3.13"
 
 demo: .venv/ready
 	@.venv/bin/python -m dsv4_jax demo
@@ -61,8 +62,8 @@ format: .venv-$(one)/ready
 build: .venv-$(one)/ready
 	@PYTHON=.venv-$(one)/bin/python bash .ci/build
 
-# Python 3.11 leaves to a later one what takes long (tests/conftest.py), if there is a later one.
-$(if $(filter 3.12 3.13,$(found)),,$(eval export RUN_SLOW := 1))
+# The others leave to Python 3.12 what takes long (tests/conftest.py), if it is there.
+$(if $(filter 3.12,$(found)),,$(eval export RUN_SLOW := 1))
 
 $(found:%=test-%): test-%: .venv-%/ready
 	@echo "== Python $*: $$(.venv-$*/bin/python -c 'import jax, numpy; print("jax", jax.__version__, "numpy", numpy.__version__)')"
@@ -77,11 +78,11 @@ define install
 	@touch $@
 endef
 
-.venv/ready: pyproject.toml constraints/jax-0.10.txt constraints/jax-0.11.txt
+.venv/ready: pyproject.toml $(all_constraints)
 	@$(if $(one),,echo "No Python 3.11, 3.12 or 3.13 was found (with the venv and ensurepip modules)" >&2; exit 1)
 	$(call install,.venv,$(one),)
 
-.venv-%/ready: pyproject.toml constraints/jax-0.10.txt constraints/jax-0.11.txt
+.venv-%/ready: pyproject.toml $(all_constraints)
 	$(call install,.venv-$*,$*,dev)
 
 clean:

@@ -1,7 +1,7 @@
 """Strict JAX for every test, four CPU devices, and a reason for every GPU test that cannot run.
 
-Every test runs on Python 3.12 and later. Python 3.11 runs the first case of each, those marked every_case in full and
-those marked slow not at all; all of them with RUN_SLOW=1.
+Every test runs on Python 3.12. Others run the first case of each, those marked every_case in full and those marked slow
+not at all; all of them with RUN_SLOW=1.
 Tests run on the CPU unless JAX_PLATFORMS says otherwise: `JAX_PLATFORMS=cuda,cpu pytest -m gpu`.
 """
 
@@ -40,11 +40,11 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "project")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if sys.version_info < (3, 12) and not os.environ.get("RUN_SLOW"):
+    if sys.version_info[:2] != (3, 12) and not os.environ.get("RUN_SLOW"):
         for item in items:
             later_case = any(item.callspec.indices.values()) if hasattr(item, "callspec") else False
             if item.get_closest_marker("slow") or (later_case and not item.get_closest_marker("every_case")):
-                item.add_marker(pytest.mark.skip(reason="runs on Python 3.12 and later, or with RUN_SLOW=1"))
+                item.add_marker(pytest.mark.skip(reason="runs on Python 3.12, or with RUN_SLOW=1"))
     _skip_without_gpu(items)
 
 
