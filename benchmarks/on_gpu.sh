@@ -21,6 +21,7 @@ stage() {
     kernels)  # CUDA-graph times of the plain C entries
       "$python" benchmarks/bench_append_graph.py dsv4_jax/native/libdsv4_cuda.so > "$OUT/append-graph.log" 2>&1
       "$python" benchmarks/bench_select_graph.py dsv4_jax/native/libdsv4_cuda.so > "$OUT/select.log" 2>&1
+      "$python" benchmarks/bench_moe_graph.py dsv4_jax/native/libdsv4_cuda.so > "$OUT/moe.log" 2>&1
       "$python" benchmarks/bench_attend_graph.py dsv4_jax/native/libdsv4_cuda.so > "$OUT/attend.log" 2>&1
       "$python" benchmarks/bench_attend_graph.py dsv4_jax/native/libdsv4_cuda.so --splits 1,2,4,5,6,8 --fused > "$OUT/attend-fused.log" 2>&1 ;;
     ops)  # every op, every implementation, against the ceilings of the run

@@ -201,12 +201,11 @@ def test_stores_of_other_sizes_are_refused(tmp_path, engine) -> None:
         StorageDriver(engine.manager, engine.stores[0], engine.stores[0])
 
 
-def test_random_traces_with_storage(tmp_path) -> None:
-    """Every fetched record has the bytes that were saved, whatever runs between."""
-    rng, engine = random.Random(3), Engine(tmp_path)
+def serve_random_prompts(engine: Engine, rng: random.Random, count: int) -> int:
+    """Prefetches and serves prompts that share their beginnings; every block must hold its own bytes. Tokens hit."""
     texts = [[rng.randrange(3) for _ in range(41)] for _ in range(4)]
     hits = 0
-    for _ in range(30):
+    for _ in range(count):
         prompt = rng.choice(texts)[: rng.randint(9, 41)]
         engine.driver.prefetch(prompt)
         if rng.random() < 0.7:
@@ -214,14 +213,20 @@ def test_random_traces_with_storage(tmp_path) -> None:
         request = engine.manager.admit_request(prompt)
         hits += request.num_hit
         engine.run(request)
-        blocks = request.blocks
-        found = engine.units("block", blocks)
-        for i in range(len(blocks)):
+        found = engine.units("block", request.blocks)
+        for i in range(len(request.blocks)):
             engine.fill("block", [SCRATCH], prompt[: (i + 1) * BLOCK])
             for got, want in zip(found, engine.units("block", [SCRATCH]), strict=True):
                 np.testing.assert_array_equal(got[:, i], want[:, 0])
         engine.manager.release_request(request)
     engine.host = engine.driver.drain(engine.host)
     engine.manager.check_integrity()
-    assert hits and engine.stores[0].store.stats().read and not engine.stores[0].store.stats().corrupted
+    return hits
+
+
+def test_random_traces_with_storage(tmp_path) -> None:
+    """Every fetched record has the bytes that were saved, whatever runs between."""
+    engine = Engine(tmp_path)
+    assert serve_random_prompts(engine, random.Random(3), 30)
+    assert engine.stores[0].store.stats().read and not engine.stores[0].store.stats().corrupted
     engine.close()

@@ -14,7 +14,7 @@ from dsv4_jax.manager.prefix.node import Tier
 from dsv4_jax.tiers import storage
 from dsv4_jax.tiers.storage import StorageDriver
 
-from .test_storage import BLOCK, HOST, PROMPT, SCRATCH, Engine, stored_prompt
+from .test_storage import HOST, PROMPT, Engine, serve_random_prompts, stored_prompt
 
 
 class Fault:
@@ -189,29 +189,12 @@ def test_a_copy_that_fails_leaves_the_books_whole(engine, monkeypatch, name, err
 
 def test_random_traces_over_faulty_stores(tmp_path) -> None:
     """Whatever the stores do, what comes back has the bytes that were saved, and in the end all is accounted for."""
-    rng, engine, hits = random.Random(5), Engine(tmp_path), 0
+    rng, engine = random.Random(5), Engine(tmp_path)
     again(engine, lookup_deadline=0.05, deadline=0.05)
     for store in engine.stores:
         for name in ("contains", "read_into", "write"):
             setattr(store.store, name, sometimes(getattr(store.store, name), rng))
-    texts = [[rng.randrange(3) for _ in range(41)] for _ in range(4)]
-    for _ in range(40):
-        prompt = rng.choice(texts)[: rng.randint(9, 41)]
-        engine.driver.prefetch(prompt)
-        if rng.random() < 0.7:
-            engine.host = engine.driver.drain(engine.host)
-        request = engine.manager.admit_request(prompt)
-        hits += request.num_hit
-        engine.run(request)
-        found = engine.units("block", request.blocks)
-        for i in range(len(request.blocks)):
-            engine.fill("block", [SCRATCH], prompt[: (i + 1) * BLOCK])
-            for got, want in zip(found, engine.units("block", [SCRATCH]), strict=True):
-                np.testing.assert_array_equal(got[:, i], want[:, 0])
-        engine.manager.release_request(request)
-    engine.host = engine.driver.drain(engine.host)
-    engine.manager.check_integrity()
-    assert hits and engine.stores[0].store.stats().read
+    assert serve_random_prompts(engine, rng, 40) and engine.stores[0].store.stats().read
     engine.close()
 
 
