@@ -72,6 +72,7 @@ class LastStep:
         """Takes all of it out of the cache, once the request has given up its own and those relying stand still."""
         tree = cache.tree
         for heir, nodes in self.heirs.items():
+            heir.forget_earlier_steps(heir.last_step)
             heir.written += nodes
         for node in self.written:
             if tree.is_current(node):  # else it went with the one above

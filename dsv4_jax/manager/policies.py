@@ -115,6 +115,10 @@ class HostWatermark:
         if not 0 <= self.low <= self.high <= 1:
             raise ConfigError("host watermark", f"0 <= low <= high <= 1 must hold, got {self.low} and {self.high}")
 
+    def kept_free(self, total: int) -> int:
+        """The fewest free blocks of which none has to be evicted."""
+        return math.ceil(self.low * total)
+
     def excess(self, free: int, total: int) -> int:
         """Blocks to evict now."""
         return max(math.ceil(self.high * total) - free, 0) if free < self.low * total else 0

@@ -70,10 +70,9 @@ class Publisher:
         more, first = 0, dict[Request, int]()
         fresh: set[bytes] = set()
         for request in list(self._dirty):
-            seen = frozenset(fresh)
             for i, digest, other in self._outlook(request, final(request), fresh):
-                if digest in seen or (other is not None and other.state.tier is T.DEVICE):
-                    more += digest in seen or (other is not None and other.refs > 0)
+                if digest in fresh or (other is not None and other.state.tier is T.DEVICE):
+                    more += digest in fresh or (other is not None and other.refs > 0)
                     first.setdefault(request, i)
         return more, first
 
@@ -93,7 +92,7 @@ class Publisher:
             for i in range(len(nodes), full):
                 parent = nodes[-1] if nodes else None
                 nodes.append(tree.reserve(parent, request.hasher.digests[i], blocks[i]))
-        request.written = self.last_written(request)
+        request.forget_earlier_steps(request.last_step)
         for i in range(request.num_shared, len(nodes)):
             published, spare = tree.publish(nodes[i])
             if published.state is S.WRITING:
@@ -128,10 +127,14 @@ class Publisher:
 
     def last_written(self, request: Request) -> list[Node]:
         """The published nodes whose blocks the request's last step filled."""
+        if request.left_by != request.last_step:
+            return []
         return [n for n in request.written if (n.depth + 1) * self.block_tokens > request.step_start]
 
     def last_attached(self, request: Request) -> list[Node]:
         """The nodes that the request's last step, or its preemption, gave snapshots, which somebody may use by now."""
+        if request.left_by != request.last_step:
+            return []
         return [
             node for node in request.attached
             if self._tree.is_current(node) and (node.depth + 1) * self.block_tokens >= request.step_start
@@ -195,8 +198,11 @@ class Publisher:
                 saves.append(Save(request, slot, placement, rolls))
         return saves
 
-    def saved(self, saves: list[Save]) -> None:
-        """The plan with these copies is made: hits can end there. The requests' blocks must be published before."""
+    def saved(self, saves: list[Save], step: int) -> None:
+        """The plan of this step, with these copies, is made: hits can end there.
+
+        The requests' blocks must be published before.
+        """
         for request, slot, placement, rolls in saves:
             i = request.num_cached // self.block_tokens - 1
             node = request.nodes[i] if i < request.num_shared else None
@@ -206,7 +212,8 @@ class Publisher:
                 self._cache.slots.release([slot])
                 continue
             self._tree.attach_snapshot(node, T.DEVICE, slot)
-            request.attached = [node]
+            request.forget_earlier_steps(step)
+            request.attached.append(node)
             if placement is Placement.ROLLING:
                 request.rolling = node
 
@@ -226,7 +233,8 @@ class Publisher:
         if not always and self._wanted(request) is Placement.NONE:
             return False
         self._tree.attach_snapshot(request.nodes[i], T.DEVICE, request.slot)
-        request.attached = [*self.last_attached(request), request.nodes[i]]
+        request.forget_earlier_steps(request.last_step)
+        request.attached.append(request.nodes[i])
         if request.rolling is not None and self._rolling_slot(request):
             self._cache.slots.release([self._tree.drop_snapshot(request.rolling, T.DEVICE)])
         return True

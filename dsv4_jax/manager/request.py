@@ -71,6 +71,7 @@ class Request:
         fed: tokens of its last step, while that step may still be accepted in part; else 0.
         kept_from: `step_start`, once the step cannot be accepted in part any more.
         started: steps planned when it became live.
+        left_by: number of the step that `written` and `attached` are of.
         last_step: number of the last step that fed it, 0 before the first.
         epoch: how often it was preempted.
         forked: id and last step of the request whose copy it is, until it is fed; None if it is none.
@@ -99,6 +100,7 @@ class Request:
     fed: int = 0
     kept_from: int = 0
     started: int = 0
+    left_by: int = 0
     last_step: int = 0
     epoch: int = 0
     state: RequestState = RequestState.LIVE
@@ -136,6 +138,11 @@ class Request:
     def keep_step(self) -> None:
         """Its last step is kept whole: it can no longer be accepted in part."""
         self.kept_from, self.fed = self.step_start, 0
+
+    def forget_earlier_steps(self, step: int) -> None:
+        """What earlier steps left can no longer be taken back: `written` and `attached` are of this one."""
+        if self.left_by != step:
+            self.left_by, self.written, self.attached = step, [], []
 
     @property
     def was_fed(self) -> bool:

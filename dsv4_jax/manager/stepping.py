@@ -150,7 +150,7 @@ class SteppingManager(RequestBook):
             requests[i].blocks, requests[i].num_tabled = path, int(blocks[i])
         for save in saves:
             self._publisher.publish(save.request, save.request.num_cached)  # its last step is kept whole now
-        self._publisher.saved(saves)
+        self._publisher.saved(saves, self._steps)
         for request in rows.restored:
             if request.restores is not None:
                 self._cache.tree.unpin_snapshot(request.restores)

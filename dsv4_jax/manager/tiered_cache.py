@@ -9,7 +9,6 @@ the `num_snapshots` extra ones of the cache's size, and those that are idle.
 from __future__ import annotations
 
 import collections
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -255,12 +254,12 @@ class TieredCache:
         colder ones: neither of one queued here nor of its own path; and none of what the watermark keeps free. What
         finds no room is listed again at its next hit.
         """
-        if not self.host_blocks.num_total or not (nodes := self.tree.pop_backups(len(self.tree))):
+        if self.policy is None or not self.host_blocks.num_total:
             return
+        nodes = self.tree.pop_backups(len(self.tree))
         nodes.sort(key=lambda node: (node.last_access, node.depth))
         room: list[int] = []
-        total, watermark = self.host_blocks.num_total, self.policy.watermark if self.policy is not None else None
-        kept_free = 0 if watermark is None else math.ceil(watermark.low * total)
+        kept_free = self.policy.watermark.kept_free(self.host_blocks.num_total)
         for node in nodes:
             if self.host_blocks.num_free <= kept_free and not self._evict_colder(node):
                 break
