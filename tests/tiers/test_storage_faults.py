@@ -188,21 +188,30 @@ def test_a_copy_that_fails_leaves_the_books_whole(engine, monkeypatch, name, err
 
 
 def test_random_traces_over_faulty_stores(tmp_path) -> None:
-    """Whatever the stores do, what comes back has the bytes that were saved, and in the end all is accounted for."""
-    rng, engine = random.Random(5), Engine(tmp_path)
+    """Whatever the stores do, what comes back has the bytes that were saved, and in the end all is accounted for.
+
+    How much comes back depends on how fast the machine is, while calls have deadlines; after it, all of a prompt does.
+    """
+    rng, engine, faulty = random.Random(5), Engine(tmp_path), threading.Event()
     again(engine, lookup_deadline=0.05, deadline=0.05)
     for store in engine.stores:
         for name in ("contains", "read_into", "write"):
-            setattr(store.store, name, sometimes(getattr(store.store, name), rng))
-    assert serve_random_prompts(engine, rng, 40) and engine.stores[0].store.stats().read
+            setattr(store.store, name, sometimes(getattr(store.store, name), rng, faulty))
+    faulty.set()
+    assert serve_random_prompts(engine, rng, 40)
+    faulty.clear()
+    again(engine)
+    stored_prompt(engine)
+    engine.manager.reset()
+    assert engine.fetch(PROMPT) == 5
     engine.close()
 
 
-def sometimes(work, rng: random.Random):
-    """A call of a store that now and then fails, is late, or answers nonsense."""
+def sometimes(work, rng: random.Random, faulty: threading.Event):
+    """A call of a store that now and then fails, is late, or answers nonsense, as long as `faulty` is set."""
 
     def run(*arguments):
-        kind = rng.random()
+        kind = rng.random() if faulty.is_set() else 1.0
         if kind < 0.1:
             raise OSError("now and then")
         if kind < 0.2:
