@@ -19,11 +19,11 @@ dsv4::CompressPlan read_plan(dsv4::Operands& operands) {
   plan.token_slot = operands.ids();
   plan.tokens = static_cast<int>(operands.rows());
   plan.token_position = operands.ids(plan.tokens);
-  plan.token_row = operands.ids(plan.tokens);
-  plan.row_start = operands.ids();
+  plan.token_seq = operands.ids(plan.tokens);
+  plan.seq_start = operands.ids();
   plan.rows = static_cast<int>(operands.rows());
-  plan.row_count = operands.ids(plan.rows);
-  plan.row_first = operands.ids(plan.rows);
+  plan.seq_count = operands.ids(plan.rows);
+  plan.seq_first = operands.ids(plan.rows);
   plan.table = operands.next<int32_t>(ffi::S32);
   plan.slots = static_cast<int>(operands.rows());
   plan.columns = static_cast<int>(operands.width());

@@ -19,10 +19,10 @@ constexpr int kCsaRatio = 4;
 struct CompressPlan {
   const int32_t* token_slot;      // [T]
   const int32_t* token_position;  // [T]
-  const int32_t* token_row;       // [T]
-  const int32_t* row_start;       // [B]
-  const int32_t* row_count;       // [B]
-  const int32_t* row_first;       // [B]
+  const int32_t* token_seq;       // [T]
+  const int32_t* seq_start;       // [B]
+  const int32_t* seq_count;       // [B]
+  const int32_t* seq_first;       // [B]
   const int32_t* table;           // [slots, columns] block ids
   const int32_t* groups;          // HCA: [G, J] tokens of each entry, padded with T
   int tokens, rows, slots, columns, group_count, group_length;
@@ -176,7 +176,7 @@ __device__ __forceinline__ void load_rows(const CompressStream& s, const Compres
   int around = static_cast<int>(t.position % s.ring);
   const float* old = ring_of<kChannels>(s, t.slot, column) + static_cast<int64_t>(around) * (4 * kChannels);
   if (s.history != nullptr) {
-    const int64_t row = min(max(__ldg(plan.token_row + t.token), 0), plan.rows - 1);
+    const int64_t row = min(max(__ldg(plan.token_seq + t.token), 0), plan.rows - 1);
     old = s.history + ((row + 1) * kCsaBehind + t.behind) * (4 * kChannels) + column, around = kCsaBehind;
   }
 #pragma unroll
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kCompressThreads, 4) hca_kernel(const __grid_c
   prefetch(s.finish.norm + 4 * thread);
   if (!below(token, plan.tokens)) return;
   prefetch(s.finish.cosine + static_cast<int64_t>(token) * 32), prefetch(s.finish.sine + static_cast<int64_t>(token) * 32);
-  const int slot = __ldg(plan.token_slot + token), start = __ldg(plan.token_position + token), row = __ldg(plan.token_row + token);
+  const int slot = __ldg(plan.token_slot + token), start = __ldg(plan.token_position + token), row = __ldg(plan.token_seq + token);
   const float* kv = s.kv + static_cast<int64_t>(token) * s.kv_stride + 4 * thread;
   const float* score = s.score + static_cast<int64_t>(token) * s.score_stride + 4 * thread;
   prefetch(kv), prefetch(score);
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(kCompressThreads, 4) hca_kernel(const __grid_c
   if ((slot == 0) | !below(slot, s.slots) | (start < 0) | !below(row, plan.rows)) return;
   const int entry = start / s.ratio;
   prefetch(block_of(s, plan, slot, entry));
-  const int end = __ldg(plan.row_start + row) + __ldg(plan.row_count + row);
+  const int end = __ldg(plan.seq_start + row) + __ldg(plan.seq_count + row);
   // A group ends with its row, its entry or the step, whichever is first.
   int count = min(plan.group_length, plan.tokens - token);
   if (count > 1) count = min(min(end - start, s.ratio - start % s.ratio), count);

@@ -19,10 +19,10 @@ from .layout import CacheLayout, CacheSize, LeafSpec
 from .ops.append import Rows, append, encode, exists, pin, store, window_rows, window_view
 from .ops.attend import attend
 from .ops.columns import Values
-from .ops.compress import Compressor, Stream, compress_csa, compress_hca
+from .ops.compress import CompressorGeometry, CompressorInputs, compress_csa, compress_hca
 from .ops.copy import copy_units
 from .ops.dispatch import Implementation
-from .ops.finish import Finish
+from .ops.epilogue import Epilogue
 from .ops.gather import gather_rows
 from .ops.index_scores import index_scores
 from .ops.queries import finish_queries
@@ -192,20 +192,20 @@ class LayerCacheHandle:
 
     # Writes
 
-    def append(self, kv: Values, finish: Finish | None = None) -> LayerCacheHandle:
+    def append(self, kv: Values, epilogue: Epilogue | None = None) -> LayerCacheHandle:
         """Stores the step's KV rows in the sliding window.
 
         Args:
             kv: [T, head_dim] float.
-            finish: the rows' norm and RoPE, done while they are stored; None if `kv` has them.
+            epilogue: the rows' norm and RoPE, done while they are stored; None if `kv` has them.
         """
         cfg, fmt, plan = self.layout.cfg, self.layout.kv_row, self.plan
         self._check("kv", kv, (plan.num_tokens, cfg.head_dim))
         pool = self.cache.pool("swa")
         place = dict(ordinal=self.spec.layer_idx, slots=self.cache.slot_units, ring=self.layout.window_rows)
         ids = window_rows(plan, rows=pool[0].shape[0], **place)
-        done = dict(fmt=fmt, finish=finish, position=plan.token_position, implementation=self.implementation)
-        if plan.history_rows.shape[0]:
+        done = dict(fmt=fmt, epilogue=epilogue, position=plan.token_position, implementation=self.implementation)
+        if plan.history_seqs.shape[0]:
             # The step overruns the ring: take the view before the ring is overwritten.
             chunk = encode(kv, **done)
             window, pool = pin(window_view(pool, chunk, plan, window=cfg.sliding_window, **place), pool)
@@ -219,7 +219,7 @@ class LayerCacheHandle:
         self,
         kv: Values,
         score: Values,
-        finish: Finish,
+        epilogue: Epilogue,
         index: tuple[Any, ...] | None = None,
         *,
         ape: jax.Array | None = None,
@@ -228,7 +228,7 @@ class LayerCacheHandle:
 
         Args:
             kv, score: [T, 2 * head_dim] (CSA) or [T, head_dim] (HCA) float32.
-            finish: norm weight and RoPE of the entries.
+            epilogue: norm weight and RoPE of the entries.
             index: CSA only: the arguments of `compress_index`, to do both at once.
             ape: [ratio, width of score] float32: the position bias to add to the score of each place in a block;
                 None: the score holds it already.
@@ -237,24 +237,24 @@ class LayerCacheHandle:
         if attn is AttentionType.SWA:
             raise LayoutError(f"layer {self.spec.layer_idx} is SWA-only: it has no compressor")
         if attn is AttentionType.CSA:
-            streams = {"csa": self._stream("csa", kv, score, finish, ape)}
+            streams = {"csa": self._stream("csa", kv, score, epilogue, ape)}
             if index is not None:
                 streams["index"] = self._stream("index", *index)
             return self._compress_csa(streams)
         if index is not None:
             self._require_csa("indexer")
-        stream = self._stream("hca", kv, score, finish, ape)
+        stream = self._stream("hca", kv, score, epilogue, ape)
         state, pool = compress_hca(
             stream, self.plan, self.cache.block_table, mode=self.layout.hca_state, implementation=self.implementation
         )
         return dataclasses.replace(self, cache=self.cache.with_pool("hca_state", (state,)).with_pool("hca", pool))
 
     def compress_index(
-        self, kv: Values, score: Values, finish: Finish, ape: jax.Array | None = None
+        self, kv: Values, score: Values, epilogue: Epilogue, ape: jax.Array | None = None
     ) -> LayerCacheHandle:
         """Feeds a CSA layer's indexer compressor, [T, 2 * index_head_dim] float32 each, and stores its keys."""
         self._require_csa("indexer")
-        return self._compress_csa({"index": self._stream("index", kv, score, finish, ape)})
+        return self._compress_csa({"index": self._stream("index", kv, score, epilogue, ape)})
 
     # Queries
 
@@ -379,14 +379,16 @@ class LayerCacheHandle:
         implementation = "xla" if fmt.name == "f32" else self.implementation
         return finish_queries(q, self.plan.token_position, inv_freq, **steps, implementation=implementation)
 
-    def _compress_csa(self, streams: dict[str, Stream]) -> LayerCacheHandle:
+    def _compress_csa(self, streams: dict[str, CompressorInputs]) -> LayerCacheHandle:
         cache = self.cache
         done = compress_csa([*streams.values()], self.plan, cache.block_table, implementation=self.implementation)
         for name, (state, pool) in zip(streams, done, strict=True):
             cache = cache.with_pool(f"{name}_state", (state,)).with_pool(name, pool)
         return dataclasses.replace(self, cache=cache)
 
-    def _stream(self, pool: str, kv: Values, score: Values, finish: Finish, ape: jax.Array | None = None) -> Stream:
+    def _stream(
+        self, pool: str, kv: Values, score: Values, epilogue: Epilogue, ape: jax.Array | None = None
+    ) -> CompressorInputs:
         attn, layout = self.spec.attn, self.layout
         csa, of_index = attn is AttentionType.CSA, pool == "index"
         ratio, fmt = layout.cfg.ratio(attn), layout.index_row if of_index else layout.kv_row
@@ -395,13 +397,13 @@ class LayerCacheHandle:
             self._check(prefix + name, x, (self.plan.num_tokens, width))
         if ape is not None:
             self._check(f"{prefix}ape", ape, (ratio, width))
-        geometry = Compressor(
+        geometry = CompressorGeometry(
             ratio=ratio, ordinal=layout.ordinal(self.spec.layer_idx), slots=self.cache.slot_units,
             ring=layout.csa_ring_rows if csa else layout.hca_rows, base=self._base(),
             rows_per_block=layout.entries_per_block(attn), fmt=fmt, blocks=self.cache.block_units,
         )  # fmt: skip
         (state,) = self.cache.pool(f"{pool}_state")
-        return Stream(state, self.cache.pool(pool), kv, score, finish, geometry, ape)
+        return CompressorInputs(state, self.cache.pool(pool), kv, score, epilogue, geometry, ape)
 
     def _base(self) -> int:
         """First row of this layer in its pool leaves."""

@@ -76,18 +76,18 @@ class StepPlan(NamedTuple):
     Plans may share arrays: do not write to them.
 
     Attributes:
-        row_slot: [B] slot of each row (0: padding).
-        row_start: [B] tokens of the row already in the cache.
-        row_count: [B] tokens of the row fed by this step.
-        row_first: [B] index of the row's first token.
-        token_row: [T] row of each token.
+        seq_slot: [B] slot of each row (0: padding).
+        seq_start: [B] tokens of the row already in the cache.
+        seq_count: [B] tokens of the row fed by this step.
+        seq_first: [B] index of the row's first token.
+        token_seq: [T] row of each token.
         token_slot: [T] slot of each token (0: padding).
         token_position: [T] absolute position of each token.
         flush_tokens: [F] tokens that may complete a CSA entry, padded with T. Every token at
             which (position + 1) % csa_ratio == 0 must be listed; others are ignored.
         group_tokens: [G, J] tokens of one HCA entry, in position order, padded with T: every fed
             token stands in exactly one group and a group never crosses an entry boundary.
-        history_rows: [B] arange(B), or empty [0] when no row feeds more than 1 + draft_tokens
+        history_seqs: [B] arange(B), or empty [0] when no row feeds more than 1 + draft_tokens
             tokens: then every window is still whole in its ring after the step's own append.
         table_columns: [X] arange(X): block-table columns that any row of this step can see.
         table_slot, table_index, table_block: [D] block-table entries set before the step.
@@ -98,16 +98,16 @@ class StepPlan(NamedTuple):
     Copies read everything before they write anything, then table entries are set, then tokens run.
     """
 
-    row_slot: IntArray
-    row_start: IntArray
-    row_count: IntArray
-    row_first: IntArray
-    token_row: IntArray
+    seq_slot: IntArray
+    seq_start: IntArray
+    seq_count: IntArray
+    seq_first: IntArray
+    token_seq: IntArray
     token_slot: IntArray
     token_position: IntArray
     flush_tokens: IntArray
     group_tokens: IntArray
-    history_rows: IntArray
+    history_seqs: IntArray
     table_columns: IntArray
     table_slot: IntArray
     table_index: IntArray
@@ -129,9 +129,9 @@ class StepPlan(NamedTuple):
         return self.token_slot.shape[0]
 
     @property
-    def num_rows(self) -> int:
+    def num_seqs(self) -> int:
         """B, padding included."""
-        return self.row_slot.shape[0]
+        return self.seq_slot.shape[0]
 
     def pack(self) -> PackedPlan:
         """The same plan as one array: what to pass to a jitted step.
@@ -155,10 +155,10 @@ class StepPlan(NamedTuple):
         be reserved ahead. Works on traced arrays.
         """
         live = (self.token_slot > 0).astype(np.int32)
-        live_rows = (self.row_slot > 0).astype(np.int32)
+        live_rows = (self.seq_slot > 0).astype(np.int32)
         empty = self.table_slot[:0]
         return self._replace(
-            row_start=self.row_start + live_rows,
+            seq_start=self.seq_start + live_rows,
             token_position=self.token_position + live,
             table_slot=empty,
             table_index=empty,

@@ -13,17 +13,17 @@ from dsv4_jax.config import AttentionType, LayerSpec
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.manager.planning import RowFeed, StepShape, build_plan
 from dsv4_jax.ops.dispatch import Implementation
-from dsv4_jax.ops.finish import Finish
+from dsv4_jax.ops.epilogue import Epilogue
 from dsv4_jax.ops.numerics import inv_frequencies
 from dsv4_jax.plan import StepPlan
 
 from .oracle.live import live_bytes
-from .oracle.machine import Norms, Stream
+from .oracle.machine import CompressorInputs, Norms
 
 EPS = 1e-6
 
 
-def random_stream(layout: CacheLayout, tokens: int, seed: int) -> Stream:
+def random_stream(layout: CacheLayout, tokens: int, seed: int) -> CompressorInputs:
     """Projected rows of `tokens` tokens: magnitudes vary over tokens, some rows are zero or huge."""
     cfg, rng = layout.cfg, np.random.default_rng(seed)
     csa, hca = (sum(s.attn is k for s in layout.schedule) for k in (AttentionType.CSA, AttentionType.HCA))
@@ -37,7 +37,7 @@ def random_stream(layout: CacheLayout, tokens: int, seed: int) -> Stream:
     # Scores spread wide enough that some softmax weights underflow.
     spread = 10.0 ** rng.uniform(-1, 1.7, (1, tokens, 1))
     d, di = cfg.head_dim, cfg.index_head_dim
-    return Stream(
+    return CompressorInputs(
         draw(len(layout.schedule), d, size),
         draw(csa, 2 * d, size), draw(csa, 2 * d, spread),
         draw(csa, 2 * di, size), draw(csa, 2 * di, spread),
@@ -55,23 +55,28 @@ def random_norms(layout: CacheLayout, seed: int = 99) -> Norms:
 
 
 def layer_writes(
-    cache: KVCache, plan: StepPlan, spec: LayerSpec, rows: Stream, norms: Norms, implementation: Implementation = None
+    cache: KVCache,
+    plan: StepPlan,
+    spec: LayerSpec,
+    rows: CompressorInputs,
+    norms: Norms,
+    implementation: Implementation = None,
 ) -> LayerCacheHandle:
     """One layer's append, compress and index compress: both at once in every other CSA layer."""
     cfg, j, i = cache.layout.cfg, cache.layout.ordinal(spec.layer_idx), spec.layer_idx
     inv_freq = jnp.asarray(inv_frequencies(cfg.rope_dim, cfg.compress_rope_theta, cfg.yarn))
     handle = cache.layer(i, plan, implementation=implementation).append(rows.kv[i])
     if spec.attn is AttentionType.CSA:
-        main = (rows.csa_kv[j], rows.csa_score[j], Finish(norms.csa[j], inv_freq, EPS))
-        index = (rows.index_kv[j], rows.index_score[j], Finish(norms.index[j], inv_freq, EPS, hadamard=True))
+        main = (rows.csa_kv[j], rows.csa_score[j], Epilogue(norms.csa[j], inv_freq, EPS))
+        index = (rows.index_kv[j], rows.index_score[j], Epilogue(norms.index[j], inv_freq, EPS, hadamard=True))
         handle = handle.compress(*main).compress_index(*index) if j % 2 else handle.compress(*main, index)
     elif spec.attn is AttentionType.HCA:
-        handle = handle.compress(rows.hca_kv[j], rows.hca_score[j], Finish(norms.hca[j], inv_freq, EPS))
+        handle = handle.compress(rows.hca_kv[j], rows.hca_score[j], Epilogue(norms.hca[j], inv_freq, EPS))
     return handle
 
 
 def write_step(
-    cache: KVCache, plan: StepPlan, rows: Stream, norms: Norms, *, implementation: Implementation = None
+    cache: KVCache, plan: StepPlan, rows: CompressorInputs, norms: Norms, *, implementation: Implementation = None
 ) -> KVCache:
     """Every write of a step, all layers."""
     cache = cache.begin(plan)
@@ -117,11 +122,11 @@ class Driver:
         self.free = list(np.random.default_rng(seed).permutation(np.arange(1, size.num_blocks + 1)))
         self.blocks: dict[int, list[int]] = {}
         self.length: dict[int, int] = {}
-        self.streams: dict[int, Stream] = {}
+        self.streams: dict[int, CompressorInputs] = {}
         self.touched_slots: set[int] = set()
         self.touched_blocks: set[int] = set()
 
-    def admit(self, slot: int, stream: Stream) -> None:
+    def admit(self, slot: int, stream: CompressorInputs) -> None:
         assert slot not in self.length
         self.blocks[slot], self.length[slot], self.streams[slot] = [], 0, stream
 
@@ -144,20 +149,24 @@ class Driver:
             self.touched_slots.add(slot)
         return build_plan(self.layout, rows, shape, table_entries=entries)
 
-    def rows_of(self, plan: StepPlan, streams: dict[int, Stream] | None = None) -> Stream:
+    def rows_of(self, plan: StepPlan, streams: dict[int, CompressorInputs] | None = None) -> CompressorInputs:
         """The plan's token rows; padding tokens get NaN, which must not reach anything."""
         streams = self.streams if streams is None else streams
         layers = next(iter(self.streams.values()))
-        out = Stream(*(np.full((x.shape[0], plan.num_tokens, x.shape[2]), np.nan, np.float32) for x in layers))
+        out = CompressorInputs(
+            *(np.full((x.shape[0], plan.num_tokens, x.shape[2]), np.nan, np.float32) for x in layers)
+        )
         for slot, start, count, first in zip(
-            plan.row_slot, plan.row_start, plan.row_count, plan.row_first, strict=True
+            plan.seq_slot, plan.seq_start, plan.seq_count, plan.seq_first, strict=True
         ):
             if slot:
                 for dst, src in zip(out, streams[int(slot)], strict=True):
                     dst[:, first : first + count] = src[:, start : start + count]
         return out
 
-    def step(self, feeds: list[tuple[int, int]], shape: StepShape, streams: dict[int, Stream] | None = None) -> None:
+    def step(
+        self, feeds: list[tuple[int, int]], shape: StepShape, streams: dict[int, CompressorInputs] | None = None
+    ) -> None:
         plan = self.plan(feeds, shape)
         rows = self.rows_of(plan, streams)
         self.cache = self.write_step(self.cache, plan, rows, self.norms, implementation=self.implementation)

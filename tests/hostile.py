@@ -71,10 +71,10 @@ def spoiled(rng: np.random.Generator, ids: np.ndarray, *near: int, share: float 
 
 def spoiled_plan(rng: np.random.Generator, plan: StepPlan) -> StepPlan:
     """Every field of ids, places or positions spoiled, but for the copies and table entries of `begin`."""
-    tokens, rows, slots = plan.num_tokens, plan.num_rows, SIZE.slot_units
+    tokens, rows, slots = plan.num_tokens, plan.num_seqs, SIZE.slot_units
     near = dict(
-        row_slot=(slots, slots + 3, 150), row_start=(127,), row_count=(0, 100), row_first=(tokens, 100),
-        token_row=(rows, rows + 1), token_slot=(slots, slots + 3, 150), token_position=(255, 256, 1000),
+        seq_slot=(slots, slots + 3, 150), seq_start=(127,), seq_count=(0, 100), seq_first=(tokens, 100),
+        token_seq=(rows, rows + 1), token_slot=(slots, slots + 3, 150), token_position=(255, 256, 1000),
         flush_tokens=(tokens + 1,), group_tokens=(tokens + 1,),
     )  # fmt: skip
     if rng.random() < 0.5:  # or all of them are so wrong that no token is left

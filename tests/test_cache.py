@@ -18,7 +18,7 @@ from dsv4_jax.plan import StepPlan
 from .harness import Driver, layer_writes, pinned_shape, random_norms, random_stream
 from .oracle import attention
 from .oracle import rows as oracle
-from .oracle.machine import Norms, Stream
+from .oracle.machine import CompressorInputs, Norms
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
 CFG = DSV4Config.tiny(
@@ -27,7 +27,7 @@ CFG = DSV4Config.tiny(
 TOKENS = 75
 
 
-def read_step(cache: KVCache, plan: StepPlan, rows: Stream, norms: Norms, queries: dict[str, jax.Array]):
+def read_step(cache: KVCache, plan: StepPlan, rows: CompressorInputs, norms: Norms, queries: dict[str, jax.Array]):
     """Every layer's attention output, [layers, T, H, d], and the CSA selection."""
     cache, outs, selected = cache.begin(plan), [], None
     for spec in cache.layout.schedule:
@@ -58,7 +58,7 @@ def run(layout: CacheLayout, chunks: list[int], width: int, slot: int = 2):
     driver = Driver(layout, CacheSize(4, 3, 2))
     stream = random_stream(layout, TOKENS, 3)
     # Moderate magnitudes: this test is about which keys are seen, not about how they are stored.
-    driver.admit(slot, Stream(*(np.clip(x, -3, 3) for x in stream)))
+    driver.admit(slot, CompressorInputs(*(np.clip(x, -3, 3) for x in stream)))
     shape = pinned_shape(layout, 2, width, 2, history=width > 2)
     outs = []
     for n in chunks:

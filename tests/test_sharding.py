@@ -173,5 +173,5 @@ def test_refusals():
     manager = KVCacheManager(LAYOUT, SIZE)
     request = manager.admit_request()
     short, long = (manager.plan_step([(request, n)]) for n in (1, 16))
-    with pytest.raises(PlanError, match=r"shard 1 has token_row \(16,\), shard 0 has \(1,\)"):
+    with pytest.raises(PlanError, match=r"shard 1 has token_seq \(16,\), shard 0 has \(1,\)"):
         stack_plans([short, long])

@@ -19,7 +19,17 @@ from ..config import DSV4Config
 from ..formats import codec
 from ..layout import CacheLayout
 from ..manager.planning import RowFeed, build_plan, shape_for
-from ..ops import Compressor, Finish, Stream, append, attend, compress_csa, compress_hca, gather_rows, index_scores
+from ..ops import (
+    CompressorGeometry,
+    CompressorInputs,
+    Epilogue,
+    append,
+    attend,
+    compress_csa,
+    compress_hca,
+    gather_rows,
+    index_scores,
+)
 from ..ops import top_k as top_k_op
 from ..ops.append import load
 from ..ops.numerics import inv_frequencies
@@ -109,11 +119,11 @@ def _distinct_rows(rows: int, calls: int, tokens: int) -> np.ndarray:
     return np.random.default_rng(0).permutation(rows)[: calls * tokens].reshape(calls, tokens).astype(np.int32)
 
 
-def _finish(width: int, rope_dim: int, *, compressed: bool, hadamard: bool = False) -> Finish:
+def _finish(width: int, rope_dim: int, *, compressed: bool, hadamard: bool = False) -> Epilogue:
     cfg = DSV4Config.flash()
     theta, yarn = (cfg.compress_rope_theta, cfg.yarn) if compressed else (cfg.rope_theta, None)
     norm = jnp.linspace(0.5, 1.5, width, dtype=jnp.float32)
-    return Finish(norm, jnp.asarray(inv_frequencies(rope_dim, theta, yarn)), cfg.rms_norm_eps, hadamard)
+    return Epilogue(norm, jnp.asarray(inv_frequencies(rope_dim, theta, yarn)), cfg.rms_norm_eps, hadamard)
 
 
 def _append(key: jax.Array, shape: AppendShape, calls: int, pool_rows: int) -> Problem:
@@ -126,19 +136,19 @@ def _append(key: jax.Array, shape: AppendShape, calls: int, pool_rows: int) -> P
         values = jax.random.normal(a, (tokens, fmt.dim), jnp.bfloat16)
         return values, jax.random.randint(b, (tokens,), 0, 1 << 20, jnp.int32)
 
-    finish = _finish(fmt.dim, fmt.rope_dim, compressed=False) if shape.fused else None
+    epilogue = _finish(fmt.dim, fmt.rope_dim, compressed=False) if shape.fused else None
     args = [(*call, jnp.asarray(own)) for call, own in zip(_draw(key, calls, make), ids, strict=True)]
 
-    def apply(finish: Any, pool: Any, call: Any, implementation: Any) -> tuple[Any, None]:
+    def apply(epilogue: Any, pool: Any, call: Any, implementation: Any) -> tuple[Any, None]:
         values, position, own = call
         position = position if shape.fused else None
-        options: dict[str, Any] = dict(fmt=fmt, finish=finish, position=position)
+        options: dict[str, Any] = dict(fmt=fmt, epilogue=epilogue, position=position)
         return append(pool, values, own, **options, implementation=implementation), None
 
     def result(pool: Any, _: None, call: Any) -> jax.Array:
         return codec(fmt).decode(fmt, load(pool, call[2]), jnp.float32)
 
-    return Problem(finish, lambda: random_rows(key, fmt, rows), args, apply, result, 1e-2)
+    return Problem(epilogue, lambda: random_rows(key, fmt, rows), args, apply, result, 1e-2)
 
 
 def _compress(key: jax.Array, shape: CompressShape, calls: int) -> Problem:
@@ -154,8 +164,8 @@ def _compress(key: jax.Array, shape: CompressShape, calls: int) -> Problem:
     table = (np.arange(slots)[:, None] - 1) * own_blocks + 1 + np.arange(columns)[None] % own_blocks
     table[0] = 0
     units = (slots - 1) * own_blocks + 1
-    geometries = [Compressor(ratio, 0, slots, s.ring, 0, per_block, s.fmt) for s in streams]
-    finishes = [
+    geometries = [CompressorGeometry(ratio, 0, slots, s.ring, 0, per_block, s.fmt) for s in streams]
+    epilogues = [
         _finish(s.fmt.dim, s.fmt.rope_dim or cfg.rope_dim, compressed=True, hadamard=s.kind == "index") for s in streams
     ]
 
@@ -178,11 +188,11 @@ def _compress(key: jax.Array, shape: CompressShape, calls: int) -> Problem:
         args.append((plan, inputs, *(jnp.asarray(x.reshape(-1), jnp.int32) for x in (emitted, ring))))
 
     def apply(shared: Any, carry: Any, call: Any, implementation: Any) -> tuple[Any, None]:
-        finishes, table = shared
+        epilogues, table = shared
         plan, inputs, *_ = call
         fed = [
-            Stream(state, pool, kv, score, finish, geometry)
-            for (state, pool), (kv, score), finish, geometry in zip(carry, inputs, finishes, geometries, strict=True)
+            CompressorInputs(state, pool, kv, score, epilogue, geometry)
+            for (state, pool), (kv, score), epilogue, geometry in zip(carry, inputs, epilogues, geometries, strict=True)
         ]
         if ratio == cfg.csa_ratio:
             return compress_csa(fed, plan, table, implementation=implementation), None
@@ -203,7 +213,7 @@ def _compress(key: jax.Array, shape: CompressShape, calls: int) -> Problem:
             for s in streams
         ]  # fmt: skip
 
-    shared = finishes, jnp.asarray(table, jnp.int32)
+    shared = epilogues, jnp.asarray(table, jnp.int32)
     return Problem(shared, carry, args, apply, result, 1e-2)
 
 

@@ -13,7 +13,7 @@ from ..ffi import cuda_target
 from ..formats import RowFormat
 from ..ops.append import Rows
 from ..ops.columns import Values
-from ..ops.finish import Finish
+from ..ops.epilogue import Epilogue
 from ..ops.numerics import rope_tables
 from ..pallas import append as pallas
 from .columns import float_columns
@@ -21,47 +21,52 @@ from .columns import float_columns
 __all__ = ["has_kernel"]
 
 
-def has_kernel(fmt: RowFormat, finish: Finish | None) -> bool:
+def has_kernel(fmt: RowFormat, epilogue: Epilogue | None) -> bool:
     """Whether the kernel stores rows of this format, finished like this."""
-    pairs = 32 if finish is None else finish.inv_freq.shape[0]
-    hadamard = finish is not None and finish.hadamard
+    pairs = 32 if epilogue is None else epilogue.inv_freq.shape[0]
+    hadamard = epilogue is not None and epilogue.hadamard
     return fmt.name == "fp8" and (fmt.nope_dim, fmt.rope_dim) == (448, 64) and pairs == 32 and not hadamard
 
 
 def _append(
-    pool: Rows, values: Values, row_ids: jax.Array, position: jax.Array | None, finish: Finish | None, fmt: RowFormat
+    pool: Rows,
+    values: Values,
+    row_ids: jax.Array,
+    position: jax.Array | None,
+    epilogue: Epilogue | None,
+    fmt: RowFormat,
 ) -> Rows:
     """As `ops.append._append`. Raises `ImplementationError`: the CUDA library is not there."""
-    if not has_kernel(fmt, finish):
-        return pallas._append(pool, values, row_ids, position, finish, fmt)
+    if not has_kernel(fmt, epilogue):
+        return pallas._append(pool, values, row_ids, position, epilogue, fmt)
     results = tuple(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pool)
-    return _call(values, position, finish, [row_ids, *pool], results)
+    return _call(values, position, epilogue, [row_ids, *pool], results)
 
 
-def _encode(values: Values, position: jax.Array | None, finish: Finish | None, fmt: RowFormat) -> Rows:
+def _encode(values: Values, position: jax.Array | None, epilogue: Epilogue | None, fmt: RowFormat) -> Rows:
     """As `ops.append._encode`. Raises `ImplementationError`: the CUDA library is not there."""
-    if not has_kernel(fmt, finish):
-        return pallas._encode(values, position, finish, fmt)
+    if not has_kernel(fmt, epilogue):
+        return pallas._encode(values, position, epilogue, fmt)
     results = tuple(jax.ShapeDtypeStruct((values.shape[0], p.width), jnp.dtype(p.dtype)) for p in fmt.parts)
-    return _call(values, position, finish, [], results)
+    return _call(values, position, epilogue, [], results)
 
 
 def _call(
     values: Values,
     position: jax.Array | None,
-    finish: Finish | None,
+    epilogue: Epilogue | None,
     scattered: list[jax.Array],
     results: tuple[jax.ShapeDtypeStruct, ...],
 ) -> Rows:
     """`scattered`: the row ids and the pool that becomes the results; empty: the results are new arrays."""
     matrix, start = float_columns(values)
     operands = [matrix]
-    if finish is not None:
+    if epilogue is not None:
         assert position is not None
-        tables = rope_tables(position, finish.inv_freq.astype(jnp.float32))
-        operands += [finish.norm.astype(jnp.float32), *tables]
+        tables = rope_tables(position, epilogue.inv_freq.astype(jnp.float32))
+        operands += [epilogue.norm.astype(jnp.float32), *tables]
     operands += scattered
     aliases = {len(operands) - len(results) + i: i for i in range(len(results))} if scattered else {}
     call = jax.ffi.ffi_call(cuda_target("dsv4_append"), results, input_output_aliases=aliases)
-    eps = np.float32(0 if finish is None else finish.eps)
-    return tuple(call(*operands, start=np.int32(start), eps=eps, finish=finish is not None, scatter=bool(scattered)))
+    eps = np.float32(0 if epilogue is None else epilogue.eps)
+    return tuple(call(*operands, start=np.int32(start), eps=eps, finish=epilogue is not None, scatter=bool(scattered)))

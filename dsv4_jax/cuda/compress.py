@@ -14,7 +14,7 @@ import numpy as np
 
 from ..ffi import cuda_target
 from ..ops.append import Rows
-from ..ops.compress import Stream
+from ..ops.compress import CompressorInputs
 from ..ops.dispatch import Implementation
 from ..ops.numerics import rope_tables
 from ..pallas import compress as pallas
@@ -29,16 +29,16 @@ CSA_RATIO = 4  # of the CSA kernel
 KV, INDEX = {"fp8": 0}, {"fp4": 1, "fp8": 2}
 
 
-def has_kernel(stream: Stream) -> bool:
+def has_kernel(stream: CompressorInputs) -> bool:
     """Whether the kernels store entries like this stream's."""
-    fmt, finish = stream.geometry.fmt, stream.finish
+    fmt, epilogue = stream.geometry.fmt, stream.epilogue
     if fmt.rope_dim:
-        return stores_kv_row(fmt, finish)
-    return fmt.name in INDEX and fmt.dim == 128 and finish.inv_freq.shape[0] == 32
+        return stores_kv_row(fmt, epilogue)
+    return fmt.name in INDEX and fmt.dim == 128 and epilogue.inv_freq.shape[0] == 32
 
 
 def _compress_csa(
-    streams: Sequence[Stream], plan: StepPlan, table: jax.Array, implementation: Implementation
+    streams: Sequence[CompressorInputs], plan: StepPlan, table: jax.Array, implementation: Implementation
 ) -> list[tuple[jax.Array, Rows]]:
     """As `ops.compress._compress_csa`. Raises `ImplementationError`: the CUDA library is not there."""
     # One stream of each kind at most: what a launch has room for.
@@ -50,7 +50,7 @@ def _compress_csa(
 
 
 def _compress_hca_online(
-    stream: Stream, plan: StepPlan, table: jax.Array, implementation: Implementation
+    stream: CompressorInputs, plan: StepPlan, table: jax.Array, implementation: Implementation
 ) -> tuple[jax.Array, Rows]:
     """As `ops.compress._compress_hca_online`. Raises `ImplementationError`: the CUDA library is not there."""
     if not (has_kernel(stream) and stream.geometry.fmt.rope_dim):
@@ -60,17 +60,23 @@ def _compress_hca_online(
 
 
 def _compress_hca_raw(
-    stream: Stream, plan: StepPlan, table: jax.Array, implementation: Implementation
+    stream: CompressorInputs, plan: StepPlan, table: jax.Array, implementation: Implementation
 ) -> tuple[jax.Array, Rows]:
     """The Pallas kernel: the raw state is the exception, and has no CUDA kernel."""
     return pallas._compress_hca_raw(stream, plan, table, implementation)
 
 
 def _call(
-    target: str, streams: Sequence[Stream], plan: StepPlan, table: jax.Array, more: list[jax.Array], *, depth: int
+    target: str,
+    streams: Sequence[CompressorInputs],
+    plan: StepPlan,
+    table: jax.Array,
+    more: list[jax.Array],
+    *,
+    depth: int,
 ) -> list[tuple[jax.Array, Rows]]:
-    history = bool(plan.history_rows.shape[0])
-    of_plan = (plan.token_slot, plan.token_position, plan.token_row, plan.row_start, plan.row_count, plan.row_first)
+    history = bool(plan.history_seqs.shape[0])
+    of_plan = (plan.token_slot, plan.token_position, plan.token_seq, plan.seq_start, plan.seq_count, plan.seq_first)
     operands = [*(jnp.asarray(x) for x in of_plan), jnp.asarray(table), *more]
     position = jnp.asarray(plan.token_position)
     results, aliases, numbers, columns = [], {}, [], []
@@ -79,7 +85,7 @@ def _call(
         if history:
             before, state = pallas.state_before(stream, plan, depth)
             old = [before]
-        finish, geometry = stream.finish, stream.geometry
+        epilogue, geometry = stream.epilogue, stream.geometry
         (kv, kv_start), (score, score_start) = float_columns(stream.kv), float_columns(stream.score)
         bias = [] if stream.ape is None else [stream.ape.astype(jnp.float32)]
         # An entry turns to its first position.
@@ -87,8 +93,8 @@ def _call(
             kv,
             score,
             *bias,
-            finish.norm.astype(jnp.float32),
-            *rope_tables(position - position % geometry.ratio, finish.inv_freq.astype(jnp.float32)),
+            epilogue.norm.astype(jnp.float32),
+            *rope_tables(position - position % geometry.ratio, epilogue.inv_freq.astype(jnp.float32)),
             *old,
         ]
         for leaf in (state, *stream.pool):
@@ -97,11 +103,11 @@ def _call(
             results.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         kinds = KV if geometry.fmt.rope_dim else INDEX
         numbers += [geometry.ratio, geometry.ordinal, geometry.slots, geometry.ring, geometry.base,
-                    geometry.rows_per_block, kinds[geometry.fmt.name], int(finish.hadamard), len(bias),
+                    geometry.rows_per_block, kinds[geometry.fmt.name], int(epilogue.hadamard), len(bias),
                     geometry.block_units(stream.pool[0].shape[0])]  # fmt: skip
         columns += [kv_start, score_start]
     call = jax.ffi.ffi_call(cuda_target(target), tuple(results), input_output_aliases=aliases)
-    eps = np.array([stream.finish.eps for stream in streams], np.float32)
+    eps = np.array([stream.epilogue.eps for stream in streams], np.float32)
     fields, columns = (np.array(x, np.int32) for x in (numbers, columns))
     out = list(call(*operands, fields=fields, columns=columns, eps=eps, history=history))
     return [(out.pop(0), tuple(out.pop(0) for _ in stream.pool)) for stream in streams]

@@ -238,16 +238,16 @@ def build_plan(
     groups = np.full((shape.groups, shape.group_length), shape.tokens, np.int32)
     groups[fed.group, fed.place] = np.arange(len(fed.row))
     return StepPlan(
-        row_slot=_padded(fed.slot, shape.rows),
-        row_start=_padded(fed.start, shape.rows),
-        row_count=_padded(fed.count, shape.rows),
-        row_first=_padded(fed.first, shape.rows),
-        token_row=_padded(fed.row, shape.tokens),
+        seq_slot=_padded(fed.slot, shape.rows),
+        seq_start=_padded(fed.start, shape.rows),
+        seq_count=_padded(fed.count, shape.rows),
+        seq_first=_padded(fed.first, shape.rows),
+        token_seq=_padded(fed.row, shape.tokens),
         token_slot=_padded(fed.slot[fed.row], shape.tokens),
         token_position=_padded(fed.position, shape.tokens),
         flush_tokens=_padded(fed.flushes, shape.flushes, shape.tokens),
         group_tokens=groups,
-        history_rows=np.arange(shape.rows if shape.history else 0, dtype=np.int32),
+        history_seqs=np.arange(shape.rows if shape.history else 0, dtype=np.int32),
         table_columns=np.arange(shape.columns, dtype=np.int32),
         **_extras(facts, shape, table_entries, slot_copies, block_copies),
         facts=facts,
@@ -287,7 +287,7 @@ def next_rows(
     columns = layout.blocks_for(int(starts.max(initial=0)) + 1 + lookahead)
     if columns > shape.columns:
         raise PlanError(f"the step needs columns={columns}, its shape has columns={shape.columns}")
-    return plan._replace(row_start=_padded(starts, shape.rows), token_position=_padded(starts, shape.tokens))
+    return plan._replace(seq_start=_padded(starts, shape.rows), token_position=_padded(starts, shape.tokens))
 
 
 def check_extras(shape: StepShape, **needed: int) -> None:

@@ -314,9 +314,9 @@ class SteppingManager(RequestBook):
     def _rows_of(self, plan: StepPlan) -> Iterable[tuple[Request, int, int]]:
         """The request, first token and number of tokens of each row. Raises `RequestError` if one is gone."""
         rows = self._rows
-        if rows is not None and rows.decode is not None and rows.decode[1].row_slot is plan.row_slot:
-            return zip(rows.requests, plan.row_start.tolist(), itertools.repeat(1))
-        columns = (plan.row_slot.tolist(), plan.row_start.tolist(), plan.row_count.tolist())
+        if rows is not None and rows.decode is not None and rows.decode[1].seq_slot is plan.seq_slot:
+            return zip(rows.requests, plan.seq_start.tolist(), itertools.repeat(1))
+        columns = (plan.seq_slot.tolist(), plan.seq_start.tolist(), plan.seq_count.tolist())
         return [
             (self._live.get(slot) or self._checked(slot), start, count)
             for slot, start, count in zip(*columns, strict=True) if slot

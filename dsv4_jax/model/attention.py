@@ -14,7 +14,7 @@ from ..config import AttentionType, DSV4Config
 from ..errors import LayoutError
 from ..layout import CacheLayout
 from ..ops.columns import Values, dense
-from ..ops.finish import Finish
+from ..ops.epilogue import Epilogue
 from .numerics import layer_frequencies, linear, matmul, pad_rows, rms_norm
 from .params import Params
 from .projections import products
@@ -48,21 +48,21 @@ def attention(
     of_x, of_q = jax.tree.map(lambda product: product[: x.shape[0]], (of_x, of_q))
     q = handle.queries(of_q["wq_b"].reshape(-1, cfg.num_attention_heads, cfg.head_dim), freq)
 
-    def compressor(name: str, rotate: bool = False) -> tuple[Values, Values, Finish, jax.Array]:
-        """(kv, score, finish, position bias)"""
+    def compressor(name: str, rotate: bool = False) -> tuple[Values, Values, Epilogue, jax.Array]:
+        """(kv, score, epilogue, position bias)"""
         weights = p["indexer"]["compressor"] if name == "indexer.compressor" else p[name]
-        finish = Finish(weights["norm"], freq, cfg.rms_norm_eps, rotate)
-        return of_x[f"{name}.wkv"], of_x[f"{name}.wgate"], finish, weights["ape"]
+        epilogue = Epilogue(weights["norm"], freq, cfg.rms_norm_eps, rotate)
+        return of_x[f"{name}.wkv"], of_x[f"{name}.wgate"], epilogue, weights["ape"]
 
-    handle = handle.append(of_x["wkv"], Finish(p["kv_norm"], freq, cfg.rms_norm_eps))
+    handle = handle.append(of_x["wkv"], Epilogue(p["kv_norm"], freq, cfg.rms_norm_eps))
     selected = None
     if attn is AttentionType.HCA:
-        kv, score, finish, ape = compressor("compressor")
-        handle = handle.compress(kv, score, finish, ape=ape)
+        kv, score, epilogue, ape = compressor("compressor")
+        handle = handle.compress(kv, score, epilogue, ape=ape)
     if attn is AttentionType.CSA:
         qat = index_qat_default(handle.layout) if index_qat is None else index_qat
-        kv, score, finish, ape = compressor("compressor")
-        handle = handle.compress(kv, score, finish, compressor("indexer.compressor", rotate=qat), ape=ape)
+        kv, score, epilogue, ape = compressor("compressor")
+        handle = handle.compress(kv, score, epilogue, compressor("indexer.compressor", rotate=qat), ape=ape)
         index_q = of_q["indexer.wq_b"].reshape(-1, cfg.index_n_heads, cfg.index_head_dim)
         scores = handle.index_scores(
             handle.index_queries(index_q, freq, qat=qat), of_x["indexer.weights_proj"],

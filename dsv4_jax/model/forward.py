@@ -68,7 +68,7 @@ def prefill(
     """As `forward`, but only the logits of each row's last token, [B, vocab]: what its next token is drawn from."""
     plan = plan.unpack()
     hidden, cache = _layers(params, cache.begin(plan), plan, tokens, index_qat, implementation)
-    last = jnp.maximum(jnp.asarray(plan.row_first) + plan.row_count - np.int32(1), 0)
+    last = jnp.maximum(jnp.asarray(plan.seq_first) + plan.seq_count - np.int32(1), 0)
     return head(params, hidden[last], cache.layout.cfg), cache
 
 
@@ -121,7 +121,7 @@ def decode_loop(
     """
     plan = _one_token_per_row(plan)
     cache = cache.begin(plan)
-    carried = ("row_start", "token_position")
+    carried = ("seq_start", "token_position")
 
     def step(carry: tuple, _: None) -> tuple[tuple, jax.Array]:
         cache, tokens, moved = carry
@@ -161,8 +161,8 @@ def _layers(
 
 def _one_token_per_row(plan: StepPlan | PackedPlan) -> StepPlan:
     plan = plan.unpack()
-    if plan.num_tokens != plan.num_rows:
-        raise ShapeError(f"a decode step feeds one token per row, the plan has {plan.num_tokens} for {plan.num_rows}")
+    if plan.num_tokens != plan.num_seqs:
+        raise ShapeError(f"a decode step feeds one token per row, the plan has {plan.num_tokens} for {plan.num_seqs}")
     return plan
 
 

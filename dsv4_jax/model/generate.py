@@ -161,7 +161,7 @@ def _prefill(
     """One step, and each row's next token: [1, B]. `stream` [B] says whose keys the rows draw with."""
     step = plan.unpack()
     logits, cache = prefill(params, cache, step, tokens, implementation=implementation)
-    last = step.row_start + step.row_count - np.int32(1)
+    last = step.seq_start + step.seq_count - np.int32(1)
     return sample(logits, sampling, _keys(key, stream), jnp.maximum(last, 0))[None], cache
 
 

@@ -9,9 +9,9 @@ from ..plan import register_pytrees
 from .append import append, encode, window_rows, window_view
 from .attend import attend
 from .columns import Columns
-from .compress import Compressor, Stream, compress_csa, compress_hca
+from .compress import CompressorGeometry, CompressorInputs, compress_csa, compress_hca
 from .copy import copy_units
-from .finish import Finish
+from .epilogue import Epilogue
 from .gather import gather_rows
 from .index_scores import index_scores
 from .queries import finish_queries
@@ -19,9 +19,9 @@ from .top_k import top_k
 
 __all__ = [
     "Columns",
-    "Compressor",
-    "Finish",
-    "Stream",
+    "CompressorGeometry",
+    "CompressorInputs",
+    "Epilogue",
     "append",
     "attend",
     "compress_csa",

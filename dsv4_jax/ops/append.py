@@ -13,7 +13,7 @@ from ..formats import RowFormat, codec
 from ..plan import StepPlan
 from .columns import Values, dense
 from .dispatch import Implementation, implementation_for
-from .finish import Finish
+from .epilogue import Epilogue
 
 __all__ = ["Rows", "append", "encode", "exists", "load", "pin", "ring_row", "store", "window_rows", "window_view"]
 
@@ -26,7 +26,7 @@ def append(
     row_ids: jax.Array,
     *,
     fmt: RowFormat,
-    finish: Finish | None = None,
+    epilogue: Epilogue | None = None,
     position: jax.Array | None = None,
     implementation: Implementation = None,
 ) -> Rows:
@@ -37,40 +37,45 @@ def append(
         values: [T, dim] float rows, an array or `Columns`.
         row_ids: [T] int32, no two equal among the valid ones; those below 0 or >= rows are not written.
         fmt: the pool's row format.
-        finish: norm and RoPE still to be done; None if `values` are ready to be stored.
-        position: [T] int32 of the rows, needed by `finish`.
+        epilogue: norm and RoPE still to be done; None if `values` are ready to be stored.
+        position: [T] int32 of the rows, needed by `epilogue`.
 
     Returns:
         The updated pool (in place when the caller's buffer is donated).
     """
     fn = implementation_for("append", _append, implementation, empty=values.shape[0] == 0)
-    return fn(pool, values, row_ids, position, finish, fmt)
+    return fn(pool, values, row_ids, position, epilogue, fmt)
 
 
 def encode(
     values: Values,
     *,
     fmt: RowFormat,
-    finish: Finish | None = None,
+    epilogue: Epilogue | None = None,
     position: jax.Array | None = None,
     implementation: Implementation = None,
 ) -> Rows:
     """The parts [T, width] of the rows `append` would store."""
     fn = implementation_for("append", _encode, implementation, empty=values.shape[0] == 0)
-    return fn(values, position, finish, fmt)
+    return fn(values, position, epilogue, fmt)
 
 
 def _append(
-    pool: Rows, values: Values, row_ids: jax.Array, position: jax.Array | None, finish: Finish | None, fmt: RowFormat
+    pool: Rows,
+    values: Values,
+    row_ids: jax.Array,
+    position: jax.Array | None,
+    epilogue: Epilogue | None,
+    fmt: RowFormat,
 ) -> Rows:
-    return store(pool, _encode(values, position, finish, fmt), row_ids)
+    return store(pool, _encode(values, position, epilogue, fmt), row_ids)
 
 
-def _encode(values: Values, position: jax.Array | None, finish: Finish | None, fmt: RowFormat) -> Rows:
+def _encode(values: Values, position: jax.Array | None, epilogue: Epilogue | None, fmt: RowFormat) -> Rows:
     values = dense(values)
-    if finish is not None:
+    if epilogue is not None:
         assert position is not None
-        values = finish(values.astype(jnp.float32), position)
+        values = epilogue(values.astype(jnp.float32), position)
     return codec(fmt).encode(fmt, values)
 
 
@@ -98,7 +103,7 @@ def window_rows(plan: StepPlan, *, rows: int, ordinal: int, slots: int, ring: in
         ordinal: index of the layer among those the leaves hold.
         slots: slots of the leaves, the null slot included.
     """
-    last = (plan.row_start + plan.row_count)[plan.token_row] - ring
+    last = (plan.seq_start + plan.seq_count)[plan.token_seq] - ring
     keep = exists(plan.token_slot, slots) & (plan.token_position >= last)
     return jnp.where(keep, ring_row(ordinal, slots, ring, plan.token_slot, plan.token_position), np.int32(rows))
 
@@ -125,7 +130,7 @@ def window_view(
 ) -> tuple[Rows, jax.Array, jax.Array]:
     """Where every token's window lies: (rows, ids [T, window] int32, visible [T, window] bool).
 
-    Key k of token t is position t - window + 1 + k. With no `history_rows` in the plan the ids
+    Key k of token t is position t - window + 1 + k. With no `history_seqs` in the plan the ids
     point into `pool`, which must already hold the step's rows. Otherwise the result has rows of
     its own: the window before the step (so `pool` must not hold the step's rows yet), then the
     step's rows (`chunk`). A chunk longer than the ring would overwrite keys its own early tokens need.
@@ -134,21 +139,21 @@ def window_view(
     position = plan.token_position[:, None] + offset
     visible = (position >= 0) & exists(plan.token_slot, slots)[:, None]
     position = jnp.maximum(position, 0)
-    if plan.history_rows.shape[0] == 0:
+    if plan.history_seqs.shape[0] == 0:
         ids = ring_row(ordinal, slots, ring, plan.token_slot[:, None], position)
         return pool, jnp.where(visible, ids, 0), visible
     assert chunk is not None
     depth = window - 1
-    start = plan.row_start[plan.history_rows]
+    start = plan.seq_start[plan.history_seqs]
     before = jnp.maximum(start[:, None] - np.int32(depth) + jnp.arange(depth, dtype=jnp.int32)[None], 0)
-    slot = plan.row_slot[plan.history_rows][:, None]
+    slot = plan.seq_slot[plan.history_seqs][:, None]
     history = load(pool, ring_row(ordinal, slots, ring, slot, before))
     rows = tuple(jnp.concatenate([h.reshape(-1, h.shape[-1]), c]) for h, c in zip(history, chunk, strict=True))
-    row = jnp.asarray(plan.token_row)[:, None]
-    row_start = plan.row_start[plan.token_row][:, None]
-    in_chunk = position >= row_start
-    chunk_id = np.int32(slot.shape[0] * depth) + plan.row_first[plan.token_row][:, None] + position - row_start
-    history_id = row * np.int32(depth) + position - row_start + np.int32(depth)
+    row = jnp.asarray(plan.token_seq)[:, None]
+    seq_start = plan.seq_start[plan.token_seq][:, None]
+    in_chunk = position >= seq_start
+    chunk_id = np.int32(slot.shape[0] * depth) + plan.seq_first[plan.token_seq][:, None] + position - seq_start
+    history_id = row * np.int32(depth) + position - seq_start + np.int32(depth)
     ids = jnp.where(in_chunk, chunk_id, history_id)
     return rows, jnp.where(visible, ids, 0), visible
 

@@ -21,14 +21,14 @@ from ..plan import StepPlan
 from .append import Rows, append, exists, load, pin, ring_row
 from .columns import Values, dense
 from .dispatch import Implementation, implementation_for
-from .finish import Finish
+from .epilogue import Epilogue
 from .numerics import exp, rounded, tree_sum
 
-__all__ = ["Compressor", "Stream", "compress_csa", "compress_hca", "online_update"]
+__all__ = ["CompressorGeometry", "CompressorInputs", "compress_csa", "compress_hca", "online_update"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Compressor:
+class CompressorGeometry:
     """The static geometry of one layer's compressor: sizes of its state ring and its pool.
 
     Attributes:
@@ -57,7 +57,7 @@ class Compressor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stream:
+class CompressorInputs:
     """One compressor's operands in a step. Not a pytree: it exists while a step is traced.
 
     Attributes:
@@ -66,7 +66,7 @@ class Stream:
             [max | sum | acc], the state after position p in bank p mod banks.
         pool: entry leaves.
         kv, score: [T, 2e] (CSA) or [T, e] (HCA) float32, arrays or `Columns`.
-        finish: what turns a pooled row into an entry; positions are those of an entry's first token.
+        epilogue: what turns a pooled row into an entry; positions are those of an entry's first token.
         geometry: sizes of the leaves.
         ape: [ratio, width of score] float32: row p mod ratio is added to the score of a token at position p; None: the
             score has it already.
@@ -76,11 +76,11 @@ class Stream:
     pool: Rows
     kv: Values
     score: Values
-    finish: Finish
-    geometry: Compressor
+    epilogue: Epilogue
+    geometry: CompressorGeometry
     ape: jax.Array | None = None
 
-    def resolved(self, plan: StepPlan) -> Stream:
+    def resolved(self, plan: StepPlan) -> CompressorInputs:
         """This stream with kv and score as arrays and the position bias added."""
         score = dense(self.score)
         if self.ape is not None:
@@ -89,7 +89,7 @@ class Stream:
 
 
 def compress_csa(
-    streams: Sequence[Stream], plan: StepPlan, table: jax.Array, *, implementation: Implementation = None
+    streams: Sequence[CompressorInputs], plan: StepPlan, table: jax.Array, *, implementation: Implementation = None
 ) -> list[tuple[jax.Array, Rows]]:
     """Feeds one layer's CSA compressors: the main one, the indexer's, or both at once (one kernel then).
 
@@ -107,7 +107,7 @@ def compress_csa(
 
 
 def compress_hca(
-    stream: Stream,
+    stream: CompressorInputs,
     plan: StepPlan,
     table: jax.Array,
     *,
@@ -129,13 +129,13 @@ def compress_hca(
 
 
 def _compress_csa(
-    streams: Sequence[Stream], plan: StepPlan, table: jax.Array, implementation: Implementation
+    streams: Sequence[CompressorInputs], plan: StepPlan, table: jax.Array, implementation: Implementation
 ) -> list[tuple[jax.Array, Rows]]:
     return [_compress_csa_one(stream.resolved(plan), plan, table, implementation) for stream in streams]
 
 
 def _compress_csa_one(
-    stream: Stream, plan: StepPlan, table: jax.Array, implementation: Implementation
+    stream: CompressorInputs, plan: StepPlan, table: jax.Array, implementation: Implementation
 ) -> tuple[jax.Array, Rows]:
     ratio, width = stream.geometry.ratio, stream.kv.shape[-1] // 2
     rows, real, state = _rows_behind(stream, plan, plan.flush_tokens, 2 * ratio)
@@ -147,7 +147,7 @@ def _compress_csa_one(
 
 
 def _compress_hca_raw(
-    stream: Stream, plan: StepPlan, table: jax.Array, implementation: Implementation
+    stream: CompressorInputs, plan: StepPlan, table: jax.Array, implementation: Implementation
 ) -> tuple[jax.Array, Rows]:
     stream = stream.resolved(plan)
     width = stream.kv.shape[-1]
@@ -158,7 +158,7 @@ def _compress_hca_raw(
 
 
 def _compress_hca_online(
-    stream: Stream, plan: StepPlan, table: jax.Array, implementation: Implementation
+    stream: CompressorInputs, plan: StepPlan, table: jax.Array, implementation: Implementation
 ) -> tuple[jax.Array, Rows]:
     stream = stream.resolved(plan)
     state, kv, score, geometry = stream.state, dense(stream.kv), dense(stream.score), stream.geometry
@@ -193,7 +193,7 @@ def _compress_hca_online(
 
     # Each bank keeps the group's last position that maps to it, if that is one of the row's last `banks`.
     count = (plan.group_tokens < tokens).sum(1, dtype=jnp.int32)
-    end = (plan.row_start + plan.row_count)[plan.token_row[first]]
+    end = (plan.seq_start + plan.seq_count)[plan.token_seq[first]]
     newest = start + count - np.int32(1)
     back = (newest[None] - jnp.arange(banks, dtype=jnp.int32)[:, None]) % np.int32(banks)
     position = newest[None] - back
@@ -225,7 +225,7 @@ def _last_of_group(plan: StepPlan) -> jax.Array:
 
 
 def _rows_behind(
-    stream: Stream, plan: StepPlan, tokens: jax.Array, depth: int
+    stream: CompressorInputs, plan: StepPlan, tokens: jax.Array, depth: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The [kv | score] rows of the `depth` positions up to each token, from this step or from the ring.
 
@@ -233,20 +233,20 @@ def _rows_behind(
     """
     state, geometry = stream.state, stream.geometry
     token = jnp.minimum(tokens, np.int32(plan.num_tokens - 1))
-    row = jnp.asarray(plan.token_row)[token]
+    row = jnp.asarray(plan.token_seq)[token]
     position = plan.token_position[token][:, None] + jnp.arange(1 - depth, 1, dtype=jnp.int32)[None]
     real = position >= 0
     position = jnp.maximum(position, 0)
     ring_ids = ring_row(geometry.ordinal, geometry.slots, geometry.ring, plan.token_slot[token][:, None], position)
-    if plan.history_rows.shape[0] == 0:
+    if plan.history_seqs.shape[0] == 0:
         # No row of this step overruns the ring: write first, then read all from there. The order of a
         # read before a write could only be kept by `pin`, which CPU compilers drop, at the price of a copy.
         state = _write_ring(state, stream, plan)
         (rows,) = load((state,), ring_ids)
         return rows, real, state
     (old,), (state,) = pin(load((state,), ring_ids), (state,))
-    offset = position - plan.row_start[row][:, None]
-    chunk_ids = jnp.clip(plan.row_first[row][:, None] + offset, 0, np.int32(plan.num_tokens - 1))
+    offset = position - plan.seq_start[row][:, None]
+    chunk_ids = jnp.clip(plan.seq_first[row][:, None] + offset, 0, np.int32(plan.num_tokens - 1))
     new = _kv_and_score(stream)[chunk_ids]
     rows = jnp.where((offset >= 0)[..., None], new, old)
     return rows, real, _write_ring(state, stream, plan)
@@ -262,7 +262,7 @@ def _softmax_pool(values: jax.Array, logits: jax.Array, real: jax.Array) -> jax.
 
 
 def _emit(
-    stream: Stream,
+    stream: CompressorInputs,
     pooled: jax.Array,
     plan: StepPlan,
     tokens: jax.Array,
@@ -285,19 +285,25 @@ def _emit(
     stored = completes & exists(block, blocks) & (column >= 0) & (column < table.shape[1])
     row = jnp.where(stored, row, np.int32(pool[0].shape[0]))
     return append(
-        pool, pooled, row, fmt=geometry.fmt, finish=stream.finish, position=entry * ratio, implementation=implementation
+        pool,
+        pooled,
+        row,
+        fmt=geometry.fmt,
+        epilogue=stream.epilogue,
+        position=entry * ratio,
+        implementation=implementation,
     )
 
 
-def _write_ring(state: jax.Array, stream: Stream, plan: StepPlan) -> jax.Array:
+def _write_ring(state: jax.Array, stream: CompressorInputs, plan: StepPlan) -> jax.Array:
     """Stores the rows of the last `ring` tokens of every row."""
     geometry = stream.geometry
-    last = (plan.row_start + plan.row_count)[plan.token_row] - np.int32(geometry.ring)
+    last = (plan.seq_start + plan.seq_count)[plan.token_seq] - np.int32(geometry.ring)
     keep = exists(plan.token_slot, geometry.slots) & (plan.token_position >= last)
     row = ring_row(geometry.ordinal, geometry.slots, geometry.ring, plan.token_slot, plan.token_position)
     row = jnp.where(keep, row, np.int32(state.shape[0]))
     return state.at[row].set(_kv_and_score(stream), mode="drop", wrap_negative_indices=False)
 
 
-def _kv_and_score(stream: Stream) -> jax.Array:
+def _kv_and_score(stream: CompressorInputs) -> jax.Array:
     return jnp.concatenate([dense(stream.kv), dense(stream.score)], -1)

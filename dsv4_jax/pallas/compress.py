@@ -1,6 +1,6 @@
-"""compress on a GPU in Pallas-Triton: state update, pooling, finish, quantisation and store in one launch.
+"""compress on a GPU in Pallas-Triton: state update, pooling, epilogue, quantisation and store in one launch.
 
-No program may read a state row that another one of the same launch writes. With no `history_rows`
+No program may read a state row that another one of the same launch writes. With no `history_seqs`
 in the plan the rings are long enough for that: a step's rows come from the operands, older ones
 from ring rows that the step does not overwrite. With them, XLA first copies the few old rows that
 a step can need (`history`), and the kernel reads those instead.
@@ -24,13 +24,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ..ops.append import Rows, exists, load, pin, ring_row
-from ..ops.compress import Compressor, Stream, _last_of_group
+from ..ops.compress import CompressorGeometry, CompressorInputs, _last_of_group
 from ..ops.compress import _compress_csa as _csa_reference
 from ..ops.compress import _compress_hca_online as _online_reference
 from ..ops.compress import _compress_hca_raw as _raw_reference
 from ..ops.dispatch import Implementation
 from ..plan import StepPlan
-from .emit import Arithmetic, FinishRefs, RowTile, emit, finish_operands
+from .emit import Arithmetic, EpilogueRefs, RowTile, emit, epilogue_operands
 from .tiles import addressable, interpreted, whole
 
 __all__ = ["state_before"]
@@ -49,10 +49,10 @@ class _Plan(NamedTuple):
     work: Any  # [F] tokens that may complete an entry, or [G, J] tokens of each HCA entry; padded with T
     token_slot: Any  # [T]
     token_position: Any
-    token_row: Any
-    row_start: Any  # [B]
-    row_count: Any
-    row_first: Any
+    token_seq: Any
+    seq_start: Any  # [B]
+    seq_count: Any
+    seq_first: Any
     table: Any  # [slots, columns]
 
 
@@ -60,7 +60,7 @@ class _Plan(NamedTuple):
 class _Static:
     """The static side of a stream in a kernel."""
 
-    geometry: Compressor
+    geometry: CompressorGeometry
     eps: float
     hadamard: bool
 
@@ -78,7 +78,7 @@ class _Refs(NamedTuple):
 
 
 def _compress_csa(
-    streams: Sequence[Stream], plan: StepPlan, table: jax.Array, implementation: Implementation,
+    streams: Sequence[CompressorInputs], plan: StepPlan, table: jax.Array, implementation: Implementation,
     interpret: bool | None = None,
 ) -> list[tuple[jax.Array, Rows]]:  # fmt: skip
     """As `ops.compress._compress_csa`. `interpret` defaults to whether the default backend is the CPU."""
@@ -88,7 +88,11 @@ def _compress_csa(
 
 
 def _compress_hca_raw(
-    stream: Stream, plan: StepPlan, table: jax.Array, implementation: Implementation, interpret: bool | None = None
+    stream: CompressorInputs,
+    plan: StepPlan,
+    table: jax.Array,
+    implementation: Implementation,
+    interpret: bool | None = None,
 ) -> tuple[jax.Array, Rows]:
     """As `ops.compress._compress_hca_raw`."""
     if not _fits([stream], stream.geometry.ratio):
@@ -99,7 +103,11 @@ def _compress_hca_raw(
 
 
 def _compress_hca_online(
-    stream: Stream, plan: StepPlan, table: jax.Array, implementation: Implementation, interpret: bool | None = None
+    stream: CompressorInputs,
+    plan: StepPlan,
+    table: jax.Array,
+    implementation: Implementation,
+    interpret: bool | None = None,
 ) -> tuple[jax.Array, Rows]:
     """As `ops.compress._compress_hca_online`: a program per entry of a row, its tokens in a loop."""
     if not _fits([stream]):
@@ -110,7 +118,7 @@ def _compress_hca_online(
     return result
 
 
-def _fits(streams: Sequence[Stream], depth: int = 1) -> bool:
+def _fits(streams: Sequence[CompressorInputs], depth: int = 1) -> bool:
     """Whether the kernel can address the leaves and pool `depth` rows."""
     leaves = [part for stream in streams for part in (stream.state, *stream.pool)]
     return addressable(*leaves) and (depth <= IN_REGISTERS or depth & (depth - 1) == 0)
@@ -122,8 +130,8 @@ def _pool_rows(streams, plan, table, tokens, *, overlap: bool, interpret: bool) 
     if tokens.shape[0] == 0:
         tokens = np.full(1, plan.num_tokens, np.int32)
     # One ring row for each token, or for each of the last `ring` of a row, whichever are fewer.
-    by_token = plan.num_tokens <= plan.num_rows * geometry.ring
-    writes = plan.num_tokens if by_token else plan.num_rows * geometry.ring
+    by_token = plan.num_tokens <= plan.num_seqs * geometry.ring
+    writes = plan.num_tokens if by_token else plan.num_seqs * geometry.ring
     depth = geometry.ratio * (2 if overlap else 1)
     body = functools.partial(
         _ring_kernel, depth=depth, overlap=overlap, by_token=by_token, writes=writes, interpret=interpret
@@ -134,25 +142,25 @@ def _pool_rows(streams, plan, table, tokens, *, overlap: bool, interpret: bool) 
 
 def _launch(body, streams, plan, table, work, *, depth: int, programs: int, interpret: bool):
     """Runs `body` for (program, stream) with the plan's and each stream's refs."""
-    fields = _Plan(work, plan.token_slot, plan.token_position, plan.token_row, plan.row_start, plan.row_count,
-                   plan.row_first, table)  # fmt: skip
+    fields = _Plan(work, plan.token_slot, plan.token_position, plan.token_seq, plan.seq_start, plan.seq_count,
+                   plan.seq_first, table)  # fmt: skip
     operands: list[jax.Array] = [jnp.asarray(x) for x in fields]
     out_shape, aliases, statics = [], {}, []
     streams = [stream.resolved(plan) for stream in streams]
     for stream in streams:
         state, history = stream.state, []
-        if plan.history_rows.shape[0]:
+        if plan.history_seqs.shape[0]:
             old, state = state_before(stream, plan, depth)
             history = [old]
-        norm, inv_freq = finish_operands(stream.finish)
+        norm, inv_freq = epilogue_operands(stream.epilogue)
         operands += [stream.kv, stream.score, norm, inv_freq, *history]
         for x in (state, *stream.pool):
             aliases[len(operands)] = len(out_shape)
             operands.append(x)
             out_shape.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
-        statics.append(_Static(stream.geometry, float(stream.finish.eps), stream.finish.hadamard))
+        statics.append(_Static(stream.geometry, float(stream.epilogue.eps), stream.epilogue.hadamard))
     out = pl.pallas_call(
-        functools.partial(_split_refs, body, statics=tuple(statics), history=bool(plan.history_rows.shape[0])),
+        functools.partial(_split_refs, body, statics=tuple(statics), history=bool(plan.history_seqs.shape[0])),
         grid=(programs, len(streams)),
         in_specs=[whole(x) for x in operands],
         out_specs=tuple(whole(x) for x in out_shape),
@@ -169,12 +177,12 @@ def _launch(body, streams, plan, table, work, *, depth: int, programs: int, inte
     return results
 
 
-def state_before(stream: Stream, plan: StepPlan, depth: int) -> tuple[jax.Array, jax.Array]:
+def state_before(stream: CompressorInputs, plan: StepPlan, depth: int) -> tuple[jax.Array, jax.Array]:
     """The state rows of the `depth` positions before each row of the step, [B * depth, width], and the state."""
     geometry = stream.geometry
-    start = jnp.asarray(plan.row_start)[:, None]
+    start = jnp.asarray(plan.seq_start)[:, None]
     before = jnp.maximum(start - np.int32(depth) + jnp.arange(depth, dtype=jnp.int32)[None], 0)
-    slot = jnp.asarray(plan.row_slot)[:, None]
+    slot = jnp.asarray(plan.seq_slot)[:, None]
     ids = ring_row(geometry.ordinal, geometry.slots, geometry.ring, slot, before)
     (old,), (state,) = pin(load((stream.state,), ids.reshape(-1)), (stream.state,))
     return old, state
@@ -214,16 +222,16 @@ def _ring_kernel(
         emit_entry(RowTile(static.geometry.fmt.dim).padded_with_zeros(_softmax_pool(read, depth, math)))
 
 
-def _write_ring(program, plan: _Plan, stream: _Refs, geometry: Compressor, by_token: bool) -> None:
+def _write_ring(program, plan: _Plan, stream: _Refs, geometry: CompressorGeometry, by_token: bool) -> None:
     """Stores the [kv | score] row of one token, if it is among the last `ring` of its row."""
     if by_token:
         token, fed = program, True
     else:
         row, back = program // geometry.ring, program % geometry.ring
-        fed = back < plan.row_count[row]
-        token = _nearest(jnp.where(fed, plan.row_first[row] + plan.row_count[row] - 1 - back, 0), plan.token_slot)
+        fed = back < plan.seq_count[row]
+        token = _nearest(jnp.where(fed, plan.seq_first[row] + plan.seq_count[row] - 1 - back, 0), plan.token_slot)
     slot, position, row = _token(plan, token)
-    last = plan.row_start[row] + plan.row_count[row] - geometry.ring
+    last = plan.seq_start[row] + plan.seq_count[row] - geometry.ring
 
     @pl.when(fed & exists(slot, geometry.slots) & (position >= last))
     def _():
@@ -234,14 +242,14 @@ def _write_ring(program, plan: _Plan, stream: _Refs, geometry: Compressor, by_to
 
 
 def _row_reader(
-    plan: _Plan, stream: _Refs, geometry: Compressor, token, *, depth: int, overlap: bool
+    plan: _Plan, stream: _Refs, geometry: CompressorGeometry, token, *, depth: int, overlap: bool
 ) -> Callable[[Any], Pair]:
     """A function of j that reads row j of the `depth` rows up to `token`: (value, logit) tiles.
 
     A row before position 0 has value 0 and logit -inf.
     """
     slot, position, row = _token(plan, token)
-    start, first = plan.row_start[row], plan.row_first[row]
+    start, first = plan.seq_start[row], plan.seq_first[row]
     width = stream.kv.shape[1]
     tile = RowTile(geometry.fmt.dim)
 
@@ -345,7 +353,7 @@ def _online_kernel(group, plan: _Plan, stream: _Refs, static: _Static, *, interp
             return triple
 
         # The last `banks` states of a row are saved.
-        end = plan.row_start[row] + plan.row_count[row]
+        end = plan.seq_start[row] + plan.seq_count[row]
         unsaved = jnp.clip(end - geometry.ring - start, 0, count)
         step = jnp.int32(0)
         if length > AHEAD:
@@ -360,7 +368,7 @@ def _online_kernel(group, plan: _Plan, stream: _Refs, static: _Static, *, interp
 
 def _token(plan: _Plan, token) -> tuple[Any, Any, Any]:
     """Slot, position and row of a token; the nearest row, if there is none such."""
-    return plan.token_slot[token], plan.token_position[token], _nearest(plan.token_row[token], plan.row_start)
+    return plan.token_slot[token], plan.token_position[token], _nearest(plan.token_seq[token], plan.seq_start)
 
 
 def _nearest(place, ref):
@@ -399,6 +407,6 @@ def _entry(
     block = plan.table[_nearest(slot, plan.table), jnp.clip(column, 0, plan.table.shape[1] - 1)]
     stored = exists(block, geometry.block_units(pool_rows)) & (column >= 0) & (column < plan.table.shape[1])
     row = jnp.where(stored, geometry.base + block * per_block + entry % per_block, pool_rows)
-    finish = FinishRefs(stream.norm, stream.inv_freq, static.eps, static.hadamard)
-    loaded = finish.load(RowTile(geometry.fmt.dim))
+    epilogue = EpilogueRefs(stream.norm, stream.inv_freq, static.eps, static.hadamard)
+    loaded = epilogue.load(RowTile(geometry.fmt.dim))
     return lambda pooled: emit(pooled, geometry.fmt, loaded, entry * geometry.ratio, stream.pool, row, math)

@@ -31,11 +31,21 @@ from ..formats.scaling import (
     power_of_two,
     ue8m0_scale_exponent,
 )
-from ..ops.finish import Finish
+from ..ops.epilogue import Epilogue
 from ..ops.numerics import rounded, tree_sum
 from .tiles import outer
 
-__all__ = ["Arithmetic", "FinishRefs", "RowTile", "emit", "finish_operands", "hadamard", "rms_norm", "rope", "store"]
+__all__ = [
+    "Arithmetic",
+    "EpilogueRefs",
+    "RowTile",
+    "emit",
+    "epilogue_operands",
+    "hadamard",
+    "rms_norm",
+    "rope",
+    "store",
+]
 
 LANES = 64
 _MAGIC = np.float32(1.5 * 2**23)  # the float32 numbers around it are the integers
@@ -126,8 +136,8 @@ class RowTile:
 
 
 @dataclasses.dataclass(frozen=True)
-class FinishRefs:
-    """A `Finish` in a kernel: its arrays as refs, the rest of it static."""
+class EpilogueRefs:
+    """A `Epilogue` in a kernel: its arrays as refs, the rest of it static."""
 
     norm: Any  # float32 [1, e]
     inv_freq: Any  # float32 [1, rope_dim / 2]
@@ -146,12 +156,12 @@ class FinishRefs:
         at = self.inv_freq.at[jnp.zeros_like(place), jnp.where(rotary, place, 0)]
         return pltriton.load(at, mask=rotary, other=jnp.zeros(place.shape, jnp.float32))
 
-    def load(self, tile: RowTile) -> FinishRefs:
+    def load(self, tile: RowTile) -> EpilogueRefs:
         """The same, already loaded: so that the row and these need not wait for each other."""
-        return _FinishTiles(self.weight(tile), self.frequencies(tile), self.eps, self.hadamard)
+        return _EpilogueTiles(self.weight(tile), self.frequencies(tile), self.eps, self.hadamard)
 
 
-class _FinishTiles(FinishRefs):
+class _EpilogueTiles(EpilogueRefs):
     def weight(self, tile: RowTile) -> jax.Array:
         return self.norm
 
@@ -159,9 +169,9 @@ class _FinishTiles(FinishRefs):
         return self.inv_freq
 
 
-def finish_operands(finish: Finish) -> tuple[jax.Array, jax.Array]:
-    """The arrays a kernel's `FinishRefs` refer to."""
-    return finish.norm.astype(jnp.float32)[None], finish.inv_freq.astype(jnp.float32)[None]
+def epilogue_operands(epilogue: Epilogue) -> tuple[jax.Array, jax.Array]:
+    """The arrays a kernel's `EpilogueRefs` refer to."""
+    return epilogue.norm.astype(jnp.float32)[None], epilogue.inv_freq.astype(jnp.float32)[None]
 
 
 def store(ref, row: jax.Array, columns: jax.Array, values: jax.Array, mask: jax.Array) -> None:
@@ -173,31 +183,31 @@ def store(ref, row: jax.Array, columns: jax.Array, values: jax.Array, mask: jax.
 
 
 def emit(
-    x: jax.Array, fmt: RowFormat, finish: FinishRefs | None, position: jax.Array | None, pool, row, math: Arithmetic
+    x: jax.Array, fmt: RowFormat, epilogue: EpilogueRefs | None, position: jax.Array | None, pool, row, math: Arithmetic
 ) -> None:
     """Finishes, quantises and stores the raw row of tile `x` as row `row` of the pool's parts, if they have it."""
     tile = RowTile(fmt.dim)
-    if finish is not None:
+    if epilogue is not None:
         assert position is not None
-        x = rms_norm(x, tile, finish, math)
-        x = rope(x, tile, finish, position, math)
-        if finish.hadamard:
+        x = rms_norm(x, tile, epilogue, math)
+        x = rope(x, tile, epilogue, position, math)
+        if epilogue.hadamard:
             x = hadamard(x, fmt.dim, math)
     _STORE[fmt.module](x, fmt, tile, pool, row)
 
 
-def rms_norm(x: jax.Array, tile: RowTile, finish: FinishRefs, math: Arithmetic) -> jax.Array:
+def rms_norm(x: jax.Array, tile: RowTile, epilogue: EpilogueRefs, math: Arithmetic) -> jax.Array:
     squares = math.product(x, x)
     if math.interpret:
         squares = squares.reshape(1, -1)  # the reference's tree
     total = math.total(math.total(squares, 1), 0)
     mean = math.product(total, np.float32(1.0 / tile.dim))
-    return math.product(math.product(x, lax.rsqrt(mean + np.float32(finish.eps))), finish.weight(tile))
+    return math.product(math.product(x, lax.rsqrt(mean + np.float32(epilogue.eps))), epilogue.weight(tile))
 
 
-def rope(x: jax.Array, tile: RowTile, finish: FinishRefs, position: jax.Array, math: Arithmetic) -> jax.Array:
+def rope(x: jax.Array, tile: RowTile, epilogue: EpilogueRefs, position: jax.Array, math: Arithmetic) -> jax.Array:
     even, odd = _split(x)
-    freq = finish.frequencies(tile)
+    freq = epilogue.frequencies(tile)
     angle = position.astype(jnp.float32) * freq
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     turned = math.product(even, cos) - math.product(odd, sin), math.product(even, sin) + math.product(odd, cos)

@@ -13,8 +13,8 @@ from jax.experimental.pallas import triton as pltriton
 from ..formats import FP4_GROUP, index_fp4
 from ..formats.scaling import absmax, flush_subnormals, power_of_two, ue8m0_scale_exponent
 from ..ops.columns import Values, dense
-from ..ops.finish import Finish
-from .emit import Arithmetic, FinishRefs, RowTile, finish_operands, hadamard, rms_norm, rope
+from ..ops.epilogue import Epilogue
+from .emit import Arithmetic, EpilogueRefs, RowTile, epilogue_operands, hadamard, rms_norm, rope
 from .tiles import interpreted, whole
 
 __all__: list[str] = []
@@ -36,7 +36,7 @@ def _finish_queries(
     operands = (
         dense(queries).reshape(tokens * heads, dim),
         jnp.asarray(position),
-        *finish_operands(Finish(norm, inv_freq)),
+        *epilogue_operands(Epilogue(norm, inv_freq)),
     )
     out = jax.ShapeDtypeStruct((tokens * heads, dim), jnp.bfloat16)
     rows = pl.pallas_call(
@@ -70,10 +70,10 @@ def _query_kernel(
     row = pl.program_id(0)
     tile = RowTile(queries.shape[1])
     x = tile.load(queries, row)
-    finish = FinishRefs(norm, inv_freq, 0.0 if eps is None else eps, rotate)
+    epilogue = EpilogueRefs(norm, inv_freq, 0.0 if eps is None else eps, rotate)
     if eps is not None:
-        x = rms_norm(x, tile, finish, math)
-    x = rope(x, tile, finish, position[row // np.int32(heads)], math)
+        x = rms_norm(x, tile, epilogue, math)
+    x = rope(x, tile, epilogue, position[row // np.int32(heads)], math)
     if rotate:
         x = hadamard(x, tile.dim, math)
     if round_fp4:

@@ -13,7 +13,7 @@ from dsv4_jax.cuda import append as kernel
 from dsv4_jax.formats import kv_format
 
 from ..pallas.test_append import TestAppendOnTheGpu as OnTheGpu
-from ..pallas.test_append import check_finish, random_finish
+from ..pallas.test_append import check_epilogue, random_epilogue
 
 FMT = kv_format("fp8", 512, 64)
 
@@ -23,12 +23,12 @@ def test_lowers_to_one_ffi_call_in_place(monkeypatch: pytest.MonkeyPatch, finish
     monkeypatch.setattr(kernel, "cuda_target", lambda target: target)
     pool = tuple(jax.ShapeDtypeStruct((1000, p.width), p.dtype) for p in FMT.parts)
     ids = jax.ShapeDtypeStruct((64,), jnp.int32)
-    finish = None if finished else random_finish(np.random.default_rng(0), FMT)
-    call = functools.partial(kernel._append, finish=finish, fmt=FMT)
+    epilogue = None if finished else random_epilogue(np.random.default_rng(0), FMT)
+    call = functools.partial(kernel._append, epilogue=epilogue, fmt=FMT)
     values = jax.ShapeDtypeStruct((64, 512), jnp.bfloat16)
     text = jax.jit(call).trace(pool, values, ids, ids).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@dsv4_append") == 1 and text.count("output_operand_alias<") == 3
-    call = functools.partial(kernel._encode, finish=finish, fmt=FMT)
+    call = functools.partial(kernel._encode, epilogue=epilogue, fmt=FMT)
     text = jax.jit(call).trace(values, ids).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@dsv4_append") == 1 and "tensor<64x448xui8>" in text
 
@@ -37,10 +37,10 @@ def test_the_kernel_gets_the_angles_of_the_positions(monkeypatch: pytest.MonkeyP
     given = []
     monkeypatch.setattr(kernel, "cuda_target", lambda target: target)
     monkeypatch.setattr(jax.ffi, "ffi_call", lambda *_, **__: lambda *operands, **__: given.extend(operands) or (0,))
-    finish = random_finish(np.random.default_rng(0), FMT)
+    epilogue = random_epilogue(np.random.default_rng(0), FMT)
     position = np.array([0, 3, 1_000_000], np.int32)
-    kernel._encode(jnp.zeros((3, 512)), position, finish, FMT)
-    angles = position.astype(np.float32)[:, None] * np.asarray(finish.inv_freq)
+    kernel._encode(jnp.zeros((3, 512)), position, epilogue, FMT)
+    angles = position.astype(np.float32)[:, None] * np.asarray(epilogue.inv_freq)
     cosine, sine = given[2:]
     np.testing.assert_allclose(cosine, np.cos(angles.astype(np.float64)), atol=1e-6)
     np.testing.assert_allclose(sine, np.sin(angles.astype(np.float64)), atol=1e-6)
@@ -50,7 +50,7 @@ def test_the_kernel_gets_the_angles_of_the_positions(monkeypatch: pytest.MonkeyP
 def test_what_the_kernel_cannot_take_goes_to_pallas(name: str, dim: int, rope: int) -> None:
     fmt = kv_format(name, dim, rope)
     assert not kernel.has_kernel(fmt, None)
-    check_finish(fmt, 3, "cuda")
+    check_epilogue(fmt, 3, "cuda")
 
 
 class TestAppendOnTheGpu(OnTheGpu):

@@ -12,10 +12,10 @@ import pytest
 from dsv4_jax.cuda import append, compress, index_scores, queries
 from dsv4_jax.cuda.columns import float_columns
 from dsv4_jax.ops.columns import Columns
-from dsv4_jax.ops.compress import Stream
+from dsv4_jax.ops.compress import CompressorInputs
 
 from ..ops.test_columns import CUT, IN_PLACE, INDEX, KV, ColumnsTest
-from ..pallas.test_append import random_finish
+from ..pallas.test_append import random_epilogue
 from ..pallas.test_compress import STREAMS, plan_of, stream_of
 
 
@@ -39,7 +39,7 @@ def test_lowers_without_a_slice(monkeypatch: pytest.MonkeyPatch, start: int) -> 
     plan, table = plan_of(np.arange(4), 1)
     rng = np.random.default_rng(0)
     streams = [stream_of(kind, plan, table, fmt, 0, rng) for kind, fmt in STREAMS["csa+index"]]
-    finish = random_finish(rng, KV)
+    epilogue = random_epilogue(rng, KV)
     pool = tuple(jnp.zeros((8, p.width), p.dtype) for p in KV.parts)
     keys = tuple(jnp.zeros((64, p.width), p.dtype) for p in INDEX.parts)
 
@@ -50,11 +50,13 @@ def test_lowers_without_a_slice(monkeypatch: pytest.MonkeyPatch, start: int) -> 
         ids = jnp.arange(4, dtype=jnp.int32)
         index = queries._finish_queries(of(4, 128), ids, jnp.ones(32), None, True, True)
         fed = [
-            Stream(s.state, s.pool, of(2 * s.geometry.fmt.dim), of(2 * s.geometry.fmt.dim), s.finish, s.geometry)
+            CompressorInputs(
+                s.state, s.pool, of(2 * s.geometry.fmt.dim), of(2 * s.geometry.fmt.dim), s.epilogue, s.geometry
+            )
             for s in streams
         ]
         return (
-            append._append(pool, of(512), ids, ids, finish, KV),
+            append._append(pool, of(512), ids, ids, epilogue, KV),
             compress._compress_csa(fed, plan, table, None),
             queries._finish_queries(of(2, 512), ids, jnp.ones(32), 1e-6, False, False),
             index_scores._index_scores(keys, index, of(4), jnp.zeros((4, 2), jnp.int32), ids, 0, 32, INDEX, 0.5),

@@ -8,7 +8,7 @@ import pytest
 
 from dsv4_jax.cuda import compress as kernel
 from dsv4_jax.formats import index_format
-from dsv4_jax.ops.compress import Stream
+from dsv4_jax.ops.compress import CompressorInputs
 
 from ..pallas.test_compress import FP4, FP8, STREAMS, arrays, plan_of, run, stream_of
 
@@ -25,7 +25,7 @@ def test_lowers_to_one_ffi_call_in_place(
     streams = [stream_of(k, plan, table, f, 0, rng) for k, f in zip(kinds, fmts, strict=True)]
 
     def call(operands, plan, table):
-        made = [Stream(*a, s.geometry) for a, s in zip(operands, streams, strict=True)]
+        made = [CompressorInputs(*a, s.geometry) for a, s in zip(operands, streams, strict=True)]
         if kinds[0] == "online":
             return kernel._compress_hca_online(made[0], plan, table, None)
         return kernel._compress_csa(made, plan, table, None)
@@ -53,7 +53,7 @@ def test_the_kernel_gets_the_angles_of_first_positions(monkeypatch: pytest.Monke
         kernel._compress_csa(streams, plan, table, None)
     ratio = streams[0].geometry.ratio
     first = np.asarray(plan.token_position) // ratio * ratio
-    angles = (first.astype(np.float32)[:, None] * np.asarray(streams[0].finish.inv_freq)).astype(np.float64)
+    angles = (first.astype(np.float32)[:, None] * np.asarray(streams[0].epilogue.inv_freq)).astype(np.float64)
     tables = [x for x in given if x.shape == angles.shape and x.dtype == np.float32]
     assert len(tables) == 2 * len(streams) and first.any()
     for cosine, sine in zip(tables[::2], tables[1::2], strict=True):

@@ -17,7 +17,7 @@ import pytest
 
 from dsv4_jax.cuda import append, attend, compress, index_scores, top_k
 from dsv4_jax.ffi import cuda_target
-from dsv4_jax.ops.compress import Stream
+from dsv4_jax.ops.compress import CompressorInputs
 
 from .. import hostile
 from ..harness import random_norms, random_stream
@@ -84,7 +84,7 @@ class TestOperands:
         geometry = dataclasses.replace(stream.geometry, **wrong)
 
         def call(*operands):
-            return compress._compress_csa([Stream(*operands, geometry)], plan, table, None)
+            return compress._compress_csa([CompressorInputs(*operands, geometry)], plan, table, None)
 
         refused(call, *arrays(stream), match=match)
 

@@ -69,7 +69,7 @@ class SymbolicDevice:
             if slot:
                 self.table[slot, column] = block
         size, written = self.layout.block_tokens, set()
-        rows = zip(plan.row_slot.tolist(), plan.row_start.tolist(), plan.row_count.tolist(), strict=True)
+        rows = zip(plan.seq_slot.tolist(), plan.seq_start.tolist(), plan.seq_count.tolist(), strict=True)
         for slot, start, count in rows:
             if not slot:
                 continue

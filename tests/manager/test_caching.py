@@ -622,7 +622,7 @@ def test_steps_of_the_same_rows_see_what_changed_between() -> None:
         live = {r.slot: r for r in rows}
         tables = zip(plan.table_slot.tolist(), plan.table_index.tolist(), plan.table_block.tolist(), strict=True)
         assert all(live[slot].blocks[column] == block for slot, column, block in tables if slot)
-        return plan.row_start.tolist()[:3]
+        return plan.seq_start.tolist()[:3]
 
     assert [starts() for _ in range(9)][-1] == [11, 17, 25]
     manager.accept(rows[0], 0)

@@ -222,7 +222,7 @@ class Trace:
         self.did["moved"] += self.device.transfer(self.manager.take_transfers())
         ids, by_slot = self.manager.plan_tokens(plan).tolist(), {r.slot: r for r in self.manager.requests}
         assert self.manager.plan_tokens(plan).tolist() == ids
-        for slot, start, count in zip(plan.row_slot.tolist(), plan.row_start.tolist(), plan.row_count, strict=True):
+        for slot, start, count in zip(plan.seq_slot.tolist(), plan.seq_start.tolist(), plan.seq_count, strict=True):
             if not slot:
                 continue
             request, row, ids = by_slot[slot], ids[:count], ids[count:]

@@ -13,7 +13,7 @@ from dsv4_jax.manager import Request, StepShape
 
 from ..harness import jit_write_step, random_norms, random_stream
 from ..oracle.live import assert_same, live_bytes
-from ..oracle.machine import Stream
+from ..oracle.machine import CompressorInputs
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -31,9 +31,9 @@ class Engine:
     def __init__(self) -> None:
         self.manager = KVCacheManager(LAYOUT, SIZE)
         self.cache = init_cache(LAYOUT, SIZE)
-        self.streams: dict[int, Stream] = {}
+        self.streams: dict[int, CompressorInputs] = {}
 
-    def admit(self, stream: Stream) -> Request:
+    def admit(self, stream: CompressorInputs) -> Request:
         request = self.manager.admit_request()
         self.streams[request.slot] = stream
         return request
@@ -41,9 +41,9 @@ class Engine:
     def step(self, feeds: list[tuple[Request, int]]) -> None:
         """Padding rows are NaN: they must reach nothing."""
         plan = self.manager.plan_step(feeds, shape=SHAPE)
-        rows = Stream(*(np.full((x.shape[0], plan.num_tokens, x.shape[2]), np.nan, np.float32) for x in KEPT))
+        rows = CompressorInputs(*(np.full((x.shape[0], plan.num_tokens, x.shape[2]), np.nan, np.float32) for x in KEPT))
         for slot, start, count, first in zip(
-            plan.row_slot, plan.row_start, plan.row_count, plan.row_first, strict=True
+            plan.seq_slot, plan.seq_start, plan.seq_count, plan.seq_first, strict=True
         ):
             if slot:
                 for to, stream in zip(rows, self.streams[int(slot)], strict=True):
@@ -129,13 +129,13 @@ def test_rejected_drafts_leave_no_trace() -> None:
     engine = Engine()
     kept, other = engine.admit(KEPT), engine.admit(OTHER)
     rng = np.random.default_rng(0)
-    wrong = Stream(*(x[:, ::-1] for x in KEPT))
+    wrong = CompressorInputs(*(x[:, ::-1] for x in KEPT))
     returned = 0
     while kept.num_cached < 45:
         start, blocks = kept.num_cached, len(kept.blocks)
         keep = int(rng.integers(0, 4))
         # The drafts after the kept ones were wrong.
-        engine.streams[kept.slot] = Stream(
+        engine.streams[kept.slot] = CompressorInputs(
             *(np.concatenate([a[:, : start + keep], b[:, start + keep :]], 1) for a, b in zip(KEPT, wrong, strict=True))
         )
         engine.step([(kept, 3)])
@@ -156,7 +156,7 @@ def test_steps_ahead_are_the_steps_one_by_one() -> None:
     plan = engine.manager.plan_step([(kept, 1), (other, 1)], steps=6, shape=SHAPE)
     assert (kept.num_cached, len(kept.blocks), other.num_cached) == (18, 2, 6)
     for _ in range(6):
-        rows = Stream(*(np.full((x.shape[0], plan.num_tokens, x.shape[2]), np.nan, np.float32) for x in KEPT))
+        rows = CompressorInputs(*(np.full((x.shape[0], plan.num_tokens, x.shape[2]), np.nan, np.float32) for x in KEPT))
         for to, a, b in zip(rows, KEPT, OTHER, strict=True):
             to[:, 0], to[:, 1] = a[:, plan.token_position[0]], b[:, plan.token_position[1]]
         engine.cache = jit_write_step(engine.cache, plan, rows, NORMS)

@@ -172,7 +172,7 @@ def test_mixed_step() -> None:
     assert entries(plan) == [(2, 0, 1), (2, 1, 2), (1, 0, 3), (3, 0, 4)]
     assert (a.blocks, b.blocks, c.blocks) == ([3], [1, 2], [4])
     assert [r.num_cached for r in (a, b, c)] == [1, 130, 3]
-    assert plan.row_slot.tolist() == [2, 1, 3, 0]
+    assert plan.seq_slot.tolist() == [2, 1, 3, 0]
     plan = manager.plan_step([(a, 127), (b.slot, 1)])
     assert entries(plan) == []
     plan = manager.plan_step([(a, 1)])
@@ -184,7 +184,7 @@ def test_an_empty_step_is_all_padding() -> None:
     manager = make()
     shape = manager.pinned_shape(2)
     plan = manager.plan_step([], shape=shape)
-    assert not plan.row_slot.any()
+    assert not plan.seq_slot.any()
     assert (plan.group_tokens == 2).all()
     assert (plan.flush_tokens == 2).all()
     assert manager.plan_tokens(plan).tolist() == [0, 0]
@@ -198,7 +198,7 @@ def test_steps_ahead() -> None:
     assert entries(plan) == [(1, 1, 3)]
     assert (a.num_cached, b.num_cached, a.blocks) == (130, 7, [1, 3])
     assert plan.table_columns.tolist() == [0, 1]
-    assert plan.row_start.tolist() == [126, 3]
+    assert plan.seq_start.tolist() == [126, 3]
     refused(manager, PlanError, lambda: manager.plan_step([(a, 1), (b, 2)], steps=2), "one token per row")
     refused(manager, PlanError, lambda: manager.plan_step([(a, 1)], steps=0))
     refused(manager, ContextLimitError, lambda: manager.plan_step([(a, 1)], steps=383), "513 tokens exceed")
@@ -220,7 +220,7 @@ def test_two_hundred_steps_of_one_shape() -> None:
         plan = manager.plan_step([(r, 1) for r in manager.requests], shape=shape)
         shapes.add(plan.pack().shapes)
     assert len(shapes) == 1
-    assert plan.num_tokens == plan.num_rows == 4
+    assert plan.num_tokens == plan.num_seqs == 4
 
 
 def test_the_default_shape_of_decode_steps_depends_on_rows_and_columns_alone() -> None:

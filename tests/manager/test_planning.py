@@ -34,14 +34,14 @@ def check_plan(plan: StepPlan, rows: list[RowFeed], layout: CacheLayout = LAYOUT
     assert all(field.dtype == np.int32 and (field >= 0).all() for field in plan.arrays)
     tokens = [(b, row.slot, row.start + i) for b, row in enumerate(rows) for i in range(row.count)]
     count = len(tokens)
-    assert plan.token_row[:count].tolist() == [t[0] for t in tokens]
+    assert plan.token_seq[:count].tolist() == [t[0] for t in tokens]
     assert plan.token_slot[:count].tolist() == [t[1] for t in tokens]
     assert plan.token_position[:count].tolist() == [t[2] for t in tokens]
-    for field in (plan.token_row, plan.token_slot, plan.token_position):
+    for field in (plan.token_seq, plan.token_slot, plan.token_position):
         assert not field[count:].any()
-    for field, name in ((plan.row_slot, "slot"), (plan.row_start, "start"), (plan.row_count, "count")):
+    for field, name in ((plan.seq_slot, "slot"), (plan.seq_start, "start"), (plan.seq_count, "count")):
         assert field.tolist() == [getattr(r, name) for r in rows] + [0] * (len(field) - len(rows))
-    assert [plan.token_row[f] for f in plan.row_first[: len(rows)]] == list(range(len(rows)))
+    assert [plan.token_seq[f] for f in plan.seq_first[: len(rows)]] == list(range(len(rows)))
 
     # Groups: every token once, in order, within one row and one entry; padded with T.
     ratio, grouped = layout.cfg.hca_ratio, []
@@ -62,9 +62,9 @@ def check_plan(plan: StepPlan, rows: list[RowFeed], layout: CacheLayout = LAYOUT
 
     assert plan.table_columns.tolist() == list(range(len(plan.table_columns)))
     assert len(plan.table_columns) >= max((layout.blocks_for(r.start + r.count) for r in rows), default=1)
-    assert plan.history_rows.tolist() in ([], list(range(plan.num_rows)))
+    assert plan.history_seqs.tolist() in ([], list(range(plan.num_seqs)))
     if any(r.count > 1 + layout.draft_tokens for r in rows):
-        assert len(plan.history_rows)
+        assert len(plan.history_seqs)
 
 
 @settings(max_examples=120, deadline=None)

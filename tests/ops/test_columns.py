@@ -17,9 +17,9 @@ from dsv4_jax.formats import index_format, kv_format
 from dsv4_jax.ops import compress_csa, compress_hca
 from dsv4_jax.ops.append import encode
 from dsv4_jax.ops.columns import Columns
-from dsv4_jax.ops.compress import Stream
+from dsv4_jax.ops.compress import CompressorInputs
 
-from ..pallas.test_append import random_finish, random_values
+from ..pallas.test_append import random_epilogue, random_values
 from ..pallas.test_compress import STREAMS, plan_of, stream_of
 from .test_append_gather import jit_append
 from .test_index_scores import jit_scores
@@ -58,7 +58,7 @@ class ColumnsTest:
         position = jnp.asarray(rng.integers(0, 1 << 20, 5), jnp.int32)
         how: dict[str, Any] = {}
         if finished:
-            how = dict(finish=random_finish(rng, KV), position=position)
+            how = dict(epilogue=random_epilogue(rng, KV), position=position)
         write = functools.partial(jit_append, pool, row_ids=ids, fmt=KV, implementation=self.implementation)
         rows = jax.jit(functools.partial(encode, fmt=KV, implementation=self.implementation))
         for start in self.starts:
@@ -73,10 +73,10 @@ class ColumnsTest:
         rng = np.random.default_rng(dim)
         q = rng.standard_normal((7, heads, dim)).astype(np.float32)
         position, freq = rng.integers(0, 1 << 20, 7).astype(np.int32), rng.uniform(0, 1, 32).astype(np.float32)
-        finish = functools.partial(jit_finish, position=position, inv_freq=freq, **steps)
+        epilogue = functools.partial(jit_finish, position=position, inv_freq=freq, **steps)
         for start in self.starts:
             columns = placed(q.reshape(7, -1), start).reshape(-1, heads, dim)
-            got, want = (finish(x, implementation=self.implementation) for x in (columns, q))
+            got, want = (epilogue(x, implementation=self.implementation) for x in (columns, q))
             assert_same(got, want)
 
     def test_index_scores(self) -> None:
@@ -100,7 +100,7 @@ class ColumnsTest:
             name, kind = step.split()
             rows, count, draft = {"decode": (9, 1, 0), "verify": (9, 2, 1), "prefill": (3, 150, 0)}[kind]
             plan, table = plan_of(np.arange(121, 121 + rows), count, draft)
-            assert (plan.history_rows.size > 0) == (kind == "prefill")
+            assert (plan.history_seqs.size > 0) == (kind == "prefill")
             for start in self.starts:
                 self.check_compress(name, plan, table, draft, start)
 
@@ -112,15 +112,15 @@ class ColumnsTest:
             kv, score = np.asarray(s.kv), np.asarray(s.score)
             ape = rng.standard_normal((s.geometry.ratio, score.shape[1])).astype(np.float32)
             biased = score + ape[np.asarray(plan.token_position) % s.geometry.ratio]
-            plain.append((s.state, s.pool, jnp.asarray(kv), jnp.asarray(biased), s.finish, None))
+            plain.append((s.state, s.pool, jnp.asarray(kv), jnp.asarray(biased), s.epilogue, None))
             # Both are columns of one matrix, as they are of a stacked product.
             both = placed(np.concatenate([kv, score], 1), start).matrix
             kv, score = (Columns(both, first, (kv.shape[1],)) for first in (start, start + kv.shape[1]))
-            columns.append((s.state, s.pool, kv, score, s.finish, jnp.asarray(ape)))
+            columns.append((s.state, s.pool, kv, score, s.epilogue, jnp.asarray(ape)))
 
         @jax.jit
         def call(operands: Any, plan: Any, table: Any) -> Any:
-            made = [Stream(*a[:5], s.geometry, a[5]) for a, s in zip(operands, streams, strict=True)]
+            made = [CompressorInputs(*a[:5], s.geometry, a[5]) for a, s in zip(operands, streams, strict=True)]
             if name == "hca":
                 return compress_hca(made[0], plan, table, implementation=self.implementation)
             return compress_csa(made, plan, table, implementation=self.implementation)

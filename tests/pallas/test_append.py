@@ -1,4 +1,4 @@
-"""append in Pallas: the op's test class interpreted, the fused finish, the lowering for CUDA, and the GPU."""
+"""append in Pallas: the op's test class interpreted, the fused epilogue, the lowering for CUDA, and the GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS, RowFormat, index_format, kv_format
 from dsv4_jax.ops.append import encode
 from dsv4_jax.ops.dispatch import Implementation
-from dsv4_jax.ops.finish import Finish
+from dsv4_jax.ops.epilogue import Epilogue
 from dsv4_jax.ops.numerics import exp, inv_frequencies
 from dsv4_jax.pallas import append as kernel
 from dsv4_jax.pallas.emit import Arithmetic
@@ -32,12 +32,12 @@ formats = functools.partial(
 )
 
 
-def random_finish(rng: np.random.Generator, fmt: RowFormat, rope_dim: int | None = None) -> Finish:
+def random_epilogue(rng: np.random.Generator, fmt: RowFormat, rope_dim: int | None = None) -> Epilogue:
     """Index keys, whose format has no RoPE dims, are rotated by RoPE and Hadamard all the same."""
     rope_dim = rope_dim or fmt.rope_dim or fmt.dim // 2
     norm = rng.uniform(0.5, 1.5, fmt.dim).astype(np.float32)
     inv_freq = jnp.asarray(inv_frequencies(rope_dim, 160000.0))
-    return Finish(jnp.asarray(norm), inv_freq, hadamard=not fmt.rope_dim)
+    return Epilogue(jnp.asarray(norm), inv_freq, hadamard=not fmt.rope_dim)
 
 
 def random_values(rng: np.random.Generator, rows: int, dim: int) -> jax.Array:
@@ -51,17 +51,17 @@ class TestAppend(AppendGatherTest):
     implementation = "pallas"
 
 
-def check_finish(fmt: RowFormat, tokens: int, implementation: Implementation = "pallas") -> None:
-    """The fused finish against the reference's, scattered with some rows dropped."""
+def check_epilogue(fmt: RowFormat, tokens: int, implementation: Implementation = "pallas") -> None:
+    """The fused epilogue against the reference's, scattered with some rows dropped."""
     rng = np.random.default_rng(tokens)
-    values, finish = random_values(rng, tokens, fmt.dim), random_finish(rng, fmt)
+    values, epilogue = random_values(rng, tokens, fmt.dim), random_epilogue(rng, fmt)
     position = jnp.asarray(rng.integers(0, 1 << 20, tokens), jnp.int32)
     rows = 2 * tokens
     ids = rng.permutation(rows)[:tokens].astype(np.int32)
     ids[rng.random(tokens) < 0.2] = rows
     old = tuple(jnp.asarray(rng.integers(0, 100, (rows, p.width)), p.dtype) for p in fmt.parts)
     call = functools.partial(jit_append, fmt=fmt)
-    args = dict(finish=finish, position=position)
+    args = dict(epilogue=epilogue, position=position)
     expected = call(old, values, jnp.asarray(ids), **args, implementation="xla")
     got = call(old, values, jnp.asarray(ids), **args, implementation=implementation)
     assert_rows_close(fmt.name, got, expected)
@@ -74,8 +74,8 @@ def check_finish(fmt: RowFormat, tokens: int, implementation: Implementation = "
 
 
 @formats([kv_format("fp8", 512, 64), index_format("fp4", 128), *ODD_FORMATS])
-def test_fused_finish(fmt: RowFormat) -> None:
-    check_finish(fmt, 9)
+def test_fused_epilogue(fmt: RowFormat) -> None:
+    check_epilogue(fmt, 9)
 
 
 def test_exp_is_the_references() -> None:
@@ -87,12 +87,12 @@ def test_exp_is_the_references() -> None:
 @formats(V4_FORMATS)
 def test_lowers_for_cuda(fmt: RowFormat, tokens: int = 64) -> None:
     pool = tuple(jax.ShapeDtypeStruct((1000, p.width), p.dtype) for p in fmt.parts)
-    finish = random_finish(np.random.default_rng(0), fmt, 64)
+    epilogue = random_epilogue(np.random.default_rng(0), fmt, 64)
     values = jax.ShapeDtypeStruct((tokens, fmt.dim), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((tokens,), jnp.int32)
     call = functools.partial(kernel._append, fmt=fmt, interpret=False)
-    assert lowers_for_cuda(call, pool, values, ids, ids, finish) == 1
-    call = functools.partial(kernel._encode, position=None, finish=None, fmt=fmt, interpret=False)
+    assert lowers_for_cuda(call, pool, values, ids, ids, epilogue) == 1
+    call = functools.partial(kernel._encode, position=None, epilogue=None, fmt=fmt, interpret=False)
     assert lowers_for_cuda(call, values) == 1
 
 
@@ -106,5 +106,5 @@ class TestAppendOnTheGpu(AppendGatherTest):
 
     @formats([*V4_FORMATS, *ODD_FORMATS])
     @pytest.mark.parametrize("tokens", [1, 3, 64, 257, 1024])
-    def test_fused_finish(self, fmt: RowFormat, tokens: int) -> None:
-        check_finish(fmt, tokens, self.implementation)
+    def test_fused_epilogue(self, fmt: RowFormat, tokens: int) -> None:
+        check_epilogue(fmt, tokens, self.implementation)

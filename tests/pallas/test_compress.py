@@ -15,8 +15,8 @@ from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.formats import RowFormat, index_format, kv_format
 from dsv4_jax.layout import CacheLayout
 from dsv4_jax.manager.planning import RowFeed, build_plan, shape_for
-from dsv4_jax.ops.compress import Compressor, Stream, compress_csa, compress_hca
-from dsv4_jax.ops.finish import Finish
+from dsv4_jax.ops.compress import CompressorGeometry, CompressorInputs, compress_csa, compress_hca
+from dsv4_jax.ops.epilogue import Epilogue
 from dsv4_jax.ops.numerics import inv_frequencies
 from dsv4_jax.pallas import compress as kernel
 from dsv4_jax.plan import StepPlan
@@ -48,12 +48,12 @@ def plan_of(starts: np.ndarray, count: int, draft: int = 0) -> tuple[StepPlan, n
     return plan, table
 
 
-def stream_of(kind: Kind, plan: StepPlan, table: np.ndarray, fmt: RowFormat, draft: int, rng) -> Stream:
+def stream_of(kind: Kind, plan: StepPlan, table: np.ndarray, fmt: RowFormat, draft: int, rng) -> CompressorInputs:
     """Random operands at V4's ratios; the state is what random tokens before the step would have left."""
     ratio, width, parts = {"csa": (4, 2, 4), "index": (4, 2, 4), "online": (128, 1, 3), "raw": (128, 1, 2)}[kind]
     ring = {"online": draft + 2 if draft else 1, "raw": 128 + draft}.get(kind, 8 + draft)
     per_block = BLOCK_TOKENS // ratio
-    geometry = Compressor(ratio, 1, len(table), ring, per_block * int(table.max() + 1), per_block, fmt)
+    geometry = CompressorGeometry(ratio, 1, len(table), ring, per_block * int(table.max() + 1), per_block, fmt)
     rows = geometry.base + per_block * int(table.max() + 1)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
     state = draw(2 * len(table) * ring, parts * fmt.dim)
@@ -61,19 +61,21 @@ def stream_of(kind: Kind, plan: StepPlan, table: np.ndarray, fmt: RowFormat, dra
         state = state.at[:, fmt.dim : 2 * fmt.dim].set(jnp.abs(state[:, fmt.dim : 2 * fmt.dim]) + 1)
     pool = tuple(jnp.zeros((rows, p.width), p.dtype) for p in fmt.parts)
     inv_freq = jnp.asarray(inv_frequencies(64, 160000.0))
-    finish = Finish(jnp.abs(draw(fmt.dim)) + 0.5, inv_freq, hadamard=kind == "index")
+    epilogue = Epilogue(jnp.abs(draw(fmt.dim)) + 0.5, inv_freq, hadamard=kind == "index")
     tokens = plan.num_tokens
-    return Stream(state, pool, draw(tokens, width * fmt.dim), 3 * draw(tokens, width * fmt.dim), finish, geometry)
+    return CompressorInputs(
+        state, pool, draw(tokens, width * fmt.dim), 3 * draw(tokens, width * fmt.dim), epilogue, geometry
+    )
 
 
-def arrays(stream: Stream):
-    return stream.state, stream.pool, stream.kv, stream.score, stream.finish
+def arrays(stream: CompressorInputs):
+    return stream.state, stream.pool, stream.kv, stream.score, stream.epilogue
 
 
-def run(kinds: tuple[Kind, ...], streams: list[Stream], plan: StepPlan, table: np.ndarray, implementation):
+def run(kinds: tuple[Kind, ...], streams: list[CompressorInputs], plan: StepPlan, table: np.ndarray, implementation):
     @jax.jit
     def call(operands, plan, table):
-        made = [Stream(*a, s.geometry) for a, s in zip(operands, streams, strict=True)]
+        made = [CompressorInputs(*a, s.geometry) for a, s in zip(operands, streams, strict=True)]
         if kinds[0] in ("online", "raw"):
             return [compress_hca(made[0], plan, table, mode=kinds[0], implementation=implementation)]
         return compress_csa(made, plan, table, implementation=implementation)
@@ -101,7 +103,7 @@ def test_lowers_for_cuda(name: str, rows: int, count: int) -> None:
     streams = [stream_of(k, plan, table, f, 0, rng) for k, f in zip(kinds, fmts, strict=True)]
 
     def call(operands, plan, table):
-        made = [Stream(*a, s.geometry) for a, s in zip(operands, streams, strict=True)]
+        made = [CompressorInputs(*a, s.geometry) for a, s in zip(operands, streams, strict=True)]
         if kinds[0] in ("csa", "index"):
             return kernel._compress_csa(made, plan, table, None, interpret=False)
         one = {"online": kernel._compress_hca_online, "raw": kernel._compress_hca_raw}[kinds[0]]

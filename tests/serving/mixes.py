@@ -278,8 +278,8 @@ class Mix:
         manager = self.manager
         plan, feeds = self.plan(feeds)
         manager.check_integrity()
-        starts = dict(zip(plan.row_slot.tolist(), plan.row_start.tolist(), strict=True))
-        firsts = dict(zip(plan.row_slot.tolist(), plan.row_first.tolist(), strict=True))
+        starts = dict(zip(plan.seq_slot.tolist(), plan.seq_start.tolist(), strict=True))
+        firsts = dict(zip(plan.seq_slot.tolist(), plan.seq_first.tolist(), strict=True))
         self.transfer()
         logits, self.cache = self.model.run(self.cache, manager, plan)
         self.seen["steps"] += 1

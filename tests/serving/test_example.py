@@ -40,7 +40,7 @@ def test_it_serves_under_pressure_what_cold_runs_answer(example: ModuleType, cap
 
 def test_a_wrong_answer_is_told(example: ModuleType, capsys, monkeypatch) -> None:
     """Without a model: every step draws the token 7, and the cold runs are said to answer otherwise."""
-    monkeypatch.setattr(example, "step", lambda params, cache, plan, tokens: ([7] * plan.unpack().num_rows, cache))
+    monkeypatch.setattr(example, "step", lambda params, cache, plan, tokens: ([7] * plan.unpack().num_seqs, cache))
     assert example.main(["--requests", "6", "--host-blocks", "0"]) == 0
     capsys.readouterr()
     monkeypatch.setattr(example, "alone", lambda server, job: [8])

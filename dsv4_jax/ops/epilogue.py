@@ -8,11 +8,11 @@ import jax
 
 from .numerics import hadamard, rms_norm, rope
 
-__all__ = ["Finish"]
+__all__ = ["Epilogue"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Finish:
+class Epilogue:
     """The last steps before quantisation, the same for window rows and compressed entries (spec 2.2, 2.4).
 
     Attributes:
@@ -33,4 +33,4 @@ class Finish:
         return hadamard(row) if self.hadamard else row
 
 
-jax.tree_util.register_dataclass(Finish, data_fields=["norm", "inv_freq"], meta_fields=["eps", "hadamard"])
+jax.tree_util.register_dataclass(Epilogue, data_fields=["norm", "inv_freq"], meta_fields=["eps", "hadamard"])
