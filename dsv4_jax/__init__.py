@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from . import model as model
     from . import pools as pools
     from .cache import KVCache as KVCache
-    from .cache import LayerCacheHandle as LayerCacheHandle
     from .cache import init_cache as init_cache
     from .capacity import plan_capacity as plan_capacity
     from .config import AttentionType as AttentionType
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
     from .sharding import cache_sharding as cache_sharding
     from .sharding import shard_step as shard_step
     from .sharding import stack_plans as stack_plans
+    from .step import CacheStep as CacheStep
+    from .step import LayerCacheHandle as LayerCacheHandle
     from .tiers.host import HostCache as HostCache
     from .tiers.host import init_host_cache as init_host_cache
     from .tiers.planning import plan_swap as plan_swap
@@ -57,8 +58,9 @@ _HOME = {
     "StepPlan": "plan",
     "SwapPlan": "plan",
     "KVCache": "cache",
-    "LayerCacheHandle": "cache",
     "init_cache": "cache",
+    "CacheStep": "step",
+    "LayerCacheHandle": "step",
     "plan_capacity": "capacity",
     "cache_sharding": "sharding",
     "shard_step": "sharding",

@@ -36,6 +36,7 @@ __all__ = [
     "SamplingError",
     "ShapeError",
     "StaleBlockError",
+    "StepOrderError",
     "StoreBusyError",
     "StoreClosedError",
     "StoreError",
@@ -119,6 +120,15 @@ class ForeignPlanError(PlanError):
     def __init__(self, plan: str, cache: str):
         self.plan, self.cache = plan, cache
         super().__init__(f"the plan is for another cache: it was made for {plan}; this cache has {cache}")
+
+
+class StepOrderError(CacheError, RuntimeError):
+    """A layer was written twice in a step, read before it was written, or its writes did not reach the step's end."""
+
+    def __init__(self, layer: int, problem: str):
+        self.layer = layer
+        order = "the order of a layer in a step is append and compress (with its index), once each, then reads"
+        super().__init__(f"layer {layer}: {problem} ({order})")
 
 
 class SwapPlanError(PlanError):

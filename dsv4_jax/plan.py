@@ -149,17 +149,19 @@ class StepPlan(NamedTuple):
         return self
 
     def advance(self) -> StepPlan:
-        """The plan of the next decode step of the same rows: one token further, nothing else to do.
+        """The plan of the next decode step of the same sequences: one token further, nothing else to do.
 
-        For K-step loops: every row must feed one token per step and the blocks of all K steps must
+        For K-step loops: every sequence has one token per step and the blocks of all K steps must
         be reserved ahead. Works on traced arrays.
         """
         live = (self.token_slot > 0).astype(np.int32)
-        live_rows = (self.seq_slot > 0).astype(np.int32)
+        live_seqs = (self.seq_slot > 0).astype(np.int32)
+        return self.settled()._replace(seq_start=self.seq_start + live_seqs, token_position=self.token_position + live)
+
+    def settled(self) -> StepPlan:
+        """This plan without copies and table entries: for a cache in which they are carried out."""
         empty = self.table_slot[:0]
         return self._replace(
-            seq_start=self.seq_start + live_rows,
-            token_position=self.token_position + live,
             table_slot=empty,
             table_index=empty,
             table_block=empty,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4_jax.cache import KVCache, LayerCacheHandle, init_cache
+from dsv4_jax.cache import KVCache, init_cache
 from dsv4_jax.config import AttentionType, LayerSpec
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.manager.planning import RowFeed, StepShape, build_plan
@@ -16,6 +16,7 @@ from dsv4_jax.ops.dispatch import Implementation
 from dsv4_jax.ops.epilogue import Epilogue
 from dsv4_jax.ops.numerics import inv_frequencies
 from dsv4_jax.plan import StepPlan
+from dsv4_jax.step import CacheStep, LayerCacheHandle
 
 from .oracle.live import live_bytes
 from .oracle.machine import CompressorInputs, Norms
@@ -54,18 +55,11 @@ def random_norms(layout: CacheLayout, seed: int = 99) -> Norms:
     ))  # fmt: skip
 
 
-def layer_writes(
-    cache: KVCache,
-    plan: StepPlan,
-    spec: LayerSpec,
-    rows: CompressorInputs,
-    norms: Norms,
-    implementation: Implementation = None,
-) -> LayerCacheHandle:
+def layer_writes(step: CacheStep, spec: LayerSpec, rows: CompressorInputs, norms: Norms) -> LayerCacheHandle:
     """One layer's append, compress and index compress: both at once in every other CSA layer."""
-    cfg, j, i = cache.layout.cfg, cache.layout.ordinal(spec.layer_idx), spec.layer_idx
+    cfg, j, i = step.layout.cfg, step.layout.ordinal(spec.layer_idx), spec.layer_idx
     inv_freq = jnp.asarray(inv_frequencies(cfg.rope_dim, cfg.compress_rope_theta, cfg.yarn))
-    handle = cache.layer(i, plan, implementation=implementation).append(rows.kv[i])
+    handle = step.layer(i).append(rows.kv[i])
     if spec.attn is AttentionType.CSA:
         main = (rows.csa_kv[j], rows.csa_score[j], Epilogue(norms.csa[j], inv_freq, EPS))
         index = (rows.index_kv[j], rows.index_score[j], Epilogue(norms.index[j], inv_freq, EPS, hadamard=True))
@@ -79,10 +73,10 @@ def write_step(
     cache: KVCache, plan: StepPlan, rows: CompressorInputs, norms: Norms, *, implementation: Implementation = None
 ) -> KVCache:
     """Every write of a step, all layers."""
-    cache = cache.begin(plan)
+    step = cache.begin(plan, implementation)
     for spec in cache.layout.schedule:
-        cache = layer_writes(cache, plan, spec, rows, norms, implementation).cache
-    return cache
+        step = layer_writes(step, spec, rows, norms).step
+    return step.finish()
 
 
 jit_write_step = jax.jit(write_step, donate_argnums=0, static_argnames="implementation")

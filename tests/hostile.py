@@ -85,11 +85,12 @@ def spoiled_plan(rng: np.random.Generator, plan: StepPlan) -> StepPlan:
 def step(cache: KVCache, plan: StepPlan, rows, norms, entries: jax.Array, implementation: Implementation, reads):
     """These layers' writes, and everything they read: (cache, what was read)."""
     cfg, tokens, seen, found = cache.layout.cfg, plan.num_tokens, [], []
+    begun = cache.begin(plan.settled(), implementation)
     for i in LAYERS:
-        spec = cache.layout.layer(i)
-        handle = layer_writes(cache, plan, spec, rows, norms, implementation)
-        handle = dataclasses.replace(handle, implementation=reads)
-        cache, selected = handle.cache, None
+        spec, selected = cache.layout.layer(i), None
+        handle = layer_writes(begun, spec, rows, norms)
+        begun = handle.step
+        handle = dataclasses.replace(handle, step=dataclasses.replace(begun, implementation=reads))
         if spec.attn is CSA:
             queries = jnp.ones((tokens, cfg.index_n_heads, cfg.index_head_dim), jnp.bfloat16)
             scores = handle.index_scores(queries, jnp.ones((tokens, cfg.index_n_heads)))
@@ -97,12 +98,12 @@ def step(cache: KVCache, plan: StepPlan, rows, norms, entries: jax.Array, implem
             selected = entries, jnp.full(tokens, entries.shape[1], jnp.int32)
         queries = jnp.ones((tokens, cfg.num_attention_heads, cfg.head_dim), jnp.bfloat16)
         out, _ = handle.attend(queries, jnp.zeros(cfg.num_attention_heads), selected)
-        seen += [out, cache.layer(i, plan).gather_compressed(entries)]
-    return cache, seen + found
+        seen += [out, handle.gather_compressed(entries)]
+    return begun.finish(partial=True), seen + found
 
 
 jit_step = jax.jit(step, static_argnames=("implementation", "reads"))
-jit_begin = jax.jit(lambda cache, plan: cache.begin(plan))
+jit_begin = jax.jit(lambda cache, plan: cache.begin(plan).finish(partial=True))
 jit_append = jax.jit(append, static_argnames=("fmt", "implementation"))
 jit_gather = jax.jit(gather_rows, static_argnames=("fmt", "dtype", "implementation"))
 jit_scores = jax.jit(index_scores, static_argnames=("base", "rows_per_block", "fmt", "implementation"))

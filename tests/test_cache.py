@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +12,13 @@ import pytest
 
 from dsv4_jax.cache import KVCache, init_cache
 from dsv4_jax.config import AttentionType, DSV4Config
-from dsv4_jax.errors import LayoutError, ShapeError
+from dsv4_jax.errors import LayoutError, PlanError, ShapeError, StepOrderError
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.manager.planning import RowFeed, build_plan, shape_for
 from dsv4_jax.ops.columns import Columns
+from dsv4_jax.ops.epilogue import Epilogue
 from dsv4_jax.plan import StepPlan
+from dsv4_jax.step import LayerWrites
 
 from .harness import Driver, layer_writes, pinned_shape, random_norms, random_stream
 from .oracle import attention
@@ -29,16 +34,16 @@ TOKENS = 75
 
 def read_step(cache: KVCache, plan: StepPlan, rows: CompressorInputs, norms: Norms, queries: dict[str, jax.Array]):
     """Every layer's attention output, [layers, T, H, d], and the CSA selection."""
-    cache, outs, selected = cache.begin(plan), [], None
+    step, outs, selected = cache.begin(plan), [], None
     for spec in cache.layout.schedule:
-        handle = layer_writes(cache, plan, spec, rows, norms)
+        handle = layer_writes(step, spec, rows, norms)
         chosen = None
         if spec.attn is CSA:
             chosen = selected = handle.top_k(handle.index_scores(queries["index"], queries["weights"]))
         out, _ = handle.attend(queries["attend"], queries["sink"], chosen)
         outs.append(out)
-        cache = handle.cache
-    return cache, jnp.stack(outs), selected
+        step = handle.step
+    return step.finish(), jnp.stack(outs), selected
 
 
 jit_read_step = jax.jit(read_step, donate_argnums=0)
@@ -111,11 +116,66 @@ def test_every_token_sees_exactly_its_keys(chunks: list[int], width: int) -> Non
         np.testing.assert_allclose(actual, want, rtol=2e-4, atol=2e-4, err_msg=kind.name)
 
 
+def gather_step(cache: KVCache, plan: StepPlan, rows: CompressorInputs, norms: Norms, entries, implementation):
+    """What the three gathers give in every layer, read by this implementation."""
+    step, found = cache.begin(plan), []
+    for spec in cache.layout.schedule:
+        handle = layer_writes(step, spec, rows, norms)
+        step = handle.step
+        handle = dataclasses.replace(handle, step=dataclasses.replace(step, implementation=implementation))
+        found.append([handle.gather_swa(jnp.float32)])
+        if spec.attn is not SWA:
+            found[-1] += [handle.gather_all_compressed(jnp.float32), handle.gather_compressed(entries)]
+    return step.finish(), found
+
+
+jit_gather_step = jax.jit(gather_step, donate_argnums=0, static_argnames="implementation")
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas", None])
+@pytest.mark.parametrize(("kv", "chunks"), [("fp8", [1] * 20), ("fp8", [1, 2, 30, 7]), ("bf16", [33])], ids=str)
+def test_gathers_give_the_rows_that_a_token_sees(kv: str, chunks: list[int], implementation) -> None:
+    """The window in ring and in chunk mode, all entries, and chosen ones, against NumPy's decoder of the live rows."""
+    layout, width, slot, rng = CacheLayout(CFG, kv), max(chunks), 2, np.random.default_rng(0)
+    driver = Driver(layout, CacheSize(4, 3, 2))
+    driver.admit(slot, random_stream(layout, sum(chunks), 5))
+    shape = pinned_shape(layout, 2, width, 2, history=width > 1)
+    stored = oracle.encode(kv, driver.streams[slot].kv, CFG.rope_dim)
+    windows = oracle.decode(kv, stored, CFG.rope_dim)
+    wide = [layout.entries_per_block(kind) * 2 for kind in CFG.layer_types]
+    for n in chunks:
+        first = driver.length[slot]
+        plan = driver.plan([(slot, n)], shape)
+        chosen = rng.integers(0, max((first + 1) // 16, 1), (width, 3)).astype(np.int32)
+        driver.cache, found = jit_gather_step(
+            driver.cache, plan, driver.rows_of(plan), driver.norms, chosen, implementation=implementation
+        )
+        live = driver.live(slot)
+        for i, kind in enumerate(CFG.layer_types):
+            (rows, visible), *of_entries = found[i]
+            assert rows.shape == (width, CFG.sliding_window, CFG.head_dim) and not np.asarray(visible)[n:].any()
+            for t in range(n):
+                at = first + t - CFG.sliding_window + 1 + np.arange(CFG.sliding_window)
+                np.testing.assert_array_equal(visible[t], at >= 0)
+                np.testing.assert_array_equal(np.asarray(rows[t])[at >= 0], windows[i, at[at >= 0]])
+            if kind is SWA:
+                continue
+            (every, count), some = of_entries
+            entries = oracle.decode(kv, tuple(x[0] for x in live[kind.name.lower()]), CFG.rope_dim)
+            assert every.shape == (width, wide[i], CFG.head_dim) and some.dtype == jnp.bfloat16
+            for t in range(n):
+                seen = (first + t + 1) // CFG.ratio(kind)
+                assert count[t] == seen
+                np.testing.assert_array_equal(np.asarray(every[t, :seen]), entries[:seen])
+                if seen > chosen[t].max():
+                    np.testing.assert_array_equal(np.asarray(some[t], np.float32), entries[chosen[t]])
+
+
 def handle_of(layer: int):
     layout = CacheLayout(CFG)
     feeds = [RowFeed(1, 0, 1)]
     cache = init_cache(layout, CacheSize(2, 2, 1))
-    return cache.layer(layer, build_plan(layout, feeds, shape_for(layout, feeds)))
+    return cache.begin(build_plan(layout, feeds, shape_for(layout, feeds))).layer(layer)
 
 
 def test_misuse_is_named() -> None:
@@ -128,8 +188,6 @@ def test_misuse_is_named() -> None:
     score = jnp.zeros((1, 64))
     with pytest.raises(ShapeError, match=r"layer 0: ape has shape \(1, 64\), expected \(4, 64\)"):
         handle_of(0).compress(score, score, None, ape=score)
-    with pytest.raises(ShapeError, match="layer 2: append"):
-        handle_of(2).attend(q, sink)
     with pytest.raises(LayoutError, match="layer 2 is SWA-only"):
         handle_of(2).compress(jnp.zeros((1, 64)), jnp.zeros((1, 64)), None)
     with pytest.raises(LayoutError, match="layer 1 is HCA"):
@@ -137,11 +195,130 @@ def test_misuse_is_named() -> None:
     first = handle_of(0)
     with pytest.raises(ShapeError, match="selected"):
         jax.eval_shape(
-            lambda cache, plan: layer_writes(cache, plan, first.spec, rows, norms).attend(q, sink),
-            first.cache, first.plan,
+            lambda step: layer_writes(step, first.spec, rows, norms).attend(q, sink)[0],
+            first.step,
         )  # fmt: skip
 
 
 def test_creating_a_handle_creates_no_array() -> None:
-    handle = handle_of(0)
-    assert handle.cache.layer(1, handle.plan).cache is handle.cache
+    step = handle_of(0).step
+    assert step.layer(1).step is step and step.layer(1).cache is step.cache
+
+
+# The order of a layer in a step
+
+PLAN = build_plan(CacheLayout(CFG), [RowFeed(1, 0, 1)], shape_for(CacheLayout(CFG), [RowFeed(1, 0, 1)]))
+ROW, SCORE, NORM = jnp.ones((1, 32)), jnp.ones((1, 64)), Epilogue(jnp.ones(32), jnp.ones(4), 1e-6)
+INDEX = (SCORE[:, :32], SCORE[:, :32], Epilogue(jnp.ones(16), jnp.ones(4), 1e-6))
+QUERY, SINK = jnp.zeros((1, 2, 32)), jnp.zeros(2)
+CHOSEN = jnp.zeros((1, 3), jnp.int32), jnp.ones(1, jnp.int32)
+
+
+def whole(handle):
+    """A layer with all its writes."""
+    handle = handle.append(ROW)
+    match handle.spec.attn:
+        case AttentionType.CSA:
+            return handle.compress(SCORE, SCORE, NORM, INDEX)
+        case AttentionType.HCA:
+            return handle.compress(ROW, ROW, NORM)
+    return handle
+
+
+@pytest.mark.parametrize(
+    ("problem", "layer", "calls"),
+    [
+        ("`append` a second time", 2, lambda h: h.append(ROW).append(ROW)),
+        ("`append` a second time", 2, lambda h: h.append(ROW).step.layer(2).append(ROW)),
+        ("`compress` a second time", 0, lambda h: h.compress(SCORE, SCORE, NORM).compress(SCORE, SCORE, NORM)),
+        ("`compress` a second time", 1, lambda h: h.compress(ROW, ROW, NORM).compress(ROW, ROW, NORM)),
+        ("`compress_index` a second time", 0, lambda h: h.compress_index(*INDEX).compress_index(*INDEX)),
+        ("`compress_index` a second time", 0, lambda h: h.compress(SCORE, SCORE, NORM, INDEX).compress_index(*INDEX)),
+        ("`compress_index` a second time", 0, lambda h: h.compress_index(*INDEX).compress(SCORE, SCORE, NORM, INDEX)),
+        ("read before `append`", 2, lambda h: h.gather_swa()),
+        ("read before `append`", 2, lambda h: h.attend(QUERY, SINK)),
+        ("read before `append`", 1, lambda h: h.compress(ROW, ROW, NORM).attend(QUERY, SINK)),
+        ("read through the handle that `append` returned", 2, lambda h: h.append(ROW).step.layer(2).gather_swa()),
+        ("read before `compress`", 0, lambda h: h.append(ROW).attend(QUERY, SINK, CHOSEN)),
+        ("read before `compress`", 1, lambda h: h.append(ROW).attend(QUERY, SINK)),
+        ("read before `compress`", 1, lambda h: h.gather_all_compressed()),
+        ("read before `compress`", 0, lambda h: h.compress_index(*INDEX).gather_compressed(CHOSEN[0])),
+        (
+            "read before `compress_index`", 0,
+            lambda h: h.append(ROW).compress(SCORE, SCORE, NORM).index_scores(jnp.zeros((1, 4, 16)), jnp.zeros((1, 4))),
+        ),
+        ("ends without its `append`, `compress`, `compress_index` (and", 0, lambda h: h.step.finish()),
+        ("ends without its `append`:", 0, lambda h: h.compress(SCORE, SCORE, NORM, INDEX).step.finish()),
+        ("ends without its `compress_index` (", 0, lambda h: h.compress(SCORE, SCORE, NORM).append(ROW).step.finish()),
+    ],
+)  # fmt: skip
+def test_a_wrong_order_is_named(problem: str, layer: int, calls) -> None:
+    step = init_cache(CacheLayout(CFG), CacheSize(2, 2, 1)).begin(PLAN)
+    for other in {0, 1, 2} - {layer}:
+        if problem.endswith(":"):
+            step = whole(step.layer(other)).step
+    with pytest.raises(StepOrderError, match=f"layer {layer}: .*{re.escape(problem)}.*the order of a layer") as error:
+        calls(step.layer(layer))
+    assert error.value.layer == layer
+
+
+def test_append_and_compress_may_come_in_either_order() -> None:
+    rows, norms, spec = (
+        random_stream(CacheLayout(CFG), 1, 0),
+        random_norms(CacheLayout(CFG)),
+        CFG.layer_types.index(HCA),
+    )
+    freq = jnp.ones(4)
+    writes = [
+        lambda h: h.append(rows.kv[spec]),
+        lambda h: h.compress(
+            jnp.asarray(rows.hca_kv[0]), jnp.asarray(rows.hca_score[0]), Epilogue(norms.hca[0], freq, 1e-6)
+        ),
+    ]
+    caches = []
+    for order in (writes, writes[::-1]):
+        handle = handle_of(spec)
+        for write in order:
+            handle = write(handle)
+        caches.append(handle.step.finish(partial=True))
+    jax.tree.map(np.testing.assert_array_equal, *caches)
+
+
+def test_writes_left_behind_on_another_step_are_missed_at_its_end() -> None:
+    """A dropped `step = layer.step`, or a layer taken from a step of before."""
+    cache = init_cache(CacheLayout(CFG), CacheSize(2, 2, 1))
+    begun = cache.begin(PLAN)
+    whole(begun.layer(0))
+    stale = whole(whole(begun.layer(1)).step.layer(2)).step
+    with pytest.raises(
+        StepOrderError, match=r"layer 0: the step ends without .*`layer.step`.*`finish\(partial=True\)`"
+    ):
+        stale.finish()
+    assert stale.finish(partial=True) is stale.cache
+    step = begun
+    for layer in (2, 0, 1):  # any order of layers
+        step = whole(step.layer(layer)).step
+    assert step.finish() is step.cache
+
+
+def test_layers_of_mtp_need_not_be_written() -> None:
+    cfg = DSV4Config.tiny(layer_types=(SWA,), num_mtp_layers=1)
+    layout, feeds = CacheLayout(cfg, include_mtp=True), [RowFeed(1, 0, 1)]
+    begun = init_cache(layout, CacheSize(2, 2, 1)).begin(build_plan(layout, feeds, shape_for(layout, feeds)))
+    assert begun.layer(0).append(ROW).step.finish()
+    with pytest.raises(StepOrderError, match="layer 0"):
+        begun.layer(1).append(ROW).step.finish()
+
+
+def test_a_step_begins_with_a_plan_and_passes_through_jit() -> None:
+    cache = init_cache(CacheLayout(CFG), CacheSize(2, 2, 1))
+    with pytest.raises(PlanError, match="StepPlan or a PackedPlan, got NoneType"):
+        cache.begin(None)
+    assert not hasattr(cache, "layer")
+    plain, packed = cache.begin(PLAN, "xla"), cache.begin(PLAN.pack(), "xla")
+    jax.tree.map(np.testing.assert_array_equal, plain, packed)
+    step = jax.jit(lambda step: whole(step.layer(0)).step)(packed)
+    assert step.written[0] == LayerWrites(7) and step.written[1] == LayerWrites(0) and step.implementation == "xla"
+    assert repr(step) == "CacheStep(1 tokens, 1 of 3 layers written)"
+    assert repr(step.layer(0)) == "LayerCacheHandle(layer 0, CSA, `append`, `compress`, `compress_index`)"
+    jax.tree.map(np.testing.assert_array_equal, step, whole(plain.layer(0)).step)

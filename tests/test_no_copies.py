@@ -34,10 +34,10 @@ def decode_step(
 ) -> tuple[KVCache, jax.Array]:
     """All cache operations of a decode step, each layer fed by the one before, as in a model."""
     cfg = cache.layout.cfg
-    cache, hidden = cache.begin(plan), jnp.full((plan.num_tokens, 1), hidden, jnp.float32)
+    step, hidden = cache.begin(plan), jnp.full((plan.num_tokens, 1), hidden, jnp.float32)
     for spec in cache.layout.schedule:
         fed = CompressorInputs(*(x + hidden[None] for x in rows))
-        handle = layer_writes(cache, plan, spec, fed, norms)
+        handle = layer_writes(step, spec, fed, norms)
         selected = None
         if spec.attn is CSA:
             queries = jnp.ones((plan.num_tokens, cfg.index_n_heads, cfg.index_head_dim), jnp.float32)
@@ -46,8 +46,8 @@ def decode_step(
         queries = jnp.ones((plan.num_tokens, cfg.num_attention_heads, cfg.head_dim), jnp.float32)
         sink = jnp.zeros(cfg.num_attention_heads, jnp.float32)
         out, _ = handle.attend(queries + hidden[:, :, None], sink, selected)
-        hidden, cache = out.mean((1, 2))[:, None], handle.cache
-    return cache, hidden
+        hidden, step = out.mean((1, 2))[:, None], handle.step
+    return step.finish(), hidden
 
 
 def loop(steps: int):

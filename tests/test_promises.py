@@ -123,9 +123,9 @@ def test_layers_without_entries_say_so() -> None:
     layout = CacheLayout(DSV4Config.tiny())
     manager = KVCacheManager(layout, SIZE)
     plan = manager.plan_step([(manager.admit_request([1]), 1)])
-    cache = init_cache(layout, SIZE).begin(plan)
+    step = init_cache(layout, SIZE).begin(plan)
     swa = next(layer for layer in layout.schedule if not layout.cfg.ratio(layer.attn)).layer_idx
-    handle = cache.layer(swa, plan)
+    handle = step.layer(swa)
     for call in (
         handle.visible_entries,
         handle.gather_all_compressed,

@@ -24,6 +24,7 @@ from dsv4_jax.cache import KVCache
 from dsv4_jax.config import AttentionType
 from dsv4_jax.errors import LayoutError, PlanError
 from dsv4_jax.manager.planning import StepShape
+from dsv4_jax.ops import Epilogue
 
 CFG = DSV4Config.tiny(layer_types=(AttentionType.CSA, AttentionType.HCA), hc_sinkhorn_iters=1)
 LAYOUT = CacheLayout(CFG, "fp8", "fp4")
@@ -124,10 +125,10 @@ def test_query_heads_over_the_tensor_axis():
     sink = rng.standard_normal(heads).astype(np.float32)
 
     def attend(cache, plan, kv, queries, sink):
-        plan = plan.unpack()
-        handle = cache.begin(plan).layer(1, plan).append(kv)
+        epilogue = Epilogue(jnp.ones(dim), jnp.ones(CFG.rope_dim // 2), 1e-6)
+        handle = cache.begin(plan).layer(1).append(kv).compress(kv, kv, epilogue)
         out, lse = handle.attend(queries, sink)
-        return out, lse, handle.cache
+        return out, lse, handle.step.finish(partial=True)
 
     data, both = P("data"), P("data", "tensor")
     specs = (data, data, both, P("tensor"))

@@ -104,14 +104,12 @@ def set_up(options: StepOptions) -> StepSetup:
     size = CacheSize(options.batch * columns, options.batch, columns)
     rows = [RowFeed(slot + 1, options.context - 1, 1) for slot in range(options.batch)]
 
-    def step(cache: KVCache, layers: PackedLayers, packed: PackedPlan, x: jax.Array) -> tuple[KVCache, jax.Array]:
-        plan = packed.unpack()
-        cache = cache.begin(plan)
-        for spec, p in zip(layout.schedule, layers, strict=True):
-            handle = cache.layer(spec.layer_idx, plan, implementation=options.implementation)
-            y, handle = attention(p["attn"], handle, rms_norm(x, None, cfg.rms_norm_eps))
-            x, cache = x + y, handle.cache
-        return cache, x
+    def step(cache: KVCache, layers: PackedLayers, plan: PackedPlan, x: jax.Array) -> tuple[KVCache, jax.Array]:
+        begun = cache.begin(plan, options.implementation)
+        for i, p in enumerate(layers):
+            y, layer = attention(p["attn"], begun.layer(i), rms_norm(x, None, cfg.rms_norm_eps))
+            x, begun = x + y, layer.step
+        return begun.finish(), x
 
     def call(cache: KVCache, layers: PackedLayers, plan: PackedPlan, x: jax.Array) -> tuple[KVCache, jax.Array]:
         if options.loop == 1:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ..cache import LayerCacheHandle
 from ..config import AttentionType, DSV4Config
 from ..errors import LayoutError
 from ..layout import CacheLayout
 from ..ops.columns import Values, dense
 from ..ops.epilogue import Epilogue
+from ..step import LayerCacheHandle
 from .numerics import layer_frequencies, linear, matmul, pad_rows, rms_norm
 from .params import Params
 from .projections import products
@@ -29,13 +29,13 @@ def attention(
 
     Args:
         p: the layer's "attn" parameters.
-        handle: the layer's view of the cache, of the step that feeds these tokens.
+        handle: the layer in the step of these tokens.
         x: [T, hidden] float32, normalised.
         index_qat: rotate indexer queries and keys by a Hadamard matrix and round the queries to
             FP4, as the model was trained; None: as `index_qat_default` says.
 
     Returns:
-        ([T, hidden] float32, the handle with the layer's cache updated).
+        ([T, hidden] float32, the handle after the layer's writes: its `step` has the next layer).
     """
     cfg, attn = handle.layout.cfg, handle.spec.attn
     freq = jnp.asarray(layer_frequencies(cfg, attn))

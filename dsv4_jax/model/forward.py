@@ -1,4 +1,4 @@
-"""The model over the cache: one step for all rows, and K decode steps in one executable."""
+"""The model over the cache: one step for all sequences, and K decode steps in one executable."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..config import DSV4Config
 from ..errors import ShapeError
 from ..ops.dispatch import Implementation
 from ..plan import PackedPlan, StepPlan
+from ..step import CacheStep
 from .attention import attention
 from .hyper_connections import collapse, hyper_head, widen
 from .moe import moe
@@ -35,7 +36,7 @@ def forward(
     index_qat: bool | None = None,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, KVCache]:
-    """One step: logits of every token fed.
+    """One step: logits of every scheduled token.
 
     Args:
         params: as `load_hf` or `init_params` give them.
@@ -51,8 +52,7 @@ def forward(
     Raises:
         ShapeError: `tokens` does not match the plan.
     """
-    plan = plan.unpack()
-    hidden, cache = _layers(params, cache.begin(plan), plan, tokens, index_qat, implementation)
+    hidden, cache = _layers(params, cache.begin(plan, implementation), tokens, index_qat)
     return head(params, hidden, cache.layout.cfg), cache
 
 
@@ -65,9 +65,10 @@ def prefill(
     index_qat: bool | None = None,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, KVCache]:
-    """As `forward`, but only the logits of each row's last token, [B, vocab]: what its next token is drawn from."""
-    plan = plan.unpack()
-    hidden, cache = _layers(params, cache.begin(plan), plan, tokens, index_qat, implementation)
+    """As `forward`, but the logits of each sequence's last token only, [B, vocab]: its next is drawn from them."""
+    step = cache.begin(plan, implementation)
+    plan = step.plan
+    hidden, cache = _layers(params, step, tokens, index_qat)
     last = jnp.maximum(jnp.asarray(plan.seq_first) + plan.seq_count - np.int32(1), 0)
     return head(params, hidden[last], cache.layout.cfg), cache
 
@@ -81,12 +82,12 @@ def decode_step(
     index_qat: bool | None = None,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, KVCache]:
-    """As `forward` for a step of one token per row: logits [B, vocab].
+    """As `forward` for a step of one token per sequence: logits [B, vocab].
 
     Raises:
-        ShapeError: the plan feeds more tokens than it has rows.
+        ShapeError: the plan schedules more tokens than it has sequences.
     """
-    plan = _one_token_per_row(plan)
+    plan = _one_token_each(plan)
     return forward(params, cache, plan, tokens, index_qat=index_qat, implementation=implementation)
 
 
@@ -111,22 +112,22 @@ def decode_loop(
         tokens: [B] int32, fed by the first step.
         num_steps: K, static.
         sampling: how to draw, static.
-        keys: [B] random keys, one per row; not needed when greedy (see `sample`).
+        keys: [B] random keys, one per sequence; not needed when greedy (see `sample`).
 
     Returns:
         (tokens [K, B] int32 drawn by each step, the cache, which holds all but the last of them).
 
     Raises:
-        ShapeError: the plan feeds more tokens than it has rows.
+        ShapeError: the plan schedules more tokens than it has sequences.
     """
-    plan = _one_token_per_row(plan)
-    cache = cache.begin(plan)
+    plan = _one_token_each(plan)
+    cache, plan = cache.begin(plan).finish(partial=True), plan.settled()  # once for all steps
     carried = ("seq_start", "token_position")
 
     def step(carry: tuple, _: None) -> tuple[tuple, jax.Array]:
         cache, tokens, moved = carry
         here = plan._replace(**moved)
-        hidden, cache = _layers(params, cache, here, tokens, index_qat, implementation)
+        hidden, cache = _layers(params, cache.begin(here, implementation), tokens, index_qat)
         logits = head(params, hidden, cache.layout.cfg)
         tokens = sample(logits, sampling, keys, jnp.asarray(here.token_position))
         after = here.advance()
@@ -138,31 +139,28 @@ def decode_loop(
 
 
 def _layers(
-    params: Params,
-    cache: KVCache,
-    plan: StepPlan,
-    tokens: jax.Array,
-    index_qat: bool | None,
-    implementation: Implementation,
+    params: Params, step: CacheStep[KVCache], tokens: jax.Array, index_qat: bool | None
 ) -> tuple[jax.Array, KVCache]:
-    """All layers of a begun step: (streams [T, n, hidden], cache)."""
-    cfg = cache.layout.cfg
-    if tokens.shape != (plan.num_tokens,):
-        raise ShapeError(f"tokens has shape {tokens.shape}, the plan feeds ({plan.num_tokens},)")
+    """All layers of a step: (streams [T, n, hidden], cache)."""
+    cfg, scheduled = step.layout.cfg, (step.plan.num_tokens,)
+    if tokens.shape != scheduled:
+        raise ShapeError(f"tokens has shape {tokens.shape}, the plan schedules {scheduled}")
     streams = embed(params, tokens, cfg)
     for i, p in enumerate(params["layers"]):
         x, post, comb = collapse(p["hc_attn"], streams, cfg)
-        handle = cache.layer(i, plan, implementation=implementation)
-        y, handle = attention(p["attn"], handle, rms_norm(x, p["attn_norm"], cfg.rms_norm_eps), index_qat=index_qat)
-        cache, streams = handle.cache, widen(y, streams, post, comb)
+        x = rms_norm(x, p["attn_norm"], cfg.rms_norm_eps)
+        y, handle = attention(p["attn"], step.layer(i), x, index_qat=index_qat)
+        step, streams = handle.step, widen(y, streams, post, comb)
         streams = feed_forward(p, streams, tokens, cfg)
-    return streams, cache
+    return streams, step.finish()
 
 
-def _one_token_per_row(plan: StepPlan | PackedPlan) -> StepPlan:
+def _one_token_each(plan: StepPlan | PackedPlan) -> StepPlan:
     plan = plan.unpack()
     if plan.num_tokens != plan.num_seqs:
-        raise ShapeError(f"a decode step feeds one token per row, the plan has {plan.num_tokens} for {plan.num_seqs}")
+        raise ShapeError(
+            f"a decode step has one token per sequence, the plan has {plan.num_tokens} for {plan.num_seqs}"
+        )
     return plan
 
 

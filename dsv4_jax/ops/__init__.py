@@ -6,7 +6,7 @@ Values to store, queries and weights may be `Columns` of a wider matrix.
 """
 
 from ..plan import register_pytrees
-from .append import append, encode, window_rows, window_view
+from .append import WindowView, append, encode, window_rows, window_view
 from .attend import attend
 from .columns import Columns
 from .compress import CompressorGeometry, CompressorInputs, compress_csa, compress_hca
@@ -22,6 +22,7 @@ __all__ = [
     "CompressorGeometry",
     "CompressorInputs",
     "Epilogue",
+    "WindowView",
     "append",
     "attend",
     "compress_csa",

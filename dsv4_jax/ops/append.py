@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,26 @@ from .columns import Values, dense
 from .dispatch import Implementation, implementation_for
 from .epilogue import Epilogue
 
-__all__ = ["Rows", "append", "encode", "exists", "load", "pin", "ring_row", "store", "window_rows", "window_view"]
+__all__ = [
+    "Rows", "WindowView", "append", "encode", "exists", "load", "pin", "ring_row", "store", "window_rows",
+    "window_view",
+]  # fmt: skip
 
 Rows = tuple[jax.Array, ...]  # the parts of stored rows, each [rows, width]
+
+
+class WindowView(NamedTuple):
+    """Where every token's window lies. Key k of token t is position t - window + 1 + k.
+
+    Attributes:
+        rows: parts that hold the windows' rows.
+        ids: [T, window] int32 rows of them; 0 where not visible.
+        visible: [T, window] bool: whether the position exists.
+    """
+
+    rows: Rows
+    ids: jax.Array
+    visible: jax.Array
 
 
 def append(
@@ -127,13 +144,13 @@ def window_view(
     slots: int,
     ring: int,
     window: int,
-) -> tuple[Rows, jax.Array, jax.Array]:
-    """Where every token's window lies: (rows, ids [T, window] int32, visible [T, window] bool).
+) -> WindowView:
+    """Where every token's window lies.
 
-    Key k of token t is position t - window + 1 + k. With no `history_seqs` in the plan the ids
-    point into `pool`, which must already hold the step's rows. Otherwise the result has rows of
-    its own: the window before the step (so `pool` must not hold the step's rows yet), then the
-    step's rows (`chunk`). A chunk longer than the ring would overwrite keys its own early tokens need.
+    With no `history_seqs` in the plan the ids point into `pool`, which must already hold the
+    step's rows. Otherwise the result has rows of its own: the window before the step (so `pool`
+    must not hold the step's rows yet), then the step's rows (`chunk`). A chunk longer than the
+    ring would overwrite keys its own early tokens need.
     """
     offset = jnp.arange(1 - window, 1, dtype=jnp.int32)[None]
     position = plan.token_position[:, None] + offset
@@ -141,7 +158,7 @@ def window_view(
     position = jnp.maximum(position, 0)
     if plan.history_seqs.shape[0] == 0:
         ids = ring_row(ordinal, slots, ring, plan.token_slot[:, None], position)
-        return pool, jnp.where(visible, ids, 0), visible
+        return WindowView(pool, jnp.where(visible, ids, 0), visible)
     assert chunk is not None
     depth = window - 1
     start = plan.seq_start[plan.history_seqs]
@@ -155,7 +172,7 @@ def window_view(
     chunk_id = np.int32(slot.shape[0] * depth) + plan.seq_first[plan.token_seq][:, None] + position - seq_start
     history_id = row * np.int32(depth) + position - seq_start + np.int32(depth)
     ids = jnp.where(in_chunk, chunk_id, history_id)
-    return rows, jnp.where(visible, ids, 0), visible
+    return WindowView(rows, jnp.where(visible, ids, 0), visible)
 
 
 def pin(gathered: Any, pool: Rows) -> tuple[Any, Rows]:

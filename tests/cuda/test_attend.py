@@ -19,7 +19,7 @@ from dsv4_jax.errors import ImplementationError
 from dsv4_jax.formats import kv_format
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.manager.planning import RowFeed, build_plan, shape_for
-from dsv4_jax.ops import attend
+from dsv4_jax.ops import Epilogue, attend
 from dsv4_jax.ops.attend import finish_output
 
 from ..ops.arg_specs import ATTEND, AttendSpec
@@ -101,8 +101,12 @@ def test_a_layer_splits_as_its_layout_says(monkeypatch, key_split, splits):
 
     def layer(cache, queries, attn, selected=None):
         spec = next(spec for spec in layout.schedule if spec.attn is attn)
-        handle = cache.layer(spec.layer_idx, plan).append(queries[:, 0])
-        return dataclasses.replace(handle, implementation="cuda").attend(queries, jnp.zeros(64), selected)
+        width = 1024 if attn is AttentionType.CSA else 512
+        projected, epilogue = jnp.zeros((1, width)), Epilogue(jnp.ones(512), jnp.ones(32), 1e-6)
+        handle = cache.begin(plan).layer(spec.layer_idx).append(queries[:, 0])
+        handle = handle.compress(projected, projected, epilogue)
+        step = dataclasses.replace(handle.step, implementation="cuda")
+        return dataclasses.replace(handle, step=step).attend(queries, jnp.zeros(64), selected)
 
     queries = jax.ShapeDtypeStruct((1, 64, 512), jnp.float32)
     for attn, count, selected in zip((AttentionType.CSA, AttentionType.HCA), splits, (chosen, None), strict=True):

@@ -11,7 +11,7 @@ from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager, init_ca
 from dsv4_jax.config import AttentionType
 from dsv4_jax.manager import Request, StepShape
 
-from ..harness import jit_write_step, random_norms, random_stream
+from ..harness import jit_write_step, layer_writes, random_norms, random_stream
 from ..oracle.live import assert_same, live_bytes
 from ..oracle.machine import CompressorInputs
 
@@ -61,12 +61,12 @@ class Engine:
 
 
 def reads(cache, plan) -> list[jax.Array]:
-    cache, seen = cache.begin(plan), []
+    step, seen = cache.begin(plan), []
+    rows = CompressorInputs(*(jnp.asarray(x[:, : plan.num_tokens]) for x in OTHER))
     cfg = LAYOUT.cfg
     queries = jnp.ones((plan.num_tokens, cfg.num_attention_heads, cfg.head_dim), jnp.bfloat16)
     for spec in LAYOUT.schedule:
-        handle = cache.layer(spec.layer_idx, plan)
-        handle = handle.append(jnp.ones((plan.num_tokens, cfg.head_dim), jnp.bfloat16))
+        handle = layer_writes(step, spec, rows, NORMS)
         chosen = None
         if spec.attn is AttentionType.CSA:
             index = jnp.ones((plan.num_tokens, cfg.index_n_heads, cfg.index_head_dim), jnp.bfloat16)

@@ -97,10 +97,10 @@ def test_wrong_token_shape_is_refused(params):
     layout, size = CacheLayout(CFG, "f32", "f32"), CacheSize(1, 1, 1)
     cache, manager = init_cache(layout, size), KVCacheManager(layout, size)
     plan = manager.plan_step([(manager.admit_request([1, 2, 3]), 3)])
-    with pytest.raises(ShapeError, match=r"tokens has shape \(3,\), the plan feeds \(4,\)"):
+    with pytest.raises(ShapeError, match=r"tokens has shape \(3,\), the plan schedules \(4,\)"):
         model.forward(params, cache, plan, np.zeros(3, np.int32))
     for decode in (model.decode_step, lambda *args: model.decode_loop(*args, 2)):
-        with pytest.raises(ShapeError, match="one token per row, the plan has 4 for 1"):
+        with pytest.raises(ShapeError, match="one token per sequence, the plan has 4 for 1"):
             decode(params, cache, plan, np.zeros(4, np.int32))
 
 

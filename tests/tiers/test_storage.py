@@ -32,7 +32,7 @@ PROMPT = [i % 7 for i in range(33)]
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _begin(cache: dsv4_jax.KVCache, plan: StepPlan) -> dsv4_jax.KVCache:
-    return cache.begin(plan)
+    return cache.begin(plan).finish(partial=True)
 
 
 class Engine:

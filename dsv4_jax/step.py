@@ -1,0 +1,485 @@
+"""A step of the cache, and the view of one layer in it: what model code talks to."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from .config import AttentionType, LayerSpec
+from .errors import LayoutError, ShapeError, StepOrderError
+from .formats import RowFormat
+from .layout import CacheLayout
+from .ops.append import Rows, WindowView, append, encode, exists, pin, store, window_rows, window_view
+from .ops.attend import attend
+from .ops.columns import Values
+from .ops.compress import CompressorGeometry, CompressorInputs, compress_csa, compress_hca
+from .ops.dispatch import Implementation
+from .ops.epilogue import Epilogue
+from .ops.gather import gather_rows
+from .ops.index_scores import index_scores
+from .ops.queries import finish_queries
+from .ops.top_k import top_k
+from .plan import StepPlan
+
+__all__ = ["CacheStep", "LayerCacheHandle", "LayerWrites", "Pools"]
+
+
+class Pools(Protocol):
+    """What a step must know of a cache. `KVCache` is one."""
+
+    @property
+    def layout(self) -> CacheLayout: ...
+
+    @property
+    def block_table(self) -> jax.Array: ...
+
+    @property
+    def slot_units(self) -> int: ...
+
+    @property
+    def block_units(self) -> int: ...
+
+    def pool(self, name: str) -> Rows: ...
+
+    def with_pool(self, name: str, parts: Rows) -> Self: ...
+
+
+Cache = TypeVar("Cache", bound=Pools)
+
+
+class LayerWrites(enum.Flag):
+    """What a step has written of a layer."""
+
+    APPENDED = enum.auto()
+    COMPRESSED = enum.auto()
+    INDEXED = enum.auto()
+
+
+_CALLS = {
+    LayerWrites.APPENDED: "append",
+    LayerWrites.COMPRESSED: "compress",
+    LayerWrites.INDEXED: "compress_index",
+}
+_NEEDED = {
+    AttentionType.SWA: LayerWrites.APPENDED,
+    AttentionType.CSA: LayerWrites.APPENDED | LayerWrites.COMPRESSED | LayerWrites.INDEXED,
+    AttentionType.HCA: LayerWrites.APPENDED | LayerWrites.COMPRESSED,
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class CacheStep(Generic[Cache]):
+    """One step of a cache, begun: `KVCache.begin` makes it. A pytree, and immutable: writes give new ones.
+
+    Attributes:
+        cache: as the layers written so far left it. `finish` gives it back.
+        plan: what the step does, unpacked.
+        implementation: of the ops its layers call, see `dsv4_jax.ops`. Static.
+        written: of every layer. Static.
+    """
+
+    cache: Cache
+    plan: StepPlan
+    implementation: Implementation
+    written: tuple[LayerWrites, ...]
+
+    def __repr__(self) -> str:
+        done = sum(bool(writes) for writes in self.written)
+        return f"CacheStep({self.plan.num_tokens} tokens, {done} of {len(self.written)} layers written)"
+
+    @property
+    def layout(self) -> CacheLayout:
+        return self.cache.layout
+
+    def layer(self, layer_idx: int) -> LayerCacheHandle[Cache]:
+        """The view of one layer. Creates no array.
+
+        Layers may be taken in any order. What is written through the view is in its `step`, not in this one:
+        take the next layer from there.
+
+        Raises:
+            LayoutError: there is no such layer.
+        """
+        return LayerCacheHandle(self, self.layout.layer(layer_idx))
+
+    def finish(self, *, partial: bool = False) -> Cache:
+        """The cache after the step.
+
+        Args:
+            partial: layers of the backbone may have been left out, or written in part. (Those of MTP always may: they
+                run in steps of their own.)
+
+        Raises:
+            StepOrderError: a layer's writes are missing. They were not made, or through another step than this:
+                the writes of `step.layer(0)` are in the `step` of the view that `append` and `compress` returned.
+        """
+        pairs = zip(self.layout.schedule, self.written, strict=True)
+        missing = [(spec.layer_idx, left) for spec, done in pairs if (left := _left(spec, done))]
+        if missing and not partial:
+            layer, left = missing[0]
+            others = f" (and without those of {len(missing) - 1} more layers)" if len(missing) > 1 else ""
+            raise StepOrderError(
+                layer,
+                f"the step ends without its {_calls(left)}{others}: take the next layer from `layer.step`, or say "
+                "`finish(partial=True)`",
+            )
+        return self.cache
+
+    def _wrote(self, layer_idx: int, what: LayerWrites, cache: Cache) -> CacheStep[Cache]:
+        written = list(self.written)
+        written[layer_idx] |= what
+        return dataclasses.replace(self, cache=cache, written=tuple(written))
+
+
+jax.tree_util.register_dataclass(CacheStep, data_fields=["cache", "plan"], meta_fields=["implementation", "written"])
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class LayerCacheHandle(Generic[Cache]):
+    """One layer of the cache in one step: what model code talks to. `CacheStep.layer` makes it.
+
+    Every method is traceable; those that write return a new handle, whose `step` holds the result.
+    `Values` are arrays or `Columns` of a stacked product, which kernels that can read in place.
+
+    Order: what is read was written before, and nothing is written twice in a step. `append` and
+    `compress` touch different pools: either may be first. `gather_swa` and `attend` need
+    `append`, reads of entries need `compress`, `index_scores` needs `compress_index` (or
+    `compress` with `index`). Anything else raises `StepOrderError`.
+
+    Attributes:
+        step: with this layer's writes: where the next layer is taken from.
+        spec: the layer.
+        window: where each token's window lies, once `append` was called.
+    """
+
+    step: CacheStep[Cache]
+    spec: LayerSpec
+    window: WindowView | None = None
+
+    def __repr__(self) -> str:
+        return f"LayerCacheHandle(layer {self.spec.layer_idx}, {self.spec.attn.name}, {_calls(self._written) or 'new'})"
+
+    @property
+    def cache(self) -> Cache:
+        """The whole cache as updated so far."""
+        return self.step.cache
+
+    @property
+    def plan(self) -> StepPlan:
+        return self.step.plan
+
+    @property
+    def layout(self) -> CacheLayout:
+        return self.step.layout
+
+    @property
+    def implementation(self) -> Implementation:
+        return self.step.implementation
+
+    # Writes
+
+    def append(self, kv: Values, epilogue: Epilogue | None = None) -> LayerCacheHandle[Cache]:
+        """Stores the step's KV rows in the sliding window.
+
+        Args:
+            kv: [T, head_dim] float.
+            epilogue: the rows' norm and RoPE, done while they are stored; None if `kv` has them.
+
+        Raises:
+            ShapeError: as all methods, naming the argument.
+            StepOrderError: the layer was appended to in this step.
+        """
+        self._once(LayerWrites.APPENDED)
+        cfg, fmt, plan = self.layout.cfg, self.layout.kv_row, self.plan
+        self._check("kv", kv, (plan.num_tokens, cfg.head_dim))
+        pool = self.cache.pool("swa")
+        place = dict(ordinal=self.spec.layer_idx, slots=self.cache.slot_units, ring=self.layout.window_rows)
+        ids = window_rows(plan, rows=pool[0].shape[0], **place)
+        done = dict(fmt=fmt, epilogue=epilogue, position=plan.token_position, implementation=self.implementation)
+        if plan.history_seqs.shape[0]:
+            # The step overruns the ring: take the view before the ring is overwritten.
+            chunk = encode(kv, **done)
+            window, pool = pin(window_view(pool, chunk, plan, window=cfg.sliding_window, **place), pool)
+            pool = store(pool, chunk, ids)
+        else:
+            pool = append(pool, kv, ids, **done)
+            window = window_view(pool, None, plan, window=cfg.sliding_window, **place)
+        return self._wrote(LayerWrites.APPENDED, {"swa": pool}, window)
+
+    def compress(
+        self,
+        kv: Values,
+        score: Values,
+        epilogue: Epilogue,
+        index: tuple[Any, ...] | None = None,
+        *,
+        ape: jax.Array | None = None,
+    ) -> LayerCacheHandle[Cache]:
+        """Feeds the layer's compressor and stores the entries it completes.
+
+        Args:
+            kv, score: [T, 2 * head_dim] (CSA) or [T, head_dim] (HCA) float32.
+            epilogue: norm weight and RoPE of the entries.
+            index: CSA only: the arguments of `compress_index`, to do both at once.
+            ape: [ratio, width of score] float32: the position bias to add to the score of each place in a block;
+                None: the score holds it already.
+
+        Raises:
+            LayoutError: the layer is SWA-only; or `index` was given and the layer has no indexer.
+            StepOrderError: the layer was compressed in this step, or its index keys were and `index` was given.
+        """
+        attn = self.spec.attn
+        if attn is AttentionType.SWA:
+            raise LayoutError(f"layer {self.spec.layer_idx} is SWA-only: it has no compressor")
+        self._once(LayerWrites.COMPRESSED)
+        if attn is AttentionType.CSA:
+            streams = {"csa": self._stream("csa", kv, score, epilogue, ape)}
+            if index is not None:
+                self._once(LayerWrites.INDEXED)
+                streams["index"] = self._stream("index", *index)
+            return self._compress_csa(streams)
+        if index is not None:
+            self._require_csa("indexer")
+        stream = self._stream("hca", kv, score, epilogue, ape)
+        state, pool = compress_hca(
+            stream, self.plan, self.cache.block_table, mode=self.layout.hca_state, implementation=self.implementation
+        )
+        return self._wrote(LayerWrites.COMPRESSED, {"hca_state": (state,), "hca": pool}, self.window)
+
+    def compress_index(
+        self, kv: Values, score: Values, epilogue: Epilogue, ape: jax.Array | None = None
+    ) -> LayerCacheHandle[Cache]:
+        """Feeds a CSA layer's indexer compressor, [T, 2 * index_head_dim] float32 each, and stores its keys.
+
+        Raises:
+            LayoutError: the layer has no indexer.
+            StepOrderError: its index keys were compressed in this step.
+        """
+        self._require_csa("indexer")
+        self._once(LayerWrites.INDEXED)
+        return self._compress_csa({"index": self._stream("index", kv, score, epilogue, ape)})
+
+    # Queries
+
+    def queries(self, q: Values, inv_freq: jax.Array) -> jax.Array:
+        """Queries for `attend` from projected ones [T, heads, head_dim] float32: RMSNorm per head, then RoPE."""
+        return self._finish_queries(q, inv_freq, self.layout.kv_row, eps=self.layout.cfg.rms_norm_eps)
+
+    def index_queries(self, q: Values, inv_freq: jax.Array, *, qat: bool) -> jax.Array:
+        """Queries for `index_scores` from projected ones [T, index_n_heads, index_head_dim] float32.
+
+        RoPE; with `qat` also the Hadamard rotation and FP4 rounding the model was trained with.
+        """
+        self._require_csa("indexer")
+        return self._finish_queries(q, inv_freq, self.layout.index_row, rotate=qat, round_fp4=qat)
+
+    # Reads
+
+    def gather_swa(self, dtype: jnp.dtype | None = None) -> tuple[jax.Array, jax.Array]:
+        """The window of every token: (rows [T, window, head_dim], visible [T, window] bool).
+
+        Row k of token t is position t - window + 1 + k.
+        """
+        window = self._window()
+        return self._gather(window.rows, window.ids, self.layout.kv_row, dtype), window.visible
+
+    def gather_compressed(self, entries: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+        """Dense rows [T, K, head_dim] of logical entries [T, K] int32 (0 for padding)."""
+        pool = self._entries()
+        return self._gather(pool, self.entry_rows(entries), self.layout.kv_row, dtype)
+
+    def gather_all_compressed(self, dtype: jnp.dtype | None = None) -> tuple[jax.Array, jax.Array]:
+        """All entries a token's request can have: (rows [T, S, head_dim], visible entries [T] int32)."""
+        return self.gather_compressed(self._all_entries(), dtype), self.visible_entries()
+
+    def visible_entries(self) -> jax.Array:
+        """[T] int32: entries each token may see, (position + 1) // ratio; 0 for padding.
+
+        Raises:
+            LayoutError: the layer is SWA-only; so do all that gather or address entries.
+        """
+        self._pool_name()
+        ratio = np.int32(self.layout.cfg.ratio(self.spec.attn))
+        live = exists(self.plan.token_slot, self.cache.slot_units)
+        return jnp.where(live, (self.plan.token_position + 1) // ratio, 0)
+
+    def entry_rows(self, entries: jax.Array) -> jax.Array:
+        """Pool rows [T, K] of logical entries [T, K], through each token's block table."""
+        self._pool_name()
+        per_block = np.int32(self.layout.entries_per_block(self.spec.attn))
+        block = self.cache.block_table[jnp.asarray(self.plan.token_slot)[:, None], entries // per_block]
+        block = lax.clamp(np.int32(0), block, np.int32(self.cache.block_units - 1))  # or the product could leave int32
+        return np.int32(self._base()) + block * per_block + entries % per_block
+
+    def index_scores(self, queries: jax.Array, weights: Values, *, scale: float = 1.0) -> jax.Array:
+        """Indexer scores [T, S] float32 of all entries (-inf where not visible); CSA only.
+
+        Args:
+            queries: [T, index_n_heads, index_head_dim], rotated as the keys are.
+            weights: [T, index_n_heads] head weights.
+            scale: of the weights: (dim * heads) ** -0.5, if they do not have it already.
+        """
+        self._require_csa("indexer")
+        self._require(LayerWrites.INDEXED)
+        table = self.cache.block_table[:, : self.plan.table_columns.shape[0]][self.plan.token_slot]
+        return index_scores(
+            self.cache.pool("index"), queries, weights, table, self.visible_entries(), base=self._base(),
+            rows_per_block=self.layout.entries_per_block(AttentionType.CSA), fmt=self.layout.index_row, scale=scale,
+            implementation=self.implementation,
+        )  # fmt: skip
+
+    def top_k(self, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The entries to attend to: (logical entries [T, K] int32, how many count [T] int32)."""
+        k = self.layout.cfg.index_topk
+        return top_k(scores, self.visible_entries(), k=k, implementation=self.implementation)
+
+    def attend(
+        self,
+        queries: jax.Array,
+        sink: jax.Array,
+        selected: tuple[jax.Array, jax.Array] | None = None,
+        *,
+        scale: float | None = None,
+        inverse_rope: jax.Array | None = None,
+        dtype: DTypeLike = jnp.float32,
+    ) -> tuple[jax.Array, jax.Array]:
+        """One softmax over the window, the layer's entries and the sink.
+
+        Args:
+            queries: [T, heads, head_dim].
+            sink: [heads] float32.
+            selected: for CSA, what `top_k` returned. HCA attends to every visible entry, SWA to none.
+            scale: softmax scale, default head_dim ** -0.5.
+            inverse_rope: RoPE frequencies [rope_dim / 2] by which `out` is turned back at each token's position.
+            dtype: of `out`, float32 or bfloat16.
+
+        Returns:
+            (out [T, heads, head_dim] of `dtype`, lse [T, heads] float32 without the sink).
+        """
+        cfg = self.layout.cfg
+        window = self._window()
+        entries = entry_ids = count = None
+        if self.spec.attn is AttentionType.CSA:
+            if selected is None:
+                raise ShapeError(f"layer {self.spec.layer_idx} is CSA: attend needs the selected entries")
+            entry_ids, count = self.entry_rows(selected[0]), selected[1]
+        elif selected is not None:
+            raise ShapeError(f"layer {self.spec.layer_idx} is {self.spec.attn.name}: it selects no entries")
+        elif self.spec.attn is AttentionType.HCA:
+            entry_ids, count = self.entry_rows(self._all_entries()), self.visible_entries()
+        if entry_ids is not None:
+            entries = self._entries()
+        return attend(
+            queries, sink, window.rows, window.ids, window.visible, entries, entry_ids, count,
+            scale=cfg.head_dim**-0.5 if scale is None else scale, fmt=self.layout.kv_row,
+            inverse_rope=None if inverse_rope is None else (self.plan.token_position, inverse_rope), dtype=dtype,
+            key_split=self.layout.key_split, implementation=self.implementation,
+        )  # fmt: skip
+
+    # Plumbing
+
+    def _finish_queries(self, q: Values, inv_freq: jax.Array, fmt: RowFormat, **steps: Any) -> jax.Array:
+        # Kernels give bf16, which would waste rows kept in float32.
+        implementation = "xla" if fmt.name == "f32" else self.implementation
+        return finish_queries(q, self.plan.token_position, inv_freq, **steps, implementation=implementation)
+
+    def _compress_csa(self, streams: dict[str, CompressorInputs]) -> LayerCacheHandle[Cache]:
+        table = self.cache.block_table
+        done = compress_csa([*streams.values()], self.plan, table, implementation=self.implementation)
+        pools, what = {}, LayerWrites(0)
+        for name, (state, pool) in zip(streams, done, strict=True):
+            pools |= {f"{name}_state": (state,), name: pool}
+            what |= LayerWrites.INDEXED if name == "index" else LayerWrites.COMPRESSED
+        return self._wrote(what, pools, self.window)
+
+    def _stream(
+        self, pool: str, kv: Values, score: Values, epilogue: Epilogue, ape: jax.Array | None = None
+    ) -> CompressorInputs:
+        attn, layout = self.spec.attn, self.layout
+        csa, of_index = attn is AttentionType.CSA, pool == "index"
+        ratio, fmt = layout.cfg.ratio(attn), layout.index_row if of_index else layout.kv_row
+        width, prefix = fmt.dim * (2 if csa else 1), "index " if of_index else ""
+        for name, x in (("kv", kv), ("score", score)):
+            self._check(prefix + name, x, (self.plan.num_tokens, width))
+        if ape is not None:
+            self._check(f"{prefix}ape", ape, (ratio, width))
+        geometry = CompressorGeometry(
+            ratio=ratio, ordinal=layout.ordinal(self.spec.layer_idx), slots=self.cache.slot_units,
+            ring=layout.csa_ring_rows if csa else layout.hca_rows, base=self._base(),
+            rows_per_block=layout.entries_per_block(attn), fmt=fmt, blocks=self.cache.block_units,
+        )  # fmt: skip
+        (state,) = self.cache.pool(f"{pool}_state")
+        return CompressorInputs(state, self.cache.pool(pool), kv, score, epilogue, geometry, ape)
+
+    def _base(self) -> int:
+        """First row of this layer in its pool leaves."""
+        rows = self.layout.entries_per_block(self.spec.attn)
+        return self.layout.ordinal(self.spec.layer_idx) * self.cache.block_units * rows
+
+    def _pool_name(self) -> str:
+        if self.spec.attn is AttentionType.SWA:
+            raise LayoutError(f"layer {self.spec.layer_idx} is SWA-only: it has no compressed entries")
+        return self.spec.attn.name.lower()
+
+    def _all_entries(self) -> jax.Array:
+        total = self.plan.table_columns.shape[0] * self.layout.entries_per_block(self.spec.attn)
+        return jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), (self.plan.num_tokens, total))
+
+    def _window(self) -> WindowView:
+        self._require(LayerWrites.APPENDED)
+        if self.window is None:
+            raise StepOrderError(self.spec.layer_idx, "its window is read through the handle that `append` returned")
+        return self.window
+
+    def _entries(self) -> Rows:
+        pool = self.cache.pool(self._pool_name())
+        self._require(LayerWrites.COMPRESSED)
+        return pool
+
+    def _gather(self, pool: Rows, ids: jax.Array, fmt: RowFormat, dtype: jnp.dtype | None) -> jax.Array:
+        if dtype is None:
+            dtype = jnp.float32 if fmt.name == "f32" else jnp.bfloat16
+        return gather_rows(pool, ids, fmt=fmt, dtype=dtype, implementation=self.implementation)
+
+    def _require_csa(self, what: str) -> None:
+        if self.spec.attn is not AttentionType.CSA:
+            raise LayoutError(f"layer {self.spec.layer_idx} is {self.spec.attn.name}: only CSA layers have an {what}")
+
+    def _check(self, name: str, x: Values, shape: tuple[int, ...]) -> None:
+        if x.shape != shape:
+            raise ShapeError(f"layer {self.spec.layer_idx}: {name} has shape {x.shape}, expected {shape}")
+
+    @property
+    def _written(self) -> LayerWrites:
+        return self.step.written[self.spec.layer_idx]
+
+    def _wrote(self, what: LayerWrites, pools: dict[str, Rows], window: WindowView | None) -> LayerCacheHandle[Cache]:
+        cache = self.cache
+        for name, parts in pools.items():
+            cache = cache.with_pool(name, parts)
+        return dataclasses.replace(self, step=self.step._wrote(self.spec.layer_idx, what, cache), window=window)
+
+    def _once(self, what: LayerWrites) -> None:
+        if what in self._written:
+            raise StepOrderError(self.spec.layer_idx, f"{_calls(what)} a second time in one step")
+
+    def _require(self, what: LayerWrites) -> None:
+        if what not in self._written:
+            raise StepOrderError(self.spec.layer_idx, f"read before {_calls(what)}")
+
+
+def _left(spec: LayerSpec, done: LayerWrites) -> LayerWrites:
+    """What a whole step has still to write of a layer."""
+    return LayerWrites(0) if spec.is_mtp else _NEEDED[spec.attn] & ~done
+
+
+def _calls(writes: LayerWrites) -> str:
+    """The methods that make these writes."""
+    return ", ".join(f"`{call}`" for what, call in _CALLS.items() if what in writes)
