@@ -113,7 +113,7 @@ def kernel_times(folder: pathlib.Path) -> dict[str, float]:
             if not plane.name.startswith("/device:GPU"):
                 continue
             for line in plane.lines:
-                if line.name.startswith("CompressorInputs"):  # the others repeat the same time by op and module
+                if line.name.startswith("Stream"):  # the others repeat the same time by op and module
                     for event in line.events:
                         times[event.name[:100]] += event.duration_ns / 1e3
     return dict(times)

@@ -151,10 +151,10 @@ def test_kernel_times(monkeypatch, tmp_path):
         return SimpleNamespace(name=name, events=[SimpleNamespace(name=n, duration_ns=ns) for n, ns in events])
 
     planes = [
-        SimpleNamespace(name="/host:CPU", lines=[line("CompressorInputs #1", ("host", 9000))]),
+        SimpleNamespace(name="/host:CPU", lines=[line("Stream #1", ("host", 9000))]),
         SimpleNamespace(name="/device:GPU:0", lines=[
-            line("CompressorInputs #13(Compute)", ("attend", 2000.0), ("copy", 500.0), ("attend", 4000.0)),
-            line("CompressorInputs #14(MemcpyD2D)", ("copy", 250.0)), line("XLA Ops", ("attend", 7000.0)),
+            line("Stream #13(Compute)", ("attend", 2000.0), ("copy", 500.0), ("attend", 4000.0)),
+            line("Stream #14(MemcpyD2D)", ("copy", 250.0)), line("XLA Ops", ("attend", 7000.0)),
         ]),
     ]  # fmt: skip
     data = SimpleNamespace(from_file=lambda path: SimpleNamespace(planes=planes))
