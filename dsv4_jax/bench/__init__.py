@@ -3,11 +3,13 @@
 | file | what it holds |
 | --- | --- |
 | shapes.py | named argument shapes of every op, with the bytes and FLOPs each cannot do without |
-| targets.py | times an op must or should reach at those shapes, and what the best peer needs |
+| targets.py | times required of an op at those shapes, its goals, and what the best peer needs |
 | inputs.py, ops.py | random arguments, and the calls that are timed |
 | timing.py, ceilings.py | how a call is timed, and what the device can do at most |
 | torch_ops.py | the same ops in plain torch, as a baseline |
-| records.py | one op, shape and implementation measured, checked and judged |
+| measure.py | one op, shape and implementation measured, checked and judged |
+| records.py | the record of a run: the one form of every benchmark's JSON |
+| render.py, sections.py | benchmarks/RESULTS.md, made from records |
 | step.py | a whole decode step of the attention stack |
 | plot.py | the roofline |
 """

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from ..errors import BenchmarkError
 from ..output import save_figure
 from .ceilings import Ceilings
-from .records import Record
+from .records import Measurement
 
 __all__ = ["draw"]
 
 
-def draw(records: Sequence[Record], ceilings: Ceilings, path: pathlib.Path, *, title: str) -> None:
+def draw(records: Sequence[Measurement], ceilings: Ceilings, path: pathlib.Path, *, title: str) -> None:
     """Writes a picture, in the format that the path's name says.
 
     Raises:
-        BenchmarkError: no record holds a time.
+        BenchmarkError: nothing was timed.
         OutputError: the file cannot be written (see `output.check_picture`).
     """
     from matplotlib.figure import Figure
@@ -25,7 +25,7 @@ def draw(records: Sequence[Record], ceilings: Ceilings, path: pathlib.Path, *, t
     timed = [(r, r.best_us) for r in records if r.best_us is not None]
     if not timed:
         raise BenchmarkError("--plot: nothing was measured")
-    fastest: dict[tuple[str, str, int], tuple[Record, float]] = {}
+    fastest: dict[tuple[str, str, int], tuple[Measurement, float]] = {}
     for record, us in sorted(timed, key=lambda pair: -pair[1]):
         fastest[record.op, record.shape, record.batch] = record, us
     shown = [fastest[key] for key in sorted(fastest)]
@@ -37,7 +37,9 @@ def draw(records: Sequence[Record], ceilings: Ceilings, path: pathlib.Path, *, t
     names = [f"{r.op}/{r.shape} {r.batch} {r.implementation}" for r, _ in shown]
     colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(r.implementation for r, _ in shown))}
     bars.set_ylim(-0.6, len(shown) - 0.4)
-    bars.barh(names, [100 * r.floor_us / us for r, us in shown], color=[colours[r.implementation] for r, _ in shown])
+    bars.barh(
+        names, [100 * (r.floor_us or 0) / us for r, us in shown], color=[colours[r.implementation] for r, _ in shown]
+    )
     bars.axvline(100, color="black", linewidth=1)
     bars.invert_yaxis()
     bars.tick_params(axis="y", labelsize=6)
@@ -45,11 +47,11 @@ def draw(records: Sequence[Record], ceilings: Ceilings, path: pathlib.Path, *, t
     save_figure(figure, path, dpi=150)
 
 
-def _roofline(axes, timed: Sequence[tuple[Record, float]], ceilings: Ceilings) -> None:
+def _roofline(axes, timed: Sequence[tuple[Measurement, float]], ceilings: Ceilings) -> None:
     ridge = ceilings.matmul / ceilings.copy
     groups: dict[tuple[str, str], list[tuple[float, float]]] = {}  # (FLOPs per byte, TFLOP/s)
     for r, us in timed:
-        if r.flops:
+        if r.flops and r.bytes:
             groups.setdefault((r.op, r.implementation), []).append((r.flops / r.bytes, r.flops / us / 1e6))
     intensities = [x for group in groups.values() for x, _ in group] or [ridge]
     low, high = min(*intensities, ridge) / 2, max(*intensities, ridge) * 4

@@ -1,52 +1,54 @@
-"""One measurement: an op at a shape with an implementation, timed, checked against the reference and judged."""
+"""The record of a benchmark run: one JSON object, the same from every benchmark. Imports no jax.
+
+    {"schema": 1, "commit": "1d7c694", "date": "2026-11-21", "device": "NVIDIA H200", "command": "...",
+     "software": {"jax": "0.11.2"}, "quick": false, "ceilings": {"copy_gb_per_s": 4270}, "note": "...",
+     "rows": [{"table": "ops", "op": "attend", "shape": "csa-flash", "batch": 64, ...}, ...]}
+
+`commit` is the short hash of the code that was measured, with a plus sign if files differed from it. A row names its
+table in `TABLES`, which says what a row may hold; what a row leaves out is null. Files of this form in
+`benchmarks/records/` are what `dsv4_jax bench --render` makes `benchmarks/RESULTS.md` from.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import datetime
+import functools
+import json
+import os
+import pathlib
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
-import jax
-import numpy as np
+from ..errors import BenchmarkError
 
-from .. import ffi
-from ..errors import CacheError
-from ..ops.dispatch import has_kernel
-from . import torch_ops
-from .ceilings import Ceilings
-from .ops import BATCHED_OPS, Problem, dispatch_op, problem
-from .shapes import Case, Shape
-from .targets import TARGETS, Target, verdict
-from .timing import Timing, call_count, time_problem
+__all__ = ["SCHEMA", "TABLES", "Measurement", "Table", "check", "commit", "load", "new_record"]
 
-__all__ = [
-    "BASELINES",
-    "IMPLEMENTATIONS",
-    "Record",
-    "default_implementations",
-    "is_batch_invariant",
-    "measure",
-    "one_line",
-    "outcome",
-    "relative_error",
-    "why_not",
-]
-
-ROOMS = ("cuda", "pallas", "triton")
-BASELINES = ("lax.top_k", "torch")
-IMPLEMENTATIONS = (*ROOMS, "xla", *BASELINES)
-MOST_COMPARED = 1 << 24  # elements of a result that are compared: the first rows
+SCHEMA = 1
+Row: TypeAlias = Mapping[str, Any]
+# "number": one, or [low, high] of several runs; "parts": numbers, or settings, by name.
+Kind: TypeAlias = Literal["text", "number", "flag", "parts"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
-    """See `dsv4_jax bench --help` for the terms. None: not measured, no such target.
+class Measurement:
+    """One op at a shape with an implementation: a row of the table `ops`. None: not measured, or no such target.
 
     Attributes:
+        op, shape, batch, context: see `shapes.Case`.
+        implementation: ours, a baseline of `measure.BASELINES`, or another system.
+        variant: how it was run where that is not the default, such as "latency", "warm" or "8x4".
+        tuning: a setting tried beside the default: kept in the record, not shown.
+        timer: what `kernel_us` comes from: "graph" (CUDA-graph replays) or "profiler"; "wall" if there is only `us`.
         us, kernel_us, kernels: wall time of a call; device time of its kernels, in all and by kernel.
         bytes, flops: what the shape cannot do without (see `shapes`).
         gb_per_s, tflop_per_s, of_copy, of_matmul: from `kernel_us` where there is one, else from `us`.
         floor_us, of_floor: the larger of bytes / copy and FLOPs / matmul ceiling, and its share of the time.
-        verdict: "aim", "must" or "missed".
+        required_us, goal_us: targets, or as shares of the copy ceiling required_of_copy, goal_of_copy.
+        peer_us: the best other system's time.
+        verdict: "goal", "required" or "missed".
         relative_error: norm of the difference over norm of the reference; for ids, the share that differs.
         correct: whether that is within the op's tolerance.
         batch_invariant: rows have the same bits in smaller batches (only if asked for).
@@ -55,12 +57,15 @@ class Record:
 
     op: str
     shape: str
-    implementation: str
     batch: int
-    context: int | None
-    bytes: int
-    flops: int
-    floor_us: float
+    implementation: str
+    variant: str | None = None
+    tuning: bool = False
+    timer: str | None = None
+    context: int | None = None
+    bytes: int | None = None
+    flops: int | None = None
+    floor_us: float | None = None
     us: float | None = None
     kernel_us: float | None = None
     kernels: dict[str, float] | None = None
@@ -69,8 +74,10 @@ class Record:
     of_copy: float | None = None
     of_matmul: float | None = None
     of_floor: float | None = None
-    must_us: float | None = None
-    aim_us: float | None = None
+    required_us: float | None = None
+    goal_us: float | None = None
+    required_of_copy: float | None = None
+    goal_of_copy: float | None = None
     peer_us: float | None = None
     verdict: str | None = None
     relative_error: float | None = None
@@ -80,143 +87,165 @@ class Record:
 
     @property
     def best_us(self) -> float | None:
+        """Kernel time, or wall time where there is no other."""
         return self.us if self.kernel_us is None else self.kernel_us
 
 
-def default_implementations(op: str) -> list[str]:
-    """The kernels that exist for an op, the reference and its baselines."""
-    names = [room for room in ROOMS if has_kernel(dispatch_op(op), room)]
-    return [*names, "xla", *(["lax.top_k"] if op == "top_k" else []), *(["torch"] if op in torch_ops.OPS else [])]
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """What rows of a table hold.
 
-
-def why_not(op: str, implementation: str) -> str | None:
-    """Why an implementation cannot be measured here, None if it can (or only trying it will tell)."""
-    if implementation == "torch":
-        return torch_ops.why_not(op)
-    if implementation == "lax.top_k":
-        return None if op == "top_k" else "a baseline of top_k"
-    if implementation == "xla":
-        return None
-    if not has_kernel(dispatch_op(op), implementation):
-        return "no kernel"
-    if (backend := jax.default_backend()) != "gpu":
-        return f"the backend is {backend}"
-    return ffi.cuda_problem(dispatch_op(op)) if implementation == "cuda" else None
-
-
-def measure(
-    case: Case, batch: int, names: list[str], ceilings: Ceilings, *, quick: bool, invariance: bool = False, on_done=None
-) -> list[Record]:
-    """One record per implementation, all on the same arguments.
-
-    What an implementation raises becomes its record's `problem`; `on_done()` follows each.
+    Attributes:
+        fields: name -> kind of value.
+        key: the fields that identify a row: of two rows with the same key the one of the later record is shown.
     """
-    shape = case.make(batch)
-    bytes_moved, flops = shape.bytes_moved, shape.flops
-    floor = ceilings.floor_us(bytes_moved, flops)
-    target = TARGETS.get((case.op, case.name, batch), Target())
-    must, aim = target.limits(bytes_moved, ceilings.copy) if not quick else (None, None)
-    base = Record(
-        case.op, case.name, "", batch, case.context, bytes_moved, flops, floor, must_us=must, aim_us=aim,
-        peer_us=target.peer,
-    )  # fmt: skip
-    records: list[Record] = []
-    inputs, want = None, []
-    for name in names:
-        record = dataclasses.replace(base, implementation=name, problem=why_not(case.op, name))
-        if record.problem is None:
-            try:
-                if inputs is None:
-                    inputs = _inputs(case.op, shape, quick)
-                    want = outcome(inputs, "xla")
-                record = _measured(record, shape, inputs, want, ceilings, quick=quick, invariance=invariance)
-            except Exception as error:  # an implementation may fail in any way; the others still count
-                record = dataclasses.replace(record, problem=one_line(error))
-        records.append(record)
-        if on_done:
-            on_done()
-    return records
+
+    fields: Mapping[str, Kind]
+    key: tuple[str, ...]
 
 
-def _inputs(op: str, shape: Shape, quick: bool) -> Problem:
-    calls = call_count(shape.bytes_moved, quick=quick)
-    return problem(op, shape, calls, pool_rows=1 << (10 if quick else 20))
+def _fields(**kinds: str) -> dict[str, Kind]:
+    """`text="what unit"`: several names of a kind."""
+    return {name: kind for kind, names in kinds.items() for name in names.split()}  # type: ignore[misc]
 
 
-def _measured(
-    record: Record, shape: Shape, inputs: Problem, want: list[np.ndarray], ceilings: Ceilings, *, quick: bool,
-    invariance: bool,
-) -> Record:  # fmt: skip
-    repeats = 2 if quick else 12
-    if record.implementation == "torch":
-        us, got = torch_ops.measure(record.op, shape, inputs, repeats=repeats)
-        timing = Timing(us, {"graph": us})  # replays of a CUDA graph: device time
-    else:
-        got = outcome(inputs, record.implementation)
-        timing = time_problem(inputs, record.implementation, repeats=repeats)
-    error = max(relative_error(a[: len(b)], b) for a, b in zip(got, want, strict=True))
-    invariant = None
-    if invariance and record.op in BATCHED_OPS and record.implementation not in BASELINES:
-        invariant = is_batch_invariant(inputs, record.implementation, record.batch)
-    us = timing.us if timing.kernel_us is None else timing.kernel_us
-    return dataclasses.replace(
-        record,
-        us=timing.us,
-        kernel_us=timing.kernel_us,
-        kernels=timing.kernels,
-        gb_per_s=record.bytes / us / 1e3,
-        tflop_per_s=record.flops / us / 1e6,
-        of_copy=1e6 * record.bytes / us / ceilings.copy,
-        of_matmul=1e6 * record.flops / us / ceilings.matmul,
-        of_floor=record.floor_us / us,
-        verdict=verdict(us, record.must_us, record.aim_us),
-        relative_error=error,
-        correct=error <= (torch_ops.TOLERANCE if record.implementation == "torch" else inputs.tolerance),
-        batch_invariant=invariant,
-    )
+def _kind(annotation: str) -> Kind:
+    base = annotation.removesuffix(" | None")
+    kinds: dict[str, Kind] = {"str": "text", "bool": "flag", "int": "number", "float": "number"}
+    return kinds.get(base, "parts")
 
 
-def outcome(inputs: Problem, implementation: str, rows: slice | None = None) -> list[np.ndarray]:
-    """What the first call gives; with `rows`, all of what a batched op gives for these rows of its batch."""
+TABLES: dict[str, Table] = {
+    "ops": Table(
+        {f.name: _kind(str(f.type)) for f in dataclasses.fields(Measurement)},
+        ("op", "shape", "batch", "implementation", "variant", "timer"),
+    ),
+    # Whole decode steps, as `step.measure_step` reports them; times are of one step.
+    "steps": Table(
+        _fields(
+            text="model implementation key_split verdict problem",
+            number="layers batch context loop compile_s cache_gb temp_mb command_buffers custom_calls step_ms "
+            "dispatch_us first_dispatch_us floor_ms over_floor gb_per_s kernel_ms required_over_floor goal_over_floor",
+            flag="cache_in_place",
+            parts="floor_us kernels xla",
+        ),
+        ("model", "batch", "context", "loop", "implementation", "key_split"),
+    ),
+    # Blocks between the device and pinned host memory: times, and shares of the copy ceiling.
+    "swap": Table(
+        _fields(
+            text="ids direction implementation problem",
+            number="blocks us latency_us kernel_us gb_per_s of_copy kernel_of_copy required_of_copy",
+        ),
+        ("blocks", "ids", "direction", "implementation"),
+    ),
+    # The storage tier against the disk of the same round; shares: median, least and most of the rounds.
+    "store": Table(
+        _fields(
+            text="what",
+            number="load_from load_to write_gb_per_s read_gb_per_s write_share write_shares read_share read_shares",
+        ),
+        ("what", "load_from"),
+    ),
+    # Simulated traces: what a policy finds and moves.
+    "simulate": Table(
+        _fields(
+            text="policy",
+            number="hit_rate host_hit_rate recomputed_tokens out_gib in_gib first_token_mean_s first_token_p99_s",
+        ),
+        ("policy",),
+    ),
+    # Single numbers, such as the manager's times.
+    "facts": Table(
+        _fields(text="subject what unit verdict", number="measured at_least at_most"),
+        ("subject", "what", "unit"),
+    ),
+}  # fmt: skip
+_TOP = _fields(text="commit date device command note", number="schema", flag="quick", parts="software ceilings")
+_REQUIRED = ("schema", "commit", "date", "device", "command", "rows")
 
-    def run(shared: Any, carry: Any, call: Any) -> Any:
-        carry, out = inputs.apply(shared, carry, call, implementation)
-        found = inputs.result(carry, out, call)
-        return jax.tree.map(lambda x: x[: max(1, MOST_COMPARED * len(x) // x.size)], found) if compared else found
 
-    call, compared = inputs.calls[0], rows is None
-    if rows is not None:
-        call = jax.tree.map(lambda x: x[rows], call)
-    found = jax.jit(run)(inputs.shared, inputs.carry(), call)
-    return [np.asarray(x) for x in jax.tree.leaves(found)]
-
-
-def is_batch_invariant(inputs: Problem, implementation: str, batch: int) -> bool:
-    """Whether rows of the first call have the same bits in batches of 1, 2, 16 and 64."""
-    whole = outcome(inputs, implementation, slice(None))
-    share = whole[0].shape[0] // batch  # rows that a gather makes per request
-    for size in (1, 2, 16, 64):
-        for first in {0, (batch - size) // 2} if size < batch else ():
-            rows = slice(first * share, (first + size) * share)
-            part = outcome(inputs, implementation, rows)
-            if not all(np.array_equal(a[rows], b, equal_nan=False) for a, b in zip(whole, part, strict=True)):
-                return False
-    return True
+def new_record(
+    rows: Sequence[Row], *, device: str, command: str, software: Mapping[str, str], ceilings: Mapping[str, float],
+    quick: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """The record of a run of today, of the code in this checkout."""
+    return {
+        "schema": SCHEMA, "commit": commit(), "date": datetime.date.today().isoformat(), "device": device,
+        "command": command, "software": dict(software), "quick": quick, "ceilings": dict(ceilings),
+        "rows": [dict(row) for row in rows],
+    }  # fmt: skip
 
 
-def relative_error(got: np.ndarray, want: np.ndarray) -> float:
-    """Norm of the difference over norm of `want`; integers: share that differs. inf if NaN or infinities disagree."""
-    if np.issubdtype(want.dtype, np.integer):
-        return float(np.mean(got != want))
-    got, want = got.astype(np.float64), want.astype(np.float64)
-    finite = np.isfinite(want)
-    if not np.array_equal(np.where(finite, 0, got), np.where(finite, 0, want), equal_nan=True):
-        return float("inf")
-    got, want = got[finite], want[finite]
-    difference = np.linalg.norm(got - want) if np.isfinite(got).all() else np.inf
-    return float(difference / max(np.linalg.norm(want), 1e-30))
+@functools.cache
+def commit() -> str | None:
+    """Short hash of the checkout this code is in, "+" after it if tracked files differ; None if it is in none.
+
+    The environment's `DSV4_COMMIT` is taken instead: machines that get a copy of the files have no history.
+    """
+    if named := os.environ.get("DSV4_COMMIT"):
+        return named
+
+    def git(*words: str) -> str:
+        folder = pathlib.Path(__file__).parent
+        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=7", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
-def one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or "no message"
-    return (text if isinstance(error, CacheError) else f"{type(error).__name__}: {text}")[:300]
+def load(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """The records of a folder by file name, from the oldest to the newest (by date, then by name).
+
+    Raises:
+        BenchmarkError: there is none, or a file does not hold a record that `check` accepts.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found[path.name] = check(json.loads(path.read_text(encoding="utf-8")))
+        except (BenchmarkError, ValueError) as error:
+            raise BenchmarkError(f"{path}: {error}") from None
+    if not found:
+        raise BenchmarkError(f"there are no records in {folder}")
+    return dict(sorted(found.items(), key=lambda item: (item[1]["date"], item[0].removesuffix(".json"))))
+
+
+def check(record: Any) -> dict[str, Any]:
+    """The record itself. Raises `BenchmarkError`: it is not one to keep; the message names the row and the field."""
+    if not isinstance(record, dict) or not isinstance(record.get("rows"), list):
+        raise BenchmarkError("not an object with rows")
+    if record.get("schema") != SCHEMA:
+        raise BenchmarkError(f"schema {record.get('schema')!r}, expected {SCHEMA}")
+    _check_values(record, {**_TOP, "rows": "list"}, "the record")
+    for name in _REQUIRED:
+        if not record.get(name):
+            raise BenchmarkError(f"the record says no {name}")
+    if not re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"]):
+        raise BenchmarkError(f"date {record['date']!r} is not YYYY-MM-DD")
+    if record.get("quick"):
+        raise BenchmarkError("a quick run measures nothing")
+    for i, row in enumerate(record["rows"]):
+        table = TABLES.get(str(row.get("table"))) if isinstance(row, dict) else None
+        if table is None:
+            raise BenchmarkError(f"row {i} names no table of {', '.join(TABLES)}")
+        _check_values(row, {**table.fields, "table": "text"}, f"row {i}")
+    return record
+
+
+def _check_values(values: Mapping[str, Any], kinds: Mapping[str, str], where: str) -> None:
+    for name, value in values.items():
+        if name not in kinds:
+            raise BenchmarkError(f"{where} has an unknown field {name!r}")
+        if value is not None and not _fits(value, kinds[name]):
+            raise BenchmarkError(f"{where}: {name} is {value!r}, expected {kinds[name]}")
+
+
+def _fits(value: Any, kind: str) -> bool:
+    if kind != "number":
+        return isinstance(value, {"text": str, "flag": bool, "parts": dict, "list": list}[kind])
+    if isinstance(value, list):
+        return len(value) == 2 and all(_fits(x, kind) and not isinstance(x, list) for x in value)
+    return isinstance(value, int | float) and not isinstance(value, bool)

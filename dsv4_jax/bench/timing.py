@@ -28,10 +28,17 @@ L2_FLUSH = 256 << 20  # bytes read between executions; an H200 has 50 MB of L2
 
 
 class Timing(NamedTuple):
-    """us: wall time of a call. kernels: device time of each of its kernels in us; None off a GPU."""
+    """Times of one call.
+
+    Attributes:
+        us: wall time.
+        kernels: device time of each of its kernels, in us; None off a GPU.
+        timer: what that comes from, see `records.Measurement`.
+    """
 
     us: float
     kernels: dict[str, float] | None
+    timer: str
 
     @property
     def kernel_us(self) -> float | None:
@@ -93,7 +100,7 @@ def time_problem(problem: Problem, implementation: str, *, repeats: int) -> Timi
         flush()
         times = profiled(lambda: step(problem.shared, carry, problem.calls, many))
         kernels = {name: total / many for name, total in times.items()} or None
-    return Timing(us, kernels)
+    return Timing(us, kernels, "profiler" if kernels else "wall")
 
 
 def profiled(call: Callable[[], Any], keep: pathlib.Path | None = None) -> dict[str, float]:

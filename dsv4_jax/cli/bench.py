@@ -1,9 +1,9 @@
 """`bench`: times every op, or a whole decode step, against what this device can do at most.
 
 Terms: floor = the time no implementation can beat, the larger of bytes / copy ceiling and FLOPs / matmul ceiling
-(bytes and FLOPs are those the shape cannot do without, both ceilings are measured in the same run); must, aim, peer =
-the project's targets and the best other system's time on an H200. Times are kernel times (profiler) where the device
-has them, else wall times over many calls per synchronisation.
+(bytes and FLOPs are those the shape cannot do without, both ceilings are measured in the same run); required and
+goal = the project's targets; peer = the best other system's time on an H200. Times are kernel times (profiler) where
+the device has them, else wall times over many calls per synchronisation.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import pathlib
+import shlex
 import sys
 from collections.abc import Callable
 from typing import Any, get_args
@@ -36,6 +37,7 @@ examples:
   dsv4_jax bench all --json bench.json --plot roofline.png     everything, to files
   dsv4_jax bench top_k --implementations xla,lax.top_k,torch   baselines only
   dsv4_jax bench step --model pro --batch 64 --context 32K     a whole decode step of the attention stack
+  dsv4_jax bench --render                                      make benchmarks/RESULTS.md from benchmarks/records
 """
 _SHARED_MODELS = ("flash", "pro", "tiny")
 
@@ -70,9 +72,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         const="-",
         type=_json_file,
         metavar="FILE",
-        help="write one JSON object (default: to stdout)",
+        help="write the record of the run, one JSON object (default: to stdout)",
     )
     parser.add_argument("--plot", type=picture_file, metavar="PNG", help="draw the roofline (needs matplotlib)")
+    results = parser.add_argument_group("results")
+    results.add_argument(
+        "--render", nargs="?", const=pathlib.Path("benchmarks"), type=pathlib.Path, metavar="DIR",
+        help="measure nothing: write DIR/RESULTS.md from DIR/records/*.json (default: benchmarks)",
+    )  # fmt: skip
+    results.add_argument("--check", action="store_true", help="with --render: write nothing, fail if the page differs")
     step = parser.add_argument_group("step")
     step.add_argument("--model", choices=_SHARED_MODELS, default="flash", help="default: %(default)s")
     step.add_argument("--layers", type=positive, metavar="N", help="only the first N layers")
@@ -87,6 +95,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.render is not None:
+        return _render(args.render, check=args.check)
+    if args.check:
+        raise BenchmarkError("--check goes with --render")
     ops, with_step = _chosen(args.what)
     if ops:
         select(CASES, ops)  # unknown names are refused before jax starts
@@ -95,9 +107,10 @@ def run(args: argparse.Namespace) -> int:
         raise BenchmarkError("--plot draws ops, not steps")
     import jax
 
-    from ..bench import ceilings, plot, records
+    from ..bench import ceilings, measure, plot
+    from ..bench.records import new_record
 
-    names = _implementations(args.implementations, records.IMPLEMENTATIONS)
+    names = _implementations(args.implementations, measure.IMPLEMENTATIONS)
     start_jax()
     quick = args.quick
     if jax.default_backend() == "cpu" and not quick:
@@ -105,20 +118,22 @@ def run(args: argparse.Namespace) -> int:
         print("no GPU: tiny sizes, as with --quick", file=sys.stderr)
     cases = [case.with_key_split(args.key_split) for case in (QUICK if quick else CASES)]
     chosen = select(cases, ops, name=args.shapes, batches=args.batch, contexts=args.context) if ops else []
-    pairs = [(case, batch, names or records.default_implementations(case.op)) for case, batch in chosen]
+    pairs = [(case, batch, names or measure.default_implementations(case.op)) for case, batch in chosen]
     _fit(chosen)
     steps = _step_options(args, quick) if with_step else []
     found: list[Any] = []
     reports: list[dict[str, Any]] = []
     device = jax.devices()[0].device_kind
+    command = shlex.join(["python", "-m", "dsv4_jax", *map(str, args.argv)])
 
     def result() -> dict[str, Any]:
         """What was measured so far; on disk, too, so that a run that is killed leaves it."""
-        made = {
-            "device": device, "backend": jax.default_backend(), "jax": jax.__version__, "quick": quick,
-            "key_split": args.key_split, "ceilings": top.as_dict(),
-            "records": [dataclasses.asdict(r) for r in found], "steps": reports,
-        }  # fmt: skip
+        rows = [{"table": "ops"} | dataclasses.asdict(r) for r in found]
+        rows += [{"table": "steps"} | report for report in reports]
+        made = new_record(
+            rows, device=device, command=command, quick=quick, ceilings=top.as_dict(),
+            software={"jax": jax.__version__, "backend": jax.default_backend()},
+        )  # fmt: skip
         if args.json and args.json != "-":
             with open_output(args.json, encoding="utf-8") as file:
                 file.write(json.dumps(made, indent=2) + "\n")
@@ -129,20 +144,22 @@ def run(args: argparse.Namespace) -> int:
         top = ceilings.measure_ceilings(quick=quick)
         for case, batch, each in pairs:
             bar.update(task, description=f"{case.op} {case.name}, {batch}")
-            found += records.measure(
+            found += measure.measure(
                 case, batch, each, top, quick=quick, invariance=args.invariance, on_done=lambda: bar.advance(task)
             )
             result()
         if steps:
             from ..bench.step import measure_step
+            from ..bench.targets import judged
 
             for options in steps:
                 bar.update(task, description=f"step of {options.model}, {options.batch}")
                 try:
-                    reports.append(measure_step(options, top))
+                    reports.append(judged(measure_step(options, top)))
                 except Exception as error:  # kernels may fail in any way; the other steps still count
-                    failed = {"implementation": options.implementation, "batch": options.batch}
-                    reports.append(failed | {"context": options.context, "problem": records.one_line(error)})
+                    failed = {"model": options.model, "implementation": options.implementation}
+                    failed |= {"batch": options.batch, "context": options.context}
+                    reports.append(failed | {"problem": measure.one_line(error)})
                 result()
                 bar.advance(task)
     if args.plot:
@@ -155,6 +172,21 @@ def run(args: argparse.Namespace) -> int:
     # The reference promises no batch invariance on a GPU: its products are a library's.
     wrong = any(r.correct is False or (r.batch_invariant is False and r.implementation != "xla") for r in found)
     return 1 if wrong or any("problem" in report for report in reports) else 0
+
+
+def _render(folder: pathlib.Path, *, check: bool) -> int:
+    from ..bench.render import page
+
+    path = folder / "RESULTS.md"
+    made = page(folder / "records")
+    if not check:
+        with open_output(path, encoding="utf-8") as file:
+            file.write(made)
+        return 0
+    if path.is_file() and path.read_text(encoding="utf-8") == made:
+        return 0
+    print(f"{path} is not what {folder / 'records'} gives: run bench --render", file=sys.stderr)
+    return 1
 
 
 def _chosen(what: list[str]) -> tuple[list[str], bool]:
@@ -238,19 +270,20 @@ def _names(text: str) -> list[str]:
 
 def _print(console: Console, result: dict[str, Any]) -> None:
     top = result["ceilings"]
+    ops, steps = ([row for row in result["rows"] if row["table"] == table] for table in ("ops", "steps"))
     console.print(
-        f"{result['device']}, jax {result['jax']}: copy {top['copy_gb_per_s']:,.0f} GB/s, "
+        f"{result['device']}, jax {result['software']['jax']}: copy {top['copy_gb_per_s']:,.0f} GB/s, "
         f"bf16 matmul {top['matmul_tflop_per_s']:,.2f} TFLOP/s"
     )
-    if result["records"]:
+    if ops:
         # A wide table in a pipe or a log is better than one cell per line.
         wide = console if console.is_terminal else Console(width=max(console.width, 140))
-        wide.print(_table([r for r in result["records"] if not r["problem"]]))
-        for reason, names in _problems(result["records"]).items():
+        wide.print(_table([r for r in ops if not r["problem"]]))
+        for reason, names in _problems(ops).items():
             wide.print(f"not measured: {', '.join(names)}: {reason}", markup=False, highlight=False)
-    for report in result["steps"]:
+    for report in steps:
         table = Table("", "", title="decode step", title_justify="left", show_header=False)
-        for name, value in report.items():
+        for name, value in list(report.items())[1:]:
             if isinstance(value, dict):
                 for part, x in value.items():
                     shown = f"{x:,.1f}" if isinstance(x, float) else str(x)
@@ -262,17 +295,27 @@ def _print(console: Console, result: dict[str, Any]) -> None:
 
 def _table(records: list[dict[str, Any]]) -> Table:
     table = Table("op / shape", "implementation")
-    for name in ("batch", "us", "kernel us", "GB/s", "TFLOP/s", "floor us", "of floor", "must / aim / peer", "error"):
+    for name in (
+        "batch",
+        "us",
+        "kernel us",
+        "GB/s",
+        "TFLOP/s",
+        "floor us",
+        "of floor",
+        "required / goal / peer",
+        "error",
+    ):
         table.add_column(name, justify="right")
     last = None
     for r in records:
-        label = f"{r['op']} {r['shape']}"
+        label = f"{r['op']} {r['shape']}{', ' + r['variant'] if r['variant'] else ''}"
         if last is not None and (label, r["batch"]) != last:
             table.add_section()
         last = label, r["batch"]
-        targets = [r["must_us"], r["aim_us"], r["peer_us"]]
+        targets = [r["required_us"], r["goal_us"], r["peer_us"]]
         judged = " / ".join(_number(x) for x in targets) if any(targets) else ""
-        colour = {"aim": "green", "must": "green", "missed": "red"}.get(r["verdict"], "default")
+        colour = {"goal": "green", "required": "green", "missed": "red"}.get(r["verdict"], "default")
         if r["verdict"]:
             judged += f" {r['verdict']}"
         error = f"{r['relative_error']:.0e}" if r["correct"] else f"[red]{r['relative_error']:.1e} wrong[/]"

@@ -1,183 +1,124 @@
-"""What is measured: that calls do what their shape says, and that errors and failures are seen."""
+"""Records of runs: every committed file has the one form, and RESULTS.md is what they give."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import pathlib
-from types import SimpleNamespace
+import shutil
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from dsv4_jax.bench import records, timing, torch_ops
-from dsv4_jax.bench.ceilings import Ceilings
-from dsv4_jax.bench.ops import problem
-from dsv4_jax.bench.shapes import OPS, QUICK, CompressShape, GatherShape
-from dsv4_jax.formats import index_format, kv_format
+from dsv4_jax.bench import records
+from dsv4_jax.bench.records import TABLES, Measurement, check, load, new_record
+from dsv4_jax.bench.render import Entry, latest, number, page, percent
+from dsv4_jax.bench.sections import SECTIONS
+from dsv4_jax.bench.shapes import OPS
+from dsv4_jax.cli import main
+from dsv4_jax.errors import BenchmarkError
 
-FP8 = kv_format("fp8", 512, 64)
-CEILINGS = Ceilings(4e12, 8e14)
+FOLDER = pathlib.Path(__file__).parents[2] / "benchmarks"
+ROW = {"table": "ops", "op": "top_k", "shape": "flash-8k", "batch": 1, "implementation": "cuda", "timer": "graph"}
 
 
-def case(op: str):
-    return next(c for c in QUICK if c.op == op)
+def record(*rows: dict, **changes) -> dict:
+    made = new_record(rows, device="H", command="bench", software={}, ceilings={})
+    return made | {"commit": "0123abc", "date": "2026-01-02"} | changes
+
+
+def test_the_page_is_what_the_records_give(capsys):
+    assert main(["bench", "--render", str(FOLDER), "--check"]) == 0, capsys.readouterr().err
+
+
+def test_every_record_is_shown_or_for_tuning():
+    shown = page(FOLDER / "records")
+    for name, one in load(FOLDER / "records").items():
+        superseded = all(
+            row.get("tuning") or row.get("subject", "").endswith("before and after") for row in one["rows"]
+        )
+        assert name in shown or superseded, name
+
+
+def test_every_op_and_table_has_its_place_on_the_page():
+    assert {*OPS, "moe"} == {op for section in SECTIONS for op in section.ops}
+    assert set(TABLES) == {section.table for section in SECTIONS if section.table} | {"ops", "facts"}
 
 
 @pytest.mark.parametrize(
-    "shape",
+    ("changes", "message"),
     [
-        CompressShape("index", 2, index_format("fp8", 128)),
-        CompressShape("index", 1, index_format("fp8", 128), 12),
-        CompressShape("csa", 1, FP8, 1, index_format("fp4", 128)),
-        CompressShape("hca", 2, FP8),
-        CompressShape("hca_raw", 1, FP8, 256),
+        ({"schema": 2}, "schema 2, expected 1"),
+        ({"commit": None}, "the record says no commit"),
+        ({"date": "22.11.2026"}, "date '22.11.2026' is not YYYY-MM-DD"),
+        ({"quick": True}, "a quick run measures nothing"),
+        ({"host": "x"}, "unknown field 'host'"),
+        ({"rows": []}, "the record says no rows"),
+        ({"rows": {}}, "not an object with rows"),
+        ({"rows": [{"table": "tops"}]}, "row 0 names no table of ops, steps"),
+        ({"rows": [ROW, ROW | {"must_us": 3}]}, "row 1 has an unknown field 'must_us'"),
+        ({"rows": [ROW | {"kernel_us": "3"}]}, "row 0: kernel_us is '3', expected number"),
+        ({"rows": [ROW | {"kernel_us": [1, 2, 3]}]}, "row 0: kernel_us is"),
+        ({"rows": [ROW | {"batch": True}]}, "row 0: batch is True"),
     ],
-    ids=lambda s: f"{s.kind}-{s.rows}x{s.length}",
 )
-@pytest.mark.slow
-def test_a_compressor_writes_the_rows_that_are_compared(shape):
-    """In each pool exactly one row per entry, and they are the ones `result` looks at."""
-
-    def changed(old, new) -> set[int]:
-        return set(np.flatnonzero((np.asarray(old) != np.asarray(new)).any(1)).tolist())
-
-    inputs = problem("compress", shape, 2, pool_rows=0)
-
-    @jax.jit
-    def step(shared, carry, call):
-        carry, _ = inputs.apply(shared, carry, call, "xla")
-        return carry, inputs.result(carry, None, call)
-
-    before = inputs.carry()
-    for call in inputs.calls:
-        after, compared = step(inputs.shared, before, call)
-        emitted, ring = (np.asarray(x) for x in call[-2:])
-        assert len(emitted) == shape.rows * max(1, shape.length // shape.ratio)
-        for stream, old, new, (decoded, rows) in zip(shape.streams, before, after, compared, strict=True):
-            assert set().union(*map(changed, old[1], new[1])) == set(emitted.tolist())
-            state = changed(old[0], new[0])
-            assert state <= set(ring.tolist()) and len(state) == shape.rows * min(shape.length, shape.ring)
-            assert decoded.shape == (len(emitted), stream.fmt.dim) and rows.shape == (len(ring), stream.state_width)
-        before = after
+def test_what_is_no_record_says_why(changes, message):
+    with pytest.raises(BenchmarkError, match=message):
+        check(record(ROW) | changes)
 
 
-def test_calls_differ_and_a_pool_is_as_large_as_asked():
-    inputs = problem("gather", GatherShape(16, FP8), 3, pool_rows=512)
-    ids = [tuple(np.asarray(call).tolist()) for call in inputs.calls]
-    assert len(set(ids)) == 3 and {part.shape[0] for part in inputs.shared} == {512}
-    appends = problem("append", case("append").make(3), 3, pool_rows=64)
-    rows = np.concatenate([np.asarray(call[-1]) for call in appends.calls])
-    assert len(set(rows.tolist())) == 9  # no call overwrites another's rows
+def test_a_record_of_today_is_one_to_keep(monkeypatch):
+    records.commit.cache_clear()
+    monkeypatch.setenv("DSV4_COMMIT", "abcdef0")
+    made = new_record([ROW], device="H", command="bench", software={"jax": "0"}, ceilings={"copy_gb_per_s": 1.5})
+    records.commit.cache_clear()
+    assert check(json.loads(json.dumps(made)))["commit"] == "abcdef0" and made["rows"] == [ROW]
 
 
-@pytest.mark.slow
-def test_a_record_is_complete_and_consistent():
-    done = []
-    (record,) = records.measure(
-        case("gather"), 64, ["xla"], CEILINGS, quick=True, invariance=True, on_done=lambda: done.append(1)
-    )
-    assert record.problem is None and done == [1] and record.us > 0 and record.kernel_us is None
-    assert record.bytes == 64 * 1612 and record.floor_us == pytest.approx(64 * 1612 / 4e12 * 1e6)
-    assert record.gb_per_s == pytest.approx(record.bytes / record.us / 1e3)
-    assert record.of_copy == pytest.approx(record.of_floor) == pytest.approx(record.floor_us / record.us)
-    assert (record.relative_error, record.correct, record.batch_invariant) == (0.0, True, True)
+def test_the_last_measurement_counts():
+    def entry(us: float, file: str, **changes) -> Entry:
+        return Entry(ROW | {"kernel_us": us} | changes, file, record(ROW))
 
-
-def test_failures_are_records(monkeypatch):
-    """Not there, not here, and one that raises: each says why, and the others are still measured."""
-    monkeypatch.setattr(records, "why_not", lambda op, name: "not here" if name == "cuda" else None)
-    names = ["cuda", "lax.top_k", "xla"]
-
-    def broken(*args, **kwargs):
-        raise RuntimeError("first line\n  second line")
-
-    monkeypatch.setattr(jax.lax, "top_k", broken)
-    found = {r.implementation: r for r in records.measure(case("top_k"), 2, names, CEILINGS, quick=True)}
-    assert found["cuda"].problem == "not here" and found["cuda"].us is None
-    assert found["lax.top_k"].problem == "RuntimeError: first line second line"
-    monkeypatch.undo()
-    assert records.why_not("gather", "pallas") == "the backend is cpu"
-    assert records.why_not("append", "torch") == "no torch version"
-    assert records.why_not("append", "triton") == "no kernel"
-    assert records.why_not("gather", "lax.top_k") == "a baseline of top_k"
-    assert all("xla" in records.default_implementations(op) for op in OPS)
-
-
-def test_a_wrong_result_is_seen(monkeypatch):
-    """Off by one row in a hundred: the record says it is not correct."""
-    honest = records.outcome
-
-    def off(inputs, implementation, rows=None):
-        found = [x.copy() for x in honest(inputs, "xla", rows)]
-        if implementation == "lax.top_k":
-            found[0][0, 0] += 1
-        return found
-
-    monkeypatch.setattr(records, "outcome", off)
-    (record,) = records.measure(case("top_k"), 2, ["lax.top_k"], CEILINGS, quick=True)
-    assert record.correct is False and record.relative_error == pytest.approx(1 / (2 * 512))
-
-
-def test_relative_error():
-    x = np.array([3.0, 4.0], np.float32)
-    assert records.relative_error(x, x) == 0
-    assert records.relative_error(x + np.float32([0, 1]), x) == pytest.approx(0.2)
-    assert records.relative_error(np.array([1, 2, 3, 4]), np.array([1, 2, 3, 5])) == 0.25
-    inf = np.array([1, -np.inf], np.float32)
-    assert records.relative_error(inf, inf) == 0
-    for wrong in ([1, 0], [1, np.nan], [np.nan, -np.inf], [np.inf, -np.inf]):
-        assert records.relative_error(np.array(wrong, np.float32), inf) == np.inf
-
-
-def test_batch_dependence_is_seen():
-    """A call whose rows depend on how many there are."""
-    inputs = problem("gather", GatherShape(64, FP8), 1, pool_rows=128)
-    dependent = dataclasses.replace(
-        inputs, apply=lambda shared, carry, ids, _: ((), jnp.full(ids.shape, np.float32(1) / len(ids)))
-    )
-    assert records.is_batch_invariant(inputs, "xla", 64)
-    assert not records.is_batch_invariant(dependent, "xla", 64)
-
-
-def test_kernel_times(monkeypatch, tmp_path):
-    """GPU streams are summed by kernel; a real CPU trace has none."""
-    with jax.profiler.trace(str(tmp_path)):
-        jax.block_until_ready(jnp.ones(8) + np.float32(1))
-    assert list(tmp_path.rglob("*.xplane.pb")) and timing.kernel_times(tmp_path) == {}
-
-    def line(name, *events):
-        return SimpleNamespace(name=name, events=[SimpleNamespace(name=n, duration_ns=ns) for n, ns in events])
-
-    planes = [
-        SimpleNamespace(name="/host:CPU", lines=[line("Stream #1", ("host", 9000))]),
-        SimpleNamespace(name="/device:GPU:0", lines=[
-            line("Stream #13(Compute)", ("attend", 2000.0), ("copy", 500.0), ("attend", 4000.0)),
-            line("Stream #14(MemcpyD2D)", ("copy", 250.0)), line("XLA Ops", ("attend", 7000.0)),
-        ]),
+    entries = [
+        entry(3.0, "a"), entry(2.0, "a", batch=64), entry(2.5, "b"), entry(9.0, "b", tuning=True),
+        entry(8.0, "b", problem="no GPU"), entry(7.0, "b", variant="warm"),
     ]  # fmt: skip
-    data = SimpleNamespace(from_file=lambda path: SimpleNamespace(planes=planes))
-    monkeypatch.setattr(jax.profiler, "ProfileData", data)
-    assert timing.kernel_times(pathlib.Path(tmp_path)) == {"attend": 6.0, "copy": 0.75}
+    assert [(e.row["kernel_us"], e.file) for e in latest(entries)] == [(2.5, "b"), (2.0, "a"), (7.0, "b")]
 
 
-@pytest.mark.every_case  # torch is there on Python 3.11 alone
-@pytest.mark.parametrize("op", torch_ops.OPS)
-def test_torch_computes_the_same(monkeypatch, op):
-    """The baseline's functions, on the CPU (only their timing needs a GPU)."""
-    pytest.importorskip("torch")
-    monkeypatch.setattr(torch_ops, "DEVICE", "cpu")
-    shape = case(op).make(2)
-    if op == "index_scores":
-        assert torch_ops.why_not(op) == "the backend is cpu"
-        shape = dataclasses.replace(shape, fmt=index_format("fp8", 128))
-    inputs = problem(op, shape, 1, pool_rows=256)
-    shared, call = (jax.tree.map(torch_ops._tensor, x) for x in (inputs.shared, inputs.calls[0]))
-    for got, want in zip(torch_ops._call(op, shape)(shared, call), records.outcome(inputs, "xla"), strict=True):
-        assert records.relative_error(got.float().numpy(), want.astype(np.float32)) < torch_ops.TOLERANCE
+def test_a_new_record_changes_its_lines_alone(tmp_path, capsys):
+    """A record dropped into the folder is enough; devices are not mixed."""
+    shutil.copytree(FOLDER, tmp_path / "benchmarks", ignore=shutil.ignore_patterns("*.py", "*.cu"))
+    folder = tmp_path / "benchmarks"
+    new = record(ROW | {"kernel_us": 2.125, "required_us": 4.5, "peer_us": 3.09, "verdict": "required"},
+                 date="2030-01-01", device="NVIDIA H200")  # fmt: skip
+    (folder / "records" / "2030-01-01-x.json").write_text(json.dumps(new))
+    assert main(["bench", "--render", str(folder), "--check"]) == 1 and "run bench --render" in capsys.readouterr().err
+    before = (folder / "RESULTS.md").read_text().splitlines()
+    assert main(["bench", "--render", str(folder)]) == 0
+    after = (folder / "RESULTS.md").read_text().splitlines()
+    assert [line for line in after if line not in before] == [
+        "| flash-8k | 1 | 2.12 |  | 3.09 | 0.69 | 4.5 | met |",
+        "* [2030-01-01-x.json](records/2030-01-01-x.json), commit 0123abc: `bench`",
+    ]
+    assert len(after) == len(before) + 1
+    (folder / "records" / "2030-01-01-x.json").write_text(json.dumps(new | {"device": "NVIDIA B200"}))
+    assert "CUDA graphs, NVIDIA B200:" in page(folder / "records")
 
 
-def test_call_count_fits_the_memory():
-    assert timing.call_count(1000) == timing.MOST_CALLS
-    assert timing.call_count(1 << 30) == 8 and timing.call_count(1 << 40) == timing.FEWEST_CALLS
+def test_render_refuses(tmp_path, capsys):
+    assert main(["bench", "--render", str(tmp_path)]) == 2 and "there are no records in" in capsys.readouterr().err
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records" / "x.json").write_text("{")
+    assert main(["bench", "--render", str(tmp_path)]) == 2 and "x.json" in capsys.readouterr().err
+    assert main(["bench", "--check"]) == 2 and "--check goes with --render" in capsys.readouterr().err
+
+
+def test_numbers():
+    assert [number(x) for x in (3, 3.0, 0.456, 18.512345, 130.94, 1316.6, 2247, [1, 2.5])] == [
+        "3", "3.0", "0.46", "18.51", "130.9", "1,317", "2,247", "1 to 2.5",
+    ]  # fmt: skip
+    assert [percent(x) for x in (0.938, 0.5, 1.01, [0.88, 0.94])] == ["93.8 %", "50 %", "101 %", "88 to 94 %"]
+
+
+def test_the_time_that_counts_is_the_kernels():
+    made = Measurement("gather", "rows", 1, "cuda", us=3.0)
+    assert made.best_us == 3.0 and Measurement("gather", "rows", 1, "cuda", us=3.0, kernel_us=2.0).best_us == 2.0

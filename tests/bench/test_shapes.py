@@ -94,8 +94,8 @@ def test_select():
 
 
 def test_verdict():
-    assert [verdict(us, 15, 13) for us in (12, 13, 14, 15, 16)] == ["aim", "aim", "must", "must", "missed"]
+    assert [verdict(us, 15, 13) for us in (12, 13, 14, 15, 16)] == ["goal", "goal", "required", "required", "missed"]
     assert verdict(None, 15, 13) is None and verdict(5, None, None) is None
-    assert verdict(5, None, 4) == "missed" and verdict(5, 6, None) == "must"
-    must, aim = Target(must_of_copy=0.5, aim_of_copy=0.8).limits(4_000_000, 4e12)
-    assert (must, aim) == (pytest.approx(2.0), pytest.approx(1.25))
+    assert verdict(5, None, 4) == "missed" and verdict(5, 6, None) == "required"
+    required, goal = Target(required_of_copy=0.5, goal_of_copy=0.8).limits(4_000_000, 4e12)
+    assert (required, goal) == (pytest.approx(2.0), pytest.approx(1.25))

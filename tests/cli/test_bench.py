@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from dsv4_jax.bench import ceilings, records
+from dsv4_jax.bench import ceilings, measure, records
 from dsv4_jax.cli import main
 
 from .test_cli import refused
@@ -36,13 +36,15 @@ def test_two_ops_to_json_and_png(capsys, tmp_path):
     assert main(argv) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ceilings"] == {"copy_gb_per_s": 4000, "matmul_tflop_per_s": 800}
-    assert (report["quick"], report["backend"], report["steps"]) == (True, "cpu", [])
-    found = report["records"]
+    assert (report["quick"], report["software"]["backend"]) == (True, "cpu")
+    assert report["command"] == f"python -m dsv4_jax {' '.join(argv)}"
+    found = report["rows"]
     assert [(r["op"], r["implementation"]) for r in found] == [
         (op, name) for op in ("gather", "index_scores") for name in ("pallas", "xla")
     ]
-    fields = {field.name for field in dataclasses.fields(records.Record)}
-    assert all(set(r) == fields for r in found)
+    fields = {field.name for field in dataclasses.fields(records.Measurement)}
+    assert all(set(r) == fields | {"table"} and r["table"] == "ops" for r in found)
+    assert records.check(report | {"quick": False, "commit": "0123abc"})["rows"] == found
     assert {r["problem"] for r in found if r["implementation"] == "pallas"} == {"the backend is cpu"}
     scores = found[-1]
     assert scores["flops"] == 2 * 2 * 64 * 128 * 64 and scores["bytes"] == 2 * (64 * 72 + 8 + 64 * 260)
@@ -56,7 +58,7 @@ def test_table_and_file(capsys, tmp_path):
     assert main(["bench", "top_k", "--quick", "--batch", "1", "--json", str(path)]) == 0
     out = capsys.readouterr().out
     assert "top_k v4-widths" in out and "lax.top_k" in out and "not measured: " in out and "the backend is cpu" in out
-    assert {r["batch"] for r in json.loads(path.read_text())["records"]} == {1}
+    assert {r["batch"] for r in json.loads(path.read_text())["rows"]} == {1}
 
 
 def test_without_a_gpu_sizes_are_tiny(capsys):
@@ -66,7 +68,7 @@ def test_without_a_gpu_sizes_are_tiny(capsys):
 
 
 def test_a_wrong_result_fails(capsys, monkeypatch):
-    monkeypatch.setattr(records, "relative_error", lambda got, want: 0.5)
+    monkeypatch.setattr(measure, "relative_error", lambda got, want: 0.5)
     assert main(["bench", "gather", "--quick", "--implementations", "xla"]) == 1
     assert "5.0e-01 wrong" in capsys.readouterr().out
 
@@ -80,7 +82,7 @@ def test_what_was_measured_survives_an_interruption(capsys, monkeypatch, tmp_pat
     file = tmp_path / "bench.json"
     options = ["--quick", "--model", "tiny", "--implementations", "xla", "--json", str(file)]
     assert main(["bench", "gather", "step", *options]) == 130
-    assert {r["op"] for r in json.loads(file.read_text())["records"]} == {"gather"}
+    assert {r["op"] for r in json.loads(file.read_text())["rows"]} == {"gather"}
 
 
 @pytest.mark.slow
@@ -91,9 +93,10 @@ def test_step(capsys, tmp_path):
     table = capsys.readouterr().out
     assert "decode step" in table and "xla_backend_optimization_level" in table
     report = json.loads(file.read_text())
-    (step,) = report["steps"]
+    (step,) = report["rows"]
+    assert step["table"] == "steps"
     assert (step["model"], step["batch"], step["context"], step["loop"]) == ("tiny", 2, 200, 2)
-    assert report["records"] == []
+    assert records.check(report | {"quick": False, "commit": "0123abc"})
     assert (
         step["cache_in_place"] is True and step["step_ms"] * 1e3 > step["dispatch_us"] > 0 and step["kernel_ms"] is None
     )
@@ -106,7 +109,7 @@ def test_a_step_that_cannot_run_says_why(capsys):
         main(["bench", "step", "--quick", "--model", "tiny", "--layers", "1", "--implementations", "triton", "--json"])
         == 1
     )
-    (step,) = json.loads(capsys.readouterr().out)["steps"]
+    (step,) = json.loads(capsys.readouterr().out)["rows"]
     assert step["implementation"] == "triton" and "no Triton kernel" in step["problem"]
 
 
@@ -137,7 +140,7 @@ def test_refusals(capsys, tmp_path, monkeypatch):
 @pytest.mark.gpu
 def test_kernel_times_on_a_gpu(capsys):
     assert main(["bench", "gather", "top_k", "index_scores", "--quick", "--invariance", "--json"]) == 0
-    found = [r for r in json.loads(capsys.readouterr().out)["records"] if r["problem"] is None]
+    found = [r for r in json.loads(capsys.readouterr().out)["rows"] if r["problem"] is None]
     assert {r["op"] for r in found} == {"gather", "top_k", "index_scores"}
     for r in found:
         assert r["correct"] and r["kernel_us"] > 0 and r["kernel_us"] == pytest.approx(sum(r["kernels"].values()))
@@ -153,5 +156,5 @@ def test_help(capsys):
 @pytest.mark.parametrize("op", ["compress_csa", "compress_hca", "compress_index", "append"])
 def test_ops_with_plans_of_their_own_are_measured(capsys, op: str) -> None:
     assert main(["bench", op, "--quick", "--batch", "1", "--implementations", "xla", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["records"]
+    found = json.loads(capsys.readouterr().out)["rows"]
     assert found and all(r["problem"] is None and r["us"] > 0 for r in found)

@@ -1,0 +1,271 @@
+"""The page of results, made from the records of runs (see `records`). Imports no jax."""
+
+from __future__ import annotations
+
+import pathlib
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from .records import TABLES, load
+from .sections import HEAD, SECTIONS, Section
+from .targets import PEERS
+
+__all__ = ["Entry", "latest", "number", "page", "percent"]
+
+
+class Entry(NamedTuple):
+    """A row and where it is from."""
+
+    row: dict[str, Any]
+    file: str
+    record: dict[str, Any]
+
+
+TIMERS = {"graph": "CUDA graphs", "profiler": "Profiler", "wall": "Wall time of calls from JAX, dispatch included"}
+OURS = ("cuda", "pallas", "triton", "xla")
+VERDICTS = {"goal": "goal met", "required": "met", "missed": "missed"}
+
+
+def page(folder: pathlib.Path) -> str:
+    """RESULTS.md of the records in a folder. Raises `BenchmarkError`: there is none, or one is not valid."""
+    records = load(folder)
+    entries = [Entry(row, file, record) for file, record in records.items() for row in record["rows"]]
+    return "\n".join([HEAD, *(_section(section, latest(entries)) for section in SECTIONS)])
+
+
+def latest(entries: Iterable[Entry]) -> list[Entry]:
+    """Of entries with the same key (and device) the last, where the first stood; without tuning and failures."""
+    found: dict[tuple, Entry] = {}
+    for entry in entries:
+        row = entry.row
+        if not (row.get("tuning") or row.get("problem")):
+            key = (row["table"], entry.record["device"], *(row.get(name) for name in TABLES[row["table"]].key))
+            found[key] = entry
+    return list(found.values())
+
+
+def _section(section: Section, entries: list[Entry]) -> str:
+    """Title, text, a table for each device and kind of timing, and the records they are from."""
+    parts = [f"## {section.title}\n\n{textwrap.fill(section.about, 120, break_on_hyphens=False)}\n"]
+    used = []
+    for timer, title in TIMERS.items():
+        picked = [e for e in entries if e.row.get("op") in section.ops and e.row["timer"] == timer]
+        for device, mine in _by_device(picked).items():
+            parts.append(f"{title}, {device}:\n\n{_ops(mine, several=len(section.ops) > 1)}")
+            used += mine
+    for device, mine in _by_device([e for e in entries if e.row["table"] == section.table]).items():
+        shown = _beside(mine) if section.table == "swap" else mine
+        parts.append(f"{device}:\n\n{_plain(shown, COLUMNS[section.table])}")
+        used += mine
+    facts = [e for e in entries if e.row["table"] == "facts" and e.row["subject"] == section.subject]
+    for device, mine in _by_device(facts).items():
+        parts.append(f"{device}:\n\n{_sentence(mine) if section.inline else _plain(mine, COLUMNS['facts'])}")
+        used += mine
+    sources = {e.file: e.record for e in used}
+    lines = [
+        f"* [{file}](records/{file}), commit {record['commit']}: `{record['command']}`{_ceilings(record)}"
+        for file, record in sorted(sources.items())
+    ]
+    return "\n".join([*parts, "\n".join(lines) + "\n"])
+
+
+def _by_device(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
+    found: dict[str, list[Entry]] = {}
+    for entry in entries:
+        found.setdefault(entry.record["device"], []).append(entry)
+    return found
+
+
+def _ceilings(record: dict[str, Any]) -> str:
+    found = [f"{_ceiling_name(name)} {number(value)}" for name, value in (record.get("ceilings") or {}).items()]
+    return f" ({'; '.join(found)})" if found else ""
+
+
+def _ceiling_name(name: str) -> str:
+    return name.replace("_gb_per_s", ", GB/s:").replace("_tflop_per_s", ", TFLOP/s:").replace("_", " ")
+
+
+# Ops: a line for each shape and batch, a column for each implementation, the peer beside them
+
+
+def _ops(entries: list[Entry], *, several: bool) -> str:
+    shapes = list(dict.fromkeys((e.row["op"], e.row["shape"]) for e in entries))
+    lines: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for entry in sorted(entries, key=lambda e: (shapes.index((e.row["op"], e.row["shape"])), e.row["batch"])):
+        row = entry.row
+        lines.setdefault((row["op"], row["shape"], row["batch"]), []).append(row)
+    ways = {(e.row["implementation"], e.row.get("variant") or "") for e in entries}
+    order = sorted(ways, key=lambda way: (way[0] not in OURS, OURS.index(way[0]) if way[0] in OURS else 0, way))
+    peer = PEERS.get(entries[0].row["op"], "peer")
+    table = [["shape", "batch", *(", ".join(filter(None, way)) for way in order), peer, "ratio", "MB", "of copy",
+              "required / goal", "verdict"]]  # fmt: skip
+    for (op, shape, batch), rows in lines.items():
+        cells = {(row["implementation"], row.get("variant") or ""): row for row in rows}
+        # What is compared: the fastest kind of implementation, as it runs by default and where it has a target.
+        first = next(way[0] for way in order if way in cells)
+        judged = [
+            cells[way] for way in order if way in cells and way[0] == first and (not way[1] or _judged(cells[way]))
+        ]
+        peers = [row["peer_us"] for row in rows if row.get("peer_us")]
+        table.append([
+            f"{op} {shape}" if several else shape,
+            number(batch),
+            *(number(_us(cells[way])) if way in cells else "" for way in order),
+            number(peers[-1]) if peers else "",
+            _each(judged, lambda row: f"{_middle(_us(row)) / peers[-1]:.2f}") if peers else "",  # noqa: B023
+            _each(judged, lambda row: number(round(row["bytes"] / 1e6)) if row.get("bytes") else ""),
+            _each(judged, lambda row: percent(row["of_copy"]) if row.get("of_copy") else ""),
+            _target(judged),
+            _each(judged, lambda row: VERDICTS.get(row.get("verdict") or "", "")),
+        ])  # fmt: skip
+    return _markdown(table)
+
+
+def _judged(row: dict[str, Any]) -> bool:
+    return row.get("verdict") is not None
+
+
+def _us(row: dict[str, Any]) -> Any:
+    return row["kernel_us"] if row.get("kernel_us") is not None else row["us"]
+
+
+def _each(rows: Sequence[dict[str, Any]], cell: Callable[[dict[str, Any]], str]) -> str:
+    """The cells of the judged rows, one beside the other; one alone where all are the same."""
+    cells = [text for row in rows if (text := cell(row))]
+    return " / ".join(cells if len(set(cells)) > 1 else cells[:1])
+
+
+def _target(judged: Sequence[dict[str, Any]]) -> str:
+    for row in judged:
+        shares = [row.get("required_of_copy"), row.get("goal_of_copy")]
+        if any(shares):
+            return " / ".join(percent(x) for x in shares if x) + " of copy"
+        times = [row.get("required_us"), row.get("goal_us")]
+        if any(times):
+            return " / ".join(number(x) if x else "-" for x in times).removesuffix(" / -")
+    return ""
+
+
+# Other tables: a line for each row
+
+
+def _floor(row: dict[str, Any]) -> str:
+    parts = ", ".join(f"{name} {number(us / 1e3)}" for name, us in (row.get("floor_us") or {}).items())
+    return number(row["floor_ms"]) + (f" ({parts})" if parts else "")
+
+
+def _bounds(row: dict[str, Any]) -> str:
+    signs = {"at_least": ">=", "at_most": "<="}
+    return ", ".join(f"{sign} {number(row[name])}" for name, sign in signs.items() if row.get(name) is not None)
+
+
+def _share(name: str) -> Callable[[dict[str, Any]], str]:
+    def cell(row: dict[str, Any]) -> str:
+        spread = row.get(f"{name}s")
+        return percent(row[name]) + (f" ({percent(spread)})" if spread else "") if row.get(name) is not None else ""
+
+    return cell
+
+
+def _value(name: str, show: Callable[[Any], str] | None = None) -> Callable[[dict[str, Any]], str]:
+    def cell(row: dict[str, Any]) -> str:
+        value = row.get(name)
+        return "" if value is None else show(value) if show else value if isinstance(value, str) else number(value)
+
+    return cell
+
+
+def _joined(row: dict[str, Any], between: str, *names: str) -> str:
+    return between.join(number(row[name]) for name in names if row.get(name) is not None)
+
+
+def _context(tokens: int) -> str:
+    return f"{tokens >> 20} Mi" if tokens % (1 << 20) == 0 else f"{tokens >> 10} Ki"
+
+
+COLUMNS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
+    "steps": {
+        "model": _value("model"), "requests": _value("batch"), "context": _value("context", _context),
+        "steps a call": _value("loop"), "key split": _value("key_split"), "ms": _value("step_ms"), "floor, ms": _floor,
+        "over the floor": _value("over_floor", lambda x: f"{x:.2f}x"), "sum of kernels, ms": _value("kernel_ms"),
+        "temporaries, MB": _value("temp_mb"), "host, us": _value("dispatch_us"),
+        "required / goal": lambda row: _joined(row, " / ", "required_over_floor", "goal_over_floor"),
+        "verdict": lambda row: VERDICTS.get(row.get("verdict") or "", ""),
+    },
+    "swap": {
+        "blocks": _value("blocks"), "ids": _value("ids"), "direction": _value("direction"),
+        "kernel, us": _value("kernel_us"), "kernel": _value("kernel_of_copy", lambda x: percent(x)),
+        "a call, us": _value("us"), "calls in a row": _value("of_copy", lambda x: percent(x)),
+        "required": _value("required_of_copy", lambda x: percent(x)), "plain XLA": _value("xla", lambda x: percent(x)),
+        "launch per layer and leaf": _value("launch per layer and leaf", lambda x: percent(x)),
+        "memcpy per piece": _value("memcpy per piece", lambda x: percent(x)),
+    },
+    "store": {
+        "": _value("what"), "load": lambda row: _joined(row, " to ", "load_from", "load_to"),
+        "write, GB/s": _value("write_gb_per_s"), "write, share": _share("write_share"),
+        "read, GB/s": _value("read_gb_per_s"), "read, share": _share("read_share"),
+    },
+    "simulate": {
+        "policy": _value("policy"), "hits": _value("hit_rate", lambda x: percent(x)),
+        "hits on the host": _value("host_hit_rate", lambda x: percent(x)),
+        "recomputed tokens, M": _value("recomputed_tokens", lambda x: number(x / 1e6)),
+        "to the host, GiB": _value("out_gib"), "back, GiB": _value("in_gib"),
+        "first token, mean, s": _value("first_token_mean_s"), "p99, s": _value("first_token_p99_s"),
+    },
+    "facts": {
+        "": _value("what"), "measured": _value("measured"), "unit": _value("unit"), "required": _bounds,
+        "verdict": _value("verdict"),
+    },
+}  # fmt: skip
+
+
+def _beside(entries: Sequence[Entry]) -> list[Entry]:
+    """Swaps: the shares of other schemes in the line of ours."""
+    lines: dict[tuple, Entry] = {}
+    for row, file, record in entries:
+        key = row["blocks"], row["ids"], row["direction"]
+        line = lines.setdefault(key, Entry({}, file, record))
+        line.row.update(row if row["implementation"] == "ours" else {row["implementation"]: row.get("of_copy")})
+    return list(lines.values())
+
+
+def _sentence(facts: Sequence[Entry]) -> str:
+    shown = (f"{e.row['what']}: {number(e.row['measured'])} {e.row.get('unit') or ''}".strip() for e in facts)
+    return textwrap.fill("; ".join(shown) + ".", 120) + "\n"
+
+
+def _plain(entries: Sequence[Entry], columns: dict[str, Callable[[dict[str, Any]], str]]) -> str:
+    return _markdown([list(columns), *([cell(e.row) for cell in columns.values()] for e in entries)])
+
+
+# Text
+
+
+def number(value: Any) -> str:
+    """At most two decimals and about four digits, thousands apart; two numbers as a range."""
+    if isinstance(value, list):
+        return " to ".join(number(x) for x in value)
+    if isinstance(value, float):
+        places = 2 if abs(value) < 100 else 1 if abs(value) < 1000 else None
+        value = round(value, places)
+    return f"{value:,}"
+
+
+def percent(share: Any) -> str:
+    """A share in per cent, with three digits at most."""
+    low, *high = share if isinstance(share, list) else [share]
+    return " to ".join(f"{100 * x:.3g}" for x in (low, *high)) + " %"
+
+
+def _middle(value: Any) -> float:
+    return sum(value) / 2 if isinstance(value, list) else value
+
+
+def _markdown(table: Sequence[Sequence[str]]) -> str:
+    """A table without the columns that are empty below their heading; numbers to the right."""
+    kept = [i for i in range(len(table[0])) if any(line[i] for line in table[1:])]
+    head, *body = [[line[i] for i in kept] for line in table]
+    right = [all(not line[i] or line[i][0].isdigit() for line in body) for i in range(len(head))]
+    lines = [head, ["---:" if each else "---" for each in right], *body]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

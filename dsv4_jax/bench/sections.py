@@ -1,0 +1,102 @@
+"""What stands on the page of results: its titles, what each is about, and which rows belong there."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["HEAD", "SECTIONS", "Section"]
+
+HEAD = """\
+# Benchmark results
+
+Made by `python -m dsv4_jax bench --render` from the records in [records/](records/README.md); do not edit it. Each
+table shows the latest measurement of every line and names its records below. What bounds the kernels, and what was
+tried, is in [docs/kernels.md](../docs/kernels.md). Times are in microseconds unless a heading says otherwise. *Ratio*
+is our time over the peer's: below 1 ours is shorter. *Required* and *goal* are the project's targets.
+"""
+
+
+class Section(NamedTuple):
+    """What of the records stands under a title: these ops, this table, the facts on this subject."""
+
+    title: str
+    about: str
+    ops: tuple[str, ...] = ()
+    table: str = ""
+    subject: str = ""
+    inline: bool = False  # facts as one sentence
+
+
+SECTIONS = (
+    Section(
+        "attend (one decoded token a request, fp8 rows)",
+        "Batch: tokens. Beside a window of 128 rows `csa-flash` reads 512 entries, `csa-pro` and "
+        "`hca-flash-128k` 1,024, "
+        '`hca-flash-1m` 8,192, `swa` none. The default is `key_split="throughput"`; where a line has two figures, they '
+        "are of the default and of `latency`. FlashMLA was timed on the same kind of machine.",
+        ops=("attend",),
+    ),
+    Section(
+        "index_scores (64 heads x 128)",
+        "Batch: tokens, each with the keys of its context. fp4 keys with queries rounded to FP4, as the "
+        "model's are, take FP8 products; `bf16 queries` and fp8 keys take bf16 products. DeepGEMM's keys are fp8.",
+        ops=("index_scores",),
+    ),
+    Section(
+        "top_k (exact, sorted)",
+        "One score for four tokens of context; `flash` keeps 512, `pro` 1,024. vLLM's result is not sorted.",
+        ops=("top_k",),
+    ),
+    Section(
+        "append and the compressors",
+        "`append`: norm, RoPE, rounding and store of fp8 rows (vLLM's kernel does the queries, too). Batch: rows; in a "
+        "prefill, tokens of one request. `warm`: everything the kernel touches is in L2.",
+        ops=("append", "compress_csa", "compress_index", "compress_hca"),
+    ),
+    Section("gather (fp8 rows to bf16)", "Batch: rows, at random places.", ops=("gather",)),
+    Section(
+        "The store of KVPool",
+        "`KVPool.set_kv_buffer`: K and V of 8 heads x 128 at random rows; every byte is compared.",
+        ops=("kv_store",),
+    ),
+    Section(
+        "The experts of a MoE layer",
+        "V4-Flash, 256 experts, top 6, FP4 weights x bf16 rows, both products. Batch: tokens, routed at random; "
+        "the megabytes are those of the experts they choose.",
+        ops=("moe",),
+    ),
+    Section(
+        "Whole decode steps",
+        "The attention stack with real projection sizes in bf16, fp8 rows, fp4 index keys: one executable, one command "
+        "buffer, the cache updated in place. The floor is what the step's bytes and FLOPs take at the ceilings of the "
+        "same run. The host's times below: Flash, 64 requests of 128 Ki tokens; the last four of a call alone.",
+        table="steps",
+        subject="dispatch",
+    ),
+    Section(
+        "Block swap (pinned host memory)",
+        "Shares are of one large copy in the same run. *Calls in a row* include the host: a jitted call with its ids. "
+        "`launch per layer and leaf` is FastDeploy's scheme.",
+        table="swap",
+        subject="swap",
+    ),
+    Section("The manager (host, no device)", "Flash layout.", subject="manager"),
+    Section(
+        "Equality",
+        "Random mixes of requests, each compared with a lone, cold run of its own: tokens, logits and cache bytes.",
+        subject="equality",
+        inline=True,
+    ),
+    Section(
+        "What a trace shows",
+        "The simulator on a generated trace. Snapshots bind, not blocks: a hit needs a state to end at.",
+        table="simulate",
+    ),
+    Section(
+        "The storage tier",
+        "Shares are of the faster disk of the same round: the median, and from the least to the most of the rounds. "
+        "Required: 70 % in both directions.",
+        table="store",
+        subject="store",
+    ),
+)
