@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..errors import LayoutError, ShapeError
-from . import RowFormat
+from . import NOPE_GROUP, Codes, RowFormat, Scales
 
 __all__ = ["pack_pages", "page_bytes", "unpack_pages"]
 
@@ -21,7 +21,7 @@ Parts = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def page_bytes(fmt: RowFormat, entries: int) -> int:
-    """Bytes of a page of `entries` rows. Raises `LayoutError` unless `fmt` is an "fp8" KV row."""
+    """Bytes of a page of `entries` rows. Raises `LayoutError`: rows of `fmt` hold something else."""
     data, scales = _entry_bytes(fmt)
     return -(-entries * (data + scales) // data) * data
 
@@ -30,7 +30,7 @@ def pack_pages(fmt: RowFormat, parts: Parts, entries: int) -> jax.Array:
     """Stored parts of consecutive rows -> pages.
 
     Args:
-        fmt: an "fp8" KV row format.
+        fmt: of the stored rows: e4m3 codes, bf16 codes, ue8m0 scales, as "fp8" KV rows are.
         parts: nope uint8 [rows, nope_dim], rope uint16 [rows, rope_dim], scale uint8 [rows, s], as the
             pools hold them.
         entries: rows per page; must divide `rows`.
@@ -39,7 +39,7 @@ def pack_pages(fmt: RowFormat, parts: Parts, entries: int) -> jax.Array:
         [rows / entries, page_bytes] uint8.
 
     Raises:
-        LayoutError: another format.
+        LayoutError: the rows hold something else.
         ShapeError: the rows do not fill whole pages.
     """
     nope, rope, scale = parts
@@ -57,7 +57,7 @@ def unpack_pages(fmt: RowFormat, pages: jax.Array, entries: int) -> Parts:
     """The inverse of `pack_pages`: [pages, page_bytes] uint8 -> parts of `pages * entries` rows.
 
     Raises:
-        LayoutError: another format.
+        LayoutError: the rows hold something else.
         ShapeError: the pages have another size.
     """
     size = page_bytes(fmt, entries)
@@ -73,7 +73,11 @@ def unpack_pages(fmt: RowFormat, pages: jax.Array, entries: int) -> Parts:
 
 def _entry_bytes(fmt: RowFormat) -> tuple[int, int]:
     """(data, scale) bytes of one entry."""
-    if fmt.name != "fp8" or len(fmt.parts) != 3:
-        raise LayoutError(f"FlashMLA pages hold 'fp8' KV rows, not {fmt.name!r}")
-    nope, rope, scale = fmt.parts
-    return nope.bytes + rope.bytes, scale.bytes
+    match fmt.holds:
+        case Codes("e4m3"), Codes("bf16"), Scales("ue8m0", group) if group == NOPE_GROUP:
+            nope, rope, scale = fmt.parts
+            return nope.bytes + rope.bytes, scale.bytes
+    raise LayoutError(
+        f"FlashMLA pages hold e4m3 and bf16 codes with a ue8m0 scale per {NOPE_GROUP}, {fmt.name!r} rows are "
+        f"{fmt.contents}"
+    )

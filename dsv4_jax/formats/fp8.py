@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import NOPE_GROUP, RowFormat
+from . import RowFormat
 from .scaling import (
-    AMAX_FLOOR,
     E4M3_MAX,
     absmax,
     bf16_bits,
@@ -34,9 +33,10 @@ __all__ = ["decode", "encode"]
 
 def encode(fmt: RowFormat, x: jax.Array) -> tuple[jax.Array, ...]:
     """[..., dim] float -> (nope uint8 [..., nope_dim], rope uint16 [..., rope_dim], scale uint8 [..., s])."""
+    (scales,) = fmt.scales
     x = flush_subnormals(x)
-    groups = grouped(x[..., : fmt.nope_dim], NOPE_GROUP)
-    exponent = ue8m0_scale_exponent(absmax(groups, AMAX_FLOOR), E4M3_MAX)
+    groups = grouped(x[..., : fmt.nope_dim], scales.group)
+    exponent = ue8m0_scale_exponent(absmax(groups, np.float32(scales.floor)), E4M3_MAX)
     codes = e4m3_codes(groups * power_of_two(-exponent)[..., None])
     nope = ungrouped(codes)[..., : fmt.nope_dim]
     scale = (exponent + np.int32(127)).astype(jnp.uint8)
@@ -46,9 +46,10 @@ def encode(fmt: RowFormat, x: jax.Array) -> tuple[jax.Array, ...]:
 
 def decode(fmt: RowFormat, parts: tuple[jax.Array, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
     """The stored parts of rows -> [..., dim] in `dtype`."""
+    (scales,) = fmt.scales
     nope, rope, scale = parts
     factor = power_of_two(scale.astype(jnp.int32) - np.int32(127))
-    values = grouped(e4m3_values(nope), NOPE_GROUP)
+    values = grouped(e4m3_values(nope), scales.group)
     values = values * factor[..., : values.shape[-2], None]
     values = ungrouped(values)[..., : fmt.nope_dim]
     return jnp.concatenate([values.astype(dtype), bits_bf16(rope).astype(dtype)], -1)

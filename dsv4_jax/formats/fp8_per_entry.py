@@ -16,7 +16,6 @@ import numpy as np
 
 from . import RowFormat
 from .scaling import (
-    AMAX_FLOOR,
     E4M3_MAX,
     absmax,
     bf16_bits,
@@ -31,9 +30,10 @@ __all__ = ["decode", "encode"]
 
 def encode(fmt: RowFormat, x: jax.Array) -> tuple[jax.Array, ...]:
     """[..., dim] float -> (nope uint8 [..., nope_dim], rope uint16 [..., rope_dim], inv_scale f32 [..., 1])."""
+    (scales,) = fmt.scales
     x = flush_subnormals(x)
     nope = x[..., : fmt.nope_dim]
-    amax = absmax(nope, AMAX_FLOOR)[..., None]
+    amax = absmax(nope, np.float32(scales.floor))[..., None]
     codes = e4m3_codes(nope * (E4M3_MAX / amax))
     return codes, bf16_bits(x[..., fmt.nope_dim :]), amax * np.float32(1 / 448)
 

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import FP4_GROUP, RowFormat
+from . import FP4_FLOOR, FP4_GROUP, RowFormat
 from .scaling import UE8M0_NAN, absmax, flush_subnormals, grouped, power_of_two, ue8m0_scale_exponent, ungrouped
 
 __all__ = ["AMAX_FLOOR", "decode", "e2m1_codes", "encode", "round_trip"]
 
-AMAX_FLOOR = np.float32(6.0 * 2.0**-126)
+AMAX_FLOOR = np.float32(FP4_FLOOR)
 _VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 # Code c is chosen above the midpoint to c - 1; a midpoint itself goes to the even code.
 _MIDPOINTS = (_VALUES[1:] + _VALUES[:-1]) / 2

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from . import RowFormat
 from .scaling import (
-    AMAX_FLOOR,
     E4M3_MAX,
     absmax,
     e4m3_codes,
@@ -26,8 +26,9 @@ __all__ = ["decode", "encode"]
 
 def encode(fmt: RowFormat, x: jax.Array) -> tuple[jax.Array, ...]:
     """[..., dim] float -> (codes uint8 [..., dim], scale f32 [..., 1])."""
+    (scales,) = fmt.scales
     x = flush_subnormals(x)
-    exponent = ue8m0_scale_exponent(absmax(x, AMAX_FLOOR), E4M3_MAX)[..., None]
+    exponent = ue8m0_scale_exponent(absmax(x, np.float32(scales.floor)), E4M3_MAX)[..., None]
     return e4m3_codes(x * power_of_two(-exponent)), power_of_two(exponent)
 
 

@@ -13,7 +13,7 @@ __all__ = ["decode", "encode"]
 
 def encode(fmt: RowFormat, x: jax.Array) -> tuple[jax.Array, ...]:
     """[..., dim] float -> one part of the same shape. bf16 counts float32 subnormals as zero."""
-    if fmt.parts[0].dtype == "float32":
+    if fmt.dense_dtype == "float32":
         return (x.astype(jnp.float32),)
     return (bf16_bits(flush_subnormals(x)),)
 
@@ -21,6 +21,6 @@ def encode(fmt: RowFormat, x: jax.Array) -> tuple[jax.Array, ...]:
 def decode(fmt: RowFormat, parts: tuple[jax.Array, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
     """The stored part of rows -> [..., dim] in `dtype`."""
     (row,) = parts
-    if fmt.parts[0].dtype == "float32":
+    if fmt.dense_dtype == "float32":
         return row.astype(dtype)
     return bits_bf16(row).astype(dtype)

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from . import FP8_FLOOR
+
 __all__ = [
     "E4M3_MAX",
     "E4M3_NAN",
@@ -30,7 +32,7 @@ __all__ = [
 E4M3_MAX = np.float32(448.0)
 E4M3_NAN = np.uint8(0x7F)
 UE8M0_NAN = np.uint8(0xFF)
-AMAX_FLOOR = np.float32(1e-4)
+AMAX_FLOOR = np.float32(FP8_FLOOR)
 _F32_MAX = np.float32(np.finfo(np.float32).max)
 
 
