@@ -152,7 +152,7 @@ class CacheLayout:
             formats: a token's bits are the same in every batch under either, but not the same under both.
 
     Raises:
-        LayoutError: unknown format or key split, impossible block size or draft count.
+        LayoutError: unknown format or key split, impossible block size or draft count, formats of too many parts.
     """
 
     def __init__(
@@ -189,14 +189,16 @@ class CacheLayout:
         )
         counts = {kind: sum(s.attn is kind for s in self.schedule) for kind in AttentionType}
         self.leaves: tuple[LeafSpec, ...] = tuple(_leaves(self, counts))
-        assert len(self.leaves) < MAX_LEAVES, "a layout must stay cheap to dispatch"
+        if len(self.leaves) > MAX_LEAVES:  # a step is to stay cheap to dispatch
+            raise LayoutError(f"{len(self.leaves)} arrays, at most {MAX_LEAVES}: the row formats have too many parts")
         ordinals, seen = [], dict.fromkeys(AttentionType, 0)
         for spec in self.schedule:
             ordinals.append(seen[spec.attn])
             seen[spec.attn] += 1
         self._kind_ordinal = tuple(ordinals)
         # With the key split: compiled steps are found by their layout, and each split is another computation.
-        self._key = (cfg, kv_format, index_format, self.block_tokens, draft_tokens, hca_state, include_mtp, key_split)
+        rows = (self.kv_row, self.index_row)
+        self._key = (cfg, rows, self.block_tokens, draft_tokens, hca_state, include_mtp, key_split)
         self._hash = hash(self._key)  # the last: from here on nothing can be set
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -387,7 +387,7 @@ class LayerCacheHandle(Generic[Cache]):
 
     def _finish_queries(self, q: Values, inv_freq: jax.Array, fmt: RowFormat, **steps: Any) -> jax.Array:
         # Kernels give bf16, which would waste rows kept in float32.
-        implementation = "xla" if fmt.name == "f32" else self.implementation
+        implementation = "xla" if fmt.dense_dtype == "float32" else self.implementation
         return finish_queries(q, self.plan.token_position, inv_freq, **steps, implementation=implementation)
 
     def _compress_csa(self, streams: dict[str, CompressorInputs]) -> LayerCacheHandle[Cache]:
@@ -445,7 +445,7 @@ class LayerCacheHandle(Generic[Cache]):
 
     def _gather(self, pool: Rows, ids: jax.Array, fmt: RowFormat, dtype: jnp.dtype | None) -> jax.Array:
         if dtype is None:
-            dtype = jnp.float32 if fmt.name == "f32" else jnp.bfloat16
+            dtype = jnp.dtype(fmt.dense_dtype)
         return gather_rows(pool, ids, fmt=fmt, dtype=dtype, implementation=self.implementation)
 
     def _require_csa(self, what: str) -> None:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from ..errors import BenchmarkError
+from ..formats import Codes, RowFormat, Scales
 from .ops import Problem
 from .shapes import AttendShape, GatherShape, ScoreShape, Shape, TopKShape
 from .timing import L2_FLUSH
@@ -96,7 +97,7 @@ def _call(op: str, shape: Shape) -> Callable[[Any, Any], tuple[Any, ...]]:
             return lambda pool, ids: (_decode(pool, ids),)
         case TopKShape():
             return lambda _, args: (torch.topk(args[0], shape.k, dim=-1).indices,)
-        case ScoreShape() if shape.fmt.name == "fp8":
+        case ScoreShape(fmt=RowFormat(holds=(Codes("e4m3"), Scales("power_of_two")))):
 
             def scores(pool: Any, args: Any) -> tuple[Any, ...]:
                 queries, weights, table, _ = args

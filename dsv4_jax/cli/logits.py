@@ -63,7 +63,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--index-qat", action=argparse.BooleanOptionalAction, default=None,
-        help="Hadamard rotation and FP4 round trip in the indexer (default: with fp4 and fp8 index keys)",
+        help="Hadamard rotation and FP4 round trip in the indexer (default: if the index format needs it)",
     )  # fmt: skip
     parser.add_argument("--implementation", choices=("xla", "pallas", "cuda"), help="of the cache ops (default: best)")
     add_layout(parser)

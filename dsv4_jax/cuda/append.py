@@ -1,6 +1,6 @@
 """append in the project's own CUDA (`csrc/append.cu`): norm, RoPE, quantisation and the scatter, one block a row.
 
-V4's fp8 KV row (448 NoPE + 64 RoPE dims); everything else takes the Pallas kernel.
+V4's KV row (`widths.KV_ROW`); everything else takes the Pallas kernel.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from ..ops.epilogue import Epilogue
 from ..ops.numerics import rope_tables
 from ..pallas import append as pallas
 from .columns import float_columns
+from .widths import KV_ROW, WIDTHS, unsupported_rows
 
 __all__ = ["has_kernel"]
 
 
 def has_kernel(fmt: RowFormat, epilogue: Epilogue | None) -> bool:
     """Whether the kernel stores rows of this format, finished like this."""
-    pairs = 32 if epilogue is None else epilogue.inv_freq.shape[0]
+    pairs = WIDTHS.rope_pairs if epilogue is None else epilogue.inv_freq.shape[0]
     hadamard = epilogue is not None and epilogue.hadamard
-    return fmt.name == "fp8" and (fmt.nope_dim, fmt.rope_dim) == (448, 64) and pairs == 32 and not hadamard
+    return unsupported_rows(fmt, KV_ROW) is None and pairs == WIDTHS.rope_pairs and not hadamard
 
 
 def _append(

@@ -1,8 +1,8 @@
 """attend in the project's own CUDA for Hopper (`csrc/attend_kernel.cuh`), called through XLA FFI.
 
-One launch per call: fp8 rows are gathered and decoded by producer warps while the tensor cores (wgmma) work on the
-tile before, the runs of the key split are merged within a thread-block cluster, and the output leaves turned back and
-rounded if the caller wants that. Other row formats and widths take the reference.
+One launch per call: V4's KV rows (`widths.KV_ROW`) are gathered and decoded by producer warps while the tensor cores
+(wgmma) work on the tile before, the runs of the key split are merged within a thread-block cluster, and the output
+leaves turned back and rounded if the caller wants that. Other rows take the reference.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..layout import KeySplit
 from ..ops.append import Rows
 from ..ops.attend import _attend as _reference
 from ..ops.numerics import rope_tables
+from .widths import KV_ROW, unsupported_rows
 
 __all__ = ["has_kernel", "split_count"]
 
@@ -44,7 +45,7 @@ def split_count(window: int, entries: int, heads: int = 64, key_split: KeySplit 
 
 def has_kernel(fmt: RowFormat) -> bool:
     """Whether the kernel decodes rows of this format."""
-    return fmt.name == "fp8" and (fmt.nope_dim, fmt.rope_dim) == (448, 64)
+    return unsupported_rows(fmt, KV_ROW) is None
 
 
 def _attend(

@@ -1,6 +1,6 @@
 """compress in the project's own CUDA (`csrc/compress_kernel.cuh`): state, pooling and the stored entry in one launch.
 
-V4's geometry: fp8 KV entries of 448 + 64 dims, fp4 or fp8 index keys of 128, CSA ratio 4, and for HCA the online state.
+V4's geometry: its KV rows and index keys (`widths`), its CSA ratio, and for HCA the online state.
 Everything else takes the Pallas kernel.
 """
 
@@ -21,20 +21,23 @@ from ..pallas import compress as pallas
 from ..plan import StepPlan
 from .append import has_kernel as stores_kv_row
 from .columns import float_columns
+from .widths import INDEX_ROWS, KV_ROW, WIDTHS, unsupported_rows
 
 __all__ = ["has_kernel"]
 
-CSA_RATIO = 4  # of the CSA kernel
-# Pools the kernels store: format name -> number of `Format` in csrc/emit_row.cuh.
-KV, INDEX = {"fp8": 0}, {"fp4": 1, "fp8": 2}
+ROWS = (KV_ROW, *INDEX_ROWS)  # what the kernels store, in the order of `Format` in csrc
 
 
 def has_kernel(stream: CompressorInputs) -> bool:
     """Whether the kernels store entries like this stream's."""
     fmt, epilogue = stream.geometry.fmt, stream.epilogue
-    if fmt.rope_dim:
+    if _is_kv(stream):
         return stores_kv_row(fmt, epilogue)
-    return fmt.name in INDEX and fmt.dim == 128 and epilogue.inv_freq.shape[0] == 32
+    return unsupported_rows(fmt, *INDEX_ROWS) is None and epilogue.inv_freq.shape[0] == WIDTHS.rope_pairs
+
+
+def _is_kv(stream: CompressorInputs) -> bool:
+    return stream.geometry.fmt.parts == KV_ROW.parts
 
 
 def _compress_csa(
@@ -42,18 +45,18 @@ def _compress_csa(
 ) -> list[tuple[jax.Array, Rows]]:
     """As `ops.compress._compress_csa`. Raises `ImplementationError`: the CUDA library is not there."""
     # One stream of each kind at most: what a launch has room for.
-    kinds = [bool(stream.geometry.fmt.rope_dim) for stream in streams]
-    fits = all(has_kernel(s) and s.geometry.ratio == CSA_RATIO for s in streams) and len(set(kinds)) == len(kinds)
-    if not fits:
+    kinds = [_is_kv(stream) for stream in streams]
+    fits = all(has_kernel(s) and s.geometry.ratio == WIDTHS.csa_ratio for s in streams)
+    if not fits or len(set(kinds)) != len(kinds):
         return pallas._compress_csa(streams, plan, table, implementation)
-    return _call("dsv4_compress_csa", streams, plan, table, [], depth=2 * CSA_RATIO - 1)
+    return _call("dsv4_compress_csa", streams, plan, table, [], depth=2 * WIDTHS.csa_ratio - 1)
 
 
 def _compress_hca_online(
     stream: CompressorInputs, plan: StepPlan, table: jax.Array, implementation: Implementation
 ) -> tuple[jax.Array, Rows]:
     """As `ops.compress._compress_hca_online`. Raises `ImplementationError`: the CUDA library is not there."""
-    if not (has_kernel(stream) and stream.geometry.fmt.rope_dim):
+    if not (_is_kv(stream) and has_kernel(stream)):
         return pallas._compress_hca_online(stream, plan, table, implementation)
     (result,) = _call("dsv4_compress_hca", [stream], plan, table, [jnp.asarray(plan.group_tokens)], depth=1)
     return result
@@ -101,9 +104,9 @@ def _call(
             aliases[len(operands)] = len(results)
             operands.append(leaf)
             results.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-        kinds = KV if geometry.fmt.rope_dim else INDEX
+        number = next(i for i, row in enumerate(ROWS) if row.parts == geometry.fmt.parts)
         numbers += [geometry.ratio, geometry.ordinal, geometry.slots, geometry.ring, geometry.base,
-                    geometry.rows_per_block, kinds[geometry.fmt.name], int(epilogue.hadamard), len(bias),
+                    geometry.rows_per_block, number, int(epilogue.hadamard), len(bias),
                     geometry.block_units(stream.pool[0].shape[0])]  # fmt: skip
         columns += [kv_start, score_start]
     call = jax.ffi.ffi_call(cuda_target(target), tuple(results), input_output_aliases=aliases)

@@ -1,7 +1,7 @@
 """index_scores in the project's own CUDA for Hopper (`csrc/index_scores_kernel.cuh`), called through XLA FFI.
 
 Keys go from the paged pool to registers, are decoded there and multiplied by wgmma; nothing is gathered and only the
-keys below each token's count are read. fp4 and fp8 keys of 128 dims; everything else takes the reference.
+keys below each token's count are read. V4's index keys (`widths.INDEX_ROWS`); everything else takes the reference.
 
 With fp4 keys, a token whose queries are all e4m3 numbers times one power of two per head, as those rounded to FP4 are,
 takes FP8 products (`csrc/index_scores_fp8.cuh`): 1e-7 of the score is lost as with bf16 ones, but up to 2e-4 where the
@@ -20,18 +20,17 @@ from ..ops.append import Rows
 from ..ops.columns import Values
 from ..ops.index_scores import _index_scores as _reference
 from .columns import float_columns
+from .widths import INDEX_ROWS, WIDTHS, unsupported_rows
 
 __all__ = ["has_kernel"]
 
-DIM = 128
-MAX_HEADS = 64
 GROUP = 16  # keys one warp takes; they must lie in one block
 MAX_TOKENS = 65535  # second grid dimension
 
 
 def has_kernel(fmt: RowFormat, heads: int, rows_per_block: int) -> bool:
     """Whether the kernel takes keys of this format, this many heads and blocks of this size."""
-    return fmt.name in ("fp4", "fp8") and fmt.dim == DIM and heads <= MAX_HEADS and rows_per_block % GROUP == 0
+    return unsupported_rows(fmt, *INDEX_ROWS) is None and heads <= WIDTHS.index_heads and rows_per_block % GROUP == 0
 
 
 def _index_scores(

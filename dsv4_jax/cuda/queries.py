@@ -1,6 +1,6 @@
 """finish_queries in the project's own CUDA (`csrc/queries_kernel.cuh`): one launch in place of a dozen fusions.
 
-Heads of 512 dims, and of 128 for the indexer, with 64 RoPE dims; everything else takes the reference.
+Heads of V4's KV rows, and of its index keys for the indexer (`widths`); everything else takes the reference.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from ..ops.columns import Values
 from ..ops.numerics import rope_tables
 from ..ops.queries import _finish_queries as _reference
 from .columns import float_columns
+from .widths import WIDTHS
 
 __all__ = ["has_kernel"]
-
-ROPE_PAIRS = 32
 
 
 def has_kernel(dim: int, pairs: int, rotate: bool, round_fp4: bool) -> bool:
     """Whether the kernel takes heads of `dim` dims of which the last 2 * `pairs` rotate."""
-    return pairs == ROPE_PAIRS and (dim == 128 or (dim == 512 and not rotate and not round_fp4))
+    of_index = dim == WIDTHS.index_dim
+    return pairs == WIDTHS.rope_pairs and (of_index or (dim == WIDTHS.dim and not rotate and not round_fp4))
 
 
 def _finish_queries(

@@ -1,7 +1,7 @@
 """The table of row formats: how one cache row is stored, byte by byte.
 
 Parts, and the facts about them that kernels go by, are those of `rows`. Nothing here imports jax; the codec of a
-format lives in the module its table entry names and has two functions, `encode(fmt, x)` and `decode(fmt, parts, dtype)`.
+format lives in the module its table entry names.
 
 | KV row format   | parts (V4 widths: 448 NoPE + 64 RoPE dims)                        | bytes |
 | fp8             | e4m3 NoPE 448, bf16 RoPE 128, ue8m0 scales 7 (one per 64 dims) + 1 | 584   |

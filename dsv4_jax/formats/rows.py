@@ -14,11 +14,13 @@ in words of its own: no kernel takes those for something else.
 | bf16  | uint16               | rounded to nearest even; NaN is 0x7FC0                                       |
 | f32   | float32              | as they are                                                                  |
 
-| scales       | an element | m: the group's largest magnitude (NaN ignored, Inf the largest float32), at least the floor |
-| ue8m0        | uint8      | the least 2^k that brings m into the codes' range, as k + 127; 0xFF: a NaN is in the group, |
-|              |            | of codes that have none                                                                     |
-| power_of_two | float32    | the same 2^k                                                                                |
-| absmax       | float32    | m * (1 / 448), for e4m3 codes of x * (448 / m)                                              |
+| scales       | an element | by m, the largest magnitude of a group and the floor                        |
+| ue8m0        | uint8      | the least 2^k that brings m into the codes' range, stored as k + 127; 0xFF:  |
+|              |            | the group has a NaN, of codes that have none                                |
+| power_of_two | float32    | the same 2^k                                                                |
+| absmax       | float32    | m * (1 / 448), for e4m3 codes of x * (448 / m)                              |
+
+For m a NaN does not count, and Inf is the largest float32.
 """
 
 from __future__ import annotations
@@ -46,6 +48,9 @@ class Codes:
     code: str
     dims: int
 
+    def __post_init__(self) -> None:
+        _check_positive(f"{self.code} codes", self.dims)
+
     def __str__(self) -> str:
         return f"{self.dims} {self.code}"
 
@@ -64,8 +69,11 @@ class Scales:
     group: int
     floor: float
 
+    def __post_init__(self) -> None:
+        _check_positive(f"group of {self.code} scales", self.group)
+
     def __str__(self) -> str:
-        return f"{self.code} per {self.group}"
+        return f"{self.code} per {self.group} (floor {self.floor:g})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,19 +100,22 @@ class Part:
             raise LayoutError(f"part {shown(self.name)}: its name must be an identifier")
         if self.dtype not in CARRIERS:
             raise LayoutError(f"part {self.name!r}: carrier {shown(self.dtype)}, expected one of {list(CARRIERS)}")
-        width = as_int(self.width)
-        if width is None or width < 1:
-            raise LayoutError(f"part {self.name!r}: width must be a positive integer, got {shown(self.width)}")
+        _check_positive(f"width of part {self.name!r}", self.width)
         match self.holds:
             case Codes(code, dims) if code in _CODES:
                 carrier, values = _CODES[code]
-                if (self.dtype, width * values) != (carrier, dims):
+                if (self.dtype, self.width * values) != (carrier, dims):
                     raise LayoutError(
                         f"part {self.name!r}: {dims} {code} codes are {carrier}, {values} to an element, "
-                        f"got {self.dtype}[{width}]"
+                        f"got {self.dtype}[{self.width}]"
                     )
             case Scales(code) if self.dtype != _SCALES.get(code, self.dtype):
                 raise LayoutError(f"part {self.name!r}: {code} scales are {_SCALES[code]}, got {self.dtype}")
+
+    def __str__(self) -> str:
+        if self.holds is None:
+            return f"{self.width} {self.dtype}"
+        return str(self.holds) if isinstance(self.holds, Codes) else f"{self.width} {self.holds}"
 
     @property
     def bytes(self) -> int:
@@ -142,12 +153,9 @@ class RowFormat:
         known = all(part.holds for part in self.parts)
         if known and sum(c.dims for c in codes) != self.dim:
             raise LayoutError(f"row format {self.name!r}: {self.contents} do not hold {self.dim} values")
-        scaled = sum(c.dims for c in codes if c.code not in UNQUANTISED)
         for part in self.parts:
-            if isinstance(part.holds, Scales) and part.width * part.holds.group < scaled:
-                raise LayoutError(
-                    f"row format {self.name!r}: {part.width} scales of {part.holds.group} do not reach {scaled} values"
-                )
+            if isinstance(part.holds, Scales) and part.width < self.groups(part.holds):
+                raise LayoutError(f"row format {self.name!r}: {self.contents} are too few scales")
 
     @property
     def nope_dim(self) -> int:
@@ -167,6 +175,16 @@ class RowFormat:
         """The scales among what the parts hold."""
         return tuple(x for x in self.holds if isinstance(x, Scales))
 
+    def groups(self, scales: Scales) -> int:
+        """How many scales a row needs. A part may have more elements: those are zeros."""
+        scaled = (x.dims for x in self.holds if isinstance(x, Codes) and x.code not in UNQUANTISED)
+        return -(-sum(scaled) // scales.group)
+
+    @property
+    def padded(self) -> bool:
+        """Whether a part has more scales than the row needs."""
+        return any(isinstance(p.holds, Scales) and p.width > self.groups(p.holds) for p in self.parts)
+
     @property
     def quantised(self) -> bool:
         """Whether some values are kept in less than bf16."""
@@ -179,7 +197,11 @@ class RowFormat:
 
     @property
     def contents(self) -> str:
-        """What the parts hold, in words: "448 e4m3, 64 bf16, ue8m0 per 64"."""
-        return ", ".join(
-            f"{part.dtype}[{part.width}]" if part.holds is None else str(part.holds) for part in self.parts
-        )
+        """What the parts hold, in words: "448 e4m3, 64 bf16, 8 ue8m0 per 64 (floor 0.0001)"."""
+        return ", ".join(map(str, self.parts))
+
+
+def _check_positive(what: str, value: object) -> None:
+    number = as_int(value)
+    if number is None or number < 1:
+        raise LayoutError(f"{what}: expected a positive integer, got {shown(value)}")

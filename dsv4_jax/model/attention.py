@@ -83,12 +83,12 @@ def output_projection(p: Params, out: jax.Array, cfg: DSV4Config) -> jax.Array:
 
 
 def index_qat_default(layout: CacheLayout) -> bool:
-    """Whether index keys are quantised, so that the trained rotation and rounding matter.
+    """Whether index keys are stored rotated (`RowFormat.needs_rotation`), as the model was trained for.
 
     Raises:
         LayoutError: they are, but no Hadamard matrix of that size exists here.
     """
-    if layout.index_row.name not in ("fp4", "fp8"):
+    if not layout.index_row.needs_rotation:
         return False
     dim = layout.cfg.index_head_dim
     if dim & (dim - 1):

@@ -15,7 +15,7 @@ from ..ops.append import _append as _append_reference
 from ..ops.append import _encode as _encode_reference
 from ..ops.columns import Values, dense
 from ..ops.epilogue import Epilogue
-from .emit import Arithmetic, EpilogueRefs, RowTile, emit, epilogue_operands
+from .emit import Arithmetic, EpilogueRefs, RowTile, emit, epilogue_operands, unsupported_rows
 from .tiles import addressable, interpreted, whole
 
 __all__: list[str] = []
@@ -33,7 +33,7 @@ def _append(
     interpret: bool | None = None,
 ) -> Rows:
     """As `ops.append._append`. `interpret` defaults to whether the default backend is the CPU."""
-    if not addressable(*pool):
+    if unsupported_rows(fmt) or not addressable(*pool):
         return _append_reference(pool, values, row_ids, position, epilogue, fmt)
     return _call(pool, values, row_ids, position, epilogue, fmt, interpreted(interpret))
 
@@ -43,7 +43,7 @@ def _encode(
 ) -> Rows:
     """As `ops.append._encode`."""
     parts = tuple(jax.ShapeDtypeStruct((values.shape[0], p.width), jnp.dtype(p.dtype)) for p in fmt.parts)
-    if not addressable(*parts):
+    if unsupported_rows(fmt) or not addressable(*parts):
         return _encode_reference(values, position, epilogue, fmt)
     return _call(parts, values, None, position, epilogue, fmt, interpreted(interpret))
 

@@ -5,7 +5,7 @@ The key axis is cut into tiles of 64 keys (the window's tiles, then the entries'
 not change with its neighbours. Each program keeps an online softmax over its run; the runs are
 merged in a fixed order, where the sink enters once.
 
-Only V4's fp8 row (448 NoPE + 64 RoPE dims) has a body here. Other formats and widths take the reference.
+Rows of e4m3 codes with a ue8m0 scale per 64 and bf16 RoPE dims have a body here, as V4's are in the format "fp8".
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
-from ..formats import NOPE_GROUP, RowFormat
+from ..formats import NOPE_GROUP, Codes, RowFormat, Scales
 from ..layout import KeySplit
 from ..ops.append import Rows
 from ..ops.attend import _attend as _reference
 from ..ops.attend import finish_output
-from .tiles import addressable
+from .tiles import addressable, pieces
 
-__all__ = ["has_body", "merge_splits", "split_count"]
+__all__ = ["merge_splits", "split_count", "unsupported_rows"]
 
 TILE = 64  # keys of one step of the inner loop
 HEADS = 64  # most heads of one program
 TILES_PER_SPLIT = 4
+SMALLEST_DOT = 16  # least extent of a product in Triton
 TOKENS_PER_CALL = 1024  # bounds the float32 partials of a prefill chunk
 LOG2E = np.float32(1.4426950408889634)
 LN2 = np.float32(0.6931471805599453)
-# NoPE dims of a row as unmasked power-of-two tiles: (first group, groups) of 64 dims.
-NOPE_TILES = ((0, 4), (4, 2), (6, 1))
 
 
 def split_count(window: int, entries: int) -> int:
@@ -44,9 +43,17 @@ def split_count(window: int, entries: int) -> int:
     return max(1, round(_tiles(window, entries) / TILES_PER_SPLIT))
 
 
-def has_body(fmt: RowFormat) -> bool:
-    """Whether rows of this format are decoded in the kernel."""
-    return fmt.name == "fp8" and (fmt.nope_dim, fmt.rope_dim) == (448, 64)
+def unsupported_rows(fmt: RowFormat) -> str | None:
+    """Why rows of a format are not decoded in the kernel, or None."""
+    match fmt.holds:
+        case Codes("e4m3", nope), Codes("bf16", rope), Scales("ue8m0", group) if group == NOPE_GROUP:
+            if nope % NOPE_GROUP == 0 and rope >= SMALLEST_DOT and rope & (rope - 1) == 0:
+                return None
+            return (
+                f"it decodes e4m3 dims in {NOPE_GROUP}s and a power of two of bf16 dims from {SMALLEST_DOT}, "
+                f"not {nope} and {rope}"
+            )
+    return f"it does not decode rows of {fmt.contents}"
 
 
 def _attend(
@@ -71,7 +78,7 @@ def _attend(
     `interpret` defaults to whether the default backend is the CPU. `key_split` changes nothing: there is one split.
     """
     args = (queries, sink, window, window_ids, window_visible, entries, entry_ids, entry_count)
-    if not has_body(fmt) or not addressable(*window, *(entries or ())):
+    if unsupported_rows(fmt) or not addressable(*window, *(entries or ())):
         return _reference(*args, scale, fmt, inverse_rope=inverse_rope, dtype=dtype)
     if entries is None or entry_ids is None or entry_count is None or entry_ids.shape[1] == 0:
         entries, entry_ids = window, window_ids[:, :1]
@@ -158,18 +165,18 @@ def merge_splits(acc: jax.Array, top: jax.Array, total: jax.Array, sink: jax.Arr
 
 
 def _attend_kernel(
-    queries,  # bf16 [T, H, 512]
-    w_nope,  # uint8 [window rows, 448]
-    w_rope,  # uint16 [window rows, 64]
-    w_scale,  # uint8 [window rows, 8]
+    queries,  # bf16 [T, H, dim]
+    w_nope,  # uint8 [window rows, nope]
+    w_rope,  # uint16 [window rows, rope]
+    w_scale,  # uint8 [window rows, scales]
     w_ids,  # int32 [T, W]
     w_visible,  # int8 [T, W]
-    e_nope,  # uint8 [entry rows, 448]
-    e_rope,  # uint16 [entry rows, 64]
-    e_scale,  # uint8 [entry rows, 8]
+    e_nope,  # uint8 [entry rows, nope]
+    e_rope,  # uint16 [entry rows, rope]
+    e_scale,  # uint8 [entry rows, scales]
     e_ids,  # int32 [T, K]
     e_count,  # int32 [T]
-    acc_out,  # float32 [T, S, H, 512]
+    acc_out,  # float32 [T, S, H, dim]
     top_out,  # float32 [T, S, H]
     total_out,  # float32 [T, S, H]
     *,
@@ -190,7 +197,8 @@ def _attend_kernel(
         mask = jnp.broadcast_to(live[:, None], (block, width))
         return pltriton.load(queries.at[index], mask=mask, other=jnp.zeros((block, width), jnp.bfloat16))
 
-    columns = [(g * NOPE_GROUP, n * NOPE_GROUP) for g, n in NOPE_TILES] + [(448, 64)]
+    nope_dim, rope_dim = w_nope.shape[1], w_rope.shape[1]
+    columns = [(g * NOPE_GROUP, n * NOPE_GROUP) for g, n in _groups(nope_dim)] + [(nope_dim, rope_dim)]
     q_tiles = [load_queries(*c) for c in columns]
 
     def step(rows, visible, parts, carry):
@@ -258,10 +266,15 @@ def _nearest(rows, part):
     return jnp.clip(rows, 0, part.shape[0] - 1)
 
 
+def _groups(nope: int) -> list[tuple[int, int]]:
+    """The scale groups of so many dims as tiles that need no mask: (first group, groups), a power of two."""
+    return [(first, groups) for first, _, groups in pieces(nope // NOPE_GROUP)]
+
+
 def _load_keys(nope, rope, scale, rows, visible):
     """The bf16 tiles of the rows; those of invisible rows are zeros whatever their bytes are."""
     tiles = []
-    for group, groups in NOPE_TILES:
+    for group, groups in _groups(nope.shape[1]):
         shape = (TILE, groups, NOPE_GROUP)
         row = jnp.broadcast_to(rows[:, None, None], shape)
         lane = jnp.arange(NOPE_GROUP, dtype=jnp.int32)[None, None, :]
@@ -277,9 +290,9 @@ def _load_keys(nope, rope, scale, rows, visible):
         # A ue8m0 code is the exponent field of the bf16 it stands for.
         factor = lax.bitcast_convert_type(exponent.astype(jnp.uint16) << np.uint16(7), jnp.bfloat16)
         tiles.append((values * factor[:, :, None]).reshape(TILE, groups * NOPE_GROUP))
-    shape = (TILE, 64)
+    shape = (TILE, rope.shape[1])
     mask = jnp.broadcast_to(visible[:, None], shape)
-    index = _grid(rows, jnp.arange(64, dtype=jnp.int32))
+    index = _grid(rows, jnp.arange(rope.shape[1], dtype=jnp.int32))
     bits = pltriton.load(rope.at[index], mask=mask, other=jnp.zeros(shape, jnp.uint16))
     return [*tiles, lax.bitcast_convert_type(bits, jnp.bfloat16)]
 

@@ -30,7 +30,7 @@ from ..ops.compress import _compress_hca_online as _online_reference
 from ..ops.compress import _compress_hca_raw as _raw_reference
 from ..ops.dispatch import Implementation
 from ..plan import StepPlan
-from .emit import Arithmetic, EpilogueRefs, RowTile, emit, epilogue_operands
+from .emit import Arithmetic, EpilogueRefs, RowTile, emit, epilogue_operands, unsupported_rows
 from .tiles import addressable, interpreted, whole
 
 __all__ = ["state_before"]
@@ -121,6 +121,8 @@ def _compress_hca_online(
 def _fits(streams: Sequence[CompressorInputs], depth: int = 1) -> bool:
     """Whether the kernel can address the leaves and pool `depth` rows."""
     leaves = [part for stream in streams for part in (stream.state, *stream.pool)]
+    if any(unsupported_rows(stream.geometry.fmt) for stream in streams):
+        return False
     return addressable(*leaves) and (depth <= IN_REGISTERS or depth & (depth - 1) == 0)
 
 

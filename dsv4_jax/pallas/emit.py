@@ -8,6 +8,7 @@ last dim. `groups` is a power of two, as Triton wants. The steps and their round
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,11 +18,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from ..formats import FP4_GROUP, NOPE_GROUP, RowFormat
-from ..formats.index_fp4 import AMAX_FLOOR as FP4_AMAX_FLOOR
+from ..formats import FP4_GROUP, NOPE_GROUP, Codes, RowFormat, Scales
 from ..formats.index_fp4 import e2m1_codes
 from ..formats.scaling import (
-    AMAX_FLOOR,
     E4M3_MAX,
     UE8M0_NAN,
     absmax,
@@ -45,9 +44,10 @@ __all__ = [
     "rms_norm",
     "rope",
     "store",
+    "unsupported_rows",
 ]
 
-LANES = 64
+LANES = NOPE_GROUP
 _MAGIC = np.float32(1.5 * 2**23)  # the float32 numbers around it are the integers
 
 
@@ -193,7 +193,30 @@ def emit(
         x = rope(x, tile, epilogue, position, math)
         if epilogue.hadamard:
             x = hadamard(x, fmt.dim, math)
-    _STORE[fmt.module](x, fmt, tile, pool, row)
+    body = _body(fmt)
+    assert body is not None, unsupported_rows(fmt)
+    body(x, fmt, tile, pool, row)
+
+
+def unsupported_rows(fmt: RowFormat) -> str | None:
+    """Why rows of a format cannot be stored by `emit`, or None."""
+    return None if _body(fmt) else f"it does not store rows of {fmt.contents}"
+
+
+def _body(fmt: RowFormat) -> Callable[..., None] | None:
+    """What quantises and stores a row of such parts, if anything here does."""
+    match fmt.holds:
+        case (Codes("f32" | "bf16"),):
+            return _store_plain
+        case Codes("e4m3"), Codes("bf16"), Scales("ue8m0", group) if group == NOPE_GROUP:
+            return _store_groups
+        case Codes("e4m3", dims), Codes("bf16"), Scales("absmax", group) if group >= dims and not fmt.padded:
+            return _store_absmax
+        case Codes("e4m3", dims), Scales("power_of_two", group) if group >= dims and not fmt.padded:
+            return _store_power_of_two
+        case Codes("e2m1"), Scales("ue8m0", group) if group == FP4_GROUP and not fmt.padded:
+            return _store_e2m1
+    return None
 
 
 def rms_norm(x: jax.Array, tile: RowTile, epilogue: EpilogueRefs, math: Arithmetic) -> jax.Array:
@@ -234,16 +257,17 @@ def _signed(x: jax.Array, i: int, j: int) -> jax.Array:
 
 def _store_plain(x, fmt: RowFormat, tile: RowTile, pool, row) -> None:
     (part,) = pool
-    tile.store(part, row, x if fmt.parts[0].dtype == "float32" else bf16_bits(flush_subnormals(x)))
+    tile.store(part, row, x if fmt.dense_dtype == "float32" else bf16_bits(flush_subnormals(x)))
 
 
-def _store_fp8(x, fmt: RowFormat, tile: RowTile, pool, row) -> None:
-    nope, _, scale = pool
+def _store_groups(x, fmt: RowFormat, tile: RowTile, pool, row) -> None:
+    nope, rope, scale = pool
     x = flush_subnormals(x)
-    groups = np.int32(-(-fmt.nope_dim // NOPE_GROUP))
-    exponent = ue8m0_scale_exponent(absmax(_nope(x, fmt, tile), AMAX_FLOOR), E4M3_MAX)
-    _store_nope(nope, row, e4m3_codes(x * power_of_two(-exponent)[:, None]), fmt, tile)
-    _store_rope(pool[1], row, x, fmt, tile)
+    dims = nope.shape[1]
+    groups = np.int32(-(-dims // NOPE_GROUP))
+    exponent = ue8m0_scale_exponent(absmax(_first(x, dims, tile), _floor(fmt)), E4M3_MAX)
+    _store_first(nope, row, e4m3_codes(x * power_of_two(-exponent)[:, None]), tile)
+    _store_rest(rope, row, x, dims, tile)
     group = jnp.arange(x.shape[0], dtype=jnp.int32)
     code = jnp.where(group < groups, exponent + np.int32(127), 0).astype(jnp.uint8)
     store(scale, row, group, code, group < scale.shape[1])
@@ -253,27 +277,28 @@ def _store_fp8(x, fmt: RowFormat, tile: RowTile, pool, row) -> None:
         store(scale, row, group, jnp.zeros(group.shape, jnp.uint8), padding)
 
 
-def _store_fp8_per_entry(x, fmt: RowFormat, tile: RowTile, pool, row) -> None:
+def _store_absmax(x, fmt: RowFormat, tile: RowTile, pool, row) -> None:
     nope, rope, inv_scale = pool
     x = flush_subnormals(x)
-    amax = _whole_row(absmax(_nope(x, fmt, tile), AMAX_FLOOR))
-    _store_nope(nope, row, e4m3_codes(x * (E4M3_MAX / amax)), fmt, tile)
-    _store_rope(rope, row, x, fmt, tile)
+    dims = nope.shape[1]
+    amax = _whole_row(absmax(_first(x, dims, tile), _floor(fmt)))
+    _store_first(nope, row, e4m3_codes(x * (E4M3_MAX / amax)), tile)
+    _store_rest(rope, row, x, dims, tile)
     _store_one(inv_scale, row, amax * np.float32(1 / 448))
 
 
-def _store_index_fp8(x, fmt: RowFormat, tile: RowTile, pool, row) -> None:
+def _store_power_of_two(x, fmt: RowFormat, tile: RowTile, pool, row) -> None:
     codes, scale = pool
     x = flush_subnormals(x)
-    exponent = ue8m0_scale_exponent(_whole_row(absmax(x, AMAX_FLOOR)), E4M3_MAX)
+    exponent = ue8m0_scale_exponent(_whole_row(absmax(x, _floor(fmt))), E4M3_MAX)
     tile.store(codes, row, e4m3_codes(x * power_of_two(-exponent)))
     _store_one(scale, row, power_of_two(exponent))
 
 
-def _store_index_fp4(x, fmt: RowFormat, tile: RowTile, pool, row) -> None:
+def _store_e2m1(x, fmt: RowFormat, tile: RowTile, pool, row) -> None:
     packed, scale = pool
     groups = flush_subnormals(x).reshape(-1, FP4_GROUP)
-    exponent = ue8m0_scale_exponent(absmax(groups, FP4_AMAX_FLOOR), 6.0)
+    exponent = ue8m0_scale_exponent(absmax(groups, _floor(fmt)), 6.0)
     codes = e2m1_codes(groups * power_of_two(-exponent)[:, None]).astype(jnp.int32)
     low, high = _split(codes.reshape(x.shape))
     column = tile.pairs()
@@ -284,28 +309,27 @@ def _store_index_fp4(x, fmt: RowFormat, tile: RowTile, pool, row) -> None:
     store(scale, row, group, code, group < scale.shape[1])
 
 
-_STORE = {
-    "plain": _store_plain,
-    "fp8": _store_fp8,
-    "fp8_per_entry": _store_fp8_per_entry,
-    "index_fp8": _store_index_fp8,
-    "index_fp4": _store_index_fp4,
-}
+def _floor(fmt: RowFormat) -> np.float32:
+    (scales,) = fmt.scales
+    return np.float32(scales.floor)
 
 
-def _nope(x: jax.Array, fmt: RowFormat, tile: RowTile) -> jax.Array:
-    return jnp.where(tile.columns() < np.int32(fmt.nope_dim), x, np.float32(0))
+def _first(x: jax.Array, dims: int, tile: RowTile) -> jax.Array:
+    """x, zeros past the first `dims`."""
+    return jnp.where(tile.columns() < np.int32(dims), x, np.float32(0))
 
 
-def _store_nope(part, row, codes: jax.Array, fmt: RowFormat, tile: RowTile) -> None:
+def _store_first(part, row, codes: jax.Array, tile: RowTile) -> None:
+    """The codes of the first dims, as many as the part has columns."""
     columns = tile.columns()
-    store(part, row, columns, codes, columns < np.int32(fmt.nope_dim))
+    store(part, row, columns, codes, columns < np.int32(part.shape[1]))
 
 
-def _store_rope(part, row, x: jax.Array, fmt: RowFormat, tile: RowTile) -> None:
+def _store_rest(part, row, x: jax.Array, first: int, tile: RowTile) -> None:
+    """The dims from `first` on in bf16."""
     columns = tile.columns()
-    mask = (columns >= np.int32(fmt.nope_dim)) & (columns < np.int32(fmt.dim))
-    store(part, row, columns - np.int32(fmt.nope_dim), bf16_bits(x), mask)
+    mask = (columns >= np.int32(first)) & (columns < np.int32(tile.dim))
+    store(part, row, columns - np.int32(first), bf16_bits(x), mask)
 
 
 def _store_one(part, row, value: jax.Array) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from ..formats import FP4_GROUP, NOPE_GROUP, RowFormat
+from ..formats import Codes, RowFormat, Scales
 from ..formats.scaling import e4m3_values, power_of_two
 from ..ops.append import Rows
 from ..ops.gather import _gather_rows as _reference
 from .tiles import addressable, e2m1_codes, interpreted, outer, pieces, read, whole
 
-__all__: list[str] = []
+__all__ = ["unsupported_rows"]
 
 ROWS = 4  # rows of one program; one warp reads them, which on an H200 beats more of either
 
@@ -27,7 +28,7 @@ def _gather_rows(
 ) -> jax.Array:
     """As `ops.gather._gather_rows`, bit for bit. `interpret` defaults to whether the default backend is the CPU."""
     ids = row_ids.reshape(-1)
-    if not addressable(*pool):
+    if unsupported_rows(fmt) or not addressable(*pool):
         return _reference(pool, row_ids, fmt, dtype)
     out_shape = jax.ShapeDtypeStruct((ids.size, fmt.dim), dtype)
     dense = pl.pallas_call(
@@ -47,37 +48,70 @@ def _gather_kernel(ids, *refs, fmt):
     *pool, out = refs
     place = pl.program_id(0) * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
     rows = jnp.clip(read(ids, (place,), place < ids.shape[0]), 0, pool[0].shape[0] - 1)
-    for column, values in _decoded(fmt, pool, rows, out.dtype):
+    reader = _reader(fmt)
+    assert reader is not None, unsupported_rows(fmt)
+    for column, values in reader(pool, rows, fmt, out.dtype):
         index = (jnp.broadcast_to(place[:, None, None], values.shape), jnp.broadcast_to(column, values.shape))
         mask = jnp.broadcast_to((place < ids.shape[0])[:, None, None], values.shape)
         pltriton.store(out.at[index], values, mask=mask)
 
 
-def _decoded(fmt: RowFormat, pool, rows, dtype):
-    """The rows as tiles: (columns [1, groups, lanes], values [ROWS, groups, lanes] of `dtype`)."""
-    if fmt.module == "plain":
-        yield from _plain(pool[0], rows, 0, dtype)
-    elif fmt.module == "fp8":
-        nope, rope, scale = pool
-        for group, column, codes in _tiles(nope, rows, NOPE_GROUP):
-            yield column, (e4m3_values(codes) * _ue8m0(scale, rows, group)).astype(dtype)
-        yield from _plain(rope, rows, fmt.nope_dim, dtype)
-    elif fmt.module == "fp8_per_entry":
-        nope, rope, factor = pool
-        yield from _one_scale(nope, factor, rows, dtype)
-        yield from _plain(rope, rows, fmt.nope_dim, dtype)
-    elif fmt.module == "index_fp8":
-        yield from _one_scale(pool[0], pool[1], rows, dtype)
-    else:
-        assert fmt.module == "index_fp4", fmt
-        packed, scale = pool
-        for first, groups, lanes in pieces(fmt.dim, FP4_GROUP):
-            group, column = _columns(first, groups, lanes, FP4_GROUP)
-            codes = _gathered(packed, rows, column // 2) >> ((column % 2) * 4).astype(jnp.uint8)
-            factor = _ue8m0(scale, rows, group)
-            factor = jnp.where(jnp.isinf(factor), np.float32(np.nan), factor)  # code 0xFF
-            values = e4m3_values(e2m1_codes(codes)) * np.float32(2**6)
-            yield column, (values * factor).astype(dtype)
+def unsupported_rows(fmt: RowFormat) -> str | None:
+    """Why rows of a format are not read here, or None."""
+    return None if _reader(fmt) else f"it does not read rows of {fmt.contents}"
+
+
+def _reader(fmt: RowFormat) -> Callable[..., Iterator[tuple[jax.Array, jax.Array]]] | None:
+    """What reads rows of such parts, if anything here does: (pool, rows, fmt, dtype) -> tiles.
+
+    A tile is (columns [1, groups, lanes], values [ROWS, groups, lanes] of `dtype`).
+    """
+    match fmt.holds:
+        case (Codes("f32" | "bf16"),):
+            return _read_plain
+        case Codes("e4m3"), Codes("bf16"), Scales("ue8m0", group) if _is_power_of_two(group):
+            return _read_groups
+        case Codes("e4m3", dims), Codes("bf16"), Scales("absmax", group) if group >= dims:
+            return _read_absmax
+        case Codes("e4m3", dims), Scales("power_of_two", group) if group >= dims:
+            return _read_power_of_two
+        case Codes("e2m1"), Scales("ue8m0", group) if _is_power_of_two(group):
+            return _read_e2m1
+    return None
+
+
+def _read_plain(pool, rows, fmt: RowFormat, dtype):
+    return _plain(pool[0], rows, 0, dtype)
+
+
+def _read_groups(pool, rows, fmt: RowFormat, dtype):
+    (scales,) = fmt.scales
+    nope, rope, scale = pool
+    for group, column, codes in _tiles(nope, rows, scales.group):
+        yield column, (e4m3_values(codes) * _ue8m0(scale, rows, group)).astype(dtype)
+    yield from _plain(rope, rows, nope.shape[1], dtype)
+
+
+def _read_absmax(pool, rows, fmt: RowFormat, dtype):
+    nope, rope, factor = pool
+    yield from _one_scale(nope, factor, rows, dtype)
+    yield from _plain(rope, rows, nope.shape[1], dtype)
+
+
+def _read_power_of_two(pool, rows, fmt: RowFormat, dtype):
+    return _one_scale(pool[0], pool[1], rows, dtype)
+
+
+def _read_e2m1(pool, rows, fmt: RowFormat, dtype):
+    (scales,) = fmt.scales
+    packed, scale = pool
+    for piece in pieces(fmt.dim, scales.group):
+        group, column = _columns(*piece, scales.group)
+        codes = _gathered(packed, rows, column // 2) >> ((column % 2) * 4).astype(jnp.uint8)
+        factor = _ue8m0(scale, rows, group)
+        factor = jnp.where(jnp.isinf(factor), np.float32(np.nan), factor)  # code 0xFF
+        values = e4m3_values(e2m1_codes(codes)) * np.float32(2**6)
+        yield column, (values * factor).astype(dtype)
 
 
 def _plain(part, rows, first: int, dtype):
@@ -97,6 +131,10 @@ def _tiles(part, rows, group: int | None):
     for piece in pieces(part.shape[1], group):
         of_group, column = _columns(*piece, group)
         yield of_group, column, _gathered(part, rows, column)
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0
 
 
 def _columns(first: int, groups: int, lanes: int, group: int | None):

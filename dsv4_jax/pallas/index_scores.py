@@ -12,6 +12,7 @@ a key are more than 2^20 apart). Queries join them over a power of two per head,
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from ..formats import FP4_GROUP, RowFormat
+from ..formats import Codes, RowFormat, Scales
 from ..formats.scaling import UE8M0_NAN, power_of_two
 from ..ops.append import Rows
 from ..ops.columns import Values
@@ -28,7 +29,7 @@ from ..ops.index_scores import _index_scores as _reference
 from ..ops.index_scores import scaled
 from .tiles import addressable, e2m1_codes, interpreted, outer, read, whole
 
-__all__: list[str] = []
+__all__ = ["unsupported_rows"]
 
 TILE = 64  # keys of one product
 TILES = 8  # products of one program
@@ -48,7 +49,7 @@ def _index_scores(
     interpret: bool | None = None,
 ) -> jax.Array:
     """As `ops.index_scores._index_scores`. `interpret` defaults to whether the default backend is the CPU."""
-    if not addressable(*pool):
+    if unsupported_rows(fmt) or not addressable(*pool):
         return _reference(pool, queries, weights, table, count, base, rows_per_block, fmt, scale)
     operands = (queries, scaled(weights, scale), table, count, *pool)
     out_shape = jax.ShapeDtypeStruct((queries.shape[0], table.shape[1] * rows_per_block), jnp.float32)
@@ -76,8 +77,8 @@ def _scores_kernel(queries, weights, table, count, *refs, base, rows_per_block, 
     width = max(SMALLEST_DOT, pl.next_power_of_2(fmt.dim))
     h, column = outer(head, jnp.arange(width, dtype=jnp.int32))
     q = read(queries, (jnp.full(h.shape, token), h, column), (h < heads) & (column < fmt.dim))
-    q = q.astype(jnp.float32 if fmt.name == "f32" else jnp.bfloat16)
-    if fmt.name in ("fp4", "fp8"):
+    q = q.astype(jnp.dtype(fmt.dense_dtype))
+    if fmt.quantised:
         q, power = _float16(q)
         w = w * power
     lane = jnp.arange(TILE, dtype=jnp.int32)
@@ -127,22 +128,51 @@ def _float16(queries):
 
 def _load_keys(fmt: RowFormat, pool, row, visible, width: int):
     """The keys [TILE, width], zeros where not visible, and what the scores are yet to be scaled by."""
-    if fmt.name == "fp4":
-        return _load_fp4(pool[0], pool[1], row, visible, width)
+    body = _loader(fmt)
+    assert body is not None, unsupported_rows(fmt)
+    return body(fmt, pool, row, visible, width)
+
+
+def unsupported_rows(fmt: RowFormat) -> str | None:
+    """Why keys of a format are not scored here, or None."""
+    return None if _loader(fmt) else f"it does not score keys of {fmt.contents}"
+
+
+def _loader(fmt: RowFormat) -> Callable[..., tuple[jax.Array, jax.Array | None]] | None:
+    """What decodes keys of such parts, if anything here does."""
+    match fmt.holds:
+        case (Codes("f32" | "bf16"),):
+            return _load_plain
+        case Codes("e4m3", dims), Scales("power_of_two", group) if group >= dims:
+            return _load_e4m3
+        case Codes("e2m1"), Scales("ue8m0"):
+            return _load_e2m1
+    return None
+
+
+def _load_plain(fmt: RowFormat, pool, row, visible, width: int):
+    stored = _load_part(pool[0], row, visible, width)
+    return stored if stored.dtype == jnp.float32 else lax.bitcast_convert_type(stored, jnp.bfloat16), None
+
+
+def _load_e4m3(fmt: RowFormat, pool, row, visible, width: int):
+    codes = _load_part(pool[0], row, visible, width)
+    # The scale is a positive power of two: it passes through relu and sum.
+    factor = read(pool[1], (row, jnp.zeros_like(row)), visible)
+    return _half(codes), factor
+
+
+def _load_part(part, row, visible, width: int):
     r, column = outer(row, jnp.arange(width, dtype=jnp.int32))
-    stored = read(pool[0], (r, column), visible[:, None] & (column < fmt.dim))
-    if fmt.name == "fp8":
-        # The scale is a positive power of two: it passes through relu and sum.
-        factor = read(pool[1], (row, jnp.zeros_like(row)), visible)
-        return _half(stored), factor
-    return stored if fmt.name == "f32" else lax.bitcast_convert_type(stored, jnp.bfloat16), None
+    return read(part, (r, column), visible[:, None] & (column < part.shape[1]))
 
 
-def _load_fp4(packed, scale, row, visible, width: int):
+def _load_e2m1(fmt: RowFormat, pool, row, visible, width: int):
+    (packed, scale), (scales,) = pool, fmt.scales
     r, column = outer(row, jnp.arange(width // 2, dtype=jnp.int32))
     pairs = read(packed, (r, column), visible[:, None] & (column < packed.shape[1]))
     codes = e2m1_codes(jnp.stack([pairs, pairs >> np.uint8(4)], -1).reshape(row.shape[0], width))
-    groups = range(scale.shape[1])
+    groups = range(fmt.groups(scales))
     exponents = [read(scale, (row, jnp.full_like(row, g)), visible).astype(jnp.int32) for g in groups]
     top = functools.reduce(jnp.maximum, exponents)
     relative = jnp.zeros(codes.shape, jnp.float16)
@@ -152,7 +182,7 @@ def _load_fp4(packed, scale, row, visible, width: int):
         field = jnp.maximum(exponent - top + (6 + 15), 0).astype(jnp.uint16) << np.uint16(10)
         factor = jnp.broadcast_to(lax.bitcast_convert_type(field, jnp.float16)[:, None], codes.shape)
         # A select costs nothing: which group an element of a register belongs to is known when compiling.
-        relative = jnp.where(column >= group * FP4_GROUP, factor, relative)
+        relative = jnp.where(column >= group * scales.group, factor, relative)
     nan = top == np.int32(UE8M0_NAN)
     return _half(codes) * relative, jnp.where(nan, np.float32(np.nan), power_of_two(top - np.int32(127)))
 
