@@ -83,9 +83,9 @@ def run(layout: CacheLayout, chunks: list[int], width: int, slot: int = 2):
 def expected(driver: Driver, queries: dict[str, np.ndarray], slot: int = 2) -> list[np.ndarray]:
     """Visibility by spec 2.6: positions t-W+1..t; entries s < (t+1) // ratio, for CSA the top k of them."""
     layout, cfg, stream, live = driver.layout, driver.layout.cfg, driver.streams[slot], driver.live(slot)
-    kv, index = layout.kv_row.name, layout.index_row.name
-    windows = oracle.decode(kv, oracle.encode(kv, stream.kv, cfg.rope_dim), cfg.rope_dim)
-    entries = {p: oracle.decode(kv, tuple(x[0] for x in live[p]), cfg.rope_dim) for p in ("csa", "hca")}
+    kv, index = layout.kv_row, layout.index_row
+    windows = oracle.decode(kv, oracle.encode(kv, stream.kv))
+    entries = {p: oracle.decode(kv, tuple(x[0] for x in live[p])) for p in ("csa", "hca")}
     index_keys = oracle.decode(index, tuple(x[0] for x in live["index"]))
     visible = [index_keys[: (t + 1) // 4] for t in range(TOKENS)]
     scores = attention.index_scores(queries["index"], queries["weights"], visible)

@@ -30,9 +30,7 @@ def run_trace(
     counts = {pool: layout.cfg.count(kind) for pool, kind in kinds.items() if layout.cfg.count(kind)}
     blocks = layout.blocks_for(tokens)
     driver = Driver(layout, CacheSize(2 * blocks + 3, 4, blocks), seed=seed, write_step=write_step)
-    machine = Machine(
-        layout.cfg, layout.kv_row.name, layout.index_row.name, layout.hca_state, layout.block_tokens, driver.norms
-    )
+    machine = Machine(layout.cfg, layout.kv_row, layout.index_row, layout.hca_state, layout.block_tokens, driver.norms)
     chunked = pinned_shape(layout, 2, max_chunk + 1, blocks)
     decode = pinned_shape(layout, 2, 2, blocks)
     slots = (3, 1)

@@ -117,7 +117,7 @@ def test_a_layer_splits_as_its_layout_says(monkeypatch, key_split, splits):
 def test_other_formats_take_the_reference():
     fmt = kv_format("bf16", 64, 16)
     rng = np.random.default_rng(0)
-    rows = oracle.encode("bf16", rng.standard_normal((24, 64)), 16)
+    rows = oracle.encode(fmt, rng.standard_normal((24, 64)))
     args = (
         rng.standard_normal((2, 4, 64)).astype(np.float32), np.zeros(4, np.float32), rows,
         rng.integers(0, 24, (2, 16)).astype(np.int32), np.ones((2, 16), bool), None, None, None,

@@ -108,7 +108,7 @@ def test_fp8_products_of_fp4_queries_on_the_gpu(scales: str, bound: float) -> No
     scale = rng.integers(low, high, (rows, 4)).astype(np.uint8)
     scale[5] = 0
     scale[9, 2] = 0xFF
-    keys = oracle_rows.decode("fp4", (codes, scale)).astype(np.float64)
+    keys = oracle_rows.decode(fmt, (codes, scale)).astype(np.float64)
     keys[5] = 0
     exponent = rng.integers(0 if scales == "equal" else -6, 1, (tokens, heads, 4, 1))
     queries = rng.choice(oracle_rows.E2M1, (tokens, heads, 4, 32)) * rng.choice([-1, 1], (tokens, heads, 4, 32))

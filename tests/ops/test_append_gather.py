@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS, RowFormat, index_format, kv_format
+from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS, Codes, RowFormat, Scales, index_format, kv_format
 from dsv4_jax.ops import append, gather_rows
 
 from ..oracle import rows as oracle
@@ -34,7 +34,7 @@ class AppendGatherTest:
         values = rng.standard_normal((6, 32)).astype(np.float32)
         ids = np.array([7, 40, 0, 39, 2**31 - 1, 12], np.int32)  # 40 and above: dropped, never wrapped
         pool = jit_append(tuple(old), values, ids, fmt=fmt, implementation=self.implementation)
-        encoded = oracle.encode(fmt.name, values, fmt.rope_dim)
+        encoded = oracle.encode(fmt, values)
         for before, after, rows in zip(old, pool, encoded, strict=True):
             expected = before.copy()
             expected[ids[ids < 40]] = rows[ids < 40]
@@ -43,7 +43,7 @@ class AppendGatherTest:
         order = np.array([[12, 7], [39, 0], [7, 7]], np.int32)
         implementation = self.gather or self.implementation
         dense = jit_gather(pool, order, fmt=fmt, dtype=jnp.float32, implementation=implementation)
-        expected = oracle.decode(fmt.name, tuple(np.asarray(p) for p in pool), fmt.rope_dim)[order]
+        expected = oracle.decode(fmt, tuple(np.asarray(p) for p in pool))[order]
         np.testing.assert_array_equal(dense, expected)
 
 
@@ -56,9 +56,9 @@ def random_rows(rng: np.random.Generator, fmt: RowFormat, rows: int) -> tuple[np
     parts = []
     for part in fmt.parts:
         bits = rng.integers(0, 256, (rows, part.bytes), dtype=np.uint8)
-        if part.name == "scale" and part.dtype == "uint8":
+        if isinstance(part.holds, Scales) and part.holds.code == "ue8m0":
             bits = rng.integers(127 - 60, 127 + 60, bits.shape, dtype=np.uint8)
-            if fmt.name == "fp4":
+            if Codes("e2m1", fmt.dim) in fmt.holds:
                 bits[rng.random(bits.shape) < 0.05] = 0xFF
         elif part.dtype == "float32":
             bits = np.exp2(rng.integers(-60, 60, (rows, part.width)).astype(np.float32)).view(np.uint8)
@@ -74,10 +74,10 @@ class GatherTest:
     def check(self, fmt: RowFormat, pool: tuple[np.ndarray, ...], ids: np.ndarray, dtype: type) -> None:
         ids = ids.astype(np.int32)
         dense = jit_gather(pool, ids, fmt=fmt, dtype=jnp.dtype(dtype), implementation=self.implementation)
-        expected = oracle.decode(fmt.name, tuple(p[ids] for p in pool), fmt.rope_dim).astype(dtype)
+        expected = oracle.decode(fmt, tuple(p[ids] for p in pool)).astype(dtype)
         assert dense.shape == (*ids.shape, fmt.dim) and dense.dtype == dtype
         np.testing.assert_array_equal(np.asarray(dense, np.float32), expected.astype(np.float32))
-        if fmt.rope_dim and fmt.parts[0].name == "nope" and dtype == jnp.bfloat16:
+        if fmt.rope_dim and Codes("bf16", fmt.rope_dim) in fmt.holds and dtype == jnp.bfloat16:
             rope = np.asarray(dense)[..., fmt.nope_dim :].view(np.uint16)
             np.testing.assert_array_equal(rope, pool[1][ids])
 

@@ -32,8 +32,8 @@ def problem(spec: AttendSpec, seed: int = 0) -> dict:
     def pool(rows: int) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
         values = rng.standard_normal((rows, dim)).astype(np.float32)
         values[0] = np.nan  # what padding ids point at
-        parts = oracle_rows.encode(fmt.name, values, fmt.rope_dim)
-        return parts, oracle_rows.decode(fmt.name, parts, fmt.rope_dim)
+        parts = oracle_rows.encode(fmt, values)
+        return parts, oracle_rows.decode(fmt, parts)
 
     window, window_values = pool(64)
     visible = rng.random((spec.tokens, spec.window)) < 0.8
@@ -146,4 +146,4 @@ class TestAttend(AttendTest):
         """The oracle decodes with its own codec; both decoders must agree for the comparison to mean anything."""
         fmt = ATTEND["csa"].fmt
         parts = problem(ATTEND["csa"])["entries"]
-        np.testing.assert_array_equal(codec(fmt).decode(fmt, parts), oracle_rows.decode(fmt.name, parts, fmt.rope_dim))
+        np.testing.assert_array_equal(codec(fmt).decode(fmt, parts), oracle_rows.decode(fmt, parts))

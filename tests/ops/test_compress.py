@@ -35,7 +35,7 @@ def assert_close(layout: CacheLayout, actual: dict, expected: dict) -> None:
     for pool in actual.keys() - {"swa"}:
         if expected[pool] and expected[pool][0].size:
             fmt = {"csa": layout.kv_row, "hca": layout.kv_row, "index": layout.index_row}.get(pool)
-            assert_rows_close(fmt.name if fmt else "f32", actual[pool], expected[pool])
+            assert_rows_close(fmt, actual[pool], expected[pool])
 
 
 def make_driver(layout: CacheLayout, blocks: int, implementation: Implementation) -> Driver:
@@ -77,7 +77,7 @@ class CompressTest:
         blocks = layout.blocks_for(self.tokens)
         driver = make_driver(layout, blocks, self.implementation)
         machine = Machine(
-            layout.cfg, layout.kv_row.name, layout.index_row.name, layout.hca_state, layout.block_tokens, driver.norms
+            layout.cfg, layout.kv_row, layout.index_row, layout.hca_state, layout.block_tokens, driver.norms
         )
         most = 1 + layout.draft_tokens
         step, chunk = shapes(layout, blocks, LONGEST)

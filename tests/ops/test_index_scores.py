@@ -27,11 +27,11 @@ class IndexScoresTest:
         units = spec.blocks + 6
         base = units * per_block  # the second layer of the pool
         values = rng.standard_normal((2 * units * per_block, fmt.dim)).astype(np.float32)
-        parts = oracle_rows.encode(fmt.name, values)
-        stored = oracle_rows.decode(fmt.name, parts)
+        parts = oracle_rows.encode(fmt, values)
+        stored = oracle_rows.decode(fmt, parts)
         table = np.stack([rng.permutation(np.arange(1, units))[: spec.blocks] for _ in range(spec.tokens)])
         queries = rng.standard_normal((spec.tokens, spec.heads, fmt.dim)).astype(np.float32)
-        if fmt.name != "f32":  # kernels round the queries to bf16
+        if fmt.dense_dtype == "bfloat16":  # kernels round the queries to bf16
             queries = queries.astype(ml_dtypes.bfloat16).astype(np.float32)
         weights = rng.standard_normal((spec.tokens, spec.heads)).astype(np.float32)  # negative ones too
         scores = np.asarray(jit_scores(

@@ -49,8 +49,8 @@ class Entry(NamedTuple):
 class Machine:
     """All requests of one cache. `block` tokens per page."""
 
-    def __init__(self, cfg, kv_format, index_format, hca_state, block, norms: Norms, pages: int = 512):
-        self.cfg, self.kv_format, self.index_format, self.hca_state = cfg, kv_format, index_format, hca_state
+    def __init__(self, cfg, kv_row, index_row, hca_state, block, norms: Norms, pages: int = 512):
+        self.cfg, self.kv_row, self.index_row, self.hca_state = cfg, kv_row, index_row, hca_state
         self.block, self.norms = block, norms
         self.free = list(range(pages))
         self.pages: dict[tuple[str, int, int], list] = {}  # (pool, layer, page) -> entries
@@ -67,7 +67,7 @@ class Machine:
         t = request.length
         if t % self.block == 0:
             request.table.append(self.free.pop())
-        parts = rows.encode(self.kv_format, token.kv, self.cfg.rope_dim)
+        parts = rows.encode(self.kv_row, token.kv)
         request.window[t] = parts
         request.window.pop(t - self.cfg.sliding_window, None)
         for layer in range(len(token.csa_kv)):
@@ -117,10 +117,8 @@ class Machine:
         entry = request.length // ratio
         row = maths.rms_norm(pooled, norm, 1e-6)
         row = maths.rope(row, entry * ratio, self.inv_freq)
-        if pool == "index":
-            parts = rows.encode(self.index_format, maths.hadamard(row))
-        else:
-            parts = rows.encode(self.kv_format, row, self.cfg.rope_dim)
+        index = pool == "index"
+        parts = rows.encode(self.index_row, maths.hadamard(row)) if index else rows.encode(self.kv_row, row)
         page = self.pages.setdefault((pool, layer, request.table[-1]), [])
         assert len(page) == entry % (self.block // ratio)
         page.append(parts)

@@ -64,7 +64,7 @@ def check_epilogue(fmt: RowFormat, tokens: int, implementation: Implementation =
     args = dict(epilogue=epilogue, position=position)
     expected = call(old, values, jnp.asarray(ids), **args, implementation="xla")
     got = call(old, values, jnp.asarray(ids), **args, implementation=implementation)
-    assert_rows_close(fmt.name, got, expected)
+    assert_rows_close(fmt, got, expected)
     untouched = np.setdiff1d(np.arange(rows), ids)
     for before, after in zip(old, got, strict=True):
         np.testing.assert_array_equal(np.asarray(after)[untouched], np.asarray(before)[untouched])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.formats import INDEX_FORMATS, index_format
+from dsv4_jax.formats import INDEX_FORMATS, Scales, index_format
 from dsv4_jax.ops import index_scores
 from dsv4_jax.ops.dispatch import Implementation
 from dsv4_jax.pallas import index_scores as kernel
@@ -39,7 +39,7 @@ def check_nan_and_distant_scales() -> None:
         pool, queries.astype(jnp.bfloat16), weights, np.array([[1, 0]], np.int32), np.array([16], np.int32), base=0,
         rows_per_block=8, fmt=fmt, implementation="pallas",
     ))  # fmt: skip
-    keys = oracle_rows.decode("fp4", pool)[[*range(8, 16), *range(8)]]
+    keys = oracle_rows.decode(fmt, pool)[[*range(8, 16), *range(8)]]
     (expected,) = attention.index_scores(np.asarray(queries, np.float32), weights, [keys])
     np.testing.assert_allclose(scores[0], expected, rtol=1e-4)
     assert np.flatnonzero(np.isnan(scores[0])).tolist() == [13]
@@ -83,13 +83,13 @@ def test_a_million_tokens_of_context(name: str, implementation: Implementation) 
     rng = np.random.default_rng(0)
     rows = max(per_block * blocks, 2**32 // fmt.parts[0].bytes + 64) // per_block * per_block
     small = [rng.integers(0, 0x77, (per_block * blocks, p.width)).astype(p.dtype) for p in fmt.parts]
-    if fmt.name == "fp4":
-        small[1][:] = rng.integers(118, 125, small[1].shape)
-    elif fmt.name == "fp8":
-        small[1][:] = np.exp2(rng.integers(-9, -6, small[1].shape))
-    elif len(fmt.parts) == 1:
-        x = rng.standard_normal(small[0].shape).astype(np.float32)
-        small[0] = x if fmt.name == "f32" else np.asarray(jnp.asarray(x, jnp.bfloat16)).view(np.uint16)
+    match fmt.scales:
+        case (Scales("ue8m0"),):
+            small[1][:] = rng.integers(118, 125, small[1].shape)
+        case (Scales("power_of_two"),):
+            small[1][:] = np.exp2(rng.integers(-9, -6, small[1].shape))
+        case _:
+            small = list(oracle_rows.encode(fmt, rng.standard_normal(small[0].shape)))
     end = jax.jit(lambda part: jnp.zeros((rows, part.shape[1]), part.dtype).at[-part.shape[0] :].set(part))
     queries = jnp.asarray(rng.standard_normal((2, 64, 128)), jnp.bfloat16)
     weights = jnp.asarray(rng.standard_normal((2, 64)), jnp.float32)
