@@ -7,7 +7,6 @@ import itertools
 import pytest
 
 from dsv4_jax.errors import IntegrityError, OutOfBlocksError, PlanError, PrefixTreeError, TransitionError
-from dsv4_jax.eviction_queue import EvictionQueue
 from dsv4_jax.manager.prefix.eviction import Freed
 from dsv4_jax.manager.prefix.hashing import BlockHasher, HashSpec, Namespace
 from dsv4_jax.manager.prefix.node import Node, NodeState, Tier
@@ -464,16 +463,3 @@ def test_integrity_notices_what_is_wrong() -> None:
         lambda t, a: t._writing.__setitem__(a[0], None),
     ):
         broken(change)
-
-
-def test_a_queue_forgets_removed_nodes() -> None:
-    queue = EvictionQueue(8, lambda n: n.state is NodeState.DEVICE, lambda n: n.number)
-    nodes = [Node(b"", None, i, None, NodeState.DEVICE) for i in range(3000)]
-    for i, node in enumerate(nodes):
-        queue.push(node)
-        queue.push(node)
-        if i % 100:
-            node.state = NodeState.REMOVED
-    assert len(queue._heap) < 1500
-    assert [queue.pop().number for _ in range(30)] == list(range(0, 3000, 100))
-    assert queue.pop() is None

@@ -1,0 +1,65 @@
+"""The eviction queue: smallest key first, whatever happened to keys and eligibility since; nothing is kept for ever."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+from dsv4_jax.eviction_queue import EvictionQueue
+
+
+@dataclasses.dataclass(eq=False)
+class Leaf:
+    number: int
+    key: int
+    alive: bool = True
+    queued: int = 0
+
+
+def queue_of(leaves: list[Leaf], bit: int = 8) -> EvictionQueue[Leaf]:
+    queue = EvictionQueue[Leaf](bit, lambda leaf: leaf.alive, lambda leaf: leaf.key)
+    for leaf in leaves:
+        queue.push(leaf)
+    return queue
+
+
+def test_the_smallest_key_leaves_first_whatever_was_touched_since() -> None:
+    rng = random.Random(0)
+    leaves = [Leaf(i, rng.randrange(50)) for i in range(200)]
+    queue = queue_of(leaves)
+    for leaf in rng.sample(leaves, 100):
+        leaf.key += rng.randrange(100)
+    for leaf in rng.sample(leaves, 40):
+        leaf.alive = False
+    expected = sorted((leaf.key, leaf.number) for leaf in leaves if leaf.alive)
+    popped = [queue.pop() for _ in expected]
+    assert [(leaf.key, leaf.number) for leaf in popped if leaf is not None] == expected
+    assert queue.pop() is None and not any(map(queue.holds, leaves))
+
+
+def test_queues_of_other_bits_do_not_meet() -> None:
+    leaf = Leaf(1, 1)
+    first, second = queue_of([leaf], bit=1), queue_of([leaf], bit=2)
+    assert leaf.queued == 3 and first.holds(leaf) and second.holds(leaf)
+    assert first.pop() is leaf and not first.holds(leaf) and second.holds(leaf)
+    assert first.pop() is None and second.pop() is leaf
+
+
+def test_what_may_not_leave_is_not_listed_until_it_is_pushed_again() -> None:
+    leaf = Leaf(1, 1, alive=False)
+    queue = queue_of([leaf])
+    assert not queue.holds(leaf) and queue.pop() is None
+    leaf.alive = True
+    queue.push(leaf), queue.push(leaf)
+    assert queue.pop() is leaf and queue.pop() is None
+
+
+def test_removed_nodes_are_forgotten() -> None:
+    queue, leaves = queue_of([]), [Leaf(i, i) for i in range(3000)]
+    for leaf in leaves:
+        queue.push(leaf)
+        queue.push(leaf)
+        leaf.alive = leaf.number % 100 == 0
+    assert sum(map(queue.holds, leaves)) < 1500
+    assert [queue.pop() for _ in range(30)] == leaves[::100]
+    assert queue.pop() is None
