@@ -35,10 +35,9 @@ import numpy as np
 
 from dsv4_jax import CacheLayout, DSV4Config
 from dsv4_jax.errors import StoreError
-from dsv4_jax.tiers.async_store import AsyncStore
-from dsv4_jax.tiers.records import block_record
-from dsv4_jax.tiers.slab import SlabStore
-from dsv4_jax.tiers.slab_record import checksum
+from dsv4_jax.records import block_record
+from dsv4_jax.stores import AsyncStore, SlabStore
+from dsv4_jax.stores.checksum import checksum
 
 CALL_BYTES = 8 << 20
 POOL_BYTES = 256 << 20

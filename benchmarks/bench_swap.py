@@ -15,7 +15,7 @@ each direction, number of blocks, and scattered or consecutive ids:
     memcpy per piece           a cudaMemcpyAsync for every layer and leaf of every block
     launch per layer and leaf  FastDeploy's scheme: one warp a block piece, 8-byte accesses; consecutive ids by memcpy
 
-and last a step of bandwidth-bound matrix products with 8 blocks out, in, or both: staged (`dsv4_jax.tiers.staging`),
+and last a step of bandwidth-bound matrix products with 8 blocks out, in, or both: staged (`tiers.overlapped_swap`),
 so that the copy overlaps, or swapped in place, so that it does not. What was copied is compared byte by byte.
 """
 
@@ -39,8 +39,9 @@ import numpy as np
 import dsv4_jax as dsv4
 from dsv4_jax.bench.timing import profiled
 from dsv4_jax.plan import SwapPlan
-from dsv4_jax.tiers import moves, staging, swap
-from dsv4_jax.tiers.records import block_record
+from dsv4_jax.records import block_record
+from dsv4_jax.tiers import record_copy, swap
+from dsv4_jax.tiers.overlapped_swap import gather_from_host, pack_blocks, scatter_to_host, unpack_blocks
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import swap_baselines
@@ -53,14 +54,14 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 swap_out = jax.jit(swap.swap_out, donate_argnums=1, static_argnames="implementation")
 swap_in = jax.jit(swap.swap_in, donate_argnums=0, static_argnames="implementation")
-commit = jax.jit(staging.commit_staged, donate_argnums=0, static_argnames="implementation")
+commit = jax.jit(scatter_to_host, donate_argnums=0, static_argnames="implementation")
 
 
 @jax.jit
 def blocks_and_records(cache: dsv4.KVCache, host: dsv4.HostCache, plan: SwapPlan) -> tuple[jax.Array, jax.Array]:
     """What a plan names on both sides, in device memory: a NumPy view of pinned memory would forbid donating it."""
-    records = jax.device_put(staging.prefetch_in(host, plan, implementation="xla"), DEVICE)
-    return staging.stage_out(cache, plan, implementation="xla"), records
+    records = jax.device_put(gather_from_host(host, plan, implementation="xla"), DEVICE)
+    return pack_blocks(cache, plan, implementation="xla"), records
 
 
 @dataclasses.dataclass
@@ -222,7 +223,7 @@ def measure_baselines(bench: Bench, baselines: swap_baselines.Baselines, blocks:
     for scheme in swap_baselines.SCHEMES:
         for direction in ("out", "in"):
             bench.add(Row(scheme, direction, blocks, kind, baselines.swap(scheme, direction, device, host)))
-        record = np.asarray(staging.stage_out(bench.cache, SwapPlan(device[:1], host[:1]), implementation="xla"))[0]
+        record = np.asarray(pack_blocks(bench.cache, SwapPlan(device[:1], host[:1]), implementation="xla"))[0]
         want = b"".join(
             record[p.offset + layer * p.stride :][: p.bytes].tobytes()
             for p in block_record(bench.cache.layout).pieces
@@ -265,19 +266,34 @@ def steps(bench: Bench, implementation: str, width: int, layers: int, repeat: in
         return compute(x, weights), cache, host, None
 
     def staged_out(x, weights, cache, host, staged):
-        return compute(x, weights), cache, host, jax.device_put(staging.stage_out(cache, plan, **choose), HOST)
+        return (
+            compute(x, weights),
+            cache,
+            host,
+            jax.device_put(pack_blocks(cache, plan, **choose), HOST),
+        )
 
     def staged_in(x, weights, cache, host, staged):
-        return compute(x, weights), staging.land(cache, jax.device_put(staged, DEVICE), plan, **choose), host, None
+        return (
+            compute(x, weights),
+            unpack_blocks(cache, jax.device_put(staged, DEVICE), plan, **choose),
+            host,
+            None,
+        )
 
     def staged_both(x, weights, cache, host, staged):
-        away = jax.device_put(staging.stage_out(cache, plan, **choose), HOST)
-        return compute(x, weights), staging.land(cache, jax.device_put(staged, DEVICE), plan, **choose), host, away
+        away = jax.device_put(pack_blocks(cache, plan, **choose), HOST)
+        return (
+            compute(x, weights),
+            unpack_blocks(cache, jax.device_put(staged, DEVICE), plan, **choose),
+            host,
+            away,
+        )
 
     def swapped_out(x, weights, cache, host, staged):
         return compute(x, weights), cache, swap.swap_out(cache, host, plan, **choose), None
 
-    staged = jax.block_until_ready(jax.jit(functools.partial(staging.prefetch_in, **choose))(bench.host, plan))
+    staged = jax.block_until_ready(jax.jit(functools.partial(gather_from_host, **choose))(bench.host, plan))
     x = jnp.ones((64, width), jnp.bfloat16)
     made = {
         "plain": plain, "8 out, staged": staged_out, "8 in, staged": staged_in, "8 out and 8 in, staged": staged_both,
@@ -327,7 +343,7 @@ def run(args: argparse.Namespace, folder: pathlib.Path) -> dict:
     }  # fmt: skip
     native = True
     try:
-        moves.pick("ffi")
+        record_copy.choose_implementation("ffi")
     except dsv4.errors.ImplementationError as error:
         native = False
         print(f"ours: not here: {error}")

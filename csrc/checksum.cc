@@ -1,4 +1,4 @@
-// The sums of records' checksums, in one pass over each. dsv4_jax/tiers/slab_record.py says what they are for and calls
+// The sums of records' checksums, in one pass over each. dsv4_jax/stores/checksum.py says what they are for and calls
 // this through ctypes, so nothing here knows XLA or Python.
 #include <cstdint>
 #include <cstring>

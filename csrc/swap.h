@@ -1,5 +1,5 @@
 // The swap between cache leaves and host records: what the CUDA kernel and its CPU twin share, address arithmetic
-// included. Wrapper and argument meaning: dsv4_jax/tiers/moves.py; record format: dsv4_jax/tiers/records.py.
+// included. Wrapper and argument meaning: dsv4_jax/tiers/record_copy.py; record format: dsv4_jax/records.py.
 //
 // A leaf is [layers, units, piece_bytes] in device memory; a record holds one unit (a block or a slot) of every leaf and
 // layer, leaf after leaf, layer after layer, each piece from a 16-byte boundary. So a record is a row of 16-byte words

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import model as model
     from . import pools as pools
+    from . import records as records
+    from . import stores as stores
     from .cache import KVCache as KVCache
     from .cache import init_cache as init_cache
     from .capacity import plan_capacity as plan_capacity
@@ -32,14 +34,14 @@ if TYPE_CHECKING:
     from .sharding import stack_plans as stack_plans
     from .step import CacheStep as CacheStep
     from .step import LayerCacheHandle as LayerCacheHandle
-    from .tiers.host import HostCache as HostCache
-    from .tiers.host import init_host_cache as init_host_cache
-    from .tiers.planning import plan_swap as plan_swap
-    from .tiers.stages import run_transfers as run_transfers
+    from .tiers.host_cache import HostCache as HostCache
+    from .tiers.host_cache import init_host_cache as init_host_cache
     from .tiers.swap import restore as restore
     from .tiers.swap import snapshot as snapshot
     from .tiers.swap import swap_in as swap_in
     from .tiers.swap import swap_out as swap_out
+    from .tiers.swap_plan import plan_swap as plan_swap
+    from .tiers.transfers import run_transfers as run_transfers
 
 __version__ = "0.1.0"
 
@@ -65,16 +67,16 @@ _HOME = {
     "cache_sharding": "sharding",
     "shard_step": "sharding",
     "stack_plans": "sharding",
-    "HostCache": "tiers.host",
-    "init_host_cache": "tiers.host",
-    "plan_swap": "tiers.planning",
+    "HostCache": "tiers.host_cache",
+    "init_host_cache": "tiers.host_cache",
+    "plan_swap": "tiers.swap_plan",
     "restore": "tiers.swap",
-    "run_transfers": "tiers.stages",
+    "run_transfers": "tiers.transfers",
     "snapshot": "tiers.swap",
     "swap_in": "tiers.swap",
     "swap_out": "tiers.swap",
 }
-_SUBMODULES = ("errors", "manager", "model", "ops", "pools", "tiers")
+_SUBMODULES = ("errors", "manager", "model", "ops", "pools", "records", "stores", "tiers")
 
 __all__ = ["__version__", *_HOME, *_SUBMODULES]
 

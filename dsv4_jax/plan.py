@@ -196,7 +196,7 @@ class PackedPlan:
 class SwapPlan(NamedTuple):
     """Which units (blocks, or slots) travel between the device cache and the host records, in either direction.
 
-    Made and checked by `dsv4_jax.tiers.planning.plan_swap`. A pair with an id <= 0 or beyond its pool is
+    Made and checked by `dsv4_jax.plan_swap`. A pair with an id <= 0 or beyond its pool is
     padding: it moves nothing.
 
     Attributes:

@@ -11,7 +11,7 @@ import re
 import pytest
 
 import dsv4_jax
-from dsv4_jax import errors, manager, tiers
+from dsv4_jax import errors, manager, stores, tiers
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -71,10 +71,10 @@ def assert_public(module: str, names: list[str]) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_names_in_its_text_exists(page: pathlib.Path) -> None:
-    """`dsv4.name`, `dsv4_jax.module.name` and `tiers.module.name`, wherever they stand between backquotes."""
-    rooms = {"dsv4": dsv4_jax, "dsv4_jax": dsv4_jax, "tiers": tiers}
+    """`dsv4.name`, `dsv4_jax.module.name`, `stores.name` and `tiers.module.name`, wherever they stand in backquotes."""
+    rooms = {"dsv4": dsv4_jax, "dsv4_jax": dsv4_jax, "stores": stores, "tiers": tiers}
     for quoted in re.findall(r"`([^`\n]+)`", page.read_text()):
-        for room, path in re.findall(r"(?<![\w./-])(dsv4_jax|dsv4|tiers)((?:\.\w+)+)", quoted):
+        for room, path in re.findall(r"(?<![\w./-])(dsv4_jax|dsv4|stores|tiers)((?:\.\w+)+)", quoted):
             value: object = rooms[room]
             for name in path.split(".")[1:]:
                 value = getattr(value, name)  # or the page is wrong
@@ -128,5 +128,5 @@ def test_what_routers_and_stores_need() -> None:
     names = {"BlockEvent", "BlockHasher", "EventBatch", "HashSpec", "StorageMove", "StorageTier", "Tier", "coalesce"}
     assert names <= set(manager.__all__)
     assert all(getattr(manager, name) is not None for name in manager.__all__)
-    for name in tiers.__all__:
-        assert inspect.ismodule(getattr(tiers, name))
+    assert all(inspect.isclass(getattr(stores, name)) for name in stores.__all__)
+    assert all(inspect.ismodule(getattr(tiers, name)) for name in tiers.__all__)

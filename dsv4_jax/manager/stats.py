@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..layout import CacheLayout, CacheSize
-from ..tiers.records import block_record, snapshot_record
+from ..records import block_record, snapshot_record
 from .allocator import as_count
 from .metrics import CacheStats, PoolUse, collect_stats, pool_use
 from .prefix.node import T

@@ -2,7 +2,7 @@
 
 Storage answers late, so here alone a move has two ends: a `plan_` call that reserves, and a `finish_` call
 that is told what became of it. In between nothing is lost: blocks on their way to storage stay usable, and
-an answer that comes after `reset` is for nobody. Who moves the bytes: `dsv4_jax.tiers.storage`.
+an answer that comes after `reset` is for nobody. Who moves the bytes: `dsv4_jax.tiers.storage_driver`.
 """
 
 from __future__ import annotations

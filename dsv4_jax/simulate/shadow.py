@@ -13,7 +13,7 @@ from ..layout import CacheLayout
 from ..manager.prefix.hashing import BlockHasher
 from ..manager.transfers import TransferStage
 from ..plan import StepPlan, SwapPlan
-from ..tiers.records import block_record, snapshot_record
+from ..records import block_record, snapshot_record
 
 __all__ = ["Content", "ShadowDevice", "Text", "TransferBytes"]
 

@@ -1,6 +1,17 @@
-"""The tiers behind the device cache: host memory (`host`, `swap`, `staging`, `transfer`) and block stores.
+"""The tiers behind the device cache: host memory, and what takes records on to stores and back.
 
-`records` and `planning` import no jax. The modules load on first use.
+| | |
+| --- | --- |
+| `host_cache` | `HostCache`: the host's records, pinned, part of the functional state |
+| `swap_plan` | `plan_swap`: which units and records, checked |
+| `swap` | `swap_out`, `swap_in`, `snapshot`, `restore`: inside a step |
+| `async_swap`, `transfer_handle` | the same as computations of their own, with a handle |
+| `overlapped_swap` | the same in two halves, hidden behind a step's compute |
+| `transfers` | `run_transfers`: all that the manager wants moved before a step |
+| `storage_driver` | `StorageDriver`: host records to and from stores, beside the steps |
+
+`cache_units`, `record_copy`, `host_records` and `store_calls` are what these are made of. The modules load on first
+use; `swap_plan` imports no jax.
 """
 
 from __future__ import annotations
@@ -9,32 +20,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import async_store as async_store
-    from . import host as host
-    from . import kv_store as kv_store
-    from . import planning as planning
-    from . import records as records
-    from . import slab as slab
-    from . import stages as stages
-    from . import staging as staging
-    from . import storage as storage
-    from . import store as store
+    from . import async_swap as async_swap
+    from . import host_cache as host_cache
+    from . import overlapped_swap as overlapped_swap
+    from . import storage_driver as storage_driver
     from . import swap as swap
-    from . import transfer as transfer
+    from . import swap_plan as swap_plan
+    from . import transfer_handle as transfer_handle
+    from . import transfers as transfers
 
 __all__ = [
-    "async_store",
-    "host",
-    "kv_store",
-    "planning",
-    "records",
-    "slab",
-    "stages",
-    "staging",
-    "storage",
-    "store",
+    "async_swap",
+    "host_cache",
+    "overlapped_swap",
+    "storage_driver",
     "swap",
-    "transfer",
+    "swap_plan",
+    "transfer_handle",
+    "transfers",
 ]
 
 

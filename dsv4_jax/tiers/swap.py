@@ -11,7 +11,8 @@ not name, whatever its ids hold. Under `jax.shard_map` each shard moves between 
 Records are committed to their device, so what a step makes of them is, and so are the caches of `init_cache`. One made
 in another way should be too (`jax.device_put(cache, device)`), or the step compiles once more after the first swap_in.
 
-The transfer takes its time in the step; to hide it behind compute, see `staging`. To wait for it, see `transfer`.
+The transfer takes its time in the step; to hide it behind compute, see `overlapped_swap`. To wait for it,
+see `async_swap`.
 """
 
 from __future__ import annotations
@@ -23,23 +24,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..cache import KVCache
-from ..errors import LayoutError, ShapeError
+from ..errors import LayoutError
 from ..plan import SwapPlan
-from .host import HostCache
-from .moves import Ids, SwapImplementation, native_in, native_out, pack, pick, read, unpack, write
-from .records import RecordFormat, RecordScope, record_format
+from ..records import RecordScope, record_format
+from .cache_units import check_same_layout, ids_of, leaves_of, units_of, with_leaves
+from .host_cache import HostCache
+from .record_copy import (
+    Ids,
+    SwapImplementation,
+    choose_implementation,
+    native_in,
+    native_out,
+    pack,
+    read,
+    unpack,
+    write,
+)
 
-__all__ = [
-    "ids_of",
-    "leaves_of",
-    "restore",
-    "same_layout",
-    "snapshot",
-    "swap_in",
-    "swap_out",
-    "units_of",
-    "with_leaves",
-]
+__all__ = ["restore", "snapshot", "swap_in", "swap_out"]
 
 
 def swap_out(
@@ -50,7 +52,7 @@ def swap_out(
     Raises:
         LayoutError: the records are of another layout.
         ShapeError: the plan's fields are not int32 [N].
-        ImplementationError: see `moves.pick`.
+        ImplementationError: unknown name, or "ffi" without its library.
     """
     return dataclasses.replace(host, blocks=_out(cache, host, host.blocks, plan, "block", implementation))
 
@@ -79,43 +81,11 @@ def restore(cache: KVCache, host: HostCache, plan: SwapPlan, *, implementation: 
     return _in(cache, host, _snapshots(host), plan, "slot", implementation)
 
 
-def leaves_of(cache: KVCache, record: RecordFormat) -> tuple[jax.Array, ...]:
-    """The cache arrays a record holds a unit of, in its order."""
-    return tuple(cache.arrays[piece.leaf.name] for piece in record.pieces)
-
-
-def with_leaves(cache: KVCache, record: RecordFormat, leaves: tuple[jax.Array, ...]) -> KVCache:
-    """The inverse of `leaves_of`."""
-    names = (piece.leaf.name for piece in record.pieces)
-    return dataclasses.replace(cache, arrays=cache.arrays | dict(zip(names, leaves, strict=True)))
-
-
-def units_of(cache: KVCache, scope: RecordScope) -> int:
-    """Blocks or slots of the cache, the null unit included."""
-    return cache.block_units if scope == "block" else cache.slot_units
-
-
-def ids_of(plan: SwapPlan) -> tuple[jax.Array, jax.Array]:
-    """The plan's device and host ids. Raises `ShapeError` if they are not int32 [N], of one N."""
-    device, host = (jnp.asarray(ids) for ids in plan)
-    if device.shape != host.shape or device.ndim != 1 or not device.dtype == host.dtype == jnp.int32:
-        raise ShapeError(
-            f"a swap plan holds two int32 [N] arrays, got {device.dtype}{device.shape} and {host.dtype}{host.shape}"
-        )
-    return device, host
-
-
-def same_layout(cache: KVCache, host: HostCache) -> None:
-    """Raises `LayoutError` unless the records are of the cache's layout."""
-    if cache.layout != host.layout:
-        raise LayoutError(f"host records of {host.layout} cannot hold blocks of {cache.layout}")
-
-
 def _out(
     cache: KVCache, host: HostCache, pool: jax.Array, plan: SwapPlan, scope: RecordScope, choice: SwapImplementation
 ) -> jax.Array:
-    same_layout(cache, host)
-    record, ids, choice = record_format(cache.layout, scope), Ids(*ids_of(plan)), pick(choice)
+    check_same_layout(cache, host)
+    record, ids, choice = record_format(cache.layout, scope), Ids(*ids_of(plan)), choose_implementation(choice)
     if not record.pieces or not len(ids.units):
         return pool
     leaves = leaves_of(cache, record)
@@ -129,8 +99,8 @@ def _out(
 def _in(
     cache: KVCache, host: HostCache, pool: jax.Array, plan: SwapPlan, scope: RecordScope, choice: SwapImplementation
 ) -> KVCache:
-    same_layout(cache, host)
-    record, ids, choice = record_format(cache.layout, scope), Ids(*ids_of(plan)), pick(choice)
+    check_same_layout(cache, host)
+    record, ids, choice = record_format(cache.layout, scope), Ids(*ids_of(plan)), choose_implementation(choice)
     if not record.pieces or not len(ids.units):
         return cache
     leaves = leaves_of(cache, record)

@@ -12,7 +12,7 @@ from dsv4_jax import ffi
 from dsv4_jax.cli import doctor
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.ops import dispatch
-from dsv4_jax.tiers import moves
+from dsv4_jax.tiers import record_copy
 
 CSRC = pathlib.Path(__file__).parents[2] / "csrc"
 
@@ -111,12 +111,12 @@ def test_code_runs_within_its_generation(library, monkeypatch) -> None:
 
 def test_without_code_another_implementation_serves(library, monkeypatch) -> None:
     on(monkeypatch, "12.0")
-    assert moves.pick(None) == "xla"
+    assert record_copy.choose_implementation(None) == "xla"
     with pytest.raises(ImplementationError, match=r"capability 12\.0"):
-        moves.pick("ffi")
+        record_copy.choose_implementation("ffi")
     assert dispatch._best("attend") == "pallas"
     on(monkeypatch, "9.0")
-    assert moves.pick(None) == "ffi"
+    assert record_copy.choose_implementation(None) == "ffi"
     assert dispatch._best("attend") == "cuda"
     assert dispatch._best("top_k") == "pallas"  # this library was built without it
 

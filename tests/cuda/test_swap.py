@@ -15,12 +15,12 @@ import pytest
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, init_cache, init_host_cache
 from dsv4_jax.plan import SwapPlan
-from dsv4_jax.tiers import moves, swap
-from dsv4_jax.tiers.host import HostCache
-from dsv4_jax.tiers.records import block_record, snapshot_record
+from dsv4_jax.records import block_record, snapshot_record
+from dsv4_jax.tiers import record_copy, swap
+from dsv4_jax.tiers.host_cache import HostCache
 
 from ..model.feeding import CSA, HCA, SWA, decode_step, prefill
-from ..tiers.test_host import check_next_tokens
+from ..tiers.test_host_cache import check_next_tokens
 from ..tiers.test_swap import TestFfi as Swaps
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def in_host_memory(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 @pytest.mark.parametrize("operation", ["swap_out", "swap_in", "snapshot", "restore"])
 def test_lowers_to_one_ffi_call_in_place(monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
     """Full V4-Flash, abstract: every leaf an operand of one call, every destination aliased."""
-    monkeypatch.setattr(moves, "pick", lambda _: "ffi")
+    monkeypatch.setattr(record_copy, "choose_implementation", lambda _: "ffi")
     monkeypatch.setattr(swap, "pick", lambda _: "ffi")
     layout = CacheLayout(DSV4Config.flash())
     cache = jax.eval_shape(lambda: init_cache(layout, CacheSize(2000, 64, 1024)))
@@ -61,7 +61,7 @@ del Swaps  # its own tests run where it stands
 @pytest.mark.gpu
 def test_next_tokens_after_a_round_trip_and_after_preemption_on_the_gpu() -> None:
     """V4's attention widths, so that every kernel takes part; three blocks, two HCA entries, tokens in the window."""
-    assert moves.pick(None) == "ffi"
+    assert record_copy.choose_implementation(None) == "ffi"
     cfg = DSV4Config.tiny(
         layer_types=(SWA, CSA, HCA), head_dim=512, rope_dim=64, index_head_dim=128, index_n_heads=64,
         num_attention_heads=64, sliding_window=128, hca_ratio=128,

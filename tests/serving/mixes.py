@@ -21,7 +21,7 @@ from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import CachePolicy, HostSize, KVCacheManager, Namespace, Request, SnapshotPlacement, WritePolicy
 from dsv4_jax.manager.policies import ORDERS
 from dsv4_jax.manager.prefix.node import T
-from dsv4_jax.tiers.host import HostCache
+from dsv4_jax.tiers.host_cache import HostCache
 
 from ..oracle.live import assert_same
 from .engine import CFG, SIZE, Model, with_garbage

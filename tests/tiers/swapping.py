@@ -13,9 +13,9 @@ from dsv4_jax.cache import KVCache
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.plan import SwapPlan
+from dsv4_jax.records import record_format
 from dsv4_jax.tiers import swap
-from dsv4_jax.tiers.host import HostCache, init_host_cache
-from dsv4_jax.tiers.records import record_format
+from dsv4_jax.tiers.host_cache import HostCache, init_host_cache
 
 SWA, CSA, HCA = AttentionType
 # Widths and an HCA entry a block that make pieces of 1, 2, 4, 8 and 16 bytes' alignment, several of each kind.

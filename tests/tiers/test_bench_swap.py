@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from . import native
+from .. import native
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
 import bench_swap

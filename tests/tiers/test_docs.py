@@ -11,10 +11,10 @@ import pytest
 
 from dsv4_jax import CacheLayout, DSV4Config
 from dsv4_jax.plan import SwapPlan
-from dsv4_jax.tiers import staging
-from dsv4_jax.tiers.records import block_record
+from dsv4_jax.records import block_record
+from dsv4_jax.tiers import overlapped_swap
 
-from . import native
+from .. import native
 from .swapping import image
 
 TEXT = (pathlib.Path(__file__).parents[2] / "docs" / "tiers.md").read_text()
@@ -42,7 +42,7 @@ def test_example(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Non
         for unit in range(old.shape[1]):
             np.testing.assert_array_equal(new[:, unit], old[:, moved.get(unit, unit)], err_msg=leaf.name)
     ids = np.array([2], np.int32)
-    left = np.asarray(staging.stage_out(scope["cache"], SwapPlan(ids, ids)))
+    left = np.asarray(overlapped_swap.pack_blocks(scope["cache"], SwapPlan(ids, ids)))
     np.testing.assert_array_equal(np.asarray(scope["host"].blocks)[4], left[0])
     assert left.any()
 

@@ -19,11 +19,11 @@ from dsv4_jax.errors import ImplementationError, LayoutError, ShapeError
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.plan import SwapPlan
 from dsv4_jax.sharding import cache_sharding
-from dsv4_jax.tiers import moves, swap
-from dsv4_jax.tiers.host import HostCache, init_host_cache
-from dsv4_jax.tiers.planning import plan_swap
+from dsv4_jax.tiers import record_copy, swap
+from dsv4_jax.tiers.host_cache import HostCache, init_host_cache
+from dsv4_jax.tiers.swap_plan import plan_swap
 
-from . import native
+from .. import native
 from .swapping import (
     CFG,
     FORMATS,
@@ -255,8 +255,8 @@ class TestFfi(TestXla):
 )
 def test_the_handler_refuses_descriptors_that_do_not_fit(pieces, problem):
     leaf, pool = jnp.zeros((20, 16), jnp.uint8), jnp.zeros((3, 128), jnp.uint8)
-    some = moves.Ids(jnp.array(ids([1])), jnp.array(ids([1])))
-    for call in (moves.native_out, moves.native_in):
+    some = record_copy.Ids(jnp.array(ids([1])), jnp.array(ids([1])))
+    for call in (record_copy.native_out, record_copy.native_in):
         with pytest.raises(jax.errors.JaxRuntimeError, match=problem):
             jax.block_until_ready(call((leaf,), pool, some, pieces))
 
@@ -270,6 +270,6 @@ def test_implementations():
 def test_without_the_library(monkeypatch):
     monkeypatch.setattr("dsv4_jax.ffi.cpu_problem", lambda: "no CPU library at nowhere")
     monkeypatch.setattr("dsv4_jax.ffi.cuda_problem", lambda op: "no CUDA library at nowhere")
-    assert moves.pick(None) == "xla"
+    assert record_copy.choose_implementation(None) == "xla"
     with pytest.raises(ImplementationError, match="library at nowhere"):
-        moves.pick("ffi")
+        record_copy.choose_implementation("ffi")

@@ -8,8 +8,8 @@ import pytest
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.errors import PlanError, SwapPlanError
 from dsv4_jax.layout import CacheLayout
-from dsv4_jax.tiers.planning import plan_swap
-from dsv4_jax.tiers.records import ALIGNMENT, block_record, snapshot_record
+from dsv4_jax.records import ALIGNMENT, block_record, snapshot_record
+from dsv4_jax.tiers.swap_plan import plan_swap
 
 
 def plan(direction, device, host, **options):

@@ -1,0 +1,245 @@
+"""`AsyncStore`: a `RecordStore` behind a few threads, with a bounded queue.
+
+Moving records is system calls and checksums, which let other Python threads run, so a step's host work goes on
+meanwhile. Nothing is copied: records are read from, and buffers filled in, the caller's memory, which belongs to the
+call until its future is done.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from ..errors import ShapeError, StoreBusyError, StoreClosedError, StoreError
+from .base import Buffers, Flags, RecordStore
+from .checks import check_count, check_keys, check_process, check_records
+
+__all__ = ["AsyncStore"]
+
+_MOST_WORKERS = 256
+
+
+class _Call:
+    """One accepted call: it runs when the earlier calls that share a key with it are done."""
+
+    def __init__(self, work: Callable[[], Flags], keys: set[bytes], size: int):
+        self.work, self.keys, self.size = work, keys, size
+        self.future: Future[Flags] = Future()
+        self.future.set_running_or_notify_cancel()  # accepted is accepted: it can no longer be cancelled
+        self.waits_for = 0
+        self.followers: list[_Call] = []
+
+
+class AsyncStore:
+    """The calls of a `RecordStore`, each returning a `concurrent.futures.Future` of its result.
+
+    * Per key, calls take effect in the order they were made; calls without a common key may pass each other.
+    * Back-pressure: the records of calls accepted and not yet done are at most `queue_bytes`. A call that does not fit
+      waits; with a `timeout` it raises `StoreBusyError` in the end, and nothing of it was accepted. A call larger than
+      the whole queue is accepted when the queue is empty.
+    * Malformed keys and buffers raise at once; errors of the store are the future's, and stop no other call. So do
+      those of a future's callback, whatever they are: they go to `threading.excepthook`.
+    * Whatever was accepted is done before `drain` or `close` return, and at interpreter exit. A callback may make calls
+      without a wait (`timeout=0`), but not wait for what waits for it: there `drain`, `flush` and `close` raise.
+    * A forked child has none of the threads: there calls raise `StoreLockedError`, and `close` does nothing.
+
+    Args:
+        store: what does the work; closed by `close`. Use it directly too, if its calls may come in between.
+        workers: threads, at most 256. They wait for the disk or compute checksums, without holding up Python: may
+            exceed the cores.
+        queue_bytes: see above.
+
+    Raises:
+        ShapeError: a setting out of range.
+        StoreError: the threads cannot be had.
+    """
+
+    def __init__(self, store: RecordStore, *, workers: int = 4, queue_bytes: int = 256 << 20):
+        workers = check_count("workers", workers, _MOST_WORKERS, error=ShapeError)
+        self.store, self.queue_bytes = store, check_count("queue_bytes", queue_bytes, error=ShapeError)
+        self._change = threading.Condition()  # of everything below
+        self._ready: collections.deque[_Call] = collections.deque()
+        self._last: dict[bytes, _Call] = {}  # the latest unfinished call of each key
+        self._unfinished = 0
+        self._bytes = 0
+        self._closing = False
+        self._process = os.getpid()
+        self._threads = list[threading.Thread]()
+        try:
+            for i in range(workers):
+                thread = threading.Thread(target=self._run, name=f"dsv4-store-{i}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException as error:
+            self._stop()
+            if not isinstance(error, RuntimeError):
+                raise
+            raise StoreError(f"cannot start {workers} threads: {error}") from error
+        atexit.register(self.close)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of the calls accepted and not yet done."""
+        return self._bytes
+
+    @property
+    def pending_calls(self) -> int:
+        """Calls accepted and not yet done."""
+        return self._unfinished
+
+    def contains(self, keys: Sequence[bytes], *, timeout: float | None = None) -> Future[Flags]:
+        keys = check_keys(keys, self.store.key_bytes)
+        return self._accept(lambda: self.store.contains(keys), keys, 0, timeout)
+
+    def read_into(self, keys: Sequence[bytes], buffers: Buffers, *, timeout: float | None = None) -> Future[Flags]:
+        keys = check_keys(keys, self.store.key_bytes)
+        views = check_records(buffers, len(keys), self.store.record_bytes, writable=True)
+        return self._accept(lambda: self.store.read_into(keys, views), keys, self._size(keys), timeout)
+
+    def write(self, keys: Sequence[bytes], records: Buffers, *, timeout: float | None = None) -> Future[Flags]:
+        keys = check_keys(keys, self.store.key_bytes)
+        views = check_records(records, len(keys), self.store.record_bytes, writable=False)
+        return self._accept(lambda: self.store.write(keys, views), keys, self._size(keys), timeout)
+
+    def delete(self, keys: Sequence[bytes], *, timeout: float | None = None) -> Future[Flags]:
+        keys = check_keys(keys, self.store.key_bytes)
+        return self._accept(lambda: self.store.delete(keys), keys, 0, timeout)
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Wait until nothing accepted is left to do. Raises `StoreBusyError` after `timeout` seconds."""
+        self._check_caller("drain")
+        with self._change:
+            if not self._change.wait_for(lambda: self._unfinished == 0, timeout):
+                raise StoreBusyError(f"{self._unfinished} calls not done after {timeout} s")
+
+    def flush(self) -> None:
+        """`drain`, then the store's `flush`."""
+        self.drain()
+        self.store.flush()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Accept no more, finish what was accepted, close the store.
+
+        A second call does nothing, but finish what a first one left that was interrupted or out of time.
+
+        Raises:
+            StoreBusyError: calls are not done after `timeout` seconds. They go on, and the store is not closed.
+        """
+        if os.getpid() != self._process:
+            return
+        self._check_caller("close")
+        self._stop()
+        self.drain(timeout)
+        for thread in self._threads:
+            thread.join()
+        atexit.unregister(self.close)
+        self.store.close()
+
+    def _stop(self) -> None:
+        with self._change:
+            self._closing = True
+            self._change.notify_all()
+
+    def _check_caller(self, what: str) -> None:
+        check_process(self._process)
+        if threading.current_thread() in self._threads:
+            raise StoreError(f"{what} in a callback would wait for the call that called it back")
+
+    def __enter__(self) -> AsyncStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _size(self, keys: list[bytes]) -> int:
+        return len(keys) * self.store.record_bytes
+
+    def _accept(self, work: Callable[[], Flags], keys: list[bytes], size: int, timeout: float | None) -> Future[Flags]:
+        check_process(self._process)
+        call = _Call(work, set(keys), size)
+        with self._change:
+            fits = self._change.wait_for(
+                lambda: self._closing or self._bytes == 0 or self._bytes + size <= self.queue_bytes, timeout
+            )
+            if self._closing:
+                raise StoreClosedError("the store is closed")
+            if not fits:
+                raise StoreBusyError(
+                    f"{size} bytes did not fit within {timeout} s: {self._bytes} of {self.queue_bytes} bytes are queued"
+                )
+            self._queue(call)
+            self._bytes += size
+            self._unfinished += 1
+            self._change.notify_all()
+        return call.future
+
+    def _queue(self, call: _Call) -> None:
+        """Puts a call behind the latest ones that share a key with it: wholly, or not at all."""
+        latest = {key: self._last.get(key) for key in call.keys}
+        earlier = {id(other): other for other in latest.values() if other is not None}
+        try:
+            self._last.update(dict.fromkeys(call.keys, call))
+            for other in earlier.values():
+                other.followers.append(call)
+            call.waits_for = len(earlier)
+            if not earlier:
+                self._ready.append(call)
+        except BaseException:
+            for key, other in latest.items():
+                if other is None:
+                    self._last.pop(key, None)
+                else:
+                    self._last[key] = other
+            for queue in (self._ready, *(other.followers for other in earlier.values())):
+                if call in queue:
+                    queue.remove(call)
+            raise
+
+    def _run(self) -> None:
+        while self._run_one():
+            pass
+
+    def _run_one(self) -> bool:
+        with self._change:
+            self._change.wait_for(lambda: self._ready or (self._closing and self._unfinished == 0))
+            if not self._ready:
+                return False
+            call = self._ready.popleft()
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            result = call.work()
+        except BaseException as caught:
+            error = caught
+        with self._change:
+            self._release(call)
+        # After the release, so that the future's callbacks may make calls; before `drain` may return.
+        try:
+            if error is not None:
+                call.future.set_exception(error)
+            else:
+                call.future.set_result(result)
+        except BaseException:  # of a callback, and no `Exception`: those are logged where it is called
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+        with self._change:
+            self._unfinished -= 1
+            self._change.notify_all()
+        return True
+
+    def _release(self, call: _Call) -> None:
+        """Free the call's room and let those run that waited for it."""
+        self._bytes -= call.size
+        for key in call.keys:
+            if self._last.get(key) is call:
+                del self._last[key]
+        for follower in call.followers:
+            follower.waits_for -= 1
+            if not follower.waits_for:
+                self._ready.append(follower)
+        self._change.notify_all()

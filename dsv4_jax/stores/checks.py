@@ -1,0 +1,92 @@
+"""What a store does first: its settings, its process, and the keys and buffers of a call, checked. Errors are typed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..checks import as_int, shown
+from ..errors import CacheError, ShapeError, StoreFormatError, StoreLockedError
+from .base import Buffers
+
+__all__ = ["check_count", "check_keys", "check_process", "check_records", "check_seconds", "check_switch"]
+
+_MOST = 2**63 - 1  # of any count or size: what file systems and their calls can say
+
+
+def check_count(name: str, value: Any, most: int = _MOST, error: type[CacheError] = StoreFormatError) -> int:
+    """A setting as an int. Raises `error` unless it is an integer in 1..most."""
+    if (count := as_int(value)) is None or not 1 <= count <= most:
+        raise error(f"{name} must be an integer in 1..{most}, got {type(value).__name__} {shown(value)}")
+    return count
+
+
+def check_seconds(name: str, value: Any) -> float:
+    """A setting as a time that threads can wait. Raises `StoreFormatError` if it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < threading.TIMEOUT_MAX:
+        raise StoreFormatError(
+            f"{name} must be a positive number of seconds, got {type(value).__name__} {shown(value)}"
+        )
+    return float(value)
+
+
+def check_switch(name: str, value: Any) -> bool:
+    """A setting as a bool. Raises `StoreFormatError` if it is something else."""
+    if not isinstance(value, bool | np.bool_):
+        raise StoreFormatError(f"{name} must be True or False, got {type(value).__name__}")
+    return bool(value)
+
+
+def check_process(owner: int) -> None:
+    """Raises `StoreLockedError` in any process but `owner`, whose store it is: after a fork, its threads and locks are
+    nobody's."""
+    if (here := os.getpid()) != owner:
+        raise StoreLockedError(f"the store is open in process {owner}, of which {here} is a forked child")
+
+
+def check_keys(keys: Sequence[bytes], key_bytes: int) -> list[bytes]:
+    """The keys as a list of `bytes`. Raises `StoreFormatError` for one of another type or length."""
+    try:
+        checked = list(keys)
+    except TypeError:
+        raise StoreFormatError(f"keys must be a sequence of bytes, got {type(keys).__name__}") from None
+    for i, key in enumerate(checked):
+        if not isinstance(key, bytes) or len(key) != key_bytes:
+            size = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+            raise StoreFormatError(f"keys[{i}] must be bytes of length {key_bytes}, got {size}")
+    return checked
+
+
+def check_records(buffers: Buffers, count: int, record_bytes: int, *, writable: bool) -> list[np.ndarray]:
+    """Views uint8 [record_bytes] of the given buffers, sharing their memory.
+
+    Raises:
+        ShapeError: not `count` buffers, or one that is no plain memory (an array of objects, say, whose bytes are
+            pointers), of the wrong size, not contiguous, or read-only if `writable`.
+    """
+    name = "buffers" if writable else "records"
+    try:
+        given, buffers = len(buffers), iter(buffers)
+    except TypeError:
+        raise ShapeError(f"{name} must be an array or a sequence of buffers, got {type(buffers).__name__}") from None
+    if given != count:
+        raise ShapeError(f"{name}: {given} given for {count} keys")
+    views = []
+    for i, buffer in enumerate(buffers):
+        try:
+            view = memoryview(buffer)
+            if "O" in view.format:
+                raise TypeError("it holds objects")
+            view = view.cast("B")
+        except (TypeError, ValueError, BufferError, NotImplementedError) as error:
+            raise ShapeError(f"{name}[{i}] must be a C-contiguous buffer of bytes: {error}") from None
+        if view.nbytes != record_bytes:
+            raise ShapeError(f"{name}[{i}] has {view.nbytes} bytes, a record has {record_bytes}")
+        if writable and view.readonly:
+            raise ShapeError(f"{name}[{i}] is read-only")
+        views.append(np.frombuffer(view, np.uint8))
+    return views

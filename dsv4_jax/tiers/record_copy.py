@@ -1,0 +1,168 @@
+"""Copies between units of cache leaves and records, in two implementations: one native call, or XLA operations.
+
+Both take the leaves of a scope (see `dsv4_jax.records`), records uint8 [R, bytes], and int32 [N] unit and record ids of
+which those below `first_unit` and `first_record`, or too high, make their pair move nothing.
+
+The native call has a CPU twin that shares the CUDA kernel's address arithmetic. The XLA form moves records one by one.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import ffi
+from ..errors import ImplementationError
+from ..records import Piece, RecordFormat
+
+__all__ = [
+    "Ids",
+    "SwapImplementation",
+    "choose_implementation",
+    "native_in",
+    "native_out",
+    "pack",
+    "positions",
+    "read",
+    "unpack",
+    "write",
+]
+
+SwapImplementation = Literal["xla", "ffi"] | None
+Leaves = tuple[jax.Array, ...]
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+class Ids(NamedTuple):
+    """Pairs of unit and record, and the first id of each that is not padding (1; 0 in packed arrays)."""
+
+    units: jax.Array
+    records: jax.Array
+    first_unit: int = 1
+    first_record: int = 1
+
+
+def choose_implementation(implementation: SwapImplementation) -> Literal["xla", "ffi"]:
+    """None: "ffi" if the default backend has its native library (on a GPU: with code for it), else "xla".
+
+    Raises:
+        ImplementationError: unknown name, or "ffi" without the library (says how to get it).
+    """
+    if implementation == "xla":
+        return "xla"
+    if implementation not in ("ffi", None):
+        raise ImplementationError(f"swap: unknown implementation {implementation!r}, expected 'xla', 'ffi' or None")
+    problem = ffi.cuda_problem("swap") if jax.default_backend() == "gpu" else ffi.cpu_problem()
+    if problem is None:
+        return "ffi"
+    if implementation == "ffi":
+        raise ImplementationError(f"swap: {problem}")
+    return "xla"
+
+
+def positions(ids: jax.Array) -> jax.Array:
+    """The numbers of the rows of a packed array that has one for each of these ids."""
+    return jnp.arange(len(ids), dtype=jnp.int32)
+
+
+# One native call
+
+
+def native_out(leaves: Leaves, records: jax.Array, ids: Ids, descriptors: tuple[int, ...]) -> jax.Array:
+    """Units to records, which are updated in place. `descriptors`: of the leaves, as `RecordFormat.descriptors`."""
+    # The result has the type of the array itself: it carries the memory space.
+    call = jax.ffi.ffi_call("dsv4_swap_out", jax.typeof(records), input_output_aliases={len(leaves): 0})
+    return call(*leaves, records, ids.units, ids.records, **_attributes(ids, descriptors))
+
+
+def native_in(leaves: Leaves, records: jax.Array, ids: Ids, descriptors: tuple[int, ...]) -> Leaves:
+    """Records to units: the leaves, updated in place."""
+    aliases = {i: i for i in range(len(leaves))}
+    call = jax.ffi.ffi_call("dsv4_swap_in", tuple(map(jax.typeof, leaves)), input_output_aliases=aliases)
+    return tuple(call(*leaves, records, ids.units, ids.records, **_attributes(ids, descriptors)))
+
+
+def _attributes(ids: Ids, descriptors: tuple[int, ...]) -> dict[str, np.ndarray | np.int64]:
+    return dict(
+        pieces=np.array(descriptors, np.int64),
+        first_unit=np.int64(ids.first_unit),
+        first_record=np.int64(ids.first_record),
+    )
+
+
+# Plain XLA operations
+
+
+def pack(leaves: Leaves, ids: Ids, valid: jax.Array, record: RecordFormat) -> jax.Array:
+    """The records [N, bytes] uint8 of these units in device memory; zeros where not valid."""
+    units = jnp.where(valid, ids.units, 0)
+    columns = []
+    for leaf, piece in zip(leaves, record.pieces, strict=True):
+        data = _bytes(_view(leaf, piece)[:, units])  # [layers, N, piece bytes]
+        data = jnp.pad(data, ((0, 0), (0, 0), (0, piece.stride - piece.bytes)))
+        columns.append(jnp.moveaxis(data, 0, 1).reshape(len(units), piece.layers * piece.stride))
+    packed = jnp.concatenate(columns, axis=1)
+    packed = jnp.pad(packed, ((0, 0), (0, record.bytes - packed.shape[1])))
+    return jnp.where(valid[:, None], packed, jnp.uint8(0))
+
+
+def unpack(leaves: Leaves, records: jax.Array, ids: Ids, valid: jax.Array, record: RecordFormat) -> Leaves:
+    """The leaves with these units set from records [N, bytes] in device memory."""
+    out = []
+    for leaf, piece in zip(leaves, record.pieces, strict=True):
+        view = _view(leaf, piece)
+        end = piece.offset + piece.layers * piece.stride
+        data = records[:, piece.offset : end].reshape(len(records), piece.layers, piece.stride)[..., : piece.bytes]
+        data = _elements(jnp.moveaxis(data, 0, 1), leaf.dtype)
+        units = jnp.where(valid, ids.units, np.int32(view.shape[1]))
+        out.append(view.at[:, units].set(data, mode="drop").reshape(leaf.shape))
+    return tuple(out)
+
+
+def write(pool: jax.Array, records: jax.Array, record_ids: jax.Array) -> jax.Array:
+    """Sets rows of a pool in host memory to records in device memory, one by one; ids must be in range."""
+    column = jax.device_put(np.int32(0), HOST)
+
+    # Only the row and its number cross: XLA:GPU runs a slice of host memory between the memories, but what works on
+    # host operands alone it gives to the host's processor, or refuses to compile (a loop that carries them).
+    def one(pool: jax.Array, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        record, record_id = jax.device_put((pair[0][None], pair[1]), HOST)
+        return lax.dynamic_update_slice(pool, record, (record_id, column), allow_negative_indices=False), None
+
+    return lax.scan(one, pool, (records, record_ids))[0]
+
+
+def read(pool: jax.Array, record_ids: jax.Array) -> jax.Array:
+    """Rows [N, bytes] of a pool in host memory, one by one, in device memory; ids must be in range."""
+    column = jax.device_put(np.int32(0), HOST)
+
+    def one(_: None, record_id: jax.Array) -> tuple[None, jax.Array]:
+        start = (jax.device_put(record_id, HOST), column)
+        record = lax.dynamic_slice(pool, start, (1, pool.shape[1]), allow_negative_indices=False)
+        return None, jax.device_put(record, DEVICE)[0]
+
+    return lax.scan(one, None, record_ids)[1]
+
+
+def _view(leaf: jax.Array, piece: Piece) -> jax.Array:
+    """[layers, units, elements of a piece]."""
+    return leaf.reshape(piece.layers, -1, piece.leaf.rows * piece.leaf.width)
+
+
+def _bytes(x: jax.Array) -> jax.Array:
+    """[..., n] of any carrier as [..., n * itemsize] uint8, little-endian."""
+    if x.dtype == jnp.uint8:
+        return x
+    data = lax.bitcast_convert_type(x, jnp.uint8)
+    return data.reshape(*data.shape[:-2], -1)
+
+
+def _elements(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The inverse of `_bytes`."""
+    if dtype == jnp.uint8:
+        return x
+    return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, dtype.itemsize), dtype)

@@ -1,0 +1,282 @@
+"""`StorageDriver`: host records to and from stores, as the manager's `StorageTier` plans it, beside the steps.
+
+    driver = StorageDriver(manager, AsyncStore(blocks), AsyncStore(snapshots))
+    driver.prefetch(prompt)                          # when a request arrives, before it is admitted
+    ...
+    cache, host = run_transfers(cache, host, manager.take_transfers())
+    host = driver.poll(host)                         # what has arrived goes to its host records
+    driver.save(host)                                # what is new on the host goes to storage
+
+Nothing here waits but `drain`, and that no longer than the deadlines: a store that is busy is asked again later, or not
+at all; one that fails, hangs or answers nonsense does not have the record. Records are copied out of the host pool in
+one computation before their bytes go to a store, and into it in one before the manager may use them: the pool itself
+stays the program's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..errors import StoreFormatError
+from ..manager import KVCacheManager, MediaItem, Namespace, StorageMove, StorageTier
+from ..records import block_record, snapshot_record
+from ..stores import AsyncStore
+from ..stores.checks import check_seconds
+from .host_cache import HostCache
+from .host_records import gather_records, scatter_records
+from .store_calls import StoreCall, StoreCalls
+
+__all__ = ["MOST_SAVES", "Prefetch", "StorageDriver"]
+
+MOST_SAVES = 8  # calls of `save` whose records wait in memory for room in a store
+_POOLS = {"block": "blocks", "slot": "snapshots"}  # scope -> field of HostCache
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Prefetch:
+    """What becomes of a `StorageDriver.prefetch`.
+
+    Attributes:
+        done: whether nothing more will come of it: time to admit the request.
+        records: how many came to the host.
+    """
+
+    done: bool = False
+    records: int = 0
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Save:
+    """Records on their way out of the host pool, for a store."""
+
+    moves: list[StorageMove]
+    records: Any  # [N, record bytes] uint8 array in host memory
+    until: float
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Lookup:
+    digests: list[bytes]
+    generation: int  # of the manager
+    calls: list[StoreCall]
+    prefetch: Prefetch
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Write:
+    moves: list[StorageMove]
+    calls: list[StoreCall]
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Read:
+    moves: list[StorageMove]
+    calls: list[StoreCall]
+    buffers: dict[str, np.ndarray]  # by scope: [n, record bytes]
+    prefetch: Prefetch
+
+
+class StorageDriver:
+    """See the module.
+
+    Args:
+        manager: with a host tier.
+        blocks: store of block records, under the digests of `manager` (32 bytes).
+        snapshots: store of snapshot records. None: only blocks are written, and nothing is ever found
+            again, as a hit needs a snapshot; for tests and for filling a store that others read.
+        lookup_deadline: seconds that a store has to say what it has of a prompt.
+        deadline: seconds that it has to read or write records. What takes longer has failed; its memory is kept until
+            it has ended all the same, and a store with many such calls is asked nothing more meanwhile.
+        clock: what deadlines are measured with, in seconds.
+
+    Raises:
+        StoreFormatError: a store has other record or key sizes than the layout; a deadline that is none.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        blocks: AsyncStore,
+        snapshots: AsyncStore | None,
+        *,
+        lookup_deadline: float = 2.0,
+        deadline: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        layout = manager.layout
+        self._calls = StoreCalls({"block": blocks, **({"slot": snapshots} if snapshots is not None else {})}, clock)
+        sizes = {"block": block_record(layout).bytes, "slot": snapshot_record(layout).bytes}
+        for scope, store in self._calls.stores.items():
+            have, want = (store.store.record_bytes, store.store.key_bytes), (sizes[scope], 32)
+            if have != want:
+                raise StoreFormatError(f"{scope} store: (record, key) bytes are {have}, expected {want}")
+        self._lookup_deadline = check_seconds("lookup_deadline", lookup_deadline)
+        self._deadline = check_seconds("deadline", deadline)
+        self._manager, self.tier = manager, StorageTier(manager)
+        self._saves: list[_Save] = []
+        self._writes: list[_Write] = []
+        self._lookups: list[_Lookup] = []
+        self._reads: list[_Read] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way."""
+        return bool(self._saves or self._writes or self._lookups or self._reads)
+
+    @property
+    def waiting_saves(self) -> int:
+        """Calls of `save` whose records wait in memory: for their copy to end, or for room in a store."""
+        return len(self._saves)
+
+    def save(self, host: HostCache, limit: int = 64) -> int:
+        """Starts up to `limit` records on their way to storage; returns how many. Call it after `run_transfers`.
+
+        None while much of what it started before still waits for room in a store.
+        """
+        if len(self._saves) >= MOST_SAVES:
+            return 0
+        moves = [move for move in self.tier.plan_writes(limit) if move.scope in self._calls.stores]
+        until = self._calls.clock() + self._deadline
+        try:
+            for scope in self._calls.stores:
+                some = [move for move in moves if move.scope == scope]
+                if some:
+                    records = _gather(getattr(host, _POOLS[scope]), _padded(some))
+                    self._saves.append(_Save(some, records, until))
+        finally:
+            # The copy out comes before whatever runs next on the pool, so its records are free to go: a store that
+            # hangs must not hold them. `poll` tells the manager when storage has them.
+            self.tier.finish_writes(moves, [False] * len(moves))
+        return len(moves)
+
+    def prefetch(
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        *,
+        namespace: Namespace | None = None,
+        items: Iterable[MediaItem] = (),
+    ) -> Prefetch:
+        """Starts fetching what storage has of this prompt; `poll` goes on with it.
+
+        It asks the stores and returns at once, whatever they do. Raises `HashError` (of what it was given), nothing
+        else.
+        """
+        digests = self.tier.digests(tokens, namespace=namespace, items=items)
+        prefetch = Prefetch(done=not digests)
+        if digests:
+            within = self._lookup_deadline
+            calls = [self._calls.ask(scope, "contains", digests, within=within) for scope in self._calls.stores]
+            self._lookups.append(_Lookup(digests, self._manager.generation, calls, prefetch))
+        return prefetch
+
+    def poll(self, host: HostCache) -> HostCache:
+        """Takes up everything that has ended; `host` is donated: use the one returned. Call it after `run_transfers`.
+
+        A store that fails, or is past its deadline, counts as one that does not have the record.
+        """
+        for save in list(self._saves):
+            self._send(save)
+        for write in self._calls.take_ended(self._writes):
+            if write.calls[0].flags() is not None:  # of these, False: storage had the key before
+                self.tier.finish_writes(write.moves, [True] * len(write.moves))
+        for read in self._calls.take_ended(self._reads):
+            host = self._land(host, read)
+        for lookup in self._calls.take_ended(self._lookups):
+            self._fetch(lookup)
+        return host
+
+    def drain(self, host: HostCache) -> HostCache:
+        """`poll` until nothing is under way."""
+        while self.busy:
+            host = self.poll(host)
+            time.sleep(1e-4)
+        return host
+
+    # To storage
+
+    def _send(self, item: _Save) -> None:
+        """Hands records to their store; one that takes none until the deadline does not get them."""
+        if not item.records.is_ready():
+            return
+        scope, keys = item.moves[0].scope, [move.key for move in item.moves]
+        try:
+            records = np.asarray(item.records)[: len(keys)]
+        except BaseException:  # the copy out failed
+            self._saves.remove(item)
+            raise
+        call = self._calls.ask(scope, "write", keys, records, within=self._deadline)
+        if call.future is not None:
+            self._writes.append(_Write(item.moves, [call]))
+        if call.future is not None or self._calls.clock() >= item.until:
+            self._saves.remove(item)
+
+    # From storage
+
+    def _fetch(self, lookup: _Lookup) -> None:
+        """Plans with what the stores have said, and has them read."""
+        lookup.prefetch.done = True
+        if lookup.generation != self._manager.generation:  # of before a `reset`
+            return
+        found = {call.scope: call.found() for call in lookup.calls}
+        blocks, snapshots = found.get("block", set()), found.get("slot", set())
+        moves = self.tier.plan_fetch(
+            lookup.digests,
+            lambda keys: [key in blocks for key in keys],
+            lambda keys: [key in snapshots for key in keys],
+        )
+        if not moves:
+            return
+        lookup.prefetch.done = False
+        read = _Read(moves, [], {}, lookup.prefetch)
+        self._reads.append(read)  # whatever happens now, `poll` tells the manager what became of these moves
+        for scope, store in self._calls.stores.items():
+            keys = [move.key for move in moves if move.scope == scope]
+            if keys:
+                buffers = read.buffers[scope] = np.empty((len(keys), store.store.record_bytes), np.uint8)
+                read.calls.append(self._calls.ask(scope, "read_into", keys, buffers, within=self._deadline))
+
+    def _land(self, host: HostCache, item: _Read) -> HostCache:
+        """Puts what was read into its host records, then tells the manager."""
+        arrived: dict[StorageMove, bool] = {}
+        fields = {}
+        item.prefetch.done = True
+        try:
+            for call in item.calls:
+                moves = [move for move in item.moves if move.scope == call.scope]
+                done = call.flags() or [False] * len(moves)
+                good = [i for i, read_it in enumerate(done) if read_it and self.tier.is_current(moves[i])]
+                if good:
+                    ids = _padded([moves[i] for i in good])
+                    records = np.zeros((len(ids), item.buffers[call.scope].shape[1]), np.uint8)
+                    records[: len(good)] = item.buffers[call.scope][good]
+                    field = _POOLS[call.scope]
+                    fields[field] = _scatter(getattr(host, field), records, ids)
+                arrived.update(zip(moves, done, strict=True))
+        except BaseException:
+            self.tier.finish_reads(item.moves, [False] * len(item.moves), lost=False)
+            raise
+        answered = {call.scope for call in item.calls if call.flags() is not None} == {m.scope for m in item.moves}
+        self.tier.finish_reads(item.moves, [arrived.get(move, False) for move in item.moves], lost=answered)
+        item.prefetch.records = sum(self._is_on_host(move) for move in item.moves)
+        return HostCache(fields.get("blocks", host.blocks), fields.get("snapshots", host.snapshots), host.layout)
+
+    def _is_on_host(self, move: StorageMove) -> bool:
+        holder = move.node if move.scope == "block" else move.node.snapshot
+        return self.tier.is_current(move) and holder is not None and holder.host == move.record
+
+
+def _padded(moves: list[StorageMove]) -> np.ndarray:
+    """The record ids, padded with null to a power of two: few executables for all lengths."""
+    ids = np.zeros(1 << (len(moves) - 1).bit_length(), np.int32)
+    ids[: len(moves)] = [move.record for move in moves]
+    return ids
+
+
+_gather = jax.jit(gather_records)
+_scatter = jax.jit(scatter_records, donate_argnums=0)

@@ -1,0 +1,315 @@
+"""`ObjectStore` beyond the contract: damaged, foreign and misplaced objects, several owners, errors."""
+
+from __future__ import annotations
+
+import hashlib
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from dsv4_jax.errors import StoreError, StoreFormatError, StoreTimeoutError
+from dsv4_jax.stores import ObjectStore
+
+from ..clock import PATIENCE, FakeClock
+from .samples import FINGERPRINT, RECORD_BYTES, key, keys, read, records
+
+tensorstore = pytest.importorskip("tensorstore")
+
+
+def make(path, fingerprint: str = FINGERPRINT, **options) -> ObjectStore:
+    spec = {"driver": "file", "path": f"{path}/kv/"}
+    return ObjectStore(spec, **{"record_bytes": RECORD_BYTES, "fingerprint": fingerprint, **options})
+
+
+def damage_flip(value: bytearray) -> bytes:
+    value[3000] ^= 1
+    return value
+
+
+DAMAGE = {
+    "a flipped bit": damage_flip,
+    "cut short": lambda value: value[:-1],
+    "cut within the header": lambda value: value[:100],
+    "empty": lambda value: b"",
+    "too long": lambda value: value + b"x",
+    "a damaged header": lambda value: b"X" + value[1:],
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_object_is_refused_counted_and_replaced(tmp_path, how):
+    with make(tmp_path) as store:
+        store.write(keys(0, 1), records(0, 1))
+        file = tmp_path / "kv" / key(0).hex()
+        file.write_bytes(DAMAGE[how](bytearray(file.read_bytes())))
+        assert read(store, 0, 1) == [1]
+        assert store.stats().corrupted == 1 and store.stats().foreign == 0
+        assert not file.exists() and store.contains(keys(0, 1)).tolist() == [False, True]
+        assert store.write(keys(0), records(0)).all() and read(store, 0, 1) == [0, 1]
+
+
+def test_an_object_under_another_name_is_refused(tmp_path):
+    with make(tmp_path) as store:
+        store.write(keys(0), records(0))
+        (tmp_path / "kv" / key(1).hex()).write_bytes((tmp_path / "kv" / key(0).hex()).read_bytes())
+        assert store.contains(keys(0, 1)).tolist() == [True, False]
+        assert read(store, 0, 1) == [0] and store.stats().corrupted == 1
+
+
+def test_another_layouts_object_is_refused_counted_and_left_until_replaced(tmp_path):
+    with make(tmp_path) as mine, make(tmp_path, "layout B") as theirs:
+        theirs.write(keys(0, 1), records(0, 1))
+        assert mine.contains(keys(0)).tolist() == [False]
+        assert read(mine, 0, 1) == [] and mine.stats().foreign == 2 and mine.stats().corrupted == 0
+        assert read(theirs, 0, 1) == [0, 1]
+        assert mine.write(keys(0), records(0)).all()
+        assert read(mine, 0) == [0] and read(theirs, 0, 1) == [1] and theirs.stats().foreign == 1
+
+
+@pytest.mark.parametrize("size", [24, RECORD_BYTES - 8, RECORD_BYTES + 8, 3 * RECORD_BYTES])
+def test_another_layouts_object_of_another_size_is_foreign_too(tmp_path, size):
+    with make(tmp_path) as mine, make(tmp_path, "layout B", record_bytes=size) as theirs:
+        theirs.write(keys(0), records(0, record_bytes=size))
+        mine.write(keys(1), records(1))
+        assert read(mine, 0, 1) == [1] and (mine.stats().foreign, mine.stats().corrupted) == (1, 0)
+        assert read(theirs, 0) == [0]
+
+
+def test_several_owners_of_one_place(tmp_path):
+    with make(tmp_path) as a, make(tmp_path) as b:
+        a.write(keys(0), records(0))
+        assert b.write(keys(0, 1), records(0, 1)).tolist() == [False, True]
+        assert read(a, 0, 1) == [0, 1] and a.stats().records == -1
+        b.delete(keys(0))
+        assert read(a, 0, 1) == [1]
+
+
+def test_errors_are_typed(tmp_path):
+    with pytest.raises(StoreError, match="cannot open the key-value store"):
+        ObjectStore({"driver": "no such driver"}, record_bytes=8, fingerprint="x")
+    (tmp_path / "kv").write_text("in the way")
+    store = make(tmp_path)
+    with pytest.raises(StoreError, match="failed"):
+        store.write(keys(0), records(0))
+    (tmp_path / "kv").unlink()
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / key(0).hex()).symlink_to(key(0).hex())  # a loop
+    for call in (
+        lambda: store.read_into(keys(0), np.zeros((1, RECORD_BYTES), np.uint8)),
+        lambda: store.contains(keys(0)),
+    ):
+        with pytest.raises(StoreError, match="read failed"):
+            call()
+    for bad in ({"record_bytes": 0}, {"key_bytes": 49}, {"in_flight": 0}):
+        with pytest.raises(StoreFormatError):
+            make(tmp_path, **bad)
+
+
+class Hanging:
+    """A KvStore that never answers. Whoever waits for it finds that the time has passed."""
+
+    def __init__(self, clock: FakeClock):
+        self.clock, self.futures = clock, []
+
+    def _never(self, *_, **__):
+        self.futures.append(Unanswered(self.clock))
+        return self.futures[-1]
+
+    read = write = _never
+
+
+class Unanswered:
+    def __init__(self, clock: FakeClock):
+        self.clock, self.cancelled = clock, False
+
+    def result(self, timeout: float):
+        self.clock.advance(timeout)
+        raise TimeoutError
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def calls_of(store: ObjectStore) -> dict:
+    return {
+        "contains": lambda: store.contains(keys(0, 1)),
+        "read": lambda: read(store, 0, 1),
+        "write": lambda: store.write(keys(0, 1), records(0, 1)),
+        "delete": lambda: store.delete(keys(0, 1)),
+    }
+
+
+@pytest.mark.parametrize("name", ["contains", "read", "write", "delete"])
+def test_calls_have_a_deadline(tmp_path, name):
+    clock = FakeClock()
+    with make(tmp_path, deadline=PATIENCE, clock=clock) as store:
+        store.write(keys(0), records(0))
+        there, store.kv = store.kv, Hanging(clock)
+        before = clock()
+        with pytest.raises(StoreTimeoutError, match=rf"did not answer within {PATIENCE}\.0 s") as caught:
+            calls_of(store)[name]()
+        assert clock() - before == PATIENCE and isinstance(caught.value, TimeoutError)
+        assert len(store.kv.futures) == 2 and all(future.cancelled for future in store.kv.futures)
+        store.kv = there
+        assert read(store, 0) == [0]
+
+
+class Half(Hanging):
+    """Each answer takes half of the deadline."""
+
+    def __init__(self, clock: FakeClock, kv):
+        self.clock, self.kv, self.waits = clock, kv, []
+
+    def read(self, *args, **options):
+        return Late(self, self.kv.read(*args, **options))
+
+
+class Late:
+    def __init__(self, owner: Half, future):
+        self.owner, self.future = owner, future
+
+    def result(self, timeout: float):
+        self.owner.waits.append(timeout)
+        self.owner.clock.advance(min(timeout, PATIENCE / 2))
+        if timeout <= 0:
+            raise TimeoutError
+        return self.future.result()
+
+    def cancel(self) -> None:
+        self.future.cancel()
+
+
+def test_a_deadline_is_of_the_whole_call(tmp_path):
+    """Not of each object, and not of each batch of them."""
+    clock = FakeClock()
+    with make(tmp_path, deadline=PATIENCE, clock=clock, in_flight=1) as store:
+        store.write(keys(0, 1, 2), records(0, 1, 2))
+        store.kv = slow = Half(clock, store.kv)
+        assert read(store, 0, 1) == [0, 1]
+        slow.waits.clear()
+        with pytest.raises(StoreTimeoutError):
+            read(store, 0, 1, 2)
+        assert slow.waits == [PATIENCE, PATIENCE / 2, 0]
+
+
+def test_opening_has_a_deadline(tmp_path, monkeypatch):
+    clock = FakeClock()
+    monkeypatch.setattr(tensorstore.KvStore, "open", Hanging(clock).read)
+    with pytest.raises(StoreTimeoutError, match="cannot open the key-value store"):
+        make(tmp_path, deadline=7.5)
+    assert clock() == FakeClock()() + 7.5
+
+
+@pytest.mark.parametrize("driver", ["file", "memory", "ocdbt"])
+def test_of_an_object_no_more_is_read_than_a_record_has(tmp_path, driver):
+    """Whoever can put an object there could otherwise have any amount of memory taken."""
+    path = {"file": {"path": f"{tmp_path}/"}, "ocdbt": {"base": f"file://{tmp_path}/"}, "memory": {}}[driver]
+    with ObjectStore({"driver": driver, **path}, record_bytes=RECORD_BYTES, fingerprint=FINGERPRINT) as store:
+        store.write(keys(0, 1), records(0, 1))
+        value = store.kv.read(key(0).hex()).result().value
+        store.kv.write(key(0).hex(), value + bytes(1 << 24)).result()
+        tracemalloc.start()
+        try:
+            assert read(store, 0, 1) == [1]
+            store.contains(keys(0, 1))
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
+        assert store.stats().corrupted == 1 and not store.contains(keys(0)).any()
+        assert store.write(keys(0), records(0)).all() and read(store, 0, 1) == [0, 1]
+
+
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 129, 128 + RECORD_BYTES - 1])
+def test_a_short_object_that_somebody_replaces_meanwhile_is_not_deleted(tmp_path, size):
+    with make(tmp_path) as store:
+        store.write(keys(0), records(0))
+        file = tmp_path / "kv" / key(0).hex()
+        good, kv = file.read_bytes(), store.kv
+        file.write_bytes(good[:size])
+
+        class Replaced:
+            """Before its n-th read of this object somebody writes it whole."""
+
+            reads = 0
+
+            def read(self, name, **options):
+                if self.reads == self.at:
+                    file.unlink()
+                    file.write_bytes(good)
+                self.reads += 1
+                return kv.read(name, **options)
+
+            write = kv.write
+
+        for at in (1, 2, 3):
+            file.write_bytes(good[:size])
+            store.kv = Replaced()
+            store.kv.at = at
+            assert read(store, 0) == []
+            store.kv = kv
+            assert read(store, 0) == [0], at
+        file.write_bytes(good[:size])
+        assert read(store, 0) == [] and not file.exists()
+
+
+def test_an_object_that_cannot_be_read_costs_its_own_record(tmp_path):
+    with make(tmp_path) as store:
+        store.write(keys(0, 1), records(0, 1))
+        (tmp_path / "kv" / key(2).hex()).symlink_to(key(2).hex())  # a loop
+        assert read(store, 0, 2, 1, 3) == [0, 1]
+        assert store.stats().missed == 2 and store.stats().corrupted == 0
+        assert store.contains(keys(0, 2, 1, 3)).tolist() == [True, False, True, False]
+        with pytest.raises(StoreError, match="read failed"):
+            read(store, 2)
+
+
+def test_a_damaged_object_that_cannot_be_deleted_is_a_miss(tmp_path):
+    with make(tmp_path) as store:
+        store.write(keys(0, 1), records(0, 1))
+        for i, damage in enumerate((damage_flip, DAMAGE["cut short"])):
+            file = tmp_path / "kv" / key(i).hex()
+            file.write_bytes(damage(bytearray(file.read_bytes())))
+        store.write(keys(2), records(2))
+
+        class ReadOnly:
+            read = store.kv.read
+
+            def write(self, *_, **__):
+                promise, future = tensorstore.Promise.new()
+                promise.set_exception(ValueError("PERMISSION_DENIED"))
+                return future
+
+        store.kv = ReadOnly()
+        assert read(store, 0, 1, 2) == [2] and store.stats().corrupted == 2
+        with pytest.raises(StoreError, match="write failed"):
+            store.write(keys(3), records(3))
+        with pytest.raises(StoreError, match="delete failed"):
+            store.delete(keys(2))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"record_bytes": 5e3}, {"record_bytes": 2**64}, {"key_bytes": None}, {"in_flight": True}, {"in_flight": "7"},
+        {"deadline": 0}, {"deadline": -1.0}, {"deadline": float("nan")}, {"deadline": None}, {"deadline": "1"},
+        {"fingerprint": None},
+    ],
+)  # fmt: skip
+def test_settings_of_a_wrong_type_or_size(tmp_path, bad):
+    with pytest.raises(StoreFormatError, match=next(iter(bad))):
+        make(tmp_path, **bad)
+
+
+@pytest.mark.parametrize("spec", [None, 7, "", {}, {"driver": 7}, "no-such-scheme://x", object()])
+def test_specs_that_are_none(spec):
+    with pytest.raises(StoreError, match="cannot open the key-value store"):
+        ObjectStore(spec, record_bytes=8, fingerprint="x")
+
+
+def test_the_object_is_part_of_the_format(tmp_path):
+    """Objects outlive versions."""
+    with make(tmp_path) as store:
+        store.write(keys(0), records(0))
+    digest = hashlib.sha256((tmp_path / "kv" / key(0).hex()).read_bytes()).hexdigest()
+    assert digest == "f5e91cd907c718496c58879a36614a9523f05d65d10f0ec38b273716948526bd"

@@ -1,0 +1,47 @@
+"""Swaps as computations of their own: what they move, what they donate, what their handles hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dsv4_jax.layout import CacheLayout
+from dsv4_jax.plan import SwapPlan
+from dsv4_jax.tiers import async_swap
+
+from .. import native
+from ..clock import PATIENCE
+from .swapping import CFG, assert_image, image, model_in, model_out, random_cache, random_host
+
+LAYOUT = CacheLayout(CFG)
+OUT = SwapPlan(np.array([7, 2, 5, 0], np.int32), np.array([1, 6, 3, 0], np.int32))
+IN = SwapPlan(np.array([1, 3, 4, 0], np.int32), np.array([6, 6, 2, 0], np.int32))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def library() -> None:
+    native.load_cpu()
+
+
+def test_transfers_of_their_own():
+    cache, host = random_cache(LAYOUT, 1), random_host(LAYOUT, 2)
+    want, pool = image(cache), np.array(host.blocks)
+    given, (host, handle) = host, async_swap.swap_out_async(cache, host, OUT)
+    handle.wait(PATIENCE)
+    assert handle.is_ready() and handle.error is None and given.blocks.is_deleted()
+    assert handle.duration > 0
+    model_out(LAYOUT, want, pool, OUT)
+    # The pool may be read now, and goes on being donated: the handle does not hold it.
+    assert np.array_equal(host.blocks, pool)
+    given, (cache, handle) = cache, async_swap.swap_in_async(cache, host, IN)
+    handle.wait()
+    model_in(LAYOUT, want, pool, IN)
+    assert_image(cache, want)
+    assert all(x.is_deleted() for x in given.arrays.values())
+    slots = SwapPlan(np.array([2], np.int32), np.array([1], np.int32))
+    host, first = async_swap.snapshot_async(cache, host, slots)
+    cache, second = async_swap.restore_async(cache, host, SwapPlan(slots.device_ids + np.int32(1), slots.host_ids))
+    first.wait(PATIENCE), second.wait(PATIENCE)
+    model_out(LAYOUT, want, states := np.zeros(host.snapshots.shape, np.uint8), slots, "slot")
+    model_in(LAYOUT, want, states, SwapPlan(slots.device_ids + 1, slots.host_ids), "slot")
+    assert_image(cache, want)
