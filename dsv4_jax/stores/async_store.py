@@ -8,7 +8,6 @@ call until its future is done.
 from __future__ import annotations
 
 import atexit
-import collections
 import os
 import sys
 import threading
@@ -18,22 +17,12 @@ from typing import Any
 
 from ..errors import ShapeError, StoreBusyError, StoreClosedError, StoreError
 from .base import Buffers, Flags, RecordStore
+from .call_queue import CallQueue, QueuedCall
 from .checks import check_count, check_keys, check_process, check_records
 
 __all__ = ["AsyncStore"]
 
 _MOST_WORKERS = 256
-
-
-class _Call:
-    """One accepted call: it runs when the earlier calls that share a key with it are done."""
-
-    def __init__(self, work: Callable[[], Flags], keys: set[bytes], size: int):
-        self.work, self.keys, self.size = work, keys, size
-        self.future: Future[Flags] = Future()
-        self.future.set_running_or_notify_cancel()  # accepted is accepted: it can no longer be cancelled
-        self.waits_for = 0
-        self.followers: list[_Call] = []
 
 
 class AsyncStore:
@@ -55,17 +44,19 @@ class AsyncStore:
             exceed the cores.
         queue_bytes: see above.
 
+    Attributes:
+        queue: the calls that wait, to look at.
+
     Raises:
         ShapeError: a setting out of range.
-        StoreError: the threads cannot be had.
+        StoreError: the threads cannot be started.
     """
 
     def __init__(self, store: RecordStore, *, workers: int = 4, queue_bytes: int = 256 << 20):
         workers = check_count("workers", workers, _MOST_WORKERS, error=ShapeError)
         self.store, self.queue_bytes = store, check_count("queue_bytes", queue_bytes, error=ShapeError)
         self._change = threading.Condition()  # of everything below
-        self._ready: collections.deque[_Call] = collections.deque()
-        self._last: dict[bytes, _Call] = {}  # the latest unfinished call of each key
+        self.queue = CallQueue()
         self._unfinished = 0
         self._bytes = 0
         self._closing = False
@@ -162,7 +153,7 @@ class AsyncStore:
 
     def _accept(self, work: Callable[[], Flags], keys: list[bytes], size: int, timeout: float | None) -> Future[Flags]:
         check_process(self._process)
-        call = _Call(work, set(keys), size)
+        call = QueuedCall(work, set(keys), size)
         with self._change:
             fits = self._change.wait_for(
                 lambda: self._closing or self._bytes == 0 or self._bytes + size <= self.queue_bytes, timeout
@@ -173,33 +164,11 @@ class AsyncStore:
                 raise StoreBusyError(
                     f"{size} bytes did not fit within {timeout} s: {self._bytes} of {self.queue_bytes} bytes are queued"
                 )
-            self._queue(call)
+            self.queue.put(call)
             self._bytes += size
             self._unfinished += 1
             self._change.notify_all()
         return call.future
-
-    def _queue(self, call: _Call) -> None:
-        """Puts a call behind the latest ones that share a key with it: wholly, or not at all."""
-        latest = {key: self._last.get(key) for key in call.keys}
-        earlier = {id(other): other for other in latest.values() if other is not None}
-        try:
-            self._last.update(dict.fromkeys(call.keys, call))
-            for other in earlier.values():
-                other.followers.append(call)
-            call.waits_for = len(earlier)
-            if not earlier:
-                self._ready.append(call)
-        except BaseException:
-            for key, other in latest.items():
-                if other is None:
-                    self._last.pop(key, None)
-                else:
-                    self._last[key] = other
-            for queue in (self._ready, *(other.followers for other in earlier.values())):
-                if call in queue:
-                    queue.remove(call)
-            raise
 
     def _run(self) -> None:
         while self._run_one():
@@ -207,10 +176,10 @@ class AsyncStore:
 
     def _run_one(self) -> bool:
         with self._change:
-            self._change.wait_for(lambda: self._ready or (self._closing and self._unfinished == 0))
-            if not self._ready:
+            self._change.wait_for(lambda: self.queue.ready or (self._closing and self._unfinished == 0))
+            if not self.queue.ready:
                 return False
-            call = self._ready.popleft()
+            call = self.queue.ready.popleft()
         result: Any = None
         error: BaseException | None = None
         try:
@@ -218,7 +187,9 @@ class AsyncStore:
         except BaseException as caught:
             error = caught
         with self._change:
-            self._release(call)
+            self._bytes -= call.size
+            self.queue.end(call)
+            self._change.notify_all()
         # After the release, so that the future's callbacks may make calls; before `drain` may return.
         try:
             if error is not None:
@@ -231,15 +202,3 @@ class AsyncStore:
             self._unfinished -= 1
             self._change.notify_all()
         return True
-
-    def _release(self, call: _Call) -> None:
-        """Free the call's room and let those run that waited for it."""
-        self._bytes -= call.size
-        for key in call.keys:
-            if self._last.get(key) is call:
-                del self._last[key]
-        for follower in call.followers:
-            follower.waits_for -= 1
-            if not follower.waits_for:
-                self._ready.append(follower)
-        self._change.notify_all()

@@ -42,8 +42,8 @@ def check_switch(name: str, value: Any) -> bool:
 
 
 def check_process(owner: int) -> None:
-    """Raises `StoreLockedError` in any process but `owner`, whose store it is: after a fork, its threads and locks are
-    nobody's."""
+    """Raises `StoreLockedError` in any process but `owner`, whose store it is: a forked child has copies of its locks,
+    in whatever state they were, and none of its threads."""
     if (here := os.getpid()) != owner:
         raise StoreLockedError(f"the store is open in process {owner}, of which {here} is a forked child")
 

@@ -297,7 +297,7 @@ def test_every_close_returns_when_the_store_is_closed():
     assert gate.closed
 
 
-@pytest.mark.parametrize("where", ["_ready", "_last"])
+@pytest.mark.parametrize("where", ["ready", "last"])
 def test_a_call_that_cannot_be_queued_was_not_accepted(where):
     gate = Gate()
 
@@ -314,11 +314,11 @@ def test_a_call_that_cannot_be_queued_was_not_accepted(where):
     with AsyncStore(gate, workers=1) as store:
         first = store.write(keys(1), records(1))
         assert gate.started.acquire(timeout=PATIENCE)
-        there = getattr(store, where)
-        setattr(store, where, Deque(there) if where == "_ready" else Dict(there))
+        there = getattr(store.queue, where)
+        setattr(store.queue, where, Deque(there) if where == "ready" else Dict(there))
         with pytest.raises(MemoryError):
-            store.write(keys(2) if where == "_ready" else keys(1, 2), records(1, 2)[: 2 - (where == "_ready")])
-        setattr(store, where, type(there)(getattr(store, where)))
+            store.write(keys(2) if where == "ready" else keys(1, 2), records(1, 2)[: 2 - (where == "ready")])
+        setattr(store.queue, where, type(there)(getattr(store.queue, where)))
         assert store.pending_bytes == RECORD_BYTES
         later = store.delete(keys(1, 2))
         gate.open.set()
@@ -327,7 +327,7 @@ def test_a_call_that_cannot_be_queued_was_not_accepted(where):
     assert [name for name, _ in gate.done] == ["write", "delete"]
 
 
-def test_threads_that_cannot_be_had(monkeypatch):
+def test_threads_that_cannot_be_started(monkeypatch):
     start, started = threading.Thread.start, []
 
     def few(thread):

@@ -88,7 +88,7 @@ def test_a_making_that_was_killed_is_taken_up_whatever_its_size(path):
         FALLOCATE(file.fileno(), 0, 1 << 19)
     with make_slab(path) as store:
         assert store.write(keys(0), records(0)).all() and path.stat().st_size == 73728
-    path.write_bytes(bytes(1 << 20))  # but zeros that somebody wrote are somebody's
+    path.write_bytes(bytes(1 << 20))  # but zeros that were written are a file of another kind
     with pytest.raises(StoreFormatError, match="is not a slab file, and not empty"):
         make_slab(path)
 

@@ -52,7 +52,7 @@ class OwnedFile:
         try:
             yield
         except BaseException as error:
-            if self._made and not isinstance(error, StoreLockedError):  # then it is somebody's
+            if self._made and not isinstance(error, StoreLockedError):  # then another process has it open
                 self._remove()
             self.close()
             if not isinstance(error, OSError) or isinstance(error, StoreError):
