@@ -81,7 +81,7 @@ def matching() -> dict[str, float]:
     hasher = BlockHasher(spec, ids, namespace=Namespace("tenant"))
     tree = PrefixTree(BLOCK)
     nodes = grow(tree, None, hasher.digests, 1)
-    tree.attach_snapshot(nodes[-1], Tier.DEVICE, 1)
+    tree.snapshots.attach(nodes[-1], Tier.DEVICE, 1)
     tree.release(nodes)
     fresh = [bytes(bytearray(digest)) for digest in hasher.digests]  # no cached hash values
     match = tree.match(fresh, PROMPT + 1)
@@ -127,14 +127,14 @@ def evicting(nodes: int, policy: str) -> dict[str, float]:
     start = time.process_time()
     for i in range(count):
         before = time.perf_counter()
-        evicted = tree.evict(Tier.DEVICE, 1, [i + 1] if policy == "write_back" else ())
+        evicted = tree.evictor.evict(Tier.DEVICE, 1, [i + 1] if policy == "write_back" else ())
         for move in evicted.moves:
-            tree.complete(move.node)
+            tree.moves.complete(move.node)
         times.append(time.perf_counter() - before)
     mean = (time.process_time() - start) / count
     start = time.process_time()
     for _ in range(count // 2 // 64):
-        tree.evict(Tier.DEVICE, 64)
+        tree.evictor.evict(Tier.DEVICE, 64)
     batch = (time.process_time() - start) / (count // 2 // 64 * 64)
     gc.enable()
     name = f"{nodes} nodes, {policy}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import heapq
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
@@ -26,13 +27,13 @@ class EvictionQueue(Generic[N]):
     nothing here. Popping is O(log n), plus O(log n) for every entry that was touched since.
 
     Args:
-        bit: of `node.queued`, this queue's own.
+        bit: of `node.queued`, this queue's own: a member of one `IntFlag` for all lists of the nodes.
         eligible: whether a node may leave. Whenever it becomes true, the node must be pushed.
         key: of a node that is eligible; larger leaves later. It must not shrink while the node lives.
     """
 
-    def __init__(self, bit: int, eligible: Callable[[N], bool], key: Callable[[N], Any]):
-        self._bit, self._eligible, self._key = bit, eligible, key
+    def __init__(self, bit: enum.IntFlag, eligible: Callable[[N], bool], key: Callable[[N], Any]):
+        self._bit, self._eligible, self._key = int(bit), eligible, key  # arithmetic with flags is slow
         self._heap: list[tuple[Any, int, N]] = []
         self._bound = 1024
 
@@ -62,7 +63,12 @@ class EvictionQueue(Generic[N]):
         return None
 
     def holds(self, node: N) -> bool:
+        """Whether the queue has an entry for the node, eligible or not."""
         return bool(node.queued & self._bit)
+
+    def lacks(self, node: N) -> bool:
+        """Whether the node should be here and is not: whoever made it eligible has not pushed it."""
+        return not self.holds(node) and self._eligible(node)
 
     def _forget_ineligible(self) -> None:
         kept = []

@@ -23,7 +23,7 @@ def check_manager(manager: RequestBook) -> None:
         pool.check_integrity()
     cache.tree.check_integrity()
     late_blocks, late_slots = cache.copies.late
-    nodes = [*cache.tree._nodes.values()]
+    nodes = [*cache.tree.nodes.published.values()]
     parked = [r.parked for r in waiting if r.parked is not None]
     _partition("device block", cache.blocks, [
         *(block for r in live for block in r.blocks[r.num_shared :]), *(n.block for n in nodes), *late_blocks,
@@ -38,7 +38,7 @@ def check_manager(manager: RequestBook) -> None:
     _require(len(live) <= manager.size.num_slots, "more live requests than slots for them")
     _require(set(manager._ids.values()) == {*live, *waiting}, "ids and requests differ")
     refs = collections.Counter(node for r in live for node in r.nodes)
-    for node in (*nodes, *cache.tree._writing):
+    for node in (*nodes, *cache.tree.nodes.writing):
         _require(node.refs == refs[node], f"{node} has {node.refs} references, {refs[node]} requests list it")
     pins = collections.Counter(r.restores for r in live if r.restores is not None)
     for node in nodes:

@@ -76,15 +76,15 @@ class LastStep:
             heir.written += nodes
         for node in self.written:
             if tree.is_current(node):  # else it went with the one above
-                cache.give_back(tree.retract(node))
+                cache.give_back(tree.moves.retract(node))
         for node in self.attached:
             if tree.is_current(node) and node.snapshot is not None:
                 snapshot = node.snapshot
                 for tier, pool in ((T.DEVICE, cache.slots), (T.HOST, cache.host_snapshots)):
                     if snapshot.copy(tier):
-                        pool.release([tree.drop_snapshot(node, tier)])
+                        pool.release([tree.snapshots.drop(node, tier)])
                 if snapshot.stored:
-                    tree.drop_snapshot(node, T.STORAGE)
+                    tree.snapshots.drop(node, T.STORAGE)
 
 
 def _is_copy(other: Request, request: Request, step: int) -> bool:

@@ -286,7 +286,7 @@ class KVCacheManager(SteppingManager):
         for source, block in zip(parent.blocks[shared:used], own, strict=True):
             pending.blocks[block] = pending.blocks.get(source, source)
         if parent.restores is not None:
-            self._cache.tree.pin_snapshot(parent.restores)
+            self._cache.tree.snapshots.pin(parent.restores)
             child.restores = parent.restores
         elif parent.num_cached:
             pending.slots[slot] = pending.slots.get(parent.slot, parent.slot)
@@ -335,12 +335,12 @@ class KVCacheManager(SteppingManager):
         request.keep_step()
         cache, shared = self._cache, request.num_shared
         for node in reversed(request.nodes[shared:]):
-            cache.tree.abort(node)  # its block is among the request's
+            cache.tree.moves.abort(node)  # its block is among the request's
         for block in request.blocks[shared:]:
             cache.copies.blocks.pop(block, None)
         cache.copies.slots.pop(request.slot, None)
         if request.restores is not None:
-            cache.tree.unpin_snapshot(request.restores)
+            cache.tree.snapshots.unpin(request.restores)
         cache.tree.release(request.nodes[:shared])
         request.blocks = request.blocks[shared:]
         request.nodes, request.restores, request.rolling, request.forked = [], None, None, None
@@ -359,7 +359,7 @@ class KVCacheManager(SteppingManager):
             hit = max((end for end in states if end <= here), default=0)
             if hit:
                 nodes = tree.acquire(path[:hit])
-                tree.pin_snapshot(nodes[-1])
+                tree.snapshots.pin(nodes[-1])
                 request.nodes, request.restores = nodes, nodes[-1]
                 request.blocks = [node.block for node in nodes] + request.blocks
                 self._stand_at(request, hit)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from ..errors import IntegrityError
 from .block_pool import BlockPool
-from .prefix.node import Tier
+from .prefix.counters import TreeCounters
+from .prefix.node import TIERS, Tier
 from .prefix.prefix_tree import PrefixTree
-from .prefix.tree_base import TIERS, TreeCounters
 
 __all__ = ["CacheStats", "PoolUse", "collect_stats", "pool_use", "prometheus_text"]
 

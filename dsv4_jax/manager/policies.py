@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import ConfigError
 from .allocator import as_count
 from .prefix.node import Node
-from .prefix.tree_base import least_recently_used
+from .prefix.queues import least_recently_used
 
 __all__ = [
     "ORDERS",

@@ -192,7 +192,7 @@ class Publisher:
             slot = self._rolling_slot(request) if placement is Placement.ROLLING else 0
             rolls = slot > 0
             if rolls and request.rolling is not None:
-                self._tree.pin_snapshot(request.rolling)  # nobody else may have this slot
+                self._tree.snapshots.pin(request.rolling)  # nobody else may have this slot
             slot = slot if rolls else self._cache.try_slot()
             if slot:
                 saves.append(Save(request, slot, placement, rolls))
@@ -211,7 +211,7 @@ class Publisher:
             if node is None or node.snapshot is not None:
                 self._cache.slots.release([slot])
                 continue
-            self._tree.attach_snapshot(node, T.DEVICE, slot)
+            self._tree.snapshots.attach(node, T.DEVICE, slot)
             request.forget_earlier_steps(step)
             request.attached.append(node)
             if placement is Placement.ROLLING:
@@ -222,7 +222,7 @@ class Publisher:
         self._cache.slots.release([save.slot for save in saves if not save.rolls])
         for save in saves:
             if save.rolls and save.request.rolling is not None:
-                self._tree.unpin_snapshot(save.request.rolling)
+                self._tree.snapshots.unpin(save.request.rolling)
 
     def keep_slot(self, request: Request, *, always: bool) -> bool:
         """Makes the slot of a request that stands at a block boundary a snapshot, if one is wanted (or `always`)."""
@@ -232,18 +232,18 @@ class Publisher:
             return False
         if not always and self._wanted(request) is Placement.NONE:
             return False
-        self._tree.attach_snapshot(request.nodes[i], T.DEVICE, request.slot)
+        self._tree.snapshots.attach(request.nodes[i], T.DEVICE, request.slot)
         request.forget_earlier_steps(request.last_step)
         request.attached.append(request.nodes[i])
         if request.rolling is not None and self._rolling_slot(request):
-            self._cache.slots.release([self._tree.drop_snapshot(request.rolling, T.DEVICE)])
+            self._cache.slots.release([self._tree.snapshots.drop(request.rolling, T.DEVICE)])
         return True
 
     def _unroll(self, request: Request) -> None:
         """The slot of the last rolling snapshot is the request's again."""
         if request.rolling is not None:
-            self._tree.unpin_snapshot(request.rolling)
-            self._tree.drop_snapshot(request.rolling, T.DEVICE)
+            self._tree.snapshots.unpin(request.rolling)
+            self._tree.snapshots.drop(request.rolling, T.DEVICE)
             request.rolling = None
 
     def _wanted(self, request: Request) -> Placement:

@@ -51,7 +51,7 @@ class RequestBook:
 
     def _clear(self) -> None:
         self._cache = TieredCache(self.layout, self.size, self.policy, self.host_size, self.events)
-        self._cache.tree.persists = self._persists
+        self._cache.tree.wanted.persists = self._persists
         self._publisher = Publisher(self._cache, self.layout.block_tokens)
         self._live: dict[int, Request] = {}  # by slot, in the order they became live
         self._ids: dict[Hashable, Request] = {}  # live and preempted
@@ -113,7 +113,7 @@ class RequestBook:
 
     def persist(self) -> None:
         """From now on, what comes to the host is listed for storage (see `StorageTier`)."""
-        self._persists = self._cache.tree.persists = True
+        self._persists = self._cache.tree.wanted.persists = True
 
     # For the managers
 
@@ -152,11 +152,11 @@ class RequestBook:
         """Its blocks go back: shared ones to the tree, those only it has to the pool. It leaves the live ones."""
         shared, tree = request.num_shared, self._cache.tree
         for node in reversed(request.nodes[shared:]):
-            tree.abort(node)  # its block is among the request's
+            tree.moves.abort(node)  # its block is among the request's
         tree.release(request.nodes[:shared])
         self._cache.release_blocks(request.blocks[shared:])
         if request.restores is not None:
-            tree.unpin_snapshot(request.restores)
+            tree.snapshots.unpin(request.restores)
         self._publisher.forget(request)
         self._rows = None
         del self._live[request.slot]

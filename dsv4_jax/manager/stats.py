@@ -54,14 +54,14 @@ def collect(manager: RequestBook) -> ManagerStats:
     record, state = block_record(layout).bytes, snapshot_record(layout).bytes
     pools: dict[str, PoolUse] = {
         "slot": pool_use(
-            cache.slots, private=len(live) + len(late_slots), cached=cache.tree.num_snapshots(T.DEVICE),
-            evictable=cache.tree.num_snapshots(T.DEVICE), unit_bytes=layout.bytes_per_slot,
+            cache.slots, private=len(live) + len(late_slots), cached=cache.tree.snapshots.count(T.DEVICE),
+            evictable=cache.tree.snapshots.count(T.DEVICE), unit_bytes=layout.bytes_per_slot,
         )
     }  # fmt: skip
     if cache.host_snapshots.num_total:
         pools["host snapshot"] = pool_use(
-            cache.host_snapshots, private=len(parked) + len(cache.fetching), cached=cache.tree.num_snapshots(T.HOST),
-            evictable=cache.tree.num_snapshots(T.HOST), unit_bytes=state,
+            cache.host_snapshots, private=len(parked) + len(cache.fetching), cached=cache.tree.snapshots.count(T.HOST),
+            evictable=cache.tree.snapshots.count(T.HOST), unit_bytes=state,
         )  # fmt: skip
     return ManagerStats(
         blocks.num_total, blocks.num_free, blocks.num_held,

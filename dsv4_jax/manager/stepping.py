@@ -153,7 +153,7 @@ class SteppingManager(RequestBook):
         self._publisher.saved(saves, self._steps)
         for request in rows.restored:
             if request.restores is not None:
-                self._cache.tree.unpin_snapshot(request.restores)
+                self._cache.tree.snapshots.unpin(request.restores)
                 request.restores = None
         for request, count in zip(requests, counts, strict=True):
             request.fed = count * steps

@@ -79,10 +79,10 @@ class StorageTier:
             if cache.is_waiting:
                 return []
             writes = []
-            for node in cache.tree.pop_persists(limit):
-                cache.tree.begin_persist(node)
+            for node in cache.tree.wanted.pop_persists(limit):
+                cache.tree.moves.begin_persist(node)
                 writes.append(StorageMove(BLOCK, node, node.host))
-            for node in cache.tree.pop_snapshot_persists(limit - len(writes)):
+            for node in cache.tree.wanted.pop_snapshot_persists(limit - len(writes)):
                 if node.snapshot is not None:
                     writes.append(StorageMove(SLOT, node, node.snapshot.host))
             return writes
@@ -98,9 +98,9 @@ class StorageTier:
                     continue
                 if move.scope == SLOT:
                     if stored and node.state is not S.WRITING and not (node.snapshot and node.snapshot.stored):
-                        tree.attach_snapshot(node, T.STORAGE)
+                        tree.snapshots.attach(node, T.STORAGE)
                 elif node.state is S.PERSISTING:
-                    (tree.complete if stored else tree.abort)(node)
+                    (tree.moves.complete if stored else tree.moves.abort)(node)
                 elif stored and not node.stored:  # a request has taken it to the device meanwhile
                     tree.add_stored(node.parent, node.digest)
 
@@ -179,7 +179,7 @@ class StorageTier:
                 missing, reads = [], []
             cache.host_blocks.release(room[len(missing) :])
             for node, record in zip(missing, room, strict=False):
-                tree.begin_fetch(node, record)
+                tree.moves.begin_fetch(node, record)
         finally:
             tree.release(path)
         return [*(StorageMove(BLOCK, node, node.host) for node in missing), *(reads or [])]
@@ -206,12 +206,12 @@ class StorageTier:
                 elif late or not arrived:
                     late.append(node)
                 else:
-                    tree.complete(node)
+                    tree.moves.complete(node)
             for node in reversed(late):
-                cache.give_back(tree.abort(node))
+                cache.give_back(tree.moves.abort(node))
             if late and lost:
                 with contextlib.suppress(PrefixTreeError):  # somebody else is fetching below it: they will find out
-                    cache.give_back(tree.discard(late[0]))
+                    cache.give_back(tree.moves.discard(late[0]))
 
     def _near(self, digests: list[bytes]) -> list[Node]:
         """Nodes of the leading run that the cache has, in whatever tier."""
@@ -239,7 +239,7 @@ class StorageTier:
         del cache.fetching[move.record]
         usable = arrived and cache.tree.is_current(node) and node.state.tier >= T.HOST
         if usable and not (node.snapshot and node.snapshot.host):
-            cache.tree.attach_snapshot(node, T.HOST, move.record)
+            cache.tree.snapshots.attach(node, T.HOST, move.record)
         else:
             cache.give_back(Freed(host_snapshots=[move.record]))
 

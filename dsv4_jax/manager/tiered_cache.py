@@ -91,7 +91,7 @@ class TieredCache:
 
     def num_slots_available(self, pinned: int) -> int:
         """Device slots that can be had, when the snapshots of so many slots cannot be given away."""
-        return self.slots.num_free + self.tree.num_snapshots(T.DEVICE) - pinned
+        return self.slots.num_free + self.tree.snapshots.count(T.DEVICE) - pinned
 
     def can_acquire(self, count: int, more: int = 0) -> bool:
         """Whether `acquire_blocks(count)` would succeed with `more` free blocks besides. Changes nothing."""
@@ -147,7 +147,7 @@ class TieredCache:
             # lost.
             while count > self.blocks.num_free:
                 if not self._evict_blocks(1):
-                    self.give_back(self.tree.retract(self.tree.device_leaf()))
+                    self.give_back(self.tree.moves.retract(self.tree.evictor.device_leaf()))
         return True
 
     def _evict_blocks(self, missing: int) -> bool:
@@ -155,7 +155,7 @@ class TieredCache:
         if self._moves_down:
             room = self.try_host_blocks(missing)
         try:
-            eviction = self.tree.evict(T.DEVICE, missing, room)
+            eviction = self.tree.evictor.evict(T.DEVICE, missing, room)
         except OutOfBlocksError:
             self.host_blocks.release(room)
             return False
@@ -163,13 +163,13 @@ class TieredCache:
         self.host_blocks.release(eviction.unused)
         for move in eviction.moves:
             self.transfers.out(BLOCK, move.source, move.destination)
-            self.give_back(self.tree.complete(move.node))
+            self.give_back(self.tree.moves.complete(move.node))
         return True
 
     def _evict_snapshot(self) -> bool:
-        room = self.try_host_snapshots(1) if self.tree.num_snapshots(T.DEVICE) else []
+        room = self.try_host_snapshots(1) if self.tree.snapshots.count(T.DEVICE) else []
         try:
-            eviction = self.tree.evict_snapshots(T.DEVICE, 1, room)
+            eviction = self.tree.snapshots.evict(T.DEVICE, 1, room)
         except OutOfBlocksError:
             self.host_snapshots.release(room)
             return False
@@ -186,7 +186,7 @@ class TieredCache:
         missing = min(count, self.host_blocks.num_total) - self.host_blocks.num_free
         for fewer in (missing, 1) if missing > 0 else ():
             try:
-                self.give_back(self.tree.evict(T.HOST, fewer))
+                self.give_back(self.tree.evictor.evict(T.HOST, fewer))
                 break
             except OutOfBlocksError:
                 pass
@@ -236,7 +236,7 @@ class TieredCache:
         pool = self.host_snapshots
         while pool.num_free < min(count, pool.num_total):
             try:
-                pool.release(self.tree.evict_snapshots(T.HOST, 1).units)
+                pool.release(self.tree.snapshots.evict(T.HOST, 1).units)
             except OutOfBlocksError:
                 break
         return pool.acquire(min(count, pool.num_free))
@@ -256,7 +256,7 @@ class TieredCache:
         """
         if self.policy is None or not self.host_blocks.num_total:
             return
-        nodes = self.tree.pop_backups(len(self.tree))
+        nodes = self.tree.wanted.pop_backups(len(self.tree))
         nodes.sort(key=lambda node: (node.last_access, node.depth))
         room: list[int] = []
         kept_free = self.policy.watermark.kept_free(self.host_blocks.num_total)
@@ -265,13 +265,13 @@ class TieredCache:
                 break
             room += self.host_blocks.acquire(1)
         for node, record in zip(nodes, room, strict=False):
-            self.tree.begin_backup(node, record)
+            self.tree.moves.begin_backup(node, record)
             self.transfers.out(BLOCK, node.block, record)
-            self.tree.complete(node)
+            self.tree.moves.complete(node)
 
     def _evict_colder(self, node: Node) -> bool:
         """Evicts one host copy that leaves before this node's would."""
-        freed = self.tree.evict_colder(T.HOST, node)
+        freed = self.tree.evictor.evict_colder(T.HOST, node)
         if freed is None:
             return False
         self.give_back(freed)
@@ -316,12 +316,12 @@ class TieredCache:
         assert snapshot is not None
         if snapshot.device and not snapshot.pins and available - 1 < 1 + others:
             # Two slots for one request would leave too few: it moves into the snapshot's own.
-            return Hit(nodes, None, self.tree.drop_snapshot(node, T.DEVICE))
-        self.tree.pin_snapshot(node)
+            return Hit(nodes, None, self.tree.snapshots.drop(node, T.DEVICE))
+        self.tree.snapshots.pin(node)
         slot = self.acquire_slot()
         if snapshot.device:
             return Hit(nodes, node, slot)
-        self.tree.unpin_snapshot(node)
+        self.tree.snapshots.unpin(node)
         self.transfers.into(SLOT, snapshot.host, slot)
         return Hit(nodes, None, slot)
 
@@ -332,7 +332,7 @@ class TieredCache:
             return True
         for node in below:
             if node.state is S.PERSISTING:  # the copy to storage goes on; its end is told to `StorageTier.finish`
-                self.tree.abort(node)
+                self.tree.moves.abort(node)
         self.tree.acquire(path)  # so that making room takes none of these
         try:
             blocks = self.acquire_blocks(len(below))
@@ -341,16 +341,16 @@ class TieredCache:
         finally:
             self.tree.release(path)
         for node, block in zip(below, blocks, strict=True):
-            self.tree.begin_load(node, block)
+            self.tree.moves.begin_load(node, block)
             self.transfers.into(BLOCK, node.host, block)
-            self.give_back(self.tree.complete(node))
+            self.give_back(self.tree.moves.complete(node))
         return True
 
     # Books
 
     def evict_all(self) -> None:
         """Takes every cached unit off the device: to the host as far as there is room."""
-        while self.tree.num_snapshots(T.DEVICE) and self._evict_snapshot():
+        while self.tree.snapshots.count(T.DEVICE) and self._evict_snapshot():
             pass
         if self.tree.evictable(T.DEVICE):
             self._make_room(self.num_available)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,15 @@ import numpy as np
 from ..errors import PoolError
 from .token_allocator import TokenToKVPoolAllocator
 
-__all__ = ["Inserted", "Lock", "Match", "Node", "check_foreign"]
+__all__ = ["Inserted", "Listed", "Lock", "Match", "Node", "check_foreign"]
+
+
+class Listed(enum.IntFlag):
+    """The eviction queues that may list a node: a bit of `Node.queued` each."""
+
+    LEAF = enum.auto()
+    WINDOW = enum.auto()
+    SNAPSHOT = enum.auto()
 
 
 class Node:
@@ -26,7 +35,7 @@ class Node:
         refs: locks on this node or below.
         window_refs: locks that need this node's window rows.
         used: when it was last matched or inserted, on the cache's clock.
-        queued: which eviction queues list it, a bit each.
+        queued: which eviction queues list it: bits of `Listed`.
         digests: of its pages, if the cache has an event log; of a root, where they begin.
         owner: the cache.
     """

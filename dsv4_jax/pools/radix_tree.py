@@ -11,7 +11,7 @@ from ..errors import IntegrityError, PoolError
 from ..events import EventLog, Tier
 from ..eviction_queue import EvictionQueue
 from .digests import chain, root_digest
-from .radix_node import Lock, Node
+from .radix_node import Listed, Lock, Node
 from .slots import StateSlots
 from .spec import check_count
 from .token_allocator import TokenToKVPoolAllocator
@@ -54,9 +54,9 @@ class RadixTree:
 
     def _queue(self) -> None:
         """The eviction queues from the tree."""
-        self._leaves = EvictionQueue(1, _is_loose_leaf, _used)
-        self._windows = EvictionQueue(2, _has_loose_window, _used)
-        self._snapshots = EvictionQueue(4, _has_loose_snapshot, _used)
+        self._leaves = EvictionQueue(Listed.LEAF, _is_loose_leaf, _used)
+        self._windows = EvictionQueue(Listed.WINDOW, _has_loose_window, _used)
+        self._snapshots = EvictionQueue(Listed.SNAPSHOT, _has_loose_snapshot, _used)
         for node in self._nodes():
             node.queued = 0
             for queue in (self._leaves, self._windows, self._snapshots):

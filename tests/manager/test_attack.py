@@ -88,16 +88,16 @@ def test_a_block_stays_while_something_moves_below_one_that_leaves_with_it() -> 
     child = tree.publish(tree.reserve(top, b"child", 2)).node
     last = tree.publish(tree.reserve(child, b"last", 3)).node
     for node, host in ((child, 1), (last, 2)):
-        tree.begin_backup(node, host)
-        tree.complete(node)
+        tree.moves.begin_backup(node, host)
+        tree.moves.complete(node)
     tree.release([top, child, last])
-    assert tree.evict(Tier.DEVICE, 1).blocks == [3]
-    tree.begin_persist(last)
+    assert tree.evictor.evict(Tier.DEVICE, 1).blocks == [3]
+    tree.moves.begin_persist(last)
     with pytest.raises(OutOfBlocksError):
-        tree.evict(Tier.DEVICE, 2)
+        tree.evictor.evict(Tier.DEVICE, 2)
     tree.check_integrity()
-    tree.complete(last)
-    assert sorted(tree.evict(Tier.DEVICE, 2).blocks) == [1, 2]
+    tree.moves.complete(last)
+    assert sorted(tree.evictor.evict(Tier.DEVICE, 2).blocks) == [1, 2]
 
 
 # Steps that did not run
@@ -207,7 +207,9 @@ def test_who_starts_anew_is_known_by_the_ids_that_are_there() -> None:
 def books(manager: KVCacheManager) -> tuple:
     """All that a refused call must leave as it was."""
     cache = manager._cache
-    nodes = [(n.digest, n.state, n.block, n.host, n.refs, n.hits, n.snapshot) for n in cache.tree._nodes.values()]
+    nodes = [
+        (n.digest, n.state, n.block, n.host, n.refs, n.hits, n.snapshot) for n in cache.tree.nodes.published.values()
+    ]
     requests = [
         (r.id, r.state, r.num_cached, r.fed, r.num_tabled, r.reserved, r.blocks[:], r.nodes[:])
         for r in manager._ids.values()

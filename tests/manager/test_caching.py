@@ -547,7 +547,7 @@ def test_prometheus_text_has_every_pool() -> None:
         lambda m, r: m._cache.slots.release([r.slot]),
         lambda m, r: r.blocks.reverse(),
         lambda m, r: m._cache.host_blocks.acquire(1),
-        lambda m, r: m._cache.tree.pin_snapshot(r.nodes[1]),
+        lambda m, r: m._cache.tree.snapshots.pin(r.nodes[1]),
         lambda m, r: setattr(r, "num_tabled", 9),
     ],
 )
@@ -739,7 +739,7 @@ def test_backups_make_room_of_colder_ones() -> None:
     serve(manager, [1] * 25)
     run(manager, [2] * 25)
     manager.commit()
-    kept = [node for node in manager._cache.tree._nodes.values() if node.host]
+    kept = [node for node in manager._cache.tree.nodes.published.values() if node.host]
     assert len(kept) == 3 and all(node.refs for node in kept)
     manager.check_integrity()
 
@@ -814,7 +814,7 @@ def test_a_fetched_snapshot_whose_block_has_gone_leaks_no_record() -> None:
     moves = tier.plan_reads(PROMPT[:9], yes, yes)
     assert [move.scope for move in moves] == ["block", "slot"]
     tier.finish_reads(moves[:1], [True])
-    manager._cache.give_back(manager._cache.tree.retract(moves[0].node))
+    manager._cache.give_back(manager._cache.tree.moves.retract(moves[0].node))
     tier.finish_reads(moves[1:], [True])
     manager.check_integrity()
     assert manager.stats().cache.pools["host snapshot"].free == 2

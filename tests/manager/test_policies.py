@@ -39,11 +39,11 @@ def test_write_policies_choose_blocks_at_their_hits(policy: WritePolicy, after: 
     tree.release(nodes)
     assert policy.moves_when_evicted == (after is None)
     for hits in range(4):
-        listed = tree.pop_backups(0) + tree.pop_backups(2) + tree.pop_backups(9)
+        listed = tree.wanted.pop_backups(0) + tree.wanted.pop_backups(2) + tree.wanted.pop_backups(9)
         assert listed == (nodes if hits == after else [])
         for i, node in enumerate(listed):
-            tree.begin_backup(node, i + 1)
-            tree.complete(node)
+            tree.moves.begin_backup(node, i + 1)
+            tree.moves.complete(node)
         hit(tree, "a", 3)
     assert [n.host for n in nodes] == ([0, 0, 0] if after is None else [1, 2, 3])
 
@@ -54,17 +54,17 @@ def test_what_is_no_longer_worth_a_backup_is_passed_over() -> None:
     tree.release(nodes)
     hit(tree, "a", 2)
     hit(tree, "a", 2)
-    tree.begin_backup(nodes[0], 1)
-    tree.evict(Tier.DEVICE, 1)
-    assert tree.pop_backups(9) == []
-    tree.complete(nodes[0])
+    tree.moves.begin_backup(nodes[0], 1)
+    tree.evictor.evict(Tier.DEVICE, 1)
+    assert tree.wanted.pop_backups(9) == []
+    tree.moves.complete(nodes[0])
     # A copy that was evicted is wanted again at the next hit.
-    assert tree.evict(Tier.HOST, 1).host_blocks == [1]
+    assert tree.evictor.evict(Tier.HOST, 1).host_blocks == [1]
     hit(tree, "a", 2)
-    assert tree.pop_backups(1) == [nodes[0]]
+    assert tree.wanted.pop_backups(1) == [nodes[0]]
     hit(tree, "a", 2)
     tree.reset()
-    assert tree.pop_backups(9) == []
+    assert tree.wanted.pop_backups(9) == []
 
 
 @pytest.mark.parametrize("threshold", [0, -1, 1.5, None])
@@ -129,7 +129,7 @@ def test_eviction_orders() -> None:
         for name in "aab":
             hit(tree, name, 1)
         before = {a, b}
-        tree.evict(Tier.DEVICE, 1)
+        tree.evictor.evict(Tier.DEVICE, 1)
         (gone,) = [n for n in before if not tree.is_current(n)]
         return gone
 
@@ -147,11 +147,11 @@ def test_the_default_policy_is_complete() -> None:
 def cache_with_traffic() -> tuple[PrefixTree, BlockPool, BlockPool]:
     tree, device, host = PrefixTree(4), BlockPool(10), BlockPool(4, "host")
     nodes = publish_path(tree, "a", 4, device.acquire(4))
-    tree.attach_snapshot(nodes[2], Tier.DEVICE, 1)
+    tree.snapshots.attach(nodes[2], Tier.DEVICE, 1)
     tree.release(nodes)
-    moved = tree.evict(Tier.DEVICE, 2, host.acquire(2))
+    moved = tree.evictor.evict(Tier.DEVICE, 2, host.acquire(2))
     for move in moved.moves:
-        device.release(tree.complete(move.node).blocks)
+        device.release(tree.moves.complete(move.node).blocks)
     match = tree.match(digests("a", 4), 21)
     tree.take(match)
     tree.reserve(nodes[1], b"new", device.acquire(1)[0])

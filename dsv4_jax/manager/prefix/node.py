@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import types
 from collections.abc import Iterator
-from typing import cast
 
 from ...events import Tier
 
 __all__ = [
     "ABORTS",
-    "BACKUP_BIT",
     "COMPLETES",
     "MATCHABLE",
-    "PERSIST_BIT",
     "SETTLED",
+    "TIERS",
     "TRANSITIONS",
     "Node",
     "NodeState",
@@ -61,9 +58,31 @@ class NodeState(enum.Enum):
     __hash__ = object.__hash__  # members are singletons; the inherited one is written in Python and slow
 
 
-# The same members, found ten times as fast: looking one up in an Enum class takes 0.2 us on Python 3.11.
-S = cast("type[NodeState]", types.SimpleNamespace(**NodeState.__members__))
-T = cast("type[Tier]", types.SimpleNamespace(**Tier.__members__))
+class S:
+    """The members of `NodeState`, found ten times as fast: an Enum class of Python 3.11 takes 0.2 us to look one up."""
+
+    WRITING = NodeState.WRITING
+    DEVICE = NodeState.DEVICE
+    BACKING_UP = NodeState.BACKING_UP
+    OFFLOADING = NodeState.OFFLOADING
+    HOST = NodeState.HOST
+    LOADING = NodeState.LOADING
+    PERSISTING = NodeState.PERSISTING
+    STORAGE = NodeState.STORAGE
+    FETCHING = NodeState.FETCHING
+    REMOVED = NodeState.REMOVED
+
+
+class T:
+    """The members of `Tier`, likewise."""
+
+    NONE = Tier.NONE
+    STORAGE = Tier.STORAGE
+    HOST = Tier.HOST
+    DEVICE = Tier.DEVICE
+
+
+TIERS = (T.DEVICE, T.HOST, T.STORAGE)
 
 TRANSITIONS: dict[NodeState, frozenset[NodeState]] = {
     S.WRITING: frozenset({S.DEVICE, S.REMOVED}),  # publish, abort
@@ -88,9 +107,6 @@ ABORTS = {S.WRITING: S.REMOVED, S.BACKING_UP: S.DEVICE, S.OFFLOADING: S.DEVICE, 
 # States with bytes that a request can use, and that stay until it has taken a reference.
 MATCHABLE = frozenset({S.DEVICE, S.BACKING_UP, S.HOST, S.PERSISTING, S.STORAGE})
 SETTLED = frozenset({S.DEVICE, S.HOST, S.STORAGE})
-
-# Of `Node.queued`: listed for backup, for storage; the other bits belong to eviction queues.
-BACKUP_BIT, PERSIST_BIT = 1, 16
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -153,7 +169,7 @@ class Node:
         self.refs = self.hits = self.last_access = 0
         self.snapshot: Snapshot | None = None
         self.children = self.on_device = self.on_host = 0
-        self.queued = 0  # bit per eviction queue that has an entry for it
+        self.queued = 0  # which lists name it: bits of `queues.Listed`
         self.first_child: Node | None = None
         self.next: Node | None = None
         self.previous: Node | None = None

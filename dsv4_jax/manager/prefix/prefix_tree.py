@@ -12,20 +12,32 @@ What holds at any time (`check_integrity`):
 * Every unit id that a node holds is held by this tree until a call returns it as freed. The tree
   does not know the pools; their owner passes ids in and takes them back.
 
-The books are in tree_base.py, eviction and snapshots in tree_eviction.py, the check in tree_checks.py.
+The parts, each with its own state and rules; `PrefixTree` itself knows paths: matching, references, writing.
+
+* `nodes` (nodes.py): every node by digest, every change of a state, all counts.
+* `queues`, `wanted` (queues.py): who leaves a tier next, and who wants a copy in a lower one.
+* `moves` (moves.py): blocks that go from tier to tier, and blocks that are lost.
+* `evictor` (evictor.py): blocks that leave a tier to make room.
+* `snapshots` (snapshots.py): the states that hits can end at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from ...errors import PrefixTreeError, TransitionError
 from ..allocator import as_count
+from .counters import TreeCounters
+from .events import EventLog
 from .eviction import Freed
-from .node import MATCHABLE, SETTLED, Node, S, Snapshot, T, Tier, children_of, link, unlink
+from .evictor import Evictor
+from .moves import BlockMoves
+from .node import MATCHABLE, SETTLED, Node, NodeState, S, Snapshot, T, Tier, children_of, link, unlink
+from .nodes import NodeTable
+from .queues import CopyLists, EvictionQueues, least_recently_used
+from .snapshots import Snapshots
 from .tree_checks import check_tree
-from .tree_eviction import EvictingTree
 
 __all__ = ["Match", "PrefixTree", "Published"]
 
@@ -67,7 +79,7 @@ class Published(NamedTuple):
     spare: int
 
 
-class PrefixTree(EvictingTree):
+class PrefixTree:
     """See the module.
 
     Args:
@@ -79,6 +91,59 @@ class PrefixTree(EvictingTree):
         persists: whether blocks that come to rest on the host are put on the list of `pop_persists`.
         events: where copies that come and go are told.
     """
+
+    def __init__(
+        self,
+        block_tokens: int = 128,
+        *,
+        order: Callable[[Node], Any] = least_recently_used,
+        backup_after: int | None = None,
+        persists: bool = False,
+        events: EventLog | None = None,
+    ):
+        self.block_tokens = as_count("block_tokens", block_tokens, 1)
+        self.counters = TreeCounters()
+        self.queues, self.wanted = EvictionQueues(order), CopyLists(backup_after, persists)
+        self.nodes = NodeTable(self.queues, self.wanted, events)
+        self.moves = BlockMoves(self.nodes)
+        self.evictor = Evictor(self.nodes, self.queues, self.moves, self.counters)
+        self.snapshots = Snapshots(self.nodes, self.queues, self.wanted, self.counters)
+        self._events = events
+
+    def __len__(self) -> int:
+        """Published nodes."""
+        return len(self.nodes.published)
+
+    def get(self, digest: bytes) -> Node | None:
+        """The published node of this digest."""
+        return self.nodes.published.get(digest)
+
+    def is_current(self, node: Node) -> bool:
+        """Whether the node is still in the tree. Late events (a transfer's end after `reset`) ask this first."""
+        return self.nodes.is_current(node)
+
+    def count(self, state: NodeState) -> int:
+        """Nodes in this state."""
+        return self.nodes.counts[state]
+
+    def held(self, tier: Tier) -> int:
+        """Units of published nodes: device blocks, host blocks (also of backups), storage copies without either."""
+        if tier is T.HOST:
+            return self.nodes.num_host
+        states = (S.STORAGE, S.FETCHING)
+        if tier is T.DEVICE:
+            states = (S.DEVICE, S.BACKING_UP, S.OFFLOADING, S.LOADING)
+        return sum(self.nodes.counts[state] for state in states)
+
+    def evictable(self, tier: Tier) -> int:
+        """Unreferenced nodes at rest in this tier. All can leave it, unless moves are under way below some."""
+        return self.nodes.idle[tier]
+
+    def reset(self) -> None:
+        """Forgets everything. Nodes known before are refused from now on; the caller resets the pools."""
+        self.nodes.clear()
+        if self._events is not None:
+            self._events.emit("cleared", T.NONE)
 
     def match(self, digests: Sequence[bytes], num_tokens: int) -> Match:
         """The longest cached path of these digests, in path order. Changes nothing.
@@ -94,9 +159,9 @@ class PrefixTree(EvictingTree):
         """
         limit = min(len(digests), max(as_count("num_tokens", num_tokens) - 1, 0) // self.block_tokens)
         path: list[Node] = []
-        hit, previous, nodes = 0, None, self._nodes
+        hit, previous, published = 0, None, self.nodes.published
         for i in range(limit):
-            node = nodes.get(digests[i])
+            node = published.get(digests[i])
             if node is None or node.state not in MATCHABLE:
                 break
             if node.parent is not previous:
@@ -126,14 +191,14 @@ class PrefixTree(EvictingTree):
         counters.lookups += 1
         counters.lookup_tokens += match.num_tokens
         counters.hits += bool(nodes)
-        wanted = self._backup_after
+        backup_after = self.wanted.backup_after
         for node, tier in zip(nodes, found or [node.state.tier for node in nodes], strict=True):
             node.hits += 1
             counters.hit_tokens[tier] += size
-            if wanted is not None and node.hits >= wanted and not node.host:
-                self._want_backup(node)
+            if backup_after is not None and node.hits >= backup_after and not node.host:
+                self.wanted.want_backup(node)
         if nodes and (snapshot := nodes[-1].snapshot):
-            snapshot.last_used = self._clock
+            snapshot.last_used = self.nodes.clock
         return nodes
 
     def acquire(self, path: Sequence[Node]) -> list[Node]:
@@ -144,18 +209,14 @@ class PrefixTree(EvictingTree):
         """
         previous = None
         for node in path:
-            self._check(node)
+            self.nodes.check(node)
             if node.parent is not previous:
                 raise PrefixTreeError(f"{node} does not follow {previous}: references go to whole paths")
             if node.state not in MATCHABLE:
                 raise PrefixTreeError(f"{node} cannot be referenced in this state")
             previous = node
-        self._clock = clock = self._clock + 1
-        for node in path:
-            if not node.refs and node.state in SETTLED:
-                self._idle[node.state.tier] -= 1
-            node.refs += 1
-            node.last_access = clock
+        self.nodes.clock += 1
+        self.nodes.add_references(path, self.nodes.clock)
         return list(path)
 
     def release(self, nodes: Sequence[Node]) -> None:
@@ -168,20 +229,15 @@ class PrefixTree(EvictingTree):
         """
         previous = None
         for node in nodes:
-            self._check(node)
+            self.nodes.check(node)
             if previous is not None and node.parent is not previous:
                 raise PrefixTreeError(f"{node} does not follow {previous}")
             if node.state is S.WRITING or not node.refs:
                 raise PrefixTreeError(f"{node} has no reference to release")
             previous = node
-        self._clock += 1
-        access = self._access(nodes[0].parent) if nodes else 0
-        for node in reversed(nodes):
-            node.refs -= 1
-            node.last_access = access
-            if not node.refs and node.state in SETTLED:
-                self._idle[node.state.tier] += 1
-                self._enqueue(node)
+        self.nodes.clock += 1
+        if nodes:
+            self.nodes.drop_references(reversed(nodes), self.nodes.accessed(nodes[0].parent))
 
     # Writing
 
@@ -198,12 +254,12 @@ class PrefixTree(EvictingTree):
         """
         block = as_count("block", block, 1)
         if parent is not None:
-            self._check(parent)
+            self.nodes.check(parent)
             if parent.state.tier is not T.DEVICE or not parent.refs:
                 raise PrefixTreeError(f"nothing can be written below {parent}: it must be on the device and referenced")
-        node = self._new(digest, parent, S.WRITING)
+        node = self.nodes.new(digest, parent, S.WRITING)
         node.block, node.refs = block, 1
-        self._writing[node] = None
+        self.nodes.writing[node] = None
         return node
 
     def publish(self, node: Node) -> Published:
@@ -217,44 +273,42 @@ class PrefixTree(EvictingTree):
         Raises:
             PrefixTreeError: the node is gone or not WRITING.
         """
-        self._check(node)
+        table = self.nodes
+        table.check(node)
         if node.state is not S.WRITING:
             raise TransitionError(f"{node} is not being written")
         if node.parent is not None and node.parent.state.tier is not T.DEVICE:
             raise TransitionError(f"{node} cannot be published below {node.parent}")
-        other = self._nodes.get(node.digest)
+        other = table.published.get(node.digest)
         waits = node.parent is not None and node.parent.state is S.WRITING
         if waits or (other is not None and other.state not in SETTLED and other.state is not S.BACKING_UP):
             return Published(node, 0)
         if other is not None and other.parent is not node.parent:
             raise PrefixTreeError(f"{node} and {other} have one digest and different parents")
-        self._clock += 1
+        table.clock += 1
         if other is None:
-            del self._writing[node]
-            self._nodes[node.digest] = node
-            self._set_state(node, S.DEVICE)
-            node.last_access = self._access(node.parent)
-            self._emit("stored", T.DEVICE, node)
-            if self._backup_after == 0:
-                self._want_backup(node)
+            del table.writing[node]
+            table.published[node.digest] = node
+            table.set_state(node, S.DEVICE)
+            node.last_access = table.accessed(node.parent)
+            table.emit("stored", T.DEVICE, node)
+            if self.wanted.backup_after == 0:
+                self.wanted.want_backup(node)
             return Published(node, 0)
         spare = node.block
         if other.state.tier is not T.DEVICE:
-            self._set_state(other, S.DEVICE)
+            table.set_state(other, S.DEVICE)
             other.block, spare = node.block, 0
-            self._emit("stored", T.DEVICE, other)
+            table.emit("stored", T.DEVICE, other)
             self.counters.adoptions += 1
         else:
             self.counters.duplicates += 1
-        if not other.refs and other.state in SETTLED:
-            self._idle[T.DEVICE] -= 1
-        other.refs += 1
-        other.last_access = self._access(other.parent)
+        table.add_references([other], table.accessed(other.parent))
         for child in list(children_of(node)):  # reserved below this node, now below the one that serves
             unlink(child)
             child.parent = other
             link(child)
-        self._drop(node, Freed())
+        table.drop(node, Freed())
         return Published(other, spare)
 
     def add_stored(self, parent: Node | None, digest: bytes) -> Node:
@@ -264,27 +318,23 @@ class PrefixTree(EvictingTree):
             PrefixTreeError: the parent is gone or not published.
         """
         if parent is not None:
-            self._check(parent)
+            self.nodes.check(parent)
             if parent.state is S.WRITING:
                 raise PrefixTreeError(f"{parent} is not published: nothing below it can be known to storage")
-        node = self._nodes.get(digest)
+        node = self.get(digest)
         if node is not None:
             if node.parent is not parent:
                 raise PrefixTreeError(f"{node} is not below {parent}")
         else:
-            node = self._new(digest, parent, S.STORAGE)
-            node.last_access = self._access(parent)
-            self._nodes[digest] = node
+            node = self.nodes.new(digest, parent, S.STORAGE)
+            node.last_access = self.nodes.accessed(parent)
+            self.nodes.published[digest] = node
         if not node.stored:
             node.stored = True
-            self._emit("stored", T.STORAGE, node)
-        self._enqueue(node)
+            self.nodes.emit("stored", T.STORAGE, node)
+        self.queues.push(node)
         return node
-
-    def _access(self, parent: Node | None) -> int:
-        """When a node below this parent counts as accessed: never after it, so that the deepest always leaves first."""
-        return self._clock if parent is None else parent.last_access
 
     def check_integrity(self) -> None:
         """The invariants of the module's text, and all counters. O(nodes), for tests. Raises `IntegrityError`."""
-        check_tree(self)
+        check_tree(self.nodes, self.queues)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import collections
-from typing import TYPE_CHECKING
 
 from ...errors import IntegrityError
-from .node import SETTLED, Node, NodeState, S, Tier, children_of
-from .tree_base import TIERS
-
-if TYPE_CHECKING:
-    from .tree_base import TreeBase
+from .node import SETTLED, TIERS, Node, NodeState, S, Tier, children_of
+from .nodes import NodeTable
+from .queues import EvictionQueues
 
 __all__ = ["check_tree"]
 
@@ -19,21 +16,21 @@ _NEEDS_HOST = {S.BACKING_UP, S.OFFLOADING, S.HOST, S.LOADING, S.PERSISTING, S.FE
 _NO_HOST = {S.WRITING, S.STORAGE}
 
 
-def check_tree(tree: TreeBase) -> None:
+def check_tree(table: NodeTable, queues: EvictionQueues) -> None:
     """Recomputes from the nodes alone what the tree keeps. Raises `IntegrityError` naming what differs."""
-    nodes = [*tree._nodes.values(), *tree._writing]
+    nodes = [*table.published.values(), *table.writing]
     known = set(nodes)
     below: dict[Node, list[Node]] = collections.defaultdict(list)
     for node in nodes:
         if node.parent is not None:
             _require(node.parent in known, node, "has a parent that is not in the tree")
             below[node.parent].append(node)
-    for digest, node in tree._nodes.items():
+    for digest, node in table.published.items():
         _require(node.digest == digest and node.state is not S.WRITING, node, "is in the wrong dictionary")
-    for node in tree._writing:
+    for node in table.writing:
         _require(node.state is S.WRITING and node.refs == 1, node, "is in the wrong dictionary")
     for node in nodes:
-        _check_node(tree, node, below[node])
+        _check_node(table, queues, node, below[node])
     for what, units in (
         ("device block", [n.block for n in nodes]),
         ("host block", [n.host for n in nodes]),
@@ -44,21 +41,21 @@ def check_tree(tree: TreeBase) -> None:
         if len(set(held)) != len(held):
             raise IntegrityError(f"two nodes hold the same {what}: {sorted(held)}")
     snapshots = collections.Counter(t for n in nodes if n.snapshot for t in TIERS if n.snapshot.copy(t))
-    if tree._num_host != sum(n.host > 0 for n in nodes) or any(tree._num_snapshots[t] != snapshots[t] for t in TIERS):
-        raise IntegrityError(f"miscounted: {tree._num_host} host blocks, {tree._num_snapshots} snapshots")
+    if table.num_host != sum(n.host > 0 for n in nodes) or any(table.num_snapshots[t] != snapshots[t] for t in TIERS):
+        raise IntegrityError(f"miscounted: {table.num_host} host blocks, {table.num_snapshots} snapshots")
     counts = collections.Counter(n.state for n in nodes)
     idle = collections.Counter(n.state.tier for n in nodes if not n.refs and n.state in SETTLED)
     for state in NodeState:
-        if state is not S.REMOVED and tree._counts[state] != counts[state]:
-            raise IntegrityError(f"{tree._counts[state]} nodes are said to be {state.value}, {counts[state]} are")
+        if state is not S.REMOVED and table.counts[state] != counts[state]:
+            raise IntegrityError(f"{table.counts[state]} nodes are said to be {state.value}, {counts[state]} are")
     for tier in TIERS:
-        if tree._idle[tier] != idle[tier]:
-            raise IntegrityError(f"{tree._idle[tier]} nodes are said to be evictable in {tier.name}, {idle[tier]} are")
+        if table.idle[tier] != idle[tier]:
+            raise IntegrityError(f"{table.idle[tier]} nodes are said to be evictable in {tier.name}, {idle[tier]} are")
 
 
-def _check_node(tree: TreeBase, node: Node, children: list[Node]) -> None:
+def _check_node(table: NodeTable, queues: EvictionQueues, node: Node, children: list[Node]) -> None:
     state, parent, snapshot = node.state, node.parent, node.snapshot
-    _require(node.epoch is tree._epoch and state is not S.REMOVED, node, "is stale")
+    _require(node.epoch is table.epoch and state is not S.REMOVED, node, "is stale")
     _require(set(children_of(node)) == set(children), node, "lists other children than those that name it")
     tiers = collections.Counter(child.state.tier for child in children)
     counted = (node.children, node.on_device, node.on_host)
@@ -75,10 +72,10 @@ def _check_node(tree: TreeBase, node: Node, children: list[Node]) -> None:
     _require(node.stored or state not in (S.STORAGE, S.FETCHING), node, "has no copy in storage")
     if snapshot is not None:
         _require(snapshot.tier is not Tier.NONE and state is not S.WRITING, node, "has an impossible snapshot")
-    for tier, queue in tree._queues.items():
-        _require(queue.holds(node) or not queue._eligible(node), node, f"is missing from the {tier.name} queue")
-    for tier, queue in tree._snapshot_queues.items():
-        _require(queue.holds(node) or not queue._eligible(node), node, f"is missing from the {tier.name} snapshots")
+    for tier, queue in queues.blocks.items():
+        _require(not queue.lacks(node), node, f"is missing from the {tier.name} queue")
+    for tier, queue in queues.snapshots.items():
+        _require(not queue.lacks(node), node, f"is missing from the {tier.name} snapshots")
 
 
 def _require(condition: bool, node: Node, problem: str) -> None:

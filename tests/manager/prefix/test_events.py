@@ -20,10 +20,10 @@ def test_a_tree_tells_what_comes_and_goes() -> None:
     names = digests("a", 3)
     nodes = publish_path(tree, "a", 3)
     tree.release(nodes)
-    moves = tree.evict(Tier.DEVICE, 1, [9]).moves
+    moves = tree.evictor.evict(Tier.DEVICE, 1, [9]).moves
     assert log.last == 3  # the bytes are still where they were
-    tree.complete(moves[0].node)
-    tree.evict(Tier.DEVICE, 2)
+    tree.moves.complete(moves[0].node)
+    tree.evictor.evict(Tier.DEVICE, 2)
     tree.reset()
     assert coalesce(log.since(0)[0]) == [
         EventBatch(1, "stored", Tier.DEVICE, tuple(names), None),
@@ -39,7 +39,7 @@ def test_blocks_that_are_only_reserved_are_not_told() -> None:
     log = EventLog()
     tree = PrefixTree(4, events=log)
     node = tree.reserve(None, b"x", 1)
-    tree.abort(node)
+    tree.moves.abort(node)
     assert log.since(0) == ([], 0)
 
 

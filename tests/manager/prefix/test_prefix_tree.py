@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from dsv4_jax.errors import IntegrityError, OutOfBlocksError, PlanError, PrefixTreeError, TransitionError
 from dsv4_jax.manager.prefix.eviction import Freed
 from dsv4_jax.manager.prefix.hashing import BlockHasher, HashSpec, Namespace
-from dsv4_jax.manager.prefix.node import Node, NodeState, Tier
+from dsv4_jax.manager.prefix.node import Node, NodeState, S, T, Tier
 from dsv4_jax.manager.prefix.prefix_tree import PrefixTree
+from dsv4_jax.manager.prefix.queues import Listed
 
 from .tree_helpers import digests, publish_path
 
@@ -35,7 +37,7 @@ def node_in(state: str) -> tuple[PrefixTree, Node]:
     if state in ("storage", "fetching"):
         node = tree.add_stored(None, b"x")
         if state == "fetching":
-            tree.begin_fetch(node, 5)
+            tree.moves.begin_fetch(node, 5)
         return tree, node
     node = tree.reserve(None, b"x", 1)
     if state == "writing":
@@ -43,17 +45,17 @@ def node_in(state: str) -> tuple[PrefixTree, Node]:
     tree.publish(node)
     tree.release([node])
     if state == "removed":
-        tree.discard(node)
+        tree.moves.discard(node)
     elif state == "backing_up":
-        tree.begin_backup(node, 5)
+        tree.moves.begin_backup(node, 5)
     elif state in ("offloading", "host", "loading", "persisting"):
-        tree.evict(Tier.DEVICE, 1, [5])
+        tree.evictor.evict(Tier.DEVICE, 1, [5])
         if state != "offloading":
-            tree.complete(node)
+            tree.moves.complete(node)
         if state == "loading":
-            tree.begin_load(node, 2)
+            tree.moves.begin_load(node, 2)
         elif state == "persisting":
-            tree.begin_persist(node)
+            tree.moves.begin_persist(node)
     return tree, node
 
 
@@ -66,11 +68,11 @@ def test_the_transition_table_is_kept_from_every_state_to_every_other(old: str) 
         if old == "writing" and new == "removed":
             node.refs = 0  # its writer's, whom `abort` stands for
         if new in ALLOWED[old].split():
-            tree._set_state(node, NodeState(new))
+            tree.nodes.set_state(node, NodeState(new))
             assert node.state.value == new
         else:
             with pytest.raises(TransitionError, match=f"cannot become {new}"):
-                tree._set_state(node, NodeState(new))
+                tree.nodes.set_state(node, NodeState(new))
             assert node.state.value == old
 
 
@@ -93,13 +95,13 @@ def test_every_call_in_every_state(call: str, old: str) -> None:
     tree, node = node_in(old)
     calls = {
         "publish": lambda: tree.publish(node),
-        "backup": lambda: tree.begin_backup(node, 7),
-        "load": lambda: tree.begin_load(node, 8),
-        "persist": lambda: tree.begin_persist(node),
-        "fetch": lambda: tree.begin_fetch(node, 7),
-        "complete": lambda: tree.complete(node),
-        "abort": lambda: tree.abort(node),
-        "discard": lambda: tree.discard(node),
+        "backup": lambda: tree.moves.begin_backup(node, 7),
+        "load": lambda: tree.moves.begin_load(node, 8),
+        "persist": lambda: tree.moves.begin_persist(node),
+        "fetch": lambda: tree.moves.begin_fetch(node, 7),
+        "complete": lambda: tree.moves.complete(node),
+        "abort": lambda: tree.moves.abort(node),
+        "discard": lambda: tree.moves.discard(node),
     }
     held = (node.block, node.host)
     if old not in CALLS[call]:
@@ -134,7 +136,7 @@ def test_nothing_is_matched_before_it_is_published() -> None:
 def test_the_last_token_is_always_left_to_compute() -> None:
     tree = PrefixTree(4)
     for node, i in zip(publish_path(tree, "a", 3), (1, 2, 3), strict=True):
-        tree.attach_snapshot(node, Tier.DEVICE, i)
+        tree.snapshots.attach(node, Tier.DEVICE, i)
     hits = [tree.match(digests("a", n // 4), n).hit for n in (0, 1, 3, 4, 5, 8, 9, 11, 12)]
     assert hits == [0, 0, 0, 0, 1, 1, 2, 2, 2]
     assert tree.match(digests("a", 3), 13).hit == 3
@@ -147,11 +149,11 @@ def test_a_hit_ends_at_a_snapshot() -> None:
     nodes = publish_path(tree, "a", 4)
     match = tree.match(digests("a", 4), 17)
     assert (match.hit, len(match.path), match.nodes, match.snapshot) == (0, 4, (), None)
-    snapshot = tree.attach_snapshot(nodes[2], Tier.HOST, 6)
+    snapshot = tree.snapshots.attach(nodes[2], Tier.HOST, 6)
     match = tree.match(digests("a", 4), 17)
     assert (match.hit, match.nodes, match.snapshot) == (3, tuple(nodes[:3]), snapshot)
     assert tree.match(digests("a", 4), 12).hit == 0
-    assert tree.drop_snapshot(nodes[2], Tier.HOST) == 6
+    assert tree.snapshots.drop(nodes[2], Tier.HOST) == 6
     assert tree.match(digests("a", 4), 17).hit == 0
 
 
@@ -159,28 +161,28 @@ def test_a_path_across_tiers_is_matched_in_order() -> None:
     tree = PrefixTree(4)
     nodes = publish_path(tree, "a", 4)
     tree.release(nodes)
-    for move in tree.evict(Tier.DEVICE, 2, [7, 8]).moves:
-        tree.complete(move.node)
-    tree.begin_persist(nodes[3])
-    tree.complete(nodes[3])
-    assert tree.evict(Tier.HOST, 1).host_blocks == [7]
+    for move in tree.evictor.evict(Tier.DEVICE, 2, [7, 8]).moves:
+        tree.moves.complete(move.node)
+    tree.moves.begin_persist(nodes[3])
+    tree.moves.complete(nodes[3])
+    assert tree.evictor.evict(Tier.HOST, 1).host_blocks == [7]
     match = tree.match(digests("a", 4), 17)
     assert [n.state.value for n in match.path] == ["device", "device", "host", "storage"]
     tree.take(match, 4)
     assert tree.counters.hit_tokens == {Tier.DEVICE: 8, Tier.HOST: 4, Tier.STORAGE: 4}
     # Up again, parents first.
     with pytest.raises(TransitionError, match="cannot go up before"):
-        tree.begin_load(nodes[3], 9)
-    tree.begin_fetch(nodes[3], 12)
-    tree.complete(nodes[3])
+        tree.moves.begin_load(nodes[3], 9)
+    tree.moves.begin_fetch(nodes[3], 12)
+    tree.moves.complete(nodes[3])
     with pytest.raises(TransitionError, match="cannot go up before"):
-        tree.begin_load(nodes[3], 9)
-    tree.begin_load(nodes[2], 9)
-    tree.begin_load(nodes[3], 10)
+        tree.moves.begin_load(nodes[3], 9)
+    tree.moves.begin_load(nodes[2], 9)
+    tree.moves.begin_load(nodes[3], 10)
     with pytest.raises(TransitionError, match="below"):
-        tree.complete(nodes[3])
-    tree.complete(nodes[2])
-    tree.complete(nodes[3])
+        tree.moves.complete(nodes[3])
+    tree.moves.complete(nodes[2])
+    tree.moves.complete(nodes[3])
     assert [n.block for n in nodes[2:]] == [9, 10]
     tree.check_integrity()
 
@@ -190,17 +192,17 @@ def test_eviction_is_leaf_first_and_least_recent_first() -> None:
     a, b = publish_path(tree, "a", 3, [1, 2, 3]), publish_path(tree, "b", 2, [4, 5])
     tree.release(a)
     tree.release(b)
-    assert tree.evict(Tier.DEVICE, 1).blocks == [3]
+    assert tree.evictor.evict(Tier.DEVICE, 1).blocks == [3]
     tree.release(tree.acquire(a[:2]))
-    assert tree.evict(Tier.DEVICE, 3).blocks == [5, 4, 2]
-    assert tree.evict(Tier.DEVICE, 0).blocks == []
+    assert tree.evictor.evict(Tier.DEVICE, 3).blocks == [5, 4, 2]
+    assert tree.evictor.evict(Tier.DEVICE, 0).blocks == []
     with pytest.raises(OutOfBlocksError, match="device cache pool: requested 2 blocks, 1 available"):
-        tree.evict(Tier.DEVICE, 2)
+        tree.evictor.evict(Tier.DEVICE, 2)
     assert tree.evictable(Tier.DEVICE) == len(tree) == 1
     for count in (-1, 1.0):
         with pytest.raises(PlanError):
-            tree.evict(Tier.DEVICE, count)
-    assert tree.evict(Tier.DEVICE, 1).blocks == [1]
+            tree.evictor.evict(Tier.DEVICE, count)
+    assert tree.evictor.evict(Tier.DEVICE, 1).blocks == [1]
     tree.check_integrity()
 
 
@@ -210,21 +212,21 @@ def test_what_is_referenced_stays() -> None:
     b = publish_path(tree, "ab", 2)
     tree.release(b)
     with pytest.raises(OutOfBlocksError):
-        tree.evict(Tier.DEVICE, 2)
-    assert tree.evict(Tier.DEVICE, 1).blocks == [b[1].block or 1001 + 1000]
+        tree.evictor.evict(Tier.DEVICE, 2)
+    assert tree.evictor.evict(Tier.DEVICE, 1).blocks == [b[1].block or 1001 + 1000]
     assert all(tree.is_current(n) for n in a)
     with pytest.raises(PrefixTreeError, match="in use"):
-        tree.discard(a[0])
+        tree.moves.discard(a[0])
 
 
 def test_eviction_with_too_little_room_moves_what_is_next_to_the_root() -> None:
     tree = PrefixTree(4)
     a = publish_path(tree, "a", 3, [1, 2, 3])
     tree.release(a)
-    result = tree.evict(Tier.DEVICE, 3, [8])
+    result = tree.evictor.evict(Tier.DEVICE, 3, [8])
     assert (result.blocks, [(m.node, m.source, m.destination) for m in result.moves]) == ([3, 2], [(a[0], 1, 8)])
     assert tree.match(digests("a", 3), 99).path == ()  # on the move
-    assert tree.complete(a[0]).blocks == [1]
+    assert tree.moves.complete(a[0]).blocks == [1]
     assert tree.match(digests("a", 3), 99).path == (a[0],)
     tree.check_integrity()
 
@@ -233,14 +235,14 @@ def test_a_host_copy_makes_eviction_free_and_may_itself_be_evicted() -> None:
     tree = PrefixTree(4)
     a = publish_path(tree, "a", 2, [1, 2])
     for node, host in zip(a, (5, 6), strict=True):
-        tree.begin_backup(node, host)
+        tree.moves.begin_backup(node, host)
         with pytest.raises(TransitionError, match="host copy already"):
-            tree.begin_backup(node, 9)
-        tree.complete(node)
+            tree.moves.begin_backup(node, 9)
+        tree.moves.complete(node)
     assert tree.match(digests("a", 2), 99).path == tuple(a)
-    assert tree.evict(Tier.HOST, 1).host_blocks == [6]  # although it is referenced: the device has it
+    assert tree.evictor.evict(Tier.HOST, 1).host_blocks == [6]  # although it is referenced: the device has it
     tree.release(a)
-    result = tree.evict(Tier.DEVICE, 2, [9])
+    result = tree.evictor.evict(Tier.DEVICE, 2, [9])
     assert (result.blocks, len(result.moves), result.unused) == ([1], 1, [])
     assert (a[0].state, a[0].host, a[1].host) == (NodeState.HOST, 5, 9)
 
@@ -265,17 +267,17 @@ def test_two_requests_that_write_the_same_block() -> None:
     tree.release(path)
     tree.release(path)
     tree.check_integrity()
-    assert tree.evict(Tier.DEVICE, 3).blocks == [3, 12, 11]
+    assert tree.evictor.evict(Tier.DEVICE, 3).blocks == [3, 12, 11]
 
 
 def test_a_block_computed_again_brings_its_node_back_to_the_device() -> None:
     tree = PrefixTree(4)
     a = publish_path(tree, "a", 1, [1])
     tree.release(a)
-    (move,) = tree.evict(Tier.DEVICE, 1, [5]).moves
+    (move,) = tree.evictor.evict(Tier.DEVICE, 1, [5]).moves
     again = tree.reserve(None, digests("a", 1)[0], 2)
     assert tree.publish(again) == (again, 0)  # wait: the other is on the move
-    tree.complete(move.node)
+    tree.moves.complete(move.node)
     assert tree.publish(again) == (a[0], 0)
     assert (a[0].state, a[0].block, a[0].host, a[0].refs) == (NodeState.DEVICE, 2, 5, 1)
     assert tree.counters.adoptions == 1
@@ -320,12 +322,12 @@ def test_an_aborted_write_leaves_nothing_behind() -> None:
     b = tree.reserve(a[0], b"b", 2)
     c = tree.reserve(b, b"c", 3)
     with pytest.raises(TransitionError, match="leaf first"):
-        tree.abort(b)
-    assert (tree.abort(c).blocks, tree.abort(b).blocks) == ([3], [2])
+        tree.moves.abort(b)
+    assert (tree.moves.abort(c).blocks, tree.moves.abort(b).blocks) == ([3], [2])
     assert not tree.is_current(b)
     tree.release(a)
     tree.check_integrity()
-    assert tree.evict(Tier.DEVICE, 1).blocks == [1]
+    assert tree.evictor.evict(Tier.DEVICE, 1).blocks == [1]
 
 
 def test_nodes_of_before_a_reset_are_refused() -> None:
@@ -335,8 +337,9 @@ def test_nodes_of_before_a_reset_are_refused() -> None:
     tree.reset()
     assert (len(tree), tree.is_current(a), tree.count(NodeState.WRITING)) == (0, False, 0)
     for call in (
-        lambda: tree.publish(w), lambda: tree.abort(w), lambda: tree.release([a]), lambda: tree.acquire([a]),
-        lambda: tree.begin_backup(a, 1), lambda: tree.discard(a), lambda: tree.attach_snapshot(a, Tier.DEVICE, 1),
+        lambda: tree.publish(w), lambda: tree.moves.abort(w), lambda: tree.release([a]), lambda: tree.acquire([a]),
+        lambda: tree.moves.begin_backup(a, 1), lambda: tree.moves.discard(a),
+        lambda: tree.snapshots.attach(a, Tier.DEVICE, 1),
         lambda: tree.reserve(a, b"x", 3), lambda: tree.add_stored(a, b"x"), lambda: other.release([a]),
     ):  # fmt: skip
         with pytest.raises(PrefixTreeError, match="is not in this tree"):
@@ -352,35 +355,35 @@ def test_a_forks_references_are_its_own() -> None:
     for path in (a, *forks[:2]):
         tree.release(path)
     with pytest.raises(OutOfBlocksError):
-        tree.evict(Tier.DEVICE, 1)
+        tree.evictor.evict(Tier.DEVICE, 1)
     tree.release(forks[2])
-    assert tree.evict(Tier.DEVICE, 2).blocks == [2, 1]
+    assert tree.evictor.evict(Tier.DEVICE, 2).blocks == [2, 1]
 
 
 def test_snapshots_are_evicted_by_their_last_use() -> None:
     tree = PrefixTree(4)
     a = publish_path(tree, "a", 3)
     for node, slot in zip(a, (7, 8, 9), strict=True):
-        tree.attach_snapshot(node, Tier.DEVICE, slot)
+        tree.snapshots.attach(node, Tier.DEVICE, slot)
     with pytest.raises(PrefixTreeError, match="another snapshot"):
-        tree.attach_snapshot(a[0], Tier.DEVICE, 5)
+        tree.snapshots.attach(a[0], Tier.DEVICE, 5)
     tree.take(tree.match(digests("a", 1), 9))  # ends at the first node
-    tree.pin_snapshot(a[1])
+    tree.snapshots.pin(a[1])
     with pytest.raises(PrefixTreeError, match="can be dropped"):
-        tree.drop_snapshot(a[1], Tier.DEVICE)
+        tree.snapshots.drop(a[1], Tier.DEVICE)
     with pytest.raises(OutOfBlocksError, match="requested 3 blocks, 2 available"):
-        tree.evict_snapshots(Tier.DEVICE, 3)
-    assert tree.evict_snapshots(Tier.DEVICE, 1).units == [9]
-    tree.unpin_snapshot(a[1])
+        tree.snapshots.evict(Tier.DEVICE, 3)
+    assert tree.snapshots.evict(Tier.DEVICE, 1).units == [9]
+    tree.snapshots.unpin(a[1])
     with pytest.raises(PrefixTreeError, match="no pinned"):
-        tree.unpin_snapshot(a[1])
-    tree.attach_snapshot(a[1], Tier.HOST, 3)
-    tree.attach_snapshot(a[1], Tier.STORAGE)
-    assert tree.evict_snapshots(Tier.DEVICE, 2).units == [8, 7]
+        tree.snapshots.unpin(a[1])
+    tree.snapshots.attach(a[1], Tier.HOST, 3)
+    tree.snapshots.attach(a[1], Tier.STORAGE)
+    assert tree.snapshots.evict(Tier.DEVICE, 2).units == [8, 7]
     assert (a[0].snapshot, a[1].snapshot.tier) == (None, Tier.HOST)
-    assert (tree.drop_snapshot(a[1], Tier.HOST), a[1].snapshot.tier) == (3, Tier.STORAGE)
-    assert (tree.drop_snapshot(a[1], Tier.STORAGE), a[1].snapshot) == (0, None)
-    assert [tree.num_snapshots(t) for t in (Tier.DEVICE, Tier.HOST, Tier.STORAGE)] == [0, 0, 0]
+    assert (tree.snapshots.drop(a[1], Tier.HOST), a[1].snapshot.tier) == (3, Tier.STORAGE)
+    assert (tree.snapshots.drop(a[1], Tier.STORAGE), a[1].snapshot) == (0, None)
+    assert [tree.snapshots.count(t) for t in (Tier.DEVICE, Tier.HOST, Tier.STORAGE)] == [0, 0, 0]
     tree.check_integrity()
 
 
@@ -388,13 +391,13 @@ def test_a_removed_node_gives_all_its_units_back() -> None:
     tree = PrefixTree(4)
     a = publish_path(tree, "a", 2, [1, 2])
     tree.release(a)
-    tree.attach_snapshot(a[1], Tier.DEVICE, 4)
-    tree.attach_snapshot(a[1], Tier.HOST, 5)
-    (move,) = tree.evict(Tier.DEVICE, 1, [6]).moves
-    tree.complete(move.node)
-    tree.begin_persist(a[1])
-    tree.complete(a[1])
-    freed = tree.evict(Tier.DEVICE, 1)
+    tree.snapshots.attach(a[1], Tier.DEVICE, 4)
+    tree.snapshots.attach(a[1], Tier.HOST, 5)
+    (move,) = tree.evictor.evict(Tier.DEVICE, 1, [6]).moves
+    tree.moves.complete(move.node)
+    tree.moves.begin_persist(a[1])
+    tree.moves.complete(a[1])
+    freed = tree.evictor.evict(Tier.DEVICE, 1)
     assert (freed.blocks, freed.host_blocks, freed.snapshots, freed.host_snapshots) == ([1], [6], [4], [5])
     assert freed.stored == [a[1].digest]
     assert len(tree) == 0
@@ -404,15 +407,15 @@ def test_a_move_under_way_below_keeps_its_path() -> None:
     tree = PrefixTree(4)
     a = publish_path(tree, "a", 2, [1, 2])
     tree.release(a)
-    tree.evict(Tier.DEVICE, 1, [6])
+    tree.evictor.evict(Tier.DEVICE, 1, [6])
     with pytest.raises(OutOfBlocksError, match="requested 1 blocks, 0 available"):
-        tree.evict(Tier.DEVICE, 1)  # would take the block that is being copied along
+        tree.evictor.evict(Tier.DEVICE, 1)  # would take the block that is being copied along
     tree.check_integrity()
-    assert len(tree.evict(Tier.DEVICE, 1, [7]).moves) == 1
+    assert len(tree.evictor.evict(Tier.DEVICE, 1, [7]).moves) == 1
     with pytest.raises(TransitionError, match="below"):
-        tree.abort(a[1])
-    assert sorted(tree.discard(a[1]).blocks) == [2]
-    assert tree.abort(a[0]).host_blocks == [7]
+        tree.moves.abort(a[1])
+    assert sorted(tree.moves.discard(a[1]).blocks) == [2]
+    assert tree.moves.abort(a[0]).host_blocks == [7]
     tree.check_integrity()
 
 
@@ -426,7 +429,7 @@ def test_ten_tenants_share_nothing() -> None:
         parent = None
         for i, digest in enumerate(hasher.digests):
             parent = tree.publish(tree.reserve(parent, digest, 1 + 10 * tenant + i)).node
-            tree.attach_snapshot(parent, Tier.DEVICE, 1 + 10 * tenant + i)
+            tree.snapshots.attach(parent, Tier.DEVICE, 1 + 10 * tenant + i)
         mine = tree.match(hasher.digests, len(prompt))
         assert {(n.block - 1) // 10 for n in mine.nodes} == {tenant}
         assert mine.hit == 9
@@ -437,7 +440,7 @@ def test_integrity_notices_what_is_wrong() -> None:
     def broken(change) -> None:
         tree = PrefixTree(4)
         a = publish_path(tree, "a", 3, [1, 2, 3])
-        tree.attach_snapshot(a[2], Tier.DEVICE, 1)
+        tree.snapshots.attach(a[2], Tier.DEVICE, 1)
         tree.release(a)
         tree.check_integrity()
         change(tree, a)
@@ -455,11 +458,40 @@ def test_integrity_notices_what_is_wrong() -> None:
         lambda t, a: setattr(a[2], "parent", a[0]),
         lambda t, a: setattr(a[2], "queued", 0),
         lambda t, a: setattr(a[2].snapshot, "device", 0),
-        lambda t, a: t._nodes.pop(a[0].digest),
-        lambda t, a: t._nodes.__setitem__(b"?", a[0]),
-        lambda t, a: t._idle.__setitem__(Tier.DEVICE, 2),
-        lambda t, a: t._counts.__setitem__(NodeState.DEVICE, 2),
-        lambda t, a: t._num_snapshots.__setitem__(Tier.HOST, 1),
-        lambda t, a: t._writing.__setitem__(a[0], None),
+        lambda t, a: t.nodes.published.pop(a[0].digest),
+        lambda t, a: t.nodes.published.__setitem__(b"?", a[0]),
+        lambda t, a: t.nodes.idle.__setitem__(Tier.DEVICE, 2),
+        lambda t, a: t.nodes.counts.__setitem__(NodeState.DEVICE, 2),
+        lambda t, a: t.nodes.num_snapshots.__setitem__(Tier.HOST, 1),
+        lambda t, a: t.nodes.writing.__setitem__(a[0], None),
     ):
         broken(change)
+
+
+def test_a_fourth_tier_would_have_a_list_of_its_own() -> None:
+    """The bits of eviction queues were `1 << tier`: a fourth tier's would have been that of the storage list."""
+    assert enum.verify(enum.UNIQUE, enum.NAMED_FLAGS, enum.CONTINUOUS)(Listed)
+    tree = PrefixTree(4, backup_after=0, persists=True)
+    queues = [*tree.queues.blocks.values(), *tree.queues.snapshots.values()]
+    members = {name: bit.value for name, bit in Listed.__members__.items()}
+    assert len(queues) == len(members) - 2  # and those of `CopyLists`
+    toy = enum.IntFlag("toy", members | {"FOURTH_BLOCK": enum.auto()})
+    fourth = EvictionQueue(toy["FOURTH_BLOCK"], lambda node: True, lambda node: node.number)
+    (node,) = publish_path(tree, "a", 1, [1])
+    tree.snapshots.attach(node, Tier.DEVICE, 1)
+    tree.snapshots.attach(node, Tier.HOST, 1)
+    tree.release([node])
+    tree.evictor.evict(Tier.DEVICE, 1, [5])
+    tree.moves.complete(node)
+    listed = node.queued
+    assert listed & Listed.BACKUP and listed & Listed.PERSIST and listed & Listed.HOST_BLOCK
+    assert not fourth.holds(node) and fourth.lacks(node)
+    fourth.push(node)
+    assert fourth.holds(node) and node.queued == listed | toy["FOURTH_BLOCK"]
+    assert fourth.pop() is node and fourth.pop() is None
+    assert node.queued == listed and tree.wanted.pop_persists(2) == [node]
+
+
+def test_the_quick_names_of_states_and_tiers_are_all_there() -> None:
+    assert {name: value for name, value in vars(S).items() if name.isupper()} == dict(NodeState.__members__)
+    assert {name: value for name, value in vars(T).items() if name.isupper()} == dict(Tier.__members__)

@@ -250,7 +250,7 @@ class TreeMachine(RuleBasedStateMachine):
         user = users[who % len(users)]
         at = len(user.writing) - 1 if last else 0
         node = user.writing[at][0]
-        if self.attempt(at == len(user.writing) - 1, lambda: self.tree.abort(node)):
+        if self.attempt(at == len(user.writing) - 1, lambda: self.tree.moves.abort(node)):
             del user.writing[at]
             self.old.append(node)
 
@@ -259,7 +259,7 @@ class TreeMachine(RuleBasedStateMachine):
     def finish(self, who: int) -> None:
         user = self.users.pop(who % len(self.users))
         for node, _, _, _ in reversed(user.writing):
-            self.take_back(self.tree.abort(node))
+            self.take_back(self.tree.moves.abort(node))
         self.tree.release(user.nodes)
         self.now += 1
         self.touch(user.path[: len(user.nodes) + 1], -1)
@@ -328,7 +328,7 @@ class TreeMachine(RuleBasedStateMachine):
             chosen.append(min(left, key=lambda p: (self.records[p].last, -len(p), self.records[p].number)))
         spots = self.host.acquire(room)
         try:
-            result = self.tree.evict(Tier[tier.upper()], count, spots)
+            result = self.tree.evictor.evict(Tier[tier.upper()], count, spots)
         except OutOfBlocksError as error:
             assert len(chosen) < count
             assert (error.requested, error.available) == (count, len(chosen))
@@ -362,7 +362,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(seed=pick, wrong=st.booleans())
     def back_up(self, seed: int, wrong: bool) -> None:
         if (path := self.any_path(seed) if wrong else self.any_path(seed, "device")) and self.host.num_free:
-            self.begin(path, "device", "backing_up", self.tree.begin_backup, not self.records[path].host)
+            self.begin(path, "device", "backing_up", self.tree.moves.begin_backup, not self.records[path].host)
 
     @rule(seed=pick)
     def load(self, seed: int) -> None:
@@ -370,7 +370,7 @@ class TreeMachine(RuleBasedStateMachine):
             above = path[:-1]
             legal = self.level(above) == 3 or self.records[above].state == "loading"
             (block,) = self.device.acquire(1)
-            if self.attempt(legal, lambda: self.tree.begin_load(self.node(path), block)):
+            if self.attempt(legal, lambda: self.tree.moves.begin_load(self.node(path), block)):
                 self.records[path].state, self.records[path].block = "loading", block
             else:
                 self.device.release([block])
@@ -380,7 +380,7 @@ class TreeMachine(RuleBasedStateMachine):
         if path := self.any_path(seed) if wrong else self.any_path(seed, "host"):
             record = self.records[path]
             legal = record.state == "host" and not record.stored
-            if self.attempt(legal, lambda: self.tree.begin_persist(self.node(path))):
+            if self.attempt(legal, lambda: self.tree.moves.begin_persist(self.node(path))):
                 record.state = "persisting"
 
     @rule(seed=pick)
@@ -388,7 +388,7 @@ class TreeMachine(RuleBasedStateMachine):
         if (path := self.any_path(seed, "storage", "host")) and self.host.num_free:
             above = path[:-1]
             legal = self.level(above) >= 2 or self.records[above].state == "fetching"
-            self.begin(path, "storage", "fetching", self.tree.begin_fetch, legal)
+            self.begin(path, "storage", "fetching", self.tree.moves.begin_fetch, legal)
 
     def begin(self, path: Path, source: str, state: str, call: Callable[[Node, int], None], legal: bool) -> None:
         """A move that takes a host block."""
@@ -415,7 +415,7 @@ class TreeMachine(RuleBasedStateMachine):
         """Persists all that the host has; perhaps empties the host."""
         for path in sorted(self.records):
             if self.records[path].state == "host" and not self.records[path].stored:
-                self.tree.begin_persist(self.node(path))
+                self.tree.moves.begin_persist(self.node(path))
                 self.records[path].state = "persisting"
         self.end_moves(True)
         if down:
@@ -425,7 +425,7 @@ class TreeMachine(RuleBasedStateMachine):
         record, node = self.records[path], self.node(path)
         state = (DONE if well else UNDONE).get(record.state)
         legal = state is not None and self.may_go(path, state)
-        if not self.attempt(legal, lambda: self.tree.complete(node) if well else self.tree.abort(node)):
+        if not self.attempt(legal, lambda: self.tree.moves.complete(node) if well else self.tree.moves.abort(node)):
             return
         if well:
             record.stored |= record.state == "persisting"
@@ -460,7 +460,7 @@ class TreeMachine(RuleBasedStateMachine):
                 and self.records[path].state not in ("backing_up", "persisting")
             )
             node = self.node(path)
-            if self.attempt(legal, lambda: self.tree.discard(node)):
+            if self.attempt(legal, lambda: self.tree.moves.discard(node)):
                 self.forget(path)
                 self.old.append(node)
 
@@ -480,7 +480,7 @@ class TreeMachine(RuleBasedStateMachine):
         if path := self.any_path(seed):
             record = self.records[path]
             legal = record.stored and record.state not in ("storage", "fetching", "persisting")
-            if self.attempt(legal, lambda: self.tree.drop_stored(self.node(path))):
+            if self.attempt(legal, lambda: self.tree.moves.drop_stored(self.node(path))):
                 record.stored = False
 
     # Snapshots
@@ -490,7 +490,9 @@ class TreeMachine(RuleBasedStateMachine):
         if (path := self.any_path(seed)) and self.slots.num_free:
             (slot,) = self.slots.acquire(1)
             record = self.records[path]
-            if self.attempt(not record.snapshot, lambda: self.tree.attach_snapshot(self.node(path), Tier.DEVICE, slot)):
+            if self.attempt(
+                not record.snapshot, lambda: self.tree.snapshots.attach(self.node(path), Tier.DEVICE, slot)
+            ):
                 self.now += 1
                 record.snapshot, record.used = slot, self.now
             else:
@@ -498,7 +500,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     def pin(self, seed: int, pin: bool) -> None:
         if path := self.any_path(seed):
-            record, call = self.records[path], self.tree.pin_snapshot if pin else self.tree.unpin_snapshot
+            record, call = self.records[path], self.tree.snapshots.pin if pin else self.tree.snapshots.unpin
             if self.attempt(bool(record.snapshot and (pin or record.pins)), lambda: call(self.node(path))):
                 record.pins += 1 if pin else -1
 
@@ -506,7 +508,7 @@ class TreeMachine(RuleBasedStateMachine):
     def evict_snapshots(self, count: int) -> None:
         loose = sorted((r for r in self.records.values() if r.snapshot and not r.pins), key=lambda r: r.used)
         slots: list[int] = []
-        if self.attempt(len(loose) >= count, lambda: slots.extend(self.tree.evict_snapshots(Tier.DEVICE, count).units)):
+        if self.attempt(len(loose) >= count, lambda: slots.extend(self.tree.snapshots.evict(Tier.DEVICE, count).units)):
             assert slots == [r.snapshot for r in loose[:count]]
             self.slots.release(slots)
             for record in loose[:count]:
@@ -528,7 +530,7 @@ class TreeMachine(RuleBasedStateMachine):
             return
         node = self.old[seed % len(self.old)]
         assert not self.tree.is_current(node)
-        calls = (self.tree.publish, self.tree.complete, self.tree.abort, self.tree.discard)
+        calls = (self.tree.publish, self.tree.moves.complete, self.tree.moves.abort, self.tree.moves.discard)
         self.attempt(False, lambda: calls[seed % 4](node))
         self.attempt(False, lambda: self.tree.release([node]))
 

@@ -1,0 +1,151 @@
+"""Blocks that leave a tier to make room, least valuable first. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...errors import OutOfBlocksError, PrefixTreeError
+from ..allocator import as_count
+from .counters import TreeCounters
+from .eviction import Eviction, Freed, Move
+from .moves import BlockMoves
+from .node import SETTLED, Node, S, T, Tier, children_of, subtree_of
+from .nodes import NodeTable
+from .queues import EvictionQueues
+
+__all__ = ["Evictor"]
+
+
+class Evictor:
+    """See the module."""
+
+    def __init__(self, nodes: NodeTable, queues: EvictionQueues, moves: BlockMoves, counters: TreeCounters):
+        self._nodes, self._queues, self._moves, self._counters = nodes, queues, moves, counters
+
+    def evict(self, tier: Tier, count: int, room: Sequence[int] = ()) -> Eviction:
+        """Makes `count` blocks leave a tier, least recently used leaves first: all or none.
+
+        From the device a block goes to its host copy; without one, to a host block of `room` by a
+        move (the blocks next to the root are served first); else to its storage copy; else it is
+        removed, with what lies below it in lower tiers. From the host it goes to its storage copy,
+        else it is removed likewise; the host copy of a block that is on the device counts too, and
+        only the copy goes. From storage it is removed.
+
+        Args:
+            room: host block ids that moves may use.
+
+        Raises:
+            OutOfBlocksError: fewer can leave (others are referenced or on the move); nothing has changed.
+        """
+        victims = self._victims(tier, as_count("count", count), len(room))
+        result = Eviction()
+        moving: set[Node] = set()
+        if tier is T.DEVICE and room:
+            moving = set([node for node in victims if not node.host][-len(room) :])
+        spots = list(reversed(room))
+        for node in victims:
+            if tier is T.DEVICE and node in moving:
+                host = spots.pop()
+                self._moves.begin_offload(node, host)
+                result.moves.append(Move(node, node.block, host))
+            else:
+                self._leave(node, tier, result)
+        self._counters.evicted[tier] += len(victims)
+        result.unused = spots[::-1]
+        return result
+
+    def evict_colder(self, tier: Tier, node: Node) -> Freed | None:
+        """As `evict`, of the next one, if it would leave before this node did; else None, and nothing has changed."""
+        try:
+            (victim,) = self._victims(tier, 1, 0)
+        except OutOfBlocksError:
+            return None
+        if not self._queues.order(victim) < self._queues.order(node):
+            self._queues.blocks[tier].push(victim)
+            return None
+        result = Eviction()
+        self._leave(victim, tier, result)
+        self._counters.evicted[tier] += 1
+        return result
+
+    def device_leaf(self) -> Node:
+        """A node on the device with no other below it there. Raises `PrefixTreeError` if there is none at rest."""
+        for node in self._nodes.published.values():
+            if node.state is S.DEVICE and not node.refs and not node.on_device:
+                return node
+        raise PrefixTreeError("no block at rest on the device")
+
+    def _leave(self, node: Node, tier: Tier, freed: Freed) -> None:
+        """One victim goes down to a copy, or away."""
+        if tier is T.DEVICE and (node.host or (node.stored and not node.on_host)):
+            self._nodes.set_state(node, S.HOST if node.host else S.STORAGE)
+            freed.blocks.append(node.block)
+            node.block = 0
+        elif tier is T.HOST and (node.state is S.DEVICE or node.stored):
+            if node.state is S.HOST:
+                self._nodes.set_state(node, S.STORAGE)
+            freed.host_blocks.append(self._nodes.set_host(node, 0))
+        else:
+            for n in reversed(subtree_of(node)):
+                self._nodes.drop(n, freed)
+            return
+        self._nodes.emit("removed", tier, node)
+
+    def _victims(self, tier: Tier, count: int, room: int) -> list[Node]:
+        """The next `count` nodes to leave. Counters are as if those chosen had left, until all are found."""
+        queue = self._queues.blocks[tier]
+        chosen: list[Node] = []
+        passed: list[Node] = []
+        moving = self._nodes.counts[S.FETCHING] + self._nodes.counts[S.PERSISTING] > 0
+        busy: set[Node] = set()  # with a move under way below a child that goes down to its copy
+        while len(chosen) < count and (node := queue.pop()) is not None:
+            parent, goes_down = node.parent, tier is T.DEVICE and node.host > 0
+            if room < count and not goes_down and (node in busy or _held_from_below(node, tier)):
+                passed.append(node)
+                continue
+            if moving and goes_down and parent is not None and (node in busy or _has_moves_below(node, tier)):
+                busy.add(parent)
+            chosen.append(node)
+            if parent is not None and node.state.tier is tier:
+                _leaves(parent, tier, 1)
+                if parent.state.tier is tier:
+                    queue.push(parent)
+        for node in chosen:
+            if node.parent is not None and node.state.tier is tier:
+                _leaves(node.parent, tier, -1)
+        for node in passed:
+            queue.push(node)
+        if len(chosen) < count:
+            for node in chosen:
+                queue.push(node)
+            raise OutOfBlocksError(count, len(chosen), self._nodes.idle[tier], f"{tier.name.lower()} cache")
+        return chosen
+
+
+def _leaves(parent: Node, tier: Tier, count: int) -> None:
+    """`count` children leave a tier in thought (negative: come back)."""
+    if tier is T.DEVICE:
+        parent.on_device -= count
+    elif tier is T.HOST:
+        parent.on_host -= count
+    else:
+        parent.children -= count
+
+
+def _held_from_below(node: Node, tier: Tier) -> bool:
+    """Whether the node cannot leave: a child is about to come up to this tier; or it would have to be removed, and
+    it or a lower-tier node below it is in use."""
+    if node.state.tier is not tier:
+        return False
+    if tier is T.HOST and node.stored:
+        return any(child.state is S.FETCHING for child in children_of(node))
+    if node.snapshot is not None and node.snapshot.pins:
+        return True
+    if not node.children:
+        return False
+    return _has_moves_below(node, tier)
+
+
+def _has_moves_below(node: Node, tier: Tier) -> bool:
+    below = [n for child in children_of(node) if child.state.tier < tier for n in subtree_of(child)]
+    return any(n.state not in SETTLED or (n.snapshot is not None and n.snapshot.pins) for n in below)

@@ -1,0 +1,190 @@
+"""The nodes of a prefix tree: where each block is, and the counts that follow from it. Pure Python.
+
+Every change of a node's state, units or references is made here: the transition table holds, no parent comes into a
+lower tier than its children, and counts, queues and events follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...errors import PrefixTreeError, TransitionError
+from .events import EventLog
+from .eviction import Freed
+from .node import (
+    SETTLED,
+    TIERS,
+    TRANSITIONS,
+    Node,
+    NodeState,
+    S,
+    T,
+    Tier,
+    copies,
+    count_child,
+    link,
+    unlink,
+)
+from .queues import CopyLists, EvictionQueues
+
+__all__ = ["NodeTable"]
+
+
+class NodeTable:
+    """See the module.
+
+    Attributes:
+        published: nodes that can be matched, by digest.
+        writing: nodes reserved for blocks that are about to be written, in order.
+        counts: nodes in each state.
+        idle: nodes at rest and without references in each tier.
+        num_host: nodes with a host unit.
+        num_snapshots: snapshot copies in each tier.
+        epoch: changes with every `clear`; nodes of an earlier one are stale.
+        clock: moves with every reference taken or given back, and every publication.
+    """
+
+    def __init__(self, queues: EvictionQueues, wanted: CopyLists, events: EventLog | None):
+        self._queues, self._wanted, self._events = queues, wanted, events
+        self._number = self.clock = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all nodes."""
+        self.epoch = object()
+        self.published: dict[bytes, Node] = {}
+        self.writing: dict[Node, None] = {}
+        self.counts = dict.fromkeys(NodeState, 0)
+        self.idle = dict.fromkeys(TIERS, 0)
+        self.num_host = 0
+        self.num_snapshots = dict.fromkeys(TIERS, 0)
+        self._queues.clear()
+        self._wanted.clear()
+
+    def is_current(self, node: Node) -> bool:
+        """Whether the node is still in the tree."""
+        return node.epoch is self.epoch and node.state is not S.REMOVED
+
+    def check(self, node: Node) -> Node:
+        """The node itself. Raises `PrefixTreeError` if it is no longer, or never was, of this tree."""
+        if node.epoch is not self.epoch or node.state is S.REMOVED:
+            raise PrefixTreeError(f"{node} is not in this tree: it was removed, or the tree was reset")
+        return node
+
+    def accessed(self, parent: Node | None) -> int:
+        """When a node below this parent counts as accessed: never after it, so that the deepest always leaves first."""
+        return self.clock if parent is None else parent.last_access
+
+    # Changes
+
+    def new(self, digest: bytes, parent: Node | None, state: NodeState) -> Node:
+        """A node that is in no dictionary yet."""
+        self._number += 1
+        node = Node(digest, parent, self._number, self.epoch, state)
+        self.counts[state] += 1
+        if state in SETTLED:
+            self.idle[state.tier] += 1
+        link(node)
+        return node
+
+    def set_state(self, node: Node, state: NodeState) -> None:
+        """The only place where a state changes. Raises `TransitionError`, then nothing has changed."""
+        old, parent = node.state, node.parent
+        if state not in TRANSITIONS[old]:
+            raise TransitionError(f"{node} cannot become {state.value}")
+        goes_up = state.tier > old.tier or (old is S.WRITING and state is S.DEVICE)
+        if goes_up and parent is not None and (parent.state.tier < state.tier or parent.state is S.WRITING):
+            raise TransitionError(f"{node} cannot become {state.value} below {parent}")
+        if state.tier < old.tier:
+            above = node.children if not state.tier else node.on_device + (node.on_host if state.tier < T.HOST else 0)
+            if above or node.refs:
+                raise TransitionError(
+                    f"{node} cannot become {state.value}: {above} children above it, {node.refs} refs"
+                )
+        if parent is not None and old.tier is not state.tier:
+            count_child(parent, old.tier, -1)
+            count_child(parent, state.tier, 1)
+        if not node.refs:
+            if old in SETTLED:
+                self.idle[old.tier] -= 1
+            if state in SETTLED:
+                self.idle[state.tier] += 1
+        self.counts[old] -= 1
+        self.counts[state] += 1
+        node.state = state
+        if state is S.HOST:
+            self._wanted.came_to_host(node)
+        self._queues.push(node)
+        if parent is not None:
+            self._queues.push(parent)
+
+    def add_references(self, nodes: Iterable[Node], access: int) -> None:
+        """One more reference to each, accessed then."""
+        idle = self.idle
+        for node in nodes:
+            if not node.refs and node.state in SETTLED:
+                idle[node.state.tier] -= 1
+            node.refs += 1
+            node.last_access = access
+
+    def drop_references(self, nodes: Iterable[Node], access: int) -> None:
+        """One reference less to each, children first."""
+        for node in nodes:
+            node.refs -= 1
+            node.last_access = access
+            if not node.refs and node.state in SETTLED:
+                self.idle[node.state.tier] += 1
+                self._queues.push(node)
+
+    def set_host(self, node: Node, host: int) -> int:
+        """Gives the node a host unit, or takes it away (0). Returns the one it had."""
+        old, node.host = node.host, host
+        self.num_host += bool(host) - bool(old)
+        return old
+
+    def set_snapshot(self, node: Node, tier: Tier, unit: int) -> int:
+        """Sets one tier's copy of the node's snapshot (storage: 1 or 0), 0 for none. Returns what it was."""
+        snapshot = node.snapshot
+        if snapshot is None:
+            return 0
+        if tier is T.DEVICE:
+            old, snapshot.device = snapshot.device, unit
+        elif tier is T.HOST:
+            old, snapshot.host = snapshot.host, unit
+        else:
+            old, snapshot.stored = int(snapshot.stored), bool(unit)
+        self.num_snapshots[tier] += bool(unit) - bool(old)
+        if snapshot.tier is T.NONE:
+            node.snapshot = None
+        return old
+
+    def drop(self, node: Node, freed: Freed) -> None:
+        """Removes a node without children, its units into `freed`. Raises `TransitionError` if this is not allowed."""
+        old, held = node.state, copies(node)
+        if old is S.WRITING:
+            node.refs = 0  # its writer's
+        self.set_state(node, S.REMOVED)
+        unlink(node)
+        if node.parent is not None and node.parent.state is S.STORAGE:
+            self._queues.push(node.parent)  # it has one child less now
+        if old is S.WRITING:
+            del self.writing[node]
+        else:
+            del self.published[node.digest]
+        for tier in held:
+            self.emit("removed", tier, node)
+        if node.block:
+            freed.blocks.append(node.block)
+        if node.host:
+            freed.host_blocks.append(self.set_host(node, 0))
+        if node.stored:
+            freed.stored.append(node.digest)
+        node.block, node.stored = 0, False
+        for tier, units in ((T.DEVICE, freed.snapshots), (T.HOST, freed.host_snapshots), (T.STORAGE, [])):
+            if unit := self.set_snapshot(node, tier, 0):
+                units.append(unit)
+
+    def emit(self, kind: str, tier: Tier, node: Node) -> None:
+        """Tells the event log of a copy that came ("stored") or went ("removed")."""
+        if self._events is not None:
+            self._events.emit(kind, tier, node.digest, node.parent.digest if node.parent else None)
