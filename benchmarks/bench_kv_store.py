@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax.bench.ceilings import measure_ceilings
-from dsv4_jax.bench.ops import Problem, problem
 from dsv4_jax.bench.measure import one_line
+from dsv4_jax.bench.ops import Problem, problem
 from dsv4_jax.bench.shapes import KVStoreShape
 from dsv4_jax.bench.timing import call_count, time_problem
 from dsv4_jax.pallas import kv_store

@@ -8,6 +8,7 @@ import itertools
 import pytest
 
 from dsv4_jax.errors import IntegrityError, OutOfBlocksError, PlanError, PrefixTreeError, TransitionError
+from dsv4_jax.eviction_queue import EvictionQueue
 from dsv4_jax.manager.prefix.eviction import Freed
 from dsv4_jax.manager.prefix.hashing import BlockHasher, HashSpec, Namespace
 from dsv4_jax.manager.prefix.node import Node, NodeState, S, T, Tier
