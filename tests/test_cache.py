@@ -133,15 +133,19 @@ jit_gather_step = jax.jit(gather_step, donate_argnums=0, static_argnames="implem
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas", None])
-@pytest.mark.parametrize(("kv", "chunks"), [("fp8", [1] * 20), ("fp8", [1, 2, 30, 7]), ("bf16", [33])], ids=str)
+@pytest.mark.parametrize(
+    ("kv", "chunks"),
+    [("fp8", [1] * 20), ("fp8", [1, 2, 30, 7]), ("bf16", [33])],
+    ids=["fp8 ring", "fp8 chunks", "bf16 chunk"],
+)
 def test_gathers_give_the_rows_that_a_token_sees(kv: str, chunks: list[int], implementation) -> None:
     """The window in ring and in chunk mode, all entries, and chosen ones, against NumPy's decoder of the live rows."""
     layout, width, slot, rng = CacheLayout(CFG, kv), max(chunks), 2, np.random.default_rng(0)
     driver = Driver(layout, CacheSize(4, 3, 2))
     driver.admit(slot, random_stream(layout, sum(chunks), 5))
     shape = pinned_shape(layout, 2, width, 2, history=width > 1)
-    stored = oracle.encode(kv, driver.streams[slot].kv, CFG.rope_dim)
-    windows = oracle.decode(kv, stored, CFG.rope_dim)
+    stored = oracle.encode(layout.kv_row, driver.streams[slot].kv)
+    windows = oracle.decode(layout.kv_row, stored)
     wide = [layout.entries_per_block(kind) * 2 for kind in CFG.layer_types]
     for n in chunks:
         first = driver.length[slot]
@@ -161,7 +165,7 @@ def test_gathers_give_the_rows_that_a_token_sees(kv: str, chunks: list[int], imp
             if kind is SWA:
                 continue
             (every, count), some = of_entries
-            entries = oracle.decode(kv, tuple(x[0] for x in live[kind.name.lower()]), CFG.rope_dim)
+            entries = oracle.decode(layout.kv_row, tuple(x[0] for x in live[kind.name.lower()]))
             assert every.shape == (width, wide[i], CFG.head_dim) and some.dtype == jnp.bfloat16
             for t in range(n):
                 seen = (first + t + 1) // CFG.ratio(kind)
