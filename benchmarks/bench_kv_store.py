@@ -27,6 +27,7 @@ from dsv4_jax.bench.ops import Problem, problem
 from dsv4_jax.bench.shapes import KVStoreShape
 from dsv4_jax.bench.timing import call_count, time_problem
 from dsv4_jax.pallas import kv_store
+from dsv4_jax.pools.kv_pool import KVStoreArguments
 
 VARIANTS = "1x4,2x4,4x4,8x4,4x2,8x8"
 MOST_CALLS = 8  # of an executable: each compiles its own kernel
@@ -34,8 +35,11 @@ MOST_CALLS = 8  # of an executable: each compiles its own kernel
 
 def variant(base: Problem, storage: str, rows: int, warps: int) -> Problem:
     """The same calls by the kernel with these parameters, whatever implementation is named."""
-    store = functools.partial(kv_store._store_kv, storage=storage, per_program=rows, warps=warps)
-    return dataclasses.replace(base, apply=lambda _, pools, call, name: (list(store(*pools, *call)), None))
+
+    def apply(_: Any, pools: Any, call: Any, name: Any) -> tuple[Any, None]:
+        return list(kv_store.call(KVStoreArguments(*pools, *call, storage), per_program=rows, warps=warps)), None
+
+    return dataclasses.replace(base, apply=apply)
 
 
 def after_all_calls(subject: Problem) -> Any:

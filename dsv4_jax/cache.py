@@ -13,7 +13,7 @@ from .errors import PlanError
 from .layout import CacheLayout, CacheSize, LeafSpec
 from .ops.append import Rows
 from .ops.copy import copy_units
-from .ops.dispatch import Implementation
+from .ops.registry import Choice, frozen
 from .plan import CacheFacts, PackedPlan, StepPlan, register_pytrees
 from .step import CacheStep, LayerWrites
 
@@ -66,7 +66,7 @@ class KVCache:
         blocks = self.block_units if paged else None
         return CacheFacts(self.layout.fingerprint, self.slot_units, blocks, self.block_table.shape[1])
 
-    def begin(self, plan: StepPlan | PackedPlan, implementation: Implementation = None) -> CacheStep[KVCache]:
+    def begin(self, plan: StepPlan | PackedPlan, implementation: Choice = None) -> CacheStep[KVCache]:
         """The step that a plan describes, with the plan's copies and block-table entries carried out.
 
         There is no other way to a layer, and `finish` gives the cache back:
@@ -94,7 +94,7 @@ class KVCache:
             plan.facts.check(self.facts)
         unpacked: StepPlan = jax.tree.map(jnp.asarray, plan.unpack())  # NumPy arrays take no traced indices
         nothing = (LayerWrites(0),) * len(self.layout.schedule)
-        return CacheStep(self._prepared(unpacked), unpacked, implementation, nothing)
+        return CacheStep(self._prepared(unpacked), unpacked, frozen(implementation), nothing)
 
     def _prepared(self, plan: StepPlan) -> KVCache:
         arrays = dict(self.arrays)

@@ -22,50 +22,36 @@ from .libraries import cuda_path, open_cpu, open_cuda
 
 __all__ = ["built_for", "cpu_problem", "cpu_target", "cuda_problem", "cuda_target", "load_cpu", "load_cuda"]
 
-# Op, the name of its source in csrc/ -> FFI target -> exported handler.
-CUDA_TARGETS = {
-    "append": {"dsv4_append": "Dsv4Append"},
-    "attend": {"dsv4_attend": "Dsv4Attend"},
-    "compress": {"dsv4_compress_csa": "Dsv4CompressCsa", "dsv4_compress_hca": "Dsv4CompressHca"},
-    "index_scores": {"dsv4_index_scores": "Dsv4IndexScores"},
-    "moe": {"dsv4_moe": "Dsv4Moe"},
-    "queries": {"dsv4_finish_queries": "Dsv4FinishQueries"},
-    "swap": {"dsv4_swap_in": "Dsv4SwapIn", "dsv4_swap_out": "Dsv4SwapOut"},
-    "top_k": {"dsv4_top_k": "Dsv4TopK"},
-}
-CPU_TARGETS = CUDA_TARGETS["swap"]
-
 
 @functools.cache
 def load_cuda() -> ctypes.CDLL:
-    """The CUDA library, the handlers of the ops it was built with registered with XLA for the platform CUDA.
+    """The CUDA library.
 
     Raises:
-        ImplementationError: it is not built, or does not load, or lacks a handler; the message says which.
+        ImplementationError: it is not built, or does not load, or is another one; the message says which.
     """
     library = open_cuda()
-    ops = [op for op in CUDA_TARGETS if _built_for(library, op)]
-    if not ops:
-        raise ImplementationError(f"the CUDA library {cuda_path()} does not load: no dsv4_*_built_for in it")
-    _register("CUDA", library, {name: symbol for op in ops for name, symbol in CUDA_TARGETS[op].items()})
+    if not _built_for(library, "swap"):  # every build has it
+        raise ImplementationError(f"the CUDA library {cuda_path()} does not load: no dsv4_swap_built_for in it")
     return library
 
 
 @functools.cache
 def load_cpu() -> ctypes.CDLL:
-    """The library of CPU twins, its handlers registered with XLA for the platform cpu. Raises as `load_cuda`."""
-    library = open_cpu()
-    _register("cpu", library, CPU_TARGETS)
-    return library
+    """The library of CPU twins. Raises as `load_cuda`."""
+    return open_cpu()
 
 
-def _register(platform: str, library: ctypes.CDLL, targets: dict[str, str]) -> None:
+@functools.cache
+def _register(platform: str, library: ctypes.CDLL, target: str) -> str:
+    """Registers the handler of a target with XLA, once. That of dsv4_top_k is exported as Dsv4TopK."""
+    symbol = target.title().replace("_", "")
     try:
-        capsules = {name: jax.ffi.pycapsule(getattr(library, symbol)) for name, symbol in targets.items()}
+        handler = getattr(library, symbol)
     except AttributeError as error:
-        raise ImplementationError(f"the {platform.upper()} library does not load: {error}") from error
-    for name, capsule in capsules.items():
-        jax.ffi.register_ffi_target(name, capsule, platform=platform)
+        raise ImplementationError(f"the {platform.upper()} library has no {symbol}: {error}") from error
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform=platform)
+    return target
 
 
 def built_for(op: str) -> tuple[str, ...]:
@@ -108,7 +94,7 @@ def cuda_problem(op: str | None = None) -> str | None:
     """Why the CUDA kernel of an op cannot be used on this process's devices, None if it can.
 
     Args:
-        op: a key of `CUDA_TARGETS`; None: the library as a whole, whatever the devices.
+        op: the name of its source in csrc/; None: the library as a whole, whatever the devices.
     """
     try:
         load_cuda()
@@ -130,16 +116,19 @@ def cuda_problem(op: str | None = None) -> str | None:
     return None
 
 
-def cuda_target(name: str) -> str:
-    """The registered FFI target of that name; loads the library first.
+def cuda_target(op: str, target: str) -> str:
+    """The name of an FFI target of the CUDA library, registered with XLA.
+
+    Args:
+        op: the name of its source in csrc/.
+        target: such as "dsv4_attend".
 
     Raises:
-        ImplementationError: `cuda_problem` of its op.
+        ImplementationError: `cuda_problem(op)`, or the library has no such handler.
     """
-    op = next(op for op, targets in CUDA_TARGETS.items() if name in targets)
     if problem := cuda_problem(op):
-        raise ImplementationError(problem)
-    return name
+        raise ImplementationError(f"{op}: {problem}")
+    return _register("CUDA", load_cuda(), target)
 
 
 def cpu_problem() -> str | None:
@@ -151,7 +140,6 @@ def cpu_problem() -> str | None:
     return None
 
 
-def cpu_target(name: str) -> str:
-    """The registered FFI target of that name; loads the library of CPU twins first. Raises as `load_cpu`."""
-    load_cpu()
-    return name
+def cpu_target(target: str) -> str:
+    """The name of an FFI target of the CPU twins, registered with XLA. Raises as `load_cpu`."""
+    return _register("cpu", load_cpu(), target)

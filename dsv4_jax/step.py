@@ -20,11 +20,11 @@ from .ops.append import Rows, WindowView, append, encode, exists, pin, store, wi
 from .ops.attend import attend
 from .ops.columns import Values
 from .ops.compress import CompressorGeometry, CompressorInputs, compress_csa, compress_hca
-from .ops.dispatch import Implementation
 from .ops.epilogue import Epilogue
 from .ops.gather import gather_rows
 from .ops.index_scores import index_scores
 from .ops.queries import finish_queries
+from .ops.registry import Choice
 from .ops.top_k import top_k
 from .plan import StepPlan
 
@@ -87,7 +87,7 @@ class CacheStep(Generic[Cache]):
 
     cache: Cache
     plan: StepPlan
-    implementation: Implementation
+    implementation: Choice
     written: tuple[LayerWrites, ...]
 
     def __repr__(self) -> str:
@@ -180,7 +180,7 @@ class LayerCacheHandle(Generic[Cache]):
         return self.step.layout
 
     @property
-    def implementation(self) -> Implementation:
+    def implementation(self) -> Choice:
         return self.step.implementation
 
     # Writes

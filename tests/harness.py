@@ -12,9 +12,9 @@ from dsv4_jax.cache import KVCache, init_cache
 from dsv4_jax.config import AttentionType, LayerSpec
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.manager.planning import RowFeed, StepShape, build_plan
-from dsv4_jax.ops.dispatch import Implementation
 from dsv4_jax.ops.epilogue import Epilogue
 from dsv4_jax.ops.numerics import inv_frequencies
+from dsv4_jax.ops.registry import Choice
 from dsv4_jax.plan import StepPlan
 from dsv4_jax.step import CacheStep, LayerCacheHandle
 
@@ -70,7 +70,7 @@ def layer_writes(step: CacheStep, spec: LayerSpec, rows: CompressorInputs, norms
 
 
 def write_step(
-    cache: KVCache, plan: StepPlan, rows: CompressorInputs, norms: Norms, *, implementation: Implementation = None
+    cache: KVCache, plan: StepPlan, rows: CompressorInputs, norms: Norms, *, implementation: Choice = None
 ) -> KVCache:
     """Every write of a step, all layers."""
     step = cache.begin(plan, implementation)
@@ -108,7 +108,7 @@ class Driver:
 
     def __init__(
         self, layout: CacheLayout, size: CacheSize, norms: Norms | None = None, seed: int = 0,
-        implementation: Implementation = None, write_step: Callable[..., KVCache] = jit_write_step,
+        implementation: Choice = None, write_step: Callable[..., KVCache] = jit_write_step,
     ):  # fmt: skip
         self.layout, self.size, self.implementation, self.write_step = layout, size, implementation, write_step
         self.norms = random_norms(layout) if norms is None else norms

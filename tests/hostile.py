@@ -20,7 +20,7 @@ from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.manager.planning import RowFeed, build_plan, shape_for
 from dsv4_jax.ops import append, attend, gather_rows, index_scores, top_k
-from dsv4_jax.ops.dispatch import Implementation
+from dsv4_jax.ops.registry import Choice
 from dsv4_jax.plan import StepPlan
 
 from .harness import layer_writes, random_norms, random_stream
@@ -82,7 +82,7 @@ def spoiled_plan(rng: np.random.Generator, plan: StepPlan) -> StepPlan:
     return plan._replace(**{name: spoiled(rng, getattr(plan, name), *ids) for name, ids in near.items()})
 
 
-def step(cache: KVCache, plan: StepPlan, rows, norms, entries: jax.Array, implementation: Implementation, reads):
+def step(cache: KVCache, plan: StepPlan, rows, norms, entries: jax.Array, implementation: Choice, reads):
     """These layers' writes, and everything they read: (cache, what was read)."""
     cfg, tokens, seen, found = cache.layout.cfg, plan.num_tokens, [], []
     begun = cache.begin(plan.settled(), implementation)
@@ -141,9 +141,9 @@ def by_unit(layout: CacheLayout, cache: KVCache) -> dict[str, np.ndarray]:
 class HostilePlans:
     """Subclass it with the implementation under test; the tests jit once and give each executable many plans."""
 
-    implementation: ClassVar[Implementation]
-    gather: ClassVar[Implementation]  # of `gather_rows`, of which there is no CUDA kernel
-    reads: ClassVar[Implementation] = None  # of what a step reads, if not `implementation`
+    implementation: ClassVar[Choice]
+    gather: ClassVar[Choice]  # of `gather_rows`, of which there is no CUDA kernel
+    reads: ClassVar[Choice] = None  # of what a step reads, if not `implementation`
     cfg: ClassVar[DSV4Config] = V4
     formats: ClassVar[tuple[str, str]] = ("fp8", "fp4")
     steps: ClassVar[tuple[tuple[str, Literal["online", "raw"]], ...]] = (

@@ -8,12 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from .. import ffi
 from ..errors import CacheError
-from ..ops.dispatch import has_kernel
+from ..ops.registry import NAMES, find
 from . import torch_ops
 from .ceilings import Ceilings
-from .ops import BATCHED_OPS, Problem, dispatch_op, problem
+from .ops import BATCHED_OPS, Problem, problem, registered
 from .records import Measurement
 from .shapes import AttendShape, Case, Shape
 from .targets import TARGETS, Target, verdict
@@ -31,15 +30,14 @@ __all__ = [
     "why_not",
 ]
 
-ROOMS = ("cuda", "pallas", "triton")
 BASELINES = ("lax.top_k", "torch")
-IMPLEMENTATIONS = (*ROOMS, "xla", *BASELINES)
+IMPLEMENTATIONS = (*NAMES, *BASELINES)
 MOST_COMPARED = 1 << 24  # elements of a result that are compared: the first rows
 
 
 def default_implementations(op: str) -> list[str]:
     """The kernels that exist for an op, the reference and its baselines."""
-    names = [room for room in ROOMS if has_kernel(dispatch_op(op), room)]
+    names = [name for name in registered(op).names if name != "xla"]
     return [*names, "xla", *(["lax.top_k"] if op == "top_k" else []), *(["torch"] if op in torch_ops.OPS else [])]
 
 
@@ -51,11 +49,11 @@ def why_not(op: str, implementation: str) -> str | None:
         return None if op == "top_k" else "a baseline of top_k"
     if implementation == "xla":
         return None
-    if not has_kernel(dispatch_op(op), implementation):
-        return "no kernel"
-    if (backend := jax.default_backend()) != "gpu":
-        return f"the backend is {backend}"
-    return ffi.cuda_problem(dispatch_op(op)) if implementation == "cuda" else None
+    for name in (name for name in registered(op).names if name == implementation):
+        if (backend := jax.default_backend()) != "gpu":
+            return f"the backend is {backend}"
+        return find(registered(op).name, name).problem()
+    return "no kernel"
 
 
 def measure(

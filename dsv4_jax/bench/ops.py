@@ -33,6 +33,7 @@ from ..ops import (
 from ..ops import top_k as top_k_op
 from ..ops.append import load
 from ..ops.numerics import inv_frequencies
+from ..ops.registry import OPS, Op
 from ..pools.carriers import decode
 from ..pools.kv_pool import store_kv
 from ..pools.spec import KVSpec
@@ -49,7 +50,7 @@ from .shapes import (
     TopKShape,
 )
 
-__all__ = ["BATCHED_OPS", "Problem", "dispatch_op", "problem"]
+__all__ = ["BATCHED_OPS", "Problem", "problem", "registered"]
 
 # Ops whose call arguments all have the batch in front.
 BATCHED_OPS = ("gather", "index_scores", "top_k", "attend")
@@ -76,9 +77,9 @@ class Problem:
     tolerance: float
 
 
-def dispatch_op(op: str) -> str:
-    """The name by which `ops.dispatch` knows an op."""
-    return "compress" if op.startswith("compress") else op
+def registered(op: str) -> Op:
+    """The op of the registry behind one of `shapes.OPS`: each compressor is one of its own here."""
+    return OPS["compress" if op.startswith("compress") else op]
 
 
 def problem(op: str, shape: Shape, calls: int, *, pool_rows: int, seed: int = 0) -> Problem:

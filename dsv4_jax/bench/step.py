@@ -29,7 +29,7 @@ from ..model.numerics import rms_norm
 from ..model.packing import PackedLayers, pack_layers
 from ..model.params import param_specs
 from ..model.projections import stack_projections
-from ..ops.dispatch import Implementation
+from ..ops.registry import Choice
 from ..plan import PackedPlan
 from .ceilings import Ceilings
 from .inputs import random_part
@@ -67,7 +67,7 @@ class StepOptions:
     batch: int = 64
     context: int = 128 * 1024
     layers: int | None = None
-    implementation: Implementation = None
+    implementation: Choice = None
     key_split: KeySplit = "throughput"
     steps: int = 20
     loop: int = 1

@@ -223,9 +223,9 @@ def _implementations(names: list[str] | None, known: tuple[str, ...]) -> list[st
 def _step_options(args: argparse.Namespace, quick: bool) -> list[Any]:
     """One per batch, context and implementation."""
     from ..bench.step import StepOptions
+    from ..ops.registry import NAMES
 
-    kernels = ("xla", "pallas", "cuda", "triton")
-    names: list[Any] = [name for name in args.implementations or [None] if name is None or name in kernels]
+    names: list[Any] = [name for name in args.implementations or [None] if name is None or name in NAMES]
     small = quick and not args.layers
     options = [
         StepOptions(

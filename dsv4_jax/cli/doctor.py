@@ -25,7 +25,6 @@ _PACKAGES = (
     "dsv4_jax", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "triton", "numpy", "ml_dtypes",
     "rich", "matplotlib", "torch", "transformers",
 )  # fmt: skip
-_OPS = ("append", "compress", "queries", "gather", "index_scores", "top_k", "attend")
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -78,26 +77,17 @@ def examine() -> dict[str, Any]:
 
 
 def _implementations(backend: str) -> dict[str, dict[str, str]]:
-    """op -> implementation -> "usable" or why not."""
-    from .. import ffi
-    from ..ops.dispatch import has_kernel
+    """op -> implementation -> "usable" (by what it takes: another question) or why not."""
+    from ..ops.registry import NAMES, OPS, Name, Op, find
 
-    def state(op: str, room: str, problem: str | None) -> str:
-        if not has_kernel(op, room):
+    def state(op: Op, name: Name) -> str:
+        if name not in op.names:
             return "no kernel"
-        return problem or "usable"
+        if name == "xla" or backend == "gpu":
+            return find(op.name, name).problem() or "usable"
+        return f"the backend is {backend}" + (": only interpreted, by tests" if name == "pallas" else "")
 
-    no_triton = None if importlib.util.find_spec("jax_triton") else "jax-triton is not installed"
-    no_gpu = None if backend == "gpu" else f"the backend is {backend}"
-    return {
-        op: {
-            "xla": "usable",
-            "pallas": state(op, "pallas", no_gpu and f"{no_gpu}: only interpreted, by tests"),
-            "cuda": state(op, "cuda", no_gpu or ffi.cuda_problem(op)),
-            "triton": state(op, "triton", no_gpu or no_triton),
-        }
-        for op in _OPS
-    }
+    return {op.name: {name: state(op, name) for name in NAMES} for op in OPS.values()}
 
 
 def _native() -> dict[str, str]:
@@ -110,10 +100,13 @@ def _native() -> dict[str, str]:
 def _cuda_code() -> dict[str, dict[str, Any]]:
     """Op -> the compute capabilities the CUDA library holds its code for, and why it is no use here (None: it is)."""
     from .. import ffi
+    from ..ops.registry import OPS
 
     if ffi.cuda_problem() is not None:
         return {}
-    return {op: {"capabilities": ffi.built_for(op), "problem": ffi.cuda_problem(op)} for op in ffi.CUDA_TARGETS}
+    ops = [op.name for op in OPS.values() if "cuda" in op.names]
+    sources = (*ops, "swap")  # which is of `tiers`, and no op of a model
+    return {op: {"capabilities": ffi.built_for(op), "problem": ffi.cuda_problem(op)} for op in sources}
 
 
 def _version(package: str) -> str | None:

@@ -1,6 +1,6 @@
 """append in the project's own CUDA (`csrc/append.cu`): norm, RoPE, quantisation and the scatter, one block a row.
 
-V4's KV row (`widths.KV_ROW`); everything else takes the Pallas kernel.
+Takes V4's KV row (`widths.KV_ROW`).
 """
 
 from __future__ import annotations
@@ -9,65 +9,55 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..ffi import cuda_target
+from .. import ffi
 from ..formats import RowFormat
-from ..ops.append import Rows
-from ..ops.columns import Values
+from ..ops.append import AppendArguments, Rows
 from ..ops.epilogue import Epilogue
 from ..ops.numerics import rope_tables
-from ..pallas import append as pallas
+from ..ops.registry import Implementation
 from .columns import float_columns
 from .widths import KV_ROW, WIDTHS, unsupported_rows
 
-__all__ = ["has_kernel"]
+__all__ = ["IMPLEMENTATION", "call", "stores", "supports"]
 
 
-def has_kernel(fmt: RowFormat, epilogue: Epilogue | None) -> bool:
-    """Whether the kernel stores rows of this format, finished like this."""
-    pairs = WIDTHS.rope_pairs if epilogue is None else epilogue.inv_freq.shape[0]
-    hadamard = epilogue is not None and epilogue.hadamard
-    return unsupported_rows(fmt, KV_ROW) is None and pairs == WIDTHS.rope_pairs and not hadamard
+def stores(fmt: RowFormat, epilogue: Epilogue | None) -> str | None:
+    """Why rows of this format, finished like this, cannot be stored; None if they can."""
+    if reason := unsupported_rows(fmt, KV_ROW):
+        return reason
+    if epilogue is not None and epilogue.inv_freq.shape[0] != WIDTHS.rope_pairs:
+        return f"it turns {WIDTHS.rope_pairs} pairs of dims, not {epilogue.inv_freq.shape[0]}"
+    if epilogue is not None and epilogue.hadamard:
+        return "it has no Hadamard rotation"
+    return None
 
 
-def _append(
-    pool: Rows,
-    values: Values,
-    row_ids: jax.Array,
-    position: jax.Array | None,
-    epilogue: Epilogue | None,
-    fmt: RowFormat,
-) -> Rows:
-    """As `ops.append._append`. Raises `ImplementationError`: the CUDA library is not there."""
-    if not has_kernel(fmt, epilogue):
-        return pallas._append(pool, values, row_ids, position, epilogue, fmt)
-    results = tuple(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pool)
-    return _call(values, position, epilogue, [row_ids, *pool], results)
+def supports(arguments: AppendArguments) -> str | None:
+    """Why the kernel cannot take these arguments, None if it can."""
+    return stores(arguments.fmt, arguments.epilogue)
 
 
-def _encode(values: Values, position: jax.Array | None, epilogue: Epilogue | None, fmt: RowFormat) -> Rows:
-    """As `ops.append._encode`. Raises `ImplementationError`: the CUDA library is not there."""
-    if not has_kernel(fmt, epilogue):
-        return pallas._encode(values, position, epilogue, fmt)
-    results = tuple(jax.ShapeDtypeStruct((values.shape[0], p.width), jnp.dtype(p.dtype)) for p in fmt.parts)
-    return _call(values, position, epilogue, [], results)
-
-
-def _call(
-    values: Values,
-    position: jax.Array | None,
-    epilogue: Epilogue | None,
-    scattered: list[jax.Array],
-    results: tuple[jax.ShapeDtypeStruct, ...],
-) -> Rows:
-    """`scattered`: the row ids and the pool that becomes the results; empty: the results are new arrays."""
-    matrix, start = float_columns(values)
+def call(arguments: AppendArguments) -> Rows:
+    """As `ops.append.reference`. Raises `ImplementationError`: the CUDA library is not there."""
+    epilogue, pool, fmt = arguments.epilogue, arguments.pool, arguments.fmt
+    matrix, start = float_columns(arguments.values)
     operands = [matrix]
     if epilogue is not None:
-        assert position is not None
-        tables = rope_tables(position, epilogue.inv_freq.astype(jnp.float32))
+        assert arguments.position is not None
+        tables = rope_tables(arguments.position, epilogue.inv_freq.astype(jnp.float32))
         operands += [epilogue.norm.astype(jnp.float32), *tables]
-    operands += scattered
-    aliases = {len(operands) - len(results) + i: i for i in range(len(results))} if scattered else {}
-    call = jax.ffi.ffi_call(cuda_target("dsv4_append"), results, input_output_aliases=aliases)
+    if pool is None:
+        results = tuple(jax.ShapeDtypeStruct((matrix.shape[0], p.width), jnp.dtype(p.dtype)) for p in fmt.parts)
+        aliases = {}
+    else:
+        operands += [arguments.row_ids, *pool]
+        results = tuple(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pool)
+        aliases = {len(operands) - len(results) + i: i for i in range(len(results))}
+    kernel = jax.ffi.ffi_call(ffi.cuda_target("append", "dsv4_append"), results, input_output_aliases=aliases)
     eps = np.float32(0 if epilogue is None else epilogue.eps)
-    return tuple(call(*operands, start=np.int32(start), eps=eps, finish=epilogue is not None, scatter=bool(scattered)))
+    return tuple(
+        kernel(*operands, start=np.int32(start), eps=eps, finish=epilogue is not None, scatter=pool is not None)
+    )
+
+
+IMPLEMENTATION = Implementation("append", "cuda", call, supports, lambda: ffi.cuda_problem("append"), ("dsv4_append",))

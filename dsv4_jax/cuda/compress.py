@@ -1,96 +1,77 @@
 """compress in the project's own CUDA (`csrc/compress_kernel.cuh`): state, pooling and the stored entry in one launch.
 
-V4's geometry: its KV rows and index keys (`widths`), its CSA ratio, and for HCA the online state.
-Everything else takes the Pallas kernel.
+Takes V4's geometry: its KV rows and index keys (`widths`), its CSA ratio, and for HCA the online state.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..ffi import cuda_target
-from ..ops.append import Rows
-from ..ops.compress import CompressorInputs
-from ..ops.dispatch import Implementation
+from .. import ffi
+from ..ops.compress import CompressArguments, Compressed, CompressorInputs, state_before
 from ..ops.numerics import rope_tables
-from ..pallas import compress as pallas
-from ..plan import StepPlan
-from .append import has_kernel as stores_kv_row
+from ..ops.registry import Implementation
+from .append import stores as stores_kv_row
 from .columns import float_columns
 from .widths import INDEX_ROWS, KV_ROW, WIDTHS, unsupported_rows
 
-__all__ = ["has_kernel"]
+__all__ = ["IMPLEMENTATION", "call", "stores", "supports"]
 
 ROWS = (KV_ROW, *INDEX_ROWS)  # what the kernels store, in the order of `Format` in csrc
 
 
-def has_kernel(stream: CompressorInputs) -> bool:
-    """Whether the kernels store entries like this stream's."""
-    fmt, epilogue = stream.geometry.fmt, stream.epilogue
-    if _is_kv(stream):
-        return stores_kv_row(fmt, epilogue)
-    return unsupported_rows(fmt, *INDEX_ROWS) is None and epilogue.inv_freq.shape[0] == WIDTHS.rope_pairs
+def stores(inputs: CompressorInputs) -> str | None:
+    """Why the kernels cannot store entries like this compressor's, None if they can."""
+    fmt, pairs = inputs.geometry.fmt, inputs.epilogue.inv_freq.shape[0]
+    if _is_kv(inputs):
+        return stores_kv_row(fmt, inputs.epilogue)
+    if reason := unsupported_rows(fmt, *ROWS):
+        return reason
+    return None if pairs == WIDTHS.rope_pairs else f"it turns {WIDTHS.rope_pairs} pairs of dims, not {pairs}"
 
 
-def _is_kv(stream: CompressorInputs) -> bool:
-    return stream.geometry.fmt.parts == KV_ROW.parts
+def _is_kv(inputs: CompressorInputs) -> bool:
+    return inputs.geometry.fmt.parts == KV_ROW.parts
 
 
-def _compress_csa(
-    streams: Sequence[CompressorInputs], plan: StepPlan, table: jax.Array, implementation: Implementation
-) -> list[tuple[jax.Array, Rows]]:
-    """As `ops.compress._compress_csa`. Raises `ImplementationError`: the CUDA library is not there."""
-    # One stream of each kind at most: what a launch has room for.
-    kinds = [_is_kv(stream) for stream in streams]
-    fits = all(has_kernel(s) and s.geometry.ratio == WIDTHS.csa_ratio for s in streams)
-    if not fits or len(set(kinds)) != len(kinds):
-        return pallas._compress_csa(streams, plan, table, implementation)
-    return _call("dsv4_compress_csa", streams, plan, table, [], depth=2 * WIDTHS.csa_ratio - 1)
+def supports(arguments: CompressArguments) -> str | None:
+    """Why the kernels cannot take these arguments, None if they can."""
+    if arguments.kind == "raw":
+        return "it has no raw HCA state"
+    for inputs in arguments.compressors:
+        if reason := stores(inputs):
+            return reason
+    kinds = [_is_kv(inputs) for inputs in arguments.compressors]
+    if arguments.kind == "online":
+        return None if all(kinds) else "its HCA entries are KV rows"
+    if (ratio := arguments.compressors[0].geometry.ratio) != WIDTHS.csa_ratio:
+        return f"it takes CSA of ratio {WIDTHS.csa_ratio}, not {ratio}"
+    # What a launch has room for.
+    return "it takes one compressor of KV rows and one of index keys" if len(set(kinds)) != len(kinds) else None
 
 
-def _compress_hca_online(
-    stream: CompressorInputs, plan: StepPlan, table: jax.Array, implementation: Implementation
-) -> tuple[jax.Array, Rows]:
-    """As `ops.compress._compress_hca_online`. Raises `ImplementationError`: the CUDA library is not there."""
-    if not (_is_kv(stream) and has_kernel(stream)):
-        return pallas._compress_hca_online(stream, plan, table, implementation)
-    (result,) = _call("dsv4_compress_hca", [stream], plan, table, [jnp.asarray(plan.group_tokens)], depth=1)
-    return result
-
-
-def _compress_hca_raw(
-    stream: CompressorInputs, plan: StepPlan, table: jax.Array, implementation: Implementation
-) -> tuple[jax.Array, Rows]:
-    """The Pallas kernel: the raw state is the exception, and has no CUDA kernel."""
-    return pallas._compress_hca_raw(stream, plan, table, implementation)
-
-
-def _call(
-    target: str,
-    streams: Sequence[CompressorInputs],
-    plan: StepPlan,
-    table: jax.Array,
-    more: list[jax.Array],
-    *,
-    depth: int,
-) -> list[tuple[jax.Array, Rows]]:
+def call(arguments: CompressArguments) -> list[Compressed]:
+    """As `ops.compress.reference`. Raises `ImplementationError`: the CUDA library is not there."""
+    plan, compressors = arguments.plan, arguments.compressors
+    if arguments.kind == "csa":
+        target, more, depth = "dsv4_compress_csa", [], 2 * WIDTHS.csa_ratio - 1
+    else:
+        target, more, depth = "dsv4_compress_hca", [jnp.asarray(plan.group_tokens)], 1
     history = bool(plan.history_seqs.shape[0])
     of_plan = (plan.token_slot, plan.token_position, plan.token_seq, plan.seq_start, plan.seq_count, plan.seq_first)
-    operands = [*(jnp.asarray(x) for x in of_plan), jnp.asarray(table), *more]
+    operands = [*(jnp.asarray(x) for x in of_plan), jnp.asarray(arguments.table), *more]
     position = jnp.asarray(plan.token_position)
     results, aliases, numbers, columns = [], {}, [], []
-    for stream in streams:
-        state, old = stream.state, []
+    for inputs in compressors:
+        state, old = inputs.state, []
         if history:
-            before, state = pallas.state_before(stream, plan, depth)
+            before, state = state_before(inputs, plan, depth)
             old = [before]
-        epilogue, geometry = stream.epilogue, stream.geometry
-        (kv, kv_start), (score, score_start) = float_columns(stream.kv), float_columns(stream.score)
-        bias = [] if stream.ape is None else [stream.ape.astype(jnp.float32)]
+        epilogue, geometry = inputs.epilogue, inputs.geometry
+        (kv, kv_start), (score, score_start) = float_columns(inputs.kv), float_columns(inputs.score)
+        bias = [] if inputs.ape is None else [inputs.ape.astype(jnp.float32)]
         # An entry turns to its first position.
         operands += [
             kv,
@@ -100,17 +81,22 @@ def _call(
             *rope_tables(position - position % geometry.ratio, epilogue.inv_freq.astype(jnp.float32)),
             *old,
         ]
-        for leaf in (state, *stream.pool):
+        for leaf in (state, *inputs.pool):
             aliases[len(operands)] = len(results)
             operands.append(leaf)
             results.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         number = next(i for i, row in enumerate(ROWS) if row.parts == geometry.fmt.parts)
         numbers += [geometry.ratio, geometry.ordinal, geometry.slots, geometry.ring, geometry.base,
                     geometry.rows_per_block, number, int(epilogue.hadamard), len(bias),
-                    geometry.block_units(stream.pool[0].shape[0])]  # fmt: skip
+                    geometry.block_units(inputs.pool[0].shape[0])]  # fmt: skip
         columns += [kv_start, score_start]
-    call = jax.ffi.ffi_call(cuda_target(target), tuple(results), input_output_aliases=aliases)
-    eps = np.array([stream.epilogue.eps for stream in streams], np.float32)
+    kernel = jax.ffi.ffi_call(ffi.cuda_target("compress", target), tuple(results), input_output_aliases=aliases)
+    eps = np.array([inputs.epilogue.eps for inputs in compressors], np.float32)
     fields, columns = (np.array(x, np.int32) for x in (numbers, columns))
-    out = list(call(*operands, fields=fields, columns=columns, eps=eps, history=history))
-    return [(out.pop(0), tuple(out.pop(0) for _ in stream.pool)) for stream in streams]
+    out = list(kernel(*operands, fields=fields, columns=columns, eps=eps, history=history))
+    return [(out.pop(0), tuple(out.pop(0) for _ in inputs.pool)) for inputs in compressors]
+
+
+IMPLEMENTATION = Implementation(
+    "compress", "cuda", call, supports, lambda: ffi.cuda_problem("compress"), ("dsv4_compress_csa", "dsv4_compress_hca")
+)

@@ -1,6 +1,6 @@
 """finish_queries in the project's own CUDA (`csrc/queries_kernel.cuh`): one launch in place of a dozen fusions.
 
-Heads of V4's KV rows, and of its index keys for the indexer (`widths`); everything else takes the reference.
+Takes heads of V4's KV rows, and of its index keys for the indexer (`widths`).
 """
 
 from __future__ import annotations
@@ -9,35 +9,45 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..ffi import cuda_target
-from ..ops.columns import Values
+from .. import ffi
 from ..ops.numerics import rope_tables
-from ..ops.queries import _finish_queries as _reference
+from ..ops.queries import QueriesArguments
+from ..ops.registry import Implementation
 from .columns import float_columns
 from .widths import WIDTHS
 
-__all__ = ["has_kernel"]
+__all__ = ["IMPLEMENTATION", "call", "supports"]
 
 
-def has_kernel(dim: int, pairs: int, rotate: bool, round_fp4: bool) -> bool:
-    """Whether the kernel takes heads of `dim` dims of which the last 2 * `pairs` rotate."""
-    of_index = dim == WIDTHS.index_dim
-    return pairs == WIDTHS.rope_pairs and (of_index or (dim == WIDTHS.dim and not rotate and not round_fp4))
+def supports(arguments: QueriesArguments) -> str | None:
+    """Why the kernel cannot take these arguments, None if it can."""
+    dim, pairs = arguments.queries.shape[-1], arguments.inv_freq.shape[0]
+    if pairs != WIDTHS.rope_pairs or dim not in (WIDTHS.index_dim, WIDTHS.dim):
+        return (
+            f"it takes heads of {WIDTHS.index_dim} or {WIDTHS.dim} dims with {WIDTHS.rope_pairs} RoPE pairs, not of "
+            f"{dim} with {pairs}"
+        )
+    if dim == WIDTHS.dim and (arguments.rotate or arguments.round_fp4):
+        return f"it rotates and rounds heads of {WIDTHS.index_dim} dims only, not of {dim}"
+    return None
 
 
-def _finish_queries(
-    queries: Values, position: jax.Array, inv_freq: jax.Array, eps: float | None, rotate: bool, round_fp4: bool
-) -> jax.Array:
-    """As `ops.queries._finish_queries`, rounded to bf16.
+def call(arguments: QueriesArguments) -> jax.Array:
+    """As `ops.queries.reference`, rounded to bf16.
 
     Raises:
         ImplementationError: the CUDA library is not there.
     """
-    if not has_kernel(queries.shape[-1], inv_freq.shape[0], rotate, round_fp4):
-        return _reference(queries, position, inv_freq, eps, rotate, round_fp4)
-    matrix, start = float_columns(queries)
-    call = jax.ffi.ffi_call(cuda_target("dsv4_finish_queries"), jax.ShapeDtypeStruct(queries.shape, jnp.bfloat16))
-    return call(
-        matrix, *rope_tables(position, inv_freq), start=np.int32(start),
-        eps=np.float32(-1 if eps is None else eps), hadamard=rotate, round_fp4=round_fp4,
+    matrix, start = float_columns(arguments.queries)
+    result = jax.ShapeDtypeStruct(arguments.queries.shape, jnp.bfloat16)
+    kernel = jax.ffi.ffi_call(ffi.cuda_target("queries", "dsv4_finish_queries"), result)
+    return kernel(
+        matrix, *rope_tables(arguments.position, arguments.inv_freq), start=np.int32(start),
+        eps=np.float32(-1 if arguments.eps is None else arguments.eps), hadamard=arguments.rotate,
+        round_fp4=arguments.round_fp4,
     )  # fmt: skip
+
+
+IMPLEMENTATION = Implementation(
+    "queries", "cuda", call, supports, lambda: ffi.cuda_problem("queries"), ("dsv4_finish_queries",)
+)

@@ -2,7 +2,7 @@
 
 One launch: a block, or a cluster of them for a long row, keeps a row in registers. The greatest scores of its columns
 bound the k-th from below; the few candidates that reach the bound are ordered by one histogram. Rows of up to 262,144
-scores and k up to 1024; everything else takes the reference.
+scores and k up to 1024.
 """
 
 from __future__ import annotations
@@ -10,27 +10,37 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ..ffi import cuda_target
-from ..ops.top_k import _top_k as _reference
+from .. import ffi
+from ..ops.registry import Implementation
+from ..ops.top_k import TopKArguments
 
-__all__: list[str] = []
+__all__ = ["IMPLEMENTATION", "call", "supports"]
 
 MAX_K = 1024
 MAX_SCORES = 262_144
 
 
-def _top_k(scores: jax.Array, count: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """As `ops.top_k._top_k`.
+def supports(arguments: TopKArguments) -> str | None:
+    """Why the kernel cannot take these arguments, None if it can."""
+    if arguments.k > MAX_K:
+        return f"it keeps at most {MAX_K} entries, not {arguments.k}"
+    width = arguments.scores.shape[1]
+    return f"it takes rows of at most {MAX_SCORES} scores, not {width}" if width > MAX_SCORES else None
+
+
+def call(arguments: TopKArguments) -> tuple[jax.Array, jax.Array]:
+    """As `ops.top_k.reference`.
 
     Raises:
         ImplementationError: the CUDA library is not there.
     """
-    tokens, width = scores.shape
-    if not 0 < k <= MAX_K or width > MAX_SCORES:
-        return _reference(scores, count, k)
-    call = jax.ffi.ffi_call(
-        cuda_target("dsv4_top_k"),
+    tokens, k = arguments.scores.shape[0], arguments.k
+    kernel = jax.ffi.ffi_call(
+        ffi.cuda_target("top_k", "dsv4_top_k"),
         (jax.ShapeDtypeStruct((tokens, k), jnp.int32), jax.ShapeDtypeStruct((tokens,), jnp.int32)),
     )
-    indices, kept = call(scores.astype(jnp.float32), count)
+    indices, kept = kernel(arguments.scores.astype(jnp.float32), arguments.count)
     return indices, kept
+
+
+IMPLEMENTATION = Implementation("top_k", "cuda", call, supports, lambda: ffi.cuda_problem("top_k"), ("dsv4_top_k",))

@@ -10,7 +10,7 @@ from jax import lax
 from ..cache import KVCache
 from ..config import DSV4Config
 from ..errors import ShapeError
-from ..ops.dispatch import Implementation
+from ..ops.registry import Choice
 from ..plan import PackedPlan, StepPlan
 from ..step import CacheStep
 from .attention import attention
@@ -34,7 +34,7 @@ def forward(
     tokens: jax.Array,
     *,
     index_qat: bool | None = None,
-    implementation: Implementation = None,
+    implementation: Choice = None,
 ) -> tuple[jax.Array, KVCache]:
     """One step: logits of every scheduled token.
 
@@ -63,7 +63,7 @@ def prefill(
     tokens: jax.Array,
     *,
     index_qat: bool | None = None,
-    implementation: Implementation = None,
+    implementation: Choice = None,
 ) -> tuple[jax.Array, KVCache]:
     """As `forward`, but the logits of each sequence's last token only, [B, vocab]: its next is drawn from them."""
     step = cache.begin(plan, implementation)
@@ -80,7 +80,7 @@ def decode_step(
     tokens: jax.Array,
     *,
     index_qat: bool | None = None,
-    implementation: Implementation = None,
+    implementation: Choice = None,
 ) -> tuple[jax.Array, KVCache]:
     """As `forward` for a step of one token per sequence: logits [B, vocab].
 
@@ -101,7 +101,7 @@ def decode_loop(
     sampling: Sampling = GREEDY,
     keys: jax.Array | None = None,
     index_qat: bool | None = None,
-    implementation: Implementation = None,
+    implementation: Choice = None,
 ) -> tuple[jax.Array, KVCache]:
     """`num_steps` decode steps in one executable; each step's token is fed to the next.
 

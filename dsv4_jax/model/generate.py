@@ -13,7 +13,7 @@ import numpy as np
 from ..cache import KVCache
 from ..errors import ContextLimitError, NoFreeSlotError, OutOfBlocksError, PlanError
 from ..manager import KVCacheManager, Request
-from ..ops.dispatch import Implementation
+from ..ops.registry import Choice
 from ..plan import PackedPlan
 from .forward import decode_loop, prefill
 from .params import Params
@@ -34,7 +34,7 @@ def generate(
     seed: int = 0,
     chunk_tokens: int = 256,
     decode_steps: int = 1,
-    implementation: Implementation = None,
+    implementation: Choice = None,
     on_tokens: Callable[[int, list[int]], None] | None = None,
 ) -> tuple[list[list[int]], KVCache]:
     """Continues every prompt.
@@ -156,7 +156,7 @@ def _keys(key: jax.Array, stream: jax.Array) -> jax.Array:
 @functools.partial(jax.jit, static_argnames=("sampling", "implementation"), donate_argnames="cache")
 def _prefill(
     params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array, key: jax.Array, stream: jax.Array,
-    sampling: Sampling, implementation: Implementation,
+    sampling: Sampling, implementation: Choice,
 ) -> tuple[jax.Array, KVCache]:  # fmt: skip
     """One step, and each row's next token: [1, B]. `stream` [B] says whose keys the rows draw with."""
     step = plan.unpack()
@@ -168,7 +168,7 @@ def _prefill(
 @functools.partial(jax.jit, static_argnames=("steps", "sampling", "implementation"), donate_argnames="cache")
 def _decode(
     params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array, key: jax.Array, stream: jax.Array,
-    steps: int, sampling: Sampling, implementation: Implementation,
+    steps: int, sampling: Sampling, implementation: Choice,
 ) -> tuple[jax.Array, KVCache]:  # fmt: skip
     """K decode steps: [K, B] tokens."""
     keys = _keys(key, stream)

@@ -1,7 +1,10 @@
-"""The cache operations, one file each: public function, `jnp` reference, dispatch.
+"""The cache operations, one file each: public function, argument record, `jnp` reference.
 
-The reference is the contract. Every function takes `implementation`: "xla" (the reference),
-"pallas" (the GPU kernel of the same file name in `dsv4_jax.pallas`), or None to pick by platform.
+The reference is the contract. Every function takes `implementation`: a name, which runs or raises
+`ImplementationError` ("xla", the reference; "pallas", "cuda" or "triton", the kernel of the same file name in
+`dsv4_jax.pallas` and so on); names by op, such as {"attend": "pallas"}; or None, the first of the platform's that
+takes the arguments (`registry`). "cuda" asks for the library, not for a GPU, so that a function can be lowered for
+another machine's. With nothing to compute, such as no tokens, every implementation is the reference.
 Values to store, queries and weights may be `Columns` of a wider matrix.
 """
 

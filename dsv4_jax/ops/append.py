@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -11,13 +12,14 @@ from jax import lax
 
 from ..formats import RowFormat, codec
 from ..plan import StepPlan
+from .arguments import Check
 from .columns import Values, dense
-from .dispatch import Implementation, implementation_for
-from .epilogue import Epilogue
+from .epilogue import Epilogue, check_epilogue
+from .registry import Choice, Implementation, run
 
 __all__ = [
-    "Rows", "WindowView", "append", "encode", "exists", "load", "pin", "ring_row", "store", "window_rows",
-    "window_view",
+    "IMPLEMENTATION", "AppendArguments", "Rows", "WindowView", "append", "encode", "exists", "load", "pin", "reference",
+    "ring_row", "store", "window_rows", "window_view",
 ]  # fmt: skip
 
 Rows = tuple[jax.Array, ...]  # the parts of stored rows, each [rows, width]
@@ -37,6 +39,26 @@ class WindowView(NamedTuple):
     visible: jax.Array
 
 
+@dataclasses.dataclass(frozen=True)
+class AppendArguments:
+    """What an implementation of `append` and `encode` is given; as in their arguments.
+
+    Attributes:
+        pool, row_ids: None: the encoded rows are the result (`encode`).
+    """
+
+    values: Values
+    fmt: RowFormat
+    epilogue: Epilogue | None = None
+    position: jax.Array | None = None
+    pool: Rows | None = None
+    row_ids: jax.Array | None = None
+
+    @property
+    def empty(self) -> bool:
+        return self.values.shape[0] == 0
+
+
 def append(
     pool: Rows,
     values: Values,
@@ -45,7 +67,7 @@ def append(
     fmt: RowFormat,
     epilogue: Epilogue | None = None,
     position: jax.Array | None = None,
-    implementation: Implementation = None,
+    implementation: Choice = None,
 ) -> Rows:
     """Encodes rows and stores them at `row_ids`.
 
@@ -59,9 +81,13 @@ def append(
 
     Returns:
         The updated pool (in place when the caller's buffer is donated).
+
+    Raises:
+        ShapeError: an argument has the wrong shape or dtype, or `position` is missing; the message names it.
+        ImplementationError: as every op (`registry.pick`).
     """
-    fn = implementation_for("append", _append, implementation, empty=values.shape[0] == 0)
-    return fn(pool, values, row_ids, position, epilogue, fmt)
+    arguments = _checked("append", values, fmt, epilogue, position, pool, row_ids)
+    return run("append", arguments, implementation)
 
 
 def encode(
@@ -70,30 +96,45 @@ def encode(
     fmt: RowFormat,
     epilogue: Epilogue | None = None,
     position: jax.Array | None = None,
-    implementation: Implementation = None,
+    implementation: Choice = None,
 ) -> Rows:
-    """The parts [T, width] of the rows `append` would store."""
-    fn = implementation_for("append", _encode, implementation, empty=values.shape[0] == 0)
-    return fn(values, position, epilogue, fmt)
+    """The parts [T, width] of the rows `append` would store. Raises as `append`."""
+    return run("append", _checked("encode", values, fmt, epilogue, position), implementation)
 
 
-def _append(
-    pool: Rows,
+def _checked(
+    op: str,
     values: Values,
-    row_ids: jax.Array,
-    position: jax.Array | None,
-    epilogue: Epilogue | None,
     fmt: RowFormat,
-) -> Rows:
-    return store(pool, _encode(values, position, epilogue, fmt), row_ids)
-
-
-def _encode(values: Values, position: jax.Array | None, epilogue: Epilogue | None, fmt: RowFormat) -> Rows:
-    values = dense(values)
+    epilogue: Epilogue | None,
+    position: jax.Array | None,
+    pool: Rows | None = None,
+    row_ids: jax.Array | None = None,
+) -> AppendArguments:
+    check = Check(op)
+    values = check.array("values", values, "float", "T", fmt.dim)
     if epilogue is not None:
-        assert position is not None
-        values = epilogue(values.astype(jnp.float32), position)
-    return codec(fmt).encode(fmt, values)
+        check_epilogue(check, "epilogue", epilogue, fmt.dim)
+        position = check.array("position", position, "int32", "T")
+    if op == "append":
+        pool, row_ids = check.parts("pool", pool, fmt), check.array("row_ids", row_ids, "int32", "T")
+    return AppendArguments(values, fmt, epilogue, position, pool, row_ids)
+
+
+def reference(arguments: AppendArguments) -> Rows:
+    """`append`, and without a pool `encode`, in `jnp`."""
+    values, fmt = dense(arguments.values), arguments.fmt
+    if arguments.epilogue is not None:
+        assert arguments.position is not None
+        values = arguments.epilogue(values.astype(jnp.float32), arguments.position)
+    rows = codec(fmt).encode(fmt, values)
+    if arguments.pool is None:
+        return rows
+    assert arguments.row_ids is not None
+    return store(arguments.pool, rows, arguments.row_ids)
+
+
+IMPLEMENTATION = Implementation("append", "xla", reference)
 
 
 def store(pool: Rows, rows: Rows, row_ids: jax.Array) -> Rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import get_args
 
 import jax
@@ -14,10 +15,34 @@ from ..errors import ImplementationError
 from ..formats import RowFormat, codec
 from ..layout import KeySplit
 from .append import Rows, load
-from .dispatch import Implementation, implementation_for
+from .arguments import Check
 from .numerics import rope
+from .registry import Choice, Implementation, run
 
-__all__ = ["attend", "finish_output"]
+__all__ = ["IMPLEMENTATION", "AttendArguments", "attend", "finish_output", "reference"]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttendArguments:
+    """What an implementation of `attend` is given; as in its arguments."""
+
+    queries: jax.Array
+    sink: jax.Array
+    window: Rows
+    window_ids: jax.Array
+    window_visible: jax.Array
+    entries: Rows | None
+    entry_ids: jax.Array | None
+    entry_count: jax.Array | None
+    scale: float
+    fmt: RowFormat
+    inverse_rope: tuple[jax.Array, jax.Array] | None = None
+    dtype: DTypeLike = jnp.float32
+    key_split: KeySplit = "throughput"
+
+    @property
+    def empty(self) -> bool:
+        return 0 in (*self.queries.shape, self.window_ids.shape[1])
 
 
 def attend(
@@ -35,7 +60,7 @@ def attend(
     inverse_rope: tuple[jax.Array, jax.Array] | None = None,
     dtype: DTypeLike = jnp.float32,
     key_split: KeySplit = "throughput",
-    implementation: Implementation = None,
+    implementation: Choice = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sparse MQA where keys and values are the same rows (spec 2.7).
 
@@ -60,16 +85,30 @@ def attend(
         A token that sees no key gives 0 and -inf.
 
     Raises:
-        ImplementationError: unknown implementation or key split, or this one cannot run here.
+        ShapeError: an argument has the wrong shape or dtype; the message names it.
+        ImplementationError: unknown key split; and as every op (`registry.pick`).
     """
     if key_split not in get_args(KeySplit):
         raise ImplementationError(f"attend: unknown key_split {key_split!r}, expected 'throughput' or 'latency'")
-    empty = 0 in (*queries.shape, window_ids.shape[1])
-    fn = implementation_for("attend", _attend, implementation, empty=empty)
-    return fn(
-        queries, sink, window, window_ids, window_visible, entries, entry_ids, entry_count, scale, fmt,
-        inverse_rope=inverse_rope, dtype=dtype, key_split=key_split,
+    check = Check("attend")
+    queries = check.array("queries", queries, "float", "T", "H", fmt.dim)
+    sink = check.array("sink", sink, "float32", "H")
+    window = check.parts("window", window, fmt)
+    window_ids = check.array("window_ids", window_ids, "int32", "T", "W")
+    window_visible = check.array("window_visible", window_visible, "bool", "T", "W")
+    if entries is not None:
+        entries = check.parts("entries", entries, fmt)
+        entry_ids = check.array("entry_ids", entry_ids, "int32", "T", "K")
+        entry_count = check.array("entry_count", entry_count, "int32", "T")
+    if inverse_rope is not None:
+        position, inv_freq = inverse_rope
+        position = check.array("inverse_rope's position", position, "int32", "T")
+        inverse_rope = position, check.array("inverse_rope's inv_freq", inv_freq, "float32", "RoPE pairs")
+    arguments = AttendArguments(
+        queries, sink, window, window_ids, window_visible, entries, entry_ids, entry_count, scale, fmt, inverse_rope,
+        dtype, key_split,
     )  # fmt: skip
+    return run("attend", arguments, implementation)
 
 
 def finish_output(out: jax.Array, inverse_rope: tuple[jax.Array, jax.Array] | None, dtype: DTypeLike) -> jax.Array:
@@ -80,22 +119,10 @@ def finish_output(out: jax.Array, inverse_rope: tuple[jax.Array, jax.Array] | No
     return out.astype(dtype)
 
 
-def _attend(
-    queries: jax.Array,
-    sink: jax.Array,
-    window: Rows,
-    window_ids: jax.Array,
-    window_visible: jax.Array,
-    entries: Rows | None,
-    entry_ids: jax.Array | None,
-    entry_count: jax.Array | None,
-    scale: float,
-    fmt: RowFormat,
-    *,
-    inverse_rope: tuple[jax.Array, jax.Array] | None = None,
-    dtype: DTypeLike = jnp.float32,
-    key_split: KeySplit = "throughput",
-) -> tuple[jax.Array, jax.Array]:
+def reference(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
+    """`attend` in `jnp`, float32 throughout."""
+    fmt, sink, scale = arguments.fmt, arguments.sink, arguments.scale
+    window, entries = arguments.window, arguments.entries
     decode = codec(fmt).decode
 
     def one(args: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
@@ -115,6 +142,10 @@ def _attend(
         out = jnp.einsum("hk,kd->hd", weights, keys, precision=lax.Precision.HIGHEST)
         return out / (total + jnp.exp(sink - top))[:, None], jnp.log(total) + top
 
-    rest = () if entries is None else (entry_ids, entry_count)
-    out, lse = lax.map(one, (queries.astype(jnp.float32), window_ids, window_visible, *rest), batch_size=16)
-    return finish_output(out, inverse_rope, dtype), lse
+    rows = (arguments.queries.astype(jnp.float32), arguments.window_ids, arguments.window_visible)
+    rest = () if entries is None else (arguments.entry_ids, arguments.entry_count)
+    out, lse = lax.map(one, (*rows, *rest), batch_size=16)
+    return finish_output(out, arguments.inverse_rope, arguments.dtype), lse
+
+
+IMPLEMENTATION = Implementation("attend", "xla", reference)

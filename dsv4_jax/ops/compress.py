@@ -9,22 +9,42 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..checks import shown
+from ..errors import LayoutError, ShapeError
 from ..formats import RowFormat
 from ..plan import StepPlan
-from .append import Rows, append, exists, load, pin, ring_row
+from .append import AppendArguments, Rows, exists, load, pin, ring_row
+from .append import reference as append_reference
+from .arguments import Check
 from .columns import Values, dense
-from .dispatch import Implementation, implementation_for
-from .epilogue import Epilogue
+from .epilogue import Epilogue, check_epilogue
 from .numerics import exp, rounded, tree_sum
+from .registry import Choice, Implementation, run
 
-__all__ = ["CompressorGeometry", "CompressorInputs", "compress_csa", "compress_hca", "online_update"]
+__all__ = [
+    "IMPLEMENTATION",
+    "CompressArguments",
+    "Compressed",
+    "CompressorGeometry",
+    "CompressorInputs",
+    "Kind",
+    "compress_csa",
+    "compress_hca",
+    "last_of_group",
+    "online_update",
+    "reference",
+    "state_before",
+]
+
+Kind = Literal["csa", "online", "raw"]
+Compressed = tuple[jax.Array, Rows]  # a compressor's state and pool after a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,39 +101,64 @@ class CompressorInputs:
     ape: jax.Array | None = None
 
     def resolved(self, plan: StepPlan) -> CompressorInputs:
-        """This stream with kv and score as arrays and the position bias added."""
+        """The same with kv and score as arrays and the position bias added."""
         score = dense(self.score)
         if self.ape is not None:
             score = score + self.ape[jnp.asarray(plan.token_position) % np.int32(self.ape.shape[0])]
         return dataclasses.replace(self, kv=dense(self.kv), score=score, ape=None)
 
 
+@dataclasses.dataclass(frozen=True)
+class CompressArguments:
+    """What an implementation of `compress_csa` and `compress_hca` is given.
+
+    Attributes:
+        kind: "csa"; or what the state of the HCA compressor is, "online" or "raw".
+        compressors: one or more of equal ratio and ring for CSA, one for HCA.
+        plan: the step.
+        table: [slots, columns] int32 block table.
+    """
+
+    kind: Kind
+    compressors: tuple[CompressorInputs, ...]
+    plan: StepPlan
+    table: jax.Array
+
+    @property
+    def empty(self) -> bool:
+        return self.plan.num_tokens == 0
+
+
 def compress_csa(
-    streams: Sequence[CompressorInputs], plan: StepPlan, table: jax.Array, *, implementation: Implementation = None
-) -> list[tuple[jax.Array, Rows]]:
+    compressors: Sequence[CompressorInputs], plan: StepPlan, table: jax.Array, *, implementation: Choice = None
+) -> list[Compressed]:
     """Feeds one layer's CSA compressors: the main one, the indexer's, or both at once (one kernel then).
 
     Entry s pools 2r rows: the first halves of kv and score of the r tokens before its block and
     the second halves of its own r tokens; rows before position 0 do not exist.
 
     Args:
-        streams: one or more compressors of equal ratio and ring.
+        compressors: one or more, of equal ratio and ring.
         table: [slots, columns] int32 block table.
 
     Returns:
-        (state, pool) of every stream, updated.
+        (state, pool) of every compressor, updated.
+
+    Raises:
+        ShapeError: an argument has the wrong shape or dtype; the message names it.
+        ImplementationError: as every op (`registry.pick`).
     """
-    return implementation_for("compress", _compress_csa, implementation)(streams, plan, table, implementation)
+    return run("compress", _checked("compress_csa", "csa", compressors, plan, table), implementation)
 
 
 def compress_hca(
-    stream: CompressorInputs,
+    compressor: CompressorInputs,
     plan: StepPlan,
     table: jax.Array,
     *,
     mode: Literal["online", "raw"] = "online",
-    implementation: Implementation = None,
-) -> tuple[jax.Array, Rows]:
+    implementation: Choice = None,
+) -> Compressed:
     """Feeds one layer's HCA compressor: entry s pools its own r rows.
 
     Args:
@@ -122,46 +167,75 @@ def compress_hca(
             chunking, so its result differs from "raw" (a two-pass softmax) by float32 rounding.
 
     Returns:
-        (state, pool) updated.
+        (state, pool) updated. Raises as `compress_csa`.
     """
-    reference = _compress_hca_online if mode == "online" else _compress_hca_raw
-    return implementation_for("compress", reference, implementation)(stream, plan, table, implementation)
+    (result,) = run("compress", _checked("compress_hca", mode, [compressor], plan, table), implementation)
+    return result
 
 
-def _compress_csa(
-    streams: Sequence[CompressorInputs], plan: StepPlan, table: jax.Array, implementation: Implementation
-) -> list[tuple[jax.Array, Rows]]:
-    return [_compress_csa_one(stream.resolved(plan), plan, table, implementation) for stream in streams]
+def _checked(
+    op: str, kind: Kind, compressors: Sequence[CompressorInputs], plan: StepPlan, table: jax.Array
+) -> CompressArguments:
+    check = Check(op)
+    if kind not in get_args(Kind):
+        raise LayoutError(f"{op}: unknown state {shown(kind)}, expected 'online' or 'raw'")
+    if not compressors:
+        raise ShapeError(f"{op}: no compressor was given")
+    table = check.array("table", table, "int32", "slots", "columns")
+    for i, compressor in enumerate(compressors):
+        _check_compressor(op, f"compressors[{i}]" if kind == "csa" else "compressor", compressor, kind, plan)
+    geometries = {(compressor.geometry.ratio, compressor.geometry.ring) for compressor in compressors}
+    if len(geometries) > 1:
+        raise ShapeError(f"{op}: the compressors differ in (ratio, ring): {sorted(geometries)}")
+    return CompressArguments(kind, tuple(compressors), plan, table)
 
 
-def _compress_csa_one(
-    stream: CompressorInputs, plan: StepPlan, table: jax.Array, implementation: Implementation
-) -> tuple[jax.Array, Rows]:
-    ratio, width = stream.geometry.ratio, stream.kv.shape[-1] // 2
-    rows, real, state = _rows_behind(stream, plan, plan.flush_tokens, 2 * ratio)
+def _check_compressor(op: str, name: str, inputs: CompressorInputs, kind: Kind, plan: StepPlan) -> None:
+    check = Check(op, {"T": plan.num_tokens})
+    check.given(name, inputs, CompressorInputs)
+    geometry = inputs.geometry
+    width = geometry.fmt.dim * (2 if kind == "csa" else 1)
+    check_epilogue(check, f"{name}.epilogue", inputs.epilogue, geometry.fmt.dim)
+    check.array(f"{name}.kv", inputs.kv, "float32", "T", width)
+    check.array(f"{name}.score", inputs.score, "float32", "T", width)
+    check.array(f"{name}.state", inputs.state, "float32", "rows", (3 if kind == "online" else 2) * width)
+    check.parts(f"{name}.pool", inputs.pool, geometry.fmt)
+    if inputs.ape is not None:
+        check.array(f"{name}.ape", inputs.ape, "float32", geometry.ratio, width)
+
+
+def reference(arguments: CompressArguments) -> list[Compressed]:
+    """`compress_csa` and `compress_hca` in `jnp`."""
+    if arguments.empty:
+        return [(compressor.state, compressor.pool) for compressor in arguments.compressors]
+    one = {"csa": _compress_csa, "online": _compress_hca_online, "raw": _compress_hca_raw}[arguments.kind]
+    plan = arguments.plan
+    return [one(compressor.resolved(plan), plan, arguments.table) for compressor in arguments.compressors]
+
+
+IMPLEMENTATION = Implementation("compress", "xla", reference)
+
+
+def _compress_csa(inputs: CompressorInputs, plan: StepPlan, table: jax.Array) -> Compressed:
+    ratio, width = inputs.geometry.ratio, inputs.kv.shape[-1] // 2
+    rows, real, state = _rows_behind(inputs, plan, plan.flush_tokens, 2 * ratio)
     own = jnp.arange(2 * ratio)[None, :, None] >= ratio
     values = jnp.where(own, rows[..., width : 2 * width], rows[..., :width])
     logits = jnp.where(own, rows[..., 3 * width :], rows[..., 2 * width : 3 * width])
     pooled = _softmax_pool(values, logits, real)
-    return state, _emit(stream, pooled, plan, plan.flush_tokens, table, implementation)
+    return state, _emit(inputs, pooled, plan, plan.flush_tokens, table)
 
 
-def _compress_hca_raw(
-    stream: CompressorInputs, plan: StepPlan, table: jax.Array, implementation: Implementation
-) -> tuple[jax.Array, Rows]:
-    stream = stream.resolved(plan)
-    width = stream.kv.shape[-1]
-    last = _last_of_group(plan)
-    rows, real, state = _rows_behind(stream, plan, last, stream.geometry.ratio)
+def _compress_hca_raw(inputs: CompressorInputs, plan: StepPlan, table: jax.Array) -> Compressed:
+    width = inputs.kv.shape[-1]
+    last = last_of_group(plan)
+    rows, real, state = _rows_behind(inputs, plan, last, inputs.geometry.ratio)
     pooled = _softmax_pool(rows[..., :width], rows[..., width:], real)
-    return state, _emit(stream, pooled, plan, last, table, implementation)
+    return state, _emit(inputs, pooled, plan, last, table)
 
 
-def _compress_hca_online(
-    stream: CompressorInputs, plan: StepPlan, table: jax.Array, implementation: Implementation
-) -> tuple[jax.Array, Rows]:
-    stream = stream.resolved(plan)
-    state, kv, score, geometry = stream.state, dense(stream.kv), dense(stream.score), stream.geometry
+def _compress_hca_online(inputs: CompressorInputs, plan: StepPlan, table: jax.Array) -> Compressed:
+    state, kv, score, geometry = inputs.state, dense(inputs.kv), dense(inputs.score), inputs.geometry
     tokens, width, banks = kv.shape[0], kv.shape[-1], geometry.ring
     groups = plan.group_tokens.shape[0]
     first = jnp.minimum(plan.group_tokens[:, 0], np.int32(tokens - 1))
@@ -203,7 +277,7 @@ def _compress_hca_online(
     state = state.at[row.reshape(-1)].set(saved.reshape(-1, 3 * width), mode="drop")
 
     pooled = acc / total
-    return state, _emit(stream, pooled, plan, _last_of_group(plan), table, implementation)
+    return state, _emit(inputs, pooled, plan, last_of_group(plan), table)
 
 
 def online_update(
@@ -216,7 +290,7 @@ def online_update(
     return new_peak, rounded(total * decay) + weight, rounded(acc * decay) + rounded(weight * kv)
 
 
-def _last_of_group(plan: StepPlan) -> jax.Array:
+def last_of_group(plan: StepPlan) -> jax.Array:
     """The last fed token of every group, [G] (T for an empty group)."""
     tokens = np.int32(plan.num_tokens)
     fed = plan.group_tokens < tokens
@@ -224,14 +298,25 @@ def _last_of_group(plan: StepPlan) -> jax.Array:
     return jnp.where(fed.any(1), last, tokens)
 
 
+def state_before(inputs: CompressorInputs, plan: StepPlan, depth: int) -> tuple[jax.Array, jax.Array]:
+    """The state rows of the `depth` positions before each row of the step, [B * depth, width], and the state."""
+    geometry = inputs.geometry
+    start = jnp.asarray(plan.seq_start)[:, None]
+    before = jnp.maximum(start - np.int32(depth) + jnp.arange(depth, dtype=jnp.int32)[None], 0)
+    slot = jnp.asarray(plan.seq_slot)[:, None]
+    ids = ring_row(geometry.ordinal, geometry.slots, geometry.ring, slot, before)
+    (old,), (state,) = pin(load((inputs.state,), ids.reshape(-1)), (inputs.state,))
+    return old, state
+
+
 def _rows_behind(
-    stream: CompressorInputs, plan: StepPlan, tokens: jax.Array, depth: int
+    inputs: CompressorInputs, plan: StepPlan, tokens: jax.Array, depth: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The [kv | score] rows of the `depth` positions up to each token, from this step or from the ring.
 
     Returns (rows [N, depth, width], real [N, depth], state): the state with this step's rows written.
     """
-    state, geometry = stream.state, stream.geometry
+    state, geometry = inputs.state, inputs.geometry
     token = jnp.minimum(tokens, np.int32(plan.num_tokens - 1))
     row = jnp.asarray(plan.token_seq)[token]
     position = plan.token_position[token][:, None] + jnp.arange(1 - depth, 1, dtype=jnp.int32)[None]
@@ -241,15 +326,15 @@ def _rows_behind(
     if plan.history_seqs.shape[0] == 0:
         # No row of this step overruns the ring: write first, then read all from there. The order of a
         # read before a write could only be kept by `pin`, which CPU compilers drop, at the price of a copy.
-        state = _write_ring(state, stream, plan)
+        state = _write_ring(state, inputs, plan)
         (rows,) = load((state,), ring_ids)
         return rows, real, state
     (old,), (state,) = pin(load((state,), ring_ids), (state,))
     offset = position - plan.seq_start[row][:, None]
     chunk_ids = jnp.clip(plan.seq_first[row][:, None] + offset, 0, np.int32(plan.num_tokens - 1))
-    new = _kv_and_score(stream)[chunk_ids]
+    new = _kv_and_score(inputs)[chunk_ids]
     rows = jnp.where((offset >= 0)[..., None], new, old)
-    return rows, real, _write_ring(state, stream, plan)
+    return rows, real, _write_ring(state, inputs, plan)
 
 
 def _softmax_pool(values: jax.Array, logits: jax.Array, real: jax.Array) -> jax.Array:
@@ -262,15 +347,14 @@ def _softmax_pool(values: jax.Array, logits: jax.Array, real: jax.Array) -> jax.
 
 
 def _emit(
-    stream: CompressorInputs,
+    inputs: CompressorInputs,
     pooled: jax.Array,
     plan: StepPlan,
     tokens: jax.Array,
     table: jax.Array,
-    implementation: Implementation,
 ) -> Rows:
     """Finishes and stores the entries completed by `tokens`; the others are dropped."""
-    pool, geometry = stream.pool, stream.geometry
+    pool, geometry = inputs.pool, inputs.geometry
     token = jnp.minimum(tokens, np.int32(plan.num_tokens - 1))
     slot, position = plan.token_slot[token], plan.token_position[token]
     ratio = np.int32(geometry.ratio)
@@ -284,26 +368,19 @@ def _emit(
     blocks = geometry.block_units(pool[0].shape[0])
     stored = completes & exists(block, blocks) & (column >= 0) & (column < table.shape[1])
     row = jnp.where(stored, row, np.int32(pool[0].shape[0]))
-    return append(
-        pool,
-        pooled,
-        row,
-        fmt=geometry.fmt,
-        epilogue=stream.epilogue,
-        position=entry * ratio,
-        implementation=implementation,
-    )
+    rows = AppendArguments(pooled, geometry.fmt, inputs.epilogue, entry * ratio, pool, row)
+    return append_reference(rows)
 
 
-def _write_ring(state: jax.Array, stream: CompressorInputs, plan: StepPlan) -> jax.Array:
+def _write_ring(state: jax.Array, inputs: CompressorInputs, plan: StepPlan) -> jax.Array:
     """Stores the rows of the last `ring` tokens of every row."""
-    geometry = stream.geometry
+    geometry = inputs.geometry
     last = (plan.seq_start + plan.seq_count)[plan.token_seq] - np.int32(geometry.ring)
     keep = exists(plan.token_slot, geometry.slots) & (plan.token_position >= last)
     row = ring_row(geometry.ordinal, geometry.slots, geometry.ring, plan.token_slot, plan.token_position)
     row = jnp.where(keep, row, np.int32(state.shape[0]))
-    return state.at[row].set(_kv_and_score(stream), mode="drop", wrap_negative_indices=False)
+    return state.at[row].set(_kv_and_score(inputs), mode="drop", wrap_negative_indices=False)
 
 
-def _kv_and_score(stream: CompressorInputs) -> jax.Array:
-    return jnp.concatenate([dense(stream.kv), dense(stream.score)], -1)
+def _kv_and_score(inputs: CompressorInputs) -> jax.Array:
+    return jnp.concatenate([dense(inputs.kv), dense(inputs.score)], -1)

@@ -6,9 +6,11 @@ import dataclasses
 
 import jax
 
+from ..errors import ShapeError
+from .arguments import Check
 from .numerics import hadamard, rms_norm, rope
 
-__all__ = ["Epilogue"]
+__all__ = ["Epilogue", "check_epilogue"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,3 +36,12 @@ class Epilogue:
 
 
 jax.tree_util.register_dataclass(Epilogue, data_fields=["norm", "inv_freq"], meta_fields=["eps", "hadamard"])
+
+
+def check_epilogue(check: Check, name: str, epilogue: Epilogue, dim: int) -> None:
+    """Raises `ShapeError` if this is no epilogue of rows of `dim` values."""
+    check.given(name, epilogue, Epilogue)
+    check.array(f"{name}.norm", epilogue.norm, "float32", dim)
+    check.array(f"{name}.inv_freq", epilogue.inv_freq, "float32", f"RoPE pairs of {name}")
+    if (pairs := epilogue.inv_freq.shape[0]) > dim // 2:
+        raise ShapeError(f"{check.op}: {name}.inv_freq has {pairs} frequencies, rows of {dim} have {dim // 2} pairs")

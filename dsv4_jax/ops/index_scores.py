@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +11,30 @@ from jax import lax
 
 from ..formats import RowFormat, codec
 from .append import Rows, load
+from .arguments import Check
 from .columns import Values, dense
-from .dispatch import Implementation, implementation_for
+from .registry import Choice, Implementation, run
 
-__all__ = ["index_scores", "scaled"]
+__all__ = ["IMPLEMENTATION", "IndexScoresArguments", "index_scores", "reference", "scaled"]
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexScoresArguments:
+    """What an implementation of `index_scores` is given; as in its arguments."""
+
+    pool: Rows
+    queries: jax.Array
+    weights: Values
+    table: jax.Array
+    count: jax.Array
+    base: int
+    rows_per_block: int
+    fmt: RowFormat
+    scale: float = 1.0
+
+    @property
+    def empty(self) -> bool:
+        return 0 in (*self.queries.shape, self.table.shape[1])
 
 
 def index_scores(
@@ -26,7 +48,7 @@ def index_scores(
     rows_per_block: int,
     fmt: RowFormat,
     scale: float = 1.0,
-    implementation: Implementation = None,
+    implementation: Choice = None,
 ) -> jax.Array:
     """I[t, s] = sum_h w[t, h] * relu(q[t, h] . K[s]) for the entries s < count[t] (spec 2.5).
 
@@ -43,24 +65,27 @@ def index_scores(
 
     Returns:
         [T, X * rows_per_block] float32, -inf for s >= count[t].
+
+    Raises:
+        ShapeError: an argument has the wrong shape or dtype; the message names it.
+        ImplementationError: as every op (`registry.pick`).
     """
-    fn = implementation_for("index_scores", _index_scores, implementation, empty=0 in (*queries.shape, table.shape[1]))
-    return fn(pool, queries, weights, table, count, base, rows_per_block, fmt, scale)
+    check = Check("index_scores")
+    pool = check.parts("pool", pool, fmt)
+    queries = check.array("queries", queries, "float", "T", "H", fmt.dim)
+    weights = check.array("weights", weights, "float", "T", "H")
+    table = check.array("table", table, "int32", "T", "X")
+    count = check.array("count", count, "int32", "T")
+    arguments = IndexScoresArguments(pool, queries, weights, table, count, base, rows_per_block, fmt, scale)
+    return run("index_scores", arguments, implementation)
 
 
-def _index_scores(
-    pool: Rows,
-    queries: jax.Array,
-    weights: Values,
-    table: jax.Array,
-    count: jax.Array,
-    base: int,
-    rows_per_block: int,
-    fmt: RowFormat,
-    scale: float = 1.0,
-) -> jax.Array:
+def reference(arguments: IndexScoresArguments) -> jax.Array:
+    """`index_scores` in `jnp`, float32 throughout."""
+    pool, fmt, base = arguments.pool, arguments.fmt, arguments.base
+    rows_per_block = arguments.rows_per_block
     # Here, not of the rows: an id times the rows of a block may leave int32.
-    table = lax.clamp(np.int32(0), table, np.int32((pool[0].shape[0] - base) // rows_per_block - 1))
+    table = lax.clamp(np.int32(0), arguments.table, np.int32((pool[0].shape[0] - base) // rows_per_block - 1))
 
     def one(args: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
         q, w, blocks, visible = args
@@ -74,10 +99,14 @@ def _index_scores(
         scores = jnp.einsum("h,hs->s", w, jax.nn.relu(dots), precision=lax.Precision.HIGHEST)
         return jnp.where(jnp.arange(scores.shape[0]) < visible, scores, -np.float32(np.inf))
 
-    return lax.map(one, (queries.astype(jnp.float32), scaled(weights, scale), table, count), batch_size=16)
+    weights = scaled(arguments.weights, arguments.scale)
+    return lax.map(one, (arguments.queries.astype(jnp.float32), weights, table, arguments.count), batch_size=16)
 
 
 def scaled(weights: Values, scale: float) -> jax.Array:
     """The weights as a float32 array, times `scale`."""
     weights = dense(weights).astype(jnp.float32)
     return weights if scale == 1 else weights * np.float32(scale)
+
+
+IMPLEMENTATION = Implementation("index_scores", "xla", reference)

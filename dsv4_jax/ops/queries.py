@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..errors import ShapeError
 from ..formats.index_fp4 import round_trip
+from .arguments import Check
 from .columns import Values, dense
-from .dispatch import Implementation, implementation_for
 from .numerics import hadamard, rope
+from .registry import Choice, Implementation, run
 
-__all__ = ["finish_queries"]
+__all__ = ["IMPLEMENTATION", "QueriesArguments", "finish_queries", "reference"]
+
+
+@dataclasses.dataclass(frozen=True)
+class QueriesArguments:
+    """What an implementation of `finish_queries` is given; as in its arguments."""
+
+    queries: Values
+    position: jax.Array
+    inv_freq: jax.Array
+    eps: float | None = None
+    rotate: bool = False
+    round_fp4: bool = False
+
+    @property
+    def empty(self) -> bool:
+        return self.queries.size == 0
 
 
 def finish_queries(
@@ -23,12 +43,12 @@ def finish_queries(
     eps: float | None = None,
     rotate: bool = False,
     round_fp4: bool = False,
-    implementation: Implementation = None,
+    implementation: Choice = None,
 ) -> jax.Array:
     """RMSNorm per head (no weight) and RoPE; for the indexer also Hadamard and FP4 rounding (spec 2.1, 2.5).
 
     Args:
-        queries: [T, H, dim] float32, an array or `Columns`.
+        queries: [T, H, dim] float, an array or `Columns`; taken in float32.
         position: [T] int32.
         inv_freq: [rope_dim / 2] float32.
         eps: of the norm; None: no norm.
@@ -37,18 +57,34 @@ def finish_queries(
 
     Returns:
         [T, H, dim]: float32 of the reference, bfloat16 of a kernel (the kernels they go to round to it anyway).
+
+    Raises:
+        ShapeError: an argument has the wrong shape or dtype; the message names it.
+        ImplementationError: as every op (`registry.pick`).
     """
-    fn = implementation_for("queries", _finish_queries, implementation, empty=queries.size == 0)
-    return fn(queries, position, inv_freq, eps, rotate, round_fp4)
+    check = Check("finish_queries")
+    queries = check.array("queries", queries, "float", "T", "H", "dim")
+    position = check.array("position", position, "int32", "T")
+    inv_freq = check.array("inv_freq", inv_freq, "float32", "RoPE pairs")
+    dim = queries.shape[-1]
+    if 2 * inv_freq.shape[0] > dim:
+        raise ShapeError(
+            f"finish_queries: inv_freq has {inv_freq.shape[0]} frequencies, {dim} dims have {dim // 2} pairs"
+        )
+    if rotate and dim & (dim - 1):
+        raise ShapeError(f"finish_queries: rotate needs a power of two of dims, queries have {dim}")
+    return run("queries", QueriesArguments(queries, position, inv_freq, eps, rotate, round_fp4), implementation)
 
 
-def _finish_queries(
-    queries: Values, position: jax.Array, inv_freq: jax.Array, eps: float | None, rotate: bool, round_fp4: bool
-) -> jax.Array:
-    queries = dense(queries)
+def reference(arguments: QueriesArguments) -> jax.Array:
+    """`finish_queries` in `jnp`, float32 throughout."""
+    queries, eps = dense(arguments.queries).astype(jnp.float32), arguments.eps
     if eps is not None:
         queries = queries * lax.rsqrt(jnp.mean(queries * queries, -1, keepdims=True) + np.float32(eps))
-    queries = rope(queries, jnp.asarray(position)[:, None], inv_freq)
-    if rotate:
+    queries = rope(queries, jnp.asarray(arguments.position)[:, None], jnp.asarray(arguments.inv_freq))
+    if arguments.rotate:
         queries = hadamard(queries)
-    return round_trip(queries) if round_fp4 else queries
+    return round_trip(queries) if arguments.round_fp4 else queries
+
+
+IMPLEMENTATION = Implementation("queries", "xla", reference)

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .dispatch import Implementation, implementation_for
+from ..errors import ShapeError
+from .arguments import Check
+from .registry import Choice, Implementation, run
 
-__all__ = ["top_k"]
+__all__ = ["IMPLEMENTATION", "TopKArguments", "reference", "top_k"]
 
 
-def top_k(
-    scores: jax.Array, count: jax.Array, *, k: int, implementation: Implementation = None
-) -> tuple[jax.Array, jax.Array]:
+@dataclasses.dataclass(frozen=True)
+class TopKArguments:
+    """What an implementation of `top_k` is given; as in its arguments.
+
+    Attributes:
+        k: at most S.
+    """
+
+    scores: jax.Array
+    count: jax.Array
+    k: int
+
+    @property
+    def empty(self) -> bool:
+        return self.scores.shape[0] == 0 or self.k == 0
+
+
+def top_k(scores: jax.Array, count: jax.Array, *, k: int, implementation: Choice = None) -> tuple[jax.Array, jax.Array]:
     """The k highest-scoring of the first `count` entries, exact; ties go to the lowest index.
 
     Args:
@@ -25,12 +44,22 @@ def top_k(
     Returns:
         (indices [T, min(k, S)] int32, highest score first, 0 where there are fewer;
         kept [T] int32, the lesser of k and count).
+
+    Raises:
+        ShapeError: an argument has the wrong shape or dtype; the message names it.
+        ImplementationError: as every op (`registry.pick`).
     """
-    k = min(k, scores.shape[-1])
-    return implementation_for("top_k", _top_k, implementation, empty=scores.shape[0] == 0 or k == 0)(scores, count, k)
+    check = Check("top_k")
+    scores = check.array("scores", scores, "float32", "T", "S")
+    count = check.array("count", count, "int32", "T")
+    if k < 0:
+        raise ShapeError(f"top_k: k is {k}, expected at least 0")
+    return run("top_k", TopKArguments(scores, count, min(k, scores.shape[1])), implementation)
 
 
-def _top_k(scores: jax.Array, count: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def reference(arguments: TopKArguments) -> tuple[jax.Array, jax.Array]:
+    """`top_k` in `jnp`."""
+    scores, count, k = arguments.scores, arguments.count, arguments.k
     exists = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None] < count[:, None]
     ranked = jnp.where(exists & ~jnp.isnan(scores), scores, -np.float32(np.inf))
     ranked = jnp.where(ranked == 0, np.float32(0), ranked)  # lax.top_k ranks -0 below 0
@@ -38,3 +67,6 @@ def _top_k(scores: jax.Array, count: jax.Array, k: int) -> tuple[jax.Array, jax.
     _, indices = lax.top_k(jnp.where(ranked == 0, np.float32(0), ranked), k)
     kept = lax.clamp(np.int32(0), count, np.int32(k))
     return jnp.where(jnp.arange(k, dtype=jnp.int32)[None] < kept[:, None], indices, 0), kept
+
+
+IMPLEMENTATION = Implementation("top_k", "xla", reference)

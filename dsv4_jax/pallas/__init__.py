@@ -1,1 +1,1 @@
-"""GPU kernels in Pallas: one file per op, named as in `ops/`, each with the function of the reference it replaces."""
+"""GPU kernels in Pallas: one file per op, named as in `ops/`, each declaring its `IMPLEMENTATION`."""

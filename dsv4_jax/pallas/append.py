@@ -3,65 +3,46 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from ..formats import RowFormat
-from ..ops.append import Rows
-from ..ops.append import _append as _append_reference
-from ..ops.append import _encode as _encode_reference
-from ..ops.columns import Values, dense
-from ..ops.epilogue import Epilogue
+from ..ops.append import AppendArguments, Rows
+from ..ops.columns import dense
+from ..ops.registry import Implementation
 from .emit import Arithmetic, EpilogueRefs, RowTile, emit, epilogue_operands, unsupported_rows
-from .tiles import addressable, interpreted, whole
+from .tiles import interpreted, problem, too_large, whole
 
-__all__: list[str] = []
+__all__ = ["IMPLEMENTATION", "call", "supports"]
 
 WARPS = 4
 
 
-def _append(
-    pool: Rows,
-    values: Values,
-    row_ids: jax.Array,
-    position: jax.Array | None,
-    epilogue: Epilogue | None,
-    fmt: RowFormat,
-    interpret: bool | None = None,
-) -> Rows:
-    """As `ops.append._append`. `interpret` defaults to whether the default backend is the CPU."""
-    if unsupported_rows(fmt) or not addressable(*pool):
-        return _append_reference(pool, values, row_ids, position, epilogue, fmt)
-    return _call(pool, values, row_ids, position, epilogue, fmt, interpreted(interpret))
+def supports(arguments: AppendArguments) -> str | None:
+    """Why the kernel cannot take these arguments, None if it can."""
+    return unsupported_rows(arguments.fmt) or too_large(*_results(arguments))
 
 
-def _encode(
-    values: Values, position: jax.Array | None, epilogue: Epilogue | None, fmt: RowFormat, interpret: bool | None = None
-) -> Rows:
-    """As `ops.append._encode`."""
-    parts = tuple(jax.ShapeDtypeStruct((values.shape[0], p.width), jnp.dtype(p.dtype)) for p in fmt.parts)
-    if unsupported_rows(fmt) or not addressable(*parts):
-        return _encode_reference(values, position, epilogue, fmt)
-    return _call(parts, values, None, position, epilogue, fmt, interpreted(interpret))
-
-
-def _call(parts, values, row_ids, position, epilogue, fmt, interpret) -> Rows:
-    """Writes every row: to `row_ids` of the arrays `parts`, or in order to new arrays like `parts`."""
-    operands, meta = [dense(values)], None
+def call(arguments: AppendArguments, interpret: bool | None = None) -> Rows:
+    """As `ops.append.reference`. `interpret` defaults to whether the default backend is the CPU."""
+    values, epilogue, parts = arguments.values, arguments.epilogue, _results(arguments)
+    scatter, interpret = arguments.pool is not None, interpreted(interpret)
+    operands: list[Any] = [dense(values)]
+    meta = None
     if epilogue is not None:
-        operands += [jnp.asarray(position), *epilogue_operands(epilogue)]
+        operands += [jnp.asarray(arguments.position), *epilogue_operands(epilogue)]
         meta = (float(epilogue.eps), epilogue.hadamard)
     aliases = {}
-    if row_ids is not None:
-        operands.append(jnp.asarray(row_ids))
+    if scatter:
+        operands.append(jnp.asarray(arguments.row_ids))
         aliases = {len(operands) + i: i for i in range(len(parts))}
         operands += parts
     out_shape = tuple(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in parts)
     return pl.pallas_call(
-        functools.partial(_kernel, fmt=fmt, epilogue=meta, scatter=row_ids is not None, interpret=interpret),
+        functools.partial(_kernel, fmt=arguments.fmt, epilogue=meta, scatter=scatter, interpret=interpret),
         grid=(values.shape[0],),
         in_specs=[whole(x) for x in operands],
         out_specs=tuple(whole(x) for x in out_shape),
@@ -71,6 +52,17 @@ def _call(parts, values, row_ids, position, epilogue, fmt, interpret) -> Rows:
         compiler_params=pltriton.CompilerParams(num_warps=WARPS, num_stages=1),
         name="append",
     )(*operands)
+
+
+IMPLEMENTATION = Implementation("append", "pallas", call, supports, problem)
+
+
+def _results(arguments: AppendArguments) -> tuple[jax.Array | jax.ShapeDtypeStruct, ...]:
+    """The pool, or the shapes of the new rows."""
+    if arguments.pool is not None:
+        return tuple(arguments.pool)
+    tokens = arguments.values.shape[0]
+    return tuple(jax.ShapeDtypeStruct((tokens, p.width), jnp.dtype(p.dtype)) for p in arguments.fmt.parts)
 
 
 def _kernel(*refs, fmt, epilogue, scatter, interpret):

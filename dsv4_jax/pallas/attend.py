@@ -18,16 +18,14 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jax.typing import DTypeLike
 
 from ..formats import NOPE_GROUP, Codes, RowFormat, Scales
-from ..layout import KeySplit
 from ..ops.append import Rows
-from ..ops.attend import _attend as _reference
-from ..ops.attend import finish_output
-from .tiles import addressable, pieces
+from ..ops.attend import AttendArguments, finish_output
+from ..ops.registry import Implementation
+from .tiles import interpreted, pieces, problem, too_large, whole
 
-__all__ = ["merge_splits", "split_count", "unsupported_rows"]
+__all__ = ["IMPLEMENTATION", "call", "merge_splits", "split_count", "supports", "unsupported_rows"]
 
 TILE = 64  # keys of one step of the inner loop
 HEADS = 64  # most heads of one program
@@ -56,48 +54,39 @@ def unsupported_rows(fmt: RowFormat) -> str | None:
     return f"it does not decode rows of {fmt.contents}"
 
 
-def _attend(
-    queries: jax.Array,
-    sink: jax.Array,
-    window: Rows,
-    window_ids: jax.Array,
-    window_visible: jax.Array,
-    entries: Rows | None,
-    entry_ids: jax.Array | None,
-    entry_count: jax.Array | None,
-    scale: float,
-    fmt: RowFormat,
-    interpret: bool | None = None,
-    *,
-    inverse_rope: tuple[jax.Array, jax.Array] | None = None,
-    dtype: DTypeLike = jnp.float32,
-    key_split: KeySplit = "throughput",
-) -> tuple[jax.Array, jax.Array]:
-    """As `ops.attend._attend`. Queries are rounded to bf16, as are the softmax weights before the second product.
+def supports(arguments: AttendArguments) -> str | None:
+    """Why the kernel cannot take these arguments, None if it can."""
+    return unsupported_rows(arguments.fmt) or too_large(*arguments.window, *(arguments.entries or ()))
+
+
+def call(arguments: AttendArguments, interpret: bool | None = None) -> tuple[jax.Array, jax.Array]:
+    """As `ops.attend.reference`. Queries are rounded to bf16, as are the softmax weights before the second product.
 
     `interpret` defaults to whether the default backend is the CPU. `key_split` changes nothing: there is one split.
     """
-    args = (queries, sink, window, window_ids, window_visible, entries, entry_ids, entry_count)
-    if unsupported_rows(fmt) or not addressable(*window, *(entries or ())):
-        return _reference(*args, scale, fmt, inverse_rope=inverse_rope, dtype=dtype)
+    queries, window, window_ids = arguments.queries, arguments.window, arguments.window_ids
+    entries, entry_ids, entry_count = arguments.entries, arguments.entry_ids, arguments.entry_count
     if entries is None or entry_ids is None or entry_count is None or entry_ids.shape[1] == 0:
         entries, entry_ids = window, window_ids[:, :1]
         entry_count = jnp.zeros(queries.shape[0], jnp.int32)
         num_entries = 0
     else:
         num_entries = entry_ids.shape[1]
-    if interpret is None:
-        interpret = jax.default_backend() == "cpu"
     run = functools.partial(
-        _run, sink, window, entries, scale=float(scale), num_entries=num_entries, interpret=interpret
-    )
-    rows = (queries.astype(jnp.bfloat16), window_ids, window_visible.astype(jnp.int8), entry_ids, entry_count)
+        _run, arguments.sink, window, entries, scale=float(arguments.scale), num_entries=num_entries,
+        interpret=interpreted(interpret),
+    )  # fmt: skip
+    visible = arguments.window_visible.astype(jnp.int8)
+    rows = (queries.astype(jnp.bfloat16), window_ids, visible, entry_ids, entry_count)
     out, lse = [], []
     for first in range(0, queries.shape[0], TOKENS_PER_CALL):
         part = run(*(x[first : first + TOKENS_PER_CALL] for x in rows))
         out.append(part[0])
         lse.append(part[1])
-    return finish_output(jnp.concatenate(out), inverse_rope, dtype), jnp.concatenate(lse)
+    return finish_output(jnp.concatenate(out), arguments.inverse_rope, arguments.dtype), jnp.concatenate(lse)
+
+
+IMPLEMENTATION = Implementation("attend", "pallas", call, supports, problem)
 
 
 def _run(
@@ -129,8 +118,8 @@ def _run(
             window=window_ids.shape[1], entries=num_entries,
         ),
         grid=(tokens, splits, -(-heads // block)),
-        in_specs=[_whole(x) for x in operands],
-        out_specs=tuple(_whole(x) for x in out_shape),
+        in_specs=[whole(x) for x in operands],
+        out_specs=tuple(whole(x) for x in out_shape),
         out_shape=out_shape,
         interpret=interpret,
         compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=3),
@@ -301,10 +290,6 @@ def _grid(rows, columns):
     """Index arrays of the outer product of two 1-D index arrays."""
     shape = (rows.shape[0], columns.shape[0])
     return jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)
-
-
-def _whole(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
-    return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
 
 
 def _tiles(window: int, entries: int) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,17 +23,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from ..ops.append import Rows, exists, load, pin, ring_row
-from ..ops.compress import CompressorGeometry, CompressorInputs, _last_of_group
-from ..ops.compress import _compress_csa as _csa_reference
-from ..ops.compress import _compress_hca_online as _online_reference
-from ..ops.compress import _compress_hca_raw as _raw_reference
-from ..ops.dispatch import Implementation
-from ..plan import StepPlan
+from ..ops.append import exists, ring_row
+from ..ops.compress import CompressArguments, Compressed, CompressorGeometry, last_of_group, state_before
+from ..ops.registry import Implementation
 from .emit import Arithmetic, EpilogueRefs, RowTile, emit, epilogue_operands, unsupported_rows
-from .tiles import addressable, interpreted, whole
+from .tiles import interpreted, problem, too_large, whole
 
-__all__ = ["state_before"]
+__all__ = ["IMPLEMENTATION", "call", "supports"]
 
 IN_REGISTERS = 16  # most rows of an entry that are pooled from registers, not read twice
 WARPS = 4  # of decode and prefill alike: a row's sums, and so its bits, depend on it
@@ -58,7 +54,7 @@ class _Plan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """The static side of a stream in a kernel."""
+    """The static side of a compressor in a kernel."""
 
     geometry: CompressorGeometry
     eps: float
@@ -66,7 +62,7 @@ class _Static:
 
 
 class _Refs(NamedTuple):
-    """The array side of a stream in a kernel."""
+    """The array side of a compressor in a kernel."""
 
     kv: Any  # float32 [T, width]
     score: Any
@@ -77,60 +73,39 @@ class _Refs(NamedTuple):
     pool: Any
 
 
-def _compress_csa(
-    streams: Sequence[CompressorInputs], plan: StepPlan, table: jax.Array, implementation: Implementation,
-    interpret: bool | None = None,
-) -> list[tuple[jax.Array, Rows]]:  # fmt: skip
-    """As `ops.compress._compress_csa`. `interpret` defaults to whether the default backend is the CPU."""
-    if not _fits(streams, 2 * streams[0].geometry.ratio):
-        return _csa_reference(streams, plan, table, implementation)
-    return _pool_rows(streams, plan, table, plan.flush_tokens, overlap=True, interpret=interpreted(interpret))
+def supports(arguments: CompressArguments) -> str | None:
+    """Why the kernel cannot take these arguments, None if it can."""
+    if arguments.kind != "online":
+        ratio = arguments.compressors[0].geometry.ratio
+        depth = 2 * ratio if arguments.kind == "csa" else ratio
+        if depth > IN_REGISTERS and depth & (depth - 1):
+            return f"it pools up to {IN_REGISTERS} rows, or a power of two, not {depth}"
+    for inputs in arguments.compressors:
+        if reason := unsupported_rows(inputs.geometry.fmt):
+            return reason
+    return too_large(*(part for inputs in arguments.compressors for part in (inputs.state, *inputs.pool)))
 
 
-def _compress_hca_raw(
-    stream: CompressorInputs,
-    plan: StepPlan,
-    table: jax.Array,
-    implementation: Implementation,
-    interpret: bool | None = None,
-) -> tuple[jax.Array, Rows]:
-    """As `ops.compress._compress_hca_raw`."""
-    if not _fits([stream], stream.geometry.ratio):
-        return _raw_reference(stream, plan, table, implementation)
-    tokens = _last_of_group(plan)
-    (result,) = _pool_rows([stream], plan, table, tokens, overlap=False, interpret=interpreted(interpret))
-    return result
+def call(arguments: CompressArguments, interpret: bool | None = None) -> list[Compressed]:
+    """As `ops.compress.reference`. `interpret` defaults to whether the default backend is the CPU."""
+    plan, interpret = arguments.plan, interpreted(interpret)
+    if arguments.kind == "csa":
+        return _pool_rows(arguments, plan.flush_tokens, overlap=True, interpret=interpret)
+    if arguments.kind == "raw":
+        return _pool_rows(arguments, last_of_group(plan), overlap=False, interpret=interpret)
+    # A program per entry of a sequence, its tokens in a loop.
+    work, body = plan.group_tokens, functools.partial(_online_kernel, interpret=interpret)
+    return _launch(body, arguments, work, depth=1, programs=work.shape[0], interpret=interpret)
 
 
-def _compress_hca_online(
-    stream: CompressorInputs,
-    plan: StepPlan,
-    table: jax.Array,
-    implementation: Implementation,
-    interpret: bool | None = None,
-) -> tuple[jax.Array, Rows]:
-    """As `ops.compress._compress_hca_online`: a program per entry of a row, its tokens in a loop."""
-    if not _fits([stream]):
-        return _online_reference(stream, plan, table, implementation)
-    interpret, work = interpreted(interpret), plan.group_tokens
-    body = functools.partial(_online_kernel, interpret=interpret)
-    (result,) = _launch(body, [stream], plan, table, work, depth=1, programs=work.shape[0], interpret=interpret)
-    return result
+IMPLEMENTATION = Implementation("compress", "pallas", call, supports, problem)
 
 
-def _fits(streams: Sequence[CompressorInputs], depth: int = 1) -> bool:
-    """Whether the kernel can address the leaves and pool `depth` rows."""
-    leaves = [part for stream in streams for part in (stream.state, *stream.pool)]
-    if any(unsupported_rows(stream.geometry.fmt) for stream in streams):
-        return False
-    return addressable(*leaves) and (depth <= IN_REGISTERS or depth & (depth - 1) == 0)
-
-
-def _pool_rows(streams, plan, table, tokens, *, overlap: bool, interpret: bool) -> list[tuple[jax.Array, Rows]]:
+def _pool_rows(arguments: CompressArguments, tokens: jax.Array, *, overlap: bool, interpret: bool) -> list[Compressed]:
     """Raw rings: program i stores ring row i of the step and pools the entry that token i of `tokens` completes."""
-    geometry = streams[0].geometry
+    plan, geometry = arguments.plan, arguments.compressors[0].geometry
     if tokens.shape[0] == 0:
-        tokens = np.full(1, plan.num_tokens, np.int32)
+        tokens = jnp.full(1, plan.num_tokens, jnp.int32)
     # One ring row for each token, or for each of the last `ring` of a row, whichever are fewer.
     by_token = plan.num_tokens <= plan.num_seqs * geometry.ring
     writes = plan.num_tokens if by_token else plan.num_seqs * geometry.ring
@@ -139,31 +114,34 @@ def _pool_rows(streams, plan, table, tokens, *, overlap: bool, interpret: bool) 
         _ring_kernel, depth=depth, overlap=overlap, by_token=by_token, writes=writes, interpret=interpret
     )
     programs = max(writes, tokens.shape[0])
-    return _launch(body, streams, plan, table, tokens, depth=depth - 1, programs=programs, interpret=interpret)
+    return _launch(body, arguments, tokens, depth=depth - 1, programs=programs, interpret=interpret)
 
 
-def _launch(body, streams, plan, table, work, *, depth: int, programs: int, interpret: bool):
-    """Runs `body` for (program, stream) with the plan's and each stream's refs."""
+def _launch(
+    body, arguments: CompressArguments, work: jax.Array, *, depth: int, programs: int, interpret: bool
+) -> list[Compressed]:
+    """Runs `body` for (program, compressor) with the plan's and each compressor's refs."""
+    plan, table = arguments.plan, arguments.table
     fields = _Plan(work, plan.token_slot, plan.token_position, plan.token_seq, plan.seq_start, plan.seq_count,
                    plan.seq_first, table)  # fmt: skip
-    operands: list[jax.Array] = [jnp.asarray(x) for x in fields]
+    operands: list[Any] = [jnp.asarray(x) for x in fields]
     out_shape, aliases, statics = [], {}, []
-    streams = [stream.resolved(plan) for stream in streams]
-    for stream in streams:
-        state, history = stream.state, []
+    compressors = [inputs.resolved(plan) for inputs in arguments.compressors]
+    for inputs in compressors:
+        state, history = inputs.state, []
         if plan.history_seqs.shape[0]:
-            old, state = state_before(stream, plan, depth)
+            old, state = state_before(inputs, plan, depth)
             history = [old]
-        norm, inv_freq = epilogue_operands(stream.epilogue)
-        operands += [stream.kv, stream.score, norm, inv_freq, *history]
-        for x in (state, *stream.pool):
+        norm, inv_freq = epilogue_operands(inputs.epilogue)
+        operands += [inputs.kv, inputs.score, norm, inv_freq, *history]
+        for x in (state, *inputs.pool):
             aliases[len(operands)] = len(out_shape)
             operands.append(x)
             out_shape.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
-        statics.append(_Static(stream.geometry, float(stream.epilogue.eps), stream.epilogue.hadamard))
+        statics.append(_Static(inputs.geometry, float(inputs.epilogue.eps), inputs.epilogue.hadamard))
     out = pl.pallas_call(
         functools.partial(_split_refs, body, statics=tuple(statics), history=bool(plan.history_seqs.shape[0])),
-        grid=(programs, len(streams)),
+        grid=(programs, len(compressors)),
         in_specs=[whole(x) for x in operands],
         out_specs=tuple(whole(x) for x in out_shape),
         out_shape=tuple(out_shape),
@@ -173,44 +151,33 @@ def _launch(body, streams, plan, table, work, *, depth: int, programs: int, inte
         name="compress",
     )(*operands)
     results, out = [], list(out)
-    for stream in streams:
-        state, pool = out.pop(0), tuple(out.pop(0) for _ in stream.pool)
+    for inputs in compressors:
+        state, pool = out.pop(0), tuple(out.pop(0) for _ in inputs.pool)
         results.append((state, pool))
     return results
 
 
-def state_before(stream: CompressorInputs, plan: StepPlan, depth: int) -> tuple[jax.Array, jax.Array]:
-    """The state rows of the `depth` positions before each row of the step, [B * depth, width], and the state."""
-    geometry = stream.geometry
-    start = jnp.asarray(plan.seq_start)[:, None]
-    before = jnp.maximum(start - np.int32(depth) + jnp.arange(depth, dtype=jnp.int32)[None], 0)
-    slot = jnp.asarray(plan.seq_slot)[:, None]
-    ids = ring_row(geometry.ordinal, geometry.slots, geometry.ring, slot, before)
-    (old,), (state,) = pin(load((stream.state,), ids.reshape(-1)), (stream.state,))
-    return old, state
-
-
 def _split_refs(body, *refs, statics: tuple[_Static, ...], history: bool):
-    """The kernel: sorts its flat refs and runs `body` for its program and stream."""
+    """The kernel: sorts its flat refs and runs `body` for its program and compressor."""
     program, which = pl.program_id(0), pl.program_id(1)  # the interpreter knows them only out here
     refs = list(refs)
     plan = _Plan(*(refs.pop(0) for _ in _Plan._fields))
-    inputs, counts = [], [1 + len(s.geometry.fmt.parts) for s in statics]
+    given, counts = [], [1 + len(s.geometry.fmt.parts) for s in statics]
     for count in counts:
-        inputs.append([refs.pop(0) for _ in range(5 if history else 4)])
+        given.append([refs.pop(0) for _ in range(5 if history else 4)])
         del refs[:count]  # the aliased inputs: only the outputs are touched
-    for k, (static, operands, count) in enumerate(zip(statics, inputs, counts, strict=True)):
+    for k, (static, operands, count) in enumerate(zip(statics, given, counts, strict=True)):
         state, *pool = (refs.pop(0) for _ in range(count))
         kv, score, norm, inv_freq, *old = operands
-        stream = _Refs(kv, score, norm, inv_freq, old[0] if old else None, state, pool)
-        pl.when(which == k)(functools.partial(body, program, plan, stream, static))
+        inputs = _Refs(kv, score, norm, inv_freq, old[0] if old else None, state, pool)
+        pl.when(which == k)(functools.partial(body, program, plan, inputs, static))
 
 
 def _ring_kernel(
-    program, plan: _Plan, stream: _Refs, static: _Static, *, depth: int, overlap: bool, by_token: bool, writes: int,
+    program, plan: _Plan, inputs: _Refs, static: _Static, *, depth: int, overlap: bool, by_token: bool, writes: int,
     interpret: bool,
 ) -> None:  # fmt: skip
-    pl.when(program < writes)(lambda: _write_ring(program, plan, stream, static.geometry, by_token))
+    pl.when(program < writes)(lambda: _write_ring(program, plan, inputs, static.geometry, by_token))
     token = plan.work[jnp.minimum(program, plan.work.shape[0] - 1)]
     fed = (program < plan.work.shape[0]) & (token >= 0) & (token < plan.token_slot.shape[0])
     token = jnp.where(fed, token, 0)
@@ -219,12 +186,12 @@ def _ring_kernel(
     @pl.when(fed & exists(slot, static.geometry.slots) & ((position + 1) % static.geometry.ratio == 0))
     def _():
         math = Arithmetic(interpret)
-        read = _row_reader(plan, stream, static.geometry, token, depth=depth, overlap=overlap)
-        emit_entry = _entry(plan, stream, static, slot, position, math)
+        read = _row_reader(plan, inputs, static.geometry, token, depth=depth, overlap=overlap)
+        emit_entry = _entry(plan, inputs, static, slot, position, math)
         emit_entry(RowTile(static.geometry.fmt.dim).padded_with_zeros(_softmax_pool(read, depth, math)))
 
 
-def _write_ring(program, plan: _Plan, stream: _Refs, geometry: CompressorGeometry, by_token: bool) -> None:
+def _write_ring(program, plan: _Plan, inputs: _Refs, geometry: CompressorGeometry, by_token: bool) -> None:
     """Stores the [kv | score] row of one token, if it is among the last `ring` of its row."""
     if by_token:
         token, fed = program, True
@@ -237,14 +204,14 @@ def _write_ring(program, plan: _Plan, stream: _Refs, geometry: CompressorGeometr
 
     @pl.when(fed & exists(slot, geometry.slots) & (position >= last))
     def _():
-        tile = RowTile(stream.kv.shape[1])
+        tile = RowTile(inputs.kv.shape[1])
         ring = ring_row(geometry.ordinal, geometry.slots, geometry.ring, slot, position)
-        tile.store(stream.state, ring, tile.load(stream.kv, token))
-        tile.store(stream.state, ring, tile.load(stream.score, token), tile.dim)
+        tile.store(inputs.state, ring, tile.load(inputs.kv, token))
+        tile.store(inputs.state, ring, tile.load(inputs.score, token), tile.dim)
 
 
 def _row_reader(
-    plan: _Plan, stream: _Refs, geometry: CompressorGeometry, token, *, depth: int, overlap: bool
+    plan: _Plan, inputs: _Refs, geometry: CompressorGeometry, token, *, depth: int, overlap: bool
 ) -> Callable[[Any], Pair]:
     """A function of j that reads row j of the `depth` rows up to `token`: (value, logit) tiles.
 
@@ -252,24 +219,24 @@ def _row_reader(
     """
     slot, position, row = _token(plan, token)
     start, first = plan.seq_start[row], plan.seq_first[row]
-    width = stream.kv.shape[1]
+    width = inputs.kv.shape[1]
     tile = RowTile(geometry.fmt.dim)
 
     def read(j) -> Pair:
         half = tile.dim if overlap and j >= depth // 2 else 0
         at = position - np.int32(depth - 1) + j
         new, real = at >= start, at >= 0
-        here = _nearest(jnp.where(new, first + at - start, 0), stream.kv)
-        if stream.history is None:
+        here = _nearest(jnp.where(new, first + at - start, 0), inputs.kv)
+        if inputs.history is None:
             ring = ring_row(geometry.ordinal, geometry.slots, geometry.ring, slot, jnp.maximum(at, 0))
-            old, there = stream.state, ring
+            old, there = inputs.state, ring
         else:
             there = (row + 1) * np.int32(depth - 1) + jnp.where(new, -1, at - start)
-            old, there = stream.history, _nearest(there, stream.history)
+            old, there = inputs.history, _nearest(there, inputs.history)
         before = real & ~new
         # Of the two loads at most one happens; neither needs registers of its own.
-        value = tile.load(stream.kv, here, half, new)
-        logit = tile.load(stream.score, here, half, new, jnp.full(tile.shape, -np.inf, jnp.float32))
+        value = tile.load(inputs.kv, here, half, new)
+        logit = tile.load(inputs.score, here, half, new, jnp.full(tile.shape, -np.inf, jnp.float32))
         return tile.load(old, there, half, before, value), tile.load(old, there, width + half, before, logit)
 
     return read
@@ -310,7 +277,7 @@ def _add(a: Pair, b: Pair) -> Pair:
     return a[0] + b[0], a[1] + b[1]
 
 
-def _online_kernel(group, plan: _Plan, stream: _Refs, static: _Static, *, interpret: bool) -> None:
+def _online_kernel(group, plan: _Plan, inputs: _Refs, static: _Static, *, interpret: bool) -> None:
     geometry, math = static.geometry, Arithmetic(interpret)
     tokens, length = plan.token_slot.shape[0], plan.work.shape[1]
     lane = jnp.arange(pl.next_power_of_2(length), dtype=jnp.int32)
@@ -326,13 +293,13 @@ def _online_kernel(group, plan: _Plan, stream: _Refs, static: _Static, *, interp
         tile = RowTile(geometry.fmt.dim)
         bank = functools.partial(ring_row, geometry.ordinal, geometry.slots, geometry.ring, slot)
         fresh = start % geometry.ratio == 0
-        triple = _carried(stream, tile, fresh, row, bank(jnp.maximum(start - 1, 0)))
+        triple = _carried(inputs, tile, fresh, row, bank(jnp.maximum(start - 1, 0)))
         if not interpret:
             pltriton.debug_barrier()  # a layout of one bank reads and writes the same row here
 
         def feed(step) -> Pair:
             at = jnp.minimum(first + step, tokens - 1)  # neither is negative
-            return tile.load(stream.kv, at), tile.load(stream.score, at)
+            return tile.load(inputs.kv, at), tile.load(inputs.score, at)
 
         def feed_ahead(step) -> tuple[Pair, ...]:
             return tuple(feed(step + k) for k in range(AHEAD))
@@ -350,7 +317,7 @@ def _online_kernel(group, plan: _Plan, stream: _Refs, static: _Static, *, interp
             @pl.when(step >= unsaved)
             def _():
                 for part, values in enumerate(triple):
-                    tile.store(stream.state, bank(start + step), values, part * tile.dim)
+                    tile.store(inputs.state, bank(start + step), values, part * tile.dim)
 
             return triple
 
@@ -365,7 +332,7 @@ def _online_kernel(group, plan: _Plan, stream: _Refs, static: _Static, *, interp
 
         @pl.when((start + count) % geometry.ratio == 0)
         def _():
-            _entry(plan, stream, static, slot, start + count - 1, math)(acc / total)
+            _entry(plan, inputs, static, slot, start + count - 1, math)(acc / total)
 
 
 def _token(plan: _Plan, token) -> tuple[Any, Any, Any]:
@@ -378,9 +345,9 @@ def _nearest(place, ref):
     return jnp.clip(place, 0, ref.shape[0] - 1)
 
 
-def _carried(stream: _Refs, tile: RowTile, fresh, row, bank) -> Triple:
+def _carried(inputs: _Refs, tile: RowTile, fresh, row, bank) -> Triple:
     """The state before a group: empty if it opens an entry."""
-    ref, at = (stream.state, bank) if stream.history is None else (stream.history, row)
+    ref, at = (inputs.state, bank) if inputs.history is None else (inputs.history, row)
     peak, total, acc = (tile.load(ref, at, part * tile.dim, ~fresh) for part in range(3))
     return jnp.where(fresh, -np.float32(np.inf), peak), total, acc
 
@@ -397,7 +364,7 @@ def _online_update(triple: Triple, kv: jax.Array, score: jax.Array, math: Arithm
 
 
 def _entry(
-    plan: _Plan, stream: _Refs, static: _Static, slot, position, math: Arithmetic
+    plan: _Plan, inputs: _Refs, static: _Static, slot, position, math: Arithmetic
 ) -> Callable[[jax.Array], None]:
     """A function that finishes and stores the entry that the token at `position` completes, if it has a block.
 
@@ -405,10 +372,10 @@ def _entry(
     """
     geometry = static.geometry
     entry, per_block = position // geometry.ratio, geometry.rows_per_block
-    pool_rows, column = stream.pool[0].shape[0], entry // per_block
+    pool_rows, column = inputs.pool[0].shape[0], entry // per_block
     block = plan.table[_nearest(slot, plan.table), jnp.clip(column, 0, plan.table.shape[1] - 1)]
     stored = exists(block, geometry.block_units(pool_rows)) & (column >= 0) & (column < plan.table.shape[1])
     row = jnp.where(stored, geometry.base + block * per_block + entry % per_block, pool_rows)
-    epilogue = EpilogueRefs(stream.norm, stream.inv_freq, static.eps, static.hadamard)
+    epilogue = EpilogueRefs(inputs.norm, inputs.inv_freq, static.eps, static.hadamard)
     loaded = epilogue.load(RowTile(geometry.fmt.dim))
-    return lambda pooled: emit(pooled, geometry.fmt, loaded, entry * geometry.ratio, stream.pool, row, math)
+    return lambda pooled: emit(pooled, geometry.fmt, loaded, entry * geometry.ratio, inputs.pool, row, math)

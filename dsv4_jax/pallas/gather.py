@@ -14,23 +14,25 @@ from jax.experimental.pallas import triton as pltriton
 
 from ..formats import Codes, RowFormat, Scales
 from ..formats.scaling import e4m3_values, power_of_two
-from ..ops.append import Rows
-from ..ops.gather import _gather_rows as _reference
-from .tiles import addressable, e2m1_codes, interpreted, outer, pieces, read, whole
+from ..ops.gather import GatherArguments
+from ..ops.registry import Implementation
+from .tiles import e2m1_codes, interpreted, outer, pieces, problem, read, too_large, whole
 
-__all__ = ["unsupported_rows"]
+__all__ = ["IMPLEMENTATION", "call", "supports", "unsupported_rows"]
 
 ROWS = 4  # rows of one program; one warp reads them, which on an H200 beats more of either
 
 
-def _gather_rows(
-    pool: Rows, row_ids: jax.Array, fmt: RowFormat, dtype: jnp.dtype, interpret: bool | None = None
-) -> jax.Array:
-    """As `ops.gather._gather_rows`, bit for bit. `interpret` defaults to whether the default backend is the CPU."""
+def supports(arguments: GatherArguments) -> str | None:
+    """Why the kernel cannot take these arguments, None if it can."""
+    return unsupported_rows(arguments.fmt) or too_large(*arguments.pool)
+
+
+def call(arguments: GatherArguments, interpret: bool | None = None) -> jax.Array:
+    """As `ops.gather.reference`, bit for bit. `interpret` defaults to whether the default backend is the CPU."""
+    pool, row_ids, fmt = arguments.pool, arguments.row_ids, arguments.fmt
     ids = row_ids.reshape(-1)
-    if unsupported_rows(fmt) or not addressable(*pool):
-        return _reference(pool, row_ids, fmt, dtype)
-    out_shape = jax.ShapeDtypeStruct((ids.size, fmt.dim), dtype)
+    out_shape = jax.ShapeDtypeStruct((ids.size, fmt.dim), arguments.dtype)
     dense = pl.pallas_call(
         functools.partial(_gather_kernel, fmt=fmt),
         grid=(-(-ids.size // ROWS),),
@@ -42,6 +44,9 @@ def _gather_rows(
         name="gather",
     )(ids, *pool)
     return dense.reshape(*row_ids.shape, fmt.dim)
+
+
+IMPLEMENTATION = Implementation("gather", "pallas", call, supports, problem)
 
 
 def _gather_kernel(ids, *refs, fmt):

@@ -23,38 +23,29 @@ from jax.experimental.pallas import triton as pltriton
 
 from ..formats import Codes, RowFormat, Scales
 from ..formats.scaling import UE8M0_NAN, power_of_two
-from ..ops.append import Rows
-from ..ops.columns import Values
-from ..ops.index_scores import _index_scores as _reference
-from ..ops.index_scores import scaled
-from .tiles import addressable, e2m1_codes, interpreted, outer, read, whole
+from ..ops.index_scores import IndexScoresArguments, scaled
+from ..ops.registry import Implementation
+from .tiles import e2m1_codes, interpreted, outer, problem, read, too_large, whole
 
-__all__ = ["unsupported_rows"]
+__all__ = ["IMPLEMENTATION", "call", "supports", "unsupported_rows"]
 
 TILE = 64  # keys of one product
 TILES = 8  # products of one program
 SMALLEST_DOT = 16  # least extent of a product in Triton
 
 
-def _index_scores(
-    pool: Rows,
-    queries: jax.Array,
-    weights: Values,
-    table: jax.Array,
-    count: jax.Array,
-    base: int,
-    rows_per_block: int,
-    fmt: RowFormat,
-    scale: float = 1.0,
-    interpret: bool | None = None,
-) -> jax.Array:
-    """As `ops.index_scores._index_scores`. `interpret` defaults to whether the default backend is the CPU."""
-    if unsupported_rows(fmt) or not addressable(*pool):
-        return _reference(pool, queries, weights, table, count, base, rows_per_block, fmt, scale)
-    operands = (queries, scaled(weights, scale), table, count, *pool)
+def supports(arguments: IndexScoresArguments) -> str | None:
+    """Why the kernel cannot take these arguments, None if it can."""
+    return unsupported_rows(arguments.fmt) or too_large(*arguments.pool)
+
+
+def call(arguments: IndexScoresArguments, interpret: bool | None = None) -> jax.Array:
+    """As `ops.index_scores.reference`. `interpret` defaults to whether the default backend is the CPU."""
+    queries, table, rows_per_block = arguments.queries, arguments.table, arguments.rows_per_block
+    operands = (queries, scaled(arguments.weights, arguments.scale), table, arguments.count, *arguments.pool)
     out_shape = jax.ShapeDtypeStruct((queries.shape[0], table.shape[1] * rows_per_block), jnp.float32)
     return pl.pallas_call(
-        functools.partial(_scores_kernel, base=base, rows_per_block=rows_per_block, fmt=fmt),
+        functools.partial(_scores_kernel, base=arguments.base, rows_per_block=rows_per_block, fmt=arguments.fmt),
         grid=(out_shape.shape[0], -(-out_shape.shape[1] // (TILE * TILES))),
         in_specs=[whole(x) for x in operands],
         out_specs=whole(out_shape),
@@ -63,6 +54,9 @@ def _index_scores(
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         name="index_scores",
     )(*operands)
+
+
+IMPLEMENTATION = Implementation("index_scores", "pallas", call, supports, problem)
 
 
 def _scores_kernel(queries, weights, table, count, *refs, base, rows_per_block, fmt):

@@ -24,12 +24,12 @@ from ..formats.scaling import (
     power_of_two,
     ue8m0_scale_exponent,
 )
+from ..ops.registry import Implementation
 from ..pools.carriers import to_carrier
-from ..pools.kv_pool import Parts
-from ..pools.kv_pool import _store_kv as _reference
-from .tiles import addressable, interpreted, pieces, read, whole
+from ..pools.kv_pool import KVStoreArguments, Parts
+from .tiles import interpreted, pieces, problem, read, too_large, whole
 
-__all__ = ["rows_per_program"]
+__all__ = ["IMPLEMENTATION", "call", "rows_per_program", "supports"]
 
 WARPS = 4  # of a program
 # Of K and V that a program reads: 128 bytes a thread, and 8 programs on an SM have 128 KB on their way.
@@ -37,26 +37,29 @@ PROGRAM_BYTES = 16 << 10
 PROGRAMS = 512  # at least so many (a few on each SM), or one for every row
 
 
-def _store_kv(
-    k_pool: Parts, v_pool: Parts, k: jax.Array, v: jax.Array, rows: jax.Array, storage: str,
-    per_program: int | None = None, warps: int = WARPS, interpret: bool | None = None,
-) -> tuple[Parts, Parts]:  # fmt: skip
-    """As `pools.kv_pool._store_kv`, bit for bit, for at least one row.
+def supports(arguments: KVStoreArguments) -> str | None:
+    """Why the kernel cannot take these arguments, None if it can."""
+    return too_large(*arguments.k_pool, *arguments.v_pool, arguments.k, arguments.v)
+
+
+def call(
+    arguments: KVStoreArguments, per_program: int | None = None, warps: int = WARPS, interpret: bool | None = None
+) -> tuple[Parts, Parts]:
+    """As `pools.kv_pool.reference`, bit for bit, for at least one row.
 
     Args:
         per_program: rows of a program, a power of two; None chooses by the number and size of the rows.
         warps: of a program.
         interpret: defaults to whether the default backend is the CPU.
     """
-    pool = (*k_pool, *v_pool)
-    if not addressable(*pool, k, v):
-        return _reference(k_pool, v_pool, k, v, rows, storage)
+    k, v, rows = arguments.k, arguments.v, arguments.rows
+    pool = (*arguments.k_pool, *arguments.v_pool)
     if per_program is None:
         per_program = rows_per_program(k, v)
     operands = (rows, k, v, *pool)
     out_shape = tuple(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pool)
     out = pl.pallas_call(
-        functools.partial(_kernel, storage=storage, per_program=per_program),
+        functools.partial(_kernel, storage=arguments.storage, per_program=per_program),
         grid=(-(-rows.shape[0] // per_program),),
         in_specs=[whole(x) for x in operands],
         out_specs=tuple(whole(x) for x in out_shape),
@@ -66,7 +69,11 @@ def _store_kv(
         compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=1),
         name="kv_store",
     )(*operands)
-    return tuple(out[: len(k_pool)]), tuple(out[len(k_pool) :])
+    half = len(arguments.k_pool)
+    return tuple(out[:half]), tuple(out[half:])
+
+
+IMPLEMENTATION = Implementation("kv_store", "pallas", call, supports, problem)
 
 
 def rows_per_program(k: jax.Array, v: jax.Array) -> int:

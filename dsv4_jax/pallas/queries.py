@@ -12,36 +12,36 @@ from jax.experimental.pallas import triton as pltriton
 
 from ..formats import FP4_GROUP, index_fp4
 from ..formats.scaling import absmax, flush_subnormals, power_of_two, ue8m0_scale_exponent
-from ..ops.columns import Values, dense
+from ..ops.columns import dense
 from ..ops.epilogue import Epilogue
+from ..ops.queries import QueriesArguments
+from ..ops.registry import Implementation
 from .emit import Arithmetic, EpilogueRefs, RowTile, epilogue_operands, hadamard, rms_norm, rope
-from .tiles import interpreted, whole
+from .tiles import interpreted, problem, whole
 
-__all__: list[str] = []
+__all__ = ["IMPLEMENTATION", "call"]
 
 
-def _finish_queries(
-    queries: Values,
-    position: jax.Array,
-    inv_freq: jax.Array,
-    eps: float | None,
-    rotate: bool,
-    round_fp4: bool,
-    interpret: bool | None = None,
-) -> jax.Array:
-    """As `ops.queries._finish_queries`, rounded to bf16."""
+def call(arguments: QueriesArguments, interpret: bool | None = None) -> jax.Array:
+    """As `ops.queries.reference`, rounded to bf16. `interpret` defaults to whether the default backend is the CPU."""
+    queries, eps = dense(arguments.queries).astype(jnp.float32), arguments.eps
     tokens, heads, dim = queries.shape
     interpret = interpreted(interpret)
     norm = jnp.ones((dim,), jnp.float32)
     operands = (
-        dense(queries).reshape(tokens * heads, dim),
-        jnp.asarray(position),
-        *epilogue_operands(Epilogue(norm, inv_freq)),
+        queries.reshape(tokens * heads, dim),
+        jnp.asarray(arguments.position),
+        *epilogue_operands(Epilogue(norm, arguments.inv_freq)),
     )
     out = jax.ShapeDtypeStruct((tokens * heads, dim), jnp.bfloat16)
     rows = pl.pallas_call(
         functools.partial(
-            _query_kernel, heads=heads, eps=eps, rotate=rotate, round_fp4=round_fp4, math=Arithmetic(interpret)
+            _query_kernel,
+            heads=heads,
+            eps=eps,
+            rotate=arguments.rotate,
+            round_fp4=arguments.round_fp4,
+            math=Arithmetic(interpret),
         ),
         grid=(tokens * heads,),
         in_specs=[whole(x) for x in operands],
@@ -52,6 +52,9 @@ def _finish_queries(
         name="finish_queries",
     )(*operands)
     return rows.reshape(queries.shape)
+
+
+IMPLEMENTATION = Implementation("queries", "pallas", call, problem=problem)
 
 
 def _query_kernel(

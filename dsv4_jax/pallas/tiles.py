@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-__all__ = ["addressable", "e2m1_codes", "interpreted", "outer", "pieces", "read", "whole"]
+__all__ = ["e2m1_codes", "interpreted", "outer", "pieces", "problem", "read", "too_large", "whole"]
 
 
 def whole(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
@@ -21,13 +23,23 @@ def interpreted(interpret: bool | None) -> bool:
     return jax.default_backend() == "cpu" if interpret is None else interpret
 
 
-def addressable(*arrays: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether Pallas-Triton reaches every element of the arrays.
+def problem() -> str | None:
+    """Why no Pallas kernel can be used in this process: they are compiled for GPUs, and interpreted on a CPU."""
+    backend = jax.default_backend()
+    return None if backend in ("cpu", "gpu") else f"Pallas kernels are for GPUs, the backend is {backend}"
+
+
+def too_large(*arrays: jax.Array | jax.ShapeDtypeStruct) -> str | None:
+    """Why Pallas-Triton does not reach every element of the arrays, None if it does.
 
     Up to 2^32 bytes it counts elements in a signed 32-bit number (above that in 64 bits), so the second
     half of a byte array of 2 to 4 GiB lies at negative offsets.
     """
-    return not any(x.size > 2**31 and x.size * x.dtype.itemsize <= 2**32 for x in arrays)
+    for x in arrays:
+        size = math.prod(x.shape)
+        if size > 2**31 and size * x.dtype.itemsize <= 2**32:
+            return f"it does not reach all of an array of {size} {x.dtype}: between 2^31 elements and 4 GiB"
+    return None
 
 
 def pieces(width: int, group: int | None = None) -> list[tuple[int, int, int]]:

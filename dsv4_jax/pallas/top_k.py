@@ -17,10 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from ..ops.top_k import _top_k as _reference
-from .tiles import addressable, interpreted, outer, read, whole
+from ..ops.registry import Implementation
+from ..ops.top_k import TopKArguments
+from .tiles import interpreted, outer, problem, read, too_large, whole
 
-__all__: list[str] = []
+__all__ = ["IMPLEMENTATION", "call", "supports"]
 
 LARGEST_K = 1024
 CHUNK = 4096  # scores of one program
@@ -31,10 +32,16 @@ RIVALS = 256  # winners compared with at once
 _NEGATIVE_INFINITY = np.uint32(0x007FFFFF)  # its key
 
 
-def _top_k(scores: jax.Array, count: jax.Array, k: int, interpret: bool | None = None) -> tuple[jax.Array, jax.Array]:
-    """As `ops.top_k._top_k`, bit for bit. `interpret` defaults to whether the default backend is the CPU."""
-    if k > LARGEST_K or not addressable(scores):
-        return _reference(scores, count, k)
+def supports(arguments: TopKArguments) -> str | None:
+    """Why the kernel cannot take these arguments, None if it can."""
+    if arguments.k > LARGEST_K:
+        return f"it keeps at most {LARGEST_K} entries, not {arguments.k}"
+    return too_large(arguments.scores)
+
+
+def call(arguments: TopKArguments, interpret: bool | None = None) -> tuple[jax.Array, jax.Array]:
+    """As `ops.top_k.reference`, bit for bit. `interpret` defaults to whether the default backend is the CPU."""
+    scores, count, k = arguments.scores, arguments.count, arguments.k
     interpret = interpreted(interpret)
     keys, ids = _survivors(_first_kernel, (scores, count), scores.shape[1], CHUNK, k, interpret)
     merge = MERGED * pl.next_power_of_2(k)
@@ -52,6 +59,9 @@ def _top_k(scores: jax.Array, count: jax.Array, k: int, interpret: bool | None =
         name="top_k_rank",
     )(keys, ids)
     return indices, jnp.clip(count, 0, np.int32(k))
+
+
+IMPLEMENTATION = Implementation("top_k", "pallas", call, supports, problem)
 
 
 def _survivors(kernel, operands, width: int, chunk: int, k: int, interpret: bool) -> tuple[jax.Array, jax.Array]:

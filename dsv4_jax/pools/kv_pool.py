@@ -14,18 +14,35 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..ops.dispatch import Implementation, implementation_for
+from ..ops.arguments import Check
+from ..ops.registry import Choice, Implementation, run
 from .carriers import as_rows, decode, encode, safe_ids, safe_layer
 from .spec import KVSpec
 
-__all__ = ["KVPool", "store_kv"]
+__all__ = ["IMPLEMENTATION", "KVPool", "KVStoreArguments", "reference", "store_kv"]
 
 Parts = tuple[jax.Array, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class KVStoreArguments:
+    """What an implementation of `store_kv` is given; as in its arguments."""
+
+    k_pool: Parts
+    v_pool: Parts
+    k: jax.Array
+    v: jax.Array
+    rows: jax.Array
+    storage: str
+
+    @property
+    def empty(self) -> bool:
+        return self.rows.shape[0] == 0
+
+
 def store_kv(
     k_pool: Parts, v_pool: Parts, k: jax.Array, v: jax.Array, rows: jax.Array, *, storage: str,
-    implementation: Implementation = None,
+    implementation: Choice = None,
 ) -> tuple[Parts, Parts]:  # fmt: skip
     """Encodes K and V rows and stores them.
 
@@ -35,21 +52,30 @@ def store_kv(
         rows: [n] int32, no two equal among the valid ones; rows >= pool rows are not written.
         storage: see `KVSpec`.
         implementation: "xla" (the reference), "pallas" (the same bytes), or None: the default, as of every op.
+
+    Raises:
+        ShapeError: an argument has the wrong shape or dtype; the message names it.
+        ImplementationError: as every op (`registry.pick`).
     """
-    run = implementation_for("kv_store", _store_kv, implementation, empty=rows.shape[0] == 0)
-    return run(k_pool, v_pool, k, v, rows, storage)
+    check = Check("kv_store")
+    k, v = check.array("k", k, "float", "n", "k width"), check.array("v", v, "float", "n", "v width")
+    rows = check.array("rows", rows, "int32", "n")
+    return run("kv_store", KVStoreArguments(k_pool, v_pool, k, v, rows, storage), implementation)
 
 
-def _store_kv(
-    k_pool: Parts, v_pool: Parts, k: jax.Array, v: jax.Array, rows: jax.Array, storage: str
-) -> tuple[Parts, Parts]:
+def reference(arguments: KVStoreArguments) -> tuple[Parts, Parts]:
+    """`store_kv` in `jnp`."""
+
     def scatter(pool: Parts, values: jax.Array) -> Parts:
         return tuple(
-            part.at[rows].set(new, mode="drop", wrap_negative_indices=False)
-            for part, new in zip(pool, encode(values, storage), strict=True)
+            part.at[arguments.rows].set(new, mode="drop", wrap_negative_indices=False)
+            for part, new in zip(pool, encode(values, arguments.storage), strict=True)
         )
 
-    return scatter(k_pool, k), scatter(v_pool, v)
+    return scatter(arguments.k_pool, arguments.k), scatter(arguments.v_pool, arguments.v)
+
+
+IMPLEMENTATION = Implementation("kv_store", "xla", reference)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +97,7 @@ class KVPool:
         return cls({name: jnp.zeros(shape, dtype, device=sharding) for name, (shape, dtype) in leaves}, spec)
 
     def set_kv_buffer(
-        self, layer: int | jax.Array, indices: Any, k: jax.Array, v: jax.Array, *, implementation: Implementation = None
+        self, layer: int | jax.Array, indices: Any, k: jax.Array, v: jax.Array, *, implementation: Choice = None
     ) -> KVPool:
         """Stores K and V rows of one layer. Rows for slot 0 change nothing.
 

@@ -5,15 +5,24 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ..errors import ImplementationError
 from ..formats import Codes, RowFormat, Scales
-from ..ops.append import Rows
-from ..ops.gather import _gather_rows as _reference
+from ..ops.gather import GatherArguments
+from ..ops.registry import Implementation
 
-__all__ = ["unsupported_rows"]
+__all__ = ["IMPLEMENTATION", "call", "problem", "supports", "unsupported_rows"]
 
 ROWS_PER_PROGRAM = 4
 NUM_WARPS = 4
+
+
+def problem() -> str | None:
+    """Why the kernel cannot be used in this process, None if it can."""
+    try:
+        import jax_triton  # noqa: F401  # pyrefly: ignore[missing-import]
+    except ImportError as error:
+        return f"it needs jax-triton, install dsv4_jax[triton] ({error})"
+    backend = jax.default_backend()
+    return None if backend == "gpu" else f"the backend is {backend}"
 
 
 def unsupported_rows(fmt: RowFormat) -> str | None:
@@ -24,23 +33,22 @@ def unsupported_rows(fmt: RowFormat) -> str | None:
     return f"it does not read rows of {fmt.contents}"
 
 
-def _gather_rows(pool: Rows, row_ids: jax.Array, fmt: RowFormat, dtype: jnp.dtype) -> jax.Array:
-    """As `ops.gather._gather_rows`.
+def supports(arguments: GatherArguments) -> str | None:
+    """Why the kernel cannot take these arguments, None if it can."""
+    if reason := unsupported_rows(arguments.fmt):
+        return reason
+    dtype = jnp.dtype(arguments.dtype)
+    return None if dtype in (jnp.bfloat16, jnp.float32) else f"it gives bfloat16 or float32, not {dtype}"
 
-    Raises:
-        ImplementationError: jax-triton cannot be imported.
-    """
-    if unsupported_rows(fmt) or dtype not in (jnp.bfloat16, jnp.float32) or row_ids.size == 0:
-        return _reference(pool, row_ids, fmt, dtype)
-    try:
-        import jax_triton  # pyrefly: ignore[missing-import]
 
-        from .gather_kernel import gather_fp8
-    except ImportError as error:
-        raise ImplementationError(
-            f"gather: the Triton kernel needs jax-triton, install dsv4_jax[triton] ({error})"
-        ) from error
-    (scales,), (nope, rope, scale) = fmt.scales, pool
+def call(arguments: GatherArguments) -> jax.Array:
+    """As `ops.gather.reference`."""
+    import jax_triton  # pyrefly: ignore[missing-import]
+
+    from .gather_kernel import gather_fp8
+
+    row_ids, fmt, dtype = arguments.row_ids, arguments.fmt, arguments.dtype
+    (scales,), (nope, rope, scale) = fmt.scales, arguments.pool
     result = jax.ShapeDtypeStruct((row_ids.size, fmt.dim), dtype)
     # The argument was renamed in 0.4; 0.3 is what works with the Triton 3.6 that torch brings.
     renamed = jax_triton.__version_info__ >= (0, 4)
@@ -55,6 +63,9 @@ def _gather_rows(pool: Rows, row_ids: jax.Array, fmt: RowFormat, dtype: jnp.dtyp
         padded_groups=_power_of_two(fmt.groups(scales)), padded_rope=_power_of_two(rope.shape[1]),
     )  # fmt: skip
     return out.reshape(*row_ids.shape, fmt.dim)
+
+
+IMPLEMENTATION = Implementation("gather", "triton", call, supports, problem)
 
 
 def _power_of_two(n: int) -> int:

@@ -1,4 +1,4 @@
-"""The CUDA append: its lowering and fallback on the CPU, the op's test classes on a GPU."""
+"""The CUDA append: its lowering and what it refuses on the CPU, the op's test classes on a GPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.cuda import append as kernel
+from dsv4_jax.errors import ImplementationError
 from dsv4_jax.formats import kv_format
+from dsv4_jax.ops import append, encode
 
 from ..pallas.test_append import TestAppendOnTheGpu as OnTheGpu
 from ..pallas.test_append import check_epilogue, random_epilogue
@@ -19,27 +20,31 @@ FMT = kv_format("fp8", 512, 64)
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_lowers_to_one_ffi_call_in_place(monkeypatch: pytest.MonkeyPatch, finished: bool) -> None:
-    monkeypatch.setattr(kernel, "cuda_target", lambda target: target)
+@pytest.mark.usefixtures("assumed_library")
+def test_lowers_to_one_ffi_call_in_place(finished: bool) -> None:
     pool = tuple(jax.ShapeDtypeStruct((1000, p.width), p.dtype) for p in FMT.parts)
     ids = jax.ShapeDtypeStruct((64,), jnp.int32)
     epilogue = None if finished else random_epilogue(np.random.default_rng(0), FMT)
-    call = functools.partial(kernel._append, epilogue=epilogue, fmt=FMT)
     values = jax.ShapeDtypeStruct((64, 512), jnp.bfloat16)
-    text = jax.jit(call).trace(pool, values, ids, ids).lower(lowering_platforms=("cuda",)).as_text()
+
+    def stored(pool, values, ids, position):
+        return append(pool, values, ids, fmt=FMT, epilogue=epilogue, position=position, implementation="cuda")
+
+    text = jax.jit(stored).trace(pool, values, ids, ids).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@dsv4_append") == 1 and text.count("output_operand_alias<") == 3
-    call = functools.partial(kernel._encode, epilogue=epilogue, fmt=FMT)
-    text = jax.jit(call).trace(values, ids).lower(lowering_platforms=("cuda",)).as_text()
+    call = functools.partial(encode, epilogue=epilogue, fmt=FMT, implementation="cuda")
+    traced = jax.jit(lambda values, ids: call(values, position=ids)).trace(values, ids)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@dsv4_append") == 1 and "tensor<64x448xui8>" in text
 
 
+@pytest.mark.usefixtures("assumed_library")
 def test_the_kernel_gets_the_angles_of_the_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
-    monkeypatch.setattr(kernel, "cuda_target", lambda target: target)
     monkeypatch.setattr(jax.ffi, "ffi_call", lambda *_, **__: lambda *operands, **__: given.extend(operands) or (0,))
     epilogue = random_epilogue(np.random.default_rng(0), FMT)
     position = np.array([0, 3, 1_000_000], np.int32)
-    kernel._encode(jnp.zeros((3, 512)), position, epilogue, FMT)
+    encode(jnp.zeros((3, 512)), fmt=FMT, epilogue=epilogue, position=position, implementation="cuda")
     angles = position.astype(np.float32)[:, None] * np.asarray(epilogue.inv_freq)
     cosine, sine = given[2:]
     np.testing.assert_allclose(cosine, np.cos(angles.astype(np.float64)), atol=1e-6)
@@ -47,10 +52,12 @@ def test_the_kernel_gets_the_angles_of_the_positions(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("name", "dim", "rope"), [("fp8", 232, 24), ("bf16", 40, 8)])
-def test_what_the_kernel_cannot_take_goes_to_pallas(name: str, dim: int, rope: int) -> None:
-    fmt = kv_format(name, dim, rope)
-    assert not kernel.has_kernel(fmt, None)
-    check_epilogue(fmt, 3, "cuda")
+@pytest.mark.usefixtures("assumed_library")
+def test_what_the_kernel_cannot_take_is_refused(name: str, dim: int, rope: int) -> None:
+    with pytest.raises(
+        ImplementationError, match=r"append: .*'cuda' cannot run: it is built for rows of 448 e4m3, .* not of"
+    ):
+        check_epilogue(kv_format(name, dim, rope), 3, "cuda")
 
 
 class TestAppendOnTheGpu(OnTheGpu):

@@ -6,14 +6,20 @@ import pathlib
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 
 from dsv4_jax import ffi
 from dsv4_jax.cli import doctor
 from dsv4_jax.errors import ImplementationError
-from dsv4_jax.ops import dispatch
+from dsv4_jax.formats import kv_format
+from dsv4_jax.ops import registry
+from dsv4_jax.ops.append import AppendArguments
+from dsv4_jax.ops.top_k import TopKArguments
 from dsv4_jax.tiers import record_copy
 
+ROWS = AppendArguments(np.zeros((1, 512), np.float32), kv_format("fp8", 512, 64))
+SCORES = TopKArguments(np.zeros((1, 4), np.float32), np.ones(1, np.int32), 1)
 CSRC = pathlib.Path(__file__).parents[2] / "csrc"
 
 
@@ -57,22 +63,16 @@ class TestCMake:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path):
-    """A library that says it has swap for 8.0, 9.0 and 10.0, attend for 9.0, and no other kernel."""
+    """A library that says it has swap for 8.0, 9.0 and 10.0, attend and append for 9.0, and no other kernel."""
     source = tmp_path / "fake.c"
-    source.write_text("const int dsv4_swap_built_for[] = {800, 900, 1000, 0}, dsv4_attend_built_for[] = {900, 0};\n")
+    built = {"swap": "800, 900, 1000", "attend": "900", "append": "900"}
+    source.write_text("".join(f"const int dsv4_{op}_built_for[] = {{{codes}, 0}};\n" for op, codes in built.items()))
     path = tmp_path / "libfake.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", path, source], check=True)
     monkeypatch.setenv("DSV4_JAX_CUDA_LIBRARY", str(path))
-    registered: dict[str, str] = {}
-    register = ffi._register
-
-    def record(platform: str, library, targets: dict[str, str]) -> None:
-        # The CPU library, which `doctor` loads too, is the real one, and loaded once a process.
-        registered.update(targets) if platform == "CUDA" else register(platform, library, targets)
-
-    monkeypatch.setattr(ffi, "_register", record)
+    monkeypatch.setattr(ffi, "_register", lambda platform, library, target: target)  # it has no handlers
     ffi.load_cuda.cache_clear()
-    yield registered
+    yield
     ffi.load_cuda.cache_clear()
 
 
@@ -81,10 +81,13 @@ def on(monkeypatch: pytest.MonkeyPatch, capability: str) -> None:
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
 
 
-def test_registers_what_is_there(library: dict[str, str]) -> None:
+def picked(op: str, arguments) -> str:
+    return registry.pick(op, arguments).name
+
+
+def test_knows_what_is_there(library) -> None:
     assert ffi.built_for("swap") == ("8.0", "9.0", "10.0")
     assert ffi.built_for("top_k") == ()
-    assert set(library) == {"dsv4_swap_in", "dsv4_swap_out", "dsv4_attend"}
     assert ffi.cuda_problem() is None
     assert "has no top_k kernel" in (ffi.cuda_problem("top_k") or "")
 
@@ -104,9 +107,9 @@ def test_code_runs_within_its_generation(library, monkeypatch) -> None:
         if problem:
             assert f"compute capability {capability}," in problem and "8.0, 9.0, 10.0" in problem
     on(monkeypatch, "8.0")
-    assert ffi.cuda_target("dsv4_swap_out") == "dsv4_swap_out"
+    assert ffi.cuda_target("swap", "dsv4_swap_out") == "dsv4_swap_out"
     with pytest.raises(ImplementationError, match=r"8\.0, the attend kernel .* built for 9\.0"):
-        ffi.cuda_target("dsv4_attend")
+        ffi.cuda_target("attend", "dsv4_attend")
 
 
 def test_without_code_another_implementation_serves(library, monkeypatch) -> None:
@@ -114,11 +117,11 @@ def test_without_code_another_implementation_serves(library, monkeypatch) -> Non
     assert record_copy.choose_implementation(None) == "xla"
     with pytest.raises(ImplementationError, match=r"capability 12\.0"):
         record_copy.choose_implementation("ffi")
-    assert dispatch._best("attend") == "pallas"
+    assert picked("append", ROWS) == picked("top_k", SCORES) == "pallas"
     on(monkeypatch, "9.0")
     assert record_copy.choose_implementation(None) == "ffi"
-    assert dispatch._best("attend") == "cuda"
-    assert dispatch._best("top_k") == "pallas"  # this library was built without it
+    assert picked("append", ROWS) == "cuda"
+    assert picked("top_k", SCORES) == "pallas"  # this library was built without it
 
 
 def test_doctor_names_the_capabilities(library, monkeypatch, capsys) -> None:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.cuda import append, compress, index_scores, queries
 from dsv4_jax.cuda.columns import float_columns
+from dsv4_jax.ops import append, compress_csa, finish_queries, index_scores
 from dsv4_jax.ops.columns import Columns
 from dsv4_jax.ops.compress import CompressorInputs
 
@@ -32,10 +32,9 @@ def test_what_is_read_in_place(start: int, total: int, dtype: str, in_place: boo
 
 
 @pytest.mark.parametrize("start", [IN_PLACE, CUT])
-def test_lowers_without_a_slice(monkeypatch: pytest.MonkeyPatch, start: int) -> None:
+@pytest.mark.usefixtures("assumed_library")
+def test_lowers_without_a_slice(start: int) -> None:
     """All kernels of a layer on columns of one matrix: none of them is cut, or all but the scalar-loaded weights."""
-    for module in (append, compress, index_scores, queries):
-        monkeypatch.setattr(module, "cuda_target", lambda target: target)
     plan, table = plan_of(np.arange(4), 1)
     rng = np.random.default_rng(0)
     streams = [stream_of(kind, plan, table, fmt, 0, rng) for kind, fmt in STREAMS["csa+index"]]
@@ -48,7 +47,7 @@ def test_lowers_without_a_slice(monkeypatch: pytest.MonkeyPatch, start: int) -> 
             return Columns(matrix, start, tail)
 
         ids = jnp.arange(4, dtype=jnp.int32)
-        index = queries._finish_queries(of(4, 128), ids, jnp.ones(32), None, True, True)
+        index = finish_queries(of(4, 128), ids, jnp.ones(32), rotate=True, round_fp4=True, implementation="cuda")
         fed = [
             CompressorInputs(
                 s.state, s.pool, of(2 * s.geometry.fmt.dim), of(2 * s.geometry.fmt.dim), s.epilogue, s.geometry
@@ -56,11 +55,14 @@ def test_lowers_without_a_slice(monkeypatch: pytest.MonkeyPatch, start: int) -> 
             for s in streams
         ]
         return (
-            append._append(pool, of(512), ids, ids, epilogue, KV),
-            compress._compress_csa(fed, plan, table, None),
-            queries._finish_queries(of(2, 512), ids, jnp.ones(32), 1e-6, False, False),
-            index_scores._index_scores(keys, index, of(4), jnp.zeros((4, 2), jnp.int32), ids, 0, 32, INDEX, 0.5),
-        )
+            append(pool, of(512), ids, fmt=KV, epilogue=epilogue, position=ids, implementation="cuda"),
+            compress_csa(fed, plan, table, implementation="cuda"),
+            finish_queries(of(2, 512), ids, jnp.ones(32), eps=1e-6, implementation="cuda"),
+            index_scores(
+                keys, index, of(4), jnp.zeros((4, 2), jnp.int32), ids, base=0, rows_per_block=32, fmt=INDEX, scale=0.5,
+                implementation="cuda",
+            ),
+        )  # fmt: skip
 
     trace = functools.partial(jax.jit(call).trace, jax.ShapeDtypeStruct((4, 1040), jnp.float32))
     text = trace().lower(lowering_platforms=("cuda",)).as_text()

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.cuda import append, attend, compress, index_scores, top_k
+from dsv4_jax.cuda import append, compress
 from dsv4_jax.ffi import cuda_target
-from dsv4_jax.ops.compress import CompressorInputs
+from dsv4_jax.ops.append import AppendArguments
+from dsv4_jax.ops.compress import CompressArguments, CompressorInputs
 
 from .. import hostile
 from ..harness import random_norms, random_stream
@@ -26,10 +27,9 @@ from ..pallas.test_compress import FP8, arrays, plan_of, stream_of
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def test_the_step_lowers_to_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("assumed_library")
+def test_the_step_lowers_to_every_kernel() -> None:
     """What the class below runs on a GPU reaches the kernels, which are told how many blocks a layer has."""
-    for module in (append, attend, compress, index_scores, top_k):
-        monkeypatch.setattr(module, "cuda_target", lambda target: target)
     layout = hostile.LAYOUT
     plan = hostile.plan_of(layout, "verify")
     rows, norms = random_stream(layout, plan.num_tokens, 1), random_norms(layout)
@@ -69,9 +69,10 @@ class TestOperands:
         fmt = hostile.LAYOUT.kv_row
         pool = tuple(jnp.zeros((40, p.width), p.dtype) for p in fmt.parts)
         values, ids = jnp.zeros((4, fmt.dim)), jnp.arange(3, dtype=jnp.int32)
-        refused(lambda *x: append._append(x[0], *x[1:], None, None, fmt), pool, values, ids, match="operand 1 has")
+        call = lambda pool, values, ids: append.call(AppendArguments(values, fmt, pool=pool, row_ids=ids))  # noqa: E731
+        refused(call, pool, values, ids, match="operand 1 has")
         short = (*pool[:2], pool[2][:39])
-        refused(lambda *x: append._append(x[0], *x[1:], None, None, fmt), short, values[:3], ids, match="operand 4 has")
+        refused(call, short, values[:3], ids, match="operand 4 has")
 
     @pytest.mark.parametrize(
         ("wrong", "match"),
@@ -84,7 +85,7 @@ class TestOperands:
         geometry = dataclasses.replace(stream.geometry, **wrong)
 
         def call(*operands):
-            return compress._compress_csa([CompressorInputs(*operands, geometry)], plan, table, None)
+            return compress.call(CompressArguments("csa", (CompressorInputs(*operands, geometry),), plan, table))
 
         refused(call, *arrays(stream), match=match)
 
@@ -97,7 +98,7 @@ class TestOperands:
 
         def call(tokens: int, base: int):
             out = jax.ShapeDtypeStruct((tokens, 32), jnp.float32)
-            return lambda *operands: jax.ffi.ffi_call(cuda_target("dsv4_index_scores"), out)(
+            return lambda *operands: jax.ffi.ffi_call(cuda_target("index_scores", "dsv4_index_scores"), out)(
                 *operands, base=np.int32(base), rows_per_block=np.int32(32), first_weight=np.int32(0),
                 weight_scale=np.float32(1),
             )  # fmt: skip

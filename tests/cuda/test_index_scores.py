@@ -1,4 +1,4 @@
-"""The CUDA index_scores: its lowering and fallbacks on the CPU, the op's test class on a GPU."""
+"""The CUDA index_scores: its lowering and what it refuses on the CPU, the op's test class on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dsv4_jax.cuda import index_scores as kernel
+from dsv4_jax.errors import ImplementationError
 from dsv4_jax.formats import INDEX_FORMATS, index_format
 from dsv4_jax.ops import index_scores
 
@@ -20,12 +20,12 @@ from ..oracle import rows as oracle_rows
 
 
 @pytest.mark.parametrize("name", ["fp4", "fp8"])
-def test_lowers_to_one_ffi_call(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(kernel, "cuda_target", lambda target: target)
+@pytest.mark.usefixtures("assumed_library")
+def test_lowers_to_one_ffi_call(name: str) -> None:
     fmt = index_format(name, 128)
     pool = tuple(jax.ShapeDtypeStruct((5000, p.width), p.dtype) for p in fmt.parts)
     shapes = [((2, 64, 128), jnp.float32), ((2, 64), jnp.float32), ((2, 20), jnp.int32), ((2,), jnp.int32)]
-    call = functools.partial(kernel._index_scores, base=640, rows_per_block=32, fmt=fmt)
+    call = functools.partial(index_scores, base=640, rows_per_block=32, fmt=fmt, implementation="cuda")
     args = (pool, *(jax.ShapeDtypeStruct(*s) for s in shapes))
     text = jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@dsv4_index_scores") == 1 and "tensor<2x640xf32>" in text
@@ -34,19 +34,21 @@ def test_lowers_to_one_ffi_call(monkeypatch: pytest.MonkeyPatch, name: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "heads", "dim", "per_block"), [("bf16", 4, 128, 32), ("fp4", 4, 64, 32), ("fp8", 4, 128, 8)]
-)
-def test_what_the_kernel_cannot_take_goes_to_the_reference(name: str, heads: int, dim: int, per_block: int) -> None:
+    ("name", "heads", "dim", "per_block", "reason"),
+    [("bf16", 4, 128, 32, "built for rows of .* not of 128 bf16"), ("fp4", 4, 64, 32, "not of 64 e2m1"),
+     ("fp8", 65, 128, 32, "64 heads, not 65"), ("fp8", 4, 128, 8, "a multiple of 16 keys, not 8")],
+)  # fmt: skip
+@pytest.mark.usefixtures("assumed_library")
+def test_what_the_kernel_cannot_take_is_refused(name: str, heads: int, dim: int, per_block: int, reason: str) -> None:
     fmt = index_format(name, dim)
-    assert not kernel.has_kernel(fmt, heads, per_block)
     rng = np.random.default_rng(0)
     pool = tuple(np.zeros((4 * per_block, p.width), p.dtype) for p in fmt.parts)
     args = (
         pool, rng.standard_normal((1, heads, dim)).astype(np.float32), np.ones((1, heads), np.float32),
         np.ones((1, 2), np.int32), np.full(1, 3, np.int32),
     )  # fmt: skip
-    run = functools.partial(jit_scores, *args, base=0, rows_per_block=per_block, fmt=fmt)
-    np.testing.assert_array_equal(run(implementation="cuda"), run(implementation="xla"))
+    with pytest.raises(ImplementationError, match=f"index_scores: .*'cuda' cannot run: .*{reason}"):
+        jit_scores(*args, base=0, rows_per_block=per_block, fmt=fmt, implementation="cuda")
 
 
 @pytest.mark.gpu

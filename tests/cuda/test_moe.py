@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.cuda import expert_weights, moe
-from dsv4_jax.errors import ShapeError
+from dsv4_jax.errors import ImplementationError, ShapeError
 
 from ..oracle import experts as oracle
 
@@ -18,8 +18,8 @@ HIDDEN, INTER, LIMIT = 512, 256, 1.0
 EXPERTS, TOP = 8, 6
 
 
-def test_lowers_to_one_ffi_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe, "cuda_target", lambda target: target)
+@pytest.mark.usefixtures("assumed_library")
+def test_lowers_to_one_ffi_call() -> None:
     args = (jax.ShapeDtypeStruct((3, HIDDEN), jnp.bfloat16), jax.ShapeDtypeStruct((3, TOP), jnp.int32),
             jax.ShapeDtypeStruct((3, TOP), jnp.float32), jax.ShapeDtypeStruct((EXPERTS, 8, 4, 4352), jnp.uint8),
             jax.ShapeDtypeStruct((EXPERTS, 8, 2, 4352), jnp.uint8))  # fmt: skip
@@ -28,16 +28,27 @@ def test_lowers_to_one_ffi_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.count("@dsv4_moe") == 1 and f"tensor<3x{HIDDEN}xf32>" in text
 
 
+@pytest.mark.usefixtures("assumed_library")
 def test_sizes_the_kernel_does_not_take() -> None:
-    x, pairs = jnp.zeros((2, 384)), jnp.zeros((2, TOP), jnp.int32)
-    with pytest.raises(ShapeError, match="sizes in 256s"):
-        moe.experts(x, pairs, pairs, jnp.zeros((8, 8, 3, 4352)), jnp.zeros((8, 6, 2, 4352)), limit=LIMIT)
+    with pytest.raises(ImplementationError, match=r"moe: .*'cuda' cannot run: it takes sizes in 256s"):
+        zeros(2, 384, 3)
 
 
+def test_arguments_are_named() -> None:
+    x, chosen = jnp.zeros((2, HIDDEN)), jnp.zeros((2, TOP), jnp.int32)
+    with pytest.raises(ShapeError, match=r"experts: share is int32 \[2, 6\], expected float"):
+        moe.experts(x, chosen, chosen, jnp.zeros((8, 8, 4, 4352)), jnp.zeros((8, 8, 2, 4352)), limit=LIMIT)
+
+
+@pytest.mark.usefixtures("assumed_library")
 def test_no_tokens() -> None:
-    x, pairs = jnp.zeros((0, HIDDEN)), jnp.zeros((0, TOP), jnp.int32)
-    out = moe.experts(x, pairs, pairs, jnp.zeros((8, 8, 4, 4352)), jnp.zeros((8, 8, 2, 4352)), limit=LIMIT)
-    assert out.shape == (0, HIDDEN)
+    assert zeros(0, HIDDEN, 4).shape == (0, HIDDEN)
+
+
+def zeros(tokens: int, hidden: int, steps: int) -> jax.Array:
+    weights = jnp.zeros((8, 8, steps, 4352), jnp.uint8), jnp.zeros((8, 2 * steps, 2, 4352), jnp.uint8)
+    pairs = jnp.zeros((tokens, TOP), jnp.int32)
+    return moe.experts(jnp.zeros((tokens, hidden)), pairs, pairs.astype(jnp.float32), *weights, limit=LIMIT)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The CUDA finish_queries: its lowering and fallback on the CPU, the op's test class on a GPU."""
+"""The CUDA finish_queries: its lowering and what it refuses on the CPU, the op's test class on a GPU."""
 
 from __future__ import annotations
 
@@ -8,24 +8,32 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dsv4_jax.cuda import queries as kernel
+from dsv4_jax.errors import ImplementationError
+from dsv4_jax.ops import finish_queries
 
 from ..ops.test_queries import QueriesTest
 
 
-@pytest.mark.parametrize(
-    ("dim", "pairs", "qat", "calls"), [(512, 32, False, 1), (128, 32, True, 1), (64, 8, False, 0), (512, 32, True, 0)]
-)
-def test_lowers_to_one_ffi_call_or_the_reference(
-    monkeypatch: pytest.MonkeyPatch, dim: int, pairs: int, qat: bool, calls: int
-) -> None:
-    monkeypatch.setattr(kernel, "cuda_target", lambda target: target)
+@pytest.mark.parametrize(("dim", "pairs", "qat"), [(512, 32, False), (128, 32, True)])
+@pytest.mark.usefixtures("assumed_library")
+def test_lowers_to_one_ffi_call(dim: int, pairs: int, qat: bool) -> None:
     shapes = [((2, 8, dim), jnp.float32), ((2,), jnp.int32), ((pairs,), jnp.float32)]
-    call = functools.partial(kernel._finish_queries, eps=1e-6, rotate=qat, round_fp4=qat)
-    text = (
-        jax.jit(call).trace(*(jax.ShapeDtypeStruct(*s) for s in shapes)).lower(lowering_platforms=("cuda",)).as_text()
-    )
-    assert text.count("@dsv4_finish_queries") == calls
+    traced = jax.jit(finish(qat)).trace(*(jax.ShapeDtypeStruct(*s) for s in shapes))
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@dsv4_finish_queries") == 1
+
+
+@pytest.mark.parametrize(
+    ("dim", "pairs", "qat", "reason"),
+    [(64, 8, False, "it takes heads of 128 or 512"), (512, 32, True, "it rotates and rounds heads of 128")],
+)
+@pytest.mark.usefixtures("assumed_library")
+def test_what_the_kernel_cannot_take_is_refused(dim: int, pairs: int, qat: bool, reason: str) -> None:
+    with pytest.raises(ImplementationError, match=f"queries: .*'cuda' cannot run: {reason}"):
+        finish(qat)(jnp.zeros((2, 8, dim)), jnp.zeros(2, jnp.int32), jnp.zeros(pairs))
+
+
+def finish(qat: bool):
+    return functools.partial(finish_queries, eps=1e-6, rotate=qat, round_fp4=qat, implementation="cuda")
 
 
 @pytest.mark.gpu

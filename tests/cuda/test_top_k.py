@@ -1,4 +1,4 @@
-"""The CUDA top_k: its lowering and fallback on the CPU, the op's test classes on a GPU."""
+"""The CUDA top_k: its lowering and what it refuses on the CPU, the op's test classes on a GPU."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.cuda import top_k as kernel
+from dsv4_jax.errors import ImplementationError
+from dsv4_jax.ops import top_k
 
 from ..ops.test_top_k import jit_top_k
 from ..pallas.test_top_k import TestTopKOnTheGpu as LongRows
 from ..pallas.test_top_k import check_long
 
 
-def test_lowers_to_one_ffi_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "cuda_target", lambda target: target)
+@pytest.mark.usefixtures("assumed_library")
+def test_lowers_to_one_ffi_call() -> None:
     args = (jax.ShapeDtypeStruct((3, 32_768), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.int32))
-    call = functools.partial(kernel._top_k, k=512)
+    call = functools.partial(top_k, k=512, implementation="cuda")
     text = jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@dsv4_top_k") == 1 and "tensor<3x512xi32>" in text
 
 
 @pytest.mark.parametrize(("width", "k"), [(1100, 1050), (262_145, 3)])
-def test_what_the_kernel_cannot_take_goes_to_the_reference(width: int, k: int) -> None:
+@pytest.mark.usefixtures("assumed_library")
+def test_what_the_kernel_cannot_take_is_refused(width: int, k: int) -> None:
     scores = np.random.default_rng(0).standard_normal((1, width)).astype(np.float32)
     count = np.full(1, width, np.int32)
-    got, want = (jit_top_k(scores, count, k=k, implementation=i) for i in ("cuda", "xla"))
-    np.testing.assert_array_equal(got[0], want[0])
+    with pytest.raises(ImplementationError, match=r"top_k: .*'cuda' cannot run: it (keeps|takes rows of) at most"):
+        jit_top_k(scores, count, k=k, implementation="cuda")
 
 
 def hard_rows(width: int) -> np.ndarray:

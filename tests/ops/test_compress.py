@@ -10,7 +10,7 @@ import pytest
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.manager.planning import StepShape
-from dsv4_jax.ops.dispatch import Implementation
+from dsv4_jax.ops.registry import Choice
 
 from ..harness import Driver, image, pinned_shape, random_stream
 from ..oracle.close import assert_rows_close
@@ -38,7 +38,7 @@ def assert_close(layout: CacheLayout, actual: dict, expected: dict) -> None:
             assert_rows_close(fmt, actual[pool], expected[pool])
 
 
-def make_driver(layout: CacheLayout, blocks: int, implementation: Implementation) -> Driver:
+def make_driver(layout: CacheLayout, blocks: int, implementation: Choice) -> Driver:
     return Driver(layout, CacheSize(2 * blocks + 2, 4, blocks), implementation=implementation)
 
 
@@ -49,7 +49,7 @@ def shapes(layout: CacheLayout, blocks: int, longest: int) -> tuple[StepShape, S
 
 
 def check_chunkings(
-    layout: CacheLayout, sizes: tuple[int, ...], implementation: Implementation, tokens: int, blocks: int
+    layout: CacheLayout, sizes: tuple[int, ...], implementation: Choice, tokens: int, blocks: int
 ) -> None:
     """Feeds `tokens` tokens to a cache in steps of each size: its bytes are equal in the end."""
     images, (step, chunk) = [], shapes(layout, blocks, max(sizes))

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS, RowFormat, index_format, kv_format
-from dsv4_jax.ops.append import encode
-from dsv4_jax.ops.dispatch import Implementation
+from dsv4_jax.ops.append import AppendArguments, encode
 from dsv4_jax.ops.epilogue import Epilogue
 from dsv4_jax.ops.numerics import exp, inv_frequencies
+from dsv4_jax.ops.registry import Choice
 from dsv4_jax.pallas import append as kernel
 from dsv4_jax.pallas.emit import Arithmetic
 
@@ -51,7 +51,7 @@ class TestAppend(AppendGatherTest):
     implementation = "pallas"
 
 
-def check_epilogue(fmt: RowFormat, tokens: int, implementation: Implementation = "pallas") -> None:
+def check_epilogue(fmt: RowFormat, tokens: int, implementation: Choice = "pallas") -> None:
     """The fused epilogue against the reference's, scattered with some rows dropped."""
     rng = np.random.default_rng(tokens)
     values, epilogue = random_values(rng, tokens, fmt.dim), random_epilogue(rng, fmt)
@@ -90,10 +90,12 @@ def test_lowers_for_cuda(fmt: RowFormat, tokens: int = 64) -> None:
     epilogue = random_epilogue(np.random.default_rng(0), fmt, 64)
     values = jax.ShapeDtypeStruct((tokens, fmt.dim), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((tokens,), jnp.int32)
-    call = functools.partial(kernel._append, fmt=fmt, interpret=False)
-    assert lowers_for_cuda(call, pool, values, ids, ids, epilogue) == 1
-    call = functools.partial(kernel._encode, position=None, epilogue=None, fmt=fmt, interpret=False)
-    assert lowers_for_cuda(call, values) == 1
+
+    def stored(pool, values, ids, position, epilogue):
+        return kernel.call(AppendArguments(values, fmt, epilogue, position, pool, ids), interpret=False)
+
+    assert lowers_for_cuda(stored, pool, values, ids, ids, epilogue) == 1
+    assert lowers_for_cuda(lambda values: kernel.call(AppendArguments(values, fmt), interpret=False), values) == 1
 
 
 def test_lowers_for_cuda_in_a_prefill() -> None:

@@ -15,7 +15,13 @@ from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.formats import RowFormat, index_format, kv_format
 from dsv4_jax.layout import CacheLayout
 from dsv4_jax.manager.planning import RowFeed, build_plan, shape_for
-from dsv4_jax.ops.compress import CompressorGeometry, CompressorInputs, compress_csa, compress_hca
+from dsv4_jax.ops.compress import (
+    CompressArguments,
+    CompressorGeometry,
+    CompressorInputs,
+    compress_csa,
+    compress_hca,
+)
 from dsv4_jax.ops.epilogue import Epilogue
 from dsv4_jax.ops.numerics import inv_frequencies
 from dsv4_jax.pallas import compress as kernel
@@ -72,6 +78,13 @@ def arrays(stream: CompressorInputs):
     return stream.state, stream.pool, stream.kv, stream.score, stream.epilogue
 
 
+def arguments_of(
+    kinds: tuple[Kind, ...], made: list[CompressorInputs], plan: StepPlan, table: jax.Array
+) -> CompressArguments:
+    """What an implementation is given for these compressors."""
+    return CompressArguments("csa" if kinds[0] == "index" else kinds[0], tuple(made), plan, table)
+
+
 def run(kinds: tuple[Kind, ...], streams: list[CompressorInputs], plan: StepPlan, table: np.ndarray, implementation):
     @jax.jit
     def call(operands, plan, table):
@@ -104,10 +117,7 @@ def test_lowers_for_cuda(name: str, rows: int, count: int) -> None:
 
     def call(operands, plan, table):
         made = [CompressorInputs(*a, s.geometry) for a, s in zip(operands, streams, strict=True)]
-        if kinds[0] in ("csa", "index"):
-            return kernel._compress_csa(made, plan, table, None, interpret=False)
-        one = {"online": kernel._compress_hca_online, "raw": kernel._compress_hca_raw}[kinds[0]]
-        return one(made[0], plan, table, None, interpret=False)
+        return kernel.call(arguments_of(kinds, made, plan, table), interpret=False)
 
     assert lowers_for_cuda(call, [arrays(s) for s in streams], plan, table) == 1
 

@@ -11,6 +11,7 @@ import pytest
 
 from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS, RowFormat, index_format, kv_format
 from dsv4_jax.ops import gather_rows
+from dsv4_jax.ops.gather import GatherArguments
 from dsv4_jax.pallas import gather as kernel
 
 from ..ops.test_append_gather import GatherTest, random_rows
@@ -27,7 +28,7 @@ class TestGather(GatherTest):
 @v4_formats
 def test_lowers_for_cuda(fmt: RowFormat) -> None:
     pool = tuple(jax.ShapeDtypeStruct((1000, p.width), p.dtype) for p in fmt.parts)
-    call = functools.partial(kernel._gather_rows, fmt=fmt, dtype=jnp.bfloat16, interpret=False)
+    call = lambda pool, ids: kernel.call(GatherArguments(pool, ids, fmt, jnp.bfloat16), interpret=False)  # noqa: E731
     assert lowers_for_cuda(call, pool, jax.ShapeDtypeStruct((37,), jnp.int32)) == 1
 
 

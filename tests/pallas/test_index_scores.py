@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,8 @@ import pytest
 
 from dsv4_jax.formats import INDEX_FORMATS, Scales, index_format
 from dsv4_jax.ops import index_scores
-from dsv4_jax.ops.dispatch import Implementation
+from dsv4_jax.ops.index_scores import IndexScoresArguments
+from dsv4_jax.ops.registry import Choice
 from dsv4_jax.pallas import index_scores as kernel
 
 from ..ops.arg_specs import ScoreSpec
@@ -59,7 +58,7 @@ def test_lowers_for_cuda(name: str) -> None:
     fmt = index_format(name, 128)
     pool = tuple(jax.ShapeDtypeStruct((5000, p.width), p.dtype) for p in fmt.parts)
     shapes = [((2, 64, 128), jnp.bfloat16), ((2, 64), jnp.float32), ((2, 20), jnp.int32), ((2,), jnp.int32)]
-    call = functools.partial(kernel._index_scores, base=640, rows_per_block=64, fmt=fmt, interpret=False)
+    call = lambda *x: kernel.call(IndexScoresArguments(*x, base=640, rows_per_block=64, fmt=fmt), interpret=False)  # noqa: E731
     assert lowers_for_cuda(call, pool, *(jax.ShapeDtypeStruct(*s) for s in shapes)) == 1
 
 
@@ -77,7 +76,7 @@ class TestIndexScoresOnTheGpu(IndexScoresTest):
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["pallas", "cuda"])
 @formats
-def test_a_million_tokens_of_context(name: str, implementation: Implementation) -> None:
+def test_a_million_tokens_of_context(name: str, implementation: Choice) -> None:
     """262,144 keys at the end of a pool of more than 2^31 elements; equal to those of a small pool, bit for bit."""
     fmt, per_block, blocks = index_format(name, 128), 64, 4096
     rng = np.random.default_rng(0)

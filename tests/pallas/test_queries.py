@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest
 
+from dsv4_jax.ops.queries import QueriesArguments
 from dsv4_jax.pallas import queries as kernel
 
 from ..ops.test_queries import QueriesTest
@@ -26,5 +25,5 @@ class TestQueriesOnTheGpu(QueriesTest):
 @pytest.mark.parametrize(("dim", "eps", "qat"), [(512, 1e-6, False), (128, None, True)])
 def test_lowers_for_cuda(dim: int, eps: float | None, qat: bool) -> None:
     shapes = [((64, 64, dim), jnp.float32), ((64,), jnp.int32), ((32,), jnp.float32)]
-    call = functools.partial(kernel._finish_queries, eps=eps, rotate=qat, round_fp4=qat, interpret=False)
+    call = lambda *x: kernel.call(QueriesArguments(*x, eps, qat, qat), interpret=False)  # noqa: E731
     assert lowers_for_cuda(call, *(jax.ShapeDtypeStruct(*s) for s in shapes)) == 1

@@ -9,15 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv4_jax.errors import ImplementationError
 from dsv4_jax.ops import top_k
-from dsv4_jax.ops.dispatch import Implementation
+from dsv4_jax.ops.registry import Choice
+from dsv4_jax.ops.top_k import TopKArguments
 from dsv4_jax.pallas import top_k as kernel
 
 from ..ops.test_top_k import TopKTest
 from .lowering import lowers_for_cuda
 
 
-def check_long(scores: np.ndarray, counts: np.ndarray, k: int, implementation: Implementation = "pallas") -> None:
+def check_long(scores: np.ndarray, counts: np.ndarray, k: int, implementation: Choice = "pallas") -> None:
     """Against a stable sort, which is fast enough for long rows."""
     call = jax.jit(functools.partial(top_k, k=k, implementation=implementation))
     indices, kept = call(scores, counts.astype(np.int32))
@@ -46,9 +48,10 @@ class TestTopK(TopKTest):
         scores = rng.standard_normal((3, 300)).astype(np.float32)
         check_long(scores, np.array([300, 299, 150]), 20)
 
-    def test_large_k_takes_the_reference(self) -> None:
+    def test_large_k_is_refused(self) -> None:
         scores = np.random.default_rng(2).standard_normal((1, 1100)).astype(np.float32)
-        check_long(scores, np.array([1100]), 1050)
+        with pytest.raises(ImplementationError, match=r"top_k: .*'pallas' cannot run: it keeps at most 1024"):
+            check_long(scores, np.array([1100]), 1050)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +59,7 @@ class TestTopK(TopKTest):
 )
 def test_lowers_for_cuda(entries: int, k: int, kernels: int) -> None:
     shapes = [((2, entries), jnp.float32), ((2,), jnp.int32)]
-    call = functools.partial(kernel._top_k, k=k, interpret=False)
+    call = lambda *x: kernel.call(TopKArguments(*x, k), interpret=False)  # noqa: E731
     assert lowers_for_cuda(call, *(jax.ShapeDtypeStruct(*s) for s in shapes)) == kernels
 
 

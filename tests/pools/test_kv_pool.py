@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4_jax.errors import ImplementationError, PoolError, ShapeError
-from dsv4_jax.ops.dispatch import Implementation
+from dsv4_jax.ops.registry import Choice
 from dsv4_jax.pallas import kv_store as kernel
 from dsv4_jax.pools import KVPool, KVSpec, store_kv
+from dsv4_jax.pools.kv_pool import KVStoreArguments
 
 from ..pallas.lowering import lowers_for_cuda
 from .in_place import assert_in_place
@@ -45,7 +46,7 @@ def stored(x: np.ndarray, storage: str) -> np.ndarray:
     return ((x / scale).astype(jnp.float8_e4m3fn).astype(np.float64) * scale).astype(np.float32)
 
 
-def check_trace(storage: str, implementation: Implementation, seed: int, steps: int) -> None:
+def check_trace(storage: str, implementation: Choice, seed: int, steps: int) -> None:
     """Random writes to random layers, padding among them; after each, all rows of all layers, and a gather."""
     spec, rng = spec_of(storage), np.random.default_rng(seed)
     pool = KVPool.init(spec)
@@ -128,8 +129,8 @@ def check_tilings(storage: str, tilings: tuple[int, ...], count: int, pool_rows:
     reference = jax.jit(functools.partial(store_kv, storage=storage, implementation="xla"))
     calls = [reference]
     for i, rows in enumerate(tilings):
-        options = dict(storage=storage, per_program=rows, warps=1 << i % 4)
-        calls.append(jax.jit(functools.partial(kernel._store_kv, **options)))
+        tiling = dict(per_program=rows, warps=1 << i % 4)
+        calls.append(jax.jit(lambda *x, tiling=tiling: kernel.call(KVStoreArguments(*x, storage), **tiling)))
     want, *others = (
         [np.asarray(x).tobytes() for x in jax.tree.leaves(call(*parts_of(filled), k, v, ids))] for call in calls
     )
@@ -171,7 +172,7 @@ def test_kernel_lowers_for_cuda(storage: str, width: tuple[int, int]) -> None:
     spec = KVSpec(1000, 4, *width, storage=storage)
     shapes = {name: jax.ShapeDtypeStruct(*leaf) for name, leaf in spec.leaves.items()}
     x = jax.ShapeDtypeStruct((64, spec.width("k")), jnp.bfloat16)
-    call = functools.partial(kernel._store_kv, storage=storage, interpret=False)
+    call = lambda *x: kernel.call(KVStoreArguments(*x, storage), interpret=False)  # noqa: E731
     assert lowers_for_cuda(call, *parts_of(shapes), x, x, jax.ShapeDtypeStruct((64,), jnp.int32)) == 1
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.formats import kv_format
-from dsv4_jax.ops import dispatch, gather_rows, top_k
+from dsv4_jax.ops import gather_rows, registry, top_k
+from dsv4_jax.ops.gather import GatherArguments
 
 from ..ops import test_append_gather as op_tests
 
@@ -28,17 +29,15 @@ def test_missing_package_is_named(monkeypatch):
         gather_rows(rows(FP8, 4), jnp.zeros(2, jnp.int32), fmt=FP8, implementation="triton")
 
 
-def test_other_formats_take_the_reference(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jax_triton", None)
+def test_other_formats_are_refused():
     fmt = kv_format("bf16", 64, 16)
-    pool = (jnp.arange(8 * 64, dtype=jnp.uint16).reshape(8, 64),)
-    got, want = (gather_rows(pool, jnp.array([3, 1]), fmt=fmt, implementation=i) for i in ("triton", "xla"))
-    np.testing.assert_array_equal(np.asarray(got).view(np.uint16), np.asarray(want).view(np.uint16))
+    arguments = GatherArguments(rows(fmt, 8), jnp.array([3, 1]), fmt, jnp.bfloat16)
+    assert "it does not read rows of 64 bf16" in (registry.find("gather", "triton").supports(arguments) or "")
 
 
 def test_must_be_asked_for(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert dispatch.has_kernel("gather", "triton") and dispatch._best("gather") != "triton"
+    assert "triton" in registry.OPS["gather"].names and "triton" not in registry.OPS["gather"].chain
     with pytest.raises(ImplementationError, match="no Triton kernel"):
         top_k(jnp.zeros((1, 4)), jnp.ones(1, jnp.int32), k=2, implementation="triton")
 

@@ -1,0 +1,177 @@
+"""The registry: which ops there are, which implementations each has, and which of them runs.
+
+An op's reference stands in `ops/<op>.py`, beside its public function and its argument record; a kernel stands under the
+name of the op in `pallas/`, `cuda/` or `triton/`. Each of these modules declares one object, `IMPLEMENTATION`, and is
+imported when that is asked for. `OPS` is the only list of them: `doctor`, `bench` and the tests read it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol, get_args
+
+import jax
+
+from ..errors import ImplementationError
+
+__all__ = ["NAMES", "OPS", "Arguments", "Choice", "Implementation", "Name", "Op", "find", "frozen", "pick", "run"]
+
+Name = Literal["xla", "pallas", "cuda", "triton"]
+# What `implementation=` of an op takes: a name; names by op (ops that are left out have their default), as a mapping or
+# as the hashable pairs that `frozen` makes of one; or None.
+Choice = Name | Mapping[str, Name] | tuple[tuple[str, Name], ...] | None
+NAMES: tuple[Name, ...] = get_args(Name)
+_SPELLED = {"xla": "XLA", "pallas": "Pallas", "cuda": "CUDA", "triton": "Triton"}
+
+
+class Arguments(Protocol):
+    """An op's argument record, a frozen dataclass: what the public function was given, and nothing else.
+
+    Attributes:
+        empty: there is nothing to compute, such as no tokens. Kernels need at least one element of each operand.
+    """
+
+    @property
+    def empty(self) -> bool: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to compute an op.
+
+    Attributes:
+        op, name: as in `OPS`.
+        call: the op's argument record -> its result.
+        supports: why it cannot take these arguments, or None. Reads shapes, dtypes and static facts only, so that it
+            can be asked while a function is traced.
+        problem: why it cannot be used in this process, whatever the arguments, or None.
+        targets: the XLA FFI targets that it calls.
+    """
+
+    op: str
+    name: Name
+    call: Callable[[Any], Any]
+    supports: Callable[[Any], str | None] = lambda arguments: None
+    problem: Callable[[], str | None] = lambda: None
+    targets: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """An op and its implementations.
+
+    Attributes:
+        name: of its files.
+        gpu: what a GPU tries, in this order: fastest first, of those whose results were compared on one
+            (benchmarks/RESULTS.md).
+        elsewhere: what other platforms try.
+        by_name: implementations that run only if they are named.
+        reference: the module of the reference, if that is not `ops/<op>.py`.
+    """
+
+    name: str
+    gpu: tuple[Name, ...]
+    elsewhere: tuple[Name, ...] = ("xla",)
+    by_name: tuple[Name, ...] = ()
+    reference: str | None = None
+
+    @property
+    def names(self) -> tuple[Name, ...]:
+        """All its implementations, in the order of `gpu`."""
+        return tuple(dict.fromkeys((*self.gpu, *self.elsewhere, *self.by_name)))
+
+    @property
+    def chain(self) -> tuple[Name, ...]:
+        """What this process's platform tries."""
+        return self.gpu if jax.default_backend() == "gpu" else self.elsewhere
+
+    def module(self, name: Name) -> str:
+        """Where an implementation is declared."""
+        if name == "xla" and self.reference:
+            return self.reference
+        return f"dsv4_jax.{'ops' if name == 'xla' else name}.{self.name}"
+
+
+OPS: dict[str, Op] = {
+    op.name: op
+    for op in (
+        Op("append", gpu=("cuda", "pallas", "xla")),
+        Op("compress", gpu=("cuda", "pallas", "xla")),
+        Op("queries", gpu=("cuda", "pallas", "xla")),
+        Op("gather", gpu=("pallas", "xla"), by_name=("triton",)),
+        Op("index_scores", gpu=("cuda", "pallas", "xla")),
+        Op("top_k", gpu=("cuda", "pallas", "xla")),
+        Op("attend", gpu=("cuda", "pallas", "xla")),
+        Op("kv_store", gpu=("pallas", "xla"), reference="dsv4_jax.pools.kv_pool"),
+        Op("moe", gpu=("cuda",), elsewhere=("cuda",)),  # its reference is part of the tests
+    )
+}
+
+
+@functools.cache
+def find(op: str, name: Name) -> Implementation:
+    """The declared implementation; imports its module.
+
+    Raises:
+        ImplementationError: there is no such name, or this op has no implementation of that name.
+    """
+    if name not in NAMES:
+        expected = ", ".join(map(repr, NAMES))
+        raise ImplementationError(f"{op}: unknown implementation {name!r}, expected {expected} or None")
+    if name not in OPS[op].names:
+        there = " or ".join(map(repr, OPS[op].names))
+        raise ImplementationError(f"{op}: there is no {_SPELLED[name]} kernel for this op, use {there}")
+    return importlib.import_module(OPS[op].module(name)).IMPLEMENTATION
+
+
+def pick(op: str, arguments: Arguments, choice: Choice = None) -> Implementation:
+    """The implementation that runs with these arguments.
+
+    A name is that implementation or an error. None is the first of the platform's chain that can be used here and
+    takes the arguments. Where there is nothing to compute it is the reference, whichever was named.
+
+    Raises:
+        ImplementationError: the named one does not exist or cannot run, or none can. Says the op, the name and why.
+    """
+    name = _named(op, choice)
+    if name is not None:
+        find(op, name)
+    if arguments.empty and "xla" in OPS[op].names:
+        return find(op, "xla")
+    reasons = []
+    for tried in OPS[op].chain if name is None else (name,):
+        implementation = find(op, tried)
+        reason = implementation.problem() or implementation.supports(arguments)
+        if reason is None:
+            return implementation
+        reasons.append(f"implementation {tried!r} cannot run: {reason}")
+    raise ImplementationError(f"{op}: {'; '.join(reasons)}")
+
+
+def run(op: str, arguments: Arguments, choice: Choice = None) -> Any:
+    """What the picked implementation makes of the arguments. Raises as `pick`."""
+    return pick(op, arguments, choice).call(arguments)
+
+
+def frozen(choice: Choice) -> Name | tuple[tuple[str, Name], ...] | None:
+    """The choice as something hashable: a static argument of a jitted function.
+
+    Raises:
+        ImplementationError: it names an op or an implementation that does not exist.
+    """
+    if isinstance(choice, Mapping):
+        choice = tuple(sorted(choice.items()))
+    if isinstance(choice, tuple):
+        for op, name in choice:
+            if op not in OPS:
+                raise ImplementationError(f"unknown op {op!r}, expected some of {', '.join(OPS)}")
+            find(op, name)
+    return choice
+
+
+def _named(op: str, choice: Choice) -> Name | None:
+    choice = frozen(choice)
+    return dict(choice).get(op) if isinstance(choice, tuple) else choice
