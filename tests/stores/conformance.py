@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import pathlib
+import subprocess
+import sys
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,9 +14,45 @@ import pytest
 from dsv4_jax.errors import ShapeError, StoreClosedError, StoreFormatError
 from dsv4_jax.stores import RecordStore
 
+from ..clock import PATIENCE
 from .samples import RECORD_BYTES, key, keys, read, records
 
-__all__ = ["StoreConformance"]
+__all__ = ["ROOT", "StoreConformance"]
+
+ROOT = pathlib.Path(__file__).parents[2]
+# The child reports the calls that were not refused.
+FORK = """
+import importlib, os, pathlib, sys
+import numpy as np
+from dsv4_jax.errors import StoreLockedError
+from tests.stores.samples import RECORD_BYTES, key, keys, read, records
+
+test = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])()
+store = test.open(pathlib.Path(sys.argv[3]))
+store.write(keys(0), records(0))
+down, up = os.pipe()
+if not os.fork():
+    calls = {
+        "contains": lambda: store.contains(keys(0)),
+        "read_into": lambda: store.read_into(keys(0), np.zeros((1, RECORD_BYTES), np.uint8)),
+        "write": lambda: store.write(keys(1), records(1)),
+        "delete": lambda: store.delete(keys(0)),
+        "flush": store.flush,
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except StoreLockedError:
+            continue
+        os.write(up, name.encode() + b" ")
+    store.close()
+    os._exit(0)
+os.close(up)
+print(os.read(down, 1000).decode())
+assert os.wait()[1] == 0
+assert read(store, 0, 1) == [0] and store.write(keys(1), records(1)).all()
+store.close()
+"""
 
 
 class StoreConformance:
@@ -124,6 +162,14 @@ class StoreConformance:
             again = self.open(tmp_path)
             assert read(again, *range(22)) == [i for i in range(20) if i != 3]
             again.close()
+
+    def test_a_forked_child_is_refused_and_harms_nothing(self, store, tmp_path):
+        folder = tmp_path / "forked"
+        folder.mkdir()
+        arguments = [type(self).__module__, type(self).__name__, str(folder)]
+        command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK, *arguments]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+        assert (result.returncode, result.stdout) == (0, "\n"), result.stderr
 
     def test_threads(self, store):
         """Readers, writers and deleters at once: what is served is right, and what nobody deletes stays."""

@@ -14,8 +14,7 @@ import pytest
 from dsv4_jax import stores
 from dsv4_jax.stores import AsyncStore, ObjectStore, RecordStore, SlabStore
 
-from .. import native
-from .conformance import StoreConformance
+from .conformance import ROOT, StoreConformance
 from .samples import FINGERPRINT, RECORD_BYTES, keys, read, records
 
 
@@ -109,7 +108,7 @@ def test_imports_neither_jax_nor_tensorstore():
     modules = [".".join(("dsv4_jax", "stores", *parts)).removesuffix(".__init__") for parts in names]
     assert "dsv4_jax.stores.slab.file" in modules
     code = f"import sys, {', '.join(modules)}; print(sorted({{'jax', 'tensorstore'}} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=native.ROOT)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert result.stdout == "[]\n"
 
 

@@ -6,14 +6,13 @@ import functools
 import re
 from typing import Any
 
-from .. import native
-from .conformance import StoreConformance
+from .conformance import ROOT, StoreConformance
 from .samples import RECORD_BYTES
 
 
 @functools.cache
 def recipe() -> type:
-    (block,) = re.findall(r"```python\n(.*?)```", (native.ROOT / "docs" / "stores.md").read_text(), re.S)
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "stores.md").read_text(), re.S)
     scope: dict[str, Any] = {}
     exec(block, scope)
     return scope["MemoryStore"]
