@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import random
 
 from dsv4_jax.eviction_queue import EvictionQueue
+
+
+class Lists(enum.IntFlag):
+    FIRST = 1
+    SECOND = 2
 
 
 @dataclasses.dataclass(eq=False)
@@ -16,7 +22,7 @@ class Leaf:
     queued: int = 0
 
 
-def queue_of(leaves: list[Leaf], bit: int = 8) -> EvictionQueue[Leaf]:
+def queue_of(leaves: list[Leaf], bit: Lists = Lists.SECOND) -> EvictionQueue[Leaf]:
     queue = EvictionQueue[Leaf](bit, lambda leaf: leaf.alive, lambda leaf: leaf.key)
     for leaf in leaves:
         queue.push(leaf)
@@ -39,8 +45,8 @@ def test_the_smallest_key_leaves_first_whatever_was_touched_since() -> None:
 
 def test_queues_of_other_bits_do_not_meet() -> None:
     leaf = Leaf(1, 1)
-    first, second = queue_of([leaf], bit=1), queue_of([leaf], bit=2)
-    assert leaf.queued == 3 and first.holds(leaf) and second.holds(leaf)
+    first, second = queue_of([leaf], Lists.FIRST), queue_of([leaf], Lists.SECOND)
+    assert leaf.queued == Lists.FIRST | Lists.SECOND and first.holds(leaf) and second.holds(leaf)
     assert first.pop() is leaf and not first.holds(leaf) and second.holds(leaf)
     assert first.pop() is None and second.pop() is leaf
 
