@@ -1,9 +1,9 @@
-"""The cache is updated in place: aliased bytes, temporaries, HLO text, traces, dispatch time, cross-lowering."""
+"""The cache is updated in place: aliased bytes, temporaries, HLO text, traces, leaves, cross-lowering."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
-import time
 
 import chex
 import jax
@@ -171,25 +171,24 @@ def test_two_hundred_steps_compile_once() -> None:
     assert joins > 3 and leaves > 2
 
 
-def test_flash_depth_dispatch_under_100_us() -> None:
-    """The cache costs a call little: few leaves at any depth. The best of many batches is the dispatch itself."""
-    layout = CacheLayout(FLASH_DEPTH)
-    cache = init_cache(layout, CacheSize(4, 2, 4))
-    step = jax.jit(lambda cache: cache, donate_argnums=0)
-    cache = step(cache)
-    best = float("inf")
-    for _ in range(60):
-        start = time.perf_counter()
-        for _ in range(20):
-            cache = step(cache)
-        jax.block_until_ready(cache)
-        best = min(best, (time.perf_counter() - start) / 20)
-    assert best < 100e-6, f"{best * 1e6:.0f} us a call"
+def test_a_call_passes_few_arrays_at_any_depth() -> None:
+    """What a call costs the host grows with its arrays; its time is in `dsv4_jax bench step`."""
+    deep = cache_of(FLASH_DEPTH)
+    shallow = cache_of(dataclasses.replace(FLASH_DEPTH, layer_types=FLASH_DEPTH.layer_types[:4]))
+    assert len(deep) == len(shallow) <= 24
+    assert all(a.dtype == b.dtype and a.size >= b.size for a, b in zip(deep, shallow, strict=True))
+
+
+def cache_of(cfg: DSV4Config) -> list[jax.Array]:
+    return jax.tree.leaves(init_cache(CacheLayout(cfg), CacheSize(4, 2, 4)))
 
 
 @pytest.mark.slow
-def test_flash_decode_step_lowers_for_cuda_in_a_minute() -> None:
-    """Full V4-Flash widths and depth, abstract arrays: trace and cross-lower every cache op of a decode step."""
+def test_flash_decode_step_lowers_for_cuda() -> None:
+    """Full V4-Flash widths and depth, abstract arrays: trace and cross-lower every cache op of a decode step.
+
+    The time it takes grows with the operations: about 1,900 a layer.
+    """
     layout = CacheLayout(DSV4Config.flash())
     size, batch = CacheSize(20000, 64, 1024), 64
     cache = jax.eval_shape(lambda: init_cache(layout, size))
@@ -200,9 +199,8 @@ def test_flash_decode_step_lowers_for_cuda_in_a_minute() -> None:
     rows = CompressorInputs(*(jax.ShapeDtypeStruct((n, batch, w), jnp.float32) for n, w in widths))
     norms = Norms(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((21, d), (21, di), (20, d))))
     assert (cfg.head_dim, cfg.index_head_dim) == (d, di)
-    start = time.perf_counter()
     traced = jax.jit(decode_step, donate_argnums=0).trace(cache, plan, rows, norms)
-    lowered = traced.lower(lowering_platforms=("cuda",))
-    seconds = time.perf_counter() - start
-    assert "tf.aliasing_output" in lowered.as_text() or "jax.buffer_donor" in lowered.as_text()
-    assert seconds < 60, f"{seconds:.0f} s"
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "tf.aliasing_output" in text or "jax.buffer_donor" in text
+    operations = text.count(" = ")
+    assert 0 < operations <= 2_500 * cfg.num_layers, operations
