@@ -15,8 +15,9 @@ import dataclasses
 import functools
 import json
 import pathlib
+import shlex
 import sys
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +25,14 @@ import jax.numpy as jnp
 from dsv4_jax.bench.ceilings import measure_ceilings
 from dsv4_jax.bench.measure import one_line
 from dsv4_jax.bench.ops import Problem, problem
+from dsv4_jax.bench.records import new_record
 from dsv4_jax.bench.shapes import KVStoreShape
 from dsv4_jax.bench.timing import call_count, time_problem
 from dsv4_jax.pallas import kv_store
 from dsv4_jax.pools.kv_pool import KVStoreArguments
 
+KVStorage: TypeAlias = Literal["bf16", "fp8"]
+STORAGE: tuple[KVStorage, ...] = get_args(KVStorage)
 VARIANTS = "1x4,2x4,4x4,8x4,4x2,8x8"
 MOST_CALLS = 8  # of an executable: each compiles its own kernel
 
@@ -63,7 +67,7 @@ def differing(a: Any, b: Any) -> jax.Array:
     return jnp.stack(unequal).sum()
 
 
-def measure(storage: str, tokens: int, variants: list[tuple[int, int]], copy: float, quick: bool) -> list[dict]:
+def measure(storage: KVStorage, tokens: int, variants: list[tuple[int, int]], copy: float, quick: bool) -> list[dict]:
     shape = KVStoreShape(tokens, 8, 128, storage)
     calls = min(MOST_CALLS, call_count(shape.bytes_moved, quick=quick))
     base = problem("kv_store", shape, calls, pool_rows=1 << (10 if quick else 20))
@@ -72,25 +76,29 @@ def measure(storage: str, tokens: int, variants: list[tuple[int, int]], copy: fl
     subjects = {"xla": base} | {f"{rows}x{warps}": variant(base, storage, rows, warps) for rows, warps in variants}
     want, found = after_all_calls(base), []
     for name, subject in subjects.items():
-        row: dict[str, Any] = {"storage": storage, "tokens": tokens, "variant": name, "bytes": shape.bytes_moved}
-        row["default"] = name == f"{default[0]}x{default[1]}"
+        chosen = name in ("xla", f"{default[0]}x{default[1]}")
+        row: dict[str, Any] = {"table": "ops", "op": "kv_store", "shape": storage, "batch": tokens}
+        row |= {"implementation": "xla" if name == "xla" else "pallas", "bytes": shape.bytes_moved}
+        row |= {} if chosen else {"variant": name, "tuning": True}
         try:
-            row["wrong"] = int(differing(after_all_calls(subject), want))
+            wrong = int(differing(after_all_calls(subject), want))
+            row["correct"] = wrong == 0
             timing = time_problem(subject, "xla" if name == "xla" else "pallas", repeats=2 if quick else 6)
             us = timing.us if timing.kernel_us is None else timing.kernel_us
-            row |= {"us": us, "wall_us": timing.us, "kernels": timing.kernels, "gb_per_s": shape.bytes_moved / us / 1e3}
+            row |= {"timer": timing.timer, "us": timing.us, "kernel_us": timing.kernel_us, "kernels": timing.kernels}
+            row["gb_per_s"] = shape.bytes_moved / us / 1e3
             row["of_copy"] = 1e6 * shape.bytes_moved / us / copy
-            text = f"{us:10.1f} us {row['gb_per_s']:7.0f} GB/s {row['of_copy']:6.1%} of copy, {row['wrong']} wrong"
+            text = f"{us:10.1f} us {row['gb_per_s']:7.0f} GB/s {row['of_copy']:6.1%} of copy, {wrong} wrong"
         except Exception as error:  # a variant may not compile; the others still count
             row["problem"] = text = one_line(error)
-        print(f"{storage} {tokens:6} {name:>5} {text}{'  (default)' if row['default'] else ''}", flush=True)
+        print(f"{storage} {tokens:6} {name:>5} {text}{'  (default)' if chosen else ''}", flush=True)
         found.append(row)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--storage", default="bf16,fp8", metavar="NAME,...")
+    parser.add_argument("--storage", type=lambda text: text.split(","), default=list(STORAGE), metavar="NAME,...")
     parser.add_argument("--tokens", default="65536", metavar="N,...")
     parser.add_argument("--variants", default=VARIANTS, metavar="ROWSxWARPS,...")
     parser.add_argument("--quick", action="store_true", help="a small pool and two repeats (the default on a CPU)")
@@ -103,14 +111,19 @@ def main() -> None:
     print(f"{device}, jax {jax.__version__}: copy {ceilings.copy / 1e9:,.0f} GB/s, read + write")
     found = [
         row
-        for storage in args.storage.split(",")
+        for storage in STORAGE
+        if storage in args.storage
         for tokens in map(int, args.tokens.split(","))
         for row in measure(storage, tokens, variants, ceilings.copy, quick)
     ]
     if args.json:
-        result = {"device": device, "jax": jax.__version__, "ceilings": ceilings.as_dict(), "records": found}
+        command = shlex.join(["python", *sys.argv])
+        software = {"jax": jax.__version__}
+        result = new_record(
+            found, device=device, command=command, software=software, ceilings=ceilings.as_dict(), quick=quick
+        )
         args.json.write_text(json.dumps(result, indent=2) + "\n")
-    sys.exit(any(row.get("wrong") or "problem" in row for row in found))
+    sys.exit(any(row.get("correct") is False or "problem" in row for row in found))
 
 
 if __name__ == "__main__":

@@ -238,10 +238,10 @@ def main() -> None:
         wrong += check(library, "Pro", Case(Weights(PRO, 12, 3), 40), SHAPES)
         torch.cuda.empty_cache()
     if any(x in options.only for x in ("time", "parts", "profile")):
+        ceilings = [read_ceiling(), copy_ceiling()]
         shapes, batches = ([int(x) for x in y.split(",")] for y in (options.shapes, options.tokens))
         flash = Weights(FLASH, 256, 12, reference=False)
         if "time" in options.only:
-            ceilings = [read_ceiling(), copy_ceiling()]
             print(f"ceilings: read {ceilings[0]:.0f} GB/s, copy {ceilings[1]:.0f} GB/s", flush=True)
             time_all(library, flash, batches, shapes, ceilings)
         if "parts" in options.only:

@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -140,9 +141,9 @@ def timed(call: Callable[[], object], budget: float) -> tuple[float, float]:
 
     def run(n: int) -> float:
         start = time.perf_counter()
-        for _ in range(n):
-            result = call()
-        jax.block_until_ready(result)
+        for _ in range(n - 1):
+            call()
+        jax.block_until_ready(call())
         return (time.perf_counter() - start) / n
 
     run(2)
@@ -155,9 +156,9 @@ def kernel_seconds(call: Callable[[], object], calls: int = 5) -> float | None:
     """Device seconds of a call's swap kernel; None where the profiler sees none."""
 
     def several() -> object:
-        for _ in range(calls):
-            result = call()
-        return result
+        for _ in range(calls - 1):
+            call()
+        return call()
 
     times = profiled(several)
     return sum(us for name, us in times.items() if "swap_kernel" in name) / calls / 1e6 or None
@@ -197,7 +198,7 @@ def check(bench: Bench, plan: SwapPlan, what: str) -> None:
         raise SystemExit(f"{what}: wrong bytes")
 
 
-def measure_ours(bench: Bench, implementation: str, blocks: int, kind: str) -> None:
+def measure_ours(bench: Bench, implementation: Literal["ffi", "xla"], blocks: int, kind: str) -> None:
     name = "ours" if implementation == "ffi" else "xla"
     plan = SwapPlan(*bench.ids(blocks, kind))
 
@@ -233,7 +234,7 @@ def measure_baselines(bench: Bench, baselines: swap_baselines.Baselines, blocks:
             raise SystemExit(f"{scheme}: wrong bytes")
 
 
-def executable_memory(bench: Bench, implementation: str) -> dict[str, dict[str, int]]:
+def executable_memory(bench: Bench, implementation: Literal["ffi", "xla"]) -> dict[str, dict[str, int]]:
     """What XLA says of the two executables: every byte of the destination aliased, no temporary of its size."""
     plan = SwapPlan(*bench.ids(STEP_BLOCKS, "scattered"))
     out: dict[str, dict[str, int]] = {}
@@ -249,11 +250,13 @@ def executable_memory(bench: Bench, implementation: str) -> dict[str, dict[str, 
     return out
 
 
-def steps(bench: Bench, implementation: str, width: int, layers: int, repeat: int) -> Iterator[tuple[str, float]]:
+def steps(
+    bench: Bench, implementation: Literal["ffi", "xla"], width: int, layers: int, repeat: int
+) -> Iterator[tuple[str, float]]:
     """(name, seconds) of a decode-like step: one plain, then with 8 blocks moved in several ways."""
     weights = jax.jit(lambda: jnp.full((layers, width, width), 1e-3, jnp.bfloat16))()
     plan = SwapPlan(*bench.ids(STEP_BLOCKS, "scattered"))
-    choose = {"implementation": implementation}
+    choose: dict[str, Literal["ffi", "xla"]] = {"implementation": implementation}
 
     def compute(x: jax.Array, weights: jax.Array) -> jax.Array:
         def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
@@ -314,7 +317,7 @@ def steps(bench: Bench, implementation: str, width: int, layers: int, repeat: in
     yield from ((name, statistics.median(taken)) for name, taken in samples.items())
 
 
-def measure_steps(bench: Bench, implementation: str, quick: bool) -> list[dict]:
+def measure_steps(bench: Bench, implementation: Literal["ffi", "xla"], quick: bool) -> list[dict]:
     # 4 GiB of weights, read twice: some milliseconds on an H200.
     out: list[dict] = []
     for name, seconds in steps(bench, implementation, *((64, 2, 1) if quick else (8192, 32, 2))):
@@ -399,7 +402,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--model", choices=("flash", "pro", "tiny"), default="flash")
     parser.add_argument("--pool", type=int, default=2048, help="blocks on the device, and records on the host")
     parser.add_argument("--ceiling-mib", type=int, default=256, help="size of the ceiling's copy")
-    parser.add_argument("--budget", type=float, default=0.6, help="about so many seconds a measurement")
+    parser.add_argument("--budget", type=float, default=0.6, help="seconds a measurement, about")
     parser.add_argument("--xla-most", type=int, default=256, help="most blocks for the XLA form, which is slow")
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(PARTS), help=",".join(PARTS))
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run?")

@@ -193,6 +193,7 @@ def decode_step(
             keys, values, kv = kv.gather_kv(ordinal, ids, jnp.float32)
             out = attend(q, keys, values, visible)
         else:
+            assert states is not None  # a model with such layers has a pool for them
             state, conv, states = states.get_states(ordinal, slots, position)
             out, state, conv = linear_step(cfg, layer, h, state, conv)
             states = states.set_states(ordinal, slots, state, conv)
@@ -276,7 +277,7 @@ class Server:
                 snapshot = self.track.alloc_track_slot()
                 self.caches = self.caches._replace(states=copy_states(self.caches.states, [request.slot], [snapshot]))
         done = self.prefixes.insert(request.tokens[: len(ids)], ids, snapshot=snapshot)
-        if snapshot is not None and not done.took_snapshot:
+        if self.track is not None and snapshot is not None and not done.took_snapshot:
             self.track.free_track_slot(snapshot)
         self.allocator.free(np.concatenate([done.kept, request.ids[len(ids) :]]))
         self.prefixes.unlock(request.lock)

@@ -1,13 +1,14 @@
 """Strict JAX for every test, four CPU devices, and a reason for every GPU test that cannot run.
 
-Every test runs on Python 3.12. Others run the first case of each, those marked every_case in full and those marked slow
-not at all; all of them with RUN_SLOW=1.
+Every test runs on Python 3.12. The others run what may differ with Python or jax, the rooms in `VERSION_ROOMS`: the
+first case of each test, all of those marked every_case, none of those marked slow. RUN_SLOW=1 runs everything.
 Tests run on the CPU unless JAX_PLATFORMS says otherwise: `JAX_PLATFORMS=cuda,cpu pytest -m gpu`.
 """
 
 from __future__ import annotations
 
 import os
+import pathlib
 import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -39,13 +40,49 @@ hypothesis.settings.register_profile("explore", parent=hypothesis.settings.get_p
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "project"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# What Pythons other than 3.12 run, and why; paths under tests/. What has no line here depends on neither: numbers,
+# decisions of the host, bytes that are compared on 3.12 (`test_invariance.py` compares some on every jax).
+VERSION_ROOMS = {
+    "bench/test_measure.py": "the profiler's traces; torch is there on 3.11 alone",
+    "cli/test_cli.py": "every command starts",
+    "cli/test_hostile.py": "messages of argparse and of the file system",
+    "cuda": "FFI calls, their attributes and layouts",
+    "formats": "casts to fp8 and bf16",
+    "manager/prefix/test_hashing_keys.py": "enums, huge integers",
+    "manager/test_interrupted.py": "exceptions at any line of the interpreter",
+    "manager/test_odd_types.py": "conversions of NumPy's and Python's types",
+    "model/test_decode_loop.py": "loops with a donated cache",
+    "model/test_hf_config.py": "transformers is there on 3.11 alone",
+    "model/test_hf_equivalence.py": "torch and transformers are there on 3.11 alone",
+    "pallas": "lowering and interpret mode",
+    "test_cache.py": "pytree registration",
+    "test_invariance.py": "the bits of compiled steps",
+    "test_no_copies.py": "donation, aliasing, the text of compiled programs",
+    "test_packaging.py": "imports, the pinned environment",
+    "test_promises.py": "strict promotion, what public calls return",
+    "test_public_names.py": "imports",
+    "test_sharding.py": "meshes and shard_map",
+    "tiers": "FFI, memory kinds, transfers",
+    "triton": "the optional package",
+}
+TESTS = pathlib.Path(__file__).parent
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if missing := [room for room in VERSION_ROOMS if not (TESTS / room).exists()]:
+        raise pytest.UsageError(f"tests/conftest.py names rooms that do not exist: {', '.join(missing)}")
     if sys.version_info[:2] != (3, 12) and not os.environ.get("RUN_SLOW"):
-        for item in items:
-            later_case = any(item.callspec.indices.values()) if hasattr(item, "callspec") else False
-            if item.get_closest_marker("slow") or (later_case and not item.get_closest_marker("every_case")):
-                item.add_marker(pytest.mark.skip(reason="runs on Python 3.12, or with RUN_SLOW=1"))
+        kept = [item for item in items if _differs_by_version(item)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
     _skip_without_gpu(items)
+
+
+def _differs_by_version(item: pytest.Item) -> bool:
+    later_case = any(item.callspec.indices.values()) if hasattr(item, "callspec") else False
+    if item.get_closest_marker("slow") or (later_case and not item.get_closest_marker("every_case")):
+        return False
+    return any(item.path.is_relative_to(TESTS / room) for room in VERSION_ROOMS)
 
 
 def _skip_without_gpu(items: list[pytest.Item]) -> None:
