@@ -20,7 +20,7 @@ from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.manager.planning import RowFeed, build_plan, shape_for
 from dsv4_jax.ops import append, attend, gather_rows, index_scores, top_k
-from dsv4_jax.ops.registry import Choice
+from dsv4_jax.ops.registry import OPS, Choice, Name, frozen
 from dsv4_jax.plan import StepPlan
 
 from .harness import layer_writes, random_norms, random_stream
@@ -102,6 +102,11 @@ def step(cache: KVCache, plan: StepPlan, rows, norms, entries: jax.Array, implem
     return begun.finish(partial=True), seen + found
 
 
+def wherever(name: Name, *but: str) -> Choice:
+    """This implementation of every op that has it; the default of the others, and of those in `but`."""
+    return frozen({op.name: name for op in OPS.values() if name in op.names and op.name not in but})
+
+
 jit_step = jax.jit(step, static_argnames=("implementation", "reads"))
 jit_begin = jax.jit(lambda cache, plan: cache.begin(plan).finish(partial=True))
 jit_append = jax.jit(append, static_argnames=("fmt", "implementation"))
@@ -151,6 +156,10 @@ class HostilePlans:
     )  # fmt: skip
     plans: ClassVar[int] = 30
 
+    def writes(self, hca_state: Literal["online", "raw"]) -> Choice:
+        """What a step writes with."""
+        return self.implementation
+
     def test_a_step_writes_nothing_that_no_valid_id_names(self) -> None:
         for feeds, hca_state in self.steps:
             self.check_steps(feeds, CacheLayout(self.cfg, *self.formats, draft_tokens=1, hca_state=hca_state))
@@ -170,7 +179,7 @@ class HostilePlans:
             given = KVCache(cache.arrays | {"block_table.ids": jnp.asarray(table)}, layout)
             after, seen = jit_step(
                 given, plan, rows, norms, spoiled(rng, entries, 63, 64) if i else entries,
-                implementation=self.implementation, reads=self.reads or self.implementation,
+                implementation=self.writes(layout.hca_state), reads=self.reads or self.implementation,
             )  # fmt: skip
             allowed = may_change(layout, plan, table)
             for name, data in by_unit(layout, after).items():

@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 SwapImplementation = Literal["xla", "ffi"] | None
+TARGETS = ("dsv4_swap_in", "dsv4_swap_out")  # of both libraries
 Leaves = tuple[jax.Array, ...]
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -49,6 +50,8 @@ class Ids(NamedTuple):
 def choose_implementation(implementation: SwapImplementation) -> Literal["xla", "ffi"]:
     """None: "ffi" if the default backend has its native library (on a GPU: with code for it), else "xla".
 
+    "ffi" comes with its targets registered for the default backend.
+
     Raises:
         ImplementationError: unknown name, or "ffi" without the library (says how to get it).
     """
@@ -58,6 +61,8 @@ def choose_implementation(implementation: SwapImplementation) -> Literal["xla", 
         raise ImplementationError(f"swap: unknown implementation {implementation!r}, expected 'xla', 'ffi' or None")
     problem = ffi.cuda_problem("swap") if jax.default_backend() == "gpu" else ffi.cpu_problem()
     if problem is None:
+        for target in TARGETS:
+            ffi.cuda_target("swap", target) if jax.default_backend() == "gpu" else ffi.cpu_target(target)
         return "ffi"
     if implementation == "ffi":
         raise ImplementationError(f"swap: {problem}")
@@ -75,20 +80,15 @@ def positions(ids: jax.Array) -> jax.Array:
 def native_out(leaves: Leaves, records: jax.Array, ids: Ids, descriptors: tuple[int, ...]) -> jax.Array:
     """Units to records, which are updated in place. `descriptors`: of the leaves, as `RecordFormat.descriptors`."""
     # The result has the type of the array itself: it carries the memory space.
-    call = jax.ffi.ffi_call(_target("dsv4_swap_out"), jax.typeof(records), input_output_aliases={len(leaves): 0})
+    call = jax.ffi.ffi_call("dsv4_swap_out", jax.typeof(records), input_output_aliases={len(leaves): 0})
     return call(*leaves, records, ids.units, ids.records, **_attributes(ids, descriptors))
 
 
 def native_in(leaves: Leaves, records: jax.Array, ids: Ids, descriptors: tuple[int, ...]) -> Leaves:
     """Records to units: the leaves, updated in place."""
     aliases = {i: i for i in range(len(leaves))}
-    call = jax.ffi.ffi_call(_target("dsv4_swap_in"), tuple(map(jax.typeof, leaves)), input_output_aliases=aliases)
+    call = jax.ffi.ffi_call("dsv4_swap_in", tuple(map(jax.typeof, leaves)), input_output_aliases=aliases)
     return tuple(call(*leaves, records, ids.units, ids.records, **_attributes(ids, descriptors)))
-
-
-def _target(name: str) -> str:
-    """The FFI target of this name, registered for the default backend."""
-    return ffi.cuda_target("swap", name) if jax.default_backend() == "gpu" else ffi.cpu_target(name)
 
 
 def _attributes(ids: Ids, descriptors: tuple[int, ...]) -> dict[str, np.ndarray | np.int64]:

@@ -54,9 +54,7 @@ def test_the_kernel_gets_the_angles_of_the_positions(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("name", "dim", "rope"), [("fp8", 232, 24), ("bf16", 40, 8)])
 @pytest.mark.usefixtures("assumed_library")
 def test_what_the_kernel_cannot_take_is_refused(name: str, dim: int, rope: int) -> None:
-    with pytest.raises(
-        ImplementationError, match=r"append: .*'cuda' cannot run: it is built for rows of 448 e4m3, .* not of"
-    ):
+    with pytest.raises(ImplementationError, match=r"append: .*'cuda' cannot run: .*built for rows of .*, not of"):
         check_epilogue(kv_format(name, dim, rope), 3, "cuda")
 
 

@@ -123,9 +123,7 @@ def test_other_formats_are_refused():
         rng.standard_normal((2, 4, 64)).astype(np.float32), np.zeros(4, np.float32), rows,
         rng.integers(0, 24, (2, 16)).astype(np.int32), np.ones((2, 16), bool), None, None, None,
     )  # fmt: skip
-    with pytest.raises(
-        ImplementationError, match=r"attend: .*'cuda' cannot run: it is built for rows of 448 e4m3, .* not of 64 bf16"
-    ):
+    with pytest.raises(ImplementationError, match=r"attend: .*'cuda' cannot run: .* rows of .*, not of 64 bf16"):
         jit_attend(*args, scale=0.125, fmt=fmt, implementation="cuda")
 
 

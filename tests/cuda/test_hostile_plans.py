@@ -35,7 +35,9 @@ def test_the_step_lowers_to_every_kernel() -> None:
     rows, norms = random_stream(layout, plan.num_tokens, 1), random_norms(layout)
     entries = np.zeros((plan.num_tokens, 5), np.int32)
     # A function of its own: the targets above must not stay in the cache of `jit_step`.
-    step = jax.jit(lambda *args: hostile.step(*args, implementation="cuda", reads="cuda"))
+    step = jax.jit(
+        lambda *args: hostile.step(*args, implementation=hostile.wherever("cuda"), reads=hostile.wherever("cuda"))
+    )
     text = step.trace(hostile.random_cache(layout, 0), plan, rows, norms, entries)
     text = text.lower(lowering_platforms=("cuda",)).as_text()
     for kernel in ("append", "compress_csa", "compress_hca", "index_scores", "top_k", "attend"):
@@ -49,6 +51,10 @@ def test_the_step_lowers_to_every_kernel() -> None:
 class TestCuda(hostile.HostilePlans):
     implementation = "cuda"
     gather = "pallas"
+    reads = hostile.wherever("cuda")
+
+    def writes(self, hca_state):
+        return hostile.wherever("cuda", *(["compress"] if hca_state == "raw" else []))
 
 
 @pytest.mark.gpu
