@@ -1,6 +1,9 @@
 """dsv4_jax: the KV cache of DeepSeek-V4 for JAX, with the decode path that uses it.
 
 Names load on first use, so that `import dsv4_jax.manager` (a scheduler process) imports no jax.
+
+Docstrings cite pages as "docs/model.md": they are in the repository, and in `share/doc/dsv4_jax` of the environment
+(`sys.prefix`) into which the package was installed.
 """
 
 from __future__ import annotations
