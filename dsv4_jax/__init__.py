@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from .manager import BlockAllocator as BlockAllocator
     from .manager import CachePolicy as CachePolicy
     from .manager import KVCacheManager as KVCacheManager
+    from .ops import Columns as Columns
+    from .ops import Epilogue as Epilogue
+    from .ops import rope_frequencies as rope_frequencies
     from .plan import PackedPlan as PackedPlan
     from .plan import StepPlan as StepPlan
     from .plan import SwapPlan as SwapPlan
@@ -59,6 +62,9 @@ _HOME = {
     "BlockAllocator": "manager",
     "CachePolicy": "manager",
     "KVCacheManager": "manager",
+    "Columns": "ops",
+    "Epilogue": "ops",
+    "rope_frequencies": "ops",
     "PackedPlan": "plan",
     "StepPlan": "plan",
     "SwapPlan": "plan",

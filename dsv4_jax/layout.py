@@ -15,7 +15,7 @@ and elements are counted in 64 bits and have no limit of their own.
 
 Slot rings are addressed by absolute position: row = position mod R. With `draft_tokens = n` a
 verify step writes 1 + n positions of which any prefix may be kept, so R >= needed history + n
-(spec: W + n for the window, 2m + n for the CSA compressor, r + n for the raw HCA ring) and the
+(docs/model.md, State: W + n for the window, 2m + n for the CSA compressor, r + n for the raw HCA ring) and the
 online HCA state keeps n + 2 banks (without drafts one), so the state before the step survives
 every rejection.
 """

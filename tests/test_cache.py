@@ -81,7 +81,7 @@ def run(layout: CacheLayout, chunks: list[int], width: int, slot: int = 2):
 
 
 def expected(driver: Driver, queries: dict[str, np.ndarray], slot: int = 2) -> list[np.ndarray]:
-    """Visibility by spec 2.6: positions t-W+1..t; entries s < (t+1) // ratio, for CSA the top k of them."""
+    """Visibility by docs/model.md: positions t-W+1..t; entries s < (t+1) // ratio, for CSA the top k of them."""
     layout, cfg, stream, live = driver.layout, driver.layout.cfg, driver.streams[slot], driver.live(slot)
     kv, index = layout.kv_row, layout.index_row
     windows = oracle.decode(kv, oracle.encode(kv, stream.kv))

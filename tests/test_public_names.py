@@ -11,7 +11,7 @@ import re
 import pytest
 
 import dsv4_jax
-from dsv4_jax import errors, manager, stores, tiers
+from dsv4_jax import errors, manager, ops, stores, tiers
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -116,6 +116,28 @@ def test_every_declared_name_is_there() -> None:
         if path.name == "__init__.py":
             bound |= {other.stem for other in path.parent.iterdir()}
         assert set(declared(tree) or ()) <= bound, path
+
+
+def test_what_docstrings_cite_exists() -> None:
+    """ "(docs/model.md, Section)" names a page of this repository and a heading of it; nothing cites a page elsewhere."""
+    cited = 0
+    for path in [*MODULES, *EXAMPLES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "csrc").rglob("*")]:
+        if path.suffix not in (".py", ".h", ".cc", ".cu", ".cuh"):
+            continue
+        text = re.sub(r"\n[\s#/*]*", " ", path.read_text())
+        assert not re.search(r"\bspec [0-9]", text), f"{path} cites a page that is not here"
+        for page, sections in re.findall(r"\((docs/\w+\.md)((?:, [A-Z][\w-]+|(?: and [A-Z][\w-]+))*)", text):
+            headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(), re.M)
+            for section in re.findall(r"[A-Z][\w-]+", sections):
+                assert section in headings, f"{path} cites {page}, {section}"
+                cited += 1
+    assert cited > 10
+
+
+def test_what_a_model_of_ones_own_needs() -> None:
+    names = {"AttentionType", "CacheLayout", "Columns", "Epilogue", "KVCache", "init_cache", "rope_frequencies"}
+    assert names <= set(dsv4_jax.__all__)
+    assert {"hadamard", "inv_frequencies", "rms_norm", "rope", "rope_frequencies"} <= set(ops.__all__)
 
 
 def test_every_error_is_public() -> None:

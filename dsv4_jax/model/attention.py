@@ -1,4 +1,4 @@
-"""The attention layer: projections around one layer of the cache (spec 2.1 - 2.8).
+"""The attention layer: projections around one layer of the cache (docs/model.md, Projections).
 
 This is what model code that uses the cache looks like: project, `append`, `compress`, select,
 `attend`. The handle knows where every byte lies; this file knows none of it.
@@ -14,8 +14,9 @@ from ..errors import LayoutError
 from ..layout import CacheLayout
 from ..ops.columns import Values, dense
 from ..ops.epilogue import Epilogue
+from ..ops.numerics import rope_frequencies
 from ..step import LayerCacheHandle
-from .numerics import layer_frequencies, linear, matmul, pad_rows, rms_norm
+from .numerics import linear, matmul, pad_rows, rms_norm
 from .params import Params
 from .projections import products
 
@@ -38,7 +39,7 @@ def attention(
         ([T, hidden] float32, the handle after the layer's writes: its `step` has the next layer).
     """
     cfg, attn = handle.layout.cfg, handle.spec.attn
-    freq = jnp.asarray(layer_frequencies(cfg, attn))
+    freq = jnp.asarray(rope_frequencies(cfg, attn))
     dtype = jnp.bfloat16 if p["wo_a"].dtype == jnp.bfloat16 else jnp.float32
 
     # Padded once for two products, one after the other, as in `output_projection`: each time costs a kernel.

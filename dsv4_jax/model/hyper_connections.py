@@ -1,4 +1,4 @@
-"""Manifold-constrained hyper-connections: the residual as several parallel streams (spec 2.9)."""
+"""Manifold-constrained hyper-connections: several parallel residual streams (docs/model.md, Hyper-connections)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The feed-forward part: routed experts, hash-routed experts and the shared expert (spec 2.9)."""
+"""The feed-forward part: routed experts, hash-routed experts and the shared expert (docs/model.md, Experts)."""
 
 from __future__ import annotations
 

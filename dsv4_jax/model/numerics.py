@@ -11,10 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..config import AttentionType, DSV4Config
-from ..ops.numerics import inv_frequencies
-
-__all__ = ["layer_frequencies", "linear", "matmul", "pad_rows", "rms_norm"]
+__all__ = ["linear", "matmul", "pad_rows", "rms_norm"]
 
 # XLA's GPU compiler takes a product of one row for a vector's and converts bfloat16 weights to float32 for it, whole
 # packs of layers if they are packed, in every step: five times the traffic, and gigabytes of temporaries. A few zero
@@ -50,10 +47,3 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> jax.Array:
     """x * rsqrt(mean(x^2) + eps), times `weight` [n] if given, over the last axis."""
     x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + np.float32(eps))
     return x if weight is None else x * lax.expand_dims(weight, range(x.ndim - 1))
-
-
-def layer_frequencies(cfg: DSV4Config, attn: AttentionType) -> np.ndarray:
-    """RoPE frequencies of a layer [rope_dim / 2]: the plain RoPE for SWA layers, the YaRN-scaled one for others."""
-    if attn is AttentionType.SWA:
-        return inv_frequencies(cfg.rope_dim, cfg.rope_theta)
-    return inv_frequencies(cfg.rope_dim, cfg.compress_rope_theta, cfg.yarn)

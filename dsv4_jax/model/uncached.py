@@ -1,7 +1,7 @@
 """The same model with no cache: dense attention over a whole sequence, masks instead of plans.
 
 It is the second opinion on the cache. It shares the parts that have nothing to do with one
-(hyper-connections, experts, head) and writes the rest again from the model's definition (spec 2):
+(hyper-connections, experts, head) and writes the rest again from the model's definition (docs/model.md):
 RoPE as a complex product, compression as a reshape, selection as a mask.
 """
 
@@ -15,10 +15,11 @@ import numpy as np
 from jax import lax
 
 from ..config import AttentionType, DSV4Config
+from ..ops.numerics import rope_frequencies
 from .attention import output_projection
 from .forward import embed, feed_forward, head
 from .hyper_connections import collapse, widen
-from .numerics import layer_frequencies, linear, matmul, rms_norm
+from .numerics import linear, matmul, rms_norm
 from .params import Params
 
 __all__ = ["forward_uncached"]
@@ -36,7 +37,7 @@ def forward_uncached(cfg: DSV4Config, params: Params, tokens: jax.Array) -> jax.
 
 
 def _attention(p: Params, x: jax.Array, attn: AttentionType, cfg: DSV4Config) -> jax.Array:
-    eps, freq = cfg.rms_norm_eps, layer_frequencies(cfg, attn)
+    eps, freq = cfg.rms_norm_eps, rope_frequencies(cfg, attn)
     position = jnp.arange(x.shape[0])
     q_latent = rms_norm(linear(x, p["wq_a"]), p["q_norm"], eps)
     q = linear(q_latent, p["wq_b"]).reshape(-1, cfg.num_attention_heads, cfg.head_dim)

@@ -17,6 +17,7 @@ from .copy import copy_units
 from .epilogue import Epilogue
 from .gather import gather_rows
 from .index_scores import index_scores
+from .numerics import hadamard, inv_frequencies, rms_norm, rope, rope_frequencies
 from .queries import finish_queries
 from .top_k import top_k
 
@@ -34,7 +35,12 @@ __all__ = [
     "encode",
     "finish_queries",
     "gather_rows",
+    "hadamard",
     "index_scores",
+    "inv_frequencies",
+    "rms_norm",
+    "rope",
+    "rope_frequencies",
     "top_k",
     "window_rows",
     "window_view",

@@ -62,7 +62,7 @@ def attend(
     key_split: KeySplit = "throughput",
     implementation: Choice = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sparse MQA where keys and values are the same rows (spec 2.7).
+    """Sparse MQA where keys and values are the same rows (docs/model.md, Attention).
 
     z_k = scale * q . K_k; o = sum_k e^z_k K_k / (sum_k e^z_k + e^sink).
 

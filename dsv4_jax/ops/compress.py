@@ -1,7 +1,7 @@
 """compress: the CSA and HCA compressors. Update per-request state, emit finished entries, in place.
 
 Entry s of ratio r covers tokens r*s .. r*s + r - 1 and is emitted when the last of them is fed
-(spec 2.4). A pooled row is softmax-weighted per channel, RMS-normalised, rotated to the position
+(docs/model.md, Compressors). A pooled row is softmax-weighted per channel, RMS-normalised, rotated to the position
 of its block's first token, optionally Hadamard-rotated, quantised and stored.
 """
 
@@ -283,7 +283,7 @@ def _compress_hca_online(inputs: CompressorInputs, plan: StepPlan, table: jax.Ar
 def online_update(
     triple: tuple[jax.Array, jax.Array, jax.Array], kv: jax.Array, score: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One row into an online softmax pool: (max, sum, acc), each [..., e] (spec 3.2, representation 3)."""
+    """One row into an online softmax pool: (max, sum, acc), each [..., e] (docs/model.md, State)."""
     peak, total, acc = triple
     new_peak = jnp.maximum(peak, score)
     decay, weight = exp(peak - new_peak), exp(score - new_peak)

@@ -15,13 +15,17 @@ __all__ = ["Epilogue", "check_epilogue"]
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """The last steps before quantisation, the same for window rows and compressed entries (spec 2.2, 2.4).
+    """The last steps before quantisation, the same for window rows and compressed entries: norm, RoPE, rotation.
+
+    The cache knows at which position: a window row's own, and for an entry that of its block's first token
+    (docs/model.md, Epilogue: which values a layer of V4 has).
 
     Attributes:
-        norm: [e] float32, RMSNorm weight.
-        inv_freq: [rope_dim / 2] float32, RoPE frequencies of the last `rope_dim` dims.
+        norm: [e] float32, RMSNorm weight: `kv_norm` for window rows, the compressor's own norm for its entries.
+        inv_freq: [rope_dim / 2] float32, RoPE frequencies of the last `rope_dim` dims: `rope_frequencies` of the layer.
         eps: of the norm.
-        hadamard: whether the row is rotated by a Hadamard matrix at the end.
+        hadamard: whether the row is rotated by a Hadamard matrix at the end: for index keys, exactly if
+            `index_queries` has `qat=True`.
     """
 
     norm: jax.Array

@@ -50,7 +50,7 @@ def index_scores(
     scale: float = 1.0,
     implementation: Choice = None,
 ) -> jax.Array:
-    """I[t, s] = sum_h w[t, h] * relu(q[t, h] . K[s]) for the entries s < count[t] (spec 2.5).
+    """I[t, s] = sum_h w[t, h] * relu(q[t, h] . K[s]) for the entries s < count[t] (docs/model.md, Index).
 
     Args:
         pool: index-key leaves, [rows, width].

@@ -14,9 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..config import YarnScaling
+from ..config import AttentionType, DSV4Config, YarnScaling
 
-__all__ = ["exp", "hadamard", "inv_frequencies", "rms_norm", "rope", "rope_tables", "rounded", "tree_sum"]
+__all__ = [
+    "exp",
+    "hadamard",
+    "inv_frequencies",
+    "rms_norm",
+    "rope",
+    "rope_frequencies",
+    "rope_tables",
+    "rounded",
+    "tree_sum",
+]
 
 
 def rounded(product: jax.Array) -> jax.Array:
@@ -68,7 +78,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def rope(x: jax.Array, position: jax.Array, inv_freq: jax.Array, *, inverse: bool = False) -> jax.Array:
-    """Rotates adjacent pairs of the last `2 * len(inv_freq)` dims by position * inv_freq (spec 2.1).
+    """Rotates adjacent pairs of the last `2 * len(inv_freq)` dims by position * inv_freq (docs/model.md, RoPE).
 
     Args:
         x: [..., n] float32.
@@ -109,9 +119,12 @@ def hadamard(x: jax.Array) -> jax.Array:
 
 
 def inv_frequencies(rope_dim: int, theta: float, yarn: YarnScaling | None = None) -> np.ndarray:
-    """RoPE frequencies theta^(-2i / rope_dim), scaled by YaRN if given (spec 2.1). [rope_dim / 2] float32.
+    """RoPE frequencies theta^(-2i / rope_dim), scaled by YaRN if given (docs/model.md, RoPE).
 
     YaRN divides slow pairs by `factor`, keeps fast pairs, and is linear in between.
+
+    Returns:
+        [rope_dim / 2] float32, radians per position of each pair of dims.
     """
     freq = theta ** (-np.arange(0, rope_dim, 2, dtype=np.float64) / rope_dim)
     if yarn is not None:
@@ -119,3 +132,17 @@ def inv_frequencies(rope_dim: int, theta: float, yarn: YarnScaling | None = None
         ramp = np.clip((np.arange(rope_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
         freq = freq * (1 - ramp) + freq / yarn.factor * ramp
     return freq.astype(np.float32)
+
+
+def rope_frequencies(cfg: DSV4Config, attn: AttentionType) -> np.ndarray:
+    """RoPE frequencies of all of a layer's rows and queries: what `Epilogue`, `queries` and `attend` of it take.
+
+    The plain RoPE for SWA layers, the one that YaRN scales for CSA and HCA layers: their window rows, queries and
+    index keys too (docs/model.md, RoPE).
+
+    Returns:
+        [rope_dim / 2] float32, radians per position of each pair of dims.
+    """
+    if attn is AttentionType.SWA:
+        return inv_frequencies(cfg.rope_dim, cfg.rope_theta)
+    return inv_frequencies(cfg.rope_dim, cfg.compress_rope_theta, cfg.yarn)

@@ -45,7 +45,9 @@ def finish_queries(
     round_fp4: bool = False,
     implementation: Choice = None,
 ) -> jax.Array:
-    """RMSNorm per head (no weight) and RoPE; for the indexer also Hadamard and FP4 rounding (spec 2.1, 2.5).
+    """RMSNorm per head (no weight) and RoPE; for the indexer also Hadamard and FP4 rounding.
+
+    (docs/model.md, Projections and Index.)
 
     Args:
         queries: [T, H, dim] float, an array or `Columns`; taken in float32.

@@ -13,7 +13,7 @@ from dsv4_jax import AttentionType, DSV4Config
 from dsv4_jax.config import YarnScaling
 from dsv4_jax.errors import ConfigError
 from dsv4_jax.hf_config import hf_fields
-from dsv4_jax.model.numerics import layer_frequencies
+from dsv4_jax.ops import rope_frequencies
 
 transformers = pytest.importorskip("transformers", "5.10")
 modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
@@ -56,7 +56,7 @@ def agreed(**changes: Any) -> bool:
     rotary = modeling.DeepseekV4RotaryEmbedding(theirs)
     assert (rotary.main_attention_scaling, rotary.compress_attention_scaling) == (1.0, 1.0)
     for kind, inv_freq in ((SWA, rotary.main_inv_freq), (CSA, rotary.compress_inv_freq)):
-        np.testing.assert_allclose(layer_frequencies(cfg, kind), inv_freq.numpy(), rtol=2e-6)
+        np.testing.assert_allclose(rope_frequencies(cfg, kind), inv_freq.numpy(), rtol=2e-6)
     assert tuple(kind.value for kind in cfg.layer_types) == tuple(theirs.layer_types)
     assert (cfg.csa_ratio, cfg.hca_ratio) == tuple(theirs.compress_rates[kind.value] for kind in (CSA, HCA))
     hashed = [i < cfg.num_hash_layers for i in range(cfg.num_layers)]

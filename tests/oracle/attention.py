@@ -1,4 +1,4 @@
-"""Attention over a cache in float64, one token and one head at a time, from explicit key lists (spec 2.5 - 2.7)."""
+"""Attention over a cache in float64, one token and one head at a time, from explicit key lists (docs/model.md)."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def hadamard(x: np.ndarray) -> np.ndarray:
 
 
 def yarn_frequencies(rope_dim: int, theta: float, factor: float, context: int, fast: float, slow: float) -> np.ndarray:
-    """RoPE frequencies with YaRN, from spec 2.1, pair by pair."""
+    """RoPE frequencies with YaRN, from docs/model.md, pair by pair."""
 
     def pair(turns: float) -> float:
         return rope_dim * np.log(context / (2 * np.pi * turns)) / (2 * np.log(theta))
