@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from . import pools as pools
     from . import records as records
     from . import stores as stores
+    from . import testing as testing
     from .cache import KVCache as KVCache
     from .cache import init_cache as init_cache
     from .capacity import plan_capacity as plan_capacity
@@ -85,7 +86,7 @@ _HOME = {
     "swap_in": "tiers.swap",
     "swap_out": "tiers.swap",
 }
-_SUBMODULES = ("errors", "manager", "model", "ops", "pools", "records", "stores", "tiers")
+_SUBMODULES = ("errors", "manager", "model", "ops", "pools", "records", "stores", "testing", "tiers")
 
 __all__ = ["__version__", *_HOME, *_SUBMODULES]
 

@@ -17,8 +17,8 @@ from dsv4_jax.ops.numerics import inv_frequencies
 from dsv4_jax.ops.registry import Choice
 from dsv4_jax.plan import StepPlan
 from dsv4_jax.step import CacheStep, LayerCacheHandle
+from dsv4_jax.testing import Held, live_bytes
 
-from .oracle.live import live_bytes
 from .oracle.machine import CompressorInputs, Norms
 
 EPS = 1e-6
@@ -171,7 +171,7 @@ class Driver:
         self.length[slot] = length
 
     def live(self, slot: int, window: int | None = None) -> dict[str, list[np.ndarray]]:
-        return live_bytes(self.cache, self.layout, slot, self.length[slot], self.blocks[slot], window=window)
+        return live_bytes(self.cache, Held(slot, self.length[slot], self.blocks[slot]), window=window)
 
 
 def image(cache: KVCache) -> dict[str, bytes]:

@@ -10,9 +10,9 @@ import pytest
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.manager.planning import RowFeed, StepShape, build_plan, shape_for
+from dsv4_jax.testing import assert_same_bytes, assert_untouched
 
 from .harness import Driver, image, jit_write_step, optimised_write_step, pinned_shape, random_stream
-from .oracle.live import assert_same, assert_untouched
 from .oracle.machine import CompressorInputs
 
 CSA, HCA = AttentionType.CSA, AttentionType.HCA
@@ -62,7 +62,7 @@ def test_every_chunking_gives_the_same_cache_bytes(options: dict) -> None:
     for chunks, driver in zip(chunkings(TOKENS)[1:], others, strict=True):
         different = [name for name, data in image(driver.cache).items() if data != expected[name]]
         assert not different, f"chunks {chunks[:8]}...: {different} differ from one-shot prefill"
-    assert_untouched(reference.cache, layout, {2}, reference.touched_blocks)
+    assert_untouched(reference.cache, {2}, reference.touched_blocks)
 
 
 @pytest.mark.parametrize(
@@ -115,11 +115,11 @@ def verify(driver: Driver, start: int, width: int, accept: int, shape: StepShape
     driver.step([(1, width)], shape, {1: mixed})
     driver.rollback(1, kept)
     where = f"start {start}, width {width}, {accept} accepted"
-    assert_same(driver.live(1), expected[kept], f"{where}: at once")
+    assert_same_bytes(driver.live(1), expected[kept], f"{where}: at once")
     for n in range(1, 7):
         driver.step([(1, 1)], shape)
         if n in (1, 3, 6):
-            assert_same(driver.live(1), expected[kept + n], f"{where}: {n} tokens later")
+            assert_same_bytes(driver.live(1), expected[kept + n], f"{where}: {n} tokens later")
 
 
 def run_verify(layout: CacheLayout, cases: list[tuple[int, int, int]]) -> None:
@@ -180,7 +180,7 @@ def test_shorter_verify_steps_fit_a_wider_ring() -> None:
         )
         driver.step([(1, width)], shape, {1: mixed})
         driver.rollback(1, keep)
-        assert_same(driver.live(1), expected[keep], f"{keep} tokens kept")
+        assert_same_bytes(driver.live(1), expected[keep], f"{keep} tokens kept")
 
 
 # Company and padding
@@ -213,7 +213,7 @@ def test_a_request_does_not_depend_on_its_company() -> None:
                 alone.admit(1, streams[owner.pop(slot)])
                 while alone.length[1] < driver.length[slot]:
                     alone.step([(1, min(48, driver.length[slot] - alone.length[1]))], shape)
-                assert_same(driver.live(slot), alone.live(1), f"slot {slot}")
+                assert_same_bytes(driver.live(slot), alone.live(1), f"slot {slot}")
                 alone.release(1)
                 driver.release(slot)
                 finished += 1
@@ -236,7 +236,7 @@ def test_padding_writes_nothing(rows: list[RowFeed]) -> None:
     fed = {row.slot for row in rows}
     for slot in driver.length:
         if slot not in fed:
-            assert_same(driver.live(slot), before[slot], f"slot {slot}")
+            assert_same_bytes(driver.live(slot), before[slot], f"slot {slot}")
     if not rows:
         assert image(driver.cache) == expected
-    assert_untouched(driver.cache, layout, driver.touched_slots, driver.touched_blocks)
+    assert_untouched(driver.cache, driver.touched_slots, driver.touched_blocks)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +14,7 @@ from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.manager.planning import RowFeed, build_plan, shape_for
 from dsv4_jax.plan import StepPlan
+from dsv4_jax.testing import assert_no_copies, assert_one_trace
 
 from .harness import Driver, layer_writes, pinned_shape, random_norms, random_stream, write_step
 from .oracle.machine import CompressorInputs, Norms
@@ -76,22 +75,8 @@ def operands(
     return init_cache(layout, size), plan, random_stream(layout, ROWS, 0), random_norms(layout)
 
 
-def pool_copies(text: str, array: jax.Array) -> list[str]:
-    """Copies of arrays of this shape in an HLO text."""
-    kinds = {"uint8": "u8", "uint16": "u16", "float32": "f32", "int32": "s32"}
-    shape = f"{kinds[str(array.dtype)]}[{','.join(map(str, array.shape))}]"
-    return re.findall(rf"= {re.escape(shape)}\S* copy(?:-start)?\(.*", text)
-
-
 def assert_in_place(step, cache: KVCache, *rest, compiler_options: dict | None = None) -> None:
-    total = sum(a.nbytes for a in cache.arrays.values())
-    compiled = jax.jit(step, donate_argnums=0).lower(cache, *rest).compile(compiler_options)
-    memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes == total, "not every cache byte is updated in place"
-    assert memory.temp_size_in_bytes < 0.02 * total, f"{memory.temp_size_in_bytes} temporary bytes of {total}"
-    for name, array in cache.arrays.items():
-        assert not pool_copies(compiled.as_text(), array), f"{name} is copied"
-    new = compiled(cache, *rest)
+    new = assert_no_copies(step, cache, *rest, compiler_options=compiler_options)(cache, *rest)
     assert all(a.is_deleted() for a in cache.arrays.values())
     assert not any(a.is_deleted() for a in new[0].arrays.values())
 
@@ -131,11 +116,9 @@ def test_prefill_copies_no_paged_pool() -> None:
     plan = build_plan(layout, feeds, shape_for(layout, feeds))
     cache = init_cache(layout, CacheSize(4000, 4, 4))
     args = cache, plan, random_stream(layout, 48, 0), random_norms(layout)
-    compiled = jax.jit(decode_step, donate_argnums=0).lower(*args).compile()
-    assert compiled.memory_analysis().alias_size_in_bytes == sum(a.nbytes for a in cache.arrays.values())
     paged = [leaf.name for leaf in layout.leaves if leaf.scope == "block"]
     assert len(paged) == 8
-    assert not [name for name in paged if pool_copies(compiled.as_text(), cache.arrays[name])]
+    assert_no_copies(decode_step, *args, only=lambda path: any(f"'{name}'" in path for name in paged))
 
 
 @pytest.mark.slow
@@ -151,7 +134,7 @@ def test_two_hundred_steps_compile_once() -> None:
     layout = CacheLayout(DSV4Config.tiny(layer_types=(CSA, HCA)))
     shape = pinned_shape(layout, 4, 24, 2, history=True)
     driver = Driver(layout, CacheSize(8, 4, 2))
-    step = jax.jit(chex.assert_max_traces(write_step, n=1), donate_argnums=0)
+    step = jax.jit(assert_one_trace(write_step), donate_argnums=0)
     rng = np.random.default_rng(0)
     stream, joins, leaves = random_stream(layout, 256, 0), 0, 0
     for _ in range(200):

@@ -7,9 +7,9 @@ import pytest
 
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.layout import CacheLayout, CacheSize
+from dsv4_jax.testing import assert_same_bytes, assert_untouched
 
 from .harness import Driver, jit_write_step, optimised_write_step, pinned_shape, random_stream
-from .oracle.live import assert_same, assert_untouched
 from .oracle.machine import Machine
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
@@ -55,14 +55,16 @@ def run_trace(
         if steps % check_every == 0 or not left:
             for slot in slots:
                 if driver.length[slot]:
-                    assert_same(
+                    assert_same_bytes(
                         driver.live(slot, layout.cfg.sliding_window),
                         machine.live(slot, counts),
                         f"slot {slot} at {driver.length[slot]}",
                     )
     for slot in slots:
-        assert_same(driver.live(slot, layout.cfg.sliding_window), machine.live(slot, counts), f"slot {slot} at the end")
-    assert_untouched(driver.cache, layout, driver.touched_slots, driver.touched_blocks)
+        assert_same_bytes(
+            driver.live(slot, layout.cfg.sliding_window), machine.live(slot, counts), f"slot {slot} at the end"
+        )
+    assert_untouched(driver.cache, driver.touched_slots, driver.touched_blocks)
 
 
 @pytest.mark.slow

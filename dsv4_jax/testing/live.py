@@ -1,40 +1,59 @@
-"""What of a device cache a request can still see: the canonical view all byte comparisons use."""
+"""What of a cache a request can still see, and whether two caches have the same bytes there."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import numpy as np
 
-from dsv4_jax.cache import KVCache
-from dsv4_jax.layout import CacheLayout
+from ..cache import KVCache
+from ..layout import LeafSpec
+
+__all__ = ["Held", "Live", "assert_same_bytes", "assert_same_cache", "assert_untouched", "live_bytes"]
+
+Live = dict[str, list[np.ndarray]]
 
 
-def units(cache: KVCache, layout: CacheLayout, leaf) -> np.ndarray:
-    """A leaf as [layers, units, rows, width]."""
-    array = np.asarray(cache.arrays[leaf.name])
-    return array.reshape(leaf.layers, -1, leaf.rows, leaf.width)
+class Held(NamedTuple):
+    """Where a request lies in a cache.
 
-
-def live_bytes(
-    cache: KVCache, layout: CacheLayout, slot: int, length: int, blocks: list[int], *, window: int | None = None
-) -> dict[str, list[np.ndarray]]:
-    """Pool name -> its parts [layers, rows, width], rows in position (or entry) order.
-
-    Window: the last `window` positions (by default `sliding_window` - 1, what the next token sees
-    beside itself). Entries and index keys: all completed ones,
-    through `blocks`. CSA state: the tokens of the unfinished entry and the `ratio` before them.
-    HCA state: the tokens of the unfinished entry (raw) or their softmax triple (online).
+    Attributes:
+        slot: of the request.
+        length: tokens it holds.
+        blocks: ids of its blocks, in the order of its tokens.
     """
-    cfg = layout.cfg
+
+    slot: int
+    length: int
+    blocks: Sequence[int]
+
+    @classmethod
+    def of(cls, request: Any) -> Held:
+        """Of a manager's `Request`, all steps of which have run."""
+        return cls(request.slot, request.num_cached, request.blocks)
+
+
+def live_bytes(cache: KVCache, held: Held, *, window: int | None = None) -> Live:
+    """All bytes that the next token of a request can see: pool name -> its parts [layers, rows, width].
+
+    Rows are in the order of positions (or entries), so that two requests with the same tokens have the same view,
+    whichever slots and blocks hold them. Window: the last `window` positions (by default `sliding_window` - 1, what
+    the next token sees beside itself). Entries and index keys: all completed ones. CSA state: the tokens of the
+    unfinished entry and the `csa_ratio` before them. HCA state: the tokens of the unfinished entry (raw) or their
+    softmax triple (online). A pool without rows yet has no parts, or empty ones.
+    """
+    layout, cfg, length = cache.layout, cache.layout.cfg, held.length
     window = cfg.sliding_window - 1 if window is None else window
-    view: dict[str, list[np.ndarray]] = {}
+    view: Live = {}
     for leaf in layout.leaves:
         if leaf.scope == "table":
             continue
-        data = units(cache, layout, leaf)
+        data = _units(cache, leaf)
         if leaf.scope == "block":
             ratio = cfg.hca_ratio if leaf.pool == "hca" else cfg.csa_ratio
             entry = np.arange(length // ratio)
-            block = np.asarray(blocks, int)[entry // leaf.rows] if len(entry) else entry
+            block = np.asarray(held.blocks, int)[entry // leaf.rows] if len(entry) else entry
             rows = data[:, block, entry % leaf.rows]
         else:
             if leaf.pool == "swa":
@@ -45,40 +64,72 @@ def live_bytes(
                     first = length - 1
             else:
                 first = max(length // cfg.csa_ratio * cfg.csa_ratio - cfg.csa_ratio, 0)
-            rows = data[:, slot, np.arange(first, length) % leaf.rows]
+            rows = data[:, held.slot, np.arange(first, length) % leaf.rows]
         view.setdefault(leaf.pool, []).append(rows)
     return view
 
 
-def assert_same(actual: dict[str, list[np.ndarray]], expected: dict[str, list[np.ndarray]], context: str = "") -> None:
-    """Equal bytes, part by part."""
-    assert actual.keys() == expected.keys()
+def assert_same_cache(cache: KVCache, held: Held, other: KVCache, other_held: Held, *, context: str = "") -> None:
+    """Two requests have the same bytes wherever their next token looks, in one cache or in two.
+
+    Such as a request of a busy server, and the same tokens in a cold cache of their own.
+
+    Raises:
+        AssertionError: names the pool, its part, and the first byte that differs.
+    """
+    if held.length != other_held.length:
+        raise AssertionError(f"{_prefix(context)}{held.length} tokens, expected {other_held.length}")
+    assert_same_bytes(live_bytes(cache, held), live_bytes(other, other_held), context=context)
+
+
+def assert_same_bytes(actual: Live, expected: Live, context: str = "") -> None:
+    """Equal bytes, part by part, of two results of `live_bytes`."""
+    context = _prefix(context)
+    if actual.keys() != expected.keys():
+        raise AssertionError(f"{context}pools {sorted(actual)}, expected {sorted(expected)}")
     for pool in actual:
         if not expected[pool]:  # no entry yet
-            assert all(part.size == 0 for part in actual[pool]), f"{context}: {pool} has rows, expected none"
+            if any(part.size for part in actual[pool]):
+                raise AssertionError(f"{context}{pool} has rows, expected none")
             continue
         for i, (a, e) in enumerate(zip(actual[pool], expected[pool], strict=True)):
-            assert a.dtype == e.dtype, (pool, i, a.dtype, e.dtype)
+            where = f"{context}{pool} part {i}"
+            if a.dtype != e.dtype:
+                raise AssertionError(f"{where} is {a.dtype}, expected {e.dtype}")
             if e.size == 0:
-                assert a.size == 0, f"{context}: {pool} part {i} has {a.shape}, expected no rows"
+                if a.size:
+                    raise AssertionError(f"{where} has {a.shape}, expected no rows")
                 continue
-            assert a.shape == e.shape, f"{context}: {pool} part {i} has {a.shape}, expected {e.shape}"
+            if a.shape != e.shape:
+                raise AssertionError(f"{where} has {a.shape}, expected {e.shape}")
             same = np.ascontiguousarray(a).view(np.uint8) == np.ascontiguousarray(e).view(np.uint8)
-            assert same.all(), (
-                f"{context}: {pool} part {i}: {(~same).sum()} of {same.size} bytes differ, "
-                f"first at {np.argwhere(~same)[0]}: {a[~(a == e)][:4]} != {e[~(a == e)][:4]}"
-            )
+            if not same.all():
+                raise AssertionError(
+                    f"{where}: {(~same).sum()} of {same.size} bytes differ, first at [layer, row, byte] "
+                    f"{np.argwhere(~same)[0].tolist()}: {a[~(a == e)][:4]} != {e[~(a == e)][:4]}"
+                )
 
 
-def assert_untouched(cache: KVCache, layout: CacheLayout, slots: set[int], blocks: set[int]) -> None:
+def assert_untouched(cache: KVCache, slots: set[int], blocks: set[int]) -> None:
     """Every slot and block that was never handed out, the null ones first of all, is still all zeros."""
-    for leaf in layout.leaves:
+    for leaf in cache.layout.leaves:
         if leaf.scope == "table":
             table = np.asarray(cache.block_table)
-            assert not table[[s for s in range(len(table)) if s not in slots]].any(), "a free slot's table changed"
+            if table[[s for s in range(len(table)) if s not in slots]].any():
+                raise AssertionError("a free slot's table changed")
             continue
-        data = units(cache, layout, leaf)
+        data = _units(cache, leaf)
         used = blocks if leaf.scope == "block" else slots
-        assert 0 not in used
-        free = [u for u in range(data.shape[1]) if u not in used]
-        assert not data[:, free].view(np.uint8).any(), f"{leaf.name}: a free or null unit changed"
+        free = [u for u in range(data.shape[1]) if u not in used - {0}]
+        touched = [u for u in free if data[:, u].view(np.uint8).any()]
+        if touched:
+            raise AssertionError(f"{leaf.name}: a free or null unit changed: {leaf.scope} {touched[0]}")
+
+
+def _units(cache: KVCache, leaf: LeafSpec) -> np.ndarray:
+    """A leaf as [layers, units, rows, width]."""
+    return np.asarray(cache.arrays[leaf.name]).reshape(leaf.layers, -1, leaf.rows, leaf.width)
+
+
+def _prefix(context: str) -> str:
+    return f"{context}: " if context else ""

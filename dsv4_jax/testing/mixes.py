@@ -3,7 +3,7 @@
 A mix: 3..8 requests with shared, repeated and continued prompts in tight pools, under a random policy, with chunks of
 odd sizes, preemption, forks, drafts of which some are rejected, aborts and sleep. Of every request that ends (and of
 some on their way) the tokens drawn, the logits of every token it fed and the bytes that its next token would see have
-to be those of `Model.alone`, bit by bit.
+to be those of `StepRunner.alone`, bit by bit.
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ import dataclasses
 
 import numpy as np
 
-import dsv4_jax as dsv4
-from dsv4_jax.cache import KVCache
-from dsv4_jax.errors import NoFreeSlotError, OutOfBlocksError
-from dsv4_jax.layout import CacheSize
-from dsv4_jax.manager import CachePolicy, HostSize, KVCacheManager, Namespace, Request, SnapshotPlacement, WritePolicy
-from dsv4_jax.manager.policies import ORDERS
-from dsv4_jax.manager.prefix.node import T
-from dsv4_jax.tiers.host_cache import HostCache
+from ..cache import KVCache
+from ..errors import NoFreeSlotError, OutOfBlocksError
+from ..layout import CacheSize
+from ..manager import CachePolicy, HostSize, KVCacheManager, Namespace, Request, SnapshotPlacement, WritePolicy
+from ..manager.policies import ORDERS
+from ..manager.prefix.node import T
+from ..tiers.host_cache import HostCache
+from ..tiers.transfers import run_transfers
+from .live import assert_same_bytes
+from .runner import StepRunner, with_garbage
 
-from ..oracle.live import assert_same
-from .engine import CFG, SIZE, Model, with_garbage
+__all__ = ["Job", "Mix", "host_size"]
 
-HOST = HostSize(num_blocks=10, num_snapshots=4)  # of the arrays, as `SIZE`
-MAX_PROMPT, MAX_OUTPUT = 44, 12
+
+def host_size(runner: StepRunner) -> HostSize:
+    """Of the host arrays that mixes of this runner use: half its blocks, and its snapshots."""
+    return HostSize(num_blocks=runner.size.num_blocks // 2, num_snapshots=runner.size.num_snapshots)
 
 
 @dataclasses.dataclass(eq=False)
@@ -66,26 +69,31 @@ def draw(stream: int, position: int, logits: np.ndarray) -> int:
 class Mix:
     """One mix. `cache` and `host` are taken over with whatever bytes they hold, and left behind."""
 
-    def __init__(self, model: Model, cache: KVCache, host: HostCache, seed: int, seen: collections.Counter[str]):
+    def __init__(self, runner: StepRunner, cache: KVCache, host: HostCache, seed: int, seen: collections.Counter[str]):
         rng = self.rng = np.random.default_rng((20, seed))
-        self.model, self.cache, self.host, self.seen = model, cache, host, seen
+        self.runner, self.cache, self.host, self.seen = runner, cache, host, seen
+        whole, records, n = runner.size, host_size(runner), runner.size.max_blocks_per_request
         size = CacheSize(
-            self.pick([8, 8, 9, 10, 12, 16, SIZE.num_blocks]), int(rng.integers(2, 1 + SIZE.num_slots)),
-            SIZE.max_blocks_per_request, int(rng.integers(0, 1 + SIZE.num_snapshots)),
+            min(self.pick([n, n, n + 1, n + 2, n + n // 2, 2 * n, whole.num_blocks]), whole.num_blocks),
+            int(rng.integers(2, 1 + whole.num_slots)), n, int(rng.integers(0, 1 + whole.num_snapshots)),
         )  # fmt: skip
-        records = HostSize(int(rng.integers(1, 1 + HOST.num_blocks)), int(rng.integers(0, 1 + HOST.num_snapshots)))
+        records = HostSize(
+            int(rng.integers(1, 1 + records.num_blocks)), int(rng.integers(0, 1 + records.num_snapshots))
+        )
         self.manager = KVCacheManager(
-            model.layout,
+            runner.layout,
             size,
             policy=self._policy(),
             host=records if self.chance(0.85) else None,
             salt=seed,
-            arrays=SIZE,
+            arrays=whole,
         )
         self.jobs: dict[Request, Job] = {}
+        # Lengths in units of an eighth of a block: prompts of up to five blocks and a half, outputs of one and a half.
+        self.eighth = max(1, runner.layout.block_tokens // 8)
         self.waiting = int(rng.integers(3, 9))
         self.forks, self.streams = 3, 0
-        self.bases = [self.text(8, 40) for _ in range(2)]
+        self.bases = [self.text(8 * self.eighth, 40 * self.eighth) for _ in range(2)]
         self.prompts: list[list[int]] = []
         self.ended: list[Job] = []
 
@@ -93,7 +101,7 @@ class Mix:
         return self.rng.random() < share
 
     def text(self, least: int, most: int) -> list[int]:
-        return self.rng.integers(0, CFG.vocab_size, self.rng.integers(least, most + 1)).tolist()
+        return self.rng.integers(0, self.runner.vocab_size, self.rng.integers(least, most + 1)).tolist()
 
     def pick(self, items):
         return items[int(self.rng.integers(len(items)))]
@@ -142,7 +150,7 @@ class Mix:
             if request.num_cached:
                 self.seen["replayed tokens"] += request.num_cached
                 job = self.jobs[request] = Job(request, tenant, len(tokens), [None] * len(tokens), 0)
-                self.feed([(request, min(request.num_pending, self.model.shape.tokens))])
+                self.feed([(request, min(request.num_pending, self.runner.shape.tokens))])
                 self.check(job)
                 del self.jobs[request]
             self.manager.abort_request(request)
@@ -177,21 +185,21 @@ class Mix:
         manager.check_integrity()
 
     def prompt(self) -> list[int]:
-        kind = self.rng.random()
+        kind, most = self.rng.random(), 44 * self.eighth
         if kind < 0.2 and self.prompts:
             tokens = list(self.pick(self.prompts))
         elif kind < 0.5 and self.ended:
-            tokens = self.pick(self.ended).request.tokens + self.text(0, 8)
+            tokens = self.pick(self.ended).request.tokens + self.text(0, 8 * self.eighth)
         elif kind < 0.9:
             base = self.pick(self.bases)
             tokens = base[: int(self.rng.integers(1, len(base) + 1))] if self.chance(0.5) else list(base)
-            tokens += self.text(0, 12)
+            tokens += self.text(0, 12 * self.eighth)
         else:
-            tokens = self.text(1, MAX_PROMPT)
-        return tokens[:MAX_PROMPT]
+            tokens = self.text(1, most)
+        return tokens[:most]
 
     def admit(self, tokens: list[int]) -> None:
-        total = len(tokens) + int(self.rng.integers(1, 1 + MAX_OUTPUT))
+        total = len(tokens) + int(self.rng.integers(1, 1 + 12 * self.eighth))
         tenant = Namespace(tenant="other") if self.chance(0.1) else None
         try:
             request = self.manager.admit_request(tokens, max_tokens=total, namespace=tenant)
@@ -254,8 +262,8 @@ class Mix:
 
     def step(self) -> None:
         manager, rng = self.manager, self.rng
-        budget, chunk = rng.integers(1, 1 + self.model.shape.tokens, 2).tolist()
-        feeds = manager.schedule(budget, max_chunk=chunk, shape=self.model.shape)
+        budget, chunk = rng.integers(1, 1 + self.runner.shape.tokens, 2).tolist()
+        feeds = manager.schedule(budget, max_chunk=chunk, shape=self.runner.shape)
         if not feeds and manager.requests:
             self.seen["steps without enough blocks"] += 1
             assert len(manager.requests) > 1, "one request alone must fit"
@@ -281,7 +289,7 @@ class Mix:
         starts = dict(zip(plan.seq_slot.tolist(), plan.seq_start.tolist(), strict=True))
         firsts = dict(zip(plan.seq_slot.tolist(), plan.seq_first.tolist(), strict=True))
         self.transfer()
-        logits, self.cache = self.model.run(self.cache, manager, plan)
+        logits, self.cache = self.runner.run(self.cache, manager, plan)
         self.seen["steps"] += 1
         fed = []
         for request, count in feeds:
@@ -295,20 +303,21 @@ class Mix:
 
     def plan(self, feeds: list[tuple[Request, int]]):
         """The plan of these feeds, some with drafts if blocks can be had for them: (plan, feeds)."""
-        room, drafted = self.model.shape.tokens - sum(count for _, count in feeds), []
+        room, drafted = self.runner.shape.tokens - sum(count for _, count in feeds), []
+        most = self.runner.layout.draft_tokens
         for request, count in feeds:
             job, drafts = self.jobs[request], 0
-            if request.num_pending == 1 and len(request.tokens) > request.num_prompt and self.chance(0.5):
-                drafts = min(int(self.rng.integers(1, 3)), room, job.total - len(request.tokens))
+            if request.num_pending == 1 and len(request.tokens) > request.num_prompt and most and self.chance(0.5):
+                drafts = min(int(self.rng.integers(1, 1 + most)), room, job.total - len(request.tokens))
                 request.tokens += self.drafts(request, drafts)
                 room -= drafts
             drafted.append((request, count + drafts))
         try:
-            return self.manager.plan_step(drafted, shape=self.model.shape), drafted
+            return self.manager.plan_step(drafted, shape=self.runner.shape), drafted
         except OutOfBlocksError:
             for (request, count), (_, less) in zip(drafted, feeds, strict=True):
                 del request.tokens[len(request.tokens) - (count - less) :]
-            return self.manager.plan_step(feeds, shape=self.model.shape), feeds
+            return self.manager.plan_step(feeds, shape=self.runner.shape), feeds
 
     def drafts(self, request: Request, count: int) -> list[int]:
         """What followed the last token before, in this request or another; else anything."""
@@ -348,7 +357,7 @@ class Mix:
         for stage in stages:
             for name, plan in zip(("blocks out", "snapshots out", "blocks in", "snapshots in"), stage, strict=True):
                 self.seen[name] += 0 if plan is None else int((plan.device_ids > 0).sum())
-        self.cache, self.host = dsv4.run_transfers(self.cache, self.host, stages)
+        self.cache, self.host = run_transfers(self.cache, self.host, stages)
 
     # The comparison
 
@@ -356,7 +365,7 @@ class Mix:
         """Tokens, logits and bytes are those of a lone run."""
         request, tokens = job.request, job.request.tokens
         assert len(job.streams) == len(tokens)
-        lone = self.model.alone(tokens[: request.num_cached])
+        lone = self.runner.alone(tokens[: request.num_cached])
         for position, logits in job.logits.items():
             if position >= request.num_cached:
                 continue  # of before it was preempted: to be fed again
@@ -367,5 +376,5 @@ class Mix:
             if stream is not None:
                 drawn = draw(stream, position, lone.logits[position - 1])
                 assert tokens[position] == drawn, f"{request}: token {position} is {tokens[position]}, not {drawn}"
-        assert_same(self.model.live(self.cache, request), lone.live, f"{request}")
+        assert_same_bytes(self.runner.live(self.cache, request), lone.live, f"{request}")
         self.seen["comparisons"] += 1

@@ -1,4 +1,4 @@
-"""The tiny model behind the serving tests: one executable for everything, and requests that run alone in a cold cache.
+"""A step function with the one executable that all comparisons share, and requests that run alone in a cold cache.
 
 Rounding may differ between executables, so mixed and lone runs share one: one `StepShape`, one size of arrays.
 """
@@ -6,90 +6,124 @@ Rounding may differ between executables, so mixed and lone runs share one: one `
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
-from dsv4_jax import AttentionType, CacheLayout, CacheSize, DSV4Config, KVCacheManager, init_cache, model
-from dsv4_jax.cache import KVCache
-from dsv4_jax.manager import Request, StepShape
-from dsv4_jax.plan import StepPlan
+from ..cache import KVCache, init_cache
+from ..errors import ShapeError
+from ..layout import CacheLayout, CacheSize
+from ..manager import KVCacheManager, StepShape
+from ..manager.request import Request
+from ..plan import StepPlan
+from .live import Held, Live, live_bytes
 
-from ..oracle.live import live_bytes
+__all__ = ["Cold", "Step", "StepRunner", "with_garbage"]
 
-SWA, CSA, HCA = AttentionType
-CFG = DSV4Config.tiny(
-    vocab_size=32, hidden_size=32, layer_types=(SWA, CSA, HCA), num_attention_heads=2, q_lora_rank=16, o_lora_rank=8,
-    sliding_window=6, index_n_heads=2, index_topk=3, hca_ratio=8, moe_intermediate_size=16, max_position_embeddings=64,
-)  # fmt: skip
-# Of the arrays; a manager may be told of fewer units, so that pools are tight and the executable the same.
-SIZE = CacheSize(num_blocks=20, num_slots=4, max_blocks_per_request=8, num_snapshots=4)
+# (params, cache, plan, tokens [T] int32) -> (logits [T, vocab] float32, cache)
+Step: TypeAlias = Callable[[Any, KVCache, Any, Any], tuple[Any, KVCache]]
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
-def step(params, cache, plan, tokens):
-    """A function of its own: jax.jit shares the executables of one function, wherever it is jitted."""
-    return model.forward(params, cache, plan, tokens)
-
-
-class Lone(NamedTuple):
+class Cold(NamedTuple):
     """What a request has that nobody ran beside, from a cache of zeros.
 
     Attributes:
-        logits: [N, vocab] float32 of its tokens.
+        logits: [N, vocab] of its tokens.
         live: see `live_bytes`.
     """
 
     logits: np.ndarray
-    live: dict[str, list[np.ndarray]]
+    live: Live
 
 
-class Model:
-    """Parameters and the one executable.
+class StepRunner:
+    """A model's step, compiled once for every comparison.
+
+    Args:
+        step: `(params, cache, plan, tokens) -> (logits, cache)`: logits [T, vocab] float32 of every token of the plan
+            (padding included), as `dsv4.model.forward` gives them. The plan is packed. Pure; it is jitted here, with
+            the cache donated.
+        params: whatever `step` takes: a pytree of arrays.
+        layout: of the caches. Small blocks make comparisons fast: `block_tokens=8` with `hca_ratio=8` in the config.
+        size: of the arrays; default: 4 requests of 8 blocks each, 20 blocks in all, and 4 snapshots.
+        max_tokens: tokens of one step; default: two blocks.
+        vocab_size: tokens that prompts are drawn from; default: the config's.
 
     Attributes:
-        layout: two drafts, blocks of 8 tokens. Rows in float32 by default: then no rounding hides a difference.
         shape: of every step.
     """
 
-    def __init__(self, kv_format: str = "f32", index_format: str = "f32") -> None:
-        self.params = model.init_params(CFG, seed=1)
-        self.layout = CacheLayout(CFG, kv_format, index_format, block_tokens=8, draft_tokens=2)
-        columns = SIZE.max_blocks_per_request
+    def __init__(
+        self,
+        step: Step,
+        params: Any,
+        layout: CacheLayout,
+        *,
+        size: CacheSize | None = None,
+        max_tokens: int | None = None,
+        vocab_size: int | None = None,
+    ):
+        def run(params: Any, cache: KVCache, plan: Any, tokens: Any) -> tuple[Any, KVCache]:
+            logits, cache = step(params, cache, plan, tokens)
+            if logits.ndim != 2 or logits.shape[0] != plan.unpack().num_tokens:
+                raise ShapeError(
+                    f"the step gives logits {logits.shape}: comparisons need those of every token, "
+                    f"({plan.unpack().num_tokens}, vocab)"
+                )
+            return logits, cache
+
+        self.params, self.layout = params, layout
+        self.size = size or CacheSize(num_blocks=20, num_slots=4, max_blocks_per_request=8, num_snapshots=4)
+        self.vocab_size = layout.cfg.vocab_size if vocab_size is None else vocab_size
+        columns, tokens = self.size.max_blocks_per_request, max_tokens or 2 * layout.block_tokens
         shape = StepShape.bound(
-            self.layout, SIZE.num_slots, 16, columns=columns, history=True, slot_copies=8, block_copies=24
+            layout, self.size.num_slots, tokens, columns=columns, history=True, slot_copies=8, block_copies=24
         )
         # As `pinned_shape` has it, and one for every row that gets drafts.
-        self.shape = dataclasses.replace(shape, table_entries=shape.table_entries + columns + SIZE.num_slots)
+        entries = shape.table_entries + columns + self.size.num_slots
+        self.shape: StepShape = dataclasses.replace(shape, table_entries=entries)
+        # A function of its own: jax.jit shares the executables of one function, wherever it is jitted.
+        self._step = jax.jit(run, donate_argnums=1)
+
+    @property
+    def executables(self) -> int:
+        """Compiled so far; more than one, and equal bits are no longer promised."""
+        return self._step._cache_size()
 
     def run(self, cache: KVCache, manager: KVCacheManager, plan: StepPlan) -> tuple[np.ndarray, KVCache]:
         """One step of the requests' known tokens: (logits [T, vocab], cache)."""
-        logits, cache = step(self.params, cache, plan.pack(), manager.plan_tokens(plan))
+        logits, cache = self._step(self.params, cache, plan.pack(), manager.plan_tokens(plan))
         return np.asarray(logits), cache
 
-    def alone(self, tokens: list[int]) -> Lone:
-        """These tokens in full chunks, with no cache of prefixes."""
-        manager, cache, logits = KVCacheManager(self.layout, SIZE), init_cache(self.layout, SIZE), []
-        request = manager.admit_request(tokens)
+    def alone(self, tokens: Sequence[int], chunks: Sequence[int] | None = None) -> Cold:
+        """These tokens with nobody beside them, from an empty cache.
+
+        Args:
+            chunks: tokens of each step, their sum that of the tokens; default: as many as a step takes.
+        """
+        manager, cache, logits = KVCacheManager(self.layout, self.size), init_cache(self.layout, self.size), []
+        request, left = manager.admit_request(list(tokens)), iter(chunks or ())
         while count := min(request.num_pending, self.shape.tokens):
+            count = next(left, 0) if chunks else count
             plan = manager.plan_step([(request, count)], shape=self.shape)
             out, cache = self.run(cache, manager, plan)
             logits.append(out[:count])
-        return Lone(np.concatenate(logits), self.live(cache, request))
+        return Cold(np.concatenate(logits), self.live(cache, request))
 
-    def live(self, cache: KVCache, request: Request) -> dict[str, list[np.ndarray]]:
-        """All bytes that the request's next tokens can see."""
-        return live_bytes(cache, self.layout, request.slot, request.num_cached, request.blocks)
+    def live(self, cache: KVCache, request: Request) -> Live:
+        """All bytes that the request's next token can see."""
+        return live_bytes(cache, Held.of(request))
 
 
 def with_garbage(cache: KVCache, rng: np.random.Generator) -> KVCache:
     """The same arrays with random bytes, NaNs among them, and random block ids in the table."""
+    blocks = cache.block_units
 
     def garbage(leaf: jax.Array) -> jax.Array:
         if leaf.dtype == np.int32:
-            data = rng.integers(0, SIZE.block_units, leaf.shape, dtype=np.int32)
+            data = rng.integers(0, blocks, leaf.shape, dtype=np.int32)
         else:
             data = np.frombuffer(rng.bytes(leaf.nbytes), leaf.dtype).reshape(leaf.shape)
         return jax.device_put(data, leaf.sharding)

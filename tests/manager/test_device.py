@@ -10,9 +10,9 @@ import pytest
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager, init_cache
 from dsv4_jax.config import AttentionType
 from dsv4_jax.manager import Request, StepShape
+from dsv4_jax.testing import Held, assert_same_bytes, live_bytes
 
 from ..harness import jit_write_step, layer_writes, random_norms, random_stream
-from ..oracle.live import assert_same, live_bytes
 from ..oracle.machine import CompressorInputs
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -52,7 +52,7 @@ class Engine:
         self.manager.check_integrity()
 
     def live(self, request: Request) -> dict[str, list[np.ndarray]]:
-        return live_bytes(self.cache, LAYOUT, request.slot, request.num_cached, request.blocks)
+        return live_bytes(self.cache, Held.of(request))
 
     def reads(self, request: Request) -> list[np.ndarray]:
         """Feeds the request one more token and returns all it then sees: windows, entries, scores, attention."""
@@ -118,7 +118,7 @@ def test_a_reused_slot_shows_nothing_of_its_last_request(length: int) -> None:
         done += n
     single, lone = alone([12] * (length // 12) + [length % 12] * (length % 12 > 0))
     assert kept.blocks != lone.blocks
-    assert_same(engine.live(kept), single.live(lone))
+    assert_same_bytes(engine.live(kept), single.live(lone))
     for a, b in zip(engine.reads(kept), single.reads(lone), strict=True):
         assert np.isfinite(a).all()
         np.testing.assert_array_equal(a, b)
@@ -145,7 +145,7 @@ def test_rejected_drafts_leave_no_trace() -> None:
         engine.step([(other, 2)])
     assert returned  # a rejected draft had opened a block, and `other` may have it by now
     single, lone = alone([12, 12, 12] + [1] * (kept.num_cached - 36))
-    assert_same(engine.live(kept), single.live(lone))
+    assert_same_bytes(engine.live(kept), single.live(lone))
 
 
 def test_steps_ahead_are_the_steps_one_by_one() -> None:
@@ -163,4 +163,4 @@ def test_steps_ahead_are_the_steps_one_by_one() -> None:
         plan = plan.advance()
     engine.manager.check_integrity()
     single, lone = alone([12, 6])
-    assert_same(engine.live(kept), single.live(lone))
+    assert_same_bytes(engine.live(kept), single.live(lone))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dsv4_jax.errors import PoolError, PoolExhaustedError, PoolReleaseError, ShapeError
 from dsv4_jax.pools import GDNPool, GDNSpec, ReqToTokenPool, StateSlots, copy_states, reset_states
 
-from .in_place import assert_in_place
+from . import assert_in_place
 
 SPEC = GDNSpec(max_requests=4, layers=3, heads=2, k_dim=5, v_dim=3, conv_dim=7, conv_kernel=4, track_slots=3)
 set_states = jax.jit(GDNPool.set_states, donate_argnums=0)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from .in_place import assert_in_place
+from . import assert_in_place
 
 PATH = Path(__file__).parents[2] / "examples" / "gqa_decode.py"
 

@@ -19,7 +19,7 @@ from dsv4_jax.pools import KVPool, KVSpec, store_kv
 from dsv4_jax.pools.kv_pool import KVStoreArguments
 
 from ..pallas.lowering import lowers_for_cuda
-from .in_place import assert_in_place
+from . import assert_in_place
 
 STORAGES = ("bf16", "f16", "f32", "fp8")
 FLOATS: dict[str, Any] = {"bf16": jnp.bfloat16, "f16": np.float16, "f32": np.float32}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dsv4_jax.errors import PoolError, PoolExhaustedError, PoolReleaseError
 from dsv4_jax.pools import ReqToTokenPool, TokenTable
 
-from .in_place import assert_in_place
+from . import assert_in_place
 
 REQUESTS, CONTEXT, CELLS, ROWS, CAPACITY = 4, 12, 64, 3, 16
 apply = jax.jit(TokenTable.apply, donate_argnums=0)

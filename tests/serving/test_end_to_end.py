@@ -1,4 +1,4 @@
-"""Whatever the manager does, a request's tokens, logits and bytes are those of a lone, cold run. See mixes.py."""
+"""Whatever the manager does, a request's tokens, logits and bytes are those of a lone, cold run."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import pytest
 
 import dsv4_jax as dsv4
 from dsv4_jax.plan import StepPlan
+from dsv4_jax.testing import Mix, Mixes
 
-from .check import Mixes
-from .engine import step
-from .mixes import Mix
+from .engine import runner
 
 
 @pytest.fixture(scope="module")
 def mixes() -> Mixes:
-    return Mixes()
+    return Mixes(runner())
 
 
 def test_a_few_mixes_equal_lone_cold_runs(mixes: Mixes) -> None:
@@ -31,7 +30,7 @@ def test_more_mixes_equal_lone_cold_runs_and_exercise_everything(mixes: Mixes) -
     for seed in range(3, 10):
         mixes.run(seed)
     assert not mixes.missing
-    assert step._cache_size() == 1, "mixed and lone runs must share one executable"
+    assert mixes.runner.executables == 1, "mixed and lone runs must share one executable"
 
 
 # The comparison itself: a part of the work left undone has to be seen.

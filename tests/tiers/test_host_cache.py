@@ -27,11 +27,11 @@ from dsv4_jax.errors import CapacityError
 from dsv4_jax.manager import HostSize, Request, StepShape
 from dsv4_jax.plan import SwapPlan
 from dsv4_jax.records import block_record, snapshot_record
+from dsv4_jax.testing import Held, assert_same_bytes, live_bytes
 from dsv4_jax.tiers.host_cache import HostCache
 
 from .. import native
 from ..harness import Driver, image, pinned_shape, random_stream
-from ..oracle.live import assert_same, live_bytes
 from .swapping import jitted
 
 CSA, HCA = AttentionType.CSA, AttentionType.HCA
@@ -135,7 +135,7 @@ def test_cold_prefill_equals_round_trip_equals_preemption(options):
     preempted.cache = back(preempted.cache, host, preempted.blocks[1], 1)
     finish(preempted, 1)
     assert not set(preempted.blocks[1]) & set(was)
-    assert_same(preempted.live(1), cold.live(2))
+    assert_same_bytes(preempted.live(1), cold.live(2))
 
 
 def check_next_tokens(
@@ -189,7 +189,7 @@ def check_next_tokens(
             return np.stack(out)
 
         def live(self) -> dict[str, list[np.ndarray]]:
-            return live_bytes(self.cache, layout, self.request.slot, self.request.num_cached, self.request.blocks)
+            return live_bytes(self.cache, Held.of(self.request))
 
     cold = Run()
     expected = cold.finish()
@@ -214,7 +214,7 @@ def check_next_tokens(
     assert preempted.request.slot != slot and not set(preempted.request.blocks) & blocks
     assert preempted.request.num_cached == prompt, "nothing is computed again"
     np.testing.assert_array_equal(preempted.finish(), expected)
-    assert_same(preempted.live(), cold.live())
+    assert_same_bytes(preempted.live(), cold.live())
 
 
 @pytest.mark.slow

@@ -1,0 +1,18 @@
+"""The tiny model behind the serving tests."""
+
+from __future__ import annotations
+
+from dsv4_jax import AttentionType, CacheLayout, DSV4Config, model
+from dsv4_jax.testing import StepRunner
+
+SWA, CSA, HCA = AttentionType
+CFG = DSV4Config.tiny(
+    vocab_size=32, hidden_size=32, layer_types=(SWA, CSA, HCA), num_attention_heads=2, q_lora_rank=16, o_lora_rank=8,
+    sliding_window=6, index_n_heads=2, index_topk=3, hca_ratio=8, moe_intermediate_size=16, max_position_embeddings=64,
+)  # fmt: skip
+
+
+def runner(kv_format: str = "f32", index_format: str = "f32") -> StepRunner:
+    """Two drafts, blocks of 8 tokens. Rows in float32 by default: then no rounding hides a difference."""
+    layout = CacheLayout(CFG, kv_format, index_format, block_tokens=8, draft_tokens=2)
+    return StepRunner(model.forward, model.init_params(CFG, seed=1), layout)
