@@ -54,14 +54,14 @@ class Job:
 
     def draw(self, position: int, logits: np.ndarray) -> int:
         """The token at a position, from the logits of the one before it."""
-        return draw(self.stream, position, logits)
+        return _draw(self.stream, position, logits)
 
     def append(self, token: int) -> None:
         self.request.tokens.append(token)
         self.streams.append(self.stream)
 
 
-def draw(stream: int, position: int, logits: np.ndarray) -> int:
+def _draw(stream: int, position: int, logits: np.ndarray) -> int:
     noise = np.random.default_rng((stream, position)).gumbel(size=logits.shape) if stream else 0.0
     return int((logits + noise).argmax())
 
@@ -374,7 +374,7 @@ class Mix:
             assert same.all(), f"{request}: logits of position {position} differ in {(~same).sum()} of {same.size}"
         for position, stream in enumerate(job.streams[: request.num_cached + 1]):
             if stream is not None:
-                drawn = draw(stream, position, lone.logits[position - 1])
+                drawn = _draw(stream, position, lone.logits[position - 1])
                 assert tokens[position] == drawn, f"{request}: token {position} is {tokens[position]}, not {drawn}"
         assert_same_bytes(self.runner.live(self.cache, request), lone.live, f"{request}")
         self.seen["comparisons"] += 1
