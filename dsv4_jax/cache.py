@@ -8,21 +8,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, Sharding
 
-from .errors import PlanError
+from .errors import DonatedCacheError, LayoutError, PlanError
 from .layout import CacheLayout, CacheSize, LeafSpec
 from .ops.append import Rows
 from .ops.copy import copy_units
 from .ops.registry import Choice, frozen
+from .ops.scatter import set_existing
 from .plan import CacheFacts, PackedPlan, StepPlan, register_pytrees
+from .serialization import layout_from_json, layout_to_json, serialized_as
 from .step import CacheStep, LayerWrites
 
 __all__ = ["KVCache", "init_cache"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class KVCache:
-    """All cache bytes of one model instance. A pytree: jit it, donate it, shard it.
+    """All cache bytes of one model instance. A pytree: jit it, donate it, shard it, export a step of it (`jax.export`).
+
+    Caches are equal if they are the same object; `dsv4_jax.testing` compares bytes. One that was donated raises
+    `DonatedCacheError` where it is used again: by `begin`, or as an argument of any jitted function.
 
     Attributes:
         arrays: leaf name -> array, in the order and shapes of `layout.leaves`.
@@ -31,6 +37,12 @@ class KVCache:
 
     arrays: dict[str, jax.Array]
     layout: CacheLayout
+
+    def __repr__(self) -> str:
+        leaves = [x for x in self.arrays.values() if hasattr(x, "shape") and hasattr(x, "dtype")]
+        size = sum(x.size * x.dtype.itemsize for x in leaves)
+        what = f"{size:,} bytes in {len(leaves)} arrays" if leaves else f"{len(self.arrays)} leaves"
+        return f"KVCache({'donated' if _donated(self.arrays) else what}, {self.layout})"
 
     def pool(self, name: str) -> Rows:
         """The parts of a pool ("swa", "csa", "hca", "index", "csa_state", ...)."""
@@ -87,7 +99,10 @@ class KVCache:
         Raises:
             ForeignPlanError: the plan was made for another layout or size.
             PlanError: it is no plan of a step.
+            DonatedCacheError: the cache was donated to another step.
         """
+        if _donated(self.arrays):
+            raise DonatedCacheError
         if not isinstance(plan, StepPlan | PackedPlan):
             raise PlanError(f"a step begins with a StepPlan or a PackedPlan, got {type(plan).__name__}")
         if plan.facts is not None:
@@ -112,30 +127,59 @@ class KVCache:
             )
         if plan.table_slot.shape[0]:
             table = arrays["block_table.ids"]
-            arrays["block_table.ids"] = table.at[plan.table_slot, plan.table_index].set(
-                jnp.asarray(plan.table_block), mode="drop", wrap_negative_indices=False
-            )
+            entries = (plan.table_slot, plan.table_index)
+            arrays["block_table.ids"] = set_existing(table, entries, jnp.asarray(plan.table_block))
         return dataclasses.replace(self, arrays=arrays)
 
 
-jax.tree_util.register_dataclass(KVCache, data_fields=["arrays"], meta_fields=["layout"])
+def _donated(arrays: dict[str, Any]) -> bool:
+    """Whether a cache's arrays are gone. One is as good as all: a cache is donated whole."""
+    array = arrays.get("block_table.ids")
+    return isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.is_deleted()
+
+
+_ARRAYS = jax.tree_util.GetAttrKey("arrays")
+
+
+def _flatten(cache: KVCache) -> tuple[tuple[dict[str, jax.Array]], CacheLayout]:
+    if _donated(cache.arrays):
+        raise DonatedCacheError  # before jax says that some int32[17,64] has been deleted
+    return (cache.arrays,), cache.layout
+
+
+def _flatten_with_keys(cache: KVCache) -> tuple[tuple[tuple[Any, dict[str, jax.Array]]], CacheLayout]:
+    (arrays,), layout = _flatten(cache)
+    return ((_ARRAYS, arrays),), layout
+
+
+def _unflatten(layout: CacheLayout, children: tuple[dict[str, jax.Array]]) -> KVCache:
+    return KVCache(children[0], layout)
+
+
+jax.tree_util.register_pytree_with_keys(KVCache, _flatten_with_keys, _unflatten, _flatten)
+serialized_as(KVCache, layout_to_json, layout_from_json)
 register_pytrees()
 
 
-def init_cache(layout: CacheLayout, size: CacheSize, *, sharding: Any = None) -> KVCache:
+def init_cache(
+    layout: CacheLayout, size: CacheSize, *, sharding: KVCache | Sharding | jax.Device | None = None
+) -> KVCache:
     """An empty cache, all zeros.
 
     Args:
         layout: what to hold.
         size: how much of it (per shard, when sharded along a data axis).
-        sharding: None for the default device, or the `KVCache` of shardings that
-            `cache_sharding` returns: the leading axis of every leaf is then multiplied by its
-            number of data shards, each holding a self-contained cache with its own unit ids.
+        sharding: where. None: on the default device; a device; a sharding for every leaf, such as
+            `NamedSharding(mesh, PartitionSpec("data"))`; or the `KVCache` of shardings that
+            `cache_sharding` returns. The leading axis of every leaf is multiplied by the
+            number of shards it is split into, each holding a self-contained cache with its own unit ids.
 
     Raises:
-        LayoutError: more rows than int32 has numbers (see `CacheLayout.check_size`); nothing was allocated.
+        LayoutError: more rows than int32 has numbers (see `CacheLayout.check_size`), a sharding that splits more than
+            the leading axis, or one of another layout; nothing was allocated.
     """
     layout.check_size(size)
+    placements = _placements(layout, sharding)
 
     # Committed to its device, as what `swap_in` returns is: or a step would compile again after the first of those.
     device = None
@@ -144,11 +188,39 @@ def init_cache(layout: CacheLayout, size: CacheSize, *, sharding: Any = None) ->
 
     def allocate(leaf: LeafSpec) -> jax.Array:
         rows, width = layout.leaf_shape(leaf, size)
-        if sharding is None:
+        if placements is None:
             return jnp.zeros((rows, width), leaf.dtype, device=device)
-        placement = sharding.arrays[leaf.name]
-        local = placement.shard_shape((1 << 40, width))[0]
-        shape = (rows * ((1 << 40) // local), width)
+        placement = placements[leaf.name]
+        shape = (rows * _shards(placement), width)
         return jax.jit(functools.partial(jnp.zeros, shape, leaf.dtype), out_shardings=placement)()
 
     return KVCache({leaf.name: allocate(leaf) for leaf in layout.leaves}, layout)
+
+
+def _placements(layout: CacheLayout, sharding: Any) -> dict[str, Sharding] | None:
+    """A sharding for every leaf. Raises `LayoutError`."""
+    if sharding is None:
+        return None
+    if isinstance(sharding, jax.Device):
+        sharding = jax.sharding.SingleDeviceSharding(sharding)
+    if isinstance(sharding, KVCache):
+        if sharding.layout != layout:
+            raise LayoutError(f"the sharding is of {sharding.layout}, the cache of {layout}")
+        placements: dict[str, Any] = dict(sharding.arrays)
+    else:
+        placements = dict.fromkeys((leaf.name for leaf in layout.leaves), sharding)
+    for name, placement in placements.items():
+        if not isinstance(placement, Sharding):
+            raise LayoutError(
+                f"the sharding of a cache is a device, a jax Sharding or the KVCache of `cache_sharding`, got "
+                f"{type(placement).__name__}{'' if placement is sharding else f' for {name}'}"
+            )
+        if isinstance(placement, NamedSharding) and any(axes is not None for axes in placement.spec[1:]):
+            raise LayoutError(f"{placement.spec}: a cache is split along its leading axis only")
+    return placements
+
+
+def _shards(placement: Sharding) -> int:
+    """How many parts a sharding splits the leading axis into."""
+    whole = 1 << 40
+    return whole // placement.shard_shape((whole, 1))[0]

@@ -16,6 +16,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "ContextLimitError",
+    "DonatedCacheError",
     "ForeignPlanError",
     "HashError",
     "ImplementationError",
@@ -129,6 +130,16 @@ class StepOrderError(CacheError, RuntimeError):
         self.layer = layer
         order = "the order of a layer in a step is append and compress (with its index), once each, then reads"
         super().__init__(f"layer {layer}: {problem} ({order})")
+
+
+class DonatedCacheError(CacheError, RuntimeError):
+    """A cache was used after it was given away: the step it was donated to returned the one to go on with."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this cache was donated to a jitted step, which updated its arrays in place: go on with the cache that "
+            "the step returned (logits, cache = step(params, cache, plan, tokens))"
+        )
 
 
 class SwapPlanError(PlanError):

@@ -16,6 +16,7 @@ from .arguments import Check
 from .columns import Values, dense
 from .epilogue import Epilogue, check_epilogue
 from .registry import Choice, Implementation, run
+from .scatter import set_existing
 
 __all__ = [
     "IMPLEMENTATION", "AppendArguments", "Rows", "WindowView", "append", "encode", "exists", "load", "pin", "reference",
@@ -139,10 +140,7 @@ IMPLEMENTATION = Implementation("append", "xla", reference)
 
 def store(pool: Rows, rows: Rows, row_ids: jax.Array) -> Rows:
     """Scatters already encoded rows; ids out of range are dropped."""
-    return tuple(
-        part.at[row_ids].set(new, mode="drop", wrap_negative_indices=False)
-        for part, new in zip(pool, rows, strict=True)
-    )
+    return tuple(set_existing(part, row_ids, new) for part, new in zip(pool, rows, strict=True))
 
 
 def load(pool: Rows, row_ids: jax.Array) -> Rows:

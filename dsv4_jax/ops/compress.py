@@ -27,6 +27,7 @@ from .columns import Values, dense
 from .epilogue import Epilogue, check_epilogue
 from .numerics import exp, rounded, tree_sum
 from .registry import Choice, Implementation, run
+from .scatter import set_existing
 
 __all__ = [
     "IMPLEMENTATION",
@@ -274,7 +275,7 @@ def _compress_hca_online(inputs: CompressorInputs, plan: StepPlan, table: jax.Ar
     keep = live[None] & (position >= start[None]) & (position >= (end - np.int32(banks))[None])
     row = ring_row(geometry.ordinal, geometry.slots, banks, slot[None], position)
     row = jnp.where(keep, row, np.int32(state.shape[0]))
-    state = state.at[row.reshape(-1)].set(saved.reshape(-1, 3 * width), mode="drop")
+    state = set_existing(state, row.reshape(-1), saved.reshape(-1, 3 * width))
 
     pooled = acc / total
     return state, _emit(inputs, pooled, plan, last_of_group(plan), table)
@@ -379,7 +380,7 @@ def _write_ring(state: jax.Array, inputs: CompressorInputs, plan: StepPlan) -> j
     keep = exists(plan.token_slot, geometry.slots) & (plan.token_position >= last)
     row = ring_row(geometry.ordinal, geometry.slots, geometry.ring, plan.token_slot, plan.token_position)
     row = jnp.where(keep, row, np.int32(state.shape[0]))
-    return state.at[row].set(_kv_and_score(inputs), mode="drop", wrap_negative_indices=False)
+    return set_existing(state, row, _kv_and_score(inputs))
 
 
 def _kv_and_score(inputs: CompressorInputs) -> jax.Array:

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from .append import exists
+from .scatter import set_existing
 
 __all__ = ["copy_units"]
 
@@ -24,4 +25,4 @@ def copy_units(leaf: jax.Array, src: jax.Array, dst: jax.Array, *, layers: int, 
     view = leaf.reshape(layers, units, rows * leaf.shape[-1])
     moved, view = lax.optimization_barrier((view.at[:, src].get(mode="clip", wrap_negative_indices=False), view))
     real = exists(dst, units) & (src >= 0) & (src < units)
-    return view.at[:, jnp.where(real, dst, np.int32(units))].set(moved, mode="drop").reshape(leaf.shape)
+    return set_existing(view, jnp.where(real, dst, np.int32(units)), moved, axis=1).reshape(leaf.shape)

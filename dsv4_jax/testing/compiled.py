@@ -34,7 +34,7 @@ def assert_no_copies(
         step: any traceable function, jitted or not, that returns the updated cache among its results.
         args: of the step; arrays, or `jax.ShapeDtypeStruct`s.
         donate_argnums: which of them are updated in place.
-        only: of which leaves, by their path (`".arrays['csa.nope']"` in a `KVCache`), copies are looked for; default: all.
+        only: of which leaves, by their path (`".arrays['csa.nope']"` in a `KVCache`), copies count; default: all
             Temporaries are not looked at then: on a CPU, XLA copies leaves of a request's state in chunks that
             overrun the window, and in steps of one token; never the pools of entries.
         temporaries: most bytes of temporaries, as a share of the donated ones.

@@ -17,6 +17,7 @@ from jax import lax
 
 from .. import ffi
 from ..errors import ImplementationError
+from ..ops.scatter import set_existing
 from ..records import Piece, RecordFormat
 
 __all__ = [
@@ -124,7 +125,7 @@ def unpack(leaves: Leaves, records: jax.Array, ids: Ids, valid: jax.Array, recor
         data = records[:, piece.offset : end].reshape(len(records), piece.layers, piece.stride)[..., : piece.bytes]
         data = _elements(jnp.moveaxis(data, 0, 1), leaf.dtype)
         units = jnp.where(valid, ids.units, np.int32(view.shape[1]))
-        out.append(view.at[:, units].set(data, mode="drop").reshape(leaf.shape))
+        out.append(set_existing(view, units, data, axis=1).reshape(leaf.shape))
     return tuple(out)
 
 
