@@ -1,4 +1,4 @@
-# Two commands: `make demo` and `make test`. Each makes the virtual environments it needs.
+# Two commands: `make demo` and `make test`. Each makes the virtual environments it needs. While working: `make check`.
 #
 #   PYTHONS="3.11 3.12 3.13"   the Python versions `make test` looks for; those it does not find are named and left out
 #   PYTEST_ARGS=...       further arguments for pytest, such as PYTEST_ARGS="-k sharding -x"
@@ -27,15 +27,26 @@ missing := $(filter-out $(found),$(PYTHONS))
 # The demo and the linters need one environment: the first of these that is there.
 one := $(firstword $(found) $(foreach v,3.11 3.12 3.13,$(if $(call python,$(v)),$(v))))
 
-.PHONY: help demo test prepare lint format build clean pythons $(found:%=test-%)
+.PHONY: help demo test check prepare lint format build clean pythons $(found:%=test-%)
 
 help:
 	@echo "make demo    decode real text through the cache on this machine's CPU"
 	@echo "make test    lint, build, and every test on Python $(PYTHONS)"
+	@echo "make check   lint, types, and the tests that compile nothing: under two minutes"
 	@echo "make lint | format | build | clean | test-3.11 | test-3.12 | test-3.13"
 
 demo: .venv/ready
 	@.venv/bin/python -m dsv4_jax demo
+
+# Tests of the host's half: no device, hardly anything to compile. On Python 3.12, or the one there is.
+host_tests := $(wildcard tests/manager tests/stores tests/cli tests/bench/test_records.py tests/bench/test_shapes.py \
+	tests/pools/test_token_allocator.py tests/pools/test_radix_cache.py tests/pools/test_interrupted.py tests/formats \
+	$(foreach t,capacity config events layout output packaging public_names structure,tests/test_$(t).py))
+check_python := $(firstword $(filter 3.12,$(found)) $(one))
+
+check: lint .venv-$(check_python)/ready
+	@echo "== check: Python $(check_python)"
+	@.venv-$(check_python)/bin/python -m pytest -n $(NPROC) -p no:cacheprovider -m "not slow" $(PYTEST_ARGS) $(host_tests)
 
 test: pythons prepare $(found:%=test-%)
 	@echo "All passed on Python $(found).$(if $(missing), NOT RUN on Python $(missing): not found.)"
@@ -62,7 +73,7 @@ format: .venv-$(one)/ready
 build: .venv-$(one)/ready
 	@PYTHON=.venv-$(one)/bin/python bash .ci/build
 
-# The others leave to Python 3.12 what takes long (tests/conftest.py), if it is there.
+# The others leave to Python 3.12 what does not differ between them (tests/conftest.py), if it is there.
 $(if $(filter 3.12,$(found)),,$(eval export RUN_SLOW := 1))
 
 $(found:%=test-%): test-%: .venv-%/ready

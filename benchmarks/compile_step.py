@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("flash", "pro"), default="flash")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--context", type=int, default=128 * 1024)
-    parser.add_argument("--layers", type=int, default=6, help="the first so many")
+    parser.add_argument("--layers", type=int, default=6, help="only the first N")
     parser.add_argument("--xla", action="append", default=[], metavar="OPTION=VALUE", help="compiler option")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

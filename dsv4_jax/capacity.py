@@ -121,7 +121,7 @@ def capacity(
     max_context: int | None = None,
     num_snapshots: int = 0,
 ) -> Capacity:
-    """Answers for the one of memory, requests and context that is not given.
+    """Finds the one of memory, requests and context that is not given.
 
     * requests and context: the memory they take when all requests reach the context at once.
     * memory and requests: the longest context that all of them can reach at once, in whole blocks.
@@ -206,7 +206,7 @@ def _answer(
 
 
 def _larger_part(layout: CacheLayout, size: CacheSize) -> Limit:
-    """What most of a cache is made of: where to save."""
+    """The largest parts of a cache: where to save."""
     blocks = size.block_units * layout.bytes_per_block
     return "blocks" if 2 * blocks >= layout.total_bytes(size) else "slots"
 

@@ -75,7 +75,7 @@ class EventLog:
         self._events.extend([BlockEvent(n, kind, tier, *block) for n, block in enumerate(blocks, self.last + 1)])
 
     def rewind(self, sequence: int) -> None:
-        """Takes back the events after number `sequence`: of an operation that was undone, before anybody saw them."""
+        """Takes back the events after number `sequence`: of an operation that was undone, before a reader saw them."""
         sequence = min(sequence, self.last)
         while self.last > sequence and self._events:
             self._events.pop()

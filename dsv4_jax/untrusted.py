@@ -1,4 +1,4 @@
-"""What others wrote, read, checked and shown within bounds.
+"""Input from outside (JSON, names, numbers): read, checked and shown within bounds.
 
 JSON of limited size and depth, fields of a config by type and range, any value as one short line.
 """

@@ -168,7 +168,7 @@ class Server:
 
 
 def alone(server: Server, job: Job) -> list[int]:
-    """The answer to a request that nobody runs beside, from an empty cache that keeps nothing."""
+    """The answer to a request that runs alone, from an empty cache that keeps nothing."""
     lone = Server(server.params, server.manager.size, shape=server.shape)  # as XLA rounds in one shape, so in the same
     lone.submit(again := Job(job.text, job.max_new_tokens))
     collections.deque(lone.run(), maxlen=0)

@@ -74,7 +74,7 @@ class GDNPool:
         ids = safe_ids("slots", slots, self.spec.slots - 1).reshape(-1)
         empty = None if positions is None else _at_the_beginning(positions, ids.size)
         at = safe_layer(layer, self.spec.layers)
-        if not isinstance(at, int):  # nobody's states are those of slot 0
+        if not isinstance(at, int):  # out of range: the states of slot 0
             ids = jnp.where(at < self.spec.layers, ids, jnp.zeros_like(ids))
         (recurrent, conv), pool = self._gather(at, ids)
         if empty is not None:

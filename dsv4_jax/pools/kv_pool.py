@@ -115,8 +115,8 @@ class KVPool:
         """
         ids = safe_ids("indices", indices, self.spec.last, unique=True).reshape(-1)
         k, v = (as_rows(n, x, ids.size, *self.spec.heads(n)) for n, x in (("k", k), ("v", v)))
-        nobody = self.spec.layers * self.spec.rows
-        rows = jnp.where(ids > 0, self._rows(layer, ids, nobody), np.int32(nobody))
+        no_row = self.spec.layers * self.spec.rows
+        rows = jnp.where(ids > 0, self._rows(layer, ids, no_row), np.int32(no_row))
         if ids.size == 0:
             return self
         stored = store_kv(
@@ -167,13 +167,13 @@ class KVPool:
     def mem_bytes(self) -> int:
         return self.spec.total_bytes
 
-    def _rows(self, layer: int | jax.Array, ids: jax.Array, nobody: int) -> jax.Array:
-        """The rows of safe ids in a layer, int32; `nobody` for a layer out of range."""
+    def _rows(self, layer: int | jax.Array, ids: jax.Array, no_row: int) -> jax.Array:
+        """The rows of safe ids in a layer, int32; `no_row` for a layer out of range."""
         at = safe_layer(layer, self.spec.layers)
         if isinstance(at, int):
             return np.int32(at * self.spec.rows) + ids
         rows = at * np.int32(self.spec.rows) + ids
-        return jnp.where(at < self.spec.layers, rows, np.int32(nobody))
+        return jnp.where(at < self.spec.layers, rows, np.int32(no_row))
 
     def _buffer(self, part: str, layer: int | jax.Array, dtype: Any) -> jax.Array:
         at = safe_layer(layer, self.spec.layers)

@@ -1,8 +1,8 @@
 """RadixCache: which prefixes have KV rows in a `KVPool`, token by token. NumPy, no jax.
 
-The counterpart, for token pools, of the block tree in `dsv4_jax.manager`. Three kinds of things hang on a node,
+The counterpart, for token pools, of the block tree in `dsv4_jax.manager`. Three kinds of things belong to a node,
 and a match ends where all that the model needs are present: KV slots always; with `window`, slots of a second
-pool for the last `window` tokens (older ones may be gone: tombstones); with `states`, a snapshot of the recurrent
+pool for the last `window` tokens (older ones may have been freed: tombstones); with `states`, a snapshot of the recurrent
 state at exactly the match's end. One owner at any time: `insert` says what stays the caller's.
 
 Every call is done wholly or not at all, whatever interrupts it; that of the allocators and of the log with it.
@@ -221,9 +221,9 @@ class RadixCache(RadixTree):
             raise
 
     def evict(self, count: int) -> int:
-        """Frees at least `count` tokens if so many can be, whole leaves, least recently used first.
+        """Frees at least `count` tokens, or all that can be freed: whole leaves, least recently used first.
 
-        What hangs on a leaf goes with it. Returns how many tokens were freed. Raises `PoolError` within a `batch` of
+        What a leaf holds is freed with it. Returns how many tokens were freed. Raises `PoolError` within a `batch` of
         an allocator, as `evict_window` and `clear` do.
         """
         self._check_no_batch("evict")
@@ -240,7 +240,7 @@ class RadixCache(RadixTree):
             raise
 
     def evict_window(self, count: int) -> int:
-        """Frees at least `count` window slots if so many can be; their nodes become tombstones. Returns how many."""
+        """Frees at least `count` window slots, or all that can be freed; their nodes become tombstones. Returns how many."""
         self._check_no_batch("evict_window")
         count, freed = check_count("count", count, 0), 0
         undo = Undo()
@@ -255,7 +255,7 @@ class RadixCache(RadixTree):
             raise
 
     def evict_snapshots(self, count: int) -> int:
-        """Frees `count` track slots if so many can be. Returns how many."""
+        """Frees `count` track slots, or all that can be freed. Returns how many."""
         count, freed = check_count("count", count, 0), 0
         undo = Undo()
         try:

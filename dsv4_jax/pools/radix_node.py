@@ -128,7 +128,7 @@ class Lock:
 
 
 def check_foreign(name: str, ids: np.ndarray, owned: np.ndarray, allocator: TokenToKVPoolAllocator) -> None:
-    """Ids that are not the cache's at this place must be nobody else's than the caller's."""
+    """Ids that the cache does not hold at this place must belong to the caller alone."""
     if ids.size == 0:
         return
     if not allocator.is_held(ids).all():

@@ -1,4 +1,4 @@
-"""The tree under the radix cache: nodes, what hangs on them, and whose slots are whose. NumPy, no jax."""
+"""The tree under the radix cache: nodes, what is attached to them, and who owns which slots. NumPy, no jax."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class RadixTree:
             undo.call(self._events.rewind, self._events.last)
             self._events.emit_all(kind, tier, pages)
 
-    # What hangs on nodes
+    # What is attached to nodes
 
     def _give_back(self, undo: Undo, node: Node) -> None:
         self._allocator.free_within(undo, node.ids)

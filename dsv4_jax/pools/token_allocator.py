@@ -154,11 +154,11 @@ class TokenToKVPoolAllocator:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """A transaction: if the block raises, all its `alloc` and `free` are undone and the error goes on.
+        """A transaction: if the block raises, all its `alloc` and `free` are undone and the error is raised again.
 
         Blocks nest, each undone by itself; what an inner one did is undone with the outer one. Freed tokens are
-        handed out again only when the outermost block has ended: until then they may yet be taken back, so
-        nobody may write to them. They are not held meanwhile, and `available_size` does not count them. A
+        handed out again only when the outermost block has ended: until then they may be taken back, so
+        they must not be written to. They are not held meanwhile, and `available_size` does not count them. A
         `RadixCache` over this allocator takes and gives no slots in a batch: its tree would not be undone with it.
         """
         undo, outer = Undo(self._batch), self._batch

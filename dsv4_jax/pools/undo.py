@@ -16,7 +16,7 @@ class Undo:
 
     By an error of ours, `MemoryError`, Ctrl-C, anything: what is about to change is kept first, so that it does not
     matter between which two lines that is. No context manager: its end would be a line where the operation is done
-    and nobody undoes it any more.
+    and is not undone any more.
 
         undo = Undo()
         try:

@@ -9,7 +9,7 @@ prompts that begin with the same runs begin with the same tokens. `output` is a 
 as well: then a later prompt can contain what was generated here. `tenant` (optional) is the namespace.
 
 Mooncake's form; every hash id stands for `trace_block_tokens` tokens, the last one for what is left (if there
-is an id for that; else nobody shares it):
+is an id for that; without one it is never shared):
 
     {"timestamp": 500, "input_length": 1300, "output_length": 120, "hash_ids": [0, 1, 17]}
 
@@ -196,7 +196,7 @@ class _Line:
             raise self.error("hash_ids", f"has {len(ids)} ids, not {needed} for {length} tokens in blocks of {block}")
         names = [self.hash("hash_ids", i, value) for i, value in enumerate(ids)]
         runs = [TraceRun(name, block) for name in names[:whole]]
-        if rest:  # some tools give the last, partial block no id: nobody shares it
+        if rest:  # some tools give the last, partial block no id: it is never shared
             name = names[whole] if len(names) > whole else f"\0rest of line {self.number}"
             runs.append(TraceRun(name, rest))
         return TraceRequest(arrival, tuple(runs), answer, self.tenant())

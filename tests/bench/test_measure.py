@@ -106,7 +106,7 @@ def test_failures_are_kept(monkeypatch):
 
 
 def test_a_wrong_result_is_seen(monkeypatch):
-    """Off by one row in a hundred: it is said not to be correct."""
+    """One wrong id of a thousand: the result counts as not correct."""
     honest = measure.outcome
 
     def off(inputs, implementation, rows=None):

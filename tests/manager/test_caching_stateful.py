@@ -128,7 +128,7 @@ class Trace:
         """A step is planned and does not run; others come and go; the requests of the step are aborted."""
         feeds = self.manager.schedule(self.random.randint(1, 40), max_chunk=self.random.randint(1, 30))
         if not feeds:
-            return  # nobody to abort: a plan of nothing but copies that does not run calls for `reset`
+            return  # no request to abort: a plan of nothing but copies that does not run calls for `reset`
         try:
             self.manager.plan_step(feeds)
         except OutOfBlocksError:

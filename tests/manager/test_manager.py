@@ -364,7 +364,7 @@ def test_schedule_decodes_first_then_chunks_in_admission_order() -> None:
         refused(manager, PlanError, lambda name=name: manager.schedule(**{"token_budget": 1} | {name: 0}), name)
 
 
-def test_schedule_starves_nobody() -> None:
+def test_schedule_starves_no_request() -> None:
     manager = make(num_blocks=20, num_slots=6)
     for n in (200, 1, 1, 90, 1, 1):
         manager.admit_request([1] * n)

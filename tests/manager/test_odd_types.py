@@ -1,4 +1,4 @@
-"""Tokens, counts, ids and namespaces of types that nobody means: typed errors, before anything changes."""
+"""Tokens, counts, ids and namespaces of types that are never meant: typed errors, before anything changes."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def feed(
 ) -> np.ndarray:
     """Logits [T, vocab] of a token array fed through a fresh cache in these chunks, repeated as needed.
 
-    `most` pins the executable to chunks of up to so many tokens; 1 means decode steps.
+    `most` pins the executable to chunks of at most that many tokens; 1 means decode steps.
     """
     layout = CacheLayout(cfg, kv_format, index_format, **layout_options)
     chunks = list(chunks)

@@ -127,7 +127,7 @@ def test_slots_change_owners(seed: int) -> None:
 
 
 def test_at_position_0_a_state_is_empty() -> None:
-    """A slot that nobody reset: its next owner's first token starts from zeros, later ones from what is there."""
+    """A slot that was not reset: its next owner's first token starts from zeros, later ones from its state."""
     rng = np.random.default_rng(0)
     r, c = states_of(rng, 3)
     r[1, 0, 0, 0] = np.nan
@@ -144,7 +144,7 @@ def test_at_position_0_a_state_is_empty() -> None:
 
 
 @pytest.mark.parametrize("layer", [-1, 3, 2**31 - 1, -(2**31)])
-def test_device_layers_out_of_range_are_nobody(layer: int) -> None:
+def test_device_layers_out_of_range_change_nothing(layer: int) -> None:
     r, c = states_of(np.random.default_rng(0), 2)
     pool = set_states(GDNPool.init(SPEC), 2, jnp.array([1, 2]), r, c)
     after = set_states(jax.tree.map(jnp.copy, pool), jnp.int32(layer), jnp.array([3, 4]), r, c)

@@ -57,7 +57,7 @@ def test_equals_the_run_without_a_cache(example: ModuleType, model: str) -> None
 
 
 def test_a_slot_starts_empty_whatever_its_last_owner_left(example: ModuleType) -> None:
-    """One request slot, no prefix hits, and every state made NaN before each request: nobody resets anything."""
+    """One request slot, no prefix hits, and every state made NaN before each request: no reset is needed."""
     cfg = example.HYBRID
     params = example.init_params(cfg)
     server = example.Server(cfg, params, max_requests=1, track_slots=1)

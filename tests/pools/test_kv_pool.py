@@ -213,7 +213,7 @@ def test_device_ids_out_of_range_are_padding() -> None:
 
 
 @pytest.mark.parametrize("layer", [-1, 3, 2**31 - 1, -(2**31), 2**28 + 1, 178956971])
-def test_device_layers_out_of_range_are_nobody(layer: int) -> None:
+def test_device_layers_out_of_range_change_nothing(layer: int) -> None:
     """Nothing is stored, zeros are read. The last two times 24 rows are row 24 or so again in int32."""
     spec = spec_of("f32")
     k, v = (np.ones((2, *spec.heads(p)), np.float32) for p in "kv")

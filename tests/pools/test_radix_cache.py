@@ -222,7 +222,7 @@ def test_digests_are_of_canonical_bytes() -> None:
         for call in (lambda odd=odd: page_digests([1], 1, odd), lambda odd=odd: cache.match([1], odd)):
             with pytest.raises(PoolError, match="namespace"):
                 call()
-    assert not RadixCache(TokenToKVPoolAllocator(4)).match([1], frozenset()).length  # nobody asks for its bytes
+    assert not RadixCache(TokenToKVPoolAllocator(4)).match([1], frozenset()).length  # its bytes are never read
 
 
 @pytest.mark.parametrize("odd", [[1.0], [True], ["1"], [None], [[1], [2, 3]], [2**63], [2**70], 1.5, "12", {1}])
