@@ -47,9 +47,10 @@ def decode(parts: tuple[jax.Array, ...], storage: str, dtype: Any = None) -> jax
 
 
 def safe_layer(layer: Any, layers: int) -> int | jax.Array:
-    """A layer's number: a Python int in 0..layers-1, or on the device an int32 in 0..layers, where the last is no layer.
+    """A layer's number: a Python int in 0..layers-1, or on the device an int32 in 0..layers, the last for no layer.
 
-    Device arrays cannot be checked: a number out of range becomes `layers` before it is multiplied, so none wraps around.
+    Device arrays cannot be checked: a number out of range becomes `layers` before it is multiplied, so that none
+    wraps around.
 
     Raises:
         PoolError: the number is known on the host and out of range, or no integer.

@@ -2,8 +2,8 @@
 
 The counterpart, for token pools, of the block tree in `dsv4_jax.manager`. Three kinds of things belong to a node,
 and a match ends where all that the model needs are present: KV slots always; with `window`, slots of a second
-pool for the last `window` tokens (older ones may have been freed: tombstones); with `states`, a snapshot of the recurrent
-state at exactly the match's end. One owner at any time: `insert` says what stays the caller's.
+pool for the last `window` tokens (older ones may have been freed: tombstones); with `states`, a snapshot of the
+recurrent state at exactly the match's end. One owner at any time: `insert` says what stays the caller's.
 
 Every call is done wholly or not at all, whatever interrupts it; that of the allocators and of the log with it.
 """
@@ -240,7 +240,7 @@ class RadixCache(RadixTree):
             raise
 
     def evict_window(self, count: int) -> int:
-        """Frees at least `count` window slots, or all that can be freed; their nodes become tombstones. Returns how many."""
+        """Frees at least `count` window slots, or all it can; their nodes become tombstones. Returns how many."""
         self._check_no_batch("evict_window")
         count, freed = check_count("count", count, 0), 0
         undo = Undo()

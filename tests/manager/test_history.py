@@ -74,7 +74,7 @@ def test_drafts_that_were_never_fed_name_no_block() -> None:
 
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_resume_matches_no_drafts(drafts: int) -> None:
-    """Another request has computed just these tokens. Drafts that were not verified are fed; without drafts they are text."""
+    """Another request has computed just these tokens. Unverified drafts are fed; without drafts they are text."""
     manager = make(num_blocks=30, drafts=drafts)
     request = run(manager, PROMPT[:15])
     manager.preempt(request)
