@@ -1,0 +1,41 @@
+"""Row formats that only tests have: what a newcomer's format may look like to the rest of the package."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS, Codes, FormatSpec, Part, Scales
+
+__all__ = ["TOYS", "register"]
+
+
+def _e5m2(dim: int, rope_dim: int) -> tuple[Part, ...]:
+    """As "fp8" rows, but for the code: what compares anything else takes it for one of them."""
+    nope = dim - rope_dim
+    rope = (Part("rope", "uint16", rope_dim, Codes("bf16", rope_dim)),) if rope_dim else ()
+    scale = Part("scale", "uint8", -(-nope // 64), Scales("ue8m0", 64, 1e-4))
+    return Part("nope", "uint8", nope, Codes("e5m2", nope)), *rope, scale
+
+
+def _words(dim: int, _: int) -> tuple[Part, ...]:
+    """One part, of another carrier, of which nothing is said."""
+    return (Part("words", "uint32", -(-dim // 2)),)
+
+
+def _planes(dim: int, _: int) -> tuple[Part, ...]:
+    """Five parts, as many as a layout has room for."""
+    return *(Part(f"byte{i}", "uint8", dim) for i in range(4)), Part("tag", "uint16", 3)
+
+
+TOYS = {
+    "e5m2": FormatSpec(f"{__name__}.e5m2", _e5m2, needs_rotation=True),
+    "words": FormatSpec(f"{__name__}.words", _words),
+    "planes": FormatSpec(f"{__name__}.planes", _planes),
+}
+
+
+def register(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enters the toys in both tables, for the duration of a test."""
+    for name, spec in TOYS.items():
+        monkeypatch.setitem(KV_FORMATS, name, spec)
+        monkeypatch.setitem(INDEX_FORMATS, name, spec)
