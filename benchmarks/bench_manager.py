@@ -151,8 +151,8 @@ def admitting() -> dict[str, float]:
     manager = KVCacheManager(FLASH, CacheSize(1000, 4, 800, 64), policy=CachePolicy())
     ids = np.random.default_rng(3).integers(0, FLASH.cfg.vocab_size, PROMPT + 1).astype(np.int32)
     request = manager.admit_request(ids)
-    while feeds := manager.schedule(8192):
-        manager.plan_step(feeds)
+    while scheduled := manager.schedule(8192):
+        manager.plan_step(scheduled)
     manager.release_request(request)
     spec = HashSpec(BLOCK, (FLASH.fingerprint, None), FLASH.cfg.vocab_size)
 
@@ -185,23 +185,23 @@ def planning(caching: bool, steps: int = 512) -> dict[str, float]:
     draw = np.random.default_rng(4)
     for i in range(requests):
         manager.admit_request(draw.integers(0, FLASH.cfg.vocab_size, 512 + i % BLOCK))
-    while feeds := manager.schedule(8192):
-        manager.plan_step(feeds)
+    while scheduled := manager.schedule(8192):
+        manager.plan_step(scheduled)
     shape = manager.pinned_shape(requests)
     parts: dict[str, list[float]] = {"schedule": [], "plan_step": [], "take_transfers": [], "plan_tokens": []}
     for token in range(steps):
         for request in manager.requests:
             request.tokens.append(token)
         clock = [time.perf_counter()]
-        feeds = manager.schedule(requests, shape=shape)
+        scheduled = manager.schedule(requests, shape=shape)
         clock.append(time.perf_counter())
-        plan = manager.plan_step(feeds, shape=shape)
+        plan = manager.plan_step(scheduled, shape=shape)
         clock.append(time.perf_counter())
         manager.take_transfers()
         clock.append(time.perf_counter())
         manager.plan_tokens(plan)
         clock.append(time.perf_counter())
-        assert len(feeds) == requests
+        assert len(scheduled) == requests
         for name, start, end in zip(parts, clock, clock[1:], strict=False):
             parts[name].append(end - start)
     kind = f"256 decodes, {'caching' if caching else 'no caching'}"

@@ -112,7 +112,7 @@ class BenchmarkError(CacheError, ValueError):
 
 
 class PlanError(CacheError, ValueError):
-    """A step cannot be planned from these feeds."""
+    """A step cannot be planned from these tokens."""
 
 
 class ForeignPlanError(PlanError):

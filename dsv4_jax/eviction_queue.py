@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import heapq
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
@@ -27,12 +26,12 @@ class EvictionQueue(Generic[N]):
     nothing here. Popping is O(log n), plus O(log n) for every entry that was touched since.
 
     Args:
-        bit: of `node.queued`, this queue's own: a member of one `IntFlag` for all lists of the nodes.
+        bit: of `node.queued`, this queue's own: one for each list of these nodes (a member of their `IntFlag`).
         eligible: whether a node may leave. Whenever it becomes true, the node must be pushed.
         key: of a node that is eligible; larger leaves later. It must not shrink while the node lives.
     """
 
-    def __init__(self, bit: enum.IntFlag, eligible: Callable[[N], bool], key: Callable[[N], Any]):
+    def __init__(self, bit: int, eligible: Callable[[N], bool], key: Callable[[N], Any]):
         self._bit, self._eligible, self._key = int(bit), eligible, key  # arithmetic with flags is slow
         self._heap: list[tuple[Any, int, N]] = []
         self._bound = 1024

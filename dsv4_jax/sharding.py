@@ -8,8 +8,8 @@ nothing to split, every device of it holds the same rows and attends with its sh
     mesh  = jax.make_mesh((4,), ("data",))
     cache = dsv4.init_cache(layout, size, sharding=dsv4.cache_sharding(layout, mesh))   # size: of one shard
     step  = dsv4.shard_step(dsv4.model.decode_step, mesh)
-    shape = managers[0].pinned_shape(rows)                                              # one manager per shard
-    plans = [m.plan_step(feeds, shape=shape) for m, feeds in zip(managers, feeds_by_shard)]
+    shape = managers[0].pinned_shape(sequences)                                         # one manager per shard
+    plans = [m.plan_step(scheduled[i], shape=shape) for i, m in enumerate(managers)]
     logits, cache = step(params, cache, dsv4.stack_plans(plans), tokens)                # tokens: shards concatenated
 """
 

@@ -94,7 +94,7 @@ class Server:
         self.manager = dsv4.KVCacheManager(LAYOUT, size, policy=policy, host=host)
         self.cache = dsv4.init_cache(LAYOUT, size)
         self.host = dsv4.init_host_cache(LAYOUT, host.num_blocks, snapshots=host.num_snapshots) if host else None
-        # One executable for every step. (One more for steps of decodes alone, `pinned_shape(rows)`, would save work.)
+        # One executable for every step. (One more for decodes alone, `pinned_shape(num_slots)`, would save work.)
         self.shape = shape or self.manager.pinned_shape(size.num_slots, STEP_TOKENS, history=True)
         self.waiting: collections.deque[Job] = collections.deque()
         self.jobs: dict[Request, Job] = {}  # live and preempted
@@ -143,17 +143,17 @@ class Server:
         """One step of all live requests, as far as tokens and blocks reach."""
         manager = self.manager
         # Decodes first, then chunks of prompts. Nothing: all blocks are taken, and the youngest gives up its own.
-        while not (feeds := manager.schedule(STEP_TOKENS, shape=self.shape)):
+        while not (scheduled := manager.schedule(STEP_TOKENS, shape=self.shape)):
             manager.preempt(manager.requests[-1])
             self.counts["preemptions"] += 1
-        plan = manager.plan_step(feeds, shape=self.shape)
+        plan = manager.plan_step(scheduled, shape=self.shape)
         tokens = manager.plan_tokens(plan)
         # Blocks and states change their tier before the step runs: what it reads must be there, what it writes free.
         if self.host is not None:
             self.cache, self.host = dsv4.run_transfers(self.cache, self.host, manager.take_transfers())
         drawn, self.cache = step(self.params, self.cache, plan.pack(), tokens)
-        self.counts.update(steps=1, computed_tokens=sum(count for _, count in feeds))
-        for (request, _), token in zip(feeds, np.asarray(drawn).tolist(), strict=False):
+        self.counts.update(steps=1, computed_tokens=sum(count for _, count in scheduled))
+        for (request, _), token in zip(scheduled, np.asarray(drawn).tolist(), strict=False):
             if request.num_pending:
                 continue  # in the middle of its prompt, where nothing is drawn
             job = self.jobs[request]

@@ -11,7 +11,7 @@ import numpy as np
 from dsv4_jax.cache import KVCache, init_cache
 from dsv4_jax.config import AttentionType, LayerSpec
 from dsv4_jax.layout import CacheLayout, CacheSize
-from dsv4_jax.manager.planning import RowFeed, StepShape, build_plan
+from dsv4_jax.manager import StepSequence, StepShape, build_plan
 from dsv4_jax.ops.epilogue import Epilogue
 from dsv4_jax.ops.numerics import inv_frequencies
 from dsv4_jax.ops.registry import Choice
@@ -92,7 +92,7 @@ def pinned_shape(
 ) -> StepShape:
     """A shape that fits every step of up to `rows` rows and `tokens` tokens in all."""
     return StepShape(
-        rows=rows,
+        sequences=rows,
         tokens=tokens,
         flushes=min(tokens, tokens // layout.cfg.csa_ratio + rows),
         groups=min(tokens, 2 * rows + tokens // layout.cfg.hca_ratio),
@@ -128,12 +128,12 @@ class Driver:
         self.free += self.blocks.pop(slot)
         del self.length[slot], self.streams[slot]
 
-    def plan(self, feeds: list[tuple[int, int]], shape: StepShape) -> StepPlan:
+    def plan(self, scheduled: list[tuple[int, int]], shape: StepShape) -> StepPlan:
         """Plans `count` tokens of every (slot, count), allocating blocks, and advances the lengths."""
         rows, entries = [], []
-        for slot, count in feeds:
+        for slot, count in scheduled:
             start = self.length[slot]
-            rows.append(RowFeed(slot, start, count))
+            rows.append(StepSequence(slot, start, count))
             while len(self.blocks[slot]) < self.layout.blocks_for(start + count):
                 block = int(self.free.pop())
                 entries.append((slot, len(self.blocks[slot]), block))
@@ -159,9 +159,9 @@ class Driver:
         return out
 
     def step(
-        self, feeds: list[tuple[int, int]], shape: StepShape, streams: dict[int, CompressorInputs] | None = None
+        self, scheduled: list[tuple[int, int]], shape: StepShape, streams: dict[int, CompressorInputs] | None = None
     ) -> None:
-        plan = self.plan(feeds, shape)
+        plan = self.plan(scheduled, shape)
         rows = self.rows_of(plan, streams)
         self.cache = self.write_step(self.cache, plan, rows, self.norms, implementation=self.implementation)
 

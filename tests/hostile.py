@@ -18,7 +18,7 @@ import numpy as np
 from dsv4_jax.cache import KVCache, init_cache
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.layout import CacheLayout, CacheSize
-from dsv4_jax.manager.planning import RowFeed, build_plan, shape_for
+from dsv4_jax.manager import StepSequence, build_plan, shape_for
 from dsv4_jax.ops import append, attend, gather_rows, index_scores, top_k
 from dsv4_jax.ops.registry import OPS, Choice, Name, frozen
 from dsv4_jax.plan import StepPlan
@@ -43,8 +43,8 @@ SMALL = dataclasses.replace(V4, head_dim=32, rope_dim=8, index_head_dim=32)
 LAYOUT = CacheLayout(V4, draft_tokens=1)
 
 
-def plan_of(layout: CacheLayout, feeds: str) -> StepPlan:
-    rows = [RowFeed(*feed) for feed in FEEDS[feeds]]
+def plan_of(layout: CacheLayout, scheduled: str) -> StepPlan:
+    rows = [StepSequence(*feed) for feed in FEEDS[scheduled]]
     shape = shape_for(layout, rows, slot_copies=3, block_copies=3).bucketed(SIZE.max_blocks_per_request)
     return build_plan(layout, rows, shape)
 
@@ -161,11 +161,11 @@ class HostilePlans:
         return self.implementation
 
     def test_a_step_writes_nothing_that_no_valid_id_names(self) -> None:
-        for feeds, hca_state in self.steps:
-            self.check_steps(feeds, CacheLayout(self.cfg, *self.formats, draft_tokens=1, hca_state=hca_state))
+        for scheduled, hca_state in self.steps:
+            self.check_steps(scheduled, CacheLayout(self.cfg, *self.formats, draft_tokens=1, hca_state=hca_state))
 
-    def check_steps(self, feeds: str, layout: CacheLayout) -> None:
-        rng, good = np.random.default_rng(0), plan_of(layout, feeds)
+    def check_steps(self, scheduled: str, layout: CacheLayout) -> None:
+        rng, good = np.random.default_rng(0), plan_of(layout, scheduled)
         rows, norms = random_stream(layout, good.num_tokens, 1), random_norms(layout)
         entries = np.arange(5, dtype=np.int32) * np.ones((good.num_tokens, 1), np.int32)
         cache = random_cache(layout, 2)

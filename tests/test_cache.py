@@ -14,7 +14,7 @@ from dsv4_jax.cache import KVCache, init_cache
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.errors import LayoutError, PlanError, ShapeError, StepOrderError
 from dsv4_jax.layout import CacheLayout, CacheSize
-from dsv4_jax.manager.planning import RowFeed, build_plan, shape_for
+from dsv4_jax.manager import StepSequence, build_plan, shape_for
 from dsv4_jax.ops.columns import Columns
 from dsv4_jax.ops.epilogue import Epilogue
 from dsv4_jax.plan import StepPlan
@@ -177,9 +177,9 @@ def test_gathers_give_the_rows_that_a_token_sees(kv: str, chunks: list[int], imp
 
 def handle_of(layer: int):
     layout = CacheLayout(CFG)
-    feeds = [RowFeed(1, 0, 1)]
+    scheduled = [StepSequence(1, 0, 1)]
     cache = init_cache(layout, CacheSize(2, 2, 1))
-    return cache.begin(build_plan(layout, feeds, shape_for(layout, feeds))).layer(layer)
+    return cache.begin(build_plan(layout, scheduled, shape_for(layout, scheduled))).layer(layer)
 
 
 def test_misuse_is_named() -> None:
@@ -211,7 +211,7 @@ def test_creating_a_handle_creates_no_array() -> None:
 
 # The order of a layer in a step
 
-PLAN = build_plan(CacheLayout(CFG), [RowFeed(1, 0, 1)], shape_for(CacheLayout(CFG), [RowFeed(1, 0, 1)]))
+PLAN = build_plan(CacheLayout(CFG), [StepSequence(1, 0, 1)], shape_for(CacheLayout(CFG), [StepSequence(1, 0, 1)]))
 ROW, SCORE, NORM = jnp.ones((1, 32)), jnp.ones((1, 64)), Epilogue(jnp.ones(32), jnp.ones(4), 1e-6)
 INDEX = (SCORE[:, :32], SCORE[:, :32], Epilogue(jnp.ones(16), jnp.ones(4), 1e-6))
 QUERY, SINK = jnp.zeros((1, 2, 32)), jnp.zeros(2)
@@ -307,8 +307,8 @@ def test_writes_left_behind_on_another_step_are_missed_at_its_end() -> None:
 
 def test_layers_of_mtp_need_not_be_written() -> None:
     cfg = DSV4Config.tiny(layer_types=(SWA,), num_mtp_layers=1)
-    layout, feeds = CacheLayout(cfg, include_mtp=True), [RowFeed(1, 0, 1)]
-    begun = init_cache(layout, CacheSize(2, 2, 1)).begin(build_plan(layout, feeds, shape_for(layout, feeds)))
+    layout, scheduled = CacheLayout(cfg, include_mtp=True), [StepSequence(1, 0, 1)]
+    begun = init_cache(layout, CacheSize(2, 2, 1)).begin(build_plan(layout, scheduled, shape_for(layout, scheduled)))
     assert begun.layer(0).append(ROW).step.finish()
     with pytest.raises(StepOrderError, match="layer 0"):
         begun.layer(1).append(ROW).step.finish()

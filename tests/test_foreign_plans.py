@@ -12,7 +12,8 @@ import pytest
 
 from dsv4_jax import AttentionType, CacheLayout, CacheSize, DSV4Config, KVCacheManager, init_cache, stack_plans
 from dsv4_jax.errors import ForeignPlanError, PlanError
-from dsv4_jax.manager.planning import RowFeed, StepShape, build_plan, next_decode
+from dsv4_jax.manager import StepSequence, StepShape, build_plan
+from dsv4_jax.manager.planning import next_decode
 from dsv4_jax.plan import PackedPlan
 
 CFG = DSV4Config.tiny(layer_types=(AttentionType.CSA, AttentionType.HCA))
@@ -49,7 +50,7 @@ def test_a_plan_of_another_cache_is_refused_when_traced(other: str) -> None:
 
 
 def test_a_plan_without_a_size_belongs_to_a_layout() -> None:
-    plan = build_plan(LAYOUT, [RowFeed(1, 0, 1)], SHAPE)
+    plan = build_plan(LAYOUT, [StepSequence(1, 0, 1)], SHAPE)
     for size in (SIZE, CacheSize(9, 9, 9)):
         jax.eval_shape(begun, init_cache(LAYOUT, size), plan.pack())
     with pytest.raises(ForeignPlanError, match=f"made for layout {LAYOUT.fingerprint[:12]}; this cache has "):
@@ -116,7 +117,7 @@ def test_ids_of_no_unit_are_refused(field: str, ids: list, place: int, kind: str
     wrong = list(ids[0])
     wrong[place] = last + 1 if far is None else far
     message = rf"{field}: an id does not fit" if far == 2**64 else rf"{field}\[0\] names {kind} {wrong[place]}, "
-    rows = [RowFeed(1, 0, 1)]
+    rows = [StepSequence(1, 0, 1)]
     plan = build_plan(LAYOUT, rows, SHAPE, size=SIZE, **{field: ids})
     with pytest.raises(PlanError, match=message):
         build_plan(LAYOUT, rows, SHAPE, size=SIZE, **{field: [tuple(wrong)]})
@@ -130,18 +131,18 @@ def test_ids_of_no_unit_are_refused(field: str, ids: list, place: int, kind: str
 def test_rows_and_columns_beyond_the_cache_are_refused() -> None:
     for slot in (3, 150, 2**31):
         with pytest.raises(PlanError, match=rf"a row is of slot {slot}, slot ids are 0\.\.2"):
-            build_plan(LAYOUT, [RowFeed(slot, 0, 1)], SHAPE, size=SIZE)
+            build_plan(LAYOUT, [StepSequence(slot, 0, 1)], SHAPE, size=SIZE)
     with pytest.raises(PlanError, match=rf"slot ids are 0\.\.{2**31 - 1} \(no size was given\)"):
-        build_plan(LAYOUT, [RowFeed(2**31, 0, 1)], SHAPE)
+        build_plan(LAYOUT, [StepSequence(2**31, 0, 1)], SHAPE)
     wide = StepShape.bound(LAYOUT, 1, 1, columns=4)
     with pytest.raises(PlanError, match="columns=4: the table has 3"):
-        build_plan(LAYOUT, [RowFeed(1, 0, 1)], wide, size=SIZE)
+        build_plan(LAYOUT, [StepSequence(1, 0, 1)], wide, size=SIZE)
     with pytest.raises(PlanError, match=f"columns={2**24 + 1}: the table has {2**24}"):
-        build_plan(LAYOUT, [RowFeed(1, 2**31, 1)], StepShape.bound(LAYOUT, 1, 1, columns=2**24 + 1))
+        build_plan(LAYOUT, [StepSequence(1, 2**31, 1)], StepShape.bound(LAYOUT, 1, 1, columns=2**24 + 1))
 
 
 def test_the_next_decode_is_of_the_same_cache() -> None:
-    plan = build_plan(LAYOUT, [RowFeed(1, 0, 1)], SHAPE, size=SIZE)
+    plan = build_plan(LAYOUT, [StepSequence(1, 0, 1)], SHAPE, size=SIZE)
     with pytest.raises(
         PlanError, match=r"the plan before was made for layout .*, 5 blocks, .*, this one is for .* 6 blocks"
     ):
@@ -155,8 +156,8 @@ def test_a_plan_is_a_pytree_whatever_is_imported_first(first: str) -> None:
 import {first}
 import numpy as np
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config
-from dsv4_jax.manager.planning import RowFeed, build_plan, shape_for
-layout, rows = CacheLayout(DSV4Config.tiny()), [RowFeed(1, 0, 1)]
+from dsv4_jax.manager import StepSequence, build_plan, shape_for
+layout, rows = CacheLayout(DSV4Config.tiny()), [StepSequence(1, 0, 1)]
 import jax
 plan = build_plan(layout, rows, shape_for(layout, rows), size=CacheSize(2, 2, 2))
 assert len(jax.tree.leaves(plan)) == 18 and len(jax.tree.leaves(plan.pack())) == 1

@@ -9,7 +9,7 @@ import pytest
 
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.layout import CacheLayout, CacheSize
-from dsv4_jax.manager.planning import RowFeed, StepShape, build_plan, shape_for
+from dsv4_jax.manager import StepSequence, StepShape, build_plan, shape_for
 from dsv4_jax.testing import assert_same_bytes, assert_untouched
 
 from .harness import Driver, image, jit_write_step, optimised_write_step, pinned_shape, random_stream
@@ -79,7 +79,7 @@ def test_bytes_do_not_depend_on_the_plan_shape(write_step) -> None:
     exact, start = Driver(layout, CacheSize(4, 2, 2), write_step=write_step), 0
     exact.admit(2, random_stream(layout, sum(chunks), 1))
     for n in chunks:
-        exact.step([(2, n)], shape_for(layout, [RowFeed(2, start, n)], table_entries=1))
+        exact.step([(2, n)], shape_for(layout, [StepSequence(2, start, n)], table_entries=1))
         start += n
     assert image(padded.cache) == image(exact.cache)
 
@@ -201,13 +201,13 @@ def test_a_request_does_not_depend_on_its_company() -> None:
             if slot not in owner and waiting and len(driver.free) >= 2 * (len(owner) + 1):
                 owner[slot] = waiting.pop(0)
                 driver.admit(slot, streams[owner[slot]])
-        feeds, budget = [], 48
+        scheduled, budget = [], 48
         for slot in rng.permutation(list(owner)):
             count = min(int(rng.integers(0, 30)), budget, 140 - driver.length[int(slot)])
             budget -= count
             if count:
-                feeds.append((int(slot), count))
-        driver.step(feeds, shape)
+                scheduled.append((int(slot), count))
+        driver.step(scheduled, shape)
         for slot in list(owner):
             if driver.length[slot] == 140 or (driver.length[slot] > 60 and rng.random() < 0.05):
                 alone.admit(1, streams[owner.pop(slot)])
@@ -219,8 +219,8 @@ def test_a_request_does_not_depend_on_its_company() -> None:
                 finished += 1
 
 
-@pytest.mark.parametrize("rows", [[], [RowFeed(1, 37, 1)], [RowFeed(1, 37, 20), RowFeed(3, 50, 1)]])
-def test_padding_writes_nothing(rows: list[RowFeed]) -> None:
+@pytest.mark.parametrize("rows", [[], [StepSequence(1, 37, 1)], [StepSequence(1, 37, 20), StepSequence(3, 50, 1)]])
+def test_padding_writes_nothing(rows: list[StepSequence]) -> None:
     """Padded tokens, rows, groups, flushes, copies and table entries change no byte of anybody else."""
     layout = CacheLayout(SMALL)
     driver = Driver(layout, CacheSize(4, 3, 1))

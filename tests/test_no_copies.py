@@ -12,7 +12,7 @@ import pytest
 from dsv4_jax.cache import KVCache, init_cache
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.layout import CacheLayout, CacheSize
-from dsv4_jax.manager.planning import RowFeed, build_plan, shape_for
+from dsv4_jax.manager import StepSequence, build_plan, shape_for
 from dsv4_jax.plan import StepPlan
 from dsv4_jax.testing import assert_no_copies, assert_one_trace
 
@@ -70,8 +70,8 @@ def loop(steps: int):
 def operands(
     layout: CacheLayout, size: CacheSize, lookahead: int = 0
 ) -> tuple[KVCache, StepPlan, CompressorInputs, Norms]:
-    feeds = [RowFeed(slot, 20 + slot, 1) for slot in range(1, ROWS + 1)]
-    plan = build_plan(layout, feeds, shape_for(layout, feeds, lookahead=lookahead))
+    scheduled = [StepSequence(slot, 20 + slot, 1) for slot in range(1, ROWS + 1)]
+    plan = build_plan(layout, scheduled, shape_for(layout, scheduled, lookahead=lookahead))
     return init_cache(layout, size), plan, random_stream(layout, ROWS, 0), random_norms(layout)
 
 
@@ -91,9 +91,9 @@ def test_a_step_with_unit_copies_copies_nothing_else() -> None:
     """Snapshots and forks: a few slots and blocks within the pools, and no pool."""
     layout = CacheLayout(DSV4Config.tiny())
     cache, _, *rest = operands(layout, CacheSize(4000, 400, 4))
-    feeds = [RowFeed(slot, 20 + slot, 1) for slot in range(1, ROWS + 1)]
-    shape = shape_for(layout, feeds, slot_copies=4, block_copies=2)
-    plan = build_plan(layout, feeds, shape, slot_copies=[(1, 9), (2, 8)], block_copies=[(3, 4)])
+    scheduled = [StepSequence(slot, 20 + slot, 1) for slot in range(1, ROWS + 1)]
+    shape = shape_for(layout, scheduled, slot_copies=4, block_copies=2)
+    plan = build_plan(layout, scheduled, shape, slot_copies=[(1, 9), (2, 8)], block_copies=[(3, 4)])
     assert_in_place(decode_step, cache, plan, *rest)
 
 
@@ -112,8 +112,8 @@ def test_prefill_copies_no_paged_pool() -> None:
     copy a per-request leaf there; the paged pools, which are the memory, it never copies.
     """
     layout = CacheLayout(DSV4Config.tiny(layer_types=(CSA, HCA)))
-    feeds = [RowFeed(1, 20, 48)]
-    plan = build_plan(layout, feeds, shape_for(layout, feeds))
+    scheduled = [StepSequence(1, 20, 48)]
+    plan = build_plan(layout, scheduled, shape_for(layout, scheduled))
     cache = init_cache(layout, CacheSize(4000, 4, 4))
     args = cache, plan, random_stream(layout, 48, 0), random_norms(layout)
     paged = [leaf.name for leaf in layout.leaves if leaf.scope == "block"]
@@ -143,13 +143,13 @@ def test_two_hundred_steps_compile_once() -> None:
                 driver.release(slot)
                 leaves += 1
         idle = [slot for slot in range(1, 5) if slot not in driver.length]
-        feeds = [(slot, 1) for slot in driver.length]
+        scheduled = [(slot, 1) for slot in driver.length]
         if idle and rng.random() < 0.3:
             driver.admit(idle[0], stream)
-            feeds.append((idle[0], int(rng.integers(1, 21))))
+            scheduled.append((idle[0], int(rng.integers(1, 21))))
             joins += 1
-        plan = driver.plan(feeds, shape)
-        rows = driver.rows_of(plan) if feeds else CompressorInputs(*(x[:, :24] for x in stream))
+        plan = driver.plan(scheduled, shape)
+        rows = driver.rows_of(plan) if scheduled else CompressorInputs(*(x[:, :24] for x in stream))
         driver.cache = step(driver.cache, plan, rows, driver.norms)
     assert joins > 3 and leaves > 2
 
@@ -175,8 +175,8 @@ def test_flash_decode_step_lowers_for_cuda() -> None:
     layout = CacheLayout(DSV4Config.flash())
     size, batch = CacheSize(20000, 64, 1024), 64
     cache = jax.eval_shape(lambda: init_cache(layout, size))
-    feeds = [RowFeed(slot, 1000, 1) for slot in range(1, batch + 1)]
-    plan = build_plan(layout, feeds, shape_for(layout, feeds))
+    scheduled = [StepSequence(slot, 1000, 1) for slot in range(1, batch + 1)]
+    plan = build_plan(layout, scheduled, shape_for(layout, scheduled))
     cfg, d, di = layout.cfg, 512, 128
     widths = ((43, d), (21, 2 * d), (21, 2 * d), (21, 2 * di), (21, 2 * di), (20, d), (20, d))
     rows = CompressorInputs(*(jax.ShapeDtypeStruct((n, batch, w), jnp.float32) for n, w in widths))

@@ -98,9 +98,9 @@ def test_formats_of_odd_types(name) -> None:
 @pytest.mark.parametrize("count", [-1, 1.0, True, "1", float("nan"), 2**40], ids=str)
 def test_counts_of_a_pinned_shape(count) -> None:
     manager = KVCacheManager(CacheLayout(DSV4Config.tiny()), SIZE)
-    for name in ("rows", "tokens", "steps", "columns", "slot_copies", "block_copies"):
+    for name in ("sequences", "tokens", "steps", "columns", "slot_copies", "block_copies"):
         with pytest.raises(PlanError):
-            manager.pinned_shape(**dict(rows=1) | {name: count})
+            manager.pinned_shape(**dict(sequences=1) | {name: count})
     with pytest.raises(PlanError):
         StepShape.bound(manager.layout, count, 1, columns=1)
     assert manager.pinned_shape(np.int32(2), np.uint8(4)) == manager.pinned_shape(2, 4)

@@ -23,7 +23,7 @@ from dsv4_jax import (
 from dsv4_jax.cache import KVCache
 from dsv4_jax.config import AttentionType
 from dsv4_jax.errors import LayoutError, PlanError
-from dsv4_jax.manager.planning import StepShape
+from dsv4_jax.manager import StepShape
 from dsv4_jax.ops import Epilogue
 
 CFG = DSV4Config.tiny(layer_types=(AttentionType.CSA, AttentionType.HCA), hc_sinkhorn_iters=1)
@@ -65,8 +65,8 @@ def run(params, shards: list[int], mesh=None) -> tuple[list[np.ndarray], KVCache
     cache = init_cache(LAYOUT, SIZE, sharding=None if mesh is None else cache_sharding(LAYOUT, mesh))
     step = forward if mesh is None else shard_step(model.forward, mesh)
     logits = []
-    for feeds in steps:
-        plans = [m.plan_step(f, shape=shape) for m, f in zip(managers, feeds, strict=True)]
+    for scheduled in steps:
+        plans = [m.plan_step(f, shape=shape) for m, f in zip(managers, scheduled, strict=True)]
         tokens = np.concatenate([m.plan_tokens(p) for m, p in zip(managers, plans, strict=True)])
         out, cache = step(params, cache, stack_plans(plans), tokens)
         live = np.concatenate([p.token_slot > 0 for p in plans])

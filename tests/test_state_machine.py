@@ -40,15 +40,15 @@ def run_trace(
     while any(driver.length[slot] < tokens for slot in slots):
         left = {slot: tokens - driver.length[slot] for slot in slots if driver.length[slot] < tokens}
         if rng.random() < 0.5:
-            feeds, shape = [(slot, 1) for slot in left], decode
+            scheduled, shape = [(slot, 1) for slot in left], decode
         else:
-            feeds, shape = [(slot, min(n, int(rng.integers(1, max_chunk)))) for slot, n in left.items()], chunked
-            if len(feeds) > 1:  # one long chunk, the other request decodes or waits
-                long, short = feeds if rng.random() < 0.5 else feeds[::-1]
-                feeds = [long, (short[0], 1)] if rng.random() < 0.7 else [long]
+            scheduled, shape = [(slot, min(n, int(rng.integers(1, max_chunk)))) for slot, n in left.items()], chunked
+            if len(scheduled) > 1:  # one long chunk, the other request decodes or waits
+                long, short = scheduled if rng.random() < 0.5 else scheduled[::-1]
+                scheduled = [long, (short[0], 1)] if rng.random() < 0.7 else [long]
         before = dict(driver.length)
-        driver.step(feeds, shape)
-        for slot, count in feeds:
+        driver.step(scheduled, shape)
+        for slot, count in scheduled:
             for t in range(before[slot], before[slot] + count):
                 machine.feed(slot, driver.streams[slot].tokens(t))
         steps += 1

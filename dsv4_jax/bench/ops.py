@@ -18,7 +18,7 @@ import numpy as np
 from ..config import DSV4Config
 from ..formats import codec
 from ..layout import CacheLayout
-from ..manager.planning import RowFeed, build_plan, shape_for
+from ..manager import StepSequence, build_plan, shape_for
 from ..ops import (
     CompressorGeometry,
     CompressorInputs,
@@ -181,8 +181,8 @@ def _compress(key: jax.Array, shape: CompressShape, calls: int) -> Problem:
     args = []
     for i, inputs in enumerate(_draw(key, calls, make)):
         own = np.arange(shape.rows) + i * shape.rows + 1
-        feeds = [RowFeed(int(slot), start, shape.length) for slot in own]
-        plan = jax.tree.map(jnp.asarray, build_plan(layout, feeds, shape_for(layout, feeds)))
+        scheduled = [StepSequence(int(slot), start, shape.length) for slot in own]
+        plan = jax.tree.map(jnp.asarray, build_plan(layout, scheduled, shape_for(layout, scheduled)))
         entries = np.arange(start // ratio, (start + shape.length) // ratio)
         emitted = table[own][:, entries // per_block] * per_block + entries % per_block
         ring = own[:, None] * shape.ring + np.arange(shape.ring)

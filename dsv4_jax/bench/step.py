@@ -22,7 +22,7 @@ from ..cache import KVCache, init_cache
 from ..config import AttentionType, DSV4Config
 from ..errors import BenchmarkError
 from ..layout import CacheLayout, CacheSize, KeySplit
-from ..manager.planning import RowFeed, build_plan, shape_for
+from ..manager import StepSequence, build_plan, shape_for
 from ..model.attention import attention
 from ..model.forward import GPU_DECODE_OPTIONS
 from ..model.numerics import rms_norm
@@ -102,7 +102,7 @@ def set_up(options: StepOptions) -> StepSetup:
     layout = CacheLayout(cfg, key_split=options.key_split)
     columns = layout.blocks_for(options.context)
     size = CacheSize(options.batch * columns, options.batch, columns)
-    rows = [RowFeed(slot + 1, options.context - 1, 1) for slot in range(options.batch)]
+    rows = [StepSequence(slot + 1, options.context - 1, 1) for slot in range(options.batch)]
 
     def step(cache: KVCache, layers: PackedLayers, plan: PackedPlan, x: jax.Array) -> tuple[KVCache, jax.Array]:
         begun = cache.begin(plan, options.implementation)

@@ -172,16 +172,16 @@ def _serve(
     lengths = [len(prompt) + args.new_tokens for prompt in prompts]
     seen: list[list[np.ndarray]] = [[] for _ in prompts]
     seconds, fed = {True: 0.0, False: 0.0}, {True: 0, False: 0}
-    while feeds := manager.schedule(chunk):
+    while scheduled := manager.schedule(chunk):
         start = time.perf_counter()
-        decoding = all(count == 1 for _, count in feeds)
-        plan_ = manager.plan_step(feeds, shape=shapes[decoding])
+        decoding = all(count == 1 for _, count in scheduled)
+        plan_ = manager.plan_step(scheduled, shape=shapes[decoding])
         logits, cache = step(params, cache, plan_.pack(), manager.plan_tokens(plan_))
         rows = np.asarray(logits)
         seconds[decoding] += time.perf_counter() - start
-        fed[decoding] += sum(count for _, count in feeds)
+        fed[decoding] += sum(count for _, count in scheduled)
         first = 0
-        for request, count in feeds:
+        for request, count in scheduled:
             i = requests.index(request)
             seen[i].append(rows[first : first + count])
             first += count

@@ -1,4 +1,4 @@
-"""`logits`: teacher-forced logits of a token array, fed through the cache in given chunks."""
+"""`logits`: teacher-forced logits of a token array, through the cache in given chunks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import PlanError
 from ..layout import CacheLayout, CacheSize
-from ..manager.planning import RowFeed, StepShape, build_plan
+from ..manager import StepSequence, StepShape, build_plan
 from ..output import open_output
 from .inputs import read_tokens
 from .options import (
@@ -59,7 +59,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--out", type=output_file, required=True, metavar="FILE", help=".npy, float32 [tokens, vocab]")
     parser.add_argument(
         "--chunks", type=chunk_sizes, metavar="N,N,...",
-        help="tokens fed by each step, the last repeated as needed (default: all at once)",
+        help="tokens of each step, the last repeated as needed (default: all at once)",
     )  # fmt: skip
     parser.add_argument(
         "--index-qat", action=argparse.BooleanOptionalAction, default=None,
@@ -122,7 +122,7 @@ def feed(
             shape = StepShape.bound(layout, 1, padded, columns=columns, history=padded > 1 + layout.draft_tokens)
             held, blocks = blocks, layout.blocks_for(at + count)
             entries = [(1, column, column + 1) for column in range(held, blocks)]
-            plan = build_plan(layout, [RowFeed(1, at, count)], shape, size=size, table_entries=entries)
+            plan = build_plan(layout, [StepSequence(1, at, count)], shape, size=size, table_entries=entries)
             fed = np.zeros(padded, np.int32)
             fed[:count] = tokens[at : at + count]
             logits, cache = step(params, cache, plan.pack(), fed, index_qat=index_qat, implementation=implementation)

@@ -1,7 +1,7 @@
 """`simulate`: a trace of requests through the real manager, without a device: hits, evictions, queues.
 
 The server is a simple one: a step takes a fixed time, a time per token, and the time of its transfers; it
-feeds as many decodes and prefill chunks as fit its token budget. The cache decisions are the real ones.
+computes as many decodes and prefill chunks as fit its token budget. The cache decisions are the real ones.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     step = parser.add_argument_group("server")
     step.add_argument("--token-budget", type=positive, default=8192, metavar="N", help="of a step (default: 8192)")
     step.add_argument("--step-ms", type=_amount, default=20.0, metavar="MS", help="any step (default: 20)")
-    step.add_argument("--token-us", type=_amount, default=50.0, metavar="US", help="per token fed (default: 50)")
+    step.add_argument("--token-us", type=_amount, default=50.0, metavar="US", help="per token (default: 50)")
     step.add_argument(
         "--host-bandwidth", type=byte_count, default=byte_count("50GB"), metavar="BYTES",
         help="a second, device to host or back (default: 50GB)",

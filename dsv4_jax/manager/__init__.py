@@ -4,13 +4,14 @@ from .allocator import BlockAllocator
 from .block_pool import BlockPool
 from .manager import KVCacheManager
 from .metrics import prometheus_text
-from .planning import RowFeed, StepShape, build_plan, shape_for
+from .planning import build_plan
 from .policies import CachePolicy, HostWatermark, SnapshotPlacement, WritePolicy
 from .prefix.events import BlockEvent, EventBatch, EventLog, coalesce
 from .prefix.hashing import BlockHasher, HashSpec, MediaItem, Namespace
 from .prefix.node import Tier
 from .request import Request, RequestRef, RequestState
 from .stats import ManagerStats
+from .step_shape import StepSequence, StepShape, shape_for
 from .storage_tier import StorageMove, StorageTier
 from .tiered_cache import HostSize
 from .transfers import TransferStage
@@ -33,8 +34,8 @@ __all__ = [
     "Request",
     "RequestRef",
     "RequestState",
-    "RowFeed",
     "SnapshotPlacement",
+    "StepSequence",
     "StepShape",
     "StorageMove",
     "StorageTier",

@@ -42,7 +42,7 @@ class BlockAllocator:
 
     def __init__(self, total: int, pool: str = "device"):
         self._total = as_count(f"the number of blocks of the {pool} pool", total, most=INT32_MAX)
-        self._pool = pool
+        self.name = pool
         self._fresh = 1
         self._freed: list[int] = []
         self._held = bytearray(self._total + 1)
@@ -69,7 +69,7 @@ class BlockAllocator:
         """
         count = as_count("the number of blocks to acquire", count)
         if count > self.num_free:
-            raise OutOfBlocksError(count, self.num_free, self._total, self._pool)
+            raise OutOfBlocksError(count, self.num_free, self._total, self.name)
         freed = self._freed
         ids = [heapq.heappop(freed) for _ in range(min(count, len(freed)))]
         fresh = count - len(ids)
@@ -119,4 +119,4 @@ class BlockAllocator:
         free = sorted([*self._freed, *range(self._fresh, self._total + 1)])
         held = [i for i, flag in enumerate(self._held) if flag]
         if sorted(free + held) != list(range(1, self._total + 1)):
-            raise IntegrityError(f"{self._pool} pool: free {free} and held {held} do not partition 1..{self._total}")
+            raise IntegrityError(f"{self.name} pool: free {free} and held {held} do not partition 1..{self._total}")

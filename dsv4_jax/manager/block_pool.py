@@ -46,10 +46,6 @@ class BlockPool(BlockAllocator):
         self._metadata: dict[int, Any] = {}
 
     @property
-    def name(self) -> str:
-        return self._pool
-
-    @property
     def num_held(self) -> int:
         return self._total - self.num_free
 
@@ -105,7 +101,7 @@ class BlockPool(BlockAllocator):
         if not self.is_current(ref):
             now = self._stamps[ref.block] if self.is_held(ref.block) else "not held"
             raise StaleBlockError(
-                f"block {ref.block} of the {self._pool} pool: generation {ref.generation} is stale (now: {now})"
+                f"block {ref.block} of the {self.name} pool: generation {ref.generation} is stale (now: {now})"
             )
 
     def metadata(self, block: int) -> Any:
@@ -130,7 +126,7 @@ class BlockPool(BlockAllocator):
         total = as_count("the number of blocks", total)
         held = [block for block in range(total + 1, min(self._fresh, self._total + 1)) if self._held[block]]
         if held:
-            raise PoolResizeError(held, total, self._pool)
+            raise PoolResizeError(held, total, self.name)
         self._stamps.extend([0] * (total + 1 - len(self._stamps)))
         if total < self._total:
             del self._held[total + 1 :]
@@ -149,13 +145,13 @@ class BlockPool(BlockAllocator):
     def check_integrity(self) -> None:
         super().check_integrity()
         if stray := [block for block in self._metadata if not self.is_held(block)]:
-            raise IntegrityError(f"{self._pool} pool: metadata of ids {stray} that are not held")
+            raise IntegrityError(f"{self.name} pool: metadata of ids {stray} that are not held")
         stamps = [self._stamps[block] for block in range(1, self._total + 1) if self._held[block]]
         if len(set(stamps)) != len(stamps) or not all(0 < stamp <= self._clock for stamp in stamps):
-            raise IntegrityError(f"{self._pool} pool: generations {stamps} repeat or are from the future")
+            raise IntegrityError(f"{self.name} pool: generations {stamps} repeat or are from the future")
 
     def _held_id(self, block: int) -> int:
         block = as_count("a block id", block, 1)
         if not self.is_held(block):
-            raise PlanError(f"block {block} of the {self._pool} pool is not held")
+            raise PlanError(f"block {block} of the {self.name} pool is not held")
         return block

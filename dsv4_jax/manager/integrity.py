@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import collections
-from typing import TYPE_CHECKING
 
 from ..errors import IntegrityError
+from ..layout import CacheLayout, CacheSize
+from .block_pool import BlockPool
 from .prefix.node import S, T
+from .prefix.prefix_tree import PrefixTree
 from .request import Request, RequestState
+from .request_book import RequestBook
 from .stats import collect
-
-if TYPE_CHECKING:
-    from .request_book import RequestBook
+from .tiered_cache import TieredCache
 
 __all__ = ["check_manager"]
 
 
-def check_manager(manager: RequestBook) -> None:
+def check_manager(layout: CacheLayout, size: CacheSize, book: RequestBook, cache: TieredCache) -> None:
     """Recomputes from the requests and the tree what the pools should hold. Raises `IntegrityError`."""
-    cache, live, waiting = manager._cache, manager.requests, manager.preempted
+    live, waiting = book.requests, book.preempted
     for pool in (cache.blocks, cache.slots, cache.host_blocks, cache.host_snapshots):
         pool.check_integrity()
     cache.tree.check_integrity()
@@ -35,27 +36,27 @@ def check_manager(manager: RequestBook) -> None:
     _partition("host snapshot", cache.host_snapshots, [
         *(p.snapshot for p in parked), *(n.snapshot.host for n in nodes if n.snapshot), *cache.fetching,
     ])  # fmt: skip
-    _require(len(live) <= manager.size.num_slots, "more live requests than slots for them")
-    _require(set(manager._ids.values()) == {*live, *waiting}, "ids and requests differ")
+    _require(len(live) <= size.num_slots, "more live requests than slots for them")
+    _require(set(book.ids.values()) == {*live, *waiting}, "ids and requests differ")
     refs = collections.Counter(node for r in live for node in r.nodes)
     for node in (*nodes, *cache.tree.nodes.writing):
         _require(node.refs == refs[node], f"{node} has {node.refs} references, {refs[node]} requests list it")
     pins = collections.Counter(r.restores for r in live if r.restores is not None)
     for node in nodes:
         snapshot = node.snapshot
-        _require(not snapshot or snapshot.pins == pins[node], f"{node} has a snapshot pinned by nobody")
-    for slot, request in manager._live.items():
-        _check_request(manager, slot, request)
+        _require(not snapshot or snapshot.pins == pins[node], f"{node} has a snapshot pinned by no request")
+    for slot, request in book.live.items():
+        _check_request(layout, book, cache.tree, slot, request)
     for request in waiting:
         _require(not request.slot and not request.blocks and not request.nodes, f"{request.id!r} holds units")
-    collect(manager)
+    collect(layout, size, book, cache)
 
 
-def _check_request(manager: RequestBook, slot: int, r: Request) -> None:
-    name, layout, tree = f"request {r.id!r}", manager.layout, manager._cache.tree
-    _require(r.slot == slot and manager._ids.get(r.id) is r, f"{name} is not in its slot")
-    _require(r.state is RequestState.LIVE and r.generation == manager.generation, f"{name} is stale")
-    _require(0 <= r.fed <= r.num_cached <= r.max_tokens, f"{name}: impossible lengths")
+def _check_request(layout: CacheLayout, book: RequestBook, tree: PrefixTree, slot: int, r: Request) -> None:
+    name = f"request {r.id!r}"
+    _require(r.slot == slot and book.ids.get(r.id) is r, f"{name} is not in its slot")
+    _require(r.state is RequestState.LIVE and r.generation == book.generation, f"{name} is stale")
+    _require(0 <= r.num_scheduled <= r.num_cached <= r.max_tokens, f"{name}: impossible lengths")
     needed = layout.blocks_for(max(r.num_cached, r.reserved))
     _require(len(r.blocks) >= needed, f"{name} holds {len(r.blocks)} blocks, needs {needed}")
     _require(len(set(r.blocks)) == len(r.blocks) and all(b > 0 for b in r.blocks), f"{name}: impossible block ids")
@@ -71,7 +72,7 @@ def _check_request(manager: RequestBook, slot: int, r: Request) -> None:
         parent = node
 
 
-def _partition(what: str, pool, held: list[int]) -> None:
+def _partition(what: str, pool: BlockPool, held: list[int]) -> None:
     held = [unit for unit in held if unit]
     if len(set(held)) != len(held):
         raise IntegrityError(f"two holders of one {what}: {sorted(held)}")

@@ -17,16 +17,16 @@ __all__ = ["LastStep"]
 class LastStep:
     """Made before anything of the request is given up.
 
-    Plans run in the order made: a request that uses some of it and was fed by a later step says that the step ran.
+    Plans run in the order made: a request that uses some of it and is part of a later step says that the step ran.
 
     Attributes:
         written: nodes of blocks that the step filled, parents first, and that no later step has read.
         attached: the nodes with the snapshots that the step should have taken, or that were made of its state; none
-            that somebody has started from and was fed by a later step.
+            that a request of a later step has started from.
         relying: live requests that stand on these, or on copies that were to be made of the request, or by that plan or
             a later one.
         parked: preempted ones that have such copies on the host.
-        heirs: requests fed by the same step that list blocks of it: they are theirs to take back now.
+        heirs: requests of the same step that list blocks of it: they are theirs to take back now.
     """
 
     written: list[Node]
@@ -43,7 +43,7 @@ class LastStep:
         """`waiting`: the preempted requests."""
         step = request.last_step
         others = [other for other in live if other is not request]
-        later = [other for other in others if other.last_step > step and other.was_fed]
+        later = [other for other in others if other.last_step > step and other.was_scheduled]
         used = {node for other in later for node in other.nodes}
         written = [n for n in publisher.last_written(request) if cache.tree.is_current(n) and n not in used]
         block = publisher.block_tokens
@@ -55,7 +55,7 @@ class LastStep:
         heirs: dict[Request, list[Node]] = {}
         for other in others:
             listed = [node for node in written if node in other.nodes]
-            if other.was_fed and other.last_step >= step:
+            if other.was_scheduled and other.last_step >= step:
                 if listed and other.last_step == step:
                     heirs[other] = listed
             elif (
@@ -93,6 +93,6 @@ def _is_copy(other: Request, request: Request, step: int) -> bool:
 
 
 def _started_from(request: Request, node: Node, block_tokens: int, step: int) -> bool:
-    """Whether it became live after this step with the state at the end of the node's block, after so many tokens."""
+    """Whether it became live after this step with the state at the end of the node's block, and where that is."""
     listed = len(request.nodes) > node.depth and request.nodes[node.depth] is node
     return listed and request.num_hit == (node.depth + 1) * block_tokens and request.started >= step

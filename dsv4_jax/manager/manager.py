@@ -3,7 +3,7 @@
 Every operation happens wholly or not at all: everything is checked, then changed. One thread drives it. What is
 interrupted on its way (out of memory, Ctrl-C) leaves a manager that refuses everything but `reset()` (guard.py).
 
-A step in four calls: `plan_step` reserves the blocks of the tokens it feeds, moves every request's
+A step in four calls: `plan_step` reserves the blocks of the tokens scheduled, moves every request's
 length ahead and returns the plan; `plan_tokens` lays the requests' token ids out for that plan;
 `take_transfers` says what must travel between the tiers first (nothing without a host tier); after a
 step of drafts, `accept` sets the length back to what was kept. Plans must run in the order made; if
@@ -12,33 +12,49 @@ one cannot run, `reset()`.
 A slot's block-table columns beyond its own blocks keep what an earlier request left there. They are
 ids in range and lie beyond everything a step of the plan's tokens may see or write.
 
-The layers, each a file: request_book.py (who is there), stepping.py (steps), this one (how requests
-come and go); below them tiered_cache.py (whose units these are) and publishing.py (what stays cached).
+How the parts fit, each with its own state and rules, and none that knows the ones above it:
+
+    KVCacheManager   the public calls: what callers name is checked, `guard` closes what was interrupted
+      lifecycle      how requests come and go: admit, fork, preempt, resume, release, abort
+      steps          plans of steps, their token ids, what of a step is kept
+      publisher      what requests leave in the prefix tree: full blocks, snapshots
+      cache          the units of all tiers, the prefix tree over them, copies that wait for a plan
+      book           who is there: requests by slot and by id
 """
 
 from __future__ import annotations
 
-from array import array
+import dataclasses
 from collections.abc import Hashable, Iterable, Sequence
 
-from ..errors import ContextLimitError, HashError, NoFreeSlotError, OutOfBlocksError, PlanError, RequestError
-from ..layout import CacheSize
+import numpy as np
+
+from ..checks import INT32_MAX, shown
+from ..errors import ContextLimitError, LayoutError, PlanError, RequestError
+from ..layout import CacheLayout, CacheSize
+from ..plan import StepPlan
 from .allocator import as_count
 from .guard import Guard
 from .integrity import check_manager
-from .last_step import LastStep
-from .prefix.hashing import BlockHasher, MediaItem, Namespace
-from .prefix.node import Node, T
-from .request import Parked, Request, RequestState
+from .lifecycle import Lifecycle
+from .policies import CachePolicy
+from .prefix.events import EventLog
+from .prefix.hashing import BlockHasher, HashSpec, Key, MediaItem, Namespace
+from .prefix.node import T
+from .publishing import Publisher
+from .request import Request, RequestRef, request_tokens
+from .request_book import RequestBook
+from .scheduling import Scheduled
 from .stats import ManagerStats, collect, compute_block_budget
-from .stepping import SteppingManager
-from .tiered_cache import Hit
-from .transfers import BLOCK, SLOT
+from .step_shape import StepShape
+from .steps import Steps
+from .tiered_cache import HostSize, TieredCache
+from .transfers import Transfers
 
 __all__ = ["KVCacheManager"]
 
 
-class KVCacheManager(SteppingManager):
+class KVCacheManager:
     """Decides which slot and blocks hold which tokens of which request, and what stays cached where.
 
     Args:
@@ -48,19 +64,107 @@ class KVCacheManager(SteppingManager):
         policy: what to cache. None: nothing; blocks are free as soon as their request is released.
         host: records of the host tier, (num_blocks, num_snapshots): cached blocks and states that leave
             the device go there, and those of preempted requests. None: there is no host tier.
-        salt: whatever else cached bytes depend on, such as the name of the weights.
+        weights_id: names the weights, and whatever else cached bytes depend on: other weights, other digests.
         events: where cached blocks that come and go are told.
         arrays: size of the cache, if this manager is to hand out less than it holds (default: `size`). Plans are made
             for a cache of this size, and no other takes them. Two managers must not share a cache.
 
+    Attributes:
+        hash_spec: what all digests of this cache share: small, and the same in every process of a deployment.
+        book, cache, publisher, steps, lifecycle, guard: the parts (see the module). Read them as you like; what changes
+            them goes through the calls below.
+
     Raises:
         LayoutError: `size` is larger than `arrays`, or that has more rows than int32 has numbers (see
             `CacheLayout.check_size`).
-        HashError: the salt has no canonical bytes.
+        HashError: the weights' id has no canonical bytes.
         PlanError: `host` is no pair of counts.
     """
 
+    def __init__(
+        self,
+        layout: CacheLayout,
+        size: CacheSize,
+        *,
+        policy: CachePolicy | None = None,
+        host: HostSize | None = None,
+        weights_id: Key = None,
+        events: EventLog | None = None,
+        arrays: CacheSize | None = None,
+    ):
+        arrays = arrays or size
+        layout.check_size(arrays)
+        if not arrays.holds(size):
+            raise LayoutError(f"{size} does not fit a cache of {arrays}")
+        self.layout, self.policy, self.host_size, self.events = layout, policy, _host_size(host), events
+        self.hash_spec = HashSpec(layout.block_tokens, (layout.fingerprint, weights_id), layout.cfg.vocab_size)
+        self.guard, self.book = Guard(), RequestBook()
+        self._persists = False
+        self._begin(size, arrays)
+
+    def _begin(self, size: CacheSize, arrays: CacheSize) -> None:
+        """All parts but the book, with nothing in them."""
+        self._asleep = False
+        self.cache = TieredCache(self.layout, size, self.policy, self.host_size, self.events, persists=self._persists)
+        self.publisher = Publisher(self.layout, self.cache)
+        self.steps = Steps(self.layout, size, arrays, self.book, self.cache, self.publisher)
+        self.lifecycle = Lifecycle(self.layout, self.book, self.cache, self.publisher, self.steps)
+
+    @property
+    def size(self) -> CacheSize:
+        """Of the cache that is handed out."""
+        return self.steps.size
+
+    @property
+    def arrays(self) -> CacheSize:
+        """Of the cache that plans are made for."""
+        return self.steps.arrays
+
+    @property
+    def generation(self) -> int:
+        """Resets so far."""
+        return self.book.generation
+
+    @property
+    def context_limit(self) -> int:
+        """Tokens that one request can hold: the block table's width, and the model's own limit."""
+        return self._context_limit(self.size)
+
+    def _context_limit(self, size: CacheSize) -> int:
+        return min(size.max_blocks_per_request * self.layout.block_tokens, self.layout.cfg.max_position_embeddings)
+
     # Requests
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """The live requests, in the order they became live."""
+        return self.book.requests
+
+    @property
+    def preempted(self) -> tuple[Request, ...]:
+        """The preempted requests, in the order they were admitted."""
+        return self.book.preempted
+
+    def find(self, ref: RequestRef) -> Request | None:
+        """The live request that `ref` was made of; None if it was released or preempted since.
+
+        For results of steps that were under way: what comes late belongs to no request any more.
+        """
+        self.guard.check()
+        return self.book.find(ref)
+
+    def digests(
+        self, tokens: Iterable[int], *, namespace: Namespace | None = None, items: Iterable[MediaItem] = ()
+    ) -> list[bytes]:
+        """The digests of a prompt's full blocks, in path order: their names in the `EventLog` and in storage.
+
+        For routers; nothing is looked up, and nothing changes. A prompt of any length has them. A process
+        without a manager makes the same ones with `BlockHasher(manager.hash_spec, tokens, ...).digests`.
+
+        Raises:
+            HashError, PlanError, RequestError: as `KVCacheManager.admit_request` for these arguments.
+        """
+        return BlockHasher(self.hash_spec, self._token_ids(tokens), namespace=namespace, items=items).digests
 
     def admit_request(
         self,
@@ -93,7 +197,7 @@ class KVCacheManager(SteppingManager):
             HashError: no namespace, no items, a key of them without canonical bytes, or an empty item.
             PlanError: `max_tokens` or an item's position is no count.
         """
-        self._guard.check()
+        self.guard.check()
         self._check_awake()
         ids = self._token_ids(tokens)
         name = "new" if request_id is None else request_id
@@ -102,20 +206,10 @@ class KVCacheManager(SteppingManager):
             raise ContextLimitError(name, limit, self.context_limit)
         if len(ids) > limit:
             raise ContextLimitError(name, len(ids), limit)
-        self._check_id(request_id)
+        self.book.check_id(request_id)
         hasher = self._new_hasher(ids, namespace=namespace, items=items)
-        with self._guard("admit_request"):
-            try:
-                self._check_slot()
-            except NoFreeSlotError:
-                self._cache.failures["slot"] += 1
-                raise
-            self._commit()
-            hit = self._start(hasher, len(ids))
-            request = self._new_request(ids.tolist(), limit, request_id, hit.slot)
-            request.hasher = hasher
-            self._use_hit(request, hit)
-            return request
+        with self.guard("admit_request"):
+            return self.lifecycle.admit(ids.tolist(), limit, request_id, hasher)
 
     def release_request(self, request: Request | int) -> None:
         """It has ended: its blocks and its slot go back; with a policy they stay cached while there is room.
@@ -125,115 +219,54 @@ class KVCacheManager(SteppingManager):
         Raises:
             RequestError: it is not live here (released before, another manager's, an unknown slot).
         """
-        with self._guard("release_request"):
-            if isinstance(request, Request) and self._is_preempted(request):
-                self._drop_parked(request)
-            else:
-                request = self._checked(request)
-                self._leave_slot(request, keep=True)
-            self._forget(request)
+        with self.guard("release_request"):
+            self.lifecycle.release(self.book.find_known(request))
 
     def abort_request(self, request: Request | int) -> None:
         """As `release_request`, for a request whose last step did not run: nothing of that step stays cached.
 
         What it filled and kept is taken out of the cache again, published or not. Other live requests that stand on
         it, or on copies that the same plan should have made, start anew from what is left: their `num_cached` is
-        less then, down to 0, and they are fed again what they were fed. One that was fed by a later step says that
+        less then, down to 0, and they compute again what they had computed. One that is part of a later step says that
         this one ran, as plans run in the order made: what it uses stays. So of several steps that did not run, abort
-        the requests of the latest first; of a request fed by two of them only the last step is taken back.
+        the requests of the latest first; of a request that is part of two of them only the last step is taken back.
 
         Raises:
             RequestError: as `release_request`.
         """
-        with self._guard("abort_request"):
-            if not (isinstance(request, Request) and self._is_preempted(request)):
-                request = self._checked(request)
-            undo = LastStep.of(request, self._cache, self._publisher, self.requests, self.preempted)
-            for other in undo.relying:
-                self._stand_still(other)
-            for other in undo.parked:
-                self._drop_parked(other)
-                other.forked = None
-            if request.state is RequestState.PREEMPTED:
-                self._drop_parked(request)
-            else:
-                self._leave_slot(request, keep=False)
-            undo.take_back(self._cache)
-            for other in undo.relying:
-                self._start_anew(other)
-            self._forget(request)
-
-    def _forget(self, request: Request) -> None:
-        del self._ids[request.id]
-        request.state = RequestState.RELEASED
+        with self.guard("abort_request"):
+            self.lifecycle.abort(self.book.find_known(request))
 
     def preempt(self, request: Request | int) -> None:
         """Takes the slot and the blocks from a live request; `resume` continues it, to the byte.
 
         Its full blocks stay cached while there is room. Its state, and the block it has begun, go to the
-        host if there are records; else `resume` feeds again what lies behind the last cached snapshot.
-        Results of steps still under way are for nobody (see `find`). A step not accepted is kept whole.
+        host if there are records; else `resume` computes again what lies behind the last cached snapshot.
+        Results of steps still under way belong to no request any more (see `find`). A step not accepted is kept whole.
 
         Raises:
             RequestError: not live here, or it does not know its tokens (`request.tokens`).
         """
-        with self._guard("preempt"):
-            request = self._checked(request)
-            self._check_resumable(request)
-            self._preempt(request)
-
-    def _preempt(self, request: Request) -> None:
-        request.keep_step()
-        self._publisher.note(request, request.num_cached)
-        self._publisher.publish(request, request.num_cached)
-        request.parked = self._park(request)
-        self._leave_slot(request, keep=True, always=True)
-        request.state, request.epoch = RequestState.PREEMPTED, self._new_epoch()
-        request.slot = request.num_cached = 0
+        with self.guard("preempt"):
+            request = self.book.find_live(request)
+            self.lifecycle.check_resumable(request)
+            self.lifecycle.preempt(request)
 
     def resume(self, request: Request) -> None:
         """Makes a preempted request live again, in any slot. `num_cached` says where it stands.
 
-        What it was fed before is fed again as it was. Of the tokens appended since, those behind the first that
-        was not part of the prompt may be drafts if the layout has any: they are computed, not looked up.
+        What it has computed before is computed again with the same ids. Of the tokens appended since, those behind the
+        first that was not part of the prompt may be drafts if the layout has any: they are computed, not looked up.
 
         Raises:
             RequestError: it is not preempted.
             NoFreeSlotError, OutOfBlocksError: then it stays preempted.
         """
-        with self._guard("resume"):
+        with self.guard("resume"):
             self._check_awake()
-            if not isinstance(request, Request) or not self._is_preempted(request):
+            if not isinstance(request, Request) or not self.book.is_preempted(request):
                 raise RequestError(f"request {getattr(request, 'id', request)!r} is not preempted here")
-            self._check_slot()
-            self._check_room(request)
-            self._commit()
-            if not self._unpark(request):
-                request.forked = None
-                known = self._follow_verified(request, request.hasher)
-                self._use_hit(request, self._start(request.hasher, known))
-            self._drop_parked(request)
-            request.started = self._steps
-            self._live[request.slot], request.state = request, RequestState.LIVE
-
-    def _follow_verified(self, request: Request, hasher: BlockHasher | None) -> int:
-        """Makes the hasher's tokens those that are certain to stand: fed, of the prompt, or drawn last.
-
-        Returns how many tokens the request knows: one of them is left to compute.
-        """
-        history, tokens = request.history, request.tokens
-        if hasher is None:
-            return len(tokens)
-        certain = max(request.num_prompt, len(history) + 1) if self.layout.draft_tokens else len(tokens)
-        ids = history[:]
-        try:
-            ids.extend(tokens[len(history) : certain])
-            hasher.follow(ids.tobytes())
-        except (HashError, OverflowError, TypeError):  # no ids: `plan_tokens` will say so
-            ids = history
-            hasher.follow(ids.tobytes())
-        hasher.truncate(len(ids))
-        return len(tokens)
+            self.lifecycle.resume(request)
 
     def fork(self, request: Request | int, *, request_ids: Sequence[Hashable | None] = (None,)) -> list[Request]:
         """Copies of a live request as it stands, one per id: n samples of one prompt.
@@ -244,206 +277,187 @@ class KVCacheManager(SteppingManager):
 
         Raises:
             RequestError: not live here, or an id is in use or named twice.
-            NoFreeSlotError, OutOfBlocksError: not all can be had; then there is none.
+            NoFreeSlotError, OutOfBlocksError: there is no room for all; then there is none.
         """
         names = list(request_ids)
-        with self._guard("fork"):
+        with self.guard("fork"):
             self._check_awake()
-            request = self._checked(request)
+            request = self.book.find_live(request)
             for i, name in enumerate(names):
-                self._check_id(name, names[:i])
-            return self._fork(request, names)
+                self.book.check_id(name, names[:i])
+            return self.lifecycle.fork(request, names)
 
-    def _fork(self, request: Request, names: list[Hashable | None]) -> list[Request]:
-        pinned = len(self._pinned())
-        if len(self._live) + len(names) > self.size.num_slots or len(names) > self._cache.num_slots_available(pinned):
-            raise NoFreeSlotError(self.size.num_slots)
-        used = self.layout.blocks_for(request.num_cached)
-        needed = (used - self._publisher.would_share(request, request.num_cached)) * len(names)
-        if not self._cache.can_acquire(needed):
-            raise OutOfBlocksError(needed, self._cache.num_available, self._cache.blocks.num_total)
-        request.keep_step()
-        self._publisher.publish(request, request.num_cached)
-        shared = request.num_shared
-        blocks = self._cache.acquire_blocks((used - shared) * len(names))
-        slots = [self._cache.acquire_slot() for _ in names]
-        return [self._child(request, name, slot, shared, used, blocks) for name, slot in zip(names, slots, strict=True)]
+    # Steps
 
-    def _child(
-        self, parent: Request, name: Hashable | None, slot: int, shared: int, used: int, blocks: list[int]
-    ) -> Request:
-        """One fork; takes the blocks it needs from the front of `blocks`."""
-        child = self._new_request(list(parent.tokens), parent.max_tokens, name, slot)
-        child.num_prompt, child.num_cached, child.num_hit = parent.num_prompt, parent.num_cached, parent.num_cached
-        child.hasher = parent.hasher.copy() if parent.hasher is not None else None
-        child.history, child.kept_from = parent.history[:], parent.num_cached
-        child.forked = (parent.id, parent.last_step) if parent.forked is None else parent.forked
-        child.copied = 0 if parent.forked is None else parent.copied
-        child.nodes = self._cache.tree.acquire(parent.nodes[:shared])
-        own, blocks[: used - shared] = blocks[: used - shared], []
-        child.blocks = parent.blocks[:shared] + own
-        pending = self._cache.copies
-        for source, block in zip(parent.blocks[shared:used], own, strict=True):
-            pending.blocks[block] = pending.blocks.get(source, source)
-        if parent.restores is not None:
-            self._cache.tree.snapshots.pin(parent.restores)
-            child.restores = parent.restores
-        elif parent.num_cached:
-            pending.slots[slot] = pending.slots.get(parent.slot, parent.slot)
-        return child
+    def reserve(self, request: Request | int, tokens: int) -> None:
+        """Takes the blocks of its first `tokens` tokens now, so that steps up to there cannot run out.
 
-    # Where requests start and stand
+        Raises:
+            ContextLimitError, OutOfBlocksError, RequestError: as in `plan_step`.
+        """
+        with self.guard("reserve"):
+            self.steps.reserve(self.book.find_live(request), as_count("tokens", tokens))
 
-    def _check_resumable(self, request: Request) -> None:
-        if len(request.tokens) < request.num_cached:
-            known = f"knows {len(request.tokens)} of the {request.num_cached} tokens it has fed"
-            raise RequestError(f"request {request.id!r} {known}: it could not be resumed")
+    def schedule(
+        self,
+        token_budget: int,
+        *,
+        max_sequences: int | None = None,
+        max_chunk: int | None = None,
+        shape: StepShape | None = None,
+        requests: Iterable[Request] | None = None,
+    ) -> list[tuple[Request, int]]:
+        """How many pending tokens of which requests the next step computes; `plan_step` takes the pairs as they are.
 
-    def _is_preempted(self, request: Request) -> bool:
-        return self._ids.get(request.id) is request and request.state is RequestState.PREEMPTED
+        First every request with one pending token (a decode), the least recently scheduled first; then
+        chunks of the others in admission order, as far as tokens, sequences and blocks reach. A chunk
+        that lacks blocks holds back those behind it. So nobody starves: decodes take turns and end,
+        and only the chunks that wait behind them make new ones. A chunk ends where the policy wants
+        a snapshot. Tokens beyond a request's `max_tokens` (`Request.num_excess`), or beyond the columns of the
+        shape, are never offered. An empty result while others are pending means that blocks must be freed
+        first: release or preempt a request.
 
-    def _pinned(self) -> set[Node]:
-        """Nodes whose snapshots live requests have still to start from."""
-        return {r.restores for r in self._live.values() if r.restores is not None}
+        Args:
+            token_budget: most tokens of the step.
+            max_sequences: most requests of the step.
+            max_chunk: most tokens of one request.
+            shape: the pinned shape the step must fit.
+            requests: those to choose from, in the order of their turn for chunks; default: all live ones.
 
-    def _check_slot(self) -> None:
-        """Raises `NoFreeSlotError` if no other request can become live."""
-        if len(self._live) >= self.size.num_slots or self._cache.num_slots_available(len(self._pinned())) < 1:
-            raise NoFreeSlotError(self.size.num_slots)
+        Raises:
+            PlanError: a number below 1, no shape, or one with more columns than the block table.
+            RequestError: one of `requests` is not live here.
+        """
+        budget = as_count("token_budget", token_budget, 1)
+        most = budget if max_sequences is None else as_count("max_sequences", max_sequences, 1)
+        chunk = budget if max_chunk is None else as_count("max_chunk", max_chunk, 1)
+        requests = None if requests is None else list(requests)
+        self.steps.check_shape(shape)
+        with self.guard("schedule"):
+            chosen = self.requests if requests is None else [self.book.find_live(request) for request in requests]
+            return self.steps.schedule(chosen, (budget, most), chunk, shape)
 
-    def _start(self, hasher: BlockHasher | None, num_tokens: int) -> Hit:
-        """A slot, and what is cached of these tokens. Raises `NoFreeSlotError`."""
-        match = None if hasher is None else self._cache.tree.match(hasher.digests, num_tokens)
-        others = self.size.num_slots - len(self._live) - 1
-        return self._cache.start(match, others=others, pinned=len(self._pinned()))
+    def plan_step(self, scheduled: Iterable[Scheduled], *, steps: int = 1, shape: StepShape | None = None) -> StepPlan:
+        """Plans one step: `n` tokens of every `(request, n)`; or the first of `steps` decode steps.
 
-    def _use_hit(self, request: Request, hit: Hit) -> None:
-        request.nodes, request.restores, request.slot = hit
-        request.blocks = [node.block for node in hit.nodes]
-        self._stand_at(request, len(hit.nodes))
+        A sequence of one token is a decode, of up to 1 + draft_tokens tokens a verify step that `accept`
+        may cut, of more a prefill chunk that is final. Kinds mix freely. With `steps` = K every sequence
+        has one token; the plan serves K steps, each `plan.advance()` of the one before, and their
+        blocks and table entries are all in this plan. Afterwards every request counts its tokens of
+        all K steps as cached. Nothing scheduled at all is a step of padding.
 
-    def _stand_at(self, request: Request, blocks: int) -> None:
-        """It starts after so many cached blocks of the hasher's tokens: these were fed then, whatever `tokens` says."""
-        request.num_cached = request.num_hit = blocks * self.layout.block_tokens
-        if request.hasher is not None and len(request.history) < request.num_cached:
-            request.history = array("i")
-            request.history.frombytes(request.hasher.ids(request.num_cached))
+        Args:
+            scheduled: tokens of the step, each request at most once.
+            steps: K.
+            shape: pins the plan's static sizes, so that steps of different sizes share one
+                executable (see `pinned_shape`); default: what the sequences need, in powers of two.
 
-    def _stand_still(self, request: Request) -> None:
-        """Takes from a request the blocks it shares and the state it stands on; it keeps slot and own blocks."""
-        self._publisher.note(request, request.num_cached)
-        request.keep_step()
-        cache, shared = self._cache, request.num_shared
-        for node in reversed(request.nodes[shared:]):
-            cache.tree.moves.abort(node)  # its block is among the request's
-        for block in request.blocks[shared:]:
-            cache.copies.blocks.pop(block, None)
-        cache.copies.slots.pop(request.slot, None)
-        if request.restores is not None:
-            cache.tree.snapshots.unpin(request.restores)
-        cache.tree.release(request.nodes[:shared])
-        request.blocks = request.blocks[shared:]
-        request.nodes, request.restores, request.rolling, request.forked = [], None, None, None
-        request.num_cached = request.num_hit = request.num_tabled = 0
-        self._publisher.forget(request)
-        self._rows = None
+        Raises:
+            RequestError: a request is not live here, or a chunk goes beyond the tokens that the request knows. (None
+                of a chunk, or of a decode or verify step, may be known here: drawn on the device, or kept elsewhere.)
+            ContextLimitError: a request would outgrow its `max_tokens`.
+            OutOfBlocksError: the step needs more blocks than are free.
+            PlanError: a count < 1, a request named twice, K steps of more than one token, or the
+                shape is too small. Whatever is raised, nothing has changed.
+        """
+        scheduled = scheduled if type(scheduled) is list else list(scheduled)
+        with self.guard("plan_step"):
+            count = as_count("steps", steps, 1, INT32_MAX)
+            self._check_awake()
+            return self.steps.plan(scheduled, count, shape)
 
-    def _start_anew(self, request: Request) -> None:
-        """Starts a request that stands still: from the longest cached prefix whose state is on the device."""
-        tree, hasher = self._cache.tree, request.hasher
-        request.started = self._steps
-        if hasher is not None:
-            path = tree.match(hasher.digests, self._follow_verified(request, hasher)).path
-            states = [i + 1 for i, n in enumerate(path) if n.snapshot is not None and n.snapshot.device]
-            here = next((i for i, n in enumerate(path) if n.state.tier is not T.DEVICE), len(path))
-            hit = max((end for end in states if end <= here), default=0)
-            if hit:
-                nodes = tree.acquire(path[:hit])
-                tree.snapshots.pin(nodes[-1])
-                request.nodes, request.restores = nodes, nodes[-1]
-                request.blocks = [node.block for node in nodes] + request.blocks
-                self._stand_at(request, hit)
-        missing = self.layout.blocks_for(request.reserved) - len(request.blocks)
-        if missing > 0 and self._cache.can_acquire(missing):
-            request.blocks += self._cache.acquire_blocks(missing)
-        request.reserved = min(request.reserved, len(request.blocks) * self.layout.block_tokens)
+    def plan_tokens(self, plan: StepPlan) -> np.ndarray:
+        """The token ids of a plan, [T] int32 in its order (padding: 0), from the requests' `tokens`.
 
-    def _leave_slot(self, request: Request, *, keep: bool, always: bool = False) -> None:
-        """Gives up slot and blocks. `keep`: for the cache, as the policy wants it; `always`: also the state."""
-        slot, kept = request.slot, False
-        if keep:
-            self._publisher.publish(request, self._final_tokens(request))
-            # A slot that is still to be copied from is no snapshot; nor is a copy of what another's last step may never
-            # have written, as nobody could take that back.
-            settled = request.num_cached == self._final_tokens(request) and request.restores is None
-            if settled and request.forked is None and slot not in self._cache.copies.slots.values():
-                kept = self._publisher.keep_slot(request, always=always)
-        self._let_go(request)
-        if not kept:
-            self._cache.release_slot(slot)
+        They are noted as what the plan computes: a second call gives the same, whatever `tokens` says by then.
+        Call it before the requests are released. For a plan of K steps: the tokens of the first.
 
-    def _park(self, request: Request) -> Parked | None:
-        """Queues the way to the host of what only this request has; None if there is no room, or nothing to park."""
-        cache, first = self._cache, request.num_shared
-        if request.restores is not None or request.slot in cache.copies.slots or not request.num_pending:
-            return None
-        if first * self.layout.block_tokens == request.num_cached and (request.forked is None or not first):
-            return None  # its slot becomes a snapshot, or there is one already
-        own = request.blocks[first : self.layout.blocks_for(request.num_cached)]
-        blocks, snapshots = cache.try_host_blocks(len(own)), cache.try_host_snapshots(1)
-        if len(blocks) < len(own) or not snapshots:
-            cache.host_blocks.release(blocks)
-            cache.host_snapshots.release(snapshots)
-            return None
-        for block, record in zip(own, blocks, strict=True):
-            cache.transfers.out(BLOCK, block, record)
-        cache.transfers.out(SLOT, request.slot, snapshots[0])
-        return Parked(request.num_cached, first, blocks, snapshots[0])
+        Raises:
+            RequestError: a request of the plan is gone, or does not know its tokens of it.
+        """
+        with self.guard("plan_tokens"):
+            return self.steps.tokens(plan)
 
-    def _parked_path(self, request: Request) -> Sequence[Node] | None:
-        """The shared blocks before what was parked; None if they are not all there, or nothing was parked."""
-        parked = request.parked
-        if parked is None or parked.num_cached >= len(request.tokens):
-            return None
-        digests = request.hasher.digests[: parked.first_block] if request.hasher is not None else []
-        path = self._cache.tree.match(digests, len(request.tokens)).path
-        return None if len(path) < parked.first_block or any(n.state.tier < T.HOST for n in path) else path
+    @property
+    def has_transfers(self) -> bool:
+        """Whether the last planned step's transfers have not been taken."""
+        return bool(self.steps.transfers)
 
-    def _check_room(self, request: Request) -> None:
-        """Raises `OutOfBlocksError` if what was parked does not fit on the device, but the shared blocks before do."""
-        path, parked = self._parked_path(request), request.parked
-        if path is None or parked is None:
-            return
-        below = sum(node.state.tier is not T.DEVICE for node in path)
-        stay = sum(node.state.tier is T.DEVICE and not node.refs for node in path)
-        available = self._cache.num_available - stay + self._publisher.preview(self._final_tokens)[0]
-        if below <= available < below + len(parked.blocks):
-            raise OutOfBlocksError(below + len(parked.blocks), available, self._cache.blocks.num_total)
+    def take_transfers(self) -> Transfers:
+        """What must travel between the tiers before the step planned last runs, stage by stage, in this order.
 
-    def _unpark(self, request: Request) -> bool:
-        """Whether what was parked and the shared blocks before it are all there: then they are the request's again."""
-        cache, path, parked = self._cache, self._parked_path(request), request.parked
-        if path is None or parked is None or not cache.load(path):
-            return False
-        nodes = cache.tree.acquire(path)
-        if not cache.can_acquire(len(parked.blocks)):
-            cache.tree.release(nodes)
-            return False
-        request.slot = self._start(None, 0).slot
-        own = cache.acquire_blocks(len(parked.blocks))
-        for record, block in zip(parked.blocks, own, strict=True):
-            cache.transfers.into(BLOCK, record, block)
-        cache.transfers.into(SLOT, parked.snapshot, request.slot)
-        request.nodes, request.blocks = nodes, [node.block for node in nodes] + own
-        request.num_cached = request.num_hit = parked.num_cached
-        self._publisher.mark(request)
-        return True
+        `dsv4_jax.run_transfers(cache, host, stages)` runs them. Without a host tier there never is any;
+        with one, call it after every `plan_step` (and after `sleep` or `resize`), before the step.
+        """
+        with self.guard("take_transfers"):
+            stages, self.steps.transfers = self.steps.transfers, Transfers()
+            return stages
 
-    def _drop_parked(self, request: Request) -> None:
-        if request.parked is not None:
-            self._cache.host_blocks.release(request.parked.blocks)
-            self._cache.host_snapshots.release([request.parked.snapshot])
-            request.parked = None
+    def accept(self, request: Request | int, n_kept: int) -> None:
+        """Keeps the first `n_kept` tokens of the request's last step; the others were never there.
+
+        Rejected ids also leave `request.tokens`. Blocks that hold no kept token go back to the pool
+        (unless reserved); their table entries are set again before they are next used. A step that is
+        not accepted before the request's next one is kept whole.
+
+        Args:
+            n_kept: 0..n of the n tokens scheduled. Less than n only if the device state before them is
+                still whole: the layout has draft_tokens > 0 and n <= 1 + draft_tokens.
+
+        Raises:
+            PlanError: no step to accept, `n_kept` out of range, or the step cannot be cut.
+            RequestError: the request is not live here.
+        """
+        with self.guard("accept"):
+            self.steps.accept(self.book.find_live(request), as_count("n_kept", n_kept))
+
+    def commit(self) -> None:
+        """Makes the blocks that the steps planned so far have filled matchable for others.
+
+        Planning and admitting do this too. A step that may still be cut by `accept` waits for that.
+        """
+        with self.guard("commit"):
+            self.publisher.commit()
+
+    def pinned_shape(
+        self,
+        sequences: int,
+        tokens: int | None = None,
+        *,
+        steps: int = 1,
+        columns: int | None = None,
+        history: bool | None = None,
+        slot_copies: int | None = None,
+        block_copies: int = 0,
+    ) -> StepShape:
+        """The shape of every step of up to `sequences` requests and `tokens` tokens (default: one per request).
+
+        With prefix caching a request may come with all its table entries at once: there is room for
+        one such request in a step, and `schedule(..., shape=shape)` makes others wait.
+
+        Args:
+            steps: K, for plans of K decode steps.
+            columns: block-table columns a request may need; default: all.
+            history: as in `StepShape.bound`.
+            slot_copies: states restored and kept in one step (each costs its bytes, used or not);
+                default: up to 4 with prefix caching, else none. Forks need one each.
+            block_copies: partial blocks that forks copy in one step.
+
+        Raises:
+            PlanError: a number is no count.
+        """
+        sequences, steps = as_count("sequences", sequences, 1, INT32_MAX), as_count("steps", steps, 1, INT32_MAX)
+        self.guard.check()
+        tokens = sequences if tokens is None else tokens
+        columns = self.size.max_blocks_per_request if columns is None else columns
+        caching = self.cache.caching
+        if slot_copies is None:
+            slot_copies = min(sequences, 4) if caching else 0
+        shape = StepShape.bound(
+            self.layout, sequences, tokens, columns=columns, lookahead=steps - 1, history=history,
+            slot_copies=slot_copies, block_copies=block_copies,
+        )  # fmt: skip
+        return dataclasses.replace(shape, table_entries=shape.table_entries + columns) if caching else shape
 
     # The whole cache
 
@@ -451,31 +465,21 @@ class KVCacheManager(SteppingManager):
         """Takes everything off the device, so that its arrays can be freed: live requests are preempted.
 
         What is cached or live goes to the host as far as there is room (the transfers follow from
-        `take_transfers`; run them before freeing the arrays). Until `wakeup` no request is admitted or fed.
+        `take_transfers`; run them before freeing the arrays). Until `wakeup` no request is admitted or scheduled.
 
         Raises:
             RequestError: it sleeps already, or a live request does not know its tokens.
             PlanError: the transfers of the step before were not taken.
         """
-        with self._guard("sleep"):
-            self._check_taken()
-            self._empty_device()
+        with self.guard("sleep"):
+            self.steps.check_taken()
+            self._check_awake()
+            self.lifecycle.empty_device()
             self._asleep = True
-
-    def _empty_device(self) -> None:
-        self._check_awake()
-        for request in self.requests:
-            self._check_resumable(request)
-        self._commit()
-        for request in self.requests:
-            self._preempt(request)
-        self._cache.end_copies()
-        self._cache.evict_all()
-        self._step_transfers = self._cache.drain()
 
     def wakeup(self) -> None:
         """The device arrays are there again, with any content. Raises `RequestError` if it does not sleep."""
-        with self._guard("wakeup"):
+        with self.guard("wakeup"):
             if not self._asleep:
                 raise RequestError("the manager does not sleep")
             self._asleep = False
@@ -492,19 +496,19 @@ class KVCacheManager(SteppingManager):
             ContextLimitError: a live or preempted request may grow beyond the new context limit.
             RequestError: as `sleep`.
         """
-        with self._guard("resize"):
+        with self.guard("resize"):
             if not isinstance(size, CacheSize):
                 raise PlanError(f"the new size must be a CacheSize, got {type(size).__name__}")
-            self._check_taken()
+            self.steps.check_taken()
             limit = self._context_limit(size)
-            for request in self._ids.values():
+            for request in self.book.ids.values():
                 if request.max_tokens > limit:
                     raise ContextLimitError(request.id, request.max_tokens, limit)
             self.layout.check_size(size)
-            self._empty_device()
-            self._cache.resize(size)
-            self.size = self.arrays = size
-            self._rows = None
+            self._check_awake()
+            self.lifecycle.empty_device()
+            self.cache.resize(size)
+            self.steps.resize(size)
 
     def reset(self) -> None:
         """Forgets every request and all that is cached; requests admitted before are refused from now on.
@@ -513,30 +517,54 @@ class KVCacheManager(SteppingManager):
         """
         guard = Guard()
         with guard("reset"):
-            self._guard = guard  # which has begun: there is no instant at which another call could pass
-            for request in self._ids.values():
-                request.blocks, request.nodes, request.restores, request.parked = [], [], None, None
-                request.state = RequestState.RELEASED
-            self.generation += 1
+            self.guard = guard  # which has begun: there is no instant at which another call could pass
+            self.book.clear()
             if self.events is not None:
                 self.events.emit("cleared", T.NONE)
-            self._clear()
+            self._begin(self.size, self.arrays)
 
-    # Books
+    def persist(self) -> None:
+        """From now on, what comes to the host is listed for storage (see `StorageTier`)."""
+        self._persists = self.cache.tree.wanted.persists = True
+
+    # Numbers
 
     def memory_bytes(self) -> int:
         """Bytes of the cache this manager manages: exactly what `init_cache` allocates."""
-        self._guard.check()
+        self.guard.check()
         return self.layout.total_bytes(self.arrays)
 
     compute_block_budget = staticmethod(compute_block_budget)
 
     def stats(self) -> ManagerStats:
         """Where everything is, and what has happened so far. Raises `IntegrityError` if a unit is unaccounted for."""
-        self._guard.check()
-        return collect(self)
+        self.guard.check()
+        return collect(self.layout, self.size, self.book, self.cache)
 
     def check_integrity(self) -> None:
         """The books agree with each other. For tests: O(blocks). Raises `IntegrityError`."""
-        self._guard.check()
-        check_manager(self)
+        self.guard.check()
+        check_manager(self.layout, self.size, self.book, self.cache)
+
+    # What callers name
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise RequestError("the manager sleeps: call wakeup() first")
+
+    def _token_ids(self, tokens: Iterable[int] | np.ndarray) -> np.ndarray:
+        return request_tokens(tokens, self.layout.cfg.vocab_size)
+
+    def _new_hasher(self, tokens: Sequence[int] | np.ndarray, **space) -> BlockHasher | None:
+        caching = self.cache.caching
+        hasher = BlockHasher(self.hash_spec, tokens if caching else (), **space)  # which checks the space anyway
+        return hasher if caching else None
+
+
+def _host_size(host: HostSize | None) -> HostSize:
+    """`host` as a `HostSize`, any sequence of one or two numbers welcome. Raises `PlanError`."""
+    try:
+        size = HostSize(0) if host is None else HostSize(*host)
+    except TypeError as error:
+        raise PlanError(f"host must be None or (num_blocks, num_snapshots), got {shown(host)}") from error
+    return HostSize(*(as_count(f"host.{name}", count) for name, count in size._asdict().items()))

@@ -8,7 +8,7 @@ __all__ = ["PendingCopies"]
 
 
 class PendingCopies:
-    """Pairs (source, destination) of slots and of blocks, for the next plan, whichever requests it feeds.
+    """Pairs (source, destination) of slots and of blocks, for the next plan, whichever requests it is of.
 
     A source that is released before then keeps its bytes: it goes back to its pool after that plan.
     """

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import HashError
+from ..layout import CacheLayout
 from .policies import Placement, SnapshotPlacement
 from .prefix.hashing import token_ids
 from .prefix.node import SETTLED, Node, S, T
@@ -34,8 +35,9 @@ class Save(NamedTuple):
 class Publisher:
     """Publishes the blocks and takes the snapshots of the requests of one manager."""
 
-    def __init__(self, cache: TieredCache, block_tokens: int):
-        self._cache, self.block_tokens = cache, block_tokens
+    def __init__(self, layout: CacheLayout, cache: TieredCache):
+        self.block_tokens, self._draft_tokens = layout.block_tokens, layout.draft_tokens
+        self._cache = cache
         self._dirty: dict[Request, None] = {}  # may have blocks to publish
         self.replaced = False  # whether a request's block was replaced by another's since this was last reset
 
@@ -56,21 +58,26 @@ class Publisher:
     def forget(self, request: Request) -> None:
         self._dirty.pop(request, None)
 
-    def commit(self, final: Callable[[Request], int]) -> None:
-        """Publishes what the steps planned so far have filled. `final(request)`: tokens that stay, whatever comes."""
+    def final_tokens(self, request: Request) -> int:
+        """Cached tokens that stay whatever is accepted."""
+        last, drafts = request.num_scheduled, self._draft_tokens
+        return request.num_cached - (last if drafts and last <= 1 + drafts else 0)
+
+    def commit(self) -> None:
+        """Publishes what the steps planned so far have filled, as far as it stays whatever is accepted."""
         for request in list(self._dirty):
-            if self.publish(request, final(request)):
+            if self.publish(request, self.final_tokens(request)):
                 del self._dirty[request]
         self._cache.back_up()
         self._cache.keep_watermark()
 
-    def preview(self, final: Callable[[Request], int]) -> tuple[int, dict[Request, int]]:
-        """What `commit` would do now: device blocks that can be had then besides, and the first block of each
-        request that another's would replace."""
+    def preview(self) -> tuple[int, dict[Request, int]]:
+        """What `commit` would do now: device blocks that become available, and the first block of each request that
+        another's would replace."""
         more, first = 0, dict[Request, int]()
         fresh: set[bytes] = set()
         for request in list(self._dirty):
-            for i, digest, other in self._outlook(request, final(request), fresh):
+            for i, digest, other in self._outlook(request, self.final_tokens(request), fresh):
                 if digest in fresh or (other is not None and other.state.tier is T.DEVICE):
                     more += digest in fresh or (other is not None and other.refs > 0)
                     first.setdefault(request, i)
@@ -113,7 +120,7 @@ class Publisher:
         return min(tokens, known) // self.block_tokens
 
     def note(self, request: Request, tokens: int) -> None:
-        """Takes the first `tokens` ids for fed, as far as they are known and not noted yet."""
+        """Takes the first `tokens` ids for computed, as far as they are known and not noted yet."""
         history, hasher = request.history, request.hasher
         if hasher is None or len(history) >= tokens:
             return
@@ -121,7 +128,7 @@ class Publisher:
         try:
             history.extend(request.tokens[known:tokens])
             token_ids(np.frombuffer(history[known:], "<i4"), hasher.spec.vocab_size)
-        except (HashError, OverflowError, TypeError):  # no ids that a step could have been fed
+        except (HashError, OverflowError, TypeError):  # no ids that a step could have computed
             del history[known:]
             request.hasher = None  # nothing more of this request is cached
 
@@ -161,7 +168,7 @@ class Publisher:
             fresh.add(digest)
 
     def _hash(self, request: Request, blocks: int) -> bool:
-        """Whether the digests of the first `blocks` blocks are those of what was fed."""
+        """Whether the digests of the first `blocks` blocks are those of what was scheduled."""
         tokens, start = blocks * self.block_tokens, len(request.nodes) * self.block_tokens
         self.note(request, tokens)
         if request.hasher is None:
@@ -178,9 +185,9 @@ class Publisher:
         return self._snapshots.next_stop(start, stop, prompt_tokens=request.num_prompt, block_tokens=self.block_tokens)
 
     def plan_saves(self, requests: list[Request], room: int) -> list[Save]:
-        """Snapshots to take of these requests, which stand at a block boundary, as far as slots are to be had.
+        """Snapshots to take of these requests, which stand at a block boundary, as far as there are slots.
 
-        Nothing but slots of the pool is taken: `saved` or `cancel` must follow.
+        Nothing but slots of the pool is taken: `saved` has to follow.
         """
         saves: list[Save] = []
         for request in requests:
@@ -216,13 +223,6 @@ class Publisher:
             request.attached.append(node)
             if placement is Placement.ROLLING:
                 request.rolling = node
-
-    def cancel(self, saves: list[Save]) -> None:
-        """The plan was not made."""
-        self._cache.slots.release([save.slot for save in saves if not save.rolls])
-        for save in saves:
-            if save.rolls and save.request.rolling is not None:
-                self._tree.snapshots.unpin(save.request.rolling)
 
     def keep_slot(self, request: Request, *, always: bool) -> bool:
         """Makes the slot of a request that stands at a block boundary a snapshot, if one is wanted (or `always`)."""

@@ -1,18 +1,20 @@
-"""A request as the manager sees it. Pure Python."""
+"""A request as the manager sees it. Pure Python + numpy."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
-from ..errors import RequestError
-from .prefix.hashing import BlockHasher
+import numpy as np
+
+from ..errors import HashError, RequestError
+from .prefix.hashing import BlockHasher, token_ids
 from .prefix.node import Node, S
 
-__all__ = ["Parked", "Request", "RequestRef", "RequestState"]
+__all__ = ["Parked", "Request", "RequestRef", "RequestState", "request_tokens"]
 
 
 class RequestState(enum.Enum):
@@ -48,9 +50,9 @@ class Parked(NamedTuple):
 class Request:
     """One request. Made by `KVCacheManager.admit_request`; only `tokens` is the caller's to change.
 
-    What a step was fed stays what it was: `KVCacheManager.plan_tokens` notes the ids it lays out (for a caller that
-    lays them out itself they are noted when their block is published), and cached blocks are known by these. A later
-    change of such ids in `tokens` changes neither what is cached nor what is fed again after a preemption.
+    What a step has computed stays what it was: `KVCacheManager.plan_tokens` notes the ids it lays out (for a caller
+    that does so itself they are noted when their block is published), and cached blocks are known by these. A later
+    change of such ids in `tokens` changes neither what is cached nor what is computed again after a preemption.
 
     It stands in for its slot number wherever an integer is wanted (`operator.index(request)`).
 
@@ -61,20 +63,20 @@ class Request:
         max_tokens: the most tokens it may ever hold, prompt and output together.
         tokens: prompt and output ids known so far. Append what was drawn: `request.tokens.append(t)`.
             A caller that keeps its token ids elsewhere may leave this empty; nothing of it is then cached.
-        history: ids fed so far, int32, as far as they are noted; what was found in the cache included.
+        history: ids scheduled so far, int32, as far as they are noted; what was found in the cache included.
         num_prompt: tokens it was admitted with.
         num_cached: tokens whose rows are in the cache once the steps planned so far have run.
         num_hit: tokens found in the cache when it was admitted (or last resumed).
         blocks: block ids in path order: block i holds tokens [i, i + 1) * block_tokens.
         num_tabled: leading blocks whose block-table entries a plan has already carried.
         reserved: tokens for which blocks are kept whatever happens (see `KVCacheManager.reserve`).
-        fed: tokens of its last step, while that step may still be accepted in part; else 0.
+        num_scheduled: tokens of its last step, while that step may still be accepted in part; else 0.
         kept_from: `step_start`, once the step cannot be accepted in part any more.
         started: steps planned when it became live.
         left_by: number of the step that `written` and `attached` are of.
-        last_step: number of the last step that fed it, 0 before the first.
+        last_step: number of the last step that it was part of, 0 before the first.
         epoch: how often it was preempted.
-        forked: id and last step of the request whose copy it is, until it is fed; None if it is none.
+        forked: id and last step of the request whose copy it is, until its next step; None if it is none.
         copied: the step before which such a copy, or the one it was copied from, was made; 0 if none was planned yet.
         hasher: digests of its full blocks; None if nothing is cached.
         nodes: of its leading blocks in the prefix tree: shared, or (the last ones) about to be.
@@ -97,7 +99,7 @@ class Request:
     blocks: list[int] = dataclasses.field(default_factory=list)
     num_tabled: int = 0
     reserved: int = 0
-    fed: int = 0
+    num_scheduled: int = 0
     kept_from: int = 0
     started: int = 0
     left_by: int = 0
@@ -127,17 +129,17 @@ class Request:
 
     @property
     def num_excess(self) -> int:
-        """Known tokens beyond `max_tokens`: no step will ever feed them."""
+        """Known tokens beyond `max_tokens`: no step will ever compute them."""
         return max(len(self.tokens) - self.max_tokens, 0)
 
     @property
     def step_start(self) -> int:
         """Tokens it had before its last step; `num_cached` once it is known that this step ran."""
-        return self.num_cached - self.fed if self.fed else self.kept_from
+        return self.num_cached - self.num_scheduled if self.num_scheduled else self.kept_from
 
     def keep_step(self) -> None:
         """Its last step is kept whole: it can no longer be accepted in part."""
-        self.kept_from, self.fed = self.step_start, 0
+        self.kept_from, self.num_scheduled = self.step_start, 0
 
     def forget_earlier_steps(self, step: int) -> None:
         """What earlier steps left can no longer be taken back: `written` and `attached` are of this one."""
@@ -145,8 +147,8 @@ class Request:
             self.left_by, self.written, self.attached = step, [], []
 
     @property
-    def was_fed(self) -> bool:
-        """Whether a step has fed it since it became live."""
+    def was_scheduled(self) -> bool:
+        """Whether it was part of a step since it became live."""
         return self.num_cached != self.num_hit
 
     @property
@@ -161,3 +163,11 @@ class Request:
         while count and self.nodes[count - 1].state is S.WRITING:
             count -= 1
         return count
+
+
+def request_tokens(tokens: Iterable[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    """The ids of a request, [N] int32. Raises `RequestError` if any is no id of the vocabulary."""
+    try:
+        return token_ids(tokens, vocab_size)
+    except HashError as error:
+        raise RequestError(str(error)) from error

@@ -1,4 +1,4 @@
-"""Which requests a step feeds, and how much of each: decodes first, then prefill chunks. Pure Python."""
+"""Which tokens of which requests a step computes: decodes first, then prefill chunks. Pure Python."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from ..layout import CacheLayout
-from .planning import StepShape
 from .request import Request
+from .step_shape import StepShape
 
-__all__ = ["Feed", "Room", "room_of", "schedule"]
+__all__ = ["Room", "Scheduled", "room_of", "schedule"]
 
-Feed = tuple[Request | int, int]  # a request (or its slot), and how many of its tokens to feed
+Scheduled = tuple[Request | int, int]  # a request (or its slot), and how many of its tokens the step computes
 _PLENTY = 1 << 60
 
 
@@ -20,8 +20,8 @@ class Room:
     """What a step may use.
 
     Attributes:
-        tokens, rows: of the step.
-        blocks: that can be had.
+        tokens, sequences: of the step.
+        blocks: available ones.
         entries: block-table entries the plan can carry.
         copies: slot copies it can carry: one for every request that starts from a snapshot.
         columns: of the block table that it can see.
@@ -30,7 +30,7 @@ class Room:
     """
 
     tokens: int
-    rows: int
+    sequences: int
     blocks: int
     entries: int = _PLENTY
     copies: int = _PLENTY
@@ -41,14 +41,14 @@ class Room:
 
 
 def room_of(layout: CacheLayout, shape: StepShape, room: Room) -> Room:
-    """What a step of this shape may use of `room` (tokens, rows and blocks)."""
-    rows, tokens = min(room.rows, shape.rows), min(room.tokens, shape.tokens)
-    fits = StepShape.bound(layout, max(rows, 1), max(tokens, 1), columns=1)
+    """What a step of this shape may use of `room` (tokens, sequences and blocks)."""
+    sequences, tokens = min(room.sequences, shape.sequences), min(room.tokens, shape.tokens)
+    fits = StepShape.bound(layout, max(sequences, 1), max(tokens, 1), columns=1)
     return Room(
-        tokens, rows, room.blocks, shape.table_entries, shape.slot_copies, shape.columns,
+        tokens, sequences, room.blocks, shape.table_entries, shape.slot_copies, shape.columns,
         min(shape.tokens if shape.history else 1 + layout.draft_tokens,
             _PLENTY if shape.group_length >= fits.group_length else shape.group_length),
-        # Every step of so many rows and tokens has room for them in a shape made by `bound`: nothing to count.
+        # Every step of so many sequences and tokens has room for them in a shape made by `bound`: nothing to count.
         _PLENTY if shape.flushes >= fits.flushes else shape.flushes,
         _PLENTY if shape.groups >= fits.groups else shape.groups,
     )  # fmt: skip
@@ -62,7 +62,7 @@ def schedule(
     max_chunk: int,
     next_stop: Callable[[Request, int, int], int],
 ) -> list[tuple[Request, int]]:
-    """Feeds of the next step; see `KVCacheManager.schedule`.
+    """Tokens of the next step; see `KVCacheManager.schedule`.
 
     Args:
         requests: in the order in which they became live.
@@ -72,24 +72,24 @@ def schedule(
     waiting = [(request, len(request.tokens) - request.num_cached) for request in requests]
     decodes = sorted([pair for pair in waiting if pair[1] == 1], key=_last_step)
     prefills = [pair for pair in waiting if pair[1] > 1]
-    feeds: list[tuple[Request, int]] = []
+    scheduled: list[tuple[Request, int]] = []
     block = layout.block_tokens
-    tokens, rows, blocks, entries, copies = room.tokens, room.rows, room.blocks, room.entries, room.copies
+    tokens, sequences, blocks, entries, copies = room.tokens, room.sequences, room.blocks, room.entries, room.copies
     widest, chunk = room.columns * block, min(max_chunk, room.chunk)
     lists = _Lists(layout, room.flushes, room.groups) if min(room.flushes, room.groups) < _PLENTY else None
-    for request, pending in (*decodes, *prefills):  # locals: hundreds of rows pass here
-        if not tokens or not rows:
+    for request, pending in (*decodes, *prefills):  # locals: hundreds of sequences pass here
+        if not tokens or not sequences:
             break
         start, tabled = request.num_cached, request.num_tabled
         if pending == 1 and start < tabled * block and request.restores is None and lists is None:
             if start < request.max_tokens and start < widest:  # what nearly all are: a decode within its last block
-                feeds.append((request, 1))
+                scheduled.append((request, 1))
                 tokens -= 1
-                rows -= 1
+                sequences -= 1
             continue
         held, limit = len(request.blocks), min(request.max_tokens, widest)
         if start >= limit:
-            continue  # no step of this kind will ever feed it: it holds nobody back
+            continue  # no step of this kind will ever compute it: it holds nobody back
         restores = request.restores is not None
         reach = min(held + blocks, tabled + entries) * block
         stop = min(start + min(pending, tokens, chunk), reach, limit)
@@ -98,9 +98,9 @@ def schedule(
         if stop > start and restores <= copies:
             if pending > 1:
                 stop = next_stop(request, start, stop)
-            feeds.append((request, stop - start))
+            scheduled.append((request, stop - start))
             tokens -= stop - start
-            rows -= 1
+            sequences -= 1
             copies -= restores
             needed = -(-stop // block)
             if needed > tabled:
@@ -110,7 +110,7 @@ def schedule(
                 lists.take(start, stop)
         elif pending > 1:
             break  # chunks are first come, first served: none overtakes one that lacks blocks
-    return feeds
+    return scheduled
 
 
 class _Lists:

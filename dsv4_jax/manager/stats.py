@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..layout import CacheLayout, CacheSize
 from ..records import block_record, snapshot_record
 from .allocator import as_count
 from .metrics import CacheStats, PoolUse, collect_stats, pool_use
 from .prefix.node import T
-
-if TYPE_CHECKING:
-    from .request_book import RequestBook
+from .request_book import RequestBook
+from .tiered_cache import TieredCache
 
 __all__ = ["ManagerStats", "collect", "compute_block_budget"]
 
@@ -20,7 +19,7 @@ class ManagerStats(NamedTuple):
     """Where everything is.
 
     Attributes:
-        blocks_total, blocks_free: device blocks; cached ones are not free, though they can be had.
+        blocks_total, blocks_free: device blocks; cached ones are not free, though available.
         blocks_used: held by requests or cached.
         blocks_ahead: of live requests, beyond their cached tokens.
         slots_total, slots_free, slots_used: of live requests, snapshots not counted.
@@ -43,11 +42,9 @@ class ManagerStats(NamedTuple):
     cache: CacheStats
 
 
-def collect(manager: RequestBook) -> ManagerStats:
+def collect(layout: CacheLayout, size: CacheSize, book: RequestBook, cache: TieredCache) -> ManagerStats:
     """The numbers now. Raises `IntegrityError` if a unit is unaccounted for."""
-    live, waiting, cache, layout, size = (
-        manager.requests, manager.preempted, manager._cache, manager.layout, manager.size
-    )  # fmt: skip
+    live, waiting = book.requests, book.preempted
     late_blocks, late_slots = cache.copies.late
     parked = [request.parked for request in waiting if request.parked is not None]
     blocks = cache.blocks
@@ -67,12 +64,12 @@ def collect(manager: RequestBook) -> ManagerStats:
         blocks.num_total, blocks.num_free, blocks.num_held,
         sum(len(r.blocks) - layout.blocks_for(r.num_cached) for r in live),
         size.num_slots, size.num_slots - len(live), len(live), sum(r.num_cached for r in live),
-        manager.generation, len(waiting),
+        book.generation, len(waiting),
         collect_stats(
             cache.tree, blocks, cache.host_blocks if cache.host_blocks.num_total else None, others=pools,
             private=sum(len(r.blocks) - r.num_shared for r in live) + len(late_blocks),
             private_host=sum(len(p.blocks) for p in parked), block_bytes=layout.bytes_per_block,
-            host_block_bytes=record, admission_failures=cache.failures, generation=manager.generation,
+            host_block_bytes=record, admission_failures=cache.failures, generation=book.generation,
         ),
     )  # fmt: skip
 

@@ -2,28 +2,26 @@
 
 Storage answers late, so here alone a move has two ends: a `plan_` call that reserves, and a `finish_` call
 that is told what became of it. In between nothing is lost: blocks on their way to storage stay usable, and
-an answer that comes after `reset` is for nobody. Who moves the bytes: `dsv4_jax.tiers.storage_driver`.
+an answer that comes after `reset` is ignored. Who moves the bytes: `dsv4_jax.tiers.storage_driver`.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from ..errors import PlanError, PrefixTreeError
+from .guard import Guard
 from .prefix.eviction import Freed
-from .prefix.hashing import BlockHasher, MediaItem, Namespace
+from .prefix.hashing import BlockHasher, HashSpec, MediaItem, Namespace
 from .prefix.node import MATCHABLE, Node, S, T
+from .tiered_cache import TieredCache
 from .transfers import BLOCK, SLOT
 
-if TYPE_CHECKING:
-    from .request_book import RequestBook
-    from .tiered_cache import TieredCache
-
-__all__ = ["Contains", "StorageMove", "StorageTier"]
+__all__ = ["Contains", "StorageMove", "StorageTier", "Stored"]
 
 Contains = Callable[[list[bytes]], Sequence[bool]]
 
@@ -47,6 +45,16 @@ class StorageMove(NamedTuple):
         return self.node.digest
 
 
+class Stored(Protocol):
+    """What a storage tier needs of its `KVCacheManager`. `reset` makes another `guard` and another `cache`."""
+
+    guard: Guard
+    cache: TieredCache
+    hash_spec: HashSpec
+
+    def persist(self) -> None: ...
+
+
 class StorageTier:
     """The storage side of a manager. It wants every block and snapshot that comes to the host.
 
@@ -54,13 +62,13 @@ class StorageTier:
         manager: with a host tier.
     """
 
-    def __init__(self, manager: RequestBook):
+    def __init__(self, manager: Stored):
         self._manager = manager
         manager.persist()
 
     @property
     def _cache(self) -> TieredCache:
-        return self._manager._cache
+        return self._manager.cache
 
     def is_current(self, move: StorageMove) -> bool:
         """Whether the manager still waits for this move."""
@@ -74,7 +82,7 @@ class StorageTier:
         Call it after the transfers of a step were run. While some wait, for the next step or to be gone through
         (`Transfers.ran`), there are none.
         """
-        with self._manager._guard("plan_writes"):
+        with self._manager.guard("plan_writes"):
             cache = self._cache
             if cache.is_waiting:
                 return []
@@ -90,7 +98,7 @@ class StorageTier:
     def finish_writes(self, writes: Iterable[StorageMove], done: Iterable[bool]) -> None:
         """Whether storage has them now; one that it has not is tried again when it next comes to the host."""
         ends = list(zip(writes, done, strict=True))
-        with self._manager._guard("finish_writes"):
+        with self._manager.guard("finish_writes"):
             tree = self._cache.tree
             for move, stored in ends:
                 node = move.node
@@ -137,12 +145,12 @@ class StorageTier:
         items: Iterable[MediaItem] = (),
     ) -> list[bytes]:
         """Of the blocks that a request with this prompt could find. Raises `HashError`."""
-        hasher = BlockHasher(self._manager._hashing, tokens, namespace=namespace, items=items)
+        hasher = BlockHasher(self._manager.hash_spec, tokens, namespace=namespace, items=items)
         return hasher.digests[: max(hasher.num_tokens - 1, 0) // hasher.spec.block_tokens]
 
     def plan_fetch(self, digests: list[bytes], blocks: Contains, snapshots: Contains) -> list[StorageMove]:
         """`plan_reads` of a prompt with these `digests`: for who asks storage first and plans when it has answered."""
-        self._manager._guard.check()
+        self._manager.guard.check()
         near = self._near(digests)
         rest = digests[len(near) :]
         if rest and self._cache.tree.get(rest[0]) is not None:
@@ -150,7 +158,7 @@ class StorageTier:
         found = _answers(blocks, rest)
         digests = digests[: len(near) + (found.index(False) if False in found else len(found))]
         states = _answers(snapshots, digests)
-        with self._manager._guard("plan_fetch"):
+        with self._manager.guard("plan_fetch"):
             return self._plan_fetch(digests, states)
 
     def _plan_fetch(self, digests: list[bytes], states: list[bool]) -> list[StorageMove]:
@@ -194,7 +202,7 @@ class StorageTier:
             lost: whether storage does not have what did not arrive: it is forgotten then.
         """
         ends = list(zip(reads, done, strict=True))
-        with self._manager._guard("finish_reads"):
+        with self._manager.guard("finish_reads"):
             cache, tree = self._cache, self._cache.tree
             late: list[Node] = []
             for move, arrived in ends:

@@ -9,7 +9,7 @@ the `num_snapshots` extra ones of the cache's size, and those that are idle.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from ..errors import NoFreeSlotError, OutOfBlocksError
@@ -19,11 +19,11 @@ from .pending import PendingCopies
 from .policies import CachePolicy
 from .prefix.events import EventLog
 from .prefix.eviction import Freed
-from .prefix.node import Node, S, T, Tier
-from .prefix.prefix_tree import Match, PrefixTree
+from .prefix.node import Node, T
+from .prefix.prefix_tree import PrefixTree
 from .transfers import BLOCK, SLOT, TransferQueue, Transfers
 
-__all__ = ["Hit", "HostSize", "TieredCache"]
+__all__ = ["HostSize", "TieredCache"]
 
 
 class HostSize(NamedTuple):
@@ -33,27 +33,13 @@ class HostSize(NamedTuple):
     num_snapshots: int = 0
 
 
-class Hit(NamedTuple):
-    """Cached blocks that a request has taken, all on the device now.
-
-    Attributes:
-        nodes: in path order, referenced.
-        state: the node whose snapshot the request starts from: pinned, in a device slot; None if there
-            is nothing to restore, or the transfers restore it from the host, or the slot holds it.
-        slot: the request's.
-    """
-
-    nodes: list[Node]
-    state: Node | None
-    slot: int
-
-
 class TieredCache:
     """See the module.
 
     Args:
         policy: None: nothing is cached.
         host: None: there is no host tier.
+        persists: whether what comes to the host is listed for storage.
     """
 
     def __init__(
@@ -63,6 +49,8 @@ class TieredCache:
         policy: CachePolicy | None = None,
         host: HostSize | None = None,
         events: EventLog | None = None,
+        *,
+        persists: bool = False,
     ):
         self.policy = policy
         self.caching = policy is not None
@@ -73,24 +61,24 @@ class TieredCache:
         self.host_snapshots = BlockPool(host.num_snapshots, pool="host snapshot")
         self.transfers = TransferQueue()
         self.copies = PendingCopies()
-        self.due: list[Transfers] = []  # stages of steps that nobody has gone through yet, in order
+        self.due: list[Transfers] = []  # stages of steps that have not been gone through yet, in order
         self.fetching: dict[int, Node] = {}  # host snapshot records on their way from storage, and whose
         self.failures: collections.Counter[str] = collections.Counter()
         choices = policy or CachePolicy()
         self.tree = PrefixTree(
             layout.block_tokens, order=choices.order, events=events,
-            backup_after=choices.write.backup_after if host.num_blocks else None,
+            backup_after=choices.write.backup_after if host.num_blocks else None, persists=persists,
         )  # fmt: skip
 
     # Device units
 
     @property
     def num_available(self) -> int:
-        """Device blocks that can be had: free, or cached and unreferenced."""
+        """Device blocks available: free, or cached and unreferenced."""
         return self.blocks.num_free + self.tree.evictable(T.DEVICE)
 
     def num_slots_available(self, pinned: int) -> int:
-        """Device slots that can be had, when the snapshots of so many slots cannot be given away."""
+        """Device slots available when the snapshots of so many slots cannot be given away."""
         return self.slots.num_free + self.tree.snapshots.count(T.DEVICE) - pinned
 
     def can_acquire(self, count: int, more: int = 0) -> bool:
@@ -110,7 +98,7 @@ class TieredCache:
         return slot
 
     def try_slot(self) -> int:
-        """A slot, a snapshot's if none is free; 0 if there is none to be had."""
+        """A slot, a snapshot's if none is free; 0 if there is neither."""
         return self.slots.acquire(1)[0] if self.slots.num_free or self._evict_snapshot() else 0
 
     def release_blocks(self, blocks: Iterable[int]) -> None:
@@ -277,76 +265,7 @@ class TieredCache:
         self.give_back(freed)
         return True
 
-    # Hits
-
-    def usable(self, match: Match, lowest: Tier = T.HOST) -> int:
-        """Leading blocks of a match that a request can start with: in no tier below `lowest`, a snapshot at the end."""
-        hit = 0
-        for i, node in enumerate(match.path):
-            if node.state.tier < lowest:
-                break
-            if node.snapshot is not None and node.snapshot.tier >= T.HOST:
-                hit = i + 1
-        return hit
-
-    def start(self, match: Match | None, *, others: int, pinned: int) -> Hit:
-        """A slot, and the longest hit of which the host part fits on the device.
-
-        Args:
-            match: None: there is nothing to look up.
-            others: further requests that may become live before the next step, each in need of a slot.
-            pinned: snapshots in device slots that cannot be given away.
-
-        Raises:
-            NoFreeSlotError: nothing has changed.
-        """
-        available = self.num_slots_available(pinned)
-        if available < 1:
-            raise NoFreeSlotError(self.slots.num_total)
-        if match is None:
-            return Hit([], None, self.acquire_slot())
-        hit = self.usable(match)
-        found = [node.state.tier for node in match.path[:hit]]
-        while hit and not self.load(match.path[:hit]):
-            hit = self.usable(match, T.DEVICE)
-        nodes = self.tree.take(match, hit, found[:hit])
-        if not nodes:
-            return Hit([], None, self.acquire_slot())
-        node, snapshot = nodes[-1], nodes[-1].snapshot
-        assert snapshot is not None
-        if snapshot.device and not snapshot.pins and available - 1 < 1 + others:
-            # Two slots for one request would leave too few: it moves into the snapshot's own.
-            return Hit(nodes, None, self.tree.snapshots.drop(node, T.DEVICE))
-        self.tree.snapshots.pin(node)
-        slot = self.acquire_slot()
-        if snapshot.device:
-            return Hit(nodes, node, slot)
-        self.tree.snapshots.unpin(node)
-        self.transfers.into(SLOT, snapshot.host, slot)
-        return Hit(nodes, None, slot)
-
-    def load(self, path: Sequence[Node]) -> bool:
-        """Brings all nodes of a path to the device, if blocks can be had for them; else changes nothing."""
-        below = [node for node in path if node.state.tier is not T.DEVICE]
-        if not below:
-            return True
-        for node in below:
-            if node.state is S.PERSISTING:  # the copy to storage goes on; its end is told to `StorageTier.finish`
-                self.tree.moves.abort(node)
-        self.tree.acquire(path)  # so that making room takes none of these
-        try:
-            blocks = self.acquire_blocks(len(below))
-        except OutOfBlocksError:
-            return False
-        finally:
-            self.tree.release(path)
-        for node, block in zip(below, blocks, strict=True):
-            self.tree.moves.begin_load(node, block)
-            self.transfers.into(BLOCK, node.host, block)
-            self.give_back(self.tree.moves.complete(node))
-        return True
-
-    # Books
+    # The whole device
 
     def evict_all(self) -> None:
         """Takes every cached unit off the device: to the host as far as there is room."""

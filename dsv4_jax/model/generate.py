@@ -102,20 +102,20 @@ def generate(
             tabled = all(request.num_tabled * block_tokens >= request.num_cached for request in live)
             decoding = tabled and all(request.num_pending == 1 for request in live)
             shape = decode_shape if decoding else chunk_shape
-            feeds = manager.schedule(shape.tokens, shape=shape, requests=live)
+            scheduled = manager.schedule(shape.tokens, shape=shape, requests=live)
             stream = np.zeros(rows, np.int32)
-            stream[: len(feeds)] = [live[request] for request, _ in feeds]
+            stream[: len(scheduled)] = [live[request] for request, _ in scheduled]
             steps = decode_steps if all(max_new_tokens - len(drawn[i]) >= decode_steps for i in live.values()) else 1
             if decoding:
-                plan = manager.plan_step(feeds, steps=steps, shape=shape)
+                plan = manager.plan_step(scheduled, steps=steps, shape=shape)
                 tokens = manager.plan_tokens(plan)
                 new, cache = _decode(params, cache, plan.pack(), tokens, key, stream, steps, sampling, implementation)
             else:
-                plan = manager.plan_step(feeds, shape=shape)
+                plan = manager.plan_step(scheduled, shape=shape)
                 tokens = manager.plan_tokens(plan)
                 new, cache = _prefill(params, cache, plan.pack(), tokens, key, stream, sampling, implementation)
 
-            for (request, _), row in zip(feeds, np.asarray(new).T.tolist(), strict=False):
+            for (request, _), row in zip(scheduled, np.asarray(new).T.tolist(), strict=False):
                 if not decoding and request.num_pending:
                     continue  # its prompt is not complete: the draw means nothing
                 index = live[request]

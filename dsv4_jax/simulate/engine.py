@@ -1,8 +1,8 @@
 """Continuous batching without a device: a trace through the real manager. Pure Python + numpy, deterministic.
 
 Each step: who has arrived waits in line; preempted requests are resumed first, then those in line are
-admitted, as slots and blocks allow; the step feeds what `schedule` says. If that is nothing, the
-request that arrived last is preempted until it is something. A request whose tokens are all fed draws
+admitted, as slots and blocks allow; the step computes what `schedule` says. If that is nothing, the
+request that arrived last is preempted until it is something. A request whose tokens are all computed draws
 its next one, and leaves when it has drawn all.
 """
 
@@ -32,7 +32,7 @@ MAX_TOKENS = 1 << 24  # of a request: its ids are made at once
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """How long a step takes: a fixed part, a part per token fed, and what it waits for transfers.
+    """How long a step takes: a fixed part, a part per token, and what it waits for transfers.
 
     Attributes:
         step: seconds of any step.
@@ -112,8 +112,8 @@ class Simulation:
         jobs: those that ran, in order of arrival.
         rejected: those that could never run, by what they exceed: "context" or "device".
         now: simulated seconds. busy: those of steps.
-        fed: tokens of all steps.
-        lost: tokens that were fed again because of preemptions.
+        scheduled_tokens: of all steps.
+        lost: tokens that were computed again because of preemptions.
         peak: most units in use of each pool; `peak_in_use`: by requests.
         step_cpu, admission_cpu: CPU seconds of the manager itself per step and admission.
         stats: the manager's at the end.
@@ -125,7 +125,7 @@ class Simulation:
     now: float = 0.0
     busy: float = 0.0
     steps: int = 0
-    fed: int = 0
+    scheduled_tokens: int = 0
     preemptions: int = 0
     lost: int = 0
     peak: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -298,9 +298,9 @@ class _Engine:
     def _step(self) -> None:
         manager, result = self.manager, self.result
         start = time.thread_time()
-        while not (feeds := manager.schedule(self.server.token_budget)):
+        while not (scheduled := manager.schedule(self.server.token_budget)):
             self._preempt()
-        plan = manager.plan_step(feeds)
+        plan = manager.plan_step(scheduled)
         stages = manager.take_transfers()
         result.step_cpu.append(time.thread_time() - start)
         moved, loaded = result.shadow.transfer(stages)
@@ -308,15 +308,15 @@ class _Engine:
         for job in self.fresh:
             self._count_host_hit(job, loaded)
         self.fresh.clear()
-        tokens = sum(count for _, count in feeds)
+        tokens = sum(count for _, count in scheduled)
         seconds = self.server.step_time.seconds(tokens, moved)
-        result.steps, result.fed = result.steps + 1, result.fed + tokens
+        result.steps, result.scheduled_tokens = result.steps + 1, result.scheduled_tokens + tokens
         result.now, result.busy = result.now + seconds, result.busy + seconds
-        for request, count in feeds:
+        for request, count in scheduled:
             job = self.live[request]
             assert job.text is not None
             first = request.num_cached - count
-            result.shadow.feed(job.text, request.slot, first, count, check_blocks=job.unchecked)
+            result.shadow.compute(job.text, request.slot, first, count, check_blocks=job.unchecked)
             job.unchecked = False
         stats = manager.stats()
         for name, pool in stats.cache.pools.items():
@@ -325,7 +325,7 @@ class _Engine:
         if result.timeline.due:
             result.timeline.add(result.now, self._sample(stats))
         result.timeline.tick()
-        for request, _ in feeds:
+        for request, _ in scheduled:
             if not request.num_pending:
                 self._draw(self.live[request], request)
 

@@ -70,7 +70,7 @@ def report(result: Simulation) -> dict[str, Any]:
             "whole_request": _spread([j.ended - j.trace.arrival for j in jobs]),
         },
         "steps": result.steps,
-        "fed_tokens": result.fed,
+        "scheduled_tokens": result.scheduled_tokens,
         "isolation": {"foreign_units": result.shadow.foreign, "wrong_units": result.shadow.wrong},
         "cpu": {"step": _spread(result.step_cpu), "admission": _spread(result.admission_cpu)},
         "timeline": result.timeline.columns(),

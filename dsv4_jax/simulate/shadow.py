@@ -106,8 +106,8 @@ class ShadowDevice:
             if slot > 0:
                 self._table[slot, column] = block
 
-    def feed(self, text: Text, slot: int, start: int, count: int, *, check_blocks: bool) -> None:
-        """One row: checks the state it starts from (and the blocks before it), then writes its own."""
+    def compute(self, text: Text, slot: int, start: int, count: int, *, check_blocks: bool) -> None:
+        """One sequence of a step: checks the state it starts from (and the blocks before it), then writes its own."""
         block, end = self._layout.block_tokens, start + count
         if start:
             self._check(self._slots.get(slot), text.content(start))

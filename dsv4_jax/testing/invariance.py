@@ -67,16 +67,16 @@ def assert_batch_invariant(runner: StepRunner, prompts: Sequence[Sequence[int]],
     requests = [manager.admit_request(list(prompt)) for prompt in prompts]
     logits: dict[Request, list[np.ndarray]] = {request: [] for request in requests}
     while waiting := [request for request in requests if request.num_pending]:
-        feeds, room = [], runner.shape.tokens
+        scheduled, room = [], runner.shape.tokens
         for i in rng.permutation(len(waiting)):
             count = min(int(rng.integers(0, 1 + room)), waiting[i].num_pending)
             if count:
-                feeds.append((waiting[i], count))
+                scheduled.append((waiting[i], count))
                 room -= count
-        plan = manager.plan_step(feeds, shape=runner.shape)
+        plan = manager.plan_step(scheduled, shape=runner.shape)
         out, cache = runner.run(cache, manager, plan)
         first = 0
-        for request, count in feeds:
+        for request, count in scheduled:
             logits[request].append(out[first : first + count])
             first += count
     for i, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):

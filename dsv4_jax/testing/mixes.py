@@ -85,7 +85,7 @@ class Mix:
             size,
             policy=self._policy(),
             host=records if self.chance(0.85) else None,
-            salt=seed,
+            weights_id=seed,
             arrays=whole,
         )
         self.jobs: dict[Request, Job] = {}
@@ -263,14 +263,14 @@ class Mix:
     def step(self) -> None:
         manager, rng = self.manager, self.rng
         budget, chunk = rng.integers(1, 1 + self.runner.shape.tokens, 2).tolist()
-        feeds = manager.schedule(budget, max_chunk=chunk, shape=self.runner.shape)
-        if not feeds and manager.requests:
+        scheduled = manager.schedule(budget, max_chunk=chunk, shape=self.runner.shape)
+        if not scheduled and manager.requests:
             self.seen["steps without enough blocks"] += 1
             assert len(manager.requests) > 1, "one request alone must fit"
             manager.preempt(manager.requests[-1])
             self.seen["preemptions"] += 1
             return
-        fed = self.feed(feeds)
+        fed = self.feed(scheduled)
         if self.chance(0.1) and fed and (job := self.pick(fed)).request.num_cached:
             self.check(job)
         for job in fed:
@@ -281,10 +281,10 @@ class Mix:
                 manager.release_request(request)
                 del self.jobs[request]
 
-    def feed(self, feeds: list[tuple[Request, int]]) -> list[Job]:
+    def feed(self, scheduled: list[tuple[Request, int]]) -> list[Job]:
         """Plans and runs one step, and does with its logits what is to be done. Whose."""
         manager = self.manager
-        plan, feeds = self.plan(feeds)
+        plan, scheduled = self.plan(scheduled)
         manager.check_integrity()
         starts = dict(zip(plan.seq_slot.tolist(), plan.seq_start.tolist(), strict=True))
         firsts = dict(zip(plan.seq_slot.tolist(), plan.seq_first.tolist(), strict=True))
@@ -292,7 +292,7 @@ class Mix:
         logits, self.cache = self.runner.run(self.cache, manager, plan)
         self.seen["steps"] += 1
         fed = []
-        for request, count in feeds:
+        for request, count in scheduled:
             job, slot = self.jobs[request], request.slot
             rows = logits[firsts[slot] :][:count]
             job.logits.update(zip(range(starts[slot], starts[slot] + count), rows, strict=True))
@@ -301,11 +301,11 @@ class Mix:
         manager.check_integrity()
         return fed
 
-    def plan(self, feeds: list[tuple[Request, int]]):
-        """The plan of these feeds, some with drafts if blocks can be had for them: (plan, feeds)."""
-        room, drafted = self.runner.shape.tokens - sum(count for _, count in feeds), []
+    def plan(self, scheduled: list[tuple[Request, int]]):
+        """The plan of these tokens, some with drafts if there are blocks for them: (plan, scheduled)."""
+        room, drafted = self.runner.shape.tokens - sum(count for _, count in scheduled), []
         most = self.runner.layout.draft_tokens
-        for request, count in feeds:
+        for request, count in scheduled:
             job, drafts = self.jobs[request], 0
             if request.num_pending == 1 and len(request.tokens) > request.num_prompt and most and self.chance(0.5):
                 drafts = min(int(self.rng.integers(1, 1 + most)), room, job.total - len(request.tokens))
@@ -315,9 +315,9 @@ class Mix:
         try:
             return self.manager.plan_step(drafted, shape=self.runner.shape), drafted
         except OutOfBlocksError:
-            for (request, count), (_, less) in zip(drafted, feeds, strict=True):
+            for (request, count), (_, less) in zip(drafted, scheduled, strict=True):
                 del request.tokens[len(request.tokens) - (count - less) :]
-            return self.manager.plan_step(feeds, shape=self.runner.shape), feeds
+            return self.manager.plan_step(scheduled, shape=self.runner.shape), scheduled
 
     def drafts(self, request: Request, count: int) -> list[int]:
         """What followed the last token before, in this request or another; else anything."""

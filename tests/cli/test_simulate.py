@@ -179,7 +179,7 @@ def test_hits_are_exact() -> None:
     result = simulate(trace, server())
     assert [job.hit for job in result.jobs] == [0, 3 * BLOCK, 4 * BLOCK]
     assert [job.seen for job in result.jobs] == [0, 3 * BLOCK, 4 * BLOCK]
-    assert result.fed == sum(r.prompt_tokens for r in trace) - 7 * BLOCK
+    assert result.scheduled_tokens == sum(r.prompt_tokens for r in trace) - 7 * BLOCK
     assert [round(job.first_token - job.trace.arrival, 9) for job in result.jobs][1:] == [2.0, 1.0]
     numbers = report(result)
     assert numbers["hits"]["tokens"] == {"device": 7 * BLOCK, "host": 0}
@@ -190,7 +190,7 @@ def test_hits_are_exact() -> None:
 def test_without_a_policy_nothing_is_found() -> None:
     trace = [request(t, ("s", 400)) for t in (0, 100)]
     result = simulate(trace, server(policy=None))
-    assert [job.hit for job in result.jobs] == [0, 0] and result.fed == 800
+    assert [job.hit for job in result.jobs] == [0, 0] and result.scheduled_tokens == 800
     assert report(result)["recomputed_tokens"]["seen_before"] == 3 * BLOCK
 
 
@@ -230,7 +230,7 @@ def test_requests_wait_and_are_preempted() -> None:
     trace = [request(0, (name, 250), output=200) for name in "abc"]
     result = simulate(trace, server(blocks=5, slots=2, snapshots=0, policy=None))
     assert result.preemptions >= 1 and result.lost > 0
-    assert result.fed == sum(250 + 200 - 1 for _ in trace) + result.lost
+    assert result.scheduled_tokens == sum(250 + 200 - 1 for _ in trace) + result.lost
     first, second, third = sorted(result.jobs, key=lambda job: job.index)
     assert first.ended < second.ended <= third.ended and third.admitted > 0
     numbers = report(result)
@@ -330,7 +330,7 @@ SCHEMA: dict[str, Callable | type | tuple | dict] = {
     "seconds": dict(simulated=float, busy=float)
     | {k: dict(mean=float, p50=float, p99=float, max=float) for k in ("queued", "first_token", "whole_request")},
     "steps": int,
-    "fed_tokens": int,
+    "scheduled_tokens": int,
     "isolation": dict(foreign_units=int, wrong_units=int),
     "cpu": {k: dict(mean=float, p50=float, p99=float, max=float) for k in ("step", "admission")},
 }  # fmt: skip

@@ -18,7 +18,7 @@ from dsv4_jax.cuda import attend as kernel
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.formats import kv_format
 from dsv4_jax.layout import CacheLayout, CacheSize
-from dsv4_jax.manager.planning import RowFeed, build_plan, shape_for
+from dsv4_jax.manager import StepSequence, build_plan, shape_for
 from dsv4_jax.ops import Epilogue, attend
 from dsv4_jax.ops.attend import finish_output
 
@@ -94,7 +94,7 @@ def test_splits_do_not_depend_on_the_batch_and_fit_a_cluster(heads, key_split, s
 def test_a_layer_splits_as_its_layout_says(key_split, splits):
     """Flash's CSA (512 entries) and HCA layers (1 entry of 128 tokens): the layout is all that chooses."""
     layout = CacheLayout(DSV4Config.flash(), key_split=key_split)
-    rows = [RowFeed(1, 127, 1)]
+    rows = [StepSequence(1, 127, 1)]
     plan = build_plan(layout, rows, shape_for(layout, rows))
     cache = jax.eval_shape(lambda: init_cache(layout, CacheSize(1, 1, 1)))
     chosen = jnp.zeros((1, 512), jnp.int32), jnp.ones(1, jnp.int32)

@@ -37,7 +37,7 @@ def test_a_step_that_never_ran_is_not_matched(what: str) -> None:
     manager.check_integrity()
     again = manager.admit_request(PROMPT)
     assert again.num_cached == 16  # the snapshot after 16 was taken by the third step, which ran
-    assert len(manager._cache.tree.match(manager.digests(PROMPT), 40).path) == 3
+    assert len(manager.cache.tree.match(manager.digests(PROMPT), 40).path) == 3
     feed(manager, again)
     manager.check_integrity()
 

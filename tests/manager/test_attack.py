@@ -42,7 +42,7 @@ def test_nothing_lands_where_a_copy_still_reads(stage: str) -> None:
         manager.plan_step([])
     taken = manager.take_transfers() if "taken" in stage else []
     if "next" in stage:
-        manager._cache.transfers.out(BLOCK, request.blocks[0], 2)  # of another request
+        manager.cache.transfers.out(BLOCK, request.blocks[0], 2)  # of another request
         manager.plan_step([])
         assert manager.take_transfers()
     assert not tier.plan_writes(1)
@@ -103,8 +103,8 @@ def test_a_block_stays_while_something_moves_below_one_that_leaves_with_it() -> 
 # Steps that did not run
 
 
-def step(manager: KVCacheManager, *feeds: tuple[Request, int]) -> None:
-    manager.plan_step(list(feeds))
+def step(manager: KVCacheManager, *scheduled: tuple[Request, int]) -> None:
+    manager.plan_step(list(scheduled))
     list(manager.take_transfers())
 
 
@@ -206,13 +206,13 @@ def test_who_starts_anew_is_known_by_the_ids_that_are_there() -> None:
 
 def books(manager: KVCacheManager) -> tuple:
     """All that a refused call must leave as it was."""
-    cache = manager._cache
+    cache = manager.cache
     nodes = [
         (n.digest, n.state, n.block, n.host, n.refs, n.hits, n.snapshot) for n in cache.tree.nodes.published.values()
     ]
     requests = [
-        (r.id, r.state, r.num_cached, r.fed, r.num_tabled, r.reserved, r.blocks[:], r.nodes[:])
-        for r in manager._ids.values()
+        (r.id, r.state, r.num_cached, r.num_scheduled, r.num_tabled, r.reserved, r.blocks[:], r.nodes[:])
+        for r in manager.book.ids.values()
     ]
     return manager.stats(), manager.events.last, nodes, requests, len(cache.transfers), str(cache.host_blocks.stats())
 
@@ -229,9 +229,9 @@ def test_a_refused_resume_changes_nothing() -> None:
     step(manager, (manager.requests[0], 8))
     manager.accept(other, 8)
     other.reserved = 0
-    manager._cache.release_blocks(other.blocks[4:])
+    manager.cache.release_blocks(other.blocks[4:])
     del other.blocks[4:]
-    assert request.parked.first_block == 2 and manager._cache.num_available == 2
+    assert request.parked.first_block == 2 and manager.cache.num_available == 2
     before = books(manager)
     with pytest.raises(OutOfBlocksError):
         manager.resume(request)
@@ -253,12 +253,12 @@ def test_blocks_that_can_be_had_are_had_whatever_is_being_fetched_below_them(wri
     reads = tier.plan_reads(PROMPT[:25], everything, everything)  # below the block on the device; the host is full
     assert [move.scope for move in reads] == [BLOCK, BLOCK, SLOT]
     other = manager.admit_request([9] * 48)
-    assert manager._cache.can_acquire(6)
+    assert manager.cache.can_acquire(6)
     step(manager, (other, 48))
     assert not any(tier.is_current(move) for move in reads if move.scope == BLOCK)
     tier.finish_reads(reads, [True] * len(reads))
     manager.check_integrity()
-    assert not manager._cache.fetching and not manager._cache.host_blocks.num_held
+    assert not manager.cache.fetching and not manager.cache.host_blocks.num_held
 
 
 # Schedules and shapes
@@ -271,9 +271,9 @@ def test_nothing_is_offered_while_the_shape_cannot_carry_the_copies_of_forks(cop
     step(manager, (request, 12))
     manager.fork(request)
     shape = manager.pinned_shape(4, 16, slot_copies=copies[0], block_copies=copies[1])
-    feeds = manager.schedule(16, shape=shape)
-    assert bool(feeds) == (copies == (1, 1))
-    manager.plan_step(feeds, shape=shape if feeds else None)
+    scheduled = manager.schedule(16, shape=shape)
+    assert bool(scheduled) == (copies == (1, 1))
+    manager.plan_step(scheduled, shape=shape if scheduled else None)
 
 
 @pytest.mark.parametrize("shape", ["wide", 5, StepShape(1, 1, 1, 1, 1, 500, 9), StepShape(None, 1, 1, 1, 1, 1, 1)])
@@ -305,7 +305,7 @@ def test_an_interrupted_reset_is_finished_or_refused() -> None:
     while outcomes[-1:] != ["whole"]:
         manager = make()
         request = manager.admit_request(PROMPT)
-        manager._guard("plan_step")  # and there it stopped
+        manager.guard("plan_step")  # and there it stopped
         countdown, line = line, line + 1
         sys.settrace(interrupt)
         try:

@@ -40,7 +40,7 @@ PROMPT = [i % 5 for i in range(40)]
 def make(
     num_blocks: int = 24, num_slots: int = 4, snapshots: int = 4, *, drafts: int = 0, host: HostSize | None = None,
     write: WritePolicy | None = None, every: int | None = 2, events: EventLog | None = None,
-    watermark: HostWatermark | None = None, salt: str = "",
+    watermark: HostWatermark | None = None, weights_id: str = "",
 ) -> KVCacheManager:  # fmt: skip
     layout = CacheLayout(DSV4Config.tiny(hca_ratio=8), block_tokens=B, draft_tokens=drafts)
     policy = CachePolicy(
@@ -48,13 +48,13 @@ def make(
         watermark=watermark or HostWatermark(),
     )  # fmt: skip
     size = CacheSize(num_blocks, num_slots, 12, num_snapshots=snapshots)
-    return KVCacheManager(layout, size, policy=policy, host=host, events=events, salt=salt)
+    return KVCacheManager(layout, size, policy=policy, host=host, events=events, weights_id=weights_id)
 
 
 def feed(manager: KVCacheManager, request: Request) -> None:
     """All pending tokens, in chunks that end where snapshots are wanted."""
     while request.num_pending:
-        stop = manager._publisher.next_stop(request, request.num_cached, len(request.tokens))
+        stop = manager.publisher.next_stop(request, request.num_cached, len(request.tokens))
         manager.plan_step([(request, stop - request.num_cached)])
         manager.take_transfers()
 
@@ -195,7 +195,10 @@ def test_tenants_adapters_weights_and_pictures_do_not_share() -> None:
     assert manager.admit_request(PROMPT, namespace=Namespace("a")).num_cached == 32
     item = MediaItem("cat", 20, 22)
     assert manager.admit_request(PROMPT, namespace=Namespace("a"), items=[item]).num_cached == 16
-    assert make(salt="w1").admit_request(PROMPT).hasher.root != make(salt="w2").admit_request(PROMPT).hasher.root
+    assert (
+        make(weights_id="w1").admit_request(PROMPT).hasher.root
+        != make(weights_id="w2").admit_request(PROMPT).hasher.root
+    )
 
 
 def test_ten_tenants_with_one_prompt_never_hit_each_other() -> None:
@@ -302,7 +305,7 @@ def test_a_full_host_takes_what_it_can() -> None:
     manager = make(num_blocks=6, host=HostSize(2, 1))
     serve(manager)
     serve(manager, [9] * 40)
-    tree = manager._cache.tree
+    tree = manager.cache.tree
     assert tree.held(Tier.HOST) == 2
     assert manager.stats().cache.pools["host"][:4] == (2, 0, 0, 2)
     manager.check_integrity()
@@ -544,10 +547,10 @@ def test_prometheus_text_has_every_pool() -> None:
     [
         lambda m, r: r.nodes.pop(),
         lambda m, r: setattr(r.nodes[1], "refs", 2),
-        lambda m, r: m._cache.slots.release([r.slot]),
+        lambda m, r: m.cache.slots.release([r.slot]),
         lambda m, r: r.blocks.reverse(),
-        lambda m, r: m._cache.host_blocks.acquire(1),
-        lambda m, r: m._cache.tree.snapshots.pin(r.nodes[1]),
+        lambda m, r: m.cache.host_blocks.acquire(1),
+        lambda m, r: m.cache.tree.snapshots.pin(r.nodes[1]),
         lambda m, r: setattr(r, "num_tabled", 9),
     ],
 )
@@ -581,9 +584,9 @@ def test_what_schedule_gives_fits_its_shape() -> None:
         for request in requests:
             if not request.num_pending:
                 request.tokens.append(token % 3)
-        feeds = manager.schedule(8, shape=decode)
-        manager.plan_step(feeds, shape=decode)
-        assert feeds
+        scheduled = manager.schedule(8, shape=decode)
+        manager.plan_step(scheduled, shape=decode)
+        assert scheduled
         manager.check_integrity()
     assert len({tuple(r.blocks[:5]) for r in requests}) == 1
 
@@ -614,10 +617,10 @@ def test_steps_of_the_same_rows_see_what_changed_between() -> None:
     rows = [manager.admit_request(PROMPT[:n]) for n in (3, 9, 17)]
     for request in rows:
         feed(manager, request)
-    feeds = [(r, 1) for r in rows]
+    scheduled = [(r, 1) for r in rows]
 
     def starts() -> list[int]:
-        plan = manager.plan_step(feeds)
+        plan = manager.plan_step(scheduled)
         manager.check_integrity()
         live = {r.slot: r for r in rows}
         tables = zip(plan.table_slot.tolist(), plan.table_index.tolist(), plan.table_block.tolist(), strict=True)
@@ -633,15 +636,15 @@ def test_steps_of_the_same_rows_see_what_changed_between() -> None:
     slot = rows[2].slot
     manager.release_request(rows[2])
     with pytest.raises(RequestError, match="released"):
-        manager.plan_step(feeds)
+        manager.plan_step(scheduled)
     rows[2] = manager.admit_request(PROMPT[:20])
     assert rows[2].slot == slot
-    feeds[2] = (rows[2], 1)
+    scheduled[2] = (rows[2], 1)
     assert starts() == [13, 20, 16]  # what the one before has left
-    feeds[2] = (rows[2], 2)
+    scheduled[2] = (rows[2], 2)
     assert starts() == [14, 21, 17]
     with pytest.raises(PlanError, match="4 steps in one plan"):
-        manager.plan_step(feeds, steps=4)
+        manager.plan_step(scheduled, steps=4)
     assert starts() == [15, 22, 19]
 
 
@@ -661,8 +664,11 @@ def test_a_step_that_failed_still_restores_when_it_is_planned_again() -> None:
 
 
 def state(manager: KVCacheManager) -> tuple:
-    rows = [(r.num_cached, list(r.blocks), r.num_tabled, r.fed, r.last_step, len(r.nodes)) for r in manager.requests]
-    return manager.stats(), rows, len(manager._cache.tree), len(manager._cache.transfers)
+    rows = [
+        (r.num_cached, list(r.blocks), r.num_tabled, r.num_scheduled, r.last_step, len(r.nodes))
+        for r in manager.requests
+    ]
+    return manager.stats(), rows, len(manager.cache.tree), len(manager.cache.transfers)
 
 
 def test_schedule_keeps_to_a_shape_without_history_and_of_few_columns() -> None:
@@ -683,29 +689,29 @@ def test_a_request_at_its_limit_does_not_stop_the_others() -> None:
     full, other = manager.admit_request(PROMPT[:8], max_tokens=10), manager.admit_request([9] * 12)
     full.tokens += [1, 2, 3, 4]
     assert full.num_excess == 2
-    feeds = manager.schedule(40)
-    assert feeds == [(full, 10), (other, 8)]
-    manager.plan_step(feeds)
+    scheduled = manager.schedule(40)
+    assert scheduled == [(full, 10), (other, 8)]
+    manager.plan_step(scheduled)
     full.tokens.append(5)
     assert manager.schedule(40) == [(other, 4)]
 
 
 @pytest.mark.parametrize(
-    ("feeds", "options", "error"),
+    ("scheduled", "options", "error"),
     [
         ([1], dict(shape=StepShape(1, 1, 1, 1, 1, 1, 1)), PlanError), ([41], {}, RequestError),
         ([9, 97], {}, PlanError), ([9] * 5, {}, PlanError), ([40, 0], {}, PlanError), ([1], dict(steps=99), PlanError),
         ([1], dict(shape="any"), PlanError),
     ],
 )  # fmt: skip
-def test_a_refused_plan_changes_nothing(feeds: list[int], options: dict, error: type[Exception]) -> None:
+def test_a_refused_plan_changes_nothing(scheduled: list[int], options: dict, error: type[Exception]) -> None:
     """Not even what the step before has filled is published by it."""
     manager = make(num_blocks=9)
     first, second = manager.admit_request(PROMPT), manager.admit_request(PROMPT)
     manager.plan_step([(first, 24), (second, 24)])
     rows, before = [first, second], state(manager)
     with pytest.raises(error):
-        manager.plan_step([(rows[i % 2], n) for i, n in enumerate(feeds)], **options)
+        manager.plan_step([(rows[i % 2], n) for i, n in enumerate(scheduled)], **options)
     assert state(manager) == before
     manager.check_integrity()
 
@@ -739,7 +745,7 @@ def test_backups_make_room_of_colder_ones() -> None:
     serve(manager, [1] * 25)
     run(manager, [2] * 25)
     manager.commit()
-    kept = [node for node in manager._cache.tree.nodes.published.values() if node.host]
+    kept = [node for node in manager.cache.tree.nodes.published.values() if node.host]
     assert len(kept) == 3 and all(node.refs for node in kept)
     manager.check_integrity()
 
@@ -814,7 +820,7 @@ def test_a_fetched_snapshot_whose_block_has_gone_leaks_no_record() -> None:
     moves = tier.plan_reads(PROMPT[:9], yes, yes)
     assert [move.scope for move in moves] == ["block", "slot"]
     tier.finish_reads(moves[:1], [True])
-    manager._cache.give_back(manager._cache.tree.moves.retract(moves[0].node))
+    manager.cache.give_back(manager.cache.tree.moves.retract(moves[0].node))
     tier.finish_reads(moves[1:], [True])
     manager.check_integrity()
     assert manager.stats().cache.pools["host snapshot"].free == 2

@@ -58,7 +58,7 @@ class Trace:
             request = self.manager.admit_request(prompt, namespace=space)
         except NoFreeSlotError:
             live = self.manager.requests
-            assert len(live) + len(self.manager._cache.copies.late[1]) >= 4
+            assert len(live) + len(self.manager.cache.copies.late[1]) >= 4
             return
         self.spaces[request.id] = space
         self.fed[request.id] = prompt[: request.num_cached]
@@ -126,16 +126,16 @@ class Trace:
 
     def fail(self) -> None:
         """A step is planned and does not run; others come and go; the requests of the step are aborted."""
-        feeds = self.manager.schedule(self.random.randint(1, 40), max_chunk=self.random.randint(1, 30))
-        if not feeds:
+        scheduled = self.manager.schedule(self.random.randint(1, 40), max_chunk=self.random.randint(1, 30))
+        if not scheduled:
             return  # no request to abort: a plan of nothing but copies that does not run calls for `reset`
         try:
-            self.manager.plan_step(feeds)
+            self.manager.plan_step(scheduled)
         except OutOfBlocksError:
             self.make_room()
             return
         self.did["moved"] += self.device.transfer(self.manager.take_transfers())
-        failed = [request for request, _ in feeds]
+        failed = [request for request, _ in scheduled]
         started = {r: r.num_cached for r in self.manager.requests if r not in failed}
         for _ in range(self.random.randint(0, 3)):
             if (call := self.random.choice(["admit", "commit", "resume", "preempt", "fork"])) == "commit":
@@ -155,7 +155,7 @@ class Trace:
             if request in self.manager.requests or request in self.manager.preempted:
                 self.manager.abort_request(request)
             self.manager.check_integrity()
-        self.did["failed steps"] += bool(feeds)
+        self.did["failed steps"] += bool(scheduled)
         self.did["started anew"] += any(r.num_cached < started[r] for r in self.manager.requests if r in started)
 
     def sleep(self) -> None:
@@ -177,25 +177,25 @@ class Trace:
                 request.tokens += self.random.choices(range(4), k=min(many, room))
         requests = list(self.manager.requests)
         if self.random.random() < 0.5:
-            feeds = self.manager.schedule(self.random.randint(1, 40), max_chunk=self.random.randint(1, 30))
+            scheduled = self.manager.schedule(self.random.randint(1, 40), max_chunk=self.random.randint(1, 30))
         else:
             self.random.shuffle(requests)
-            feeds = [(r, self.random.randint(1, r.num_pending)) for r in requests[:2] if r.num_pending]
+            scheduled = [(r, self.random.randint(1, r.num_pending)) for r in requests[:2] if r.num_pending]
         steps = 1
         if self.random.random() < 0.2:  # K decode steps in one plan
-            steps, feeds = self.random.randint(2, 9), [(r, 1) for r, _ in feeds if r.num_pending == 1]
-            for r, _ in feeds:
+            steps, scheduled = self.random.randint(2, 9), [(r, 1) for r, _ in scheduled if r.num_pending == 1]
+            for r, _ in scheduled:
                 r.tokens += self.random.choices(range(4), k=min(steps - 1, self.manager.context_limit - len(r.tokens)))
-            feeds = [(r, 1) for r, _ in feeds if r.num_pending >= steps]
+            scheduled = [(r, 1) for r, _ in scheduled if r.num_pending >= steps]
         try:
-            plan = self.manager.plan_step(feeds, steps=steps)
+            plan = self.manager.plan_step(scheduled, steps=steps)
         except OutOfBlocksError:
             self.did["out of blocks"] += 1
             self.make_room()
             return
         self.run_plan(plan, steps)
-        self.did["fed"] += len(feeds)
-        for request, count in feeds:
+        self.did["fed"] += len(scheduled)
+        for request, count in scheduled:
             if steps == 1 and self.layout.draft_tokens and 1 < count <= 1 + self.layout.draft_tokens:
                 kept = self.random.randint(0, count)
                 self.manager.accept(request, kept)
@@ -209,14 +209,14 @@ class Trace:
                 if not r.num_pending and len(r.tokens) < self.manager.context_limit:
                     r.tokens.append(self.random.randrange(4))
             shape = self.manager.pinned_shape(4, slot_copies=8, block_copies=40)
-            feeds = [feed for feed in self.manager.schedule(4, shape=shape) if feed[1] == 1]
+            scheduled = [feed for feed in self.manager.schedule(4, shape=shape) if feed[1] == 1]
             try:
-                plan = self.manager.plan_step(feeds, shape=shape)
+                plan = self.manager.plan_step(scheduled, shape=shape)
             except OutOfBlocksError:
                 self.make_room()
                 return
             self.run_plan(plan)
-            self.did["decoded"] += len(feeds)
+            self.did["decoded"] += len(scheduled)
 
     def run_plan(self, plan: StepPlan, steps: int = 1) -> None:
         self.did["moved"] += self.device.transfer(self.manager.take_transfers())

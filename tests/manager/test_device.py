@@ -38,9 +38,9 @@ class Engine:
         self.streams[request.slot] = stream
         return request
 
-    def step(self, feeds: list[tuple[Request, int]]) -> None:
+    def step(self, scheduled: list[tuple[Request, int]]) -> None:
         """Padding rows are NaN: they must reach nothing."""
-        plan = self.manager.plan_step(feeds, shape=SHAPE)
+        plan = self.manager.plan_step(scheduled, shape=SHAPE)
         rows = CompressorInputs(*(np.full((x.shape[0], plan.num_tokens, x.shape[2]), np.nan, np.float32) for x in KEPT))
         for slot, start, count, first in zip(
             plan.seq_slot, plan.seq_start, plan.seq_count, plan.seq_first, strict=True

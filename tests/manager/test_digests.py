@@ -19,7 +19,7 @@ SPACE = dict(namespace=Namespace("a", "lora"), items=[MediaItem("cat", 20, 2**40
 
 def test_they_are_those_of_the_events() -> None:
     log = EventLog()
-    manager = KVCacheManager(LAYOUT, SIZE, policy=CachePolicy(), events=log, salt="w")
+    manager = KVCacheManager(LAYOUT, SIZE, policy=CachePolicy(), events=log, weights_id="w")
     digests = manager.digests(PROMPT, **SPACE)
     assert log.last == 0 and not manager.requests
     request = manager.admit_request(PROMPT, **SPACE)
@@ -33,14 +33,14 @@ def test_they_are_those_of_the_events() -> None:
 
 
 def test_every_process_of_a_deployment_makes_the_same() -> None:
-    plain = KVCacheManager(LAYOUT, CacheSize(3, 1, 2), salt="w")  # no policy, another size
-    cached = KVCacheManager(LAYOUT, SIZE, policy=CachePolicy(), salt="w")
+    plain = KVCacheManager(LAYOUT, CacheSize(3, 1, 2), weights_id="w")  # no policy, another size
+    cached = KVCacheManager(LAYOUT, SIZE, policy=CachePolicy(), weights_id="w")
     spec = pickle.loads(pickle.dumps(cached.hash_spec))
     digests = cached.digests(PROMPT, **SPACE)
     assert digests == plain.digests(np.array(PROMPT, np.uint16), **SPACE) == BlockHasher(spec, PROMPT, **SPACE).digests
     assert len({tuple(x) for x in (
         digests, plain.digests(PROMPT), cached.digests(PROMPT, items=SPACE["items"]),
-        KVCacheManager(LAYOUT, SIZE, salt="v").digests(PROMPT, **SPACE),
+        KVCacheManager(LAYOUT, SIZE, weights_id="v").digests(PROMPT, **SPACE),
     )}) == 4  # fmt: skip
 
 

@@ -62,13 +62,13 @@ def test_drafts_that_were_never_fed_name_no_block() -> None:
     request.tokens[30:] = [2, 3, 3]
     manager.resume(request)
     feed(manager, request)
-    if request.fed:
-        manager.accept(request, request.fed)
+    if request.num_scheduled:
+        manager.accept(request, request.num_scheduled)
     request.tokens.append(4)
     feed(manager, request)
     manager.release_request(request)
-    assert len(manager._cache.tree.match(manager.digests([*PROMPT[:30], 1, 1, 1, 4, 4]), 35).path) == 3
-    assert len(manager._cache.tree.match(manager.digests([*PROMPT[:30], 2, 3, 3, 4, 4]), 35).path) == 4
+    assert len(manager.cache.tree.match(manager.digests([*PROMPT[:30], 1, 1, 1, 4, 4]), 35).path) == 3
+    assert len(manager.cache.tree.match(manager.digests([*PROMPT[:30], 2, 3, 3, 4, 4]), 35).path) == 4
     manager.check_integrity()
 
 

@@ -85,7 +85,8 @@ def books(manager: KVCacheManager) -> tuple:
     """All that a call may change."""
     requests = [
         (r.id, r.slot, r.state, r.epoch, list(r.tokens), list(r.history), r.num_cached, r.num_hit, list(r.blocks),
-         r.num_tabled, r.reserved, r.fed, r.step_start, r.last_step, list(r.nodes), r.restores, r.rolling, r.parked)
+         r.num_tabled, r.reserved, r.num_scheduled, r.step_start, r.last_step, list(r.nodes), r.restores, r.rolling,
+         r.parked)
         for r in (*manager.requests, *manager.preempted)
     ]  # fmt: skip
     return manager.stats(), requests, manager.events.last, manager.has_transfers

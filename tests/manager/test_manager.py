@@ -41,8 +41,8 @@ def books(manager: KVCacheManager) -> tuple:
         manager.stats()[:10],
         manager.stats().cache.pools,
         requests,
-        bytes(manager._cache.blocks._held),
-        bytes(manager._cache.slots._held),
+        bytes(manager.cache.blocks._held),
+        bytes(manager.cache.slots._held),
     )
 
 
@@ -200,7 +200,7 @@ def test_steps_ahead() -> None:
     assert (a.num_cached, b.num_cached, a.blocks) == (130, 7, [1, 3])
     assert plan.table_columns.tolist() == [0, 1]
     assert plan.seq_start.tolist() == [126, 3]
-    refused(manager, PlanError, lambda: manager.plan_step([(a, 1), (b, 2)], steps=2), "one token per row")
+    refused(manager, PlanError, lambda: manager.plan_step([(a, 1), (b, 2)], steps=2), "compute a token each")
     refused(manager, PlanError, lambda: manager.plan_step([(a, 1)], steps=0))
     refused(manager, ContextLimitError, lambda: manager.plan_step([(a, 1)], steps=383), "513 tokens exceed")
     refused(
@@ -250,10 +250,12 @@ def test_refused_steps_change_nothing() -> None:
     refused(manager, RequestError, lambda: manager.plan_step([(3, 1)]), "no live request in slot 3")
     for count in (0, -1, 1.0, None, True):
         refused(manager, PlanError, lambda count=count: manager.plan_step([(a, 1), (b, count)]))
-    for feed in (a, (a,), (a, 1, 1), "ab1"):
-        refused(manager, PlanError, lambda feed=feed: manager.plan_step([feed]), "a feed is")
+    for pair in (a, (a,), (a, 1, 1), "ab1"):
+        refused(
+            manager, PlanError, lambda pair=pair: manager.plan_step([pair]), "are .request, number of tokens. pairs"
+        )
     small = StepShape(1, 4, 4, 4, 4, 4, 1)
-    refused(manager, PlanError, lambda: manager.plan_step([(a, 1), (b, 1)], shape=small), "rows=2")
+    refused(manager, PlanError, lambda: manager.plan_step([(a, 1), (b, 1)], shape=small), "sequences=2")
     refused(manager, PlanError, lambda: manager.plan_step([(b, 5)], shape=small), "tokens=5")
     wide = manager.pinned_shape(4, columns=5)
     refused(manager, PlanError, lambda: manager.plan_step([(a, 1)], shape=wide), "columns=5")
@@ -270,7 +272,7 @@ def test_plan_tokens() -> None:
     plan = manager.plan_step([(b, 1), (a, 6)], shape=manager.pinned_shape(2, 7))
     assert manager.plan_tokens(plan).tolist() == [9, 4, 5, 6, 7, 8, 9]
     plan = manager.plan_step([(b, 1)])
-    with pytest.raises(RequestError, match=r"knows 2 tokens, the plan feeds 2\.\.2"):
+    with pytest.raises(RequestError, match=r"knows 2 tokens, the plan schedules 2\.\.2"):
         manager.plan_tokens(plan)
     b.tokens.append(-1)
     with pytest.raises(RequestError, match="tokens must be"):
@@ -358,9 +360,9 @@ def test_schedule_decodes_first_then_chunks_in_admission_order() -> None:
     manager.admit_request()
     assert manager.schedule(100) == [(d1, 1), (d2, 1), (long, 98)]
     assert manager.schedule(100, max_chunk=64) == [(d1, 1), (d2, 1), (long, 64), (short, 34)]
-    assert manager.schedule(100, max_rows=3, max_chunk=8) == [(d1, 1), (d2, 1), (long, 8)]
+    assert manager.schedule(100, max_sequences=3, max_chunk=8) == [(d1, 1), (d2, 1), (long, 8)]
     assert manager.schedule(1) == [(d1, 1)]
-    for name in ("token_budget", "max_rows", "max_chunk"):
+    for name in ("token_budget", "max_sequences", "max_chunk"):
         refused(manager, PlanError, lambda name=name: manager.schedule(**{"token_budget": 1} | {name: 0}), name)
 
 
@@ -370,11 +372,11 @@ def test_schedule_starves_no_request() -> None:
         manager.admit_request([1] * n)
     target = {r: len(r.tokens) + 5 for r in manager.requests}
     for _ in range(200):
-        feeds = manager.schedule(2)
-        if not feeds:
+        scheduled = manager.schedule(2)
+        if not scheduled:
             break
-        manager.plan_step(feeds)
-        for request, _ in feeds:
+        manager.plan_step(scheduled)
+        for request, _ in scheduled:
             if not request.num_pending and len(request.tokens) < target[request]:
                 request.tokens.append(2)
     assert {r: r.num_cached for r in manager.requests} == target
@@ -383,9 +385,9 @@ def test_schedule_starves_no_request() -> None:
 def test_schedule_stays_within_the_free_blocks() -> None:
     manager = make(num_blocks=3, num_slots=4, columns=3)
     a, b, c = manager.admit_request([1] * 256), manager.admit_request([1] * 200), manager.admit_request([1] * 2)
-    feeds = manager.schedule(500)
-    assert feeds == [(a, 256), (b, 128)]
-    manager.plan_step(feeds)
+    scheduled = manager.schedule(500)
+    assert scheduled == [(a, 256), (b, 128)]
+    manager.plan_step(scheduled)
     a.tokens.append(1)
     assert manager.schedule(500) == []
     manager.release_request(a)
@@ -426,9 +428,9 @@ def test_block_budget() -> None:
         lambda m, a, b: setattr(a, "num_cached", 129),
         lambda m, a, b: setattr(a, "slot", 2),
         lambda m, a, b: setattr(a, "generation", 5),
-        lambda m, a, b: m._cache.blocks._held.__setitem__(0, 1),
-        lambda m, a, b: m._cache.blocks._freed.append(1),
-        lambda m, a, b: m._ids.clear(),
+        lambda m, a, b: m.cache.blocks._held.__setitem__(0, 1),
+        lambda m, a, b: m.cache.blocks._freed.append(1),
+        lambda m, a, b: m.book.ids.clear(),
     ],
 )
 def test_check_integrity_sees_it(break_it: Callable) -> None:
@@ -446,9 +448,9 @@ def test_planning_a_decode_costs_a_few_lines() -> None:
 
     def cost(batch: int) -> tuple[int, int]:
         manager = make(num_blocks=600, num_slots=batch)
-        feeds = [(manager.admit_request(), 1) for _ in range(batch)]
+        scheduled = [(manager.admit_request(), 1) for _ in range(batch)]
         shape = manager.pinned_shape(batch)
-        first, again = (lines_run(manager.plan_step, feeds, shape=shape) for _ in range(2))
+        first, again = (lines_run(manager.plan_step, scheduled, shape=shape) for _ in range(2))
         return first, again
 
     (first, again), (first_of_more, again_of_more) = cost(128), cost(256)

@@ -29,10 +29,10 @@ def manager(request) -> KVCacheManager:
 
 
 def refused(manager: KVCacheManager, error: type[CacheError], call: Callable[[], object]) -> None:
-    before, ids = manager.stats(), list(manager._ids)
+    before, ids = manager.stats(), list(manager.book.ids)
     with pytest.raises(error):
         call()
-    assert manager.stats() == before and list(manager._ids) == ids
+    assert manager.stats() == before and list(manager.book.ids) == ids
     manager.check_integrity()
 
 
@@ -60,7 +60,7 @@ def test_counts_of_public_calls(manager: KVCacheManager, count) -> None:
         lambda: manager.plan_step([(request, 1)], steps=count),
         lambda: manager.accept(request, count),
         lambda: manager.schedule(count),
-        lambda: manager.schedule(4, max_rows=count),
+        lambda: manager.schedule(4, max_sequences=count),
         lambda: manager.schedule(4, max_chunk=count),
         lambda: BlockAllocator(count),
         lambda: BlockPool(count),
@@ -133,9 +133,9 @@ def test_namespace_keys_without_a_policy_too(manager: KVCacheManager) -> None:
 
 
 def test_salt() -> None:
-    for salt in (1.5, [1], {"a": 1}, True):
+    for weights_id in (1.5, [1], {"a": 1}, True):
         with pytest.raises(HashError):
-            KVCacheManager(LAYOUT, SIZE, salt=salt)
+            KVCacheManager(LAYOUT, SIZE, weights_id=weights_id)
 
 
 @pytest.mark.parametrize(

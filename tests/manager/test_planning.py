@@ -1,4 +1,4 @@
-"""Plans are what `StepPlan` says they are, for any rows."""
+"""Plans are what `StepPlan` says they are, for any sequences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.errors import PlanError
 from dsv4_jax.layout import CacheLayout
-from dsv4_jax.manager.planning import RowFeed, StepShape, build_plan, next_decode, shape_for
+from dsv4_jax.manager import StepSequence, StepShape, build_plan, shape_for
+from dsv4_jax.manager.planning import next_decode
 from dsv4_jax.plan import StepPlan
 
 LAYOUT = CacheLayout(DSV4Config.tiny(), draft_tokens=2)
@@ -19,20 +20,20 @@ CONTEXT = COLUMNS * LAYOUT.block_tokens
 
 
 @st.composite
-def feeds(draw: st.DrawFn) -> list[RowFeed]:
+def scheduled(draw: st.DrawFn) -> list[StepSequence]:
     slots = draw(st.lists(st.integers(1, 20), unique=True, max_size=6))
-    rows = []
+    sequences = []
     for slot in slots:
         start = draw(st.integers(0, CONTEXT - 1))
         count = draw(st.one_of(st.integers(1, 3), st.integers(1, 90)))
-        rows.append(RowFeed(slot, start, min(count, CONTEXT - start)))
-    return rows
+        sequences.append(StepSequence(slot, start, min(count, CONTEXT - start)))
+    return sequences
 
 
-def check_plan(plan: StepPlan, rows: list[RowFeed], layout: CacheLayout = LAYOUT) -> None:
+def check_plan(plan: StepPlan, sequences: list[StepSequence], layout: CacheLayout = LAYOUT) -> None:
     """Every promise of `StepPlan`'s docstring, checked token by token."""
     assert all(field.dtype == np.int32 and (field >= 0).all() for field in plan.arrays)
-    tokens = [(b, row.slot, row.start + i) for b, row in enumerate(rows) for i in range(row.count)]
+    tokens = [(b, row.slot, row.start + i) for b, row in enumerate(sequences) for i in range(row.count)]
     count = len(tokens)
     assert plan.token_seq[:count].tolist() == [t[0] for t in tokens]
     assert plan.token_slot[:count].tolist() == [t[1] for t in tokens]
@@ -40,8 +41,8 @@ def check_plan(plan: StepPlan, rows: list[RowFeed], layout: CacheLayout = LAYOUT
     for field in (plan.token_seq, plan.token_slot, plan.token_position):
         assert not field[count:].any()
     for field, name in ((plan.seq_slot, "slot"), (plan.seq_start, "start"), (plan.seq_count, "count")):
-        assert field.tolist() == [getattr(r, name) for r in rows] + [0] * (len(field) - len(rows))
-    assert [plan.token_seq[f] for f in plan.seq_first[: len(rows)]] == list(range(len(rows)))
+        assert field.tolist() == [getattr(r, name) for r in sequences] + [0] * (len(field) - len(sequences))
+    assert [plan.token_seq[f] for f in plan.seq_first[: len(sequences)]] == list(range(len(sequences)))
 
     # Groups: every token once, in order, within one row and one entry; padded with T.
     ratio, grouped = layout.cfg.hca_ratio, []
@@ -61,99 +62,103 @@ def check_plan(plan: StepPlan, rows: list[RowFeed], layout: CacheLayout = LAYOUT
     assert due <= set(listed)
 
     assert plan.table_columns.tolist() == list(range(len(plan.table_columns)))
-    assert len(plan.table_columns) >= max((layout.blocks_for(r.start + r.count) for r in rows), default=1)
+    assert len(plan.table_columns) >= max((layout.blocks_for(r.start + r.count) for r in sequences), default=1)
     assert plan.history_seqs.tolist() in ([], list(range(plan.num_seqs)))
-    if any(r.count > 1 + layout.draft_tokens for r in rows):
+    if any(r.count > 1 + layout.draft_tokens for r in sequences):
         assert len(plan.history_seqs)
 
 
 @settings(max_examples=120, deadline=None)
-@given(feeds())
-def test_any_rows(rows: list[RowFeed]) -> None:
-    exact = shape_for(LAYOUT, rows)
-    check_plan(build_plan(LAYOUT, rows, exact), rows)
-    check_plan(build_plan(LAYOUT, rows, exact.bucketed(COLUMNS)), rows)
-    assert shape_for(LAYOUT, np.array(rows, np.int64)) == exact
+@given(scheduled())
+def test_any_sequences(sequences: list[StepSequence]) -> None:
+    exact = shape_for(LAYOUT, sequences)
+    check_plan(build_plan(LAYOUT, sequences, exact), sequences)
+    check_plan(build_plan(LAYOUT, sequences, exact.bucketed(COLUMNS)), sequences)
+    assert shape_for(LAYOUT, np.array(sequences, np.int64)) == exact
 
 
 @settings(max_examples=120, deadline=None)
-@given(feeds(), st.data())
-def test_the_bound_fits_all_it_promises(rows: list[RowFeed], data: st.DataObject) -> None:
-    total = sum(r.count for r in rows)
-    b, t = len(rows) + data.draw(st.integers(1, 2)), max(total, 1) + data.draw(st.integers(0, 9))
+@given(scheduled(), st.data())
+def test_the_bound_fits_all_it_promises(sequences: list[StepSequence], data: st.DataObject) -> None:
+    total = sum(r.count for r in sequences)
+    b, t = len(sequences) + data.draw(st.integers(1, 2)), max(total, 1) + data.draw(st.integers(0, 9))
     shape = StepShape.bound(LAYOUT, b, t, columns=COLUMNS, history=True)
-    check_plan(build_plan(LAYOUT, rows, shape), rows)
-    entries = [(r.slot, c, 1) for r in rows for c in range(-(-r.start // 128), LAYOUT.blocks_for(r.start + r.count))]
-    assert len(entries) <= min(shape.table_entries, shape_for(LAYOUT, rows).table_entries)
+    check_plan(build_plan(LAYOUT, sequences, shape), sequences)
+    entries = [
+        (r.slot, c, 1) for r in sequences for c in range(-(-r.start // 128), LAYOUT.blocks_for(r.start + r.count))
+    ]
+    assert len(entries) <= min(shape.table_entries, shape_for(LAYOUT, sequences).table_entries)
 
 
 def test_advance_stays_a_plan_of_the_next_tokens() -> None:
-    rows = [RowFeed(3, 13, 1), RowFeed(1, 126, 1)]
-    plan = build_plan(LAYOUT, rows, StepShape.bound(LAYOUT, 4, 4, columns=2, lookahead=3), lookahead=3)
+    sequences = [StepSequence(3, 13, 1), StepSequence(1, 126, 1)]
+    plan = build_plan(LAYOUT, sequences, StepShape.bound(LAYOUT, 4, 4, columns=2, lookahead=3), lookahead=3)
     for step in range(4):
-        check_plan(plan, [RowFeed(r.slot, r.start + step, 1) for r in rows])
+        check_plan(plan, [StepSequence(r.slot, r.start + step, 1) for r in sequences])
         plan = plan.advance()
 
 
 def test_copies_and_entries_are_padded_with_unit_0() -> None:
-    rows = [RowFeed(1, 0, 1)]
+    sequences = [StepSequence(1, 0, 1)]
     shape = StepShape.bound(LAYOUT, 2, 2, columns=1, slot_copies=2, block_copies=3)
-    plan = build_plan(LAYOUT, rows, shape, table_entries=[(1, 0, 7)], slot_copies=[(4, 1)], block_copies=[(5, 7)])
+    plan = build_plan(LAYOUT, sequences, shape, table_entries=[(1, 0, 7)], slot_copies=[(4, 1)], block_copies=[(5, 7)])
     got = [f.tolist() for f in plan.arrays[-7:]]
     assert got == [[1, 0], [0, 0], [7, 0], [4, 0], [1, 0], [5, 0, 0], [7, 0, 0]]
 
 
 @pytest.mark.parametrize(
-    ("field", "rows", "options"),
+    ("field", "sequences", "options"),
     [
-        ("rows", [RowFeed(1, 0, 1), RowFeed(2, 0, 1), RowFeed(3, 0, 1)], {}),
-        ("tokens", [RowFeed(1, 0, 9)], {}),
-        ("columns", [RowFeed(1, 128, 1)], {}),
-        ("columns", [RowFeed(1, 127, 1)], dict(lookahead=1)),
-        ("history", [RowFeed(1, 14, 4)], {}),
-        ("group_length", [RowFeed(1, 0, 3)], {}),
-        ("table_entries", [RowFeed(1, 0, 1)], dict(table_entries=[(1, i, 1) for i in range(3)])),
-        ("slot_copies", [RowFeed(1, 0, 1)], dict(slot_copies=[(1, 2)])),
-        ("block_copies", [RowFeed(1, 0, 1)], dict(block_copies=[(1, 2)])),
+        ("sequences", [StepSequence(1, 0, 1), StepSequence(2, 0, 1), StepSequence(3, 0, 1)], {}),
+        ("tokens", [StepSequence(1, 0, 9)], {}),
+        ("columns", [StepSequence(1, 128, 1)], {}),
+        ("columns", [StepSequence(1, 127, 1)], dict(lookahead=1)),
+        ("history", [StepSequence(1, 14, 4)], {}),
+        ("group_length", [StepSequence(1, 0, 3)], {}),
+        ("table_entries", [StepSequence(1, 0, 1)], dict(table_entries=[(1, i, 1) for i in range(3)])),
+        ("slot_copies", [StepSequence(1, 0, 1)], dict(slot_copies=[(1, 2)])),
+        ("block_copies", [StepSequence(1, 0, 1)], dict(block_copies=[(1, 2)])),
     ],
 )
-def test_a_shape_too_small_is_named(field: str, rows: list[RowFeed], options: dict) -> None:
+def test_a_shape_too_small_is_named(field: str, sequences: list[StepSequence], options: dict) -> None:
     shape = StepShape(2, 8, 8, 8, 2, 1, 2)
     with pytest.raises(PlanError, match=f"the step needs {field}="):
-        build_plan(LAYOUT, rows, shape, **options)
+        build_plan(LAYOUT, sequences, shape, **options)
 
 
-@pytest.mark.parametrize("row", [RowFeed(0, 0, 1), RowFeed(-1, 0, 1), RowFeed(1, -1, 1), RowFeed(1, 0, 0)])
-def test_impossible_rows(row: RowFeed) -> None:
-    with pytest.raises(PlanError, match="every row"):
-        build_plan(LAYOUT, [row], StepShape.bound(LAYOUT, 2, 2, columns=1))
+@pytest.mark.parametrize(
+    "sequence", [StepSequence(0, 0, 1), StepSequence(-1, 0, 1), StepSequence(1, -1, 1), StepSequence(1, 0, 0)]
+)
+def test_impossible_sequences(sequence: StepSequence) -> None:
+    with pytest.raises(PlanError, match="every sequence"):
+        build_plan(LAYOUT, [sequence], StepShape.bound(LAYOUT, 2, 2, columns=1))
 
 
-def test_two_rows_of_one_slot() -> None:
-    rows = [RowFeed(2, 0, 1), RowFeed(1, 0, 3), RowFeed(2, 4, 1)]
-    with pytest.raises(PlanError, match="slot 2 is fed by two rows"):
-        build_plan(LAYOUT, rows, StepShape.bound(LAYOUT, 3, 8, columns=1))
+def test_two_sequences_of_one_slot() -> None:
+    sequences = [StepSequence(2, 0, 1), StepSequence(1, 0, 3), StepSequence(2, 4, 1)]
+    with pytest.raises(PlanError, match="slot 2 is that of two sequences"):
+        build_plan(LAYOUT, sequences, StepShape.bound(LAYOUT, 3, 8, columns=1))
 
 
 def test_shapes_combine() -> None:
-    a = shape_for(LAYOUT, [RowFeed(1, 0, 5)])
-    b = shape_for(LAYOUT, [RowFeed(1, 130, 1), RowFeed(2, 0, 1)])
+    a = shape_for(LAYOUT, [StepSequence(1, 0, 5)])
+    b = shape_for(LAYOUT, [StepSequence(1, 130, 1), StepSequence(2, 0, 1)])
     both = a.union(b)
-    for rows in ([RowFeed(1, 0, 5)], [RowFeed(1, 130, 1), RowFeed(2, 0, 1)]):
-        check_plan(build_plan(LAYOUT, rows, both), rows)
-    assert shape_for(LAYOUT, [RowFeed(1, 300, 5)]).bucketed(3).columns == 3
-    assert (a.bucketed(9).tokens, a.bucketed(9).rows, a.bucketed(9).slot_copies) == (8, 1, 0)
+    for sequences in ([StepSequence(1, 0, 5)], [StepSequence(1, 130, 1), StepSequence(2, 0, 1)]):
+        check_plan(build_plan(LAYOUT, sequences, both), sequences)
+    assert shape_for(LAYOUT, [StepSequence(1, 300, 5)]).bucketed(3).columns == 3
+    assert (a.bucketed(9).tokens, a.bucketed(9).sequences, a.bucketed(9).slot_copies) == (8, 1, 0)
 
 
-def test_the_next_decode_of_the_same_rows_is_the_plan_built_anew() -> None:
+def test_the_next_decode_of_the_same_sequences_is_the_plan_built_anew() -> None:
     layout, rng = CacheLayout(DSV4Config.tiny()), np.random.default_rng(4)
     shape = StepShape.bound(layout, 5, 5, columns=9, slot_copies=2, block_copies=1, lookahead=2)
-    for rows in (1, 3, 5):
-        slots = rng.permutation(9)[:rows] + 1
-        first, then = rng.integers(0, 100, (2, rows))
-        plan = build_plan(layout, [RowFeed(*row, 1) for row in zip(slots, first, strict=True)], shape)
+    for sequences in (1, 3, 5):
+        slots = rng.permutation(9)[:sequences] + 1
+        first, then = rng.integers(0, 100, (2, sequences))
+        plan = build_plan(layout, [StepSequence(*row, 1) for row in zip(slots, first, strict=True)], shape)
         extras = dict(table_entries=[(3, 1, 7)], slot_copies=[(1, 2)], block_copies=[(5, 6)], lookahead=2)
-        expected = build_plan(layout, [RowFeed(*row, 1) for row in zip(slots, then, strict=True)], shape, **extras)
+        expected = build_plan(layout, [StepSequence(*row, 1) for row in zip(slots, then, strict=True)], shape, **extras)
         following = next_decode(layout, plan, shape, then, **extras)
         assert following.facts == expected.facts
         for name, a, b in zip(expected._fields[:-1], following.arrays, expected.arrays, strict=True):

@@ -16,8 +16,7 @@ from dsv4_jax.errors import (
     RequestError,
 )
 from dsv4_jax.layout import CacheLayout, CacheSize
-from dsv4_jax.manager import KVCacheManager, Request
-from dsv4_jax.manager.planning import RowFeed
+from dsv4_jax.manager import KVCacheManager, Request, StepSequence
 
 from .test_planning import check_plan
 
@@ -88,20 +87,20 @@ class ManagerMachine(RuleBasedStateMachine):
     def decode(self, requests: list[Request], steps: int) -> None:
         self.run([(r, 1) for r in requests], steps)
 
-    def run(self, feeds: list[tuple[Request, int]], steps: int) -> None:
-        named = [r for r, _ in feeds]
-        after = self.cached | {r: self.cached.get(r, 0) + n * steps for r, n in feeds}
+    def run(self, scheduled: list[tuple[Request, int]], steps: int) -> None:
+        named = [r for r, _ in scheduled]
+        after = self.cached | {r: self.cached.get(r, 0) + n * steps for r, n in scheduled}
         legal = (
             all(r in self.cached for r in named)
             and len(set(named)) == len(named)
             and all(after[r] <= LIMIT for r in named)
             and self.used(after) <= 11
             # a chunk of which some tokens are known is known whole
-            and not any(self.cached[r] < len(r.tokens) < self.cached[r] + n for r, n in feeds if n > 4)
+            and not any(self.cached[r] < len(r.tokens) < self.cached[r] + n for r, n in scheduled if n > 4)
         )
-        rows = [RowFeed(r.slot, self.cached.get(r, 0), n) for r, n in feeds]
+        rows = [StepSequence(r.slot, self.cached.get(r, 0), n) for r, n in scheduled]
         try:
-            plan = self.manager.plan_step(feeds, steps=steps)
+            plan = self.manager.plan_step(scheduled, steps=steps)
         except CacheError:
             assert not legal
             return
@@ -110,7 +109,7 @@ class ManagerMachine(RuleBasedStateMachine):
         for slot, column, block in zip(plan.table_slot, plan.table_index, plan.table_block, strict=True):
             self.table[slot, column] = block
         self.cached = after
-        self.fed |= {r: n * steps for r, n in feeds}
+        self.fed |= {r: n * steps for r, n in scheduled}
 
     @rule(request=live, drafts=st.integers(1, 3), kept=st.integers(0, 3))
     def verify(self, request: Request, drafts: int, kept: int) -> None:
@@ -148,13 +147,13 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule()
     def scheduled_feeds_always_plan(self) -> None:
-        feeds = self.manager.schedule(9, max_rows=2, max_chunk=6)
-        assert len(feeds) <= 2
-        assert sum(n for _, n in feeds) <= 9
-        assert all(1 <= n <= min(6, r.num_pending) for r, n in feeds)
+        scheduled = self.manager.schedule(9, max_sequences=2, max_chunk=6)
+        assert len(scheduled) <= 2
+        assert sum(n for _, n in scheduled) <= 9
+        assert all(1 <= n <= min(6, r.num_pending) for r, n in scheduled)
         before = self.cached
-        self.run(feeds, 1)
-        assert self.cached == before | {r: before[r] + n for r, n in feeds}
+        self.run(scheduled, 1)
+        assert self.cached == before | {r: before[r] + n for r, n in scheduled}
 
     @invariant()
     def agrees(self) -> None:

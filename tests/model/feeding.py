@@ -10,7 +10,7 @@ import numpy as np
 
 from dsv4_jax import AttentionType, CacheLayout, DSV4Config, init_cache, model
 from dsv4_jax.layout import CacheSize
-from dsv4_jax.manager.planning import RowFeed, StepShape, build_plan
+from dsv4_jax.manager import StepSequence, StepShape, build_plan
 
 forward = jax.jit(model.forward, donate_argnames="cache", static_argnames=("index_qat", "implementation"))
 prefill = jax.jit(model.prefill, donate_argnames="cache")
@@ -62,7 +62,7 @@ def feed(
         count = min(chunk, length - start)
         needed = layout.blocks_for(start + count)
         entries = [(2, column, 3 + column) for column in range(held, needed)]
-        plan = build_plan(layout, [RowFeed(2, start, count)], shape, table_entries=entries)
+        plan = build_plan(layout, [StepSequence(2, start, count)], shape, table_entries=entries)
         padded = np.zeros(most, np.int32)
         padded[:count] = tokens[start : start + count]
         logits, cache = step(params, cache, plan.pack(), padded)

@@ -9,7 +9,7 @@ import pytest
 
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.layout import CacheLayout, CacheSize
-from dsv4_jax.manager.planning import StepShape
+from dsv4_jax.manager import StepShape
 from dsv4_jax.ops.registry import Choice
 from dsv4_jax.testing import assert_untouched
 
@@ -85,13 +85,13 @@ class CompressTest:
             driver.admit(slot, random_stream(layout, self.tokens, slot))
         while min(driver.length.values()) < self.tokens:
             long = rng.random() < 0.25
-            feeds = []
+            scheduled = []
             for slot in rng.permutation([3, 1]):
                 count = min(int(rng.integers(0, 25 if long else most + 1)), self.tokens - driver.length[slot])
-                feeds += [(int(slot), count)] if count else []
+                scheduled += [(int(slot), count)] if count else []
             before = dict(driver.length)
-            driver.step(feeds, chunk if long else step)
-            for slot, count in feeds:
+            driver.step(scheduled, chunk if long else step)
+            for slot, count in scheduled:
                 for t in range(before[slot], before[slot] + count):
                     machine.feed(slot, driver.streams[slot].tokens(t))
                 assert_close(layout, driver.live(slot), machine.live(slot, counts))

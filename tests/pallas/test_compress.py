@@ -14,7 +14,7 @@ import pytest
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.formats import RowFormat, index_format, kv_format
 from dsv4_jax.layout import CacheLayout
-from dsv4_jax.manager.planning import RowFeed, build_plan, shape_for
+from dsv4_jax.manager import StepSequence, build_plan, shape_for
 from dsv4_jax.ops.compress import (
     CompressArguments,
     CompressorGeometry,
@@ -46,7 +46,7 @@ class TestCompress(CompressTest):
 def plan_of(starts: np.ndarray, count: int, draft: int = 0) -> tuple[StepPlan, np.ndarray]:
     """A step of `count` tokens for each of the rows, in slots 1, 2, ..., and the block table for it."""
     layout = CacheLayout(DSV4Config.flash(), draft_tokens=draft)
-    rows = [RowFeed(slot, int(start), count) for slot, start in enumerate(starts, 1)]
+    rows = [StepSequence(slot, int(start), count) for slot, start in enumerate(starts, 1)]
     plan = build_plan(layout, rows, dataclasses.replace(shape_for(layout, rows), history=count > 1 + draft))
     columns = (int(max(starts)) + count) // BLOCK_TOKENS + 1
     table = np.arange((len(rows) + 1) * columns, dtype=np.int32).reshape(-1, columns)

@@ -49,9 +49,9 @@ class Forgetful(Mix):
 class Copyless(Mix):
     forgets = ""
 
-    def plan(self, feeds):
-        plan, feeds = super().plan(feeds)
-        return plan._replace(**{self.forgets: np.zeros_like(getattr(plan, self.forgets))}), feeds
+    def plan(self, scheduled):
+        plan, scheduled = super().plan(scheduled)
+        return plan._replace(**{self.forgets: np.zeros_like(getattr(plan, self.forgets))}), scheduled
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ class Engine:
 
     def __init__(self, path, **sizes) -> None:
         self.manager = KVCacheManager(
-            LAYOUT, SIZE, policy=CachePolicy(snapshots=SnapshotPlacement(every=2)), host=HOST, salt="weights"
+            LAYOUT, SIZE, policy=CachePolicy(snapshots=SnapshotPlacement(every=2)), host=HOST, weights_id="weights"
         )
         self.shape = self.manager.pinned_shape(2, BLOCK)
         self.path, self.sizes = path, sizes
@@ -91,8 +91,8 @@ class Engine:
         self.fill("block", request.blocks[-1:], tokens)
         self.fill("slot", [request.slot], tokens)
 
-    def step(self, feeds) -> None:
-        plan = self.manager.plan_step(feeds, shape=self.shape)
+    def step(self, scheduled) -> None:
+        plan = self.manager.plan_step(scheduled, shape=self.shape)
         self.cache, self.host = dsv4_jax.run_transfers(self.cache, self.host, self.manager.take_transfers())
         self.host = self.driver.poll(self.host)
         self.driver.save(self.host)
@@ -189,7 +189,7 @@ def test_a_lost_record_ends_the_run_before_it(engine) -> None:
     store.contains = lambda keys: contains(keys) | True  # a hint only: the third is gone when it is read
     assert store.delete([digests[2]]).tolist() == [True]
     assert engine.fetch(PROMPT) == 2  # the snapshot came too, but there is nothing for it to go with
-    tree = engine.manager._cache.tree
+    tree = engine.manager.cache.tree
     assert [tree.get(d).state.tier if tree.get(d) else None for d in digests] == [Tier.HOST, Tier.HOST, None, None]
     assert engine.manager.stats().cache.pools["host snapshot"].free == HOST.num_snapshots
 

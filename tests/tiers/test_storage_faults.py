@@ -102,7 +102,7 @@ def test_a_store_that_fails_or_answers_nonsense_is_a_miss(engine, scope, name, r
     engine.manager.check_integrity()
     assert prefetch.done and failing.calls
     assert engine.manager.admit_request(PROMPT).num_hit == 0
-    tree, digests = engine.manager._cache.tree, engine.driver.tier.digests(PROMPT)
+    tree, digests = engine.manager.cache.tree, engine.driver.tier.digests(PROMPT)
     if name == "read_into":  # it did not say that it has lost the records
         assert all(tree.get(digest) for digest in digests)
         failing.result = None
@@ -168,7 +168,7 @@ def test_records_for_a_store_that_hangs_do_not_pile_up(engine, monkeypatch) -> N
     engine.clock.advance(5)
     engine.host = engine.driver.drain(engine.host)
     engine.manager.check_integrity()
-    assert not engine.manager._cache.tree.held(Tier.STORAGE)
+    assert not engine.manager.cache.tree.held(Tier.STORAGE)
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, RuntimeError])

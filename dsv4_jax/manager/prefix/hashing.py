@@ -3,14 +3,14 @@
 A block's digest is SHA-256 over canonical bytes only (no pickle, no `hash()`), so it does not depend
 on the process, on the integer type of the ids, or on object identity:
 
-    root    = sha256("dsv4_jax block digest 1" + field(block_tokens) + field(salt) + field(namespace))
+    root    = sha256("dsv4_jax block digest 1" + field(block_tokens) + field(weights_id) + field(namespace))
     digest  = sha256(parent digest, 32 bytes + token ids, int32 little-endian + extra)
 
 `parent` is the root for the first block. `extra` is empty without multimodal items; else one field
 for each item that overlaps the block. As tokens take a fixed number of bytes, nothing is ambiguous.
 `field` writes type, length and bytes of a value, so 1, "1" and b"1" differ (see `canonical_bytes`).
 
-The namespace and the salt enter through the root: prompts of two tenants, or before and after a
+The namespace and the weights' id enter through the root: prompts of two tenants, or before and after a
 change of weights, share no digest. SHA-256 because it was the fastest of hashlib's here (SHA extensions).
 """
 
@@ -128,23 +128,23 @@ class HashSpec:
 
     Attributes:
         block_tokens: tokens of a block.
-        salt: whatever else the bytes of a block depend on: weights, layout fingerprint.
+        weights_id: whatever else the bytes of a block depend on: name of the weights, fingerprint of the layout.
         vocab_size: ids are 0..vocab_size - 1, at most 2^31.
 
     Raises:
-        HashError: a salt of a wrong type, or a vocabulary beyond int32.
+        HashError: a weights' id of a wrong type, or a vocabulary beyond int32.
         PlanError: a count that is none.
     """
 
     block_tokens: int = 128
-    salt: Key = None
+    weights_id: Key = None
     vocab_size: int = _MAX_TOKEN + 1
 
     def __post_init__(self) -> None:
         as_count("block_tokens", self.block_tokens, 1)
         if as_count("vocab_size", self.vocab_size, 1) > _MAX_TOKEN + 1:
             raise HashError(f"vocab_size must be at most {_MAX_TOKEN + 1}, got {self.vocab_size}")
-        canonical_bytes(self.salt)
+        canonical_bytes(self.weights_id)
 
     def root(self, namespace: Namespace | None = None) -> bytes:
         """The parent digest of a namespace's first blocks: 32 bytes. None is the namespace of those who name none.
@@ -155,7 +155,7 @@ class HashSpec:
         if namespace is not None and not isinstance(namespace, Namespace):
             raise HashError(f"namespace must be None or a Namespace, got {shown(namespace)}")
         space = Namespace() if namespace is None else namespace
-        fields = (self.block_tokens, self.salt, (space.tenant, space.adapter))
+        fields = (self.block_tokens, self.weights_id, (space.tenant, space.adapter))
         return sha256(b"dsv4_jax block digest 1" + b"".join(map(canonical_bytes, fields))).digest()
 
 

@@ -132,6 +132,17 @@ class Snapshot:
             return self.device
         return self.host if tier is T.HOST else int(self.stored)
 
+    def set_copy(self, tier: Tier, unit: int) -> int:
+        """Sets the copy in this tier (storage: 1), 0 for none. Returns what it was."""
+        old = self.copy(tier)
+        if tier is T.DEVICE:
+            self.device = unit
+        elif tier is T.HOST:
+            self.host = unit
+        else:
+            self.stored = bool(unit)
+        return old
+
     @property
     def tier(self) -> Tier:
         """The nearest tier that has a copy."""

@@ -147,12 +147,7 @@ class NodeTable:
         snapshot = node.snapshot
         if snapshot is None:
             return 0
-        if tier is T.DEVICE:
-            old, snapshot.device = snapshot.device, unit
-        elif tier is T.HOST:
-            old, snapshot.host = snapshot.host, unit
-        else:
-            old, snapshot.stored = int(snapshot.stored), bool(unit)
+        old = snapshot.set_copy(tier, unit)
         self.num_snapshots[tier] += bool(unit) - bool(old)
         if snapshot.tier is T.NONE:
             node.snapshot = None

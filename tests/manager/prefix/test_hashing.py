@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dsv4_jax.errors import HashError, PlanError
 from dsv4_jax.manager.prefix.hashing import BlockHasher, HashSpec, MediaItem, Namespace, canonical_bytes
 
-SPEC = HashSpec(block_tokens=4, salt=("weights", 7), vocab_size=1000)
+SPEC = HashSpec(block_tokens=4, weights_id=("weights", 7), vocab_size=1000)
 
 
 def field(value: object) -> bytes:

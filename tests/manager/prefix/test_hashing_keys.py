@@ -14,7 +14,7 @@ from dsv4_jax.manager.prefix.hashing import BlockHasher, HashSpec, MediaItem, Na
 from ...effort import lines_run
 
 SPEC = HashSpec(4, ("weights", 7), 1000)
-WIDE = HashSpec(salt=("fingerprint", "w"), vocab_size=1000)
+WIDE = HashSpec(weights_id=("fingerprint", "w"), vocab_size=1000)
 IDS = [(7 * i * i + 3 * i) % 1000 for i in range(700)]
 ITEMS = [
     MediaItem(("image", b"\x01\x02"), 3, 9), MediaItem("sound", 8, 48), MediaItem(None, 600, 5000),

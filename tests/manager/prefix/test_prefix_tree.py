@@ -421,7 +421,7 @@ def test_a_move_under_way_below_keeps_its_path() -> None:
 
 
 def test_ten_tenants_share_nothing() -> None:
-    tree, spec = PrefixTree(4), HashSpec(4, "salt", 100)
+    tree, spec = PrefixTree(4), HashSpec(4, "weights", 100)
     prompt = list(range(40))
     for tenant in range(10):
         hasher = BlockHasher(spec, prompt, namespace=Namespace(tenant))

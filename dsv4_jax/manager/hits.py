@@ -1,0 +1,100 @@
+"""How a request takes what is cached of its tokens: a slot, blocks on the device, and the state it starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..errors import NoFreeSlotError, OutOfBlocksError
+from .prefix.node import Node, S, T, Tier
+from .prefix.prefix_tree import Match
+from .tiered_cache import TieredCache
+from .transfers import BLOCK, SLOT
+
+__all__ = ["Hit", "load", "take_hit"]
+
+
+class Hit(NamedTuple):
+    """Cached blocks that a request has taken, all on the device now.
+
+    Attributes:
+        nodes: in path order, referenced.
+        state: the node whose snapshot the request starts from: pinned, in a device slot; None if there
+            is nothing to restore, or the transfers restore it from the host, or the slot holds it.
+        slot: the request's.
+    """
+
+    nodes: list[Node]
+    state: Node | None
+    slot: int
+
+
+def take_hit(cache: TieredCache, match: Match | None, *, others: int, pinned: int) -> Hit:
+    """A slot, and the longest hit of which the host part fits on the device.
+
+    Args:
+        match: None: there is nothing to look up.
+        others: further requests that may become live before the next step, each in need of a slot.
+        pinned: snapshots in device slots that cannot be given away.
+
+    Raises:
+        NoFreeSlotError: nothing has changed.
+    """
+    available = cache.num_slots_available(pinned)
+    if available < 1:
+        raise NoFreeSlotError(cache.slots.num_total)
+    if match is None:
+        return Hit([], None, cache.acquire_slot())
+    hit = _usable(match, T.HOST)
+    found = [node.state.tier for node in match.path[:hit]]
+    while hit and not load(cache, match.path[:hit]):
+        hit = _usable(match, T.DEVICE)
+    nodes = cache.tree.take(match, hit, found[:hit])
+    if not nodes:
+        return Hit([], None, cache.acquire_slot())
+    node, snapshot = nodes[-1], nodes[-1].snapshot
+    assert snapshot is not None
+    if snapshot.device and not snapshot.pins and available - 1 < 1 + others:
+        # Two slots for one request would leave too few: it moves into the snapshot's own.
+        return Hit(nodes, None, cache.tree.snapshots.drop(node, T.DEVICE))
+    cache.tree.snapshots.pin(node)
+    slot = cache.acquire_slot()
+    if snapshot.device:
+        return Hit(nodes, node, slot)
+    cache.tree.snapshots.unpin(node)
+    cache.transfers.into(SLOT, snapshot.host, slot)
+    return Hit(nodes, None, slot)
+
+
+def _usable(match: Match, lowest: Tier) -> int:
+    """Leading blocks of a match that a request can start with: in no tier below `lowest`, a snapshot at the end."""
+    hit = 0
+    for i, node in enumerate(match.path):
+        if node.state.tier < lowest:
+            break
+        if node.snapshot is not None and node.snapshot.tier >= T.HOST:
+            hit = i + 1
+    return hit
+
+
+def load(cache: TieredCache, path: Sequence[Node]) -> bool:
+    """Brings all nodes of a path to the device, if there are blocks for them; else changes nothing."""
+    tree = cache.tree
+    below = [node for node in path if node.state.tier is not T.DEVICE]
+    if not below:
+        return True
+    for node in below:
+        if node.state is S.PERSISTING:  # the copy to storage goes on; its end is told to `StorageTier.finish_writes`
+            tree.moves.abort(node)
+    tree.acquire(path)  # so that making room takes none of these
+    try:
+        blocks = cache.acquire_blocks(len(below))
+    except OutOfBlocksError:
+        return False
+    finally:
+        tree.release(path)
+    for node, block in zip(below, blocks, strict=True):
+        tree.moves.begin_load(node, block)
+        cache.transfers.into(BLOCK, node.host, block)
+        cache.give_back(tree.moves.complete(node))
+    return True

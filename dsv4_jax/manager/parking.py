@@ -1,0 +1,90 @@
+"""What preempted requests keep on the host: their state, and the blocks that only they have. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import OutOfBlocksError
+from ..layout import CacheLayout
+from .hits import load
+from .prefix.node import Node, T
+from .publishing import Publisher
+from .request import Parked, Request
+from .tiered_cache import TieredCache
+from .transfers import BLOCK, SLOT
+
+__all__ = ["Parking"]
+
+
+class Parking:
+    """See the module."""
+
+    def __init__(self, layout: CacheLayout, cache: TieredCache, publisher: Publisher):
+        self._layout, self._cache, self._publisher = layout, cache, publisher
+
+    def park(self, request: Request) -> Parked | None:
+        """Queues the way to the host of what only this request has; None if there is no room, or nothing to park."""
+        cache, first = self._cache, request.num_shared
+        if request.restores is not None or request.slot in cache.copies.slots or not request.num_pending:
+            return None
+        if first * self._layout.block_tokens == request.num_cached and (request.forked is None or not first):
+            return None  # its slot becomes a snapshot, or there is one already
+        own = request.blocks[first : self._layout.blocks_for(request.num_cached)]
+        blocks, snapshots = cache.try_host_blocks(len(own)), cache.try_host_snapshots(1)
+        if len(blocks) < len(own) or not snapshots:
+            cache.host_blocks.release(blocks)
+            cache.host_snapshots.release(snapshots)
+            return None
+        for block, record in zip(own, blocks, strict=True):
+            cache.transfers.out(BLOCK, block, record)
+        cache.transfers.out(SLOT, request.slot, snapshots[0])
+        return Parked(request.num_cached, first, blocks, snapshots[0])
+
+    def check_room(self, request: Request) -> None:
+        """Raises `OutOfBlocksError` if what was parked does not fit on the device, but the shared blocks before do."""
+        path, parked = self._shared_path(request), request.parked
+        if path is None or parked is None:
+            return
+        below = sum(node.state.tier is not T.DEVICE for node in path)
+        stay = sum(node.state.tier is T.DEVICE and not node.refs for node in path)
+        available = self._cache.num_available - stay + self._publisher.preview()[0]
+        if below <= available < below + len(parked.blocks):
+            raise OutOfBlocksError(below + len(parked.blocks), available, self._cache.blocks.num_total)
+
+    def unpark(self, request: Request) -> bool:
+        """Whether what was parked and the shared blocks before it are all there: then they are the request's again.
+
+        It has a slot then, too. Raises `NoFreeSlotError`.
+        """
+        cache, path, parked = self._cache, self._shared_path(request), request.parked
+        if path is None or parked is None or not load(cache, path):
+            return False
+        nodes = cache.tree.acquire(path)
+        if not cache.can_acquire(len(parked.blocks)):
+            cache.tree.release(nodes)
+            return False
+        request.slot = cache.acquire_slot()
+        own = cache.acquire_blocks(len(parked.blocks))
+        for record, block in zip(parked.blocks, own, strict=True):
+            cache.transfers.into(BLOCK, record, block)
+        cache.transfers.into(SLOT, parked.snapshot, request.slot)
+        request.nodes, request.blocks = nodes, [node.block for node in nodes] + own
+        request.num_cached = request.num_hit = parked.num_cached
+        self._publisher.mark(request)
+        return True
+
+    def drop(self, request: Request) -> None:
+        """Gives back the records of what was parked, if any."""
+        if request.parked is not None:
+            self._cache.host_blocks.release(request.parked.blocks)
+            self._cache.host_snapshots.release([request.parked.snapshot])
+            request.parked = None
+
+    def _shared_path(self, request: Request) -> Sequence[Node] | None:
+        """The shared blocks before what was parked; None if they are not all there, or nothing was parked."""
+        parked = request.parked
+        if parked is None or parked.num_cached >= len(request.tokens):
+            return None
+        digests = request.hasher.digests[: parked.first_block] if request.hasher is not None else []
+        path = self._cache.tree.match(digests, len(request.tokens)).path
+        return None if len(path) < parked.first_block or any(n.state.tier < T.HOST for n in path) else path

@@ -1,0 +1,317 @@
+"""Steps of live requests: which tokens the next one computes, what its plan carries, what of it is kept afterwards.
+
+Every call is given what the facade has checked but for the requests named. What may be refused is refused before
+anything changes. Pure Python + numpy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ..checks import INT32_MAX, shown
+from ..errors import ContextLimitError, OutOfBlocksError, PlanError, RequestError
+from ..layout import CacheLayout, CacheSize
+from ..plan import StepPlan
+from .allocator import as_count
+from .batch import Batch
+from .planning import build_plan, check_extras, next_sequences, with_extras
+from .publishing import Publisher, Save
+from .request import Request, request_tokens
+from .request_book import RequestBook
+from .scheduling import Room, Scheduled, room_of, schedule
+from .step_shape import StepShape, shape_for
+from .tiered_cache import TieredCache
+from .transfers import Transfers
+
+__all__ = ["Steps"]
+
+
+class Steps:
+    """See the module.
+
+    Attributes:
+        size: of the cache that is handed out.
+        arrays: size of the cache that the plans are made for.
+        num_planned: steps planned so far.
+        transfers: of the step planned last, until they are taken.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        size: CacheSize,
+        arrays: CacheSize,
+        book: RequestBook,
+        cache: TieredCache,
+        publisher: Publisher,
+    ):
+        self.size, self.arrays = size, arrays
+        self.num_planned = 0
+        self.transfers = Transfers()
+        self._layout, self._book, self._cache, self._publisher = layout, book, cache, publisher
+        self._batch: Batch | None = None  # of the step planned last
+
+    def forget_batch(self) -> None:
+        """What a live request holds, or how long it is, was changed otherwise than by a step."""
+        self._batch = None
+
+    def resize(self, size: CacheSize) -> None:
+        """Plans are made for a cache of this size from now on."""
+        self.size = self.arrays = size
+        self.forget_batch()
+
+    def check_taken(self) -> None:
+        """Raises `PlanError` unless the transfers of the step planned last were taken."""
+        if self.transfers:
+            raise PlanError("the transfers of the step before were not taken (see take_transfers)")
+
+    def check_shape(self, shape: StepShape | None) -> None:
+        """Raises `PlanError` unless a shape of counts with no more columns than the block table, or None."""
+        if shape is None:
+            return
+        if not isinstance(shape, StepShape):
+            raise PlanError(f"shape must be a StepShape or None, got {type(shape).__name__}")
+        for name, value in vars(shape).items():
+            if name != "history" and (type(value) is not int or not 0 <= value <= INT32_MAX):
+                as_count(f"the shape's {name}", value, 0, INT32_MAX)
+        if shape.columns > self.size.max_blocks_per_request:
+            raise PlanError(f"columns={shape.columns}: the table has {self.size.max_blocks_per_request}")
+
+    # Before a step
+
+    def reserve(self, request: Request, tokens: int) -> None:
+        """Takes the blocks of a request's first `tokens` tokens now. See `KVCacheManager.reserve`."""
+        if tokens > request.max_tokens:
+            raise ContextLimitError(request.id, tokens, request.max_tokens)
+        missing = self._layout.blocks_for(tokens) - len(request.blocks)
+        request.blocks += self._cache.acquire_blocks(max(missing, 0))
+        self.forget_batch()
+        request.reserved = max(request.reserved, tokens)
+
+    def schedule(
+        self, requests: Sequence[Request], room: tuple[int, int], max_chunk: int, shape: StepShape | None
+    ) -> list[tuple[Request, int]]:
+        """See `KVCacheManager.schedule`. `room`: most tokens and most sequences."""
+        self._publisher.commit()  # now, as `plan` would: blocks that turn out to be shared need table entries again
+        free = Room(*room, self._cache.num_available)
+        if shape is not None:
+            copies = self._cache.copies
+            free = room_of(self._layout, shape, free)
+            free.copies -= len(copies.slots)
+            if free.copies < 0 or shape.block_copies < len(copies.blocks):
+                return []  # no step of this shape can carry the copies that forks wait for
+        return schedule(self._layout, requests, free, max_chunk=max_chunk, next_stop=self._publisher.next_stop)
+
+    # Planning
+
+    def plan(self, scheduled: list[Scheduled], steps: int, shape: StepShape | None) -> StepPlan:
+        """See `KVCacheManager.plan_step`."""
+        layout, cache, publisher = self._layout, self._cache, self._publisher
+        self.check_taken()
+        self.check_shape(shape)
+        batch = self._batch
+        again = batch is not None and scheduled == batch.scheduled and (steps == 1 or max(batch.counts, default=1) == 1)
+        requests, counts = (batch.requests, batch.counts) if again else self._checked(scheduled, steps)
+        if not again or publisher.replaced:
+            batch = Batch.of(requests, counts)
+        # First what may be refused: nothing changes before it is certain that all of the rest succeeds.
+        freed, replaced = publisher.preview()
+        slots, starts, lengths, limits, held, tabled = batch.arrays
+        if replaced:  # their table entries are set again
+            tabled = np.minimum(tabled, np.array([replaced.get(r, len(r.blocks)) for r in requests], np.int64))
+        block = layout.block_tokens
+        ends = starts + lengths * steps
+        blocks = -(-ends // block)
+        missing = np.maximum(blocks - held, 0)
+        self._check_tokens(requests, starts, ends, lengths, limits)
+        count = int(missing.sum())
+        if not cache.can_acquire(count, freed):
+            raise OutOfBlocksError(count, cache.num_available + freed, cache.blocks.num_total)
+        untabled = np.flatnonzero(tabled < blocks).tolist()
+        copies = self._copies(batch.restored)
+        needed = dict(
+            table_entries=int((blocks - tabled)[untabled].sum()), slot_copies=len(copies),
+            block_copies=len(cache.copies.blocks),
+        )  # fmt: skip
+        fits, plan = self._batch_plan(batch, shape, steps, needed)
+        # From here on everything changes.
+        publisher.commit()
+        publisher.replaced = False
+        fresh, entries = iter(cache.acquire_blocks(count)), list[tuple[int, int, int]]()
+        paths: dict[int, list[int]] = {}  # of the sequences that need table entries, by index
+        for i in untabled:
+            paths[i] = requests[i].blocks + list(itertools.islice(fresh, missing[i]))
+            entries += [(requests[i].slot, column, paths[i][column]) for column in range(tabled[i], blocks[i])]
+        at_boundary = [requests[i] for i in np.flatnonzero((starts % block == 0) & (starts > 0)).tolist()]
+        saves = self._saves(at_boundary, copies, shape)
+        copies += [(save.request.slot, save.slot) for save in saves]
+        block_copies = [(source, target) for target, source in cache.copies.blocks.items()]
+        if shape is None:
+            fits = dataclasses.replace(fits, slot_copies=len(copies)).bucketed(self.size.max_blocks_per_request)
+        plan = with_extras(plan, fits, entries, copies, block_copies)
+        self.num_planned += 1
+        arrays = (slots, ends, lengths, limits, np.maximum(held, blocks), np.maximum(tabled, blocks))
+        decode = (shape, plan) if shape is not None and max(counts, default=2) == 1 else None
+        self._batch = batch._replace(arrays=arrays, restored=[], decode=decode)
+        for i, path in paths.items():
+            requests[i].blocks, requests[i].num_tabled = path, int(blocks[i])
+        for save in saves:
+            publisher.publish(save.request, save.request.num_cached)  # its last step is kept whole now
+        publisher.saved(saves, self.num_planned)
+        for request in batch.restored:
+            if request.restores is not None:
+                cache.tree.snapshots.unpin(request.restores)
+                request.restores = None
+        for request, count in zip(requests, counts, strict=True):
+            request.num_scheduled = count * steps
+            request.num_cached += request.num_scheduled
+            request.last_step, request.forked = self.num_planned, None
+        for i in np.flatnonzero(ends // block > starts // block).tolist() if steps == 1 else range(len(requests)):
+            publisher.mark(requests[i])  # of K steps always: only the first one's ids pass `plan_tokens`
+        for slot in cache.copies.slots:
+            self._book.live[slot].copied = self.num_planned
+        cache.end_copies()
+        self.transfers = cache.drain()
+        return plan
+
+    def _checked(self, scheduled: list[Scheduled], steps: int) -> tuple[list[Request], list[int]]:
+        """The requests and their token counts, checked one by one."""
+        counts: dict[Request, int] = {}
+        live = self._book.live
+        for pair in scheduled:
+            try:
+                request, count = pair
+            except (TypeError, ValueError) as error:
+                raise PlanError(f"scheduled tokens are (request, number of tokens) pairs, got {shown(pair)}") from error
+            # In full only what is not plainly right: hundreds of sequences pass here every step.
+            if type(request) is not Request or live.get(request.slot) is not request:
+                request = self._book.find_live(request)
+            if type(count) is not int or not 0 < count <= INT32_MAX:
+                count = as_count("a sequence's number of tokens", count, 1, INT32_MAX)
+            if request in counts:
+                raise PlanError(f"request {request.id!r} is scheduled twice in one step")
+            if steps > 1 and count != 1:
+                raise PlanError(f"{steps} steps in one plan compute a token each, request {request.id!r} has {count}")
+            counts[request] = count
+        return list(counts), list(counts.values())
+
+    def _check_tokens(
+        self, requests: list[Request], starts: np.ndarray, ends: np.ndarray, lengths: np.ndarray, limits: np.ndarray
+    ) -> None:
+        """No request outgrows its limit, and no chunk goes beyond the known tokens of a request, if some are known."""
+        if len(over := np.flatnonzero(ends > limits)):
+            request = requests[over[0]]
+            raise ContextLimitError(request.id, int(ends[over[0]]), request.max_tokens)
+        chunks = np.flatnonzero(lengths > 1 + self._layout.draft_tokens)  # drafts may be drawn on the device
+        for i in chunks.tolist():
+            start, stop, known = int(starts[i]), int(starts[i] + lengths[i]), len(requests[i].tokens)
+            if start < known < stop:
+                span = f"{start}..{stop - 1}"
+                raise RequestError(f"request {requests[i].id!r} knows {known} tokens, the step schedules {span}")
+
+    def _copies(self, restored: list[Request]) -> list[tuple[int, int]]:
+        """The slot copies that the next plan must carry."""
+        copies = [(source, slot) for slot, source in self._cache.copies.slots.items()]
+        for request in restored:
+            node = request.restores
+            assert node is not None and node.snapshot is not None
+            copies.append((node.snapshot.device, request.slot))
+        return copies
+
+    def _saves(self, requests: list[Request], copies: list[tuple[int, int]], shape: StepShape | None) -> list[Save]:
+        """Snapshots of these requests, where there is room for them. Not of slots that are about to be filled."""
+        filled = {destination for _, destination in copies}
+        requests = [r for r in requests if r.slot not in filled]
+        room = len(requests) if shape is None else max(shape.slot_copies - len(copies), 0)
+        return self._publisher.plan_saves(requests, room)
+
+    def _batch_plan(
+        self, batch: Batch, shape: StepShape | None, steps: int, needed: dict[str, int]
+    ) -> tuple[StepShape, StepPlan]:
+        """The shape, and the plan but for its entries and copies, of which at least `needed` must fit.
+
+        The shape is what the sequences need, in powers of two, unless given. Raises `PlanError`.
+        """
+        slots, starts, counts, *_ = batch.arrays
+        last = batch.decode
+        if shape is not None and last is not None and last[0] == shape:
+            check_extras(shape, **needed)
+            return shape, next_sequences(self._layout, last[1], shape, starts, size=self.arrays, lookahead=steps - 1)
+        step = np.stack([slots, starts, counts], 1)
+        if shape is None:
+            shape = shape_for(self._layout, step, lookahead=steps - 1, **needed).bucketed(
+                self.size.max_blocks_per_request
+            )
+        check_extras(shape, **needed)
+        return shape, build_plan(self._layout, step, shape, size=self.arrays, lookahead=steps - 1)
+
+    # After planning
+
+    def tokens(self, plan: StepPlan) -> np.ndarray:
+        """The token ids of a plan. See `KVCacheManager.plan_tokens`."""
+        ids: list[int] = []
+        fresh: list[tuple[Request, int, int]] = []
+        for request, start, count in self._sequences_of(plan):
+            history, tokens, stop = request.history, request.tokens, start + count
+            noted = len(history)
+            if noted >= stop:  # laid out before: what was scheduled does not change any more
+                ids += history[start:stop]
+                continue
+            if len(tokens) < stop:
+                known = len(tokens)
+                raise RequestError(
+                    f"request {request.id!r} knows {known} tokens, the plan schedules {start}..{stop - 1}"
+                )
+            if request.hasher is not None:
+                fresh.append((request, start, stop))
+            if count == 1:
+                ids.append(tokens[start])
+            else:
+                ids += history[start:]
+                ids += tokens[max(start, noted) : stop]
+        out = np.zeros(plan.num_tokens, np.int32)
+        out[: len(ids)] = request_tokens(ids, self._layout.cfg.vocab_size)  # sequences follow each other, then padding
+        for request, start, stop in fresh:
+            history = request.history
+            if len(history) == start and stop - start == 1:
+                history.append(request.tokens[start])
+            else:
+                self._publisher.note(request, min(stop, request.num_cached))
+        return out
+
+    def _sequences_of(self, plan: StepPlan) -> Iterable[tuple[Request, int, int]]:
+        """The request, first token and number of tokens of each sequence. Raises `RequestError` if one is gone."""
+        batch = self._batch
+        if batch is not None and batch.decode is not None and batch.decode[1].seq_slot is plan.seq_slot:
+            return zip(batch.requests, plan.seq_start.tolist(), itertools.repeat(1))
+        columns = (plan.seq_slot.tolist(), plan.seq_start.tolist(), plan.seq_count.tolist())
+        live = self._book.live
+        return [
+            (live.get(slot) or self._book.find_live(slot), start, count)
+            for slot, start, count in zip(*columns, strict=True) if slot
+        ]  # fmt: skip
+
+    def accept(self, request: Request, n_kept: int) -> None:
+        """Keeps the first `n_kept` tokens of a request's last step. See `KVCacheManager.accept`."""
+        length, drafts = request.num_scheduled, self._layout.draft_tokens
+        if not length:
+            raise PlanError(f"request {request.id!r} has no step to accept")
+        if n_kept > length:
+            raise PlanError(f"request {request.id!r}: cannot keep {n_kept} of the {length} tokens scheduled")
+        if n_kept < length and (not drafts or length > 1 + drafts):
+            cut = f"a step of {length} tokens cannot be cut to {n_kept}"
+            raise PlanError(f"request {request.id!r}: {cut} with draft_tokens={drafts}")
+        self.forget_batch()
+        del request.tokens[request.num_cached - length + n_kept : request.num_cached]
+        request.num_cached += n_kept - length
+        request.num_scheduled, request.kept_from = 0, request.num_cached  # it did run
+        keep = self._layout.blocks_for(max(request.num_cached, request.reserved))
+        self._cache.release_blocks(request.blocks[keep:])
+        del request.blocks[keep:]
+        request.num_tabled = min(request.num_tabled, keep)
+        del request.history[request.num_cached :]
+        self._publisher.mark(request)
