@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .config import build_schedule as build_schedule
     from .layout import CacheLayout as CacheLayout
     from .layout import CacheSize as CacheSize
-    from .layout import build_schema as build_schema
     from .manager import BlockAllocator as BlockAllocator
     from .manager import CachePolicy as CachePolicy
     from .manager import KVCacheManager as KVCacheManager
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from .plan import PackedPlan as PackedPlan
     from .plan import StepPlan as StepPlan
     from .plan import SwapPlan as SwapPlan
+    from .schema import build_schema as build_schema
     from .sharding import cache_sharding as cache_sharding
     from .sharding import shard_step as shard_step
     from .sharding import stack_plans as stack_plans
@@ -59,7 +59,7 @@ _HOME = {
     "build_schedule": "config",
     "CacheLayout": "layout",
     "CacheSize": "layout",
-    "build_schema": "layout",
+    "build_schema": "schema",
     "BlockAllocator": "manager",
     "CachePolicy": "manager",
     "KVCacheManager": "manager",

@@ -13,6 +13,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from . import hf_config
 from .errors import ConfigError
 from .untrusted import INT32_MAX, check_integer, check_number, shown
 
@@ -24,9 +25,9 @@ _MOST_LAYERS = 1024
 class AttentionType(enum.Enum):
     """The attention kind of a layer; the values are Hugging Face's `layer_types` strings."""
 
-    SWA = "sliding_attention"
-    CSA = "compressed_sparse_attention"
-    HCA = "heavily_compressed_attention"
+    SWA = hf_config.SWA
+    CSA = hf_config.CSA
+    HCA = hf_config.HCA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,9 +191,15 @@ class DSV4Config:
         Raises:
             ConfigError: naming the field that is missing, impossible or not supported.
         """
-        from .hf_config import parse_hf, read_hf  # which names the kinds of layers defined here
+        hf = source if isinstance(source, Mapping) else hf_config.read_hf(source)
+        fields = hf_config.parse_hf(hf)
+        kinds, yarn = map(AttentionType, fields.pop("layer_types")), fields.pop("yarn")
+        return cls(layer_types=tuple(kinds), yarn=None if yarn is None else YarnScaling(**yarn), **fields)
 
-        return cls(**parse_hf(source if isinstance(source, Mapping) else read_hf(source)))
+    def to_hf(self, dtype: str) -> dict[str, Any]:
+        """The `config.json` that `from_hf` and `transformers` read as this model, with weights of `dtype`."""
+        kinds = [kind.value for kind in self.layer_types]
+        return hf_config.hf_fields(dataclasses.asdict(self) | {"layer_types": kinds}, dtype)
 
 
 def build_schedule(cfg: DSV4Config, *, include_mtp: bool = False) -> tuple[LayerSpec, ...]:

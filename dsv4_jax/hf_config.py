@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json` of DeepSeek-V4 -> the fields of `DSV4Config`, and back.
+"""Hugging Face's spellings of a DeepSeek-V4 config -> one each, and back: what `DSV4Config.from_hf` and `to_hf` read.
 
 Each spelling is read as `transformers` 5.23 reads it, or refused: a checkpoint never runs here as
 another model than there. Types and ranges of single fields are checked by `DSV4Config` itself.
@@ -11,11 +11,12 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from .config import AttentionType, DSV4Config, YarnScaling
 from .errors import ConfigError
 from .untrusted import check_integer, check_number, plain, read_json, shown
 
-__all__ = ["check_weight_blocks", "hf_fields", "parse_hf", "read_hf"]
+__all__ = ["CSA", "HCA", "SWA", "check_weight_blocks", "hf_fields", "parse_hf", "read_hf"]
+
+CSA, HCA, SWA = "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
 
 _MOST_BYTES = 4 * 2**20
 # Neither this package nor (but for the activation and the MLP's bias) transformers computes anything else.
@@ -62,7 +63,10 @@ def read_hf(source: Any) -> Mapping[str, Any]:
 
 
 def parse_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `DSV4Config`. A field that is null counts as missing."""
+    """The fields of `DSV4Config`: kinds of layers as these strings, the YaRN scaling as a dict of its fields or None.
+
+    A field that is null counts as missing.
+    """
     hf = {name: value for name, value in hf.items() if value is not None}
     for name, only in _ONLY.items():
         if name in hf and (type(hf[name]) is not type(only) or hf[name] != only):
@@ -90,19 +94,19 @@ def parse_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _rates(hf: Mapping[str, Any]) -> tuple[int, int]:
     """Tokens per compressed entry of CSA and HCA layers: the scalar's, else the dict's, else 4 and 128."""
     rates = _mapping("compress_rates", hf.get("compress_rates", {}))
-    csa = hf.get("compress_rate_csa", rates.get(AttentionType.CSA.value, 4))
-    hca = hf.get("compress_rate_hca", rates.get(AttentionType.HCA.value, 128))
+    csa = hf.get("compress_rate_csa", rates.get(CSA, 4))
+    hca = hf.get("compress_rate_hca", rates.get(HCA, 128))
     return check_integer("csa_ratio", csa, least=2), check_integer("hca_ratio", hca, least=2)
 
 
-def _schedule(hf: Mapping[str, Any], layers: int, csa: int, hca: int) -> tuple[AttentionType, ...]:
+def _schedule(hf: Mapping[str, Any], layers: int, csa: int, hca: int) -> list[str]:
     if "layer_types" in hf:
-        return tuple(_entries(hf, "layer_types", layers, {kind.value: kind for kind in AttentionType}))
+        return _entries(hf, "layer_types", layers, {kind: kind for kind in (SWA, CSA, HCA)})
     if "compress_ratios" not in hf:
         raise ConfigError("layer_types", "missing (and no compress_ratios): the schedule cannot be guessed")
     # 4 and 128 name the kinds whatever the rates are; the rates themselves do if they are others.
-    named = {0: AttentionType.SWA, 4: AttentionType.CSA, 128: AttentionType.HCA}
-    return tuple(_entries(hf, "compress_ratios", layers, {csa: AttentionType.CSA, hca: AttentionType.HCA} | named))
+    named = {0: SWA, 4: CSA, 128: HCA}
+    return _entries(hf, "compress_ratios", layers, {csa: CSA, hca: HCA} | named)
 
 
 def _hash_layers(hf: Mapping[str, Any], layers: int) -> int:
@@ -179,7 +183,7 @@ def _rotary_factor(hf: Mapping[str, Any], head_dim: int) -> Any:
     return _DEFAULT_ROTARY_FACTOR
 
 
-def _yarn(rope: Mapping[str, Any]) -> YarnScaling | None:
+def _yarn(rope: Mapping[str, Any]) -> dict[str, Any] | None:
     kind = _kind(rope)
     if kind == "default":
         return None
@@ -191,12 +195,12 @@ def _yarn(rope: Mapping[str, Any]) -> YarnScaling | None:
     attention = rope.get("attention_factor", 1.0)
     if isinstance(attention, bool) or attention != 1:
         raise ConfigError("rope_parameters", f"yarn needs attention_factor 1.0, got {shown(attention)}")
-    return YarnScaling(
-        factor=rope["factor"],
-        original_max_position_embeddings=rope["original_max_position_embeddings"],
-        beta_fast=rope.get("beta_fast") or 32.0,
-        beta_slow=rope.get("beta_slow") or 1.0,
-    )
+    return {
+        "factor": rope["factor"],
+        "original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "beta_fast": rope.get("beta_fast") or 32.0,
+        "beta_slow": rope.get("beta_slow") or 1.0,
+    }
 
 
 def _kind(rope: Mapping[str, Any]) -> Any:
@@ -217,8 +221,8 @@ def check_weight_blocks(hf: Mapping[str, Any]) -> None:
         raise ConfigError("quantization_config", f"weight_block_size must be [128, 128], got {shown(block)}")
 
 
-def hf_fields(cfg: DSV4Config, dtype: str) -> dict[str, Any]:
-    """The `config.json` that `DSV4Config.from_hf` and transformers' `DeepseekV4Config` read as `cfg`."""
+def hf_fields(fields: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The `config.json` of fields as `parse_hf` gives them: transformers' `DeepseekV4Config` reads it as these."""
     same = (
         "vocab_size", "hidden_size", "num_attention_heads", "head_dim", "q_lora_rank", "o_groups", "o_lora_rank",
         "sliding_window", "index_n_heads", "index_head_dim", "index_topk", "rope_theta", "compress_rope_theta",
@@ -226,32 +230,25 @@ def hf_fields(cfg: DSV4Config, dtype: str) -> dict[str, Any]:
         "moe_intermediate_size", "scoring_func", "norm_topk_prob", "routed_scaling_factor", "swiglu_limit",
         "hc_mult", "hc_sinkhorn_iters", "hc_eps", "tie_word_embeddings",
     )  # fmt: skip
+    head_dim, rope_dim, layers = fields["head_dim"], fields["rope_dim"], len(fields["layer_types"])
     # transformers rounds head_dim times this share down.
-    partial = cfg.rope_dim / cfg.head_dim
-    partial = partial if int(cfg.head_dim * partial) == cfg.rope_dim else math.nextafter(partial, 1)
-    main = {"rope_type": "default", "rope_theta": cfg.rope_theta, "partial_rotary_factor": partial}
-    compress: dict[str, Any] = main | {"rope_theta": cfg.compress_rope_theta}
-    if cfg.yarn is not None:
-        compress |= {
-            "rope_type": "yarn",
-            "factor": cfg.yarn.factor,
-            "original_max_position_embeddings": cfg.yarn.original_max_position_embeddings,
-            "beta_fast": cfg.yarn.beta_fast,
-            "beta_slow": cfg.yarn.beta_slow,
-            "attention_factor": 1.0,
-        }
-    kinds = ["hash_moe" if i < cfg.num_hash_layers else "moe" for i in range(cfg.num_layers)]
-    return {name: getattr(cfg, name) for name in same} | {
+    partial = rope_dim / head_dim
+    partial = partial if int(head_dim * partial) == rope_dim else math.nextafter(partial, 1)
+    main = {"rope_type": "default", "rope_theta": fields["rope_theta"], "partial_rotary_factor": partial}
+    compress: dict[str, Any] = main | {"rope_theta": fields["compress_rope_theta"]}
+    if fields["yarn"] is not None:
+        compress |= {"rope_type": "yarn", **fields["yarn"], "attention_factor": 1.0}
+    return {name: fields[name] for name in same} | {
         "architectures": ["DeepseekV4ForCausalLM"],
         "model_type": "deepseek_v4",
         "dtype": dtype,
-        "num_hidden_layers": cfg.num_layers,
+        "num_hidden_layers": layers,
         "num_key_value_heads": 1,
-        "num_nextn_predict_layers": cfg.num_mtp_layers,
-        "qk_rope_head_dim": cfg.rope_dim,
+        "num_nextn_predict_layers": fields["num_mtp_layers"],
+        "qk_rope_head_dim": rope_dim,
         "partial_rotary_factor": partial,
-        "layer_types": [kind.value for kind in cfg.layer_types],
-        "compress_rates": {"compressed_sparse_attention": cfg.csa_ratio, "heavily_compressed_attention": cfg.hca_ratio},
-        "mlp_layer_types": kinds,
+        "layer_types": [*fields["layer_types"]],
+        "compress_rates": {CSA: fields["csa_ratio"], HCA: fields["hca_ratio"]},
+        "mlp_layer_types": ["hash_moe" if i < fields["num_hash_layers"] else "moe" for i in range(layers)],
         "rope_parameters": {"main": main, "compress": compress},
     }

@@ -13,11 +13,7 @@ Row ids are int32 on the device, and so is every product on the way to one; the 
 leaf stands for "no row". So no leaf has more than 2^31 - 1 rows (`CacheLayout.check_size`). Bytes
 and elements are counted in 64 bits and have no limit of their own.
 
-Slot rings are addressed by absolute position: row = position mod R. With `draft_tokens = n` a
-verify step writes 1 + n positions of which any prefix may be kept, so R >= needed history + n
-(docs/model.md, State: W + n for the window, 2m + n for the CSA compressor, r + n for the raw HCA ring) and the
-online HCA state keeps n + 2 banks (without drafts one), so the state before the step survives
-every rejection.
+What a layer has in which leaf is its schema (`schema.py`).
 """
 
 from __future__ import annotations
@@ -26,47 +22,26 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
+from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 import numpy as np
 
+from . import formats
 from .checks import INT32_MAX, as_int, shown
-from .config import AttentionType, DSV4Config, LayerSpec, build_schedule
+from .config import DSV4Config, LayerSpec, build_schedule
 from .errors import LayoutError
-from .formats import RowFormat, index_format, kv_format
+from .formats import Part, RowFormat
+from .schema import HcaState, LayerCacheSchema, PoolSchema, bounded_integer, build_schema, checked_block_tokens
 
-__all__ = ["CacheLayout", "CacheSize", "KeySplit", "LayerCacheSchema", "LeafSpec", "build_schema"]
+__all__ = ["CacheLayout", "CacheSize", "KeySplit", "LeafSpec"]
 
 KeySplit = Literal["throughput", "latency"]
 Scope = Literal["block", "slot", "table"]
 MAX_LEAVES = 24
+# The order of the leaves, and so of the parts of a stored record.
+_POOLS = ("swa", "csa", "hca", "index", "csa_state", "index_state", "hca_state")
 _MAX_UNITS = INT32_MAX - 1  # of a scope, the null unit not counted
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerCacheSchema:
-    """What one layer keeps in the cache.
-
-    Attributes:
-        attn: the layer's attention kind.
-        block_tokens: original tokens per block.
-        entries_per_block: compressed entries of a block (0 for SWA).
-        indexer_entries_per_block: index keys of a block (0 unless CSA).
-        tail_buffer_size: pending tokens that can wait for their entry, ratio - 1 (0 for SWA).
-        overlap_rows: rows of the previous entry's tokens that CSA also needs (its ratio).
-        swa_window_size: tokens of the sliding window, the token itself included.
-        entry_head_dim: width of a KV row.
-    """
-
-    attn: AttentionType
-    block_tokens: int
-    entries_per_block: int
-    indexer_entries_per_block: int
-    tail_buffer_size: int
-    overlap_rows: int
-    swa_window_size: int
-    entry_head_dim: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +92,7 @@ class CacheSize:
 
     def __post_init__(self) -> None:
         for name, least in (("num_blocks", 1), ("num_slots", 1), ("max_blocks_per_request", 1), ("num_snapshots", 0)):
-            object.__setattr__(self, name, _integer(f"CacheSize.{name}", getattr(self, name), least, _MAX_UNITS))
+            object.__setattr__(self, name, bounded_integer(f"CacheSize.{name}", getattr(self, name), least, _MAX_UNITS))
         if self.num_slots + self.num_snapshots > _MAX_UNITS:
             raise LayoutError(f"CacheSize: num_slots and num_snapshots must be at most {_MAX_UNITS} together")
 
@@ -163,42 +138,34 @@ class CacheLayout:
         block_tokens: int | None = None,
         draft_tokens: int = 0,
         *,
-        hca_state: Literal["online", "raw"] = "online",
+        hca_state: HcaState = "online",
         include_mtp: bool = False,
         key_split: KeySplit = "throughput",
     ):
         self.cfg = cfg
         self.schedule = build_schedule(cfg, include_mtp=include_mtp)
-        lcm = math.lcm(*(cfg.ratio(k) for k in (AttentionType.CSA, AttentionType.HCA) if cfg.count(k)))
-        self.block_tokens = _block_tokens(block_tokens, lcm)
-        draft_tokens = _integer("draft_tokens", draft_tokens, 0)
-        if hca_state not in ("online", "raw"):
-            raise LayoutError(f"hca_state must be 'online' or 'raw', got {hca_state!r}")
+        self.block_tokens = checked_block_tokens(block_tokens, cfg)
+        self.draft_tokens = bounded_integer("draft_tokens", draft_tokens, 0)
         if key_split not in get_args(KeySplit):
             raise LayoutError(f"key_split must be 'throughput' or 'latency', got {key_split!r}")
-        self.draft_tokens = draft_tokens
-        self.hca_state: Literal["online", "raw"] = hca_state
+        self.hca_state: HcaState = hca_state
         self.include_mtp = include_mtp
         self.key_split: KeySplit = key_split
-        self.kv_row: RowFormat = _kv_row(kv_format, cfg)
-        self.index_row: RowFormat = _index_row(index_format, cfg)
-        self.window_rows = cfg.sliding_window + draft_tokens
-        self.csa_ring_rows = 2 * cfg.csa_ratio + draft_tokens
-        self.hca_rows = (
-            cfg.hca_ratio + draft_tokens if hca_state == "raw" else (draft_tokens + 2 if draft_tokens else 1)
-        )
-        counts = {kind: sum(s.attn is kind for s in self.schedule) for kind in AttentionType}
-        self.leaves: tuple[LeafSpec, ...] = tuple(_leaves(self, counts))
+        self.kv_row: RowFormat = formats.kv_format(kv_format, cfg.head_dim, cfg.rope_dim)
+        self.index_row: RowFormat = formats.index_format(index_format, cfg.index_head_dim)
+        sizes = dict(block_tokens=self.block_tokens, draft_tokens=self.draft_tokens, hca_state=hca_state)
+        self.schemas: tuple[LayerCacheSchema, ...] = tuple(build_schema(cfg, spec, **sizes) for spec in self.schedule)
+        # What a plan lists: `flush_tokens`, which may complete an entry of a layer whose entries overlap, and
+        # `group_tokens`, those of one entry of the others. A model without such layers has the numbers of its config.
+        overlap = {schema.ratio: bool(schema.overlap_rows) for schema in self.schemas if schema.ratio}
+        self.flush_ratio = next((ratio for ratio, overlaps in overlap.items() if overlaps), cfg.csa_ratio)
+        self.group_ratio = next((ratio for ratio, overlaps in overlap.items() if not overlaps), cfg.hca_ratio)
+        self.leaves: tuple[LeafSpec, ...] = tuple(self._leaves())
         if len(self.leaves) > MAX_LEAVES:  # a step is to stay cheap to dispatch
             raise LayoutError(f"{len(self.leaves)} arrays, at most {MAX_LEAVES}: the row formats have too many parts")
-        ordinals, seen = [], dict.fromkeys(AttentionType, 0)
-        for spec in self.schedule:
-            ordinals.append(seen[spec.attn])
-            seen[spec.attn] += 1
-        self._kind_ordinal = tuple(ordinals)
         # With the key split: compiled steps are found by their layout, and each split is another computation.
-        rows = (self.kv_row, self.index_row)
-        self._key = (cfg, rows, self.block_tokens, draft_tokens, hca_state, include_mtp, key_split)
+        choices = (self.draft_tokens, hca_state, include_mtp, key_split)
+        self._key = (cfg, self.kv_row, self.index_row, self.block_tokens, *choices)
         self._hash = hash(self._key)  # the last: from here on nothing can be set
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -230,17 +197,15 @@ class CacheLayout:
             raise LayoutError(f"layer {shown(layer_idx)} out of range: this layout has layers 0..{last}")
         return self.schedule[index]
 
-    def ordinal(self, layer_idx: int) -> int:
-        """Position of a layer among the layers of its kind: its index in CSA and HCA leaves.
+    def schema(self, layer_idx: int) -> LayerCacheSchema:
+        """What a layer keeps, where, and whose entries it reads. Raises `LayoutError` if there is no such layer."""
+        return self.schemas[self.layer(layer_idx).layer_idx]
 
-        Raises `LayoutError` if there is no such layer.
-        """
-        self.layer(layer_idx)
-        return self._kind_ordinal[layer_idx]
-
-    def entries_per_block(self, attn: AttentionType) -> int:
-        ratio = self.cfg.ratio(attn)
-        return self.block_tokens // ratio if ratio else 0
+    def row_format(self, pool: PoolSchema) -> RowFormat:
+        """How the pool's rows are stored. Raises `LayoutError` for compressor state, whose rows are plain float32."""
+        if pool.row == "state":
+            raise LayoutError(f"pool '{pool.pool}' holds state, not rows of a format")
+        return self.kv_row if pool.row == "kv" else self.index_row
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold this many tokens."""
@@ -323,81 +288,15 @@ class CacheLayout:
         facts.append([spec.attn.value for spec in self.schedule])
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
-
-def build_schema(cfg: DSV4Config, layer: LayerSpec, *, block_tokens: int | None = None) -> LayerCacheSchema:
-    """What a layer keeps in the cache, per block and per request.
-
-    Args:
-        block_tokens: tokens of a block; default: the smallest multiple of both ratios that is at least 128.
-
-    Raises:
-        LayoutError: `block_tokens` is not a positive multiple of the layer's ratio.
-    """
-    ratio = cfg.ratio(layer.attn)
-    if block_tokens is None:
-        tokens = _block_tokens(None, math.lcm(cfg.csa_ratio, cfg.hca_ratio))
-    else:
-        tokens = _block_tokens(block_tokens, ratio or 1)
-    entries = tokens // ratio if ratio else 0
-    csa = layer.attn is AttentionType.CSA
-    return LayerCacheSchema(
-        attn=layer.attn,
-        block_tokens=tokens,
-        entries_per_block=entries,
-        indexer_entries_per_block=entries if csa else 0,
-        tail_buffer_size=ratio - 1 if ratio else 0,
-        overlap_rows=ratio if csa else 0,
-        swa_window_size=cfg.sliding_window,
-        entry_head_dim=cfg.head_dim,
-    )
-
-
-def _integer(name: str, value: Any, least: int, most: int = INT32_MAX) -> int:
-    number = as_int(value)
-    if number is None or not least <= number <= most:
-        raise LayoutError(f"{name} must be an integer >= {least} and at most {most}, got {shown(value)}")
-    return number
-
-
-def _block_tokens(value: Any, multiple: int) -> int:
-    """That number of tokens, checked; None: the smallest multiple that is at least 128."""
-    if value is None:
-        return -(-128 // multiple) * multiple
-    number = as_int(value)
-    if number is None or not 1 <= number <= INT32_MAX or number % multiple:
-        raise LayoutError(f"block_tokens must be a positive multiple of {multiple}, got {shown(value)}")
-    return number
-
-
-def _kv_row(name: str, cfg: DSV4Config) -> RowFormat:
-    return kv_format(name, cfg.head_dim, cfg.rope_dim)
-
-
-def _index_row(name: str, cfg: DSV4Config) -> RowFormat:
-    return index_format(name, cfg.index_head_dim)
-
-
-def _leaves(layout: CacheLayout, counts: dict[AttentionType, int]) -> list[LeafSpec]:
-    cfg = layout.cfg
-    csa, hca = counts[AttentionType.CSA], counts[AttentionType.HCA]
-    leaves: list[LeafSpec] = []
-
-    def pool(name: str, scope: Scope, layers: int, rows: int, row: RowFormat) -> None:
-        leaves.extend(LeafSpec(name, p.name, scope, layers, rows, p.width, p.dtype) for p in row.parts if layers)
-
-    pool("swa", "slot", len(layout.schedule), layout.window_rows, layout.kv_row)
-    pool("csa", "block", csa, layout.entries_per_block(AttentionType.CSA), layout.kv_row)
-    pool("hca", "block", hca, layout.entries_per_block(AttentionType.HCA), layout.kv_row)
-    pool("index", "block", csa, layout.entries_per_block(AttentionType.CSA), layout.index_row)
-    if csa:
-        # Row: [kv 2e | score 2e]; the first e of each belong to the next entry, the last e to its own.
-        leaves.append(LeafSpec("csa_state", "rows", "slot", csa, layout.csa_ring_rows, 4 * cfg.head_dim, "float32"))
-        leaves.append(
-            LeafSpec("index_state", "rows", "slot", csa, layout.csa_ring_rows, 4 * cfg.index_head_dim, "float32")
-        )
-    if hca:
-        # Online: [max | sum | acc] per bank. Raw: [kv | score] per position.
-        width = (3 if layout.hca_state == "online" else 2) * cfg.head_dim
-        leaves.append(LeafSpec("hca_state", "rows", "slot", hca, layout.hca_rows, width, "float32"))
-    leaves.append(LeafSpec("block_table", "ids", "table", 1, 1, 0, "int32"))
-    return leaves
+    def _leaves(self) -> Iterator[LeafSpec]:
+        pools: dict[str, list[PoolSchema]] = {name: [] for name in _POOLS}
+        for pool in (pool for schema in self.schemas for pool in schema.pools):
+            pools[pool.pool].append(pool)
+        for name, layers in pools.items():
+            if not layers:
+                continue
+            pool, states = layers[0], (Part("rows", "float32", layers[0].width),)
+            assert [dataclasses.replace(pool, ordinal=i) for i in range(len(layers))] == layers, f"ragged pool {name}"
+            for part in states if pool.row == "state" else self.row_format(pool).parts:
+                yield LeafSpec(name, part.name, pool.scope, len(layers), pool.rows, part.width, part.dtype)
+        yield LeafSpec("block_table", "ids", "table", 1, 1, 0, "int32")

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from .config import AttentionType, LayerSpec
+from .config import LayerSpec
 from .errors import LayoutError, ShapeError, StepOrderError
 from .formats import RowFormat
 from .layout import CacheLayout
@@ -27,6 +27,7 @@ from .ops.queries import finish_queries
 from .ops.registry import Choice
 from .ops.top_k import top_k
 from .plan import StepPlan
+from .schema import LayerCacheSchema, PoolSchema
 
 __all__ = ["CacheStep", "LayerCacheHandle", "LayerWrites", "Pools"]
 
@@ -67,11 +68,6 @@ _CALLS = {
     LayerWrites.COMPRESSED: "compress",
     LayerWrites.INDEXED: "compress_index",
 }
-_NEEDED = {
-    AttentionType.SWA: LayerWrites.APPENDED,
-    AttentionType.CSA: LayerWrites.APPENDED | LayerWrites.COMPRESSED | LayerWrites.INDEXED,
-    AttentionType.HCA: LayerWrites.APPENDED | LayerWrites.COMPRESSED,
-}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -107,7 +103,7 @@ class CacheStep(Generic[Cache]):
         Raises:
             LayoutError: there is no such layer.
         """
-        return LayerCacheHandle(self, self.layout.layer(layer_idx))
+        return LayerCacheHandle(self, self.layout.layer(layer_idx), self.layout.schema(layer_idx))
 
     def finish(self, *, partial: bool = False) -> Cache:
         """The cache after the step.
@@ -120,8 +116,12 @@ class CacheStep(Generic[Cache]):
             StepOrderError: a layer's writes are missing. They were not made, or through another step than this:
                 the writes of `step.layer(0)` are in the `step` of the view that `append` and `compress` returned.
         """
-        pairs = zip(self.layout.schedule, self.written, strict=True)
-        missing = [(spec.layer_idx, left) for spec, done in pairs if (left := _left(spec, done))]
+        layers = zip(self.layout.schedule, self.layout.schemas, self.written, strict=True)
+        missing = [
+            (spec.layer_idx, left)
+            for spec, schema, done in layers
+            if not spec.is_mtp and (left := _written_by(schema) & ~done)
+        ]
         if missing and not partial:
             layer, left = missing[0]
             others = f" (and without those of {len(missing) - 1} more layers)" if len(missing) > 1 else ""
@@ -155,12 +155,13 @@ class LayerCacheHandle(Generic[Cache]):
 
     Attributes:
         step: with this layer's writes: where the next layer is taken from.
-        spec: the layer.
+        spec, schema: the layer, and what it keeps.
         window: where each token's window lies, once `append` was called.
     """
 
     step: CacheStep[Cache]
     spec: LayerSpec
+    schema: LayerCacheSchema
     window: WindowView | None = None
 
     def __repr__(self) -> str:
@@ -197,21 +198,22 @@ class LayerCacheHandle(Generic[Cache]):
             StepOrderError: the layer was appended to in this step.
         """
         self._once(LayerWrites.APPENDED)
-        cfg, fmt, plan = self.layout.cfg, self.layout.kv_row, self.plan
-        self._check("kv", kv, (plan.num_tokens, cfg.head_dim))
-        pool = self.cache.pool("swa")
-        place = dict(ordinal=self.spec.layer_idx, slots=self.cache.slot_units, ring=self.layout.window_rows)
+        ring, fmt, plan = self.schema.window, self.layout.row_format(self.schema.window), self.plan
+        self._check("kv", kv, (plan.num_tokens, ring.width))
+        pool = self.cache.pool(ring.pool)
+        place = dict(ordinal=ring.ordinal, slots=self.cache.slot_units, ring=ring.rows)
         ids = window_rows(plan, rows=pool[0].shape[0], **place)
+        width = self.schema.swa_window_size
         done = dict(fmt=fmt, epilogue=epilogue, position=plan.token_position, implementation=self.implementation)
         if plan.history_seqs.shape[0]:
             # The step overruns the ring: take the view before the ring is overwritten.
             chunk = encode(kv, **done)
-            window, pool = pin(window_view(pool, chunk, plan, window=cfg.sliding_window, **place), pool)
+            window, pool = pin(window_view(pool, chunk, plan, window=width, **place), pool)
             pool = store(pool, chunk, ids)
         else:
             pool = append(pool, kv, ids, **done)
-            window = window_view(pool, None, plan, window=cfg.sliding_window, **place)
-        return self._wrote(LayerWrites.APPENDED, {"swa": pool}, window)
+            window = window_view(pool, None, plan, window=width, **place)
+        return self._wrote(LayerWrites.APPENDED, {ring.pool: pool}, window)
 
     def compress(
         self,
@@ -232,26 +234,13 @@ class LayerCacheHandle(Generic[Cache]):
                 None: the score holds it already.
 
         Raises:
-            LayoutError: the layer is SWA-only; or `index` was given and the layer has no indexer.
+            LayoutError: the layer has no compressor; or `index` was given and it has no indexer.
             StepOrderError: the layer was compressed in this step, or its index keys were and `index` was given.
         """
-        attn = self.spec.attn
-        if attn is AttentionType.SWA:
-            raise LayoutError(f"layer {self.spec.layer_idx} is SWA-only: it has no compressor")
-        self._once(LayerWrites.COMPRESSED)
-        if attn is AttentionType.CSA:
-            streams = {"csa": self._stream("csa", kv, score, epilogue, ape)}
-            if index is not None:
-                self._once(LayerWrites.INDEXED)
-                streams["index"] = self._stream("index", *index)
-            return self._compress_csa(streams)
+        streams = {LayerWrites.COMPRESSED: self._inputs(LayerWrites.COMPRESSED, kv, score, epilogue, ape)}
         if index is not None:
-            self._require_csa("indexer")
-        stream = self._stream("hca", kv, score, epilogue, ape)
-        state, pool = compress_hca(
-            stream, self.plan, self.cache.block_table, mode=self.layout.hca_state, implementation=self.implementation
-        )
-        return self._wrote(LayerWrites.COMPRESSED, {"hca_state": (state,), "hca": pool}, self.window)
+            streams[LayerWrites.INDEXED] = self._inputs(LayerWrites.INDEXED, *index)
+        return self._compress(streams)
 
     def compress_index(
         self, kv: Values, score: Values, epilogue: Epilogue, ape: jax.Array | None = None
@@ -262,23 +251,22 @@ class LayerCacheHandle(Generic[Cache]):
             LayoutError: the layer has no indexer.
             StepOrderError: its index keys were compressed in this step.
         """
-        self._require_csa("indexer")
-        self._once(LayerWrites.INDEXED)
-        return self._compress_csa({"index": self._stream("index", kv, score, epilogue, ape)})
+        return self._compress({LayerWrites.INDEXED: self._inputs(LayerWrites.INDEXED, kv, score, epilogue, ape)})
 
     # Queries
 
     def queries(self, q: Values, inv_freq: jax.Array) -> jax.Array:
         """Queries for `attend` from projected ones [T, heads, head_dim] float32: RMSNorm per head, then RoPE."""
-        return self._finish_queries(q, inv_freq, self.layout.kv_row, eps=self.layout.cfg.rms_norm_eps)
+        fmt = self.layout.row_format(self.schema.window)
+        return self._finish_queries(q, inv_freq, fmt, eps=self.layout.cfg.rms_norm_eps)
 
     def index_queries(self, q: Values, inv_freq: jax.Array, *, qat: bool) -> jax.Array:
         """Queries for `index_scores` from projected ones [T, index_n_heads, index_head_dim] float32.
 
         RoPE; with `qat` also the Hadamard rotation and FP4 rounding the model was trained with.
         """
-        self._require_csa("indexer")
-        return self._finish_queries(q, inv_freq, self.layout.index_row, rotate=qat, round_fp4=qat)
+        fmt = self.layout.row_format(self._indexed())
+        return self._finish_queries(q, inv_freq, fmt, rotate=qat, round_fp4=qat)
 
     # Reads
 
@@ -288,12 +276,12 @@ class LayerCacheHandle(Generic[Cache]):
         Row k of token t is position t - window + 1 + k.
         """
         window = self._window()
-        return self._gather(window.rows, window.ids, self.layout.kv_row, dtype), window.visible
+        return self._gather(window.rows, window.ids, self.schema.window, dtype), window.visible
 
     def gather_compressed(self, entries: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
         """Dense rows [T, K, head_dim] of logical entries [T, K] int32 (0 for padding)."""
-        pool = self._entries()
-        return self._gather(pool, self.entry_rows(entries), self.layout.kv_row, dtype)
+        pool = self._pool(LayerWrites.COMPRESSED)
+        return self._gather(pool, self.entry_rows(entries), self._compressed(), dtype)
 
     def gather_all_compressed(self, dtype: jnp.dtype | None = None) -> tuple[jax.Array, jax.Array]:
         """All entries a token's request can have: (rows [T, S, head_dim], visible entries [T] int32)."""
@@ -305,18 +293,18 @@ class LayerCacheHandle(Generic[Cache]):
         Raises:
             LayoutError: the layer is SWA-only; so do all that gather or address entries.
         """
-        self._pool_name()
-        ratio = np.int32(self.layout.cfg.ratio(self.spec.attn))
+        self._compressed()
+        ratio = np.int32(self.schema.ratio)
         live = exists(self.plan.token_slot, self.cache.slot_units)
         return jnp.where(live, (self.plan.token_position + 1) // ratio, 0)
 
     def entry_rows(self, entries: jax.Array) -> jax.Array:
         """Pool rows [T, K] of logical entries [T, K], through each token's block table."""
-        self._pool_name()
-        per_block = np.int32(self.layout.entries_per_block(self.spec.attn))
+        pool = self._compressed()
+        per_block = np.int32(pool.rows)
         block = self.cache.block_table[jnp.asarray(self.plan.token_slot)[:, None], entries // per_block]
         block = lax.clamp(np.int32(0), block, np.int32(self.cache.block_units - 1))  # or the product could leave int32
-        return np.int32(self._base()) + block * per_block + entries % per_block
+        return np.int32(pool.base(self.cache.block_units)) + block * per_block + entries % per_block
 
     def index_scores(self, queries: jax.Array, weights: Values, *, scale: float = 1.0) -> jax.Array:
         """Indexer scores [T, S] float32 of all entries (-inf where not visible); CSA only.
@@ -326,18 +314,18 @@ class LayerCacheHandle(Generic[Cache]):
             weights: [T, index_n_heads] head weights.
             scale: of the weights: (dim * heads) ** -0.5, if they do not have it already.
         """
-        self._require_csa("indexer")
-        self._require(LayerWrites.INDEXED)
+        pool, keys = self._indexed(), self._pool(LayerWrites.INDEXED)
         table = self.cache.block_table[:, : self.plan.table_columns.shape[0]][self.plan.token_slot]
         return index_scores(
-            self.cache.pool("index"), queries, weights, table, self.visible_entries(), base=self._base(),
-            rows_per_block=self.layout.entries_per_block(AttentionType.CSA), fmt=self.layout.index_row, scale=scale,
+            keys, queries, weights, table, self.visible_entries(), base=pool.base(self.cache.block_units),
+            rows_per_block=pool.rows, fmt=self.layout.row_format(pool), scale=scale,
             implementation=self.implementation,
         )  # fmt: skip
 
     def top_k(self, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The entries to attend to: (logical entries [T, K] int32, how many count [T] int32)."""
-        k = self.layout.cfg.index_topk
+        self._indexed()
+        k = self.schema.selected_entries
         return top_k(scores, self.visible_entries(), k=k, implementation=self.implementation)
 
     def attend(
@@ -363,22 +351,21 @@ class LayerCacheHandle(Generic[Cache]):
         Returns:
             (out [T, heads, head_dim] of `dtype`, lse [T, heads] float32 without the sink).
         """
-        cfg = self.layout.cfg
-        window = self._window()
+        window, schema = self._window(), self.schema
         entries = entry_ids = count = None
-        if self.spec.attn is AttentionType.CSA:
+        if schema.entries is not None:
+            entries = self._pool(LayerWrites.COMPRESSED)
+        if schema.selected_entries:
             if selected is None:
-                raise ShapeError(f"layer {self.spec.layer_idx} is CSA: attend needs the selected entries")
+                raise ShapeError(f"{self._name}: attend needs the selected entries")
             entry_ids, count = self.entry_rows(selected[0]), selected[1]
         elif selected is not None:
-            raise ShapeError(f"layer {self.spec.layer_idx} is {self.spec.attn.name}: it selects no entries")
-        elif self.spec.attn is AttentionType.HCA:
+            raise ShapeError(f"{self._name}: it selects no entries")
+        elif entries is not None:
             entry_ids, count = self.entry_rows(self._all_entries()), self.visible_entries()
-        if entry_ids is not None:
-            entries = self._entries()
         return attend(
             queries, sink, window.rows, window.ids, window.visible, entries, entry_ids, count,
-            scale=cfg.head_dim**-0.5 if scale is None else scale, fmt=self.layout.kv_row,
+            scale=schema.entry_head_dim**-0.5 if scale is None else scale, fmt=self.layout.row_format(schema.window),
             inverse_rope=None if inverse_rope is None else (self.plan.token_position, inverse_rope), dtype=dtype,
             key_split=self.layout.key_split, implementation=self.implementation,
         )  # fmt: skip
@@ -390,67 +377,81 @@ class LayerCacheHandle(Generic[Cache]):
         implementation = "xla" if fmt.dense_dtype == "float32" else self.implementation
         return finish_queries(q, self.plan.token_position, inv_freq, **steps, implementation=implementation)
 
-    def _compress_csa(self, streams: dict[str, CompressorInputs]) -> LayerCacheHandle[Cache]:
-        table = self.cache.block_table
-        done = compress_csa([*streams.values()], self.plan, table, implementation=self.implementation)
-        pools, what = {}, LayerWrites(0)
-        for name, (state, pool) in zip(streams, done, strict=True):
-            pools |= {f"{name}_state": (state,), name: pool}
-            what |= LayerWrites.INDEXED if name == "index" else LayerWrites.COMPRESSED
-        return self._wrote(what, pools, self.window)
-
-    def _stream(
-        self, pool: str, kv: Values, score: Values, epilogue: Epilogue, ape: jax.Array | None = None
+    def _inputs(
+        self, what: LayerWrites, kv: Values, score: Values, epilogue: Epilogue, ape: jax.Array | None = None
     ) -> CompressorInputs:
-        attn, layout = self.spec.attn, self.layout
-        csa, of_index = attn is AttentionType.CSA, pool == "index"
-        ratio, fmt = layout.cfg.ratio(attn), layout.index_row if of_index else layout.kv_row
-        width, prefix = fmt.dim * (2 if csa else 1), "index " if of_index else ""
+        schema, (pool, state) = self.schema, self._compressor(what)
+        self._once(what)
+        # An entry that overlaps the one before pools two halves of a row.
+        width, prefix = pool.width * (2 if schema.overlap_rows else 1), "index " if pool is schema.index_keys else ""
         for name, x in (("kv", kv), ("score", score)):
             self._check(prefix + name, x, (self.plan.num_tokens, width))
         if ape is not None:
-            self._check(f"{prefix}ape", ape, (ratio, width))
+            self._check(f"{prefix}ape", ape, (schema.ratio, width))
+        blocks = self.cache.block_units
         geometry = CompressorGeometry(
-            ratio=ratio, ordinal=layout.ordinal(self.spec.layer_idx), slots=self.cache.slot_units,
-            ring=layout.csa_ring_rows if csa else layout.hca_rows, base=self._base(),
-            rows_per_block=layout.entries_per_block(attn), fmt=fmt, blocks=self.cache.block_units,
+            ratio=schema.ratio, ordinal=state.ordinal, slots=self.cache.slot_units, ring=state.rows,
+            base=pool.base(blocks), rows_per_block=pool.rows, fmt=self.layout.row_format(pool), blocks=blocks,
         )  # fmt: skip
-        (state,) = self.cache.pool(f"{pool}_state")
-        return CompressorInputs(state, self.cache.pool(pool), kv, score, epilogue, geometry, ape)
+        (states,) = self.cache.pool(state.pool)
+        return CompressorInputs(states, self.cache.pool(pool.pool), kv, score, epilogue, geometry, ape)
 
-    def _base(self) -> int:
-        """First row of this layer in its pool leaves."""
-        rows = self.layout.entries_per_block(self.spec.attn)
-        return self.layout.ordinal(self.spec.layer_idx) * self.cache.block_units * rows
+    def _compress(self, streams: dict[LayerWrites, CompressorInputs]) -> LayerCacheHandle[Cache]:
+        table, implementation = self.cache.block_table, self.implementation
+        if self.schema.overlap_rows:
+            done = compress_csa([*streams.values()], self.plan, table, implementation=implementation)
+        else:
+            (stream,) = streams.values()
+            done = [compress_hca(stream, self.plan, table, mode=self.layout.hca_state, implementation=implementation)]
+        wrote, pools = LayerWrites(0), {}
+        for what, (states, rows) in zip(streams, done, strict=True):
+            pool, state = self._compressor(what)
+            wrote, pools = wrote | what, pools | {state.pool: (states,), pool.pool: rows}
+        return self._wrote(wrote, pools, self.window)
 
-    def _pool_name(self) -> str:
-        if self.spec.attn is AttentionType.SWA:
-            raise LayoutError(f"layer {self.spec.layer_idx} is SWA-only: it has no compressed entries")
-        return self.spec.attn.name.lower()
+    def _compressor(self, what: LayerWrites) -> tuple[PoolSchema, PoolSchema]:
+        """What the compressor of entries or of index keys fills, and its state."""
+        schema, of_index = self.schema, what is LayerWrites.INDEXED
+        pool, state = (schema.index_keys, schema.index_state) if of_index else (schema.entries, schema.entry_state)
+        if pool is None or state is None:
+            raise LayoutError(f"{self._name}: it has no {'indexer' if of_index else 'compressor'}")
+        return pool, state
+
+    @property
+    def _name(self) -> str:
+        return f"layer {self.spec.layer_idx} is {self.spec.attn.name}"
+
+    def _compressed(self) -> PoolSchema:
+        if self.schema.entries is None:
+            raise LayoutError(f"{self._name}: it has no compressed entries")
+        return self.schema.entries
+
+    def _indexed(self) -> PoolSchema:
+        if self.schema.index_keys is None:
+            raise LayoutError(f"{self._name}: it has no indexer")
+        return self.schema.index_keys
+
+    def _pool(self, what: LayerWrites) -> Rows:
+        """The entries or index keys that the layer reads, which its owner has written in this step."""
+        pool = self._indexed() if what is LayerWrites.INDEXED else self._compressed()
+        self._require(what, self.schema.owner)
+        return self.cache.pool(pool.pool)
 
     def _all_entries(self) -> jax.Array:
-        total = self.plan.table_columns.shape[0] * self.layout.entries_per_block(self.spec.attn)
+        total = self.plan.table_columns.shape[0] * self._compressed().rows
         return jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), (self.plan.num_tokens, total))
 
     def _window(self) -> WindowView:
-        self._require(LayerWrites.APPENDED)
+        self._require(LayerWrites.APPENDED, self.spec.layer_idx)
         if self.window is None:
             raise StepOrderError(self.spec.layer_idx, "its window is read through the handle that `append` returned")
         return self.window
 
-    def _entries(self) -> Rows:
-        pool = self.cache.pool(self._pool_name())
-        self._require(LayerWrites.COMPRESSED)
-        return pool
-
-    def _gather(self, pool: Rows, ids: jax.Array, fmt: RowFormat, dtype: jnp.dtype | None) -> jax.Array:
+    def _gather(self, rows: Rows, ids: jax.Array, pool: PoolSchema, dtype: jnp.dtype | None) -> jax.Array:
+        fmt = self.layout.row_format(pool)
         if dtype is None:
             dtype = jnp.dtype(fmt.dense_dtype)
-        return gather_rows(pool, ids, fmt=fmt, dtype=dtype, implementation=self.implementation)
-
-    def _require_csa(self, what: str) -> None:
-        if self.spec.attn is not AttentionType.CSA:
-            raise LayoutError(f"layer {self.spec.layer_idx} is {self.spec.attn.name}: only CSA layers have an {what}")
+        return gather_rows(rows, ids, fmt=fmt, dtype=dtype, implementation=self.implementation)
 
     def _check(self, name: str, x: Values, shape: tuple[int, ...]) -> None:
         if x.shape != shape:
@@ -470,14 +471,17 @@ class LayerCacheHandle(Generic[Cache]):
         if what in self._written:
             raise StepOrderError(self.spec.layer_idx, f"{_calls(what)} a second time in one step")
 
-    def _require(self, what: LayerWrites) -> None:
-        if what not in self._written:
-            raise StepOrderError(self.spec.layer_idx, f"read before {_calls(what)}")
+    def _require(self, what: LayerWrites, owner: int) -> None:
+        if what not in self.step.written[owner]:
+            of = "" if owner == self.spec.layer_idx else f" of layer {owner}, whose entries it reads,"
+            raise StepOrderError(self.spec.layer_idx, f"read before {_calls(what)}{of}")
 
 
-def _left(spec: LayerSpec, done: LayerWrites) -> LayerWrites:
-    """What a whole step has still to write of a layer."""
-    return LayerWrites(0) if spec.is_mtp else _NEEDED[spec.attn] & ~done
+def _written_by(schema: LayerCacheSchema) -> LayerWrites:
+    """All that a step writes of a layer."""
+    compressed = LayerWrites.COMPRESSED if schema.entry_state else LayerWrites(0)
+    indexed = LayerWrites.INDEXED if schema.index_state else LayerWrites(0)
+    return LayerWrites.APPENDED | compressed | indexed
 
 
 def _calls(writes: LayerWrites) -> str:

@@ -55,9 +55,15 @@ def random_norms(layout: CacheLayout, seed: int = 99) -> Norms:
     ))  # fmt: skip
 
 
+def _ordinal(layout: CacheLayout, layer_idx: int) -> int:
+    """Position of a layer among those of its kind."""
+    kinds = [spec.attn for spec in layout.schedule]
+    return kinds[:layer_idx].count(kinds[layer_idx])
+
+
 def layer_writes(step: CacheStep, spec: LayerSpec, rows: CompressorInputs, norms: Norms) -> LayerCacheHandle:
     """One layer's append, compress and index compress: both at once in every other CSA layer."""
-    cfg, j, i = step.layout.cfg, step.layout.ordinal(spec.layer_idx), spec.layer_idx
+    cfg, j, i = step.layout.cfg, _ordinal(step.layout, spec.layer_idx), spec.layer_idx
     inv_freq = jnp.asarray(inv_frequencies(cfg.rope_dim, cfg.compress_rope_theta, cfg.yarn))
     handle = step.layer(i).append(rows.kv[i])
     if spec.attn is AttentionType.CSA:

@@ -126,8 +126,7 @@ def may_change(layout: CacheLayout, plan: StepPlan, table: np.ndarray) -> dict[s
             continue
         units, named = (SIZE.block_units, blocks) if leaf.scope == "block" else (SIZE.slot_units, slots)
         mask = np.zeros((leaf.layers, units), bool)
-        kind = {"csa": CSA, "index": CSA, "hca": HCA}.get(leaf.pool.removesuffix("_state"))
-        mask[[i if kind is None else layout.ordinal(i) for i in LAYERS if kind in (None, layout.layer(i).attn)]] = True
+        mask[[pool.ordinal for i in LAYERS for pool in layout.schema(i).pools if pool.pool == leaf.pool]] = True
         mask[:, [u for u in range(units) if u not in named]] = False
         out[leaf.name] = mask
     return out

@@ -146,7 +146,7 @@ def test_gathers_give_the_rows_that_a_token_sees(kv: str, chunks: list[int], imp
     shape = pinned_shape(layout, 2, width, 2, history=width > 1)
     stored = oracle.encode(layout.kv_row, driver.streams[slot].kv)
     windows = oracle.decode(layout.kv_row, stored)
-    wide = [layout.entries_per_block(kind) * 2 for kind in CFG.layer_types]
+    wide = [schema.entries_per_block * 2 for schema in layout.schemas]
     for n in chunks:
         first = driver.length[slot]
         plan = driver.plan([(slot, n)], shape)
@@ -192,7 +192,7 @@ def test_misuse_is_named() -> None:
     score = jnp.zeros((1, 64))
     with pytest.raises(ShapeError, match=r"layer 0: ape has shape \(1, 64\), expected \(4, 64\)"):
         handle_of(0).compress(score, score, None, ape=score)
-    with pytest.raises(LayoutError, match="layer 2 is SWA-only"):
+    with pytest.raises(LayoutError, match="layer 2 is SWA: it has no compressor"):
         handle_of(2).compress(jnp.zeros((1, 64)), jnp.zeros((1, 64)), None)
     with pytest.raises(LayoutError, match="layer 1 is HCA"):
         handle_of(1).index_scores(jnp.zeros((1, 4, 16)), jnp.zeros((1, 4)))

@@ -12,7 +12,6 @@ import pytest
 
 from dsv4_jax.config import AttentionType, DSV4Config, YarnScaling, build_schedule
 from dsv4_jax.errors import ConfigError
-from dsv4_jax.hf_config import hf_fields
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
 YARN = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}
@@ -141,7 +140,7 @@ def test_every_number_of_rope_dims_survives_its_share_of_the_head() -> None:
     assert len(rounded_down) > 100
     for head, rope in rounded_down + pairs[::20]:
         cfg = DSV4Config.tiny(head_dim=head, rope_dim=rope, index_head_dim=200)
-        assert DSV4Config.from_hf(hf_fields(cfg, "float32")) == cfg
+        assert DSV4Config.from_hf(cfg.to_hf("float32")) == cfg
 
 
 def test_entries_beyond_the_backbone_are_not_read() -> None:
@@ -231,7 +230,7 @@ def assert_read_or_refused(configs: Iterable[dict[str, Any]]) -> None:
         except ConfigError as error:
             assert is_one_line(error)
         else:
-            assert DSV4Config.from_hf(hf_fields(cfg, "float32")) == cfg
+            assert DSV4Config.from_hf(cfg.to_hf("float32")) == cfg
 
 
 def is_one_line(error: Exception, most: int = 1000) -> bool:

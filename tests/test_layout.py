@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4_jax.cache import init_cache
-from dsv4_jax.config import AttentionType, DSV4Config, build_schedule
+from dsv4_jax.config import AttentionType, DSV4Config, LayerSpec, build_schedule
 from dsv4_jax.errors import LayoutError
 from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS
-from dsv4_jax.layout import MAX_LEAVES, CacheLayout, CacheSize, build_schema
+from dsv4_jax.layout import MAX_LEAVES, CacheLayout, CacheSize
 from dsv4_jax.manager import KVCacheManager
 from dsv4_jax.ops.append import ring_row
+from dsv4_jax.schema import build_schema
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
 MODELS = {"flash": DSV4Config.flash(), "pro": DSV4Config.pro()}
@@ -171,8 +172,103 @@ def test_schema_of_larger_blocks(tokens: int, csa: int, hca: int) -> None:
     assert build_schema(cfg, layers[2], block_tokens=tokens).entries_per_block == csa
     assert build_schema(cfg, layers[3], block_tokens=tokens).entries_per_block == hca
     layout = CacheLayout(cfg, block_tokens=tokens)
-    assert (layout.entries_per_block(CSA), layout.entries_per_block(HCA)) == (csa, hca)
+    assert [layout.schema(i).entries_per_block for i in (0, 2, 3)] == [0, csa, hca]
     assert layout.bytes_per_token == CacheLayout(cfg).bytes_per_token
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(AttentionType), min_size=1, max_size=7),
+    kv=st.sampled_from(sorted(KV_FORMATS)),
+    index=st.sampled_from(sorted(INDEX_FORMATS)),
+    ratios=st.tuples(st.integers(2, 12), st.integers(2, 200)).filter(lambda ratios: ratios[0] != ratios[1]),
+    multiple=st.integers(0, 3),
+    draft=st.integers(0, 4),
+    state=st.sampled_from(["online", "raw"]),
+    mtp=st.integers(0, 2),
+)
+def test_layers_add_up_to_the_leaves(kinds, kv, index, ratios, multiple, draft, state, mtp) -> None:
+    """The schema of a layer is the one source: `build_schema` gives it, leaves are made of it, bytes are its sums."""
+    cfg = DSV4Config.tiny(layer_types=tuple(kinds), csa_ratio=ratios[0], hca_ratio=ratios[1], num_mtp_layers=mtp)
+    lcm = math.lcm(*[cfg.ratio(kind) for kind in kinds if kind is not SWA])
+    tokens = lcm * multiple or None
+    layout = CacheLayout(cfg, kv, index, tokens, draft, hca_state=state, include_mtp=bool(mtp))
+    assert layout.block_tokens % lcm == 0 and (tokens or layout.block_tokens - lcm < 128 <= layout.block_tokens)
+    choices = dict(block_tokens=tokens, draft_tokens=draft, hca_state=state)
+    assert layout.schemas == tuple(build_schema(cfg, spec, **choices) for spec in layout.schedule)
+    assert len(layout.schemas) == len(kinds) + mtp
+    per_unit, rows, places = {"block": 0, "slot": 0}, dict.fromkeys((leaf.name for leaf in layout.leaves), 0), set()
+    for i, schema in enumerate(layout.schemas):
+        kind = (*kinds, *[SWA] * mtp)[i]
+        assert layout.schema(i) is schema and (schema.layer_idx, schema.owner, schema.selector) == (i, i, i)
+        assert schema.attn is kind and schema.ratio == cfg.ratio(kind)
+        assert schema.entries_per_block * max(schema.ratio, 1) == (layout.block_tokens if schema.ratio else 0)
+        assert schema.indexer_entries_per_block == (schema.entries_per_block if kind is CSA else 0)
+        assert {pool.pool for pool in schema.pools} == {
+            SWA: {"swa"}, CSA: {"swa", "csa", "index", "csa_state", "index_state"}, HCA: {"swa", "hca", "hca_state"}
+        }[kind]  # fmt: skip
+        for pool in schema.pools:
+            row_bytes = 4 * pool.width if pool.row == "state" else layout.row_format(pool).row_bytes
+            per_unit[pool.scope] += pool.rows * row_bytes
+            for leaf in layout.leaves:
+                if leaf.pool == pool.pool:
+                    assert (leaf.scope, leaf.rows) == (pool.scope, pool.rows)
+                    rows[leaf.name] += pool.rows
+            places.add((pool.pool, pool.ordinal))
+            assert pool.base(5) == pool.ordinal * 5 * pool.rows
+    assert per_unit == {"block": layout.bytes_per_block, "slot": layout.bytes_per_slot}
+    assert all(rows[leaf.name] == leaf.layers * leaf.rows for leaf in layout.leaves if leaf.scope != "table")
+    pools = {leaf.pool: leaf.layers for leaf in layout.leaves if leaf.scope != "table"}
+    assert places == {(name, i) for name, layers in pools.items() for i in range(layers)}
+
+
+def test_a_ratio_that_no_layer_has_counts_for_nothing() -> None:
+    cfg = DSV4Config.tiny(layer_types=(CSA,), hca_ratio=96)
+    schema = build_schema(cfg, build_schedule(cfg)[0])
+    assert schema == CacheLayout(cfg).schema(0) and (schema.block_tokens, schema.entries_per_block) == (128, 32)
+    both = DSV4Config.tiny(layer_types=(CSA, HCA), hca_ratio=96)
+    assert build_schema(both, build_schedule(both)[0]).block_tokens == CacheLayout(both).block_tokens == 192
+
+
+def test_a_schema_is_of_a_layer_of_the_model() -> None:
+    cfg = DSV4Config.tiny(num_mtp_layers=1)
+    assert build_schema(cfg, build_schedule(cfg, include_mtp=True)[4]) == CacheLayout(cfg, include_mtp=True).schema(4)
+    for layer in (LayerSpec(5, SWA), LayerSpec(-1, CSA), LayerSpec(0, CSA)):
+        with pytest.raises(LayoutError, match=f"layer {layer.layer_idx} of kind {layer.attn.name} is none of"):
+            build_schema(cfg, layer)
+    with pytest.raises(LayoutError, match="hca_state"):
+        build_schema(cfg, build_schedule(cfg)[0], hca_state="both")
+
+
+def test_state_has_no_row_format() -> None:
+    layout = CacheLayout(DSV4Config.tiny(), "bf16", "fp8")
+    csa = layout.schema(1)
+    formats = {pool.pool: layout.row_format(pool).name for pool in csa.pools if pool.row != "state"}
+    assert formats == {"swa": "bf16", "csa": "bf16", "index": "fp8"}
+    with pytest.raises(LayoutError, match="pool 'csa_state' holds state"):
+        layout.row_format(csa.entry_state)
+
+
+def test_plans_list_tokens_by_the_ratios_of_the_layers() -> None:
+    layout = CacheLayout(DSV4Config.tiny(csa_ratio=8, hca_ratio=32))
+    assert (layout.flush_ratio, layout.group_ratio) == (8, 32)
+    swa = CacheLayout(DSV4Config.tiny(layer_types=(SWA,), hca_ratio=32))
+    assert (swa.flush_ratio, swa.group_ratio) == (4, 32)
+
+
+def test_stored_blocks_of_earlier_versions_stay_readable() -> None:
+    """Fingerprints name what files and other hosts hold."""
+    flash, tiny = DSV4Config.flash(), DSV4Config.tiny
+    layouts = {
+        "8ec0cd2ea9b022cd": CacheLayout(flash),
+        "fb93dcc9ccb114b0": CacheLayout(DSV4Config.pro()),
+        "df937f333721c499": CacheLayout(flash, "bf16", "bf16", 256, 3, hca_state="raw", include_mtp=True),
+        "65b8d4a9cfc8f950": CacheLayout(tiny(layer_types=(CSA,), hca_ratio=96)),
+        "767be243cbdbb166": CacheLayout(tiny(layer_types=(SWA,)), draft_tokens=2),
+        "21c3a62c9fd32027": CacheLayout(tiny(), "f32", "f32"),
+        "5ba5e44fd9a4c778": CacheLayout(tiny(hca_ratio=6), "fp8_per_entry", "fp8", draft_tokens=1),
+    }
+    assert [layout.fingerprint[:16] for layout in layouts.values()] == [*layouts]
 
 
 @pytest.mark.parametrize("tokens", [0, -128, 1, 64, 130, 127])
@@ -185,7 +281,7 @@ def test_impossible_block_sizes(tokens: int) -> None:
 
 
 def test_block_tokens_need_only_fit_the_kinds_present() -> None:
-    assert CacheLayout(DSV4Config.tiny(layer_types=(CSA,)), block_tokens=4).entries_per_block(CSA) == 1
+    assert CacheLayout(DSV4Config.tiny(layer_types=(CSA,)), block_tokens=4).schema(0).entries_per_block == 1
     assert CacheLayout(DSV4Config.tiny(layer_types=(SWA,)), block_tokens=7).blocks_for(8) == 2
     assert CacheLayout(DSV4Config.tiny(hca_ratio=6)).block_tokens == 132  # lcm 12, at least 128
     assert CacheLayout(DSV4Config.tiny(hca_ratio=256)).block_tokens == 256
@@ -200,11 +296,13 @@ def test_draft_tokens_size_the_rings(n: int) -> None:
     """
     cfg = DSV4Config.flash()
     raw, online = CacheLayout(cfg, draft_tokens=n, hca_state="raw"), CacheLayout(cfg, draft_tokens=n)
-    assert raw.window_rows >= 128 + n
-    assert raw.csa_ring_rows >= 2 * 4 + n - 1
-    assert raw.hca_rows >= 128 + n - 1
+    assert raw.schema(0).window.rows >= 128 + n
+    for state in (raw.schema(2).entry_state, raw.schema(2).index_state):
+        assert state is not None and state.rows >= 2 * 4 + n - 1
+    ring, banks = raw.schema(3).entry_state, online.schema(3).entry_state
+    assert ring is not None and ring.rows >= 128 + n - 1
     # Online banks: the state before the step and after each of its 1 + n tokens.
-    assert online.hca_rows == (n + 2 if n else 1)
+    assert banks is not None and banks.rows == (n + 2 if n else 1)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +339,7 @@ def test_options_of_odd_types(value) -> None:
         lambda: CacheSize(1, 1, 1, value),
         lambda: CacheSize(value, 1, 1),
         lambda: CacheLayout(swa).layer(value),
-        lambda: CacheLayout(swa).ordinal(value),
+        lambda: CacheLayout(swa).schema(value),
     ):
         with pytest.raises(LayoutError):
             make()
@@ -292,8 +390,9 @@ def test_the_largest_row_id_is_what_the_ops_make_of_it() -> None:
     layout = CacheLayout(DSV4Config.flash())
     assert f"{most_units(layout, 'block') * 128 // 10**6} million tokens" in CacheLayout.check_size.__doc__
     slots = most_units(layout, "slot")
-    last = ring_row(42, slots, layout.window_rows, np.int32(slots - 1), np.int32(layout.window_rows - 1))
-    assert last.dtype == np.int32 and last == 43 * slots * layout.window_rows - 1 < 2**31 - 1
+    ring = layout.schema(42).window
+    last = ring_row(ring.ordinal, slots, ring.rows, np.int32(slots - 1), np.int32(ring.rows - 1))
+    assert last.dtype == np.int32 and last == 43 * slots * ring.rows - 1 < 2**31 - 1
 
 
 @pytest.mark.parametrize("field", ["num_blocks", "num_slots", "max_blocks_per_request", "num_snapshots"])
@@ -328,3 +427,5 @@ def test_layer_out_of_range() -> None:
     for bad in (-1, 4):
         with pytest.raises(LayoutError, match=f"layer {bad} out of range"):
             layout.layer(bad)
+        with pytest.raises(LayoutError, match=f"layer {bad} out of range"):
+            layout.schema(bad)

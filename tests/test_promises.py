@@ -131,5 +131,5 @@ def test_layers_without_entries_say_so() -> None:
         handle.gather_all_compressed,
         lambda: handle.entry_rows(np.zeros((1, 1), np.int32)),
     ):
-        with pytest.raises(LayoutError, match="SWA-only: it has no compressed entries"):
+        with pytest.raises(LayoutError, match="is SWA: it has no compressed entries"):
             call()

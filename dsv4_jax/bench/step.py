@@ -243,14 +243,18 @@ def floors(layout: CacheLayout, params: PackedLayers, batch: int, context: int) 
     matrices = sum(math.prod(x.shape) for x in jax.tree.leaves(params) if x.ndim >= 2 and x.dtype == jnp.bfloat16)
     rows.append(("projections", float(weights), 2.0 * matrices * batch))
     for attn in AttentionType:
-        layers, ratio = cfg.count(attn), cfg.ratio(attn)
-        entries = context // ratio if ratio else 0
-        if attn is AttentionType.CSA:
-            keys = entries * layout.index_row.row_bytes
-            flops = 2.0 * cfg.index_n_heads * cfg.index_head_dim * entries
+        same = [schema for schema in layout.schemas if schema.attn is attn]
+        if not same:
+            continue
+        layers, schema = len(same), same[0]
+        entries = context // schema.ratio if schema.ratio else 0
+        if schema.index_keys is not None:
+            keys = entries * layout.row_format(schema.index_keys).row_bytes
+            flops = 2.0 * cfg.index_n_heads * schema.index_keys.width * entries
             rows.append(("index_scores", float(layers * batch * keys), layers * batch * flops))
-            entries = min(entries, cfg.index_topk)
-        seen, width = cfg.sliding_window + entries, cfg.num_attention_heads * cfg.head_dim
-        bytes_ = layers * batch * (seen * layout.kv_row.row_bytes + 4 * width)
+        if schema.selected_entries:
+            entries = min(entries, schema.selected_entries)
+        seen, width = schema.swa_window_size + entries, cfg.num_attention_heads * schema.entry_head_dim
+        bytes_ = layers * batch * (seen * layout.row_format(schema.window).row_bytes + 4 * width)
         rows.append((f"attend {attn.name}", float(bytes_), layers * batch * 4.0 * width * seen))
     return rows

@@ -117,7 +117,7 @@ class _Lists:
     """Room in the lists of a plan whose length depends on where a chunk begins and ends."""
 
     def __init__(self, layout: CacheLayout, flushes: int, groups: int):
-        self._csa, self._hca = layout.cfg.csa_ratio, layout.cfg.hca_ratio
+        self._csa, self._hca = layout.flush_ratio, layout.group_ratio
         self._flushes, self._groups = flushes, groups
 
     def reach(self, start: int, stop: int) -> int:

@@ -75,7 +75,6 @@ class StepShape:
         Raises:
             PlanError: a number is no count.
         """
-        cfg = layout.cfg
         sequences, tokens, columns = (
             as_count(f"a shape's {name}", value, 1, INT32_MAX)
             for name, value in (("sequences", sequences), ("tokens", tokens), ("columns", columns))
@@ -87,9 +86,9 @@ class StepShape:
         return cls(
             sequences=sequences,
             tokens=tokens,
-            flushes=min(tokens, tokens // cfg.csa_ratio + sequences),
-            groups=min(tokens, tokens // cfg.hca_ratio + 2 * sequences),
-            group_length=min(tokens, cfg.hca_ratio),
+            flushes=min(tokens, tokens // layout.flush_ratio + sequences),
+            groups=min(tokens, tokens // layout.group_ratio + 2 * sequences),
+            group_length=min(tokens, layout.group_ratio),
             columns=columns,
             table_entries=sequences + (tokens + sequences * lookahead) // layout.block_tokens,
             slot_copies=slot_copies,
@@ -137,11 +136,11 @@ class StepTokens(NamedTuple):
         sequence = np.repeat(np.arange(len(count)), count)
         token = np.arange(len(sequence))
         position = token + (start - first)[sequence]
-        opens = (position % layout.cfg.hca_ratio == 0) | (token == first[sequence])
+        opens = (position % layout.group_ratio == 0) | (token == first[sequence])
         group = np.cumsum(opens) - 1
         place = token - token[opens][group]
         # Tokens that complete a CSA entry; above all tokens, as the plan of a decode step may be advanced.
-        flushes = np.flatnonzero((position + 1) % layout.cfg.csa_ratio == 0)
+        flushes = np.flatnonzero((position + 1) % layout.flush_ratio == 0)
         return cls(slot, start, count, first, sequence, position, group, place, flushes)
 
     def shape(

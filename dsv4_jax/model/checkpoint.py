@@ -22,7 +22,7 @@ import numpy as np
 
 from ..config import DSV4Config
 from ..errors import CheckpointError, ConfigError
-from ..hf_config import check_weight_blocks, hf_fields, read_hf
+from ..hf_config import check_weight_blocks, read_hf
 from .names import address, names_of
 from .params import Params, param_specs
 from .safetensors import write_safetensors
@@ -82,13 +82,13 @@ def save_hf(cfg: DSV4Config, params: Params, path: str | pathlib.Path) -> None:
         tensors[full] = array.astype(np.int64) if name == "ffn.tid2eid" else array
     dtype = "bfloat16" if params["embed"].dtype == jnp.bfloat16 else "float32"
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(hf_fields(cfg, dtype), indent=2) + "\n")
+    (path / "config.json").write_text(json.dumps(cfg.to_hf(dtype), indent=2) + "\n")
     write_safetensors(path / "model.safetensors", tensors)
 
 
 def _check_sayable(cfg: DSV4Config) -> None:
     try:
-        read = DSV4Config.from_hf(hf_fields(cfg, "float32"))
+        read = DSV4Config.from_hf(cfg.to_hf("float32"))
     except ConfigError as error:
         raise CheckpointError(f"this config would not be read back: {error}") from None
     for field in dataclasses.fields(cfg):

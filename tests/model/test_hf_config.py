@@ -12,7 +12,6 @@ import pytest
 from dsv4_jax import AttentionType, DSV4Config
 from dsv4_jax.config import YarnScaling
 from dsv4_jax.errors import ConfigError
-from dsv4_jax.hf_config import hf_fields
 from dsv4_jax.ops import rope_frequencies
 
 transformers = pytest.importorskip("transformers", "5.10")
@@ -168,6 +167,6 @@ def test_what_neither_computes_is_refused():
 @pytest.mark.parametrize("yarn", [None, YarnScaling(original_max_position_embeddings=64)], ids=["plain", "yarn"])
 def test_transformers_reads_the_dims_that_we_write(head_dim, rope_dim, yarn):
     cfg = DSV4Config.tiny(head_dim=head_dim, rope_dim=rope_dim, index_head_dim=64, yarn=yarn)
-    fields = hf_fields(cfg, "float32")
+    fields = cfg.to_hf("float32")
     assert DSV4Config.from_hf(fields) == cfg and agreed(**fields)
     assert transformers.DeepseekV4Config(**fields).qk_rope_head_dim == rope_dim
