@@ -1,10 +1,10 @@
 """The plan: everything one device step must know, as small int32 arrays. Imports no jax.
 
-A step feeds T tokens of B *rows* (a row is one request in this step) through the model. Rows
-occupy consecutive tokens in position order. All shapes are static and padded; the manager makes
+A step takes T scheduled tokens of B *sequences* (of one request each) through the model. Those of
+a sequence are consecutive, in position order. All shapes are static and padded; the manager makes
 the plan, the device only reads it.
 
-Padding never touches live data: padded rows and tokens have slot 0, padded token lists hold T
+Padding never touches live data: padded sequences and tokens have slot 0, padded token lists hold T
 (one past the last token), padded table and copy entries name unit 0. Nothing holds -1.
 
 A plan is made for caches of one layout and size and says for which (`CacheFacts`); no other takes it.
@@ -76,20 +76,20 @@ class StepPlan(NamedTuple):
     Plans may share arrays: do not write to them.
 
     Attributes:
-        seq_slot: [B] slot of each row (0: padding).
-        seq_start: [B] tokens of the row already in the cache.
-        seq_count: [B] tokens of the row fed by this step.
-        seq_first: [B] index of the row's first token.
-        token_seq: [T] row of each token.
+        seq_slot: [B] slot of each sequence (0: padding).
+        seq_start: [B] tokens of the sequence already in the cache.
+        seq_count: [B] tokens of the sequence in this step.
+        seq_first: [B] index of the sequence's first token.
+        token_seq: [T] sequence of each token.
         token_slot: [T] slot of each token (0: padding).
         token_position: [T] absolute position of each token.
         flush_tokens: [F] tokens that may complete a CSA entry, padded with T. Every token at
-            which (position + 1) % csa_ratio == 0 must be listed; others are ignored.
-        group_tokens: [G, J] tokens of one HCA entry, in position order, padded with T: every fed
-            token stands in exactly one group and a group never crosses an entry boundary.
-        history_seqs: [B] arange(B), or empty [0] when no row feeds more than 1 + draft_tokens
-            tokens: then every window is still whole in its ring after the step's own append.
-        table_columns: [X] arange(X): block-table columns that any row of this step can see.
+            which (position + 1) % `layout.flush_ratio` == 0 is listed; others are ignored.
+        group_tokens: [G, J] tokens of one HCA entry (of `layout.group_ratio` tokens), in position order, padded with
+            T: every token stands in exactly one group and a group never crosses an entry boundary.
+        history_seqs: [B] arange(B): sequences whose windows are taken as they were before the step. Empty [0] when
+            none has more than 1 + draft_tokens tokens: then every window is still whole in its ring after the append.
+        table_columns: [X] arange(X): block-table columns that any sequence of this step can see.
         table_slot, table_index, table_block: [D] block-table entries set before the step.
         copy_slot_src, copy_slot_dst: [C] slots copied before the step (state snapshots, forks).
         copy_block_src, copy_block_dst: [E] blocks copied before the step (forked partial blocks).

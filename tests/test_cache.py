@@ -326,3 +326,25 @@ def test_a_step_begins_with_a_plan_and_passes_through_jit() -> None:
     assert repr(step) == "CacheStep(1 tokens, 1 of 3 layers written)"
     assert repr(step.layer(0)) == "LayerCacheHandle(layer 0, CSA, `append`, `compress`, `compress_index`)"
     jax.tree.map(np.testing.assert_array_equal, step, whole(plain.layer(0)).step)
+
+
+def test_a_layer_may_read_the_entries_of_another() -> None:
+    """What a layer reads goes by the owner in its schema, not by the layer."""
+    layout, feeds = CacheLayout(DSV4Config.tiny(layer_types=(HCA, HCA), hca_ratio=2)), [RowFeed(1, 0, 8)]
+    plan = build_plan(layout, feeds, shape_for(layout, feeds), table_entries=[(1, 0, 1)])
+    step = init_cache(layout, CacheSize(2, 2, 1)).begin(plan)
+    kv, epilogue = jax.random.normal(jax.random.key(0), (8, 32)), Epilogue(jnp.ones(32), jnp.ones(4), 1e-6)
+    reads = dataclasses.replace(layout.schema(1), owner=0, entries=layout.schema(0).entries, entry_state=None)
+    assert reads.pools == (reads.window,)
+
+    def reader(step):
+        return dataclasses.replace(step.layer(1), schema=reads)
+
+    with pytest.raises(StepOrderError, match="layer 1: read before `compress` of layer 0, whose entries it reads"):
+        reader(step).gather_all_compressed()
+    with pytest.raises(LayoutError, match="layer 1 is HCA: it has no compressor"):
+        reader(step).compress(kv, kv, epilogue)
+    owner = step.layer(0).append(kv).compress(kv, kv, epilogue)
+    shared, own = reader(owner.step).gather_all_compressed(), owner.gather_all_compressed()
+    jax.tree.map(np.testing.assert_array_equal, shared, own)
+    assert np.asarray(own[0][7, :4], np.float32).any(-1).all() and own[1][7] == 4
