@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -152,8 +153,9 @@ def _flatten_with_keys(cache: KVCache) -> tuple[tuple[tuple[Any, dict[str, jax.A
     return ((_ARRAYS, arrays),), layout
 
 
-def _unflatten(layout: CacheLayout, children: tuple[dict[str, jax.Array]]) -> KVCache:
-    return KVCache(children[0], layout)
+def _unflatten(layout: CacheLayout, children: Iterable[Any]) -> KVCache:
+    (arrays,) = children
+    return KVCache(arrays, layout)
 
 
 jax.tree_util.register_pytree_with_keys(KVCache, _flatten_with_keys, _unflatten, _flatten)

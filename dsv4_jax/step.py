@@ -364,7 +364,7 @@ class LayerCacheHandle(Generic[Cache]):
         elif entries is not None:
             entry_ids, count = self.entry_rows(self._all_entries()), self.visible_entries()
         return attend(
-            queries, sink, window.rows, window.ids, window.visible, entries, entry_ids, count,
+            queries, sink, window, entries, entry_ids, count,
             scale=schema.entry_head_dim**-0.5 if scale is None else scale, fmt=self.layout.row_format(schema.window),
             inverse_rope=None if inverse_rope is None else (self.plan.token_position, inverse_rope), dtype=dtype,
             key_split=self.layout.key_split, implementation=self.implementation,

@@ -19,7 +19,7 @@ from dsv4_jax.cache import KVCache, init_cache
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.manager import StepSequence, build_plan, shape_for
-from dsv4_jax.ops import append, attend, gather_rows, index_scores, top_k
+from dsv4_jax.ops import WindowView, append, attend, gather_rows, index_scores, top_k
 from dsv4_jax.ops.registry import OPS, Choice, Name, frozen
 from dsv4_jax.plan import StepPlan
 
@@ -241,7 +241,7 @@ class HostilePlans:
 
         def call(window_ids, entry_ids, count):
             return jit_attend(
-                queries, sink, window, window_ids, visible, entries, entry_ids, count, scale=0.1, fmt=fmt,
+                queries, sink, WindowView(window, window_ids, visible), entries, entry_ids, count, scale=0.1, fmt=fmt,
                 implementation=self.implementation,
             )  # fmt: skip
 

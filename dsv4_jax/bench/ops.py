@@ -23,6 +23,7 @@ from ..ops import (
     CompressorGeometry,
     CompressorInputs,
     Epilogue,
+    WindowView,
     append,
     attend,
     compress_csa,
@@ -282,7 +283,7 @@ def _attend(key: jax.Array, shape: AttendShape, calls: int, pool_rows: int) -> P
         pool, sink = shared
         queries, ids, visible, *entries = args
         rest = (pool, *entries) if shape.entries else (None, None, None)
-        return op(queries, sink, pool, ids, visible, *rest, implementation=name)
+        return op(queries, sink, WindowView(pool, ids, visible), *rest, implementation=name)
 
     shared = random_rows(key, fmt, rows), jax.random.normal(key, (heads,), jnp.float32)
     return _pure(shared, _draw(key, calls, make), call, 3e-3)

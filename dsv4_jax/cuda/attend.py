@@ -56,11 +56,11 @@ def call(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
     Raises:
         ImplementationError: the CUDA library is not there.
     """
-    window, window_ids, inverse_rope = arguments.window, arguments.window_ids, arguments.inverse_rope
+    window, inverse_rope = arguments.window, arguments.inverse_rope
     entries, entry_ids, entry_count = arguments.entries, arguments.entry_ids, arguments.entry_count
     tokens, heads, dim = arguments.queries.shape
     if entries is None or entry_ids is None or entry_count is None:
-        entries, entry_ids = window, jnp.zeros((tokens, 0), jnp.int32)
+        entries, entry_ids = window.rows, jnp.zeros((tokens, 0), jnp.int32)
         entry_count = jnp.zeros(tokens, jnp.int32)
     # No rows: nothing to turn back.
     no_table = jnp.zeros((0, WIDTHS.rope_pairs), jnp.float32)
@@ -70,10 +70,10 @@ def call(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
         ffi.cuda_target("attend", "dsv4_attend"),
         (jax.ShapeDtypeStruct((tokens, heads, dim), stored), jax.ShapeDtypeStruct((tokens, heads), jnp.float32)),
     )
-    splits = split_count(window_ids.shape[1], entry_ids.shape[1], heads, arguments.key_split)
+    splits = split_count(window.ids.shape[1], entry_ids.shape[1], heads, arguments.key_split)
     out, lse = kernel(
-        arguments.queries.astype(jnp.bfloat16), arguments.sink.astype(jnp.float32), *window, window_ids,
-        arguments.window_visible, *entries, entry_ids, entry_count, *tables,
+        arguments.queries.astype(jnp.bfloat16), arguments.sink.astype(jnp.float32), *window.rows, window.ids,
+        window.visible, *entries, entry_ids, entry_count, *tables,
         scale=np.float32(arguments.scale), splits=np.int32(splits),
     )  # fmt: skip
     return out.astype(arguments.dtype), lse

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from ..errors import ImplementationError
 from ..formats import RowFormat, codec
 from ..layout import KeySplit
-from .append import Rows, load
+from .append import Rows, WindowView, load
 from .arguments import Check
 from .numerics import rope
 from .registry import Choice, Implementation, run
@@ -28,9 +28,7 @@ class AttendArguments:
 
     queries: jax.Array
     sink: jax.Array
-    window: Rows
-    window_ids: jax.Array
-    window_visible: jax.Array
+    window: WindowView
     entries: Rows | None
     entry_ids: jax.Array | None
     entry_count: jax.Array | None
@@ -42,15 +40,13 @@ class AttendArguments:
 
     @property
     def empty(self) -> bool:
-        return 0 in (*self.queries.shape, self.window_ids.shape[1])
+        return 0 in (*self.queries.shape, self.window.ids.shape[1])
 
 
 def attend(
     queries: jax.Array,
     sink: jax.Array,
-    window: Rows,
-    window_ids: jax.Array,
-    window_visible: jax.Array,
+    window: WindowView,
     entries: Rows | None,
     entry_ids: jax.Array | None,
     entry_count: jax.Array | None,
@@ -69,9 +65,9 @@ def attend(
     Args:
         queries: [T, H, dim].
         sink: [H] float32 logit of the sink.
-        window, window_ids, window_visible: as from `window_view`: rows, [T, W] ids, [T, W] mask.
+        window: as from `window_view`, [T, W].
         entries: compressed-entry leaves, or None for SWA layers.
-        entry_ids: [T, K] int32 row ids into `entries`. These and `window_ids` may be anything where they are no keys;
+        entry_ids: [T, K] int32 row ids into `entries`. These and `window.ids` may be anything where they are no keys;
             elsewhere an id out of range reads the nearest row.
         entry_count: [T] int32: the first so many of `entry_ids` are keys.
         scale: softmax scale, head_dim ** -0.5.
@@ -93,9 +89,11 @@ def attend(
     check = Check("attend")
     queries = check.array("queries", queries, "float", "T", "H", fmt.dim)
     sink = check.array("sink", sink, "float32", "H")
-    window = check.parts("window", window, fmt)
-    window_ids = check.array("window_ids", window_ids, "int32", "T", "W")
-    window_visible = check.array("window_visible", window_visible, "bool", "T", "W")
+    window = WindowView(
+        check.parts("window.rows", window.rows, fmt),
+        check.array("window.ids", window.ids, "int32", "T", "W"),
+        check.array("window.visible", window.visible, "bool", "T", "W"),
+    )
     if entries is not None:
         entries = check.parts("entries", entries, fmt)
         entry_ids = check.array("entry_ids", entry_ids, "int32", "T", "K")
@@ -105,8 +103,7 @@ def attend(
         position = check.array("inverse_rope's position", position, "int32", "T")
         inverse_rope = position, check.array("inverse_rope's inv_freq", inv_freq, "float32", "RoPE pairs")
     arguments = AttendArguments(
-        queries, sink, window, window_ids, window_visible, entries, entry_ids, entry_count, scale, fmt, inverse_rope,
-        dtype, key_split,
+        queries, sink, window, entries, entry_ids, entry_count, scale, fmt, inverse_rope, dtype, key_split,
     )  # fmt: skip
     return run("attend", arguments, implementation)
 
@@ -127,7 +124,7 @@ def reference(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
 
     def one(args: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q, w_ids, visible, *rest = args
-        keys = decode(fmt, load(window, w_ids), jnp.float32)
+        keys = decode(fmt, load(window.rows, w_ids), jnp.float32)
         if entries is not None:
             e_ids, count = rest
             keys = jnp.concatenate([keys, decode(fmt, load(entries, e_ids), jnp.float32)])
@@ -142,7 +139,7 @@ def reference(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
         out = jnp.einsum("hk,kd->hd", weights, keys, precision=lax.Precision.HIGHEST)
         return out / (total + jnp.exp(sink - top))[:, None], jnp.log(total) + top
 
-    rows = (arguments.queries.astype(jnp.float32), arguments.window_ids, arguments.window_visible)
+    rows = (arguments.queries.astype(jnp.float32), window.ids, window.visible)
     rest = () if entries is None else (arguments.entry_ids, arguments.entry_count)
     out, lse = lax.map(one, (*rows, *rest), batch_size=16)
     return finish_output(out, arguments.inverse_rope, arguments.dtype), lse

@@ -56,7 +56,7 @@ def unsupported_rows(fmt: RowFormat) -> str | None:
 
 def supports(arguments: AttendArguments) -> str | None:
     """Why the kernel cannot take these arguments, None if it can."""
-    return unsupported_rows(arguments.fmt) or too_large(*arguments.window, *(arguments.entries or ()))
+    return unsupported_rows(arguments.fmt) or too_large(*arguments.window.rows, *(arguments.entries or ()))
 
 
 def call(arguments: AttendArguments, interpret: bool | None = None) -> tuple[jax.Array, jax.Array]:
@@ -64,7 +64,7 @@ def call(arguments: AttendArguments, interpret: bool | None = None) -> tuple[jax
 
     `interpret` defaults to whether the default backend is the CPU. `key_split` changes nothing: there is one split.
     """
-    queries, window, window_ids = arguments.queries, arguments.window, arguments.window_ids
+    queries, (window, window_ids, visible) = arguments.queries, arguments.window
     entries, entry_ids, entry_count = arguments.entries, arguments.entry_ids, arguments.entry_count
     if entries is None or entry_ids is None or entry_count is None or entry_ids.shape[1] == 0:
         entries, entry_ids = window, window_ids[:, :1]
@@ -76,8 +76,7 @@ def call(arguments: AttendArguments, interpret: bool | None = None) -> tuple[jax
         _run, arguments.sink, window, entries, scale=float(arguments.scale), num_entries=num_entries,
         interpret=interpreted(interpret),
     )  # fmt: skip
-    visible = arguments.window_visible.astype(jnp.int8)
-    rows = (queries.astype(jnp.bfloat16), window_ids, visible, entry_ids, entry_count)
+    rows = (queries.astype(jnp.bfloat16), window_ids, visible.astype(jnp.int8), entry_ids, entry_count)
     out, lse = [], []
     for first in range(0, queries.shape[0], TOKENS_PER_CALL):
         part = run(*(x[first : first + TOKENS_PER_CALL] for x in rows))

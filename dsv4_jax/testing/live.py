@@ -40,30 +40,27 @@ def live_bytes(cache: KVCache, held: Held, *, window: int | None = None) -> Live
     Rows are in the order of positions (or entries), so that two requests with the same tokens have the same view,
     whichever slots and blocks hold them. Window: the last `window` positions (by default `sliding_window` - 1, what
     the next token sees beside itself). Entries and index keys: all completed ones. CSA state: the tokens of the
-    unfinished entry and the `csa_ratio` before them. HCA state: the tokens of the unfinished entry (raw) or their
+    unfinished entry and the `overlap_rows` before them. HCA state: the tokens of the unfinished entry (raw) or their
     softmax triple (online). A pool without rows yet has no parts, or empty ones.
     """
-    layout, cfg, length = cache.layout, cache.layout.cfg, held.length
-    window = cfg.sliding_window - 1 if window is None else window
+    layout, length = cache.layout, held.length
+    schemas = {pool.pool: schema for schema in layout.schemas for pool in schema.pools}
     view: Live = {}
     for leaf in layout.leaves:
         if leaf.scope == "table":
             continue
-        data = _units(cache, leaf)
+        data, schema = _units(cache, leaf), schemas[leaf.pool]
         if leaf.scope == "block":
-            ratio = cfg.hca_ratio if leaf.pool == "hca" else cfg.csa_ratio
-            entry = np.arange(length // ratio)
+            entry = np.arange(length // schema.ratio)
             block = np.asarray(held.blocks, int)[entry // leaf.rows] if len(entry) else entry
             rows = data[:, block, entry % leaf.rows]
         else:
-            if leaf.pool == "swa":
-                first = max(length - window, 0)
-            elif leaf.pool == "hca_state":
-                first = length // cfg.hca_ratio * cfg.hca_ratio
-                if layout.hca_state == "online" and first < length:
-                    first = length - 1
+            if leaf.pool == schema.window.pool:
+                first = max(length - (schema.swa_window_size - 1 if window is None else window), 0)
             else:
-                first = max(length // cfg.csa_ratio * cfg.csa_ratio - cfg.csa_ratio, 0)
+                first = max(length // schema.ratio * schema.ratio - schema.overlap_rows, 0)
+                if not schema.overlap_rows and layout.hca_state == "online" and first < length:
+                    first = length - 1
             rows = data[:, held.slot, np.arange(first, length) % leaf.rows]
         view.setdefault(leaf.pool, []).append(rows)
     return view

@@ -19,7 +19,7 @@ from dsv4_jax.errors import ImplementationError
 from dsv4_jax.formats import kv_format
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.manager import StepSequence, build_plan, shape_for
-from dsv4_jax.ops import Epilogue, attend
+from dsv4_jax.ops import Epilogue, WindowView, attend
 from dsv4_jax.ops.attend import finish_output
 
 from ..ops.arg_specs import ATTEND, AttendSpec
@@ -120,8 +120,8 @@ def test_other_formats_are_refused():
     rng = np.random.default_rng(0)
     rows = oracle.encode(fmt, rng.standard_normal((24, 64)))
     args = (
-        rng.standard_normal((2, 4, 64)).astype(np.float32), np.zeros(4, np.float32), rows,
-        rng.integers(0, 24, (2, 16)).astype(np.int32), np.ones((2, 16), bool), None, None, None,
+        rng.standard_normal((2, 4, 64)).astype(np.float32), np.zeros(4, np.float32),
+        WindowView(rows, rng.integers(0, 24, (2, 16)).astype(np.int32), np.ones((2, 16), bool)), None, None, None,
     )  # fmt: skip
     with pytest.raises(ImplementationError, match=r"attend: .*'cuda' cannot run: .* rows of .*, not of 64 bf16"):
         jit_attend(*args, scale=0.125, fmt=fmt, implementation="cuda")

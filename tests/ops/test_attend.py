@@ -14,7 +14,7 @@ import pytest
 
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.formats import codec
-from dsv4_jax.ops import attend
+from dsv4_jax.ops import WindowView, attend
 
 from ..oracle import attention
 from ..oracle import rows as oracle_rows
@@ -61,8 +61,8 @@ class AttendTest:
     tolerance: ClassVar[dict[str, float]] = TOLERANCE
 
     def run(self, spec: AttendSpec, p: dict, dtype: type = jnp.float32, **options) -> tuple[np.ndarray, np.ndarray]:
-        names = ("queries", "sink", "window", "window_ids", "window_visible", "entries", "entry_ids", "entry_count")
-        args = [p[n] for n in names]
+        window = WindowView(p["window"], p["window_ids"], p["window_visible"])
+        args = p["queries"], p["sink"], window, p["entries"], p["entry_ids"], p["entry_count"]
         options |= dict(scale=spec.fmt.dim**-0.5, fmt=spec.fmt, dtype=dtype, implementation=self.implementation)
         out, lse = jit_attend(*args, **options)
         assert out.dtype == dtype and lse.dtype == jnp.float32
@@ -140,7 +140,7 @@ class TestAttend(AttendTest):
     @pytest.mark.parametrize("implementation", [None, "xla", "pallas", "cuda"])
     def test_unknown_key_splits_are_named_before_anything_is_read(self, implementation) -> None:
         with pytest.raises(ImplementationError, match="key_split 'balanced'"):
-            attend(*[None] * 8, scale=1.0, fmt=ATTEND["csa"].fmt, key_split="balanced", implementation=implementation)
+            attend(*[None] * 6, scale=1.0, fmt=ATTEND["csa"].fmt, key_split="balanced", implementation=implementation)
 
     def test_reference_reads_the_stored_values(self) -> None:
         """The oracle decodes with its own codec; both decoders must agree for the comparison to mean anything."""

@@ -12,7 +12,7 @@ import pytest
 
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.formats import codec, kv_format
-from dsv4_jax.ops import attend
+from dsv4_jax.ops import WindowView, attend
 from dsv4_jax.ops.attend import AttendArguments
 from dsv4_jax.pallas import attend as kernel
 
@@ -91,7 +91,15 @@ def check(case, got):
 
 def run(case, implementation="pallas", fmt=FMT, **last_steps):
     call = functools.partial(attend, scale=SCALE, fmt=fmt, implementation=implementation, **last_steps)
-    return jax.jit(lambda c: call(**c))(case)
+    return jax.jit(lambda c: call(**c))(arguments_of(case))
+
+
+def arguments_of(case):
+    """What `attend` takes, in its order."""
+    window = WindowView(case["window"], case["window_ids"], case["window_visible"])
+    return {"queries": case["queries"], "sink": case["sink"], "window": window} | {
+        name: case[name] for name in ("entries", "entry_ids", "entry_count")
+    }
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
@@ -195,4 +203,4 @@ def test_nan_and_odd_scales_on_the_gpu():
 def test_lowers_for_cuda(heads):
     case = make_case(np.random.default_rng(6), 2, heads, 128, 512)
     call = lambda *arrays: kernel.call(AttendArguments(*arrays, scale=SCALE, fmt=FMT), interpret=False)  # noqa: E731
-    assert lowers_for_cuda(call, *case.values()) == 1
+    assert lowers_for_cuda(call, *arguments_of(case).values()) == 1
