@@ -8,11 +8,33 @@
 #include "compress_kernel.cuh"
 #include "operands.h"
 
+namespace dsv4 {
+
+// What a call says of a compressor: attributes by these names, a dictionary for each compressor.
+struct CompressorAttributes {
+  int32_t ratio, ordinal, slots, ring;
+  int32_t base, rows_per_block, blocks;
+  int32_t format;  // of its pool, a number of `Format`
+  bool hadamard, bias;
+  int32_t kv_column, score_column;  // the first of theirs
+  float eps;
+};
+
+}  // namespace dsv4
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    dsv4::CompressorAttributes, StructMember<int32_t>("ratio"), StructMember<int32_t>("ordinal"), StructMember<int32_t>("slots"),
+    StructMember<int32_t>("ring"), StructMember<int32_t>("base"), StructMember<int32_t>("rows_per_block"),
+    StructMember<int32_t>("blocks"), StructMember<int32_t>("format"), StructMember<bool>("hadamard"), StructMember<bool>("bias"),
+    StructMember<int32_t>("kv_column"), StructMember<int32_t>("score_column"), StructMember<float>("eps"));
+
 namespace {
 
 namespace ffi = xla::ffi;
+using dsv4::CompressorAttributes;
 
-constexpr int kFields = 10, kColumns = 2;  // of a stream's integers: see `read_stream`
+// More tokens than this are a long chunk: a block or a warp takes the tokens of about one entry.
+constexpr int kFewTokens = 1024;
 
 dsv4::CompressPlan read_plan(dsv4::Operands& operands) {
   dsv4::CompressPlan plan = {};
@@ -21,117 +43,122 @@ dsv4::CompressPlan read_plan(dsv4::Operands& operands) {
   plan.token_position = operands.ids(plan.tokens);
   plan.token_seq = operands.ids(plan.tokens);
   plan.seq_start = operands.ids();
-  plan.rows = static_cast<int>(operands.rows());
-  plan.seq_count = operands.ids(plan.rows);
-  plan.seq_first = operands.ids(plan.rows);
+  plan.sequences = static_cast<int>(operands.rows());
+  plan.seq_count = operands.ids(plan.sequences);
+  plan.seq_first = operands.ids(plan.sequences);
   plan.table = operands.next<int32_t>(ffi::S32);
   plan.slots = static_cast<int>(operands.rows());
   plan.columns = static_cast<int>(operands.width());
   return plan;
 }
 
-// `parts`: rows of state per channel (4 in CSA, 3 in HCA); `halves`: of kv and score (2 and 1); `behind`: old rows of state
-// that a row of the plan brings in its history.
-dsv4::CompressStream read_stream(dsv4::Operands& operands, const dsv4::CompressPlan& plan, const int32_t* fields,
-                                 const int32_t* columns, float eps, bool history, int parts, int halves, int behind) {
-  dsv4::CompressStream s = {};
-  s.ratio = fields[0], s.ordinal = fields[1], s.slots = fields[2], s.ring = fields[3];
-  s.base = fields[4], s.rows_per_block = fields[5], s.finish.hadamard = fields[7], s.blocks = fields[9];
-  s.finish.eps = eps;
-  const bool wide = fields[6] == static_cast<int>(dsv4::Format::kFp8);
-  const int channels = wide ? 512 : 128;
-  s.kv = operands.columns(columns[0], halves * channels, &s.kv_stride, plan.tokens);
-  s.score = operands.columns(columns[1], halves * channels, &s.score_stride, plan.tokens);
-  if (fields[8] != 0) s.ape = operands.next<float>(ffi::F32, halves * channels, s.ratio);
-  s.finish.norm = operands.next<float>(ffi::F32, channels);
-  s.finish.cosine = operands.next<float>(ffi::F32, 32, plan.tokens);
-  s.finish.sine = operands.next<float>(ffi::F32, 32, plan.tokens);
-  if (history) s.history = operands.next<float>(ffi::F32, parts * channels, static_cast<int64_t>(plan.rows) * behind);
-  s.state = operands.next<float>(ffi::F32, parts * channels);
+// How a kind of compressor keeps its state.
+struct StateShape {
+  int parts;   // of E channels, in a row of state
+  int halves;  // of E channels, in a token's kv and score
+  int behind;  // old rows of state that a sequence of the plan brings in its history
+};
+constexpr StateShape kCsaState = {dsv4::kCsaParts, dsv4::kCsaHalves, dsv4::kCsaBehind}, kHcaState = {dsv4::kHcaParts, 1, 1};
+
+dsv4::Compressor read_compressor(dsv4::Operands& operands, const dsv4::CompressPlan& plan, const CompressorAttributes& of,
+                                 bool history, const StateShape& shape) {
+  dsv4::Compressor c = {};
+  c.ratio = of.ratio, c.ordinal = of.ordinal, c.slots = of.slots, c.ring = of.ring;
+  c.base = of.base, c.rows_per_block = of.rows_per_block, c.blocks = of.blocks;
+  c.epilogue.hadamard = of.hadamard, c.epilogue.eps = of.eps;
+  const int channels = of.format == static_cast<int>(dsv4::Format::kFp8) ? dsv4::kDim : dsv4::kIndexDim;
+  c.kv = operands.columns(of.kv_column, shape.halves * channels, &c.kv_stride, plan.tokens);
+  c.score = operands.columns(of.score_column, shape.halves * channels, &c.score_stride, plan.tokens);
+  if (of.bias) c.ape = operands.next<float>(ffi::F32, shape.halves * channels, c.ratio);
+  dsv4::read_epilogue(operands, c.epilogue, channels, plan.tokens);
+  if (history) {
+    c.history = operands.next<float>(ffi::F32, shape.parts * channels, static_cast<int64_t>(plan.sequences) * shape.behind);
+  }
+  c.state = operands.next<float>(ffi::F32, shape.parts * channels);
   const int64_t state_rows = operands.rows();
-  s.pool = dsv4::read_pool(operands, fields[6]);
+  c.pool = dsv4::read_pool(operands, of.format);
   // Every id that the kernels take for valid must lie in the operands: the rest of that is theirs.
-  const int64_t layer = static_cast<int64_t>(s.slots) * s.ring, blocks = static_cast<int64_t>(s.blocks) * s.rows_per_block;
-  const bool sizes = s.ratio > 0 && s.ordinal >= 0 && s.slots > 0 && s.ring > 0 && s.base >= 0 && s.rows_per_block > 0 && s.blocks > 0;
-  const bool fits = plan.rows > 0 && plan.columns > 0 && plan.slots >= s.slots && (s.ordinal + 1) * layer <= state_rows &&
-                    s.base + blocks <= s.pool.rows;
+  const int64_t layer = static_cast<int64_t>(c.slots) * c.ring, blocks = static_cast<int64_t>(c.blocks) * c.rows_per_block;
+  const bool sizes = c.ratio > 0 && c.ordinal >= 0 && c.slots > 0 && c.ring > 0 && c.base >= 0 && c.rows_per_block > 0 && c.blocks > 0;
+  const bool fits = plan.sequences > 0 && plan.columns > 0 && plan.slots >= c.slots && (c.ordinal + 1) * layer <= state_rows &&
+                    c.base + blocks <= c.pool.rows;
   if (plan.tokens > 0 && (!sizes || !fits)) {
     operands.refuse("the layer's slots and blocks do not fit the block table, the state or the pool");
   }
-  return s;
+  return c;
 }
 
-ffi::Error finished(const char* name) {
+ffi::Error launched(const char* name) {
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return ffi::Error::Internal(std::string(name) + ": " + cudaGetErrorString(error));
   return ffi::Error::Success();
 }
 
-ffi::Error compress_csa(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::RemainingRets, ffi::Span<const int32_t> fields,
-                        ffi::Span<const int32_t> columns, ffi::Span<const float> eps, bool history) {
+// Attributes: `history`, and of the compressors that the layer has `main`, `index`, whose operands follow in this order.
+ffi::Error compress_csa(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::RemainingRets, ffi::Dictionary attributes) {
   dsv4::Operands operands(arguments);
   dsv4::CsaArgs args = {};
   args.plan = read_plan(operands);
-  const int tokens = args.plan.tokens;
-  if (fields.size() != eps.size() * kFields || columns.size() != eps.size() * kColumns) {
-    return ffi::Error::InvalidArgument("compress_csa: takes ten fields and two columns a stream");
-  }
-  for (size_t i = 0; i < eps.size(); ++i) {
-    const auto s = read_stream(operands, args.plan, fields.begin() + i * kFields, columns.begin() + i * kColumns, eps[i], history, 4,
-                               2, dsv4::kCsaBehind);
-    if (s.ratio != dsv4::kCsaRatio || s.ring < dsv4::kCsaRows) {
-      return ffi::Error::InvalidArgument("compress_csa: the ratio must be 4, the ring at least 8 rows");
+  const auto history = attributes.get<bool>("history");
+  if (history.has_error()) return history.error();
+  const struct {
+    const char* name;
+    dsv4::Compressor* compressor;
+    bool wide;  // KV rows, or index keys
+  } kinds[] = {{"main", &args.main, true}, {"index", &args.index, false}};
+  for (const auto& kind : kinds) {
+    if (!attributes.contains(kind.name)) continue;
+    const auto of = attributes.get<CompressorAttributes>(kind.name);
+    if (of.has_error()) return of.error();
+    const bool wide = of->format == static_cast<int>(dsv4::Format::kFp8);
+    if (of->ratio != dsv4::kCsaRatio || of->ring < dsv4::kCsaRows || wide != kind.wide) {
+      return ffi::Error::InvalidArgument("compress_csa: the ratio must be 4, the ring at least 8 rows, main an fp8 KV pool and "
+                                         "index a pool of index keys");
     }
-    (s.pool.format == static_cast<int>(dsv4::Format::kFp8) ? args.main : args.index) = s;
+    *kind.compressor = read_compressor(operands, args.plan, *of, *history, kCsaState);
   }
   if (!operands.good()) return ffi::Error::InvalidArgument("compress_csa: " + operands.problem());
+  const int tokens = args.plan.tokens;
   if (tokens == 0) return ffi::Error::Success();
-  constexpr int kWarps = dsv4::kCompressThreads / 32;
-  const int some = tokens > 1024 ? dsv4::kCsaRatio : 1;  // a long chunk: about one entry a block or warp
-  const int blocks = (tokens + some - 1) / some;
+  const int each = tokens > kFewTokens ? dsv4::kCsaRatio : 1;
+  const int blocks = (tokens + each - 1) / each;
   if (args.main.state != nullptr) args.main_blocks = blocks;
-  const int index_blocks = args.index.state != nullptr ? (blocks + kWarps - 1) / kWarps : 0;
-  const auto kernel = some == 1 ? dsv4::csa_kernel<1> : dsv4::csa_kernel<dsv4::kCsaRatio>;
+  const int index_blocks = args.index.state != nullptr ? (blocks + dsv4::kCompressWarps - 1) / dsv4::kCompressWarps : 0;
+  const auto kernel = each == 1 ? dsv4::csa_kernel<1> : dsv4::csa_kernel<dsv4::kCsaRatio>;
   kernel<<<args.main_blocks + index_blocks, dsv4::kCompressThreads, 0, stream>>>(args);
-  return finished("compress_csa");
+  return launched("compress_csa");
 }
 
-ffi::Error compress_hca(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::RemainingRets, ffi::Span<const int32_t> fields,
-                        ffi::Span<const int32_t> columns, ffi::Span<const float> eps, bool history) {
+ffi::Error compress_hca(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::RemainingRets, CompressorAttributes main, bool history) {
   dsv4::Operands operands(arguments);
   dsv4::HcaArgs args = {};
   args.plan = read_plan(operands);
   args.plan.groups = operands.next<int32_t>(ffi::S32);
   args.plan.group_count = static_cast<int>(operands.rows());
   args.plan.group_length = static_cast<int>(operands.width());
-  if (eps.size() != 1 || fields.size() != kFields || columns.size() != kColumns) {
-    return ffi::Error::InvalidArgument("compress_hca: takes one stream");
-  }
-  args.stream = read_stream(operands, args.plan, fields.begin(), columns.begin(), eps[0], history, 3, 1, 1);
+  args.compressor = read_compressor(operands, args.plan, main, history, kHcaState);
   if (!operands.good()) return ffi::Error::InvalidArgument("compress_hca: " + operands.problem());
-  if (args.stream.pool.format != static_cast<int>(dsv4::Format::kFp8)) {
+  if (args.compressor.pool.format != static_cast<int>(dsv4::Format::kFp8)) {
     return ffi::Error::InvalidArgument("compress_hca: rows must be fp8 rows of 448 + 64 dims");
   }
   if (args.plan.group_count == 0 || args.plan.group_length == 0 || args.plan.tokens == 0) return ffi::Error::Success();
   dsv4::hca_kernel<<<args.plan.group_count, dsv4::kCompressThreads, 0, stream>>>(args);
-  return finished("compress_hca");
+  return launched("compress_hca");
 }
 
 }  // namespace
 
-#define DSV4_COMPRESS_HANDLER(name, function)                      \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function,                    \
-                                ffi::Ffi::Bind()                   \
-                                    .Ctx<ffi::PlatformStream<cudaStream_t>>() \
-                                    .RemainingArgs()               \
-                                    .RemainingRets()               \
-                                    .Attr<ffi::Span<const int32_t>>("fields") \
-                                    .Attr<ffi::Span<const int32_t>>("columns") \
-                                    .Attr<ffi::Span<const float>>("eps") \
-                                    .Attr<bool>("history"),        \
-                                {ffi::Traits::kCmdBufferCompatible})
-
 DSV4_BUILT_FOR(compress);
 
-DSV4_COMPRESS_HANDLER(Dsv4CompressCsa, compress_csa);
-DSV4_COMPRESS_HANDLER(Dsv4CompressHca, compress_hca);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4CompressCsa, compress_csa,
+                              ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets().Attrs(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4CompressHca, compress_hca,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<CompressorAttributes>("main")
+                                  .Attr<bool>("history"),
+                              {ffi::Traits::kCmdBufferCompatible});

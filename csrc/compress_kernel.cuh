@@ -13,8 +13,12 @@
 
 namespace dsv4 {
 
-constexpr int kCompressThreads = 128;
-constexpr int kCsaRatio = 4;
+constexpr int kCompressThreads = kDim / kOwn;  // a KV row takes a block, an index key a warp
+constexpr int kCompressWarps = kCompressThreads / kLanes;
+constexpr int kCompressBlocks = 4;  // an SM
+
+// The parts of a row of CSA state: what a token gives the entry of its own group and the one after.
+enum CsaPart : int { kFirstValue, kSecondValue, kFirstScore, kSecondScore };
 
 struct CompressPlan {
   const int32_t* token_slot;      // [T]
@@ -25,16 +29,16 @@ struct CompressPlan {
   const int32_t* seq_first;       // [B]
   const int32_t* table;           // [slots, columns] block ids
   const int32_t* groups;          // HCA: [G, J] tokens of each entry, padded with T
-  int tokens, rows, slots, columns, group_count, group_length;
+  int tokens, sequences, slots, columns, group_count, group_length;
 };
 
-struct CompressStream {
+struct Compressor {
   float* state;          // CSA: [.., 4 E] ring of [kv | score]; HCA: [.., 3 E] banks of [max | sum | acc]
   const float* kv;       // [T, 2 E] or [T, E], rows `kv_stride` apart
   const float* score;    // as kv, rows `score_stride` apart
   const float* ape;      // [ratio, width of score], added to the scores of a step: row p % ratio at position p; or null
   const float* history;  // old state rows or null: CSA [B * 7, 4 E], HCA [B, 3 E]
-  FinishArgs finish;     // its angles: of the first position of each token's entry
+  EpilogueArgs epilogue;  // its angles: of the first position of each token's entry
   RowPool pool;
   int ratio, ordinal, slots, ring, base, rows_per_block, blocks;
   int kv_stride, score_stride;
@@ -44,47 +48,42 @@ struct CompressStream {
 __device__ __forceinline__ bool below(int id, int number) { return static_cast<unsigned>(id) < static_cast<unsigned>(number); }
 
 // Where the block table has the block of entry `entry` of `slot`, which exists; of the last column, if it has none.
-__device__ __forceinline__ const int32_t* block_of(const CompressStream& s, const CompressPlan& plan, int slot, int entry) {
-  return plan.table + static_cast<int64_t>(slot) * plan.columns + min(entry / s.rows_per_block, plan.columns - 1);
+__device__ __forceinline__ const int32_t* block_of(const Compressor& c, const CompressPlan& plan, int slot, int entry) {
+  return plan.table + static_cast<int64_t>(slot) * plan.columns + min(entry / c.rows_per_block, plan.columns - 1);
 }
 
 // Where that entry is stored; negative without a block: then it is not stored anywhere.
-__device__ __forceinline__ int64_t entry_row(const CompressStream& s, const CompressPlan& plan, int slot, int entry) {
-  const int block = __ldg(block_of(s, plan, slot, entry)), column = entry / s.rows_per_block;
-  const int64_t row = static_cast<int64_t>(s.base) + static_cast<int64_t>(block) * s.rows_per_block + entry % s.rows_per_block;
-  return block > 0 && block < s.blocks && column < plan.columns ? row : -1;
-}
-
-__device__ __forceinline__ void add(Float4& v, const Float4& x) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) v.x[i] = __fadd_rn(v.x[i], x.x[i]);
+__device__ __forceinline__ int64_t entry_row(const Compressor& c, const CompressPlan& plan, int slot, int entry) {
+  const int block = __ldg(block_of(c, plan, slot, entry)), column = entry / c.rows_per_block;
+  const int64_t row = static_cast<int64_t>(c.base) + static_cast<int64_t>(block) * c.rows_per_block + entry % c.rows_per_block;
+  return block > 0 && block < c.blocks && column < plan.columns ? row : -1;
 }
 
 // Four columns from `column` on of each half of a token's [kv | score].
 template <int kChannels>
-__device__ __forceinline__ void load_parts(const CompressStream& s, int token, int column, Float4 (&parts)[4]) {
-  const float* kv = s.kv + static_cast<int64_t>(token) * s.kv_stride + column;
-  const float* score = s.score + static_cast<int64_t>(token) * s.score_stride + column;
-  parts[0] = load4_constant(kv), parts[1] = load4_constant(kv + kChannels);
-  parts[2] = load4_constant(score), parts[3] = load4_constant(score + kChannels);
+__device__ __forceinline__ void load_parts(const Compressor& c, int token, int column, Float4 (&parts)[kCsaParts]) {
+  const float* kv = c.kv + static_cast<int64_t>(token) * c.kv_stride + column;
+  const float* score = c.score + static_cast<int64_t>(token) * c.score_stride + column;
+  parts[kFirstValue] = load4_constant(kv), parts[kSecondValue] = load4_constant(kv + kChannels);
+  parts[kFirstScore] = load4_constant(score), parts[kSecondScore] = load4_constant(score + kChannels);
 }
 
 // The position bias of their scores; nought where there is none.
 template <int kChannels>
-__device__ __forceinline__ void load_bias(const CompressStream& s, unsigned position, int column, Float4 (&bias)[2]) {
+__device__ __forceinline__ void load_bias(const Compressor& c, unsigned position, int column, Float4 (&bias)[kCsaHalves]) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < kCsaHalves; ++half) {
     constexpr float kNought = -0.f;  // which leaves every number as it is
-    bias[half] = {{kNought, kNought, kNought, kNought}};
-    if (s.ape != nullptr) bias[half] = load4_constant(s.ape + (2 * (position % kCsaRatio) + half) * kChannels + column);
+    bias[half] = all4(kNought);
+    if (c.ape != nullptr) bias[half] = load4_constant(c.ape + (kCsaHalves * (position % kCsaRatio) + half) * kChannels + column);
   }
 }
 
 // Stores them in row `place` of the ring.
 template <int kChannels>
-__device__ __forceinline__ void store_parts(float* ring, unsigned place, const Float4 (&parts)[4]) {
+__device__ __forceinline__ void store_parts(float* ring, unsigned place, const Float4 (&parts)[kCsaParts]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) store4(ring + (static_cast<int64_t>(place) * 4 + i) * kChannels, parts[i]);
+  for (int i = 0; i < kCsaParts; ++i) store4(ring + (static_cast<int64_t>(place) * kCsaParts + i) * kChannels, parts[i]);
 }
 
 // Softmax over the rows, per channel, and the sum of the values weighted by it.
@@ -92,7 +91,7 @@ template <int kRows>
 __device__ __forceinline__ Float4 softmax_pool(const Float4 (&value)[kRows], const Float4 (&weight)[kRows]) {
   Float4 pooled;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kOwn; ++i) {
     float peak = weight[0].x[i];
 #pragma unroll
     for (int j = 1; j < kRows; ++j) peak = max_nan(peak, weight[j].x[i]);
@@ -112,7 +111,6 @@ __device__ __forceinline__ Float4 softmax_pool(const Float4 (&value)[kRows], con
   return pooled;
 }
 
-constexpr int kCsaRows = 2 * kCsaRatio, kCsaBehind = kCsaRows - 1;  // rows of an entry
 
 // A row of the plan is a run of tokens of one slot, and only it has that slot: which of the rows behind a token this step
 // feeds, and whether its ring row will be overrun, is told by the slots around it. So that nothing waits for fields of rows.
@@ -129,7 +127,7 @@ struct CsaPlace {
   unsigned position;
 };
 __device__ __forceinline__ CsaPlace place_of_lane(const CompressPlan& plan, int token, int slots) {
-  const int at = token - kCsaBehind + static_cast<int>(threadIdx.x & 31), clamped = min(max(at, 0), plan.tokens - 1);
+  const int at = token - kCsaBehind + static_cast<int>(threadIdx.x & (kLanes - 1)), clamped = min(max(at, 0), plan.tokens - 1);
   const int slot = __ldg(plan.token_slot + clamped), position = __ldg(plan.token_position + clamped);
   return {at, (at == clamped) & below(slot, slots) ? slot : 0, static_cast<unsigned>(position)};
 }
@@ -148,56 +146,55 @@ template <int kTokens>
 __device__ __forceinline__ CsaWork work_of(const CompressPlan& plan, const CsaPlace& here, int first, int ring) {
   const int last = plan.tokens - 1, ahead = __ldg(plan.token_slot + min(max(here.at + ring, 0), last));
   // No branch: it would put a load behind another.
-  const bool fed = (here.at >= first) & (here.at < first + kTokens) & (here.slot > 0);
+  const bool scheduled = (here.at >= first) & (here.at < first + kTokens) & (here.slot > 0);
   const bool newest = (here.at + ring > last) | (ahead != here.slot), full = (here.position + 1) % kCsaRatio == 0;
-  return {__ballot_sync(~0u, fed & newest) >> kCsaBehind, __ballot_sync(~0u, fed & full) >> kCsaBehind};
+  return {__ballot_sync(~0u, scheduled & newest) >> kCsaBehind, __ballot_sync(~0u, scheduled & full) >> kCsaBehind};
 }
 
 template <int kChannels>
-__device__ __forceinline__ float* ring_of(const CompressStream& s, int slot, int column) {
-  return s.state + (static_cast<int64_t>(s.ordinal) * s.slots + slot) * s.ring * (4 * kChannels) + column;
+__device__ __forceinline__ float* ring_of(const Compressor& c, int slot, int column) {
+  return c.state + (static_cast<int64_t>(c.ordinal) * c.slots + slot) * c.ring * (kCsaParts * kChannels) + column;
 }
 
 // The first `kLoaded` rows of the entry that a token completes, without the bias of those that this step feeds.
 template <int kChannels, int kLoaded>
-__device__ __forceinline__ void load_rows(const CompressStream& s, const CompressPlan& plan, const CsaToken& t, int column,
+__device__ __forceinline__ void load_rows(const Compressor& c, const CompressPlan& plan, const CsaToken& t, int column,
                                           Float4 (&value)[kCsaRows], Float4 (&weight)[kCsaRows]) {
-  const float* kv = s.kv + static_cast<int64_t>(t.token) * s.kv_stride + column;
-  const float* score = s.score + static_cast<int64_t>(t.token) * s.score_stride + column;
+  const float* kv = c.kv + static_cast<int64_t>(t.token) * c.kv_stride + column;
+  const float* score = c.score + static_cast<int64_t>(t.token) * c.score_stride + column;
   if (t.behind == kCsaBehind) {
 #pragma unroll
     for (int j = 0; j < kLoaded; ++j) {
       const int64_t back = kCsaBehind - j, half = j >= kCsaRatio ? kChannels : 0;
-      value[j] = load4_constant(kv - back * s.kv_stride + half), weight[j] = load4_constant(score - back * s.score_stride + half);
+      value[j] = load4_constant(kv - back * c.kv_stride + half), weight[j] = load4_constant(score - back * c.score_stride + half);
     }
     return;
   }
   // Older rows are behind this one in the ring, beyond its start at its end, or in a history.
-  int around = static_cast<int>(t.position % s.ring);
-  const float* old = ring_of<kChannels>(s, t.slot, column) + static_cast<int64_t>(around) * (4 * kChannels);
-  if (s.history != nullptr) {
-    const int64_t row = min(max(__ldg(plan.token_seq + t.token), 0), plan.rows - 1);
-    old = s.history + ((row + 1) * kCsaBehind + t.behind) * (4 * kChannels) + column, around = kCsaBehind;
+  int around = static_cast<int>(t.position % c.ring);
+  const float* old = ring_of<kChannels>(c, t.slot, column) + static_cast<int64_t>(around) * (kCsaParts * kChannels);
+  if (c.history != nullptr) {
+    const int64_t row = min(max(__ldg(plan.token_seq + t.token), 0), plan.sequences - 1);
+    old = c.history + ((row + 1) * kCsaBehind + t.behind) * (kCsaParts * kChannels) + column, around = kCsaBehind;
   }
 #pragma unroll
   for (int j = 0; j < kLoaded; ++j) {
-    constexpr float kNever = -__builtin_huge_valf();
     const int back = kCsaBehind - j, half = j >= kCsaRatio ? kChannels : 0;
-    const float* before = old + static_cast<int64_t>((back > around ? s.ring : 0) - back) * (4 * kChannels);
-    const float* v = back <= t.behind ? kv - static_cast<int64_t>(back) * s.kv_stride : before;
-    const float* l = back <= t.behind ? score - static_cast<int64_t>(back) * s.score_stride : before + 2 * kChannels;
-    value[j] = {{0, 0, 0, 0}}, weight[j] = {{kNever, kNever, kNever, kNever}};
+    const float* before = old + static_cast<int64_t>((back > around ? c.ring : 0) - back) * (kCsaParts * kChannels);
+    const float* v = back <= t.behind ? kv - static_cast<int64_t>(back) * c.kv_stride : before;
+    const float* l = back <= t.behind ? score - static_cast<int64_t>(back) * c.score_stride : before + 2 * kChannels;
+    value[j] = all4(0), weight[j] = all4(-kInf);
     if (static_cast<unsigned>(back) <= t.position) value[j] = load4(v + half), weight[j] = load4(l + half);
   }
 }
 
 // That bias: rows of the state have theirs.
 template <int kChannels, int kLoaded>
-__device__ __forceinline__ void add_bias(const CompressStream& s, const CsaToken& t, int column, Float4 (&weight)[kCsaRows]) {
-  if (s.ape == nullptr) return;
+__device__ __forceinline__ void add_bias(const Compressor& c, const CsaToken& t, int column, Float4 (&weight)[kCsaRows]) {
+  if (c.ape == nullptr) return;
 #pragma unroll
   for (int j = 0; j < kLoaded; ++j) {
-    const float* ape = s.ape + (2 * (j % kCsaRatio) + j / kCsaRatio) * kChannels + column;
+    const float* ape = c.ape + (kCsaHalves * (j % kCsaRatio) + j / kCsaRatio) * kChannels + column;
     if (kCsaBehind - j <= t.behind) add(weight[j], load4_constant(ape));
   }
 }
@@ -206,123 +203,123 @@ __device__ __forceinline__ void add_bias(const CompressStream& s, const CsaToken
 // warps. Loads wait for each other twice at most: what depends on nothing (the plan, the finish, the token's own row) is
 // asked for first, all the rest as soon as the slot and the position are known.
 template <int kChannels>
-__device__ __forceinline__ void feed_csa(const CompressStream& s, const CompressPlan& plan, int token, float* shared, int thread) {
-  const int column = 4 * thread;
-  const CsaPlace here = place_of_lane(plan, token, s.slots);
-  const CsaWork work = work_of<1>(plan, here, token, s.ring);
+__device__ __forceinline__ void compress_token(const Compressor& c, const CompressPlan& plan, int token, float* shared, int thread) {
+  const int column = kOwn * thread;
+  const CsaPlace here = place_of_lane(plan, token, c.slots);
+  const CsaWork work = work_of<1>(plan, here, token, c.ring);
   const CsaToken t = token_of(here, token);
-  const Finish finish = load_finish<kChannels>(s.finish, token, thread);
-  Float4 own[4], bias[2], value[kCsaRows], weight[kCsaRows];
-  load_parts<kChannels>(s, token, column, own);
-  load_bias<kChannels>(s, t.position, column, bias);
+  const Epilogue epilogue = load_epilogue<kChannels>(c.epilogue, token, thread);
+  Float4 own[kCsaParts], bias[kCsaHalves], value[kCsaRows], weight[kCsaRows];
+  load_parts<kChannels>(c, token, column, own);
+  load_bias<kChannels>(c, t.position, column, bias);
   int64_t to = -1;
   if (work.completed != 0) {
-    load_rows<kChannels, kCsaBehind>(s, plan, t, column, value, weight);
-    to = entry_row(s, plan, t.slot, t.position / kCsaRatio);
+    load_rows<kChannels, kCsaBehind>(c, plan, t, column, value, weight);
+    to = entry_row(c, plan, t.slot, t.position / kCsaRatio);
   }
-  add(own[2], bias[0]), add(own[3], bias[1]);
-  if (work.kept != 0) store_parts<kChannels>(ring_of<kChannels>(s, t.slot, column), t.position % s.ring, own);
+  add(own[kFirstScore], bias[0]), add(own[kSecondScore], bias[1]);
+  if (work.kept != 0) store_parts<kChannels>(ring_of<kChannels>(c, t.slot, column), t.position % c.ring, own);
   if (work.completed == 0) return;
-  add_bias<kChannels, kCsaBehind>(s, t, column, weight);
-  value[kCsaBehind] = own[1], weight[kCsaBehind] = own[3];
-  emit_row<kChannels>(s.finish, finish, s.pool, softmax_pool(value, weight), to, shared, thread);
+  add_bias<kChannels, kCsaBehind>(c, t, column, weight);
+  value[kCsaBehind] = own[kSecondValue], weight[kCsaBehind] = own[kSecondScore];
+  emit_row<kChannels>(c.epilogue, epilogue, c.pool, softmax_pool(value, weight), to, shared, thread);
 }
 
-// As `feed_csa` four tokens of a long chunk, where about one completes an entry and hardly any stays in its ring.
+// As `compress_token` four tokens of a long chunk, where about one completes an entry and hardly any stays in its ring.
 template <int kChannels>
-__device__ __forceinline__ void feed_csa_chunk(const CompressStream& s, const CompressPlan& plan, int first, float* shared,
+__device__ __forceinline__ void compress_tokens(const Compressor& c, const CompressPlan& plan, int first, float* shared,
                                                int thread) {
-  const int column = 4 * thread;
-  const CsaWork work = work_of<kCsaRatio>(plan, place_of_lane(plan, first, s.slots), first, s.ring);
+  const int column = kOwn * thread;
+  const CsaWork work = work_of<kCsaRatio>(plan, place_of_lane(plan, first, c.slots), first, c.ring);
   for (unsigned rest = work.kept; rest != 0; rest &= rest - 1) {
     const int token = first + __ffs(rest) - 1;
-    const CsaToken t = token_of(place_of_lane(plan, token, s.slots), token);
-    Float4 own[4], bias[2];
-    load_parts<kChannels>(s, t.token, column, own), load_bias<kChannels>(s, t.position, column, bias);
-    add(own[2], bias[0]), add(own[3], bias[1]);
-    store_parts<kChannels>(ring_of<kChannels>(s, t.slot, column), t.position % s.ring, own);
+    const CsaToken t = token_of(place_of_lane(plan, token, c.slots), token);
+    Float4 own[kCsaParts], bias[kCsaHalves];
+    load_parts<kChannels>(c, t.token, column, own), load_bias<kChannels>(c, t.position, column, bias);
+    add(own[kFirstScore], bias[0]), add(own[kSecondScore], bias[1]);
+    store_parts<kChannels>(ring_of<kChannels>(c, t.slot, column), t.position % c.ring, own);
   }
   for (unsigned rest = work.completed; rest != 0; rest &= rest - 1) {
     const int token = first + __ffs(rest) - 1;
-    const CsaToken t = token_of(place_of_lane(plan, token, s.slots), token);
+    const CsaToken t = token_of(place_of_lane(plan, token, c.slots), token);
     Float4 value[kCsaRows], weight[kCsaRows];
-    load_rows<kChannels, kCsaRows>(s, plan, t, column, value, weight);
-    const Finish finish = load_finish<kChannels>(s.finish, token, thread);
-    const int64_t to = entry_row(s, plan, t.slot, t.position / kCsaRatio);
-    add_bias<kChannels, kCsaRows>(s, t, column, weight);
-    emit_row<kChannels>(s.finish, finish, s.pool, softmax_pool(value, weight), to, shared, thread);
+    load_rows<kChannels, kCsaRows>(c, plan, t, column, value, weight);
+    const Epilogue epilogue = load_epilogue<kChannels>(c.epilogue, token, thread);
+    const int64_t to = entry_row(c, plan, t.slot, t.position / kCsaRatio);
+    add_bias<kChannels, kCsaRows>(c, t, column, weight);
+    emit_row<kChannels>(c.epilogue, epilogue, c.pool, softmax_pool(value, weight), to, shared, thread);
   }
 }
 
 struct CsaArgs {
   CompressPlan plan;
-  CompressStream main, index;  // either may be absent (state null)
+  Compressor main, index;  // either may be absent (state null)
   int main_blocks;
 };
 
 // Blocks 0 .. main_blocks - 1 feed the main stream, kTokens rows of 512 each; the others the indexer's, as many to a warp.
 template <int kTokens>
-__global__ void __launch_bounds__(kCompressThreads, 4) csa_kernel(const __grid_constant__ CsaArgs args) {
-  __shared__ alignas(16) float shared[512];
+__global__ void __launch_bounds__(kCompressThreads, kCompressBlocks) csa_kernel(const __grid_constant__ CsaArgs args) {
+  __shared__ alignas(16) float shared[kDim];
   const int thread = threadIdx.x, block = blockIdx.x;
   if (block < args.main_blocks) {
-    const auto feed = kTokens == 1 ? feed_csa<512> : feed_csa_chunk<512>;
-    feed(args.main, args.plan, block * kTokens, shared, thread);
+    const auto compress = kTokens == 1 ? compress_token<kDim> : compress_tokens<kDim>;
+    compress(args.main, args.plan, block * kTokens, shared, thread);
   } else {
-    const int first = ((block - args.main_blocks) * (kCompressThreads / 32) + (thread >> 5)) * kTokens;
-    const auto feed = kTokens == 1 ? feed_csa<128> : feed_csa_chunk<128>;
-    if (first < args.plan.tokens) feed(args.index, args.plan, first, nullptr, thread & 31);
+    const int first = ((block - args.main_blocks) * kCompressWarps + warp_of(thread)) * kTokens;
+    const auto compress = kTokens == 1 ? compress_token<kIndexDim> : compress_tokens<kIndexDim>;
+    if (first < args.plan.tokens) compress(args.index, args.plan, first, nullptr, lane_of(thread));
   }
 }
 
 struct HcaArgs {
   CompressPlan plan;
-  CompressStream stream;
+  Compressor compressor;
 };
 
 // One block an HCA entry (or the part of it that this step feeds): the online softmax over its tokens, in order.
-__global__ void __launch_bounds__(kCompressThreads, 4) hca_kernel(const __grid_constant__ HcaArgs args) {
-  constexpr int kChannels = 512, kAhead = 6;
-  __shared__ alignas(16) float shared[512];
-  const CompressStream& s = args.stream;
+__global__ void __launch_bounds__(kCompressThreads, kCompressBlocks) hca_kernel(const __grid_constant__ HcaArgs args) {
+  constexpr int kChannels = kDim, kAhead = 6;
+  __shared__ alignas(16) float shared[kDim];
+  const Compressor& c = args.compressor;
   const CompressPlan& plan = args.plan;
   const int thread = threadIdx.x;
   const int32_t* members = plan.groups + static_cast<int64_t>(blockIdx.x) * plan.group_length;
   const int token = __ldg(members);  // T or anything that is no token: no entry
   // Needed last, where the registers are full: now only fetched. So are the angles: the same for all tokens of an entry.
-  prefetch(s.finish.norm + 4 * thread);
+  prefetch(c.epilogue.norm + kOwn * thread);
   if (!below(token, plan.tokens)) return;
-  prefetch(s.finish.cosine + static_cast<int64_t>(token) * 32), prefetch(s.finish.sine + static_cast<int64_t>(token) * 32);
+  prefetch(c.epilogue.cosine + static_cast<int64_t>(token) * kRopePairs), prefetch(c.epilogue.sine + static_cast<int64_t>(token) * kRopePairs);
   const int slot = __ldg(plan.token_slot + token), start = __ldg(plan.token_position + token), row = __ldg(plan.token_seq + token);
-  const float* kv = s.kv + static_cast<int64_t>(token) * s.kv_stride + 4 * thread;
-  const float* score = s.score + static_cast<int64_t>(token) * s.score_stride + 4 * thread;
+  const float* kv = c.kv + static_cast<int64_t>(token) * c.kv_stride + kOwn * thread;
+  const float* score = c.score + static_cast<int64_t>(token) * c.score_stride + kOwn * thread;
   prefetch(kv), prefetch(score);
   // A test of all, so that all are asked for before it.
-  if ((slot == 0) | !below(slot, s.slots) | (start < 0) | !below(row, plan.rows)) return;
-  const int entry = start / s.ratio;
-  prefetch(block_of(s, plan, slot, entry));
+  if ((slot == 0) | !below(slot, c.slots) | (start < 0) | !below(row, plan.sequences)) return;
+  const int entry = start / c.ratio;
+  prefetch(block_of(c, plan, slot, entry));
   const int end = __ldg(plan.seq_start + row) + __ldg(plan.seq_count + row);
   // A group ends with its row, its entry or the step, whichever is first.
   int count = min(plan.group_length, plan.tokens - token);
-  if (count > 1) count = min(min(end - start, s.ratio - start % s.ratio), count);
-  float* banks = s.state + (static_cast<int64_t>(s.ordinal) * s.slots + slot) * s.ring * (3 * kChannels) + 4 * thread;
+  if (count > 1) count = min(min(end - start, c.ratio - start % c.ratio), count);
+  float* banks = c.state + (static_cast<int64_t>(c.ordinal) * c.slots + slot) * c.ring * (kHcaParts * kChannels) + kOwn * thread;
 
   Float4 peak, total, acc;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) peak.x[i] = -__builtin_huge_valf(), total.x[i] = 0, acc.x[i] = 0;
-  if (start % s.ratio != 0) {
-    const float* from = s.history == nullptr ? banks + static_cast<int64_t>((start - 1) % s.ring) * (3 * kChannels)
-                                             : s.history + static_cast<int64_t>(row) * (3 * kChannels) + 4 * thread;
+  for (int i = 0; i < kOwn; ++i) peak.x[i] = -kInf, total.x[i] = 0, acc.x[i] = 0;
+  if (start % c.ratio != 0) {
+    const float* from = c.history == nullptr ? banks + static_cast<int64_t>((start - 1) % c.ring) * (kHcaParts * kChannels)
+                                             : c.history + static_cast<int64_t>(row) * (kHcaParts * kChannels) + kOwn * thread;
     peak = load4(from), total = load4(from + kChannels), acc = load4(from + 2 * kChannels);
   }
-  const float* ape = s.ape == nullptr ? nullptr : s.ape + start % s.ratio * kChannels + 4 * thread;
+  const float* ape = c.ape == nullptr ? nullptr : c.ape + start % c.ratio * kChannels + kOwn * thread;
   for (int step = 0; step < count; step += kAhead) {
     Float4 value[kAhead], logit[kAhead];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       const int64_t i = step + j;
       if (i >= count) continue;
-      value[j] = load4_constant(kv + i * s.kv_stride), logit[j] = load4_constant(score + i * s.score_stride);
+      value[j] = load4_constant(kv + i * c.kv_stride), logit[j] = load4_constant(score + i * c.score_stride);
     }
     if (ape != nullptr) {
       Float4 bias[kAhead];
@@ -337,7 +334,7 @@ __global__ void __launch_bounds__(kCompressThreads, 4) hca_kernel(const __grid_c
     for (int j = 0; j < kAhead; ++j) {
       if (step + j >= count) break;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < kOwn; ++i) {
         // One of the two exponentials of the update is exp(0) = 1.
         const float p = peak.x[i], l = logit[j].x[i];
         const bool rises = l > p;
@@ -348,19 +345,19 @@ __global__ void __launch_bounds__(kCompressThreads, 4) hca_kernel(const __grid_c
         acc.x[i] = __fadd_rn(__fmul_rn(acc.x[i], decay), __fmul_rn(weight, value[j].x[i]));
       }
       const int position = start + step + j;
-      if (position >= end - s.ring) {
-        float* to = banks + static_cast<int64_t>(static_cast<unsigned>(position) % s.ring) * (3 * kChannels);
+      if (position >= end - c.ring) {
+        float* to = banks + static_cast<int64_t>(static_cast<unsigned>(position) % c.ring) * (kHcaParts * kChannels);
         store4(to, peak), store4(to + kChannels, total), store4(to + 2 * kChannels, acc);
       }
     }
   }
-  if ((start + count) % s.ratio != 0) return;
-  const int64_t to = entry_row(s, plan, slot, entry);
-  const Finish finish = load_finish<kChannels>(s.finish, token, thread);
+  if ((start + count) % c.ratio != 0) return;
+  const int64_t to = entry_row(c, plan, slot, entry);
+  const Epilogue epilogue = load_epilogue<kChannels>(c.epilogue, token, thread);
   Float4 pooled;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) pooled.x[i] = __fdiv_rn(acc.x[i], total.x[i]);
-  emit_row<kChannels>(s.finish, finish, s.pool, pooled, to, shared, thread);
+  for (int i = 0; i < kOwn; ++i) pooled.x[i] = __fdiv_rn(acc.x[i], total.x[i]);
+  emit_row<kChannels>(c.epilogue, epilogue, c.pool, pooled, to, shared, thread);
 }
 
 }  // namespace dsv4

@@ -34,7 +34,8 @@ class Operands {
     const auto* matrix = next<float>(xla::ffi::F32, -1, rows);
     if (matrix == nullptr) return nullptr;
     *stride = static_cast<int>(width_);
-    if (start < 0 || start + width > width_ || start % 4 != 0 || width_ % 4 != 0) return static_cast<float*>(fail());
+    constexpr int kStep = 4;  // floats of a load
+    if (start < 0 || start + width > width_ || start % kStep != 0 || width_ % kStep != 0) return static_cast<float*>(fail());
     return matrix + start;
   }
   int64_t rows() const { return rows_; }  // of the operand read last
@@ -61,22 +62,29 @@ class Operands {
   int64_t rows_ = 0, width_ = 0;
 };
 
+// What the epilogue of rows of `channels` needs beside them.
+inline void read_epilogue(Operands& operands, EpilogueArgs& args, int channels, int64_t tokens) {
+  args.norm = operands.next<float>(xla::ffi::F32, channels);
+  args.cosine = operands.next<float>(xla::ffi::F32, kRopePairs, tokens);
+  args.sine = operands.next<float>(xla::ffi::F32, kRopePairs, tokens);
+}
+
 // The parts of a pool of rows of this format, of equally many rows.
 inline RowPool read_pool(Operands& operands, int format) {
   namespace ffi = xla::ffi;
   RowPool pool = {};
   pool.format = format;
   if (format == static_cast<int>(Format::kFp8)) {
-    pool.codes = operands.next<uint8_t>(ffi::U8, 448);
+    pool.codes = operands.next<uint8_t>(ffi::U8, kNope);
     pool.rows = operands.rows();
-    pool.rope = operands.next<uint16_t>(ffi::U16, 64, pool.rows);
-    pool.scale = operands.next(ffi::U8, 8, pool.rows);
+    pool.rope = operands.next<uint16_t>(ffi::U16, kRope, pool.rows);
+    pool.scale = operands.next(ffi::U8, kScales, pool.rows);
   } else if (format == static_cast<int>(Format::kIndexFp4)) {
-    pool.codes = operands.next<uint8_t>(ffi::U8, 64);
+    pool.codes = operands.next<uint8_t>(ffi::U8, kFp4Bytes);
     pool.rows = operands.rows();
-    pool.scale = operands.next(ffi::U8, 4, pool.rows);
+    pool.scale = operands.next(ffi::U8, kFp4Scales, pool.rows);
   } else {
-    pool.codes = operands.next<uint8_t>(ffi::U8, 128);
+    pool.codes = operands.next<uint8_t>(ffi::U8, kIndexDim);
     pool.rows = operands.rows();
     pool.scale = operands.next(ffi::F32, 1, pool.rows);
   }

@@ -21,11 +21,11 @@ ffi::Error finish_queries(cudaStream_t stream, Queries queries, Angles cosine, A
                           int32_t start, float eps, bool hadamard, bool round_fp4) {
   const auto matrix = queries.dimensions(), q = out->dimensions();
   for (const auto& angles : {cosine, sine}) {
-    if (angles.dimensions()[0] != q[0] || angles.dimensions()[1] != dsv4::kRopeDim / 2) {
+    if (angles.dimensions()[0] != q[0] || angles.dimensions()[1] != dsv4::kRopePairs) {
       return ffi::Error::InvalidArgument("finish_queries: cosine and sine must be [tokens, 32]");
     }
   }
-  if (q[2] != 512 && q[2] != 128) return ffi::Error::InvalidArgument("finish_queries: rows must have 512 or 128 dims");
+  if (q[2] != dsv4::kDim && q[2] != dsv4::kIndexDim) return ffi::Error::InvalidArgument("finish_queries: rows must have 512 or 128 dims");
   if (matrix[0] != q[0] || start < 0 || start + q[1] * q[2] > matrix[1] || start % 4 != 0 || matrix[1] % 4 != 0) {
     return ffi::Error::InvalidArgument("finish_queries: not as many columns as heads, or not in steps of 16 bytes");
   }
@@ -42,12 +42,12 @@ ffi::Error finish_queries(cudaStream_t stream, Queries queries, Angles cosine, A
   args.hadamard = hadamard;
   args.round_fp4 = round_fp4;
   if (args.rows == 0) return ffi::Error::Success();
-  constexpr int kRows = dsv4::kQueryThreads / 32;
+  constexpr int kRows = dsv4::kQueryWarps;
   const unsigned blocks = (static_cast<unsigned>(args.rows) + kRows - 1) / kRows;
-  if (q[2] == 512) {
-    dsv4::query_kernel<512><<<blocks, dsv4::kQueryThreads, 0, stream>>>(args);
+  if (q[2] == dsv4::kDim) {
+    dsv4::query_kernel<dsv4::kDim><<<blocks, dsv4::kQueryThreads, 0, stream>>>(args);
   } else {
-    dsv4::query_kernel<128><<<blocks, dsv4::kQueryThreads, 0, stream>>>(args);
+    dsv4::query_kernel<dsv4::kIndexDim><<<blocks, dsv4::kQueryThreads, 0, stream>>>(args);
   }
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return ffi::Error::Internal(std::string("finish_queries: ") + cudaGetErrorString(error));

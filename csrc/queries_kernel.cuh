@@ -1,15 +1,20 @@
-// The last steps of a query (dsv4_jax/ops/queries.py), one warp a row: RMSNorm without weight, RoPE on the last 64 dims, for
-// the indexer also a Hadamard rotation and the FP4 round trip; rounded to bf16.
+// The last steps of a query (dsv4_jax/ops/queries.py): RMSNorm without weight, RoPE on the last 64 dims, for the indexer also
+// a Hadamard rotation and the FP4 round trip; rounded to bf16.
+//
+// Each warp has a row of its own: a lane holds dims 128 i + 4 lane + {0, 1, 2, 3}.
 #pragma once
 
 #include <cuda_bf16.h>
 
 #include <cstdint>
 
+#include "row_math.cuh"
+
 namespace dsv4 {
 
 constexpr int kQueryThreads = 256;
-constexpr int kRopeDim = 64;
+constexpr int kQueryWarps = kQueryThreads / kLanes;
+constexpr int kSweep = kOwn * kLanes;  // dims that a warp holds side by side
 
 struct QueryArgs {
   const float* queries;    // [tokens, heads * dim], tokens `stride` apart
@@ -22,105 +27,79 @@ struct QueryArgs {
   int hadamard, round_fp4;
 };
 
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d);
-  return x;
-}
-
-// x @ H_128 / sqrt(128) of a row of 128, four dims a lane: stages of distance 1, 2, 4, ..., 64.
-__device__ __forceinline__ void hadamard_128(float (&x)[4], int lane) {
-  const float a = x[0] + x[1], b = x[0] - x[1], c = x[2] + x[3], d = x[2] - x[3];
-  x[0] = a + c, x[1] = b + d, x[2] = a - c, x[3] = b - d;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float other = __shfl_xor_sync(~0u, x[i], distance);
-      x[i] = (lane & distance) != 0 ? other - x[i] : x[i] + other;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) x[i] *= 0.088388346f;
-}
-
 // What FP4 storage would make of the 32 dims that eight lanes hold (dsv4_jax/formats/index_fp4.py).
-__device__ __forceinline__ void round_trip_fp4(float (&x)[4]) {
-  constexpr float kTiny = 0x1p-126f, kMost = 3.402823466e38f;
-  float amax = 6 * kTiny;
+__device__ __forceinline__ void round_trip_fp4(Float4& v) {
+  float amax = kFp4Floor;
   bool nan = false;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (fabsf(x[i]) < kTiny) x[i] = copysignf(0.f, x[i]);
-    nan |= x[i] != x[i];  // and then the scale does not matter
-    amax = fmaxf(amax, fminf(fabsf(x[i]), kMost));
+  for (int i = 0; i < kOwn; ++i) {
+    flush_subnormal(v.x[i]);
+    nan |= v.x[i] != v.x[i];  // and then the scale does not matter
+    amax = fmaxf(amax, fminf(fabsf(v.x[i]), kMostFloat));
   }
   int any = nan;
 #pragma unroll
-  for (int d = 1; d < 8; d *= 2) {
-    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, d));
-    any |= __shfl_xor_sync(~0u, any, d);
+  for (int d = 1; d < kFp4Threads; d *= 2) {
+    amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, d));
+    any |= __shfl_xor_sync(kAllLanes, any, d);
   }
-  // k = ceil(log2(amax / 6)): 6 is 1.5 * 2^2.
-  const uint32_t bits = __float_as_uint(amax);
-  const int k = static_cast<int>(bits >> 23) - 129 + ((bits & 0x7FFFFF) > 0x400000);
-  const float scale = __uint_as_float(static_cast<uint32_t>(k + 127) << 23);
-  const float inverse = __uint_as_float(static_cast<uint32_t>(127 - k) << 23);
+  const int k = scale_exponent(amax, kE2m1Limit);
+  const float scale = power_of_two(k), inverse = power_of_two(-k);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float m = fabsf(x[i]) * inverse;
-    const float v = m < 2 ? rintf(2 * m) * 0.5f : m < 4 ? rintf(m) : fminf(2 * rintf(0.5f * m), 6.f);
-    x[i] = any != 0 ? __uint_as_float(0x7FC00000) : copysignf(v, x[i]) * scale;
+  for (int i = 0; i < kOwn; ++i) {
+    const float rounded = round_e2m1(v.x[i], scale, inverse);
+    v.x[i] = any != 0 ? __uint_as_float(kFloatNaN) : rounded;
   }
 }
 
-template <int kDim>
+template <int kWidth>
 __global__ void __launch_bounds__(kQueryThreads) query_kernel(const __grid_constant__ QueryArgs args) {
-  constexpr int kQuads = kDim / 128;  // a lane holds dims 128 i + 4 lane + {0, 1, 2, 3}
-  const int lane = threadIdx.x & 31;
-  const unsigned index = blockIdx.x * (kQueryThreads / 32) + (threadIdx.x >> 5), heads = args.heads;
+  constexpr int kParts = kWidth / kSweep;
+  const int lane = lane_of(threadIdx.x);
+  const unsigned index = blockIdx.x * kQueryWarps + (threadIdx.x / kLanes), heads = args.heads;
   if (index >= static_cast<unsigned>(args.rows)) return;
   const int64_t row = index, token = index / heads;
-  const float* queries = args.queries + token * args.stride + (index % heads) * kDim;
-  float x[kQuads][4];
+  const float* queries = args.queries + token * args.stride + (index % heads) * kWidth;
+  Float4 x[kParts];
 #pragma unroll
-  for (int i = 0; i < kQuads; ++i) {
-    const float4 v = __ldg(reinterpret_cast<const float4*>(queries + 128 * i) + lane);
-    x[i][0] = v.x, x[i][1] = v.y, x[i][2] = v.z, x[i][3] = v.w;
+  for (int i = 0; i < kParts; ++i) {
+    const float4 v = __ldg(reinterpret_cast<const float4*>(queries + kSweep * i) + lane);
+    x[i] = {{v.x, v.y, v.z, v.w}};
   }
   // The angles of the last 64 dims, as adjacent pairs: asked for by all lanes, beside the row.
-  const int64_t at = token * (kRopeDim / 2) + 2 * max(lane - 16, 0);
-  const float2 c = __ldg(reinterpret_cast<const float2*>(args.cosine + at));
-  const float2 s = __ldg(reinterpret_cast<const float2*>(args.sine + at));
+  constexpr int kFirstRotary = kLanes - kRope / kOwn;
+  const int64_t at = token * kRopePairs + 2 * max(lane - kFirstRotary, 0);
+  const float2 cosine = __ldg(reinterpret_cast<const float2*>(args.cosine + at));
+  const float2 sine = __ldg(reinterpret_cast<const float2*>(args.sine + at));
   if (args.eps >= 0) {
     float sum = 0;
 #pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
+    for (int i = 0; i < kParts; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) sum += x[i][j] * x[i][j];
+      for (int j = 0; j < kOwn; ++j) sum += x[i].x[j] * x[i].x[j];
     }
-    const float factor = rsqrtf(warp_sum(sum) * (1.f / kDim) + args.eps);
 #pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
+    for (int d = kLanes / 2; d > 0; d /= 2) sum += __shfl_xor_sync(kAllLanes, sum, d);
+    const float factor = rsqrtf(sum * (1.f / kWidth) + args.eps);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) x[i][j] *= factor;
+    for (int i = 0; i < kParts; ++i) {
+#pragma unroll
+      for (int j = 0; j < kOwn; ++j) x[i].x[j] *= factor;
     }
   }
-  if (lane >= 16) {
-    float(&y)[4] = x[kQuads - 1];
-    const float a = y[0] * c.x - y[1] * s.x, b = y[0] * s.x + y[1] * c.x;
-    const float d = y[2] * c.y - y[3] * s.y, e = y[2] * s.y + y[3] * c.y;
-    y[0] = a, y[1] = b, y[2] = d, y[3] = e;
+  if (lane >= kFirstRotary) {
+    auto& [even, odd, next_even, next_odd] = x[kParts - 1].x;
+    turn<Rounding::kFused>(even, odd, cosine.x, sine.x);
+    turn<Rounding::kFused>(next_even, next_odd, cosine.y, sine.y);
   }
-  if constexpr (kDim == 128) {
-    if (args.hadamard) hadamard_128(x[0], lane);
+  if constexpr (kWidth == kIndexDim) {
+    if (args.hadamard) hadamard(x[0], lane);
     if (args.round_fp4) round_trip_fp4(x[0]);
   }
 #pragma unroll
-  for (int i = 0; i < kQuads; ++i) {
-    const __nv_bfloat162 lo = __floats2bfloat162_rn(x[i][0], x[i][1]), hi = __floats2bfloat162_rn(x[i][2], x[i][3]);
-    const uint2 out = {reinterpret_cast<const uint32_t&>(lo), reinterpret_cast<const uint32_t&>(hi)};
-    reinterpret_cast<uint2*>(args.out + row * kDim + 128 * i)[lane] = out;
+  for (int i = 0; i < kParts; ++i) {
+    const auto& [a, b, c, d] = x[i].x;
+    reinterpret_cast<uint2*>(args.out + row * kWidth + kSweep * i)[lane] = {bf16_pair(a, b), bf16_pair(c, d)};
   }
 }
 

@@ -56,7 +56,7 @@ def call(arguments: AppendArguments) -> Rows:
     kernel = jax.ffi.ffi_call(ffi.cuda_target("append", "dsv4_append"), results, input_output_aliases=aliases)
     eps = np.float32(0 if epilogue is None else epilogue.eps)
     return tuple(
-        kernel(*operands, start=np.int32(start), eps=eps, finish=epilogue is not None, scatter=pool is not None)
+        kernel(*operands, start=np.int32(start), eps=eps, epilogue=epilogue is not None, scatter=pool is not None)
     )
 
 

@@ -63,8 +63,10 @@ def call(arguments: CompressArguments) -> list[Compressed]:
     of_plan = (plan.token_slot, plan.token_position, plan.token_seq, plan.seq_start, plan.seq_count, plan.seq_first)
     operands = [*(jnp.asarray(x) for x in of_plan), jnp.asarray(arguments.table), *more]
     position = jnp.asarray(plan.token_position)
-    results, aliases, numbers, columns = [], {}, [], []
-    for inputs in compressors:
+    names = ["main" if _is_kv(inputs) else "index" for inputs in compressors]
+    results, aliases, attributes, made = [], {}, {}, {}
+    # The kernel reads the operands of the main compressor first.
+    for name, inputs in sorted(zip(names, compressors, strict=True), key=lambda named: named[0] != "main"):
         state, old = inputs.state, []
         if history:
             before, state = state_before(inputs, plan, depth)
@@ -81,20 +83,25 @@ def call(arguments: CompressArguments) -> list[Compressed]:
             *rope_tables(position - position % geometry.ratio, epilogue.inv_freq.astype(jnp.float32)),
             *old,
         ]
+        made[name] = range(len(results), len(results) + 1 + len(inputs.pool))
         for leaf in (state, *inputs.pool):
             aliases[len(operands)] = len(results)
             operands.append(leaf)
             results.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         number = next(i for i, row in enumerate(ROWS) if row.parts == geometry.fmt.parts)
-        numbers += [geometry.ratio, geometry.ordinal, geometry.slots, geometry.ring, geometry.base,
-                    geometry.rows_per_block, number, int(epilogue.hadamard), len(bias),
-                    geometry.block_units(inputs.pool[0].shape[0])]  # fmt: skip
-        columns += [kv_start, score_start]
+        numbers = dict(
+            ratio=geometry.ratio, ordinal=geometry.ordinal, slots=geometry.slots, ring=geometry.ring,
+            base=geometry.base, rows_per_block=geometry.rows_per_block,
+            blocks=geometry.block_units(inputs.pool[0].shape[0]), format=number,
+            kv_column=kv_start, score_column=score_start,
+        )  # fmt: skip
+        attributes[name] = {key: np.int32(number) for key, number in numbers.items()} | dict(
+            hadamard=bool(epilogue.hadamard), bias=bool(bias), eps=np.float32(epilogue.eps)
+        )
     kernel = jax.ffi.ffi_call(ffi.cuda_target("compress", target), tuple(results), input_output_aliases=aliases)
-    eps = np.array([inputs.epilogue.eps for inputs in compressors], np.float32)
-    fields, columns = (np.array(x, np.int32) for x in (numbers, columns))
-    out = list(kernel(*operands, fields=fields, columns=columns, eps=eps, history=history))
-    return [(out.pop(0), tuple(out.pop(0) for _ in inputs.pool)) for inputs in compressors]
+    out = kernel(*operands, **attributes, history=history)
+    leaves = [[out[i] for i in made[name]] for name in names]
+    return [(state, tuple(pool)) for state, *pool in leaves]
 
 
 IMPLEMENTATION = Implementation(

@@ -1,0 +1,63 @@
+// The bits of numbers: float32, bfloat16, e4m3, e2m1, ue8m0.
+#pragma once
+
+#include <cstdint>
+
+namespace dsv4 {
+
+constexpr int kBias = 127;                            // of the exponents of float32, bfloat16 and ue8m0
+constexpr int kFloatMantissa = 23, kBf16Mantissa = 7;  // bits
+constexpr uint32_t kMantissaMask = (1u << kFloatMantissa) - 1;
+constexpr int kE4m3Bits = 8, kE2m1Bits = 4;
+constexpr uint32_t kFloatNaN = 0x7FC00000, kBf16NaN = 0x7FC0, kE4m3NaN = 0x7F, kUe8m0NaN = 0xFF;
+constexpr float kInf = __builtin_huge_valf();
+constexpr float kMostFloat = 3.402823466e38f, kLeastNormal = 0x1p-126f;
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+// The power of two whose exponent field is `field`.
+__device__ __forceinline__ float of_exponent_field(uint32_t field) { return __uint_as_float(field << kFloatMantissa); }
+__device__ __forceinline__ float power_of_two(int k) { return of_exponent_field(static_cast<uint32_t>(k + kBias)); }
+
+// Numbers below the normal ones become zeros of their sign, as on the matrix units.
+__device__ __forceinline__ void flush_subnormal(float& x) {
+  if (fabsf(x) < kLeastNormal) x = copysignf(0.f, x);
+}
+
+// The greatest number of a stored format, by its fields as a float32.
+struct Limit {
+  int exponent;
+  uint32_t mantissa;
+};
+constexpr Limit kE4m3Limit = {kBias + 8, 0x600000};  // 448 = 1.75 * 2^8
+constexpr Limit kE2m1Limit = {kBias + 2, 0x400000};  // 6 = 1.5 * 2^2
+
+// ceil(log2(amax / limit)): the scale with which nothing is above the limit.
+__device__ __forceinline__ int scale_exponent(float amax, Limit limit) {
+  const uint32_t bits = __float_as_uint(amax);
+  return static_cast<int>(bits >> kFloatMantissa) - limit.exponent + ((bits & kMantissaMask) > limit.mantissa);
+}
+
+// Codes 0 to 7 of e2m1 stand for 0, .5, 1, 1.5, 2, 3, 4, 6; 8 is the sign. Halfway goes to the even code.
+constexpr float kE2m1Most = 6, kE2m1MostCode = 7;
+constexpr uint32_t kE2m1Sign = 8;
+// The code of x * factor; of NaN 0.
+__device__ __forceinline__ uint32_t e2m1_code(float x, float factor) {
+  const float m = fabsf(x) * factor;
+  const float code = m < 2 ? rintf(2 * m) : m < 4 ? rintf(m) + 2 : fminf(rintf(0.5f * m) + 4, kE2m1MostCode);
+  return x != x ? 0u : static_cast<uint32_t>(code) | (__float_as_uint(x) >> 28 & kE2m1Sign);
+}
+// What the code of x / scale stands for times the scale, its inverse given.
+__device__ __forceinline__ float round_e2m1(float x, float scale, float inverse) {
+  const float m = fabsf(x) * inverse;
+  const float value = m < 2 ? rintf(2 * m) * 0.5f : m < 4 ? rintf(m) : fminf(2 * rintf(0.5f * m), kE2m1Most);
+  return copysignf(value, x) * scale;
+}
+
+// The greater one; NaN if either is (fmaxf would drop it).
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float x;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+  return x;
+}
+
+}  // namespace dsv4
