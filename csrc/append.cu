@@ -85,6 +85,7 @@ ffi::Error append(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::Remain
 }  // namespace
 
 DSV4_BUILT_FOR(append);
+DSV4_ARGS_SIZE(append, dsv4::AppendArgs)
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Append, append,
                               ffi::Ffi::Bind()

@@ -71,7 +71,7 @@ ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink,
   const bool turn_back = cosine.element_count() != 0;
   for (const auto& angles : {cosine, sine}) {
     const auto a = angles.dimensions();
-    if (turn_back ? a[0] != q[0] || a[1] != dsv4::kRope / 2 : angles.element_count() != 0) {
+    if (turn_back ? a[0] != q[0] || a[1] != dsv4::kRopePairs : angles.element_count() != 0) {
       return ffi::Error::InvalidArgument("attend: cosine and sine must be [tokens, 32], or both empty");
     }
   }
@@ -83,7 +83,7 @@ ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink,
   if ((!bf16_out && out->element_type() != ffi::F32) || out->element_count() != queries.element_count()) {
     return ffi::Error::InvalidArgument("attend: the output must have the shape of the queries, as float32 or bfloat16");
   }
-  if (splits < 1 || splits > 8) return ffi::Error::InvalidArgument("attend: splits must be 1 to 8");
+  if (splits < 1 || splits > dsv4::kMaxCluster) return ffi::Error::InvalidArgument("attend: splits must be 1 to 8");
   dsv4::AttendArgs args;
   args.queries = reinterpret_cast<const __nv_bfloat16*>(queries.untyped_data());
   args.sink = sink.typed_data();
@@ -111,6 +111,7 @@ ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink,
 }  // namespace
 
 DSV4_BUILT_FOR(attend);
+DSV4_ARGS_SIZE(attend, dsv4::AttendArgs)
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Attend, attend,
                               ffi::Ffi::Bind()

@@ -2,22 +2,27 @@
 #pragma once
 
 #include "hopper.cuh"
+#include "numbers.cuh"
+#include "widths.h"
 
 namespace dsv4 {
 
-constexpr int kTile = 64;    // keys of a tile
-constexpr int kHeads = 64;   // heads of a block
-constexpr int kDim = 512;    // 448 NoPE + 64 RoPE
-constexpr int kNope = 448;
-constexpr int kRope = 64;
-constexpr int kScales = 8;   // scale bytes of a row
-constexpr int kThreads = 512;
-constexpr int kProducerWarps = 8;
+constexpr int kTile = kBlockRows;   // keys of a tile
+constexpr int kHeads = kBlockRows;  // heads of a block
+constexpr int kKeyBlocks = kDim / kBlockColumns;  // of 64 columns, of a tile
+constexpr int kHalf = kDim / 2;                   // columns of the output that a consumer warpgroup sums
+constexpr int kStages = 2;                        // tiles in shared memory
+
+constexpr int kConsumerThreads = 2 * kWarpgroup, kProducerThreads = 2 * kWarpgroup;
+constexpr int kThreads = kConsumerThreads + kProducerThreads;
+constexpr int kConsumerWarps = kConsumerThreads / kLanes, kProducerWarps = kProducerThreads / kLanes;
+constexpr int kConsumerRegisters = 192, kProducerRegisters = 64;  // a thread
 constexpr int kRowsPerWarp = kTile / kProducerWarps;
-constexpr int kWeightsThere = 1, kWeightsFree = 2, kQueriesThere = 3;  // hardware barriers of the consumers
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kInf = __builtin_huge_valf();
+constexpr int kSlots = 3;  // pairs of rows that a producer warp has on their way
+static_assert(kConsumerThreads * kConsumerRegisters + kProducerThreads * kProducerRegisters <= 65536, "an SM's registers");
+
+// Hardware barriers of the consumers; 0 is __syncthreads.
+enum AttendBarrier : int { kWeightsReady = 1, kWeightsFree, kQueriesReady };
 
 struct Rows {
   const uint8_t* nope;   // [rows, 448] e4m3
@@ -44,23 +49,27 @@ struct AttendArgs {
 };
 
 struct Shared {
-  alignas(1024) uint8_t queries[8 * kBlockBytes];  // after the last tile: the block's __half [64][512] sums
-  alignas(1024) uint8_t keys[2][8 * kBlockBytes];
+  alignas(1024) uint8_t queries[kKeyBlocks * kBlockBytes];  // after the last tile: the block's __half [64][512] sums
+  alignas(1024) uint8_t keys[kStages][kKeyBlocks * kBlockBytes];
   alignas(1024) uint8_t weights[kBlockBytes];  // P, bf16
-  uint8_t codes[kProducerWarps][3][2][32][16];    // rows on their way: [warp][slot][groups 0-3 or 4-6][lane]
+  uint8_t codes[kProducerWarps][kSlots][2][kLanes][kChunkBytes];  // rows on their way: [warp][slot][groups 0-3 or 4-6][lane]
   float keep[kHeads];                             // factor by which a tile shrinks the sums before it
   float2 stats[kHeads];                           // (top, total) of this block's run
   float sink[kHeads];
   uint8_t unit[kHeads][2];                        // of the sums: exponent of what 256 columns of a row are counted in
-  alignas(8) uint8_t visible[2][kProducerWarps];  // eight keys a byte
-  uint64_t full[2], empty[2];
+  alignas(8) uint8_t visible[kStages][kProducerWarps];  // eight keys a byte
+  uint64_t full[kStages], empty[kStages];
   int rank, token, head;  // of this block: for the merge, so that they take no register before
 };
-static_assert(sizeof(Shared) <= 227 * 1024, "more shared memory than a block can have");
+static_assert(sizeof(Shared) <= kSharedLimit, "more shared memory than a block can have");
 
-// Accumulator of a 64 x N product: this lane holds, of rows r and r + 8 (r = 16 * warp + lane / 4), columns
-// 8 j + 2 (lane % 4) + {0, 1} as d[4 j + {0, 1}] and d[4 j + {2, 3}].
-using Sums = float[2][64];  // of 64 rows x 256 columns: two accumulators of 128 columns
+// A block's tiles [first, last) of its token's keys.
+struct Run {
+  int first, last;
+};
+
+// The sums of 64 rows x 256 columns: two accumulators of 128 columns.
+using Sums = Accumulator<2 * kBlockColumns>[2];
 
 __device__ __forceinline__ uint32_t pack(float lo, float hi) {
   const __nv_bfloat162 x = __floats2bfloat162_rn(lo, hi);

@@ -8,31 +8,50 @@
 
 #include <cstdint>
 
+#include "lanes.cuh"
+
 namespace dsv4 {
 
-constexpr uint32_t kBlockBytes = 64 * 128;
+constexpr int kBlockRows = 64, kBlockColumns = 64;      // of bf16
+constexpr int kRowBytes = 2 * kBlockColumns;            // of a row in a block
+constexpr uint32_t kBlockBytes = kBlockRows * kRowBytes;
+constexpr int kSwizzle = 8;                             // rows after which it repeats, and chunks of a row
+constexpr int kChunkBytes = 16, kChunkColumns = kChunkBytes / 2;
+constexpr int kMmaDepth = 16;                           // columns of K of one bf16 product
+constexpr int kMmaBytes = 2 * kMmaDepth;                // theirs in a row
+constexpr int kSharedLimit = 227 * 1024;                // bytes of shared memory that a block can have
+constexpr int kMaxCluster = 8;                          // blocks of a cluster, on every device
+
+// Where chunk `chunk` of a row lies within its row of a block.
+__device__ __forceinline__ int swizzled(int chunk, int row) { return (chunk ^ rest<kSwizzle>(row)) * kChunkBytes; }
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Descriptor fields: address >> 4, leading offset >> 4 at bit 16, stride offset >> 4 at bit 32, swizzle 128 B at bit 62.
+// Descriptors count bytes in units of 16: address, leading offset at bit 16, stride offset at bit 32, swizzle 128 B at bit 62.
+constexpr int kDescriptorUnit = 4;  // as a shift
 __device__ __forceinline__ uint64_t operand(uint32_t address, uint32_t leading_bytes, uint32_t stride_bytes) {
-  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | static_cast<uint64_t>(leading_bytes >> 4) << 16 |
-         static_cast<uint64_t>(stride_bytes >> 4) << 32 | uint64_t{1} << 62;
+  constexpr uint32_t kAddressMask = 0x3FFFF;
+  constexpr int kLeadingBit = 16, kStrideBit = 32, kSwizzleBit = 62;
+  return static_cast<uint64_t>((address & kAddressMask) >> kDescriptorUnit) |
+         static_cast<uint64_t>(leading_bytes >> kDescriptorUnit) << kLeadingBit |
+         static_cast<uint64_t>(stride_bytes >> kDescriptorUnit) << kStrideBit | uint64_t{1} << kSwizzleBit;
 }
+constexpr uint32_t kGroupBytes = kSwizzle * kRowBytes;  // from eight rows of a block to the next
+constexpr uint32_t kUnused = 16;                        // leading offset
 
 // Rows are M or N and the block's columns are K: 8-row groups lie 1 KiB apart, the leading offset is unused.
-__device__ __forceinline__ uint64_t k_major(uint32_t address) { return operand(address, 16, 1024); }
+__device__ __forceinline__ uint64_t k_major(uint32_t address) { return operand(address, kUnused, kGroupBytes); }
 
 // The same by its low half, as found for the start of a block or blocks, at a distance of `offset` bytes.
 __device__ __forceinline__ uint32_t k_major_low(uint32_t address) { return static_cast<uint32_t>(k_major(address)); }
 __device__ __forceinline__ uint64_t k_major(uint32_t low, uint32_t offset) {
-  return (k_major(0) & ~uint64_t{0xFFFFFFFF}) | (low + (offset >> 4));
+  return (k_major(0) & ~uint64_t{~0u}) | (low + (offset >> kDescriptorUnit));
 }
 
 // Rows are K and the columns are N: 64-column blocks lie `kBlockBytes` apart, 8-row groups 1 KiB.
-__device__ __forceinline__ uint64_t n_major(uint32_t address) { return operand(address, kBlockBytes, 1024); }
+__device__ __forceinline__ uint64_t n_major(uint32_t address) { return operand(address, kBlockBytes, kGroupBytes); }
 
 __device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -41,12 +60,29 @@ __device__ __forceinline__ void mma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// Accumulator of a 64 x kN product: a lane holds, of rows r and r + 8 (r = 16 * warp + lane / 4), columns
+// 8 j + 2 (lane % 4) + {0, 1} as d[4 j + {0, 1}] and d[4 j + {2, 3}].
+template <int kN>
+using Accumulator = float[kN / 2];
+constexpr int kWarpRows = 16;      // rows of a warp
+constexpr int kLowerRow = 8;       // from row r to the other
+constexpr int kCell = 4;           // numbers of 8 columns
+constexpr int kCellColumns = 8;
+__device__ __forceinline__ int accumulator_row(int warp, int lane) { return warp * kWarpRows + quad_of(lane); }
+// The greatest number, or the sum, of a row's four lanes.
+__device__ __forceinline__ float row_max(float x) { return lanes_max<kQuad>(x); }
+__device__ __forceinline__ float row_total(float x) { return lanes_sum<kQuad>(x); }
+
+// A of a product in registers: of rows r, r + 8, r and r + 8, columns 2 (lane % 4) + {0, 1}, the last two 8 columns on.
+constexpr int kFragment = 4;
+using Fragment = uint32_t[kFragment];
+
 #define DSV4_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define DSV4_F16(d, i) DSV4_F4(d, i), DSV4_F4(d, i + 4), DSV4_F4(d, i + 8), DSV4_F4(d, i + 12)
 #define DSV4_F64(d, i) DSV4_F16(d, i), DSV4_F16(d, i + 16), DSV4_F16(d, i + 32), DSV4_F16(d, i + 48)
 
 // d[64 x 64] (+)= A[64 x 16] B[16 x 64]; A and B K-major in shared memory. `accumulate` 0 overwrites d.
-__device__ __forceinline__ void mma_64x64(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+__device__ __forceinline__ void mma_64x64(Accumulator<kBlockColumns>& d, uint64_t a, uint64_t b, int accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %34, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
@@ -58,7 +94,7 @@ __device__ __forceinline__ void mma_64x64(float (&d)[32], uint64_t a, uint64_t b
 }
 
 // The same with A in registers.
-__device__ __forceinline__ void mma_64x64(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+__device__ __forceinline__ void mma_64x64(Accumulator<kBlockColumns>& d, const Fragment& a, uint64_t b, int accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
@@ -71,7 +107,7 @@ __device__ __forceinline__ void mma_64x64(float (&d)[32], const uint32_t (&a)[4]
 
 // d[64 x 64] (+)= A[64 x 32] B[32 x 64] of e4m3; A in registers: rows lane / 4 and + 8 of the warp's 16, word 2 h + i has
 // columns 16 h + 4 (lane % 4) and on of row i. B K-major in shared memory, 128 columns a row of a block.
-__device__ __forceinline__ void mma_64x64_e4m3(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+__device__ __forceinline__ void mma_64x64_e4m3(Accumulator<kBlockColumns>& d, const Fragment& a, uint64_t b, int accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
@@ -84,7 +120,7 @@ __device__ __forceinline__ void mma_64x64_e4m3(float (&d)[32], const uint32_t (&
 
 // d[64 x 128] += A[64 x 16] B[16 x 128]; A in registers, B N-major in shared memory. (N = 256 does not assemble for a
 // block of 512 threads: one instruction would need more than the 128 registers a thread starts with.)
-__device__ __forceinline__ void mma_64x128(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+__device__ __forceinline__ void mma_64x128(Accumulator<2 * kBlockColumns>& d, const Fragment& a, uint64_t b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -97,7 +133,7 @@ __device__ __forceinline__ void mma_64x128(float (&d)[64], const uint32_t (&a)[4
 }
 
 // The same with A K-major in shared memory.
-__device__ __forceinline__ void mma_64x128(float (&d)[64], uint64_t a, uint64_t b) {
+__device__ __forceinline__ void mma_64x128(Accumulator<2 * kBlockColumns>& d, uint64_t a, uint64_t b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -115,6 +151,10 @@ __device__ __forceinline__ void fence_for_mma() { asm volatile("fence.proxy.asyn
 __device__ __forceinline__ void barrier_init(uint32_t bar, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
 }
+// After the barriers of a block were made, by the thread that made them.
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 __device__ __forceinline__ void barrier_arrive(uint32_t bar) {
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
@@ -126,6 +166,15 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
+
+// A stage of a ring of kStages buffers, and in which of its turns, modulo two: the parity that its barriers are waited with.
+template <int kStages>
+struct Stage {
+  static_assert((kStages & (kStages - 1)) == 0, "a power of two");
+  int index, phase;
+  // Of step `step` of a ring that starts with step 0.
+  static __device__ __forceinline__ Stage of(int step) { return {rest<kStages>(step), over<kStages>(step) & 1}; }
+};
 
 // Hardware barrier `id` (1..15) among `threads` threads: wait, or announce without waiting.
 __device__ __forceinline__ void named_sync(int id, int threads) {

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "built_for.h"
+#include "device.h"
 #include "index_scores_kernel.cuh"
 #include "xla/ffi/api/ffi.h"
 
@@ -14,15 +15,18 @@ namespace {
 
 namespace ffi = xla::ffi;
 
+constexpr int kShortestRun = 4, kLongestRun = 64;  // tiles, where the launch chooses
+constexpr int kMostTokens = 65535;                 // the second dimension of a grid
+
 cudaError_t launch(dsv4::ScoreArgs args, int fp8, cudaStream_t stream) {
   const int64_t total = static_cast<int64_t>(args.columns) * args.rows_per_block;
   if (args.tokens == 0 || total == 0) return cudaSuccess;
   const int tiles = static_cast<int>((total + dsv4::kScoreTile - 1) / dsv4::kScoreTile);
   if (args.run_tiles == 0) {
     // As many blocks as run at a time, so that their preparation is spread over long runs; not so long, though, that
-    // tokens of very different counts leave multiprocessors idle.
-    const int runs = std::max(132 * dsv4::kScoreBlocks / args.tokens, 1);
-    args.run_tiles = std::min(std::max((tiles + runs - 1) / runs, 4), 64);
+    // tokens of very different counts leave SMs idle.
+    const int runs = std::max(dsv4::multiprocessors() * dsv4::kScoreBlocks / args.tokens, 1);
+    args.run_tiles = std::min(std::max((tiles + runs - 1) / runs, kShortestRun), kLongestRun);
   }
   args.run_tiles = std::min(args.run_tiles, dsv4::kMaxRunTiles);
   const dim3 grid((tiles + args.run_tiles - 1) / args.run_tiles, args.tokens);
@@ -43,10 +47,10 @@ ffi::Error index_scores(cudaStream_t stream, Codes codes, ffi::AnyBuffer scale, 
                         int32_t first_weight, float weight_scale) {
   const auto q = queries.dimensions();
   const int64_t rows = codes.dimensions()[0], width = codes.dimensions()[1];
-  const bool fp8 = width == 128;
+  const bool fp8 = width == dsv4::kIndexDim;
   const auto s = scale.dimensions();
-  if (q[2] != dsv4::kScoreDim || q[1] > dsv4::kScoreHeads || (width != 64 && !fp8) || s.size() != 2 || s[0] != rows ||
-      s[1] != (fp8 ? 1 : 4) || scale.element_type() != (fp8 ? ffi::F32 : ffi::U8)) {
+  if (q[2] != dsv4::kIndexDim || q[1] > dsv4::kScoreHeads || (width != dsv4::kFp4Bytes && !fp8) || s.size() != 2 || s[0] != rows ||
+      s[1] != (fp8 ? 1 : dsv4::kFp4Scales) || scale.element_type() != (fp8 ? ffi::F32 : ffi::U8)) {
     return ffi::Error::InvalidArgument("index_scores: keys must be fp4 or fp8 rows of 128 dims, queries at most 64 heads");
   }
   if (rows_per_block < 1 || rows_per_block % dsv4::kGroupKeys != 0) {
@@ -58,7 +62,7 @@ ffi::Error index_scores(cudaStream_t stream, Codes codes, ffi::AnyBuffer scale, 
   const auto w = weights.dimensions();
   const int64_t total = table.dimensions()[1] * rows_per_block;
   if (w[0] != q[0] || first_weight < 0 || first_weight + q[1] > w[1] || table.dimensions()[0] != q[0] ||
-      count.dimensions()[0] != q[0] || scores->dimensions()[0] != q[0] || scores->dimensions()[1] != total || q[0] > 65535) {
+      count.dimensions()[0] != q[0] || scores->dimensions()[0] != q[0] || scores->dimensions()[1] != total || q[0] > kMostTokens) {
     return ffi::Error::InvalidArgument("index_scores: shapes of queries, weights, table, counts and scores disagree");
   }
   if (total > INT32_MAX - dsv4::kMaxRunTiles * dsv4::kScoreTile) {
@@ -88,6 +92,7 @@ ffi::Error index_scores(cudaStream_t stream, Codes codes, ffi::AnyBuffer scale, 
 }  // namespace
 
 DSV4_BUILT_FOR(index_scores);
+DSV4_ARGS_SIZE(index_scores, dsv4::ScoreArgs)
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4IndexScores, index_scores,
                               ffi::Ffi::Bind()

@@ -25,14 +25,14 @@ struct QueryPart {
 
   template <typename Key>
   __device__ __forceinline__ void load(const ScoreArgs& args, int token, int warp, int lane) {
-    const auto* q = reinterpret_cast<const uint4*>(args.queries + static_cast<int64_t>(token) * args.heads * kScoreDim);
+    const auto* q = reinterpret_cast<const uint4*>(args.queries + static_cast<int64_t>(token) * args.heads * kIndexDim);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
       for (int part = 0; part < 4; ++part) {
         x[i][part] = {0, 0, 0, 0};
         if (head(i, warp, lane) < args.heads) {
-          x[i][part] = __ldg(q + head(i, warp, lane) * (kScoreDim / 8) + Key::query_chunk(lane & 3, part));
+          x[i][part] = __ldg(q + head(i, warp, lane) * (kIndexDim / 8) + Key::query_chunk(lane & 3, part));
         }
       }
     }

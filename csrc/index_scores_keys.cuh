@@ -11,7 +11,6 @@ namespace dsv4 {
 
 constexpr int kScoreTile = 64;    // keys of a tile
 constexpr int kScoreHeads = 64;   // fewer are padded with zero weights
-constexpr int kScoreDim = 128;
 constexpr int kScoreThreads = 128;
 constexpr int kScoreBlocks = 4;   // of threads a multiprocessor: as many as the registers allow
 constexpr int kGroupKeys = 16;    // keys of a warp's part of a tile; never cross a block of the table

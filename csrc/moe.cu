@@ -5,6 +5,7 @@
 #include <string>
 
 #include "built_for.h"
+#include "device.h"
 #include "moe_kernel.cuh"
 #include "xla/ffi/api/ffi.h"
 
@@ -31,19 +32,9 @@ cudaError_t start(Kernel kernel, dim3 grid, int threads, int shared, bool early,
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-int multiprocessors() {
-  static const int count = [] {
-    int device = 0, n = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, device);
-    return n;
-  }();
-  return count;
-}
-
 template <typename Shape>
 cudaError_t launch_with(const dsv4::MoeArgs& args, cudaStream_t stream) {
-  const int pairs = args.tokens * args.top, per_block = dsv4::kListThreads / 32, sms = multiprocessors();
+  const int pairs = args.tokens * args.top, per_block = dsv4::kListThreads / 32, sms = dsv4::multiprocessors();
   if (2 * args.inter % (64 * Shape::kGroups) != 0 || args.hidden % (64 * Shape::kGroups) != 0) return cudaErrorInvalidValue;
   // Few rows are copied by several warps each.
   const bool few = pairs <= dsv4::kFewPairs;
@@ -139,6 +130,7 @@ ffi::Error moe(cudaStream_t stream, Rows x, Chosen chosen, Floats share, Weights
 }  // namespace
 
 DSV4_BUILT_FOR(moe);
+DSV4_ARGS_SIZE(moe, dsv4::MoeArgs)
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Moe, moe,
                               ffi::Ffi::Bind()

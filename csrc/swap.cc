@@ -37,3 +37,6 @@ auto binding() {
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4SwapOut, swap<true>, binding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4SwapIn, swap<false>, binding());
+
+// Bytes of what the kernel's twin and the kernel work on: equal in both libraries, or the two disagree about the layout.
+extern "C" int dsv4_swap_args_size() { return static_cast<int>(sizeof(dsv4::SwapArgs)); }

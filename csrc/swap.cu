@@ -70,6 +70,7 @@ auto binding() {
 }  // namespace
 
 DSV4_BUILT_FOR(swap);
+DSV4_ARGS_SIZE(swap, dsv4::SwapArgs)
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4SwapOut, swap<true>, binding(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4SwapIn, swap<false>, binding(), {ffi::Traits::kCmdBufferCompatible});

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "built_for.h"
+#include "device.h"
 #include "top_k_kernel.cuh"
 #include "xla/ffi/api/ffi.h"
 
@@ -35,6 +36,15 @@ cudaError_t launch_with(const dsv4::TopKArgs& args, int tokens, cudaStream_t str
 // Scores one block can hold in registers.
 constexpr int kCapacity = dsv4::kTopVectors * dsv4::kTopChunk;
 
+// Whether `tokens` clusters of kBlocks blocks run at once, one block an SM: a cluster lies within one of the device's groups of 16
+// to 18 SMs, so that clusters of 8 reach two thirds of the SMs, clusters of 4 six sevenths.
+template <int kBlocks>
+bool run_at_once(int tokens) {
+  static_assert(kBlocks == 4 || kBlocks == 8, "of which the share is known");
+  const int sms = dsv4::multiprocessors(), reached = kBlocks == 8 ? sms * 2 / 3 : sms * 6 / 7;
+  return int64_t{tokens} * kBlocks <= reached;
+}
+
 cudaError_t launch(const dsv4::TopKArgs& args, int tokens, cudaStream_t stream) {
   if (tokens == 0 || args.k == 0) return cudaSuccess;
   const int chunks = (args.width + dsv4::kTopChunk - 1) / dsv4::kTopChunk;
@@ -44,13 +54,12 @@ cudaError_t launch(const dsv4::TopKArgs& args, int tokens, cudaStream_t stream) 
   if (chunks <= 4) return launch_with<4, 1>(args, tokens, stream);
   if (chunks <= 8) return launch_with<8, 1>(args, tokens, stream);
   if (chunks <= 16) return launch_with<16, 1>(args, tokens, stream);
-  // Else the most of 2, 4 and 8 with which all rows still run at once (a cluster lies within one of the chip's groups
-  // of 16 to 18 multiprocessors, so the larger it is the fewer fit), and as many as hold a row.
-  if (chunks <= 64 && 8 * int64_t{tokens} <= 88) return launch_with<8, 8>(args, tokens, stream);
-  if (chunks <= 32 && 4 * int64_t{tokens} <= 112) return launch_with<8, 4>(args, tokens, stream);
-  if (chunks <= 32) return launch_with<16, 2>(args, tokens, stream);
-  if (chunks <= 64) return launch_with<16, 4>(args, tokens, stream);
-  if (chunks <= 128) return launch_with<16, 8>(args, tokens, stream);
+  // Else the most of 2, 4 and 8 with which all rows still run at once, and as many as hold a row.
+  if (chunks <= 8 * 8 && run_at_once<8>(tokens)) return launch_with<8, 8>(args, tokens, stream);
+  if (chunks <= 8 * 4 && run_at_once<4>(tokens)) return launch_with<8, 4>(args, tokens, stream);
+  if (chunks <= 16 * 2) return launch_with<16, 2>(args, tokens, stream);
+  if (chunks <= 16 * 4) return launch_with<16, 4>(args, tokens, stream);
+  if (chunks <= 16 * 8) return launch_with<16, 8>(args, tokens, stream);
   return cudaErrorInvalidValue;
 }
 
@@ -75,6 +84,7 @@ ffi::Error top_k(cudaStream_t stream, Scores scores, Counts count, ffi::Result<I
 }  // namespace
 
 DSV4_BUILT_FOR(top_k);
+DSV4_ARGS_SIZE(top_k, dsv4::TopKArgs)
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4TopK, top_k,
                               ffi::Ffi::Bind()

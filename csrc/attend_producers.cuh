@@ -25,14 +25,21 @@ __device__ __forceinline__ uint32_t decode(uint32_t codes, __nv_bfloat162 scale)
 // Sixteen codes with one scale, as two 16-byte chunks at `address` and its swizzle partner.
 __device__ __forceinline__ void store_codes(uint32_t address, uint4 x, __nv_bfloat162 scale) {
   store_shared(address, {decode<false>(x.x, scale), decode<true>(x.x, scale), decode<false>(x.y, scale), decode<true>(x.y, scale)});
-  store_shared(address ^ 16, {decode<false>(x.z, scale), decode<true>(x.z, scale), decode<false>(x.w, scale), decode<true>(x.w, scale)});
+  store_shared(address ^ kChunkBytes, {decode<false>(x.z, scale), decode<true>(x.z, scale), decode<false>(x.w, scale), decode<true>(x.w, scale)});
 }
 
 // The scale 2^(code - 127) in byte `group` of a word of ue8m0 codes, in both halves.
 __device__ __forceinline__ __nv_bfloat162 scale_of(uint32_t codes, int group) {
-  const uint32_t bits = __byte_perm(codes, 0, 0x0404 | group << 4 | group << 12) >> 1;
+  constexpr uint32_t kZeroBelow = 0x0404;  // in both halves a zero byte below the one picked
+  const uint32_t bits = __byte_perm(codes, 0, kZeroBelow | group << 4 | group << 12) >> 1;
   return reinterpret_cast<const __nv_bfloat162&>(bits);
 }
+
+// A warp's copy of two rows: a lane has 16 codes of one of the first four groups and, below kUpperLanes, of one of the others.
+constexpr int kUpperGroups = 4, kUpperLanes = (kNope / kScaleGroup - kUpperGroups) * kSwizzle;
+constexpr uint32_t kUpperSlot = kLanes * kChunkBytes, kSlotBytes = 2 * kUpperSlot;
+constexpr uint32_t kOnes = 0x7F7F7F7F;  // four scales of one
+__device__ __forceinline__ int pair_row(int lane) { return over<kQuad>(lane) & 1; }
 
 // One producer warp: rows [8 warp, 8 warp + 8) of every tile; lane l knows the id and scales of row l % 8.
 struct Producer {
@@ -42,7 +49,7 @@ struct Producer {
   __device__ __forceinline__ const Rows& rows(int tile) const { return tile < window_tiles ? args.window : args.entries; }
 
   // Of this lane's key in a tile.
-  __device__ __forceinline__ int place() const { return warp * kRowsPerWarp + (lane & 7); }
+  __device__ __forceinline__ int place() const { return warp * kRowsPerWarp + rest<kRowsPerWarp>(lane); }
 
   // The id of this lane's key as stored and whether it is seen. Loads only, and without a look at the count: `row_of`
   // judges them later.
@@ -65,43 +72,46 @@ struct Producer {
   }
 
   __device__ __forceinline__ uint2 load_scale(int tile, int id) const {
-    if (id < 0) return {0x7F7F7F7F, 0x7F7F7F7F};
+    if (id < 0) return {kOnes, kOnes};
     return __ldg(reinterpret_cast<const uint2*>(rows(tile).scale + static_cast<int64_t>(id) * kScales));
   }
 
   // Starts the copy of two rows, 2 pair and 2 pair + 1, into a slot. A lane copies what it will convert: 16 codes of
   // group l / 8 and 16 of group 4 + l / 8 (lanes 24-31: none), of row l / 4 % 2 of the two, quarter l % 4.
   __device__ __forceinline__ void copy_codes(uint32_t slot, int tile, int id, int pair) const {
-    const int row = __shfl_sync(~0u, id, pair * 2 + (lane >> 2 & 1));
-    const uint8_t* p = rows(tile).nope + static_cast<int64_t>(max(row, 0)) * kNope + (lane >> 3) * 64 + (lane & 3) * 16;
+    const int row = __shfl_sync(kAllLanes, id, pair * 2 + pair_row(lane));
+    const uint8_t* p = rows(tile).nope + static_cast<int64_t>(max(row, 0)) * kNope + over<kSwizzle>(lane) * kScaleGroup + quad_lane(lane) * kChunkBytes;
     copy_async(slot, p, row >= 0);
-    if (lane < 24) copy_async(slot + 512, p + 256, row >= 0);
+    if (lane < kUpperLanes) copy_async(slot + kUpperSlot, p + kUpperGroups * kScaleGroup, row >= 0);
   }
 
   // Converts the codes of a slot. A quarter-warp writes eight chunks of two neighbouring rows: with the swizzle, eight
   // different bank groups.
   __device__ __forceinline__ void store_pair(uint32_t keys, uint32_t slot, uint2 scale, int pair) const {
-    const int sub = pair * 2 + (lane >> 2 & 1), group = lane >> 3;
-    const uint32_t low = __shfl_sync(~0u, scale.x, sub), high = __shfl_sync(~0u, scale.y, sub);
-    const uint32_t block = keys + group * kBlockBytes + warp * kRowsPerWarp * 128;
-    const uint32_t address = block + sub * 128 + (((lane & 3) * 2 ^ sub) << 4);
+    const int sub = pair * 2 + pair_row(lane), group = over<kSwizzle>(lane);
+    const uint32_t low = __shfl_sync(kAllLanes, scale.x, sub), high = __shfl_sync(kAllLanes, scale.y, sub);
+    const uint32_t block = keys + group * kBlockBytes + warp * kRowsPerWarp * kRowBytes;
+    const uint32_t address = block + sub * kRowBytes + ((quad_lane(lane) * 2 ^ sub) * kChunkBytes);
     const uint4 x = load_shared(slot);
     store_codes(address, x, scale_of(low, group));
-    if (lane < 24) store_codes(address + 4 * kBlockBytes, load_shared(slot + 512), scale_of(high, group));
+    if (lane < kUpperLanes) {
+      store_codes(address + kUpperGroups * kBlockBytes, load_shared(slot + kUpperSlot), scale_of(high, group));
+    }
   }
 
   __device__ __forceinline__ void copy_rope(uint32_t keys, int tile, int id) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int sub = i * 4 + (lane >> 3), from = __shfl_sync(~0u, id, sub);
-      const uint32_t address = keys + 7 * kBlockBytes + (warp * kRowsPerWarp + sub) * 128 + (((lane & 7) ^ sub) << 4);
-      copy_async(address, rows(tile).rope + static_cast<int64_t>(max(from, 0)) * kRope + (lane & 7) * 8, from >= 0);
+      const int sub = i * kQuad + over<kSwizzle>(lane), from = __shfl_sync(kAllLanes, id, sub);
+      const uint32_t address = keys + (kKeyBlocks - 1) * kBlockBytes + (warp * kRowsPerWarp + sub) * kRowBytes + swizzled(rest<kSwizzle>(lane), sub);
+      copy_async(address, rows(tile).rope + static_cast<int64_t>(max(from, 0)) * kRope + rest<kSwizzle>(lane) * kChunkColumns, from >= 0);
     }
   }
 };
 
 // `key` and `next_key` are those of the tiles `guess` and the one after: loaded before the run was known.
-__device__ __forceinline__ void produce(const Producer& p, Shared& s, int first, int last, int guess, int2 key, int2 next_key) {
+__device__ __forceinline__ void produce(const Producer& p, Shared& s, Run run, int guess, int2 key, int2 next_key) {
+  const auto [first, last] = run;
   if (first >= last) return;
   const int2 none = {0, 0};
   if (first != guess) key = p.load_key(first), next_key = p.load_key(first + 1);
@@ -111,36 +121,36 @@ __device__ __forceinline__ void produce(const Producer& p, Shared& s, int first,
   const uint32_t slots = shared_address(s.codes[p.warp][0][0][p.lane]);
   p.copy_codes(slots, first, id, 0);
   copy_commit();
-  p.copy_codes(slots + 1024, first, id, 1);
+  p.copy_codes(slots + kSlotBytes, first, id, 1);
   copy_commit();
-  p.copy_codes(slots + 2048, first, id, 2);
+  p.copy_codes(slots + 2 * kSlotBytes, first, id, 2);
   copy_commit();
   uint32_t slot = slots;
   int next_id = p.row_of(first + 1, next_key);
   for (int tile = first; tile < last; ++tile) {
-    const int stage = (tile - first) & 1, phase = (tile - first) >> 1 & 1;
-    const uint32_t keys = shared_address(s.keys[stage]);
+    const auto stage = Stage<kStages>::of(tile - first);
+    const uint32_t keys = shared_address(s.keys[stage.index]);
     const uint2 next_scale = p.load_scale(tile + 1, next_id);
     key = tile + 2 < last ? p.load_key(tile + 2) : none;
-    const uint32_t seen = __ballot_sync(~0u, id >= 0);
-    barrier_wait(shared_address(&s.empty[stage]), phase ^ 1);
+    const uint32_t seen = __ballot_sync(kAllLanes, id >= 0);
+    barrier_wait(shared_address(&s.empty[stage.index]), stage.phase ^ 1);
     p.copy_rope(keys, tile, id);  // joins the first group committed below: there before the last pair is converted
-    if (p.lane == 0) s.visible[stage][p.warp] = static_cast<uint8_t>(seen);
+    if (p.lane == 0) s.visible[stage.index][p.warp] = static_cast<uint8_t>(seen);
 #pragma unroll
     for (int pair = 0; pair < kRowsPerWarp / 2; ++pair) {  // three pairs are on their way while one is converted
-      copy_wait<2>();
+      copy_wait<kSlots - 1>();
       p.store_pair(keys, slot, scale, pair);
       if (pair == 0) {
-        p.copy_codes(slot, tile, id, 3);
+        p.copy_codes(slot, tile, id, kSlots);
       } else {
         p.copy_codes(slot, tile + 1, next_id, pair - 1);
       }
       copy_commit();
-      slot = slot == slots + 2048 ? slots : slot + 1024;
+      slot = slot == slots + (kSlots - 1) * kSlotBytes ? slots : slot + kSlotBytes;
     }
     fence_for_mma();
     __syncwarp();
-    if (p.lane == 0) barrier_arrive(shared_address(&s.full[stage]));
+    if (p.lane == 0) barrier_arrive(shared_address(&s.full[stage.index]));
     id = next_id;
     scale = next_scale;
     next_id = p.row_of(tile + 2, key);
