@@ -15,11 +15,11 @@ __device__ __forceinline__ void load_queries(const AttendArgs& args, Shared& s, 
   const uint32_t base = shared_address(s.queries);
 #pragma unroll
   for (int i = 0; i < kHeads * kRowChunks / kConsumerThreads; ++i) {
-    const int chunk = i * kConsumerThreads + thread, row = over<kRowChunks>(chunk), column = rest<kRowChunks>(chunk);
+    const int chunk = i * kConsumerThreads + thread, row = over<kRowChunks>(chunk), column = within<kRowChunks>(chunk);
     const bool exists = head + row < args.heads;
     const __nv_bfloat16* from = args.queries + (static_cast<int64_t>(token) * args.heads + (exists ? head + row : 0)) * kDim;
     const uint32_t to = base + over<kBlockChunks>(column) * kBlockBytes + row * kRowBytes;
-    copy_async(to + swizzled(rest<kBlockChunks>(column), row), from + column * kChunkColumns, exists);
+    copy_async(to + swizzled(within<kBlockChunks>(column), row), from + column * kChunkColumns, exists);
   }
   copy_commit();
   copy_wait<0>();
@@ -32,7 +32,7 @@ __device__ __forceinline__ void shrink(Sums& o, float upper, float lower) {
   if (__all_sync(kAllLanes, upper == 1.f && lower == 1.f)) return;
 #pragma unroll
   for (int j = 0; j < 2 * kSumCells; ++j) {
-    float* x = o[over<kSumCells>(j)] + rest<kSumCells>(j) * kCell;
+    float* x = o[over<kSumCells>(j)] + within<kSumCells>(j) * kCell;
     x[0] *= upper;
     x[1] *= upper;
     x[2] *= lower;
@@ -127,7 +127,7 @@ __device__ __forceinline__ void share_weights(Shared& s, const Accumulator<kTile
 __device__ __forceinline__ void weigh_and_sum(const AttendArgs& args, Shared& s, Softmax& softmax, Sums& o, Run run, int row, int lane) {
   Accumulator<kTile> z;
   for (int tile = run.first; tile < run.last; ++tile) {
-    const auto stage = Stage<kStages>::of(tile - run.first);
+    const Stage stage = stage_of<kStages>(tile - run.first);
     barrier_wait(shared_address(&s.full[stage.index]), stage.phase);
     score(z, shared_address(s.queries), shared_address(s.keys[stage.index]));
     float keep[2];
@@ -154,7 +154,7 @@ __device__ __forceinline__ void weigh_and_sum(const AttendArgs& args, Shared& s,
 // Warpgroup 1: the sums of the other 256 columns, by the same weights.
 __device__ __forceinline__ void sum_only(Shared& s, Sums& o, Run run, int row, int lane) {
   for (int tile = run.first; tile < run.last; ++tile) {
-    const auto stage = Stage<kStages>::of(tile - run.first);
+    const Stage stage = stage_of<kStages>(tile - run.first);
     barrier_wait(shared_address(&s.full[stage.index]), stage.phase);
     named_sync(kWeightsReady, kConsumerThreads);
     shrink(o, s.keep[row], s.keep[row + kLowerRow]);

@@ -25,7 +25,7 @@ __device__ __forceinline__ void store_sums(Shared& s, const Sums& o, int group, 
     float most = 0;
 #pragma unroll
     for (int j = 0; j < 2 * kSumCells; ++j) {
-      const float* x = o[over<kSumCells>(j)] + rest<kSumCells>(j) * kCell + 2 * half;
+      const float* x = o[over<kSumCells>(j)] + within<kSumCells>(j) * kCell + 2 * half;
       most = fmaxf(most, fmaxf(fabsf(x[0]), fabsf(x[1])));
     }
     most = row_max(most);
@@ -36,9 +36,9 @@ __device__ __forceinline__ void store_sums(Shared& s, const Sums& o, int group, 
     const uint32_t to = shared_address(s.queries) + row * kSumBytes + group * kSumBytes / 2 + quad_lane(lane) * sizeof(__half2);
 #pragma unroll
     for (int j = 0; j < 2 * kSumCells; ++j) {
-      const float* x = o[over<kSumCells>(j)] + rest<kSumCells>(j) * kCell + 2 * half;
+      const float* x = o[over<kSumCells>(j)] + within<kSumCells>(j) * kCell + 2 * half;
       const __half2 y = __floats2half2_rn(x[0] * factor, x[1] * factor);
-      store_shared(to + swizzled(rest<kSwizzle>(j), row) + over<kSwizzle>(j) * kRowBytes, reinterpret_cast<const uint32_t&>(y));
+      store_shared(to + swizzled(within<kSwizzle>(j), row) + over<kSwizzle>(j) * kRowBytes, reinterpret_cast<const uint32_t&>(y));
     }
   }
 }
@@ -72,7 +72,7 @@ __device__ __forceinline__ void store_out(const AttendArgs& args, int token, int
 __device__ __forceinline__ void add_runs(const AttendArgs& args, Shared& s, int splits, int thread) {
   constexpr int kChunks = kDim / kChunk;
   const int rank = s.rank, token = s.token;
-  const int row = over<kMergers>(thread), sub = rest<kMergers>(thread), h = s.head + row;
+  const int row = over<kMergers>(thread), sub = within<kMergers>(thread), h = s.head + row;
   const int begin = rank * kChunks / splits + sub, end = (rank + 1) * kChunks / splits;
   const uint32_t sums = shared_address(s.queries) + row * kSumBytes;
   // Lane `sub` weighs run `sub`: columns below 256 by `low`, the others by `high`.

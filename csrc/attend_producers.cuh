@@ -49,7 +49,7 @@ struct Producer {
   __device__ __forceinline__ const Rows& rows(int tile) const { return tile < window_tiles ? args.window : args.entries; }
 
   // Of this lane's key in a tile.
-  __device__ __forceinline__ int place() const { return warp * kRowsPerWarp + rest<kRowsPerWarp>(lane); }
+  __device__ __forceinline__ int place() const { return warp * kRowsPerWarp + within<kRowsPerWarp>(lane); }
 
   // The id of this lane's key as stored and whether it is seen. Loads only, and without a look at the count: `row_of`
   // judges them later.
@@ -103,8 +103,8 @@ struct Producer {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int sub = i * kQuad + over<kSwizzle>(lane), from = __shfl_sync(kAllLanes, id, sub);
-      const uint32_t address = keys + (kKeyBlocks - 1) * kBlockBytes + (warp * kRowsPerWarp + sub) * kRowBytes + swizzled(rest<kSwizzle>(lane), sub);
-      copy_async(address, rows(tile).rope + static_cast<int64_t>(max(from, 0)) * kRope + rest<kSwizzle>(lane) * kChunkColumns, from >= 0);
+      const uint32_t address = keys + (kKeyBlocks - 1) * kBlockBytes + (warp * kRowsPerWarp + sub) * kRowBytes + swizzled(within<kSwizzle>(lane), sub);
+      copy_async(address, rows(tile).rope + static_cast<int64_t>(max(from, 0)) * kRope + within<kSwizzle>(lane) * kChunkColumns, from >= 0);
     }
   }
 };
@@ -128,7 +128,7 @@ __device__ __forceinline__ void produce(const Producer& p, Shared& s, Run run, i
   uint32_t slot = slots;
   int next_id = p.row_of(first + 1, next_key);
   for (int tile = first; tile < last; ++tile) {
-    const auto stage = Stage<kStages>::of(tile - first);
+    const Stage stage = stage_of<kStages>(tile - first);
     const uint32_t keys = shared_address(s.keys[stage.index]);
     const uint2 next_scale = p.load_scale(tile + 1, next_id);
     key = tile + 2 < last ? p.load_key(tile + 2) : none;

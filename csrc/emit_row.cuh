@@ -34,7 +34,7 @@ __device__ __forceinline__ void store_row(const RowPool& pool, Float4 v, int64_t
     uint8_t* scale = static_cast<uint8_t*>(pool.scale) + row * kScales;
     if (thread < kNopeThreads) {
       *reinterpret_cast<uint32_t*>(pool.codes + row * kNope + kOwn * thread) = e4m3_codes(v, power_of_two(-k));
-      if (rest<kGroupThreads>(thread) == 0) scale[over<kGroupThreads>(thread)] = static_cast<uint8_t>(k + kBias);
+      if (within<kGroupThreads>(thread) == 0) scale[over<kGroupThreads>(thread)] = static_cast<uint8_t>(k + kBias);
     } else {
       ushort4 rope = {bf16_code(v.x[0]), bf16_code(v.x[1]), bf16_code(v.x[2]), bf16_code(v.x[3])};
       *reinterpret_cast<ushort4*>(pool.rope + row * kRope + kOwn * (thread - kNopeThreads)) = rope;
@@ -61,7 +61,7 @@ __device__ __forceinline__ void store_row(const RowPool& pool, Float4 v, int64_t
     if (!stored) return;
     *reinterpret_cast<uint16_t*>(pool.codes + row * kFp4Bytes + 2 * thread) = static_cast<uint16_t>(codes);
     uint8_t* scale = static_cast<uint8_t*>(pool.scale) + row * kFp4Scales;
-    if (rest<kFp4Threads>(thread) == 0) scale[over<kFp4Threads>(thread)] = nan ? kUe8m0NaN : static_cast<uint8_t>(k + kBias);
+    if (within<kFp4Threads>(thread) == 0) scale[over<kFp4Threads>(thread)] = nan ? kUe8m0NaN : static_cast<uint8_t>(k + kBias);
   }
 }
 

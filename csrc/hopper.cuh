@@ -23,7 +23,7 @@ constexpr int kSharedLimit = 227 * 1024;                // bytes of shared memor
 constexpr int kMaxCluster = 8;                          // blocks of a cluster, on every device
 
 // Where chunk `chunk` of a row lies within its row of a block.
-__device__ __forceinline__ int swizzled(int chunk, int row) { return (chunk ^ rest<kSwizzle>(row)) * kChunkBytes; }
+__device__ __forceinline__ int swizzled(int chunk, int row) { return (chunk ^ within<kSwizzle>(row)) * kChunkBytes; }
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
@@ -167,14 +167,16 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
       : "memory");
 }
 
-// A stage of a ring of kStages buffers, and in which of its turns, modulo two: the parity that its barriers are waited with.
-template <int kStages>
+// A stage of a ring of buffers, and in which of its turns, modulo two: the parity that its barriers are waited with.
 struct Stage {
-  static_assert((kStages & (kStages - 1)) == 0, "a power of two");
-  int index, phase;
-  // Of step `step` of a ring that starts with step 0.
-  static __device__ __forceinline__ Stage of(int step) { return {rest<kStages>(step), over<kStages>(step) & 1}; }
+  int index;
+  uint32_t phase;
 };
+// Of step `step` of a ring that starts with step 0.
+template <int kStages>
+__device__ __forceinline__ Stage stage_of(int step) {
+  return {within<kStages>(step), static_cast<uint32_t>(over<kStages>(step) & 1)};
+}
 
 // Hardware barrier `id` (1..15) among `threads` threads: wait, or announce without waiting.
 __device__ __forceinline__ void named_sync(int id, int threads) {

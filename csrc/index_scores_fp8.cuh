@@ -15,6 +15,7 @@
 #include <cuda_fp8.h>
 
 #include "hopper.cuh"
+#include "numbers.cuh"
 
 namespace dsv4 {
 
@@ -23,8 +24,10 @@ constexpr uint32_t kShiftBytes = 8;  // of an entry: the e4m3 codes of the eight
 
 // Code of FP4 magnitude `magnitude` (a code, 0..7) times 2^(6 - shift): exact up to shift 14.
 __device__ __forceinline__ uint8_t shifted_code(int magnitude, int shift) {
+  constexpr float kUndo = 0x1p126f;
+  constexpr int kFp4Room = 6;  // 6 becomes 384
   // The bits of the FP4 code, moved into the fields of a float, are its value times 2^-126.
-  const float value = __uint_as_float(magnitude << 22) * 0x1p126f * __uint_as_float((127 + 6 - shift) << 23);
+  const float value = __uint_as_float(magnitude << (kFloatMantissa - 1)) * kUndo * power_of_two(kFp4Room - shift);
   return shift < kShifts - 1 ? __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3) : 0;
 }
 
@@ -42,10 +45,12 @@ __device__ __forceinline__ uint32_t pick_bytes(uint32_t low, uint32_t high, uint
 
 // Eight FP4 codes as e4m3, in order: the magnitudes by way of an entry of the table, then the signs.
 __device__ __forceinline__ uint2 decode_fp4_e4m3(uint32_t x, uint2 entry) {
-  constexpr uint32_t kSigns = 0x80808080u;
-  const uint32_t magnitude = x & 0x77777777u, up = x << 4;
-  return {pick_bytes(entry.x, entry.y, magnitude) | (__byte_perm(x, up, 0x1504) & kSigns),
-          pick_bytes(entry.x, entry.y, magnitude >> 16) | (__byte_perm(x, up, 0x3726) & kSigns)};
+  constexpr uint32_t kSigns = 0x80808080u, kMagnitudes = 0x77777777u;
+  constexpr uint32_t kLowNibbles = 0x1504, kHighNibbles = 0x3726;  // bytes whose sign bits are those of four codes, in order
+  constexpr int kHalfBits = 16;
+  const uint32_t magnitude = x & kMagnitudes, up = x << 4;
+  return {pick_bytes(entry.x, entry.y, magnitude) | (__byte_perm(x, up, kLowNibbles) & kSigns),
+          pick_bytes(entry.x, entry.y, magnitude >> kHalfBits) | (__byte_perm(x, up, kHighNibbles) & kSigns)};
 }
 
 // Largest exponent field and mantissa among eight bf16, low and high halves apart.
@@ -57,24 +62,28 @@ __device__ __forceinline__ uint32_t max_magnitudes(uint4 x) {
 // Field of the exponent of the power of two that brings bf16 numbers, the largest of which has exponent field `most`,
 // to at most 2^9; 0 if they are too large, too small or not finite. Then factor and inverse are ordinary numbers.
 __device__ __forceinline__ uint32_t query_factor_field(uint32_t most) {
-  if (most == 0) return 127;  // zeros, or too small to count
-  return most >= 127 - 60 && most <= 127 + 60 ? 2 * 127 + 8 - most : 0;
+  constexpr int kRange = 60, kE4m3Exponent = 8;
+  if (most == 0) return kBias;  // zeros, or too small to count
+  return most >= kBias - kRange && most <= kBias + kRange ? 2 * kBias + kE4m3Exponent - most : 0;
 }
 
 // Eight bf16 times `factor`, a power of two, as e4m3 in order. `lost` gets a bit set if one had to be rounded; a number
 // 2^-33 of the largest may become zero without.
 __device__ __forceinline__ uint2 to_e4m3(uint4 x, float factor, uint32_t& lost) {
-  const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-  uint32_t codes[4];
+  constexpr int kPairs = 4;
+  constexpr uint32_t kHigh = 0xFFFF0000u;
+  constexpr int kHalfBits = 16;
+  const uint32_t words[kPairs] = {x.x, x.y, x.z, x.w};
+  uint32_t codes[kPairs];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = {__uint_as_float(words[i] << 16) * factor, __uint_as_float(words[i] & 0xFFFF0000u) * factor};
+  for (int i = 0; i < kPairs; ++i) {
+    const float2 pair = {__uint_as_float(words[i] << kHalfBits) * factor, __uint_as_float(words[i] & kHigh) * factor};
     codes[i] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
     const __half2_raw back = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes[i]), __NV_E4M3);
     const __half2 want = __floats2half2_rn(pair.x, pair.y);
     lost |= reinterpret_cast<const uint32_t&>(back) ^ reinterpret_cast<const uint32_t&>(want);
   }
-  return {codes[0] | codes[1] << 16, codes[2] | codes[3] << 16};
+  return {codes[0] | codes[1] << kHalfBits, codes[2] | codes[3] << kHalfBits};
 }
 
 }  // namespace dsv4

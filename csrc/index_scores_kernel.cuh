@@ -14,14 +14,20 @@
 
 namespace dsv4 {
 
+constexpr int kWord = sizeof(uint32_t);
+constexpr int kOwnHeads = kScoreHeads / kQuad;  // whose weights a thread has
+constexpr uint32_t kLowHalf = 0xFFFF;
+constexpr int kHalfBits = 16;
 constexpr int kMaxRunTiles = 128;  // bounds the row numbers kept in shared memory
 
 // A thread's part of a token's queries: a quarter of the dims of two heads, in chunks of the order of the key's.
 // Four lanes take a head's quarters and eight the heads of a swizzle: every store of a warp covers all banks.
 struct QueryPart {
-  uint4 x[2][4];
+  static constexpr int kParts = kIndexDim / kQuad / kChunkColumns;
 
-  static __device__ __forceinline__ int head(int i, int warp, int lane) { return 32 * i + 8 * warp + (lane >> 2); }
+  uint4 x[2][kParts];
+
+  static __device__ __forceinline__ int head(int i, int warp, int lane) { return kScoreHeads / 2 * i + kLanes / kQuad * warp + quad_of(lane); }
 
   template <typename Key>
   __device__ __forceinline__ void load(const ScoreArgs& args, int token, int warp, int lane) {
@@ -29,10 +35,10 @@ struct QueryPart {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
-      for (int part = 0; part < 4; ++part) {
+      for (int part = 0; part < kParts; ++part) {
         x[i][part] = {0, 0, 0, 0};
         if (head(i, warp, lane) < args.heads) {
-          x[i][part] = __ldg(q + head(i, warp, lane) * (kIndexDim / 8) + Key::query_chunk(lane & 3, part));
+          x[i][part] = __ldg(q + head(i, warp, lane) * (kIndexDim / kChunkColumns) + Key::query_chunk(quad_lane(lane), part));
         }
       }
     }
@@ -45,12 +51,12 @@ struct QueryPart {
     for (int i = 0; i < 2; ++i) {
       const int row = head(i, warp, lane);
 #pragma unroll
-      for (int part = 0; part < 4; ++part) {
+      for (int part = 0; part < kParts; ++part) {
         const uint4 pairs = Key::query_pairs(x[i][part]);
-        const uint32_t words[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
-        const uint32_t start = shared + (part >> 1) * kBlockBytes + row * 128 + 4 * (lane & 3);
+        const uint32_t words[kPairs] = {pairs.x, pairs.y, pairs.z, pairs.w};
+        const uint32_t start = shared + (part >> 1) * kBlockBytes + row * kRowBytes + kWord * quad_lane(lane);
 #pragma unroll
-        for (int w = 0; w < 4; ++w) store_shared(start + (((4 * (part & 1) + w) ^ (row & 7)) << 4), words[w]);
+        for (int w = 0; w < kPairs; ++w) store_shared(start + swizzled(kPairs * (part & 1) + w, row), words[w]);
       }
     }
   }
@@ -64,17 +70,17 @@ struct QueryPart {
       const int row = head(i, warp, lane);
       uint32_t most = __vmaxu2(__vmaxu2(max_magnitudes(x[i][0]), max_magnitudes(x[i][1])),
                                __vmaxu2(max_magnitudes(x[i][2]), max_magnitudes(x[i][3])));
-      most = __vmaxu2(most, __shfl_xor_sync(~0u, most, 1));
-      most = __vmaxu2(most, __shfl_xor_sync(~0u, most, 2));
-      const uint32_t field = query_factor_field(max(most & 0xFFFF, most >> 16) >> 7);
+      most = __vmaxu2(most, __shfl_xor_sync(kAllLanes, most, 1));
+      most = __vmaxu2(most, __shfl_xor_sync(kAllLanes, most, 2));
+      const uint32_t field = query_factor_field(max(most & kLowHalf, most >> kHalfBits) >> kBf16Mantissa);
       lost |= field == 0;
-      if ((lane & 3) == 0) factors[row] = __uint_as_float((254 - field) << 23);
+      if (quad_lane(lane) == 0) factors[row] = of_exponent_field(2 * kBias - field);
 #pragma unroll
-      for (int part = 0; part < 4; ++part) {
-        const uint2 y = to_e4m3(x[i][part], __uint_as_float(field << 23), lost);
-        const uint32_t start = shared + row * 128 + 4 * (lane & 3);
-        store_shared(start + ((2 * part ^ (row & 7)) << 4), y.x);
-        store_shared(start + ((2 * part + 1 ^ (row & 7)) << 4), y.y);
+      for (int part = 0; part < kParts; ++part) {
+        const uint2 y = to_e4m3(x[i][part], of_exponent_field(field), lost);
+        const uint32_t start = shared + row * kRowBytes + kWord * quad_lane(lane);
+        store_shared(start + swizzled(2 * part, row), y.x);
+        store_shared(start + swizzled(2 * part + 1, row), y.y);
       }
     }
     return lost == 0;
@@ -96,29 +102,32 @@ __device__ __forceinline__ int head_of_weight(int place) {
 }
 
 // Weights of heads 8 j + 2 quarter + {0, 1}.
-__device__ __forceinline__ void load_weights(uint32_t shared, int quarter, float (&weights)[16]) {
+__device__ __forceinline__ void load_weights(uint32_t shared, int quarter, float (&weights)[kOwnHeads]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint4 x = load_shared(shared + 64 * i + 16 * quarter);
+  for (int i = 0; i < kOwnHeads / 4; ++i) {
+    const uint4 x = load_shared(shared + kQuad * kChunkBytes * i + kChunkBytes * quarter);
     weights[4 * i] = __uint_as_float(x.x), weights[4 * i + 1] = __uint_as_float(x.y);
     weights[4 * i + 2] = __uint_as_float(x.z), weights[4 * i + 3] = __uint_as_float(x.w);
   }
 }
 
+// FP4 keys leave registers for four tiles (three: 64.6 us, two: 69.7, four: 63.5, at 64 x 32,768).
+constexpr int kFp4Stages = 4;
+
 // `kStages` - 1 tiles are loaded ahead.
 template <typename Key, bool kE4m3, int kStages>
 __device__ __forceinline__ void score_tiles(const ScoreArgs& args, const ScoreRun& run, int warp, int lane) {
-  const int quarter = lane & 3;
+  const int quarter = quad_lane(lane);
   const int odd = quarter & 1;
   const uint32_t b = k_major_low(run.queries);
   const typename Key::Source source(args, lane);
-  const int own = run.first + warp * kGroupKeys + (lane >> 2) + 8 * quarter;  // the key of the first tile to write
+  const int own = run.first + warp * kGroupKeys + quad_of(lane) + kLowerRow * quarter;  // the key of the first tile to write
   float* scores = run.scores + own;
-  float weights[16];
+  float weights[kOwnHeads];
   load_weights(run.weights, quarter, weights);
   Key keys[kStages];
   auto load = [&](Key& key, int tile) {
-    if (tile < run.tiles) key.load(source, load_shared1(run.first_row + (tile * 4 + warp) * 4));
+    if (tile < run.tiles) key.load(source, load_shared1(run.first_row + (tile * kScoreTile / kGroupKeys + warp) * kWord));
   };
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) load(keys[i], i);
@@ -128,44 +137,44 @@ __device__ __forceinline__ void score_tiles(const ScoreArgs& args, const ScoreRu
       const int tile = round + stage;
       if (tile >= run.tiles) break;
       load(keys[(stage + kStages - 1) % kStages], tile + kStages - 1);
-      float z[32];
+      Accumulator<kScoreHeads> z;
       float rest;
       if constexpr (kE4m3) {
-        uint32_t a[4][4];
+        Fragments a;
         const uint32_t most = keys[stage].largest_scales();
         keys[stage].decode_e4m3(a, run.table, most);
         mma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) mma_64x64_e4m3(z, a[i], k_major(b, i * 32), i > 0);
+        for (int i = 0; i < kSteps; ++i) mma_64x64_e4m3(z, a[i], k_major(b, i * kMmaBytes), i > 0);
         mma_commit();
         rest = keys[stage].rest_e4m3(odd, most);
       } else {
-        uint32_t a[2][4][4];
+        Fragments a[2];
         keys[stage].template decode<0>(a[0]);
         mma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) mma_64x64(z, a[0][i], k_major(b, i * 32), i > 0);
+        for (int i = 0; i < kSteps; ++i) mma_64x64(z, a[0][i], k_major(b, i * kMmaBytes), i > 0);
         mma_commit();
         keys[stage].template decode<1>(a[1]);
         mma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) mma_64x64(z, a[1][i], k_major(b, kBlockBytes + i * 32), 1);
+        for (int i = 0; i < kSteps; ++i) mma_64x64(z, a[1][i], k_major(b, kBlockBytes + i * kMmaBytes), 1);
         mma_commit();
         rest = keys[stage].rest(odd);
       }
       mma_wait<0>();
       float sum[2][2] = {};
 #pragma unroll
-      for (int j = 0; j < 32; ++j) {
+      for (int j = 0; j < kScoreHeads / 2; ++j) {
         // Twice relu on the multiplication pipes (a maximum would go to the busy integer pipe); NaN stays NaN.
         sum[j >> 1 & 1][j & 1] += weights[(j >> 2) * 2 + (j & 1)] * (z[j] + fabsf(z[j]));
       }
       // Even quarters finish the first key's sum, odd ones the second's.
       const float part[2] = {sum[0][0] + sum[0][1], sum[1][0] + sum[1][1]};
-      float score = (odd ? part[1] : part[0]) + __shfl_xor_sync(~0u, odd ? part[0] : part[1], 1);
-      score = (score + __shfl_xor_sync(~0u, score, 2)) * rest;
+      float score = (odd ? part[1] : part[0]) + __shfl_xor_sync(kAllLanes, odd ? part[0] : part[1], 1);
+      score = (score + __shfl_xor_sync(kAllLanes, score, 2)) * rest;
       const int key = tile * kScoreTile;
-      if (quarter < 2 && own + key < run.end) scores[key] = own + key < run.visible ? score : -__builtin_huge_valf();
+      if (quarter < 2 && own + key < run.end) scores[key] = own + key < run.visible ? score : -kInf;
     }
   }
 }
@@ -176,9 +185,9 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks) index_scores_kern
   __shared__ int32_t first_row[kMaxRunTiles * kScoreTile / kGroupKeys];
   __shared__ alignas(8) uint8_t table[kShifts * kShiftBytes];
   __shared__ float factors[kScoreHeads];
-  __shared__ alignas(16) float weights[kScoreHeads];
-  const int token = blockIdx.y, thread = threadIdx.x, lane = thread & 31;
-  const int warp = __shfl_sync(~0u, thread >> 5, 0);
+  __shared__ alignas(kChunkBytes) float weights[kScoreHeads];
+  const int token = blockIdx.y, thread = threadIdx.x, lane = lane_of(thread);
+  const int warp = __shfl_sync(kAllLanes, warp_of(thread), 0);
   const int total = args.columns * args.rows_per_block;
   ScoreRun run;
   run.first_row = shared_address(first_row);
@@ -191,7 +200,7 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks) index_scores_kern
   run.visible = min(max(__ldg(args.count + token), 0), run.end);
   run.tiles = run.visible > run.first ? (run.visible - run.first + kScoreTile - 1) / kScoreTile : 0;
   for (int s = run.first + run.tiles * kScoreTile + thread; s < run.end; s += kScoreThreads) {
-    run.scores[s] = -__builtin_huge_valf();
+    run.scores[s] = -kInf;
   }
   if (run.tiles == 0) return;
 
@@ -224,8 +233,7 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks) index_scores_kern
   __syncthreads();
 
   if constexpr (Key::kE4m3) {
-    // FP4 keys leave registers for four tiles (three: 64.6 us, two: 69.7, four: 63.5, at 64 x 32,768).
-    if (e4m3) return score_tiles<Key, true, 4>(args, run, warp, lane);
+    if (e4m3) return score_tiles<Key, true, kFp4Stages>(args, run, warp, lane);
   }
   score_tiles<Key, false, 2>(args, run, warp, lane);
 }

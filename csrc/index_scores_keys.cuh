@@ -6,14 +6,19 @@
 #pragma once
 
 #include "index_scores_fp8.cuh"
+#include "numbers.cuh"
+#include "widths.h"
 
 namespace dsv4 {
 
-constexpr int kScoreTile = 64;    // keys of a tile
-constexpr int kScoreHeads = 64;   // fewer are padded with zero weights
-constexpr int kScoreThreads = 128;
-constexpr int kScoreBlocks = 4;   // of threads a multiprocessor: as many as the registers allow
-constexpr int kGroupKeys = 16;    // keys of a warp's part of a tile; never cross a block of the table
+constexpr int kScoreTile = kBlockRows;      // keys of a tile
+constexpr int kScoreHeads = kIndexHeads;    // fewer are padded with zero weights
+constexpr int kScoreThreads = kWarpgroup;
+constexpr int kScoreBlocks = 4;             // of threads an SM: as many as the registers allow
+constexpr int kGroupKeys = kWarpRows;       // keys of a warp's part of a tile; never cross a block of the table
+constexpr int kSteps = 4;                   // products of a half of the dims, or of all of them in FP8
+constexpr int kQuarterBytes = kFp4Bytes / kQuad;  // codes of an FP4 key that a thread has
+using Fragments = Fragment[kSteps];
 
 struct ScoreArgs {
   const uint8_t* codes;            // [rows, 64] e2m1 pairs or [rows, 128] e4m3
@@ -30,26 +35,32 @@ struct ScoreArgs {
   int blocks;                      // from `base` to the end of the pool
 };
 
+constexpr int kPairs = 4;           // of eight codes
+constexpr uint32_t kFp4Shift = 126;  // the bits of a code, in the fields of a wider number, are its value times 2^-126
+constexpr uint32_t kMostField = 2 * kBias;  // of the exponent of a finite number
+
 // Eight e2m1 codes -> four pairs of bf16 (codes i and i + 4). A code's bits, moved into the bf16 fields, are its value
 // times 2^-126 (subnormals too); `factor` undoes that and applies the scale.
-__device__ __forceinline__ void decode_fp4(uint32_t x, __nv_bfloat162 factor, uint32_t (&out)[4]) {
+__device__ __forceinline__ void decode_fp4(uint32_t x, __nv_bfloat162 factor, uint32_t (&out)[kPairs]) {
   constexpr uint32_t kSign = 0x80008000u, kRest = 0x01C001C0u;
   const uint32_t raw[4] = {(x << 12 & kSign) | (x << 6 & kRest), (x << 8 & kSign) | (x << 2 & kRest),
                            (x << 4 & kSign) | (x >> 2 & kRest), (x & kSign) | (x >> 6 & kRest)};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kPairs; ++i) {
     const __nv_bfloat162 y = __hmul2(reinterpret_cast<const __nv_bfloat162&>(raw[i]), factor);
     out[i] = reinterpret_cast<const uint32_t&>(y);
   }
 }
 
+constexpr uint32_t kFirstTwo = 0x1800, kLastTwo = 0x3A22;
 // Two e4m3 codes as bf16; `kSelect` picks the bytes: any, code 0, the sign of code 0 eight times, code 1.
 template <uint32_t kSelect>
 __device__ __forceinline__ uint32_t decode_fp8(uint32_t x) {
+  constexpr uint32_t kFields = 0x87F087F0u;  // sign, and code in the exponent and mantissa
   uint32_t y;
   asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "n"(kSelect));
-  y = static_cast<uint32_t>(static_cast<int32_t>(y) >> 4) & 0x87F087F0u;
-  const uint32_t bits = 0x7B807B80u;  // 2^120
+  y = static_cast<uint32_t>(static_cast<int32_t>(y) >> 4) & kFields;
+  const uint32_t bits = 0x7B807B80u;         // 2^120, twice
   const __nv_bfloat162 z =
       __hmul2(reinterpret_cast<const __nv_bfloat162&>(y), reinterpret_cast<const __nv_bfloat162&>(bits));
   return reinterpret_cast<const uint32_t&>(z);
@@ -89,7 +100,7 @@ struct Fp4Key {
     const uint8_t* codes;
     const uint8_t* scale;
     __device__ __forceinline__ Source(const ScoreArgs& args, int lane)
-        : codes(pinned(args.codes + (lane >> 2) * 64 + 16 * (lane & 3))),
+        : codes(pinned(args.codes + quad_of(lane) * kFp4Bytes + kQuarterBytes * quad_lane(lane))),
           scale(pinned(static_cast<const uint8_t*>(args.scale) + lane)) {}
   };
 
@@ -98,43 +109,43 @@ struct Fp4Key {
 
   // `row`: of the first of the warp's keys.
   __device__ __forceinline__ void load(const Source& source, uint32_t row) {
-    const uint8_t* from = source.codes + static_cast<uint64_t>(row) * 64;
-    const uint8_t* scales = source.scale + static_cast<uint64_t>(row) * 4;
+    const uint8_t* from = source.codes + static_cast<uint64_t>(row) * kFp4Bytes;
+    const uint8_t* scales = source.scale + static_cast<uint64_t>(row) * kFp4Scales;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      codes[i] = load_key(from + 8 * 64 * i);
-      scale[i] = __ldg(scales + 8 * 4 * i);
+      codes[i] = load_key(from + kLowerRow * kFp4Bytes * i);
+      scale[i] = __ldg(scales + kLowerRow * kFp4Scales * i);
     }
   }
 
   // Fragments of the four products of one half.
   template <int kHalf>
-  __device__ __forceinline__ void decode(uint32_t (&a)[4][4]) const {
+  __device__ __forceinline__ void decode(Fragments& a) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       // 2^126 times the scale, up to 2^127; 0 for the scale 0 of a row never written.
-      const uint32_t exponent = scale[i] == 0 ? 0 : min(scale[i] + 126, 254u);
-      const uint32_t factor = exponent << 7 | exponent << 23;
+      const uint32_t exponent = scale[i] == 0 ? 0 : min(scale[i] + kFp4Shift, kMostField);
+      const uint32_t factor = exponent << kBf16Mantissa | exponent << kFloatMantissa;
       const uint32_t words[2] = {kHalf == 0 ? codes[i].x : codes[i].z, kHalf == 0 ? codes[i].y : codes[i].w};
 #pragma unroll
       for (int w = 0; w < 2; ++w) {
-        uint32_t pairs[4];
+        uint32_t pairs[kPairs];
         decode_fp4(words[w], reinterpret_cast<const __nv_bfloat162&>(factor), pairs);
 #pragma unroll
-        for (int p = 0; p < 4; ++p) a[2 * w + (p >> 1)][2 * (p & 1) + i] = pairs[p];
+        for (int p = 0; p < kPairs; ++p) a[2 * w + (p >> 1)][2 * (p & 1) + i] = pairs[p];
       }
     }
-    if (__any_sync(~0u, max(scale[0], scale[1]) > 128)) large_scales(a);
+    if (__any_sync(kAllLanes, max(scale[0], scale[1]) > kMostField - kFp4Shift)) large_scales(a);
   }
 
   // Scales above 2, and the NaN scale: a second exact factor.
-  __device__ __forceinline__ void large_scales(uint32_t (&a)[4][4]) const {
+  __device__ __forceinline__ void large_scales(Fragments& a) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      uint32_t bits = scale[i] == 255 ? 0x7FC0u : (max(scale[i], 128u) - 1) << 7;
+      uint32_t bits = scale[i] == kUe8m0NaN ? kBf16NaN : (max(scale[i], kMostField - kFp4Shift) - 1) << kBf16Mantissa;
       bits |= bits << 16;
 #pragma unroll
-      for (int s = 0; s < 4; ++s) {
+      for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           uint32_t& x = a[s][2 * j + i];
@@ -153,14 +164,14 @@ struct Fp4Key {
   static constexpr float kE4m3Unit = 0x1p-6f;  // what an e4m3 one is worth under the largest group scale 1
 
   // Fragments of the four FP8 products. `most`: the larger group scale of key i, in half i, of the four quarters.
-  __device__ __forceinline__ void decode_e4m3(uint32_t (&a)[4][4], uint32_t table, uint32_t most) const {
+  __device__ __forceinline__ void decode_e4m3(Fragments& a, uint32_t table, uint32_t most) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t shift = min((i == 0 ? most & 0xFFFF : most >> 16) - scale[i], kShifts - 1u);
       const uint2 entry = load_shared2(table + kShiftBytes * shift);
       const uint32_t words[4] = {codes[i].x, codes[i].y, codes[i].z, codes[i].w};
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
+      for (int w = 0; w < kSteps; ++w) {
         const uint2 y = decode_fp4_e4m3(words[w], entry);
         a[w][i] = y.x;
         a[w][2 + i] = y.y;
@@ -170,14 +181,14 @@ struct Fp4Key {
 
   __device__ __forceinline__ uint32_t largest_scales() const {
     uint32_t most = scale[0] | scale[1] << 16;
-    most = __vmaxu2(most, __shfl_xor_sync(~0u, most, 1));
-    return __vmaxu2(most, __shfl_xor_sync(~0u, most, 2));
+    most = __vmaxu2(most, __shfl_xor_sync(kAllLanes, most, 1));
+    return __vmaxu2(most, __shfl_xor_sync(kAllLanes, most, 2));
   }
 
   // Factor of the score of key `row + 8 i`: 0 for a row never written, NaN if a group's scale is.
   __device__ __forceinline__ float rest_e4m3(int i, uint32_t most) const {
     const uint32_t code = most >> (16 * i) & 0xFFFF;
-    return __uint_as_float(code == 255 ? 0x7FC00000 : code << 23);
+    return __uint_as_float(code == kUe8m0NaN ? kFloatNaN : code << kFloatMantissa);
   }
 };
 
@@ -194,37 +205,39 @@ struct Fp8Key {
     const uint8_t* codes;
     const float* scale;
     __device__ __forceinline__ Source(const ScoreArgs& args, int lane)
-        : codes(pinned(args.codes + (lane >> 2) * 128 + 16 * (lane & 3))),
-          scale(pinned(static_cast<const float*>(args.scale) + (lane >> 2))) {}
+        : codes(pinned(args.codes + quad_of(lane) * kIndexDim + kChunkBytes * quad_lane(lane))),
+          scale(pinned(static_cast<const float*>(args.scale) + quad_of(lane))) {}
   };
 
   uint4 codes[2][2];
   float scale[2];
 
   __device__ __forceinline__ void load(const Source& source, uint32_t row) {
-    const uint8_t* from = source.codes + static_cast<uint64_t>(row) * 128;
+    const uint8_t* from = source.codes + static_cast<uint64_t>(row) * kIndexDim;
     const float* scales = source.scale + row;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      codes[i][0] = load_key(from + 8 * 128 * i);
-      codes[i][1] = load_key(from + 8 * 128 * i + 64);
-      scale[i] = __ldg(scales + 8 * i);
+      codes[i][0] = load_key(from + kLowerRow * kIndexDim * i);
+      codes[i][1] = load_key(from + kLowerRow * kIndexDim * i + kIndexDim / 2);
+      scale[i] = __ldg(scales + kLowerRow * i);
     }
   }
 
   template <int kHalf>
-  __device__ __forceinline__ void decode(uint32_t (&a)[4][4]) const {
+  __device__ __forceinline__ void decode(Fragments& a) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint4 x = codes[i][kHalf];
       const uint32_t words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        a[w][i] = decode_fp8<0x1800>(words[w]);
-        a[w][2 + i] = decode_fp8<0x3A22>(words[w]);
+      for (int w = 0; w < kSteps; ++w) {
+        a[w][i] = decode_fp8<kFirstTwo>(words[w]);
+        a[w][2 + i] = decode_fp8<kLastTwo>(words[w]);
       }
     }
   }
+
+  static constexpr uint32_t kMagnitudes = 0x7F7F7F7F, kOnePerByte = 0x01010101;
 
   // A NaN code makes its key's score NaN.
   __device__ __forceinline__ float rest(int i) const {
@@ -234,13 +247,13 @@ struct Fp8Key {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint4 x = codes[j][half];
-        const auto carry = [](uint32_t w) { return (w & 0x7F7F7F7Fu) + 0x01010101u; };
+        const auto carry = [](uint32_t w) { return (w & kMagnitudes) + kOnePerByte; };
         nan[j] |= carry(x.x) | carry(x.y) | carry(x.z) | carry(x.w);
       }
     }
-    uint32_t any = (i == 0 ? nan[0] : nan[1]) | __shfl_xor_sync(~0u, i == 0 ? nan[1] : nan[0], 1);
-    any |= __shfl_xor_sync(~0u, any, 2);
-    return (any & 0x80808080u) != 0 ? __uint_as_float(0x7FC00000) : i == 0 ? scale[0] : scale[1];
+    uint32_t any = (i == 0 ? nan[0] : nan[1]) | __shfl_xor_sync(kAllLanes, i == 0 ? nan[1] : nan[0], 1);
+    any |= __shfl_xor_sync(kAllLanes, any, 2);
+    return (any & ~kMagnitudes) != 0 ? __uint_as_float(kFloatNaN) : i == 0 ? scale[0] : scale[1];
   }
 };
 

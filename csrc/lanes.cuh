@@ -16,18 +16,18 @@ __device__ __forceinline__ constexpr int over(int i) {
   return i >> __builtin_ctz(kBy);
 }
 template <int kBy>
-__device__ __forceinline__ constexpr int rest(int i) {
+__device__ __forceinline__ constexpr int within(int i) {
   static_assert((kBy & (kBy - 1)) == 0, "a power of two");
   return i & (kBy - 1);
 }
 
-__device__ __forceinline__ int lane_of(int thread) { return rest<kLanes>(thread); }
+__device__ __forceinline__ int lane_of(int thread) { return within<kLanes>(thread); }
 __device__ __forceinline__ int warp_of(int thread) { return over<kLanes>(thread); }
 
 // Of the rows of a matrix fragment a quad, four lanes, has one.
 constexpr int kQuad = 4;
 __device__ __forceinline__ int quad_of(int lane) { return over<kQuad>(lane); }
-__device__ __forceinline__ int quad_lane(int lane) { return rest<kQuad>(lane); }
+__device__ __forceinline__ int quad_lane(int lane) { return within<kQuad>(lane); }
 
 // The sum or the maximum over the lanes that differ in the bits below `kCount`, a power of two.
 template <int kCount>

@@ -2,7 +2,9 @@
 // Wrapper and argument meaning: dsv4_jax/cuda/moe.py.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <string>
+#include <tuple>
 
 #include "built_for.h"
 #include "device.h"
@@ -13,9 +15,11 @@ namespace {
 
 namespace ffi = xla::ffi;
 
+constexpr int kFreeShared = 48 * 1024;  // bytes of shared memory that every launch may have
+
 template <typename Kernel, typename... Args>
 cudaError_t start(Kernel kernel, dim3 grid, int threads, int shared, bool early, cudaStream_t stream, const Args&... args) {
-  if (shared > 48 * 1024) {
+  if (shared > kFreeShared) {
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     if (error != cudaSuccess) return error;
   }
@@ -32,48 +36,70 @@ cudaError_t start(Kernel kernel, dim3 grid, int threads, int shared, bool early,
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
+constexpr int kRowWarps = 4;  // that copy a row, where there are few
+
 template <typename Shape>
 cudaError_t launch_with(const dsv4::MoeArgs& args, cudaStream_t stream) {
-  const int pairs = args.tokens * args.top, per_block = dsv4::kListThreads / 32, sms = dsv4::multiprocessors();
-  if (2 * args.inter % (64 * Shape::kGroups) != 0 || args.hidden % (64 * Shape::kGroups) != 0) return cudaErrorInvalidValue;
+  constexpr int kGroupRows = dsv4::kWeightRows * Shape::kGroups;  // weights' rows of an item
+  const int pairs = args.tokens * args.top, per_block = dsv4::kListWarps, sms = dsv4::multiprocessors();
+  if (2 * args.inter % kGroupRows != 0 || args.hidden % kGroupRows != 0) return cudaErrorInvalidValue;
   // Few rows are copied by several warps each.
   const bool few = pairs <= dsv4::kFewPairs;
-  const int list_blocks = min(2 * sms, (pairs * (few ? 4 : 1) + per_block - 1) / per_block);
-  cudaError_t error = start(few ? dsv4::moe_lists_kernel<4> : dsv4::moe_lists_kernel<1>, dim3(list_blocks), dsv4::kListThreads,
+  const int list_blocks = min(2 * sms, (pairs * (few ? kRowWarps : 1) + per_block - 1) / per_block);
+  cudaError_t error = start(few ? dsv4::moe_lists_kernel<kRowWarps> : dsv4::moe_lists_kernel<1>, dim3(list_blocks), dsv4::kListThreads,
                             dsv4::list_bytes(pairs), false, stream, args, Shape::kRows);
   if (error != cudaSuccess) return error;
   const auto product = [&](auto kernel, int row_tiles) {
     const int blocks = min(static_cast<int64_t>(sms) * Shape::kBlocks, static_cast<int64_t>(pairs) * row_tiles);
     return start(kernel, dim3(blocks), Shape::kThreads, Shape::kSharedBytes, true, stream, args);
   };
-  error = product(dsv4::moe_kernel<Shape, true>, 2 * args.inter / 64 / Shape::kGroups);
+  error = product(dsv4::moe_kernel<Shape, true>, 2 * args.inter / kGroupRows);
   if (error != cudaSuccess) return error;
-  error = product(dsv4::moe_kernel<Shape, false>, args.hidden / 64 / Shape::kGroups);
+  error = product(dsv4::moe_kernel<Shape, false>, args.hidden / kGroupRows);
   if (error != cudaSuccess) return error;
-  const dim3 grid(args.tokens, (args.hidden / 4 + dsv4::kSumThreads - 1) / dsv4::kSumThreads);
+  const dim3 grid(args.tokens, (args.hidden / dsv4::kSumColumns + dsv4::kSumThreads - 1) / dsv4::kSumThreads);
   return start(dsv4::moe_sum_kernel, grid, dsv4::kSumThreads, 0, true, stream, args);
+}
+
+// Warpgroups, rows of an item, tiles of a stage, stages, blocks an SM: from the fewest rows to the most.
+constexpr int kSizeStep = 256;  // of hidden and inter
+using Shapes = std::tuple<dsv4::MoeShape<1, 8, 2, 5, 3>, dsv4::MoeShape<4, 8, 2, 5, 1>, dsv4::MoeShape<2, 8, 2, 2, 4>,
+                          dsv4::MoeShape<4, 16, 2, 2, 2>, dsv4::MoeShape<4, 32, 2, 4, 1>, dsv4::MoeShape<4, 64, 2, 3, 1>>;
+constexpr int kShapes = std::tuple_size_v<Shapes>;
+
+// The number, from 1 on, of the shape for so many pairs, and rows that an expert has on average; few items are cut smaller.
+int choose_shape(int64_t pairs, int64_t rows) {
+  constexpr int64_t kMostPairs[] = {12, 48}, kMostRows[] = {5, 10, 28};
+  int shape = 1;
+  for (const int64_t most : kMostPairs) {
+    if (pairs <= most) return shape;
+    ++shape;
+  }
+  for (const int64_t most : kMostRows) {
+    if (rows <= most) return shape;
+    ++shape;
+  }
+  return shape;
+}
+
+template <int kShape = 1>
+cudaError_t launch_shape(const dsv4::MoeArgs& args, int shape, cudaStream_t stream) {
+  if constexpr (kShape <= kShapes) {
+    if (shape == kShape) return launch_with<std::tuple_element_t<kShape - 1, Shapes>>(args, stream);
+    return launch_shape<kShape + 1>(args, shape, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 // `shape` 0: chosen here; the others are for timing. Which it is changes no bit of the result.
 cudaError_t launch(const dsv4::MoeArgs& args, int shape, cudaStream_t stream) {
   const int64_t pairs = static_cast<int64_t>(args.tokens) * args.top;
   if (pairs == 0) return cudaSuccess;
-  if (args.experts > dsv4::kMaxExperts || args.top > dsv4::kMostTop || pairs > dsv4::kMostPairs || args.hidden % 256 != 0 ||
-      args.inter % 256 != 0) {
+  if (args.experts > dsv4::kMaxExperts || args.top > dsv4::kMostTop || pairs > dsv4::kMostPairs || args.hidden % kSizeStep != 0 ||
+      args.inter % kSizeStep != 0) {
     return cudaErrorInvalidValue;
   }
-  if (shape == 0) {
-    // By the rows that an expert has on average; few items in all are cut smaller.
-    const int64_t rows = pairs / max(args.routed, 1);
-    shape = pairs <= 12 ? 1 : pairs <= 48 ? 2 : rows <= 5 ? 3 : rows <= 10 ? 4 : rows <= 28 ? 5 : 6;
-  }
-  if (shape == 1) return launch_with<dsv4::MoeShape<1, 8, 2, 5, 3>>(args, stream);
-  if (shape == 2) return launch_with<dsv4::MoeShape<4, 8, 2, 5, 1>>(args, stream);
-  if (shape == 3) return launch_with<dsv4::MoeShape<2, 8, 2, 2, 4>>(args, stream);
-  if (shape == 4) return launch_with<dsv4::MoeShape<4, 16, 2, 2, 2>>(args, stream);
-  if (shape == 5) return launch_with<dsv4::MoeShape<4, 32, 2, 4, 1>>(args, stream);
-  if (shape == 6) return launch_with<dsv4::MoeShape<4, 64, 2, 3, 1>>(args, stream);
-  return cudaErrorInvalidValue;
+  return launch_shape(args, shape == 0 ? choose_shape(pairs, pairs / std::max(args.routed, 1)) : shape, stream);
 }
 
 size_t workspace(const dsv4::MoeArgs& args) {
@@ -115,7 +141,7 @@ ffi::Error moe(cudaStream_t stream, Rows x, Chosen chosen, Floats share, Weights
                               first,
                               routed,
                               limit};
-  if (!is(chosen, tokens, top) || !is(share, tokens, top) || !is(*out, tokens, hidden) || hidden % 256 != 0 || inter % 256 != 0 ||
+  if (!is(chosen, tokens, top) || !is(share, tokens, top) || !is(*out, tokens, hidden) || hidden % kSizeStep != 0 || inter % kSizeStep != 0 ||
       !is(gate_up, experts, 2 * inter / rows, hidden / columns, tile) || !is(down, experts, hidden / rows, inter / columns, tile) ||
       experts > dsv4::kMaxExperts || top > dsv4::kMostTop || tokens * top > dsv4::kMostPairs ||
       work->dimensions()[0] < static_cast<int64_t>(workspace(args))) {

@@ -15,6 +15,8 @@
 
 namespace dsv4 {
 
+constexpr int kWarps = kWarpgroup / kLanes;  // of a warpgroup
+
 template <int kGroupsOf, int kRowsOf, int kTilesOf, int kStagesOf, int kBlocksOf>
 struct MoeShape {
   static constexpr int kGroups = kGroupsOf;    // warpgroups, each a tile of weights
@@ -22,10 +24,10 @@ struct MoeShape {
   static constexpr int kTiles = kTilesOf;      // of 128 columns, a stage
   static constexpr int kStages = kStagesOf;
   static constexpr int kBlocks = kBlocksOf;    // a multiprocessor
-  static constexpr int kThreads = 128 * kGroups + 32;
+  static constexpr int kThreads = kWarpgroup * kGroups + kLanes;
   static constexpr int kRowBytes = kRows / kGroupRows * 2 * kTiles * kAtomBytes;  // of a stage
   static constexpr int kWeightBytes = kGroups * kTiles * kTileBytes;
-  static constexpr int kSharedBytes = 1024 + kStages * (kRowBytes + kWeightBytes);
+  static constexpr int kSharedBytes = kPageBytes + kStages * (kRowBytes + kWeightBytes);
 };
 
 struct MoeStage {
@@ -70,22 +72,22 @@ __device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes) {
 // A stage of the ring, as addresses in shared memory that are moved along, and how often it came round.
 template <typename Shape>
 struct Ring {
-  uint32_t full;  // barrier; the one that says empty is 8 bytes on
+  uint32_t full;  // barrier
   uint32_t rows, weights;
-  int stage = 0;
-  uint32_t parity = 0;
+  Stage stage = {0, 0};
 
+  __device__ __forceinline__ uint32_t empty() const { return full + sizeof(uint64_t); }
   __device__ __forceinline__ void next() {
-    ++stage;
+    ++stage.index;
     full += sizeof(MoeStage);
     rows += Shape::kRowBytes;
     weights += Shape::kWeightBytes;
-    if (stage == Shape::kStages) {
-      stage = 0;
+    if (stage.index == Shape::kStages) {
+      stage.index = 0;
       full -= Shape::kStages * sizeof(MoeStage);
       rows -= Shape::kStages * Shape::kRowBytes;
       weights -= Shape::kStages * Shape::kWeightBytes;
-      parity ^= 1;
+      stage.phase ^= 1;
     }
   }
 };
@@ -96,7 +98,7 @@ template <typename Shape>
 __device__ __forceinline__ void copy_items(Ring<Shape> ring, MoeItem* announced, const MoeProduct& product, const RowTile* tiles,
                                            RowTile tile, int items) {
   const uint64_t policy = streamed_once();
-  constexpr uint32_t kRun = Shape::kTiles * kTileBytes, kRow = 2 * Shape::kTiles * 128, kGroup = kGroupRows * kRow;
+  constexpr uint32_t kRun = Shape::kTiles * kTileBytes, kRow = 2 * Shape::kTiles * kRowBytes, kGroup = kGroupRows * kRow;
   const size_t stream = static_cast<size_t>(product.steps) * kRun;  // 64 of the weights' rows
   bool first = true;
   int next;
@@ -107,7 +109,7 @@ __device__ __forceinline__ void copy_items(Ring<Shape> ring, MoeItem* announced,
     const uint8_t* weights = product.weights + tile_row * stream;
     const uint8_t* rows = product.rows + static_cast<size_t>(tile.group()) * product.steps * kGroup;
     const auto start = [&](const Ring<Shape>& to, int step) {
-      announced[to.stage] = {tile, row_tile};
+      announced[to.stage.index] = {tile, row_tile};
       barrier_expect(to.full, Shape::kWeightBytes + tile.rows() * kRow);
 #pragma unroll
       for (int g = 0; g < Shape::kGroups; ++g) {
@@ -123,7 +125,7 @@ __device__ __forceinline__ void copy_items(Ring<Shape> ring, MoeItem* announced,
         } else {
 #pragma unroll
           for (int i = 0; i < 2 * Shape::kTiles; ++i) {
-            copy_bulk(to + i * kAtomBytes, from + i * kAtomBytes, left * 128, at.full);
+            copy_bulk(to + i * kAtomBytes, from + i * kAtomBytes, left * kRowBytes, at.full);
           }
         }
         to += kGroup;
@@ -141,27 +143,27 @@ __device__ __forceinline__ void copy_items(Ring<Shape> ring, MoeItem* announced,
     }
     next = gridDim.x + atomicAdd(product.taken, 1);
     for (; step < product.steps; ++step, ring.next()) {
-      barrier_wait(ring.full + 8, ring.parity ^ 1);
+      barrier_wait(ring.empty(), ring.stage.phase ^ 1);
       start(ring, step);
       add_rows(ring, step);
     }
   }
-  barrier_wait(ring.full + 8, ring.parity ^ 1);
-  announced[ring.stage] = {};
+  barrier_wait(ring.empty(), ring.stage.phase ^ 1);
+  announced[ring.stage.index] = {};
   barrier_arrive(ring.full);
 }
 
 // A warpgroup's 64 x N products over all of K. Leaves with nothing in flight and all its stages handed back.
 template <typename Shape>
 __device__ __forceinline__ void multiply(float (&d)[Shape::kRows / 2], Ring<Shape>& ring, int steps, int group, int thread) {
-  constexpr int kParts = kWeightColumns / 32;
-  uint32_t a[2][8];
+  constexpr int kParts = kWeightColumns / kWeightGroup, kWords = 2 * sizeof(uint32_t);
+  uint32_t a[2][kTwoFragments];
   const uint32_t run = group * Shape::kTiles * kTileBytes;
-  const uint32_t codes = run + thread * 8, scales = run + kCodeBytes + (thread >> 2) * 8;
+  const uint32_t codes = run + thread * kWords, scales = run + kCodeBytes + quad_of(thread) * kWords;
   uint32_t before = 0;
   for (int step = 0; step < steps; ++step) {
-    barrier_wait(ring.full, ring.parity);
-    const uint64_t b = operand(ring.rows, 16, 2 * Shape::kTiles * kAtomBytes);
+    barrier_wait(ring.full, ring.stage.phase);
+    const uint64_t b = operand(ring.rows, kUnused, 2 * Shape::kTiles * kAtomBytes);
     uint2 words = load_shared2(ring.weights + codes);
 #pragma unroll
     for (int part = 0; part < kParts * Shape::kTiles; ++part) {
@@ -169,7 +171,7 @@ __device__ __forceinline__ void multiply(float (&d)[Shape::kRows / 2], Ring<Shap
       // to decode so early that registers limit the warps.)
       const uint2 now = words;
       const int next = part + 1;
-      const uint32_t scale = load_shared1(ring.weights + scales + part / kParts * kTileBytes + part % kParts / 2 * 4);
+      const uint32_t scale = load_shared1(ring.weights + scales + part / kParts * kTileBytes + part % kParts / 2 * sizeof(uint32_t));
       if (next < kParts * Shape::kTiles) {
         words = load_shared2(ring.weights + codes + next / kParts * kTileBytes + next % kParts * (kCodeBytes / kParts));
       }
@@ -177,18 +179,18 @@ __device__ __forceinline__ void multiply(float (&d)[Shape::kRows / 2], Ring<Shap
       mma_fence();
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        mma_64<Shape::kRows>(d, a[part % 2] + 4 * i, b + (part / 2 * kAtomBytes + (part % 2 * 2 + i) * 32) / 16,
+        mma_64<Shape::kRows>(d, a[part % 2] + kFragment * i, b + (part / 2 * kAtomBytes + (part % 2 * 2 + i) * kMmaBytes) / kChunkBytes,
                              step > 0 || part > 0 || i > 0);
       }
       mma_commit();
       mma_wait<1>();
-      if (part == 0 && step > 0 && (thread & 31) == 0) barrier_arrive(before);
+      if (part == 0 && step > 0 && lane_of(thread) == 0) barrier_arrive(before);
     }
-    before = ring.full + 8;
+    before = ring.empty();
     ring.next();
   }
   mma_wait<0>();
-  if ((thread & 31) == 0) barrier_arrive(before);
+  if (lane_of(thread) == 0) barrier_arrive(before);
 }
 
 // silu(gate) * up, the gate clamped above and up on both sides; NaN stays.
@@ -203,17 +205,18 @@ __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
 template <int kN>
 __device__ __forceinline__ void store_middle(const float (&d)[kN / 2], const MoeArgs& args, const MoeWork& work,
                                              const RowTile& tile, int weight_tile, int thread) {
-  const int warp = thread >> 5, lane = thread & 31, chunk = weight_tile * 4 + warp;
+  const int warp = warp_of(thread), lane = lane_of(thread), chunk = weight_tile * kWarps + warp;
 #pragma unroll
-  for (int i = 0; i < kN / 8; ++i) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(swiglu(d[4 * i], d[4 * i + 2], args.limit),
-                                                      swiglu(d[4 * i + 1], d[4 * i + 3], args.limit));
+  for (int i = 0; i < kN / kCellColumns; ++i) {
+    const float* cell = d + kCell * i;
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(swiglu(cell[0], cell[2], args.limit),
+                                                      swiglu(cell[1], cell[3], args.limit));
     uint32_t x = reinterpret_cast<const uint32_t&>(pair);
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(x));
-    const int row = lane >> 2;
-    if (8 * i + row >= tile.rows()) continue;
+    const int row = quad_of(lane);
+    if (kCellColumns * i + row >= tile.rows()) continue;
     uint8_t* to = work.middle + chunk_place(tile.group() + i, row, chunk, args.inter);
-    *reinterpret_cast<uint32_t*>(to + 4 * (lane & 3)) = x;
+    *reinterpret_cast<uint32_t*>(to + sizeof(uint32_t) * quad_lane(lane)) = x;
   }
 }
 
@@ -221,21 +224,21 @@ __device__ __forceinline__ void store_middle(const float (&d)[kN / 2], const Moe
 template <int kN>
 __device__ __forceinline__ void store_parts(const float (&d)[kN / 2], const MoeArgs& args, const MoeWork& work,
                                             const RowTile& tile, int weight_tile, int thread) {
-  const int warp = thread >> 5, lane = thread & 31;
-  float* column = work.parts + weight_tile * 64 + warp * 16 + (lane >> 2);
-  const auto* pairs = reinterpret_cast<const int2*>(work.pairs + tile.group() * kGroupRows + 2 * (lane & 3));
+  const int warp = warp_of(thread), lane = lane_of(thread);
+  float* column = work.parts + weight_tile * kWeightRows + accumulator_row(warp, lane);
+  const auto* pairs = reinterpret_cast<const int2*>(work.pairs + tile.group() * kGroupRows + 2 * quad_lane(lane));
 #pragma unroll
-  for (int i = 0; i < kN / 8; ++i) {
-    const int row = 8 * i + 2 * (lane & 3);
+  for (int i = 0; i < kN / kCellColumns; ++i) {
+    const int row = kCellColumns * i + 2 * quad_lane(lane);
     if (row >= tile.rows()) continue;
     const int2 pair = __ldg(pairs + i * (kGroupRows / 2));
     float* to = column + static_cast<size_t>(pair.x) * args.hidden;
-    to[0] = d[4 * i];
-    to[8] = d[4 * i + 2];
+    to[0] = d[kCell * i];
+    to[kLowerRow] = d[kCell * i + 2];
     if (row + 1 >= tile.rows()) continue;
     to = column + static_cast<size_t>(pair.y) * args.hidden;
-    to[0] = d[4 * i + 1];
-    to[8] = d[4 * i + 3];
+    to[0] = d[kCell * i + 1];
+    to[kLowerRow] = d[kCell * i + 3];
   }
 }
 
@@ -246,7 +249,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) moe_kernel(co
   __shared__ MoeItem announced[Shape::kStages];
   __shared__ RowTile few_tiles[kGateUp ? kFewPairs : 1];
   __shared__ int few_count;
-  const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  const int group = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0), thread = threadIdx.x & (kWarpgroup - 1);
   const MoeWork work = moe_work(args, nullptr);
   MoeProduct product;
   product.weights = kGateUp ? args.gate_up : args.down;
@@ -256,14 +259,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) moe_kernel(co
   product.row_tiles = (kGateUp ? 2 * args.inter : args.hidden) / kWeightRows / Shape::kGroups;
   Ring<Shape> ring;
   ring.full = shared_address(stages);
-  ring.rows = (shared_address(dynamic) + 1023) & ~1023u;
+  ring.rows = (shared_address(dynamic) + kGroupBytes - 1) & ~(kGroupBytes - 1);
   ring.weights = ring.rows + Shape::kStages * Shape::kRowBytes;
   if (threadIdx.x == 0) {
     for (int s = 0; s < Shape::kStages; ++s) {
       barrier_init(shared_address(&stages[s].full), 1);
-      barrier_init(shared_address(&stages[s].empty), 4 * Shape::kGroups);
+      barrier_init(shared_address(&stages[s].empty), kWarps * Shape::kGroups);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barrier_init_fence();
   }
   __syncthreads();
   const RowTile* tiles = work.tiles;
@@ -273,7 +276,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) moe_kernel(co
     // Made here beside the first kernel, so that the weights need not wait for it.
     int* of_expert = reinterpret_cast<int*>(dynamic + (ring.rows - shared_address(dynamic)));
     count_pairs<Shape::kThreads>(args, of_expert, [](int, uint32_t) {});
-    if (threadIdx.x < 32) {
+    if (threadIdx.x < kLanes) {
       const int n = list_tiles(of_expert, args.experts, Shape::kRows, few_tiles, [](int, int) {});
       if (threadIdx.x == 0) few_count = n;
     }
@@ -295,8 +298,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) moe_kernel(co
     wait_for_previous();
     let_next_start();
     while (true) {
-      barrier_wait(ring.full, ring.parity);
-      const MoeItem item = announced[ring.stage];
+      barrier_wait(ring.full, ring.stage.phase);
+      const MoeItem item = announced[ring.stage.index];
       if (item.rows.rows() == 0) break;
       float d[Shape::kRows / 2];
       multiply(d, ring, product.steps, group, thread);

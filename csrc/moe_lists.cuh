@@ -9,22 +9,25 @@
 
 namespace dsv4 {
 
-constexpr int kGroupRows = 8;
-constexpr int kAtomBytes = kGroupRows * 128;
+constexpr int kGroupRows = kSwizzle;
+constexpr int kAtomBytes = kGroupRows * kRowBytes;  // a group's rows of a block
 constexpr int kMaxExperts = 512;  // of one device
-constexpr int kListThreads = 256;
+constexpr int kListThreads = 256, kListWarps = kListThreads / kLanes;
 constexpr int kMostPairs = 98304;  // their experts fill a block's shared memory
 constexpr uint32_t kElsewhere = 0xFFFF;  // expert of a pair that another device computes
 
 // Rows of one expert that one pass multiplies, in a word: at most 127 rows, 512 experts and 2^16 groups.
 struct RowTile {
+  static constexpr int kRowBits = 7, kGroupBit = 16;
+  static_assert(kMaxExperts == 1 << (kGroupBit - kRowBits), "what the bits between hold");
+
   uint32_t word;
   __device__ __forceinline__ static RowTile make(int expert, int group, int rows) {
-    return {static_cast<uint32_t>(rows | expert << 7 | group << 16)};
+    return {static_cast<uint32_t>(rows | expert << kRowBits | group << kGroupBit)};
   }
-  __device__ __forceinline__ int rows() const { return word & 127; }
-  __device__ __forceinline__ int expert() const { return word >> 7 & 511; }
-  __device__ __forceinline__ int group() const { return word >> 16; }
+  __device__ __forceinline__ int rows() const { return word & ((1 << kRowBits) - 1); }
+  __device__ __forceinline__ int expert() const { return word >> kRowBits & (kMaxExperts - 1); }
+  __device__ __forceinline__ int group() const { return word >> kGroupBit; }
 };
 
 struct MoeArgs {
@@ -52,7 +55,8 @@ struct MoeWork {
   float* parts;        // [T * top, hidden] results of the experts
 };
 
-__host__ __device__ constexpr size_t aligned(size_t bytes) { return (bytes + 1023) / 1024 * 1024; }
+constexpr size_t kPageBytes = 1024;  // what lies in the workspace starts at multiples of it
+__host__ __device__ constexpr size_t aligned(size_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
 
 // Groups that `pairs` can need: each expert's last one may hold a single row.
 __host__ __device__ inline int most_groups(int pairs, int experts) {
@@ -63,27 +67,33 @@ __host__ __device__ inline int most_groups(int pairs, int experts) {
 __host__ __device__ inline MoeWork moe_work(const MoeArgs& args, size_t* bytes) {
   const int pairs = args.tokens * args.top;
   const size_t groups = most_groups(pairs, args.experts);
-  const size_t sizes[] = {static_cast<size_t>(pairs) * sizeof(RowTile), groups * kGroupRows * 4, groups * kGroupRows * args.hidden * 2,
-                          groups * kGroupRows * args.inter * 2, static_cast<size_t>(pairs) * args.hidden * 4};
-  size_t at[6] = {1024};
-  for (int i = 0; i < 5; ++i) at[i + 1] = at[i] + aligned(sizes[i]);
-  if (bytes != nullptr) *bytes = at[5];
+  const size_t sizes[] = {static_cast<size_t>(pairs) * sizeof(RowTile), groups * kGroupRows * sizeof(int32_t), groups * kGroupRows * args.hidden * 2,
+                          groups * kGroupRows * args.inter * 2, static_cast<size_t>(pairs) * args.hidden * sizeof(float)};
+  constexpr int kParts = sizeof(sizes) / sizeof(sizes[0]);
+  size_t at[kParts + 1] = {kPageBytes};  // the counts come first
+  for (int i = 0; i < kParts; ++i) at[i + 1] = at[i] + aligned(sizes[i]);
+  if (bytes != nullptr) *bytes = at[kParts];
+  constexpr int kMiddle = 3, kResults = 4;
   uint8_t* w = args.work;
   auto* counts = reinterpret_cast<int32_t*>(w);
   return {counts, counts + 1, reinterpret_cast<RowTile*>(w + at[0]), reinterpret_cast<int32_t*>(w + at[1]), w + at[2],
-          w + at[3], reinterpret_cast<float*>(w + at[4])};
+          w + at[kMiddle], reinterpret_cast<float*>(w + at[kResults])};
 }
 
 // Byte of 16-byte chunk `chunk` of a row among rows of `columns` columns.
 __device__ __forceinline__ size_t chunk_place(int group, int row, int chunk, int columns) {
-  return (static_cast<size_t>(group) * (columns / 64) + chunk / 8) * kAtomBytes + row * 128 + ((chunk % 8 ^ row) << 4);
+  return (static_cast<size_t>(group) * (columns / kBlockColumns) + chunk / kSwizzle) * kAtomBytes + row * kRowBytes +
+         ((chunk % kSwizzle ^ row) << 4);
 }
 
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// The experts of pairs lie in shared memory as uint16_t, read 16 bytes at a time.
+constexpr int kWordPairs = kChunkBytes / sizeof(uint16_t);
+
 // Bytes of shared memory of moe_lists_kernel.
-inline int list_bytes(int pairs) { return (pairs + 7) / 8 * 16; }
+inline int list_bytes(int pairs) { return (pairs + kWordPairs - 1) / kWordPairs * kChunkBytes; }
 
 constexpr int kFewPairs = 512;  // so few that the first product's blocks make the list of tiles themselves
 
@@ -107,7 +117,7 @@ __device__ __forceinline__ void count_pairs(const MoeArgs& args, int* count, con
 // group; returns the number of tiles. Each lane takes a run of experts.
 template <typename Begin>
 __device__ __forceinline__ int list_tiles(const int* count, int experts, int tile_rows, RowTile* tiles, const Begin& begin) {
-  const int lane = threadIdx.x & 31, each = (experts + 31) / 32;
+  const int lane = threadIdx.x & (kLanes - 1), each = (experts + kLanes - 1) / kLanes;
   const int from = min(lane * each, experts), to = min(from + each, experts);
   int2 sum = {0, 0};  // groups, tiles
   for (int e = from; e < to; ++e) {
@@ -115,11 +125,11 @@ __device__ __forceinline__ int list_tiles(const int* count, int experts, int til
     sum.y += (count[e] + tile_rows - 1) / tile_rows;
   }
   int2 at = sum;
-  for (int step = 1; step < 32; step *= 2) {
-    const int x = __shfl_up_sync(~0u, at.x, step), y = __shfl_up_sync(~0u, at.y, step);
+  for (int step = 1; step < kLanes; step *= 2) {
+    const int x = __shfl_up_sync(kAllLanes, at.x, step), y = __shfl_up_sync(kAllLanes, at.y, step);
     if (lane >= step) at.x += x, at.y += y;
   }
-  const int total = __shfl_sync(~0u, at.y, 31);
+  const int total = __shfl_sync(kAllLanes, at.y, kLanes - 1);
   at.x -= sum.x, at.y -= sum.y;
   for (int e = from; e < to; ++e) {
     begin(e, at.x);
@@ -137,45 +147,45 @@ __global__ void __launch_bounds__(kListThreads) moe_lists_kernel(const __grid_co
   extern __shared__ uint4 shared_experts[];
   __shared__ int count[kMaxExperts], first_group[kMaxExperts];
   let_next_start();
-  const int pairs = args.tokens * args.top, lane = threadIdx.x & 31;
-  const int warp = blockIdx.x * (kListThreads / 32) + (threadIdx.x >> 5), warps = gridDim.x * (kListThreads / 32);
+  const int pairs = args.tokens * args.top, lane = threadIdx.x & (kLanes - 1);
+  const int warp = blockIdx.x * kListWarps + (threadIdx.x / kLanes), warps = gridDim.x * kListWarps;
   const MoeWork work = moe_work(args, nullptr);
   auto* experts = reinterpret_cast<uint16_t*>(shared_experts);
   count_pairs<kListThreads>(args, count, [&](int p, uint32_t e) { experts[p] = static_cast<uint16_t>(e); });
-  if (threadIdx.x < 32) {
+  if (threadIdx.x < kLanes) {
     const int tiles = list_tiles(count, args.experts, tile_rows, blockIdx.x == 0 ? work.tiles : nullptr,
                                  [&](int e, int group) { first_group[e] = group; });
     if (threadIdx.x == 0 && blockIdx.x == 0) *work.tile_count = tiles, work.taken[0] = work.taken[1] = 0;
   }
   __syncthreads();
-  const int chunks = args.hidden / 8 / kParts;
+  const int chunks = args.hidden / kChunkColumns / kParts;
   for (int unit = warp; unit < pairs * kParts; unit += warps) {
     const int p = unit / kParts, part = unit % kParts;
     const uint32_t e = experts[p];
     if (e == kElsewhere) continue;
     // The pair's place among its expert's, eight pairs before it at a time.
     uint32_t equal = 0;
-    for (int i = lane; i <= p / 8; i += 32) {
+    for (int i = lane; i <= p / kWordPairs; i += kLanes) {
       const uint4 x = shared_experts[i];
-      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+      const uint32_t words[kWordPairs / 2] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        equal += (words[w] & 0xFFFF) == e && 8 * i + 2 * w < p;
-        equal += words[w] >> 16 == e && 8 * i + 2 * w + 1 < p;
+      for (int w = 0; w < kWordPairs / 2; ++w) {
+        equal += (words[w] & kElsewhere) == e && kWordPairs * i + 2 * w < p;
+        equal += words[w] >> 16 == e && kWordPairs * i + 2 * w + 1 < p;
       }
     }
-    const int place = __reduce_add_sync(~0u, equal);
+    const int place = __reduce_add_sync(kAllLanes, equal);
     const int group = first_group[e] + place / kGroupRows, row = place % kGroupRows;
     if (lane == 0 && part == 0) work.pairs[group * kGroupRows + row] = p;
     const auto* from = reinterpret_cast<const uint4*>(args.x + static_cast<size_t>(p / args.top) * args.hidden);
 #pragma unroll 8
-    for (int c = part * chunks + lane; c < (part + 1) * chunks; c += 32) {
+    for (int c = part * chunks + lane; c < (part + 1) * chunks; c += kLanes) {
       *reinterpret_cast<uint4*>(work.rows + chunk_place(group, row, c, args.hidden)) = __ldg(from + c);
     }
   }
 }
 
-constexpr int kSumThreads = 128;
+constexpr int kSumThreads = 128, kSumColumns = 4;  // of a thread
 constexpr int kMostTop = 16;  // experts of a token
 
 // Each token's experts' results times their shares, added in the order of the experts. A thread has four columns.
@@ -197,7 +207,7 @@ __global__ void __launch_bounds__(kSumThreads) moe_sum_kernel(const __grid_const
   }
   __syncthreads();
   wait_for_previous();
-  const int column = 4 * (blockIdx.y * kSumThreads + threadIdx.x);
+  const int column = kSumColumns * (blockIdx.y * kSumThreads + threadIdx.x);
   if (column >= args.hidden) return;
   const float* parts = moe_work(args, nullptr).parts + static_cast<size_t>(token) * args.top * args.hidden + column;
   float4 sum = {0, 0, 0, 0};

@@ -11,10 +11,11 @@
 
 namespace dsv4 {
 
-constexpr int kWeightRows = 64;
+constexpr int kWeightRows = kBlockRows;
+constexpr int kWeightGroup = 32;     // columns of a scale
 constexpr int kWeightColumns = 128;  // of K
 constexpr int kCodeBytes = kWeightRows * kWeightColumns / 2;
-constexpr int kTileBytes = kCodeBytes + kWeightRows * kWeightColumns / 32;
+constexpr int kTileBytes = kCodeBytes + kWeightRows * kWeightColumns / kWeightGroup;
 
 // Sign and magnitude of a code in the fields of a bf16: its value times 2^-126, subnormals too.
 constexpr uint32_t kPairBits = 0x81C081C0u;
@@ -32,13 +33,16 @@ __device__ __forceinline__ uint32_t weight_pair(uint32_t word, __nv_bfloat162 fa
 // 2^126 times the scales of group `kGroup` of 32 columns, of the thread's rows lane / 4 and + 8.
 template <int kGroup>
 __device__ __forceinline__ __nv_bfloat162 weight_factors(uint32_t scales) {
-  const uint32_t fields = (kGroup == 0 ? scales : __funnelshift_r(scales, scales, 8)) & 0x7F807F80u;
+  constexpr int kNextGroup = 8;  // a rotation
+  constexpr uint32_t kExponentFields = 0x7F807F80;
+  const uint32_t fields = (kGroup == 0 ? scales : __funnelshift_r(scales, scales, kNextGroup)) & kExponentFields;
   return reinterpret_cast<const __nv_bfloat162&>(fields);
 }
 
+constexpr int kTwoFragments = 2 * kFragment;
 // Two products' fragments: register 2 c + h of product s has columns 16 s + 8 c + 2 (lane % 4) + {0, 1} of row
 // lane / 4 + 8 h of the warp's 16.
-__device__ __forceinline__ void decode_weights(uint32_t w0, uint32_t w1, __nv_bfloat162 factors, uint32_t (&a)[8]) {
+__device__ __forceinline__ void decode_weights(uint32_t w0, uint32_t w1, __nv_bfloat162 factors, uint32_t (&a)[kTwoFragments]) {
   uint32_t rest;  // kLeftBits ? w0 : w1
   asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(rest) : "r"(kLeftBits), "r"(w0), "r"(w1));
   a[0] = weight_pair<0, 0>(w0, factors);

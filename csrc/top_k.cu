@@ -36,31 +36,44 @@ cudaError_t launch_with(const dsv4::TopKArgs& args, int tokens, cudaStream_t str
 // Scores one block can hold in registers.
 constexpr int kCapacity = dsv4::kTopVectors * dsv4::kTopChunk;
 
-// Whether `tokens` clusters of kBlocks blocks run at once, one block an SM: a cluster lies within one of the device's groups of 16
-// to 18 SMs, so that clusters of 8 reach two thirds of the SMs, clusters of 4 six sevenths.
+// Whether `tokens` clusters of kBlocks blocks run at once, one block an SM. A cluster lies within one of the device's groups of
+// 16 to 18 SMs: the largest clusters reach two thirds of all SMs, those half as large six sevenths.
 template <int kBlocks>
 bool run_at_once(int tokens) {
-  static_assert(kBlocks == 4 || kBlocks == 8, "of which the share is known");
-  const int sms = dsv4::multiprocessors(), reached = kBlocks == 8 ? sms * 2 / 3 : sms * 6 / 7;
-  return int64_t{tokens} * kBlocks <= reached;
+  constexpr bool kLargest = kBlocks == dsv4::kTopCluster;
+  static_assert(kLargest || kBlocks == dsv4::kTopCluster / 2, "of which the share is known");
+  constexpr int kReached = kLargest ? 2 : 6, kOf = kLargest ? 3 : 7;
+  return int64_t{tokens} * kBlocks <= dsv4::multiprocessors() * kReached / kOf;
+}
+
+// One block of as few vectors as hold a row, where one does: blocks of a cluster wait for one another longer than they gain.
+template <int kVectors = 1>
+cudaError_t launch_block(const dsv4::TopKArgs& args, int chunks, int tokens, cudaStream_t stream) {
+  if constexpr (kVectors < dsv4::kTopVectors) {
+    if (chunks > kVectors) return launch_block<2 * kVectors>(args, chunks, tokens, stream);
+  }
+  return launch_with<kVectors, 1>(args, tokens, stream);
+}
+
+// A cluster of full blocks, as few as hold a row.
+template <int kBlocks = 2>
+cudaError_t launch_cluster(const dsv4::TopKArgs& args, int chunks, int tokens, cudaStream_t stream) {
+  if constexpr (kBlocks < dsv4::kTopCluster) {
+    if (chunks > dsv4::kTopVectors * kBlocks) return launch_cluster<2 * kBlocks>(args, chunks, tokens, stream);
+  }
+  return launch_with<dsv4::kTopVectors, kBlocks>(args, tokens, stream);
 }
 
 cudaError_t launch(const dsv4::TopKArgs& args, int tokens, cudaStream_t stream) {
   if (tokens == 0 || args.k == 0) return cudaSuccess;
   const int chunks = (args.width + dsv4::kTopChunk - 1) / dsv4::kTopChunk;
-  // One block where it holds a row: blocks of a cluster wait for one another longer than they gain.
-  if (chunks <= 1) return launch_with<1, 1>(args, tokens, stream);
-  if (chunks <= 2) return launch_with<2, 1>(args, tokens, stream);
-  if (chunks <= 4) return launch_with<4, 1>(args, tokens, stream);
-  if (chunks <= 8) return launch_with<8, 1>(args, tokens, stream);
-  if (chunks <= 16) return launch_with<16, 1>(args, tokens, stream);
-  // Else the most of 2, 4 and 8 with which all rows still run at once, and as many as hold a row.
-  if (chunks <= 8 * 8 && run_at_once<8>(tokens)) return launch_with<8, 8>(args, tokens, stream);
-  if (chunks <= 8 * 4 && run_at_once<4>(tokens)) return launch_with<8, 4>(args, tokens, stream);
-  if (chunks <= 16 * 2) return launch_with<16, 2>(args, tokens, stream);
-  if (chunks <= 16 * 4) return launch_with<16, 4>(args, tokens, stream);
-  if (chunks <= 16 * 8) return launch_with<16, 8>(args, tokens, stream);
-  return cudaErrorInvalidValue;
+  if (chunks > dsv4::kTopVectors * dsv4::kTopCluster) return cudaErrorInvalidValue;
+  if (chunks <= dsv4::kTopVectors) return launch_block(args, chunks, tokens, stream);
+  // More blocks that are half full, if all rows still run at once.
+  constexpr int kHalf = dsv4::kTopVectors / 2, kMany = dsv4::kTopCluster, kSome = kMany / 2;
+  if (chunks <= kHalf * kMany && run_at_once<kMany>(tokens)) return launch_with<kHalf, kMany>(args, tokens, stream);
+  if (chunks <= kHalf * kSome && run_at_once<kSome>(tokens)) return launch_with<kHalf, kSome>(args, tokens, stream);
+  return launch_cluster(args, chunks, tokens, stream);
 }
 
 using Scores = ffi::Buffer<ffi::F32, 2>;

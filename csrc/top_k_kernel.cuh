@@ -13,36 +13,40 @@
 // most steps are bound by the instructions of all warps, not by the work in them.
 #pragma once
 
+#include "numbers.cuh"
 #include "top_k_rows.cuh"
 
 namespace dsv4 {
 
+constexpr int kFewVectors = 4;  // that are loaded at once where registers are short
+constexpr int kWordBits = 32;
+
 // The bin of the bound: at least `need` columns of all blocks lie in bins up to it. The last bin: there is no bound.
 template <int kVectors, int kBlocks>
-__device__ __forceinline__ uint32_t find_bound(TopKShared& s, const float (&x)[4 * kVectors], uint32_t need, int rank,
+__device__ __forceinline__ uint32_t find_bound(TopKShared& s, const float (&x)[kFour * kVectors], uint32_t need, int rank,
                                                int thread, uint32_t& best) {
-  const int lane = thread & 31, warp = thread >> 5;
-  float column[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+  const int lane = lane_of(thread), warp = warp_of(thread);
+  float column[kFour] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
 #pragma unroll
-  for (int i = 0; i < 4 * kVectors; ++i) column[i & 3] = fmaxf(column[i & 3], x[i]);
+  for (int i = 0; i < kFour * kVectors; ++i) column[i % kFour] = fmaxf(column[i % kFour], x[i]);
   __syncthreads();  // the histograms are zero
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
+  for (int j = 0; j < kFour; ++j) {
     if (column[j] > -INFINITY) atomicAdd(&s.columns[code_of(column[j]) >> (kTopCodeBits - kTopBinBits)], 1u);
   }
   const uint32_t least = __reduce_min_sync(
-      ~0u, code_of(fmaxf(fmaxf(column[0], column[1]), fmaxf(column[2], column[3])) + 0.f));  // 0 for -0
+      kAllLanes, code_of(fmaxf(fmaxf(column[0], column[1]), fmaxf(column[2], column[3])) + 0.f));  // 0 for -0
   if (lane == 0) s.best[warp] = least;
   __syncthreads();
   uint4* four = reinterpret_cast<uint4*>(s.columns) + thread;
   uint4 h = *four;
   h.y += h.x, h.z += h.y, h.w += h.z;
   const uint32_t sum = block_sums(s.sums[0], h.w, thread);
-  best = __reduce_min_sync(~0u, s.best[lane % (kTopThreads / 32)]);
+  best = __reduce_min_sync(kAllLanes, s.best[lane % (kTopWarps)]);
   h.x += sum, h.y += sum, h.z += sum, h.w += sum;
   const uint32_t share = (need + kBlocks - 1) / kBlocks;  // if all blocks have it, so has the row
   const bool here = sum < share && h.w >= share;
-  const uint32_t bin = 4 * thread + (h.x < share) + (h.y < share) + (h.z < share);
+  const uint32_t bin = kFour * thread + (h.x < share) + (h.y < share) + (h.z < share);
   if (kBlocks == 1) {
     if (here) s.bound = bin;
     __syncthreads();
@@ -65,14 +69,14 @@ __device__ __forceinline__ uint32_t find_bound(TopKShared& s, const float (&x)[4
   }
   if (warp == 0) {
     while (low < high) {  // 32 probes between them, the last at `high`, where all blocks have their shares
-      const uint32_t step = (high - low + 32) / 32, at = min(low + step * (lane + 1) - 1, high);
+      const uint32_t step = (high - low + kLanes) / kLanes, at = min(low + step * (lane + 1) - 1, high);
       uint32_t sums[kBlocks], all = 0;
 #pragma unroll
       for (int c = 0; c < kBlocks; ++c) sums[c] = load_peer1(peer_address(shared_address(&s.columns[at]), c));
 #pragma unroll
       for (int c = 0; c < kBlocks; ++c) all += sums[c];
-      const int first = __ffs(__ballot_sync(~0u, all >= need || at == high)) - 1;
-      high = __shfl_sync(~0u, at, first);
+      const int first = __ffs(__ballot_sync(kAllLanes, all >= need || at == high)) - 1;
+      high = __shfl_sync(kAllLanes, at, first);
       low += step * first;
     }
     if (lane == 0) s.bound = low;
@@ -84,14 +88,14 @@ __device__ __forceinline__ uint32_t find_bound(TopKShared& s, const float (&x)[4
 // Lists those of a thread's scores that `chosen` names by bits.
 template <int kBlocks>
 __device__ __forceinline__ void list(TopKShared& s, const float* row, uint64_t chosen, int rank, int thread) {
-  const int lane = thread & 31;
+  const int lane = lane_of(thread);
   const uint32_t own = __popcll(chosen);
-  if (!__any_sync(~0u, own > 0)) return;
-  uint32_t place = warp_sums(own, lane), start = 0;
-  if (lane == 31) start = add_shared(shared_address(&s.taken), place);
-  place += __shfl_sync(~0u, start, 31) - own;
+  if (!__any_sync(kAllLanes, own > 0)) return;
+  uint32_t place = running_sum(own, lane), start = 0;
+  if (lane == kLanes - 1) start = add_shared(shared_address(&s.taken), place);
+  place += __shfl_sync(kAllLanes, start, kLanes - 1) - own;
   for (; chosen != 0; chosen &= chosen - 1, ++place) {
-    const int i = __ffsll(chosen) - 1, index = index_of<kBlocks>(i >> 2, rank, thread) + (i & 3);
+    const int i = __ffsll(chosen) - 1, index = index_of<kBlocks>(over<kFour>(i), rank, thread) + within<kFour>(i);
     if (place < kTopChunk) s.candidates[place] = make_uint2(__float_as_uint(__ldg(row + index)), index);
   }
 }
@@ -119,7 +123,7 @@ __device__ __forceinline__ uint2 candidate(TopKShared& s, uint32_t i) {
   }
   if (kBlocks == 1) return s.candidates[i];
   const uint64_t x = load_peer_long(peer_address(shared_address(&s.candidates[i]), from));
-  return make_uint2(static_cast<uint32_t>(x), static_cast<uint32_t>(x >> 32));
+  return make_uint2(static_cast<uint32_t>(x), static_cast<uint32_t>(x >> kWordBits));
 }
 
 // Turns the histogram of the bins into where each starts. False if a bin of the first `need` has too many, or all bins
@@ -161,25 +165,25 @@ __device__ __forceinline__ void write_ordered(TopKShared& s, uint32_t need, uint
 
 // The k of a row of one chunk, by bins of 2^-8 of an octave over eight octaves below the greatest score. False if they
 // do not hold the k, or one holds too many.
-__device__ __forceinline__ bool order_chunk(TopKShared& s, const float (&x)[4], uint32_t need, uint32_t k,
+__device__ __forceinline__ bool order_chunk(TopKShared& s, const float (&x)[kFour], uint32_t need, uint32_t k,
                                             int32_t* indices, int thread) {
-  constexpr int kShift = 23 - 8;
+  constexpr int kShift = kFloatMantissa - 8;
   const float most = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
-  const uint32_t least = __reduce_min_sync(~0u, code_of(most + 0.f));  // 0 for -0
-  if ((thread & 31) == 0) s.best[thread >> 5] = least;
+  const uint32_t least = __reduce_min_sync(kAllLanes, code_of(most + 0.f));  // 0 for -0
+  if (lane_of(thread) == 0) s.best[warp_of(thread)] = least;
   __syncthreads();
-  const uint32_t best = __reduce_min_sync(~0u, s.best[thread % (kTopThreads / 32)]);
-  uint32_t bin[4];
+  const uint32_t best = __reduce_min_sync(kAllLanes, s.best[thread % (kTopWarps)]);
+  uint32_t bin[kFour];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kFour; ++i) {
     bin[i] = (code_of(x[i] + 0.f) - best) >> kShift;
     if (!(x[i] > -INFINITY)) bin[i] = kTopBins;  // NaN, or not there
     if (bin[i] < kTopBins) atomicAdd(&s.bins[bin[i]], 1u);
   }
   if (!start_bins(s, s.crowded[1], need, thread)) return false;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (bin[i] < kTopBins) group(s, bin[i], x[i], 4 * thread + i);
+  for (int i = 0; i < kFour; ++i) {
+    if (bin[i] < kTopBins) group(s, bin[i], x[i], kFour * thread + i);
   }
   write_ordered(s, need, k, indices, thread);
   return true;
@@ -188,14 +192,15 @@ __device__ __forceinline__ bool order_chunk(TopKShared& s, const float (&x)[4], 
 // Calls f(four scores, index of the first) for all of this thread's vectors. Registers do not hold them until here.
 template <int kVectors, int kBlocks, typename F>
 __device__ __forceinline__ void for_scores(const float* row, int width, int count, int rank, int thread, F f) {
-  constexpr int kAtOnce = kVectors < 4 ? kVectors : 4;
+  constexpr int kAtOnce = kVectors < kFewVectors ? kVectors : kFewVectors;
 #pragma unroll 1
   for (int i = 0; i < kVectors; i += kAtOnce) {
-    float x[4 * kAtOnce];
+    float x[kFour * kAtOnce];
     load_scores<kAtOnce, kBlocks>(x, row, width, count, count, i, rank, thread);
 #pragma unroll
     for (int v = 0; v < kAtOnce; ++v) {
-      const float four[4] = {x[4 * v], x[4 * v + 1], x[4 * v + 2], x[4 * v + 3]};
+      const float* y = x + kFour * v;
+      const float four[kFour] = {y[0], y[1], y[2], y[3]};
       f(four, index_of<kBlocks>(i + v, rank, thread));
     }
   }
@@ -206,7 +211,8 @@ __device__ __forceinline__ void for_scores(const float* row, int width, int coun
 template <int kVectors, int kBlocks>
 __device__ __forceinline__ uint64_t select(TopKShared& s, const float* row, int width, int count, uint32_t need,
                                            int rank, int thread) {
-  constexpr int kDigits = 2048;
+  constexpr int kRankPasses = 3, kDigitBits = 11, kLastBits = 32 - 2 * kDigitBits, kIndexBits = kTopIndexBits / 2;
+  constexpr int kDigits = 1 << kDigitBits;
   uint4* four = reinterpret_cast<uint4*>(s.columns) + thread;
   four[kTopThreads] = make_uint4(0, 0, 0, 0);
   __syncthreads();
@@ -214,14 +220,14 @@ __device__ __forceinline__ uint64_t select(TopKShared& s, const float* row, int 
   uint32_t prefix = 0, bound = 0;
 #pragma unroll 1
   for (int pass = 0;; ++pass) {  // three over the ranks, two over the indices of those of the rank `bound`
-    const int shift = pass == 0 ? 21 : pass == 1 ? 10 : pass == 3 ? 9 : 0;
-    const int bits = pass < 2 ? 11 : pass == 2 ? 10 : 9;
+    const int shift = pass == 0 ? kDigitBits + kLastBits : pass == 1 ? kLastBits : pass == kRankPasses ? kIndexBits : 0;
+    const int bits = pass < 2 ? kDigitBits : pass == 2 ? kLastBits : kIndexBits;
     uint32_t* histogram = s.columns + (~pass & 1) * kDigits;
-    for_scores<kVectors, kBlocks>(row, width, count, rank, thread, [&](const float (&x)[4], int at) {
+    for_scores<kVectors, kBlocks>(row, width, count, rank, thread, [&](const float (&x)[kFour], int at) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const uint32_t score = rank_of(x[j]), digits = (pass < 3 ? score : at + j) >> shift;
-        if (at + j < count && digits >> bits == prefix && (pass < 3 || score == bound)) {
+      for (int j = 0; j < kFour; ++j) {
+        const uint32_t score = rank_of(x[j]), digits = (pass < kRankPasses ? score : at + j) >> shift;
+        if (at + j < count && digits >> bits == prefix && (pass < kRankPasses || score == bound)) {
           atomicAdd(&histogram[digits & ((1u << bits) - 1)], 1u);
         }
       }
@@ -230,15 +236,15 @@ __device__ __forceinline__ uint64_t select(TopKShared& s, const float* row, int 
     uint4 h = make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int c = 0; c < kBlocks; ++c) {
-      const uint32_t at = shared_address(&histogram[4 * thread]);
+      const uint32_t at = shared_address(&histogram[kFour * thread]);
       const uint4 peer = load_peer(kBlocks == 1 ? at : peer_address(at, c));
       h.x += peer.x, h.y += peer.y, h.z += peer.z, h.w += peer.w;
     }
     uint32_t below = block_sums(s.sums[pass & 1], h.x + h.y + h.z + h.w, thread);
-    const uint32_t inside[4] = {h.x, h.y, h.z, h.w};
+    const uint32_t inside[kFour] = {h.x, h.y, h.z, h.w};
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (below < need && below + inside[j] >= need) s.digit = 4 * thread + j, s.below = below, s.inside = inside[j];
+    for (int j = 0; j < kFour; ++j) {
+      if (below < need && below + inside[j] >= need) s.digit = kFour * thread + j, s.below = below, s.inside = inside[j];
       below += inside[j];
     }
     four[(pass & 1) * kTopThreads] = make_uint4(0, 0, 0, 0);  // for the next pass; no block reads it since they met
@@ -247,7 +253,7 @@ __device__ __forceinline__ uint64_t select(TopKShared& s, const float* row, int 
     need -= s.below;
     if (s.inside == need) {  // all of the bin; of the last pass' there is one
       const uint64_t end = (uint64_t{prefix} + 1) << shift;
-      return pass < 3 ? end << kTopIndexBits : (static_cast<uint64_t>(bound) << kTopIndexBits) + end;
+      return pass < kRankPasses ? end << kTopIndexBits : (static_cast<uint64_t>(bound) << kTopIndexBits) + end;
     }
     if (pass == 2) bound = prefix, prefix = 0;
   }
@@ -262,9 +268,9 @@ __device__ __forceinline__ void sort(uint64_t* buffers, uint64_t (&x)[kTopHeld],
   for (int run = 2; run <= size; run *= 2) {
     for (int d = run / 2; d > 0; d /= 2) {
       uint64_t y[kTopHeld] = {x[1], x[0]};
-      if (d < 32) {
+      if (d < kLanes) {
 #pragma unroll
-        for (int j = 0; j < kTopHeld; ++j) y[j] = __shfl_xor_sync(~0u, x[j], d);
+        for (int j = 0; j < kTopHeld; ++j) y[j] = __shfl_xor_sync(kAllLanes, x[j], d);
       } else if (d < kTopThreads) {
 #pragma unroll
         for (int j = 0; j < kTopHeld; ++j) buffer[kTopThreads * j + thread] = x[j];
@@ -296,9 +302,9 @@ __global__ void __launch_bounds__(kTopThreads, kVectors <= 2 ? 2 : 1)
   reinterpret_cast<uint4*>(s.columns)[thread] = make_uint4(0, 0, 0, 0);
   reinterpret_cast<uint4*>(s.bins)[thread] = make_uint4(0, 0, 0, 0);
   if (thread == 0) s.bound = kTopBins - 1, s.taken = s.crowded[0] = s.crowded[1] = 0;
-  float x[4 * kVectors];
+  float x[kFour * kVectors];
   // A few loads do not wait for the count.
-  load_scores<kVectors, kBlocks>(x, row, args.width, kVectors <= 4 ? args.width : count, count, 0, rank, thread);
+  load_scores<kVectors, kBlocks>(x, row, args.width, kVectors <= kFewVectors ? args.width : count, count, 0, rank, thread);
 
   const uint32_t need = min(args.k, count);
   if (rank == 0 && thread == 0) args.kept[token] = need;
@@ -319,14 +325,14 @@ __global__ void __launch_bounds__(kTopThreads, kVectors <= 2 ? 2 : 1)
     const float edge = score_at(last);
     uint64_t chosen = 0;
 #pragma unroll
-    for (int i = 0; i < 4 * kVectors; ++i) {
+    for (int i = 0; i < kFour * kVectors; ++i) {
       if (x[i] >= edge) chosen |= uint64_t{1} << i;
     }
     list<kBlocks>(s, row, chosen, rank, thread);
     const uint32_t n = count_listed<kBlocks>(s, rank, thread);
     fits = n <= kTopChunk;
     if (fits) {
-      const int shift = max(32 - kTopBinBits - __clz(last - best), 0);
+      const int shift = max(kWordBits - kTopBinBits - __clz(last - best), 0);
       uint2* found = kBlocks == 1 ? s.candidates : s.gathered;
       if (rank == 0) {
 #pragma unroll 1
@@ -361,15 +367,15 @@ __global__ void __launch_bounds__(kTopThreads, kVectors <= 2 ? 2 : 1)
   const uint64_t end = select<kVectors, kBlocks>(s, row, args.width, count, need, rank, thread);
   uint64_t chosen = 0;
   int bit = 0;
-  for_scores<kVectors, kBlocks>(row, args.width, count, rank, thread, [&](const float (&y)[4], int at) {
+  for_scores<kVectors, kBlocks>(row, args.width, count, rank, thread, [&](const float (&y)[kFour], int at) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j, ++bit) {
+    for (int j = 0; j < kFour; ++j, ++bit) {
       if (at + j < count && place_of(y[j], at + j) < end) chosen |= uint64_t{1} << bit;
     }
   });
   list<kBlocks>(s, row, chosen, rank, thread);
   count_listed<kBlocks>(s, rank, thread);
-  int size = 32;
+  int size = kLanes;
   while (size < args.k) size *= 2;
   uint64_t place[kTopHeld];
 #pragma unroll

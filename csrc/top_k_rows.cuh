@@ -7,10 +7,12 @@ namespace dsv4 {
 
 constexpr int kTopThreads = 512;
 constexpr int kTopMax = 1024;                // largest k
-constexpr int kTopCluster = 8;               // largest portable cluster
-constexpr int kTopChunk = 4 * kTopThreads;   // consecutive scores that a block loads at once, and most candidates
+constexpr int kTopCluster = kMaxCluster;
+constexpr int kTopWarps = kTopThreads / kLanes;
+constexpr int kFour = 4;                     // scores of a load, and columns of a thread
+constexpr int kTopChunk = kFour * kTopThreads;   // consecutive scores that a block loads at once, and most candidates
 constexpr int kTopVectors = 16;              // most chunks of a block
-constexpr int kTopBins = 4 * kTopThreads, kTopBinBits = 11;
+constexpr int kTopBins = kFour * kTopThreads, kTopBinBits = 11;
 constexpr int kTopCodeBits = 30;
 constexpr int kTopCrowd = 512;               // most candidates of a bin that count each other
 constexpr int kTopIndexBits = 18, kTopPlaceBits = 50;
@@ -29,8 +31,8 @@ struct TopKShared {
   uint32_t bins[kTopBins];                // histogram of the candidates, then where the next of each bin goes
   uint2 candidates[kTopChunk];            // score, index; the sort's buffer
   uint64_t grouped[kTopMax + kTopCrowd];  // candidates by bin: bin, rank, index
-  uint32_t sums[2][32];
-  uint32_t best[32];                      // least code of each warp
+  uint32_t sums[2][kLanes];
+  uint32_t best[kLanes];                      // least code of each warp
   uint32_t reach[kTopCluster];            // of each block: the bin by which it has its share of k,
   uint32_t block_best[kTopCluster];       // its least code,
   uint32_t counts[kTopCluster];           // how many it lists
@@ -39,11 +41,14 @@ struct TopKShared {
   uint2 gathered[kTopChunk];              // all blocks' candidates: of a cluster only
 };
 
+constexpr int kSignBit = 31;
+constexpr uint32_t kMagnitude = 0x7FFFFFFF, kRankOfNaN = 0xFF800000;
+
 // Greater scores have lesser ranks; -0 counts as 0, NaN as -inf.
 __device__ __forceinline__ uint32_t rank_of(float x) {
   const uint32_t bits = __float_as_uint(x == 0.f ? 0.f : x);
-  const uint32_t rank = bits ^ (static_cast<uint32_t>(~static_cast<int32_t>(bits) >> 31) & 0x7FFFFFFFu);
-  return x != x ? 0xFF800000u : rank;
+  const uint32_t rank = bits ^ (static_cast<uint32_t>(~static_cast<int32_t>(bits) >> kSignBit) & kMagnitude);
+  return x != x ? kRankOfNaN : rank;
 }
 
 // Rank above, index below: the order of the result.
@@ -51,17 +56,20 @@ __device__ __forceinline__ uint64_t place_of(float x, uint32_t index) {
   return static_cast<uint64_t>(rank_of(x)) << kTopIndexBits | index;
 }
 
+constexpr int kLeastCoded = 0x30000000, kMostCoded = 0x4FFFFFFF;  // the bits of 2^-31 and below 2^33
+constexpr uint32_t kCodeOfZero = 0x1FFFFFFF;
 // A score that is not NaN in 30 bits, greater ones first. Magnitudes below 2^-31 or from 2^33 are as one; -0 is
 // behind 0.
 __device__ __forceinline__ uint32_t code_of(float x) {
   const int32_t bits = __float_as_int(x);
-  const uint32_t magnitude = max(min(bits & 0x7FFFFFFF, 0x4FFFFFFF) - 0x30000000, 0);
-  return (magnitude ^ static_cast<uint32_t>(bits >> 31) ^ 0x1FFFFFFFu) & 0x3FFFFFFFu;
+  const uint32_t magnitude = max(min(bits & static_cast<int>(kMagnitude), kMostCoded) - kLeastCoded, 0);
+  return (magnitude ^ static_cast<uint32_t>(bits >> kSignBit) ^ kCodeOfZero) & ((1u << kTopCodeBits) - 1);
 }
 // The least score whose code is at most `code`, for any code but the last.
 __device__ __forceinline__ float score_at(uint32_t code) {
-  if (code == 0x1FFFFFFFu) return 0.f;
-  return __uint_as_float(code < 0x20000000u ? (code + 0x30000000u) ^ 0x7FFFFFFFu : code + 0x90000000u);
+  constexpr uint32_t kNegative = (1u << kSignBit) + kLeastCoded - (kCodeOfZero + 1);
+  if (code == kCodeOfZero) return 0.f;
+  return __uint_as_float(code < kCodeOfZero + 1 ? (code + kLeastCoded) ^ kMagnitude : code + kNegative);
 }
 
 __device__ __forceinline__ uint64_t load_peer_long(uint32_t address) {
@@ -101,29 +109,19 @@ __device__ __forceinline__ void meet() {
   }
 }
 
-// Sum up to and including this lane.
-__device__ __forceinline__ uint32_t warp_sums(uint32_t x, int lane) {
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const uint32_t y = __shfl_up_sync(~0u, x, d);
-    if (lane >= d) x += y;
-  }
-  return x;
-}
-
 // Exclusive sum over the block in thread order. `sums` was last read before a barrier.
-__device__ __forceinline__ uint32_t block_sums(uint32_t (&sums)[32], uint32_t x, int thread) {
-  const int lane = thread & 31, warp = thread >> 5;
-  const uint32_t sum = warp_sums(x, lane);
-  if (lane == 31) sums[warp] = sum;
+__device__ __forceinline__ uint32_t block_sums(uint32_t (&sums)[kLanes], uint32_t x, int thread) {
+  const int lane = lane_of(thread), warp = warp_of(thread);
+  const uint32_t sum = running_sum(x, lane);
+  if (lane == kLanes - 1) sums[warp] = sum;
   __syncthreads();
-  return __reduce_add_sync(~0u, lane < warp ? sums[lane] : 0) + sum - x;
+  return __reduce_add_sync(kAllLanes, lane < warp ? sums[lane] : 0) + sum - x;
 }
 
 // Index of the first of the four scores of a thread in vector i.
 template <int kBlocks>
 __device__ __forceinline__ int index_of(int i, int rank, int thread) {
-  return kTopChunk * (i * kBlocks + rank) + 4 * thread;
+  return kTopChunk * (i * kBlocks + rank) + kFour * thread;
 }
 
 // Four or one where `exists`, without a branch, so that loads follow one another.
@@ -141,12 +139,12 @@ __device__ __forceinline__ void load_if(bool exists, const float* from, float& x
 // This thread's scores of kVectors vectors from `vector` on; -inf from `count` on. Reads nothing from `limit` on,
 // rounded up to a multiple of four.
 template <int kVectors, int kBlocks>
-__device__ __forceinline__ void load_scores(float (&x)[4 * kVectors], const float* row, int width, int limit, int count,
+__device__ __forceinline__ void load_scores(float (&x)[kFour * kVectors], const float* row, int width, int limit, int count,
                                             int vector, int rank, int thread) {
   float4 v[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) v[i] = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
-  if ((width & 3) == 0) {
+  if (width % kFour == 0) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int at = index_of<kBlocks>(vector + i, rank, thread);
@@ -162,15 +160,16 @@ __device__ __forceinline__ void load_scores(float (&x)[4 * kVectors], const floa
       load_if(at + 3 < limit, row + at + 3, v[i].w);
     }
   }
-  const bool all = index_of<kBlocks>(vector + kVectors - 1, rank, thread) + 4 <= count;
+  const bool all = index_of<kBlocks>(vector + kVectors - 1, rank, thread) + kFour <= count;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    x[4 * i] = v[i].x, x[4 * i + 1] = v[i].y, x[4 * i + 2] = v[i].z, x[4 * i + 3] = v[i].w;
+    float* four = x + kFour * i;
+    four[0] = v[i].x, four[1] = v[i].y, four[2] = v[i].z, four[3] = v[i].w;
   }
   if (all) return;
 #pragma unroll
-  for (int i = 0; i < 4 * kVectors; ++i) {
-    if (index_of<kBlocks>(vector + i / 4, rank, thread) + i % 4 >= count) x[i] = -INFINITY;
+  for (int i = 0; i < kFour * kVectors; ++i) {
+    if (index_of<kBlocks>(vector + i / kFour, rank, thread) + i % kFour >= count) x[i] = -INFINITY;
   }
 }
 
