@@ -14,30 +14,10 @@ import ctypes
 import torch
 from graph_timing import microseconds
 
-POINTER = ctypes.c_void_p
+from dsv4_jax.cuda.c_entries import AppendArgs, EpilogueArgs, RowPool, open_entry
+
 SETS, POOL_ROWS, EPS = 64, 1 << 20, 1e-6
 TOKENS = (1, 16, 64, 256, 1024, 8192)
-
-
-class Finish(ctypes.Structure):
-    _fields_ = (
-        *((x, POINTER) for x in ("norm", "cosine", "sine")),
-        ("eps", ctypes.c_float),
-        ("hadamard", ctypes.c_int),
-    )
-
-
-class Pool(ctypes.Structure):
-    _fields_ = (*((x, POINTER) for x in ("codes", "rope", "scale")), ("rows", ctypes.c_int64), ("format", ctypes.c_int))
-
-
-class Args(ctypes.Structure):
-    """`dsv4::AppendArgs` of csrc/append.cu."""
-
-    _fields_ = (
-        *((x, POINTER) for x in ("values", "row_ids")),
-        ("finish", Finish), ("pool", Pool), ("stride", ctypes.c_int),
-    )  # fmt: skip
 
 
 class Case:
@@ -50,10 +30,10 @@ class Case:
         self.norm = torch.rand(512, device="cuda") + 0.5
         angle = torch.rand((tokens, 32), device="cuda") * 100
         self.cosine, self.sine = angle.cos(), angle.sin()
-        self.args = Args(
+        self.args = AppendArgs(
             self.values.data_ptr(), self.ids.data_ptr(),
-            Finish(*(x.data_ptr() for x in (self.norm, self.cosine, self.sine)), EPS, 0),
-            Pool(*(x.data_ptr() for x in pool), POOL_ROWS, 0), 512,
+            EpilogueArgs(*(x.data_ptr() for x in (self.norm, self.cosine, self.sine)), EPS, 0),
+            RowPool(*(x.data_ptr() for x in pool), POOL_ROWS, 0), 512,
         )  # fmt: skip
 
     def error(self) -> float:
@@ -72,13 +52,11 @@ class Case:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("library")
-    entry = ctypes.CDLL(parser.parse_args().library).dsv4_append_launch
-    entry.argtypes = (ctypes.POINTER(Args), ctypes.c_int, ctypes.c_int, POINTER)
+    entry = open_entry(ctypes.CDLL(parser.parse_args().library), "append")
 
     def launch(case: Case) -> None:
         tokens = case.values.shape[0]
-        status = entry(ctypes.byref(case.args), tokens, 1, torch.cuda.current_stream().cuda_stream)
-        assert status == 0, f"CUDA error {status}"
+        entry(case.args, tokens, 1, torch.cuda.current_stream().cuda_stream)
 
     torch.manual_seed(0)
     pool = (

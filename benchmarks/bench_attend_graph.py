@@ -18,6 +18,8 @@ import math
 import torch
 from graph_timing import copy_ceiling, microseconds
 
+from dsv4_jax.cuda.c_entries import AttendArgs, Rows, open_entry
+
 SHAPES = {
     "CSA Flash": (64, 128, 512, (1, 16, 64, 128, 256)),
     "HCA Flash 128K": (64, 128, 1024, (1, 64, 256)),
@@ -26,25 +28,6 @@ SHAPES = {
     "SWA": (64, 128, 0, (1, 64)),
 }
 SCALE = 512**-0.5
-POINTER = ctypes.c_void_p
-
-
-class Rows(ctypes.Structure):
-    _fields_ = (("nope", POINTER), ("rope", POINTER), ("scale", POINTER), ("rows", ctypes.c_int))
-
-
-class Args(ctypes.Structure):
-    """`dsv4::AttendArgs` of csrc/attend_block.cuh."""
-
-    _fields_ = (
-        *((name, POINTER) for name in ("queries", "sink")),
-        *((name, Rows) for name in ("window", "entries")),
-        *((name, POINTER) for name in ("window_ids", "window_visible", "entry_ids", "entry_count", "out", "lse")),
-        *((name, ctypes.c_int) for name in ("tokens", "heads", "window_keys", "entry_keys")),
-        ("scale_log2", ctypes.c_float),
-        *((name, POINTER) for name in ("cosine", "sine")),  # null: the output is not turned back
-        ("bf16_out", ctypes.c_int),
-    )
 
 
 def make_pool(rows: int) -> tuple[torch.Tensor, ...]:
@@ -82,7 +65,7 @@ class Case:
         self.cosine, self.sine = angle.cos(), angle.sin()
         self.args = self.arguments(0, tokens, fused)
 
-    def arguments(self, first: int, tokens: int, fused: bool = False) -> Args:
+    def arguments(self, first: int, tokens: int, fused: bool = False) -> AttendArgs:
         part = slice(first, first + tokens)
         heads = self.sink.shape[0]
         dtype = torch.bfloat16 if fused else torch.float32
@@ -90,7 +73,7 @@ class Case:
         self.lse = torch.full((tokens, heads), math.nan, device="cuda")
         rows = [Rows(*(x.data_ptr() for x in pool), pool[0].shape[0]) for pool in self.pools]
         ids = [x[part].data_ptr() for x in (self.window_ids, self.visible, self.entry_ids, self.count)]
-        return Args(
+        return AttendArgs(
             self.queries[part].data_ptr(), self.sink.data_ptr(), *rows, *ids, self.out.data_ptr(), self.lse.data_ptr(),
             tokens, heads, self.window, self.entries, SCALE * math.log2(math.e),
             *((x[part].data_ptr() if fused else None) for x in (self.cosine, self.sine)), fused,
@@ -150,12 +133,10 @@ def main() -> None:
     parser.add_argument("--fused", action="store_true")
     options = parser.parse_args()
     splits = [int(x) for x in options.splits.split(",")]
-    entry = ctypes.CDLL(options.library).dsv4_attend_launch
-    entry.argtypes = (ctypes.POINTER(Args), ctypes.c_int, POINTER)
+    entry = open_entry(ctypes.CDLL(options.library), "attend")
 
-    def launch(args: Args, count: int) -> None:
-        status = entry(ctypes.byref(args), count, torch.cuda.current_stream().cuda_stream)
-        assert status == 0, f"CUDA error {status}"
+    def launch(args: AttendArgs, count: int) -> None:
+        entry(args, count, torch.cuda.current_stream().cuda_stream)
 
     torch.manual_seed(0)
     for shape in ((1, 64, 128, 64), (257, 64, 128, 512), (5, 16, 130, 77), (4, 128, 128, 1024), (64, 130, 128, 300),

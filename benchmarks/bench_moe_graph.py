@@ -21,8 +21,8 @@ import torch
 from graph_timing import copy_ceiling, microseconds
 
 from dsv4_jax.cuda import expert_weights
+from dsv4_jax.cuda.c_entries import MoeArgs, open_entry
 
-POINTER = ctypes.c_void_p
 TOP, LIMIT = 6, 10.0
 FLASH, PRO, TINY = (4096, 2048), (7168, 3072), (512, 256)  # hidden, inter
 SHAPES = tuple(range(7))
@@ -30,16 +30,6 @@ TOKENS = (1, 4, 16, 64, 128, 256, 1024)
 MARLIN = {256: {1: 45.3, 4: 127, 16: 412, 64: 972, 128: 1210, 256: 1440, 1024: 2023},
           128: {1: 45.0, 4: 123, 16: 347, 64: 613, 128: 721, 256: 772, 1024: 1596}}  # fmt: skip
 VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
-
-
-class MoeArgs(ctypes.Structure):
-    """`dsv4::MoeArgs` of csrc/moe_lists.cuh."""
-
-    _fields_ = (
-        *((name, POINTER) for name in ("x", "chosen", "share", "gate_up", "down", "out", "work")),
-        *((name, ctypes.c_int) for name in ("tokens", "top", "hidden", "inter", "experts", "first", "routed")),
-        ("limit", ctypes.c_float),
-    )
 
 
 class Weights:
@@ -126,8 +116,7 @@ class Case:
 class Library:
     def __init__(self, path: str):
         library = ctypes.CDLL(path)
-        self.entry, self.workspace = library.dsv4_moe_launch, library.dsv4_moe_workspace
-        self.entry.argtypes = (ctypes.POINTER(MoeArgs), ctypes.c_int, POINTER)
+        self.entry, self.workspace = open_entry(library, "moe"), library.dsv4_moe_workspace
         self.workspace.argtypes, self.workspace.restype = (ctypes.POINTER(MoeArgs),), ctypes.c_int64
 
     def work(self, case: Case) -> torch.Tensor:
@@ -135,8 +124,7 @@ class Library:
         return torch.full((size,), 255, device="cuda", dtype=torch.uint8)  # NaNs
 
     def launch(self, case: Case, work: torch.Tensor, shape: int = 0) -> None:
-        status = self.entry(ctypes.byref(case.args(work)), shape, torch.cuda.current_stream().cuda_stream)
-        assert status == 0, f"CUDA error {status}"
+        self.entry(case.args(work), shape, torch.cuda.current_stream().cuda_stream)
 
     def run(self, case: Case, shape: int = 0) -> torch.Tensor:
         case.out.fill_(torch.nan)

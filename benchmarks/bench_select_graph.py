@@ -20,7 +20,8 @@ import math
 import torch
 from graph_timing import copy_ceiling, microseconds
 
-POINTER = ctypes.c_void_p
+from dsv4_jax.cuda.c_entries import ScoreArgs, TopKArgs, open_entry
+
 ROWS_PER_BLOCK = 32
 ROW_BYTES = {"fp4": 68, "fp8": 132}
 SCORE_SHAPES = ((1, 8192), (1, 32768), (1, 262144), (16, 32768), (64, 2048), (64, 32768), (256, 2048), (256, 32768))
@@ -32,27 +33,6 @@ TOP_SHAPES = ((1, 2048, 512), (1, 8192, 512), (1, 32768, 512), (1, 262144, 512),
 VLLM = {(1, 2048, 512): 3.0, (1, 8192, 512): 4.4, (1, 32768, 512): 9.1, (1, 262144, 512): 15.1, (1, 262144, 1024): 15.3,
         (16, 32768, 512): 10.5, (16, 262144, 512): 26.6, (64, 2048, 512): 3.8, (64, 32768, 512): 12.4,
         (64, 32768, 1024): 13.0, (256, 32768, 512): 27.2}  # fmt: skip
-
-
-class ScoreArgs(ctypes.Structure):
-    """`dsv4::ScoreArgs` of csrc/index_scores_keys.cuh."""
-
-    _fields_ = (
-        *((name, POINTER) for name in ("codes", "scale", "queries", "weights", "table", "count", "scores")),
-        *((name, ctypes.c_int) for name in ("tokens", "heads", "columns", "base", "rows_per_block", "run_tiles")),
-        ("weight_stride", ctypes.c_int),
-        ("weight_scale", ctypes.c_float),
-        ("blocks", ctypes.c_int),
-    )
-
-
-class TopKArgs(ctypes.Structure):
-    """`dsv4::TopKArgs` of csrc/top_k_rows.cuh."""
-
-    _fields_ = (
-        *((name, POINTER) for name in ("scores", "count", "indices", "kept")),
-        *((name, ctypes.c_int) for name in ("width", "k")),
-    )
 
 
 def to_fp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,12 +127,10 @@ class ScoreCase:
 def bench_scores(library: ctypes.CDLL, options: argparse.Namespace, ceiling: float) -> int:
     """Checks, reports and goes on; the number of wrong results."""
     wrong = 0
-    entry = library.dsv4_index_scores_launch
-    entry.argtypes = (ctypes.POINTER(ScoreArgs), ctypes.c_int, POINTER)
+    entry = open_entry(library, "index_scores")
 
     def launch(case: ScoreCase) -> None:
-        status = entry(ctypes.byref(case.args), case.fmt == "fp8", torch.cuda.current_stream().cuda_stream)
-        assert status == 0, f"CUDA error {status}"
+        entry(case.args, case.fmt == "fp8", torch.cuda.current_stream().cuda_stream)
 
     for fmt in options.formats.split(","):
         for kind, queries in itertools.product(("normal", "equal", "spread"), ("qat", "plain")):
@@ -221,13 +199,11 @@ class TopCase:
 
 
 def bench_top_k(library: ctypes.CDLL, quick: bool, ceiling: float) -> None:
-    entry = library.dsv4_top_k_launch
-    entry.argtypes = (ctypes.POINTER(TopKArgs), ctypes.c_int, POINTER)
+    entry = open_entry(library, "top_k")
 
     def launch(case: TopCase) -> None:
         tokens = case.scores.shape[0]
-        status = entry(ctypes.byref(case.args), tokens, torch.cuda.current_stream().cuda_stream)
-        assert status == 0, f"CUDA error {status}"
+        entry(case.args, tokens, torch.cuda.current_stream().cuda_stream)
 
     for kind in ("normal", "ragged", "ties", "close", "relu", "zeros", "odd"):
         for tokens, width, k in (

@@ -71,6 +71,9 @@ cudaError_t launches(const Leaf* leaves, int n, const int* on_device, int pairs,
 
 }  // namespace
 
+// Bytes of a `Leaf`, which swap_baselines.py mirrors.
+extern "C" int baseline_leaf_size() { return static_cast<int>(sizeof(Leaf)); }
+
 extern "C" int baseline_alloc(void** host, size_t bytes) { return cudaHostAlloc(host, bytes, cudaHostAllocDefault); }
 extern "C" int baseline_free(void* host) { return cudaFreeHost(host); }
 

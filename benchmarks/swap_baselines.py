@@ -53,6 +53,8 @@ class Baselines:
         flags = ["-std=c++17", "-O3", f"-arch=sm_{major}{minor}", "-shared", "-Xcompiler", "-fPIC", "-cudart", "static"]
         subprocess.run([str(nvcc()), *flags, "-o", str(library), str(source)], check=True)
         self._c = ctypes.CDLL(str(library))
+        if (size := self._c.baseline_leaf_size()) != ctypes.sizeof(_Leaf):
+            raise RuntimeError(f"a leaf has {ctypes.sizeof(_Leaf)} bytes here and {size} in {source.name}")
         self._held: list[int] = []
         self._leaves, self._hosts = (_Leaf * len(leaves))(), []
         for i, (leaf, piece) in enumerate(zip(leaves, pieces, strict=True)):

@@ -7,10 +7,10 @@ namespace {
 namespace ffi = xla::ffi;
 
 template <bool kOut>
-ffi::Error swap(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int64_t> pieces,
-                int64_t first_unit, int64_t first_record) {
+ffi::Error swap(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int64_t> layers,
+                ffi::Span<const int64_t> piece_bytes, ffi::Span<const int64_t> offsets, int64_t first_unit, int64_t first_record) {
   dsv4::SwapArgs args = {};
-  const ffi::Error error = dsv4::read_swap<kOut>(operands, results, pieces, first_unit, first_record, &args);
+  const ffi::Error error = dsv4::read_swap<kOut>(operands, results, {layers, piece_bytes, offsets, first_unit, first_record}, &args);
   if (error.failure()) return error;
   for (int64_t pair = 0; pair < args.pairs; ++pair) {
     const int64_t unit = args.unit_ids[pair], record = args.record_ids[pair];
@@ -28,7 +28,9 @@ auto binding() {
   return ffi::Ffi::Bind()
       .RemainingArgs()
       .RemainingRets()
-      .Attr<ffi::Span<const int64_t>>("pieces")
+      .Attr<ffi::Span<const int64_t>>("layers")
+      .Attr<ffi::Span<const int64_t>>("piece_bytes")
+      .Attr<ffi::Span<const int64_t>>("offsets")
       .Attr<int64_t>("first_unit")
       .Attr<int64_t>("first_record");
 }

@@ -43,9 +43,10 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const __grid_constant__ 
 
 template <bool kOut>
 ffi::Error swap(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                ffi::Span<const int64_t> pieces, int64_t first_unit, int64_t first_record) {
+                ffi::Span<const int64_t> layers, ffi::Span<const int64_t> piece_bytes, ffi::Span<const int64_t> offsets,
+                int64_t first_unit, int64_t first_record) {
   dsv4::SwapArgs args = {};
-  const ffi::Error wrong = dsv4::read_swap<kOut>(operands, results, pieces, first_unit, first_record, &args);
+  const ffi::Error wrong = dsv4::read_swap<kOut>(operands, results, {layers, piece_bytes, offsets, first_unit, first_record}, &args);
   if (wrong.failure()) return wrong;
   const int64_t tasks = args.pairs * ((args.record_words + kChunk - 1) / kChunk);
   if (tasks == 0) return ffi::Error::Success();
@@ -62,7 +63,9 @@ auto binding() {
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
       .RemainingArgs()
       .RemainingRets()
-      .Attr<ffi::Span<const int64_t>>("pieces")
+      .Attr<ffi::Span<const int64_t>>("layers")
+      .Attr<ffi::Span<const int64_t>>("piece_bytes")
+      .Attr<ffi::Span<const int64_t>>("offsets")
       .Attr<int64_t>("first_unit")
       .Attr<int64_t>("first_record");
 }

@@ -48,8 +48,9 @@ struct SwapArgs {
   }
 };
 
+constexpr uint32_t kPartBytes = sizeof(uint32_t), kByteBits = 8;
 struct alignas(kWordBytes) SwapWord {
-  uint32_t x[4];
+  uint32_t x[kWordBytes / kPartBytes];
 };
 
 // Where a word of a record lies on either side.
@@ -99,7 +100,7 @@ template <typename T>
 DSV4_BOTH SwapWord load_part(const uint8_t* from, uint32_t bytes) {
   SwapWord word = {};
   for (uint32_t i = 0; i < kWordBytes; i += sizeof(T)) {
-    if (i < bytes) word.x[i / 4] |= static_cast<uint32_t>(load_as<T>(from + i)) << (i % 4 * 8);
+    if (i < bytes) word.x[i / kPartBytes] |= static_cast<uint32_t>(load_as<T>(from + i)) << (i % kPartBytes * kByteBits);
   }
   return word;
 }
@@ -107,22 +108,22 @@ DSV4_BOTH SwapWord load_part(const uint8_t* from, uint32_t bytes) {
 template <typename T>
 DSV4_BOTH void store_part(uint8_t* to, const SwapWord& word, uint32_t bytes) {
   for (uint32_t i = 0; i < kWordBytes; i += sizeof(T)) {
-    if (i < bytes) store_as<T>(to + i, static_cast<T>(word.x[i / 4] >> (i % 4 * 8)));
+    if (i < bytes) store_as<T>(to + i, static_cast<T>(word.x[i / kPartBytes] >> (i % kPartBytes * kByteBits)));
   }
 }
 
 // The unit's side of a word, with the widest accesses its alignment allows.
 DSV4_BOTH SwapWord load_unit(const SwapPlace& place) {
-  if (place.piece_bytes % 16 == 0 && place.bytes == 16) return load_as<SwapWord>(place.unit);
-  if (place.piece_bytes % 4 == 0) return load_part<uint32_t>(place.unit, place.bytes);
-  if (place.piece_bytes % 2 == 0) return load_part<uint16_t>(place.unit, place.bytes);
+  if (place.piece_bytes % kWordBytes == 0 && place.bytes == kWordBytes) return load_as<SwapWord>(place.unit);
+  if (place.piece_bytes % sizeof(uint32_t) == 0) return load_part<uint32_t>(place.unit, place.bytes);
+  if (place.piece_bytes % sizeof(uint16_t) == 0) return load_part<uint16_t>(place.unit, place.bytes);
   return load_part<uint8_t>(place.unit, place.bytes);
 }
 
 DSV4_BOTH void store_unit(const SwapPlace& place, const SwapWord& word) {
-  if (place.piece_bytes % 16 == 0 && place.bytes == 16) return store_as<SwapWord>(place.unit, word);
-  if (place.piece_bytes % 4 == 0) return store_part<uint32_t>(place.unit, word, place.bytes);
-  if (place.piece_bytes % 2 == 0) return store_part<uint16_t>(place.unit, word, place.bytes);
+  if (place.piece_bytes % kWordBytes == 0 && place.bytes == kWordBytes) return store_as<SwapWord>(place.unit, word);
+  if (place.piece_bytes % sizeof(uint32_t) == 0) return store_part<uint32_t>(place.unit, word, place.bytes);
+  if (place.piece_bytes % sizeof(uint16_t) == 0) return store_part<uint16_t>(place.unit, word, place.bytes);
   return store_part<uint8_t>(place.unit, word, place.bytes);
 }
 
@@ -141,19 +142,29 @@ DSV4_BOTH void store_word(const SwapPlace& place, const SwapWord& word) {
   }
 }
 
+// The attributes of a call: of each leaf its layers, the bytes of a piece and where in a record its pieces start.
+struct SwapAttributes {
+  xla::ffi::Span<const int64_t> layers, piece_bytes, offsets;
+  int64_t first_unit, first_record;
+};
+
 // Reads the operands (leaves, records, unit ids, record ids) and checks that everything a valid pair can name lies in
-// them. `pieces` holds (layers, piece bytes, offset in the record) per leaf. Results must be their aliased operands.
+// them. Results must be their aliased operands.
 template <bool kOut>
 xla::ffi::Error read_swap(xla::ffi::RemainingArgs operands, xla::ffi::RemainingRets results,
-                          xla::ffi::Span<const int64_t> pieces, int64_t first_unit, int64_t first_record, SwapArgs* args) {
+                          const SwapAttributes& attributes, SwapArgs* args) {
   namespace ffi = xla::ffi;
   const auto wrong = [](const std::string& what) {
     return ffi::Error::InvalidArgument(std::string(kOut ? "swap_out: " : "swap_in: ") + what);
   };
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % kWordBytes == 0; };
-  const size_t n = pieces.size() / 3;
-  if (n == 0 || n > kMaxSwapLeaves || pieces.size() % 3 != 0) return wrong("needs 1 to 24 leaves, three numbers each");
-  if (operands.size() != n + 3) return wrong(std::to_string(operands.size()) + " operands for " + std::to_string(n) + " leaves");
+  const auto [layers_of, bytes_of, offsets, first_unit, first_record] = attributes;
+  const size_t n = layers_of.size();
+  if (n == 0 || n > kMaxSwapLeaves || bytes_of.size() != n || offsets.size() != n) {
+    return wrong("needs 1 to 24 leaves, three numbers each");
+  }
+  constexpr size_t kOthers = 3;  // operands: records, unit ids, record ids
+  if (operands.size() != n + kOthers) return wrong(std::to_string(operands.size()) + " operands for " + std::to_string(n) + " leaves");
   if (results.size() != (kOut ? 1 : n)) return wrong("another number of results");
   if (first_unit < 0 || first_record < 0) return wrong("negative first id");
 
@@ -181,7 +192,7 @@ xla::ffi::Error read_swap(xla::ffi::RemainingArgs operands, xla::ffi::RemainingR
   int64_t end = 0;  // of the leaves so far, in words
   for (size_t i = 0; i < n; ++i) {
     const auto leaf = operands.get<ffi::AnyBuffer>(i);
-    const int64_t layers = pieces[3 * i], bytes = pieces[3 * i + 1], offset = pieces[3 * i + 2];
+    const int64_t layers = layers_of[i], bytes = bytes_of[i], offset = offsets[i];
     const std::string name = "leaf " + std::to_string(i);
     if (!leaf.has_value()) return wrong(name + " is no array");
     if (layers < 1 || bytes < 1 || layers > INT32_MAX || bytes > INT32_MAX) return wrong(name + " has impossible pieces");

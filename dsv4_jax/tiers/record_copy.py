@@ -94,7 +94,9 @@ def native_in(leaves: Leaves, records: jax.Array, ids: Ids, descriptors: tuple[i
 
 def _attributes(ids: Ids, descriptors: tuple[int, ...]) -> dict[str, np.ndarray | np.int64]:
     return dict(
-        pieces=np.array(descriptors, np.int64),
+        layers=np.array(descriptors[0::3], np.int64),
+        piece_bytes=np.array(descriptors[1::3], np.int64),
+        offsets=np.array(descriptors[2::3], np.int64),
         first_unit=np.int64(ids.first_unit),
         first_record=np.int64(ids.first_record),
     )
