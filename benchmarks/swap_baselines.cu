@@ -26,11 +26,13 @@ __global__ void warp_per_piece(uint8_t* device, uint8_t* host, const int* device
   for (int64_t i = threadIdx.x % 32; i < piece_bytes / 8; i += 32) to[i] = from[i];
 }
 
-cudaError_t copy_run(const Leaf& leaf, int64_t layer, int64_t unit, int64_t record, int64_t count, bool out, cudaStream_t s) {
+cudaError_t copy_run(const Leaf& leaf, int64_t layer, int64_t unit, int64_t record, int64_t count, bool out,
+                     cudaStream_t s) {
   uint8_t* a = leaf.device + (layer * leaf.device_units + unit) * leaf.piece_bytes;
   uint8_t* b = leaf.host + (layer * leaf.host_units + record) * leaf.piece_bytes;
   const size_t bytes = static_cast<size_t>(count * leaf.piece_bytes);
-  return out ? cudaMemcpyAsync(b, a, bytes, cudaMemcpyDeviceToHost, s) : cudaMemcpyAsync(a, b, bytes, cudaMemcpyHostToDevice, s);
+  return out ? cudaMemcpyAsync(b, a, bytes, cudaMemcpyDeviceToHost, s)
+             : cudaMemcpyAsync(a, b, bytes, cudaMemcpyHostToDevice, s);
 }
 
 // Pairs from i on whose ids count up together.
@@ -41,8 +43,8 @@ int run_length(const int* device_ids, const int* host_ids, int pairs, int i) {
 }
 
 // A cudaMemcpyAsync per run of at most `longest` consecutive ids, layer and leaf.
-cudaError_t copies(const Leaf* leaves, int n, const int* device_ids, const int* host_ids, int pairs, int longest, bool out,
-                   cudaStream_t s) {
+cudaError_t copies(const Leaf* leaves, int n, const int* device_ids, const int* host_ids, int pairs, int longest,
+                   bool out, cudaStream_t s) {
   for (int leaf = 0; leaf < n; ++leaf) {
     for (int64_t layer = 0; layer < leaves[leaf].layers; ++layer) {
       for (int i = 0; i < pairs;) {
@@ -84,7 +86,8 @@ extern "C" int baseline_ceiling(void* device, void* host, size_t bytes, int out,
   cudaError_t error = cudaEventCreate(&begin);
   if (error == cudaSuccess) error = cudaEventCreate(&end);
   if (error == cudaSuccess) error = cudaEventRecord(begin, cudaStreamPerThread);
-  for (int i = 0; i < repeats && error == cudaSuccess; ++i) error = copy_run(leaf, 0, 0, 0, 1, out, cudaStreamPerThread);
+  for (int i = 0; i < repeats && error == cudaSuccess; ++i)
+    error = copy_run(leaf, 0, 0, 0, 1, out, cudaStreamPerThread);
   if (error == cudaSuccess) error = cudaEventRecord(end, cudaStreamPerThread);
   if (error == cudaSuccess) error = cudaEventSynchronize(end);
   if (error == cudaSuccess) error = cudaEventElapsedTime(ms, begin, end);
@@ -95,8 +98,8 @@ extern "C" int baseline_ceiling(void* device, void* host, size_t bytes, int out,
 // scheme 0: a copy per piece. 1: runs of consecutive ids as one copy a layer and leaf if all ids are one run, else a
 // launch per layer and leaf. `ids`: device ids, then host ids, in host memory; `on_device` the same in device memory.
 // Milliseconds a repeat, enqueueing included.
-extern "C" int baseline_swap(const Leaf* leaves, int n, const int* ids, const int* on_device, int pairs, int scheme, int out,
-                             int repeats, float* ms) {
+extern "C" int baseline_swap(const Leaf* leaves, int n, const int* ids, const int* on_device, int pairs, int scheme,
+                             int out, int repeats, float* ms) {
   cudaEvent_t begin, end;
   const cudaStream_t s = cudaStreamPerThread;
   const bool consecutive = run_length(ids, ids + pairs, pairs, 0) == pairs;
@@ -104,9 +107,9 @@ extern "C" int baseline_swap(const Leaf* leaves, int n, const int* ids, const in
   if (error == cudaSuccess) error = cudaEventCreate(&end);
   if (error == cudaSuccess) error = cudaEventRecord(begin, s);
   for (int i = 0; i < repeats && error == cudaSuccess; ++i) {
-    error = scheme == 0    ? copies(leaves, n, ids, ids + pairs, pairs, 1, out, s)
-            : consecutive  ? copies(leaves, n, ids, ids + pairs, pairs, pairs, out, s)
-                           : launches(leaves, n, on_device, pairs, out, s);
+    error = scheme == 0   ? copies(leaves, n, ids, ids + pairs, pairs, 1, out, s)
+            : consecutive ? copies(leaves, n, ids, ids + pairs, pairs, pairs, out, s)
+                          : launches(leaves, n, on_device, pairs, out, s);
   }
   if (error == cudaSuccess) error = cudaEventRecord(end, s);
   if (error == cudaSuccess) error = cudaEventSynchronize(end);

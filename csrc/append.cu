@@ -1,5 +1,5 @@
-// append as an XLA FFI handler: epilogue, quantisation and store of fp8 KV rows, one launch, in place. Only enqueues: fit for a
-// command buffer. Wrapper, argument meaning and fallbacks: dsv4_jax/cuda/append.py.
+// append as an XLA FFI handler: epilogue, quantisation and store of fp8 KV rows, one launch, in place. Only enqueues:
+// fit for a command buffer. Wrapper, argument meaning and fallbacks: dsv4_jax/cuda/append.py.
 #include <cuda_runtime.h>
 
 #include <string>
@@ -27,12 +27,13 @@ using dsv4::AppendArgs;
 
 constexpr int kThreads = dsv4::kDim / dsv4::kOwn;
 
-// One block a row; without the epilogue it is stored as it is.
+// One block a row, four channels a thread: its four warps sum the norm together and share nothing else. Without the
+// epilogue the row is stored as it is.
 template <bool kEpilogue>
 __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ AppendArgs args) {
   const int token = blockIdx.x, thread = threadIdx.x;
-  // All loads at once, and no way out for a row that is not stored: so that none waits for another. No constant ones: see
-  // `load_epilogue`.
+  // All loads at once, and no way out for a row that is not stored: so that none waits for another. No constant ones:
+  // see `load_epilogue`.
   const dsv4::Float4 v = dsv4::load4(args.values + static_cast<int64_t>(token) * args.stride + dsv4::kOwn * thread);
   const int row = args.row_ids == nullptr ? token : args.row_ids[token];
   if constexpr (kEpilogue) {
@@ -65,10 +66,14 @@ ffi::Error append(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::Remain
     args.row_ids = operands.ids(tokens);
     args.pool = dsv4::read_pool(operands, static_cast<int>(dsv4::Format::kFp8));
   } else {
-    auto nope = results.get<ffi::AnyBuffer>(0), rope = results.get<ffi::AnyBuffer>(1), scale = results.get<ffi::AnyBuffer>(2);
-    if (!nope.has_value() || !rope.has_value() || !scale.has_value()) return ffi::Error::InvalidArgument("append: needs three results");
+    auto nope = results.get<ffi::AnyBuffer>(0), rope = results.get<ffi::AnyBuffer>(1),
+         scale = results.get<ffi::AnyBuffer>(2);
+    if (!nope.has_value() || !rope.has_value() || !scale.has_value()) {
+      return ffi::Error::InvalidArgument("append: needs three results");
+    }
     const auto bytes = [](auto& result) { return static_cast<int64_t>((*result)->size_bytes()); };
-    if (bytes(nope) != dsv4::kNope * tokens || bytes(rope) != 2 * dsv4::kRope * tokens || bytes(scale) != dsv4::kScales * tokens) {
+    if (bytes(nope) != dsv4::kNope * tokens || bytes(rope) != 2 * dsv4::kRope * tokens ||
+        bytes(scale) != dsv4::kScales * tokens) {
       return ffi::Error::InvalidArgument("append: the results must be fp8 rows of 448 + 64 dims, as many as values");
     }
     args.pool.codes = static_cast<uint8_t*>((*nope)->untyped_data());

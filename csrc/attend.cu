@@ -16,8 +16,8 @@ cudaError_t launch(const dsv4::AttendArgs& args, int splits, cudaStream_t stream
   if (args.tokens == 0 || args.heads == 0) return cudaSuccess;
   const size_t shared = sizeof(dsv4::Shared);
   // Set on every launch: the attribute belongs to the current device and costs no device work.
-  cudaError_t error = cudaFuncSetAttribute(dsv4::attend_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           static_cast<int>(shared));
+  cudaError_t error =
+      cudaFuncSetAttribute(dsv4::attend_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (error != cudaSuccess) return error;
   const int head_blocks = (args.heads + dsv4::kHeads - 1) / dsv4::kHeads;
   cudaLaunchAttribute cluster;
@@ -53,11 +53,10 @@ bool has_v4_widths(const Bytes& nope, const Halves& rope, const Bytes& scale) {
          scale.dimensions()[1] == dsv4::kScales && rope.dimensions()[0] == rows && scale.dimensions()[0] == rows;
 }
 
-ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink,
-                  Bytes window_nope, Halves window_rope, Bytes window_scale, Ids window_ids,
-                  Flags window_visible, Bytes entry_nope, Halves entry_rope, Bytes entry_scale,
-                  Ids entry_ids, Counts entry_count, Angles cosine, Angles sine, ffi::Result<ffi::AnyBuffer> out,
-                  ffi::Result<Lse> lse, float scale, int32_t splits) {
+ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink, Bytes window_nope, Halves window_rope,
+                  Bytes window_scale, Ids window_ids, Flags window_visible, Bytes entry_nope, Halves entry_rope,
+                  Bytes entry_scale, Ids entry_ids, Counts entry_count, Angles cosine, Angles sine,
+                  ffi::Result<ffi::AnyBuffer> out, ffi::Result<Lse> lse, float scale, int32_t splits) {
   const auto q = queries.dimensions();
   const auto w = window_ids.dimensions(), e = entry_ids.dimensions();
   if (q[2] != dsv4::kDim || !has_v4_widths(window_nope, window_rope, window_scale) ||
@@ -75,8 +74,8 @@ ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink,
       return ffi::Error::InvalidArgument("attend: cosine and sine must be [tokens, 32], or both empty");
     }
   }
-  if (window_nope.dimensions()[0] > INT32_MAX || entry_nope.dimensions()[0] > INT32_MAX || lse->dimensions()[0] != q[0] ||
-      lse->dimensions()[1] != q[1]) {
+  if (window_nope.dimensions()[0] > INT32_MAX || entry_nope.dimensions()[0] > INT32_MAX ||
+      lse->dimensions()[0] != q[0] || lse->dimensions()[1] != q[1]) {
     return ffi::Error::InvalidArgument("attend: 2^31 rows or more, or lse is not [tokens, heads]");
   }
   const bool bf16_out = out->element_type() == ffi::BF16;

@@ -7,8 +7,8 @@
 
 namespace dsv4 {
 
-constexpr int kTile = kBlockRows;   // keys of a tile
-constexpr int kHeads = kBlockRows;  // heads of a block
+constexpr int kTile = kBlockRows;                 // keys of a tile
+constexpr int kHeads = kBlockRows;                // heads of a block
 constexpr int kKeyBlocks = kDim / kBlockColumns;  // of 64 columns, of a tile
 constexpr int kHalf = kDim / 2;                   // columns of the output that a consumer warpgroup sums
 constexpr int kStages = 2;                        // tiles in shared memory
@@ -19,7 +19,8 @@ constexpr int kConsumerWarps = kConsumerThreads / kLanes, kProducerWarps = kProd
 constexpr int kConsumerRegisters = 192, kProducerRegisters = 64;  // a thread
 constexpr int kRowsPerWarp = kTile / kProducerWarps;
 constexpr int kSlots = 3;  // pairs of rows that a producer warp has on their way
-static_assert(kConsumerThreads * kConsumerRegisters + kProducerThreads * kProducerRegisters <= 65536, "an SM's registers");
+static_assert(kConsumerThreads * kConsumerRegisters + kProducerThreads * kProducerRegisters <= 65536,
+              "an SM's registers");
 
 // Hardware barriers of the consumers; 0 is __syncthreads.
 enum AttendBarrier : int { kWeightsReady = 1, kWeightsFree, kQueriesReady };
@@ -52,11 +53,12 @@ struct Shared {
   alignas(1024) uint8_t queries[kKeyBlocks * kBlockBytes];  // after the last tile: the block's __half [64][512] sums
   alignas(1024) uint8_t keys[kStages][kKeyBlocks * kBlockBytes];
   alignas(1024) uint8_t weights[kBlockBytes];  // P, bf16
-  uint8_t codes[kProducerWarps][kSlots][2][kLanes][kChunkBytes];  // rows on their way: [warp][slot][groups 0-3 or 4-6][lane]
-  float keep[kHeads];                             // factor by which a tile shrinks the sums before it
-  float2 stats[kHeads];                           // (top, total) of this block's run
+  // Rows on their way: [warp][slot][groups 0-3 or 4-6][lane].
+  uint8_t codes[kProducerWarps][kSlots][2][kLanes][kChunkBytes];
+  float keep[kHeads];    // factor by which a tile shrinks the sums before it
+  float2 stats[kHeads];  // (top, total) of this block's run
   float sink[kHeads];
-  uint8_t unit[kHeads][2];                        // of the sums: exponent of what 256 columns of a row are counted in
+  uint8_t unit[kHeads][2];  // of the sums: exponent of what 256 columns of a row are counted in
   alignas(8) uint8_t visible[kStages][kProducerWarps];  // eight keys a byte
   uint64_t full[kStages], empty[kStages];
   int rank, token, head;  // of this block: for the merge, so that they take no register before

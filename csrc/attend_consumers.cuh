@@ -5,8 +5,8 @@
 
 namespace dsv4 {
 
-constexpr int kTileCells = kTile / kCellColumns;       // of a lane's logits
-constexpr int kValueSteps = kTile / kMmaDepth;         // products of a tile's keys along K
+constexpr int kTileCells = kTile / kCellColumns;             // of a lane's logits
+constexpr int kValueSteps = kTile / kMmaDepth;               // products of a tile's keys along K
 constexpr int kSumCells = 2 * kBlockColumns / kCellColumns;  // of one of its accumulators of the sums
 
 // Both consumer warpgroups copy the block's queries to shared memory.
@@ -17,7 +17,8 @@ __device__ __forceinline__ void load_queries(const AttendArgs& args, Shared& s, 
   for (int i = 0; i < kHeads * kRowChunks / kConsumerThreads; ++i) {
     const int chunk = i * kConsumerThreads + thread, row = over<kRowChunks>(chunk), column = within<kRowChunks>(chunk);
     const bool exists = head + row < args.heads;
-    const __nv_bfloat16* from = args.queries + (static_cast<int64_t>(token) * args.heads + (exists ? head + row : 0)) * kDim;
+    const __nv_bfloat16* from =
+        args.queries + (static_cast<int64_t>(token) * args.heads + (exists ? head + row : 0)) * kDim;
     const uint32_t to = base + over<kBlockChunks>(column) * kBlockBytes + row * kRowBytes;
     copy_async(to + swizzled(within<kBlockChunks>(column), row), from + column * kChunkColumns, exists);
   }
@@ -54,9 +55,9 @@ struct Softmax {
   float total[2] = {0, 0};        // this lane's share of the sum of 2^(scale (z - top))
 };
 
-// Logits -> weights: z becomes 2^(scale (z - top)) and `keep` the factor of the sums before. `visible` has a bit per key.
-__device__ __forceinline__ void update(Softmax& m, Accumulator<kTile>& z, float (&keep)[2], uint64_t visible, float scale,
-                                       int lane) {
+// Logits -> weights: z becomes 2^(scale (z - top)), `keep` the factor of the sums before. `visible`: a bit per key.
+__device__ __forceinline__ void update(Softmax& m, Accumulator<kTile>& z, float (&keep)[2], uint64_t visible,
+                                       float scale, int lane) {
   if (visible != ~uint64_t{0}) {
     visible >>= 2 * quad_lane(lane);
 #pragma unroll
@@ -124,7 +125,8 @@ __device__ __forceinline__ void share_weights(Shared& s, const Accumulator<kTile
 }
 
 // Warpgroup 0: the weights of every tile of the run, and the sums of the first 256 columns.
-__device__ __forceinline__ void weigh_and_sum(const AttendArgs& args, Shared& s, Softmax& softmax, Sums& o, Run run, int row, int lane) {
+__device__ __forceinline__ void weigh_and_sum(const AttendArgs& args, Shared& s, Softmax& softmax, Sums& o, Run run,
+                                              int row, int lane) {
   Accumulator<kTile> z;
   for (int tile = run.first; tile < run.last; ++tile) {
     const Stage stage = stage_of<kStages>(tile - run.first);

@@ -8,15 +8,15 @@
 
 namespace dsv4 {
 
-constexpr int kSumBytes = kDim * sizeof(__half);       // of a row of sums
+constexpr int kSumBytes = kDim * sizeof(__half);                                 // of a row of sums
 constexpr uint32_t kUnitField = kBias + 14 + kBias, kMostField = 2 * kBias - 1;  // exponent fields
-constexpr int kChunk = kChunkBytes / sizeof(__half);   // sums that a thread merges at once
-constexpr int kMergers = kThreads / kHeads;            // threads of a row
+constexpr int kChunk = kChunkBytes / sizeof(__half);                             // sums that a thread merges at once
+constexpr int kMergers = kThreads / kHeads;                                      // threads of a row
 constexpr uint32_t kByte = 0xFF;
 static_assert(kMergers >= kMaxCluster, "a lane a run");
 
-// Leaves a run's sums in shared memory for `add_runs`, as halves: the 256 columns of a row in units of their own, such that
-// the largest lies in [2^14, 2^15). Both consumer warpgroups call it; `o` holds columns [256 group, 256 group + 256).
+// Leaves a run's sums in shared memory for `add_runs`, as halves: the 256 columns of a row in units of their own, such
+// that the largest lies in [2^14, 2^15). Both consumer warpgroups call it; `o` holds 256 columns from 256 group on.
 __device__ __forceinline__ void store_sums(Shared& s, const Sums& o, int group, int thread) {
   const int lane = lane_of(thread), upper = accumulator_row(warp_of(thread) & 3, lane);
 #pragma unroll
@@ -29,23 +29,27 @@ __device__ __forceinline__ void store_sums(Shared& s, const Sums& o, int group, 
       most = fmaxf(most, fmaxf(fabsf(x[0]), fabsf(x[1])));
     }
     most = row_max(most);
-    const uint32_t exponent = min(kUnitField - (__float_as_uint(most) >> kFloatMantissa), kMostField);  // of 2^14 / most, biased; both normal
+    // Of 2^14 / most, biased; both normal.
+    const uint32_t exponent = min(kUnitField - (__float_as_uint(most) >> kFloatMantissa), kMostField);
     const float factor = of_exponent_field(exponent);
     if (quad_lane(lane) == 0) s.unit[row][group] = static_cast<uint8_t>(2 * kBias - exponent);
     // Chunks of eight columns are swizzled by row, so that the eight rows of a warp's store hit different banks.
-    const uint32_t to = shared_address(s.queries) + row * kSumBytes + group * kSumBytes / 2 + quad_lane(lane) * sizeof(__half2);
+    const uint32_t to =
+        shared_address(s.queries) + row * kSumBytes + group * kSumBytes / 2 + quad_lane(lane) * sizeof(__half2);
 #pragma unroll
     for (int j = 0; j < 2 * kSumCells; ++j) {
       const float* x = o[over<kSumCells>(j)] + within<kSumCells>(j) * kCell + 2 * half;
       const __half2 y = __floats2half2_rn(x[0] * factor, x[1] * factor);
-      store_shared(to + swizzled(within<kSwizzle>(j), row) + over<kSwizzle>(j) * kRowBytes, reinterpret_cast<const uint32_t&>(y));
+      store_shared(to + swizzled(within<kSwizzle>(j), row) + over<kSwizzle>(j) * kRowBytes,
+                   reinterpret_cast<const uint32_t&>(y));
     }
   }
 }
 
 // Eight adjacent dims of the output, the first of them `column`: turned back where they are RoPE dims, rounded once.
 // Products are rounded before they are added, as in dsv4_jax/ops/numerics.py.
-__device__ __forceinline__ void store_out(const AttendArgs& args, int token, int64_t row, int column, float (&x)[kChunk]) {
+__device__ __forceinline__ void store_out(const AttendArgs& args, int token, int64_t row, int column,
+                                          float (&x)[kChunk]) {
   if (args.cosine != nullptr && column >= kNope) {
     const int at = token * kRopePairs + (column - kNope) / 2;
     const float4 c = __ldg(reinterpret_cast<const float4*>(args.cosine + at));
@@ -67,8 +71,8 @@ __device__ __forceinline__ void store_out(const AttendArgs& args, int token, int
   }
 }
 
-// Merges the runs of the cluster in rank order, with the sink, and writes this block's columns of the output. All threads
-// call it, eight a row.
+// Merges the runs of the cluster in rank order, with the sink, and writes this block's columns of the output. All
+// threads call it, eight a row.
 __device__ __forceinline__ void add_runs(const AttendArgs& args, Shared& s, int splits, int thread) {
   constexpr int kChunks = kDim / kChunk;
   const int rank = s.rank, token = s.token;
@@ -119,7 +123,9 @@ __device__ __forceinline__ void add_runs(const AttendArgs& args, Shared& s, int 
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int at = chunk + kMergers * i;
-      if (at < end && h < args.heads) store_out(args, token, static_cast<int64_t>(token) * args.heads + h, at * kChunk, x[i]);
+      if (at < end && h < args.heads) {
+        store_out(args, token, static_cast<int64_t>(token) * args.heads + h, at * kChunk, x[i]);
+      }
     }
   }
 }

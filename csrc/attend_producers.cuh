@@ -7,8 +7,8 @@
 
 namespace dsv4 {
 
-// Two e4m3 codes (in the low half, or the high one) times their scale as bf16: by way of half and float, conversions that are
-// exact and keep NaN.
+// Two e4m3 codes (in the low half, or the high one) times their scale as bf16: by way of half and float, conversions
+// that are exact and keep NaN.
 template <bool kHigh>
 __device__ __forceinline__ uint32_t decode(uint32_t codes, __nv_bfloat162 scale) {
   uint32_t halves;
@@ -24,8 +24,10 @@ __device__ __forceinline__ uint32_t decode(uint32_t codes, __nv_bfloat162 scale)
 
 // Sixteen codes with one scale, as two 16-byte chunks at `address` and its swizzle partner.
 __device__ __forceinline__ void store_codes(uint32_t address, uint4 x, __nv_bfloat162 scale) {
-  store_shared(address, {decode<false>(x.x, scale), decode<true>(x.x, scale), decode<false>(x.y, scale), decode<true>(x.y, scale)});
-  store_shared(address ^ kChunkBytes, {decode<false>(x.z, scale), decode<true>(x.z, scale), decode<false>(x.w, scale), decode<true>(x.w, scale)});
+  store_shared(address, {decode<false>(x.x, scale), decode<true>(x.x, scale), decode<false>(x.y, scale),
+                         decode<true>(x.y, scale)});
+  store_shared(address ^ kChunkBytes, {decode<false>(x.z, scale), decode<true>(x.z, scale), decode<false>(x.w, scale),
+                                       decode<true>(x.w, scale)});
 }
 
 // The scale 2^(code - 127) in byte `group` of a word of ue8m0 codes, in both halves.
@@ -35,7 +37,7 @@ __device__ __forceinline__ __nv_bfloat162 scale_of(uint32_t codes, int group) {
   return reinterpret_cast<const __nv_bfloat162&>(bits);
 }
 
-// A warp's copy of two rows: a lane has 16 codes of one of the first four groups and, below kUpperLanes, of one of the others.
+// A warp copies two rows at once: a lane 16 codes of one of the first four groups and, below kUpperLanes, of another.
 constexpr int kUpperGroups = 4, kUpperLanes = (kNope / kScaleGroup - kUpperGroups) * kSwizzle;
 constexpr uint32_t kUpperSlot = kLanes * kChunkBytes, kSlotBytes = 2 * kUpperSlot;
 constexpr uint32_t kOnes = 0x7F7F7F7F;  // four scales of one
@@ -46,7 +48,9 @@ struct Producer {
   const AttendArgs& args;
   int token, count, window_tiles, warp, lane;
 
-  __device__ __forceinline__ const Rows& rows(int tile) const { return tile < window_tiles ? args.window : args.entries; }
+  __device__ __forceinline__ const Rows& rows(int tile) const {
+    return tile < window_tiles ? args.window : args.entries;
+  }
 
   // Of this lane's key in a tile.
   __device__ __forceinline__ int place() const { return warp * kRowsPerWarp + within<kRowsPerWarp>(lane); }
@@ -80,7 +84,8 @@ struct Producer {
   // group l / 8 and 16 of group 4 + l / 8 (lanes 24-31: none), of row l / 4 % 2 of the two, quarter l % 4.
   __device__ __forceinline__ void copy_codes(uint32_t slot, int tile, int id, int pair) const {
     const int row = __shfl_sync(kAllLanes, id, pair * 2 + pair_row(lane));
-    const uint8_t* p = rows(tile).nope + static_cast<int64_t>(max(row, 0)) * kNope + over<kSwizzle>(lane) * kScaleGroup + quad_lane(lane) * kChunkBytes;
+    const uint8_t* p = rows(tile).nope + static_cast<int64_t>(max(row, 0)) * kNope +
+                       over<kSwizzle>(lane) * kScaleGroup + quad_lane(lane) * kChunkBytes;
     copy_async(slot, p, row >= 0);
     if (lane < kUpperLanes) copy_async(slot + kUpperSlot, p + kUpperGroups * kScaleGroup, row >= 0);
   }
@@ -103,8 +108,11 @@ struct Producer {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int sub = i * kQuad + over<kSwizzle>(lane), from = __shfl_sync(kAllLanes, id, sub);
-      const uint32_t address = keys + (kKeyBlocks - 1) * kBlockBytes + (warp * kRowsPerWarp + sub) * kRowBytes + swizzled(within<kSwizzle>(lane), sub);
-      copy_async(address, rows(tile).rope + static_cast<int64_t>(max(from, 0)) * kRope + within<kSwizzle>(lane) * kChunkColumns, from >= 0);
+      const uint32_t address = keys + (kKeyBlocks - 1) * kBlockBytes + (warp * kRowsPerWarp + sub) * kRowBytes +
+                               swizzled(within<kSwizzle>(lane), sub);
+      copy_async(address,
+                 rows(tile).rope + static_cast<int64_t>(max(from, 0)) * kRope + within<kSwizzle>(lane) * kChunkColumns,
+                 from >= 0);
     }
   }
 };

@@ -22,11 +22,13 @@ struct CompressorAttributes {
 
 }  // namespace dsv4
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    dsv4::CompressorAttributes, StructMember<int32_t>("ratio"), StructMember<int32_t>("ordinal"), StructMember<int32_t>("slots"),
-    StructMember<int32_t>("ring"), StructMember<int32_t>("base"), StructMember<int32_t>("rows_per_block"),
-    StructMember<int32_t>("blocks"), StructMember<int32_t>("format"), StructMember<bool>("hadamard"), StructMember<bool>("bias"),
-    StructMember<int32_t>("kv_column"), StructMember<int32_t>("score_column"), StructMember<float>("eps"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(dsv4::CompressorAttributes, StructMember<int32_t>("ratio"),
+                                      StructMember<int32_t>("ordinal"), StructMember<int32_t>("slots"),
+                                      StructMember<int32_t>("ring"), StructMember<int32_t>("base"),
+                                      StructMember<int32_t>("rows_per_block"), StructMember<int32_t>("blocks"),
+                                      StructMember<int32_t>("format"), StructMember<bool>("hadamard"),
+                                      StructMember<bool>("bias"), StructMember<int32_t>("kv_column"),
+                                      StructMember<int32_t>("score_column"), StructMember<float>("eps"));
 
 namespace {
 
@@ -58,10 +60,11 @@ struct StateShape {
   int halves;  // of E channels, in a token's kv and score
   int behind;  // old rows of state that a sequence of the plan brings in its history
 };
-constexpr StateShape kCsaState = {dsv4::kCsaParts, dsv4::kCsaHalves, dsv4::kCsaBehind}, kHcaState = {dsv4::kHcaParts, 1, 1};
+constexpr StateShape kCsaState = {dsv4::kCsaParts, dsv4::kCsaHalves, dsv4::kCsaBehind},
+                     kHcaState = {dsv4::kHcaParts, 1, 1};
 
-dsv4::Compressor read_compressor(dsv4::Operands& operands, const dsv4::CompressPlan& plan, const CompressorAttributes& of,
-                                 bool history, const StateShape& shape) {
+dsv4::Compressor read_compressor(dsv4::Operands& operands, const dsv4::CompressPlan& plan,
+                                 const CompressorAttributes& of, bool history, const StateShape& shape) {
   dsv4::Compressor c = {};
   c.ratio = of.ratio, c.ordinal = of.ordinal, c.slots = of.slots, c.ring = of.ring;
   c.base = of.base, c.rows_per_block = of.rows_per_block, c.blocks = of.blocks;
@@ -72,16 +75,19 @@ dsv4::Compressor read_compressor(dsv4::Operands& operands, const dsv4::CompressP
   if (of.bias) c.ape = operands.next<float>(ffi::F32, shape.halves * channels, c.ratio);
   dsv4::read_epilogue(operands, c.epilogue, channels, plan.tokens);
   if (history) {
-    c.history = operands.next<float>(ffi::F32, shape.parts * channels, static_cast<int64_t>(plan.sequences) * shape.behind);
+    c.history =
+        operands.next<float>(ffi::F32, shape.parts * channels, static_cast<int64_t>(plan.sequences) * shape.behind);
   }
   c.state = operands.next<float>(ffi::F32, shape.parts * channels);
   const int64_t state_rows = operands.rows();
   c.pool = dsv4::read_pool(operands, of.format);
   // Every id that the kernels take for valid must lie in the operands: the rest of that is theirs.
-  const int64_t layer = static_cast<int64_t>(c.slots) * c.ring, blocks = static_cast<int64_t>(c.blocks) * c.rows_per_block;
-  const bool sizes = c.ratio > 0 && c.ordinal >= 0 && c.slots > 0 && c.ring > 0 && c.base >= 0 && c.rows_per_block > 0 && c.blocks > 0;
-  const bool fits = plan.sequences > 0 && plan.columns > 0 && plan.slots >= c.slots && (c.ordinal + 1) * layer <= state_rows &&
-                    c.base + blocks <= c.pool.rows;
+  const int64_t layer = static_cast<int64_t>(c.slots) * c.ring,
+                blocks = static_cast<int64_t>(c.blocks) * c.rows_per_block;
+  const bool sizes =
+      c.ratio > 0 && c.ordinal >= 0 && c.slots > 0 && c.ring > 0 && c.base >= 0 && c.rows_per_block > 0 && c.blocks > 0;
+  const bool fits = plan.sequences > 0 && plan.columns > 0 && plan.slots >= c.slots &&
+                    (c.ordinal + 1) * layer <= state_rows && c.base + blocks <= c.pool.rows;
   if (plan.tokens > 0 && (!sizes || !fits)) {
     operands.refuse("the layer's slots and blocks do not fit the block table, the state or the pool");
   }
@@ -94,8 +100,10 @@ ffi::Error launched(const char* name) {
   return ffi::Error::Success();
 }
 
-// Attributes: `history`, and of the compressors that the layer has `main`, `index`, whose operands follow in this order.
-ffi::Error compress_csa(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::RemainingRets, ffi::Dictionary attributes) {
+// Attributes: `history`, and of the compressors that the layer has `main`, `index`, whose operands follow in this
+// order.
+ffi::Error compress_csa(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::RemainingRets,
+                        ffi::Dictionary attributes) {
   dsv4::Operands operands(arguments);
   dsv4::CsaArgs args = {};
   args.plan = read_plan(operands);
@@ -112,8 +120,9 @@ ffi::Error compress_csa(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::
     if (of.has_error()) return of.error();
     const bool wide = of->format == static_cast<int>(dsv4::Format::kFp8);
     if (of->ratio != dsv4::kCsaRatio || of->ring < dsv4::kCsaRows || wide != kind.wide) {
-      return ffi::Error::InvalidArgument("compress_csa: the ratio must be 4, the ring at least 8 rows, main an fp8 KV pool and "
-                                         "index a pool of index keys");
+      return ffi::Error::InvalidArgument(
+          "compress_csa: the ratio must be 4, the ring at least 8 rows, main an fp8 KV pool and "
+          "index a pool of index keys");
     }
     *kind.compressor = read_compressor(operands, args.plan, *of, *history, kCsaState);
   }
@@ -129,7 +138,8 @@ ffi::Error compress_csa(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::
   return launched("compress_csa");
 }
 
-ffi::Error compress_hca(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::RemainingRets, CompressorAttributes main, bool history) {
+ffi::Error compress_hca(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::RemainingRets,
+                        CompressorAttributes main, bool history) {
   dsv4::Operands operands(arguments);
   dsv4::HcaArgs args = {};
   args.plan = read_plan(operands);
@@ -150,9 +160,10 @@ ffi::Error compress_hca(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::
 
 DSV4_BUILT_FOR(compress);
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4CompressCsa, compress_csa,
-                              ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets().Attrs(),
-                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    Dsv4CompressCsa, compress_csa,
+    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets().Attrs(),
+    {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4CompressHca, compress_hca,
                               ffi::Ffi::Bind()

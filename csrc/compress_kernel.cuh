@@ -1,9 +1,12 @@
 // The CSA and HCA compressors (dsv4_jax/ops/compress.py) in one launch: state update and, where a token completes an
 // entry, softmax pool, RMSNorm, RoPE, Hadamard, quantisation and store.
 //
-// A row of E channels is held four to a thread. No block of a launch reads a state row that another writes: a step's rows
-// come from its operands, older ones from ring rows it leaves alone. A step too long for that brings its old rows in
-// `history`, copied before.
+// A row of E channels is held four to a thread. No block of a launch reads a state row that another writes: a step's
+// rows come from its operands, older ones from ring rows it leaves alone. A step too long for that brings its old rows
+// in `history`, copied before.
+//
+// CSA: a block of four warps takes a token of the main compressor, or each of its warps one of the indexer's; of a long
+// chunk, four tokens. HCA: a block takes an entry. All threads of a row do the same work, each for its channels.
 //
 // A plan and a block table may hold anything: slots, blocks, rows and tokens are compared with their number before they
 // become addresses, and positions, which are unsigned here, only enter as remainders.
@@ -45,7 +48,9 @@ struct Compressor {
 };
 
 // Whether `id` is one of 0 .. number - 1.
-__device__ __forceinline__ bool below(int id, int number) { return static_cast<unsigned>(id) < static_cast<unsigned>(number); }
+__device__ __forceinline__ bool below(int id, int number) {
+  return static_cast<unsigned>(id) < static_cast<unsigned>(number);
+}
 
 // Where the block table has the block of entry `entry` of `slot`, which exists; of the last column, if it has none.
 __device__ __forceinline__ const int32_t* block_of(const Compressor& c, const CompressPlan& plan, int slot, int entry) {
@@ -55,7 +60,8 @@ __device__ __forceinline__ const int32_t* block_of(const Compressor& c, const Co
 // Where that entry is stored; negative without a block: then it is not stored anywhere.
 __device__ __forceinline__ int64_t entry_row(const Compressor& c, const CompressPlan& plan, int slot, int entry) {
   const int block = __ldg(block_of(c, plan, slot, entry)), column = entry / c.rows_per_block;
-  const int64_t row = static_cast<int64_t>(c.base) + static_cast<int64_t>(block) * c.rows_per_block + entry % c.rows_per_block;
+  const int64_t row =
+      static_cast<int64_t>(c.base) + static_cast<int64_t>(block) * c.rows_per_block + entry % c.rows_per_block;
   return block > 0 && block < c.blocks && column < plan.columns ? row : -1;
 }
 
@@ -70,12 +76,14 @@ __device__ __forceinline__ void load_parts(const Compressor& c, int token, int c
 
 // The position bias of their scores; nought where there is none.
 template <int kChannels>
-__device__ __forceinline__ void load_bias(const Compressor& c, unsigned position, int column, Float4 (&bias)[kCsaHalves]) {
+__device__ __forceinline__ void load_bias(const Compressor& c, unsigned position, int column,
+                                          Float4 (&bias)[kCsaHalves]) {
 #pragma unroll
   for (int half = 0; half < kCsaHalves; ++half) {
     constexpr float kNought = -0.f;  // which leaves every number as it is
     bias[half] = all4(kNought);
-    if (c.ape != nullptr) bias[half] = load4_constant(c.ape + (kCsaHalves * (position % kCsaRatio) + half) * kChannels + column);
+    if (c.ape != nullptr)
+      bias[half] = load4_constant(c.ape + (kCsaHalves * (position % kCsaRatio) + half) * kChannels + column);
   }
 }
 
@@ -83,7 +91,8 @@ __device__ __forceinline__ void load_bias(const Compressor& c, unsigned position
 template <int kChannels>
 __device__ __forceinline__ void store_parts(float* ring, unsigned place, const Float4 (&parts)[kCsaParts]) {
 #pragma unroll
-  for (int i = 0; i < kCsaParts; ++i) store4(ring + (static_cast<int64_t>(place) * kCsaParts + i) * kChannels, parts[i]);
+  for (int i = 0; i < kCsaParts; ++i)
+    store4(ring + (static_cast<int64_t>(place) * kCsaParts + i) * kChannels, parts[i]);
 }
 
 // Softmax over the rows, per channel, and the sum of the values weighted by it.
@@ -111,23 +120,24 @@ __device__ __forceinline__ Float4 softmax_pool(const Float4 (&value)[kRows], con
   return pooled;
 }
 
-
-// A row of the plan is a run of tokens of one slot, and only it has that slot: which of the rows behind a token this step
-// feeds, and whether its ring row will be overrun, is told by the slots around it. So that nothing waits for fields of rows.
+// A sequence of the plan is a run of tokens of one slot, and only it has that slot: which of the tokens behind a token
+// this step schedules, and whether its ring row will be overrun, the slots around it tell. So nothing waits for fields
+// of sequences.
 struct CsaToken {
   int token, slot;
   unsigned position;
-  int behind;  // how many of the seven tokens before it this step feeds
+  int behind;  // how many of the seven tokens before it this step schedules
 };
 
-// Of a lane: the slot and position of the token as many places after `token` as the lane is after 7. The slot is 0, as of
-// padding, beyond the step and if there is no such slot.
+// Of a lane: the slot and position of the token as many places after `token` as the lane is after 7. The slot is 0, as
+// of padding, beyond the step and if there is no such slot.
 struct CsaPlace {
   int at, slot;
   unsigned position;
 };
 __device__ __forceinline__ CsaPlace place_of_lane(const CompressPlan& plan, int token, int slots) {
-  const int at = token - kCsaBehind + static_cast<int>(threadIdx.x & (kLanes - 1)), clamped = min(max(at, 0), plan.tokens - 1);
+  const int at = token - kCsaBehind + static_cast<int>(threadIdx.x & (kLanes - 1)),
+            clamped = min(max(at, 0), plan.tokens - 1);
   const int slot = __ldg(plan.token_slot + clamped), position = __ldg(plan.token_position + clamped);
   return {at, (at == clamped) & below(slot, slots) ? slot : 0, static_cast<unsigned>(position)};
 }
@@ -156,7 +166,7 @@ __device__ __forceinline__ float* ring_of(const Compressor& c, int slot, int col
   return c.state + (static_cast<int64_t>(c.ordinal) * c.slots + slot) * c.ring * (kCsaParts * kChannels) + column;
 }
 
-// The first `kLoaded` rows of the entry that a token completes, without the bias of those that this step feeds.
+// The first `kLoaded` rows of the entry that a token completes, without the bias of those that this step schedules.
 template <int kChannels, int kLoaded>
 __device__ __forceinline__ void load_rows(const Compressor& c, const CompressPlan& plan, const CsaToken& t, int column,
                                           Float4 (&value)[kCsaRows], Float4 (&weight)[kCsaRows]) {
@@ -166,7 +176,8 @@ __device__ __forceinline__ void load_rows(const Compressor& c, const CompressPla
 #pragma unroll
     for (int j = 0; j < kLoaded; ++j) {
       const int64_t back = kCsaBehind - j, half = j >= kCsaRatio ? kChannels : 0;
-      value[j] = load4_constant(kv - back * c.kv_stride + half), weight[j] = load4_constant(score - back * c.score_stride + half);
+      value[j] = load4_constant(kv - back * c.kv_stride + half),
+      weight[j] = load4_constant(score - back * c.score_stride + half);
     }
     return;
   }
@@ -190,7 +201,8 @@ __device__ __forceinline__ void load_rows(const Compressor& c, const CompressPla
 
 // That bias: rows of the state have theirs.
 template <int kChannels, int kLoaded>
-__device__ __forceinline__ void add_bias(const Compressor& c, const CsaToken& t, int column, Float4 (&weight)[kCsaRows]) {
+__device__ __forceinline__ void add_bias(const Compressor& c, const CsaToken& t, int column,
+                                         Float4 (&weight)[kCsaRows]) {
   if (c.ape == nullptr) return;
 #pragma unroll
   for (int j = 0; j < kLoaded; ++j) {
@@ -199,11 +211,12 @@ __device__ __forceinline__ void add_bias(const Compressor& c, const CsaToken& t,
   }
 }
 
-// One token of a CSA stream: its ring row, and the entry it completes. The threads of a row call it together, in whole
-// warps. Loads wait for each other twice at most: what depends on nothing (the plan, the finish, the token's own row) is
-// asked for first, all the rest as soon as the slot and the position are known.
+// One token of a CSA compressor: its ring row, and the entry it completes. The threads of a row call it together, in
+// whole warps. Loads wait for each other twice at most: what depends on nothing (the plan, the finish, the token's own
+// row) is asked for first, all the rest as soon as the slot and the position are known.
 template <int kChannels>
-__device__ __forceinline__ void compress_token(const Compressor& c, const CompressPlan& plan, int token, float* shared, int thread) {
+__device__ __forceinline__ void compress_token(const Compressor& c, const CompressPlan& plan, int token, float* shared,
+                                               int thread) {
   const int column = kOwn * thread;
   const CsaPlace here = place_of_lane(plan, token, c.slots);
   const CsaWork work = work_of<1>(plan, here, token, c.ring);
@@ -228,7 +241,7 @@ __device__ __forceinline__ void compress_token(const Compressor& c, const Compre
 // As `compress_token` four tokens of a long chunk, where about one completes an entry and hardly any stays in its ring.
 template <int kChannels>
 __device__ __forceinline__ void compress_tokens(const Compressor& c, const CompressPlan& plan, int first, float* shared,
-                                               int thread) {
+                                                int thread) {
   const int column = kOwn * thread;
   const CsaWork work = work_of<kCsaRatio>(plan, place_of_lane(plan, first, c.slots), first, c.ring);
   for (unsigned rest = work.kept; rest != 0; rest &= rest - 1) {
@@ -257,7 +270,8 @@ struct CsaArgs {
   int main_blocks;
 };
 
-// Blocks 0 .. main_blocks - 1 feed the main stream, kTokens rows of 512 each; the others the indexer's, as many to a warp.
+// Blocks 0 .. main_blocks - 1 are the main compressor's, kTokens rows of 512 each; the others the indexer's, as many to
+// a warp.
 template <int kTokens>
 __global__ void __launch_bounds__(kCompressThreads, kCompressBlocks) csa_kernel(const __grid_constant__ CsaArgs args) {
   __shared__ alignas(16) float shared[kDim];
@@ -277,7 +291,7 @@ struct HcaArgs {
   Compressor compressor;
 };
 
-// One block an HCA entry (or the part of it that this step feeds): the online softmax over its tokens, in order.
+// One block an HCA entry (or the part of it that this step schedules): the online softmax over its tokens, in order.
 __global__ void __launch_bounds__(kCompressThreads, kCompressBlocks) hca_kernel(const __grid_constant__ HcaArgs args) {
   constexpr int kChannels = kDim, kAhead = 6;
   __shared__ alignas(16) float shared[kDim];
@@ -286,11 +300,14 @@ __global__ void __launch_bounds__(kCompressThreads, kCompressBlocks) hca_kernel(
   const int thread = threadIdx.x;
   const int32_t* members = plan.groups + static_cast<int64_t>(blockIdx.x) * plan.group_length;
   const int token = __ldg(members);  // T or anything that is no token: no entry
-  // Needed last, where the registers are full: now only fetched. So are the angles: the same for all tokens of an entry.
+  // Needed last, where the registers are full: now only fetched. So are the angles: the same for all tokens of an
+  // entry.
   prefetch(c.epilogue.norm + kOwn * thread);
   if (!below(token, plan.tokens)) return;
-  prefetch(c.epilogue.cosine + static_cast<int64_t>(token) * kRopePairs), prefetch(c.epilogue.sine + static_cast<int64_t>(token) * kRopePairs);
-  const int slot = __ldg(plan.token_slot + token), start = __ldg(plan.token_position + token), row = __ldg(plan.token_seq + token);
+  prefetch(c.epilogue.cosine + static_cast<int64_t>(token) * kRopePairs),
+      prefetch(c.epilogue.sine + static_cast<int64_t>(token) * kRopePairs);
+  const int slot = __ldg(plan.token_slot + token), start = __ldg(plan.token_position + token),
+            row = __ldg(plan.token_seq + token);
   const float* kv = c.kv + static_cast<int64_t>(token) * c.kv_stride + kOwn * thread;
   const float* score = c.score + static_cast<int64_t>(token) * c.score_stride + kOwn * thread;
   prefetch(kv), prefetch(score);
@@ -302,14 +319,16 @@ __global__ void __launch_bounds__(kCompressThreads, kCompressBlocks) hca_kernel(
   // A group ends with its row, its entry or the step, whichever is first.
   int count = min(plan.group_length, plan.tokens - token);
   if (count > 1) count = min(min(end - start, c.ratio - start % c.ratio), count);
-  float* banks = c.state + (static_cast<int64_t>(c.ordinal) * c.slots + slot) * c.ring * (kHcaParts * kChannels) + kOwn * thread;
+  float* banks =
+      c.state + (static_cast<int64_t>(c.ordinal) * c.slots + slot) * c.ring * (kHcaParts * kChannels) + kOwn * thread;
 
   Float4 peak, total, acc;
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) peak.x[i] = -kInf, total.x[i] = 0, acc.x[i] = 0;
   if (start % c.ratio != 0) {
-    const float* from = c.history == nullptr ? banks + static_cast<int64_t>((start - 1) % c.ring) * (kHcaParts * kChannels)
-                                             : c.history + static_cast<int64_t>(row) * (kHcaParts * kChannels) + kOwn * thread;
+    const float* from = c.history == nullptr
+                            ? banks + static_cast<int64_t>((start - 1) % c.ring) * (kHcaParts * kChannels)
+                            : c.history + static_cast<int64_t>(row) * (kHcaParts * kChannels) + kOwn * thread;
     peak = load4(from), total = load4(from + kChannels), acc = load4(from + 2 * kChannels);
   }
   const float* ape = c.ape == nullptr ? nullptr : c.ape + start % c.ratio * kChannels + kOwn * thread;

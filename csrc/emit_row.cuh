@@ -19,8 +19,8 @@ struct RowPool {
 
 constexpr float kE4m3Floor = 1e-4f;  // no scale is made of a smaller magnitude
 
-// Quantises and stores the row `v` as row `row` of the pool, or nowhere if there is no such row. All threads of the row call
-// it, thread t with channels 4 t .. 4 t + 3.
+// Quantises and stores the row `v` as row `row` of the pool, or nowhere if there is no such row. All threads of the row
+// call it, thread t with channels 4 t .. 4 t + 3.
 template <int kChannels>
 __device__ __forceinline__ void store_row(const RowPool& pool, Float4 v, int64_t row, int thread) {
   const bool stored = row >= 0 && row < pool.rows;
@@ -61,14 +61,15 @@ __device__ __forceinline__ void store_row(const RowPool& pool, Float4 v, int64_t
     if (!stored) return;
     *reinterpret_cast<uint16_t*>(pool.codes + row * kFp4Bytes + 2 * thread) = static_cast<uint16_t>(codes);
     uint8_t* scale = static_cast<uint8_t*>(pool.scale) + row * kFp4Scales;
-    if (within<kFp4Threads>(thread) == 0) scale[over<kFp4Threads>(thread)] = nan ? kUe8m0NaN : static_cast<uint8_t>(k + kBias);
+    if (within<kFp4Threads>(thread) == 0)
+      scale[over<kFp4Threads>(thread)] = nan ? kUe8m0NaN : static_cast<uint8_t>(k + kBias);
   }
 }
 
 // Epilogue and store of the raw row `v`.
 template <int kChannels>
-__device__ __forceinline__ void emit_row(const EpilogueArgs& args, const Epilogue& epilogue, const RowPool& pool, Float4 v,
-                                         int64_t row, float* shared, int thread) {
+__device__ __forceinline__ void emit_row(const EpilogueArgs& args, const Epilogue& epilogue, const RowPool& pool,
+                                         Float4 v, int64_t row, float* shared, int thread) {
   apply_epilogue<kChannels>(args, epilogue, v, shared, thread);
   store_row<kChannels>(pool, v, row, thread);
 }

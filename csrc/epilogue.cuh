@@ -1,7 +1,7 @@
 // The epilogue of a row: RMSNorm, RoPE and, for index keys, Hadamard (dsv4_jax/ops/epilogue.py).
 //
-// What it needs beside the row's values (`Epilogue`) is asked for ahead of them: the loads of a kernel that stores few rows
-// are cold, so that each one that waits for another costs it about a microsecond.
+// What it needs beside the row's values (`Epilogue`) is asked for ahead of them: the loads of a kernel that stores few
+// rows are cold, so that each one that waits for another costs it about a microsecond.
 #pragma once
 
 #include <cstdint>
@@ -29,9 +29,9 @@ __device__ __forceinline__ int rotary_pair(int thread) {
   return 2 * thread - (kChannels - kRope) / 2;
 }
 
-// Asks for all that the epilogue of `token` needs, which does not depend on its values. Without a branch (a thread without
-// rotary dims loads what it does not need): loads on either side of one would wait for each other. Not by constant loads:
-// the compiler would put those off beyond the barriers of the row's sum, to where they are used.
+// Asks for all that the epilogue of `token` needs, which does not depend on its values. Without a branch (a thread
+// without rotary dims loads what it does not need): loads on either side of one would wait for each other. Not by
+// constant loads: the compiler would put those off beyond the barriers of the row's sum, to where they are used.
 template <int kChannels>
 __device__ __forceinline__ Epilogue load_epilogue(const EpilogueArgs& args, int64_t token, int thread) {
   const int64_t pair = token * kRopePairs + max(rotary_pair<kChannels>(thread), 0);
@@ -42,8 +42,8 @@ __device__ __forceinline__ Epilogue load_epilogue(const EpilogueArgs& args, int6
 
 // Norm, RoPE and Hadamard of a row, in place.
 template <int kChannels>
-__device__ __forceinline__ void apply_epilogue(const EpilogueArgs& args, const Epilogue& epilogue, Float4& v, float* shared,
-                                               int thread) {
+__device__ __forceinline__ void apply_epilogue(const EpilogueArgs& args, const Epilogue& epilogue, Float4& v,
+                                               float* shared, int thread) {
   Float4 squares;
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) squares.x[i] = __fmul_rn(v.x[i], v.x[i]);

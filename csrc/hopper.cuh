@@ -12,15 +12,15 @@
 
 namespace dsv4 {
 
-constexpr int kBlockRows = 64, kBlockColumns = 64;      // of bf16
-constexpr int kRowBytes = 2 * kBlockColumns;            // of a row in a block
+constexpr int kBlockRows = 64, kBlockColumns = 64;  // of bf16
+constexpr int kRowBytes = 2 * kBlockColumns;        // of a row in a block
 constexpr uint32_t kBlockBytes = kBlockRows * kRowBytes;
-constexpr int kSwizzle = 8;                             // rows after which it repeats, and chunks of a row
+constexpr int kSwizzle = 8;  // rows after which it repeats, and chunks of a row
 constexpr int kChunkBytes = 16, kChunkColumns = kChunkBytes / 2;
-constexpr int kMmaDepth = 16;                           // columns of K of one bf16 product
-constexpr int kMmaBytes = 2 * kMmaDepth;                // theirs in a row
-constexpr int kSharedLimit = 227 * 1024;                // bytes of shared memory that a block can have
-constexpr int kMaxCluster = 8;                          // blocks of a cluster, on every device
+constexpr int kMmaDepth = 16;             // columns of K of one bf16 product
+constexpr int kMmaBytes = 2 * kMmaDepth;  // theirs in a row
+constexpr int kSharedLimit = 227 * 1024;  // bytes of shared memory that a block can have
+constexpr int kMaxCluster = 8;            // blocks of a cluster, on every device
 
 // Where chunk `chunk` of a row lies within its row of a block.
 __device__ __forceinline__ int swizzled(int chunk, int row) { return (chunk ^ within<kSwizzle>(row)) * kChunkBytes; }
@@ -29,7 +29,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Descriptors count bytes in units of 16: address, leading offset at bit 16, stride offset at bit 32, swizzle 128 B at bit 62.
+// Descriptors count bytes in units of 16: address, leading offset at bit 16, stride offset at bit 32, swizzle 128 B at
+// bit 62.
 constexpr int kDescriptorUnit = 4;  // as a shift
 __device__ __forceinline__ uint64_t operand(uint32_t address, uint32_t leading_bytes, uint32_t stride_bytes) {
   constexpr uint32_t kAddressMask = 0x3FFFF;
@@ -64,9 +65,9 @@ __device__ __forceinline__ void mma_wait() {
 // 8 j + 2 (lane % 4) + {0, 1} as d[4 j + {0, 1}] and d[4 j + {2, 3}].
 template <int kN>
 using Accumulator = float[kN / 2];
-constexpr int kWarpRows = 16;      // rows of a warp
-constexpr int kLowerRow = 8;       // from row r to the other
-constexpr int kCell = 4;           // numbers of 8 columns
+constexpr int kWarpRows = 16;  // rows of a warp
+constexpr int kLowerRow = 8;   // from row r to the other
+constexpr int kCell = 4;       // numbers of 8 columns
 constexpr int kCellColumns = 8;
 __device__ __forceinline__ int accumulator_row(int warp, int lane) { return warp * kWarpRows + quad_of(lane); }
 // The greatest number, or the sum, of a row's four lanes.
@@ -94,7 +95,8 @@ __device__ __forceinline__ void mma_64x64(Accumulator<kBlockColumns>& d, uint64_
 }
 
 // The same with A in registers.
-__device__ __forceinline__ void mma_64x64(Accumulator<kBlockColumns>& d, const Fragment& a, uint64_t b, int accumulate) {
+__device__ __forceinline__ void mma_64x64(Accumulator<kBlockColumns>& d, const Fragment& a, uint64_t b,
+                                          int accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
@@ -105,9 +107,10 @@ __device__ __forceinline__ void mma_64x64(Accumulator<kBlockColumns>& d, const F
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
-// d[64 x 64] (+)= A[64 x 32] B[32 x 64] of e4m3; A in registers: rows lane / 4 and + 8 of the warp's 16, word 2 h + i has
-// columns 16 h + 4 (lane % 4) and on of row i. B K-major in shared memory, 128 columns a row of a block.
-__device__ __forceinline__ void mma_64x64_e4m3(Accumulator<kBlockColumns>& d, const Fragment& a, uint64_t b, int accumulate) {
+// d[64 x 64] (+)= A[64 x 32] B[32 x 64] of e4m3; A in registers: rows lane / 4 and + 8 of the warp's 16, word 2 h + i
+// has columns 16 h + 4 (lane % 4) and on of row i. B K-major in shared memory, 128 columns a row of a block.
+__device__ __forceinline__ void mma_64x64_e4m3(Accumulator<kBlockColumns>& d, const Fragment& a, uint64_t b,
+                                               int accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
@@ -145,7 +148,8 @@ __device__ __forceinline__ void mma_64x128(Accumulator<2 * kBlockColumns>& d, ui
       : "l"(a), "l"(b));
 }
 
-// Shared memory written by ordinary stores becomes visible to the matrix units. Each writing thread, before the barrier.
+// Shared memory written by ordinary stores becomes visible to the matrix units. Each writing thread, before the
+// barrier.
 __device__ __forceinline__ void fence_for_mma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void barrier_init(uint32_t bar, uint32_t arrivals) {

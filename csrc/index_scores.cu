@@ -49,20 +49,23 @@ ffi::Error index_scores(cudaStream_t stream, Codes codes, ffi::AnyBuffer scale, 
   const int64_t rows = codes.dimensions()[0], width = codes.dimensions()[1];
   const bool fp8 = width == dsv4::kIndexDim;
   const auto s = scale.dimensions();
-  if (q[2] != dsv4::kIndexDim || q[1] > dsv4::kScoreHeads || (width != dsv4::kFp4Bytes && !fp8) || s.size() != 2 || s[0] != rows ||
-      s[1] != (fp8 ? 1 : dsv4::kFp4Scales) || scale.element_type() != (fp8 ? ffi::F32 : ffi::U8)) {
-    return ffi::Error::InvalidArgument("index_scores: keys must be fp4 or fp8 rows of 128 dims, queries at most 64 heads");
+  if (q[2] != dsv4::kIndexDim || q[1] > dsv4::kScoreHeads || (width != dsv4::kFp4Bytes && !fp8) || s.size() != 2 ||
+      s[0] != rows || s[1] != (fp8 ? 1 : dsv4::kFp4Scales) || scale.element_type() != (fp8 ? ffi::F32 : ffi::U8)) {
+    return ffi::Error::InvalidArgument(
+        "index_scores: keys must be fp4 or fp8 rows of 128 dims, queries at most 64 heads");
   }
   if (rows_per_block < 1 || rows_per_block % dsv4::kGroupKeys != 0) {
     return ffi::Error::InvalidArgument("index_scores: rows per block must be a multiple of 16");
   }
   if (base < 0 || rows - base < rows_per_block || rows > INT32_MAX) {
-    return ffi::Error::InvalidArgument("index_scores: less than a block of keys from the base on, or 2^31 rows or more");
+    return ffi::Error::InvalidArgument(
+        "index_scores: less than a block of keys from the base on, or 2^31 rows or more");
   }
   const auto w = weights.dimensions();
   const int64_t total = table.dimensions()[1] * rows_per_block;
   if (w[0] != q[0] || first_weight < 0 || first_weight + q[1] > w[1] || table.dimensions()[0] != q[0] ||
-      count.dimensions()[0] != q[0] || scores->dimensions()[0] != q[0] || scores->dimensions()[1] != total || q[0] > kMostTokens) {
+      count.dimensions()[0] != q[0] || scores->dimensions()[0] != q[0] || scores->dimensions()[1] != total ||
+      q[0] > kMostTokens) {
     return ffi::Error::InvalidArgument("index_scores: shapes of queries, weights, table, counts and scores disagree");
   }
   if (total > INT32_MAX - dsv4::kMaxRunTiles * dsv4::kScoreTile) {

@@ -46,7 +46,8 @@ __device__ __forceinline__ uint32_t pick_bytes(uint32_t low, uint32_t high, uint
 // Eight FP4 codes as e4m3, in order: the magnitudes by way of an entry of the table, then the signs.
 __device__ __forceinline__ uint2 decode_fp4_e4m3(uint32_t x, uint2 entry) {
   constexpr uint32_t kSigns = 0x80808080u, kMagnitudes = 0x77777777u;
-  constexpr uint32_t kLowNibbles = 0x1504, kHighNibbles = 0x3726;  // bytes whose sign bits are those of four codes, in order
+  constexpr uint32_t kLowNibbles = 0x1504,
+                     kHighNibbles = 0x3726;  // bytes whose sign bits are those of four codes, in order
   constexpr int kHalfBits = 16;
   const uint32_t magnitude = x & kMagnitudes, up = x << 4;
   return {pick_bytes(entry.x, entry.y, magnitude) | (__byte_perm(x, up, kLowNibbles) & kSigns),

@@ -6,6 +6,8 @@
 // the one in which a thread's bytes lie; the queries are brought into it on their way to shared memory.
 // A score depends on its token and key alone.
 //
+// All four warps work alike, each on 16 keys of a tile: no warp only loads, and none waits for another after the start.
+//
 // Where it loses nothing, products are of FP8 (index_scores_fp8.cuh): whether a token takes them depends on its queries
 // alone, so that its scores do not depend on what else is in the batch.
 #pragma once
@@ -27,7 +29,9 @@ struct QueryPart {
 
   uint4 x[2][kParts];
 
-  static __device__ __forceinline__ int head(int i, int warp, int lane) { return kScoreHeads / 2 * i + kLanes / kQuad * warp + quad_of(lane); }
+  static __device__ __forceinline__ int head(int i, int warp, int lane) {
+    return kScoreHeads / 2 * i + kLanes / kQuad * warp + quad_of(lane);
+  }
 
   template <typename Key>
   __device__ __forceinline__ void load(const ScoreArgs& args, int token, int warp, int lane) {
@@ -38,7 +42,8 @@ struct QueryPart {
       for (int part = 0; part < kParts; ++part) {
         x[i][part] = {0, 0, 0, 0};
         if (head(i, warp, lane) < args.heads) {
-          x[i][part] = __ldg(q + head(i, warp, lane) * (kIndexDim / kChunkColumns) + Key::query_chunk(quad_lane(lane), part));
+          x[i][part] =
+              __ldg(q + head(i, warp, lane) * (kIndexDim / kChunkColumns) + Key::query_chunk(quad_lane(lane), part));
         }
       }
     }
@@ -89,10 +94,10 @@ struct QueryPart {
 
 // What a block's threads share, and where its tiles lie.
 struct ScoreRun {
-  uint32_t first_row;  // in shared memory: a row number per 16 keys
-  uint32_t queries, table;   // shared memory
-  uint32_t weights;          // shared memory: half of them, times the powers of two that queries were divided by
-  float* scores;             // of the token
+  uint32_t first_row;       // in shared memory: a row number per 16 keys
+  uint32_t queries, table;  // shared memory
+  uint32_t weights;         // shared memory: half of them, times the powers of two that queries were divided by
+  float* scores;            // of the token
   int first, tiles, visible, end;
 };
 
@@ -121,13 +126,15 @@ __device__ __forceinline__ void score_tiles(const ScoreArgs& args, const ScoreRu
   const int odd = quarter & 1;
   const uint32_t b = k_major_low(run.queries);
   const typename Key::Source source(args, lane);
-  const int own = run.first + warp * kGroupKeys + quad_of(lane) + kLowerRow * quarter;  // the key of the first tile to write
+  const int own =
+      run.first + warp * kGroupKeys + quad_of(lane) + kLowerRow * quarter;  // the key of the first tile to write
   float* scores = run.scores + own;
   float weights[kOwnHeads];
   load_weights(run.weights, quarter, weights);
   Key keys[kStages];
   auto load = [&](Key& key, int tile) {
-    if (tile < run.tiles) key.load(source, load_shared1(run.first_row + (tile * kScoreTile / kGroupKeys + warp) * kWord));
+    if (tile < run.tiles)
+      key.load(source, load_shared1(run.first_row + (tile * kScoreTile / kGroupKeys + warp) * kWord));
   };
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) load(keys[i], i);
@@ -180,7 +187,8 @@ __device__ __forceinline__ void score_tiles(const ScoreArgs& args, const ScoreRu
 }
 
 template <typename Key>
-__global__ void __launch_bounds__(kScoreThreads, kScoreBlocks) index_scores_kernel(const __grid_constant__ ScoreArgs args) {
+__global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
+    index_scores_kernel(const __grid_constant__ ScoreArgs args) {
   __shared__ alignas(1024) uint8_t queries[2 * kBlockBytes];
   __shared__ int32_t first_row[kMaxRunTiles * kScoreTile / kGroupKeys];
   __shared__ alignas(8) uint8_t table[kShifts * kShiftBytes];

@@ -11,31 +11,31 @@
 
 namespace dsv4 {
 
-constexpr int kScoreTile = kBlockRows;      // keys of a tile
-constexpr int kScoreHeads = kIndexHeads;    // fewer are padded with zero weights
+constexpr int kScoreTile = kBlockRows;    // keys of a tile
+constexpr int kScoreHeads = kIndexHeads;  // fewer are padded with zero weights
 constexpr int kScoreThreads = kWarpgroup;
-constexpr int kScoreBlocks = 4;             // of threads an SM: as many as the registers allow
-constexpr int kGroupKeys = kWarpRows;       // keys of a warp's part of a tile; never cross a block of the table
-constexpr int kSteps = 4;                   // products of a half of the dims, or of all of them in FP8
+constexpr int kScoreBlocks = 4;                   // of threads an SM: as many as the registers allow
+constexpr int kGroupKeys = kWarpRows;             // keys of a warp's part of a tile; never cross a block of the table
+constexpr int kSteps = 4;                         // products of a half of the dims, or of all of them in FP8
 constexpr int kQuarterBytes = kFp4Bytes / kQuad;  // codes of an FP4 key that a thread has
 using Fragments = Fragment[kSteps];
 
 struct ScoreArgs {
-  const uint8_t* codes;            // [rows, 64] e2m1 pairs or [rows, 128] e4m3
-  const void* scale;               // [rows, 4] ue8m0 or [rows] float32
-  const __nv_bfloat16* queries;    // [T, H, 128]
-  const float* weights;            // [T, H], tokens `weight_stride` apart
-  const int32_t* table;            // [T, X] block ids
-  const int32_t* count;            // [T] visible keys
-  float* scores;                   // [T, S], S = X * rows_per_block
+  const uint8_t* codes;          // [rows, 64] e2m1 pairs or [rows, 128] e4m3
+  const void* scale;             // [rows, 4] ue8m0 or [rows] float32
+  const __nv_bfloat16* queries;  // [T, H, 128]
+  const float* weights;          // [T, H], tokens `weight_stride` apart
+  const int32_t* table;          // [T, X] block ids
+  const int32_t* count;          // [T] visible keys
+  float* scores;                 // [T, S], S = X * rows_per_block
   int tokens, heads, columns, base, rows_per_block;
-  int run_tiles;                   // tiles of a block of threads; 0: the launch chooses
+  int run_tiles;  // tiles of a block of threads; 0: the launch chooses
   int weight_stride;
-  float weight_scale;              // the weights are multiplied by it
-  int blocks;                      // from `base` to the end of the pool
+  float weight_scale;  // the weights are multiplied by it
+  int blocks;          // from `base` to the end of the pool
 };
 
-constexpr int kPairs = 4;           // of eight codes
+constexpr int kPairs = 4;            // of eight codes
 constexpr uint32_t kFp4Shift = 126;  // the bits of a code, in the fields of a wider number, are its value times 2^-126
 constexpr uint32_t kMostField = 2 * kBias;  // of the exponent of a finite number
 
@@ -60,7 +60,7 @@ __device__ __forceinline__ uint32_t decode_fp8(uint32_t x) {
   uint32_t y;
   asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "n"(kSelect));
   y = static_cast<uint32_t>(static_cast<int32_t>(y) >> 4) & kFields;
-  const uint32_t bits = 0x7B807B80u;         // 2^120, twice
+  const uint32_t bits = 0x7B807B80u;  // 2^120, twice
   const __nv_bfloat162 z =
       __hmul2(reinterpret_cast<const __nv_bfloat162&>(y), reinterpret_cast<const __nv_bfloat162&>(bits));
   return reinterpret_cast<const uint32_t&>(z);
@@ -149,8 +149,8 @@ struct Fp4Key {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           uint32_t& x = a[s][2 * j + i];
-          const __nv_bfloat162 y = __hmul2(reinterpret_cast<const __nv_bfloat162&>(x),
-                                           reinterpret_cast<const __nv_bfloat162&>(bits));
+          const __nv_bfloat162 y =
+              __hmul2(reinterpret_cast<const __nv_bfloat162&>(x), reinterpret_cast<const __nv_bfloat162&>(bits));
           x = reinterpret_cast<const uint32_t&>(y);
         }
       }
@@ -160,7 +160,7 @@ struct Fp4Key {
   // Factor left to apply to the score of key `row + 8 i`.
   __device__ __forceinline__ float rest(int) const { return 1.f; }
 
-  static constexpr bool kE4m3 = true;         // tokens whose queries allow it take FP8 products
+  static constexpr bool kE4m3 = true;          // tokens whose queries allow it take FP8 products
   static constexpr float kE4m3Unit = 0x1p-6f;  // what an e4m3 one is worth under the largest group scale 1
 
   // Fragments of the four FP8 products. `most`: the larger group scale of key i, in half i, of the four quarters.

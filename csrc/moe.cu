@@ -1,5 +1,5 @@
-// The experts' products as an XLA FFI handler and as a plain C call. Four launches, only enqueued: fit for a command buffer.
-// Wrapper and argument meaning: dsv4_jax/cuda/moe.py.
+// The experts' products as an XLA FFI handler and as a plain C call. Four launches, only enqueued: fit for a command
+// buffer. Wrapper and argument meaning: dsv4_jax/cuda/moe.py.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -18,7 +18,8 @@ namespace ffi = xla::ffi;
 constexpr int kFreeShared = 48 * 1024;  // bytes of shared memory that every launch may have
 
 template <typename Kernel, typename... Args>
-cudaError_t start(Kernel kernel, dim3 grid, int threads, int shared, bool early, cudaStream_t stream, const Args&... args) {
+cudaError_t start(Kernel kernel, dim3 grid, int threads, int shared, bool early, cudaStream_t stream,
+                  const Args&... args) {
   if (shared > kFreeShared) {
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     if (error != cudaSuccess) return error;
@@ -46,8 +47,8 @@ cudaError_t launch_with(const dsv4::MoeArgs& args, cudaStream_t stream) {
   // Few rows are copied by several warps each.
   const bool few = pairs <= dsv4::kFewPairs;
   const int list_blocks = min(2 * sms, (pairs * (few ? kRowWarps : 1) + per_block - 1) / per_block);
-  cudaError_t error = start(few ? dsv4::moe_lists_kernel<kRowWarps> : dsv4::moe_lists_kernel<1>, dim3(list_blocks), dsv4::kListThreads,
-                            dsv4::list_bytes(pairs), false, stream, args, Shape::kRows);
+  cudaError_t error = start(few ? dsv4::moe_lists_kernel<kRowWarps> : dsv4::moe_lists_kernel<1>, dim3(list_blocks),
+                            dsv4::kListThreads, dsv4::list_bytes(pairs), false, stream, args, Shape::kRows);
   if (error != cudaSuccess) return error;
   const auto product = [&](auto kernel, int row_tiles) {
     const int blocks = min(static_cast<int64_t>(sms) * Shape::kBlocks, static_cast<int64_t>(pairs) * row_tiles);
@@ -63,19 +64,20 @@ cudaError_t launch_with(const dsv4::MoeArgs& args, cudaStream_t stream) {
 
 // Warpgroups, rows of an item, tiles of a stage, stages, blocks an SM: from the fewest rows to the most.
 constexpr int kSizeStep = 256;  // of hidden and inter
-using Shapes = std::tuple<dsv4::MoeShape<1, 8, 2, 5, 3>, dsv4::MoeShape<4, 8, 2, 5, 1>, dsv4::MoeShape<2, 8, 2, 2, 4>,
-                          dsv4::MoeShape<4, 16, 2, 2, 2>, dsv4::MoeShape<4, 32, 2, 4, 1>, dsv4::MoeShape<4, 64, 2, 3, 1>>;
+using Shapes =
+    std::tuple<dsv4::MoeShape<1, 8, 2, 5, 3>, dsv4::MoeShape<4, 8, 2, 5, 1>, dsv4::MoeShape<2, 8, 2, 2, 4>,
+               dsv4::MoeShape<4, 16, 2, 2, 2>, dsv4::MoeShape<4, 32, 2, 4, 1>, dsv4::MoeShape<4, 64, 2, 3, 1>>;
 constexpr int kShapes = std::tuple_size_v<Shapes>;
 
-// The number, from 1 on, of the shape for so many pairs, and rows that an expert has on average; few items are cut smaller.
+// The number, from 1 on, of the shape for so many pairs and rows of an expert on average; few items are cut smaller.
 int choose_shape(int64_t pairs, int64_t rows) {
-  constexpr int64_t kMostPairs[] = {12, 48}, kMostRows[] = {5, 10, 28};
+  constexpr int64_t kPairLimits[] = {12, 48}, kRowLimits[] = {5, 10, 28};
   int shape = 1;
-  for (const int64_t most : kMostPairs) {
+  for (const int64_t most : kPairLimits) {
     if (pairs <= most) return shape;
     ++shape;
   }
-  for (const int64_t most : kMostRows) {
+  for (const int64_t most : kRowLimits) {
     if (rows <= most) return shape;
     ++shape;
   }
@@ -95,8 +97,8 @@ cudaError_t launch_shape(const dsv4::MoeArgs& args, int shape, cudaStream_t stre
 cudaError_t launch(const dsv4::MoeArgs& args, int shape, cudaStream_t stream) {
   const int64_t pairs = static_cast<int64_t>(args.tokens) * args.top;
   if (pairs == 0) return cudaSuccess;
-  if (args.experts > dsv4::kMaxExperts || args.top > dsv4::kMostTop || pairs > dsv4::kMostPairs || args.hidden % kSizeStep != 0 ||
-      args.inter % kSizeStep != 0) {
+  if (args.experts > dsv4::kMaxExperts || args.top > dsv4::kMostTop || pairs > dsv4::kMostPairs ||
+      args.hidden % kSizeStep != 0 || args.inter % kSizeStep != 0) {
     return cudaErrorInvalidValue;
   }
   return launch_shape(args, shape == 0 ? choose_shape(pairs, pairs / std::max(args.routed, 1)) : shape, stream);
@@ -141,10 +143,10 @@ ffi::Error moe(cudaStream_t stream, Rows x, Chosen chosen, Floats share, Weights
                               first,
                               routed,
                               limit};
-  if (!is(chosen, tokens, top) || !is(share, tokens, top) || !is(*out, tokens, hidden) || hidden % kSizeStep != 0 || inter % kSizeStep != 0 ||
-      !is(gate_up, experts, 2 * inter / rows, hidden / columns, tile) || !is(down, experts, hidden / rows, inter / columns, tile) ||
-      experts > dsv4::kMaxExperts || top > dsv4::kMostTop || tokens * top > dsv4::kMostPairs ||
-      work->dimensions()[0] < static_cast<int64_t>(workspace(args))) {
+  if (!is(chosen, tokens, top) || !is(share, tokens, top) || !is(*out, tokens, hidden) || hidden % kSizeStep != 0 ||
+      inter % kSizeStep != 0 || !is(gate_up, experts, 2 * inter / rows, hidden / columns, tile) ||
+      !is(down, experts, hidden / rows, inter / columns, tile) || experts > dsv4::kMaxExperts || top > dsv4::kMostTop ||
+      tokens * top > dsv4::kMostPairs || work->dimensions()[0] < static_cast<int64_t>(workspace(args))) {
     return ffi::Error::InvalidArgument(
         "moe: sizes in 256s, at most 512 experts, 16 of them a token and 98304 pairs of both; shapes must agree");
   }

@@ -1,12 +1,14 @@
 // The grouped products of the experts: FP4 weights x bf16 rows, weights streamed from memory once.
 //
-// A block takes an item: a run of an expert's rows (tokens) and `kGroups` tiles of 64 of the weights' rows, one to each of
-// its warpgroups. One warp copies weights and rows to shared memory, up to `kStages` runs of 128 or 256 columns of K ahead, over the
-// end of an item too; the others decode their weights in registers and multiply (moe_weights.cuh). M are the weights'
-// rows, N the tokens; an expert of more has several items.
+// A block takes an item: a run of an expert's rows (tokens) and `kGroups` tiles of 64 of the weights' rows. M are the
+// weights' rows, N the tokens; an expert of more has several items. Within a block
 //
-// Every number is one chain of products along K from first to last, whatever N, the block's shape or the other rows are:
-// its bits depend on its token and its expert alone.
+//   warpgroups 0 .. kGroups - 1   decode a tile of weights each in registers and multiply (moe_weights.cuh)
+//   one more warp                 copies weights and rows to shared memory, up to `kStages` runs of 128 or 256 columns
+//                                 of K ahead, over the end of an item too
+//
+// Every number is one chain of products along K from first to last, whatever N, the block's shape or the other rows
+// are: its bits depend on its token and its expert alone.
 #pragma once
 
 #include "moe_lists.cuh"
@@ -19,11 +21,11 @@ constexpr int kWarps = kWarpgroup / kLanes;  // of a warpgroup
 
 template <int kGroupsOf, int kRowsOf, int kTilesOf, int kStagesOf, int kBlocksOf>
 struct MoeShape {
-  static constexpr int kGroups = kGroupsOf;    // warpgroups, each a tile of weights
+  static constexpr int kGroups = kGroupsOf;  // warpgroups, each a tile of weights
   static constexpr int kRows = kRowsOf;      // tokens of an item, at most: N
-  static constexpr int kTiles = kTilesOf;      // of 128 columns, a stage
+  static constexpr int kTiles = kTilesOf;    // of 128 columns, a stage
   static constexpr int kStages = kStagesOf;
-  static constexpr int kBlocks = kBlocksOf;    // a multiprocessor
+  static constexpr int kBlocks = kBlocksOf;  // an SM
   static constexpr int kThreads = kWarpgroup * kGroups + kLanes;
   static constexpr int kRowBytes = kRows / kGroupRows * 2 * kTiles * kAtomBytes;  // of a stage
   static constexpr int kWeightBytes = kGroups * kTiles * kTileBytes;
@@ -39,8 +41,8 @@ struct MoeProduct {
   const uint8_t* weights;
   const uint8_t* rows;
   int32_t* taken;  // items beyond each block's first
-  int steps;      // stages along K
-  int row_tiles;  // items of a run of rows
+  int steps;       // stages along K
+  int row_tiles;   // items of a run of rows
 };
 
 // Work of a block: some of an expert's rows and `kGroups` tiles of the weights' rows. No rows: there is no more.
@@ -55,13 +57,15 @@ __device__ __forceinline__ uint64_t streamed_once() {
   return policy;
 }
 __device__ __forceinline__ void copy_bulk(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-               "r"(bytes), "r"(barrier)
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
-__device__ __forceinline__ void copy_bulk(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier, uint64_t policy) {
+__device__ __forceinline__ void copy_bulk(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier,
+                                          uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(to),
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
@@ -92,28 +96,29 @@ struct Ring {
   }
 };
 
-// One thread: all copies of a block, in order. Weights of the first stages are asked for before what the previous kernel
-// writes is there.
+// One thread: all copies of a block, in order. Weights of the first stages are asked for before what the previous
+// kernel writes is there.
 template <typename Shape>
-__device__ __forceinline__ void copy_items(Ring<Shape> ring, MoeItem* announced, const MoeProduct& product, const RowTile* tiles,
-                                           RowTile tile, int items) {
+__device__ __forceinline__ void copy_items(Ring<Shape> ring, MoeItem* announced, const MoeProduct& product,
+                                           const RowTile* tiles, RowTile tile, int items) {
   const uint64_t policy = streamed_once();
-  constexpr uint32_t kRun = Shape::kTiles * kTileBytes, kRow = 2 * Shape::kTiles * kRowBytes, kGroup = kGroupRows * kRow;
-  const size_t stream = static_cast<size_t>(product.steps) * kRun;  // 64 of the weights' rows
+  constexpr uint32_t kRun = Shape::kTiles * kTileBytes, kRow = 2 * Shape::kTiles * kRowBytes,
+                     kGroup = kGroupRows * kRow;
+  const size_t tile_bytes = static_cast<size_t>(product.steps) * kRun;  // 64 of the weights' rows
   bool first = true;
   int next;
   for (int item = blockIdx.x; item < items; item = next) {
     if (!first) tile = tiles[item / product.row_tiles];
     const int row_tile = item % product.row_tiles;
     const int tile_row = (tile.expert() * product.row_tiles + row_tile) * Shape::kGroups;
-    const uint8_t* weights = product.weights + tile_row * stream;
+    const uint8_t* weights = product.weights + tile_row * tile_bytes;
     const uint8_t* rows = product.rows + static_cast<size_t>(tile.group()) * product.steps * kGroup;
     const auto start = [&](const Ring<Shape>& to, int step) {
       announced[to.stage.index] = {tile, row_tile};
       barrier_expect(to.full, Shape::kWeightBytes + tile.rows() * kRow);
 #pragma unroll
       for (int g = 0; g < Shape::kGroups; ++g) {
-        copy_bulk(to.weights + g * kRun, weights + g * stream + step * kRun, kRun, to.full, policy);
+        copy_bulk(to.weights + g * kRun, weights + g * tile_bytes + step * kRun, kRun, to.full, policy);
       }
     };
     const auto add_rows = [&](const Ring<Shape>& at, int step) {
@@ -155,7 +160,8 @@ __device__ __forceinline__ void copy_items(Ring<Shape> ring, MoeItem* announced,
 
 // A warpgroup's 64 x N products over all of K. Leaves with nothing in flight and all its stages handed back.
 template <typename Shape>
-__device__ __forceinline__ void multiply(float (&d)[Shape::kRows / 2], Ring<Shape>& ring, int steps, int group, int thread) {
+__device__ __forceinline__ void multiply(float (&d)[Shape::kRows / 2], Ring<Shape>& ring, int steps, int group,
+                                         int thread) {
   constexpr int kParts = kWeightColumns / kWeightGroup, kWords = 2 * sizeof(uint32_t);
   uint32_t a[2][kTwoFragments];
   const uint32_t run = group * Shape::kTiles * kTileBytes;
@@ -167,11 +173,12 @@ __device__ __forceinline__ void multiply(float (&d)[Shape::kRows / 2], Ring<Shap
     uint2 words = load_shared2(ring.weights + codes);
 #pragma unroll
     for (int part = 0; part < kParts * Shape::kTiles; ++part) {
-      // 32 columns, two products; the words of the next ones are loaded meanwhile. (With the scales too, the compiler starts
-      // to decode so early that registers limit the warps.)
+      // 32 columns, two products; the words of the next ones are loaded meanwhile. (With the scales too, the compiler
+      // starts to decode so early that registers limit the warps.)
       const uint2 now = words;
       const int next = part + 1;
-      const uint32_t scale = load_shared1(ring.weights + scales + part / kParts * kTileBytes + part % kParts / 2 * sizeof(uint32_t));
+      const uint32_t scale =
+          load_shared1(ring.weights + scales + part / kParts * kTileBytes + part % kParts / 2 * sizeof(uint32_t));
       if (next < kParts * Shape::kTiles) {
         words = load_shared2(ring.weights + codes + next / kParts * kTileBytes + next % kParts * (kCodeBytes / kParts));
       }
@@ -179,7 +186,8 @@ __device__ __forceinline__ void multiply(float (&d)[Shape::kRows / 2], Ring<Shap
       mma_fence();
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        mma_64<Shape::kRows>(d, a[part % 2] + kFragment * i, b + (part / 2 * kAtomBytes + (part % 2 * 2 + i) * kMmaBytes) / kChunkBytes,
+        mma_64<Shape::kRows>(d, a[part % 2] + kFragment * i,
+                             b + (part / 2 * kAtomBytes + (part % 2 * 2 + i) * kMmaBytes) / kChunkBytes,
                              step > 0 || part > 0 || i > 0);
       }
       mma_commit();
@@ -200,8 +208,8 @@ __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
   return __fdividef(gate, 1.f + __expf(-gate)) * up;
 }
 
-// Of each 16 rows of a warp the first 8 are gates and the others their ups. Rows of the next product are written: 8 columns,
-// one chunk, of each token.
+// Of each 16 rows of a warp the first 8 are gates and the others their ups. Rows of the next product are written: 8
+// columns, one chunk, of each token.
 template <int kN>
 __device__ __forceinline__ void store_middle(const float (&d)[kN / 2], const MoeArgs& args, const MoeWork& work,
                                              const RowTile& tile, int weight_tile, int thread) {
@@ -209,8 +217,8 @@ __device__ __forceinline__ void store_middle(const float (&d)[kN / 2], const Moe
 #pragma unroll
   for (int i = 0; i < kN / kCellColumns; ++i) {
     const float* cell = d + kCell * i;
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(swiglu(cell[0], cell[2], args.limit),
-                                                      swiglu(cell[1], cell[3], args.limit));
+    const __nv_bfloat162 pair =
+        __floats2bfloat162_rn(swiglu(cell[0], cell[2], args.limit), swiglu(cell[1], cell[3], args.limit));
     uint32_t x = reinterpret_cast<const uint32_t&>(pair);
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(x));
     const int row = quad_of(lane);

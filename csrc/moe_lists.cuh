@@ -1,8 +1,8 @@
 // What goes before and after the products of moe.cu: rows of tokens by expert, and each token's sum over its experts.
 //
-// A pair is a token and one of its experts. The pairs of an expert fill groups of 8 rows; a group's rows lie in blocks of
-// 64 columns, 1 KiB each, as the matrix units want them (hopper.cuh), the blocks one after the other along K.
-// Which row a pair has changes no bit of its result.
+// A pair is a token and one of its experts. The pairs of an expert fill groups of 8 rows; a group's rows lie in blocks
+// of 64 columns, 1 KiB each, as the matrix units want them (hopper.cuh), the blocks one after the other along K. Which
+// row a pair has changes no bit of its result.
 #pragma once
 
 #include "hopper.cuh"
@@ -11,9 +11,9 @@ namespace dsv4 {
 
 constexpr int kGroupRows = kSwizzle;
 constexpr int kAtomBytes = kGroupRows * kRowBytes;  // a group's rows of a block
-constexpr int kMaxExperts = 512;  // of one device
+constexpr int kMaxExperts = 512;                    // of one device
 constexpr int kListThreads = 256, kListWarps = kListThreads / kLanes;
-constexpr int kMostPairs = 98304;  // their experts fill a block's shared memory
+constexpr int kMostPairs = 98304;        // their experts fill a block's shared memory
 constexpr uint32_t kElsewhere = 0xFFFF;  // expert of a pair that another device computes
 
 // Rows of one expert that one pass multiplies, in a word: at most 127 rows, 512 experts and 2^16 groups.
@@ -47,16 +47,18 @@ struct MoeArgs {
 // Where things lie in the workspace.
 struct MoeWork {
   int32_t* tile_count;
-  int32_t* taken;      // items beyond each block's first, of either product
+  int32_t* taken;  // items beyond each block's first, of either product
   RowTile* tiles;
-  int32_t* pairs;      // of a row
-  uint8_t* rows;       // tokens' rows
-  uint8_t* middle;     // rows between the products
-  float* parts;        // [T * top, hidden] results of the experts
+  int32_t* pairs;   // of a row
+  uint8_t* rows;    // tokens' rows
+  uint8_t* middle;  // rows between the products
+  float* parts;     // [T * top, hidden] results of the experts
 };
 
 constexpr size_t kPageBytes = 1024;  // what lies in the workspace starts at multiples of it
-__host__ __device__ constexpr size_t aligned(size_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
+__host__ __device__ constexpr size_t aligned(size_t bytes) {
+  return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+}
 
 // Groups that `pairs` can need: each expert's last one may hold a single row.
 __host__ __device__ inline int most_groups(int pairs, int experts) {
@@ -67,8 +69,9 @@ __host__ __device__ inline int most_groups(int pairs, int experts) {
 __host__ __device__ inline MoeWork moe_work(const MoeArgs& args, size_t* bytes) {
   const int pairs = args.tokens * args.top;
   const size_t groups = most_groups(pairs, args.experts);
-  const size_t sizes[] = {static_cast<size_t>(pairs) * sizeof(RowTile), groups * kGroupRows * sizeof(int32_t), groups * kGroupRows * args.hidden * 2,
-                          groups * kGroupRows * args.inter * 2, static_cast<size_t>(pairs) * args.hidden * sizeof(float)};
+  const size_t sizes[] = {static_cast<size_t>(pairs) * sizeof(RowTile), groups * kGroupRows * sizeof(int32_t),
+                          groups * kGroupRows * args.hidden * 2, groups * kGroupRows * args.inter * 2,
+                          static_cast<size_t>(pairs) * args.hidden * sizeof(float)};
   constexpr int kParts = sizeof(sizes) / sizeof(sizes[0]);
   size_t at[kParts + 1] = {kPageBytes};  // the counts come first
   for (int i = 0; i < kParts; ++i) at[i + 1] = at[i] + aligned(sizes[i]);
@@ -76,8 +79,8 @@ __host__ __device__ inline MoeWork moe_work(const MoeArgs& args, size_t* bytes) 
   constexpr int kMiddle = 3, kResults = 4;
   uint8_t* w = args.work;
   auto* counts = reinterpret_cast<int32_t*>(w);
-  return {counts, counts + 1, reinterpret_cast<RowTile*>(w + at[0]), reinterpret_cast<int32_t*>(w + at[1]), w + at[2],
-          w + at[kMiddle], reinterpret_cast<float*>(w + at[kResults])};
+  return {counts,    counts + 1,      reinterpret_cast<RowTile*>(w + at[0]),     reinterpret_cast<int32_t*>(w + at[1]),
+          w + at[2], w + at[kMiddle], reinterpret_cast<float*>(w + at[kResults])};
 }
 
 // Byte of 16-byte chunk `chunk` of a row among rows of `columns` columns.
@@ -116,7 +119,8 @@ __device__ __forceinline__ void count_pairs(const MoeArgs& args, int* count, con
 // The tiles of the products, by a warp: runs of at most `tile_rows` rows of an expert. `begin` gets each expert's first
 // group; returns the number of tiles. Each lane takes a run of experts.
 template <typename Begin>
-__device__ __forceinline__ int list_tiles(const int* count, int experts, int tile_rows, RowTile* tiles, const Begin& begin) {
+__device__ __forceinline__ int list_tiles(const int* count, int experts, int tile_rows, RowTile* tiles,
+                                          const Begin& begin) {
   const int lane = threadIdx.x & (kLanes - 1), each = (experts + kLanes - 1) / kLanes;
   const int from = min(lane * each, experts), to = min(from + each, experts);
   int2 sum = {0, 0};  // groups, tiles
@@ -186,7 +190,7 @@ __global__ void __launch_bounds__(kListThreads) moe_lists_kernel(const __grid_co
 }
 
 constexpr int kSumThreads = 128, kSumColumns = 4;  // of a thread
-constexpr int kMostTop = 16;  // experts of a token
+constexpr int kMostTop = 16;                       // experts of a token
 
 // Each token's experts' results times their shares, added in the order of the experts. A thread has four columns.
 __global__ void __launch_bounds__(kSumThreads) moe_sum_kernel(const __grid_constant__ MoeArgs args) {

@@ -1,4 +1,5 @@
-// Warpgroup products of moe_kernel.cuh: d[64 x N] (+)= A[64 x 16] B[16 x N], A in registers, B K-major in shared memory.
+// Warpgroup products of moe_kernel.cuh: d[64 x N] (+)= A[64 x 16] B[16 x N], A in registers, B K-major in shared
+// memory.
 #pragma once
 
 #include "hopper.cuh"
@@ -14,8 +15,9 @@ __device__ __forceinline__ void mma_64(float (&d)[kN / 2], const uint32_t* a, ui
 
 #define DSV4_MMA_64(N, REGISTERS, A, B, P, ...)                                                                \
   template <>                                                                                                  \
-  __device__ __forceinline__ void mma_64<N>(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) { \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %" P ", 0;\n"                                                  \
+  __device__ __forceinline__ void mma_64<N>(float(&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) { \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" P                                                           \
+                 ", 0;\n"                                                                                      \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS "}, {" A "}, %" B      \
                  ", p, 1, 1, 0;}"                                                                              \
                  : __VA_ARGS__                                                                                 \

@@ -1,5 +1,5 @@
-// Packed FP4 expert weights (dsv4_jax/cuda/expert_weights.py makes them): tiles of 64 rows x 128 columns of K, 4,096 bytes
-// of codes and 256 of scales, the tiles of 64 rows one after the other along K.
+// Packed FP4 expert weights (dsv4_jax/cuda/expert_weights.py makes them): tiles of 64 rows x 128 columns of K, 4,096
+// bytes of codes and 256 of scales, the tiles of 64 rows one after the other along K.
 //
 // A thread of the warpgroup decodes exactly the words that it multiplies (wgmma, A from registers): per 32 columns two
 // words, 16 codes, and two scales. The bits of the codes lie where a rotation brings sign and magnitude of two codes at
@@ -42,7 +42,8 @@ __device__ __forceinline__ __nv_bfloat162 weight_factors(uint32_t scales) {
 constexpr int kTwoFragments = 2 * kFragment;
 // Two products' fragments: register 2 c + h of product s has columns 16 s + 8 c + 2 (lane % 4) + {0, 1} of row
 // lane / 4 + 8 h of the warp's 16.
-__device__ __forceinline__ void decode_weights(uint32_t w0, uint32_t w1, __nv_bfloat162 factors, uint32_t (&a)[kTwoFragments]) {
+__device__ __forceinline__ void decode_weights(uint32_t w0, uint32_t w1, __nv_bfloat162 factors,
+                                               uint32_t (&a)[kTwoFragments]) {
   uint32_t rest;  // kLeftBits ? w0 : w1
   asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(rest) : "r"(kLeftBits), "r"(w0), "r"(w1));
   a[0] = weight_pair<0, 0>(w0, factors);

@@ -5,7 +5,7 @@
 
 namespace dsv4 {
 
-constexpr int kBias = 127;                            // of the exponents of float32, bfloat16 and ue8m0
+constexpr int kBias = 127;                             // of the exponents of float32, bfloat16 and ue8m0
 constexpr int kFloatMantissa = 23, kBf16Mantissa = 7;  // bits
 constexpr uint32_t kMantissaMask = (1u << kFloatMantissa) - 1;
 constexpr int kE4m3Bits = 8, kE2m1Bits = 4;

@@ -20,7 +20,8 @@ class Operands {
     const auto dimensions = buffer->dimensions();
     if (dimensions.size() < 1 || dimensions.size() > 2) return fail();
     rows_ = dimensions[0], width_ = dimensions[dimensions.size() - 1];  // of a vector both: a norm is [512]
-    if (buffer->element_type() != type || (width >= 0 && width_ != width) || (rows >= 0 && rows_ != rows)) return fail();
+    if (buffer->element_type() != type || (width >= 0 && width_ != width) || (rows >= 0 && rows_ != rows))
+      return fail();
     return buffer->untyped_data();
   }
   template <typename T>
@@ -35,7 +36,8 @@ class Operands {
     if (matrix == nullptr) return nullptr;
     *stride = static_cast<int>(width_);
     constexpr int kStep = 4;  // floats of a load
-    if (start < 0 || start + width > width_ || start % kStep != 0 || width_ % kStep != 0) return static_cast<float*>(fail());
+    if (start < 0 || start + width > width_ || start % kStep != 0 || width_ % kStep != 0)
+      return static_cast<float*>(fail());
     return matrix + start;
   }
   int64_t rows() const { return rows_; }  // of the operand read last

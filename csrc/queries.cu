@@ -25,7 +25,8 @@ ffi::Error finish_queries(cudaStream_t stream, Queries queries, Angles cosine, A
       return ffi::Error::InvalidArgument("finish_queries: cosine and sine must be [tokens, 32]");
     }
   }
-  if (q[2] != dsv4::kDim && q[2] != dsv4::kIndexDim) return ffi::Error::InvalidArgument("finish_queries: rows must have 512 or 128 dims");
+  if (q[2] != dsv4::kDim && q[2] != dsv4::kIndexDim)
+    return ffi::Error::InvalidArgument("finish_queries: rows must have 512 or 128 dims");
   if (matrix[0] != q[0] || start < 0 || start + q[1] * q[2] > matrix[1] || start % 4 != 0 || matrix[1] % 4 != 0) {
     return ffi::Error::InvalidArgument("finish_queries: not as many columns as heads, or not in steps of 16 bytes");
   }

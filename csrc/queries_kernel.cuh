@@ -1,5 +1,5 @@
-// The last steps of a query (dsv4_jax/ops/queries.py): RMSNorm without weight, RoPE on the last 64 dims, for the indexer also
-// a Hadamard rotation and the FP4 round trip; rounded to bf16.
+// The last steps of a query (dsv4_jax/ops/queries.py): RMSNorm without weight, RoPE on the last 64 dims, for the
+// indexer also a Hadamard rotation and the FP4 round trip; rounded to bf16.
 //
 // Each warp has a row of its own: a lane holds dims 128 i + 4 lane + {0, 1, 2, 3}.
 #pragma once
@@ -17,13 +17,13 @@ constexpr int kQueryWarps = kQueryThreads / kLanes;
 constexpr int kSweep = kOwn * kLanes;  // dims that a warp holds side by side
 
 struct QueryArgs {
-  const float* queries;    // [tokens, heads * dim], tokens `stride` apart
-  const float* cosine;     // [tokens, 32]
-  const float* sine;       // [tokens, 32]
-  __nv_bfloat16* out;      // [rows, dim]
-  int rows, heads;         // rows = tokens * heads
+  const float* queries;  // [tokens, heads * dim], tokens `stride` apart
+  const float* cosine;   // [tokens, 32]
+  const float* sine;     // [tokens, 32]
+  __nv_bfloat16* out;    // [rows, dim]
+  int rows, heads;       // rows = tokens * heads
   int stride;
-  float eps;               // of the norm; negative: no norm
+  float eps;  // of the norm; negative: no norm
   int hadamard, round_fp4;
 };
 

@@ -1,7 +1,8 @@
 // The maths of a row that threads hold four channels each: sums, RoPE, Hadamard, the scale of a group, its codes.
 //
-// Every product and sum is rounded on its own and sums follow the reference's trees (dsv4_jax/ops/numerics.py), so that the
-// bytes do not depend on the kernel or the chunking and equal the reference's but for the last bit of rsqrt, cos and sin.
+// Every product and sum is rounded on its own and sums follow the reference's trees (dsv4_jax/ops/numerics.py), so that
+// the bytes do not depend on the kernel or the chunking and equal the reference's but for the last bit of rsqrt, cos
+// and sin.
 #pragma once
 
 #include <cuda_bf16.h>

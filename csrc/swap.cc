@@ -8,9 +8,11 @@ namespace ffi = xla::ffi;
 
 template <bool kOut>
 ffi::Error swap(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int64_t> layers,
-                ffi::Span<const int64_t> piece_bytes, ffi::Span<const int64_t> offsets, int64_t first_unit, int64_t first_record) {
+                ffi::Span<const int64_t> piece_bytes, ffi::Span<const int64_t> offsets, int64_t first_unit,
+                int64_t first_record) {
   dsv4::SwapArgs args = {};
-  const ffi::Error error = dsv4::read_swap<kOut>(operands, results, {layers, piece_bytes, offsets, first_unit, first_record}, &args);
+  const ffi::Error error =
+      dsv4::read_swap<kOut>(operands, results, {layers, piece_bytes, offsets, first_unit, first_record}, &args);
   if (error.failure()) return error;
   for (int64_t pair = 0; pair < args.pairs; ++pair) {
     const int64_t unit = args.unit_ids[pair], record = args.record_ids[pair];
@@ -40,5 +42,6 @@ auto binding() {
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4SwapOut, swap<true>, binding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4SwapIn, swap<false>, binding());
 
-// Bytes of what the kernel's twin and the kernel work on: equal in both libraries, or the two disagree about the layout.
+// Bytes of what the kernel's twin and the kernel work on: equal in both libraries, or the two disagree about the
+// layout.
 extern "C" int dsv4_swap_args_size() { return static_cast<int>(sizeof(dsv4::SwapArgs)); }

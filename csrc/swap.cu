@@ -46,7 +46,8 @@ ffi::Error swap(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Remaining
                 ffi::Span<const int64_t> layers, ffi::Span<const int64_t> piece_bytes, ffi::Span<const int64_t> offsets,
                 int64_t first_unit, int64_t first_record) {
   dsv4::SwapArgs args = {};
-  const ffi::Error wrong = dsv4::read_swap<kOut>(operands, results, {layers, piece_bytes, offsets, first_unit, first_record}, &args);
+  const ffi::Error wrong =
+      dsv4::read_swap<kOut>(operands, results, {layers, piece_bytes, offsets, first_unit, first_record}, &args);
   if (wrong.failure()) return wrong;
   const int64_t tasks = args.pairs * ((args.record_words + kChunk - 1) / kChunk);
   if (tasks == 0) return ffi::Error::Success();

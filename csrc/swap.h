@@ -1,9 +1,9 @@
 // The swap between cache leaves and host records: what the CUDA kernel and its CPU twin share, address arithmetic
 // included. Wrapper and argument meaning: dsv4_jax/tiers/record_copy.py; record format: dsv4_jax/records.py.
 //
-// A leaf is [layers, units, piece_bytes] in device memory; a record holds one unit (a block or a slot) of every leaf and
-// layer, leaf after leaf, layer after layer, each piece from a 16-byte boundary. So a record is a row of 16-byte words
-// and a word lies in one piece: threads walk records, which keeps the side that crosses PCIe contiguous.
+// A leaf is [layers, units, piece_bytes] in device memory; a record holds one unit (a block or a slot) of every leaf
+// and layer, leaf after leaf, layer after layer, each piece from a 16-byte boundary. So a record is a row of 16-byte
+// words and a word lies in one piece: threads walk records, which keeps the side that crosses PCIe contiguous.
 #pragma once
 
 #include <cstdint>
@@ -100,7 +100,8 @@ template <typename T>
 DSV4_BOTH SwapWord load_part(const uint8_t* from, uint32_t bytes) {
   SwapWord word = {};
   for (uint32_t i = 0; i < kWordBytes; i += sizeof(T)) {
-    if (i < bytes) word.x[i / kPartBytes] |= static_cast<uint32_t>(load_as<T>(from + i)) << (i % kPartBytes * kByteBits);
+    if (i < bytes)
+      word.x[i / kPartBytes] |= static_cast<uint32_t>(load_as<T>(from + i)) << (i % kPartBytes * kByteBits);
   }
   return word;
 }
@@ -164,14 +165,16 @@ xla::ffi::Error read_swap(xla::ffi::RemainingArgs operands, xla::ffi::RemainingR
     return wrong("needs 1 to 24 leaves, three numbers each");
   }
   constexpr size_t kOthers = 3;  // operands: records, unit ids, record ids
-  if (operands.size() != n + kOthers) return wrong(std::to_string(operands.size()) + " operands for " + std::to_string(n) + " leaves");
+  if (operands.size() != n + kOthers)
+    return wrong(std::to_string(operands.size()) + " operands for " + std::to_string(n) + " leaves");
   if (results.size() != (kOut ? 1 : n)) return wrong("another number of results");
   if (first_unit < 0 || first_record < 0) return wrong("negative first id");
 
   const auto records = operands.get<ffi::AnyBuffer>(n);
   const auto unit_ids = operands.get<ffi::AnyBuffer>(n + 1), record_ids = operands.get<ffi::AnyBuffer>(n + 2);
   if (!records.has_value() || !unit_ids.has_value() || !record_ids.has_value()) return wrong("an operand is no array");
-  if (records->dimensions().size() != 2 || records->element_type() != ffi::U8) return wrong("records are not uint8[n, bytes]");
+  if (records->dimensions().size() != 2 || records->element_type() != ffi::U8)
+    return wrong("records are not uint8[n, bytes]");
   const int64_t record_bytes = records->dimensions()[1];
   if (record_bytes % kWordBytes != 0 || record_bytes / kWordBytes > INT32_MAX) return wrong("impossible record size");
   for (const auto& ids : {*unit_ids, *record_ids}) {
@@ -195,7 +198,8 @@ xla::ffi::Error read_swap(xla::ffi::RemainingArgs operands, xla::ffi::RemainingR
     const int64_t layers = layers_of[i], bytes = bytes_of[i], offset = offsets[i];
     const std::string name = "leaf " + std::to_string(i);
     if (!leaf.has_value()) return wrong(name + " is no array");
-    if (layers < 1 || bytes < 1 || layers > INT32_MAX || bytes > INT32_MAX) return wrong(name + " has impossible pieces");
+    if (layers < 1 || bytes < 1 || layers > INT32_MAX || bytes > INT32_MAX)
+      return wrong(name + " has impossible pieces");
     const int64_t size = static_cast<int64_t>(leaf->size_bytes()), words = (bytes + kWordBytes - 1) / kWordBytes;
     if (size % (layers * bytes) != 0) return wrong(name + " is not a whole number of units");
     const int64_t units = size / (layers * bytes);
@@ -204,16 +208,22 @@ xla::ffi::Error read_swap(xla::ffi::RemainingArgs operands, xla::ffi::RemainingR
     end += layers * words;
     if (end * kWordBytes > record_bytes) return wrong(name + " does not fit the record");
     args->units = units;
-    args->leaves[i] = {static_cast<uint8_t*>(leaf->untyped_data()), units * bytes, static_cast<uint32_t>(layers),
-                       static_cast<uint32_t>(offset / kWordBytes), static_cast<uint32_t>(words), static_cast<uint32_t>(bytes)};
+    args->leaves[i] = {static_cast<uint8_t*>(leaf->untyped_data()),
+                       units * bytes,
+                       static_cast<uint32_t>(layers),
+                       static_cast<uint32_t>(offset / kWordBytes),
+                       static_cast<uint32_t>(words),
+                       static_cast<uint32_t>(bytes)};
     if (!aligned(args->leaves[i].data)) return wrong(name + " is not 16-byte aligned");
     if (kOut) continue;
     auto result = results.get<ffi::AnyBuffer>(i);
-    if (!result.has_value() || (*result)->untyped_data() != args->leaves[i].data) return wrong(name + " is not updated in place");
+    if (!result.has_value() || (*result)->untyped_data() != args->leaves[i].data)
+      return wrong(name + " is not updated in place");
   }
   if (kOut) {
     auto result = results.get<ffi::AnyBuffer>(0);
-    if (!result.has_value() || (*result)->untyped_data() != args->records) return wrong("records are not updated in place");
+    if (!result.has_value() || (*result)->untyped_data() != args->records)
+      return wrong("records are not updated in place");
   }
   return ffi::Error::Success();
 }

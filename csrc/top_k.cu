@@ -17,8 +17,8 @@ namespace ffi = xla::ffi;
 template <int kVectors, int kBlocks>
 cudaError_t launch_with(const dsv4::TopKArgs& args, int tokens, cudaStream_t stream) {
   const int shared = kBlocks == 1 ? offsetof(dsv4::TopKShared, gathered) : sizeof(dsv4::TopKShared);
-  cudaError_t error = cudaFuncSetAttribute(dsv4::top_k_kernel<kVectors, kBlocks>,
-                                           cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  cudaError_t error =
+      cudaFuncSetAttribute(dsv4::top_k_kernel<kVectors, kBlocks>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute cluster;
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -36,8 +36,8 @@ cudaError_t launch_with(const dsv4::TopKArgs& args, int tokens, cudaStream_t str
 // Scores one block can hold in registers.
 constexpr int kCapacity = dsv4::kTopVectors * dsv4::kTopChunk;
 
-// Whether `tokens` clusters of kBlocks blocks run at once, one block an SM. A cluster lies within one of the device's groups of
-// 16 to 18 SMs: the largest clusters reach two thirds of all SMs, those half as large six sevenths.
+// Whether `tokens` clusters of kBlocks blocks run at once, one block an SM. A cluster lies within one of the device's
+// groups of 16 to 18 SMs: the largest clusters reach two thirds of all SMs, those half as large six sevenths.
 template <int kBlocks>
 bool run_at_once(int tokens) {
   constexpr bool kLargest = kBlocks == dsv4::kTopCluster;
@@ -46,7 +46,8 @@ bool run_at_once(int tokens) {
   return int64_t{tokens} * kBlocks <= dsv4::multiprocessors() * kReached / kOf;
 }
 
-// One block of as few vectors as hold a row, where one does: blocks of a cluster wait for one another longer than they gain.
+// One block of as few vectors as hold a row, where one does: blocks of a cluster wait for one another longer than they
+// gain.
 template <int kVectors = 1>
 cudaError_t launch_block(const dsv4::TopKArgs& args, int chunks, int tokens, cudaStream_t stream) {
   if constexpr (kVectors < dsv4::kTopVectors) {
@@ -99,14 +100,10 @@ ffi::Error top_k(cudaStream_t stream, Scores scores, Counts count, ffi::Result<I
 DSV4_BUILT_FOR(top_k);
 DSV4_ARGS_SIZE(top_k, dsv4::TopKArgs)
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4TopK, top_k,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<Scores>()
-                                  .Arg<Counts>()
-                                  .Ret<Indices>()
-                                  .Ret<Counts>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    Dsv4TopK, top_k,
+    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Arg<Scores>().Arg<Counts>().Ret<Indices>().Ret<Counts>(),
+    {ffi::Traits::kCmdBufferCompatible});
 
 // The launch alone, for timing without XLA. Returns a cudaError_t.
 extern "C" int dsv4_top_k_launch(const dsv4::TopKArgs* args, int tokens, cudaStream_t stream) {

@@ -9,6 +9,7 @@
 //    bins below its greatest score.
 // 3. Where the bound leaves too many candidates or a bin has too many (equal scores), the k-th score is found by radix
 //    histograms of score and index, and the k winners are sorted.
+// All warps work alike, each on its scores; step 2 is the first block's, and one warp's where it looks for the bound.
 // The result is defined by the scores alone; it does not depend on how a row is cut. Blocks are of 512 threads because
 // most steps are bound by the instructions of all warps, not by the work in them.
 #pragma once
@@ -23,8 +24,8 @@ constexpr int kWordBits = 32;
 
 // The bin of the bound: at least `need` columns of all blocks lie in bins up to it. The last bin: there is no bound.
 template <int kVectors, int kBlocks>
-__device__ __forceinline__ uint32_t find_bound(TopKShared& s, const float (&x)[kFour * kVectors], uint32_t need, int rank,
-                                               int thread, uint32_t& best) {
+__device__ __forceinline__ uint32_t find_bound(TopKShared& s, const float (&x)[kFour * kVectors], uint32_t need,
+                                               int rank, int thread, uint32_t& best) {
   const int lane = lane_of(thread), warp = warp_of(thread);
   float column[kFour] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
 #pragma unroll
@@ -147,8 +148,7 @@ __device__ __forceinline__ void group(TopKShared& s, uint32_t bin, float score, 
 }
 
 // Writes the first `need` of the grouped candidates in order, then zeros.
-__device__ __forceinline__ void write_ordered(TopKShared& s, uint32_t need, uint32_t k, int32_t* indices,
-                                              int thread) {
+__device__ __forceinline__ void write_ordered(TopKShared& s, uint32_t need, uint32_t k, int32_t* indices, int thread) {
   __syncthreads();
   const uint32_t last = min(s.bins[kTopBins - 1], need + kTopCrowd);
 #pragma unroll 1
@@ -223,7 +223,7 @@ __device__ __forceinline__ uint64_t select(TopKShared& s, const float* row, int 
     const int shift = pass == 0 ? kDigitBits + kLastBits : pass == 1 ? kLastBits : pass == kRankPasses ? kIndexBits : 0;
     const int bits = pass < 2 ? kDigitBits : pass == 2 ? kLastBits : kIndexBits;
     uint32_t* histogram = s.columns + (~pass & 1) * kDigits;
-    for_scores<kVectors, kBlocks>(row, width, count, rank, thread, [&](const float (&x)[kFour], int at) {
+    for_scores<kVectors, kBlocks>(row, width, count, rank, thread, [&](const float(&x)[kFour], int at) {
 #pragma unroll
       for (int j = 0; j < kFour; ++j) {
         const uint32_t score = rank_of(x[j]), digits = (pass < kRankPasses ? score : at + j) >> shift;
@@ -244,7 +244,8 @@ __device__ __forceinline__ uint64_t select(TopKShared& s, const float* row, int 
     const uint32_t inside[kFour] = {h.x, h.y, h.z, h.w};
 #pragma unroll
     for (int j = 0; j < kFour; ++j) {
-      if (below < need && below + inside[j] >= need) s.digit = kFour * thread + j, s.below = below, s.inside = inside[j];
+      if (below < need && below + inside[j] >= need)
+        s.digit = kFour * thread + j, s.below = below, s.inside = inside[j];
       below += inside[j];
     }
     four[(pass & 1) * kTopThreads] = make_uint4(0, 0, 0, 0);  // for the next pass; no block reads it since they met
@@ -304,7 +305,8 @@ __global__ void __launch_bounds__(kTopThreads, kVectors <= 2 ? 2 : 1)
   if (thread == 0) s.bound = kTopBins - 1, s.taken = s.crowded[0] = s.crowded[1] = 0;
   float x[kFour * kVectors];
   // A few loads do not wait for the count.
-  load_scores<kVectors, kBlocks>(x, row, args.width, kVectors <= kFewVectors ? args.width : count, count, 0, rank, thread);
+  load_scores<kVectors, kBlocks>(x, row, args.width, kVectors <= kFewVectors ? args.width : count, count, 0, rank,
+                                 thread);
 
   const uint32_t need = min(args.k, count);
   if (rank == 0 && thread == 0) args.kept[token] = need;
@@ -367,7 +369,7 @@ __global__ void __launch_bounds__(kTopThreads, kVectors <= 2 ? 2 : 1)
   const uint64_t end = select<kVectors, kBlocks>(s, row, args.width, count, need, rank, thread);
   uint64_t chosen = 0;
   int bit = 0;
-  for_scores<kVectors, kBlocks>(row, args.width, count, rank, thread, [&](const float (&y)[kFour], int at) {
+  for_scores<kVectors, kBlocks>(row, args.width, count, rank, thread, [&](const float(&y)[kFour], int at) {
 #pragma unroll
     for (int j = 0; j < kFour; ++j, ++bit) {
       if (at + j < count && place_of(y[j], at + j) < end) chosen |= uint64_t{1} << bit;

@@ -6,15 +6,15 @@
 namespace dsv4 {
 
 constexpr int kTopThreads = 512;
-constexpr int kTopMax = 1024;                // largest k
+constexpr int kTopMax = 1024;  // largest k
 constexpr int kTopCluster = kMaxCluster;
 constexpr int kTopWarps = kTopThreads / kLanes;
-constexpr int kFour = 4;                     // scores of a load, and columns of a thread
-constexpr int kTopChunk = kFour * kTopThreads;   // consecutive scores that a block loads at once, and most candidates
-constexpr int kTopVectors = 16;              // most chunks of a block
+constexpr int kFour = 4;                        // scores of a load, and columns of a thread
+constexpr int kTopChunk = kFour * kTopThreads;  // consecutive scores that a block loads at once, and most candidates
+constexpr int kTopVectors = 16;                 // most chunks of a block
 constexpr int kTopBins = kFour * kTopThreads, kTopBinBits = 11;
 constexpr int kTopCodeBits = 30;
-constexpr int kTopCrowd = 512;               // most candidates of a bin that count each other
+constexpr int kTopCrowd = 512;  // most candidates of a bin that count each other
 constexpr int kTopIndexBits = 18, kTopPlaceBits = 50;
 constexpr uint64_t kTopNone = ~uint64_t{0};  // no candidate; behind all
 
@@ -32,13 +32,13 @@ struct TopKShared {
   uint2 candidates[kTopChunk];            // score, index; the sort's buffer
   uint64_t grouped[kTopMax + kTopCrowd];  // candidates by bin: bin, rank, index
   uint32_t sums[2][kLanes];
-  uint32_t best[kLanes];                      // least code of each warp
-  uint32_t reach[kTopCluster];            // of each block: the bin by which it has its share of k,
-  uint32_t block_best[kTopCluster];       // its least code,
-  uint32_t counts[kTopCluster];           // how many it lists
-  uint32_t bound, taken, crowded[2];      // bin of the bound; how many this block lists; whether a bin has too many
-  uint32_t digit, below, inside;          // of the bin with the k-th: its number, scores in bins before it and in it
-  uint2 gathered[kTopChunk];              // all blocks' candidates: of a cluster only
+  uint32_t best[kLanes];              // least code of each warp
+  uint32_t reach[kTopCluster];        // of each block: the bin by which it has its share of k,
+  uint32_t block_best[kTopCluster];   // its least code,
+  uint32_t counts[kTopCluster];       // how many it lists
+  uint32_t bound, taken, crowded[2];  // bin of the bound; how many this block lists; whether a bin has too many
+  uint32_t digit, below, inside;      // of the bin with the k-th: its number, scores in bins before it and in it
+  uint2 gathered[kTopChunk];          // all blocks' candidates: of a cluster only
 };
 
 constexpr int kSignBit = 31;
@@ -88,9 +88,7 @@ __device__ __forceinline__ void store_peer1(uint32_t address, uint32_t x) {
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // atomicAdd in shared memory by one lane of a warp; the compiler would add up the warp's lanes first.
 __device__ __forceinline__ uint32_t add_shared(uint32_t address, uint32_t x) {
@@ -139,8 +137,8 @@ __device__ __forceinline__ void load_if(bool exists, const float* from, float& x
 // This thread's scores of kVectors vectors from `vector` on; -inf from `count` on. Reads nothing from `limit` on,
 // rounded up to a multiple of four.
 template <int kVectors, int kBlocks>
-__device__ __forceinline__ void load_scores(float (&x)[kFour * kVectors], const float* row, int width, int limit, int count,
-                                            int vector, int rank, int thread) {
+__device__ __forceinline__ void load_scores(float (&x)[kFour * kVectors], const float* row, int width, int limit,
+                                            int count, int vector, int rank, int thread) {
   float4 v[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) v[i] = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);

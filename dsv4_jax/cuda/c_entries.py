@@ -1,7 +1,7 @@
-"""The kernels as plain C calls, for timing and debugging without XLA: mirrors of their argument structs, and their entries.
+"""The kernels as plain C calls, for timing without XLA: mirrors of their argument structs, and their entries.
 
-`dsv4_<op>_launch(args, ..., stream)` of the CUDA library enqueues one call and returns a cudaError_t. A mirror must match
-the struct of `csrc/` field by field; `open_entry` compares its size with what the library says, and so does a test.
+`dsv4_<op>_launch(args, ..., stream)` of the CUDA library enqueues one call and returns a cudaError_t. A mirror is the
+struct of `csrc/` field by field; `open_entry` compares its size with what the library says, and so does a test.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The argument structs of the plain C entries: Python's mirrors have the sizes that the libraries say, without a GPU."""
+"""The argument structs of the plain C entries: Python's mirrors have the sizes that the libraries say."""
 
 from __future__ import annotations
 
