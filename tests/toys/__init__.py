@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS, Codes, FormatSpec, Part, Scales
 
-__all__ = ["TOYS", "register"]
+__all__ = ["TOYS", "TWINS", "register"]
 
 
 def _e5m2(dim: int, rope_dim: int) -> tuple[Part, ...]:
@@ -34,8 +36,24 @@ TOYS = {
 }
 
 
+def _renamed(spec: FormatSpec) -> FormatSpec:
+    """The same rows by another name, and their parts too."""
+
+    def parts(dim: int, rope_dim: int) -> tuple[Part, ...]:
+        return tuple(dataclasses.replace(p, name=f"x_{p.name}") for p in spec.parts(dim, rope_dim))
+
+    return dataclasses.replace(spec, parts=parts)
+
+
+# The formats that the package has, each as "<name>_twin".
+TWINS = {
+    "kv": {f"{name}_twin": _renamed(spec) for name, spec in KV_FORMATS.items()},
+    "index": {f"{name}_twin": _renamed(spec) for name, spec in INDEX_FORMATS.items()},
+}
+
+
 def register(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enters the toys in both tables, for the duration of a test."""
-    for name, spec in TOYS.items():
-        monkeypatch.setitem(KV_FORMATS, name, spec)
-        monkeypatch.setitem(INDEX_FORMATS, name, spec)
+    """Enters toys and twins in both tables, for the duration of a test."""
+    for table, twins in ((KV_FORMATS, TWINS["kv"]), (INDEX_FORMATS, TWINS["index"])):
+        for name, spec in (TOYS | twins).items():
+            monkeypatch.setitem(table, name, spec)
