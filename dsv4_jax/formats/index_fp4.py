@@ -28,7 +28,8 @@ _MIDPOINTS = (_VALUES[1:] + _VALUES[:-1]) / 2
 
 def encode(fmt: RowFormat, x: jax.Array) -> tuple[jax.Array, ...]:
     """[..., dim] float -> (codes uint8 [..., dim / 2], scale uint8 [..., ceil(dim / 32)])."""
-    codes, exponent, nan = _quantise(x)
+    (scales,) = fmt.scales
+    codes, exponent, nan = _quantise(x, scales.group, np.float32(scales.floor))
     codes = ungrouped(codes)[..., : x.shape[-1]]
     packed = codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
     scale = jnp.where(nan, UE8M0_NAN, (exponent + np.int32(127)).astype(jnp.uint8))
@@ -37,9 +38,9 @@ def encode(fmt: RowFormat, x: jax.Array) -> tuple[jax.Array, ...]:
 
 def decode(fmt: RowFormat, parts: tuple[jax.Array, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
     """The stored parts of keys -> [..., dim] in `dtype`."""
-    packed, scale = parts
+    (scales,), (packed, scale) = fmt.scales, parts
     codes = ungrouped(jnp.stack([packed & np.uint8(15), packed >> np.uint8(4)], -1))
-    groups = _values(grouped(codes, FP4_GROUP))
+    groups = _values(grouped(codes, scales.group))
     factor = power_of_two(scale.astype(jnp.int32) - np.int32(127))
     factor = jnp.where(scale == UE8M0_NAN, np.float32(np.nan), factor)
     values = ungrouped(groups * factor[..., None])
@@ -48,15 +49,15 @@ def decode(fmt: RowFormat, parts: tuple[jax.Array, ...], dtype: jnp.dtype = jnp.
 
 def round_trip(x: jax.Array) -> jax.Array:
     """What FP4 storage would make of x, [..., n] float32: for the indexer's queries (QAT)."""
-    codes, exponent, nan = _quantise(x)
+    codes, exponent, nan = _quantise(x, FP4_GROUP, AMAX_FLOOR)
     factor = jnp.where(nan, np.float32(np.nan), power_of_two(exponent))
     return ungrouped(_values(codes) * factor[..., None])[..., : x.shape[-1]]
 
 
-def _quantise(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """[..., n] -> codes uint8 [..., g, 32], exponent int32 [..., g], has-NaN bool [..., g]."""
-    groups = grouped(flush_subnormals(x), FP4_GROUP)
-    exponent = ue8m0_scale_exponent(absmax(groups, AMAX_FLOOR), 6.0)
+def _quantise(x: jax.Array, group: int, floor: np.float32) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[..., n] -> codes uint8 [..., g, group], exponent int32 [..., g], has-NaN bool [..., g]."""
+    groups = grouped(flush_subnormals(x), group)
+    exponent = ue8m0_scale_exponent(absmax(groups, floor), 6.0)
     codes = e2m1_codes(groups * power_of_two(-exponent)[..., None])
     return codes, exponent, jnp.isnan(groups).any(-1)
 

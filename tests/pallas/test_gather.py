@@ -18,6 +18,7 @@ from ..ops.test_append_gather import GatherTest, random_rows
 from .lowering import lowers_for_cuda
 
 V4_FORMATS = [kv_format(n, 512, 64) for n in KV_FORMATS] + [index_format(n, 128) for n in INDEX_FORMATS]
+V4_FORMATS = [fmt for fmt in V4_FORMATS if kernel.unsupported_rows(fmt) is None]
 v4_formats = pytest.mark.parametrize("fmt", V4_FORMATS, ids=lambda f: f"{'kv' if f.rope_dim else 'index'}-{f.name}")
 
 
