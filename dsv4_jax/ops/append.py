@@ -87,8 +87,10 @@ def append(
         ShapeError: an argument has the wrong shape or dtype, or `position` is missing; the message names it.
         ImplementationError: as every op (`registry.pick`).
     """
-    arguments = _checked("append", values, fmt, epilogue, position, pool, row_ids)
-    return run("append", arguments, implementation)
+    check = Check("append")
+    arguments = _checked(check, values, fmt, epilogue, position)
+    pool, row_ids = check.parts("pool", pool, fmt), check.array("row_ids", row_ids, "int32", "T")
+    return run("append", dataclasses.replace(arguments, pool=pool, row_ids=row_ids), implementation)
 
 
 def encode(
@@ -100,26 +102,17 @@ def encode(
     implementation: Choice = None,
 ) -> Rows:
     """The parts [T, width] of the rows `append` would store. Raises as `append`."""
-    return run("append", _checked("encode", values, fmt, epilogue, position), implementation)
+    return run("append", _checked(Check("encode"), values, fmt, epilogue, position), implementation)
 
 
 def _checked(
-    op: str,
-    values: Values,
-    fmt: RowFormat,
-    epilogue: Epilogue | None,
-    position: jax.Array | None,
-    pool: Rows | None = None,
-    row_ids: jax.Array | None = None,
+    check: Check, values: Values, fmt: RowFormat, epilogue: Epilogue | None, position: jax.Array | None
 ) -> AppendArguments:
-    check = Check(op)
     values = check.array("values", values, "float", "T", fmt.dim)
     if epilogue is not None:
         check_epilogue(check, "epilogue", epilogue, fmt.dim)
         position = check.array("position", position, "int32", "T")
-    if op == "append":
-        pool, row_ids = check.parts("pool", pool, fmt), check.array("row_ids", row_ids, "int32", "T")
-    return AppendArguments(values, fmt, epilogue, position, pool, row_ids)
+    return AppendArguments(values, fmt, epilogue, position)
 
 
 def reference(arguments: AppendArguments) -> Rows:

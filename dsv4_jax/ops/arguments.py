@@ -1,7 +1,7 @@
 """Checks of what an op is given: each message names the op and the argument, before anything is traced.
 
-Data types count as JAX sees them: without 64-bit types a NumPy array of int64 is one of int32, as at the border of a
-jitted function, and is converted like there.
+NumPy arrays become JAX arrays, as at the border of a jitted function: without 64-bit types int64 is int32, float64 is
+float32.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class Check:
         """`x`, an array of this type with any axes."""
         return self._array(name, x, dtype, None)
 
-    def parts(self, name: str, parts: T, fmt: RowFormat) -> T:
+    def parts(self, name: str, parts: tuple[T, ...], fmt: RowFormat) -> tuple[T, ...]:
         """`parts`, the stored rows of a format: one array [rows, width] for each of its parts."""
         widths = ", ".join(f"{part.name} {part.dtype} [rows, {part.width}]" for part in fmt.parts)
         if not isinstance(parts, tuple | list) or len(parts) != len(fmt.parts):
             given = f"{len(parts)} parts" if isinstance(parts, tuple | list) else _spelled(parts)
             raise ShapeError(f"{self.op}: {name} is {given}, expected rows of format {fmt.name}: {widths}")
-        rows = f"rows of {name}"
-        for part, x in zip(fmt.parts, parts, strict=True):
-            self.array(f"{name}'s part '{part.name}'", x, part.dtype, rows, part.width)
-        return parts
+        return tuple(
+            self.array(f"{name}'s part '{part.name}'", x, part.dtype, f"rows of {name}", part.width)
+            for part, x in zip(fmt.parts, parts, strict=True)
+        )
 
     def given(self, name: str, x: Any, expected: type, why: str = "") -> None:
         """`x` is an object of this class."""
@@ -64,7 +64,7 @@ class Check:
         if found is None or shape is None or not _is(found, dtype) or not self._fits(shape, axes):
             wanted = "" if axes is None else f" [{', '.join(str(self.sizes.get(str(a), a)) for a in axes)}]"
             raise ShapeError(f"{self.op}: {name} is {_spelled(x)}, expected {dtype}{wanted}")
-        return x.astype(found) if isinstance(x, np.ndarray) and x.dtype != found else x
+        return jnp.asarray(x, found) if isinstance(x, np.ndarray) else x
 
     def _fits(self, shape: tuple[int, ...], axes: tuple[int | str, ...] | None) -> bool:
         if axes is None:

@@ -183,26 +183,30 @@ def _checked(
     if not compressors:
         raise ShapeError(f"{op}: no compressor was given")
     table = check.array("table", table, "int32", "slots", "columns")
-    for i, compressor in enumerate(compressors):
-        _check_compressor(op, f"compressors[{i}]" if kind == "csa" else "compressor", compressor, kind, plan)
+    compressors = [
+        _checked_inputs(op, f"compressors[{i}]" if kind == "csa" else "compressor", inputs, kind, plan)
+        for i, inputs in enumerate(compressors)
+    ]
     geometries = {(compressor.geometry.ratio, compressor.geometry.ring) for compressor in compressors}
     if len(geometries) > 1:
         raise ShapeError(f"{op}: the compressors differ in (ratio, ring): {sorted(geometries)}")
     return CompressArguments(kind, tuple(compressors), plan, table)
 
 
-def _check_compressor(op: str, name: str, inputs: CompressorInputs, kind: Kind, plan: StepPlan) -> None:
+def _checked_inputs(op: str, name: str, inputs: CompressorInputs, kind: Kind, plan: StepPlan) -> CompressorInputs:
     check = Check(op, {"T": plan.num_tokens})
     check.given(name, inputs, CompressorInputs)
-    geometry = inputs.geometry
+    geometry, ape = inputs.geometry, inputs.ape
     width = geometry.fmt.dim * (2 if kind == "csa" else 1)
     check_epilogue(check, f"{name}.epilogue", inputs.epilogue, geometry.fmt.dim)
-    check.array(f"{name}.kv", inputs.kv, "float32", "T", width)
-    check.array(f"{name}.score", inputs.score, "float32", "T", width)
-    check.array(f"{name}.state", inputs.state, "float32", "rows", (3 if kind == "online" else 2) * width)
-    check.parts(f"{name}.pool", inputs.pool, geometry.fmt)
-    if inputs.ape is not None:
-        check.array(f"{name}.ape", inputs.ape, "float32", geometry.ratio, width)
+    return dataclasses.replace(
+        inputs,
+        kv=check.array(f"{name}.kv", inputs.kv, "float32", "T", width),
+        score=check.array(f"{name}.score", inputs.score, "float32", "T", width),
+        state=check.array(f"{name}.state", inputs.state, "float32", "rows", (3 if kind == "online" else 2) * width),
+        pool=check.parts(f"{name}.pool", inputs.pool, geometry.fmt),
+        ape=None if ape is None else check.array(f"{name}.ape", ape, "float32", geometry.ratio, width),
+    )
 
 
 def reference(arguments: CompressArguments) -> list[Compressed]:

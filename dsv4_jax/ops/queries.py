@@ -74,7 +74,7 @@ def finish_queries(
             f"finish_queries: inv_freq has {inv_freq.shape[0]} frequencies, {dim} dims have {dim // 2} pairs"
         )
     if rotate and dim & (dim - 1):
-        raise ShapeError(f"finish_queries: rotate needs a power of two of dims, queries have {dim}")
+        raise ShapeError(f"finish_queries: queries have {dim} dims, rotate needs a power of two")
     return run("queries", QueriesArguments(queries, position, inv_freq, eps, rotate, round_fp4), implementation)
 
 

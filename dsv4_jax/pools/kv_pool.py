@@ -60,6 +60,7 @@ def store_kv(
     check = Check("kv_store")
     k, v = check.array("k", k, "float", "n", "k width"), check.array("v", v, "float", "n", "v width")
     rows = check.array("rows", rows, "int32", "n")
+    k_pool, v_pool = (tuple(map(jnp.asarray, parts)) for parts in (k_pool, v_pool))
     return run("kv_store", KVStoreArguments(k_pool, v_pool, k, v, rows, storage), implementation)
 
 
