@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import ImplementationError
-from dsv4_jax.formats import kv_format
+from dsv4_jax.formats import RowFormat, kv_format
 from dsv4_jax.ops import append, encode
 
 from ..pallas.test_append import TestAppendOnTheGpu as OnTheGpu
@@ -61,6 +61,9 @@ def test_what_the_kernel_cannot_take_is_refused(name: str, dim: int, rope: int) 
 class TestAppendOnTheGpu(OnTheGpu):
     implementation = "cuda"
     gather = "pallas"  # there is no CUDA gather
+
+    def takes(self, *, fmt: RowFormat) -> bool:
+        return fmt == FMT
 
 
 del OnTheGpu  # its own tests run where it stands

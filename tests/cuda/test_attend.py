@@ -16,13 +16,13 @@ from dsv4_jax.cache import init_cache
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.cuda import attend as kernel
 from dsv4_jax.errors import ImplementationError
-from dsv4_jax.formats import kv_format
+from dsv4_jax.formats import RowFormat, kv_format
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.manager import StepSequence, build_plan, shape_for
 from dsv4_jax.ops import Epilogue, WindowView, attend
 from dsv4_jax.ops.attend import finish_output
 
-from ..ops.arg_specs import ATTEND, AttendSpec
+from ..ops.arg_specs import ATTEND, ATTEND_V4, AttendSpec
 from ..ops.test_attend import AttendTest, jit_attend, problem
 from ..oracle import attention
 from ..oracle import rows as oracle
@@ -130,7 +130,12 @@ def test_other_formats_are_refused():
 @pytest.mark.gpu
 class TestAttendOnTheGpu(AttendTest):
     implementation = "cuda"
+    specs = ATTEND_V4
     tolerance: ClassVar[dict[str, float]] = dict(rtol=0, atol=0.05)  # bf16 queries and weights; values of size 1
+    large = tolerance
+
+    def takes(self, *, fmt: RowFormat) -> bool:
+        return fmt == FMT
 
     @pytest.mark.parametrize("name", ["v4_widths"])
     def test_output_turned_back_and_rounded(self, name: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import ImplementationError
-from dsv4_jax.formats import INDEX_FORMATS, index_format
+from dsv4_jax.formats import INDEX_FORMATS, RowFormat, index_format
 from dsv4_jax.ops import index_scores
 
 from ..ops.arg_specs import ScoreSpec
@@ -54,6 +54,9 @@ def test_what_the_kernel_cannot_take_is_refused(name: str, heads: int, dim: int,
 @pytest.mark.gpu
 class TestIndexScoresOnTheGpu(IndexScoresTest):
     implementation = "cuda"
+
+    def takes(self, *, fmt: RowFormat, per_block: int) -> bool:
+        return fmt.dim == 128 and fmt.name in ("fp4", "fp8") and per_block % 16 == 0
 
     @pytest.mark.parametrize("name", INDEX_FORMATS)
     @pytest.mark.parametrize("heads", [64, 5])

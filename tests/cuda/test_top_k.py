@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv4_jax.cuda import top_k as kernel
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.ops import top_k
 
@@ -64,6 +65,9 @@ CUTS = (
 
 class TestTopKOnTheGpu(LongRows):
     implementation = "cuda"
+
+    def takes(self, *, entries: int) -> bool:
+        return entries <= kernel.MAX_SCORES
 
     @pytest.mark.parametrize("k", [3, 512, 1024])
     @pytest.mark.parametrize(("width", "rows"), CUTS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,27 +11,34 @@ import pytest
 
 from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS, Codes, RowFormat, Scales, index_format, kv_format
 from dsv4_jax.ops import append, gather_rows
+from dsv4_jax.ops.registry import Name
 
 from ..oracle import rows as oracle
+from .op_test import OpTest
 
+V4 = kv_format("fp8", 512, 64)
 FORMATS = [kv_format(n, 32, 8) for n in KV_FORMATS] + [index_format(n, 32) for n in INDEX_FORMATS]
 # And widths that are no power of two, or end in a part of a scale group.
-GATHER_FORMATS = [*FORMATS, kv_format("fp8", 512, 64), kv_format("fp8", 232, 24), kv_format("fp8_per_entry", 76, 12)]
+GATHER_FORMATS = [*FORMATS, V4, kv_format("fp8", 232, 24), kv_format("fp8_per_entry", 76, 12)]
 
 
 jit_append = jax.jit(append, static_argnames=("fmt", "implementation"))
 jit_gather = jax.jit(gather_rows, static_argnames=("fmt", "dtype", "implementation"))
 
 
-class AppendGatherTest:
-    implementation: ClassVar[Literal["xla", "pallas", "cuda"]]
-    gather: ClassVar[Literal["xla", "pallas"] | None] = None  # what reads the rows back, if not `implementation`
+class AppendGatherTest(OpTest):
+    op = "append"
+    gather: ClassVar[Name | None] = None  # what reads the rows back, if not `implementation`
 
-    @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f"{'kv' if f.rope_dim else 'index'}-{f.name}")
+    @pytest.mark.parametrize("fmt", [*FORMATS, V4], ids=lambda f: f"{'kv' if f.rope_dim else 'index'}-{f.name}-{f.dim}")
     def test_rows_land_and_come_back(self, fmt: RowFormat) -> None:
+        with self.case(fmt=fmt):
+            self.check_rows(fmt)
+
+    def check_rows(self, fmt: RowFormat) -> None:
         rng = np.random.default_rng(0)
         old = [rng.integers(0, 100, (40, p.width)).astype(p.dtype) for p in fmt.parts]
-        values = rng.standard_normal((6, 32)).astype(np.float32)
+        values = rng.standard_normal((6, fmt.dim)).astype(np.float32)
         ids = np.array([7, 40, 0, 39, 2**31 - 1, 12], np.int32)  # 40 and above: dropped, never wrapped
         pool = jit_append(tuple(old), values, ids, fmt=fmt, implementation=self.implementation)
         encoded = oracle.encode(fmt, values)
@@ -68,8 +75,8 @@ def random_rows(rng: np.random.Generator, fmt: RowFormat, rows: int) -> tuple[np
     return tuple(parts)
 
 
-class GatherTest:
-    implementation: ClassVar[Literal["xla", "pallas"]]
+class GatherTest(OpTest):
+    op = "gather"
 
     def check(self, fmt: RowFormat, pool: tuple[np.ndarray, ...], ids: np.ndarray, dtype: type) -> None:
         ids = ids.astype(np.int32)
@@ -85,7 +92,8 @@ class GatherTest:
     @pytest.mark.parametrize("fmt", GATHER_FORMATS, ids=lambda f: f"{'kv' if f.rope_dim else 'index'}-{f.name}-{f.dim}")
     def test_equals_the_definition(self, fmt: RowFormat, dtype: type) -> None:
         rng = np.random.default_rng(fmt.dim)
-        self.check(fmt, random_rows(rng, fmt, 50), rng.integers(0, 50, (3, 7)), dtype)
+        with self.case(fmt=fmt):
+            self.check(fmt, random_rows(rng, fmt, 50), rng.integers(0, 50, (3, 7)), dtype)
 
 
 class TestGather(GatherTest):

@@ -1,11 +1,8 @@
-"""attend against float64, alone and behind a layer handle.
-
-To test another implementation: `class TestPallasAttend(AttendTest): implementation = "pallas"`.
-"""
+"""attend against float64."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +16,7 @@ from dsv4_jax.ops import WindowView, attend
 from ..oracle import attention
 from ..oracle import rows as oracle_rows
 from .arg_specs import ATTEND, AttendSpec
+from .op_test import OpTest
 
 TOLERANCE = dict(rtol=2e-5, atol=2e-5)
 jit_attend = jax.jit(attend, static_argnames=("scale", "fmt", "dtype", "key_split", "implementation"))
@@ -49,16 +47,19 @@ def problem(spec: AttendSpec, seed: int = 0) -> dict:
         entry_ids = np.where(chosen, rng.integers(1, 64, chosen.shape), 0).astype(np.int32)
         keys = [np.concatenate([k, entry_values[entry_ids[t, : count[t]]]]) for t, k in enumerate(keys)]
     return dict(
-        queries=rng.standard_normal((spec.tokens, spec.heads, dim)).astype(np.float32) * np.float32(3),
+        # Values of bf16, to which kernels round.
+        queries=(rng.standard_normal((spec.tokens, spec.heads, dim)) * 3).astype(jnp.bfloat16).astype(np.float32),
         sink=rng.standard_normal(spec.heads).astype(np.float32),
         window=window, window_ids=ids, window_visible=visible, entries=entries, entry_ids=entry_ids,
         entry_count=count, keys=keys,
     )  # fmt: skip
 
 
-class AttendTest:
-    implementation: ClassVar[Literal["xla", "pallas"]]
+class AttendTest(OpTest):
+    op = "attend"
+    specs: ClassVar[dict[str, AttendSpec]] = ATTEND
     tolerance: ClassVar[dict[str, float]] = TOLERANCE
+    large: ClassVar[dict[str, float]] = dict(rtol=1e-3, atol=2e-3)  # of logits of thousands
 
     def run(self, spec: AttendSpec, p: dict, dtype: type = jnp.float32, **options) -> tuple[np.ndarray, np.ndarray]:
         window = WindowView(p["window"], p["window_ids"], p["window_visible"])
@@ -70,15 +71,16 @@ class AttendTest:
 
     @pytest.mark.parametrize("name", ATTEND)
     def test_equals_float64(self, name: str) -> None:
-        spec = ATTEND[name]
+        spec = self.specs[name]
         p = problem(spec)
-        out, lse = self.run(spec, p)
         expected, expected_lse = attention.attend(p["queries"], p["sink"], p["keys"], spec.fmt.dim**-0.5)
-        np.testing.assert_allclose(out, expected, **self.tolerance)
-        np.testing.assert_allclose(lse, expected_lse, **self.tolerance)
+        with self.case(fmt=spec.fmt):
+            out, lse = self.run(spec, p)
+            np.testing.assert_allclose(out, expected, **self.tolerance)
+            np.testing.assert_allclose(lse, expected_lse, **self.tolerance)
 
     def test_a_token_without_keys_gives_zero(self) -> None:
-        spec = ATTEND["csa"]
+        spec = self.specs["csa"]
         p = problem(spec)
         p["window_visible"][2] = False
         p["entry_count"][2] = 0
@@ -91,7 +93,7 @@ class AttendTest:
     @pytest.mark.parametrize("sink", [-1e30, -50.0, 0.0, 50.0])
     def test_sink_of_any_size(self, sink: float) -> None:
         """A huge sink takes all the weight, none at all leaves a plain softmax; the lse never counts it."""
-        spec = ATTEND["csa"]
+        spec = self.specs["csa"]
         p = problem(spec) | dict(sink=np.full(spec.heads, sink, np.float32))
         out, lse = self.run(spec, p)
         expected, expected_lse = attention.attend(p["queries"], p["sink"], p["keys"], spec.fmt.dim**-0.5)
@@ -99,17 +101,17 @@ class AttendTest:
         np.testing.assert_allclose(lse, expected_lse, **self.tolerance)
 
     def test_large_logits_do_not_overflow(self) -> None:
-        spec = ATTEND["swa"]
+        spec = self.specs["swa"]
         p = problem(spec)
         p["queries"] = p["queries"] * np.float32(1000)
         out, _ = self.run(spec, p)
         expected, _ = attention.attend(p["queries"], p["sink"], p["keys"], spec.fmt.dim**-0.5)
-        np.testing.assert_allclose(out, expected, rtol=1e-3, atol=2e-3)
+        np.testing.assert_allclose(out, expected, **self.large)
 
     @pytest.mark.parametrize("name", ["csa", "v4_widths"])
     def test_output_turned_back_and_rounded(self, name: str) -> None:
         """As the plain output, turned back afterwards; in bfloat16 it is rounded once."""
-        spec = ATTEND[name]
+        spec = self.specs[name]
         p = problem(spec)
         position = np.arange(spec.tokens, dtype=np.int32) * 1001
         freq = (10_000.0 ** -np.linspace(0, 1, spec.fmt.rope_dim // 2)).astype(np.float32)
@@ -126,7 +128,7 @@ class AttendTest:
         np.testing.assert_array_equal(halves, turned.astype(jnp.bfloat16))
 
     def test_order_of_entries_is_irrelevant(self) -> None:
-        spec = ATTEND["hca_many_tokens"]
+        spec = self.specs["hca_many_tokens"]
         p = problem(spec)
         q = dict(p, entry_ids=p["entry_ids"].copy())
         for t, n in enumerate(p["entry_count"]):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
 import jax
 import ml_dtypes
 import numpy as np
@@ -14,14 +12,19 @@ from dsv4_jax.ops import index_scores
 from ..oracle import attention
 from ..oracle import rows as oracle_rows
 from .arg_specs import INDEX_SCORES, ScoreSpec
+from .op_test import OpTest
 
 jit_scores = jax.jit(index_scores, static_argnames=("base", "rows_per_block", "fmt", "scale", "implementation"))
 
 
-class IndexScoresTest:
-    implementation: ClassVar[Literal["xla", "pallas"]]
+class IndexScoresTest(OpTest):
+    op = "index_scores"
 
     def check(self, spec: ScoreSpec, counts: np.ndarray, seed: int = 0) -> None:
+        with self.case(fmt=spec.fmt, per_block=spec.rows_per_block):
+            self.check_scores(spec, counts, seed)
+
+    def check_scores(self, spec: ScoreSpec, counts: np.ndarray, seed: int) -> None:
         rng = np.random.default_rng(seed)
         fmt, per_block = spec.fmt, spec.rows_per_block
         units = spec.blocks + 6

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +11,7 @@ from dsv4_jax.formats import index_format
 from dsv4_jax.ops import finish_queries
 
 from ..oracle import rows as oracle
+from .op_test import OpTest
 
 jit_finish = jax.jit(finish_queries, static_argnames=("eps", "rotate", "round_fp4", "implementation"))
 SHAPES = {"attend": (5, 3, 512), "index": (7, 4, 128), "small": (3, 2, 64)}
@@ -40,8 +39,8 @@ def model(q: np.ndarray, position: np.ndarray, freq: np.ndarray, eps: float | No
     return q
 
 
-class QueriesTest:
-    implementation: ClassVar[Literal["xla", "pallas", "cuda"]]
+class QueriesTest(OpTest):
+    op = "queries"
 
     def run(self, q, position, freq, **steps) -> np.ndarray:
         args = (q.astype(np.float32), position.astype(np.int32), freq)
@@ -63,8 +62,9 @@ class QueriesTest:
         expected = model(q, position, freq, eps, rotate)
         # half a step of bf16, or a few of float32
         tolerance = 1e-5 if self.implementation == "xla" else 2**-8
-        actual = self.run(q, position, freq, eps=eps, rotate=rotate)
-        np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=2e-5)
+        with self.case(dim=q.shape[-1], rotate=rotate):
+            actual = self.run(q, position, freq, eps=eps, rotate=rotate)
+            np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=2e-5)
 
     def test_fp4_rounding(self) -> None:
         q, position, freq = self.case("index")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
 import jax
 import numpy as np
 import pytest
@@ -11,12 +9,13 @@ import pytest
 from dsv4_jax.ops import top_k
 
 from ..oracle import attention
+from .op_test import OpTest
 
 jit_top_k = jax.jit(top_k, static_argnames=("k", "implementation"))
 
 
-class TopKTest:
-    implementation: ClassVar[Literal["xla", "pallas"]]
+class TopKTest(OpTest):
+    op = "top_k"
 
     def check(self, scores: np.ndarray, counts: np.ndarray, k: int) -> None:
         scores, counts = scores.astype(np.float32), counts.astype(np.int32)

@@ -11,15 +11,26 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import ImplementationError
-from dsv4_jax.formats import codec, kv_format
+from dsv4_jax.formats import RowFormat, codec, kv_format
 from dsv4_jax.ops import WindowView, attend
 from dsv4_jax.ops.attend import AttendArguments
 from dsv4_jax.pallas import attend as kernel
 
+from ..ops.arg_specs import ATTEND_V4
+from ..ops.test_attend import AttendTest
 from .lowering import lowers_for_cuda
 
 FMT = kv_format("fp8", 512, 64)
 SCALE = 512**-0.5
+
+
+class TestPallasAttend(AttendTest):
+    implementation = "pallas"
+    specs = ATTEND_V4
+    tolerance = large = dict(rtol=0, atol=0.05)  # noqa: RUF012  # bf16 queries and weights; values of size 1
+
+    def takes(self, *, fmt: RowFormat) -> bool:
+        return fmt.name == "fp8"
 
 
 def make_rows(rng: np.random.Generator, rows: int):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import ImplementationError
-from dsv4_jax.formats import kv_format
+from dsv4_jax.formats import RowFormat, kv_format
 from dsv4_jax.ops import gather_rows, registry, top_k
 from dsv4_jax.ops.gather import GatherArguments
 
@@ -51,6 +51,9 @@ def jax_triton():
 @pytest.mark.usefixtures("jax_triton")
 class TestTritonGather(op_tests.GatherTest):
     implementation = "triton"
+
+    def takes(self, *, fmt: RowFormat) -> bool:
+        return fmt.name == "fp8" and fmt.rope_dim > 0
 
     @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
     @pytest.mark.parametrize("count", [1, 3, 4, 1001])
