@@ -41,7 +41,7 @@ demo: .venv/ready
 # Tests of the host's half: no device, hardly anything to compile. On Python 3.12, or the one there is.
 host_tests := $(wildcard tests/manager tests/stores tests/cli tests/bench/test_records.py tests/bench/test_shapes.py \
 	tests/pools/test_token_allocator.py tests/pools/test_radix_cache.py tests/pools/test_interrupted.py tests/formats \
-	$(foreach t,capacity config events layout output packaging public_names structure,tests/test_$(t).py))
+	$(foreach t,capacity config eviction_queue events layout output packaging public_names structure,tests/test_$(t).py))
 check_python := $(firstword $(filter 3.12,$(found)) $(one))
 
 check: lint .venv-$(check_python)/ready

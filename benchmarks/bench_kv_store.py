@@ -41,7 +41,9 @@ def variant(base: Problem, storage: str, rows: int, warps: int) -> Problem:
     """The same calls by the kernel with these parameters, whatever implementation is named."""
 
     def apply(_: Any, pools: Any, call: Any, name: Any) -> tuple[Any, None]:
-        return list(kv_store.call(KVStoreArguments(*pools, *call, storage), per_program=rows, warps=warps)), None
+        return list(
+            kv_store.call(KVStoreArguments(*pools, *call, storage=storage), per_program=rows, warps=warps)
+        ), None
 
     return dataclasses.replace(base, apply=apply)
 
