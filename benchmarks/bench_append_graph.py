@@ -1,6 +1,6 @@
 """Kernel time of the CUDA append: CUDA-graph replays of the library's plain C entry. Needs torch and a GPU.
 
-    python benchmarks/bench_append_graph.py path/to/libdsv4_cuda.so
+    python benchmarks/bench_append_graph.py path/to/libdsv4_cuda.so [--json FILE]
 
 RMSNorm, RoPE, quantisation and store of fp8 KV rows. A graph holds a call for each of 64 input sets; the time of a call
 is the median replay over the calls, gaps between the graph's nodes included. Rows are checked against float64 first.
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import pathlib
 
 import torch
-from graph_timing import microseconds
+from graph_timing import Recorder, copy_ceiling, microseconds
 
 from dsv4_jax.cuda.c_entries import AppendArgs, EpilogueArgs, RowPool, open_entry
 
@@ -52,7 +53,9 @@ class Case:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("library")
-    entry = open_entry(ctypes.CDLL(parser.parse_args().library), "append")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the record of the run")
+    options = parser.parse_args()
+    entry, recorder = open_entry(ctypes.CDLL(options.library), "append"), Recorder()
 
     def launch(case: Case) -> None:
         tokens = case.values.shape[0]
@@ -71,6 +74,8 @@ def main() -> None:
         assert error < 0.03, error  # e4m3 rounds to 4 bits
         us = microseconds([lambda c=c: launch(c) for c in cases])
         print(f"{tokens:5} rows  {us:6.2f} us   relative L2 {error:.1e}", flush=True)
+        recorder.add("append", "fused", tokens, us, relative_error=error)
+    recorder.write(options.json, copy_gb_per_s=copy_ceiling())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Kernel time of the CUDA attend: CUDA-graph replays of the library's plain C entry. Needs torch and a GPU.
 
-    python benchmarks/bench_attend_graph.py path/to/libdsv4_cuda.so [--splits 1,2,5] [--fused]
+    python benchmarks/bench_attend_graph.py path/to/libdsv4_cuda.so [--splits 1,2,5] [--fused] [--json FILE]
 
 A graph holds one call for each of several input sets (4 to 64 of them, so that a replay reads >= 200 MB of rows if it
 can); the time of a call is the median replay over the calls. Before timing, results are checked against float64 and
@@ -14,18 +14,21 @@ from __future__ import annotations
 import argparse
 import ctypes
 import math
+import pathlib
 
 import torch
-from graph_timing import copy_ceiling, microseconds
+from graph_timing import Recorder, copy_ceiling, microseconds
+
+from dsv4_jax.cuda.attend import split_count
 
 from dsv4_jax.cuda.c_entries import AttendArgs, Rows, open_entry
 
 SHAPES = {
-    "CSA Flash": (64, 128, 512, (1, 16, 64, 128, 256)),
-    "HCA Flash 128K": (64, 128, 1024, (1, 64, 256)),
-    "HCA Flash 1M": (64, 128, 8192, (1, 16)),
-    "CSA Pro": (128, 128, 1024, (1, 64, 256)),
-    "SWA": (64, 128, 0, (1, 64)),
+    "csa-flash": (64, 128, 512, (1, 16, 64, 128, 256)),
+    "hca-flash-128k": (64, 128, 1024, (1, 64, 256)),
+    "hca-flash-1m": (64, 128, 8192, (1, 16)),
+    "csa-pro": (128, 128, 1024, (1, 64, 256)),
+    "swa-flash": (64, 128, 0, (1, 64)),
 }
 SCALE = 512**-0.5
 
@@ -126,11 +129,23 @@ def check_batch_invariance(launch, splits: int) -> None:
             assert torch.equal(case.lse, lse[first : first + size])
 
 
+def record(recorder: Recorder, name: str, batch: int, times: dict[int, float], shape: tuple[int, int, int]) -> None:
+    """Every split count's time; those of the two key splits under their names."""
+    default, latency = split_count(*shape), split_count(*shape, key_split="latency")
+    for count, us in times.items():
+        if count == default:
+            recorder.add("attend", name, batch, us)
+        if count == latency:
+            recorder.add("attend", name, batch, us, variant="latency")
+        recorder.add("attend", name, batch, us, variant=f"{count} split{'s' * (count > 1)}", tuning=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("library")
     parser.add_argument("--splits", default="1,2,3,4,5,8")
     parser.add_argument("--fused", action="store_true")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the record of the run")
     options = parser.parse_args()
     splits = [int(x) for x in options.splits.split(",")]
     entry = open_entry(ctypes.CDLL(options.library), "attend")
@@ -146,7 +161,7 @@ def main() -> None:
     check_batch_invariance(launch, 2)
     ceiling = copy_ceiling()
     print(f"copy ceiling {ceiling:.0f} GB/s; us per split count:")
-    pools = make_pool(1 << 19), make_pool(3 << 20)
+    pools, recorder = (make_pool(1 << 19), make_pool(3 << 20)), Recorder()
     for name, (heads, window, entries, batches) in SHAPES.items():
         for batch in batches:
             moved = batch * (window + entries) * 584
@@ -160,6 +175,8 @@ def main() -> None:
                 f"{moved / best / 1e3:5.0f} GB/s {moved / best / 1e3 / ceiling:4.0%} {flops / best / 1e6:4.0f} TFLOP/s"
             )
             print(f"{name:15} batch {batch:3}  {row}  best {rates}", flush=True)
+            record(recorder, name, batch, times, (window, entries, heads))
+    recorder.write(options.json, copy_gb_per_s=ceiling)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ import argparse
 import copy
 import ctypes
 import functools
+import pathlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from graph_timing import copy_ceiling, microseconds
+from graph_timing import Recorder, copy_ceiling, microseconds
 
 from dsv4_jax.cuda import expert_weights
 from dsv4_jax.cuda.c_entries import MoeArgs, open_entry
@@ -167,7 +168,9 @@ def read_ceiling() -> float:
     return x.numel() * 4 / microseconds([x.sum] * 4, 3) / 1e3
 
 
-def time_all(library: Library, weights: Weights, batches: list[int], shapes: list[int], ceilings: list[float]) -> None:
+def time_all(
+    library: Library, weights: Weights, batches: list[int], shapes: list[int], ceilings: list[float], recorder: Recorder
+) -> None:
     here = len(weights.kind)
     for tokens in batches:
         cases = [Case(weights, tokens, 256) for _ in range(24 if tokens < 64 else 8)]
@@ -180,6 +183,12 @@ def time_all(library: Library, weights: Weights, batches: list[int], shapes: lis
             print(f"moe {here} of 256 experts, {tokens:4} tokens, shape {shape}: {us:7.1f} us, {moved / 1e6:5.0f} MB, "
                   f"{rate:5.0f} GB/s ({rate / ceilings[0]:4.0%} of read, {rate / ceilings[1]:4.0%} of copy), "
                   f"Marlin {peer} ({us / peer:.2f}x)", flush=True)  # fmt: skip
+            name = "flash" if here == 256 else "flash, half of the experts"
+            chosen = {"variant": f"shape {shape}", "tuning": True} if shape else {}
+            recorder.add(
+                "moe", name, tokens, us, peer_us=MARLIN[here].get(tokens), bytes=round(moved),
+                of_copy=rate / ceilings[1], **chosen,
+            )  # fmt: skip
 
 
 def time_parts(library: Library, weights: Weights) -> None:
@@ -203,10 +212,11 @@ def main() -> None:
     parser.add_argument("--only", default="tiny,check,time,parts")
     parser.add_argument("--shapes", default="0", help="of the kernel, to be timed; 0: the launch chooses")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="to be timed")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the record of the run")
     options = parser.parse_args()
     library = Library(options.library)
     torch.manual_seed(0)
-    wrong = 0
+    wrong, recorder = 0, Recorder()
     if "tiny" in options.only:
         tiny = Weights(TINY, 8, 8)
         wrong += check(library, "tiny", Case(tiny, 3), SHAPES)
@@ -231,14 +241,15 @@ def main() -> None:
         flash = Weights(FLASH, 256, 12, reference=False)
         if "time" in options.only:
             print(f"ceilings: read {ceilings[0]:.0f} GB/s, copy {ceilings[1]:.0f} GB/s", flush=True)
-            time_all(library, flash, batches, shapes, ceilings)
+            time_all(library, flash, batches, shapes, ceilings, recorder)
         if "parts" in options.only:
             time_parts(library, flash)
         for tokens in (1, 64, 256, 1024) if "profile" in options.only else ():  # under a profiler
             library.run(Case(flash, tokens))
         del flash
         if "time" in options.only:
-            time_all(library, Weights(FLASH, 128, 12, reference=False), batches, [0], ceilings)
+            time_all(library, Weights(FLASH, 128, 12, reference=False), batches, [0], ceilings, recorder)
+            recorder.write(options.json, read_gb_per_s=ceilings[0], copy_gb_per_s=ceilings[1])
     if wrong:
         raise SystemExit(f"{wrong} wrong results")
 

@@ -16,13 +16,15 @@ import argparse
 import ctypes
 import itertools
 import math
+import pathlib
 
 import torch
-from graph_timing import copy_ceiling, microseconds
+from graph_timing import Recorder, copy_ceiling, microseconds
 
 from dsv4_jax.cuda.c_entries import ScoreArgs, TopKArgs, open_entry
 
 ROWS_PER_BLOCK = 32
+CONTEXTS = {2048: "8k", 8192: "32k", 32768: "128k", 262144: "1m"}  # by the number of keys or scores
 ROW_BYTES = {"fp4": 68, "fp8": 132}
 SCORE_SHAPES = ((1, 8192), (1, 32768), (1, 262144), (16, 32768), (64, 2048), (64, 32768), (256, 2048), (256, 32768))
 # DeepGEMM's fp8 times of the same shapes on the same kind of machine, us.
@@ -124,7 +126,7 @@ class ScoreCase:
         return worst, greatest
 
 
-def bench_scores(library: ctypes.CDLL, options: argparse.Namespace, ceiling: float) -> int:
+def bench_scores(library: ctypes.CDLL, options: argparse.Namespace, ceiling: float, recorder: Recorder) -> int:
     """Checks, reports and goes on; the number of wrong results."""
     wrong = 0
     entry = open_entry(library, "index_scores")
@@ -161,6 +163,11 @@ def bench_scores(library: ctypes.CDLL, options: argparse.Namespace, ceiling: flo
                   f"{tokens:3} x {entries:6}: {us:7.1f} us, {moved / us / 1e3:5.0f} GB/s "
                   f"({moved / us / 1e3 / ceiling:4.0%} of copy), {flops / us / 1e6:4.0f} TFLOP/s, DeepGEMM fp8 "
                   f"{peer or '-'} ({f'{us / peer:.2f}x' if peer else ''})", flush=True)  # fmt: skip
+            recorder.add(
+                "index_scores", f"{fmt}-{CONTEXTS[entries]}", tokens, us, peer_us=peer,
+                of_copy=moved / us / 1e3 / ceiling, variant=None if queries == "qat" else "bf16 queries",
+                tuning=True if run or (fmt, queries) == ("fp8", "plain") else None,
+            )  # fmt: skip
     return wrong
 
 
@@ -198,7 +205,7 @@ class TopCase:
             assert not self.indices[t, len(want) :].any()
 
 
-def bench_top_k(library: ctypes.CDLL, quick: bool, ceiling: float) -> None:
+def bench_top_k(library: ctypes.CDLL, quick: bool, recorder: Recorder) -> None:
     entry = open_entry(library, "top_k")
 
     def launch(case: TopCase) -> None:
@@ -232,6 +239,7 @@ def bench_top_k(library: ctypes.CDLL, quick: bool, ceiling: float) -> None:
         line = f"top_k {tokens:3} x {width:6} k {k:4}: {us:6.1f} us, vLLM {VLLM[shape]} ({us / VLLM[shape]:.2f}x)"
         torch_us = microseconds([lambda c=c: torch.topk(c.scores, c.k, dim=1) for c in cases])
         print(f"{line}, torch.topk {torch_us:.1f}", flush=True)
+        recorder.add("top_k", f"{'flash' if k == 512 else 'pro'}-{CONTEXTS[width]}", tokens, us, peer_us=VLLM[shape])
 
 
 def main() -> None:
@@ -239,21 +247,23 @@ def main() -> None:
     parser.add_argument("library")
     parser.add_argument("--only", default="index_scores,top_k")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the record of the run")
     parser.add_argument("--formats", default="fp4,fp8", help="of keys")
     parser.add_argument("--queries", default="qat,plain", help="timed ones")
     parser.add_argument("--run-tiles", default="0", help="tiles of 64 keys a block of threads; 0: the launch chooses")
     options = parser.parse_args()
     library = ctypes.CDLL(options.library)
     torch.manual_seed(0)
-    wrong = 0
+    wrong, recorder = 0, Recorder()
     ceiling = copy_ceiling()
     print(f"copy ceiling {ceiling:.0f} GB/s")
     if "index_scores" in options.only:
-        wrong = bench_scores(library, options, ceiling)
+        wrong = bench_scores(library, options, ceiling, recorder)
     if "top_k" in options.only:
-        bench_top_k(library, options.quick, ceiling)
+        bench_top_k(library, options.quick, recorder)
     if wrong:
         raise SystemExit(f"{wrong} wrong results")
+    recorder.write(options.json, copy_gb_per_s=ceiling)
 
 
 if __name__ == "__main__":

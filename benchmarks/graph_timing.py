@@ -1,10 +1,18 @@
-"""Times of kernels in CUDA graphs, for the benchmarks of plain C entries. Needs torch and a GPU."""
+"""Times of kernels in CUDA graphs, and their record, for the benchmarks of plain C entries. Needs torch and a GPU."""
 
 from __future__ import annotations
 
+import json
+import pathlib
+import shlex
+import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+
+from dsv4_jax.bench.records import new_record
+from dsv4_jax.bench.targets import TARGETS, Target, verdict
 
 
 def microseconds(launches: Sequence[Callable[[], object]], replays: int = 15) -> float:
@@ -39,3 +47,30 @@ def copy_ceiling() -> float:
     end.record()
     end.synchronize()
     return 20 * x.numel() / start.elapsed_time(end) / 1e6
+
+
+class Recorder:
+    """What a benchmark measured, as a record for `benchmarks/records/` (see `dsv4_jax.bench.records`)."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, op: str, shape: str, batch: int, us: float, **more: Any) -> None:
+        """A time of our kernel. `more`: further fields of a `Measurement`, such as variant, peer_us, bytes; None: none.
+
+        Targets are those of the same shape in `dsv4_jax.bench.targets`.
+        """
+        target = TARGETS.get((op, shape, batch), Target())
+        row = {"table": "ops", "op": op, "shape": shape, "batch": batch, "implementation": "cuda", "timer": "graph"}
+        row |= {"kernel_us": us, "required_us": target.required, "goal_us": target.goal, "peer_us": target.peer}
+        row |= {"verdict": verdict(us, target.required, target.goal)}
+        self.rows.append({k: v for k, v in (row | more).items() if v is not None})
+
+    def write(self, path: pathlib.Path | None, **ceilings: float) -> None:
+        """`ceilings`: such as copy_gb_per_s. Nothing is written without a path."""
+        if path is not None:
+            made = new_record(
+                self.rows, device=torch.cuda.get_device_name(), command=shlex.join(["python", *sys.argv]),
+                software={"torch": torch.__version__, "cuda": torch.version.cuda or ""}, ceilings=ceilings,
+            )  # fmt: skip
+            path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")

@@ -90,6 +90,7 @@ TARGETS: dict[tuple[str, str, int], Target] = {
     ("index_scores", "fp8-1m", 1): Target(1.5 * 13.0, 13.0, 13.0),
     ("top_k", "flash-8k", 1): Target(4.5, 3, 3.09),
     ("top_k", "flash-8k", 64): Target(4.5, 3.5, 3.52),
+    ("top_k", "flash-32k", 1): Target(6, 4, 4.46),  # benchmarks/bench_select_graph.py alone
     ("top_k", "flash-128k", 1): Target(9.5, 7, 8.90),
     ("top_k", "flash-128k", 16): Target(peer=10.8),
     ("top_k", "flash-128k", 64): Target(12.5, 10, 12.7),
@@ -114,6 +115,12 @@ TARGETS: dict[tuple[str, str, int], Target] = {
     ("attend", "csa-pro", 1): Target(20, 14.7, 14.7),
     ("attend", "csa-pro", 64): Target(100, 53.3, 53.3),
     ("attend", "csa-pro", 256): Target(380, 201.0, 201.0),
+    # benchmarks/bench_moe_graph.py
+    ("moe", "flash", 1): Target(40, 27, 45.3),
+    ("moe", "flash", 16): Target(370, 310, 412),
+    ("moe", "flash", 64): Target(860, 750, 972),
+    ("moe", "flash", 256): Target(1250, 980, 1440),
+    ("moe", "flash", 1024): Target(1900, 1400, 2023),
 }
 
 # Time over the floor of a whole step: (required, goal) of (model, batch, context).
