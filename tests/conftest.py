@@ -62,6 +62,7 @@ VERSION_ROOMS = {
     "test_promises.py": "strict promotion, what public calls return",
     "test_public_names.py": "imports",
     "test_sharding.py": "meshes and shard_map",
+    "testing": "traces, copies and bits of steps, as users check theirs",
     "tiers": "FFI, memory kinds, transfers",
     "triton": "the optional package",
 }
