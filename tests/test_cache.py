@@ -330,8 +330,8 @@ def test_a_step_begins_with_a_plan_and_passes_through_jit() -> None:
 
 def test_a_layer_may_read_the_entries_of_another() -> None:
     """What a layer reads goes by the owner in its schema, not by the layer."""
-    layout, feeds = CacheLayout(DSV4Config.tiny(layer_types=(HCA, HCA), hca_ratio=2)), [RowFeed(1, 0, 8)]
-    plan = build_plan(layout, feeds, shape_for(layout, feeds), table_entries=[(1, 0, 1)])
+    layout, scheduled = CacheLayout(DSV4Config.tiny(layer_types=(HCA, HCA), hca_ratio=2)), [StepSequence(1, 0, 8)]
+    plan = build_plan(layout, scheduled, shape_for(layout, scheduled), table_entries=[(1, 0, 1)])
     step = init_cache(layout, CacheSize(2, 2, 1)).begin(plan)
     kv, epilogue = jax.random.normal(jax.random.key(0), (8, 32)), Epilogue(jnp.ones(32), jnp.ones(4), 1e-6)
     reads = dataclasses.replace(layout.schema(1), owner=0, entries=layout.schema(0).entries, entry_state=None)
