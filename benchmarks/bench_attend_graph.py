@@ -20,7 +20,6 @@ import torch
 from graph_timing import Recorder, copy_ceiling, microseconds
 
 from dsv4_jax.cuda.attend import split_count
-
 from dsv4_jax.cuda.c_entries import AttendArgs, Rows, open_entry
 
 SHAPES = {

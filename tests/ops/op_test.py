@@ -1,4 +1,4 @@
-"""The base of the op test classes: a subclass names an implementation, and its cases ask for results or for refusals."""
+"""The base of the op test classes: a subclass names an implementation; its cases ask for results or for refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OpTest:
 
     @contextlib.contextmanager
     def case(self, **case: Any) -> Iterator[None]:
-        """The block's assertions hold; or, of a case that the implementation does not take, its first call is refused."""
+        """The block holds; or, of a case that the implementation does not take, its first call is refused."""
         if self.takes(**case):
             yield
             return
