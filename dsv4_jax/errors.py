@@ -34,6 +34,7 @@ __all__ = [
     "PoolResizeError",
     "PrefixTreeError",
     "RequestError",
+    "RotationError",
     "SamplingError",
     "ShapeError",
     "StaleBlockError",
@@ -139,6 +140,17 @@ class DonatedCacheError(CacheError, RuntimeError):
         super().__init__(
             "this cache was donated to a jitted step, which updated its arrays in place: go on with the cache that "
             "the step returned (logits, cache = step(params, cache, plan, tokens))"
+        )
+
+
+class RotationError(CacheError, ValueError):
+    """Index queries and index keys do not agree on the Hadamard rotation: their scores would mean nothing."""
+
+    def __init__(self, layer: int, keys: bool, queries: bool):
+        self.layer, self.keys, self.queries = layer, keys, queries
+        super().__init__(
+            f"layer {layer}: index keys were stored with Epilogue(hadamard={keys}), index_queries has qat={queries}: "
+            "both or neither"
         )
 
 

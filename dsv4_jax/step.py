@@ -13,14 +13,15 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .config import LayerSpec
-from .errors import LayoutError, ShapeError, StepOrderError
+from .errors import LayoutError, RotationError, ShapeError, StepOrderError
 from .formats import RowFormat
 from .layout import CacheLayout
 from .ops.append import Rows, WindowView, append, encode, exists, pin, store, window_rows, window_view
+from .ops.arguments import Check
 from .ops.attend import attend
 from .ops.columns import Values
 from .ops.compress import CompressorGeometry, CompressorInputs, compress_csa, compress_hca
-from .ops.epilogue import Epilogue
+from .ops.epilogue import Epilogue, check_epilogue
 from .ops.gather import gather_rows
 from .ops.index_scores import index_scores
 from .ops.queries import finish_queries
@@ -157,12 +158,14 @@ class LayerCacheHandle(Generic[Cache]):
         step: with this layer's writes: where the next layer is taken from.
         spec, schema: the layer, and what it keeps.
         window: where each token's window lies, once `append` was called.
+        rotated: whether this step's index keys were rotated by a Hadamard matrix, once they were compressed.
     """
 
     step: CacheStep[Cache]
     spec: LayerSpec
     schema: LayerCacheSchema
     window: WindowView | None = None
+    rotated: bool | None = None
 
     def __repr__(self) -> str:
         return f"LayerCacheHandle(layer {self.spec.layer_idx}, {self.spec.attn.name}, {_calls(self._written) or 'new'})"
@@ -199,7 +202,10 @@ class LayerCacheHandle(Generic[Cache]):
         """
         self._once(LayerWrites.APPENDED)
         ring, fmt, plan = self.schema.window, self.layout.row_format(self.schema.window), self.plan
-        self._check("kv", kv, (plan.num_tokens, ring.width))
+        check = self._check
+        check.array("kv", kv, "float", "T", ring.width)
+        if epilogue is not None:
+            self._check_epilogue(check, "epilogue", epilogue, ring)
         pool = self.cache.pool(ring.pool)
         place = dict(ordinal=ring.ordinal, slots=self.cache.slot_units, ring=ring.rows)
         ids = window_rows(plan, rows=pool[0].shape[0], **place)
@@ -256,7 +262,12 @@ class LayerCacheHandle(Generic[Cache]):
     # Queries
 
     def queries(self, q: Values, inv_freq: jax.Array) -> jax.Array:
-        """Queries for `attend` from projected ones [T, heads, head_dim] float32: RMSNorm per head, then RoPE."""
+        """Queries for `attend` from projected ones [T, heads, head_dim] float32: RMSNorm per head, then RoPE.
+
+        Args:
+            inv_freq: [rope_dim / 2] float32: `rope_frequencies(cfg, layer.spec.attn)`.
+        """
+        self._check.array("q", q, "float", "T", "heads", self.schema.window.width)
         fmt = self.layout.row_format(self.schema.window)
         return self._finish_queries(q, inv_freq, fmt, eps=self.layout.cfg.rms_norm_eps)
 
@@ -264,8 +275,20 @@ class LayerCacheHandle(Generic[Cache]):
         """Queries for `index_scores` from projected ones [T, index_n_heads, index_head_dim] float32.
 
         RoPE; with `qat` also the Hadamard rotation and FP4 rounding the model was trained with.
+
+        Args:
+            inv_freq: as of `queries`.
+            qat: as the index keys' `Epilogue.hadamard`: True for V4 with its own index formats
+                (`dsv4.model.index_qat_default(layout)`; docs/model.md, Index).
+
+        Raises:
+            RotationError: this layer's index keys of this step were rotated and the queries are not, or the reverse.
         """
-        fmt = self.layout.row_format(self._indexed())
+        keys = self._indexed()
+        self._check.array("q", q, "float", "T", "heads", keys.width)
+        if self.rotated is not None and self.rotated != qat:
+            raise RotationError(self.spec.layer_idx, keys=self.rotated, queries=qat)
+        fmt = self.layout.row_format(keys)
         return self._finish_queries(q, inv_freq, fmt, rotate=qat, round_fp4=qat)
 
     # Reads
@@ -314,7 +337,9 @@ class LayerCacheHandle(Generic[Cache]):
             weights: [T, index_n_heads] head weights.
             scale: of the weights: (dim * heads) ** -0.5, if they do not have it already.
         """
-        pool, keys = self._indexed(), self._pool(LayerWrites.INDEXED)
+        pool, keys, check = self._indexed(), self._pool(LayerWrites.INDEXED), self._check
+        check.array("queries", queries, "float", "T", "heads", pool.width)
+        check.array("weights", weights, "float", "T", "heads")
         table = self.cache.block_table[:, : self.plan.table_columns.shape[0]][self.plan.token_slot]
         return index_scores(
             keys, queries, weights, table, self.visible_entries(), base=pool.base(self.cache.block_units),
@@ -325,6 +350,7 @@ class LayerCacheHandle(Generic[Cache]):
     def top_k(self, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The entries to attend to: (logical entries [T, K] int32, how many count [T] int32)."""
         self._indexed()
+        self._check.array("scores", scores, "float32", "T", "entries")
         k = self.schema.selected_entries
         return top_k(scores, self.visible_entries(), k=k, implementation=self.implementation)
 
@@ -345,19 +371,28 @@ class LayerCacheHandle(Generic[Cache]):
             sink: [heads] float32.
             selected: for CSA, what `top_k` returned. HCA attends to every visible entry, SWA to none.
             scale: softmax scale, default head_dim ** -0.5.
-            inverse_rope: RoPE frequencies [rope_dim / 2] by which `out` is turned back at each token's position.
+            inverse_rope: RoPE frequencies [rope_dim / 2] by which `out` is turned back at each token's position: the
+                queries' own. Values carry RoPE, so V4 needs it; None leaves them turned (docs/model.md, Attention).
             dtype: of `out`, float32 or bfloat16.
 
         Returns:
             (out [T, heads, head_dim] of `dtype`, lse [T, heads] float32 without the sink).
         """
-        window, schema = self._window(), self.schema
+        window, schema, check = self._window(), self.schema, self._check
+        check.array("queries", queries, "float", "T", "heads", schema.entry_head_dim)
+        check.array("sink", sink, "float32", "heads")
+        if inverse_rope is not None:
+            self._check_frequencies(check, "inverse_rope", inverse_rope)
         entries = entry_ids = count = None
         if schema.entries is not None:
             entries = self._pool(LayerWrites.COMPRESSED)
         if schema.selected_entries:
             if selected is None:
                 raise ShapeError(f"{self._name}: attend needs the selected entries")
+            if not isinstance(selected, tuple | list) or len(selected) != 2:
+                raise ShapeError(f"{check.op}: selected is no pair (entries [T, K], count [T]) as `top_k` gives it")
+            check.array("selected entries", selected[0], "int32", "T", "K")
+            check.array("selected count", selected[1], "int32", "T")
             entry_ids, count = self.entry_rows(selected[0]), selected[1]
         elif selected is not None:
             raise ShapeError(f"{self._name}: it selects no entries")
@@ -373,6 +408,7 @@ class LayerCacheHandle(Generic[Cache]):
     # Plumbing
 
     def _finish_queries(self, q: Values, inv_freq: jax.Array, fmt: RowFormat, **steps: Any) -> jax.Array:
+        self._check_frequencies(self._check, "inv_freq", inv_freq)
         # Kernels give bf16, which would waste rows kept in float32.
         implementation = "xla" if fmt.dense_dtype == "float32" else self.implementation
         return finish_queries(q, self.plan.token_position, inv_freq, **steps, implementation=implementation)
@@ -380,14 +416,15 @@ class LayerCacheHandle(Generic[Cache]):
     def _inputs(
         self, what: LayerWrites, kv: Values, score: Values, epilogue: Epilogue, ape: jax.Array | None = None
     ) -> CompressorInputs:
-        schema, (pool, state) = self.schema, self._compressor(what)
+        schema, (pool, state), check = self.schema, self._compressor(what), self._check
         self._once(what)
         # An entry that overlaps the one before pools two halves of a row.
         width, prefix = pool.width * (2 if schema.overlap_rows else 1), "index " if pool is schema.index_keys else ""
         for name, x in (("kv", kv), ("score", score)):
-            self._check(prefix + name, x, (self.plan.num_tokens, width))
+            check.array(prefix + name, x, "float32", "T", width)
+        self._check_epilogue(check, f"{prefix}epilogue", epilogue, pool)
         if ape is not None:
-            self._check(f"{prefix}ape", ape, (schema.ratio, width))
+            check.array(f"{prefix}ape", ape, "float32", schema.ratio, width)
         blocks = self.cache.block_units
         geometry = CompressorGeometry(
             ratio=schema.ratio, ordinal=state.ordinal, slots=self.cache.slot_units, ring=state.rows,
@@ -407,7 +444,9 @@ class LayerCacheHandle(Generic[Cache]):
         for what, (states, rows) in zip(streams, done, strict=True):
             pool, state = self._compressor(what)
             wrote, pools = wrote | what, pools | {state.pool: (states,), pool.pool: rows}
-        return self._wrote(wrote, pools, self.window)
+        after = self._wrote(wrote, pools, self.window)
+        keys = streams.get(LayerWrites.INDEXED)
+        return after if keys is None else dataclasses.replace(after, rotated=keys.epilogue.hadamard)
 
     def _compressor(self, what: LayerWrites) -> tuple[PoolSchema, PoolSchema]:
         """What the compressor of entries or of index keys fills, and its state."""
@@ -453,9 +492,16 @@ class LayerCacheHandle(Generic[Cache]):
             dtype = jnp.dtype(fmt.dense_dtype)
         return gather_rows(rows, ids, fmt=fmt, dtype=dtype, implementation=self.implementation)
 
-    def _check(self, name: str, x: Values, shape: tuple[int, ...]) -> None:
-        if x.shape != shape:
-            raise ShapeError(f"layer {self.spec.layer_idx}: {name} has shape {x.shape}, expected {shape}")
+    @property
+    def _check(self) -> Check:
+        return Check(f"layer {self.spec.layer_idx}", {"T": self.plan.num_tokens})
+
+    def _check_epilogue(self, check: Check, name: str, epilogue: Epilogue, pool: PoolSchema) -> None:
+        check_epilogue(check, name, epilogue, pool.width)
+        self._check_frequencies(check, f"{name}.inv_freq", epilogue.inv_freq)
+
+    def _check_frequencies(self, check: Check, name: str, inv_freq: Any) -> None:
+        check.array(name, inv_freq, "float32", self.layout.cfg.rope_dim // 2)
 
     @property
     def _written(self) -> LayerWrites:

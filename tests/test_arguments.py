@@ -1,0 +1,127 @@
+"""What a layer's methods are given is checked with the argument's name and the layer's number, traced or not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax import (
+    AttentionType,
+    CacheLayout,
+    CacheSize,
+    DSV4Config,
+    Epilogue,
+    KVCacheManager,
+    init_cache,
+    rope_frequencies,
+)
+from dsv4_jax.errors import RotationError, ShapeError
+
+_, CSA, HCA = AttentionType
+CFG = DSV4Config.tiny(layer_types=(CSA, HCA), num_attention_heads=2, index_n_heads=4)
+LAYOUT = CacheLayout(CFG)
+SIZE = CacheSize(4, 2, 2)
+T, D, DI = 2, CFG.head_dim, CFG.index_head_dim
+FREQ = jnp.asarray(rope_frequencies(CFG, CSA))
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> jax.Array:
+    return jnp.zeros(shape, dtype)
+
+
+def epilogue(dim: int, **changes: Any) -> Epilogue:
+    return dataclasses.replace(Epilogue(zeros(dim), FREQ), **changes)
+
+
+MAIN = dict(kv=zeros(T, 2 * D), score=zeros(T, 2 * D), epilogue=epilogue(D), ape=zeros(4, 2 * D))
+INDEX = dict(kv=zeros(T, 2 * DI), score=zeros(T, 2 * DI), epilogue=epilogue(DI, hadamard=True), ape=zeros(4, 2 * DI))
+SCORES = dict(queries=zeros(T, 4, DI), weights=zeros(T, 4))
+ATTEND = dict(
+    queries=zeros(T, 2, D), sink=zeros(2), selected=(zeros(T, 8, dtype=np.int32), zeros(T, dtype=np.int32)),
+    inverse_rope=FREQ,
+)  # fmt: skip
+
+
+def layer():
+    manager = KVCacheManager(LAYOUT, SIZE)
+    plan = manager.plan_step([(manager.admit_request([1]), 1) for _ in range(T)])
+    return init_cache(LAYOUT, SIZE).begin(plan).layer(0)
+
+
+def written():
+    return layer().append(zeros(T, D)).compress(**MAIN).compress_index(**INDEX)
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "append": lambda **changed: layer().append(**(dict(kv=zeros(T, D)) | changed)),
+    "compress": lambda **changed: layer().compress(**(MAIN | changed)),
+    "compress_index": lambda **changed: layer().compress_index(**(INDEX | changed)),
+    "queries": lambda **changed: layer().queries(**(dict(q=zeros(T, 2, D), inv_freq=FREQ) | changed)),
+    "index_queries": lambda **changed: layer().index_queries(
+        **(dict(q=zeros(T, 4, DI), inv_freq=FREQ, qat=True) | changed)
+    ),
+    "index_scores": lambda **changed: written().index_scores(**(SCORES | changed)),
+    "top_k": lambda **changed: written().top_k(**(dict(scores=zeros(T, 64)) | changed)),
+    "attend": lambda **changed: written().attend(**(ATTEND | changed)),
+}
+LONG = jnp.asarray(np.ones(CFG.rope_dim, np.float32))  # as many frequencies as there are dims: twice too many
+WRONG = [
+    ("append", dict(kv=zeros(T, D, dtype=np.int32)), r"kv is int32 \[2, 32\], expected float \[2, 32\]"),
+    ("append", dict(kv=zeros(T + 1, D)), r"kv is float32 \[3, 32\], expected float \[2, 32\]"),
+    ("append", dict(kv=[[0.0] * D] * T), r"kv is \[\["),
+    ("append", dict(epilogue=FREQ), "epilogue is .* expected Epilogue"),
+    ("append", dict(epilogue=epilogue(D + 1)), r"epilogue.norm is float32 \[33\], expected float32 \[32\]"),
+    ("append", dict(epilogue=epilogue(D, inv_freq=LONG)), r"epilogue.inv_freq is float32 \[8\], expected float32 \[4\]"),
+    ("compress", dict(epilogue=None), "epilogue is None, expected Epilogue"),
+    ("compress", dict(kv=zeros(T, D)), r"kv is float32 \[2, 32\], expected float32 \[2, 64\]"),
+    ("compress", dict(score=zeros(T, 2 * D, dtype=jnp.bfloat16)), r"score is bfloat16 \[2, 64\], expected float32"),
+    ("compress", dict(ape=zeros(T, 2 * D)), r"ape is float32 \[2, 64\], expected float32 \[4, 64\]"),
+    ("compress", dict(index=tuple(MAIN.values())), r"index kv is float32 \[2, 64\], expected float32 \[2, 32\]"),
+    ("compress_index", dict(epilogue=epilogue(D)), r"index epilogue.norm is float32 \[32\], expected float32 \[16\]"),
+    ("compress_index", dict(ape=INDEX["ape"].astype(jnp.int32)), r"index ape is int32"),
+    ("queries", dict(q=zeros(T, 2 * D)), r"q is float32 \[2, 64\], expected float \[2, heads, 32\]"),
+    ("queries", dict(inv_freq=LONG), r"inv_freq is float32 \[8\], expected float32 \[4\]"),
+    ("index_queries", dict(q=zeros(T, 4, D)), r"q is float32 \[2, 4, 32\], expected float \[2, heads, 16\]"),
+    ("index_queries", dict(inv_freq=FREQ[:-1]), r"inv_freq is float32 \[3\], expected float32 \[4\]"),
+    ("index_scores", dict(queries=zeros(1, 4, DI)), r"queries is float32 \[1, 4, 16\], expected float \[2, heads, 16\]"),
+    ("index_scores", dict(weights=zeros(T, 3)), r"weights is float32 \[2, 3\], expected float \[2, 4\]"),
+    ("top_k", dict(scores=zeros(T, 64, dtype=np.int32)), r"scores is int32 \[2, 64\], expected float32"),
+    ("attend", dict(queries=zeros(1, 2, D)), r"queries is float32 \[1, 2, 32\], expected float \[2, heads, 32\]"),
+    ("attend", dict(sink=zeros(3)), r"sink is float32 \[3\], expected float32 \[2\]"),
+    ("attend", dict(sink=zeros(2, dtype=jnp.bfloat16)), r"sink is bfloat16 \[2\], expected float32 \[2\]"),
+    ("attend", dict(inverse_rope=LONG), r"inverse_rope is float32 \[8\], expected float32 \[4\]"),
+    ("attend", dict(selected=zeros(T, 8, dtype=np.int32)), "selected is no pair"),
+    ("attend", dict(selected=(zeros(T, 8), zeros(T, dtype=np.int32))), "selected entries is float32"),
+    ("attend", dict(selected=(ATTEND["selected"][0], zeros(1, dtype=np.int32))), r"selected count is int32 \[1\]"),
+]  # fmt: skip
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("method", "change", "problem"), WRONG, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_wrong_argument_is_named_with_its_layer(method: str, change: dict, problem: str) -> None:
+    with pytest.raises(ShapeError, match=f"layer 0: {problem}"):
+        jax.eval_shape(lambda: CALLS[method](**change))  # as in a traced step: nothing is computed
+
+
+def test_what_is_right_passes() -> None:
+    for call in CALLS.values():
+        jax.eval_shape(call)
+    # Any float type where no contract of bits asks for one; a share of the heads, as on a tensor axis.
+    jax.eval_shape(lambda: CALLS["append"](kv=zeros(T, D, dtype=jnp.bfloat16)))
+    jax.eval_shape(lambda: CALLS["attend"](queries=zeros(T, 1, D), sink=zeros(1)))
+
+
+def test_keys_and_queries_agree_on_the_rotation() -> None:
+    """Or every score would be wrong, and nothing would say so."""
+    q = dict(q=zeros(T, 4, DI), inv_freq=FREQ)
+    for keys in (False, True):
+        view = layer().compress_index(**(INDEX | dict(epilogue=epilogue(DI, hadamard=keys))))
+        jax.eval_shape(lambda keys=keys, view=view: view.index_queries(**q, qat=keys))
+        with pytest.raises(RotationError, match=rf"layer 0: .*hadamard={keys}\), index_queries has qat={not keys}"):
+            view.index_queries(**q, qat=not keys)
