@@ -130,7 +130,7 @@ def test_ids_of_no_unit_are_refused(field: str, ids: list, place: int, kind: str
 
 def test_rows_and_columns_beyond_the_cache_are_refused() -> None:
     for slot in (3, 150, 2**31):
-        with pytest.raises(PlanError, match=rf"a row is of slot {slot}, slot ids are 0\.\.2"):
+        with pytest.raises(PlanError, match=rf"a sequence is of slot {slot}, slot ids are 0\.\.2"):
             build_plan(LAYOUT, [StepSequence(slot, 0, 1)], SHAPE, size=SIZE)
     with pytest.raises(PlanError, match=rf"slot ids are 0\.\.{2**31 - 1} \(no size was given\)"):
         build_plan(LAYOUT, [StepSequence(2**31, 0, 1)], SHAPE)
