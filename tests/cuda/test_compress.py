@@ -1,4 +1,4 @@
-"""The CUDA compressors: lowering and refusals on the CPU. On a GPU `tests/pallas/test_compress.py` runs them too."""
+"""The CUDA compressors: lowering and refusals on the CPU, the op's test class on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,25 @@ from dsv4_jax.errors import ImplementationError
 from dsv4_jax.formats import index_format
 from dsv4_jax.ops.compress import CompressorInputs
 
-from ..pallas.test_compress import FP4, FP8, STREAMS, arguments_of, arrays, plan_of, run, stream_of
+from ..pallas.test_compress import (
+    FP4,
+    FP8,
+    STREAMS,
+    CompiledCompressTest,
+    arguments_of,
+    arrays,
+    plan_of,
+    run,
+    stream_of,
+)
+
+
+@pytest.mark.gpu
+class TestCudaCompressOnTheGpu(CompiledCompressTest):
+    implementation = "cuda"
+
+    def takes(self, *, name: str) -> bool:
+        return name in ("csa", "csa+index", "index-fp8", "hca")
 
 
 @pytest.mark.parametrize(("rows", "count", "history"), [(64, 1, 0), (2, 300, 1)], ids=["decode", "prefill"])

@@ -12,6 +12,7 @@ import pytest
 from dsv4_jax.cuda import expert_weights, moe
 from dsv4_jax.errors import ImplementationError, ShapeError
 
+from ..ops.op_test import OpTest
 from ..oracle import experts as oracle
 
 HIDDEN, INTER, LIMIT = 512, 256, 1.0
@@ -52,8 +53,15 @@ def zeros(tokens: int, hidden: int, steps: int) -> jax.Array:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("first", [0, 4])
-def test_against_float64_and_alone(first: int) -> None:
+class TestExpertsOnTheGpu(OpTest):
+    op, implementation = "moe", "cuda"
+
+    @pytest.mark.parametrize("first", [0, 4])
+    def test_against_float64_and_alone(self, first: int) -> None:
+        check_experts(first)
+
+
+def check_experts(first: int) -> None:
     rng = np.random.default_rng(1)
     weights = oracle.random_weights(rng, EXPERTS, HIDDEN, INTER)
     parts = [[np.stack([w[name][i] for w in weights]) for name in oracle.NAMES] for i in (0, 1)]

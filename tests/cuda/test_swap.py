@@ -34,8 +34,7 @@ def in_host_memory(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 @pytest.mark.parametrize("operation", ["swap_out", "swap_in", "snapshot", "restore"])
 def test_lowers_to_one_ffi_call_in_place(monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
     """Full V4-Flash, abstract: every leaf an operand of one call, every destination aliased."""
-    monkeypatch.setattr(record_copy, "choose_implementation", lambda _: "ffi")
-    monkeypatch.setattr(swap, "pick", lambda _: "ffi")
+    monkeypatch.setattr(swap, "choose_implementation", lambda _: "ffi")
     layout = CacheLayout(DSV4Config.flash())
     cache = jax.eval_shape(lambda: init_cache(layout, CacheSize(2000, 64, 1024)))
     blocks, states = block_record(layout), snapshot_record(layout)

@@ -30,12 +30,11 @@ class OpTest:
         return True
 
     @contextlib.contextmanager
-    def case(self, **case: Any) -> Iterator[None]:
-        """The block holds; or, of a case that the implementation does not take, its first call is refused."""
+    def asked(self, **case: Any) -> Iterator[None]:
+        """The block's assertions hold; or, if the implementation does not take the case, its first call is refused."""
         if self.takes(**case):
             yield
             return
-        with pytest.raises(
-            ImplementationError, match=f"{self.op}: implementation '{self.implementation}' cannot run: it "
-        ):
+        refusal = f"{self.op}: implementation '{self.implementation}' cannot run: it "
+        with pytest.raises(ImplementationError, match=refusal):
             yield

@@ -32,7 +32,7 @@ class AppendGatherTest(OpTest):
 
     @pytest.mark.parametrize("fmt", [*FORMATS, V4], ids=lambda f: f"{'kv' if f.rope_dim else 'index'}-{f.name}-{f.dim}")
     def test_rows_land_and_come_back(self, fmt: RowFormat) -> None:
-        with self.case(fmt=fmt):
+        with self.asked(fmt=fmt):
             self.check_rows(fmt)
 
     def check_rows(self, fmt: RowFormat) -> None:
@@ -92,7 +92,7 @@ class GatherTest(OpTest):
     @pytest.mark.parametrize("fmt", GATHER_FORMATS, ids=lambda f: f"{'kv' if f.rope_dim else 'index'}-{f.name}-{f.dim}")
     def test_equals_the_definition(self, fmt: RowFormat, dtype: type) -> None:
         rng = np.random.default_rng(fmt.dim)
-        with self.case(fmt=fmt):
+        with self.asked(fmt=fmt):
             self.check(fmt, random_rows(rng, fmt, 50), rng.integers(0, 50, (3, 7)), dtype)
 
 

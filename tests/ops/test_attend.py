@@ -74,7 +74,7 @@ class AttendTest(OpTest):
         spec = self.specs[name]
         p = problem(spec)
         expected, expected_lse = attention.attend(p["queries"], p["sink"], p["keys"], spec.fmt.dim**-0.5)
-        with self.case(fmt=spec.fmt):
+        with self.asked(fmt=spec.fmt):
             out, lse = self.run(spec, p)
             np.testing.assert_allclose(out, expected, **self.tolerance)
             np.testing.assert_allclose(lse, expected_lse, **self.tolerance)

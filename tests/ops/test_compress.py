@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from dsv4_jax.testing import assert_untouched
 from ..harness import Driver, image, pinned_shape, random_stream
 from ..oracle.close import assert_rows_close
 from ..oracle.machine import Machine
+from .op_test import OpTest
 
 CSA, HCA = AttentionType.CSA, AttentionType.HCA
 SMALL = DSV4Config.tiny(layer_types=(CSA, HCA))
@@ -64,8 +65,8 @@ def check_chunkings(
         assert [leaf for leaf in other if other[leaf] != images[0][leaf]] == []
 
 
-class CompressTest:
-    implementation: ClassVar[Literal["xla", "pallas"]]
+class CompressTest(OpTest):
+    op = "compress"
     tokens: ClassVar[int] = TOKENS
 
     @pytest.mark.parametrize("name", LAYOUTS)

@@ -21,7 +21,7 @@ class IndexScoresTest(OpTest):
     op = "index_scores"
 
     def check(self, spec: ScoreSpec, counts: np.ndarray, seed: int = 0) -> None:
-        with self.case(fmt=spec.fmt, per_block=spec.rows_per_block):
+        with self.asked(fmt=spec.fmt, per_block=spec.rows_per_block):
             self.check_scores(spec, counts, seed)
 
     def check_scores(self, spec: ScoreSpec, counts: np.ndarray, seed: int) -> None:

@@ -62,7 +62,7 @@ class QueriesTest(OpTest):
         expected = model(q, position, freq, eps, rotate)
         # half a step of bf16, or a few of float32
         tolerance = 1e-5 if self.implementation == "xla" else 2**-8
-        with self.case(dim=q.shape[-1], rotate=rotate):
+        with self.asked(dim=q.shape[-1], rotate=rotate):
             actual = self.run(q, position, freq, eps=eps, rotate=rotate)
             np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=2e-5)
 

@@ -33,6 +33,7 @@ from dsv4_jax.pools import KVSpec
 from dsv4_jax.pools.kv_pool import KVStoreArguments
 
 from ..pallas.test_compress import STREAMS, arguments_of, plan_of, stream_of
+from .op_test import OpTest
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAIRS = [(op.name, name) for op in OPS.values() for name in op.names]
@@ -160,6 +161,24 @@ def test_runs_or_says_why_not(op: str, name: str) -> None:
                 call.trace()
             refused += 1
     assert ran + refused > 1 and (ran > 1 or name in ("cuda", "triton"))
+
+
+@pairs
+def test_the_ops_test_class_is_run_over_it(op: str, name: str) -> None:
+    """Every implementation of the registry has a subclass; on a CPU all but those that need a GPU to run."""
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        if "OpTest" in (text := path.read_text()) or "implementation = " in text:
+            importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+
+    def below(found: type) -> Iterator[type[OpTest]]:
+        for made in found.__subclasses__():
+            yield made
+            yield from below(made)
+
+    tested = [x for x in below(OpTest) if (getattr(x, "op", ""), getattr(x, "implementation", "")) == (op, name)]
+    assert any(test.startswith("test_") for x in tested for test in dir(x)), f"no test class of {op} has {name}"
+    on_cpu = [x for x in tested if not any(mark.name == "gpu" for mark in getattr(x, "pytestmark", []))]
+    assert on_cpu or name in ("cuda", "triton")
 
 
 @pytest.mark.parametrize("op", [op.name for op in OPS.values() if "cuda" in op.names])

@@ -110,5 +110,5 @@ class TestAppendOnTheGpu(AppendGatherTest):
     @formats([*V4_FORMATS, *ODD_FORMATS])
     @pytest.mark.parametrize("tokens", [1, 3, 64, 257, 1024])
     def test_fused_epilogue(self, fmt: RowFormat, tokens: int) -> None:
-        with self.case(fmt=fmt):
+        with self.asked(fmt=fmt):
             check_epilogue(fmt, tokens, self.implementation)

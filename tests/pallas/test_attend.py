@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,8 @@ SCALE = 512**-0.5
 class TestPallasAttend(AttendTest):
     implementation = "pallas"
     specs = ATTEND_V4
-    tolerance = large = dict(rtol=0, atol=0.05)  # noqa: RUF012  # bf16 queries and weights; values of size 1
+    tolerance: ClassVar[dict[str, float]] = dict(rtol=0, atol=0.05)  # bf16 queries and weights; values of size 1
+    large = tolerance
 
     def takes(self, *, fmt: RowFormat) -> bool:
         return fmt.name == "fp8"

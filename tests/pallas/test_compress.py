@@ -27,6 +27,7 @@ from dsv4_jax.ops.numerics import inv_frequencies
 from dsv4_jax.pallas import compress as kernel
 from dsv4_jax.plan import StepPlan
 
+from ..ops.op_test import OpTest
 from ..ops.test_compress import CompressTest, check_chunkings
 from ..oracle.close import assert_rows_close
 from .lowering import lowers_for_cuda
@@ -107,6 +108,9 @@ STREAMS: dict[str, tuple[tuple[Kind, RowFormat], ...]] = {
 }
 
 
+every_stream = pytest.mark.parametrize("name", STREAMS)
+
+
 @pytest.mark.parametrize(("rows", "count"), [(64, 1), (1, 8192)], ids=["decode", "prefill"])
 @pytest.mark.parametrize("name", ["csa+index", "hca", "hca-raw"])
 def test_lowers_for_cuda(name: str, rows: int, count: int) -> None:
@@ -134,30 +138,45 @@ def check(name: str, starts: np.ndarray, count: int, draft: int, implementation:
         assert any(np.asarray(part).any() for part in pool)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("implementation", ["pallas", "cuda"])
-@pytest.mark.parametrize("name", STREAMS)
-class TestCompressOnTheGpu:
+class CompiledCompressTest(OpTest):
+    """On a GPU, at V4's widths, against the reference."""
+
+    op = "compress"
+
+    def check(self, name: str, starts: np.ndarray, count: int, draft: int) -> None:
+        with self.asked(name=name):
+            check(name, starts, count, draft, self.implementation)
+
     @pytest.mark.parametrize("batch", [1, 2, 16, 64, 256])
-    def test_decode(self, name: str, implementation: str, batch: int) -> None:
+    @every_stream
+    def test_decode(self, name: str, batch: int) -> None:
         """The first row completes an entry of either ratio; the others stand anywhere."""
         starts = np.random.default_rng(batch).integers(0, 1000, batch)
         starts[0] = 127
-        check(name, starts, 1, 0, implementation)
+        self.check(name, starts, 1, 0)
 
     @pytest.mark.parametrize("draft", [1, 3])
-    def test_verify(self, name: str, implementation: str, draft: int) -> None:
-        check(name, np.arange(124, 124 + 9), 1 + draft, draft, implementation)
+    @every_stream
+    def test_verify(self, name: str, draft: int) -> None:
+        self.check(name, np.arange(124, 124 + 9), 1 + draft, draft)
 
     @pytest.mark.parametrize(("rows", "count"), [(1, 4096), (3, 333)])
-    def test_prefill(self, name: str, implementation: str, rows: int, count: int) -> None:
-        check(name, np.array([0, 129, 1030])[:rows] + (5 if rows == 1 else 0), count, 0, implementation)
+    @every_stream
+    def test_prefill(self, name: str, rows: int, count: int) -> None:
+        self.check(name, np.array([0, 129, 1030])[:rows] + (5 if rows == 1 else 0), count, 0)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", ["pallas", "cuda"])
-@pytest.mark.parametrize("hca_state", ["online", "raw"])
-@pytest.mark.parametrize("formats", [("fp8", "fp4"), ("f32", "f32")], ids=lambda f: f[0])
+class TestCompressOnTheGpu(CompiledCompressTest):
+    implementation = "pallas"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("formats", "hca_state", "implementation"),
+    [(formats, state, "pallas") for formats in (("fp8", "fp4"), ("f32", "f32")) for state in ("online", "raw")]
+    + [(("fp8", "fp4"), "online", "cuda")],
+)
 def test_every_chunking_gives_the_same_bytes_on_the_gpu(formats: tuple[str, str], hca_state, implementation) -> None:
     """V4's widths and ratios, all leaves of a cache, past two HCA entries."""
     cfg = DSV4Config.tiny(

@@ -75,8 +75,9 @@ class TestIndexScoresOnTheGpu(IndexScoresTest):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", ["pallas", "cuda"])
-@formats
+@pytest.mark.parametrize(
+    ("name", "implementation"), [*((name, "pallas") for name in INDEX_FORMATS), ("fp4", "cuda"), ("fp8", "cuda")]
+)
 def test_a_million_tokens_of_context(name: str, implementation: Choice) -> None:
     """262,144 keys at the end of a pool of more than 2^31 elements; equal to those of a small pool, bit for bit."""
     fmt, per_block, blocks = index_format(name, 128), 64, 4096

@@ -78,7 +78,7 @@ class TestTopKOnTheGpu(TopKTest):
         scores[4] = -np.inf
         scores[5] *= 1e-30
         counts = np.array([entries, entries, entries - 1, entries // 2, entries, 0, 5])
-        with self.case(entries=entries):
+        with self.asked(entries=entries):
             check_long(scores, counts, k, self.implementation)
 
     def test_many_rows(self) -> None:

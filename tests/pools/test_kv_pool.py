@@ -18,6 +18,7 @@ from dsv4_jax.pallas import kv_store as kernel
 from dsv4_jax.pools import KVPool, KVSpec, store_kv
 from dsv4_jax.pools.kv_pool import KVStoreArguments
 
+from ..ops.op_test import OpTest
 from ..pallas.lowering import lowers_for_cuda
 from . import assert_in_place
 
@@ -88,12 +89,22 @@ def test_buffers_have_the_stored_type(storage: str) -> None:
     assert jax.eval_shape(lambda p: p.get_value_buffer(0, jnp.float32), pool).dtype == jnp.float32
 
 
-class TestKernel:
-    """Interpreted here; compiled on a GPU, below."""
+class KVStoreTest(OpTest):
+    op = "kv_store"
 
     @pytest.mark.parametrize("storage", ["bf16", "fp8"])  # the others: byte for byte the reference's
     def test_trace(self, storage: str) -> None:
-        check_trace(storage, "pallas", 0, 5)
+        check_trace(storage, self.implementation, 0, 5)
+
+
+class TestKVStore(KVStoreTest):
+    implementation = "xla"
+
+
+class TestKernel(KVStoreTest):
+    """Interpreted here; compiled on a GPU, below."""
+
+    implementation = "pallas"
 
     @pytest.mark.parametrize("storage", STORAGES)
     def test_stores_the_reference_bytes(self, storage: str) -> None:
