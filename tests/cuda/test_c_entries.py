@@ -12,7 +12,7 @@ from dsv4_jax import libraries
 from dsv4_jax.cuda import c_entries
 from dsv4_jax.errors import ImplementationError
 
-from ..tiers.native import load_cpu
+from ..native import load_cpu
 from .test_build import ROOT
 
 
