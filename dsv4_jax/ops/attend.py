@@ -89,6 +89,7 @@ def attend(
     check = Check("attend")
     queries = check.array("queries", queries, "float", "T", "H", fmt.dim)
     sink = check.array("sink", sink, "float32", "H")
+    check.given("window", window, WindowView)
     window = WindowView(
         check.parts("window.rows", window.rows, fmt),
         check.array("window.ids", window.ids, "int32", "T", "W"),

@@ -16,6 +16,7 @@ from dsv4_jax.formats import index_format, kv_format
 from dsv4_jax.ops import (
     Columns,
     Epilogue,
+    WindowView,
     append,
     attend,
     compress_csa,
@@ -46,6 +47,10 @@ def stored(fmt, rows: int) -> tuple[np.ndarray, ...]:
     return tuple(np.zeros((rows, p.width), p.dtype) for p in fmt.parts)
 
 
+def window(**wrong: Any) -> WindowView:
+    return WindowView(stored(FMT, 4), ints(2, 5), np.ones((2, 5), bool))._replace(**wrong)
+
+
 EPILOGUE = Epilogue(jnp.ones(32), jnp.ones(4))
 CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "append": (append, dict(
@@ -53,9 +58,8 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     )),
     "encode": (encode, dict(values=floats(3, 32), fmt=FMT, epilogue=EPILOGUE, position=ints(3))),
     "attend": (attend, dict(
-        queries=floats(2, 3, 32), sink=floats(3), window=stored(FMT, 4), window_ids=ints(2, 5),
-        window_visible=np.ones((2, 5), bool), entries=stored(FMT, 9), entry_ids=ints(2, 7), entry_count=ints(2),
-        scale=1.0, fmt=FMT, inverse_rope=(ints(2), floats(4)),
+        queries=floats(2, 3, 32), sink=floats(3), window=window(), entries=stored(FMT, 9), entry_ids=ints(2, 7),
+        entry_count=ints(2), scale=1.0, fmt=FMT, inverse_rope=(ints(2), floats(4)),
     )),
     "gather": (gather_rows, dict(pool=stored(FMT, 4), row_ids=ints(2, 3), fmt=FMT)),
     "index_scores": (index_scores, dict(
@@ -90,9 +94,10 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("attend", dict(sink=ints(3)), "sink is int32 [3], expected float32 [3]"),
     ("attend", dict(sink=floats(4)), "sink is float32 [4], expected float32 [3]"),
     ("attend", dict(sink=jnp.zeros(3, jnp.bfloat16)), "sink is bfloat16 [3], expected float32 [3]"),
-    ("attend", dict(window_ids=floats(2, 5)), "window_ids is float32 [2, 5], expected int32 [2, W]"),
-    ("attend", dict(window_visible=ints(2, 5)), "window_visible is int32 [2, 5], expected bool [2, 5]"),
-    ("attend", dict(window=stored(kv_format("bf16", 32, 8), 4)), "window is 1 parts, expected rows of format fp8"),
+    ("attend", dict(window=window(ids=floats(2, 5))), "window.ids is float32 [2, 5], expected int32 [2, W]"),
+    ("attend", dict(window=window(visible=ints(2, 5))), "window.visible is int32 [2, 5], expected bool [2, 5]"),
+    ("attend", dict(window=window(rows=stored(FMT, 4)[:1])), "window.rows is 1 parts, expected rows of format fp8"),
+    ("attend", dict(window=stored(FMT, 4)), "expected WindowView"),
     ("attend", dict(entries=stored(FMT, 9)[::-1]), "entries's part 'nope' is uint8 [9, 8], expected uint8"),
     ("attend", dict(entry_ids=None), "entry_ids is None, expected int32 [2, K]"),
     ("attend", dict(entry_count=ints(3)), "entry_count is int32 [3], expected int32 [2]"),

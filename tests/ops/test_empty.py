@@ -10,7 +10,7 @@ import pytest
 
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS, RowFormat, codec, index_format, kv_format
-from dsv4_jax.ops import append, attend, encode, finish_queries, gather_rows, index_scores, top_k
+from dsv4_jax.ops import WindowView, append, attend, encode, finish_queries, gather_rows, index_scores, top_k
 
 FORMATS = [kv_format(n, 32, 8) for n in KV_FORMATS] + [index_format(n, 32) for n in INDEX_FORMATS]
 rooms = pytest.mark.parametrize("implementation", ["xla", "pallas", "cuda"])
@@ -84,7 +84,7 @@ def test_nothing_to_attend_to(implementation, tokens: int, window: int, entries:
     fmt = kv_format("fp8", 512, 64)
     pool = stored(fmt, 4)
     out, lse = jax.jit(functools.partial(attend, scale=1.0, fmt=fmt, implementation=implementation))(
-        zeros(tokens, 4, 512), zeros(4), pool, ids(tokens, window), np.ones((tokens, window), bool), pool,
+        zeros(tokens, 4, 512), zeros(4), WindowView(pool, ids(tokens, window), np.ones((tokens, window), bool)), pool,
         ids(tokens, entries), ids(tokens),
     )  # fmt: skip
     assert out.shape == (tokens, 4, 512) and lse.shape == (tokens, 4)

@@ -19,7 +19,7 @@ from dsv4_jax import ffi
 from dsv4_jax.cuda.moe import ExpertsArguments
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS, RowFormat, index_format, kv_format
-from dsv4_jax.ops import attend, registry, top_k
+from dsv4_jax.ops import WindowView, attend, registry, top_k
 from dsv4_jax.ops.append import AppendArguments
 from dsv4_jax.ops.attend import AttendArguments
 from dsv4_jax.ops.compress import CompressArguments
@@ -64,7 +64,7 @@ def appended() -> Iterator[AppendArguments]:
 def attended() -> Iterator[AttendArguments]:
     for fmt in KV_ROWS:
         rows = stored(fmt, 4)
-        window = (floats(2, 3, fmt.dim), floats(3), rows, ints(2, 5), jnp.ones((2, 5), bool))
+        window = (floats(2, 3, fmt.dim), floats(3), WindowView(rows, ints(2, 5), jnp.ones((2, 5), bool)))
         turned = ints(2), jnp.ones(fmt.rope_dim // 2)
         yield AttendArguments(*window, None, None, None, 1.0, fmt, turned, jnp.bfloat16)
         yield AttendArguments(*window, rows, ints(2, 7), ints(2), 1.0, fmt, (ints(2), jnp.ones(3)))
@@ -202,7 +202,8 @@ def test_cuda_lowers_or_says_why_not(monkeypatch: pytest.MonkeyPatch, op: str) -
 def test_float32_rows_are_not_what_cuda_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """They used to run as the reference under the name "cuda", library or not."""
     fmt = kv_format("f32", 512, 64)
-    call = [floats(1, 2, 512), floats(2), stored(fmt, 4), ints(1, 3), jnp.ones((1, 3), bool), None, None, None]
+    window = WindowView(stored(fmt, 4), ints(1, 3), jnp.ones((1, 3), bool))
+    call = [floats(1, 2, 512), floats(2), window, None, None, None]
     monkeypatch.setenv("DSV4_JAX_CUDA_LIBRARY", "/nowhere/libdsv4_cuda.so")
     ffi.load_cuda.cache_clear()
     with pytest.raises(ImplementationError, match="attend: implementation 'cuda' cannot run: no CUDA library at"):
