@@ -34,8 +34,9 @@ def arguments(tokens: int = 2, heads: int = 64, window: int = 128, entries: int 
     s = jax.ShapeDtypeStruct
     rows = lambda n: (s((n, 448), jnp.uint8), s((n, 64), jnp.uint16), s((n, 8), jnp.uint8))  # noqa: E731
     return (
-        s((tokens, heads, 512), jnp.float32), s((heads,), jnp.float32), rows(1024),
-        s((tokens, window), jnp.int32), s((tokens, window), jnp.bool), rows(4096) if entries else None,
+        s((tokens, heads, 512), jnp.float32), s((heads,), jnp.float32),
+        WindowView(rows(1024), s((tokens, window), jnp.int32), s((tokens, window), jnp.bool)),
+        rows(4096) if entries else None,
         s((tokens, entries), jnp.int32) if entries else None, s((tokens,), jnp.int32) if entries else None,
     )  # fmt: skip
 
