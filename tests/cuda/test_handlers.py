@@ -1,0 +1,116 @@
+"""Both sides of a call name the same operands, results and attributes: the library's handlers, asked without a GPU.
+
+A handler of the CUDA platform that is called on the CPU decodes its call and then lacks a stream, its first operand.
+What else it lacks is where the two sides differ.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax.cuda import moe
+from dsv4_jax.ops import (
+    WindowView,
+    append,
+    attend,
+    compress_csa,
+    compress_hca,
+    finish_queries,
+    index_scores,
+    registry,
+    top_k,
+)
+
+from ..ops.test_columns import INDEX, KV
+from ..pallas.test_append import random_epilogue
+from ..pallas.test_compress import FP4, FP8, plan_of, stream_of
+from .test_c_entries import cuda_library
+
+IDS = jnp.arange(4, dtype=jnp.int32)
+ONLY_THE_STREAM = r"bad operands at: 0\)\s+Diagnostics:\s+Failed to get platform stream: XLA FFI GPU context"
+
+
+@functools.cache
+def register() -> None:
+    """The handlers of the CUDA library for the CPU too; swap's have twins there, and tests of their own."""
+    library = cuda_library()
+    for op in registry.OPS.values():
+        for target in registry.find(op.name, "cuda").targets if "cuda" in op.names else ():
+            handler = getattr(library, target.title().replace("_", ""))
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform="cpu")
+
+
+def rows(count: int, fmt) -> tuple[jax.Array, ...]:
+    return tuple(jnp.zeros((count, part.width), part.dtype) for part in fmt.parts)
+
+
+def call_append():
+    epilogue = random_epilogue(np.random.default_rng(0), KV)
+    return append(rows(8, KV), jnp.zeros((4, 512)), IDS, fmt=KV, epilogue=epilogue, position=IDS, implementation="cuda")
+
+
+def call_attend():
+    window = WindowView(rows(8, KV), jnp.zeros((4, 2), jnp.int32), jnp.ones((4, 2), bool))
+    ids, count = jnp.zeros((4, 2), jnp.int32), jnp.ones(4, jnp.int32)
+    queries, sink = jnp.zeros((4, 64, 512)), jnp.zeros(64)
+    return attend(queries, sink, window, rows(8, KV), ids, count, scale=1.0, fmt=KV, implementation="cuda")
+
+
+def call_compress(*kinds: str):
+    plan, table = plan_of(np.arange(4), 1)
+    rng = np.random.default_rng(0)
+    inputs = [stream_of(kind, plan, table, FP4 if kind == "index" else FP8, 0, rng) for kind in kinds]
+    if kinds == ("online",):
+        return compress_hca(inputs[0], plan, table, implementation="cuda")
+    return compress_csa(inputs, plan, table, implementation="cuda")
+
+
+def call_index_scores():
+    return index_scores(
+        rows(64, INDEX), jnp.zeros((4, 4, 128)), jnp.zeros((4, 4)), jnp.zeros((4, 2), jnp.int32), IDS, base=0,
+        rows_per_block=32, fmt=INDEX, implementation="cuda",
+    )  # fmt: skip
+
+
+def call_moe():
+    weights = jnp.zeros((8, 8, 4, 4352), jnp.uint8), jnp.zeros((8, 8, 2, 4352), jnp.uint8)
+    return moe.experts(jnp.zeros((3, 512)), jnp.zeros((3, 6), jnp.int32), jnp.zeros((3, 6)), *weights, limit=1.0)
+
+
+CALLS = {
+    "append": call_append,
+    "attend": call_attend,
+    "compress_csa": lambda: call_compress("csa", "index"),
+    "compress_hca": lambda: call_compress("online"),
+    "finish_queries": lambda: finish_queries(jnp.zeros((4, 2, 512)), IDS, jnp.ones(32), implementation="cuda"),
+    "index_scores": call_index_scores,
+    "moe": call_moe,
+    "top_k": lambda: top_k(jnp.zeros((4, 64)), IDS, k=8, implementation="cuda"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.usefixtures("assumed_library")
+def test_both_sides_of_a_call_agree(name: str) -> None:
+    register()
+    with pytest.raises(jax.errors.JaxRuntimeError, match=ONLY_THE_STREAM):
+        jax.block_until_ready(CALLS[name]())
+
+
+@pytest.mark.usefixtures("assumed_library")
+def test_a_library_of_other_attributes_says_so() -> None:
+    """What a library of older sources answers: the names that differ, not other bytes."""
+    register()
+    result = jax.ShapeDtypeStruct((4, 2, 512), jnp.bfloat16)
+    tables = jnp.zeros((4, 32)), jnp.zeros((4, 32))
+    call = jax.ffi.ffi_call("dsv4_finish_queries", result)
+    attributes = dict(start=np.int32(0), eps=np.float32(0), hadamard=False)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Attribute name mismatch: rounded vs round_fp4"):
+        jax.block_until_ready(call(jnp.zeros((4, 1024)), *tables, **attributes, rounded=False))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Wrong number of attributes: expected 4 but got 3"):
+        jax.block_until_ready(call(jnp.zeros((4, 1024)), *tables, **attributes))
