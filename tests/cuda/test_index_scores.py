@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from dsv4_jax.cuda.widths import INDEX_ROWS
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.formats import INDEX_FORMATS, RowFormat, index_format
 from dsv4_jax.ops import index_scores
@@ -56,7 +57,7 @@ class TestIndexScoresOnTheGpu(IndexScoresTest):
     implementation = "cuda"
 
     def takes(self, *, fmt: RowFormat, per_block: int) -> bool:
-        return fmt.dim == 128 and fmt.name in ("fp4", "fp8") and per_block % 16 == 0
+        return fmt in INDEX_ROWS and per_block % 16 == 0
 
     @pytest.mark.parametrize("name", INDEX_FORMATS)
     @pytest.mark.parametrize("heads", [64, 5])

@@ -1,34 +1,56 @@
-"""What the kernels are compiled for, as Python knows it: csrc/widths.h says the same."""
+"""What Python takes the CUDA kernels to be built for is what their headers say."""
 
 from __future__ import annotations
 
 import pathlib
 import re
 
-from dsv4_jax.cuda.widths import INDEX_ROWS, KV_ROW, WIDTHS
+from dsv4_jax.cuda.compress import ROWS
+from dsv4_jax.cuda.widths import INDEX_ROWS, KV_ROW, WIDTHS, Widths, unsupported_rows
+from dsv4_jax.formats import Codes, Part, Scales, index_format, kv_format
 
-HEADER = pathlib.Path(__file__).parents[2] / "csrc" / "widths.h"
+CSRC = pathlib.Path(__file__).parents[2] / "csrc"
 
 
-def constants() -> dict[str, int]:
-    """The constants of the header, by name, evaluated."""
+def constants(header: str) -> dict[str, int]:
+    """Its `constexpr int`s, in integer arithmetic."""
     found: dict[str, int] = {}
-    for name, expression in re.findall(r"^constexpr int (\w+) = ([^;]+);", HEADER.read_text(), re.M):
-        found[name] = eval(expression.replace("/", "//"), {}, found)
+    for name, value in re.findall(r"^constexpr int (k\w+) = ([^;]+);", (CSRC / header).read_text(), re.M):
+        found[name] = eval(value.replace("/", "//"), {}, found)
     return found
 
 
-def test_the_header_has_the_same_widths() -> None:
-    header = constants()
-    assert (header["kNope"], header["kRope"]) == (WIDTHS.nope, WIDTHS.rope)
-    assert (header["kDim"], header["kRopePairs"]) == (WIDTHS.dim, WIDTHS.rope_pairs)
-    assert (header["kIndexDim"], header["kIndexHeads"]) == (WIDTHS.index_dim, WIDTHS.index_heads)
-    assert header["kCsaRatio"] == WIDTHS.csa_ratio
+def test_widths_are_those_of_the_header() -> None:
+    k = constants("widths.h")
+    assert Widths(k["kNope"], k["kRope"], k["kIndexDim"], k["kIndexHeads"], k["kCsaRatio"]) == WIDTHS
+    assert (k["kDim"], k["kRopePairs"]) == (WIDTHS.dim, WIDTHS.rope_pairs)
+    assert KV_ROW.parts == (
+        Part("codes", "uint8", k["kNope"], Codes("e4m3", k["kNope"])),
+        Part("rope", "uint16", k["kRope"], Codes("bf16", k["kRope"])),
+        Part("scale", "uint8", k["kScales"], Scales("ue8m0", k["kScaleGroup"], 1e-4)),
+    )
+    fp4, fp8 = INDEX_ROWS
+    assert fp4.parts == (
+        Part("codes", "uint8", k["kFp4Bytes"], Codes("e2m1", k["kIndexDim"])),
+        Part("scale", "uint8", k["kFp4Scales"], Scales("ue8m0", k["kFp4Group"], 6 * 2.0**-126)),
+    )
+    assert fp8.parts == (
+        Part("codes", "uint8", k["kIndexDim"], Codes("e4m3", k["kIndexDim"])),
+        Part("scale", "float32", 1, Scales("power_of_two", k["kIndexDim"], 1e-4)),
+    )
 
 
-def test_the_header_has_the_same_rows() -> None:
-    header = constants()
-    assert [part.width for part in KV_ROW.parts] == [header[name] for name in ("kNope", "kRope", "kScales")]
-    fp4, fp8 = ([part.width for part in row.parts] for row in INDEX_ROWS)
-    assert fp4 == [header["kFp4Bytes"], header["kFp4Scales"]]
-    assert fp8 == [header["kIndexDim"], 1]
+def test_rows_are_numbered_as_in_the_header() -> None:
+    (names,) = re.findall(r"enum class Format : int \{([^}]+)\}", (CSRC / "emit_row.cuh").read_text())
+    numbers = dict(re.findall(r"(\w+) = (\d+)", names))
+    assert {name: int(number) for name, number in numbers.items()} == {
+        "kFp8": ROWS.index(KV_ROW), "kIndexFp4": ROWS.index(INDEX_ROWS[0]), "kIndexFp8": ROWS.index(INDEX_ROWS[1]),
+    }  # fmt: skip
+
+
+def test_a_reason_says_what_there_is_and_what_was_asked_for() -> None:
+    assert unsupported_rows(kv_format("fp8", 512, 64), KV_ROW) is None
+    assert unsupported_rows(index_format("fp4", 64), *INDEX_ROWS) == (
+        "it is built for rows of 128 e2m1, 4 ue8m0 per 32 (floor 7.05297e-38) or of 128 e4m3, 1 power_of_two per 128 "
+        "(floor 0.0001), not of 64 e2m1, 2 ue8m0 per 32 (floor 7.05297e-38)"
+    )
