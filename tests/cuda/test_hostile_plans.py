@@ -43,8 +43,10 @@ def test_the_step_lowers_to_every_kernel() -> None:
     for kernel in ("append", "compress_csa", "compress_hca", "index_scores", "top_k", "attend"):
         assert f"@dsv4_{kernel}" in text, kernel
     blocks, slots = hostile.SIZE.block_units, hostile.SIZE.slot_units
-    # ratio, ordinal, slots, ring, base, entries of a block, format, Hadamard, bias, blocks
-    assert f"fields = dense<[16, 1, {slots}, 3, {blocks * 8}, 8, 0, 0, 0, {blocks}]>" in text
+    hca = next(line for line in text.splitlines() if "@dsv4_compress_hca" in line and "ordinal = 1" in line)
+    numbers = dict(ratio=16, slots=slots, ring=3, base=blocks * 8, rows_per_block=8, blocks=blocks, format=0)
+    assert [f"{name} = {number} : i32" in hca for name, number in numbers.items()] == [True] * len(numbers)
+    assert "hadamard = false" in hca and "bias = false" in hca
 
 
 @pytest.mark.gpu
