@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, init_cache, plan_capacity
+from dsv4_jax.bench.step import random_cache
 from dsv4_jax.config import AttentionType
 from dsv4_jax.errors import ImplementationError, LayoutError
 from dsv4_jax.formats import KV_FORMATS, FormatSpec, Part, RowFormat, codec, index_format, kv_format
@@ -241,7 +242,7 @@ def test_records_hold_every_part(formats: tuple[str, str]) -> None:
 @pytest.mark.parametrize("name", toys.TOYS)
 def test_layout_capacity_and_model_follow(name: str) -> None:
     layout = CacheLayout(config("others"), name, name)
-    size = CacheSize(5, 2, 3)
+    size = CacheSize(6, 2, 3)
     cache = init_cache(layout, size)
     assert sum(x.nbytes for x in cache.arrays.values()) == layout.total_bytes(size)
     rows = layout.kv_row.row_bytes + layout.index_row.row_bytes
@@ -249,6 +250,10 @@ def test_layout_capacity_and_model_follow(name: str) -> None:
     fits = plan_capacity(layout, hbm_bytes=1 << 24, max_requests=2, max_context=1024)
     assert layout.total_bytes(fits) <= 1 << 24
     assert index_qat_default(layout) == (name == "e5m2")
+    filled = random_cache(layout, size, jax.random.key(0))  # what `bench step` runs on
+    assert {n: (x.shape, x.dtype) for n, x in filled.arrays.items()} == {
+        n: (x.shape, x.dtype) for n, x in cache.arrays.items()
+    }
 
 
 def test_too_many_parts_are_refused(monkeypatch) -> None:

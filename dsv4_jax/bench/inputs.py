@@ -8,28 +8,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..formats import RowFormat
+from ..formats import Codes, RowFormat, Scales
 from ..ops.append import Rows
 
 __all__ = ["random_part", "random_rows"]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def random_part(key: jax.Array, name: str, shape: tuple[int, int], dtype: str) -> jax.Array:
-    """One part of a pool by its name in the format table. Float32 parts (scales, state, rows) are positive."""
+def random_part(key: jax.Array, shape: tuple[int, ...], dtype: str, holds: Codes | Scales | None = None) -> jax.Array:
+    """One part of a pool. Float32 parts (scales, state, rows) are positive."""
     if dtype == "float32":
         return jnp.abs(jax.random.normal(key, shape, jnp.float32))
     bits = jax.random.bits(key, shape, dtype)
-    if name == "scale":  # ue8m0: 2^-9 to 2^-4
+    if isinstance(holds, Scales):  # ue8m0: 2^-9 to 2^-4
         return bits % np.uint8(6) + np.uint8(118)
     if dtype == "uint16":  # bf16 in +-[0.5, 1)
         return (bits & np.uint16(0x807F)) | np.uint16(0x3F00)
-    return bits & np.uint8(0xF7)  # e4m3 without its NaNs; e2m1 has none
+    # e4m3 without its NaNs; e2m1 has none.
+    return bits & np.uint8(0xF7) if dtype == "uint8" else bits
 
 
 def random_rows(key: jax.Array, fmt: RowFormat, rows: int) -> Rows:
     """The parts [rows, width] of a pool."""
     keys = jax.random.split(key, len(fmt.parts))
     return tuple(
-        random_part(k, part.name, (rows, part.width), part.dtype) for k, part in zip(keys, fmt.parts, strict=True)
+        random_part(k, (rows, part.width), part.dtype, part.holds) for k, part in zip(keys, fmt.parts, strict=True)
     )

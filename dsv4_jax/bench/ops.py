@@ -210,7 +210,7 @@ def _compress(key: jax.Array, shape: CompressShape, calls: int) -> Problem:
 
     def carry() -> list[Any]:
         return [
-            (random_part(key, "rows", (slots * s.ring, s.state_width), "float32"),
+            (random_part(key, (slots * s.ring, s.state_width), "float32"),
              random_rows(key, s.fmt, units * per_block))
             for s in streams
         ]  # fmt: skip
@@ -300,8 +300,7 @@ def _kv_store(key: jax.Array, shape: KVStoreShape, calls: int, pool_rows: int) -
 
     def carry() -> list[tuple[jax.Array, ...]]:
         return [
-            tuple(random_part(key, name, *leaf) for name, leaf in leaves.items() if name.startswith(part))
-            for part in "kv"
+            tuple(random_part(key, *leaf) for name, leaf in leaves.items() if name.startswith(part)) for part in "kv"
         ]
 
     def apply(_: Any, pools: Any, call: Any, implementation: Any) -> tuple[Any, None]:

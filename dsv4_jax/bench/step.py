@@ -222,10 +222,12 @@ def random_cache(layout: CacheLayout, size: CacheSize, key: jax.Array) -> KVCach
     """A cache full of valid rows and a block table that scatters every request over the pool."""
     cache = init_cache(layout, size)
     arrays = dict(cache.arrays)
+    rows = {"index": layout.index_row} | dict.fromkeys(("swa", "csa", "hca"), layout.kv_row)
+    holds = {f"{pool}.{part.name}": part.holds for pool, fmt in rows.items() for part in fmt.parts}
     for i, leaf in enumerate(layout.leaves):
         if leaf.scope != "table":
             shape = arrays[leaf.name].shape
-            arrays[leaf.name] = random_part(jax.random.fold_in(key, i), leaf.part, shape, leaf.dtype)
+            arrays[leaf.name] = random_part(jax.random.fold_in(key, i), shape, leaf.dtype, holds.get(leaf.name))
     ids = np.random.default_rng(0).permutation(size.num_blocks)[: size.num_slots * size.max_blocks_per_request] + 1
     table = np.zeros(arrays["block_table.ids"].shape, np.int32)
     table[1 : size.num_slots + 1] = ids.reshape(size.num_slots, -1)
