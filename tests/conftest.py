@@ -50,6 +50,7 @@ VERSION_ROOMS = {
     "formats": "casts to fp8 and bf16",
     "manager/prefix/test_hashing_keys.py": "enums, huge integers",
     "manager/test_interrupted.py": "exceptions at any line of the interpreter",
+    "manager/test_pickling.py": "what pickle does with classes",
     "manager/test_odd_types.py": "conversions of NumPy's and Python's types",
     "model/test_decode_loop.py": "loops with a donated cache",
     "model/test_hf_config.py": "transformers is there on 3.11 alone",

@@ -281,7 +281,7 @@ def _compress_hca_online(inputs: CompressorInputs, plan: StepPlan, table: jax.Ar
     row = jnp.where(keep, row, np.int32(state.shape[0]))
     state = set_existing(state, row.reshape(-1), saved.reshape(-1, 3 * width))
 
-    pooled = acc / total
+    pooled = acc / jnp.where(live[:, None], total, np.float32(1))  # no 0 / 0 of padding, for who looks for NaN
     return state, _emit(inputs, pooled, plan, last_of_group(plan), table)
 
 
