@@ -64,6 +64,12 @@ def wrong_bytes(params, cache, plan, tokens):
     return logits, cache.with_pool("csa", (pool + odd * np.float32(0.125),))
 
 
+def the_cache_it_was_given(params, cache, plan, tokens):
+    """Every write of the step is lost."""
+    logits, _ = model.forward(params, cache, plan, tokens)
+    return logits, cache
+
+
 def without_snapshots(params, cache, plan, tokens):
     """The plan's copies between slots are not carried out: what restores a prefix, or forks."""
     plan = plan.unpack()
@@ -73,6 +79,11 @@ def without_snapshots(params, cache, plan, tokens):
 def test_positions_of_the_step_are_seen() -> None:
     with pytest.raises(AssertionError, match=r"\[16, 16, 5\] against single tokens: logits of position 1 "):
         testing.assert_chunking_invariant(runner(by_place_in_the_step), PROMPTS[0])
+
+
+def test_lost_writes_are_seen() -> None:
+    with pytest.raises(AssertionError, match=r"\[8\] against single tokens: logits of position 1 differ"):
+        testing.assert_chunking_invariant(runner(the_cache_it_was_given), PROMPTS[0][:8], [[8]])
 
 
 def test_neighbours_are_seen() -> None:
