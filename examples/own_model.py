@@ -234,7 +234,7 @@ def generate(step: Callable, params: Any, prompts: list[list[int]], new: int, me
     shards = 1 if mesh is None else mesh.shape["data"]
     placement = None if mesh is None else NamedSharding(mesh, PartitionSpec("data"))
     cache = dsv4.init_cache(LAYOUT, SIZE, sharding=placement)
-    run = jax.jit(step, donate_argnums=1) if mesh is None else dsv4.shard_step(step, mesh)
+    run: Callable = jax.jit(step, donate_argnums=1) if mesh is None else dsv4.shard_step(step, mesh)
     managers = [dsv4.KVCacheManager(LAYOUT, SIZE) for _ in range(shards)]
     shape = StepShape.bound(LAYOUT, SIZE.num_slots, 16, columns=SIZE.max_blocks_per_request, history=True)
     requests = [managers[i % shards].admit_request(prompt) for i, prompt in enumerate(prompts)]

@@ -66,7 +66,6 @@ class StepRunner:
         vocab_size: int | None = None,
     ):
         def run(params: Any, cache: KVCache, plan: Any, tokens: Any) -> tuple[Any, KVCache]:
-            self._traces += 1
             logits, cache = step(params, cache, plan, tokens)
             if logits.ndim != 2 or logits.shape[0] != plan.unpack().num_tokens:
                 raise ShapeError(
@@ -86,13 +85,12 @@ class StepRunner:
         entries = shape.table_entries + columns + self.size.num_slots
         self.shape: StepShape = dataclasses.replace(shape, table_entries=entries)
         # A function of its own: jax.jit shares the executables of one function, wherever it is jitted.
-        self._traces = 0
-        self._step = jax.jit(run, donate_argnums=1)
+        self._step: Any = jax.jit(run, donate_argnums=1)
 
     @property
     def executables(self) -> int:
-        """Traced so far; more than one, and equal bits are no longer promised."""
-        return self._traces
+        """Compiled so far; more than one, and equal bits are no longer promised."""
+        return self._step._cache_size()
 
     def run(self, cache: KVCache, manager: KVCacheManager, plan: StepPlan) -> tuple[np.ndarray, KVCache]:
         """One step of the requests' known tokens: (logits [T, vocab], cache)."""
