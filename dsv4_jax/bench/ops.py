@@ -157,7 +157,7 @@ def _compress(key: jax.Array, shape: CompressShape, calls: int) -> Problem:
     """Every call feeds slots of its own. A decode step stands at the last token of 8 Ki."""
     cfg = DSV4Config.flash()
     layout = CacheLayout(cfg, hca_state="raw" if shape.kind == "hca_raw" else "online")
-    ratio, streams = shape.ratio, shape.streams
+    ratio, compressors = shape.ratio, shape.compressors
     start = 8 * 1024 - 1 if shape.length == 1 else 0
     per_block, slots = BLOCK_TOKENS // ratio, calls * shape.rows + 1
     columns = layout.blocks_for(start + shape.length)
@@ -166,13 +166,14 @@ def _compress(key: jax.Array, shape: CompressShape, calls: int) -> Problem:
     table = (np.arange(slots)[:, None] - 1) * own_blocks + 1 + np.arange(columns)[None] % own_blocks
     table[0] = 0
     units = (slots - 1) * own_blocks + 1
-    geometries = [CompressorGeometry(ratio, 0, slots, s.ring, 0, per_block, s.fmt) for s in streams]
+    geometries = [CompressorGeometry(ratio, 0, slots, s.ring, 0, per_block, s.fmt) for s in compressors]
     epilogues = [
-        _finish(s.fmt.dim, s.fmt.rope_dim or cfg.rope_dim, compressed=True, hadamard=s.kind == "index") for s in streams
+        _finish(s.fmt.dim, s.fmt.rope_dim or cfg.rope_dim, compressed=True, hadamard=s.kind == "index")
+        for s in compressors
     ]
 
     def make(key: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        sizes = [(shape.rows * shape.length, s.input_width) for s in streams]
+        sizes = [(shape.rows * shape.length, s.input_width) for s in compressors]
         keys = jax.random.split(key, (len(sizes), 2))
         return [
             (jax.random.normal(a, size, jnp.float32), jax.random.normal(b, size, jnp.float32))
@@ -205,14 +206,14 @@ def _compress(key: jax.Array, shape: CompressShape, calls: int) -> Problem:
         emitted, ring = call[-2:]
         return [
             (codec(s.fmt).decode(s.fmt, load(pool, emitted), jnp.float32), state[ring])
-            for s, (state, pool) in zip(streams, carry, strict=True)
+            for s, (state, pool) in zip(compressors, carry, strict=True)
         ]
 
     def carry() -> list[Any]:
         return [
             (random_part(key, (slots * s.ring, s.state_width), "float32"),
              random_rows(key, s.fmt, units * per_block))
-            for s in streams
+            for s in compressors
         ]  # fmt: skip
 
     shared = epilogues, jnp.asarray(table, jnp.int32)

@@ -61,7 +61,7 @@ class CompressShape:
     index_fmt: RowFormat | None = None
 
     @property
-    def streams(self) -> tuple[CompressShape, ...]:
+    def compressors(self) -> tuple[CompressShape, ...]:
         """One shape per compressor."""
         main = dataclasses.replace(self, index_fmt=None)
         return (main, dataclasses.replace(main, kind="index", fmt=self.index_fmt)) if self.index_fmt else (main,)
@@ -92,8 +92,8 @@ class CompressShape:
         (HCA online) or r - 1 older rows (HCA raw), and writes one state row. A prefill reads no state and
         leaves the last `ring` rows.
         """
-        if len(self.streams) > 1:
-            return sum(stream.bytes_moved for stream in self.streams)
+        if len(self.compressors) > 1:
+            return sum(one.bytes_moved for one in self.compressors)
         row = self.state_width * F32
         fed = self.length * 2 * self.input_width * F32
         written = min(self.length, self.ring) * row

@@ -55,11 +55,11 @@ def test_a_compressor_writes_the_rows_that_are_compared(shape):
         after, compared = step(inputs.shared, before, call)
         emitted, ring = (np.asarray(x) for x in call[-2:])
         assert len(emitted) == shape.rows * max(1, shape.length // shape.ratio)
-        for stream, old, new, (decoded, rows) in zip(shape.streams, before, after, compared, strict=True):
+        for one, old, new, (decoded, rows) in zip(shape.compressors, before, after, compared, strict=True):
             assert set().union(*map(changed, old[1], new[1])) == set(emitted.tolist())
             state = changed(old[0], new[0])
             assert state <= set(ring.tolist()) and len(state) == shape.rows * min(shape.length, shape.ring)
-            assert decoded.shape == (len(emitted), stream.fmt.dim) and rows.shape == (len(ring), stream.state_width)
+            assert decoded.shape == (len(emitted), one.fmt.dim) and rows.shape == (len(ring), one.state_width)
         before = after
 
 
