@@ -27,6 +27,8 @@ missing := $(filter-out $(found),$(PYTHONS))
 # The demo and the linters need one environment: the first of these that is there.
 one := $(firstword $(found) $(foreach v,3.11 3.12 3.13,$(if $(call python,$(v)),$(v))))
 
+cuda_sources = $(wildcard csrc/*.cu csrc/*.cuh csrc/*.h csrc/*.cc benchmarks/*.cu)
+
 .PHONY: help demo test check prepare lint format build clean pythons $(found:%=test-%)
 
 help:
@@ -64,10 +66,11 @@ lint: .venv-$(one)/ready
 	@echo "== lint"
 	@.venv-$(one)/bin/ruff check --quiet .
 	@.venv-$(one)/bin/ruff format --quiet --check .
+	@.venv-$(one)/bin/clang-format --dry-run --Werror $(cuda_sources)
 	@.venv-$(one)/bin/pyrefly check --python-interpreter-path .venv-$(one)/bin/python --summary=none --output-format=min-text
 
 format: .venv-$(one)/ready
-	@.venv-$(one)/bin/ruff check --fix . && .venv-$(one)/bin/ruff format .
+	@.venv-$(one)/bin/ruff check --fix . && .venv-$(one)/bin/ruff format . && .venv-$(one)/bin/clang-format -i $(cuda_sources)
 
 # Native code, if there is any: C++ always, CUDA where nvcc is. Against the headers of the oldest supported jaxlib.
 build: .venv-$(one)/ready

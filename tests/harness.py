@@ -19,12 +19,12 @@ from dsv4_jax.plan import StepPlan
 from dsv4_jax.step import CacheStep, LayerCacheHandle
 from dsv4_jax.testing import Held, live_bytes
 
-from .oracle.machine import CompressorInputs, Norms
+from .oracle.machine import Norms, ProjectedRows
 
 EPS = 1e-6
 
 
-def random_stream(layout: CacheLayout, tokens: int, seed: int) -> CompressorInputs:
+def random_stream(layout: CacheLayout, tokens: int, seed: int) -> ProjectedRows:
     """Projected rows of `tokens` tokens: magnitudes vary over tokens, some rows are zero or huge."""
     cfg, rng = layout.cfg, np.random.default_rng(seed)
     csa, hca = (sum(s.attn is k for s in layout.schedule) for k in (AttentionType.CSA, AttentionType.HCA))
@@ -38,7 +38,7 @@ def random_stream(layout: CacheLayout, tokens: int, seed: int) -> CompressorInpu
     # Scores spread wide enough that some softmax weights underflow.
     spread = 10.0 ** rng.uniform(-1, 1.7, (1, tokens, 1))
     d, di = cfg.head_dim, cfg.index_head_dim
-    return CompressorInputs(
+    return ProjectedRows(
         draw(len(layout.schedule), d, size),
         draw(csa, 2 * d, size), draw(csa, 2 * d, spread),
         draw(csa, 2 * di, size), draw(csa, 2 * di, spread),
@@ -61,7 +61,7 @@ def _ordinal(layout: CacheLayout, layer_idx: int) -> int:
     return kinds[:layer_idx].count(kinds[layer_idx])
 
 
-def layer_writes(step: CacheStep, spec: LayerSpec, rows: CompressorInputs, norms: Norms) -> LayerCacheHandle:
+def layer_writes(step: CacheStep, spec: LayerSpec, rows: ProjectedRows, norms: Norms) -> LayerCacheHandle:
     """One layer's append, compress and index compress: both at once in every other CSA layer."""
     cfg, j, i = step.layout.cfg, _ordinal(step.layout, spec.layer_idx), spec.layer_idx
     inv_freq = jnp.asarray(inv_frequencies(cfg.rope_dim, cfg.compress_rope_theta, cfg.yarn))
@@ -76,7 +76,7 @@ def layer_writes(step: CacheStep, spec: LayerSpec, rows: CompressorInputs, norms
 
 
 def write_step(
-    cache: KVCache, plan: StepPlan, rows: CompressorInputs, norms: Norms, *, implementation: Choice = None
+    cache: KVCache, plan: StepPlan, rows: ProjectedRows, norms: Norms, *, implementation: Choice = None
 ) -> KVCache:
     """Every write of a step, all layers."""
     step = cache.begin(plan, implementation)
@@ -122,11 +122,11 @@ class Driver:
         self.free = list(np.random.default_rng(seed).permutation(np.arange(1, size.num_blocks + 1)))
         self.blocks: dict[int, list[int]] = {}
         self.length: dict[int, int] = {}
-        self.streams: dict[int, CompressorInputs] = {}
+        self.streams: dict[int, ProjectedRows] = {}
         self.touched_slots: set[int] = set()
         self.touched_blocks: set[int] = set()
 
-    def admit(self, slot: int, stream: CompressorInputs) -> None:
+    def admit(self, slot: int, stream: ProjectedRows) -> None:
         assert slot not in self.length
         self.blocks[slot], self.length[slot], self.streams[slot] = [], 0, stream
 
@@ -149,13 +149,11 @@ class Driver:
             self.touched_slots.add(slot)
         return build_plan(self.layout, rows, shape, table_entries=entries)
 
-    def rows_of(self, plan: StepPlan, streams: dict[int, CompressorInputs] | None = None) -> CompressorInputs:
+    def rows_of(self, plan: StepPlan, streams: dict[int, ProjectedRows] | None = None) -> ProjectedRows:
         """The plan's token rows; padding tokens get NaN, which must not reach anything."""
         streams = self.streams if streams is None else streams
         layers = next(iter(self.streams.values()))
-        out = CompressorInputs(
-            *(np.full((x.shape[0], plan.num_tokens, x.shape[2]), np.nan, np.float32) for x in layers)
-        )
+        out = ProjectedRows(*(np.full((x.shape[0], plan.num_tokens, x.shape[2]), np.nan, np.float32) for x in layers))
         for slot, start, count, first in zip(
             plan.seq_slot, plan.seq_start, plan.seq_count, plan.seq_first, strict=True
         ):
@@ -165,7 +163,7 @@ class Driver:
         return out
 
     def step(
-        self, scheduled: list[tuple[int, int]], shape: StepShape, streams: dict[int, CompressorInputs] | None = None
+        self, scheduled: list[tuple[int, int]], shape: StepShape, streams: dict[int, ProjectedRows] | None = None
     ) -> None:
         plan = self.plan(scheduled, shape)
         rows = self.rows_of(plan, streams)

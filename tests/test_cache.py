@@ -23,7 +23,7 @@ from dsv4_jax.step import LayerWrites
 from .harness import Driver, layer_writes, pinned_shape, random_norms, random_stream
 from .oracle import attention
 from .oracle import rows as oracle
-from .oracle.machine import CompressorInputs, Norms
+from .oracle.machine import Norms, ProjectedRows
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
 CFG = DSV4Config.tiny(
@@ -32,7 +32,7 @@ CFG = DSV4Config.tiny(
 TOKENS = 75
 
 
-def read_step(cache: KVCache, plan: StepPlan, rows: CompressorInputs, norms: Norms, queries: dict[str, jax.Array]):
+def read_step(cache: KVCache, plan: StepPlan, rows: ProjectedRows, norms: Norms, queries: dict[str, jax.Array]):
     """Every layer's attention output, [layers, T, H, d], and the CSA selection."""
     step, outs, selected = cache.begin(plan), [], None
     for spec in cache.layout.schedule:
@@ -63,7 +63,7 @@ def run(layout: CacheLayout, chunks: list[int], width: int, slot: int = 2):
     driver = Driver(layout, CacheSize(4, 3, 2))
     stream = random_stream(layout, TOKENS, 3)
     # Moderate magnitudes: this test is about which keys are seen, not about how they are stored.
-    driver.admit(slot, CompressorInputs(*(np.clip(x, -3, 3) for x in stream)))
+    driver.admit(slot, ProjectedRows(*(np.clip(x, -3, 3) for x in stream)))
     shape = pinned_shape(layout, 2, width, 2, history=width > 2)
     outs = []
     for n in chunks:
@@ -116,7 +116,7 @@ def test_every_token_sees_exactly_its_keys(chunks: list[int], width: int) -> Non
         np.testing.assert_allclose(actual, want, rtol=2e-4, atol=2e-4, err_msg=kind.name)
 
 
-def gather_step(cache: KVCache, plan: StepPlan, rows: CompressorInputs, norms: Norms, entries, implementation):
+def gather_step(cache: KVCache, plan: StepPlan, rows: ProjectedRows, norms: Norms, entries, implementation):
     """What the three gathers give in every layer, read by this implementation."""
     step, found = cache.begin(plan), []
     for spec in cache.layout.schedule:

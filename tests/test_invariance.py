@@ -13,7 +13,7 @@ from dsv4_jax.manager import StepSequence, StepShape, build_plan, shape_for
 from dsv4_jax.testing import assert_same_bytes, assert_untouched
 
 from .harness import Driver, image, jit_write_step, optimised_write_step, pinned_shape, random_stream
-from .oracle.machine import CompressorInputs
+from .oracle.machine import ProjectedRows
 
 CSA, HCA = AttentionType.CSA, AttentionType.HCA
 SMALL = DSV4Config.tiny(layer_types=(CSA, HCA))
@@ -100,9 +100,9 @@ def serial(layout: CacheLayout, tokens: int) -> list[dict]:
     return views
 
 
-def wrong(stream: CompressorInputs) -> CompressorInputs:
+def wrong(stream: ProjectedRows) -> ProjectedRows:
     """What rejected drafts would have fed: other rows, other scores."""
-    return CompressorInputs(*(np.float32(3) - np.float32(2) * x for x in stream))
+    return ProjectedRows(*(np.float32(3) - np.float32(2) * x for x in stream))
 
 
 def verify(driver: Driver, start: int, width: int, accept: int, shape: StepShape, expected: list[dict]) -> None:
@@ -111,7 +111,7 @@ def verify(driver: Driver, start: int, width: int, accept: int, shape: StepShape
         driver.step([(1, min(1 + driver.layout.draft_tokens, start - driver.length[1]))], shape)
     good, bad = driver.streams[1], wrong(driver.streams[1])
     kept = start + accept
-    mixed = CompressorInputs(*(np.concatenate([g[:, :kept], b[:, kept:]], 1) for g, b in zip(good, bad, strict=True)))
+    mixed = ProjectedRows(*(np.concatenate([g[:, :kept], b[:, kept:]], 1) for g, b in zip(good, bad, strict=True)))
     driver.step([(1, width)], shape, {1: mixed})
     driver.rollback(1, kept)
     where = f"start {start}, width {width}, {accept} accepted"
@@ -175,9 +175,7 @@ def test_shorter_verify_steps_fit_a_wider_ring() -> None:
         width = int(rng.integers(1, 9))
         accept = int(rng.integers(0, width + 1))
         keep = driver.length[1] + accept
-        mixed = CompressorInputs(
-            *(np.concatenate([g[:, :keep], b[:, keep:]], 1) for g, b in zip(good, bad, strict=True))
-        )
+        mixed = ProjectedRows(*(np.concatenate([g[:, :keep], b[:, keep:]], 1) for g, b in zip(good, bad, strict=True)))
         driver.step([(1, width)], shape, {1: mixed})
         driver.rollback(1, keep)
         assert_same_bytes(driver.live(1), expected[keep], f"{keep} tokens kept")

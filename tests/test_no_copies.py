@@ -17,7 +17,7 @@ from dsv4_jax.plan import StepPlan
 from dsv4_jax.testing import assert_no_copies, assert_one_trace
 
 from .harness import Driver, layer_writes, pinned_shape, random_norms, random_stream, write_step
-from .oracle.machine import CompressorInputs, Norms
+from .oracle.machine import Norms, ProjectedRows
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
 ROWS = 2
@@ -29,13 +29,13 @@ FLASH_DEPTH = DSV4Config.tiny(
 
 
 def decode_step(
-    cache: KVCache, plan: StepPlan, rows: CompressorInputs, norms: Norms, hidden: jax.Array | float = 0.0
+    cache: KVCache, plan: StepPlan, rows: ProjectedRows, norms: Norms, hidden: jax.Array | float = 0.0
 ) -> tuple[KVCache, jax.Array]:
     """All cache operations of a decode step, each layer fed by the one before, as in a model."""
     cfg = cache.layout.cfg
     step, hidden = cache.begin(plan), jnp.full((plan.num_tokens, 1), hidden, jnp.float32)
     for spec in cache.layout.schedule:
-        fed = CompressorInputs(*(x + hidden[None] for x in rows))
+        fed = ProjectedRows(*(x + hidden[None] for x in rows))
         handle = layer_writes(step, spec, fed, norms)
         selected = None
         if spec.attn is CSA:
@@ -52,7 +52,7 @@ def decode_step(
 def loop(steps: int):
     """`steps` decode steps in one executable: the plan advances, blocks were reserved ahead."""
 
-    def run(cache: KVCache, plan: StepPlan, rows: CompressorInputs, norms: Norms) -> tuple[KVCache, jax.Array]:
+    def run(cache: KVCache, plan: StepPlan, rows: ProjectedRows, norms: Norms) -> tuple[KVCache, jax.Array]:
         cache, hidden = decode_step(cache, plan, rows, norms)
 
         def body(carry, _):
@@ -69,7 +69,7 @@ def loop(steps: int):
 
 def operands(
     layout: CacheLayout, size: CacheSize, lookahead: int = 0
-) -> tuple[KVCache, StepPlan, CompressorInputs, Norms]:
+) -> tuple[KVCache, StepPlan, ProjectedRows, Norms]:
     scheduled = [StepSequence(slot, 20 + slot, 1) for slot in range(1, ROWS + 1)]
     plan = build_plan(layout, scheduled, shape_for(layout, scheduled, lookahead=lookahead))
     return init_cache(layout, size), plan, random_stream(layout, ROWS, 0), random_norms(layout)
@@ -149,7 +149,7 @@ def test_two_hundred_steps_compile_once() -> None:
             scheduled.append((idle[0], int(rng.integers(1, 21))))
             joins += 1
         plan = driver.plan(scheduled, shape)
-        rows = driver.rows_of(plan) if scheduled else CompressorInputs(*(x[:, :24] for x in stream))
+        rows = driver.rows_of(plan) if scheduled else ProjectedRows(*(x[:, :24] for x in stream))
         driver.cache = step(driver.cache, plan, rows, driver.norms)
     assert joins > 3 and leaves > 2
 
@@ -179,7 +179,7 @@ def test_flash_decode_step_lowers_for_cuda() -> None:
     plan = build_plan(layout, scheduled, shape_for(layout, scheduled))
     cfg, d, di = layout.cfg, 512, 128
     widths = ((43, d), (21, 2 * d), (21, 2 * d), (21, 2 * di), (21, 2 * di), (20, d), (20, d))
-    rows = CompressorInputs(*(jax.ShapeDtypeStruct((n, batch, w), jnp.float32) for n, w in widths))
+    rows = ProjectedRows(*(jax.ShapeDtypeStruct((n, batch, w), jnp.float32) for n, w in widths))
     norms = Norms(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((21, d), (21, di), (20, d))))
     assert (cfg.head_dim, cfg.index_head_dim) == (d, di)
     traced = jax.jit(decode_step, donate_argnums=0).trace(cache, plan, rows, norms)

@@ -13,7 +13,7 @@ from dsv4_jax.manager import Request, StepShape
 from dsv4_jax.testing import Held, assert_same_bytes, live_bytes
 
 from ..harness import jit_write_step, layer_writes, random_norms, random_stream
-from ..oracle.machine import CompressorInputs
+from ..oracle.machine import ProjectedRows
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -31,9 +31,9 @@ class Engine:
     def __init__(self) -> None:
         self.manager = KVCacheManager(LAYOUT, SIZE)
         self.cache = init_cache(LAYOUT, SIZE)
-        self.streams: dict[int, CompressorInputs] = {}
+        self.streams: dict[int, ProjectedRows] = {}
 
-    def admit(self, stream: CompressorInputs) -> Request:
+    def admit(self, stream: ProjectedRows) -> Request:
         request = self.manager.admit_request()
         self.streams[request.slot] = stream
         return request
@@ -41,7 +41,7 @@ class Engine:
     def step(self, scheduled: list[tuple[Request, int]]) -> None:
         """Padding rows are NaN: they must reach nothing."""
         plan = self.manager.plan_step(scheduled, shape=SHAPE)
-        rows = CompressorInputs(*(np.full((x.shape[0], plan.num_tokens, x.shape[2]), np.nan, np.float32) for x in KEPT))
+        rows = ProjectedRows(*(np.full((x.shape[0], plan.num_tokens, x.shape[2]), np.nan, np.float32) for x in KEPT))
         for slot, start, count, first in zip(
             plan.seq_slot, plan.seq_start, plan.seq_count, plan.seq_first, strict=True
         ):
@@ -62,7 +62,7 @@ class Engine:
 
 def reads(cache, plan) -> list[jax.Array]:
     step, seen = cache.begin(plan), []
-    rows = CompressorInputs(*(jnp.asarray(x[:, : plan.num_tokens]) for x in OTHER))
+    rows = ProjectedRows(*(jnp.asarray(x[:, : plan.num_tokens]) for x in OTHER))
     cfg = LAYOUT.cfg
     queries = jnp.ones((plan.num_tokens, cfg.num_attention_heads, cfg.head_dim), jnp.bfloat16)
     for spec in LAYOUT.schedule:
@@ -129,13 +129,13 @@ def test_rejected_drafts_leave_no_trace() -> None:
     engine = Engine()
     kept, other = engine.admit(KEPT), engine.admit(OTHER)
     rng = np.random.default_rng(0)
-    wrong = CompressorInputs(*(x[:, ::-1] for x in KEPT))
+    wrong = ProjectedRows(*(x[:, ::-1] for x in KEPT))
     returned = 0
     while kept.num_cached < 45:
         start, blocks = kept.num_cached, len(kept.blocks)
         keep = int(rng.integers(0, 4))
         # The drafts after the kept ones were wrong.
-        engine.streams[kept.slot] = CompressorInputs(
+        engine.streams[kept.slot] = ProjectedRows(
             *(np.concatenate([a[:, : start + keep], b[:, start + keep :]], 1) for a, b in zip(KEPT, wrong, strict=True))
         )
         engine.step([(kept, 3)])
@@ -156,7 +156,7 @@ def test_steps_ahead_are_the_steps_one_by_one() -> None:
     plan = engine.manager.plan_step([(kept, 1), (other, 1)], steps=6, shape=SHAPE)
     assert (kept.num_cached, len(kept.blocks), other.num_cached) == (18, 2, 6)
     for _ in range(6):
-        rows = CompressorInputs(*(np.full((x.shape[0], plan.num_tokens, x.shape[2]), np.nan, np.float32) for x in KEPT))
+        rows = ProjectedRows(*(np.full((x.shape[0], plan.num_tokens, x.shape[2]), np.nan, np.float32) for x in KEPT))
         for to, a, b in zip(rows, KEPT, OTHER, strict=True):
             to[:, 0], to[:, 1] = a[:, plan.token_position[0]], b[:, plan.token_position[1]]
         engine.cache = jit_write_step(engine.cache, plan, rows, NORMS)

@@ -14,7 +14,7 @@ import numpy as np
 from . import maths, rows
 
 
-class CompressorInputs(NamedTuple):
+class ProjectedRows(NamedTuple):
     """Projected float32 rows of tokens, layers first: what a model would feed the cache.
 
     Scores hold their position bias already. A layer axis may be empty.
@@ -28,8 +28,8 @@ class CompressorInputs(NamedTuple):
     hca_kv: np.ndarray  # [hca layers, N, d]
     hca_score: np.ndarray
 
-    def tokens(self, index) -> CompressorInputs:
-        return CompressorInputs(*(x[:, index] for x in self))
+    def tokens(self, index) -> ProjectedRows:
+        return ProjectedRows(*(x[:, index] for x in self))
 
 
 class Norms(NamedTuple):
@@ -61,7 +61,7 @@ class Machine:
             yarn.beta_fast, yarn.beta_slow,
         )  # fmt: skip
 
-    def feed(self, key: int, token: CompressorInputs) -> None:
+    def feed(self, key: int, token: ProjectedRows) -> None:
         """One token ([layers, width] rows) of request `key`."""
         request = self.requests.setdefault(key, _Request())
         t = request.length
