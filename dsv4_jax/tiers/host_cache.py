@@ -16,7 +16,7 @@ from ..records import block_record, snapshot_record
 __all__ = ["HostCache", "init_host_cache"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class HostCache:
     """Host records of blocks and of slot snapshots. A pytree: carry it beside the `KVCache`, donate it.
 
@@ -30,6 +30,9 @@ class HostCache:
     blocks: jax.Array
     snapshots: jax.Array | None
     layout: CacheLayout
+
+    def __repr__(self) -> str:
+        return f"HostCache({self.num_blocks} blocks, {self.num_snapshots} snapshots, {self.layout})"
 
     @property
     def num_blocks(self) -> int:
