@@ -132,7 +132,7 @@ def test_namespace_keys_without_a_policy_too(manager: KVCacheManager) -> None:
     refused(manager, HashError, lambda: manager.admit_request([1], namespace=Namespace(1.5)))
 
 
-def test_salt() -> None:
+def test_weights_id() -> None:
     for weights_id in (1.5, [1], {"a": 1}, True):
         with pytest.raises(HashError):
             KVCacheManager(LAYOUT, SIZE, weights_id=weights_id)
