@@ -240,15 +240,15 @@ def generate(step: Callable, params: Any, prompts: list[list[int]], new: int, me
     requests = [managers[i % shards].admit_request(prompt) for i, prompt in enumerate(prompts)]
     goals = {request: len(prompt) + new for request, prompt in zip(requests, prompts, strict=True)}
     while any(request.num_pending for request in requests):
-        feeds = [manager.schedule(token_budget=16, shape=shape) for manager in managers]
-        plans = [manager.plan_step(some, shape=shape) for manager, some in zip(managers, feeds, strict=True)]
+        scheduled = [manager.schedule(token_budget=16, shape=shape) for manager in managers]
+        plans = [manager.plan_step(some, shape=shape) for manager, some in zip(managers, scheduled, strict=True)]
         tokens = np.concatenate([m.plan_tokens(plan) for m, plan in zip(managers, plans, strict=True)])
         logits, cache = run(params, cache, dsv4.stack_plans(plans), tokens)
         best = np.asarray(logits.argmax(-1)).reshape(shards, -1)
-        for shard, (plan, some) in enumerate(zip(plans, feeds, strict=True)):
-            for row, (request, count) in enumerate(some):
+        for shard, (plan, some) in enumerate(zip(plans, scheduled, strict=True)):
+            for seq, (request, count) in enumerate(some):
                 if not request.num_pending and len(request.tokens) < goals[request]:
-                    request.tokens.append(int(best[shard, plan.seq_first[row] + count - 1]))
+                    request.tokens.append(int(best[shard, plan.seq_first[seq] + count - 1]))
     return [request.tokens[len(prompt) :] for request, prompt in zip(requests, prompts, strict=True)], cache
 
 

@@ -54,7 +54,7 @@ class StepOptions:
     Attributes:
         model: "flash", "pro" or "tiny".
         batch, context: requests, and tokens of each.
-        layers: only the first so many; None: all.
+        layers: how many to run, from the first; None: all.
         implementation: of every op; None: the default of each.
         key_split: of the layout.
         steps: calls per synchronisation.

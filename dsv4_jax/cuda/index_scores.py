@@ -5,7 +5,7 @@ keys below each token's count are read. Takes V4's index keys (`widths.INDEX_ROW
 
 With fp4 keys, a token whose queries are all e4m3 numbers times one power of two per head, as those rounded to FP4 are,
 takes FP8 products (`csrc/index_scores_fp8.cuh`): 1e-7 of the score is lost as with bf16 ones, but up to 2e-4 where the
-scales of a key's groups lie far apart. The choice hangs on the token's queries alone.
+scales of a key's groups lie far apart. The choice depends on the token's queries alone.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def attend(
         entries: compressed-entry leaves, or None for SWA layers.
         entry_ids: [T, K] int32 row ids into `entries`. These and `window.ids` may be anything where they are no keys;
             elsewhere an id out of range reads the nearest row.
-        entry_count: [T] int32: the first so many of `entry_ids` are keys.
+        entry_count: [T] int32: how many of `entry_ids` are keys, from the first.
         scale: softmax scale, head_dim ** -0.5.
         inverse_rope: (position [T] int32, inv_freq [rope_dim / 2] float32): `out` is turned back by the angles of its
             token's position (`numerics.rope`), as values that carry RoPE need it before a projection.
