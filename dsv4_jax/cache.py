@@ -95,7 +95,9 @@ class KVCache:
 
         Args:
             plan: plain or packed, on the host or traced.
-            implementation: of the ops the step's layers call (see `dsv4_jax.ops`).
+            implementation: of the ops the step's layers call (see `dsv4_jax.ops`): a name that every op called must
+                have, names by op, or None. Whatever it is, queries for rows kept in float32 are the reference's, as
+                kernels give bfloat16.
 
         Raises:
             ForeignPlanError: the plan was made for another layout or size.
