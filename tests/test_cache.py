@@ -341,7 +341,12 @@ def test_a_layer_may_read_the_entries_of_another() -> None:
         reader(step).gather_all_compressed()
     with pytest.raises(LayoutError, match="layer 1 is HCA: it has no compressor"):
         reader(step).compress(kv, kv, epilogue)
-    owner = step.layer(0).append(kv).compress(kv, kv, epilogue)
-    shared, own = reader(owner.step).gather_all_compressed(), owner.gather_all_compressed()
+
+    @jax.jit
+    def read(cache):
+        owner = cache.begin(plan).layer(0).append(kv).compress(kv, kv, epilogue)
+        return reader(owner.step).gather_all_compressed(), owner.gather_all_compressed()
+
+    shared, own = read(step.cache)
     jax.tree.map(np.testing.assert_array_equal, shared, own)
     assert np.asarray(own[0][7, :4], np.float32).any(-1).all() and own[1][7] == 4

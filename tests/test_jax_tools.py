@@ -125,6 +125,7 @@ def test_checkify_raises_no_false_alarm(params, checks: str) -> None:
         assert error.get() is None
 
 
+@pytest.mark.slow
 def test_checkify_sees_a_real_mistake(params) -> None:
     cache, plan, tokens = operands()
 
