@@ -52,7 +52,6 @@ def test_three_frameworks_give_the_same_tokens(example: ModuleType, expected, fr
     assert {d for x in jax.tree.leaves(cache) for d in x.devices()} == {jax.devices()[0]}
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_on_a_mesh_with_explicit_axes_too(example: ModuleType, expected, framework: str) -> None:
     """Every device has a prompt; the parameters are on all of them."""
