@@ -243,10 +243,10 @@ class LayerCacheHandle(Generic[Cache]):
             LayoutError: the layer has no compressor; or `index` was given and it has no indexer.
             StepOrderError: the layer was compressed in this step, or its index keys were and `index` was given.
         """
-        streams = {LayerWrites.COMPRESSED: self._inputs(LayerWrites.COMPRESSED, kv, score, epilogue, ape)}
+        inputs = {LayerWrites.COMPRESSED: self._inputs(LayerWrites.COMPRESSED, kv, score, epilogue, ape)}
         if index is not None:
-            streams[LayerWrites.INDEXED] = self._inputs(LayerWrites.INDEXED, *index)
-        return self._compress(streams)
+            inputs[LayerWrites.INDEXED] = self._inputs(LayerWrites.INDEXED, *index)
+        return self._compress(inputs)
 
     def compress_index(
         self, kv: Values, score: Values, epilogue: Epilogue, ape: jax.Array | None = None
@@ -433,19 +433,19 @@ class LayerCacheHandle(Generic[Cache]):
         (states,) = self.cache.pool(state.pool)
         return CompressorInputs(states, self.cache.pool(pool.pool), kv, score, epilogue, geometry, ape)
 
-    def _compress(self, streams: dict[LayerWrites, CompressorInputs]) -> LayerCacheHandle[Cache]:
+    def _compress(self, inputs: dict[LayerWrites, CompressorInputs]) -> LayerCacheHandle[Cache]:
         table, implementation = self.cache.block_table, self.implementation
         if self.schema.overlap_rows:
-            done = compress_csa([*streams.values()], self.plan, table, implementation=implementation)
+            done = compress_csa([*inputs.values()], self.plan, table, implementation=implementation)
         else:
-            (stream,) = streams.values()
-            done = [compress_hca(stream, self.plan, table, mode=self.layout.hca_state, implementation=implementation)]
+            (one,) = inputs.values()
+            done = [compress_hca(one, self.plan, table, mode=self.layout.hca_state, implementation=implementation)]
         wrote, pools = LayerWrites(0), {}
-        for what, (states, rows) in zip(streams, done, strict=True):
+        for what, (states, rows) in zip(inputs, done, strict=True):
             pool, state = self._compressor(what)
             wrote, pools = wrote | what, pools | {state.pool: (states,), pool.pool: rows}
         after = self._wrote(wrote, pools, self.window)
-        keys = streams.get(LayerWrites.INDEXED)
+        keys = inputs.get(LayerWrites.INDEXED)
         return after if keys is None else dataclasses.replace(after, rotated=keys.epilogue.hadamard)
 
     def _compressor(self, what: LayerWrites) -> tuple[PoolSchema, PoolSchema]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
-import sys
 from types import ModuleType
 
 import jax
@@ -13,7 +10,8 @@ import pytest
 
 from dsv4_jax import KVCacheManager, init_cache, testing
 
-EXAMPLE = pathlib.Path(__file__).parent.parent / "examples" / "own_model.py"
+from .examples import load_example
+
 RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(0, 64, n).tolist() for n in (37, 20, 5, 1)]
 FRAMEWORKS = ["plain JAX", "flax NNX", "Equinox"]
@@ -21,11 +19,7 @@ FRAMEWORKS = ["plain JAX", "flax NNX", "Equinox"]
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("own_model", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["own_model"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("own_model")
 
 
 @pytest.fixture(scope="module")

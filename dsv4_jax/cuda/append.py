@@ -16,7 +16,7 @@ from ..ops.epilogue import Epilogue
 from ..ops.numerics import rope_tables
 from ..ops.registry import Implementation
 from .columns import float_columns
-from .widths import KV_ROW, WIDTHS, unsupported_rows
+from .widths import KV_ROW, unsupported_pairs, unsupported_rows
 
 __all__ = ["IMPLEMENTATION", "call", "stores", "supports"]
 
@@ -25,8 +25,8 @@ def stores(fmt: RowFormat, epilogue: Epilogue | None) -> str | None:
     """Why rows of this format, finished like this, cannot be stored; None if they can."""
     if reason := unsupported_rows(fmt, KV_ROW):
         return reason
-    if epilogue is not None and epilogue.inv_freq.shape[0] != WIDTHS.rope_pairs:
-        return f"it turns {WIDTHS.rope_pairs} pairs of dims, not {epilogue.inv_freq.shape[0]}"
+    if epilogue is not None and (reason := unsupported_pairs(epilogue.inv_freq)):
+        return reason
     if epilogue is not None and epilogue.hadamard:
         return "it has no Hadamard rotation"
     return None
@@ -39,19 +39,15 @@ def supports(arguments: AppendArguments) -> str | None:
 
 def call(arguments: AppendArguments) -> Rows:
     """As `ops.append.reference`. Raises `ImplementationError`: the CUDA library is not there."""
-    epilogue, pool, fmt = arguments.epilogue, arguments.pool, arguments.fmt
+    epilogue, pool, results = arguments.epilogue, arguments.pool, arguments.results
     matrix, start = float_columns(arguments.values)
-    operands = [matrix]
+    operands, aliases = [matrix], {}
     if epilogue is not None:
         assert arguments.position is not None
         tables = rope_tables(arguments.position, epilogue.inv_freq.astype(jnp.float32))
         operands += [epilogue.norm.astype(jnp.float32), *tables]
-    if pool is None:
-        results = tuple(jax.ShapeDtypeStruct((matrix.shape[0], p.width), jnp.dtype(p.dtype)) for p in fmt.parts)
-        aliases = {}
-    else:
+    if pool is not None:
         operands += [arguments.row_ids, *pool]
-        results = tuple(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pool)
         aliases = {len(operands) - len(results) + i: i for i in range(len(results))}
     kernel = jax.ffi.ffi_call(ffi.cuda_target("append", "dsv4_append"), results, input_output_aliases=aliases)
     eps = np.float32(0 if epilogue is None else epilogue.eps)

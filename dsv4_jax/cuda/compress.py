@@ -15,7 +15,7 @@ from ..ops.numerics import rope_tables
 from ..ops.registry import Implementation
 from .append import stores as stores_kv_row
 from .columns import float_columns
-from .widths import INDEX_ROWS, KV_ROW, WIDTHS, unsupported_rows
+from .widths import INDEX_ROWS, KV_ROW, WIDTHS, unsupported_pairs, unsupported_rows
 
 __all__ = ["IMPLEMENTATION", "call", "stores", "supports"]
 
@@ -24,12 +24,10 @@ ROWS = (KV_ROW, *INDEX_ROWS)  # what the kernels store, in the order of `Format`
 
 def stores(inputs: CompressorInputs) -> str | None:
     """Why the kernels cannot store entries like this compressor's, None if they can."""
-    fmt, pairs = inputs.geometry.fmt, inputs.epilogue.inv_freq.shape[0]
+    fmt = inputs.geometry.fmt
     if _is_kv(inputs):
         return stores_kv_row(fmt, inputs.epilogue)
-    if reason := unsupported_rows(fmt, *ROWS):
-        return reason
-    return None if pairs == WIDTHS.rope_pairs else f"it turns {WIDTHS.rope_pairs} pairs of dims, not {pairs}"
+    return unsupported_rows(fmt, *ROWS) or unsupported_pairs(inputs.epilogue.inv_freq)
 
 
 def _is_kv(inputs: CompressorInputs) -> bool:

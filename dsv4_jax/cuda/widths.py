@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
+
 from ..formats import RowFormat, index_format, kv_format
 
-__all__ = ["INDEX_ROWS", "KV_ROW", "WIDTHS", "Widths", "unsupported_rows"]
+__all__ = ["INDEX_ROWS", "KV_ROW", "WIDTHS", "Widths", "unsupported_pairs", "unsupported_rows"]
 
 
 class Widths(NamedTuple):
@@ -45,3 +47,9 @@ def unsupported_rows(fmt: RowFormat, *rows: RowFormat) -> str | None:
     if any(fmt.parts == row.parts for row in rows):
         return None
     return f"it is built for rows of {' or of '.join(row.contents for row in rows)}, not of {fmt.contents}"
+
+
+def unsupported_pairs(inv_freq: jax.Array) -> str | None:
+    """Why a kernel that turns V4's pairs of RoPE dims does not turn by these frequencies, or None."""
+    pairs = inv_freq.shape[0]
+    return None if pairs == WIDTHS.rope_pairs else f"it turns {WIDTHS.rope_pairs} pairs of dims, not {pairs}"

@@ -59,6 +59,14 @@ class AppendArguments:
     def empty(self) -> bool:
         return self.values.shape[0] == 0
 
+    @property
+    def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of the result: of the pool's parts, or of those of new rows."""
+        if self.pool is not None:
+            return tuple(jax.ShapeDtypeStruct(part.shape, part.dtype) for part in self.pool)
+        tokens = self.values.shape[0]
+        return tuple(jax.ShapeDtypeStruct((tokens, part.width), jnp.dtype(part.dtype)) for part in self.fmt.parts)
+
 
 def append(
     pool: Rows,

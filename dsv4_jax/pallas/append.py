@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
@@ -23,30 +22,29 @@ WARPS = 4
 
 def supports(arguments: AppendArguments) -> str | None:
     """Why the kernel cannot take these arguments, None if it can."""
-    return unsupported_rows(arguments.fmt) or too_large(*_results(arguments))
+    return unsupported_rows(arguments.fmt) or too_large(*arguments.results)
 
 
 def call(arguments: AppendArguments, interpret: bool | None = None) -> Rows:
     """As `ops.append.reference`. `interpret` defaults to whether the default backend is the CPU."""
-    values, epilogue, parts = arguments.values, arguments.epilogue, _results(arguments)
-    scatter, interpret = arguments.pool is not None, interpreted(interpret)
+    values, epilogue, pool, results = arguments.values, arguments.epilogue, arguments.pool, arguments.results
+    interpret = interpreted(interpret)
     operands: list[Any] = [dense(values)]
     meta = None
     if epilogue is not None:
         operands += [jnp.asarray(arguments.position), *epilogue_operands(epilogue)]
         meta = (float(epilogue.eps), epilogue.hadamard)
     aliases = {}
-    if scatter:
+    if pool is not None:
         operands.append(jnp.asarray(arguments.row_ids))
-        aliases = {len(operands) + i: i for i in range(len(parts))}
-        operands += parts
-    out_shape = tuple(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in parts)
+        aliases = {len(operands) + i: i for i in range(len(pool))}
+        operands += pool
     return pl.pallas_call(
-        functools.partial(_kernel, fmt=arguments.fmt, epilogue=meta, scatter=scatter, interpret=interpret),
+        functools.partial(_kernel, fmt=arguments.fmt, epilogue=meta, scatter=pool is not None, interpret=interpret),
         grid=(values.shape[0],),
         in_specs=[whole(x) for x in operands],
-        out_specs=tuple(whole(x) for x in out_shape),
-        out_shape=out_shape,
+        out_specs=tuple(whole(x) for x in results),
+        out_shape=results,
         input_output_aliases=aliases,
         interpret=interpret,
         compiler_params=pltriton.CompilerParams(num_warps=WARPS, num_stages=1),
@@ -55,14 +53,6 @@ def call(arguments: AppendArguments, interpret: bool | None = None) -> Rows:
 
 
 IMPLEMENTATION = Implementation("append", "pallas", call, supports, problem)
-
-
-def _results(arguments: AppendArguments) -> tuple[jax.Array | jax.ShapeDtypeStruct, ...]:
-    """The pool, or the shapes of the new rows."""
-    if arguments.pool is not None:
-        return tuple(arguments.pool)
-    tokens = arguments.values.shape[0]
-    return tuple(jax.ShapeDtypeStruct((tokens, p.width), jnp.dtype(p.dtype)) for p in arguments.fmt.parts)
 
 
 def _kernel(*refs, fmt, epilogue, scatter, interpret):

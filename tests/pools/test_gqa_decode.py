@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import jax
@@ -12,19 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ..examples import load_example
 from . import assert_in_place
-
-PATH = Path(__file__).parents[2] / "examples" / "gqa_decode.py"
 
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gqa_decode", PATH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gqa_decode"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_example("gqa_decode")
 
 
 @pytest.mark.parametrize("model", ["GQA", "HYBRID"])

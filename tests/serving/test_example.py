@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import pathlib
-import sys
 from types import ModuleType
 
 import pytest
 
-EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "serve.py"
+from ..examples import load_example
 
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("serve", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["serve"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("serve")
 
 
 @pytest.mark.slow
