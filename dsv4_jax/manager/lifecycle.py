@@ -6,7 +6,6 @@ still be refused is refused before anything changes.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Hashable
 
 from ..errors import HashError, NoFreeSlotError, OutOfBlocksError, RequestError
@@ -122,8 +121,7 @@ class Lifecycle:
         """It starts after cached blocks of the hasher's tokens: these are its history, whatever `tokens` says."""
         request.num_cached = request.num_hit = blocks * self._layout.block_tokens
         if request.hasher is not None and len(request.history) < request.num_cached:
-            request.history = array("i")
-            request.history.frombytes(request.hasher.ids(request.num_cached))
+            request.history = request.hasher.ids(request.num_cached)
 
     def _follow_verified(self, request: Request, hasher: BlockHasher | None) -> int:
         """Makes the hasher's tokens those that are certain to stand: computed, of the prompt, or drawn last.
@@ -137,10 +135,10 @@ class Lifecycle:
         ids = history[:]
         try:
             ids.extend(tokens[len(history) : certain])
-            hasher.follow(ids.tobytes())
+            hasher.follow(ids)
         except (HashError, OverflowError, TypeError):  # no ids: `plan_tokens` will say so
             ids = history
-            hasher.follow(ids.tobytes())
+            hasher.follow(ids)
         hasher.truncate(len(ids))
         return len(tokens)
 

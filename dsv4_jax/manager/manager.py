@@ -25,6 +25,7 @@ How the parts fit, each with its own state and rules, and none that knows the on
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
@@ -42,7 +43,7 @@ from .prefix.events import EventLog
 from .prefix.hashing import BlockHasher, HashSpec, Key, MediaItem, Namespace
 from .prefix.node import T
 from .publishing import Publisher
-from .request import Request, RequestRef, request_tokens
+from .request import Request, RequestRef, prompt_tokens, request_tokens
 from .request_book import RequestBook
 from .scheduling import Scheduled
 from .stats import ManagerStats, collect, compute_block_budget
@@ -164,7 +165,8 @@ class KVCacheManager:
         Raises:
             HashError, PlanError, RequestError: as `KVCacheManager.admit_request` for these arguments.
         """
-        return BlockHasher(self.hash_spec, self._token_ids(tokens), namespace=namespace, items=items).digests
+        ids = request_tokens(tokens, self.layout.cfg.vocab_size)
+        return BlockHasher(self.hash_spec, ids, namespace=namespace, items=items).digests
 
     def admit_request(
         self,
@@ -199,7 +201,7 @@ class KVCacheManager:
         """
         self.guard.check()
         self._check_awake()
-        ids = self._token_ids(tokens)
+        known, ids = prompt_tokens(tokens, self.layout.cfg.vocab_size)
         name = "new" if request_id is None else request_id
         limit = self.context_limit if max_tokens is None else as_count("max_tokens", max_tokens, 1)
         if limit > self.context_limit:
@@ -209,7 +211,7 @@ class KVCacheManager:
         self.book.check_id(request_id)
         hasher = self._new_hasher(ids, namespace=namespace, items=items)
         with self.guard("admit_request"):
-            return self.lifecycle.admit(ids.tolist(), limit, request_id, hasher)
+            return self.lifecycle.admit(known, limit, request_id, hasher)
 
     def release_request(self, request: Request | int) -> None:
         """It has ended: its blocks and its slot go back; with a policy they stay cached while there is room.
@@ -552,13 +554,11 @@ class KVCacheManager:
         if self._asleep:
             raise RequestError("the manager sleeps: call wakeup() first")
 
-    def _token_ids(self, tokens: Iterable[int] | np.ndarray) -> np.ndarray:
-        return request_tokens(tokens, self.layout.cfg.vocab_size)
-
-    def _new_hasher(self, tokens: Sequence[int] | np.ndarray, **space) -> BlockHasher | None:
-        caching = self.cache.caching
-        hasher = BlockHasher(self.hash_spec, tokens if caching else (), **space)  # which checks the space anyway
-        return hasher if caching else None
+    def _new_hasher(self, ids: array[int], **space) -> BlockHasher | None:
+        if self.cache.caching:
+            return BlockHasher.adopt(self.hash_spec, ids, **space)
+        BlockHasher(self.hash_spec, **space)  # which checks the space
+        return None
 
 
 def _host_size(host: HostSize | None) -> HostSize:

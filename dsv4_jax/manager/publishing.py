@@ -127,7 +127,7 @@ class Publisher:
         known = len(history)
         try:
             history.extend(request.tokens[known:tokens])
-            token_ids(np.frombuffer(history[known:], "<i4"), hasher.spec.vocab_size)
+            token_ids(np.frombuffer(history[known:], np.uint32), hasher.spec.vocab_size)
         except (HashError, OverflowError, TypeError):  # no ids that a step could have computed
             del history[known:]
             request.hasher = None  # nothing more of this request is cached
@@ -173,7 +173,7 @@ class Publisher:
         self.note(request, tokens)
         if request.hasher is None:
             return False
-        request.hasher.follow(request.history[start:tokens].tobytes(), start)
+        request.hasher.follow(request.history[start:tokens], start)
         return True
 
     # Snapshots

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import HashError, RequestError
-from .prefix.hashing import BlockHasher, token_ids
+from .prefix.hashing import BlockHasher, token_ids, token_list
 from .prefix.node import Node, S
 
-__all__ = ["Parked", "Request", "RequestRef", "RequestState", "request_tokens"]
+__all__ = ["Parked", "Request", "RequestRef", "RequestState", "prompt_tokens", "request_tokens"]
 
 
 class RequestState(enum.Enum):
@@ -63,7 +63,7 @@ class Request:
         max_tokens: the most tokens it may ever hold, prompt and output together.
         tokens: prompt and output ids known so far. Append what was drawn: `request.tokens.append(t)`.
             A caller that keeps its token ids elsewhere may leave this empty; nothing of it is then cached.
-        history: ids scheduled so far, int32, as far as they are noted; what was found in the cache included.
+        history: ids scheduled so far (code "I"), as far as they are noted; what was found in the cache included.
         num_prompt: tokens it was admitted with.
         num_cached: tokens whose rows are in the cache once the steps planned so far have run.
         num_hit: tokens found in the cache when it was admitted (or last resumed).
@@ -92,7 +92,7 @@ class Request:
     generation: int
     max_tokens: int
     tokens: list[int]
-    history: array[int] = dataclasses.field(default_factory=lambda: array("i"))
+    history: array[int] = dataclasses.field(default_factory=lambda: array("I"))
     num_prompt: int = 0
     num_cached: int = 0
     num_hit: int = 0
@@ -169,5 +169,13 @@ def request_tokens(tokens: Iterable[int] | np.ndarray, vocab_size: int) -> np.nd
     """The ids of a request, [N] int32. Raises `RequestError` if any is no id of the vocabulary."""
     try:
         return token_ids(tokens, vocab_size)
+    except HashError as error:
+        raise RequestError(str(error)) from error
+
+
+def prompt_tokens(tokens: Iterable[int] | np.ndarray, vocab_size: int) -> tuple[list[int], array[int]]:
+    """As `token_list`; raises as `request_tokens`."""
+    try:
+        return token_list(tokens, vocab_size)
     except HashError as error:
         raise RequestError(str(error)) from error

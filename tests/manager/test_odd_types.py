@@ -215,3 +215,15 @@ def test_ids_of_any_sound_type(manager: KVCacheManager) -> None:
         request = manager.admit_request([1], request_id=name)
         assert manager.find(request.ref) is request
         manager.release_request(request)
+
+
+def test_a_request_has_a_list_of_its_own_of_plain_ints(manager: KVCacheManager) -> None:
+    given = [200, 201, 202]
+    request = manager.admit_request(given)
+    given[0] = 5
+    assert request.tokens == [200, 201, 202] and request.tokens[2] is given[2]
+    manager.release_request(request)
+    for tokens in (np.array([1, 2], np.uint16), [np.int64(1), 2], iter((1, 2))):
+        request = manager.admit_request(tokens)
+        assert request.tokens == [1, 2] and set(map(type, request.tokens)) == {int}
+        manager.release_request(request)

@@ -20,6 +20,7 @@ import copy
 import dataclasses
 import operator
 import struct
+from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from typing import Any
@@ -30,7 +31,7 @@ from ...checks import shown
 from ...errors import HashError, PlanError
 from ..allocator import as_count
 
-__all__ = ["BlockHasher", "HashSpec", "Key", "MediaItem", "Namespace", "canonical_bytes", "token_ids"]
+__all__ = ["BlockHasher", "HashSpec", "Key", "MediaItem", "Namespace", "canonical_bytes", "token_ids", "token_list"]
 
 Key = None | int | str | bytes | tuple["Key", ...]
 _MAX_TOKEN = 2**31 - 1
@@ -72,32 +73,84 @@ def token_ids(tokens: Iterable[int] | np.ndarray, vocab_size: int = _MAX_TOKEN +
     Integers of any type are welcome, in a flat array or whatever can be iterated. Booleans and floats are none.
     What an iterator raises is passed on.
     """
-    if not isinstance(tokens, np.ndarray):
-        try:
-            values = iter(tokens)
-        except TypeError as error:
-            raise HashError(f"tokens must be a flat sequence of integers, got {shown(tokens)}") from error
-        tokens = list(values)
-        try:
-            # struct refuses floats, and what does not fit; numpy would convert some of them.
-            ids = np.frombuffer(struct.pack(f"<{len(tokens)}i", *tokens), "<i4")
-        except MemoryError:
-            raise  # of the process, not of the argument
-        except Exception as error:  # whatever the `__index__` of one of them raised
-            raise HashError(f"tokens must be integers in 0..{vocab_size - 1} ({error})") from error
-        # It does not refuse booleans, which are 0 or 1.
-        if any(isinstance(tokens[i], bool) for i in np.flatnonzero((ids == 0) | (ids == 1)).tolist()):
-            raise HashError(f"tokens must be integers in 0..{vocab_size - 1} (and no booleans)")
-    else:
-        ids = tokens
-        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-            raise HashError(f"tokens must be a flat sequence of integers, got {ids.dtype}{list(ids.shape)}")
+    if isinstance(tokens, np.ndarray):
+        return _checked_ids(tokens, vocab_size)
+    return np.frombuffer(_packed(_listed(tokens), vocab_size), "<i4")
+
+
+def token_list(tokens: Iterable[int] | np.ndarray, vocab_size: int = _MAX_TOKEN + 1) -> tuple[list[int], array[int]]:
+    """The ids as a list and as an array of code "I", both the caller's. Raises as `token_ids`.
+
+    The list holds the ints that were given: to make 100,000 new ones takes longer than all else that is done here.
+    """
+    if isinstance(tokens, np.ndarray):
+        ids = _checked_ids(tokens, vocab_size)
+        return ids.tolist(), _copied(ids)
+    values = _listed(tokens)
+    packed = _packed(values, vocab_size)
+    return values if _are_ints(values) else packed.tolist(), packed
+
+
+def _listed(tokens: Iterable[int]) -> list[int]:
+    if type(tokens) is list:
+        return tokens.copy()
+    try:
+        values = iter(tokens)
+    except TypeError as error:
+        raise HashError(f"tokens must be a flat sequence of integers, got {shown(tokens)}") from error
+    return list(values)
+
+
+def _are_ints(tokens: list[int]) -> bool:
+    """Whether all are Python's ints (or an enum's), not numpy's or others: then their sum is one."""
+    try:
+        with np.errstate(over="ignore"):  # numpy's wrap around
+            return type(sum(tokens)) is int
+    except MemoryError:
+        raise  # of the process, not of the argument
+    except Exception:  # what has no sum
+        return False
+
+
+def _packed(tokens: list[int], vocab_size: int) -> array[int]:
+    """A list of ids as an array of code "I": to make one of "i" takes three times as long. Raises as `token_ids`."""
+    try:
+        packed = array("I", tokens)  # which refuses floats, and what does not fit; numpy would convert some of them
+    except MemoryError:
+        raise  # of the process, not of the argument
+    except Exception as error:  # whatever the `__index__` of one of them raised
+        for token in tokens:
+            if type(token) is int and not 0 <= token < vocab_size:
+                raise _beyond(token, vocab_size) from error
+        raise HashError(f"tokens must be integers in 0..{vocab_size - 1} ({error})") from error
+    ids = np.frombuffer(packed, np.uint32)
+    # It does not refuse booleans, which are 0 or 1.
+    if bool in map(type, map(tokens.__getitem__, np.flatnonzero(ids <= 1).tolist())):
+        raise HashError(f"tokens must be integers in 0..{vocab_size - 1} (and no booleans)")
+    _checked_ids(ids, vocab_size)
+    return packed
+
+
+def _copied(ids: np.ndarray) -> array[int]:
+    """An array of code "I" of ids in range."""
+    packed = array("I")
+    packed.frombytes(np.ascontiguousarray(ids).view(np.uint8))
+    return packed
+
+
+def _checked_ids(ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """An array of ids as int32. Raises as `token_ids`."""
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise HashError(f"tokens must be a flat sequence of integers, got {ids.dtype}{list(ids.shape)}")
     if not ids.size:
         return np.zeros(0, "<i4")
     if ids.min() < 0 or ids.max() >= vocab_size:
-        worst = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise HashError(f"tokens must be in the vocabulary: token id {worst} is not in 0..{vocab_size - 1}")
+        raise _beyond(int(ids[(ids < 0) | (ids >= vocab_size)][0]), vocab_size)
     return ids.astype("<i4", copy=False)
+
+
+def _beyond(token: int, vocab_size: int) -> HashError:
+    return HashError(f"tokens must be in the vocabulary: token id {shown(token)} is not in 0..{vocab_size - 1}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -188,21 +241,31 @@ class BlockHasher:
         self.spec = spec
         self.root = spec.root(namespace)
         self.digests: list[bytes] = []
-        self._data = bytearray()
+        self._ids = array("I")
         self._items = _checked(items)
         self.extend(tokens)
 
+    @classmethod
+    def adopt(
+        cls, spec: HashSpec, ids: array[int], *, namespace: Namespace | None = None, items: Iterable[MediaItem] = ()
+    ) -> BlockHasher:
+        """A hasher of ids of the vocabulary, as `token_list` makes them: the array is the hasher's from now on."""
+        hasher = cls(spec, namespace=namespace, items=items)
+        hasher._ids = ids
+        hasher._hash_full_blocks()
+        return hasher
+
     @property
     def num_tokens(self) -> int:
-        return len(self._data) // 4
+        return len(self._ids)
 
-    def ids(self, num_tokens: int) -> bytes:
-        """The first `num_tokens` ids, int32 little-endian."""
-        return bytes(memoryview(self._data)[: 4 * num_tokens])
+    def ids(self, num_tokens: int) -> array[int]:
+        """The first `num_tokens` ids, code "I"."""
+        return self._ids[:num_tokens]
 
     def extend(self, tokens: Sequence[int] | np.ndarray) -> list[bytes]:
         """Adds tokens; returns the digests of the blocks that became full. Raises `HashError`, then nothing changed."""
-        self._data += token_ids(tokens, self.spec.vocab_size).tobytes()
+        self._ids += _copied(token_ids(tokens, self.spec.vocab_size))
         return self._hash_full_blocks()
 
     def append(self, token: int) -> bytes | None:
@@ -210,21 +273,21 @@ class BlockHasher:
         if type(token) is not int or not 0 <= token < self.spec.vocab_size:
             filled = self.extend((token,))  # a numpy integer, or to be refused there
             return filled[0] if filled else None
-        self._data += token.to_bytes(4, "little")
+        self._ids.append(token)
         return self._hash_full_blocks()[0] if self.num_tokens % self.spec.block_tokens == 0 else None
 
     def copy(self) -> BlockHasher:
         """Another hasher that stands where this one does."""
         twin = copy.copy(self)
-        twin.digests, twin._data = list(self.digests), bytearray(self._data)
+        twin.digests, twin._ids = list(self.digests), self._ids[:]
         return twin
 
-    def follow(self, ids: bytes, start: int = 0) -> None:
+    def follow(self, ids: array[int], start: int = 0) -> None:
         """Makes the tokens from `start` on those of `ids`; digests are computed anew where they differ.
 
         Args:
-            ids: int32, little-endian.
-            start: a block boundary, at most `num_tokens`. What lies beyond the ids given stays if all of them agree.
+            ids: code "I". What lies beyond them stays if all of them agree.
+            start: a block boundary, at most `num_tokens`.
 
         Raises:
             HashError: an id is none of the vocabulary; then nothing changed.
@@ -233,15 +296,15 @@ class BlockHasher:
         start = as_count("start", start)
         if start % self.spec.block_tokens or start > self.num_tokens:
             raise PlanError(f"start {start} is not one of the block boundaries in 0..{self.num_tokens}")
-        known = bytes(memoryview(self._data)[4 * start : 4 * start + len(ids)])
+        known = self._ids[start : start + len(ids)]
         if known == ids:
             return
-        token_ids(np.frombuffer(ids, "<i4"), self.spec.vocab_size)
+        token_ids(np.frombuffer(ids, np.uint32), self.spec.vocab_size)
         common = min(len(known), len(ids))
-        differ = np.flatnonzero(np.frombuffer(known[:common], "<i4") != np.frombuffer(ids[:common], "<i4"))
-        same = int(differ[0]) if differ.size else common // 4
+        differ = np.flatnonzero(np.frombuffer(known, np.uint32)[:common] != np.frombuffer(ids, np.uint32)[:common])
+        same = int(differ[0]) if differ.size else common
         self.truncate(start + same)
-        self._data += ids[4 * same :]
+        self._ids += ids[same:]
         self._hash_full_blocks()
 
     def truncate(self, num_tokens: int) -> None:
@@ -249,23 +312,17 @@ class BlockHasher:
         num_tokens = as_count("num_tokens", num_tokens)
         if num_tokens > self.num_tokens:
             raise HashError(f"cannot truncate {self.num_tokens} tokens to {num_tokens}")
-        del self._data[4 * num_tokens :]
+        del self._ids[num_tokens:]
         del self.digests[num_tokens // self.spec.block_tokens :]
 
     def _hash_full_blocks(self) -> list[bytes]:
-        width, done = 4 * self.spec.block_tokens, len(self.digests)
-        parent = self.digests[-1] if done else self.root
-        data = bytes(memoryview(self._data)[done * width : len(self._data) // width * width])
-        fresh = []
-        if self._items:
-            extras = self._extras(done, done + len(data) // width)
-            for i in range(len(data) // width):
-                extra = extras.get(done + i, b"")
-                parent = sha256(parent + data[i * width : (i + 1) * width] + extra).digest()
-                fresh.append(parent)
-        else:
-            for start in range(0, len(data), width):
-                parent = sha256(parent + data[start : start + width]).digest()
+        width, done, fresh = 4 * self.spec.block_tokens, len(self.digests), list[bytes]()
+        parent, blocks = self.digests[-1] if done else self.root, len(self._ids) // self.spec.block_tokens
+        extras = self._extras(done, blocks) if self._items else {}
+        with memoryview(self._ids) as ids, ids.cast("B") as data:
+            for i in range(done, blocks):
+                block = parent + data[i * width : (i + 1) * width]
+                parent = sha256(block + extras[i] if i in extras else block).digest()
                 fresh.append(parent)
         self.digests += fresh
         return fresh

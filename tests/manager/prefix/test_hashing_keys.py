@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import HashError, PlanError
-from dsv4_jax.manager.prefix.hashing import BlockHasher, HashSpec, MediaItem, Namespace, canonical_bytes, token_ids
+from dsv4_jax.manager.prefix.hashing import (
+    BlockHasher,
+    HashSpec,
+    MediaItem,
+    Namespace,
+    canonical_bytes,
+    token_ids,
+    token_list,
+)
 
 from ...effort import lines_run
 
@@ -206,3 +214,58 @@ def test_a_generator_is_read_once_and_what_it_raises_is_passed_on() -> None:
         hasher.extend(broken())
     assert hasher.num_tokens == 3
     assert token_ids((i for i in range(3)), 1000).tolist() == [0, 1, 2]
+
+
+# Token ids, as a request keeps them
+
+
+class Indexed:
+    def __index__(self) -> int:
+        return 7
+
+
+@pytest.mark.parametrize("tokens", BAD_TOKENS.values(), ids=BAD_TOKENS)
+def test_bad_tokens_make_no_list(tokens) -> None:
+    with pytest.raises(HashError, match=r"tokens must be|token id .* is not in 0\.\.999"):
+        token_list(tokens, 1000)
+
+
+def test_a_list_of_ints_is_copied_not_made_anew() -> None:
+    given = [900, 0, 1, 901]
+    tokens, ids = token_list(given, 1000)
+    assert tokens == given and tokens is not given
+    assert all(mine is theirs for mine, theirs in zip(tokens, given, strict=True))
+    assert (ids.typecode, ids.tolist()) == ("I", given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [[np.int8(100)] * 5, [3, np.uint64(2)], [np.int32(2**30), np.int32(2**30)], [Indexed(), 3], (5, 6), iter([5, 6]),
+     range(4), np.arange(4), np.arange(4, dtype=np.uint64), np.arange(8, dtype=">i2")[::2], [], np.zeros(0)],
+    ids=kind,
+)  # fmt: skip
+def test_tokens_of_any_type_become_plain_ints(given) -> None:
+    tokens, ids = token_list(given)
+    assert set(map(type, tokens)) <= {int}
+    assert ids.tolist() == tokens == token_ids(tokens).tolist()
+
+
+@pytest.mark.parametrize("token", [-1, 1000, 2**31, 2**32, 2**64])
+def test_the_id_that_is_none_is_named(token) -> None:
+    for call in (token_ids, token_list):
+        with pytest.raises(HashError, match=f"token id {token} is not in 0..999"):
+            call([5, token, 6], 1000)
+
+
+def test_adopted_ids_are_hashed_as_others() -> None:
+    _, ids = token_list(IDS)
+    adopted = BlockHasher.adopt(SPEC, ids, namespace=Namespace("a"), items=ITEMS)
+    assert adopted.digests == BlockHasher(SPEC, IDS, namespace=Namespace("a"), items=ITEMS).digests
+    twin = adopted.copy()
+    adopted.extend([1, 2, 3, 4])
+    assert adopted.ids(704).tolist() == [*IDS, 1, 2, 3, 4] and twin.num_tokens == 700
+
+
+def test_a_long_prompt_is_converted_without_a_look_at_each_token() -> None:
+    short, long = ([0, 1, 500] * n for n in (10, 10_000))
+    assert lines_run(token_list, long, 1000) == lines_run(token_list, short, 1000)
