@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import PoolError
+from .spec import distinct
 from .token_allocator import TokenToKVPoolAllocator
 
 __all__ = ["Inserted", "Listed", "Lock", "Match", "Node", "check_foreign"]
@@ -133,5 +134,5 @@ def check_foreign(name: str, ids: np.ndarray, owned: np.ndarray, allocator: Toke
         return
     if not allocator.is_held(ids).all():
         raise PoolError(f"insert: {name} {ids.tolist()} are not all handed out")
-    if np.unique(ids).size != ids.size or owned[ids].any():
+    if distinct(ids).size != ids.size or owned[ids].any():
         raise PoolError(f"insert: {name} {ids.tolist()} are named twice, or the cache's at another place")

@@ -13,7 +13,7 @@ from ..eviction_queue import EvictionQueue
 from .digests import chain, root_digest
 from .radix_node import Listed, Lock, Node
 from .slots import StateSlots
-from .spec import check_count
+from .spec import check_count, distinct
 from .token_allocator import TokenToKVPoolAllocator
 from .undo import Undo
 
@@ -76,7 +76,7 @@ class RadixTree:
         checks = {
             "total size": self._total == len(ids),
             "protected size": self._protected == sum(len(n) for n in nodes if n.refs),
-            "an id is owned twice": np.unique(ids).size == len(ids) and np.unique(rows).size == len(rows),
+            "an id is owned twice": distinct(ids).size == len(ids) and distinct(rows).size == len(rows),
             "owned ids": np.array_equal(np.flatnonzero(self._owned), np.sort(ids)),
             "owned window ids": np.array_equal(np.flatnonzero(self._owned_window), np.sort(rows)),
             "owned ids that are not handed out": self._allocator.is_held(ids).all(),

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from ..checks import int_array
 from ..errors import PoolError
 
-__all__ = ["MAX_ROWS", "STORAGE", "GDNSpec", "KVSpec", "as_ids", "check_count"]
+__all__ = ["MAX_ROWS", "STORAGE", "GDNSpec", "KVSpec", "as_ids", "check_count", "distinct"]
 
 # Storage -> carrier dtype. Unsigned carriers: XLA's CPU scatter into bf16 or fp8 converts the whole pool.
 STORAGE = {"bf16": "uint16", "f16": "uint16", "f32": "uint32", "fp8": "uint8"}
@@ -26,6 +27,10 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 
 def as_ids(name: str, ids: Any) -> np.ndarray:
     """`ids` as a NumPy array of integers (no copy of one), nothing at all as int64. Raises `PoolError`."""
+    if type(ids) is list and (packed := int_array(ids, "Q")):
+        values = np.frombuffer(packed, np.int64)
+        if values.min() >= 0:  # none is beyond int64
+            return values
     try:
         array = np.asarray(ids)
     except ValueError:  # ragged
@@ -35,6 +40,14 @@ def as_ids(name: str, ids: Any) -> np.ndarray:
     if array.dtype.kind not in "iu":
         raise PoolError(f"{name} must be integers, got {array.dtype}")
     return array
+
+
+def distinct(ids: np.ndarray) -> np.ndarray:
+    """The ids without repetitions, ascending. (`numpy.unique` hashes them: 50 times as long for 100,000.)"""
+    ordered = np.sort(ids)
+    first = np.ones(len(ordered), bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    return ordered[first]
 
 
 def _check_storage(name: str, storage: str, allowed: tuple[str, ...]) -> None:

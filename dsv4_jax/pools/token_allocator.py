@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import IntegrityError, PoolError, PoolExhaustedError, PoolReleaseError
-from .spec import MAX_ROWS, as_ids, check_count
+from .spec import MAX_ROWS, as_ids, check_count, distinct
 from .undo import Undo
 
 __all__ = ["TokenToKVPoolAllocator"]
@@ -226,7 +226,7 @@ class TokenToKVPoolAllocator:
     def _make_available(self, undo: Undo, ids: np.ndarray) -> None:
         self._mark(undo, self._taken, ids, False)
         self._count(undo, ids, -1)
-        pages = np.unique(ids // self._page)
+        pages = distinct(ids // self._page)
         pages = pages[self._used[pages] == 0].astype(np.int32)
         undo.keep(self, "_num_released")
         undo.keep_end(self._released)
@@ -258,7 +258,7 @@ class TokenToKVPoolAllocator:
         ids = ids.astype(np.int64)  # a copy: the caller may write to its own
         if not self._held[ids].all():
             raise PoolReleaseError("tokens", ids[~self._held[ids]].tolist(), "not held (freed twice?)", valid)
-        unique, times = np.unique(ids, return_counts=True)
-        if unique.size != ids.size:
+        if distinct(ids).size != ids.size:
+            unique, times = np.unique(ids, return_counts=True)
             raise PoolReleaseError("tokens", unique[times > 1].tolist(), "named twice in one call", valid)
         return ids

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from ...checks import shown
+from ...checks import int_array, shown
 from ...errors import HashError, PlanError
 from ..allocator import as_count
 
@@ -75,7 +75,7 @@ def token_ids(tokens: Iterable[int] | np.ndarray, vocab_size: int = _MAX_TOKEN +
     """
     if isinstance(tokens, np.ndarray):
         return _checked_ids(tokens, vocab_size)
-    return np.frombuffer(_packed(_listed(tokens), vocab_size), "<i4")
+    return np.frombuffer(token_list(tokens, vocab_size)[1], "<i4")
 
 
 def token_list(tokens: Iterable[int] | np.ndarray, vocab_size: int = _MAX_TOKEN + 1) -> tuple[list[int], array[int]]:
@@ -87,8 +87,12 @@ def token_list(tokens: Iterable[int] | np.ndarray, vocab_size: int = _MAX_TOKEN 
         ids = _checked_ids(tokens, vocab_size)
         return ids.tolist(), _copied(ids)
     values = _listed(tokens)
-    packed = _packed(values, vocab_size)
-    return values if _are_ints(values) else packed.tolist(), packed
+    packed = int_array(values, "I")
+    if packed is None:
+        values = _as_ints(values, vocab_size)
+        packed = array("I", values)
+    _checked_ids(np.frombuffer(packed, np.uint32), vocab_size)
+    return values, packed
 
 
 def _listed(tokens: Iterable[int]) -> list[int]:
@@ -101,34 +105,19 @@ def _listed(tokens: Iterable[int]) -> list[int]:
     return list(values)
 
 
-def _are_ints(tokens: list[int]) -> bool:
-    """Whether all are Python's ints (or an enum's), not numpy's or others: then their sum is one."""
+def _as_ints(tokens: list[Any], vocab_size: int) -> list[int]:
+    """Integers of any type as Python's, all of 32 bits. Raises as `token_ids`."""
+    if bool in map(type, tokens):
+        raise HashError(f"tokens must be integers in 0..{vocab_size - 1} (and no booleans)")
     try:
-        with np.errstate(over="ignore"):  # numpy's wrap around
-            return type(sum(tokens)) is int
-    except MemoryError:
-        raise  # of the process, not of the argument
-    except Exception:  # what has no sum
-        return False
-
-
-def _packed(tokens: list[int], vocab_size: int) -> array[int]:
-    """A list of ids as an array of code "I": to make one of "i" takes three times as long. Raises as `token_ids`."""
-    try:
-        packed = array("I", tokens)  # which refuses floats, and what does not fit; numpy would convert some of them
+        ints = list(map(operator.index, tokens))
     except MemoryError:
         raise  # of the process, not of the argument
     except Exception as error:  # whatever the `__index__` of one of them raised
-        for token in tokens:
-            if type(token) is int and not 0 <= token < vocab_size:
-                raise _beyond(token, vocab_size) from error
         raise HashError(f"tokens must be integers in 0..{vocab_size - 1} ({error})") from error
-    ids = np.frombuffer(packed, np.uint32)
-    # It does not refuse booleans, which are 0 or 1.
-    if bool in map(type, map(tokens.__getitem__, np.flatnonzero(ids <= 1).tolist())):
-        raise HashError(f"tokens must be integers in 0..{vocab_size - 1} (and no booleans)")
-    _checked_ids(ids, vocab_size)
-    return packed
+    if min(ints) < 0 or max(ints) >= vocab_size:
+        raise _beyond(next(i for i in ints if not 0 <= i < vocab_size), vocab_size)
+    return ints
 
 
 def _copied(ids: np.ndarray) -> array[int]:
