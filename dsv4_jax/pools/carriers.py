@@ -14,7 +14,7 @@ from ..errors import PoolError, ShapeError
 from ..formats import index_format
 from ..formats.index_fp8 import decode as _fp8_decode
 from ..formats.index_fp8 import encode as _fp8_encode
-from .spec import STORAGE
+from .spec import STORAGE, distinct
 
 __all__ = ["as_rows", "decode", "encode", "safe_ids", "safe_layer", "to_carrier"]
 
@@ -88,7 +88,7 @@ def safe_ids(name: str, ids: Any, last: int, *, unique: bool = False) -> jax.Arr
         if host.min() < 0 or host.max() > last:
             raise PoolError(f"{name} must be in 0..{last}, got {int(host.min())}..{int(host.max())}")
         live = host[host != 0]
-        if unique and np.unique(live).size != live.size:
+        if unique and distinct(live).size != live.size:
             raise PoolError(f"{name} names a slot twice")
         return jnp.asarray(host.astype(np.int32))
     if not jnp.issubdtype(ids.dtype, jnp.integer):

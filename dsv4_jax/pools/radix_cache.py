@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import PoolError
-from ..events import Tier
+from ..events import EventLog, Tier
 from .digests import as_tokens
 from .radix_node import Inserted, Lock, Match, Node, check_foreign
 from .radix_tree import RadixTree
+from .slots import StateSlots
 from .spec import as_ids, check_count
+from .token_allocator import TokenToKVPoolAllocator
 from .undo import Undo
 
 __all__ = ["RadixCache"]
@@ -28,7 +30,7 @@ __all__ = ["RadixCache"]
 _NONE = np.zeros(0, np.int32)
 
 
-class RadixCache(RadixTree):
+class RadixCache:
     """A compressed prefix tree over token ids.
 
     Args:
@@ -42,20 +44,37 @@ class RadixCache(RadixTree):
             is here may not be matched.
     """
 
+    def __init__(
+        self,
+        allocator: TokenToKVPoolAllocator,
+        *,
+        window: int | None = None,
+        window_allocator: TokenToKVPoolAllocator | None = None,
+        states: StateSlots | None = None,
+        events: EventLog | None = None,
+    ):
+        self._tree = RadixTree(
+            allocator, window=window, window_allocator=window_allocator, states=states, events=events
+        )
+
+    def check_integrity(self) -> None:
+        """The books against each other. For tests: O(tokens). Raises `IntegrityError`."""
+        self._tree.check_integrity()
+
     @property
     def total_size(self) -> int:
         """Tokens in the tree."""
-        return self._total
+        return self._tree.total
 
     @property
     def protected_size(self) -> int:
         """Tokens under a lock."""
-        return self._protected
+        return self._tree.protected
 
     @property
     def evictable_size(self) -> int:
         """Tokens that `evict` could free: a node without a lock has none below it either."""
-        return self._total - self._protected
+        return self._tree.total - self._tree.protected
 
     def match(self, tokens: Any, namespace: Hashable = None, *, limit: int | None = None) -> Match:
         """The longest prefix of `tokens` that can be used, in whole pages.
@@ -65,24 +84,25 @@ class RadixCache(RadixTree):
             limit: match no more tokens than this. Leave some to compute here rather than cutting the match
                 afterwards: the snapshot is that of the match's end.
         """
+        tree = self._tree
         tokens = as_tokens(tokens)
         if limit is not None:
             tokens = tokens[: check_count("limit", limit, 0)]
-        root = self._root(namespace)
-        path, kv_length = self._walk(root, tokens)
+        root = tree.root_of(namespace)
+        path, kv_length = tree.walk(root, tokens)
         end, live, whole = 0, 0, True  # whole: no tombstone so far
         for node, count in path:
-            whole = whole and (not self._window or node.window_ids is not None)
-            live = live + count if not self._window or node.window_ids is not None else 0
-            at_state = self._states is None or (count == len(node) and node.snapshot is not None)
-            if at_state and (whole or live >= self._window):
+            whole = whole and (not tree.window or node.window_ids is not None)
+            live = live + count if not tree.window or node.window_ids is not None else 0
+            at_state = tree.states is None or (count == len(node) and node.snapshot is not None)
+            if at_state and (whole or live >= tree.window):
                 end = node.start + count
         last, count = [(root, 0), *(step for step in path if step[0].start < end)][-1]
         undo = Undo()
         try:
             if count < len(last):
-                last = self._split(undo, last, count)
-            nodes = self._touched(last)
+                last = tree.split(undo, last, count)
+            nodes = tree.touch(last)
             ids = np.concatenate([_NONE, *(n.ids for n in nodes)])
             return Match(last, ids, np.concatenate([_NONE, *(n.rows for n in nodes)]), last.snapshot, kv_length)
         except BaseException:
@@ -110,63 +130,64 @@ class RadixCache(RadixTree):
             PoolError: the arguments do not fit together, or a slot to be taken over is not handed out, is named
                 twice, or is already the cache's; or a `batch` of an allocator is open. Nothing was changed.
         """
-        self._check_no_batch("insert")
+        tree = self._tree
+        tree.check_no_batch("insert")
         tokens, ids = as_tokens(tokens), as_ids("insert: ids", ids).reshape(-1)
         rows = np.zeros(len(tokens), np.int32)
         if window_ids is not None:
             rows = as_ids("insert: window ids", window_ids).reshape(-1)
         if not len(ids) == len(rows) == len(tokens):
             raise PoolError(f"insert: {len(tokens)} tokens, {len(ids)} ids, {len(rows)} window ids")
-        if window_ids is not None and not self._window:
+        if window_ids is not None and not tree.window:
             raise PoolError("insert: this cache has no window")
-        end = len(tokens) // self._page * self._page
-        self._check_snapshot(snapshot, end == len(tokens))
+        end = len(tokens) // tree.page * tree.page
+        tree.check_snapshot(snapshot, end == len(tokens))
         live = int(np.flatnonzero(rows)[0]) if rows.any() else len(rows)
         if not rows[live:].all():
             raise PoolError("insert: window ids must be those of the last tokens, without gaps")
-        live = -(-live // self._page) * self._page  # whole pages only
+        live = -(-live // tree.page) * tree.page  # whole pages only
 
-        root = self._root(namespace)
-        path, prefix = self._walk(root, tokens[:end])
+        root = tree.root_of(namespace)
+        path, prefix = tree.walk(root, tokens[:end])
         own = np.concatenate([_NONE, *(n.ids[:count] for n, count in path)])
         foreign = np.concatenate([ids[:prefix][ids[:prefix] != own], ids[prefix:]])
-        check_foreign("ids", foreign, self._owned, self._allocator)
+        check_foreign("ids", foreign, tree.owned, tree.allocator)
         mine = rows[:prefix] != np.concatenate([_NONE, *(n.rows[:count] for n, count in path)])
-        if self._window_allocator is not None:
+        if tree.window_allocator is not None:
             foreign_rows = np.concatenate([rows[:prefix][mine], rows[prefix:]])
             foreign_rows = foreign_rows[foreign_rows != 0]
-            check_foreign("window ids", foreign_rows, self._owned_window, self._window_allocator)
+            check_foreign("window ids", foreign_rows, tree.owned_window, tree.window_allocator)
 
         undo = Undo()
         try:
-            undo.call(self._queue)
+            undo.call(tree.rebuild_queues)
             if end:
-                undo.keep_key(self._roots, namespace)
-                self._roots[namespace] = root
+                undo.keep_key(tree.roots, namespace)
+                tree.roots[namespace] = root
             last, count = [(root, 0), *path][-1]
             if count < len(last):
-                last = self._split(undo, last, count)
+                last = tree.split(undo, last, count)
             revived = np.zeros(end, bool)
             for node in last.path():
                 if node.window_ids is None and node.end > live and rows[node.start : node.end].any():
                     if node.start < live:
-                        self._split(undo, node, live - node.start)
+                        tree.split(undo, node, live - node.start)
                     revived[node.start : node.end] = True
-                    self._adopt_rows(undo, node, rows[node.start : node.end])
-            for first, stop in self._pieces(prefix, end, live):
-                last = self._attach(undo, last, first, tokens[first:stop], ids[first:stop].astype(np.int32))
-                if self._window and first >= live:
+                    tree.adopt_rows(undo, node, rows[node.start : node.end])
+            for first, stop in tree.pieces(prefix, end, live):
+                last = tree.attach(undo, last, first, tokens[first:stop], ids[first:stop].astype(np.int32))
+                if tree.window and first >= live:
                     revived[first:stop] = True
-                    self._adopt_rows(undo, last, rows[first:stop])
+                    tree.adopt_rows(undo, last, rows[first:stop])
             took = snapshot is not None and last.parent is not None and last.snapshot is None
             if took:
                 undo.keep(last, "snapshot")
-                undo.call(self._owned_states.discard, snapshot)
+                undo.call(tree.owned_states.discard, snapshot)
                 last.snapshot = snapshot
-                self._owned_states.add(snapshot)
-            nodes = self._touched(last)
-            self._leaves.push(last)
-            self._snapshots.push(last)
+                tree.owned_states.add(snapshot)
+            nodes = tree.touch(last)
+            tree.leaves.push(last)
+            tree.snapshots.push(last)
             kept = np.concatenate([ids[:prefix][ids[:prefix] != own], ids[end:]]).astype(np.int32)
             still = np.concatenate([mine & ~revived[:prefix], ~revived[prefix:], np.ones(len(rows) - end, bool)])
             kept_rows = rows[still & (rows != 0)].astype(np.int32)
@@ -177,23 +198,24 @@ class RadixCache(RadixTree):
 
     def lock(self, node: Node) -> Lock:
         """Keeps a node and all above it from eviction; of the window rows, those of the last `window` tokens."""
-        if not isinstance(node, Node) or node.owner is not self or not node.alive:
+        tree = self._tree
+        if not isinstance(node, Node) or node.owner is not tree or not node.alive:
             raise PoolError("lock: the node has left the tree, or is another cache's")
         path, lock = node.path(), Lock(node, node.end)
         undo = Undo()
         try:
-            undo.keep(self, "_protected")
-            undo.call(self._locks.discard, lock)
+            undo.keep(tree, "protected")
+            undo.call(tree.locks.discard, lock)
             for above in path:
                 undo.keep(above, "refs", "window_refs")
-                self._protected += len(above) if above.refs == 0 else 0
+                tree.protected += len(above) if above.refs == 0 else 0
                 above.refs += 1
             for above in path:
-                if node.end - lock.window_start >= self._window:
+                if node.end - lock.window_start >= tree.window:
                     break
                 above.window_refs += 1
                 lock.window_start = above.start
-            self._locks.add(lock)
+            tree.locks.add(lock)
             return lock
         except BaseException:
             undo.put_back()
@@ -201,20 +223,21 @@ class RadixCache(RadixTree):
 
     def unlock(self, lock: Lock) -> None:
         """Ends a lock. Raises `PoolError` if it has ended already."""
-        if not isinstance(lock, Lock) or lock not in self._locks:
+        tree = self._tree
+        if not isinstance(lock, Lock) or lock not in tree.locks:
             raise PoolError("unlock: the lock has ended already, or is another cache's")
         undo = Undo()
         try:
-            undo.call(self._queue)
-            undo.keep(self, "_protected")
-            undo.call(self._locks.add, lock)
-            self._locks.remove(lock)
+            undo.call(tree.rebuild_queues)
+            undo.keep(tree, "protected")
+            undo.call(tree.locks.add, lock)
+            tree.locks.remove(lock)
             for above in lock.node.path():
                 undo.keep(above, "refs", "window_refs")
                 above.refs -= 1
                 above.window_refs -= above.start >= lock.window_start
-                self._protected -= len(above) if above.refs == 0 else 0
-                for queue in (self._leaves, self._windows, self._snapshots):
+                tree.protected -= len(above) if above.refs == 0 else 0
+                for queue in (tree.leaves, tree.windows, tree.snapshots):
                     queue.push(above)
         except BaseException:
             undo.put_back()
@@ -226,14 +249,15 @@ class RadixCache(RadixTree):
         What a leaf holds is freed with it. Returns how many tokens were freed. Raises `PoolError` within a `batch` of
         an allocator, as `evict_window` and `clear` do.
         """
-        self._check_no_batch("evict")
+        tree = self._tree
+        tree.check_no_batch("evict")
         count, freed = check_count("count", count, 0), 0
         undo = Undo()
         try:
-            undo.call(self._queue)
-            while freed < count and (node := self._leaves.pop()) is not None:
+            undo.call(tree.rebuild_queues)
+            while freed < count and (node := tree.leaves.pop()) is not None:
                 freed += len(node)
-                self._remove(undo, node)
+                tree.remove(undo, node)
             return freed
         except BaseException:
             undo.put_back()
@@ -241,14 +265,15 @@ class RadixCache(RadixTree):
 
     def evict_window(self, count: int) -> int:
         """Frees at least `count` window slots, or all it can; their nodes become tombstones. Returns how many."""
-        self._check_no_batch("evict_window")
+        tree = self._tree
+        tree.check_no_batch("evict_window")
         count, freed = check_count("count", count, 0), 0
         undo = Undo()
         try:
-            undo.call(self._queue)
-            while freed < count and (node := self._windows.pop()) is not None:
+            undo.call(tree.rebuild_queues)
+            while freed < count and (node := tree.windows.pop()) is not None:
                 freed += len(node)
-                self._drop_rows(undo, node)
+                tree.drop_rows(undo, node)
             return freed
         except BaseException:
             undo.put_back()
@@ -256,13 +281,14 @@ class RadixCache(RadixTree):
 
     def evict_snapshots(self, count: int) -> int:
         """Frees `count` track slots, or all that can be freed. Returns how many."""
+        tree = self._tree
         count, freed = check_count("count", count, 0), 0
         undo = Undo()
         try:
-            undo.call(self._queue)
-            while freed < count and (node := self._snapshots.pop()) is not None:
+            undo.call(tree.rebuild_queues)
+            while freed < count and (node := tree.snapshots.pop()) is not None:
                 freed += 1
-                self._drop_snapshot(undo, node)
+                tree.drop_snapshot(undo, node)
             return freed
         except BaseException:
             undo.put_back()
@@ -270,17 +296,18 @@ class RadixCache(RadixTree):
 
     def clear(self) -> None:
         """Forgets everything and gives all slots back. Raises `PoolError` while there are locks."""
-        self._check_no_batch("clear")
-        if self._locks:
-            raise PoolError(f"clear: {len(self._locks)} locks are held")
+        tree = self._tree
+        tree.check_no_batch("clear")
+        if tree.locks:
+            raise PoolError(f"clear: {len(tree.locks)} locks are held")
         undo = Undo()
         try:
-            undo.call(self._queue)
-            undo.keep(self, "_roots", "_locks", "_owned_states", "_total", "_protected", "_owned", "_owned_window")
-            for node in list(self._nodes()):
-                self._give_back(undo, node)
-            self._start()
-            self._tell(undo, "cleared", Tier.NONE, [(None, None)])
+            undo.call(tree.rebuild_queues)
+            undo.keep(tree, "roots", "locks", "owned_states", "total", "protected", "owned", "owned_window")
+            for node in list(tree.nodes()):
+                tree.give_back(undo, node)
+            tree.begin()
+            tree.tell(undo, "cleared", Tier.NONE, [(None, None)])
         except BaseException:
             undo.put_back()
             raise

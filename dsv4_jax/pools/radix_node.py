@@ -38,7 +38,7 @@ class Node:
         used: when it was last matched or inserted, on the cache's clock.
         queued: which eviction queues list it: bits of `Listed`.
         digests: of its pages, if the cache has an event log; of a root, where they begin.
-        owner: the cache.
+        owner: the tree that made it.
     """
 
     __slots__ = (

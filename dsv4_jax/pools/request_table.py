@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import IntegrityError, PoolError
 from .slots import Slots
-from .spec import as_ids, check_count
+from .spec import as_ids, check_count, distinct
 from .undo import Undo
 
 __all__ = ["KVIndices", "ReqToTokenPool", "TableUpdate"]
@@ -235,7 +235,7 @@ class ReqToTokenPool:
             ids = self._table[slot, :length]
             if length and slot not in held:
                 raise IntegrityError(f"request slot {slot} is free and lists {length} tokens")
-            if (ids < 1).any() or np.unique(ids).size != length:
+            if (ids < 1).any() or distinct(ids).size != length:
                 raise IntegrityError(f"request slot {slot} lists a null token or a token twice")
         if not held >= set(self._dirty):
             raise IntegrityError(f"free request slots {sorted(set(self._dirty) - held)} wait for an update")

@@ -124,9 +124,9 @@ def tree_of(c: Cached) -> Any:
     nodes = sorted(
         (n.start, n.tokens.tolist(), n.ids.tolist(), n.rows.tolist(), n.snapshot or 0, n.refs, n.window_refs,
          len(n.digests), n.parent.number if n.parent and n.parent.parent else 0)
-        for n in c.cache._nodes()
+        for n in c.cache._tree.nodes()
     )  # fmt: skip
-    sizes = c.cache.total_size, c.cache.protected_size, len(c.cache._locks), len(c.cache._roots)
+    sizes = c.cache.total_size, c.cache.protected_size, len(c.cache._tree.locks), len(c.cache._tree.roots)
     return nodes, sizes, tokens_of(c.pool), tokens_of(c.rows), sorted(c.states.held), c.events.since(0)
 
 
@@ -151,11 +151,12 @@ def test_radix_cache(name: str) -> None:
     thing, line = cached(), 1  # once more, all interruptions on the same cache: all of it can still be evicted
     while raises_at(line, MemoryError, lambda: CALLS[name](thing)):
         line += 5
-    for lock in list(thing.cache._locks):
+    for lock in list(thing.cache._tree.locks):
         thing.cache.unlock(lock)
     assert thing.cache.evict_window(99) + thing.cache.evict_snapshots(9) >= 0
     thing.cache.evict(99)
-    assert thing.cache.total_size == 0 and not thing.cache._owned_states and not thing.cache._owned_window.any()
+    tree = thing.cache._tree
+    assert tree.total == 0 and not tree.owned_states and not tree.owned_window.any()
 
 
 @pytest.mark.slow

@@ -18,6 +18,8 @@ from dsv4_jax.errors import PoolError, PoolExhaustedError
 from dsv4_jax.events import EventBatch, EventLog, Tier, coalesce
 from dsv4_jax.pools import ChunkCache, GDNSpec, RadixCache, StateSlots, TokenToKVPoolAllocator, page_digests
 
+from ..effort import lines_run
+
 
 def states_of(count: int) -> StateSlots:
     return StateSlots(GDNSpec(2, 1, 1, 1, 1, 1, 2, track_slots=count))
@@ -319,9 +321,9 @@ def digest_of(page: int, space: Any, tokens: tuple[int, ...]) -> bytes:
 
 def hear(cache: RadixCache, known: dict[bytes, bytes | None]) -> None:
     """A router's books, from the events since the last call: no page is told of without the one before it."""
-    events, missed = cache._events.since(HEARD.get(cache, 0))
+    events, missed = cache._tree.events.since(HEARD.get(cache, 0))
     assert not missed
-    HEARD[cache] = cache._events.last
+    HEARD[cache] = cache._tree.events.last
     for event in events:
         if event.kind == "stored":
             assert event.digest not in known and (event.parent is None or event.parent in known)
@@ -445,3 +447,44 @@ def test_trace(seed: int, page: int, window: int, stateful: bool) -> None:
         cache.unlock(lock)
     cache.evict(100)
     assert cache.total_size == 0 == pool.num_held and (not stateful or slots.num_free == 6)
+
+
+@pytest.mark.parametrize("form", [list, np.asarray], ids=["list", "array"])
+def test_lines_do_not_grow_with_the_length(form) -> None:
+    """Of an insert into an empty cache, one of the same again, a match, a lock and an eviction."""
+
+    def use(length: int) -> None:
+        pool, rows = TokenToKVPoolAllocator(3 * length), TokenToKVPoolAllocator(3 * length)
+        cache = RadixCache(pool, window=16, window_allocator=rows)
+        tokens = form(range(5, 5 + length))
+        for _ in range(2):
+            done = cache.insert(tokens, pool.alloc(length), window_ids=rows.alloc(length))
+            pool.free(done.kept)
+            rows.free(done.kept_window)
+        match = cache.match(tokens)
+        cache.unlock(cache.lock(match.node))
+        assert match.length == length == cache.evict(1) and pool.num_held == rows.num_held == 0
+
+    assert lines_run(use, 4000) == lines_run(use, 40)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "key"),
+    [
+        ([1, 2, 2**63 - 1], [1, 2, 2**63 - 1]), ([-1, 2, 3], [-1, 2, 3]), ([np.int8(1), np.int64(2), 3], [1, 2, 3]),
+        ((1, 2, 3), [1, 2, 3]), ([[1, 2, 3]], [1, 2, 3]),
+    ],
+)  # fmt: skip
+def test_tokens_are_integers_of_any_type(tokens: Any, key: list[int]) -> None:
+    cache, pool, *_ = make()
+    cache.insert(tokens, pool.alloc(3))
+    assert cache.match(np.array(key)).length == 3
+
+
+@pytest.mark.parametrize("tokens", [[1.0], [1, 2.5], ["1"], [None], [2**64], [2**63, 1], [True], [[1], [2, 3]]])
+def test_tokens_that_are_none_are_refused(tokens: Any) -> None:
+    cache, pool, *_ = make()
+    for call in (lambda: cache.match(tokens), lambda: cache.insert(tokens, pool.alloc(1))):
+        with pytest.raises(PoolError, match="tokens must be"):
+            call()
+    cache.check_integrity()
