@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from ...checks import int_array, shown
+from ...checks import as_int, int_array, shown
 from ...errors import HashError, PlanError
 from ..allocator import as_count
 
@@ -75,7 +75,7 @@ def token_ids(tokens: Iterable[int] | np.ndarray, vocab_size: int = _MAX_TOKEN +
     """
     if isinstance(tokens, np.ndarray):
         return _checked_ids(tokens, vocab_size)
-    return np.frombuffer(token_list(tokens, vocab_size)[1], "<i4")
+    return np.frombuffer(_packed(_listed(tokens), vocab_size), "<i4")
 
 
 def token_list(tokens: Iterable[int] | np.ndarray, vocab_size: int = _MAX_TOKEN + 1) -> tuple[list[int], array[int]]:
@@ -87,12 +87,8 @@ def token_list(tokens: Iterable[int] | np.ndarray, vocab_size: int = _MAX_TOKEN 
         ids = _checked_ids(tokens, vocab_size)
         return ids.tolist(), _copied(ids)
     values = _listed(tokens)
-    packed = int_array(values, "I")
-    if packed is None:
-        values = _as_ints(values, vocab_size)
-        packed = array("I", values)
-    _checked_ids(np.frombuffer(packed, np.uint32), vocab_size)
-    return values, packed
+    packed = _packed(values, vocab_size)
+    return values if _are_ints(values) else packed.tolist(), packed
 
 
 def _listed(tokens: Iterable[int]) -> list[int]:
@@ -105,25 +101,32 @@ def _listed(tokens: Iterable[int]) -> list[int]:
     return list(values)
 
 
-def _as_ints(tokens: list[Any], vocab_size: int) -> list[int]:
-    """Integers of any type as Python's, all of 32 bits. Raises as `token_ids`."""
-    if bool in map(type, tokens):
-        raise HashError(f"tokens must be integers in 0..{vocab_size - 1} (and no booleans)")
+def _are_ints(tokens: list[int]) -> bool:
+    """Whether all integers of a list are Python's, not numpy's or others: then their sum is."""
     try:
-        ints = list(map(operator.index, tokens))
+        with np.errstate(over="ignore"):  # numpy's may wrap around
+            return type(sum(tokens)) is int
     except MemoryError:
         raise  # of the process, not of the argument
-    except Exception as error:  # whatever the `__index__` of one of them raised
-        raise HashError(f"tokens must be integers in 0..{vocab_size - 1} ({error})") from error
-    if min(ints) < 0 or max(ints) >= vocab_size:
-        raise _beyond(next(i for i in ints if not 0 <= i < vocab_size), vocab_size)
-    return ints
+    except Exception:  # what has no sum
+        return False
+
+
+def _packed(tokens: list[int], vocab_size: int) -> array[int]:
+    """A list of ids as an array of code "I". Raises as `token_ids`."""
+    packed = int_array(tokens, "I")
+    if packed is None:
+        for token in tokens:
+            _check_token(token, vocab_size)
+        raise HashError(f"tokens must be integers in 0..{vocab_size - 1}")
+    _check_range(np.frombuffer(packed, np.uint32), vocab_size)
+    return packed
 
 
 def _copied(ids: np.ndarray) -> array[int]:
-    """An array of code "I" of ids in range."""
+    """Ids of the vocabulary as an array of code "I"."""
     packed = array("I")
-    packed.frombytes(np.ascontiguousarray(ids).view(np.uint8))
+    packed.frombytes(ids.astype(np.uint32).view(np.uint8).data)
     return packed
 
 
@@ -131,15 +134,21 @@ def _checked_ids(ids: np.ndarray, vocab_size: int) -> np.ndarray:
     """An array of ids as int32. Raises as `token_ids`."""
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise HashError(f"tokens must be a flat sequence of integers, got {ids.dtype}{list(ids.shape)}")
-    if not ids.size:
-        return np.zeros(0, "<i4")
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        raise _beyond(int(ids[(ids < 0) | (ids >= vocab_size)][0]), vocab_size)
+    _check_range(ids, vocab_size)
     return ids.astype("<i4", copy=False)
 
 
-def _beyond(token: int, vocab_size: int) -> HashError:
-    return HashError(f"tokens must be in the vocabulary: token id {shown(token)} is not in 0..{vocab_size - 1}")
+def _check_range(ids: np.ndarray, vocab_size: int) -> None:
+    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+        _check_token(int(ids[(ids < 0) | (ids >= vocab_size)][0]), vocab_size)
+
+
+def _check_token(token: Any, vocab_size: int) -> None:
+    number = as_int(token)
+    if number is None:
+        raise HashError(f"tokens must be integers in 0..{vocab_size - 1}, got {shown(token)}")
+    if not 0 <= number < vocab_size:
+        raise HashError(f"tokens must be in the vocabulary: token id {shown(number)} is not in 0..{vocab_size - 1}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
