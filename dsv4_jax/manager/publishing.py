@@ -10,9 +10,9 @@ import numpy as np
 from ..errors import HashError
 from ..layout import CacheLayout
 from .policies import Placement, SnapshotPlacement
-from .prefix.hashing import token_ids
 from .prefix.node import SETTLED, Node, S, T
 from .prefix.prefix_tree import PrefixTree
+from .prefix.token_ids import check_range
 from .request import Request
 from .tiered_cache import TieredCache
 
@@ -127,7 +127,7 @@ class Publisher:
         known = len(history)
         try:
             history.extend(request.tokens[known:tokens])
-            token_ids(np.frombuffer(history[known:], np.uint32), hasher.spec.vocab_size)
+            check_range(np.frombuffer(history[known:], np.uint32), hasher.spec.vocab_size)
         except (HashError, OverflowError, TypeError):  # no ids that a step could have computed
             del history[known:]
             request.hasher = None  # nothing more of this request is cached

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import HashError, RequestError
-from .prefix.hashing import BlockHasher, token_ids, token_list
+from .prefix.hashing import BlockHasher
 from .prefix.node import Node, S
+from .prefix.token_ids import token_ids, token_list
 
 __all__ = ["Parked", "Request", "RequestRef", "RequestState", "prompt_tokens", "request_tokens"]
 

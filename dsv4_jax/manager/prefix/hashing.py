@@ -27,14 +27,14 @@ from typing import Any
 
 import numpy as np
 
-from ...checks import as_int, int_array, shown
+from ...checks import INT32_MAX, shown
 from ...errors import HashError, PlanError
 from ..allocator import as_count
+from .token_ids import check_range, packed, token_ids
 
-__all__ = ["BlockHasher", "HashSpec", "Key", "MediaItem", "Namespace", "canonical_bytes", "token_ids", "token_list"]
+__all__ = ["BlockHasher", "HashSpec", "Key", "MediaItem", "Namespace", "canonical_bytes"]
 
 Key = None | int | str | bytes | tuple["Key", ...]
-_MAX_TOKEN = 2**31 - 1
 
 
 def canonical_bytes(value: Any) -> bytes:
@@ -65,90 +65,6 @@ def canonical_bytes(value: Any) -> bytes:
 
 def _field(tag: bytes, data: bytes) -> bytes:
     return tag + struct.pack("<I", len(data)) + data
-
-
-def token_ids(tokens: Iterable[int] | np.ndarray, vocab_size: int = _MAX_TOKEN + 1) -> np.ndarray:
-    """The ids as an array, [N] int32. Raises `HashError` if any is no id of the vocabulary.
-
-    Integers of any type are welcome, in a flat array or whatever can be iterated. Booleans and floats are none.
-    What an iterator raises is passed on.
-    """
-    if isinstance(tokens, np.ndarray):
-        return _checked_ids(tokens, vocab_size)
-    return np.frombuffer(_packed(_listed(tokens), vocab_size), "<i4")
-
-
-def token_list(tokens: Iterable[int] | np.ndarray, vocab_size: int = _MAX_TOKEN + 1) -> tuple[list[int], array[int]]:
-    """The ids as a list and as an array of code "I", both the caller's. Raises as `token_ids`.
-
-    The list holds the ints that were given: to make 100,000 new ones takes longer than all else that is done here.
-    """
-    if isinstance(tokens, np.ndarray):
-        ids = _checked_ids(tokens, vocab_size)
-        return ids.tolist(), _copied(ids)
-    values = _listed(tokens)
-    packed = _packed(values, vocab_size)
-    return values if _are_ints(values) else packed.tolist(), packed
-
-
-def _listed(tokens: Iterable[int]) -> list[int]:
-    if type(tokens) is list:
-        return tokens.copy()
-    try:
-        values = iter(tokens)
-    except TypeError as error:
-        raise HashError(f"tokens must be a flat sequence of integers, got {shown(tokens)}") from error
-    return list(values)
-
-
-def _are_ints(tokens: list[int]) -> bool:
-    """Whether all integers of a list are Python's, not numpy's or others: then their sum is."""
-    try:
-        with np.errstate(over="ignore"):  # numpy's may wrap around
-            return type(sum(tokens)) is int
-    except MemoryError:
-        raise  # of the process, not of the argument
-    except Exception:  # what has no sum
-        return False
-
-
-def _packed(tokens: list[int], vocab_size: int) -> array[int]:
-    """A list of ids as an array of code "I". Raises as `token_ids`."""
-    packed = int_array(tokens, "I")
-    if packed is None:
-        for token in tokens:
-            _check_token(token, vocab_size)
-        raise HashError(f"tokens must be integers in 0..{vocab_size - 1}")
-    _check_range(np.frombuffer(packed, np.uint32), vocab_size)
-    return packed
-
-
-def _copied(ids: np.ndarray) -> array[int]:
-    """Ids of the vocabulary as an array of code "I"."""
-    packed = array("I")
-    packed.frombytes(ids.astype(np.uint32).view(np.uint8).data)
-    return packed
-
-
-def _checked_ids(ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """An array of ids as int32. Raises as `token_ids`."""
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise HashError(f"tokens must be a flat sequence of integers, got {ids.dtype}{list(ids.shape)}")
-    _check_range(ids, vocab_size)
-    return ids.astype("<i4", copy=False)
-
-
-def _check_range(ids: np.ndarray, vocab_size: int) -> None:
-    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
-        _check_token(int(ids[(ids < 0) | (ids >= vocab_size)][0]), vocab_size)
-
-
-def _check_token(token: Any, vocab_size: int) -> None:
-    number = as_int(token)
-    if number is None:
-        raise HashError(f"tokens must be integers in 0..{vocab_size - 1}, got {shown(token)}")
-    if not 0 <= number < vocab_size:
-        raise HashError(f"tokens must be in the vocabulary: token id {shown(number)} is not in 0..{vocab_size - 1}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -189,12 +105,12 @@ class HashSpec:
 
     block_tokens: int = 128
     weights_id: Key = None
-    vocab_size: int = _MAX_TOKEN + 1
+    vocab_size: int = INT32_MAX + 1
 
     def __post_init__(self) -> None:
         as_count("block_tokens", self.block_tokens, 1)
-        if as_count("vocab_size", self.vocab_size, 1) > _MAX_TOKEN + 1:
-            raise HashError(f"vocab_size must be at most {_MAX_TOKEN + 1}, got {self.vocab_size}")
+        if as_count("vocab_size", self.vocab_size, 1) > INT32_MAX + 1:
+            raise HashError(f"vocab_size must be at most {INT32_MAX + 1}, got {self.vocab_size}")
         canonical_bytes(self.weights_id)
 
     def root(self, namespace: Namespace | None = None) -> bytes:
@@ -263,7 +179,7 @@ class BlockHasher:
 
     def extend(self, tokens: Sequence[int] | np.ndarray) -> list[bytes]:
         """Adds tokens; returns the digests of the blocks that became full. Raises `HashError`, then nothing changed."""
-        self._ids += _copied(token_ids(tokens, self.spec.vocab_size))
+        self._ids += packed(token_ids(tokens, self.spec.vocab_size))
         return self._hash_full_blocks()
 
     def append(self, token: int) -> bytes | None:
@@ -297,7 +213,7 @@ class BlockHasher:
         known = self._ids[start : start + len(ids)]
         if known == ids:
             return
-        token_ids(np.frombuffer(ids, np.uint32), self.spec.vocab_size)
+        check_range(np.frombuffer(ids, np.uint32), self.spec.vocab_size)
         common = min(len(known), len(ids))
         differ = np.flatnonzero(np.frombuffer(known, np.uint32)[:common] != np.frombuffer(ids, np.uint32)[:common])
         same = int(differ[0]) if differ.size else common

@@ -15,9 +15,8 @@ from dsv4_jax.manager.prefix.hashing import (
     MediaItem,
     Namespace,
     canonical_bytes,
-    token_ids,
-    token_list,
 )
+from dsv4_jax.manager.prefix.token_ids import token_ids, token_list
 
 from ...effort import lines_run
 
