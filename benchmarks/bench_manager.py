@@ -1,10 +1,10 @@
 """Host-side costs of prefix caching on one core: hashing, matching, evicting, admitting, planning. No jax, no device.
 
-    python benchmarks/bench_manager.py [--quick] [--json]
+    python benchmarks/bench_manager.py [--only hashing,matching,...] [--quick] [--json FILE]
 
 Every number is the best of several runs, except evictions, which are timed over all of a long run (a mean of
-CPU time, with the 99th percentile of single calls beside it). `--quick` uses a tree a tenth as large. Targets are
-printed beside the numbers that have one.
+CPU time, with the 99th percentile of single calls beside it). `--quick` uses a tree a tenth as large. What is required
+is printed beside the numbers; `--json` writes the record of the run (see records/README.md).
 """
 
 from __future__ import annotations
@@ -12,28 +12,40 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import pathlib
+import platform
+import shlex
+import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
+from dsv4_jax.bench.records import new_record
 from dsv4_jax.manager import CachePolicy
 from dsv4_jax.manager.block_pool import BlockPool
 from dsv4_jax.manager.prefix.hashing import BlockHasher, HashSpec, Namespace
 from dsv4_jax.manager.prefix.node import Node, Tier
 from dsv4_jax.manager.prefix.prefix_tree import PrefixTree
+from dsv4_jax.pools import RadixCache, TokenToKVPoolAllocator
+
+Results = dict[tuple[str, str], float]  # by what was measured, and the unit
 
 BLOCK = 128
 PROMPT = 100_352  # tokens: 784 blocks
 FLASH = CacheLayout(DSV4Config.flash())
-TARGETS = {  # at least (>) or at most (<)
-    "hash int32 Mtokens/s": (">", 50.0),
-    "admit 100,353 tokens, after hashing ms": ("<", 5.0),
-    "plan_step, 256 decodes, no caching us": ("<", 300.0),
-    "plan_step, 256 decodes, caching us": ("<", 300.0),
-    "evict, 1000000 nodes, remove us": ("<", 20.0),
-    "evict, 1000000 nodes, write_back us": ("<", 20.0),
+REQUIRED = {  # at least (>) or at most (<)
+    "hashing, int32 ids": (">", 50.0),
+    "the same, admission after hashing": ("<", 5.0),
+    "the same, admission of a list of ints, whole": ("<", 4.0),
+    "plan_step, 256 decodes, no caching: best": ("<", 300.0),
+    "plan_step, 256 decodes, caching: best": ("<", 300.0),
+    "one eviction of 1 M nodes, CPU time: removed": ("<", 20.0),
+    "one eviction of 1 M nodes, CPU time: moved to the host": ("<", 20.0),
+    "RadixCache.insert of 100,352 tokens, an array": ("<", 3.0),
+    "RadixCache.insert of 100,352 tokens, a list of ints": ("<", 3.0),
 }
 
 
@@ -47,22 +59,23 @@ def best(call: Callable[[], object], runs: int = 15) -> float:
     return min(times)
 
 
-def hashing() -> dict[str, float]:
+def hashing() -> Results:
     """Million tokens per second of prompts in several forms; microseconds per generated token."""
     spec = HashSpec(BLOCK, ("weights", "layout"), 129_280)
     ids = np.random.default_rng(0).integers(0, spec.vocab_size, PROMPT).astype(np.int32)
-    forms = {"int32": ids, "int64": ids.astype(np.int64), "list": ids.tolist()}
+    forms = {"int32 ids": ids, "int64 ids": ids.astype(np.int64), "a list of ints": ids.tolist()}
     rates = {
-        f"hash {name} Mtokens/s": PROMPT / best(lambda x=x: BlockHasher(spec, x)) / 1e6 for name, x in forms.items()
+        (f"hashing, {name}", "M tokens/s"): PROMPT / best(lambda x=x: BlockHasher(spec, x)) / 1e6
+        for name, x in forms.items()
     }
-    hasher, tokens = BlockHasher(spec, ids), forms["list"][: 32 * BLOCK]
+    hasher, tokens = BlockHasher(spec, ids), ids[: 32 * BLOCK].tolist()
 
     def generate() -> None:
         for token in tokens:
             hasher.append(token)
         hasher.truncate(PROMPT)
 
-    return rates | {"hash generated us/token": best(generate, 5) / len(tokens) * 1e6}
+    return rates | {("hashing, token by token", "us"): best(generate, 5) / len(tokens) * 1e6}
 
 
 def grow(tree: PrefixTree, parent: Node | None, digests: list[bytes], first_block: int) -> list[Node]:
@@ -74,7 +87,7 @@ def grow(tree: PrefixTree, parent: Node | None, digests: list[bytes], first_bloc
     return nodes
 
 
-def matching() -> dict[str, float]:
+def matching() -> Results:
     """Milliseconds for a prompt of 784 cached blocks: look up, reference, and give the references back."""
     spec = HashSpec(BLOCK)
     ids = np.random.default_rng(1).integers(0, 2**31, PROMPT).astype(np.int32)
@@ -87,17 +100,17 @@ def matching() -> dict[str, float]:
     match = tree.match(fresh, PROMPT + 1)
     assert match.hit == 784
     taken: list[list[Node]] = []
-    results = {
-        "match 784 blocks ms": best(lambda: tree.match(list(map(bytes, map(bytearray, fresh))), PROMPT + 1)) * 1e3
-    }
-    results["take ms"] = best(lambda: taken.append(tree.take(match))) * 1e3
-    results["release ms"] = best(lambda: tree.release(taken.pop())) * 1e3
     pool = BlockPool(1000)
-    results["acquire + release 784 ids ms"] = best(lambda: pool.release(pool.acquire(784))) * 1e3
-    return results
+    calls: dict[str, Callable[[], object]] = {
+        "match": lambda: tree.match(list(map(bytes, map(bytearray, fresh))), PROMPT + 1),
+        "take": lambda: taken.append(tree.take(match)),
+        "release": lambda: tree.release(taken.pop()),
+        "their ids acquired and released": lambda: pool.release(pool.acquire(784)),
+    }
+    return {(f"784 cached blocks: {name}", "ms"): best(call) * 1e3 for name, call in calls.items()}
 
 
-def evicting(nodes: int, policy: str) -> dict[str, float]:
+def evicting(nodes: int, policy: str) -> Results:
     """Microseconds per eviction, one per call, from a tree of many nodes: paths of 1..64 blocks off shared ones."""
     rng = np.random.default_rng(2)
     tree = PrefixTree(BLOCK)
@@ -137,47 +150,76 @@ def evicting(nodes: int, policy: str) -> dict[str, float]:
         tree.evictor.evict(Tier.DEVICE, 64)
     batch = (time.process_time() - start) / (count // 2 // 64 * 64)
     gc.enable()
-    name = f"{nodes} nodes, {policy}"
+    size = "1 M" if nodes == 1_000_000 else f"{nodes:,}"
+    kind = "removed" if policy == "remove" else "moved to the host"
     return {
-        f"build, {name} us/node": built / nodes * 1e6,
-        f"evict, {name} us": mean * 1e6,
-        f"evict, {name} p99 us": float(np.quantile(times, 0.99)) * 1e6,
-        f"evict 64 at once, {name} us each": batch * 1e6,
+        (f"one node of {size} built", "us"): built / nodes * 1e6,
+        (f"one eviction of {size} nodes, CPU time: {kind}", "us"): mean * 1e6,
+        (f"the same, 99 % are faster: {kind}", "us"): float(np.quantile(times, 0.99)) * 1e6,
+        (f"the same, 64 at once, each: {kind}", "us"): batch * 1e6,
     }
 
 
-def admitting() -> dict[str, float]:
-    """Milliseconds to admit a prompt of 100,353 int32 ids, all but the last one cached, and to release it."""
+def admitting() -> Results:
+    """Milliseconds to admit a prompt of 100,353 ids, all but the last one cached, and to release it."""
     manager = KVCacheManager(FLASH, CacheSize(1000, 4, 800, 64), policy=CachePolicy())
     ids = np.random.default_rng(3).integers(0, FLASH.cfg.vocab_size, PROMPT + 1).astype(np.int32)
     request = manager.admit_request(ids)
     while scheduled := manager.schedule(8192):
         manager.plan_step(scheduled)
     manager.release_request(request)
-    spec = HashSpec(BLOCK, (FLASH.fingerprint, None), FLASH.cfg.vocab_size)
 
-    def run() -> tuple[float, float]:
+    def run(make: Callable[[], np.ndarray | list[int]]) -> tuple[float, float]:
+        tokens = make()
         start = time.perf_counter()
-        request = manager.admit_request(ids)
+        request = manager.admit_request(tokens)
         admitted = time.perf_counter()
         assert request.num_hit == PROMPT
         manager.abort_request(request)
         return admitted - start, time.perf_counter() - admitted
 
-    whole, release = (min(times) for times in zip(*(run() for _ in range(25)), strict=True))
-    hashing = best(lambda: BlockHasher(spec, ids), 25)
-    hashers = [BlockHasher(spec, ids) for _ in range(25)]
+    forms = {"int32 ids": lambda: ids, "a list of ints": ids.tolist}  # of new ints each time, as requests bring it
+    whole = {kind: [run(make) for _ in range(25)] for kind, make in forms.items()}
+    hashing = best(lambda: BlockHasher(manager.hash_spec, ids), 25)
+    hashers = [BlockHasher(manager.hash_spec, ids) for _ in range(25)]
     manager._new_hasher = lambda *_args, **_space: hashers.pop()  # hashed before the clock starts
-    rest = min(run()[0] for _ in range(25))
+    rest = min(run(lambda: ids)[0] for _ in range(25))
     return {
-        "admit 100,353 tokens, hashing ms": hashing * 1e3,
-        "admit 100,353 tokens, after hashing ms": rest * 1e3,
-        "admit 100,353 tokens, whole ms": whole * 1e3,
-        "release it ms": release * 1e3,
+        ("a prompt of 100,353 tokens, all but the last cached: hashing", "ms"): hashing * 1e3,
+        ("the same, admission after hashing", "ms"): rest * 1e3,
+        **{(f"the same, admission of {kind}, whole", "ms"): min(a for a, _ in t) * 1e3 for kind, t in whole.items()},
+        ("the same, releasing it", "ms"): min(r for _, r in whole["int32 ids"]) * 1e3,
     }
 
 
-def planning(caching: bool, steps: int = 512) -> dict[str, float]:
+def pooling() -> Results:
+    """Milliseconds of calls of a `RadixCache` of single tokens with 100,352 of them."""
+    times: dict[str, list[float]] = {}
+    ids = np.random.default_rng(5).integers(0, FLASH.cfg.vocab_size, PROMPT)
+
+    def timed(name: str, call: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = call()
+        times.setdefault(name, []).append(time.perf_counter() - start)
+        return result
+
+    for _ in range(15):
+        for kind, tokens in (("an array", ids), ("a list of ints", ids.tolist())):
+            pool = TokenToKVPoolAllocator(1 << 20)
+            cache = RadixCache(pool)
+            slots = pool.alloc(PROMPT)
+            timed(f"insert of 100,352 tokens, {kind}", lambda c=cache, t=tokens, s=slots: c.insert(t, s))
+            match = timed(f"match of them, {kind}", lambda c=cache, t=tokens: c.match(t))
+            assert match.length == PROMPT
+            timed("lock and unlock", lambda c=cache, n=match.node: c.unlock(c.lock(n)))
+            slots = pool.alloc(PROMPT)
+            again = timed(f"insert of them again, {kind}", lambda c=cache, t=tokens, s=slots: c.insert(t, s))
+            timed("free of their slots", lambda p=pool, s=again.kept: p.free(s))
+            timed("evict of all", lambda c=cache: c.evict(PROMPT))
+    return {(f"RadixCache.{name}", "ms"): min(t) * 1e3 for name, t in times.items()}
+
+
+def planning(caching: bool, steps: int = 512) -> Results:
     """Microseconds to plan a step of 256 decodes. Exactly two of them begin a block in every step: all are alike."""
     requests = 256
     size = CacheSize(requests * 16, requests, 16, 2 * requests)
@@ -205,34 +247,51 @@ def planning(caching: bool, steps: int = 512) -> dict[str, float]:
         for name, start, end in zip(parts, clock, clock[1:], strict=False):
             parts[name].append(end - start)
     kind = f"256 decodes, {'caching' if caching else 'no caching'}"
-    results = {f"{name}, {kind} us": min(times) * 1e6 for name, times in parts.items()}
-    return results | {f"plan_step, {kind} median us": float(np.median(parts["plan_step"])) * 1e6}
+    results = {(f"{name}, {kind}: best", "us"): min(times) * 1e6 for name, times in parts.items()}
+    return results | {(f"plan_step, {kind}: median", "us"): float(np.median(parts["plan_step"])) * 1e6}
 
 
-def verdict(name: str, value: float) -> str:
-    """The target of a number, and whether it is met; empty without one."""
-    if name not in TARGETS:
-        return ""
-    sign, bound = TARGETS[name]
-    met = value >= bound if sign == ">" else value <= bound
-    return f"{sign}= {bound:g} {'met' if met else 'MISSED'}"
+def row(what: str, unit: str, measured: float) -> dict[str, str | float]:
+    """A row of a record: with what is required, and whether that is met."""
+    found: dict[str, str | float] = dict(
+        table="facts", subject="manager", what=what, measured=float(f"{measured:.3g}"), unit=unit
+    )
+    if what in REQUIRED:
+        sign, bound = REQUIRED[what]
+        met = measured >= bound if sign == ">" else measured <= bound
+        found |= {"at_least" if sign == ">" else "at_most": bound, "verdict": "met" if met else "missed"}
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tree of 100,000 nodes instead of a million")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--only", type=lambda text: text.split(","), metavar="NAME,...", help="some of the parts")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the record of the run")
     args = parser.parse_args()
     nodes = 100_000 if args.quick else 1_000_000
-    results = hashing() | matching() | admitting() | planning(False) | planning(True)
-    for policy in ("remove", "write_back"):
-        results |= evicting(nodes, policy)
+    parts: dict[str, Callable[[], Results]] = {
+        "hashing": hashing, "matching": matching, "admitting": admitting, "pooling": pooling,
+        "planning": lambda: planning(False) | planning(True),
+        "evicting": lambda: evicting(nodes, "remove") | evicting(nodes, "write_back"),
+    }  # fmt: skip
+    if unknown := set(args.only or ()) - set(parts):
+        parser.error(f"there are {', '.join(parts)}, not {', '.join(sorted(unknown))}")
+    rows = []
+    for name in args.only or parts:
+        for (what, unit), measured in parts[name]().items():
+            rows.append(row(what, unit, measured))
+            sign, bound = REQUIRED.get(what, ("", 0.0))
+            note = f"{sign}= {bound:g} {rows[-1]['verdict']}" if sign else ""
+            print(f"{what:64s} {measured:10.3f} {unit:10s} {note}".rstrip(), flush=True)
     if args.json:
-        targets = {name: {"sign": f"{sign}=", "value": bound} for name, (sign, bound) in TARGETS.items()}
-        print(json.dumps(results | {"targets": targets}))
-        return
-    for name, value in results.items():
-        print(f"{name:48s} {value:10.3f}  {verdict(name, value)}".rstrip())
+        device = f"one core of {platform.processor() or platform.machine()}, Python {platform.python_version()}"
+        software = {"numpy": np.__version__}
+        record = new_record(
+            rows, device=device, command=shlex.join(["python", *sys.argv]), software=software, ceilings={},
+            quick=args.quick,
+        )  # fmt: skip
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":
