@@ -130,7 +130,7 @@ def check_extras(shape: StepShape, **needed: int) -> None:
 def with_extras(
     plan: StepPlan,
     shape: StepShape,
-    table_entries: Sequence[tuple[int, int, int]],
+    table_entries: Sequence[tuple[int, int, int]] | np.ndarray,
     slot_copies: Sequence[tuple[int, int]],
     block_copies: Sequence[tuple[int, int]],
 ) -> StepPlan:
@@ -143,7 +143,7 @@ def with_extras(
 def _extras(
     facts: CacheFacts,
     shape: StepShape,
-    table_entries: Sequence[tuple[int, int, int]],
+    table_entries: Sequence[tuple[int, int, int]] | np.ndarray,
     slot_copies: Sequence[tuple[int, int]],
     block_copies: Sequence[tuple[int, int]],
 ) -> dict[str, Any]:
@@ -158,14 +158,14 @@ def _extras(
 
 
 def _ids(
-    name: str, ids: Sequence[tuple[int, ...]], count: int, kinds: tuple[str, ...], facts: CacheFacts
+    name: str, ids: Sequence[tuple[int, ...]] | np.ndarray, count: int, kinds: tuple[str, ...], facts: CacheFacts
 ) -> np.ndarray:
     """[kinds, count] int32, padded with 0. Raises `PlanError`: the cache has no such unit."""
     out = np.zeros((len(kinds), count), np.int32)
     if not len(ids):
         return out
     try:
-        array = np.array(ids, np.int64).reshape(-1, len(kinds))
+        array = np.asarray(ids, np.int64).reshape(-1, len(kinds))
     except OverflowError:
         raise PlanError(f"{name}: an id does not fit 64 bits") from None
     wrong = array.view(np.uint64) >= _limits(facts, kinds)  # those below 0, too

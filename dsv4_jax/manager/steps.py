@@ -141,24 +141,30 @@ class Steps:
         # From here on everything changes.
         publisher.commit()
         publisher.replaced = False
-        fresh, entries = iter(cache.acquire_blocks(count)), list[tuple[int, int, int]]()
-        paths: dict[int, list[int]] = {}  # of the sequences that need table entries, by index
+        fresh = iter(cache.acquire_blocks(count))
+        added: dict[int, list[int]] = {}  # blocks of the sequences that need table entries, by index
+        entries: tuple[list[int], list[int], list[int]] = [], [], []  # of the block table: slots, columns, ids
         for i in untabled:
-            paths[i] = requests[i].blocks + list(itertools.islice(fresh, missing[i]))
-            entries += [(requests[i].slot, column, paths[i][column]) for column in range(tabled[i], blocks[i])]
+            first, request = int(tabled[i]), requests[i]
+            added[i] = list(itertools.islice(fresh, missing[i]))
+            ids = request.blocks[first : blocks[i]] + added[i]
+            entries[0].extend([request.slot] * len(ids))
+            entries[1].extend(range(first, first + len(ids)))
+            entries[2].extend(ids)
         at_boundary = [requests[i] for i in np.flatnonzero((starts % block == 0) & (starts > 0)).tolist()]
         saves = self._saves(at_boundary, copies, shape)
         copies += [(save.request.slot, save.slot) for save in saves]
         block_copies = [(source, target) for target, source in cache.copies.blocks.items()]
         if shape is None:
             fits = dataclasses.replace(fits, slot_copies=len(copies)).bucketed(self.size.max_blocks_per_request)
-        plan = with_extras(plan, fits, entries, copies, block_copies)
+        plan = with_extras(plan, fits, np.array(entries, np.int64).T, copies, block_copies)
         self.num_planned += 1
         arrays = (slots, ends, lengths, limits, np.maximum(held, blocks), np.maximum(tabled, blocks))
         decode = (shape, plan) if shape is not None and max(counts, default=2) == 1 else None
         self._batch = batch._replace(arrays=arrays, restored=[], decode=decode)
-        for i, path in paths.items():
-            requests[i].blocks, requests[i].num_tabled = path, int(blocks[i])
+        for i, more in added.items():
+            requests[i].blocks += more
+            requests[i].num_tabled = int(blocks[i])
         for save in saves:
             publisher.publish(save.request, save.request.num_cached)  # its last step is kept whole now
         publisher.saved(saves, self.num_planned)
