@@ -6,6 +6,7 @@ still be refused is refused before anything changes.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable
 
 from ..errors import HashError, NoFreeSlotError, OutOfBlocksError, RequestError
@@ -134,7 +135,7 @@ class Lifecycle:
         certain = max(request.num_prompt, len(history) + 1) if self._layout.draft_tokens else len(tokens)
         ids = history[:]
         try:
-            ids.extend(tokens[len(history) : certain])
+            ids += array("I", tokens[len(history) : certain])
             hasher.follow(ids)
         except (HashError, OverflowError, TypeError):  # no ids: `plan_tokens` will say so
             ids = history

@@ -19,7 +19,7 @@ __all__ = ["build_plan", "check_extras", "next_decode", "next_sequences", "with_
 
 def build_plan(
     layout: CacheLayout,
-    sequences: Sequence[StepSequence] | np.ndarray,
+    sequences: Sequence[StepSequence] | np.ndarray | StepTokens,
     shape: StepShape,
     *,
     size: CacheSize | None = None,
@@ -44,7 +44,7 @@ def build_plan(
             or the cache has no such slot, block or column.
     """
     facts = CacheFacts.of(layout, size)
-    step = StepTokens.of(layout, sequences)
+    step = sequences if isinstance(sequences, StepTokens) else StepTokens.of(layout, sequences)
     if len(step.slot) and (step.count.min() < 1 or step.start.min() < 0 or step.slot.min() < 1):
         raise PlanError("every sequence must have a slot >= 1, a start >= 0 and a count >= 1")
     if len(step.slot) and step.slot.max() >= _limit(facts.slots):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -124,12 +125,11 @@ class Publisher:
         history, hasher = request.history, request.hasher
         if hasher is None or len(history) >= tokens:
             return
-        known = len(history)
         try:
-            history.extend(request.tokens[known:tokens])
-            check_range(np.frombuffer(history[known:], np.uint32), hasher.spec.vocab_size)
+            fresh = array("I", request.tokens[len(history) : tokens])
+            check_range(np.frombuffer(fresh, np.uint32), hasher.spec.vocab_size)
+            history.extend(fresh)
         except (HashError, OverflowError, TypeError):  # no ids that a step could have computed
-            del history[known:]
             request.hasher = None  # nothing more of this request is cached
 
     def last_written(self, request: Request) -> list[Node]:

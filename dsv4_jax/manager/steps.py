@@ -23,7 +23,7 @@ from .publishing import Publisher, Save
 from .request import Request, request_tokens
 from .request_book import RequestBook
 from .scheduling import Room, Scheduled, room_of, schedule
-from .step_shape import StepShape, shape_for
+from .step_shape import StepShape, StepTokens
 from .tiered_cache import TieredCache
 from .transfers import Transfers
 
@@ -247,11 +247,10 @@ class Steps:
         if shape is not None and last is not None and last[0] == shape:
             check_extras(shape, **needed)
             return shape, next_sequences(self._layout, last[1], shape, starts, size=self.arrays, lookahead=steps - 1)
-        step = np.stack([slots, starts, counts], 1)
+        step = StepTokens.of(self._layout, np.stack([slots, starts, counts], 1))
         if shape is None:
-            shape = shape_for(self._layout, step, lookahead=steps - 1, **needed).bucketed(
-                self.size.max_blocks_per_request
-            )
+            exact = step.shape(self._layout, lookahead=steps - 1, **needed)
+            shape = exact.bucketed(self.size.max_blocks_per_request)
         check_extras(shape, **needed)
         return shape, build_plan(self._layout, step, shape, size=self.arrays, lookahead=steps - 1)
 
