@@ -10,6 +10,7 @@ is printed beside the numbers; `--json` writes the record of the run (see record
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import pathlib
@@ -263,6 +264,15 @@ def row(what: str, unit: str, measured: float) -> dict[str, str | float]:
     return found
 
 
+def cpu_name() -> str:
+    """As Linux calls it."""
+    with contextlib.suppress(OSError):
+        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tree of 100,000 nodes instead of a million")
@@ -285,7 +295,7 @@ def main() -> None:
             note = f"{sign}= {bound:g} {rows[-1]['verdict']}" if sign else ""
             print(f"{what:64s} {measured:10.3f} {unit:10s} {note}".rstrip(), flush=True)
     if args.json:
-        device = f"one core of {platform.processor() or platform.machine()}, Python {platform.python_version()}"
+        device = f"one core of {cpu_name()}, Python {platform.python_version()}"
         software = {"numpy": np.__version__}
         record = new_record(
             rows, device=device, command=shlex.join(["python", *sys.argv]), software=software, ceilings={},
