@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import math
 import pathlib
@@ -20,7 +21,7 @@ from rich.table import Table
 
 from ..errors import CapacityError, InputError
 from ..layout import CacheLayout, CacheSize
-from ..manager import CachePolicy, HostSize, SnapshotPlacement, WritePolicy
+from ..manager import CachePolicy, HostSize, WritePolicy
 from ..manager.policies import ORDERS
 from ..output import open_output
 from ..simulate import ChatTrace, Server, StepTime, TraceRequest, make_trace, read_trace, simulate, write_trace
@@ -28,6 +29,7 @@ from ..simulate.plot import draw
 from ..simulate.report import report
 from .inputs import open_regular
 from .options import add_json, add_layout, layout_from, print_json, progress_bar, refuse_same, stdout
+from .placement import DEFAULT_PLACEMENT, PLACEMENT_HELP, placement
 from .plan import human, model_config
 from .values import byte_count, given_path, natural, output_file, picture_file, positive, short, token_count
 
@@ -84,7 +86,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )  # fmt: skip
     policy.add_argument("--order", choices=sorted(ORDERS), default="lru", help="of eviction (default: %(default)s)")
     policy.add_argument(
-        "--snapshot-every", type=natural, default=32, metavar="N", help="blocks (default: 32; 0: only at ends)"
+        "--snapshots-at", type=placement, default=DEFAULT_PLACEMENT, metavar="LIST", help=PLACEMENT_HELP
     )
     step = parser.add_argument_group("server")
     step.add_argument("--token-budget", type=positive, default=8192, metavar="N", help="of a step (default: 8192)")
@@ -112,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     with progress_bar() as bar:
         task = bar.add_task("requests", total=len(trace))
         result = simulate(trace, server, on_done=lambda: bar.advance(task))
-    answer = {"model": args.model, "order": args.order, "snapshot_every": args.snapshot_every, **report(result)}
+    answer = {"model": args.model, "order": args.order, "snapshots_at": dataclasses.asdict(args.snapshots_at), **report(result)}
     if args.plot:
         draw(answer, args.plot, title=f"{args.model}, {answer['cache']['policy']}: {_title(server)}")
     if args.json:
@@ -168,8 +170,7 @@ def _server(args: argparse.Namespace, layout: CacheLayout, trace: list[TraceRequ
         size = CacheSize(blocks, size.num_slots, size.max_blocks_per_request, size.num_snapshots)
     policy = None
     if args.policy is not None:
-        placement = SnapshotPlacement(every=args.snapshot_every or None)
-        policy = CachePolicy(write=args.policy, snapshots=placement, order=ORDERS[args.order])
+        policy = CachePolicy(write=args.policy, snapshots=args.snapshots_at, order=ORDERS[args.order])
     host = HostSize(args.host_blocks, args.host_snapshots) if args.host_blocks or args.host_snapshots else None
     time = StepTime(args.step_ms * 1e-3, args.token_us * 1e-6, args.host_bandwidth)
     return Server(layout, size, policy, host, args.token_budget, time)

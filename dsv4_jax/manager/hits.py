@@ -22,11 +22,13 @@ class Hit(NamedTuple):
         state: the node whose snapshot the request starts from: pinned, in a device slot; None if there
             is nothing to restore, or the transfers restore it from the host, or the slot holds it.
         slot: the request's.
+        junction: leading blocks that are cached, if more than these; else 0.
     """
 
     nodes: list[Node]
     state: Node | None
     slot: int
+    junction: int = 0
 
 
 def take_hit(cache: TieredCache, match: Match | None, *, others: int, pinned: int) -> Hit:
@@ -50,20 +52,21 @@ def take_hit(cache: TieredCache, match: Match | None, *, others: int, pinned: in
     while hit and not load(cache, match.path[:hit]):
         hit = _usable(match, T.DEVICE)
     nodes = cache.tree.take(match, hit, found[:hit])
+    junction = len(match.path) if len(match.path) > hit else 0
     if not nodes:
-        return Hit([], None, cache.acquire_slot())
+        return Hit([], None, cache.acquire_slot(), junction)
     node, snapshot = nodes[-1], nodes[-1].snapshot
     assert snapshot is not None
     if snapshot.device and not snapshot.pins and available - 1 < 1 + others:
         # Two slots for one request would leave too few: it moves into the snapshot's own.
-        return Hit(nodes, None, cache.tree.snapshots.drop(node, T.DEVICE))
+        return Hit(nodes, None, cache.tree.snapshots.drop(node, T.DEVICE), junction)
     cache.tree.snapshots.pin(node)
     slot = cache.acquire_slot()
     if snapshot.device:
-        return Hit(nodes, node, slot)
+        return Hit(nodes, node, slot, junction)
     cache.tree.snapshots.unpin(node)
     cache.transfers.into(SLOT, snapshot.host, slot)
-    return Hit(nodes, None, slot)
+    return Hit(nodes, None, slot, junction)
 
 
 def _usable(match: Match, lowest: Tier) -> int:

@@ -84,6 +84,7 @@ class Lifecycle:
         child = self._book.add(list(parent.tokens), parent.max_tokens, name, slot, self._steps.num_planned)
         shared, pending = parent.num_shared, self._cache.copies
         child.num_prompt, child.num_cached, child.num_hit = parent.num_prompt, parent.num_cached, parent.num_cached
+        child.junction = parent.junction
         child.hasher = parent.hasher.copy() if parent.hasher is not None else None
         child.history, child.kept_from = parent.history[:], parent.num_cached
         child.forked = (parent.id, parent.last_step) if parent.forked is None else parent.forked
@@ -114,8 +115,9 @@ class Lifecycle:
         return take_hit(self._cache, match, others=others, pinned=len(self._book.pinned()))
 
     def _use(self, request: Request, hit: Hit) -> None:
-        request.nodes, request.restores, request.slot = hit
+        request.nodes, request.restores, request.slot, junction = hit
         request.blocks = [node.block for node in hit.nodes]
+        request.junction = junction * self._layout.block_tokens
         self._stand_at(request, len(hit.nodes))
 
     def _stand_at(self, request: Request, blocks: int) -> None:
@@ -244,7 +246,7 @@ class Lifecycle:
         cache.tree.release(request.nodes[:shared])
         request.blocks = request.blocks[shared:]
         request.nodes, request.restores, request.rolling, request.forked = [], None, None, None
-        request.num_cached = request.num_hit = request.num_tabled = 0
+        request.num_cached = request.num_hit = request.junction = request.num_tabled = 0
         self._publisher.forget(request)
         self._steps.forget_batch()
 
@@ -257,6 +259,8 @@ class Lifecycle:
             states = [i + 1 for i, n in enumerate(path) if n.snapshot is not None and n.snapshot.device]
             here = next((i for i, n in enumerate(path) if n.state.tier is not T.DEVICE), len(path))
             hit = max((end for end in states if end <= here), default=0)
+            if len(path) > hit:
+                request.junction = len(path) * self._layout.block_tokens
             if hit:
                 nodes = tree.acquire(path[:hit])
                 tree.snapshots.pin(nodes[-1])

@@ -64,39 +64,75 @@ class Placement(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SnapshotPlacement:
-    """At which block boundaries the state is kept, for hits to end there.
+    """At which block boundaries the state is kept, for hits to end there. The choices add up.
 
     Attributes:
         every: blocks between two snapshots, None for none at regular intervals.
         end_of_prompt: at the last boundary that the same prompt can hit: before its last token.
         end_of_output: at the last boundary of the output. Where that is shows only when the request
             ends, so every boundary of the output gets a snapshot that replaces the one before.
+        junctions: where a prompt leaves what is cached, if no hit could end there: the next one that shares
+            as much hits all of it.
+        doubling: at this many blocks before the end of the prompt, at twice, four times ... as many: a prompt
+            that goes other ways near its end finds a state near by, and a long one needs only a few. None for none.
     """
 
-    every: int | None = 32
+    every: int | None = None
     end_of_prompt: bool = True
     end_of_output: bool = True
+    junctions: bool = True
+    doubling: int | None = 8
 
     def __post_init__(self) -> None:
-        if self.every is not None:
-            as_count("every", self.every, 1)
+        for name in ("every", "doubling"):
+            if (blocks := getattr(self, name)) is not None:
+                as_count(name, blocks, 1)
 
-    def at(self, tokens: int, *, prompt_tokens: int, block_tokens: int) -> Placement:
-        """What to do with the state after `tokens` tokens."""
-        if not tokens or tokens % block_tokens:
+    @classmethod
+    def none(cls) -> SnapshotPlacement:
+        """No state is ever kept."""
+        return cls(None, False, False, False, None)
+
+    def at(self, tokens: int, *, prompt_tokens: int, block_tokens: int, junction: int = 0) -> Placement:
+        """What to do with the state after `tokens` tokens.
+
+        Args:
+            junction: where the request left what was cached, in tokens; 0 if a hit could end there.
+        """
+        block, rest = divmod(tokens, block_tokens)
+        if rest or not tokens:
             return Placement.NONE
-        if self.every is not None and tokens // block_tokens % self.every == 0:
-            return Placement.KEEP
-        if self.end_of_prompt and tokens == max(prompt_tokens - 1, 0) // block_tokens * block_tokens:
+        ahead = max(prompt_tokens - 1, 0) // block_tokens - block  # blocks up to the end of the prompt
+        if (
+            (self.every is not None and block % self.every == 0)
+            or (self.end_of_prompt and not ahead)
+            or (self.junctions and tokens == junction)
+            or (self.doubling is not None and ahead > 0 and ahead == self._doubled(ahead))
+        ):
             return Placement.KEEP
         return Placement.ROLLING if self.end_of_output and tokens > prompt_tokens else Placement.NONE
 
-    def next_stop(self, start: int, stop: int, *, prompt_tokens: int, block_tokens: int) -> int:
+    def next_stop(self, start: int, stop: int, *, prompt_tokens: int, block_tokens: int, junction: int = 0) -> int:
         """Where a chunk of tokens [start, stop) has to end for the next snapshot to be taken: in (start, stop]."""
-        for tokens in range((start // block_tokens + 1) * block_tokens, stop, block_tokens):
-            if self.at(tokens, prompt_tokens=prompt_tokens, block_tokens=block_tokens) is not Placement.NONE:
-                return tokens
-        return stop
+        block, end = start // block_tokens + 1, max(prompt_tokens - 1, 0) // block_tokens
+        blocks = []  # candidates, none of them before `block`
+        if self.every is not None:
+            blocks.append(-(-block // self.every) * self.every)
+        if self.end_of_prompt:
+            blocks.append(end)
+        if self.junctions:
+            blocks.append(junction // block_tokens)
+        if self.doubling is not None and end - block >= self.doubling:
+            blocks.append(end - self._doubled(end - block))
+        if self.end_of_output:
+            blocks.append(max(block, prompt_tokens // block_tokens + 1))
+        return min([stop, *(i * block_tokens for i in blocks if i >= block)])
+
+    def _doubled(self, blocks: int) -> int:
+        """The largest of `doubling`, twice, four times ... as many that is at most `blocks`; 0 if none is."""
+        assert self.doubling is not None
+        times = blocks // self.doubling
+        return self.doubling << times.bit_length() - 1 if times else 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ from .tiered_cache import TieredCache
 
 __all__ = ["Publisher", "Save"]
 
+_NOWHERE = SnapshotPlacement.none()
+
 
 class Save(NamedTuple):
     """A snapshot that the next plan takes of a request's slot.
@@ -49,7 +51,7 @@ class Publisher:
     @property
     def _snapshots(self) -> SnapshotPlacement:
         policy = self._cache.policy
-        return SnapshotPlacement(None, False, False) if policy is None else policy.snapshots
+        return _NOWHERE if policy is None else policy.snapshots
 
     def mark(self, request: Request) -> None:
         """The request may have filled blocks: `commit` looks at it."""
@@ -182,7 +184,9 @@ class Publisher:
         """Where a chunk of tokens [start, stop) should end, for a snapshot to be taken there."""
         if request.hasher is None:
             return stop
-        return self._snapshots.next_stop(start, stop, prompt_tokens=request.num_prompt, block_tokens=self.block_tokens)
+        return self._snapshots.next_stop(
+            start, stop, prompt_tokens=request.num_prompt, block_tokens=self.block_tokens, junction=request.junction
+        )
 
     def plan_saves(self, requests: list[Request], room: int) -> list[Save]:
         """Snapshots to take of these requests, which stand at a block boundary, as far as there are slots.
@@ -250,7 +254,10 @@ class Publisher:
         i = request.num_cached // self.block_tokens - 1
         if request.hasher is None or (i < request.num_shared and request.nodes[i].snapshot is not None):
             return Placement.NONE
-        return self._snapshots.at(request.num_cached, prompt_tokens=request.num_prompt, block_tokens=self.block_tokens)
+        return self._snapshots.at(
+            request.num_cached, prompt_tokens=request.num_prompt, block_tokens=self.block_tokens,
+            junction=request.junction,
+        )  # fmt: skip
 
     def _rolling_slot(self, request: Request) -> int:
         node = request.rolling

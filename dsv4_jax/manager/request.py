@@ -68,6 +68,7 @@ class Request:
         num_prompt: tokens it was admitted with.
         num_cached: tokens whose rows are in the cache once the steps planned so far have run.
         num_hit: tokens found in the cache when it was admitted (or last resumed).
+        junction: tokens whose blocks were cached then, if more than `num_hit`: no state was kept there; else 0.
         blocks: block ids in path order: block i holds tokens [i, i + 1) * block_tokens.
         num_tabled: leading blocks whose block-table entries a plan has already carried.
         reserved: tokens for which blocks are kept whatever happens (see `KVCacheManager.reserve`).
@@ -97,6 +98,7 @@ class Request:
     num_prompt: int = 0
     num_cached: int = 0
     num_hit: int = 0
+    junction: int = 0
     blocks: list[int] = dataclasses.field(default_factory=list)
     num_tabled: int = 0
     reserved: int = 0
