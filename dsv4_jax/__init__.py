@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .cache import KVCache as KVCache
     from .cache import init_cache as init_cache
     from .capacity import plan_capacity as plan_capacity
+    from .capacity import plan_host_capacity as plan_host_capacity
     from .config import AttentionType as AttentionType
     from .config import DSV4Config as DSV4Config
     from .config import LayerSpec as LayerSpec
@@ -74,6 +75,7 @@ _HOME = {
     "CacheStep": "step",
     "LayerCacheHandle": "step",
     "plan_capacity": "capacity",
+    "plan_host_capacity": "capacity",
     "cache_sharding": "sharding",
     "shard_step": "sharding",
     "stack_plans": "sharding",

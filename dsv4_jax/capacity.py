@@ -6,19 +6,26 @@ With R request slots, P snapshot slots, B blocks and block tables X columns wide
 
 bytes, the null slot and the null block included: exactly what `init_cache` allocates. If every
 request may reach the whole context at once, B = R * X and X = blocks_for(context).
+
+A prefix hit needs blocks and a snapshot, so what is cached is split by bytes: snapshots take a share F of those of
+blocks and snapshots together, P = ceil(F / (1 - F) * B * block_bytes / slot_bytes), at least one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 from .checks import as_int, shown
 from .errors import CapacityError, LayoutError
 from .layout import CacheLayout, CacheSize
+from .records import block_record, snapshot_record
 
-__all__ = ["Capacity", "Limit", "capacity", "plan_capacity"]
+__all__ = ["SNAPSHOT_FRACTION", "Capacity", "Limit", "capacity", "plan_capacity", "plan_host_capacity"]
 
+SNAPSHOT_FRACTION = 0.3  # of the bytes of blocks and snapshots: measured, see benchmarks/RESULTS.md
 Limit = Literal["blocks", "slots", "context", "none"]
 _TABLE_ENTRY_BYTES = 4
 
@@ -105,12 +112,40 @@ def plan_capacity(
     hbm_bytes: int | None = None,
     max_requests: int | None = None,
     max_context: int | None = None,
-    num_snapshots: int = 0,
+    num_snapshots: int | None = None,
+    snapshot_fraction: float | None = None,
 ) -> CacheSize:
     """How large a cache to allocate. Arguments and errors are those of `capacity`."""
     return capacity(
-        layout, hbm_bytes=hbm_bytes, max_requests=max_requests, max_context=max_context, num_snapshots=num_snapshots
-    ).size
+        layout, hbm_bytes=hbm_bytes, max_requests=max_requests, max_context=max_context, num_snapshots=num_snapshots,
+        snapshot_fraction=snapshot_fraction,
+    ).size  # fmt: skip
+
+
+def plan_host_capacity(
+    layout: CacheLayout, host_bytes: int, *, snapshot_fraction: float | None = None
+) -> tuple[int, int]:
+    """Records of a host tier of so many bytes, null records included: (blocks, snapshots), as `HostSize` has them.
+
+    Args:
+        snapshot_fraction: share of the bytes that snapshots take; default: `SNAPSHOT_FRACTION`.
+
+    Raises:
+        CapacityError: a value is impossible, the blocks of this layout have no bytes (windows alone), or the memory
+            is too small for one block and its snapshots.
+    """
+    memory, fraction = _count("host_bytes", host_bytes, 1), _fraction(snapshot_fraction)
+    block, snapshot = block_record(layout).bytes, snapshot_record(layout).bytes
+
+    def needed(blocks: int) -> int:
+        return (blocks + 1) * block + (_share(fraction, blocks * block, snapshot) + 1) * snapshot
+
+    if not block:
+        raise CapacityError("a host tier is one of blocks, and those of this layout have no bytes")
+    blocks = _largest(lambda count: needed(count) <= memory, memory // block)
+    if not blocks:
+        raise CapacityError(f"host_bytes: {memory} bytes are too few: a block and its snapshots take {needed(1)}")
+    return blocks, _share(fraction, blocks * block, snapshot)
 
 
 def capacity(
@@ -119,7 +154,8 @@ def capacity(
     hbm_bytes: int | None = None,
     max_requests: int | None = None,
     max_context: int | None = None,
-    num_snapshots: int = 0,
+    num_snapshots: int | None = None,
+    snapshot_fraction: float | None = None,
 ) -> Capacity:
     """Finds the one of memory, requests and context that is not given.
 
@@ -127,15 +163,17 @@ def capacity(
     * memory and requests: the longest context that all of them can reach at once, in whole blocks.
     * memory and context: the most requests that can reach it at once.
     * all three: slots for all the requests and tables for the context; what memory remains becomes
-      blocks, as far as the requests could use them. At least one request can then reach the
-      context, `full_requests` of them at once; the manager reports when blocks run out.
+      blocks and their snapshots, as far as the requests could use them. At least one request can then reach
+      the context, `full_requests` of them at once; the manager reports when blocks run out.
 
     Args:
         layout: what is stored.
         hbm_bytes: memory for the cache alone (weights and activations come on top).
         max_requests: concurrent requests.
         max_context: tokens of one request, prompt and output together.
-        num_snapshots: extra slots for state snapshots.
+        num_snapshots: extra slots for state snapshots; 0 where no prefixes are cached.
+        snapshot_fraction: instead of their number, their share of the bytes of blocks and snapshots together, in
+            [0, 1); default, if neither is given: `SNAPSHOT_FRACTION`. Of a share above 0 there is at least one.
 
     Raises:
         CapacityError: fewer than two are given, a value is impossible, the context is beyond the
@@ -143,7 +181,9 @@ def capacity(
             have more rows than int32 has numbers (see `CacheLayout.check_size`).
     """
     try:
-        answer = _answer(layout, hbm_bytes, max_requests, max_context, num_snapshots)
+        answer = _answer(
+            layout, hbm_bytes, max_requests, max_context, _snapshots(layout, num_snapshots, snapshot_fraction)
+        )
         layout.check_size(answer.size)
     except LayoutError as error:
         raise CapacityError(f"too large a cache: {error}") from error
@@ -155,9 +195,9 @@ def _answer(
     hbm_bytes: int | None,
     max_requests: int | None,
     max_context: int | None,
-    num_snapshots: int,
+    snapshots: Callable[[int], int],
 ) -> Capacity:
-    snapshots = _count("num_snapshots", num_snapshots, 0)
+    """`snapshots`: how many for so many blocks."""
     given = {"hbm_bytes": hbm_bytes, "max_requests": max_requests, "max_context": max_context}
     known = {name: _count(name, value, 1) for name, value in given.items() if value is not None}
     if len(known) < 2:
@@ -167,42 +207,68 @@ def _answer(
     context, requests, memory = (known.get(name) for name in ("max_context", "max_requests", "hbm_bytes"))
     if context is not None and context > model_limit:
         raise CapacityError(f"max_context: {context} tokens exceed the model's {model_limit}")
-    slot, block, null = layout.bytes_per_slot, layout.bytes_per_block, 1
+
+    def size_of(blocks: int, requests: int, columns: int) -> CacheSize:
+        return CacheSize(blocks, requests, columns, snapshots(blocks))
+
+    def fits(blocks: int, requests: int, columns: int) -> bool:
+        """Not by way of a `CacheSize`: that has no more units than int32 has numbers."""
+        slot = layout.bytes_per_slot + columns * _TABLE_ENTRY_BYTES
+        return (requests + snapshots(blocks) + 1) * slot + (blocks + 1) * layout.bytes_per_block <= (memory or 0)
 
     if requests is None:
         assert memory is not None and context is not None
         columns = layout.blocks_for(context)
-        table = columns * _TABLE_ENTRY_BYTES
-        fixed = (snapshots + null) * (slot + table) + null * block
-        requests = (memory - fixed) // (slot + table + columns * block)
-        if requests < 1:
-            raise _too_small(layout, memory, CacheSize(columns, 1, columns, snapshots), context)
-        size = CacheSize(columns * requests, requests, columns, snapshots)
+        requests = _largest(lambda count: fits(columns * count, count, columns), memory // layout.bytes_per_slot)
+        if not requests:
+            raise _too_small(layout, memory, size_of(columns, 1, columns), context)
+        size = size_of(columns * requests, requests, columns)
         return Capacity(layout, size, memory, requests, context, _larger_part(layout, size))
-    slots = requests + snapshots + null
     if context is None:
         assert memory is not None
-        per_column = requests * block + slots * _TABLE_ENTRY_BYTES
-        columns = (memory - slots * slot - null * block) // per_column
-        if columns < 1:
-            size = CacheSize(requests, requests, 1, snapshots)
-            raise _too_small(layout, memory, size, min(layout.block_tokens, model_limit))
-        capped = columns >= layout.blocks_for(model_limit)
-        columns = layout.blocks_for(model_limit) if capped else columns
-        size = CacheSize(columns * requests, requests, columns, snapshots)
+        widest = layout.blocks_for(model_limit)
+        columns = _largest(lambda count: fits(count * requests, requests, count), widest)
+        if not columns:
+            raise _too_small(layout, memory, size_of(requests, requests, 1), min(layout.block_tokens, model_limit))
+        size = size_of(columns * requests, requests, columns)
+        capped = columns == widest
         context = model_limit if capped else columns * layout.block_tokens
         return Capacity(layout, size, memory, requests, context, "context" if capped else _larger_part(layout, size))
     columns = layout.blocks_for(context)
-    size = CacheSize(columns * requests, requests, columns, snapshots)
+    size = size_of(columns * requests, requests, columns)
     if memory is None or layout.total_bytes(size) <= memory:
         return Capacity(layout, size, memory, requests, context, "none")
     # Not all requests reach the context at once: the fewest blocks let one of them.
-    least = dataclasses.replace(size, num_blocks=columns)
-    spare = memory - layout.total_bytes(least)
-    if spare < 0:
-        raise _too_small(layout, memory, least, context)
-    size = dataclasses.replace(size, num_blocks=columns + spare // block)
+    blocks = _largest(lambda count: fits(count, requests, columns), size.num_blocks)
+    if blocks < columns:
+        raise _too_small(layout, memory, size_of(columns, requests, columns), context)
+    size = size_of(blocks, requests, columns)
     return Capacity(layout, size, memory, requests, context, _larger_part(layout, size))
+
+
+def _snapshots(layout: CacheLayout, count: int | None, fraction: float | None) -> Callable[[int], int]:
+    """How many snapshots go with so many blocks."""
+    if count is not None and fraction is not None:
+        raise CapacityError("give either num_snapshots or snapshot_fraction")
+    if count is not None:
+        fixed = _count("num_snapshots", count, 0)
+        return lambda blocks: fixed
+    share = _fraction(fraction)
+    return lambda blocks: _share(share, blocks * layout.bytes_per_block, layout.bytes_per_slot)
+
+
+def _share(fraction: float, block_bytes: int, snapshot_bytes: int) -> int:
+    """Snapshots that take this share of their bytes and those of the blocks."""
+    return max(math.ceil(fraction / (1 - fraction) * block_bytes / snapshot_bytes), 1) if fraction else 0
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest count of 0..most that fits, if those below one that fits do too; 0 need not."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
 
 def _larger_part(layout: CacheLayout, size: CacheSize) -> Limit:
@@ -228,3 +294,11 @@ def _count(name: str, value: object, least: int) -> int:
     if number >= 2**63:
         raise CapacityError(f"{name} must be below 2^63, got {shown(value)}")
     return number
+
+
+def _fraction(value: object) -> float:
+    if value is None:
+        return SNAPSHOT_FRACTION
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise CapacityError(f"snapshot_fraction must be a number in [0, 1), got {shown(value)}")
+    return float(value)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager, init_cache, plan_capacity
-from dsv4_jax.capacity import capacity
+from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager, init_cache, init_host_cache, plan_capacity
+from dsv4_jax.capacity import SNAPSHOT_FRACTION, capacity, plan_host_capacity
 from dsv4_jax.config import AttentionType
 from dsv4_jax.errors import CapacityError, LayoutError
+from dsv4_jax.records import block_record, snapshot_record
 
 SWA_ONLY = DSV4Config.tiny(layer_types=(AttentionType.SWA,) * 2)
 CONFIGS = {"tiny": DSV4Config.tiny(), "swa_only": SWA_ONLY, "flash": DSV4Config.flash(), "pro": DSV4Config.pro()}
@@ -26,6 +28,7 @@ layouts = st.builds(
 )
 requests = st.integers(1, 64)
 snapshots = st.integers(0, 9)
+fractions = st.one_of(st.none(), st.floats(0, 0.9))
 
 
 def fits_int32(layout: CacheLayout, r: int, columns: int, p: int) -> bool:
@@ -120,14 +123,79 @@ def test_all_three_given(layout, r, context, memory, p):
     assert 1 <= answer.full_requests == size.num_blocks // columns
 
 
-@given(layouts, requests, st.integers(0, 8 * 10**10), st.integers(0, 10**10))  # below what int32 can number
-def test_more_memory_never_holds_less(layout, r, spare, more):
-    memory = bytes_of(layout, r, 1, 0) + spare
-    small, large = (capacity(layout, hbm_bytes=m, max_requests=r) for m in (memory, memory + more))
+@given(layouts, requests, st.integers(0, 8 * 10**10), st.integers(0, 10**10), fractions)  # below what int32 can number
+def test_more_memory_never_holds_less(layout, r, spare, more, f):
+    memory = capacity(layout, max_requests=r, max_context=1, snapshot_fraction=f).total_bytes + spare
+    small, large = (capacity(layout, hbm_bytes=m, max_requests=r, snapshot_fraction=f) for m in (memory, memory + more))
     assert small.max_context <= large.max_context and small.total_bytes <= large.total_bytes
-    few = capacity(layout, hbm_bytes=memory, max_context=1)
-    many = capacity(layout, hbm_bytes=memory + more, max_context=1)
+    few = capacity(layout, hbm_bytes=memory, max_context=1, snapshot_fraction=f)
+    many = capacity(layout, hbm_bytes=memory + more, max_context=1, snapshot_fraction=f)
     assert few.max_requests <= many.max_requests
+
+
+def split(layout: CacheLayout, blocks: int, fraction: float | None) -> int:
+    """Snapshots beside so many blocks, from the definition: the fewest that take their share, at least one."""
+    f = SNAPSHOT_FRACTION if fraction is None else fraction
+    taken = blocks * layout.bytes_per_block
+    return max(math.ceil(f / (1 - f) * taken / layout.bytes_per_slot), 1) if f else 0
+
+
+@given(layouts, requests, st.integers(1, 4096), st.integers(0, 10**9), fractions)
+def test_snapshots_take_their_share_of_the_bytes(layout, r, context, spare, f):
+    columns = layout.blocks_for(context)
+
+    def bytes_for(blocks: int, requests: int, width: int) -> int:
+        return layout.total_bytes(CacheSize(blocks, requests, width, split(layout, blocks, f)))
+
+    asked = capacity(layout, max_requests=r, max_context=context, snapshot_fraction=f)
+    assert asked.size == CacheSize(r * columns, r, columns, split(layout, r * columns, f))
+    memory = asked.total_bytes + spare
+    most = capacity(layout, hbm_bytes=memory, max_context=context, snapshot_fraction=f)
+    n = most.max_requests
+    assert most.size == CacheSize(n * columns, n, columns, split(layout, n * columns, f))
+    assert bytes_for(n * columns, n, columns) <= memory < bytes_for((n + 1) * columns, n + 1, columns)
+    longest = capacity(layout, hbm_bytes=memory, max_requests=r, snapshot_fraction=f)
+    width = longest.size.max_blocks_per_request
+    assert longest.size == CacheSize(r * width, r, width, split(layout, r * width, f))
+    assert bytes_for(r * width, r, width) <= memory
+    assert longest.limited_by == "context" or bytes_for(r * (width + 1), r, width + 1) > memory
+    assert (
+        capacity(layout, hbm_bytes=memory, max_requests=r, max_context=context, snapshot_fraction=f).size == asked.size
+    )
+    least = bytes_for(columns, r, columns)
+    if r > 1 and (tight := (least + asked.total_bytes) // 2) < asked.total_bytes:
+        size = capacity(layout, hbm_bytes=tight, max_requests=r, max_context=context, snapshot_fraction=f).size
+        assert size == CacheSize(size.num_blocks, r, columns, split(layout, size.num_blocks, f))
+        assert columns <= size.num_blocks <= r * columns
+        assert bytes_for(size.num_blocks, r, columns) <= tight < bytes_for(size.num_blocks + 1, r, columns)
+
+
+@given(layouts.filter(lambda layout: layout.bytes_per_block), st.integers(1, 10**11), fractions)
+def test_a_host_tier_is_split_alike(layout, memory, f):
+    block, snapshot = block_record(layout).bytes, snapshot_record(layout).bytes
+    fraction = SNAPSHOT_FRACTION if f is None else f
+
+    def split_of(blocks: int) -> int:
+        return max(math.ceil(fraction / (1 - fraction) * blocks * block / snapshot), 1) if fraction else 0
+
+    def needed(blocks: int) -> int:
+        return (blocks + 1) * block + (split_of(blocks) + 1) * snapshot
+
+    if memory < needed(1):
+        with pytest.raises(CapacityError, match=f"host_bytes: {memory} bytes are too few: .* take {needed(1)}"):
+            plan_host_capacity(layout, memory, snapshot_fraction=f)
+        return
+    blocks, states = plan_host_capacity(layout, memory, snapshot_fraction=f)
+    assert states == split_of(blocks) and needed(blocks) <= memory < needed(blocks + 1)
+
+
+def test_a_host_tier_is_allocated_as_planned():
+    layout = CacheLayout(CONFIGS["tiny"])
+    blocks, states = plan_host_capacity(layout, 10**6)
+    host = init_host_cache(layout, blocks, snapshots=states)
+    assert 0.97 * 10**6 < host.blocks.nbytes + host.snapshots.nbytes <= 10**6
+    with pytest.raises(CapacityError, match="no bytes"):
+        plan_host_capacity(CacheLayout(SWA_ONLY), 10**6)
 
 
 def test_known_numbers():
@@ -135,12 +203,14 @@ def test_known_numbers():
     layout = CacheLayout(DSV4Config.flash())
     block = 21 * 32 * (584 + 68) + 20 * 584
     slot = 43 * 128 * 584 + 21 * 8 * (4 * 512 + 4 * 128) * 4 + 20 * 3 * 512 * 4
-    answer = capacity(layout, max_requests=64, max_context=131072)
+    answer = capacity(layout, max_requests=64, max_context=131072, num_snapshots=0)
     assert answer.size == CacheSize(64 * 1024, 64, 1024)
     assert answer.total_bytes == (64 * 1024 + 1) * block + 65 * (slot + 4 * 1024)
-    assert capacity(layout, hbm_bytes=80 * 2**30, max_context=131072).max_requests == (
+    assert capacity(layout, hbm_bytes=80 * 2**30, max_context=131072, num_snapshots=0).max_requests == (
         (80 * 2**30 - block - slot - 4096) // (1024 * block + slot + 4096)
     )
+    cached = capacity(layout, max_requests=64, max_context=131072, snapshot_fraction=0.25).size
+    assert cached.num_snapshots == -(64 * 1024 * block // (-3 * slot)) == 1943
 
 
 def test_what_binds():
@@ -161,6 +231,15 @@ def test_what_binds():
         ({"max_requests": True, "max_context": 5}, "max_requests must be an integer"),
         ({"max_requests": 2, "max_context": 4097}, "max_context: 4097 tokens exceed the model's 4096"),
         ({"max_requests": 2, "max_context": 5, "num_snapshots": -1}, "num_snapshots must be an integer >= 0"),
+        (
+            {"max_requests": 2, "max_context": 5, "snapshot_fraction": 1},
+            r"snapshot_fraction must be a number in \[0, 1\)",
+        ),
+        ({"max_requests": 2, "max_context": 5, "snapshot_fraction": "1"}, "snapshot_fraction must be a number"),
+        (
+            {"max_requests": 2, "max_context": 5, "snapshot_fraction": 0.5, "num_snapshots": 3},
+            "give either num_snapshots or snapshot_fraction",
+        ),
         ({"hbm_bytes": 1000, "max_requests": 3}, r"hbm_bytes: 1000 bytes are too few: 3 request\(s\), 3 at 128 tokens"),
     ],
 )
@@ -182,7 +261,7 @@ def test_refusals(given_, message):
 def test_more_rows_than_int32_has(given_, pool):
     layout = CacheLayout(CONFIGS["flash"])
     with pytest.raises(CapacityError, match=f"pool '{pool}': .* rows, row ids are int32 and reach 2147483646"):
-        plan_capacity(layout, **given_)
+        plan_capacity(layout, **{"num_snapshots": 0} | given_)
 
 
 @pytest.mark.parametrize(

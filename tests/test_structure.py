@@ -37,7 +37,7 @@ NARROW = {
     "schema": {"config"},
     "layout": {"config", "formats", "schema"},
     "plan": {"layout"},
-    "capacity": {"layout"},
+    "capacity": {"layout", "records"},
     "step": {"config", "formats", "layout", "ops", "plan", "schema"},
     "cache": {"layout", "ops", "plan", "serialization", "step"},
     "records": {"layout"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import pathlib
 from typing import Any
@@ -10,12 +11,12 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from ..capacity import Capacity, capacity
+from ..capacity import SNAPSHOT_FRACTION, Capacity, capacity
 from ..config import DSV4Config
 from ..errors import CapacityError, ConfigError
 from ..output import save_figure
 from .options import add_json, add_layout, layout_from, print_json, stdout
-from .values import byte_count, natural, picture_file, positive, token_count
+from .values import byte_count, natural, picture_file, positive, short, token_count
 
 __all__ = ["add_parser", "byte_count", "human", "model_config", "run", "token_count"]
 
@@ -24,6 +25,7 @@ examples:
   dsv4_jax plan --model flash --hbm 80GiB --context 128K        how many requests?
   dsv4_jax plan --model pro --hbm 100GiB --requests 64          how long a context?
   dsv4_jax plan --model flash --requests 256 --context 8192     how much memory?
+  dsv4_jax plan --model flash --hbm 80GiB --context 128K --snapshots 0    without prefix caching
   dsv4_jax plan --model ckpt --hbm 40e9 --requests 32 --context 1M --kv-format bf16 --index-format bf16 --json
 """
 _LIMITS = {
@@ -43,7 +45,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--hbm", type=byte_count, metavar="BYTES", help="for the cache alone, such as 80GiB or 80e9")
     parser.add_argument("--requests", type=positive, metavar="N", help="live at once")
     parser.add_argument("--context", type=token_count, metavar="TOKENS", help="of one request, such as 8192, 128K, 1M")
-    parser.add_argument("--snapshots", type=natural, default=0, metavar="N", help="extra slots for state snapshots")
+    states = parser.add_mutually_exclusive_group()
+    states.add_argument("--snapshots", type=natural, metavar="N", help="extra slots for states that prefix hits end at")
+    states.add_argument(
+        "--snapshot-fraction", type=_fraction, metavar="F",
+        help=f"of the bytes of blocks and snapshots (default: {SNAPSHOT_FRACTION})",
+    )  # fmt: skip
     parser.add_argument("--plot", type=picture_file, metavar="PNG", help="draw requests over context for this memory")
     add_layout(parser)
     add_json(parser)
@@ -52,11 +59,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     layout = layout_from(args, model_config(args.model))
-    answer = capacity(
-        layout, hbm_bytes=args.hbm, max_requests=args.requests, max_context=args.context, num_snapshots=args.snapshots
-    )
+    states = {"num_snapshots": args.snapshots, "snapshot_fraction": args.snapshot_fraction}
+    answer = capacity(layout, hbm_bytes=args.hbm, max_requests=args.requests, max_context=args.context, **states)
     if args.plot:
-        _plot(answer, args.plot)
+        _plot(answer, args.plot, states)
     if args.json:
         print_json({"model": args.model, **answer.as_dict()})
     else:
@@ -92,6 +98,7 @@ def _table(answer: Capacity, model: str) -> Table:
         ("context per request", f"{answer.max_context:,} tokens"),
         ("at that context at once", f"{answer.full_requests:,} requests"),
         ("tokens in all blocks", f"{answer.total_tokens:,}"),
+        ("states for prefix hits", f"{answer.size.num_snapshots:,}"),
         ("limited by", _LIMITS[answer.limited_by]),
     ]
     for row in rows:
@@ -110,7 +117,18 @@ def _table(answer: Capacity, model: str) -> Table:
     return table
 
 
-def _plot(answer: Capacity, path: pathlib.Path) -> None:
+def _fraction(text: str) -> float:
+    """argparse type: a share below 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{short(text)} is not a number in [0, 1)")
+    return value
+
+
+def _plot(answer: Capacity, path: pathlib.Path, states: dict[str, Any]) -> None:
     """Requests that fit at once, over their context, in the memory of this answer."""
     from matplotlib.figure import Figure
 
@@ -119,7 +137,7 @@ def _plot(answer: Capacity, path: pathlib.Path) -> None:
     context = layout.block_tokens
     while context <= layout.cfg.max_position_embeddings:
         try:
-            fits.append(capacity(layout, hbm_bytes=memory, max_context=context).max_requests)
+            fits.append(capacity(layout, hbm_bytes=memory, max_context=context, **states).max_requests)
         except CapacityError:
             break
         contexts.append(context)

@@ -114,7 +114,8 @@ def run(args: argparse.Namespace) -> int:
     with progress_bar() as bar:
         task = bar.add_task("requests", total=len(trace))
         result = simulate(trace, server, on_done=lambda: bar.advance(task))
-    answer = {"model": args.model, "order": args.order, "snapshots_at": dataclasses.asdict(args.snapshots_at), **report(result)}
+    choices = {"order": args.order, "snapshots_at": dataclasses.asdict(args.snapshots_at)}
+    answer = {"model": args.model, **choices, **report(result)}
     if args.plot:
         draw(answer, args.plot, title=f"{args.model}, {answer['cache']['policy']}: {_title(server)}")
     if args.json:

@@ -175,7 +175,7 @@ NUMBERS = [
     (option, value)
     for option in (
         "--blocks", "--limit", "--trace-block-tokens", "--max-requests", "--snapshots", "--host-blocks",
-        "--host-snapshots", "--snapshot-every", "--token-budget", "--block-tokens", "--draft-tokens",
+        "--host-snapshots", "--snapshots-at", "--token-budget", "--block-tokens", "--draft-tokens",
     )
     for value in ("-1", "1e3", "nan", "", "1_0", "١٢", "0x10", "1.5", str(10**18), str(10**400), DIGITS, "a\nb")
 ]  # fmt: skip
@@ -214,6 +214,22 @@ def test_hostile_times(value, trace):
 @pytest.mark.parametrize("value", ["-1", "x", str(2**31), DIGITS])
 def test_hostile_plans(option, value):
     refused(["plan", "--hbm", "80GiB", "--requests", 4, f"{option}={value}"], option)
+
+
+@pytest.mark.parametrize("value", ["-1", "1", "nan", "inf", "1e400", "", "30%", "x", DIGITS])
+def test_hostile_shares(value):
+    refused(
+        ["plan", "--hbm", "80GiB", "--requests", 4, f"--snapshot-fraction={value}"], "--snapshot-fraction", "[0, 1)"
+    )
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "every", "every:", "every:0", "every:x", "doubling:-1", "doubling: ", "prompt,,output", "none,prompt",
+     "prompt:1", f"every:{DIGITS}", "every:2**31", "Prompt", "a\nb"],
+)  # fmt: skip
+def test_hostile_placements(value, trace):
+    refused(simulate(trace, "--blocks", 40, f"--snapshots-at={value}"), "--snapshots-at")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Callable
+from types import NoneType
 
 import numpy as np
 import pytest
@@ -305,7 +306,7 @@ def cli(capsys, *argv: object) -> dict:
 SCHEMA: dict[str, Callable | type | tuple | dict] = {
     "model": str,
     "order": str,
-    "snapshot_every": int,
+    "snapshots_at": dict(every=NoneType, end_of_prompt=bool, end_of_output=bool, junctions=bool, doubling=int),
     "requests": dict(
         run=int, rejected=dict(context=int, device=int), tenants=int, prompt_tokens=int, output_tokens=int
     ),
@@ -369,7 +370,10 @@ def test_json_plot_and_equal_output(capsys, tmp_path: pathlib.Path) -> None:
 def test_the_table_and_the_options(capsys, tmp_path: pathlib.Path) -> None:
     trace = tmp_path / "t.jsonl"
     trace.write_text("".join(json.dumps(MOONCAKE | {"timestamp": 1000 * i}) + "\n" for i in range(3)))
-    assert main(["simulate", str(trace), *TINY, "--blocks", "20", "--snapshot-every", "0", "--order", "lfu"]) == 0
+    assert (
+        main(["simulate", str(trace), *TINY, "--blocks", "20", "--snapshots-at", "prompt,every:3", "--order", "lfu"])
+        == 0
+    )
     out = capsys.readouterr().out
     assert "hit rate" in out and "56.89%" in out  # 4 of 600 tokens' 4 whole blocks, by two of three: 2 * 512 / 1800
     report = cli(capsys, trace, *TINY, "--blocks", 20, "--limit", 1, "--policy", "none")
