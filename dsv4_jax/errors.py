@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose.
+"""Every error this package raises on purpose, and what it warns of.
 
 Each class also derives from the builtin a caller would reach for (`ValueError`, `RuntimeError`),
 so `except ValueError` keeps working, and every message names what was wrong, where, and the range.
@@ -25,6 +25,7 @@ __all__ = [
     "LayoutError",
     "ManagerInterruptedError",
     "NoFreeSlotError",
+    "NoHitsWarning",
     "OutOfBlocksError",
     "OutputError",
     "PlanError",
@@ -297,3 +298,7 @@ class StoreTimeoutError(StoreError, TimeoutError):
 
 class StoreFormatError(StoreError, ValueError):
     """A file is not a store of this kind, or was made for other sizes; or keys or records have the wrong size."""
+
+
+class NoHitsWarning(UserWarning):
+    """A cache is to keep prefixes, and no prompt will find any of them: a hit ends where a state was kept."""

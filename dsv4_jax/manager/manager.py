@@ -80,6 +80,9 @@ class KVCacheManager:
             `CacheLayout.check_size`).
         HashError: the weights' id has no canonical bytes.
         PlanError: `host` is no pair of counts.
+
+    Warns:
+        NoHitsWarning: the policy cannot lead to a hit: it keeps no states, or the cache has no slot for one.
     """
 
     def __init__(
@@ -99,6 +102,8 @@ class KVCacheManager:
             raise LayoutError(f"{size} does not fit a cache of {arrays}")
         self.layout, self.policy, self.host_size, self.events = layout, policy, _host_size(host), events
         self.hash_spec = HashSpec(layout.block_tokens, (layout.fingerprint, weights_id), layout.cfg.vocab_size)
+        if policy is not None:
+            policy.warn_if_vain(size)
         self.guard, self.book = Guard(), RequestBook()
         self._persists = False
         self._begin(size, arrays)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, NoHitsWarning
+from ..layout import CacheSize
 from .allocator import as_count
 from .prefix.node import Node
 from .prefix.queues import least_recently_used
@@ -183,3 +185,15 @@ class CachePolicy:
     snapshots: SnapshotPlacement = dataclasses.field(default_factory=SnapshotPlacement)
     order: Callable[[Node], Any] = least_recently_used
     watermark: HostWatermark = dataclasses.field(default_factory=HostWatermark)
+
+    def warn_if_vain(self, size: CacheSize) -> None:
+        """Warns with `NoHitsWarning` if a cache of this size keeps no states: prompts find nothing in it."""
+        if self.snapshots == SnapshotPlacement.none():
+            problem = "its placement keeps no states"
+        elif size.num_slots + size.num_snapshots < 2:
+            problem = (
+                "num_snapshots is 0, and the one slot is the live request's (plan_capacity gives snapshots a share)"
+            )
+        else:
+            return
+        warnings.warn(NoHitsWarning(f"prompts find nothing under this cache policy: {problem}"), stacklevel=3)

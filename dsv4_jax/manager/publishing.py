@@ -194,11 +194,12 @@ class Publisher:
         Nothing but slots of the pool is taken: `saved` has to follow.
         """
         saves: list[Save] = []
+        chosen = set[Node]()
         for request in requests:
             if len(saves) == room:
                 break
-            placement = self._wanted(request)
-            if placement is Placement.NONE:
+            placement, node = self._wanted(request), self._ends_at(request)
+            if placement is Placement.NONE or node in chosen:  # several may come to one junction side by side
                 continue
             slot = self._rolling_slot(request) if placement is Placement.ROLLING else 0
             rolls = slot > 0
@@ -207,6 +208,8 @@ class Publisher:
             slot = slot if rolls else self._cache.try_slot()
             if slot:
                 saves.append(Save(request, slot, placement, rolls))
+                if node is not None:
+                    chosen.add(node)
         return saves
 
     def saved(self, saves: list[Save], step: int) -> None:
@@ -215,8 +218,7 @@ class Publisher:
         The requests' blocks must be published before.
         """
         for request, slot, placement, rolls in saves:
-            i = request.num_cached // self.block_tokens - 1
-            node = request.nodes[i] if i < request.num_shared else None
+            node = self._ends_at(request)
             if rolls:
                 self._unroll(request)
             if node is None or node.snapshot is not None:
@@ -230,15 +232,14 @@ class Publisher:
 
     def keep_slot(self, request: Request, *, always: bool) -> bool:
         """Makes the slot of a request that stands at a block boundary a snapshot, if one is wanted (or `always`)."""
-        i, rest = divmod(request.num_cached, self.block_tokens)
-        i -= 1
-        if rest or not 0 <= i < request.num_shared or request.nodes[i].snapshot is not None:
+        node = self._ends_at(request)
+        if node is None or node.snapshot is not None or request.num_cached % self.block_tokens:
             return False
         if not always and self._wanted(request) is Placement.NONE:
             return False
-        self._tree.snapshots.attach(request.nodes[i], T.DEVICE, request.slot)
+        self._tree.snapshots.attach(node, T.DEVICE, request.slot)
         request.forget_earlier_steps(request.last_step)
-        request.attached.append(request.nodes[i])
+        request.attached.append(node)
         if request.rolling is not None and self._rolling_slot(request):
             self._cache.slots.release([self._tree.snapshots.drop(request.rolling, T.DEVICE)])
         return True
@@ -250,9 +251,14 @@ class Publisher:
             self._tree.snapshots.drop(request.rolling, T.DEVICE)
             request.rolling = None
 
-    def _wanted(self, request: Request) -> Placement:
+    def _ends_at(self, request: Request) -> Node | None:
+        """The node of the last block that the request has filled, if the tree holds it."""
         i = request.num_cached // self.block_tokens - 1
-        if request.hasher is None or (i < request.num_shared and request.nodes[i].snapshot is not None):
+        return request.nodes[i] if 0 <= i < request.num_shared else None
+
+    def _wanted(self, request: Request) -> Placement:
+        node = self._ends_at(request)
+        if request.hasher is None or (node is not None and node.snapshot is not None):
             return Placement.NONE
         return self._snapshots.at(
             request.num_cached, prompt_tokens=request.num_prompt, block_tokens=self.block_tokens,

@@ -1,6 +1,6 @@
 """Random mixes of requests through a manager that does all it can; every result is compared with a lone, cold run.
 
-A mix: 3..8 requests with shared, repeated and continued prompts in tight pools, under a random policy, with chunks of
+A mix: 3..12 requests with shared, repeated and continued prompts in tight pools, under a random policy, with chunks of
 odd sizes, preemption, forks, drafts of which some are rejected, aborts and sleep. Of every request that ends (and of
 some on their way) the tokens drawn, the logits of every token it fed and the bytes that its next token would see have
 to be those of `StepRunner.alone`, bit by bit.
@@ -18,7 +18,7 @@ from ..cache import KVCache
 from ..errors import NoFreeSlotError, OutOfBlocksError
 from ..layout import CacheSize
 from ..manager import CachePolicy, HostSize, KVCacheManager, Namespace, Request, SnapshotPlacement, WritePolicy
-from ..manager.policies import ORDERS
+from ..manager.policies import ORDERS, Placement
 from ..manager.prefix.node import T
 from ..tiers.host_cache import HostCache
 from ..tiers.transfers import run_transfers
@@ -71,12 +71,15 @@ class Mix:
 
     def __init__(self, runner: StepRunner, cache: KVCache, host: HostCache, seed: int, seen: collections.Counter[str]):
         rng = self.rng = np.random.default_rng((20, seed))
+        self.branches = self.chance(0.3)  # whether nearly all prompts begin alike, and states are kept where they part
         self.runner, self.cache, self.host, self.seen = runner, cache, host, seen
         whole, records, n = runner.size, host_size(runner), runner.size.max_blocks_per_request
         size = CacheSize(
             min(self.pick([n, n, n + 1, n + 2, n + n // 2, 2 * n, whole.num_blocks]), whole.num_blocks),
             int(rng.integers(2, 1 + whole.num_slots)), n, int(rng.integers(0, 1 + whole.num_snapshots)),
         )  # fmt: skip
+        if self.branches:
+            size = whole
         records = HostSize(
             int(rng.integers(1, 1 + records.num_blocks)), int(rng.integers(0, 1 + records.num_snapshots))
         )
@@ -91,10 +94,11 @@ class Mix:
         self.jobs: dict[Request, Job] = {}
         # Lengths in units of an eighth of a block: prompts of up to five blocks and a half, outputs of one and a half.
         self.eighth = max(1, runner.layout.block_tokens // 8)
-        self.waiting = int(rng.integers(3, 9))
+        self.waiting = int(rng.integers(3, 9)) + 4 * self.branches
         self.forks, self.streams = 3, 0
         self.bases = [self.text(8 * self.eighth, 40 * self.eighth) for _ in range(2)]
         self.prompts: list[list[int]] = []
+        self.junctions: set[tuple[Namespace | None, tuple[int, ...]]] = set()
         self.ended: list[Job] = []
 
     def chance(self, share: float) -> bool:
@@ -107,14 +111,19 @@ class Mix:
         return items[int(self.rng.integers(len(items)))]
 
     def _policy(self) -> CachePolicy | None:
-        if self.chance(0.05):
+        if not self.branches and self.chance(0.05):
             return None
         write = self.pick([
             WritePolicy.write_through(), WritePolicy.write_through_selective(1), WritePolicy.write_back(),
             WritePolicy.write_through_selective(2), WritePolicy.write_back(),
         ])  # fmt: skip
-        every, prompt, output = self.pick([None, 1, 2, 3]), self.chance(0.7), self.chance(0.7)
-        return CachePolicy(write, SnapshotPlacement(every, prompt, output), order=ORDERS[self.pick(["lru", "lfu"])])
+        placement = SnapshotPlacement(
+            self.pick([None, None, None, 1, 2, 3]), self.chance(0.7), self.chance(0.7), self.chance(0.8),
+            self.pick([None, None, 1, 2]),
+        )  # fmt: skip
+        if self.branches or placement == SnapshotPlacement.none():
+            placement = SnapshotPlacement(doubling=None)
+        return CachePolicy(write, placement, order=ORDERS[self.pick(["lru", "lfu"])])
 
     # The loop
 
@@ -186,7 +195,9 @@ class Mix:
 
     def prompt(self) -> list[int]:
         kind, most = self.rng.random(), 44 * self.eighth
-        if kind < 0.2 and self.prompts:
+        if self.branches and self.chance(0.8):
+            tokens = self.bases[0] + self.text(1, 12 * self.eighth)
+        elif kind < 0.2 and self.prompts:
             tokens = list(self.pick(self.prompts))
         elif kind < 0.5 and self.ended:
             tokens = self.pick(self.ended).request.tokens + self.text(0, 8 * self.eighth)
@@ -211,6 +222,17 @@ class Mix:
         self.jobs[request] = Job(request, tenant, total, [None] * len(tokens), self.stream())
         self.seen["requests"] += 1
         self.seen["prefixes restored from device snapshots"] += request.restores is not None
+        self.seen["hits at a junction"] += (tenant, tuple(tokens[: request.num_cached])) in self.junctions
+        if self.keeps_for_its_junction(request):
+            self.junctions.add((tenant, tuple(tokens[: request.junction])))
+
+    def keeps_for_its_junction(self, request: Request) -> bool:
+        """Whether it will keep a state where it leaves what is cached, and for no other reason."""
+        policy, junction = self.manager.policy, request.junction
+        if policy is None or not junction or not policy.snapshots.junctions:
+            return False
+        facts = dict(prompt_tokens=request.num_prompt, block_tokens=self.runner.layout.block_tokens)
+        return policy.snapshots.at(junction, **facts) is Placement.NONE
 
     def stream(self) -> int:
         self.streams += 1

@@ -15,7 +15,8 @@ __all__ = ["EXERCISED", "Mixes", "assert_serving_invariant"]
 
 # What a run has to have seen for its equalities to mean anything; the last four with a layout that has drafts.
 EXERCISED = (
-    "hits on the device", "hits on the host", "prefixes restored from device snapshots", "preemptions",
+    "hits on the device", "hits on the host", "hits at a junction", "prefixes restored from device snapshots",
+    "preemptions",
     "resumes from parked state", "resumes from a cached prefix", "resumes from nothing", "forks",
     "forks before the first step", "sleeps", "aborts", "reservations", "replayed tokens", "blocks out", "blocks in",
     "snapshots out", "snapshots in", "evictions from the device", "evictions from the host", "snapshot evictions",
@@ -60,7 +61,7 @@ class Mixes:
 def assert_serving_invariant(runner: StepRunner, *, mixes: int = 3, first: int = 0) -> collections.Counter[str]:
     """Whatever a manager does with them, requests have the tokens, logits and bytes of lone, cold runs.
 
-    Each mix is 3..8 requests with shared, repeated and continued prompts in tight pools: chunks of odd sizes, prefix
+    Each mix is 3..12 requests with shared, repeated and continued prompts in tight pools: chunks of odd sizes, prefix
     hits on device and host, preemption, forks, rejected drafts (with `draft_tokens`), aborts, sleep.
 
     Args:

@@ -12,6 +12,7 @@ from dsv4_jax.errors import (
     HashError,
     IntegrityError,
     NoFreeSlotError,
+    NoHitsWarning,
     OutOfBlocksError,
     PlanError,
     RequestError,
@@ -250,7 +251,8 @@ def test_the_end_of_an_output_can_be_hit() -> None:
 
 
 def test_a_slot_that_ends_at_a_boundary_becomes_the_snapshot() -> None:
-    manager = make(every=1, snapshots=0, num_slots=1)
+    with pytest.warns(NoHitsWarning):
+        manager = make(every=1, snapshots=0, num_slots=1)
     serve(manager, PROMPT[:8])
     assert manager.stats().cache.pools["slot"][:4] == (1, 0, 0, 1)
     request = manager.admit_request(PROMPT)
@@ -402,7 +404,7 @@ def test_without_a_host_the_tail_is_fed_again() -> None:
 
 
 def test_preemption_needs_tokens_and_frees_everything() -> None:
-    manager = make(num_blocks=5, num_slots=1, snapshots=0)
+    manager = make(num_blocks=5, num_slots=1, snapshots=1)
     blind = manager.admit_request()
     manager.plan_step([(blind, 8)])
     with pytest.raises(RequestError, match="could not be resumed"):

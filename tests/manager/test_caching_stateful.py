@@ -35,7 +35,10 @@ class Trace:
         cfg = DSV4Config.tiny(hca_ratio=8)
         self.layout = CacheLayout(cfg, block_tokens=BLOCK, draft_tokens=drafts)
         size = CacheSize(blocks, 4, 12, num_snapshots=snapshots)
-        placement = SnapshotPlacement(self.random.choice([None, 1, 2, 3]), self.random.random() < 0.8, True)
+        placement = SnapshotPlacement(
+            self.random.choice([None, 1, 2, 3]), self.random.random() < 0.8, True, self.random.random() < 0.8,
+            self.random.choice([None, None, 1, 2]),
+        )  # fmt: skip
         self.manager = KVCacheManager(
             self.layout, size, policy=CachePolicy(write=POLICIES[policy], snapshots=placement), host=host,
             events=EventLog(),
@@ -44,6 +47,7 @@ class Trace:
         self.spaces: dict[object, Namespace] = {}
         self.fed: dict[object, list[int]] = {}  # what the steps of each request were really fed
         self.did: collections.Counter[str] = collections.Counter()
+        self.junctions: set[tuple[Namespace, tuple[int, ...]]] = set()
         self.texts = [[self.random.randrange(4) for _ in range(96)] for _ in range(3)]
 
     # Requests
@@ -64,6 +68,10 @@ class Trace:
         self.fed[request.id] = prompt[: request.num_cached]
         assert request.num_cached % BLOCK == 0 and (not request.num_cached or request.num_cached < len(prompt))
         self.did["hit"] += bool(request.num_cached)
+        assert not request.junction or request.num_cached < request.junction < len(prompt)
+        self.did["hit at a junction"] += (space, tuple(prompt[: request.num_cached])) in self.junctions
+        if request.junction:
+            self.junctions.add((space, tuple(prompt[: request.junction])))
         self.did["admitted"] += 1
 
     def release(self) -> None:
@@ -257,7 +265,7 @@ class Trace:
             self.resume: 3,
             self.fork: 1,
             self.edit: 2,
-            self.fail: 1,
+            self.fail: 2,
         }
         for _ in range(steps):
             if self.random.random() < 0.01:
@@ -321,6 +329,7 @@ def test_every_step_reads_its_own_history(policy: str, drafts: int) -> None:
         did += trace.did
     happened = {
         "hit",
+        "hit at a junction",
         "fed",
         "preempted",
         "parked",

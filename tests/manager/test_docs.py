@@ -6,6 +6,7 @@ import pathlib
 import re
 
 from dsv4_jax import CacheLayout, DSV4Config
+from dsv4_jax.capacity import SNAPSHOT_FRACTION
 from dsv4_jax.manager import SnapshotPlacement
 
 TEXT = (pathlib.Path(__file__).parents[2] / "docs" / "manager.md").read_text()
@@ -35,4 +36,5 @@ def test_numbers() -> None:
     assert f"A snapshot is {layout.bytes_per_slot / 1e6:.1f} MB" in TEXT
     assert f"a block {layout.bytes_per_block / 1e6:.1f} MB" in " ".join(TEXT.split())
     assert f"({len(layout.schedule) * cfg.sliding_window / 1e3:.1f} K for V4-Flash)" in TEXT
-    assert SnapshotPlacement().every * layout.block_tokens == 4096
+    assert f"`doubling={SnapshotPlacement().doubling}`" in TEXT and SnapshotPlacement().every is None
+    assert f"gives snapshots {SNAPSHOT_FRACTION:.0%}".replace("%", " %") in TEXT

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dsv4_jax.errors import ConfigError, IntegrityError, PlanError
+from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
+from dsv4_jax.errors import ConfigError, IntegrityError, NoHitsWarning, PlanError
 from dsv4_jax.manager.block_pool import BlockPool
 from dsv4_jax.manager.metrics import collect_stats, pool_use, prometheus_text
 from dsv4_jax.manager.policies import (
@@ -73,41 +76,87 @@ def test_a_threshold_is_a_number_of_hits(threshold: object) -> None:
         WritePolicy.write_through_selective(threshold)
 
 
+def only(**choices: object) -> SnapshotPlacement:
+    """Nothing but what is named."""
+    return dataclasses.replace(SnapshotPlacement.none(), **choices)
+
+
 def test_snapshot_placement() -> None:
-    def kinds(policy: SnapshotPlacement, prompt: int, end: int) -> dict[int, str]:
-        found = {t: policy.at(t, prompt_tokens=prompt, block_tokens=4) for t in range(end + 1)}
+    def kinds(policy: SnapshotPlacement, prompt: int, end: int, junction: int = 0) -> dict[int, str]:
+        found = {t: policy.at(t, prompt_tokens=prompt, block_tokens=4, junction=junction) for t in range(end + 1)}
         return {t: kind.value for t, kind in found.items() if kind is not Placement.NONE}
 
-    assert kinds(SnapshotPlacement(2, False, False), 11, 32) == dict.fromkeys((8, 16, 24, 32), "keep")
-    assert kinds(SnapshotPlacement(None, True, False), 11, 32) == {8: "keep"}
+    assert kinds(only(every=2), 11, 32) == dict.fromkeys((8, 16, 24, 32), "keep")
+    assert kinds(only(end_of_prompt=True), 11, 32) == {8: "keep"}
     # The prompt's last token is computed again, so a prompt of whole blocks ends one block earlier.
-    assert kinds(SnapshotPlacement(None, True, False), 12, 32) == {8: "keep"}
-    assert kinds(SnapshotPlacement(None, True, False), 13, 32) == {12: "keep"}
-    assert kinds(SnapshotPlacement(None, True, False), 4, 32) == {}
-    assert kinds(SnapshotPlacement(None, True, False), 0, 32) == {}
-    assert kinds(SnapshotPlacement(None, False, True), 12, 24) == dict.fromkeys((16, 20, 24), "rolling")
-    assert kinds(SnapshotPlacement(4, True, True), 9, 24) == {8: "keep", 12: "rolling", 16: "keep", 20: "rolling",
-                                                              24: "rolling"}  # fmt: skip
-    assert kinds(SnapshotPlacement(None, False, False), 9, 24) == {}
-    with pytest.raises(PlanError):
-        SnapshotPlacement(0)
+    assert kinds(only(end_of_prompt=True), 12, 32) == {8: "keep"}
+    assert kinds(only(end_of_prompt=True), 13, 32) == {12: "keep"}
+    assert kinds(only(end_of_prompt=True), 4, 32) == {}
+    assert kinds(only(end_of_prompt=True), 0, 32) == {}
+    assert kinds(only(end_of_output=True), 12, 24) == dict.fromkeys((16, 20, 24), "rolling")
+    assert kinds(only(every=4, end_of_prompt=True, end_of_output=True), 9, 24) == {
+        8: "keep", 12: "rolling", 16: "keep", 20: "rolling", 24: "rolling",
+    }  # fmt: skip
+    assert kinds(only(junctions=True), 40, 60, junction=12) == {12: "keep"}
+    assert kinds(only(junctions=True), 40, 60) == kinds(only(), 40, 60, junction=12) == {}
+    # Its last boundary is after 88 tokens, 22 blocks: 2, 4, 8 and 16 blocks before it.
+    assert kinds(only(doubling=2), 91, 120) == dict.fromkeys((24, 56, 72, 80), "keep")
+    assert kinds(only(doubling=3), 29, 60) == {4: "keep", 16: "keep"}  # 7 blocks: after 1 and after 4
+    assert kinds(only(doubling=8), 33, 60) == {}  # 8 blocks: there is nothing to keep before the first
+    assert kinds(SnapshotPlacement.none(), 9, 24, junction=8) == {}
+    for name in ("every", "doubling"):
+        with pytest.raises(PlanError, match=f"{name} must be at least 1"):
+            only(**{name: 0})
 
 
-def test_chunks_end_where_a_snapshot_is_wanted() -> None:
-    policy = SnapshotPlacement(4, True, False)
+def test_default_placement_of_a_long_prompt() -> None:
+    policy, stops, start = SnapshotPlacement(), [], 0
+    while start < 100_000:
+        start = policy.next_stop(start, 100_000, prompt_tokens=100_000, block_tokens=128, junction=2048)
+        stops.append(start)
+    end = 781  # blocks: a snapshot at the end and seven before it, which thin out
+    assert stops == [2048, *(128 * (end - n) for n in (512, 256, 128, 64, 32, 16, 8, 0)), 100_000]
 
-    def stops(start: int, stop: int, prompt: int) -> list[int]:
-        ends = []
-        while start < stop:
-            start = policy.next_stop(start, stop, prompt_tokens=prompt, block_tokens=4)
-            ends.append(start)
-        return ends
 
-    assert stops(0, 45, 45) == [16, 32, 44, 45]
-    assert stops(15, 17, 45) == [16, 17]
-    assert stops(16, 32, 45) == [32]
-    assert stops(33, 40, 45) == [40]
-    assert stops(0, 8, 8) == [4, 8]
+placements = st.builds(
+    SnapshotPlacement, st.none() | st.integers(1, 9), st.booleans(), st.booleans(), st.booleans(),
+    st.none() | st.integers(1, 9),
+)  # fmt: skip
+
+
+@given(placements, st.integers(0, 400), st.integers(0, 90), st.integers(0, 400), st.integers(1, 60))
+def test_chunks_end_where_a_snapshot_is_wanted(policy, prompt, junction, start, length) -> None:
+    """`next_stop` is the first place beyond `start` where `at` wants a state; `at` is its own definition, in a loop."""
+    block, stop = 4, start + length
+    facts = dict(prompt_tokens=prompt, block_tokens=block, junction=junction * block)
+    end = max(prompt - 1, 0) // block
+    distances = set()
+    if policy.doubling is not None:
+        distances = {policy.doubling * 2**k for k in range(9)}
+    for tokens in range(500):
+        i, rest = divmod(tokens, block)
+        kept = i > 0 and not rest and any([
+            policy.every is not None and i % policy.every == 0, policy.end_of_prompt and i == end,
+            policy.junctions and i == junction, end - i in distances,
+        ])  # fmt: skip
+        rolls = i > 0 and not rest and policy.end_of_output and tokens > prompt
+        wanted = Placement.KEEP if kept else Placement.ROLLING if rolls else Placement.NONE
+        assert policy.at(tokens, **facts) is wanted
+    wanted = [t for t in range(start + 1, stop) if policy.at(t, **facts) is not Placement.NONE]
+    assert policy.next_stop(start, stop, **facts) == min([*wanted, stop])
+
+
+def test_a_policy_that_cannot_hit_says_so() -> None:
+    layout = CacheLayout(DSV4Config.tiny())
+    with pytest.warns(NoHitsWarning, match="keeps no states"):
+        KVCacheManager(layout, CacheSize(9, 2, 4, 8), policy=CachePolicy(snapshots=SnapshotPlacement.none()))
+    with pytest.warns(NoHitsWarning, match="num_snapshots is 0, and the one slot is the live request's") as caught:
+        manager = KVCacheManager(layout, CacheSize(9, 1, 4), policy=CachePolicy())
+    assert len(caught) == 1 and caught[0].filename == __file__
+    manager.reset()  # warned already: the suite makes every further warning an error
+    KVCacheManager(layout, CacheSize(9, 1, 4))
+    KVCacheManager(layout, CacheSize(9, 1, 4, 1), policy=CachePolicy())
+    KVCacheManager(layout, CacheSize(9, 2, 4), policy=CachePolicy())
 
 
 def test_host_watermark() -> None:
