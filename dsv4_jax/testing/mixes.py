@@ -15,7 +15,7 @@ import dataclasses
 import numpy as np
 
 from ..cache import KVCache
-from ..errors import NoFreeSlotError, OutOfBlocksError
+from ..errors import NoFreeSlotError, OutOfBlocksError, PlanError
 from ..layout import CacheSize
 from ..manager import CachePolicy, HostSize, KVCacheManager, Namespace, Request, SnapshotPlacement, WritePolicy
 from ..manager.policies import ORDERS, Placement
@@ -79,7 +79,7 @@ class Mix:
             int(rng.integers(2, 1 + whole.num_slots)), n, int(rng.integers(0, 1 + whole.num_snapshots)),
         )  # fmt: skip
         if self.branches:
-            size = whole
+            size = dataclasses.replace(size, num_snapshots=whole.num_snapshots)
         records = HostSize(
             int(rng.integers(1, 1 + records.num_blocks)), int(rng.integers(0, 1 + records.num_snapshots))
         )
@@ -178,7 +178,7 @@ class Mix:
             self.resume()
         if manager.requests and self.forks and self.chance(0.06):
             self.fork(self.pick(manager.requests))
-        if manager.requests and self.chance(0.01):
+        if manager.requests and self.chance(0.015):
             request = self.pick(manager.requests)
             manager.abort_request(request)
             del self.jobs[request]
@@ -324,7 +324,7 @@ class Mix:
         return fed
 
     def plan(self, scheduled: list[tuple[Request, int]]):
-        """The plan of these tokens, some with drafts if there are blocks for them: (plan, scheduled)."""
+        """The plan of these tokens, some with drafts if blocks and table entries reach: (plan, scheduled)."""
         room, drafted = self.runner.shape.tokens - sum(count for _, count in scheduled), []
         most = self.runner.layout.draft_tokens
         for request, count in scheduled:
@@ -336,7 +336,7 @@ class Mix:
             drafted.append((request, count + drafts))
         try:
             return self.manager.plan_step(drafted, shape=self.runner.shape), drafted
-        except OutOfBlocksError:
+        except (OutOfBlocksError, PlanError):  # nothing has changed: the tokens scheduled must fit
             for (request, count), (_, less) in zip(drafted, scheduled, strict=True):
                 del request.tokens[len(request.tokens) - (count - less) :]
             return self.manager.plan_step(scheduled, shape=self.runner.shape), scheduled
