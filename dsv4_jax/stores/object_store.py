@@ -12,6 +12,7 @@ import dataclasses
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,8 +25,10 @@ from .checksum import checksum
 from .record_header import (
     HEADER_BYTES,
     MAX_KEY_BYTES,
+    VERSION,
     RecordHeader,
     fingerprint_digest,
+    header_version,
     pack_header,
     unpack_header,
 )
@@ -37,7 +40,8 @@ class ObjectStore:
     """A `RecordStore` over a tensorstore KvStore.
 
     Give each layout its own path: a record of another layout under the same key is refused and counted as `foreign`
-    when it is read, and replaced when the key is written, so two layouts in one place work, but evict each other.
+    when it is read, and replaced when the key is written, so two layouts in one place work, but evict each other. So
+    is one of another version of the format, of which the store warns once.
 
     What is in the place is not trusted with more than misses: of an object no more is read than a record has, and one
     that cannot be read is a miss. A call raises only if it could read nothing.
@@ -84,6 +88,7 @@ class ObjectStore:
             raise StoreTimeoutError(f"cannot open the key-value store {spec!r} within {deadline} s") from error
         except Exception as error:  # tensorstore raises many kinds
             raise StoreError(f"cannot open the key-value store {spec!r}: {error}") from error
+        self._warned = False
         self._value_bytes = HEADER_BYTES + self.record_bytes
         self._stats, self._lock, self._closed, self._process = StoreStats(), threading.Lock(), False, os.getpid()
 
@@ -204,14 +209,25 @@ class ObjectStore:
         header = None if isinstance(answer, StoreError) else unpack_header(answer.value)
         return header is not None and (header.key, header.fingerprint) == (key, self._fingerprint)
 
+    def _is_foreign(self, data: bytes) -> bool:
+        """Whether an object that begins so is of another layout, or of another version, of which it warns once."""
+        version = header_version(data)
+        if version not in (None, VERSION):
+            if not self._warned:
+                self._warned = True
+                what = f"has objects of version {version}, only version {VERSION} can be read: they count as foreign"
+                warnings.warn(f"the key-value store {what} and are made anew", RuntimeWarning, stacklevel=2)
+            return True
+        header = unpack_header(data)
+        return header is not None and header.fingerprint != self._fingerprint
+
     def _damaged(self, keys: list[bytes], batch: slice, verdicts: list[str | StoreError], until: float) -> list[int]:
         """Indices of the corrupted. Those that begin with the header of another layout, whose records are longer or
         shorter, are "foreign" after all."""
         suspects = [i for i, verdict in enumerate(verdicts, batch.start) if verdict == "corrupted"]
         headers = self._headers([keys[i] for i in suspects], until)
         for i, answer in zip(suspects, headers, strict=True):
-            header = None if isinstance(answer, StoreError) else unpack_header(answer.value)
-            if header is not None and header.fingerprint != self._fingerprint:
+            if not isinstance(answer, StoreError) and self._is_foreign(answer.value):
                 verdicts[i - batch.start] = "foreign"
         return [i for i in suspects if verdicts[i - batch.start] == "corrupted"]
 
@@ -238,11 +254,11 @@ class ObjectStore:
             return "corrupted" if _is_short(answer) else answer
         if answer.state != "value":
             return "missing"
+        if self._is_foreign(answer.value):
+            return "foreign"
         header = unpack_header(answer.value)
         if header is None or len(answer.value) != self._value_bytes:
             return "corrupted"
-        if header.fingerprint != self._fingerprint:
-            return "foreign"
         if (header.key, header.record_bytes) != (key, self.record_bytes):
             return "corrupted"
         record = np.frombuffer(answer.value, np.uint8, offset=HEADER_BYTES)

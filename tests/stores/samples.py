@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
+import zlib
 
 import numpy as np
 
@@ -40,3 +42,9 @@ def read(store, *ids: int) -> list[int]:
     expected = records(*ids, record_bytes=store.record_bytes)
     np.testing.assert_array_equal(buffers[good], expected[good])
     return [i for i, flag in zip(ids, good, strict=True) if flag]
+
+
+def of_version(header: bytes, version: int) -> bytes:
+    """A packed header as another version of the format would have written it."""
+    body = header[8:26] + struct.pack("<H", version) + header[28:]
+    return header[:4] + struct.pack("<I", zlib.crc32(header[:4] + body)) + body

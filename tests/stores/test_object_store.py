@@ -10,9 +10,10 @@ import pytest
 
 from dsv4_jax.errors import StoreError, StoreFormatError, StoreTimeoutError
 from dsv4_jax.stores import ObjectStore
+from dsv4_jax.stores.record_header import HEADER_BYTES
 
 from ..clock import PATIENCE, FakeClock
-from .samples import FINGERPRINT, RECORD_BYTES, key, keys, read, records
+from .samples import FINGERPRINT, RECORD_BYTES, key, keys, of_version, read, records
 
 tensorstore = pytest.importorskip("tensorstore")
 
@@ -74,6 +75,22 @@ def test_another_layouts_object_of_another_size_is_foreign_too(tmp_path, size):
         mine.write(keys(1), records(1))
         assert read(mine, 0, 1) == [1] and (mine.stats().foreign, mine.stats().corrupted) == (1, 0)
         assert read(theirs, 0) == [0]
+
+
+@pytest.mark.parametrize("more", [0, 1000], ids=["of this size", "of a longer record"])
+def test_objects_of_another_version_are_refused_with_one_warning_and_left_until_replaced(tmp_path, more):
+    with make(tmp_path) as mine, make(tmp_path, record_bytes=RECORD_BYTES + more) as theirs:
+        theirs.write(keys(0, 1), records(0, 1, record_bytes=RECORD_BYTES + more))
+        for i in (0, 1):
+            file = tmp_path / "kv" / key(i).hex()
+            value = file.read_bytes()
+            file.write_bytes(of_version(value[:HEADER_BYTES], 0) + value[HEADER_BYTES:])
+        assert not mine.contains(keys(0, 1)).any()
+        with pytest.warns(RuntimeWarning, match="objects of version 1, only version 2 can be read") as warned:
+            assert read(mine, 0) == [] and read(mine, 0, 1) == []
+        assert len(warned) == 1 and "\n" not in str(warned[0].message)
+        assert (mine.stats().foreign, mine.stats().corrupted) == (3, 0) and (tmp_path / "kv" / key(1).hex()).exists()
+        assert mine.write(keys(0), records(0)).all() and read(mine, 0) == [0]
 
 
 def test_several_owners_of_one_place(tmp_path):
@@ -312,4 +329,4 @@ def test_the_object_is_part_of_the_format(tmp_path):
     with make(tmp_path) as store:
         store.write(keys(0), records(0))
     digest = hashlib.sha256((tmp_path / "kv" / key(0).hex()).read_bytes()).hexdigest()
-    assert digest == "f5e91cd907c718496c58879a36614a9523f05d65d10f0ec38b273716948526bd"
+    assert digest == "dd83bcbd6fac83199470e8426bf92b992312d0ada1540aa64f720bf99ae1434c"

@@ -312,4 +312,4 @@ def test_the_file_is_part_of_the_format(path):
         store.delete(keys(1))
         store.write(keys(3), records(3))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    assert digest == "d65afee94f78ceace6fbc36686bc3de53a0bac4fd330ce6b6788e02aa45b0015"
+    assert digest == "a65080dd728a37c0e9726055549e8a0e311435eea14185ba8d1f60c1abc80876"

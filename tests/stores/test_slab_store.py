@@ -8,9 +8,11 @@ import errno
 import mmap
 import os
 import pathlib
+import struct
 import subprocess
 import sys
 import threading
+import zlib
 
 import hypothesis
 import hypothesis.strategies as st
@@ -211,6 +213,17 @@ def test_other_sizes_are_an_error_and_harm_nothing(path, change):
         make(path, **{"max_records": 8, **change})
     with make(path) as store:
         assert read(store, 0) == [0]
+
+
+def test_files_of_the_old_version_are_refused_with_one_line_and_stay_as_they_are(path):
+    with make(path) as store:
+        store.write(keys(0), records(0))
+    old = struct.pack("<8sIIQQ", b"dsv4slab", 1, 32, RECORD_BYTES, 8)
+    content = old + struct.pack("<I", zlib.crc32(old)) + path.read_bytes()[len(old) + 4 :]
+    path.write_bytes(content)
+    with pytest.raises(StoreFormatError, match="is a slab file of version 1, only version 2 can be read") as caught:
+        make(path)
+    assert "\n" not in str(caught.value) and path.read_bytes() == content
 
 
 def test_other_files_are_an_error_and_stay_as_they_are(path):

@@ -23,14 +23,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...errors import StoreError, StoreFormatError
-from ..record_header import HEADER_BYTES
+from ..record_header import HEADER_BYTES, VERSION
 from .owned_file import OwnedFile, move_all, store_error
 
 __all__ = ["SlabFile"]
 
 PAGE = 4096
 _SECTOR = 512
-_MAGIC, _VERSION = b"dsv4slab", 1
+_MAGIC = b"dsv4slab"
 _GEOMETRY = struct.Struct("<8sIIQQ")
 _BATCH_BYTES = 8 << 20  # one system call moves about this much; the size of a bounce buffer
 _BATCH_BUFFERS = 512  # below the kernel's limit of 1024, pads included
@@ -87,7 +87,7 @@ class SlabFile(OwnedFile):
             self.alignment = self.find_alignment() if direct else 1
 
     def check_geometry(self, key_bytes: int, preallocate: bool) -> None:
-        wanted = _GEOMETRY.pack(_MAGIC, _VERSION, key_bytes, self.record_bytes, self.slots)
+        wanted = _GEOMETRY.pack(_MAGIC, VERSION, key_bytes, self.record_bytes, self.slots)
         unwritten = self.is_unwritten(self._size)  # before anything is read: the page cache counts as written
         found = os.pread(self.file, _GEOMETRY.size + 4, 0)
         if not found.strip(b"\0"):
@@ -100,9 +100,14 @@ class SlabFile(OwnedFile):
             raise StoreFormatError(f"{self.path} is not a slab file")
         if body != wanted:
             _, version, keys, record_bytes, slots = _GEOMETRY.unpack(body)
+            if version != VERSION:
+                raise StoreFormatError(
+                    f"{self.path} is a slab file of version {version}, only version {VERSION} can be read: remove it, "
+                    "or name another; its records are made anew as they are needed"
+                )
             raise StoreFormatError(
-                f"{self.path} has {slots} records of {record_bytes} bytes, keys of {keys} bytes, version {version}; "
-                f"asked for {self.slots} of {self.record_bytes}, keys of {key_bytes}, version {_VERSION}"
+                f"{self.path} has {slots} records of {record_bytes} bytes, keys of {keys} bytes; "
+                f"asked for {self.slots} of {self.record_bytes}, keys of {key_bytes}"
             )
         # A file cut short by an interrupted copy reads as zeros, which are refused like any wrong bytes.
         if os.fstat(self.file).st_size < self._size:

@@ -55,8 +55,8 @@ class SlabStore:
             can write it decides what is served (see docs/stores.md).
         record_bytes: size of every record (`block_record(layout).bytes` for blocks).
         max_records: slots of the file.
-        fingerprint: of the layout (`CacheLayout.fingerprint`). Records another layout left in the file are counted as
-            `foreign` on opening and their slots are free.
+        fingerprint: what the records are (`CacheLayout.block_fingerprint`, or `snapshot_fingerprint`). Others that are
+            in the file are counted as `foreign` on opening and their slots are free.
         key_bytes: length of every key, at most 48.
         sync: when the disk is waited for. "close": in `flush` and `close`; a killed process loses nothing that was
             written, a machine that loses power may lose recent records (it never serves wrong ones). "write": each
