@@ -6,22 +6,24 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-template <bool kOut>
-ffi::Error swap(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int64_t> layers,
-                ffi::Span<const int64_t> piece_bytes, ffi::Span<const int64_t> offsets, int64_t first_unit,
-                int64_t first_record) {
-  dsv4::SwapArgs args = {};
-  const ffi::Error error =
-      dsv4::read_swap<kOut>(operands, results, {layers, piece_bytes, offsets, first_unit, first_record}, &args);
-  if (error.failure()) return error;
+template <dsv4::Swap kWay>
+void run(const dsv4::SwapArgs& args) {
   for (int64_t pair = 0; pair < args.pairs; ++pair) {
-    const int64_t unit = args.unit_ids[pair], record = args.record_ids[pair];
-    if (!args.valid(unit, record)) continue;
-    for (uint32_t word = 0; word < args.record_words; ++word) {
-      const dsv4::SwapPlace place = dsv4::locate(args, unit, record, word);
-      dsv4::store_word<kOut>(place, dsv4::load_word<kOut>(place));
+    for (uint32_t word = 0; word < args.words; ++word) {
+      const dsv4::SwapPlace place = dsv4::locate<kWay>(args, pair, word);
+      dsv4::store_word<kWay>(place, dsv4::load_word<kWay>(place));
     }
   }
+}
+
+template <bool kOut>
+ffi::Error swap(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int64_t> pieces,
+                int64_t first_unit, int64_t first_record) {
+  dsv4::SwapArgs args = {};
+  const ffi::Error error = dsv4::read_swap<kOut>(operands, results, {pieces, first_unit, first_record}, &args);
+  if (error.failure()) return error;
+  if (!kOut) run<dsv4::Swap::kClear>(dsv4::clearing(args));
+  run<kOut ? dsv4::Swap::kOut : dsv4::Swap::kIn>(args);
   return ffi::Error::Success();
 }
 
@@ -30,9 +32,7 @@ auto binding() {
   return ffi::Ffi::Bind()
       .RemainingArgs()
       .RemainingRets()
-      .Attr<ffi::Span<const int64_t>>("layers")
-      .Attr<ffi::Span<const int64_t>>("piece_bytes")
-      .Attr<ffi::Span<const int64_t>>("offsets")
+      .Attr<ffi::Span<const int64_t>>("pieces")
       .Attr<int64_t>("first_unit")
       .Attr<int64_t>("first_record");
 }

@@ -1,5 +1,6 @@
 // swap_out and swap_in as XLA FFI handlers: blocks (or slots) between HBM and pinned host records, one launch a
-// direction, in place. Only enqueues: fit for a command buffer. CPU twin: csrc/swap.cc.
+// direction, and one that clears the slots a state comes to, in place. Only enqueues: fit for a command buffer. CPU
+// twin: csrc/swap.cc.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -17,42 +18,43 @@ constexpr int kUnroll = 4;       // words a thread has in flight
 constexpr int kMaxBlocks = 128;  // 2 MiB in flight: enough for PCIe, which 32 blocks of one word each already saturate
 constexpr int64_t kChunk = kThreads * kUnroll;  // words of a record that a block moves at a time
 
-template <bool kOut>
+template <dsv4::Swap kWay>
 __global__ void __launch_bounds__(kThreads) swap_kernel(const __grid_constant__ dsv4::SwapArgs args) {
-  const int64_t chunks = (args.record_words + kChunk - 1) / kChunk;
+  const int64_t chunks = (args.words + kChunk - 1) / kChunk;
   for (int64_t task = blockIdx.x; task < args.pairs * chunks; task += gridDim.x) {
     const int64_t pair = task / chunks;
-    const int64_t unit = __ldg(args.unit_ids + pair), record = __ldg(args.record_ids + pair);
-    if (!args.valid(unit, record)) continue;
     const uint32_t first = static_cast<uint32_t>((task - pair * chunks) * kChunk) + threadIdx.x;
     dsv4::SwapPlace places[kUnroll];
     dsv4::SwapWord words[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const uint32_t word = first + u * kThreads;
-      if (word >= args.record_words) continue;
-      places[u] = dsv4::locate(args, unit, record, word);
-      words[u] = dsv4::load_word<kOut>(places[u]);
+      if (word >= args.words) continue;
+      places[u] = dsv4::locate<kWay>(args, pair, word);
+      words[u] = dsv4::load_word<kWay>(places[u]);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      if (first + u * kThreads < args.record_words) dsv4::store_word<kOut>(places[u], words[u]);
+      if (first + u * kThreads < args.words) dsv4::store_word<kWay>(places[u], words[u]);
     }
   }
 }
 
+template <dsv4::Swap kWay>
+void launch(cudaStream_t stream, const dsv4::SwapArgs& args) {
+  const int64_t tasks = args.pairs * ((args.words + kChunk - 1) / kChunk);
+  if (tasks == 0) return;
+  swap_kernel<kWay><<<static_cast<unsigned>(std::min<int64_t>(tasks, kMaxBlocks)), kThreads, 0, stream>>>(args);
+}
+
 template <bool kOut>
 ffi::Error swap(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                ffi::Span<const int64_t> layers, ffi::Span<const int64_t> piece_bytes, ffi::Span<const int64_t> offsets,
-                int64_t first_unit, int64_t first_record) {
+                ffi::Span<const int64_t> pieces, int64_t first_unit, int64_t first_record) {
   dsv4::SwapArgs args = {};
-  const ffi::Error wrong =
-      dsv4::read_swap<kOut>(operands, results, {layers, piece_bytes, offsets, first_unit, first_record}, &args);
+  const ffi::Error wrong = dsv4::read_swap<kOut>(operands, results, {pieces, first_unit, first_record}, &args);
   if (wrong.failure()) return wrong;
-  const int64_t tasks = args.pairs * ((args.record_words + kChunk - 1) / kChunk);
-  if (tasks == 0) return ffi::Error::Success();
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(tasks, kMaxBlocks));
-  swap_kernel<kOut><<<blocks, kThreads, 0, stream>>>(args);
+  if (!kOut) launch<dsv4::Swap::kClear>(stream, dsv4::clearing(args));
+  launch<kOut ? dsv4::Swap::kOut : dsv4::Swap::kIn>(stream, args);
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return ffi::Error::Internal(std::string("swap: ") + cudaGetErrorString(error));
   return ffi::Error::Success();
@@ -64,9 +66,7 @@ auto binding() {
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
       .RemainingArgs()
       .RemainingRets()
-      .Attr<ffi::Span<const int64_t>>("layers")
-      .Attr<ffi::Span<const int64_t>>("piece_bytes")
-      .Attr<ffi::Span<const int64_t>>("offsets")
+      .Attr<ffi::Span<const int64_t>>("pieces")
       .Attr<int64_t>("first_unit")
       .Attr<int64_t>("first_record");
 }

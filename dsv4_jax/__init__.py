@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .ops import Epilogue as Epilogue
     from .ops import rope_frequencies as rope_frequencies
     from .plan import PackedPlan as PackedPlan
+    from .plan import StateSwapPlan as StateSwapPlan
     from .plan import StepPlan as StepPlan
     from .plan import SwapPlan as SwapPlan
     from .schema import build_schema as build_schema
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from .tiers.swap import snapshot as snapshot
     from .tiers.swap import swap_in as swap_in
     from .tiers.swap import swap_out as swap_out
+    from .tiers.swap_plan import plan_state_swap as plan_state_swap
     from .tiers.swap_plan import plan_swap as plan_swap
     from .tiers.transfers import run_transfers as run_transfers
 
@@ -69,6 +71,7 @@ _HOME = {
     "rope_frequencies": "ops",
     "PackedPlan": "plan",
     "StepPlan": "plan",
+    "StateSwapPlan": "plan",
     "SwapPlan": "plan",
     "KVCache": "cache",
     "init_cache": "cache",
@@ -81,6 +84,7 @@ _HOME = {
     "stack_plans": "sharding",
     "HostCache": "tiers.host_cache",
     "init_host_cache": "tiers.host_cache",
+    "plan_state_swap": "tiers.swap_plan",
     "plan_swap": "tiers.swap_plan",
     "restore": "tiers.swap",
     "run_transfers": "tiers.transfers",

@@ -29,7 +29,7 @@ import numpy as np
 
 from . import formats
 from .checks import INT32_MAX, as_int, shown
-from .config import DSV4Config, LayerSpec, build_schedule
+from .config import AttentionType, DSV4Config, LayerSpec, build_schedule
 from .errors import LayoutError
 from .formats import Part, RowFormat
 from .schema import HcaState, LayerCacheSchema, PoolSchema, bounded_integer, build_schema, checked_block_tokens
@@ -277,16 +277,47 @@ class CacheLayout:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hex digest that two caches share exactly if blocks and snapshots of one can be read as those of the other.
+        """Hex digest that two caches share exactly if their arrays mean the same: what a plan and a layout are for.
 
-        `draft_tokens` and `hca_state` shape snapshots, so caches that differ in these have different ones. It
-        names a format, not who computed the values: kernels, devices and `key_split`, which decide their last
-        bits, are no part of it, so stored blocks outlive a change of these.
+        It names a format, not who computed the values: kernels, devices and `key_split`, which decide their last
+        bits, are no part of it, nor of the two below, so stored records outlive a change of these.
         """
         facts: list[Any] = [dataclasses.astuple(leaf) for leaf in self.leaves]
         facts.append((self.kv_row.name, self.index_row.name, self.block_tokens, self.cfg.csa_ratio, self.cfg.hca_ratio))
         facts.append([spec.attn.value for spec in self.schedule])
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        return _digest(facts)
+
+    @functools.cached_property
+    def block_fingerprint(self) -> str:
+        """Hex digest that two layouts share exactly if block records of one can be read as those of the other.
+
+        `draft_tokens` and `include_mtp` are no part of it. `hca_state` is, where there are HCA layers: it decides how
+        their entries are computed.
+        """
+        facts: list[Any] = [dataclasses.astuple(leaf) for leaf in self.leaves if leaf.scope == "block"]
+        facts += self._record_facts
+        facts.append((self.kv_row.name, self.index_row.name, self.block_tokens))
+        return _digest(["block", *facts, [kind.value for kind in self.cfg.layer_types]])
+
+    @functools.cached_property
+    def snapshot_fingerprint(self) -> str:
+        """Hex digest that two layouts share exactly if snapshot records of one can be read as those of the other.
+
+        And the records of whole states (`dsv4_jax.records`). Neither `draft_tokens` nor `block_tokens` nor the index
+        format is part of it.
+        """
+        facts: list[Any] = [
+            (leaf.pool, leaf.part, leaf.layers, leaf.width, leaf.dtype) for leaf in self.leaves if leaf.scope == "slot"
+        ]
+        facts += self._record_facts
+        facts.append((self.kv_row.name, self.cfg.sliding_window))
+        return _digest(["snapshot", *facts, [spec.attn.value for spec in self.schedule]])
+
+    @property
+    def _record_facts(self) -> list[Any]:
+        """Of blocks and of snapshots."""
+        has_hca = AttentionType.HCA in self.cfg.layer_types
+        return [(self.cfg.csa_ratio, self.cfg.hca_ratio), self.hca_state if has_hca else None]
 
     def _leaves(self) -> Iterator[LeafSpec]:
         pools: dict[str, list[PoolSchema]] = {name: [] for name in _POOLS}
@@ -300,3 +331,7 @@ class CacheLayout:
             for part in states if pool.row == "state" else self.row_format(pool).parts:
                 yield LeafSpec(name, part.name, pool.scope, len(layers), pool.rows, part.width, part.dtype)
         yield LeafSpec("block_table", "ids", "table", 1, 1, 0, "int32")
+
+
+def _digest(facts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -23,7 +23,7 @@ import numpy as np
 from .errors import ForeignPlanError
 from .layout import CacheLayout, CacheSize
 
-__all__ = ["CacheFacts", "PackedPlan", "StepPlan", "SwapPlan", "register_pytrees"]
+__all__ = ["CacheFacts", "PackedPlan", "StateSwapPlan", "StepPlan", "SwapPlan", "register_pytrees"]
 
 IntArray: TypeAlias = Any  # int32: a numpy array on the host, a jax array while a step is traced
 
@@ -194,18 +194,35 @@ class PackedPlan:
 
 
 class SwapPlan(NamedTuple):
-    """Which units (blocks, or slots) travel between the device cache and the host records, in either direction.
+    """Which blocks travel between the device cache and the host records, in either direction.
 
     Made and checked by `dsv4_jax.plan_swap`. A pair with an id <= 0 or beyond its pool is
     padding: it moves nothing.
 
     Attributes:
-        device_ids: [N] int32 units of the cache.
+        device_ids: [N] int32 blocks of the cache.
         host_ids: [N] int32 records.
     """
 
     device_ids: IntArray
     host_ids: IntArray
+
+
+class StateSwapPlan(NamedTuple):
+    """Which slots' states travel between the device cache and the host's snapshot records, in either direction.
+
+    Made and checked by `dsv4_jax.plan_state_swap`. A pair whose slot is <= 0 or beyond the cache's is padding; of a
+    state's records those that are <= 0 or beyond the pool hold nothing of it.
+
+    Attributes:
+        device_ids: [N] int32 slots of the cache.
+        host_ids: [N, K] int32: the records of each state, in order.
+        num_tokens: [N] int32: how many tokens the request of each state has, at that state.
+    """
+
+    device_ids: IntArray
+    host_ids: IntArray
+    num_tokens: IntArray
 
 
 @functools.cache

@@ -1,21 +1,40 @@
-"""What a host record holds: one unit of every leaf of a scope, over all layers, as contiguous bytes. Imports no jax.
+"""What a host record holds: a block, or the state of a slot, over all layers, as contiguous bytes. Imports no jax.
 
-A block record is one block (its CSA, HCA and index rows of all layers), a snapshot record one slot (window and
-compressor state). Leaves follow each other in the layout's order, a leaf's layers in theirs. Each *piece* (one
-layer's rows of one leaf, as they lie in the leaf) starts at a multiple of 16 bytes; what a piece leaves of its last
-16 bytes, and the record's tail, is zero. So equal blocks have equal record bytes, and a record can be hashed, stored
-and sent as it is.
+A block record is one block: its CSA, HCA and index rows, leaf after leaf in the layout's order, a leaf's layers in
+theirs.
+
+A *state* is what a request of n tokens needs of its slot for the next one, row by row in the order of positions. Where
+rows lie in their rings is no part of it, nor are the rows that drafts add, so slots of every draft width have the same:
+
+1. the last `sliding_window` window rows;
+2. of the compressors whose entries overlap (CSA), what the next entry pools of the tokens before it: the first halves
+   of kv and score of `overlap_rows` rows;
+3. what the unfinished entries have pooled: the whole rows of their tokens (CSA, raw HCA state), the triple of the
+   last token (online HCA state).
+
+At a block boundary no entry is unfinished and 3 is dead. So a *snapshot*, which is a state there, is 1 and 2 alone. A
+state anywhere else begins with the same bytes. Rows that are dead at n (3 at a boundary, positions before 0) are zeros
+in a record, and whatever of a slot no record holds becomes zero when a state is restored there.
+
+Each *piece* (rows of one leaf) starts at a multiple of 16 bytes in every layer; what a piece leaves of its last 16
+bytes, and the tails of 2 and of the record, are zeros. So equal blocks and equal states have equal bytes, and a record
+can be hashed, stored and sent as it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from .layout import CacheLayout, LeafSpec
+from .schema import LayerCacheSchema
 
-__all__ = ["ALIGNMENT", "Piece", "RecordFormat", "block_record", "record_format", "snapshot_record"]
+__all__ = [
+    "ALIGNMENT", "Piece", "Positions", "RecordFormat", "RecordScope", "block_record", "record_format",
+    "snapshot_record", "state_record", "state_records", "whole_rows",
+]  # fmt: skip
 
 WORD = 16  # every piece starts at a multiple: the width of one access of the kernels
 ALIGNMENT = 128  # every record does: what one PCIe write carries
@@ -23,16 +42,44 @@ ALIGNMENT = 128  # every record does: what one PCIe write carries
 RecordScope = Literal["block", "slot"]
 
 
+class Positions(NamedTuple):
+    """Whose rows a piece holds of a request with n tokens: row k that of position n // ratio * ratio - before + k.
+
+    It lies at row position mod R of a ring of R rows. It is dead if the position is not in 0..n-1, and if `unfinished`
+    is not 0 and n is a multiple of it.
+    """
+
+    ratio: int
+    before: int
+    unfinished: int = 0
+
+
 class Piece(NamedTuple):
-    """Where a leaf lies in a record: `layers` pieces of `bytes` bytes, `stride` apart, from `offset` on."""
+    """Some bytes of some rows of a leaf, in every layer of it.
+
+    Attributes:
+        leaf: whose rows.
+        rows: of a layer.
+        column, width: the first byte of a row that is in the record, and how many are.
+        offset: where the first layer begins in the record; the next ones follow `stride` apart.
+        positions: which rows; None: the first ones of a unit.
+    """
 
     leaf: LeafSpec
-    bytes: int
+    rows: int
+    column: int
+    width: int
     offset: int
+    positions: Positions | None = None
 
     @property
     def layers(self) -> int:
         return self.leaf.layers
+
+    @property
+    def bytes(self) -> int:
+        """Of one layer."""
+        return self.rows * self.width
 
     @property
     def stride(self) -> int:
@@ -45,36 +92,108 @@ class RecordFormat:
 
     Attributes:
         scope: "block" or "slot".
-        pieces: one per leaf of that scope, in the layout's order; empty if the layout has none (SWA only).
-        bytes: of a whole record, a multiple of `ALIGNMENT` (0 without leaves).
+        pieces: in their order; empty for the blocks of a layout that has none (SWA only).
+        bytes: of a whole record, a multiple of `ALIGNMENT` (0 without pieces).
     """
 
     scope: RecordScope
     pieces: tuple[Piece, ...]
     bytes: int
 
-    @property
+    @functools.cached_property
+    def leaves(self) -> tuple[LeafSpec, ...]:
+        """Those that the pieces are of."""
+        return tuple(dict.fromkeys(piece.leaf for piece in self.pieces))
+
+    @functools.cached_property
     def descriptors(self) -> tuple[int, ...]:
-        """(layers, piece bytes, offset) of every leaf, one after the other: what the native handlers read."""
-        return tuple(n for piece in self.pieces for n in (piece.layers, piece.bytes, piece.offset))
+        """Eleven numbers a piece, one piece after the other: what the native handlers read (csrc/swap.h).
+
+        Its leaf among `leaves`, layers, rows of a unit in the leaf, bytes of a row, column, rows, width, offset, and
+        the three of its positions, zeros without. Whole units are one wide row.
+        """
+        return tuple(
+            n for piece in self.pieces for n in (self.leaves.index(piece.leaf), piece.layers, *_numbers(piece))
+        )
+
+
+def whole_rows(width: int) -> tuple[int, ...]:
+    """`RecordFormat.descriptors` of a record that is a row of one array [rows, width] uint8."""
+    return (0, 1, 1, width, 0, 1, width, 0, 0, 0, 0)
+
+
+def _numbers(piece: Piece) -> tuple[int, ...]:
+    ring, row_bytes, rows, width = piece.leaf.rows, piece.leaf.row_bytes, piece.rows, piece.width
+    if piece.positions is None:
+        ring, row_bytes, rows, width = 1, ring * row_bytes, 1, rows * width
+    return ring, row_bytes, piece.column, rows, width, piece.offset, *(piece.positions or (0, 0, 0))
 
 
 @functools.lru_cache(maxsize=64)
-def record_format(layout: CacheLayout, scope: RecordScope) -> RecordFormat:
-    """The record of one block or slot of this layout."""
-    pieces, end = [], 0
-    for leaf in layout.leaves:
-        if leaf.scope == scope:
-            pieces.append(Piece(leaf, leaf.rows * leaf.row_bytes, end))
-            end += pieces[-1].layers * pieces[-1].stride
-    return RecordFormat(scope, tuple(pieces), -(-end // ALIGNMENT) * ALIGNMENT)
-
-
 def block_record(layout: CacheLayout) -> RecordFormat:
     """The record of one block."""
-    return record_format(layout, "block")
+    whole = (Piece(leaf, leaf.rows, 0, leaf.row_bytes, 0) for leaf in layout.leaves if leaf.scope == "block")
+    return RecordFormat("block", *_laid_out(whole))
 
 
+@functools.lru_cache(maxsize=64)
 def snapshot_record(layout: CacheLayout) -> RecordFormat:
-    """The record of one slot: its window and compressor state."""
-    return record_format(layout, "slot")
+    """The record of a state at a block boundary."""
+    return RecordFormat("slot", *_laid_out(_carried(layout)))
+
+
+@functools.lru_cache(maxsize=64)
+def state_record(layout: CacheLayout) -> RecordFormat:
+    """The record of a state anywhere: a `snapshot_record`, then what the unfinished entries have pooled."""
+    snapshot = snapshot_record(layout)
+    pieces, end = _laid_out(_unfinished(layout), snapshot.bytes)
+    return RecordFormat("slot", snapshot.pieces + pieces, end)
+
+
+def record_format(layout: CacheLayout, scope: RecordScope) -> RecordFormat:
+    """What swaps move of a scope: `block_record` or `state_record`."""
+    return block_record(layout) if scope == "block" else state_record(layout)
+
+
+def state_records(layout: CacheLayout, tokens: int) -> int:
+    """Host snapshot records that the state of a request of so many tokens takes: one at a block boundary."""
+    record = state_record(layout) if tokens % layout.block_tokens else snapshot_record(layout)
+    return -(-record.bytes // snapshot_record(layout).bytes)
+
+
+def _laid_out(pieces: Iterable[Piece], end: int = 0) -> tuple[tuple[Piece, ...], int]:
+    """The pieces one after the other from `end` on, and where the record ends then."""
+    placed = []
+    for piece in pieces:
+        placed.append(piece._replace(offset=end))
+        end += piece.layers * piece.stride
+    return tuple(placed), -(-end // ALIGNMENT) * ALIGNMENT
+
+
+def _carried(layout: CacheLayout) -> Iterator[Piece]:
+    """What of a slot outlives a block boundary."""
+    for leaf, schema in _slot_leaves(layout):
+        if leaf.pool == schema.window.pool:
+            positions = Positions(1, schema.swa_window_size)
+            yield Piece(leaf, schema.swa_window_size, 0, leaf.row_bytes, 0, positions)
+        elif schema.overlap_rows:  # [kv | score], and of each the half that the next entry takes
+            positions, quarter = Positions(schema.ratio, schema.overlap_rows), leaf.row_bytes // 4
+            for column in (0, 2 * quarter):
+                yield Piece(leaf, schema.overlap_rows, column, quarter, 0, positions)
+
+
+def _unfinished(layout: CacheLayout) -> Iterator[Piece]:
+    """What of a slot does not: the compressors' state of entries that tokens are still to be pooled into."""
+    for leaf, schema in _slot_leaves(layout):
+        if leaf.pool == schema.window.pool:
+            continue
+        if layout.hca_state == "online" and not schema.overlap_rows:
+            yield Piece(leaf, 1, 0, leaf.row_bytes, 0, Positions(1, 1, schema.ratio))
+        elif schema.tail_buffer_size:
+            yield Piece(leaf, schema.tail_buffer_size, 0, leaf.row_bytes, 0, Positions(schema.ratio, 0))
+
+
+def _slot_leaves(layout: CacheLayout) -> Iterator[tuple[LeafSpec, LayerCacheSchema]]:
+    """The leaves of slots, each with the schema of one of its layers, which all have the same of it."""
+    schemas = {pool.pool: schema for schema in layout.schemas for pool in schema.pools}
+    return ((leaf, schemas[leaf.pool]) for leaf in layout.leaves if leaf.scope == "slot")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from fractions import Fraction
 
@@ -18,6 +20,7 @@ from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4_jax.layout import MAX_LEAVES, CacheLayout, CacheSize
 from dsv4_jax.manager import KVCacheManager
 from dsv4_jax.ops.append import ring_row
+from dsv4_jax.records import record_format
 from dsv4_jax.schema import build_schema
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
@@ -256,7 +259,7 @@ def test_plans_list_tokens_by_the_ratios_of_the_layers() -> None:
     assert (swa.flush_ratio, swa.group_ratio) == (4, 32)
 
 
-def test_stored_blocks_of_earlier_versions_stay_readable() -> None:
+def test_stored_records_of_earlier_versions_stay_readable() -> None:
     """Fingerprints name what files and other hosts hold."""
     flash, tiny = DSV4Config.flash(), DSV4Config.tiny
     layouts = {
@@ -269,6 +272,52 @@ def test_stored_blocks_of_earlier_versions_stay_readable() -> None:
         "5ba5e44fd9a4c778": CacheLayout(tiny(hca_ratio=6), "fp8_per_entry", "fp8", draft_tokens=1),
     }
     assert [layout.fingerprint[:16] for layout in layouts.values()] == [*layouts]
+    assert [layout.block_fingerprint[:16] for layout in layouts.values()] == [
+        "a84bf196599b8e6b",
+        "45080e451bc29c89",
+        "52c7a01d686cfc96",
+        "4799686ae32a45cd",
+        "02562caadac44de3",
+        "eeb76cfde39040f6",
+        "f8fc2419e0665bce",
+    ]
+    assert [layout.snapshot_fingerprint[:16] for layout in layouts.values()] == [
+        "f3f2fe2a0809c245",
+        "9d3bcd80f8873c44",
+        "f2add10811a1e246",
+        "4550b421ddca6adf",
+        "852aab92d4789ab2",
+        "2f31f2517bf76bb0",
+        "d1812fca42577a9d",
+    ]
+
+
+@pytest.mark.parametrize("kv_format", ["fp8", "bf16"])
+def test_records_are_shared_by_layouts_that_differ_in_nothing_they_hold(kv_format: str) -> None:
+    """Blocks and snapshots by what each holds; whole caches by every array."""
+    flash, swa = DSV4Config.flash(), DSV4Config.tiny(layer_types=(SWA,))
+    layout, make = CacheLayout(flash, kv_format), functools.partial(CacheLayout, flash, kv_format)
+    for other, blocks, snapshots in (
+        (make(draft_tokens=3), True, True),
+        (make(include_mtp=True), True, False),
+        (make(block_tokens=256), False, True),
+        (make(index_format="fp8"), False, True),
+        (make(hca_state="raw"), False, False),
+        (CacheLayout(flash, "fp8_per_entry"), False, False),
+        (CacheLayout(dataclasses.replace(flash, sliding_window=64), kv_format), True, False),
+        (CacheLayout(DSV4Config.pro(), kv_format), False, False),
+    ):
+        assert (layout.block_fingerprint == other.block_fingerprint) == blocks, other
+        assert (layout.snapshot_fingerprint == other.snapshot_fingerprint) == snapshots, other
+        assert layout.fingerprint != other.fingerprint
+        same = record_format(layout, "block").descriptors == record_format(other, "block").descriptors
+        assert same or not blocks
+    split = make(key_split="latency")
+    assert split.block_fingerprint == layout.block_fingerprint
+    assert split.snapshot_fingerprint == layout.snapshot_fingerprint
+    assert layout.block_fingerprint != layout.snapshot_fingerprint
+    # Without HCA layers there is no state of theirs.
+    assert CacheLayout(swa).snapshot_fingerprint == CacheLayout(swa, hca_state="raw").snapshot_fingerprint
 
 
 @pytest.mark.parametrize("tokens", [0, -128, 1, 64, 130, 127])

@@ -40,7 +40,7 @@ NARROW = {
     "capacity": {"layout", "records"},
     "step": {"config", "formats", "layout", "ops", "plan", "schema"},
     "cache": {"layout", "ops", "plan", "serialization", "step"},
-    "records": {"layout"},
+    "records": {"layout", "schema"},
     "eviction_queue": set(),
     "stores": {"libraries"},
     "tiers": {"cache", "ffi", "layout", "manager", "ops", "plan", "records", "stores"},

@@ -65,7 +65,7 @@ def take_hit(cache: TieredCache, match: Match | None, *, others: int, pinned: in
     if snapshot.device:
         return Hit(nodes, node, slot, junction)
     cache.tree.snapshots.unpin(node)
-    cache.transfers.into(SLOT, snapshot.host, slot)
+    cache.transfers.into(SLOT, snapshot.host, slot, num_tokens=len(nodes) * cache.tree.block_tokens)
     return Hit(nodes, None, slot, junction)
 
 

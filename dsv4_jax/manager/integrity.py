@@ -34,7 +34,8 @@ def check_manager(layout: CacheLayout, size: CacheSize, book: RequestBook, cache
     ])  # fmt: skip
     _partition("host block", cache.host_blocks, [*(b for p in parked for b in p.blocks), *(n.host for n in nodes)])
     _partition("host snapshot", cache.host_snapshots, [
-        *(p.snapshot for p in parked), *(n.snapshot.host for n in nodes if n.snapshot), *cache.fetching,
+        *(record for p in parked for record in p.state), *cache.fetching,
+        *(n.snapshot.host for n in nodes if n.snapshot),
     ])  # fmt: skip
     _require(len(live) <= size.num_slots, "more live requests than slots for them")
     _require(set(book.ids.values()) == {*live, *waiting}, "ids and requests differ")

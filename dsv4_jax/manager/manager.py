@@ -101,7 +101,7 @@ class KVCacheManager:
         if not arrays.holds(size):
             raise LayoutError(f"{size} does not fit a cache of {arrays}")
         self.layout, self.policy, self.host_size, self.events = layout, policy, _host_size(host), events
-        self.hash_spec = HashSpec(layout.block_tokens, (layout.fingerprint, weights_id), layout.cfg.vocab_size)
+        self.hash_spec = HashSpec(layout.block_tokens, (layout.block_fingerprint, weights_id), layout.cfg.vocab_size)
         if policy is not None:
             policy.warn_if_vain(size)
         self.guard, self.book = Guard(), RequestBook()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import OutOfBlocksError
 from ..layout import CacheLayout
+from ..records import state_records
 from .hits import load
 from .prefix.node import Node, T
 from .publishing import Publisher
@@ -30,15 +31,16 @@ class Parking:
         if first * self._layout.block_tokens == request.num_cached and (request.forked is None or not first):
             return None  # its slot becomes a snapshot, or there is one already
         own = request.blocks[first : self._layout.blocks_for(request.num_cached)]
-        blocks, snapshots = cache.try_host_blocks(len(own)), cache.try_host_snapshots(1)
-        if len(blocks) < len(own) or not snapshots:
+        needed = state_records(self._layout, request.num_cached)
+        blocks, state = cache.try_host_blocks(len(own)), cache.try_host_snapshots(needed)
+        if len(blocks) < len(own) or len(state) < needed:
             cache.host_blocks.release(blocks)
-            cache.host_snapshots.release(snapshots)
+            cache.host_snapshots.release(state)
             return None
         for block, record in zip(own, blocks, strict=True):
             cache.transfers.out(BLOCK, block, record)
-        cache.transfers.out(SLOT, request.slot, snapshots[0])
-        return Parked(request.num_cached, first, blocks, snapshots[0])
+        cache.transfers.out(SLOT, request.slot, state, num_tokens=request.num_cached)
+        return Parked(request.num_cached, first, blocks, state)
 
     def check_room(self, request: Request) -> None:
         """Raises `OutOfBlocksError` if what was parked does not fit on the device, but the shared blocks before do."""
@@ -67,7 +69,7 @@ class Parking:
         own = cache.acquire_blocks(len(parked.blocks))
         for record, block in zip(parked.blocks, own, strict=True):
             cache.transfers.into(BLOCK, record, block)
-        cache.transfers.into(SLOT, parked.snapshot, request.slot)
+        cache.transfers.into(SLOT, parked.state, request.slot, num_tokens=parked.num_cached)
         request.nodes, request.blocks = nodes, [node.block for node in nodes] + own
         request.num_cached = request.num_hit = parked.num_cached
         self._publisher.mark(request)
@@ -77,7 +79,7 @@ class Parking:
         """Gives back the records of what was parked, if any."""
         if request.parked is not None:
             self._cache.host_blocks.release(request.parked.blocks)
-            self._cache.host_snapshots.release([request.parked.snapshot])
+            self._cache.host_snapshots.release(request.parked.state)
             request.parked = None
 
     def _shared_path(self, request: Request) -> Sequence[Node] | None:

@@ -38,13 +38,13 @@ class Parked(NamedTuple):
         num_cached: tokens the state stands after.
         first_block: blocks before these are in the prefix tree, or were.
         blocks: host block records of the others, in path order.
-        snapshot: host snapshot record of the state.
+        state: host snapshot records of the state, in order.
     """
 
     num_cached: int
     first_block: int
     blocks: list[int]
-    snapshot: int
+    state: list[int]
 
 
 @dataclasses.dataclass(eq=False, slots=True)

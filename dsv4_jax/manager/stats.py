@@ -57,8 +57,8 @@ def collect(layout: CacheLayout, size: CacheSize, book: RequestBook, cache: Tier
     }  # fmt: skip
     if cache.host_snapshots.num_total:
         pools["host snapshot"] = pool_use(
-            cache.host_snapshots, private=len(parked) + len(cache.fetching), cached=cache.tree.snapshots.count(T.HOST),
-            evictable=cache.tree.snapshots.count(T.HOST), unit_bytes=state,
+            cache.host_snapshots, private=sum(len(p.state) for p in parked) + len(cache.fetching),
+            cached=cache.tree.snapshots.count(T.HOST), evictable=cache.tree.snapshots.count(T.HOST), unit_bytes=state,
         )  # fmt: skip
     return ManagerStats(
         blocks.num_total, blocks.num_free, blocks.num_held,

@@ -27,7 +27,11 @@ __all__ = ["HostSize", "TieredCache"]
 
 
 class HostSize(NamedTuple):
-    """Records of the host tier, the null records not counted (see `dsv4_jax.init_host_cache`)."""
+    """Records of the host tier, the null records not counted (see `dsv4_jax.init_host_cache`).
+
+    A snapshot takes one record, the state of a request that is preempted within a block some more
+    (`dsv4_jax.records.state_records`).
+    """
 
     num_blocks: int
     num_snapshots: int = 0
@@ -161,8 +165,8 @@ class TieredCache:
         except OutOfBlocksError:
             self.host_snapshots.release(room)
             return False
-        for device, host in eviction.moves:
-            self.transfers.out(SLOT, device, host)
+        for node, device, host in eviction.moves:
+            self.transfers.out(SLOT, device, host, num_tokens=(node.depth + 1) * self.tree.block_tokens)
         self.slots.release(eviction.units)
         self.host_snapshots.release(eviction.unused)
         return True

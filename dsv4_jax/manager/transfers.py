@@ -8,17 +8,17 @@ a unit may be given away as soon as its copy is queued: there is nothing to wait
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..plan import SwapPlan
+from ..plan import StateSwapPlan, SwapPlan
 
 __all__ = ["TransferQueue", "TransferStage", "Transfers"]
 
 BLOCK, SLOT = "block", "slot"
-Pairs = dict[int, int]  # destination -> source
+Records: TypeAlias = int | Sequence[int]
 
 
 class TransferStage(NamedTuple):
@@ -26,15 +26,15 @@ class TransferStage(NamedTuple):
 
     Attributes:
         swap_out: blocks to host block records (`dsv4_jax.swap_out`).
-        snapshot: slots to host snapshot records.
+        snapshot: states of slots to host snapshot records.
         swap_in: host block records to blocks.
-        restore: host snapshot records to slots.
+        restore: states from host snapshot records to slots.
     """
 
     swap_out: SwapPlan | None
-    snapshot: SwapPlan | None
+    snapshot: StateSwapPlan | None
     swap_in: SwapPlan | None
-    restore: SwapPlan | None
+    restore: StateSwapPlan | None
 
 
 class Transfers(list[TransferStage]):
@@ -58,14 +58,25 @@ class Transfers(list[TransferStage]):
             plan for i in range(len(self))
             for plan in ((self[i].swap_out, self[i].swap_in) if scope == BLOCK else (self[i].snapshot, self[i].restore))
         ]  # fmt: skip
-        return {record for plan in plans if plan is not None for record in plan.host_ids.tolist()}
+        return {record for plan in plans if plan is not None for record in plan.host_ids.ravel().tolist()}
+
+
+class _Copy(NamedTuple):
+    """One unit of the device, and its record of the host: of a state all of them, and its tokens."""
+
+    device: int
+    host: tuple[int, ...]
+    num_tokens: int
 
 
 @dataclasses.dataclass(slots=True)
 class _Stage:
-    out: dict[str, Pairs] = dataclasses.field(default_factory=lambda: {BLOCK: {}, SLOT: {}})
-    into: dict[str, Pairs] = dataclasses.field(default_factory=lambda: {BLOCK: {}, SLOT: {}})
-    read: dict[str, set[int]] = dataclasses.field(default_factory=lambda: {BLOCK: set(), SLOT: set()})
+    """By scope: the copies of either direction, and the units that they write and read."""
+
+    out: dict[str, list[_Copy]] = dataclasses.field(default_factory=lambda: {BLOCK: [], SLOT: []})
+    into: dict[str, list[_Copy]] = dataclasses.field(default_factory=lambda: {BLOCK: [], SLOT: []})
+    filled: dict[str, set[int]] = dataclasses.field(default_factory=lambda: {BLOCK: set(), SLOT: set()})
+    touched: dict[str, set[int]] = dataclasses.field(default_factory=lambda: {BLOCK: set(), SLOT: set()})
 
 
 class TransferQueue:
@@ -76,35 +87,41 @@ class TransferQueue:
 
     def __len__(self) -> int:
         """Copies queued."""
-        return sum(len(pairs) for stage in self._stages for side in (stage.out, stage.into) for pairs in side.values())
+        return sum(
+            len(copies) for stage in self._stages for side in (stage.out, stage.into) for copies in side.values()
+        )
 
-    def out(self, scope: str, device: int, host: int) -> None:
-        """Queues a copy of a device unit to a host record."""
+    def out(self, scope: str, device: int, host: Records, num_tokens: int = 0) -> None:
+        """Queues a copy of a device unit to its host record. A state has `num_tokens`, and may have several records."""
+        host = _tuple(host)
         stage = self._stages[-1] if self._stages else None
         # A stage reads its host records last: one that it reads or has written must wait for the next.
-        if stage is None or host in stage.out[scope] or host in stage.read[scope] or device in stage.into[scope]:
+        if stage is None or not stage.touched[scope].isdisjoint(host) or device in stage.filled[scope]:
             stage = self._open()
-        stage.out[scope][host] = device
+        stage.out[scope].append(_Copy(device, host, num_tokens))
+        stage.touched[scope].update(host)
 
-    def into(self, scope: str, host: int, device: int) -> None:
-        """Queues a copy of a host record to a device unit."""
+    def into(self, scope: str, host: Records, device: int, num_tokens: int = 0) -> None:
+        """Queues a copy of a host record (of a state: its records) to a device unit."""
+        host = _tuple(host)
         stage = self._stages[-1] if self._stages else None
-        if stage is None or device in stage.into[scope]:
+        if stage is None or device in stage.filled[scope]:
             stage = self._open()
-        stage.into[scope][device] = host
-        stage.read[scope].add(host)
+        stage.into[scope].append(_Copy(device, host, num_tokens))
+        stage.filled[scope].add(device)
+        stage.touched[scope].update(host)
 
     def host_records(self, scope: str) -> set[int]:
         """The host records that queued copies read or write."""
-        return {record for stage in self._stages for record in (*stage.out[scope], *stage.into[scope].values())}
+        return {record for stage in self._stages for record in stage.touched[scope]}
 
     def drain(self) -> Transfers:
         """All stages queued, in order; the queue is empty then."""
         stages, self._stages = self._stages, []
         return Transfers(
             TransferStage(
-                _plan(stage.out[BLOCK], outward=True), _plan(stage.out[SLOT], outward=True),
-                _plan(stage.into[BLOCK], outward=False), _plan(stage.into[SLOT], outward=False),
+                _plan(stage.out[BLOCK]), _state_plan(stage.out[SLOT]),
+                _plan(stage.into[BLOCK]), _state_plan(stage.into[SLOT]),
             )
             for stage in stages
         )  # fmt: skip
@@ -114,11 +131,30 @@ class TransferQueue:
         return self._stages[-1]
 
 
-def _plan(pairs: Pairs, *, outward: bool) -> SwapPlan | None:
+def _plan(copies: list[_Copy]) -> SwapPlan | None:
     """Padded with null ids to a power of two, so that few executables serve all lengths."""
-    if not pairs:
+    if not copies:
         return None
-    length = 1 << (len(pairs) - 1).bit_length()
-    written, read = np.zeros(length, np.int32), np.zeros(length, np.int32)
-    written[: len(pairs)], read[: len(pairs)] = list(pairs), list(pairs.values())
-    return SwapPlan(read, written) if outward else SwapPlan(written, read)
+    plan = SwapPlan(_nulls(copies), _nulls(copies))
+    plan.device_ids[: len(copies)] = [copy.device for copy in copies]
+    plan.host_ids[: len(copies)] = [copy.host[0] for copy in copies]
+    return plan
+
+
+def _state_plan(copies: list[_Copy]) -> StateSwapPlan | None:
+    """As `_plan`; states of fewer records than another have null ids behind them."""
+    if not copies:
+        return None
+    plan = StateSwapPlan(_nulls(copies), _nulls(copies, max(len(copy.host) for copy in copies)), _nulls(copies))
+    for i, copy in enumerate(copies):
+        plan.device_ids[i], plan.num_tokens[i] = copy.device, copy.num_tokens
+        plan.host_ids[i, : len(copy.host)] = copy.host
+    return plan
+
+
+def _tuple(host: Records) -> tuple[int, ...]:
+    return (host,) if isinstance(host, int) else tuple(host)
+
+
+def _nulls(copies: list[_Copy], *width: int) -> np.ndarray:
+    return np.zeros((1 << (len(copies) - 1).bit_length(), *width), np.int32)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..layout import CacheLayout
 from ..manager.prefix.hashing import BlockHasher
 from ..manager.transfers import TransferStage
-from ..plan import StepPlan, SwapPlan
+from ..plan import StateSwapPlan, StepPlan, SwapPlan
 from ..records import block_record, snapshot_record
 
 __all__ = ["Content", "ShadowDevice", "Text", "TransferBytes"]
@@ -126,17 +126,20 @@ class ShadowDevice:
             self.wrong += not foreign
 
 
-def _move(plan: SwapPlan | None, device: dict[int, Content], host: dict[int, Content], *, outward: bool) -> int:
-    """Copies; returns how many."""
+def _move(
+    plan: SwapPlan | StateSwapPlan | None, device: dict[int, Content], host: dict[int, Content], *, outward: bool
+) -> int:
+    """Copies; returns how many records."""
     if plan is None:
         return 0
-    pairs = [(d, h) for d, h in zip(plan.device_ids.tolist(), plan.host_ids.tolist(), strict=True) if d > 0 and h > 0]
+    records = plan.host_ids.reshape(len(plan.device_ids), -1)[:, 0].tolist()  # a state's first stands for all of them
+    pairs = [(d, h) for d, h in zip(plan.device_ids.tolist(), records, strict=True) if d > 0 and h > 0]
     for unit, record in pairs:
         if outward:
             _put(host, record, device.get(unit))
         else:
             _put(device, unit, host.get(record))
-    return len(pairs)
+    return int((plan.host_ids > 0).sum())
 
 
 def _put(held: dict[int, Content], unit: int, content: Content | None) -> None:

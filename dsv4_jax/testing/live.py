@@ -40,8 +40,9 @@ def live_bytes(cache: KVCache, held: Held, *, window: int | None = None) -> Live
     Rows are in the order of positions (or entries), so that two requests with the same tokens have the same view,
     whichever slots and blocks hold them. Window: the last `window` positions (by default `sliding_window` - 1, what
     the next token sees beside itself). Entries and index keys: all completed ones. CSA state: the tokens of the
-    unfinished entry and the `overlap_rows` before them. HCA state: the tokens of the unfinished entry (raw) or their
-    softmax triple (online). A pool without rows yet has no parts, or empty ones.
+    unfinished entry and the `overlap_rows` before them, of which the next entry takes the first halves of kv and score:
+    the others are zeros here. HCA state: the tokens of the unfinished entry (raw) or their softmax triple (online). A
+    pool without rows yet has no parts, or empty ones.
     """
     layout, length = cache.layout, held.length
     schemas = {pool.pool: schema for schema in layout.schemas for pool in schema.pools}
@@ -61,7 +62,10 @@ def live_bytes(cache: KVCache, held: Held, *, window: int | None = None) -> Live
                 first = max(length // schema.ratio * schema.ratio - schema.overlap_rows, 0)
                 if not schema.overlap_rows and layout.hca_state == "online" and first < length:
                     first = length - 1
-            rows = data[:, held.slot, np.arange(first, length) % leaf.rows]
+            positions = np.arange(first, length)
+            rows = data[:, held.slot, positions % leaf.rows]
+            if leaf.pool != schema.window.pool and schema.overlap_rows:
+                rows = _without_dead_halves(rows, positions < length // schema.ratio * schema.ratio)
         view.setdefault(leaf.pool, []).append(rows)
     return view
 
@@ -126,6 +130,13 @@ def assert_untouched(cache: KVCache, slots: set[int], blocks: set[int]) -> None:
 def _units(cache: KVCache, leaf: LeafSpec) -> np.ndarray:
     """A leaf as [layers, units, rows, width]."""
     return np.asarray(cache.arrays[leaf.name]).reshape(leaf.layers, -1, leaf.rows, leaf.width)
+
+
+def _without_dead_halves(rows: np.ndarray, finished: np.ndarray) -> np.ndarray:
+    """[layers, rows, kv 2e | score 2e] with the second halves, which their own entry has taken, zero where finished."""
+    halves = np.array(rows).reshape(*rows.shape[:2], 4, rows.shape[2] // 4)
+    halves[:, finished, 1::2] = 0
+    return halves.reshape(rows.shape)
 
 
 def _prefix(context: str) -> str:

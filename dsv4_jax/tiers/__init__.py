@@ -3,7 +3,7 @@
 | | |
 | --- | --- |
 | `host_cache` | `HostCache`: the host's records, pinned, part of the functional state |
-| `swap_plan` | `plan_swap`: which units and records, checked |
+| `swap_plan` | `plan_swap`, `plan_state_swap`: which units and records, checked |
 | `swap` | `swap_out`, `swap_in`, `snapshot`, `restore`: inside a step |
 | `async_swap`, `transfer_handle` | the same as computations of their own, with a handle |
 | `overlapped_swap` | the same in two halves, hidden behind a step's compute |

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..cache import KVCache
-from ..plan import SwapPlan
+from ..plan import StateSwapPlan, SwapPlan
 from . import swap
 from .host_cache import HostCache
 from .record_copy import SwapImplementation
@@ -33,20 +33,20 @@ def swap_in_async(
 
 
 def snapshot_async(
-    cache: KVCache, host: HostCache, plan: SwapPlan, *, implementation: SwapImplementation = None
+    cache: KVCache, host: HostCache, plan: StateSwapPlan, *, implementation: SwapImplementation = None
 ) -> tuple[HostCache, TransferHandle]:
     """`swap.snapshot` as a computation of its own; `host` is donated. Raises as `snapshot`."""
     return _start("snapshot", cache, host, plan, implementation)
 
 
 def restore_async(
-    cache: KVCache, host: HostCache, plan: SwapPlan, *, implementation: SwapImplementation = None
+    cache: KVCache, host: HostCache, plan: StateSwapPlan, *, implementation: SwapImplementation = None
 ) -> tuple[KVCache, TransferHandle]:
     """`swap.restore` as a computation of its own; `cache` is donated. Raises as `restore`."""
     return _start("restore", cache, host, plan, implementation)
 
 
-def _start(operation: str, cache, host, plan: SwapPlan, implementation: SwapImplementation):
+def _start(operation: str, cache, host, plan: SwapPlan | StateSwapPlan, implementation: SwapImplementation):
     started = time.monotonic()
     result, token = _compiled(operation)(cache, host, plan, implementation=implementation)
     return result, TransferHandle(token, started)
@@ -56,7 +56,7 @@ def _start(operation: str, cache, host, plan: SwapPlan, implementation: SwapImpl
 def _compiled(operation: str):
     move = getattr(swap, operation)
 
-    def run(cache: KVCache, host: HostCache, plan: SwapPlan, implementation: SwapImplementation):
+    def run(cache: KVCache, host: HostCache, plan: SwapPlan | StateSwapPlan, implementation: SwapImplementation):
         # Outputs of one executable become ready together: any of them tells of the transfer.
         return move(cache, host, plan, implementation=implementation), jnp.sum(jnp.asarray(plan.device_ids))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ..records import whole_rows
 from .record_copy import HOST, Ids, SwapImplementation, choose_implementation, native_out, positions, read, write
 
 __all__ = ["gather_records", "scatter_records"]
@@ -21,7 +22,7 @@ def gather_records(pool: jax.Array, records: jax.Array, implementation: SwapImpl
     if choose_implementation(implementation) == "ffi":
         packed = jax.device_put(jnp.zeros((len(records), width), jnp.uint8), HOST)
         ids = Ids(records, positions(records), first_record=0)
-        return native_out((pool,), packed, ids, (1, width, 0))
+        return native_out((pool,), packed, ids, whole_rows(width))
     valid = (records > 0) & (records < pool.shape[0])
     return jax.device_put(read(pool, jnp.where(valid, records, 0)), HOST)
 
@@ -34,7 +35,8 @@ def scatter_records(
     Ids that are null or out of range set nothing.
     """
     if choose_implementation(implementation) == "ffi":
-        return native_out((packed,), pool, Ids(positions(records), records, first_unit=0), (1, pool.shape[1], 0))
+        ids = Ids(positions(records), records, first_unit=0)
+        return native_out((packed,), pool, ids, whole_rows(pool.shape[1]))
     valid = (records > 0) & (records < pool.shape[0])
     if jax.typeof(packed).memory_space == HOST:
         # Nothing is computed in host memory.

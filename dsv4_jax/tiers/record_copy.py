@@ -1,7 +1,8 @@
 """Copies between units of cache leaves and records, in two implementations: one native call, or XLA operations.
 
-Both take the leaves of a scope (see `dsv4_jax.records`), records uint8 [R, bytes], and int32 [N] unit and record ids of
-which those below `first_unit` and `first_record`, or too high, make their pair move nothing.
+Both take the leaves of a scope (see `dsv4_jax.records`), records uint8 [R, bytes], and int32 [N] unit and [N] or [N, K]
+record ids of which those below `first_unit` and `first_record`, or too high, make their pair move nothing. Of K
+records a pair's bytes fill one after the other.
 
 The native call has a CPU twin that shares the CUDA kernel's address arithmetic. The XLA form moves records one by one.
 """
@@ -17,6 +18,7 @@ from jax import lax
 
 from .. import ffi
 from ..errors import ImplementationError
+from ..layout import LeafSpec
 from ..ops.scatter import set_existing
 from ..records import Piece, RecordFormat
 
@@ -40,12 +42,21 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 class Ids(NamedTuple):
-    """Pairs of unit and record, and the first id of each that is not padding (1; 0 in packed arrays)."""
+    """Pairs of unit and record, and the first id of each that is not padding (1; 0 in packed arrays).
+
+    `num_tokens` [N] int32: of the states, where the units are slots.
+    """
 
     units: jax.Array
     records: jax.Array
     first_unit: int = 1
     first_record: int = 1
+    num_tokens: jax.Array | None = None
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """What a native call is given of them."""
+        return (self.units, self.records) + (() if self.num_tokens is None else (self.num_tokens,))
 
 
 def choose_implementation(implementation: SwapImplementation) -> Literal["xla", "ffi"]:
@@ -82,24 +93,19 @@ def native_out(leaves: Leaves, records: jax.Array, ids: Ids, descriptors: tuple[
     """Units to records, which are updated in place. `descriptors`: of the leaves, as `RecordFormat.descriptors`."""
     # The result has the type of the array itself: it carries the memory space.
     call = jax.ffi.ffi_call("dsv4_swap_out", jax.typeof(records), input_output_aliases={len(leaves): 0})
-    return call(*leaves, records, ids.units, ids.records, **_attributes(ids, descriptors))
+    return call(*leaves, records, *ids.arrays, **_attributes(ids, descriptors))
 
 
 def native_in(leaves: Leaves, records: jax.Array, ids: Ids, descriptors: tuple[int, ...]) -> Leaves:
     """Records to units: the leaves, updated in place."""
     aliases = {i: i for i in range(len(leaves))}
     call = jax.ffi.ffi_call("dsv4_swap_in", tuple(map(jax.typeof, leaves)), input_output_aliases=aliases)
-    return tuple(call(*leaves, records, ids.units, ids.records, **_attributes(ids, descriptors)))
+    return tuple(call(*leaves, records, *ids.arrays, **_attributes(ids, descriptors)))
 
 
 def _attributes(ids: Ids, descriptors: tuple[int, ...]) -> dict[str, np.ndarray | np.int64]:
-    return dict(
-        layers=np.array(descriptors[0::3], np.int64),
-        piece_bytes=np.array(descriptors[1::3], np.int64),
-        offsets=np.array(descriptors[2::3], np.int64),
-        first_unit=np.int64(ids.first_unit),
-        first_record=np.int64(ids.first_record),
-    )
+    first = dict(first_unit=np.int64(ids.first_unit), first_record=np.int64(ids.first_record))
+    return dict(pieces=np.array(descriptors, np.int64), **first)
 
 
 # Plain XLA operations
@@ -107,27 +113,35 @@ def _attributes(ids: Ids, descriptors: tuple[int, ...]) -> dict[str, np.ndarray 
 
 def pack(leaves: Leaves, ids: Ids, valid: jax.Array, record: RecordFormat) -> jax.Array:
     """The records [N, bytes] uint8 of these units in device memory; zeros where not valid."""
-    units = jnp.where(valid, ids.units, 0)
-    columns = []
-    for leaf, piece in zip(leaves, record.pieces, strict=True):
-        data = _bytes(_view(leaf, piece)[:, units])  # [layers, N, piece bytes]
+    units, of = jnp.where(valid, ids.units, 0)[:, None], dict(zip(record.leaves, leaves, strict=True))
+    packed = jnp.zeros((len(units), record.bytes), jnp.uint8)
+    for piece in record.pieces:
+        rows, live = _rows(piece, ids)
+        data = _view(of[piece.leaf], piece.leaf)[:, units, rows, _columns(piece)]  # [layers, N, rows, values]
+        data = _bytes(jnp.where(live[..., None], data, 0)).reshape(piece.layers, len(units), piece.bytes)
         data = jnp.pad(data, ((0, 0), (0, 0), (0, piece.stride - piece.bytes)))
-        columns.append(jnp.moveaxis(data, 0, 1).reshape(len(units), piece.layers * piece.stride))
-    packed = jnp.concatenate(columns, axis=1)
-    packed = jnp.pad(packed, ((0, 0), (0, record.bytes - packed.shape[1])))
+        data = jnp.moveaxis(data, 0, 1).reshape(len(units), piece.layers * piece.stride)
+        packed = lax.dynamic_update_slice(packed, data, (0, piece.offset))
     return jnp.where(valid[:, None], packed, jnp.uint8(0))
 
 
 def unpack(leaves: Leaves, records: jax.Array, ids: Ids, valid: jax.Array, record: RecordFormat) -> Leaves:
-    """The leaves with these units set from records [N, bytes] in device memory."""
+    """The leaves with these units set from records [N, bytes] in device memory: zeros where these have nothing."""
     out = []
-    for leaf, piece in zip(leaves, record.pieces, strict=True):
-        view = _view(leaf, piece)
-        end = piece.offset + piece.layers * piece.stride
-        data = records[:, piece.offset : end].reshape(len(records), piece.layers, piece.stride)[..., : piece.bytes]
-        data = _elements(jnp.moveaxis(data, 0, 1), leaf.dtype)
-        units = jnp.where(valid, ids.units, np.int32(view.shape[1]))
-        out.append(set_existing(view, units, data, axis=1).reshape(leaf.shape))
+    for spec, leaf in zip(record.leaves, leaves, strict=True):
+        view, each = _view(leaf, spec), jnp.arange(len(records))[:, None]
+        units = jnp.zeros((spec.layers, len(records), *view.shape[2:]), leaf.dtype)
+        for piece in record.pieces:
+            if piece.leaf != spec:
+                continue
+            end = piece.offset + piece.layers * piece.stride
+            data = records[:, piece.offset : end].reshape(len(records), piece.layers, piece.stride)[..., : piece.bytes]
+            data = jnp.moveaxis(data, 0, 1).reshape(*data.shape[1::-1], piece.rows, piece.width)
+            rows, live = _rows(piece, ids)
+            rows = jnp.where(live, rows, np.int32(spec.rows))
+            units = units.at[:, each, rows, _columns(piece)].set(_elements(data, leaf.dtype), mode="drop")
+        names = jnp.where(valid, ids.units, np.int32(view.shape[1]))
+        out.append(set_existing(view, names, units, axis=1).reshape(leaf.shape))
     return tuple(out)
 
 
@@ -156,9 +170,30 @@ def read(pool: jax.Array, record_ids: jax.Array) -> jax.Array:
     return lax.scan(one, None, record_ids)[1]
 
 
-def _view(leaf: jax.Array, piece: Piece) -> jax.Array:
-    """[layers, units, elements of a piece]."""
-    return leaf.reshape(piece.layers, -1, piece.leaf.rows * piece.leaf.width)
+def _view(leaf: jax.Array, spec: LeafSpec) -> jax.Array:
+    """[layers, units, rows, width]."""
+    return leaf.reshape(spec.layers, -1, spec.rows, spec.width)
+
+
+def _columns(piece: Piece) -> slice:
+    """The values of a row that the piece has."""
+    size = piece.leaf.row_bytes // piece.leaf.width
+    return slice(piece.column // size, (piece.column + piece.width) // size)
+
+
+def _rows(piece: Piece, ids: Ids) -> tuple[jax.Array, jax.Array]:
+    """Which rows of its unit the piece has, and which of them are live: [N, rows] each."""
+    number = jnp.broadcast_to(jnp.arange(piece.rows, dtype=jnp.int32), (len(ids.units), piece.rows))
+    if piece.positions is None:
+        return number, jnp.full(number.shape, True)
+    assert ids.num_tokens is not None, "states come with their numbers of tokens"
+    ratio, before, unfinished = map(np.int32, piece.positions)
+    tokens = jnp.maximum(ids.num_tokens, 0)[:, None]
+    position = tokens // ratio * ratio - before + number
+    live = (position >= 0) & (position < tokens)
+    if unfinished:
+        live &= tokens % unfinished != 0
+    return position % np.int32(piece.leaf.rows), live
 
 
 def _bytes(x: jax.Array) -> jax.Array:

@@ -25,9 +25,9 @@ import numpy as np
 
 from ..cache import KVCache
 from ..errors import LayoutError
-from ..plan import SwapPlan
+from ..plan import StateSwapPlan, SwapPlan
 from ..records import RecordScope, record_format
-from .cache_units import check_same_layout, ids_of, leaves_of, units_of, with_leaves
+from .cache_units import check_same_records, ids_of, leaves_of, state_ids_of, units_of, with_leaves
 from .host_cache import HostCache
 from .record_copy import (
     Ids,
@@ -54,66 +54,91 @@ def swap_out(
         ShapeError: the plan's fields are not int32 [N].
         ImplementationError: unknown name, or "ffi" without its library.
     """
-    return dataclasses.replace(host, blocks=_out(cache, host, host.blocks, plan, "block", implementation))
+    return dataclasses.replace(host, blocks=_out(cache, host, host.blocks, Ids(*ids_of(plan)), "block", implementation))
 
 
 def swap_in(cache: KVCache, host: HostCache, plan: SwapPlan, *, implementation: SwapImplementation = None) -> KVCache:
     """Copies host records `plan.host_ids` to cache blocks `plan.device_ids`. Raises as `swap_out`."""
-    return _in(cache, host, host.blocks, plan, "block", implementation)
+    return _in(cache, host, host.blocks, Ids(*ids_of(plan)), "block", implementation)
 
 
 def snapshot(
-    cache: KVCache, host: HostCache, plan: SwapPlan, *, implementation: SwapImplementation = None
+    cache: KVCache, host: HostCache, plan: StateSwapPlan, *, implementation: SwapImplementation = None
 ) -> HostCache:
-    """Copies window and compressor state of slots `plan.device_ids` to snapshot records `plan.host_ids`.
+    """Copies the states of slots `plan.device_ids`, of requests of `plan.num_tokens` tokens, to snapshot records.
 
     With the request's blocks swapped out this is all of it: its slot and blocks can be given to others, and
-    `restore` and `swap_in` make any slot and blocks continue it, to the byte. (The block table names device
-    blocks: the plan of the next step sets it anew.)
+    `restore` and `swap_in` make any slot and blocks continue it, to the byte, also in a cache with another
+    `draft_tokens`. (The block table names device blocks: the plan of the next step sets it anew.)
 
     Raises as `swap_out`; also `LayoutError` if the host cache has no snapshots.
     """
-    return dataclasses.replace(host, snapshots=_out(cache, host, _snapshots(host), plan, "slot", implementation))
+    pool, ids = _snapshots(host), state_ids_of(plan)
+    return dataclasses.replace(host, snapshots=_out(cache, host, pool, ids, "slot", implementation))
 
 
-def restore(cache: KVCache, host: HostCache, plan: SwapPlan, *, implementation: SwapImplementation = None) -> KVCache:
-    """Copies snapshot records `plan.host_ids` to slots `plan.device_ids`. Raises as `snapshot`."""
-    return _in(cache, host, _snapshots(host), plan, "slot", implementation)
+def restore(
+    cache: KVCache, host: HostCache, plan: StateSwapPlan, *, implementation: SwapImplementation = None
+) -> KVCache:
+    """Copies states from snapshot records `plan.host_ids` to slots `plan.device_ids`, by the positions of their rows.
+
+    What of a slot is no part of its state (see `dsv4_jax.records`) becomes zero: nothing reads it before it is
+    written. Raises as `snapshot`.
+    """
+    return _in(cache, host, _snapshots(host), state_ids_of(plan), "slot", implementation)
 
 
 def _out(
-    cache: KVCache, host: HostCache, pool: jax.Array, plan: SwapPlan, scope: RecordScope, choice: SwapImplementation
+    cache: KVCache, host: HostCache, pool: jax.Array, ids: Ids, scope: RecordScope, choice: SwapImplementation
 ) -> jax.Array:
-    check_same_layout(cache, host)
-    record, ids, choice = record_format(cache.layout, scope), Ids(*ids_of(plan)), choose_implementation(choice)
-    if not record.pieces or not len(ids.units):
+    check_same_records(cache, host, scope)
+    record, choice = record_format(cache.layout, scope), choose_implementation(choice)
+    if not record.pieces or not ids.records.size:
         return pool
     leaves = leaves_of(cache, record)
     if choice == "ffi":
         return native_out(leaves, pool, ids, record.descriptors)
-    valid = _valid(ids, units_of(cache, scope), pool)
+    rows, there = _records(ids, pool)
+    valid = _is_unit(ids, units_of(cache, scope)) & there[:, 0]
+    packed = _cut(pack(leaves, ids, valid, record), rows.shape[1], pool.shape[1])
     # Pairs that move nothing write zeros to the null record, which holds them already.
-    return write(pool, pack(leaves, ids, valid, record), jnp.where(valid, ids.records, 0))
+    there &= valid[:, None]
+    packed = jnp.where(there.reshape(-1, 1), packed, jnp.uint8(0))
+    return write(pool, packed, jnp.where(there, rows, 0).reshape(-1))
 
 
 def _in(
-    cache: KVCache, host: HostCache, pool: jax.Array, plan: SwapPlan, scope: RecordScope, choice: SwapImplementation
+    cache: KVCache, host: HostCache, pool: jax.Array, ids: Ids, scope: RecordScope, choice: SwapImplementation
 ) -> KVCache:
-    check_same_layout(cache, host)
-    record, ids, choice = record_format(cache.layout, scope), Ids(*ids_of(plan)), choose_implementation(choice)
-    if not record.pieces or not len(ids.units):
+    check_same_records(cache, host, scope)
+    record, choice = record_format(cache.layout, scope), choose_implementation(choice)
+    if not record.pieces or not ids.records.size:
         return cache
     leaves = leaves_of(cache, record)
     if choice == "ffi":
         return with_leaves(cache, record, native_in(leaves, pool, ids, record.descriptors))
-    valid = _valid(ids, units_of(cache, scope), pool)
-    records = read(pool, jnp.where(valid, ids.records, 0))
+    rows, there = _records(ids, pool)
+    valid = _is_unit(ids, units_of(cache, scope)) & there[:, 0]
+    records = read(pool, jnp.where(there, rows, 0).reshape(-1)).reshape(len(rows), -1)  # record 0 is zeros
+    records = jnp.pad(records, ((0, 0), (0, max(record.bytes - records.shape[1], 0))))
     return with_leaves(cache, record, unpack(leaves, records, ids, valid, record))
 
 
-def _valid(ids: Ids, units: int, pool: jax.Array) -> jax.Array:
-    """[N] bool: pairs whose unit and record exist."""
-    return (ids.units > 0) & (ids.units < np.int32(units)) & (ids.records > 0) & (ids.records < np.int32(pool.shape[0]))
+def _is_unit(ids: Ids, units: int) -> jax.Array:
+    """[N] bool: pairs whose unit exists."""
+    return (ids.units > 0) & (ids.units < np.int32(units))
+
+
+def _records(ids: Ids, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The records of every pair [N, K], and whether they exist."""
+    rows = ids.records.reshape(len(ids.units), -1)
+    return rows, (rows > 0) & (rows < np.int32(pool.shape[0]))
+
+
+def _cut(packed: jax.Array, count: int, width: int) -> jax.Array:
+    """States or blocks [N, bytes] as rows of a pool [N * count, width]; what these do not reach is left out."""
+    packed = packed[:, : count * width]
+    return jnp.pad(packed, ((0, 0), (0, count * width - packed.shape[1]))).reshape(-1, width)
 
 
 def _snapshots(host: HostCache) -> jax.Array:

@@ -1,17 +1,22 @@
-"""`plan_swap`: which units travel to or from which records. All mistakes are found here. Imports no jax."""
+"""`plan_swap`, `plan_state_swap`: which units travel to or from which records. All mistakes are found here.
+
+Imports no jax.
+"""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from ..checks import INT32_MAX, as_int
 from ..errors import SwapPlanError
-from ..plan import SwapPlan
+from ..layout import CacheLayout
+from ..plan import StateSwapPlan, SwapPlan
+from ..records import state_records
 
-__all__ = ["Direction", "plan_swap"]
+__all__ = ["Direction", "plan_state_swap", "plan_swap"]
 
 Direction = Literal["out", "in"]
 
@@ -25,15 +30,15 @@ def plan_swap(
     num_host: int,
     length: int | None = None,
 ) -> SwapPlan:
-    """The plan that moves device unit `device_ids[i]` to ("out") or from ("in") host record `host_ids[i]`.
+    """The plan that moves block `device_ids[i]` to ("out") or from ("in") host record `host_ids[i]`.
 
     Args:
         direction: "out" (device to host) or "in".
-        device_ids: blocks, or slots for snapshots, in 1..num_device.
+        device_ids: blocks, in 1..num_device.
         host_ids: as many records, in 1..num_host. Sources may repeat (one record can fill several
             blocks), destinations may not.
         num_device: usable units, the null unit not counted (`CacheSize.num_blocks`, ...).
-        num_host: usable records (`HostCache.num_blocks` or `.num_snapshots`).
+        num_host: usable records (`HostCache.num_blocks`, ...).
         length: static length of the plan; default: the next power of two, and 0 for no ids.
 
     Returns:
@@ -43,38 +48,100 @@ def plan_swap(
         SwapPlanError: names the side, the index, the value and the range of the first id that is
             not an integer, null, out of range or a repeated destination; unequal or too many ids.
     """
-    if direction not in ("out", "in"):
-        raise SwapPlanError(f"direction must be 'out' or 'in', got {direction!r}")
     device = _checked("device", device_ids, num_device)
     host = _checked("host", host_ids, num_host)
     if len(device) != len(host):
         raise SwapPlanError(f"{len(device)} device ids for {len(host)} host ids")
-    side, written = ("host", host) if direction == "out" else ("device", device)
-    first: dict[int, int] = {}
-    for i, value in enumerate(written):
-        if first.setdefault(value, i) != i:
-            raise SwapPlanError("is written twice, first at index " + str(first[value]), side, i, value)
-    if length is None:
-        length = 1 << (len(device) - 1).bit_length() if device else 0
-    if len(device) > length:
-        raise SwapPlanError(f"{len(device)} ids do not fit a plan of length {length}")
+    _check_destinations(direction, device, host)
+    length = _length(len(device), length)
     plan = SwapPlan(np.zeros(length, np.int32), np.zeros(length, np.int32))
     plan.device_ids[: len(device)] = device
     plan.host_ids[: len(host)] = host
     return plan
 
 
+def plan_state_swap(
+    direction: Direction,
+    layout: CacheLayout,
+    device_ids: Sequence[int] | np.ndarray,
+    host_ids: Sequence[int | Sequence[int]] | np.ndarray,
+    num_tokens: Sequence[int] | np.ndarray,
+    *,
+    num_device: int,
+    num_host: int,
+    length: int | None = None,
+) -> StateSwapPlan:
+    """The plan that moves the state in slot `device_ids[i]` to ("out") or from ("in") host records `host_ids[i]`.
+
+    Args:
+        direction: "out" (device to host) or "in".
+        layout: of the cache.
+        device_ids: slots, in 1..num_device.
+        host_ids: for each as many snapshot records as its state takes (`dsv4_jax.records.state_records`: one at a
+            block boundary), in 1..num_host, in the order of its bytes; a number stands for one.
+        num_tokens: of each request, at that state. Rows lie by position, so a wrong number moves other rows.
+        num_device, num_host, length: as for `plan_swap`.
+
+    Raises:
+        SwapPlanError: as `plan_swap`; a number of tokens is none, or another number of records.
+    """
+    device = _checked("device", device_ids, num_device)
+    tokens = [_token_count(i, value) for i, value in enumerate(num_tokens)]
+    states: Any = host_ids
+    given = [[ids] if np.ndim(ids) == 0 else list(ids) for ids in states]
+    host = _checked("host", [value for ids in given for value in ids], num_host)
+    if not len(device) == len(given) == len(tokens):
+        raise SwapPlanError(f"{len(device)} device ids for {len(given)} states of {len(tokens)} token counts")
+    for i, count in enumerate(tokens):
+        if len(given[i]) != state_records(layout, count):
+            raise SwapPlanError(
+                f"the state of {count} tokens takes {state_records(layout, count)} host records, got {len(given[i])}"
+            )
+    _check_destinations(direction, device, host)
+    length = _length(len(device), length)
+    width = max(map(len, given), default=1)
+    plan = StateSwapPlan(np.zeros(length, np.int32), np.zeros((length, width), np.int32), np.zeros(length, np.int32))
+    plan.device_ids[: len(device)], plan.num_tokens[: len(tokens)] = device, tokens
+    for row, ids in zip(plan.host_ids, given, strict=False):
+        row[: len(ids)] = ids
+    return plan
+
+
+def _check_destinations(direction: Direction, device: list[int], host: list[int]) -> None:
+    """Raises `SwapPlanError` if one is written twice, or for another direction."""
+    if direction not in ("out", "in"):
+        raise SwapPlanError(f"direction must be 'out' or 'in', got {direction!r}")
+    side, written = ("host", host) if direction == "out" else ("device", device)
+    first: dict[int, int] = {}
+    for i, value in enumerate(written):
+        if first.setdefault(value, i) != i:
+            raise SwapPlanError("is written twice, first at index " + str(first[value]), side, i, value)
+
+
+def _length(count: int, length: int | None) -> int:
+    """The static length of a plan of so many ids. Raises `SwapPlanError` if it is too short."""
+    if length is None:
+        return 1 << (count - 1).bit_length() if count else 0
+    if count > length:
+        raise SwapPlanError(f"{count} ids do not fit a plan of length {length}")
+    return length
+
+
 def _checked(side: str, ids: Sequence[int] | np.ndarray, limit: int) -> list[int]:
     out = []
     for i, value in enumerate(ids):
-        try:
-            out.append(operator.index(value))
-        except TypeError:
-            raise SwapPlanError("is not an integer", side, i, value) from None
-        if isinstance(value, bool | np.bool_):
+        if (number := as_int(value)) is None:
             raise SwapPlanError("is not an integer", side, i, value)
+        out.append(number)
         if out[-1] == 0:
             raise SwapPlanError(f"is the null id (valid ids are 1..{limit})", side, i, 0)
         if not 1 <= out[-1] <= limit:
             raise SwapPlanError(f"is out of range (valid ids are 1..{limit})", side, i, out[-1])
     return out
+
+
+def _token_count(index: int, value: object) -> int:
+    count = as_int(value)
+    if count is None or not 0 <= count <= INT32_MAX:
+        raise SwapPlanError(f"token count {value!r} at index {index} is no integer of 0..{INT32_MAX}")
+    return count

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, init_cache, init_host_cache
-from dsv4_jax.plan import SwapPlan
-from dsv4_jax.records import block_record, snapshot_record
+from dsv4_jax.plan import StateSwapPlan, SwapPlan
+from dsv4_jax.records import block_record, snapshot_record, state_record
 from dsv4_jax.tiers import record_copy, swap
 from dsv4_jax.tiers.host_cache import HostCache
 
@@ -42,10 +42,12 @@ def test_lowers_to_one_ffi_call_in_place(monkeypatch: pytest.MonkeyPatch, operat
     ids = jax.ShapeDtypeStruct((16,), jnp.int32)
     out = operation in ("swap_out", "snapshot")
     call = jax.jit(getattr(swap, operation), donate_argnums=1 if out else 0)
-    text = call.trace(cache, host, SwapPlan(ids, ids)).lower(lowering_platforms=("cuda",)).as_text()
-    record = blocks if operation.startswith("swap") else states
+    of_blocks = operation.startswith("swap")
+    plan = SwapPlan(ids, ids) if of_blocks else StateSwapPlan(ids, jax.ShapeDtypeStruct((16, 2), jnp.int32), ids)
+    text = call.trace(cache, host, plan).lower(lowering_platforms=("cuda",)).as_text()
+    record = blocks if of_blocks else state_record(layout)
     assert text.count("custom_call @dsv4_swap_" + ("out" if out else "in")) == 1
-    assert text.count("output_operand_alias<") == (1 if out else len(record.pieces))
+    assert text.count("output_operand_alias<") == (1 if out else len(record.leaves))
     assert "gather" not in text and "scatter" not in text and "dynamic_update_slice" not in text
 
 

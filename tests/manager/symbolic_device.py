@@ -10,9 +10,11 @@ import numpy as np
 
 from dsv4_jax import CacheLayout, CacheSize
 from dsv4_jax.manager import HostSize, TransferStage
-from dsv4_jax.plan import StepPlan
+from dsv4_jax.plan import StateSwapPlan, StepPlan, SwapPlan
+from dsv4_jax.records import state_records
 
 State = tuple[object, tuple[int, ...]]
+Record = tuple[State, int, int]  # whose, which of its records, of how many
 # What a step that never ran should have written: it may be copied about, but no step may read it.
 UNWRITTEN: State = ("never written", ())
 
@@ -24,8 +26,8 @@ class SymbolicDevice:
         self.layout, self.size = layout, size
         slots = size.num_slots + size.num_snapshots + 1
         self.table = np.zeros((slots, size.max_blocks_per_request), int)
-        self.host_blocks: dict[int, State] = {}
-        self.host_states: dict[int, State] = {}
+        self.host_blocks: dict[int, Record] = {}
+        self.host_states: dict[int, Record] = {}
         self.host = host
         self.wipe()
 
@@ -47,14 +49,26 @@ class SymbolicDevice:
             ):
                 if plan is None:
                     continue
-                pairs = [(d, h) for d, h in zip(*(ids.tolist() for ids in plan), strict=True) if d or h]
-                assert all(d > 0 and h > 0 for d, h in pairs)
-                pairs = pairs if outward else [(h, d) for d, h in pairs]
-                assert len({t for _, t in pairs}) == len(pairs), "a unit is written twice in one call"
-                values = [source.get(s, UNWRITTEN) for s, _ in pairs]
-                target.update(zip((t for _, t in pairs), values, strict=True))
+                pairs = _pairs(plan)
+                written = [unit for d, records, _ in pairs for unit in (records if outward else [d])]
+                assert len(set(written)) == len(written), "a unit is written twice in one call"
+                if isinstance(plan, StateSwapPlan):
+                    assert all(len(records) == state_records(self.layout, n) for _, records, n in pairs)
+                values = [source.get(d, UNWRITTEN) if outward else _whole(source, r) for d, r, _ in pairs]
+                for value, (device, records, num_tokens) in zip(values, pairs, strict=True):
+                    if isinstance(plan, StateSwapPlan):
+                        value = self.state_at(value, num_tokens)
+                    if outward:
+                        target.update((record, (value, i, len(records))) for i, record in enumerate(records))
+                    else:
+                        target[device] = value
                 moved += len(pairs)
         return moved
+
+    def state_at(self, state: State, num_tokens: int) -> State:
+        """What its rows are at a position: rings reach as far back as drafts are rejected, and not ahead."""
+        known = 0 <= len(state[1]) - num_tokens <= self.layout.draft_tokens
+        return (state[0], state[1][:num_tokens]) if known else UNWRITTEN
 
     def step(self, plan: StepPlan, spaces: dict[int, object], tokens: dict[int, list[int]]) -> None:
         """One plan. `spaces` and `tokens`: the namespace and all tokens of the request in each slot."""
@@ -90,3 +104,19 @@ class SymbolicDevice:
                     written.add(block)
                     self.blocks[block] = space, history[low : min(start + count, low + size)]
             self.states[slot] = space, history[: start + count]
+
+
+def _pairs(plan: SwapPlan | StateSwapPlan) -> list[tuple[int, tuple[int, ...], int]]:
+    """(device unit, host records, tokens) of every copy."""
+    tokens = plan.num_tokens.tolist() if isinstance(plan, StateSwapPlan) else [0] * len(plan.device_ids)
+    records = [tuple(filter(None, np.atleast_1d(ids).tolist())) for ids in plan.host_ids]
+    pairs = [pair for pair in zip(plan.device_ids.tolist(), records, tokens, strict=True) if pair[0] or pair[1]]
+    assert all(device > 0 and records and min(records) > 0 for device, records, _ in pairs)
+    return pairs
+
+
+def _whole(source: dict[int, Record], records: tuple[int, ...]) -> State:
+    """What these records hold together; UNWRITTEN if they are not those of one state, in order."""
+    parts = [source.get(record, (UNWRITTEN, 0, 0)) for record in records]
+    whole = parts[0][0]
+    return whole if parts == [(whole, i, len(records)) for i in range(len(records))] else UNWRITTEN

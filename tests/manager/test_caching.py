@@ -358,12 +358,17 @@ def test_stages_keep_the_order_of_copies() -> None:
     queue.out("block", 1, 12)
     queue.into("block", 12, 1)
     queue.into("block", 10, 1)  # a block is written once a stage
-    queue.out("slot", 1, 1)
+    queue.out("slot", 1, (1, 4), 35)
+    queue.out("slot", 2, 2, 16)
     stages = queue.drain()
     assert [(s.swap_out is not None, s.swap_in is not None, s.snapshot is not None) for s in stages] == [
         (False, True, False), (True, True, False), (False, True, True),
     ]  # fmt: skip
+    assert [x.tolist() for x in stages[-1].snapshot] == [[1, 2], [[1, 4], [2, 0]], [35, 16]]
     assert queue.drain() == [] and len(queue) == 0
+    queue.into("slot", [4, 3], 1, 35)
+    queue.out("slot", 2, (5, 4), 9)  # only once record 4 has been read
+    assert len(queue.drain()) == 2
 
 
 # Preemption, forks, sleep
@@ -802,7 +807,7 @@ def test_no_read_lands_where_a_queued_copy_still_reads() -> None:
         tier.finish_reads(moves, [False] * len(moves))
         return records
 
-    waiting = {*(("block", record) for record in parked.blocks), ("slot", parked.snapshot)}
+    waiting = {*(("block", record) for record in parked.blocks), *(("slot", record) for record in parked.state)}
     assert not fetched() & waiting
     manager.plan_step([(request, 1)])
     assert not fetched() & waiting

@@ -8,6 +8,7 @@ import re
 from dsv4_jax import CacheLayout, DSV4Config
 from dsv4_jax.capacity import SNAPSHOT_FRACTION
 from dsv4_jax.manager import SnapshotPlacement
+from dsv4_jax.records import snapshot_record
 
 TEXT = (pathlib.Path(__file__).parents[2] / "docs" / "manager.md").read_text()
 
@@ -33,7 +34,8 @@ def test_example() -> None:
 def test_numbers() -> None:
     cfg = DSV4Config.flash()
     layout = CacheLayout(cfg)
-    assert f"A snapshot is {layout.bytes_per_slot / 1e6:.1f} MB" in TEXT
+    on_device, elsewhere = layout.bytes_per_slot / 1e6, snapshot_record(layout).bytes / 1e6
+    assert f"a snapshot is {on_device:.1f} MB on the device and {elsewhere:.1f} MB elsewhere" in " ".join(TEXT.split())
     assert f"a block {layout.bytes_per_block / 1e6:.1f} MB" in " ".join(TEXT.split())
     assert f"({len(layout.schedule) * cfg.sliding_window / 1e3:.1f} K for V4-Flash)" in TEXT
     assert f"`doubling={SnapshotPlacement().doubling}`" in TEXT and SnapshotPlacement().every is None

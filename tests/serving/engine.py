@@ -12,7 +12,7 @@ CFG = DSV4Config.tiny(
 )  # fmt: skip
 
 
-def runner(kv_format: str = "f32", index_format: str = "f32") -> StepRunner:
-    """Two drafts, blocks of 8 tokens. Rows in float32 by default: then no rounding hides a difference."""
-    layout = CacheLayout(CFG, kv_format, index_format, block_tokens=8, draft_tokens=2)
+def runner(kv_format: str = "f32", index_format: str = "f32", drafts: int = 2) -> StepRunner:
+    """Blocks of 8 tokens. Rows in float32 by default: then no rounding hides a difference."""
+    layout = CacheLayout(CFG, kv_format, index_format, block_tokens=8, draft_tokens=drafts)
     return StepRunner(model.forward, model.init_params(CFG, seed=1), layout)

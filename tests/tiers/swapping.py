@@ -12,8 +12,7 @@ import numpy as np
 from dsv4_jax.cache import KVCache
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.layout import CacheLayout, CacheSize
-from dsv4_jax.plan import SwapPlan
-from dsv4_jax.records import record_format
+from dsv4_jax.plan import StateSwapPlan, SwapPlan
 from dsv4_jax.tiers import swap
 from dsv4_jax.tiers.host_cache import HostCache, init_host_cache
 
@@ -40,11 +39,15 @@ def random_cache(layout: CacheLayout, seed: int, shards: int = 1) -> KVCache:
 
 
 def random_host(layout: CacheLayout, seed: int) -> HostCache:
-    """Random block records (snapshots zero); record 0 zero."""
+    """Random records; those numbered 0 are zero."""
     host, rng = init_host_cache(layout, RECORDS, snapshots=SNAPSHOTS), np.random.default_rng(seed)
-    data = rng.integers(0, 256, host.blocks.shape, np.uint8)
-    data[0] = 0
-    return HostCache(jax.device_put(data, host.blocks.sharding), host.snapshots, layout)
+
+    def random(pool: jax.Array) -> jax.Array:
+        data = rng.integers(0, 256, pool.shape, np.uint8)
+        data[0] = 0
+        return jax.device_put(data, pool.sharding)
+
+    return HostCache(random(host.blocks), random(host.snapshots), layout)
 
 
 def image(cache: KVCache) -> Image:
@@ -52,31 +55,91 @@ def image(cache: KVCache) -> Image:
     return {name: np.array(x).view(np.uint8).reshape(x.shape[0], -1) for name, x in cache.arrays.items()}
 
 
-def units(layout: CacheLayout, data: Image, scope: str) -> list[tuple[np.ndarray, int, int]]:
-    """Every piece of a record, in order: (a layer's units [units, bytes], where it begins, bytes)."""
-    out = []
-    for piece in record_format(layout, scope).pieces:
-        view = data[piece.leaf.name].reshape(piece.layers, -1, piece.bytes)
-        out += [(view[layer], piece.offset + layer * piece.stride, piece.bytes) for layer in range(piece.layers)]
-    return out
-
-
-def model_out(layout: CacheLayout, data: Image, pool: np.ndarray, plan: SwapPlan, scope: str = "block") -> None:
+def model_out(layout: CacheLayout, data: Image, pool: np.ndarray, plan: SwapPlan) -> None:
     """NumPy's swap_out: sets rows of `pool`."""
     for unit, record in zip(*plan, strict=True):
-        pieces = units(layout, data, scope)
+        pieces = _units(layout, data)
         if 0 < unit < len(pieces[0][0]) and 0 < record < len(pool):
             pool[record] = 0
             for view, start, size in pieces:
                 pool[record, start : start + size] = view[unit]
 
 
-def model_in(layout: CacheLayout, data: Image, pool: np.ndarray, plan: SwapPlan, scope: str = "block") -> None:
+def model_in(layout: CacheLayout, data: Image, pool: np.ndarray, plan: SwapPlan) -> None:
     """NumPy's swap_in: sets units of `data`."""
     for unit, record in zip(*plan, strict=True):
-        for view, start, size in units(layout, data, scope):
+        for view, start, size in _units(layout, data):
             if 0 < unit < len(view) and 0 < record < len(pool):
                 view[unit] = pool[record, start : start + size]
+
+
+def _units(layout: CacheLayout, data: Image) -> list[tuple[np.ndarray, int, int]]:
+    """Every piece of a block record, in order: (a layer's blocks [blocks, bytes], where it begins, bytes)."""
+    out, start = [], 0
+    for leaf in layout.leaves:
+        if leaf.scope == "block":
+            size = leaf.rows * leaf.row_bytes
+            for view in data[leaf.name].reshape(leaf.layers, -1, size):
+                out.append((view, start, size))
+                start += -(-size // 16) * 16
+    return out
+
+
+def model_snapshot(layout: CacheLayout, data: Image, pool: np.ndarray, plan: StateSwapPlan) -> None:
+    """NumPy's snapshot: sets rows of `pool`."""
+    for slot, records, tokens in zip(*plan, strict=True):
+        if not (0 < slot <= SIZE.num_slots and 0 < records[0] < len(pool)):
+            continue
+        state, _ = _state(layout, data, slot, tokens, b"")
+        state = state.ljust(len(records) * pool.shape[1], b"\0")
+        for i, record in enumerate(records):
+            if 0 < record < len(pool):
+                pool[record] = np.frombuffer(state[i * pool.shape[1] :][: pool.shape[1]], np.uint8)
+
+
+def model_restore(layout: CacheLayout, data: Image, pool: np.ndarray, plan: StateSwapPlan) -> None:
+    """NumPy's restore: sets slots of `data`."""
+    for slot, records, tokens in zip(*plan, strict=True):
+        if 0 < slot <= SIZE.num_slots and 0 < records[0] < len(pool):
+            state = b"".join(pool[record if 0 < record < len(pool) else 0].tobytes() for record in records)
+            _, slots = _state(layout, data, slot, tokens, state)
+            for leaf, rows in slots.items():
+                data[leaf].reshape(rows.shape[0], -1, *rows.shape[1:])[:, slot] = rows
+
+
+def _state(layout: CacheLayout, data: Image, slot: int, tokens: int, given: bytes) -> tuple[bytes, Image]:
+    """The state of a slot as its bytes; and its leaves [layers, rows, bytes] as `given` says they are."""
+    cfg, tokens = layout.cfg, max(int(tokens), 0)
+    own, of_hca = (tokens // ratio * ratio for ratio in (cfg.csa_ratio, cfg.hca_ratio))
+    window = range(tokens - cfg.sliding_window, tokens)
+    carried, unfinished = [], []  # (leaf, positions, from which byte of a row, to which)
+    for leaf in layout.leaves:
+        quarter = leaf.row_bytes // 4
+        if leaf.pool == "swa":
+            carried.append((leaf, window, 0, leaf.row_bytes))
+        elif leaf.pool in ("csa_state", "index_state"):
+            carried += [(leaf, range(own - cfg.csa_ratio, own), q * quarter, (q + 1) * quarter) for q in (0, 2)]
+            unfinished.append((leaf, range(own, own + cfg.csa_ratio - 1), 0, leaf.row_bytes))
+        elif leaf.pool == "hca_state" and layout.hca_state == "raw":
+            unfinished.append((leaf, range(of_hca, of_hca + cfg.hca_ratio - 1), 0, leaf.row_bytes))
+        elif leaf.pool == "hca_state":
+            unfinished.append((leaf, range(tokens - 1, tokens) if tokens > of_hca else range(-1, 0), 0, leaf.row_bytes))
+    state, slots = b"", dict[str, np.ndarray]()
+    for part in (carried, unfinished):
+        for leaf, positions, first, last in part:
+            view = data[leaf.name].reshape(leaf.layers, -1, leaf.rows, leaf.row_bytes)[:, slot]
+            new = slots.setdefault(leaf.name, np.zeros_like(view))
+            for layer in range(leaf.layers):
+                for position in positions:
+                    live, row = 0 <= position < tokens, position % leaf.rows
+                    end = len(state) + last - first
+                    if live:
+                        some = np.frombuffer(given[len(state) : end], np.uint8)
+                        new[layer, row, first : first + len(some)] = some
+                    state += view[layer, row, first:last].tobytes() if live else bytes(last - first)
+                state += bytes(-len(state) % 16)
+        state += bytes(-len(state) % 128)
+    return state, slots
 
 
 def assert_image(cache: KVCache, expected: Image, where: object = "") -> None:

@@ -6,12 +6,22 @@ import numpy as np
 import pytest
 
 from dsv4_jax.layout import CacheLayout
-from dsv4_jax.plan import SwapPlan
+from dsv4_jax.plan import StateSwapPlan, SwapPlan
 from dsv4_jax.tiers import async_swap
 
 from .. import native
 from ..clock import PATIENCE
-from .swapping import CFG, assert_image, image, model_in, model_out, random_cache, random_host
+from .swapping import (
+    CFG,
+    assert_image,
+    image,
+    model_in,
+    model_out,
+    model_restore,
+    model_snapshot,
+    random_cache,
+    random_host,
+)
 
 LAYOUT = CacheLayout(CFG)
 OUT = SwapPlan(np.array([7, 2, 5, 0], np.int32), np.array([1, 6, 3, 0], np.int32))
@@ -38,10 +48,11 @@ def test_transfers_of_their_own():
     model_in(LAYOUT, want, pool, IN)
     assert_image(cache, want)
     assert all(x.is_deleted() for x in given.arrays.values())
-    slots = SwapPlan(np.array([2], np.int32), np.array([1], np.int32))
+    slots = StateSwapPlan(*(np.array(ids, np.int32) for ids in ([2], [[1, 3]], [35])))
+    others, states = slots._replace(device_ids=slots.device_ids + np.int32(1)), np.array(host.snapshots)
     host, first = async_swap.snapshot_async(cache, host, slots)
-    cache, second = async_swap.restore_async(cache, host, SwapPlan(slots.device_ids + np.int32(1), slots.host_ids))
+    cache, second = async_swap.restore_async(cache, host, others)
     first.wait(PATIENCE), second.wait(PATIENCE)
-    model_out(LAYOUT, want, states := np.zeros(host.snapshots.shape, np.uint8), slots, "slot")
-    model_in(LAYOUT, want, states, SwapPlan(slots.device_ids + 1, slots.host_ids), "slot")
+    model_snapshot(LAYOUT, want, states, slots)
+    model_restore(LAYOUT, want, states, others)
     assert_image(cache, want)

@@ -11,7 +11,8 @@ import pytest
 
 from dsv4_jax import CacheLayout, DSV4Config
 from dsv4_jax.plan import SwapPlan
-from dsv4_jax.records import block_record
+from dsv4_jax.records import block_record, snapshot_record, state_record, state_records
+from dsv4_jax.testing import Held, assert_same_bytes, live_bytes
 from dsv4_jax.tiers import overlapped_swap
 
 from .. import native
@@ -32,15 +33,16 @@ def test_example(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for name, x in cache.arrays.items():  # in place of the prefill
         data = rng.integers(0, 256, x.nbytes, np.uint8).view(x.dtype).reshape(x.shape)
         cache.arrays[name] = jax.device_put(data, next(iter(x.devices())))
-    before = image(cache)
+    before, was = image(cache), live_bytes(cache, Held(1, 300, [3, 5, 6]))
     exec("host = " + rest, scope)
     assert scope["written"].all() and scope["found"].all()
     after = image(scope["cache"])
-    for leaf in (leaf for leaf in layout.leaves if leaf.scope in ("block", "slot")):
+    for leaf in (leaf for leaf in layout.leaves if leaf.scope == "block"):
         old, new = (data[leaf.name].reshape(leaf.layers, -1, leaf.rows * leaf.row_bytes) for data in (before, after))
-        moved = {7: 3, 1: 5, 2: 6} if leaf.scope == "block" else {2: 1}
+        moved = {7: 3, 1: 5, 2: 6}
         for unit in range(old.shape[1]):
             np.testing.assert_array_equal(new[:, unit], old[:, moved.get(unit, unit)], err_msg=leaf.name)
+    assert_same_bytes(live_bytes(scope["cache"], Held(2, scope["tokens"], [7, 1, 2])), was)
     ids = np.array([2], np.int32)
     left = np.asarray(overlapped_swap.pack_blocks(scope["cache"], SwapPlan(ids, ids)))
     np.testing.assert_array_equal(np.asarray(scope["host"].blocks)[4], left[0])
@@ -62,3 +64,16 @@ def test_numbers() -> None:
         in " ".join(TEXT.split())
     )
     assert record.bytes == 879 * 512
+    layout = CacheLayout(DSV4Config.flash())
+    rows = re.findall(r"^\| (\w+): .* \| (\d+) \| (\d+) \| ([\d,]+) \| ([\d,]+) \|$", TEXT, re.M)
+    assert [name for name, *_ in rows] == ["window", "CSA", "index"]
+    pools = dict(window="swa", CSA="csa_state", index="index_state")
+    for name, *numbers in rows:
+        count, layers, row, total = (int(number.replace(",", "")) for number in numbers)
+        pieces = [piece for piece in snapshot_record(layout).pieces if piece.leaf.pool == pools[name]]
+        assert {(piece.rows, piece.layers) for piece in pieces} == {(count, layers)}
+        assert sum(piece.width for piece in pieces) == row and count * layers * row == total
+        assert sum(piece.layers * piece.stride for piece in pieces) == total
+    snapshot, more = snapshot_record(layout).bytes, state_record(layout).bytes - snapshot_record(layout).bytes
+    assert f"a block boundary, {snapshot:,} bytes for V4-Flash" in " ".join(TEXT.split())
+    assert f"is still to come: {more:,} bytes more" in " ".join(TEXT.split()) and state_records(layout, 300) == 2

@@ -18,6 +18,7 @@ from dsv4_jax import (
     init_cache,
     init_host_cache,
     model,
+    plan_state_swap,
     plan_swap,
     run_transfers,
 )
@@ -25,18 +26,19 @@ from dsv4_jax.cache import KVCache
 from dsv4_jax.config import AttentionType
 from dsv4_jax.errors import CapacityError
 from dsv4_jax.manager import HostSize, Request, StepShape
-from dsv4_jax.plan import SwapPlan
-from dsv4_jax.records import block_record, snapshot_record
+from dsv4_jax.plan import StateSwapPlan, SwapPlan
+from dsv4_jax.records import block_record, snapshot_record, state_records
 from dsv4_jax.testing import Held, assert_same_bytes, live_bytes
 from dsv4_jax.tiers.host_cache import HostCache
 
 from .. import native
-from ..harness import Driver, image, pinned_shape, random_stream
+from ..harness import Driver, pinned_shape, random_stream
 from .swapping import jitted
 
 CSA, HCA = AttentionType.CSA, AttentionType.HCA
 CFG = DSV4Config.tiny(layer_types=(CSA, HCA), hc_sinkhorn_iters=1)
 SIZE = CacheSize(num_blocks=5, num_slots=2, max_blocks_per_request=2)
+SNAPSHOTS = 4  # records: what one state takes, whatever the tests' layout
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -75,18 +77,25 @@ def empty(layout: CacheLayout, size: CacheSize = SIZE) -> KVCache:
     return jax.device_put(init_cache(layout, size), jax.devices()[0])
 
 
-def out(cache: KVCache, host: HostCache, blocks: list[int], slot: int) -> HostCache:
-    """A request's blocks to records 1.., its slot to snapshot 1."""
+def out(cache: KVCache, host: HostCache, blocks: list[int], slot: int, tokens: int) -> HostCache:
+    """A request's blocks to records 1.., its state to snapshot records 1.. ."""
     sizes = dict(num_device=cache.block_units - 1, num_host=host.num_blocks, length=len(blocks))
     host = jitted("swap_out")(cache, host, plan_swap("out", blocks, range(1, len(blocks) + 1), **sizes))
-    return jitted("snapshot")(cache, host, plan_swap("out", [slot], [1], num_device=cache.slot_units - 1, num_host=1))
+    return jitted("snapshot")(cache, host, state("out", cache, slot, tokens))
 
 
-def back(cache: KVCache, host: HostCache, blocks: list[int], slot: int) -> KVCache:
+def state(direction: str, cache: KVCache, slot: int, tokens: int) -> StateSwapPlan:
+    """Of a slot and the first snapshot records."""
+    records = [*range(1, 1 + state_records(cache.layout, tokens))]
+    sizes = dict(num_device=cache.slot_units - 1, num_host=SNAPSHOTS)
+    return plan_state_swap(direction, cache.layout, [slot], [records], [tokens], **sizes)
+
+
+def back(cache: KVCache, host: HostCache, blocks: list[int], slot: int, tokens: int) -> KVCache:
     """The reverse of `out`, to these blocks and this slot; the table is set as a next step would set it."""
     sizes = dict(num_device=cache.block_units - 1, num_host=host.num_blocks, length=len(blocks))
     cache = jitted("swap_in")(cache, host, plan_swap("in", blocks, range(1, len(blocks) + 1), **sizes))
-    cache = jitted("restore")(cache, host, plan_swap("in", [slot], [1], num_device=cache.slot_units - 1, num_host=1))
+    cache = jitted("restore")(cache, host, state("in", cache, slot, tokens))
     table = cache.block_table.at[slot, : len(blocks)].set(jnp.array(blocks, jnp.int32))
     return cache.with_pool("block_table", (table,))
 
@@ -116,14 +125,14 @@ def test_cold_prefill_equals_round_trip_equals_preemption(options):
     cold, swapped, preempted = start(), start(), start()
     finish(cold, 2)
 
-    # Out, zero, in: the whole cache is the same.
-    host = out(swapped.cache, init_host_cache(layout, 3, snapshots=1), swapped.blocks[2], 2)
-    swapped.cache = back(empty(layout), host, swapped.blocks[2], 2)
+    # Out, zero, in: the same request.
+    host = out(swapped.cache, init_host_cache(layout, 3, snapshots=SNAPSHOTS), swapped.blocks[2], 2, 137)
+    swapped.cache = back(empty(layout), host, swapped.blocks[2], 2, 137)
     finish(swapped, 2)
-    assert image(swapped.cache) == image(cold.cache)
+    assert_same_bytes(swapped.live(2), cold.live(2))
 
     # Out; another request takes slot and blocks; in again elsewhere: its own bytes are the same.
-    host = out(preempted.cache, init_host_cache(layout, 3, snapshots=1), preempted.blocks[2], 2)
+    host = out(preempted.cache, init_host_cache(layout, 3, snapshots=SNAPSHOTS), preempted.blocks[2], 2, 137)
     was = preempted.blocks[2]
     preempted.release(2)
     preempted.free = [b for b in preempted.free if b not in was] + was
@@ -132,7 +141,7 @@ def test_cold_prefill_equals_round_trip_equals_preemption(options):
     assert sorted(preempted.blocks[2]) == sorted(was)
     preempted.blocks[1] = [int(preempted.free.pop()) for _ in was]
     preempted.length[1], preempted.streams[1] = 137, stream
-    preempted.cache = back(preempted.cache, host, preempted.blocks[1], 1)
+    preempted.cache = back(preempted.cache, host, preempted.blocks[1], 1, 137)
     finish(preempted, 1)
     assert not set(preempted.blocks[1]) & set(was)
     assert_same_bytes(preempted.live(1), cold.live(2))
@@ -158,8 +167,8 @@ def check_next_tokens(
         """A manager, its cache and its records."""
 
         def __init__(self) -> None:
-            self.manager = KVCacheManager(layout, size, host=HostSize(columns, 1))
-            self.host = init_host_cache(layout, columns, snapshots=1)
+            self.manager = KVCacheManager(layout, size, host=HostSize(columns, SNAPSHOTS))
+            self.host = init_host_cache(layout, columns, snapshots=SNAPSHOTS)
             # What a resumed request brings to its first step: all its table entries.
             bounds = (StepShape.bound(layout, 1, tokens, columns=columns) for tokens in (chunk, 1))
             first, then = (dataclasses.replace(b, table_entries=b.table_entries + columns) for b in bounds)
@@ -197,12 +206,12 @@ def check_next_tokens(
 
     swapped = Run()
     slot, blocks = swapped.request.slot, list(swapped.request.blocks)
-    before, host = image(swapped.cache), out(swapped.cache, swapped.host, blocks, slot)
-    swapped.cache = back(empty(layout, size), host, blocks, slot)
-    assert image(swapped.cache) == before
+    before, host = swapped.live(), out(swapped.cache, swapped.host, blocks, slot, prompt)
+    swapped.cache = back(empty(layout, size), host, blocks, slot, prompt)
+    assert_same_bytes(swapped.live(), before)
     swapped.host = host
     np.testing.assert_array_equal(swapped.finish(), expected)
-    assert image(swapped.cache) == image(cold.cache)
+    assert_same_bytes(swapped.live(), cold.live())
 
     preempted = Run()
     slot, blocks = preempted.request.slot, set(preempted.request.blocks)

@@ -18,6 +18,8 @@ from dsv4_jax.manager.prefix.node import Tier
 from dsv4_jax.plan import StepPlan
 from dsv4_jax.records import block_record, snapshot_record
 from dsv4_jax.stores import AsyncStore, SlabStore
+from dsv4_jax.testing import Held, assert_same_bytes, live_bytes
+from dsv4_jax.testing.live import Live
 from dsv4_jax.tiers.storage_driver import StorageDriver
 
 from ..clock import FakeClock
@@ -51,8 +53,11 @@ class Engine:
         self.fresh()
 
     def store(self, scope: str) -> SlabStore:
-        size = {"block": block_record, "slot": snapshot_record}[scope](LAYOUT).bytes
-        return SlabStore(self.path / scope, record_bytes=size, max_records=32, fingerprint=LAYOUT.fingerprint)
+        record, fingerprint = {
+            "block": (block_record(LAYOUT), LAYOUT.block_fingerprint),
+            "slot": (snapshot_record(LAYOUT), LAYOUT.snapshot_fingerprint),
+        }[scope]
+        return SlabStore(self.path / scope, record_bytes=record.bytes, max_records=32, fingerprint=fingerprint)
 
     def fresh(self) -> None:
         self.cache = dsv4_jax.init_cache(LAYOUT, SIZE)
@@ -128,13 +133,14 @@ def engine(tmp_path):
     engine.close()
 
 
-def stored_prompt(engine: Engine) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Runs PROMPT, then others until storage has it. Returns the bytes of its blocks and of its last snapshot."""
+def stored_prompt(engine: Engine) -> tuple[list[np.ndarray], Live]:
+    """Runs PROMPT, then others until storage has it. Returns the bytes of its blocks, and what of its slot lives on."""
     request = engine.manager.admit_request(PROMPT)
     while request.num_cached < 32:
         engine.step([(request, BLOCK)])
         engine.fill_last(request)
-    blocks, state = engine.units("block", request.blocks), engine.units("slot", [request.slot])
+    held = Held(request.slot, request.num_cached, request.blocks)
+    blocks, state = engine.units("block", request.blocks), live_bytes(engine.cache, held)
     engine.run(request)
     engine.manager.release_request(request)
     for other in range(2):
@@ -155,8 +161,7 @@ def test_a_prompt_comes_back_from_storage(engine) -> None:
     engine.step([(request, 1)])
     for got, want in zip(engine.units("block", request.blocks[:4]), blocks, strict=True):
         np.testing.assert_array_equal(got, want)
-    for got, want in zip(engine.units("slot", [request.slot]), state, strict=True):
-        np.testing.assert_array_equal(got, want)
+    assert_same_bytes(live_bytes(engine.cache, Held(request.slot, 32, request.blocks)), state)
     assert engine.fetch(PROMPT) == 0  # all of it is nearer already
 
 

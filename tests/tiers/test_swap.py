@@ -17,7 +17,8 @@ from dsv4_jax.cache import KVCache, init_cache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.errors import ImplementationError, LayoutError, ShapeError
 from dsv4_jax.layout import CacheLayout, CacheSize
-from dsv4_jax.plan import SwapPlan
+from dsv4_jax.plan import StateSwapPlan, SwapPlan
+from dsv4_jax.records import state_records
 from dsv4_jax.sharding import cache_sharding
 from dsv4_jax.tiers import record_copy, swap
 from dsv4_jax.tiers.host_cache import HostCache, init_host_cache
@@ -35,11 +36,14 @@ from .swapping import (
     jitted,
     model_in,
     model_out,
+    model_restore,
+    model_snapshot,
     random_cache,
     random_host,
 )
 
 LAYOUT = CacheLayout(CFG)
+OTHER = dict(draft_tokens=2)  # of the caches that states are restored to
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -55,7 +59,7 @@ def random_plan(rng: np.random.Generator, direction: str, length: int = 6) -> Sw
     return plan_swap(direction, blocks, records, **sizes)
 
 
-def ids(values: list[int]) -> np.ndarray:
+def ids(values: list) -> np.ndarray:
     return np.array(values, np.int32)
 
 
@@ -80,18 +84,48 @@ class TestXla:
             assert_image(cache, want, (i, back))
         assert host.blocks.sharding.memory_kind == "pinned_host"
 
-    @pytest.mark.parametrize("hca_state", ["online", "raw"])
-    def test_snapshots_of_slots(self, hca_state):
-        layout = CacheLayout(CFG, hca_state=hca_state, draft_tokens=2)
-        cache, host = random_cache(layout, 1), random_host(layout, 2)
-        want, pool, blocks = image(cache), np.array(host.snapshots), np.array(host.blocks)
-        out, back = SwapPlan(ids([3, 1, 0]), ids([4, 2, 0])), SwapPlan(ids([2, 1]), ids([4, 4]))
-        host = self.run("snapshot", cache, host, out)
-        model_out(layout, want, pool, out, "slot")
-        assert np.array_equal(host.snapshots, pool) and np.array_equal(host.blocks, blocks)
-        cache = self.run("restore", cache, host, back)
-        model_in(layout, want, pool, back, "slot")
-        assert_image(cache, want)
+    @pytest.mark.parametrize(
+        ("formats", "options"),
+        [(FORMATS[0], {}), (FORMATS[1], dict(draft_tokens=3)), (FORMATS[3], dict(hca_state="raw", draft_tokens=1))],
+        ids=str,
+    )
+    def test_states_of_slots(self, formats, options):
+        """By position, from rings of any size to rings of any other; what no record holds is zero afterwards."""
+        layout, other = CacheLayout(CFG, *formats, **options), CacheLayout(CFG, *formats, **{**options, **OTHER})
+        cache, target, host = random_cache(layout, 1), random_cache(other, 2), random_host(layout, 3)
+        want, pool, blocks = image(target), np.array(host.snapshots), np.array(host.blocks)
+        most = state_records(layout, 1)
+        spare = list(range(3, 3 + most - 1))
+        for tokens in ((128, 0, 0), (1, 3, 0), (257, 128, 0), (126, 639, 5), (2**31 - 1, 2**31 - 128, -9)):
+            mine = [[2, *spare], [1, *([0] * (most - 1))], [0] * most]
+            out = StateSwapPlan(ids([3, 1, 0]), ids(mine), ids(tokens))
+            host = self.run("snapshot", cache, host, out)
+            model_snapshot(layout, image(cache), pool, out)
+            assert np.array_equal(host.snapshots, pool) and np.array_equal(host.blocks, blocks), tokens
+            back = StateSwapPlan(ids([2, 1, 0]), ids([mine[0], mine[1], mine[2]]), ids(tokens))
+            target = self.run("restore", target, host, back)
+            model_restore(other, want, pool, back)
+            assert_image(target, want, tokens)
+
+    def test_any_records_of_states_stay_inside(self):
+        """Whatever int32 a plan of states holds: pairs of existing slots and records move, all else keeps its bytes."""
+        cache, host = random_cache(LAYOUT, 4), random_host(LAYOUT, 5)
+        before, records = image(cache), np.array(host.snapshots)
+        any_id = st.integers(-2, SNAPSHOTS + 2) | st.integers(-(2**31), 2**31 - 1)
+        some = st.lists(any_id, min_size=4, max_size=4, unique=True)
+
+        @hypothesis.settings(max_examples=30)
+        @hypothesis.given(some, some, st.lists(any_id | st.integers(0, 600), min_size=2, max_size=2))
+        def check(slots, named, tokens):
+            plan = StateSwapPlan(ids(slots[:2]), ids([named[:2], named[2:]]), ids(tokens))
+            pool, want = records.copy(), {name: data.copy() for name, data in before.items()}
+            model_snapshot(LAYOUT, before, pool, plan)
+            assert np.array_equal(self.run("snapshot", cache, host, plan, donate=False).snapshots, pool)
+            model_restore(LAYOUT, want, records, plan)
+            assert_image(self.run("restore", cache, host, plan, donate=False), want, plan)
+
+        check()
+        assert_image(cache, before)
 
     def test_any_ids_stay_inside(self):
         """Whatever int32 the ids hold: pairs of existing units move, all else keeps its bytes."""
@@ -190,10 +224,22 @@ class TestXla:
         with pytest.raises(LayoutError, match="block_tokens=256"):
             swap.swap_out(cache, init_host_cache(CacheLayout(CFG, block_tokens=256), 1), nothing)
         with pytest.raises(LayoutError, match="no snapshots"):
-            swap.snapshot(cache, init_host_cache(LAYOUT, 1), nothing)
+            swap.snapshot(cache, init_host_cache(LAYOUT, 1), StateSwapPlan(ids([]), ids([[]]).T, ids([])))
         for wrong in (SwapPlan(ids([1]), ids([1, 2])), SwapPlan(np.array([1.0], np.float32), ids([1]))):
             with pytest.raises(ShapeError, match=r"two int32 \[N\] arrays"):
                 swap.swap_in(cache, host, wrong)
+        none = StateSwapPlan(ids([]), ids([[]]).T, ids([]))
+        assert swap.snapshot(cache, host, none, implementation=self.implementation).snapshots is host.snapshots
+        assert swap.restore(cache, host, none, implementation=self.implementation) is cache
+        for wrong in (StateSwapPlan(ids([1]), ids([1]), ids([1])), StateSwapPlan(ids([1]), ids([[1]]), ids([1, 2]))):
+            with pytest.raises(ShapeError, match=r"holds int32 \[N\], \[N, K\] and \[N\] arrays"):
+                swap.restore(cache, host, wrong)
+        with pytest.raises(ShapeError, match="states are swapped by a StateSwapPlan, got SwapPlan"):
+            swap.snapshot(cache, host, nothing)
+        with pytest.raises(ShapeError, match="blocks are swapped by a SwapPlan, got StateSwapPlan"):
+            swap.swap_out(cache, host, none)
+        with pytest.raises(LayoutError, match="cannot hold states of"):
+            swap.snapshot(cache, init_host_cache(CacheLayout(CFG, hca_state="raw"), 1, snapshots=1), none)
 
 
 class TestFfi(TestXla):
@@ -221,36 +267,51 @@ class TestFfi(TestXla):
         """A step that swaps both ways: every byte of cache and records aliased, no copy of a pool, no staging."""
         layout = CacheLayout(DSV4Config.tiny())
         cache, host = init_cache(layout, CacheSize(64, 8, 8)), init_host_cache(layout, 100, snapshots=10)
-        plan = SwapPlan(np.arange(8, dtype=np.int32), np.arange(8, dtype=np.int32))
+        some = np.arange(8, dtype=np.int32)
+        plans = SwapPlan(some, some), StateSwapPlan(some, np.stack([some, np.zeros_like(some)], 1), some)
 
-        def step(cache: KVCache, host: HostCache, plan: SwapPlan) -> tuple[KVCache, HostCache]:
-            host = swap.snapshot(cache, swap.swap_out(cache, host, plan), plan)
-            return swap.restore(swap.swap_in(cache, host, plan), host, plan), host
+        def step(cache: KVCache, host: HostCache, plans: tuple[SwapPlan, StateSwapPlan]) -> tuple[KVCache, HostCache]:
+            host = swap.snapshot(cache, swap.swap_out(cache, host, plans[0]), plans[1])
+            return swap.restore(swap.swap_in(cache, host, plans[0]), host, plans[1]), host
 
-        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(cache, host, plan).compile()
+        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(cache, host, plans).compile()
         memory, pools = compiled.memory_analysis(), [*cache.arrays.values(), host.blocks, host.snapshots]
         assert memory.alias_size_in_bytes + memory.host_alias_size_in_bytes == sum(x.nbytes for x in pools)
         assert memory.temp_size_in_bytes + memory.host_temp_size_in_bytes < 4096
         assert not re.findall(r"= \S+ copy(?:-start)?\(", compiled.as_text())
         # From the second step on: a CPU device does not write to what jnp.zeros made.
-        cache, host = compiled(cache, host, plan)
+        cache, host = compiled(cache, host, plans)
         where = [x.unsafe_buffer_pointer() for x in (*cache.arrays.values(), host.blocks, host.snapshots)]
-        cache, host = compiled(cache, host, plan)
+        cache, host = compiled(cache, host, plans)
         assert [x.unsafe_buffer_pointer() for x in (*cache.arrays.values(), host.blocks, host.snapshots)] == where
         assert all(x.is_deleted() for x in pools)
+
+
+def piece(layers=2, ring=1, row=16, column=0, rows=1, width=16, offset=0, *, leaf=0, by=(0, 0, 0)) -> tuple[int, ...]:
+    """What `RecordFormat.descriptors` has of one piece."""
+    return (leaf, layers, ring, row, column, rows, width, offset, *by)
 
 
 @pytest.mark.parametrize(
     ("pieces", "problem"),
     [
-        ((), "1 to 24 leaves"),
-        ((2, 16), "three numbers each"),
-        ((2, 16, 0, 1, 16, 32), "operands for 2 leaves"),
-        ((2, 48, 0), "leaf 0 is not a whole number of units"),
-        ((0, 16, 0), "impossible pieces"),
-        ((2, -16, 0), "impossible pieces"),
-        ((2, 16, 16), "leaf 0 does not follow"),
-        ((10, 16, 0), "leaf 0 does not fit the record"),
+        ((), "1 to 40 pieces"),
+        (41 * piece(), "1 to 40 pieces"),
+        ((2, 16), "eleven numbers each"),
+        (piece(leaf=-1), "a piece of no leaf"),
+        (piece(leaf=24), "a piece of no leaf"),
+        (piece() + piece(offset=32, leaf=1), "5 operands|4 operands"),
+        (piece(row=48, width=48), "piece 0 is not of a whole number of units"),
+        (piece(layers=0), "impossible sizes"),
+        (piece(width=-16), "impossible sizes"),
+        (piece(ring=2**31 - 1, row=2**31 - 1), "impossible sizes"),
+        (piece(by=(0, -4, 0)), "impossible numbers"),
+        (piece(column=8), "does not lie in its rows"),
+        (piece(rows=2), "does not lie in its rows"),
+        (piece() + piece(offset=16), "piece 1 does not follow"),
+        (piece(offset=8), "piece 0 does not follow"),
+        (piece(layers=10), "piece 0 does not fit the record"),
+        (piece(by=(4, 0, 0)), "4 operands for 1 leaves and 4 more"),
     ],
 )
 def test_the_handler_refuses_descriptors_that_do_not_fit(pieces, problem):

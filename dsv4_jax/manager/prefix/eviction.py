@@ -11,7 +11,7 @@ __all__ = ["Eviction", "Freed", "Move", "SnapshotEviction"]
 
 
 class Move(NamedTuple):
-    """A block to be copied from one tier's unit to another's."""
+    """A block, or the state at its end, to be copied from one tier's unit to another's."""
 
     node: Node
     source: int
@@ -53,10 +53,10 @@ class SnapshotEviction(NamedTuple):
 
     Attributes:
         units: theirs, now the caller's.
-        moves: (device unit, host unit) copies to make before a device unit is used again.
+        moves: copies to make before a device unit is used again.
         unused: host ids of those offered that were not needed.
     """
 
     units: list[int]
-    moves: list[tuple[int, int]]
+    moves: list[Move]
     unused: list[int]

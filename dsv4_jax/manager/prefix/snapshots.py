@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...errors import OutOfBlocksError, PrefixTreeError
 from ..allocator import as_count
 from .counters import TreeCounters
-from .eviction import SnapshotEviction
+from .eviction import Move, SnapshotEviction
 from .node import TIERS, Node, S, Snapshot, T, Tier
 from .nodes import NodeTable
 from .queues import CopyLists, EvictionQueues
@@ -101,6 +101,6 @@ class Snapshots:
         moves, spots = [], list(reversed(room))
         for node in reversed(nodes):
             if spots and node.snapshot is not None and not node.snapshot.copy(T.HOST):
-                moves.append((node.snapshot.copy(T.DEVICE), spots[-1]))
+                moves.append(Move(node, node.snapshot.copy(T.DEVICE), spots[-1]))
                 self.attach(node, T.HOST, spots.pop())
         return SnapshotEviction([self.drop(node, tier) for node in nodes], moves, spots[::-1])

@@ -1,0 +1,117 @@
+"""Servers of different draft widths behind one storage: what one has stored continues in the other as its own would."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dsv4_jax as dsv4
+from dsv4_jax.manager import CachePolicy, HostSize, Request, SnapshotPlacement
+from dsv4_jax.records import block_record, snapshot_record
+from dsv4_jax.stores import AsyncStore, ObjectStore, SlabStore
+from dsv4_jax.testing import StepRunner, assert_same_bytes
+from dsv4_jax.tiers.storage_driver import StorageDriver
+
+from .engine import runner
+
+HOST = HostSize(12, 6)
+PROMPT = np.random.default_rng(3).integers(0, 32, 29).tolist()  # three blocks and a half
+
+
+def slab(path: pathlib.Path, **what: Any) -> SlabStore:
+    return SlabStore(path, max_records=32, **what)
+
+
+def objects(path: pathlib.Path, **what: Any) -> ObjectStore:
+    pytest.importorskip("tensorstore")
+    return ObjectStore({"driver": "file", "path": f"{path}/"}, **what)
+
+
+class Server:
+    """A manager, its cache and host records, and stores in a folder."""
+
+    def __init__(self, runner: StepRunner, folder: pathlib.Path, make: Callable[..., Any]):
+        layout, self.runner = runner.layout, runner
+        policy = CachePolicy(snapshots=SnapshotPlacement(every=1))
+        self.manager = dsv4.KVCacheManager(layout, runner.size, policy=policy, host=HOST, weights_id="weights")
+        self.cache = dsv4.init_cache(layout, runner.size)
+        self.host = dsv4.init_host_cache(layout, HOST.num_blocks, snapshots=HOST.num_snapshots)
+        self.stores = [
+            AsyncStore(make(folder / name, record_bytes=record.bytes, fingerprint=fingerprint))
+            for name, record, fingerprint in (
+                ("blocks", block_record(layout), layout.block_fingerprint),
+                ("snapshots", snapshot_record(layout), layout.snapshot_fingerprint),
+            )
+        ]
+        self.driver = StorageDriver(self.manager, *self.stores)
+
+    def step(self, request: Request, count: int) -> np.ndarray:
+        """Logits [count, vocab]."""
+        plan = self.manager.plan_step([(request, count)], shape=self.runner.shape)
+        self.transfer()
+        logits, self.cache = self.runner.run(self.cache, self.manager, plan)
+        return logits[:count]
+
+    def transfer(self) -> None:
+        self.cache, self.host = dsv4.run_transfers(self.cache, self.host, self.manager.take_transfers())
+        self.host = self.driver.poll(self.host)
+
+    def store(self) -> None:
+        """Everything that is cached goes to the host, and from there to storage."""
+        self.manager.sleep()
+        self.transfer()
+        while self.driver.save(self.host):
+            self.host = self.driver.drain(self.host)
+
+    def fetch(self, tokens: list[int]) -> None:
+        prefetch = self.driver.prefetch(tokens)
+        while not prefetch.done:
+            self.host = self.driver.poll(self.host)
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+
+
+@pytest.mark.parametrize("make", [slab, objects])
+@pytest.mark.parametrize(("written", "read"), [(0, 3), (3, 0)])
+def test_what_one_has_stored_the_other_continues_as_its_own(tmp_path, written, read, make):
+    first = Server(runner(drafts=written), tmp_path, make)
+    request = first.manager.admit_request(PROMPT)
+    for count in (8, 8, 8, 5):
+        first.step(request, count)
+    first.manager.release_request(request)
+    first.store()
+    assert [store.store.stats().written for store in first.stores] == [3, 3]
+    first.close()
+
+    second = Server(runner(drafts=read), tmp_path, make)
+    tokens = PROMPT + PROMPT[:9]
+    second.fetch(tokens)
+    request = second.manager.admit_request(tokens)
+    assert request.num_hit == 24
+    cold = second.runner.alone(tokens)
+    logits = np.concatenate([second.step(request, count) for count in (1, 4, 9)])
+    np.testing.assert_array_equal(logits.view(np.uint32), cold.logits[24:].view(np.uint32))
+    assert_same_bytes(second.runner.live(second.cache, request), cold.live)
+    assert [store.store.stats().foreign for store in second.stores] == [0, 0]
+    second.close()
+
+
+def test_without_the_snapshot_there_is_no_hit(tmp_path):
+    """What the test above relies on: blocks alone are nothing."""
+    first = Server(runner(drafts=0), tmp_path, slab)
+    request = first.manager.admit_request(PROMPT)
+    first.step(request, 16)
+    first.manager.release_request(request)
+    first.store()
+    first.close()
+    (tmp_path / "snapshots").unlink()
+    second = Server(runner(drafts=3), tmp_path, slab)
+    second.fetch(PROMPT)
+    assert second.manager.admit_request(PROMPT).num_hit == 0
+    second.close()
