@@ -3,7 +3,10 @@
 Nothing here imports jax. `python -m dsv4_jax simulate` is the command.
 """
 
-from .engine import Server, Simulation, StepTime, simulate
+from .engine import simulate
+from .linking import link_outputs
+from .simulation import Server, Simulation
+from .step_time import StepTime
 from .synthesis import ChatTrace, make_trace
 from .trace import TraceRequest, TraceRun, read_trace, write_trace
 
@@ -14,6 +17,7 @@ __all__ = [
     "StepTime",
     "TraceRequest",
     "TraceRun",
+    "link_outputs",
     "make_trace",
     "read_trace",
     "simulate",

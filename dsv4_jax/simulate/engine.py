@@ -4,140 +4,35 @@ Each step: who has arrived waits in line; preempted requests are resumed first, 
 admitted, as slots and blocks allow; the step computes what `schedule` says. If that is nothing, the
 request that arrived last is preempted until it is something. A request whose tokens are all computed draws
 its next one, and leaves when it has drawn all.
+
+Of most decode steps nothing but positions would reach the manager: within a block a decode needs nothing, gives
+nothing, and is always scheduled. So a request *glides* there: its steps take their time, and the manager is
+told of them all at once, as one chunk, in the step that fills the block or draws the last token. Blocks are
+taken, published and evicted in the same steps as if every one were planned, and everything but the manager's
+CPU time comes out the same (`Server.every_step` plans them all; a test compares). Steps in which everyone glides
+are not planned at all.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
+import heapq
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from ..errors import CapacityError, IntegrityError, NoFreeSlotError, OutOfBlocksError, TraceError
-from ..layout import CacheLayout, CacheSize
-from ..manager import CachePolicy, HostSize, KVCacheManager, ManagerStats, Namespace, Request
+from ..errors import IntegrityError, NoFreeSlotError, OutOfBlocksError, TraceError
+from ..manager import KVCacheManager, ManagerStats, Namespace, Request
 from ..manager.metrics import PoolUse
-from ..manager.prefix.hashing import BlockHasher, HashSpec
-from .shadow import ShadowDevice, Text
-from .timeline import Timeline
-from .trace import TraceRequest, run_tokens
+from .shadow import Text, TransferBytes
+from .simulation import Job, Server, Simulation
+from .tokens import run_tokens
+from .trace import TraceRequest
 
-__all__ = ["Job", "Server", "Simulation", "StepTime", "simulate"]
+__all__ = ["simulate"]
 
-MAX_UNITS = 1 << 26  # of a pool: the manager keeps a list of them
 MAX_TOKENS = 1 << 24  # of a request: its ids are made at once
-
-
-@dataclasses.dataclass(frozen=True)
-class StepTime:
-    """How long a step takes: a fixed part, a part per token, and what it waits for transfers.
-
-    Attributes:
-        step: seconds of any step.
-        token: seconds per token.
-        host_bandwidth: bytes per second between device and host.
-    """
-
-    step: float = 0.02
-    token: float = 50e-6
-    host_bandwidth: float = 50e9
-
-    def seconds(self, tokens: int, moved: int) -> float:
-        return self.step + tokens * self.token + moved / self.host_bandwidth
-
-
-@dataclasses.dataclass(frozen=True)
-class Server:
-    """Everything but the trace. Raises `CapacityError` if a pool has more units than memory can list.
-
-    Attributes:
-        token_budget: most tokens of a step.
-    """
-
-    layout: CacheLayout
-    size: CacheSize
-    policy: CachePolicy | None = None
-    host: HostSize | None = None
-    token_budget: int = 8192
-    step_time: StepTime = dataclasses.field(default_factory=StepTime)
-
-    def __post_init__(self) -> None:
-        host = self.host or HostSize(0, 0)
-        for count, unit in (
-            (self.size.num_blocks, "blocks"), (self.size.num_slots, "requests at once"),
-            (self.size.num_snapshots, "snapshots"), (host.num_blocks, "blocks on the host"),
-            (host.num_snapshots, "snapshots on the host"),
-        ):  # fmt: skip
-            if count > MAX_UNITS:
-                raise CapacityError(f"{count} {unit}: at most {MAX_UNITS} can be simulated")
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Job:
-    """A request on its way. Times are simulated seconds.
-
-    Attributes:
-        output: [N] ids it will generate.
-        text: of prompt and output.
-        drawn: how many of the output it has.
-        seen: leading prompt tokens, in whole blocks, that some request of the tenant had before.
-        hit, hit_host: prompt tokens found, and those of them found on the host.
-        unchecked: whether its next step is the first one since it got its blocks.
-        held_up: pools it had to wait for in line.
-    """
-
-    trace: TraceRequest
-    index: int
-    request: Request | None = None
-    output: list[int] = dataclasses.field(default_factory=list)
-    text: Text | None = None
-    drawn: int = 0
-    seen: int = 0
-    hit: int = 0
-    hit_host: int = 0
-    unchecked: bool = True
-    held_up: set[str] = dataclasses.field(default_factory=set)
-    admitted: float = 0.0
-    first_token: float = 0.0
-    ended: float = 0.0
-
-
-@dataclasses.dataclass(eq=False)
-class Simulation:
-    """What has happened. Made by `simulate`.
-
-    Attributes:
-        jobs: those that ran, in order of arrival.
-        rejected: those that could never run, by what they exceed: "context" or "device".
-        now: simulated seconds. busy: those of steps.
-        scheduled_tokens: of all steps.
-        lost: tokens that were computed again because of preemptions.
-        peak: most units in use of each pool; `peak_in_use`: by requests.
-        step_cpu, admission_cpu: CPU seconds of the manager itself per step and admission.
-        stats: the manager's at the end.
-    """
-
-    server: Server
-    jobs: list[Job] = dataclasses.field(default_factory=list)
-    rejected: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    now: float = 0.0
-    busy: float = 0.0
-    steps: int = 0
-    scheduled_tokens: int = 0
-    preemptions: int = 0
-    lost: int = 0
-    peak: dict[str, int] = dataclasses.field(default_factory=dict)
-    peak_in_use: dict[str, int] = dataclasses.field(default_factory=dict)
-    step_cpu: list[float] = dataclasses.field(default_factory=list)
-    admission_cpu: list[float] = dataclasses.field(default_factory=list)
-    timeline: Timeline = dataclasses.field(default_factory=Timeline)
-    shadow: ShadowDevice = dataclasses.field(init=False)
-    stats: ManagerStats = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        self.shadow = ShadowDevice(self.server.layout)
+SAMPLED = 16  # one in so many planned steps is timed and its pools looked at, but for the first ones
+FIRST = 256
 
 
 def simulate(
@@ -159,14 +54,18 @@ class _Engine:
     def __init__(self, trace: Sequence[TraceRequest], server: Server, on_done: Callable[[], object]):
         self.server, self.on_done = server, on_done
         self.manager = KVCacheManager(server.layout, server.size, policy=server.policy, host=server.host)
-        self.hashing = HashSpec(server.layout.block_tokens, None, server.layout.cfg.vocab_size)
         self.result = Simulation(server)
         self.ahead = collections.deque(self._runnable(trace))  # not arrived
         self.line: collections.deque[Job] = collections.deque()  # not admitted
         self.live: dict[Request, Job] = {}
+        self.active: dict[Request, Job] = {}  # of the live ones, those that `schedule` decides about
+        self.gliding: list[tuple[int, int, Job]] = []  # a heap: the others, by the step the manager is told of
+        self.glide_base = 0  # their tokens, added up, if each had glided since step 0
         self.preempted: list[Job] = []  # the first to arrive first
         self.fresh: list[Job] = []  # admitted since the last step
-        self.seen: set[bytes] = set()
+        self.seen: set[int] = set()
+        self.blocked = {"slot": -1, "device": -1}  # the last step before which the pool had no room for one more
+        self.glides, self.order = server.glides, 0
 
     def _runnable(self, trace: Sequence[TraceRequest]) -> list[Job]:
         jobs, size, layout = [], self.server.size, self.server.layout
@@ -186,18 +85,21 @@ class _Engine:
         return jobs
 
     def run(self) -> Simulation:
-        result = self.result
-        while self.ahead or self.line or self.live or self.preempted:
-            while self.ahead and self.ahead[0].trace.arrival <= result.now:
-                self.line.append(self.ahead.popleft())
-            self._bring_in()
+        result, ahead = self.result, self.ahead
+        while ahead or self.line or self.live or self.preempted:
+            while ahead and ahead[0].trace.arrival <= result.now:
+                ahead[0].queued = result.steps
+                self.line.append(ahead.popleft())
+            if self.line or self.preempted:
+                self._bring_in()
             if self.live:
                 self._step()
             elif self.line or self.preempted:
                 raise IntegrityError("no request runs, and yet there is no room for one more")
-            elif self.ahead:
-                result.now = max(result.now, self.ahead[0].trace.arrival)
+            elif ahead:
+                result.now = max(result.now, ahead[0].trace.arrival)
         result.stats = self.manager.stats()
+        self._look(result.stats)
         result.timeline.add(result.now, self._sample(result.stats), last=True)
         return result
 
@@ -209,8 +111,7 @@ class _Engine:
             job = self.preempted[0] if resumes else self.line[0]
             pool = self._binding(job, resumes=resumes) or (self._resume(job) if resumes else self._admit(job))
             if pool is not None:
-                for waiting in self.line:  # in order: those behind wait for the same
-                    waiting.held_up.add(pool)
+                self.blocked[pool] = self.result.steps  # for all in line: those behind wait for the same
                 return
 
     def _binding(self, job: Job, *, resumes: bool) -> str | None:
@@ -221,50 +122,61 @@ class _Engine:
         """
         if len(self.live) == self.server.size.num_slots:
             return "slot"
-        device = self.manager.stats().cache.pools["device"]
         known = len(job.request.tokens) if resumes and job.request is not None else 1
         needed = self.server.layout.blocks_for(known) + len(self.live)
-        return "device" if needed > device.free + device.evictable else None
+        return "device" if needed > self.manager.cache.num_available else None
 
     def _admit(self, job: Job) -> str | None:
         """The first in line becomes live; else returns the pool that has no room."""
-        trace, vocab = job.trace, self.server.layout.cfg.vocab_size
-        prompt, output = run_tokens(trace.prompt, vocab), run_tokens(trace.output, vocab)
+        trace, result, layout = job.trace, self.result, self.server.layout
+        ids = run_tokens((*trace.prompt, *trace.output), layout.cfg.vocab_size)
         namespace = None if trace.tenant is None else Namespace(trace.tenant)
+        prompt = ids[: trace.prompt_tokens]
         start = time.thread_time()
         try:
-            request = self.manager.admit_request(prompt, max_tokens=len(prompt) + len(output), namespace=namespace)
+            request = self.manager.admit_request(prompt, max_tokens=len(ids), namespace=namespace)
         except NoFreeSlotError:  # slots may also be taken by snapshots that live requests have yet to read
             return self._no_room("slot")
-        self.result.admission_cpu.append(time.thread_time() - start)
-        hasher = BlockHasher(self.hashing, np.concatenate([prompt, output]), namespace=namespace)
-        job.output, job.text = output.tolist(), Text(hasher, trace.tenant, job.index)
-        job.seen = self._seen_tokens(hasher, len(prompt))
+        result.admission_cpu.append(time.thread_time() - start)
+        job.output = ids[trace.prompt_tokens :].tolist()
+        job.text = Text(ids, layout.block_tokens, trace.tenant, job.index)
+        job.seen = self._seen_tokens(job.text.names, len(prompt))
         self.line.popleft()
-        job.request, job.admitted, job.hit = request, self.result.now, request.num_hit
-        self.live[request] = job
+        job.request, job.admitted, job.hit = request, result.now, request.num_hit
+        job.held_up = tuple(pool for pool, step in self.blocked.items() if step >= job.queued)
+        totals = result.totals
+        totals.prompt, totals.hit = totals.prompt + len(prompt), totals.hit + job.hit
+        totals.recomputed += job.seen - job.hit
+        self._becomes_live(job)
         self.fresh.append(job)
-        self.result.jobs.append(job)
+        result.jobs.append(job)
         return None
+
+    def _becomes_live(self, job: Job) -> None:
+        assert job.request is not None
+        self.order += 1
+        job.order, job.unchecked = self.order, True
+        self.live[job.request] = self.active[job.request] = job
 
     def _no_room(self, pool: str) -> str:
         if not self.live:
             raise IntegrityError(f"no request runs, and yet there is no room in the {pool} pool for one")
         return pool
 
-    def _seen_tokens(self, hasher: BlockHasher, prompt: int) -> int:
+    def _seen_tokens(self, names: list[int], prompt: int) -> int:
         """Prompt tokens that a cache of any size could have had (at least the last one is computed)."""
         block, count = self.server.layout.block_tokens, 0
-        for digest in hasher.digests[: (prompt - 1) // block]:
-            if digest not in self.seen:
+        for name in names[: (prompt - 1) // block]:
+            if name not in self.seen:
                 break
             count += 1
-        self.seen.update(hasher.digests)
+        self.seen.update(names)
         return count * block
 
     # Who has to go, and comes back
 
     def _preempt(self) -> None:
+        """Nobody glides: whoever does could be scheduled."""
         job = max(self.live.values(), key=lambda job: job.index)
         request = job.request
         assert request is not None
@@ -272,7 +184,7 @@ class _Engine:
         self.manager.preempt(request)
         self.result.preemptions += 1
         self.result.lost += had
-        del self.live[request]
+        del self.live[request], self.active[request]
         if job in self.fresh:
             self.fresh.remove(job)
         self.preempted.append(job)
@@ -289,73 +201,137 @@ class _Engine:
         except OutOfBlocksError:
             return self._no_room("device")
         self.preempted.remove(job)
-        self.live[request], job.unchecked = job, True
+        self._becomes_live(job)
         self.result.lost -= request.num_cached
         return None
 
     # Steps
 
     def _step(self) -> None:
-        manager, result = self.manager, self.result
-        start = time.thread_time()
-        while not (scheduled := manager.schedule(self.server.token_budget)):
+        result, step = self.result, self.result.steps + 1
+        gliding, glide_context = len(self.gliding), self.glide_base + len(self.gliding) * step
+        due = self._due(step)
+        result.steps = step
+        pairs, moved = self._plan(due, gliding) if due or self.active else ([], TransferBytes())
+        # What was due has glided, but for this step: its tokens are counted there.
+        others = [(r.num_cached - count, count) for r, count in pairs if r not in due]
+        chunks = [(start, count) for start, count in others if count > 1]
+        decodes = gliding + len(others) - len(chunks)
+        prefill = sum([count for _, count in chunks])
+        time_of = self.server.step_time
+        computing = time_of.computing(
+            decodes, glide_context + sum([start for start, count in others if count == 1]),
+            prefill, sum([count * start + count * (count - 1) // 2 for start, count in chunks]),
+        )  # fmt: skip
+        seconds = time_of.seconds(computing, moved.loaded, moved.stored)
+        result.now, result.busy, result.waited = (
+            result.now + seconds, result.busy + seconds, result.waited + seconds - computing
+        )  # fmt: skip
+        result.scheduled_tokens += decodes + prefill
+        if result.timeline.due:
+            result.timeline.add(result.now, self._sample(self.manager.stats()))
+        result.timeline.tick()
+        for request, _ in pairs:
+            if not request.num_pending:
+                self._draw(self.live[request])
+
+    def _due(self, step: int) -> dict[Request, int]:
+        """Whoever's glide ends with this step, and how many tokens of it the manager has to be told of."""
+        due = {}
+        while self.gliding and self.gliding[0][0] == step:
+            job = heapq.heappop(self.gliding)[2]
+            request, count = job.request, step - job.glides_from
+            assert request is not None
+            self.glide_base -= request.num_cached - job.glides_from - 1
+            request.tokens += job.output[job.drawn : job.drawn + count - 1]
+            job.drawn += count - 1
+            due[request] = count
+        return due
+
+    def _plan(self, due: dict[Request, int], gliding: int) -> tuple[list[tuple[Request, int]], TransferBytes]:
+        """What is computed in this step, or has been since the last one the manager knows of; and bytes moved for it."""
+        manager, result, live = self.manager, self.result, self.live
+        look = result.planned < FIRST or result.planned % SAMPLED == 0
+        start = time.thread_time() if look else 0.0
+        while True:
+            turns = sorted(self.active.values(), key=lambda job: job.order)
+            room = self.server.token_budget - gliding
+            scheduled = manager.schedule(room, requests=[job.request for job in turns]) if turns else []
+            if scheduled or gliding:
+                break
             self._preempt()
-        plan = manager.plan_step(scheduled)
+        pairs = scheduled
+        if due:  # among the decodes, where they would be if all were planned
+            split = next((i for i, (_, count) in enumerate(scheduled) if count > 1), len(scheduled))
+            pairs = [*sorted([*due.items(), *scheduled[:split]], key=lambda pair: live[pair[0]].order), *scheduled[split:]]
+        if not pairs and not self.fresh:
+            return [], TransferBytes()
+        plan = manager.plan_step(pairs)
         stages = manager.take_transfers()
-        result.step_cpu.append(time.thread_time() - start)
+        result.planned += 1
+        if look:
+            result.step_cpu.append(time.thread_time() - start)
+            self._look(manager.stats())
         moved, loaded = result.shadow.transfer(stages)
         result.shadow.begin(plan)
         for job in self.fresh:
             self._count_host_hit(job, loaded)
         self.fresh.clear()
-        tokens = sum(count for _, count in scheduled)
-        seconds = self.server.step_time.seconds(tokens, moved)
-        result.steps, result.scheduled_tokens = result.steps + 1, result.scheduled_tokens + tokens
-        result.now, result.busy = result.now + seconds, result.busy + seconds
-        for request, count in scheduled:
-            job = self.live[request]
+        for request, count in pairs:
+            job = live[request]
             assert job.text is not None
-            first = request.num_cached - count
-            result.shadow.compute(job.text, request.slot, first, count, check_blocks=job.unchecked)
+            result.shadow.compute(job.text, request.slot, request.num_cached - count, count, check_blocks=job.unchecked)
             job.unchecked = False
-        stats = manager.stats()
-        for name, pool in stats.cache.pools.items():
-            result.peak[name] = max(result.peak.get(name, 0), pool.total - pool.free)
-            result.peak_in_use[name] = max(result.peak_in_use.get(name, 0), _in_use(name, pool))
-        if result.timeline.due:
-            result.timeline.add(result.now, self._sample(stats))
-        result.timeline.tick()
-        for request, _ in scheduled:
-            if not request.num_pending:
-                self._draw(self.live[request], request)
+        return pairs, moved
 
     def _count_host_hit(self, job: Job, loaded: set[int]) -> None:
         """What came from the host is a host hit of the first who asked for it."""
         assert job.request is not None
         blocks = job.request.blocks[: job.hit // self.server.layout.block_tokens]
         job.hit_host = sum(block in loaded for block in blocks) * self.server.layout.block_tokens
+        self.result.totals.hit_host += job.hit_host
         loaded.difference_update(blocks)
 
-    def _draw(self, job: Job, request: Request) -> None:
+    def _draw(self, job: Job) -> None:
+        request, result = job.request, self.result
+        assert request is not None
         if job.drawn < len(job.output):
             request.tokens.append(job.output[job.drawn])
             job.drawn += 1
         if job.drawn <= 1 and not job.first_token:
-            job.first_token = self.result.now
+            job.first_token = result.now
+            result.totals.answered += 1
+            result.totals.waited += job.first_token - job.trace.arrival
         if job.drawn == len(job.output):
-            job.ended = self.result.now
+            job.ended, job.text, job.output = result.now, None, []
             self.manager.release_request(request)
             del self.live[request]
+            self.active.pop(request, None)
             self.on_done()
+        elif (within := request.num_cached % self.server.layout.block_tokens) and self.glides:
+            steps = min(self.server.layout.block_tokens - within, len(job.output) - job.drawn)
+            job.glides_from = result.steps
+            self.glide_base += request.num_cached - result.steps - 1
+            heapq.heappush(self.gliding, (result.steps + steps, job.order, job))
+            self.active.pop(request, None)
+        else:
+            self.active[request] = job
+
+    # Numbers
+
+    def _look(self, stats: ManagerStats) -> None:
+        peak, in_use = self.result.peak, self.result.peak_in_use
+        for name, pool in stats.cache.pools.items():
+            peak[name] = max(peak.get(name, 0), pool.total - pool.free)
+            in_use[name] = max(in_use.get(name, 0), _in_use(name, pool))
 
     def _sample(self, stats: ManagerStats) -> dict[str, float]:
-        pools, counters = stats.cache.pools, stats.cache.counters
-        jobs = self.result.jobs
+        pools, counters, totals = stats.cache.pools, stats.cache.counters, self.result.totals
         sample: dict[str, float] = {
             "running": len(self.live), "waiting": len(self.line), "preempted": len(self.preempted),
-            "prompt_tokens": sum(job.trace.prompt_tokens for job in jobs),
-            "hit_device_tokens": sum(job.hit - job.hit_host for job in jobs),
-            "hit_host_tokens": sum(job.hit_host for job in jobs),
+            "prompt_tokens": totals.prompt, "hit_device_tokens": totals.hit - totals.hit_host,
+            "hit_host_tokens": totals.hit_host, "recomputed_tokens": totals.recomputed,
+            "answered": totals.answered, "waited_seconds": totals.waited,
         }  # fmt: skip
         for name, pool in pools.items():
             sample[f"{name}_used"] = _in_use(name, pool)

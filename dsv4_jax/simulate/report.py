@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .engine import Simulation
+from .simulation import Simulation
 
 __all__ = ["report"]
 
@@ -65,11 +65,13 @@ def report(result: Simulation) -> dict[str, Any]:
         "seconds": {
             "simulated": result.now,
             "busy": result.busy,
+            "waited_for_transfers": result.waited,
             "queued": _spread([j.admitted - j.trace.arrival for j in jobs]),
             "first_token": _spread([j.first_token - j.trace.arrival for j in jobs]),
             "whole_request": _spread([j.ended - j.trace.arrival for j in jobs]),
         },
         "steps": result.steps,
+        "planned_steps": result.planned,
         "scheduled_tokens": result.scheduled_tokens,
         "isolation": {"foreign_units": result.shadow.foreign, "wrong_units": result.shadow.wrong},
         "cpu": {"step": _spread(result.step_cpu), "admission": _spread(result.admission_cpu)},

@@ -1,51 +1,56 @@
 """What a device would hold: for every unit the name of its bytes, moved about by plans and transfers alone.
 
 The manager's own books are not consulted. So a hit of blocks that another tenant has written, or that
-hold other tokens than the prompt's, shows. Pure Python.
+hold other tokens than the prompt's, shows. Pure Python + numpy.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from ..layout import CacheLayout
-from ..manager.prefix.hashing import BlockHasher
 from ..manager.transfers import TransferStage
 from ..plan import StateSwapPlan, StepPlan, SwapPlan
 from ..records import block_record, snapshot_record
+from .tokens import prefix_names
 
 __all__ = ["Content", "ShadowDevice", "Text", "TransferBytes"]
 
+# Names the bytes of a block, or of a slot's state: (tenant, tokens, name, author). They end after `tokens` tokens; `name`
+# is that of the last full block up to there (see `prefix_names`); `author` wrote what follows that block: a
+# request's index, -1 if nothing does. Plain tuples: a trace makes millions.
+Content = tuple[object, int, int, int]
 
-class Content(NamedTuple):
-    """Names the bytes of a block, or of a slot's state.
+
+class Text:
+    """All tokens of a request, prompt and output, as contents of blocks.
+
+    Args:
+        ids: [N] int32.
+        tenant: the request's.
+        author: the request's index.
 
     Attributes:
-        tenant: who wrote them.
-        tokens: they end there.
-        digest: of the last full block up to there.
-        author: of what follows that block: a request's index; -1 if nothing does.
+        names: of the full blocks.
+        blocks: contents of the full blocks.
     """
 
-    tenant: object
-    tokens: int
-    digest: bytes
-    author: int
-
-
-class Text(NamedTuple):
-    """All tokens of a request, as digests of its blocks (prompt and output)."""
-
-    hasher: BlockHasher
-    tenant: object
-    author: int
+    def __init__(self, ids: np.ndarray, block_tokens: int, tenant: object, author: int):
+        self.names = prefix_names(ids, block_tokens, tenant)
+        ends = range(block_tokens, len(ids) + 1, block_tokens)
+        self.blocks: list[Content] = [(tenant, end, name, -1) for end, name in zip(ends, self.names, strict=True)]
+        self._block_tokens, self._tenant, self._author = block_tokens, tenant, author
 
     def content(self, tokens: int) -> Content:
         """Of the state after `tokens` tokens, and of the block that the last of them lies in."""
-        full, rest = divmod(tokens, self.hasher.spec.block_tokens)
-        digest = self.hasher.digests[full - 1] if full else self.hasher.root
-        return Content(self.tenant, tokens, digest, self.author if rest else -1)
+        full, rest = divmod(tokens, self._block_tokens)
+        if not rest and full:
+            return self.blocks[full - 1]
+        return self._tenant, tokens, self.names[full - 1] if full else 0, self._author
 
 
 class TransferBytes(NamedTuple):
@@ -55,6 +60,16 @@ class TransferBytes(NamedTuple):
     snapshot: int = 0
     swap_in: int = 0
     restore: int = 0
+
+    @property
+    def stored(self) -> int:
+        """To the host."""
+        return self.swap_out + self.snapshot
+
+    @property
+    def loaded(self) -> int:
+        """From the host."""
+        return self.swap_in + self.restore
 
 
 class ShadowDevice:
@@ -67,21 +82,21 @@ class ShadowDevice:
     """
 
     def __init__(self, layout: CacheLayout):
-        self._layout = layout
+        self._block = layout.block_tokens
         self._record, self._state = block_record(layout).bytes, snapshot_record(layout).bytes
         self._blocks: dict[int, Content] = {}
         self._slots: dict[int, Content] = {}
         self._host_blocks: dict[int, Content] = {}
         self._host_slots: dict[int, Content] = {}
-        self._table: dict[tuple[int, int], int] = {}
+        self._table: dict[int, list[int]] = {}  # by slot
         self.moved = TransferBytes()
         self.foreign = self.wrong = 0
 
-    def transfer(self, stages: Iterable[TransferStage]) -> tuple[int, set[int]]:
+    def transfer(self, stages: Iterable[TransferStage]) -> tuple[TransferBytes, set[int]]:
         """Runs the stages. Returns the bytes, and the blocks that came from the host."""
-        before, loaded = sum(self.moved), set()
+        before, loaded = self.moved, set[int]()
         for stage in stages:
-            moved = TransferBytes(
+            moved = (
                 _move(stage.swap_out, self._blocks, self._host_blocks, outward=True) * self._record,
                 _move(stage.snapshot, self._slots, self._host_slots, outward=True) * self._state,
                 _move(stage.swap_in, self._blocks, self._host_blocks, outward=False) * self._record,
@@ -90,7 +105,7 @@ class ShadowDevice:
             self.moved = TransferBytes(*map(sum, zip(self.moved, moved, strict=True)))
             if stage.swap_in is not None:
                 loaded.update(stage.swap_in.device_ids.tolist())
-        return sum(self.moved) - before, loaded - {0}
+        return TransferBytes(*(now - then for now, then in zip(self.moved, before, strict=True))), loaded - {0}
 
     def begin(self, plan: StepPlan) -> None:
         """The plan's copies and table entries."""
@@ -104,26 +119,33 @@ class ShadowDevice:
         entries = (plan.table_slot.tolist(), plan.table_index.tolist(), plan.table_block.tolist())
         for slot, column, block in zip(*entries, strict=True):
             if slot > 0:
-                self._table[slot, column] = block
+                row = self._table.setdefault(slot, [])
+                if column >= len(row):
+                    row += [0] * (column + 1 - len(row))
+                row[column] = block
 
     def compute(self, text: Text, slot: int, start: int, count: int, *, check_blocks: bool) -> None:
         """One sequence of a step: checks the state it starts from (and the blocks before it), then writes its own."""
-        block, end = self._layout.block_tokens, start + count
+        block, end, row = self._block, start + count, self._table[slot]
         if start:
-            self._check(self._slots.get(slot), text.content(start))
+            self._check([self._slots.get(slot)], [text.content(start)])
+        full, rest = divmod(start, block)
         if check_blocks:
-            for column in range(self._layout.blocks_for(start)):
-                held = self._blocks.get(self._table.get((slot, column), 0))
-                self._check(held, text.content(min((column + 1) * block, start)))
-        for column in range(start // block, self._layout.blocks_for(end)):
-            self._blocks[self._table[slot, column]] = text.content(min((column + 1) * block, end))
+            wanted = text.blocks[:full] + ([text.content(start)] if rest else [])
+            self._check([self._blocks.get(unit) for unit in row[: len(wanted)]], wanted)
+        done = end // block
+        self._blocks.update(zip(row[full:done], text.blocks[full:done], strict=True))
+        if end % block:
+            self._blocks[row[done]] = text.content(end)
         self._slots[slot] = text.content(end)
 
-    def _check(self, held: Content | None, wanted: Content) -> None:
+    def _check(self, held: list[Content | None], wanted: list[Content]) -> None:
         if held != wanted:
-            foreign = held is not None and held.tenant != wanted.tenant
-            self.foreign += foreign
-            self.wrong += not foreign
+            for has, want in itertools.zip_longest(held, wanted):
+                if has != want:
+                    foreign = has is not None and has[0] != want[0]
+                    self.foreign += foreign
+                    self.wrong += not foreign
 
 
 def _move(

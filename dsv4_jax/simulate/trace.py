@@ -1,12 +1,13 @@
-"""Request traces: JSON lines, one request each, in either of two forms. Pure Python + numpy.
+"""Request traces: JSON lines, one request each, in either of two forms. Pure Python.
 
 Native form; times in seconds, hashes are integers or strings:
 
     {"arrival": 0.5, "prompt": [["system", 2000], ["chat 7, question 1", 90]], "output": 120, "tenant": "a"}
 
-A run `[hash, n]` stands for the first n tokens of an endless sequence that the hash alone determines. So
-prompts that begin with the same runs begin with the same tokens. `output` is a number of tokens, or runs
-as well: then a later prompt can contain what was generated here. `tenant` (optional) is the namespace.
+A run `[hash, n]` stands for the first n tokens of an endless sequence that the hash alone determines; `[hash, n,
+start]` for n tokens from token `start` of it on. So prompts that begin with the same runs begin with the same
+tokens. `output` is a number of tokens, or runs as well: then a later prompt can contain what was generated here.
+`tenant` (optional) is the namespace.
 
 Mooncake's form; every hash id stands for `trace_block_tokens` tokens, the last one for what is left (if there
 is an id for that; without one it is never shared):
@@ -23,20 +24,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
-
-import numpy as np
 
 from ..errors import TraceError
 
-__all__ = ["TraceRequest", "TraceRun", "read_trace", "run_tokens", "write_trace"]
+__all__ = ["TraceRequest", "TraceRun", "is_private", "read_trace", "write_trace"]
 
 _FIELDS = frozenset({"arrival", "prompt", "output", "tenant"})
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_PRIVATE = "\0"  # what the names of sequences begin with that no trace names
 MAX_TOKENS = 2**31  # of one run
 MAX_TIME = 1e18
 MAX_LINE = 1 << 23  # characters: a context of 1 Mi tokens in blocks of 16 takes less
@@ -44,10 +42,16 @@ MAX_PARTS = 1 << 24  # runs of a trace and four times its lines
 
 
 class TraceRun(NamedTuple):
-    """The first `tokens` tokens of the sequence called `hash`."""
+    """`tokens` tokens of the sequence called `hash`, from token `start` on."""
 
     hash: int | str
     tokens: int
+    start: int = 0
+
+    @property
+    def plain(self) -> tuple:
+        """As a trace is written: without a start of 0."""
+        return tuple(self) if self.start else self[:2]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,41 +63,24 @@ class TraceRequest:
         prompt: at least one token.
         output: what is generated; no token at all for a request that is only prefilled.
         tenant: namespace of its blocks.
+        prompt_tokens, output_tokens: of all runs.
     """
 
     arrival: float
     prompt: tuple[TraceRun, ...]
     output: tuple[TraceRun, ...]
     tenant: int | str | None = None
+    prompt_tokens: int = dataclasses.field(init=False, compare=False, repr=False)
+    output_tokens: int = dataclasses.field(init=False, compare=False, repr=False)
 
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(run.tokens for run in self.prompt)
-
-    @property
-    def output_tokens(self) -> int:
-        return sum(run.tokens for run in self.output)
+    def __post_init__(self) -> None:
+        for name, runs in (("prompt_tokens", self.prompt), ("output_tokens", self.output)):
+            object.__setattr__(self, name, sum([run.tokens for run in runs]))
 
 
-def run_tokens(runs: Iterable[TraceRun], vocab_size: int) -> np.ndarray:
-    """[N] int32 token ids of runs, one after the other: a hash of the run's name and the place in it."""
-    runs = [run for run in runs if run.tokens]
-    if not runs:
-        return np.zeros(0, np.int32)
-    counts = np.array([run.tokens for run in runs], np.int64)
-    seeds = np.array([_seed(run.hash) for run in runs], np.uint64)
-    place = np.arange(1, counts.sum() + 1, dtype=np.uint64) - np.repeat(
-        (np.cumsum(counts) - counts).astype(np.uint64), counts
-    )
-    mixed = np.repeat(seeds, counts) + place * _GOLDEN  # splitmix64; uint64 wraps
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(vocab_size)).astype(np.int32)
-
-
-def _seed(name: int | str) -> int:
-    """Of SHA-256, so that the sequences of two names have nothing to do with each other."""
-    return int.from_bytes(hashlib.sha256(json.dumps(name).encode()).digest()[:8], "little")
+def is_private(output: Sequence[TraceRun]) -> bool:
+    """Whether it was a number of tokens in the trace: no other request can have them."""
+    return len(output) == 1 and str(output[0].hash).startswith(_PRIVATE)
 
 
 def read_trace(
@@ -149,7 +136,8 @@ def write_trace(requests: Iterable[TraceRequest], file: IO[str]) -> None:
     """Writes requests in the native form."""
     for request in requests:
         fields: dict[str, Any] = {
-            "arrival": request.arrival, "prompt": request.prompt, "output": request.output, "tenant": request.tenant,
+            "arrival": request.arrival, "prompt": [run.plain for run in request.prompt],
+            "output": [run.plain for run in request.output], "tenant": request.tenant,
         }  # fmt: skip
         json.dump(fields, file)
         file.write("\n")
@@ -197,7 +185,7 @@ class _Line:
         names = [self.hash("hash_ids", i, value) for i, value in enumerate(ids)]
         runs = [TraceRun(name, block) for name in names[:whole]]
         if rest:  # some tools give the last, partial block no id: it is never shared
-            name = names[whole] if len(names) > whole else f"\0rest of line {self.number}"
+            name = names[whole] if len(names) > whole else f"{_PRIVATE}rest of line {self.number}"
             runs.append(TraceRun(name, rest))
         return TraceRequest(arrival, tuple(runs), answer, self.tenant())
 
@@ -232,16 +220,17 @@ class _Line:
 
     def _runs(self, name: str, value: list[Any]) -> Iterator[TraceRun]:
         for i, item in enumerate(value):
-            if not isinstance(item, list) or len(item) != 2:
-                raise self.error(name, f"item {i}: must be [hash, tokens], got {_short(item)}")
-            if isinstance(item[1], bool) or not isinstance(item[1], int) or not 1 <= item[1] < MAX_TOKENS:
-                raise self.error(name, f"item {i}: must have at least 1 token (below 2^31), got {_short(item[1])}")
-            yield TraceRun(self.hash(name, i, item[0]), item[1])
+            if not isinstance(item, list) or len(item) not in (2, 3):
+                raise self.error(name, f"item {i}: must be [hash, tokens] or [hash, tokens, start], got {_short(item)}")
+            for value, least, what in zip(item[1:], (1, 0), ("have at least 1 token", "start at 0 or later")):
+                if isinstance(value, bool) or not isinstance(value, int) or not least <= value < MAX_TOKENS:
+                    raise self.error(name, f"item {i}: must {what} (below 2^31), got {_short(value)}")
+            yield TraceRun(self.hash(name, i, item[0]), *item[1:])
 
     def private_output(self, name: str) -> tuple[TraceRun, ...]:
         """Tokens that no other request has."""
         count = self.count(name, self.get(name))
-        return (TraceRun(f"\0output of line {self.number}", count),) if count else ()
+        return (TraceRun(f"{_PRIVATE}output of line {self.number}", count),) if count else ()
 
     def tenant(self) -> int | str | None:
         value = self.fields.get("tenant")

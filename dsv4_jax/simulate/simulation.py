@@ -1,0 +1,139 @@
+"""What is simulated, and what has happened in it. Pure Python."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+from ..errors import CapacityError
+from ..layout import CacheLayout, CacheSize
+from ..manager import CachePolicy, HostSize, ManagerStats, Request
+from .shadow import ShadowDevice, Text
+from .step_time import StepTime
+from .timeline import Timeline
+from .trace import TraceRequest
+
+__all__ = ["Job", "Server", "Simulation"]
+
+MAX_UNITS = 1 << 26  # of a pool: the manager keeps a list of them
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """Everything but the trace. Raises `CapacityError` if a pool has more units than memory can list.
+
+    Attributes:
+        token_budget: most tokens of a step.
+        every_step: whether every decode step is planned by the manager (see the module `engine`).
+    """
+
+    layout: CacheLayout
+    size: CacheSize
+    policy: CachePolicy | None = None
+    host: HostSize | None = None
+    token_budget: int = 8192
+    step_time: StepTime = dataclasses.field(default_factory=StepTime)
+    every_step: bool = False
+
+    def __post_init__(self) -> None:
+        host = self.host or HostSize(0, 0)
+        for count, unit in (
+            (self.size.num_blocks, "blocks"), (self.size.num_slots, "requests at once"),
+            (self.size.num_snapshots, "snapshots"), (host.num_blocks, "blocks on the host"),
+            (host.num_snapshots, "snapshots on the host"),
+        ):  # fmt: skip
+            if count > MAX_UNITS:
+                raise CapacityError(f"{count} {unit}: at most {MAX_UNITS} can be simulated")
+
+    @property
+    def glides(self) -> bool:
+        """Whether decodes may pass unplanned. Drafts make what is published wait; so small a budget leaves some out."""
+        return not (self.every_step or self.layout.draft_tokens or self.token_budget <= self.size.num_slots)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Job:
+    """A request on its way. Times are simulated seconds.
+
+    Attributes:
+        output: [N] ids it will generate.
+        text: of prompt and output, until it has ended.
+        drawn: how many of the output it has.
+        seen: leading prompt tokens, in whole blocks, that some request of the tenant had before.
+        hit, hit_host: prompt tokens found, and those of them found on the host.
+        order: it became live as the how manieth, resumed ones counted again.
+        glides_from: the step after which the manager knows nothing of its steps.
+        unchecked: whether its next step is the first one since it got its blocks.
+        queued: steps there had been when it arrived.
+        held_up: pools it had to wait for in line.
+    """
+
+    trace: TraceRequest
+    index: int
+    request: Request | None = None
+    output: list[int] = dataclasses.field(default_factory=list)
+    text: Text | None = None
+    drawn: int = 0
+    seen: int = 0
+    hit: int = 0
+    hit_host: int = 0
+    order: int = 0
+    glides_from: int = 0
+    unchecked: bool = True
+    queued: int = 0
+    held_up: tuple[str, ...] = ()
+    admitted: float = 0.0
+    first_token: float = 0.0
+    ended: float = 0.0
+
+
+@dataclasses.dataclass
+class Totals:
+    """Tokens of the requests admitted so far, and their waiting for the first token."""
+
+    prompt: int = 0
+    hit: int = 0
+    hit_host: int = 0
+    recomputed: int = 0
+    answered: int = 0
+    waited: float = 0.0
+
+
+@dataclasses.dataclass(eq=False)
+class Simulation:
+    """What has happened. Made by `simulate`.
+
+    Attributes:
+        jobs: those that ran, in order of arrival.
+        rejected: those that could never run, by what they exceed: "context" or "device".
+        now: simulated seconds. busy: those of steps. waited: those of steps that went into transfers.
+        planned: steps of which the manager knows.
+        scheduled_tokens: of all steps.
+        lost: tokens that were computed again because of preemptions.
+        peak: most units in use of each pool; `peak_in_use`: by requests. Of the steps that were looked at.
+        step_cpu, admission_cpu: CPU seconds of the manager itself per planned step (some of them) and admission.
+        stats: the manager's at the end.
+    """
+
+    server: Server
+    jobs: list[Job] = dataclasses.field(default_factory=list)
+    rejected: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    now: float = 0.0
+    busy: float = 0.0
+    waited: float = 0.0
+    steps: int = 0
+    planned: int = 0
+    scheduled_tokens: int = 0
+    preemptions: int = 0
+    lost: int = 0
+    totals: Totals = dataclasses.field(default_factory=Totals)
+    peak: dict[str, int] = dataclasses.field(default_factory=dict)
+    peak_in_use: dict[str, int] = dataclasses.field(default_factory=dict)
+    step_cpu: list[float] = dataclasses.field(default_factory=list)
+    admission_cpu: list[float] = dataclasses.field(default_factory=list)
+    timeline: Timeline = dataclasses.field(default_factory=Timeline)
+    shadow: ShadowDevice = dataclasses.field(init=False)
+    stats: ManagerStats = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shadow = ShadowDevice(self.server.layout)
