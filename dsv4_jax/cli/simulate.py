@@ -1,55 +1,53 @@
 """`simulate`: a trace of requests through the real manager, without a device: hits, evictions, queues.
 
-The server is a simple one: a step takes a fixed time, a time per token, and the time of its transfers; it
-computes as many decodes and prefill chunks as fit its token budget. The cache decisions are the real ones.
+The server is a simple one: it computes as many decodes and prefill chunks as fit its token budget, in steps that take
+what a fitted model says (attention alone, see `dsv4_jax/simulate/step_time.py`). The cache decisions are the real ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import io
-import math
 import pathlib
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from rich.markup import escape
-from rich.table import Table
-
-from ..errors import CapacityError, InputError
-from ..layout import CacheLayout, CacheSize
-from ..manager import CachePolicy, HostSize, WritePolicy
-from ..manager.policies import ORDERS
+from ..errors import InputError
 from ..output import open_output
-from ..simulate import ChatTrace, Server, StepTime, TraceRequest, make_trace, read_trace, simulate, write_trace
+from ..simulate import ChatTrace, Server, TraceRequest, link_outputs, make_trace, read_trace, simulate, write_trace
+from ..simulate.bounds import Turn, bounds, turns_of
 from ..simulate.plot import draw
-from ..simulate.report import report
+from ..simulate.report import report, with_bounds
 from .inputs import open_regular
 from .options import add_json, add_layout, layout_from, print_json, progress_bar, refuse_same, stdout
-from .placement import DEFAULT_PLACEMENT, PLACEMENT_HELP, placement
 from .plan import human, model_config
-from .values import byte_count, given_path, natural, output_file, picture_file, positive, short, token_count
+from .simulated_server import DEFAULTS, Variant, add_server, server_from, variant
+from .simulated_table import table
+from .values import given_path, output_file, picture_file, positive
 
 __all__ = ["add_parser", "run"]
 
 _EXAMPLES = """
 examples:
   dsv4_jax simulate trace.jsonl --hbm 20GiB                              what would be found, what evicted?
-  dsv4_jax simulate trace.jsonl --hbm 20GiB --policy none --json         the same without prefix caching
-  dsv4_jax simulate trace.jsonl --blocks 4000 --host-blocks 20000 --host-snapshots 400 --policy selective:2
+  dsv4_jax simulate trace.jsonl --hbm 20GiB --host 64GiB --bound         and what could be found at most?
+  dsv4_jax simulate trace.jsonl --hbm 20GiB --json \\
+      --compare 'no cache: --policy none' --compare 'lru:' --compare 'lfu: --order lfu' --plot orders.png
   dsv4_jax simulate --generate chats=200,tenants=4,seed=1 --blocks 600 --snapshots 64 --plot sim.png
   dsv4_jax simulate --generate chats=200 --save-trace trace.jsonl        also keep the trace that was made up
 
 the trace is a file, or - for stdin; a line of it is one of
   {"arrival": 0.5, "prompt": [["system", 2000], ["question 1", 90]], "output": 120, "tenant": "a"}
   {"timestamp": 500, "input_length": 1300, "output_length": 120, "hash_ids": [0, 1, 17]}
-a run ["system", 2000] is the first 2000 tokens of the sequence of that name; output may be runs as well.
+a run ["system", 2000] is the first 2000 tokens of the sequence of that name (["system", 90, 2000]: 90 tokens from token
+2000 of it on); output may be runs as well.
 
 settings of --generate (lengths and pauses are means): seed, chats, tenants, systems (system prompts, the
 same ones for every tenant), turns, system, question, answer (tokens), rate (chats a second), pause (seconds)
+
+--compare takes the options of cache size, policy and server; what a variant does not say is as on the command line.
 """
 
 
@@ -69,33 +67,20 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     trace.add_argument(
         "--timestamp-unit", choices=("ms", "s"), default="ms", help="of `timestamp` (default: %(default)s)"
     )
-    size = parser.add_argument_group("cache size")
-    size.add_argument("--model", default="flash", metavar="NAME|PATH", help="flash, pro, tiny, or a config.json")
-    pool = size.add_mutually_exclusive_group()
-    pool.add_argument("--blocks", type=positive, metavar="N", help="on the device")
-    pool.add_argument("--hbm", type=byte_count, metavar="BYTES", help="for the device's cache (default: 8GiB)")
-    size.add_argument("--context", type=token_count, metavar="TOKENS", help="of one request (default: the longest)")
-    size.add_argument("--max-requests", type=positive, default=64, metavar="N", help="live at once (default: 64)")
-    size.add_argument("--snapshots", type=natural, default=64, metavar="N", help="slots for states (default: 64)")
-    size.add_argument("--host-blocks", type=natural, default=0, metavar="N", help="default: no host tier")
-    size.add_argument("--host-snapshots", type=natural, default=0, metavar="N")
-    policy = parser.add_argument_group("policy")
-    policy.add_argument(
-        "--policy", type=_write_policy, default="write_back", metavar="NAME",
-        help="none (no caching), write_back (default), write_through, or selective:N (blocks with N hits)",
-    )  # fmt: skip
-    policy.add_argument("--order", choices=sorted(ORDERS), default="lru", help="of eviction (default: %(default)s)")
-    policy.add_argument(
-        "--snapshots-at", type=placement, default=DEFAULT_PLACEMENT, metavar="LIST", help=PLACEMENT_HELP
+    trace.add_argument(
+        "--link-outputs", action="store_true", help="outputs without ids get those of the chat's next turn"
     )
-    step = parser.add_argument_group("server")
-    step.add_argument("--token-budget", type=positive, default=8192, metavar="N", help="of a step (default: 8192)")
-    step.add_argument("--step-ms", type=_amount, default=20.0, metavar="MS", help="any step (default: 20)")
-    step.add_argument("--token-us", type=_amount, default=50.0, metavar="US", help="per token (default: 50)")
-    step.add_argument(
-        "--host-bandwidth", type=byte_count, default=byte_count("50GB"), metavar="BYTES",
-        help="a second, device to host or back (default: 50GB)",
+    parser.add_argument("--model", default="flash", metavar="NAME|PATH", help="flash, pro, tiny, or a config.json")
+    add_server(parser)
+    parser.set_defaults(**DEFAULTS)
+    several = parser.add_argument_group("comparison")
+    several.add_argument(
+        "--compare", type=variant, action="append", metavar="'NAME: OPTIONS'",
+        help="run this variant; several are put side by side ('NAME:' alone: as the command line says)",
     )  # fmt: skip
+    several.add_argument(
+        "--bound", action="store_true", help="also say what a clairvoyant cache of this memory could find"
+    )
     parser.add_argument("--plot", type=picture_file, metavar="PNG", help="draw it over simulated time")
     add_layout(parser)
     add_json(parser)
@@ -105,30 +90,60 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     if (args.trace is None) == (args.generate is None):
         args.refuse("give either a TRACE or --generate")
-    if not args.host_bandwidth:
-        args.refuse("argument --host-bandwidth: must be positive")
     refuse_same({"TRACE": args.trace, "--save-trace": args.save_trace, "--plot": args.plot})
+    variants = args.compare or [Variant("", "", {})]
+    if len({each.name for each in variants}) < len(variants):
+        args.refuse("argument --compare: two variants have the same name")
     layout = layout_from(args, model_config(args.model))
-    trace = _trace(args)
-    server = _server(args, layout, trace)
+    trace, linked = _trace(args)
+    servers = [server_from(each.of(args), layout, trace) for each in variants]
+    turns = turns_of(trace, layout) if args.bound else None
+    runs = []
     with progress_bar() as bar:
-        task = bar.add_task("requests", total=len(trace))
-        result = simulate(trace, server, on_done=lambda: bar.advance(task))
-    choices = {"order": args.order, "snapshots_at": dataclasses.asdict(args.snapshots_at)}
-    answer = {"model": args.model, **choices, **report(result)}
+        task = bar.add_task("requests", total=len(trace) * len(variants))
+        for each, server in zip(variants, servers, strict=True):
+            bar.update(task, description=each.name or "requests")
+            answer = report(simulate(trace, server, on_done=lambda: bar.advance(task)))
+            runs.append({"name": each.name, "options": each.text, **_with_bounds(answer, turns, trace, server)})
+    result = {
+        "model": args.model, "title": f"{args.model}: {_memory(runs)}", "linked_outputs": linked, "runs": runs,
+    }  # fmt: skip
     if args.plot:
-        draw(answer, args.plot, title=f"{args.model}, {answer['cache']['policy']}: {_title(server)}")
+        draw(result, args.plot)
     if args.json:
-        print_json(answer)
+        print_json(result)
     else:
-        stdout().print(_table(answer))
-    broken = sum(answer["isolation"].values())
+        stdout().print(table(result))
+    broken = sum(sum(each["isolation"].values()) for each in runs)
     if broken:
         print(f"{broken} units held what they should not: a bug of the manager", file=sys.stderr)
     return 1 if broken else 0
 
 
-def _trace(args: argparse.Namespace) -> list[TraceRequest]:
+def _with_bounds(
+    answer: dict[str, Any], turns: list[Turn] | None, trace: list[TraceRequest], server: Server
+) -> dict[str, Any]:
+    if turns is None:
+        return answer
+    host, size = server.host, server.size
+    blocks = size.num_blocks + (host.num_blocks if host else 0)
+    states = size.num_slots + size.num_snapshots + (host.num_snapshots if host else 0)
+    found = bounds(turns, trace, server.layout.block_tokens, blocks=blocks, states=states)
+    return with_bounds(answer, found)
+
+
+def _memory(runs: list[dict[str, Any]]) -> str:
+    """What all runs have in common of their sizes."""
+    first, *others = (run["cache"] for run in runs)
+    parts = []
+    for name in ("bytes", "host_bytes"):
+        if first[name] and all(abs(other[name] - first[name]) <= 0.01 * first[name] for other in others):
+            parts.append(f"{human(first[name])} of {'HBM' if name == 'bytes' else 'host memory'}")
+    return ", ".join(parts) or "several sizes"
+
+
+def _trace(args: argparse.Namespace) -> tuple[list[TraceRequest], int]:
+    """The requests, and how many outputs were linked."""
     if args.trace is None:
         trace = make_trace(ChatTrace.parse(args.generate))[: args.limit]
     else:
@@ -137,10 +152,13 @@ def _trace(args: argparse.Namespace) -> list[TraceRequest]:
                 file, source=str(args.trace), trace_block_tokens=args.trace_block_tokens,
                 timestamp_unit={"ms": 1e-3, "s": 1.0}[args.timestamp_unit], limit=args.limit,
             )  # fmt: skip
+    linked = 0
+    if args.link_outputs:
+        trace, linked = link_outputs(trace, trace_block_tokens=args.trace_block_tokens)
     if args.save_trace:
         with open_output(args.save_trace, encoding="utf-8") as file:
             write_trace(trace, file)
-    return trace
+    return trace, linked
 
 
 @contextlib.contextmanager
@@ -155,89 +173,3 @@ def _lines(path: pathlib.Path) -> Iterator[TextIO]:
         text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape")
         stack.callback(text.detach)
         yield text
-
-
-def _server(args: argparse.Namespace, layout: CacheLayout, trace: list[TraceRequest]) -> Server:
-    longest = max(request.prompt_tokens + request.output_tokens for request in trace)
-    context = min(args.context or longest, layout.cfg.max_position_embeddings)
-    size = CacheSize(args.blocks or 1, args.max_requests, layout.blocks_for(context), args.snapshots)
-    if not args.blocks:
-        memory = byte_count("8GiB") if args.hbm is None else args.hbm
-        spare = memory - layout.total_bytes(size)
-        if spare < 0:
-            problem = f"{memory} bytes are too few: one block and {size.slot_units} slots take {memory - spare}"
-            raise CapacityError(f"--hbm: {problem}, so {-spare} are missing")
-        blocks = 1 + spare // layout.bytes_per_block
-        size = CacheSize(blocks, size.num_slots, size.max_blocks_per_request, size.num_snapshots)
-    policy = None
-    if args.policy is not None:
-        policy = CachePolicy(write=args.policy, snapshots=args.snapshots_at, order=ORDERS[args.order])
-    host = HostSize(args.host_blocks, args.host_snapshots) if args.host_blocks or args.host_snapshots else None
-    time = StepTime(args.step_ms * 1e-3, args.token_us * 1e-6, args.host_bandwidth)
-    return Server(layout, size, policy, host, args.token_budget, time)
-
-
-def _write_policy(text: str) -> WritePolicy | None:
-    """argparse type: None for no caching at all."""
-    plain = {"none": None, "write_back": WritePolicy.write_back(), "write_through": WritePolicy.write_through()}
-    if text in plain:
-        return plain[text]
-    name, _, threshold = text.partition(":")
-    if name != "selective":
-        raise argparse.ArgumentTypeError(f"{short(text)} is neither none, write_back, write_through nor selective:N")
-    return WritePolicy.write_through_selective(positive(threshold))
-
-
-def _amount(text: str) -> float:
-    """argparse type: a number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < 1e9:
-        raise argparse.ArgumentTypeError(f"{short(text)} is not a number of at least 0 (below 1e9)")
-    return value
-
-
-def _title(server: Server) -> str:
-    host = f", {server.host.num_blocks:,} on the host" if server.host else ""
-    return f"{server.size.num_blocks:,} blocks{host}, {server.size.num_snapshots:,} snapshots"
-
-
-def _table(answer: dict[str, Any]) -> Table:
-    cache, hits, seconds, requests = answer["cache"], answer["hits"], answer["seconds"], answer["requests"]
-    title = f"{escape(answer['model'])}, {cache['policy']}, {answer['order']}: {human(cache['bytes'])} of cache"
-    table = Table("", "", title=title, title_justify="left", show_header=False)
-
-    def line(name: str, *parts: str) -> None:
-        table.add_row(name, ", ".join(parts))
-
-    def by_name(values: dict[str, Any], form: str = ",") -> list[str]:
-        return [f"{name} {value:{form}}" for name, value in values.items()]
-
-    line("requests", f"{requests['run']:,}", f"{requests['tenants']:,} tenants")
-    line("tokens", f"prompts {requests['prompt_tokens']:,}", f"output {requests['output_tokens']:,}")
-    table.add_section()
-    line("hit rate, by tokens", f"{hits['rate']:.2%}", *by_name(hits["rate_by_tier"], ".2%"))
-    line("at most (an endless cache)", f"{hits['highest_possible_rate']:.2%}")
-    line("requests with a hit", f"{hits['requests']:,}")
-    line("recomputed tokens", *(n.replace("_", " ") for n in by_name(answer["recomputed_tokens"])))
-    line("evicted", *by_name(answer["evictions"]))
-    line("moved", *(f"{name} {human(count)}" for name, count in answer["transfer_bytes"].items()))
-    table.add_section()
-    line("preemptions", f"{answer['preemptions']:,}")
-    line("held up in line, by pool", *by_name(answer["admission_failures"]))
-    for name, pool in answer["pools"].items():
-        share = pool["peak_in_use"] / max(pool["total"], 1)
-        line(
-            f"pool: {name}", f"{pool['total']:,}",
-            f"at most {pool['peak_in_use']:,} ({share:.0%}) in use, {pool['peak_used']:,} with what is cached",
-        )  # fmt: skip
-    table.add_section()
-    line("simulated seconds", f"{seconds['simulated']:,.1f}", f"{answer['steps']:,} steps")
-    for name in ("queued", "first_token", "whole_request"):
-        line(f"{name.replace('_', ' ')}, seconds", *by_name(seconds[name], ",.3f"))
-    for name, spread in answer["cpu"].items():
-        micros = {key: value * 1e6 for key, value in spread.items()}
-        line(f"manager per {name}, CPU us", *by_name(micros, ",.0f"))
-    return table

@@ -249,7 +249,7 @@ class _Engine:
         return due
 
     def _plan(self, due: dict[Request, int], gliding: int) -> tuple[list[tuple[Request, int]], TransferBytes]:
-        """What is computed in this step, or has been since the last one the manager knows of; and bytes moved for it."""
+        """What the manager is told of: tokens of this step, and those glided up to here; and the bytes moved first."""
         manager, result, live = self.manager, self.result, self.live
         look = result.planned < FIRST or result.planned % SAMPLED == 0
         start = time.thread_time() if look else 0.0
@@ -263,7 +263,8 @@ class _Engine:
         pairs = scheduled
         if due:  # among the decodes, where they would be if all were planned
             split = next((i for i, (_, count) in enumerate(scheduled) if count > 1), len(scheduled))
-            pairs = [*sorted([*due.items(), *scheduled[:split]], key=lambda pair: live[pair[0]].order), *scheduled[split:]]
+            decodes = sorted([*due.items(), *scheduled[:split]], key=lambda pair: live[pair[0]].order)
+            pairs = [*decodes, *scheduled[split:]]
         if not pairs and not self.fresh:
             return [], TransferBytes()
         plan = manager.plan_step(pairs)

@@ -1,8 +1,8 @@
 """Gives a chat's outputs the tokens by which its next turn goes on, for traces that do not name outputs. Pure Python.
 
 In Mooncake's traces a prompt has hash ids and an output has none: what was generated comes back in the next turn's
-prompt, under ids that nothing generated ever had, and no cache finds it. `link_outputs` finds the next turn of a request
-and gives its output those ids. What is guessed: that the next prompt is this prompt, the whole output and then
+prompt, under ids that nothing generated ever had, and no cache finds it. `link_outputs` finds the next turn of a
+request and gives its output those ids. What is guessed: that the next prompt is this prompt, the whole output and then
 something new. (Servers that drop the reasoning, or write the chat down anew, do not keep to that.)
 """
 
@@ -17,14 +17,15 @@ from .trace import TraceRequest, TraceRun, is_private
 
 __all__ = ["link_outputs"]
 
+
 def link_outputs(requests: Sequence[TraceRequest], *, trace_block_tokens: int = 512) -> tuple[list[TraceRequest], int]:
     """The requests, with outputs that go on as the next turns do; and how many outputs that are.
 
     The next turn of a request is the first later one, of the same tenant, whose prompt begins with all whole blocks of
-    this prompt (at least one) and is long enough to hold the output as well. It is taken only if all prompts that go
-    on after those blocks go on with the same block: after a prompt that several chats share, nobody knows
-    whose output it was. The tokens of a last, partial block become the first ones of the block that the next turn has
-    at that place; so do those of every prompt that ends in the same partial block, unless it was linked before.
+    this prompt (at least one) and a further whole block, and is long enough to hold the output as well. It is taken
+    only if all prompts with a whole block after those go on with the same one: after a prompt that several chats
+    share, nobody knows whose output it was. The tokens of a last, partial block become the first ones of the block that
+    the next turn has at that place; so do those of every prompt that ends in the same partial block.
 
     Args:
         requests: earliest first. Outputs that are named already stay as they are.
@@ -32,8 +33,9 @@ def link_outputs(requests: Sequence[TraceRequest], *, trace_block_tokens: int = 
     """
     blocks: dict[object, int] = {}  # (what comes before, a run) -> a number for both together
     paths = [_path(request, trace_block_tokens, blocks) for request in requests]
-    ends = [path[-1] if len(path) > 1 and is_private(r.output) else None for r, path in zip(requests, paths, strict=True)]
-    wanted = set(ends) - {None}
+    pairs = zip(requests, paths, strict=True)
+    ends = [path[-1] if len(path) > 1 and is_private(request.output) else -1 for request, path in pairs]
+    wanted = set(ends) - {-1}
     follow: dict[int, set[int]] = collections.defaultdict(set)
     later: dict[int, list[int]] = collections.defaultdict(list)
     for index, path in enumerate(paths):
@@ -44,7 +46,7 @@ def link_outputs(requests: Sequence[TraceRequest], *, trace_block_tokens: int = 
     renamed: dict[TraceRun, TraceRun] = {}  # partial blocks -> what they are the beginning of
     outputs: dict[int, tuple[TraceRun, ...]] = {}
     for index, (request, end) in enumerate(zip(requests, ends, strict=True)):
-        if end is None or len(follow[end]) != 1:
+        if end < 0 or len(follow[end]) != 1:
             continue
         tokens = request.prompt_tokens + request.output_tokens
         turn = next((i for i in later[end] if i > index and requests[i].prompt_tokens >= tokens), None)

@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from .simulation import Simulation
+from ..manager.policies import ORDERS
+from ..records import block_record, snapshot_record
+from .bounds import Bounds
+from .simulation import Server, Simulation
 
-__all__ = ["report"]
+__all__ = ["report", "with_bounds"]
 
 
 def report(result: Simulation) -> dict[str, Any]:
@@ -37,7 +40,9 @@ def report(result: Simulation) -> dict[str, Any]:
             "index_format": server.layout.index_row.name,
             "block_tokens": server.layout.block_tokens,
             "bytes": server.layout.total_bytes(server.size),
+            "host_bytes": _host_bytes(server),
             "policy": server.policy.write.name if server.policy else "none",
+            "order": _order(server),
         },
         "hits": {
             "requests": sum(j.hit > 0 for j in jobs),
@@ -46,6 +51,7 @@ def report(result: Simulation) -> dict[str, Any]:
             "rate_by_tier": {"device": _share(hit - from_host, prompt), "host": _share(from_host, prompt)},
             "seen_before_tokens": seen,
             "highest_possible_rate": _share(seen, prompt),
+            "share_of_highest": _share(hit, seen),
         },
         "recomputed_tokens": {"seen_before": seen - hit, "after_preemption": result.lost},
         "evictions": {tier.name.lower(): count for tier, count in counters.evicted.items()}
@@ -75,8 +81,36 @@ def report(result: Simulation) -> dict[str, Any]:
         "scheduled_tokens": result.scheduled_tokens,
         "isolation": {"foreign_units": result.shadow.foreign, "wrong_units": result.shadow.wrong},
         "cpu": {"step": _spread(result.step_cpu), "admission": _spread(result.admission_cpu)},
+        "bound": None,
         "timeline": result.timeline.columns(),
     }  # fmt: skip
+
+
+def with_bounds(answer: dict[str, Any], found: Bounds) -> dict[str, Any]:
+    """A report, and what no cache of its memory could exceed (see `bounds`): rates, and the run's shares of them."""
+    hit = sum(answer["hits"]["tokens"].values())
+    bound = {
+        "endless_rate": _share(found.endless, found.prompt),
+        "blocks_rate": _share(found.blocks, found.prompt),
+        "states_rate": _share(found.states, found.prompt),
+        "clairvoyant_rate": _share(found.clairvoyant, found.prompt),
+        "share_of_endless": _share(hit, found.endless),
+        "share_of_clairvoyant": _share(hit, found.clairvoyant),
+    }
+    return answer | {"bound": bound}
+
+
+def _order(server: Server) -> str:
+    """The name of the order of eviction, "-" without one."""
+    return next((name for name, order in ORDERS.items() if server.policy and order is server.policy.order), "-")
+
+
+def _host_bytes(server: Server) -> int:
+    """Null records included."""
+    if server.host is None:
+        return 0
+    blocks, states = (count + 1 for count in server.host)
+    return blocks * block_record(server.layout).bytes + states * snapshot_record(server.layout).bytes
 
 
 def _share(part: int, whole: int) -> float:

@@ -20,8 +20,8 @@ from .tokens import prefix_names
 
 __all__ = ["Content", "ShadowDevice", "Text", "TransferBytes"]
 
-# Names the bytes of a block, or of a slot's state: (tenant, tokens, name, author). They end after `tokens` tokens; `name`
-# is that of the last full block up to there (see `prefix_names`); `author` wrote what follows that block: a
+# Names the bytes of a block, or of a slot's state: (tenant, tokens, name, author). They end after `tokens` tokens;
+# `name` is that of the last full block up to there (see `prefix_names`); `author` wrote what follows that block: a
 # request's index, -1 if nothing does. Plain tuples: a trace makes millions.
 Content = tuple[object, int, int, int]
 

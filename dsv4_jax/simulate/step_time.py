@@ -3,7 +3,7 @@
     computing = fixed + max(weights, prefill_token * P) + prefill_context * C + decode_token * D + decode_context * S
     step      = bytes from the host / bandwidth + max(computing, bytes to the host / bandwidth)
 
-with P prompt tokens, C the tokens before each of them, added up, D decodes, S the tokens before each of those, added up.
+with P prompt tokens, C the tokens before each of them, added up, D decodes, and S the tokens before each of those.
 The projections' weights are read once a step, which takes `weights` seconds unless arithmetic takes longer. What comes
 from the host (blocks and states of hits) must be there before the step can begin: it is waited for. What goes
 to the host leaves beside the step, which waits only for what exceeds its own time.
@@ -117,7 +117,7 @@ class StepTime:
 
 
 def fitted(steps: tuple[MeasuredStep, ...] = MEASURED, *, weights: float = StepTime.weights) -> StepTime:
-    """The constants with the smallest sum of squared relative errors. Chunks must be longer to compute than `weights`."""
+    """The constants with the least squared relative errors. Chunks must take longer to compute than `weights`."""
     rows, wanted = [], []
     for step in steps:
         tokens, context = step.requests * step.tokens, step.requests * _context(step)

@@ -222,10 +222,11 @@ class _Line:
         for i, item in enumerate(value):
             if not isinstance(item, list) or len(item) not in (2, 3):
                 raise self.error(name, f"item {i}: must be [hash, tokens] or [hash, tokens, start], got {_short(item)}")
-            for value, least, what in zip(item[1:], (1, 0), ("have at least 1 token", "start at 0 or later")):
+            start = item[2] if len(item) > 2 else 0
+            for value, least, what in ((item[1], 1, "have at least 1 token"), (start, 0, "start at 0 or later")):
                 if isinstance(value, bool) or not isinstance(value, int) or not least <= value < MAX_TOKENS:
                     raise self.error(name, f"item {i}: must {what} (below 2^31), got {_short(value)}")
-            yield TraceRun(self.hash(name, i, item[0]), *item[1:])
+            yield TraceRun(self.hash(name, i, item[0]), item[1], start)
 
     def private_output(self, name: str) -> tuple[TraceRun, ...]:
         """Tokens that no other request has."""

@@ -9,7 +9,6 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Callable
-from types import NoneType
 
 import numpy as np
 import pytest
@@ -30,12 +29,12 @@ from dsv4_jax.simulate import (
     write_trace,
 )
 from dsv4_jax.simulate.report import report
-from dsv4_jax.simulate.trace import run_tokens
+from dsv4_jax.simulate.tokens import prefix_names, run_tokens
 
 BLOCK = 128
 LAYOUT = CacheLayout(DSV4Config.tiny(max_position_embeddings=1 << 16))
 EVERY_BLOCK = SnapshotPlacement(every=1)
-STEP = StepTime(step=1.0, token=0.0)
+STEP = StepTime(1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 TINY = ["--model", "tiny", "--max-requests", "4", "--snapshots", "8"]
 
 
@@ -69,17 +68,33 @@ def test_runs_are_prefixes_of_sequences_that_their_names_alone_determine() -> No
     assert np.array_equal(short[5:], long[:100])
     assert not np.array_equal(run_tokens([TraceRun("7", 5)], 1000), short[:5])
     assert len(set(long.tolist())) > 200
+    assert np.array_equal(run_tokens([TraceRun("a", 100, 50), TraceRun("a", 2, 7)], 1000)[:100], long[50:150])
     assert run_tokens([], 10).shape == (0,)
 
 
+def test_names_are_those_of_beginnings() -> None:
+    ids = run_tokens([TraceRun("a", 1000)], 500)
+    names = prefix_names(ids, 128, "t")
+    assert len(names) == len(set(names)) == 7 and prefix_names(ids[:600], 128, "t") == names[:4]
+    assert not set(names) & set(prefix_names(ids, 128, "u"))
+    for place in (0, 127, 130, 700):
+        other = ids.copy()
+        other[place] ^= 1
+        first = place // 128
+        assert prefix_names(other, 128, "t")[:first] == names[:first]
+        assert not set(prefix_names(other, 128, "t")[first:]) & set(names)
+    swapped = np.concatenate([ids[128:256], ids[:128]])
+    assert not set(prefix_names(swapped, 128, "t")) & set(names)
+
+
 def test_both_forms() -> None:
-    native = {"arrival": 2.5, "prompt": [["s", 200], [4, 1]], "output": [["answer", 9]], "tenant": "t"}
+    native = {"arrival": 2.5, "prompt": [["s", 200], [4, 1, 9]], "output": [["answer", 9]], "tenant": "t"}
     mooncake = {"timestamp": 1500, "input_length": 1025, "output_length": 3, "hash_ids": [7, 8, 9], "type": "x"}
     lines = [json.dumps(native), "\n", json.dumps(mooncake), json.dumps(native | {"arrival": 0, "output": 0})]
     first, second, third = read_trace(lines)
     assert (first.arrival, first.output, first.tenant) == (0.0, (), "t")
-    assert (second.arrival, second.prompt, second.output_tokens) == (1.5, ((7, 512), (8, 512), (9, 1)), 3)
-    assert third == TraceRequest(2.5, (TraceRun("s", 200), TraceRun(4, 1)), (TraceRun("answer", 9),), "t")
+    assert (second.arrival, second.prompt, second.output_tokens) == (1.5, ((7, 512, 0), (8, 512, 0), (9, 1, 0)), 3)
+    assert third == TraceRequest(2.5, (TraceRun("s", 200), TraceRun(4, 1, 9)), (TraceRun("answer", 9),), "t")
     assert len(read_trace(lines, limit=1)) == 1
     assert read_trace(lines[2:3], timestamp_unit=1.0)[0].arrival == 1500
     (floor,) = read_trace([json.dumps(mooncake | {"hash_ids": [7, 8]})])  # no id for the last, partial block
@@ -105,6 +120,8 @@ MOONCAKE = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids":
         (NATIVE | {"prompt": "abc"}, ("'prompt'", "list of [hash, tokens]")),
         (NATIVE | {"prompt": [["a", 1], ["b", 0]]}, ("'prompt'", "item 1", "got 0")),
         (NATIVE | {"prompt": [["a"]]}, ("'prompt'", "item 0")),
+        (NATIVE | {"prompt": [["a", 1, 2, 3]]}, ("'prompt'", "item 0")),
+        (NATIVE | {"prompt": [["a", 1, -1]]}, ("'prompt'", "start at 0 or later", "got -1")),
         (NATIVE | {"prompt": [[1.5, 3]]}, ("'prompt'", "a hash is", "1.5")),
         (NATIVE | {"output": -2}, ("'output'", "got -2")),
         (NATIVE | {"output": True}, ("'output'", "got true")),
@@ -185,6 +202,7 @@ def test_hits_are_exact() -> None:
     numbers = report(result)
     assert numbers["hits"]["tokens"] == {"device": 7 * BLOCK, "host": 0}
     assert numbers["hits"]["rate"] == pytest.approx(7 * BLOCK / (634 + 640 + 640))
+    assert numbers["hits"]["share_of_highest"] == 1
     assert numbers["recomputed_tokens"] == {"seen_before": 0, "after_preemption": 0}
 
 
@@ -303,21 +321,21 @@ def cli(capsys, *argv: object) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-SCHEMA: dict[str, Callable | type | tuple | dict] = {
-    "model": str,
-    "order": str,
-    "snapshots_at": dict(every=NoneType, end_of_prompt=bool, end_of_output=bool, junctions=bool, doubling=int),
+SPREAD = dict(mean=float, p50=float, p99=float, max=float)
+RUN: dict[str, Callable | type | tuple | dict] = {
+    "name": str,
+    "options": str,
     "requests": dict(
         run=int, rejected=dict(context=int, device=int), tenants=int, prompt_tokens=int, output_tokens=int
     ),
     "cache": dict(
         size=dict(num_blocks=int, num_slots=int, max_blocks_per_request=int, num_snapshots=int),
         host=dict(num_blocks=int, num_snapshots=int),
-        kv_format=str, index_format=str, block_tokens=int, bytes=int, policy=str,
+        kv_format=str, index_format=str, block_tokens=int, bytes=int, host_bytes=int, policy=str, order=str,
     ),
     "hits": dict(
         requests=int, tokens=dict(device=int, host=int), rate=float, rate_by_tier=dict(device=float, host=float),
-        seen_before_tokens=int, highest_possible_rate=float,
+        seen_before_tokens=int, highest_possible_rate=float, share_of_highest=float,
     ),
     "recomputed_tokens": dict(seen_before=int, after_preemption=int),
     "evictions": dict(device=int, host=int, storage=int, snapshot=int),
@@ -328,12 +346,17 @@ SCHEMA: dict[str, Callable | type | tuple | dict] = {
         name: dict(total=int, peak_used=int, peak_in_use=int, unit_bytes=int)
         for name in ("device", "host", "slot", "host snapshot")
     },
-    "seconds": dict(simulated=float, busy=float)
-    | {k: dict(mean=float, p50=float, p99=float, max=float) for k in ("queued", "first_token", "whole_request")},
+    "seconds": dict(simulated=float, busy=float, waited_for_transfers=float)
+    | dict.fromkeys(("queued", "first_token", "whole_request"), SPREAD),
     "steps": int,
+    "planned_steps": int,
     "scheduled_tokens": int,
     "isolation": dict(foreign_units=int, wrong_units=int),
-    "cpu": {k: dict(mean=float, p50=float, p99=float, max=float) for k in ("step", "admission")},
+    "cpu": dict.fromkeys(("step", "admission"), SPREAD),
+    "bound": dict(
+        endless_rate=float, blocks_rate=float, states_rate=float, clairvoyant_rate=float,
+        share_of_endless=float, share_of_clairvoyant=float,
+    ),
 }  # fmt: skip
 
 
@@ -352,10 +375,13 @@ def test_json_plot_and_equal_output(capsys, tmp_path: pathlib.Path) -> None:
     made, plot = tmp_path / "trace.jsonl", tmp_path / "sim.png"
     options = [*TINY, "--blocks", 60, "--host-blocks", 40, "--host-snapshots", 10]
     chats = "chats=4,turns=2,system=300,question=80,answer=20"
-    first = cli(capsys, "--generate", f"{chats},seed=2", "--save-trace", made, *options, "--plot", plot)
-    again = cli(capsys, made, *options)
+    whole = cli(capsys, "--generate", f"{chats},seed=2", "--save-trace", made, *options, "--plot", plot, "--bound")
+    assert (whole.keys(), whole["model"], whole["linked_outputs"]) == (
+        {"model", "title", "linked_outputs", "runs"}, "tiny", 0,
+    )  # fmt: skip
+    (first,), (again,) = whole["runs"], cli(capsys, made, *options, "--bound")["runs"]
     timeline = first.pop("timeline")
-    assert matches(first, SCHEMA)
+    assert matches(first, RUN)
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert len({len(column) for column in timeline.values()}) == 1 < len(timeline["seconds"]) <= 514
     assert timeline["seconds"] == sorted(timeline["seconds"])
@@ -363,8 +389,38 @@ def test_json_plot_and_equal_output(capsys, tmp_path: pathlib.Path) -> None:
     assert timeline["running"][-1] == timeline["waiting"][-1] == 0
     assert again.pop("timeline") == timeline
     assert first.pop("cpu").keys() == again.pop("cpu").keys() and first == again
-    other = cli(capsys, "--generate", f"{chats},seed=3", *options)
-    assert other["requests"] != first["requests"]
+    (other,) = cli(capsys, "--generate", f"{chats},seed=3", *options)["runs"]
+    assert other["requests"] != first["requests"] and other["bound"] is None
+
+
+def test_variants_side_by_side(capsys, tmp_path: pathlib.Path) -> None:
+    """Each is what the command would be with its options; the shares of memory are those asked for."""
+    plot = tmp_path / "sim.png"
+    chats = ["--generate", "chats=4,turns=2,system=300,question=80,answer=20", *TINY[:4]]
+    variants = {
+        "none": "--policy none", "as given": "", "blocks": "--blocks 30 --snapshots 3",
+        "host": "--host 20MB --snapshot-fraction 0.5 --policy selective:2",
+        "slow": "--step-time fixed=1,prefill_token=0 --every-step",
+    }  # fmt: skip
+    words = [word for name, options in variants.items() for word in ("--compare", f"{name}: {options}")]
+    result = cli(capsys, *chats, "--hbm", "20MB", *words, "--plot", plot)
+    runs = {run["name"]: run for run in result["runs"]}
+    assert list(runs) == list(variants) and [run["options"] for run in result["runs"]] == list(variants.values())
+    alone = cli(capsys, *chats, "--hbm", "20MB")["runs"][0]
+    for name in ("hits", "cache", "seconds", "timeline"):
+        assert runs["as given"][name] == alone[name]
+    assert runs["none"]["cache"]["policy"] == "none" and runs["none"]["cache"]["size"]["num_snapshots"] == 0
+    assert (runs["blocks"]["cache"]["size"]["num_blocks"], runs["blocks"]["cache"]["size"]["num_snapshots"]) == (30, 3)
+    assert runs["slow"]["planned_steps"] == runs["slow"]["steps"] < runs["slow"]["seconds"]["busy"] + 1
+    assert alone["planned_steps"] < alone["steps"]
+    size, pools = runs["host"]["cache"], runs["host"]["pools"]
+    assert 0.9 * 20e6 < size["host_bytes"] <= 20e6 and size["policy"] == "write_through_selective"
+    states, blocks = (pools[name]["total"] * pools[name]["unit_bytes"] for name in ("host snapshot", "host"))
+    assert states / (states + blocks) == pytest.approx(0.5, abs=0.05)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert main(["simulate", *chats, "--hbm", "20MB", *words]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in variants)
 
 
 def test_the_table_and_the_options(capsys, tmp_path: pathlib.Path) -> None:
@@ -376,9 +432,9 @@ def test_the_table_and_the_options(capsys, tmp_path: pathlib.Path) -> None:
     )
     out = capsys.readouterr().out
     assert "hit rate" in out and "56.89%" in out  # 4 of 600 tokens' 4 whole blocks, by two of three: 2 * 512 / 1800
-    report = cli(capsys, trace, *TINY, "--blocks", 20, "--limit", 1, "--policy", "none")
+    (report,) = cli(capsys, trace, *TINY, "--blocks", 20, "--limit", 1, "--policy", "none")["runs"]
     assert (report["requests"]["run"], report["cache"]["policy"], report["hits"]["rate"]) == (1, "none", 0.0)
-    sized = cli(capsys, trace, *TINY, "--hbm", "40MB", "--policy", "selective:3", "--context", "1K")
+    (sized,) = cli(capsys, trace, *TINY, "--hbm", "40MB", "--policy", "selective:3", "--context", "1K")["runs"]
     size, unit = sized["cache"]["size"], sized["pools"]["device"]["unit_bytes"]
     assert size["max_blocks_per_request"] == 8 and 0 <= 40 * 10**6 - sized["cache"]["bytes"] < unit
 
@@ -397,7 +453,18 @@ def test_refusals(capsys, tmp_path: pathlib.Path) -> None:
     refused(capsys, ["--generate", "", "--policy", "selective:0"], "at least 1")
     refused(capsys, ["--generate", "", "--blocks", "4", "--hbm", "1GB"], "not allowed with")
     refused(capsys, ["--generate", "", "--hbm", "1MB"], "1000000 bytes are too few")
-    refused(capsys, ["--generate", "", "--step-ms", "-1"], "'-1' is not a number of at least 0")
+    refused(capsys, ["--generate", "", "--hbm", "20MB", "--host", "1MB"], "--host", "1000000 bytes are too few")
+    refused(capsys, ["--generate", "", "--step-time", "fixed=-1"], "field 'fixed'")
+    refused(capsys, ["--generate", "", "--step-time", "speed=1"], "unknown constant")
+    refused(capsys, ["--generate", "", "--step-time", "bandwidth=0"], "field 'bandwidth'")
+    refused(capsys, ["--generate", "", "--snapshot-fraction", "1"], "'1' is not a number in [0, 1)")
+    refused(capsys, ["--generate", "", "--compare", "--policy none"], "expected one argument")
+    refused(capsys, ["--generate", "", "--compare", " : "], "has no name")
+    refused(capsys, ["--generate", "", "--compare", ": --policy none"], "has no name")
+    refused(capsys, ["--generate", "", "--compare", "a: --policy best"], "--compare", "'a'", "'best' is neither")
+    refused(capsys, ["--generate", "", "--compare", "a: --hbm 'x"], "--compare", "'a'", "No closing quotation")
+    refused(capsys, ["--generate", "", "--compare", "a: --model pro"], "unrecognized arguments: --model pro")
+    refused(capsys, ["--generate", "", "--compare", "a:", "--compare", "a: --order lfu"], "the same name")
     refused(capsys, ["--generate", "chats=2", "--blocks", "3"], "no request of the trace fits")
     with pytest.raises(SystemExit) as exit_:
         main(["simulate", "--help"])

@@ -1,0 +1,199 @@
+"""The server of `simulate`: the options that choose one, and variants of it given in one argument."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import shlex
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from ..errors import CapacityError, TraceError
+from ..layout import CacheLayout, CacheSize
+from ..manager import CachePolicy, HostSize, SnapshotPlacement, WritePolicy
+from ..manager.policies import ORDERS
+from ..records import block_record, snapshot_record
+from ..simulate import Server, StepTime, TraceRequest
+from .values import byte_count, natural, positive, short, token_count
+
+__all__ = ["DEFAULTS", "Variant", "add_server", "server_from", "variant"]
+
+SNAPSHOT_FRACTION = 0.3
+DEFAULTS: dict[str, Any] = dict.fromkeys(
+    ("blocks", "hbm", "context", "snapshots", "snapshot_fraction", "host", "host_blocks", "host_snapshots")
+) | {
+    "max_requests": 64, "policy": WritePolicy.write_back(), "order": "lru", "snapshot_every": 32,
+    "token_budget": 8192, "step_time": StepTime(), "every_step": False,
+}  # fmt: skip
+# Options of which a variant's replaces those of the command line.
+_INSTEAD = (
+    ("hbm", "blocks"), ("snapshots", "snapshot_fraction"),
+    ("host", "host_blocks"), ("host", "host_snapshots"),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A named set of options.
+
+    Attributes:
+        name: of at least one character.
+        text: the options as given.
+        options: those given, by attribute.
+    """
+
+    name: str
+    text: str
+    options: dict[str, Any]
+
+    def of(self, args: argparse.Namespace) -> argparse.Namespace:
+        """The command line's arguments with these options instead."""
+        cleared = {
+            other: None for pair in _INSTEAD for given, other in (pair, pair[::-1])
+            if self.options.get(given) is not None and other not in self.options
+        }  # fmt: skip
+        return argparse.Namespace(**{**vars(args), **cleared, **self.options})
+
+
+class _VariantParser(argparse.ArgumentParser):
+    """Reports bad arguments as the value of another one."""
+
+    def error(self, message: str) -> NoReturn:
+        raise argparse.ArgumentTypeError(f"{self.prog}: {message}")
+
+
+def variant(text: str) -> Variant:
+    """argparse type: `NAME: OPTIONS`."""
+    name, _, options = text.partition(":")
+    if not (name := name.strip()):
+        raise argparse.ArgumentTypeError(f"{short(text)} has no name: give 'NAME: OPTIONS'")
+    parser = _VariantParser(short(name), add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    add_server(parser)
+    try:
+        words = shlex.split(options)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{short(name)}: {error}") from None
+    return Variant(name, options.strip(), vars(parser.parse_args(words)))
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """The options that choose a `Server`, but for the model and its layout. Defaults are `DEFAULTS`."""
+    size = parser.add_argument_group("cache size")
+    pool = size.add_mutually_exclusive_group()
+    pool.add_argument("--hbm", type=byte_count, metavar="BYTES", help="for the device's cache (default: 8GiB)")
+    pool.add_argument("--blocks", type=positive, metavar="N", help="on the device")
+    size.add_argument("--context", type=token_count, metavar="TOKENS", help="of one request (default: the longest)")
+    size.add_argument("--max-requests", type=positive, metavar="N", help="live at once (default: 64)")
+    states = size.add_mutually_exclusive_group()
+    states.add_argument(
+        "--snapshot-fraction", type=_fraction, metavar="F",
+        help=f"share of the bytes cached, on device and host, that states get (default: {SNAPSHOT_FRACTION})",
+    )  # fmt: skip
+    states.add_argument("--snapshots", type=natural, metavar="N", help="slots for states on the device")
+    size.add_argument("--host", type=byte_count, metavar="BYTES", help="for the host tier (default: none)")
+    size.add_argument("--host-blocks", type=natural, metavar="N", help="instead of --host")
+    size.add_argument("--host-snapshots", type=natural, metavar="N", help="instead of --host")
+    policy = parser.add_argument_group("policy")
+    policy.add_argument(
+        "--policy", type=_write_policy, metavar="NAME",
+        help="none (no caching), write_back (default), write_through, or selective:N (blocks with N hits)",
+    )  # fmt: skip
+    policy.add_argument("--order", choices=sorted(ORDERS), help="of eviction (default: lru)")
+    policy.add_argument("--snapshot-every", type=natural, metavar="N", help="blocks (default: 32; 0: only at ends)")
+    step = parser.add_argument_group("server")
+    step.add_argument("--token-budget", type=positive, metavar="N", help="of a step (default: 8192)")
+    step.add_argument(
+        "--step-time", type=_step_time, metavar="NAME=VALUE,...",
+        help="constants of the step's time instead of those measured for Flash on one H200, attention alone: "
+        + ", ".join(f"{field.name} ({field.default:.3g})" for field in dataclasses.fields(StepTime)),
+    )  # fmt: skip
+    step.add_argument(
+        "--every-step", action="store_true", help="plan every decode step (slower; all but CPU times stay the same)"
+    )
+
+
+def server_from(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[TraceRequest]) -> Server:
+    """Raises `CapacityError`: the memory is too small."""
+    longest = max(request.prompt_tokens + request.output_tokens for request in trace)
+    context = min(args.context or longest, layout.cfg.max_position_embeddings)
+    fraction = SNAPSHOT_FRACTION if args.snapshot_fraction is None else args.snapshot_fraction
+    if args.policy is None:
+        fraction = 0.0  # no hit could end at them
+
+    def size(blocks: int) -> CacheSize:
+        states = args.snapshots
+        if states is None:
+            states = _share(fraction, blocks * layout.bytes_per_block, layout.bytes_per_slot)
+        return CacheSize(blocks, args.max_requests, layout.blocks_for(context), states)
+
+    blocks = args.blocks
+    if not blocks:
+        memory = byte_count("8GiB") if args.hbm is None else args.hbm
+        least = layout.total_bytes(size(1))
+        if least > memory:
+            problem = f"{memory} bytes are too few: one block and {size(1).slot_units} slots take {least}"
+            raise CapacityError(f"--hbm: {problem}, so {least - memory} are missing")
+        blocks = _largest(lambda n: layout.total_bytes(size(n)) <= memory, memory // layout.bytes_per_block)
+    host = None
+    if args.host:
+        record, state = block_record(layout).bytes, snapshot_record(layout).bytes
+
+        def host_bytes(blocks: int) -> int:
+            return (blocks + 1) * record + (_share(fraction, blocks * record, state) + 1) * state
+
+        count = _largest(lambda n: host_bytes(n) <= args.host, args.host // record)
+        if not count:
+            raise CapacityError(f"--host: {args.host} bytes are too few: a block and its states take {host_bytes(1)}")
+        host = HostSize(count, _share(fraction, count * record, state))
+    elif args.host_blocks or args.host_snapshots:
+        host = HostSize(args.host_blocks or 0, args.host_snapshots or 0)
+    policy = None
+    if args.policy is not None:
+        placement = SnapshotPlacement(every=args.snapshot_every or None)
+        policy = CachePolicy(write=args.policy, snapshots=placement, order=ORDERS[args.order])
+    return Server(layout, size(blocks), policy, host, args.token_budget, args.step_time, args.every_step)
+
+
+def _share(fraction: float, block_bytes: int, state_bytes: int) -> int:
+    """States that take this share of their bytes and those of the blocks."""
+    return max(math.ceil(fraction / (1 - fraction) * block_bytes / state_bytes), 1) if fraction else 0
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest count of 0..most that fits, if those below one that fits do too; 0 need not."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _write_policy(text: str) -> WritePolicy | None:
+    """argparse type: None for no caching at all."""
+    plain = {"none": None, "write_back": WritePolicy.write_back(), "write_through": WritePolicy.write_through()}
+    if text in plain:
+        return plain[text]
+    name, _, threshold = text.partition(":")
+    if name != "selective":
+        raise argparse.ArgumentTypeError(f"{short(text)} is neither none, write_back, write_through nor selective:N")
+    return WritePolicy.write_through_selective(positive(threshold))
+
+
+def _step_time(text: str) -> StepTime:
+    """argparse type."""
+    try:
+        return StepTime.parse(text)
+    except TraceError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _fraction(text: str) -> float:
+    """argparse type: a share below 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{short(text)} is not a number in [0, 1)")
+    return value
