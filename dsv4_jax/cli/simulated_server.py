@@ -65,8 +65,8 @@ class _VariantParser(argparse.ArgumentParser):
 
 def variant(text: str) -> Variant:
     """argparse type: `NAME: OPTIONS`."""
-    name, _, options = text.partition(":")
-    if not (name := name.strip()):
+    name, colon, options = text.partition(":")
+    if not colon or not (name := name.strip()):
         raise argparse.ArgumentTypeError(f"{short(text)} has no name: give 'NAME: OPTIONS'")
     parser = _VariantParser(short(name), add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     add_server(parser)

@@ -254,9 +254,9 @@ class _Engine:
         look = result.planned < FIRST or result.planned % SAMPLED == 0
         start = time.thread_time() if look else 0.0
         while True:
-            turns = sorted(self.active.values(), key=lambda job: job.order)
+            turns = sorted(self.active, key=lambda request: live[request].order)
             room = self.server.token_budget - gliding
-            scheduled = manager.schedule(room, requests=[job.request for job in turns]) if turns else []
+            scheduled = manager.schedule(room, requests=turns) if turns else []
             if scheduled or gliding:
                 break
             self._preempt()

@@ -149,6 +149,6 @@ def _limits(axes: Any, run: dict[str, Any], *, several: list[dict[str, Any]] | N
 
 
 def _above(best: float, *shares: np.ndarray) -> float:
-    """The upper end of an axis of per cents."""
-    most = max([best, float(sum(shares).max()) if shares else 0.0])
+    """The upper end of an axis of per cents that are stacked."""
+    most = max([best, *np.sum(shares, axis=0).ravel()] if shares else [best])
     return min(1.15 * most, 105) or 1.0

@@ -13,7 +13,7 @@ from .step_time import StepTime
 from .timeline import Timeline
 from .trace import TraceRequest
 
-__all__ = ["Job", "Server", "Simulation"]
+__all__ = ["Job", "Server", "Simulation", "Totals"]
 
 MAX_UNITS = 1 << 26  # of a pool: the manager keeps a list of them
 

@@ -223,9 +223,9 @@ class _Line:
             if not isinstance(item, list) or len(item) not in (2, 3):
                 raise self.error(name, f"item {i}: must be [hash, tokens] or [hash, tokens, start], got {_short(item)}")
             start = item[2] if len(item) > 2 else 0
-            for value, least, what in ((item[1], 1, "have at least 1 token"), (start, 0, "start at 0 or later")):
-                if isinstance(value, bool) or not isinstance(value, int) or not least <= value < MAX_TOKENS:
-                    raise self.error(name, f"item {i}: must {what} (below 2^31), got {_short(value)}")
+            for number, least, what in ((item[1], 1, "have at least 1 token"), (start, 0, "start at 0 or later")):
+                if isinstance(number, bool) or not isinstance(number, int) or not least <= number < MAX_TOKENS:
+                    raise self.error(name, f"item {i}: must {what} (below 2^31), got {_short(number)}")
             yield TraceRun(self.hash(name, i, item[0]), item[1], start)
 
     def private_output(self, name: str) -> tuple[TraceRun, ...]:

@@ -19,9 +19,8 @@ def test_the_defaults_are_the_fit(capsys) -> None:
     with capsys.disabled():
         for step, error in errors.items():
             shape = f"{step.requests:>3} x {step.tokens:>4} tokens behind {step.context:>7}"
-            print(
-                f"\n  {shape}: {1e3 * step.seconds:6.2f} ms, model {1e3 * model.of(step):6.2f} ({error:+.2%})", end=""
-            )
+            times = f"{1e3 * step.seconds:6.2f} ms measured, {1e3 * model.of(step):6.2f} modelled"
+            print(f"\n  {shape}: {times} ({error:+.2%})", end="")
     assert max(map(abs, errors.values())) < 0.01
 
 
