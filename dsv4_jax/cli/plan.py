@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import pathlib
 from typing import Any
@@ -16,7 +15,7 @@ from ..config import DSV4Config
 from ..errors import CapacityError, ConfigError
 from ..output import save_figure
 from .options import add_json, add_layout, layout_from, print_json, stdout
-from .values import byte_count, natural, picture_file, positive, short, token_count
+from .values import byte_count, fraction, natural, picture_file, positive, token_count
 
 __all__ = ["add_parser", "byte_count", "human", "model_config", "run", "token_count"]
 
@@ -48,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     states = parser.add_mutually_exclusive_group()
     states.add_argument("--snapshots", type=natural, metavar="N", help="extra slots for states that prefix hits end at")
     states.add_argument(
-        "--snapshot-fraction", type=_fraction, metavar="F",
+        "--snapshot-fraction", type=fraction, metavar="F",
         help=f"of the bytes of blocks and snapshots (default: {SNAPSHOT_FRACTION})",
     )  # fmt: skip
     parser.add_argument("--plot", type=picture_file, metavar="PNG", help="draw requests over context for this memory")
@@ -115,17 +114,6 @@ def _table(answer: Capacity, model: str) -> Table:
     table.add_row("per request, at any length", human(layout.bytes_per_slot))
     table.add_row("per request, at full context", human(layout.request_bytes(answer.max_context)))
     return table
-
-
-def _fraction(text: str) -> float:
-    """argparse type: a share below 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{short(text)} is not a number in [0, 1)")
-    return value
 
 
 def _plot(answer: Capacity, path: pathlib.Path, states: dict[str, Any]) -> None:

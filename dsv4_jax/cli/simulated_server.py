@@ -9,22 +9,22 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from ..capacity import SNAPSHOT_FRACTION, plan_host_capacity
 from ..errors import CapacityError, TraceError
 from ..layout import CacheLayout, CacheSize
-from ..manager import CachePolicy, HostSize, SnapshotPlacement, WritePolicy
+from ..manager import CachePolicy, HostSize, WritePolicy
 from ..manager.policies import ORDERS
-from ..records import block_record, snapshot_record
 from ..simulate import Server, StepTime, TraceRequest
-from .values import byte_count, natural, positive, short, token_count
+from .placement import DEFAULT_PLACEMENT, PLACEMENT_HELP, placement
+from .values import byte_count, fraction, natural, positive, short, token_count
 
 __all__ = ["DEFAULTS", "Variant", "add_server", "server_from", "variant"]
 
-SNAPSHOT_FRACTION = 0.3
 DEFAULTS: dict[str, Any] = dict.fromkeys(
     ("blocks", "hbm", "context", "snapshots", "snapshot_fraction", "host", "host_blocks", "host_snapshots")
 ) | {
-    "max_requests": 64, "policy": WritePolicy.write_back(), "order": "lru", "snapshot_every": 32,
-    "token_budget": 8192, "step_time": StepTime(), "every_step": False,
+    "max_requests": 64, "policy": WritePolicy.write_back(), "snapshots_at": placement(DEFAULT_PLACEMENT),
+    "order": "lru", "token_budget": 8192, "step_time": StepTime(), "every_step": False,
 }  # fmt: skip
 # Options of which a variant's replaces those of the command line.
 _INSTEAD = (
@@ -87,7 +87,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--max-requests", type=positive, metavar="N", help="live at once (default: 64)")
     states = size.add_mutually_exclusive_group()
     states.add_argument(
-        "--snapshot-fraction", type=_fraction, metavar="F",
+        "--snapshot-fraction", type=fraction, metavar="F",
         help=f"share of the bytes cached, on device and host, that states get (default: {SNAPSHOT_FRACTION})",
     )  # fmt: skip
     states.add_argument("--snapshots", type=natural, metavar="N", help="slots for states on the device")
@@ -100,7 +100,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
         help="none (no caching), write_back (default), write_through, or selective:N (blocks with N hits)",
     )  # fmt: skip
     policy.add_argument("--order", choices=sorted(ORDERS), help="of eviction (default: lru)")
-    policy.add_argument("--snapshot-every", type=natural, metavar="N", help="blocks (default: 32; 0: only at ends)")
+    policy.add_argument("--snapshots-at", type=placement, metavar="LIST", help=PLACEMENT_HELP)
     step = parser.add_argument_group("server")
     step.add_argument("--token-budget", type=positive, metavar="N", help="of a step (default: 8192)")
     step.add_argument(
@@ -117,14 +117,14 @@ def server_from(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[T
     """Raises `CapacityError`: the memory is too small."""
     longest = max(request.prompt_tokens + request.output_tokens for request in trace)
     context = min(args.context or longest, layout.cfg.max_position_embeddings)
-    fraction = SNAPSHOT_FRACTION if args.snapshot_fraction is None else args.snapshot_fraction
+    share = SNAPSHOT_FRACTION if args.snapshot_fraction is None else args.snapshot_fraction
     if args.policy is None:
-        fraction = 0.0  # no hit could end at them
+        share = 0.0  # no hit could end at them
 
     def size(blocks: int) -> CacheSize:
         states = args.snapshots
         if states is None:
-            states = _share(fraction, blocks * layout.bytes_per_block, layout.bytes_per_slot)
+            states = _states(share, blocks * layout.bytes_per_block, layout.bytes_per_slot)
         return CacheSize(blocks, args.max_requests, layout.blocks_for(context), states)
 
     blocks = args.blocks
@@ -137,27 +137,18 @@ def server_from(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[T
         blocks = _largest(lambda n: layout.total_bytes(size(n)) <= memory, memory // layout.bytes_per_block)
     host = None
     if args.host:
-        record, state = block_record(layout).bytes, snapshot_record(layout).bytes
-
-        def host_bytes(blocks: int) -> int:
-            return (blocks + 1) * record + (_share(fraction, blocks * record, state) + 1) * state
-
-        count = _largest(lambda n: host_bytes(n) <= args.host, args.host // record)
-        if not count:
-            raise CapacityError(f"--host: {args.host} bytes are too few: a block and its states take {host_bytes(1)}")
-        host = HostSize(count, _share(fraction, count * record, state))
+        host = HostSize(*plan_host_capacity(layout, args.host, snapshot_fraction=share))
     elif args.host_blocks or args.host_snapshots:
         host = HostSize(args.host_blocks or 0, args.host_snapshots or 0)
     policy = None
     if args.policy is not None:
-        placement = SnapshotPlacement(every=args.snapshot_every or None)
-        policy = CachePolicy(write=args.policy, snapshots=placement, order=ORDERS[args.order])
+        policy = CachePolicy(write=args.policy, snapshots=args.snapshots_at, order=ORDERS[args.order])
     return Server(layout, size(blocks), policy, host, args.token_budget, args.step_time, args.every_step)
 
 
-def _share(fraction: float, block_bytes: int, state_bytes: int) -> int:
-    """States that take this share of their bytes and those of the blocks."""
-    return max(math.ceil(fraction / (1 - fraction) * block_bytes / state_bytes), 1) if fraction else 0
+def _states(share: float, block_bytes: int, state_bytes: int) -> int:
+    """How many take this share of their bytes and those of the blocks."""
+    return max(math.ceil(share / (1 - share) * block_bytes / state_bytes), 1) if share else 0
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
@@ -186,14 +177,3 @@ def _step_time(text: str) -> StepTime:
         return StepTime.parse(text)
     except TraceError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _fraction(text: str) -> float:
-    """argparse type: a share below 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{short(text)} is not a number in [0, 1)")
-    return value

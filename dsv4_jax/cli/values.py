@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import pathlib
 import re
@@ -13,6 +14,7 @@ from ..output import check_output, check_picture
 
 __all__ = [
     "byte_count",
+    "fraction",
     "given_path",
     "natural",
     "output_file",
@@ -71,6 +73,17 @@ def token_count(text: str) -> int:
         problem = f"{short(text)} is not a positive number of tokens such as 8192 or 128K (below 2^31)"
         raise argparse.ArgumentTypeError(problem)
     return count
+
+
+def fraction(text: str) -> float:
+    """A share of something that leaves a rest: a number in [0, 1)."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{short(text)} is not a number in [0, 1)")
+    return value
 
 
 def given_path(text: str) -> pathlib.Path:

@@ -65,6 +65,7 @@ class _Engine:
         self.fresh: list[Job] = []  # admitted since the last step
         self.seen: set[int] = set()
         self.blocked = {"slot": -1, "device": -1}  # the last step before which the pool had no room for one more
+        self.filled = False  # whether the manager was told of tokens in the step before
         self.glides, self.order = server.glides, 0
 
     def _runnable(self, trace: Sequence[TraceRequest]) -> list[Job]:
@@ -212,7 +213,7 @@ class _Engine:
         gliding, glide_context = len(self.gliding), self.glide_base + len(self.gliding) * step
         due = self._due(step)
         result.steps = step
-        pairs, moved = self._plan(due, gliding) if due or self.active else ([], TransferBytes())
+        pairs, moved = self._plan(due, gliding) if due or self.active or self.filled else ([], TransferBytes())
         # What was due has glided, but for this step: its tokens are counted there.
         others = [(r.num_cached - count, count) for r, count in pairs if r not in due]
         chunks = [(start, count) for start, count in others if count > 1]
@@ -256,7 +257,7 @@ class _Engine:
         while True:
             turns = sorted(self.active, key=lambda request: live[request].order)
             room = self.server.token_budget - gliding
-            scheduled = manager.schedule(room, requests=turns) if turns else []
+            scheduled = manager.schedule(room, requests=turns)  # publishes what the step before has filled
             if scheduled or gliding:
                 break
             self._preempt()
@@ -265,7 +266,8 @@ class _Engine:
             split = next((i for i, (_, count) in enumerate(scheduled) if count > 1), len(scheduled))
             decodes = sorted([*due.items(), *scheduled[:split]], key=lambda pair: live[pair[0]].order)
             pairs = [*decodes, *scheduled[split:]]
-        if not pairs and not self.fresh:
+        self.filled = bool(pairs)
+        if not pairs and not self.fresh and not manager.cache.transfers:
             return [], TransferBytes()
         plan = manager.plan_step(pairs)
         stages = manager.take_transfers()

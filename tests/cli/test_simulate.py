@@ -453,7 +453,7 @@ def test_refusals(capsys, tmp_path: pathlib.Path) -> None:
     refused(capsys, ["--generate", "", "--policy", "selective:0"], "at least 1")
     refused(capsys, ["--generate", "", "--blocks", "4", "--hbm", "1GB"], "not allowed with")
     refused(capsys, ["--generate", "", "--hbm", "1MB"], "1000000 bytes are too few")
-    refused(capsys, ["--generate", "", "--host", "400KB"], "--host", "400000 bytes are too few")
+    refused(capsys, ["--generate", "", "--host", "400KB"], "400000 bytes are too few")
     refused(capsys, ["--generate", "", "--step-time", "fixed=-1"], "field 'fixed'")
     refused(capsys, ["--generate", "", "--step-time", "speed=1"], "unknown constant")
     refused(capsys, ["--generate", "", "--step-time", "bandwidth=0"], "field 'bandwidth'")

@@ -13,9 +13,9 @@ CFG = DSV4Config.tiny(max_position_embeddings=1 << 16)
 LAYOUT = CacheLayout(CFG)
 POLICIES = {
     "none": None,
-    "write back": CachePolicy(snapshots=SnapshotPlacement(every=2)),
-    "write through": CachePolicy(write=WritePolicy.write_through()),
-    "selective": CachePolicy(write=WritePolicy.write_through_selective(2), snapshots=SnapshotPlacement(every=None)),
+    "write back": CachePolicy(),
+    "write through": CachePolicy(write=WritePolicy.write_through(), snapshots=SnapshotPlacement(every=2)),
+    "selective": CachePolicy(write=WritePolicy.write_through_selective(2), snapshots=SnapshotPlacement(doubling=None)),
 }
 
 
