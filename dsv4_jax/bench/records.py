@@ -150,10 +150,11 @@ TABLES: dict[str, Table] = {
     # Simulated traces: what a policy finds and moves.
     "simulate": Table(
         _fields(
-            text="policy",
-            number="hit_rate host_hit_rate recomputed_tokens out_gib in_gib first_token_mean_s first_token_p99_s",
+            text="trace policy options",
+            number="hit_rate host_hit_rate of_endless of_clairvoyant recomputed_tokens out_gib in_gib "
+            "first_token_mean_s first_token_p99_s steps",
         ),
-        ("policy",),
+        ("trace", "policy"),
     ),
     # Single numbers, such as the manager's times.
     "facts": Table(

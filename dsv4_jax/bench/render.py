@@ -207,11 +207,14 @@ COLUMNS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
         "read, GB/s": _value("read_gb_per_s"), "read, share": _share("read_share"),
     },
     "simulate": {
-        "policy": _value("policy"), "hits": _value("hit_rate", lambda x: percent(x)),
+        "trace": _value("trace"), "policy": _value("policy"), "hits": _value("hit_rate", lambda x: percent(x)),
+        "of an endless cache's": _value("of_endless", lambda x: percent(x)),
+        "of a clairvoyant one's": _value("of_clairvoyant", lambda x: percent(x)),
         "hits on the host": _value("host_hit_rate", lambda x: percent(x)),
         "recomputed tokens, M": _value("recomputed_tokens", lambda x: number(x / 1e6)),
         "to the host, GiB": _value("out_gib"), "back, GiB": _value("in_gib"),
         "first token, mean, s": _value("first_token_mean_s"), "p99, s": _value("first_token_p99_s"),
+        "steps": _value("steps"),
     },
     "facts": {
         "": _value("what"), "measured": _value("measured"), "unit": _value("unit"), "required": _bounds,

@@ -108,18 +108,25 @@ def _one(panels: np.ndarray, run: dict[str, Any]) -> None:
 def _several(panels: np.ndarray, runs: list[dict[str, Any]]) -> None:
     (hits, recomputed), (waits, there) = panels
     highest = 0.0
-    for run in runs:
+    means: list[float] = []
+    for i, run in enumerate(runs):
+        look: dict[str, Any] = {"color": f"C{i % 10}", "linestyle": ("-", "--", ":", "-.")[i // 10 % 4]}
         columns = _columns(run)
-        minutes, rate = columns["minutes"], _rate(columns)
+        minutes, rate, waited = columns["minutes"], _rate(columns), _waited(columns)
         highest = max(highest, rate.max())
-        hits.plot(minutes, rate, label=run["name"])
-        recomputed.plot(minutes, columns["recomputed_tokens"] / 1e6)
-        waits.plot(*_waited(columns))
-        there.plot(minutes, columns["running"] + columns["waiting"] + columns["preempted"])
+        means += waited[1].tolist()
+        hits.plot(minutes, rate, label=run["name"], **look)
+        recomputed.plot(minutes, columns["recomputed_tokens"] / 1e6, **look)
+        waits.plot(*waited, **look)
+        there.plot(minutes, columns["running"] + columns["waiting"] + columns["preempted"], **look)
     best = _limits(hits, runs[0], several=runs)
     hits.set(ylabel="prompt tokens found so far, %", ylim=(0, _above(best, np.array([highest]))), title="Hit rate")
     recomputed.set(ylabel="million tokens so far", ylim=(0, None), title="Seen before, yet computed again")
-    waits.set(ylabel="seconds, mean", ylim=(0, None), title="Time to the first token")
+    waits.set(ylabel="seconds, mean", title="Time to the first token")
+    if means and max(means) > 20 * min(means) > 0:
+        waits.set_yscale("log")
+    else:
+        waits.set_ylim(0, None)
     there.set(ylabel="requests", ylim=(0, None), title="Running and waiting")
 
 

@@ -1,0 +1,105 @@
+"""What policies find on request traces, as a record: the table "What a trace shows" of RESULTS.md. No jax, no device.
+
+    python benchmarks/bench_policies.py conversation_trace.jsonl --json record.json [--plot FOLDER] [--only WORD] [--limit N]
+    python benchmarks/bench_policies.py --json record.json [--plot FOLDER]
+
+With a trace in Mooncake's form (the conversation trace: github.com/kvcache-ai/Mooncake, FAST25-release/traces): V4-Flash,
+20 GiB on the device, 64 GiB on the host. Without: a made-up trace of chats in little memory. Each line of `VARIANTS` is a
+`--compare` of `python -m dsv4_jax simulate`, which does the work; about two minutes a line on the conversation trace.
+`--only` runs the lines whose name holds a word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import pathlib
+import platform
+import shlex
+from contextlib import redirect_stdout
+from typing import Any
+
+from dsv4_jax.bench.records import new_record
+from dsv4_jax.cli import main
+from dsv4_jax.manager import CachePolicy
+from dsv4_jax.manager.policies import ORDERS
+
+DEFAULT = CachePolicy()
+BEFORE = "--snapshots-at prompt,output,every:32"
+VARIANTS = {
+    "no cache": "--policy none",
+    "every 32 blocks, 64 states on the device": f"{BEFORE} --snapshots 64",
+    "every 32 blocks": BEFORE,
+    "every 8 blocks": "--snapshots-at prompt,output,every:8",
+    "ends alone": "--snapshots-at prompt,output",
+    "ends and junctions": "--snapshots-at prompt,output,junctions",
+    "the default": "",
+    "the default, write_through": "--policy write_through",
+    "the default, selective, 2 hits": "--policy selective:2",
+    **{f"the default, order {name}": f"--order {name}" for name, order in ORDERS.items() if order is not DEFAULT.order},
+    "the default, 15 % for states": "--snapshot-fraction 0.15",
+    "the default, 45 % for states": "--snapshot-fraction 0.45",
+}
+MADE_UP = "chats=200,tenants=4,turns=4,system=4000,question=500,answer=250,rate=4,pause=15,seed=7"
+
+
+def command(args: argparse.Namespace) -> list[str]:
+    """The command line of one variant, but for the variant."""
+    words = ["simulate", "--model", "flash", "--bound", "--json"]
+    if args.trace is None:
+        return [*words, "--generate", MADE_UP, "--hbm", "1500MiB", "--host", "4GiB"]
+    limit = ["--limit", str(args.limit)] if args.limit else []
+    return [*words, str(args.trace), "--hbm", "20GiB", "--host", "64GiB", *limit]
+
+
+def row(trace: str, run: dict[str, Any]) -> dict[str, Any]:
+    """A line of the table "simulate"."""
+    hits, moved, waited = run["hits"], run["transfer_bytes"], run["seconds"]["first_token"]
+    return {
+        "table": "simulate", "trace": trace, "policy": run["name"], "options": run["options"],
+        "hit_rate": hits["rate"], "host_hit_rate": hits["rate_by_tier"]["host"],
+        "of_endless": run["bound"]["share_of_endless"], "of_clairvoyant": run["bound"]["share_of_clairvoyant"],
+        "recomputed_tokens": run["recomputed_tokens"]["seen_before"],
+        "out_gib": (moved["swap_out"] + moved["snapshot"]) / 2**30,
+        "in_gib": (moved["swap_in"] + moved["restore"]) / 2**30,
+        "first_token_mean_s": waited["mean"], "first_token_p99_s": waited["p99"], "steps": run["steps"],
+    }  # fmt: skip
+
+
+def run() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", nargs="?", type=pathlib.Path)
+    parser.add_argument("--json", type=pathlib.Path, required=True)
+    parser.add_argument("--plot", type=pathlib.Path, metavar="FOLDER", help="also draw all lines over time")
+    parser.add_argument("--only", default="", metavar="WORD")
+    parser.add_argument("--limit", type=int)
+    args = parser.parse_args()
+    words, results = command(args), []
+    trace = "conversation, 20 + 64 GiB" if args.trace else "200 chats, 1.5 + 4 GiB"
+    for name, options in VARIANTS.items():
+        if args.only not in name:
+            continue
+        out = io.StringIO()
+        with redirect_stdout(out):
+            if main([*words, "--compare", f"{name}: {options}"]):
+                raise SystemExit(f"{name}: failed")
+        results.append(json.loads(out.getvalue()))
+        print(row(trace, results[-1]["runs"][0]), flush=True)
+        shown = [word.rpartition("/")[2] for word in words if word not in ("--json",)]
+        record = new_record(
+            [row(trace, each["runs"][0]) for each in results], device=f"one CPU core, Python {platform.python_version()}",
+            command=shlex.join(["python", "-m", "dsv4_jax", *shown, "--compare", "NAME: OPTIONS"]), software={}, ceilings={},
+            quick=bool(args.limit),
+        )  # fmt: skip
+        record["note"] = "All lines: python benchmarks/bench_policies.py; the options of each are in the record."
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    if args.plot:
+        from dsv4_jax.simulate.plot import draw
+
+        together = results[0] | {"runs": [each["runs"][0] for each in results]}
+        draw(together, args.plot / f"{args.json.stem}.png")
+
+
+if __name__ == "__main__":
+    run()
