@@ -95,7 +95,7 @@ class Bench:
 
     @property
     def record_bytes(self) -> int:
-        return self.host.blocks.shape[1]
+        return self.host.pages.shape[1]
 
     def ids(self, blocks: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
         """Distinct device and host ids, int32 [blocks]."""
@@ -170,10 +170,10 @@ def measure_ceiling(bench: Bench, baselines: swap_baselines.Baselines | None, si
         for direction in ("out", "in"):
             bench.ceilings[direction] = size / baselines.ceiling(direction, size)
         return f"cudaMemcpyAsync of {size >> 20} MiB"
-    device = bench.host.blocks.sharding.with_memory_kind("device")
+    device = bench.host.pages.sharding.with_memory_kind("device")
     x = jax.block_until_ready(jax.device_put(np.ones(size, np.uint8), device))
-    for direction, target in (("out", bench.host.blocks.sharding), ("in", device)):
-        source = x if direction == "out" else jax.device_put(x, bench.host.blocks.sharding)
+    for direction, target in (("out", bench.host.pages.sharding), ("in", device)):
+        source = x if direction == "out" else jax.device_put(x, bench.host.pages.sharding)
         call = functools.partial(jax.device_put, source, target, may_alias=False)
         bench.ceilings[direction] = size / timed(call, bench.budget)[1]
     return f"device_put of {size >> 20} MiB (allocation included)"
@@ -204,7 +204,7 @@ def measure_ours(bench: Bench, implementation: Literal["ffi", "xla"], blocks: in
 
     def go_out() -> jax.Array:
         bench.host = swap_out(bench.cache, bench.host, plan, implementation=implementation)
-        return bench.host.blocks
+        return bench.host.pages
 
     def go_in() -> dsv4.KVCache:
         bench.cache = swap_in(bench.cache, bench.host, plan, implementation=implementation)
@@ -244,7 +244,7 @@ def executable_memory(bench: Bench, implementation: Literal["ffi", "xla"]) -> di
         fields = ("alias_size_in_bytes", "host_alias_size_in_bytes", "temp_size_in_bytes", "host_temp_size_in_bytes")
         out[name] = {field: int(getattr(stats, field, -1)) for field in fields}
     out["expected"] = {
-        "host_pool": bench.host.blocks.nbytes,
+        "host_pool": bench.host.pages.nbytes,
         "cache": sum(x.nbytes for x in bench.cache.arrays.values()),
     }
     return out
@@ -311,7 +311,7 @@ def steps(
                 out, bench.cache, bench.host, away = compiled[function](x, weights, bench.cache, bench.host, staged)
                 if name.endswith("committed"):
                     bench.host = commit(bench.host, away, plan, **choose)
-                return out, away, bench.host.blocks
+                return out, away, bench.host.pages
 
             samples[name].append(timed(call, bench.budget)[0])
     yield from ((name, statistics.median(taken)) for name, taken in samples.items())

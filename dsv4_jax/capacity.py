@@ -21,7 +21,7 @@ from typing import Any, Literal
 from .checks import as_int, shown
 from .errors import CapacityError, LayoutError
 from .layout import CacheLayout, CacheSize
-from .records import block_record, snapshot_record
+from .records import block_record, page_bytes, state_pages
 
 __all__ = ["SNAPSHOT_FRACTION", "Capacity", "Limit", "capacity", "plan_capacity", "plan_host_capacity"]
 
@@ -125,7 +125,7 @@ def plan_capacity(
 def plan_host_capacity(
     layout: CacheLayout, host_bytes: int, *, snapshot_fraction: float | None = None
 ) -> tuple[int, int]:
-    """Records of a host tier of so many bytes, null records included: (blocks, snapshots), as `HostSize` has them.
+    """Records of a host tier of so many bytes, the null page included: (blocks, snapshots), as `HostSize` has them.
 
     Args:
         snapshot_fraction: share of the bytes that snapshots take; default: `SNAPSHOT_FRACTION`.
@@ -135,10 +135,10 @@ def plan_host_capacity(
             is too small for one block and its snapshots.
     """
     memory, fraction = _count("host_bytes", host_bytes, 1), _fraction(snapshot_fraction)
-    block, snapshot = block_record(layout).bytes, snapshot_record(layout).bytes
+    block, snapshot = block_record(layout).bytes, state_pages(layout, 0) * page_bytes(layout)
 
     def needed(blocks: int) -> int:
-        return (blocks + 1) * block + (_share(fraction, blocks * block, snapshot) + 1) * snapshot
+        return (1 + blocks) * block + _share(fraction, blocks * block, snapshot) * snapshot
 
     if not block:
         raise CapacityError("a host tier is one of blocks, and those of this layout have no bytes")

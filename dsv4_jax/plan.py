@@ -201,7 +201,7 @@ class SwapPlan(NamedTuple):
 
     Attributes:
         device_ids: [N] int32 blocks of the cache.
-        host_ids: [N] int32 records.
+        host_ids: [N] int32 pages.
     """
 
     device_ids: IntArray
@@ -209,14 +209,14 @@ class SwapPlan(NamedTuple):
 
 
 class StateSwapPlan(NamedTuple):
-    """Which slots' states travel between the device cache and the host's snapshot records, in either direction.
+    """Which slots' states travel between the device cache and the host's pages, in either direction.
 
-    Made and checked by `dsv4_jax.plan_state_swap`. A pair whose slot is <= 0 or beyond the cache's is padding; of a
-    state's records those that are <= 0 or beyond the pool hold nothing of it.
+    Made and checked by `dsv4_jax.plan_state_swap`. A pair whose slot or first page is <= 0 or beyond its pool is
+    padding; of a state's other pages those that are hold nothing of it.
 
     Attributes:
         device_ids: [N] int32 slots of the cache.
-        host_ids: [N, K] int32: the records of each state, in order.
+        host_ids: [N, K] int32: the pages of each state, in order.
         num_tokens: [N] int32: how many tokens the request of each state has, at that state.
     """
 

@@ -19,6 +19,9 @@ in a record, and whatever of a slot no record holds becomes zero when a state is
 Each *piece* (rows of one leaf) starts at a multiple of 16 bytes in every layer; what a piece leaves of its last 16
 bytes, and the tails of 2 and of the record, are zeros. So equal blocks and equal states have equal bytes, and a record
 can be hashed, stored and sent as it is.
+
+The host's memory is one array of *pages* as long as a block record. A state is cut into as many as it takes, which may
+lie anywhere; what the last one has left is zeros.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ from .layout import CacheLayout, LeafSpec
 from .schema import LayerCacheSchema
 
 __all__ = [
-    "ALIGNMENT", "Piece", "Positions", "RecordFormat", "RecordScope", "block_record", "record_format",
-    "snapshot_record", "state_record", "state_records", "whole_rows",
+    "ALIGNMENT", "Piece", "Positions", "RecordFormat", "RecordScope", "block_record", "page_bytes", "record_format",
+    "snapshot_record", "state_pages", "state_record", "whole_rows",
 ]  # fmt: skip
 
 WORD = 16  # every piece starts at a multiple: the width of one access of the kernels
@@ -155,10 +158,15 @@ def record_format(layout: CacheLayout, scope: RecordScope) -> RecordFormat:
     return block_record(layout) if scope == "block" else state_record(layout)
 
 
-def state_records(layout: CacheLayout, tokens: int) -> int:
-    """Host snapshot records that the state of a request of so many tokens takes: one at a block boundary."""
+def page_bytes(layout: CacheLayout) -> int:
+    """Bytes of a page of the host's memory: a block record's, or a snapshot's if there are no blocks (SWA only)."""
+    return block_record(layout).bytes or snapshot_record(layout).bytes
+
+
+def state_pages(layout: CacheLayout, tokens: int) -> int:
+    """Host pages that the state of a request of so many tokens takes: at a block boundary those of a snapshot."""
     record = state_record(layout) if tokens % layout.block_tokens else snapshot_record(layout)
-    return -(-record.bytes // snapshot_record(layout).bytes)
+    return -(-record.bytes // page_bytes(layout))
 
 
 def _laid_out(pieces: Iterable[Piece], end: int = 0) -> tuple[tuple[Piece, ...], int]:

@@ -93,7 +93,7 @@ class Server:
         self.params = params
         self.manager = dsv4.KVCacheManager(LAYOUT, size, policy=policy, host=host)
         self.cache = dsv4.init_cache(LAYOUT, size)
-        self.host = dsv4.init_host_cache(LAYOUT, host.num_blocks, snapshots=host.num_snapshots) if host else None
+        self.host = dsv4.init_host_cache(LAYOUT, host.num_pages(LAYOUT)) if host else None
         # One executable for every step. (One more for decodes alone, `pinned_shape(num_slots)`, would save work.)
         self.shape = shape or self.manager.pinned_shape(size.num_slots, STEP_TOKENS, history=True)
         self.waiting: collections.deque[Job] = collections.deque()

@@ -14,6 +14,7 @@ from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager, init_ca
 from dsv4_jax.capacity import SNAPSHOT_FRACTION, capacity, plan_host_capacity
 from dsv4_jax.config import AttentionType
 from dsv4_jax.errors import CapacityError, LayoutError
+from dsv4_jax.manager import HostSize
 from dsv4_jax.records import block_record, snapshot_record
 
 SWA_ONLY = DSV4Config.tiny(layer_types=(AttentionType.SWA,) * 2)
@@ -172,14 +173,15 @@ def test_snapshots_take_their_share_of_the_bytes(layout, r, context, spare, f):
 
 @given(layouts.filter(lambda layout: layout.bytes_per_block), st.integers(1, 10**11), fractions)
 def test_a_host_tier_is_split_alike(layout, memory, f):
-    block, snapshot = block_record(layout).bytes, snapshot_record(layout).bytes
+    block = block_record(layout).bytes
+    snapshot = -(-snapshot_record(layout).bytes // block) * block  # whole pages, each a block record
     fraction = SNAPSHOT_FRACTION if f is None else f
 
     def split_of(blocks: int) -> int:
         return max(math.ceil(fraction / (1 - fraction) * blocks * block / snapshot), 1) if fraction else 0
 
     def needed(blocks: int) -> int:
-        return (blocks + 1) * block + (split_of(blocks) + 1) * snapshot
+        return (blocks + 1) * block + split_of(blocks) * snapshot
 
     if memory < needed(1):
         with pytest.raises(CapacityError, match=f"host_bytes: {memory} bytes are too few: .* take {needed(1)}"):
@@ -192,8 +194,8 @@ def test_a_host_tier_is_split_alike(layout, memory, f):
 def test_a_host_tier_is_allocated_as_planned():
     layout = CacheLayout(CONFIGS["tiny"])
     blocks, states = plan_host_capacity(layout, 10**6)
-    host = init_host_cache(layout, blocks, snapshots=states)
-    assert 0.97 * 10**6 < host.blocks.nbytes + host.snapshots.nbytes <= 10**6
+    host = init_host_cache(layout, HostSize(blocks, states).num_pages(layout))
+    assert 0.97 * 10**6 < host.pages.nbytes <= 10**6
     with pytest.raises(CapacityError, match="no bytes"):
         plan_host_capacity(CacheLayout(SWA_ONLY), 10**6)
 

@@ -65,7 +65,8 @@ def take_hit(cache: TieredCache, match: Match | None, *, others: int, pinned: in
     if snapshot.device:
         return Hit(nodes, node, slot, junction)
     cache.tree.snapshots.unpin(node)
-    cache.transfers.into(SLOT, snapshot.host, slot, num_tokens=len(nodes) * cache.tree.block_tokens)
+    pages, tokens = cache.snapshot_pages(snapshot.host), len(nodes) * cache.tree.block_tokens
+    cache.transfers.into(SLOT, pages, slot, tokens)
     return Hit(nodes, None, slot, junction)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..layout import CacheLayout, CacheSize
-from ..records import block_record, snapshot_record
+from ..records import page_bytes, state_pages
 from .allocator import as_count
 from .metrics import CacheStats, PoolUse, collect_stats, pool_use
 from .prefix.node import T
@@ -48,7 +48,7 @@ def collect(layout: CacheLayout, size: CacheSize, book: RequestBook, cache: Tier
     late_blocks, late_slots = cache.copies.late
     parked = [request.parked for request in waiting if request.parked is not None]
     blocks = cache.blocks
-    record, state = block_record(layout).bytes, snapshot_record(layout).bytes
+    record, state = page_bytes(layout), state_pages(layout, 0) * page_bytes(layout)
     pools: dict[str, PoolUse] = {
         "slot": pool_use(
             cache.slots, private=len(live) + len(late_slots), cached=cache.tree.snapshots.count(T.DEVICE),

@@ -33,11 +33,13 @@ class StorageMove(NamedTuple):
         scope: "block" or "slot" (a snapshot).
         node: whose.
         record: id in the host pool of that scope.
+        pages: of the host's memory that it is in, in order.
     """
 
     scope: str
     node: Node
     record: int
+    pages: tuple[int, ...]
 
     @property
     def key(self) -> bytes:
@@ -89,10 +91,10 @@ class StorageTier:
             writes = []
             for node in cache.tree.wanted.pop_persists(limit):
                 cache.tree.moves.begin_persist(node)
-                writes.append(StorageMove(BLOCK, node, node.host))
+                writes.append(StorageMove(BLOCK, node, node.host, (node.host,)))
             for node in cache.tree.wanted.pop_snapshot_persists(limit - len(writes)):
                 if node.snapshot is not None:
-                    writes.append(StorageMove(SLOT, node, node.snapshot.host))
+                    writes.append(self._state_move(node, node.snapshot.host))
             return writes
 
     def finish_writes(self, writes: Iterable[StorageMove], done: Iterable[bool]) -> None:
@@ -190,7 +192,7 @@ class StorageTier:
                 tree.moves.begin_fetch(node, record)
         finally:
             tree.release(path)
-        return [*(StorageMove(BLOCK, node, node.host) for node in missing), *(reads or [])]
+        return [*(StorageMove(BLOCK, node, node.host, (node.host,)) for node in missing), *(reads or [])]
 
     def finish_reads(self, reads: Sequence[StorageMove], done: Sequence[bool], *, lost: bool = True) -> None:
         """What has arrived, for the moves of one `plan_reads`, once it is in the host records.
@@ -221,6 +223,9 @@ class StorageTier:
                 with contextlib.suppress(PrefixTreeError):  # somebody else is fetching below it: they will find out
                     cache.give_back(tree.moves.discard(late[0]))
 
+    def _state_move(self, node: Node, record: int) -> StorageMove:
+        return StorageMove(SLOT, node, record, self._cache.snapshot_pages(record))
+
     def _near(self, digests: list[bytes]) -> list[Node]:
         """Nodes of the leading run that the cache has, in whatever tier."""
         tree, path = self._cache.tree, list[Node]()
@@ -238,7 +243,7 @@ class StorageTier:
         if not (room := self._cache.landing_snapshots(1)):
             return None
         self._cache.fetching[room[0]] = node
-        return [StorageMove(SLOT, node, room[0])]
+        return [self._state_move(node, room[0])]
 
     def _finish_snapshot(self, move: StorageMove, arrived: bool) -> None:
         cache, node = self._cache, move.node

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ..errors import NoFreeSlotError, OutOfBlocksError
 from ..layout import CacheLayout, CacheSize
+from ..records import state_pages
 from .block_pool import BlockPool
 from .pending import PendingCopies
 from .policies import CachePolicy
@@ -27,14 +28,18 @@ __all__ = ["HostSize", "TieredCache"]
 
 
 class HostSize(NamedTuple):
-    """Records of the host tier, the null records not counted (see `dsv4_jax.init_host_cache`).
+    """Records of the host tier.
 
-    A snapshot takes one record, the state of a request that is preempted within a block some more
-    (`dsv4_jax.records.state_records`).
+    Block record b is page b of the host's memory; snapshot records are runs of pages behind these. The state of a
+    request that is preempted within a block takes as many snapshot records as its pages fill.
     """
 
     num_blocks: int
     num_snapshots: int = 0
+
+    def num_pages(self, layout: CacheLayout) -> int:
+        """Pages that these records take: what `dsv4_jax.init_host_cache` is to be asked for."""
+        return self.num_blocks + self.num_snapshots * state_pages(layout, 0)
 
 
 class TieredCache:
@@ -61,6 +66,7 @@ class TieredCache:
         self.blocks = BlockPool(size.num_blocks)
         self.slots = BlockPool(size.num_slots + size.num_snapshots, pool="slot")
         host = host or HostSize(0, 0)
+        self._pages_before, self._pages_each = host.num_blocks, state_pages(layout, 0)
         self.host_blocks = BlockPool(host.num_blocks, pool="host")
         self.host_snapshots = BlockPool(host.num_snapshots, pool="host snapshot")
         self.transfers = TransferQueue()
@@ -166,7 +172,8 @@ class TieredCache:
             self.host_snapshots.release(room)
             return False
         for node, device, host in eviction.moves:
-            self.transfers.out(SLOT, device, host, num_tokens=(node.depth + 1) * self.tree.block_tokens)
+            tokens = (node.depth + 1) * self.tree.block_tokens
+            self.transfers.out(SLOT, device, self.snapshot_pages(host), tokens)
         self.slots.release(eviction.units)
         self.host_snapshots.release(eviction.unused)
         return True
@@ -198,16 +205,24 @@ class TieredCache:
     def _settled(self, scope: str, take: Callable[[int], list[int]], pool: BlockPool, count: int) -> list[int]:
         busy = self.busy_records(scope)
         room = take(count)
-        kept = [record for record in room if record not in busy]
-        passed = [record for record in room if record in busy]
+        kept = [record for record in room if not self._is_among(scope, record, busy)]
+        passed = [record for record in room if self._is_among(scope, record, busy)]
         while passed and len(kept) < count and pool.num_free:  # others, as far as there are free ones
             (record,) = pool.acquire(1)
-            (passed if record in busy else kept).append(record)
+            (passed if self._is_among(scope, record, busy) else kept).append(record)
         pool.release(passed)
         return kept
 
+    def _is_among(self, scope: str, record: int, pages: set[int]) -> bool:
+        return not pages.isdisjoint(self.snapshot_pages(record) if scope == SLOT else (record,))
+
+    def snapshot_pages(self, record: int) -> tuple[int, ...]:
+        """The pages of a host snapshot record."""
+        last = self._pages_before + record * self._pages_each
+        return tuple(range(last - self._pages_each + 1, last + 1))
+
     def busy_records(self, scope: str) -> set[int]:
-        """Host records that copies not queued on the device yet will read or write."""
+        """Host pages that copies not queued on the device yet will read or write."""
         records = self.transfers.host_records(scope)
         return records.union(*(stages.host_records(scope) for stages in self.due if not stages.ran))
 

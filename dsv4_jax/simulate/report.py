@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..manager.policies import ORDERS
-from ..records import block_record, snapshot_record
+from ..records import page_bytes
 from .bounds import Bounds
 from .simulation import Server, Simulation
 
@@ -106,11 +106,8 @@ def _order(server: Server) -> str:
 
 
 def _host_bytes(server: Server) -> int:
-    """Null records included."""
-    if server.host is None:
-        return 0
-    blocks, states = (count + 1 for count in server.host)
-    return blocks * block_record(server.layout).bytes + states * snapshot_record(server.layout).bytes
+    """The null page included."""
+    return 0 if server.host is None else (1 + server.host.num_pages(server.layout)) * page_bytes(server.layout)
 
 
 def _share(part: int, whole: int) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 from ..layout import CacheLayout
 from ..manager.transfers import TransferStage
 from ..plan import StateSwapPlan, StepPlan, SwapPlan
-from ..records import block_record, snapshot_record
+from ..records import block_record, page_bytes
 from .tokens import prefix_names
 
 __all__ = ["Content", "ShadowDevice", "Text", "TransferBytes"]
@@ -83,7 +83,7 @@ class ShadowDevice:
 
     def __init__(self, layout: CacheLayout):
         self._block = layout.block_tokens
-        self._record, self._state = block_record(layout).bytes, snapshot_record(layout).bytes
+        self._record, self._page = block_record(layout).bytes, page_bytes(layout)
         self._blocks: dict[int, Content] = {}
         self._slots: dict[int, Content] = {}
         self._host_blocks: dict[int, Content] = {}
@@ -98,9 +98,9 @@ class ShadowDevice:
         for stage in stages:
             moved = (
                 _move(stage.swap_out, self._blocks, self._host_blocks, outward=True) * self._record,
-                _move(stage.snapshot, self._slots, self._host_slots, outward=True) * self._state,
+                _move(stage.snapshot, self._slots, self._host_slots, outward=True) * self._page,
                 _move(stage.swap_in, self._blocks, self._host_blocks, outward=False) * self._record,
-                _move(stage.restore, self._slots, self._host_slots, outward=False) * self._state,
+                _move(stage.restore, self._slots, self._host_slots, outward=False) * self._page,
             )
             self.moved = TransferBytes(*map(sum, zip(self.moved, moved, strict=True)))
             if stage.swap_in is not None:
@@ -151,10 +151,10 @@ class ShadowDevice:
 def _move(
     plan: SwapPlan | StateSwapPlan | None, device: dict[int, Content], host: dict[int, Content], *, outward: bool
 ) -> int:
-    """Copies; returns how many records."""
+    """Copies; returns how many pages."""
     if plan is None:
         return 0
-    records = plan.host_ids.reshape(len(plan.device_ids), -1)[:, 0].tolist()  # a state's first stands for all of them
+    records = plan.host_ids.reshape(len(plan.device_ids), -1)[:, 0].tolist()  # a state's first page stands for it
     pairs = [(d, h) for d, h in zip(plan.device_ids.tolist(), records, strict=True) if d > 0 and h > 0]
     for unit, record in pairs:
         if outward:

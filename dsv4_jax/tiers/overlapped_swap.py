@@ -44,18 +44,21 @@ def pack_blocks(cache: KVCache, plan: SwapPlan, *, implementation: SwapImplement
 def scatter_to_host(
     host: HostCache, packed: jax.Array, plan: SwapPlan, *, implementation: SwapImplementation = None
 ) -> HostCache:
-    """Copies packed records, in either memory, to host records `plan.host_ids`; jit it with `host` donated."""
+    """Copies packed records, in either memory, to host pages `plan.host_ids`; jit it with `host` donated."""
     device_ids, records = ids_of(plan)
     _check(packed, plan, host)
     if not packed.size:
         return host
-    blocks = scatter_records(host.blocks, packed, jnp.where(device_ids > 0, records, 0), implementation)
-    return dataclasses.replace(host, blocks=blocks)
+    pages = scatter_records(host.pages, packed, jnp.where(device_ids > 0, records, 0), implementation)
+    return dataclasses.replace(host, pages=pages)
 
 
 def gather_from_host(host: HostCache, plan: SwapPlan, *, implementation: SwapImplementation = None) -> jax.Array:
-    """Host records `plan.host_ids` as one array [N, record bytes] in host memory; padding gives zeros."""
-    return gather_records(host.blocks, ids_of(plan)[1], implementation)
+    """Host pages `plan.host_ids` as one array [N, record bytes] in host memory; padding gives zeros."""
+    records = ids_of(plan)[1]
+    if not block_record(host.layout).bytes:
+        return jax.device_put(jnp.zeros((len(records), 0), jnp.uint8), jax.memory.Space.Host)
+    return gather_records(host.pages, records, implementation)
 
 
 def unpack_blocks(

@@ -35,7 +35,6 @@ from .store_calls import StoreCall, StoreCalls
 __all__ = ["MOST_SAVES", "Prefetch", "StorageDriver"]
 
 MOST_SAVES = 8  # calls of `save` whose records wait in memory for room in a store
-_POOLS = {"block": "blocks", "slot": "snapshots"}  # scope -> field of HostCache
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -56,7 +55,7 @@ class _Save:
     """Records on their way out of the host pool, for a store."""
 
     moves: list[StorageMove]
-    records: Any  # [N, record bytes] uint8 array in host memory
+    records: Any  # uint8 array in host memory: the pages of these records, one after the other
     until: float
 
 
@@ -116,6 +115,7 @@ class StorageDriver:
             have, want = (store.store.record_bytes, store.store.key_bytes), (sizes[scope], 32)
             if have != want:
                 raise StoreFormatError(f"{scope} store: (record, key) bytes are {have}, expected {want}")
+        self._record_bytes = sizes
         self._lookup_deadline = check_seconds("lookup_deadline", lookup_deadline)
         self._deadline = check_seconds("deadline", deadline)
         self._manager, self.tier = manager, StorageTier(manager)
@@ -147,7 +147,7 @@ class StorageDriver:
             for scope in self._calls.stores:
                 some = [move for move in moves if move.scope == scope]
                 if some:
-                    records = _gather(getattr(host, _POOLS[scope]), _padded(some))
+                    records = _gather(host.pages, _padded(some).ravel())
                     self._saves.append(_Save(some, records, until))
         finally:
             # The copy out comes before whatever runs next on the pool, so its records are free to go: a store that
@@ -206,7 +206,8 @@ class StorageDriver:
             return
         scope, keys = item.moves[0].scope, [move.key for move in item.moves]
         try:
-            records = np.asarray(item.records)[: len(keys)]
+            pages = np.asarray(item.records).reshape(-1, len(item.moves[0].pages) * item.records.shape[1])
+            records = list(pages[: len(keys), : self._record_bytes[scope]])
         except BaseException:  # the copy out failed
             self._saves.remove(item)
             raise
@@ -244,7 +245,7 @@ class StorageDriver:
     def _land(self, host: HostCache, item: _Read) -> HostCache:
         """Puts what was read into its host records, then tells the manager."""
         arrived: dict[StorageMove, bool] = {}
-        fields = {}
+        pages = host.pages
         item.prefetch.done = True
         try:
             for call in item.calls:
@@ -252,11 +253,10 @@ class StorageDriver:
                 done = call.flags() or [False] * len(moves)
                 good = [i for i, read_it in enumerate(done) if read_it and self.tier.is_current(moves[i])]
                 if good:
-                    ids = _padded([moves[i] for i in good])
-                    records = np.zeros((len(ids), item.buffers[call.scope].shape[1]), np.uint8)
-                    records[: len(good)] = item.buffers[call.scope][good]
-                    field = _POOLS[call.scope]
-                    fields[field] = _scatter(getattr(host, field), records, ids)
+                    ids, read = _padded([moves[i] for i in good]), item.buffers[call.scope]
+                    records = np.zeros((len(ids), ids.shape[1] * pages.shape[1]), np.uint8)
+                    records[: len(good), : read.shape[1]] = read[good]
+                    pages = _scatter(pages, records.reshape(ids.size, -1), ids.ravel())
                 arrived.update(zip(moves, done, strict=True))
         except BaseException:
             self.tier.finish_reads(item.moves, [False] * len(item.moves), lost=False)
@@ -264,7 +264,7 @@ class StorageDriver:
         answered = {call.scope for call in item.calls if call.flags() is not None} == {m.scope for m in item.moves}
         self.tier.finish_reads(item.moves, [arrived.get(move, False) for move in item.moves], lost=answered)
         item.prefetch.records = sum(self._is_on_host(move) for move in item.moves)
-        return HostCache(fields.get("blocks", host.blocks), fields.get("snapshots", host.snapshots), host.layout)
+        return dataclasses.replace(host, pages=pages)
 
     def _is_on_host(self, move: StorageMove) -> bool:
         holder = move.node if move.scope == "block" else move.node.snapshot
@@ -272,9 +272,9 @@ class StorageDriver:
 
 
 def _padded(moves: list[StorageMove]) -> np.ndarray:
-    """The record ids, padded with null to a power of two: few executables for all lengths."""
-    ids = np.zeros(1 << (len(moves) - 1).bit_length(), np.int32)
-    ids[: len(moves)] = [move.record for move in moves]
+    """The pages [N, K] of records of one scope, padded with null to a power of two: few executables for all lengths."""
+    ids = np.zeros((1 << (len(moves) - 1).bit_length(), len(moves[0].pages)), np.int32)
+    ids[: len(moves)] = [move.pages for move in moves]
     return ids
 
 

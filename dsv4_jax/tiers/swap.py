@@ -1,7 +1,7 @@
 """swap: blocks and slots of the cache to and from host records, inside jitted steps.
 
-    host = dsv4.init_host_cache(layout, num_blocks, snapshots=n)
-    plan = dsv4.plan_swap("out", device_ids, host_ids, num_device=size.num_blocks, num_host=host.num_blocks)
+    host = dsv4.init_host_cache(layout, num_pages)
+    plan = dsv4.plan_swap("out", device_ids, host_ids, num_device=size.num_blocks, num_host=host.num_pages)
     host = dsv4.swap_out(cache, host, plan)      # traceable; jit it with the destination donated
 
 Each direction is one native call that updates its destination in place (`implementation="ffi"`, the default where the
@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..cache import KVCache
-from ..errors import LayoutError
 from ..plan import StateSwapPlan, SwapPlan
 from ..records import RecordScope, record_format
 from .cache_units import check_same_records, ids_of, leaves_of, state_ids_of, units_of, with_leaves
@@ -47,52 +46,49 @@ __all__ = ["restore", "snapshot", "swap_in", "swap_out"]
 def swap_out(
     cache: KVCache, host: HostCache, plan: SwapPlan, *, implementation: SwapImplementation = None
 ) -> HostCache:
-    """Copies cache blocks `plan.device_ids` to host records `plan.host_ids`.
+    """Copies cache blocks `plan.device_ids` to host pages `plan.host_ids`.
 
     Raises:
         LayoutError: the records are of another layout.
         ShapeError: the plan's fields are not int32 [N].
         ImplementationError: unknown name, or "ffi" without its library.
     """
-    return dataclasses.replace(host, blocks=_out(cache, host, host.blocks, Ids(*ids_of(plan)), "block", implementation))
+    return dataclasses.replace(host, pages=_out(cache, host, Ids(*ids_of(plan)), "block", implementation))
 
 
 def swap_in(cache: KVCache, host: HostCache, plan: SwapPlan, *, implementation: SwapImplementation = None) -> KVCache:
-    """Copies host records `plan.host_ids` to cache blocks `plan.device_ids`. Raises as `swap_out`."""
-    return _in(cache, host, host.blocks, Ids(*ids_of(plan)), "block", implementation)
+    """Copies host pages `plan.host_ids` to cache blocks `plan.device_ids`. Raises as `swap_out`."""
+    return _in(cache, host, Ids(*ids_of(plan)), "block", implementation)
 
 
 def snapshot(
     cache: KVCache, host: HostCache, plan: StateSwapPlan, *, implementation: SwapImplementation = None
 ) -> HostCache:
-    """Copies the states of slots `plan.device_ids`, of requests of `plan.num_tokens` tokens, to snapshot records.
+    """Copies the states of slots `plan.device_ids`, of requests of `plan.num_tokens` tokens, to host pages.
 
     With the request's blocks swapped out this is all of it: its slot and blocks can be given to others, and
     `restore` and `swap_in` make any slot and blocks continue it, to the byte, also in a cache with another
     `draft_tokens`. (The block table names device blocks: the plan of the next step sets it anew.)
 
-    Raises as `swap_out`; also `LayoutError` if the host cache has no snapshots.
+    Raises as `swap_out`.
     """
-    pool, ids = _snapshots(host), state_ids_of(plan)
-    return dataclasses.replace(host, snapshots=_out(cache, host, pool, ids, "slot", implementation))
+    return dataclasses.replace(host, pages=_out(cache, host, state_ids_of(plan), "slot", implementation))
 
 
 def restore(
     cache: KVCache, host: HostCache, plan: StateSwapPlan, *, implementation: SwapImplementation = None
 ) -> KVCache:
-    """Copies states from snapshot records `plan.host_ids` to slots `plan.device_ids`, by the positions of their rows.
+    """Copies states from host pages `plan.host_ids` to slots `plan.device_ids`, by the positions of their rows.
 
     What of a slot is no part of its state (see `dsv4_jax.records`) becomes zero: nothing reads it before it is
     written. Raises as `snapshot`.
     """
-    return _in(cache, host, _snapshots(host), state_ids_of(plan), "slot", implementation)
+    return _in(cache, host, state_ids_of(plan), "slot", implementation)
 
 
-def _out(
-    cache: KVCache, host: HostCache, pool: jax.Array, ids: Ids, scope: RecordScope, choice: SwapImplementation
-) -> jax.Array:
+def _out(cache: KVCache, host: HostCache, ids: Ids, scope: RecordScope, choice: SwapImplementation) -> jax.Array:
     check_same_records(cache, host, scope)
-    record, choice = record_format(cache.layout, scope), choose_implementation(choice)
+    record, pool, choice = record_format(cache.layout, scope), host.pages, choose_implementation(choice)
     if not record.pieces or not ids.records.size:
         return pool
     leaves = leaves_of(cache, record)
@@ -107,11 +103,9 @@ def _out(
     return write(pool, packed, jnp.where(there, rows, 0).reshape(-1))
 
 
-def _in(
-    cache: KVCache, host: HostCache, pool: jax.Array, ids: Ids, scope: RecordScope, choice: SwapImplementation
-) -> KVCache:
+def _in(cache: KVCache, host: HostCache, ids: Ids, scope: RecordScope, choice: SwapImplementation) -> KVCache:
     check_same_records(cache, host, scope)
-    record, choice = record_format(cache.layout, scope), choose_implementation(choice)
+    record, pool, choice = record_format(cache.layout, scope), host.pages, choose_implementation(choice)
     if not record.pieces or not ids.records.size:
         return cache
     leaves = leaves_of(cache, record)
@@ -139,9 +133,3 @@ def _cut(packed: jax.Array, count: int, width: int) -> jax.Array:
     """States or blocks [N, bytes] as rows of a pool [N * count, width]; what these do not reach is left out."""
     packed = packed[:, : count * width]
     return jnp.pad(packed, ((0, 0), (0, count * width - packed.shape[1]))).reshape(-1, width)
-
-
-def _snapshots(host: HostCache) -> jax.Array:
-    if host.snapshots is None:
-        raise LayoutError("this host cache has no snapshots: give init_host_cache a number of them")
-    return host.snapshots

@@ -14,7 +14,7 @@ from ..checks import INT32_MAX, as_int
 from ..errors import SwapPlanError
 from ..layout import CacheLayout
 from ..plan import StateSwapPlan, SwapPlan
-from ..records import state_records
+from ..records import state_pages
 
 __all__ = ["Direction", "plan_state_swap", "plan_swap"]
 
@@ -30,15 +30,15 @@ def plan_swap(
     num_host: int,
     length: int | None = None,
 ) -> SwapPlan:
-    """The plan that moves block `device_ids[i]` to ("out") or from ("in") host record `host_ids[i]`.
+    """The plan that moves block `device_ids[i]` to ("out") or from ("in") host page `host_ids[i]`.
 
     Args:
         direction: "out" (device to host) or "in".
         device_ids: blocks, in 1..num_device.
-        host_ids: as many records, in 1..num_host. Sources may repeat (one record can fill several
-            blocks), destinations may not.
+        host_ids: as many pages, in 1..num_host. Sources may repeat (one page can fill several blocks), destinations
+            may not.
         num_device: usable units, the null unit not counted (`CacheSize.num_blocks`, ...).
-        num_host: usable records (`HostCache.num_blocks`, ...).
+        num_host: usable pages (`HostCache.num_pages`).
         length: static length of the plan; default: the next power of two, and 0 for no ids.
 
     Returns:
@@ -71,14 +71,14 @@ def plan_state_swap(
     num_host: int,
     length: int | None = None,
 ) -> StateSwapPlan:
-    """The plan that moves the state in slot `device_ids[i]` to ("out") or from ("in") host records `host_ids[i]`.
+    """The plan that moves the state in slot `device_ids[i]` to ("out") or from ("in") host pages `host_ids[i]`.
 
     Args:
         direction: "out" (device to host) or "in".
         layout: of the cache.
         device_ids: slots, in 1..num_device.
-        host_ids: for each as many snapshot records as its state takes (`dsv4_jax.records.state_records`: one at a
-            block boundary), in 1..num_host, in the order of its bytes; a number stands for one.
+        host_ids: for each as many host pages as its state takes (`dsv4_jax.records.state_pages`), in 1..num_host, in
+            the order of its bytes; a number stands for one.
         num_tokens: of each request, at that state. Rows lie by position, so a wrong number moves other rows.
         num_device, num_host, length: as for `plan_swap`.
 
@@ -93,9 +93,9 @@ def plan_state_swap(
     if not len(device) == len(given) == len(tokens):
         raise SwapPlanError(f"{len(device)} device ids for {len(given)} states of {len(tokens)} token counts")
     for i, count in enumerate(tokens):
-        if len(given[i]) != state_records(layout, count):
+        if len(given[i]) != state_pages(layout, count):
             raise SwapPlanError(
-                f"the state of {count} tokens takes {state_records(layout, count)} host records, got {len(given[i])}"
+                f"the state of {count} tokens takes {state_pages(layout, count)} host pages, got {len(given[i])}"
             )
     _check_destinations(direction, device, host)
     length = _length(len(device), length)

@@ -15,7 +15,7 @@ import pytest
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, init_cache, init_host_cache
 from dsv4_jax.plan import StateSwapPlan, SwapPlan
-from dsv4_jax.records import block_record, snapshot_record, state_record
+from dsv4_jax.records import block_record, state_record
 from dsv4_jax.tiers import record_copy, swap
 from dsv4_jax.tiers.host_cache import HostCache
 
@@ -37,13 +37,13 @@ def test_lowers_to_one_ffi_call_in_place(monkeypatch: pytest.MonkeyPatch, operat
     monkeypatch.setattr(swap, "choose_implementation", lambda _: "ffi")
     layout = CacheLayout(DSV4Config.flash())
     cache = jax.eval_shape(lambda: init_cache(layout, CacheSize(2000, 64, 1024)))
-    blocks, states = block_record(layout), snapshot_record(layout)
-    host = HostCache(in_host_memory((1001, blocks.bytes)), in_host_memory((65, states.bytes)), layout)
+    blocks = block_record(layout)
+    host = HostCache(in_host_memory((1001, blocks.bytes)), layout)
     ids = jax.ShapeDtypeStruct((16,), jnp.int32)
     out = operation in ("swap_out", "snapshot")
     call = jax.jit(getattr(swap, operation), donate_argnums=1 if out else 0)
     of_blocks = operation.startswith("swap")
-    plan = SwapPlan(ids, ids) if of_blocks else StateSwapPlan(ids, jax.ShapeDtypeStruct((16, 2), jnp.int32), ids)
+    plan = SwapPlan(ids, ids) if of_blocks else StateSwapPlan(ids, jax.ShapeDtypeStruct((16, 10), jnp.int32), ids)
     text = call.trace(cache, host, plan).lower(lowering_platforms=("cuda",)).as_text()
     record = blocks if of_blocks else state_record(layout)
     assert text.count("custom_call @dsv4_swap_" + ("out" if out else "in")) == 1
@@ -75,12 +75,12 @@ def test_pinned_records_take_no_device_memory() -> None:
     layout = CacheLayout(DSV4Config.flash())
     before = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
     host = init_host_cache(layout, 2000)
-    assert host.blocks.nbytes > 2**29
+    assert host.pages.nbytes > 2**29
     assert jax.devices()[0].memory_stats()["peak_bytes_in_use"] - before < 2**20
     host = jax.jit(swap.swap_out, donate_argnums=1)(
         init_cache(layout, CacheSize(4, 1, 4)), host, SwapPlan(np.ones(1, np.int32), np.ones(1, np.int32))
     )
-    assert host.blocks.sharding.memory_kind == "pinned_host"
+    assert host.pages.sharding.memory_kind == "pinned_host"
 
 
 @pytest.mark.gpu

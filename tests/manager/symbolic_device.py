@@ -11,7 +11,7 @@ import numpy as np
 from dsv4_jax import CacheLayout, CacheSize
 from dsv4_jax.manager import HostSize, TransferStage
 from dsv4_jax.plan import StateSwapPlan, StepPlan, SwapPlan
-from dsv4_jax.records import state_records
+from dsv4_jax.records import state_pages
 
 State = tuple[object, tuple[int, ...]]
 Record = tuple[State, int, int]  # whose, which of its records, of how many
@@ -53,7 +53,7 @@ class SymbolicDevice:
                 written = [unit for d, records, _ in pairs for unit in (records if outward else [d])]
                 assert len(set(written)) == len(written), "a unit is written twice in one call"
                 if isinstance(plan, StateSwapPlan):
-                    assert all(len(records) == state_records(self.layout, n) for _, records, n in pairs)
+                    assert all(len(records) == state_pages(self.layout, n) for _, records, n in pairs)
                 values = [source.get(d, UNWRITTEN) if outward else _whole(source, r) for d, r, _ in pairs]
                 for value, (device, records, num_tokens) in zip(values, pairs, strict=True):
                     if isinstance(plan, StateSwapPlan):

@@ -39,7 +39,7 @@ class Server:
         policy = CachePolicy(snapshots=SnapshotPlacement(every=1))
         self.manager = dsv4.KVCacheManager(layout, runner.size, policy=policy, host=HOST, weights_id="weights")
         self.cache = dsv4.init_cache(layout, runner.size)
-        self.host = dsv4.init_host_cache(layout, HOST.num_blocks, snapshots=HOST.num_snapshots)
+        self.host = dsv4.init_host_cache(layout, HOST.num_pages(layout))
         self.stores = [
             AsyncStore(make(folder / name, record_bytes=record.bytes, fingerprint=fingerprint))
             for name, record, fingerprint in (

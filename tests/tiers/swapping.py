@@ -22,7 +22,7 @@ CFG = DSV4Config.tiny(
     layer_types=(SWA, CSA, HCA, CSA, HCA, HCA), hca_ratio=128, head_dim=23, rope_dim=6, index_head_dim=16
 )
 SIZE = CacheSize(num_blocks=7, num_slots=3, max_blocks_per_request=4)
-RECORDS, SNAPSHOTS = 6, 4
+PAGES = 14
 FORMATS = [("fp8", "fp4"), ("fp8_per_entry", "fp8"), ("bf16", "bf16"), ("f32", "f32")]
 Image = dict[str, np.ndarray]
 
@@ -39,15 +39,11 @@ def random_cache(layout: CacheLayout, seed: int, shards: int = 1) -> KVCache:
 
 
 def random_host(layout: CacheLayout, seed: int) -> HostCache:
-    """Random records; those numbered 0 are zero."""
-    host, rng = init_host_cache(layout, RECORDS, snapshots=SNAPSHOTS), np.random.default_rng(seed)
-
-    def random(pool: jax.Array) -> jax.Array:
-        data = rng.integers(0, 256, pool.shape, np.uint8)
-        data[0] = 0
-        return jax.device_put(data, pool.sharding)
-
-    return HostCache(random(host.blocks), random(host.snapshots), layout)
+    """Random pages; page 0 is zero."""
+    host = init_host_cache(layout, PAGES)
+    data = np.random.default_rng(seed).integers(0, 256, host.pages.shape, np.uint8)
+    data[0] = 0
+    return HostCache(jax.device_put(data, host.pages.sharding), layout)
 
 
 def image(cache: KVCache) -> Image:

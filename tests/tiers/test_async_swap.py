@@ -35,21 +35,21 @@ def library() -> None:
 
 def test_transfers_of_their_own():
     cache, host = random_cache(LAYOUT, 1), random_host(LAYOUT, 2)
-    want, pool = image(cache), np.array(host.blocks)
+    want, pool = image(cache), np.array(host.pages)
     given, (host, handle) = host, async_swap.swap_out_async(cache, host, OUT)
     handle.wait(PATIENCE)
-    assert handle.is_ready() and handle.error is None and given.blocks.is_deleted()
+    assert handle.is_ready() and handle.error is None and given.pages.is_deleted()
     assert handle.duration > 0
     model_out(LAYOUT, want, pool, OUT)
     # The pool may be read now, and goes on being donated: the handle does not hold it.
-    assert np.array_equal(host.blocks, pool)
+    assert np.array_equal(host.pages, pool)
     given, (cache, handle) = cache, async_swap.swap_in_async(cache, host, IN)
     handle.wait()
     model_in(LAYOUT, want, pool, IN)
     assert_image(cache, want)
     assert all(x.is_deleted() for x in given.arrays.values())
-    slots = StateSwapPlan(*(np.array(ids, np.int32) for ids in ([2], [[1, 3]], [35])))
-    others, states = slots._replace(device_ids=slots.device_ids + np.int32(1)), np.array(host.snapshots)
+    slots = StateSwapPlan(*(np.array(ids, np.int32) for ids in ([2], [[1, 3, 7, 9, 8]], [35])))
+    others, states = slots._replace(device_ids=slots.device_ids + np.int32(1)), np.array(host.pages)
     host, first = async_swap.snapshot_async(cache, host, slots)
     cache, second = async_swap.restore_async(cache, host, others)
     first.wait(PATIENCE), second.wait(PATIENCE)

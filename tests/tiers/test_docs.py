@@ -11,7 +11,7 @@ import pytest
 
 from dsv4_jax import CacheLayout, DSV4Config
 from dsv4_jax.plan import SwapPlan
-from dsv4_jax.records import block_record, snapshot_record, state_record, state_records
+from dsv4_jax.records import block_record, snapshot_record, state_pages, state_record
 from dsv4_jax.testing import Held, assert_same_bytes, live_bytes
 from dsv4_jax.tiers import overlapped_swap
 
@@ -45,7 +45,7 @@ def test_example(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert_same_bytes(live_bytes(scope["cache"], Held(2, scope["tokens"], [7, 1, 2])), was)
     ids = np.array([2], np.int32)
     left = np.asarray(overlapped_swap.pack_blocks(scope["cache"], SwapPlan(ids, ids)))
-    np.testing.assert_array_equal(np.asarray(scope["host"].blocks)[4], left[0])
+    np.testing.assert_array_equal(np.asarray(scope["host"].pages)[4], left[0])
     assert left.any()
 
 
@@ -76,4 +76,6 @@ def test_numbers() -> None:
         assert sum(piece.layers * piece.stride for piece in pieces) == total
     snapshot, more = snapshot_record(layout).bytes, state_record(layout).bytes - snapshot_record(layout).bytes
     assert f"a block boundary, {snapshot:,} bytes for V4-Flash" in " ".join(TEXT.split())
-    assert f"is still to come: {more:,} bytes more" in " ".join(TEXT.split()) and state_records(layout, 300) == 2
+    assert f"is still to come: {more:,} bytes more" in " ".join(TEXT.split()) and [
+        state_pages(layout, n) for n in (256, 300)
+    ] == [9, 10]

@@ -27,7 +27,7 @@ from dsv4_jax.config import AttentionType
 from dsv4_jax.errors import CapacityError
 from dsv4_jax.manager import HostSize, Request, StepShape
 from dsv4_jax.plan import StateSwapPlan, SwapPlan
-from dsv4_jax.records import block_record, snapshot_record, state_records
+from dsv4_jax.records import page_bytes, state_pages
 from dsv4_jax.testing import Held, assert_same_bytes, live_bytes
 from dsv4_jax.tiers.host_cache import HostCache
 
@@ -38,7 +38,7 @@ from .swapping import jitted
 CSA, HCA = AttentionType.CSA, AttentionType.HCA
 CFG = DSV4Config.tiny(layer_types=(CSA, HCA), hc_sinkhorn_iters=1)
 SIZE = CacheSize(num_blocks=5, num_slots=2, max_blocks_per_request=2)
-SNAPSHOTS = 4  # records: what one state takes, whatever the tests' layout
+PAGES = 50  # of the host
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -48,25 +48,22 @@ def library() -> None:
 
 def test_records_are_pinned_zeros_updated_in_place():
     layout = CacheLayout(CFG)
-    for blocks in (1, 3, 64):
-        host = init_host_cache(layout, blocks, snapshots=2)
-        assert (host.num_blocks, host.num_snapshots) == (blocks, 2)
-        assert host.blocks.shape == (1 + blocks, block_record(layout).bytes) and not np.asarray(host.blocks).any()
-        assert host.snapshots.shape == (3, snapshot_record(layout).bytes)
-        assert {x.sharding.memory_kind for x in jax.tree.leaves(host)} == {"pinned_host"}
+    for pages in (1, 3, 64):
+        host = init_host_cache(layout, pages)
+        assert host.num_pages == pages and host.pages.sharding.memory_kind == "pinned_host"
+        assert host.pages.shape == (1 + pages, page_bytes(layout)) and not np.asarray(host.pages).any()
         # The very first donated call updates them where they are.
-        where = host.blocks.unsafe_buffer_pointer()
+        where = host.pages.unsafe_buffer_pointer()
         plan = SwapPlan(np.ones(1, np.int32), np.ones(1, np.int32))
         after = jitted("swap_out")(init_cache(layout, SIZE), host, plan)
-        assert after.blocks.unsafe_buffer_pointer() == where and host.blocks.is_deleted()
-    host = init_host_cache(layout, 1, device=jax.devices()[1])
-    assert host.snapshots is None and host.num_snapshots == 0 and host.blocks.devices() == {jax.devices()[1]}
+        assert after.pages.unsafe_buffer_pointer() == where and host.pages.is_deleted()
+    assert init_host_cache(layout, 1, device=jax.devices()[1]).pages.devices() == {jax.devices()[1]}
 
 
-@pytest.mark.parametrize("counts", [(0, 0), (-1, 0), (1.5, 0), (True, 0), (1, -1), (1, "2")])
-def test_impossible_counts(counts):
-    with pytest.raises(CapacityError, match="must be an integer >= "):
-        init_host_cache(CacheLayout(CFG), counts[0], snapshots=counts[1])
+@pytest.mark.parametrize("count", [0, -1, 1.5, True, "2"])
+def test_impossible_counts(count):
+    with pytest.raises(CapacityError, match="num_pages must be an integer >= 1"):
+        init_host_cache(CacheLayout(CFG), count)
 
 
 # Whole requests
@@ -78,22 +75,22 @@ def empty(layout: CacheLayout, size: CacheSize = SIZE) -> KVCache:
 
 
 def out(cache: KVCache, host: HostCache, blocks: list[int], slot: int, tokens: int) -> HostCache:
-    """A request's blocks to records 1.., its state to snapshot records 1.. ."""
-    sizes = dict(num_device=cache.block_units - 1, num_host=host.num_blocks, length=len(blocks))
+    """A request's blocks to pages 1.., its state to those behind."""
+    sizes = dict(num_device=cache.block_units - 1, num_host=host.num_pages, length=len(blocks))
     host = jitted("swap_out")(cache, host, plan_swap("out", blocks, range(1, len(blocks) + 1), **sizes))
     return jitted("snapshot")(cache, host, state("out", cache, slot, tokens))
 
 
 def state(direction: str, cache: KVCache, slot: int, tokens: int) -> StateSwapPlan:
-    """Of a slot and the first snapshot records."""
-    records = [*range(1, 1 + state_records(cache.layout, tokens))]
-    sizes = dict(num_device=cache.slot_units - 1, num_host=SNAPSHOTS)
+    """Of a slot and the host's pages 9 and on."""
+    records = [*range(9, 9 + state_pages(cache.layout, tokens))]
+    sizes = dict(num_device=cache.slot_units - 1, num_host=PAGES)
     return plan_state_swap(direction, cache.layout, [slot], [records], [tokens], **sizes)
 
 
 def back(cache: KVCache, host: HostCache, blocks: list[int], slot: int, tokens: int) -> KVCache:
     """The reverse of `out`, to these blocks and this slot; the table is set as a next step would set it."""
-    sizes = dict(num_device=cache.block_units - 1, num_host=host.num_blocks, length=len(blocks))
+    sizes = dict(num_device=cache.block_units - 1, num_host=host.num_pages, length=len(blocks))
     cache = jitted("swap_in")(cache, host, plan_swap("in", blocks, range(1, len(blocks) + 1), **sizes))
     cache = jitted("restore")(cache, host, state("in", cache, slot, tokens))
     table = cache.block_table.at[slot, : len(blocks)].set(jnp.array(blocks, jnp.int32))
@@ -126,13 +123,13 @@ def test_cold_prefill_equals_round_trip_equals_preemption(options):
     finish(cold, 2)
 
     # Out, zero, in: the same request.
-    host = out(swapped.cache, init_host_cache(layout, 3, snapshots=SNAPSHOTS), swapped.blocks[2], 2, 137)
+    host = out(swapped.cache, init_host_cache(layout, PAGES), swapped.blocks[2], 2, 137)
     swapped.cache = back(empty(layout), host, swapped.blocks[2], 2, 137)
     finish(swapped, 2)
     assert_same_bytes(swapped.live(2), cold.live(2))
 
     # Out; another request takes slot and blocks; in again elsewhere: its own bytes are the same.
-    host = out(preempted.cache, init_host_cache(layout, 3, snapshots=SNAPSHOTS), preempted.blocks[2], 2, 137)
+    host = out(preempted.cache, init_host_cache(layout, PAGES), preempted.blocks[2], 2, 137)
     was = preempted.blocks[2]
     preempted.release(2)
     preempted.free = [b for b in preempted.free if b not in was] + was
@@ -167,8 +164,8 @@ def check_next_tokens(
         """A manager, its cache and its records."""
 
         def __init__(self) -> None:
-            self.manager = KVCacheManager(layout, size, host=HostSize(columns, SNAPSHOTS))
-            self.host = init_host_cache(layout, columns, snapshots=SNAPSHOTS)
+            self.manager = KVCacheManager(layout, size, host=HostSize(columns, 2))
+            self.host = init_host_cache(layout, PAGES)
             # What a resumed request brings to its first step: all its table entries.
             bounds = (StepShape.bound(layout, 1, tokens, columns=columns) for tokens in (chunk, 1))
             first, then = (dataclasses.replace(b, table_entries=b.table_entries + columns) for b in bounds)

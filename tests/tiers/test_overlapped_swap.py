@@ -36,13 +36,13 @@ class TestOverlapped:
             return x @ x, jax.device_put(packed, HOST)
 
         cache, host = random_cache(LAYOUT, 3), random_host(LAYOUT, 4)
-        pool = np.array(host.blocks)
+        pool = np.array(host.pages)
         _, packed = jax.jit(step)(cache, OUT, jnp.ones((8, 8)))
         assert packed.sharding.memory_kind == "pinned_host" and not np.asarray(packed)[3].any()
         commit = jax.jit(scatter_to_host, donate_argnums=0, static_argnames="implementation")
         host = commit(host, packed, OUT, implementation=implementation)
         model_out(LAYOUT, image(cache), pool, OUT)
-        assert np.array_equal(host.blocks, pool) and host.blocks.sharding.memory_kind == "pinned_host"
+        assert np.array_equal(host.pages, pool) and host.pages.sharding.memory_kind == "pinned_host"
 
     def test_in_beside_a_step(self, implementation):
         def step(cache, packed, plan, x):
@@ -53,7 +53,7 @@ class TestOverlapped:
         packed = jax.jit(gather_from_host, static_argnames="implementation")(host, IN, implementation=implementation)
         assert packed.sharding.memory_kind == "pinned_host" and not np.asarray(packed)[3].any()
         _, cache = jax.jit(step, donate_argnums=0)(cache, packed, IN, jnp.ones((8, 8)))
-        model_in(LAYOUT, want, np.array(host.blocks), IN)
+        model_in(LAYOUT, want, np.array(host.pages), IN)
         assert_image(cache, want)
 
 
@@ -61,7 +61,7 @@ def test_nothing_packed_and_wrong_sizes():
     cache, host = random_cache(LAYOUT, 7), random_host(LAYOUT, 8)
     nothing = SwapPlan(np.zeros(0, np.int32), np.zeros(0, np.int32))
     packed = pack_blocks(cache, nothing)
-    assert packed.shape == gather_from_host(host, nothing).shape == (0, host.blocks.shape[1])
+    assert packed.shape == gather_from_host(host, nothing).shape == (0, host.pages.shape[1])
     assert scatter_to_host(host, packed, nothing) is host and unpack_blocks(cache, packed, nothing) is cache
     with pytest.raises(ShapeError, match="packed records are uint8"):
         scatter_to_host(host, packed, OUT)

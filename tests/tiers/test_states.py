@@ -17,7 +17,7 @@ from dsv4_jax.cache import KVCache
 from dsv4_jax.config import AttentionType
 from dsv4_jax.errors import LayoutError
 from dsv4_jax.plan import StateSwapPlan
-from dsv4_jax.records import Piece, snapshot_record, state_record, state_records
+from dsv4_jax.records import Piece, snapshot_record, state_pages, state_record
 from dsv4_jax.testing import assert_same_bytes
 from dsv4_jax.testing.live import Live
 from dsv4_jax.testing.runner import with_garbage
@@ -32,6 +32,7 @@ SWA, CSA, HCA = AttentionType
 CFG = DSV4Config.tiny(layer_types=(SWA, CSA, HCA), hca_ratio=16, sliding_window=12, hc_sinkhorn_iters=1)
 SIZE = CacheSize(num_blocks=8, num_slots=2, max_blocks_per_request=4)
 BLOCK, TOKENS = 16, 60
+PAGES = 40  # of the host; none of the states takes more than 30
 BOUNDARY, WITHIN = 32, 39  # tokens: no entry unfinished, one of each kind
 # After as many tokens no ring holds anything of before: 16 + 3 rows of raw HCA state are the most.
 RING = 19
@@ -68,17 +69,17 @@ def cold(layout: CacheLayout, tokens: int) -> Driver:
 
 
 def away(driver: Driver, slot: int) -> HostCache:
-    """A request's blocks in host records 1.. and its state in as many snapshot records as it takes."""
+    """A request's blocks in host pages 1.. and its state in pages 5.. ."""
     layout, blocks, tokens = driver.layout, driver.blocks[slot], driver.length[slot]
-    host = init_host_cache(layout, 6, snapshots=4)
-    plan = plan_swap("out", blocks, range(1, 1 + len(blocks)), num_device=SIZE.num_blocks, num_host=6)
+    host = init_host_cache(layout, PAGES)
+    plan = plan_swap("out", blocks, range(1, 1 + len(blocks)), num_device=SIZE.num_blocks, num_host=PAGES)
     host = jitted("swap_out")(driver.cache, host, plan)
     return jitted("snapshot")(driver.cache, host, states("out", layout, slot, tokens))
 
 
 def states(direction: str, layout: CacheLayout, slot: int, tokens: int) -> StateSwapPlan:
-    records = list(range(1, 1 + state_records(layout, tokens)))
-    return plan_state_swap(direction, layout, [slot], [records], [tokens], num_device=SIZE.num_slots, num_host=4)
+    records = list(range(5, 5 + state_pages(layout, tokens)))
+    return plan_state_swap(direction, layout, [slot], [records], [tokens], num_device=SIZE.num_slots, num_host=PAGES)
 
 
 def back(host: HostCache, layout: CacheLayout, tokens: int) -> Driver:
@@ -88,7 +89,7 @@ def back(host: HostCache, layout: CacheLayout, tokens: int) -> Driver:
     driver.admit(2, stream(layout))
     blocks = driver.blocks[2] = [int(driver.free.pop()) for _ in range(layout.blocks_for(tokens))]
     driver.length[2] = tokens
-    plan = plan_swap("in", blocks, range(1, 1 + len(blocks)), num_device=SIZE.num_blocks, num_host=6)
+    plan = plan_swap("in", blocks, range(1, 1 + len(blocks)), num_device=SIZE.num_blocks, num_host=PAGES)
     cache = jitted("swap_in")(driver.cache, host, plan)
     cache = jitted("restore")(cache, host, states("in", layout, 2, tokens))
     table = cache.block_table.at[2, : len(blocks)].set(jnp.array(blocks, jnp.int32))
@@ -154,12 +155,12 @@ def test_no_row_of_a_record_can_be_left_out(hca_state, piece):
     assert_same_bytes(whole(back(host, layout, tokens), 2), expected)
     seen = 0
     for row in range(part.rows):
-        records = np.array(host.snapshots)
+        records = np.array(host.pages)
         start = part.offset + row * part.width
-        held = records[1:].reshape(-1)[start : start + part.width]  # the records of one state follow each other
+        held = records[5:].reshape(-1)[start : start + part.width]  # the pages of the state follow each other
         if held.any():  # else it is the row of a token that is still to come
             held[:] = 0
-            lacking = dataclasses.replace(host, snapshots=jax.device_put(records, host.snapshots.sharding))
+            lacking = dataclasses.replace(host, pages=jax.device_put(records, host.pages.sharding))
             with pytest.raises(AssertionError, match=f"{part.leaf.pool} part"):
                 assert_same_bytes(whole(back(lacking, layout, tokens), 2), expected)
             seen += 1
@@ -170,19 +171,26 @@ def test_no_row_of_a_record_can_be_left_out(hca_state, piece):
 def test_equal_states_have_equal_records():
     """Whatever cache, draft width, slot and blocks they were in, and whatever lay beside them."""
     for tokens in (BOUNDARY, WITHIN):
-        first = np.asarray(away(cold(layout_of(0), tokens), 1).snapshots)
+        first = state_of(cold(layout_of(0), tokens), 1)
         for drafts in (1, 3):
             there = back(away(cold(layout_of(0), tokens), 1), layout_of(drafts), tokens)
-            np.testing.assert_array_equal(np.asarray(away(there, 2).snapshots), first)
-            np.testing.assert_array_equal(np.asarray(away(cold(layout_of(drafts), tokens), 1).snapshots), first)
-        assert first[1].any() and first[2].any() == (tokens == WITHIN) and not first[3:].any()
+            assert state_of(there, 2) == state_of(cold(layout_of(drafts), tokens), 1) == first
+        snapshot, state = snapshot_record(layout_of(0)), state_record(layout_of(0))
+        end = (snapshot if tokens == BOUNDARY else state).bytes
+        assert any(first[: snapshot.bytes]) and any(first[snapshot.bytes : end]) == (tokens == WITHIN)
+        assert not any(first[end:])
+
+
+def state_of(driver: Driver, slot: int) -> bytes:
+    """The host pages of its state."""
+    return np.asarray(away(driver, slot).pages)[5:].tobytes()
 
 
 def test_records_of_another_kind_of_state_are_refused():
     driver = cold(layout_of(0), WITHIN)
     for other in (layout_of(0, "raw"), layout_of(0, kv_format="bf16")):
         with pytest.raises(LayoutError, match="cannot hold states of"):
-            swap.snapshot(driver.cache, init_host_cache(other, 1, snapshots=2), states("out", layout_of(0), 1, WITHIN))
+            swap.snapshot(driver.cache, init_host_cache(other, 1), states("out", layout_of(0), 1, WITHIN))
 
 
 def test_four_shards():
@@ -198,11 +206,13 @@ def test_four_shards():
         for name in drivers[0].cache.arrays
     }
     cache = jax.device_put(KVCache(joined, layout), cache_sharding(layout, mesh))
-    host = init_host_cache(layout, 1, snapshots=2, sharding=split)
+    host = init_host_cache(layout, PAGES, sharding=split)
 
     def plans(slot: int) -> StateSwapPlan:
-        """Two records for every state, the second one null where it has one."""
-        records = np.array([[1, 2 * (state_records(layout, tokens) - 1)] for tokens in lengths], np.int32)
+        """As many pages for every state, the last ones null where it has fewer."""
+        records = np.zeros((4, state_pages(layout, 1)), np.int32)
+        for row, tokens in zip(records, lengths, strict=True):
+            row[: state_pages(layout, tokens)] = range(1, 1 + state_pages(layout, tokens))
         plan = StateSwapPlan(np.full(4, slot, np.int32), records, np.array(lengths, np.int32))
         return jax.device_put(plan, split)
 

@@ -61,7 +61,7 @@ class Engine:
 
     def fresh(self) -> None:
         self.cache = dsv4_jax.init_cache(LAYOUT, SIZE)
-        self.host = dsv4_jax.init_host_cache(LAYOUT, HOST.num_blocks, snapshots=HOST.num_snapshots)
+        self.host = dsv4_jax.init_host_cache(LAYOUT, HOST.num_pages(LAYOUT))
 
     def units(self, scope: str, ids: list[int]) -> list[np.ndarray]:
         """The bytes of these units, leaf by leaf."""

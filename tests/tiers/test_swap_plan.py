@@ -11,7 +11,7 @@ from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.errors import PlanError, SwapPlanError
 from dsv4_jax.layout import CacheLayout
 from dsv4_jax.plan import StateSwapPlan
-from dsv4_jax.records import ALIGNMENT, block_record, snapshot_record, state_record, state_records
+from dsv4_jax.records import ALIGNMENT, block_record, page_bytes, snapshot_record, state_pages, state_record
 from dsv4_jax.tiers.swap_plan import plan_state_swap, plan_swap
 
 
@@ -75,6 +75,7 @@ def test_a_layout_without_blocks_has_an_empty_record():
     layout = CacheLayout(DSV4Config.tiny(layer_types=(AttentionType.SWA,)))
     assert block_record(layout).pieces == () and block_record(layout).bytes == 0
     assert snapshot_record(layout).bytes > 0 and state_record(layout) == snapshot_record(layout)
+    assert page_bytes(layout) == snapshot_record(layout).bytes and state_pages(layout, 5) == 1
 
 
 # Bytes of window rows and compressor rows: what the record is made of, a layer.
@@ -93,7 +94,7 @@ def unfinished(csa: int, hca: int, online: bool) -> int:
 
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("hca_state", ["online", "raw"])
-def test_state_records_have_the_bytes_predicted(drafts, hca_state):
+def test_state_pages_have_the_bytes_predicted(drafts, hca_state):
     """Flash has 43 layers, 21 of CSA and 20 of HCA; Pro 61, 30 and 31. Drafts are no part of a record."""
     for cfg, windows, csa, hca in ((DSV4Config.flash(), 43, 21, 20), (DSV4Config.pro(), 61, 30, 31)):
         for kv_format, row in (("fp8", FP8_ROW), ("bf16", BF16_ROW)):
@@ -104,36 +105,41 @@ def test_state_records_have_the_bytes_predicted(drafts, hca_state):
             assert state_record(layout).pieces[: len(snapshot_record(layout).pieces)] == snapshot_record(layout).pieces
     flash = CacheLayout(DSV4Config.flash(), draft_tokens=drafts, hca_state=hca_state)
     assert snapshot_record(flash).bytes == 3_644_416
-    most = 2 if hca_state == "online" else 5
-    assert [state_records(flash, n) for n in (0, 127, 128, 129, 1024)] == [1, most, 1, most, 1]
+    assert page_bytes(flash) == block_record(flash).bytes
+    most = 10 if hca_state == "online" else 33
+    assert [state_pages(flash, n) for n in (0, 127, 128, 129, 1024)] == [9, most, 9, most, 9]
 
 
 def test_plans_of_states():
-    layout = CacheLayout(DSV4Config.tiny(), block_tokens=16)
-    sizes = dict(num_device=9, num_host=5)
+    layout, sizes = CacheLayout(DSV4Config.tiny()), dict(num_device=9, num_host=12)
+    assert (state_pages(layout, 128), state_pages(layout, 300)) == (3, 4)
 
     def of(slots, records, tokens, **options):
         return plan_state_swap(options.pop("direction", "out"), layout, slots, records, tokens, **sizes, **options)
 
-    made = of([3, 9, 1], [[2, 5], 1, np.array([4])], [35, 32, 0])
+    made = of([3, 9, 1], [[2, 5, 11, 12], (1, 3, 4), np.array([7, 6, 8])], [300, 256, 0])
     assert isinstance(made, StateSwapPlan) and {x.dtype for x in made} == {np.dtype(np.int32)}
-    assert [x.tolist() for x in made] == [[3, 9, 1, 0], [[2, 5], [1, 0], [4, 0], [0, 0]], [35, 32, 0, 0]]
+    pages = [[2, 5, 11, 12], [1, 3, 4, 0], [7, 6, 8, 0], [0, 0, 0, 0]]
+    assert [x.tolist() for x in made] == [[3, 9, 1, 0], pages, [300, 256, 0, 0]]
     assert [x.shape for x in of([], [], [])] == [(0,), (0, 1), (0,)]
-    assert [x.tolist() for x in of([1, 2], [3, 3], [16, 16], direction="in")] == [[1, 2], [[3], [3]], [16, 16]]
+    again = of([1, 2], [[3, 4, 5], [3, 4, 5]], [128, 128], direction="in")  # one snapshot for two requests
+    assert again.host_ids.tolist() == [[3, 4, 5], [3, 4, 5]]
+    alone = CacheLayout(DSV4Config.tiny(layer_types=(AttentionType.SWA,)))  # a number stands for one page
+    assert plan_state_swap("out", alone, [1], [2], [35], **sizes).host_ids.tolist() == [[2]]
     for arguments, says in (
-        (([1], [2], [35]), "the state of 35 tokens takes 2 host records, got 1"),
-        (([1], [[2, 3]], [32]), "the state of 32 tokens takes 1 host records, got 2"),
+        (([1], [2], [300]), "the state of 300 tokens takes 4 host pages, got 1"),
+        (([1], [[2, 3, 4, 5]], [256]), "the state of 256 tokens takes 3 host pages, got 4"),
         (([1], [2], [-1]), "token count -1 at index 0 is no integer of 0..2147483647"),
         (([1], [2], [2**31]), "token count 2147483648 at index 0"),
         (([1], [2], [1.5]), "token count 1.5 at index 0"),
         (([1, 2], [2], [32]), "2 device ids for 1 states of 1 token counts"),
-        (([1], [6], [32]), "host id 6 at index 0 is out of range"),
-        (([0], [1], [32]), "device id 0 at index 0 is the null id"),
-        (([1, 2], [[2, 3], [3, 4]], [35, 35]), "host id 3 at index 2 is written twice, first at index 1"),
+        (([1], [[1, 2, 13]], [0]), "host id 13 at index 2 is out of range"),
+        (([0], [[1, 2, 3]], [0]), "device id 0 at index 0 is the null id"),
+        (([1, 2], [[2, 3, 4], [5, 3, 6]], [0, 0]), "host id 3 at index 4 is written twice, first at index 1"),
     ):
         with pytest.raises(SwapPlanError, match=re.escape(says)):
             of(*arguments)
     with pytest.raises(SwapPlanError, match="1 ids do not fit a plan of length 0"):
-        of([1], [1], [16], length=0)
+        of([1], [[1, 2, 3]], [128], length=0)
     with pytest.raises(SwapPlanError, match="'sideways'"):
-        of([1], [1], [16], direction="sideways")
+        of([1], [[1, 2, 3]], [128], direction="sideways")
