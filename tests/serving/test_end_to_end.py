@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 import dsv4_jax as dsv4
 from dsv4_jax.plan import StepPlan
+from dsv4_jax.records import record_format, state_record
 from dsv4_jax.testing import Mix, Mixes
+from dsv4_jax.tiers import async_swap, swap
 
 from .engine import runner
 
@@ -63,3 +67,28 @@ def test_the_comparison_sees_what_is_left_out(mixes: Mixes, forgets: str) -> Non
     with pytest.raises(AssertionError, match=r"differ|expected|not"):
         for seed in range(40):
             mixes.run(seed, kind)
+
+
+@pytest.fixture
+def swaps_anew(monkeypatch: pytest.MonkeyPatch):
+    """Swaps are traced as they are patched, and then as they were."""
+    async_swap._compiled.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    async_swap._compiled.cache_clear()
+
+
+PIECES = {
+    f"{i} {piece.leaf.name}": i for i, piece in enumerate(state_record(runner().layout).pieces)
+}  # of a slot's state: what a snapshot has, then what an unfinished entry has pooled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("piece", PIECES)
+def test_the_comparison_sees_any_part_that_a_state_is_carried_without(mixes: Mixes, swaps_anew, piece: str) -> None:
+    whole = state_record(mixes.runner.layout)
+    lacking = dataclasses.replace(whole, pieces=tuple(p for i, p in enumerate(whole.pieces) if i != PIECES[piece]))
+    swaps_anew.setattr(swap, "record_format", lambda layout, s: lacking if s == "slot" else record_format(layout, s))
+    with pytest.raises(AssertionError, match=r"differ|expected|not"):
+        for seed in range(60):
+            mixes.run(seed)
