@@ -301,4 +301,4 @@ class StoreFormatError(StoreError, ValueError):
 
 
 class NoHitsWarning(UserWarning):
-    """A cache is to keep prefixes, and no prompt will find any of them: a hit ends where a state was kept."""
+    """A cache is to keep prefixes, and next to no prompt will find any: a hit ends where a state was kept."""

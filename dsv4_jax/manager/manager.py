@@ -79,10 +79,11 @@ class KVCacheManager:
         LayoutError: `size` is larger than `arrays`, or that has more rows than int32 has numbers (see
             `CacheLayout.check_size`).
         HashError: the weights' id has no canonical bytes.
-        PlanError: `host` is no pair of counts.
+        PlanError: `policy` is no `CachePolicy`, or `host` no pair of counts.
 
     Warns:
-        NoHitsWarning: the policy cannot lead to a hit: it keeps no states, or the cache has no slot for one.
+        NoHitsWarning: hardly a prompt will hit: the policy keeps no states, or no slot is left for any beside the live
+            request's (what still counts: the slot of one that ends at a block boundary, or is preempted there).
     """
 
     def __init__(
@@ -100,6 +101,8 @@ class KVCacheManager:
         layout.check_size(arrays)
         if not arrays.holds(size):
             raise LayoutError(f"{size} does not fit a cache of {arrays}")
+        if policy is not None and not isinstance(policy, CachePolicy):
+            raise PlanError(f"policy must be a CachePolicy or None, got {shown(policy)}")
         self.layout, self.policy, self.host_size, self.events = layout, policy, _host_size(host), events
         self.hash_spec = HashSpec(layout.block_tokens, (layout.block_fingerprint, weights_id), layout.cfg.vocab_size)
         if policy is not None:

@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import ConfigError, NoHitsWarning
+from ..checks import shown
+from ..errors import ConfigError, NoHitsWarning, PlanError
 from ..layout import CacheSize
 from .allocator import as_count
 from .prefix.node import Node
@@ -77,6 +78,9 @@ class SnapshotPlacement:
             as much hits all of it.
         doubling: at this many blocks before the end of the prompt, at twice, four times ... as many: a prompt
             that goes other ways near its end finds a state near by, and a long one needs only a few. None for none.
+
+    Raises:
+        PlanError: `every` or `doubling` is no count, or another choice neither True nor False.
     """
 
     every: int | None = None
@@ -87,8 +91,11 @@ class SnapshotPlacement:
 
     def __post_init__(self) -> None:
         for name in ("every", "doubling"):
-            if (blocks := getattr(self, name)) is not None:
-                as_count(name, blocks, 1)
+            if (blocks := getattr(self, name)) is not None:  # Python's: numpy's overflow, and have no `bit_length`
+                object.__setattr__(self, name, as_count(name, blocks, 1))
+        for name in ("end_of_prompt", "end_of_output", "junctions"):
+            if not isinstance(getattr(self, name), bool):
+                raise PlanError(f"{name} must be True or False, got {shown(getattr(self, name))}")
 
     @classmethod
     def none(cls) -> SnapshotPlacement:
@@ -179,6 +186,9 @@ class CachePolicy:
         snapshots: where states are kept.
         order: which blocks leave first (see `ORDERS`).
         watermark: how much of the host is kept free.
+
+    Raises:
+        ConfigError: one of them is something else.
     """
 
     write: WritePolicy = dataclasses.field(default_factory=WritePolicy.write_back)
@@ -186,8 +196,15 @@ class CachePolicy:
     order: Callable[[Node], Any] = least_recently_used
     watermark: HostWatermark = dataclasses.field(default_factory=HostWatermark)
 
+    def __post_init__(self) -> None:
+        for name, kind in {"write": WritePolicy, "snapshots": SnapshotPlacement, "watermark": HostWatermark}.items():
+            if not isinstance(part := getattr(self, name), kind):
+                raise ConfigError(f"cache policy: {name}", f"must be a {kind.__name__}, got {shown(part)}")
+        if not callable(self.order):
+            raise ConfigError("cache policy: order", f"must be a function of nodes, got {shown(self.order)}")
+
     def warn_if_vain(self, size: CacheSize) -> None:
-        """Warns with `NoHitsWarning` if a cache of this size keeps no states: prompts find nothing in it."""
+        """Warns with `NoHitsWarning` if a cache of this size keeps next to no states: prompts find as little in it."""
         if self.snapshots == SnapshotPlacement.none():
             problem = "its placement keeps no states"
         elif size.num_slots + size.num_snapshots < 2:
@@ -196,4 +213,4 @@ class CachePolicy:
             )
         else:
             return
-        warnings.warn(NoHitsWarning(f"prompts find nothing under this cache policy: {problem}"), stacklevel=3)
+        warnings.warn(NoHitsWarning(f"prompts find next to nothing under this cache policy: {problem}"), stacklevel=3)

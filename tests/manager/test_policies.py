@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -146,6 +147,36 @@ def test_chunks_end_where_a_snapshot_is_wanted(policy, prompt, junction, start, 
     assert policy.next_stop(start, stop, **facts) == min([*wanted, stop])
 
 
+def test_spacings_of_any_integer_type() -> None:
+    """Numpy's were kept as they came: they overflowed within a call of the manager, which was lost then."""
+    facts = dict(prompt_tokens=100_000, block_tokens=128)
+    for kind in (np.int64, np.uint8, np.int8, np.uint64, np.array):
+        odd, plain = SnapshotPlacement(every=kind(9), doubling=kind(8)), SnapshotPlacement(every=9, doubling=8)
+        assert odd == plain and {type(odd.every), type(odd.doubling)} == {int}
+        for start in range(0, 100_000, 4000):
+            stop = odd.next_stop(start, start + 4000, **facts)
+            assert stop == plain.next_stop(start, start + 4000, **facts) and type(stop) is int
+            assert odd.at(stop, **facts) is plain.at(stop, **facts)
+
+
+@pytest.mark.parametrize("value", [None, 8, 0, "no", [], 1.0])
+def test_choices_are_true_or_false(value) -> None:
+    for name in ("end_of_prompt", "end_of_output", "junctions"):
+        with pytest.raises(PlanError, match=f"{name} must be True or False, got "):
+            SnapshotPlacement(**{name: value})
+
+
+@pytest.mark.parametrize("value", [None, "lru", 3])
+def test_parts_of_a_policy_are_what_they_should_be(value) -> None:
+    """A manager took them, and was lost in its first step."""
+    for name in ("write", "snapshots", "order", "watermark"):
+        with pytest.raises(ConfigError, match=f"{name}': must be a .*, got {value!r}"):
+            CachePolicy(**{name: value})
+    if value is not None:
+        with pytest.raises(PlanError, match=f"policy must be a CachePolicy or None, got {value!r}"):
+            KVCacheManager(CacheLayout(DSV4Config.tiny()), CacheSize(9, 2, 4, 2), policy=value)
+
+
 def test_a_policy_that_cannot_hit_says_so() -> None:
     layout = CacheLayout(DSV4Config.tiny())
     with pytest.warns(NoHitsWarning, match="keeps no states"):
@@ -157,6 +188,18 @@ def test_a_policy_that_cannot_hit_says_so() -> None:
     KVCacheManager(layout, CacheSize(9, 1, 4))
     KVCacheManager(layout, CacheSize(9, 1, 4, 1), policy=CachePolicy())
     KVCacheManager(layout, CacheSize(9, 2, 4), policy=CachePolicy())
+
+
+def test_what_the_one_slot_still_keeps() -> None:
+    """So the warning must not say that nothing is ever found."""
+    with pytest.warns(NoHitsWarning, match="find next to nothing"):
+        manager = KVCacheManager(CacheLayout(DSV4Config.tiny()), CacheSize(9, 1, 4), policy=CachePolicy())
+    request = manager.admit_request([7] * 255)
+    request.tokens.append(8)  # the output ends at a block boundary
+    while scheduled := manager.schedule(256):
+        manager.plan_step(scheduled)
+    manager.release_request(request)
+    assert manager.admit_request([*request.tokens, 9]).num_cached == 256
 
 
 def test_host_watermark() -> None:
