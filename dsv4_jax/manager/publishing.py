@@ -221,7 +221,7 @@ class Publisher:
             node = self._ends_at(request)
             if rolls:
                 self._unroll(request)
-            if node is None or node.snapshot is not None:
+            if node is None or _has_state(node):
                 self._cache.slots.release([slot])
                 continue
             self._tree.snapshots.attach(node, T.DEVICE, slot)
@@ -233,7 +233,7 @@ class Publisher:
     def keep_slot(self, request: Request, *, always: bool) -> bool:
         """Makes the slot of a request that stands at a block boundary a snapshot, if one is wanted (or `always`)."""
         node = self._ends_at(request)
-        if node is None or node.snapshot is not None or request.num_cached % self.block_tokens:
+        if node is None or _has_state(node) or request.num_cached % self.block_tokens:
             return False
         if not always and self._wanted(request) is Placement.NONE:
             return False
@@ -258,7 +258,7 @@ class Publisher:
 
     def _wanted(self, request: Request) -> Placement:
         node = self._ends_at(request)
-        if request.hasher is None or (node is not None and node.snapshot is not None):
+        if request.hasher is None or (node is not None and _has_state(node)):
             return Placement.NONE
         return self._snapshots.at(
             request.num_cached, prompt_tokens=request.num_prompt, block_tokens=self.block_tokens,
@@ -270,3 +270,8 @@ class Publisher:
         if node is None or not self._tree.is_current(node) or node.snapshot is None or node.snapshot.pins:
             return 0
         return node.snapshot.device
+
+
+def _has_state(node: Node) -> bool:
+    """Whether a hit can end at the node: a copy in storage alone has to be fetched first, which may never happen."""
+    return node.snapshot is not None and node.snapshot.tier >= T.HOST

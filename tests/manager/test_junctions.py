@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from dsv4_jax import CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager, plan_capacity
-from dsv4_jax.manager import HostSize, SnapshotPlacement
+from dsv4_jax.manager import HostSize, SnapshotPlacement, StorageTier
 from dsv4_jax.manager.request import Request
 
 B = 128
@@ -136,6 +136,22 @@ def test_a_junction_of_blocks_on_the_host() -> None:
     manager.wakeup()
     assert [serve(manager, prompt(user)) for user in (1, 2)] == [0, 7 * B]
     assert manager.stats().cache.counters.adoptions == 7  # computed again, on the way to the junction
+
+
+def test_a_state_that_only_storage_has_is_kept_again() -> None:
+    """Prompts came by the junction for ever, each with its state, and found nothing: storage may not be read."""
+    manager = make(JUNCTIONS, host=HostSize(64, 1))
+    tier = StorageTier(manager)
+    for shared in (SHARED, SHARED[1:]):  # the second one's state takes the place of the first one's on the host
+        for user in range(2):
+            serve(manager, prompt(user, shared))
+        manager.sleep()
+        list(manager.take_transfers())
+        manager.wakeup()
+        writes = tier.plan_writes(99)
+        tier.finish_writes(writes, [True] * len(writes))
+    assert [serve(manager, prompt(user)) for user in (2, 3)] == [0, 7 * B]
+    manager.check_integrity()
 
 
 def test_a_request_that_is_preempted_or_forked_before_its_junction() -> None:
