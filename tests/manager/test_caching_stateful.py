@@ -163,6 +163,9 @@ class Trace:
             if request in self.manager.requests or request in self.manager.preempted:
                 self.manager.abort_request(request)
             self.manager.check_integrity()
+        for request in self.manager.requests:  # forks that start anew behind more than they had been fed
+            fed = self.fed[request.id]
+            fed += request.tokens[len(fed) : request.num_cached]
         self.did["failed steps"] += bool(scheduled)
         self.did["started anew"] += any(r.num_cached < started[r] for r in self.manager.requests if r in started)
 
