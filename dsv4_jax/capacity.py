@@ -13,8 +13,10 @@ blocks and snapshots together, P = ceil(F / (1 - F) * B * block_bytes / slot_byt
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -299,6 +301,10 @@ def _count(name: str, value: object, least: int) -> int:
 def _fraction(value: object) -> float:
     if value is None:
         return SNAPSHOT_FRACTION
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+    share = math.nan
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):  # numpy's included
+        with contextlib.suppress(OverflowError):
+            share = float(value)
+    if not 0 <= share < 1:
         raise CapacityError(f"snapshot_fraction must be a number in [0, 1), got {shown(value)}")
-    return float(value)
+    return share

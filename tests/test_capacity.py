@@ -5,7 +5,9 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -276,6 +278,23 @@ def test_counts_of_odd_types(value):
             continue
         with pytest.raises(CapacityError):
             plan_capacity(layout, **dict(max_requests=1, max_context=9) | {name: value})
+
+
+def test_shares_of_any_real_type():
+    """Numpy's float32 and float16 were refused as no number in [0, 1)."""
+    layout = CacheLayout(CONFIGS["tiny"])
+    for share in (np.float16(0.25), np.float32(0.25), np.float64(0.25), Fraction(1, 4)):
+        size = plan_capacity(layout, max_requests=3, max_context=500, snapshot_fraction=share)
+        assert size == plan_capacity(layout, max_requests=3, max_context=500, snapshot_fraction=0.25)
+        assert type(size.num_snapshots) is int
+        assert plan_host_capacity(layout, 10**6, snapshot_fraction=share) == plan_host_capacity(
+            layout, 10**6, snapshot_fraction=0.25
+        )
+    assert plan_capacity(layout, max_requests=3, max_context=500, snapshot_fraction=np.int8(0)).num_snapshots == 0
+    for share in (np.float32(1), np.float32("nan"), False, np.False_, np.array(0.25), 0.25j, Fraction(-1, 9), 10**400,
+                  Fraction(10**30 - 1, 10**30)):  # fmt: skip
+        with pytest.raises(CapacityError, match=r"snapshot_fraction must be a number in \[0, 1\), got "):
+            plan_capacity(layout, max_requests=3, max_context=500, snapshot_fraction=share)
 
 
 def test_units_beyond_int32():
