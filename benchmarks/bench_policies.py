@@ -1,12 +1,12 @@
 """What policies find on request traces, as a record: the table "What a trace shows" of RESULTS.md. No jax, no device.
 
-    python benchmarks/bench_policies.py conversation_trace.jsonl --json record.json [--plot FOLDER] [--only WORD] [--limit N]
+    python benchmarks/bench_policies.py conversation_trace.jsonl --json record.json [--plot FOLDER] [--only WORD]
     python benchmarks/bench_policies.py --json record.json [--plot FOLDER]
 
-With a trace in Mooncake's form (the conversation trace: github.com/kvcache-ai/Mooncake, FAST25-release/traces): V4-Flash,
-20 GiB on the device, 64 GiB on the host. Without: a made-up trace of chats in little memory. Each line of `VARIANTS` is a
-`--compare` of `python -m dsv4_jax simulate`, which does the work; about two minutes a line on the conversation trace.
-`--only` runs the lines whose name holds a word.
+With a trace in Mooncake's form (the conversation trace: github.com/kvcache-ai/Mooncake, FAST25-release/traces):
+V4-Flash, 20 GiB on the device, 64 GiB on the host. Without: a made-up trace of chats in little memory. Each line of
+`VARIANTS` is a `--compare` of `python -m dsv4_jax simulate`, which does the work; two minutes a line on the
+conversation trace. The record is written anew after each line. `--only` runs the lines whose name holds a word.
 """
 
 from __future__ import annotations
@@ -77,6 +77,10 @@ def run() -> None:
     args = parser.parse_args()
     words, results = command(args), []
     trace = "conversation, 20 + 64 GiB" if args.trace else "200 chats, 1.5 + 4 GiB"
+
+    def rows() -> list[dict[str, Any]]:
+        return [row(trace, each["runs"][0]) for each in results]
+
     for name, options in VARIANTS.items():
         if args.only not in name:
             continue
@@ -85,12 +89,12 @@ def run() -> None:
             if main([*words, "--compare", f"{name}: {options}"]):
                 raise SystemExit(f"{name}: failed")
         results.append(json.loads(out.getvalue()))
-        print(row(trace, results[-1]["runs"][0]), flush=True)
-        shown = [word.rpartition("/")[2] for word in words if word not in ("--json",)]
+        print(rows()[-1], flush=True)
+        shown = [word.rpartition("/")[2] for word in words if word != "--json"]
+        named = shlex.join(["python", "-m", "dsv4_jax", *shown, "--compare", "NAME: OPTIONS"])
         record = new_record(
-            [row(trace, each["runs"][0]) for each in results], device=f"one CPU core, Python {platform.python_version()}",
-            command=shlex.join(["python", "-m", "dsv4_jax", *shown, "--compare", "NAME: OPTIONS"]), software={}, ceilings={},
-            quick=bool(args.limit),
+            rows(), device=f"one CPU core, Python {platform.python_version()}",
+            command=named, software={}, ceilings={}, quick=bool(args.limit),
         )  # fmt: skip
         record["note"] = "All lines: python benchmarks/bench_policies.py; the options of each are in the record."
         args.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -89,10 +89,10 @@ SECTIONS = (
     ),
     Section(
         "What a trace shows",
-        "V4-Flash in the simulator, which replays a trace through the real manager; `benchmarks/bench_policies.py`. Memory "
-        "is what a name says, device and host. The endless cache has found what any request had before; the clairvoyant "
-        "one knows the trace and has the memory of that line (see `dsv4_jax/simulate/bounds.py`). Times are those of "
-        "steps of attention alone.",
+        "V4-Flash in the simulator, which replays a trace through the real manager; `benchmarks/bench_policies.py`. "
+        "Memory is what a name says, device and host. The endless cache has found what any request had before; the "
+        "clairvoyant one knows the trace and has the memory of that line (`dsv4_jax/simulate/bounds.py`). Times are "
+        "those of steps of attention alone.",
         table="simulate",
     ),
     Section(
