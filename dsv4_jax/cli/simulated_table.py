@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rich import box
 from rich.markup import escape
 from rich.table import Table
 
@@ -24,19 +25,21 @@ def table(result: dict[str, Any]) -> Table:
 def _several(result: dict[str, Any], runs: list[dict[str, Any]]) -> Table:
     columns: dict[str, Cell] = {
         "hits": lambda run: f"{run['hits']['rate']:.1%}",
-        "of\nendless": lambda run: f"{run['hits']['share_of_highest']:.1%}",
-        "of clair-\nvoyant": lambda run: f"{run['bound']['share_of_clairvoyant']:.1%}" if run["bound"] else None,
-        "recom-\nputed": lambda run: f"{run['recomputed_tokens']['seen_before'] / 1e6:,.2f} M",
+        "of end-\nless": lambda run: f"{run['hits']['share_of_highest']:.1%}",
+        "clair-\nvoyant": lambda run: f"{run['bound']['share_of_clairvoyant']:.1%}" if run["bound"] else None,
+        "redone,\nM": lambda run: f"{run['recomputed_tokens']['seen_before'] / 1e6:,.2f}",
         "GiB\nout": lambda run: _gib(run, "swap_out", "snapshot"),
         "GiB\nback": lambda run: _gib(run, "swap_in", "restore"),
-        "first token,\nmean, s": lambda run: f"{run['seconds']['first_token']['mean']:,.3f}",
-        "p99, s": lambda run: f"{run['seconds']['first_token']['p99']:,.3f}",
+        "TTFT, s\nmean": lambda run: f"{run['seconds']['first_token']['mean']:,.3f}",
+        "\np99": lambda run: f"{run['seconds']['first_token']['p99']:,.3f}",
         "steps": lambda run: f"{run['steps']:,}",
     }
     requests = runs[0]["requests"]
     best = runs[0]["hits"]["highest_possible_rate"]
     title = f"{result['title']}; {requests['run']:,} requests, {requests['prompt_tokens']:,} prompt tokens"
-    table = Table("", title=escape(f"{title}; an endless cache finds {best:.1%}"), title_justify="left")
+    title = escape(f"{title}; an endless cache finds {best:.1%}")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+    table.add_column("", overflow="fold", min_width=10)
     shown = {name: cell for name, cell in columns.items() if any(cell(run) is not None for run in runs)}
     for name in shown:
         table.add_column(name, justify="right", no_wrap=True)

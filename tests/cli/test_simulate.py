@@ -420,7 +420,7 @@ def test_variants_side_by_side(capsys, tmp_path: pathlib.Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert main(["simulate", *chats, "--hbm", "20MB", *words]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in variants)
+    assert all(name in out for name in variants) and "steps" in out
 
 
 def test_the_table_and_the_options(capsys, tmp_path: pathlib.Path) -> None:
