@@ -219,6 +219,14 @@ __device__ __forceinline__ float2 load_peer2(uint32_t address) {
   asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
   return x;
 }
+__device__ __forceinline__ float4 load_peer4(uint32_t address) {
+  float4 x;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
 __device__ __forceinline__ uint32_t load_peer_half(uint32_t address) {
   uint16_t x;
   asm volatile("ld.shared::cluster.u16 %0, [%1];" : "=h"(x) : "r"(address));
@@ -262,10 +270,15 @@ __device__ __forceinline__ uint32_t load_shared1(uint32_t address) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
   return x;
 }
-// A word pair that is not written while it is read: without a memory clobber, for the compiler to schedule freely.
+// Words that are not written while they are read: without a memory clobber, for the compiler to schedule freely.
 __device__ __forceinline__ uint2 load_shared2(uint32_t address) {
   uint2 x;
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address));
+  return x;
+}
+__device__ __forceinline__ uint4 load_shared4(uint32_t address) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address));
   return x;
 }
 __device__ __forceinline__ uint4 load_shared(uint32_t address) {

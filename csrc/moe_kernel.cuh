@@ -11,8 +11,9 @@
 // are: its bits depend on its token and its expert alone.
 #pragma once
 
+#include "bulk_copy.cuh"
+#include "mma_64.cuh"
 #include "moe_lists.cuh"
-#include "moe_mma.cuh"
 #include "moe_weights.cuh"
 
 namespace dsv4 {
@@ -50,28 +51,6 @@ struct MoeItem {
   RowTile rows;
   int row_tile;
 };
-
-__device__ __forceinline__ uint64_t streamed_once() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-__device__ __forceinline__ void copy_bulk(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
-}
-__device__ __forceinline__ void copy_bulk(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier,
-                                          uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-          "r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
-      : "memory");
-}
-__device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
 
 // A stage of the ring, as addresses in shared memory that are moved along, and how often it came round.
 template <typename Shape>

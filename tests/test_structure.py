@@ -15,7 +15,7 @@ LAYERS = (
     ("untrusted", "output", "libraries", "events", "eviction_queue"),
     ("hf_config",),
     ("config",),
-    ("formats", "schema"),
+    ("formats", "schema", "weights"),
     ("layout",),
     ("capacity", "plan", "records"),
     ("manager",),

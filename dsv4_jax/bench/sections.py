@@ -66,6 +66,12 @@ SECTIONS = (
         ops=("moe",),
     ),
     Section(
+        "Dense products with FP8 weights",
+        "Rows x columns of the weights, e4m3 with a scale per 128 x 128; `/8`: in so many groups, each with its own "
+        "columns. Batch: rows, bf16 (DeepGEMM's are quantised before). The megabytes are those of the weights.",
+        ops=("dense_fp8",),
+    ),
+    Section(
         "Whole decode steps",
         "The attention stack with real projection sizes in bf16, fp8 rows, fp4 index keys: one executable, one command "
         "buffer, the cache updated in place. The floor is what the step's bytes and FLOPs take at the ceilings of the "

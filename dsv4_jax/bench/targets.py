@@ -43,6 +43,7 @@ def verdict(us: float | None, required: float | None, goal: float | None) -> str
 PEERS = {
     "append": "vLLM", "compress_csa": "vLLM", "compress_index": "vLLM", "compress_hca": "vLLM", "top_k": "vLLM",
     "attend": "FlashMLA", "index_scores": "DeepGEMM", "moe": "Marlin",
+    "dense_fp8": "DeepGEMM",
 }  # fmt: skip
 
 
@@ -121,6 +122,23 @@ TARGETS: dict[tuple[str, str, int], Target] = {
     ("moe", "flash", 64): Target(860, 750, 972),
     ("moe", "flash", 256): Target(1250, 980, 1440),
     ("moe", "flash", 1024): Target(1900, 1400, 2023),
+    # benchmarks/bench_dense_graph.py; DeepGEMM quantises rows beforehand. Goals: 75 % of a read of the weights.
+    ("dense_fp8", "32768x1024", 1): Target(14.0, 10.0, 14.0),
+    ("dense_fp8", "32768x1024", 16): Target(14.7, 10.0, 14.7),
+    ("dense_fp8", "32768x1024", 64): Target(15.1, 10.0, 15.1),
+    ("dense_fp8", "4096x8192", 1): Target(18.6, 10.0, 18.6),
+    ("dense_fp8", "4096x8192", 16): Target(15.5, 10.0, 15.5),
+    ("dense_fp8", "4096x8192", 64): Target(15.5, 10.0, 15.5),
+    ("dense_fp8", "8192x4096/8", 1): Target(14.2, 10.0, 14.2),
+    ("dense_fp8", "8192x4096/8", 16): Target(13.6, 10.0, 13.6),
+    ("dense_fp8", "8192x4096/8", 64): Target(13.7, 10.0, 13.7),
+    ("dense_fp8", "1536x4096", 1): Target(10.0, peer=10.0),
+    ("dense_fp8", "1536x4096", 16): Target(8.8, peer=8.8),
+    ("dense_fp8", "1536x4096", 64): Target(8.6, peer=8.6),
+    **_peers("dense_fp8", "32768x1024", b256=22.7),
+    **_peers("dense_fp8", "4096x8192", b256=22.3),
+    **_peers("dense_fp8", "8192x4096/8", b256=18.1),
+    **_peers("dense_fp8", "1536x4096", b256=9.7),
 }
 
 # Time over the floor of a whole step: (required, goal) of (model, batch, context).

@@ -16,6 +16,7 @@ __all__ = [
     "ENTRIES",
     "AppendArgs",
     "AttendArgs",
+    "DenseFp8Args",
     "EpilogueArgs",
     "MoeArgs",
     "RowPool",
@@ -98,10 +99,20 @@ class MoeArgs(ctypes.Structure):
     )
 
 
+class DenseFp8Args(ctypes.Structure):
+    """`dsv4::DenseFp8Args` of csrc/dense_fp8_kernel.cuh."""
+
+    _fields_ = (
+        *_all(_POINTER, "x", "codes", "scales", "out"),
+        *_all(_INT, "rows", "weight_rows", "columns", "groups", "float_out"),
+    )
+
+
 # Op -> its arguments' struct, and the integers that its entry takes between them and the stream.
 ENTRIES: dict[str, tuple[type[ctypes.Structure], tuple[str, ...]]] = {
     "append": (AppendArgs, ("tokens", "epilogue")),
     "attend": (AttendArgs, ("splits",)),
+    "dense_fp8": (DenseFp8Args, ("shape", "parts")),
     "index_scores": (ScoreArgs, ("fp8",)),
     "moe": (MoeArgs, ("shape",)),
     "top_k": (TopKArgs, ("tokens",)),

@@ -14,6 +14,7 @@ from .attend import attend
 from .columns import Columns
 from .compress import CompressorGeometry, CompressorInputs, compress_csa, compress_hca
 from .copy import copy_units
+from .dense_fp8 import dense_fp8
 from .epilogue import Epilogue
 from .gather import gather_rows
 from .index_scores import index_scores
@@ -32,6 +33,7 @@ __all__ = [
     "compress_csa",
     "compress_hca",
     "copy_units",
+    "dense_fp8",
     "encode",
     "finish_queries",
     "gather_rows",

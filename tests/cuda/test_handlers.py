@@ -20,6 +20,7 @@ from dsv4_jax.ops import (
     attend,
     compress_csa,
     compress_hca,
+    dense_fp8,
     finish_queries,
     index_scores,
     registry,
@@ -70,6 +71,11 @@ def call_compress(*kinds: str):
     return compress_csa(inputs, plan, table, implementation="cuda")
 
 
+def call_dense_fp8():
+    codes, scales = jnp.zeros((8, 4, 8192), jnp.uint8), jnp.zeros((4, 4), jnp.uint8)
+    return dense_fp8(jnp.zeros((3, 1024)), codes, scales, groups=2, implementation="cuda")
+
+
 def call_index_scores():
     return index_scores(
         rows(64, INDEX), jnp.zeros((4, 4, 128)), jnp.zeros((4, 4)), jnp.zeros((4, 2), jnp.int32), IDS, base=0,
@@ -87,6 +93,7 @@ CALLS = {
     "attend": call_attend,
     "compress_csa": lambda: call_compress("csa", "index"),
     "compress_hca": lambda: call_compress("online"),
+    "dense_fp8": call_dense_fp8,
     "finish_queries": lambda: finish_queries(jnp.zeros((4, 2, 512)), IDS, jnp.ones(32), implementation="cuda"),
     "index_scores": call_index_scores,
     "moe": call_moe,

@@ -23,6 +23,7 @@ from dsv4_jax.ops import WindowView, attend, registry, top_k
 from dsv4_jax.ops.append import AppendArguments
 from dsv4_jax.ops.attend import AttendArguments
 from dsv4_jax.ops.compress import CompressArguments
+from dsv4_jax.ops.dense_fp8 import DenseFp8Arguments
 from dsv4_jax.ops.epilogue import Epilogue
 from dsv4_jax.ops.gather import GatherArguments
 from dsv4_jax.ops.index_scores import IndexScoresArguments
@@ -92,6 +93,11 @@ EXAMPLES: dict[str, Callable[[], Iterator[Any]]] = {
     "append": appended,
     "attend": attended,
     "compress": compressed,
+    "dense_fp8": lambda: (
+        DenseFp8Arguments(floats(rows, 2 * 256), jnp.zeros((4, 2, 8192), jnp.uint8), jnp.zeros((2, 2), jnp.uint8), 2,
+                          jnp.dtype(dtype))
+        for rows in (2, 300) for dtype in (jnp.float32, jnp.bfloat16)
+    ),
     "gather": lambda: (
         GatherArguments(stored(fmt, 4), ints(2, 3), fmt, dtype)
         for fmt in (*KV_ROWS, *KEYS) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)

@@ -1,0 +1,101 @@
+"""Packed FP8 matrices: they come back, and a thread's words decode to its codes as the kernel decodes them."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from dsv4_jax.errors import ShapeError
+from dsv4_jax.weights import dense_fp8
+from dsv4_jax.weights.dense_fp8 import LARGEST_SCALE, TILE_BYTES, pack, unpack
+
+from ..cuda.test_widths import CSRC, constants
+from ..oracle.dense import dequantised, random_matrix
+
+WORD = 0xFFFFFFFF
+
+
+def turned(word: int, by: int) -> int:
+    return (word >> by | word << (32 - by)) & WORD
+
+
+def bf16(bits: int) -> float:
+    return float(np.array([bits << 16], np.uint32).view(np.float32)[0])
+
+
+def as_the_kernel(tile: np.ndarray, scale: int) -> np.ndarray:
+    """`decode_codes` of csrc/dense_fp8_weights.cuh, thread by thread: [64, 128] of a packed tile."""
+    words = tile.view("<u4").reshape(4, 128, 2, 2)
+    factor = bf16(scale + 120 << 7)
+    out = np.full((64, 128), np.nan)
+    for part, thread, product in np.ndindex(4, 128, 2):
+        first, second = (int(x) for x in words[part, thread, product])
+        other = turned(second, 8)
+        third, fourth = ((first & mask) | (other & ~mask & WORD) for mask in (0x080F080F, 0x70007000))
+        warp, lane = thread >> 5, thread & 31
+        for i, fields in enumerate((first, second, third << 4 & WORD, turned(fourth, 4))):
+            row = 16 * warp + (lane >> 2) + 8 * (i & 1)
+            column = 32 * part + 16 * product + 8 * (i >> 1) + 2 * (lane & 3)
+            for k in range(2):
+                out[row, column + k] = bf16((fields & 0x87F087F0) >> 16 * k & 0xFFFF) * factor
+    return out
+
+
+@pytest.mark.parametrize("scale", [0, 112, LARGEST_SCALE])
+def test_decodes_as_released(scale: int) -> None:
+    codes, scales = random_matrix(np.random.default_rng(0), 128, 256)
+    scales[:] = scale
+    packed = pack(codes, scales)
+    assert packed.shape == (2, 2, TILE_BYTES)
+    want = dequantised(codes, scales)
+    for i, j in np.ndindex(2, 2):
+        np.testing.assert_array_equal(as_the_kernel(packed[i, j], scale), want[64 * i :, 128 * j :][:64, :128])
+
+
+def test_every_code_decodes() -> None:
+    codes = np.resize(np.array([c for c in range(256) if c & 0x7F != 0x7F], np.uint8), (64, 128))
+    scales = np.full((1, 1), 127, np.uint8)
+    got = as_the_kernel(pack(codes, scales)[0, 0], 127)
+    np.testing.assert_array_equal(got, dequantised(codes, scales))
+    np.testing.assert_array_equal(np.signbit(got), codes >> 7 == 1)
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (192, 384), (640, 256)])
+def test_comes_back(shape: tuple[int, int]) -> None:
+    codes, scales = random_matrix(np.random.default_rng(1), *shape)
+    packed = pack(codes, scales)
+    assert packed.dtype == np.uint8 and packed.nbytes == codes.nbytes
+    np.testing.assert_array_equal(unpack(packed), codes)
+
+
+def test_matrices_stack() -> None:
+    rng = np.random.default_rng(2)
+    (a, scale_a), (b, scale_b) = random_matrix(rng, 256, 256), random_matrix(rng, 64, 256)
+    together = pack(np.concatenate([a, b]), np.concatenate([scale_a, scale_b]))
+    np.testing.assert_array_equal(together, np.concatenate([pack(a, scale_a), pack(b, scale_b)]))
+
+
+def test_what_cannot_be_packed() -> None:
+    codes, scales = random_matrix(np.random.default_rng(3), 128, 128)
+    for rows, columns in ((96, 128), (128, 64)):
+        with pytest.raises(ShapeError, match="rows come in 64s, columns in 128s"):
+            pack(codes[:rows, :columns], scales)
+    with pytest.raises(ShapeError, match="not one per 128 x 128"):
+        pack(codes, scales.repeat(2, 0))
+    for code in (LARGEST_SCALE + 1, 255):
+        with pytest.raises(ShapeError, match=f"scale code {code}, the largest that fits is {LARGEST_SCALE}"):
+            pack(codes, np.full_like(scales, code))
+    for nan, column in ((0x7F, 4), (0xFF, 5)):
+        bad = codes.copy()
+        bad[7, column] = nan
+        with pytest.raises(ShapeError, match="a code is NaN"):
+            pack(bad, scales)
+
+
+def test_sizes_are_those_of_the_header() -> None:
+    text = (CSRC / "dense_fp8_weights.cuh").read_text()
+    k = constants("widths.h") | {name: int(value) for name, value in re.findall(r"(k\w+) = (\d+);", text)}
+    assert (k["kDenseColumns"], k["kDenseScaleRows"]) == (dense_fp8.TILE_COLUMNS, dense_fp8.BLOCK)
+    assert k["kFieldsExponent"] + LARGEST_SCALE == 254  # the greatest exponent of a bf16
