@@ -63,7 +63,7 @@ SECTIONS = (
         "The experts of a MoE layer",
         "V4-Flash, 256 experts, top 6, FP4 weights x bf16 rows, both products. Batch: tokens, routed at random; "
         "the megabytes are those of the experts they choose.",
-        ops=("moe",),
+        ops=("moe", "route"),
     ),
     Section(
         "Dense products with FP8 weights",

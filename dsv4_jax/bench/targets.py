@@ -122,6 +122,7 @@ TARGETS: dict[tuple[str, str, int], Target] = {
     ("moe", "flash", 64): Target(860, 750, 972),
     ("moe", "flash", 256): Target(1250, 980, 1440),
     ("moe", "flash", 1024): Target(1900, 1400, 2023),
+    ("route", "flash", 64): Target(6.0),
     # benchmarks/bench_dense_graph.py; DeepGEMM quantises rows beforehand. Goals: 75 % of a read of the weights.
     ("dense_fp8", "32768x1024", 1): Target(14.0, 10.0, 14.0),
     ("dense_fp8", "32768x1024", 16): Target(14.7, 10.0, 14.7),

@@ -19,6 +19,7 @@ __all__ = [
     "DenseFp8Args",
     "EpilogueArgs",
     "MoeArgs",
+    "RouteArgs",
     "RowPool",
     "Rows",
     "ScoreArgs",
@@ -108,6 +109,16 @@ class DenseFp8Args(ctypes.Structure):
     )
 
 
+class RouteArgs(ctypes.Structure):
+    """`dsv4::RouteArgs` of csrc/route.cu; null `bias`: `given` holds the experts."""
+
+    _fields_ = (
+        *_all(_POINTER, "logits", "bias", "given", "chosen", "share"),
+        *_all(_INT, "tokens", "experts", "top"),
+        ("scale", _FLOAT),
+    )
+
+
 # Op -> its arguments' struct, and the integers that its entry takes between them and the stream.
 ENTRIES: dict[str, tuple[type[ctypes.Structure], tuple[str, ...]]] = {
     "append": (AppendArgs, ("tokens", "epilogue")),
@@ -115,6 +126,7 @@ ENTRIES: dict[str, tuple[type[ctypes.Structure], tuple[str, ...]]] = {
     "dense_fp8": (DenseFp8Args, ("shape", "parts")),
     "index_scores": (ScoreArgs, ("fp8",)),
     "moe": (MoeArgs, ("shape",)),
+    "route": (RouteArgs, ()),
     "top_k": (TopKArgs, ("tokens",)),
 }
 

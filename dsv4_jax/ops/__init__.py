@@ -20,6 +20,7 @@ from .gather import gather_rows
 from .index_scores import index_scores
 from .numerics import hadamard, inv_frequencies, rms_norm, rope, rope_frequencies
 from .queries import finish_queries
+from .route import route
 from .top_k import top_k
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_frequencies",
+    "route",
     "top_k",
     "window_rows",
     "window_view",

@@ -24,6 +24,7 @@ from dsv4_jax.ops import (
     finish_queries,
     index_scores,
     registry,
+    route,
     top_k,
 )
 
@@ -97,6 +98,10 @@ CALLS = {
     "finish_queries": lambda: finish_queries(jnp.zeros((4, 2, 512)), IDS, jnp.ones(32), implementation="cuda"),
     "index_scores": call_index_scores,
     "moe": call_moe,
+    "route": lambda: route(jnp.zeros((3, 256)), bias=jnp.zeros(256), top=6, implementation="cuda"),
+    "route_hashed": lambda: route(
+        jnp.zeros((3, 256)), chosen=jnp.zeros((3, 6), jnp.int32), top=6, implementation="cuda"
+    ),
     "top_k": lambda: top_k(jnp.zeros((4, 64)), IDS, k=8, implementation="cuda"),
 }
 

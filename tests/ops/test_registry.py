@@ -29,6 +29,7 @@ from dsv4_jax.ops.gather import GatherArguments
 from dsv4_jax.ops.index_scores import IndexScoresArguments
 from dsv4_jax.ops.queries import QueriesArguments
 from dsv4_jax.ops.registry import NAMES, OPS, find, frozen, pick
+from dsv4_jax.ops.route import RouteArguments
 from dsv4_jax.ops.top_k import TopKArguments
 from dsv4_jax.pools import KVSpec
 from dsv4_jax.pools.kv_pool import KVStoreArguments
@@ -117,6 +118,10 @@ EXAMPLES: dict[str, Callable[[], Iterator[Any]]] = {
         QueriesArguments(floats(2, 3, dim).astype(dtype), ints(2), jnp.ones(pairs), eps, rotate, rotate)
         for dim, pairs, rotate in ((512, 32, False), (512, 32, True), (128, 32, True), (64, 8, True), (128, 16, False))
         for dtype in (jnp.float32, jnp.bfloat16) for eps in (None, 1e-6)
+    ),
+    "route": lambda: (
+        RouteArguments(floats(2, experts), *picks, 6, 1.5)
+        for experts in (256, 600) for picks in ((floats(experts), None), (None, ints(2, 6)))
     ),
     "top_k": lambda: (
         TopKArguments(floats(2, width), ints(2), k) for width, k in ((5, 1), (1100, 1050), (4100, 7), (262_145, 3))

@@ -1,0 +1,152 @@
+// Which experts tokens go to, as an XLA FFI handler and as a plain C call. One launch, only enqueued: fit for a command
+// buffer. Wrapper and argument meaning: dsv4_jax/cuda/route.py and ops/route.py.
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+
+#include "built_for.h"
+#include "lanes.cuh"
+#include "xla/ffi/api/ffi.h"
+
+namespace dsv4 {
+
+struct RouteArgs {
+  const float* logits;   // [tokens, experts]
+  const float* bias;     // [experts]; null: `given` says which
+  const int32_t* given;  // [tokens, top]
+  int32_t* chosen;       // [tokens, top]
+  float* share;          // [tokens, top]
+  int tokens, experts, top;
+  float scale;
+};
+
+constexpr int kRouteExperts = 512;  // at most
+constexpr int kRouteWarps = 4;      // tokens of a block
+constexpr float kShareFloor = 1e-20f;
+
+__device__ __forceinline__ float expert_score(float logit) {
+  return sqrtf(fmaxf(logit, 0.f) + log1pf(expf(-fabsf(logit))));
+}
+
+// Larger for larger numbers; NaN is the largest. Zero is no number's.
+__device__ __forceinline__ uint32_t in_order(float x) {
+  if (x != x) return ~0u;
+  const uint32_t bits = __float_as_uint(x + 0.f);  // one zero
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// A warp a token. A lane has the experts of its number and every 32nd after it, `kEach` at most.
+template <int kEach>
+__global__ void __launch_bounds__(kRouteWarps* kLanes) route_kernel(const RouteArgs args) {
+  const int token = blockIdx.x * kRouteWarps + threadIdx.x / kLanes, lane = threadIdx.x & (kLanes - 1);
+  if (token >= args.tokens) return;
+  const float* logits = args.logits + static_cast<size_t>(token) * args.experts;
+  const size_t row = static_cast<size_t>(token) * args.top;
+  int mine = 0;  // the expert of the lane's rank
+  if (args.bias == nullptr) {
+    if (lane < args.top) mine = args.given[row + lane];
+  } else {
+    uint32_t order[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int expert = i * kLanes + lane;
+      order[i] = expert < args.experts ? in_order(expert_score(logits[expert]) + args.bias[expert]) : 0u;
+    }
+    for (int rank = 0; rank < args.top; ++rank) {
+      uint32_t best = 0;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) best = max(best, order[i]);
+      const uint32_t most = __reduce_max_sync(kAllLanes, best);
+      uint32_t expert = ~0u;
+#pragma unroll
+      for (int i = kEach - 1; i >= 0; --i) {
+        if (order[i] == most) expert = i * kLanes + lane;
+      }
+      expert = __reduce_min_sync(kAllLanes, expert);
+      if (rank == lane) mine = static_cast<int>(expert);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        if (expert == i * kLanes + lane) order[i] = 0;
+      }
+    }
+  }
+  float score = 0;
+  if (lane < args.top) score = expert_score(logits[mine]);
+  const float sum = lanes_sum<kLanes>(score);
+  if (lane < args.top) {
+    args.chosen[row + lane] = mine;
+    args.share[row + lane] = score / (sum + kShareFloor) * args.scale;
+  }
+}
+
+}  // namespace dsv4
+
+namespace {
+
+namespace ffi = xla::ffi;
+
+cudaError_t launch(const dsv4::RouteArgs& args, cudaStream_t stream) {
+  if (args.tokens == 0) return cudaSuccess;
+  if (args.experts > dsv4::kRouteExperts || args.top > dsv4::kLanes || args.top > args.experts)
+    return cudaErrorInvalidValue;
+  const unsigned blocks = (static_cast<unsigned>(args.tokens) + dsv4::kRouteWarps - 1) / dsv4::kRouteWarps;
+  constexpr int kThreads = dsv4::kRouteWarps * dsv4::kLanes, kFewer = 8;  // 256 experts: V4-Flash's
+  if (args.experts <= kFewer * dsv4::kLanes) {
+    dsv4::route_kernel<kFewer><<<blocks, kThreads, 0, stream>>>(args);
+  } else {
+    dsv4::route_kernel<dsv4::kRouteExperts / dsv4::kLanes><<<blocks, kThreads, 0, stream>>>(args);
+  }
+  return cudaGetLastError();
+}
+
+using Logits = ffi::Buffer<ffi::F32, 2>;
+using Chosen = ffi::Buffer<ffi::S32, 2>;
+
+ffi::Error route(cudaStream_t stream, Logits logits, ffi::AnyBuffer picks, ffi::Result<Chosen> chosen,
+                 ffi::Result<Logits> share, bool hashed, float scale) {
+  const int64_t tokens = logits.dimensions()[0], experts = logits.dimensions()[1], top = chosen->dimensions()[1];
+  const auto of = picks.dimensions();
+  const bool fits = hashed ? picks.element_type() == ffi::S32 && of.size() == 2 && of[0] == tokens && of[1] == top
+                           : picks.element_type() == ffi::F32 && of.size() == 1 && of[0] == experts;
+  if (!fits || chosen->dimensions()[0] != tokens || share->dimensions()[0] != tokens || share->dimensions()[1] != top) {
+    return ffi::Error::InvalidArgument("route: shapes or types do not agree");
+  }
+  dsv4::RouteArgs args = {};
+  args.logits = logits.typed_data();
+  if (hashed) {
+    args.given = static_cast<const int32_t*>(picks.untyped_data());
+  } else {
+    args.bias = static_cast<const float*>(picks.untyped_data());
+  }
+  args.chosen = chosen->typed_data();
+  args.share = share->typed_data();
+  args.tokens = static_cast<int>(tokens);
+  args.experts = static_cast<int>(experts);
+  args.top = static_cast<int>(top);
+  args.scale = scale;
+  const cudaError_t error = launch(args, stream);
+  if (error != cudaSuccess) return ffi::Error::Internal(std::string("route: ") + cudaGetErrorString(error));
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+DSV4_BUILT_FOR(route);
+DSV4_ARGS_SIZE(route, dsv4::RouteArgs)
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Route, route,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<Logits>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<Chosen>()
+                                  .Ret<Logits>()
+                                  .Attr<bool>("hashed")
+                                  .Attr<float>("scale"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+// The launch alone, for timing without XLA. Returns a cudaError_t.
+extern "C" int dsv4_route_launch(const dsv4::RouteArgs* args, cudaStream_t stream) {
+  return static_cast<int>(launch(*args, stream));
+}
