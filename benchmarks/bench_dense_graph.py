@@ -42,8 +42,12 @@ FLASH = (Matrix(32768, 1024), Matrix(4096, 8192), Matrix(8192, 4096, 8), Matrix(
 PRO = (Matrix(65536, 1536), Matrix(7168, 16384), Matrix(16384, 4096, 16), Matrix(2048, 7168), Matrix(8192, 1536),
        Matrix(6144, 7168), Matrix(7168, 3072))  # fmt: skip
 BATCHES = (1, 16, 64, 256)
-# Shapes of the kernel by the rows that they take.
-SHAPES = {8: (1, 2, 3), 16: (4, 5, 6), 32: (7, 8, 9), 64: (10, 11, 12), 128: (13,)}
+# Shapes of the kernel by the rows that they take: number -> tiles of the weights, parts of K, columns of a stage.
+SHAPES = {8: {1: (1, 1, 128), 2: (2, 1, 128), 3: (1, 2, 128), 4: (1, 4, 64), 5: (2, 2, 128)},
+          16: {6: (1, 1, 128), 7: (2, 1, 128), 8: (1, 2, 128), 9: (1, 4, 128), 10: (2, 2, 128)},
+          32: {11: (1, 1, 128), 12: (2, 1, 128), 13: (1, 2, 128), 14: (1, 4, 64), 15: (2, 2, 128)},
+          64: {16: (1, 1, 128), 17: (2, 1, 128), 18: (1, 2, 64), 19: (1, 4, 64), 20: (2, 2, 128)},
+          128: {21: (2, 1, 128)}}  # fmt: skip
 MEMORY = 400 << 20  # bytes of weights that the calls of a graph go through, at least
 
 
@@ -76,13 +80,14 @@ class Weights:
 
 class Library:
     def __init__(self, path: str):
-        self.entry = open_entry(ctypes.CDLL(path), "dense_fp8")
+        library = ctypes.CDLL(path)
+        self.entry, self.parts = open_entry(library, "dense_fp8"), library.dsv4_dense_fp8_parts
 
     def launch(self, matrix: Matrix, x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, out: torch.Tensor,
-               shape: int = 0, parts: int = 0) -> None:  # fmt: skip
+               shape: int = 0, parts: int = 0, window: int = 0) -> None:  # fmt: skip
         args = DenseFp8Args(x.data_ptr(), packed.data_ptr(), scales.data_ptr(), out.data_ptr(), len(x), matrix.rows,
                             matrix.columns, matrix.groups, int(out.dtype == torch.float32))  # fmt: skip
-        self.entry(args, shape, parts, torch.cuda.current_stream().cuda_stream)
+        self.entry(args, shape, parts, window, torch.cuda.current_stream().cuda_stream)
 
     def run(
         self, weights: Weights, x: torch.Tensor, shape: int = 0, dtype: torch.dtype = torch.float32
@@ -97,11 +102,15 @@ def rows_of(matrix: Matrix, count: int) -> torch.Tensor:
     return torch.randn((count, matrix.groups * matrix.columns), device="cuda").to(torch.bfloat16)
 
 
-def fitting(matrix: Matrix) -> list[int]:
-    """The shapes of the kernel whose blocks divide the weights' rows."""
-    step = {0: 64, 1: 128, 2: 256}
-    return [s for shapes in SHAPES.values() for i, s in enumerate(shapes)
-            if matrix.rows // matrix.groups % (step[i] if len(shapes) == 3 else 128) == 0]  # fmt: skip
+def fitting(matrix: Matrix, most_rows: int = 128) -> list[tuple[int, int]]:
+    """Shapes of the kernel and parts of K that they take: for so many rows, or up to 64."""
+    found = []
+    for rows in {most_rows, min(64, most_rows)}:
+        for shape, (tiles, split, columns) in SHAPES[rows].items():
+            clusters = (1,) if split == 1 else (1, 2, 4)
+            parts = [split * n for n in clusters if matrix.columns % (split * n * columns) == 0]
+            found += [(shape, p) for p in parts if matrix.rows // matrix.groups % (64 * tiles) == 0]
+    return found
 
 
 def check(library: Library, matrix: Matrix) -> int:
@@ -112,7 +121,8 @@ def check(library: Library, matrix: Matrix) -> int:
     error = float((got.double() - want).norm() / want.norm())
     rounded = library.run(weights, x, dtype=torch.bfloat16)
     bf16 = float((rounded.double() - want).norm() / want.norm())
-    differ = [s for s in fitting(matrix) if not torch.equal(library.run(weights, x[:70], s), got[:70])]
+    shapes = [s for n in SHAPES for s, p in fitting(matrix, n) if p == library.parts(*matrix[:2])]
+    differ = [s for s in shapes if not torch.equal(library.run(weights, x[:70], s), got[:70])]
     alone = []
     for size in (1, 3, 8, 9, 16, 17, 33, 64, 65, 200):
         for at in sorted({0, 77, 256 - size} & set(range(257 - size))):
@@ -120,8 +130,8 @@ def check(library: Library, matrix: Matrix) -> int:
                 alone.append((at, size))
     wrong = int(not (error <= 1e-4 and bf16 <= 2e-3)) + len(differ) + len(alone)
     wrong += not torch.equal(rounded, got.to(torch.bfloat16))
-    print(f"dense_fp8 {matrix!s:14}: relative L2 {error:.1e}, bf16 {bf16:.1e}; {len(fitting(matrix))} shapes "
-          f"equal, rows alone equal", flush=True)  # fmt: skip
+    print(f"dense_fp8 {matrix!s:14}: relative L2 {error:.1e}, bf16 {bf16:.1e}; {len(set(shapes))} shapes equal, rows "
+          f"alone equal", flush=True)  # fmt: skip
     if wrong:
         print(f"WRONG ({wrong}): shapes {differ}, alone {alone[:4]}", flush=True)
     return wrong
@@ -133,33 +143,28 @@ def read_ceiling() -> float:
     return x.numel() * 4 / microseconds([x.sum] * 4, 3) / 1e3
 
 
-def settings(matrix: Matrix, batch: int) -> list[tuple[int, int]]:
-    """Shapes and parts of K that may suit, and first what the launch chooses."""
-    bound = min((n for n in SHAPES if n >= batch), default=128)
-    shapes = [s for n in {bound, min(bound, 64)} for s in SHAPES[n] if s in fitting(matrix)]
-    runs = matrix.columns // dense_fp8.TILE_COLUMNS
-    return [(0, 0), *((s, p) for s in shapes for p in (1, 2, 4, 8) if runs % p == 0 and runs // p >= 2)]
-
-
 def time_matrix(library: Library, matrix: Matrix, tuning: bool, ceilings: list[float], recorder: Recorder) -> None:
     size = matrix.rows * matrix.columns
     weights = Weights(matrix, max(4, MEMORY // size))
     for batch in BATCHES:
         x, out = rows_of(matrix, batch), torch.empty((batch, matrix.rows), device="cuda", dtype=torch.bfloat16)
         found = {}
-        for shape, parts in settings(matrix, batch) if tuning else [(0, 0)]:
-            launch = functools.partial(library.launch, out=out, shape=shape, parts=parts)
+        bound = min((n for n in SHAPES if n >= batch), default=128)
+        tried = [(*x, window) for x in fitting(matrix, bound) for window in (0, 1, 2, 3, 4, 6)] if tuning else []
+        for shape, parts, window in [(0, 0, 0), *tried]:
+            launch = functools.partial(library.launch, out=out, shape=shape, parts=parts, window=window)
             calls = [functools.partial(launch, matrix, x, w, weights.scales) for w in weights.packed]
-            us = found[shape, parts] = microseconds(calls, 9)
-            variant = {"variant": f"shape {shape}, {parts} parts", "tuning": True} if shape else {}
+            us = found[shape, parts, window] = microseconds(calls, 9 if shape == 0 else 3)
+            variant = {"variant": f"shape {shape}, {parts} parts, {window} ahead", "tuning": True} if shape else {}
             rate = size / us / 1e3
             recorder.add("dense_fp8", str(matrix), batch, us, bytes=size, of_copy=rate / ceilings[1], **variant)
-        row, us = recorder.rows[-len(found)], found.pop((0, 0))
+        row, us = recorder.rows[-len(found)], found.pop((0, 0, 0))
         targets = f"required {row.get('required_us', '-')}, goal {row.get('goal_us', '-')}: {row.get('verdict', '-')}"
         print(f"{matrix!s:14} {batch:4} rows: {us:6.2f} us, {size / us / 1e3:5.0f} GB/s "
               f"({size / us / 1e3 / ceilings[0]:4.0%} of read), {targets}", flush=True)  # fmt: skip
-        best = sorted(found.items(), key=lambda x: x[1])
-        print("".join(f"   {shape}*{parts}: {us:.2f}" for (shape, parts), us in best), flush=True) if best else None
+        for (shape, parts, window), us in sorted(found.items(), key=lambda x: x[1])[:12]:
+            print(f"   {shape}*{parts} {window}: {us:.2f}", end="", flush=True)
+        print() if found else None
 
 
 def main() -> None:

@@ -30,13 +30,13 @@ __device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
 
-// A box of 64 columns (of bf16, from `column` on) and as many rows as the map says, swizzled as the matrix units want
-// blocks (hopper.cuh). Rows that are not there are zeros.
-__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, int column, int row, uint32_t barrier) {
+// Boxes of 64 columns (of bf16) of a matrix, as many and of as many rows as the map says, swizzled as the matrix units
+// want blocks (hopper.cuh). The map's axes are a box's columns, rows, boxes. Rows that are not there are zeros.
+__device__ __forceinline__ void copy_boxes(uint32_t to, const CUtensorMap& map, int row, int box, uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
-          "r"(to),
-      "l"(&map), "r"(column), "r"(row), "r"(barrier)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+      "[%5];" ::"r"(to),
+      "l"(&map), "r"(0), "r"(row), "r"(box), "r"(barrier)
       : "memory");
 }
 __device__ __forceinline__ void fetch_map(const CUtensorMap& map) {

@@ -3,6 +3,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <string>
 #include <tuple>
 
@@ -29,84 +30,114 @@ EncodeTiled encode_tiled() {
   return found;
 }
 
-// x [rows, groups * columns] in boxes of 64 columns and `box_rows` rows, swizzled; rows beyond the last are zeros.
-cudaError_t map_rows(const dsv4::DenseFp8Args& args, int box_rows, CUtensorMap* map) {
+// x [rows, groups * columns] in boxes of 64 columns and `box_rows` rows, `boxes` at a time.
+cudaError_t map_rows(const dsv4::DenseFp8Args& args, unsigned box_rows, unsigned boxes, CUtensorMap* map) {
   const EncodeTiled encode = encode_tiled();
   if (encode == nullptr) return cudaErrorNotSupported;
+  constexpr cuuint64_t kColumns = dsv4::kBlockColumns, kBoxBytes = dsv4::kRowBytes;
   const cuuint64_t width = static_cast<cuuint64_t>(args.groups) * args.columns;
-  const cuuint64_t sizes[] = {width, static_cast<cuuint64_t>(args.rows)}, strides[] = {width * sizeof(__nv_bfloat16)};
-  const cuuint32_t box[] = {dsv4::kBlockColumns, static_cast<cuuint32_t>(box_rows)}, steps[] = {1, 1};
-  const CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<__nv_bfloat16*>(args.x), sizes,
+  const cuuint64_t sizes[] = {kColumns, static_cast<cuuint64_t>(args.rows), width / kColumns};
+  const cuuint64_t strides[] = {width * sizeof(__nv_bfloat16), kBoxBytes};
+  const cuuint32_t box[] = {kColumns, box_rows, boxes}, steps[] = {1, 1, 1};
+  const CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<__nv_bfloat16*>(args.x), sizes,
                                  strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// Parts of K: as many as give a hundred and some blocks of 256 of the weights' rows. Of the matrix alone: a row's bits
-// depend on it.
+// Parts of K: up to eight of 512 columns or more, so that tiles of 64 rows of the weights and a part of K are 384. Of
+// the matrix alone: a row's bits depend on it.
 int parts_of(int weight_rows, int columns) {
-  constexpr int kEnough = 128, kBlockOf = 256;
-  const int runs = columns / dsv4::kDenseColumns;
+  constexpr int kEnough = 384, kMost = 8, kLeastColumns = 512;
   int parts = 1;
-  while (parts < dsv4::kMostParts && weight_rows / kBlockOf * parts < kEnough && runs % (2 * parts) == 0) parts *= 2;
+  while (parts < kMost && weight_rows / dsv4::kDenseRows * parts < kEnough &&
+         columns % (2 * parts * dsv4::kDenseColumns) == 0 && columns / (2 * parts) >= kLeastColumns) {
+    parts *= 2;
+  }
   return parts;
 }
 
-template <typename Shape>
-cudaError_t launch_with(const dsv4::DenseFp8Args& args, unsigned parts, cudaStream_t stream) {
-  if (args.weight_rows / args.groups % Shape::kTileRows != 0) return cudaErrorInvalidValue;
+template <typename Shape, unsigned kCluster>
+cudaError_t launch_cluster(const dsv4::DenseFp8Args& args, int window, cudaStream_t stream) {
   CUtensorMap map;
-  cudaError_t error = map_rows(args, Shape::kRows, &map);
+  cudaError_t error = map_rows(args, Shape::kRows, Shape::kBoxes, &map);
   if (error != cudaSuccess) return error;
-  const auto kernel = dsv4::dense_fp8_kernel<Shape>;
+  const auto kernel = dsv4::dense_fp8_kernel<Shape, kCluster>;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute cluster;
   cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {parts, 1, 1};
+  cluster.val.clusterDim = {kCluster, 1, 1};
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(parts, (args.rows + Shape::kRows - 1) / Shape::kRows, args.weight_rows / Shape::kTileRows);
+  config.gridDim = dim3(kCluster, (args.rows + Shape::kRows - 1) / Shape::kRows, args.weight_rows / Shape::kTileRows);
   config.blockDim = dim3(Shape::kThreads);
   config.dynamicSmemBytes = Shape::kSharedBytes;
   config.stream = stream;
   config.attrs = &cluster;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, args, map);
+  config.numAttrs = kCluster > 1;
+  return cudaLaunchKernelEx(&config, kernel, args, map, window);
 }
 
-// Warpgroups, rows of x, stages, blocks an SM.
-using Shapes = std::tuple<dsv4::DenseShape<1, 8, 5, 4>, dsv4::DenseShape<2, 8, 6, 2>, dsv4::DenseShape<4, 8, 6, 1>,
-                          dsv4::DenseShape<1, 16, 4, 4>, dsv4::DenseShape<2, 16, 5, 2>, dsv4::DenseShape<4, 16, 6, 1>,
-                          dsv4::DenseShape<1, 32, 4, 3>, dsv4::DenseShape<2, 32, 4, 2>, dsv4::DenseShape<4, 32, 5, 1>,
-                          dsv4::DenseShape<1, 64, 3, 3>, dsv4::DenseShape<2, 64, 3, 2>, dsv4::DenseShape<4, 64, 4, 1>,
-                          dsv4::DenseShape<2, 128, 4, 1>>;
-constexpr int kShapes = std::tuple_size_v<Shapes>;
-
-template <int kShape = 1>
-cudaError_t launch_shape(const dsv4::DenseFp8Args& args, int shape, int parts, cudaStream_t stream) {
-  if constexpr (kShape <= kShapes) {
-    if (shape == kShape) return launch_with<std::tuple_element_t<kShape - 1, Shapes>>(args, parts, stream);
-    return launch_shape<kShape + 1>(args, shape, parts, stream);
+template <typename Shape>
+cudaError_t launch_with(const dsv4::DenseFp8Args& args, int parts, int window, cudaStream_t stream) {
+  if (args.weight_rows / args.groups % Shape::kTileRows != 0 || args.columns % (parts * Shape::kColumns) != 0)
+    return cudaErrorInvalidValue;
+  window = window == 0 ? Shape::kWindow : std::min(window, Shape::kStages);
+  if (parts == Shape::kSplit) return launch_cluster<Shape, 1>(args, window, stream);
+  if constexpr (Shape::kSplit > 1) {
+    if (parts == 2 * Shape::kSplit) return launch_cluster<Shape, 2>(args, window, stream);
+    if (parts == 4 * Shape::kSplit) return launch_cluster<Shape, 4>(args, window, stream);
   }
   return cudaErrorInvalidValue;
 }
 
-int choose_shape(const dsv4::DenseFp8Args& args) {
-  int shape = 1;
-  for (const int most : {8, 16, 32, 64}) {
-    if (args.rows <= most) break;
-    shape += 3;
+// Tiles of weights, parts of K, rows of x; columns of a stage, stages, those under way, blocks an SM. Five kinds for
+// each number of rows, then one for many.
+template <int... kNumbers>
+using Shape = dsv4::DenseShape<kNumbers...>;
+using Shapes = std::tuple<Shape<1, 1, 8, 128, 5, 2, 4>, Shape<2, 1, 8, 128, 6, 2, 2>, Shape<1, 2, 8, 128, 5, 3, 2>,
+                          Shape<1, 4, 8, 64, 9, 4, 1>, Shape<2, 2, 8, 128, 5, 3, 1>, Shape<1, 1, 16, 128, 4, 2, 4>,
+                          Shape<2, 1, 16, 128, 5, 2, 2>, Shape<1, 2, 16, 128, 4, 3, 2>, Shape<1, 4, 16, 128, 4, 3, 1>,
+                          Shape<2, 2, 16, 128, 5, 3, 1>, Shape<1, 1, 32, 128, 4, 2, 3>, Shape<2, 1, 32, 128, 4, 2, 2>,
+                          Shape<1, 2, 32, 128, 3, 3, 2>, Shape<1, 4, 32, 64, 6, 4, 1>, Shape<2, 2, 32, 128, 4, 3, 1>,
+                          Shape<1, 1, 64, 128, 3, 2, 3>, Shape<2, 1, 64, 128, 3, 3, 2>, Shape<1, 2, 64, 64, 4, 4, 2>,
+                          Shape<1, 4, 64, 64, 4, 4, 1>, Shape<2, 2, 64, 128, 3, 3, 1>, Shape<2, 1, 128, 128, 4, 2, 1>>;
+constexpr int kShapes = std::tuple_size_v<Shapes>, kKinds = 5;
+
+template <int kShape = 1>
+cudaError_t launch_shape(const dsv4::DenseFp8Args& args, int shape, int parts, int window, cudaStream_t stream) {
+  if constexpr (kShape <= kShapes) {
+    if (shape == kShape) return launch_with<std::tuple_element_t<kShape - 1, Shapes>>(args, parts, window, stream);
+    return launch_shape<kShape + 1>(args, shape, parts, window, stream);
   }
-  return shape;
+  return cudaErrorInvalidValue;
 }
 
-// `shape` and `parts` 0: chosen here; others are for timing. Which shape it is changes no bit of the result.
-cudaError_t launch(const dsv4::DenseFp8Args& args, int shape, int parts, cudaStream_t stream) {
+// The number, from 1 on, of the shape for this call.
+int choose_shape(const dsv4::DenseFp8Args& args, int parts) {
+  constexpr int kTwoTiles = 2, kTwoParts = 3, kFourParts = 4, kTwoByTwo = 5, kManyRows = kShapes;
+  constexpr int kEnough = 96;  // blocks of which an SM has one
+  const int tiles = args.weight_rows / dsv4::kDenseRows;
+  const bool even = tiles / args.groups % 2 == 0;
+  int kind = parts == 1 ? even ? kTwoTiles : 1 : kTwoParts;
+  if (parts > 2 && tiles * parts / 4 >= kEnough) {
+    // Two tiles share the rows of x, for the price of a cluster: that long parts are worth.
+    const bool shared = even && parts == 4 && args.columns / parts > 1024 && (args.rows <= 8 || args.rows > 32);
+    kind = shared ? kTwoByTwo : kFourParts;
+  }
+  if (kind == kTwoTiles && args.rows > 64) return kManyRows;
+  for (const int most : {8, 16, 32}) {
+    if (args.rows > most) kind += kKinds;
+  }
+  return kind;
+}
+
+// `shape`, `parts` and `window` 0: chosen here; others are for timing. Only how many parts there are changes bits.
+cudaError_t launch(const dsv4::DenseFp8Args& args, int shape, int parts, int window, cudaStream_t stream) {
   if (args.rows == 0 || args.weight_rows == 0) return cudaSuccess;
-  if (shape == 0) shape = choose_shape(args);
   if (parts == 0) parts = parts_of(args.weight_rows, args.columns);
-  if (parts > dsv4::kMostParts || args.columns / dsv4::kDenseColumns % parts != 0) return cudaErrorInvalidValue;
-  return launch_shape(args, shape, parts, stream);
+  if (shape == 0) shape = choose_shape(args, parts);
+  return launch_shape(args, shape, parts, window, stream);
 }
 
 using Rows = ffi::Buffer<ffi::BF16, 2>;
@@ -120,9 +151,10 @@ ffi::Error dense_fp8(cudaStream_t stream, Rows x, Codes codes, Scales scales, ff
   const int64_t weight_rows = tiles[0] * dsv4::kDenseRows, columns = tiles[1] * dsv4::kDenseColumns;
   constexpr int kTiles = dsv4::kDenseScaleRows / dsv4::kDenseRows;
   const bool floats = out->element_type() == ffi::F32;
-  if (tiles[2] != dsv4::kDenseTileBytes || groups < 1 || rows[1] != groups * columns || tiles[0] % groups != 0 ||
-      blocks[0] != (tiles[0] + kTiles - 1) / kTiles || blocks[1] != tiles[1] || results.size() != 2 ||
-      results[0] != rows[0] || results[1] != weight_rows || (!floats && out->element_type() != ffi::BF16)) {
+  if (tiles[2] != dsv4::kDenseTileBytes || columns == 0 || groups < 1 || rows[1] != groups * columns ||
+      tiles[0] % groups != 0 || blocks[0] != (tiles[0] + kTiles - 1) / kTiles || blocks[1] != tiles[1] ||
+      results.size() != 2 || results[0] != rows[0] || results[1] != weight_rows ||
+      (!floats && out->element_type() != ffi::BF16)) {
     return ffi::Error::InvalidArgument("dense_fp8: shapes or types do not agree");
   }
   const dsv4::DenseFp8Args args = {reinterpret_cast<const __nv_bfloat16*>(x.untyped_data()),
@@ -134,7 +166,7 @@ ffi::Error dense_fp8(cudaStream_t stream, Rows x, Codes codes, Scales scales, ff
                                    static_cast<int>(columns),
                                    groups,
                                    floats};
-  const cudaError_t error = launch(args, 0, 0, stream);
+  const cudaError_t error = launch(args, 0, 0, 0, stream);
   if (error != cudaSuccess) return ffi::Error::Internal(std::string("dense_fp8: ") + cudaGetErrorString(error));
   return ffi::Error::Success();
 }
@@ -154,7 +186,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4DenseFp8, dense_fp8,
                                   .Attr<int32_t>("groups"),
                               {ffi::Traits::kCmdBufferCompatible});
 
+// Parts of K of a matrix: what the bits of a result depend on.
+extern "C" int dsv4_dense_fp8_parts(int weight_rows, int columns) { return parts_of(weight_rows, columns); }
+
 // The launch alone, for timing without XLA. Returns a cudaError_t.
-extern "C" int dsv4_dense_fp8_launch(const dsv4::DenseFp8Args* args, int shape, int parts, cudaStream_t stream) {
-  return static_cast<int>(launch(*args, shape, parts, stream));
+extern "C" int dsv4_dense_fp8_launch(const dsv4::DenseFp8Args* args, int shape, int parts, int window,
+                                     cudaStream_t stream) {
+  return static_cast<int>(launch(*args, shape, parts, window, stream));
 }

@@ -1,17 +1,18 @@
 // Dense products of few rows with FP8 weights: out[rows, N] = x[rows, K] weights[N, K]^T, weights streamed from memory
 // once.
 //
-// A block takes `kGroups` tiles of 64 of the weights' rows, a part of K, and up to `kRows` rows of x. M are the
+// A block takes `kTiles` tiles of 64 of the weights' rows, `kSplit` parts of K, and up to `kRows` rows of x. M are the
 // weights' rows, N the rows of x. Within a block
 //
-//   warpgroups 0 .. kGroups - 1   decode a tile of weights each in registers (dense_fp8_weights.cuh) and multiply
-//   one more warp                 copies weights and rows to shared memory, `kStages` runs of 128 columns ahead
+//   all warpgroups   decode a tile of weights each in registers (dense_fp8_weights.cuh) and multiply
+//   one more warp    copies weights and rows to shared memory, ahead by as many stages as keep the memory busy: with
+//                    more under way the first would arrive with the last, and nothing be multiplied meanwhile
 //
-// The parts of K of one result are the blocks of a cluster: each puts its sums into its shared memory, and each adds up
-// a share of the columns from all of them.
+// The parts of K of one result are warpgroups of a block, blocks of a cluster, or both: their sums lie in shared
+// memory, and each block adds up a share of the weights' rows from all of them.
 //
-// Every number is the sum of the parts of K in order, each one chain of products from first to last. How many parts
-// there are the matrix alone decides, so a row's bits depend on nothing else in the call.
+// Every number is the sum of the parts of K, added up in pairs of neighbours, each one chain of products from first to
+// last. How many parts there are the matrix alone decides, so a row's bits depend on nothing else in the call.
 #pragma once
 
 #include "bulk_copy.cuh"
@@ -30,27 +31,31 @@ struct DenseFp8Args {
   int float_out;  // float32, else bf16
 };
 
-constexpr int kMostParts = 8;  // of K
-
-template <int kGroupsOf, int kRowsOf, int kStagesOf, int kBlocksOf>
+template <int kTilesOf, int kSplitOf, int kRowsOf, int kColumnsOf, int kStagesOf, int kWindowOf, int kBlocksOf>
 struct DenseShape {
-  static constexpr int kGroups = kGroupsOf;  // warpgroups, each a tile of weights
-  static constexpr int kRows = kRowsOf;      // of x, at most: N
+  static constexpr int kTiles = kTilesOf;      // of weights
+  static constexpr int kSplit = kSplitOf;      // parts of K, each with a warpgroup for every tile
+  static constexpr int kRows = kRowsOf;        // of x, at most: N
+  static constexpr int kColumns = kColumnsOf;  // of a stage, of each part
   static constexpr int kStages = kStagesOf;
+  static constexpr int kWindow = kWindowOf;  // stages under way, unless the launch says otherwise
   static constexpr int kBlocks = kBlocksOf;  // an SM
-  static constexpr int kConsumers = kWarpgroup * kGroups;
+  static constexpr int kWarpgroups = kTiles * kSplit;
+  static constexpr int kConsumers = kWarpgroup * kWarpgroups;
   static constexpr int kThreads = kConsumers + kLanes;
-  static constexpr int kTileRows = kDenseRows * kGroups;
-  static constexpr int kBoxBytes = kRows * dsv4::kRowBytes;        // 64 columns of x
-  static constexpr int kBoxes = kDenseColumns / kBlockColumns;     // of a stage
-  static constexpr int kStageRows = kBoxes * kBoxBytes;            // bytes of x
-  static constexpr int kStageWeights = kGroups * kDenseTileBytes;  // of weights
+  static constexpr int kTileRows = kDenseRows * kTiles;
+  static constexpr int kBoxBytes = kRows * dsv4::kRowBytes;  // 64 columns of x
+  static constexpr int kBoxes = kColumns / kBlockColumns;
+  static constexpr int kRunBytes = kBoxes * kBoxBytes;       // of x, of a part
+  static constexpr int kRunWeights = kDenseRows * kColumns;  // of a tile, of a part
+  static constexpr int kStageRows = kSplit * kRunBytes;      // of a stage
+  static constexpr int kStageWeights = kWarpgroups * kRunWeights;
   static constexpr int kRingBytes = kStages * (kStageRows + kStageWeights);
-  // Sums [kRows, kTileRows] float32 take the ring's place. Padded, so that lanes of a quad's store meet no other's
+  // Sums [kSplit, kRows, kTileRows] float32 take the ring's place; padded, so that a quad's stores meet no other's
   // bank.
   static constexpr int kSumPitch = kTileRows + 4;
-  static constexpr int kSumBytes = kRows * kSumPitch * static_cast<int>(sizeof(float));
-  static_assert(kSumBytes <= kRingBytes, "sums have room");
+  static constexpr int kPartBytes = kRows * kSumPitch * static_cast<int>(sizeof(float));
+  static_assert(kSplit * kPartBytes <= kRingBytes, "sums have room");
   static constexpr int kSharedBytes = kGroupBytes + kRingBytes;
 };
 
@@ -58,74 +63,76 @@ struct DenseStage {
   alignas(8) uint64_t full, empty;
 };
 
-// What a block computes.
-struct DenseItem {
-  int row;            // first of x
-  int tile;           // first of the weights' tiles
-  int block, blocks;  // runs of 128 columns: the first and their number
-  int all;            // of a whole row
-  int column;         // of x at which the first of them is
-};
-
-// One thread: all copies of a block, in order. The rows' map is being fetched while the first weights are asked for.
+// The copies of a block, made by one thread, in order.
 template <typename Shape>
-__device__ __forceinline__ void copy_dense(DenseStage* stages, uint32_t weights, uint32_t rows,
-                                           const DenseFp8Args& args, const CUtensorMap& map, const DenseItem& item) {
-  const uint64_t policy = streamed_once();
-  const size_t tile_bytes = static_cast<size_t>(item.all) * kDenseTileBytes;  // 64 rows
-  const uint8_t* from = args.codes + item.tile * tile_bytes + static_cast<size_t>(item.block) * kDenseTileBytes;
-  const auto add_weights = [&](int stage, int step) {
+struct DenseCopies {
+  DenseStage* stages;
+  uint32_t weights, rows;
+  const uint8_t* from;  // the first tile's first run
+  size_t tile_bytes;    // 64 of the weights' rows
+  const CUtensorMap& map;
+  int row, column;  // of x
+  int steps;        // of a part
+  uint64_t policy = streamed_once();
+
+  __device__ __forceinline__ void start(int stage, int step) const {
     const uint32_t full = shared_address(&stages[stage].full);
     barrier_expect(full, Shape::kStageRows + Shape::kStageWeights);
 #pragma unroll
-    for (int g = 0; g < Shape::kGroups; ++g) {
-      copy_bulk(weights + stage * Shape::kStageWeights + g * kDenseTileBytes,
-                from + g * tile_bytes + static_cast<size_t>(step) * kDenseTileBytes, kDenseTileBytes, full, policy);
-    }
-  };
-  const auto add_rows = [&](int stage, int step) {
-    const uint32_t full = shared_address(&stages[stage].full);
+    for (int s = 0; s < Shape::kSplit; ++s) {
+      const int run = s * steps + step;
 #pragma unroll
-    for (int i = 0; i < Shape::kBoxes; ++i) {
-      copy_box(rows + stage * Shape::kStageRows + i * Shape::kBoxBytes, map,
-               item.column + step * kDenseColumns + i * kBlockColumns, item.row, full);
+      for (int t = 0; t < Shape::kTiles; ++t) {
+        copy_bulk(weights + stage * Shape::kStageWeights + (s * Shape::kTiles + t) * Shape::kRunWeights,
+                  from + t * tile_bytes + static_cast<size_t>(run) * Shape::kRunWeights, Shape::kRunWeights, full,
+                  policy);
+      }
+      copy_boxes(rows + stage * Shape::kStageRows + s * Shape::kRunBytes, map, row,
+                 column / kBlockColumns + run * Shape::kBoxes, full);
     }
-  };
-  const int ahead = min(Shape::kStages, item.blocks);
-  for (int i = 0; i < ahead; ++i) add_weights(i, i);
-  for (int i = 0; i < ahead; ++i) add_rows(i, i);
-  int stage = 0;
-  uint32_t phase = 0;
-  for (int step = ahead; step < item.blocks; ++step) {
-    barrier_wait(shared_address(&stages[stage].empty), phase);
-    add_weights(stage, step);
-    add_rows(stage, step);
-    if (++stage == Shape::kStages) stage = 0, phase ^= 1;
   }
-}
+  __device__ __forceinline__ void first(int window) const {
+    for (int i = 0; i < min(window, steps); ++i) start(i, i);
+  }
+  // Each as soon as the one `window` before it is there and its stage was handed back.
+  __device__ __forceinline__ void others(int window) const {
+    Stage there = {0, 0}, next = {window % Shape::kStages, window == Shape::kStages};
+    for (int step = window; step < steps; ++step) {
+      barrier_wait(shared_address(&stages[there.index].full), there.phase);
+      if (step >= Shape::kStages) barrier_wait(shared_address(&stages[next.index].empty), next.phase ^ 1);
+      start(next.index, step);
+      for (Stage* at : {&there, &next}) {
+        if (++at->index == Shape::kStages) at->index = 0, at->phase ^= 1;
+      }
+    }
+  }
+};
 
-// A warpgroup's 64 x N products over the block's part of K. Leaves with nothing in flight.
+// A warpgroup's 64 x N products over its part of K. Leaves with nothing in flight.
 template <typename Shape>
 __device__ __forceinline__ void multiply_dense(float (&d)[Shape::kRows / 2], DenseStage* stages, uint32_t weights,
-                                               uint32_t rows, const uint8_t* scales, const DenseItem& item,
-                                               int thread) {
-  constexpr int kParts = kDenseColumns / (2 * kMmaDepth);  // two products each: a thread's 16 bytes
-  constexpr int kPartBytes = kDenseTileBytes / kParts;
-  const int lane = lane_of(thread);
+                                               uint32_t rows, const uint8_t* scales, int steps, int thread) {
+  constexpr int kPartColumns = 2 * kMmaDepth;  // two products: a thread's 16 bytes
+  constexpr int kParts = Shape::kColumns / kPartColumns, kPartBytes = kPartColumns * kDenseRows;
+  constexpr int kOfScale = kDenseColumns / kPartColumns;
+  const int lane = lane_of(thread), scale_count = steps * Shape::kColumns / kDenseColumns;
   uint32_t a[2][2 * kFragment];
-  uint32_t factors = 0;  // of the lane's run of columns among 32
-  int stage = 0, before = 0;
-  uint32_t phase = 0;
-  for (int step = 0; step < item.blocks; ++step) {
-    if (within<kLanes>(step) == 0 && step + lane < item.blocks) factors = code_factor(__ldg(scales + step + lane));
-    const uint32_t word = __shfl_sync(kAllLanes, factors, within<kLanes>(step));
-    const __nv_bfloat162 factor = reinterpret_cast<const __nv_bfloat162&>(word);
-    barrier_wait(shared_address(&stages[stage].full), phase);
-    const uint32_t codes = weights + stage * Shape::kStageWeights + thread * kChunkBytes;
-    const uint32_t b = k_major_low(rows + stage * Shape::kStageRows);
+  uint32_t factors = 0, word = 0;  // `factors`: of the lane's run of columns among 32
+  Stage stage = {0, 0};
+  int before = 0;
+  for (int step = 0; step < steps; ++step) {
+    barrier_wait(shared_address(&stages[stage.index].full), stage.phase);
+    const uint32_t codes = weights + stage.index * Shape::kStageWeights + thread * kChunkBytes;
+    const uint32_t b = k_major_low(rows + stage.index * Shape::kStageRows);
     uint4 words = load_shared4(codes);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
+      if (kParts < kOfScale ? part == 0 : part % kOfScale == 0) {
+        const int run = (step * kParts + part) / kOfScale;
+        if (within<kLanes>(run) == 0 && run + lane < scale_count) factors = code_factor(__ldg(scales + run + lane));
+        word = __shfl_sync(kAllLanes, factors, within<kLanes>(run));
+      }
+      const __nv_bfloat162 factor = reinterpret_cast<const __nv_bfloat162&>(word);
       const uint4 now = words;
       if (part + 1 < kParts) words = load_shared4(codes + (part + 1) * kPartBytes);
       decode_codes(now.x, now.y, factor, a[part % 2]);
@@ -142,25 +149,24 @@ __device__ __forceinline__ void multiply_dense(float (&d)[Shape::kRows / 2], Den
       mma_wait<1>();
       if (part == 0 && step > 0 && lane == 0) barrier_arrive(shared_address(&stages[before].empty));
     }
-    before = stage;
-    if (++stage == Shape::kStages) stage = 0, phase ^= 1;
+    before = stage.index;
+    if (++stage.index == Shape::kStages) stage.index = 0, stage.phase ^= 1;
   }
   mma_wait<0>();
 }
 
 // A warpgroup's sums to shared memory: [row of x][weights' row of the block].
 template <typename Shape>
-__device__ __forceinline__ void put_sums(const float (&d)[Shape::kRows / 2], float* sums, int group, int thread) {
-  const int lane = lane_of(thread);
-  float* to =
-      sums + 2 * quad_lane(lane) * Shape::kSumPitch + group * kDenseRows + accumulator_row(warp_of(thread), lane);
+__device__ __forceinline__ void put_sums(const float (&d)[Shape::kRows / 2], float* sums, int tile, int thread) {
+  const int lane = lane_of(thread), row = accumulator_row(warp_of(thread), lane);
+  float* to = sums + 2 * quad_lane(lane) * Shape::kSumPitch + tile * kDenseRows + row;
 #pragma unroll
   for (int i = 0; i < Shape::kRows / kCellColumns; ++i) {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      float* row = to + (kCellColumns * i + k) * Shape::kSumPitch;
-      row[0] = d[kCell * i + k];
-      row[kLowerRow] = d[kCell * i + 2 + k];
+      float* at = to + (kCellColumns * i + k) * Shape::kSumPitch;
+      at[0] = d[kCell * i + k];
+      at[kLowerRow] = d[kCell * i + 2 + k];
     }
   }
 }
@@ -175,49 +181,92 @@ __device__ __forceinline__ void store_four(const DenseFp8Args& args, size_t at, 
                                                                            reinterpret_cast<const uint32_t&>(high)};
 }
 
-// This block's share of the weights' rows, added up from all parts in their order.
+// Neighbours first, then pairs of them: however parts are grouped by powers of two, the same sums.
+template <int kCount>
+__device__ __forceinline__ float4 added(float4 (&x)[kCount]) {
+#pragma unroll
+  for (int apart = 1; apart < kCount; apart *= 2) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2 * apart) {
+      const float4& y = x[i + apart];
+      x[i].x += y.x, x[i].y += y.y, x[i].z += y.z, x[i].w += y.w;
+    }
+  }
+  return x[0];
+}
+
+constexpr int kStepFloats = 4;  // of a load of sums
+
+// Four sums of a row, added up from the block's own parts.
 template <typename Shape>
-__device__ __forceinline__ void add_parts(const DenseFp8Args& args, uint32_t sums, const DenseItem& item, int part,
-                                          int parts) {
-  constexpr int kStep = 4;  // floats of a load
-  const int steps = Shape::kTileRows / kStep / parts, rows = min(Shape::kRows, args.rows - item.row);
-  for (int i = threadIdx.x; i < rows * steps; i += Shape::kConsumers) {
-    const int row = i / steps, column = kStep * (part * steps + i % steps);
-    const uint32_t from = sums + (row * Shape::kSumPitch + column) * sizeof(float);
-    float4 x[kMostParts];
+__device__ __forceinline__ float4 own_parts(uint32_t address) {
+  float4 x[Shape::kSplit];
 #pragma unroll
-    for (int p = 0; p < kMostParts; ++p) {
-      if (p < parts) x[p] = load_peer4(peer_address(from, p));
-    }
-    float4 sum = x[0];
-#pragma unroll
-    for (int p = 1; p < kMostParts; ++p) {
-      if (p < parts) sum.x += x[p].x, sum.y += x[p].y, sum.z += x[p].z, sum.w += x[p].w;
-    }
-    store_four(args, static_cast<size_t>(item.row + row) * args.weight_rows + item.tile * kDenseRows + column, sum);
+  for (int p = 0; p < Shape::kSplit; ++p) {
+    const uint4 bits = load_shared(address + p * Shape::kPartBytes);
+    x[p] = reinterpret_cast<const float4&>(bits);
+  }
+  return added(x);
+}
+
+// Sums of the block's own parts, where the first was: for the cluster to read.
+template <typename Shape>
+__device__ __forceinline__ void add_own(uint32_t sums, int rows) {
+  constexpr int kSteps = Shape::kTileRows / kStepFloats;
+  for (int i = threadIdx.x; i < rows * kSteps; i += Shape::kConsumers) {
+    const uint32_t address =
+        sums + over<kSteps>(i) * Shape::kSumPitch * sizeof(float) + within<kSteps>(i) * kChunkBytes;
+    const float4 sum = own_parts<Shape>(address);
+    store_shared(address, reinterpret_cast<const uint4&>(sum));
   }
 }
 
-// Grid: parts of K (a cluster), tiles of rows of x, tiles of the weights' rows.
-template <typename Shape>
+// This block's share of the weights' rows, from `tile` on, added up from all parts and stored.
+template <typename Shape, int kCluster>
+__device__ __forceinline__ void add_parts(const DenseFp8Args& args, uint32_t sums, int first_row, int tile, int rank) {
+  constexpr int kSteps = Shape::kTileRows / kStepFloats / kCluster, kPass = Shape::kConsumers / kSteps;
+  static_assert(Shape::kConsumers % kSteps == 0, "a thread keeps its columns");
+  const int rows = min(Shape::kRows, args.rows - first_row);
+  const int step = rank * kSteps + within<kSteps>(threadIdx.x);
+  const size_t at = static_cast<size_t>(first_row) * args.weight_rows + tile * kDenseRows + kStepFloats * step;
+  uint32_t from[kCluster];
+#pragma unroll
+  for (int c = 0; c < kCluster; ++c) {
+    from[c] = sums + step * kChunkBytes;
+    if constexpr (kCluster > 1) from[c] = peer_address(from[c], c);
+  }
+#pragma unroll(2)
+  for (int row = over<kSteps>(threadIdx.x); row < rows; row += kPass) {
+    const uint32_t offset = row * Shape::kSumPitch * sizeof(float);
+    float4 sum;
+    if constexpr (kCluster == 1) {
+      sum = own_parts<Shape>(from[0] + offset);
+    } else {
+      float4 x[kCluster];
+#pragma unroll
+      for (int c = 0; c < kCluster; ++c) x[c] = load_peer4(from[c] + offset);
+      sum = added(x);
+    }
+    store_four(args, at + static_cast<size_t>(row) * args.weight_rows, sum);
+  }
+}
+
+// Grid: a cluster, tiles of rows of x, tiles of the weights' rows. `window`: stages under way.
+template <typename Shape, int kCluster>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
-    dense_fp8_kernel(const __grid_constant__ DenseFp8Args args, const __grid_constant__ CUtensorMap map) {
+    dense_fp8_kernel(const __grid_constant__ DenseFp8Args args, const __grid_constant__ CUtensorMap map, int window) {
   extern __shared__ uint8_t dynamic[];
   __shared__ DenseStage stages[Shape::kStages];
-  const int part = blockIdx.x, parts = gridDim.x;
-  const int group = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0), thread = threadIdx.x & (kWarpgroup - 1);
+  const int rank = kCluster == 1 ? 0 : blockIdx.x, first_row = blockIdx.y * Shape::kRows;
+  const int tile = blockIdx.z * Shape::kTiles;
+  const int warpgroup = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0), thread = threadIdx.x & (kWarpgroup - 1);
   const uint32_t rows = (shared_address(dynamic) + kGroupBytes - 1) & ~(kGroupBytes - 1);
   const uint32_t weights = rows + Shape::kStages * Shape::kStageRows;
-  DenseItem item;
-  item.row = blockIdx.y * Shape::kRows;
-  item.tile = blockIdx.z * Shape::kGroups;
-  item.all = args.columns / kDenseColumns;
-  item.blocks = item.all / parts;
-  item.block = part * item.blocks;
-  const int group_tiles = args.weight_rows / args.groups / kDenseRows;
-  item.column = item.tile / group_tiles * args.columns + item.block * kDenseColumns;
+  const int part_columns = args.columns / (kCluster * Shape::kSplit), steps = part_columns / Shape::kColumns;
+  const int first_column = rank * Shape::kSplit * part_columns;
   if (threadIdx.x == Shape::kConsumers) {
     fetch_map(map);
+#pragma unroll
     for (int s = 0; s < Shape::kStages; ++s) {
       barrier_init(shared_address(&stages[s].full), 1);
       barrier_init(shared_address(&stages[s].empty), Shape::kConsumers / kLanes);
@@ -225,24 +274,34 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     barrier_init_fence();
   }
   __syncthreads();
-  if (group == Shape::kGroups) {
-    if (thread == 0) copy_dense<Shape>(stages, weights, rows, args, map, item);
+  if (warpgroup == Shape::kWarpgroups) {
+    if (thread == 0) {
+      const size_t tile_bytes = static_cast<size_t>(args.columns) * kDenseRows;
+      const uint8_t* from = args.codes + tile * tile_bytes + static_cast<size_t>(first_column) * kDenseRows;
+      const int group = args.groups == 1 ? 0 : tile / (args.weight_rows / args.groups / kDenseRows);
+      const int column = group * args.columns + first_column;
+      const DenseCopies<Shape> copies = {stages, weights, rows, from, tile_bytes, map, first_row, column, steps};
+      copies.first(window);
+      copies.others(window);
+    }
     __syncwarp();
   } else {
     float d[Shape::kRows / 2];
+    const int mine = warpgroup % Shape::kTiles, split = warpgroup / Shape::kTiles;
     const uint8_t* scales =
-        args.scales + static_cast<size_t>((item.tile + group) / (kDenseScaleRows / kDenseRows)) * item.all + item.block;
-    multiply_dense<Shape>(d, stages, weights, rows, scales, item, thread);
+        args.scales + (first_column + split * part_columns) / kDenseColumns +
+        static_cast<size_t>((tile + mine) / (kDenseScaleRows / kDenseRows)) * (args.columns / kDenseColumns);
+    multiply_dense<Shape>(d, stages, weights + warpgroup * Shape::kRunWeights, rows + split * Shape::kRunBytes, scales,
+                          steps, thread);
     named_sync(1, Shape::kConsumers);  // the ring is free
-    put_sums<Shape>(d, reinterpret_cast<float*>(dynamic + (rows - shared_address(dynamic))), group, thread);
+    uint8_t* sums = dynamic + (rows - shared_address(dynamic)) + split * Shape::kPartBytes;
+    put_sums<Shape>(d, reinterpret_cast<float*>(sums), mine, thread);
+    if (kCluster == 1 || Shape::kSplit > 1) named_sync(1, Shape::kConsumers);
+    if (kCluster > 1 && Shape::kSplit > 1) add_own<Shape>(rows, min(Shape::kRows, args.rows - first_row));
   }
-  if (parts == 1) {
-    __syncthreads();
-  } else {
-    cluster_sync();
-  }
-  if (group < Shape::kGroups) add_parts<Shape>(args, rows, item, part, parts);
-  if (parts > 1) cluster_meet();  // nobody leaves while others read its sums
+  if constexpr (kCluster > 1) cluster_sync();
+  if (warpgroup < Shape::kWarpgroups) add_parts<Shape, kCluster>(args, rows, first_row, tile, rank);
+  if constexpr (kCluster > 1) cluster_meet();  // nobody leaves while others read its sums
 }
 
 }  // namespace dsv4

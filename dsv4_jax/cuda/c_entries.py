@@ -123,7 +123,7 @@ class RouteArgs(ctypes.Structure):
 ENTRIES: dict[str, tuple[type[ctypes.Structure], tuple[str, ...]]] = {
     "append": (AppendArgs, ("tokens", "epilogue")),
     "attend": (AttendArgs, ("splits",)),
-    "dense_fp8": (DenseFp8Args, ("shape", "parts")),
+    "dense_fp8": (DenseFp8Args, ("shape", "parts", "window")),
     "index_scores": (ScoreArgs, ("fp8",)),
     "moe": (MoeArgs, ("shape",)),
     "route": (RouteArgs, ()),

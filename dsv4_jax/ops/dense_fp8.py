@@ -11,11 +11,21 @@ from jax import lax
 
 from ..errors import ShapeError
 from ..formats.scaling import e4m3_values, power_of_two
-from ..weights.dense_fp8 import BLOCK, PACKED_AXES, TILE_BYTES, TILE_COLUMNS, TILE_ROWS, pair_fields
+from ..weights.dense_fp8 import (
+    BLOCK,
+    PACKED_AXES,
+    TILE_BYTES,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    WORD_AXES,
+    pair_fields,
+    tiled,
+    two_words,
+)
 from .arguments import Check
 from .registry import Choice, Implementation, run
 
-__all__ = ["IMPLEMENTATION", "DenseFp8Arguments", "dense_fp8", "dequantised", "reference", "released"]
+__all__ = ["IMPLEMENTATION", "DenseFp8Arguments", "dense_fp8", "dequantised", "packed", "reference", "released"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +94,15 @@ def dequantised(codes: jax.Array, scales: jax.Array) -> jax.Array:
     blocks = e4m3_values(released(codes)).reshape(tiles, TILE_ROWS, steps, TILE_COLUMNS)
     of_tile = jnp.repeat(factors, BLOCK // TILE_ROWS, axis=0)[:tiles]
     return (blocks * of_tile[:, None, :, None]).astype(jnp.bfloat16).reshape(rows, columns)
+
+
+def packed(codes: jax.Array) -> jax.Array:
+    """[N, K] uint8 e4m3 as released -> packed: `weights.dense_fp8.pack`, traceable and without its checks."""
+    rows, columns = codes.shape
+    pairs = lax.bitcast_convert_type(codes.reshape(rows, columns // 2, 2), jnp.uint16)
+    pairs = pairs.reshape(tiled(rows, columns)).transpose(WORD_AXES)
+    words = jnp.stack(two_words(pairs.reshape(*pairs.shape[:-2], 4)), -1)
+    return lax.bitcast_convert_type(words, jnp.uint8).reshape(rows // TILE_ROWS, columns // TILE_COLUMNS, TILE_BYTES)
 
 
 def released(codes: jax.Array) -> jax.Array:

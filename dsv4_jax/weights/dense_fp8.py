@@ -13,6 +13,8 @@ that these leave free in both words.
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,8 +29,12 @@ __all__ = [
     "TILE_BYTES",
     "TILE_COLUMNS",
     "TILE_ROWS",
+    "WORD_AXES",
+    "check",
     "pack",
     "pair_fields",
+    "tiled",
+    "two_words",
     "unpack",
 ]
 
@@ -41,16 +47,16 @@ NAN = 0x7F  # magnitude of the codes that are no numbers
 _THIRD, _FOURTH = np.uint32(0x080F080F), np.uint32(0x70007000)  # their bits that lie in the first word
 _SHIFT, _TURN = 4, 8
 # Axes of codes [tile, w, h, r, step, part, product, c, q] as those of words [tile, step, part, w, r, q, product, c, h].
-_TO_WORDS = (0, 4, 5, 1, 3, 8, 6, 7, 2)
-PACKED_AXES = tuple(int(i) for i in np.argsort(_TO_WORDS))  # the other way
+WORD_AXES = (0, 4, 5, 1, 3, 8, 6, 7, 2)
+PACKED_AXES = tuple(int(i) for i in np.argsort(WORD_AXES))  # the other way
 
 
-def pack(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Codes [N, K] uint8 -> [N / 64, K / 128, 8192] uint8. N in 64s, K in 128s.
+def check(codes: np.ndarray, scales: np.ndarray) -> None:
+    """Whether a matrix as released, [N, K] codes and [ceil(N / 128), K / 128] scales, can be packed.
 
     Raises:
-        ShapeError: a size that is not, scales [ceil(N / 128), K / 128] of another shape, a NaN among the codes, or a
-            scale of more than 2^7 (NaN is one), which the kernel could not represent.
+        ShapeError: N not in 64s or K not in 128s, scales of another shape, a NaN among the codes, or a scale of more
+            than 2^7 (NaN is one), which the kernel could not represent.
     """
     rows, columns = codes.shape
     if rows % TILE_ROWS or columns % TILE_COLUMNS:
@@ -61,16 +67,17 @@ def pack(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
         raise ShapeError(f"dense_fp8 weights [{rows}, {columns}]: scales {scales.shape}, not one per {BLOCK} x {BLOCK}")
     if scales.size and scales.max() > LARGEST_SCALE:
         raise ShapeError(f"dense_fp8 weights: scale code {scales.max()}, the largest that fits is {LARGEST_SCALE}")
-    pairs = np.ascontiguousarray(codes).view("<u2")
-    if _has_nan(pairs):
+    if (codes & NAN == NAN).any():
         raise ShapeError(f"dense_fp8 weights [{rows}, {columns}]: a code is NaN")
-    tiles = pairs.reshape(rows // 64, 4, 2, 8, columns // 128, 4, 2, 2, 4).transpose(_TO_WORDS)
-    first, second, third, fourth = _fields(tiles).reshape(*tiles.shape[:7], 4).transpose(7, *range(7))
-    third, fourth = third >> _SHIFT, _turned(fourth, -_SHIFT)
-    words = np.empty((*tiles.shape[:7], 2), "<u4")
-    words[..., 0] = first | third & _THIRD | fourth & _FOURTH
-    words[..., 1] = second | _turned(third & ~_THIRD | fourth & ~_FOURTH, -_TURN)
-    return words.view(np.uint8).reshape(rows // 64, columns // 128, TILE_BYTES)
+
+
+def pack(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Codes [N, K] uint8 -> [N / 64, K / 128, 8192] uint8. Raises as `check`."""
+    check(codes, scales)
+    rows, columns = codes.shape
+    pairs = np.ascontiguousarray(codes).view("<u2").reshape(tiled(rows, columns)).transpose(WORD_AXES)
+    words = np.stack(two_words(pairs.reshape(*pairs.shape[:-2], 4)), -1).astype("<u4")
+    return words.view(np.uint8).reshape(rows // TILE_ROWS, columns // TILE_COLUMNS, TILE_BYTES)
 
 
 def unpack(packed: np.ndarray) -> np.ndarray:
@@ -82,6 +89,18 @@ def unpack(packed: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(pairs).view(np.uint8).reshape(tiles * TILE_ROWS, steps * TILE_COLUMNS)
 
 
+def tiled(rows: int, columns: int) -> tuple[int, ...]:
+    """The shape of a matrix of pairs by tile, w, h, r, step, part, product, c and q."""
+    return (rows // TILE_ROWS, 4, 2, 8, columns // TILE_COLUMNS, 4, 2, 2, 4)
+
+
+def two_words(pairs: Words) -> tuple[Words, Words]:
+    """[..., 4] uint16 of NumPy or JAX, each two codes with the first in the low byte -> two words [...] uint32."""
+    first, second, third, fourth = (_fields(pairs[..., i].astype(np.uint32)) for i in range(4))
+    third, fourth = third >> np.uint32(_SHIFT), _turned(fourth, -_SHIFT)
+    return first | third & _THIRD | fourth & _FOURTH, second | _turned(third & ~_THIRD | fourth & ~_FOURTH, -_TURN)
+
+
 def pair_fields(first: Words, second: Words) -> tuple[Words, Words, Words, Words]:
     """The four pairs of two words, uint32 of NumPy or JAX; other bits than those of the fields are anything."""
     turned = _turned(second, _TURN)
@@ -89,20 +108,15 @@ def pair_fields(first: Words, second: Words) -> tuple[Words, Words, Words, Words
     return first, second, third << np.uint32(_SHIFT), _turned(fourth, _SHIFT)
 
 
-def _has_nan(pairs: np.ndarray) -> bool:
-    low, high = pairs & 0x7F, pairs & 0x7F00
-    return bool(((low == NAN) | (high == NAN << 8)).any())
-
-
 def _turned(x: Words, by: int) -> Words:
     """Rotated right by so many bits."""
     return x >> np.uint32(by % 32) | x << np.uint32(-by % 32)
 
 
-def _fields(pair: np.ndarray) -> np.ndarray:
-    """Two codes, the first in the low byte, in the fields of two bf16."""
-    x = pair.astype(np.uint32)
-    return (x & 0x80) << 8 | (x & 0x7F) << 4 | (x & 0x8000) << 16 | (x & 0x7F00) << 12
+def _fields(x: Words) -> Words:
+    """Two codes in the low bytes in the fields of two bf16."""
+    masks = zip((0x80, 0x7F, 0x8000, 0x7F00), (8, 4, 16, 12), strict=True)
+    return functools.reduce(operator.or_, ((x & np.uint32(mask)) << np.uint32(by) for mask, by in masks))
 
 
 def _pairs(fields: np.ndarray) -> np.ndarray:

@@ -44,9 +44,9 @@ class TestDenseFp8OnTheGpu(DenseFp8Test):
 
     @pytest.mark.parametrize("name", MATRICES)
     def test_alone_and_among_others(self, name: str) -> None:
-        x, packed, scales, _ = self.case(name, 256)
+        x, weights, scales, _ = self.case(name, 256)
         groups = MATRICES[name][2]
-        among = self.run(x, packed, scales, groups=groups)
+        among = self.run(x, weights, scales, groups=groups)
         for first, size in ((0, 1), (3, 8), (100, 16), (31, 33), (180, 64), (9, 129)):
-            alone = self.run(x[first : first + size], packed, scales, groups=groups)
+            alone = self.run(x[first : first + size], weights, scales, groups=groups)
             np.testing.assert_array_equal(alone, among[first : first + size])

@@ -9,7 +9,7 @@ import pytest
 
 from dsv4_jax.errors import ShapeError
 from dsv4_jax.ops import dense_fp8
-from dsv4_jax.ops.dense_fp8 import dequantised, released
+from dsv4_jax.ops.dense_fp8 import dequantised, packed, released
 from dsv4_jax.weights.dense_fp8 import pack
 
 from ..oracle import dense as oracle
@@ -24,8 +24,8 @@ MATRICES = {"one_tile": (64, 128, 1), "odd": (192, 384, 1), "groups": (640, 512,
 class DenseFp8Test(OpTest):
     op = "dense_fp8"
 
-    def run(self, x: np.ndarray, packed: np.ndarray, scales: np.ndarray, **options) -> np.ndarray:
-        return np.asarray(jit_dense(x, packed, scales, implementation=self.implementation, **options))
+    def run(self, x: np.ndarray, weights: np.ndarray, scales: np.ndarray, **options) -> np.ndarray:
+        return np.asarray(jit_dense(x, weights, scales, implementation=self.implementation, **options))
 
     def case(self, name: str, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """x, packed codes, scales, and what comes out in float64."""
@@ -39,20 +39,20 @@ class DenseFp8Test(OpTest):
     @pytest.mark.parametrize("rows", [1, 17, 100])
     @pytest.mark.parametrize("name", MATRICES)
     def test_equals_float64(self, name: str, rows: int) -> None:
-        x, packed, scales, want = self.case(name, rows)
-        got = self.run(x, packed, scales, groups=MATRICES[name][2])
+        x, weights, scales, want = self.case(name, rows)
+        got = self.run(x, weights, scales, groups=MATRICES[name][2])
         assert got.dtype == np.float32 and got.shape == want.shape
         assert np.linalg.norm(got - want) <= 1e-4 * np.linalg.norm(want)
 
     def test_rounds_to_bf16_once(self) -> None:
-        x, packed, scales, _ = self.case("odd", 5)
-        got = self.run(x, packed, scales, dtype=jnp.bfloat16)
-        np.testing.assert_array_equal(got, self.run(x, packed, scales).astype(jnp.bfloat16))
+        x, weights, scales, _ = self.case("odd", 5)
+        got = self.run(x, weights, scales, dtype=jnp.bfloat16)
+        np.testing.assert_array_equal(got, self.run(x, weights, scales).astype(jnp.bfloat16))
 
     def test_float32_rows_are_taken_in_bf16(self) -> None:
-        x, packed, scales, _ = self.case("odd", 5)
+        x, weights, scales, _ = self.case("odd", 5)
         exact = x.astype(np.float32)
-        np.testing.assert_array_equal(self.run(exact * (1 + 2**-12), packed, scales), self.run(x, packed, scales))
+        np.testing.assert_array_equal(self.run(exact * (1 + 2**-12), weights, scales), self.run(x, weights, scales))
 
 
 class TestDenseFp8(DenseFp8Test):
@@ -61,11 +61,15 @@ class TestDenseFp8(DenseFp8Test):
 
 def test_dequantises_exactly() -> None:
     codes, scales = oracle.random_matrix(np.random.default_rng(0), 192, 256)
-    packed = pack(codes, scales)
-    np.testing.assert_array_equal(jax.jit(released)(packed), codes)
-    got = jax.jit(dequantised)(packed, scales)
+    got = jax.jit(dequantised)(pack(codes, scales), scales)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(got).astype(np.float64), oracle.dequantised(codes, scales))
+
+
+def test_packs_and_unpacks_on_the_device() -> None:
+    codes, scales = oracle.random_matrix(np.random.default_rng(1), 192, 256)
+    np.testing.assert_array_equal(jax.jit(packed)(codes), pack(codes, scales))
+    np.testing.assert_array_equal(jax.jit(released)(pack(codes, scales)), codes)
 
 
 def test_no_rows() -> None:
