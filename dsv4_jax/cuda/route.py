@@ -33,7 +33,8 @@ def call(arguments: RouteArguments) -> tuple[jax.Array, jax.Array]:
     results = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
     kernel = jax.ffi.ffi_call(ffi.cuda_target("route", "dsv4_route"), results)
     picks = arguments.chosen if hashed else arguments.bias
-    return tuple(kernel(arguments.logits, picks, hashed=hashed, scale=np.float32(arguments.scale)))
+    chosen, share = kernel(arguments.logits, picks, hashed=hashed, scale=np.float32(arguments.scale))
+    return chosen, share
 
 
 IMPLEMENTATION = Implementation("route", "cuda", call, supports, lambda: ffi.cuda_problem("route"), ("dsv4_route",))

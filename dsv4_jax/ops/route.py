@@ -72,8 +72,9 @@ def route(logits: jax.Array, *, bias: jax.Array | None = None, chosen: jax.Array
 def reference(arguments: RouteArguments) -> tuple[jax.Array, jax.Array]:
     """`route` in `jnp`."""
     scores, chosen = jnp.sqrt(jax.nn.softplus(arguments.logits)), arguments.chosen
-    if chosen is None:
+    if arguments.bias is not None:
         _, chosen = lax.top_k(scores + arguments.bias[None], arguments.top)
+    assert chosen is not None
     picked = jnp.take_along_axis(scores, chosen, 1)
     return chosen, picked / (picked.sum(1, keepdims=True) + _FLOOR) * np.float32(arguments.scale)
 
