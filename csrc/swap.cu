@@ -15,11 +15,12 @@ namespace ffi = xla::ffi;
 
 constexpr int kThreads = 256;
 constexpr int kUnroll = 4;       // words a thread has in flight
-constexpr int kMaxBlocks = 128;  // 2 MiB in flight: enough for PCIe, which 32 blocks of one word each already saturate
+constexpr int kMaxBlocks = 128;  // 2 MiB in flight: enough for PCIe, which 32 blocks of one word each already saturate.
+                                 // Hardly more than the SMs: registers are not scarce, spills are not needed
 constexpr int64_t kChunk = kThreads * kUnroll;  // words of a record that a block moves at a time
 
 template <dsv4::Swap kWay>
-__global__ void __launch_bounds__(kThreads) swap_kernel(const __grid_constant__ dsv4::SwapArgs args) {
+__global__ void __launch_bounds__(kThreads, 1) swap_kernel(const __grid_constant__ dsv4::SwapArgs args) {
   const int64_t chunks = (args.words + kChunk - 1) / kChunk;
   for (int64_t task = blockIdx.x; task < args.pairs * chunks; task += gridDim.x) {
     const int64_t pair = task / chunks;
