@@ -20,15 +20,16 @@ N = TypeVar("N", bound=Queued)
 
 
 class EvictionQueue(Generic[N]):
-    """Nodes by key, smallest first: a heap with at most one entry per node, corrected when it comes up.
+    """Nodes by key, smallest first: a heap of entries that are corrected when they come up.
 
-    Keys may only grow and eligibility may come and go without telling the queue: a touch costs
+    Keys may grow and eligibility may come and go without telling the queue: a touch costs
     nothing here. Popping is O(log n), plus O(log n) for every entry that was touched since.
+    A key that has shrunk is to be told (`demote`): a second entry names the node then, until either comes up.
 
     Args:
         bit: of `node.queued`, this queue's own: one for each list of these nodes (a member of their `IntFlag`).
         eligible: whether a node may leave. Whenever it becomes true, the node must be pushed.
-        key: of a node that is eligible; larger leaves later. It must not shrink while the node lives.
+        key: of a node that is eligible; larger leaves later. When it shrinks while the node is listed: `demote`.
     """
 
     def __init__(self, bit: int, eligible: Callable[[N], bool], key: Callable[[N], Any]):
@@ -40,17 +41,25 @@ class EvictionQueue(Generic[N]):
         """Makes sure the node is in the queue if it is eligible."""
         if node.queued & self._bit or not self._eligible(node):
             return
-        node.queued |= self._bit
-        heapq.heappush(self._heap, (self._key(node), node.number, node))
-        if len(self._heap) > self._bound:
-            self._forget_ineligible()
+        self._list(node)
+
+    def demote(self, node: N) -> None:
+        """As `push`, when the node's key may have shrunk; also of a node that is listed and not eligible now."""
+        if node.queued & self._bit or self._eligible(node):
+            self._list(node)
+
+    def key(self, node: N) -> Any:
+        """The node's key now."""
+        return self._key(node)
 
     def pop(self) -> N | None:
         """Takes out the eligible node with the smallest key."""
         heap = self._heap
         while heap:
             key, number, node = heap[0]
-            if not self._eligible(node):
+            if not node.queued & self._bit:
+                heapq.heappop(heap)  # the other entry of a demoted one has come up before
+            elif not self._eligible(node):
                 heapq.heappop(heap)
                 node.queued &= ~self._bit
             elif (now := self._key(node)) != key:
@@ -69,10 +78,24 @@ class EvictionQueue(Generic[N]):
         """Whether the node should be here and is not: whoever made it eligible has not pushed it."""
         return not self.holds(node) and self._eligible(node)
 
+    def late(self) -> list[N]:
+        """Eligible nodes of which no entry comes up in time: whoever shrank their keys has not told. For tests."""
+        first: dict[N, Any] = {}
+        for key, _, node in self._heap:
+            if self.holds(node) and self._eligible(node) and (node not in first or key < first[node]):
+                first[node] = key
+        return [node for node, key in first.items() if self._key(node) < key]
+
+    def _list(self, node: N) -> None:
+        node.queued |= self._bit
+        heapq.heappush(self._heap, (self._key(node), node.number, node))
+        if len(self._heap) > self._bound:
+            self._forget_ineligible()
+
     def _forget_ineligible(self) -> None:
         kept = []
         for entry in self._heap:
-            if self._eligible(entry[2]):
+            if entry[2].queued & self._bit and self._eligible(entry[2]):
                 kept.append(entry)
             else:
                 entry[2].queued &= ~self._bit

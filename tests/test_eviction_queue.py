@@ -69,3 +69,34 @@ def test_removed_nodes_are_forgotten() -> None:
     assert sum(map(queue.holds, leaves)) < 1500
     assert [queue.pop() for _ in range(30)] == leaves[::100]
     assert queue.pop() is None
+
+
+def test_a_key_that_shrinks_is_told() -> None:
+    rng = random.Random(1)
+    leaves = [Leaf(i, rng.randrange(50, 100)) for i in range(200)]
+    queue = queue_of(leaves)
+    for leaf in rng.sample(leaves, 100):
+        leaf.key -= rng.randrange(1, 50)
+        assert queue.late() == [leaf]
+        leaf.alive = rng.random() < 0.8
+        queue.demote(leaf)
+        if rng.random() < 0.5:
+            leaf.key += rng.randrange(20)
+        leaf.alive = True
+        assert not queue.late()
+    expected = sorted((leaf.key, leaf.number) for leaf in leaves)
+    popped = [queue.pop() for _ in expected]
+    assert [(leaf.key, leaf.number) for leaf in popped if leaf is not None] == expected
+    assert queue.pop() is None and not any(map(queue.holds, leaves))
+
+
+def test_one_that_is_demoted_comes_up_once_and_again_when_pushed() -> None:
+    leaf = Leaf(1, 5)
+    queue = queue_of([leaf])
+    leaf.key = 3
+    queue.demote(leaf)
+    assert queue.pop() is leaf and queue.pop() is None
+    queue.push(leaf)
+    leaf.key = 2
+    queue.demote(leaf)
+    assert queue.pop() is leaf and queue.pop() is None

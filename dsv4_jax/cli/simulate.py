@@ -34,7 +34,7 @@ examples:
   dsv4_jax simulate trace.jsonl --hbm 20GiB                              what would be found, what evicted?
   dsv4_jax simulate trace.jsonl --hbm 20GiB --host 64GiB --bound         and what could be found at most?
   dsv4_jax simulate trace.jsonl --hbm 20GiB --json \\
-      --compare 'no cache: --policy none' --compare 'lru:' --compare 'lfu: --order lfu' --plot orders.png
+      --compare 'no cache: --policy none' --compare 'worth:' --compare 'lru: --order lru' --plot orders.png
   dsv4_jax simulate --generate chats=200,tenants=4,seed=1 --blocks 600 --snapshots 64 --plot sim.png
   dsv4_jax simulate --generate chats=200 --save-trace trace.jsonl        also keep the trace that was made up
 

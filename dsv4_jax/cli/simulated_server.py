@@ -24,7 +24,7 @@ DEFAULTS: dict[str, Any] = dict.fromkeys(
     ("blocks", "hbm", "context", "snapshots", "snapshot_fraction", "host", "host_blocks", "host_snapshots")
 ) | {
     "max_requests": 64, "policy": WritePolicy.write_back(), "snapshots_at": placement(DEFAULT_PLACEMENT),
-    "order": "lru", "token_budget": 8192, "step_time": StepTime(), "every_step": False,
+    "order": "worth", "token_budget": 8192, "step_time": StepTime(), "every_step": False,
 }  # fmt: skip
 # Options of which a variant's replaces those of the command line.
 _INSTEAD = (
@@ -99,7 +99,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
         "--policy", type=_write_policy, metavar="NAME",
         help="none (no caching), write_back (default), write_through, or selective:N (blocks with N hits)",
     )  # fmt: skip
-    policy.add_argument("--order", choices=sorted(ORDERS), help="of eviction (default: lru)")
+    policy.add_argument("--order", choices=sorted(ORDERS), help="of eviction (default: worth)")
     policy.add_argument("--snapshots-at", type=placement, metavar="LIST", help=PLACEMENT_HELP)
     step = parser.add_argument_group("server")
     step.add_argument("--token-budget", type=positive, metavar="N", help="of a step (default: 8192)")

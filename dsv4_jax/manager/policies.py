@@ -6,15 +6,12 @@ import dataclasses
 import enum
 import math
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 from ..checks import shown
 from ..errors import ConfigError, NoHitsWarning, PlanError
 from ..layout import CacheSize
 from .allocator import as_count
-from .prefix.node import Node
-from .prefix.queues import least_recently_used
+from .prefix.orders import ORDERS, WORTH, Order
 
 __all__ = [
     "ORDERS",
@@ -23,7 +20,6 @@ __all__ = [
     "Placement",
     "SnapshotPlacement",
     "WritePolicy",
-    "least_frequently_used",
 ]
 
 
@@ -169,14 +165,6 @@ class HostWatermark:
         return max(math.ceil(self.high * total) - free, 0) if free < self.low * total else 0
 
 
-def least_frequently_used(node: Node) -> Any:
-    """Eviction order: the fewest hits first, the oldest access among equals."""
-    return node.hits, node.last_access, -node.depth
-
-
-ORDERS: dict[str, Callable[[Node], Any]] = {"lru": least_recently_used, "lfu": least_frequently_used}
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class CachePolicy:
     """All choices of one cache.
@@ -184,7 +172,7 @@ class CachePolicy:
     Attributes:
         write: when blocks go to the host.
         snapshots: where states are kept.
-        order: which blocks leave first (see `ORDERS`).
+        order: what leaves a tier first (see `ORDERS`): what is worth least, or the least recently or frequently used.
         watermark: how much of the host is kept free.
 
     Raises:
@@ -193,7 +181,7 @@ class CachePolicy:
 
     write: WritePolicy = dataclasses.field(default_factory=WritePolicy.write_back)
     snapshots: SnapshotPlacement = dataclasses.field(default_factory=SnapshotPlacement)
-    order: Callable[[Node], Any] = least_recently_used
+    order: Order = WORTH
     watermark: HostWatermark = dataclasses.field(default_factory=HostWatermark)
 
     def __post_init__(self) -> None:

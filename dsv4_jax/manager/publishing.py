@@ -14,6 +14,7 @@ from .policies import Placement, SnapshotPlacement
 from .prefix.node import SETTLED, Node, S, T
 from .prefix.prefix_tree import PrefixTree
 from .prefix.token_ids import check_range
+from .prefix.worth import kind_of
 from .request import Request
 from .tiered_cache import TieredCache
 
@@ -224,9 +225,7 @@ class Publisher:
             if node is None or _has_state(node):
                 self._cache.slots.release([slot])
                 continue
-            self._tree.snapshots.attach(node, T.DEVICE, slot)
-            request.forget_earlier_steps(step)
-            request.attached.append(node)
+            self._attach(request, node, slot, step)
             if placement is Placement.ROLLING:
                 request.rolling = node
 
@@ -237,12 +236,17 @@ class Publisher:
             return False
         if not always and self._wanted(request) is Placement.NONE:
             return False
-        self._tree.snapshots.attach(node, T.DEVICE, request.slot)
-        request.forget_earlier_steps(request.last_step)
-        request.attached.append(node)
+        self._attach(request, node, request.slot, request.last_step)
         if request.rolling is not None and self._rolling_slot(request):
             self._cache.slots.release([self._tree.snapshots.drop(request.rolling, T.DEVICE)])
         return True
+
+    def _attach(self, request: Request, node: Node, slot: int, step: int) -> None:
+        kind = kind_of(request.num_cached, request.num_prompt, self.block_tokens)
+        after = request.num_hit // self.block_tokens
+        self._tree.snapshots.attach(node, T.DEVICE, slot, kind=kind, after=after)
+        request.forget_earlier_steps(step)
+        request.attached.append(node)
 
     def _unroll(self, request: Request) -> None:
         """The slot of the last rolling snapshot is the request's again."""

@@ -76,8 +76,10 @@ class TieredCache:
         self.failures: collections.Counter[str] = collections.Counter()
         choices = policy or CachePolicy()
         self.tree = PrefixTree(
-            layout.block_tokens, order=choices.order, events=events,
-            backup_after=choices.write.backup_after if host.num_blocks else None, persists=persists,
+            layout.block_tokens, order=choices.order, host=host.num_blocks > 0,
+            moves_down=choices.write.moves_when_evicted, events=events, persists=persists,
+            snapshot_blocks=-(-layout.bytes_per_slot // max(layout.bytes_per_block, 1)),
+            backup_after=choices.write.backup_after if host.num_blocks else None,
         )  # fmt: skip
 
     # Device units
@@ -181,7 +183,7 @@ class TieredCache:
     # Host units
 
     def try_host_blocks(self, count: int) -> list[int]:
-        """Up to `count` host block records, cached ones of older use among them."""
+        """Up to `count` host block records, cached ones that leave first among them."""
         missing = min(count, self.host_blocks.num_total) - self.host_blocks.num_free
         for fewer in (missing, 1) if missing > 0 else ():
             try:
@@ -239,7 +241,7 @@ class TieredCache:
         return stages
 
     def try_host_snapshots(self, count: int) -> list[int]:
-        """Up to `count` host snapshot records, cached ones of older use among them."""
+        """Up to `count` host snapshot records, cached ones that leave first among them."""
         pool = self.host_snapshots
         while pool.num_free < min(count, pool.num_total):
             try:

@@ -123,7 +123,7 @@ class Mix:
         )  # fmt: skip
         if self.branches or placement == SnapshotPlacement.none():
             placement = SnapshotPlacement(doubling=None)
-        return CachePolicy(write, placement, order=ORDERS[self.pick(["lru", "lfu"])])
+        return CachePolicy(write, placement, order=ORDERS[self.pick([*ORDERS])])
 
     # The loop
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...errors import OutOfBlocksError, PrefixTreeError
+from ...eviction_queue import EvictionQueue
 from ..allocator import as_count
 from .counters import TreeCounters
 from .eviction import Eviction, Freed, Move
@@ -12,8 +13,11 @@ from .moves import BlockMoves
 from .node import SETTLED, Node, S, T, Tier, children_of, subtree_of
 from .nodes import NodeTable
 from .queues import EvictionQueues
+from .worth import block_worth, is_idle_end
 
 __all__ = ["Evictor"]
+
+_MOVES = (S.OFFLOADING, S.LOADING, S.PERSISTING, S.FETCHING)  # below the device
 
 
 class Evictor:
@@ -23,7 +27,7 @@ class Evictor:
         self._nodes, self._queues, self._moves, self._counters = nodes, queues, moves, counters
 
     def evict(self, tier: Tier, count: int, room: Sequence[int] = ()) -> Eviction:
-        """Makes `count` blocks leave a tier, least recently used leaves first: all or none.
+        """Makes `count` blocks leave a tier, leaves first, in the order of its queue: all or none.
 
         From the device a block goes to its host copy; without one, to a host block of `room` by a
         move (the blocks next to the root are served first); else to its storage copy; else it is
@@ -60,8 +64,9 @@ class Evictor:
             (victim,) = self._victims(tier, 1, 0)
         except OutOfBlocksError:
             return None
-        if not self._queues.order(victim) < self._queues.order(node):
-            self._queues.blocks[tier].push(victim)
+        queue = self._queues.blocks[tier]
+        if not queue.key(victim) < queue.key(node):
+            queue.push(victim)
             return None
         result = Eviction()
         self._leave(victim, tier, result)
@@ -77,6 +82,8 @@ class Evictor:
 
     def _leave(self, node: Node, tier: Tier, freed: Freed) -> None:
         """One victim goes down to a copy, or away."""
+        if tier is self._nodes.last_tier and (tier is T.DEVICE or node.state is not S.DEVICE):
+            self._nodes.raise_level(0 if is_idle_end(node) else block_worth(node))
         if tier is T.DEVICE and (node.host or (node.stored and not node.on_host)):
             self._nodes.set_state(node, S.HOST if node.host else S.STORAGE)
             freed.blocks.append(node.block)
@@ -96,7 +103,7 @@ class Evictor:
         queue = self._queues.blocks[tier]
         chosen: list[Node] = []
         passed: list[Node] = []
-        moving = self._nodes.counts[S.FETCHING] + self._nodes.counts[S.PERSISTING] > 0
+        moving = any(self._nodes.counts[state] for state in _MOVES)
         busy: set[Node] = set()  # with a move under way below a child that goes down to its copy
         while len(chosen) < count and (node := queue.pop()) is not None:
             parent, goes_down = node.parent, tier is T.DEVICE and node.host > 0
@@ -107,12 +114,12 @@ class Evictor:
                 busy.add(parent)
             chosen.append(node)
             if parent is not None and node.state.tier is tier:
-                _leaves(parent, tier, 1)
-                if parent.state.tier is tier:
-                    queue.push(parent)
+                _leaves(node, parent, tier, room, 1)
+                if len(chosen) < count:  # else it is listed when the node really leaves
+                    _relist(queue, parent, tier)
         for node in chosen:
             if node.parent is not None and node.state.tier is tier:
-                _leaves(node.parent, tier, -1)
+                _leaves(node, node.parent, tier, room, -1)
         for node in passed:
             queue.push(node)
         if len(chosen) < count:
@@ -122,14 +129,26 @@ class Evictor:
         return chosen
 
 
-def _leaves(parent: Node, tier: Tier, count: int) -> None:
-    """`count` children leave a tier in thought (negative: come back)."""
+def _leaves(node: Node, parent: Node, tier: Tier, room: int, count: int) -> None:
+    """A node leaves a tier in thought (-1: comes back): its parent has one child less there, or anywhere."""
     if tier is T.DEVICE:
         parent.on_device -= count
+        gone = not (room or node.host or node.stored)
     elif tier is T.HOST:
         parent.on_host -= count
+        gone = not node.stored
     else:
+        gone = True
+    if gone:
         parent.children -= count
+
+
+def _relist(queue: EvictionQueue[Node], parent: Node, tier: Tier) -> None:
+    """Lists a node that has one child less in thought. (One above the tier may be chosen already: its copy.)"""
+    if is_idle_end(parent) and (parent.state.tier is tier or queue.holds(parent)):
+        queue.demote(parent)
+    elif parent.state.tier is tier:
+        queue.push(parent)
 
 
 def _held_from_below(node: Node, tier: Tier) -> bool:

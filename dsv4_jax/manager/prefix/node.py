@@ -114,17 +114,42 @@ class Snapshot:
     """The window and compressor state at the end of a node's block: where its copies are.
 
     Attributes:
+        node: whose block ends there.
+        above: the snapshot above it when it was taken; see `next_above`.
         device, host: unit ids in their pools, 0 for none.
         stored: whether storage has a copy.
         pins: copies of it under way; it is not dropped meanwhile.
         last_used: clock of the last hit that ended here.
+        hits: those hits.
+        kind, rate, level: what it is worth is counted from these (see worth.py).
     """
 
+    node: Node
+    above: Snapshot | None = None
     device: int = 0
     host: int = 0
     stored: bool = False
     pins: int = 0
     last_used: int = 0
+    hits: int = 0
+    kind: int = 0
+    rate: float = 0
+    level: int = 0
+
+    @property
+    def next_above(self) -> Snapshot | None:
+        """The next one on the path from the root that is still there. (One taken between them later is not seen.)"""
+        above = self.above
+        while above is not None and above.tier is T.NONE:
+            above = above.above
+        self.above = above
+        return above
+
+    @property
+    def reach(self) -> int:
+        """Blocks that a hit has to compute again if it ends at the next one above instead of here."""
+        above = self.next_above
+        return self.node.depth - (above.node.depth if above is not None else -1)
 
     def copy(self, tier: Tier) -> int:
         """The unit of the copy in this tier (storage: 1), 0 for none."""
@@ -163,13 +188,14 @@ class Node:
         refs: live requests that list the node.
         hits: requests that have matched it.
         last_access: clock when a path with it was last referenced or released; never later than its parent's.
+        level: worth that counts as none when it was last referenced (see worth.py); never above its parent's.
         snapshot: state at the end of the block, or None.
         children: how many nodes have this parent; `on_device`, `on_host`: those of them in that tier.
     """
 
     __slots__ = (
-        "block", "children", "depth", "digest", "epoch", "first_child", "hits", "host", "last_access", "next",
-        "number", "on_device", "on_host", "parent", "previous", "queued", "refs", "snapshot", "state", "stored",
+        "block", "children", "depth", "digest", "epoch", "first_child", "hits", "host", "last_access", "level",
+        "next", "number", "on_device", "on_host", "parent", "previous", "queued", "refs", "snapshot", "state", "stored",
     )  # fmt: skip
 
     def __init__(self, digest: bytes, parent: Node | None, number: int, epoch: object, state: NodeState):
@@ -177,7 +203,7 @@ class Node:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.block = self.host = 0
         self.stored = False
-        self.refs = self.hits = self.last_access = 0
+        self.refs = self.hits = self.last_access = self.level = 0
         self.snapshot: Snapshot | None = None
         self.children = self.on_device = self.on_host = 0
         self.queued = 0  # which lists name it: bits of `queues.Listed`

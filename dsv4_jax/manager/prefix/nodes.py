@@ -42,16 +42,22 @@ class NodeTable:
         num_snapshots: snapshot copies in each tier.
         epoch: changes with every `clear`; nodes of an earlier one are stale.
         clock: moves with every reference taken or given back, and every publication.
+        level: the most that a unit was worth that was lost so far (see worth.py).
+        last_tier: whose units are lost when they are evicted, but for storage: the host if there is one, else the
+            device.
     """
 
-    def __init__(self, queues: EvictionQueues, wanted: CopyLists, events: EventLog | None):
-        self._queues, self._wanted, self._events = queues, wanted, events
+    def __init__(
+        self, queues: EvictionQueues, wanted: CopyLists, events: EventLog | None, *, last_tier: Tier = T.DEVICE
+    ):
+        self._queues, self._wanted, self._events, self.last_tier = queues, wanted, events, last_tier
         self._number = self.clock = 0
         self.clear()
 
     def clear(self) -> None:
         """Forgets all nodes."""
         self.epoch = object()
+        self.level = 0
         self.published: dict[bytes, Node] = {}
         self.writing: dict[Node, None] = {}
         self.counts = dict.fromkeys(NodeState, 0)
@@ -81,6 +87,7 @@ class NodeTable:
         """A node that is in no dictionary yet."""
         self._number += 1
         node = Node(digest, parent, self._number, self.epoch, state)
+        node.level = self.level if parent is None else parent.level
         self.counts[state] += 1
         if state in SETTLED:
             self.idle[state.tier] += 1
@@ -114,27 +121,35 @@ class NodeTable:
         node.state = state
         if state is S.HOST:
             self._wanted.came_to_host(node)
-        self._queues.push(node)
-        if parent is not None:
+        if state is S.DEVICE and node.host:
+            self._queues.demote(node)  # what is on the host is a copy now
+        else:
+            self._queues.push(node)
+        if parent is not None and state is not S.REMOVED:
             self._queues.push(parent)
 
-    def add_references(self, nodes: Iterable[Node], access: int) -> None:
-        """One more reference to each, accessed then."""
+    def add_references(self, nodes: Iterable[Node], access: int, level: int) -> None:
+        """One more reference to each, accessed then, at that level of worth."""
         idle = self.idle
         for node in nodes:
             if not node.refs and node.state in SETTLED:
                 idle[node.state.tier] -= 1
             node.refs += 1
             node.last_access = access
+            node.level = level
 
     def drop_references(self, nodes: Iterable[Node], access: int) -> None:
         """One reference less to each, children first."""
         for node in nodes:
             node.refs -= 1
             node.last_access = access
-            if not node.refs and node.state in SETTLED:
-                self.idle[node.state.tier] += 1
-                self._queues.push(node)
+            if not node.refs:
+                if node.state in SETTLED:
+                    self.idle[node.state.tier] += 1
+                if node.children:
+                    self._queues.push(node)
+                else:
+                    self._queues.end_of_path(node)
 
     def set_host(self, node: Node, host: int) -> int:
         """Gives the node a host unit, or takes it away (0). Returns the one it had."""
@@ -151,7 +166,13 @@ class NodeTable:
         self.num_snapshots[tier] += bool(unit) - bool(old)
         if snapshot.tier is T.NONE:
             node.snapshot = None
+            self._queues.end_of_path(node)
         return old
+
+    def raise_level(self, worth: int) -> None:
+        """A unit of this worth is lost."""
+        if worth > self.level:
+            self.level = worth
 
     def drop(self, node: Node, freed: Freed) -> None:
         """Removes a node without children, its units into `freed`. Raises `TransitionError` if this is not allowed."""
@@ -160,8 +181,8 @@ class NodeTable:
             node.refs = 0  # its writer's
         self.set_state(node, S.REMOVED)
         unlink(node)
-        if node.parent is not None and node.parent.state is S.STORAGE:
-            self._queues.push(node.parent)  # it has one child less now
+        if (parent := node.parent) is not None:
+            self._queues.end_of_path(parent)
         if old is S.WRITING:
             del self.writing[node]
         else:

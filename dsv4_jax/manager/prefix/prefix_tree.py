@@ -15,7 +15,8 @@ What holds at any time (`check_integrity`):
 The parts, each with its own state and rules; `PrefixTree` itself knows paths: matching, references, writing.
 
 * `nodes` (nodes.py): every node by digest, every change of a state, all counts.
-* `queues`, `wanted` (queues.py): who leaves a tier next, and who wants a copy in a lower one.
+* `queues`, `wanted` (queues.py): who leaves a tier next (in which order: orders.py; what is worth what: worth.py), and
+  who wants a copy in a lower one.
 * `moves` (moves.py): blocks that go from tier to tier, and blocks that are lost.
 * `evictor` (evictor.py): blocks that leave a tier to make room.
 * `snapshots` (snapshots.py): the states that hits can end at.
@@ -23,8 +24,8 @@ The parts, each with its own state and rules; `PrefixTree` itself knows paths: m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from ...errors import PrefixTreeError, TransitionError
 from ..allocator import as_count
@@ -35,7 +36,8 @@ from .evictor import Evictor
 from .moves import BlockMoves
 from .node import MATCHABLE, SETTLED, Node, NodeState, S, Snapshot, T, Tier, children_of, link, unlink
 from .nodes import NodeTable
-from .queues import CopyLists, EvictionQueues, least_recently_used
+from .orders import WORTH, Order
+from .queues import CopyLists, EvictionQueues
 from .snapshots import Snapshots
 from .tree_checks import check_tree
 
@@ -84,8 +86,10 @@ class PrefixTree:
 
     Args:
         block_tokens: tokens of a block.
-        order: eviction order: the smallest key leaves first; keys must not shrink. Default: least
-            recently used, and of one path the deepest.
+        order: who leaves first (see orders.py).
+        host: whether there is a host tier: what leaves the device is lost otherwise.
+        moves_down: whether blocks that are evicted from the device move there.
+        snapshot_blocks: blocks that take the bytes of one snapshot.
         backup_after: hits after which a device block without host copy is put on the list of
             `pop_backups`; 0: when published; None: never.
         persists: whether blocks that come to rest on the host are put on the list of `pop_persists`.
@@ -96,18 +100,24 @@ class PrefixTree:
         self,
         block_tokens: int = 128,
         *,
-        order: Callable[[Node], Any] = least_recently_used,
+        order: Order = WORTH,
+        host: bool = False,
+        moves_down: bool = False,
+        snapshot_blocks: int = 1,
         backup_after: int | None = None,
         persists: bool = False,
         events: EventLog | None = None,
     ):
         self.block_tokens = as_count("block_tokens", block_tokens, 1)
         self.counters = TreeCounters()
-        self.queues, self.wanted = EvictionQueues(order), CopyLists(backup_after, persists)
-        self.nodes = NodeTable(self.queues, self.wanted, events)
+        self.queues = EvictionQueues(order, moves_down=host and moves_down)
+        self.wanted = CopyLists(backup_after, persists)
+        self.nodes = NodeTable(self.queues, self.wanted, events, last_tier=T.HOST if host else T.DEVICE)
         self.moves = BlockMoves(self.nodes)
         self.evictor = Evictor(self.nodes, self.queues, self.moves, self.counters)
-        self.snapshots = Snapshots(self.nodes, self.queues, self.wanted, self.counters)
+        self.snapshots = Snapshots(
+            self.nodes, self.queues, self.wanted, self.counters, as_count("snapshot_blocks", snapshot_blocks, 1)
+        )
         self._events = events
 
     def __len__(self) -> int:
@@ -197,8 +207,8 @@ class PrefixTree:
             counters.hit_tokens[tier] += size
             if backup_after is not None and node.hits >= backup_after and not node.host:
                 self.wanted.want_backup(node)
-        if nodes and (snapshot := nodes[-1].snapshot):
-            snapshot.last_used = self.nodes.clock
+        if nodes:
+            self.snapshots.hit(nodes[-1])
         return nodes
 
     def acquire(self, path: Sequence[Node]) -> list[Node]:
@@ -216,7 +226,7 @@ class PrefixTree:
                 raise PrefixTreeError(f"{node} cannot be referenced in this state")
             previous = node
         self.nodes.clock += 1
-        self.nodes.add_references(path, self.nodes.clock)
+        self.nodes.add_references(path, self.nodes.clock, self.nodes.level)
         return list(path)
 
     def release(self, nodes: Sequence[Node]) -> None:
@@ -303,7 +313,8 @@ class PrefixTree:
             self.counters.adoptions += 1
         else:
             self.counters.duplicates += 1
-        table.add_references([other], table.accessed(other.parent))
+        level = table.level if other.parent is None else other.parent.level
+        table.add_references([other], table.accessed(other.parent), level)
         for child in list(children_of(node)):  # reserved below this node, now below the one that serves
             unlink(child)
             child.parent = other

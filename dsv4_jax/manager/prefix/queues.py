@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import collections
 import enum
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from ...eviction_queue import EvictionQueue
 from ..allocator import as_count
-from .node import Node, S, T, Tier
+from .node import TIERS, Node, S, T, Tier
+from .orders import Order
+from .worth import is_idle_end
 
-__all__ = ["CopyLists", "EvictionQueues", "Listed", "least_recently_used"]
+__all__ = ["CopyLists", "EvictionQueues", "Listed"]
 
 
 class Listed(enum.IntFlag):
@@ -26,31 +29,31 @@ class Listed(enum.IntFlag):
     HOST_SNAPSHOT = enum.auto()
 
 
-def least_recently_used(node: Node) -> Any:
-    """Eviction order: the oldest access first; of one path, whose nodes are accessed together, the deepest."""
-    return (node.last_access << 32) - node.depth  # one integer: cheaper in a heap than a pair
-
-
 class EvictionQueues:
     """Who leaves a tier next, blocks and snapshots apart.
 
     Args:
-        order: of blocks: the smallest key leaves first; keys must not shrink. (Of snapshots the least recently used.)
+        order: the smallest keys leave first.
+        moves_down: whether blocks that are evicted from the device go to the host.
 
     Attributes:
         blocks, snapshots: a queue per tier. Storage has none for snapshots: these leave it with their blocks.
     """
 
-    def __init__(self, order: Callable[[Node], Any]):
-        self.order = order
+    def __init__(self, order: Order, *, moves_down: bool = False):
+        self._order, self._moves_down = order, moves_down
         self.blocks: dict[Tier, EvictionQueue[Node]] = {}
         self.snapshots: dict[Tier, EvictionQueue[Node]] = {}
         self.clear()
 
     def clear(self) -> None:
         """Forgets all nodes."""
-        self.blocks = {tier: EvictionQueue(bit, leaves, self.order) for tier, bit, leaves in _BLOCKS}
-        self.snapshots = {tier: EvictionQueue(bit, leaves, _last_used) for tier, bit, leaves in _SNAPSHOTS}
+        order, keys = self._order, dict.fromkeys(TIERS, self._order.block)
+        if self._moves_down:
+            keys[T.DEVICE] = order.moved
+            keys[T.HOST] = functools.partial(_key_on_host, order)
+        self.blocks = {tier: EvictionQueue(bit, leaves, keys[tier]) for tier, bit, leaves in _BLOCKS}
+        self.snapshots = {tier: EvictionQueue(bit, leaves, order.snapshot) for tier, bit, leaves in _SNAPSHOTS}
 
     def push(self, node: Node) -> None:
         """Puts the node into the queues of the tiers that its block may leave now."""
@@ -62,10 +65,34 @@ class EvictionQueues:
         elif state is S.HOST or state is S.STORAGE:
             self.blocks[state.tier].push(node)
 
+    def demote(self, node: Node) -> None:
+        """As `push`, when the node's block may have come to be worth less."""
+        if node.queued & _BLOCKS_BITS:
+            for queue in self.blocks.values():
+                queue.demote(node)
+        else:
+            self.push(node)
+
+    def end_of_path(self, node: Node) -> None:
+        """The node has one child less, or no snapshot any more: `push` it, or `demote` an idle end."""
+        if is_idle_end(node):
+            self.demote(node)
+        else:
+            self.push(node)
+
     def push_snapshot(self, node: Node) -> None:
         """Puts the node into the queues of the tiers that its snapshot may leave now."""
         for queue in self.snapshots.values():
             queue.push(node)
+
+    def demote_snapshot(self, node: Node) -> None:
+        """As `push_snapshot`, when the node's snapshot has come to be worth less."""
+        for queue in self.snapshots.values():
+            queue.demote(node)
+
+
+def _key_on_host(order: Order, node: Node) -> Any:
+    return order.copy(node) if node.state is S.DEVICE else order.block(node)
 
 
 # What may leave a tier, leaf first. Children are in no higher tier than their parent.
@@ -93,15 +120,12 @@ def _snapshot_leaves_host(node: Node) -> bool:
     return node.snapshot is not None and not node.snapshot.pins and node.snapshot.host > 0
 
 
-def _last_used(node: Node) -> int:
-    return node.snapshot.last_used if node.snapshot is not None else 0
-
-
 _BLOCKS = (
     (T.DEVICE, Listed.DEVICE_BLOCK, _leaves_device),
     (T.HOST, Listed.HOST_BLOCK, _leaves_host),
     (T.STORAGE, Listed.STORAGE_BLOCK, _leaves_storage),
 )
+_BLOCKS_BITS = sum(int(bit) for _, bit, _ in _BLOCKS)
 _SNAPSHOTS = (
     (T.DEVICE, Listed.DEVICE_SNAPSHOT, _snapshot_leaves_device),
     (T.HOST, Listed.HOST_SNAPSHOT, _snapshot_leaves_host),

@@ -11,6 +11,7 @@ from .eviction import Move, SnapshotEviction
 from .node import TIERS, Node, S, Snapshot, T, Tier
 from .nodes import NodeTable
 from .queues import CopyLists, EvictionQueues
+from .worth import HitRates, Kind, snapshot_worth
 
 __all__ = ["Snapshots"]
 
@@ -18,20 +19,25 @@ __all__ = ["Snapshots"]
 class Snapshots:
     """See the module."""
 
-    def __init__(self, nodes: NodeTable, queues: EvictionQueues, wanted: CopyLists, counters: TreeCounters):
+    def __init__(
+        self, nodes: NodeTable, queues: EvictionQueues, wanted: CopyLists, counters: TreeCounters, blocks: int = 1
+    ):
         self._nodes, self._queues, self._wanted, self._counters = nodes, queues, wanted, counters
+        self.rates = HitRates(blocks)
 
     def count(self, tier: Tier) -> int:
         """Copies in this tier."""
         return self._nodes.num_snapshots[tier]
 
-    def attach(self, node: Node, tier: Tier, unit: int = 0) -> Snapshot:
+    def attach(self, node: Node, tier: Tier, unit: int = 0, *, kind: int = Kind.UNKNOWN, after: int = 0) -> Snapshot:
         """Adds a copy of the state at the end of the node's block. Matches can end there from now on.
 
         Call it once the step that fills the snapshot is dispatched, or the copy has arrived.
 
         Args:
             unit: its id in the tier's snapshot pool; storage has none.
+            kind: of place that it was taken at (`worth.kind_of`); a node that has children is a junction.
+            after: blocks that the request found cached. Snapshots up to there are passed by this one.
 
         Raises:
             PrefixTreeError: the node is gone or being written, or has a snapshot in this tier.
@@ -43,20 +49,62 @@ class Snapshots:
         unit = 1 if tier is T.STORAGE else as_count("unit", unit, 1)
         if (snapshot := node.snapshot) is None:
             self._nodes.clock += 1
-            snapshot = node.snapshot = Snapshot(last_used=self._nodes.clock)
+            snapshot = node.snapshot = self._new(node, Kind.JUNCTION if node.children else kind)
+            self._pass(snapshot.next_above, after)
         self._nodes.set_snapshot(node, tier, unit)
         if tier is not T.STORAGE:
-            self._queues.snapshots[tier].push(node)
+            self._queues.snapshots[tier].demote(node)  # which may still be listed with the snapshot that it had before
         if tier is T.HOST:
             self._wanted.snapshot_came_to_host(node)
         return snapshot
 
+    def _new(self, node: Node, kind: int) -> Snapshot:
+        above = node.parent
+        while above is not None and above.snapshot is None:
+            above = above.parent
+        snapshot = Snapshot(
+            node, above.snapshot if above is not None else None, last_used=self._nodes.clock, level=self._nodes.level
+        )
+        self._be(snapshot, kind)
+        return snapshot
+
+    def _be(self, snapshot: Snapshot, kind: int) -> None:
+        snapshot.kind = kind
+        self.rates.taken(kind)
+        snapshot.rate = self.rates.worth(kind)
+
+    def _pass(self, snapshot: Snapshot | None, after: int) -> None:
+        """A request has left one below this one, and found the first `after` blocks cached."""
+        while snapshot is not None and snapshot.kind != Kind.PASSED:
+            node = snapshot.node
+            if node.depth < after and node.children <= 1:
+                self._be(snapshot, Kind.PASSED)
+                self._queues.demote_snapshot(node)
+            snapshot = snapshot.next_above
+
+    def hit(self, node: Node) -> None:
+        """A request starts from the node's snapshot, if it has one."""
+        if (snapshot := node.snapshot) is not None:
+            self.rates.hit(snapshot.kind)
+            snapshot.hits += 1
+            snapshot.last_used, snapshot.level = self._nodes.clock, self._nodes.level
+            before, snapshot.rate = snapshot.rate, self.rates.worth(snapshot.kind)
+            if snapshot.rate < before:
+                self._queues.demote_snapshot(node)
+
     def drop(self, node: Node, tier: Tier) -> int:
-        """Takes one tier's copy away; returns its unit, 0 for storage. Without copies the node has no snapshot.
+        """Its owner takes one tier's copy away; returns its unit, 0 for storage. Without copies there is no snapshot.
 
         Raises:
             PrefixTreeError: there is none, or it is pinned.
         """
+        snapshot = self._nodes.check(node).snapshot
+        unit = self._drop(node, tier)
+        if snapshot is not None and not snapshot.hits and snapshot.tier is T.NONE:
+            self.rates.taken(snapshot.kind, -1)
+        return unit
+
+    def _drop(self, node: Node, tier: Tier) -> int:
         snapshot = self._nodes.check(node).snapshot
         if snapshot is None or snapshot.pins or not snapshot.copy(tier):
             raise PrefixTreeError(f"{node} has no {tier.name.lower()} snapshot that can be dropped")
@@ -78,10 +126,10 @@ class Snapshots:
         self._queues.push(node)
 
     def evict(self, tier: Tier, count: int, room: Sequence[int] = ()) -> SnapshotEviction:
-        """Takes `count` snapshots from the device or the host, least recently used first: all or none.
+        """Takes `count` snapshots from the device or the host, in the order of its queue: all or none.
 
         From the device a snapshot without a copy on the host goes to a host unit of `room`, as far as
-        those reach (the most recently used go first). Without another copy it is lost; its node's block stays.
+        those reach (the last of that order first). Without another copy it is lost; its node's block stays.
 
         Args:
             room: host snapshot ids that copies may be made to.
@@ -99,8 +147,11 @@ class Snapshots:
             raise OutOfBlocksError(count, len(nodes), len(nodes), f"{tier.name.lower()} snapshot")
         self._counters.evicted_snapshots += count
         moves, spots = [], list(reversed(room))
+        for node in nodes if tier is self._nodes.last_tier else ():
+            if node.snapshot is not None:
+                self._nodes.raise_level(snapshot_worth(node.snapshot))
         for node in reversed(nodes):
             if spots and node.snapshot is not None and not node.snapshot.copy(T.HOST):
                 moves.append(Move(node, node.snapshot.copy(T.DEVICE), spots[-1]))
                 self.attach(node, T.HOST, spots.pop())
-        return SnapshotEviction([self.drop(node, tier) for node in nodes], moves, spots[::-1])
+        return SnapshotEviction([self._drop(node, tier) for node in nodes], moves, spots[::-1])

@@ -48,6 +48,9 @@ def check_tree(table: NodeTable, queues: EvictionQueues) -> None:
     for state in NodeState:
         if state is not S.REMOVED and table.counts[state] != counts[state]:
             raise IntegrityError(f"{table.counts[state]} nodes are said to be {state.value}, {counts[state]} are")
+    for queue in (*queues.blocks.values(), *queues.snapshots.values()):
+        if late := queue.late():
+            raise IntegrityError(f"{late} are worth less than their queue knows")
     for tier in TIERS:
         if table.idle[tier] != idle[tier]:
             raise IntegrityError(f"{table.idle[tier]} nodes are said to be evictable in {tier.name}, {idle[tier]} are")
@@ -65,6 +68,7 @@ def _check_node(table: NodeTable, queues: EvictionQueues, node: Node, children: 
     if parent is not None:
         _require(parent.state.tier >= state.tier, node, f"has a parent in a lower tier: {parent}")
         _require(parent.last_access >= node.last_access, node, "was accessed after its parent")
+        _require(table.level >= parent.level >= node.level, node, "counts its worth from above its parent's level")
         _require(state is S.WRITING or parent.state is not S.WRITING, node, "is published, its parent is not")
     _require((node.block > 0) == (state in _HAS_BLOCK), node, "holds a device block that it should not, or none")
     _require(node.host > 0 or state not in _NEEDS_HOST, node, "has no host block")
@@ -72,6 +76,8 @@ def _check_node(table: NodeTable, queues: EvictionQueues, node: Node, children: 
     _require(node.stored or state not in (S.STORAGE, S.FETCHING), node, "has no copy in storage")
     if snapshot is not None:
         _require(snapshot.tier is not Tier.NONE and state is not S.WRITING, node, "has an impossible snapshot")
+        _require(snapshot.node is node and snapshot.reach > 0, node, "has a snapshot that stands elsewhere")
+        _require(snapshot.level <= table.level and snapshot.rate > 0, node, "has a snapshot of impossible worth")
     for tier, queue in queues.blocks.items():
         _require(not queue.lacks(node), node, f"is missing from the {tier.name} queue")
     for tier, queue in queues.snapshots.items():

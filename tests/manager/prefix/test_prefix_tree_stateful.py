@@ -22,7 +22,9 @@ from dsv4_jax.manager.block_pool import BlockPool
 from dsv4_jax.manager.prefix.events import EventLog
 from dsv4_jax.manager.prefix.eviction import Freed
 from dsv4_jax.manager.prefix.node import Node, Tier
+from dsv4_jax.manager.prefix.orders import ORDERS
 from dsv4_jax.manager.prefix.prefix_tree import PrefixTree
+from dsv4_jax.manager.prefix.worth import UNIT, snapshot_worth
 
 BLOCK = 4
 LEVEL = {"device": 3, "backing_up": 3, "offloading": 2, "host": 2, "loading": 2, "persisting": 2, "storage": 1,
@@ -56,6 +58,8 @@ class Record:
     stored: bool = False
     refs: int = 0
     last: int = 0
+    hits: int = 0
+    level: int = 0  # of worth, when it was last referenced
     snapshot: int = 0  # device copy
     pins: int = 0
     used: int = 0
@@ -72,15 +76,21 @@ class User:
 
 
 class TreeMachine(RuleBasedStateMachine):
-    @initialize(threshold=st.sampled_from([None, 0, 1, 2]))
-    def start(self, threshold: int | None) -> None:
-        self.log = EventLog(capacity=10_000)
-        self.tree = PrefixTree(BLOCK, backup_after=threshold, events=self.log)
+    @initialize(
+        threshold=st.sampled_from([None, 0, 1, 2]), order=st.sampled_from(["worth", "lru", "lfu", "worth"]),
+        last=st.sampled_from(["device", "host"]), moves_down=st.booleans(),
+    )  # fmt: skip
+    def start(self, threshold: int | None, order: str, last: str, moves_down: bool) -> None:
+        self.log, self.order, self.last, self.moves = EventLog(capacity=10_000), order, last, moves_down
+        self.tree = PrefixTree(
+            BLOCK, order=ORDERS[order], host=last == "host", moves_down=moves_down, backup_after=threshold,
+            events=self.log,
+        )  # fmt: skip
         self.device, self.host, self.slots = BlockPool(14), BlockPool(8, "host"), BlockPool(3, "snapshot")
         self.records: dict[Path, Record] = {}
         self.users: list[User] = []
         self.old: list[Node] = []
-        self.now = self.number = self.seen = 0
+        self.now = self.number = self.seen = self.worst = 0
         self.copies: set[tuple[bytes, Tier]] = set()
         for symbols in ((0, 1, 0), (0, 0), (1, 0, 0, 1)):
             self.compute(len(symbols), symbols)
@@ -130,6 +140,8 @@ class TreeMachine(RuleBasedStateMachine):
         for p in prefixes(path):
             self.records[p].refs += refs
             self.records[p].last = self.now
+            if refs > 0:
+                self.records[p].level = self.worst
 
     def forget(self, path: Path) -> None:
         """Removes the subtree; gives its units back in the model's own accounts."""
@@ -179,6 +191,8 @@ class TreeMachine(RuleBasedStateMachine):
         self.now += 1
         if nodes:
             self.touch(found[len(nodes) - 1], 1)
+            for p in found[: len(nodes)]:
+                self.records[p].hits += 1
             if self.records[found[len(nodes) - 1]].snapshot:
                 self.records[found[len(nodes) - 1]].used = self.now
         self.users.append(User(path, nodes, [], []))
@@ -231,13 +245,15 @@ class TreeMachine(RuleBasedStateMachine):
         self.now += 1
         if other is None:
             assert result == (node, 0)
-            other = self.records[path] = Record("device", number, block)
+            other = self.records[path] = Record("device", number, block, level=node.level)
         elif other.block:
             assert result == (self.node(path), block)
             user.spare.append(block)
         else:
             assert result == (self.node(path), 0)
             other.state, other.block = "device", block
+        if result.node is not node:
+            other.level = self.records[path[:-1]].level if len(path) > 2 else self.worst
         other.refs += 1
         other.last = self.access(path)
         user.nodes.append(result.node)
@@ -293,6 +309,31 @@ class TreeMachine(RuleBasedStateMachine):
 
     # Tiers
 
+    def worth(self, path: Path) -> int:
+        return self.records[path].level + UNIT * (1 + self.records[path].hits)
+
+    def goes_for_good(self, path: Path, tier: str, room: int) -> bool:
+        record = self.records[path]
+        if tier == "device":
+            return not (room or record.host or record.stored)
+        return tier == "storage" or (record.state == "host" and not record.stored)
+
+    def key(self, path: Path, tier: str, gone: set[Path]) -> tuple[int, ...]:
+        """Who leaves first, when these have left."""
+        record = self.records[path]
+        age = record.last, -len(path), record.number
+        if self.order == "lru":
+            return age
+        if self.order == "lfu":
+            return record.hits, *age
+        needed = record.snapshot or record.refs or any(p not in gone for p in self.children(path))
+        moves = self.moves and self.last == "host"
+        if moves and tier == "device":
+            return bool(needed), *age
+        if moves and tier == "host" and record.state == "device":
+            return 0, *age
+        return self.worth(path) if needed else 0, *age
+
     def eligible(self, path: Path, tier: str, gone: set[Path]) -> bool:
         record = self.records[path]
         if path in gone or (tier == "host" and record.state == "device" and not record.host):
@@ -304,8 +345,10 @@ class TreeMachine(RuleBasedStateMachine):
 
     def stuck(self, path: Path, tier: str) -> bool:
         record = self.records[path]
-        if record.state != tier or (tier == "device" and record.host) or (tier == "host" and record.stored):
+        if record.state != tier or (tier == "device" and record.host):
             return False
+        if tier == "host" and record.stored:
+            return any(self.records[p].state == "fetching" for p in self.children(path))
         lower = [p for p in self.below(path) if p == path or self.level(p) < LEVEL[tier]]
         return any(self.records[p].pins or (p != path and self.records[p].state not in SETTLED) for p in lower)
 
@@ -325,7 +368,8 @@ class TreeMachine(RuleBasedStateMachine):
             ]
             if not left:
                 break
-            chosen.append(min(left, key=lambda p: (self.records[p].last, -len(p), self.records[p].number)))
+            gone = {p for p in chosen if self.goes_for_good(p, tier, room)}
+            chosen.append(min(left, key=lambda p: self.key(p, tier, gone)))
         spots = self.host.acquire(room)
         try:
             result = self.tree.evictor.evict(Tier[tier.upper()], count, spots)
@@ -346,6 +390,9 @@ class TreeMachine(RuleBasedStateMachine):
         assert sorted(targets + result.unused) == sorted(spots)
         for path in chosen:
             record = self.records[path]
+            lost = path not in moving and (tier == "device" or record.state == "host")
+            if tier == self.last and lost and (self.children(path) or record.snapshot):
+                self.worst = max(self.worst, self.worth(path))
             if path in moving:
                 record.state, record.host = "offloading", targets[moving.index(path)]
             elif tier == "device" and record.host:
@@ -473,6 +520,7 @@ class TreeMachine(RuleBasedStateMachine):
             self.number += 1
             self.records[path] = Record("storage", self.number)
             self.records[path].last = self.access(path)
+            self.records[path].level = node.level
         self.records[path].stored = True
         assert node is self.node(path)
 
@@ -506,13 +554,23 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 2))
     def evict_snapshots(self, count: int) -> None:
-        loose = sorted((r for r in self.records.values() if r.snapshot and not r.pins), key=lambda r: r.used)
+        states = {p: self.node(p).snapshot for p, r in self.records.items() if r.snapshot and not r.pins}
+        keys = {
+            "worth": lambda p: (snapshot_worth(states[p]), self.records[p].used),
+            "lru": lambda p: self.records[p].used,
+            "lfu": lambda p: (states[p].hits, self.records[p].used),
+        }
+        order = sorted(states, key=keys[self.order])
+        lost = order[:count] if self.last == "device" else []
+        worst = max([self.worst, *(snapshot_worth(states[p]) for p in lost)])
+        loose = [self.records[p] for p in order]
         slots: list[int] = []
         if self.attempt(len(loose) >= count, lambda: slots.extend(self.tree.snapshots.evict(Tier.DEVICE, count).units)):
             assert slots == [r.snapshot for r in loose[:count]]
             self.slots.release(slots)
             for record in loose[:count]:
                 record.snapshot = 0
+            self.worst = worst
 
     # The rest
 
@@ -523,7 +581,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.tree.reset()
         for pool in (self.device, self.host, self.slots):
             pool.reset()
-        self.records, self.users = {}, []
+        self.records, self.users, self.worst = {}, [], 0
 
     def late_events_are_refused(self, seed: int) -> None:
         if not self.old:
@@ -548,6 +606,7 @@ class TreeMachine(RuleBasedStateMachine):
                 r.state, r.block, r.host, r.stored, r.refs, r.snapshot, r.pins,
             )  # fmt: skip
             assert r.refs == users[path]
+            assert (n.hits, n.level) == (r.hits, r.level)
         for pool, units in (
             (self.device, [r.block for r in self.records.values()] + [b for u in self.users for b in u.spare]
              + [w[2] for u in self.users for w in u.writing]),
