@@ -29,7 +29,7 @@ class Node:
     Attributes:
         parent: None for a root, and for a node that has left the tree.
         start: tokens before this node's first.
-        tokens, ids: int64 and int32 [n], the tokens and their slots in the KV pool.
+        tokens, ids: int64 and int32 [n], the tokens and their slots in the KV pool. Its own arrays, no views.
         window_ids: int32 [n], slots of the window pool; None if the node is a tombstone there.
         snapshot: the track slot of the state after the last token, if there is one.
         children: by the bytes of their first page.

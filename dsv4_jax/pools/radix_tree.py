@@ -153,7 +153,7 @@ class RadixTree:
         """
         parent = node.parent
         assert parent is not None
-        upper = self._node(parent, node.start, node.tokens[:count], node.ids[:count])
+        upper = self._node(parent, node.start, node.tokens[:count].copy(), node.ids[:count].copy())
         upper.refs, upper.window_refs, upper.used = node.refs, node.window_refs, node.used
         upper.digests = node.digests[: count // self.page]
         upper.children[self._key(node.tokens[count:])] = node
@@ -162,10 +162,10 @@ class RadixTree:
         undo.keep(node, "parent", "start", "tokens", "ids", "digests", "window_ids")
         parent.children[self._key(node.tokens)] = upper
         node.parent, node.start = upper, node.start + count
-        node.tokens, node.ids = node.tokens[count:], node.ids[count:]
+        node.tokens, node.ids = node.tokens[count:].copy(), node.ids[count:].copy()
         node.digests = node.digests[count // self.page :]
         if node.window_ids is not None:
-            upper.window_ids, node.window_ids = node.window_ids[:count], node.window_ids[count:]
+            upper.window_ids, node.window_ids = node.window_ids[:count].copy(), node.window_ids[count:].copy()
             self.windows.push(upper)
         return upper
 
@@ -176,7 +176,7 @@ class RadixTree:
 
     def attach(self, undo: Undo, parent: Node, start: int, tokens: np.ndarray, ids: np.ndarray) -> Node:
         """A new node below `parent`; its slots are the tree's from now on."""
-        node = self._node(parent, start, tokens, ids)
+        node = self._node(parent, start, tokens.copy(), ids)  # no view: it would keep the whole prompt in memory
         if self.events is not None:
             node.digests = chain(parent.digests[-1], tokens, self.page)
         undo.keep_key(parent.children, self._key(tokens))

@@ -488,3 +488,19 @@ def test_tokens_that_are_none_are_refused(tokens: Any) -> None:
         with pytest.raises(PoolError, match="tokens must be"):
             call()
     cache.check_integrity()
+
+
+def test_a_node_keeps_no_more_memory_than_its_own_tokens_take() -> None:
+    """Nodes were views of the prompts they came with: each turn of a long conversation kept all of it once more."""
+    pool, rows = TokenToKVPoolAllocator(9000, 1), TokenToKVPoolAllocator(9000, 1)
+    cache = RadixCache(pool, window=4, window_allocator=rows)
+    tokens = np.arange(2000)
+    for turn in range(20):
+        hit = cache.match(tokens)
+        tokens = np.append(tokens, [turn] * 3)
+        new = len(tokens) - hit.length
+        ids, row_ids = (np.append(a, b.alloc(new)) for a, b in ((hit.ids, pool), (hit.window_ids, rows)))
+        cache.insert(tokens, ids, window_ids=row_ids)
+    cache.match(tokens[:700])  # splits the first one
+    arrays = [a for n in cache._tree.nodes() for a in (n.tokens, n.ids, n.window_ids)]
+    assert len(arrays) == 21 * 3 and all(a.base is None for a in arrays)
