@@ -53,6 +53,7 @@ def check_range(ids: np.ndarray, vocab_size: int) -> None:
 
 def _checked(ids: np.ndarray, vocab_size: int) -> np.ndarray:
     """An array of ids as int32."""
+    ids = np.asarray(ids)  # of a masked array the numbers
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise HashError(f"tokens must be a flat sequence of integers, got {ids.dtype}{list(ids.shape)}")
     check_range(ids, vocab_size)

@@ -229,6 +229,16 @@ def test_bad_tokens_make_no_list(tokens) -> None:
         token_list(tokens, 1000)
 
 
+def test_a_masked_array_is_its_numbers() -> None:
+    """Its list has None where it is masked, and its extremes look past that: ids of no vocabulary came in."""
+    given = np.ma.array([1, 2, 3], mask=[0, 0, 1])
+    tokens, ids = token_list(given, 1000)
+    assert tokens == ids.tolist() == token_ids(given, 1000).tolist() == [1, 2, 3]
+    for convert in (token_ids, token_list):
+        with pytest.raises(HashError, match=r"token id 1000 is not in 0\.\.999"):
+            convert(np.ma.array([1, 1000], mask=[0, 1]), 1000)
+
+
 def test_a_list_of_ints_is_copied_not_made_anew() -> None:
     given = [900, 0, 1, 901]
     tokens, ids = token_list(given, 1000)
