@@ -12,10 +12,11 @@ import io
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
-from ..errors import CacheError
+from ..errors import CacheError, NoHitsWarning
 from .options import one_line
 
 __all__ = ["entry", "main"]
@@ -43,6 +44,7 @@ def entry() -> NoReturn:
     """The process: runs `main` on the command line and exits with its status."""
     _raise_swallowed_interrupts()
     _hold_standard_streams()
+    _shorten_warnings()
     try:
         status = main()
     finally:
@@ -96,6 +98,18 @@ def _raise_swallowed_interrupts() -> None:
 
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     sys.unraisablehook = hook
+
+
+def _shorten_warnings() -> None:
+    """Ours in one line, as errors are: they are about the command's options, not about the source line that warns."""
+    whole = warnings.formatwarning
+
+    def form(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
+        if issubclass(category, NoHitsWarning):
+            return f"dsv4_jax: warning: {one_line(message)}\n"
+        return whole(message, category, *where, **line)
+
+    warnings.formatwarning = form
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,8 +22,12 @@ _FLAGS = {"prompt": "end_of_prompt", "output": "end_of_output", "junctions": "ju
 def placement(text: str) -> SnapshotPlacement:
     """argparse type: the placement of these names."""
     choices: dict[str, Any] = {"every": None, "doubling": None, **dict.fromkeys(_FLAGS.values(), False)}
+    named = set[str]()
     for part in text.split(",") if text != "none" else ():
         name, colon, number = part.partition(":")
+        if name in named:
+            raise argparse.ArgumentTypeError(f"{short(name)} is named twice")
+        named.add(name)
         if name in ("every", "doubling") and colon:
             choices[name] = positive(number)
         elif part in _FLAGS:

@@ -226,7 +226,7 @@ def test_hostile_shares(value):
 @pytest.mark.parametrize(
     "value",
     ["", "every", "every:", "every:0", "every:x", "doubling:-1", "doubling: ", "prompt,,output", "none,prompt",
-     "prompt:1", f"every:{DIGITS}", "every:2**31", "Prompt", "a\nb"],
+     "prompt:1", "every:4,every:5", "prompt,output,prompt", f"every:{DIGITS}", "every:2**31", "Prompt", "a\nb"],
 )  # fmt: skip
 def test_hostile_placements(value, trace):
     refused(simulate(trace, "--blocks", 40, f"--snapshots-at={value}"), "--snapshots-at")
@@ -456,6 +456,13 @@ def test_failures_of_the_machine(error, status, said, monkeypatch, capsys):
     assert main(["doctor"]) == status
     err = capsys.readouterr().err
     assert err.startswith("dsv4_jax doctor: error: ") and err.endswith(said + "\n") and err.count("\n") == 1
+
+
+def test_a_warning_is_one_line(trace):
+    """Python's has the file and the source line that warns."""
+    done = process(*simulate(trace, "--blocks", 40, "--snapshots-at", "none", "--json"))
+    assert done.returncode == 0 and json.loads(done.stdout)["requests"]["run"] == 1
+    assert done.stderr.startswith("dsv4_jax: warning: prompts find next to nothing") and done.stderr.count("\n") == 1
 
 
 def test_closed_outputs(tmp_path):
