@@ -119,7 +119,7 @@ class Snapshot:
         device, host: unit ids in their pools, 0 for none.
         stored: whether storage has a copy.
         pins: copies of it under way; it is not dropped meanwhile.
-        last_used: clock of the last hit that ended here.
+        last_used: clock of the last hit that ended here, or of when it came to the device or the host.
         hits: those hits.
         kind, rate, level: what it is worth is counted from these (see worth.py).
     """

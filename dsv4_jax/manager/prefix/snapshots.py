@@ -51,6 +51,9 @@ class Snapshots:
             self._nodes.clock += 1
             snapshot = node.snapshot = self._new(node, Kind.JUNCTION if node.children else kind)
             self._pass(snapshot.next_above, after)
+        elif snapshot.tier < T.HOST:  # it comes back
+            self._nodes.clock += 1
+            snapshot.last_used, snapshot.level = self._nodes.clock, self._nodes.level
         self._nodes.set_snapshot(node, tier, unit)
         if tier is not T.STORAGE:
             self._queues.snapshots[tier].demote(node)  # which may still be listed with the snapshot that it had before

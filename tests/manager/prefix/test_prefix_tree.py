@@ -388,6 +388,20 @@ def test_snapshots_are_evicted_by_their_last_use() -> None:
     tree.check_integrity()
 
 
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+def test_a_state_that_comes_back_is_the_latest(tier: Tier) -> None:
+    """While storage had a copy, a state counted as last used when it first came, and was the next to go again."""
+    tree = PrefixTree(4)
+    old, other = publish_path(tree, "a", 2)
+    for node, unit in ((old, 1), (other, 2)):
+        tree.snapshots.attach(node, tier, unit)
+    tree.snapshots.attach(old, Tier.STORAGE)
+    assert tree.snapshots.evict(tier, 1).units == [1]
+    tree.snapshots.attach(old, tier, 3)
+    assert tree.snapshots.evict(tier, 2).units == [2, 3]
+    tree.check_integrity()
+
+
 def test_a_removed_node_gives_all_its_units_back() -> None:
     tree = PrefixTree(4)
     a = publish_path(tree, "a", 2, [1, 2])
