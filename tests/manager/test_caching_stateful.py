@@ -80,6 +80,13 @@ class Trace:
                 self.texts[self.random.randrange(3)] = (request.tokens + self.random.choices(range(4), k=96))[:96]
             (self.manager.abort_request if self.random.random() < 0.2 else self.manager.release_request)(request)
             assert request.state is RequestState.RELEASED
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """After an abort forks may start anew behind more than they had been fed: somebody else was, meanwhile."""
+        for request in self.manager.requests:
+            fed = self.fed[request.id]
+            fed += request.tokens[len(fed) : request.num_cached]
 
     def preempt(self) -> None:
         request = self.any_request()
@@ -163,9 +170,7 @@ class Trace:
             if request in self.manager.requests or request in self.manager.preempted:
                 self.manager.abort_request(request)
             self.manager.check_integrity()
-        for request in self.manager.requests:  # forks that start anew behind more than they had been fed
-            fed = self.fed[request.id]
-            fed += request.tokens[len(fed) : request.num_cached]
+        self.catch_up()
         self.did["failed steps"] += bool(scheduled)
         self.did["started anew"] += any(r.num_cached < started[r] for r in self.manager.requests if r in started)
 
