@@ -192,15 +192,16 @@ class Publisher:
     def plan_saves(self, requests: list[Request], room: int) -> list[Save]:
         """Snapshots to take of these requests, which stand at a block boundary, as far as there are slots.
 
-        Nothing but slots of the pool is taken: `saved` has to follow.
+        Those that stay come before those that their requests will replace. Nothing but slots of the pool is taken:
+        `saved` has to follow.
         """
         saves: list[Save] = []
         chosen = set[Node]()
-        for request in requests:
+        for placement, request in [(p, r) for p in (Placement.KEEP, Placement.ROLLING) for r in requests]:
             if len(saves) == room:
                 break
-            placement, node = self._wanted(request), self._ends_at(request)
-            if placement is Placement.NONE or node in chosen:  # several may come to one junction side by side
+            node = self._ends_at(request)
+            if self._wanted(request) is not placement or node in chosen:  # several may come to one junction together
                 continue
             slot = self._rolling_slot(request) if placement is Placement.ROLLING else 0
             rolls = slot > 0

@@ -95,6 +95,20 @@ def test_several_at_one_junction_keep_one_state() -> None:
     assert manager.stats().cache.counters.evicted_snapshots == 0
 
 
+def test_outputs_that_come_to_a_boundary_do_not_crowd_out_a_junction() -> None:
+    """Decodes come first in a step, and took all the copies that its shape has: of states that they replace soon."""
+    manager = make(CachePolicy(snapshots=SnapshotPlacement(doubling=None, end_of_prompt=False)))
+    serve(manager, prompt(0))
+    writer, second = manager.admit_request([99] * (B - 1)), manager.admit_request(prompt(1))
+    shape = manager.pinned_shape(2, 10 * B, slot_copies=1)
+    manager.plan_step([(writer, B - 1)])
+    writer.tokens += [9] * (B + 2)
+    manager.plan_step([(writer, B + 1), (second, 7 * B)])
+    assert writer.num_cached == 2 * B and second.num_cached == second.junction
+    manager.plan_step([(writer, 1), (second, 1)], shape=shape)
+    assert manager.admit_request(prompt(2)).num_cached == 7 * B
+
+
 def test_no_second_state_where_somebody_kept_one_meanwhile() -> None:
     manager = make(JUNCTIONS)
     serve(manager, prompt(0))
