@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -22,10 +23,13 @@ def lines_run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
         count += event in ("call", "line")
         return trace
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()  # what others run at a collection does not count
     sys.settrace(trace)
     try:
         function(*args, **kwargs)
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return count
