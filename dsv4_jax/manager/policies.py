@@ -185,11 +185,10 @@ class CachePolicy:
     watermark: HostWatermark = dataclasses.field(default_factory=HostWatermark)
 
     def __post_init__(self) -> None:
-        for name, kind in {"write": WritePolicy, "snapshots": SnapshotPlacement, "watermark": HostWatermark}.items():
+        kinds = {"write": WritePolicy, "snapshots": SnapshotPlacement, "order": Order, "watermark": HostWatermark}
+        for name, kind in kinds.items():
             if not isinstance(part := getattr(self, name), kind):
-                raise ConfigError(f"cache policy: {name}", f"must be a {kind.__name__}, got {shown(part)}")
-        if not callable(self.order):
-            raise ConfigError("cache policy: order", f"must be a function of nodes, got {shown(self.order)}")
+                raise ConfigError(f"cache policy: {name}", f"must be of type {kind.__name__}, got {shown(part)}")
 
     def warn_if_vain(self, size: CacheSize) -> None:
         """Warns with `NoHitsWarning` if a cache of this size keeps next to no states: prompts find as little in it."""
