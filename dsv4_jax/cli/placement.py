@@ -14,7 +14,7 @@ DEFAULT_PLACEMENT = "prompt,output,junctions,doubling:8"
 PLACEMENT_HELP = (
     "where states are kept, a list: prompt and output (at their ends), junctions (where a prompt leaves what is "
     "cached), doubling:N (N, 2N, 4N ... blocks before the end of the prompt), every:N (blocks); or none "
-    "(default: %(default)s)"
+    f"(default: {DEFAULT_PLACEMENT})"
 )
 _FLAGS = {"prompt": "end_of_prompt", "output": "end_of_output", "junctions": "junctions"}
 

@@ -78,7 +78,8 @@ class StepTime:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not 0 <= value < 1e18 or (name == "bandwidth" and not value):
-                raise TraceError(f"{value} is no number of this kind", field=name)
+                least = "above 0" if name == "bandwidth" else "of at least 0"
+                raise TraceError(f"{value} is not a number {least} and below 1e18", field=name)
 
     def computing(self, decodes: int, decode_context: float, prefill: int, prefill_context: float) -> float:
         """Seconds of a step but for transfers: D, S, P and C of the module's formula."""

@@ -302,7 +302,7 @@ def test_generated_chats_under_pressure(write: WritePolicy | None) -> None:
     settings = ChatTrace(seed=1, chats=12, tenants=2, turns=3, system=500, answer=60, rate=50.0, pause=1.0)
     trace = make_trace(settings)
     policy = write and CachePolicy(write=write, snapshots=SnapshotPlacement(every=2))
-    result = simulate(trace, server(40, 8, 10, policy=policy, host=HostSize(30, 12), token_budget=512))
+    result = simulate(trace, server(36, 8, 10, policy=policy, host=HostSize(30, 12), token_budget=512))
     assert (result.shadow.foreign, result.shadow.wrong) == (0, 0)
     assert [job.drawn for job in result.jobs] == [job.trace.output_tokens for job in result.jobs]
     assert len(result.jobs) == len(trace) and result.preemptions > 0
