@@ -124,30 +124,17 @@ def plan_capacity(
     ).size  # fmt: skip
 
 
-def plan_host_capacity(
-    layout: CacheLayout, host_bytes: int, *, snapshot_fraction: float | None = None
-) -> tuple[int, int]:
-    """Records of a host tier of so many bytes, the null page included: (blocks, snapshots), as `HostSize` has them.
-
-    Args:
-        snapshot_fraction: share of the bytes that snapshots take; default: `SNAPSHOT_FRACTION`.
+def plan_host_capacity(layout: CacheLayout, host_bytes: int) -> int:
+    """Pages of a host tier of so many bytes, the null page included: what `HostSize` and `init_host_cache` are given.
 
     Raises:
-        CapacityError: a value is impossible, the blocks of this layout have no bytes (windows alone), or the memory
-            is too small for one block and its snapshots.
+        CapacityError: no count of bytes, or too few for one block and one snapshot.
     """
-    memory, fraction = _count("host_bytes", host_bytes, 1), _fraction(snapshot_fraction)
-    block, snapshot = block_record(layout).bytes, state_pages(layout, 0) * page_bytes(layout)
-
-    def needed(blocks: int) -> int:
-        return (1 + blocks) * block + _share(fraction, blocks * block, snapshot) * snapshot
-
-    if not block:
-        raise CapacityError("a host tier is one of blocks, and those of this layout have no bytes")
-    blocks = _largest(lambda count: needed(count) <= memory, memory // block)
-    if not blocks:
-        raise CapacityError(f"host_bytes: {memory} bytes are too few: a block and its snapshots take {needed(1)}")
-    return blocks, _share(fraction, blocks * block, snapshot)
+    memory, page = _count("host_bytes", host_bytes, 1), page_bytes(layout)
+    least = 1 + bool(block_record(layout).bytes) + state_pages(layout, 0)
+    if memory < least * page:
+        raise CapacityError(f"host_bytes: {memory} bytes are too few: a block and a snapshot take {least * page}")
+    return memory // page - 1
 
 
 def capacity(

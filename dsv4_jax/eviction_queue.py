@@ -54,6 +54,13 @@ class EvictionQueue(Generic[N]):
 
     def pop(self) -> N | None:
         """Takes out the eligible node with the smallest key."""
+        if (node := self.first()) is not None:
+            heapq.heappop(self._heap)
+            node.queued &= ~self._bit
+        return node
+
+    def first(self) -> N | None:
+        """The eligible node with the smallest key, which stays."""
         heap = self._heap
         while heap:
             key, number, node = heap[0]
@@ -65,8 +72,6 @@ class EvictionQueue(Generic[N]):
             elif (now := self._key(node)) != key:
                 heapq.heapreplace(heap, (now, number, node))
             else:
-                heapq.heappop(heap)
-                node.queued &= ~self._bit
                 return node
         return None
 

@@ -93,7 +93,7 @@ class Server:
         self.params = params
         self.manager = dsv4.KVCacheManager(LAYOUT, size, policy=policy, host=host)
         self.cache = dsv4.init_cache(LAYOUT, size)
-        self.host = dsv4.init_host_cache(LAYOUT, host.num_pages(LAYOUT)) if host else None
+        self.host = dsv4.init_host_cache(LAYOUT, host.num_pages) if host else None
         # One executable for every step. (One more for decodes alone, `pinned_shape(num_slots)`, would save work.)
         self.shape = shape or self.manager.pinned_shape(size.num_slots, STEP_TOKENS, history=True)
         self.waiting: collections.deque[Job] = collections.deque()
@@ -283,7 +283,7 @@ def main(argv: list[str] | None = None) -> int:
     columns = LAYOUT.blocks_for(MAX_TOKENS)
     size = dsv4.CacheSize(args.blocks, args.slots, columns, num_snapshots=0 if args.no_cache else 2 * args.slots)
     caching = None if args.no_cache else CachePolicy(args.policy, SnapshotPlacement(every=2))
-    host = HostSize(args.host_blocks, 2 * args.slots) if args.host_blocks else None
+    host = HostSize.of(LAYOUT, args.host_blocks, 2 * args.slots) if args.host_blocks else None
     server, jobs = Server(params, size, policy=caching, host=host), conversations(args.requests, args.seed)
     for job in jobs:
         server.submit(job)

@@ -17,7 +17,7 @@ from dsv4_jax.capacity import SNAPSHOT_FRACTION, capacity, plan_host_capacity
 from dsv4_jax.config import AttentionType
 from dsv4_jax.errors import CapacityError, LayoutError
 from dsv4_jax.manager import HostSize
-from dsv4_jax.records import block_record, snapshot_record
+from dsv4_jax.records import block_record, snapshot_record, state_pages
 
 SWA_ONLY = DSV4Config.tiny(layer_types=(AttentionType.SWA,) * 2)
 CONFIGS = {"tiny": DSV4Config.tiny(), "swa_only": SWA_ONLY, "flash": DSV4Config.flash(), "pro": DSV4Config.pro()}
@@ -173,33 +173,22 @@ def test_snapshots_take_their_share_of_the_bytes(layout, r, context, spare, f):
         assert bytes_for(size.num_blocks, r, columns) <= tight < bytes_for(size.num_blocks + 1, r, columns)
 
 
-@given(layouts.filter(lambda layout: layout.bytes_per_block), st.integers(1, 10**11), fractions)
-def test_a_host_tier_is_split_alike(layout, memory, f):
-    block = block_record(layout).bytes
-    snapshot = -(-snapshot_record(layout).bytes // block) * block  # whole pages, each a block record
-    fraction = SNAPSHOT_FRACTION if f is None else f
-
-    def split_of(blocks: int) -> int:
-        return max(math.ceil(fraction / (1 - fraction) * blocks * block / snapshot), 1) if fraction else 0
-
-    def needed(blocks: int) -> int:
-        return (blocks + 1) * block + split_of(blocks) * snapshot
-
-    if memory < needed(1):
-        with pytest.raises(CapacityError, match=f"host_bytes: {memory} bytes are too few: .* take {needed(1)}"):
-            plan_host_capacity(layout, memory, snapshot_fraction=f)
+@given(layouts, st.integers(1, 10**11))
+def test_a_host_tier_is_as_many_pages_as_fit(layout, memory):
+    page = block_record(layout).bytes or snapshot_record(layout).bytes
+    least = page * (1 + bool(block_record(layout).bytes) + state_pages(layout, 0))
+    if memory < least:
+        with pytest.raises(CapacityError, match=f"host_bytes: {memory} bytes are too few: .* take {least}"):
+            plan_host_capacity(layout, memory)
         return
-    blocks, states = plan_host_capacity(layout, memory, snapshot_fraction=f)
-    assert states == split_of(blocks) and needed(blocks) <= memory < needed(blocks + 1)
+    pages = plan_host_capacity(layout, memory)
+    assert (1 + pages) * page <= memory < (2 + pages) * page
 
 
 def test_a_host_tier_is_allocated_as_planned():
     layout = CacheLayout(CONFIGS["tiny"])
-    blocks, states = plan_host_capacity(layout, 10**6)
-    host = init_host_cache(layout, HostSize(blocks, states).num_pages(layout))
+    host = init_host_cache(layout, HostSize(plan_host_capacity(layout, 10**6)).num_pages)
     assert 0.97 * 10**6 < host.pages.nbytes <= 10**6
-    with pytest.raises(CapacityError, match="no bytes"):
-        plan_host_capacity(CacheLayout(SWA_ONLY), 10**6)
 
 
 def test_known_numbers():
@@ -287,9 +276,6 @@ def test_shares_of_any_real_type():
         size = plan_capacity(layout, max_requests=3, max_context=500, snapshot_fraction=share)
         assert size == plan_capacity(layout, max_requests=3, max_context=500, snapshot_fraction=0.25)
         assert type(size.num_snapshots) is int
-        assert plan_host_capacity(layout, 10**6, snapshot_fraction=share) == plan_host_capacity(
-            layout, 10**6, snapshot_fraction=0.25
-        )
     assert plan_capacity(layout, max_requests=3, max_context=500, snapshot_fraction=np.int8(0)).num_snapshots == 0
     for share in (np.float32(1), np.float32("nan"), False, np.False_, np.array(0.25), 0.25j, Fraction(-1, 9), 10**400,
                   Fraction(10**30 - 1, 10**30)):  # fmt: skip

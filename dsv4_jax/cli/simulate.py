@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from ..errors import InputError
 from ..output import open_output
+from ..records import state_pages
 from ..simulate import ChatTrace, Server, TraceRequest, link_outputs, make_trace, read_trace, simulate, write_trace
 from ..simulate.bounds import Turn, bounds, turns_of
 from ..simulate.plot import draw
@@ -125,9 +126,9 @@ def _with_bounds(
 ) -> dict[str, Any]:
     if turns is None:
         return answer
-    host, size = server.host, server.size
-    blocks = size.num_blocks + (host.num_blocks if host else 0)
-    states = size.num_slots + size.num_snapshots + (host.num_snapshots if host else 0)
+    pages, size = server.host.num_pages if server.host else 0, server.size
+    blocks, states = size.num_blocks + pages, size.num_slots + size.num_snapshots
+    states += pages // state_pages(server.layout, 0)
     found = bounds(turns, trace, server.layout.block_tokens, blocks=blocks, states=states)
     return with_bounds(answer, found)
 

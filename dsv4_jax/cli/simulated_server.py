@@ -21,16 +21,13 @@ from .values import byte_count, fraction, natural, positive, short, token_count
 __all__ = ["DEFAULTS", "Variant", "add_server", "server_from", "variant"]
 
 DEFAULTS: dict[str, Any] = dict.fromkeys(
-    ("blocks", "hbm", "context", "snapshots", "snapshot_fraction", "host", "host_blocks", "host_snapshots")
+    ("blocks", "hbm", "context", "snapshots", "snapshot_fraction", "host", "host_pages")
 ) | {
     "max_requests": 64, "policy": WritePolicy.write_back(), "snapshots_at": placement(DEFAULT_PLACEMENT),
     "order": "worth", "token_budget": 8192, "step_time": StepTime(), "every_step": False,
 }  # fmt: skip
 # Options of which a variant's replaces those of the command line.
-_INSTEAD = (
-    ("hbm", "blocks"), ("snapshots", "snapshot_fraction"),
-    ("host", "host_blocks"), ("host", "host_snapshots"),
-)  # fmt: skip
+_INSTEAD = (("hbm", "blocks"), ("snapshots", "snapshot_fraction"), ("host", "host_pages"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +85,11 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     states = size.add_mutually_exclusive_group()
     states.add_argument(
         "--snapshot-fraction", type=fraction, metavar="F",
-        help=f"share of the bytes cached, on device and host, that states get (default: {SNAPSHOT_FRACTION})",
+        help=f"share of the bytes cached on the device that states get (default: {SNAPSHOT_FRACTION})",
     )  # fmt: skip
     states.add_argument("--snapshots", type=natural, metavar="N", help="slots for states on the device")
     size.add_argument("--host", type=byte_count, metavar="BYTES", help="for the host tier (default: none)")
-    size.add_argument("--host-blocks", type=natural, metavar="N", help="instead of --host")
-    size.add_argument("--host-snapshots", type=natural, metavar="N", help="instead of --host")
+    size.add_argument("--host-pages", type=natural, metavar="N", help="instead of --host")
     policy = parser.add_argument_group("policy")
     policy.add_argument(
         "--policy", type=_write_policy, metavar="NAME",
@@ -137,9 +133,9 @@ def server_from(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[T
         blocks = _largest(lambda n: layout.total_bytes(size(n)) <= memory, memory // layout.bytes_per_block)
     host = None
     if args.host:
-        host = HostSize(*plan_host_capacity(layout, args.host, snapshot_fraction=share))
-    elif args.host_blocks or args.host_snapshots:
-        host = HostSize(args.host_blocks or 0, args.host_snapshots or 0)
+        host = HostSize(plan_host_capacity(layout, args.host))
+    elif args.host_pages:
+        host = HostSize(args.host_pages)
     policy = None
     if args.policy is not None:
         policy = CachePolicy(write=args.policy, snapshots=args.snapshots_at, order=ORDERS[args.order])

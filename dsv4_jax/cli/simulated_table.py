@@ -82,7 +82,7 @@ def _cache() -> dict[str, Cell]:
         size = run["cache"]["host"]
         if size is None:
             return None
-        return f"{human(run['cache']['host_bytes'])}: {size['num_blocks']:,} blocks, {size['num_snapshots']:,} states"
+        return f"{human(run['cache']['host_bytes'])}: {size['num_pages']:,} pages"
 
     def device(run: dict[str, Any]) -> str:
         size = run["cache"]["size"]
@@ -126,7 +126,7 @@ def _costs() -> dict[str, Cell]:
         "moved back": lambda run: _moved(run, swap_in="blocks", restore="states"),
         "held up in line, by pool": lambda run: _names(run["admission_failures"], skip=True) or None,
     }
-    return rows | {f"pool: {name}": _pool(name) for name in ("device", "host", "slot", "host snapshot")}
+    return rows | {f"pool: {name}": _pool(name) for name in ("device", "host", "slot")}
 
 
 def _moved(run: dict[str, Any], **kinds: str) -> str | None:

@@ -49,7 +49,7 @@ def take_hit(cache: TieredCache, match: Match | None, *, others: int, pinned: in
         return Hit([], None, cache.acquire_slot())
     hit = _usable(match, T.HOST)
     found = [node.state.tier for node in match.path[:hit]]
-    while hit and not load(cache, match.path[:hit]):
+    while hit and not _load_hit(cache, match.path[:hit]):
         hit = _usable(match, T.DEVICE)
     nodes = cache.tree.take(match, hit, found[:hit])
     junction = len(match.path) if len(match.path) > hit else 0
@@ -59,15 +59,24 @@ def take_hit(cache: TieredCache, match: Match | None, *, others: int, pinned: in
     assert snapshot is not None
     if snapshot.device and not snapshot.pins and available - 1 < 1 + others:
         # Two slots for one request would leave too few: it moves into the snapshot's own.
-        return Hit(nodes, None, cache.tree.snapshots.drop(node, T.DEVICE), junction)
+        (slot,) = cache.tree.snapshots.drop(node, T.DEVICE)
+        return Hit(nodes, None, slot, junction)
     cache.tree.snapshots.pin(node)
     slot = cache.acquire_slot()
     if snapshot.device:
         return Hit(nodes, node, slot, junction)
     cache.tree.snapshots.unpin(node)
-    pages, tokens = cache.snapshot_pages(snapshot.host), len(nodes) * cache.tree.block_tokens
-    cache.transfers.into(SLOT, pages, slot, tokens)
+    cache.transfers.into(SLOT, snapshot.host, slot, len(nodes) * cache.tree.block_tokens)
     return Hit(nodes, None, slot, junction)
+
+
+def _load_hit(cache: TieredCache, path: Sequence[Node]) -> bool:
+    """`load`; the state at the end is not given up for it."""
+    cache.tree.snapshots.pin(path[-1])
+    try:
+        return load(cache, path)
+    finally:
+        cache.tree.snapshots.unpin(path[-1])
 
 
 def _usable(match: Match, lowest: Tier) -> int:

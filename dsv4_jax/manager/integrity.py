@@ -20,7 +20,7 @@ __all__ = ["check_manager"]
 def check_manager(layout: CacheLayout, size: CacheSize, book: RequestBook, cache: TieredCache) -> None:
     """Recomputes from the requests and the tree what the pools should hold. Raises `IntegrityError`."""
     live, waiting = book.requests, book.preempted
-    for pool in (cache.blocks, cache.slots, cache.host_blocks, cache.host_snapshots):
+    for pool in (cache.blocks, cache.slots, cache.pages):
         pool.check_integrity()
     cache.tree.check_integrity()
     late_blocks, late_slots = cache.copies.late
@@ -32,11 +32,12 @@ def check_manager(layout: CacheLayout, size: CacheSize, book: RequestBook, cache
     _partition("slot", cache.slots, [
         *(r.slot for r in live), *(n.snapshot.device for n in nodes if n.snapshot), *late_slots,
     ])  # fmt: skip
-    _partition("host block", cache.host_blocks, [*(b for p in parked for b in p.blocks), *(n.host for n in nodes)])
-    _partition("host snapshot", cache.host_snapshots, [
-        *(record for p in parked for record in p.state), *cache.fetching,
-        *(n.snapshot.host for n in nodes if n.snapshot),
+    states = [n.snapshot.host for n in nodes if n.snapshot and n.snapshot.host] + [*cache.fetching]
+    _partition("host page", cache.pages, [
+        *(page for p in parked for page in (*p.blocks, *p.state)), *(n.host for n in nodes),
+        *(page for pages in states for page in pages),
     ])  # fmt: skip
+    _require(all(len(pages) == cache.snapshot_pages for pages in states), "a snapshot has another number of pages")
     _require(len(live) <= size.num_slots, "more live requests than slots for them")
     _require(set(book.ids.values()) == {*live, *waiting}, "ids and requests differ")
     refs = collections.Counter(node for r in live for node in r.nodes)

@@ -80,9 +80,9 @@ class LastStep:
         for node in self.attached:
             if tree.is_current(node) and node.snapshot is not None:
                 snapshot = node.snapshot
-                for tier, pool in ((T.DEVICE, cache.slots), (T.HOST, cache.host_snapshots)):
+                for tier, pool in ((T.DEVICE, cache.slots), (T.HOST, cache.pages)):
                     if snapshot.copy(tier):
-                        pool.release([tree.snapshots.drop(node, tier)])
+                        pool.release(tree.snapshots.drop(node, tier))
                 if snapshot.stored:
                     tree.snapshots.drop(node, T.STORAGE)
 

@@ -63,8 +63,8 @@ class KVCacheManager:
         size: of the cache; blocks 1..num_blocks and slots 1..num_slots + num_snapshots are handed out,
             lowest first, at most num_slots of them to live requests; the others keep snapshots.
         policy: what to cache. None: nothing; blocks are free as soon as their request is released.
-        host: records of the host tier, (num_blocks, num_snapshots): cached blocks and states that leave
-            the device go there, and those of preempted requests. None: there is no host tier.
+        host: pages of the host tier: cached blocks and states that leave the device go there, and those of
+            preempted requests. None: there is no host tier.
         weights_id: names the weights, and whatever else cached bytes depend on: other weights, other digests.
         events: where cached blocks that come and go are told.
         arrays: size of the cache, if this manager is to hand out less than it holds (default: `size`). Plans are made
@@ -570,9 +570,9 @@ class KVCacheManager:
 
 
 def _host_size(host: HostSize | None) -> HostSize:
-    """`host` as a `HostSize`, any sequence of one or two numbers welcome. Raises `PlanError`."""
+    """`host` as a `HostSize`, any sequence of one number welcome. Raises `PlanError`."""
     try:
         size = HostSize(0) if host is None else HostSize(*host)
     except TypeError as error:
-        raise PlanError(f"host must be None or (num_blocks, num_snapshots), got {shown(host)}") from error
-    return HostSize(*(as_count(f"host.{name}", count) for name, count in size._asdict().items()))
+        raise PlanError(f"host must be None or (num_pages,), got {shown(host)}") from error
+    return HostSize(as_count("host.num_pages", size.num_pages))

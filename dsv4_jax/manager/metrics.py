@@ -83,27 +83,31 @@ def collect_stats(
     private: int,
     private_host: int = 0,
     block_bytes: int = 0,
-    host_block_bytes: int | None = None,
+    page_bytes: int = 0,
+    state_pages: int = 0,
     others: Mapping[str, PoolUse] | None = None,
     admission_failures: Mapping[str, int] | None = None,
     generation: int = 0,
 ) -> CacheStats:
     """The numbers now. `private` units are those that requests hold and the tree does not count as cached.
 
-    `others` are further pools' numbers, to be listed with these.
+    Args:
+        page_bytes: of a page of the host.
+        state_pages: pages that hold cached states, which nobody references.
+        others: further pools' numbers, to be listed with these.
 
     Raises:
         IntegrityError: a pool's units are not all accounted for.
     """
     uses = {}
-    host_block_bytes = block_bytes if host_block_bytes is None else host_block_bytes
-    sides = ((Tier.DEVICE, device, private, block_bytes), (Tier.HOST, host, private_host, host_block_bytes))
-    for tier, pool, own, size in sides:
+    sides = ((Tier.DEVICE, device, private, 0, block_bytes), (Tier.HOST, host, private_host, state_pages, page_bytes))
+    for tier, pool, own, states, size in sides:
         if pool is not None:
             held = tree.held(tier)
             uses[pool.name] = pool_use(
-                pool, private=own, cached=held, evictable=min(tree.evictable(tier), held), unit_bytes=size
-            )
+                pool, private=own, cached=held + states, evictable=min(tree.evictable(tier), held) + states,
+                unit_bytes=size,
+            )  # fmt: skip
     counters = dataclasses.replace(
         tree.counters, hit_tokens=dict(tree.counters.hit_tokens), evicted=dict(tree.counters.evicted)
     )

@@ -31,15 +31,15 @@ class Parking:
         if first * self._layout.block_tokens == request.num_cached and (request.forked is None or not first):
             return None  # its slot becomes a snapshot, or there is one already
         own = request.blocks[first : self._layout.blocks_for(request.num_cached)]
-        needed = -(-state_pages(self._layout, request.num_cached) // len(cache.snapshot_pages(1)))
-        blocks, state = cache.try_host_blocks(len(own)), cache.try_host_snapshots(needed)
-        if len(blocks) < len(own) or len(state) < needed:
-            cache.host_blocks.release(blocks)
-            cache.host_snapshots.release(state)
+        needed = len(own) + state_pages(self._layout, request.num_cached)
+        pages = cache.try_pages(needed) if needed <= cache.pages.num_total else []
+        if len(pages) < needed:
+            cache.pages.release(pages)
             return None
-        for block, record in zip(own, blocks, strict=True):
-            cache.transfers.out(BLOCK, block, record)
-        cache.transfers.out(SLOT, request.slot, self._pages(state, request.num_cached), request.num_cached)
+        blocks, state = pages[: len(own)], pages[len(own) :]
+        for block, page in zip(own, blocks, strict=True):
+            cache.transfers.out(BLOCK, block, page)
+        cache.transfers.out(SLOT, request.slot, state, request.num_cached)
         return Parked(request.num_cached, first, blocks, state)
 
     def check_room(self, request: Request) -> None:
@@ -67,24 +67,18 @@ class Parking:
             return False
         request.slot = cache.acquire_slot()
         own = cache.acquire_blocks(len(parked.blocks))
-        for record, block in zip(parked.blocks, own, strict=True):
-            cache.transfers.into(BLOCK, record, block)
-        cache.transfers.into(SLOT, self._pages(parked.state, parked.num_cached), request.slot, parked.num_cached)
+        for page, block in zip(parked.blocks, own, strict=True):
+            cache.transfers.into(BLOCK, page, block)
+        cache.transfers.into(SLOT, parked.state, request.slot, parked.num_cached)
         request.nodes, request.blocks = nodes, [node.block for node in nodes] + own
         request.num_cached = request.num_hit = parked.num_cached
         self._publisher.mark(request)
         return True
 
-    def _pages(self, records: Sequence[int], num_tokens: int) -> list[int]:
-        """The pages of a state that it is in, of the snapshot records that it has."""
-        pages = [page for record in records for page in self._cache.snapshot_pages(record)]
-        return pages[: state_pages(self._layout, num_tokens)]
-
     def drop(self, request: Request) -> None:
-        """Gives back the records of what was parked, if any."""
+        """Gives back the pages of what was parked, if any."""
         if request.parked is not None:
-            self._cache.host_blocks.release(request.parked.blocks)
-            self._cache.host_snapshots.release(request.parked.state)
+            self._cache.pages.release(request.parked.blocks + request.parked.state)
             request.parked = None
 
     def _shared_path(self, request: Request) -> Sequence[Node] | None:

@@ -142,10 +142,10 @@ class SnapshotPlacement:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostWatermark:
-    """Keeps a share of the host pool free, so that evicting from the device does not wait for it.
+    """Keeps a share of the host's pages free, so that evicting from the device does not wait for it.
 
     Attributes:
-        low: share of free blocks below which to evict.
+        low: share of free pages below which to evict, blocks and states alike.
         high: share to evict up to.
     """
 
@@ -157,11 +157,11 @@ class HostWatermark:
             raise ConfigError("host watermark", f"0 <= low <= high <= 1 must hold, got {self.low} and {self.high}")
 
     def kept_free(self, total: int) -> int:
-        """The fewest free blocks of which none has to be evicted."""
+        """The fewest free pages with which nothing has to be evicted."""
         return math.ceil(self.low * total)
 
     def excess(self, free: int, total: int) -> int:
-        """Blocks to evict now."""
+        """Pages to free now."""
         return max(math.ceil(self.high * total) - free, 0) if free < self.low * total else 0
 
 

@@ -239,7 +239,7 @@ class Publisher:
             return False
         self._attach(request, node, request.slot, request.last_step)
         if request.rolling is not None and self._rolling_slot(request):
-            self._cache.slots.release([self._tree.snapshots.drop(request.rolling, T.DEVICE)])
+            self._cache.slots.release(self._tree.snapshots.drop(request.rolling, T.DEVICE))
         return True
 
     def _attach(self, request: Request, node: Node, slot: int, step: int) -> None:

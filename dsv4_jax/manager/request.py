@@ -37,8 +37,8 @@ class Parked(NamedTuple):
     Attributes:
         num_cached: tokens the state stands after.
         first_block: blocks before these are in the prefix tree, or were.
-        blocks: host block records of the others, in path order.
-        state: host snapshot records of the state, in order.
+        blocks: host pages of the others, in path order.
+        state: those of the state, in order.
     """
 
     num_cached: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..layout import CacheLayout, CacheSize
-from ..records import page_bytes, state_pages
+from ..records import page_bytes
 from .allocator import as_count
 from .metrics import CacheStats, PoolUse, collect_stats, pool_use
 from .prefix.node import T
@@ -48,28 +48,24 @@ def collect(layout: CacheLayout, size: CacheSize, book: RequestBook, cache: Tier
     late_blocks, late_slots = cache.copies.late
     parked = [request.parked for request in waiting if request.parked is not None]
     blocks = cache.blocks
-    record, state = page_bytes(layout), state_pages(layout, 0) * page_bytes(layout)
+    states = cache.tree.snapshots.count(T.HOST) * cache.snapshot_pages
     pools: dict[str, PoolUse] = {
         "slot": pool_use(
             cache.slots, private=len(live) + len(late_slots), cached=cache.tree.snapshots.count(T.DEVICE),
             evictable=cache.tree.snapshots.count(T.DEVICE), unit_bytes=layout.bytes_per_slot,
         )
     }  # fmt: skip
-    if cache.host_snapshots.num_total:
-        pools["host snapshot"] = pool_use(
-            cache.host_snapshots, private=sum(len(p.state) for p in parked) + len(cache.fetching),
-            cached=cache.tree.snapshots.count(T.HOST), evictable=cache.tree.snapshots.count(T.HOST), unit_bytes=state,
-        )  # fmt: skip
     return ManagerStats(
         blocks.num_total, blocks.num_free, blocks.num_held,
         sum(len(r.blocks) - layout.blocks_for(r.num_cached) for r in live),
         size.num_slots, size.num_slots - len(live), len(live), sum(r.num_cached for r in live),
         book.generation, len(waiting),
         collect_stats(
-            cache.tree, blocks, cache.host_blocks if cache.host_blocks.num_total else None, others=pools,
+            cache.tree, blocks, cache.pages if cache.pages.num_total else None, others=pools,
             private=sum(len(r.blocks) - r.num_shared for r in live) + len(late_blocks),
-            private_host=sum(len(p.blocks) for p in parked), block_bytes=layout.bytes_per_block,
-            host_block_bytes=record, admission_failures=cache.failures, generation=book.generation,
+            private_host=sum(len(p.blocks) + len(p.state) for p in parked) + sum(map(len, cache.fetching)),
+            block_bytes=layout.bytes_per_block, page_bytes=page_bytes(layout), state_pages=states,
+            admission_failures=cache.failures, generation=book.generation,
         ),
     )  # fmt: skip
 

@@ -32,13 +32,11 @@ class StorageMove(NamedTuple):
     Attributes:
         scope: "block" or "slot" (a snapshot).
         node: whose.
-        record: id in the host pool of that scope.
-        pages: of the host's memory that it is in, in order.
+        pages: of the host that it is in, in order.
     """
 
     scope: str
     node: Node
-    record: int
     pages: tuple[int, ...]
 
     @property
@@ -91,10 +89,10 @@ class StorageTier:
             writes = []
             for node in cache.tree.wanted.pop_persists(limit):
                 cache.tree.moves.begin_persist(node)
-                writes.append(StorageMove(BLOCK, node, node.host, (node.host,)))
+                writes.append(StorageMove(BLOCK, node, (node.host,)))
             for node in cache.tree.wanted.pop_snapshot_persists(limit - len(writes)):
                 if node.snapshot is not None:
-                    writes.append(self._state_move(node, node.snapshot.host))
+                    writes.append(StorageMove(SLOT, node, node.snapshot.host))
             return writes
 
     def finish_writes(self, writes: Iterable[StorageMove], done: Iterable[bool]) -> None:
@@ -174,9 +172,13 @@ class StorageTier:
         ends = [i + 1 for i, node in enumerate(path) if states[i] or node.snapshot is not None]
         path = path[: ends[-1]] if ends else []
         tree.acquire(path)  # so that making room takes none of these
+        kept = [node for node in path if node.snapshot is not None]
+        for node in kept:
+            tree.snapshots.pin(node)
         try:
+            state = cache.landing_snapshot_pages() if path and not _has_state(path[-1]) else ()
             missing = [node for node in path if node.state is S.STORAGE]
-            room = cache.landing_blocks(len(missing))
+            room = cache.landing_pages(len(missing))
             if len(room) < len(missing):  # only what there is room for, up to a snapshot
                 reach = path.index(missing[len(room)])
                 ends = [end for end in ends if end <= reach]
@@ -184,15 +186,21 @@ class StorageTier:
             else:
                 path_end = len(path)
             missing = [node for node in path[:path_end] if node.state is S.STORAGE]
-            reads = self._snapshot_read(path[path_end - 1]) if path_end else []
-            if path_end and reads is None:
-                missing, reads = [], []
-            cache.host_blocks.release(room[len(missing) :])
-            for node, record in zip(missing, room, strict=False):
-                tree.moves.begin_fetch(node, record)
+            needed = path_end > 0 and not _has_state(path[path_end - 1])
+            if needed and not state:
+                missing = []
+            cache.pages.release([*room[len(missing) :], *(() if needed else state)])
+            for node, page in zip(missing, room, strict=False):
+                tree.moves.begin_fetch(node, page)
         finally:
+            for node in kept:
+                tree.snapshots.unpin(node)
             tree.release(path)
-        return [*(StorageMove(BLOCK, node, node.host, (node.host,)) for node in missing), *(reads or [])]
+        moves = [StorageMove(BLOCK, node, (node.host,)) for node in missing]
+        if needed and state:
+            cache.fetching[state] = path[path_end - 1]
+            moves.append(StorageMove(SLOT, path[path_end - 1], state))
+        return moves
 
     def finish_reads(self, reads: Sequence[StorageMove], done: Sequence[bool], *, lost: bool = True) -> None:
         """What has arrived, for the moves of one `plan_reads`, once it is in the host records.
@@ -223,9 +231,6 @@ class StorageTier:
                 with contextlib.suppress(PrefixTreeError):  # somebody else is fetching below it: they will find out
                     cache.give_back(tree.moves.discard(late[0]))
 
-    def _state_move(self, node: Node, record: int) -> StorageMove:
-        return StorageMove(SLOT, node, record, self._cache.snapshot_pages(record))
-
     def _near(self, digests: list[bytes]) -> list[Node]:
         """Nodes of the leading run that the cache has, in whatever tier."""
         tree, path = self._cache.tree, list[Node]()
@@ -236,25 +241,21 @@ class StorageTier:
             path.append(node)
         return path
 
-    def _snapshot_read(self, node: Node) -> list[StorageMove] | None:
-        """The read of a node's snapshot, empty if it is nearer already; None if there is no room for it."""
-        if node.snapshot is not None and node.snapshot.tier >= T.HOST:
-            return []
-        if not (room := self._cache.landing_snapshots(1)):
-            return None
-        self._cache.fetching[room[0]] = node
-        return [self._state_move(node, room[0])]
-
     def _finish_snapshot(self, move: StorageMove, arrived: bool) -> None:
         cache, node = self._cache, move.node
-        if cache.fetching.get(move.record) is not node:
+        if cache.fetching.get(move.pages) is not node:
             return  # of before a reset
-        del cache.fetching[move.record]
+        del cache.fetching[move.pages]
         usable = arrived and cache.tree.is_current(node) and node.state.tier >= T.HOST
         if usable and not (node.snapshot and node.snapshot.host):
-            cache.tree.snapshots.attach(node, T.HOST, move.record)
+            cache.tree.snapshots.attach(node, T.HOST, move.pages)
         else:
-            cache.give_back(Freed(host_snapshots=[move.record]))
+            cache.give_back(Freed(pages=list(move.pages)))
+
+
+def _has_state(node: Node) -> bool:
+    """On the device or the host."""
+    return node.snapshot is not None and node.snapshot.tier >= T.HOST
 
 
 def _answers(ask: Contains, keys: list[bytes]) -> list[bool]:

@@ -20,7 +20,7 @@ from .pending import PendingCopies
 from .policies import CachePolicy
 from .prefix.events import EventLog
 from .prefix.eviction import Freed
-from .prefix.node import Node, T
+from .prefix.node import Node, Pages, T
 from .prefix.prefix_tree import PrefixTree
 from .transfers import BLOCK, SLOT, TransferQueue, Transfers
 
@@ -28,18 +28,17 @@ __all__ = ["HostSize", "TieredCache"]
 
 
 class HostSize(NamedTuple):
-    """Records of the host tier.
+    """The host tier: pages for blocks and states alike, as many as `dsv4_jax.init_host_cache` is asked for.
 
-    Block record b is page b of the host's memory; snapshot records are runs of pages behind these. The state of a
-    request that is preempted within a block takes as many snapshot records as its pages fill.
+    A block takes one, a state `dsv4_jax.records.state_pages` of them, wherever they are.
     """
 
-    num_blocks: int
-    num_snapshots: int = 0
+    num_pages: int
 
-    def num_pages(self, layout: CacheLayout) -> int:
-        """Pages that these records take: what `dsv4_jax.init_host_cache` is to be asked for."""
-        return self.num_blocks + self.num_snapshots * state_pages(layout, 0)
+    @classmethod
+    def of(cls, layout: CacheLayout, num_blocks: int, num_snapshots: int = 0) -> HostSize:
+        """The pages that so many blocks and snapshots take. (Which of them fill these is not laid down.)"""
+        return cls(num_blocks + num_snapshots * state_pages(layout, 0))
 
 
 class TieredCache:
@@ -65,21 +64,19 @@ class TieredCache:
         self.caching = policy is not None
         self.blocks = BlockPool(size.num_blocks)
         self.slots = BlockPool(size.num_slots + size.num_snapshots, pool="slot")
-        host = host or HostSize(0, 0)
-        self._pages_before, self._pages_each = host.num_blocks, state_pages(layout, 0)
-        self.host_blocks = BlockPool(host.num_blocks, pool="host")
-        self.host_snapshots = BlockPool(host.num_snapshots, pool="host snapshot")
+        self.pages = BlockPool(host.num_pages if host is not None else 0, pool="host")
+        self.snapshot_pages = state_pages(layout, 0)
         self.transfers = TransferQueue()
         self.copies = PendingCopies()
         self.due: list[Transfers] = []  # stages of steps that have not been gone through yet, in order
-        self.fetching: dict[int, Node] = {}  # host snapshot records on their way from storage, and whose
+        self.fetching: dict[Pages, Node] = {}  # where states on their way from storage land, and whose they are
         self.failures: collections.Counter[str] = collections.Counter()
         choices = policy or CachePolicy()
         self.tree = PrefixTree(
-            layout.block_tokens, order=choices.order, host=host.num_blocks > 0,
+            layout.block_tokens, order=choices.order, host=self.pages.num_total > 0,
             moves_down=choices.write.moves_when_evicted, events=events, persists=persists,
-            snapshot_blocks=-(-layout.bytes_per_slot // max(layout.bytes_per_block, 1)),
-            backup_after=choices.write.backup_after if host.num_blocks else None,
+            snapshot_blocks=self.snapshot_pages,
+            backup_after=choices.write.backup_after if self.pages.num_total else None,
         )  # fmt: skip
 
     # Device units
@@ -130,13 +127,12 @@ class TieredCache:
         """Takes units that the tree has let go of back into their pools."""
         self.blocks.release(freed.blocks)
         self.slots.release(freed.snapshots)
-        self.host_blocks.release(freed.host_blocks)
-        self.host_snapshots.release(freed.host_snapshots)
+        self.pages.release(freed.pages)
 
     @property
     def _moves_down(self) -> bool:
         """Whether a block that is evicted from the device moves to the host."""
-        return self.policy is not None and self.policy.write.moves_when_evicted and self.host_blocks.num_total > 0
+        return self.policy is not None and self.policy.write.moves_when_evicted and self.pages.num_total > 0
 
     def _make_room(self, count: int) -> bool:
         """Whether so many device blocks are free now; if not, nothing has changed."""
@@ -153,80 +149,77 @@ class TieredCache:
     def _evict_blocks(self, missing: int) -> bool:
         room: list[int] = []
         if self._moves_down:
-            room = self.try_host_blocks(missing)
+            room = self.try_pages(missing)
         try:
             eviction = self.tree.evictor.evict(T.DEVICE, missing, room)
         except OutOfBlocksError:
-            self.host_blocks.release(room)
+            self.pages.release(room)
             return False
         self.give_back(eviction)
-        self.host_blocks.release(eviction.unused)
+        self.pages.release(eviction.unused)
         for move in eviction.moves:
             self.transfers.out(BLOCK, move.source, move.destination)
             self.give_back(self.tree.moves.complete(move.node))
         return True
 
     def _evict_snapshot(self) -> bool:
-        room = self.try_host_snapshots(1) if self.tree.snapshots.count(T.DEVICE) else []
+        """Whether a slot is free now."""
+        room = self.try_snapshot_pages() if self.tree.snapshots.count(T.DEVICE) else ()
         try:
-            eviction = self.tree.snapshots.evict(T.DEVICE, 1, room)
+            eviction = self.tree.snapshots.evict(T.DEVICE, 1, [room] if room else [])
         except OutOfBlocksError:
-            self.host_snapshots.release(room)
-            return False
-        for node, device, host in eviction.moves:
-            tokens = (node.depth + 1) * self.tree.block_tokens
-            self.transfers.out(SLOT, device, self.snapshot_pages(host), tokens)
-        self.slots.release(eviction.units)
-        self.host_snapshots.release(eviction.unused)
+            self.pages.release(room)
+            return self.slots.num_free > 0  # of one whose node has left the host to make room
+        for node, slot, pages in eviction.moves:
+            self.transfers.out(SLOT, slot, pages, (node.depth + 1) * self.tree.block_tokens)
+        self.slots.release(eviction.slots)
+        for pages in eviction.unused:
+            self.pages.release(pages)
         return True
 
-    # Host units
+    # Pages of the host
 
-    def try_host_blocks(self, count: int) -> list[int]:
-        """Up to `count` host block records, cached ones that leave first among them."""
-        missing = min(count, self.host_blocks.num_total) - self.host_blocks.num_free
-        for fewer in (missing, 1) if missing > 0 else ():
-            try:
-                self.give_back(self.tree.evictor.evict(T.HOST, fewer))
-                break
-            except OutOfBlocksError:
-                pass
-        return self.host_blocks.acquire(min(count, self.host_blocks.num_free))
+    def try_pages(self, count: int) -> list[int]:
+        """Up to `count` pages of the host, those of what leaves it first among them."""
+        missing = min(count, self.pages.num_total) - self.pages.num_free
+        if missing > 0:
+            self.give_back(self.tree.host.evict(missing))
+        return self.pages.acquire(min(count, self.pages.num_free))
 
-    def landing_blocks(self, count: int) -> list[int]:
-        """As `try_host_blocks`, none that a copy between device and host still waits to read or write.
+    def try_snapshot_pages(self) -> Pages:
+        """As `try_pages`, for a snapshot: all or none."""
+        return self._all_or_none(self.try_pages)
+
+    def landing_pages(self, count: int) -> list[int]:
+        """As `try_pages`, none that a copy between device and host still waits to read or write.
 
         What comes from storage lands at any time: before such a copy, though it was asked for later.
         """
-        return self._settled(BLOCK, self.try_host_blocks, self.host_blocks, count)
-
-    def landing_snapshots(self, count: int) -> list[int]:
-        """As `landing_blocks`, of host snapshot records."""
-        return self._settled(SLOT, self.try_host_snapshots, self.host_snapshots, count)
-
-    def _settled(self, scope: str, take: Callable[[int], list[int]], pool: BlockPool, count: int) -> list[int]:
-        busy = self.busy_records(scope)
-        room = take(count)
-        kept = [record for record in room if not self._is_among(scope, record, busy)]
-        passed = [record for record in room if self._is_among(scope, record, busy)]
-        while passed and len(kept) < count and pool.num_free:  # others, as far as there are free ones
-            (record,) = pool.acquire(1)
-            (passed if self._is_among(scope, record, busy) else kept).append(record)
-        pool.release(passed)
+        busy = self.busy_pages()
+        room = self.try_pages(count)
+        kept, passed = [page for page in room if page not in busy], [page for page in room if page in busy]
+        while passed and len(kept) < count and self.pages.num_free:  # others, as far as there are free ones
+            (page,) = self.pages.acquire(1)
+            (passed if page in busy else kept).append(page)
+        self.pages.release(passed)
         return kept
 
-    def _is_among(self, scope: str, record: int, pages: set[int]) -> bool:
-        return not pages.isdisjoint(self.snapshot_pages(record) if scope == SLOT else (record,))
+    def landing_snapshot_pages(self) -> Pages:
+        """As `landing_pages`, for a snapshot: all or none."""
+        return self._all_or_none(self.landing_pages)
 
-    def snapshot_pages(self, record: int) -> tuple[int, ...]:
-        """The pages of a host snapshot record."""
-        last = self._pages_before + record * self._pages_each
-        return tuple(range(last - self._pages_each + 1, last + 1))
+    def _all_or_none(self, take: Callable[[int], list[int]]) -> Pages:
+        if self.pages.num_total < self.snapshot_pages:
+            return ()
+        pages = take(self.snapshot_pages)
+        if len(pages) < self.snapshot_pages:
+            self.pages.release(pages)
+            return ()
+        return tuple(pages)
 
-    def busy_records(self, scope: str) -> set[int]:
+    def busy_pages(self) -> set[int]:
         """Host pages that copies not queued on the device yet will read or write."""
-        records = self.transfers.host_records(scope)
-        return records.union(*(stages.host_records(scope) for stages in self.due if not stages.ran))
+        return self.transfers.pages().union(*(stages.pages() for stages in self.due if not stages.ran))
 
     @property
     def is_waiting(self) -> bool:
@@ -240,21 +233,11 @@ class TieredCache:
         self.due = [*self.due[ran[-1] + 1 if ran else 0 :], stages]
         return stages
 
-    def try_host_snapshots(self, count: int) -> list[int]:
-        """Up to `count` host snapshot records, cached ones that leave first among them."""
-        pool = self.host_snapshots
-        while pool.num_free < min(count, pool.num_total):
-            try:
-                pool.release(self.tree.snapshots.evict(T.HOST, 1).units)
-            except OutOfBlocksError:
-                break
-        return pool.acquire(min(count, pool.num_free))
-
     def keep_watermark(self) -> None:
         """Evicts from the host what the policy wants to be free there."""
-        if self.policy is not None and self.host_blocks.num_total:
-            excess = self.policy.watermark.excess(self.host_blocks.num_free, self.host_blocks.num_total)
-            self.host_blocks.release(self.try_host_blocks(self.host_blocks.num_free + excess) if excess else [])
+        if self.policy is not None and self.pages.num_total:
+            excess = self.policy.watermark.excess(self.pages.num_free, self.pages.num_total)
+            self.pages.release(self.try_pages(self.pages.num_free + excess) if excess else [])
 
     def back_up(self) -> None:
         """Queues the copies to the host that the write policy wants, as far as there is room.
@@ -263,24 +246,24 @@ class TieredCache:
         colder ones: neither of one queued here nor of its own path; and none of what the watermark keeps free. What
         finds no room is listed again at its next hit.
         """
-        if self.policy is None or not self.host_blocks.num_total:
+        if self.policy is None or not self.pages.num_total:
             return
         nodes = self.tree.wanted.pop_backups(len(self.tree))
         nodes.sort(key=lambda node: (node.last_access, node.depth))
         room: list[int] = []
-        kept_free = self.policy.watermark.kept_free(self.host_blocks.num_total)
+        kept_free = self.policy.watermark.kept_free(self.pages.num_total)
         for node in nodes:
-            if self.host_blocks.num_free <= kept_free and not self._evict_colder(node):
+            if self.pages.num_free <= kept_free and not self._evict_colder(node):
                 break
-            room += self.host_blocks.acquire(1)
-        for node, record in zip(nodes, room, strict=False):
-            self.tree.moves.begin_backup(node, record)
-            self.transfers.out(BLOCK, node.block, record)
+            room += self.pages.acquire(1)
+        for node, page in zip(nodes, room, strict=False):
+            self.tree.moves.begin_backup(node, page)
+            self.transfers.out(BLOCK, node.block, page)
             self.tree.moves.complete(node)
 
     def _evict_colder(self, node: Node) -> bool:
-        """Evicts one host copy that leaves before this node's would."""
-        freed = self.tree.evictor.evict_colder(T.HOST, node)
+        """Evicts what leaves the host before this node's copy would."""
+        freed = self.tree.host.evict_colder(node)
         if freed is None:
             return False
         self.give_back(freed)

@@ -18,17 +18,17 @@ from ..plan import StateSwapPlan, SwapPlan
 __all__ = ["TransferQueue", "TransferStage", "Transfers"]
 
 BLOCK, SLOT = "block", "slot"
-Records: TypeAlias = int | Sequence[int]
+HostPages: TypeAlias = int | Sequence[int]
 
 
 class TransferStage(NamedTuple):
     """Copies of one stage, in the order to run them; None where there is nothing.
 
     Attributes:
-        swap_out: blocks to host block records (`dsv4_jax.swap_out`).
-        snapshot: states of slots to host snapshot records.
-        swap_in: host block records to blocks.
-        restore: states from host snapshot records to slots.
+        swap_out: blocks to pages of the host (`dsv4_jax.swap_out`).
+        snapshot: states of slots to pages.
+        swap_in: pages to blocks.
+        restore: states from pages to slots.
     """
 
     swap_out: SwapPlan | None
@@ -52,17 +52,14 @@ class Transfers(list[TransferStage]):
         yield from super().__iter__()
         self.ran = True
 
-    def host_records(self, scope: str) -> set[int]:
-        """The host records that the stages read or write."""
-        plans = [
-            plan for i in range(len(self))
-            for plan in ((self[i].swap_out, self[i].swap_in) if scope == BLOCK else (self[i].snapshot, self[i].restore))
-        ]  # fmt: skip
-        return {record for plan in plans if plan is not None for record in plan.host_ids.ravel().tolist()}
+    def pages(self) -> set[int]:
+        """The host pages that the stages read or write."""
+        plans = [plan for i in range(len(self)) for plan in self[i] if plan is not None]
+        return {page for plan in plans for page in plan.host_ids.ravel().tolist()}
 
 
 class _Copy(NamedTuple):
-    """One unit of the device, and its record of the host: of a state all of them, and its tokens."""
+    """One unit of the device, and its pages of the host, in order; of a state its tokens."""
 
     device: int
     host: tuple[int, ...]
@@ -71,12 +68,12 @@ class _Copy(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _Stage:
-    """By scope: the copies of either direction, and the units that they write and read."""
+    """By scope: the copies of either direction, and the device units that they fill; and all pages that they use."""
 
     out: dict[str, list[_Copy]] = dataclasses.field(default_factory=lambda: {BLOCK: [], SLOT: []})
     into: dict[str, list[_Copy]] = dataclasses.field(default_factory=lambda: {BLOCK: [], SLOT: []})
     filled: dict[str, set[int]] = dataclasses.field(default_factory=lambda: {BLOCK: set(), SLOT: set()})
-    touched: dict[str, set[int]] = dataclasses.field(default_factory=lambda: {BLOCK: set(), SLOT: set()})
+    touched: set[int] = dataclasses.field(default_factory=set)
 
 
 class TransferQueue:
@@ -91,29 +88,29 @@ class TransferQueue:
             len(copies) for stage in self._stages for side in (stage.out, stage.into) for copies in side.values()
         )
 
-    def out(self, scope: str, device: int, host: Records, num_tokens: int = 0) -> None:
-        """Queues a copy of a device unit to its host record. A state has `num_tokens`, and may have several records."""
+    def out(self, scope: str, device: int, host: HostPages, num_tokens: int = 0) -> None:
+        """Queues a copy of a device unit to the host: a block to a page, a state of `num_tokens` to pages."""
         host = _tuple(host)
         stage = self._stages[-1] if self._stages else None
-        # A stage reads its host records last: one that it reads or has written must wait for the next.
-        if stage is None or not stage.touched[scope].isdisjoint(host) or device in stage.filled[scope]:
+        # A stage reads its pages last: one that it reads or has written must wait for the next.
+        if stage is None or not stage.touched.isdisjoint(host) or device in stage.filled[scope]:
             stage = self._open()
         stage.out[scope].append(_Copy(device, host, num_tokens))
-        stage.touched[scope].update(host)
+        stage.touched.update(host)
 
-    def into(self, scope: str, host: Records, device: int, num_tokens: int = 0) -> None:
-        """Queues a copy of a host record (of a state: its records) to a device unit."""
+    def into(self, scope: str, host: HostPages, device: int, num_tokens: int = 0) -> None:
+        """Queues a copy of a page (of a state: its pages) to a device unit."""
         host = _tuple(host)
         stage = self._stages[-1] if self._stages else None
         if stage is None or device in stage.filled[scope]:
             stage = self._open()
         stage.into[scope].append(_Copy(device, host, num_tokens))
         stage.filled[scope].add(device)
-        stage.touched[scope].update(host)
+        stage.touched.update(host)
 
-    def host_records(self, scope: str) -> set[int]:
-        """The host records that queued copies read or write."""
-        return {record for stage in self._stages for record in stage.touched[scope]}
+    def pages(self) -> set[int]:
+        """The host pages that queued copies read or write."""
+        return {page for stage in self._stages for page in stage.touched}
 
     def drain(self) -> Transfers:
         """All stages queued, in order; the queue is empty then."""
@@ -142,7 +139,7 @@ def _plan(copies: list[_Copy]) -> SwapPlan | None:
 
 
 def _state_plan(copies: list[_Copy]) -> StateSwapPlan | None:
-    """As `_plan`; states of fewer records than another have null ids behind them."""
+    """As `_plan`; states of fewer pages than another have null ids behind them."""
     if not copies:
         return None
     plan = StateSwapPlan(_nulls(copies), _nulls(copies, max(len(copy.host) for copy in copies)), _nulls(copies))
@@ -152,7 +149,7 @@ def _state_plan(copies: list[_Copy]) -> StateSwapPlan | None:
     return plan
 
 
-def _tuple(host: Records) -> tuple[int, ...]:
+def _tuple(host: HostPages) -> tuple[int, ...]:
     return (host,) if isinstance(host, int) else tuple(host)
 
 

@@ -53,7 +53,7 @@ def _title(result: dict[str, Any]) -> str:
     cache = runs[0]["cache"]
     sizes = [f"device {cache['size']['num_blocks']:,} blocks, {cache['size']['num_snapshots']:,} states"]
     if cache["host"]:
-        sizes.append(f"host {cache['host']['num_blocks']:,} blocks, {cache['host']['num_snapshots']:,} states")
+        sizes.append(f"host {cache['host']['num_pages']:,} pages")
     name = f" ({runs[0]['name']})" if runs[0]["name"] else ""
     return f"{result['title']}, {cache['policy']}, {cache['order']}{name}\n{'; '.join(sizes)}"
 

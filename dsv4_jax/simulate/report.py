@@ -107,7 +107,7 @@ def _order(server: Server) -> str:
 
 def _host_bytes(server: Server) -> int:
     """The null page included."""
-    return 0 if server.host is None else (1 + server.host.num_pages(server.layout)) * page_bytes(server.layout)
+    return 0 if server.host is None else (1 + server.host.num_pages) * page_bytes(server.layout)
 
 
 def _share(part: int, whole: int) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,8 @@ __all__ = ["Content", "ShadowDevice", "Text", "TransferBytes"]
 # `name` is that of the last full block up to there (see `prefix_names`); `author` wrote what follows that block: a
 # request's index, -1 if nothing does. Plain tuples: a trace makes millions.
 Content = tuple[object, int, int, int]
+Page = tuple[Content, int, bool]  # of the host: of what, the how manieth, and whether of a state
+T = TypeVar("T")
 
 
 class Text:
@@ -86,8 +88,7 @@ class ShadowDevice:
         self._record, self._page = block_record(layout).bytes, page_bytes(layout)
         self._blocks: dict[int, Content] = {}
         self._slots: dict[int, Content] = {}
-        self._host_blocks: dict[int, Content] = {}
-        self._host_slots: dict[int, Content] = {}
+        self._pages: dict[int, Page] = {}
         self._table: dict[int, list[int]] = {}  # by slot
         self.moved = TransferBytes()
         self.foreign = self.wrong = 0
@@ -97,10 +98,10 @@ class ShadowDevice:
         before, loaded = self.moved, set[int]()
         for stage in stages:
             moved = (
-                _move(stage.swap_out, self._blocks, self._host_blocks, outward=True) * self._record,
-                _move(stage.snapshot, self._slots, self._host_slots, outward=True) * self._page,
-                _move(stage.swap_in, self._blocks, self._host_blocks, outward=False) * self._record,
-                _move(stage.restore, self._slots, self._host_slots, outward=False) * self._page,
+                _move(stage.swap_out, self._blocks, self._pages, outward=True) * self._record,
+                _move(stage.snapshot, self._slots, self._pages, outward=True) * self._page,
+                _move(stage.swap_in, self._blocks, self._pages, outward=False) * self._record,
+                _move(stage.restore, self._slots, self._pages, outward=False) * self._page,
             )
             self.moved = TransferBytes(*map(sum, zip(self.moved, moved, strict=True)))
             if stage.swap_in is not None:
@@ -149,22 +150,33 @@ class ShadowDevice:
 
 
 def _move(
-    plan: SwapPlan | StateSwapPlan | None, device: dict[int, Content], host: dict[int, Content], *, outward: bool
+    plan: SwapPlan | StateSwapPlan | None,
+    device: dict[int, Content],
+    host: dict[int, Page],
+    *,
+    outward: bool,
 ) -> int:
-    """Copies; returns how many pages."""
+    """Copies; returns how many pages. Units whose pages do not hold one thing, in order, hold nothing then."""
     if plan is None:
         return 0
-    records = plan.host_ids.reshape(len(plan.device_ids), -1)[:, 0].tolist()  # a state's first page stands for it
-    pairs = [(d, h) for d, h in zip(plan.device_ids.tolist(), records, strict=True) if d > 0 and h > 0]
-    for unit, record in pairs:
+    state = isinstance(plan, StateSwapPlan)
+    rows = plan.host_ids.reshape(len(plan.device_ids), -1).tolist()
+    for unit, row in zip(plan.device_ids.tolist(), rows, strict=True):
+        pages = [page for page in row if page > 0]
+        if unit <= 0 or not pages:
+            continue
         if outward:
-            _put(host, record, device.get(unit))
+            content = device.get(unit)
+            for i, page in enumerate(pages):
+                _put(host, page, None if content is None else (content, i, state))
         else:
-            _put(device, unit, host.get(record))
+            first = host.get(pages[0])
+            whole = first is not None and all(host.get(page) == (first[0], i, state) for i, page in enumerate(pages))
+            _put(device, unit, first[0] if first is not None and whole else None)
     return int((plan.host_ids > 0).sum())
 
 
-def _put(held: dict[int, Content], unit: int, content: Content | None) -> None:
+def _put(held: dict[int, T], unit: int, content: T | None) -> None:
     if content is None:
         held.pop(unit, None)
     else:

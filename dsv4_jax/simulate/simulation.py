@@ -36,11 +36,10 @@ class Server:
     every_step: bool = False
 
     def __post_init__(self) -> None:
-        host = self.host or HostSize(0, 0)
+        pages = self.host.num_pages if self.host is not None else 0
         for count, unit in (
             (self.size.num_blocks, "blocks"), (self.size.num_slots, "requests at once"),
-            (self.size.num_snapshots, "snapshots"), (host.num_blocks, "blocks on the host"),
-            (host.num_snapshots, "snapshots on the host"),
+            (self.size.num_snapshots, "snapshots"), (pages, "pages on the host"),
         ):  # fmt: skip
             if count > MAX_UNITS:
                 raise CapacityError(f"{count} {unit}: at most {MAX_UNITS} can be simulated")

@@ -30,7 +30,7 @@ __all__ = ["Job", "Mix", "host_size"]
 
 def host_size(runner: StepRunner) -> HostSize:
     """Of the host arrays that mixes of this runner use: half its blocks, and its snapshots."""
-    return HostSize(num_blocks=runner.size.num_blocks // 2, num_snapshots=runner.size.num_snapshots)
+    return HostSize.of(runner.layout, runner.size.num_blocks // 2, runner.size.num_snapshots)
 
 
 @dataclasses.dataclass(eq=False)
@@ -73,16 +73,15 @@ class Mix:
         rng = self.rng = np.random.default_rng((20, seed))
         self.branches = self.chance(0.3)  # whether nearly all prompts begin alike, and states are kept where they part
         self.runner, self.cache, self.host, self.seen = runner, cache, host, seen
-        whole, records, n = runner.size, host_size(runner), runner.size.max_blocks_per_request
+        whole, n = runner.size, runner.size.max_blocks_per_request
         size = CacheSize(
             min(self.pick([n, n, n + 1, n + 2, n + n // 2, 2 * n, whole.num_blocks]), whole.num_blocks),
             int(rng.integers(2, 1 + whole.num_slots)), n, int(rng.integers(0, 1 + whole.num_snapshots)),
         )  # fmt: skip
         if self.branches:
             size = dataclasses.replace(size, num_snapshots=whole.num_snapshots)
-        records = HostSize(
-            int(rng.integers(1, 1 + records.num_blocks)), int(rng.integers(0, 1 + records.num_snapshots))
-        )
+        blocks, states = rng.integers(1, 1 + whole.num_blocks // 2), rng.integers(0, 1 + whole.num_snapshots)
+        records = HostSize.of(runner.layout, int(blocks), int(states))
         self.manager = KVCacheManager(
             runner.layout,
             size,

@@ -37,7 +37,7 @@ class Mixes:
         self.runner, self.seen = runner, collections.Counter[str]()
         self.cache = with_garbage(init_cache(runner.layout, runner.size), np.random.default_rng(0))
         records = host_size(runner)
-        self.host = init_host_cache(runner.layout, records.num_pages(runner.layout))
+        self.host = init_host_cache(runner.layout, records.num_pages)
 
     def run(self, seed: int, kind: type[Mix] = Mix) -> None:
         """One mix. Raises `AssertionError` if anything in it is not as in a lone, cold run."""

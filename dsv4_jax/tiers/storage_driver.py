@@ -267,8 +267,9 @@ class StorageDriver:
         return dataclasses.replace(host, pages=pages)
 
     def _is_on_host(self, move: StorageMove) -> bool:
-        holder = move.node if move.scope == "block" else move.node.snapshot
-        return self.tier.is_current(move) and holder is not None and holder.host == move.record
+        snapshot = move.node.snapshot
+        held = (move.node.host,) if move.scope == "block" else () if snapshot is None else snapshot.host
+        return self.tier.is_current(move) and held == move.pages
 
 
 def _padded(moves: list[StorageMove]) -> np.ndarray:

@@ -174,8 +174,8 @@ def test_a_kept_checkpoint_follows_no_link(tmp_path):
 NUMBERS = [
     (option, value)
     for option in (
-        "--blocks", "--limit", "--trace-block-tokens", "--max-requests", "--snapshots", "--host-blocks",
-        "--host-snapshots", "--snapshots-at", "--token-budget", "--block-tokens", "--draft-tokens",
+        "--blocks", "--limit", "--trace-block-tokens", "--max-requests", "--snapshots", "--host-pages",
+        "--snapshots-at", "--token-budget", "--block-tokens", "--draft-tokens",
     )
     for value in ("-1", "1e3", "nan", "", "1_0", "١٢", "0x10", "1.5", str(10**18), str(10**400), DIGITS, "a\nb")
 ]  # fmt: skip
@@ -239,8 +239,7 @@ def test_hostile_placements(value, trace):
         (["--hbm", "4e12"], ("blocks",)),
         (["--blocks", 40, "--max-requests", 2**30], ("requests",)),
         (["--blocks", 40, "--snapshots", 2**30], ("snapshots",)),
-        (["--blocks", 40, "--host-blocks", 2**31 - 1], ("blocks on the host",)),
-        (["--blocks", 40, "--host-snapshots", 2**31 - 1], ("snapshots on the host",)),
+        (["--blocks", 40, "--host-pages", 2**31 - 1], ("pages on the host",)),
     ],
 )
 def test_units_that_memory_cannot_list_are_refused(argv, parts, trace):

@@ -231,7 +231,7 @@ def test_hits_on_the_host() -> None:
     trace = [request(0, ("s", 5 * BLOCK)), *others, request(200, ("s", 5 * BLOCK)), request(300, ("s", 5 * BLOCK))]
     for write in (WritePolicy.write_back(), WritePolicy.write_through()):
         policy = CachePolicy(write=write, snapshots=EVERY_BLOCK)
-        result = simulate(trace, server(blocks=10, policy=policy, host=HostSize(64, 64)))
+        result = simulate(trace, server(blocks=10, policy=policy, host=HostSize.of(LAYOUT, 64, 64)))
         hits = [(job.hit - job.hit_host, job.hit_host) for job in result.jobs]
         assert hits == [(0, 0), (0, 0), (0, 0), (0, 4 * BLOCK), (4 * BLOCK, 0)], write.name
         numbers = report(result)
@@ -277,7 +277,10 @@ def test_ten_tenants_with_equal_prompts_share_nothing() -> None:
     roomy = simulate([*rounds[0], *rounds[1]], server(blocks=64, slots=10))
     assert [job.hit for job in roomy.jobs] == [0] * 10 + [4 * BLOCK] * 10
     tight = CachePolicy(write=WritePolicy.write_through(), snapshots=EVERY_BLOCK)
-    for result in (roomy, simulate([*rounds[0], *rounds[1]], server(12, 2, 6, policy=tight, host=HostSize(30, 30)))):
+    for result in (
+        roomy,
+        simulate([*rounds[0], *rounds[1]], server(12, 2, 6, policy=tight, host=HostSize.of(LAYOUT, 30, 30))),
+    ):
         assert (result.shadow.foreign, result.shadow.wrong) == (0, 0)
         assert all(job.hit <= job.seen for job in result.jobs)
     same = simulate([request(100 * r.arrival, *r.prompt) for r in rounds[0]], server())
@@ -302,7 +305,7 @@ def test_generated_chats_under_pressure(write: WritePolicy | None) -> None:
     settings = ChatTrace(seed=1, chats=12, tenants=2, turns=3, system=500, answer=60, rate=50.0, pause=1.0)
     trace = make_trace(settings)
     policy = write and CachePolicy(write=write, snapshots=SnapshotPlacement(every=2))
-    result = simulate(trace, server(36, 8, 10, policy=policy, host=HostSize(30, 12), token_budget=512))
+    result = simulate(trace, server(36, 8, 10, policy=policy, host=HostSize.of(LAYOUT, 30, 12), token_budget=512))
     assert (result.shadow.foreign, result.shadow.wrong) == (0, 0)
     assert [job.drawn for job in result.jobs] == [job.trace.output_tokens for job in result.jobs]
     assert len(result.jobs) == len(trace) and result.preemptions > 0
@@ -330,7 +333,7 @@ RUN: dict[str, Callable | type | tuple | dict] = {
     ),
     "cache": dict(
         size=dict(num_blocks=int, num_slots=int, max_blocks_per_request=int, num_snapshots=int),
-        host=dict(num_blocks=int, num_snapshots=int),
+        host=dict(num_pages=int),
         kv_format=str, index_format=str, block_tokens=int, bytes=int, host_bytes=int, policy=str, order=str,
     ),
     "hits": dict(
@@ -344,7 +347,7 @@ RUN: dict[str, Callable | type | tuple | dict] = {
     "admission_failures": dict(slot=int, device=int, never=int),
     "pools": {
         name: dict(total=int, peak_used=int, peak_in_use=int, unit_bytes=int)
-        for name in ("device", "host", "slot", "host snapshot")
+        for name in ("device", "host", "slot")
     },
     "seconds": dict(simulated=float, busy=float, waited_for_transfers=float)
     | dict.fromkeys(("queued", "first_token", "whole_request"), SPREAD),
@@ -373,7 +376,7 @@ def matches(value: object, schema: object) -> bool:
 @pytest.mark.slow
 def test_json_plot_and_equal_output(capsys, tmp_path: pathlib.Path) -> None:
     made, plot = tmp_path / "trace.jsonl", tmp_path / "sim.png"
-    options = [*TINY, "--blocks", 60, "--host-blocks", 40, "--host-snapshots", 10]
+    options = [*TINY, "--blocks", 60, "--host-pages", 400]
     chats = "chats=4,turns=2,system=300,question=80,answer=20"
     whole = cli(capsys, "--generate", f"{chats},seed=2", "--save-trace", made, *options, "--plot", plot, "--bound")
     assert (whole.keys(), whole["model"], whole["linked_outputs"]) == (
@@ -415,8 +418,8 @@ def test_variants_side_by_side(capsys, tmp_path: pathlib.Path) -> None:
     assert alone["planned_steps"] < alone["steps"]
     size, pools = runs["host"]["cache"], runs["host"]["pools"]
     assert 0.9 * 20e6 < size["host_bytes"] <= 20e6 and size["policy"] == "write_through_selective"
-    states, blocks = (pools[name]["total"] * pools[name]["unit_bytes"] for name in ("host snapshot", "host"))
-    assert states / (states + blocks) == pytest.approx(0.5, abs=0.05)
+    assert size["host"] == {"num_pages": pools["host"]["total"]}
+    assert (1 + pools["host"]["total"]) * pools["host"]["unit_bytes"] == size["host_bytes"]
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert main(["simulate", *chats, "--hbm", "20MB", *words]) == 0
     out = capsys.readouterr().out

@@ -14,7 +14,7 @@ from dsv4_jax.plan import StateSwapPlan, StepPlan, SwapPlan
 from dsv4_jax.records import state_pages
 
 State = tuple[object, tuple[int, ...]]
-Record = tuple[State, int, int]  # whose, which of its records, of how many
+Record = tuple[State, int, int, type]  # a page: whose, which of its pages, of how many, and of what
 # What a step that never ran should have written: it may be copied about, but no step may read it.
 UNWRITTEN: State = ("never written", ())
 
@@ -26,8 +26,7 @@ class SymbolicDevice:
         self.layout, self.size = layout, size
         slots = size.num_slots + size.num_snapshots + 1
         self.table = np.zeros((slots, size.max_blocks_per_request), int)
-        self.host_blocks: dict[int, Record] = {}
-        self.host_states: dict[int, Record] = {}
+        self.pages: dict[int, Record] = {}
         self.host = host
         self.wipe()
 
@@ -42,10 +41,10 @@ class SymbolicDevice:
         moved = 0
         for stage in stages:
             for plan, source, target, outward in (
-                (stage.swap_out, self.blocks, self.host_blocks, True),
-                (stage.snapshot, self.states, self.host_states, True),
-                (stage.swap_in, self.host_blocks, self.blocks, False),
-                (stage.restore, self.host_states, self.states, False),
+                (stage.swap_out, self.blocks, self.pages, True),
+                (stage.snapshot, self.states, self.pages, True),
+                (stage.swap_in, self.pages, self.blocks, False),
+                (stage.restore, self.pages, self.states, False),
             ):
                 if plan is None:
                     continue
@@ -54,12 +53,14 @@ class SymbolicDevice:
                 assert len(set(written)) == len(written), "a unit is written twice in one call"
                 if isinstance(plan, StateSwapPlan):
                     assert all(len(records) == state_pages(self.layout, n) for _, records, n in pairs)
-                values = [source.get(d, UNWRITTEN) if outward else _whole(source, r) for d, r, _ in pairs]
+                assert all(0 < page <= self.host.num_pages for _, pages, _ in pairs for page in pages)
+                what = type(plan)
+                values = [source.get(d, UNWRITTEN) if outward else _whole(source, r, what) for d, r, _ in pairs]
                 for value, (device, records, num_tokens) in zip(values, pairs, strict=True):
                     if isinstance(plan, StateSwapPlan):
                         value = self.state_at(value, num_tokens)
                     if outward:
-                        target.update((record, (value, i, len(records))) for i, record in enumerate(records))
+                        target.update((page, (value, i, len(records), what)) for i, page in enumerate(records))
                     else:
                         target[device] = value
                 moved += len(pairs)
@@ -115,8 +116,8 @@ def _pairs(plan: SwapPlan | StateSwapPlan) -> list[tuple[int, tuple[int, ...], i
     return pairs
 
 
-def _whole(source: dict[int, Record], records: tuple[int, ...]) -> State:
-    """What these records hold together; UNWRITTEN if they are not those of one state, in order."""
-    parts = [source.get(record, (UNWRITTEN, 0, 0)) for record in records]
+def _whole(source: dict[int, Record], pages: tuple[int, ...], what: type) -> State:
+    """What these pages hold together; UNWRITTEN if they are not those of one unit, in order."""
+    parts = [source.get(page, (UNWRITTEN, 0, 0, what)) for page in pages]
     whole = parts[0][0]
-    return whole if parts == [(whole, i, len(records)) for i in range(len(records))] else UNWRITTEN
+    return whole if parts == [(whole, i, len(pages), what) for i in range(len(pages))] else UNWRITTEN

@@ -10,7 +10,7 @@ from dsv4_jax import KVCacheManager
 from dsv4_jax.manager import HostSize, WritePolicy
 from dsv4_jax.manager.request import Request, RequestState
 
-from .test_caching import PROMPT, feed, make, pairs, run
+from .test_caching import LAYOUT, PROMPT, feed, make, pairs, run
 
 OTHER = [9] * 12
 
@@ -56,7 +56,7 @@ def test_own_blocks_are_not_given_up_for_unwritten_ones() -> None:
 
 @pytest.mark.parametrize("write", [WritePolicy.write_back(), WritePolicy.write_through()])
 def test_who_stands_on_it_starts_anew(write: WritePolicy) -> None:
-    manager = make(every=1, host=HostSize(20, 4), write=write)
+    manager = make(every=1, host=HostSize.of(LAYOUT, 20, 4), write=write)
     request = manager.admit_request(PROMPT)
     manager.plan_step([(request, 16)])
     manager.take_transfers()

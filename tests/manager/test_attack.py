@@ -12,7 +12,7 @@ from dsv4_jax.manager.prefix.prefix_tree import PrefixTree
 from dsv4_jax.manager.request import Request, RequestState
 from dsv4_jax.manager.transfers import BLOCK, SLOT
 
-from .test_caching import PROMPT, make
+from .test_caching import LAYOUT, PROMPT, make
 
 # Storage and the copies beside steps
 
@@ -34,7 +34,7 @@ def parked(manager: KVCacheManager) -> Request:
 @pytest.mark.parametrize("stage", ["asked for", "planned", "taken", "taken, and those of the next step too"])
 def test_nothing_lands_where_a_copy_still_reads(stage: str) -> None:
     """The copies of the step planned last were forgotten until they were taken, those of earlier steps after that."""
-    manager = make(host=HostSize(2, 2), snapshots=0)
+    manager = make(host=HostSize.of(LAYOUT, 2, 2), snapshots=0)
     tier, request = StorageTier(manager), parked(manager)
     block, state = request.parked.blocks[0], request.parked.state
     manager.resume(request)
@@ -54,7 +54,7 @@ def test_nothing_lands_where_a_copy_still_reads(stage: str) -> None:
 
 def test_no_sleep_before_the_transfers_of_the_last_step_are_taken() -> None:
     """The step would run after what it writes was copied to the host."""
-    manager = make(host=HostSize(8, 4))
+    manager = make(host=HostSize.of(LAYOUT, 8, 4))
     request = parked(manager)
     manager.resume(request)
     manager.plan_step([(request, 1)])
@@ -67,7 +67,7 @@ def test_no_sleep_before_the_transfers_of_the_last_step_are_taken() -> None:
 
 def test_what_a_read_arrives_below_stays_on_the_host() -> None:
     """The parent went back to storage meanwhile; the read's end could not go above it, and the manager was lost."""
-    manager = make(host=HostSize(5, 4), every=1)
+    manager = make(host=HostSize.of(LAYOUT, 5, 4), every=1)
     tier, others = StorageTier(manager), [4] * 33
     for prompt in (PROMPT[:17], PROMPT[:33]):
         reads = tier.plan_reads(prompt, everything, everything)
@@ -109,7 +109,7 @@ def step(manager: KVCacheManager, *scheduled: tuple[Request, int]) -> None:
 
 
 def test_a_preempted_fork_of_an_aborted_request_does_not_keep_its_copy() -> None:
-    manager = make(host=HostSize(8, 4))
+    manager = make(host=HostSize.of(LAYOUT, 8, 4))
     parent = manager.admit_request(PROMPT)
     step(manager, (parent, 12))
     (child,) = manager.fork(parent)
@@ -123,7 +123,7 @@ def test_a_preempted_fork_of_an_aborted_request_does_not_keep_its_copy() -> None
 
 
 def test_a_fork_whose_copies_an_earlier_step_should_have_made_starts_anew() -> None:
-    manager = make(host=HostSize(8, 4), num_slots=6)
+    manager = make(host=HostSize.of(LAYOUT, 8, 4), num_slots=6)
     parent, other, last = (manager.admit_request([7 + i] * 30) for i in range(3))
     step(manager, (parent, 12))
     (child,) = manager.fork(parent)
@@ -141,7 +141,7 @@ def test_a_fork_whose_copies_an_earlier_step_should_have_made_starts_anew() -> N
 @pytest.mark.parametrize("end", ["release", "preempt"])
 def test_a_fork_s_copy_that_was_never_made_becomes_no_snapshot(end: str) -> None:
     """The block at its end was another's, so the parent's abort did not take it back, nor the snapshot with it."""
-    manager = make(every=None, host=HostSize(8, 4))
+    manager = make(every=None, host=HostSize.of(LAYOUT, 8, 4))
     step(manager, (first := manager.admit_request(PROMPT[:17]), 8))
     step(manager, (first, 4))
     step(manager, (first, 5))  # no snapshot after 8 tokens is wanted any more
@@ -160,7 +160,7 @@ def test_a_fork_s_copy_that_was_never_made_becomes_no_snapshot(end: str) -> None
 
 def test_a_preempted_fork_goes_on_where_it_stood() -> None:
     """At a block boundary too, where nothing but the state is its own."""
-    manager = make(host=HostSize(8, 4), every=None)
+    manager = make(host=HostSize.of(LAYOUT, 8, 4), every=None)
     parent = manager.admit_request([*PROMPT[:16], 9])
     step(manager, (parent, 16))
     (child,) = manager.fork(parent)
@@ -214,12 +214,12 @@ def books(manager: KVCacheManager) -> tuple:
         (r.id, r.state, r.num_cached, r.num_scheduled, r.num_tabled, r.reserved, r.blocks[:], r.nodes[:])
         for r in manager.book.ids.values()
     ]
-    return manager.stats(), manager.events.last, nodes, requests, len(cache.transfers), str(cache.host_blocks.stats())
+    return manager.stats(), manager.events.last, nodes, requests, len(cache.transfers), str(cache.pages.stats())
 
 
 def test_a_refused_resume_changes_nothing() -> None:
     """It published what others had filled, and loaded the shared blocks, before it found too few blocks."""
-    manager = make(6, host=HostSize(8, 4), events=EventLog())
+    manager = make(6, host=HostSize.of(LAYOUT, 8, 4), events=EventLog())
     request = manager.admit_request(PROMPT[:30])
     step(manager, (request, 16))
     step(manager, (request, 5))
@@ -244,7 +244,7 @@ def test_a_refused_resume_changes_nothing() -> None:
 @pytest.mark.parametrize("write", [WritePolicy.write_back(), WritePolicy.write_through()])
 def test_blocks_that_can_be_had_are_had_whatever_is_being_fetched_below_them(write: WritePolicy) -> None:
     """A step was refused after it had published, when a fetch held the blocks that it had counted on."""
-    manager = make(6, host=HostSize(2, 2), every=1, events=EventLog(), write=write)
+    manager = make(6, host=HostSize.of(LAYOUT, 2, 1), every=1, events=EventLog(), write=write)
     tier = StorageTier(manager)
     request = manager.admit_request(PROMPT[:9])
     step(manager, (request, 8))
@@ -258,7 +258,7 @@ def test_blocks_that_can_be_had_are_had_whatever_is_being_fetched_below_them(wri
     assert not any(tier.is_current(move) for move in reads if move.scope == BLOCK)
     tier.finish_reads(reads, [True] * len(reads))
     manager.check_integrity()
-    assert not manager.cache.fetching and not manager.cache.host_blocks.num_held
+    assert not manager.cache.fetching and not manager.cache.pages.num_held
 
 
 # Schedules and shapes

@@ -35,6 +35,7 @@ from dsv4_jax.manager.request import Request
 from dsv4_jax.manager.transfers import TransferQueue
 
 B = 8
+LAYOUT = CacheLayout(DSV4Config.tiny(hca_ratio=8), block_tokens=B)
 PROMPT = [i % 5 for i in range(40)]
 
 
@@ -291,7 +292,7 @@ def test_cached_blocks_give_way_to_requests() -> None:
 
 @pytest.mark.parametrize("write", [WritePolicy.write_back(), WritePolicy.write_through()])
 def test_evicted_blocks_come_back_from_the_host(write: WritePolicy) -> None:
-    manager = make(num_blocks=6, num_slots=2, snapshots=0, host=HostSize(16, 4), write=write)
+    manager = make(num_blocks=6, num_slots=2, snapshots=0, host=HostSize.of(LAYOUT, 16, 4), write=write)
     serve(manager)
     serve(manager, [9] * 40)
     request = manager.admit_request(PROMPT)
@@ -304,7 +305,7 @@ def test_evicted_blocks_come_back_from_the_host(write: WritePolicy) -> None:
 
 
 def test_a_full_host_takes_what_it_can() -> None:
-    manager = make(num_blocks=6, host=HostSize(2, 1))
+    manager = make(num_blocks=6, host=HostSize(2))
     serve(manager)
     serve(manager, [9] * 40)
     tree = manager.cache.tree
@@ -314,7 +315,7 @@ def test_a_full_host_takes_what_it_can() -> None:
 
 
 def test_selective_backup_waits_for_the_second_hit() -> None:
-    manager = make(host=HostSize(8, 4), write=WritePolicy.write_through_selective(2))
+    manager = make(host=HostSize.of(LAYOUT, 8, 4), write=WritePolicy.write_through_selective(2))
     serve(manager)
     for backed_up in (0, 0, 4):
         assert manager.stats().cache.pools["host"].cached == backed_up
@@ -323,7 +324,9 @@ def test_selective_backup_waits_for_the_second_hit() -> None:
 
 
 def test_the_watermark_keeps_host_blocks_free() -> None:
-    manager = make(host=HostSize(10, 4), write=WritePolicy.write_through(), watermark=HostWatermark(0.3, 0.5))
+    manager = make(
+        host=HostSize.of(LAYOUT, 10, 4), write=WritePolicy.write_through(), watermark=HostWatermark(0.3, 0.5)
+    )
     serve(manager)
     assert manager.stats().cache.pools["host"].free >= 5
     serve(manager, [9] * 40)
@@ -333,7 +336,7 @@ def test_the_watermark_keeps_host_blocks_free() -> None:
 
 
 def test_transfers_must_be_taken() -> None:
-    manager = make(host=HostSize(8, 4), write=WritePolicy.write_through())
+    manager = make(host=HostSize.of(LAYOUT, 8, 4), write=WritePolicy.write_through())
     request = manager.admit_request(PROMPT)
     manager.plan_step([(request, 32)])
     manager.plan_step([(request, 1)])  # backs up what the first has filled
@@ -375,7 +378,7 @@ def test_stages_keep_the_order_of_copies() -> None:
 
 
 def test_preempted_requests_resume_where_they_were() -> None:
-    manager = make(host=HostSize(8, 4))
+    manager = make(host=HostSize.of(LAYOUT, 8, 4))
     request = run(manager, PROMPT[:35])
     request.tokens.append(1)
     ref, epoch = request.ref, request.epoch
@@ -429,7 +432,7 @@ def test_preemption_needs_tokens_and_frees_everything() -> None:
 
 
 def test_a_resume_that_fails_changes_nothing() -> None:
-    manager = make(num_blocks=5, num_slots=2, host=HostSize(8, 4))
+    manager = make(num_blocks=5, num_slots=2, host=HostSize.of(LAYOUT, 8, 4))
     request = run(manager, PROMPT[:35])
     request.tokens.append(1)
     manager.preempt(request)
@@ -490,7 +493,7 @@ def test_pinned_shapes_carry_forks_and_hits_or_say_so() -> None:
 
 
 def test_sleep_empties_the_device_and_keeps_what_the_host_can_hold() -> None:
-    manager = make(host=HostSize(16, 8))
+    manager = make(host=HostSize.of(LAYOUT, 16, 8))
     serve(manager)
     live = run(manager, [9] * 20)
     live.tokens.append(1)
@@ -514,7 +517,7 @@ def test_sleep_empties_the_device_and_keeps_what_the_host_can_hold() -> None:
 
 def test_reset_forgets_all_and_refuses_older_requests() -> None:
     events = EventLog()
-    manager = make(host=HostSize(8, 4), events=events)
+    manager = make(host=HostSize.of(LAYOUT, 8, 4), events=events)
     live, waiting = run(manager), run(manager, [9] * 20)
     waiting.tokens.append(1)
     manager.preempt(waiting)
@@ -532,7 +535,7 @@ def test_reset_forgets_all_and_refuses_older_requests() -> None:
 
 def test_events_tell_where_blocks_are() -> None:
     events = EventLog()
-    manager = make(num_blocks=5, host=HostSize(8, 4), events=events)
+    manager = make(num_blocks=5, host=HostSize.of(LAYOUT, 8, 4), events=events)
     serve(manager)
     assert [(e.kind, e.tier) for e in events.since(0)[0]] == [("stored", Tier.DEVICE)] * 5
     seen = events.last
@@ -542,10 +545,10 @@ def test_events_tell_where_blocks_are() -> None:
 
 
 def test_prometheus_text_has_every_pool() -> None:
-    manager = make(host=HostSize(8, 4))
+    manager = make(host=HostSize.of(LAYOUT, 8, 4))
     serve(manager)
     text = prometheus_text(manager.stats().cache)
-    for pool in ("device", "slot", "host", "host snapshot"):
+    for pool in ("device", "slot", "host"):
         assert f'dsv4_cache_units{{pool="{pool}",state="free"}}' in text
 
 
@@ -556,13 +559,13 @@ def test_prometheus_text_has_every_pool() -> None:
         lambda m, r: setattr(r.nodes[1], "refs", 2),
         lambda m, r: m.cache.slots.release([r.slot]),
         lambda m, r: r.blocks.reverse(),
-        lambda m, r: m.cache.host_blocks.acquire(1),
+        lambda m, r: m.cache.pages.acquire(1),
         lambda m, r: m.cache.tree.snapshots.pin(r.nodes[1]),
         lambda m, r: setattr(r, "num_tabled", 9),
     ],
 )
 def test_check_integrity_sees_it(break_it) -> None:
-    manager = make(host=HostSize(8, 4))
+    manager = make(host=HostSize.of(LAYOUT, 8, 4))
     request = run(manager)
     manager.commit()
     manager.check_integrity()
@@ -738,7 +741,7 @@ def test_a_plan_that_fits_once_blocks_are_shared_is_not_refused() -> None:
 
 
 def test_backups_that_find_no_room_take_none_from_those_queued() -> None:
-    manager = make(num_blocks=12, host=HostSize(3, 2), write=WritePolicy.write_through(), every=None)
+    manager = make(num_blocks=12, host=HostSize(3), write=WritePolicy.write_through(), every=None)
     prompt = [i % 7 for i in range(49)]
     request = run(manager, prompt)
     manager.commit()
@@ -748,7 +751,7 @@ def test_backups_that_find_no_room_take_none_from_those_queued() -> None:
 
 
 def test_backups_make_room_of_colder_ones() -> None:
-    manager = make(num_blocks=24, host=HostSize(3, 2), write=WritePolicy.write_through(), every=None)
+    manager = make(num_blocks=24, host=HostSize(3), write=WritePolicy.write_through(), every=None)
     serve(manager, [1] * 25)
     run(manager, [2] * 25)
     manager.commit()
@@ -759,7 +762,7 @@ def test_backups_make_room_of_colder_ones() -> None:
 
 @pytest.mark.parametrize("blocks", [6, 40])
 def test_another_size(blocks: int) -> None:
-    manager = make(num_blocks=12, host=HostSize(20, 4))
+    manager = make(num_blocks=12, host=HostSize.of(LAYOUT, 20, 4))
     request = run(manager, PROMPT[:35])
     request.tokens.append(1)
     size = CacheSize(blocks, 2, 6)
@@ -789,7 +792,7 @@ def test_another_size(blocks: int) -> None:
 
 def test_no_read_lands_where_a_queued_copy_still_reads() -> None:
     """A parked request is resumed: its records are read by the next transfers, and free in the books already."""
-    manager = make(num_blocks=12, host=HostSize(4, 2))
+    manager = make(num_blocks=12, host=HostSize.of(LAYOUT, 4, 3))
     tier = StorageTier(manager)
     request = run(manager, PROMPT[:12])
     request.tokens.append(1)
@@ -801,13 +804,13 @@ def test_no_read_lands_where_a_queued_copy_still_reads() -> None:
     assert parked is not None and parked.blocks
     manager.resume(request)
 
-    def fetched() -> set[tuple[str, int]]:
+    def fetched() -> set[int]:
         moves = tier.plan_reads([3] * 33, lambda keys: [True] * len(keys), lambda keys: [True] * len(keys))
-        records = {(move.scope, move.record) for move in moves}
         tier.finish_reads(moves, [False] * len(moves))
-        return records
+        assert moves
+        return {page for move in moves for page in move.pages}
 
-    waiting = {*(("block", record) for record in parked.blocks), *(("slot", record) for record in parked.state)}
+    waiting = {*parked.blocks, *parked.state}
     assert not fetched() & waiting
     manager.plan_step([(request, 1)])
     assert not fetched() & waiting
@@ -821,7 +824,7 @@ def test_no_read_lands_where_a_queued_copy_still_reads() -> None:
 
 
 def test_a_fetched_snapshot_whose_block_has_gone_leaks_no_record() -> None:
-    manager = make(num_blocks=6, host=HostSize(4, 2), every=1)
+    manager = make(num_blocks=6, host=HostSize.of(LAYOUT, 4, 2), every=1)
     tier = StorageTier(manager)
     yes = lambda keys: [True] * len(keys)  # noqa: E731
     moves = tier.plan_reads(PROMPT[:9], yes, yes)
@@ -830,11 +833,12 @@ def test_a_fetched_snapshot_whose_block_has_gone_leaks_no_record() -> None:
     manager.cache.give_back(manager.cache.tree.moves.retract(moves[0].node))
     tier.finish_reads(moves[1:], [True])
     manager.check_integrity()
-    assert manager.stats().cache.pools["host snapshot"].free == 2
+    host = manager.stats().cache.pools["host"]
+    assert host.free == host.total
 
 
 def test_sleep_with_blocks_on_their_way_from_storage_below() -> None:
-    manager = make(num_blocks=6, host=HostSize(2, 1), every=1, write=WritePolicy.write_through_selective(99))
+    manager = make(num_blocks=6, host=HostSize.of(LAYOUT, 2, 1), every=1, write=WritePolicy.write_through_selective(99))
     tier = StorageTier(manager)
     serve(manager, PROMPT[:9])
     yes = lambda keys: [True] * len(keys)  # noqa: E731
@@ -851,7 +855,7 @@ def test_sleep_with_blocks_on_their_way_from_storage_below() -> None:
 
 def test_backups_keep_the_watermark() -> None:
     watermark = HostWatermark(0.5, 0.5)
-    manager = make(host=HostSize(4, 2), write=WritePolicy.write_through(), every=None, watermark=watermark)
+    manager = make(host=HostSize(4), write=WritePolicy.write_through(), every=None, watermark=watermark)
     request = run(manager, PROMPT)
     manager.commit()
     assert [node.depth for node in request.nodes if node.host] == [0, 1]

@@ -19,6 +19,7 @@ from dsv4_jax.plan import StepPlan
 from tests.manager.symbolic_device import SymbolicDevice
 
 BLOCK = 8
+LAYOUT = CacheLayout(DSV4Config.tiny(hca_ratio=8), block_tokens=BLOCK)
 CALLS = ["decode", "release", "preempt", "resume", "fork", "sleep", "edit", "fail"]
 POLICIES = {
     "write_back": WritePolicy.write_back(),
@@ -300,7 +301,7 @@ class CachingMachine(RuleBasedStateMachine):
 
     @initialize(
         seed=st.integers(0, 99), policy=st.sampled_from(sorted(POLICIES)), drafts=st.sampled_from([0, 1, 3, 7]),
-        host=st.sampled_from([HostSize(0, 0), HostSize(2, 1), HostSize(9, 0), HostSize(12, 3)]),
+        host=st.sampled_from([HostSize(0), HostSize.of(LAYOUT, 2, 1), HostSize(9), HostSize.of(LAYOUT, 12, 3)]),
         blocks=st.integers(12, 30), snapshots=st.integers(0, 5),
     )  # fmt: skip
     def start(self, seed: int, **options) -> None:
@@ -331,7 +332,7 @@ TestCaching.settings = settings(max_examples=150 if os.environ.get("RUN_SLOW") e
 def test_every_step_reads_its_own_history(policy: str, drafts: int) -> None:
     did: collections.Counter[str] = collections.Counter()
     for seed in range(8):
-        host = HostSize(0, 0) if seed % 4 == 0 else HostSize(3 + 5 * (seed % 3), 1 + seed % 3)
+        host = HostSize(0) if seed % 4 == 0 else HostSize.of(LAYOUT, 3 + 5 * (seed % 3), 1 + seed % 3)
         trace = Trace(seed, policy=policy, drafts=drafts, host=host, blocks=14 + 6 * (seed % 3), snapshots=seed % 4)
         trace.run(250)
         did += trace.did

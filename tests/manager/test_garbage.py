@@ -6,7 +6,7 @@ import gc
 
 from dsv4_jax.manager import HostSize
 
-from .test_caching import PROMPT, feed, make, serve
+from .test_caching import LAYOUT, PROMPT, feed, make, serve
 
 
 def cycles_of(call) -> list[str]:
@@ -25,7 +25,7 @@ def cycles_of(call) -> list[str]:
 
 
 def test_requests_and_evictions_leave_no_cycles() -> None:
-    manager = make(host=HostSize(8, 2))
+    manager = make(host=HostSize.of(LAYOUT, 8, 2))
 
     def work() -> None:
         for i in range(12):

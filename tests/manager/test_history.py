@@ -7,7 +7,7 @@ import pytest
 from dsv4_jax.errors import RequestError
 from dsv4_jax.manager import HostSize
 
-from .test_caching import PROMPT, feed, make, run
+from .test_caching import LAYOUT, PROMPT, feed, make, run
 
 EDITED = [*PROMPT[:5], 200, *PROMPT[6:]]
 
@@ -85,7 +85,7 @@ def test_resume_matches_no_drafts(drafts: int) -> None:
     manager.check_integrity()
 
 
-@pytest.mark.parametrize("host", [None, HostSize(20, 4)], ids=["fed again", "parked"])
+@pytest.mark.parametrize("host", [None, HostSize.of(LAYOUT, 20, 4)], ids=["fed again", "parked"])
 def test_a_preempted_request_goes_on_with_what_it_was_fed(host: HostSize | None) -> None:
     manager = make(num_blocks=8, snapshots=0, every=None, host=host)
     request = manager.admit_request(PROMPT[:20])

@@ -19,7 +19,7 @@ from dsv4_jax import KVCacheManager
 from dsv4_jax.errors import ManagerInterruptedError, OutOfBlocksError
 from dsv4_jax.manager import HostSize
 from dsv4_jax.manager.storage_tier import StorageTier
-from tests.manager.test_caching_stateful import POLICIES, Trace
+from tests.manager.test_caching_stateful import LAYOUT, POLICIES, Trace
 
 ROOT = str(pathlib.Path(dsv4_jax.manager.__file__).parent)
 CALLS = (
@@ -168,7 +168,7 @@ def test_broken_off_anywhere_nothing_unwritten_is_read(policy: str) -> None:
     did: collections.Counter[str] = collections.Counter()
     seed = 0
     while did["rounds"] < 400:
-        host = HostSize(0, 0) if seed % 4 == 0 else HostSize(3 + 5 * (seed % 3), 1 + seed % 3)
+        host = HostSize(0) if seed % 4 == 0 else HostSize.of(LAYOUT, 3 + 5 * (seed % 3), 1 + seed % 3)
         trace = InterruptedTrace(
             seed, did, policy=policy, drafts=3 * (seed % 2), host=host, blocks=14 + 6 * (seed % 3), snapshots=seed % 4
         )

@@ -8,6 +8,7 @@ import pytest
 
 from dsv4_jax import CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager, plan_capacity
 from dsv4_jax.manager import HostSize, SnapshotPlacement, StorageTier
+from dsv4_jax.manager.prefix.node import Tier
 from dsv4_jax.manager.request import Request
 
 B = 128
@@ -143,7 +144,7 @@ def test_blocks_that_are_evicted_meanwhile() -> None:
 
 
 def test_a_junction_of_blocks_on_the_host() -> None:
-    manager = make(JUNCTIONS, host=HostSize(32, 4))
+    manager = make(JUNCTIONS, host=HostSize.of(LAYOUT, 32, 4))
     serve(manager, prompt(0))
     manager.sleep()
     manager.take_transfers()
@@ -154,16 +155,16 @@ def test_a_junction_of_blocks_on_the_host() -> None:
 
 def test_a_state_that_only_storage_has_is_kept_again() -> None:
     """Prompts came by the junction for ever, each with its state, and found nothing: storage may not be read."""
-    manager = make(JUNCTIONS, host=HostSize(64, 1))
-    tier = StorageTier(manager)
-    for shared in (SHARED, SHARED[1:]):  # the second one's state takes the place of the first one's on the host
-        for user in range(2):
-            serve(manager, prompt(user, shared))
-        manager.sleep()
-        list(manager.take_transfers())
-        manager.wakeup()
-        writes = tier.plan_writes(99)
-        tier.finish_writes(writes, [True] * len(writes))
+    manager = make(JUNCTIONS, host=HostSize.of(LAYOUT, 64, 4))
+    tier, cache = StorageTier(manager), manager.cache
+    for user in range(2):
+        serve(manager, prompt(user))
+    manager.sleep()
+    list(manager.take_transfers())
+    manager.wakeup()
+    writes = tier.plan_writes(99)
+    tier.finish_writes(writes, [True] * len(writes))
+    cache.pages.release(cache.tree.snapshots.evict(Tier.HOST, cache.tree.snapshots.count(Tier.HOST)).pages)
     assert [serve(manager, prompt(user)) for user in (2, 3)] == [0, 7 * B]
     manager.check_integrity()
 

@@ -12,7 +12,7 @@ import pytest
 from dsv4_jax import CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager
 
 LAYOUT = CacheLayout(DSV4Config.tiny())
-OPTIONS = {"plain": {}, "caching": dict(policy=CachePolicy()), "tiers": dict(policy=CachePolicy(), host=(8, 2))}
+OPTIONS = {"plain": {}, "caching": dict(policy=CachePolicy()), "tiers": dict(policy=CachePolicy(), host=(50,))}
 
 
 @pytest.mark.every_case

@@ -63,7 +63,7 @@ def test_what_is_no_longer_worth_a_backup_is_passed_over() -> None:
     assert tree.wanted.pop_backups(9) == []
     tree.moves.complete(nodes[0])
     # A copy that was evicted is wanted again at the next hit.
-    assert tree.evictor.evict(Tier.HOST, 1).host_blocks == [1]
+    assert tree.evictor.evict(Tier.HOST, 1).pages == [1]
     hit(tree, "a", 2)
     assert tree.wanted.pop_backups(1) == [nodes[0]]
     hit(tree, "a", 2)
@@ -252,9 +252,11 @@ def cache_with_traffic() -> tuple[PrefixTree, BlockPool, BlockPool]:
 
 def test_stats_account_for_every_unit() -> None:
     tree, device, host = cache_with_traffic()
-    stats = collect_stats(tree, device, host, private=1, block_bytes=100, admission_failures={"slot": 3}, generation=2)
+    stats = collect_stats(
+        tree, device, host, private=1, block_bytes=100, page_bytes=90, admission_failures={"slot": 3}, generation=2
+    )
     assert stats.pools["device"] == (10, 7, 1, 2, 0, 100)
-    assert stats.pools["host"] == (4, 2, 0, 2, 1, 100)
+    assert stats.pools["host"] == (4, 2, 0, 2, 1, 90)
     assert stats.pools["device"].used_bytes == 300
     assert (stats.hit_rate(), stats.hit_rate(Tier.DEVICE), stats.hit_rate(Tier.HOST)) == (12 / 21, 8 / 21, 4 / 21)
     assert stats.recomputed_tokens == 9
@@ -270,7 +272,9 @@ def test_stats_account_for_every_unit() -> None:
 
 def test_prometheus_text() -> None:
     tree, device, host = cache_with_traffic()
-    stats = collect_stats(tree, device, host, private=1, block_bytes=100, admission_failures={'a"b\\c\nd': 3})
+    stats = collect_stats(
+        tree, device, host, private=1, block_bytes=100, page_bytes=90, admission_failures={'a"b\\c\nd': 3}
+    )
     text = prometheus_text(stats)
     lines = text.splitlines()
     assert text.endswith("\n")

@@ -96,7 +96,7 @@ def test_prompts_start_at_what_is_cached_and_go_on_the_same(params, greedy):
 
 
 def test_a_manager_with_a_host_tier_is_refused(params):
-    manager = KVCacheManager(LAYOUT, SIZE, policy=CachePolicy(), host=HostSize(2, 1))
+    manager = KVCacheManager(LAYOUT, SIZE, policy=CachePolicy(), host=HostSize.of(LAYOUT, 2, 1))
     with pytest.raises(PlanError, match="no host tier"):
         model.generate(params, init_cache(LAYOUT, SIZE), manager, PROMPTS)
     assert not manager.requests

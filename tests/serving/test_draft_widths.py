@@ -16,9 +16,9 @@ from dsv4_jax.stores import AsyncStore, ObjectStore, SlabStore
 from dsv4_jax.testing import StepRunner, assert_same_bytes
 from dsv4_jax.tiers.storage_driver import StorageDriver
 
-from .engine import runner
+from .engine import CFG, runner
 
-HOST = HostSize(12, 6)
+HOST = HostSize.of(dsv4.CacheLayout(CFG, "f32", "f32", block_tokens=8), 12, 6)
 PROMPT = np.random.default_rng(3).integers(0, 32, 29).tolist()  # three blocks and a half
 
 
@@ -39,7 +39,7 @@ class Server:
         policy = CachePolicy(snapshots=SnapshotPlacement(every=1))
         self.manager = dsv4.KVCacheManager(layout, runner.size, policy=policy, host=HOST, weights_id="weights")
         self.cache = dsv4.init_cache(layout, runner.size)
-        self.host = dsv4.init_host_cache(layout, HOST.num_pages(layout))
+        self.host = dsv4.init_host_cache(layout, HOST.num_pages)
         self.stores = [
             AsyncStore(make(folder / name, record_bytes=record.bytes, fingerprint=fingerprint))
             for name, record, fingerprint in (

@@ -11,6 +11,7 @@ import pytest
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config
 from dsv4_jax.manager import CachePolicy, HostSize, SnapshotPlacement, WritePolicy
 from dsv4_jax.manager.policies import ORDERS
+from dsv4_jax.records import state_pages
 from dsv4_jax.simulate import ChatTrace, Server, TraceRequest, TraceRun, make_trace, simulate
 from dsv4_jax.simulate.bounds import Turn, blocks_bound, bounds, endless_bound, states_bound, turns_of
 
@@ -105,9 +106,20 @@ def test_no_policy_exceeds_them(seed: int) -> None:
     lengths = "turns=4,system=900,question=200,answer=50"
     trace = make_trace(ChatTrace.parse(f"seed={seed},chats=12,tenants=2,{lengths},rate=5,pause=3"))
     turns, draw = turns_of(trace, LAYOUT), random.Random(seed)
-    for blocks, snapshots, host in ((60, 1, None), (60, 20, None), (150, 4, None), (60, 10, HostSize(80, 30))):
-        more = host or HostSize(0, 0)
-        found = bounds(turns, trace, 128, blocks=blocks + more.num_blocks, states=4 + snapshots + more.num_snapshots)
+    for blocks, snapshots, host in (
+        (60, 1, None),
+        (60, 20, None),
+        (150, 4, None),
+        (60, 10, HostSize.of(LAYOUT, 80, 30)),
+    ):
+        more = host or HostSize(0)
+        found = bounds(
+            turns,
+            trace,
+            128,
+            blocks=blocks + more.num_pages,
+            states=4 + snapshots + more.num_pages // state_pages(LAYOUT, 0),
+        )
         for _ in range(3):
             policy = CachePolicy(
                 write=draw.choice([WritePolicy.write_back(), WritePolicy.write_through()]),

@@ -37,7 +37,7 @@ def test_gliding_is_planning_every_step(policy: str, blocks: int, slots: int, bu
     answers = [
         numbers(
             Server(
-                LAYOUT, CacheSize(blocks, slots, 64, 10), POLICIES[policy], HostSize(30, 12),
+                LAYOUT, CacheSize(blocks, slots, 64, 10), POLICIES[policy], HostSize.of(LAYOUT, 30, 12),
                 token_budget=budget, every_step=every,
             ),
             trace,

@@ -164,7 +164,7 @@ def check_next_tokens(
         """A manager, its cache and its records."""
 
         def __init__(self) -> None:
-            self.manager = KVCacheManager(layout, size, host=HostSize(columns, 2))
+            self.manager = KVCacheManager(layout, size, host=HostSize.of(layout, columns, 2))
             self.host = init_host_cache(layout, PAGES)
             # What a resumed request brings to its first step: all its table entries.
             bounds = (StepShape.bound(layout, 1, tokens, columns=columns) for tokens in (chunk, 1))

@@ -14,6 +14,7 @@ import dsv4_jax
 from dsv4_jax import AttentionType, CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.errors import StoreFormatError
 from dsv4_jax.manager import HostSize, SnapshotPlacement
+from dsv4_jax.manager.policies import ORDERS
 from dsv4_jax.manager.prefix.node import Tier
 from dsv4_jax.plan import StepPlan
 from dsv4_jax.records import block_record, snapshot_record
@@ -28,7 +29,7 @@ BLOCK = 8
 LAYOUT = CacheLayout(
     DSV4Config.tiny(hca_ratio=8, layer_types=(AttentionType.CSA,), num_hash_layers=0), block_tokens=BLOCK
 )
-SIZE, HOST = CacheSize(6, 2, 6, num_snapshots=2), HostSize(12, 6)
+SIZE, HOST = CacheSize(6, 2, 6, num_snapshots=2), HostSize.of(LAYOUT, 12, 6)
 SCRATCH = 0  # the null block: nobody reads it
 PROMPT = [i % 7 for i in range(33)]
 
@@ -42,9 +43,9 @@ class Engine:
     """A manager and a cache whose steps write bytes made of the tokens fed so far, a block at a time."""
 
     def __init__(self, path, **sizes) -> None:
-        self.manager = KVCacheManager(
-            LAYOUT, SIZE, policy=CachePolicy(snapshots=SnapshotPlacement(every=2)), host=HOST, weights_id="weights"
-        )
+        # The least recently used leaves first, whatever it is worth: so what is to be in storage comes there.
+        policy = CachePolicy(snapshots=SnapshotPlacement(every=2), order=ORDERS["lru"])
+        self.manager = KVCacheManager(LAYOUT, SIZE, policy=policy, host=HOST, weights_id="weights")
         self.shape = self.manager.pinned_shape(2, BLOCK)
         self.path, self.sizes = path, sizes
         self.stores = [AsyncStore(self.store(scope)) for scope in ("block", "slot")]
@@ -61,7 +62,7 @@ class Engine:
 
     def fresh(self) -> None:
         self.cache = dsv4_jax.init_cache(LAYOUT, SIZE)
-        self.host = dsv4_jax.init_host_cache(LAYOUT, HOST.num_pages(LAYOUT))
+        self.host = dsv4_jax.init_host_cache(LAYOUT, HOST.num_pages)
 
     def units(self, scope: str, ids: list[int]) -> list[np.ndarray]:
         """The bytes of these units, leaf by leaf."""
@@ -116,10 +117,9 @@ class Engine:
             self.manager.check_integrity()
         return prefetch.records
 
-    def free(self) -> list[int]:
-        """Free host blocks and snapshots."""
-        pools = self.manager.stats().cache.pools
-        return [pools[name].free for name in ("host", "host snapshot")]
+    def free(self) -> int:
+        """Free pages of the host."""
+        return self.manager.stats().cache.pools["host"].free
 
     def close(self) -> None:
         for store in self.stores:
@@ -180,7 +180,7 @@ def test_answers_after_a_reset_are_dropped(engine, stage) -> None:
     engine.manager.reset()
     engine.host = engine.driver.drain(engine.host)
     engine.manager.check_integrity()
-    assert engine.free() == [*HOST]
+    assert engine.free() == HOST.num_pages
     assert engine.manager.admit_request(PROMPT).num_hit == 0
 
 
@@ -196,7 +196,7 @@ def test_a_lost_record_ends_the_run_before_it(engine) -> None:
     assert engine.fetch(PROMPT) == 2  # the snapshot came too, but there is nothing for it to go with
     tree = engine.manager.cache.tree
     assert [tree.get(d).state.tier if tree.get(d) else None for d in digests] == [Tier.HOST, Tier.HOST, None, None]
-    assert engine.manager.stats().cache.pools["host snapshot"].free == HOST.num_snapshots
+    assert not engine.manager.cache.fetching and engine.free() == HOST.num_pages - 2
 
 
 def test_nothing_without_a_snapshot(engine) -> None:

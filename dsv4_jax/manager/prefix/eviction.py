@@ -5,17 +5,25 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from .node import Node
+from .node import Node, Pages
 
-__all__ = ["Eviction", "Freed", "Move", "SnapshotEviction"]
+__all__ = ["Eviction", "Freed", "Move", "SnapshotEviction", "StateMove"]
 
 
 class Move(NamedTuple):
-    """A block, or the state at its end, to be copied from one tier's unit to another's."""
+    """A block to be copied from the device to a page of the host."""
 
     node: Node
     source: int
     destination: int
+
+
+class StateMove(NamedTuple):
+    """The state at the end of a node's block, to be copied from a slot to pages of the host."""
+
+    node: Node
+    source: int
+    destination: Pages
 
 
 @dataclasses.dataclass(slots=True)
@@ -23,16 +31,22 @@ class Freed:
     """Units that the tree no longer holds: the caller gives them back to their pools.
 
     Attributes:
-        blocks, host_blocks: device and host block ids.
-        snapshots, host_snapshots: snapshot ids.
+        blocks, snapshots: device blocks and slots.
+        pages: of the host.
         stored: digests whose storage copies the tree has forgotten.
     """
 
     blocks: list[int] = dataclasses.field(default_factory=list)
-    host_blocks: list[int] = dataclasses.field(default_factory=list)
     snapshots: list[int] = dataclasses.field(default_factory=list)
-    host_snapshots: list[int] = dataclasses.field(default_factory=list)
+    pages: list[int] = dataclasses.field(default_factory=list)
     stored: list[bytes] = dataclasses.field(default_factory=list)
+
+    def add(self, other: Freed) -> None:
+        """Those of another as well."""
+        self.blocks += other.blocks
+        self.snapshots += other.snapshots
+        self.pages += other.pages
+        self.stored += other.stored
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,7 +55,7 @@ class Eviction(Freed):
 
     Attributes:
         moves: device to host copies; each node's device block is free when `complete(node)` says so.
-        unused: host ids of those offered that were not needed.
+        unused: pages of those offered that were not needed.
     """
 
     moves: list[Move] = dataclasses.field(default_factory=list)
@@ -52,11 +66,12 @@ class SnapshotEviction(NamedTuple):
     """Snapshots that left a tier.
 
     Attributes:
-        units: theirs, now the caller's.
-        moves: copies to make before a device unit is used again.
-        unused: host ids of those offered that were not needed.
+        slots, pages: theirs, now the caller's.
+        moves: copies to make before a slot is used again.
+        unused: of the places on the host that were offered, those not needed.
     """
 
-    units: list[int]
-    moves: list[Move]
-    unused: list[int]
+    slots: list[int]
+    pages: list[int]
+    moves: list[StateMove]
+    unused: list[Pages]

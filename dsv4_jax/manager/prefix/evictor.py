@@ -91,7 +91,7 @@ class Evictor:
         elif tier is T.HOST and (node.state is S.DEVICE or node.stored):
             if node.state is S.HOST:
                 self._nodes.set_state(node, S.STORAGE)
-            freed.host_blocks.append(self._nodes.set_host(node, 0))
+            freed.pages.append(self._nodes.set_host(node, 0))
         else:
             for n in reversed(subtree_of(node)):
                 self._nodes.drop(n, freed)

@@ -92,7 +92,7 @@ class BlockMoves:
             freed.blocks.append(node.block)
             node.block = 0
         elif old is not S.PERSISTING:
-            freed.host_blocks.append(nodes.set_host(node, 0))
+            freed.pages.append(nodes.set_host(node, 0))
         return freed
 
     def _begin(self, node: Node, state: NodeState, *, block: int = 0, host: int = 0) -> None:

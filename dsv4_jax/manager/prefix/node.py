@@ -17,10 +17,12 @@ __all__ = [
     "TRANSITIONS",
     "Node",
     "NodeState",
+    "Pages",
     "S",
     "Snapshot",
     "T",
     "Tier",
+    "Unit",
     "children_of",
     "copies",
     "count_child",
@@ -82,6 +84,9 @@ class T:
     DEVICE = Tier.DEVICE
 
 
+Pages = tuple[int, ...]
+Unit = int | Pages
+
 TIERS = (T.DEVICE, T.HOST, T.STORAGE)
 
 TRANSITIONS: dict[NodeState, frozenset[NodeState]] = {
@@ -116,7 +121,8 @@ class Snapshot:
     Attributes:
         node: whose block ends there.
         above: the snapshot above it when it was taken; see `next_above`.
-        device, host: unit ids in their pools, 0 for none.
+        device: id of its slot, 0 for none.
+        host: its pages in order, none for no copy.
         stored: whether storage has a copy.
         pins: copies of it under way; it is not dropped meanwhile.
         last_used: clock of the last hit that ended here, or of when it came to the device or the host.
@@ -127,7 +133,7 @@ class Snapshot:
     node: Node
     above: Snapshot | None = None
     device: int = 0
-    host: int = 0
+    host: Pages = ()
     stored: bool = False
     pins: int = 0
     last_used: int = 0
@@ -151,19 +157,20 @@ class Snapshot:
         above = self.next_above
         return self.node.depth - (above.node.depth if above is not None else -1)
 
-    def copy(self, tier: Tier) -> int:
-        """The unit of the copy in this tier (storage: 1), 0 for none."""
+    def copy(self, tier: Tier) -> Unit:
+        """Where the copy in this tier is: slot, pages, or 1 in storage; 0 or no pages for none."""
         if tier is T.DEVICE:
             return self.device
         return self.host if tier is T.HOST else int(self.stored)
 
-    def set_copy(self, tier: Tier, unit: int) -> int:
-        """Sets the copy in this tier (storage: 1), 0 for none. Returns what it was."""
+    def set_copy(self, tier: Tier, unit: Unit) -> Unit:
+        """Sets where the copy in this tier is (see `copy`). Returns where it was."""
         old = self.copy(tier)
-        if tier is T.DEVICE:
+        if tier is T.HOST:
+            self.host = unit if isinstance(unit, tuple) else ()
+        elif tier is T.DEVICE:
+            assert isinstance(unit, int)
             self.device = unit
-        elif tier is T.HOST:
-            self.host = unit
         else:
             self.stored = bool(unit)
         return old
@@ -183,7 +190,7 @@ class Node:
         depth: index of its block in its path.
         number: in order of creation, unique in its tree.
         state: see `NodeState`.
-        block, host: unit ids held in the device and host pools, 0 for none.
+        block, host: the device block and the host page held, 0 for none.
         stored: whether storage has a copy.
         refs: live requests that list the node.
         hits: requests that have matched it.

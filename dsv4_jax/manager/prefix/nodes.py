@@ -20,6 +20,7 @@ from .node import (
     S,
     T,
     Tier,
+    Unit,
     copies,
     count_child,
     link,
@@ -157,8 +158,8 @@ class NodeTable:
         self.num_host += bool(host) - bool(old)
         return old
 
-    def set_snapshot(self, node: Node, tier: Tier, unit: int) -> int:
-        """Sets one tier's copy of the node's snapshot (storage: 1 or 0), 0 for none. Returns what it was."""
+    def set_snapshot(self, node: Node, tier: Tier, unit: Unit) -> Unit:
+        """Sets where one tier's copy of the node's snapshot is (see `Snapshot.copy`). Returns where it was."""
         snapshot = node.snapshot
         if snapshot is None:
             return 0
@@ -176,7 +177,7 @@ class NodeTable:
 
     def drop(self, node: Node, freed: Freed) -> None:
         """Removes a node without children, its units into `freed`. Raises `TransitionError` if this is not allowed."""
-        old, held = node.state, copies(node)
+        old, held, snapshot = node.state, copies(node), node.snapshot
         if old is S.WRITING:
             node.refs = 0  # its writer's
         self.set_state(node, S.REMOVED)
@@ -192,13 +193,16 @@ class NodeTable:
         if node.block:
             freed.blocks.append(node.block)
         if node.host:
-            freed.host_blocks.append(self.set_host(node, 0))
+            freed.pages.append(self.set_host(node, 0))
         if node.stored:
             freed.stored.append(node.digest)
         node.block, node.stored = 0, False
-        for tier, units in ((T.DEVICE, freed.snapshots), (T.HOST, freed.host_snapshots), (T.STORAGE, [])):
-            if unit := self.set_snapshot(node, tier, 0):
-                units.append(unit)
+        if snapshot is not None:
+            freed.pages.extend(snapshot.host)
+            if snapshot.device:
+                freed.snapshots.append(snapshot.device)
+            for tier in TIERS:
+                self.set_snapshot(node, tier, 0)
 
     def emit(self, kind: str, tier: Tier, node: Node) -> None:
         """Tells the event log of a copy that came ("stored") or went ("removed")."""

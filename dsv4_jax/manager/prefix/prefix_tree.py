@@ -20,6 +20,7 @@ The parts, each with its own state and rules; `PrefixTree` itself knows paths: m
 * `moves` (moves.py): blocks that go from tier to tier, and blocks that are lost.
 * `evictor` (evictor.py): blocks that leave a tier to make room.
 * `snapshots` (snapshots.py): the states that hits can end at.
+* `host` (host_evictor.py): blocks and states that leave the host to make room for either.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from .counters import TreeCounters
 from .events import EventLog
 from .eviction import Freed
 from .evictor import Evictor
+from .host_evictor import HostEvictor
 from .moves import BlockMoves
 from .node import MATCHABLE, SETTLED, Node, NodeState, S, Snapshot, T, Tier, children_of, link, unlink
 from .nodes import NodeTable
@@ -118,6 +120,7 @@ class PrefixTree:
         self.snapshots = Snapshots(
             self.nodes, self.queues, self.wanted, self.counters, as_count("snapshot_blocks", snapshot_blocks, 1)
         )
+        self.host = HostEvictor(self.queues, self.evictor, self.snapshots)
         self._events = events
 
     def __len__(self) -> int:
@@ -137,7 +140,7 @@ class PrefixTree:
         return self.nodes.counts[state]
 
     def held(self, tier: Tier) -> int:
-        """Units of published nodes: device blocks, host blocks (also of backups), storage copies without either."""
+        """Units of published blocks: on the device, pages of the host (also backups), storage copies without either."""
         if tier is T.HOST:
             return self.nodes.num_host
         states = (S.STORAGE, S.FETCHING)

@@ -117,7 +117,7 @@ def _snapshot_leaves_device(node: Node) -> bool:
 
 
 def _snapshot_leaves_host(node: Node) -> bool:
-    return node.snapshot is not None and not node.snapshot.pins and node.snapshot.host > 0
+    return node.snapshot is not None and not node.snapshot.pins and len(node.snapshot.host) > 0
 
 
 _BLOCKS = (
@@ -183,7 +183,7 @@ class CopyLists:
 
 def _snapshot_wants_storage(node: Node) -> bool:
     snapshot = node.snapshot
-    return snapshot is not None and snapshot.host > 0 and not snapshot.stored
+    return snapshot is not None and len(snapshot.host) > 0 and not snapshot.stored
 
 
 def _pop(waiting: collections.deque[Node], limit: int, bit: int, wants: Callable[[Node], bool]) -> list[Node]:

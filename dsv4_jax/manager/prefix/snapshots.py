@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import OutOfBlocksError, PrefixTreeError
+from ...checks import shown
+from ...errors import OutOfBlocksError, PlanError, PrefixTreeError
 from ..allocator import as_count
 from .counters import TreeCounters
-from .eviction import Move, SnapshotEviction
-from .node import TIERS, Node, S, Snapshot, T, Tier
+from .eviction import SnapshotEviction, StateMove
+from .node import TIERS, Node, Pages, S, Snapshot, T, Tier, Unit
 from .nodes import NodeTable
 from .queues import CopyLists, EvictionQueues
 from .worth import HitRates, Kind, snapshot_worth
@@ -29,24 +30,25 @@ class Snapshots:
         """Copies in this tier."""
         return self._nodes.num_snapshots[tier]
 
-    def attach(self, node: Node, tier: Tier, unit: int = 0, *, kind: int = Kind.UNKNOWN, after: int = 0) -> Snapshot:
+    def attach(self, node: Node, tier: Tier, unit: Unit = 0, *, kind: int = Kind.UNKNOWN, after: int = 0) -> Snapshot:
         """Adds a copy of the state at the end of the node's block. Matches can end there from now on.
 
         Call it once the step that fills the snapshot is dispatched, or the copy has arrived.
 
         Args:
-            unit: its id in the tier's snapshot pool; storage has none.
+            unit: its slot, or its pages on the host; storage has none.
             kind: of place that it was taken at (`worth.kind_of`); a node that has children is a junction.
             after: blocks that the request found cached. Snapshots up to there are passed by this one.
 
         Raises:
             PrefixTreeError: the node is gone or being written, or has a snapshot in this tier.
+            PlanError: no slot, or no pages.
         """
         if self._nodes.check(node).state is S.WRITING:
             raise PrefixTreeError(f"{node} is not published: it cannot have a snapshot")
         if tier not in TIERS or (node.snapshot is not None and node.snapshot.copy(tier)):
             raise PrefixTreeError(f"{node} cannot have another snapshot in the {tier.name.lower()} tier")
-        unit = 1 if tier is T.STORAGE else as_count("unit", unit, 1)
+        unit = _checked(tier, unit)
         if (snapshot := node.snapshot) is None:
             self._nodes.clock += 1
             snapshot = node.snapshot = self._new(node, Kind.JUNCTION if node.children else kind)
@@ -95,8 +97,10 @@ class Snapshots:
             if snapshot.rate < before:
                 self._queues.demote_snapshot(node)
 
-    def drop(self, node: Node, tier: Tier) -> int:
-        """Its owner takes one tier's copy away; returns its unit, 0 for storage. Without copies there is no snapshot.
+    def drop(self, node: Node, tier: Tier) -> list[int]:
+        """Its owner takes one tier's copy away; returns its slot, its pages, or nothing (storage).
+
+        Without copies there is no snapshot.
 
         Raises:
             PrefixTreeError: there is none, or it is pinned.
@@ -107,12 +111,14 @@ class Snapshots:
             self.rates.taken(snapshot.kind, -1)
         return unit
 
-    def _drop(self, node: Node, tier: Tier) -> int:
+    def _drop(self, node: Node, tier: Tier) -> list[int]:
         snapshot = self._nodes.check(node).snapshot
         if snapshot is None or snapshot.pins or not snapshot.copy(tier):
             raise PrefixTreeError(f"{node} has no {tier.name.lower()} snapshot that can be dropped")
         unit = self._nodes.set_snapshot(node, tier, 0)
-        return 0 if tier is T.STORAGE else unit
+        if isinstance(unit, tuple):
+            return list(unit)
+        return [] if tier is T.STORAGE else [unit]
 
     def pin(self, node: Node) -> None:
         """Keeps a snapshot while a copy of it is under way. Raises `PrefixTreeError` if there is none."""
@@ -128,14 +134,14 @@ class Snapshots:
         self._queues.push_snapshot(node)
         self._queues.push(node)
 
-    def evict(self, tier: Tier, count: int, room: Sequence[int] = ()) -> SnapshotEviction:
+    def evict(self, tier: Tier, count: int, room: Sequence[Pages] = ()) -> SnapshotEviction:
         """Takes `count` snapshots from the device or the host, in the order of its queue: all or none.
 
-        From the device a snapshot without a copy on the host goes to a host unit of `room`, as far as
+        From the device a snapshot without a copy on the host goes to pages of `room`, as far as
         those reach (the last of that order first). Without another copy it is lost; its node's block stays.
 
         Args:
-            room: host snapshot ids that copies may be made to.
+            room: where on the host copies may be made to.
 
         Raises:
             OutOfBlocksError: fewer are unpinned; nothing has changed.
@@ -154,7 +160,18 @@ class Snapshots:
             if node.snapshot is not None:
                 self._nodes.raise_level(snapshot_worth(node.snapshot))
         for node in reversed(nodes):
-            if spots and node.snapshot is not None and not node.snapshot.copy(T.HOST):
-                moves.append(Move(node, node.snapshot.copy(T.DEVICE), spots[-1]))
+            if spots and node.snapshot is not None and not node.snapshot.host:
+                moves.append(StateMove(node, node.snapshot.device, spots[-1]))
                 self.attach(node, T.HOST, spots.pop())
-        return SnapshotEviction([self._drop(node, tier) for node in nodes], moves, spots[::-1])
+        units = [unit for node in nodes for unit in self._drop(node, tier)]
+        return SnapshotEviction(units if tier is T.DEVICE else [], units if tier is T.HOST else [], moves, spots[::-1])
+
+
+def _checked(tier: Tier, unit: Unit) -> Unit:
+    if tier is T.STORAGE:
+        return 1
+    if tier is T.DEVICE:
+        return as_count("a slot", unit, 1)
+    if not isinstance(unit, tuple) or not unit:
+        raise PlanError(f"the pages of a state must be a tuple of ids, got {shown(unit)}")
+    return tuple(as_count("a page", page, 1) for page in unit)

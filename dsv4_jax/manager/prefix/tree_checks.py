@@ -33,9 +33,8 @@ def check_tree(table: NodeTable, queues: EvictionQueues) -> None:
         _check_node(table, queues, node, below[node])
     for what, units in (
         ("device block", [n.block for n in nodes]),
-        ("host block", [n.host for n in nodes]),
-        ("device snapshot", [n.snapshot.device for n in nodes if n.snapshot]),
-        ("host snapshot", [n.snapshot.host for n in nodes if n.snapshot]),
+        ("slot", [n.snapshot.device for n in nodes if n.snapshot]),
+        ("host page", [n.host for n in nodes] + [page for n in nodes if n.snapshot for page in n.snapshot.host]),
     ):
         held = [unit for unit in units if unit]
         if len(set(held)) != len(held):

@@ -113,7 +113,7 @@ def test_every_call_in_every_state(call: str, old: str) -> None:
         freed = calls[call]()
         assert node.state.value == CALLS[call][old]
         if isinstance(freed, Freed):  # every unit is either kept or given back
-            assert sorted(freed.blocks + freed.host_blocks) == sorted({*held} - {0, node.block, node.host})
+            assert sorted(freed.blocks + freed.pages) == sorted({*held} - {0, node.block, node.host})
     tree.check_integrity()
 
 
@@ -150,11 +150,11 @@ def test_a_hit_ends_at_a_snapshot() -> None:
     nodes = publish_path(tree, "a", 4)
     match = tree.match(digests("a", 4), 17)
     assert (match.hit, len(match.path), match.nodes, match.snapshot) == (0, 4, (), None)
-    snapshot = tree.snapshots.attach(nodes[2], Tier.HOST, 6)
+    snapshot = tree.snapshots.attach(nodes[2], Tier.HOST, (6, 9))
     match = tree.match(digests("a", 4), 17)
     assert (match.hit, match.nodes, match.snapshot) == (3, tuple(nodes[:3]), snapshot)
     assert tree.match(digests("a", 4), 12).hit == 0
-    assert tree.snapshots.drop(nodes[2], Tier.HOST) == 6
+    assert tree.snapshots.drop(nodes[2], Tier.HOST) == [6, 9]
     assert tree.match(digests("a", 4), 17).hit == 0
 
 
@@ -166,7 +166,7 @@ def test_a_path_across_tiers_is_matched_in_order() -> None:
         tree.moves.complete(move.node)
     tree.moves.begin_persist(nodes[3])
     tree.moves.complete(nodes[3])
-    assert tree.evictor.evict(Tier.HOST, 1).host_blocks == [7]
+    assert tree.evictor.evict(Tier.HOST, 1).pages == [7]
     match = tree.match(digests("a", 4), 17)
     assert [n.state.value for n in match.path] == ["device", "device", "host", "storage"]
     tree.take(match, 4)
@@ -241,7 +241,7 @@ def test_a_host_copy_makes_eviction_free_and_may_itself_be_evicted() -> None:
             tree.moves.begin_backup(node, 9)
         tree.moves.complete(node)
     assert tree.match(digests("a", 2), 99).path == tuple(a)
-    assert tree.evictor.evict(Tier.HOST, 1).host_blocks == [6]  # although it is referenced: the device has it
+    assert tree.evictor.evict(Tier.HOST, 1).pages == [6]  # although it is referenced: the device has it
     tree.release(a)
     result = tree.evictor.evict(Tier.DEVICE, 2, [9])
     assert (result.blocks, len(result.moves), result.unused) == ([1], 1, [])
@@ -374,16 +374,16 @@ def test_snapshots_are_evicted_by_their_last_use() -> None:
         tree.snapshots.drop(a[1], Tier.DEVICE)
     with pytest.raises(OutOfBlocksError, match="requested 3 blocks, 2 available"):
         tree.snapshots.evict(Tier.DEVICE, 3)
-    assert tree.snapshots.evict(Tier.DEVICE, 1).units == [9]
+    assert tree.snapshots.evict(Tier.DEVICE, 1).slots == [9]
     tree.snapshots.unpin(a[1])
     with pytest.raises(PrefixTreeError, match="no pinned"):
         tree.snapshots.unpin(a[1])
-    tree.snapshots.attach(a[1], Tier.HOST, 3)
+    tree.snapshots.attach(a[1], Tier.HOST, (3,))
     tree.snapshots.attach(a[1], Tier.STORAGE)
-    assert tree.snapshots.evict(Tier.DEVICE, 2).units == [8, 7]
+    assert tree.snapshots.evict(Tier.DEVICE, 2).slots == [8, 7]
     assert (a[0].snapshot, a[1].snapshot.tier) == (None, Tier.HOST)
-    assert (tree.snapshots.drop(a[1], Tier.HOST), a[1].snapshot.tier) == (3, Tier.STORAGE)
-    assert (tree.snapshots.drop(a[1], Tier.STORAGE), a[1].snapshot) == (0, None)
+    assert (tree.snapshots.drop(a[1], Tier.HOST), a[1].snapshot.tier) == ([3], Tier.STORAGE)
+    assert (tree.snapshots.drop(a[1], Tier.STORAGE), a[1].snapshot) == ([], None)
     assert [tree.snapshots.count(t) for t in (Tier.DEVICE, Tier.HOST, Tier.STORAGE)] == [0, 0, 0]
     tree.check_integrity()
 
@@ -407,13 +407,13 @@ def test_a_removed_node_gives_all_its_units_back() -> None:
     a = publish_path(tree, "a", 2, [1, 2])
     tree.release(a)
     tree.snapshots.attach(a[1], Tier.DEVICE, 4)
-    tree.snapshots.attach(a[1], Tier.HOST, 5)
+    tree.snapshots.attach(a[1], Tier.HOST, (5, 7))
     (move,) = tree.evictor.evict(Tier.DEVICE, 1, [6]).moves
     tree.moves.complete(move.node)
     tree.moves.begin_persist(a[1])
     tree.moves.complete(a[1])
     freed = tree.evictor.evict(Tier.DEVICE, 1)
-    assert (freed.blocks, freed.host_blocks, freed.snapshots, freed.host_snapshots) == ([1], [6], [4], [5])
+    assert (freed.blocks, freed.pages, freed.snapshots) == ([1], [6, 5, 7], [4])
     assert freed.stored == [a[1].digest]
     assert len(tree) == 0
 
@@ -430,7 +430,7 @@ def test_a_move_under_way_below_keeps_its_path() -> None:
     with pytest.raises(TransitionError, match="below"):
         tree.moves.abort(a[1])
     assert sorted(tree.moves.discard(a[1]).blocks) == [2]
-    assert tree.moves.abort(a[0]).host_blocks == [7]
+    assert tree.moves.abort(a[0]).pages == [7]
     tree.check_integrity()
 
 
@@ -494,7 +494,7 @@ def test_a_fourth_tier_would_have_a_list_of_its_own() -> None:
     fourth = EvictionQueue(toy["FOURTH_BLOCK"], lambda node: True, lambda node: node.number)
     (node,) = publish_path(tree, "a", 1, [1])
     tree.snapshots.attach(node, Tier.DEVICE, 1)
-    tree.snapshots.attach(node, Tier.HOST, 1)
+    tree.snapshots.attach(node, Tier.HOST, (1,))
     tree.release([node])
     tree.evictor.evict(Tier.DEVICE, 1, [5])
     tree.moves.complete(node)

@@ -150,9 +150,8 @@ class TreeMachine(RuleBasedStateMachine):
 
     def take_back(self, freed: Freed) -> None:
         self.device.release(freed.blocks)
-        self.host.release(freed.host_blocks)
+        self.host.release(freed.pages)
         self.slots.release(freed.snapshots)
-        assert not freed.host_snapshots
 
     def attempt(self, legal: bool, call: Callable[[], object]) -> bool:
         """Calls; the outcome must be as the model says. If illegal, nothing changes: the invariants see to it."""
@@ -565,7 +564,7 @@ class TreeMachine(RuleBasedStateMachine):
         worst = max([self.worst, *(snapshot_worth(states[p]) for p in lost)])
         loose = [self.records[p] for p in order]
         slots: list[int] = []
-        if self.attempt(len(loose) >= count, lambda: slots.extend(self.tree.snapshots.evict(Tier.DEVICE, count).units)):
+        if self.attempt(len(loose) >= count, lambda: slots.extend(self.tree.snapshots.evict(Tier.DEVICE, count).slots)):
             assert slots == [r.snapshot for r in loose[:count]]
             self.slots.release(slots)
             for record in loose[:count]:
