@@ -29,12 +29,13 @@ one := $(firstword $(found) $(foreach v,3.11 3.12 3.13,$(if $(call python,$(v)),
 
 cuda_sources = $(wildcard csrc/*.cu csrc/*.cuh csrc/*.h csrc/*.cc benchmarks/*.cu)
 
-.PHONY: help demo test check prepare lint format build clean pythons $(found:%=test-%)
+.PHONY: help demo test check docs prepare lint format build clean pythons $(found:%=test-%)
 
 help:
 	@echo "make demo    decode real text through the cache on this machine's CPU"
 	@echo "make test    lint, build, and every test on Python $(PYTHONS)"
 	@echo "make check   lint, types, and the tests that compile nothing: under two minutes"
+	@echo "make docs    the site, in build/site; a warning is an error"
 	@echo "make lint | format | build | clean | test-3.11 | test-3.12 | test-3.13"
 
 demo: .venv/ready
@@ -49,6 +50,11 @@ check_python := $(firstword $(filter 3.12,$(found)) $(one))
 check: lint .venv-$(check_python)/ready
 	@echo "== check: Python $(check_python)"
 	@.venv-$(check_python)/bin/python -m pytest -n $(NPROC) -p no:cacheprovider -m "not slow" $(PYTEST_ARGS) $(host_tests)
+
+docs: .venv-docs/ready
+	@echo "== docs"
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict --clean
+	@echo "build/site/index.html"
 
 test: pythons prepare $(found:%=test-%)
 	@echo "All passed on Python $(found).$(if $(missing), NOT RUN on Python $(missing): not found.)"
@@ -99,5 +105,13 @@ endef
 .venv-%/ready: pyproject.toml $(all_constraints)
 	$(call install,.venv-$*,$*,dev)
 
+# The site's tools alone: they read the package's source and import none of it.
+.venv-docs/ready: constraints/docs.txt
+	@echo "== .venv-docs: Python $(one), installing mkdocs"
+	@"$(call python,$(one))" -m venv --clear .venv-docs
+	@.venv-docs/bin/python -m pip install --no-compile -r constraints/docs.txt >.venv-docs/pip.log 2>&1 \
+		|| { tail -n 20 .venv-docs/pip.log; echo "pip failed; all of its output is in .venv-docs/pip.log"; exit 1; }
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-3.* build dist *.egg-info .pytest_cache .hypothesis .ruff_cache demo-out
+	rm -rf .venv .venv-docs .venv-3.* build dist *.egg-info .pytest_cache .hypothesis .ruff_cache demo-out

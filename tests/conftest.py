@@ -47,6 +47,7 @@ VERSION_ROOMS = {
     "cli/test_cli.py": "every command starts",
     "cli/test_hostile.py": "messages of argparse and of the file system",
     "cuda": "FFI calls, their attributes and layouts",
+    "docs/test_blocks.py": "the README's example, as users of each jax run it",
     "formats": "casts to fp8 and bf16",
     "manager/prefix/test_hashing_keys.py": "enums, huge integers",
     "manager/test_interrupted.py": "exceptions at any line of the interpreter",

@@ -20,15 +20,20 @@ from dsv4_jax.manager import StepShape
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+FORMATS = (ROOT / "docs" / "formats.md").read_text()
 PAGES = README + "".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
 SIZE = CacheSize(num_blocks=3, num_slots=2, max_blocks_per_request=2)
 
 
-# README
+# The pages
+
+
+def test_a_short_readme() -> None:
+    assert README.count("\n") < 150
 
 
 def test_memory_table() -> None:
-    rows = re.findall(r"^\| (Flash|Pro), `(\w+)` / `(\w+)` \| (.*) \|$", README, re.M)
+    rows = re.findall(r"^\| (Flash|Pro), `(\w+)` / `(\w+)` \| (.*) \|$", FORMATS, re.M)
     assert len(rows) == 6
     for model, kv, index, cells in rows:
         layout = CacheLayout(getattr(DSV4Config, model.lower())(), kv, index)
@@ -50,7 +55,7 @@ def test_commands_are_understood(tmp_path: pathlib.Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     for name in ("DIR", "FILE", "trace.jsonl", "tokens.npy"):
         (tmp_path / name).touch()
-    commands = re.findall(r"^(?:\$ )?python -m dsv4_jax (.*)", re.sub(r"\\\n", " ", PAGES), re.M)
+    commands = re.findall(r"^(?:\$ )?(?:python -m dsv4_jax|dsv4-jax) (.*)", re.sub(r"\\\n", " ", PAGES), re.M)
     assert len(commands) > 8
     for command in commands:
         _arguments(shlex.split(command, comments=True))

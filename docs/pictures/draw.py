@@ -27,9 +27,8 @@ class Picture:
         self.shapes: list[str] = []
 
     def text(self, x: float, y: float, text: str, *, size: int = 14, anchor: str = "middle", style: str = "") -> None:
-        self.shapes.append(
-            f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{INK}"{style}>{_text(text)}</text>'
-        )
+        place = f'x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{INK}"{style}'
+        self.shapes.append(f"<text {place}>{_text(text)}</text>")
 
     def room(self, x: float, y: float, w: float, h: float, name: str, fill: str) -> None:
         """A large area with a name at its top left."""
@@ -136,7 +135,9 @@ def leaves() -> Picture:
     p.text(756, y + 28, "slot 1", size=13, anchor="start")
     p.text(756, y + 54, "slot 2", size=13, anchor="start")
     p.text(626, y + 92, "Unit 0 is null: padding means it.", size=13, anchor="start")
-    p.text(626, y + 112, f"{len(layout.leaves)} arrays hold all {layout.cfg.num_layers} layers.", size=13, anchor="start")
+    p.text(
+        626, y + 112, f"{len(layout.leaves)} arrays hold all {layout.cfg.num_layers} layers.", size=13, anchor="start"
+    )
     p.arrow((564, 330), (606, 330))
     return p
 
@@ -180,14 +181,24 @@ def token() -> Picture:
     p.arrow((857, 172), (857, 202))
     p.box(560, 206, 185, 80, "index_scores, top_k", "which entries to read", "(CSA layers)")
     p.arrow((765, 246), (749, 246))
-    p.box(560, 320, 390, 76, "attend", "one softmax over window, entries and sink;", "reads through the slot's row of the block table")
+    p.box(
+        560,
+        320,
+        390,
+        76,
+        "attend",
+        "one softmax over window, entries and sink;",
+        "reads through the slot's row of the block table",
+    )
     p.arrow((652, 286), (652, 316))
     p.arrow((857, 286), (857, 316))
     p.box(560, 442, 185, 62, "step.finish()", "the cache, in place")
     p.box(765, 442, 185, 62, "head", "logits of t")
     p.arrow((652, 396), (652, 438))
     p.arrow((857, 396), (857, 438))
-    p.arrow((857, 504), (857, 524), (28, 524), (28, 93), (36, 93), label="the token drawn: position t + 1", at=(340, 518))
+    p.arrow(
+        (857, 504), (857, 524), (28, 524), (28, 93), (36, 93), label="the token drawn: position t + 1", at=(340, 518)
+    )
     return p
 
 
