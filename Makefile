@@ -42,7 +42,8 @@ demo: .venv/ready
 	@.venv/bin/python -m dsv4_jax demo
 
 # Tests of the host's half: no device, hardly anything to compile. On Python 3.12, or the one there is.
-host_tests := $(wildcard tests/manager tests/stores tests/cli tests/bench/test_records.py tests/bench/test_shapes.py \
+host_tests := $(wildcard tests/manager tests/stores tests/cli tests/docs/test_reference.py tests/docs/test_pictures.py \
+	tests/bench/test_records.py tests/bench/test_shapes.py \
 	tests/pools/test_token_allocator.py tests/pools/test_radix_cache.py tests/pools/test_interrupted.py tests/formats \
 	$(foreach t,capacity config eviction_queue events layout output packaging public_names structure,tests/test_$(t).py))
 check_python := $(firstword $(filter 3.12,$(found)) $(one))
