@@ -34,7 +34,7 @@ class HostEvictor:
         return freed
 
     def evict_colder(self, node: Node) -> Freed | None:
-        """Makes the next one leave if it would before a copy of this node's block; else None, and nothing has changed."""
+        """Makes the next one leave if it would before a copy of this node's block; else None, nothing has changed."""
         if not self._state_is_next():
             return self._evictor.evict_colder(T.HOST, node)
         states = self._queues.snapshots[T.HOST]
