@@ -25,7 +25,10 @@ from .errors import CapacityError, LayoutError
 from .layout import CacheLayout, CacheSize
 from .records import block_record, page_bytes, state_pages
 
-__all__ = ["SNAPSHOT_FRACTION", "Capacity", "Limit", "capacity", "plan_capacity", "plan_host_capacity"]
+__all__ = [
+    "SNAPSHOT_FRACTION", "Capacity", "Limit", "capacity", "largest_fitting", "plan_capacity", "plan_host_capacity",
+    "snapshots_beside",
+]  # fmt: skip
 
 SNAPSHOT_FRACTION = 0.4  # of the bytes of blocks and snapshots: the best of 0.2 .. 0.5 on a trace of conversations
 Limit = Literal["blocks", "slots", "context", "none"]
@@ -208,7 +211,7 @@ def _answer(
     if requests is None:
         assert memory is not None and context is not None
         columns = layout.blocks_for(context)
-        requests = _largest(lambda count: fits(columns * count, count, columns), memory // layout.bytes_per_slot)
+        requests = largest_fitting(lambda count: fits(columns * count, count, columns), memory // layout.bytes_per_slot)
         if not requests:
             raise _too_small(layout, memory, size_of(columns, 1, columns), context)
         size = size_of(columns * requests, requests, columns)
@@ -216,7 +219,7 @@ def _answer(
     if context is None:
         assert memory is not None
         widest = layout.blocks_for(model_limit)
-        columns = _largest(lambda count: fits(count * requests, requests, count), widest)
+        columns = largest_fitting(lambda count: fits(count * requests, requests, count), widest)
         if not columns:
             raise _too_small(layout, memory, size_of(requests, requests, 1), min(layout.block_tokens, model_limit))
         size = size_of(columns * requests, requests, columns)
@@ -228,7 +231,7 @@ def _answer(
     if memory is None or layout.total_bytes(size) <= memory:
         return Capacity(layout, size, memory, requests, context, "none")
     # Not all requests reach the context at once: the fewest blocks let one of them.
-    blocks = _largest(lambda count: fits(count, requests, columns), size.num_blocks)
+    blocks = largest_fitting(lambda count: fits(count, requests, columns), size.num_blocks)
     if blocks < columns:
         raise _too_small(layout, memory, size_of(columns, requests, columns), context)
     size = size_of(blocks, requests, columns)
@@ -243,15 +246,15 @@ def _snapshots(layout: CacheLayout, count: int | None, fraction: float | None) -
         fixed = _count("num_snapshots", count, 0)
         return lambda blocks: fixed
     share = _fraction(fraction)
-    return lambda blocks: _share(share, blocks * layout.bytes_per_block, layout.bytes_per_slot)
+    return lambda blocks: snapshots_beside(share, blocks * layout.bytes_per_block, layout.bytes_per_slot)
 
 
-def _share(fraction: float, block_bytes: int, snapshot_bytes: int) -> int:
+def snapshots_beside(fraction: float, block_bytes: int, snapshot_bytes: int) -> int:
     """Snapshots that take this share of their bytes and those of the blocks."""
     return max(math.ceil(fraction / (1 - fraction) * block_bytes / snapshot_bytes), 1) if fraction else 0
 
 
-def _largest(fits: Callable[[int], bool], most: int) -> int:
+def largest_fitting(fits: Callable[[int], bool], most: int) -> int:
     """The largest count of 0..most that fits, if those below one that fits do too; 0 need not."""
     low, high = 0, most
     while low < high:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ..capacity import SNAPSHOT_FRACTION, plan_host_capacity
+from ..capacity import SNAPSHOT_FRACTION, largest_fitting, plan_host_capacity, snapshots_beside
 from ..errors import CapacityError, TraceError
 from ..layout import CacheLayout, CacheSize
 from ..manager import CachePolicy, HostSize, WritePolicy
@@ -120,7 +119,7 @@ def server_from(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[T
     def size(blocks: int) -> CacheSize:
         states = args.snapshots
         if states is None:
-            states = _states(share, blocks * layout.bytes_per_block, layout.bytes_per_slot)
+            states = snapshots_beside(share, blocks * layout.bytes_per_block, layout.bytes_per_slot)
         return CacheSize(blocks, args.max_requests, layout.blocks_for(context), states)
 
     blocks = args.blocks
@@ -130,7 +129,7 @@ def server_from(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[T
         if least > memory:
             problem = f"{memory} bytes are too few: one block and {size(1).slot_units} slots take {least}"
             raise CapacityError(f"--hbm: {problem}, so {least - memory} are missing")
-        blocks = _largest(lambda n: layout.total_bytes(size(n)) <= memory, memory // layout.bytes_per_block)
+        blocks = largest_fitting(lambda n: layout.total_bytes(size(n)) <= memory, memory // layout.bytes_per_block)
     host = None
     if args.host:
         host = HostSize(plan_host_capacity(layout, args.host))
@@ -140,20 +139,6 @@ def server_from(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[T
     if args.policy is not None:
         policy = CachePolicy(write=args.policy, snapshots=args.snapshots_at, order=ORDERS[args.order])
     return Server(layout, size(blocks), policy, host, args.token_budget, args.step_time, args.every_step)
-
-
-def _states(share: float, block_bytes: int, state_bytes: int) -> int:
-    """How many take this share of their bytes and those of the blocks."""
-    return max(math.ceil(share / (1 - share) * block_bytes / state_bytes), 1) if share else 0
-
-
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest count of 0..most that fits, if those below one that fits do too; 0 need not."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
 
 
 def _write_policy(text: str) -> WritePolicy | None:
