@@ -17,8 +17,6 @@ from .worth import block_worth, is_idle_end
 
 __all__ = ["Evictor"]
 
-_MOVES = (S.OFFLOADING, S.LOADING, S.PERSISTING, S.FETCHING)  # below the device
-
 
 class Evictor:
     """See the module."""
@@ -103,7 +101,8 @@ class Evictor:
         queue = self._queues.blocks[tier]
         chosen: list[Node] = []
         passed: list[Node] = []
-        moving = any(self._nodes.counts[state] for state in _MOVES)
+        counts = self._nodes.counts
+        moving = counts[S.OFFLOADING] + counts[S.LOADING] + counts[S.PERSISTING] + counts[S.FETCHING] > 0
         busy: set[Node] = set()  # with a move under way below a child that goes down to its copy
         while len(chosen) < count and (node := queue.pop()) is not None:
             parent, goes_down = node.parent, tier is T.DEVICE and node.host > 0
@@ -113,11 +112,11 @@ class Evictor:
             if moving and goes_down and parent is not None and (node in busy or _has_moves_below(node, tier)):
                 busy.add(parent)
             chosen.append(node)
-            if parent is not None and node.state.tier is tier:
+            if count > 1 and parent is not None and node.state.tier is tier:
                 _leaves(node, parent, tier, room, 1)
                 if len(chosen) < count:  # else it is listed when the node really leaves
                     _relist(queue, parent, tier)
-        for node in chosen:
+        for node in chosen if count > 1 else ():
             if node.parent is not None and node.state.tier is tier:
                 _leaves(node, node.parent, tier, room, -1)
         for node in passed:
