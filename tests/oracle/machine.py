@@ -139,7 +139,8 @@ class Machine:
             if pool == "hca" and self.hca_state == "online":
                 flat = [[np.concatenate(s["triple"])] if s else [] for s in state]
             else:
-                flat = [[np.concatenate(s[p]) for p in sorted(s)] for s in state]
+                done = 0 if pool == "hca" else request.length // self.cfg.csa_ratio * self.cfg.csa_ratio
+                flat = [[np.concatenate([_seen(x, p < done) for x in s[p]]) for p in sorted(s)] for s in state]
             view[f"{pool}_state"] = [np.array(flat, np.float32)]
         return view
 
@@ -150,6 +151,12 @@ class _Request:
         self.table: list[int] = []
         self.window: dict[int, tuple[np.ndarray, ...]] = {}
         self.state: dict[tuple[str, int], dict] = {}
+
+
+def _seen(values: np.ndarray, finished: bool) -> np.ndarray:
+    """What later entries take of a token's kv or scores: of a finished CSA entry's the first half, else zeros."""
+    half = len(values) // 2
+    return np.concatenate([values[:half], np.zeros_like(values[half:])]) if finished else values
 
 
 def _softmax_pool(values: list[np.ndarray], logits: list[np.ndarray]) -> np.ndarray:
