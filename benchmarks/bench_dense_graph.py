@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from graph_timing import Recorder, copy_ceiling, microseconds
+from graph_timing import Recorder, copy_ceiling, microseconds, read_ceiling
 
 from dsv4_jax.cuda.c_entries import DenseFp8Args, open_entry
 from dsv4_jax.weights import dense_fp8
@@ -135,12 +135,6 @@ def check(library: Library, matrix: Matrix) -> int:
     if wrong:
         print(f"WRONG ({wrong}): shapes {differ}, alone {alone[:4]}", flush=True)
     return wrong
-
-
-def read_ceiling() -> float:
-    """GB/s of summing 4 GiB."""
-    x = torch.ones(1 << 30, device="cuda")
-    return x.numel() * 4 / microseconds([x.sum] * 4, 3) / 1e3
 
 
 def time_matrix(library: Library, matrix: Matrix, tuning: bool, ceilings: list[float], recorder: Recorder) -> None:

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from graph_timing import Recorder, copy_ceiling, microseconds
+from graph_timing import Recorder, copy_ceiling, microseconds, read_ceiling
 
 from dsv4_jax.cuda import expert_weights
 from dsv4_jax.cuda.c_entries import MoeArgs, open_entry
@@ -160,12 +160,6 @@ def check(library: Library, name: str, case: Case, shapes: tuple[int, ...]) -> i
     if wrong:
         print(f"WRONG: shapes {differ}, alone {alone[:4]}", flush=True)
     return wrong
-
-
-def read_ceiling() -> float:
-    """GB/s of summing 4 GiB."""
-    x = torch.ones(1 << 30, device="cuda")
-    return x.numel() * 4 / microseconds([x.sum] * 4, 3) / 1e3
 
 
 def time_all(

@@ -49,6 +49,12 @@ def copy_ceiling() -> float:
     return 20 * x.numel() / start.elapsed_time(end) / 1e6
 
 
+def read_ceiling() -> float:
+    """GB/s of summing 4 GiB."""
+    x = torch.ones(1 << 30, device="cuda")
+    return x.numel() * 4 / microseconds([x.sum] * 4, 3) / 1e3
+
+
 class Recorder:
     """What a benchmark measured, as a record for `benchmarks/records/` (see `dsv4_jax.bench.records`)."""
 
