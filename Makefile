@@ -3,6 +3,7 @@
 #   PYTHONS="3.11 3.12 3.13"   the Python versions `make test` looks for; those it does not find are named and left out
 #   PYTEST_ARGS=...       further arguments for pytest, such as PYTEST_ARGS="-k sharding -x"
 #   NPROC=2               test processes
+#   CUDA_ARCHITECTURES=90 what `make build` compiles the CUDA kernels for, such as "80;90"
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -12,6 +13,7 @@ MAKEFLAGS += --no-print-directory
 PYTHONS ?= 3.11 3.12 3.13
 PYTEST_ARGS ?=
 NPROC ?= 2
+CUDA_ARCHITECTURES ?= 90
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # The interpreter of a Python version: on the PATH or among pyenv's, and able to make a virtual environment.
@@ -29,14 +31,14 @@ one := $(firstword $(found) $(foreach v,3.11 3.12 3.13,$(if $(call python,$(v)),
 
 cuda_sources = $(wildcard csrc/*.cu csrc/*.cuh csrc/*.h csrc/*.cc benchmarks/*.cu)
 
-.PHONY: help demo test check docs prepare lint format build clean pythons $(found:%=test-%)
+.PHONY: help demo test check docs prepare lint format build wheel clean pythons $(found:%=test-%)
 
 help:
 	@echo "make demo    decode real text through the cache on this machine's CPU"
 	@echo "make test    lint, build, and every test on Python $(PYTHONS)"
 	@echo "make check   lint, types, and the tests that compile nothing: under two minutes"
 	@echo "make docs    the site, in build/site; a warning is an error"
-	@echo "make lint | format | build | clean | test-3.11 | test-3.12 | test-3.13"
+	@echo "make lint | format | build | wheel | clean | test-3.11 | test-3.12 | test-3.13"
 
 demo: .venv/ready
 	@.venv/bin/python -m dsv4_jax demo
@@ -45,7 +47,7 @@ demo: .venv/ready
 host_tests := $(wildcard tests/manager tests/stores tests/cli tests/docs/test_reference.py tests/docs/test_pictures.py \
 	tests/bench/test_records.py tests/bench/test_shapes.py \
 	tests/pools/test_token_allocator.py tests/pools/test_radix_cache.py tests/pools/test_interrupted.py tests/formats \
-	$(foreach t,capacity config eviction_queue events layout output packaging public_names structure,tests/test_$(t).py))
+	$(foreach t,capacity config eviction_queue events layout output packaging public_names structure libraries,tests/test_$(t).py))
 check_python := $(firstword $(filter 3.12,$(found)) $(one))
 
 check: lint .venv-$(check_python)/ready
@@ -79,9 +81,19 @@ lint: .venv-$(one)/ready
 format: .venv-$(one)/ready
 	@.venv-$(one)/bin/ruff check --fix . && .venv-$(one)/bin/ruff format . && .venv-$(one)/bin/clang-format -i $(cuda_sources)
 
-# Native code, if there is any: C++ always, CUDA where nvcc is. Against the headers of the oldest supported jaxlib.
+# Native code, into dsv4_jax/native/: C++ always, CUDA where nvcc is. Against the headers of the oldest supported jaxlib.
+# tests/cuda/test_build.py reads the assembler's reports; tests/test_wheel.py makes a wheel of what is in build/.
+native = -DPYTHON=$(CURDIR)/.venv-$(one)/bin/python -DDSV4_PTXAS_REPORT=ON "-DDSV4_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)"
 build: .venv-$(one)/ready
-	@PYTHON=.venv-$(one)/bin/python bash .ci/build
+	@echo "== build"
+	@export PATH="$(CURDIR)/.venv-$(one)/bin:$$PATH"; mkdir -p build; { cmake -S csrc -B build -G Ninja $(native) \
+		&& cmake --build build --parallel $(NPROC) && cmake --install build --prefix . --component libraries --strip; } >build/build.log 2>&1 \
+		|| { cat build/build.log; exit 1; }
+	@grep -h "not built\|left out" build/build.log || true
+
+# For every GPU that nvcc knows, as a user's `pip install .` makes it.
+wheel: .venv-$(one)/ready
+	@.venv-$(one)/bin/python -m pip wheel --no-deps -w dist .
 
 # The others leave to Python 3.12 what does not differ between them (tests/conftest.py), if it is there.
 $(if $(filter 3.12,$(found)),,$(eval export RUN_SLOW := 1))
@@ -115,4 +127,4 @@ endef
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-docs .venv-3.* build dist *.egg-info .pytest_cache .hypothesis .ruff_cache demo-out
+	rm -rf .venv .venv-docs .venv-3.* build dist dsv4_jax/native *.egg-info .pytest_cache .hypothesis .ruff_cache demo-out

@@ -11,6 +11,7 @@ from .checks import shown
 __all__ = [
     "BenchmarkError",
     "BlockReleaseError",
+    "BuildError",
     "CacheError",
     "CapacityError",
     "CheckpointError",
@@ -26,6 +27,7 @@ __all__ = [
     "ManagerInterruptedError",
     "NoFreeSlotError",
     "NoHitsWarning",
+    "NoKernelsWarning",
     "OutOfBlocksError",
     "OutputError",
     "PlanError",
@@ -89,6 +91,10 @@ class SamplingError(CacheError, ValueError):
 
 class ImplementationError(CacheError, RuntimeError):
     """The requested implementation of an op does not exist or cannot run here."""
+
+
+class BuildError(CacheError, RuntimeError):
+    """A native library cannot be compiled: a tool is missing or failed. Says what to install or which log to read."""
 
 
 class TraceError(CacheError, ValueError):
@@ -302,3 +308,7 @@ class StoreFormatError(StoreError, ValueError):
 
 class NoHitsWarning(UserWarning):
     """A cache is to keep prefixes, and next to no prompt will find any: a hit ends where a state was kept."""
+
+
+class NoKernelsWarning(UserWarning):
+    """There is an NVIDIA GPU and no CUDA library that it can use: slower implementations run. Said once."""

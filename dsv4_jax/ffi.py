@@ -1,8 +1,8 @@
 """The XLA FFI handlers built from `csrc/`: loads them, registers them, says what they were built for.
 
-There are two libraries, both optional (`libraries` says where they are): the CUDA kernels (`libdsv4_cuda.so`, needs
+There are two libraries, both optional (`libraries` says where they are): the CUDA kernels (`libdsv4_cuda.so`, made by
 nvcc) and the CPU twins of those that have one (`libdsv4_cpu.so`). A twin has the target name of its kernel, for another
-platform: one call in a traced function serves both. The libraries are compiled against the headers of the oldest
+platform: one call in a traced function serves both. A wheel's libraries are compiled against the headers of the oldest
 supported jaxlib, whose FFI version every later jaxlib accepts. The CUDA one loads on machines without a GPU; only
 running needs one.
 
@@ -14,13 +14,23 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
 
 import jax
 
-from .errors import ImplementationError
+from .errors import ImplementationError, NoKernelsWarning
 from .libraries import cuda_path, open_cpu, open_cuda
 
-__all__ = ["built_for", "cpu_problem", "cpu_target", "cuda_problem", "cuda_target", "load_cpu", "load_cuda"]
+__all__ = [
+    "built_for",
+    "cpu_problem",
+    "cpu_target",
+    "cuda_problem",
+    "cuda_target",
+    "load_cpu",
+    "load_cuda",
+    "warn_without_cuda",
+]
 
 
 @functools.cache
@@ -28,12 +38,10 @@ def load_cuda() -> ctypes.CDLL:
     """The CUDA library.
 
     Raises:
-        ImplementationError: it is not built, or does not load, or is another one; the message says which.
+        ImplementationError: it is not built, does not load, was built from other sources, or the driver is too old for
+            it; the message says which.
     """
-    library = open_cuda()
-    if not _built_for(library, "swap"):  # every build has it
-        raise ImplementationError(f"the CUDA library {cuda_path()} does not load: no dsv4_swap_built_for in it")
-    return library
+    return open_cuda()
 
 
 @functools.cache
@@ -114,6 +122,21 @@ def cuda_problem(op: str | None = None) -> str | None:
             f"{', '.join(built)}"
         )
     return None
+
+
+def warn_without_cuda() -> None:
+    """Says once that this process's NVIDIA GPU does without the CUDA library. To call where a slower way is taken."""
+    if (problem := cuda_problem()) is not None and _is_nvidia():
+        _warn(problem)
+
+
+def _is_nvidia() -> bool:
+    return "rocm" not in str(getattr(jax.devices()[0].client, "platform_version", ""))
+
+
+@functools.cache
+def _warn(problem: str) -> None:
+    warnings.warn(NoKernelsWarning(f"slower implementations serve without the CUDA kernels: {problem}"), stacklevel=2)
 
 
 def cuda_target(op: str, target: str) -> str:

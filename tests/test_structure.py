@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parents[1] / "dsv4_jax"
 # Rooms from the ground up: a module imports from its own line and from lines above it. A room is a file or a folder.
 LAYERS = (
     ("errors", "checks"),
-    ("untrusted", "output", "libraries", "events", "eviction_queue"),
+    ("untrusted", "output", "libraries", "native_build", "events", "eviction_queue"),
     ("hf_config",),
     ("config",),
     ("formats", "schema", "weights"),
@@ -42,6 +42,7 @@ NARROW = {
     "cache": {"layout", "ops", "plan", "serialization", "step"},
     "records": {"layout", "schema"},
     "eviction_queue": set(),
+    "native_build": {"libraries"},
     "stores": {"libraries"},
     "tiers": {"cache", "ffi", "layout", "manager", "ops", "plan", "records", "stores"},
 }

@@ -21,7 +21,7 @@ from .options import one_line
 
 __all__ = ["entry", "main"]
 
-_COMMANDS = ("demo", "logits", "plan", "simulate", "bench", "doctor")
+_COMMANDS = ("demo", "logits", "plan", "simulate", "bench", "doctor", "build")
 _EXAMPLES = """
 examples:
   dsv4_jax demo                                                  real text through the cache, checked
@@ -30,6 +30,7 @@ examples:
   dsv4_jax logits --checkpoint DIR --tokens t.npy --out l.npy    to compare with another engine
   dsv4_jax bench attend --quick                                  times, checked, against the ceilings
   dsv4_jax doctor                                                what works on this machine
+  dsv4_jax build                                                 the CUDA kernels, where the package came without
 """
 
 

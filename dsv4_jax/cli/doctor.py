@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .. import libraries
 from .options import add_json, print_json, stdout
 
 __all__ = ["add_parser", "examine", "run"]
@@ -53,6 +54,9 @@ def examine() -> dict[str, Any]:
         "packages": {name: _version(name) for name in _PACKAGES},
         "problem": None,
     }
+    if report["packages"]["jax-cuda12-plugin"] and report["packages"]["jax-cuda13-plugin"]:
+        report["problem"] = "jax's plugins for CUDA 12 and 13 are both installed and exclude each other: uninstall one"
+        return report
     try:
         import jax
 
@@ -72,6 +76,7 @@ def examine() -> dict[str, Any]:
     ]
     report["implementations"] = _implementations(report["backend"])
     report["native"] = _native()
+    report["cuda_build"] = _cuda_build()
     report["cuda_code"] = _cuda_code()
     return report
 
@@ -95,6 +100,16 @@ def _native() -> dict[str, str]:
     from .. import ffi
 
     return {"cuda": ffi.cuda_problem() or "usable", "cpu": ffi.cpu_problem() or "usable"}
+
+
+def _cuda_build() -> dict[str, str | None]:
+    """The CUDA version the library was built with, the least driver for that, and the newest this driver runs."""
+    toolkit, driver = libraries.library_cuda(), libraries.driver_cuda()
+    return {
+        "toolkit": toolkit,
+        "least_driver": libraries.LEAST_DRIVERS.get(int(toolkit.split(".")[0])) if toolkit else None,
+        "driver_runs": libraries.spelled(driver) if driver else None,
+    }
 
 
 def _cuda_code() -> dict[str, dict[str, Any]]:
@@ -135,6 +150,10 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     console.print(ops)
     for name, state in report["native"].items():
         console.print(f"native {name} library: {state}", markup=False, highlight=False, soft_wrap=True)
+    if (build := report["cuda_build"])["toolkit"]:
+        needs = f"needs a driver of {build['least_driver']} or later" if build["least_driver"] else ""
+        here = f"this one runs CUDA {build['driver_runs']}" if build["driver_runs"] else "there is none here"
+        console.print(f"  built with CUDA {build['toolkit']}: {needs}; {here}", highlight=False, soft_wrap=True)
     for op, code in report["cuda_code"].items():
         text = f"  {op}: compute capability {', '.join(code['capabilities']) or 'none'}"
         console.print(

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import jax
 
+from .. import ffi
 from ..errors import ImplementationError
 
 __all__ = ["NAMES", "OPS", "Arguments", "Choice", "Implementation", "Name", "Op", "find", "frozen", "pick", "run"]
@@ -135,6 +136,8 @@ def pick(op: str, arguments: Arguments, choice: Choice = None) -> Implementation
     A name is that implementation or an error. None is the first of the platform's chain that can be used here and
     takes the arguments. Where there is nothing to compute it is the reference, whichever was named.
 
+    Warns, once in a process, with `NoKernelsWarning` if an NVIDIA GPU has no CUDA library to use.
+
     Raises:
         ImplementationError: the named one does not exist or cannot run, or none can. Says the op, the name and why.
     """
@@ -148,6 +151,8 @@ def pick(op: str, arguments: Arguments, choice: Choice = None) -> Implementation
         implementation = find(op, tried)
         reason = implementation.problem() or implementation.supports(arguments)
         if reason is None:
+            if reasons and "cuda" in OPS[op].chain:
+                ffi.warn_without_cuda()
             return implementation
         reasons.append(f"implementation {tried!r} cannot run: {reason}")
     raise ImplementationError(f"{op}: {'; '.join(reasons)}")

@@ -78,6 +78,8 @@ def choose_implementation(implementation: SwapImplementation) -> Literal["xla", 
         return "ffi"
     if implementation == "ffi":
         raise ImplementationError(f"swap: {problem}")
+    if jax.default_backend() == "gpu":
+        ffi.warn_without_cuda()
     return "xla"
 
 

@@ -9,29 +9,44 @@ import shutil
 import subprocess
 import sys
 
-import jax
 import pytest
+
+from dsv4_jax import libraries
+from dsv4_jax.errors import ImplementationError
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 def built(tmp_path: pathlib.Path) -> tuple[pathlib.Path, str]:
-    """The library and the assembler's report: those `make build` left, if they are newer than the sources."""
-    library, log = ROOT / "build" / "libdsv4_cuda.so", ROOT / "build" / "ptxas.log"
-    newest = max(path.stat().st_mtime for path in (ROOT / "csrc").iterdir())
-    if library.is_file() and log.is_file() and min(library.stat().st_mtime, log.stat().st_mtime) > newest:
-        return library, log.read_text()
-    library = tmp_path / "libdsv4_cuda.so"
-    command = [
-        "nvcc", "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-shared", "-Xcompiler", "-fPIC",
-        "-cudart", "static", "-isystem", jax.ffi.include_dir(), "-Xptxas", "-v", "--threads", "0", "-o", str(library),
-        *map(str, sorted((ROOT / "csrc").glob("*.cu"))),
-    ]  # fmt: skip
-    return library, subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    """The library and the assembler's reports: those of `make build`, if it was built from these sources."""
+    folder = ROOT / "build"
+    try:
+        libraries.open_library("CUDA", folder / "libdsv4_cuda.so")
+        reports = reports_in(folder)
+    except ImplementationError:
+        reports = {}
+    if not reports:
+        folder = tmp_path / "build"
+        options = [
+            f"-DPYTHON={sys.executable}",
+            "-DDSV4_CUDA=ON",
+            "-DDSV4_CUDA_ARCHITECTURES=90",
+            "-DDSV4_PTXAS_REPORT=ON",
+        ]
+        subprocess.run(["cmake", "-S", ROOT / "csrc", "-B", folder, *options], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(["cmake", "--build", folder, "--parallel", "2"], check=True, stdout=subprocess.DEVNULL)
+        reports = reports_in(folder)
+    assert set(reports) == {path.name for path in (ROOT / "csrc").glob("*.cu")}
+    return folder / "libdsv4_cuda.so", "".join(reports.values())
+
+
+def reports_in(folder: pathlib.Path) -> dict[str, str]:
+    """Source -> what nvcc said of it; its object is linked into the library beside."""
+    return {path.name.removesuffix(".o.log"): path.read_text() for path in folder.rglob("*.cu.o.log")}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@pytest.mark.skipif(shutil.which("nvcc") is None or shutil.which("cmake") is None, reason="no nvcc, or no cmake")
 def test_builds_and_registers(tmp_path: pathlib.Path) -> None:
     library, log = built(tmp_path)
     spills = re.findall(r"entry function '(\w+)'.*?(\d+) bytes spill stores", log, re.DOTALL)

@@ -13,15 +13,13 @@ from dsv4_jax.cuda import c_entries
 from dsv4_jax.errors import ImplementationError
 
 from ..native import load_cpu
-from .test_build import ROOT
 
 
 def cuda_library() -> ctypes.CDLL:
-    path = ROOT / "build" / "libdsv4_cuda.so"
-    newest = max(source.stat().st_mtime for source in (ROOT / "csrc").iterdir())
-    if not path.is_file() or path.stat().st_mtime < newest:
-        pytest.skip("the CUDA library is not built, or older than csrc/")
-    return ctypes.CDLL(str(path))
+    try:
+        return libraries.open_cuda()
+    except ImplementationError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("op", c_entries.ENTRIES)

@@ -24,8 +24,8 @@ TRACE = "".join(
 FEWER = {"mixes=20": "mixes=1"}  # as long as a test should take
 # Why a block may stay unrun, and which commands that is for.
 NOT_RUN = {
-    "installs packages": r"(pip install|make (demo|test))\b",
-    "needs nvcc": r"cmake ",
+    "installs packages": r"(pip install|pip wheel|make (demo|test))\b",
+    "compiles for minutes": r"(pip install|dsv4-jax build)\b",
     "needs a GPU": r"(python -m dsv4_jax|dsv4-jax) bench |python benchmarks/\w+\.py",
     "needs a disk": r"python benchmarks/\w+\.py",
     "needs a checkpoint": r"dsv4-jax (logits|demo) --checkpoint",

@@ -7,6 +7,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 
 from dsv4_jax import ffi
 from dsv4_jax.cuda.moe import ExpertsArguments
-from dsv4_jax.errors import ImplementationError
+from dsv4_jax.errors import ImplementationError, NoKernelsWarning
 from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS, RowFormat, index_format, kv_format
 from dsv4_jax.ops import WindowView, attend, registry, top_k
 from dsv4_jax.ops.append import AppendArguments
@@ -252,6 +253,26 @@ class TestChain:
                 ):
                     pick(op.name, arguments)
 
+    def test_says_once_that_there_is_no_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ffi._warn.cache_clear()
+        monkeypatch.setattr(ffi, "cuda_problem", lambda op=None: "no CUDA library at nowhere")
+        of_k = TopKArguments(floats(1, 2000), ints(1), 3)
+        with pytest.warns(NoKernelsWarning, match="without the CUDA kernels: no CUDA library at nowhere") as caught:
+            assert [pick("top_k", of_k).name for _ in range(2)] == ["pallas"] * 2
+        assert len(caught) == 1 and "\n" not in str(caught[0].message)
+
+    @pytest.mark.parametrize("case", ["named", "code for another device", "AMD"])
+    def test_says_nothing_where_the_library_is_not_missed(self, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+        ffi._warn.cache_clear()
+        whole = "none" if case != "code for another device" else None
+        monkeypatch.setattr(ffi, "cuda_problem", lambda op=None: "no kernel" if op else whole)
+        if case == "AMD":
+            monkeypatch.setattr(ffi, "_is_nvidia", lambda: False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            arguments = TopKArguments(floats(1, 2000), ints(1), 3)
+            assert pick("top_k", arguments, "pallas" if case == "named" else None).name == "pallas"
+
     def test_what_must_be_asked_for_is_never_picked(self) -> None:
         assert all(not set(op.by_name) & {*op.gpu, *op.elsewhere} for op in OPS.values())
         assert {op.name: op.by_name for op in OPS.values() if op.by_name} == {"gather": ("triton",)}
@@ -291,7 +312,7 @@ def test_every_source_of_csrc_belongs_to_an_op() -> None:
     sources = {f"{implementation.op}.cu" for implementation in cuda} | {"swap.cu"}
     csrc = ROOT / "csrc"
     assert {path.name for path in csrc.glob("*.cu")} == sources
-    listed = re.findall(r"add_kernels\(\w+ ([^)]*)\)", (csrc / "CMakeLists.txt").read_text())
+    listed = re.findall(r"add_kernels\(\w+ ([^)]*)\)", (csrc / "cuda.cmake").read_text())
     assert sorted(" ".join(listed).split()) == sorted(sources)
     for implementation in cuda:
         text = (csrc / f"{implementation.op}.cu").read_text()
