@@ -1,7 +1,7 @@
 """Compiles the native libraries where the package is: what `dsv4-jax build` does. Imports no jax.
 
-CMake and nvcc are those of the system or of pip (`pip install cmake ninja nvidia-cuda-nvcc`: NVIDIA's packages are a
-whole CUDA 13 compiler), a C++ compiler is the system's. A library replaces the one before when it is done and opens.
+CMake and nvcc are those of the system or of pip (`nvidia-cuda-nvcc` and `nvidia-cuda-cccl` make a whole CUDA 13
+compiler), a C++ compiler is the system's. A library replaces the one before when it is done and opens.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def choose_nvcc(named: str | os.PathLike[str] | None = None) -> Compiler:
     compilers = [_compiler(pathlib.Path(named))] if named is not None else find_nvccs()
     if not compilers:
         raise BuildError(
-            "there is no nvcc: install a CUDA toolkit, or `pip install nvidia-cuda-nvcc` (docs/install.md)"
+            "there is no nvcc: install a CUDA toolkit, or `pip install nvidia-cuda-nvcc nvidia-cuda-cccl`"
+            " (docs/install.md)"
         )
     driver = libraries.driver_cuda()
     fit = [c for c in compilers if driver is None or c.version // 1000 <= driver // 1000]
@@ -161,7 +162,7 @@ def _run(command: list[str], log: pathlib.Path, report: Report | None) -> None:
                 file.write(line)
                 if not problem and re.search(r"\berror\b", line, re.IGNORECASE):
                     problem = f": {line.strip()}"
-                if report and (step := re.match(r"\[\s*(\d+)(?:/(\d+)|%)\]\s*(.*)", line)):
+                if report and (step := re.match(r"\[\s*([1-9]\d*)(?:/(\d+)|%)\]\s*(.*)", line)):
                     report(int(step[1]), int(step[2] or 100), _short(step[3]))
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)

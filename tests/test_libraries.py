@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import shutil
@@ -170,9 +171,10 @@ class TestBuild:
     @pytest.mark.slow
     @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
     def test_an_installed_package_builds_into_the_cache(self, installed, capsys, tmp_path) -> None:
-        assert main(["build", "--cpu-only", "--jobs", "2"]) == 0
+        assert main(["build", "--cpu-only", "--jobs", "2", "--json"]) == 0
         out, err = capsys.readouterr()
-        assert out.split() == [str(libraries.cpu_path())] and libraries.cpu_path().is_relative_to(tmp_path / "cache")
+        assert json.loads(out) == {"libraries": [str(libraries.cpu_path())], "cuda": None, "least_driver": None}
+        assert libraries.cpu_path().is_relative_to(tmp_path / "cache")
         assert "/" in err.splitlines()[0] and len(err.splitlines()) > 3  # a line per step
         assert libraries.open_cpu().dsv4_swap_args_size() > 0
         assert os.listdir(libraries.cpu_path().parent) == ["libdsv4_cpu.so"]

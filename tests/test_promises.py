@@ -46,8 +46,9 @@ def test_memory_table() -> None:
 
 def test_extras_exist() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    (more,) = re.findall(r"Further extras: ([^.]*)\.", README)
-    named = re.findall(r"\.\[(\w+)\]", README) + re.findall(r"`(\w+)`", more)
+    page = (ROOT / "docs" / "install.md").read_text()
+    (more,) = re.findall(r"Further extras: ([^.]*)\.", page)
+    named = re.findall(r"'\.\[(\w+)\]'", page) + re.findall(r"`(\w+)`", more)
     assert set(named) == set(extras)
 
 

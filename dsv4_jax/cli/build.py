@@ -8,7 +8,7 @@ import sys
 from rich.progress import Progress
 
 from .. import libraries, native_build
-from .options import progress_bar
+from .options import add_json, print_json, progress_bar
 from .values import positive
 
 __all__ = ["add_parser", "run"]
@@ -17,7 +17,7 @@ _EXAMPLES = """
 examples:
   dsv4-jax build                              with the nvcc that is found, for every GPU it knows
   dsv4-jax build --architectures 90           for Hopper only: quicker
-  pip install cmake ninja nvidia-cuda-nvcc    a compiler, if there is none (CUDA 13: a driver of 580 or later)
+  pip install cmake ninja nvidia-cuda-nvcc nvidia-cuda-cccl    a compiler (CUDA 13: a driver of 580 or later)
 """
 
 
@@ -36,6 +36,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--nvcc", metavar="PATH", help="the compiler (default: the first found that the driver allows)")
     parser.add_argument("--cpu-only", action="store_true", help="only the CPU library, which needs no nvcc")
     parser.add_argument("--jobs", type=positive, metavar="N", help="compilers at a time (default: one per CPU)")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -45,9 +46,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"nvcc {nvcc.path}, CUDA {libraries.spelled(nvcc.version)}", file=sys.stderr)
     with progress_bar() as progress:
         made = native_build.build(nvcc, architectures=args.architectures, jobs=args.jobs, report=_Steps(progress))
+    least = libraries.LEAST_DRIVERS.get(nvcc.version // 1000) if nvcc else None
+    if args.json:
+        cuda = libraries.spelled(nvcc.version) if nvcc else None
+        print_json({"libraries": [str(path) for path in made], "cuda": cuda, "least_driver": least})
+        return 0
     for path in made:
         print(path)
-    if nvcc and (least := libraries.LEAST_DRIVERS.get(nvcc.version // 1000)):
+    if nvcc and least:
         print(f"built with CUDA {libraries.spelled(nvcc.version)}: needs a driver of {least} or later", file=sys.stderr)
     return 0
 
