@@ -12,8 +12,8 @@ stages=${*:-build tests swap kernels ops steps triton}
 stage() {
   case $1 in
     build)
-      { cmake -S csrc -B build -DPYTHON="$python" -DDSV4_CUDA_ARCHITECTURES=90 && cmake --build build -j 8 \
-        && cmake --install build --prefix . --component libraries; } > "$OUT/build.log" 2>&1 ;;
+      { cmake -S csrc -B build/gpu -DPYTHON="$python" -DDSV4_CUDA_ARCHITECTURES=90 && cmake --build build/gpu -j 8 \
+        && cmake --install build/gpu --prefix . --component libraries; } > "$OUT/build.log" 2>&1 ;;
     tests)  # every kernel against its reference or float64, byte invariance, logits alone and among others; most of it is compiling
       "$python" -c "import xdist" 2> /dev/null && several="-n 12 -p no:benchmark"
       JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false timeout 400 "$python" -m pytest -p no:cacheprovider ${several:-} \

@@ -151,9 +151,9 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     for name, state in report["native"].items():
         console.print(f"native {name} library: {state}", markup=False, highlight=False, soft_wrap=True)
     if (build := report["cuda_build"])["toolkit"]:
-        needs = f"needs a driver of {build['least_driver']} or later" if build["least_driver"] else ""
+        needs = f", which needs a driver of {build['least_driver']} or later" if build["least_driver"] else ""
         here = f"this one runs CUDA {build['driver_runs']}" if build["driver_runs"] else "there is none here"
-        console.print(f"  built with CUDA {build['toolkit']}: {needs}; {here}", highlight=False, soft_wrap=True)
+        console.print(f"  built with CUDA {build['toolkit']}{needs}; {here}", highlight=False, soft_wrap=True)
     for op, code in report["cuda_code"].items():
         text = f"  {op}: compute capability {', '.join(code['capabilities']) or 'none'}"
         console.print(
