@@ -23,6 +23,7 @@ from .libraries import cuda_path, open_cpu, open_cuda
 
 __all__ = [
     "built_for",
+    "code_problem",
     "cpu_problem",
     "cpu_target",
     "cuda_problem",
@@ -99,7 +100,7 @@ def _capabilities() -> set[str]:
 
 
 def cuda_problem(op: str | None = None) -> str | None:
-    """Why the CUDA kernel of an op cannot be used on this process's devices, None if it can.
+    """Why the CUDA kernel of an op cannot be used in this process, None if it can.
 
     Args:
         op: the name of its source in csrc/; None: the library as a whole, whatever the devices.
@@ -110,6 +111,18 @@ def cuda_problem(op: str | None = None) -> str | None:
         return str(error)
     if op is None:
         return None
+    if (problem := code_problem(op)) is not None:
+        return problem
+    backend = jax.default_backend()
+    return None if backend == "gpu" else f"the backend is {backend}, and CUDA kernels need a GPU"
+
+
+def code_problem(op: str) -> str | None:
+    """Why the CUDA library, which is there, has no code of an op for this process's GPUs, None if it has.
+
+    Raises:
+        ImplementationError: as `load_cuda`.
+    """
     built = built_for(op)
     if not built:
         return (

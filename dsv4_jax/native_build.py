@@ -132,6 +132,7 @@ def build(
         install = ["--prefix", str(work / "done"), "--component", "libraries", "--strip"]
         _run([cmake, "--install", str(work / "objects"), *install], log, None)
         made = [_place("CPU", work / "done"), *([_place("CUDA", work / "done")] if nvcc else [])]
+        (target / "build.log").unlink(missing_ok=True)  # of a failure before
     except BuildError as error:
         kept = target / "build.log"
         os.replace(log, kept)

@@ -121,7 +121,7 @@ def _cuda_code() -> dict[str, dict[str, Any]]:
         return {}
     ops = [op.name for op in OPS.values() if "cuda" in op.names]
     sources = (*ops, "swap")  # which is of `tiers`, and no op of a model
-    return {op: {"capabilities": ffi.built_for(op), "problem": ffi.cuda_problem(op)} for op in sources}
+    return {op: {"capabilities": ffi.built_for(op), "problem": ffi.code_problem(op)} for op in sources}
 
 
 def _version(package: str) -> str | None:
