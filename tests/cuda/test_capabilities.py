@@ -132,3 +132,11 @@ def test_doctor_names_the_capabilities(library, monkeypatch, capsys) -> None:
     printed = " ".join(capsys.readouterr().out.split())
     assert "attend: compute capability 9.0 the device has compute capability 8.0" in printed
     assert "top_k: compute capability none" in printed
+
+
+def test_a_kernel_on_another_backend_is_refused_before_it_is_traced(library) -> None:
+    assert ffi.code_problem("swap") is None
+    with pytest.raises(ImplementationError, match="swap: the backend is cpu, and CUDA kernels need a GPU"):
+        ffi.cuda_target("swap", "dsv4_swap_out")
+    with pytest.raises(ImplementationError, match="append: implementation 'cuda' cannot run: the backend is cpu"):
+        registry.pick("append", ROWS, "cuda")
