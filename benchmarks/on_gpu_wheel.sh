@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The wheel as built elsewhere, on a machine with a GPU: installed beside the machine's own jax, away from this tree; then
-# `doctor`, a step of the README, and `pytest -m gpu` against what was installed. Output under ${OUT:-bench-out}.
+# The wheel as built elsewhere, on a machine with a GPU: used with the machine's own jax, away from this tree; then
+# `doctor` and `pytest -m gpu` against what was installed. Output under ${OUT:-bench-out}.
 #     pip wheel --no-deps -w dist . -C cmake.define.DSV4_CUDA_ARCHITECTURES=90 && benchmarks/on_gpu_wheel.sh dist/*.whl
 set -uo pipefail
 wheel=$(realpath "$1")
@@ -8,9 +8,9 @@ tree=$(realpath "$(dirname "$0")/..")
 out=$(realpath -m "${OUT:-$tree/bench-out}")
 mkdir -p "$out"
 away=${AWAY:-$(mktemp -d)}
-"${PYTHON:-python3}" -m venv --system-site-packages "$away/venv" || exit 1
-python="$away/venv/bin/python"
-"$python" -m pip install --quiet --no-index --no-deps "$wheel" || exit 1
+python=${PYTHON:-python3}
+"$python" -m pip install --quiet --no-index --no-deps --target "$away/installed" "$wheel" || exit 1
+export PYTHONPATH="$away/installed"
 cp -r "$tree"/{tests,benchmarks,examples,docs,csrc,README.md,pyproject.toml,mkdocs.yml,CHANGELOG.md} "$away" # all but the package
 cd "$away" || exit 1
 "$python" -c 'import dsv4_jax; print(dsv4_jax.__file__)'

@@ -10,7 +10,7 @@ from .values import positive, short
 
 __all__ = ["DEFAULT_PLACEMENT", "PLACEMENT_HELP", "placement"]
 
-DEFAULT_PLACEMENT = "prompt,output,junctions,doubling:8"
+DEFAULT_PLACEMENT = "prompt,output,junctions,doubling:4"
 PLACEMENT_HELP = (
     "where states are kept, a list: prompt and output (at their ends), junctions (where a prompt leaves what is "
     "cached), doubling:N (N, 2N, 4N ... blocks before the end of the prompt), every:N (blocks); or none "

@@ -83,7 +83,7 @@ class SnapshotPlacement:
     end_of_prompt: bool = True
     end_of_output: bool = True
     junctions: bool = True
-    doubling: int | None = 8
+    doubling: int | None = 4
 
     def __post_init__(self) -> None:
         for name in ("every", "doubling"):

@@ -46,8 +46,10 @@ def serve(manager: KVCacheManager, tokens: list[int]) -> int:
 
 
 def test_the_third_prompt_hits_what_the_first_two_share() -> None:
-    manager = make()
+    manager = make(JUNCTIONS)
     assert [serve(manager, prompt(user)) for user in range(4)] == [0, 0, 7 * B, 7 * B]
+    manager = make()  # the second one finds what was kept four blocks before the first one's end
+    assert [serve(manager, prompt(user)) for user in range(4)] == [0, 4 * B, 7 * B, 7 * B]
 
 
 def test_the_default_policy_hits_in_the_default_size_of_a_cache() -> None:

@@ -115,8 +115,8 @@ def test_default_placement_of_a_long_prompt() -> None:
     while start < 100_000:
         start = policy.next_stop(start, 100_000, prompt_tokens=100_000, block_tokens=128, junction=2048)
         stops.append(start)
-    end = 781  # blocks: a snapshot at the end and seven before it, which thin out
-    assert stops == [2048, *(128 * (end - n) for n in (512, 256, 128, 64, 32, 16, 8, 0)), 100_000]
+    end = 781  # blocks: a snapshot at the end and eight before it, which thin out
+    assert stops == [2048, *(128 * (end - n) for n in (512, 256, 128, 64, 32, 16, 8, 4, 0)), 100_000]
 
 
 placements = st.builds(
