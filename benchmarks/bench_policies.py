@@ -38,8 +38,10 @@ VARIANTS = {
     "the default, write_through": "--policy write_through",
     "the default, selective, 2 hits": "--policy selective:2",
     **{f"the default, order {name}": f"--order {name}" for name, order in ORDERS.items() if order is not DEFAULT.order},
-    "the default, 15 % for states": "--snapshot-fraction 0.15",
-    "the default, 45 % for states": "--snapshot-fraction 0.45",
+    "the default, 40 % for states": "--snapshot-fraction 0.4",
+    "the default, states from 8 blocks before the end": "--snapshots-at prompt,output,junctions,doubling:8",
+    "the default, no host": "--host-pages 0",
+    "the default, no host, 40 % for states": "--host-pages 0 --snapshot-fraction 0.4",
 }
 MADE_UP = "chats=200,tenants=4,turns=4,system=4000,question=500,answer=250,rate=4,pause=15,seed=7"
 

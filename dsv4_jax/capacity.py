@@ -30,7 +30,7 @@ __all__ = [
     "snapshots_beside",
 ]  # fmt: skip
 
-SNAPSHOT_FRACTION = 0.4  # of the bytes of blocks and snapshots: the best of 0.2 .. 0.5 on a trace of conversations
+SNAPSHOT_FRACTION = 0.2  # of the bytes of blocks and snapshots: the best of 0.12 .. 0.4 on a trace of conversations
 Limit = Literal["blocks", "slots", "context", "none"]
 _TABLE_ENTRY_BYTES = 4
 
