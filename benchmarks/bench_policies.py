@@ -1,19 +1,22 @@
 """What policies find on request traces, as a record: the table "What a trace shows" of RESULTS.md. No jax, no device.
 
-    python benchmarks/bench_policies.py conversation_trace.jsonl --json record.json [--plot FOLDER] [--only WORD]
+    python benchmarks/bench_policies.py conversation_trace.jsonl --json record.json [--plot FOLDER] [--jobs N] ...
     python benchmarks/bench_policies.py --json record.json [--plot FOLDER]
 
 With a trace in Mooncake's form (the conversation trace: github.com/kvcache-ai/Mooncake, FAST25-release/traces):
 V4-Flash, 20 GiB on the device, 64 GiB on the host. Without: a made-up trace of chats in little memory. Each line of
 `VARIANTS` is a `--compare` of `python -m dsv4_jax simulate`, which does the work; two minutes a line on the
-conversation trace. The record is written anew after each line. `--only` runs the lines whose name holds a word.
+conversation trace, and 4 GB of memory. The record is written anew after each line. `--only` runs the lines whose name
+holds a word, `--jobs` N of them at a time.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import json
+import multiprocessing
 import pathlib
 import platform
 import shlex
@@ -69,12 +72,23 @@ def row(trace: str, run: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def simulate_line(words: list[str], line: tuple[str, str]) -> dict[str, Any]:
+    """One of `VARIANTS`."""
+    name, options = line
+    out = io.StringIO()
+    with redirect_stdout(out):
+        if main([*words, "--compare", f"{name}: {options}"]):
+            raise SystemExit(f"{name}: failed")
+    return json.loads(out.getvalue())
+
+
 def run() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", nargs="?", type=pathlib.Path)
     parser.add_argument("--json", type=pathlib.Path, required=True)
     parser.add_argument("--plot", type=pathlib.Path, metavar="FOLDER", help="also draw all lines over time")
     parser.add_argument("--only", default="", metavar="WORD")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N")
     parser.add_argument("--limit", type=int)
     args = parser.parse_args()
     words, results = command(args), []
@@ -83,14 +97,10 @@ def run() -> None:
     def rows() -> list[dict[str, Any]]:
         return [row(trace, each["runs"][0]) for each in results]
 
-    for name, options in VARIANTS.items():
-        if args.only not in name:
-            continue
-        out = io.StringIO()
-        with redirect_stdout(out):
-            if main([*words, "--compare", f"{name}: {options}"]):
-                raise SystemExit(f"{name}: failed")
-        results.append(json.loads(out.getvalue()))
+    lines = [line for line in VARIANTS.items() if args.only in line[0]]
+    pool = multiprocessing.get_context("spawn").Pool(min(args.jobs, len(lines)), maxtasksperchild=1)
+    for result in pool.imap(functools.partial(simulate_line, words), lines, chunksize=1):
+        results.append(result)
         print(rows()[-1], flush=True)
         shown = [word.rpartition("/")[2] for word in words if word != "--json"]
         named = shlex.join(["python", "-m", "dsv4_jax", *shown, "--compare", "NAME: OPTIONS"])
