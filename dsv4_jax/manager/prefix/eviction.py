@@ -33,20 +33,17 @@ class Freed:
     Attributes:
         blocks, snapshots: device blocks and slots.
         pages: of the host.
-        stored: digests whose storage copies the tree has forgotten.
     """
 
     blocks: list[int] = dataclasses.field(default_factory=list)
     snapshots: list[int] = dataclasses.field(default_factory=list)
     pages: list[int] = dataclasses.field(default_factory=list)
-    stored: list[bytes] = dataclasses.field(default_factory=list)
 
     def add(self, other: Freed) -> None:
         """Those of another as well."""
         self.blocks += other.blocks
         self.snapshots += other.snapshots
         self.pages += other.pages
-        self.stored += other.stored
 
 
 @dataclasses.dataclass(slots=True)

@@ -41,19 +41,20 @@ class Evictor:
         """
         victims = self._victims(tier, as_count("count", count), len(room))
         result = Eviction()
-        moving: set[Node] = set()
-        if tier is T.DEVICE and room:
-            moving = set([node for node in victims if not node.host][-len(room) :])
-        spots = list(reversed(room))
+        spots, homeless = iter(room), 0  # victims that could use one: the last len(room) of them get one
+        if room and tier is T.DEVICE:
+            homeless = sum([not node.host for node in victims])
         for node in victims:
-            if tier is T.DEVICE and node in moving:
-                host = spots.pop()
-                self._moves.begin_offload(node, host)
-                result.moves.append(Move(node, node.block, host))
-            else:
-                self._leave(node, tier, result)
+            if homeless and not node.host:
+                homeless -= 1
+                if homeless < len(room):
+                    host = next(spots)
+                    self._moves.begin_offload(node, host)
+                    result.moves.append(Move(node, node.block, host))
+                    continue
+            self._leave(node, tier, result)
         self._counters.evicted[tier] += len(victims)
-        result.unused = spots[::-1]
+        result.unused.extend(spots)
         return result
 
     def evict_colder(self, tier: Tier, node: Node) -> Freed | None:
@@ -80,8 +81,8 @@ class Evictor:
 
     def _leave(self, node: Node, tier: Tier, freed: Freed) -> None:
         """One victim goes down to a copy, or away."""
-        if tier is self._nodes.last_tier and (tier is T.DEVICE or node.state is not S.DEVICE):
-            self._nodes.raise_level(0 if is_idle_end(node) else block_worth(node))
+        if tier is self._nodes.last_tier and (tier is T.DEVICE or node.state is not S.DEVICE) and not is_idle_end(node):
+            self._nodes.raise_level(block_worth(node))
         if tier is T.DEVICE and (node.host or (node.stored and not node.on_host)):
             self._nodes.set_state(node, S.HOST if node.host else S.STORAGE)
             freed.blocks.append(node.block)
@@ -91,7 +92,7 @@ class Evictor:
                 self._nodes.set_state(node, S.STORAGE)
             freed.pages.append(self._nodes.set_host(node, 0))
         else:
-            for n in reversed(subtree_of(node)):
+            for n in reversed(subtree_of(node)) if node.children else (node,):
                 self._nodes.drop(n, freed)
             return
         self._nodes.emit("removed", tier, node)
@@ -101,16 +102,18 @@ class Evictor:
         queue = self._queues.blocks[tier]
         chosen: list[Node] = []
         passed: list[Node] = []
-        counts = self._nodes.counts
-        moving = counts[S.OFFLOADING] + counts[S.LOADING] + counts[S.PERSISTING] + counts[S.FETCHING] > 0
+        moving: bool | None = None  # whether any block is; looked up where it matters
         busy: set[Node] = set()  # with a move under way below a child that goes down to its copy
         while len(chosen) < count and (node := queue.pop()) is not None:
             parent, goes_down = node.parent, tier is T.DEVICE and node.host > 0
             if room < count and not goes_down and (node in busy or _held_from_below(node, tier)):
                 passed.append(node)
                 continue
-            if moving and goes_down and parent is not None and (node in busy or _has_moves_below(node, tier)):
-                busy.add(parent)
+            if goes_down and parent is not None:
+                if moving is None:
+                    moving = self._nodes.is_any_moving()
+                if moving and (node in busy or _has_moves_below(node, tier)):
+                    busy.add(parent)
             chosen.append(node)
             if count > 1 and parent is not None and node.state.tier is tier:
                 _leaves(node, parent, tier, room, 1)

@@ -78,6 +78,10 @@ class NodeTable:
             raise PrefixTreeError(f"{node} is not in this tree: it was removed, or the tree was reset")
         return node
 
+    def is_any_moving(self) -> bool:
+        """Whether a block is on its way between tiers (copies to the host apart, which take nothing away)."""
+        return any(self.counts[state] for state in (S.OFFLOADING, S.LOADING, S.PERSISTING, S.FETCHING))
+
     def accessed(self, parent: Node | None) -> int:
         """When a node below this parent counts as accessed: never after it, so that the deepest always leaves first."""
         return self.clock if parent is None else parent.last_access
@@ -100,33 +104,39 @@ class NodeTable:
         old, parent = node.state, node.parent
         if state not in TRANSITIONS[old]:
             raise TransitionError(f"{node} cannot become {state.value}")
-        goes_up = state.tier > old.tier or (old is S.WRITING and state is S.DEVICE)
-        if goes_up and parent is not None and (parent.state.tier < state.tier or parent.state is S.WRITING):
-            raise TransitionError(f"{node} cannot become {state.value} below {parent}")
-        if state.tier < old.tier:
-            above = node.children if not state.tier else node.on_device + (node.on_host if state.tier < T.HOST else 0)
+        before, after = old.tier, state.tier
+        if after < before:
+            above = node.children if not after else node.on_device + (node.on_host if after < T.HOST else 0)
             if above or node.refs:
                 raise TransitionError(
                     f"{node} cannot become {state.value}: {above} children above it, {node.refs} refs"
                 )
-        if parent is not None and old.tier is not state.tier:
-            count_child(parent, old.tier, -1)
-            count_child(parent, state.tier, 1)
+        elif (
+            parent is not None
+            and (after > before or old is S.WRITING)
+            and (parent.state.tier < after or parent.state is S.WRITING)
+        ):
+            raise TransitionError(f"{node} cannot become {state.value} below {parent}")
+        if parent is not None and before is not after:
+            count_child(parent, before, -1)
+            count_child(parent, after, 1)
         if not node.refs:
             if old in SETTLED:
-                self.idle[old.tier] -= 1
+                self.idle[before] -= 1
             if state in SETTLED:
-                self.idle[state.tier] += 1
+                self.idle[after] += 1
         self.counts[old] -= 1
         self.counts[state] += 1
         node.state = state
+        if state is S.REMOVED:
+            return
         if state is S.HOST:
             self._wanted.came_to_host(node)
         if state is S.DEVICE and node.host:
             self._queues.demote(node)  # what is on the host is a copy now
         else:
             self._queues.push(node)
-        if parent is not None and state is not S.REMOVED:
+        if parent is not None and after < before:
             self._queues.push(parent)
 
     def add_references(self, nodes: Iterable[Node], access: int, level: int) -> None:
@@ -177,7 +187,8 @@ class NodeTable:
 
     def drop(self, node: Node, freed: Freed) -> None:
         """Removes a node without children, its units into `freed`. Raises `TransitionError` if this is not allowed."""
-        old, held, snapshot = node.state, copies(node), node.snapshot
+        old, snapshot = node.state, node.snapshot
+        held = copies(node) if self._events is not None else ()
         if old is S.WRITING:
             node.refs = 0  # its writer's
         self.set_state(node, S.REMOVED)
@@ -194,8 +205,6 @@ class NodeTable:
             freed.blocks.append(node.block)
         if node.host:
             freed.pages.append(self.set_host(node, 0))
-        if node.stored:
-            freed.stored.append(node.digest)
         node.block, node.stored = 0, False
         if snapshot is not None:
             freed.pages.extend(snapshot.host)

@@ -56,12 +56,12 @@ def _snapshot_by_hits(node: Node) -> tuple[int, int]:
 
 
 def _block_by_worth(node: Node) -> int:
-    age = (node.last_access << _DEPTH) - node.depth
+    age = _block_by_age(node)
     return age if is_idle_end(node) else (block_worth(node) << _TIME) + age
 
 
 def _idle_ends_first(node: Node) -> int:
-    age = (node.last_access << _DEPTH) - node.depth
+    age = _block_by_age(node)
     return age if is_idle_end(node) else age + (1 << _TIME)
 
 
