@@ -2,7 +2,7 @@
 
     python benchmarks/bench_kv_store.py [--storage bf16,fp8] [--tokens 65536] [--variants 1x4,4x4] [--json FILE]
 
-The calls of `dsv4_jax bench kv_store` (K and V of 8 heads of 128, each call its own values and rows, spread at random
+The calls of `dsv4-jax bench kv_store` (K and V of 8 heads of 128, each call its own values and rows, spread at random
 over pools of a million rows), timed the same way: kernel times of the profiler on a GPU. A variant is the rows of a
 program x its warps. Before it is timed, all bytes of the pools after all of its calls are compared with the
 reference's. Shares are of the copy ceiling (read + write) of the same run. Fails if a byte differs.

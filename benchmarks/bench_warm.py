@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/bench_warm.py [--implementations cuda,pallas]
 
-`dsv4_jax bench` times the same calls cold, which is how a decode step meets them. Mean of 16 calls of an executable,
+`dsv4-jax bench` times the same calls cold, which is how a decode step meets them. Mean of 16 calls of an executable,
 from the profiler, after two executions on the same buffers.
 """
 

@@ -28,6 +28,7 @@ __all__ = [
     "NoFreeSlotError",
     "NoHitsWarning",
     "NoKernelsWarning",
+    "OptionError",
     "OutOfBlocksError",
     "OutputError",
     "PlanError",
@@ -105,6 +106,10 @@ class TraceError(CacheError, ValueError):
         where = (source, None if line is None else f"line {line}", None if field is None else f"field '{field}'")
         prefix = ", ".join(part for part in where if part is not None)
         super().__init__(f"{prefix}: {problem}" if prefix else problem)
+
+
+class OptionError(CacheError, ValueError):
+    """An option of the command line asks for what cannot be. Names the option; its cause is the package's own error."""
 
 
 class InputError(CacheError, OSError):

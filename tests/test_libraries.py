@@ -140,12 +140,13 @@ class TestBuild:
 
     def test_bad_input_is_one_line(self, monkeypatch, capsys, tmp_path) -> None:
         monkeypatch.setattr(native_build, "_nvcc_paths", lambda: iter([]))
-        for argv, said in (
-            ([], "there is no nvcc: "),
-            (["--nvcc", str(tmp_path / "nvcc")], "nvcc does not run"),
-            (["--nvcc", "/bin/true"], "/bin/true is no nvcc"),
+        for argv, status, said in (
+            ([], 1, "there is no nvcc: "),
+            (["--nvcc", str(tmp_path / "nvcc")], 2, "nvcc does not run"),
+            (["--nvcc", "/bin/true"], 2, "--nvcc: /bin/true is no nvcc"),
+            (["--nvcc", "/bin/true", "--cpu-only"], 2, "--cpu-only: excludes --nvcc"),
         ):
-            assert main(["build", *argv]) == 2
+            assert main(["build", *argv]) == status
             out, err = capsys.readouterr()
             assert out == "" and said in err and err.count("\n") == 1
         with pytest.raises(SystemExit) as exit_:
@@ -154,14 +155,14 @@ class TestBuild:
 
     def test_without_cmake(self, monkeypatch, capsys) -> None:
         monkeypatch.setattr(native_build, "_tool", lambda name: None)
-        assert main(["build", "--cpu-only"]) == 2
+        assert main(["build", "--cpu-only"]) == 1
         assert "there is no cmake" in capsys.readouterr().err
 
     @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
     def test_a_failure_keeps_the_output_and_nothing_else(self, installed, capsys) -> None:
         (installed / "csrc" / "checksum.cc").write_text("#error nonsense\n")
         libraries.source_digest.cache_clear()
-        assert main(["build", "--cpu-only"]) == 2
+        assert main(["build", "--cpu-only"]) == 1
         err = capsys.readouterr().err.splitlines()[-1]
         folder = libraries.built_folder("CPU")
         libraries.source_digest.cache_clear()

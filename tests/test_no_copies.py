@@ -155,7 +155,7 @@ def test_two_hundred_steps_compile_once() -> None:
 
 
 def test_a_call_passes_few_arrays_at_any_depth() -> None:
-    """What a call costs the host grows with its arrays; its time is in `dsv4_jax bench step`."""
+    """What a call costs the host grows with its arrays; its time is in `dsv4-jax bench step`."""
     deep = cache_of(FLASH_DEPTH)
     shallow = cache_of(dataclasses.replace(FLASH_DEPTH, layer_types=FLASH_DEPTH.layer_types[:4]))
     assert len(deep) == len(shallow) <= 24

@@ -1,4 +1,4 @@
-"""The benchmark behind `dsv4_jax bench`: every op and the whole decode step, timed against ceilings of the same run.
+"""The benchmark behind `dsv4-jax bench`: every op and the whole decode step, timed against ceilings of the same run.
 
 | file | what it holds |
 | --- | --- |

@@ -57,17 +57,21 @@ def why_not(op: str, implementation: str) -> str | None:
 
 
 def measure(
-    case: Case, batch: int, names: list[str], ceilings: Ceilings, *, quick: bool, invariance: bool = False, on_done=None
-) -> list[Measurement]:
+    case: Case, batch: int, names: list[str], ceilings: Ceilings | None, *, quick: bool, invariance: bool = False,
+    on_done=None,
+) -> list[Measurement]:  # fmt: skip
     """One measurement per implementation, all on the same arguments.
 
-    What an implementation raises becomes its `problem`; `on_done()` follows each.
+    What an implementation raises becomes its `problem`; `on_done()` follows each. Without ceilings nothing is put in
+    relation to them.
     """
     shape = case.make(batch)
     bytes_moved, flops = shape.bytes_moved, shape.flops
-    floor = ceilings.floor_us(bytes_moved, flops)
-    target = Target() if quick else TARGETS.get((case.op, case.name, batch), Target())
-    required, goal = target.limits(bytes_moved, ceilings.copy)
+    floor = required = goal = None
+    target = Target() if quick or ceilings is None else TARGETS.get((case.op, case.name, batch), Target())
+    if ceilings is not None:
+        floor = ceilings.floor_us(bytes_moved, flops)
+        required, goal = target.limits(bytes_moved, ceilings.copy)
     variant = shape.key_split if isinstance(shape, AttendShape) and shape.key_split != "throughput" else None
     base = Measurement(
         case.op, case.name, batch, "", variant=variant, context=case.context, bytes=bytes_moved, flops=flops,
@@ -98,8 +102,8 @@ def _inputs(op: str, shape: Shape, quick: bool) -> Problem:
 
 
 def _measured(
-    base: Measurement, shape: Shape, inputs: Problem, want: list[np.ndarray], ceilings: Ceilings, *, quick: bool,
-    invariance: bool,
+    base: Measurement, shape: Shape, inputs: Problem, want: list[np.ndarray], ceilings: Ceilings | None, *,
+    quick: bool, invariance: bool,
 ) -> Measurement:  # fmt: skip
     repeats = 2 if quick else 12
     if base.implementation == "torch":
@@ -122,9 +126,9 @@ def _measured(
         kernels=timing.kernels,
         gb_per_s=bytes_moved / us / 1e3,
         tflop_per_s=flops / us / 1e6,
-        of_copy=1e6 * bytes_moved / us / ceilings.copy,
-        of_matmul=1e6 * flops / us / ceilings.matmul,
-        of_floor=ceilings.floor_us(bytes_moved, flops) / us,
+        of_copy=None if ceilings is None else 1e6 * bytes_moved / us / ceilings.copy,
+        of_matmul=None if ceilings is None else 1e6 * flops / us / ceilings.matmul,
+        of_floor=None if base.floor_us is None else base.floor_us / us,
         verdict=verdict(us, base.required_us, base.goal_us),
         relative_error=error,
         correct=error <= (torch_ops.TOLERANCE if base.implementation == "torch" else inputs.tolerance),

@@ -6,7 +6,7 @@
 
 `commit` is the short hash of the code that was measured, with a plus sign if files differed from it. A row names its
 table in `TABLES`, which says what a row may hold; what a row leaves out is null. Files of this form in
-`benchmarks/records/` are what `dsv4_jax bench --render` makes `benchmarks/RESULTS.md` from.
+`benchmarks/records/` are what `dsv4-jax bench --render` makes `benchmarks/RESULTS.md` from.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-import json
 import os
 import pathlib
 import re
@@ -23,10 +22,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from ..errors import BenchmarkError
+from ..untrusted import read_json
 
 __all__ = ["SCHEMA", "TABLES", "Measurement", "Table", "check", "commit", "load", "new_record"]
 
 SCHEMA = 1
+_MOST_BYTES = 1 << 26  # of a file
 Row: TypeAlias = Mapping[str, Any]
 # "number": one, or [low, high] of several runs; "parts": numbers, or settings, by name.
 Kind: TypeAlias = Literal["text", "number", "flag", "parts"]
@@ -206,7 +207,7 @@ def load(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.json")):
         try:
-            found[path.name] = check(json.loads(path.read_text(encoding="utf-8")))
+            found[path.name] = check(read_json(path, _MOST_BYTES))
         except (BenchmarkError, ValueError) as error:
             raise BenchmarkError(f"{path}: {error}") from None
     if not found:

@@ -119,8 +119,8 @@ def set_up(options: StepOptions) -> StepSetup:
     return StepSetup(layout, size, build_plan(layout, rows, shape_for(layout, rows), size=size).pack(), call)
 
 
-def measure_step(options: StepOptions, ceilings: Ceilings) -> dict[str, Any]:
-    """Runs the step and returns what was seen, ready for JSON.
+def measure_step(options: StepOptions, ceilings: Ceilings | None) -> dict[str, Any]:
+    """Runs the step and returns what was seen, ready for JSON. Without ceilings there is no floor to compare it with.
 
     Raises:
         BenchmarkError: the context exceeds the model's, or the step gives numbers that are not finite.
@@ -170,14 +170,14 @@ def measure_step(options: StepOptions, ceilings: Ceilings) -> dict[str, Any]:
     first_us, issue_us = min(firsts) * 1e6 / options.loop, min(issues) * 1e6 / options.loop
     report |= dict(step_ms=step_s * 1e3, first_dispatch_us=first_us, dispatch_us=issue_us)
 
-    parts = floors(layout, params, options.batch, options.context)
-    floor_us = {name: ceilings.floor_us(bytes_, flops) for name, bytes_, flops in parts}
-    moved = sum(bytes_ for _, bytes_, _ in parts)
-    total = sum(floor_us.values())
-    report |= dict(
-        floor_us=floor_us, floor_ms=total / 1e3, over_floor=1e6 * step_s / total, gb_per_s=moved / step_s / 1e9,
-        kernel_ms=None, kernels=None,
-    )  # fmt: skip
+    if ceilings is not None:
+        parts = floors(layout, params, options.batch, options.context)
+        floor_us = {name: ceilings.floor_us(bytes_, flops) for name, bytes_, flops in parts}
+        moved = sum(bytes_ for _, bytes_, _ in parts)
+        total = sum(floor_us.values())
+        over, rate = 1e6 * step_s / total, moved / step_s / 1e9
+        report |= dict(floor_us=floor_us, floor_ms=total / 1e3, over_floor=over, gb_per_s=rate)
+    report |= dict(kernel_ms=None, kernels=None)
     if options.profile or jax.default_backend() == "gpu":
         report |= _profile(lambda: compiled(cache, params, plan, x), options.profile, options.loop)
     return report

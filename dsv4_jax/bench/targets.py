@@ -48,9 +48,9 @@ PEERS = {
 
 
 def judged(report: dict[str, Any]) -> dict[str, Any]:
-    """A report of `step.measure_step` with what is required of it, if anything is."""
+    """A report of `step.measure_step` with what is required of it, if anything is and it has a floor."""
     limits = STEP_TARGETS.get((report["model"], report["batch"], report["context"]))
-    if limits is None:
+    if limits is None or "over_floor" not in report:
         return report
     required, goal = limits
     found = {"required_over_floor": required, "goal_over_floor": goal}

@@ -1,7 +1,6 @@
 """The command line: one file per command, `add_parser` and `run` each.
 
-Exit status: 0 done, 1 the command ran and found something wrong (or the device failed), 2 bad arguments, input or
-output (one line on stderr says what), 130 interrupted, 141 the reader of the output has gone.
+`options.EXIT_STATUS` has the exit statuses. An error is one line on stderr, and names the option it is about.
 """
 
 from __future__ import annotations
@@ -17,28 +16,26 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
 from ..errors import CacheError, NoHitsWarning
-from .options import one_line
+from .options import EXIT_STATUS, FAILURES, PROGRAM, Parser
+from .printing import one_line
 
 __all__ = ["entry", "main"]
 
 _COMMANDS = ("demo", "logits", "plan", "simulate", "bench", "doctor", "build")
-_EXAMPLES = """
+_EXAMPLES = """\
 examples:
-  dsv4_jax demo                                                  real text through the cache, checked
-  dsv4_jax plan --model flash --hbm 80GiB --context 128K         how many requests fit?
-  dsv4_jax simulate trace.jsonl --hbm 20GiB                      what would prefix caching find?
-  dsv4_jax logits --checkpoint DIR --tokens t.npy --out l.npy    to compare with another engine
-  dsv4_jax bench attend --quick                                  times, checked, against the ceilings
-  dsv4_jax doctor                                                what works on this machine
-  dsv4_jax build                                                 the CUDA kernels, where the package came without
+  dsv4-jax demo                                                  real text through the cache, checked
+  dsv4-jax plan --model flash --hbm 80GiB --context 128K         how many requests fit?
+  dsv4-jax simulate trace.jsonl --hbm 20GiB                      what would prefix caching find?
+  dsv4-jax logits --checkpoint DIR --tokens t.npy --out l.npy    to compare with another engine
+  dsv4-jax bench attend --quick                                  does it run, and is it right?
+  dsv4-jax doctor                                                what works on this machine
+  dsv4-jax build                                                 the CUDA kernels, where the package came without
+
+all commands take --json [FILE]: JSON alone on stdout, or in FILE beside the table; progress and errors are on stderr
+
+exit status:
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports bad arguments in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {one_line(message)} (see {self.prog} --help)\n")
 
 
 def entry() -> NoReturn:
@@ -68,7 +65,7 @@ def _hold_standard_streams() -> None:
     if sys.stderr is None:
         sys.stderr = io.StringIO()
     if sys.stdout is None:
-        print("dsv4_jax: error: stdout is closed", file=sys.stderr)
+        print(f"{PROGRAM}: error: stdout is closed", file=sys.stderr)
         sys.exit(2)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -107,7 +104,7 @@ def _shorten_warnings() -> None:
 
     def form(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
         if issubclass(category, NoHitsWarning):
-            return f"dsv4_jax: warning: {one_line(message)}\n"
+            return f"{PROGRAM}: warning: {one_line(message)}\n"
         return whole(message, category, *where, **line)
 
     warnings.formatwarning = form
@@ -128,9 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone
         return 141
     except MemoryError:
-        return _failed(command, "there is not enough memory", 2)
+        return _failed(command, "there is not enough memory", 1)
     except (CacheError, OSError) as error:
-        return _failed(command, error, 2)
+        return _failed(command, error, 1 if isinstance(error, FAILURES) else 2)
     except RuntimeError as error:
         if type(error).__name__ != "JaxRuntimeError":
             raise
@@ -138,17 +135,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(command: str, problem: object, status: int) -> int:
-    print(f"dsv4_jax{command}: error: {one_line(problem)}", file=sys.stderr)
+    print(f"{PROGRAM}{command}: error: {one_line(problem)}", file=sys.stderr)
     return status
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(
-        prog="dsv4_jax", description="The KV cache of DeepSeek-V4 for JAX.", epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    statuses = "".join(f"  {status:<3}  {meaning}\n" for status, meaning in EXIT_STATUS.items())
+    parser = Parser(
+        prog=PROGRAM,
+        description=f"The KV cache of DeepSeek-V4 for JAX. `python -m dsv4_jax` is the same program as `{PROGRAM}`.",
+        epilog=_EXAMPLES + statuses,
+    )
     parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     for name in _COMMANDS:
         importlib.import_module(f".{name}", __name__).add_parser(commands)
     args = parser.parse_args(argv)

@@ -3,51 +3,57 @@
 Terms: floor = the time no implementation can beat, the larger of bytes / copy ceiling and FLOPs / matmul ceiling
 (bytes and FLOPs are those the shape cannot do without, both ceilings are measured in the same run); required and
 goal = the project's targets; peer = the best other system's time on an H200. Times are kernel times (profiler) where
-the device has them, else wall times over many calls per synchronisation.
+the device has them, else wall times over many calls per synchronisation. A quick run, as every run on a CPU is, shows
+that all runs and is right: its times are put in relation to nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import pathlib
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import MappingProxyType
 from typing import Any, get_args
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from ..bench.shapes import CASES, OPS, QUICK, Case, select
-from ..errors import BenchmarkError
+from ..errors import OptionError
 from ..layout import CacheLayout, CacheSize, KeySplit
 from ..output import open_output
-from .options import memory_bytes, print_json, progress_bar, refuse_same, start_jax, stdout
-from .values import output_file, output_folder, picture_file, positive, token_count
+from .bench_table import print_record
+from .models import BUILT_IN
+from .options import PROGRAM, add_command, add_json, memory_bytes, naming, refuse_same, start_jax
+from .printing import Progress, present, write_json
+from .values import given_path, output_folder, picture_file, positive, short, token_count
 
 __all__ = ["add_parser", "run"]
 
 _EXAMPLES = """
-examples:
-  dsv4_jax bench --quick                                       all ops at tiny sizes, on any machine
-  dsv4_jax bench attend --shapes csa-flash --batch 1,64,256    chosen shapes of one op
-  dsv4_jax bench all --json bench.json --plot roofline.png     everything, to files
-  dsv4_jax bench top_k --implementations xla,lax.top_k,torch   baselines only
-  dsv4_jax bench step --model pro --batch 64 --context 32K     a whole decode step of the attention stack
-  dsv4_jax bench --render                                      make benchmarks/RESULTS.md from benchmarks/records
+  dsv4-jax bench --quick                                       all ops at tiny sizes, on any machine
+  dsv4-jax bench attend --shapes csa-flash --batch 1,64,256    chosen shapes of one op
+  dsv4-jax bench all --json bench.json --plot roofline.png     everything, to files
+  dsv4-jax bench top_k --implementations xla,lax.top_k,torch   baselines only
+  dsv4-jax bench step --model pro --batch 64 --context 32K     a whole decode step of the attention stack
+  dsv4-jax bench step --layers 4 --loop 8 --xla xla_gpu_enable_triton_gemm=true
+  dsv4-jax bench --render                                      make benchmarks/RESULTS.md from benchmarks/records
 """
-_SHARED_MODELS = ("flash", "pro", "tiny")
+_STEP_FIELDS = MappingProxyType(
+    {"context": "--context", "CacheSize.num_blocks": "--batch, --context", "CacheSize": "--batch"}
+)
+# Options of steps alone: what they are if they are not given, which must be told from given.
+_STEP_DEFAULTS = MappingProxyType({"model": None, "layers": None, "steps": 20, "loop": 1, "xla": (), "profile": None})
+_OP_OPTIONS = ("shapes", "invariance", "plot")
+_SHARED_OPTIONS = ("batch", "context", "implementations", "key_split", "quick", "json")
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "bench", help="time the ops or a decode step", description=__doc__, epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_command(
+        commands, "bench", "time the ops or a decode step", __doc__, _EXAMPLES,
+        fails="a result is wrong, a step cannot run, or with --check the page differs",
     )  # fmt: skip
-    parser.add_argument("what", nargs="*", default=["all"], metavar="OP", help=f"{', '.join(OPS)}, all or step")
+    parser.add_argument("what", nargs="*", metavar="OP", help=f"{', '.join(OPS)}, all (default) or step")
     parser.add_argument("--shapes", metavar="TEXT", help="only shapes whose op/name holds this")
     parser.add_argument(
         "--batch", type=_list_of(positive), metavar="N,...", help="these batches instead of each shape's"
@@ -59,35 +65,28 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--implementations", type=_names, metavar="NAME,...", help="cuda, pallas, triton, xla, lax.top_k, torch"
     )
     parser.add_argument(
-        "--key-split", choices=get_args(KeySplit), default="throughput",
-        help="how attend and steps cut a token's keys (default: %(default)s)",
+        "--key-split", choices=get_args(KeySplit),
+        help="how attend and steps cut a token's keys (default: throughput)",
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does everything run? (the default on a CPU)")
     parser.add_argument(
         "--invariance", action="store_true", help="also check that rows keep their bits in other batches"
     )
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        type=_json_file,
-        metavar="FILE",
-        help="write the record of the run, one JSON object (default: to stdout)",
-    )
+    add_json(parser)
     parser.add_argument("--plot", type=picture_file, metavar="PNG", help="draw the roofline (needs matplotlib)")
     results = parser.add_argument_group("results")
     results.add_argument(
-        "--render", nargs="?", const=pathlib.Path("benchmarks"), type=pathlib.Path, metavar="DIR",
+        "--render", nargs="?", const=pathlib.Path("benchmarks"), type=given_path, metavar="DIR",
         help="measure nothing: write DIR/RESULTS.md from DIR/records/*.json (default: benchmarks)",
     )  # fmt: skip
     results.add_argument("--check", action="store_true", help="with --render: write nothing, fail if the page differs")
     step = parser.add_argument_group("step")
-    step.add_argument("--model", choices=_SHARED_MODELS, default="flash", help="default: %(default)s")
+    step.add_argument("--model", choices=BUILT_IN, help="default: flash; tiny in a quick run without --layers")
     step.add_argument("--layers", type=positive, metavar="N", help="only the first N layers")
-    step.add_argument("--steps", type=positive, default=20, metavar="N", help="calls per synchronisation (default: 20)")
-    step.add_argument("--loop", type=positive, default=1, metavar="K", help="steps in one executable (default: 1)")
+    step.add_argument("--steps", type=positive, metavar="N", help="calls per synchronisation (default: 20)")
+    step.add_argument("--loop", type=positive, metavar="K", help="steps in one executable (default: 1)")
     step.add_argument(
-        "--xla", action="append", default=[], type=_xla_option, metavar="OPTION=VALUE",
+        "--xla", action="append", type=_xla_option, metavar="OPTION=VALUE",
         help="compiler option of the step, such as xla_gpu_enable_triton_gemm=false",
     )  # fmt: skip
     step.add_argument("--profile", type=output_folder, metavar="DIR", help="keep the profiler trace of a step")
@@ -96,15 +95,21 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.render is not None:
+        _refuse_given(args, ("what", *_OP_OPTIONS, *_SHARED_OPTIONS, *_STEP_DEFAULTS), "--render measures nothing")
         return _render(args.render, check=args.check)
     if args.check:
-        raise BenchmarkError("--check goes with --render")
-    ops, with_step = _chosen(args.what)
-    if ops:
-        select(CASES, ops)  # unknown names are refused before jax starts
+        raise OptionError("--check: goes with --render")
+    ops, with_step = _chosen(args.what or ["all"])
+    if not ops:
+        _refuse_given(args, _OP_OPTIONS, "is for ops, not for a step")
+    if not with_step:
+        _refuse_given(args, _STEP_DEFAULTS, "is for a step: name `step`")
+    for name, default in _STEP_DEFAULTS.items():
+        setattr(args, name, getattr(args, name) or default)
+    args.key_split = args.key_split or "throughput"
+    with naming("OP"):
+        select(CASES, ops or list(OPS))  # unknown names are refused before jax starts
     refuse_same({"--json": args.json, "--plot": args.plot})
-    if args.plot and not ops:
-        raise BenchmarkError("--plot draws ops, not steps")
     import jax
 
     from ..bench import ceilings, measure, plot
@@ -116,36 +121,39 @@ def run(args: argparse.Namespace) -> int:
     if jax.default_backend() == "cpu" and not quick:
         quick = True
         print("no GPU: tiny sizes, as with --quick", file=sys.stderr)
+    if quick and args.plot:
+        raise OptionError("--plot: draws times against the ceilings of a GPU, which a quick run does not measure")
     cases = [case.with_key_split(args.key_split) for case in (QUICK if quick else CASES)]
-    chosen = select(cases, ops, name=args.shapes, batches=args.batch, contexts=args.context) if ops else []
+    chosen = []
+    if ops:
+        with naming(", ".join(f"--{name}" for name in ("shapes", "context") if getattr(args, name)) or "OP"):
+            chosen = select(cases, ops, name=args.shapes, batches=args.batch, contexts=args.context)
     pairs = [(case, batch, names or measure.default_implementations(case.op)) for case, batch in chosen]
     _fit(chosen)
     steps = _step_options(args, quick) if with_step else []
     found: list[Any] = []
     reports: list[dict[str, Any]] = []
     device = jax.devices()[0].device_kind
-    command = shlex.join(["python", "-m", "dsv4_jax", *map(str, args.argv)])
+    command = shlex.join([PROGRAM, *map(str, args.argv)])
 
     def result() -> dict[str, Any]:
         """What was measured so far; on disk, too, so that a run that is killed leaves it."""
         rows = [{"table": "ops"} | dataclasses.asdict(r) for r in found]
         rows += [{"table": "steps"} | report for report in reports]
         made = new_record(
-            rows, device=device, command=command, quick=quick, ceilings=top.as_dict(),
+            rows, device=device, command=command, quick=quick, ceilings=top.as_dict() if top else {},
             software={"jax": jax.__version__, "backend": jax.default_backend()},
         )  # fmt: skip
         if args.json and args.json != "-":
-            with open_output(args.json, encoding="utf-8") as file:
-                file.write(json.dumps(made, indent=2) + "\n")
+            write_json(made, args.json)
         return made
 
-    with progress_bar() as bar:
-        task = bar.add_task("ceilings", total=sum(len(each) for *_, each in pairs) + len(steps))
-        top = ceilings.measure_ceilings(quick=quick)
+    with Progress("ceilings", sum(len(each) for *_, each in pairs) + len(steps)) as progress:
+        top = None if quick else ceilings.measure_ceilings()
         for case, batch, each in pairs:
-            bar.update(task, description=f"{case.op} {case.name}, {batch}")
+            progress.update(f"{case.op} {case.name}, batch {batch}")
             found += measure.measure(
-                case, batch, each, top, quick=quick, invariance=args.invariance, on_done=lambda: bar.advance(task)
+                case, batch, each, top, quick=quick, invariance=args.invariance, on_done=progress.advance
             )
             result()
         if steps:
@@ -153,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
             from ..bench.targets import judged
 
             for options in steps:
-                bar.update(task, description=f"step of {options.model}, {options.batch}")
+                progress.update(f"step of {options.model}, batch {options.batch}")
                 try:
                     reports.append(judged(measure_step(options, top)))
                 except Exception as error:  # kernels may fail in any way; the other steps still count
@@ -161,13 +169,11 @@ def run(args: argparse.Namespace) -> int:
                     failed |= {"batch": options.batch, "context": options.context}
                     reports.append(failed | {"problem": measure.one_line(error)})
                 result()
-                bar.advance(task)
-    if args.plot:
-        plot.draw(found, top, args.plot, title=f"dsv4_jax on {device}{' (tiny sizes)' if quick else ''}")
-    if args.json == "-":
-        print_json(result())
-    else:
-        _print(stdout(), result())
+                progress.advance()
+    if args.plot and top:
+        plot.draw(found, top, args.plot, title=f"dsv4_jax on {device}")
+    record = result()
+    present(record, args.json, lambda console: print_record(console, record))
     # An op's implementation that cannot run here is a row; a wrong result or no step is a failure.
     # The reference promises no batch invariance on a GPU: its products are a library's.
     wrong = any(r.correct is False or (r.batch_invariant is False and r.implementation != "xla") for r in found)
@@ -178,14 +184,15 @@ def _render(folder: pathlib.Path, *, check: bool) -> int:
     from ..bench.render import page
 
     path = folder / "RESULTS.md"
-    made = page(folder / "records")
+    with naming("--render"):
+        made = page(folder / "records")
     if not check:
         with open_output(path, encoding="utf-8") as file:
             file.write(made)
         return 0
-    if path.is_file() and path.read_text(encoding="utf-8") == made:
+    if path.is_file() and path.read_bytes() == made.encode():
         return 0
-    print(f"{path} is not what {folder / 'records'} gives: run bench --render", file=sys.stderr)
+    print(f"{path} is not what {folder / 'records'} gives: run {PROGRAM} bench --render", file=sys.stderr)
     return 1
 
 
@@ -195,15 +202,21 @@ def _chosen(what: list[str]) -> tuple[list[str], bool]:
     return ops, "step" in what
 
 
+def _refuse_given(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    for name in names:
+        if getattr(args, name):
+            raise OptionError(f"{'OP' if name == 'what' else '--' + name.replace('_', '-')}: {why}")
+
+
 def _fit(chosen: list[tuple[Case, int]]) -> None:
-    """Raises `BenchmarkError` if an op's arguments cannot lie in the device's memory, before they are made."""
+    """Raises `OptionError` if an op's arguments cannot lie in the device's memory, before they are made."""
     for case, batch in chosen:
         _fits(f"{case.op} {case.name} of batch {batch}", case.make(batch).bytes_moved)
 
 
 def _fits(what: str, needed: int) -> None:
     if needed > (held := _device_bytes()):
-        raise BenchmarkError(f"{what} takes at least {needed} bytes, the device has {held}")
+        raise OptionError(f"--batch, --context: {what} takes at least {needed} bytes, the device has {held}")
 
 
 def _device_bytes() -> int:
@@ -216,7 +229,7 @@ def _device_bytes() -> int:
 def _implementations(names: list[str] | None, known: tuple[str, ...]) -> list[str] | None:
     for name in names or ():
         if name not in known:
-            raise BenchmarkError(f"unknown implementation {name!r}, expected some of {', '.join(known)}")
+            raise OptionError(f"--implementations: {short(name)} is none of {', '.join(known)}")
     return names
 
 
@@ -226,10 +239,13 @@ def _step_options(args: argparse.Namespace, quick: bool) -> list[Any]:
     from ..ops.registry import NAMES
 
     names: list[Any] = [name for name in args.implementations or [None] if name is None or name in NAMES]
-    small = quick and not args.layers
+    if not names:
+        raise OptionError(f"--implementations: a step runs {', '.join(NAMES)}")
+    asked_for = not quick or (args.model and args.layers)  # real layers on a CPU: only a few, and only by name
+    model = (args.model or "flash") if asked_for else "tiny"
     options = [
         StepOptions(
-            model="tiny" if small else args.model, batch=batch, context=context, layers=args.layers,
+            model=model, batch=batch, context=context, layers=args.layers,
             implementation=name, key_split=args.key_split, steps=2 if quick else args.steps, loop=args.loop,
             profile=args.profile, xla=tuple(args.xla),
         )
@@ -238,22 +254,21 @@ def _step_options(args: argparse.Namespace, quick: bool) -> list[Any]:
         for name in names
     ]  # fmt: skip
     for option in options:
-        layout = CacheLayout(option.config())
-        columns = layout.blocks_for(option.context)
-        needed = layout.total_bytes(CacheSize(option.batch * columns, option.batch, columns))
+        with naming(fields=_STEP_FIELDS):
+            cfg = option.config()
+            layout = CacheLayout(cfg)
+            columns = layout.blocks_for(option.context)
+            needed = layout.total_bytes(CacheSize(option.batch * columns, option.batch, columns))
+        if args.layers and args.layers > cfg.num_layers:
+            raise OptionError(f"--layers: {option.model} has {cfg.num_layers}")
         _fits(f"a step of {option.model}, batch {option.batch}, context {option.context}", needed)
     return options
-
-
-def _json_file(text: str) -> str | pathlib.Path:
-    """argparse type: a file to write, or - for stdout."""
-    return text if text == "-" else output_file(text)
 
 
 def _xla_option(text: str) -> tuple[str, str | bool]:
     name, equals, value = text.partition("=")
     if not (name and equals and value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not OPTION=VALUE")
+        raise argparse.ArgumentTypeError(f"{short(text)} is not OPTION=VALUE")
     return name, {"true": True, "false": False}.get(value.lower(), value)
 
 
@@ -266,80 +281,3 @@ def _list_of(item: Callable[[str], int]) -> Callable[[str], list[int]]:
 
 def _names(text: str) -> list[str]:
     return list(dict.fromkeys(text.split(",")))
-
-
-def _print(console: Console, result: dict[str, Any]) -> None:
-    top = result["ceilings"]
-    ops, steps = ([row for row in result["rows"] if row["table"] == table] for table in ("ops", "steps"))
-    console.print(
-        f"{result['device']}, jax {result['software']['jax']}: copy {top['copy_gb_per_s']:,.0f} GB/s, "
-        f"bf16 matmul {top['matmul_tflop_per_s']:,.2f} TFLOP/s"
-    )
-    if ops:
-        # A wide table in a pipe or a log is better than one cell per line.
-        wide = console if console.is_terminal else Console(width=max(console.width, 140))
-        wide.print(_table([r for r in ops if not r["problem"]]))
-        for reason, names in _problems(ops).items():
-            wide.print(f"not measured: {', '.join(names)}: {reason}", markup=False, highlight=False)
-    for report in steps:
-        table = Table("", "", title="decode step", title_justify="left", show_header=False)
-        for name, value in list(report.items())[1:]:
-            if isinstance(value, dict):
-                for part, x in value.items():
-                    shown = f"{x:,.1f}" if isinstance(x, float) else str(x)
-                    table.add_row(escape(f"  {name}: {part[:60]}"), escape(shown))
-            else:
-                table.add_row(name, f"{value:,.3f}" if isinstance(value, float) else escape(str(value)))
-        console.print(table)
-
-
-def _table(records: list[dict[str, Any]]) -> Table:
-    table = Table("op / shape", "implementation")
-    for name in (
-        "batch",
-        "us",
-        "kernel us",
-        "GB/s",
-        "TFLOP/s",
-        "floor us",
-        "of floor",
-        "required / goal / peer",
-        "error",
-    ):
-        table.add_column(name, justify="right")
-    last = None
-    for r in records:
-        label = f"{r['op']} {r['shape']}{', ' + r['variant'] if r['variant'] else ''}"
-        if last is not None and (label, r["batch"]) != last:
-            table.add_section()
-        last = label, r["batch"]
-        targets = [r["required_us"], r["goal_us"], r["peer_us"]]
-        judged = " / ".join(_number(x) for x in targets) if any(targets) else ""
-        colour = {"goal": "green", "required": "green", "missed": "red"}.get(r["verdict"], "default")
-        if r["verdict"]:
-            judged += f" {r['verdict']}"
-        error = f"{r['relative_error']:.0e}" if r["correct"] else f"[red]{r['relative_error']:.1e} wrong[/]"
-        if r["batch_invariant"] is not None:
-            error += ", invariant" if r["batch_invariant"] else ", [red]not invariant[/]"
-        table.add_row(
-            label, r["implementation"], str(r["batch"]), _number(r["us"]), _number(r["kernel_us"]),
-            f"{r['gb_per_s']:,.0f}", f"{r['tflop_per_s']:,.1f}" if r["flops"] else "", _number(r["floor_us"]),
-            f"{r['of_floor']:.0%}", f"[{colour}]{judged}[/]", error,
-        )  # fmt: skip
-    return table
-
-
-def _problems(records: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """reason -> what could not be measured for it."""
-    found: dict[str, list[str]] = {}
-    for r in records:
-        if r["problem"]:
-            names = found.setdefault(r["problem"], [])
-            name = f"{r['op']} {r['implementation']}"
-            if name not in names:
-                names.append(name)
-    return found
-
-
-def _number(us: float | None) -> str:
-    return "-" if us is None else f"{us:,.1f}"

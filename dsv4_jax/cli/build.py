@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import pathlib
 import sys
 
-from rich.progress import Progress
-
 from .. import libraries, native_build
-from .options import add_json, print_json, progress_bar
-from .values import positive
+from ..errors import BuildError, OptionError
+from .options import add_command, add_json
+from .printing import Progress, present
+from .values import given_path, positive, short
 
 __all__ = ["add_parser", "run"]
 
 _EXAMPLES = """
-examples:
   dsv4-jax build                              with the nvcc that is found, for every GPU it knows
   dsv4-jax build --architectures 90           for Hopper only: quicker
   pip install cmake ninja nvidia-cuda-nvcc nvidia-cuda-cccl    a compiler (CUDA 13: a driver of 580 or later)
@@ -22,10 +22,9 @@ examples:
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "build", help="compile the CUDA kernels", description=__doc__, epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = add_command(
+        commands, "build", "compile the CUDA kernels", __doc__, _EXAMPLES, fails="a tool is missing or failed"
+    )
     parser.add_argument(
         "--architectures",
         type=_architectures,
@@ -33,7 +32,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         default=[],
         help="compute capabilities, such as 80,90 (default: all)",
     )
-    parser.add_argument("--nvcc", metavar="PATH", help="the compiler (default: the first found that the driver allows)")
+    parser.add_argument(
+        "--nvcc", type=given_path, metavar="PATH", help="the compiler (default: the first found that the driver allows)"
+    )
     parser.add_argument("--cpu-only", action="store_true", help="only the CPU library, which needs no nvcc")
     parser.add_argument("--jobs", type=positive, metavar="N", help="compilers at a time (default: one per CPU)")
     add_json(parser)
@@ -41,40 +42,37 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    nvcc = None if args.cpu_only else native_build.choose_nvcc(args.nvcc)
+    if args.cpu_only and (args.nvcc or args.architectures):
+        raise OptionError(f"--cpu-only: excludes {'--nvcc' if args.nvcc else '--architectures'}, it needs no CUDA")
+    nvcc = None if args.cpu_only else _nvcc(args.nvcc)
     if nvcc:
         print(f"nvcc {nvcc.path}, CUDA {libraries.spelled(nvcc.version)}", file=sys.stderr)
-    with progress_bar() as progress:
-        made = native_build.build(nvcc, architectures=args.architectures, jobs=args.jobs, report=_Steps(progress))
+    with Progress("build") as progress:
+        made = native_build.build(
+            nvcc, architectures=args.architectures, jobs=args.jobs,
+            report=lambda done, steps, name: progress.update(f"build, {name}", done=done, total=steps),
+        )  # fmt: skip
     least = libraries.LEAST_DRIVERS.get(nvcc.version // 1000) if nvcc else None
-    if args.json:
-        cuda = libraries.spelled(nvcc.version) if nvcc else None
-        print_json({"libraries": [str(path) for path in made], "cuda": cuda, "least_driver": least})
-        return 0
-    for path in made:
-        print(path)
-    if nvcc and least:
-        print(f"built with CUDA {libraries.spelled(nvcc.version)}: needs a driver of {least} or later", file=sys.stderr)
+    cuda = libraries.spelled(nvcc.version) if nvcc else None
+    if least:
+        print(f"built with CUDA {cuda}: needs a driver of {least} or later", file=sys.stderr)
+    report = {"libraries": [str(path) for path in made], "cuda": cuda, "least_driver": least}
+    present(report, args.json, lambda console: console.print(*made, sep="\n", soft_wrap=True, markup=False))
     return 0
 
 
-class _Steps:
-    """A bar on a terminal; elsewhere a line per step, so that a log shows where a build is."""
-
-    def __init__(self, progress: Progress):
-        self.progress = progress
-        self.task = progress.add_task("build", total=None)
-
-    def __call__(self, done: int, steps: int, name: str) -> None:
-        if self.progress.disable:
-            print(f"[{done}/{steps}] {name}", file=sys.stderr, flush=True)
-        else:
-            self.progress.update(self.task, completed=done, total=steps, description=name)
+def _nvcc(named: pathlib.Path | None) -> native_build.Compiler:
+    try:
+        return native_build.choose_nvcc(named)
+    except BuildError as error:
+        if named is None:
+            raise
+        raise OptionError(f"--nvcc: {error}") from error
 
 
 def _architectures(text: str) -> list[int]:
     parts = text.replace(";", ",").split(",")
     for part in parts:
         if not (part.isascii() and part.isdigit() and 80 <= int(part[:5]) < 1000):
-            raise argparse.ArgumentTypeError(f"{part!r} is no compute capability from 80 on: give them as 80,90")
+            raise argparse.ArgumentTypeError(f"{short(part)} is no compute capability from 80 on: give them as 80,90")
     return [int(part) for part in parts]

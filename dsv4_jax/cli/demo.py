@@ -19,16 +19,16 @@ from ..errors import PlanError
 from ..layout import CacheLayout
 from ..output import check_output, open_output
 from .inputs import open_regular
-from .options import add_json, print_json, progress_bar, start_jax, stdout
+from .options import add_command, add_json, naming, refuse_same, start_jax
+from .printing import Progress, present
 from .values import given_path, output_folder, positive
 
 __all__ = ["Pass", "add_parser", "read_prompts", "run"]
 
 _EXAMPLES = """
-examples:
-  dsv4_jax demo                                   a tiny random model, text of its own
-  dsv4_jax demo --checkpoint DIR --text FILE      yours (a byte-level vocabulary of at least 256)
-  dsv4_jax demo --keep demo-out                   keep the checkpoint and the text it writes
+  dsv4-jax demo                                   a tiny random model, text of its own
+  dsv4-jax demo --checkpoint DIR --text FILE      yours (a byte-level vocabulary of at least 256)
+  dsv4-jax demo --keep demo-out                   keep the checkpoint and the text it writes
 """
 _TEXT = """\
 A transformer that reads a million tokens cannot keep every key it has seen. DeepSeek-V4 keeps the last hundred
@@ -56,9 +56,9 @@ class Pass(NamedTuple):
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "demo", help="decode real text through the cache and check it", description=__doc__, epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_command(
+        commands, "demo", "decode real text through the cache and check it", __doc__, _EXAMPLES,
+        fails="a logit differs from the cache-free forward's",
     )  # fmt: skip
     parser.add_argument("--checkpoint", type=given_path, metavar="DIR", help="default: writes a tiny random one")
     parser.add_argument("--text", type=given_path, metavar="FILE", help="default: writes a paragraph")
@@ -74,29 +74,27 @@ def run(args: argparse.Namespace) -> int:
 
     from ..model import load_hf
 
+    refuse_same({"--text": args.text, "--json": args.json})
     start_jax()
     with _inputs(args) as (checkpoint, text):
         prompts = read_prompts(text)
-        cfg, params = load_hf(checkpoint)
+        with naming("--checkpoint"):
+            cfg, params = load_hf(checkpoint)
     if cfg.vocab_size < 256:
         raise PlanError(f"--checkpoint: a vocabulary of {cfg.vocab_size} has no room for bytes")
     exact = CacheLayout(cfg, "f32", "f32")
     served = CacheLayout(cfg, "fp8", "fp4")
-    with progress_bar() as bar:
-        total = 2 * len(prompts) * args.new_tokens
-        task = bar.add_task("decoding", total=total)
-        first = _serve(params, exact, prompts, None, args, lambda n: bar.advance(task, n))
+    with Progress("decoding", 2 * len(prompts) * args.new_tokens) as progress:
+        first = _serve(params, exact, prompts, None, args, progress.advance)
         # The same tokens again, so that the errors of the two can be compared.
-        second = _serve(params, served, prompts, first.sequences, args, lambda n: bar.advance(task, n))
+        second = _serve(params, served, prompts, first.sequences, args, progress.advance)
     passed = max(first.errors) <= _TOLERANCE
-    if args.json:
-        print_json({
-            "passed": passed, "tolerance": _TOLERANCE, "jax": jax.__version__, "device": str(jax.devices()[0]),
-            "prompt_tokens": list(_PROMPTS), "new_tokens": args.new_tokens,
-            "passes": [_as_dict(first), _as_dict(second)],
-        })  # fmt: skip
-    else:
-        _print(stdout(), [first, second], prompts, passed)
+    report = {
+        "passed": passed, "tolerance": _TOLERANCE, "jax": jax.__version__, "device": str(jax.devices()[0]),
+        "prompt_tokens": list(_PROMPTS), "new_tokens": args.new_tokens,
+        "passes": [_as_dict(first), _as_dict(second)],
+    }  # fmt: skip
+    present(report, args.json, lambda console: _print(console, [first, second], prompts, passed))
     return 0 if passed else 1
 
 

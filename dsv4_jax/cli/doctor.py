@@ -8,19 +8,19 @@ import importlib.util
 import platform
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from .. import libraries
-from .options import add_json, print_json, stdout
+from .options import add_command, add_json
+from .printing import present
 
 __all__ = ["add_parser", "examine", "run"]
 
 _EXAMPLES = """
-examples:
-  dsv4_jax doctor
-  dsv4_jax doctor --json
+  dsv4-jax doctor                      in one table
+  dsv4-jax doctor --json               by op and implementation, for a program
+  dsv4-jax doctor --json doctor.json   both: for a report of a bug
 """
 _PACKAGES = (
     "dsv4_jax", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "triton", "numpy", "ml_dtypes",
@@ -29,20 +29,16 @@ _PACKAGES = (
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "doctor", help="what works on this machine and why not", description=__doc__, epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = add_command(
+        commands, "doctor", "what works on this machine and why not", __doc__, _EXAMPLES, fails="nothing can run here"
+    )
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     report = examine()
-    if args.json:
-        print_json(report)
-    else:
-        _print(stdout(), report)
+    present(report, args.json, lambda console: console.print(_table(report)))
     return 0 if report["problem"] is None else 1
 
 
@@ -131,31 +127,67 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _print(console: Console, report: dict[str, Any]) -> None:
+def _table(report: dict[str, Any]) -> Table:
+    """All of it, each thing said once."""
     table = Table("", "", show_header=False)
+    there = {name: version for name, version in report["packages"].items() if version}
     table.add_row("python", f"{report['python']}, {report['machine']}")
-    for name, version in report["packages"].items():
-        table.add_row(name, version or "[dim]not installed[/]")
-    console.print(table)
+    table.add_row("packages", ", ".join(f"{name} {version}" for name, version in there.items()))
+    table.add_row("not installed", ", ".join(name for name in report["packages"] if name not in there))
+    table.add_section()
     if report["problem"]:
-        console.print(report["problem"], style="red", markup=False)
-        return
-    for device in report["devices"]:
-        capability = f", compute capability {c}" if (c := device["compute_capability"]) else ""
-        about = f"{device['kind']}{capability}, memories {', '.join(device['memories'])}"
-        console.print(f"{report['backend']} {device['id']}: {about}", highlight=False)
-    ops = Table("op", *next(iter(report["implementations"].values())))
-    for op, states in report["implementations"].items():
-        ops.add_row(op, *(f"[green]{s}[/]" if s == "usable" else escape(s) for s in states.values()))
-    console.print(ops)
-    for name, state in report["native"].items():
-        console.print(f"native {name} library: {state}", markup=False, highlight=False, soft_wrap=True)
-    if (build := report["cuda_build"])["toolkit"]:
-        needs = f", which needs a driver of {build['least_driver']} or later" if build["least_driver"] else ""
-        here = f"this one runs CUDA {build['driver_runs']}" if build["driver_runs"] else "there is none here"
-        console.print(f"  built with CUDA {build['toolkit']}{needs}; {here}", highlight=False, soft_wrap=True)
-    for op, code in report["cuda_code"].items():
-        text = f"  {op}: compute capability {', '.join(code['capabilities']) or 'none'}"
-        console.print(
-            text + (f" [red]{escape(code['problem'])}[/]" if code["problem"] else ""), highlight=False, soft_wrap=True
-        )
+        table.add_row("problem", f"[red]{escape(report['problem'])}[/]")
+        return table
+    table.add_row("backend", report["backend"])
+    for about, ids in _grouped({str(device["id"]): _about(device) for device in report["devices"]}).items():
+        table.add_row(f"device {', '.join(ids)}" if len(ids) < 3 else f"devices {ids[0]} to {ids[-1]}", escape(about))
+    table.add_row("CPU library", _state(report["native"]["cpu"]))
+    table.add_row("CUDA library", _cuda_library(report))
+    table.add_section()
+    for name in next(iter(report["implementations"].values())):
+        table.add_row(name, _implementation(name, report["implementations"]))
+    return table
+
+
+def _about(device: dict[str, Any]) -> str:
+    capability = f", compute capability {c}" if (c := device["compute_capability"]) else ""
+    return f"{device['kind']}{capability}, memories {', '.join(device['memories'])}"
+
+
+def _cuda_library(report: dict[str, Any]) -> str:
+    lines, build = [_state(report["native"]["cuda"])], report["cuda_build"]
+    if build["toolkit"]:
+        needs = f" (needs a driver of {build['least_driver']} or later)" if build["least_driver"] else ""
+        here = f"this driver runs CUDA {build['driver_runs']}" if build["driver_runs"] else "there is no driver here"
+        lines.append(f"built with CUDA {build['toolkit']}{needs}; {here}")
+    code = report["cuda_code"]
+    groups = _grouped({op: ", ".join(each["capabilities"]) or "none" for op, each in code.items()})
+    for capabilities, ops in groups.items():
+        lines.append(f"code for compute capability {capabilities}" + (f": {', '.join(ops)}" if len(groups) > 1 else ""))
+    if code and (problem := code["swap"]["problem"]):  # those of ops are said with the implementation
+        lines.append(f"[red]{escape(problem)}[/]")
+    return "\n".join(lines)
+
+
+def _implementation(name: str, implementations: dict[str, dict[str, str]]) -> str:
+    """Of which ops it is usable, and why of the others it is not."""
+    # Reasons that differ in nothing but the name of the op are one.
+    states = {op: states[name].replace(f"the {op} kernel", "the kernel") for op, states in implementations.items()}
+    groups = _grouped({op: state for op, state in states.items() if state != "no kernel"})
+    lines = []
+    for state, ops in groups.items():
+        of = f": {', '.join(ops)}" if state == "usable" or len(groups) > 1 else ""
+        lines.append(_state(state) + of)
+    return "\n".join(lines) or "no kernel"
+
+
+def _state(state: str) -> str:
+    return "[green]usable[/]" if state == "usable" else escape(state)
+
+
+def _grouped(values: dict[str, str]) -> dict[str, list[str]]:
+    """Value -> the keys that have it."""
+    found: dict[str, list[str]] = {}
+    for key, value in values.items():
+        found.setdefault(value, []).append(key)
+    return found

@@ -13,17 +13,8 @@ from ..layout import CacheLayout, CacheSize
 from ..manager import StepSequence, StepShape, build_plan
 from ..output import open_output
 from .inputs import read_tokens
-from .options import (
-    add_json,
-    add_layout,
-    layout_from,
-    memory_bytes,
-    print_json,
-    progress_bar,
-    refuse_same,
-    start_jax,
-    stdout,
-)
+from .options import add_command, add_json, add_layout, layout_from, memory_bytes, naming, refuse_same, start_jax
+from .printing import Progress, present
 from .values import given_path, output_file, positive
 
 __all__ = [
@@ -38,21 +29,19 @@ __all__ = [
 ]
 
 _EXAMPLES = """
-examples:
-  dsv4_jax logits --checkpoint ckpt --tokens tokens.npy --out logits.npy
+  dsv4-jax logits --checkpoint ckpt --tokens tokens.npy --out logits.npy
       the whole array at once, with the default FP8 / FP4 cache
-  dsv4_jax logits --checkpoint ckpt --tokens tokens.npy --chunks 13,1,1,7 \\
+  dsv4-jax logits --checkpoint ckpt --tokens tokens.npy --chunks 13,1,1,7 \\
       --kv-format f32 --index-format f32 --out logits.npy
       chunks of 13, 1, 1, 7, 7, 7, ... tokens through an unquantised cache
-  dsv4_jax logits --checkpoint ckpt --tokens tokens.npy --chunks 1 --out logits.npy
+  dsv4-jax logits --checkpoint ckpt --tokens tokens.npy --chunks 1 --out logits.npy
       token by token
 """
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "logits", help="teacher-forced logits of a token array", description=__doc__, epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_command(
+        commands, "logits", "teacher-forced logits of a token array", __doc__, _EXAMPLES,
     )  # fmt: skip
     parser.add_argument("--checkpoint", type=given_path, required=True, metavar="DIR", help="config.json, safetensors")
     parser.add_argument("--tokens", type=given_path, required=True, metavar="FILE", help=".npy, 1-D integers")
@@ -72,12 +61,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    refuse_same({"--tokens": args.tokens, "--out": args.out})
+    refuse_same({"--tokens": args.tokens, "--out": args.out, "--json": args.json})
     tokens = read_tokens(args.tokens)
     start_jax()
     from ..model.checkpoint import load_hf
 
-    cfg, params = load_hf(args.checkpoint)
+    with naming("--checkpoint"):
+        cfg, params = load_hf(args.checkpoint)
     check_vocabulary(tokens, cfg.vocab_size)
     if (needed := len(tokens) * cfg.vocab_size * 4) > (held := memory_bytes()):
         raise PlanError(f"--tokens: logits of {len(tokens)} tokens take {needed} bytes, this machine has {held}")
@@ -93,11 +83,8 @@ def run(args: argparse.Namespace) -> int:
         "kv_format": layout.kv_row.name, "index_format": layout.index_row.name, "cache_bytes": cache_bytes,
         "seconds": round(seconds, 3),
     }  # fmt: skip
-    if args.json:
-        print_json(report)
-    else:
-        said = f"{args.out}: logits of {len(tokens)} tokens in {len(chunks)} chunks, {seconds:.1f} s"
-        stdout().print(said, markup=False)
+    said = f"{args.out}: logits of {len(tokens)} tokens in {len(chunks)} chunks, {seconds:.1f} s"
+    present(report, args.json, lambda console: console.print(said, markup=False))
     return 0
 
 
@@ -116,8 +103,8 @@ def feed(
     step = jax.jit(forward, donate_argnames="cache", static_argnames=("index_qat", "implementation"))
     out = np.empty((len(tokens), layout.cfg.vocab_size), np.float32)
     at = blocks = 0
-    with progress_bar() as bar:
-        for count in bar.track(chunks, description="feeding"):
+    with Progress("chunks", len(chunks)) as progress:
+        for count in chunks:
             padded = padded_size(count, max(chunks))
             shape = StepShape.bound(layout, 1, padded, columns=columns, history=padded > 1 + layout.draft_tokens)
             held, blocks = blocks, layout.blocks_for(at + count)
@@ -128,6 +115,7 @@ def feed(
             logits, cache = step(params, cache, plan.pack(), fed, index_qat=index_qat, implementation=implementation)
             out[at : at + count] = np.asarray(logits)[:count]
             at += count
+            progress.advance()
     return out, layout.total_bytes(size)
 
 

@@ -1,70 +1,80 @@
-"""Arguments and output that several commands share."""
+"""What the parsers of all commands have in common: their form, shared options, and errors in the words of options."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
-import sys
-from collections.abc import Mapping
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+import re
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 from ..config import DSV4Config
-from ..errors import ImplementationError, OutputError
+from ..errors import BuildError, CacheError, ImplementationError, IntegrityError, OptionError, OutputError
 from ..formats import INDEX_FORMATS, KV_FORMATS
 from ..layout import CacheLayout
-from .values import natural, positive
+from .printing import one_line
+from .values import json_file, natural, positive
 
 __all__ = [
-    "add_json",
-    "add_layout",
-    "layout_from",
-    "memory_bytes",
-    "one_line",
-    "print_json",
-    "progress_bar",
-    "refuse_same",
-    "start_jax",
-    "stdout",
-]
+    "EXIT_STATUS", "FAILURES", "LAYOUT_FIELDS", "PROGRAM", "Parser", "add_command", "add_json", "add_layout",
+    "layout_from", "memory_bytes", "naming", "refuse_same", "start_jax",
+]  # fmt: skip
 
-# What is printed
-
-
-def stdout() -> Console:
-    """Where tables go. Made per command, so that it writes to the stdout of the moment."""
-    return Console()
+PROGRAM = "dsv4-jax"
+EXIT_STATUS = {
+    0: "done",
+    1: "ran and failed: a check did not hold, or the device, a compiler or the memory gave out",
+    2: "refused: bad arguments, input or output; one line on stderr says what",
+    130: "interrupted (Ctrl-C)",
+    141: "the reader of the output has gone (a closed pipe)",
+}
+FAILURES = (BuildError, IntegrityError)  # of the machine or of this package, not of what was asked
+LAYOUT_FIELDS = MappingProxyType({"block_tokens": "--block-tokens", "draft_tokens": "--draft-tokens"})
 
 
-def print_json(value: dict[str, Any]) -> None:
-    json.dump(value, sys.stdout, indent=2)
-    print()
+class Parser(argparse.ArgumentParser):
+    """Reports bad arguments in one line, and takes options by their whole names only."""
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {one_line(message)} (see {self.prog} --help)\n")
 
 
-def one_line(message: object, most: int = 600) -> str:
-    """A message fit for one line of a terminal: no control characters, and of a bounded length."""
-    text = " ".join(str(message).split())
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+def add_command(
+    commands: argparse._SubParsersAction,
+    name: str,
+    summary: str,
+    doc: str | None,
+    examples: str,
+    *,
+    fails: str | None = None,
+) -> argparse.ArgumentParser:
+    """The parser of a command.
 
-
-def progress_bar() -> Progress:
-    """A bar on stderr, drawn only on a terminal and removed when done, also when interrupted."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-        console=console, transient=True, disable=not console.is_terminal,
+    Args:
+        summary: its line in the list of all commands.
+        doc: of its module: "`name`: what it does".
+        examples: lines.
+        fails: when its exit status is 1, beside when the machine gives out.
+    """
+    said = (doc or "").partition(": ")[2]
+    failed = f"; 1 {fails}" if fails else ""
+    end = f"exit status: 0 done{failed}; 2 refused (more: {PROGRAM} --help)"
+    return commands.add_parser(
+        name, help=summary, description=said[:1].upper() + said[1:],
+        epilog=f"examples:\n{examples.strip(chr(10))}\n\n{end}\nthe same: python -m dsv4_jax {name}",
     )  # fmt: skip
 
 
-# Shared options
-
-
 def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument(
+        "--json", nargs="?", const="-", type=json_file, metavar="FILE",
+        help="print JSON and nothing else, or write it to FILE (.json) beside printing the table",
+    )  # fmt: skip
 
 
 def add_layout(parser: argparse.ArgumentParser, *, kv_format: str = "fp8", index_format: str = "fp4") -> None:
@@ -80,15 +90,35 @@ def add_layout(parser: argparse.ArgumentParser, *, kv_format: str = "fp8", index
 
 
 def layout_from(args: argparse.Namespace, cfg: DSV4Config, **options: Any) -> CacheLayout:
-    return CacheLayout(
-        cfg,
-        args.kv_format,
-        args.index_format,
-        args.block_tokens,
-        args.draft_tokens,
-        hca_state=args.hca_state,
-        **options,
-    )
+    with naming(fields=LAYOUT_FIELDS):
+        return CacheLayout(
+            cfg,
+            args.kv_format,
+            args.index_format,
+            args.block_tokens,
+            args.draft_tokens,
+            hca_state=args.hca_state,
+            **options,
+        )
+
+
+@contextlib.contextmanager
+def naming(option: str | None = None, fields: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+    """The package's errors in the words of the command line. Raises `OptionError`, and `FAILURES` as they are.
+
+    Args:
+        option: what the errors are about, said first.
+        fields: words that messages use -> what to say instead: an option.
+    """
+    try:
+        yield
+    except FAILURES:
+        raise
+    except CacheError as error:
+        text = str(error)
+        if fields:
+            text = re.sub(rf"\b({'|'.join(map(re.escape, fields))})\b", lambda match: fields[match[0]], text)
+        raise OptionError(f"{option}: {text}" if option else text) from error
 
 
 def refuse_same(paths: Mapping[str, str | os.PathLike[str] | None]) -> None:

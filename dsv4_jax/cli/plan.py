@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import pathlib
 from typing import Any
 
@@ -11,22 +10,26 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..capacity import SNAPSHOT_FRACTION, Capacity, capacity
-from ..config import DSV4Config
-from ..errors import CapacityError, ConfigError
+from ..errors import CapacityError
 from ..output import save_figure
-from .options import add_json, add_layout, layout_from, print_json, stdout
+from .models import add_model, model_config, model_file
+from .options import LAYOUT_FIELDS, add_command, add_json, add_layout, layout_from, naming, refuse_same
+from .printing import present
 from .values import byte_count, fraction, natural, picture_file, positive, token_count
 
-__all__ = ["add_parser", "byte_count", "human", "model_config", "run", "token_count"]
+__all__ = ["add_parser", "human", "run"]
 
 _EXAMPLES = """
-examples:
-  dsv4_jax plan --model flash --hbm 80GiB --context 128K        how many requests?
-  dsv4_jax plan --model pro --hbm 100GiB --requests 64          how long a context?
-  dsv4_jax plan --model flash --requests 256 --context 8192     how much memory?
-  dsv4_jax plan --model flash --hbm 80GiB --context 128K --snapshots 0    without prefix caching
-  dsv4_jax plan --model ckpt --hbm 40e9 --requests 32 --context 1M --kv-format bf16 --index-format bf16 --json
+  dsv4-jax plan --model flash --hbm 80GiB --context 128K        how many requests?
+  dsv4-jax plan --model pro --hbm 100GiB --requests 64          how long a context?
+  dsv4-jax plan --model flash --requests 256 --context 8192     how much memory?
+  dsv4-jax plan --model flash --hbm 80GiB --context 128K --snapshots 0    without prefix caching
+  dsv4-jax plan --model ckpt --hbm 40e9 --requests 32 --context 1M --kv-format bf16 --index-format bf16 --json
 """
+_FIELDS = {
+    **LAYOUT_FIELDS, "hbm_bytes": "--hbm", "max_requests": "--requests", "max_context": "--context",
+    "num_snapshots": "--snapshots", "snapshot_fraction": "--snapshot-fraction",
+}  # fmt: skip
 _LIMITS = {
     "blocks": "memory is used up, most of it by blocks: entries and index keys, which grow with the tokens",
     "slots": "memory is used up, most of it by slots: windows and compressor state, which grow with the requests",
@@ -36,11 +39,8 @@ _LIMITS = {
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "plan", help="memory, requests and context: two give the third", description=__doc__, epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--model", default="flash", metavar="NAME|PATH", help="flash, pro, tiny, or a config.json")
+    parser = add_command(commands, "plan", "memory, requests and context: two give the third", __doc__, _EXAMPLES)
+    add_model(parser)
     parser.add_argument("--hbm", type=byte_count, metavar="BYTES", help="for the cache alone, such as 80GiB or 80e9")
     parser.add_argument("--requests", type=positive, metavar="N", help="live at once")
     parser.add_argument("--context", type=token_count, metavar="TOKENS", help="of one request, such as 8192, 128K, 1M")
@@ -57,25 +57,17 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    refuse_same({"--model": model_file(args.model), "--plot": args.plot, "--json": args.json})
     layout = layout_from(args, model_config(args.model))
     states = {"num_snapshots": args.snapshots, "snapshot_fraction": args.snapshot_fraction}
-    answer = capacity(layout, hbm_bytes=args.hbm, max_requests=args.requests, max_context=args.context, **states)
+    given = ", ".join(f"--{name}" for name in ("hbm", "requests", "context") if getattr(args, name) is not None)
+    with naming(fields=_FIELDS | {"too large a cache": f"{given}: too large a cache"}):
+        answer = capacity(layout, hbm_bytes=args.hbm, max_requests=args.requests, max_context=args.context, **states)
     if args.plot:
         _plot(answer, args.plot, states)
-    if args.json:
-        print_json({"model": args.model, **answer.as_dict()})
-    else:
-        stdout().print(_table(answer, args.model))
+    report = {"model": args.model, **answer.as_dict()}
+    present(report, args.json, lambda console: console.print(_table(answer, args.model)))
     return 0
-
-
-def model_config(name: str) -> DSV4Config:
-    """A built-in model or a Hugging Face config. Raises `ConfigError`."""
-    if name in ("flash", "pro", "tiny"):
-        return getattr(DSV4Config, name)()
-    if not name or not os.path.exists(name):
-        raise ConfigError("model", f"{name!r} is neither flash, pro or tiny nor an existing path")
-    return DSV4Config.from_hf(name)
 
 
 def human(count: float) -> str:

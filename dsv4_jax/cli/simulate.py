@@ -22,8 +22,10 @@ from ..simulate.bounds import Turn, bounds, turns_of
 from ..simulate.plot import draw
 from ..simulate.report import report, with_bounds
 from .inputs import open_regular
-from .options import add_json, add_layout, layout_from, print_json, progress_bar, refuse_same, stdout
-from .plan import human, model_config
+from .models import add_model, model_config, model_file
+from .options import add_command, add_json, add_layout, layout_from, naming, refuse_same
+from .plan import human
+from .printing import Progress, present
 from .simulated_server import DEFAULTS, Variant, add_server, server_from, variant
 from .simulated_table import table
 from .values import given_path, output_file, picture_file, positive
@@ -31,13 +33,12 @@ from .values import given_path, output_file, picture_file, positive
 __all__ = ["add_parser", "run"]
 
 _EXAMPLES = """
-examples:
-  dsv4_jax simulate trace.jsonl --hbm 20GiB                              what would be found, what evicted?
-  dsv4_jax simulate trace.jsonl --hbm 20GiB --host 64GiB --bound         and what could be found at most?
-  dsv4_jax simulate trace.jsonl --hbm 20GiB --json \\
+  dsv4-jax simulate trace.jsonl --hbm 20GiB                              what would be found, what evicted?
+  dsv4-jax simulate trace.jsonl --hbm 20GiB --host 64GiB --bound         and what could be found at most?
+  dsv4-jax simulate trace.jsonl --hbm 20GiB --json \\
       --compare 'no cache: --policy none' --compare 'worth:' --compare 'lru: --order lru' --plot orders.png
-  dsv4_jax simulate --generate chats=200,tenants=4,seed=1 --blocks 600 --snapshots 64 --plot sim.png
-  dsv4_jax simulate --generate chats=200 --save-trace trace.jsonl        also keep the trace that was made up
+  dsv4-jax simulate --generate chats=200,tenants=4,seed=1 --blocks 600 --snapshots 64 --plot sim.png
+  dsv4-jax simulate --generate chats=200 --save-trace trace.jsonl        also keep the trace that was made up
 
 the trace is a file, or - for stdin; a line of it is one of
   {"arrival": 0.5, "prompt": [["system", 2000], ["question 1", 90]], "output": 120, "tenant": "a"}
@@ -53,9 +54,9 @@ same ones for every tenant), turns, system, question, answer (tokens), rate (cha
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "simulate", help="a request trace through the manager, without a device", description=__doc__,
-        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_command(
+        commands, "simulate", "a request trace through the manager, without a device", __doc__, _EXAMPLES,
+        fails="a request held what it should not: a bug of the manager",
     )  # fmt: skip
     parser.add_argument("trace", nargs="?", type=given_path, metavar="TRACE", help="JSON lines; - for stdin")
     trace = parser.add_argument_group("trace")
@@ -71,7 +72,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     trace.add_argument(
         "--link-outputs", action="store_true", help="outputs without ids get those of the chat's next turn"
     )
-    parser.add_argument("--model", default="flash", metavar="NAME|PATH", help="flash, pro, tiny, or a config.json")
+    add_model(parser)
     add_server(parser)
     parser.set_defaults(**DEFAULTS)
     several = parser.add_argument_group("comparison")
@@ -91,34 +92,45 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     if (args.trace is None) == (args.generate is None):
         args.refuse("give either a TRACE or --generate")
-    refuse_same({"TRACE": args.trace, "--save-trace": args.save_trace, "--plot": args.plot})
+    refuse_same({
+        "TRACE": args.trace, "--model": model_file(args.model), "--save-trace": args.save_trace, "--plot": args.plot,
+        "--json": args.json,
+    })  # fmt: skip
     variants = args.compare or [Variant("", "", {})]
     if len({each.name for each in variants}) < len(variants):
         args.refuse("argument --compare: two variants have the same name")
     layout = layout_from(args, model_config(args.model))
     trace, linked = _trace(args)
-    servers = [server_from(each.of(args), layout, trace) for each in variants]
+    servers = []
+    for each in variants:
+        with naming(f"--compare {each.name}") if each.name else contextlib.nullcontext():
+            servers.append(server_from(each.of(args), layout, trace))
     turns = turns_of(trace, layout) if args.bound else None
     runs = []
-    with progress_bar() as bar:
-        task = bar.add_task("requests", total=len(trace) * len(variants))
+    with Progress("requests", len(trace) * len(variants)) as progress:
         for each, server in zip(variants, servers, strict=True):
-            bar.update(task, description=each.name or "requests")
-            answer = report(simulate(trace, server, on_done=lambda: bar.advance(task)))
+            progress.update(f"requests, {each.name}" if each.name else None)
+            with naming(
+                fields={"no request of the trace fits": f"{_room(each.of(args))}: no request of the trace fits"}
+            ):
+                answer = report(simulate(trace, server, on_done=progress.advance))
             runs.append({"name": each.name, "options": each.text, **_with_bounds(answer, turns, trace, server)})
     result = {
         "model": args.model, "title": f"{args.model}: {_memory(runs)}", "linked_outputs": linked, "runs": runs,
     }  # fmt: skip
     if args.plot:
         draw(result, args.plot)
-    if args.json:
-        print_json(result)
-    else:
-        stdout().print(table(result))
+    present(result, args.json, lambda console: console.print(table(result)))
     broken = sum(sum(each["isolation"].values()) for each in runs)
     if broken:
         print(f"{broken} units held what they should not: a bug of the manager", file=sys.stderr)
     return 1 if broken else 0
+
+
+def _room(args: argparse.Namespace) -> str:
+    """The options that say how long a request may be."""
+    given = [f"--{name}" for name in ("hbm", "blocks", "context") if getattr(args, name) is not None]
+    return ", ".join(given) or "--hbm"
 
 
 def _with_bounds(
@@ -146,9 +158,10 @@ def _memory(runs: list[dict[str, Any]]) -> str:
 def _trace(args: argparse.Namespace) -> tuple[list[TraceRequest], int]:
     """The requests, and how many outputs were linked."""
     if args.trace is None:
-        trace = make_trace(ChatTrace.parse(args.generate))[: args.limit]
+        with naming("--generate"):
+            trace = make_trace(ChatTrace.parse(args.generate))[: args.limit]
     else:
-        with _lines(args.trace) as file:
+        with _lines(args.trace) as file, naming("TRACE"):
             trace = read_trace(
                 file, source=str(args.trace), trace_block_tokens=args.trace_block_tokens,
                 timestamp_unit={"ms": 1e-3, "s": 1.0}[args.timestamp_unit], limit=args.limit,

@@ -14,6 +14,7 @@ from ..layout import CacheLayout, CacheSize
 from ..manager import CachePolicy, HostSize, WritePolicy
 from ..manager.policies import ORDERS
 from ..simulate import Server, StepTime, TraceRequest
+from .options import naming
 from .placement import DEFAULT_PLACEMENT, PLACEMENT_HELP, placement
 from .values import byte_count, fraction, natural, positive, short, token_count
 
@@ -109,7 +110,24 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def server_from(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[TraceRequest]) -> Server:
-    """Raises `CapacityError`: the memory is too small."""
+    """Raises `OptionError`: the memory is too small, or there is more of something than can be simulated."""
+    with naming(fields=_size_options(args)):
+        return _server(args, layout, trace)
+
+
+def _size_options(args: argparse.Namespace) -> dict[str, str]:
+    """What the sizes of a server are called on this command line."""
+    blocks = "--blocks" if args.blocks else "--hbm"
+    snapshots = "--snapshot-fraction" if args.snapshots is None else "--snapshots"
+    context = "--context, " if args.context else ""
+    options = {"num_blocks": blocks, "num_slots": "--max-requests", "num_snapshots": snapshots}
+    return {f"CacheSize.{field}": option for field, option in options.items()} | options | {
+        "CacheSize": "--max-requests, --snapshots", "num_pages": "--host-pages" if args.host is None else "--host",
+        "host_bytes": "--host", "pool": f"{context}{blocks}, --max-requests, {snapshots}: pool",
+    }  # fmt: skip
+
+
+def _server(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[TraceRequest]) -> Server:
     longest = max(request.prompt_tokens + request.output_tokens for request in trace)
     context = min(args.context or longest, layout.cfg.max_position_embeddings)
     share = SNAPSHOT_FRACTION if args.snapshot_fraction is None else args.snapshot_fraction
@@ -138,7 +156,9 @@ def server_from(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[T
     policy = None
     if args.policy is not None:
         policy = CachePolicy(write=args.policy, snapshots=args.snapshots_at, order=ORDERS[args.order])
-    return Server(layout, size(blocks), policy, host, args.token_budget, args.step_time, args.every_step)
+    server = Server(layout, size(blocks), policy, host, args.token_budget, args.step_time, args.every_step)
+    layout.check_size(server.size)
+    return server
 
 
 def _write_policy(text: str) -> WritePolicy | None:

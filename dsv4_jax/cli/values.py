@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 from collections.abc import Callable
+from typing import Literal
 
 from ..errors import OutputError
 from ..output import check_output, check_picture
@@ -16,6 +17,7 @@ __all__ = [
     "byte_count",
     "fraction",
     "given_path",
+    "json_file",
     "natural",
     "output_file",
     "output_folder",
@@ -77,10 +79,8 @@ def token_count(text: str) -> int:
 
 def fraction(text: str) -> float:
     """A share of something that leaves a rest: a number in [0, 1)."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    number = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", text.strip().lower())
+    value = float(number[0]) if number else math.nan
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{short(text)} is not a number in [0, 1)")
     return value
@@ -96,6 +96,16 @@ def given_path(text: str) -> pathlib.Path:
 def output_file(text: str) -> pathlib.Path:
     """A file to write, refused before any work if it cannot be written."""
     return _output(text, check_output)
+
+
+def json_file(text: str) -> pathlib.Path | Literal["-"]:
+    """`-` for stdout, or a file to write. Its name must say JSON: `--json trace.jsonl` means a TRACE."""
+    if text == "-":
+        return "-"
+    path = output_file(text)
+    if path.suffix.lower() != ".json":
+        raise argparse.ArgumentTypeError(f"{short(text)}: the name of its file ends in .json (without one: stdout)")
+    return path
 
 
 def picture_file(text: str) -> pathlib.Path:

@@ -1,6 +1,6 @@
 """Request traces through the real manager, without a device: what a cache of some size and policy would do.
 
-Nothing here imports jax. `python -m dsv4_jax simulate` is the command.
+Nothing here imports jax. `dsv4-jax simulate` is the command.
 """
 
 from .engine import simulate

@@ -37,12 +37,11 @@ class Server:
 
     def __post_init__(self) -> None:
         pages = self.host.num_pages if self.host is not None else 0
-        for count, unit in (
-            (self.size.num_blocks, "blocks"), (self.size.num_slots, "requests at once"),
-            (self.size.num_snapshots, "snapshots"), (pages, "pages on the host"),
-        ):  # fmt: skip
+        size = self.size
+        counts = dict(num_blocks=size.num_blocks, num_slots=size.num_slots, num_snapshots=size.num_snapshots)
+        for field, count in (counts | {"num_pages": pages}).items():
             if count > MAX_UNITS:
-                raise CapacityError(f"{count} {unit}: at most {MAX_UNITS} can be simulated")
+                raise CapacityError(f"{field}: {count}, at most {MAX_UNITS} can be simulated")
 
     @property
     def glides(self) -> bool:

@@ -91,7 +91,10 @@ def test_a_new_record_changes_its_lines_alone(tmp_path, capsys):
     new = record(ROW | {"kernel_us": 2.125, "required_us": 4.5, "peer_us": 3.09, "verdict": "required"},
                  date="2030-01-01", device="NVIDIA H200")  # fmt: skip
     (folder / "records" / "2030-01-01-x.json").write_text(json.dumps(new))
-    assert main(["bench", "--render", str(folder), "--check"]) == 1 and "run bench --render" in capsys.readouterr().err
+    assert (
+        main(["bench", "--render", str(folder), "--check"]) == 1
+        and "run dsv4-jax bench --render" in capsys.readouterr().err
+    )
     before = (folder / "RESULTS.md").read_text().splitlines()
     assert main(["bench", "--render", str(folder)]) == 0
     after = (folder / "RESULTS.md").read_text().splitlines()
@@ -109,7 +112,7 @@ def test_render_refuses(tmp_path, capsys):
     (tmp_path / "records").mkdir()
     (tmp_path / "records" / "x.json").write_text("{")
     assert main(["bench", "--render", str(tmp_path)]) == 2 and "x.json" in capsys.readouterr().err
-    assert main(["bench", "--check"]) == 2 and "--check goes with --render" in capsys.readouterr().err
+    assert main(["bench", "--check"]) == 2 and "--check: goes with --render" in capsys.readouterr().err
 
 
 def test_numbers():

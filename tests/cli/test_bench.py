@@ -6,38 +6,37 @@ import builtins
 import dataclasses
 import json
 
+import jax
 import pytest
 
 from dsv4_jax.bench import ceilings, measure, records
+from dsv4_jax.bench.shapes import QUICK
 from dsv4_jax.cli import main
 
 from .test_cli import refused
 
+RATIOS = ("floor_us", "of_floor", "of_copy", "of_matmul", "required_us", "goal_us", "verdict")
+
 
 @pytest.fixture(autouse=True)
 def no_ceilings(monkeypatch):
-    monkeypatch.setattr(ceilings, "measure_ceilings", lambda *, quick: ceilings.Ceilings(4e12, 8e14))
+    monkeypatch.setattr(ceilings, "measure_ceilings", lambda: ceilings.Ceilings(4e12, 8e14))
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """What this machine's backend is taken for: the sizes stay tiny."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr("dsv4_jax.cli.bench.CASES", QUICK)
 
 
 @pytest.mark.slow
-def test_two_ops_to_json_and_png(capsys, tmp_path):
-    png = tmp_path / "roofline.png"
-    argv = [
-        "bench",
-        "gather",
-        "index_scores",
-        "--quick",
-        "--implementations",
-        "pallas,xla",
-        "--plot",
-        str(png),
-        "--json",
-    ]
+def test_two_ops_to_json(capsys):
+    argv = ["bench", "gather", "index_scores", "--quick", "--implementations", "pallas,xla", "--json"]
     assert main(argv) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["ceilings"] == {"copy_gb_per_s": 4000, "matmul_tflop_per_s": 800}
-    assert (report["quick"], report["software"]["backend"]) == (True, "cpu")
-    assert report["command"] == f"python -m dsv4_jax {' '.join(argv)}"
+    assert (report["quick"], report["software"]["backend"], report["ceilings"]) == (True, "cpu", {})
+    assert report["command"] == f"dsv4-jax {' '.join(argv)}"
     found = report["rows"]
     assert [(r["op"], r["implementation"]) for r in found] == [
         (op, name) for op in ("gather", "index_scores") for name in ("pallas", "xla")
@@ -49,7 +48,26 @@ def test_two_ops_to_json_and_png(capsys, tmp_path):
     scores = found[-1]
     assert scores["flops"] == 2 * 2 * 64 * 128 * 64 and scores["bytes"] == 2 * (64 * 72 + 8 + 64 * 260)
     assert scores["us"] > 0 and scores["correct"] is True and scores["relative_error"] == 0
-    assert scores["floor_us"] == pytest.approx(max(scores["bytes"] / 4e12, scores["flops"] / 8e14) * 1e6)
+    assert all(scores[name] is None for name in RATIOS)
+
+
+def test_a_quick_run_prints_no_ratios(capsys):
+    assert main(["bench", "gather", "step", "--quick", "--layers", "1", "--implementations", "xla"]) == 0
+    table = capsys.readouterr().out
+    assert "tiny sizes" in table and "decode step" in table and "│ us │" in " ".join(table.split()).replace("┃", "│")
+    assert not any(word in table for word in ("floor", "GB/s", "FLOP", "%", "goal", "None"))
+
+
+def test_a_run_on_a_gpu_prints_ratios(capsys, tmp_path, a_gpu):
+    png = tmp_path / "roofline.png"
+    argv = ["bench", "top_k", "--implementations", "lax.top_k", "--plot", str(png), "--json", str(tmp_path / "r.json")]
+    assert main(argv) == 0
+    table, report = capsys.readouterr().out, json.loads((tmp_path / "r.json").read_text())
+    assert "copy 4,000 GB/s, bf16 matmul 800 TFLOP/s" in table and "of floor" in table
+    assert report["ceilings"] == {"copy_gb_per_s": 4000, "matmul_tflop_per_s": 800}
+    (row,) = report["rows"]
+    assert row["floor_us"] == pytest.approx(max(row["bytes"] / 4e12, row["flops"] / 8e14) * 1e6)
+    assert row["of_floor"] == pytest.approx(row["floor_us"] / row["us"])
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
@@ -100,6 +118,15 @@ def test_step(capsys, tmp_path):
     assert (
         step["cache_in_place"] is True and step["step_ms"] * 1e3 > step["dispatch_us"] > 0 and step["kernel_ms"] is None
     )
+    assert "over_floor" not in step
+
+
+@pytest.mark.slow
+def test_a_step_on_a_gpu_has_a_floor(capsys, a_gpu, monkeypatch):
+    monkeypatch.setattr("dsv4_jax.bench.step.profiled", lambda call, keep: {})
+    argv = ["bench", "step", "--model", "tiny", "--layers", "1", "--batch", "1", "--context", "200", "--steps", "2"]
+    assert main([*argv, "--implementations", "xla", "--json"]) == 0
+    (step,) = json.loads(capsys.readouterr().out)["rows"]
     assert step["floor_ms"] == pytest.approx(sum(step["floor_us"].values()) / 1e3)
     assert step["over_floor"] == pytest.approx(step["step_ms"] / step["floor_ms"])
 
@@ -116,13 +143,22 @@ def test_a_step_that_cannot_run_says_why(capsys):
 def test_refusals(capsys, tmp_path, monkeypatch):
     refused(capsys, ["bench", "bake"], "unknown op 'bake'", "attend")
     refused(capsys, ["bench", "attend", "--quick", "--shapes", "nope"], "no shape of attend", "v4-widths")
-    refused(capsys, ["bench", "attend", "--quick", "--implementations", "xla,foo"], "unknown implementation 'foo'")
+    refused(
+        capsys, ["bench", "attend", "--quick", "--implementations", "xla,foo"], "--implementations: 'foo' is none of"
+    )
     refused(capsys, ["bench", "attend", "--batch", "4,0"], "--batch", "at least 1")
     refused(capsys, ["bench", "attend", "--key-split", "balanced"], "--key-split", "'balanced'")
     refused(capsys, ["bench", "attend", "--context", "3x"], "--context", "'3x'")
     refused(capsys, ["bench", "step", "--xla", "fast"], "--xla", "'fast' is not OPTION=VALUE")
     refused(capsys, ["bench", "step", "--quick", "--context", "1M"], "1048576", "tiny has at most 4096")
     refused(capsys, ["bench", "step", "--quick", "--plot", tmp_path / "x.png"], "--plot")
+    refused(capsys, ["bench", "gather", "--quick", "--plot", tmp_path / "x.png"], "--plot", "a quick run")
+    refused(capsys, ["bench", "gather", "--quick", "--layers", "3"], "--layers", "name `step`")
+    refused(capsys, ["bench", "step", "--quick", "--layers", "9"], "--layers", "tiny has 4")
+    refused(capsys, ["bench", "step", "--quick", "--implementations", "torch"], "--implementations", "a step runs")
+    refused(capsys, ["bench", "--render", "--json"], "--json", "--render measures nothing")
+    refused(capsys, ["bench", "--render", tmp_path], "--render", "no records")
+    refused(capsys, ["bench", "--check"], "--check", "--render")
     refused(capsys, ["bench", "gather", "--quick", "--json", tmp_path / "none" / "x.json"], "there is no folder")
     refused(capsys, ["bench", "gather", "--quick", "--plot", tmp_path], "is a directory")
     real = builtins.__import__

@@ -38,7 +38,7 @@ def refused(argv: list, *parts: str) -> str:
             status = exit_.code
     said = err.getvalue()
     assert (status, out.getvalue(), said.count("\n")) == (2, "", 1), said
-    assert said.startswith("dsv4_jax") and said.rstrip("\n").isprintable() and len(said) < 1000, said
+    assert said.startswith("dsv4-jax") and said.rstrip("\n").isprintable() and len(said) < 1000, said
     assert all(part in said for part in parts), said
     return said
 
@@ -77,6 +77,8 @@ OUTPUTS = {
     "plan --plot": lambda out: ["plan", "--hbm", "80GiB", "--requests", 4, "--plot", out],
     "bench --plot": lambda out: ["bench", "gather", "--quick", "--plot", out],
     "bench --json": lambda out: ["bench", "gather", "--quick", "--json", out],
+    "plan --json": lambda out: ["plan", "--hbm", "80GiB", "--requests", 4, "--json", out],
+    "doctor --json": lambda out: ["doctor", "--json", out],
     "logits --out": lambda out: ["logits", "--checkpoint", "none", "--tokens", "none.npy", "--out", out],
 }
 
@@ -106,10 +108,18 @@ def test_outputs_are_regular_files(option, tmp_path, monkeypatch):
     refused(command("x" * 300 + ".png"), name, "File name too long")
     refused(command("a\0b.png"), name)
     refused(command("/proc/x.png"), name)
-    if option != "bench --json":
+    if name != "--json":
         refused(command("-"), name)
     assert {p.name: p.lstat().st_ino for p in tmp_path.iterdir()} == before and target.read_bytes() == b"mine"
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+@pytest.mark.parametrize("option", [option for option in OUTPUTS if "--json" in option])
+@pytest.mark.parametrize("name", ["x.jsonl", "x", "gather", ".json", "x.json.gz"])
+def test_a_json_file_is_called_one(option, name, tmp_path):
+    """`--json` may stand before an OP or a TRACE, which are not to be overwritten."""
+    refused(OUTPUTS[option](tmp_path / name), "--json", "ends in .json")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("option", [option for option in OUTPUTS if "--plot" in option])
@@ -147,8 +157,16 @@ def test_an_output_is_not_its_own_input(trace, tmp_path):
     np.save(tokens, np.arange(3))
     refused(["logits", "--checkpoint", "none", "--tokens", tokens, "--out", tokens], "--out", "--tokens")
     same = tmp_path / "x.png"
-    refused(["bench", "gather", "--quick", "--json", same, "--plot", same], "--plot", "--json")
     refused(simulate(trace, "--blocks", 40, "--save-trace", same, "--plot", same), "--plot", "--save-trace")
+    model.save_hf(CFG, model.init_params(CFG, 1), tmp_path)
+    config = tmp_path / "config.json"
+    before = config.read_bytes()
+    for path in (tmp_path, config):
+        argv = ["--model", path, "--json", config]
+        refused(simulate(trace, "--blocks", 40, *argv), "--json", "--model")
+        refused(["plan", "--hbm", "1GiB", "--requests", 4, *argv], "--json", "--model")
+    refused(["logits", "--checkpoint", "x", "--tokens", tokens, "--out", config, "--json", config], "--json", "--out")
+    assert config.read_bytes() == before
 
 
 def test_a_kept_checkpoint_follows_no_link(tmp_path):
@@ -235,11 +253,12 @@ def test_hostile_placements(value, trace):
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
-        (["--blocks", 2**30], ("blocks",)),
-        (["--hbm", "4e12"], ("blocks",)),
-        (["--blocks", 40, "--max-requests", 2**30], ("requests",)),
-        (["--blocks", 40, "--snapshots", 2**30], ("snapshots",)),
-        (["--blocks", 40, "--host-pages", 2**31 - 1], ("pages on the host",)),
+        (["--blocks", 2**30], ("--blocks: ",)),
+        (["--hbm", "4e12"], ("--hbm: ",)),
+        (["--blocks", 40, "--max-requests", 2**30], ("--max-requests: ",)),
+        (["--blocks", 40, "--snapshots", 2**30], ("--snapshots: ",)),
+        (["--blocks", 40, "--host-pages", 2**31 - 1], ("--host-pages: ",)),
+        (["--blocks", 40, "--compare", "a: --host-pages 2147483647"], ("--compare a: --host-pages: ",)),
     ],
 )
 def test_units_that_memory_cannot_list_are_refused(argv, parts, trace):
@@ -247,15 +266,15 @@ def test_units_that_memory_cannot_list_are_refused(argv, parts, trace):
 
 
 @pytest.mark.parametrize(
-    ("argv", "field"),
+    ("argv", "option"),
     [
-        (["--blocks", 2**31 - 1], "num_blocks"), (["--hbm", "8e18"], "num_blocks"),
-        (["--blocks", 40, "--max-requests", 2**31 - 1], "num_slots"),
-        (["--blocks", 40, "--snapshots", 2**31 - 1], "num_snapshots"),
+        (["--blocks", 2**31 - 1], "--blocks"), (["--hbm", "8e18"], "--hbm"),
+        (["--blocks", 40, "--max-requests", 2**31 - 1], "--max-requests"),
+        (["--blocks", 40, "--snapshots", 2**31 - 1], "--snapshots"),
     ],
 )  # fmt: skip
-def test_units_that_int32_cannot_number_are_refused(argv, field, trace):
-    refused(simulate(trace, *argv), field, "at most 2147483646")
+def test_units_that_int32_cannot_number_are_refused(argv, option, trace):
+    refused(simulate(trace, *argv), option, "2147483646")
 
 
 @pytest.mark.parametrize(
@@ -269,7 +288,7 @@ def test_units_that_int32_cannot_number_are_refused(argv, field, trace):
     ],
 )  # fmt: skip
 def test_hostile_generators(settings, field):
-    refused(simulate("--blocks", 99, "--generate", settings), field)
+    refused(simulate("--blocks", 99, "--generate", settings), "--generate: ", field)
 
 
 def test_odd_command_lines():
@@ -282,7 +301,7 @@ def test_odd_command_lines():
     refused(["bench", "gather", "--quick", "--batch", "500000000"], "gather", "bytes")
     refused(["bench", "attend", "--quick", "--batch", "2,500000000"], "attend", "bytes")
     refused(["bench", "step", "--quick", "--model", "tiny", "--batch", "500000000"], "step", "bytes")
-    refused(["bench", "step", "--quick", "--model", "tiny", "--batch", "2000000000"], "num_blocks")
+    refused(["bench", "step", "--quick", "--model", "tiny", "--batch", "2000000000"], "--batch")
     refused(["bench", "step", "--quick", "--profile", __file__], "--profile", "is not a directory")
     refused(["demo", "--keep", __file__], "--keep", "is not a directory")
     refused(["demo", "--new-tokens", DIGITS], "--new-tokens", BELOW)
@@ -318,7 +337,7 @@ def test_odd_command_lines():
 def test_hostile_traces(text, parts, tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    refused(simulate(path, "--blocks", 40), "t.jsonl", *parts)
+    refused(simulate(path, "--blocks", 40), "TRACE", "t.jsonl", *parts)
 
 
 @pytest.mark.parametrize("text", ["\ufeff" + LINE + "\r\n\r\n" + LINE, LINE + "\r" + LINE, LINE + "\n" + LINE])
@@ -442,7 +461,7 @@ def test_ctrl_c_leaves_no_half_file(tmp_path):
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
-        (MemoryError(), 2, "there is not enough memory"),
+        (MemoryError(), 1, "there is not enough memory"),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\n  of 3 GiB\x1b"), 1, "memory of 3 GiB\\x1b"),
         (OSError(5, "Input/output error", "a\nb"), 2, "Input/output error: 'a\\nb'"),
     ],
@@ -454,14 +473,14 @@ def test_failures_of_the_machine(error, status, said, monkeypatch, capsys):
     monkeypatch.setattr("dsv4_jax.cli.doctor.run", run)
     assert main(["doctor"]) == status
     err = capsys.readouterr().err
-    assert err.startswith("dsv4_jax doctor: error: ") and err.endswith(said + "\n") and err.count("\n") == 1
+    assert err.startswith("dsv4-jax doctor: error: ") and err.endswith(said + "\n") and err.count("\n") == 1
 
 
 def test_a_warning_is_one_line(trace):
     """Python's has the file and the source line that warns."""
     done = process(*simulate(trace, "--blocks", 40, "--snapshots-at", "none", "--json"))
     assert done.returncode == 0 and json.loads(done.stdout)["runs"][0]["requests"]["run"] == 1
-    assert done.stderr.startswith("dsv4_jax: warning: prompts find next to nothing") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("dsv4-jax: warning: prompts find next to nothing") and done.stderr.count("\n") == 1
 
 
 def test_closed_outputs(tmp_path):

@@ -1,0 +1,121 @@
+"""What commands print: a table or JSON on stdout, progress and errors on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import pathlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Literal, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from ..output import open_output
+
+__all__ = ["JsonTarget", "Progress", "one_line", "present", "stdout", "write_json"]
+
+JsonTarget = pathlib.Path | Literal["-"] | None  # what `--json` gives: a file, stdout, or no JSON
+_FIRST_LINE, _LINES_EVERY = 2.0, 10.0  # seconds between lines of progress where there is no terminal
+
+
+def stdout() -> Console:
+    """Where tables go. Made per command, so that it writes to the stdout of the moment."""
+    return Console()
+
+
+def present(report: dict[str, Any], to: JsonTarget, table: Callable[[Console], None]) -> None:
+    """Shows what a command found: its JSON on stdout and nothing else, or its table there and the JSON in the file."""
+    if to == "-":
+        print(_json(report))
+        return
+    if to is not None:
+        write_json(report, to)
+    table(stdout())
+
+
+def write_json(report: dict[str, Any], path: pathlib.Path) -> None:
+    """Writes the file, whole or not at all. Raises `OutputError`."""
+    with open_output(path, encoding="utf-8") as file:
+        file.write(_json(report) + "\n")
+
+
+def one_line(message: object, most: int = 600) -> str:
+    """A message fit for one line of a terminal: no control characters, and of a bounded length."""
+    text = " ".join(str(message).split())
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+
+
+def _json(report: dict[str, Any]) -> str:
+    return json.dumps(_finite(report), indent=2, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Progress:
+    """How far a command is, on stderr: a bar on a terminal, removed when done; elsewhere, as in a log, lines.
+
+    Lines come by the clock, the first after two seconds: a command that is quick says nothing, one that compiles for a
+    minute says where it is.
+
+    Args:
+        what: what is being done.
+        total: how many of it there are; None: not known yet.
+    """
+
+    def __init__(self, what: str, total: int | None = None):
+        self._what, self._done, self._total = what, 0, total
+        self._start = time.monotonic()
+        console = Console(stderr=True)
+        self._bar = Bar(
+            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal,
+        )  # fmt: skip
+        self._task = self._bar.add_task(what, total=total)
+        self._over = threading.Event()
+        self._lines = threading.Thread(target=self._print_lines, daemon=True) if self._bar.disable else None
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        if self._lines:
+            self._lines.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._lines:
+            self._lines.join()
+        self._bar.stop()
+
+    def advance(self, count: int = 1) -> None:
+        self.update(done=self._done + count)
+
+    def update(self, what: str | None = None, *, done: int | None = None, total: int | None = None) -> None:
+        """Changes what is given."""
+        self._what = self._what if what is None else what
+        self._done = self._done if done is None else done
+        self._total = self._total if total is None else total
+        self._bar.update(self._task, description=self._what, completed=self._done, total=self._total)
+
+    def _print_lines(self) -> None:
+        wait = _FIRST_LINE
+        while not self._over.wait(wait):
+            of = "" if self._total is None else f": {self._done:,} of {self._total:,}"
+            with contextlib.suppress(OSError, ValueError):  # whoever reads stderr has gone
+                print(
+                    one_line(f"{self._what}{of}, {time.monotonic() - self._start:.0f} s"), file=sys.stderr, flush=True
+                )
+            wait = _LINES_EVERY
