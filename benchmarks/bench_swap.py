@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,9 @@ import numpy as np
 
 import dsv4_jax as dsv4
 from dsv4_jax.bench.timing import profiled
+from dsv4_jax.cli.values import picture_file
 from dsv4_jax.plan import SwapPlan
+from dsv4_jax.plotting import LIMIT, figure, legend_below, look, model_title, save, style, tick
 from dsv4_jax.records import block_record
 from dsv4_jax.tiers import record_copy, swap
 from dsv4_jax.tiers.overlapped_swap import gather_from_host, pack_blocks, scatter_to_host, unpack_blocks
@@ -340,7 +342,7 @@ def run(args: argparse.Namespace, folder: pathlib.Path) -> dict:
     rates = ", ".join(f"{way} {rate / 1e9:.2f} GB/s" for way, rate in bench.ceilings.items())
     print(f"{jax.devices()[0].device_kind}, ceiling ({how}): {rates}; record {bench.record_bytes:,} bytes")
     report: dict = {
-        "device": jax.devices()[0].device_kind, "jax": jax.__version__, "model": args.model,
+        "device": jax.devices()[0].device_kind, "jax": jax.__version__, "model": args.model, "quick": args.quick,
         "record_bytes": bench.record_bytes, "ceiling": how, "ceiling_bytes_per_s": bench.ceilings,
         "predicted": predict(bench, args.sizes),
     }  # fmt: skip
@@ -375,24 +377,45 @@ def run(args: argparse.Namespace, folder: pathlib.Path) -> dict:
 
 
 def draw(report: dict, path: pathlib.Path) -> None:
-    """A PNG: GB/s over blocks, one panel a direction; scattered ids solid, consecutive dashed."""
-    from matplotlib.figure import Figure
+    """GB/s over blocks, one panel a direction. Raises `OutputError`."""
+    save(picture(report), path)
 
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    figure.suptitle(f"block swap, {report['device']}, records of {report['record_bytes']:,} bytes")
-    names = list(dict.fromkeys(row["name"] for row in report["rows"]))
-    for axes, way in zip(figure.subplots(1, 2, sharey=True), ("out", "in"), strict=True):
-        axes.axhline(report["ceiling_bytes_per_s"][way] / 1e9, color="black", linewidth=1, label="ceiling")
-        for i, name in enumerate(names):
-            for kind, style in (("scattered", "o-"), ("consecutive", "s--")):
-                picked = [r for r in report["rows"] if (r["name"], r["direction"], r["ids"]) == (name, way, kind)]
-                points = [(r["blocks"], r["gb_per_s"]) for r in picked if r["gb_per_s"]]
-                if points:
-                    axes.plot(*zip(*points, strict=True), style, color=f"C{i}", label=f"{name}, {kind}", markersize=4)
-        axes.set(xscale="log", xlabel="blocks", title=f"swap {way}")
-        axes.legend(fontsize=7)
-    figure.axes[0].set_ylabel("GB/s")
-    figure.savefig(path, format="png", dpi=150)
+
+def picture(report: dict) -> Any:
+    """The `matplotlib.figure.Figure`: a colour a scheme; scattered ids solid, consecutive ones dashed.
+
+    A quick run has no ceiling: at its sizes a copy says nothing.
+    """
+    timed = [row for row in report["rows"] if row["gb_per_s"]]
+    names = list(dict.fromkeys(row["name"] for row in timed))
+    sizes = sorted({row["blocks"] for row in timed})
+    with style():
+        ceiling = "tiny sizes: does it run?" if report["quick"] else f"ceiling: {report['ceiling']}"
+        detail = f"{report['device']}; records of {report['record_bytes']:,} bytes; {ceiling}"
+        made = figure(f"{model_title(report['model'])}: blocks to host memory and back", detail, 4.6)
+        panels = made.subplots(1, 2, sharey=True)
+        for axes, way, title in zip(panels, ("out", "in"), ("Out: device to host", "In: host to device"), strict=True):
+            if not report["quick"]:
+                axes.axhline(report["ceiling_bytes_per_s"][way] / 1e9, color=LIMIT, linewidth=1.2, label="ceiling")
+            for i, name in enumerate(names):
+                for kind, line in (("scattered", "-"), ("consecutive", (0, (4, 1.5)))):
+                    points = [
+                        (row["blocks"], row["gb_per_s"])
+                        for row in timed
+                        if (row["name"], row["direction"], row["ids"]) == (name, way, kind)
+                    ]
+                    if points:
+                        label, shape = f"{name}, {kind}", look(i, markers=True) | {"linestyle": line}
+                        axes.plot(*zip(*sorted(points), strict=True), **shape, label=label)
+            axes.set(
+                xscale="log",
+                xlabel="blocks of a swap",
+                title=title,
+            )
+            tick(axes.xaxis, sizes)
+        panels[0].set(ylabel="GB/s", ylim=(0, None))
+        legend_below(made, panels)
+    return made
 
 
 def main(argv: list[str] | None = None) -> dict:
@@ -407,7 +430,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(PARTS), help=",".join(PARTS))
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run?")
     parser.add_argument("--json", type=pathlib.Path, help="where to write all of it")
-    parser.add_argument("--plot", type=pathlib.Path, help="where to write a picture (needs matplotlib)")
+    parser.add_argument("--plot", type=picture_file, help="where to write a picture (needs matplotlib)")
     args = parser.parse_args(argv)
     if args.quick:
         args.sizes, args.pool, args.ceiling_mib, args.budget = [1, 8], 16, 1, 0.003

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from .errors import OutputError
 
-__all__ = ["PICTURES", "check_output", "check_picture", "file_kind", "open_output", "save_figure"]
+__all__ = ["PICTURES", "check_output", "check_picture", "file_kind", "open_output"]
 
 PICTURES = (".png", ".pdf", ".svg")
 _KINDS = {
@@ -89,12 +89,6 @@ def open_output(path: str | os.PathLike[str], *, encoding: str | None = None) ->
             raise
         with contextlib.suppress(OSError):  # not every file system can: the file is there all the same
             os.fsync(folder)
-
-
-def save_figure(figure: Any, path: str | os.PathLike[str], *, dpi: int) -> None:
-    """Writes a matplotlib figure in the format that the name says. Raises `OutputError`."""
-    with open_output(path) as file:
-        figure.savefig(file, format=pathlib.Path(path).suffix[1:].lower(), dpi=dpi)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ ROOT = pathlib.Path(__file__).parents[1] / "dsv4_jax"
 LAYERS = (
     ("errors", "checks"),
     ("untrusted", "output", "libraries", "native_build", "events", "eviction_queue"),
+    ("plotting",),
     ("hf_config",),
     ("config",),
     ("formats", "schema", "weights"),
@@ -42,6 +43,7 @@ NARROW = {
     "cache": {"layout", "ops", "plan", "serialization", "step"},
     "records": {"layout", "schema"},
     "eviction_queue": set(),
+    "plotting": {"output"},
     "native_build": {"libraries"},
     "stores": {"libraries"},
     "tiers": {"cache", "ffi", "layout", "manager", "ops", "plan", "records", "stores"},

@@ -1,66 +1,150 @@
-"""The picture of a benchmark: a roofline of the ops that multiply, and how near its floor every op is."""
+"""The picture of a benchmark: a roofline of the ops that multiply, and every op's best time beside its floor."""
 
 from __future__ import annotations
 
 import pathlib
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from ..errors import BenchmarkError
-from ..output import save_figure
+from ..plotting import COLOURS, LIMIT, MUTED, bare, figure, legends_above, look, plain_log, save, style
 from .ceilings import Ceilings
 from .records import Measurement
 
-__all__ = ["draw"]
+__all__ = ["draw", "picture"]
+
+_ROW, _ROOFLINE = 0.21, 3.9  # inches
+_MOST_ROWS = 300  # a PNG has at most 2^16 pixels
 
 
-def draw(records: Sequence[Measurement], ceilings: Ceilings, path: pathlib.Path, *, title: str) -> None:
-    """Writes a picture, in the format that the path's name says.
+class _Timed(NamedTuple):
+    record: Measurement
+    us: float
+
+    @property
+    def shape(self) -> str:
+        r = self.record
+        return f"{r.op} {r.shape}{f' {r.variant}' if r.variant else ''}, {r.batch:,}"
+
+
+def draw(records: Sequence[Measurement], ceilings: Ceilings | None, path: pathlib.Path, *, device: str) -> None:
+    """Writes the picture of a run, in the format that the path's name says.
 
     Raises:
         BenchmarkError: nothing was timed.
         OutputError: the file cannot be written (see `output.check_picture`).
     """
-    from matplotlib.figure import Figure
+    save(picture(records, ceilings, device=device), path)
 
-    timed = [(r, r.best_us) for r in records if r.best_us is not None]
+
+def picture(records: Sequence[Measurement], ceilings: Ceilings | None, *, device: str) -> Any:
+    """The `matplotlib.figure.Figure`.
+
+    Args:
+        ceilings: None of a quick run: its sizes say nothing of them, so times alone are drawn.
+
+    Raises:
+        BenchmarkError: nothing was timed.
+    """
+    timed = [_Timed(r, r.best_us) for r in records if r.best_us is not None]
     if not timed:
         raise BenchmarkError("--plot: nothing was measured")
-    fastest: dict[tuple[str, str, int], tuple[Measurement, float]] = {}
-    for record, us in sorted(timed, key=lambda pair: -pair[1]):
-        fastest[record.op, record.shape, record.batch] = record, us
-    shown = [fastest[key] for key in sorted(fastest)]
-    height = min(max(5, 0.2 * len(shown) + 1.5), 400)  # matplotlib draws at most 2^16 pixels
-    figure = Figure(figsize=(14, height), layout="constrained")
-    figure.suptitle(title, parse_math=False)
-    roof, bars = figure.subplots(1, 2)
-    _roofline(roof, timed, ceilings)
-    names = [f"{r.op}/{r.shape} {r.batch} {r.implementation}" for r, _ in shown]
-    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(r.implementation for r, _ in shown))}
-    bars.set_ylim(-0.6, len(shown) - 0.4)
-    bars.barh(
-        names, [100 * (r.floor_us or 0) / us for r, us in shown], color=[colours[r.implementation] for r, _ in shown]
-    )
-    bars.axvline(100, color="black", linewidth=1)
-    bars.invert_yaxis()
-    bars.tick_params(axis="y", labelsize=6)
-    bars.set(xlabel="floor / time, %", title="the fastest implementation against its floor")
-    save_figure(figure, path, dpi=150)
+    with style():
+        floors = [each for each in timed if each.record.floor_us]
+        if ceilings and floors:
+            return _against_ceilings(floors, ceilings, device)
+        return _times(timed, device, quick=ceilings is None)
 
 
-def _roofline(axes, timed: Sequence[tuple[Measurement, float]], ceilings: Ceilings) -> None:
+def _against_ceilings(timed: list[_Timed], ceilings: Ceilings, device: str) -> Any:
+    fastest: dict[str, _Timed] = {}
+    for each in sorted(timed, key=lambda each: -each.us):
+        fastest[each.shape] = each
+    rows = [each for shape, each in sorted(fastest.items(), key=_order)][:_MOST_ROWS]
+    multiplying = [each for each in timed if each.record.flops and each.record.bytes]
+    heights = [_ROOFLINE] * bool(multiplying) + [_ROW * len(rows) + 0.9]
+    what = _ops(timed)
+    detail = f"{device}; copy {ceilings.copy / 1e9:,.0f} GB/s, bf16 matmul {ceilings.matmul / 1e12:,.0f} TFLOP/s"
+    made = figure(f"{what} against what the device can do", detail, sum(heights) + 0.7)
+    panels = made.subplots(len(heights), height_ratios=heights, squeeze=False)[:, 0]
+    if multiplying:
+        _roofline(panels[0], multiplying, ceilings)
+    _floors(panels[-1], rows)
+    return made
+
+
+def _ops(timed: list[_Timed]) -> str:
+    names = list(dict.fromkeys(each.record.op for each in timed))
+    return ", ".join(names) if len(names) <= 4 else f"{len(names)} ops"
+
+
+def _order(item: tuple[str, _Timed]) -> tuple[str, str, int]:
+    record = item[1].record
+    return record.op, record.shape, record.batch
+
+
+def _colours(timed: list[_Timed]) -> dict[str, str]:
+    names = sorted({each.record.implementation for each in timed})
+    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+
+
+def _floors(axes: Any, rows: list[_Timed]) -> None:
+    colours = _colours(rows)
+    shares = [100 * (each.record.floor_us or 0) / each.us for each in rows]
+    for name, colour in colours.items():
+        mine = [i for i, each in enumerate(rows) if each.record.implementation == name]
+        axes.barh(mine, [shares[i] for i in mine], height=0.66, color=colour, label=name)
+    for i, (each, share) in enumerate(zip(rows, shares, strict=True)):
+        axes.annotate(
+            f"{share:.{1 if share < 9.95 else 0}f} %  {each.us:,.1f} us", (share, i), (4, 0), va="center",
+            textcoords="offset points", fontsize=8.5, color=MUTED, bbox={"facecolor": "white", "lw": 0, "pad": 0.8},
+        )  # fmt: skip
+    axes.axvline(100, color=LIMIT, linewidth=1)
+    axes.set_yticks(range(len(rows)), [each.shape for each in rows])
+    axes.set(ylim=(len(rows) - 0.4, -0.6), xlim=(0, max(100, *shares) * 1.25), xlabel="floor / time, %")
+    axes.set_title("Fastest implementation by op, shape and batch: share of its floor, and time")
+    bare(axes)
+    legends_above([axes], 600)
+
+
+def _roofline(axes: Any, timed: list[_Timed], ceilings: Ceilings) -> None:
     ridge = ceilings.matmul / ceilings.copy
-    groups: dict[tuple[str, str], list[tuple[float, float]]] = {}  # (FLOPs per byte, TFLOP/s)
+    groups: dict[str, list[tuple[float, float]]] = {}  # (FLOPs per byte, TFLOP/s)
     for r, us in timed:
-        if r.flops and r.bytes:
-            groups.setdefault((r.op, r.implementation), []).append((r.flops / r.bytes, r.flops / us / 1e6))
-    intensities = [x for group in groups.values() for x, _ in group] or [ridge]
-    low, high = min(*intensities, ridge) / 2, max(*intensities, ridge) * 4
-    axes.plot(
-        [low, ridge, high], [low * ceilings.copy / 1e12, ceilings.matmul / 1e12, ceilings.matmul / 1e12], "k-",
-        label=f"{ceilings.copy / 1e9:,.0f} GB/s, {ceilings.matmul / 1e12:,.1f} TFLOP/s",
+        assert r.flops and r.bytes
+        groups.setdefault(f"{r.op}, {r.implementation}", []).append((r.flops / r.bytes, r.flops / us / 1e6))
+    points = [point for group in groups.values() for point in group]
+    low, high = min(*(x for x, _ in points), ridge) / 2, max(*(x for x, _ in points), ridge) * 3
+    top = ceilings.matmul / 1e12
+    axes.plot([low, ridge, high], [low * ceilings.copy / 1e12, top, top], color=LIMIT, linewidth=1.2)
+    for i, (name, group) in enumerate(groups.items()):
+        axes.plot(*zip(*group, strict=True), **{**look(i, markers=True), "linestyle": ""}, label=name, alpha=0.85)
+    least = min(y for _, y in points)
+    axes.set(
+        xscale="log", yscale="log", xlim=(low, high), ylim=(least / 1.6, max(top, *(y for _, y in points)) * 1.6),
+        xlabel="FLOPs per byte", ylabel="TFLOP/s", title="Roofline: the line is what the device can do",
     )  # fmt: skip
-    for (op, implementation), group in groups.items():
-        axes.plot(*zip(*group, strict=True), "o", markersize=4, label=f"{op}, {implementation}")
-    axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="TFLOP/s", title="roofline")
-    axes.grid(True, which="both", alpha=0.3)
-    axes.legend(fontsize=7)
+    plain_log(axes.xaxis, low, high)
+    plain_log(axes.yaxis, least / 1.6, top * 1.6)
+    legends_above([axes], 640)
+
+
+def _times(timed: list[_Timed], device: str, *, quick: bool) -> Any:
+    """Times alone: of ops without floors, or at sizes that say nothing of ceilings."""
+    shapes = sorted({each.shape: each for each in timed}.items(), key=_order)[:_MOST_ROWS]
+    place = {shape: i for i, (shape, _) in enumerate(shapes)}
+    detail = f"{device}; sizes this small say nothing of what the device can do" if quick else device
+    made = figure(f"{_ops(timed)}: times{' at tiny sizes' if quick else ''}", detail, _ROW * len(place) + 1.7)
+    axes = made.subplots()
+    names = list(dict.fromkeys(each.record.implementation for each in timed))
+    for i, name in enumerate(names):
+        mine = [each for each in timed if each.record.implementation == name and each.shape in place]
+        marker = {**look(i, markers=True), "linestyle": ""}
+        axes.plot([each.us for each in mine], [place[each.shape] for each in mine], **marker, label=name)
+    axes.set_yticks(range(len(place)), list(place))
+    low, high = min(each.us for each in timed), max(each.us for each in timed)
+    axes.set(ylim=(len(place) - 0.4, -0.6), xscale="log", xlim=(low / 1.3, high * 1.3), xlabel="us")
+    axes.set_title("A call, by op, shape and batch")
+    plain_log(axes.xaxis, low, high)
+    legends_above([axes], 600)
+    return made

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import pathlib
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
 from ..capacity import SNAPSHOT_FRACTION, Capacity, capacity
-from ..errors import CapacityError
-from ..output import save_figure
 from .models import add_model, model_config, model_file
 from .options import LAYOUT_FIELDS, add_command, add_json, add_layout, layout_from, naming, refuse_same
+from .plan_plot import draw
 from .printing import present
 from .values import byte_count, fraction, natural, picture_file, positive, token_count
 
@@ -64,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     with naming(fields=_FIELDS | {"too large a cache": f"{given}: too large a cache"}):
         answer = capacity(layout, hbm_bytes=args.hbm, max_requests=args.requests, max_context=args.context, **states)
     if args.plot:
-        _plot(answer, args.plot, states)
+        draw(answer, args.model, human(answer.hbm_bytes or answer.total_bytes), args.plot, **states)
     report = {"model": args.model, **answer.as_dict()}
     present(report, args.json, lambda console: console.print(_table(answer, args.model)))
     return 0
@@ -106,28 +104,3 @@ def _table(answer: Capacity, model: str) -> Table:
     table.add_row("per request, at any length", human(layout.bytes_per_slot))
     table.add_row("per request, at full context", human(layout.request_bytes(answer.max_context)))
     return table
-
-
-def _plot(answer: Capacity, path: pathlib.Path, states: dict[str, Any]) -> None:
-    """Requests that fit at once, over their context, in the memory of this answer."""
-    from matplotlib.figure import Figure
-
-    layout, memory = answer.layout, answer.hbm_bytes or answer.total_bytes
-    contexts, fits = [], []
-    context = layout.block_tokens
-    while context <= layout.cfg.max_position_embeddings:
-        try:
-            fits.append(capacity(layout, hbm_bytes=memory, max_context=context, **states).max_requests)
-        except CapacityError:
-            break
-        contexts.append(context)
-        context *= 2
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.loglog(contexts, fits, "o-", base=2)
-    axes.plot(answer.max_context, answer.full_requests, "r*", markersize=14, label="this plan")
-    axes.set(xlabel="context per request (tokens)", ylabel="requests at that context at once")
-    axes.set_title(f"{human(memory)} of cache, {layout.kv_row.name} rows, {layout.index_row.name} index keys")
-    axes.grid(True, which="both", alpha=0.3)
-    axes.legend()
-    save_figure(figure, path, dpi=150)

@@ -7,55 +7,71 @@ from typing import Any
 
 import numpy as np
 
-from ..output import save_figure
+from ..plotting import (
+    COLOURS,
+    LIMIT,
+    figure,
+    legend_below,
+    legends_above,
+    look,
+    model_title,
+    plain_log,
+    save,
+    style,
+    whole,
+)
 
-__all__ = ["draw"]
+__all__ = ["draw", "picture"]
 
-_SIZE = (9.0, 7.6)  # inches; at 100 dots each
-_PER_PANEL = 2  # columns of a legend
-_PARTS = 40  # of the time, for means
+_HEIGHT = 7.4  # inches
+_DASHED = (0, (4, 1.5))
+_PARTS = 48  # of the time, for means
+_TIERS = {"device": COLOURS[0], "host": COLOURS[4]}
+_UNITS = {"device": "device blocks", "host": "host blocks", "snapshot": "states", "storage": "storage blocks"}
+_POOLS = {"device": ("device", COLOURS[0]), "host": ("host", COLOURS[4]), "slot": ("slots", COLOURS[2])}
 
 
 def draw(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Four panels of what `simulate` prints as JSON, "title" above them.
+    """Writes the picture of what `simulate` prints as JSON.
 
     Raises:
         OutputError: the file cannot be written (see `output.check_picture`).
     """
-    from matplotlib.figure import Figure
+    save(picture(result), path)
 
-    figure = Figure(figsize=_SIZE, layout="constrained")
-    figure.suptitle(_title(result), parse_math=False, fontsize="medium")
-    panels = figure.subplots(2, 2, sharex=True)
-    runs = result["runs"]
-    if len(runs) == 1:
-        _one(panels, runs[0])
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": _PER_PANEL}
+
+def picture(result: dict[str, Any]) -> Any:
+    """The `matplotlib.figure.Figure`: four panels. Shares go from 0 to 100 %: pictures can be compared."""
+    runs, model = result["runs"], result["model"]
+    with style():
+        made = figure(result["title"].replace(model, model_title(model), 1), _subtitle(result), _HEIGHT)
+        panels = made.subplots(2, 2, sharex=True)
+        if len(runs) == 1:
+            _one(panels, runs[0])
+            for row in panels:
+                legends_above(row, 420)
+        else:
+            _several(panels, runs)
+            legend_below(made, panels.flat)
+        for axes in panels[1]:
+            axes.set_xlabel("simulated minutes")
         for axes in panels.flat:
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(**place, frameon=False, fontsize="small")
-    else:
-        _several(panels, runs)
-        handles, labels = panels[0][0].get_legend_handles_labels()
-        columns = max(min(110 // (max(map(len, labels)) + 8), 4), 1)
-        figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize="small")
-    for axes in panels.flat:
-        axes.grid(True, alpha=0.3)
-        axes.tick_params(labelbottom=True)
-        axes.set_xlabel("simulated minutes")
-    save_figure(figure, path, dpi=100)
+            axes.set_xlim(0, max(_columns(run)["minutes"][-1] for run in runs))
+    return made
 
 
-def _title(result: dict[str, Any]) -> str:
+def _subtitle(result: dict[str, Any]) -> str:
     runs = result["runs"]
     if len(runs) > 1:
-        return result["title"]
-    cache = runs[0]["cache"]
-    sizes = [f"device {cache['size']['num_blocks']:,} blocks, {cache['size']['num_snapshots']:,} states"]
+        return f"{len(runs)} servers, the same {runs[0]['requests']['run']:,} requests"
+    (run,) = runs
+    cache, size = run["cache"], run["cache"]["size"]
+    parts = [f"device: {size['num_blocks']:,} blocks, {size['num_snapshots']:,} states"]
     if cache["host"]:
-        sizes.append(f"host {cache['host']['num_pages']:,} pages")
-    name = f" ({runs[0]['name']})" if runs[0]["name"] else ""
-    return f"{result['title']}, {cache['policy']}, {cache['order']}{name}\n{'; '.join(sizes)}"
+        parts.append(f"host: {cache['host']['num_pages']:,} pages")
+    name = f"{run['name']}: " if run["name"] else ""
+    served = f"{name}{cache['policy']}, {cache['order']}; {cache['kv_format']} rows, {cache['index_format']} index keys"
+    return f"{served}\n{'; '.join(parts)}"
 
 
 def _columns(run: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -71,35 +87,49 @@ def _one(panels: np.ndarray, run: dict[str, Any]) -> None:
     minutes = columns["minutes"]
     (hits, pools), (evictions, requests) = panels
     prompt = np.maximum(columns["prompt_tokens"], 1)
-    parts = {tier: 100 * columns[f"hit_{tier}_tokens"] / prompt for tier in ("device", "host")}
-    parts = {f"from the {tier}": share for tier, share in parts.items() if share.any()}
+    parts = {tier: 100 * columns[f"hit_{tier}_tokens"] / prompt for tier in _TIERS if f"hit_{tier}_tokens" in columns}
+    parts = {tier: share for tier, share in parts.items() if share.any()}
     if parts:
-        hits.stackplot(minutes, *parts.values(), labels=list(parts), alpha=0.8)
-    best = _limits(hits, run)
-    hits.set(ylabel="prompt tokens found so far, %", ylim=(0, _above(best, *parts.values())), title="Hit rate")
+        colours = [_TIERS[tier] for tier in parts]
+        hits.stackplot(minutes, *parts.values(), labels=list(parts), colors=colours)
+    _limits(hits, [run])
+    hits.set(ylabel="prompt tokens found so far, %", ylim=(0, 100), title="Hit rate")
 
-    for name, pool in run["pools"].items():
-        if pool["total"] and pool["peak_used"]:
-            used, cached = columns[f"{name}_used"], columns[f"{name}_cached"]
-            (line,) = pools.plot(minutes, 100 * (used + cached) / pool["total"], "--", label=f"{name}: + cached")
+    for name, (label, colour) in _POOLS.items():
+        pool = run["pools"].get(name)
+        if pool and pool["total"] and pool["peak_used"]:
+            used = 100 * columns[f"{name}_used"] / pool["total"]
+            all_of_it = used + 100 * columns[f"{name}_cached"] / pool["total"]
+            pools.plot(*_means(minutes, all_of_it), color=colour, linestyle=_DASHED, label="" if used.any() else label)
             if used.any():
-                pools.plot(minutes, 100 * used / pool["total"], color=line.get_color(), label=f"{name}: in use")
-    pools.set(ylabel="share of the pool, %", ylim=(0, 105), title="Pool use")
+                pools.plot(*_means(minutes, used), color=colour, label=label)
+    pools.set(ylabel="share, %", ylim=(0, 102), title="Pools in use; dashed: and kept for hits")
 
-    labels = {"device": "blocks, device", "host": "blocks, host", "storage": "blocks, storage", "snapshot": "states"}
-    shown = {label: columns[f"evicted_{unit}"] for unit, label in labels.items() if columns[f"evicted_{unit}"].any()}
-    for label, values in shown.items():
-        evictions.plot(minutes, values / 1000, label=label)
+    shown = {label: columns[f"evicted_{unit}"] for unit, label in _UNITS.items() if columns[f"evicted_{unit}"].any()}
+    for i, (label, values) in enumerate(shown.items()):
+        evictions.plot(minutes, values, label=label, **look(i))
     if shown:
-        evictions.set(ylabel="thousand units so far", ylim=(0, None), title="Evictions")
+        evictions.set(ylabel="so far", ylim=(0, None), title="Evicted")
+        whole(evictions.yaxis)
     else:
-        evictions.plot(*_waited(columns))
-        evictions.set(ylabel="seconds, mean", ylim=(0, None), title="Time to the first token")
+        evictions.plot(*_waited(columns), color=COLOURS[0])
+        evictions.set(ylabel="seconds, mean", ylim=(0, None), title="Time to the first token (nothing was evicted)")
 
-    for state in ("running", "waiting", "preempted"):
+    for i, state in enumerate(("running", "waiting", "preempted")):
         if columns[state].any():
-            requests.plot(minutes, columns[state], label=state)
-    requests.set(ylabel="requests", ylim=(0, None), title="Requests")
+            _band(requests, minutes, columns[state], i)
+            requests.plot(*_means(minutes, columns[state]), label=state, **look(i))
+    requests.set(ylabel="mean; pale: least and most", ylim=(0, None), title="Requests")
+    whole(requests.yaxis)
+
+
+def _band(axes: Any, minutes: np.ndarray, values: np.ndarray, i: int) -> None:
+    edges = _edges(minutes)
+    part = np.clip(np.searchsorted(edges, minutes, side="right") - 1, 0, _PARTS - 1)
+    middle = (edges[:-1] + edges[1:]) / 2
+    there = np.unique(part)
+    low, high = ([pick(values[part == each]) for each in there] for pick in (np.min, np.max))
+    axes.fill_between(middle[there], low, high, color=COLOURS[i], alpha=0.15, linewidth=0)
 
 
 # Several
@@ -107,27 +137,29 @@ def _one(panels: np.ndarray, run: dict[str, Any]) -> None:
 
 def _several(panels: np.ndarray, runs: list[dict[str, Any]]) -> None:
     (hits, recomputed), (waits, there) = panels
-    highest = 0.0
     means: list[float] = []
     for i, run in enumerate(runs):
-        look: dict[str, Any] = {"color": f"C{i % 10}", "linestyle": ("-", "--", ":", "-.")[i // 10 % 4]}
+        # Thinner from one to the next: where curves are the same, all of them can be seen.
+        line: dict[str, Any] = {**look(i), "linewidth": min(1.3 + 0.5 * (len(runs) - 1 - i), 3)}
         columns = _columns(run)
         minutes, rate, waited = columns["minutes"], _rate(columns), _waited(columns)
-        highest = max(highest, rate.max())
         means += waited[1].tolist()
-        hits.plot(minutes, rate, label=run["name"], **look)
-        recomputed.plot(minutes, columns["recomputed_tokens"] / 1e6, **look)
-        waits.plot(*waited, **look)
-        there.plot(minutes, columns["running"] + columns["waiting"] + columns["preempted"], **look)
-    best = _limits(hits, runs[0], several=runs)
-    hits.set(ylabel="prompt tokens found so far, %", ylim=(0, _above(best, np.array([highest]))), title="Hit rate")
+        hits.plot(minutes, rate, label=f"{run['name']}: {rate[-1]:.1f} %", **line)
+        recomputed.plot(minutes, columns["recomputed_tokens"] / 1e6, **line)
+        waits.plot(*waited, **line)
+        there.plot(*_means(minutes, columns["running"] + columns["waiting"] + columns["preempted"]), **line)
+    _limits(hits, runs)
+    hits.set(ylabel="prompt tokens found so far, %", ylim=(0, 100), title="Hit rate")
     recomputed.set(ylabel="million tokens so far", ylim=(0, None), title="Seen before, yet computed again")
-    waits.set(ylabel="seconds, mean", title="Time to the first token")
+    waits.set(ylabel="seconds, mean", ylim=(0, None), title="Time to the first token")
     if means and max(means) > 20 * min(means) > 0:
-        waits.set_yscale("log")
-    else:
-        waits.set_ylim(0, None)
-    there.set(ylabel="requests", ylim=(0, None), title="Running and waiting")
+        waits.set(yscale="log", ylim=(min(means) / 1.3, max(means) * 1.3))
+        plain_log(waits.yaxis, min(means), max(means))
+    there.set(ylabel="requests, mean", ylim=(0, None), title="Running and waiting")
+    whole(there.yaxis)
+
+
+# Of both
 
 
 def _rate(columns: dict[str, np.ndarray]) -> np.ndarray:
@@ -135,27 +167,37 @@ def _rate(columns: dict[str, np.ndarray]) -> np.ndarray:
     return 100 * found / np.maximum(columns["prompt_tokens"], 1)
 
 
+def _edges(minutes: np.ndarray) -> np.ndarray:
+    return np.linspace(0, minutes[-1], _PARTS + 1)
+
+
+def _means(minutes: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(middles, means) of equal parts of the time; a value holds until the next."""
+    areas = np.concatenate([[0.0], np.cumsum(values[:-1] * np.diff(minutes))])
+    edges = _edges(minutes)
+    return (edges[:-1] + edges[1:]) / 2, np.diff(np.interp(edges, minutes, areas)) / np.diff(edges)
+
+
 def _waited(columns: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Mean seconds to the first token of those who got it in the same part of the time, where there are any."""
-    edges = np.linspace(0, columns["minutes"][-1], _PARTS + 1)
+    edges = _edges(columns["minutes"])
     sums = (np.interp(edges, columns["minutes"], columns[name]) for name in ("answered", "waited_seconds"))
     answered, waited = map(np.diff, sums)
     some = answered > 0
     return (edges[:-1] + edges[1:])[some] / 2, waited[some] / answered[some]
 
 
-def _limits(axes: Any, run: dict[str, Any], *, several: list[dict[str, Any]] | None = None) -> float:
-    """Lines at what no cache exceeds, of the whole trace. Returns the highest."""
-    best = 100 * run["hits"]["highest_possible_rate"]
-    axes.axhline(best, color="black", linestyle=":", label=f"endless cache: {best:.1f} %")
-    bounds = {each["bound"]["clairvoyant_rate"] for each in several or [run] if each["bound"]}
+def _limits(axes: Any, runs: list[dict[str, Any]]) -> None:
+    """Lines at what no cache exceeds, of the whole trace; one line where a clairvoyant cache of this size finds all."""
+    best = 100 * runs[0]["hits"]["highest_possible_rate"]
+    bounds = {100 * each["bound"]["clairvoyant_rate"] for each in runs if each["bound"]}
+    named = "endless"
     if len(bounds) == 1:
-        clairvoyant = 100 * bounds.pop()
-        axes.axhline(clairvoyant, color="black", linestyle="-.", label=f"clairvoyant: {clairvoyant:.1f} %")
-    return best
-
-
-def _above(best: float, *shares: np.ndarray) -> float:
-    """The upper end of an axis of per cents that are stacked."""
-    most = max([best, *np.sum(shares, axis=0).ravel()] if shares else [best])
-    return min(1.15 * most, 105) or 1.0
+        clairvoyant = bounds.pop()
+        if f"{clairvoyant:.1f}" == f"{best:.1f}":
+            named = "endless or clairvoyant"
+        else:
+            axes.axhline(
+                clairvoyant, color=LIMIT, linestyle="-.", linewidth=1.2, label=f"clairvoyant: {clairvoyant:.1f} %"
+            )
+    axes.axhline(best, color=LIMIT, linestyle=":", linewidth=1.2, label=f"{named} cache: {best:.1f} %")

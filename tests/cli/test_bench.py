@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import json
+import re
 
 import jax
 import pytest
@@ -73,7 +74,11 @@ def test_a_run_on_a_gpu_prints_ratios(capsys, tmp_path, a_gpu):
 
 def test_table_and_file(capsys, tmp_path):
     path = tmp_path / "bench.json"
-    assert main(["bench", "top_k", "--quick", "--batch", "1", "--json", str(path)]) == 0
+    svg = tmp_path / "times.svg"
+    assert main(["bench", "top_k", "--quick", "--batch", "1", "--json", str(path), "--plot", str(svg)]) == 0
+    assert "top_k: times at tiny sizes" in svg.read_text() and "%" not in "".join(
+        re.findall(">([^<]+)<", svg.read_text())
+    )
     out = capsys.readouterr().out
     assert "top_k v4-widths" in out and "lax.top_k" in out and "not measured: " in out and "the backend is cpu" in out
     assert {r["batch"] for r in json.loads(path.read_text())["rows"]} == {1}
@@ -152,7 +157,6 @@ def test_refusals(capsys, tmp_path, monkeypatch):
     refused(capsys, ["bench", "step", "--xla", "fast"], "--xla", "'fast' is not OPTION=VALUE")
     refused(capsys, ["bench", "step", "--quick", "--context", "1M"], "1048576", "tiny has at most 4096")
     refused(capsys, ["bench", "step", "--quick", "--plot", tmp_path / "x.png"], "--plot")
-    refused(capsys, ["bench", "gather", "--quick", "--plot", tmp_path / "x.png"], "--plot", "a quick run")
     refused(capsys, ["bench", "gather", "--quick", "--layers", "3"], "--layers", "name `step`")
     refused(capsys, ["bench", "step", "--quick", "--layers", "9"], "--layers", "tiny has 4")
     refused(capsys, ["bench", "step", "--quick", "--implementations", "torch"], "--implementations", "a step runs")
