@@ -197,21 +197,23 @@ class Publisher:
         """
         saves: list[Save] = []
         chosen = set[Node]()
-        for placement, request in [(p, r) for p in (Placement.KEEP, Placement.ROLLING) for r in requests]:
-            if len(saves) == room:
-                break
-            node = self._ends_at(request)
-            if self._wanted(request) is not placement or node in chosen:  # several may come to one junction together
-                continue
-            slot = self._rolling_slot(request) if placement is Placement.ROLLING else 0
-            rolls = slot > 0
-            if rolls and request.rolling is not None:
-                self._tree.snapshots.pin(request.rolling)  # nobody else may have this slot
-            slot = slot if rolls else self._cache.try_slot()
-            if slot:
-                saves.append(Save(request, slot, placement, rolls))
-                if node is not None:
-                    chosen.add(node)
+        ends = [(request, self._ends_at(request)) for request in requests]
+        wanted = [(self._wanted(request, node), request, node) for request, node in ends]
+        for placement in (Placement.KEEP, Placement.ROLLING):
+            for wants, request, node in wanted:
+                if wants is not placement or node in chosen:  # several may come to one junction together
+                    continue
+                if len(saves) == room:
+                    return saves
+                slot = self._rolling_slot(request) if placement is Placement.ROLLING else 0
+                rolls = slot > 0
+                if rolls and request.rolling is not None:
+                    self._tree.snapshots.pin(request.rolling)  # nobody else may have this slot
+                slot = slot if rolls else self._cache.try_slot()
+                if slot:
+                    saves.append(Save(request, slot, placement, rolls))
+                    if node is not None:
+                        chosen.add(node)
         return saves
 
     def saved(self, saves: list[Save], step: int) -> None:
@@ -235,7 +237,7 @@ class Publisher:
         node = self._ends_at(request)
         if node is None or _has_state(node) or request.num_cached % self.block_tokens:
             return False
-        if not always and self._wanted(request) is Placement.NONE:
+        if not always and self._wanted(request, node) is Placement.NONE:
             return False
         self._attach(request, node, request.slot, request.last_step)
         if request.rolling is not None and self._rolling_slot(request):
@@ -252,8 +254,7 @@ class Publisher:
     def _unroll(self, request: Request) -> None:
         """The slot of the last rolling snapshot is the request's again."""
         if request.rolling is not None:
-            self._tree.snapshots.unpin(request.rolling)
-            self._tree.snapshots.drop(request.rolling, T.DEVICE)
+            self._tree.snapshots.drop(request.rolling, T.DEVICE, pinned=True)
             request.rolling = None
 
     def _ends_at(self, request: Request) -> Node | None:
@@ -261,8 +262,8 @@ class Publisher:
         i = request.num_cached // self.block_tokens - 1
         return request.nodes[i] if 0 <= i < request.num_shared else None
 
-    def _wanted(self, request: Request) -> Placement:
-        node = self._ends_at(request)
+    def _wanted(self, request: Request, node: Node | None) -> Placement:
+        """What the policy wants of the request's state at the end of its last block, which is the node's."""
         if request.hasher is None or (node is not None and _has_state(node)):
             return Placement.NONE
         return self._snapshots.at(

@@ -146,7 +146,7 @@ class Snapshot:
     def next_above(self) -> Snapshot | None:
         """The next one on the path from the root that is still there. (One taken between them later is not seen.)"""
         above = self.above
-        while above is not None and above.tier is T.NONE:
+        while above is not None and not (above.device or above.host or above.stored):
             above = above.above
         self.above = above
         return above

@@ -74,9 +74,7 @@ class Snapshots:
         return snapshot
 
     def _be(self, snapshot: Snapshot, kind: int) -> None:
-        snapshot.kind = kind
-        self.rates.taken(kind)
-        snapshot.rate = self.rates.worth(kind)
+        snapshot.kind, snapshot.rate = kind, self.rates.taken(kind)
 
     def _pass(self, snapshot: Snapshot | None, after: int) -> None:
         """A request has left one below this one, and found the first `after` blocks cached."""
@@ -90,29 +88,35 @@ class Snapshots:
     def hit(self, node: Node) -> None:
         """A request starts from the node's snapshot, if it has one."""
         if (snapshot := node.snapshot) is not None:
-            self.rates.hit(snapshot.kind)
             snapshot.hits += 1
             snapshot.last_used, snapshot.level = self._nodes.clock, self._nodes.level
-            before, snapshot.rate = snapshot.rate, self.rates.worth(snapshot.kind)
+            before, snapshot.rate = snapshot.rate, self.rates.hit(snapshot.kind)
             if snapshot.rate < before:
                 self._queues.demote_snapshot(node)
 
-    def drop(self, node: Node, tier: Tier) -> list[int]:
+    def drop(self, node: Node, tier: Tier, *, pinned: bool = False) -> list[int]:
         """Its owner takes one tier's copy away; returns its slot, its pages, or nothing (storage).
 
         Without copies there is no snapshot.
 
+        Args:
+            pinned: by its owner, who unpins it with this.
+
         Raises:
-            PrefixTreeError: there is none, or it is pinned.
+            PrefixTreeError: there is none, or somebody else has pinned it.
         """
         snapshot = self._nodes.check(node).snapshot
+        if pinned and snapshot is not None and snapshot.pins == 1 and snapshot.copy(tier):
+            snapshot.pins = 0
         unit = self._drop(node, tier)
+        if pinned and node.snapshot is not None:
+            self._queues.push_snapshot(node)
         if snapshot is not None and not snapshot.hits and snapshot.tier is T.NONE:
-            self.rates.taken(snapshot.kind, -1)
+            self.rates.given_up(snapshot.kind)
         return unit
 
     def _drop(self, node: Node, tier: Tier) -> list[int]:
-        snapshot = self._nodes.check(node).snapshot
+        snapshot = node.snapshot
         if snapshot is None or snapshot.pins or not snapshot.copy(tier):
             raise PrefixTreeError(f"{node} has no {tier.name.lower()} snapshot that can be dropped")
         unit = self._nodes.set_snapshot(node, tier, 0)

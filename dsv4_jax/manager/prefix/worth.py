@@ -65,21 +65,35 @@ class HitRates:
 
     def worth(self, kind: int) -> float:
         """Of a snapshot of this kind, for each block that it saves. One that nobody has seen hit yet has some, too."""
-        count = self._of(kind)
-        return self._scale * (count.hits + 0.5) / (count.taken + 8)
+        return self._worth(self._of(kind))
 
-    def taken(self, kind: int, times: int = 1) -> None:
-        """A snapshot of this kind was taken (-1: and was given up before anybody could hit it)."""
+    def taken(self, kind: int) -> float:
+        """A snapshot of this kind was taken. Returns what it is worth."""
         count = self._of(kind)
-        count.taken = max(count.taken + times, 0)
+        count.taken += 1
         if count.taken > _MEMORY:
             count.taken, count.hits = count.taken / 2, count.hits / 2
+        return self._worth(count)
 
-    def hit(self, kind: int) -> None:
-        self._of(kind).hits += 1
+    def given_up(self, kind: int) -> None:
+        """One was, before anybody could hit it: as if it had not been taken."""
+        count = self._of(kind)
+        count.taken = max(count.taken - 1, 0)
+
+    def hit(self, kind: int) -> float:
+        """One was hit. Returns what it is worth now."""
+        count = self._of(kind)
+        count.hits += 1
+        return self._worth(count)
+
+    def _worth(self, count: _Count) -> float:
+        return self._scale * (count.hits + 0.5) / (count.taken + 8)
 
     def _of(self, kind: int) -> _Count:
-        return self._counts.setdefault(kind, _Count())
+        count = self._counts.get(kind)
+        if count is None:
+            count = self._counts[kind] = _Count()
+        return count
 
 
 def is_idle_end(node: Node) -> bool:
