@@ -51,7 +51,7 @@ MADE_UP = "chats=200,tenants=4,turns=4,system=4000,question=500,answer=250,rate=
 
 def command(args: argparse.Namespace) -> list[str]:
     """The command line of one variant, but for the variant."""
-    words = ["simulate", "--model", "flash", "--bound", "--json"]
+    words = ["simulate", "--json", "--model", "flash", "--bound"]
     if args.trace is None:
         return [*words, "--generate", MADE_UP, "--hbm", "1500MiB", "--host", "4GiB"]
     limit = ["--limit", str(args.limit)] if args.limit else []
