@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dsv4_jax.cache import KVCache, init_cache
 from dsv4_jax.config import AttentionType, DSV4Config
@@ -159,11 +160,14 @@ class HostilePlans:
         """What a step writes with."""
         return self.implementation
 
-    def test_a_step_writes_nothing_that_no_valid_id_names(self) -> None:
-        for scheduled, hca_state in self.steps:
-            self.check_steps(scheduled, CacheLayout(self.cfg, *self.formats, draft_tokens=1, hca_state=hca_state))
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "scheduled" in metafunc.fixturenames:
+            metafunc.parametrize(("scheduled", "hca_state"), self.steps)
 
-    def check_steps(self, scheduled: str, layout: CacheLayout) -> None:
+    def test_a_step_writes_nothing_that_no_valid_id_names(
+        self, scheduled: str, hca_state: Literal["online", "raw"]
+    ) -> None:
+        layout = CacheLayout(self.cfg, *self.formats, draft_tokens=1, hca_state=hca_state)
         rng, good = np.random.default_rng(0), plan_of(layout, scheduled)
         rows, norms = random_stream(layout, good.num_tokens, 1), random_norms(layout)
         entries = np.arange(5, dtype=np.int32) * np.ones((good.num_tokens, 1), np.int32)
