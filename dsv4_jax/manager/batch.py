@@ -22,6 +22,7 @@ class Batch(NamedTuple):
     Attributes:
         requests, counts: [B]
         scheduled: the pairs that name them.
+        longest: the largest of the counts, 0 if there is none.
         arrays: slots, starts, counts, limits, blocks held and blocks tabled, [B] int64 each.
         restored: those that start from a snapshot in this step.
         decode: the pinned shape and the plan of the step before, if every sequence had one token in it.
@@ -29,6 +30,7 @@ class Batch(NamedTuple):
 
     requests: list[Request]
     counts: list[int]
+    longest: int
     scheduled: list[tuple[Request, int]]
     arrays: tuple[np.ndarray, ...]
     restored: list[Request]
@@ -43,4 +45,5 @@ class Batch(NamedTuple):
         # One list each: the fastest way from objects to arrays that was found.
         arrays = tuple(np.fromiter(values, np.int64, len(values)) for values in columns)
         restored = [r for r in requests if r.restores is not None]
-        return cls(requests, counts, list(zip(requests, counts, strict=True)), arrays, restored)
+        scheduled = list(zip(requests, counts, strict=True))
+        return cls(requests, counts, max(counts, default=0), scheduled, arrays, restored)

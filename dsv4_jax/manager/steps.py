@@ -114,7 +114,7 @@ class Steps:
         self.check_taken()
         self.check_shape(shape)
         batch = self._batch
-        again = batch is not None and scheduled == batch.scheduled and (steps == 1 or max(batch.counts, default=1) == 1)
+        again = batch is not None and scheduled == batch.scheduled and (steps == 1 or batch.longest <= 1)
         requests, counts = (batch.requests, batch.counts) if again else self._checked(scheduled, steps)
         if not again or publisher.replaced:
             batch = Batch.of(requests, counts)
@@ -160,7 +160,7 @@ class Steps:
         plan = with_extras(plan, fits, np.array(entries, np.int64).T, copies, block_copies)
         self.num_planned += 1
         arrays = (slots, ends, lengths, limits, np.maximum(held, blocks), np.maximum(tabled, blocks))
-        decode = (shape, plan) if shape is not None and max(counts, default=2) == 1 else None
+        decode = (shape, plan) if shape is not None and batch.longest == 1 else None
         self._batch = batch._replace(arrays=arrays, restored=[], decode=decode)
         for i, more in added.items():
             requests[i].blocks += more
@@ -172,10 +172,12 @@ class Steps:
             if request.restores is not None:
                 cache.tree.snapshots.unpin(request.restores)
                 request.restores = None
+        planned = self.num_planned  # a local, as these lines run for every sequence of every step
         for request, count in zip(requests, counts, strict=True):
-            request.num_scheduled = count * steps
-            request.num_cached += request.num_scheduled
-            request.last_step, request.forked = self.num_planned, None
+            request.num_scheduled = fresh_tokens = count * steps
+            request.num_cached += fresh_tokens
+            request.last_step = planned
+            request.forked = None
         for i in np.flatnonzero(ends // block > starts // block).tolist() if steps == 1 else range(len(requests)):
             publisher.mark(requests[i])  # of K steps always: only the first one's ids pass `plan_tokens`
         for slot in cache.copies.slots:
