@@ -230,14 +230,14 @@ class BlockHasher:
         del self.digests[num_tokens // self.spec.block_tokens :]
 
     def _hash_full_blocks(self) -> list[bytes]:
-        width, done, fresh = 4 * self.spec.block_tokens, len(self.digests), list[bytes]()
+        size, done, fresh = self.spec.block_tokens, len(self.digests), list[bytes]()
         parent, blocks = self.digests[-1] if done else self.root, len(self._ids) // self.spec.block_tokens
         extras = self._extras(done, blocks) if self._items else {}
-        with memoryview(self._ids) as ids, ids.cast("B") as data:
-            for i in range(done, blocks):
-                block = parent + data[i * width : (i + 1) * width]
-                parent = sha256(block + extras[i] if i in extras else block).digest()
-                fresh.append(parent)
+        data, width = self._ids[done * size : blocks * size].tobytes(), 4 * size
+        for i, start in enumerate(range(0, len(data), width), done):
+            block = parent + data[start : start + width]
+            parent = sha256(block + extras[i] if extras and i in extras else block).digest()
+            fresh.append(parent)
         self.digests += fresh
         return fresh
 

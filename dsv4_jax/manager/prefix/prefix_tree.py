@@ -220,12 +220,12 @@ class PrefixTree:
         Raises:
             PrefixTreeError: not a path from a first block on, or a node is gone, being written or on the move.
         """
-        previous = None
+        previous, epoch = None, self.nodes.epoch
         for node in path:
-            self.nodes.check(node)
-            if node.parent is not previous:
-                raise PrefixTreeError(f"{node} does not follow {previous}: references go to whole paths")
-            if node.state not in MATCHABLE:
+            if node.epoch is not epoch or node.parent is not previous or node.state not in MATCHABLE:
+                self.nodes.check(node)
+                if node.parent is not previous:
+                    raise PrefixTreeError(f"{node} does not follow {previous}: references go to whole paths")
                 raise PrefixTreeError(f"{node} cannot be referenced in this state")
             previous = node
         self.nodes.clock += 1
