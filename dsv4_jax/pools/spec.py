@@ -37,9 +37,21 @@ def as_ids(name: str, ids: Any) -> np.ndarray:
         raise PoolError(f"{name} must be integers, got {ids!r}") from None
     if array.size == 0:
         return array.astype(np.int64)
-    if array.dtype.kind not in "iu":
-        raise PoolError(f"{name} must be integers, got {array.dtype}")
+    if array.dtype.kind not in "iu" or _has_booleans(ids):
+        raise PoolError(f"{name} must be integers, got {array.dtype if array.dtype.kind not in 'iu' else 'a boolean'}")
     return array
+
+
+def _has_booleans(ids: Any) -> bool:
+    """Whether NumPy took some of them, beside integers, for 0 or 1."""
+    if isinstance(ids, np.ndarray | np.generic | bool):
+        return np.result_type(ids).kind == "b"
+    if not isinstance(ids, list | tuple):
+        return False
+    one_of_each = dict(zip(map(type, ids), ids, strict=True))
+    if not one_of_each.keys().isdisjoint({list, tuple, np.ndarray}):
+        return any(map(_has_booleans, ids))
+    return any(map(_has_booleans, one_of_each.values()))
 
 
 def distinct(ids: np.ndarray) -> np.ndarray:

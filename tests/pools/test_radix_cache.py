@@ -481,7 +481,12 @@ def test_tokens_are_integers_of_any_type(tokens: Any, key: list[int]) -> None:
     assert cache.match(np.array(key)).length == 3
 
 
-@pytest.mark.parametrize("tokens", [[1.0], [1, 2.5], ["1"], [None], [2**64], [2**63, 1], [True], [[1], [2, 3]]])
+@pytest.mark.parametrize(
+    "tokens",
+    [[1.0], [1, 2.5], ["1"], [None], [2**64], [2**63, 1], [True], [[1], [2, 3]], [1, True], (1, False), [-1, True],
+     [2, np.True_], [[1, 2], [3, True]], ([1, 2], (3, False)), [np.array([True]), np.array([2])]],
+    ids=repr,
+)  # fmt: skip
 def test_tokens_that_are_none_are_refused(tokens: Any) -> None:
     cache, pool, *_ = make()
     for call in (lambda: cache.match(tokens), lambda: cache.insert(tokens, pool.alloc(1))):
