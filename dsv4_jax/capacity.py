@@ -20,7 +20,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any, Literal
 
-from .checks import as_int, shown
+from .checks import INT32_MAX, as_int, shown
 from .errors import CapacityError, LayoutError
 from .layout import CacheLayout, CacheSize
 from .records import block_record, page_bytes, state_pages
@@ -131,12 +131,15 @@ def plan_host_capacity(layout: CacheLayout, host_bytes: int) -> int:
     """Pages of a host tier of so many bytes, the null page included: what `HostSize` and `init_host_cache` are given.
 
     Raises:
-        CapacityError: no count of bytes, or too few for one block and one snapshot.
+        CapacityError: no count of bytes, too few for one block and one snapshot, or more than pages have int32 ids for.
     """
     memory, page = _count("host_bytes", host_bytes, 1), page_bytes(layout)
     least = 1 + bool(block_record(layout).bytes) + state_pages(layout, 0)
     if memory < least * page:
         raise CapacityError(f"host_bytes: {memory} bytes are too few: a block and a snapshot take {least * page}")
+    if memory // page - 1 > INT32_MAX:
+        most = (INT32_MAX + 1) * page
+        raise CapacityError(f"host_bytes: page ids are int32 and reach {INT32_MAX}: {most} bytes, got {memory}")
     return memory // page - 1
 
 
@@ -155,8 +158,9 @@ def capacity(
     * memory and requests: the longest context that all of them can reach at once, in whole blocks.
     * memory and context: the most requests that can reach it at once.
     * all three: slots for all the requests and tables for the context; what memory remains becomes
-      blocks and their snapshots, as far as the requests could use them. At least one request can then reach
-      the context, `full_requests` of them at once; the manager reports when blocks run out.
+      blocks and their snapshots. Without snapshots, no more than the requests could use; with them all of it, for
+      prefixes that stay cached. At least one request can then reach the context, `full_requests` of them at once;
+      the manager reports when blocks run out.
 
     Args:
         layout: what is stored.
@@ -208,6 +212,14 @@ def _answer(
         slot = layout.bytes_per_slot + columns * _TABLE_ENTRY_BYTES
         return (requests + snapshots(blocks) + 1) * slot + (blocks + 1) * layout.bytes_per_block <= (memory or 0)
 
+    def numbered(blocks: int, requests: int, columns: int) -> bool:
+        """Whether all rows have int32 ids."""
+        try:
+            layout.check_size(size_of(blocks, requests, columns))
+        except LayoutError:
+            return False
+        return True
+
     if requests is None:
         assert memory is not None and context is not None
         columns = layout.blocks_for(context)
@@ -228,7 +240,15 @@ def _answer(
         return Capacity(layout, size, memory, requests, context, "context" if capped else _larger_part(layout, size))
     columns = layout.blocks_for(context)
     size = size_of(columns * requests, requests, columns)
-    if memory is None or layout.total_bytes(size) <= memory:
+    if memory is None:
+        return Capacity(layout, size, memory, requests, context, "none")
+    if layout.total_bytes(size) <= memory:
+        if size.num_snapshots and layout.bytes_per_block:
+            blocks = largest_fitting(
+                lambda count: fits(count, requests, columns) and numbered(count, requests, columns),
+                memory // layout.bytes_per_block,
+            )
+            size = size_of(max(blocks, size.num_blocks), requests, columns)
         return Capacity(layout, size, memory, requests, context, "none")
     # Not all requests reach the context at once: the fewest blocks let one of them.
     blocks = largest_fitting(lambda count: fits(count, requests, columns), size.num_blocks)

@@ -118,12 +118,16 @@ def test_all_three_given(layout, r, context, memory, p):
     answer = capacity(layout, hbm_bytes=memory, max_requests=r, max_context=context, num_snapshots=p)
     size = answer.size
     assert (size.num_slots, size.max_blocks_per_request, size.num_snapshots) == (r, columns, p)
-    assert columns <= size.num_blocks <= r * columns and answer.total_bytes <= memory
+    assert columns <= size.num_blocks and answer.total_bytes <= memory
     if size.num_blocks < r * columns:
         assert answer.leftover_bytes < layout.bytes_per_block and answer.limited_by in ("blocks", "slots")
     else:
         assert answer.limited_by == "none" and answer.full_requests == r
-    assert 1 <= answer.full_requests == size.num_blocks // columns
+        if p and layout.bytes_per_block:  # prefixes stay cached in what the requests leave
+            assert answer.leftover_bytes < layout.bytes_per_block
+        else:
+            assert size.num_blocks == r * columns
+    assert 1 <= answer.full_requests == min(size.num_blocks // columns, r)
 
 
 @given(layouts, requests, st.integers(0, 8 * 10**10), st.integers(0, 10**10), fractions)  # below what int32 can number
@@ -162,9 +166,13 @@ def test_snapshots_take_their_share_of_the_bytes(layout, r, context, spare, f):
     assert longest.size == CacheSize(r * width, r, width, split(layout, r * width, f))
     assert bytes_for(r * width, r, width) <= memory
     assert longest.limited_by == "context" or bytes_for(r * (width + 1), r, width + 1) > memory
-    assert (
-        capacity(layout, hbm_bytes=memory, max_requests=r, max_context=context, snapshot_fraction=f).size == asked.size
-    )
+    every = capacity(layout, hbm_bytes=memory, max_requests=r, max_context=context, snapshot_fraction=f).size
+    blocks = every.num_blocks
+    assert every == CacheSize(blocks, r, columns, split(layout, blocks, f))
+    if f == 0 or not layout.bytes_per_block:
+        assert every == asked.size
+    else:
+        assert bytes_for(blocks, r, columns) <= memory < bytes_for(blocks + 1, r, columns)
     least = bytes_for(columns, r, columns)
     if r > 1 and (tight := (least + asked.total_bytes) // 2) < asked.total_bytes:
         size = capacity(layout, hbm_bytes=tight, max_requests=r, max_context=context, snapshot_fraction=f).size
@@ -189,6 +197,28 @@ def test_a_host_tier_is_allocated_as_planned():
     layout = CacheLayout(CONFIGS["tiny"])
     host = init_host_cache(layout, HostSize(plan_host_capacity(layout, 10**6)).num_pages)
     assert 0.97 * 10**6 < host.pages.nbytes <= 10**6
+
+
+def test_more_host_memory_than_pages_have_ids():
+    layout = CacheLayout(CONFIGS["flash"])
+    most = 2**31 * (page := block_record(layout).bytes)
+    assert plan_host_capacity(layout, most) == 2**31 - 1
+    for memory in (most + page, 2**62):
+        with pytest.raises(CapacityError, match=f"host_bytes: page ids are int32 .*: {most} bytes, got {memory}"):
+            plan_host_capacity(layout, memory)
+
+
+def test_all_memory_is_for_the_cache_as_far_as_rows_have_ids():
+    """Live requests left most of the memory unused, although prefixes could have stayed in it."""
+    layout, asked = CacheLayout(CONFIGS["flash"]), dict(max_requests=4, max_context=1000)
+    small, large, huge = (plan_capacity(layout, hbm_bytes=m * 10**9, **asked) for m in (1, 20, 10**6))
+    assert 4 * 8 < small.num_blocks < large.num_blocks < huge.num_blocks
+    assert layout.total_bytes(large) > 0.999 * 20 * 10**9
+    layout.check_size(huge)
+    with pytest.raises(LayoutError, match="int32"):
+        layout.check_size(dataclasses.replace(huge, num_blocks=huge.num_blocks + 1, num_snapshots=split(
+            layout, huge.num_blocks + 1, None)))  # fmt: skip
+    assert plan_capacity(layout, hbm_bytes=10**15, num_snapshots=0, **asked).num_blocks == 4 * 8
 
 
 def test_known_numbers():
