@@ -505,17 +505,23 @@ class KVCacheManager:
             PlanError: not a `CacheSize`, or the transfers of the step before were not taken.
             ContextLimitError: a live or preempted request may grow beyond the new context limit.
             RequestError: as `sleep`.
+
+        Warns:
+            NoHitsWarning: in a cache of this size hardly a prompt will hit, other than before.
         """
+        self.guard.check()
+        if not isinstance(size, CacheSize):
+            raise PlanError(f"the new size must be a CacheSize, got {type(size).__name__}")
+        self.steps.check_taken()
+        limit = self._context_limit(size)
+        for request in self.book.ids.values():
+            if request.max_tokens > limit:
+                raise ContextLimitError(request.id, request.max_tokens, limit)
+        self.layout.check_size(size)
+        self._check_awake()
+        if self.policy is not None:  # before anything changes, as warnings may be errors
+            self.policy.warn_if_vain(size, self.size)
         with self.guard("resize"):
-            if not isinstance(size, CacheSize):
-                raise PlanError(f"the new size must be a CacheSize, got {type(size).__name__}")
-            self.steps.check_taken()
-            limit = self._context_limit(size)
-            for request in self.book.ids.values():
-                if request.max_tokens > limit:
-                    raise ContextLimitError(request.id, request.max_tokens, limit)
-            self.layout.check_size(size)
-            self._check_awake()
             self.lifecycle.empty_device()
             self.cache.resize(size)
             self.steps.resize(size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import numbers
 import warnings
 
 from ..checks import shown
@@ -147,14 +148,22 @@ class HostWatermark:
     Attributes:
         low: share of free pages below which to evict, blocks and states alike.
         high: share to evict up to.
+
+    Raises:
+        ConfigError: one of them is no number, or 0 <= low <= high <= 1 does not hold.
     """
 
     low: float = 0.0
     high: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("low", "high"):
+            share = getattr(self, name)
+            if not isinstance(share, numbers.Real) or isinstance(share, bool):
+                raise ConfigError("host watermark", f"{name} must be a number in [0, 1], got {shown(share)}")
         if not 0 <= self.low <= self.high <= 1:
-            raise ConfigError("host watermark", f"0 <= low <= high <= 1 must hold, got {self.low} and {self.high}")
+            given = f"{shown(self.low)} and {shown(self.high)}"
+            raise ConfigError("host watermark", f"0 <= low <= high <= 1 must hold, got {given}")
 
     def kept_free(self, total: int) -> int:
         """The fewest free pages with which nothing has to be evicted."""
@@ -190,14 +199,20 @@ class CachePolicy:
             if not isinstance(part := getattr(self, name), kind):
                 raise ConfigError(f"cache policy: {name}", f"must be of type {kind.__name__}, got {shown(part)}")
 
-    def warn_if_vain(self, size: CacheSize) -> None:
-        """Warns with `NoHitsWarning` if a cache of this size keeps next to no states: prompts find as little in it."""
+    def warn_if_vain(self, size: CacheSize, before: CacheSize | None = None) -> None:
+        """Warns with `NoHitsWarning` if a cache of this size keeps next to no states: prompts find as little in it.
+
+        Args:
+            before: the size so far, of which the same need not be said again.
+        """
+        problem = self._problem(size)
+        if problem and (before is None or problem != self._problem(before)):
+            text = f"prompts find next to nothing under this cache policy: {problem}"
+            warnings.warn(NoHitsWarning(text), stacklevel=3)
+
+    def _problem(self, size: CacheSize) -> str:
         if self.snapshots == SnapshotPlacement.none():
-            problem = "its placement keeps no states"
-        elif size.num_slots + size.num_snapshots < 2:
-            problem = (
-                "num_snapshots is 0, and the one slot is the live request's (plan_capacity gives snapshots a share)"
-            )
-        else:
-            return
-        warnings.warn(NoHitsWarning(f"prompts find next to nothing under this cache policy: {problem}"), stacklevel=3)
+            return "its placement keeps no states"
+        if size.num_slots + size.num_snapshots < 2:
+            return "num_snapshots is 0, and the one slot is the live request's (plan_capacity gives snapshots a share)"
+        return ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -190,6 +192,22 @@ def test_a_policy_that_cannot_hit_says_so() -> None:
     KVCacheManager(layout, CacheSize(9, 2, 4), policy=CachePolicy())
 
 
+def test_a_new_size_that_cannot_hit_says_so() -> None:
+    manager = KVCacheManager(CacheLayout(DSV4Config.tiny()), CacheSize(9, 2, 4), policy=CachePolicy())
+    manager.admit_request([1, 2, 3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(NoHitsWarning):
+            manager.resize(CacheSize(9, 1, 4))
+    assert manager.size.num_slots == 2 and len(manager.requests) == 1, "an error, and nothing has changed"
+    with pytest.warns(NoHitsWarning, match="the one slot is the live request's") as caught:
+        manager.resize(CacheSize(9, 1, 4))
+    assert len(caught) == 1 and caught[0].filename == __file__
+    manager.resize(CacheSize(7, 1, 4))  # said already: the suite makes every further warning an error
+    manager.resize(CacheSize(7, 1, 4, 1))
+    KVCacheManager(manager.layout, CacheSize(9, 2, 4)).resize(CacheSize(9, 1, 4))
+
+
 def test_what_the_one_slot_still_keeps() -> None:
     """So the warning must not say that nothing is ever found."""
     with pytest.warns(NoHitsWarning, match="find next to nothing"):
@@ -210,6 +228,14 @@ def test_host_watermark() -> None:
     for low, high in ((-0.1, 0.5), (0.5, 0.4), (0.5, 1.1)):
         with pytest.raises(ConfigError, match="host watermark"):
             HostWatermark(low, high)
+    assert HostWatermark(np.float32(0.5), Fraction(3, 4)).excess(1, 4) == 2
+    for odd in ("0", None, True, 1j, [0.5], np.array([0.1, 0.2])):
+        for shares in ({"low": odd}, {"high": odd}, {"low": 0.1, "high": odd}):
+            with pytest.raises(ConfigError, match=r"(low|high) must be a number in \[0, 1\], got "):
+                HostWatermark(**shares)
+    for share in (float("nan"), float("inf"), 10**400):
+        with pytest.raises(ConfigError, match="0 <= low <= high <= 1 must hold"):
+            HostWatermark(0.0, share)
 
 
 def test_eviction_orders() -> None:
