@@ -73,6 +73,8 @@ def read_json(path: pathlib.Path, most_bytes: int, *, unique_keys: bool = False)
         ValueError: the file cannot be read, is larger, or holds no JSON; says why in one line.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("not a regular file")  # a FIFO would wait for its writer
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > most_bytes:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TextIO
 
 from ..errors import CacheError, NoHitsWarning
 from .options import EXIT_STATUS, FAILURES, PROGRAM, Parser
-from .printing import one_line
+from .printing import one_line, say
 
 __all__ = ["entry", "main"]
 
@@ -45,11 +45,12 @@ def entry() -> NoReturn:
     _shorten_warnings()
     try:
         status = main()
-    finally:
-        _settle(sys.stdout)
+    except SystemExit as done:  # of argparse: bad usage and --help
+        status = done.code if isinstance(done.code, int) else 2
+    status = _settle(sys.stdout, status)
+    _settle(sys.stderr, status)
     if status == 130:
         # Steps may still be running on XLA's threads, and taking Python down under them crashes.
-        sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
 
@@ -72,12 +73,15 @@ def _hold_standard_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _settle(stream: TextIO) -> None:
-    """What a stream still holds is written or, if that fails, dropped: Python would complain of it at exit."""
+def _settle(stream: TextIO, status: int) -> int:
+    """The exit status once all that a stream holds is written. If that fails it is dropped: Python would complain."""
     try:
         stream.flush()
-    except OSError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if stream is sys.stdout and not status:
+            return 141 if isinstance(error, BrokenPipeError) else _failed("", error, 2)
+    return status
 
 
 def _raise_swallowed_interrupts() -> None:
@@ -120,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted")
         return 130
     except BrokenPipeError:  # the reader of our output has gone
         return 141
@@ -135,11 +139,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(command: str, problem: object, status: int) -> int:
-    print(f"{PROGRAM}{command}: error: {one_line(problem)}", file=sys.stderr)
+    say(f"{PROGRAM}{command}: error: {one_line(problem)}")
     return status
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    args = _parser().parse_args(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
+    return args
+
+
+def _parser() -> Parser:
     statuses = "".join(f"  {status:<3}  {meaning}\n" for status, meaning in EXIT_STATUS.items())
     parser = Parser(
         prog=PROGRAM,
@@ -150,9 +160,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     for name in _COMMANDS:
         importlib.import_module(f".{name}", __name__).add_parser(commands)
-    args = parser.parse_args(argv)
-    args.argv = list(sys.argv[1:] if argv is None else argv)
-    return args
+    return parser
 
 
 def _version() -> str:

@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import pathlib
 import shlex
-import sys
 from collections.abc import Callable, Iterable
 from types import MappingProxyType
 from typing import Any, get_args
@@ -25,7 +24,7 @@ from ..output import open_output
 from .bench_table import print_record
 from .models import BUILT_IN
 from .options import PROGRAM, add_command, add_json, memory_bytes, naming, refuse_same, start_jax
-from .printing import Progress, present, write_json
+from .printing import Progress, present, say, write_json
 from .values import given_path, output_folder, picture_file, positive, short, token_count
 
 __all__ = ["add_parser", "run"]
@@ -121,6 +120,8 @@ def run(args: argparse.Namespace) -> int:
     if jax.default_backend() == "cpu" and not quick:
         quick = True
         print("no GPU: tiny sizes, as with --quick", file=sys.stderr)
+    if quick and args.plot:
+        raise OptionError("--plot: draws times against the ceilings of a GPU, which a quick run does not measure")
     cases = [case.with_key_split(args.key_split) for case in (QUICK if quick else CASES)]
     chosen = []
     if ops:
@@ -129,6 +130,8 @@ def run(args: argparse.Namespace) -> int:
     pairs = [(case, batch, names or measure.default_implementations(case.op)) for case, batch in chosen]
     _fit(chosen)
     steps = _step_options(args, quick) if with_step else []
+    if quick and not args.quick:
+        say("no GPU: tiny sizes, as with --quick")
     found: list[Any] = []
     reports: list[dict[str, Any]] = []
     device = jax.devices()[0].device_kind
@@ -190,7 +193,7 @@ def _render(folder: pathlib.Path, *, check: bool) -> int:
         return 0
     if path.is_file() and path.read_bytes() == made.encode():
         return 0
-    print(f"{path} is not what {folder / 'records'} gives: run {PROGRAM} bench --render", file=sys.stderr)
+    say(f"{path} is not what {folder / 'records'} gives: run {PROGRAM} bench --render")
     return 1
 
 

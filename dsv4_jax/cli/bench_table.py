@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .printing import Output
+
 __all__ = ["print_record"]
 
 _WIDE = 140  # a wide table in a pipe or a log is better than one cell per line
@@ -37,7 +39,7 @@ def print_record(console: Console, record: dict[str, Any]) -> None:
     console.print(f"{record['device']}, jax {record['software']['jax']}: {known}", markup=False, highlight=False)
     ops, steps = ([row for row in record["rows"] if row["table"] == table] for table in ("ops", "steps"))
     if measured := [row for row in ops if not row["problem"]]:
-        wide = console if console.is_terminal or quick else Console(width=max(console.width, _WIDE))
+        wide = console if console.is_terminal or quick else Output(width=max(console.width, _WIDE))
         wide.print(_table(measured, quick))
     for reason, names in _problems(ops).items():
         said = f"not measured: {'; '.join(f'{name} ({also})' for name, also in names.items())}: {reason}"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import sys
 
 from .. import libraries, native_build
 from ..errors import BuildError, OptionError
 from .options import add_command, add_json
-from .printing import Progress, present
+from .printing import Progress, present, say
 from .values import given_path, positive, short
 
 __all__ = ["add_parser", "run"]
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError(f"--cpu-only: excludes {'--nvcc' if args.nvcc else '--architectures'}, it needs no CUDA")
     nvcc = None if args.cpu_only else _nvcc(args.nvcc)
     if nvcc:
-        print(f"nvcc {nvcc.path}, CUDA {libraries.spelled(nvcc.version)}", file=sys.stderr)
+        say(f"nvcc {nvcc.path}, CUDA {libraries.spelled(nvcc.version)}")
     with Progress("build") as progress:
         made = native_build.build(
             nvcc, architectures=args.architectures, jobs=args.jobs,
@@ -55,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     least = libraries.LEAST_DRIVERS.get(nvcc.version // 1000) if nvcc else None
     cuda = libraries.spelled(nvcc.version) if nvcc else None
     if least:
-        print(f"built with CUDA {cuda}: needs a driver of {least} or later", file=sys.stderr)
+        say(f"built with CUDA {cuda}: needs a driver of {least} or later")
     report = {"libraries": [str(path) for path in made], "cuda": cuda, "least_driver": least}
     present(report, args.json, lambda console: console.print(*made, sep="\n", soft_wrap=True, markup=False))
     return 0

@@ -8,7 +8,7 @@ import os
 from ..config import DSV4Config
 from ..errors import OptionError
 from .options import naming
-from .values import short
+from .values import given_path, short
 
 __all__ = ["BUILT_IN", "add_model", "model_config", "model_file"]
 
@@ -17,9 +17,13 @@ BUILT_IN = ("flash", "pro", "tiny")
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", default="flash", metavar="NAME|PATH",
+        "--model", type=_name, default="flash", metavar="NAME|PATH",
         help="flash, pro, tiny, or a config.json or its folder (default: flash)",
     )  # fmt: skip
+
+
+def _name(text: str) -> str:
+    return str(given_path(text))
 
 
 def model_config(name: str) -> DSV4Config:

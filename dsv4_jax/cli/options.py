@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -14,7 +15,7 @@ from ..config import DSV4Config
 from ..errors import BuildError, CacheError, ImplementationError, IntegrityError, OptionError, OutputError
 from ..formats import INDEX_FORMATS, KV_FORMATS
 from ..layout import CacheLayout
-from .printing import one_line
+from .printing import one_line, say
 from .values import json_file, natural, positive
 
 __all__ = [
@@ -41,7 +42,18 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {one_line(message)} (see {self.prog} --help)\n")
+        say(f"{self.prog}: error: {one_line(message)} (see {self.prog} --help)")
+        raise SystemExit(2)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        for word in args or () if self._subparsers is None else ():
+            if re.fullmatch(r"--[a-z-]+=--", word):  # argparse would take an empty list for the value
+                self.error(f"argument {word[:-3]}: '--' is no value")
+        return super().parse_known_args(args, namespace)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """argparse would not mind a full disk or a closed pipe."""
+        print(message, end="", file=file or sys.stdout)
 
 
 def add_command(
@@ -104,7 +116,7 @@ def layout_from(args: argparse.Namespace, cfg: DSV4Config, **options: Any) -> Ca
 
 @contextlib.contextmanager
 def naming(option: str | None = None, fields: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """The package's errors in the words of the command line. Raises `OptionError`, and `FAILURES` as they are.
+    """Errors of the package and of files in the words of the command line: `OptionError`, and `FAILURES` as they are.
 
     Args:
         option: what the errors are about, said first.
@@ -119,6 +131,10 @@ def naming(option: str | None = None, fields: Mapping[str, str] = MappingProxyTy
         if fields:
             text = re.sub(rf"\b({'|'.join(map(re.escape, fields))})\b", lambda match: fields[match[0]], text)
         raise OptionError(f"{option}: {text}" if option else text) from error
+    except OSError as error:
+        if option is None:
+            raise
+        raise OptionError(f"{option}: {error}") from error
 
 
 def refuse_same(paths: Mapping[str, str | os.PathLike[str] | None]) -> None:

@@ -18,15 +18,18 @@ from rich.progress import Progress as Bar
 
 from ..output import open_output
 
-__all__ = ["JsonTarget", "Progress", "one_line", "present", "stdout", "write_json"]
+__all__ = ["JsonTarget", "Output", "Progress", "one_line", "present", "say", "write_json"]
 
 JsonTarget = pathlib.Path | Literal["-"] | None  # what `--json` gives: a file, stdout, or no JSON
 _FIRST_LINE, _LINES_EVERY = 2.0, 10.0  # seconds between lines of progress where there is no terminal
 
 
-def stdout() -> Console:
+class Output(Console):
     """Where tables go. Made per command, so that it writes to the stdout of the moment."""
-    return Console()
+
+    def on_broken_pipe(self) -> None:
+        """Rich would end the process here, with a status of its own."""
+        raise BrokenPipeError
 
 
 def present(report: dict[str, Any], to: JsonTarget, table: Callable[[Console], None]) -> None:
@@ -36,13 +39,19 @@ def present(report: dict[str, Any], to: JsonTarget, table: Callable[[Console], N
         return
     if to is not None:
         write_json(report, to)
-    table(stdout())
+    table(Output())
 
 
 def write_json(report: dict[str, Any], path: pathlib.Path) -> None:
     """Writes the file, whole or not at all. Raises `OutputError`."""
     with open_output(path, encoding="utf-8") as file:
         file.write(_json(report) + "\n")
+
+
+def say(line: str) -> None:
+    """A line on stderr. If nobody reads it the command goes on, and its status says what happened."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def one_line(message: object, most: int = 600) -> str:
@@ -114,8 +123,5 @@ class Progress:
         wait = _FIRST_LINE
         while not self._over.wait(wait):
             of = "" if self._total is None else f": {self._done:,} of {self._total:,}"
-            with contextlib.suppress(OSError, ValueError):  # whoever reads stderr has gone
-                print(
-                    one_line(f"{self._what}{of}, {time.monotonic() - self._start:.0f} s"), file=sys.stderr, flush=True
-                )
+            say(one_line(f"{self._what}{of}, {time.monotonic() - self._start:.0f} s"))
             wait = _LINES_EVERY

@@ -25,7 +25,7 @@ from .inputs import open_regular
 from .models import add_model, model_config, model_file
 from .options import add_command, add_json, add_layout, layout_from, naming, refuse_same
 from .plan import human
-from .printing import Progress, present
+from .printing import Progress, present, say
 from .simulated_server import DEFAULTS, Variant, add_server, server_from, variant
 from .simulated_table import table
 from .values import given_path, output_file, picture_file, positive
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     present(result, args.json, lambda console: console.print(table(result)))
     broken = sum(sum(each["isolation"].values()) for each in runs)
     if broken:
-        print(f"{broken} units held what they should not: a bug of the manager", file=sys.stderr)
+        say(f"{broken} units held what they should not: a bug of the manager")
     return 1 if broken else 0
 
 
