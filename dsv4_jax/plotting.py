@@ -7,6 +7,7 @@ Series differ in colour and in dashes or markers, so that they can be told apart
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import pathlib
@@ -116,7 +117,11 @@ def plain_log(axis: Any, low: float, high: float) -> None:
     values = [10.0**power for power in range(first, last + 1, step)]
     if high < 300 * low:
         values = [value * part for value in values for part in (1, 2, 5) if low <= value * part <= high] or values
-    tick(axis, values, lambda value: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+    tick(axis, values, _plain)
+
+
+def _plain(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1 else f"{value:g}" if value > 9e-4 else f"{value:.0e}"
 
 
 def tick(axis: Any, values: Sequence[Any], text: Callable[[Any], str] = "{:,}".format) -> None:
@@ -162,10 +167,11 @@ def legends_above(row: Sequence[Any], room: int) -> None:
 
 
 def _columns(labels: Sequence[str], room: int) -> int:
-    """The most columns, filled one after the other, that are no wider than `room` pixels. At least one."""
+    """The most columns that are no wider than `room` pixels, as matplotlib fills them. At least one."""
     for columns in range(len(labels), 1, -1):
-        each = math.ceil(len(labels) / columns)
-        if sum(60 + 6.5 * max(map(len, labels[at : at + each])) for at in range(0, len(labels), each)) <= room:
+        least, longer = divmod(len(labels), columns)
+        ends = [i * least + min(i, longer) for i in range(columns + 1)]
+        if sum(60 + 6.5 * max(map(len, labels[a:b])) for a, b in itertools.pairwise(ends)) <= room:
             return columns
     return 1
 

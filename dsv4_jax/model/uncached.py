@@ -22,7 +22,7 @@ from .hyper_connections import collapse, widen
 from .numerics import linear, matmul, rms_norm
 from .params import Params
 
-__all__ = ["forward_uncached"]
+__all__ = ["attention_uncached", "chosen_uncached", "forward_uncached"]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -31,12 +31,21 @@ def forward_uncached(cfg: DSV4Config, params: Params, tokens: jax.Array) -> jax.
     streams = embed(params, tokens, cfg)
     for p, attn in zip(params["layers"], cfg.layer_types, strict=True):
         x, post, comb = collapse(p["hc_attn"], streams, cfg)
-        y = _attention(p["attn"], rms_norm(x, p["attn_norm"], cfg.rms_norm_eps), attn, cfg)
+        y = attention_uncached(p["attn"], rms_norm(x, p["attn_norm"], cfg.rms_norm_eps), attn, cfg)
         streams = feed_forward(p, widen(y, streams, post, comb), tokens, cfg)
     return head(params, streams, cfg)
 
 
-def _attention(p: Params, x: jax.Array, attn: AttentionType, cfg: DSV4Config) -> jax.Array:
+def attention_uncached(
+    p: Params, x: jax.Array, attn: AttentionType, cfg: DSV4Config, *, chosen: jax.Array | None = None
+) -> jax.Array:
+    """One attention layer over one sequence: [T, hidden] -> [T, hidden].
+
+    Args:
+        p: the layer's "attn" parameters.
+        x: [T, hidden] float32, normalised.
+        chosen: [T, T // ratio] bool, the entries of a CSA layer that each token reads; None: as its indexer picks.
+    """
     eps, freq = cfg.rms_norm_eps, rope_frequencies(cfg, attn)
     position = jnp.arange(x.shape[0])
     q_latent = rms_norm(linear(x, p["wq_a"]), p["q_norm"], eps)
@@ -47,9 +56,10 @@ def _attention(p: Params, x: jax.Array, attn: AttentionType, cfg: DSV4Config) ->
     visible = (age >= 0) & (age < cfg.sliding_window)
     if attn is not AttentionType.SWA:
         entries = _compress(p["compressor"], x, freq, eps)
-        ready = jnp.arange(entries.shape[0])[None] < ((position + 1) // cfg.ratio(attn))[:, None]
-        if attn is AttentionType.CSA and cfg.index_topk < entries.shape[0]:
-            ready &= _chosen(p["indexer"], x, q_latent, ready, freq, cfg)
+        if attn is AttentionType.CSA:
+            ready = chosen_uncached(p, x, cfg) if chosen is None else chosen
+        else:
+            ready = _ready(x, entries.shape[0], cfg.ratio(attn))
         keys, visible = jnp.concatenate([keys, entries]), jnp.concatenate([visible, ready], 1)
 
     logits = matmul("thd,kd->thk", q, keys) * np.float32(cfg.head_dim**-0.5)
@@ -77,17 +87,30 @@ def _compress(p: Params, x: jax.Array, freq: np.ndarray, eps: float) -> jax.Arra
     return _rotate(rms_norm(pooled, p["norm"], eps), ratio * jnp.arange(blocks), freq)
 
 
-def _chosen(
-    p: Params, x: jax.Array, q_latent: jax.Array, ready: jax.Array, freq: np.ndarray, cfg: DSV4Config
-) -> jax.Array:
-    """Which entries each token's indexer picks, [T, S] bool."""
-    keys = _compress(p["compressor"], x, freq, cfg.rms_norm_eps)
-    q = linear(q_latent, p["wq_b"]).reshape(-1, cfg.index_n_heads, cfg.index_head_dim)
-    q = _rotate(q, jnp.arange(x.shape[0])[:, None], freq)
+def chosen_uncached(p: Params, x: jax.Array, cfg: DSV4Config) -> jax.Array:
+    """Which entries each token's indexer picks in a CSA layer, [T, T // ratio] bool.
+
+    Args:
+        p: the layer's "attn" parameters.
+        x: [T, hidden] float32, normalised.
+    """
+    eps, freq, p_index = cfg.rms_norm_eps, rope_frequencies(cfg, AttentionType.CSA), p["indexer"]
+    keys = _compress(p_index["compressor"], x, freq, eps)
+    ready = _ready(x, keys.shape[0], cfg.ratio(AttentionType.CSA))
+    if keys.shape[0] <= cfg.index_topk:
+        return ready
+    q = linear(rms_norm(linear(x, p["wq_a"]), p["q_norm"], eps), p_index["wq_b"])
+    q = _rotate(q.reshape(-1, cfg.index_n_heads, cfg.index_head_dim), jnp.arange(x.shape[0])[:, None], freq)
     scale = np.float32((cfg.index_n_heads * cfg.index_head_dim) ** -0.5)
-    scores = matmul("th,ths->ts", linear(x, p["weights_proj"]) * scale, jax.nn.relu(matmul("thd,sd->ths", q, keys)))
+    heads = linear(x, p_index["weights_proj"]) * scale
+    scores = matmul("th,ths->ts", heads, jax.nn.relu(matmul("thd,sd->ths", q, keys)))
     _, best = lax.top_k(jnp.where(ready, scores, -np.float32(np.inf)), cfg.index_topk)
-    return jax.nn.one_hot(best, keys.shape[0], dtype=jnp.bool_).any(1)
+    return ready & jax.nn.one_hot(best, keys.shape[0], dtype=jnp.bool_).any(1)
+
+
+def _ready(x: jax.Array, entries: int, ratio: int) -> jax.Array:
+    """Which of the entries are finished when each token attends, [T, entries] bool."""
+    return jnp.arange(entries)[None] < ((jnp.arange(x.shape[0]) + 1) // ratio)[:, None]
 
 
 def _rotate(x: jax.Array, position: jax.Array, freq: np.ndarray) -> jax.Array:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax import DSV4Config, model
-from dsv4_jax.cli import demo, main
+from dsv4_jax.cli import demo_inputs, main
 from dsv4_jax.errors import OutputError
 
 CFG = DSV4Config.tiny(hc_sinkhorn_iters=1)
@@ -79,6 +79,8 @@ OUTPUTS = {
     "bench --json": lambda out: ["bench", "gather", "--quick", "--json", out],
     "plan --json": lambda out: ["plan", "--hbm", "80GiB", "--requests", 4, "--json", out],
     "doctor --json": lambda out: ["doctor", "--json", out],
+    "demo --plot": lambda out: ["demo", "--plot", out],
+    "demo --json": lambda out: ["demo", "--json", out],
     "logits --out": lambda out: ["logits", "--checkpoint", "none", "--tokens", "none.npy", "--out", out],
 }
 
@@ -176,13 +178,13 @@ def test_a_kept_checkpoint_follows_no_link(tmp_path):
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").write_text("weights")
 
-    demo._save(tmp_path / "a" / "b", write)
+    demo_inputs.save_folder(tmp_path / "a" / "b", write)
     assert (tmp_path / "a" / "b" / "model.safetensors").read_text() == "weights"
     (victim := tmp_path / "victim").write_text("mine")
     (folder := tmp_path / "c").mkdir()
     (folder / "model.safetensors").symlink_to(victim)
     with pytest.raises(OutputError, match="symbolic link"):
-        demo._save(folder, write)
+        demo_inputs.save_folder(folder, write)
     assert victim.read_text() == "mine" and [p.name for p in folder.iterdir()] == ["model.safetensors"]
 
 
@@ -416,10 +418,10 @@ def test_a_long_text_is_not_read_whole(tmp_path, checkpoint, monkeypatch):
     """Only the prompts' bytes are: the file may be larger than the memory."""
     with (path := tmp_path / "long").open("wb") as file:
         file.truncate(2**36)
-    prompts = demo.read_prompts(path)
+    prompts = demo_inputs.read_prompts(path)
     assert [len(prompt) for prompt in prompts] == [233, 150, 90, 37]
     path.write_bytes(bytes(range(233)))
-    assert demo.read_prompts(path)[3] == list(range(37))
+    assert demo_inputs.read_prompts(path)[3] == list(range(37))
 
 
 # Processes: limits, closed outputs, signals
