@@ -16,6 +16,7 @@ from ..formats import RowFormat, codec
 from ..layout import KeySplit
 from .append import Rows, WindowView, load
 from .arguments import Check
+from .batches import in_batches
 from .numerics import rope
 from .registry import Choice, Implementation, run
 
@@ -123,8 +124,7 @@ def reference(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
     window, entries = arguments.window, arguments.entries
     decode = codec(fmt).decode
 
-    def one(args: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        q, w_ids, visible, *rest = args
+    def one(q: jax.Array, w_ids: jax.Array, visible: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
         keys = decode(fmt, load(window.rows, w_ids), jnp.float32)
         if entries is not None:
             e_ids, count = rest
@@ -141,8 +141,9 @@ def reference(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
         return out / (total + jnp.exp(sink - top))[:, None], jnp.log(total) + top
 
     rows = (arguments.queries.astype(jnp.float32), window.ids, window.visible)
-    rest = () if entries is None else (arguments.entry_ids, arguments.entry_count)
-    out, lse = lax.map(one, (*rows, *rest), batch_size=16)
+    selected = (arguments.entry_ids, arguments.entry_count)
+    rows += tuple(ids for ids in selected if ids is not None)
+    out, lse = in_batches(one, *rows)
     return finish_output(out, arguments.inverse_rope, arguments.dtype), lse
 
 

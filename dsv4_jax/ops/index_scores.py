@@ -12,6 +12,7 @@ from jax import lax
 from ..formats import RowFormat, codec
 from .append import Rows, load
 from .arguments import Check
+from .batches import in_batches
 from .columns import Values, dense
 from .registry import Choice, Implementation, run
 
@@ -87,8 +88,7 @@ def reference(arguments: IndexScoresArguments) -> jax.Array:
     # Here, not of the rows: an id times the rows of a block may leave int32.
     table = lax.clamp(np.int32(0), arguments.table, np.int32((pool[0].shape[0] - base) // rows_per_block - 1))
 
-    def one(args: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        q, w, blocks, visible = args
+    def one(q: jax.Array, w: jax.Array, blocks: jax.Array, visible: jax.Array) -> jax.Array:
         ids = (
             np.int32(base)
             + blocks[:, None] * np.int32(rows_per_block)
@@ -100,7 +100,7 @@ def reference(arguments: IndexScoresArguments) -> jax.Array:
         return jnp.where(jnp.arange(scores.shape[0]) < visible, scores, -np.float32(np.inf))
 
     weights = scaled(arguments.weights, arguments.scale)
-    return lax.map(one, (arguments.queries.astype(jnp.float32), weights, table, arguments.count), batch_size=16)
+    return in_batches(one, arguments.queries.astype(jnp.float32), weights, table, arguments.count)
 
 
 def scaled(weights: Values, scale: float) -> jax.Array:
