@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from .errors import DonatedCacheError, LayoutError, PlanError
@@ -186,19 +187,26 @@ def init_cache(
     placements = _placements(layout, sharding)
 
     # Committed to its device, as what `swap_in` returns is: or a step would compile again after the first of those.
-    device = None
-    if sharding is None and not isinstance(zero := jnp.zeros(()), jax.core.Tracer):
-        (device,) = zero.devices()
+    traced = isinstance(zero := jnp.zeros(()), jax.core.Tracer)
+    default = None if traced else zero.sharding
 
     def allocate(leaf: LeafSpec) -> jax.Array:
         rows, width = layout.leaf_shape(leaf, size)
         if placements is None:
-            return jnp.zeros((rows, width), leaf.dtype, device=device)
+            return _zeros((rows, width), leaf.dtype, default)
         placement = placements[leaf.name]
-        shape = (rows * _shards(placement), width)
-        return jax.jit(functools.partial(jnp.zeros, shape, leaf.dtype), out_shardings=placement)()
+        return _zeros((rows * _shards(placement), width), leaf.dtype, placement, traced=traced)
 
     return KVCache({leaf.name: allocate(leaf) for leaf in layout.leaves}, layout)
+
+
+def _zeros(shape: tuple[int, int], dtype: str, where: Sharding | None, *, traced: bool = False) -> jax.Array:
+    if where is None:
+        return jnp.zeros(shape, dtype)
+    on_host = where.is_fully_addressable and all(device.platform == "cpu" for device in where.device_set)
+    if on_host and not traced:  # nothing to compile, which would take longer than all else
+        return jax.device_put(np.zeros(shape, dtype), where, may_alias=False)
+    return jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=where)()
 
 
 def _placements(layout: CacheLayout, sharding: Any) -> dict[str, Sharding] | None:

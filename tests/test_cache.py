@@ -182,6 +182,20 @@ def handle_of(layer: int):
     return cache.begin(build_plan(layout, scheduled, shape_for(layout, scheduled))).layer(layer)
 
 
+def test_an_empty_cache_on_a_cpu_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Its leaves have a dozen shapes: a compile each would take longer than all else."""
+    layout, size = CacheLayout(DSV4Config.tiny()), CacheSize(13, 11, 7)  # a size that no other test has compiled
+    with jax.log_compiles():
+        cache = jax.block_until_ready(init_cache(layout, size))
+        assert not [record for record in caplog.records if "compil" in record.message.lower()]
+        jax.jit(lambda: jnp.zeros((13, 11, 7)))()
+        assert [record for record in caplog.records if "compil" in record.message.lower()]
+    for leaf in layout.leaves:
+        array = cache.arrays[leaf.name]
+        assert array.shape == layout.leaf_shape(leaf, size) and array.dtype == leaf.dtype and array.committed
+        assert not np.asarray(array).any()
+
+
 def test_misuse_is_named() -> None:
     rows, norms = random_stream(CacheLayout(CFG), 1, 0), random_norms(CacheLayout(CFG))
     q, sink = jnp.zeros((1, 2, 32)), jnp.zeros(2)
