@@ -109,6 +109,11 @@ class CompressorInputs:
         return dataclasses.replace(self, kv=dense(self.kv), score=score, ape=None)
 
 
+jax.tree_util.register_dataclass(
+    CompressorInputs, data_fields=["state", "pool", "kv", "score", "epilogue", "ape"], meta_fields=["geometry"]
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class CompressArguments:
     """What an implementation of `compress_csa` and `compress_hca` is given.

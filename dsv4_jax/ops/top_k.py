@@ -62,9 +62,8 @@ def reference(arguments: TopKArguments) -> tuple[jax.Array, jax.Array]:
     scores, count, k = arguments.scores, arguments.count, arguments.k
     exists = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None] < count[:, None]
     ranked = jnp.where(exists & ~jnp.isnan(scores), scores, -np.float32(np.inf))
-    ranked = jnp.where(ranked == 0, np.float32(0), ranked)  # lax.top_k ranks -0 below 0
-    # lax.top_k ranks 0 above -0.
-    _, indices = lax.top_k(jnp.where(ranked == 0, np.float32(0), ranked), k)
+    ranked = jnp.where(ranked == 0, np.float32(0), ranked)  # lax.top_k ranks 0 above -0
+    _, indices = lax.top_k(ranked, k)
     kept = lax.clamp(np.int32(0), count, np.int32(k))
     return jnp.where(jnp.arange(k, dtype=jnp.int32)[None] < kept[:, None], indices, 0), kept
 

@@ -144,6 +144,14 @@ def test_is_declared_where_its_name_says(op: str, name: str) -> None:
     assert found.call.__module__ == module and "IMPLEMENTATION" in importlib.import_module(module).__all__
 
 
+@pytest.mark.parametrize("op", [op.name for op in OPS.values() if "xla" in op.names])
+def test_a_reference_is_one_call(op: str) -> None:
+    """Also where nobody jits it; a step's layers share its trace."""
+    for arguments in EXAMPLES[op]():
+        calls = jax.make_jaxpr(lambda arguments=arguments: registry.run(op, arguments, "xla"))().eqns
+        assert [(eqn.primitive.name, eqn.params["name"]) for eqn in calls] == [("jit", op)]
+
+
 def test_nothing_that_is_declared_is_missing_from_the_list() -> None:
     rooms = {"ops": "xla", "pools": "xla", "pallas": "pallas", "cuda": "cuda", "triton": "triton"}
     declared = set()
