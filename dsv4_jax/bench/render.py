@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from ..errors import BenchmarkError
 from .records import TABLES, load
 from .sections import HEAD, SECTIONS, Section
 from .targets import PEERS
@@ -31,7 +32,10 @@ def page(folder: pathlib.Path) -> str:
     """RESULTS.md of the records in a folder. Raises `BenchmarkError`: there is none, or one is not valid."""
     records = load(folder)
     entries = [Entry(row, file, record) for file, record in records.items() for row in record["rows"]]
-    return "\n".join([HEAD, *(_section(section, latest(entries)) for section in SECTIONS)])
+    try:
+        return "\n".join([HEAD, *(_section(section, latest(entries)) for section in SECTIONS)])
+    except KeyError as error:
+        raise BenchmarkError(f"a record in {folder} has a row without {error}") from error
 
 
 def latest(entries: Iterable[Entry]) -> list[Entry]:

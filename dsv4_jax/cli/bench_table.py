@@ -36,7 +36,9 @@ def print_record(console: Console, record: dict[str, Any]) -> None:
         "tiny sizes, which show what runs and is right, not how fast it can be" if quick else
         f"copy {top['copy_gb_per_s']:,.0f} GB/s, bf16 matmul {top['matmul_tflop_per_s']:,.0f} TFLOP/s"
     )  # fmt: skip
-    console.print(f"{record['device']}, jax {record['software']['jax']}: {known}", markup=False, highlight=False)
+    console.print(
+        f"{record['device']}, jax {record['software']['jax']}: {known}", markup=False, highlight=False, soft_wrap=True
+    )
     ops, steps = ([row for row in record["rows"] if row["table"] == table] for table in ("ops", "steps"))
     if measured := [row for row in ops if not row["problem"]]:
         wide = console if console.is_terminal or quick else Output(width=max(console.width, _WIDE))

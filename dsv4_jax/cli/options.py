@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import os
 import re
 import sys
@@ -16,7 +17,7 @@ from ..errors import BuildError, CacheError, ImplementationError, IntegrityError
 from ..formats import INDEX_FORMATS, KV_FORMATS
 from ..layout import CacheLayout
 from .printing import one_line, say
-from .values import json_file, natural, positive
+from .values import json_file, natural, positive, short
 
 __all__ = [
     "EXIT_STATUS", "FAILURES", "LAYOUT_FIELDS", "PROGRAM", "Parser", "add_command", "add_json", "add_layout",
@@ -49,7 +50,14 @@ class Parser(argparse.ArgumentParser):
         for word in args or () if self._subparsers is None else ():
             if re.fullmatch(r"--[a-z-]+=--", word):  # argparse would take an empty list for the value
                 self.error(f"argument {word[:-3]}: '--' is no value")
-        return super().parse_known_args(args, namespace)
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown and self._subparsers is None:
+            options = [option for option in self._option_string_actions if option.startswith("--")]
+            near = [option for option in options if option.startswith(unknown[0].partition("=")[0])]
+            near = near or difflib.get_close_matches(unknown[0], options, 1)
+            hint = f", did you mean {near[0]}?" if near and unknown[0].startswith("-") else ""
+            self.error(f"unknown argument {short(unknown[0])}{hint}")
+        return found, unknown
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """argparse would not mind a full disk or a closed pipe."""
@@ -129,7 +137,8 @@ def naming(option: str | None = None, fields: Mapping[str, str] = MappingProxyTy
     except CacheError as error:
         text = str(error)
         if fields:
-            text = re.sub(rf"\b({'|'.join(map(re.escape, fields))})\b", lambda match: fields[match[0]], text)
+            longest = sorted(fields, key=len, reverse=True)  # CacheSize.num_slots before CacheSize
+            text = re.sub(rf"\b({'|'.join(map(re.escape, longest))})\b", lambda match: fields[match[0]], text)
         raise OptionError(f"{option}: {text}" if option else text) from error
     except OSError as error:
         if option is None:

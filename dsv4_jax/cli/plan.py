@@ -26,7 +26,9 @@ _EXAMPLES = """
 """
 _FIELDS = {
     **LAYOUT_FIELDS, "hbm_bytes": "--hbm", "max_requests": "--requests", "max_context": "--context",
-    "num_snapshots": "--snapshots", "snapshot_fraction": "--snapshot-fraction",
+    "num_snapshots": "--snapshots", "snapshot_fraction": "--snapshot-fraction", "CacheSize": "the size",
+    "CacheSize.num_blocks": "the number of blocks", "CacheSize.num_slots": "the number of slots",
+    "CacheSize.num_snapshots": "the number of snapshots",
 }  # fmt: skip
 _LIMITS = {
     "blocks": "memory is used up, most of it by blocks: entries and index keys, which grow with the tokens",

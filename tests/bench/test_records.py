@@ -112,6 +112,8 @@ def test_render_refuses(tmp_path, capsys):
     (tmp_path / "records").mkdir()
     (tmp_path / "records" / "x.json").write_text("{")
     assert main(["bench", "--render", str(tmp_path)]) == 2 and "x.json" in capsys.readouterr().err
+    (tmp_path / "records" / "x.json").write_text(json.dumps(record({"table": "swap"})))
+    assert main(["bench", "--render", str(tmp_path)]) == 2 and "has a row without" in capsys.readouterr().err
     assert main(["bench", "--check"]) == 2 and "--check: goes with --render" in capsys.readouterr().err
 
 
