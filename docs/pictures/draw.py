@@ -110,7 +110,7 @@ def leaves() -> Picture:
     p.box(366, 426, 198, 76, "copies", "slots: snapshots, forks", "blocks: forks")
     p.text(465, 540, "Small int32 arrays,", size=13)
     p.text(465, 559, "packed into one.", size=13)
-    p.arrow((300, 330), (346, 330))
+    p.arrow((322, 330), (346, 330))
     p.room(610, 20, 370, 600, "Device: KVCache (V4-Flash)", DEVICE)
     strip = ["0"] + [str(i) for i in range(1, 9)]
     null, mine, both, other, kept = "#d5d9de", "#bcd7ff", "#c9c2f0", "#ffd9b5", "#cfe8a9"
@@ -138,7 +138,7 @@ def leaves() -> Picture:
     p.text(
         626, y + 112, f"{len(layout.leaves)} arrays hold all {layout.cfg.num_layers} layers.", size=13, anchor="start"
     )
-    p.arrow((564, 330), (606, 330))
+    p.arrow((582, 330), (606, 330))
     return p
 
 
