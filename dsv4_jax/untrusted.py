@@ -13,7 +13,7 @@ from typing import Any
 
 from .errors import ConfigError
 
-__all__ = ["INT32_MAX", "check_integer", "check_number", "parse_json", "plain", "read_json", "shown"]
+__all__ = ["INT32_MAX", "check_integer", "check_number", "parse_json", "plain", "read_json", "read_number", "shown"]
 
 INT32_MAX = 2**31 - 1
 _FLOAT32 = (1e-37, 3e38)
@@ -52,6 +52,13 @@ def check_number(field: str, value: Any, least: float = _FLOAT32[0], most: float
     if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
         raise ConfigError(field, f"must be a number from {least:g} to {most:g}, got {shown(value)}")
     return value
+
+
+def read_number(text: str, kind: type[int] | type[float] = float) -> Any:
+    """The number that a text is, in ASCII and without the underscores that Python takes. Raises `ValueError`."""
+    if not text.isascii() or "_" in text:
+        raise ValueError("not a number")
+    return kind(text)
 
 
 def parse_json(data: bytes, *, unique_keys: bool = False) -> Any:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from ..errors import OutputError
 from ..output import check_output, check_picture
+from ..untrusted import read_number
 
 __all__ = [
     "byte_count",
@@ -79,8 +80,10 @@ def token_count(text: str) -> int:
 
 def fraction(text: str) -> float:
     """A share of something that leaves a rest: a number in [0, 1)."""
-    number = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", text.strip().lower())
-    value = float(number[0]) if number else math.nan
+    try:
+        value = read_number(text)
+    except ValueError:
+        value = math.nan
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{short(text)} is not a number in [0, 1)")
     return value

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import TraceError
+from ..untrusted import read_number
 
 __all__ = ["MEASURED", "MeasuredStep", "StepTime", "fitted"]
 
@@ -111,8 +112,10 @@ class StepTime:
             name, _, value = part.partition("=")
             if name not in names:
                 raise TraceError(f"unknown constant; there are {', '.join(names)}", field=name[:40])
+            if name in values:
+                raise TraceError("is given twice", field=name)
             try:
-                values[name] = float(value)
+                values[name] = read_number(value)
             except ValueError:
                 raise TraceError(f"{value[:40]!r} is no number", field=name) from None
         return cls(**values)

@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 from ..errors import TraceError
+from ..untrusted import read_number
 from .trace import TraceRequest, TraceRun
 
 __all__ = ["ChatTrace", "make_trace"]
@@ -70,7 +71,7 @@ class ChatTrace:
             if name in values:
                 raise TraceError("is given twice", field=name)
             try:
-                values[name] = types[name](value)
+                values[name] = read_number(value, types[name])
             except ValueError:
                 raise TraceError(f"{value[:40]!r} is no {types[name].__name__}", field=name) from None
         return cls(**values)

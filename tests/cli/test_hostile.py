@@ -224,7 +224,9 @@ def test_hostile_contexts(value, trace):
     refused(["bench", "step", f"--context={value}"], "--context", "tokens")
 
 
-@pytest.mark.parametrize("value", ["-1", "nan", "inf", "1e400", "1e18", "", "x"])
+@pytest.mark.parametrize(
+    "value", ["-1", "nan", "inf", "1e400", "1e18", "", "x", "1_0", "\u0661", "1,fixed=1,bandwidth=1,prefill_context=1"]
+)
 def test_hostile_times(value, trace):
     for name in ("fixed", "prefill_context", "bandwidth"):
         refused(simulate(trace, "--blocks", 40, f"--step-time={name}={value}"), "--step-time", f"field '{name}'")
@@ -236,7 +238,9 @@ def test_hostile_plans(option, value):
     refused(["plan", "--hbm", "80GiB", "--requests", 4, f"{option}={value}"], option)
 
 
-@pytest.mark.parametrize("value", ["-1", "1", "nan", "inf", "1e400", "", "30%", "x", DIGITS])
+@pytest.mark.parametrize(
+    "value", ["-1", "1", "nan", "inf", "1e400", "", "30%", "x", DIGITS, "0.1_5", "0_0", "0.\u0665"]
+)
 def test_hostile_shares(value):
     refused(
         ["plan", "--hbm", "80GiB", "--requests", 4, f"--snapshot-fraction={value}"], "--snapshot-fraction", "[0, 1)"
@@ -287,6 +291,7 @@ def test_units_that_int32_cannot_number_are_refused(argv, option, trace):
         (f"seed={DIGITS}", "seed"), ("rate=nan", "rate"), ("rate=inf", "rate"), ("rate=1e-300", "rate"),
         ("pause=1e-300", "pause"), ("chats=1,chats=2", "chats"), (f"systems={10**400}", "systems"), ("=", ""),
         ("chats", "chats"), ("\n\n=1", "field"), ("x" * 5000, "unknown setting"),
+        ("chats=1_0", "chats"), ("chats=\u0663", "chats"), ("rate=1_0", "rate"),
     ],
 )  # fmt: skip
 def test_hostile_generators(settings, field):
