@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..errors import BenchmarkError
-from ..plotting import COLOURS, LIMIT, MUTED, bare, figure, legends_above, look, plain_log, save, style
+from ..plotting import COLOURS, LIMIT, MUTED, bare, figure, legends_above, look, plain_log, save, style, tick
 from .ceilings import Ceilings
 from .records import Measurement
 
@@ -101,7 +101,9 @@ def _floors(axes: Any, rows: list[_Timed]) -> None:
         )  # fmt: skip
     axes.axvline(100, color=LIMIT, linewidth=1)
     axes.set_yticks(range(len(rows)), [each.shape for each in rows])
-    axes.set(ylim=(len(rows) - 0.4, -0.6), xlim=(0, max(100, *shares) * 1.25), xlabel="floor / time, %")
+    most = max(100, *shares)
+    axes.set(ylim=(len(rows) - 0.4, -0.6), xlim=(0, 1.25 * most), xlabel="floor / time, %")
+    tick(axes.xaxis, range(0, int(most) + 1, 20))
     axes.set_title("Fastest implementation by op, shape and batch: share of its floor, and time")
     bare(axes)
     legends_above([axes], 600)
