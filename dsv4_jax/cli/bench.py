@@ -117,8 +117,6 @@ def run(args: argparse.Namespace) -> int:
     names = _implementations(args.implementations, measure.IMPLEMENTATIONS)
     start_jax()
     quick = args.quick or jax.default_backend() == "cpu"
-    if quick and args.plot:
-        raise OptionError("--plot: draws times against the ceilings of a GPU, which a quick run does not measure")
     cases = [case.with_key_split(args.key_split) for case in (QUICK if quick else CASES)]
     chosen = []
     if ops:
