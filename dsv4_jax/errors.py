@@ -63,11 +63,15 @@ class CacheError(Exception):
 
 
 class ConfigError(CacheError, ValueError):
-    """A model configuration is missing a field or a field has an impossible value."""
+    """A model configuration is missing a field or a field has an impossible value.
 
-    def __init__(self, field: str, problem: str):
+    Attributes:
+        field: None: of the file as a whole, which the message names.
+    """
+
+    def __init__(self, field: str | None, problem: str):
         self.field = field
-        super().__init__(f"config field '{field}': {problem}")
+        super().__init__(problem if field is None else f"config field '{field}': {problem}")
 
 
 class LayoutError(CacheError, ValueError):

@@ -50,15 +50,15 @@ def read_hf(source: Any) -> Mapping[str, Any]:
         path = path / "config.json" if path.is_dir() else path
         found = path.is_file()
     except (TypeError, ValueError, OSError) as error:
-        raise ConfigError("config.json", f"no path to one: {shown(source)} ({type(error).__name__})") from None
+        raise ConfigError(None, f"no path to a config.json: {shown(source)} ({type(error).__name__})") from None
     if not found:
-        raise ConfigError("config.json", f"no such file: {plain(str(path))}")
+        raise ConfigError(None, f"no such config.json: {plain(str(path))}")
     try:
         hf = read_json(path, _MOST_BYTES)
     except ValueError as error:
-        raise ConfigError("config.json", f"{path} is not JSON: {error}") from None
+        raise ConfigError(None, f"{path} is not JSON: {error}") from None
     if not isinstance(hf, dict):
-        raise ConfigError("config.json", f"{path} holds no JSON object")
+        raise ConfigError(None, f"{path} holds no JSON object")
     return hf
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import reprlib
+from collections.abc import Callable
 from typing import Any
 
 from .errors import ConfigError
@@ -54,8 +55,8 @@ def check_number(field: str, value: Any, least: float = _FLOAT32[0], most: float
     return value
 
 
-def read_number(text: str, kind: type[int] | type[float] = float) -> Any:
-    """The number that a text is, in ASCII and without the underscores that Python takes. Raises `ValueError`."""
+def read_number(text: str, kind: Callable[[str], Any] = float) -> Any:
+    """The `int` or `float` that a text is, in ASCII and without the underscores that Python takes, or `ValueError`."""
     if not text.isascii() or "_" in text:
         raise ValueError("not a number")
     return kind(text)
