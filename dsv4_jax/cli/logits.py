@@ -21,11 +21,12 @@ __all__ = [
     "add_parser",
     "check_vocabulary",
     "chunk_sizes",
+    "compiler_options",
     "feed",
-    "padded_size",
     "read_tokens",
     "run",
     "split",
+    "step_sizes",
 ]
 
 _EXAMPLES = """
@@ -37,6 +38,11 @@ _EXAMPLES = """
   dsv4-jax logits --checkpoint ckpt --tokens tokens.npy --chunks 1 --out logits.npy
       token by token
 """
+
+# A step takes seconds to compile on a CPU. Up to so many tokens take less time than LLVM takes to optimise it: leaving
+# that out saves half of those seconds, and a token then costs three times as much.
+_FEW_TOKENS = 256
+_MANY_STEPS = 64  # of one token: they pay for a step of their own
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -100,12 +106,14 @@ def feed(
     columns = layout.blocks_for(len(tokens))
     size = CacheSize(num_blocks=columns, num_slots=1, max_blocks_per_request=columns)
     cache = init_cache(layout, size)
-    step = jax.jit(forward, donate_argnames="cache", static_argnames=("index_qat", "implementation"))
+    step = jax.jit(
+        forward, donate_argnames="cache", static_argnames=("index_qat", "implementation"),
+        compiler_options=compiler_options(len(tokens)),
+    )  # fmt: skip
     out = np.empty((len(tokens), layout.cfg.vocab_size), np.float32)
     at = blocks = 0
     with Progress("chunks", len(chunks)) as progress:
-        for count in chunks:
-            padded = padded_size(count, max(chunks))
+        for count, padded in zip(chunks, step_sizes(chunks), strict=True):
             shape = StepShape.bound(layout, 1, padded, columns=columns, history=padded > 1 + layout.draft_tokens)
             held, blocks = blocks, layout.blocks_for(at + count)
             entries = [(1, column, column + 1) for column in range(held, blocks)]
@@ -119,14 +127,25 @@ def feed(
     return out, layout.total_bytes(size)
 
 
-def padded_size(count: int, largest: int) -> int:
-    """Tokens of the step that feeds a chunk: a few sizes, so that any list of chunks compiles a few steps."""
-    if count == 1:
-        return 1
-    size = 64
-    while size < count:
-        size *= 16
-    return min(size, largest)
+def compiler_options(tokens: int) -> dict[str, int] | None:
+    """Of the steps that feed so many tokens."""
+    import jax
+
+    few = tokens <= _FEW_TOKENS and jax.default_backend() == "cpu"
+    return {"xla_backend_optimization_level": 0} if few else None
+
+
+def step_sizes(chunks: list[int]) -> list[int]:
+    """Tokens of the step that feeds each chunk: a few sizes, so that any list of chunks compiles a few steps."""
+    largest, many_single = max(chunks), chunks.count(1) > _MANY_STEPS
+
+    def size_of(count: int) -> int:
+        size = 1 if count == 1 and many_single else 64
+        while size < count:
+            size *= 16
+        return min(size, largest)
+
+    return [size_of(count) for count in chunks]
 
 
 def chunk_sizes(text: str) -> list[int]:

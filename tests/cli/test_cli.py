@@ -16,6 +16,7 @@ import pytest
 
 from dsv4_jax import DSV4Config, model
 from dsv4_jax.cli import doctor, main
+from dsv4_jax.cli import logits as logits_command
 from dsv4_jax.config import AttentionType
 
 CFG = DSV4Config.tiny(layer_types=(AttentionType.CSA, AttentionType.HCA), hc_sinkhorn_iters=1)
@@ -138,6 +139,19 @@ def test_logits(capsys, tmp_path, checkpoint, chunks, dtype, options):
     want = jax.jit(model.forward_uncached, static_argnums=0)(CFG, params, tokens.astype(np.int32))
     np.testing.assert_allclose(logits, want, rtol=0, atol=1e-4)
     assert [p.name for p in tmp_path.iterdir() if "part" in p.name] == []
+
+
+def test_any_list_of_chunks_compiles_few_steps():
+    assert set(logits_command.step_sizes([13, 1, 1, 7])) == {13}
+    assert set(logits_command.step_sizes([1] * 22)) == set(logits_command.step_sizes([1] * 1000)) == {1}
+    assert logits_command.step_sizes([90, 64, 65, 1, 3]) == [90, 64, 90, 64, 64]
+    assert logits_command.step_sizes([90, *[1] * 65, 3]) == [90, *[1] * 65, 64]  # many pay for a step of their own
+    assert set(logits_command.step_sizes([5000, 17, 100, 1025])) == {64, 1024, 5000}
+
+
+def test_few_tokens_on_a_cpu_do_without_optimisations():
+    assert logits_command.compiler_options(22) == {"xla_backend_optimization_level": 0}
+    assert logits_command.compiler_options(257) is None
 
 
 def test_one_token(tmp_path, checkpoint):
