@@ -86,7 +86,7 @@ class Lifecycle:
         child.num_prompt, child.num_cached, child.num_hit = parent.num_prompt, parent.num_cached, parent.num_cached
         child.junction = parent.junction
         child.hasher = parent.hasher.copy() if parent.hasher is not None else None
-        child.history, child.kept_from = parent.history[:], parent.num_cached
+        child.history, child.kept_from, child.torn = parent.history[:], parent.num_cached, parent.torn
         child.forked = (parent.id, parent.last_step) if parent.forked is None else parent.forked
         child.copied = 0 if parent.forked is None else parent.copied
         child.nodes = self._cache.tree.acquire(parent.nodes[:shared])
@@ -210,6 +210,7 @@ class Lifecycle:
         self._steps.forget_batch()
         del self._book.live[request.slot]
         request.num_scheduled = request.num_tabled = request.reserved = 0
+        request.torn = -1
         request.blocks, request.nodes, request.restores, request.rolling = [], [], None, None
 
     # Steps that did not run
@@ -247,6 +248,7 @@ class Lifecycle:
         request.blocks = request.blocks[shared:]
         request.nodes, request.restores, request.rolling, request.forked = [], None, None, None
         request.num_cached = request.num_hit = request.junction = request.num_tabled = 0
+        request.torn = -1
         self._publisher.forget(request)
         self._steps.forget_batch()
 

@@ -384,6 +384,7 @@ class KVCacheManager:
 
         Raises:
             RequestError: a request of the plan is gone, or does not know its tokens of it.
+            ForeignPlanError: the plan was made for another layout or size.
         """
         with self.guard("plan_tokens"):
             return self.steps.tokens(plan)
@@ -408,7 +409,8 @@ class KVCacheManager:
 
         Rejected ids also leave `request.tokens`. Blocks that hold no kept token go back to the pool
         (unless reserved); their table entries are set again before they are next used. A step that is
-        not accepted before the request's next one is kept whole.
+        not accepted before the request's next one is kept whole. After a step of 1 + draft_tokens tokens of which none
+        is kept, the request's state is not cached, nor parked by `preempt`, before its next step.
 
         Args:
             n_kept: 0..n of the n tokens scheduled. Less than n only if the device state before them is

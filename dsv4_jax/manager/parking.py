@@ -28,6 +28,8 @@ class Parking:
         cache, first = self._cache, request.num_shared
         if request.restores is not None or request.slot in cache.copies.slots or not request.num_pending:
             return None
+        if not request.has_whole_state:
+            return None
         if first * self._layout.block_tokens == request.num_cached and (request.forked is None or not first):
             return None  # its slot becomes a snapshot, or there is one already
         own = request.blocks[first : self._layout.blocks_for(request.num_cached)]

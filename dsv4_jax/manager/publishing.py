@@ -235,7 +235,7 @@ class Publisher:
     def keep_slot(self, request: Request, *, always: bool) -> bool:
         """Makes the slot of a request that stands at a block boundary a snapshot, if one is wanted (or `always`)."""
         node = self._ends_at(request)
-        if node is None or _has_state(node) or request.num_cached % self.block_tokens:
+        if node is None or _has_state(node) or request.num_cached % self.block_tokens or not request.has_whole_state:
             return False
         if not always and self._wanted(request, node) is Placement.NONE:
             return False
@@ -264,7 +264,7 @@ class Publisher:
 
     def _wanted(self, request: Request, node: Node | None) -> Placement:
         """What the policy wants of the request's state at the end of its last block, which is the node's."""
-        if request.hasher is None or (node is not None and _has_state(node)):
+        if request.hasher is None or not request.has_whole_state or (node is not None and _has_state(node)):
             return Placement.NONE
         return self._snapshots.at(
             request.num_cached, prompt_tokens=request.num_prompt, block_tokens=self.block_tokens,

@@ -73,6 +73,8 @@ class Request:
         num_tabled: leading blocks whose block-table entries a plan has already carried.
         reserved: tokens for which blocks are kept whatever happens (see `KVCacheManager.reserve`).
         num_scheduled: tokens of its last step, while that step may still be accepted in part; else 0.
+        torn: `num_cached` after a whole verify step of which nothing was kept: until its next step its ring lacks the
+            oldest row of a state's record, which no token sees any more. -1 if there was none.
         kept_from: `step_start`, once the step cannot be accepted in part any more.
         started: steps planned when it became live.
         left_by: number of the step that `written` and `attached` are of.
@@ -103,6 +105,7 @@ class Request:
     num_tabled: int = 0
     reserved: int = 0
     num_scheduled: int = 0
+    torn: int = -1
     kept_from: int = 0
     started: int = 0
     left_by: int = 0
@@ -148,6 +151,11 @@ class Request:
         """What earlier steps left can no longer be taken back: `written` and `attached` are of this one."""
         if self.left_by != step:
             self.left_by, self.written, self.attached = step, [], []
+
+    @property
+    def has_whole_state(self) -> bool:
+        """Whether its slot holds all that a state's record does: else none is taken of it."""
+        return self.torn != self.num_cached
 
     @property
     def was_scheduled(self) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from ..checks import INT32_MAX, shown
 from ..errors import ContextLimitError, OutOfBlocksError, PlanError, RequestError
 from ..layout import CacheLayout, CacheSize
-from ..plan import StepPlan
+from ..plan import CacheFacts, StepPlan
 from .allocator import as_count
 from .batch import Batch
 from .planning import build_plan, check_extras, next_sequences, with_extras
@@ -291,10 +291,15 @@ class Steps:
         return out
 
     def _sequences_of(self, plan: StepPlan) -> Iterable[tuple[Request, int, int]]:
-        """The request, first token and number of tokens of each sequence. Raises `RequestError` if one is gone."""
+        """The request, first token and number of tokens of each sequence.
+
+        Raises `RequestError` if one is gone, `ForeignPlanError` for a plan of another cache.
+        """
         batch = self._batch
         if batch is not None and batch.decode is not None and batch.decode[1].seq_slot is plan.seq_slot:
             return zip(batch.requests, plan.seq_start.tolist(), itertools.repeat(1))
+        if plan.facts is not None:
+            plan.facts.check(CacheFacts.of(self._layout, self.arrays))
         columns = (plan.seq_slot.tolist(), plan.seq_start.tolist(), plan.seq_count.tolist())
         live = self._book.live
         return [
@@ -316,6 +321,8 @@ class Steps:
         del request.tokens[request.num_cached - length + n_kept : request.num_cached]
         request.num_cached += n_kept - length
         request.num_scheduled, request.kept_from = 0, request.num_cached  # it did run
+        if not n_kept and length > drafts:
+            request.torn = request.num_cached
         keep = self._layout.blocks_for(max(request.num_cached, request.reserved))
         self._cache.release_blocks(request.blocks[keep:])
         del request.blocks[keep:]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dsv4_jax.errors import ManagerInterruptedError, OutOfBlocksError, PlanError
+from dsv4_jax.errors import ForeignPlanError, ManagerInterruptedError, OutOfBlocksError, PlanError
 from dsv4_jax.manager import EventLog, HostSize, KVCacheManager, StepShape, StorageTier, Tier, WritePolicy
 from dsv4_jax.manager.prefix.prefix_tree import PrefixTree
 from dsv4_jax.manager.request import Request, RequestState
@@ -286,6 +286,41 @@ def test_what_is_no_shape_of_this_cache_is_refused_and_nothing_else(shape) -> No
         with pytest.raises(PlanError, match=r"shape|columns"):
             call()
     assert manager.schedule(8) == [(request, 8)]
+
+
+def test_a_plan_of_another_cache_has_no_tokens_here() -> None:
+    """They were laid out, and noted as computed, for whoever was in its slots."""
+    manager, other = make(), make(num_blocks=23)
+    request = manager.admit_request(PROMPT)
+    plan = other.plan_step([(other.admit_request(PROMPT[::-1]), 9)])
+    with pytest.raises(ForeignPlanError, match="24 blocks"):
+        manager.plan_tokens(plan)
+    assert not request.history
+    manager.plan_tokens(manager.plan_step([(request, 9)]))
+    assert len(request.history) == 9
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("pages", [0, 60])
+def test_no_state_is_kept_that_lacks_a_row_of_its_record(pages: int, kept: int) -> None:
+    """The last draft of a whole verify step takes the ring's row of the oldest token that a record holds."""
+    manager = make(drafts=1, every=None, host=HostSize(pages))
+    request = manager.admit_request(PROMPT)
+    manager.plan_step([(request, 16 - kept)])
+    manager.plan_step([(request, 2)])
+    manager.accept(request, kept)
+    (child,) = manager.fork(request) if not kept else [request]
+    manager.plan_step([])  # carries the copies
+    list(manager.take_transfers())
+    for one in (request, child):
+        if one in manager.requests:
+            manager.preempt(one)
+    states = manager.stats().cache.pools["slot"].cached
+    assert (request.num_hit, request.parked, states) == (0, None, kept), "at 16 tokens, a block boundary"
+    request.tokens[:] = PROMPT
+    manager.resume(request)
+    assert request.num_cached == 16 * kept
+    manager.check_integrity()
 
 
 # Interrupts
