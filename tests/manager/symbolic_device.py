@@ -55,7 +55,7 @@ class SymbolicDevice:
                     assert all(len(records) == state_pages(self.layout, n) for _, records, n in pairs)
                 assert all(0 < page <= self.host.num_pages for _, pages, _ in pairs for page in pages)
                 what = type(plan)
-                values = [source.get(d, UNWRITTEN) if outward else _whole(source, r, what) for d, r, _ in pairs]
+                values = [source.get(d, UNWRITTEN) if outward else whole(source, r, what) for d, r, _ in pairs]
                 for value, (device, records, num_tokens) in zip(values, pairs, strict=True):
                     if isinstance(plan, StateSwapPlan):
                         value = self.state_at(value, num_tokens)
@@ -116,7 +116,7 @@ def _pairs(plan: SwapPlan | StateSwapPlan) -> list[tuple[int, tuple[int, ...], i
     return pairs
 
 
-def _whole(source: dict[int, Record], pages: tuple[int, ...], what: type) -> State:
+def whole(source: dict[int, Record], pages: tuple[int, ...], what: type) -> State:
     """What these pages hold together; UNWRITTEN if they are not those of one unit, in order."""
     parts = [source.get(page, (UNWRITTEN, 0, 0, what)) for page in pages]
     whole = parts[0][0]
