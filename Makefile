@@ -15,6 +15,8 @@ PYTEST_ARGS ?=
 NPROC ?= 2
 CUDA_ARCHITECTURES ?= 90
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Every process here imports jax: twice the time where the bytecode is not kept.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The interpreter of a Python version: on the PATH or among pyenv's, and able to make a virtual environment.
 python = $(shell for p in python$(1) $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(1).*/bin/python$(1) /usr/bin/python$(1) \
@@ -100,7 +102,8 @@ $(if $(filter 3.12,$(found)),,$(eval export RUN_SLOW := 1))
 
 $(found:%=test-%): test-%: .venv-%/ready
 	@echo "== Python $*: $$(.venv-$*/bin/python -c 'import jax, numpy; print("jax", jax.__version__, "numpy", numpy.__version__)')"
-	@.venv-$*/bin/python -m pytest -n $(NPROC) --dist loadfile -p no:cacheprovider --durations=5 $(PYTEST_ARGS)
+	@.venv-$*/bin/python -m pytest -n $(NPROC) --dist loadfile --no-loadscope-reorder \
+		-p no:cacheprovider --durations=5 $(PYTEST_ARGS)
 
 # $(call install,environment,version,extras): pip's own output goes to a file, shown if it fails.
 define install

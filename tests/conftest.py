@@ -1,4 +1,4 @@
-"""Strict JAX for every test, four CPU devices, and a reason for every GPU test that cannot run.
+"""Strict JAX for every test, four CPU devices, programs compiled quickly and once, a reason for GPU tests not run.
 
 Every test runs on Python 3.12. The others run what may differ with Python or jax, the rooms in `VERSION_ROOMS`: the
 first case of each test, all of those marked every_case, none of those marked slow. RUN_SLOW=1 runs everything.
@@ -7,9 +7,12 @@ Tests run on the CPU unless JAX_PLATFORMS says otherwise: `JAX_PLATFORMS=cuda,cp
 
 from __future__ import annotations
 
+import atexit
 import os
 import pathlib
+import shutil
 import sys
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of a test's time is compiling, and a third of that LLVM's optimisations: the CPU does without them, except in
@@ -27,6 +30,19 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# What one test compiled the next ones load, also those of other processes, which find this folder in the environment.
+# A key holds the program, its options and jaxlib's version; an entry that is only half written is compiled again.
+if os.environ["JAX_PLATFORMS"] == "cpu" and not jax.config.jax_compilation_cache_dir:
+    compiled = tempfile.mkdtemp(prefix="dsv4-compiled-")
+    atexit.register(shutil.rmtree, compiled, ignore_errors=True)
+    for option, value in (
+        ("jax_compilation_cache_dir", compiled),
+        ("jax_persistent_cache_min_compile_time_secs", 0),
+        ("jax_persistent_cache_min_entry_size_bytes", -1),
+    ):
+        jax.config.update(option, value)
+        os.environ[option.upper()] = str(value)
 
 # Each new shape is a compile, so an example may take seconds; the same examples every time.
 hypothesis.settings.register_profile(
@@ -70,13 +86,35 @@ VERSION_ROOMS = {
     "tiers": "FFI, memory kinds, transfers",
     "triton": "the optional package",
 }
+# Files of half a minute and more: begun first, so that no process is left alone with one at the end. The order is
+# theirs only with --no-loadscope-reorder, as in the Makefile.
+LONG = (
+    "docs/test_blocks.py", "model", "pallas", "serving", "test_jax_tools.py", "test_no_copies.py", "test_own_model.py",
+    "test_state_machine.py", "test_toy_format.py", "test_wheel.py",
+)  # fmt: skip
 TESTS = pathlib.Path(__file__).parent
+ALL = sys.version_info[:2] == (3, 12) or bool(os.environ.get("RUN_SLOW"))
+
+
+def pytest_configure() -> None:
+    if missing := [room for room in (*VERSION_ROOMS, *LONG) if not (TESTS / room).exists()]:
+        raise pytest.UsageError(f"tests/conftest.py names rooms that do not exist: {', '.join(missing)}")
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path) -> bool | None:
+    """Files of which nothing would be kept are not even imported."""
+    if not ALL and collection_path.name.startswith("test_") and not _in_a_room(collection_path):
+        return True
+    return None
+
+
+def _in_a_room(path: pathlib.Path) -> bool:
+    return any(path.is_relative_to(TESTS / room) for room in VERSION_ROOMS)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if missing := [room for room in VERSION_ROOMS if not (TESTS / room).exists()]:
-        raise pytest.UsageError(f"tests/conftest.py names rooms that do not exist: {', '.join(missing)}")
-    if sys.version_info[:2] != (3, 12) and not os.environ.get("RUN_SLOW"):
+    items.sort(key=lambda item: not any(item.path.is_relative_to(TESTS / name) for name in LONG))
+    if not ALL:
         kept = [item for item in items if _differs_by_version(item)]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
@@ -87,7 +125,7 @@ def _differs_by_version(item: pytest.Item) -> bool:
     later_case = any(item.callspec.indices.values()) if hasattr(item, "callspec") else False
     if item.get_closest_marker("slow") or (later_case and not item.get_closest_marker("every_case")):
         return False
-    return any(item.path.is_relative_to(TESTS / room) for room in VERSION_ROOMS)
+    return _in_a_room(item.path)
 
 
 def _skip_without_gpu(items: list[pytest.Item]) -> None:
