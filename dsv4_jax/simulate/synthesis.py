@@ -62,7 +62,7 @@ class ChatTrace:
     @classmethod
     def parse(cls, text: str) -> ChatTrace:
         """Of `name=value,name=value,...`; the defaults for the rest. Raises `TraceError`."""
-        types = {field.name: type(field.default) for field in dataclasses.fields(cls)}
+        types = {name: type(value) for name, value in dataclasses.asdict(cls()).items()}
         values: dict[str, Any] = {}
         for part in filter(None, text.split(",")):
             name, _, value = part.partition("=")
