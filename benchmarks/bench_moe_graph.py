@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from graph_timing import Recorder, copy_ceiling, microseconds, read_ceiling
 
-from dsv4_jax.cuda import expert_weights
 from dsv4_jax.cuda.c_entries import MoeArgs, open_entry
+from dsv4_jax.weights import expert_fp4
 
 TOP, LIMIT = 6, 10.0
 FLASH, PRO, TINY = (4096, 2048), (7168, 3072), (512, 256)  # hidden, inter
@@ -43,9 +43,9 @@ class Weights:
         shapes = {"gate": (self.inter, self.hidden), "up": (self.inter, self.hidden), "down": sizes}
         codes = {k: rng.integers(0, 256, (kinds, n, m // 2), np.uint8) for k, (n, m) in shapes.items()}
         scales = {k: rng.integers(117, 123, (kinds, n, m // 32), np.uint8) for k, (n, m) in shapes.items()}
-        both = [expert_weights.gate_up_rows(x["gate"], x["up"]) for x in (codes, scales)]
+        both = [expert_fp4.gate_up_rows(x["gate"], x["up"]) for x in (codes, scales)]
         with ThreadPoolExecutor(16) as pool:
-            packed = [np.stack(list(pool.map(expert_weights.pack, *x)))
+            packed = [np.stack(list(pool.map(expert_fp4.pack, *x)))
                       for x in (both, (codes["down"], scales["down"]))]  # fmt: skip
         self.gate_up, self.down = (torch.from_numpy(x).cuda()[self.kind] for x in packed)
         if reference:

@@ -8,10 +8,11 @@ import numpy as np
 from jax import lax
 
 from ..config import DSV4Config
+from ..ops.moe import swiglu
 from .numerics import linear
 from .params import Params
 
-__all__ = ["moe", "route", "swiglu"]
+__all__ = ["moe", "route"]
 
 _SCORES = {
     "sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x)),
@@ -54,8 +55,3 @@ def route(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> jax.Ar
         _, chosen = lax.top_k(scores + p["gate_bias"][None], cfg.num_experts_per_tok)
     picked = jax.nn.one_hot(chosen, cfg.n_routed_experts, dtype=jnp.float32).sum(1) * scores
     return picked / (picked.sum(-1, keepdims=True) + np.float32(1e-20)) * np.float32(cfg.routed_scaling_factor)
-
-
-def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
-    """silu(min(gate, limit)) * clip(up, -limit, limit)."""
-    return jax.nn.silu(jnp.minimum(gate, np.float32(limit))) * jnp.clip(up, -np.float32(limit), np.float32(limit))

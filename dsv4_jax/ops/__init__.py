@@ -18,6 +18,7 @@ from .dense_fp8 import dense_fp8
 from .epilogue import Epilogue
 from .gather import gather_rows
 from .index_scores import index_scores
+from .moe import moe
 from .numerics import hadamard, inv_frequencies, rms_norm, rope, rope_frequencies
 from .queries import finish_queries
 from .route import route
@@ -41,6 +42,7 @@ __all__ = [
     "hadamard",
     "index_scores",
     "inv_frequencies",
+    "moe",
     "rms_norm",
     "rope",
     "rope_frequencies",

@@ -6,26 +6,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from ..errors import ShapeError
-from ..formats.scaling import e4m3_values, power_of_two
-from ..weights.dense_fp8 import (
-    BLOCK,
-    PACKED_AXES,
-    TILE_BYTES,
-    TILE_COLUMNS,
-    TILE_ROWS,
-    WORD_AXES,
-    pair_fields,
-    tiled,
-    two_words,
-)
+from ..weights import fp8_codec
+from ..weights.dense_fp8 import BLOCK, TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 from .arguments import Check
 from .registry import Choice, Implementation, run
 
-__all__ = ["IMPLEMENTATION", "DenseFp8Arguments", "dense_fp8", "dequantised", "packed", "reference", "released"]
+__all__ = ["IMPLEMENTATION", "DenseFp8Arguments", "dense_fp8", "reference"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,44 +74,10 @@ def dense_fp8(x: jax.Array, codes: jax.Array, scales: jax.Array, *, groups: int 
     return run("dense_fp8", DenseFp8Arguments(x, codes, scales, groups, jnp.dtype(dtype)), implementation)
 
 
-def dequantised(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """Packed codes and their scales -> [N, K] bfloat16. Exact: a code times a power of two (down to 2^-117)."""
-    tiles, steps, _ = codes.shape
-    rows, columns = tiles * TILE_ROWS, steps * TILE_COLUMNS
-    factors = power_of_two(scales.astype(jnp.int32) - np.int32(127))
-    blocks = e4m3_values(released(codes)).reshape(tiles, TILE_ROWS, steps, TILE_COLUMNS)
-    of_tile = jnp.repeat(factors, BLOCK // TILE_ROWS, axis=0)[:tiles]
-    return (blocks * of_tile[:, None, :, None]).astype(jnp.bfloat16).reshape(rows, columns)
-
-
-def packed(codes: jax.Array) -> jax.Array:
-    """[N, K] uint8 e4m3 as released -> packed: `weights.dense_fp8.pack`, traceable and without its checks."""
-    rows, columns = codes.shape
-    pairs = lax.bitcast_convert_type(codes.reshape(rows, columns // 2, 2), jnp.uint16)
-    pairs = pairs.reshape(tiled(rows, columns)).transpose(WORD_AXES)
-    words = jnp.stack(two_words(pairs.reshape(*pairs.shape[:-2], 4)), -1)
-    return lax.bitcast_convert_type(words, jnp.uint8).reshape(rows // TILE_ROWS, columns // TILE_COLUMNS, TILE_BYTES)
-
-
-def released(codes: jax.Array) -> jax.Array:
-    """Packed codes -> [N, K] uint8 e4m3 as released: `weights.dense_fp8.unpack`, traceable."""
-    tiles, steps, _ = codes.shape
-    words = lax.bitcast_convert_type(codes.reshape(tiles, steps, 4, 4, 8, 4, 2, 2, 4), jnp.uint32)
-    fields = pair_fields(words[..., 0], words[..., 1])
-    pairs = jnp.stack([_code(x >> np.uint32(16 * half)) for x in fields for half in (0, 1)], -1)
-    pairs = pairs.reshape(*pairs.shape[:-1], 2, 2, 2)  # c, h, half
-    return pairs.transpose(*PACKED_AXES, pairs.ndim - 1).reshape(tiles * TILE_ROWS, steps * TILE_COLUMNS)
-
-
-def _code(fields: jax.Array) -> jax.Array:
-    """The code whose sign and magnitude lie in the fields of the lower bf16."""
-    return (fields >> np.uint32(8) & np.uint32(0x80) | fields >> np.uint32(4) & np.uint32(0x7F)).astype(jnp.uint8)
-
-
 def reference(arguments: DenseFp8Arguments) -> jax.Array:
     """`dense_fp8` in `jnp`: the weights dequantised, then a product of bf16. On a GPU the way for many rows."""
     groups, columns, rows = arguments.groups, arguments.columns, arguments.x.shape[0]
-    weights = dequantised(arguments.codes, arguments.scales)
+    weights = fp8_codec.decode(*fp8_codec.unpack(arguments.codes, arguments.scales))
     weights = weights.reshape(groups, arguments.weight_rows // groups, columns)
     x = arguments.x.astype(jnp.bfloat16).reshape(rows, groups, columns)
     out = jnp.einsum("tgk,gnk->tgn", x, weights, preferred_element_type=jnp.float32)

@@ -112,7 +112,7 @@ OPS: dict[str, Op] = {
         Op("kv_store", gpu=("pallas", "xla"), reference="dsv4_jax.pools.kv_pool"),
         Op("dense_fp8", gpu=("cuda", "xla")),
         Op("route", gpu=("cuda", "xla")),
-        Op("moe", gpu=("cuda",), elsewhere=("cuda",)),  # its reference is part of the tests
+        Op("moe", gpu=("cuda", "xla")),
     )
 }
 

@@ -1,7 +1,114 @@
-"""Formats in which a device holds weight matrices. No jax: they are packed on the host, as they are loaded.
+"""The table of weight formats: how a checkpoint and a device hold a matrix [rows, columns].
 
-| format      | as released                                      | on the device                                     |
-| `dense_fp8` | e4m3 [N, K], e8m0 scales per 128 x 128           | the same bits in tiles of 64 x 128; scales as is  |
+| format | as released                                              | on the device                             | bits |
+| fp8    | e4m3 codes, an e8m0 scale per 128 x 128                  | codes in tiles of 64 x 128; scales as is  | 8.0  |
+| fp4    | e2m1 codes, two a byte, an e8m0 scale per row and 32     | both in tiles of 64 x 128                 | 4.25 |
 
-Each gives back the released bytes (`unpack`), and `ops` has the reference of the products with it.
+The device holds the released bits in another order, the one in which the CUDA kernels read them (`dense_fp8`,
+`expert_fp4`, for NumPy); a format's codec, the module that its entry names, does the same in `jnp`, and is the contract
+of the kernels. An e8m0 scale is 2^(code - 127). Nothing here imports jax.
+
+Sources: the released checkpoints (`F8_E4M3` and `I8` tensors with `F8_E8M0` scales beside them), OCP MX for e2m1.
 """
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+from types import ModuleType
+
+from ..errors import ShapeError
+
+__all__ = ["WEIGHT_FORMATS", "WeightFormat", "WeightPart"]
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightPart:
+    """One array of bytes of a packed matrix.
+
+    Attributes:
+        name: what it holds.
+        rows, columns: how many of the matrix's share an index of its first two axes.
+        bytes: those of one index, its third axis; 0: there is no such axis, and it is one byte.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    bytes: int = 0
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Of a matrix [rows, columns]."""
+        return (-(-rows // self.rows), columns // self.columns, *([self.bytes] if self.bytes else []))
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightFormat:
+    """How a matrix is stored.
+
+    Attributes:
+        name: under which the table has it.
+        code: of an element.
+        per_byte: codes in a byte, neighbours in a row, the first lowest.
+        block: rows and columns that share a scale.
+        tile: rows and columns come in multiples of these.
+        largest_scale: the greatest scale code that kernels can represent; greater ones, NaN among them, are refused.
+        parts: what the device holds.
+        module: the codec, an importable module: `encode` of a float matrix and `decode` to one, of codes and scales as
+            released; `pack` to the parts and `unpack`. Matrices may have axes before their two.
+    """
+
+    name: str
+    code: str
+    per_byte: int
+    block: tuple[int, int]
+    tile: tuple[int, int]
+    largest_scale: int
+    parts: tuple[WeightPart, ...]
+    module: str
+
+    @property
+    def codec(self) -> ModuleType:
+        """The codec (imports jax)."""
+        return importlib.import_module(self.module)
+
+    def check(self, what: str, rows: int, columns: int) -> None:
+        """Raises `ShapeError`: this format has no matrix of that size."""
+        if rows < 1 or columns < 1 or rows % self.tile[0] or columns % self.tile[1]:
+            raise ShapeError(
+                f"{what} [{rows}, {columns}]: {self.name} weights have rows in {self.tile[0]}s and columns in "
+                f"{self.tile[1]}s"
+            )
+
+    def released(self, rows: int, columns: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shapes of the codes, in bytes, and of the scales, as released."""
+        scales = (-(-rows // self.block[0]), -(-columns // self.block[1]))
+        return (rows, columns // self.per_byte), scales
+
+    def packed(self, rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the parts."""
+        return tuple(part.shape(rows, columns) for part in self.parts)
+
+    def unpacked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The matrix's shape, with the axes before its two, from that of the first part."""
+        first = self.parts[0]
+        *lead, tiles, steps, _ = shape
+        return (*lead, tiles * first.rows, steps * first.columns)
+
+    def bytes(self, rows: int, columns: int) -> int:
+        """What a matrix takes on the device."""
+        return sum(math.prod(shape) for shape in self.packed(rows, columns))
+
+
+WEIGHT_FORMATS: dict[str, WeightFormat] = {
+    fmt.name: fmt
+    for fmt in (
+        WeightFormat(
+            "fp8", "e4m3", 1, (128, 128), (64, 128), 134,
+            (WeightPart("codes", 64, 128, 8192), WeightPart("scales", 128, 128)), f"{__name__}.fp8_codec",
+        ),
+        WeightFormat("fp4", "e2m1", 2, (1, 32), (64, 128), 128, (WeightPart("tiles", 64, 128, 4352),),
+                     f"{__name__}.fp4_codec"),
+    )
+}  # fmt: skip

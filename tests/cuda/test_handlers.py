@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.cuda import moe
 from dsv4_jax.ops import (
     WindowView,
     append,
@@ -23,6 +22,7 @@ from dsv4_jax.ops import (
     dense_fp8,
     finish_queries,
     index_scores,
+    moe,
     registry,
     route,
     top_k,
@@ -86,7 +86,9 @@ def call_index_scores():
 
 def call_moe():
     weights = jnp.zeros((8, 8, 4, 4352), jnp.uint8), jnp.zeros((8, 8, 2, 4352), jnp.uint8)
-    return moe.experts(jnp.zeros((3, 512)), jnp.zeros((3, 6), jnp.int32), jnp.zeros((3, 6)), *weights, limit=1.0)
+    return moe(
+        jnp.zeros((3, 512)), jnp.zeros((3, 6), jnp.int32), jnp.zeros((3, 6)), *weights, limit=1.0, implementation="cuda"
+    )
 
 
 CALLS = {

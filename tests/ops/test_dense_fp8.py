@@ -9,7 +9,6 @@ import pytest
 
 from dsv4_jax.errors import ShapeError
 from dsv4_jax.ops import dense_fp8
-from dsv4_jax.ops.dense_fp8 import dequantised, packed, released
 from dsv4_jax.weights.dense_fp8 import pack
 
 from ..oracle import dense as oracle
@@ -57,19 +56,6 @@ class DenseFp8Test(OpTest):
 
 class TestDenseFp8(DenseFp8Test):
     implementation = "xla"
-
-
-def test_dequantises_exactly() -> None:
-    codes, scales = oracle.random_matrix(np.random.default_rng(0), 192, 256)
-    got = jax.jit(dequantised)(pack(codes, scales), scales)
-    assert got.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(got).astype(np.float64), oracle.dequantised(codes, scales))
-
-
-def test_packs_and_unpacks_on_the_device() -> None:
-    codes, scales = oracle.random_matrix(np.random.default_rng(1), 192, 256)
-    np.testing.assert_array_equal(jax.jit(packed)(codes), pack(codes, scales))
-    np.testing.assert_array_equal(jax.jit(released)(pack(codes, scales)), codes)
 
 
 def test_no_rows() -> None:

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from dsv4_jax import ffi
-from dsv4_jax.cuda.moe import ExpertsArguments
 from dsv4_jax.errors import ImplementationError, NoKernelsWarning
 from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS, RowFormat, index_format, kv_format
 from dsv4_jax.ops import WindowView, attend, registry, top_k
@@ -28,6 +27,7 @@ from dsv4_jax.ops.dense_fp8 import DenseFp8Arguments
 from dsv4_jax.ops.epilogue import Epilogue
 from dsv4_jax.ops.gather import GatherArguments
 from dsv4_jax.ops.index_scores import IndexScoresArguments
+from dsv4_jax.ops.moe import MoeArguments
 from dsv4_jax.ops.queries import QueriesArguments
 from dsv4_jax.ops.registry import NAMES, OPS, find, frozen, pick
 from dsv4_jax.ops.route import RouteArguments
@@ -111,8 +111,8 @@ EXAMPLES: dict[str, Callable[[], Iterator[Any]]] = {
         for storage in ("bf16", "f16", "f32", "fp8") for spec in (KVSpec(7, 1, 3, 12, 2, 5, storage),)
     ),
     "moe": lambda: (
-        ExpertsArguments(floats(2, hidden), ints(2, 6), floats(2, 6), jnp.zeros((8, 8, 4, 4352), jnp.uint8),
-                         jnp.zeros((8, 8, 2, 4352), jnp.uint8), 1.0, 0, 8)
+        MoeArguments(floats(2, hidden), ints(2, 6), floats(2, 6), jnp.zeros((8, 8, hidden // 128, 4352), jnp.uint8),
+                     jnp.zeros((8, hidden // 64, 2, 4352), jnp.uint8), 1.0, 0, 8)
         for hidden in (512, 384)
     ),
     "queries": lambda: (

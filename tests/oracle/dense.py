@@ -11,7 +11,7 @@ Matrix = tuple[np.ndarray, np.ndarray]  # codes [N, K], scales [ceil(N / 128), K
 
 def dequantised(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """e4m3 codes times an e8m0 scale per 128 x 128."""
-    factors = np.exp2(scales.astype(np.float64) - 127).repeat(128, 0)[: len(codes)].repeat(128, 1)
+    factors = np.exp2(scales.astype(np.float64) - 127).repeat(128, 0)[: len(codes)].repeat(128, 1)[:, : codes.shape[1]]
     return codes.view(FP8["e4m3"]).astype(np.float64) * factors
 
 

@@ -1,4 +1,4 @@
-"""Experts' FP4 weights in the order in which the CUDA kernel reads them (csrc/moe_weights.cuh). No jax.
+"""FP4 matrices in the order in which the CUDA kernel reads them (csrc/moe_weights.cuh). No jax.
 
 A matrix [rows, K] as released is e2m1 codes, two to a byte (column 2i in the low nibble), and an e8m0 scale per 32
 along K. Packed it is tiles of 64 rows x 128 columns, `TILE_BYTES` each: [..., rows / 64, K / 128, 4352]. The bits are
@@ -15,22 +15,46 @@ the same ones elsewhere, and scales are stored with an offset; `unpack` gives ba
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..errors import ShapeError
 
-__all__ = ["LARGEST_SCALE", "TILE_BYTES", "TILE_COLUMNS", "TILE_ROWS", "gate_up_rows", "pack", "unpack"]
+__all__ = [
+    "CODE_BYTES",
+    "LARGEST_SCALE",
+    "LEFT",
+    "OFFSET",
+    "PACKED_AXES",
+    "TILE_BYTES",
+    "TILE_COLUMNS",
+    "TILE_ROWS",
+    "WORD_AXES",
+    "Array",
+    "code_bytes",
+    "fields",
+    "gate_up_rows",
+    "pack",
+    "places",
+    "turned",
+    "unpack",
+]
+
+Array: TypeAlias = Any  # of NumPy or JAX
 
 TILE_ROWS, TILE_COLUMNS, TILE_BYTES = 64, 128, 4352
 LARGEST_SCALE = 128  # code of 2; 2^126 times more is no bf16
-_CODE_BYTES = TILE_ROWS * TILE_COLUMNS // 2
-_OFFSET = np.uint8(126)
+CODE_BYTES = TILE_ROWS * TILE_COLUMNS // 2
+OFFSET = np.uint8(126)
 # (product of 16 columns, columns + 0 or + 8, rows + 0 or + 8) -> (word, rotation to the right). Word 2 is what the
 # pairs of the others leave free of them.
 _PLACES = {(0, 0, 0): (0, 0), (0, 0, 1): (0, 4), (0, 1, 0): (0, 10), (0, 1, 1): (2, 8),
            (1, 0, 0): (1, 2), (1, 0, 1): (1, 6), (1, 1, 0): (1, 12), (1, 1, 1): (2, 14)}  # fmt: skip
-_LEFT = np.uint32(0x60306030)  # bits of word 2 that lie in word 0
+LEFT = np.uint32(0x60306030)  # bits of word 2 that lie in word 0
+# Axes of codes packed alike, [..., tile, w, r, step, half, g, q], as of words [..., tile, step, half, g, w, r, q].
+PACKED_AXES = (0, 1, 4, 5, 6, 2, 3, 7)
+WORD_AXES = (0, 1, 5, 6, 2, 3, 4, 7)  # the other way
 
 
 def gate_up_rows(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
@@ -57,17 +81,16 @@ def pack(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
         raise ShapeError(f"expert weights: scale code {scales.max()}, the largest that fits is {LARGEST_SCALE}")
     x = codes.reshape(-1, rows // 64, 4, 2, 8, columns // 128, 2, 2, 2, 2, 4)
     words = np.zeros((3, len(x), rows // 64, columns // 128, 2, 2, 4, 8, 4), np.uint32)  # ..., half, g, w, r, q
-    for place, word, rotation in _places():
-        fields = _fields(x[place].transpose(0, 1, 4, 5, 6, 2, 3, 7))
-        words[word] |= fields << rotation | fields >> (32 - rotation) if rotation else fields
-    both = np.stack([words[0] | (words[2] & _LEFT), words[1] | (words[2] & ~_LEFT)], -1).astype("<u4")
+    for place, word, by in places():
+        words[word] |= turned(fields(x[place].transpose(PACKED_AXES)), -by)
+    both = np.stack([words[0] | (words[2] & LEFT), words[1] | (words[2] & ~LEFT)], -1).astype("<u4")
     out = np.empty((len(x), rows // 64, columns // 128, TILE_BYTES), np.uint8)
-    out[..., :_CODE_BYTES] = both.view(np.uint8).reshape(*out.shape[:-1], _CODE_BYTES)
+    out[..., :CODE_BYTES] = both.view(np.uint8).reshape(*out.shape[:-1], CODE_BYTES)
     tiled = scales.reshape(-1, rows // 64, 4, 2, 8, columns // 128, 2, 2).transpose(0, 1, 5, 2, 4, 6, 7, 3)
-    fields = (tiled + _OFFSET).astype(np.uint32)  # ..., w, r, half, g, h
-    first, second = (fields[..., g, 0] << 7 | fields[..., g, 1] << 23 for g in (0, 1))
-    word = np.ascontiguousarray(first | second << 8 | second >> 24, "<u4")
-    out[..., _CODE_BYTES:] = word.view(np.uint8).reshape(*out.shape[:-1], -1)
+    exponents = (tiled + OFFSET).astype(np.uint32)  # ..., w, r, half, g, h
+    first, second = (exponents[..., g, 0] << 7 | exponents[..., g, 1] << 23 for g in (0, 1))
+    word = np.ascontiguousarray(first | turned(second, -8), "<u4")
+    out[..., CODE_BYTES:] = word.view(np.uint8).reshape(*out.shape[:-1], -1)
     return out.reshape(*lead, *out.shape[1:])
 
 
@@ -75,30 +98,35 @@ def unpack(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What `pack` was given."""
     *lead, tiles, steps, _ = packed.shape
     x = packed.reshape(-1, tiles, steps, TILE_BYTES)
-    both = np.ascontiguousarray(x[..., :_CODE_BYTES]).view("<u4").reshape(-1, tiles, steps, 2, 2, 4, 8, 4, 2)
+    both = np.ascontiguousarray(x[..., :CODE_BYTES]).view("<u4").reshape(-1, tiles, steps, 2, 2, 4, 8, 4, 2)
     low, high = both[..., 0], both[..., 1]
-    words = (low, high, (low & _LEFT) | (high & ~_LEFT))
+    words = (low, high, (low & LEFT) | (high & ~LEFT))
     codes = np.empty((len(x), tiles, 4, 2, 8, steps, 2, 2, 2, 2, 4), np.uint8)
-    for place, word, rotation in _places():
-        fields = words[word] >> rotation | words[word] << (32 - rotation) if rotation else words[word]
-        codes[place] = _codes(fields).transpose(0, 1, 5, 6, 2, 3, 4, 7)
-    word = np.ascontiguousarray(x[..., _CODE_BYTES:]).view("<u4").reshape(-1, tiles, steps, 4, 8, 2)
-    fields = np.stack([word >> 7, word >> 23, word >> 15, word >> 31 | word << 1], -1).astype(np.uint8) - _OFFSET
-    scales = fields.reshape(*word.shape, 2, 2).transpose(0, 1, 3, 7, 4, 2, 5, 6)
+    for place, word, by in places():
+        codes[place] = code_bytes(turned(words[word], by)).transpose(WORD_AXES)
+    word = np.ascontiguousarray(x[..., CODE_BYTES:]).view("<u4").reshape(-1, tiles, steps, 4, 8, 2)
+    exponents = np.stack([word >> 7, word >> 23, word >> 15, word >> 31 | word << 1], -1).astype(np.uint8) - OFFSET
+    scales = exponents.reshape(*word.shape, 2, 2).transpose(0, 1, 3, 7, 4, 2, 5, 6)
     return codes.reshape(*lead, tiles * 64, steps * 64), scales.reshape(*lead, tiles * 64, steps * 4)
 
 
-def _places() -> Iterator[tuple[tuple, int, np.uint32]]:
+def places() -> Iterator[tuple[tuple, int, int]]:
     """Of an array [..., tile, w, h, r, step, half, g, product, c, q] what is packed alike; its word and rotation."""
     for (product, c, h), (word, rotation) in _PLACES.items():
-        yield (slice(None),) * 3 + (h,) + (slice(None),) * 4 + (product, c), word, np.uint32(rotation)
+        yield (slice(None),) * 3 + (h,) + (slice(None),) * 4 + (product, c), word, rotation
 
 
-def _fields(byte: np.ndarray) -> np.ndarray:
+def turned(x: Array, by: int) -> Array:
+    """Rotated right by so many bits, uint32."""
+    return x >> np.uint32(by % 32) | x << np.uint32(-by % 32) if by % 32 else x
+
+
+def fields(byte: Array) -> Array:
     """Two codes of a byte in the fields of two bf16 of a word."""
     x = byte.astype(np.uint32)
     return (x & 8) << 12 | (x & 7) << 6 | (x & 0x80) << 24 | (x & 0x70) << 18
 
 
-def _codes(fields: np.ndarray) -> np.ndarray:
-    return (fields >> 12 & 8 | fields >> 6 & 7 | fields >> 24 & 0x80 | fields >> 18 & 0x70).astype(np.uint8)
+def code_bytes(words: Array) -> Array:
+    """The two codes of each word's fields, whose other bits are anything."""
+    return (words >> 12 & 8 | words >> 6 & 7 | words >> 24 & 0x80 | words >> 18 & 0x70).astype(np.uint8)

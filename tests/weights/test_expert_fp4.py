@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dsv4_jax.cuda.expert_weights import LARGEST_SCALE, TILE_BYTES, gate_up_rows, pack, unpack
 from dsv4_jax.errors import ShapeError
+from dsv4_jax.weights.expert_fp4 import LARGEST_SCALE, TILE_BYTES, gate_up_rows, pack, unpack
 
 from ..oracle.experts import dequantised
 

@@ -1,0 +1,114 @@
+"""moe: the routed experts of a feed-forward layer, with FP4 weights that stay as released (`weights.expert_fp4`)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..errors import ShapeError
+from ..weights import fp4_codec
+from ..weights.expert_fp4 import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
+from .arguments import Check
+from .registry import Choice, Implementation, run
+
+__all__ = ["IMPLEMENTATION", "MoeArguments", "moe", "reference", "swiglu"]
+
+_TURN = 8  # rows of gates, then as many of ups: `expert_fp4.gate_up_rows`
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeArguments:
+    """What an implementation of `moe` is given; as in its arguments."""
+
+    x: jax.Array
+    chosen: jax.Array
+    share: jax.Array
+    gate_up: jax.Array
+    down: jax.Array
+    limit: float
+    first: int
+    routed: int
+
+    @property
+    def empty(self) -> bool:
+        return self.chosen.size == 0
+
+    @property
+    def inter(self) -> int:
+        """Width between the two products."""
+        return self.down.shape[2] * TILE_COLUMNS
+
+
+def moe(x: jax.Array, chosen: jax.Array, share: jax.Array, gate_up: jax.Array, down: jax.Array, *, limit: float,
+        first: int = 0, routed: int | None = None, implementation: Choice = None) -> jax.Array:  # fmt: skip
+    """Each token's experts times their shares, added in the order of the experts: [T, hidden] float32.
+
+    An expert is down @ (silu(min(gate, limit)) * clip(up, -limit, limit)) with gate and up its first two matrices times
+    the token. Sums are float32; what lies between the products is rounded to bf16. A token's bits depend on the token,
+    its experts and their shares: not on its neighbours, and in the CUDA kernel not on their number either (XLA's
+    products of another number of rows may round otherwise).
+
+    Args:
+        x: [T, hidden] float, taken in bf16.
+        chosen: [T, top] int32, distinct experts of a token, of all `routed`.
+        share: [T, top] float, what each counts.
+        gate_up: [experts, inter / 32, hidden / 128, 4352] uint8, packed: gates and ups, eight rows of each in turn
+            (`weights.expert_fp4.gate_up_rows`), of the experts that are here.
+        down: [experts, hidden / 64, inter / 128, 4352] uint8, packed.
+        limit: of the SwiGLU: gates are clamped above, ups on both sides.
+        first: number of the first expert that is here; what others would add is left out.
+        routed: how many experts there are on all devices; None: those here.
+
+    Raises:
+        ShapeError: an argument has the wrong shape or dtype; the message names it.
+        ImplementationError: as every op (`registry.pick`).
+    """
+    check = Check("moe")
+    x = check.array("x", x, "float", "T", "hidden")
+    chosen, share = check.array("chosen", chosen, "int32", "T", "top"), check.array("share", share, "float", "T", "top")
+    gate_up = check.array("gate_up", gate_up, "uint8", "experts", "tiles", "steps", TILE_BYTES)
+    down = check.array("down", down, "uint8", "experts", "tiles of down", "steps of down", TILE_BYTES)
+    hidden, inter = x.shape[1], down.shape[2] * TILE_COLUMNS
+    wanted = (2 * inter // TILE_ROWS, hidden // TILE_COLUMNS, hidden // TILE_ROWS)
+    if hidden % TILE_COLUMNS or (*gate_up.shape[1:3], down.shape[1]) != wanted:
+        raise ShapeError(
+            f"moe: x has {hidden} columns; gate_up {list(gate_up.shape)} and down {list(down.shape)} are not experts "
+            f"of {hidden} x {inter}"
+        )
+    routed = down.shape[0] if routed is None else routed
+    return run("moe", MoeArguments(x, chosen, share, gate_up, down, limit, first, routed), implementation)
+
+
+def reference(arguments: MoeArguments) -> jax.Array:
+    """`moe` in `jnp`: every expert that is here, dequantised, on every token; those that chose it keep the result."""
+    x, chosen = arguments.x.astype(jnp.bfloat16), arguments.chosen
+    share = arguments.share.astype(jnp.float32)
+
+    def product(x: jax.Array, tiles: jax.Array) -> jax.Array:
+        weights = fp4_codec.decode(*fp4_codec.unpack(tiles))
+        return jnp.einsum("tk,nk->tn", x, weights, preferred_element_type=jnp.float32)
+
+    def add(total: jax.Array, expert: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        number, gate_up, down = expert
+        both = product(x, gate_up).reshape(x.shape[0], arguments.inter // _TURN, 2, _TURN)
+        hidden = swiglu(both[:, :, 0], both[:, :, 1], arguments.limit).reshape(x.shape[0], arguments.inter)
+        result, counts = product(hidden.astype(jnp.bfloat16), down), chosen == number
+        part = jnp.where(counts, share, np.float32(0)).sum(1)[:, None] * result
+        return jnp.where(counts.any(1)[:, None], total + part, total), None
+
+    here = arguments.down.shape[0]
+    numbers = jnp.arange(arguments.first, arguments.first + here, dtype=jnp.int32)
+    total = jnp.zeros(x.shape, jnp.float32)
+    return lax.scan(add, total, (numbers, arguments.gate_up, arguments.down))[0]
+
+
+def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """silu(min(gate, limit)) * clip(up, -limit, limit)."""
+    return jax.nn.silu(jnp.minimum(gate, np.float32(limit))) * jnp.clip(up, -np.float32(limit), np.float32(limit))
+
+
+IMPLEMENTATION = Implementation("moe", "xla", reference)

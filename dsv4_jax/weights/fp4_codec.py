@@ -1,0 +1,72 @@
+"""The codec of `fp4` weights in `jnp`: e2m1 codes, two a byte, with an e8m0 scale per row and 32 columns.
+
+A row is stored as an index key is (`formats.index_fp4`), of which this is the packed form as well.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..formats import index_format, index_fp4
+from .expert_fp4 import (
+    CODE_BYTES,
+    LEFT,
+    OFFSET,
+    PACKED_AXES,
+    TILE_BYTES,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    WORD_AXES,
+    code_bytes,
+    fields,
+    places,
+    turned,
+)
+
+__all__ = ["decode", "encode", "pack", "unpack"]
+
+
+def encode(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[..., N, K] float -> codes [..., N, K / 2] uint8, scales [..., N, K / 32] uint8."""
+    codes, scales = index_fp4.encode(index_format("fp4", matrix.shape[-1]), matrix.astype(jnp.float32))
+    return codes, scales
+
+
+def decode(codes: jax.Array, scales: jax.Array, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> jax.Array:
+    """Codes and scales as released -> [..., N, K]. Exact in bfloat16 down to 2^-126: a code times a power of two."""
+    return index_fp4.decode(index_format("fp4", 2 * codes.shape[-1]), (codes, scales), jnp.dtype(dtype))
+
+
+def pack(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array]:
+    """Codes and scales as released -> tiles [..., N / 64, K / 128, 4352]: `expert_fp4.pack` without its checks."""
+    *lead, rows, columns = (*codes.shape[:-1], 2 * codes.shape[-1])
+    tiles, steps = rows // TILE_ROWS, columns // TILE_COLUMNS
+    x = codes.reshape(-1, tiles, 4, 2, 8, steps, 2, 2, 2, 2, 4)
+    words = [jnp.zeros((x.shape[0], tiles, steps, 2, 2, 4, 8, 4), jnp.uint32)] * 3  # ..., half, g, w, r, q
+    for place, word, by in places():
+        words[word] |= turned(fields(x[place].transpose(PACKED_AXES)), -by)
+    both = jnp.stack([words[0] | (words[2] & LEFT), words[1] | (words[2] & ~LEFT)], -1)
+    order = scales.reshape(-1, tiles, 4, 2, 8, steps, 2, 2).transpose(0, 1, 5, 2, 4, 6, 7, 3)
+    exponents = (order + OFFSET).astype(jnp.uint32)  # ..., w, r, half, g, h
+    first, second = (exponents[..., g, 0] << 7 | exponents[..., g, 1] << 23 for g in (0, 1))
+    parts = both, first | turned(second, -8)
+    out = [lax.bitcast_convert_type(part, jnp.uint8).reshape(x.shape[0], tiles, steps, -1) for part in parts]
+    return (jnp.concatenate(out, -1).reshape(*lead, tiles, steps, TILE_BYTES),)
+
+
+def unpack(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The tiles -> codes and scales as released."""
+    *lead, tiles, steps, _ = packed.shape
+    x = packed.reshape(-1, tiles, steps, TILE_BYTES)
+    both = lax.bitcast_convert_type(x[..., :CODE_BYTES].reshape(-1, tiles, steps, 2, 2, 4, 8, 4, 2, 4), jnp.uint32)
+    low, high = both[..., 0], both[..., 1]
+    words = (low, high, (low & LEFT) | (high & ~LEFT))
+    codes = jnp.zeros((x.shape[0], tiles, 4, 2, 8, steps, 2, 2, 2, 2, 4), jnp.uint8)
+    for place, word, by in places():
+        codes = codes.at[place].set(code_bytes(turned(words[word], by)).transpose(WORD_AXES))
+    word = lax.bitcast_convert_type(x[..., CODE_BYTES:].reshape(-1, tiles, steps, 4, 8, 2, 4), jnp.uint32)
+    exponents = jnp.stack([word >> 7, word >> 23, word >> 15, turned(word, -1)], -1).astype(jnp.uint8) - OFFSET
+    scales = exponents.reshape(*word.shape, 2, 2).transpose(0, 1, 3, 7, 4, 2, 5, 6)
+    return codes.reshape(*lead, tiles * TILE_ROWS, -1), scales.reshape(*lead, tiles * TILE_ROWS, -1)

@@ -1,0 +1,84 @@
+"""moe against float64. Subclass `MoeTest` with another `implementation` to test a kernel."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax.errors import ShapeError
+from dsv4_jax.ops import moe
+from dsv4_jax.weights.expert_fp4 import gate_up_rows, pack
+
+from ..oracle import experts as oracle
+from .op_test import OpTest
+
+HIDDEN, INTER, LIMIT = 512, 256, 1.0
+EXPERTS, TOP = 8, 6
+jit_moe = jax.jit(moe, static_argnames=("limit", "first", "routed", "implementation"))
+
+
+class MoeTest(OpTest):
+    op = "moe"
+    tokens = 40
+
+    def run(self, *args: np.ndarray, first: int = 0, routed: int = 2 * EXPERTS) -> np.ndarray:
+        run = jit_moe(*args, limit=LIMIT, first=first, routed=routed, implementation=self.implementation)
+        return np.asarray(run)
+
+    def case(self, tokens: int) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...], list[dict]]:
+        """x, chosen and share; packed weights; and these as released."""
+        rng = np.random.default_rng(1)
+        weights = oracle.random_weights(rng, EXPERTS, HIDDEN, INTER)
+        parts = [[np.stack([w[name][i] for w in weights]) for name in oracle.NAMES] for i in (0, 1)]
+        gate_up = pack(*(gate_up_rows(gate, up) for gate, up, _ in parts))
+        x = rng.standard_normal((tokens, HIDDEN)).astype(jnp.bfloat16)
+        chosen = rng.permuted(np.tile(np.arange(2 * EXPERTS, dtype=np.int32), (tokens, 1)), axis=1)[:, :TOP]
+        return (x, chosen, rng.random((tokens, TOP), np.float32)), (gate_up, pack(*(x for _, _, x in parts))), weights
+
+    @pytest.mark.parametrize("first", [0, 4])
+    def test_against_float64_and_among_others(self, first: int) -> None:
+        (x, chosen, share), packed, weights = self.case(self.tokens)
+        got = self.run(x, chosen, share, *packed, first=first)
+        want = oracle.experts(x.astype(np.float64), chosen, share, weights, LIMIT, first)
+        assert got.dtype == np.float32 and np.linalg.norm(got - want) <= 2e-3 * np.linalg.norm(want)
+        x[:7], chosen[:7], share[:7] = x[20:27] * 3, chosen[20:27], share[20:27]
+        among = self.run(x, chosen, share, *packed, first=first)
+        np.testing.assert_array_equal(among[7:], got[7:])
+
+
+class TestMoe(MoeTest):
+    implementation = "xla"
+
+    def test_others_are_not_added(self) -> None:
+        """A token that chose none of the experts here gets zeros, whatever they would make of it."""
+        (x, chosen, share), packed, _ = self.case(4)
+        chosen[1] = EXPERTS + np.arange(TOP)
+        x[1] = np.inf
+        got = self.run(x, chosen, share, *packed)
+        assert not got[1].any() and np.isfinite(got).all()
+
+
+def test_no_tokens() -> None:
+    weights = jnp.zeros((8, 8, 4, 4352), jnp.uint8), jnp.zeros((8, 8, 2, 4352), jnp.uint8)
+    pairs = jnp.zeros((0, TOP), jnp.int32)
+    assert moe(jnp.zeros((0, HIDDEN)), pairs, pairs.astype(jnp.float32), *weights, limit=1.0).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"share": jnp.zeros((2, TOP), jnp.int32)}, r"share is int32 \[2, 6\], expected float"),
+        ({"chosen": jnp.zeros((3, TOP), jnp.int32)}, r"chosen is int32 \[3, 6\], expected int32"),
+        ({"down": jnp.zeros((8, 8, 2, 4096), jnp.uint8)}, r"down is uint8 \[8, 8, 2, 4096\]"),
+        ({"down": jnp.zeros((7, 8, 2, 4352), jnp.uint8)}, r"down is uint8 \[7, 8, 2, 4352\]"),
+        ({"x": jnp.zeros((2, 640))}, r"x has 640 columns; gate_up .* are not experts of 640 x 256"),
+        ({"down": jnp.zeros((8, 8, 3, 4352), jnp.uint8)}, "x has 512 columns; .* are not experts of 512 x 384"),
+    ],
+)
+def test_arguments_are_named(changes: dict, message: str) -> None:
+    good = {"x": jnp.zeros((2, HIDDEN)), "chosen": jnp.zeros((2, TOP), jnp.int32), "share": jnp.zeros((2, TOP))}
+    weights = {"gate_up": jnp.zeros((8, 8, 4, 4352), jnp.uint8), "down": jnp.zeros((8, 8, 2, 4352), jnp.uint8)}
+    with pytest.raises(ShapeError, match=f"moe: {message}"):
+        moe(**(good | weights | changes), limit=LIMIT)
