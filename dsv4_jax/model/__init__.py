@@ -5,18 +5,22 @@ jitted step does. MTP layers are parsed and counted in the config; the model doe
 """
 
 from .attention import index_qat_default
-from .checkpoint import load_hf, save_hf
+from .checkpoint import load_hf
 from .forward import GPU_DECODE_OPTIONS, decode_loop, decode_step, forward, prefill
 from .generate import generate
+from .initial import init_params
 from .packing import pack_layers
-from .params import Params, init_params, param_specs
+from .params import Params, param_specs, weight_bytes
 from .projections import stack_projections
+from .quantised import Quantised
 from .sampling import Sampling, sample
+from .saving import save_hf
 from .uncached import forward_uncached
 
 __all__ = [
     "GPU_DECODE_OPTIONS",
     "Params",
+    "Quantised",
     "Sampling",
     "decode_loop",
     "decode_step",
@@ -32,4 +36,5 @@ __all__ = [
     "sample",
     "save_hf",
     "stack_projections",
+    "weight_bytes",
 ]

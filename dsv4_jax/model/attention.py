@@ -19,6 +19,7 @@ from ..step import LayerCacheHandle
 from .numerics import linear, matmul, pad_rows, rms_norm
 from .params import Params
 from .projections import products
+from .quantised import Quantised, product
 
 __all__ = ["attention", "index_qat_default", "output_projection"]
 
@@ -77,6 +78,9 @@ def attention(
 
 def output_projection(p: Params, out: jax.Array, cfg: DSV4Config) -> jax.Array:
     """[T, heads, head_dim] -> [T, hidden]: each group of consecutive heads to `o_lora_rank`, then all to hidden."""
+    if isinstance(p["wo_a"], Quantised):
+        latent = product(out.reshape(out.shape[0], -1), p["wo_a"], groups=cfg.o_groups, dtype=jnp.bfloat16)
+        return linear(latent, p["wo_b"])
     first = p["wo_a"].reshape(cfg.o_groups, cfg.o_lora_rank, -1)
     grouped = pad_rows(out.reshape(out.shape[0], cfg.o_groups, -1), first.dtype)
     latent = matmul("tgd,grd->tgr", grouped, first, rounded=p["wo_b"].dtype == first.dtype)

@@ -7,10 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .. import ops
 from ..config import DSV4Config
+from ..ops.columns import dense
 from ..ops.moe import swiglu
 from .numerics import linear
 from .params import Params
+from .projections import products
+from .quantised import Quantised, in_tiles
 
 __all__ = ["moe", "route"]
 
@@ -19,14 +23,36 @@ _SCORES = {
     "sigmoid": jax.nn.sigmoid,
     "softmax": lambda x: jax.nn.softmax(x, -1),
 }
+MOST_TOKENS = 8192  # of a call of `ops.moe`: less than its CUDA kernel takes
 
 
 def moe(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> jax.Array:
     """[T, hidden] float32, [T] token ids -> [T, hidden].
 
-    Every expert runs on every token and the routing weight, mostly zero, picks: the plainest form
-    with static shapes, and exact. A production model would dispatch tokens to experts instead.
+    Experts that stay as released run on the tokens that chose them (`ops.moe`). Others run on every token, and the
+    routing weight, mostly zero, picks: the plainest form with static shapes, and exact.
     """
+    experts = p["experts"]
+    out = (_dispatched if isinstance(experts["gate_up"], Quantised) else _everywhere)(p, x, tokens, cfg)
+    if "shared" in p:
+        both = products(p["shared"], "of_token", x)
+        out = out + linear(swiglu(dense(both["gate"]), dense(both["up"]), cfg.swiglu_limit), p["shared"]["down"])
+    return out
+
+
+def _dispatched(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> jax.Array:
+    logits, hashed = linear(x, p["gate"]), "tid2eid" in p
+    picks = {"chosen": p["tid2eid"][tokens]} if hashed else {"bias": p["gate_bias"]}
+    chosen, share = ops.route(logits, **picks, top=cfg.num_experts_per_tok, scale=cfg.routed_scaling_factor)
+    ((gate_up,), (down,)) = (p["experts"][name].parts for name in ("gate_up", "down"))
+
+    def run(x: jax.Array, chosen: jax.Array, share: jax.Array) -> jax.Array:
+        return ops.moe(x, chosen, share, gate_up, down, limit=cfg.swiglu_limit)
+
+    return in_tiles(run, MOST_TOKENS, x, chosen, share)
+
+
+def _everywhere(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> jax.Array:
     share = route(p, x, tokens, cfg)
 
     def add_expert(total: jax.Array, expert: tuple[jax.Array, Params]) -> tuple[jax.Array, None]:
@@ -34,12 +60,7 @@ def moe(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> jax.Arra
         gate, up = jnp.split(linear(x, e["gate_up"]), 2, -1)
         return total + weight[:, None] * linear(swiglu(gate, up, cfg.swiglu_limit), e["down"]), None
 
-    out, _ = lax.scan(add_expert, jnp.zeros_like(x), (share.T, p["experts"]))
-    if "shared" in p:
-        shared = p["shared"]
-        hidden = swiglu(linear(x, shared["gate"]), linear(x, shared["up"]), cfg.swiglu_limit)
-        out = out + linear(hidden, shared["down"])
-    return out
+    return lax.scan(add_expert, jnp.zeros_like(x), (share.T, p["experts"]))[0]
 
 
 def route(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> jax.Array:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["address", "names_of"]
+__all__ = ["EXPERT_MATRICES", "address", "expert_name", "names_of", "published_name"]
 
-# parameter -> (its name in the modules of transformers, then the other names it is found under)
+# parameter -> (its name in the modules of transformers, the published one, then others it is found under)
 _TOP_NAMES = {
     "embed": ("embed_tokens.weight", "embed.weight"),
     "norm": ("norm.weight",),
@@ -30,8 +30,8 @@ _LAYER_NAMES = {
     "attn.indexer.wq_b": ("self_attn.compressor.indexer.q_b_proj.weight", "attn.indexer.wq_b.weight"),
     "attn.indexer.weights_proj": (
         "self_attn.compressor.indexer.scorer.weights_proj.weight",
-        "self_attn.compressor.indexer.weights_proj.weight",
         "attn.indexer.weights_proj.weight",
+        "self_attn.compressor.indexer.weights_proj.weight",
     ),
     "ffn.gate": ("mlp.gate.weight", "ffn.gate.weight"),
     "ffn.gate_bias": ("mlp.gate.e_score_correction_bias", "ffn.gate.bias"),
@@ -55,6 +55,9 @@ for _ours, _module in (("attn", "self_attn"), ("attn.indexer", "self_attn.compre
     ):
         _LAYER_NAMES[f"{_ours}.compressor.{_part}"] = (f"{_module}.{_theirs}", f"{_ours}.compressor.{_published}")
 
+# Parameters of all experts -> the published matrices of one, above one another.
+EXPERT_MATRICES = {"ffn.experts.gate_up": ("w1", "w3"), "ffn.experts.down": ("w2",)}
+
 
 def address(keys: tuple[Any, ...]) -> tuple[str, str]:
     """A path in the parameter tree -> ("layers.3." or "", the parameter's dotted name)."""
@@ -65,3 +68,14 @@ def address(keys: tuple[Any, ...]) -> tuple[str, str]:
 def names_of(prefix: str, name: str) -> tuple[str, ...]:
     """The names of a parameter without their prefix, that of the transformers modules first."""
     return (_LAYER_NAMES if prefix else _TOP_NAMES)[name]
+
+
+def published_name(prefix: str, name: str) -> str:
+    """The name of a parameter in the published checkpoints, but for those of all experts."""
+    names = names_of(prefix, name)
+    return prefix + names[min(1, len(names) - 1)]
+
+
+def expert_name(prefix: str, expert: int, matrix: str) -> str:
+    """The published name of an expert's matrix, "w1" (gate), "w2" (down) or "w3" (up)."""
+    return f"{prefix}ffn.experts.{expert}.{matrix}.weight"

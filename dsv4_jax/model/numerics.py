@@ -1,7 +1,7 @@
 """The few array functions every part of the model uses.
 
 Activations are float32. Products with float32 weights are computed in full float32; products with
-bfloat16 weights round the activations to bfloat16 and accumulate in float32.
+bfloat16 weights, and with those that stay as released, round the activations to bfloat16 and accumulate in float32.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .quantised import Matrix, Quantised, product
+
 __all__ = ["linear", "matmul", "pad_rows", "rms_norm"]
 
 # XLA's GPU compiler takes a product of one row for a vector's and converts bfloat16 weights to float32 for it, whole
@@ -19,8 +21,10 @@ __all__ = ["linear", "matmul", "pad_rows", "rms_norm"]
 MIN_ROWS = 8
 
 
-def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x @ weight.T: [T, in] float32, [out, in] of any float dtype -> [T, out] float32."""
+def linear(x: jax.Array, weight: Matrix) -> jax.Array:
+    """x @ weight.T: [T, in] float32, [out, in] of any float dtype or fp8 as released -> [T, out] float32."""
+    if isinstance(weight, Quantised):
+        return product(x, weight)
     return matmul("ti,oi->to", x, weight)
 
 

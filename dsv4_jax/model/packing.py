@@ -8,29 +8,30 @@ gives a product or a custom call the address of the first and copies nothing.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from .deferred import join
 from .params import Params
 
 __all__ = ["PackedLayers", "pack_layers"]
 
 MOST_ELEMENTS = 2**30  # of an array: XLA's GPU kernels count elements of less than 2^31 faster, and some only those
 SMALL = 2**16  # elements below which a parameter goes to the vectors
+# Bytes of a row of scales: XLA passes a custom call the address of a slice only if its rows are so aligned.
+_ALIGNED = 128
 
 
 class _Place(NamedTuple):
-    """Where a parameter is: rows (or, of a vector, elements) from `start` of `arrays[array]`."""
+    """Where a parameter is: so many rows (or, of a vector, elements) from `start` of `arrays[array]`, and its shape."""
 
     array: int
     start: int
+    rows: int
     shape: tuple[int, ...]
-    flat: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +58,8 @@ class PackedLayers:
         return jax.tree.unflatten(self.trees[layer], [self._leaf(place) for place in self.places[layer]])
 
     def _leaf(self, place: _Place) -> jax.Array:
-        size = math.prod(place.shape) if place.flat else place.shape[0]
-        return jax.lax.slice_in_dim(self.arrays[place.array], place.start, place.start + size).reshape(place.shape)
+        array, stop = self.arrays[place.array], place.start + place.rows
+        return jax.lax.slice_in_dim(array, place.start, stop).reshape(place.shape)
 
 
 jax.tree_util.register_dataclass(PackedLayers, data_fields=["arrays"], meta_fields=["trees", "places"])
@@ -69,7 +70,7 @@ def pack_layers(params: Params) -> Params:
 
     Pack what `stack_projections` returns. `save_hf` takes the parameters as they were.
     """
-    packs: list[list[jax.Array]] = []
+    packs: list[list[Any]] = []
     sizes: list[int] = []  # rows or elements so far
     open_packs: dict[Any, int] = {}  # what an array can hold -> the one that is being filled
     trees, places = [], []
@@ -77,7 +78,10 @@ def pack_layers(params: Params) -> Params:
         leaves, tree = jax.tree.flatten(layer)
         layer_places = []
         for leaf in leaves:
-            flat = leaf.ndim < 2 or leaf.size < SMALL
+            shape = tuple(leaf.shape)
+            aligned = np.dtype(leaf.dtype).itemsize == 1 and leaf.size < SMALL and leaf.size % _ALIGNED == 0
+            flat = not aligned and (leaf.ndim < 2 or leaf.size < SMALL)
+            leaf = leaf.reshape(-1, _ALIGNED) if aligned else leaf
             rows = leaf.size if flat else leaf.shape[0]
             key = (np.dtype(leaf.dtype), flat, () if flat else leaf.shape[1:])
             width = 1 if flat else leaf.size // rows
@@ -86,10 +90,10 @@ def pack_layers(params: Params) -> Params:
                 pack = open_packs[key] = len(packs)
                 packs.append([])
                 sizes.append(0)
-            layer_places.append(_Place(pack, sizes[pack], tuple(leaf.shape), flat))
+            layer_places.append(_Place(pack, sizes[pack], rows, shape))
             packs[pack].append(leaf.reshape(-1) if flat else leaf)
             sizes[pack] += rows
         trees.append(tree)
         places.append(tuple(layer_places))
-    arrays = tuple(jnp.concatenate(parts) for parts in packs)
+    arrays = tuple(map(join, packs))
     return params | {"layers": PackedLayers(arrays, tuple(trees), tuple(places))}

@@ -6,27 +6,54 @@ model parses their number and does not run them.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..config import AttentionType, DSV4Config, LayerSpec, build_schedule
+from ..errors import ConfigError
+from ..weights import WeightFormat
+from .quantised import FP4, FP8, Quantised
 
-__all__ = ["Params", "init_params", "param_specs"]
+__all__ = ["RELEASED", "Params", "Weights", "is_leaf", "param_specs", "weight_bytes"]
 
 Params = dict[str, Any]
+RELEASED = "released"
+Weights: TypeAlias = "jax.typing.DTypeLike | Literal['released']"
 
 
-def param_specs(cfg: DSV4Config, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
+def param_specs(cfg: DSV4Config, weights: Weights = jnp.float32) -> Params:
     """The tree of `jax.ShapeDtypeStruct` that the parameters of this model have.
 
-    `dtype` is that of the matrices; norms, sinks, biases and hyper-connections are float32 always.
+    Args:
+        weights: the dtype of all matrices; or "released", the formats of the published checkpoints: `Quantised` fp8
+            matrices of attention and shared experts, fp4 experts (gates and ups in one, eight rows of each in turn,
+            as `ops.moe` takes them), and bfloat16 for embedding, head, compressors, index weights and gate. Norms,
+            sinks, biases and hyper-connections are float32 always.
+
+    Raises:
+        ShapeError: a matrix has a size that its released format does not have.
+        ConfigError: the released formats go with another way of scoring experts.
     """
+    released = isinstance(weights, str) and weights == RELEASED
+    dtype = jnp.bfloat16 if released else weights
+    if released and cfg.scoring_func != "sqrtsoftplus":
+        raise ConfigError("scoring_func", f"released weights are for sqrtsoftplus, got {cfg.scoring_func!r}")
 
     def matrix(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
+
+    def stored(fmt: WeightFormat, name: str, *shape: int) -> Any:
+        if not released:
+            return matrix(*shape)
+        *lead, rows, columns = shape
+        fmt.check(name, rows, columns)
+        parts = fmt.packed(rows, columns)
+        return Quantised(tuple(jax.ShapeDtypeStruct((*lead, *part), jnp.uint8) for part in parts), fmt)
+
+    dense, expert = functools.partial(stored, FP8), functools.partial(stored, FP4)
 
     def vector(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -44,21 +71,21 @@ def param_specs(cfg: DSV4Config, dtype: jax.typing.DTypeLike = jnp.float32) -> P
 
     def attention(attn: AttentionType) -> Params:
         p: Params = {
-            "wq_a": matrix(cfg.q_lora_rank, hidden),
+            "wq_a": dense("wq_a", cfg.q_lora_rank, hidden),
             "q_norm": vector(cfg.q_lora_rank),
-            "wq_b": matrix(heads * dim, cfg.q_lora_rank),
-            "wkv": matrix(dim, hidden),
+            "wq_b": dense("wq_b", heads * dim, cfg.q_lora_rank),
+            "wkv": dense("wkv", dim, hidden),
             "kv_norm": vector(dim),
             "attn_sink": vector(heads),
-            "wo_a": matrix(cfg.o_groups * cfg.o_lora_rank, heads * dim // cfg.o_groups),
-            "wo_b": matrix(hidden, cfg.o_groups * cfg.o_lora_rank),
+            "wo_a": dense("wo_a", cfg.o_groups * cfg.o_lora_rank, heads * dim // cfg.o_groups),
+            "wo_b": dense("wo_b", hidden, cfg.o_groups * cfg.o_lora_rank),
         }
         if attn is AttentionType.HCA:
             p["compressor"] = compressor(cfg.hca_ratio, dim, dim)
         if attn is AttentionType.CSA:
             p["compressor"] = compressor(cfg.csa_ratio, 2 * dim, dim)
             p["indexer"] = {
-                "wq_b": matrix(cfg.index_n_heads * cfg.index_head_dim, cfg.q_lora_rank),
+                "wq_b": dense("indexer.wq_b", cfg.index_n_heads * cfg.index_head_dim, cfg.q_lora_rank),
                 "weights_proj": matrix(cfg.index_n_heads, hidden),
                 "compressor": compressor(cfg.csa_ratio, 2 * cfg.index_head_dim, cfg.index_head_dim),
             }
@@ -71,7 +98,10 @@ def param_specs(cfg: DSV4Config, dtype: jax.typing.DTypeLike = jnp.float32) -> P
     def feed_forward(spec: LayerSpec) -> Params:
         p: Params = {
             "gate": matrix(experts, hidden),
-            "experts": {"gate_up": matrix(experts, 2 * inner, hidden), "down": matrix(experts, hidden, inner)},
+            "experts": {
+                "gate_up": expert("experts.gate_up", experts, 2 * inner, hidden),
+                "down": expert("experts.down", experts, hidden, inner),
+            },
         }
         if spec.hash_routed:
             p["tid2eid"] = jax.ShapeDtypeStruct((cfg.vocab_size, cfg.num_experts_per_tok), jnp.int32)
@@ -79,7 +109,11 @@ def param_specs(cfg: DSV4Config, dtype: jax.typing.DTypeLike = jnp.float32) -> P
             p["gate_bias"] = vector(experts)
         if cfg.n_shared_experts:
             width = inner * cfg.n_shared_experts
-            p["shared"] = {"gate": matrix(width, hidden), "up": matrix(width, hidden), "down": matrix(hidden, width)}
+            p["shared"] = {
+                "gate": dense("shared.gate", width, hidden),
+                "up": dense("shared.up", width, hidden),
+                "down": dense("shared.down", hidden, width),
+            }
         return p
 
     def layer(spec: LayerSpec) -> Params:
@@ -102,26 +136,11 @@ def param_specs(cfg: DSV4Config, dtype: jax.typing.DTypeLike = jnp.float32) -> P
     return tree if cfg.tie_word_embeddings else tree | {"head": matrix(cfg.vocab_size, hidden)}
 
 
-def init_params(cfg: DSV4Config, seed: int = 0, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
-    """Random parameters in which nothing is neutral: norms, sinks, biases and mixing weights differ too.
+def is_leaf(node: Any) -> bool:
+    """What a parameter is, for `jax.tree` functions: quantised ones have several arrays."""
+    return isinstance(node, Quantised)
 
-    Matrices are normal with variance 1 / fan-in; hash layers send every token to distinct experts.
-    """
-    rng = np.random.default_rng(seed)
 
-    def leaf(path: tuple[Any, ...], spec: jax.ShapeDtypeStruct) -> jax.Array:
-        name = path[-1].key
-        if name == "tid2eid":
-            order = rng.random((cfg.vocab_size, cfg.n_routed_experts)).argsort(1)
-            return jnp.asarray(order[:, : cfg.num_experts_per_tok], jnp.int32)
-        if "norm" in name or name == "scale":
-            value = rng.uniform(0.5, 1.5, spec.shape)
-        elif name in ("attn_sink", "ape", "base"):
-            value = rng.normal(size=spec.shape)
-        elif name == "gate_bias":
-            value = rng.normal(0, 0.1, spec.shape)
-        else:
-            value = rng.normal(0, spec.shape[-1] ** -0.5, spec.shape)
-        return jnp.asarray(value.astype(np.float32)).astype(spec.dtype)
-
-    return jax.tree_util.tree_map_with_path(leaf, param_specs(cfg, dtype))
+def weight_bytes(cfg: DSV4Config, weights: Weights = RELEASED) -> int:
+    """What the parameters take on devices, MTP layers left out. Raises as `param_specs`."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(param_specs(cfg, weights)))

@@ -2,8 +2,9 @@
 
 Seven small matrices multiply a CSA layer's input and two its query latent. Apart they are too many
 small products for a decode step; and XLA, which would merge them, concatenates the weights anew in
-every step. `stack_projections` does it once, when the parameters are loaded. The products stay
-columns of one matrix: cutting them costs a kernel each, and most kernels they go to can do without.
+every step. `stack_projections` does it once, when the parameters are loaded; matrices of a group that
+are stored differently (FP8 and bfloat16) make a stack each. The products stay columns of one matrix:
+cutting them costs a kernel each, and most kernels they go to can do without.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from ..errors import ShapeError
 from ..ops.columns import Columns, Values
+from .deferred import join
 from .numerics import linear
 from .params import Params
+from .quantised import Matrix, Quantised
 
 __all__ = ["Stacked", "products", "stack_projections"]
 
-# What is multiplied with what, by parameter name within a layer's "attn".
+# What is multiplied with what, by parameter name within a layer's "attn" (the first two) and its shared expert.
 GROUPS = {
     "of_input": (
         "wq_a",
@@ -34,19 +37,21 @@ GROUPS = {
         "indexer.weights_proj",
     ),
     "of_q_latent": ("wq_b", "indexer.wq_b"),
+    "of_token": ("gate", "up"),
 }
+_OF_ATTENTION = ("of_input", "of_q_latent")
 
 
 @dataclasses.dataclass(frozen=True)
 class Stacked:
-    """Matrices [out, in] of one group, one above the other. A pytree with one leaf.
+    """Matrices [out, in] of one group that are stored alike, one above the other. A pytree.
 
     Attributes:
         weight: [sum of widths, in].
         names, widths: whose rows they are, and how many each has; static.
     """
 
-    weight: jax.Array
+    weight: Matrix
     names: tuple[str, ...]
     widths: tuple[int, ...]
 
@@ -62,7 +67,7 @@ jax.tree_util.register_dataclass(Stacked, data_fields=["weight"], meta_fields=["
 def products(p: Params, group: str, x: jax.Array) -> Mapping[str, Values]:
     """x [T, in] times every matrix of a group the layer has: name -> [T, out] float32, `Columns` of stacked ones."""
     if group in p:
-        return p[group](x)
+        return {name: columns for stack in p[group] for name, columns in stack(x).items()}
     return {name: linear(x, weight) for name, weight in _matrices(p, group)}
 
 
@@ -70,23 +75,53 @@ def stack_projections(params: Params) -> Params:
     """The same parameters with the matrices of each group stacked (a copy): what to decode with.
 
     `save_hf` and `forward_uncached` take the parameters as they were.
+
+    Raises:
+        ShapeError: FP8 matrices do not lie one above the other, for their scales span 128 rows.
     """
 
     def attention(p: Params) -> Params:
-        stacked = {}
-        for group in GROUPS:
-            names, weights = zip(*_matrices(p, group), strict=True)
-            stacked[group] = Stacked(jnp.concatenate(weights), names, tuple(w.shape[0] for w in weights))
-        # [groups, rank, in], as it is multiplied: XLA would copy a packed layer's rows to cut them into groups.
-        groups = p["wq_b"].shape[0] // p["wo_a"].shape[-1]
-        stacked["wo_a"] = p["wo_a"].reshape(groups, -1, p["wo_a"].shape[-1])
-        return _without(p, {name for names in GROUPS.values() for name in names}) | stacked
+        stacked = _stacked(p, _OF_ATTENTION)
+        if not isinstance(p["wo_a"], Quantised):
+            # [groups, rank, in], as it is multiplied: XLA would copy a packed layer's rows to cut them into groups.
+            groups = p["wq_b"].shape[0] // p["wo_a"].shape[-1]
+            stacked["wo_a"] = p["wo_a"].reshape(groups, -1, p["wo_a"].shape[-1])
+        return stacked
 
-    layers = tuple(layer | {"attn": attention(layer["attn"])} for layer in params["layers"])
-    return params | {"layers": layers}
+    def layer(p: Params) -> Params:
+        stacked = p | {"attn": attention(p["attn"])}
+        if "shared" in p.get("ffn", {}):
+            stacked["ffn"] = p["ffn"] | {"shared": _stacked(p["ffn"]["shared"], ("of_token",))}
+        return stacked
+
+    return params | {"layers": tuple(map(layer, params["layers"]))}
 
 
-def _matrices(p: Params, group: str) -> Iterator[tuple[str, jax.Array]]:
+def _stacked(p: Params, groups: tuple[str, ...]) -> Params:
+    """The same parameters, with the matrices of these groups in stacks."""
+    stacks = {}
+    for group in groups:
+        alike: dict[Any, list[tuple[str, Matrix]]] = {}
+        for name, weight in _matrices(p, group):
+            stored = weight.format if isinstance(weight, Quantised) else np.dtype(weight.dtype)
+            alike.setdefault(stored, []).append((name, weight))
+        stacks[group] = tuple(_stack(*zip(*same, strict=True)) for same in alike.values())
+    return _without(p, {name for group in groups for name in GROUPS[group]}) | stacks
+
+
+def _stack(names: tuple[str, ...], weights: tuple[Matrix, ...]) -> Stacked:
+    widths, first = tuple(w.shape[0] for w in weights), weights[0]
+    if not isinstance(first, Quantised):
+        return Stacked(join(weights), names, widths)
+    rows = first.format.block[0]
+    odd = next((i for i, width in enumerate(widths[:-1]) if width % rows), None)
+    if odd is not None:
+        raise ShapeError(f"{names[odd]} has {widths[odd]} rows: below it {names[odd + 1]} needs them in {rows}s")
+    parts = zip(*(w.parts for w in weights if isinstance(w, Quantised)), strict=True)
+    return Stacked(Quantised(tuple(map(join, parts)), first.format), names, widths)
+
+
+def _matrices(p: Params, group: str) -> Iterator[tuple[str, Matrix]]:
     for name in GROUPS[group]:
         node: Any = p
         for key in name.split("."):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import os
 import pathlib
 import re
@@ -16,43 +16,48 @@ import numpy as np
 from ..config import DSV4Config
 from ..errors import CheckpointError
 from ..untrusted import plain, read_json, shown
-from .names import names_of
+from ..weights import WeightFormat, expert_fp4
+from .deferred import Deferred
+from .names import EXPERT_MATRICES, expert_name, names_of
+from .quantised import FP4, FP8, Quantised
 from .safetensors import read_safetensors
 
-__all__ = ["Found", "Source", "open_tensors"]
+__all__ = ["Source", "open_tensors"]
 
-_FP8_BLOCK = 128
+_E4M3_NAN = np.uint8(0x7F)  # magnitude of the codes that are no numbers
+_E8M0_NAN = 0xFF
+_E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+_NIBBLES = (np.dtype(np.int8), np.dtype(np.uint8))  # of files: two e2m1 codes a byte
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _FLOATS = tuple(np.dtype(name) for name in (np.float32, np.float16, ml_dtypes.bfloat16))
-_SCALES = (*_FLOATS, np.dtype(ml_dtypes.float8_e8m0fnu))
+_SCALES = (*_FLOATS, _E8M0)
 _MOST_SCALE = 2.0**118  # times 448, the largest e4m3, it is a float32
 _MOST_INDEX_BYTES = 32 * 2**20  # that of V4-Pro's 140,000 tensors has 12 MB
 
 
 class _Stored(NamedTuple):
-    """A tensor of a checkpoint; if it is FP8, with its scales."""
+    """A tensor of a checkpoint; with its scales, and the rows and columns that share one, if it is quantised."""
 
+    name: str
     tensor: np.ndarray
     scale: np.ndarray | None = None
+    block: tuple[int, int] = (1, 1)
 
-    def read(self) -> np.ndarray:
-        return self.tensor if self.scale is None else _dequantise(self.tensor, self.scale)
+    def read(self, dtype: Any) -> jax.Array:
+        """As a plain array on the device, never a view of the file."""
+        if np.issubdtype(self.tensor.dtype, np.integer) and self.scale is None:
+            return jnp.array(self.tensor.astype(dtype))
+        if self.scale is None:
+            return jnp.array(self.tensor).astype(dtype)
+        return jnp.array(_dequantise(self.tensor, self.scale, self.block).astype(dtype))
 
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """Where a parameter is: one tensor, or tensors whose rows follow one another in it."""
-
-    spec: jax.ShapeDtypeStruct
-    parts: tuple[_Stored, ...]
-
-    def read(self) -> jax.Array:
-        if len(self.parts) == 1:
-            return jnp.asarray(self.parts[0].read().astype(self.spec.dtype))
-        whole = np.empty(self.spec.shape, self.spec.dtype)
-        rows = whole.reshape(len(self.parts), -1, whole.shape[-1])
-        for to, part in zip(rows, self.parts, strict=True):
-            to[:] = part.read().astype(self.spec.dtype)
-        return jnp.asarray(whole)
+    def bits(self) -> tuple[np.ndarray, np.ndarray]:
+        """Codes and scales, as they are. Raises `CheckpointError`: a code is NaN."""
+        assert self.scale is not None
+        codes, scales = self.tensor.view(np.uint8), self.scale.view(np.uint8)
+        if self.tensor.dtype == ml_dtypes.float8_e4m3fn and codes.size and (codes & _E4M3_NAN).max() == _E4M3_NAN:
+            raise CheckpointError(f"tensor {self.name} holds a NaN")
+        return codes, scales
 
 
 class Source:
@@ -74,33 +79,71 @@ class Source:
         is_head = self.cfg.tie_word_embeddings and name in names_of("", "head")
         return name.startswith("mtp.") or 0 <= beyond < self.cfg.num_mtp_layers or is_head
 
-    def find(self, prefix: str, name: str, spec: jax.ShapeDtypeStruct) -> Found:
-        """The tensors of a parameter, checked against its shape and dtype but not yet read."""
+    def find(self, prefix: str, name: str, spec: Any) -> Any:
+        """A parameter that is read when it is made: its tensors are checked against its shape and dtype already."""
         names = names_of(prefix, name)
         found = next((prefix + known for known in names if prefix + known in self.tensors), None)
-        if found is not None:
-            return Found(spec, (self._take(found, spec.shape, spec.dtype),))
-        per_expert = {"ffn.experts.gate_up": ("w1", "w3"), "ffn.experts.down": ("w2",)}.get(name)
-        if per_expert is None:
+        matrices = EXPERT_MATRICES.get(name)
+        if found is None and matrices is None:
             raise CheckpointError(f"missing tensor {prefix}{names[0]} (or {', '.join(names[1:])})")
+        if isinstance(spec, Quantised):
+            return self._quantised(prefix, None if matrices else found, matrices, spec)
+        if found is not None:
+            return _plain(spec, (self._take(found, spec.shape, spec.dtype),))
+        assert matrices is not None
         experts, rows, columns = spec.shape
-        part = (rows // len(per_expert), columns)
-        stored = (f"{prefix}ffn.experts.{e}.{w}.weight" for e in range(experts) for w in per_expert)
-        return Found(spec, tuple(self._take(name, part, spec.dtype) for name in stored))
+        part = (rows // len(matrices), columns)
+        stored = (expert_name(prefix, e, w) for e in range(experts) for w in matrices)
+        return _plain(spec, tuple(self._take(name, part, spec.dtype) for name in stored))
+
+    def _quantised(self, prefix: str, name: str | None, matrices: tuple[str, ...] | None, spec: Quantised) -> Quantised:
+        """Of one tensor, or of those of all experts."""
+        fmt = spec.format
+        if name is not None:
+            stored = [(self._released(name, spec.shape, fmt),)]
+        else:
+            assert matrices is not None
+            experts, rows, columns = spec.shape
+            each = (rows // len(matrices), columns)
+            names = [[expert_name(prefix, e, w) for w in matrices] for e in range(experts)]
+            stored = [tuple(self._released(name, each, fmt) for name in of_expert) for of_expert in names]
+
+        def part(i: int, of: jax.ShapeDtypeStruct) -> Deferred:
+            pieces = (functools.partial(_packed, matrix, fmt, i) for matrix in stored)
+            return Deferred(of.shape, of.dtype, tuple((of.size // len(stored), piece) for piece in pieces))
+
+        return Quantised(tuple(part(i, of) for i, of in enumerate(spec.parts)), fmt)
+
+    def _released(self, name: str, shape: tuple[int, ...], fmt: WeightFormat) -> _Stored:
+        """A matrix in the format in which it is to stay."""
+        if name not in self.tensors:
+            raise CheckpointError(f"missing tensor {name}")
+        tensor, (codes, _) = self.tensors[name], fmt.released(*shape)
+        expected = _NIBBLES if fmt.per_byte == 2 else (np.dtype(ml_dtypes.float8_e4m3fn),)
+        if tensor.dtype not in expected:
+            raise CheckpointError(
+                f"tensor {name} has dtype {tensor.dtype}, as released it has {_listed(expected)} ({fmt.code} codes)"
+            )
+        if tensor.shape != codes:
+            raise CheckpointError(f"tensor {name} has shape {tensor.shape}, expected {codes}")
+        self.unread.discard(name)
+        return _Stored(name, tensor, self._scale(name, fmt, shape, (_E8M0,), _of_e8m0(fmt.largest_scale)), fmt.block)
 
     def _take(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> _Stored:
         if name not in self.tensors:
             raise CheckpointError(f"missing tensor {name}")
         tensor = self.tensors[name]
-        if tensor.shape != shape:
+        nibbles = tensor.dtype in _NIBBLES and FP4.released(*shape)[0] == tensor.shape if len(shape) == 2 else False
+        if tensor.shape != shape and not nibbles:
             raise CheckpointError(f"tensor {name} has shape {tensor.shape}, expected {shape}")
         self.unread.discard(name)
         if jnp.issubdtype(dtype, jnp.integer):
-            return _Stored(self._expert_ids(name, tensor))
+            return _Stored(name, self._expert_ids(name, tensor))
         if tensor.dtype in _FLOATS:
-            return _Stored(tensor)
-        if tensor.dtype == ml_dtypes.float8_e4m3fn:
-            return _Stored(tensor, self._scale(name, tensor))
+            return _Stored(name, tensor)
+        if tensor.dtype == ml_dtypes.float8_e4m3fn or nibbles:
+            fmt = FP4 if nibbles else FP8
+            return _Stored(name, tensor, self._scale(name, fmt, shape, _SCALES, _MOST_SCALE), fmt.block)
         if tensor.dtype.itemsize == 1:
             raise CheckpointError(f"tensor {name} has dtype {tensor.dtype}, which this loader cannot dequantise")
         raise CheckpointError(f"tensor {name} has dtype {tensor.dtype}, expected one of {_listed(_FLOATS)}")
@@ -113,22 +156,26 @@ class Source:
             raise CheckpointError(f"tensor {name} holds experts {low}..{high}, the model has 0..{experts - 1}")
         return tensor
 
-    def _scale(self, name: str, tensor: np.ndarray) -> np.ndarray:
+    def _scale(
+        self, name: str, fmt: WeightFormat, shape: tuple[int, ...], dtypes: tuple[np.dtype, ...], most: float
+    ) -> np.ndarray:
+        """The scales of a matrix of this shape, of one of these dtypes, none greater than `most`."""
         names = (f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scale")
         found = next((known for known in names if known in self.tensors), None)
         if found is None:
-            raise CheckpointError(f"tensor {name} is FP8 but has no {' or '.join(names)}")
+            raise CheckpointError(f"tensor {name} is {fmt.code} but has no {' or '.join(names)}")
         scale = self.tensors[found]
-        if tensor.ndim != 2:
-            raise CheckpointError(f"tensor {name} is FP8 but no matrix: its shape is {tensor.shape}")
-        blocks = tuple(-(-size // _FP8_BLOCK) for size in tensor.shape)
+        if len(shape) != 2:
+            raise CheckpointError(f"tensor {name} is {fmt.code} but no matrix: its shape is {shape}")
+        blocks = tuple(-(-size // step) for size, step in zip(shape, fmt.block, strict=True))
         if scale.shape != blocks:
             raise CheckpointError(f"tensor {found} has shape {scale.shape}, expected {blocks}")
-        if scale.dtype not in _SCALES:
-            raise CheckpointError(f"tensor {found} has dtype {scale.dtype}, expected one of {_listed(_SCALES)}")
-        largest = np.abs(scale.astype(np.float32)).max()
-        if not largest <= _MOST_SCALE:  # so is NaN
-            raise CheckpointError(f"tensor {found} holds the scale {largest}, at most {_MOST_SCALE:g} is possible")
+        if scale.dtype not in dtypes:
+            raise CheckpointError(f"tensor {found} has dtype {scale.dtype}, expected one of {_listed(dtypes)}")
+        of_codes = scale.dtype == _E8M0
+        largest = _of_e8m0(scale.view(np.uint8).max()) if of_codes else np.abs(scale.astype(np.float32)).max()
+        if not largest <= most:  # so is NaN
+            raise CheckpointError(f"tensor {found} holds the scale {largest}, at most {most:g} is possible")
         self.unread.discard(found)
         return scale
 
@@ -138,14 +185,42 @@ class Source:
             raise CheckpointError(f"{len(self.unread)} tensors are not part of the model, such as {example}")
 
 
+def _of_e8m0(code: int) -> float:
+    return float("nan") if code == _E8M0_NAN else 2.0 ** (int(code) - 127)
+
+
 def _listed(dtypes: tuple[np.dtype, ...]) -> str:
     return ", ".join(map(str, dtypes))
 
 
-def _dequantise(tensor: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """e4m3 [m, n] times one scale per 128 x 128 block -> float32."""
-    spread = np.repeat(np.repeat(scale.astype(np.float32), _FP8_BLOCK, 0), _FP8_BLOCK, 1)
-    return tensor.astype(np.float32) * spread[: tensor.shape[0], : tensor.shape[1]]
+def _dequantise(tensor: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """e4m3 [m, n], or e2m1 two a byte, times one scale per block -> float32."""
+    if tensor.dtype in _NIBBLES:
+        codes = tensor.view(np.uint8)
+        values = _E2M1[np.stack([codes & 15, codes >> 4], -1)].reshape(len(codes), -1)
+    else:
+        values = tensor.astype(np.float32)
+    spread = np.repeat(np.repeat(scale.astype(np.float32), block[0], 0), block[1], 1)
+    return values * spread[: values.shape[0], : values.shape[1]]
+
+
+def _plain(spec: jax.ShapeDtypeStruct, stored: tuple[_Stored, ...]) -> Deferred:
+    """A parameter of tensors whose rows follow one another in it."""
+    size = spec.size // len(stored)
+    return Deferred(spec.shape, spec.dtype, tuple((size, functools.partial(x.read, spec.dtype)) for x in stored))
+
+
+def _packed(stored: tuple[_Stored, ...], fmt: WeightFormat, part: int) -> jax.Array:
+    """A part of a packed matrix, or of an expert's gates and ups."""
+    if fmt.parts[part].name == "scales":
+        return jnp.array(stored[0].bits()[1])
+    return _pack(tuple(x.bits() for x in stored), fmt, part)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _pack(bits: tuple[tuple[jax.Array, jax.Array], ...], fmt: WeightFormat, part: int) -> jax.Array:
+    codes, scales = bits[0] if len(bits) == 1 else (expert_fp4.gate_up_rows(*pair) for pair in zip(*bits, strict=True))
+    return fmt.codec.pack(codes, scales)[part]
 
 
 def open_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:

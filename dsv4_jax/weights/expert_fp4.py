@@ -35,6 +35,7 @@ __all__ = [
     "code_bytes",
     "fields",
     "gate_up_rows",
+    "gates_and_ups",
     "pack",
     "places",
     "turned",
@@ -57,15 +58,26 @@ PACKED_AXES = (0, 1, 4, 5, 6, 2, 3, 7)
 WORD_AXES = (0, 1, 5, 6, 2, 3, 4, 7)  # the other way
 
 
-def gate_up_rows(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """[..., rows, n] twice -> [..., 2 rows, n], eight rows of each in turn: codes or scales of the first product."""
+def gate_up_rows(gate: Array, up: Array) -> Array:
+    """[..., rows, n] twice -> [..., 2 rows, n], eight rows of each in turn: codes or scales of the first product.
+
+    Arrays of NumPy or JAX. `gates_and_ups` takes them apart.
+    """
     *lead, rows, n = gate.shape
     if up.shape != gate.shape or rows % (TILE_ROWS // 2):
         raise ShapeError(
             f"expert weights: gate {gate.shape} and up {up.shape}, not alike or rows not in {TILE_ROWS // 2}s"
         )
-    pair = np.stack([x.reshape(*lead, rows // 8, 8, n) for x in (gate, up)], -3)
-    return pair.reshape(*lead, 2 * rows, n)
+    turns = [x.reshape(*lead, rows // 8, 1, 8, n) for x in (gate, up)]
+    return gate.__array_namespace__().concat(turns, axis=-3).reshape(*lead, 2 * rows, n)
+
+
+def gates_and_ups(rows: Array) -> tuple[Array, Array]:
+    """What `gate_up_rows` was given."""
+    *lead, both, n = rows.shape
+    pair = rows.reshape(*lead, both // 16, 2, 8, n)
+    gate, up = (pair[..., i, :, :].reshape(*lead, both // 2, n) for i in (0, 1))
+    return gate, up
 
 
 def pack(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:

@@ -63,9 +63,11 @@ def unpack(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
     both = lax.bitcast_convert_type(x[..., :CODE_BYTES].reshape(-1, tiles, steps, 2, 2, 4, 8, 4, 2, 4), jnp.uint32)
     low, high = both[..., 0], both[..., 1]
     words = (low, high, (low & LEFT) | (high & ~LEFT))
-    codes = jnp.zeros((x.shape[0], tiles, 4, 2, 8, steps, 2, 2, 2, 2, 4), jnp.uint8)
-    for place, word, by in places():
-        codes = codes.at[place].set(code_bytes(turned(words[word], by)).transpose(WORD_AXES))
+    alike = {}
+    for (*_, h, _, _, _, _, product, c), word, by in places():
+        alike[product, c, h] = code_bytes(turned(words[word], by)).transpose(WORD_AXES)
+    by_half = {(p, c): jnp.stack([alike[p, c, h] for h in (0, 1)], 3) for p in (0, 1) for c in (0, 1)}
+    codes = jnp.stack([jnp.stack([by_half[p, c] for c in (0, 1)], -2) for p in (0, 1)], -3)
     word = lax.bitcast_convert_type(x[..., CODE_BYTES:].reshape(-1, tiles, steps, 4, 8, 2, 4), jnp.uint32)
     exponents = jnp.stack([word >> 7, word >> 23, word >> 15, turned(word, -1)], -1).astype(jnp.uint8) - OFFSET
     scales = exponents.reshape(*word.shape, 2, 2).transpose(0, 1, 3, 7, 4, 2, 5, 6)

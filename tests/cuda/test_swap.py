@@ -67,7 +67,7 @@ def test_next_tokens_after_a_round_trip_and_after_preemption_on_the_gpu() -> Non
         layer_types=(SWA, CSA, HCA), head_dim=512, rope_dim=64, index_head_dim=128, index_n_heads=64,
         num_attention_heads=64, sliding_window=128, hca_ratio=128,
     )  # fmt: skip
-    check_next_tokens(cfg, prefill, decode_step, chunk=64, prompt=300, decoded=6, dtype="bfloat16")
+    check_next_tokens(cfg, prefill, decode_step, chunk=64, prompt=300, decoded=6, weights="bfloat16")
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from dsv4_jax import CacheLayout, DSV4Config, init_cache, model
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import KVCacheManager
 
+from . import released
 from .feeding import CFG, decode_step, prefill, text_tokens
 
 
@@ -37,8 +38,8 @@ def decoded_logits(params: model.Params, layout: CacheLayout, lengths: list[int]
     return np.stack(out)
 
 
-def check(cfg: DSV4Config, rows: int, steps: int, **dtype) -> None:
-    params, layout = model.init_params(cfg, seed=2, **dtype), CacheLayout(cfg)
+def check(cfg: DSV4Config, rows: int, steps: int, **options) -> None:
+    params, layout = model.init_params(cfg, seed=2, **options), CacheLayout(cfg)
     others = [3 + 5 * i % 60 for i in range(rows - 1)]
     alone = decoded_logits(params, layout, [41], rows, steps)
     among = decoded_logits(params, layout, [41, *others], rows, steps)
@@ -51,11 +52,18 @@ def test_alone_and_among_others() -> None:
     check(CFG, rows=5, steps=4)
 
 
+@pytest.mark.slow
+def test_weights_as_released() -> None:
+    check(released.CFG, rows=5, steps=3, weights="released", packed=True)
+
+
 @pytest.mark.gpu
-def test_alone_and_among_63_others_on_the_gpu() -> None:
+@pytest.mark.parametrize("weights", ["bfloat16", "released"])
+def test_alone_and_among_63_others_on_the_gpu(weights: str) -> None:
     """V4's attention widths, so that every kernel takes part."""
     cfg = dataclasses.replace(
         DSV4Config.tiny(), head_dim=512, rope_dim=64, index_head_dim=128, index_n_heads=64, num_attention_heads=64,
-        sliding_window=128, hca_ratio=128,
+        sliding_window=128, hca_ratio=128, hidden_size=256, q_lora_rank=128, o_lora_rank=64, moe_intermediate_size=256,
+        n_routed_experts=16, num_experts_per_tok=6,
     )  # fmt: skip
-    check(cfg, rows=64, steps=8, dtype="bfloat16")
+    check(cfg, rows=64, steps=8, weights=weights, packed=True)

@@ -50,10 +50,10 @@ def test_round_trip(params, saved):
 
 def test_round_trip_bfloat16_and_tied(tmp_path):
     cfg = DSV4Config.tiny(layer_types=(SWA,), tie_word_embeddings=True)
-    params = model.init_params(cfg, seed=4, dtype=jnp.bfloat16)
+    params = model.init_params(cfg, seed=4, weights=jnp.bfloat16)
     assert "head" not in params
     model.save_hf(cfg, params, tmp_path)
-    loaded_cfg, loaded = model.load_hf(tmp_path, dtype=jnp.bfloat16)
+    loaded_cfg, loaded = model.load_hf(tmp_path, weights=jnp.bfloat16)
     assert loaded_cfg == cfg and loaded["embed"].dtype == jnp.bfloat16 and loaded["norm"].dtype == jnp.float32
     assert_same(loaded, params)
 
@@ -114,7 +114,7 @@ def test_fp8_matrices_are_dequantised_by_block(tmp_path, scale_dtype):
     np.testing.assert_array_equal(model.load_hf(tmp_path)[1]["layers"][0]["attn"]["wq_a"], expected)
 
     write_safetensors(tmp_path / "model.safetensors", tensors | {name: codes})
-    with pytest.raises(CheckpointError, match="is FP8 but has no"):
+    with pytest.raises(CheckpointError, match="is e4m3 but has no"):
         model.load_hf(tmp_path)
     write_safetensors(tmp_path / "model.safetensors", tensors | {name: codes, f"{name}_scale_inv": scale[:1]})
     with pytest.raises(CheckpointError, match=r"q_a_proj.weight_scale_inv has shape \(1, 2\), expected \(2, 2\)"):

@@ -11,6 +11,7 @@ import pytest
 
 from dsv4_jax import AttentionType, DSV4Config, model
 
+from . import released
 from .feeding import feed, text_tokens, uncached
 
 torch = pytest.importorskip("torch")
@@ -169,3 +170,17 @@ def test_transformers_own_cached_decode(checkpoint):
     c = checkpoint
     cached = hf_logits(c.hf, c.tokens, (200, *[1] * 20, c.case.length - 220))
     assert_same_logits(feed(c.cfg, c.params, c.tokens, [1]), cached)
+
+
+def test_released_formats(tmp_path):
+    """FP8 and FP4 weights under the published names; transformers gets them from a reader that is not ours."""
+    cfg, tensors = released.CFG, released.tensors()
+    released.write(tmp_path, tensors, shards=3)
+    config = transformers.DeepseekV4Config.from_dict(cfg.to_hf("float32"))
+    config._attn_implementation = config._experts_implementation = "eager"
+    hf = transformers.DeepseekV4ForCausalLM(config).eval()
+    state = {name: torch.tensor(np.array(x)) for name, x in released.for_transformers(tensors).items()}
+    missing, unexpected = hf.load_state_dict(state, strict=False)
+    assert not unexpected and all("inv_freq" in name for name in missing), (missing, unexpected)
+    tokens = text_tokens(300)
+    assert_same_logits(uncached(cfg, model.load_hf(tmp_path)[1], tokens), hf_logits(hf, tokens))

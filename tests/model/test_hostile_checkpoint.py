@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from dsv4_jax import AttentionType, DSV4Config, model
 from dsv4_jax.errors import CheckpointError, ConfigError
-from dsv4_jax.model import sources
+from dsv4_jax.model import deferred, sources
 from dsv4_jax.model.params import param_specs
 from dsv4_jax.model.safetensors import read_safetensors, write_safetensors
 
@@ -50,10 +50,10 @@ def saved(params, tmp_path) -> pathlib.Path:
 def nothing_is_made(monkeypatch) -> None:
     """A checkpoint that is refused is refused before its first parameter is made."""
 
-    def made(found: sources.Found) -> None:
-        raise AssertionError(f"made a parameter: {found.spec}")
+    def made(array: deferred.Deferred, *_: object) -> None:
+        raise AssertionError(f"made a parameter: {array.shape}")
 
-    monkeypatch.setattr("dsv4_jax.model.checkpoint.Found.read", made)
+    monkeypatch.setattr("dsv4_jax.model.deferred._made", made)
 
 
 def assert_refused(load: Callable[[], object], problem: str, most_bytes: int = 2**20) -> None:
@@ -261,7 +261,7 @@ def test_tensors(saved, nothing_is_made, name, tensor, problem):
 def test_fp8_that_is_no_matrix_or_has_no_possible_scales(saved, nothing_is_made):
     norm, matrix = (np.ones(shape, ml_dtypes.float8_e4m3fn) for shape in (64, (32, 64)))
     rewrite(saved, **{NORM: norm, f"{NORM}_scale_inv": np.ones(1, np.float32)})
-    assert_refused(lambda: model.load_hf(saved), "norm.weight is FP8 but no matrix")
+    assert_refused(lambda: model.load_hf(saved), "norm.weight is e4m3 but no matrix")
     floats = {NORM: np.ones(64, np.float32), f"{NORM}_scale_inv": None}
     rewrite(saved, **floats, **{WQ_A: matrix, f"{WQ_A}_scale_inv": np.ones((1, 1), np.int32)})
     assert_refused(lambda: model.load_hf(saved), "q_a_proj.weight_scale_inv has dtype int32, expected one of float32")

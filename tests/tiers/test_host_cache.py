@@ -146,7 +146,7 @@ def test_cold_prefill_equals_round_trip_equals_preemption(options):
 
 def check_next_tokens(
     cfg: DSV4Config, prefill: Callable, decode: Callable, chunk: int, prompt: int, decoded: int, *,
-    one_shape: bool = False, **dtype: str,
+    one_shape: bool = False, **options: str,
 ) -> None:  # fmt: skip
     """A model's cold run, one whose cache went out and came back, one preempted and resumed: bytes and logits.
 
@@ -155,7 +155,7 @@ def check_next_tokens(
         prompt, decoded: tokens fed before and after the interruption.
         one_shape: decode in the shape of the chunks.
     """
-    layout, params = CacheLayout(cfg), model.init_params(cfg, seed=0, **dtype)
+    layout, params = CacheLayout(cfg), model.init_params(cfg, seed=0, **options)
     columns = layout.blocks_for(prompt + decoded + 1)
     size = CacheSize(2 * columns, 2, columns)
     mine, other = np.random.default_rng(0).integers(0, cfg.vocab_size, (2, prompt + decoded + 1)).tolist()

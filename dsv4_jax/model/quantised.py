@@ -1,0 +1,86 @@
+"""Matrices that stay as released: leaves of the parameter tree in FP8 or FP4, and the products with them.
+
+Many rows (a prefill) go through the same product in tiles of a fixed number of rows. So a row's bits depend on no
+other row, and where the CUDA kernels run they are those of a decode step, whatever is scheduled beside it. The price,
+against one cuBLAS product with dequantised weights, is in docs/kernels.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..errors import ShapeError
+from ..ops.dense_fp8 import dense_fp8
+from ..weights import WEIGHT_FORMATS, WeightFormat
+
+__all__ = ["FP4", "FP8", "Matrix", "Quantised", "in_tiles", "product"]
+
+FP8, FP4 = WEIGHT_FORMATS["fp8"], WEIGHT_FORMATS["fp4"]
+MOST_ROWS = 256  # of a product with FP8 weights: what the CUDA kernel takes
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantised:
+    """A matrix [rows, columns] in a weight format, or several of them with axes before these two. A pytree.
+
+    Attributes:
+        parts: what the device holds, as `format.parts`.
+        format: a record of `dsv4_jax.weights`; static.
+    """
+
+    parts: tuple[Any, ...]
+    format: WeightFormat
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix."""
+        return self.format.unpacked(self.parts[0].shape)
+
+    @property
+    def dtype(self) -> Any:
+        """What the weights are exactly, and what rows are taken in: bfloat16."""
+        return jnp.dtype(jnp.bfloat16)
+
+    def decode(self, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> jax.Array:
+        """The matrix as a plain array."""
+        codec = self.format.codec
+        return codec.decode(*codec.unpack(*self.parts), dtype)
+
+
+jax.tree_util.register_dataclass(Quantised, data_fields=["parts"], meta_fields=["format"])
+
+Matrix: TypeAlias = "jax.Array | Quantised"
+
+
+def product(
+    x: jax.Array, weight: Quantised, *, groups: int = 1, dtype: jax.typing.DTypeLike = jnp.float32
+) -> jax.Array:
+    """`ops.dense_fp8` of any number of rows: [T, groups * in] -> [T, out] of `dtype`.
+
+    Raises:
+        ShapeError: the weights are not fp8, or x does not fit them.
+    """
+    if weight.format != FP8:
+        raise ShapeError(f"a dense product with {weight.format.name} weights: only {FP8.name} ones have it")
+    return in_tiles(lambda x: dense_fp8(x, *weight.parts, groups=groups, dtype=jnp.dtype(dtype)), MOST_ROWS, x)
+
+
+def in_tiles(run: Callable[..., jax.Array], rows: int, *arrays: jax.Array) -> jax.Array:
+    """`run` of arrays [T, ...], if T is more than `rows` then of so many rows at a time; the last ones are repeated."""
+    count = arrays[0].shape[0]
+    if count <= rows:
+        return run(*arrays)
+    tiles = -(-count // rows)
+
+    def cut(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, ((0, tiles * rows - count), *[(0, 0)] * (x.ndim - 1)), mode="edge")
+        return padded.reshape(tiles, rows, *x.shape[1:])
+
+    out = lax.map(lambda tile: run(*tile), tuple(map(cut, arrays)))
+    return out.reshape(tiles * rows, *out.shape[2:])[:count]

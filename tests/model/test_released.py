@@ -1,0 +1,242 @@
+"""Checkpoints in the released formats: loaded, decoded with, saved; against transformers and against plain weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import pathlib
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax import DSV4Config, model
+from dsv4_jax.errors import CheckpointError, ConfigError, ShapeError
+from dsv4_jax.model import quantised
+from dsv4_jax.model.params import is_leaf
+from dsv4_jax.model.quantised import Quantised
+
+from . import released
+from .feeding import feed, text_tokens, uncached
+from .released import CFG
+
+TENSORS = released.tensors()
+WQ_A, W1 = "layers.1.attn.wq_a", "layers.2.ffn.experts.3.w1"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("released")
+    released.write(path, TENSORS, shards=3)
+    return path
+
+
+@pytest.fixture(scope="module")
+def params(checkpoint) -> model.Params:
+    return model.load_hf(checkpoint, weights="released")[1]
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint) -> model.Params:
+    return model.load_hf(checkpoint)[1]
+
+
+def dequantised(params: model.Params) -> model.Params:
+    """Plain float32 parameters; gates above ups, as they are in those."""
+
+    def leaf(path, value):
+        value = value.decode(jnp.float32) if isinstance(value, Quantised) else value
+        if "gate_up" in jax.tree_util.keystr(path):
+            turns = value.reshape(*value.shape[:-2], -1, 2, 8, value.shape[-1]).swapaxes(-4, -3)
+            value = turns.reshape(value.shape)
+        return value.astype(jnp.float32) if jnp.issubdtype(value.dtype, jnp.floating) else value
+
+    return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_leaf)
+
+
+def assert_same(a: model.Params, b: model.Params) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), a, b)
+
+
+def test_keeps_what_was_written(checkpoint, params, plain) -> None:
+    """The bits of the file in the formats of the specs; and dequantised, the same weights twice and from NumPy."""
+    specs = model.param_specs(CFG, "released")
+    assert jax.tree.structure(params) == jax.tree.structure(specs)
+    jax.tree.map(lambda x, spec: (x.shape, x.dtype) == (spec.shape, spec.dtype) or pytest.fail(), params, specs)
+    assert sum(x.nbytes for x in jax.tree.leaves(params)) == model.weight_bytes(CFG)
+    assert_same(dequantised(params), plain)
+    want = released.dequantised(TENSORS)
+    np.testing.assert_array_equal(plain["layers"][1]["attn"]["wq_a"], want[f"{WQ_A}.weight"])
+    np.testing.assert_array_equal(plain["layers"][2]["ffn"]["experts"]["gate_up"][3, :128], want[f"{W1}.weight"])
+    np.testing.assert_array_equal(plain["layers"][0]["ffn"]["tid2eid"], want["layers.0.ffn.gate.tid2eid"])
+    layer = params["layers"][1]["attn"]
+    assert layer["wq_a"].format.name == "fp8" and layer["indexer"]["weights_proj"].dtype == jnp.bfloat16
+
+
+def test_packed_as_it_is_loaded(checkpoint, params) -> None:
+    """What stacking and packing the loaded parameters gives, and progress to the last byte."""
+    told: list[tuple[int, int]] = []
+    _, packed = model.load_hf(checkpoint, weights="released", packed=True, progress=lambda *bytes_: told.append(bytes_))
+    assert_same(packed, model.pack_layers(model.stack_projections(params)))
+    total = model.weight_bytes(CFG)
+    assert told[-1] == (total, total) and len(told) > 100
+    assert all(a[0] < b[0] and b[1] == total for a, b in itertools.pairwise(told))
+    _, floats = model.load_hf(checkpoint, packed=True)
+    assert_same(floats, model.pack_layers(model.stack_projections(model.load_hf(checkpoint)[1])))
+
+
+def test_computes_as_plain_weights_of_bfloat16(checkpoint, params) -> None:
+    """The weights are exact in bfloat16 and rows are rounded to it in both; what is left is the order of sums."""
+    tokens, (_, narrow) = text_tokens(60), model.load_hf(checkpoint, weights=jnp.bfloat16)
+    want, got = uncached(CFG, narrow, tokens), uncached(CFG, params, tokens)
+    assert np.ptp(want) > 1 and np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
+    _, packed = model.load_hf(checkpoint, weights="released", packed=True)
+    through_cache = feed(CFG, packed, tokens, (16,))
+    assert np.linalg.norm(through_cache - got) <= 1e-2 * np.linalg.norm(got)
+
+
+def test_saves_what_was_released(tmp_path, params) -> None:
+    model.save_hf(CFG, params, tmp_path)
+    found = released.read(tmp_path)
+    backbone = {name for name in TENSORS if not name.startswith("mtp.")}
+    assert set(found) == backbone
+    for name in backbone:
+        (dtype, bits), (want_dtype, want) = found[name], TENSORS[name]
+        if "norm" in name:  # held in float32
+            np.testing.assert_array_equal(bits, (want.astype(np.uint32) << 16).view(np.float32))
+        else:
+            assert dtype == want_dtype
+            np.testing.assert_array_equal(bits, want)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert fields["expert_dtype"] == "fp4" and fields["quantization_config"]["weight_block_size"] == [128, 128]
+    cfg, again = model.load_hf(tmp_path, weights="released")
+    assert cfg == CFG
+    assert_same(again, params)
+
+
+def test_random_ones_are_drawn_packed_or_not() -> None:
+    params, packed = model.init_params(CFG, 3, "released"), model.init_params(CFG, 3, "released", packed=True)
+    assert_same(model.pack_layers(model.stack_projections(params)), packed)
+    other = model.init_params(CFG, 4, "released")["layers"][1]
+    layer = params["layers"][1]
+    for name, weight in (("wq_b", layer["attn"]["wq_b"]), ("down", layer["ffn"]["experts"]["down"])):
+        values = np.asarray(weight.decode(jnp.float32))
+        assert abs(values.std() * values.shape[-1] ** 0.5 - 1) < 0.05, name
+    experts = np.asarray(layer["ffn"]["experts"]["down"].decode(jnp.float32))
+    assert (experts[0] != experts[1]).mean() > 0.5
+    assert (np.asarray(other["attn"]["wq_b"].parts[0]) != np.asarray(layer["attn"]["wq_b"].parts[0])).mean() > 0.5
+    table = np.asarray(params["layers"][0]["ffn"]["tid2eid"])
+    assert all(len(set(row)) == CFG.num_experts_per_tok for row in table.tolist()) and len(set(table[:, 0])) > 1
+
+
+def test_bytes_of_the_published_models() -> None:
+    """What 16 GiB of rounding would hide: the released sizes without MTP."""
+    gib = {name: model.weight_bytes(getattr(DSV4Config, name)()) / 2**30 for name in ("flash", "pro")}
+    assert {name: round(size, 1) for name, size in gib.items()} == {"flash": 145.3, "pro": 792.3}
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem", "error"),
+    [
+        ({"hidden_size": 64}, r"wq_a \[128, 64\]: fp8 weights have rows in 64s and columns in 128s", ShapeError),
+        ({"moe_intermediate_size": 96}, r"experts.down \[4, 128, 96\]|fp4 weights have", ShapeError),
+        ({"scoring_func": "sigmoid"}, "released weights are for sqrtsoftplus", ConfigError),
+    ],
+)
+def test_models_that_have_no_released_form(fields, problem, error) -> None:
+    cfg = DSV4Config(**{**{f: getattr(CFG, f) for f in CFG.__dataclass_fields__}, **fields})
+    with pytest.raises(error, match=problem):
+        model.init_params(cfg, 0, "released")
+
+
+def test_stacks_need_whole_blocks_of_scales() -> None:
+    cfg = DSV4Config.tiny(
+        layer_types=CFG.layer_types[:1], hidden_size=128, q_lora_rank=64, head_dim=64, rope_dim=16, o_lora_rank=64,
+        index_head_dim=32, moe_intermediate_size=128,
+    )  # fmt: skip
+    with pytest.raises(ShapeError):
+        model.init_params(cfg, 0, "released", packed=True)
+
+
+HOSTILE = [
+    ({f"{WQ_A}.scale": None}, "tensor layers.1.attn.wq_a.weight is e4m3 but has no layers.1.attn.wq_a.weight_"),
+    ({f"{W1}.scale": None}, "tensor layers.2.ffn.experts.3.w1.weight is e2m1 but has no"),
+    ({f"{WQ_A}.scale": ("F8_E8M0", np.full((1, 2), 127, np.uint8))}, r"wq_a.scale has shape \(1, 2\), expected \(1,"),
+    ({f"{W1}.scale": ("F8_E8M0", np.full((128, 2), 127, np.uint8))}, r"w1.scale has shape \(128, 2\), expected \(1"),
+    ({f"{WQ_A}.scale": ("F8_E8M0", np.full((1, 1), 255, np.uint8))}, "wq_a.scale holds the scale nan, at most 128"),
+    ({f"{W1}.scale": ("F8_E8M0", np.full((128, 4), 255, np.uint8))}, "w1.scale holds the scale nan, at most 2 is"),
+    ({f"{WQ_A}.scale": ("F8_E8M0", np.full((1, 1), 135, np.uint8))}, "wq_a.scale holds the scale 256.0, at most 128"),
+    ({f"{W1}.scale": ("F8_E8M0", np.full((128, 4), 129, np.uint8))}, "w1.scale holds the scale 4.0, at most 2 is"),
+    ({f"{WQ_A}.scale": ("F32", np.ones((1, 1), np.float32))}, "wq_a.scale has dtype float32, expected one of float8"),
+    ({f"{W1}.scale": ("I8", np.ones((128, 4), np.int8))}, "w1.scale has dtype int8, expected one of float8_e8m0fnu"),
+    ({f"{WQ_A}.weight": ("BF16", np.ones((128, 128), np.uint16))}, "wq_a.weight has dtype bfloat16, as released it"),
+    ({f"{W1}.weight": ("F8_E4M3", np.ones((128, 128), np.uint8))}, "w1.weight has dtype float8_e4m3fn, as released it"),
+    ({f"{WQ_A}.weight": ("F8_E4M3", np.ones((128, 64), np.uint8))}, r"wq_a.weight has shape \(128, 64\), expected"),
+    ({f"{W1}.weight": ("I8", np.ones((128, 32), np.int8))}, r"w1.weight has shape \(128, 32\), expected \(128, 64\)"),
+    ({f"{W1}.weight": None}, "missing tensor layers.2.ffn.experts.3.w1.weight"),
+    ({f"{WQ_A}.weight": None}, "missing tensor layers.1.self_attn.q_a_proj.weight"),
+    ({"layers.2.ffn.experts.4.w1.weight": ("I8", np.ones((128, 64), np.int8))}, "1 tensors are not part of the model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "problem"), HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_tensors(tmp_path, monkeypatch, changes, problem) -> None:
+    """Refused before a parameter is made."""
+    monkeypatch.setattr("dsv4_jax.model.deferred._made", lambda *_: pytest.fail("made a parameter"))
+    released.write(tmp_path, {name: x for name, x in (TENSORS | changes).items() if x is not None})
+    with pytest.raises(CheckpointError, match=problem) as error:
+        model.load_hf(tmp_path, weights="released", packed=True)
+    assert str(error.value).isprintable()
+
+
+def test_codes_that_are_nan(tmp_path) -> None:
+    codes = TENSORS[f"{WQ_A}.weight"][1].copy()
+    codes[5, 7] = 0xFF
+    released.write(tmp_path, TENSORS | {f"{WQ_A}.weight": ("F8_E4M3", codes)})
+    for packed in (False, True):
+        with pytest.raises(CheckpointError, match=f"tensor {WQ_A}.weight holds a NaN"):
+            model.load_hf(tmp_path, weights="released", packed=packed)
+
+
+def test_truncated(checkpoint, tmp_path) -> None:
+    for file in checkpoint.iterdir():
+        data = file.read_bytes()
+        (tmp_path / file.name).write_bytes(data[:-64] if "00002" in file.name else data)
+    with pytest.raises(CheckpointError, match="does not fit the file"):
+        model.load_hf(tmp_path, weights="released")
+
+
+def test_the_host_holds_a_few_tensors(tmp_path) -> None:
+    """Of a file of 10 MB, whose largest tensor has 0.3 MB, one MB at most is ever in the host's own memory."""
+    cfg = dataclasses.replace(
+        CFG, layer_types=CFG.layer_types[:1], hidden_size=512, moe_intermediate_size=512, n_routed_experts=24
+    )
+    released.write(tmp_path, released.tensors(cfg), cfg)
+    load = functools.partial(model.load_hf, tmp_path, weights="released", packed=True)
+    _, first = load()  # compiles
+    assert sum(x.nbytes for x in jax.tree.leaves(first)) > 10 * 2**20
+    tracemalloc.start()
+    try:
+        _, again = load()
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+    assert_same(again, first)
+
+
+def test_many_rows_are_tiles_of_few(monkeypatch) -> None:
+    """Each row's bits are those of a call of as many rows as a tile has."""
+    weight = model.init_params(CFG, 0, "released")["layers"][0]["attn"]["wq_b"]
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((37, 128)), jnp.float32)
+    monkeypatch.setattr(quantised, "MOST_ROWS", 16)
+    run = jax.jit(functools.partial(quantised.product, weight=weight))
+    got, alone = np.asarray(run(x)), np.asarray(run(jnp.concatenate([x[20:21], -x[:15]])))
+    np.testing.assert_array_equal(got[20], alone[0])
+    want = np.asarray(x.astype(jnp.bfloat16)).astype(np.float64) @ np.asarray(weight.decode()).astype(np.float64).T
+    assert np.linalg.norm(got - want) <= 1e-4 * np.linalg.norm(want)
