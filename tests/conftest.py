@@ -85,6 +85,7 @@ VERSION_ROOMS = {
     "testing": "traces, copies and bits of steps, as users check theirs",
     "tiers": "FFI, memory kinds, transfers",
     "triton": "the optional package",
+    "weights": "casts to fp8 and bf16",
 }
 # Files of half a minute and more: begun first, so that no process is left alone with one at the end. The order is
 # theirs only with --no-loadscope-reorder, as in the Makefile.

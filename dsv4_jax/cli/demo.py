@@ -16,9 +16,10 @@ from ..errors import PlanError
 from ..layout import CacheLayout
 from .demo_inputs import keep, random_model, read_prompts
 from .demo_plot import draw
-from .options import add_command, add_json, naming, refuse_same, start_jax
+from .options import add_command, add_json, refuse_same, start_jax
 from .printing import Progress, present
 from .values import given_path, output_folder, picture_file, positive
+from .weights import load
 
 if TYPE_CHECKING:
     from ..bench.accuracy import LayerAccuracy
@@ -54,15 +55,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..bench.accuracy import attention_accuracy
-    from ..model import load_hf
     from .demo_passes import fast_to_compile, serve, without_cache
 
     refuse_same({"--text": args.text, "--json": args.json, "--plot": args.plot})
     prompts = read_prompts(args.text)
     start_jax()
     if args.checkpoint:
-        with naming("--checkpoint"):
-            cfg, params = load_hf(args.checkpoint)
+        cfg, params = load(args.checkpoint)
     else:
         cfg, params = random_model()
     if cfg.vocab_size < 256:

@@ -13,9 +13,10 @@ from ..layout import CacheLayout, CacheSize
 from ..manager import StepSequence, StepShape, build_plan
 from ..output import open_output
 from .inputs import read_tokens
-from .options import add_command, add_json, add_layout, layout_from, memory_bytes, naming, refuse_same, start_jax
+from .options import add_command, add_json, add_layout, layout_from, memory_bytes, refuse_same, start_jax
 from .printing import Progress, present
 from .values import given_path, output_file, positive
+from .weights import add_weights, load
 
 __all__ = [
     "add_parser",
@@ -61,6 +62,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="Hadamard rotation and FP4 round trip in the indexer (default: if the index format needs it)",
     )  # fmt: skip
     parser.add_argument("--implementation", choices=("xla", "pallas", "cuda"), help="of the cache ops (default: best)")
+    add_weights(parser)
     add_layout(parser)
     add_json(parser)
     parser.set_defaults(run=run)
@@ -70,10 +72,7 @@ def run(args: argparse.Namespace) -> int:
     refuse_same({"--tokens": args.tokens, "--out": args.out, "--json": args.json})
     tokens = read_tokens(args.tokens)
     start_jax()
-    from ..model.checkpoint import load_hf
-
-    with naming("--checkpoint"):
-        cfg, params = load_hf(args.checkpoint)
+    cfg, params = load(args.checkpoint, args.weights)
     check_vocabulary(tokens, cfg.vocab_size)
     if (needed := len(tokens) * cfg.vocab_size * 4) > (held := memory_bytes()):
         raise PlanError(f"--tokens: logits of {len(tokens)} tokens take {needed} bytes, this machine has {held}")

@@ -9,11 +9,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..capacity import SNAPSHOT_FRACTION, Capacity, capacity
+from ..errors import OptionError
 from .models import add_model, model_config, model_file
 from .options import LAYOUT_FIELDS, add_command, add_json, add_layout, layout_from, naming, refuse_same
 from .plan_plot import draw
 from .printing import present
 from .values import byte_count, fraction, natural, picture_file, positive, token_count
+from .weights import FORMS, taken
 
 __all__ = ["add_parser", "human", "run"]
 
@@ -22,6 +24,7 @@ _EXAMPLES = """
   dsv4-jax plan --model pro --hbm 100GiB --requests 64          how long a context?
   dsv4-jax plan --model flash --requests 256 --context 8192     how much memory?
   dsv4-jax plan --model flash --hbm 80GiB --context 128K --snapshots 0    without prefix caching
+  dsv4-jax plan --model flash --hbm 282GB --context 128K --weights released    two H200s, weights and cache
   dsv4-jax plan --model ckpt --hbm 40e9 --requests 32 --context 1M --kv-format bf16 --index-format bf16 --json
 """
 _FIELDS = {
@@ -41,7 +44,7 @@ _LIMITS = {
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = add_command(commands, "plan", "memory, requests and context: two give the third", __doc__, _EXAMPLES)
     add_model(parser)
-    parser.add_argument("--hbm", type=byte_count, metavar="BYTES", help="for the cache alone, such as 80GiB or 80e9")
+    parser.add_argument("--hbm", type=byte_count, metavar="BYTES", help="device memory to use, such as 80GiB or 80e9")
     parser.add_argument("--requests", type=positive, metavar="N", help="live at once")
     parser.add_argument("--context", type=token_count, metavar="TOKENS", help="of one request, such as 8192, 128K, 1M")
     states = parser.add_mutually_exclusive_group()
@@ -51,6 +54,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help=f"of the bytes of blocks and snapshots (default: {SNAPSHOT_FRACTION})",
     )  # fmt: skip
     parser.add_argument("--plot", type=picture_file, metavar="PNG", help="draw requests over context for this memory")
+    parser.add_argument(
+        "--weights", choices=FORMS,
+        help="--hbm is for the model's weights too, without MTP layers, in this dtype or as released (default: "
+        "for the cache alone)",
+    )  # fmt: skip
     add_layout(parser)
     add_json(parser)
     parser.set_defaults(run=run)
@@ -58,15 +66,20 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     refuse_same({"--model": model_file(args.model), "--plot": args.plot, "--json": args.json})
-    layout = layout_from(args, model_config(args.model))
+    cfg = model_config(args.model)
+    layout, weights = layout_from(args, cfg), taken(cfg, args.weights) if args.weights else 0
+    hbm = None if args.hbm is None else args.hbm - weights
+    if hbm is not None and hbm <= 0:
+        raise OptionError(f"--hbm: {args.hbm} bytes are too few: {args.weights} weights take {weights}")
     states = {"num_snapshots": args.snapshots, "snapshot_fraction": args.snapshot_fraction}
     given = ", ".join(f"--{name}" for name in ("hbm", "requests", "context") if getattr(args, name) is not None)
     with naming(fields=_FIELDS | {"too large a cache": f"{given}: too large a cache"}):
-        answer = capacity(layout, hbm_bytes=args.hbm, max_requests=args.requests, max_context=args.context, **states)
+        answer = capacity(layout, hbm_bytes=hbm, max_requests=args.requests, max_context=args.context, **states)
     if args.plot:
         draw(answer, args.model, human(answer.hbm_bytes or answer.total_bytes), args.plot, **states)
-    report = {"model": args.model, **answer.as_dict()}
-    present(report, args.json, lambda console: console.print(_table(answer, args.model)))
+    held = {"weights": args.weights, "weight_bytes": weights} if args.weights else {}
+    report = {"model": args.model, **held, **answer.as_dict()}
+    present(report, args.json, lambda console: console.print(_table(answer, args.model, weights)))
     return 0
 
 
@@ -79,7 +92,7 @@ def human(count: float) -> str:
     return f"{count:,.2f} TiB"
 
 
-def _table(answer: Capacity, model: str) -> Table:
+def _table(answer: Capacity, model: str, weights: int) -> Table:
     layout = answer.layout
     formats = f"{layout.kv_row.name} rows, {layout.index_row.name} index keys"
     title = f"{escape(model)}: {formats}, blocks of {layout.block_tokens} tokens"
@@ -100,6 +113,9 @@ def _table(answer: Capacity, model: str) -> Table:
     table.add_row("total", f"{human(answer.total_bytes)} ({answer.total_bytes:,} bytes)")
     if answer.leftover_bytes is not None:
         table.add_row("left over", human(answer.leftover_bytes))
+    if weights:
+        table.add_row("weights", human(weights))
+        table.add_row("weights and cache", human(weights + answer.total_bytes))
     table.add_section()
     table.add_row("per token (paged)", f"{layout.bytes_per_token:,.2f} bytes")
     table.add_row("per block", human(layout.bytes_per_block))

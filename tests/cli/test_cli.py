@@ -77,6 +77,14 @@ def test_plan(capsys, tmp_path, checkpoint):
     assert main([*argv, "--plot", str(tmp_path / "plan.png")]) == 0
     assert f"{report['total_bytes']:,}" in capsys.readouterr().out
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*argv[:3], "--hbm", "240GiB", "--context", "128K", "--weights", "released", "--json"]) == 0
+    with_weights = json.loads(capsys.readouterr().out)
+    assert round(with_weights["weight_bytes"] / 2**30, 1) == 145.3
+    assert with_weights["hbm_bytes"] + with_weights["weight_bytes"] == 240 * 2**30
+    assert main([*argv[:3], "--requests", "1", "--context", "128K", "--weights", "bfloat16"]) == 0
+    assert "529.69 GiB" in capsys.readouterr().out
+    refused(capsys, [*argv, "--weights", "released"], "--hbm: 85899345920 bytes are too few: released weights take 156")
+    refused(capsys, ["plan", "--model", "tiny", *argv[3:], "--weights", "released"], "--weights: wq_a [32, 64]: fp8")
     assert main(["plan", "--model", str(checkpoint), "--requests", "3", "--context", "100", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["size"]["num_blocks"] == 3
 

@@ -14,9 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax import DSV4Config, model
+from dsv4_jax import CacheLayout, DSV4Config, ffi, init_cache, model
 from dsv4_jax.errors import CheckpointError, ConfigError, ShapeError
+from dsv4_jax.layout import CacheSize
+from dsv4_jax.manager import StepSequence, build_plan, shape_for
 from dsv4_jax.model import quantised
+from dsv4_jax.model.deferred import Deferred
 from dsv4_jax.model.params import is_leaf
 from dsv4_jax.model.quantised import Quantised
 
@@ -240,3 +243,24 @@ def test_many_rows_are_tiles_of_few(monkeypatch) -> None:
     np.testing.assert_array_equal(got[20], alone[0])
     want = np.asarray(x.astype(jnp.bfloat16)).astype(np.float64) @ np.asarray(weight.decode()).astype(np.float64).T
     assert np.linalg.norm(got - want) <= 1e-4 * np.linalg.norm(want)
+
+
+def test_decode_steps_on_a_gpu_call_the_kernels(monkeypatch) -> None:
+    """Lowered for one: a layer has six dense products, one router, and its experts in one call."""
+    cfg = dataclasses.replace(
+        CFG, head_dim=512, rope_dim=64, index_head_dim=128, index_n_heads=64, num_attention_heads=64,
+        sliding_window=128, hca_ratio=128, hidden_size=256, moe_intermediate_size=256,
+    )  # fmt: skip
+    monkeypatch.setattr(ffi, "cuda_problem", lambda op=None: None)
+    monkeypatch.setattr(ffi, "cuda_target", lambda op, target: target)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    deferred = jax.tree.map(lambda x: Deferred(x.shape, x.dtype, ()), model.param_specs(cfg, "released"))
+    packed = model.pack_layers(model.stack_projections(deferred))
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), packed)
+    layout, size = CacheLayout(cfg), CacheSize(3, 3, 1)
+    rows = [StepSequence(slot, 5, 1) for slot in (1, 2, 3)]
+    plan = build_plan(layout, rows, shape_for(layout, rows), size=size).pack()
+    step = jax.jit(model.decode_step).trace(params, init_cache(layout, size), plan, np.zeros(3, np.int32))
+    text = step.lower(lowering_platforms=("cuda",)).as_text()
+    calls = {name: text.count(f"@{name}(") for name in ("dsv4_dense_fp8", "dsv4_moe", "dsv4_route")}
+    assert calls == {"dsv4_dense_fp8": 6 * 3, "dsv4_moe": 3, "dsv4_route": 3}

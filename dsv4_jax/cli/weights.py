@@ -1,0 +1,41 @@
+"""The weights of a command: in which form, loaded with progress, and what they take."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from typing import Any
+
+from ..config import DSV4Config
+from .options import naming
+from .printing import Progress
+
+__all__ = ["FORMS", "add_weights", "load", "taken"]
+
+FORMS = ("float32", "bfloat16", "released")
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--weights", choices=FORMS, default="float32",
+        help="matrices in this dtype, or released: FP8 and FP4 as they are (default: %(default)s)",
+    )  # fmt: skip
+
+
+def load(checkpoint: pathlib.Path, weights: str = "float32") -> tuple[DSV4Config, Any]:
+    """A checkpoint's config and parameters, those in released formats as they are decoded with."""
+    from ..model import load_hf
+
+    with naming("--checkpoint"), Progress("MiB of weights") as progress:
+        return load_hf(
+            checkpoint, weights=weights, packed=weights == "released",
+            progress=lambda done, total: progress.update(done=done >> 20, total=total >> 20),
+        )  # fmt: skip
+
+
+def taken(cfg: DSV4Config, weights: str) -> int:
+    """Bytes of a model's weights on its devices, MTP layers left out."""
+    from ..model import weight_bytes
+
+    with naming("--weights"):
+        return weight_bytes(cfg, weights)
