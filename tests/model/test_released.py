@@ -28,6 +28,7 @@ from .feeding import feed, text_tokens, uncached
 from .released import CFG
 
 TENSORS = released.tensors()
+decode = jax.jit(lambda weight: weight.decode(jnp.float32))
 WQ_A, W1 = "layers.1.attn.wq_a", "layers.2.ffn.experts.3.w1"
 
 
@@ -52,7 +53,7 @@ def dequantised(params: model.Params) -> model.Params:
     """Plain float32 parameters; gates above ups, as they are in those."""
 
     def leaf(path, value):
-        value = value.decode(jnp.float32) if isinstance(value, Quantised) else value
+        value = decode(value) if isinstance(value, Quantised) else value
         if "gate_up" in jax.tree_util.keystr(path):
             turns = value.reshape(*value.shape[:-2], -1, 2, 8, value.shape[-1]).swapaxes(-4, -3)
             value = turns.reshape(value.shape)
@@ -128,9 +129,9 @@ def test_random_ones_are_drawn_packed_or_not() -> None:
     other = model.init_params(CFG, 4, "released")["layers"][1]
     layer = params["layers"][1]
     for name, weight in (("wq_b", layer["attn"]["wq_b"]), ("down", layer["ffn"]["experts"]["down"])):
-        values = np.asarray(weight.decode(jnp.float32))
+        values = np.asarray(decode(weight))
         assert abs(values.std() * values.shape[-1] ** 0.5 - 1) < 0.05, name
-    experts = np.asarray(layer["ffn"]["experts"]["down"].decode(jnp.float32))
+    experts = np.asarray(decode(layer["ffn"]["experts"]["down"]))
     assert (experts[0] != experts[1]).mean() > 0.5
     assert (np.asarray(other["attn"]["wq_b"].parts[0]) != np.asarray(layer["attn"]["wq_b"].parts[0])).mean() > 0.5
     table = np.asarray(params["layers"][0]["ffn"]["tid2eid"])
@@ -241,7 +242,7 @@ def test_many_rows_are_tiles_of_few(monkeypatch) -> None:
     run = jax.jit(functools.partial(quantised.product, weight=weight))
     got, alone = np.asarray(run(x)), np.asarray(run(jnp.concatenate([x[20:21], -x[:15]])))
     np.testing.assert_array_equal(got[20], alone[0])
-    want = np.asarray(x.astype(jnp.bfloat16)).astype(np.float64) @ np.asarray(weight.decode()).astype(np.float64).T
+    want = np.asarray(x.astype(jnp.bfloat16)).astype(np.float64) @ np.asarray(decode(weight)).astype(np.float64).T
     assert np.linalg.norm(got - want) <= 1e-4 * np.linalg.norm(want)
 
 
