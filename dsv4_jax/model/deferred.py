@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["Deferred", "Progress", "join", "make"]
+__all__ = ["Deferred", "Progress", "join", "lengthened", "make"]
 
 Progress: TypeAlias = Callable[[int, int], None]  # bytes made so far, bytes in all
 _BYTES_AHEAD = 2**28  # of pieces that a device may be behind
@@ -63,6 +63,17 @@ def join(parts: Sequence[Any]) -> Any:
         return jnp.concatenate(parts)
     shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
     return Deferred(shape, first.dtype, tuple(itertools.chain.from_iterable(part.pieces for part in parts)))
+
+
+def lengthened(array: Any, rows: int) -> Any:
+    """An array, or a deferred one, with so many rows of zeros behind it."""
+    if not rows:
+        return array
+    zeros = functools.partial(jnp.zeros, (rows, *array.shape[1:]), array.dtype)
+    if isinstance(array, Deferred):
+        shape = (rows, *array.shape[1:])
+        return join([array, Deferred(shape, array.dtype, ((math.prod(shape), zeros),))])
+    return join([array, zeros()])
 
 
 def make(tree: Any, progress: Progress | None = None) -> Any:

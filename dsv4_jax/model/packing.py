@@ -8,21 +8,22 @@ gives a product or a custom call the address of the first and copies nothing.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from .deferred import join
+from .deferred import join, lengthened
 from .params import Params
 
-__all__ = ["PackedLayers", "pack_layers"]
+__all__ = ["ALIGNMENT", "PackedLayers", "pack_layers"]
 
 MOST_ELEMENTS = 2**30  # of an array: XLA's GPU kernels count elements of less than 2^31 faster, and some only those
 SMALL = 2**16  # elements below which a parameter goes to the vectors
-# Bytes of a row of scales: XLA passes a custom call the address of a slice only if its rows are so aligned.
-_ALIGNED = 128
+# Bytes. XLA gives a custom call the address of a slice wherever it begins, and kernels load 16 bytes at a time.
+ALIGNMENT = 128
 
 
 class _Place(NamedTuple):
@@ -78,10 +79,7 @@ def pack_layers(params: Params) -> Params:
         leaves, tree = jax.tree.flatten(layer)
         layer_places = []
         for leaf in leaves:
-            shape = tuple(leaf.shape)
-            aligned = np.dtype(leaf.dtype).itemsize == 1 and leaf.size < SMALL and leaf.size % _ALIGNED == 0
-            flat = not aligned and (leaf.ndim < 2 or leaf.size < SMALL)
-            leaf = leaf.reshape(-1, _ALIGNED) if aligned else leaf
+            flat = leaf.ndim < 2 or leaf.size < SMALL
             rows = leaf.size if flat else leaf.shape[0]
             key = (np.dtype(leaf.dtype), flat, () if flat else leaf.shape[1:])
             width = 1 if flat else leaf.size // rows
@@ -90,9 +88,10 @@ def pack_layers(params: Params) -> Params:
                 pack = open_packs[key] = len(packs)
                 packs.append([])
                 sizes.append(0)
-            layer_places.append(_Place(pack, sizes[pack], rows, shape))
-            packs[pack].append(leaf.reshape(-1) if flat else leaf)
-            sizes[pack] += rows
+            layer_places.append(_Place(pack, sizes[pack], rows, tuple(leaf.shape)))
+            step = ALIGNMENT // math.gcd(ALIGNMENT, width * np.dtype(leaf.dtype).itemsize)
+            packs[pack].append(lengthened(leaf.reshape(-1) if flat else leaf, -rows % step))
+            sizes[pack] += rows + -rows % step
         trees.append(tree)
         places.append(tuple(layer_places))
     arrays = tuple(map(join, packs))

@@ -18,7 +18,7 @@ from dsv4_jax import CacheLayout, DSV4Config, ffi, init_cache, model
 from dsv4_jax.errors import CheckpointError, ConfigError, ShapeError
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import StepSequence, build_plan, shape_for
-from dsv4_jax.model import quantised
+from dsv4_jax.model import packing, quantised
 from dsv4_jax.model.deferred import Deferred
 from dsv4_jax.model.params import is_leaf
 from dsv4_jax.model.quantised import Quantised
@@ -87,7 +87,8 @@ def test_packed_as_it_is_loaded(checkpoint, params) -> None:
     told: list[tuple[int, int]] = []
     _, packed = model.load_hf(checkpoint, weights="released", packed=True, progress=lambda *bytes_: told.append(bytes_))
     assert_same(packed, model.pack_layers(model.stack_projections(params)))
-    total = model.weight_bytes(CFG)
+    total = sum(x.nbytes for x in jax.tree.leaves(packed))
+    assert model.weight_bytes(CFG) <= total < 1.02 * model.weight_bytes(CFG) + 2**14
     assert told[-1] == (total, total) and len(told) > 100
     assert all(a[0] < b[0] and b[1] == total for a, b in itertools.pairwise(told))
     _, floats = model.load_hf(checkpoint, packed=True)
@@ -246,6 +247,24 @@ def test_many_rows_are_tiles_of_few(monkeypatch) -> None:
     assert np.linalg.norm(got - want) <= 1e-4 * np.linalg.norm(want)
 
 
+def deferred(cfg: DSV4Config, weights: str) -> model.Params:
+    """Parameters of which only shapes are known, in the form to decode with."""
+    made = jax.tree.map(lambda x: Deferred(x.shape, x.dtype, ()), model.param_specs(cfg, weights))
+    return model.pack_layers(model.stack_projections(made))
+
+
+@pytest.mark.parametrize("weights", ["released", "bfloat16"])
+@pytest.mark.parametrize("cfg", [CFG, DSV4Config.flash(), DSV4Config.pro()], ids=["tiny", "flash", "pro"])
+def test_parameters_of_a_pack_begin_where_kernels_can_load(cfg, weights) -> None:
+    """Hyper-connections have 27 numbers in all: behind them norms began at odd addresses, and kernels faulted."""
+    layers = deferred(cfg, weights)["layers"]
+    for place in (place for places in layers.places for place in places):
+        array = layers.arrays[place.array]
+        row_bytes = array.nbytes // array.shape[0]
+        assert place.start * row_bytes % packing.ALIGNMENT == 0, (place, array.shape)
+        assert place.start + place.rows <= array.shape[0] and place.rows * row_bytes >= np.prod(place.shape)
+
+
 def test_decode_steps_on_a_gpu_call_the_kernels(monkeypatch) -> None:
     """Lowered for one: a layer has six dense products, one router, and its experts in one call."""
     cfg = dataclasses.replace(
@@ -255,9 +274,7 @@ def test_decode_steps_on_a_gpu_call_the_kernels(monkeypatch) -> None:
     monkeypatch.setattr(ffi, "cuda_problem", lambda op=None: None)
     monkeypatch.setattr(ffi, "cuda_target", lambda op, target: target)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    deferred = jax.tree.map(lambda x: Deferred(x.shape, x.dtype, ()), model.param_specs(cfg, "released"))
-    packed = model.pack_layers(model.stack_projections(deferred))
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), packed)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), deferred(cfg, "released"))
     layout, size = CacheLayout(cfg), CacheSize(3, 3, 1)
     rows = [StepSequence(slot, 5, 1) for slot in (1, 2, 3)]
     plan = build_plan(layout, rows, shape_for(layout, rows), size=size).pack()
