@@ -18,6 +18,7 @@ __all__ = [
     "AttendArgs",
     "DenseFp8Args",
     "EpilogueArgs",
+    "HyperArgs",
     "MoeArgs",
     "RouteArgs",
     "RowPool",
@@ -109,6 +110,18 @@ class DenseFp8Args(ctypes.Structure):
     )
 
 
+class HyperArgs(ctypes.Structure):
+    """`dsv4::HyperArgs` of csrc/hyper_connection_kernel.cuh; null `output`: nothing is added to the streams."""
+
+    _fields_ = (
+        *_all(_POINTER, "streams", "fn", "base", "scale", "norm", "output", "other_output", "old_post", "old_comb"),
+        *_all(_POINTER, "x", "new_streams", "post", "comb"),
+        *_all(_INT, "tokens", "width", "rows", "iterations"),
+        *_all(_FLOAT, "hc_eps", "eps"),
+        ("bf16_out", _INT),
+    )
+
+
 class RouteArgs(ctypes.Structure):
     """`dsv4::RouteArgs` of csrc/route.cu; null `bias`: `given` holds the experts."""
 
@@ -124,6 +137,7 @@ ENTRIES: dict[str, tuple[type[ctypes.Structure], tuple[str, ...]]] = {
     "append": (AppendArgs, ("tokens", "epilogue")),
     "attend": (AttendArgs, ("splits",)),
     "dense_fp8": (DenseFp8Args, ("shape", "parts", "window")),
+    "hyper_connection": (HyperArgs, ()),
     "index_scores": (ScoreArgs, ("fp8",)),
     "moe": (MoeArgs, ("shape",)),
     "route": (RouteArgs, ()),

@@ -17,6 +17,7 @@ from .copy import copy_units
 from .dense_fp8 import dense_fp8
 from .epilogue import Epilogue
 from .gather import gather_rows
+from .hyper_connection import Written, hyper_connection, hyper_head
 from .index_scores import index_scores
 from .moe import moe
 from .numerics import hadamard, inv_frequencies, rms_norm, rope, rope_frequencies
@@ -30,6 +31,7 @@ __all__ = [
     "CompressorInputs",
     "Epilogue",
     "WindowView",
+    "Written",
     "append",
     "attend",
     "compress_csa",
@@ -40,6 +42,8 @@ __all__ = [
     "finish_queries",
     "gather_rows",
     "hadamard",
+    "hyper_connection",
+    "hyper_head",
     "index_scores",
     "inv_frequencies",
     "moe",

@@ -1,0 +1,63 @@
+"""hyper_connection in the project's own CUDA for Hopper (`csrc/hyper_connection_kernel.cuh`): one launch.
+
+Products are as exact as float32's. A token's bits depend on the token and the weights alone.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import ffi
+from ..ops.hyper_connection import HyperConnectionArguments
+from ..ops.registry import Implementation
+
+__all__ = ["IMPLEMENTATION", "MOST_TOKENS", "STREAMS", "WIDTHS", "call", "supports"]
+
+STREAMS, WIDTHS, MOST_TOKENS = 4, (4096, 7168), 8 * 65535
+
+
+def supports(arguments: HyperConnectionArguments) -> str | None:
+    """Why the kernel cannot take these arguments, None if it can."""
+    tokens, n, width = arguments.streams.shape
+    if n != STREAMS or width not in WIDTHS:
+        return f"it takes {STREAMS} streams of {' or '.join(map(str, WIDTHS))} channels, not {n} of {width}"
+    return f"it takes up to {MOST_TOKENS} tokens, not {tokens}" if tokens > MOST_TOKENS else None
+
+
+def call(arguments: HyperConnectionArguments):
+    """As `ops.hyper_connection.reference`.
+
+    Raises:
+        ImplementationError: the CUDA library is not there.
+    """
+    streams, written, head = arguments.streams, arguments.written, arguments.iterations is None
+    tokens, n, width = streams.shape
+    operands = [streams.reshape(tokens, n * width), arguments.fn, arguments.base, arguments.scale, arguments.norm]
+    results = [jax.ShapeDtypeStruct((tokens, width), arguments.dtype)]
+    if not head:
+        results += [jax.ShapeDtypeStruct((tokens, size), jnp.float32) for size in (n, n * n)]
+    aliases = {}
+    if written is not None:
+        operands += [written.post, written.comb.reshape(tokens, n * n), *written.outputs]
+        if not head:
+            aliases = {0: len(results)}
+            results.append(jax.ShapeDtypeStruct((tokens, n * width), jnp.float32))
+    target = ffi.cuda_target("hyper_connection", "dsv4_hyper_connection")
+    kernel = jax.ffi.ffi_call(target, tuple(results), input_output_aliases=aliases)
+    out = kernel(
+        *operands, outputs=np.int32(len(written.outputs) if written else 0),
+        iterations=np.int32(arguments.iterations or 0), hc_eps=np.float32(arguments.hc_eps),
+        eps=np.float32(arguments.eps), head=head, bf16=arguments.dtype == jnp.bfloat16,
+    )  # fmt: skip
+    if head:
+        return out[0]
+    x, post, comb, *new = out
+    return x, (new[0].reshape(streams.shape) if new else streams), post, comb.reshape(tokens, n, n)
+
+
+IMPLEMENTATION = Implementation(
+    "hyper_connection", "cuda", call, supports, lambda: ffi.cuda_problem("hyper_connection"),
+    ("dsv4_hyper_connection",),
+)  # fmt: skip

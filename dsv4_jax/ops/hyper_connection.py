@@ -1,0 +1,207 @@
+"""hyper_connection: adds a block's output to the residual streams, and makes of them what the next block reads.
+
+One op from the end of a block to the beginning of the next, because all of it passes over the streams
+(docs/model.md, Hyper-connections).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..errors import ShapeError
+from .arguments import Check
+from .registry import Choice, Implementation, run
+
+__all__ = [
+    "IMPLEMENTATION",
+    "HyperConnectionArguments",
+    "Written",
+    "hyper_connection",
+    "hyper_head",
+    "reference",
+    "sinkhorn",
+]
+
+
+class Written(NamedTuple):
+    """A block's output on its way into the streams.
+
+    Attributes:
+        outputs: [T, D] float32 each, one or two; the block's output is their sum.
+        post: [T, n] float32, how much of it each stream takes.
+        comb: [T, n, n] float32, how much of stream j goes to stream k: [:, j, k].
+    """
+
+    outputs: tuple[jax.Array, ...]
+    post: jax.Array
+    comb: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class HyperConnectionArguments:
+    """What an implementation of `hyper_connection` is given; as in its arguments.
+
+    `iterations` None: those of `hyper_head`, whose result is x alone.
+    """
+
+    streams: jax.Array
+    fn: jax.Array
+    base: jax.Array
+    scale: jax.Array
+    norm: jax.Array
+    written: Written | None
+    iterations: int | None
+    hc_eps: float
+    eps: float
+    dtype: jnp.dtype
+
+    @property
+    def empty(self) -> bool:
+        return self.streams.shape[0] == 0
+
+
+def hyper_connection(
+    streams: jax.Array,
+    fn: jax.Array,
+    base: jax.Array,
+    scale: jax.Array,
+    norm: jax.Array,
+    written: Written | None = None,
+    *,
+    iterations: int,
+    hc_eps: float,
+    eps: float,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    implementation: Choice = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Adds a block's output to the streams, mixes what the next block reads, and normalises it.
+
+    (docs/model.md, Hyper-connections; `mix`, `pre`, `post` and `comb` are as there.)
+
+    Args:
+        streams: [T, n, D] float32.
+        fn: [(2 + n) n, n D] float32, the rows of `pre`, `post` and `comb`.
+        base: [(2 + n) n] float32.
+        scale: [3] float32, of `pre`, `post` and `comb`.
+        norm: [D] float32, weights of the RMSNorm that the block begins with.
+        written: the output of the block before; None before the first.
+        iterations: of `sinkhorn`, at least 1.
+        hc_eps: of `pre` and `sinkhorn`.
+        eps: of the RMSNorms.
+        dtype: of x, float32 or bfloat16.
+
+    Returns:
+        x: [T, D] of `dtype`, the block's input.
+        streams: [T, n, D] float32, with the output of the block before.
+        post, comb: [T, n] and [T, n, n] float32, for the block's own `Written`.
+
+    Raises:
+        ShapeError: an argument has the wrong shape or dtype; the message names it.
+        ImplementationError: as every op (`registry.pick`).
+    """
+    if iterations < 1:
+        raise ShapeError(f"hyper_connection: iterations is {iterations}, expected at least 1")
+    rows = 2 + streams.shape[1] if getattr(streams, "ndim", 0) == 3 else 0
+    given = _checked("hyper_connection", streams, fn, base, scale, norm, written, rows, 3, dtype)
+    return run(
+        "hyper_connection", HyperConnectionArguments(*given, iterations, hc_eps, eps, jnp.dtype(dtype)), implementation
+    )
+
+
+def hyper_head(
+    streams: jax.Array,
+    fn: jax.Array,
+    base: jax.Array,
+    scale: jax.Array,
+    norm: jax.Array,
+    written: Written | None = None,
+    *,
+    hc_eps: float,
+    eps: float,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    implementation: Choice = None,
+) -> jax.Array:
+    """What the head reads: the streams after the last block, summed by their gates and normalised. [T, D] of `dtype`
+
+    As `hyper_connection` with fn [n, n D], base [n] and scale [1], those of the gates; an implementation of it.
+    """
+    given = _checked("hyper_head", streams, fn, base, scale, norm, written, 1, 1, dtype)
+    return run(
+        "hyper_connection", HyperConnectionArguments(*given, None, hc_eps, eps, jnp.dtype(dtype)), implementation
+    )
+
+
+def _checked(name: str, streams, fn, base, scale, norm, written, rows: int, scales: int, dtype) -> tuple:
+    check = Check(name)
+    streams = check.array("streams", streams, "float32", "T", "n", "D")
+    _, n, width = streams.shape
+    fn = check.array("fn", fn, "float32", rows * n, n * width)
+    base, scale = check.array("base", base, "float32", rows * n), check.array("scale", scale, "float32", scales)
+    norm = check.array("norm", norm, "float32", "D")
+    if written is not None:
+        check.given("written", written, Written)
+        if not isinstance(written.outputs, tuple) or len(written.outputs) not in (1, 2):
+            raise ShapeError(f"{name}: written.outputs has not one or two arrays")
+        outputs = tuple(check.array("written.outputs", x, "float32", "T", "D") for x in written.outputs)
+        post = check.array("written.post", written.post, "float32", "T", "n")
+        written = Written(outputs, post, check.array("written.comb", written.comb, "float32", "T", "n", "n"))
+    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
+        raise ShapeError(f"{name}: dtype is {jnp.dtype(dtype).name}, expected float32 or bfloat16")
+    return streams, fn, base, scale, norm, written
+
+
+def reference(arguments: HyperConnectionArguments):
+    """`hyper_connection`, or `hyper_head`, in `jnp`."""
+    streams, hc_eps = arguments.streams, np.float32(arguments.hc_eps)
+    tokens, n, width = streams.shape
+    if arguments.written is not None:
+        streams = _widened(streams, arguments.written)
+    flat = _normalised(streams.reshape(tokens, n * width), arguments.eps)
+    mix = jnp.einsum("ti,oi->to", flat, arguments.fn, precision=_EXACT)
+    head = arguments.iterations is None
+    starts = (0, n) if head else (0, n, 2 * n, (2 + n) * n)
+    parts = [
+        mix[:, first:last] * scale + arguments.base[None, first:last]
+        for first, last, scale in zip(starts[:-1], starts[1:], arguments.scale, strict=True)
+    ]
+    pre = jax.nn.sigmoid(parts[0]) + hc_eps
+    x = _normalised(jnp.einsum("tn,tnd->td", pre, streams, precision=_EXACT), arguments.eps)
+    x = (x * arguments.norm[None]).astype(arguments.dtype)
+    if head:
+        return x
+    comb = sinkhorn(parts[2].reshape(tokens, n, n), arguments.iterations, hc_eps)
+    return x, streams, np.float32(2) * jax.nn.sigmoid(parts[1]), comb
+
+
+_EXACT = lax.Precision.HIGHEST  # GPUs would otherwise round float32 factors to TF32
+
+
+def _widened(streams: jax.Array, written: Written) -> jax.Array:
+    """New streams: X'[k] = post[k] * y + sum_j comb[j, k] * X[j]. [T, n, D]"""
+    y = sum(written.outputs[1:], written.outputs[0])
+    mixed = jnp.einsum("tjk,tjd->tkd", written.comb, streams, precision=_EXACT)
+    return written.post[..., None] * y[:, None] + mixed
+
+
+def _normalised(x: jax.Array, eps: float) -> jax.Array:
+    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + np.float32(eps))
+
+
+def sinkhorn(logits: jax.Array, iterations: int, eps: np.float32) -> jax.Array:
+    """A nearly doubly stochastic [T, n, n]: softmax over rows, columns normalised, then rows and columns in turn."""
+
+    def normalised(comb: jax.Array, axis: int) -> jax.Array:
+        return comb / (comb.sum(axis, keepdims=True) + eps)
+
+    comb = normalised(jax.nn.softmax(logits, -1) + eps, -2)
+    # A loop: unrolled, twenty iterations at two sites a layer would be most of the model's compile time.
+    return lax.fori_loop(0, iterations - 1, lambda _, comb: normalised(normalised(comb, -1), -2), comb)
+
+
+IMPLEMENTATION = Implementation("hyper_connection", "xla", reference)
