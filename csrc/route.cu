@@ -21,8 +21,9 @@ struct RouteArgs {
   float scale;
 };
 
-constexpr int kRouteExperts = 512;  // at most
-constexpr int kRouteWarps = 4;      // tokens of a block
+constexpr int kRouteExperts = 512, kRouteTop = 8;  // at most
+constexpr int kRouteWarps = kRouteExperts / kLanes;
+constexpr int kCandidates = kRouteWarps * kRouteTop / kLanes;  // of a lane
 constexpr float kShareFloor = 1e-20f;
 
 __device__ __forceinline__ float expert_score(float logit) {
@@ -36,45 +37,58 @@ __device__ __forceinline__ uint32_t in_order(float x) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// A warp a token. A lane has the experts of its number and every 32nd after it, `kEach` at most.
-template <int kEach>
-__global__ void __launch_bounds__(kRouteWarps* kLanes) route_kernel(const RouteArgs args) {
-  const int token = blockIdx.x * kRouteWarps + threadIdx.x / kLanes, lane = threadIdx.x & (kLanes - 1);
-  if (token >= args.tokens) return;
-  const float* logits = args.logits + static_cast<size_t>(token) * args.experts;
-  const size_t row = static_cast<size_t>(token) * args.top;
+// A block a token, a thread an expert. Each warp finds the best of its 32, the first one the best of those.
+__global__ void __launch_bounds__(kRouteExperts) route_kernel(const RouteArgs args) {
+  __shared__ float scores[kRouteExperts];
+  __shared__ uint32_t best[kRouteWarps * kRouteTop];
+  __shared__ uint16_t best_expert[kRouteWarps * kRouteTop];
+  const int expert = threadIdx.x, lane = lane_of(expert), warp = warp_of(expert), top = args.top;
+  const float* logits = args.logits + static_cast<size_t>(blockIdx.x) * args.experts;
+  const size_t row = static_cast<size_t>(blockIdx.x) * top;
   int mine = 0;  // the expert of the lane's rank
-  if (args.bias == nullptr) {
-    if (lane < args.top) mine = args.given[row + lane];
-  } else {
-    uint32_t order[kEach];
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int expert = i * kLanes + lane;
-      order[i] = expert < args.experts ? in_order(expert_score(logits[expert]) + args.bias[expert]) : 0u;
-    }
-    for (int rank = 0; rank < args.top; ++rank) {
-      uint32_t best = 0;
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) best = max(best, order[i]);
-      const uint32_t most = __reduce_max_sync(kAllLanes, best);
-      uint32_t expert = ~0u;
-#pragma unroll
-      for (int i = kEach - 1; i >= 0; --i) {
-        if (order[i] == most) expert = i * kLanes + lane;
-      }
-      expert = __reduce_min_sync(kAllLanes, expert);
-      if (rank == lane) mine = static_cast<int>(expert);
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        if (expert == i * kLanes + lane) order[i] = 0;
-      }
-    }
-  }
   float score = 0;
-  if (lane < args.top) score = expert_score(logits[mine]);
+  if (args.bias == nullptr) {
+    if (lane < top) mine = args.given[row + lane], score = expert_score(logits[mine]);
+  } else {
+    uint32_t key = 0;
+    if (expert < args.experts) {
+      scores[expert] = score = expert_score(logits[expert]);
+      key = in_order(score + args.bias[expert]);
+    }
+    for (int rank = 0; rank < top; ++rank) {
+      const uint32_t most = __reduce_max_sync(kAllLanes, key);
+      if (lane == __ffs(__ballot_sync(kAllLanes, key == most)) - 1) {
+        best[warp * top + rank] = key;
+        best_expert[warp * top + rank] = static_cast<uint16_t>(expert);
+        key = 0;
+      }
+    }
+    __syncthreads();
+    if (warp > 0) return;
+    uint32_t keys[kCandidates];  // in the order of experts where they are equal
+    const int count = blockDim.x / kLanes * top;
+#pragma unroll
+    for (int i = 0; i < kCandidates; ++i) keys[i] = i * kLanes + lane < count ? best[i * kLanes + lane] : 0u;
+    for (int rank = 0; rank < top; ++rank) {
+      uint32_t greatest = 0, place = ~0u;
+#pragma unroll
+      for (int i = 0; i < kCandidates; ++i) greatest = max(greatest, keys[i]);
+      const uint32_t most = __reduce_max_sync(kAllLanes, greatest);
+#pragma unroll
+      for (int i = kCandidates - 1; i >= 0; --i) {
+        if (keys[i] == most) place = i * kLanes + lane;
+      }
+      place = __reduce_min_sync(kAllLanes, place);
+      if (lane == rank) mine = best_expert[place];
+#pragma unroll
+      for (int i = 0; i < kCandidates; ++i) {
+        if (place == i * kLanes + lane) keys[i] = 0;
+      }
+    }
+    score = lane < top ? scores[mine] : 0;
+  }
   const float sum = lanes_sum<kLanes>(score);
-  if (lane < args.top) {
+  if (lane < top) {
     args.chosen[row + lane] = mine;
     args.share[row + lane] = score / (sum + kShareFloor) * args.scale;
   }
@@ -88,15 +102,10 @@ namespace ffi = xla::ffi;
 
 cudaError_t launch(const dsv4::RouteArgs& args, cudaStream_t stream) {
   if (args.tokens == 0) return cudaSuccess;
-  if (args.experts > dsv4::kRouteExperts || args.top > dsv4::kLanes || args.top > args.experts)
+  if (args.experts > dsv4::kRouteExperts || args.top > dsv4::kRouteTop || args.top > args.experts)
     return cudaErrorInvalidValue;
-  const unsigned blocks = (static_cast<unsigned>(args.tokens) + dsv4::kRouteWarps - 1) / dsv4::kRouteWarps;
-  constexpr int kThreads = dsv4::kRouteWarps * dsv4::kLanes, kFewer = 8;  // 256 experts: V4-Flash's
-  if (args.experts <= kFewer * dsv4::kLanes) {
-    dsv4::route_kernel<kFewer><<<blocks, kThreads, 0, stream>>>(args);
-  } else {
-    dsv4::route_kernel<dsv4::kRouteExperts / dsv4::kLanes><<<blocks, kThreads, 0, stream>>>(args);
-  }
+  const int warps = args.bias == nullptr ? 1 : (args.experts + dsv4::kLanes - 1) / dsv4::kLanes;
+  dsv4::route_kernel<<<args.tokens, warps * dsv4::kLanes, 0, stream>>>(args);
   return cudaGetLastError();
 }
 

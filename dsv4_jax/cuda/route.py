@@ -1,4 +1,4 @@
-"""route in the project's own CUDA (`csrc/route.cu`): one launch, a warp for each token."""
+"""route in the project's own CUDA (`csrc/route.cu`): one launch, a block for each token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..ops.route import RouteArguments
 
 __all__ = ["IMPLEMENTATION", "MOST_EXPERTS", "MOST_TOP", "call", "supports"]
 
-MOST_EXPERTS, MOST_TOP = 512, 32
+MOST_EXPERTS, MOST_TOP = 512, 8
 
 
 def supports(arguments: RouteArguments) -> str | None:

@@ -32,7 +32,7 @@ def attention(
     Args:
         p: the layer's "attn" parameters.
         handle: the layer in the step of these tokens.
-        x: [T, hidden] float32, normalised.
+        x: [T, hidden] float, normalised.
         index_qat: rotate indexer queries and keys by a Hadamard matrix and round the queries to
             FP4, as the model was trained; None: as `index_qat_default` says.
 

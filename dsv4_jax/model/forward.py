@@ -10,17 +10,28 @@ from jax import lax
 from ..cache import KVCache
 from ..config import DSV4Config
 from ..errors import ShapeError
+from ..ops.hyper_connection import Written
 from ..ops.registry import Choice
 from ..plan import PackedPlan, StepPlan
 from ..step import CacheStep
 from .attention import attention
-from .hyper_connections import collapse, hyper_head, widen
+from .hyper_connections import Residual, read, read_head
 from .moe import moe
-from .numerics import linear, rms_norm
+from .numerics import linear
 from .params import Params
 from .sampling import GREEDY, Sampling, sample
 
-__all__ = ["GPU_DECODE_OPTIONS", "decode_loop", "decode_step", "embed", "feed_forward", "forward", "head", "prefill"]
+__all__ = [
+    "GPU_DECODE_OPTIONS",
+    "activations",
+    "decode_loop",
+    "decode_step",
+    "embed",
+    "feed_forward",
+    "forward",
+    "head",
+    "prefill",
+]
 
 # What to give `jax.jit(step, compiler_options=...)` for decode steps on a GPU: kernels that do not wait for each other
 # run side by side, and cuBLAS multiplies. Measured in benchmarks/RESULTS.md; elsewhere they have no effect.
@@ -52,8 +63,8 @@ def forward(
     Raises:
         ShapeError: `tokens` does not match the plan.
     """
-    hidden, cache = _layers(params, cache.begin(plan, implementation), tokens, index_qat)
-    return head(params, hidden, cache.layout.cfg), cache
+    residual, cache = _layers(params, cache.begin(plan, implementation), tokens, index_qat)
+    return head(params, residual, cache.layout.cfg, implementation), cache
 
 
 def prefill(
@@ -68,9 +79,9 @@ def prefill(
     """As `forward`, but the logits of each sequence's last token only, [B, vocab]: its next is drawn from them."""
     step = cache.begin(plan, implementation)
     plan = step.plan
-    hidden, cache = _layers(params, step, tokens, index_qat)
+    residual, cache = _layers(params, step, tokens, index_qat)
     last = jnp.maximum(jnp.asarray(plan.seq_first) + plan.seq_count - np.int32(1), 0)
-    return head(params, hidden[last], cache.layout.cfg), cache
+    return head(params, jax.tree.map(lambda x: x[last], residual), cache.layout.cfg, implementation), cache
 
 
 def decode_step(
@@ -127,8 +138,8 @@ def decode_loop(
     def step(carry: tuple, _: None) -> tuple[tuple, jax.Array]:
         cache, tokens, moved = carry
         here = plan._replace(**moved)
-        hidden, cache = _layers(params, cache.begin(here, implementation), tokens, index_qat)
-        logits = head(params, hidden, cache.layout.cfg)
+        residual, cache = _layers(params, cache.begin(here, implementation), tokens, index_qat)
+        logits = head(params, residual, cache.layout.cfg, implementation)
         tokens = sample(logits, sampling, keys, jnp.asarray(here.token_position))
         after = here.advance()
         return (cache, tokens, {name: getattr(after, name) for name in carried}), tokens
@@ -140,19 +151,18 @@ def decode_loop(
 
 def _layers(
     params: Params, step: CacheStep[KVCache], tokens: jax.Array, index_qat: bool | None
-) -> tuple[jax.Array, KVCache]:
-    """All layers of a step: (streams [T, n, hidden], cache)."""
-    cfg, scheduled = step.layout.cfg, (step.plan.num_tokens,)
+) -> tuple[Residual, KVCache]:
+    """All layers of a step: the residual after the last one, and the cache."""
+    cfg, scheduled, dtype = step.layout.cfg, (step.plan.num_tokens,), activations(params)
     if tokens.shape != scheduled:
         raise ShapeError(f"tokens has shape {tokens.shape}, the plan schedules {scheduled}")
-    streams = embed(params, tokens, cfg)
+    residual = embed(params, tokens, cfg)
     for i, p in enumerate(params["layers"]):
-        x, post, comb = collapse(p["hc_attn"], streams, cfg)
-        x = rms_norm(x, p["attn_norm"], cfg.rms_norm_eps)
+        x, streams, *back = read(p["hc_attn"], p["attn_norm"], residual, cfg, dtype, step.implementation)
         y, handle = attention(p["attn"], step.layer(i), x, index_qat=index_qat)
-        step, streams = handle.step, widen(y, streams, post, comb)
-        streams = feed_forward(p, streams, tokens, cfg)
-    return streams, step.finish()
+        step = handle.step
+        residual = feed_forward(p, Residual(streams, Written((y,), *back)), tokens, cfg, dtype, step.implementation)
+    return residual, step.finish()
 
 
 def _one_token_each(plan: StepPlan | PackedPlan) -> StepPlan:
@@ -164,19 +174,31 @@ def _one_token_each(plan: StepPlan | PackedPlan) -> StepPlan:
     return plan
 
 
-def embed(params: Params, tokens: jax.Array, cfg: DSV4Config) -> jax.Array:
-    """[T] -> [T, n, hidden]: every stream starts as the token's embedding."""
+def activations(params: Params) -> jnp.dtype:
+    """What blocks take their inputs in: float32 if the matrices are, else bfloat16, to which products would round."""
+    return jnp.dtype(jnp.float32 if params["embed"].dtype == jnp.float32 else jnp.bfloat16)
+
+
+def embed(params: Params, tokens: jax.Array, cfg: DSV4Config) -> Residual:
+    """Every stream starts as the token's embedding. [T] -> [T, n, hidden]"""
     x = params["embed"][tokens].astype(jnp.float32)
-    return jnp.broadcast_to(x[:, None], (x.shape[0], cfg.hc_mult, x.shape[1]))
+    return Residual(jnp.broadcast_to(x[:, None], (x.shape[0], cfg.hc_mult, x.shape[1])))
 
 
-def feed_forward(p: Params, streams: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> jax.Array:
-    """The second half of a layer, over its streams."""
-    x, post, comb = collapse(p["hc_ffn"], streams, cfg)
-    return widen(moe(p["ffn"], rms_norm(x, p["ffn_norm"], cfg.rms_norm_eps), tokens, cfg), streams, post, comb)
+def feed_forward(
+    p: Params,
+    residual: Residual,
+    tokens: jax.Array,
+    cfg: DSV4Config,
+    dtype: jax.typing.DTypeLike,
+    implementation: Choice = None,
+) -> Residual:
+    """The second half of a layer."""
+    x, streams, *back = read(p["hc_ffn"], p["ffn_norm"], residual, cfg, dtype, implementation)
+    return Residual(streams, Written((moe(p["ffn"], x, tokens, cfg),), *back))
 
 
-def head(params: Params, streams: jax.Array, cfg: DSV4Config) -> jax.Array:
-    """Streams -> logits [T, vocab]."""
-    x = rms_norm(hyper_head(params["hc_head"], streams, cfg), params["norm"], cfg.rms_norm_eps)
+def head(params: Params, residual: Residual, cfg: DSV4Config, implementation: Choice = None) -> jax.Array:
+    """Logits [T, vocab]."""
+    x = read_head(params["hc_head"], params["norm"], residual, cfg, activations(params), implementation)
     return linear(x, params["embed"] if cfg.tie_word_embeddings else params["head"])

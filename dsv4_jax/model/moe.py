@@ -60,7 +60,7 @@ def _everywhere(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> 
         gate, up = jnp.split(linear(x, e["gate_up"]), 2, -1)
         return total + weight[:, None] * linear(swiglu(gate, up, cfg.swiglu_limit), e["down"]), None
 
-    return lax.scan(add_expert, jnp.zeros_like(x), (share.T, p["experts"]))[0]
+    return lax.scan(add_expert, jnp.zeros(x.shape, jnp.float32), (share.T, p["experts"]))[0]
 
 
 def route(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> jax.Array:

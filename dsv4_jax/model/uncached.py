@@ -15,10 +15,11 @@ import numpy as np
 from jax import lax
 
 from ..config import AttentionType, DSV4Config
+from ..ops.hyper_connection import Written
 from ..ops.numerics import rope_frequencies
 from .attention import output_projection
-from .forward import embed, feed_forward, head
-from .hyper_connections import collapse, widen
+from .forward import activations, embed, feed_forward, head
+from .hyper_connections import Residual, read
 from .numerics import linear, matmul, rms_norm
 from .params import Params
 
@@ -28,12 +29,12 @@ __all__ = ["attention_uncached", "chosen_uncached", "forward_uncached"]
 @functools.partial(jax.jit, static_argnums=0)
 def forward_uncached(cfg: DSV4Config, params: Params, tokens: jax.Array) -> jax.Array:
     """Logits [T, vocab] float32 of one sequence, [T] int32. Memory grows with T squared."""
-    streams = embed(params, tokens, cfg)
+    residual, dtype = embed(params, tokens, cfg), activations(params)
     for p, attn in zip(params["layers"], cfg.layer_types, strict=True):
-        x, post, comb = collapse(p["hc_attn"], streams, cfg)
-        y = attention_uncached(p["attn"], rms_norm(x, p["attn_norm"], cfg.rms_norm_eps), attn, cfg)
-        streams = feed_forward(p, widen(y, streams, post, comb), tokens, cfg)
-    return head(params, streams, cfg)
+        x, streams, *back = read(p["hc_attn"], p["attn_norm"], residual, cfg, dtype)
+        y = attention_uncached(p["attn"], x, attn, cfg)
+        residual = feed_forward(p, Residual(streams, Written((y,), *back)), tokens, cfg, dtype)
+    return head(params, residual, cfg)
 
 
 def attention_uncached(

@@ -19,7 +19,20 @@ import numpy as np
 from .. import ffi
 from ..errors import ImplementationError
 
-__all__ = ["NAMES", "OPS", "Arguments", "Choice", "Implementation", "Name", "Op", "find", "frozen", "pick", "run"]
+__all__ = [
+    "NAMES",
+    "OPS",
+    "Arguments",
+    "Choice",
+    "Implementation",
+    "Name",
+    "Op",
+    "find",
+    "frozen",
+    "offered",
+    "pick",
+    "run",
+]
 
 Name = Literal["xla", "pallas", "cuda", "triton"]
 # What `implementation=` of an op takes: a name; names by op (ops that are left out have their default), as a mapping or
@@ -205,6 +218,11 @@ def frozen(choice: Choice) -> Name | tuple[tuple[str, Name], ...] | None:
                 raise ImplementationError(f"unknown op {op!r}, expected some of {', '.join(OPS)}")
             find(op, name)
     return choice
+
+
+def offered(op: str, choice: Choice) -> Choice:
+    """`choice`, or None where it is one name for all ops and this op has nothing of that name."""
+    return None if isinstance(choice, str) and choice in NAMES and choice not in OPS[op].names else choice
 
 
 def _named(op: str, choice: Choice) -> Name | None:

@@ -15,12 +15,15 @@ import pytest
 
 from dsv4_jax.ops import (
     WindowView,
+    Written,
     append,
     attend,
     compress_csa,
     compress_hca,
     dense_fp8,
     finish_queries,
+    hyper_connection,
+    hyper_head,
     index_scores,
     moe,
     registry,
@@ -77,6 +80,15 @@ def call_dense_fp8():
     return dense_fp8(jnp.zeros((3, 1024)), codes, scales, groups=2, implementation="cuda")
 
 
+def call_hyper_connection(outputs: int, head: bool = False):
+    n, width = 4, 4096
+    rows = n if head else (2 + n) * n
+    written = Written((jnp.zeros((3, width)),) * outputs, jnp.zeros((3, n)), jnp.zeros((3, n, n))) if outputs else None
+    weights = jnp.zeros((rows, n * width)), jnp.zeros(rows), jnp.zeros(1 if head else 3), jnp.zeros(width)
+    call = hyper_head if head else functools.partial(hyper_connection, iterations=20)
+    return call(jnp.zeros((3, n, width)), *weights, written, hc_eps=1e-6, eps=1e-6, implementation="cuda")
+
+
 def call_index_scores():
     return index_scores(
         rows(64, INDEX), jnp.zeros((4, 4, 128)), jnp.zeros((4, 4)), jnp.zeros((4, 2), jnp.int32), IDS, base=0,
@@ -98,6 +110,9 @@ CALLS = {
     "compress_hca": lambda: call_compress("online"),
     "dense_fp8": call_dense_fp8,
     "finish_queries": lambda: finish_queries(jnp.zeros((4, 2, 512)), IDS, jnp.ones(32), implementation="cuda"),
+    "hyper_connection": lambda: call_hyper_connection(2),
+    "hyper_connection_first": lambda: call_hyper_connection(0),
+    "hyper_head": lambda: call_hyper_connection(1, head=True),
     "index_scores": call_index_scores,
     "moe": call_moe,
     "route": lambda: route(jnp.zeros((3, 256)), bias=jnp.zeros(256), top=6, implementation="cuda"),

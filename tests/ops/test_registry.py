@@ -26,6 +26,7 @@ from dsv4_jax.ops.compress import CompressArguments
 from dsv4_jax.ops.dense_fp8 import DenseFp8Arguments
 from dsv4_jax.ops.epilogue import Epilogue
 from dsv4_jax.ops.gather import GatherArguments
+from dsv4_jax.ops.hyper_connection import HyperConnectionArguments, Written
 from dsv4_jax.ops.index_scores import IndexScoresArguments
 from dsv4_jax.ops.moe import MoeArguments
 from dsv4_jax.ops.queries import QueriesArguments
@@ -91,6 +92,17 @@ def scored() -> Iterator[IndexScoresArguments]:
             )  # fmt: skip
 
 
+def connected() -> Iterator[HyperConnectionArguments]:
+    for n, width, iterations in ((4, 4096, 20), (4, 4096, None), (2, 64, 3)):
+        rows = n if iterations is None else (2 + n) * n
+        weights = floats(rows, n * width), floats(rows), floats(1 if iterations is None else 3), floats(width)
+        for outputs in range(3):
+            written = Written((floats(2, width),) * outputs, floats(2, n), floats(2, n, n)) if outputs else None
+            yield HyperConnectionArguments(
+                floats(2, n, width), *weights, written, iterations, 1e-6, 1e-6, jnp.dtype(jnp.bfloat16)
+            )
+
+
 EXAMPLES: dict[str, Callable[[], Iterator[Any]]] = {
     "append": appended,
     "attend": attended,
@@ -104,6 +116,7 @@ EXAMPLES: dict[str, Callable[[], Iterator[Any]]] = {
         GatherArguments(stored(fmt, 4), ints(2, 3), fmt, dtype)
         for fmt in (*KV_ROWS, *KEYS) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
     ),
+    "hyper_connection": connected,
     "index_scores": scored,
     "kv_store": lambda: (
         KVStoreArguments(*([stored_leaf(spec, n) for n in spec.leaves if n[0] == part] for part in "kv"),

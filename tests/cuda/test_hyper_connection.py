@@ -1,0 +1,73 @@
+"""The kernel of hyper-connections: its lowering on the CPU; on a GPU float64, and a token's bits alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax.cuda import hyper_connection as kernel
+from dsv4_jax.errors import ImplementationError
+from dsv4_jax.ops import hyper_connection
+
+from ..ops.test_hyper_connection import EPS, Case, HyperConnectionTest, jit_connection, jit_head
+from .test_widths import CSRC
+
+
+def lowered(case: Case, head: bool = False, **options) -> str:
+    options = EPS | {"implementation": "cuda"} | options
+    call = jit_head if head else jit_connection
+    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.given())
+    return (
+        call.trace(*specs, **(options if head else options | {"iterations": 20}))
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
+
+
+@pytest.mark.usefixtures("assumed_library")
+@pytest.mark.parametrize("outputs", [0, 1, 2])
+def test_lowers_to_one_ffi_call(outputs: int) -> None:
+    text = lowered(Case.random((3, 4, 4096), outputs), dtype=jnp.bfloat16)
+    assert text.count("@dsv4_hyper_connection") == 1 and f"outputs = {outputs} : i32" in text
+    assert "head = false" in text and "tensor<3x4096xbf16>" in text
+    assert ("output_operand_alias" in text) == (outputs > 0)  # streams in place
+
+
+@pytest.mark.usefixtures("assumed_library")
+def test_head_lowers_to_one_ffi_call() -> None:
+    text = lowered(Case.random((3, 4, 7168), 2, head=True), head=True)
+    assert text.count("@dsv4_hyper_connection") == 1 and "head = true" in text and "output_operand_alias" not in text
+
+
+@pytest.mark.usefixtures("assumed_library")
+@pytest.mark.parametrize(("n", "width"), [(2, 4096), (4, 64)])
+def test_other_sizes_are_for_the_reference(n: int, width: int) -> None:
+    case = Case.random((1, n, width))
+    with pytest.raises(ImplementationError, match=f"it takes 4 streams of 4096 or 7168 channels, not {n} of {width}"):
+        hyper_connection(*case.given(), **EPS, iterations=20, implementation="cuda")
+
+
+def test_sizes_are_those_of_the_source() -> None:
+    source, header = ((CSRC / f"hyper_connection{end}").read_text() for end in (".cu", "_kernel.cuh"))
+    assert f"kStreams = {kernel.STREAMS};" in header
+    assert "kFlashWidth = {}, kProWidth = {};".format(*kernel.WIDTHS) in source
+    assert "int64_t{65535} * dsv4::kHyperTokens" in source and "kHyperTokens = 8;" in header
+    assert kernel.MOST_TOKENS == 65535 * 8
+
+
+@pytest.mark.gpu
+class TestHyperConnectionOnTheGpu(HyperConnectionTest):
+    implementation = "cuda"
+
+    def takes(self, size: tuple[int, int, int]) -> bool:
+        return size[1] == kernel.STREAMS and size[2] in kernel.WIDTHS
+
+    def test_alone_and_among_others(self) -> None:
+        case = Case.random((70, 4, 4096), outputs=2)
+        among = self.run(case)
+        for first, size in ((0, 1), (5, 1), (69, 1), (3, 8), (1, 9), (20, 33)):
+            alone = self.run(case.part(slice(first, first + size)))
+            for got, want in zip(alone, among, strict=True):
+                np.testing.assert_array_equal(got, want[first : first + size])
