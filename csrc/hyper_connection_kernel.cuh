@@ -7,7 +7,8 @@
 //   the last warp       post and comb of one token, while the others mix and normalise
 //
 // The streams stay in registers from the first phase to the last. Two sums go over all channels: products and squares
-// of the streams, then the squares of x; each block sends its share to those that need it.
+// of the streams, then the squares of x. Each block stores its share into those that need it, counted there by an
+// mbarrier: a barrier of the cluster would wait until the new streams are in memory.
 //
 // Products are TF32's of high and low halves, three for each: as good as float32. A number's sum over the channels has
 // one order, whatever the number of tokens.
@@ -17,6 +18,7 @@
 
 #include <cstdint>
 
+#include "bulk_copy.cuh"
 #include "hopper.cuh"
 #include "numbers.cuh"
 
@@ -34,6 +36,12 @@ constexpr int kHyperSpan = kHyperRun * kHyperRuns;                // channels of
 constexpr int kRowGroups = kHyperRows / 8;                        // eight rows of fn are a half of a product's
 constexpr int kHyperPieces = kHyperRuns * kStreams * kRowGroups;  // 16 bytes of fn each, of a lane
 constexpr int kTf32Drop = 13;                                     // bits of a float32 that TF32 lacks
+// What a block sends, 16 bytes each: to all pre of a token, or squares of four tokens; to one its token's post and
+// comb.
+constexpr int kHyperVector = 4;
+constexpr int kHyperSquares = kHyperTokens / kHyperVector;
+constexpr int kHyperShared = kHyperTokens + kHyperSquares;
+constexpr int kHyperOwn = kHyperRest / kHyperVector;
 
 struct HyperArgs {
   const float* streams;                 // [tokens, 4, width]
@@ -55,13 +63,21 @@ struct HyperArgs {
   int bf16_out;
 };
 
+// A warp's sums: products by token, and squares.
+struct HyperSums {
+  float rows[kHyperTokens][kHyperRows];
+  float squares[kHyperTokens];
+};
+
 template <int kWarps>
 struct HyperShared {
-  float mixed[kWarps][kHyperRows + 1][kHyperTokens];                 // a warp's products, and squares
-  alignas(16) float gates[kHyperTokens][kStreams + 1][kHyperParts];  // pre and squares, from all blocks
-  alignas(16) float rest[kHyperRest][kHyperParts];                   // post and comb of one token
-  float squares[kWarps][kHyperTokens];                               // of x
-  alignas(16) float norms[kHyperTokens][kHyperParts];                // the same, from all blocks
+  alignas(16) HyperSums sums[kWarps];
+  alignas(16) float shared[kHyperParts][kHyperShared * kHyperVector];  // pre by token, then squares, from every block
+  alignas(16) float own[kHyperParts][kHyperRest];                      // post and comb of one token, from every block
+  alignas(16) float norm[kWarps][kHyperSpan];
+  alignas(16) float squares[kWarps][kHyperTokens];           // of x
+  alignas(16) float norms[kHyperParts][kHyperTokens];        // the same, from every block
+  alignas(8) uint64_t shared_there, own_there, norms_there;  // mbarriers
 };
 
 // The nearest number that TF32 has (halfway away from zero), and what is left.
@@ -82,23 +98,37 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], uint32_t a0, uint32_t a1
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ void store_peer(uint32_t address, float x) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+// 16 bytes to where `address` lies in block `rank` of the cluster, counted by its `barrier`.
+__device__ __forceinline__ void send(uint32_t address, uint32_t barrier, int rank, float4 x) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                   peer_address(address, rank)),
+               "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(peer_address(barrier, rank))
+               : "memory");
 }
 __device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
-// The sum of what all blocks sent, in pairs of neighbours.
-__device__ __forceinline__ float from_all(const float (&x)[kHyperParts]) {
-  float sums[kHyperParts / 4];
-#pragma unroll
-  for (int i = 0; i < kHyperParts / 4; ++i) {
-    const float4 v = reinterpret_cast<const float4*>(x)[i];
-    sums[i] = (v.x + v.y) + (v.z + v.w);
+// Sums of `kCount` numbers `kStride` floats apart, in pairs of neighbours.
+template <int kCount, int kStride>
+__device__ __forceinline__ float tree(const float* x) {
+  if constexpr (kCount == 1) {
+    return *x;
+  } else {
+    constexpr int kFirst = kCount / 2;
+    return tree<kFirst, kStride>(x) + tree<kCount - kFirst, kStride>(x + kFirst * kStride);
   }
-  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+template <int kCount, int kStride>
+__device__ __forceinline__ float4 tree4(const float* x) {
+  if constexpr (kCount == 1) {
+    return *reinterpret_cast<const float4*>(x);
+  } else {
+    constexpr int kFirst = kCount / 2;
+    const float4 a = tree4<kFirst, kStride>(x), b = tree4<kCount - kFirst, kStride>(x + kFirst * kStride);
+    return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+  }
 }
 
 __device__ __forceinline__ float inverse(float x) {
@@ -106,7 +136,7 @@ __device__ __forceinline__ float inverse(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-__device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+__device__ __forceinline__ float sigmoid(float x) { return inverse(1.f + expf(-x)); }
 
 using Matrix4 = float[kStreams][kStreams];
 
@@ -115,9 +145,7 @@ template <bool kRows>
 __device__ __forceinline__ void normalise(Matrix4& m, float eps) {
 #pragma unroll
   for (int i = 0; i < kStreams; ++i) {
-    float sum = 0;
-#pragma unroll
-    for (int k = 0; k < kStreams; ++k) sum += kRows ? m[i][k] : m[k][i];
+    const float sum = kRows ? (m[i][0] + m[i][1]) + (m[i][2] + m[i][3]) : (m[0][i] + m[1][i]) + (m[2][i] + m[3][i]);
     const float factor = inverse(sum + eps);
 #pragma unroll
     for (int k = 0; k < kStreams; ++k) (kRows ? m[i][k] : m[k][i]) *= factor;
@@ -130,7 +158,7 @@ __device__ __forceinline__ void sinkhorn(Matrix4& m, int iterations, float eps) 
     const float most = max_nan(max_nan(row[0], row[1]), max_nan(row[2], row[3]));
 #pragma unroll
     for (float& x : row) x = expf(x - most);
-    const float factor = 1.f / ((row[0] + row[1]) + (row[2] + row[3]));
+    const float factor = inverse((row[0] + row[1]) + (row[2] + row[3]));
 #pragma unroll
     for (float& x : row) x = x * factor + eps;
   }
@@ -145,8 +173,11 @@ __device__ __forceinline__ void sinkhorn(Matrix4& m, int iterations, float eps) 
 template <int kWarps>
 __device__ __forceinline__ void finish_rest(const HyperArgs& args, const HyperShared<kWarps>& shared, int own,
                                             int token, float base, float scale, int lane) {
-  const float factor = rsqrtf(from_all(shared.gates[own][kStreams]) * (1.f / (kStreams * args.width)) + args.eps);
-  const float mixed = from_all(shared.rest[min(lane, kHyperRest - 1)]) * factor * scale + base;
+  constexpr float kInverse = 1.f / (kStreams * kHyperParts * kHyperSpan * kWarps);
+  const float squares =
+      tree<kHyperParts, kHyperShared * kHyperVector>(&shared.shared[0][kHyperTokens * kStreams + own]);
+  const float factor = rsqrtf(squares * kInverse + args.eps);
+  const float mixed = tree<kHyperParts, kHyperRest>(&shared.own[0][min(lane, kHyperRest - 1)]) * factor * scale + base;
   Matrix4 m;
 #pragma unroll
   for (int i = 0; i < kStreams * kStreams; ++i)
@@ -175,35 +206,48 @@ __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
   constexpr int kConsumers = kWarps * kLanes;
   extern __shared__ __align__(16) uint8_t dynamic[];  // fn: a lane's pieces, those of all lanes side by side
   __shared__ HyperShared<kWarps> shared;
+  constexpr int kWidth = kHyperParts * kHyperSpan * kWarps;
   const int rank = blockIdx.x, warp = warp_of(threadIdx.x), lane = lane_of(threadIdx.x);
   const bool head = args.rows == kStreams;
-  cluster_arrive();  // the others have begun when this was waited for
+  const uint32_t shared_there = shared_address(&shared.shared_there), own_there = shared_address(&shared.own_there),
+                 norms_there = shared_address(&shared.norms_there);
+  if (threadIdx.x == 0) {
+    for (const uint32_t barrier : {shared_there, own_there, norms_there}) barrier_init(barrier, 1);
+    barrier_init_fence();
+    barrier_expect(shared_there, sizeof(shared.shared));
+    barrier_expect(own_there, sizeof(shared.own));
+    barrier_expect(norms_there, sizeof(shared.norms));
+  }
+  __syncwarp();
+  cluster_arrive();  // when this was waited for, the others' barriers are there
   if (warp == kWarps) {
     const int token = blockIdx.y * kHyperTokens + rank;
-    const bool mine = rank < kHyperTokens && token < args.tokens && !head;
-    const float base = mine ? args.base[kStreams + min(lane, kHyperRest - 1)] : 0.f;
-    const float scale = mine ? args.scale[lane < kStreams ? 1 : 2] : 0.f;
+    const bool mine = token < args.tokens;
     cluster_wait();
-    cluster_sync();  // products
-    cluster_arrive();
+    if (rank >= kHyperTokens || head) return;
+    const float base = args.base[kStreams + min(lane, kHyperRest - 1)], scale = args.scale[lane < kStreams ? 1 : 2];
+    barrier_wait(shared_there, 0);
+    barrier_wait(own_there, 0);
     if (mine) finish_rest<kWarps>(args, shared, rank, token, base, scale, lane);
-    __syncwarp();
-    cluster_wait();
     return;
   }
 
   // Lane 4 n + c has four channels 4 c of token n, and for products those of row n of fn.
   const int n = quad_of(lane), c = quad_lane(lane), token = blockIdx.y * kHyperTokens + n;
   const bool there = token < args.tokens;
-  const int width = args.width, channel = (rank * kWarps + warp) * kHyperSpan + 4 * c;
+  const int channel = (rank * kWarps + warp) * kHyperSpan + 4 * c;
   const uint32_t pieces = shared_address(dynamic) + threadIdx.x * kChunkBytes;
+  if (lane < kHyperSpan / kHyperVector) {
+    const int four = lane * kHyperVector;
+    copy_async(shared_address(&shared.norm[warp][four]), args.norm + (rank * kWarps + warp) * kHyperSpan + four, true);
+  }
 #pragma unroll
   for (int b = 0; b < kHyperRuns; ++b) {
 #pragma unroll
     for (int i = 0; i < kStreams * kRowGroups; ++i) {
       const int row = i % kRowGroups * 8 + n, stream = i / kRowGroups;
       const bool given = row < args.rows;
-      const float* from = args.fn + (static_cast<size_t>(given ? row : 0) * kStreams + stream) * width + channel;
+      const float* from = args.fn + (static_cast<size_t>(given ? row : 0) * kStreams + stream) * kWidth + channel;
       copy_async(pieces + (b * kStreams * kRowGroups + i) * kConsumers * kChunkBytes, from + b * kHyperRun, given);
     }
     copy_commit();
@@ -212,14 +256,14 @@ __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
   // New streams.
   Four x[kHyperRuns][kStreams] = {};
   if (there) {
-    const float* streams = args.streams + static_cast<size_t>(token) * kStreams * width + channel;
+    const float* streams = args.streams + static_cast<size_t>(token) * kStreams * kWidth + channel;
 #pragma unroll
     for (int b = 0; b < kHyperRuns; ++b) {
 #pragma unroll
-      for (int j = 0; j < kStreams; ++j) x[b][j] = load_four(streams + j * width + b * kHyperRun);
+      for (int j = 0; j < kStreams; ++j) x[b][j] = load_four(streams + j * kWidth + b * kHyperRun);
     }
     if (args.outputs[0] != nullptr) {
-      const size_t at = static_cast<size_t>(token) * width + channel;
+      const size_t at = static_cast<size_t>(token) * kWidth + channel;
       Four y[kHyperRuns], more[kHyperRuns] = {}, comb[kStreams];
 #pragma unroll
       for (int b = 0; b < kHyperRuns; ++b) y[b] = load_four(args.outputs[0] + at + b * kHyperRun);
@@ -230,7 +274,7 @@ __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
 #pragma unroll
         for (int b = 0; b < kHyperRuns; ++b) more[b] = load_four(args.outputs[1] + at + b * kHyperRun);
       }
-      float* to = args.new_streams + static_cast<size_t>(token) * kStreams * width + channel;
+      float* to = args.new_streams + static_cast<size_t>(token) * kStreams * kWidth + channel;
 #pragma unroll
       for (int b = 0; b < kHyperRuns; ++b) {
 #pragma unroll
@@ -248,13 +292,14 @@ __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
         if (args.new_streams != nullptr) {
 #pragma unroll
           for (int k = 0; k < kStreams; ++k) {
-            const auto& [p, q, r, s] = x[b][k].x;
-            *reinterpret_cast<float4*>(to + k * width + b * kHyperRun) = make_float4(p, q, r, s);
+            const auto& v = x[b][k].x;
+            *reinterpret_cast<float4*>(to + k * kWidth + b * kHyperRun) = make_float4(v[0], v[1], v[2], v[3]);
           }
         }
       }
     }
   }
+  const float scale = args.scale[0], base = args.base[c];
   float squares = 0;
 #pragma unroll
   for (const auto& run : x) {
@@ -298,40 +343,41 @@ __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
     }
   }
   const auto put = [&](int row, const float(&sums)[3][4], int i) {
-    const float2 pair = {sums[0][i] + (sums[1][i] + sums[2][i]), sums[0][i + 1] + (sums[1][i + 1] + sums[2][i + 1])};
-    *reinterpret_cast<float2*>(&shared.mixed[warp][row][2 * c]) = pair;
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      shared.sums[warp].rows[2 * c + k][row] = sums[0][i + k] + (sums[1][i + k] + sums[2][i + k]);
   };
   put(n, upper, 0);
   put(n + 8, upper, 2);
   put(n + 16, lower, 0);
-  if (c == 0) shared.mixed[warp][kHyperRows][n] = squares;
+  if (c == 0) shared.sums[warp].squares[n] = squares;
   named_sync(1, kConsumers);
 
-  // The block's sums, each to the blocks that need it: pre and squares to all, the rest to one for each token.
+  // The block's sums, 16 bytes a thread, to the blocks that need them.
   cluster_wait();
-  for (int i = threadIdx.x; i < (kHyperRows + 1) * kHyperTokens; i += kConsumers) {
-    const int row = i / kHyperTokens, of = i % kHyperTokens;
-    float sum = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += shared.mixed[w][row][of];
-    if (row < kStreams || row == kHyperRows) {
-      const uint32_t to = shared_address(&shared.gates[of][min(row, kStreams)][rank]);
-#pragma unroll
-      for (int r = 0; r < kHyperParts; ++r) store_peer(peer_address(to, r), sum);
-    } else {
-      store_peer(peer_address(shared_address(&shared.rest[row - kStreams][rank]), of), sum);
-    }
+  constexpr int kToAll = kHyperParts * kHyperShared, kToOne = kHyperTokens * kHyperOwn;
+  static_assert(kToAll + kToOne <= kConsumers, "a thread for each");
+  constexpr int kStride = sizeof(HyperSums) / sizeof(float);
+  if (threadIdx.x < kToAll) {
+    const int to = threadIdx.x / kHyperShared, piece = threadIdx.x % kHyperShared;
+    const float* from = piece < kHyperTokens ? shared.sums[0].rows[piece]
+                                             : shared.sums[0].squares + (piece - kHyperTokens) * kHyperVector;
+    send(shared_address(&shared.shared[rank][piece * kHyperVector]), shared_there, to, tree4<kWarps, kStride>(from));
+  } else if (threadIdx.x < kToAll + kToOne && !head) {
+    const int to = (threadIdx.x - kToAll) / kHyperOwn, piece = (threadIdx.x - kToAll) % kHyperOwn * kHyperVector;
+    send(shared_address(&shared.own[rank][piece]), own_there, to,
+         tree4<kWarps, kStride>(shared.sums[0].rows[to] + kStreams + piece));
   }
-  __syncwarp();
-  const float scale = args.scale[0], base = args.base[c];
-  Four norm[kHyperRuns];
-#pragma unroll
-  for (int b = 0; b < kHyperRuns; ++b) norm[b] = load_four(args.norm + channel + b * kHyperRun);
-  cluster_sync();
+  barrier_wait(shared_there, 0);
 
   // x, and its squares to all blocks.
-  float factor = rsqrtf(from_all(shared.gates[n][kStreams]) * (1.f / (kStreams * width)) + args.eps);
-  const float own = sigmoid(from_all(shared.gates[n][c]) * factor * scale + base) + args.hc_eps;
+  constexpr int kSharedStride = kHyperShared * kHyperVector;
+  constexpr float kOfStreams = 1.f / (kStreams * kWidth), kOfWidth = 1.f / kWidth;
+  const float* from_all = shared.shared[0];
+  float factor =
+      rsqrtf(tree<kHyperParts, kSharedStride>(from_all + kHyperTokens * kStreams + n) * kOfStreams + args.eps);
+  const float product = tree<kHyperParts, kSharedStride>(from_all + lane);
+  const float own = sigmoid(product * factor * scale + base) + args.hc_eps;
   float pre[kStreams];
 #pragma unroll
   for (int k = 0; k < kStreams; ++k) pre[k] = __shfl_sync(kAllLanes, own, kQuad * n + k);
@@ -351,23 +397,21 @@ __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
   squares = lanes_sum<kQuad>(squares);
   if (c == 0) shared.squares[warp][n] = squares;
   named_sync(1, kConsumers);
-  if (threadIdx.x < kHyperParts * kHyperTokens) {
-    const int of = threadIdx.x % kHyperTokens, to = threadIdx.x / kHyperTokens;
-    float sum = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += shared.squares[w][of];
-    store_peer(peer_address(shared_address(&shared.norms[of][rank]), to), sum);
+  if (threadIdx.x < kHyperParts * kHyperSquares) {
+    const int to = threadIdx.x / kHyperSquares, piece = threadIdx.x % kHyperSquares * kHyperVector;
+    send(shared_address(&shared.norms[rank][piece]), norms_there, to,
+         tree4<kWarps, kHyperTokens>(&shared.squares[0][piece]));
   }
-  __syncwarp();
-  cluster_sync();
+  barrier_wait(norms_there, 0);
   if (!there) return;
-  factor = rsqrtf(from_all(shared.norms[n]) * (1.f / width) + args.eps);
+  factor = rsqrtf(tree<kHyperParts, kHyperTokens>(&shared.norms[0][n]) * kOfWidth + args.eps);
 #pragma unroll
   for (int b = 0; b < kHyperRuns; ++b) {
-    const size_t at = static_cast<size_t>(token) * width + channel + b * kHyperRun;
+    const size_t at = static_cast<size_t>(token) * kWidth + channel + b * kHyperRun;
+    const Four norm = load_four(&shared.norm[warp][b * kHyperRun + 4 * c]);
     float out[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) out[i] = mixed[b].x[i] * factor * norm[b].x[i];
+    for (int i = 0; i < 4; ++i) out[i] = mixed[b].x[i] * factor * norm.x[i];
     if (args.bf16_out) {
       const __nv_bfloat162 low = __floats2bfloat162_rn(out[0], out[1]), high = __floats2bfloat162_rn(out[2], out[3]);
       *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(args.x) + at) = {reinterpret_cast<const uint32_t&>(low),
