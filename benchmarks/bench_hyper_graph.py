@@ -178,11 +178,12 @@ def time_reference(recorder: Recorder) -> None:
     import jax
     import jax.numpy as jnp
 
-    from dsv4_jax.ops import Written, hyper_connection
+    from dsv4_jax.ops import Written, connection_vector, hyper_connection
 
     for tokens in (1, 64, 256):
         case = Case(tokens, WIDTHS["flash"])
-        given = [jnp.asarray(x.cpu().numpy()) for x in (case.streams, case.fn, case.base, case.scale, case.norm)]
+        vector = connection_vector(*(jnp.asarray(x.cpu().numpy()) for x in (case.norm, case.base, case.scale)))
+        given = [*(jnp.asarray(x.cpu().numpy()) for x in (case.streams, case.fn)), vector]
         y = jnp.asarray(case.written[0].cpu().numpy())
         post, comb = (jnp.asarray(x.cpu().numpy()) for x in (case.old_post, case.old_comb))
         op = functools.partial(hyper_connection, iterations=ITERATIONS, hc_eps=HC_EPS, eps=EPS)

@@ -71,8 +71,8 @@ class Results {
   bool good_ = true;
 };
 
-// Operands: streams, fn, base, scale, norm; post, comb and `outputs` outputs if there are any. Results: x; but of the
-// head, post and comb, and streams if there are outputs.
+// Operands: streams, fn, the vector of norm, base and scale; post, comb and `outputs` outputs if there are any.
+// Results: x; but of the head, post and comb, and streams if there are outputs.
 ffi::Error hyper_connection(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::RemainingRets returned,
                             int32_t outputs, int32_t iterations, float hc_eps, float eps, bool head, bool bf16) {
   dsv4::Operands operands(arguments);
@@ -81,9 +81,10 @@ ffi::Error hyper_connection(cudaStream_t stream, ffi::RemainingArgs arguments, f
   const int64_t tokens = operands.rows(), all = operands.width(), width = all / dsv4::kStreams;
   const int64_t rows = head ? dsv4::kStreams : dsv4::kHyperRows, entries = dsv4::kStreams * dsv4::kStreams;
   args.fn = operands.next<float>(ffi::F32, all, rows);
-  args.base = operands.next<float>(ffi::F32, rows, rows);
-  args.scale = operands.next<float>(ffi::F32, head ? 1 : 3, head ? 1 : 3);
-  args.norm = operands.next<float>(ffi::F32, width, width);
+  args.norm = operands.next<float>(ffi::F32);
+  if (operands.width() < width + rows + (head ? 1 : 3)) operands.refuse("the vector is too short");
+  args.base = args.norm + width;
+  args.scale = args.base + rows;
   if (outputs < 0 || outputs > dsv4::kHyperOutputs) operands.refuse("there must be no, one or two outputs");
   if (width * dsv4::kStreams != all || (width != kFlashWidth && width != kProWidth))
     operands.refuse("streams must be four of 4096 or 7168 channels");

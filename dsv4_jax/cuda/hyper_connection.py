@@ -34,7 +34,7 @@ def call(arguments: HyperConnectionArguments):
     """
     streams, written, head = arguments.streams, arguments.written, arguments.iterations is None
     tokens, n, width = streams.shape
-    operands = [streams.reshape(tokens, n * width), arguments.fn, arguments.base, arguments.scale, arguments.norm]
+    operands = [streams.reshape(tokens, n * width), arguments.fn, arguments.vector]
     results = [jax.ShapeDtypeStruct((tokens, width), arguments.dtype)]
     if not head:
         results += [jax.ShapeDtypeStruct((tokens, size), jnp.float32) for size in (n, n * n)]

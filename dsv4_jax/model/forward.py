@@ -158,7 +158,7 @@ def _layers(
         raise ShapeError(f"tokens has shape {tokens.shape}, the plan schedules {scheduled}")
     residual = embed(params, tokens, cfg)
     for i, p in enumerate(params["layers"]):
-        x, streams, *back = read(p["hc_attn"], p["attn_norm"], residual, cfg, dtype, step.implementation)
+        x, streams, *back = read(p, "hc_attn", residual, cfg, dtype, step.implementation)
         y, handle = attention(p["attn"], step.layer(i), x, index_qat=index_qat)
         step = handle.step
         residual = feed_forward(p, Residual(streams, Written((y,), *back)), tokens, cfg, dtype, step.implementation)
@@ -194,11 +194,11 @@ def feed_forward(
     implementation: Choice = None,
 ) -> Residual:
     """The second half of a layer."""
-    x, streams, *back = read(p["hc_ffn"], p["ffn_norm"], residual, cfg, dtype, implementation)
-    return Residual(streams, Written((moe(p["ffn"], x, tokens, cfg),), *back))
+    x, streams, *back = read(p, "hc_ffn", residual, cfg, dtype, implementation)
+    return Residual(streams, Written(moe(p["ffn"], x, tokens, cfg), *back))
 
 
 def head(params: Params, residual: Residual, cfg: DSV4Config, implementation: Choice = None) -> jax.Array:
     """Logits [T, vocab]."""
-    x = read_head(params["hc_head"], params["norm"], residual, cfg, activations(params), implementation)
+    x = read_head(params, residual, cfg, activations(params), implementation)
     return linear(x, params["embed"] if cfg.tie_word_embeddings else params["head"])

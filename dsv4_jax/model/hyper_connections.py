@@ -10,11 +10,14 @@ from typing import NamedTuple
 import jax
 
 from ..config import DSV4Config
-from ..ops.hyper_connection import Written, hyper_connection, hyper_head
+from ..ops.hyper_connection import Written, connection_vector, hyper_connection, hyper_head
 from ..ops.registry import Choice, offered
+from .deferred import join, lengthened
 from .params import Params
 
-__all__ = ["Residual", "read", "read_head"]
+__all__ = ["Residual", "read", "read_head", "stack_connections"]
+
+_SITES = {"hc_attn": "attn_norm", "hc_ffn": "ffn_norm"}  # of a layer: hyper-connection -> the norm that follows
 
 
 class Residual(NamedTuple):
@@ -31,31 +34,50 @@ class Residual(NamedTuple):
 
 def read(
     p: Params,
-    norm: jax.Array,
+    site: str,
     residual: Residual,
     cfg: DSV4Config,
     dtype: jax.typing.DTypeLike,
     implementation: Choice = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """A block's input [T, hidden] of `dtype`, normalised; the streams, post and comb with which it writes."""
-    chosen = offered("hyper_connection", implementation)
+    """What a block of the layer p reads, at "hc_attn" or "hc_ffn".
+
+    Returns:
+        (block input [T, hidden] of `dtype`, normalised; streams, post and comb with which it writes).
+    """
     return hyper_connection(
-        residual.streams, p["fn"], p["base"], p["scale"], norm, residual.written, iterations=cfg.hc_sinkhorn_iters,
-        hc_eps=cfg.hc_eps, eps=cfg.rms_norm_eps, dtype=dtype, implementation=chosen,
+        residual.streams, p[site]["fn"], _vector(p[site], p.get(_SITES[site])), residual.written,
+        iterations=cfg.hc_sinkhorn_iters, hc_eps=cfg.hc_eps, eps=cfg.rms_norm_eps, dtype=dtype,
+        implementation=offered("hyper_connection", implementation),
     )  # fmt: skip
 
 
 def read_head(
-    p: Params,
-    norm: jax.Array,
+    params: Params,
     residual: Residual,
     cfg: DSV4Config,
     dtype: jax.typing.DTypeLike,
     implementation: Choice = None,
 ) -> jax.Array:
-    """The head's input [T, hidden] of `dtype`, normalised."""
-    chosen = offered("hyper_connection", implementation)
+    """What the head reads: [T, hidden] of `dtype`, normalised."""
+    p = params["hc_head"]
     return hyper_head(
-        residual.streams, p["fn"], p["base"], p["scale"], norm, residual.written, hc_eps=cfg.hc_eps,
-        eps=cfg.rms_norm_eps, dtype=dtype, implementation=chosen,
+        residual.streams, p["fn"], _vector(p, params["norm"]), residual.written, hc_eps=cfg.hc_eps,
+        eps=cfg.rms_norm_eps, dtype=dtype, implementation=offered("hyper_connection", implementation),
     )  # fmt: skip
+
+
+def stack_connections(layer: Params) -> Params:
+    """The same layer with what `hyper_connection` takes as one vector in one: "vector" beside "fn"."""
+    sites = {site: norm for site, norm in _SITES.items() if site in layer}
+    stacked = {}
+    for site, norm in sites.items():
+        joined = join(
+            [layer[norm], layer[site]["base"], layer[site]["scale"]]
+        )  # `connection_vector`, also of deferred ones
+        stacked[site] = {"fn": layer[site]["fn"], "vector": lengthened(joined, -joined.size % 64)}
+    return {name: p for name, p in layer.items() if name not in sites.values()} | stacked
+
+
+def _vector(p: Params, norm: jax.Array | None) -> jax.Array:
+    return p["vector"] if "vector" in p else connection_vector(norm, p["base"], p["scale"])

@@ -26,8 +26,8 @@ _SCORES = {
 MOST_TOKENS = 8192  # of a call of `ops.moe`: less than its CUDA kernel takes
 
 
-def moe(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> jax.Array:
-    """[T, hidden] float32, [T] token ids -> [T, hidden].
+def moe(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> tuple[jax.Array, ...]:
+    """[T, hidden] float, [T] token ids -> what the experts add: [T, hidden] float32 of the routed and of the shared.
 
     Experts that stay as released run on the tokens that chose them (`ops.moe`). Others run on every token, and the
     routing weight, mostly zero, picks: the plainest form with static shapes, and exact.
@@ -36,8 +36,8 @@ def moe(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> jax.Arra
     out = (_dispatched if isinstance(experts["gate_up"], Quantised) else _everywhere)(p, x, tokens, cfg)
     if "shared" in p:
         both = products(p["shared"], "of_token", x)
-        out = out + linear(swiglu(dense(both["gate"]), dense(both["up"]), cfg.swiglu_limit), p["shared"]["down"])
-    return out
+        return out, linear(swiglu(dense(both["gate"]), dense(both["up"]), cfg.swiglu_limit), p["shared"]["down"])
+    return (out,)
 
 
 def _dispatched(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> jax.Array:

@@ -19,6 +19,7 @@ import numpy as np
 from ..errors import ShapeError
 from ..ops.columns import Columns, Values
 from .deferred import join
+from .hyper_connections import stack_connections
 from .numerics import linear
 from .params import Params
 from .quantised import Matrix, Quantised
@@ -89,7 +90,7 @@ def stack_projections(params: Params) -> Params:
         return stacked
 
     def layer(p: Params) -> Params:
-        stacked = p | {"attn": attention(p["attn"])}
+        stacked = stack_connections(p) | {"attn": attention(p["attn"])}
         if "shared" in p.get("ffn", {}):
             stacked["ffn"] = p["ffn"] | {"shared": _stacked(p["ffn"]["shared"], ("of_token",))}
         return stacked

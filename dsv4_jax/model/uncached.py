@@ -31,7 +31,7 @@ def forward_uncached(cfg: DSV4Config, params: Params, tokens: jax.Array) -> jax.
     """Logits [T, vocab] float32 of one sequence, [T] int32. Memory grows with T squared."""
     residual, dtype = embed(params, tokens, cfg), activations(params)
     for p, attn in zip(params["layers"], cfg.layer_types, strict=True):
-        x, streams, *back = read(p["hc_attn"], p["attn_norm"], residual, cfg, dtype)
+        x, streams, *back = read(p, "hc_attn", residual, cfg, dtype)
         y = attention_uncached(p["attn"], x, attn, cfg)
         residual = feed_forward(p, Residual(streams, Written((y,), *back)), tokens, cfg, dtype)
     return head(params, residual, cfg)

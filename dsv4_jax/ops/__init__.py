@@ -17,7 +17,7 @@ from .copy import copy_units
 from .dense_fp8 import dense_fp8
 from .epilogue import Epilogue
 from .gather import gather_rows
-from .hyper_connection import Written, hyper_connection, hyper_head
+from .hyper_connection import Written, connection_vector, hyper_connection, hyper_head
 from .index_scores import index_scores
 from .moe import moe
 from .numerics import hadamard, inv_frequencies, rms_norm, rope, rope_frequencies
@@ -36,6 +36,7 @@ __all__ = [
     "attend",
     "compress_csa",
     "compress_hca",
+    "connection_vector",
     "copy_units",
     "dense_fp8",
     "encode",

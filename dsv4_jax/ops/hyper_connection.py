@@ -22,6 +22,7 @@ __all__ = [
     "IMPLEMENTATION",
     "HyperConnectionArguments",
     "Written",
+    "connection_vector",
     "hyper_connection",
     "hyper_head",
     "reference",
@@ -52,9 +53,7 @@ class HyperConnectionArguments:
 
     streams: jax.Array
     fn: jax.Array
-    base: jax.Array
-    scale: jax.Array
-    norm: jax.Array
+    vector: jax.Array
     written: Written | None
     iterations: int | None
     hc_eps: float
@@ -69,9 +68,7 @@ class HyperConnectionArguments:
 def hyper_connection(
     streams: jax.Array,
     fn: jax.Array,
-    base: jax.Array,
-    scale: jax.Array,
-    norm: jax.Array,
+    vector: jax.Array,
     written: Written | None = None,
     *,
     iterations: int,
@@ -87,9 +84,8 @@ def hyper_connection(
     Args:
         streams: [T, n, D] float32.
         fn: [(2 + n) n, n D] float32, the rows of `pre`, `post` and `comb`.
-        base: [(2 + n) n] float32.
-        scale: [3] float32, of `pre`, `post` and `comb`.
-        norm: [D] float32, weights of the RMSNorm that the block begins with.
+        vector: float32, `connection_vector` of the weights [D] of the RMSNorm that the block begins with, base
+            [(2 + n) n], and scale [3], of `pre`, `post` and `comb`.
         written: the output of the block before; None before the first.
         iterations: of `sinkhorn`, at least 1.
         hc_eps: of `pre` and `sinkhorn`.
@@ -108,7 +104,7 @@ def hyper_connection(
     if iterations < 1:
         raise ShapeError(f"hyper_connection: iterations is {iterations}, expected at least 1")
     rows = 2 + streams.shape[1] if getattr(streams, "ndim", 0) == 3 else 0
-    given = _checked("hyper_connection", streams, fn, base, scale, norm, written, rows, 3, dtype)
+    given = _checked("hyper_connection", streams, fn, vector, written, rows, 3, dtype)
     return run(
         "hyper_connection", HyperConnectionArguments(*given, iterations, hc_eps, eps, jnp.dtype(dtype)), implementation
     )
@@ -117,9 +113,7 @@ def hyper_connection(
 def hyper_head(
     streams: jax.Array,
     fn: jax.Array,
-    base: jax.Array,
-    scale: jax.Array,
-    norm: jax.Array,
+    vector: jax.Array,
     written: Written | None = None,
     *,
     hc_eps: float,
@@ -129,21 +123,30 @@ def hyper_head(
 ) -> jax.Array:
     """What the head reads: the streams after the last block, summed by their gates and normalised. [T, D] of `dtype`
 
-    As `hyper_connection` with fn [n, n D], base [n] and scale [1], those of the gates; an implementation of it.
+    As `hyper_connection` with fn [n, n D], and in the vector base [n] and scale [1], those of the gates; implemented
+    by it.
     """
-    given = _checked("hyper_head", streams, fn, base, scale, norm, written, 1, 1, dtype)
+    given = _checked("hyper_head", streams, fn, vector, written, 1, 1, dtype)
     return run(
         "hyper_connection", HyperConnectionArguments(*given, None, hc_eps, eps, jnp.dtype(dtype)), implementation
     )
 
 
-def _checked(name: str, streams, fn, base, scale, norm, written, rows: int, scales: int, dtype) -> tuple:
+def connection_vector(norm: jax.Array, base: jax.Array, scale: jax.Array) -> jax.Array:
+    """What `hyper_connection` takes beside fn: these one after the other, and zeros to a multiple of 64.
+
+    One vector, because XLA gives a kernel the address of a part of a large array only if it is of 256 bytes, or more.
+    """
+    joined = jnp.concatenate([norm, base, scale])
+    return jnp.pad(joined, (0, -joined.size % 64))
+
+
+def _checked(name: str, streams, fn, vector, written, rows: int, scales: int, dtype) -> tuple:
     check = Check(name)
     streams = check.array("streams", streams, "float32", "T", "n", "D")
     _, n, width = streams.shape
-    fn = check.array("fn", fn, "float32", rows * n, n * width)
-    base, scale = check.array("base", base, "float32", rows * n), check.array("scale", scale, "float32", scales)
-    norm = check.array("norm", norm, "float32", "D")
+    fn, size = check.array("fn", fn, "float32", rows * n, n * width), width + rows * n + scales
+    vector = check.array("vector", vector, "float32", size + -size % 64)
     if written is not None:
         check.given("written", written, Written)
         if not isinstance(written.outputs, tuple) or len(written.outputs) not in (1, 2):
@@ -153,7 +156,7 @@ def _checked(name: str, streams, fn, base, scale, norm, written, rows: int, scal
         written = Written(outputs, post, check.array("written.comb", written.comb, "float32", "T", "n", "n"))
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
         raise ShapeError(f"{name}: dtype is {jnp.dtype(dtype).name}, expected float32 or bfloat16")
-    return streams, fn, base, scale, norm, written
+    return streams, fn, vector, written
 
 
 def reference(arguments: HyperConnectionArguments):
@@ -166,13 +169,14 @@ def reference(arguments: HyperConnectionArguments):
     mix = jnp.einsum("ti,oi->to", flat, arguments.fn, precision=_EXACT)
     head = arguments.iterations is None
     starts = (0, n) if head else (0, n, 2 * n, (2 + n) * n)
+    norm, base, scale, _ = jnp.split(arguments.vector, np.cumsum([width, starts[-1], len(starts) - 1]).tolist())
     parts = [
-        mix[:, first:last] * scale + arguments.base[None, first:last]
-        for first, last, scale in zip(starts[:-1], starts[1:], arguments.scale, strict=True)
+        mix[:, first:last] * factor + base[None, first:last]
+        for first, last, factor in zip(starts[:-1], starts[1:], scale, strict=True)
     ]
     pre = jax.nn.sigmoid(parts[0]) + hc_eps
     x = _normalised(jnp.einsum("tn,tnd->td", pre, streams, precision=_EXACT), arguments.eps)
-    x = (x * arguments.norm[None]).astype(arguments.dtype)
+    x = (x * norm[None]).astype(arguments.dtype)
     if head:
         return x
     comb = sinkhorn(parts[2].reshape(tokens, n, n), arguments.iterations, hc_eps)

@@ -84,7 +84,7 @@ def call_hyper_connection(outputs: int, head: bool = False):
     n, width = 4, 4096
     rows = n if head else (2 + n) * n
     written = Written((jnp.zeros((3, width)),) * outputs, jnp.zeros((3, n)), jnp.zeros((3, n, n))) if outputs else None
-    weights = jnp.zeros((rows, n * width)), jnp.zeros(rows), jnp.zeros(1 if head else 3), jnp.zeros(width)
+    weights = jnp.zeros((rows, n * width)), jnp.zeros(width + 64)
     call = hyper_head if head else functools.partial(hyper_connection, iterations=20)
     return call(jnp.zeros((3, n, width)), *weights, written, hc_eps=1e-6, eps=1e-6, implementation="cuda")
 

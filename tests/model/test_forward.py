@@ -45,7 +45,8 @@ def test_stacked_projections_change_nothing(params, uncached):
     assert set(stacked["layers"][2]["attn"]) >= {"of_input", "of_q_latent"}
     assert not {"wq_a", "wq_b", "wkv"} & set(stacked["layers"][2]["attn"])
     sizes = [sum(x.size for x in jax.tree.leaves(p)) for p in (params, stacked)]
-    assert sizes[0] == sizes[1]
+    sites = 2 * len(params["layers"])  # whose vectors are padded
+    assert sizes[0] <= sizes[1] < sizes[0] + 64 * sites
     packed = model.pack_layers(stacked)
     assert len(jax.tree.leaves(packed["layers"])) <= 12 < len(jax.tree.leaves(stacked["layers"][0]))
     chex.assert_trees_all_equal(tuple(packed["layers"]), stacked["layers"])

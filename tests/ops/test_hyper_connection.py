@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import ShapeError
-from dsv4_jax.ops import Written, hyper_connection, hyper_head
+from dsv4_jax.ops import Written, connection_vector, hyper_connection, hyper_head
 
 from ..oracle import residual as oracle
 from .op_test import OpTest
@@ -58,7 +58,8 @@ class Case:
     def given(self) -> list[Any]:
         a = self.arrays
         written = Written(self.outputs, a["post"], a["comb"]) if self.outputs else None
-        return [a[name] for name in ("streams", "fn", "base", "scale", "norm")] + [written]
+        vector = np.concatenate([a["norm"], a["base"], a["scale"]])
+        return [a["streams"], a["fn"], np.pad(vector, (0, -vector.size % 64)), written]
 
 
 class HyperConnectionTest(OpTest):
@@ -144,8 +145,7 @@ def test_no_tokens() -> None:
 
 F = jnp.float32
 SMALL = {
-    "streams": jnp.zeros((2, 4, 8)), "fn": jnp.zeros((24, 32)), "base": jnp.zeros(24), "scale": jnp.zeros(3),
-    "norm": jnp.zeros(8),
+    "streams": jnp.zeros((2, 4, 8)), "fn": jnp.zeros((24, 32)), "vector": jnp.zeros(64),
     "written": Written((jnp.zeros((2, 8)),), jnp.zeros((2, 4)), jnp.zeros((2, 4, 4))),
 }  # fmt: skip
 
@@ -156,9 +156,7 @@ SMALL = {
         ({"streams": jnp.zeros((2, 8))}, r"streams is float32 \[2, 8\], expected float32 \[T, n, D\]"),
         ({"streams": jnp.zeros((2, 4, 8), jnp.bfloat16)}, r"streams is bfloat16 \[2, 4, 8\], expected float32"),
         ({"fn": jnp.zeros((4, 32))}, r"fn is float32 \[4, 32\], expected float32 \[24, 32\]"),
-        ({"base": jnp.zeros(4)}, r"base is float32 \[4\], expected float32 \[24\]"),
-        ({"scale": jnp.zeros(1)}, r"scale is float32 \[1\], expected float32 \[3\]"),
-        ({"norm": jnp.zeros(9)}, r"norm is float32 \[9\], expected float32 \[8\]"),
+        ({"vector": jnp.zeros(35)}, r"vector is float32 \[35\], expected float32 \[64\]"),
         ({"written": jnp.zeros(3)}, "written is .*, expected Written"),
         ({"written": SMALL["written"]._replace(outputs=())}, "written.outputs has not one or two arrays"),
         ({"written": SMALL["written"]._replace(outputs=(jnp.zeros((2, 9)),))}, r"written.outputs is float32 \[2, 9\]"),
@@ -174,8 +172,13 @@ def test_arguments_are_named(changes: dict, message: str) -> None:
 
 
 def test_arguments_of_the_head_are_named() -> None:
-    given = SMALL | EPS | {"fn": jnp.zeros((4, 32)), "base": jnp.zeros(4)}
-    with pytest.raises(ShapeError, match=r"hyper_head: scale is float32 \[3\], expected float32 \[1\]"):
-        hyper_head(**given)
+    given = SMALL | EPS | {"fn": jnp.zeros((4, 32))}
+    with pytest.raises(ShapeError, match=r"hyper_head: vector is float32 \[128\], expected float32 \[64\]"):
+        hyper_head(**(given | {"vector": jnp.zeros(128)}))
     with pytest.raises(ShapeError, match=r"hyper_head: fn is float32 \[24, 32\], expected float32 \[4, 32\]"):
         hyper_head(**(given | {"fn": jnp.zeros((24, 32))}))
+
+
+def test_vector_is_in_order_and_padded() -> None:
+    vector = connection_vector(jnp.full(40, 1.0), jnp.full(24, 2.0), jnp.full(3, 3.0))
+    np.testing.assert_array_equal(vector, np.repeat([1, 2, 3, 0], (40, 24, 3, 61)).astype(np.float32))

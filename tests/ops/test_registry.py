@@ -95,7 +95,7 @@ def scored() -> Iterator[IndexScoresArguments]:
 def connected() -> Iterator[HyperConnectionArguments]:
     for n, width, iterations in ((4, 4096, 20), (4, 4096, None), (2, 64, 3)):
         rows = n if iterations is None else (2 + n) * n
-        weights = floats(rows, n * width), floats(rows), floats(1 if iterations is None else 3), floats(width)
+        weights = floats(rows, n * width), floats(width + 64)
         for outputs in range(3):
             written = Written((floats(2, width),) * outputs, floats(2, n), floats(2, n, n)) if outputs else None
             yield HyperConnectionArguments(
