@@ -72,6 +72,13 @@ SECTIONS = (
         ops=("dense_fp8",),
     ),
     Section(
+        "From block to block: hyper-connections",
+        "A block's output into the four streams, what the next one reads mixed and normalised, in one kernel. `first`: "
+        "no output yet; `head`: before the head. Batch: tokens; the megabytes are those of streams, outputs, weights "
+        "and x.",
+        ops=("hyper_connection",),
+    ),
+    Section(
         "Whole decode steps",
         "The attention stack with real projection sizes in bf16, fp8 rows, fp4 index keys: one executable, one command "
         "buffer, the cache updated in place. The floor is what the step's bytes and FLOPs take at the ceilings of the "
