@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import pathlib
 import time
+from typing import Any
 
 import torch
 from graph_timing import Recorder, copy_ceiling, microseconds
@@ -95,7 +96,7 @@ class Case:
             x.to(dtype) for x in (self.streams, self.fn, self.base, self.scale, self.norm)
         )
         if self.outputs:
-            y = sum(x.to(dtype) for x in self.written)
+            y = torch.stack([x.to(dtype) for x in self.written]).sum(0)
             mixed = torch.einsum("tjk,tjd->tkd", self.old_comb.to(dtype), streams)
             streams = self.old_post.to(dtype)[..., None] * y[:, None] + mixed
         flat = streams.reshape(len(streams), -1)
@@ -157,7 +158,7 @@ def time_all(entry, copy: float, recorder: Recorder) -> None:
     stream = torch.cuda.current_stream
     for name, width in WIDTHS.items():
         for tokens in TOKENS:
-            kinds = {"": dict(outputs=1), "two outputs": dict(outputs=2), "first": dict(outputs=0),
+            kinds: dict[str, Any] = {"": dict(outputs=1), "two outputs": dict(outputs=2), "first": dict(outputs=0),
                      "head": dict(outputs=1, head=True)}  # fmt: skip
             for kind, options in kinds.items() if tokens == 64 else [("", kinds[""])]:
                 one = Case(tokens, width, **options)
@@ -189,10 +190,10 @@ def time_reference(recorder: Recorder) -> None:
         op = functools.partial(hyper_connection, iterations=ITERATIONS, hc_eps=HC_EPS, eps=EPS)
         for implementation in ("xla", "cuda"):
 
-            def loop(streams, *weights, y=y, post=post, comb=comb, op=op, implementation=implementation):
+            def loop(streams, fn, vector, y=y, post=post, comb=comb, op=op, implementation=implementation):
                 def one(_, carry):
                     streams, post, comb = carry
-                    _, *carry = op(streams, *weights, Written((y,), post, comb), implementation=implementation)
+                    _, *carry = op(streams, fn, vector, Written((y,), post, comb), implementation=implementation)
                     return tuple(carry)
 
                 return jax.lax.fori_loop(0, 20, one, (streams, post, comb))

@@ -80,4 +80,8 @@ def stack_connections(layer: Params) -> Params:
 
 
 def _vector(p: Params, norm: jax.Array | None) -> jax.Array:
-    return p["vector"] if "vector" in p else connection_vector(norm, p["base"], p["scale"])
+    """Of a site, stacked or not; stacked ones have taken the norm in."""
+    if "vector" in p:
+        return p["vector"]
+    assert norm is not None
+    return connection_vector(norm, p["base"], p["scale"])

@@ -141,7 +141,16 @@ def connection_vector(norm: jax.Array, base: jax.Array, scale: jax.Array) -> jax
     return jnp.pad(joined, (0, -joined.size % 64))
 
 
-def _checked(name: str, streams, fn, vector, written, rows: int, scales: int, dtype) -> tuple:
+def _checked(
+    name: str,
+    streams: jax.Array,
+    fn: jax.Array,
+    vector: jax.Array,
+    written: Written | None,
+    rows: int,
+    scales: int,
+    dtype: jax.typing.DTypeLike,
+) -> tuple[jax.Array, jax.Array, jax.Array, Written | None]:
     check = Check(name)
     streams = check.array("streams", streams, "float32", "T", "n", "D")
     _, n, width = streams.shape
@@ -167,8 +176,7 @@ def reference(arguments: HyperConnectionArguments):
         streams = _widened(streams, arguments.written)
     flat = _normalised(streams.reshape(tokens, n * width), arguments.eps)
     mix = jnp.einsum("ti,oi->to", flat, arguments.fn, precision=_EXACT)
-    head = arguments.iterations is None
-    starts = (0, n) if head else (0, n, 2 * n, (2 + n) * n)
+    starts = (0, n) if arguments.iterations is None else (0, n, 2 * n, (2 + n) * n)
     norm, base, scale, _ = jnp.split(arguments.vector, np.cumsum([width, starts[-1], len(starts) - 1]).tolist())
     parts = [
         mix[:, first:last] * factor + base[None, first:last]
@@ -177,7 +185,7 @@ def reference(arguments: HyperConnectionArguments):
     pre = jax.nn.sigmoid(parts[0]) + hc_eps
     x = _normalised(jnp.einsum("tn,tnd->td", pre, streams, precision=_EXACT), arguments.eps)
     x = (x * norm[None]).astype(arguments.dtype)
-    if head:
+    if arguments.iterations is None:
         return x
     comb = sinkhorn(parts[2].reshape(tokens, n, n), arguments.iterations, hc_eps)
     return x, streams, np.float32(2) * jax.nn.sigmoid(parts[1]), comb
