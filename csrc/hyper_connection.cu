@@ -20,7 +20,7 @@ constexpr int warps_of(int width) { return width / (dsv4::kHyperParts * dsv4::kH
 template <int kWarps>
 cudaError_t launch_with(const dsv4::HyperArgs& args, cudaStream_t stream) {
   const auto kernel = dsv4::hyper_connection_kernel<kWarps>;
-  constexpr int kShared = kWarps * dsv4::kLanes * dsv4::kHyperPieces * dsv4::kChunkBytes;
+  constexpr int kShared = kWarps * dsv4::kHyperWarpBytes;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (error != cudaSuccess) return error;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
@@ -88,8 +88,7 @@ ffi::Error hyper_connection(cudaStream_t stream, ffi::RemainingArgs arguments, f
   if (outputs < 0 || outputs > dsv4::kHyperOutputs) operands.refuse("there must be no, one or two outputs");
   if (width * dsv4::kStreams != all || (width != kFlashWidth && width != kProWidth))
     operands.refuse("streams must be four of 4096 or 7168 channels");
-  constexpr int64_t kMostTokens = int64_t{65535} * dsv4::kHyperTokens;
-  if (tokens > kMostTokens) operands.refuse("more than 524280 tokens");
+  if (tokens > dsv4::kHyperMostTokens) operands.refuse("more than 131072 tokens");
   if (outputs > 0) {
     args.old_post = operands.next<float>(ffi::F32, dsv4::kStreams, tokens);
     args.old_comb = operands.next<float>(ffi::F32, entries, tokens);

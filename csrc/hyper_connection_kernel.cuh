@@ -25,17 +25,19 @@
 namespace dsv4 {
 
 constexpr int kStreams = 4;
-constexpr int kHyperRows = (2 + kStreams) * kStreams;             // of fn: pre, post, comb
-constexpr int kHyperRest = kHyperRows - kStreams;                 // without pre
-constexpr int kHyperParts = 16;                                   // blocks of a cluster
-constexpr int kHyperTokens = 8;                                   // of a cluster
-constexpr int kHyperOutputs = 2;                                  // at most
-constexpr int kHyperRun = 16;                                     // channels of two products, four a lane
-constexpr int kHyperRuns = 2;                                     // of a warp
-constexpr int kHyperSpan = kHyperRun * kHyperRuns;                // channels of a warp
-constexpr int kRowGroups = kHyperRows / 8;                        // eight rows of fn are a half of a product's
-constexpr int kHyperPieces = kHyperRuns * kStreams * kRowGroups;  // 16 bytes of fn each, of a lane
-constexpr int kTf32Drop = 13;                                     // bits of a float32 that TF32 lacks
+constexpr int kHyperRows = (2 + kStreams) * kStreams;  // of fn: pre, post, comb
+constexpr int kHyperRest = kHyperRows - kStreams;      // without pre
+constexpr int kHyperParts = 16;                        // blocks of a cluster
+constexpr int kHyperTokens = 8;                        // of a cluster
+constexpr int kHyperMostTokens = 1 << 17;              // whose numbers 32 bits count
+constexpr int kHyperOutputs = 2;                       // at most
+constexpr int kHyperRun = 16;                          // channels of two products, four a lane
+constexpr int kHyperRuns = 2;                          // of a warp
+constexpr int kHyperSpan = kHyperRun * kHyperRuns;     // channels of a warp
+constexpr int kRowGroups = kHyperRows / 8;             // eight rows of fn are a half of a product's
+constexpr int kHyperChunks = kHyperSpan * static_cast<int>(sizeof(float)) / kChunkBytes;  // of a warp's row of fn
+constexpr int kHyperWarpBytes = kStreams * kHyperRows * kHyperChunks * kChunkBytes;
+constexpr int kTf32Drop = 13;  // bits of a float32 that TF32 lacks
 // What a block sends, 16 bytes each: to all pre of a token, or squares of four tokens; to one its token's post and
 // comb.
 constexpr int kHyperVector = 4;
@@ -47,7 +49,7 @@ struct HyperArgs {
   const float* streams;                 // [tokens, 4, width]
   const float* fn;                      // [rows, 4 * width]
   const float* base;                    // [rows]
-  const float* scale;                   // [3]; of the head [1]
+  const float* scale;                   // [3], of the head [1]; 16 bytes are read of both, and may be
   const float* norm;                    // [width]
   const float* outputs[kHyperOutputs];  // [tokens, width]; null: not given. Without the first nothing is added
   const float* old_post;                // [tokens, 4]
@@ -75,6 +77,7 @@ struct HyperShared {
   alignas(16) float shared[kHyperParts][kHyperShared * kHyperVector];  // pre by token, then squares, from every block
   alignas(16) float own[kHyperParts][kHyperRest];                      // post and comb of one token, from every block
   alignas(16) float norm[kWarps][kHyperSpan];
+  alignas(16) float base[kStreams], scale[kStreams];         // of pre; and what follows it
   alignas(16) float squares[kWarps][kHyperTokens];           // of x
   alignas(16) float norms[kHyperParts][kHyperTokens];        // the same, from every block
   alignas(8) uint64_t shared_there, own_there, norms_there;  // mbarriers
@@ -138,34 +141,35 @@ __device__ __forceinline__ float inverse(float x) {
 }
 __device__ __forceinline__ float sigmoid(float x) { return inverse(1.f + expf(-x)); }
 
-using Matrix4 = float[kStreams][kStreams];
-
-// Rows (or columns) divided by their sum and `eps`.
-template <bool kRows>
-__device__ __forceinline__ void normalise(Matrix4& m, float eps) {
+// A quad's 4 x 4 matrix: number d of lane i is that of row i and column i ^ d, or turned, of column i and row i ^ d.
+struct QuadMatrix {
+  float x[kStreams];
+};
+__device__ __forceinline__ void turn_over(QuadMatrix& m) {
 #pragma unroll
-  for (int i = 0; i < kStreams; ++i) {
-    const float sum = kRows ? (m[i][0] + m[i][1]) + (m[i][2] + m[i][3]) : (m[0][i] + m[1][i]) + (m[2][i] + m[3][i]);
-    const float factor = inverse(sum + eps);
-#pragma unroll
-    for (int k = 0; k < kStreams; ++k) (kRows ? m[i][k] : m[k][i]) *= factor;
-  }
+  for (int d = 1; d < kStreams; ++d) m.x[d] = __shfl_xor_sync(kAllLanes, m.x[d], d);
 }
-
-__device__ __forceinline__ void sinkhorn(Matrix4& m, int iterations, float eps) {
+// The lane's numbers divided by their sum and `eps`.
+__device__ __forceinline__ void normalise(QuadMatrix& m, float eps) {
+  const float factor = inverse(((m.x[0] + m.x[1]) + (m.x[2] + m.x[3])) + eps);
 #pragma unroll
-  for (auto& row : m) {
-    const float most = max_nan(max_nan(row[0], row[1]), max_nan(row[2], row[3]));
+  for (int d = 0; d < kStreams; ++d) m.x[d] *= factor;
+}
+// Rows in, columns out.
+__device__ __forceinline__ void sinkhorn(QuadMatrix& m, int iterations, float eps) {
+  const float most = max_nan(max_nan(m.x[0], m.x[1]), max_nan(m.x[2], m.x[3]));
 #pragma unroll
-    for (float& x : row) x = expf(x - most);
-    const float factor = inverse((row[0] + row[1]) + (row[2] + row[3]));
+  for (int d = 0; d < kStreams; ++d) m.x[d] = expf(m.x[d] - most);
+  normalise(m, 0);
 #pragma unroll
-    for (float& x : row) x = x * factor + eps;
-  }
-  normalise<false>(m, eps);
+  for (int d = 0; d < kStreams; ++d) m.x[d] += eps;
+  turn_over(m);
+  normalise(m, eps);
   for (int i = 1; i < iterations; ++i) {
-    normalise<true>(m, eps);
-    normalise<false>(m, eps);
+    turn_over(m);
+    normalise(m, eps);
+    turn_over(m);
+    normalise(m, eps);
   }
 }
 
@@ -178,16 +182,17 @@ __device__ __forceinline__ void finish_rest(const HyperArgs& args, const HyperSh
       tree<kHyperParts, kHyperShared * kHyperVector>(&shared.shared[0][kHyperTokens * kStreams + own]);
   const float factor = rsqrtf(squares * kInverse + args.eps);
   const float mixed = tree<kHyperParts, kHyperRest>(&shared.own[0][min(lane, kHyperRest - 1)]) * factor * scale + base;
-  Matrix4 m;
+  QuadMatrix m;
+  const int row = quad_lane(lane);
 #pragma unroll
-  for (int i = 0; i < kStreams * kStreams; ++i)
-    m[i / kStreams][i % kStreams] = __shfl_sync(kAllLanes, mixed, kStreams + i);
+  for (int d = 0; d < kStreams; ++d) {
+    m.x[d] = __shfl_sync(kAllLanes, mixed, kStreams + kStreams * row + (row ^ d));
+  }
   if (lane < kStreams) args.post[token * kStreams + lane] = 2.f * sigmoid(mixed);
   sinkhorn(m, args.iterations, args.hc_eps);
-  if (lane == 0) {
-    float4* comb = reinterpret_cast<float4*>(args.comb) + static_cast<size_t>(token) * kStreams;
+  if (lane < kStreams) {
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j) comb[j] = make_float4(m[j][0], m[j][1], m[j][2], m[j][3]);
+    for (int d = 0; d < kStreams; ++d) args.comb[(token * kStreams + (row ^ d)) * kStreams + row] = m.x[d];
   }
 }
 
@@ -198,13 +203,40 @@ __device__ __forceinline__ Four load_four(const float* p) {
   const float4 v = *reinterpret_cast<const float4*>(p);
   return {{v.x, v.y, v.z, v.w}};
 }
+__device__ __forceinline__ void store_four(float* p, const Four& v) {
+  const auto& [a, b, c, d] = v.x;
+  *reinterpret_cast<float4*>(p) = make_float4(a, b, c, d);
+}
+
+// Where a warp has the 16 bytes `chunk` of a row of fn, of one stream: so that lanes with two rows meet no bank twice.
+__device__ __forceinline__ constexpr uint32_t fn_chunk(int stream, int row, int chunk) {
+  return ((stream * kHyperRows + row) * kHyperChunks + (chunk ^ (row & 1) * kQuad)) * kChunkBytes;
+}
+// A warp's channels, from `channel` on, of fn and of the norm. In two groups of copies, of two streams each.
+__device__ __forceinline__ void copy_fn(const HyperArgs& args, uint32_t to, uint32_t norm, int channel, int lane,
+                                        int width) {
+  constexpr int kAtOnce = kLanes / kHyperChunks;  // rows
+  const int chunk = lane % kHyperChunks, four = chunk * kHyperVector;
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) {
+#pragma unroll
+    for (int i = 0; i < kHyperRows / kAtOnce; ++i) {
+      const int row = i * kAtOnce + lane / kHyperChunks;
+      const bool given = row < args.rows;
+      const float* from = args.fn + (static_cast<size_t>(given ? row : 0) * kStreams + j) * width + channel + four;
+      copy_async(to + fn_chunk(j, row, chunk), from, given);
+    }
+    if (j == 0 && lane < kHyperChunks) copy_async(norm + chunk * kChunkBytes, args.norm + channel + four, true);
+    if (j % 2 == 1) copy_commit();
+  }
+}
 
 // Grid: a cluster, eights of tokens.
 template <int kWarps>
 __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
     hyper_connection_kernel(const __grid_constant__ HyperArgs args) {
   constexpr int kConsumers = kWarps * kLanes;
-  extern __shared__ __align__(16) uint8_t dynamic[];  // fn: a lane's pieces, those of all lanes side by side
+  extern __shared__ __align__(128) uint8_t dynamic[];  // the warps' parts of fn
   __shared__ HyperShared<kWarps> shared;
   constexpr int kWidth = kHyperParts * kHyperSpan * kWarps;
   const int rank = blockIdx.x, warp = warp_of(threadIdx.x), lane = lane_of(threadIdx.x);
@@ -236,70 +268,58 @@ __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
   const int n = quad_of(lane), c = quad_lane(lane), token = blockIdx.y * kHyperTokens + n;
   const bool there = token < args.tokens;
   const int channel = (rank * kWarps + warp) * kHyperSpan + 4 * c;
-  const uint32_t pieces = shared_address(dynamic) + threadIdx.x * kChunkBytes;
-  if (lane < kHyperSpan / kHyperVector) {
-    const int four = lane * kHyperVector;
-    copy_async(shared_address(&shared.norm[warp][four]), args.norm + (rank * kWarps + warp) * kHyperSpan + four, true);
-  }
-#pragma unroll
-  for (int b = 0; b < kHyperRuns; ++b) {
-#pragma unroll
-    for (int i = 0; i < kStreams * kRowGroups; ++i) {
-      const int row = i % kRowGroups * 8 + n, stream = i / kRowGroups;
-      const bool given = row < args.rows;
-      const float* from = args.fn + (static_cast<size_t>(given ? row : 0) * kStreams + stream) * kWidth + channel;
-      copy_async(pieces + (b * kStreams * kRowGroups + i) * kConsumers * kChunkBytes, from + b * kHyperRun, given);
-    }
-    copy_commit();
-  }
+  const bool written = there && args.outputs[0] != nullptr;
+  const uint32_t at = token * uint32_t{kWidth} + channel, row = at + token * 3 * uint32_t{kWidth};
 
-  // New streams.
-  Four x[kHyperRuns][kStreams] = {};
+  // All is asked for at once, but what comes first is used first.
+  Four x[kHyperRuns][kStreams] = {}, y[kHyperRuns] = {}, more[kHyperRuns] = {}, post = {}, comb[kStreams] = {};
   if (there) {
-    const float* streams = args.streams + static_cast<size_t>(token) * kStreams * kWidth + channel;
 #pragma unroll
     for (int b = 0; b < kHyperRuns; ++b) {
 #pragma unroll
-      for (int j = 0; j < kStreams; ++j) x[b][j] = load_four(streams + j * kWidth + b * kHyperRun);
+      for (int j = 0; j < kStreams; ++j) x[b][j] = load_four(args.streams + row + j * kWidth + b * kHyperRun);
     }
-    if (args.outputs[0] != nullptr) {
-      const size_t at = static_cast<size_t>(token) * kWidth + channel;
-      Four y[kHyperRuns], more[kHyperRuns] = {}, comb[kStreams];
+  }
+  if (written) {
 #pragma unroll
-      for (int b = 0; b < kHyperRuns; ++b) y[b] = load_four(args.outputs[0] + at + b * kHyperRun);
-      const Four post = load_four(args.old_post + token * kStreams);
+    for (int b = 0; b < kHyperRuns; ++b) y[b] = load_four(args.outputs[0] + at + b * kHyperRun);
+    post = load_four(args.old_post + token * kStreams);
 #pragma unroll
-      for (int j = 0; j < kStreams; ++j) comb[j] = load_four(args.old_comb + (token * kStreams + j) * kStreams);
-      if (args.outputs[1] != nullptr) {
+    for (int j = 0; j < kStreams; ++j) comb[j] = load_four(args.old_comb + (token * kStreams + j) * kStreams);
+  }
+  const uint32_t rows_of_fn = shared_address(dynamic) + warp * kHyperWarpBytes;
+  if (warp == 0 && lane < 2) {
+    const bool first = lane == 0;
+    copy_async(shared_address(first ? shared.base : shared.scale), first ? args.base : args.scale, true);
+  }
+  copy_fn(args, rows_of_fn, shared_address(shared.norm[warp]), channel - 4 * c, lane, kWidth);
+  if (written && args.outputs[1] != nullptr) {
 #pragma unroll
-        for (int b = 0; b < kHyperRuns; ++b) more[b] = load_four(args.outputs[1] + at + b * kHyperRun);
+    for (int b = 0; b < kHyperRuns; ++b) more[b] = load_four(args.outputs[1] + at + b * kHyperRun);
+  }
+  cluster_wait();
+
+  if (written) {
+#pragma unroll
+    for (int b = 0; b < kHyperRuns; ++b) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float old[kStreams] = {x[b][0].x[i], x[b][1].x[i], x[b][2].x[i], x[b][3].x[i]};
+        const float output = y[b].x[i] + more[b].x[i];
+#pragma unroll
+        for (int k = 0; k < kStreams; ++k) {
+          float sum = post.x[k] * output;
+#pragma unroll
+          for (int j = 0; j < kStreams; ++j) sum += comb[j].x[k] * old[j];
+          x[b][k].x[i] = sum;
+        }
       }
-      float* to = args.new_streams + static_cast<size_t>(token) * kStreams * kWidth + channel;
+      if (args.new_streams != nullptr) {
 #pragma unroll
-      for (int b = 0; b < kHyperRuns; ++b) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float old[kStreams] = {x[b][0].x[i], x[b][1].x[i], x[b][2].x[i], x[b][3].x[i]};
-          const float written = y[b].x[i] + more[b].x[i];
-#pragma unroll
-          for (int k = 0; k < kStreams; ++k) {
-            float sum = post.x[k] * written;
-#pragma unroll
-            for (int j = 0; j < kStreams; ++j) sum += comb[j].x[k] * old[j];
-            x[b][k].x[i] = sum;
-          }
-        }
-        if (args.new_streams != nullptr) {
-#pragma unroll
-          for (int k = 0; k < kStreams; ++k) {
-            const auto& v = x[b][k].x;
-            *reinterpret_cast<float4*>(to + k * kWidth + b * kHyperRun) = make_float4(v[0], v[1], v[2], v[3]);
-          }
-        }
+        for (int k = 0; k < kStreams; ++k) store_four(args.new_streams + row + k * kWidth + b * kHyperRun, x[b][k]);
       }
     }
   }
-  const float scale = args.scale[0], base = args.base[c];
   float squares = 0;
 #pragma unroll
   for (const auto& run : x) {
@@ -314,16 +334,17 @@ __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
   // Products: rows of fn by tokens. Of halves high x high, low x high, high x low, each a sum of its own.
   float upper[3][4] = {}, lower[3][4] = {};  // rows n and n + 8; 16 + n
 #pragma unroll
-  for (int b = 0; b < kHyperRuns; ++b) {
-    b == 0 ? copy_wait<1>() : copy_wait<0>();
+  for (int j = 0; j < kStreams; ++j) {
+    if (j == 0) copy_wait<1>(), __syncwarp();
+    if (j == kStreams / 2) copy_wait<0>(), __syncwarp();
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j) {
+    for (int b = 0; b < kHyperRuns; ++b) {
       Halves rows[kRowGroups][4], of_x[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) of_x[i] = halves(x[b][j].x[i]);
 #pragma unroll
       for (int m = 0; m < kRowGroups; ++m) {
-        const uint4 w = load_shared(pieces + ((b * kStreams + j) * kRowGroups + m) * kConsumers * kChunkBytes);
+        const uint4 w = load_shared(rows_of_fn + fn_chunk(j, 8 * m + n, kQuad * b + c));
         const uint32_t bits[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) rows[m][i] = halves(__uint_as_float(bits[i]));
@@ -354,7 +375,6 @@ __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
   named_sync(1, kConsumers);
 
   // The block's sums, 16 bytes a thread, to the blocks that need them.
-  cluster_wait();
   constexpr int kToAll = kHyperParts * kHyperShared, kToOne = kHyperTokens * kHyperOwn;
   static_assert(kToAll + kToOne <= kConsumers, "a thread for each");
   constexpr int kStride = sizeof(HyperSums) / sizeof(float);
@@ -377,7 +397,7 @@ __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
   float factor =
       rsqrtf(tree<kHyperParts, kSharedStride>(from_all + kHyperTokens * kStreams + n) * kOfStreams + args.eps);
   const float product = tree<kHyperParts, kSharedStride>(from_all + lane);
-  const float own = sigmoid(product * factor * scale + base) + args.hc_eps;
+  const float own = sigmoid(product * factor * shared.scale[0] + shared.base[c]) + args.hc_eps;
   float pre[kStreams];
 #pragma unroll
   for (int k = 0; k < kStreams; ++k) pre[k] = __shfl_sync(kAllLanes, own, kQuad * n + k);
@@ -407,17 +427,17 @@ __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
   factor = rsqrtf(tree<kHyperParts, kHyperTokens>(&shared.norms[0][n]) * kOfWidth + args.eps);
 #pragma unroll
   for (int b = 0; b < kHyperRuns; ++b) {
-    const size_t at = static_cast<size_t>(token) * kWidth + channel + b * kHyperRun;
     const Four norm = load_four(&shared.norm[warp][b * kHyperRun + 4 * c]);
     float out[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) out[i] = mixed[b].x[i] * factor * norm.x[i];
     if (args.bf16_out) {
       const __nv_bfloat162 low = __floats2bfloat162_rn(out[0], out[1]), high = __floats2bfloat162_rn(out[2], out[3]);
-      *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(args.x) + at) = {reinterpret_cast<const uint32_t&>(low),
-                                                                             reinterpret_cast<const uint32_t&>(high)};
+      *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(args.x) + at + b * kHyperRun) = {
+          reinterpret_cast<const uint32_t&>(low), reinterpret_cast<const uint32_t&>(high)};
     } else {
-      *reinterpret_cast<float4*>(static_cast<float*>(args.x) + at) = make_float4(out[0], out[1], out[2], out[3]);
+      *reinterpret_cast<float4*>(static_cast<float*>(args.x) + at + b * kHyperRun) =
+          make_float4(out[0], out[1], out[2], out[3]);
     }
   }
 }

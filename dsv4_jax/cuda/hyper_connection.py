@@ -15,7 +15,7 @@ from ..ops.registry import Implementation
 
 __all__ = ["IMPLEMENTATION", "MOST_TOKENS", "STREAMS", "WIDTHS", "call", "supports"]
 
-STREAMS, WIDTHS, MOST_TOKENS = 4, (4096, 7168), 8 * 65535
+STREAMS, WIDTHS, MOST_TOKENS = 4, (4096, 7168), 2**17
 
 
 def supports(arguments: HyperConnectionArguments) -> str | None:

@@ -53,8 +53,7 @@ def test_sizes_are_those_of_the_source() -> None:
     source, header = ((CSRC / f"hyper_connection{end}").read_text() for end in (".cu", "_kernel.cuh"))
     assert f"kStreams = {kernel.STREAMS};" in header
     assert "kFlashWidth = {}, kProWidth = {};".format(*kernel.WIDTHS) in source
-    assert "int64_t{65535} * dsv4::kHyperTokens" in source and "kHyperTokens = 8;" in header
-    assert kernel.MOST_TOKENS == 65535 * 8
+    assert "kHyperMostTokens = 1 << 17;" in header and kernel.MOST_TOKENS == 1 << 17
 
 
 @pytest.mark.gpu
