@@ -1,18 +1,21 @@
 """Compiles a whole decode step for an H200 on a machine without a GPU, and lists its kernels.
 
     pip install --no-deps --target DIR jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION     # of the jax in use
-    PYTHONPATH=.:DIR JAX_PLATFORMS=cpu python benchmarks/compile_step.py [--layers 6] [--json]
+    PYTHONPATH=.:DIR JAX_PLATFORMS=cpu python benchmarks/compile_step.py [--layers 6] [--json] [--whole]
     PYTHONPATH=.:DIR JAX_PLATFORMS=cpu python benchmarks/compile_step.py --xla xla_gpu_enable_triton_gemm=true
 
 Shows what XLA makes of a step before any device time is spent on it: kernels of each kind, whether the cache is
-updated in place, temporaries. With `csrc/` built the CUDA kernels are in it; XLA cannot know here that they may go
-into a command buffer, and searches no tilings, so neither shows.
+updated in place, temporaries. The step is the attention stack that `bench step` times; with --whole it is
+`model.decode_step` with weights as released, and launches are also counted by layer (what a step does once is counted
+with the layer it stands in). With `csrc/` built the CUDA kernels are in it; XLA cannot know here that they may go into
+a command buffer, and searches no tilings, so neither shows.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import json
 import re
 from typing import Any
@@ -22,10 +25,11 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
-from dsv4_jax import ffi
+from dsv4_jax import ffi, model
 from dsv4_jax.bench.step import StepOptions, neutral_layers, set_up
 from dsv4_jax.cache import init_cache
 from dsv4_jax.model.forward import GPU_DECODE_OPTIONS
+from dsv4_jax.model.params import param_specs
 
 # What XLA wants to know of a device, as a text proto of its GpuTargetConfigProto.
 H200 = """
@@ -44,9 +48,11 @@ runtime_version { major: 13 }
 device_description_str: "NVIDIA H200"
 """
 NO_KERNEL = {"parameter", "get-tuple-element", "bitcast", "constant", "tuple"}
+LAUNCHES = {"dsv4_moe": 4}  # of a custom call, if not one
+OF_BLOCK = "dsv4_hyper_connection"  # what a block begins with
 
 
-def compile_step(options: StepOptions) -> tuple[Any, int]:
+def compile_step(options: StepOptions, whole: bool = False) -> tuple[Any, int]:
     """The executable, and the bytes that must be aliased."""
     device = topologies.get_topology_desc("h200", "cuda", target_config=H200, topology="1x1x1").devices[0]
     sharding = SingleDeviceSharding(device)
@@ -58,27 +64,56 @@ def compile_step(options: StepOptions) -> tuple[Any, int]:
     def abstract(tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
-    cfg = options.config()
     layout, size, plan, call = set_up(options)
-    x = jax.ShapeDtypeStruct((options.batch, cfg.hidden_size), jnp.float32)
-    cache, layers = jax.eval_shape(lambda: (init_cache(layout, size), neutral_layers(cfg)))
-    operands = abstract((cache, layers, plan, x))
+    cache = abstract(jax.eval_shape(lambda: init_cache(layout, size)))
+    if whole:
+        params = jax.eval_shape(lambda: _released(options))
+        tokens = jax.ShapeDtypeStruct((options.batch,), jnp.int32)
+        call, operands, donated = model.decode_step, (abstract(params), cache, *abstract((plan, tokens))), (1,)
+        bytes_in_place = layout.total_bytes(size)
+    else:
+        x = jax.ShapeDtypeStruct((options.batch, options.config().hidden_size), jnp.float32)
+        layers = jax.eval_shape(lambda: neutral_layers(options.config()))
+        operands, donated = (cache, *abstract((layers, plan, x))), (0, 3)
+        bytes_in_place = layout.total_bytes(size) + 4 * x.size
     # Pallas asks for the device, too.
     seen = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu"))
     with jax.sharding.use_abstract_mesh(seen):
-        lowered = jax.jit(call, donate_argnums=(0, 3)).trace(*operands).lower(lowering_platforms=("cuda",))
-    bytes_in_place = layout.total_bytes(size) + 4 * x.size
+        lowered = jax.jit(call, donate_argnums=donated).trace(*operands).lower(lowering_platforms=("cuda",))
     return lowered.compile(compiler_options=GPU_DECODE_OPTIONS | dict(options.xla)), bytes_in_place
 
 
+def _released(options: StepOptions) -> Any:
+    specs = param_specs(options.config(), "released")
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), specs)
+    return model.pack_layers(model.stack_projections(params))
+
+
 def kernels(text: str) -> list[str]:
-    """What the entry computation launches, in order: a custom call's target, or the name of a fusion."""
+    """What the entry computation launches, in order: a custom call's target, or the name of a fusion.
+
+    Of a fusion around a custom call, which gives it the address of a part of an array: the call's target.
+    """
+    inside = dict(
+        re.findall(r'^%([\w.\-]+) \((?:[^\n]*\n)(?:  [^\n]*\n)*?[^\n]*custom_call_target="([^"]+)"', text, re.M)
+    )
     found = []
     for line in text[text.rindex("\nENTRY ") :].splitlines():
         match = re.match(r"\s+(?:ROOT )?%([\w.\-]+) = .*? ([\w\-]+)\(", line)
         if match and match[2] not in NO_KERNEL:
-            target = re.search(r'custom_call_target="([^"]+)"', line)
-            found.append(target[1] if target else re.sub(r"[._]\d+", "", match[1]))
+            target, calls = re.search(r'custom_call_target="([^"]+)"', line), re.search(r"calls=%([\w.\-]+)", line)
+            name = target[1] if target else inside.get(calls[1] if calls else "", re.sub(r"[._]\d+", "", match[1]))
+            found += [name] * LAUNCHES.get(name, 1)
+    return found
+
+
+def by_layer(launched: list[str]) -> dict[str, list[int]]:
+    """Launches of each layer, from one hyper-connection to that two on, by what tells the kinds of layers apart."""
+    starts = [i for i, name in enumerate(launched) if name == OF_BLOCK][::2]
+    found: dict[str, list[int]] = {}
+    for first, last in itertools.pairwise(starts):
+        kinds = [kind for kind in ("csa", "hca") if f"dsv4_compress_{kind}" in launched[first:last]]
+        found.setdefault((kinds or ["swa"])[0], []).append(last - first)
     return found
 
 
@@ -88,24 +123,29 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--context", type=int, default=128 * 1024)
     parser.add_argument("--layers", type=int, default=6, help="only the first N")
+    parser.add_argument("--whole", action="store_true", help="the whole model, weights as released")
     parser.add_argument("--xla", action="append", default=[], metavar="OPTION=VALUE", help="compiler option")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     words = {"true": True, "false": False}
     xla = tuple((name, words.get(value, value)) for name, _, value in (option.partition("=") for option in args.xla))
-    executable, in_place = compile_step(StepOptions(args.model, args.batch, args.context, args.layers, xla=xla))
+    executable, in_place = compile_step(
+        StepOptions(args.model, args.batch, args.context, args.layers, xla=xla), args.whole
+    )
     memory = executable.memory_analysis()
     launched = kernels(executable.as_text())
     report = {
         "layers": args.layers, "kernels": len(launched), "cache_in_place": memory.alias_size_in_bytes == in_place,
         "temp_bytes": memory.temp_size_in_bytes, "by_name": dict(collections.Counter(launched).most_common()),
-        "order": launched,
+        "by_layer": by_layer(launched) if args.whole else None, "order": launched,
     }  # fmt: skip
     if args.json:
         print(json.dumps(report, indent=1))
         return
     print(f"{report['kernels']} kernels in {args.layers} layers, cache in place: {report['cache_in_place']}, "
           f"{report['temp_bytes'] / 1e6:.1f} MB of temporaries")  # fmt: skip
+    for kind, counts in (report["by_layer"] or {}).items():
+        print(f"{kind} layers: {', '.join(map(str, counts))}")
     for name, count in report["by_name"].items():
         print(f"{count:5} {name}")
 
