@@ -161,9 +161,10 @@ def _cuda_library(report: dict[str, Any]) -> str:
         here = f"this driver runs CUDA {build['driver_runs']}" if build["driver_runs"] else "there is no driver here"
         lines.append(f"built with CUDA {build['toolkit']}{needs}; {here}")
     code = report["cuda_code"]
-    groups = _grouped({op: ", ".join(each["capabilities"]) or "none" for op, each in code.items()})
+    groups = _grouped({op: ", ".join(each["capabilities"]) for op, each in code.items()})
     for capabilities, ops in groups.items():
-        lines.append(f"code for compute capability {capabilities}" + (f": {', '.join(ops)}" if len(groups) > 1 else ""))
+        kind = f"code for compute capability {capabilities}" if capabilities else "no code"
+        lines.append(kind + (f": {', '.join(ops)}" if len(groups) > 1 else ""))
     if code and (problem := code["swap"]["problem"]):  # those of ops are said with the implementation
         lines.append(f"[red]{escape(problem)}[/]")
     return "\n".join(lines)

@@ -8,6 +8,7 @@ import subprocess
 
 import numpy as np
 import pytest
+import rich.console
 
 from dsv4_jax import ffi
 from dsv4_jax.cli import doctor
@@ -128,10 +129,11 @@ def test_doctor_names_the_capabilities(library, monkeypatch, capsys) -> None:
     report = doctor.examine()
     assert report["cuda_code"]["swap"] == {"capabilities": ("8.0", "9.0", "10.0"), "problem": None}
     assert "compute capability 8.0, the attend kernel" in report["cuda_code"]["attend"]["problem"]
-    doctor._print(doctor.stdout(), report)
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "attend: compute capability 9.0 the device has compute capability 8.0" in printed
-    assert "top_k: compute capability none" in printed
+    rich.console.Console(width=200).print(doctor._table(report))
+    printed = capsys.readouterr().out
+    assert "code for compute capability 9.0: append, attend " in printed
+    assert "code for compute capability 8.0, 9.0, 10.0: swap " in printed
+    assert "no code: compress, queries, index_scores, top_k, " in printed
 
 
 def test_a_kernel_on_another_backend_is_refused_before_it_is_traced(library) -> None:
