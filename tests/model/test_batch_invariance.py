@@ -54,7 +54,8 @@ def test_alone_and_among_others() -> None:
 
 @pytest.mark.slow
 def test_weights_as_released() -> None:
-    check(released.CFG, rows=5, steps=3, weights="released", packed=True)
+    cfg = dataclasses.replace(released.CFG, layer_types=released.CFG.layer_types[1:])
+    check(cfg, rows=5, steps=3, weights="released", packed=True)
 
 
 @pytest.mark.gpu
