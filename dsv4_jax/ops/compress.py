@@ -79,7 +79,7 @@ class CompressorGeometry:
 
 @dataclasses.dataclass(frozen=True)
 class CompressorInputs:
-    """One compressor's operands in a step. Not a pytree: it exists while a step is traced.
+    """One compressor's operands in a step. A pytree, whose geometry is static.
 
     Attributes:
         state: float32 leaf of running state. CSA: [layers * slots * ring, 4e] ring of [kv | score] rows.
