@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 
 from ..config import DSV4Config
-from ..ops.hyper_connection import Written, connection_vector, hyper_connection, hyper_head
+from ..ops.hyper_connection import VECTOR_MULTIPLE, Written, connection_vector, hyper_connection, hyper_head
 from ..ops.registry import Choice, offered
 from .deferred import join, lengthened
 from .params import Params
@@ -72,10 +72,9 @@ def stack_connections(layer: Params) -> Params:
     sites = {site: norm for site, norm in _SITES.items() if site in layer}
     stacked = {}
     for site, norm in sites.items():
-        joined = join(
-            [layer[norm], layer[site]["base"], layer[site]["scale"]]
-        )  # `connection_vector`, also of deferred ones
-        stacked[site] = {"fn": layer[site]["fn"], "vector": lengthened(joined, -joined.size % 64)}
+        # As `connection_vector`, also of deferred arrays.
+        joined = join([layer[norm], layer[site]["base"], layer[site]["scale"]])
+        stacked[site] = {"fn": layer[site]["fn"], "vector": lengthened(joined, -joined.size % VECTOR_MULTIPLE)}
     return {name: p for name, p in layer.items() if name not in sites.values()} | stacked
 
 

@@ -9,12 +9,13 @@ from jax import lax
 
 from .. import ops
 from ..config import DSV4Config
+from ..ops.batches import in_tiles
 from ..ops.columns import dense
 from ..ops.moe import swiglu
 from .numerics import linear
 from .params import Params
 from .projections import products
-from .quantised import Quantised, in_tiles
+from .quantised import Quantised
 
 __all__ = ["moe", "route"]
 

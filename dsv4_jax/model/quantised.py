@@ -8,18 +8,17 @@ against one cuBLAS product with dequantised weights, is in docs/kernels.md.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ..errors import ShapeError
+from ..ops.batches import in_tiles
 from ..ops.dense_fp8 import dense_fp8
 from ..weights import WEIGHT_FORMATS, WeightFormat
 
-__all__ = ["FP4", "FP8", "Matrix", "Quantised", "in_tiles", "product"]
+__all__ = ["FP4", "FP8", "Matrix", "Quantised", "product"]
 
 FP8, FP4 = WEIGHT_FORMATS["fp8"], WEIGHT_FORMATS["fp4"]
 MOST_ROWS = 256  # of a product with FP8 weights: what the CUDA kernel takes
@@ -69,18 +68,3 @@ def product(
     if weight.format != FP8:
         raise ShapeError(f"a dense product with {weight.format.name} weights: only {FP8.name} ones have it")
     return in_tiles(lambda x: dense_fp8(x, *weight.parts, groups=groups, dtype=jnp.dtype(dtype)), MOST_ROWS, x)
-
-
-def in_tiles(run: Callable[..., jax.Array], rows: int, *arrays: jax.Array) -> jax.Array:
-    """`run` of arrays [T, ...], if T is more than `rows` then of so many rows at a time; the last ones are repeated."""
-    count = arrays[0].shape[0]
-    if count <= rows:
-        return run(*arrays)
-    tiles = -(-count // rows)
-
-    def cut(x: jax.Array) -> jax.Array:
-        padded = jnp.pad(x, ((0, tiles * rows - count), *[(0, 0)] * (x.ndim - 1)), mode="edge")
-        return padded.reshape(tiles, rows, *x.shape[1:])
-
-    out = lax.map(lambda tile: run(*tile), tuple(map(cut, arrays)))
-    return out.reshape(tiles * rows, *out.shape[2:])[:count]

@@ -1,4 +1,4 @@
-"""A function of one token, over all tokens in batches: what bounds the memory of a reference."""
+"""Functions of tokens, over all tokens in batches of one size: compiled once, and memory is bounded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["in_batches"]
+__all__ = ["in_batches", "in_tiles"]
 
 MOST = 16  # tokens at a time: `attend` decodes the rows of each, 1.3 MB at V4's widths
 
@@ -18,7 +18,7 @@ def in_batches(one: Callable[..., Any], *operands: jax.Array) -> Any:
     """`one` of the rows of the operands, as `jax.vmap`, at most `MOST` at a time.
 
     All batches have the same size, so that `one` is compiled once: `lax.map` with a batch size compiles it again for
-    what is left over. Rows of zeros, fewer than there are batches, fill the last one; their results are dropped.
+    what is left over. They are of about one size, so that less than a row for each is computed in vain.
 
     Args:
         one: takes a row of each operand; gives arrays.
@@ -28,14 +28,23 @@ def in_batches(one: Callable[..., Any], *operands: jax.Array) -> Any:
         What `one` gives, stacked: [T, ...].
     """
     rows = operands[0].shape[0]
-    batches = -(-rows // MOST)
-    if batches <= 1:
-        return jax.vmap(one)(*operands)
-    size = -(-rows // batches)
+    batches = max(-(-rows // MOST), 1)
+    return in_tiles(jax.vmap(one), -(-rows // batches), *operands)
+
+
+def in_tiles(run: Callable[..., Any], rows: int, *operands: jax.Array) -> Any:
+    """`run` of operands [T, ...], if T is more than `rows` then of exactly so many rows at a time.
+
+    The last row is repeated to fill the last tile; what `run` gives for those is dropped.
+    """
+    count = operands[0].shape[0]
+    if count <= rows:
+        return run(*operands)
+    tiles = -(-count // rows)
 
     def cut(x: jax.Array) -> jax.Array:
-        filled = jnp.pad(x, [(0, batches * size - rows), *[(0, 0)] * (x.ndim - 1)])
-        return filled.reshape(batches, size, *x.shape[1:])
+        filled = jnp.pad(x, [(0, tiles * rows - count), *[(0, 0)] * (x.ndim - 1)], mode="edge")
+        return filled.reshape(tiles, rows, *x.shape[1:])
 
-    out = lax.map(lambda batch: jax.vmap(one)(*batch), tuple(map(cut, operands)))
-    return jax.tree.map(lambda x: x.reshape(batches * size, *x.shape[2:])[:rows], out)
+    out = lax.map(lambda tile: run(*tile), tuple(map(cut, operands)))
+    return jax.tree.map(lambda x: x.reshape(tiles * rows, *x.shape[2:])[:count], out)

@@ -20,6 +20,7 @@ from .registry import Choice, Implementation, run
 
 __all__ = [
     "IMPLEMENTATION",
+    "VECTOR_MULTIPLE",
     "HyperConnectionArguments",
     "Written",
     "connection_vector",
@@ -28,6 +29,8 @@ __all__ = [
     "reference",
     "sinkhorn",
 ]
+
+VECTOR_MULTIPLE = 64  # floats, 256 bytes: what XLA gives a kernel the address of, within a larger array, without a copy
 
 
 class Written(NamedTuple):
@@ -133,12 +136,12 @@ def hyper_head(
 
 
 def connection_vector(norm: jax.Array, base: jax.Array, scale: jax.Array) -> jax.Array:
-    """What `hyper_connection` takes beside fn: these one after the other, and zeros to a multiple of 64.
+    """What `hyper_connection` takes beside fn: these one after the other, and zeros to a multiple of `VECTOR_MULTIPLE`.
 
     One vector, because XLA gives a kernel the address of a part of a large array only if it is of 256 bytes, or more.
     """
     joined = jnp.concatenate([norm, base, scale])
-    return jnp.pad(joined, (0, -joined.size % 64))
+    return jnp.pad(joined, (0, -joined.size % VECTOR_MULTIPLE))
 
 
 def _checked(
@@ -155,7 +158,7 @@ def _checked(
     streams = check.array("streams", streams, "float32", "T", "n", "D")
     _, n, width = streams.shape
     fn, size = check.array("fn", fn, "float32", rows * n, n * width), width + rows * n + scales
-    vector = check.array("vector", vector, "float32", size + -size % 64)
+    vector = check.array("vector", vector, "float32", size + -size % VECTOR_MULTIPLE)
     if written is not None:
         check.given("written", written, Written)
         if not isinstance(written.outputs, tuple) or len(written.outputs) not in (1, 2):
