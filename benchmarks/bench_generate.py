@@ -27,6 +27,7 @@ import numpy as np
 
 from dsv4_jax import model
 from dsv4_jax.bench.model import measure_model, model_config
+from dsv4_jax.bench.records import new_record
 from dsv4_jax.bench.step import StepOptions
 from dsv4_jax.cli import generate as command
 from dsv4_jax.cli import main as cli
@@ -91,15 +92,14 @@ def run(
     with contextlib.ExitStack() as patched:
         for name, owner in PARTS.items():
             patched.enter_context(mock.patch.object(owner, name, timed.of(name, getattr(owner, name))))
-        for name in ("_prefill", "_decode"):
-            patched.enter_context(mock.patch.object(inner, name, timed.of(name, getattr(inner, name))))
+        patched.enter_context(mock.patch.object(inner, "_decode", timed.of("dispatch", inner._decode)))
         patched.enter_context(mock.patch.object(command, "load", load))
         patched.enter_context(contextlib.redirect_stdout(out))
         status = cli([str(word) for word in argv])
     if status:
         raise SystemExit(status)
     report = json.loads(out.getvalue())
-    del report["answers"]
+    del report["answers"], report["checkpoint"]
     step_ms = report["decode_s"] / report["decoded"] * prompts * 1e3
     report |= dict(prompts=prompts, decode_steps=steps, step_ms=step_ms, host_us=timed.medians_us())
     prefill, decode = report["prefill_tokens_per_s"], report["decode_tokens_per_s"]
@@ -133,9 +133,15 @@ def main() -> None:
                 each = StepOptions(model=args.model, layers=args.layers, batch=prompts, context=context, loop=steps)
                 step = measure_model(each, loaded["it"][1], None)["step_ms"]
                 say(f"    bench model: {step:.3f} ms a step; beyond it {(report['step_ms'] - step) * 1e3:.0f} us")
-                found.append(report | {"bench_step_ms": step})
+                row = {"table": "generate", "model": args.model, "layers": args.layers}
+                found.append(row | report | {"bench_step_ms": step})
                 if args.json:
-                    args.json.write_text(json.dumps(found, indent=2) + "\n")
+                    kept = new_record(
+                        found, device=jax.devices()[0].device_kind, ceilings={},
+                        command=f"python benchmarks/bench_generate.py --model {args.model} --layers {args.layers}",
+                        software={"jax": jax.__version__, "backend": jax.default_backend()},
+                    )  # fmt: skip
+                    args.json.write_text(json.dumps(kept, indent=2) + "\n")
 
 
 if __name__ == "__main__":

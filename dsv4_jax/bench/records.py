@@ -147,6 +147,18 @@ TABLES: dict[str, Table] = {
         ),
         ("model", "layers", "batch", "context", "loop", "implementation", "key_split", "devices", "tensor", "exchange"),
     ),
+    # Prompts continued by `dsv4-jax generate`, as it reports them; `bench_step_ms`: the step as `models` times it.
+    "generate": Table(
+        _fields(
+            text="model weights kv_format index_format",
+            number="layers prompts decode_steps drafts max_batch chunk_tokens prompt_tokens new_tokens decoded "
+            "decode_calls decode_rows cached_tokens cache_bytes load_s compile_s prefill_s decode_s "
+            "prefill_tokens_per_s decode_tokens_per_s step_ms bench_step_ms",
+            flag="prefix_caching",
+            parts="host_us",
+        ),
+        ("model", "layers", "prompts", "prompt_tokens", "decode_steps", "drafts"),
+    ),
     # Blocks between the device and pinned host memory: times, and shares of the copy ceiling.
     "swap": Table(
         _fields(

@@ -226,6 +226,13 @@ COLUMNS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
         "required / goal": lambda row: _joined(row, " / ", "required_over_floor", "goal_over_floor"),
         "verdict": lambda row: VERDICTS.get(row.get("verdict") or "", ""),
     },
+    "generate": {
+        "model": _value("model"), "layers": _value("layers"), "prompts": _value("prompts"),
+        "tokens of prompts": _value("prompt_tokens"), "steps a call": _value("decode_steps"),
+        "prefill, tokens/s": _value("prefill_tokens_per_s"), "decode, tokens/s": _value("decode_tokens_per_s"),
+        "ms a step": _value("step_ms"), "the step alone, ms": _value("bench_step_ms"),
+        "host, us": lambda row: ", ".join(f"{name} {number(us)}" for name, us in (row.get("host_us") or {}).items()),
+    },
     "swap": {
         "blocks": _value("blocks"), "ids": _value("ids"), "direction": _value("direction"),
         "kernel, us": _value("kernel_us"), "kernel": _value("kernel_of_copy", lambda x: percent(x)),

@@ -104,6 +104,13 @@ SECTIONS = (
         table="models",
     ),
     Section(
+        "Prompts continued by `dsv4-jax generate`",
+        "Random prompts through a checkpoint of the first layers, drawn, written and loaded as any other, beside the "
+        "step of as many requests that `bench model` times. Host: the median of each part of a decoding call; they run "
+        "while the device computes the call before.",
+        table="generate",
+    ),
+    Section(
         "Block swap (pinned host memory)",
         "Shares are of one large copy in the same run. *Calls in a row* include the host: a jitted call with its ids. "
         "`launch per layer and leaf` is FastDeploy's scheme.",
