@@ -17,8 +17,7 @@ from ..ops.registry import Choice
 from ..plan import PackedPlan
 from .forward import GPU_DECODE_OPTIONS
 from .mtp import draft_step
-from .names import MTP
-from .params import Params
+from .params import Params, has_mtp
 from .sampling import Sampling, keys_of
 
 __all__ = ["Drafter"]
@@ -44,7 +43,7 @@ class Drafter:
 
     def __post_init__(self) -> None:
         layout, width = self.manager.layout, self.width
-        if MTP not in self.params:
+        if not has_mtp(self.params):
             raise PlanError(f"drafts={width}: the parameters have no MTP layer, load them with mtp=True")
         if not layout.include_mtp or layout.draft_tokens < width:
             has = f"include_mtp={layout.include_mtp} and draft_tokens={layout.draft_tokens}"

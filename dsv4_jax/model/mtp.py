@@ -24,7 +24,7 @@ from .forward import activations, block, head, layers
 from .hyper_connections import Residual
 from .names import MTP
 from .numerics import linear, rms_norm
-from .params import Params
+from .params import Params, has_mtp
 from .sampling import GREEDY, Sampling, distribution, draw_keys
 from .speculative import accept
 
@@ -132,7 +132,7 @@ def draft_step(
 
 
 def _check(params: Params, cache: KVCache) -> None:
-    if MTP not in params:
+    if not has_mtp(params):
         raise ShapeError("the parameters have no MTP layer: they were made without mtp=True")
     if not cache.layout.include_mtp:
         raise ShapeError("the cache has no MTP layer: its layout was made without include_mtp=True")

@@ -11,12 +11,14 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from ..checks import shown
 from ..config import AttentionType, DSV4Config, LayerSpec, build_schedule
 from ..errors import ConfigError
 from ..weights import WeightFormat
+from .names import MTP
 from .quantised import FP4, FP8, Quantised
 
-__all__ = ["RELEASED", "Params", "Weights", "is_leaf", "param_specs", "weight_bytes"]
+__all__ = ["RELEASED", "Params", "Weights", "has_mtp", "is_leaf", "param_specs", "weight_bytes"]
 
 Params = dict[str, Any]
 RELEASED = "released"
@@ -35,9 +37,11 @@ def param_specs(cfg: DSV4Config, weights: Weights = jnp.float32, *, mtp: bool = 
 
     Raises:
         ShapeError: a matrix has a size that its released format does not have.
-        ConfigError: the released formats go with another way of scoring experts; or `mtp`, of a model that has not
-            one MTP layer.
+        ConfigError: the released formats go with another way of scoring experts; `mtp` is no bool, or asks for the
+            MTP layer of a model that has not one.
     """
+    if not isinstance(mtp, bool):
+        raise ConfigError("mtp", f"expected True or False, got {shown(mtp)}")
     if mtp and cfg.num_mtp_layers != 1:
         raise ConfigError("num_mtp_layers", f"a model drafts with one MTP layer, this one has {cfg.num_mtp_layers}")
     released = isinstance(weights, str) and weights == RELEASED
@@ -144,13 +148,18 @@ def param_specs(cfg: DSV4Config, weights: Weights = jnp.float32, *, mtp: bool = 
         "layers": tuple(layer(spec) for spec in schedule if not spec.is_mtp),
     }
     if mtp:
-        tree["mtp"] = tuple(mtp_layer(spec) for spec in schedule if spec.is_mtp)
+        tree[MTP] = tuple(mtp_layer(spec) for spec in schedule if spec.is_mtp)
     return tree if cfg.tie_word_embeddings else tree | {"head": matrix(cfg.vocab_size, hidden)}
 
 
 def is_leaf(node: Any) -> bool:
     """What a parameter is, for `jax.tree` functions: quantised ones have several arrays."""
     return isinstance(node, Quantised)
+
+
+def has_mtp(params: Params) -> bool:
+    """Whether the MTP layer is among the parameters."""
+    return len(params.get(MTP, ())) == 1
 
 
 def weight_bytes(cfg: DSV4Config, weights: Weights = RELEASED, *, mtp: bool = False) -> int:

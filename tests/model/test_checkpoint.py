@@ -34,6 +34,8 @@ def test_round_trip_with_the_mtp_layer(params, tmp_path):
     assert names >= {"mtp.0.e_proj.weight", "mtp.0.hc_head_fn", "mtp.0.attn.wq_a.weight", "mtp.0.norm.weight"}
     with pytest.raises(ConfigError, match="num_mtp_layers"):
         model.save_hf(dataclasses.replace(CFG, num_mtp_layers=0), whole, tmp_path)
+    with pytest.raises(ConfigError, match="'mtp': expected True or False, got 'yes'"):
+        model.load_hf(tmp_path, mtp="yes")
 
 
 @pytest.fixture

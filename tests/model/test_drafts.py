@@ -120,7 +120,7 @@ def test_draws_do_not_depend_on_company(params) -> None:
         (dict(drafts=1, decode_steps=2), "drafts must be 0 with decode_steps=2 > 1, got 1"),
         (dict(drafts=3), "drafts=3: the layout has include_mtp=True and draft_tokens=2"),
         (dict(drafts=2, chunk_tokens=5), "number of slots 2, times 3 with drafts"),
-        (dict(drafts=2, params={}), "drafts=2: the parameters have no MTP layer"),
+        (dict(drafts=2, params={"mtp": ()}), "drafts=2: the parameters have no MTP layer"),
     ],
 )
 def test_drafts_that_are_not_possible(params, options, problem) -> None:
