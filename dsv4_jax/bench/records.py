@@ -122,16 +122,18 @@ TABLES: dict[str, Table] = {
         {f.name: _kind(str(f.type)) for f in dataclasses.fields(Measurement)},
         ("op", "shape", "batch", "implementation", "variant", "timer"),
     ),
-    # Whole decode steps, as `step.measure_step` reports them; times are of one step.
+    # Whole decode steps, or of prefill with `chunk` tokens a request, as `step.measure_step` reports them; times are of
+    # one step.
     "steps": Table(
         _fields(
             text="model implementation key_split verdict problem",
-            number="layers batch context loop compile_s cache_gb temp_mb command_buffers custom_calls step_ms "
-            "dispatch_us first_dispatch_us floor_ms over_floor gb_per_s kernel_ms required_over_floor goal_over_floor",
+            number="layers batch context chunk loop compile_s cache_gb temp_mb command_buffers custom_calls step_ms "
+            "dispatch_us first_dispatch_us floor_ms over_floor gb_per_s kernel_ms required_over_floor goal_over_floor "
+            "tokens_per_s required_ms goal_ms",
             flag="cache_in_place",
             parts="floor_us kernels xla",
         ),
-        ("model", "batch", "context", "loop", "implementation", "key_split"),
+        ("model", "batch", "context", "chunk", "loop", "implementation", "key_split"),
     ),
     # Decode steps of whole layers with weights as released, as `model.measure_model` reports them. `experts`: how many
     # a layer reads, on average; `kinds`: layers of each kind of attention; `layer_ms`: of the step, head and all.

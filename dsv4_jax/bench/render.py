@@ -209,10 +209,14 @@ def _context(tokens: int) -> str:
 COLUMNS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "steps": {
         "model": _value("model"), "requests": _value("batch"), "context": _value("context", _context),
-        "steps a call": _value("loop"), "key split": _value("key_split"), "ms": _value("step_ms"), "floor, ms": _floor,
-        "over the floor": _value("over_floor", lambda x: f"{x:.2f}x"), "sum of kernels, ms": _value("kernel_ms"),
+        "chunk": _value("chunk"), "steps a call": _value("loop"), "key split": _value("key_split"),
+        "ms": _value("step_ms"), "floor, ms": _floor,
+        "over the floor": _value("over_floor", lambda x: f"{x:.2f}x"), "tokens/s": _value("tokens_per_s"),
+        "sum of kernels, ms": _value("kernel_ms"),
         "temporaries, MB": _value("temp_mb"), "host, us": _value("dispatch_us"),
-        "required / goal": lambda row: _joined(row, " / ", "required_over_floor", "goal_over_floor"),
+        "required / goal": lambda row: _joined(
+            row, " / ", "required_over_floor", "goal_over_floor", "required_ms", "goal_ms"
+        ),
         "verdict": lambda row: VERDICTS.get(row.get("verdict") or "", ""),
     },
     "models": {

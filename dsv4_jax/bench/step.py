@@ -59,6 +59,7 @@ class StepOptions:
     Attributes:
         model: "flash", "pro" or "tiny".
         batch, context: requests on all devices, and tokens of each.
+        chunk: tokens of each request that the step takes, the last of its context: 1 decodes, more is prefill.
         layers: how many to run, from the first; None: all.
         implementation: of every op; None: the default of each.
         key_split: of the layout.
@@ -73,6 +74,7 @@ class StepOptions:
     model: str = "flash"
     batch: int = 64
     context: int = 128 * 1024
+    chunk: int = 1
     layers: int | None = None
     implementation: Choice = None
     key_split: KeySplit = "throughput"
@@ -98,6 +100,8 @@ class StepOptions:
         cfg = getattr(DSV4Config, self.model)()
         if self.context > cfg.max_position_embeddings:
             raise BenchmarkError(f"context {self.context}: {self.model} has at most {cfg.max_position_embeddings}")
+        if not 1 <= self.chunk <= self.context:
+            raise BenchmarkError(f"chunk {self.chunk} of a context of {self.context} tokens")
         return dataclasses.replace(cfg, layer_types=cfg.layer_types[: self.layers]) if self.layers else cfg
 
 
@@ -106,8 +110,9 @@ class StepSetup(NamedTuple):
 
     Attributes:
         layout, size: of the cache.
-        plan: of a step in which every request feeds its last token, on the host.
-        call: (cache, layers, plan, x [batch, hidden] float32) -> (cache, x), to be jitted with cache and x donated.
+        plan: of a step in which every request feeds its last token, or chunk, on the host.
+        call: (cache, layers, plan, x [batch x chunk, hidden] float32) -> (cache, x), to be jitted with cache and x
+            donated.
     """
 
     layout: CacheLayout
@@ -117,7 +122,7 @@ class StepSetup(NamedTuple):
 
 
 def set_up(options: StepOptions) -> StepSetup:
-    """Raises `BenchmarkError`: the context exceeds the model's."""
+    """Raises `BenchmarkError`: the context exceeds the model's, or the chunk the context."""
     cfg = options.config()
     layout, size, plan = cache_and_plan(cfg, options)
 
@@ -144,12 +149,12 @@ def cache_shape(cfg: DSV4Config, options: StepOptions) -> tuple[CacheLayout, Cac
 
 
 def cache_and_plan(cfg: DSV4Config, options: StepOptions) -> tuple[CacheLayout, CacheSize, PackedPlan]:
-    """What a step runs on, and the plan, on the host, of a step in which every request feeds its last token.
+    """What a step runs on, and the plan, on the host, of a step in which every request feeds its last token, or chunk.
 
     The cache is that of a data shard, the plan that of all of them.
     """
     layout, size = cache_shape(cfg, options)
-    rows = [StepSequence(slot + 1, options.context - 1, 1) for slot in range(size.num_slots)]
+    rows = [StepSequence(slot + 1, options.context - options.chunk, options.chunk) for slot in range(size.num_slots)]
     plan = build_plan(layout, rows, shape_for(layout, rows), size=size)
     return layout, size, stack_plans([plan] * options.split.data)
 
@@ -158,7 +163,8 @@ def measure_step(options: StepOptions, ceilings: Ceilings | None) -> dict[str, A
     """Runs the step and returns what was seen, ready for JSON. Without ceilings there is no floor to compare it with.
 
     Raises:
-        BenchmarkError: the context exceeds the model's, or the step gives numbers that are not finite.
+        BenchmarkError: the context exceeds the model's, the chunk the context, or the step gives numbers that are not
+            finite.
     """
     cfg = options.config()
     layout, size, plan, call = set_up(options)
@@ -166,7 +172,7 @@ def measure_step(options: StepOptions, ceilings: Ceilings | None) -> dict[str, A
     params = random_layers(cfg, key)
     cache = random_cache(layout, size, key)
     plan = jax.device_put(plan)
-    x = jax.random.normal(key, (options.batch, cfg.hidden_size), jnp.float32)
+    x = jax.random.normal(key, (options.batch * options.chunk, cfg.hidden_size), jnp.float32)
 
     # The activations are donated too: a command buffer is launched as it is while its buffers keep their addresses.
     start = time.perf_counter()
@@ -178,9 +184,9 @@ def measure_step(options: StepOptions, ceilings: Ceilings | None) -> dict[str, A
     assert memory is not None
     report: dict[str, Any] = dict(
         model=options.model, layers=cfg.num_layers, batch=options.batch, context=options.context,
-        loop=options.loop, implementation=options.implementation or "default", key_split=options.key_split,
-        xla=chosen, compile_s=compile_s,
-        cache_gb=layout.total_bytes(size) / 1e9,
+        chunk=options.chunk if options.chunk > 1 else None, loop=options.loop,
+        implementation=options.implementation or "default", key_split=options.key_split, xla=chosen,
+        compile_s=compile_s, cache_gb=layout.total_bytes(size) / 1e9,
         cache_in_place=memory.alias_size_in_bytes == layout.total_bytes(size) + x.nbytes,
         temp_mb=memory.temp_size_in_bytes / 1e6,
         command_buffers=text.count("command_buffer"), custom_calls=text.count("custom-call("),
@@ -193,7 +199,9 @@ def measure_step(options: StepOptions, ceilings: Ceilings | None) -> dict[str, A
 
     report |= timed(run, options.steps, options.loop)
     if ceilings is not None:
-        report |= against_floors(floors(layout, params, options.batch, options.context), ceilings, report["step_ms"])
+        parts = floors(layout, params, options.batch, options.context, options.chunk)
+        report |= against_floors(parts, ceilings, report["step_ms"])
+        report["tokens_per_s"] = options.batch * options.chunk / report["step_ms"] * 1e3
     return report | longest_kernels(run, options.loop, options.profile)
 
 
@@ -240,32 +248,38 @@ def random_cache(layout: CacheLayout, size: CacheSize, key: jax.Array) -> KVCach
     return KVCache(arrays, layout)
 
 
-def floors(layout: CacheLayout, params: PackedLayers, batch: int, context: int) -> list[Part]:
+def floors(layout: CacheLayout, params: PackedLayers, batch: int, context: int, chunk: int = 1) -> list[Part]:
     """Those of one step of the attention stack: every weight and every visible row read once."""
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     matrices = sum(math.prod(x.shape) for x in jax.tree.leaves(params) if x.ndim >= 2 and x.dtype == jnp.bfloat16)
-    return [Part("projections", weights, 2 * matrices * batch), *cache_floors(layout, batch, context)]
+    products = Part("projections", weights, 2 * matrices * batch * chunk)
+    return [products, *cache_floors(layout, batch, context, chunk=chunk)]
 
 
-def cache_floors(layout: CacheLayout, batch: int, context: int, tensor: int = 1) -> list[Part]:
-    """Those of reading the cache: every visible row once.
+def cache_floors(layout: CacheLayout, batch: int, context: int, tensor: int = 1, chunk: int = 1) -> list[Part]:
+    """Those of reading the cache: every row that any token of a request sees once, FLOPs of each token.
 
-    Queries and outputs count as bf16, the least a step could keep them in; `tensor` devices share the heads.
+    Queries and outputs count as bf16, the least a step could keep them in; `tensor` devices share the heads. The
+    indexer's FLOPs count half where its products are of FP8, which are twice as fast.
     """
     cfg, rows = layout.cfg, []
+    tokens = np.arange(context - chunk, context) + 1  # that each token of a chunk sees, itself among them
     for attn in AttentionType:
         same = [schema for schema in layout.schemas if schema.attn is attn]
         if not same:
             continue
         layers, schema = len(same), same[0]
-        entries = context // schema.ratio if schema.ratio else 0
+        entries = tokens // schema.ratio if schema.ratio else np.zeros_like(tokens)
+        seen, last = np.minimum(tokens, schema.swa_window_size), int(entries[-1])
         if schema.index_keys is not None:
-            keys = entries * layout.row_format(schema.index_keys).row_bytes
-            flops = 2 * cfg.index_n_heads * schema.index_keys.width * entries
+            keys = last * layout.row_format(schema.index_keys).row_bytes
+            flops = 2 * cfg.index_n_heads * schema.index_keys.width * int(entries.sum())
+            flops //= 1 if layout.index_row.name in ("bf16", "f32") else 2
             rows.append(Part("index_scores", layers * batch * keys, layers * batch * flops))
         if schema.selected_entries:
-            entries = min(entries, schema.selected_entries)
-        seen, width = schema.swa_window_size + entries, cfg.num_attention_heads // tensor * schema.entry_head_dim
-        bytes_ = layers * batch * (seen * layout.row_format(schema.window).row_bytes + 4 * width)
-        rows.append(Part(f"attend {attn.name}", bytes_, layers * batch * 4 * width * seen))
+            entries = np.minimum(entries, schema.selected_entries)
+        width = cfg.num_attention_heads // tensor * schema.entry_head_dim
+        read = min(context, schema.swa_window_size + chunk - 1) + min(last, int(entries.sum()))
+        bytes_ = layers * batch * (read * layout.row_format(schema.window).row_bytes + 4 * width * chunk)
+        rows.append(Part(f"attend {attn.name}", bytes_, layers * batch * 4 * width * int((seen + entries).sum())))
     return rows

@@ -36,6 +36,7 @@ _EXAMPLES = """
   dsv4-jax bench all --json bench.json --plot roofline.png     everything, to files
   dsv4-jax bench top_k --implementations xla,lax.top_k,torch   baselines only
   dsv4-jax bench step --model pro --batch 64 --context 32K     a whole decode step of the attention stack
+  dsv4-jax bench step --batch 1 --context 128K --chunk 4K      prefill: the last 4,096 tokens of a context
   dsv4-jax bench step --layers 4 --loop 8 --xla xla_gpu_enable_triton_gemm=true
   dsv4-jax bench model --batch 1,64,256                        whole layers of Flash, weights as released
   dsv4-jax bench model --model pro --layers 4 --context 32K    four layers of Pro and its head
@@ -44,7 +45,17 @@ _EXAMPLES = """
 """
 # Options of steps alone: what they are if they are not given, which must be told from given.
 _STEP_DEFAULTS = MappingProxyType(
-    {"model": None, "layers": None, "steps": 20, "loop": 1, "xla": (), "profile": None, "devices": None, "tensor": None}
+    {
+        "model": None,
+        "layers": None,
+        "chunk": 1,
+        "steps": 20,
+        "loop": 1,
+        "xla": (),
+        "profile": None,
+        "devices": None,
+        "tensor": None,
+    }
 )
 _OP_OPTIONS = ("shapes", "invariance", "plot")
 _SHARED_OPTIONS = ("batch", "context", "implementations", "key_split", "quick", "json")
@@ -92,6 +103,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="N",
         help="only the first N (default: all; of a model that does not fit 12, or what fits)",
     )
+    step.add_argument(
+        "--chunk", type=token_count, metavar="N", help="step: prefill, the last N tokens of each context (default: 1)"
+    )
     step.add_argument("--devices", type=positive, metavar="N", help="model: over so many devices (default: 1)")
     step.add_argument(
         "--tensor", type=positive, metavar="N",
@@ -118,6 +132,8 @@ def run(args: argparse.Namespace) -> int:
         _refuse_given(args, _OP_OPTIONS, "is for ops, not for a step")
     if not whole:
         _refuse_given(args, _STEP_DEFAULTS, "is for a step: name `step` or `model`")
+    if "model" in whole:
+        _refuse_given(args, ("chunk",), "is for `step`, not for `model`")
     for name, default in _STEP_DEFAULTS.items():
         setattr(args, name, getattr(args, name) or default)
     with naming("OP"):

@@ -91,13 +91,16 @@ def _options(args: argparse.Namespace, quick: bool, *, context: int, few: int) -
         StepOptions(
             model=model, batch=batch, context=tokens, layers=args.layers,
             implementation=name, key_split=args.key_split or ("latency" if batch <= few else "throughput"),
-            steps=2 if quick else args.steps, loop=args.loop, profile=args.profile, xla=tuple(args.xla),
+            steps=2 if quick else args.steps, loop=args.loop, chunk=args.chunk, profile=args.profile,
+            xla=tuple(args.xla),
         )
         for batch in args.batch or [2 if quick else 64]
         for tokens in args.context or [256 if quick else context]
         for name in names
     ]  # fmt: skip
     for option in options:
+        if option.chunk > option.context:
+            raise OptionError(f"--chunk: {option.chunk} tokens, --context has {option.context}")
         with naming(fields=_FIELDS):
             layers = option.config().num_layers
         if args.layers and args.layers > layers:

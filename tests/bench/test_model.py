@@ -12,7 +12,7 @@ import pytest
 from dsv4_jax import model, ops
 from dsv4_jax.bench.model import bytes_needed, chosen_experts, launches, measure_model, model_config, model_floors
 from dsv4_jax.bench.step import StepOptions, cache_and_plan, cache_floors, random_cache
-from dsv4_jax.bench.targets import judged_model
+from dsv4_jax.bench.targets import judged, judged_model
 from dsv4_jax.cli import bench_steps
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.errors import BenchmarkError, OptionError
@@ -119,7 +119,7 @@ def test_twelve_layers_of_flash_have_a_target(over: float, verdict: str) -> None
 
 def arguments(**given) -> argparse.Namespace:
     fields = dict.fromkeys(("implementations", "model", "layers", "batch", "context", "profile", "devices", "tensor"))
-    return argparse.Namespace(**(fields | {"key_split": None, "steps": 20, "loop": 1, "xla": ()} | given))
+    return argparse.Namespace(**(fields | {"key_split": None, "steps": 20, "loop": 1, "chunk": 1, "xla": ()} | given))
 
 
 def test_few_requests_are_cut_for_latency(monkeypatch) -> None:
@@ -170,3 +170,15 @@ def test_floors_of_a_device_among_two() -> None:
     halved, _ = fp8((32768 // 2, 1024), (8192 // 2, 4096))
     assert alone["fp8"].bytes - heads["fp8"].bytes == 4 * halved
     assert heads["fp4"].flops == alone["fp4"].flops / 2 and heads["plain"] == alone["plain"]
+
+
+def test_floors_of_prefill_are_those_of_its_tokens() -> None:
+    layout, batch, chunk = CacheLayout(DSV4Config.flash()), 3, 700
+    whole = cache_floors(layout, batch, 2500, chunk=chunk)
+    tokens = [cache_floors(layout, batch, context) for context in range(2500 - chunk + 1, 2501)]
+    for part, each in zip(whole, zip(*tokens, strict=True), strict=True):
+        assert part.flops == sum(token.flops for token in each), part.name
+        assert each[-1].bytes <= part.bytes < sum(token.bytes for token in each), part.name
+    report = dict(model="flash", batch=1, context=8192, chunk=4096, over_floor=1.2)
+    assert judged(report | {"step_ms": 76.0})["verdict"] == "required"
+    assert "verdict" not in judged(report | {"step_ms": 76.0, "chunk": 2048})

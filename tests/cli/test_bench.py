@@ -113,13 +113,14 @@ def test_what_was_measured_survives_an_interruption(capsys, monkeypatch, tmp_pat
 def test_step(capsys, tmp_path):
     file = tmp_path / "step.json"
     assert main(["bench", "step", "--quick", "--model", "tiny", "--layers", "3", "--context", "200",
-                 "--loop", "2", "--json", str(file), "--xla", "xla_backend_optimization_level=0"]) == 0  # fmt: skip
+                 "--chunk", "9", "--loop", "2", "--json", str(file),
+                 "--xla", "xla_backend_optimization_level=0"]) == 0  # fmt: skip
     table = capsys.readouterr().out
     assert "decode step" in table and "xla_backend_optimization_level" in table
     report = json.loads(file.read_text())
     (step,) = report["rows"]
     assert step["table"] == "steps"
-    assert (step["model"], step["batch"], step["context"], step["loop"]) == ("tiny", 2, 200, 2)
+    assert (step["model"], step["batch"], step["context"], step["chunk"], step["loop"]) == ("tiny", 2, 200, 9, 2)
     assert records.check(report | {"quick": False, "commit": "0123abc"})
     assert (
         step["cache_in_place"] is True and step["step_ms"] * 1e3 > step["dispatch_us"] > 0 and step["kernel_ms"] is None
@@ -192,6 +193,8 @@ def test_refusals(capsys, tmp_path, monkeypatch):
     refused(capsys, ["bench", "model", "--quick", "--context", "1M"], "1048576", "tiny has at most 4096")
     refused(capsys, ["bench", "model", "--quick", "--layers", "9"], "--layers", "tiny has 4")
     refused(capsys, ["bench", "model", "--quick", "--shapes", "x"], "--shapes", "is for ops")
+    refused(capsys, ["bench", "model", "--quick", "--chunk", "4"], "--chunk", "is for `step`")
+    refused(capsys, ["bench", "step", "--quick", "--chunk", "300"], "--chunk", "300 tokens, --context has 256")
     refused(capsys, ["bench", "gather", "--quick", "--layers", "3"], "--layers", "name `step`")
     refused(capsys, ["bench", "step", "--quick", "--layers", "9"], "--layers", "tiny has 4")
     refused(capsys, ["bench", "step", "--quick", "--implementations", "torch"], "--implementations", "a step runs")
