@@ -122,10 +122,9 @@ int choose_shape(const dsv4::DenseFp8Args& args, int parts) {
   return kind;
 }
 
-// `shape`, `parts` and `window` 0: chosen here; others are for timing. Only how many parts there are changes bits.
+// `shape` and `window` 0: chosen here; others are for timing. Only how many parts there are changes bits.
 cudaError_t launch(const dsv4::DenseFp8Args& args, int shape, int parts, int window, cudaStream_t stream) {
   if (args.rows == 0 || args.weight_rows == 0) return cudaSuccess;
-  if (parts == 0) parts = parts_of(args.weight_rows, args.columns);
   if (shape == 0) shape = choose_shape(args, parts);
   return launch_shape(args, shape, parts, window, stream);
 }
@@ -135,7 +134,7 @@ using Codes = ffi::Buffer<ffi::U8, 3>;
 using Scales = ffi::Buffer<ffi::U8, 2>;
 
 ffi::Error dense_fp8(cudaStream_t stream, Rows x, Codes codes, Scales scales, ffi::Result<ffi::AnyBuffer> out,
-                     int32_t groups) {
+                     int32_t groups, int32_t whole_rows) {
   const auto rows = x.dimensions(), tiles = codes.dimensions(), blocks = scales.dimensions(),
              results = out->dimensions();
   const int64_t weight_rows = tiles[0] * dsv4::kDenseRows, columns = tiles[1] * dsv4::kDenseColumns;
@@ -144,7 +143,7 @@ ffi::Error dense_fp8(cudaStream_t stream, Rows x, Codes codes, Scales scales, ff
   if (tiles[2] != dsv4::kDenseTileBytes || columns == 0 || groups < 1 || rows[1] != groups * columns ||
       tiles[0] % groups != 0 || blocks[0] != (tiles[0] + kTiles - 1) / kTiles || blocks[1] != tiles[1] ||
       results.size() != 2 || results[0] != rows[0] || results[1] != weight_rows ||
-      (!floats && out->element_type() != ffi::BF16)) {
+      whole_rows < weight_rows || (!floats && out->element_type() != ffi::BF16)) {
     return ffi::Error::InvalidArgument("dense_fp8: shapes or types do not agree");
   }
   const dsv4::DenseFp8Args args = {reinterpret_cast<const __nv_bfloat16*>(x.untyped_data()),
@@ -160,7 +159,8 @@ ffi::Error dense_fp8(cudaStream_t stream, Rows x, Codes codes, Scales scales, ff
           dsv4::misaligned("dense_fp8", {{"x", args.x}, {"codes", args.codes}, {"out", args.out}});
       !problem.empty())
     return ffi::Error::InvalidArgument(problem);
-  const cudaError_t error = launch(args, 0, 0, 0, stream);
+  // A share of a matrix's rows is cut along K as the whole is: the same bits on any number of devices.
+  const cudaError_t error = launch(args, 0, parts_of(whole_rows, args.columns), 0, stream);
   if (error != cudaSuccess) return ffi::Error::Internal(std::string("dense_fp8: ") + cudaGetErrorString(error));
   return ffi::Error::Success();
 }
@@ -177,14 +177,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4DenseFp8, dense_fp8,
                                   .Arg<Codes>()
                                   .Arg<Scales>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Attr<int32_t>("groups"),
+                                  .Attr<int32_t>("groups")
+                                  .Attr<int32_t>("whole_rows"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 // Parts of K of a matrix: what the bits of a result depend on.
 extern "C" int dsv4_dense_fp8_parts(int weight_rows, int columns) { return parts_of(weight_rows, columns); }
 
-// The launch alone, for timing without XLA. Returns a cudaError_t.
+// The launch alone, for timing without XLA; `parts` 0: as of a whole matrix. Returns a cudaError_t.
 extern "C" int dsv4_dense_fp8_launch(const dsv4::DenseFp8Args* args, int shape, int parts, int window,
                                      cudaStream_t stream) {
+  if (parts == 0) parts = parts_of(args->weight_rows, args->columns);
   return static_cast<int>(launch(*args, shape, parts, window, stream));
 }

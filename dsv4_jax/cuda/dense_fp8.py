@@ -34,7 +34,8 @@ def call(arguments: DenseFp8Arguments) -> jax.Array:
     result = jax.ShapeDtypeStruct((arguments.x.shape[0], arguments.weight_rows), arguments.dtype)
     kernel = jax.ffi.ffi_call(ffi.cuda_target("dense_fp8", "dsv4_dense_fp8"), result)
     x = arguments.x.astype(jnp.bfloat16)
-    return kernel(x, arguments.codes, arguments.scales, groups=np.int32(arguments.groups))
+    settings = {"groups": np.int32(arguments.groups), "whole_rows": np.int32(arguments.whole_rows)}
+    return kernel(x, arguments.codes, arguments.scales, **settings)
 
 
 IMPLEMENTATION = Implementation(

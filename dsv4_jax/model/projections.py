@@ -120,7 +120,10 @@ def _stack(names: tuple[str, ...], weights: tuple[Matrix, ...]) -> Stacked:
     if odd is not None:
         raise ShapeError(f"{names[odd]} has {widths[odd]} rows: below it {names[odd + 1]} needs them in {rows}s")
     parts = zip(*(w.parts for w in weights if isinstance(w, Quantised)), strict=True)
-    return Stacked(Quantised(tuple(map(join, parts)), first.format), names, widths)
+    whole = None
+    if any(w.whole_rows for w in weights if isinstance(w, Quantised)):
+        whole = sum(w.whole_rows or w.shape[0] for w in weights if isinstance(w, Quantised))
+    return Stacked(Quantised(tuple(map(join, parts)), first.format, whole), names, widths)
 
 
 def _matrices(p: Params, group: str) -> Iterator[tuple[str, Matrix]]:

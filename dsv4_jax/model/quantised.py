@@ -31,10 +31,12 @@ class Quantised:
     Attributes:
         parts: what the device holds, as `format.parts`.
         format: a record of `dsv4_jax.weights`; static.
+        whole_rows: of the matrix of whose rows these are a device's share; None: these are all. Static.
     """
 
     parts: tuple[Any, ...]
     format: WeightFormat
+    whole_rows: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,7 +54,7 @@ class Quantised:
         return codec.decode(*codec.unpack(*self.parts), dtype)
 
 
-jax.tree_util.register_dataclass(Quantised, data_fields=["parts"], meta_fields=["format"])
+jax.tree_util.register_dataclass(Quantised, data_fields=["parts"], meta_fields=["format", "whole_rows"])
 
 Matrix: TypeAlias = "jax.Array | Quantised"
 
@@ -67,4 +69,5 @@ def product(
     """
     if weight.format != FP8:
         raise ShapeError(f"a dense product with {weight.format.name} weights: only {FP8.name} ones have it")
-    return in_tiles(lambda x: dense_fp8(x, *weight.parts, groups=groups, dtype=jnp.dtype(dtype)), MOST_ROWS, x)
+    settings: dict[str, Any] = {"groups": groups, "dtype": jnp.dtype(dtype), "whole_rows": weight.whole_rows}
+    return in_tiles(lambda x: dense_fp8(x, *weight.parts, **settings), MOST_ROWS, x)

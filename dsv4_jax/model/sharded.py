@@ -181,7 +181,9 @@ def _rows(leaf: Any, index: int, parts: int) -> Any:
     if parts == 1:
         return leaf
     if isinstance(leaf, Quantised):
-        return dataclasses.replace(leaf, parts=tuple(_rows(part, index, parts) for part in leaf.parts))
+        whole = leaf.shape[0] if len(leaf.shape) == 2 else None
+        shares = tuple(_rows(part, index, parts) for part in leaf.parts)
+        return dataclasses.replace(leaf, parts=shares, whole_rows=whole)
     if leaf.shape[0] % parts:
         raise LayoutError(f"a matrix of {leaf.shape[0]} rows of tiles or scales does not divide by {parts} devices")
     rows = leaf.shape[0] // parts

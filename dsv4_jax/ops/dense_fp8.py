@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from ..checks import shown
 from ..errors import ShapeError
 from ..weights import fp8_codec
 from ..weights.dense_fp8 import BLOCK, TILE_BYTES, TILE_COLUMNS, TILE_ROWS
@@ -25,6 +26,7 @@ class DenseFp8Arguments:
     scales: jax.Array
     groups: int
     dtype: jnp.dtype
+    whole_rows: int
 
     @property
     def empty(self) -> bool:
@@ -42,7 +44,7 @@ class DenseFp8Arguments:
 
 
 def dense_fp8(x: jax.Array, codes: jax.Array, scales: jax.Array, *, groups: int = 1, dtype: jnp.dtype = jnp.float32,
-              implementation: Choice = None) -> jax.Array:  # fmt: skip
+              whole_rows: int | None = None, implementation: Choice = None) -> jax.Array:  # fmt: skip
     """x @ weights.T with float32 sums: [T, N] of `dtype`.
 
     With g groups the weights are g matrices [N / g, K] one after the other, and each multiplies its own K of x's g * K
@@ -54,6 +56,8 @@ def dense_fp8(x: jax.Array, codes: jax.Array, scales: jax.Array, *, groups: int 
         scales: [ceil(N / 128), K / 128] uint8, e8m0, as released.
         groups: of the weights' rows, in 64s.
         dtype: of the result, float32 or bfloat16.
+        whole_rows: of the matrix of whose rows these are a share; None: these are all. Sums are cut as those of the
+            whole are, so that its rows have the same products on any number of devices.
 
     Raises:
         ShapeError: an argument has the wrong shape or dtype; the message names it.
@@ -71,7 +75,11 @@ def dense_fp8(x: jax.Array, codes: jax.Array, scales: jax.Array, *, groups: int 
         )
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
         raise ShapeError(f"dense_fp8: dtype is {jnp.dtype(dtype).name}, expected float32 or bfloat16")
-    return run("dense_fp8", DenseFp8Arguments(x, codes, scales, groups, jnp.dtype(dtype)), implementation)
+    rows = tiles * TILE_ROWS
+    if not (whole_rows is None or (isinstance(whole_rows, int) and rows <= whole_rows < 1 << 31)):
+        raise ShapeError(f"dense_fp8: {rows} rows of weights of whole_rows={shown(whole_rows)}")
+    arguments = DenseFp8Arguments(x, codes, scales, groups, jnp.dtype(dtype), whole_rows or rows)
+    return run("dense_fp8", arguments, implementation)
 
 
 def reference(arguments: DenseFp8Arguments) -> jax.Array:

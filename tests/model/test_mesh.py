@@ -26,7 +26,9 @@ from dsv4_jax import (
 )
 from dsv4_jax.errors import LayoutError, ShapeError
 from dsv4_jax.manager import StepShape
-from dsv4_jax.model.sharded import check_split, device_bytes
+from dsv4_jax.model.params import is_leaf
+from dsv4_jax.model.quantised import FP8
+from dsv4_jax.model.sharded import check_split, device_bytes, device_specs
 from dsv4_jax.model.split import Split
 
 from . import released
@@ -215,3 +217,15 @@ def test_an_error_stops_all_devices() -> None:
     with pytest.raises(InterruptedError):
         model.shard_params(F32, params, mesh_of(2, 2), progress=tell)
     assert seen == sorted(seen)
+
+
+def test_a_share_of_rows_knows_the_whole_matrix() -> None:
+    """A kernel that cuts sums by a matrix's size must cut those of a share as of the whole (`ops.dense_fp8`)."""
+
+    def rows(split: Split) -> list[int]:
+        layers = device_specs(RELEASED, "released", split)["layers"]
+        leaves = [jax.ShapeDtypeStruct(place.shape, np.uint8) for place in layers.places[0]]
+        nodes = jax.tree.leaves(jax.tree.unflatten(layers.trees[0], leaves), is_leaf=is_leaf)
+        return [node.whole_rows or node.shape[0] for node in nodes if is_leaf(node) and node.format == FP8]
+
+    assert len(rows(Split())) >= 5 and rows(Split()) == rows(Split(1, 2)) == rows(Split(2, 1)) == rows(Split(2, 2))

@@ -14,7 +14,7 @@ from dsv4_jax.weights.dense_fp8 import pack
 from ..oracle import dense as oracle
 from .op_test import OpTest
 
-jit_dense = jax.jit(dense_fp8, static_argnames=("groups", "dtype", "implementation"))
+jit_dense = jax.jit(dense_fp8, static_argnames=("groups", "dtype", "whole_rows", "implementation"))
 # Weights' rows and columns, and groups.
 MATRICES = {"one_tile": (64, 128, 1), "odd": (192, 384, 1), "groups": (640, 512, 5), "deep": (128, 4224, 1),
             "parts": (512, 2048, 1)}  # fmt: skip
@@ -72,6 +72,7 @@ def test_no_rows() -> None:
         ({"groups": 3, "x": jnp.zeros((2, 1152))}, "x has 1152 columns, 3 groups of weights .*, and rows in 64s each"),
         ({"groups": 0}, "x has 384 columns, 0 groups"),
         ({"dtype": jnp.float16}, "dtype is float16, expected float32 or bfloat16"),
+        ({"whole_rows": 64}, "128 rows of weights of whole_rows=64"),
         ({"x": jnp.zeros((2, 384), jnp.int32)}, r"x is int32 \[2, 384\], expected float"),
     ],
 )

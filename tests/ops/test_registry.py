@@ -112,7 +112,7 @@ EXAMPLES: dict[str, Callable[[], Iterator[Any]]] = {
     "compress": compressed,
     "dense_fp8": lambda: (
         DenseFp8Arguments(floats(rows, 2 * 256), jnp.zeros((4, 2, 8192), jnp.uint8), jnp.zeros((2, 2), jnp.uint8), 2,
-                          jnp.dtype(dtype))
+                          jnp.dtype(dtype), 256)
         for rows in (2, 300) for dtype in (jnp.float32, jnp.bfloat16)
     ),
     "dense_bf16": lambda: (
