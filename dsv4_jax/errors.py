@@ -32,12 +32,16 @@ __all__ = [
     "OptionError",
     "OutOfBlocksError",
     "OutputError",
+    "PeerError",
+    "PeerMetadataError",
     "PlanError",
     "PoolError",
     "PoolExhaustedError",
     "PoolReleaseError",
     "PoolResizeError",
     "PrefixTreeError",
+    "RecordIdError",
+    "RecordMismatchError",
     "RequestError",
     "RotationError",
     "SamplingError",
@@ -56,6 +60,8 @@ __all__ = [
     "TransferError",
     "TransferTimeoutError",
     "TransitionError",
+    "TransportClosedError",
+    "TransportError",
 ]
 
 
@@ -189,6 +195,48 @@ class TransferError(CacheError, RuntimeError):
 
 class TransferTimeoutError(CacheError, TimeoutError):
     """A transfer between tiers did not end in time. It goes on: wait again."""
+
+
+class TransportError(TransferError):
+    """Records could not go between hosts; nothing that arrived counts. Its cause is the error of the engine, if any."""
+
+
+class TransportClosedError(TransportError):
+    """A transport was used after `close()`."""
+
+
+class PeerError(TransportError):
+    """Another host is gone, does not answer in time, or was disconnected from: nothing comes from it any more."""
+
+    def __init__(self, peer: str, problem: str):
+        self.peer = peer
+        super().__init__(f"peer {shown(peer)}: {problem}")
+
+
+class PeerMetadataError(TransportError, ValueError):
+    """What another host is said to publish cannot be read: too long, no JSON, or not of this form and engine."""
+
+
+class RecordIdError(TransportError, ValueError):
+    """Pages cannot be read from or to these ids; nothing was. Names the side ("source" or "destination")."""
+
+    def __init__(self, problem: str, side: str | None = None, index: int | None = None, value: object = None):
+        self.side, self.index, self.value = side, index, value
+        super().__init__(problem if side is None else f"{side} page {shown(value)} at index {index} {problem}")
+
+
+class RecordMismatchError(TransportError):
+    """Pages arrived with other bytes than their checksums say: torn, or overwritten at their source. Do not use them.
+
+    Attributes:
+        sources, destinations: pages of the peer, and where they went; all other pages of the read are as they should.
+    """
+
+    def __init__(self, peer: str, sources: list[int], destinations: list[int]):
+        self.peer, self.sources, self.destinations = peer, sources, destinations
+        pairs = ", ".join(f"{a} -> {b}" for a, b in zip(sources[:8], destinations[:8], strict=True))
+        more = ", ..." if len(sources) > 8 else ""
+        super().__init__(f"peer {shown(peer)}: {len(sources)} pages do not match their checksums ({pairs}{more})")
 
 
 class ContextLimitError(PlanError):

@@ -27,6 +27,7 @@ LAYERS = (
     ("step", "serialization"),
     ("cache",),
     ("tiers", "sharding"),
+    ("transports",),
     ("model",),
     ("testing", "bench"),
     ("cli", "__init__", "__main__"),
@@ -46,7 +47,8 @@ NARROW = {
     "plotting": {"output"},
     "native_build": {"libraries"},
     "stores": {"libraries"},
-    "tiers": {"cache", "ffi", "layout", "manager", "ops", "plan", "records", "stores"},
+    "tiers": {"cache", "ffi", "layout", "manager", "ops", "plan", "records", "stores", "untrusted"},
+    "transports": {"untrusted"},
 }
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 

@@ -23,7 +23,8 @@ class TransferHandle:
     def __init__(self, token: Any, started: float | None = None, *, clock: Callable[[], float] = time.monotonic):
         """
         Args:
-            token: a small array, output of the executable that does the transfer.
+            token: a small array, output of the executable that does the transfer; or what has its `is_ready` and
+                `block_until_ready`.
             started: when that was given to the runtime, by the clock; None: now.
             clock: what time is measured with, in seconds.
         """
@@ -57,7 +58,8 @@ class TransferHandle:
 
         Raises:
             TransferTimeoutError: it has not ended by then; it goes on.
-            TransferError: it failed, from the runtime's error.
+            TransferError: it failed, from the runtime's error; of records between hosts what `dsv4_jax.tiers.remote`
+                says.
         """
         if timeout is not None:
             deadline, pause = self._clock() + timeout, 1e-5
@@ -68,6 +70,8 @@ class TransferHandle:
                 time.sleep(min(pause, left))
                 pause = min(2 * pause, _POLL)
         if (error := self._result()) is not None:
+            if isinstance(error, TransferError):
+                raise error
             raise TransferError(f"the transfer failed: {error}") from error
 
     @property

@@ -1,0 +1,362 @@
+"""`RecordTransport`: host records of another machine, read page by page into ours. Imports no jax.
+
+    transport = RecordTransport(engine)               # of `dsv4_jax.transports`
+    metadata = transport.publish(layout, pages)       # the host pool's memory, once; send this to the others
+    peer = transport.connect(their_metadata)          # another kind of records there: LayoutError
+    handle = transport.read(peer, "block", [17, 4], [3, 9], checksums)
+    handle.wait()                                     # pages 3 and 9 hold what pages 17 and 4 of the peer held
+    transport.notify(peer, b"done")                   # the other end: transport.notices()
+
+What to read is told by other means (a router, a notice): page ids and, from `checksums` of the host that has them, 16
+bytes for each. A reader pulls, since it knows which of its pages are free; the other host's program takes no part. The
+host must keep the pages as they are meanwhile; if it did not, the checksums show it and nothing wrong is served.
+
+Nothing hangs: a read has a deadline, and a peer that dies, or lets one pass, is *lost*: cut off, all its reads ended
+with an error, after which none of its bytes arrive any more. Whoever wants it back connects anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..checks import shown
+from ..errors import CacheError, PeerError, PeerMetadataError, TransportClosedError, TransportError
+from ..layout import CacheLayout
+from ..stores.checks import check_seconds
+from ..stores.checksum import checksums
+from .remote_checks import RecordKind, check_ids, check_pages, check_pairs
+from .remote_metadata import PoolMetadata
+from .remote_read import PIECE_BYTES, PageRead
+from .transfer_handle import TransferHandle
+from .transport_engine import TransportEngine
+
+__all__ = ["MOST_NOTICE", "Notice", "Peer", "RecordTransport"]
+
+MOST_NOTICE = 4 << 20  # bytes of a message
+Ids = Sequence[int] | np.ndarray
+
+
+class Notice(NamedTuple):
+    """A message. Whoever may connect may claim any name as its sender's.
+
+    Attributes:
+        sender: name of the transport that sent it.
+        message: its bytes.
+    """
+
+    sender: str
+    message: bytes
+
+
+@dataclasses.dataclass(eq=False)
+class Peer:
+    """Another host, as `RecordTransport.connect` gives it.
+
+    Attributes:
+        name: of its transport.
+        num_pages: it has pages 1..num_pages.
+        error: why it is lost; None while it is not known to be.
+    """
+
+    name: str
+    num_pages: int
+    error: TransportError | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class _Link:
+    """What a transport keeps of a peer that is connected."""
+
+    link: Any  # the engine's
+    reads: set[PageRead] = dataclasses.field(default_factory=set)
+
+
+class RecordTransport:
+    """See the module. Calls may come from any thread; those of one transport run one at a time.
+
+    Attributes:
+        name: of this end, unlike all others'.
+
+    Args:
+        engine: what moves the bytes; the transport owns it.
+        timeout: seconds that a read has to end.
+        clock: what deadlines are measured with, in seconds.
+
+    Raises (all calls but `close` and `disconnect`): `TransportClosedError` after `close`.
+    """
+
+    def __init__(self, engine: TransportEngine, *, timeout: float = 30.0, clock: Callable[[], float] = time.monotonic):
+        self.name = f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(6)}"
+        self._timeout = check_seconds("timeout", timeout)
+        self._engine, self._clock = engine, clock
+        self._lock = threading.RLock()
+        self._layout: CacheLayout | None = None
+        self._pages = np.zeros((1, 0), np.uint8)
+        self._links: dict[Peer, _Link] = {}
+        self._written: set[int] = set()  # pages that reads under way write
+        self._closed = False
+
+    @property
+    def num_pages(self) -> int:
+        """Pages 1..num_pages are published here; 0 before `publish`."""
+        return len(self._pages) - 1
+
+    def publish(self, layout: CacheLayout, pages: np.ndarray) -> bytes:
+        """Opens the host pool to others, and to what is read from them. Comes first, and once.
+
+        Args:
+            layout: of the records.
+            pages: [1 + n, page_bytes(layout)] uint8, contiguous and writable, page 0 null: the memory of the host pool
+                itself, which must stay where it is until `close`.
+
+        Returns:
+            What others give to `connect`: JSON, at most 256 KiB. Who has it may read every page.
+
+        Raises:
+            ShapeError: other memory than that.
+            TransportError: it was published before, or the engine cannot register it.
+        """
+        with self._open():
+            if self._layout is not None:
+                raise TransportError("a transport publishes once: its pages are registered already")
+            check_pages(layout, pages)
+            reach = self._call("cannot register the pages", self._engine.register, self.name, pages)
+            self._layout, self._pages = layout, pages
+            fingerprints = layout.block_fingerprint, layout.snapshot_fingerprint
+            return PoolMetadata(
+                self._engine.name, self.name, len(pages) - 1, pages.shape[1], *fingerprints, reach
+            ).pack()
+
+    def connect(self, metadata: bytes) -> Peer:
+        """Connects to the host that published this, from which pages can be read then.
+
+        Raises:
+            PeerMetadataError: it is too long, no such JSON, or of another engine.
+            LayoutError: blocks or snapshots mean something else there; says which.
+            PeerError: the host cannot be reached.
+            TransportError: nothing is published here yet.
+        """
+        with self._open():
+            layout = self._published()
+            there = PoolMetadata.unpack(metadata)
+            if there.engine != self._engine.name:
+                raise PeerMetadataError(f"{there.host!r} is on engine {there.engine!r}, this is {self._engine.name!r}")
+            there.check_layout(layout)
+            try:
+                link = self._engine.connect(there.host, there.reach, there.num_pages)
+            except Exception as error:  # of whatever kind the engine has
+                raise _as_peer_error(there.host, "cannot be connected to", error) from error
+            peer = Peer(there.host, there.num_pages)
+            self._links[peer] = _Link(link)
+            return peer
+
+    def checksums(self, kind: RecordKind, pages: Ids) -> list[bytes]:
+        """16 bytes for each of these pages of ours, which vouch for its bytes, its kind and its layout to a reader.
+
+        Raises:
+            RecordIdError: as `read`.
+        """
+        with self._open():
+            return self._sums(kind, check_ids(self._published(), kind, "source", pages, self.num_pages))
+
+    def read(
+        self,
+        peer: Peer,
+        kind: RecordKind,
+        source: Ids,
+        destination: Ids,
+        checksums: Sequence[bytes] | None,
+        *,
+        timeout: float | None = None,
+    ) -> TransferHandle:
+        """Starts to copy pages of a peer into ours.
+
+        Nothing of a read moves on but when its handle is looked at: `is_ready` and `wait` also verify what has come,
+        some milliseconds of work at a time. Until the handle says that it is over, the destinations belong to it.
+
+        Args:
+            peer: of `connect`.
+            kind: what all of them hold. A snapshot's pages stand one after the other, in the order of its bytes.
+            source: pages of the peer, which may repeat.
+            destination: as many pages here, each once, that no other read under way writes.
+            checksums: of the source's pages, by `checksums` there. None: nothing is verified; then the caller does.
+            timeout: seconds; None: the transport's.
+
+        Returns:
+            Its handle. `wait`, or `error`, gives `RecordMismatchError` (which pages arrived with other bytes),
+            `PeerError` (lost, or disconnected from), `TransportClosedError`, or the engine's `TransportError`.
+
+        Raises:
+            RecordIdError: an id that is no page of that side, a destination twice or being written, unequal numbers, or
+                pages that are no whole snapshots. Nothing has moved.
+            PeerError: the peer is lost, or was disconnected from.
+        """
+        with self._open():
+            layout, link = self._published(), self._link(peer)
+            seconds = self._timeout if timeout is None else check_seconds("timeout", timeout)
+            theirs = check_ids(layout, kind, "source", source, peer.num_pages)
+            ours = check_ids(layout, kind, "destination", destination, self.num_pages)
+            check_pairs(theirs, ours, checksums, self._written)
+            read = self._make_read(peer, link, kind, theirs, ours, checksums, self._clock() + seconds)
+            link.reads.add(read)
+            self._written.update(ours)
+            read.is_ready()  # which starts it
+            return TransferHandle(read, clock=self._clock)
+
+    def notify(self, peer: Peer, message: bytes) -> None:
+        """Sends a message of at most `MOST_NOTICE` bytes, which arrives after those before it, or never.
+
+        Raises:
+            TransportError: it is no bytes, or too long.
+            PeerError: the peer is lost, or was disconnected from.
+        """
+        with self._open():
+            link = self._link(peer)
+            if not isinstance(message, bytes) or len(message) > MOST_NOTICE:
+                size = f"{len(message)} bytes" if isinstance(message, bytes) else type(message).__name__
+                raise TransportError(f"a notice must be at most {MOST_NOTICE} bytes, got {size}")
+            try:
+                self._engine.send(link.link, message)
+            except Exception as error:  # of whatever kind the engine has
+                self._lose(peer, _as_peer_error(peer.name, "cannot be notified", error))
+                raise self._why(peer) from error
+
+    def notices(self) -> list[Notice]:
+        """Messages that have come since the last call; those of one sender in its order. Does not wait."""
+        with self._open():
+            received = self._call("cannot receive notices", self._engine.received)
+            return [Notice(sender, message) for sender, message in received if len(message) <= MOST_NOTICE]
+
+    def disconnect(self, peer: Peer) -> None:
+        """Cuts a peer off; its reads under way end with `PeerError`. Does nothing if it is lost or was cut off."""
+        with self._lock:
+            if peer in self._links:
+                self._lose(peer, PeerError(peer.name, "disconnected"))
+
+    def close(self) -> None:
+        """Cuts all peers off and lets go of the pages and of all else; reads under way end. Again: nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for peer in list(self._links):
+                self._lose(peer, TransportClosedError("the transport was closed"))
+            self._engine.close()
+            self._pages = np.zeros((1, 0), np.uint8)
+
+    def __enter__(self) -> RecordTransport:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Inside
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[None]:
+        """Under the lock. Raises `TransportClosedError`."""
+        with self._lock:
+            if self._closed:
+                raise TransportClosedError("the transport is closed")
+            yield
+
+    def _published(self) -> CacheLayout:
+        if self._layout is None:
+            raise TransportError("publish() comes first: reads go to registered pages")
+        return self._layout
+
+    def _link(self, peer: Peer) -> _Link:
+        link = self._links.get(peer)
+        if link is None:
+            raise self._why(peer) if isinstance(peer, Peer) else TransportError(f"{shown(peer)} is no peer")
+        return link
+
+    def _why(self, peer: Peer) -> TransportError:
+        """A new error of why a peer is gone: one that is raised again would collect tracebacks."""
+        return PeerError(peer.name, f"gone: {peer.error or 'not of this transport'}")
+
+    def _call(self, problem: str, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return call(*args)
+        except CacheError:
+            raise
+        except Exception as error:  # of whatever kind the engine has
+            raise TransportError(f"{self._engine.name}: {problem}: {error}") from error
+
+    def _sums(self, kind: RecordKind, ids: Sequence[int]) -> list[bytes]:
+        layout = self._published()
+        print_ = layout.block_fingerprint if kind == "block" else layout.snapshot_fingerprint
+        records = [self._pages[i] for i in ids]
+        return checksums(records, [kind.encode()] * len(records), bytes.fromhex(print_), [0] * len(records))
+
+    def _make_read(
+        self,
+        peer: Peer,
+        link: _Link,
+        kind: RecordKind,
+        source: list[int],
+        destination: list[int],
+        sums: Sequence[bytes] | None,
+        until: float,
+    ) -> PageRead:
+        def wrong(piece: slice) -> list[int]:
+            if sums is None:
+                return []
+            have = self._sums(kind, destination[piece])
+            return [i for i, (a, b) in enumerate(zip(have, sums[piece], strict=True)) if a != b]
+
+        def start(theirs: np.ndarray, ours: np.ndarray) -> Any:
+            return self._engine.start(link.link, theirs, ours)
+
+        def look(read: PageRead) -> None:
+            with self._lock:
+                self._advance(peer, read, until)
+
+        piece = max(1, PIECE_BYTES // self._pages.shape[1])
+        pairs = np.array(source, np.int32), np.array(destination, np.int32)
+        return PageRead(peer.name, *pairs, piece=piece, start=start, wrong=wrong, look=look)
+
+    def _advance(self, peer: Peer, read: PageRead, until: float) -> None:
+        if read.is_over:
+            return
+        try:
+            if read.advance():
+                self._finish(peer, read, None)
+            elif self._clock() >= until:
+                raise PeerError(peer.name, "a read did not end in time")
+        except Exception as error:  # of whatever kind the engine has
+            self._lose(peer, _as_peer_error(peer.name, "a read failed", error))
+
+    def _finish(self, peer: Peer, read: PageRead, error: TransportError | None) -> None:
+        read.finish(error)
+        self._links[peer].reads.discard(read)
+        self._written.difference_update(read.destination.tolist())
+
+    def _lose(self, peer: Peer, error: TransportError) -> None:
+        """Cuts it off, then ends its reads: their pages are the manager's again."""
+        peer.error = error
+        link = self._links[peer]
+        try:
+            self._engine.disconnect(link.link)
+        finally:
+            for read in list(link.reads):
+                self._finish(peer, read, error)
+            del self._links[peer]
+
+
+def _as_peer_error(peer: str, problem: str, error: Exception) -> TransportError:
+    if isinstance(error, TransportError):
+        return error
+    lost = PeerError(peer, f"{problem}: {type(error).__name__}: {error}")
+    lost.__cause__ = error
+    return lost

@@ -1,0 +1,70 @@
+"""What a `RecordTransport` looks at before anything moves: pages, ids of both sides, checksums. Imports no jax."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from ..checks import as_int, shown
+from ..errors import RecordIdError, ShapeError
+from ..layout import CacheLayout
+from ..records import block_record, page_bytes
+from .remote_metadata import snapshot_pages
+
+__all__ = ["CHECKSUM_BYTES", "RecordKind", "check_ids", "check_pages", "check_pairs"]
+
+CHECKSUM_BYTES = 16
+RecordKind = Literal["block", "snapshot"]
+
+
+def check_pages(layout: CacheLayout, pages: Any) -> None:
+    """Raises `ShapeError` unless it is memory [1 + n, page_bytes(layout)] that an engine can write to."""
+    if not isinstance(pages, np.ndarray) or pages.dtype != np.uint8 or pages.ndim != 2:
+        raise ShapeError("pages must be an array of uint8 [1 + n, page bytes]")
+    if pages.shape[1] != page_bytes(layout) or len(pages) < 2:
+        raise ShapeError(f"pages have shape {pages.shape}, expected (1 + n, {page_bytes(layout)}) with n >= 1")
+    if not pages.flags.c_contiguous or not pages.flags.writeable:
+        raise ShapeError("pages must be contiguous and writable")
+
+
+def check_ids(
+    layout: CacheLayout, kind: RecordKind, side: str, ids: Sequence[int] | np.ndarray, num_pages: int
+) -> list[int]:
+    """The ids as integers. Raises `RecordIdError`: one is no page of that side, or they are no whole records."""
+    if kind not in get_args(RecordKind):
+        raise RecordIdError(f"kind must be 'block' or 'snapshot', got {shown(kind)}")
+    if kind == "block" and not block_record(layout).bytes:
+        raise RecordIdError("this layout has no blocks")
+    checked = []
+    for i, value in enumerate(ids):
+        number = as_int(value)
+        if number is None or not 1 <= number <= num_pages:
+            raise RecordIdError(f"is no page of it (1..{num_pages})", side, i, value)
+        checked.append(number)
+    if kind == "snapshot" and len(checked) % snapshot_pages(layout):
+        problem = f"{len(checked)} {side} pages are no whole snapshots, which have {snapshot_pages(layout)}"
+        raise RecordIdError(problem)
+    return checked
+
+
+def check_pairs(
+    source: Sequence[int], destination: Sequence[int], sums: Sequence[bytes] | None, written: Collection[int]
+) -> None:
+    """Raises `RecordIdError` for unequal numbers, or a destination that is there twice or `written` by another read."""
+    if len(source) != len(destination):
+        raise RecordIdError(f"{len(source)} source pages for {len(destination)} destinations")
+    seen: set[int] = set()
+    for i, page in enumerate(destination):
+        if page in seen or page in written:
+            problem = "is there twice" if page in seen else "is written by another read"
+            raise RecordIdError(problem, "destination", i, page)
+        seen.add(page)
+    if sums is None:
+        return
+    if len(sums) != len(source):
+        raise RecordIdError(f"{len(sums)} checksums for {len(source)} pages")
+    for i, each in enumerate(sums):
+        if not isinstance(each, bytes) or len(each) != CHECKSUM_BYTES:
+            raise RecordIdError(f"checksum at index {i} is no {CHECKSUM_BYTES} bytes")

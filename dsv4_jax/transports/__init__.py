@@ -1,0 +1,51 @@
+"""Engines of `dsv4_jax.tiers.remote`: what moves records between machines. The modules load on first use.
+
+| name | engine | takes |
+| --- | --- | --- |
+| "nixl" | `nixl.NixlEngine`: RDMA, TCP, shared memory, by UCX | the extra `nixl12` or `nixl13` |
+| "jax" | `jax_transfer.JaxEngine`: TCP, `jax.experimental.transfer` | nothing |
+| "loopback" | `loopback.LoopbackEngine`: one machine, for tests | nothing |
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ImplementationError
+
+if TYPE_CHECKING:
+    from ..tiers.transport_engine import TransportEngine
+
+__all__ = ["ENGINES", "engine_problem", "open_engine"]
+
+# name -> its module and class
+ENGINES = {
+    "loopback": ("loopback", "LoopbackEngine"),
+}
+
+
+def open_engine(name: str, **options: Any) -> TransportEngine:
+    """An engine of this name, for one `RecordTransport`.
+
+    Args:
+        name: of `ENGINES`.
+        options: of its class.
+
+    Raises:
+        ImplementationError: there is none, or it cannot run here; says what to do.
+    """
+    if name not in ENGINES:
+        raise ImplementationError(f"unknown transport {name!r}, expected one of {', '.join(map(repr, ENGINES))}")
+    if (problem := engine_problem(name)) is not None:
+        raise ImplementationError(f"transport {name!r}: {problem}")
+    return getattr(_module(name), ENGINES[name][1])(**options)
+
+
+def engine_problem(name: str) -> str | None:
+    """Why an engine cannot run here; None if it can. Starts nothing."""
+    return _module(name).problem()
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f".{ENGINES[name][0]}", __name__)

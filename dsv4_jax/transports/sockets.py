@@ -1,0 +1,246 @@
+"""Requests and messages between processes of one machine, over TCP on 127.0.0.1. No jax.
+
+A server answers requests with bytes of a length that the asker knows, and takes messages. Connecting takes a secret
+that is in what the server publishes. Both ends bound what they read: the other may be anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import queue
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..untrusted import parse_json
+
+__all__ = ["Request", "SocketLink", "SocketServer"]
+
+_HELLO = struct.Struct("<16sB")  # secret, bytes of the name that follows
+_FRAME = struct.Struct("<cI")  # what, bytes that follow
+_ASK, _TELL, _GOOD, _BAD = b"?", b"!", b"+", b"-"
+_MOST_ASK, _MOST_TELL, _MOST_ERROR = 1 << 20, 4 << 20, 1024  # bytes
+_MOST_CONNECTIONS, _MOST_QUEUED = 256, 4096
+_PATIENCE = 10.0  # seconds for a connection to be made
+
+Answer = Callable[[bytes], Sequence[Any]]
+
+
+class SocketServer:
+    """Listens until it is closed.
+
+    Args:
+        answer: given a request, the buffers of the answer; any error it raises goes back as text.
+        tell: given the name of a sender and its message.
+    """
+
+    def __init__(self, answer: Answer, tell: Callable[[str, bytes], None]):
+        self._answer, self._tell = answer, tell
+        self._secret = secrets.token_bytes(16)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, threading.Thread] = {}
+        self._closed = False
+        self._thread = threading.Thread(target=self._accept, daemon=True, name="dsv4 transport")
+        self._thread.start()
+
+    @property
+    def reach(self) -> bytes:
+        """What `SocketLink` needs."""
+        return json.dumps({"port": self._listener.getsockname()[1], "secret": self._secret.hex()}).encode()
+
+    def close(self) -> None:
+        """Ends all connections and threads."""
+        with self._lock:
+            self._closed = True
+            threads = [self._thread, *self._open.values()]
+            for each in (self._listener, *self._open):
+                _cut(each)
+        for thread in threads:
+            thread.join()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                continue  # this one failed; others may not
+            with self._lock:
+                if self._closed or len(self._open) >= _MOST_CONNECTIONS:
+                    connection.close()
+                    continue
+                thread = threading.Thread(target=self._serve, args=(connection,), daemon=True, name="dsv4 transport")
+                self._open[connection] = thread
+                thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        # Whatever goes wrong with a connection ends that one.
+        with contextlib.suppress(OSError, ValueError), connection:
+            try:
+                sender = self._greet(connection)
+                while True:
+                    self._serve_one(connection, sender)
+            finally:
+                with self._lock:
+                    self._open.pop(connection, None)
+
+    def _greet(self, connection: socket.socket) -> str:
+        connection.settimeout(_PATIENCE)
+        secret, size = _HELLO.unpack(_read(connection, _HELLO.size))
+        name = _read(connection, size).decode()
+        if not hmac.compare_digest(secret, self._secret) or not name.isprintable():
+            raise ValueError("a stranger")
+        connection.sendall(_FRAME.pack(_GOOD, 0))
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return name
+
+    def _serve_one(self, connection: socket.socket, sender: str) -> None:
+        what, size = _FRAME.unpack(_read(connection, _FRAME.size))
+        if what not in (_ASK, _TELL) or size > (_MOST_ASK if what == _ASK else _MOST_TELL):
+            raise ValueError("no frame of ours")
+        data = _read(connection, size)
+        if what == _TELL:
+            self._tell(sender, data)
+            return
+        try:
+            buffers = self._answer(data)
+        except Exception as error:  # the asker's fault, or its to know
+            text = f"{type(error).__name__}: {error}".encode()[:_MOST_ERROR]
+            connection.sendall(_FRAME.pack(_BAD, len(text)) + text)
+            return
+        connection.sendall(_FRAME.pack(_GOOD, 0))
+        for buffer in buffers:
+            connection.sendall(buffer)
+
+
+class Request:
+    """An answer under way into the given buffers."""
+
+    def __init__(self, data: bytes, buffers: Sequence[Any]):
+        self.data, self.buffers = data, buffers
+        self.error: Exception | None = None
+        self.ended = threading.Event()
+
+    def is_done(self) -> bool:
+        """Whether the buffers hold the answer. Raises `OSError` if they never will."""
+        if self.ended.is_set() and self.error is not None:
+            raise OSError(str(self.error))
+        return self.ended.is_set()
+
+
+class SocketLink:
+    """A connection to a server: requests are answered, and messages taken, in their order.
+
+    Raises:
+        OSError, ValueError: the server cannot be reached so, or does not want us.
+    """
+
+    def __init__(self, name: str, reach: bytes):
+        port, secret = _parse(reach)
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=_PATIENCE)
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.sendall(_HELLO.pack(secret, len(name.encode())) + name.encode())
+            _check_answer(self._socket)
+            self._socket.settimeout(None)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[Request | bytes | None] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._work, daemon=True, name="dsv4 transport")
+        self._thread.start()
+
+    def ask(self, data: bytes, buffers: Sequence[Any]) -> Request:
+        """Asks for bytes that fill these buffers."""
+        if len(data) > _MOST_ASK:
+            raise ValueError(f"a request of {len(data)} bytes, at most {_MOST_ASK}")
+        request = Request(data, buffers)
+        self._put(request)
+        return request
+
+    def tell(self, message: bytes) -> None:
+        self._put(message)
+
+    def close(self) -> None:
+        """Ends the connection: when this returns no buffer is written any more."""
+        with self._lock:
+            self._error = self._error or OSError("disconnected")
+            _cut(self._socket)
+        self._jobs.put(None)
+        self._thread.join()
+        self._socket.close()
+
+    def _put(self, job: Request | bytes) -> None:
+        with self._lock:
+            if self._error is not None:
+                raise OSError(f"the connection is broken: {self._error}")
+            if self._jobs.qsize() >= _MOST_QUEUED:
+                raise OSError("the other end does not take what is sent")
+            self._jobs.put(job)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                if isinstance(job, Request):
+                    self._socket.sendall(_FRAME.pack(_ASK, len(job.data)) + job.data)
+                    _check_answer(self._socket)
+                    for buffer in job.buffers:
+                        _fill(self._socket, memoryview(buffer))
+                else:
+                    self._socket.sendall(_FRAME.pack(_TELL, len(job)) + job)
+            except Exception as error:  # nothing more can be understood on this connection
+                with self._lock:
+                    self._error = self._error or error
+                    _cut(self._socket)
+                if isinstance(job, Request):
+                    job.error = error
+            if isinstance(job, Request):
+                job.ended.set()
+
+
+def _check_answer(connection: socket.socket) -> None:
+    what, size = _FRAME.unpack(_read(connection, _FRAME.size))
+    if what == _BAD and size <= _MOST_ERROR:
+        raise ValueError(f"the other end says: {_read(connection, size).decode(errors='replace')!r}")
+    if what != _GOOD or size:
+        raise ValueError("the other end answers nonsense")
+
+
+def _parse(reach: bytes) -> tuple[int, bytes]:
+    value = parse_json(reach, unique_keys=True)
+    if not isinstance(value, dict) or sorted(value) != ["port", "secret"]:
+        raise ValueError("no address of ours")
+    port, secret = value["port"], value["secret"]
+    if type(port) is not int or not 0 < port < 65536 or not isinstance(secret, str) or len(secret) != 32:
+        raise ValueError("no address of ours")
+    return port, bytes.fromhex(secret)
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = bytearray(size)
+    _fill(connection, memoryview(data))
+    return bytes(data)
+
+
+def _fill(connection: socket.socket, view: memoryview) -> None:
+    while view:
+        if not (count := connection.recv_into(view)):
+            raise ConnectionResetError("the other end has closed the connection")
+        view = view[count:]
+
+
+def _cut(connection: socket.socket) -> None:
+    """Wakes whoever reads from it or writes to it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,23 @@
+"""Every engine that can run here, under `TransportConformance`."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsv4_jax.transports import ENGINES, engine_problem
+
+from .conformance import TransportConformance
+
+
+def needs(engine: str) -> pytest.MarkDecorator:
+    problem = engine_problem(engine)
+    return pytest.mark.skipif(problem is not None, reason=f"{engine}: {problem}")
+
+
+class TestLoopback(TransportConformance):
+    engine = "loopback"
+
+
+def test_all_engines_are_tested():
+    tested = {each.engine for each in TransportConformance.__subclasses__()}
+    assert tested == set(ENGINES)
