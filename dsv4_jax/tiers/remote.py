@@ -138,7 +138,7 @@ class RecordTransport:
             ).pack()
 
     def connect(self, metadata: bytes) -> Peer:
-        """Connects to the host that published this, from which pages can be read then.
+        """Connects to the host that published this, from which pages can be read then. Again: the same peer.
 
         Raises:
             PeerMetadataError: it is too long, no such JSON, or of another engine.
@@ -152,6 +152,8 @@ class RecordTransport:
             if there.engine != self._engine.name:
                 raise PeerMetadataError(f"{there.host!r} is on engine {there.engine!r}, this is {self._engine.name!r}")
             there.check_layout(layout)
+            if (known := next((peer for peer in self._links if peer.name == there.host), None)) is not None:
+                return known
             try:
                 link = self._engine.connect(there.host, there.reach, there.num_pages)
             except Exception as error:  # of whatever kind the engine has

@@ -16,7 +16,7 @@ __all__ = ["PIECE_BYTES", "PageRead"]
 
 PIECE_BYTES = 16 << 20  # of one piece, about: its checksums take some milliseconds
 _FLYING = 2  # pieces on their way at once, so that the engine works while one is verified
-_SPIN, _LONGEST = 1e-3, 1e-3  # seconds: how long a wait looks without a pause, and the longest pause then
+_SPIN, _PAUSE = 2e-3, 2e-4  # seconds: how long a wait looks again and again, and its pauses after that
 
 
 class PageRead:
@@ -86,7 +86,7 @@ class PageRead:
     def block_until_ready(self) -> Any:
         began = time.monotonic()
         while not self.is_ready():
-            if time.monotonic() - began > _SPIN:
-                time.sleep(_LONGEST)
+            # No pause at first, which other threads need all the same: an engine's may be among them.
+            time.sleep(_PAUSE if time.monotonic() - began > _SPIN else 0)
         if self.error is not None:
             raise self.error

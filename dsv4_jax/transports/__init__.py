@@ -21,6 +21,7 @@ __all__ = ["ENGINES", "engine_problem", "open_engine"]
 
 # name -> its module and class
 ENGINES = {
+    "nixl": ("nixl", "NixlEngine"),
     "loopback": ("loopback", "LoopbackEngine"),
 }
 

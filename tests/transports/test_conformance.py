@@ -18,6 +18,11 @@ class TestLoopback(TransportConformance):
     engine = "loopback"
 
 
+@needs("nixl")
+class TestNixl(TransportConformance):
+    engine = "nixl"
+
+
 def test_all_engines_are_tested():
     tested = {each.engine for each in TransportConformance.__subclasses__()}
     assert tested == set(ENGINES)

@@ -1,0 +1,239 @@
+"""`NixlEngine`: pages by NIXL, which reads from another host's registered memory without that host's program. No jax.
+
+The pool is registered once. Each end has a prepared list of its pages, in which a page's index is its id: a read names
+two lists of ids and no addresses. Underneath is UCX: RDMA where there is a network card for it, else TCP; within a
+machine shared memory, and reads from another process. UCX_TLS, if set, must name `tcp` beside others, or hosts never
+find each other. The wheels ask for torch and run without it: install them with `--no-deps`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import logging
+import struct
+import time
+from typing import Any
+
+import numpy as np
+
+__all__ = ["NixlEngine", "problem"]
+
+_PACKAGES = ("nixl_cu13", "nixl_cu12")  # alike but for the CUDA that memory of devices would need
+_ADDRESS = struct.Struct("<Q")
+_READER = "/"  # between a host's name and the number of its reading agent
+_GOING, _DONE = "PROC", "DONE"  # NIXL's words
+_GRACE = 0.1  # seconds that reads of a link that is cut have to end by themselves
+
+
+def problem() -> str | None:
+    """None if there is a wheel that can be loaded."""
+    try:
+        _nixl()
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def _nixl() -> Any:
+    name = next((name for name in _PACKAGES if importlib.util.find_spec(name) is not None), None)
+    if name is None:
+        raise ImportError("neither nixl-cu12 nor nixl-cu13 is installed (pip install --no-deps nixl-cu12)")
+    return importlib.import_module(name)
+
+
+class NixlEngine:
+    """A `TransportEngine` (`dsv4_jax.tiers.transport_engine`).
+
+    NIXL's side is two agents. One is what others read from and send notices to. The other reads: when a link is cut
+    while a read of it has not ended well, only the end of the agent is known to stop what is on its way, so another
+    takes its place, and begins the reads of the other links anew.
+    """
+
+    name = "nixl"
+
+    def __init__(self) -> None:
+        self._serving: _Agent | None = None
+        self._reading: _Agent | None = None
+        self._links: dict[_Link, None] = {}
+        self._readers = 0
+
+    def register(self, host: str, pages: np.ndarray) -> bytes:
+        self._host, self._pages = host, pages
+        self._serving = _Agent(host, pages)
+        return _ADDRESS.pack(pages.ctypes.data) + self._serving.agent.get_agent_metadata()
+
+    def connect(self, host: str, metadata: bytes, num_pages: int) -> _Link:
+        link = _Link(host, metadata, num_pages)
+        link.open(self._reader)
+        self._links[link] = None
+        return link
+
+    def start(self, link: _Link, source: np.ndarray, destination: np.ndarray) -> _Read:
+        read = _Read(link, source, destination)
+        read.begin(self._reader)
+        link.reads.add(read)
+        return read
+
+    def send(self, link: _Link, message: bytes) -> None:
+        self._reader.agent.send_notif(link.host, message)
+
+    def received(self) -> list[tuple[str, bytes]]:
+        if self._serving is None:
+            return []
+        notices = self._serving.agent.get_new_notifs()
+        return [(_sender(reader), message) for reader, messages in notices.items() for message in messages]
+
+    def disconnect(self, link: _Link) -> None:
+        self._links.pop(link, None)
+        ended = link.settle()
+        link.close(self._reader)
+        if not ended:
+            self._reader.close()
+            self._reading = None
+            for other in self._links:
+                other.move(self._reader)
+
+    def close(self) -> None:
+        for agent in (self._reading, self._serving):
+            if agent is not None:
+                agent.close()
+        self._serving = self._reading = None
+        self._pages = np.zeros((1, 0), np.uint8)
+
+    @property
+    def _reader(self) -> _Agent:
+        """What reads now; made when it is first needed."""
+        if self._reading is None:
+            self._readers += 1
+            self._reading = _Agent(f"{self._host}{_READER}{self._readers}", self._pages)
+        return self._reading
+
+
+class _Agent:
+    """NIXL's agent, with our pages registered and listed."""
+
+    def __init__(self, name: str, pages: np.ndarray):
+        nixl = _nixl()
+        with _quiet():
+            self.agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
+        if "UCX" not in self.agent.backends:
+            raise OSError("NIXL has no UCX here")
+        self._width, address = pages.shape[1], pages.ctypes.data
+        self._memory = self.agent.register_memory([(address, pages.nbytes, 0, "")], "DRAM")
+        self.pages = self.list_pages("", address, len(pages))
+
+    def list_pages(self, host: str, address: int, count: int) -> Any:
+        descriptors = np.zeros((count, 3), np.uint64)  # address, bytes, device
+        descriptors[:, 0] = address + np.arange(count, dtype=np.uint64) * np.uint64(self._width)
+        descriptors[:, 1] = self._width
+        return self.agent.prep_xfer_dlist(host, descriptors, "DRAM")
+
+    def close(self) -> None:
+        """Its threads and sockets end with the last reference to it."""
+        with contextlib.suppress(Exception):  # of kinds of its own: reads under way keep both
+            self.agent.release_dlist_handle(self.pages)
+            self.agent.deregister_memory(self._memory)
+        self.agent = self.pages = self._memory = None
+
+
+class _Link:
+    def __init__(self, host: str, metadata: bytes, num_pages: int):
+        self.host, self._metadata, self._count = host, metadata, 1 + num_pages
+        self.reads: set[_Read] = set()
+        self.pages: Any = None  # the list of its pages
+
+    def open(self, reader: _Agent) -> None:
+        (address,) = _ADDRESS.unpack_from(self._metadata)
+        name = reader.agent.add_remote_agent(self._metadata[_ADDRESS.size :])
+        if name != self.host.encode():
+            reader.agent.remove_remote_agent(name)
+            raise ValueError("the metadata is of a host of another name")
+        try:
+            self.pages = reader.list_pages(self.host, address, self._count)
+        except BaseException:
+            reader.agent.remove_remote_agent(self.host)
+            raise
+
+    def settle(self) -> bool:
+        """Whether all its reads end well, for which they are given some time."""
+        until = time.monotonic() + _GRACE
+        while any(read.is_going() for read in self.reads) and time.monotonic() < until:
+            time.sleep(1e-3)
+        return all(read.state == _DONE for read in self.reads)
+
+    def close(self, reader: _Agent) -> None:
+        for read in list(self.reads):
+            read.release()
+        with contextlib.suppress(Exception):  # of kinds of its own: the other end may be gone
+            reader.agent.release_dlist_handle(self.pages)
+        with contextlib.suppress(Exception):
+            reader.agent.remove_remote_agent(self.host)
+        self.pages = None
+
+    def move(self, reader: _Agent) -> None:
+        """Goes on with another reader. If it cannot, its reads say so."""
+        try:
+            self.open(reader)
+            for read in self.reads:
+                read.begin(reader)
+        except Exception:  # of a kind of its own
+            for read in self.reads:
+                read.state = "could not be begun anew"
+
+
+class _Read:
+    """An `EngineRead`."""
+
+    def __init__(self, link: _Link, source: np.ndarray, destination: np.ndarray):
+        self._link, self._ids = link, (source, destination)
+        self._agent: Any = None
+        self._handle: Any = None
+        self.state = _GOING
+
+    def begin(self, reader: _Agent) -> None:
+        source, destination = self._ids
+        self._agent = reader.agent
+        self._handle = self._agent.make_prepped_xfer("READ", reader.pages, destination, self._link.pages, source)
+        self.state = self._agent.transfer(self._handle)
+
+    def is_going(self) -> bool:
+        """Whether it is under way still."""
+        if self.state == _GOING:
+            try:
+                self.state = self._agent.check_xfer_state(self._handle)
+            except Exception as error:  # of a kind of its own
+                self.state = f"{type(error).__name__}: {error}"
+        return self.state == _GOING
+
+    def is_done(self) -> bool:
+        if not self.is_going() and self.state != _DONE:
+            raise OSError(f"NIXL says {self.state}")
+        return self.state == _DONE
+
+    def release(self) -> None:
+        if self._handle is not None:
+            with contextlib.suppress(Exception):  # of a kind of its own: it has not ended
+                self._agent.release_xfer_handle(self._handle)
+        self._agent = self._handle = None
+        self._link.reads.discard(self)
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    """Without the lines in which NIXL says that it starts."""
+    logger = logging.getLogger("nixl")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _sender(reader: str | bytes) -> str:
+    name = reader.decode(errors="replace") if isinstance(reader, bytes) else reader
+    return name.partition(_READER)[0]
