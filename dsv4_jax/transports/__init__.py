@@ -22,6 +22,7 @@ __all__ = ["ENGINES", "engine_problem", "open_engine"]
 # name -> its module and class
 ENGINES = {
     "nixl": ("nixl", "NixlEngine"),
+    "jax": ("jax_transfer", "JaxEngine"),
     "loopback": ("loopback", "LoopbackEngine"),
 }
 

@@ -1,4 +1,4 @@
-"""Requests and messages between processes of one machine, over TCP on 127.0.0.1. No jax.
+"""Requests and messages between processes over TCP. No jax.
 
 A server answers requests with bytes of a length that the asker knows, and takes messages. Connecting takes a secret
 that is in what the server publishes. Both ends bound what they read: the other may be anything.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import ipaddress
 import json
 import queue
 import secrets
@@ -37,12 +38,14 @@ class SocketServer:
     Args:
         answer: given a request, the buffers of the answer; any error it raises goes back as text.
         tell: given the name of a sender and its message.
+        address: IP address to listen on.
     """
 
-    def __init__(self, answer: Answer, tell: Callable[[str, bytes], None]):
+    def __init__(self, answer: Answer, tell: Callable[[str, bytes], None], address: str = "127.0.0.1"):
         self._answer, self._tell = answer, tell
         self._secret = secrets.token_bytes(16)
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family)
         self._lock = threading.Lock()
         self._open: dict[socket.socket, threading.Thread] = {}
         self._closed = False
@@ -52,7 +55,8 @@ class SocketServer:
     @property
     def reach(self) -> bytes:
         """What `SocketLink` needs."""
-        return json.dumps({"port": self._listener.getsockname()[1], "secret": self._secret.hex()}).encode()
+        address, port = self._listener.getsockname()[:2]
+        return json.dumps({"address": address, "port": port, "secret": self._secret.hex()}).encode()
 
     def close(self) -> None:
         """Ends all connections and threads."""
@@ -145,8 +149,8 @@ class SocketLink:
     """
 
     def __init__(self, name: str, reach: bytes):
-        port, secret = _parse(reach)
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=_PATIENCE)
+        place, secret = _parse(reach)
+        self._socket = socket.create_connection(place, timeout=_PATIENCE)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.sendall(_HELLO.pack(secret, len(name.encode())) + name.encode())
@@ -217,14 +221,16 @@ def _check_answer(connection: socket.socket) -> None:
         raise ValueError("the other end answers nonsense")
 
 
-def _parse(reach: bytes) -> tuple[int, bytes]:
+def _parse(reach: bytes) -> tuple[tuple[str, int], bytes]:
     value = parse_json(reach, unique_keys=True)
-    if not isinstance(value, dict) or sorted(value) != ["port", "secret"]:
+    if not isinstance(value, dict) or sorted(value) != ["address", "port", "secret"]:
         raise ValueError("no address of ours")
-    port, secret = value["port"], value["secret"]
-    if type(port) is not int or not 0 < port < 65536 or not isinstance(secret, str) or len(secret) != 32:
+    address, port, secret = value["address"], value["port"], value["secret"]
+    if not isinstance(address, str) or type(port) is not int or not 0 < port < 65536:
         raise ValueError("no address of ours")
-    return port, bytes.fromhex(secret)
+    if not isinstance(secret, str) or len(secret) != 32:
+        raise ValueError("no secret of ours")
+    return (str(ipaddress.ip_address(address)), port), bytes.fromhex(secret)
 
 
 def _read(connection: socket.socket, size: int) -> bytes:

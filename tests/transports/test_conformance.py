@@ -18,6 +18,11 @@ class TestLoopback(TransportConformance):
     engine = "loopback"
 
 
+@needs("jax")
+class TestJax(TransportConformance):
+    engine = "jax"
+
+
 @needs("nixl")
 class TestNixl(TransportConformance):
     engine = "nixl"
