@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -150,6 +152,14 @@ def describe(pinned: bool) -> str:
     return f"{jax.devices()[0].device_kind}, {cores}"
 
 
+def versions() -> dict[str, str]:
+    found = {}
+    for name in ("jax", "nixl-cu12", "nixl-cu13"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", default="nixl,loopback,jax")
@@ -169,7 +179,8 @@ def main() -> None:
         measure(engine, arguments.records, arguments.rounds, arguments.pinned)
     if arguments.json:
         command = "python benchmarks/bench_transport.py" + (" --pinned" if arguments.pinned else "")
-        record = new_record(ROWS, device=describe(arguments.pinned), command=command, software={}, ceilings={})
+        described = dict(device=describe(arguments.pinned), command=command, software=versions(), ceilings={})
+        record = new_record(ROWS, **described)
         pathlib.Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n")
 
 
