@@ -119,6 +119,7 @@ def measure(engine: str, records: int, times: int, pinned: bool) -> None:
     options = [engine, "--records", str(records), *(["--pinned"] if pinned else [])]
     command = [sys.executable, __file__, "--produce", *options]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdin is not None and other.stdout is not None
     try:
         first = json.loads(other.stdout.readline())
         sums = [bytes.fromhex(each) for each in first["sums"]]

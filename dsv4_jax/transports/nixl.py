@@ -9,7 +9,6 @@ find each other. The wheels ask for torch and run without it: install them with 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import importlib.util
 import logging
@@ -37,7 +36,6 @@ def problem() -> str | None:
     return None
 
 
-@functools.cache
 def _nixl() -> Any:
     name = next((name for name in _PACKAGES if importlib.util.find_spec(name) is not None), None)
     if name is None:
