@@ -20,6 +20,7 @@ __all__ = [
     "DonatedCacheError",
     "ExchangeError",
     "ForeignPlanError",
+    "HandoffError",
     "HashError",
     "ImplementationError",
     "InputError",
@@ -302,6 +303,18 @@ class PoolResizeError(CacheError, ValueError):
 
 class StaleBlockError(CacheError, RuntimeError):
     """A block was named by an older generation: it was released since, and may be someone else's."""
+
+
+class HandoffError(CacheError, ValueError):
+    """A request cannot be handed over like this: not cached, or what another host sent is nothing to go by here.
+
+    Attributes:
+        field: of the hand-off; None: it as a whole.
+    """
+
+    def __init__(self, field: str | None, problem: str):
+        self.field = field
+        super().__init__(f"hand-off: {problem}" if field is None else f"hand-off field '{field}': {problem}")
 
 
 class HashError(CacheError, ValueError):

@@ -2,6 +2,7 @@
 
 from .allocator import BlockAllocator
 from .block_pool import BlockPool
+from .handoff import Handoff
 from .manager import KVCacheManager
 from .metrics import prometheus_text
 from .planning import build_plan
@@ -9,6 +10,7 @@ from .policies import CachePolicy, HostWatermark, SnapshotPlacement, WritePolicy
 from .prefix.events import BlockEvent, EventBatch, EventLog, coalesce
 from .prefix.hashing import BlockHasher, HashSpec, MediaItem, Namespace
 from .prefix.node import Tier
+from .remote_tier import Arrival, RemoteRead, RemoteTier
 from .request import Request, RequestRef, RequestState
 from .stats import ManagerStats
 from .step_shape import StepSequence, StepShape, shape_for
@@ -17,6 +19,7 @@ from .tiered_cache import HostSize
 from .transfers import TransferStage
 
 __all__ = [
+    "Arrival",
     "BlockAllocator",
     "BlockEvent",
     "BlockHasher",
@@ -24,6 +27,7 @@ __all__ = [
     "CachePolicy",
     "EventBatch",
     "EventLog",
+    "Handoff",
     "HashSpec",
     "HostSize",
     "HostWatermark",
@@ -31,6 +35,8 @@ __all__ = [
     "ManagerStats",
     "MediaItem",
     "Namespace",
+    "RemoteRead",
+    "RemoteTier",
     "Request",
     "RequestRef",
     "RequestState",

@@ -10,6 +10,7 @@ from types import TracebackType
 
 from ..errors import (
     ContextLimitError,
+    HandoffError,
     HashError,
     ManagerInterruptedError,
     NoFreeSlotError,
@@ -20,7 +21,9 @@ from ..errors import (
 
 __all__ = ["REFUSALS", "Guard"]
 
-REFUSALS = (ContextLimitError, HashError, NoFreeSlotError, OutOfBlocksError, PlanError, RequestError)
+REFUSALS = (
+    ContextLimitError, HandoffError, HashError, NoFreeSlotError, OutOfBlocksError, PlanError, RequestError,
+)  # fmt: skip
 
 
 class Guard:

@@ -35,7 +35,7 @@ def check_manager(layout: CacheLayout, size: CacheSize, book: RequestBook, cache
     states = [n.snapshot.host for n in nodes if n.snapshot and n.snapshot.host] + [*cache.fetching]
     _partition("host page", cache.pages, [
         *(page for p in parked for page in (*p.blocks, *p.state)), *(n.host for n in nodes),
-        *(page for pages in states for page in pages),
+        *(page for pages in states for page in pages), *cache.reading, *cache.landed,
     ])  # fmt: skip
     _require(all(len(pages) == cache.snapshot_pages for pages in states), "a snapshot has another number of pages")
     _require(len(live) <= size.num_slots, "more live requests than slots for them")

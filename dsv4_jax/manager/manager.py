@@ -17,6 +17,7 @@ How the parts fit, each with its own state and rules, and none that knows the on
     KVCacheManager   the public calls: what callers name is checked, `guard` closes what was interrupted
       lifecycle      how requests come and go: admit, fork, preempt, resume, release, abort
       steps          plans of steps, their token ids, what of a step is kept
+      leases         what of it other hosts may read
       publisher      what requests leave in the prefix tree: full blocks, snapshots
       cache          the units of all tiers, the prefix tree over them, copies that wait for a plan
       book           who is there: requests by slot and by id
@@ -25,8 +26,10 @@ How the parts fit, each with its own state and rules, and none that knows the on
 from __future__ import annotations
 
 import dataclasses
+import time
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -36,13 +39,16 @@ from ..layout import CacheLayout, CacheSize
 from ..plan import StepPlan
 from .allocator import as_count
 from .guard import Guard
+from .handoff import Handoff, check_seconds
 from .integrity import check_manager
+from .leases import Leases
 from .lifecycle import Lifecycle
 from .policies import CachePolicy
 from .prefix.events import EventLog
 from .prefix.hashing import BlockHasher, HashSpec, Key, MediaItem, Namespace
 from .prefix.node import T
 from .publishing import Publisher
+from .remote_tier import Arrival, end_arrival
 from .request import Request, RequestRef, prompt_tokens, request_tokens
 from .request_book import RequestBook
 from .scheduling import Scheduled
@@ -69,11 +75,12 @@ class KVCacheManager:
         events: where cached blocks that come and go are told.
         arrays: size of the cache, if this manager is to hand out less than it holds (default: `size`). Plans are made
             for a cache of this size, and no other takes them. Two managers must not share a cache.
+        clock: what leases are measured with, in seconds.
 
     Attributes:
         hash_spec: what all digests of this cache share: small, and the same in every process of a deployment.
-        book, cache, publisher, steps, lifecycle, guard: the parts (see the module). Read them as you like; what changes
-            them goes through the calls below.
+        book, cache, publisher, leases, steps, lifecycle, guard: the parts (see the module). Read them as you like; what
+            changes them goes through the calls below.
 
     Raises:
         LayoutError: `size` is larger than `arrays`, or that has more rows than int32 has numbers (see
@@ -96,6 +103,7 @@ class KVCacheManager:
         weights_id: Key = None,
         events: EventLog | None = None,
         arrays: CacheSize | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         arrays = arrays or size
         layout.check_size(arrays)
@@ -107,7 +115,7 @@ class KVCacheManager:
         self.hash_spec = HashSpec(layout.block_tokens, (layout.block_fingerprint, weights_id), layout.cfg.vocab_size)
         if policy is not None:
             policy.warn_if_vain(size)
-        self.guard, self.book = Guard(), RequestBook()
+        self.guard, self.book, self._clock = Guard(), RequestBook(), clock
         self._persists = False
         self._begin(size, arrays)
 
@@ -116,6 +124,7 @@ class KVCacheManager:
         self._asleep = False
         self.cache = TieredCache(self.layout, size, self.policy, self.host_size, self.events, persists=self._persists)
         self.publisher = Publisher(self.layout, self.cache)
+        self.leases = Leases(self.layout, self.cache, self.publisher, self._clock)
         self.steps = Steps(self.layout, size, arrays, self.book, self.cache, self.publisher)
         self.lifecycle = Lifecycle(self.layout, self.book, self.cache, self.publisher, self.steps)
 
@@ -207,6 +216,13 @@ class KVCacheManager:
             HashError: no namespace, no items, a key of them without canonical bytes, or an empty item.
             PlanError: `max_tokens` or an item's position is no count.
         """
+        space = dict(namespace=namespace, items=items)
+        return self._admit("admit_request", tokens, max_tokens, request_id, space)
+
+    def _admit(
+        self, call: str, tokens: Iterable[int], max_tokens: int | None, request_id: Hashable | None,
+        space: dict[str, Any], arrival: Arrival | None = None,
+    ) -> Request:  # fmt: skip
         self.guard.check()
         self._check_awake()
         known, ids = prompt_tokens(tokens, self.layout.cfg.vocab_size)
@@ -217,9 +233,13 @@ class KVCacheManager:
         if len(ids) > limit:
             raise ContextLimitError(name, len(ids), limit)
         self.book.check_id(request_id)
-        hasher = self._new_hasher(ids, namespace=namespace, items=items)
-        with self.guard("admit_request"):
-            return self.lifecycle.admit(known, limit, request_id, hasher)
+        hasher = self._new_hasher(ids, **space)
+        with self.guard(call):
+            self.leases.expire()
+            request = self.lifecycle.admit(known, limit, request_id, hasher)
+            if arrival is not None:
+                end_arrival(arrival, self.cache)
+            return request
 
     def release_request(self, request: Request | int) -> None:
         """It has ended: its blocks and its slot go back; with a policy they stay cached while there is room.
@@ -245,7 +265,9 @@ class KVCacheManager:
             RequestError: as `release_request`.
         """
         with self.guard("abort_request"):
-            self.lifecycle.abort(self.book.find_known(request))
+            request = self.book.find_known(request)
+            self.leases.cancel(request)
+            self.lifecycle.abort(request)
 
     def preempt(self, request: Request | int) -> None:
         """Takes the slot and the blocks from a live request; `resume` continues it, to the byte.
@@ -297,6 +319,65 @@ class KVCacheManager:
                 self.book.check_id(name, names[:i])
             return self.lifecycle.fork(request, names)
 
+    # Other hosts (docs/remote.md)
+
+    def export_request(self, request: Request | int, *, seconds: float = 60.0, again: bool = False) -> Handoff:
+        """What another host needs to go on with a live request: its full blocks so far, and the state after the last.
+
+        Call it while the prompt is being computed, for the blocks that have become full (streaming), and once more when
+        a step has reached the last block boundary before the end of `request.tokens`; `Handoff.last` says that all is
+        told. Copies to the host that it asks for travel with the transfers of the next step, or of `flush`; then send
+        it with the checksums of its pages (`Handoff.vouched`). Until `acknowledge`, or for `seconds` from the latest
+        call, these host copies stay where they are; device blocks and slots do not wait for that. The request may end
+        meanwhile.
+
+        Args:
+            seconds: how long the lease lasts.
+            again: tells of all blocks from the first one on, not only of those that were not told of.
+
+        Raises:
+            HandoffError: there is no policy or no host tier, or an impossible time.
+            RequestError: it is not live here.
+        """
+        seconds = check_seconds(seconds)
+        with self.guard("export_request"):
+            return self.leases.export(self.book.find_live(request), seconds, bool(again))
+
+    def acknowledge(self, lease: str) -> bool:
+        """Nobody will read what is under this lease any more. Whether there was such a lease.
+
+        There is none any more after the first acknowledgement, when its time is over, after `abort_request` of what
+        was exported, and after `reset`; what another host says of one then changes nothing.
+        """
+        with self.guard("acknowledge"):
+            return self.leases.acknowledge(lease)
+
+    def flush(self) -> None:
+        """What waits to travel between device and host need not wait for another step: `take_transfers` follows.
+
+        Call it when the step planned last was dispatched.
+
+        Raises:
+            PlanError: the transfers of the step before were not taken.
+        """
+        with self.guard("flush"):
+            self.steps.check_taken()
+            self.steps.transfers = self.cache.drain()
+
+    def admit_remote(
+        self, arrival: Arrival, *, max_tokens: int | None = None, request_id: Hashable | None = None
+    ) -> Request:
+        """A new request of a prompt whose prefix has come from another host (`RemoteTier`): a hit like any other.
+
+        At any time: what has not come by now is computed here. Nobody waits for the arrival afterwards.
+
+        Raises: as `admit_request`; then the arrival waits on.
+        """
+        if not isinstance(arrival, Arrival) or arrival.closed:
+            raise RequestError(f"not an arrival that is waited for: {shown(arrival)}")
+        space = dict(namespace=arrival.namespace, items=arrival.items)
+        return self._admit("admit_remote", arrival.tokens, max_tokens, request_id, space, arrival)
+
     # Steps
 
     def reserve(self, request: Request | int, tokens: int) -> None:
@@ -344,6 +425,7 @@ class KVCacheManager:
         requests = None if requests is None else list(requests)
         self.steps.check_shape(shape)
         with self.guard("schedule"):
+            self.leases.expire()
             chosen = self.requests if requests is None else [self.book.find_live(request) for request in requests]
             return self.steps.schedule(chosen, (budget, most), chunk, shape)
 
@@ -429,6 +511,7 @@ class KVCacheManager:
         Planning and admitting do this too. A step that may still be cut by `accept` waits for that.
         """
         with self.guard("commit"):
+            self.leases.expire()
             self.publisher.commit()
 
     def pinned_shape(
@@ -539,7 +622,9 @@ class KVCacheManager:
             self.book.clear()
             if self.events is not None:
                 self.events.emit("cleared", T.NONE)
+            before = self.cache
             self._begin(self.size, self.arrays)
+            self.cache.keep_reading(before)
 
     def persist(self) -> None:
         """From now on, what comes to the host is listed for storage (see `StorageTier`)."""

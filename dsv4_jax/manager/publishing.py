@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import HashError
 from ..layout import CacheLayout
 from .policies import Placement, SnapshotPlacement
-from .prefix.node import SETTLED, Node, S, T
+from .prefix.node import SETTLED, Node, S, T, Tier, Unit
 from .prefix.prefix_tree import PrefixTree
 from .prefix.token_ids import check_range
 from .prefix.worth import kind_of
@@ -228,7 +228,7 @@ class Publisher:
             if node is None or _has_state(node):
                 self._cache.slots.release([slot])
                 continue
-            self._attach(request, node, slot, step)
+            self.attach(request, node, T.DEVICE, slot, step)
             if placement is Placement.ROLLING:
                 request.rolling = node
 
@@ -239,16 +239,23 @@ class Publisher:
             return False
         if not always and self._wanted(request, node) is Placement.NONE:
             return False
-        self._attach(request, node, request.slot, request.last_step)
+        self.attach(request, node, T.DEVICE, request.slot)
         if request.rolling is not None and self._rolling_slot(request):
             self._cache.slots.release(self._tree.snapshots.drop(request.rolling, T.DEVICE))
         return True
 
-    def _attach(self, request: Request, node: Node, slot: int, step: int) -> None:
+    def state_slot(self, request: Request, tokens: int) -> int:
+        """The slot that holds the request's state after so many tokens, whatever is accepted; 0 if none does."""
+        waits = request.restores is not None or request.forked is not None or request.slot in self._cache.copies.slots
+        here = request.num_cached == tokens == self.final_tokens(request) and request.has_whole_state
+        return request.slot if here and not waits else 0
+
+    def attach(self, request: Request, node: Node, tier: Tier, unit: Unit, step: int | None = None) -> None:
+        """The state at the end of the node's block is the request's, left by this step (None: by its last one)."""
         kind = kind_of(request.num_cached, request.num_prompt, self.block_tokens)
         after = request.num_hit // self.block_tokens
-        self._tree.snapshots.attach(node, T.DEVICE, slot, kind=kind, after=after)
-        request.forget_earlier_steps(step)
+        self._tree.snapshots.attach(node, tier, unit, kind=kind, after=after)
+        request.forget_earlier_steps(request.last_step if step is None else step)
         request.attached.append(node)
 
     def _unroll(self, request: Request) -> None:

@@ -63,7 +63,8 @@ def collect(layout: CacheLayout, size: CacheSize, book: RequestBook, cache: Tier
         collect_stats(
             cache.tree, blocks, cache.pages if cache.pages.num_total else None, others=pools,
             private=sum(len(r.blocks) - r.num_shared for r in live) + len(late_blocks),
-            private_host=sum(len(p.blocks) + len(p.state) for p in parked) + sum(map(len, cache.fetching)),
+            private_host=sum(len(p.blocks) + len(p.state) for p in parked) + sum(map(len, cache.fetching))
+            + len(cache.reading) + len(cache.landed),
             block_bytes=layout.bytes_per_block, page_bytes=page_bytes(layout), state_pages=states,
             admission_failures=cache.failures, generation=book.generation,
         ),

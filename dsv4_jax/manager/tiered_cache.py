@@ -70,6 +70,8 @@ class TieredCache:
         self.copies = PendingCopies()
         self.due: list[Transfers] = []  # stages of steps that have not been gone through yet, in order
         self.fetching: dict[Pages, Node] = {}  # where states on their way from storage land, and whose they are
+        self.reading: set[int] = set()  # pages that records of another host are being written to
+        self.landed: set[int] = set()  # those that hold such records, and wait to join the tree
         self.failures: collections.Counter[str] = collections.Counter()
         choices = policy or CachePolicy()
         self.tree = PrefixTree(
@@ -268,6 +270,13 @@ class TieredCache:
             return False
         self.give_back(freed)
         return True
+
+    def keep_reading(self, before: TieredCache) -> None:
+        """Takes over, while all is free, the pages that are being written for the cache before a reset."""
+        if before.reading:
+            ids = self.pages.acquire(self.pages.num_total)
+            self.reading = set(before.reading)
+            self.pages.release([page for page in ids if page not in self.reading])
 
     # The whole device
 

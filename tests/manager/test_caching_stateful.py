@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import os
 import random
+import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
@@ -31,7 +33,10 @@ POLICIES = {
 class Trace:
     """One random load. Counts what happened, so that a test can ask for all of it."""
 
-    def __init__(self, seed: int, *, policy: str, drafts: int, host: HostSize, blocks: int, snapshots: int):
+    def __init__(
+        self, seed: int, *, policy: str, drafts: int, host: HostSize, blocks: int, snapshots: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):  # fmt: skip
         self.random = random.Random(seed)
         cfg = DSV4Config.tiny(hca_ratio=8)
         self.layout = CacheLayout(cfg, block_tokens=BLOCK, draft_tokens=drafts)
@@ -42,7 +47,7 @@ class Trace:
         )  # fmt: skip
         self.manager = KVCacheManager(
             self.layout, size, policy=CachePolicy(write=POLICIES[policy], snapshots=placement), host=host,
-            events=EventLog(),
+            events=EventLog(), clock=clock,
         )  # fmt: skip
         self.device = SymbolicDevice(self.layout, size, host)
         self.spaces: dict[object, Namespace] = {}

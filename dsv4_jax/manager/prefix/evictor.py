@@ -73,9 +73,9 @@ class Evictor:
         return result
 
     def device_leaf(self) -> Node:
-        """A node on the device with no other below it there. Raises `PrefixTreeError` if there is none at rest."""
+        """A node on the device with no other below it there, held by nobody. Raises `PrefixTreeError` without one."""
         for node in self._nodes.published.values():
-            if node.state is S.DEVICE and not node.refs and not node.on_device:
+            if node.state is S.DEVICE and not node.refs and not node.on_device and not node.held:
                 return node
         raise PrefixTreeError("no block at rest on the device")
 

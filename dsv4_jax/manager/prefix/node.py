@@ -125,6 +125,7 @@ class Snapshot:
         host: its pages in order, none for no copy.
         stored: whether storage has a copy.
         pins: copies of it under way; it is not dropped meanwhile.
+        held: who wants its host copy to stay (see holds.py).
         last_used: clock of the last hit that ended here, or of when it came to the device or the host.
         hits: those hits.
         kind, rate, level: what it is worth is counted from these (see worth.py).
@@ -136,6 +137,7 @@ class Snapshot:
     host: Pages = ()
     stored: bool = False
     pins: int = 0
+    held: int = 0
     last_used: int = 0
     hits: int = 0
     kind: int = 0
@@ -193,6 +195,7 @@ class Node:
         block, host: the device block and the host page held, 0 for none.
         stored: whether storage has a copy.
         refs: live requests that list the node.
+        held: who wants its host copy to stay (see holds.py).
         hits: requests that have matched it.
         last_access: clock when a path with it was last referenced or released; never later than its parent's.
         level: worth that counts as none when it was last referenced (see worth.py); never above its parent's.
@@ -201,8 +204,9 @@ class Node:
     """
 
     __slots__ = (
-        "block", "children", "depth", "digest", "epoch", "first_child", "hits", "host", "last_access", "level",
-        "next", "number", "on_device", "on_host", "parent", "previous", "queued", "refs", "snapshot", "state", "stored",
+        "block", "children", "depth", "digest", "epoch", "first_child", "held", "hits", "host", "last_access",
+        "level", "next", "number", "on_device", "on_host", "parent", "previous", "queued", "refs", "snapshot", "state",
+        "stored",
     )  # fmt: skip
 
     def __init__(self, digest: bytes, parent: Node | None, number: int, epoch: object, state: NodeState):
@@ -210,7 +214,7 @@ class Node:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.block = self.host = 0
         self.stored = False
-        self.refs = self.hits = self.last_access = self.level = 0
+        self.refs = self.held = self.hits = self.last_access = self.level = 0
         self.snapshot: Snapshot | None = None
         self.children = self.on_device = self.on_host = 0
         self.queued = 0  # which lists name it: bits of `queues.Listed`

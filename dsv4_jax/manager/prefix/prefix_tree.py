@@ -21,6 +21,7 @@ The parts, each with its own state and rules; `PrefixTree` itself knows paths: m
 * `evictor` (evictor.py): blocks that leave a tier to make room.
 * `snapshots` (snapshots.py): the states that hits can end at.
 * `host` (host_evictor.py): blocks and states that leave the host to make room for either.
+* `holds` (holds.py): host copies that stay where they are.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from .counters import TreeCounters
 from .events import EventLog
 from .eviction import Freed
 from .evictor import Evictor
+from .holds import Holds
 from .host_evictor import HostEvictor
 from .moves import BlockMoves
 from .node import MATCHABLE, SETTLED, Node, NodeState, S, Snapshot, T, Tier, children_of, link, unlink
@@ -121,6 +123,7 @@ class PrefixTree:
             self.nodes, self.queues, self.wanted, self.counters, as_count("snapshot_blocks", snapshot_blocks, 1)
         )
         self.host = HostEvictor(self.queues, self.evictor, self.snapshots)
+        self.holds = Holds(self.nodes, self.queues)
         self._events = events
 
     def __len__(self) -> int:
@@ -155,6 +158,7 @@ class PrefixTree:
     def reset(self) -> None:
         """Forgets everything. Nodes known before are refused from now on; the caller resets the pools."""
         self.nodes.clear()
+        self.holds.clear()
         if self._events is not None:
             self._events.emit("cleared", T.NONE)
 
@@ -349,6 +353,27 @@ class PrefixTree:
         self.queues.push(node)
         return node
 
+    def add_host(self, parent: Node | None, digest: bytes, page: int) -> Node:
+        """A node for a block whose bytes have come to a page of the host from elsewhere than the device or storage.
+
+        Raises:
+            PrefixTreeError: the parent is gone, not published or in too low a tier, or the digest has a node.
+        """
+        if parent is not None and (self.nodes.check(parent).state.tier < T.HOST or parent.state is S.WRITING):
+            raise PrefixTreeError(f"nothing can come to the host below {parent}")
+        if self.get(digest) is not None:
+            raise PrefixTreeError(f"{self.get(digest)} is there already")
+        page = as_count("page", page, 1)
+        node = self.nodes.new(digest, parent, S.HOST)
+        self.nodes.clock += 1
+        node.last_access = self.nodes.accessed(parent)
+        self.nodes.published[digest] = node
+        self.nodes.set_host(node, page)
+        self.nodes.emit("stored", T.HOST, node)
+        self.wanted.came_to_host(node)
+        self.queues.push(node)
+        return node
+
     def check_integrity(self) -> None:
         """The invariants of the module's text, and all counters. O(nodes), for tests. Raises `IntegrityError`."""
-        check_tree(self.nodes, self.queues)
+        check_tree(self.nodes, self.queues, self.holds)

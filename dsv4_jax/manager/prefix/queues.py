@@ -103,6 +103,8 @@ def _leaves_device(node: Node) -> bool:
 
 
 def _leaves_host(node: Node) -> bool:
+    if node.held:
+        return False
     if node.state is S.DEVICE:  # only the copy leaves
         return node.host > 0
     return node.state is S.HOST and not node.refs and not node.on_host
@@ -117,7 +119,8 @@ def _snapshot_leaves_device(node: Node) -> bool:
 
 
 def _snapshot_leaves_host(node: Node) -> bool:
-    return node.snapshot is not None and not node.snapshot.pins and len(node.snapshot.host) > 0
+    snapshot = node.snapshot
+    return snapshot is not None and not snapshot.pins and not snapshot.held and len(snapshot.host) > 0
 
 
 _BLOCKS = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 
 from ...errors import IntegrityError
+from .holds import Holds
 from .node import SETTLED, TIERS, Node, NodeState, S, Tier, children_of
 from .nodes import NodeTable
 from .queues import EvictionQueues
@@ -16,7 +17,7 @@ _NEEDS_HOST = {S.BACKING_UP, S.OFFLOADING, S.HOST, S.LOADING, S.PERSISTING, S.FE
 _NO_HOST = {S.WRITING, S.STORAGE}
 
 
-def check_tree(table: NodeTable, queues: EvictionQueues) -> None:
+def check_tree(table: NodeTable, queues: EvictionQueues, holds: Holds) -> None:
     """Recomputes from the nodes alone what the tree keeps. Raises `IntegrityError` naming what differs."""
     nodes = [*table.published.values(), *table.writing]
     known = set(nodes)
@@ -39,6 +40,12 @@ def check_tree(table: NodeTable, queues: EvictionQueues) -> None:
         held = [unit for unit in units if unit]
         if len(set(held)) != len(held):
             raise IntegrityError(f"two nodes hold the same {what}: {sorted(held)}")
+    held = collections.Counter(unit for hold in holds.active for unit in (*hold.blocks, *hold.states))
+    for node in nodes:
+        _require(node.held == held[node], node, f"is held {node.held} times, {held[node]} hold it")
+        if (snapshot := node.snapshot) is not None:
+            _require(snapshot.held == held[snapshot], node, "has a state that is held by nobody known")
+        _require(not node.held or node.host > 0, node, "is held and has no host copy")
     snapshots = collections.Counter(t for n in nodes if n.snapshot for t in TIERS if n.snapshot.copy(t))
     if table.num_host != sum(n.host > 0 for n in nodes) or any(table.num_snapshots[t] != snapshots[t] for t in TIERS):
         raise IntegrityError(f"miscounted: {table.num_host} host blocks, {table.num_snapshots} snapshots")

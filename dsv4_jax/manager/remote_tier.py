@@ -1,0 +1,376 @@
+"""What comes from another host: the prefix of a prompt that it has computed, to the host records here. Pure Python.
+
+As with storage a move has two ends: `plan_reads` names pages of the peer and pages here that nobody else has,
+`finish_reads` is told what arrived. In between the pages are the reads', whatever happens: an arrival that is closed or
+late, even a `reset`, gives none of them to others before their read is over. What has arrived whole joins the prefix
+tree, block after block, and the state behind the last one; then the request is admitted as for any other hit. What has
+not come by then is computed. Who moves the bytes: `dsv4_jax.tiers.remote_driver`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from ..errors import HandoffError
+from ..layout import CacheLayout
+from .guard import Guard
+from .handoff import Handoff
+from .prefix.hashing import BlockHasher, HashSpec, MediaItem, Namespace
+from .prefix.holds import Hold
+from .prefix.node import MATCHABLE, Node, Pages, S, T
+from .prefix.worth import kind_of
+from .request import prompt_tokens
+from .tiered_cache import TieredCache
+from .transfers import BLOCK, SLOT
+
+__all__ = ["Arrival", "RemoteRead", "RemoteTier", "end_arrival"]
+
+
+class RemoteRead(NamedTuple):
+    """A record to be read from a peer.
+
+    Attributes:
+        scope: "block" or "slot" (a snapshot).
+        index: of the block in its prompt, of a snapshot that of the block it stands behind.
+        source: its pages there, in order.
+        pages: pages here, as many.
+        sums: 16 bytes that vouch for each.
+    """
+
+    scope: str
+    index: int
+    source: Pages
+    pages: Pages
+    sums: tuple[bytes, ...]
+
+
+class Receives(Protocol):
+    """What a remote tier needs of its `KVCacheManager`. `reset` makes another `guard` and another `cache`."""
+
+    guard: Guard
+    cache: TieredCache
+    hash_spec: HashSpec
+    layout: CacheLayout
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Arrival:
+    """A prompt whose prefix comes from another host. Made by `RemoteTier.expect`.
+
+    Attributes:
+        lease: of the sender, to be acknowledged when `is_over`.
+        tokens: the prompt.
+        namespace, items: as for `KVCacheManager.admit_request`.
+        until: when the lease ends, by the clock here.
+        failure: why no more of it will come; None if nothing went wrong so far.
+        records: how many were read whole.
+        reads: how many are under way.
+        closed: whether nobody waits for it any more.
+    """
+
+    lease: str
+    tokens: list[int]
+    namespace: Namespace | None
+    items: tuple[MediaItem, ...]
+    until: float
+    cache: TieredCache
+    hold: Hold
+    root: str
+    digests: list[bytes]
+    total: int
+    pages: list[int] = dataclasses.field(default_factory=list)  # of the blocks told of
+    sums: list[bytes] = dataclasses.field(default_factory=list)
+    state: tuple[Pages, tuple[bytes, ...]] | None = None
+    last: bool = False
+    planned: int = 0  # blocks read or being read, or here
+    state_planned: bool = False
+    joined: int = 0  # blocks known to be in the tree
+    landed: dict[int, int] = dataclasses.field(default_factory=dict)  # page of a block that waits to join
+    landed_state: Pages = ()
+    failure: str | None = None
+    records: int = 0
+    reads: int = 0
+    closed: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come, and no page is being written: time to acknowledge, and to admit it."""
+        return not self.reads and (self.closed or self.failure is not None or self._is_complete)
+
+    @property
+    def _is_complete(self) -> bool:
+        state = self.state is None or (self.state_planned and not self.landed_state)
+        return self.last and self.joined == self.total and state
+
+
+class RemoteTier:
+    """The receiving side of a manager.
+
+    Args:
+        manager: with a host tier and a policy.
+        clock: what leases are measured with, in seconds.
+    """
+
+    def __init__(self, manager: Receives, *, clock: Callable[[], float] = time.monotonic):
+        self._manager, self._clock = manager, clock
+        self._flying: set[bytes] = set()  # digests of blocks being read: another arrival waits for them
+
+    def expect(
+        self,
+        handoff: bytes,
+        tokens: Iterable[int],
+        *,
+        namespace: Namespace | None = None,
+        items: Iterable[MediaItem] = (),
+    ) -> Arrival:
+        """A prompt that another host tells of, to be read by `plan_reads`.
+
+        Args:
+            handoff: what the host sent: `Handoff.to_json` of its first part. Anything may be in it.
+            tokens, namespace, items: of the request, from whoever sent it.
+
+        Raises:
+            HandoffError: it is no hand-off, not of this prompt in this namespace, of other weights or records, of no
+                use here (no policy, no host tier, no room for all of it), or not the first part. Nothing has changed.
+            HashError, PlanError, RequestError: as `KVCacheManager.admit_request`.
+        """
+        self._manager.guard.check()
+        part, cache, layout = Handoff.from_json(handoff), self._manager.cache, self._manager.layout
+        items = tuple(items)
+        known, ids = prompt_tokens(tokens, layout.cfg.vocab_size)
+        hasher = BlockHasher.adopt(self._manager.hash_spec, ids, namespace=namespace, items=items)
+        if not cache.caching or part.total + cache.snapshot_pages > cache.pages.num_total:
+            raise HandoffError("total", f"no room on the host for {part.total} blocks and a state")
+        if part.total > max(len(known) - 1, 0) // layout.block_tokens:
+            raise HandoffError("total", f"{part.total} blocks, the prompt has {len(known)} tokens")
+        for name in ("block_fingerprint", "snapshot_fingerprint"):
+            if getattr(part, name) != getattr(layout, name):
+                raise HandoffError(name, "records mean something else there")
+        arrival = Arrival(
+            part.lease, known, namespace, items, self._clock() + part.seconds, cache, Hold(), hasher.root.hex(),
+            hasher.digests[: part.total], part.total,
+        )  # fmt: skip
+        self._check_part(arrival, part)
+        with self._manager.guard("expect"):
+            arrival.hold = cache.tree.holds.open()
+            self._take(arrival, part)
+        return arrival
+
+    def extend(self, arrival: Arrival, handoff: bytes) -> None:
+        """The next part of the same lease. One that was told before changes nothing but how long the lease lasts.
+
+        Raises:
+            HandoffError: as `expect`; or parts between are missing, or it is of another lease. Nothing has changed.
+        """
+        self._manager.guard.check()
+        part = Handoff.from_json(handoff)
+        self._check_part(arrival, part)
+        with self._manager.guard("extend"):
+            self._take(arrival, part)
+
+    def plan_reads(self, arrival: Arrival) -> list[RemoteRead]:
+        """What to read now: what was told of, and is neither here nor on its way here. In path order.
+
+        Call it again after `extend` and after `finish_reads`, of any arrival. What lies on the device or the host is
+        not read. Nor is what storage is bringing, or another arrival: then nothing behind it is either, yet.
+        """
+        with self._manager.guard("plan_reads"):
+            self._check_time(arrival)
+            self._join(arrival)
+            if arrival.closed or arrival.failure is not None:
+                return []
+            reads = self._plan_blocks(arrival) + self._plan_state(arrival)
+            arrival.reads += len(reads)
+            return reads
+
+    def finish_reads(self, arrival: Arrival, reads: Sequence[RemoteRead], done: Sequence[bool]) -> None:
+        """The pages of these reads are not written any more, and whether each arrived whole.
+
+        After the first that did not, no more of this arrival is read.
+        """
+        ends = list(zip(reads, done, strict=True))
+        with self._manager.guard("finish_reads"):
+            cache = self._manager.cache
+            arrival.reads -= len(ends)
+            for read, arrived in ends:
+                if read.scope == BLOCK:
+                    self._flying.discard(arrival.digests[read.index])
+                cache.reading.difference_update(read.pages)
+                if not arrived:
+                    arrival.failure = arrival.failure or "a record did not arrive whole"
+                if not arrived or arrival.closed or arrival.cache is not cache:
+                    cache.pages.release(read.pages)
+                    continue
+                arrival.records += 1
+                cache.landed.update(read.pages)
+                if read.scope == BLOCK:
+                    (arrival.landed[read.index],) = read.pages
+                else:
+                    arrival.landed_state = read.pages
+            self._check_time(arrival)
+            self._join(arrival)
+
+    def close(self, arrival: Arrival) -> None:
+        """Nobody waits for it any more: what has joined may be evicted again. `KVCacheManager.admit_remote` does it.
+
+        Reads that are under way end as before. Does nothing again.
+        """
+        with self._manager.guard("close"):
+            end_arrival(arrival, self._manager.cache)
+
+    # Parts
+
+    def _check_part(self, arrival: Arrival, part: Handoff) -> None:
+        for name, mine in (("lease", arrival.lease), ("root", arrival.root), ("total", arrival.total)):
+            if getattr(part, name) != mine:
+                why = "other weights, another namespace or block size" if name == "root" else f"not {_short(mine)}"
+                raise HandoffError(name, f"{why}: {_short(getattr(part, name))}")
+        if part.first > len(arrival.pages):
+            raise HandoffError("first", f"starts at block {part.first}, told so far are {len(arrival.pages)}")
+        if part.state and len(part.state) != arrival.cache.snapshot_pages:
+            raise HandoffError("state", f"{len(part.state)} pages, a snapshot has {arrival.cache.snapshot_pages}")
+        digest = arrival.digests[part.end - 1].hex() if part.end else arrival.root
+        if part.digest != digest:
+            raise HandoffError("digest", "not of this prompt")
+
+    def _take(self, arrival: Arrival, part: Handoff) -> None:
+        new, blocks = len(arrival.pages) - part.first, len(part.blocks)
+        arrival.pages += part.blocks[new:]
+        arrival.sums += part.sums[new:blocks] if new < blocks else ()
+        if part.state and arrival.state is None:
+            arrival.state = part.state, part.sums[blocks:]
+        arrival.last |= part.last
+        arrival.until = max(arrival.until, self._clock() + part.seconds)
+
+    def _check_time(self, arrival: Arrival) -> None:
+        if arrival.cache is not self._manager.cache:
+            arrival.failure = arrival.failure or "the manager was reset"
+        elif not arrival._is_complete and self._clock() >= arrival.until:
+            arrival.failure = arrival.failure or "its lease has ended"
+
+    # Reads
+
+    def _plan_blocks(self, arrival: Arrival) -> list[RemoteRead]:
+        cache, tree, digests = arrival.cache, arrival.cache.tree, arrival.digests
+        missing: list[int] = []
+        for i in range(arrival.planned, len(arrival.pages)):
+            node = tree.get(digests[i])
+            if digests[i] in self._flying or (node is not None and node.state not in MATCHABLE):
+                break  # on its way here
+            missing.append(i)
+        if not missing:
+            return []
+        pages = cache.landing_pages(len(missing))
+        if len(pages) < len(missing):
+            cache.pages.release(pages)
+            arrival.failure = f"{len(missing)} pages of the host are not free"
+            return []
+        arrival.planned = missing[-1] + 1
+        self._flying.update(digests[i] for i in missing)
+        cache.reading.update(pages)
+        return [
+            RemoteRead(BLOCK, i, (arrival.pages[i],), (page,), (arrival.sums[i],))
+            for i, page in zip(missing, pages, strict=True)
+        ]
+
+    def _plan_state(self, arrival: Arrival) -> list[RemoteRead]:
+        if arrival.state is None or arrival.state_planned or arrival.planned < arrival.total:
+            return []
+        cache, node = arrival.cache, arrival.cache.tree.get(arrival.digests[-1])
+        arrival.state_planned = True
+        if node is not None and node.snapshot is not None and _has_state(node):
+            if node.snapshot.host:
+                cache.tree.holds.keep_state(arrival.hold, node)
+            return []
+        pages = cache.landing_snapshot_pages()
+        if not pages:
+            arrival.failure = f"{cache.snapshot_pages} pages of the host are not free"
+            return []
+        cache.reading.update(pages)
+        source, sums = arrival.state
+        return [RemoteRead(SLOT, arrival.total - 1, source, pages, sums)]
+
+    # What has arrived
+
+    def _join(self, arrival: Arrival) -> None:
+        """Puts what has arrived, or came here otherwise, into the tree as far as its beginning is there."""
+        cache = arrival.cache
+        if cache is not self._manager.cache or arrival.closed:
+            return
+        while arrival.joined < len(arrival.pages):
+            i = arrival.joined
+            node = self._joined(arrival, i)
+            if node is None:
+                break
+            if node.host:
+                cache.tree.holds.keep(arrival.hold, node)
+            arrival.joined = i + 1
+            arrival.planned = max(arrival.planned, i + 1)
+        if arrival.landed_state and arrival.joined == arrival.total:
+            self._join_state(arrival)
+        if arrival.failure is not None:
+            _let_go(arrival)
+
+    def _joined(self, arrival: Arrival, i: int) -> Node | None:
+        """The node of block i, on the host or nearer; None if it is not there (yet)."""
+        cache, tree = arrival.cache, arrival.cache.tree
+        parent = tree.get(arrival.digests[i - 1]) if i else None
+        if i and (parent is None or parent.state.tier < T.HOST):
+            arrival.failure = arrival.failure or "what comes before it has left the cache"
+            return None
+        node, page = tree.get(arrival.digests[i]), arrival.landed.get(i)
+        if node is not None and node.state not in MATCHABLE:
+            return None  # on the move: later
+        if page is None:
+            return node if node is not None and node.state.tier >= T.HOST else None
+        del arrival.landed[i]
+        cache.landed.discard(page)
+        if node is None:
+            return tree.add_host(parent, arrival.digests[i], page)
+        if node.state is S.STORAGE:
+            tree.moves.begin_fetch(node, page)
+            tree.moves.complete(node)
+        else:
+            cache.pages.release([page])
+        return node
+
+    def _join_state(self, arrival: Arrival) -> None:
+        cache, pages = arrival.cache, arrival.landed_state
+        node = cache.tree.get(arrival.digests[-1])
+        arrival.landed_state = ()
+        cache.landed.difference_update(pages)
+        if node is None or node.state.tier < T.HOST or _has_state(node):
+            cache.pages.release(pages)
+            return
+        block = cache.tree.block_tokens
+        kind = kind_of(arrival.total * block, len(arrival.tokens), block)
+        cache.tree.snapshots.attach(node, T.HOST, pages, kind=kind)
+        cache.tree.holds.keep_state(arrival.hold, node)
+
+
+def end_arrival(arrival: Arrival, cache: TieredCache) -> None:
+    """Ends its hold, and gives back what waits to join. `cache`: the manager's now."""
+    arrival.closed = True
+    if arrival.cache is cache:
+        cache.tree.holds.end(arrival.hold)
+        _let_go(arrival)
+
+
+def _let_go(arrival: Arrival) -> None:
+    """Gives back the pages of what has arrived and waits to join."""
+    pages = [*arrival.landed.values(), *arrival.landed_state]
+    arrival.landed, arrival.landed_state = {}, ()
+    arrival.cache.landed.difference_update(pages)
+    arrival.cache.pages.release(pages)
+
+
+def _has_state(node: Node) -> bool:
+    """On the device or the host."""
+    return node.snapshot is not None and node.snapshot.tier >= T.HOST
+
+
+def _short(value: object) -> str:
+    return str(value)[:16]

@@ -1,0 +1,343 @@
+"""Prompts that one manager exports and another takes over: `Handoff`, leases, arrivals."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
+from dsv4_jax.errors import HandoffError, RequestError
+from dsv4_jax.manager import CachePolicy, Handoff, HostSize, Namespace, RemoteTier
+from tests.clock import FakeClock
+
+from .handoff_trace import LEASE, Pair, vouch
+from .symbolic_device import SymbolicDevice
+from .test_caching_stateful import BLOCK, LAYOUT, POLICIES
+
+CALLS = ["prefill"] * 4 + ["flush", "deliver", "plan", "finish"] * 3 + ["serve_sender", "serve_taker", "admit"] * 2 + [
+    "export", "give_up", "acknowledge", "wait", "reset",
+]  # fmt: skip
+OFTEN = ("streamed", "extended", "records", "remote hits", "acknowledged", "acknowledged too late", "not sent")
+SELDOM = (
+    "records that were here", "stale records", "admitted early", "resets", "resets while reading", "refused: first",
+    "failed: its lease has ended", "failed: a record did not arrive whole",
+)  # fmt: skip
+SLOW = bool(os.environ.get("RUN_SLOW"))
+
+
+def test_whatever_happens_nothing_wrong_is_read_and_nothing_stays_held() -> None:
+    did = collections.Counter[str]()
+    for seed in range(60 if SLOW else 6):
+        drafts = ((0, 3), (0, 0), (3, 1))[seed % 3]
+        pair = Pair(seed, policy=[*POLICIES][seed % 3], drafts=drafts, small=8 * (seed % 2))
+        pair.run(400 if SLOW else 130)
+        did += pair.did
+    assert all(did[name] for name in (*OFTEN, *(SELDOM if SLOW else ()))), did
+
+
+class HandoffMachine(RuleBasedStateMachine):
+    """The same, its order and its choices hypothesis's: what fails shrinks."""
+
+    @initialize(
+        seed=st.integers(0, 99), policy=st.sampled_from(sorted(POLICIES)), small=st.sampled_from([0, 8]),
+        drafts=st.sampled_from([(0, 3), (0, 0), (3, 1)]),
+    )  # fmt: skip
+    def start(self, seed: int, **options: Any) -> None:
+        self.pair = Pair(seed, **options)
+
+    @rule(call=st.sampled_from(CALLS), choices=st.randoms(use_true_random=False))
+    def act(self, call: str, choices: random.Random) -> None:
+        self.pair.random = choices
+        getattr(self.pair, call)()
+
+    @invariant()
+    def books_agree(self) -> None:
+        if hasattr(self, "pair"):
+            self.pair.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "pair"):
+            self.pair.end()
+
+
+TestHandoffMachine = pytest.mark.slow(HandoffMachine.TestCase)
+TestHandoffMachine.settings = settings(max_examples=100 if SLOW else 10, stateful_step_count=60)
+
+
+# One hand-off, step by step
+
+PROMPT = [i % 5 for i in range(5 * BLOCK + 3)]
+HOST = HostSize.of(LAYOUT, 8, 2)
+SPACE = Namespace("tenant")
+
+
+class Host:
+    """A manager, its symbolic device and a clock."""
+
+    def __init__(self, *, blocks: int = 12, drafts: int = 0, host: HostSize | None = HOST, weights: str = "w"):
+        self.clock = FakeClock()
+        layout = CacheLayout(LAYOUT.cfg, block_tokens=BLOCK, draft_tokens=drafts)
+        size = CacheSize(blocks, 2, 8, num_snapshots=2)
+        self.manager = KVCacheManager(
+            layout, size, policy=CachePolicy(), host=host, weights_id=weights, clock=self.clock
+        )
+        self.device = SymbolicDevice(layout, size, host or HostSize(0))
+        self.tier = RemoteTier(self.manager, clock=self.clock)
+
+    def admit(self):
+        return self.manager.admit_request(PROMPT, namespace=SPACE)
+
+    def step(self, request, count: int) -> None:
+        plan = self.manager.plan_step([(request, count)])
+        self.device.transfer(self.manager.take_transfers())
+        self.manager.plan_tokens(plan)
+        self.device.step(plan, {request.slot: SPACE}, {request.slot: request.tokens})
+
+    def send(self, handoff: Handoff) -> bytes:
+        self.manager.flush()
+        self.device.transfer(self.manager.take_transfers())
+        pages = self.device.pages
+        return handoff.vouched(*([vouch(pages[p]) for p in part] for part in (handoff.blocks, handoff.state))).to_json()
+
+    def prefill(self) -> bytes:
+        """The hand-off of the whole prompt."""
+        request = self.admit()
+        self.step(request, 5 * BLOCK)
+        data = self.send(self.manager.export_request(request))
+        self.manager.release_request(request)
+        return data
+
+    def read(self, arrival, sender: Host) -> int:
+        """All that can be read now; returns how many records."""
+        reads = self.tier.plan_reads(arrival)
+        for read in reads:
+            self.device.pages.update(zip(read.pages, (sender.device.pages[p] for p in read.source), strict=True))
+        self.tier.finish_reads(arrival, reads, [True] * len(reads))
+        self.manager.check_integrity()
+        return len(reads)
+
+
+def test_a_prompt_goes_over_whole_and_only_what_is_missing_is_read() -> None:
+    sender, taker = Host(), Host(blocks=9, drafts=3)
+    data = sender.prefill()
+    arrival = taker.tier.expect(data, PROMPT, namespace=SPACE)
+    assert not arrival.is_over and taker.read(arrival, sender) == 6 and arrival.is_over  # 5 blocks and the state
+    request = taker.manager.admit_remote(arrival)
+    assert request.num_hit == 5 * BLOCK
+    taker.step(request, 3)  # on the symbolic device, which compares what it reads
+    with pytest.raises(RequestError, match="waited for"):
+        taker.manager.admit_remote(arrival)
+    taker.manager.release_request(request)
+    again = taker.tier.expect(data, PROMPT, namespace=SPACE)
+    assert taker.read(again, sender) == 0 and again.is_over  # on the device
+    taker.manager.sleep()
+    taker.device.transfer(taker.manager.take_transfers())
+    taker.manager.wakeup()
+    third = taker.tier.expect(data, PROMPT, namespace=SPACE)
+    assert taker.read(third, sender) == 0 and third.is_over  # on the host
+    taker.tier.close(again), taker.tier.close(third)
+    lease = json.loads(data)["lease"]
+    assert [sender.manager.acknowledge(lease), sender.manager.acknowledge(lease)] == [True, False]
+
+
+def test_blocks_go_out_while_later_chunks_are_computed() -> None:
+    sender, taker = Host(), Host()
+    request, arrival, read = sender.admit(), None, []
+    for _ in range(5):
+        sender.step(request, BLOCK)
+        handoff = sender.manager.export_request(request)
+        data = sender.send(handoff)
+        if arrival is None:
+            arrival = taker.tier.expect(data, PROMPT, namespace=SPACE)
+        else:
+            taker.tier.extend(arrival, data)
+        read.append(taker.read(arrival, sender))
+    assert read == [1, 1, 1, 1, 2] and handoff.last and arrival.is_over
+    assert taker.manager.admit_remote(arrival).num_hit == 5 * BLOCK
+
+
+def test_two_arrivals_of_one_prompt_read_it_once() -> None:
+    sender, taker = Host(), Host()
+    data = sender.prefill()
+    first, second = (taker.tier.expect(data, PROMPT, namespace=SPACE) for _ in range(2))
+    reads = taker.tier.plan_reads(first)
+    assert len(reads) == 6 and taker.tier.plan_reads(second) == [] and not second.is_over
+    taker.tier.finish_reads(first, reads, [True] * 6)
+    assert taker.tier.plan_reads(second) == [] and second.is_over and second.records == 0
+    assert taker.manager.admit_remote(second).num_hit == 5 * BLOCK
+
+
+def test_a_lease_holds_the_host_copies_until_it_ends() -> None:
+    host = Host(host=HostSize.of(LAYOUT, 6, 1))
+    data = host.prefill()
+    pages = host.manager.cache.pages.num_total
+    assert len(host.manager.cache.try_pages(pages)) == 1  # all but those of five blocks and a state
+    host.manager.reset()
+    data = host.prefill()
+    host.clock.advance(59.9)
+    host.manager.commit()
+    assert len(host.manager.leases) == 1
+    host.clock.advance(0.2)
+    host.manager.commit()
+    assert not len(host.manager.leases) and len(host.manager.cache.try_pages(pages)) == pages
+    assert not host.manager.acknowledge(json.loads(data)["lease"])
+
+
+def test_a_step_that_did_not_run_ends_the_lease() -> None:
+    host = Host()
+    request = host.admit()
+    host.step(request, 2 * BLOCK)
+    lease = host.manager.export_request(request).lease
+    host.manager.plan_step([(request, BLOCK)])
+    host.manager.abort_request(request)
+    assert not host.manager.leases.is_sound(lease) and not len(host.manager.leases)
+    host.manager.check_integrity()
+
+
+def test_reset_keeps_pages_that_are_being_written_from_others() -> None:
+    sender, taker = Host(), Host()
+    arrival = taker.tier.expect(sender.prefill(), PROMPT, namespace=SPACE)
+    reads = taker.tier.plan_reads(arrival)
+    written = {page for read in reads for page in read.pages}
+    taker.manager.reset()
+    assert written.isdisjoint(taker.manager.cache.try_pages(HOST.num_pages))
+    taker.manager.reset()
+    taker.tier.finish_reads(arrival, reads, [True] * len(reads))
+    taker.manager.check_integrity()
+    assert arrival.failure == "the manager was reset" and arrival.is_over
+    assert len(taker.manager.cache.try_pages(HOST.num_pages)) == HOST.num_pages
+
+
+# What others send
+
+
+def fields(**changes: Any) -> bytes:
+    return json.dumps({**json.loads(Host().prefill()), **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"format": "dsv4_jax hand-off 2"}, "format"), ({"lease": "x" * 65}, "lease"), ({"lease": 7}, "lease"),
+        ({"seconds": 0}, "seconds"), ({"seconds": float("nan")}, "seconds"), ({"seconds": True}, "seconds"),
+        ({"root": "0" * 64}, "root"), ({"root": "0" * 63}, "root"),
+        ({"block_fingerprint": "f" * 64}, "block_fingerprint"),
+        ({"snapshot_fingerprint": "f" * 64}, "snapshot_fingerprint"), ({"total": 2**31}, "total"),
+        ({"total": 4}, "total"), ({"total": 6}, "state"), ({"total": True}, "total"), ({"first": 1}, "total"),
+        ({"first": -1}, "first"), ({"digest": "0" * 64}, "digest"), ({"blocks": [1, 2, 3, 4, 0]}, "blocks"),
+        ({"blocks": [1, 1, 2, 3, 4]}, "blocks"), ({"blocks": list(range(1, 16386))}, "blocks"),
+        ({"blocks": "12345"}, "blocks"), ({"blocks": [1.0] * 5}, "blocks"), ({"state": [90]}, "sums"),
+        ({"last": 1}, "last"), ({"last": False}, "state"), ({"sums": "00"}, "sums"), ({"sums": None}, "sums"),
+        ({"more": 1}, None),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_is_named_and_nothing_changes(change: dict[str, Any], field: str | None) -> None:
+    taker = Host()
+    with pytest.raises(HandoffError) as caught:
+        taker.tier.expect(fields(**change), PROMPT, namespace=SPACE)
+    assert caught.value.field == field, caught.value
+    assert len(str(caught.value)) < 400 and not taker.manager.cache.tree.holds.active
+    assert taker.manager.cache.pages.num_free == HOST.num_pages
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[", b"[]", b"7", b'{"a":1,"a":2}', b"[" * 100_000, b" " * (3 << 20), "text", None]
+)
+def test_what_is_no_handoff_is_refused(data: Any) -> None:
+    with pytest.raises(HandoffError):
+        Host().tier.expect(data, PROMPT, namespace=SPACE)
+
+
+WHOLE = Host().prefill()
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_a_changed_byte_is_refused_or_harmless(data: st.DataObject) -> None:
+    """It may name other pages, whose bytes do not match then; it never gives bytes to another prompt."""
+    text = bytearray(WHOLE)
+    for _ in range(data.draw(st.integers(1, 3))):
+        text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        handoff = Handoff.from_json(bytes(text))
+    except HandoffError:
+        return
+    assert Handoff.from_json(handoff.to_json()) == handoff
+    assert all(page >= 1 for page in handoff.blocks + handoff.state)
+
+
+def test_other_weights_another_tenant_and_other_tokens_are_refused() -> None:
+    data = Host().prefill()
+    for taker, tokens, space, field in (
+        (Host(weights="other"), PROMPT, SPACE, "root"),
+        (Host(), PROMPT, Namespace("another"), "root"),
+        (Host(), [*PROMPT[:9], 3, *PROMPT[10:]], SPACE, "digest"),
+        (Host(), PROMPT[: 5 * BLOCK], SPACE, "total"),
+        (Host(host=None), PROMPT, SPACE, "total"),
+    ):
+        with pytest.raises(HandoffError) as caught:
+            taker.tier.expect(data, tokens, namespace=space)
+        assert caught.value.field == field
+        taker.manager.check_integrity()
+
+
+def test_parts_that_do_not_follow_are_refused_and_the_arrival_goes_on() -> None:
+    sender, taker = Host(), Host()
+    request, parts = sender.admit(), []
+    for _ in range(3):
+        sender.step(request, BLOCK)
+        parts.append(sender.send(sender.manager.export_request(request)))
+    with pytest.raises(HandoffError, match="starts at block 1"):
+        taker.tier.expect(parts[1], PROMPT, namespace=SPACE)
+    arrival = taker.tier.expect(parts[0], PROMPT, namespace=SPACE)
+    with pytest.raises(HandoffError, match="starts at block 2"):
+        taker.tier.extend(arrival, parts[2])
+    with pytest.raises(HandoffError, match="lease"):
+        taker.tier.extend(arrival, Host().prefill())
+    taker.tier.extend(arrival, parts[1])
+    taker.tier.extend(arrival, parts[0])  # late, and known
+    whole = sender.send(sender.manager.export_request(request, again=True))
+    taker.tier.extend(arrival, whole)
+    assert arrival.pages == [*Handoff.from_json(whole).blocks] and len(arrival.sums) == 3
+
+
+def test_what_cannot_be_exported_is_refused() -> None:
+    host = Host()
+    request = host.admit()
+    for seconds in (0, -1, float("inf"), "1", 1e9):
+        with pytest.raises(HandoffError, match="seconds"):
+            host.manager.export_request(request, seconds=seconds)
+    bare = KVCacheManager(LAYOUT, CacheSize(8, 2, 8))
+    with pytest.raises(HandoffError, match="no host tier"):
+        bare.export_request(bare.admit_request(PROMPT))
+    with pytest.raises(HandoffError, match="no checksums"):
+        host.step(request, BLOCK)
+        host.manager.export_request(request).to_json()
+    handoff = host.manager.export_request(request, again=True)
+    with pytest.raises(HandoffError, match="16 bytes"):
+        handoff.vouched([b""], [])
+    assert host.manager.acknowledge(None) is False
+    assert dataclasses.replace(handoff, blocks=()).end == 0
+
+
+def test_a_prompt_shorter_than_a_block_is_an_arrival_of_nothing() -> None:
+    sender, taker = Host(), Host()
+    request = sender.manager.admit_request([1, 2, 3])
+    data = sender.send(sender.manager.export_request(request, seconds=LEASE))
+    arrival = taker.tier.expect(data, [1, 2, 3])
+    assert taker.tier.plan_reads(arrival) == [] and arrival.is_over and arrival.failure is None
+    assert taker.manager.admit_remote(arrival).num_hit == 0
+
+
+def test_the_layouts_must_mean_the_same() -> None:
+    other = CacheLayout(DSV4Config.tiny(hca_ratio=8, sliding_window=16), block_tokens=BLOCK)
+    assert other.snapshot_fingerprint != LAYOUT.snapshot_fingerprint
