@@ -79,6 +79,7 @@ class KVCacheManager:
 
     Attributes:
         hash_spec: what all digests of this cache share: small, and the same in every process of a deployment.
+        clock: see above.
         book, cache, publisher, leases, steps, lifecycle, guard: the parts (see the module). Read them as you like; what
             changes them goes through the calls below.
 
@@ -115,7 +116,7 @@ class KVCacheManager:
         self.hash_spec = HashSpec(layout.block_tokens, (layout.block_fingerprint, weights_id), layout.cfg.vocab_size)
         if policy is not None:
             policy.warn_if_vain(size)
-        self.guard, self.book, self._clock = Guard(), RequestBook(), clock
+        self.guard, self.book, self.clock = Guard(), RequestBook(), clock
         self._persists = False
         self._begin(size, arrays)
 
@@ -124,7 +125,7 @@ class KVCacheManager:
         self._asleep = False
         self.cache = TieredCache(self.layout, size, self.policy, self.host_size, self.events, persists=self._persists)
         self.publisher = Publisher(self.layout, self.cache)
-        self.leases = Leases(self.layout, self.cache, self.publisher, self._clock)
+        self.leases = Leases(self.layout, self.cache, self.publisher, self.clock)
         self.steps = Steps(self.layout, size, arrays, self.book, self.cache, self.publisher)
         self.lifecycle = Lifecycle(self.layout, self.book, self.cache, self.publisher, self.steps)
 

@@ -26,7 +26,7 @@ from .request import prompt_tokens
 from .tiered_cache import TieredCache
 from .transfers import BLOCK, SLOT
 
-__all__ = ["Arrival", "RemoteRead", "RemoteTier", "end_arrival"]
+__all__ = ["Arrival", "Receives", "RemoteRead", "RemoteTier", "end_arrival"]
 
 
 class RemoteRead(NamedTuple):
@@ -212,6 +212,11 @@ class RemoteTier:
                     arrival.landed_state = read.pages
             self._check_time(arrival)
             self._join(arrival)
+
+    def fail(self, arrival: Arrival, why: str) -> None:
+        """No more of it will come. What is under way may still arrive."""
+        with self._manager.guard("fail"):
+            arrival.failure = arrival.failure or why
 
     def close(self, arrival: Arrival) -> None:
         """Nobody waits for it any more: what has joined may be evicted again. `KVCacheManager.admit_remote` does it.

@@ -216,9 +216,14 @@ class Mix:
         except NoFreeSlotError:
             self.seen["waits for a slot"] += 1
             return
-        self.waiting -= 1
         self.prompts.append(tokens)
-        self.jobs[request] = Job(request, tenant, total, [None] * len(tokens), self.stream())
+        self.enter(request, tenant, total)
+
+    def enter(self, request: Request, tenant: Namespace | None, total: int) -> None:
+        """A request of the mix is live now, and ends at so many tokens."""
+        self.waiting -= 1
+        self.jobs[request] = Job(request, tenant, total, [None] * request.num_prompt, self.stream())
+        tokens = request.tokens
         self.seen["requests"] += 1
         self.seen["prefixes restored from device snapshots"] += request.restores is not None
         self.seen["hits at a junction"] += (tenant, tuple(tokens[: request.num_cached])) in self.junctions

@@ -1,6 +1,7 @@
 """As many random mixes as wanted, one after the other, and what they exercised. See dsv4_jax/testing/mixes.py.
 
 python -m tests.serving.check --mixes 500
+python -m tests.serving.check --mixes 200 --handed     prompts computed by another host, of another draft width
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from rich.progress import track
 from dsv4_jax.testing import Mixes
 
 from .engine import runner
+from .handed import HandedMixes
 
 
 def main() -> None:
@@ -22,8 +24,10 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="seed of the first mix (default: 0)")
     parser.add_argument("--kv-format", default="f32", help="default: f32, in which no rounding hides a difference")
     parser.add_argument("--index-format", default="f32")
+    parser.add_argument("--handed", action="store_true", help="prompts come through a prefill host without drafts")
     args = parser.parse_args()
-    mixes, start = Mixes(runner(args.kv_format, args.index_format)), time.perf_counter()
+    formats, start = (args.kv_format, args.index_format), time.perf_counter()
+    mixes = HandedMixes(runner(*formats), runner(*formats, drafts=0)) if args.handed else Mixes(runner(*formats))
     seeds = range(args.first, args.first + args.mixes)
     for seed in track(seeds, "mixes", disable=not sys.stdout.isatty()):
         mixes.run(seed)

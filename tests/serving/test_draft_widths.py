@@ -1,4 +1,4 @@
-"""Servers of different draft widths behind one storage: what one has stored continues in the other as its own would."""
+"""Servers of different draft widths: what one has stored, or handed over, continues in the other as its own would."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from dsv4_jax.testing import StepRunner, assert_same_bytes
 from dsv4_jax.tiers.storage_driver import StorageDriver
 
 from .engine import CFG, runner
+from .handed import HandedMixes
 
 HOST = HostSize.of(dsv4.CacheLayout(CFG, "f32", "f32", block_tokens=8), 12, 6)
 PROMPT = np.random.default_rng(3).integers(0, 32, 29).tolist()  # three blocks and a half
@@ -115,3 +116,16 @@ def test_without_the_snapshot_there_is_no_hit(tmp_path):
     second.fetch(PROMPT)
     assert second.manager.admit_request(PROMPT).num_hit == 0
     second.close()
+
+
+def test_mixes_whose_prompts_another_host_computes_equal_lone_cold_runs():
+    """More: python -m tests.serving.check --handed --mixes 200"""
+    mixes = HandedMixes(runner(drafts=3), runner(drafts=0))
+    try:
+        for seed in range(3):
+            mixes.run(seed)
+    finally:
+        mixes.close()
+    for name in ("hits from another host", "records from another host", "streamed parts", "logits compared"):
+        assert mixes.seen[name], name
+    assert mixes.runner.executables == 1, "mixed and lone runs must share one executable"

@@ -1,0 +1,236 @@
+"""`RemoteDriver`: prompts handed from host to host, as the manager's leases and `RemoteTier` plan it, beside the steps.
+
+    driver = RemoteDriver(manager, transport)         # whose pages are `host_memory(host)`
+
+    driver.export(request)                            # the host that computes: after each step of the prompt, and
+    for handoff in driver.take_handoffs(): ...        # what `poll` has made ready goes to the other host, by any means
+
+    arrival = driver.receive(handoff, peer, tokens)   # the host that goes on: each hand-off that comes
+    if arrival.is_over: manager.admit_remote(arrival)
+
+    cache, host = run_transfers(cache, host, manager.take_transfers())
+    driver.poll(cache, host)                          # both: after transfers and steps
+
+Nothing here waits. Bytes go from one host's pool into the other's while both serve; pages are read, and written, when
+no computation that was started can touch them. What does not arrive whole, or in time, is computed anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+
+import jax
+import numpy as np
+
+from ..cache import KVCache
+from ..errors import RecordMismatchError, TransportError
+from ..manager import Arrival, Handoff, KVCacheManager, MediaItem, Namespace, RemoteRead, RemoteTier, Request
+from ..untrusted import parse_json
+from .host_cache import HostCache
+from .host_memory import host_memory
+from .remote import Notice, Peer, RecordTransport
+from .remote_checks import RecordKind
+from .transfer_handle import TransferHandle
+
+__all__ = ["RemoteDriver"]
+
+_MOST_ACKNOWLEDGEMENT = 1024  # bytes
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Reading:
+    """Records of one kind on their way; no handle: to be started when the device is through."""
+
+    arrival: Arrival
+    peer: Peer
+    kind: RecordKind
+    reads: list[RemoteRead]
+    handle: TransferHandle | None = None
+
+
+class RemoteDriver:
+    """See the module.
+
+    Args:
+        manager: with a policy and a host tier.
+        transport: on which the host pool is published.
+
+    Attributes:
+        tier: the manager's receiving side.
+    """
+
+    def __init__(self, manager: KVCacheManager, transport: RecordTransport):
+        self.tier = RemoteTier(manager, clock=manager.clock)
+        self._manager, self._transport = manager, transport
+        self._address: int | None = None
+        self._exported: list[Handoff] = []
+        self._ready: list[Handoff] = []
+        self._arrivals: dict[Arrival, Peer] = {}
+        self._readings: list[_Reading] = []
+        self._messages: list[Notice] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way that `poll` goes on with."""
+        return bool(self._exported or self._readings or self._arrivals)
+
+    # The host that has computed
+
+    def export(self, request: Request, *, seconds: float = 60.0, again: bool = False) -> Handoff:
+        """As `KVCacheManager.export_request`; `take_handoffs` has it once its bytes are on the host.
+
+        Returns:
+            It, without checksums: what it will tell.
+        """
+        handoff = self._manager.export_request(request, seconds=seconds, again=again)
+        self._exported.append(handoff)
+        return handoff
+
+    def take_handoffs(self) -> list[Handoff]:
+        """Hand-offs to be sent now (`to_json`), in the order exported. None of a lease that has ended."""
+        ready, self._ready = self._ready, []
+        return [handoff for handoff in ready if self._manager.leases.is_sound(handoff.lease)]
+
+    # The host that goes on
+
+    def receive(
+        self,
+        handoff: bytes,
+        peer: Peer,
+        tokens: Iterable[int],
+        *,
+        namespace: Namespace | None = None,
+        items: Iterable[MediaItem] = (),
+    ) -> Arrival:
+        """A hand-off that has come: of a new arrival, or the next part of one that has not ended.
+
+        Args:
+            peer: of `RecordTransport.connect`, the host that sent it.
+            tokens, namespace, items: of the request, from whoever sent it.
+
+        Raises:
+            HandoffError, HashError, PlanError, RequestError: as `RemoteTier.expect` and `extend`; nothing has changed.
+        """
+        lease = Handoff.from_json(handoff).lease
+        for arrival, its in self._arrivals.items():
+            if arrival.lease == lease and its is peer and not arrival.closed and not arrival.is_over:
+                self.tier.extend(arrival, handoff)
+                return arrival
+        arrival = self.tier.expect(handoff, tokens, namespace=namespace, items=items)
+        self._arrivals[arrival] = peer
+        return arrival
+
+    # Both
+
+    def poll(self, cache: KVCache, host: HostCache) -> None:
+        """Takes up everything that has ended. Call it after `run_transfers`, and after steps, with what they returned.
+
+        Raises:
+            TransportError: the host pool lies elsewhere than before: it was copied instead of donated.
+        """
+        self._take_notices()
+        self._end_reads()
+        self._plan()
+        waits = self._exported or any(reading.handle is None for reading in self._readings)
+        if waits and _is_through(cache, host):
+            self._check_address(host)
+            self._vouch()
+            self._start()
+        self._end_arrivals()
+
+    def take_messages(self) -> list[Notice]:
+        """Notices of other hosts that were no acknowledgements."""
+        messages, self._messages = self._messages, []
+        return messages
+
+    # Inside
+
+    def _take_notices(self) -> None:
+        for notice in self._transport.notices():
+            lease = _acknowledged(notice.message)
+            if lease is None:
+                self._messages.append(notice)
+            else:
+                self._manager.acknowledge(lease)
+
+    def _check_address(self, host: HostCache) -> None:
+        address = host_memory(host).ctypes.data
+        if self._address not in (None, address):
+            raise TransportError("the host pool has moved: donate it to whatever writes it (see run_transfers)")
+        self._address = address
+
+    def _vouch(self) -> None:
+        """Checksums of what was exported, if all its copies are on the host."""
+        if self._manager.cache.is_waiting:
+            return
+        exported, self._exported = self._exported, []
+        for handoff in exported:
+            if self._manager.leases.is_sound(handoff.lease):
+                blocks = self._transport.checksums("block", handoff.blocks)
+                state = self._transport.checksums("snapshot", handoff.state)
+                self._ready.append(handoff.vouched(blocks, state))
+
+    def _plan(self) -> None:
+        for arrival, peer in self._arrivals.items():
+            if peer.error is not None:
+                self.tier.fail(arrival, str(peer.error))
+            reads = self.tier.plan_reads(arrival)
+            for kind, scope in (("block", "block"), ("snapshot", "slot")):
+                if some := [read for read in reads if read.scope == scope]:
+                    self._readings.append(_Reading(arrival, peer, kind, some))
+
+    def _start(self) -> None:
+        for reading in self._readings:
+            if reading.handle is None:
+                source = [page for read in reading.reads for page in read.source]
+                pages = [page for read in reading.reads for page in read.pages]
+                sums = [each for read in reading.reads for each in read.sums]
+                try:
+                    reading.handle = self._transport.read(reading.peer, reading.kind, source, pages, sums)
+                except TransportError as error:  # the peer is gone, or its ids are none
+                    self.tier.fail(reading.arrival, str(error))
+                    self.tier.finish_reads(reading.arrival, reading.reads, [False] * len(reading.reads))
+        self._readings = [reading for reading in self._readings if reading.handle is not None]
+
+    def _end_reads(self) -> None:
+        for reading in list(self._readings):
+            if reading.handle is None or not reading.handle.is_ready():
+                continue
+            self._readings.remove(reading)
+            error = reading.handle.error
+            bad: Sequence[int] | None = [] if error is None else None
+            if isinstance(error, RecordMismatchError):
+                bad = error.destinations
+            done = [bad is not None and not set(bad) & set(read.pages) for read in reading.reads]
+            if error is not None:
+                self.tier.fail(reading.arrival, str(error))
+            self.tier.finish_reads(reading.arrival, reading.reads, done)
+
+    def _end_arrivals(self) -> None:
+        """Acknowledges what is over: nothing more is read of it."""
+        for arrival, peer in list(self._arrivals.items()):
+            if arrival.is_over:
+                del self._arrivals[arrival]
+                with contextlib.suppress(TransportError):  # then its lease ends by itself
+                    self._transport.notify(peer, json.dumps({"acknowledge": arrival.lease}).encode())
+
+
+def _acknowledged(message: bytes) -> str | None:
+    """The lease that a notice acknowledges; None if it is another message."""
+    if len(message) > _MOST_ACKNOWLEDGEMENT:
+        return None
+    try:
+        fields = parse_json(message, unique_keys=True)
+    except ValueError:
+        return None
+    lease = fields.get("acknowledge") if isinstance(fields, dict) and len(fields) == 1 else None
+    return lease if isinstance(lease, str) else None
+
+
+def _is_through(cache: KVCache, host: HostCache) -> bool:
+    """Whether everything has run that could still read or write host pages."""
+    arrays: list[jax.Array] = [host.pages, *jax.tree.leaves(cache)]
+    return all(array.is_ready() for array in arrays if not isinstance(array, np.ndarray))
