@@ -117,6 +117,7 @@ class RemoteTier:
     def __init__(self, manager: Receives, *, clock: Callable[[], float] = time.monotonic):
         self._manager, self._clock = manager, clock
         self._flying: set[bytes] = set()  # digests of blocks being read: another arrival waits for them
+        self._holding: dict[Arrival, None] = {}
 
     def expect(
         self,
@@ -156,6 +157,7 @@ class RemoteTier:
         self._check_part(arrival, part)
         with self._manager.guard("expect"):
             arrival.hold = cache.tree.holds.open()
+            self._holding[arrival] = None
             self._take(arrival, part)
         return arrival
 
@@ -212,6 +214,15 @@ class RemoteTier:
                     arrival.landed_state = read.pages
             self._check_time(arrival)
             self._join(arrival)
+
+    def expire(self) -> None:
+        """Of arrivals whose lease is over nothing is held any more, whether or not somebody still waits for them."""
+        with self._manager.guard("expire"):
+            now = self._clock()
+            for arrival in [a for a in self._holding if a.closed or a.until <= now]:
+                del self._holding[arrival]
+                self._check_time(arrival)
+                arrival.cache.tree.holds.end(arrival.hold)
 
     def fail(self, arrival: Arrival, why: str) -> None:
         """No more of it will come. What is under way may still arrive."""

@@ -12,7 +12,8 @@
     driver.poll(cache, host)                          # both: after transfers and steps
 
 Nothing here waits. Bytes go from one host's pool into the other's while both serve; pages are read, and written, when
-no computation that was started can touch them. What does not arrive whole, or in time, is computed anew.
+no computation that was started can touch them. What does not arrive whole, or in time, is computed anew. Imports no
+jax.
 """
 
 from __future__ import annotations
@@ -21,19 +22,18 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-import jax
-import numpy as np
-
-from ..cache import KVCache
 from ..errors import RecordMismatchError, TransportError
 from ..manager import Arrival, Handoff, KVCacheManager, MediaItem, Namespace, RemoteRead, RemoteTier, Request
 from ..untrusted import parse_json
-from .host_cache import HostCache
-from .host_memory import host_memory
 from .remote import Notice, Peer, RecordTransport
 from .remote_checks import RecordKind
 from .transfer_handle import TransferHandle
+
+if TYPE_CHECKING:
+    from ..cache import KVCache
+    from .host_cache import HostCache
 
 __all__ = ["RemoteDriver"]
 
@@ -131,6 +131,7 @@ class RemoteDriver:
         Raises:
             TransportError: the host pool lies elsewhere than before: it was copied instead of donated.
         """
+        self.tier.expire()
         self._take_notices()
         self._end_reads()
         self._plan()
@@ -157,7 +158,7 @@ class RemoteDriver:
                 self._manager.acknowledge(lease)
 
     def _check_address(self, host: HostCache) -> None:
-        address = host_memory(host).ctypes.data
+        address = host.pages.unsafe_buffer_pointer()
         if self._address not in (None, address):
             raise TransportError("the host pool has moved: donate it to whatever writes it (see run_transfers)")
         self._address = address
@@ -232,5 +233,4 @@ def _acknowledged(message: bytes) -> str | None:
 
 def _is_through(cache: KVCache, host: HostCache) -> bool:
     """Whether everything has run that could still read or write host pages."""
-    arrays: list[jax.Array] = [host.pages, *jax.tree.leaves(cache)]
-    return all(array.is_ready() for array in arrays if not isinstance(array, np.ndarray))
+    return all(array.is_ready() for array in (host.pages, *cache.arrays.values()))

@@ -150,6 +150,8 @@ class HandedMix(Mix):
         try:
             arrival = self.driver.receive(data, self.peer, coming.tokens, namespace=coming.tenant)
             self.seen["streamed parts"] += coming.arrival is arrival
+            if coming.arrival not in (None, arrival):
+                self.driver.tier.close(coming.arrival)
             coming.arrival = arrival
         except HandoffError:
             self.seen["hand-offs refused"] += 1
