@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from ..cache import KVCache
 from ..config import DSV4Config
-from ..cuda.exchange import Exchange
-from ..errors import ExchangeError, ImplementationError
+from ..cuda.exchange import Exchange, open_exchanges
 from ..layout import CacheLayout, CacheSize
 from ..model.split import DATA, TENSOR
 from ..ops.exchange import Peers, using
@@ -25,19 +24,12 @@ from .step import StepOptions, random_cache
 
 __all__ = ["exchange_times", "exchanges", "jitted_over", "mesh_of", "spread_cache"]
 
-_SLOT_BYTES = 8 << 20
 _IN_A_ROW = 40  # exchanges of an executable, each of what the one before gave
 
 
 def mesh_of(options: StepOptions, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
     """Of the first devices there are, or of those given; None for one."""
-    if options.devices == 1:
-        return None
-    split = options.split
-    return jax.make_mesh(
-        (split.data, split.tensor), (DATA, TENSOR), axis_types=(AxisType.Auto,) * 2,
-        devices=(devices or jax.devices())[: split.devices],
-    )  # fmt: skip
+    return None if options.devices == 1 else options.split.mesh(devices)
 
 
 def jitted_over(
@@ -49,17 +41,9 @@ def jitted_over(
     return shard_step(step, mesh, compiler_options=xla, peers=peers)
 
 
-@contextlib.contextmanager
-def exchanges(options: StepOptions) -> Iterator[tuple[Exchange, ...]]:
-    """Those of the mesh's axes, if the options want them: none where the project's own CUDA cannot run."""
-    split, mesh = options.split, mesh_of(options)
-    opened: list[Exchange] = []
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ExchangeError, ImplementationError):
-            for axis, size in ((DATA, split.data), (TENSOR, split.tensor)):
-                if size > 1 and options.exchange and mesh is not None:
-                    opened.append(stack.enter_context(Exchange(mesh, axis, slot_bytes=_SLOT_BYTES)))
-        yield tuple(opened)
+def exchanges(options: StepOptions) -> contextlib.AbstractContextManager[tuple[Exchange, ...]]:
+    """Those of the mesh's axes, if the options want them."""
+    return open_exchanges(mesh_of(options) if options.exchange else None)
 
 
 def spread_cache(layout: CacheLayout, size: CacheSize, mesh: Mesh) -> KVCache:

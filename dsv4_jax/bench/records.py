@@ -153,13 +153,13 @@ TABLES: dict[str, Table] = {
     "generate": Table(
         _fields(
             text="model weights kv_format index_format",
-            number="layers prompts decode_steps drafts max_batch chunk_tokens prompt_tokens new_tokens decoded "
+            number="layers devices tensor prompts decode_steps drafts max_batch chunk_tokens prompt_tokens new_tokens decoded "
             "decode_calls decode_rows cached_tokens cache_bytes load_s compile_s prefill_s decode_s "
             "prefill_tokens_per_s decode_tokens_per_s step_ms bench_step_ms",
             flag="prefix_caching",
             parts="host_us",
         ),
-        ("model", "layers", "prompts", "prompt_tokens", "decode_steps", "drafts"),
+        ("model", "layers", "devices", "tensor", "prompts", "prompt_tokens", "decode_steps", "drafts"),
     ),
     # Blocks between the device and pinned host memory: times, and shares of the copy ceiling.
     "swap": Table(

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import OptionError
-from .options import device_bytes, naming
+from .options import check_devices, device_bytes, naming
 
 __all__ = ["fits", "model_options", "step_options"]
 
@@ -37,8 +37,7 @@ def model_options(args: argparse.Namespace, quick: bool) -> list[Any]:
     from ..model.sharded import check_split
 
     devices = args.devices or 1
-    if devices > (there := _devices()):
-        raise OptionError(f"--devices: {devices} of {there}")
+    check_devices(devices)
     options = [
         dataclasses.replace(option, devices=devices, tensor=args.tensor or (devices if option.batch <= _LATENCY else 1))
         for option in _options(args, quick, context=8 * 1024, few=FEW_REQUESTS)
@@ -69,12 +68,6 @@ def fits(what: str, needed: int) -> None:
     """Raises `OptionError`: it does not lie in the device's memory."""
     if needed > (held := device_bytes()):
         raise OptionError(f"--batch, --context: {what} takes at least {needed} bytes, the device has {held}")
-
-
-def _devices() -> int:
-    import jax
-
-    return len(jax.devices())
 
 
 def _options(args: argparse.Namespace, quick: bool, *, context: int, few: int) -> list[Any]:

@@ -14,7 +14,17 @@ from .generate_engine import Engine
 from .generate_output import Answer, Speed, Teller
 from .generate_prompts import Prompt, add_prompts, encode, given_prompts, token_ids
 from .generate_text import Tokenizer, stop_tokens_of
-from .options import add_command, add_json, add_layout, device_bytes, layout_from, naming, refuse_same, start_jax
+from .options import (
+    add_command,
+    add_json,
+    add_layout,
+    check_devices,
+    device_bytes,
+    layout_from,
+    naming,
+    refuse_same,
+    start_jax,
+)  # fmt: skip
 from .printing import Progress, present, say
 from .values import given_path, natural, number, positive
 from .weights import FORMS, load, taken
@@ -28,9 +38,11 @@ _EXAMPLES = """
   dsv4-jax generate --checkpoint DIR --prompt-file questions.txt --max-batch 16 --json answers.json
       a prompt a line, 16 side by side; each answer is printed when it is complete
   dsv4-jax generate --checkpoint DIR --prompt 'Once upon a time' --drafts 1    several tokens a step, the same text
+  dsv4-jax generate --checkpoint DIR --prompt 'Once upon a time' --devices 2   heads and experts over two devices
   dsv4-jax generate --checkpoint DIR --tokens 1,2,3 --stop-tokens none       ids in, ids out: needs no tokenizer
 """
 _MOST_CHUNK, _LEAST_CHUNK = 2048, 64
+_LATENCY = 8  # prompts side by side up to which heads are split over devices if not told otherwise
 _SAMPLING = {"temperature": "--temperature", "top_k": "--top-k", "top_p": "--top-p"}
 
 
@@ -82,6 +94,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--prefix-caching", action=argparse.BooleanOptionalAction, default=None,
         help="compute what prompts begin with once (default: if some begin with the same block)",
     )  # fmt: skip
+    steps.add_argument(
+        "--devices", type=positive, default=1, metavar="N", help="to run on, 1, 2, 4 or 8 (default: %(default)s)"
+    )
+    steps.add_argument(
+        "--tensor", type=positive, metavar="T",
+        help="of them, have the same prompts and share the heads; the others have prompts of their own (default: all "
+        f"up to {_LATENCY} prompts side by side, else 1)",
+    )  # fmt: skip
     steps.add_argument("--implementation", choices=("xla", "pallas", "cuda"), help="of the cache ops (default: best)")
     add_layout(parser, drafts=False)
     add_json(parser)
@@ -89,6 +109,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..cuda.exchange import open_exchanges
+
     refuse_same({"--prompt-file": args.prompt_file, "--json": args.json})
     with naming("--checkpoint"):
         hf = read_hf(args.checkpoint)
@@ -97,39 +119,46 @@ def run(args: argparse.Namespace) -> int:
     mtp = args.draft_tokens > 0
     layout = layout_from(args, cfg, include_mtp=mtp)
     start_jax()
-    options = _options(args, cfg, prompts)
     form = args.weights or ("released" if hf.get("quantization_config") else "float32")
-    room = Room(device_bytes(), taken(cfg, form, mtp=mtp))
+    side_by_side = min(args.max_batch, len(prompts))
+    tensor = args.tensor or (args.devices if side_by_side <= _LATENCY else 1)
+    weight_bytes = taken(cfg, form, args.devices, tensor, mtp=mtp)  # which refuses what does not divide
+    check_devices(args.devices)
+    shards = args.devices // tensor
+    options = _options(args, cfg, prompts, shards)
+    room = Room(device_bytes(), weight_bytes)
     room.check(form)
     shared = shared_tokens([prompt.tokens for prompt in prompts], layout.block_tokens)
     keeps = shared is not None if args.prefix_caching is None else args.prefix_caching
-    most = min(args.max_batch, len(prompts), options["chunk_tokens"] // (1 + args.draft_tokens))
+    most = min(-(-side_by_side // shards), options["chunk_tokens"] // (1 + args.draft_tokens))
     needs = _needs(prompts, args.max_new_tokens, options["decode_steps"], cfg)
     size = choose_size(layout, needs, most, room, snapshots=keeps)
 
     began = time.perf_counter()
-    cfg, params = load(args.checkpoint, form, mtp=mtp)
+    mesh = _mesh(shards, tensor)
+    cfg, params = load(args.checkpoint, form, mtp=mtp, mesh=mesh)
     loaded = time.perf_counter()
-    engine = Engine(params, layout, size, keeps, options)
-    with Progress("compiling"):
-        engine.compile(max(len(prompt.tokens) for prompt in prompts))
-    compiled = time.perf_counter()
     answers = [Answer(prompt, tokenizer, args.stop, args.max_new_tokens) for prompt in prompts]
-    speed = Speed()
-    with Progress("tokens", args.max_new_tokens * len(prompts)) as progress:
-        teller = Teller(answers, progress, silent=args.json == "-")
-        try:
-            if shared and keeps:
-                engine.remember(prompts[0].tokens[: shared + 1], speed)
-            engine.answer(answers, teller, progress, speed)
-        except KeyboardInterrupt:
-            teller.tell_rest()
-            raise
+    with open_exchanges(mesh) as exchanges:
+        engine = Engine(params, layout, size, keeps, options | {"exchanges": exchanges}, mesh)
+        with Progress("compiling"):
+            engine.compile(max(len(prompt.tokens) for prompt in prompts))
+        compiled, speed = time.perf_counter(), Speed()
+        with Progress("tokens", args.max_new_tokens * len(prompts)) as progress:
+            teller = Teller(answers, progress, silent=args.json == "-")
+            try:
+                if shared and keeps:
+                    engine.remember(prompts[0].tokens[: shared + 1], speed)
+                engine.answer(answers, teller, progress, speed)
+            except KeyboardInterrupt:
+                teller.tell_rest()
+                raise
     cached = engine.found_tokens
     say(speed.in_words(answers, cached, mtp))
     report = {
         "checkpoint": str(args.checkpoint), "weights": form, "kv_format": layout.kv_row.name,
-        "index_format": layout.index_row.name, "cache_bytes": layout.total_bytes(size), "max_batch": size.num_slots,
+        "index_format": layout.index_row.name, "cache_bytes": layout.total_bytes(size),
+        "devices": args.devices, "tensor": tensor, "max_batch": shards * size.num_slots,
         "chunk_tokens": options["chunk_tokens"], "decode_steps": options["decode_steps"],
         "drafts": args.draft_tokens, "prefix_caching": keeps, "load_s": loaded - began, "compile_s": compiled - loaded,
         **speed.as_dict(), "cached_tokens": cached, "answers": [answer.as_dict() for answer in answers],
@@ -150,7 +179,14 @@ def _prompts(args: argparse.Namespace, cfg: DSV4Config) -> tuple[list[Prompt], T
     return encode(given, tokenizer, args.chat, cfg.vocab_size), tokenizer
 
 
-def _options(args: argparse.Namespace, cfg: DSV4Config, prompts: list[Prompt]) -> dict[str, Any]:
+def _mesh(shards: int, tensor: int) -> Any:
+    """None for one device."""
+    from ..model import Split
+
+    return Split(shards, tensor).mesh() if shards * tensor > 1 else None
+
+
+def _options(args: argparse.Namespace, cfg: DSV4Config, prompts: list[Prompt], shards: int) -> dict[str, Any]:
     """Those of `model.generate` that the command line says. Raises `OptionError`."""
     from ..model import Sampling
 
@@ -163,7 +199,7 @@ def _options(args: argparse.Namespace, cfg: DSV4Config, prompts: list[Prompt]) -
         raise OptionError(f"--chunk: a token and its {drafts} drafts are {1 + drafts}, got {args.chunk}")
     with naming(fields=_SAMPLING):
         sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    total = sum(len(prompt.tokens) for prompt in prompts)
+    total = -(-sum(len(prompt.tokens) for prompt in prompts) // shards)
     chunk = _LEAST_CHUNK
     while chunk < min(total, args.chunk or _MOST_CHUNK):
         chunk *= 2

@@ -14,15 +14,19 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """The model, a cache of the right size and its manager."""
+    """The model, a cache of the right size and its managers, one for each data shard of a mesh."""
 
-    def __init__(self, params: Any, layout: CacheLayout, size: CacheSize, keeps: bool, options: dict[str, Any]):
+    def __init__(
+        self, params: Any, layout: CacheLayout, size: CacheSize, keeps: bool, options: dict[str, Any], mesh: Any = None
+    ):
         from ..cache import init_cache
+        from ..sharding import cache_sharding
 
         policy = CachePolicy(snapshots=SnapshotPlacement(end_of_output=False, doubling=None)) if keeps else None
         self._params, self._options = params, options
-        self._manager = KVCacheManager(layout, size, policy=policy)
-        self._cache = init_cache(layout, size)
+        shards = 1 if mesh is None else mesh.shape["data"]
+        self._managers = [KVCacheManager(layout, size, policy=policy) for _ in range(shards)]
+        self._cache = init_cache(layout, size, sharding=None if mesh is None else cache_sharding(layout, mesh))
 
     def compile(self, longest: int) -> None:
         """Runs every executable once: so what is timed afterwards compiles nothing.
@@ -34,8 +38,10 @@ class Engine:
         self._generate([[0] * min(longest, 2)], max_new_tokens=new, stop_tokens=())
 
     def remember(self, tokens: list[int], speed: Speed) -> None:
-        """Computes what prompts begin with: all but the last token stays cached."""
-        self._generate([tokens], max_new_tokens=1, on_step=lambda drawn: speed.note(drawn.fed, 0, 0) and None)
+        """Computes what prompts begin with, in every shard: all but the last token stays cached."""
+        self._generate(
+            [tokens] * len(self._managers), max_new_tokens=1, on_step=lambda drawn: speed.note(drawn.fed, 0, 0) and None
+        )
 
     def answer(self, answers: list[Answer], teller: Teller, progress: Progress, speed: Speed) -> None:
         def take(drawn: Any) -> Collection[int]:
@@ -51,9 +57,9 @@ class Engine:
     @property
     def found_tokens(self) -> int:
         """Of prompts, in the cache."""
-        return sum(self._manager.stats().cache.counters.hit_tokens.values())
+        return sum(sum(m.stats().cache.counters.hit_tokens.values()) for m in self._managers)
 
     def _generate(self, prompts: list[list[int]], **options: Any) -> None:
         from .. import model
 
-        _, self._cache = model.generate(self._params, self._cache, self._manager, prompts, **self._options | options)
+        _, self._cache = model.generate(self._params, self._cache, self._managers, prompts, **self._options | options)

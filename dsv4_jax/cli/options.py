@@ -21,7 +21,7 @@ from .values import json_file, natural, positive, short
 
 __all__ = [
     "EXIT_STATUS", "FAILURES", "LAYOUT_FIELDS", "PROGRAM", "Parser", "add_command", "add_json", "add_layout",
-    "device_bytes", "layout_from", "memory_bytes", "naming", "refuse_same", "start_jax",
+    "check_devices", "device_bytes", "layout_from", "memory_bytes", "naming", "refuse_same", "start_jax",
 ]  # fmt: skip
 
 PROGRAM = "dsv4-jax"
@@ -174,6 +174,14 @@ def device_bytes() -> int:
     import jax
 
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit") or memory_bytes()
+
+
+def check_devices(count: int) -> None:
+    """Raises `OptionError` if there are not so many."""
+    import jax
+
+    if count > (there := len(jax.devices())):
+        raise OptionError(f"--devices: {count} of {there}")
 
 
 def start_jax() -> None:

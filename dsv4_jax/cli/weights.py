@@ -23,17 +23,20 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def load(checkpoint: pathlib.Path, weights: str = "float32", *, mtp: bool = False) -> tuple[DSV4Config, Any]:
+def load(
+    checkpoint: pathlib.Path, weights: str = "float32", *, mtp: bool = False, mesh: Any = None
+) -> tuple[DSV4Config, Any]:
     """A checkpoint's config and parameters, those in released formats as they are decoded with.
 
     Args:
         mtp: with the MTP layer.
+        mesh: over its devices.
     """
     from ..model import load_hf
 
     with naming("--checkpoint"), Progress("MiB of weights") as progress:
         return load_hf(
-            checkpoint, weights=weights, packed=weights == "released", mtp=mtp,
+            checkpoint, weights=weights, packed=weights == "released", mtp=mtp, mesh=mesh,
             progress=lambda done, total: progress.update(done=done >> 20, total=total >> 20),
         )  # fmt: skip
 

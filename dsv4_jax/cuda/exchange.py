@@ -14,8 +14,10 @@ from `check()`, which raises `ExchangeError`; a call that XLA launches outside o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -28,7 +30,7 @@ from ..errors import ExchangeError, ImplementationError
 from ..ops.exchange import ExchangeArguments, Peers
 from ..ops.registry import Implementation
 
-__all__ = ["IMPLEMENTATION", "MOST_ARRAYS", "MOST_DEVICES", "Exchange", "call", "supports"]
+__all__ = ["IMPLEMENTATION", "MOST_ARRAYS", "MOST_DEVICES", "Exchange", "call", "open_exchanges", "supports"]
 
 MOST_ARRAYS, MOST_DEVICES = 4, 8
 _WORD = 16  # bytes; each array of a message begins with one
@@ -134,6 +136,18 @@ class Exchange:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def open_exchanges(mesh: Mesh | None, *, slot_bytes: int = 8 << 20) -> Iterator[tuple[Exchange, ...]]:
+    """One along each axis of a mesh with several devices; none where it cannot be, as on CPUs, or without a mesh."""
+    opened: list[Exchange] = []
+    with contextlib.ExitStack() as stack:
+        if mesh is not None:
+            axes = [axis for axis, size in mesh.shape.items() if size > 1]
+            with contextlib.suppress(ExchangeError, ImplementationError):
+                opened += [stack.enter_context(Exchange(mesh, axis, slot_bytes=slot_bytes)) for axis in axes]
+        yield tuple(opened)
 
 
 def _groups(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:

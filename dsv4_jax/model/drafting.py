@@ -1,10 +1,10 @@
-"""Steps with drafts between a manager and the device: what `generate(drafts=)` runs."""
+"""Steps with drafts between managers and the devices: what `generate(drafts=)` runs."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,15 @@ import numpy as np
 
 from ..cache import KVCache
 from ..errors import PlanError
-from ..manager import KVCacheManager, Request, StepShape
+from ..manager import Request, StepShape
 from ..ops.registry import Choice
 from ..plan import PackedPlan
 from .forward import GPU_DECODE_OPTIONS
 from .mtp import draft_step
 from .params import Params, has_mtp
+from .placement import Placement, stacked
 from .sampling import Sampling, keys_of
+from .shards import Shards
 
 __all__ = ["Drafter"]
 
@@ -30,19 +32,19 @@ class Drafter:
     Attributes:
         params: with the MTP layer.
         width: at least 1.
-        sampling, key: how to draw, and the key that those of the requests are made of.
-        implementation: of the cache ops.
+        key: [shards], that those of the requests are made of, over the placement.
+        options: `sampling` and `implementation` of the steps.
     """
 
     params: Params
-    manager: KVCacheManager
+    shards: Shards
+    placement: Placement
     width: int
-    sampling: Sampling
     key: jax.Array
-    implementation: Choice = None
+    options: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        layout, width = self.manager.layout, self.width
+        layout, width = self.shards.managers[0].layout, self.width
         if not has_mtp(self.params):
             raise PlanError(f"drafts={width}: the parameters have no MTP layer, load them with mtp=True")
         if not layout.include_mtp or layout.draft_tokens < width:
@@ -56,42 +58,45 @@ class Drafter:
     def run(
         self,
         cache: KVCache,
-        scheduled: Sequence[tuple[Request, int]],
+        scheduled: Sequence[Sequence[tuple[Request, int]]],
         shape: StepShape,
-        limits: Sequence[int],
+        left: Mapping[Request, int],
         streams: np.ndarray,
     ) -> tuple[list[list[int]], KVCache]:
-        """One step: (the tokens newly drawn for each request, none where its prompt goes on; the cache).
+        """One step: (the tokens newly drawn for each row [shards * B]; the cache).
 
         The requests' own `tokens` lack them still.
 
         Args:
-            scheduled: as `schedule` gave it, within `budget`.
-            shape: of the plan; the room for its table entries is made wider, for those of drafts.
-            limits: the most tokens to draw, at least 1, for each.
-            streams: [B] int32, whose keys the rows draw with.
+            scheduled: as `schedule` gave it for each data shard, within `budget`.
+            shape: of each shard's plan; the room for its table entries is made wider, for those of drafts.
+            left: how many tokens each request may draw.
+            streams: [shards * B] int32, whose keys the rows draw with.
         """
-        pairs = zip(scheduled, limits, strict=True)
-        wanted = [min(self.width, most - 1) if _decodes(request) else 0 for (request, _), most in pairs]
-        tokens, drafts, at = np.zeros(shape.tokens, np.int32), np.zeros(shape.sequences, np.int32), 0
-        pairs = [(request, count + more) for (request, count), more in zip(scheduled, wanted, strict=True)]
-        for (request, known), (_, count) in zip(scheduled, pairs, strict=True):
-            tokens[at : at + known] = request.tokens[request.num_cached : request.num_cached + known]
-            at += count
-        drafts[: len(wanted)] = wanted
-        rows = shape.sequences * (1 + self.width // self.manager.layout.block_tokens)
-        wider = dataclasses.replace(shape, table_entries=shape.table_entries + rows)
-        plan = self.manager.plan_step(pairs, shape=wider).pack()
-        step = _mixed if shape.history else _decode
+        shards = len(scheduled)
+        tokens = np.zeros((shards, shape.tokens), np.int32)
+        drafts = np.zeros((shards, shape.sequences), np.int32)
+        rows = shape.sequences * (1 + self.width // self.shards.managers[0].layout.block_tokens)
+        wider, plans = dataclasses.replace(shape, table_entries=shape.table_entries + rows), []
+        for manager, pairs, ids, wanted in zip(self.shards.managers, scheduled, tokens, drafts, strict=True):
+            at = 0
+            for i, (request, known) in enumerate(pairs):
+                wanted[i] = min(self.width, left[request] - 1) if _decodes(request) else 0
+                ids[at : at + known] = request.tokens[request.num_cached : request.num_cached + known]
+                at += known + wanted[i]
+            with_drafts = [(request, known + int(more)) for (request, known), more in zip(pairs, wanted, strict=False)]
+            plans.append(manager.plan_step(with_drafts, shape=wider))
+        xla = {} if shape.history else GPU_DECODE_OPTIONS
+        step = self.placement.compiled(_step, xla, width=self.width, **self.options)
         drawn, cache = step(
-            self.params, cache, plan, tokens, drafts, self.key, streams, self.width, self.sampling, self.implementation
+            self.params, cache, stacked(plans), tokens.reshape(-1), drafts.reshape(-1), self.key, streams
         )
-        fresh = []
-        for (request, _), more, (kept, *row) in zip(scheduled, wanted, np.asarray(drawn).tolist(), strict=False):
-            if more:
-                self.manager.accept(request, kept)
-            fresh.append([] if request.num_pending else row[:kept])
-        return fresh, cache
+        rows_drawn = [row[:kept] for kept, *row in np.asarray(drawn).tolist()]
+        for shard, (manager, pairs) in enumerate(zip(self.shards.managers, scheduled, strict=True)):
+            for i, (request, _) in enumerate(pairs):
+                if drafts[shard, i]:
+                    manager.accept(request, len(rows_drawn[shard * shape.sequences + i]))
+        return rows_drawn, cache
 
 
 def _decodes(request: Request) -> bool:
@@ -101,17 +106,11 @@ def _decodes(request: Request) -> bool:
 
 def _step(
     params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array, drafts: jax.Array, key: jax.Array,
-    stream: jax.Array, width: int, sampling: Sampling, implementation: Choice,
+    stream: jax.Array, *, width: int, sampling: Sampling, implementation: Choice,
 ) -> tuple[jax.Array, KVCache]:  # fmt: skip
     """[B, 1 + width + 1] int32: how many tokens each sequence keeps, and these: one array to wait for."""
-    keys = keys_of(key, stream)
+    keys = keys_of(key[0], stream)
     drawn, kept, cache = draft_step(
         params, cache, plan, tokens, drafts, width, sampling=sampling, keys=keys, implementation=implementation
     )
     return jnp.concatenate([kept[:, None], drawn], 1), cache
-
-
-_compiled = functools.partial(
-    jax.jit, _step, static_argnames=("width", "sampling", "implementation"), donate_argnames="cache"
-)
-_mixed, _decode = _compiled(), _compiled(compiler_options=GPU_DECODE_OPTIONS)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
-import jax
-import numpy as np
-
 from ..cache import KVCache
 from ..checks import as_int
-from ..errors import ContextLimitError, ManagerInterruptedError, NoFreeSlotError, OutOfBlocksError, PlanError
+from ..cuda.exchange import Exchange
+from ..errors import ContextLimitError, PlanError
 from ..manager import KVCacheManager, Request
 from ..manager.allocator import as_count
 from ..manager.request import request_tokens
@@ -20,7 +17,9 @@ from ..ops.registry import Choice
 from ..untrusted import shown
 from .calls import Call, Caller
 from .params import Params
+from .placement import Placement
 from .sampling import GREEDY, Sampling
+from .shards import Shards
 
 __all__ = ["Drawn", "generate"]
 
@@ -42,7 +41,7 @@ class Drawn(NamedTuple):
 def generate(
     params: Params,
     cache: KVCache,
-    manager: KVCacheManager,
+    manager: KVCacheManager | Sequence[KVCacheManager],
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int = 64,
@@ -53,6 +52,7 @@ def generate(
     decode_steps: int = 1,
     drafts: int = 0,
     implementation: Choice = None,
+    exchanges: Sequence[Exchange] = (),
     on_step: Callable[[Drawn], Collection[int] | None] | None = None,
 ) -> tuple[list[list[int]], KVCache]:
     """Continues every prompt.
@@ -69,20 +69,26 @@ def generate(
     guesses (`draft_step`). Greedy output is what it is without drafts; drawn output has the same distribution, in other
     draws.
 
+    Over a mesh (docs/devices.md) all data shards run one executable a step. A prompt goes to the shard that has most of
+    it cached, of those to the one with the fewest requests. What it draws is what it draws on one device.
+
     A request's tokens depend on its prompt, its index and the seed, up to float32 rounding: not on
     what else runs. Draws of one request differ from those of another with the same prompt.
 
     Args:
+        params: over a mesh those of `shard_params`.
         cache: donated: use the returned one. If a step or `on_step` raises, it is gone: `manager.reset()`.
-        manager: of this cache, without a host tier; its other requests are left alone.
+        manager: of this cache, without a host tier; its other requests are left alone. Of a cache over a mesh one for
+            each data shard, in their order, all alike.
         prompts: token ids, at least one each.
         max_new_tokens: to draw for each prompt.
         stop_tokens: a request ends before the first of these it draws.
         seed: of the draws, unless `sampling` is greedy.
-        chunk_tokens: most tokens of a step, all requests together.
+        chunk_tokens: most tokens of a step, all requests of a data shard together.
         decode_steps: K of `decode_loop`. Requests take the blocks of K - 1 tokens more than they keep.
         drafts: the most drafts of a request in one step; needs parameters with the MTP layer, a layout with
             `include_mtp` and at least so many `draft_tokens`, and `decode_steps` 1.
+        exchanges: of the mesh's axes, for exchanges in the project's own CUDA; checked after every call.
         on_step: called after every call of the device with what it brought, on the host. The prompts whose indices it
             returns end there.
 
@@ -91,62 +97,60 @@ def generate(
 
     Raises:
         PlanError: an empty prompt, a count that is out of range or no integer, stop tokens or a `sampling` of a wrong
-            type, a manager with a host tier, for which nobody runs transfers, or drafts that are not possible.
+            type, a manager with a host tier, for which nobody runs transfers, drafts that are not possible, or managers
+            that are not one for each data shard, or not alike.
         RequestError: a token of a prompt is no id of the model's vocabulary.
         ContextLimitError: a prompt and its continuation exceed the context limit. Like the two above
             it is raised before anything runs.
         NoFreeSlotError, OutOfBlocksError: a prompt cannot be admitted even with none of the others live.
+        ExchangeError: a device did not come to an exchange.
     """
     max_new_tokens = as_count("max_new_tokens", max_new_tokens, 1)
     chunk_tokens, decode_steps = as_count("chunk_tokens", chunk_tokens), as_count("decode_steps", decode_steps, 1)
     drafts, seed = as_count("drafts", drafts), as_count("seed", seed, -(2**63))
     if drafts and decode_steps > 1:
         raise PlanError(f"drafts must be 0 with decode_steps={decode_steps} > 1, got {drafts}")
-    if chunk_tokens < manager.size.num_slots * (1 + drafts):
+    placement = Placement(cache, [exchange.peers for exchange in exchanges])
+    shards = Shards(manager, placement.shards)
+    first = shards.managers[0]
+    if chunk_tokens < first.size.num_slots * (1 + drafts):
         each = f", times {1 + drafts} with drafts" if drafts else ""
-        raise PlanError(f"chunk_tokens must be at least the number of slots {manager.size.num_slots}{each}")
-    if any(manager.host_size):
-        raise PlanError("generate moves nothing between tiers: its manager must have no host tier")
+        raise PlanError(f"chunk_tokens must be at least the number of slots {first.size.num_slots}{each}")
     if not isinstance(sampling, Sampling):
         raise PlanError(f"sampling must be a Sampling, got {shown(sampling)}")
     stops = _stops(stop_tokens)
-    ids = [request_tokens(prompt, manager.layout.cfg.vocab_size) for prompt in prompts]
+    ids = [request_tokens(prompt, first.layout.cfg.vocab_size) for prompt in prompts]
     # The last token drawn is never fed.
     needs = [len(prompt) + max_new_tokens - 1 for prompt in ids]
     for i, (prompt, need) in enumerate(zip(ids, needs, strict=True)):
         if not len(prompt):
             raise PlanError(f"prompt {i} is empty")
-        if need > manager.context_limit:
-            raise ContextLimitError(f"of prompt {i}", need, manager.context_limit)
+        if need > first.context_limit:
+            raise ContextLimitError(f"of prompt {i}", need, first.context_limit)
 
-    placement = next(iter(cache.arrays.values())).sharding
-    caller = Caller(
-        params, manager, placement, chunk_tokens, decode_steps, drafts, sampling, jax.random.key(seed), implementation
-    )
+    caller = Caller(params, shards, placement, chunk_tokens, decode_steps, drafts, sampling, seed, implementation)
     drawn: list[list[int]] = [[] for _ in ids]
     waiting = collections.deque(range(len(ids)))
-    live: dict[Request, int] = {}
     call: Call | None = None  # under way
 
     def left() -> dict[Request, int]:
-        return {request: max_new_tokens - len(drawn[index]) for request, index in live.items()}
+        return {r: max_new_tokens - len(drawn[index]) for live in shards.live for r, index in live.items()}
 
     try:
-        while waiting or live:
+        while waiting or shards.requests:
             if call is None:
                 while waiting:
-                    room = min(needs[waiting[0]] + decode_steps - 1, manager.context_limit)
-                    request = _admit(manager, ids[waiting[0]], room, may_wait=bool(live))
-                    if request is None:
+                    room = min(needs[waiting[0]] + decode_steps - 1, first.context_limit)
+                    if not shards.admit(waiting[0], ids[waiting[0]], room):
                         break
-                    live[request] = waiting.popleft()
-                call, cache = caller.begin(cache, live, left())
+                    waiting.popleft()
+                call, cache = caller.begin(cache, left())
             after = None
-            if not waiting or len(live) == manager.size.num_slots:
-                after, cache = caller.follow(call, cache, live, left())
+            if not waiting or shards.full:
+                after, cache = caller.follow(call, cache, left())
             fed, brought, ended = 0, dict[int, list[int]](), set[int]()
-            for (request, count), row in zip(call.scheduled, call.rows(), strict=False):
-                if (index := live.get(request)) is None:
+            for request, count, row in call.drawn():
+                if (index := shards.index(request)) is None:
                     continue  # it ended in the call before
                 fed += 0 if drawn[index] else count
                 if not row:
@@ -158,17 +162,15 @@ def generate(
                 drawn[index] += brought[index]
                 if stop < len(row) or len(drawn[index]) == max_new_tokens:
                     ended.add(index)
+            for exchange in exchanges:
+                exchange.check()
             if on_step is not None:
                 also = on_step(Drawn(fed, brought, tuple(sorted(ended))))
                 ended.update(() if also is None else also)
-            for request in [request for request, index in live.items() if index in ended]:
-                manager.release_request(request)
-                del live[request]
-            call = after if live else None
+            shards.release(ended)
+            call = after if shards.requests else None
     finally:
-        with contextlib.suppress(ManagerInterruptedError):  # what broke off a call of the manager is on its way
-            for request in live:
-                manager.release_request(request)
+        shards.release_all()
     return drawn, cache
 
 
@@ -181,18 +183,3 @@ def _stops(tokens: Iterable[int]) -> frozenset[int]:
         if number is None:
             raise PlanError(f"stop_tokens must be integers, got {shown(token)}")
     return frozenset(number for number, _ in ids if number is not None)
-
-
-def _admit(manager: KVCacheManager, prompt: np.ndarray, room: int, *, may_wait: bool) -> Request | None:
-    """The prompt as a live request with all its blocks reserved; None if it may and must wait for others to end."""
-    request = None
-    try:
-        request = manager.admit_request(prompt, max_tokens=room)
-        manager.reserve(request, room)
-    except (NoFreeSlotError, OutOfBlocksError):
-        if request is not None:
-            manager.release_request(request)
-        if may_wait:
-            return None
-        raise
-    return request

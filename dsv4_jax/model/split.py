@@ -9,13 +9,16 @@ and what it sums up is a branch of the tree by which one device would add them (
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, Mesh
 
 from .. import ops
+from ..errors import LayoutError
 
 __all__ = ["ALONE", "DATA", "TENSOR", "Split", "split_of"]
 
@@ -38,6 +41,18 @@ class Split:
     @property
     def devices(self) -> int:
         return self.data * self.tensor
+
+    def mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+        """A mesh with automatic axes "data" and "tensor", of the first devices there are or of those given.
+
+        Raises:
+            LayoutError: there are not so many.
+        """
+        found = jax.devices() if devices is None else devices
+        if len(found) < self.devices:
+            raise LayoutError(f"{self.devices} devices are wanted, there are {len(found)}")
+        sizes, kinds = (self.data, self.tensor), (AxisType.Auto,) * 2
+        return jax.make_mesh(sizes, (DATA, TENSOR), kinds, devices=found[: self.devices])
 
     def first(self, here: int) -> int | jax.Array:
         """The number of the first of a device's `here` experts; devices of one tensor index hold neighbours."""

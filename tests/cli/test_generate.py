@@ -66,8 +66,9 @@ class Script:
     def __init__(self, *answers: list[int], interrupt_after: int | None = None):
         self.answers, self.interrupt_after, self.prompts = answers, interrupt_after, []
 
-    def __call__(self, params, cache, manager, prompts, *, max_new_tokens, stop_tokens, on_step=None, **options):
-        self.params, self.layout, self.options = params, manager.layout, options
+    def __call__(self, params, cache, managers, prompts, *, max_new_tokens, stop_tokens, on_step=None, **options):
+        self.params, self.cache, self.managers, self.options = params, cache, managers, options
+        self.layout = managers[0].layout
         if on_step is None or max_new_tokens == 1:  # of the compilation; of what is shared
             return [], cache
         self.prompts, live = prompts, set(range(len(prompts)))
@@ -104,9 +105,9 @@ def test_answers_are_those_of_the_model(checkpoint, tmp_path, capsys, monkeypatc
     """Three prompts, two at a time, all beginning with the same block: each as alone in a cache that finds nothing."""
     called, real = [], model.generate
 
-    def noted(params, cache, manager, prompts, **options):
-        called.append((params, manager, prompts, options))
-        return real(params, cache, manager, prompts, **options)
+    def noted(params, cache, managers, prompts, **options):
+        called.append((params, managers[0], prompts, options))
+        return real(params, cache, managers, prompts, **options)
 
     monkeypatch.setattr(model, "generate", noted)
     same = np.random.default_rng(0).integers(2, 300, 40).tolist()
@@ -172,6 +173,23 @@ def test_options_reach_the_model(checkpoint, script):
     assert main([*argv, "--decode-steps", "9", "--chunk", "7"]) == 0
     assert (asked.options["drafts"], asked.options["decode_steps"], asked.options["chunk_tokens"]) == (0, 2, 7)
     assert not asked.layout.include_mtp and asked.layout.draft_tokens == 0 and "mtp" not in asked.params
+
+
+@pytest.mark.slow
+def test_several_devices(checkpoint, script, capsys):
+    """Heads are split for few prompts; else the devices have prompts of their own, side by side in all as asked for."""
+    asked, many = script(*[[5, 6]] * 9), generate(checkpoint, *["--tokens", "1,2"] * 9, "--max-new-tokens", "2")
+    for argv, mesh, slots in (
+        ([*many, "--devices", "2"], {"data": 2, "tensor": 1}, 5),
+        ([*many, "--devices", "2", "--max-batch", "8"], {"data": 1, "tensor": 2}, 8),
+    ):
+        assert main([*argv, "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        found = {leaf.sharding.mesh for leaf in asked.cache.arrays.values()}
+        assert [dict(mesh.shape) for mesh in found] == [mesh] and len(asked.managers) == mesh["data"]
+        assert {manager.size.num_slots for manager in asked.managers} == {slots}
+        assert (report["devices"], report["tensor"]) == (mesh["data"] * mesh["tensor"], mesh["tensor"])
+        assert report["max_batch"] == slots * mesh["data"]
 
 
 @pytest.mark.parametrize(("prompts", "shown"), [(1, "5,6\n"), (2, "[1] '9': 2 tokens, interrupted\n5,6\n\n[2]")])
@@ -257,6 +275,8 @@ def test_refusals(checkpoint, capsys, tmp_path, monkeypatch):
         (["--tokens", "1", "--drafts", "4"], "argument --drafts: invalid choice: 4"),
         (["--tokens", "1", "--drafts", "1", "--decode-steps", "2"], "--drafts, --decode-steps: "),
         (["--tokens", "1", "--drafts", "2", "--chunk", "2"], "--chunk: a token and its 2 drafts are 3, got 2"),
+        (["--tokens", "1", "--devices", "8"], "--devices, --tensor: 4 experts do not divide by 8 devices"),
+        (["--tokens", "1", "--tensor", "2"], "--tensor: 1 devices do not divide by 2"),
     ):
         refused(capsys, generate(checkpoint, *argv), *parts)
     monkeypatch.setattr(command, "device_bytes", lambda: 10_000)

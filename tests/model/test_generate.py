@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dsv4_jax import CacheLayout, DSV4Config, init_cache, model
+from dsv4_jax import CacheLayout, DSV4Config, cache_sharding, init_cache, model
 from dsv4_jax.errors import ContextLimitError, OutOfBlocksError, PlanError, RequestError
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import CachePolicy, HostSize, KVCacheManager, SnapshotPlacement
@@ -104,6 +104,38 @@ def test_what_interrupts_the_manager_is_what_a_caller_sees(params, monkeypatch):
     manager = KVCacheManager(LAYOUT, SIZE)
     with pytest.raises(KeyboardInterrupt):
         model.generate(params, init_cache(LAYOUT, SIZE), manager, PROMPTS)
+
+
+@pytest.mark.slow
+def test_a_mesh_draws_what_one_device_does(params):
+    """Two data shards of two devices each: prompts are spread, and in the next turn go to where they are cached."""
+    layout, mesh = CacheLayout(CFG, "f32", "f32", block_tokens=16), model.Split(2, 2).mesh()
+    size, policy = CacheSize(10, 1, 5, num_snapshots=6), CachePolicy(snapshots=SnapshotPlacement(every=1))
+    managers = [KVCacheManager(layout, size, policy=policy) for _ in range(2)]
+    spread, cache = (
+        model.shard_params(CFG, params, mesh),
+        init_cache(layout, size, sharding=cache_sharding(layout, mesh)),
+    )
+    options = dict(max_new_tokens=9, chunk_tokens=32, decode_steps=4, sampling=SAMPLING, seed=7)
+    expected, hits = generate(params, **options), []
+    for _ in range(2):
+        brought = []
+        drawn, cache = model.generate(spread, cache, managers, PROMPTS, on_step=brought.append, **options)
+        assert drawn == expected
+        assert max(len(step.tokens) for step in brought) == 2, "one in each shard"
+        hits.append([sum(manager.stats().cache.counters.hit_tokens.values()) for manager in managers])
+        for manager in managers:
+            manager.check_integrity()
+            assert not manager.requests
+    assert hits == [[0, 0], [64, 0]]
+    for wrong, problem in (
+        (managers[:1], "1 managers for the 2 data shards"),
+        ([managers[0]] * 2, "one manager was given for several"),
+        ([managers[0], KVCacheManager(layout, SIZE)], "the manager of shard 1 is of another cache"),
+        ([managers[0], None], "a manager for each data shard, got None"),
+    ):
+        with pytest.raises(PlanError, match=problem):
+            model.generate(spread, cache, wrong, PROMPTS)
 
 
 @pytest.mark.slow

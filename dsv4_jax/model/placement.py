@@ -1,0 +1,72 @@
+"""Where a cache lies, one device or a mesh, and steps compiled for there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from ..cache import KVCache
+from ..ops.exchange import Peers
+from ..plan import PackedPlan, StepPlan
+from ..sharding import shard_step, stack_plans
+from .split import DATA
+
+__all__ = ["Placement", "stacked"]
+
+
+class Placement:
+    """One device, or a mesh.
+
+    Attributes:
+        shards: how many data shards the cache has.
+        rows: where arrays go whose first axis the data shards share.
+    """
+
+    def __init__(self, cache: KVCache, peers: Sequence[Peers] = ()):
+        placed: Sharding = next(iter(cache.arrays.values())).sharding
+        self._mesh, self._peers, self.shards, self.rows = None, tuple(peers), 1, placed
+        if isinstance(placed, NamedSharding) and isinstance(placed.mesh, Mesh) and placed.mesh.size > 1:
+            self._mesh, self.shards = placed.mesh, placed.mesh.shape.get(DATA, 1)
+            self.rows = NamedSharding(placed.mesh, PartitionSpec(_data_axis(placed.mesh)))
+
+    def compiled(self, step: Callable[..., Any], xla: Mapping[str, Any] | None = None, **options: Any) -> Any:
+        """`step` for here, jitted, the cache donated: the same one for the same options.
+
+        Args:
+            step: as of `shard_step`.
+            xla: compiler options.
+            options: of the step, hashable.
+        """
+        return _compiled(step, self._mesh, self._peers, tuple((xla or {}).items()), **options)
+
+
+def stacked(plans: Sequence[StepPlan]) -> PackedPlan:
+    """One plan for all data shards."""
+    return plans[0].pack() if len(plans) == 1 else stack_plans(plans)
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(
+    step: Callable[..., Any], mesh: Mesh | None, peers: tuple[Peers, ...], xla: tuple[tuple[str, Any], ...],
+    **options: Any,
+) -> Any:  # fmt: skip
+    if mesh is None:
+        whole = functools.partial(step, **options)
+        return jax.jit(whole, donate_argnums=1, compiler_options=dict(xla))
+    sharded = shard_step(step, mesh, data_axis=_data_axis(mesh), compiler_options=dict(xla), peers=peers, **options)
+    if AxisType.Explicit not in mesh.axis_types:
+        return sharded
+
+    def within(*args: Any) -> Any:
+        with jax.set_mesh(mesh):
+            return sharded(*args)
+
+    return within
+
+
+def _data_axis(mesh: Mesh) -> str | None:
+    return DATA if DATA in mesh.shape else None
