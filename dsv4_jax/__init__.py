@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .tiers.swap_plan import plan_state_swap as plan_state_swap
     from .tiers.swap_plan import plan_swap as plan_swap
     from .tiers.transfers import run_transfers as run_transfers
+    from .tiers.transfers import stack_transfers as stack_transfers
 
 __version__ = "0.1.0"
 
@@ -89,6 +90,7 @@ _HOME = {
     "restore": "tiers.swap",
     "run_transfers": "tiers.transfers",
     "snapshot": "tiers.swap",
+    "stack_transfers": "tiers.transfers",
     "swap_in": "tiers.swap",
     "swap_out": "tiers.swap",
 }

@@ -153,8 +153,8 @@ TABLES: dict[str, Table] = {
     "generate": Table(
         _fields(
             text="model weights kv_format index_format",
-            number="layers devices tensor prompts decode_steps drafts max_batch chunk_tokens prompt_tokens new_tokens decoded "
-            "decode_calls decode_rows cached_tokens cache_bytes load_s compile_s prefill_s decode_s "
+            number="layers devices tensor prompts decode_steps drafts max_batch chunk_tokens prompt_tokens new_tokens "
+            "decoded decode_calls decode_rows cached_tokens cache_bytes load_s compile_s prefill_s decode_s "
             "prefill_tokens_per_s decode_tokens_per_s step_ms bench_step_ms",
             flag="prefix_caching",
             parts="host_us",

@@ -1,4 +1,8 @@
-"""Swaps as computations of their own, each with a `TransferHandle` for who needs to know when it has ended."""
+"""Swaps as computations of their own, each with a `TransferHandle` for who needs to know when it has ended.
+
+Over a mesh (host records with a `sharding`) every data shard moves between its own cache and its own records, by its
+part of the plan: `dsv4_jax.stack_transfers` makes one of the plans of all.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..cache import KVCache
 from ..plan import StateSwapPlan, SwapPlan
@@ -48,17 +53,29 @@ def restore_async(
 
 def _start(operation: str, cache, host, plan: SwapPlan | StateSwapPlan, implementation: SwapImplementation):
     started = time.monotonic()
-    result, token = _compiled(operation)(cache, host, plan, implementation=implementation)
+    placed, mesh, spec = host.pages.sharding, None, PartitionSpec()
+    if isinstance(placed, NamedSharding) and isinstance(placed.mesh, Mesh) and placed.mesh.size > 1:
+        mesh, spec = placed.mesh, placed.spec
+    result, token = _compiled(operation, mesh, spec)(cache, host, plan, implementation=implementation)
     return result, TransferHandle(token, started)
 
 
 @functools.cache
-def _compiled(operation: str):
+def _compiled(operation: str, mesh: Mesh | None, spec: PartitionSpec):
+    """The operation, jitted; over a mesh, with caches, records and plans split as `spec` says."""
     move = getattr(swap, operation)
 
     def run(cache: KVCache, host: HostCache, plan: SwapPlan | StateSwapPlan, implementation: SwapImplementation):
-        # Outputs of one executable become ready together: any of them tells of the transfer.
-        return move(cache, host, plan, implementation=implementation), jnp.sum(jnp.asarray(plan.device_ids))
+        def here(cache: KVCache, host: HostCache, plan: SwapPlan | StateSwapPlan):
+            # Outputs of one executable become ready together: any of them tells of the transfer.
+            return move(cache, host, plan, implementation=implementation), jnp.sum(jnp.asarray(plan.device_ids))[None]
+
+        if mesh is None:
+            return here(cache, host, plan)
+        if AxisType.Explicit in mesh.axis_types:
+            plan = jax.reshard(plan, NamedSharding(mesh, spec))
+        each = jax.shard_map(here, mesh=mesh, in_specs=(spec, spec, spec), out_specs=(spec, spec), check_vma=False)
+        return each(cache, host, plan)
 
     written = "host" if operation in ("swap_out", "snapshot") else "cache"
     return jax.jit(run, donate_argnames=written, static_argnames="implementation")

@@ -1,8 +1,12 @@
-"""`run_transfers`: runs what the manager wants moved before a step, in its order."""
+"""`run_transfers`: what a manager wants moved before a step, in its order; `stack_transfers`: of several as one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
 
 from ..cache import KVCache
 from ..manager import TransferStage
@@ -10,7 +14,7 @@ from .async_swap import restore_async, snapshot_async, swap_in_async, swap_out_a
 from .host_cache import HostCache
 from .record_copy import SwapImplementation
 
-__all__ = ["run_transfers"]
+__all__ = ["run_transfers", "stack_transfers"]
 
 
 def run_transfers(
@@ -20,6 +24,10 @@ def run_transfers(
 
     Nothing is waited for. Every copy is a computation of its own, with what it writes donated; steps that
     are given the results come after them.
+
+    Args:
+        cache, host: of one device, or both over one mesh.
+        stages: over a mesh those of `stack_transfers`.
 
     Raises as `swap_out` and `snapshot`.
     """
@@ -33,3 +41,30 @@ def run_transfers(
         if stage.restore is not None:
             cache, _ = restore_async(cache, host, stage.restore, implementation=implementation)
     return cache, host
+
+
+def stack_transfers(transfers: Sequence[Iterable[TransferStage]]) -> Iterator[TransferStage]:
+    """What the managers of all data shards want moved, as the stages of one cache over a mesh.
+
+    Args:
+        transfers: `take_transfers()` of each, in their order. They count as gone through when the stages have been.
+    """
+    nothing = TransferStage(None, None, None, None)
+    for stages in itertools.zip_longest(*transfers, fillvalue=nothing):
+        yield TransferStage(*(_stacked(plans) for plans in zip(*stages, strict=True)))
+
+
+def _stacked(plans: Sequence[Any]) -> Any:
+    """The plans of all shards one after the other, null ids where one has fewer pairs or pages; None if all are."""
+    there = [plan for plan in plans if plan is not None]
+    if not there:
+        return None
+    fields = []
+    for i, arrays in enumerate(zip(*there, strict=True)):
+        shape = np.max([array.shape for array in arrays], axis=0)
+        whole = np.zeros((len(plans), *shape), np.int32)
+        for part, plan in zip(whole, plans, strict=True):
+            if plan is not None:
+                part[tuple(map(slice, plan[i].shape))] = plan[i]
+        fields.append(whole.reshape(-1, *shape[1:]))
+    return type(there[0])(*fields)

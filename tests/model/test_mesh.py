@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import pathlib
 from typing import Any
 
@@ -31,7 +32,7 @@ from dsv4_jax.model.quantised import FP8
 from dsv4_jax.model.sharded import check_split, device_bytes, device_specs
 from dsv4_jax.model.split import Split
 
-from . import released
+from . import released, soak_mesh
 
 SWA, CSA, HCA = AttentionType
 SIZE = CacheSize(num_blocks=8, num_slots=2, max_blocks_per_request=4)
@@ -229,3 +230,26 @@ def test_a_share_of_rows_knows_the_whole_matrix() -> None:
         return [node.whole_rows or node.shape[0] for node in nodes if is_leaf(node) and node.format == FP8]
 
     assert len(rows(Split())) >= 5 and rows(Split()) == rows(Split(1, 2)) == rows(Split(2, 1)) == rows(Split(2, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "tensor"), [(2, 2), (1, 2)])
+def test_who_comes_and_goes_finds_what_one_device_has(data: int, tensor: int) -> None:
+    """Joins, prefix hits, drafts, preemption, blocks and states to the host and back: tokens and bytes.
+
+    (Two thousand steps of it: `python -m tests.model.soak_mesh`.)
+    """
+    cfg, mesh = soak_mesh.TINY, mesh_of(data, tensor)
+    params, layout = model.init_params(cfg, 0), CacheLayout(cfg, "f32", "f32", block_tokens=8, draft_tokens=2)
+    whole = model.pack_layers(model.stack_projections(params))
+    soak = soak_mesh.Soak(layout, mesh, model.shard_params(cfg, params, mesh), whole)
+    held = None
+    for step in range(60 if data > 1 else 100):
+        soak.step()
+        if step % 20 == 19:
+            soak.compare()
+            gc.collect()  # what other tests left behind
+            live = [x.nbytes for x in jax.live_arrays()]
+            assert held in (None, (len(live), sum(live))), "memory grows"
+            held = len(live), sum(live)
+    assert not [name for name in soak_mesh.SEEN if not soak.seen[name]]

@@ -1,0 +1,300 @@
+"""A mesh under load for thousands of steps: the tokens and bytes of one device, and memory that does not grow.
+
+    python -m tests.model.soak_mesh --steps 2000 --data 2 --tensor 1                      fake devices, tiny model
+    python -m tests.model.soak_mesh --steps 2000 --data 2 --model flash --layers 4        two GPUs
+
+Every data shard has a manager with prefix caching and a host tier, tight pools, and users who join, go on with what was
+said before, leave and are preempted; drafts are guessed and mostly rejected. Every step runs over the mesh and, of each
+shard by itself, on one device: what they draw is compared at once, caches and host records now and then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4_jax import (
+    AttentionType,
+    CacheLayout,
+    CacheSize,
+    DSV4Config,
+    KVCacheManager,
+    cache_sharding,
+    init_cache,
+    init_host_cache,
+    model,
+    run_transfers,
+    shard_step,
+    stack_plans,
+    stack_transfers,
+)
+from dsv4_jax.cuda.exchange import open_exchanges
+from dsv4_jax.errors import NoFreeSlotError, OutOfBlocksError
+from dsv4_jax.manager import CachePolicy, HostSize, Request, SnapshotPlacement, StepShape
+from dsv4_jax.manager.prefix.node import T
+from dsv4_jax.manager.transfers import Transfers
+from dsv4_jax.plan import StepPlan
+
+SWA, CSA, HCA = AttentionType
+# Blocks of 8 tokens, so that few steps fill many; heads, groups and experts divide by four devices.
+TINY = DSV4Config.tiny(
+    vocab_size=32, hidden_size=32, layer_types=(CSA, HCA), num_attention_heads=4, o_groups=4, q_lora_rank=16,
+    o_lora_rank=8, sliding_window=6, index_n_heads=2, index_topk=3, hca_ratio=8, moe_intermediate_size=16,
+    n_routed_experts=8, num_experts_per_tok=3, max_position_embeddings=64, hc_sinkhorn_iters=1,
+)  # fmt: skip
+SEEN = (
+    "joined", "ended", "left", "preempted", "resumed", "drafts accepted", "drafts rejected", "hits on the device",
+    "hits on the host", "blocks out", "states out", "blocks in", "states in",
+)  # fmt: skip
+
+
+@dataclasses.dataclass
+class Load:
+    """A data shard: its manager, and its users, who want at most `size.max_blocks_per_request` blocks each."""
+
+    manager: KVCacheManager
+    shape: StepShape
+    rng: np.random.Generator
+    said: list[list[int]] = dataclasses.field(default_factory=list)
+    seen: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def chance(self, share: float) -> bool:
+        return bool(self.rng.random() < share)
+
+    def text(self, most: int) -> list[int]:
+        return self.rng.integers(0, self.manager.layout.cfg.vocab_size, self.rng.integers(1, most + 1)).tolist()
+
+    def come_and_go(self) -> None:
+        """Between two steps."""
+        manager, limit = self.manager, self.manager.context_limit
+        for request in list(manager.requests):
+            if len(request.tokens) >= request.max_tokens:
+                self.end(request, "ended")
+            elif self.chance(0.01):
+                self.end(request, "left")
+            elif self.chance(0.02):
+                manager.preempt(request)
+                self.seen["preempted"] += 1
+        with contextlib.suppress(NoFreeSlotError, OutOfBlocksError):
+            if manager.preempted and (not manager.requests or self.chance(0.3)):
+                manager.resume(manager.preempted[0])
+                self.seen["resumed"] += 1
+        with contextlib.suppress(NoFreeSlotError):
+            if not manager.preempted and (not manager.requests or self.chance(0.3)):
+                tokens = self.said[self.rng.integers(len(self.said))] if self.said and self.chance(0.7) else []
+                tokens = (tokens + self.text(limit // 3))[: limit - 2]
+                most = int(self.rng.integers(len(tokens) + 1, min(limit, len(tokens) + limit // 3) + 1))
+                manager.admit_request(tokens, max_tokens=most)
+                self.seen["joined"] += 1
+
+    def end(self, request: Request, how: str) -> None:
+        self.said = [*self.said, list(request.tokens)][-6:]
+        self.manager.release_request(request)
+        self.seen[how] += 1
+
+    def plan(self) -> tuple[StepPlan, list[tuple[Request, int, int]]]:
+        """The next step: its plan, and (request, tokens, drafts among them) of its rows."""
+        manager, chunk = self.manager, int(self.rng.integers(1, self.shape.tokens + 1))
+        while not (scheduled := manager.schedule(self.shape.tokens, max_chunk=chunk, shape=self.shape)):
+            if not manager.requests:
+                break
+            assert len(manager.requests) > 1, "one request alone must fit"
+            manager.preempt(manager.requests[-1])
+            self.seen["preempted"] += 1
+        room, rows = self.shape.tokens - sum(count for _, count in scheduled), []
+        for request, count in scheduled:
+            drafts = []
+            if request.num_pending == 1 and len(request.tokens) > request.num_prompt and self.chance(0.5):
+                most = min(manager.layout.draft_tokens, room, request.max_tokens - len(request.tokens))
+                drafts = self.guess(request.tokens, most)
+            request.tokens += drafts
+            room -= len(drafts)
+            rows.append((request, count + len(drafts), len(drafts)))
+        try:
+            return manager.plan_step([row[:2] for row in rows], shape=self.shape), rows
+        except OutOfBlocksError:  # for drafts: what was scheduled fits
+            for request, _, drafts in rows:
+                del request.tokens[len(request.tokens) - drafts :]
+            return manager.plan_step(scheduled, shape=self.shape), [(*pair, 0) for pair in scheduled]
+
+    @staticmethod
+    def guess(tokens: list[int], most: int) -> list[int]:
+        """What followed the last token when it came before."""
+        before = next((i for i in range(len(tokens) - 2, -1, -1) if tokens[i] == tokens[-1]), None)
+        return [] if before is None else tokens[before + 1 : before + 1 + most]
+
+    def take(self, rows: list[tuple[Request, int, int]], drawn: np.ndarray) -> None:
+        """What followed each token of the plan."""
+        at = 0
+        for request, count, drafts in rows:
+            after = drawn[at : at + count].tolist()
+            at += count
+            if drafts:
+                ahead = [*request.tokens[-drafts:], -1]
+                right = next(i for i in range(drafts + 1) if ahead[i] != after[i])
+                self.manager.accept(request, 1 + right)
+                self.seen["drafts accepted"] += right
+                self.seen["drafts rejected"] += drafts - right
+                after = after[: 1 + right]
+            if not request.num_pending:
+                request.tokens.append(after[-1])
+
+    def note(self, transfers: Transfers) -> None:
+        for stage in list(transfers):
+            for name, plan in zip(("blocks out", "states out", "blocks in", "states in"), stage, strict=True):
+                self.seen[name] += 0 if plan is None else int((plan.device_ids > 0).sum())
+
+
+class Devices:
+    """A cache, its host records and a step, over a mesh or on one device."""
+
+    def __init__(self, params: Any, loads: list[Load], mesh: Any = None, peers: Any = ()):
+        layout, size = loads[0].manager.layout, loads[0].manager.size
+        self.params, pages = params, loads[0].manager.host_size.num_pages
+        placed = None if mesh is None else cache_sharding(layout, mesh)
+        self.cache = init_cache(layout, size, sharding=placed)
+        where: Any = None if placed is None else next(iter(placed.arrays.values()))
+        self.host = init_host_cache(layout, pages, sharding=where)
+        self._step = jax.jit(drawn, donate_argnums=1) if mesh is None else shard_step(drawn, mesh, peers=peers)
+
+    def run(self, transfers: list[Transfers], plans: list[StepPlan], tokens: np.ndarray) -> np.ndarray:
+        self.cache, self.host = run_transfers(self.cache, self.host, stack_transfers(transfers))
+        out, self.cache = self._step(self.params, self.cache, stack_plans(plans), tokens)
+        return np.asarray(out)
+
+    def parts(self) -> dict[str, jax.Array]:
+        return {**self.cache.arrays, "host records": self.host.pages}
+
+
+def drawn(params: Any, cache: Any, plan: Any, tokens: jax.Array) -> Any:
+    """The likeliest token after each of the plan's, [T]."""
+    logits, cache = model.forward(params, cache, plan, tokens)
+    return logits.argmax(-1).astype(jnp.int32), cache
+
+
+class Soak:
+    """See the module. `params`: as `init_params` gives them, neither stacked nor packed; `spread`: over the mesh."""
+
+    def __init__(self, layout: CacheLayout, mesh: Any, spread: Any, whole: Any, peers: Any = (), seed: int = 0):
+        size = CacheSize(num_blocks=10, num_slots=4, max_blocks_per_request=6, num_snapshots=2)
+        host = HostSize.of(layout, 6, 3)
+        policy = CachePolicy(snapshots=SnapshotPlacement(every=1))
+        self.layout, self.loads = layout, list[Load]()
+        for shard in range(mesh.shape["data"]):
+            manager = KVCacheManager(layout, size, policy=policy, host=host)
+            shape = manager.pinned_shape(size.num_slots, 2 * layout.block_tokens, history=True)
+            shape = dataclasses.replace(shape, table_entries=shape.table_entries + size.num_slots)
+            self.loads.append(Load(manager, shape, np.random.default_rng((seed, shard))))
+        self.mesh = Devices(spread, self.loads, mesh, peers)
+        self.alone = [Devices(whole, [load]) for load in self.loads]
+        self.steps = self.tokens = 0
+
+    def step(self) -> None:
+        """Raises `AssertionError` if the mesh draws what one device does not."""
+        for load in self.loads:
+            load.come_and_go()
+        plans, rows = zip(*(load.plan() for load in self.loads), strict=True)
+        tokens = [load.manager.plan_tokens(plan) for load, plan in zip(self.loads, plans, strict=True)]
+        transfers = [load.manager.take_transfers() for load in self.loads]
+        for load, stages in zip(self.loads, transfers, strict=True):
+            load.note(stages)
+        together = self.mesh.run(transfers, list(plans), np.concatenate(tokens)).reshape(len(plans), -1)
+        for i, load in enumerate(self.loads):
+            lone, live = self.alone[i].run([transfers[i]], [plans[i]], tokens[i]), plans[i].token_slot > 0
+            where = f"step {self.steps}, shard {i}"
+            np.testing.assert_array_equal(together[i][live], lone[live], err_msg=where)
+            load.take(rows[i], lone)
+            self.tokens += int(live.sum())
+        self.steps += 1
+
+    def compare(self) -> None:
+        """Raises `AssertionError` unless every device of the mesh has the bytes of the one that ran its shard alone."""
+        for load in self.loads:
+            load.manager.check_integrity()
+        lone = [devices.parts() for devices in self.alone]
+        for name, whole in self.mesh.parts().items():
+            rows = lone[0][name].shape[0]
+            for shard in whole.addressable_shards:
+                expected = lone[(shard.index[0].start or 0) // rows][name]
+                np.testing.assert_array_equal(shard.data, expected, err_msg=f"{name} after step {self.steps}")
+
+    @property
+    def seen(self) -> collections.Counter[str]:
+        """What has happened in all shards."""
+        total = sum((load.seen for load in self.loads), collections.Counter[str]())
+        for load in self.loads:
+            hits = load.manager.stats().cache.counters.hit_tokens
+            total.update({"hits on the device": hits[T.DEVICE], "hits on the host": hits[T.HOST]})
+        return total
+
+
+def held() -> dict[str, float]:
+    """Memory of this process: live arrays, their bytes, and what is resident, MiB."""
+    live = jax.live_arrays()
+    status = pathlib.Path("/proc/self/status").read_text()
+    resident = int(status.partition("VmRSS:")[2].split()[0]) / 1024
+    found: dict[str, float] = {"arrays": len(live), "bytes": sum(x.nbytes for x in live), "rss_mib": round(resident, 1)}
+    stats = jax.devices()[0].memory_stats() or {}
+    return found | ({"device_bytes": stats["bytes_in_use"]} if "bytes_in_use" in stats else {})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--data", type=int, default=2, help="data shards")
+    parser.add_argument("--tensor", type=int, default=1, help="devices of each")
+    parser.add_argument("--model", default="tiny", help="tiny, in float32, or flash or pro, as released")
+    parser.add_argument("--layers", type=int, default=4, help="of flash or pro")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--every", type=int, default=200, help="steps between looks at caches and memory")
+    parser.add_argument("--json", type=pathlib.Path)
+    args = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", args.data * args.tensor)
+    mesh = model.Split(args.data, args.tensor).mesh()
+    if args.model == "tiny":
+        cfg, weights, layout = TINY, "float32", CacheLayout(TINY, "f32", "f32", block_tokens=8, draft_tokens=2)
+    else:
+        cfg = getattr(DSV4Config, args.model)()
+        cfg = dataclasses.replace(cfg, layer_types=cfg.layer_types[: args.layers])
+        weights, layout = "released", CacheLayout(cfg, draft_tokens=2)
+    form: Any = jnp.float32 if weights == "float32" else weights
+    spread = model.init_params(cfg, args.seed, form, mesh=mesh)
+    whole = model.init_params(cfg, args.seed, form, packed=True)
+    begun, looks = time.perf_counter(), list[dict[str, float]]()
+    with open_exchanges(mesh) as exchanges:
+        soak = Soak(layout, mesh, spread, whole, [exchange.peers for exchange in exchanges], args.seed)
+        while soak.steps < args.steps:
+            soak.step()
+            for exchange in exchanges:
+                exchange.check()
+            if soak.steps % args.every == 0 or soak.steps == args.steps:
+                soak.compare()
+                looks.append({"step": soak.steps, "tokens": soak.tokens, **held()})
+                print(f"{time.perf_counter() - begun:.0f} s {looks[-1]}", flush=True)
+    seen, settled = soak.seen, looks[len(looks) // 2 :]
+    print(f"{soak.steps} steps over {dict(mesh.shape)}: every token and every byte is one device's; {dict(seen)}")
+    report = {"mesh": dict(mesh.shape), "exchange": "cuda" if exchanges else "xla", "seen": seen, "looks": looks}
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if missing := [name for name in SEEN if not seen[name]]:
+        sys.exit(f"never happened: {', '.join(missing)}")
+    for name in ("arrays", "bytes"):
+        if len({look[name] for look in looks}) > 1:
+            sys.exit(f"live {name} change: {[look[name] for look in looks]}")
+    if (grown := settled[-1]["rss_mib"] - settled[0]["rss_mib"]) > 32:
+        sys.exit(f"the process grew by {grown:.0f} MiB in its second half")
+
+
+if __name__ == "__main__":
+    main()
