@@ -24,6 +24,7 @@ _PACKAGES = ("nixl_cu13", "nixl_cu12")  # alike but for the CUDA that memory of 
 _ADDRESS = struct.Struct("<Q")
 _READER = "/"  # between a host's name and the number of its reading agent
 _GOING, _DONE = "PROC", "DONE"  # NIXL's words
+_SLEEP = 1000  # microseconds that an agent's thread waits at most for something to happen
 _GRACE = 0.1  # seconds that reads of a link that is cut have to end by themselves
 
 
@@ -115,11 +116,7 @@ class _Agent:
     """NIXL's agent, with our pages registered and listed."""
 
     def __init__(self, name: str, pages: np.ndarray):
-        nixl = _nixl()
-        with _quiet():
-            self.agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
-        if "UCX" not in self.agent.backends:
-            raise OSError("NIXL has no UCX here")
+        self.agent = _new_agent(name)
         self._width, address = pages.shape[1], pages.ctypes.data
         self._memory = self.agent.register_memory([(address, pages.nbytes, 0, "")], "DRAM")
         self.pages = self.list_pages("", address, len(pages))
@@ -136,6 +133,25 @@ class _Agent:
             self.agent.release_dlist_handle(self.pages)
             self.agent.deregister_memory(self._memory)
         self.agent = self.pages = self._memory = None
+
+
+def _new_agent(name: str) -> Any:
+    """An agent whose thread sleeps while there is nothing to do.
+
+    NIXL's own configuration has no setting for that: its thread would keep a core busy for ever. So the agent inside
+    is replaced by one of the same kind that has.
+    """
+    nixl = _nixl()
+    bindings = importlib.import_module(f"{nixl.__name__}._bindings")
+    with _quiet():
+        agent = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
+        config = bindings.nixlAgentConfig()
+        config.useProgThread, config.pthrDelay = True, _SLEEP
+        agent.agent = bindings.nixlAgent(name, config)
+        if "UCX" not in agent.get_plugin_list():
+            raise OSError("NIXL has no UCX here")
+        agent.create_backend("UCX")
+    return agent
 
 
 class _Link:
