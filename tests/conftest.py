@@ -98,6 +98,7 @@ VERSION_ROOMS = {
     "test_sharding.py": "meshes and shard_map",
     "testing": "traces, copies and bits of steps, as users check theirs",
     "tiers": "FFI, memory kinds, transfers",
+    "transports": "jax's transfers; NIXL is there on 3.11 alone",
     "triton": "the optional package",
     "weights": "casts to fp8 and bf16",
 }

@@ -24,7 +24,7 @@ _EXAMPLES = """
 """
 _PACKAGES = (
     "dsv4_jax", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "triton", "numpy", "ml_dtypes",
-    "rich", "matplotlib", "torch", "transformers",
+    "rich", "matplotlib", "torch", "transformers", "nixl-cu12", "nixl-cu13",
 )  # fmt: skip
 
 
@@ -72,6 +72,7 @@ def examine() -> dict[str, Any]:
     ]
     report["implementations"] = _implementations(report["backend"])
     report["native"] = _native()
+    report["transports"] = _transports()
     report["cuda_build"] = _cuda_build()
     report["cuda_code"] = _cuda_code()
     return report
@@ -96,6 +97,13 @@ def _native() -> dict[str, str]:
     from .. import ffi
 
     return {"cuda": ffi.cuda_problem() or "usable", "cpu": ffi.cpu_problem() or "usable"}
+
+
+def _transports() -> dict[str, str]:
+    """Engine that moves records between hosts -> "usable" or why not."""
+    from ..transports import ENGINES, engine_problem
+
+    return {name: engine_problem(name) or "usable" for name in ENGINES}
 
 
 def _cuda_build() -> dict[str, str | None]:
@@ -143,6 +151,8 @@ def _table(report: dict[str, Any]) -> Table:
         table.add_row(f"device {', '.join(ids)}" if len(ids) < 3 else f"devices {ids[0]} to {ids[-1]}", escape(about))
     table.add_row("CPU library", _state(report["native"]["cpu"]))
     table.add_row("CUDA library", _cuda_library(report))
+    states = _grouped(report["transports"])
+    table.add_row("transports", "\n".join(f"{_state(state)}: {', '.join(names)}" for state, names in states.items()))
     table.add_section()
     for name in next(iter(report["implementations"].values())):
         table.add_row(name, _implementation(name, report["implementations"]))

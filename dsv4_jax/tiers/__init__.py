@@ -9,8 +9,11 @@
 | `overlapped_swap` | the same in two halves, hidden behind a step's compute |
 | `transfers` | `run_transfers`: all that the manager wants moved before a step |
 | `storage_driver` | `StorageDriver`: host records to and from stores, beside the steps |
+| `remote` | `RecordTransport`: host records of other machines, read into ours; no jax |
+| `host_memory` | the memory of a `HostCache` itself, for transports |
 
-`cache_units`, `record_copy`, `host_records` and `store_calls` are what these are made of. The modules load on first
+`cache_units`, `record_copy`, `host_records`, `store_calls`, `remote_checks`, `remote_metadata` and `remote_read` are
+what these are made of; `transport_engine` is what `dsv4_jax.transports` keeps. The modules load on first
 use; `swap_plan` imports no jax.
 """
 
@@ -22,7 +25,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import async_swap as async_swap
     from . import host_cache as host_cache
+    from . import host_memory as host_memory
     from . import overlapped_swap as overlapped_swap
+    from . import remote as remote
     from . import storage_driver as storage_driver
     from . import swap as swap
     from . import swap_plan as swap_plan
@@ -32,7 +37,9 @@ if TYPE_CHECKING:
 __all__ = [
     "async_swap",
     "host_cache",
+    "host_memory",
     "overlapped_swap",
+    "remote",
     "storage_driver",
     "swap",
     "swap_plan",
