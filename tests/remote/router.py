@@ -1,4 +1,4 @@
-"""The router of a prefill and a decode host, each a process: who computes what, and what if one of them dies. No jax."""
+"""The router of a prefill and a decode host, two processes: who computes what, and what if one of them dies. No jax."""
 
 from __future__ import annotations
 

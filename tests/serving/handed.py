@@ -90,6 +90,8 @@ class HandedMix(Mix):
         self.coming: list[Coming] = []
         super().run()
         assert not self.coming
+        while self.driver.busy:  # reads of what was admitted early
+            self.poll()
         for manager in (self.manager, self.prefill.manager):
             for lease in list(manager.leases.active):
                 manager.acknowledge(lease)
@@ -121,10 +123,13 @@ class HandedMix(Mix):
         for lease, data in self.prefill.send():
             self.deliver(lease, data)
         for _ in range(100):
-            self.cache, self.host = _settled(self.cache, self.host)
-            self.driver.poll(self.cache, self.host)
+            self.poll()
             if not any(coming.arrival and coming.arrival.reads for coming in self.coming):
                 break
+
+    def poll(self) -> None:
+        self.cache, self.host = _settled(self.cache, self.host)
+        self.driver.poll(self.cache, self.host)
 
     def prefill_step(self, coming: Coming) -> None:
         """Some tokens there, and mostly the blocks they fill go out at once."""
