@@ -26,7 +26,7 @@ import numpy as np
 
 import dsv4_jax as dsv4
 from dsv4_jax import model
-from dsv4_jax.errors import HandoffError, NoFreeSlotError, OutOfBlocksError, TransportError
+from dsv4_jax.errors import HandoffError, NoFreeSlotError, OutOfBlocksError, PlanError, TransportError
 from dsv4_jax.manager import Arrival, BlockHasher, CachePolicy, EventLog, HashSpec, HostSize, Request
 from dsv4_jax.tiers.host_memory import host_memory
 from dsv4_jax.tiers.remote import Peer, RecordTransport
@@ -204,12 +204,10 @@ class DecodeHost(Host):
                     self.start(job)
         while self.manager.preempted and not self.manager.requests:
             self.manager.resume(self.manager.preempted[0])
-        if scheduled := self.drafted():
-            first = 0
-            drawn = self.step(scheduled).tolist()
-            for request, count in scheduled:
-                self.keep(request, count, drawn[first : first + count])
-                first += count
+        if scheduled := self.manager.schedule(STEP_TOKENS - 3 * DRAFTS, shape=self.shape):
+            self.decode(scheduled)
+        elif self.manager.requests:
+            self.manager.preempt(self.manager.requests[-1])
         return bool(self.live)
 
     def start(self, job: Job) -> None:
@@ -224,25 +222,29 @@ class DecodeHost(Host):
         why = job.arrival.failure if job.arrival is not None else None
         self.pipe.send(("started", job.number, request.num_hit, records, why))
 
-    def drafted(self) -> list[tuple[Request, int]]:
-        """The tokens of the next step: each decode with what followed its last token before."""
-        scheduled, room = [], STEP_TOKENS
-        for request, count in self.manager.schedule(STEP_TOKENS - 3 * DRAFTS, shape=self.shape):
-            drafts = list[int]()
-            if request.num_pending == 1 and len(request.tokens) > request.num_prompt:
-                text, most = request.tokens, min(DRAFTS, request.max_tokens - len(request.tokens))
-                last = next((i for i in range(len(text) - 2, -1, -1) if text[i] == text[-1]), None)
-                drafts = text[last + 1 : last + 1 + most] if last is not None else []
-            try:
-                self.manager.reserve(request, request.num_cached + count + len(drafts))
-            except OutOfBlocksError:
-                drafts = []
-            request.tokens += drafts
-            scheduled.append((request, count + len(drafts)))
-            room -= count + len(drafts)
-        if not scheduled and self.manager.requests:
-            self.manager.preempt(self.manager.requests[-1])
-        return scheduled
+    def decode(self, scheduled: list[tuple[Request, int]]) -> None:
+        """A step of these tokens, and of drafts if there are blocks for them."""
+        drafted = [(request, count + self.draft(request)) for request, count in scheduled]
+        try:
+            drawn = self.step(drafted).tolist()
+        except (OutOfBlocksError, PlanError):  # nothing has changed, and what was scheduled fits
+            for (request, more), (_, count) in zip(drafted, scheduled, strict=True):
+                del request.tokens[len(request.tokens) - (more - count) :]
+            drafted, drawn = scheduled, self.step(scheduled).tolist()
+        first = 0
+        for request, count in drafted:
+            self.keep(request, count, drawn[first : first + count])
+            first += count
+
+    def draft(self, request: Request) -> int:
+        """Adds what followed the last token before, if it is a decode; how many tokens."""
+        if request.num_pending != 1 or len(request.tokens) <= request.num_prompt:
+            return 0
+        text, most = request.tokens, min(DRAFTS, request.max_tokens - len(request.tokens))
+        last = next((i for i in range(len(text) - 2, -1, -1) if text[i] == text[-1]), None)
+        drafts = [] if last is None else text[last + 1 : last + 1 + most]
+        request.tokens += drafts
+        return len(drafts)
 
     def keep(self, request: Request, count: int, drawn: list[int]) -> None:
         """Keeps of a step what would have been drawn, and draws the next token."""

@@ -199,26 +199,27 @@ class DecodeHost(Server):
         self.resume()
         if not self.live:
             return bool(self.waiting)
-        scheduled = []
-        for request, count in self.manager.schedule(40):
-            drafts = 0
-            if request.num_pending == 1 and len(request.tokens) > request.num_prompt:
-                drafts = min(2, request.max_tokens - len(request.tokens))
-                request.tokens += [self.random.randrange(VOCAB) for _ in range(drafts)]
-            scheduled.append((request, count + drafts))
-        if not scheduled:
+        if not (scheduled := self.manager.schedule(40)):
             self.manager.preempt(self.manager.requests[-1])
             return True
+        drafted = [(request, count + self.draft(request)) for request, count in scheduled]
         try:
-            drawn = self.engine.step(scheduled)
-        except OutOfBlocksError:
-            for request, _ in scheduled:
-                del request.tokens[max(request.num_cached + 1, request.num_prompt) :]
-            self.manager.preempt(self.manager.requests[-1])
-            return True
-        for request, count in scheduled:
+            drawn = self.engine.step(drafted)
+        except OutOfBlocksError:  # what was scheduled fits
+            for (request, more), (_, count) in zip(drafted, scheduled, strict=True):
+                del request.tokens[len(request.tokens) - (more - count) :]
+            drafted, drawn = scheduled, self.engine.step(scheduled)
+        for request, count in drafted:
             self.keep(request, count, drawn[request])
         return True
+
+    def draft(self, request: Request) -> int:
+        """Some tokens behind the last one of a decode, right or wrong; how many."""
+        if request.num_pending != 1 or len(request.tokens) <= request.num_prompt:
+            return 0
+        count = min(2, request.max_tokens - len(request.tokens))
+        request.tokens += [self.random.randrange(VOCAB) for _ in range(count)]
+        return count
 
     def start(self, job: Job, now: float) -> None:
         arrival = job.arrival
