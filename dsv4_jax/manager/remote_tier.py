@@ -186,25 +186,30 @@ class RemoteTier:
                 return []
             reads = self._plan_blocks(arrival) + self._plan_state(arrival)
             arrival.reads += len(reads)
+            pages = {page for read in reads for page in read.pages}
+            arrival.cache.landed -= pages
+            arrival.cache.reading |= pages  # last: what is broken off before hands out no reads, and `reset` frees them
             return reads
 
     def finish_reads(self, arrival: Arrival, reads: Sequence[RemoteRead], done: Sequence[bool]) -> None:
         """The pages of these reads are not written any more, and whether each arrived whole.
 
-        After the first that did not, no more of this arrival is read.
+        After the first that did not, no more of this arrival is read. If the call is broken off, call it again after
+        the `reset`.
         """
         ends = list(zip(reads, done, strict=True))
         with self._manager.guard("finish_reads"):
             cache = self._manager.cache
-            arrival.reads -= len(ends)
+            arrival.reads = max(arrival.reads - len(ends), 0)
             for read, arrived in ends:
                 if read.scope == BLOCK:
                     self._flying.discard(arrival.digests[read.index])
-                cache.reading.difference_update(read.pages)
+                pages = cache.reading.intersection(read.pages)
+                cache.reading -= pages
                 if not arrived:
                     arrival.failure = arrival.failure or "a record did not arrive whole"
                 if not arrived or arrival.closed or arrival.cache is not cache:
-                    cache.pages.release(read.pages)
+                    cache.pages.release(pages)
                     continue
                 arrival.records += 1
                 cache.landed.update(read.pages)
@@ -286,7 +291,7 @@ class RemoteTier:
             return []
         arrival.planned = missing[-1] + 1
         self._flying.update(digests[i] for i in missing)
-        cache.reading.update(pages)
+        cache.landed.update(pages)
         return [
             RemoteRead(BLOCK, i, (arrival.pages[i],), (page,), (arrival.sums[i],))
             for i, page in zip(missing, pages, strict=True)
@@ -305,7 +310,7 @@ class RemoteTier:
         if not pages:
             arrival.failure = f"{cache.snapshot_pages} pages of the host are not free"
             return []
-        cache.reading.update(pages)
+        cache.landed.update(pages)
         source, sums = arrival.state
         return [RemoteRead(SLOT, arrival.total - 1, source, pages, sums)]
 

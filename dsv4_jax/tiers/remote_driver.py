@@ -200,7 +200,6 @@ class RemoteDriver:
         for reading in list(self._readings):
             if reading.handle is None or not reading.handle.is_ready():
                 continue
-            self._readings.remove(reading)
             error = reading.handle.error
             bad: Sequence[int] | None = [] if error is None else None
             if isinstance(error, RecordMismatchError):
@@ -209,6 +208,7 @@ class RemoteDriver:
             if error is not None:
                 self.tier.fail(reading.arrival, str(error))
             self.tier.finish_reads(reading.arrival, reading.reads, done)
+            self._readings.remove(reading)  # of a call that was broken off it is ended once more
 
     def _end_arrivals(self) -> None:
         """Acknowledges what is over: nothing more is read of it."""

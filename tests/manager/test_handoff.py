@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,13 +18,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
-from dsv4_jax.errors import HandoffError, RequestError
+from dsv4_jax.errors import HandoffError, ManagerInterruptedError, RequestError
 from dsv4_jax.manager import CachePolicy, Handoff, HostSize, Namespace, RemoteTier
 from tests.clock import FakeClock
 
 from .handoff_trace import LEASE, Pair, vouch
 from .symbolic_device import SymbolicDevice
 from .test_caching_stateful import BLOCK, LAYOUT, POLICIES
+from .test_interrupted import Fault
 
 CALLS = ["prefill"] * 4 + ["flush", "deliver", "plan", "finish"] * 3 + ["serve_sender", "serve_taker", "admit"] * 2 + [
     "export", "give_up", "acknowledge", "wait", "reset",
@@ -341,3 +345,43 @@ def test_a_prompt_shorter_than_a_block_is_an_arrival_of_nothing() -> None:
 def test_the_layouts_must_mean_the_same() -> None:
     other = CacheLayout(DSV4Config.tiny(hca_ratio=8, sliding_window=16), block_tokens=BLOCK)
     assert other.snapshot_fingerprint != LAYOUT.snapshot_fingerprint
+
+
+@pytest.mark.parametrize("call", ["export_request", "expect", "plan_reads", "finish_reads", "admit_remote"])
+def test_broken_off_anywhere_it_is_whole_or_refuses_all_but_reset(call: str) -> None:
+    hits = 0
+    for line in itertools.count(0, 1 if SLOW else 9):
+        sender, taker, fault = Host(), Host(), Fault(KeyboardInterrupt, line)
+        host, reads = taker, []
+
+        def run(name: str, function: Callable[..., Any], *args: Any, fault: Fault = fault, **options: Any) -> Any:
+            return fault.call(function, *args, **options) if name == call else function(*args, **options)
+
+        try:
+            host = sender
+            request = sender.admit()
+            sender.step(request, 5 * BLOCK)
+            data = sender.send(run("export_request", sender.manager.export_request, request))
+            host = taker
+            arrival = run("expect", taker.tier.expect, data, PROMPT, namespace=SPACE)
+            reads = run("plan_reads", taker.tier.plan_reads, arrival)
+            run("finish_reads", taker.tier.finish_reads, arrival, reads, [True] * len(reads))
+            assert run("admit_remote", taker.manager.admit_remote, arrival).num_hit == 5 * BLOCK
+        except KeyboardInterrupt:
+            hits += 1
+        if not fault.hit:
+            break
+        with contextlib.suppress(ManagerInterruptedError):  # nothing had begun, or it had ended
+            host.manager.check_integrity()
+            continue
+        with pytest.raises(ManagerInterruptedError):
+            host.manager.commit()
+        host.manager.reset()
+        host.manager.check_integrity()
+        if call == "finish_reads":
+            host.tier.finish_reads(arrival, reads, [True] * len(reads))
+            host.manager.check_integrity()
+        # (Between its last two lines plan_reads has handed out pages, and not yet returned which.)
+        free = HOST.num_pages - (len(host.manager.cache.reading) if call == "plan_reads" else 0)
+        assert len(host.manager.cache.try_pages(HOST.num_pages)) == free
+    assert hits > 2
