@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import RecordMismatchError, TransportError
 from ..manager import Arrival, Handoff, KVCacheManager, MediaItem, Namespace, RemoteRead, RemoteTier, Request
@@ -233,4 +233,5 @@ def _acknowledged(message: bytes) -> str | None:
 
 def _is_through(cache: KVCache, host: HostCache) -> bool:
     """Whether everything has run that could still read or write host pages."""
-    return all(array.is_ready() for array in (host.pages, *cache.arrays.values()))
+    arrays: tuple[Any, ...] = (host.pages, *cache.arrays.values())
+    return all(array.is_ready() for array in arrays)
