@@ -164,7 +164,7 @@ class Router:
     def run(self, at: list[tuple[float, Callable[[], None]]]) -> None:
         """Until everything is answered; `at`: what happens after so many seconds."""
         began, left = time.monotonic(), sorted(at, key=lambda item: item[0])
-        while self.open or left:
+        while self.open or left or not all(child.process.is_alive() for child in (self.prefill, self.decode)):
             while left and time.monotonic() - began >= left[0][0]:
                 left.pop(0)[1]()
             self.turn()
