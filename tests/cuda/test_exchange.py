@@ -175,6 +175,7 @@ def test_sanitizer_finds_nothing() -> None:
     tests = "TestExchangeBetweenGpus and (test_gathers or test_sums)"
     command = [sanitizer, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9"]
     command += [sys.executable, "-m", "pytest", "-q", __file__, "-m", "gpu", "-p", "no:cacheprovider", "-k", tests]
+    command += ["-p", "no:benchmark"]  # which warns beside xdist
     run = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=300)
     found = "\n".join(line for line in run.stdout.splitlines() if "Host Frame" not in line)
     assert run.returncode == 0 and "ERROR SUMMARY: 0 errors" in found, found[:4000] + run.stderr[-2000:]
