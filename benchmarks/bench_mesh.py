@@ -1,11 +1,12 @@
-"""A whole model over two GPUs or more: equal to one, bit by bit, then timed at full size. Needs that many devices.
+"""A whole model over two GPUs or more: timed at full size, and equal to one, bit by bit. Needs that many devices.
 
-    python benchmarks/bench_mesh.py --json mesh.json [--devices 2] [--stages equal,tensor,data] [--limit 270]
+    python benchmarks/bench_mesh.py --json mesh.json [--devices 2] [--stages tensor,drafts,data] [--limit 250]
 
-`equal`: a model's first layers, weights as released, decode and wide steps, heads and experts split (tensor) and
-experts split (data): logits and cache bytes against one device. `tensor`, `data`: all layers, as `bench model` times
-them; the weights are drawn once for each. The file is written after every measurement; when so many seconds have gone
-by, nothing more is begun.
+`tensor`, `drafts`, `data`: all layers, as `bench model` times them: heads and experts split, one request and eight; the
+same with one to three drafts; experts split. Weights are drawn once for each split. `equal`: a model's first layers,
+decode and wide steps, both splits: logits and cache bytes against one device. The file is written after every
+measurement; when so many seconds have gone by, nothing more is begun. With `--brief` all but the first line of a stage
+have the step's time alone.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ def held() -> list[int]:
     return [(device.memory_stats() or {}).get("bytes_in_use", 0) for device in jax.devices()]
 
 
-def draw(options: StepOptions) -> Any:
+def draw(options: StepOptions, mtp: bool = False) -> Any:
     cfg, start, before = model_config(options), time.perf_counter(), held()
-    params = init_params(cfg, 0, "released", packed=True, mesh=mesh_of(options))
+    params = init_params(cfg, 0, "released", packed=True, mtp=mtp, mesh=mesh_of(options))
     jax.block_until_ready(params)
-    name = f"{cfg.num_layers} layers over {options.devices} devices, tensor {options.tensor}"
+    name = f"{cfg.num_layers} layers{' and MTP' if mtp else ''} over {options.devices} devices, tensor {options.tensor}"
     fact(f"weights drawn, {name}", time.perf_counter() - start, "s")
-    fact(f"predicted for a device, {name}", device_bytes(cfg, split=options.split), "bytes")
+    fact(f"predicted for a device, {name}", device_bytes(cfg, split=options.split, mtp=mtp), "bytes")
     after = held()
     if after[0]:
         each = [b - a for a, b in zip(before, after, strict=True)][: options.devices]
@@ -129,10 +130,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=pathlib.Path, required=True)
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--stages", default="equal,tensor,data")
+    parser.add_argument("--stages", default="tensor,drafts,data")
     parser.add_argument("--model", default="flash")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--limit", type=float, default=600.0)
+    parser.add_argument("--brief", action="store_true")
     args = parser.parse_args()
     stages, tiny, begun = args.stages.split(","), args.model == "tiny", time.perf_counter()
     top = measure_ceilings(quick=tiny)
@@ -156,40 +158,42 @@ def main() -> None:
         print(f"== {name}: {time.perf_counter() - start:.1f} s of {time.perf_counter() - begun:.0f}", flush=True)
         save()
 
-    if "equal" in stages:
-        attempt("equal", lambda: equal(args.model, args.devices))
     high = StepOptions(model=args.model, devices=args.devices, layers=args.layers, context=8192, steps=5)
-    low, change = dataclasses.replace(high, tensor=args.devices), dataclasses.replace
-    long = change(high, batch=64, context=ROUND)
+    change = dataclasses.replace
+    low, long = change(high, tensor=args.devices, batch=1, key_split="latency"), change(high, batch=64, context=ROUND)
     cases = {
-        "tensor": [change(low, batch=1), change(low, batch=1, loop=8), change(low, batch=8)],
-        "data": [long, change(high, batch=256), change(long, exchange=False)],
+        "tensor": [low, change(low, loop=8), change(low, batch=8)],
+        "drafts": [change(low, drafts=drafts) for drafts in (3, 1, 2)],
+        "data": [change(high, batch=256), long, change(long, exchange=False)],
     }
-    for stage in ("tensor", "data"):
-        if stage not in stages:
-            continue
-        params: Any = None
-        for case in cases[stage]:
-            options = change(case, context=256, batch=4) if tiny else case
+    params: dict[Any, Any] = {}
 
-            def one(options: StepOptions = options) -> None:
-                nonlocal params
-                if params is None:
-                    params = draw(options)
-                report = judged_model(measure_model(options, params, top))
-                ROWS.append({"table": "models", **report})
-                us = {name: round(value, 1) for name, value in report["exchange_us"].items()}
-                print(
-                    f"{report['step_ms']:.2f} ms = {report['over_floor']:.2f} of {report['floor_ms']:.2f}, exchanges "
-                    f"{report['exchange_ms']:.2f} by {report['exchange']} {us}, host {report['dispatch_us']:.0f} us, "
-                    f"first {report['first_dispatch_us']:.0f}, kernels {report['kernel_ms'] or 0:.2f} ms, "
-                    f"{report['experts']:.0f} experts, compiled in {report['compile_s']:.0f} s",
-                    flush=True,
-                )
+    def one(options: StepOptions, mtp: bool) -> None:
+        if (options.split, mtp) not in params:
+            params.clear()
+            params[options.split, mtp] = draw(options, mtp)
+        report = judged_model(measure_model(options, params[options.split, mtp], top))
+        ROWS.append({"table": "models", **report})
+        us = {name: round(value, 1) for name, value in report.get("exchange_us", {}).items()}
+        floor = f" = {report['over_floor']:.2f} of {report['floor_ms']:.2f}" if "over_floor" in report else ""
+        token = f", {report['token_ms']:.2f} ms a token" if "token_ms" in report else ""
+        print(
+            f"{report['step_ms']:.2f} ms{floor}{token}, exchanges {report.get('exchange_ms') or 0:.2f} by "
+            f"{report['exchange']} {us}, host {report['dispatch_us']:.0f} us, first {report['first_dispatch_us']:.0f}, "
+            f"kernels {report['kernel_ms'] or 0:.2f} ms, compiled in {report['compile_s']:.0f} s",
+            flush=True,
+        )
 
-            what = f"{options.batch} requests of {options.context}, loop {options.loop}, ours {options.exchange}"
-            attempt(f"{stage}: {what}", one)
-        params = None
+    for stage in stages:
+        if stage == "equal":
+            params.clear()
+            attempt("equal", lambda: equal(args.model, args.devices))
+        for case in cases.get(stage, ()):
+            options = change(case, context=256, batch=min(case.batch, 4)) if tiny else case
+            options = change(options, brief=args.brief and case is not cases[stage][0])
+            mtp = options.tensor > 1 and "drafts" in stages
+            what = f"{options.batch} requests of {options.context}, loop {options.loop}, {options.drafts} drafts"
+            attempt(f"{stage}: {what}, ours {options.exchange}", lambda o=options, mtp=mtp: one(o, mtp))
 
 
 if __name__ == "__main__":

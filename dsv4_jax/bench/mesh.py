@@ -65,7 +65,7 @@ def exchange_times(cfg: DSV4Config, options: StepOptions, peers: Sequence[Peers]
     """us of each exchange of a layer, many in one executable: what `Split` does, its copies included."""
     split, mesh = options.split, mesh_of(options)
     assert mesh is not None
-    tokens, hidden, top = options.batch // split.data, cfg.hidden_size, cfg.num_experts_per_tok
+    tokens, hidden, top = options.batch * options.fed // split.data, cfg.hidden_size, cfg.num_experts_per_tok
     latent = cfg.o_groups // split.tensor * cfg.o_lora_rank
 
     def all_tokens(x: jax.Array, chosen: jax.Array, share: jax.Array) -> Any:

@@ -3,7 +3,8 @@
 Random weights drawn on the device, random token ids, FP8 cache, FP4 index keys, every request at the same context. The
 step is compared with the sum of its floors: for every part the larger of bytes / copy rate and FLOPs / matmul rate.
 Of the experts only those count that the step's own tokens choose. On several devices floors are those of each of them,
-and what they tell each other counts in none; it is timed by itself.
+and what they tell each other counts in none; it is timed by itself. A step with drafts runs the MTP layer one time more
+than it drafts, and has no floor.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ..model.attention import attention
 from ..model.forward import GPU_DECODE_OPTIONS, activations, decode_step, embed
 from ..model.hyper_connections import Residual, read
 from ..model.moe import moe, route
+from ..model.mtp import draft_step
 from ..model.params import RELEASED, Params, is_leaf, param_specs
 from ..model.quantised import FP4, Quantised
 from ..model.sharded import device_bytes, parts_of
@@ -44,6 +46,7 @@ from .step import StepOptions, cache_and_plan, cache_floors, cache_shape, random
 from .step_timing import Part, against_floors, longest_kernels, timed
 
 __all__ = [
+    "ACCEPTED",
     "DEFAULT_LAYERS",
     "FEW_REQUESTS",
     "bytes_needed",
@@ -58,12 +61,15 @@ __all__ = [
 DEFAULT_LAYERS = 12
 # Of up to so many requests a server would cut keys for latency (`CacheLayout(key_split="latency")`).
 FEW_REQUESTS = 16
+# Of drafts whose predecessors were: three of them a step then give 1.8 tokens, as a peer saw on real text (vLLM on two
+# GH200, MTP 3). Random weights accept none; what a step takes does not depend on it.
+ACCEPTED = 0.472
 # Beside weights and cache: temporaries, logits, what the allocator cannot use.
 _SPARE_BYTES = 1 << 30
 # The tiny model in sizes that the released formats have.
 _TINY = dict(
     hidden_size=128, q_lora_rank=128, head_dim=64, rope_dim=16, o_lora_rank=128, index_head_dim=32,
-    moe_intermediate_size=128,
+    moe_intermediate_size=128, num_mtp_layers=1,
 )  # fmt: skip
 
 
@@ -81,7 +87,7 @@ def bytes_needed(options: StepOptions) -> int:
     cfg = model_config(options)
     layout, size = cache_shape(cfg, options)
     return (
-        device_bytes(cfg, split=options.split)
+        device_bytes(cfg, split=options.split, mtp=options.drafts > 0)
         + layout.total_bytes(size)
         + (_SPARE_BYTES if options.model != "tiny" else 0)
     )
@@ -92,7 +98,7 @@ def measure_model(options: StepOptions, params: Params, ceilings: Ceilings | Non
 
     Args:
         params: of `model_config(options)`, as `init_params(cfg, seed, "released", packed=True)` gives them, over the
-            devices of `mesh_of(options)` if there are several.
+            devices of `mesh_of(options)` if there are several; for drafts with the MTP layer.
 
     Raises:
         BenchmarkError: the context exceeds the model's, or the step gives numbers that are not finite.
@@ -111,20 +117,25 @@ def _measured(
     cfg = model_config(options)
     layout, size, plan = cache_and_plan(cfg, options)
     split, mesh = options.split, mesh_of(options)
-    tokens = np.random.default_rng(0).integers(cfg.vocab_size, size=options.batch).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(cfg.vocab_size, size=options.batch * options.fed).astype(np.int32)
     plan, tokens = jax.device_put((plan, tokens), None if mesh is None else NamedSharding(mesh, PartitionSpec(DATA)))
     cache = spread_cache(layout, size, mesh) if mesh else random_cache(layout, size, jax.random.key(1))
 
     def step(params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
-        return decode_step(params, cache, plan, tokens, implementation=options.implementation)
+        if not options.drafts:
+            return decode_step(params, cache, plan, tokens, implementation=options.implementation)
+        wanted = jnp.full(plan.unpack().num_seqs, options.drafts, jnp.int32)
+        drawn, _, cache = draft_step(
+            params, cache, plan, tokens, wanted, options.drafts, implementation=options.implementation
+        )
+        return drawn[:, 0], cache
 
     def call(params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
         if options.loop == 1:
             return step(params, cache, plan, tokens)
-        logits = jnp.zeros((tokens.shape[0], cfg.vocab_size), jnp.float32)
-        return jax.lax.fori_loop(
-            0, options.loop, lambda _, carry: step(params, carry[1], plan, tokens), (logits, cache)
-        )
+        first, _ = jax.eval_shape(step, params, cache, plan, tokens)
+        out = jnp.zeros(first.shape, first.dtype)
+        return jax.lax.fori_loop(0, options.loop, lambda _, carry: step(params, carry[1], plan, tokens), (out, cache))
 
     start = time.perf_counter()
     xla = GPU_DECODE_OPTIONS | dict(options.xla)
@@ -138,8 +149,9 @@ def _measured(
     report: dict[str, Any] = dict(
         model=options.model, layers=cfg.num_layers, kinds=dict(kinds), batch=options.batch, context=options.context,
         loop=options.loop, implementation=options.implementation or "default", key_split=options.key_split, xla=xla,
-        devices=split.devices, tensor=split.tensor,
-        compile_s=compile_s, weights_gb=device_bytes(cfg, split=split) / 1e9, cache_gb=layout.total_bytes(size) / 1e9,
+        devices=split.devices, tensor=split.tensor, drafts=options.drafts or None, compile_s=compile_s,
+        weights_gb=device_bytes(cfg, split=split, mtp=options.drafts > 0) / 1e9,
+        cache_gb=layout.total_bytes(size) / 1e9,
         cache_in_place=memory.alias_size_in_bytes == layout.total_bytes(size),
         temp_mb=memory.temp_size_in_bytes / 1e6,
         launches=launches(text),
@@ -152,8 +164,13 @@ def _measured(
 
     report |= timed(run, options.steps, options.loop)
     report["layer_ms"] = report["step_ms"] / cfg.num_layers
+    if options.drafts:
+        report["token_ms"] = report["step_ms"] / sum(ACCEPTED**n for n in range(1 + options.drafts))
     if mesh is not None:
         report["exchange"] = "cuda" if peers else "xla"
+    if options.brief:
+        return report | {"kernel_ms": None}
+    if mesh is not None:
         report["exchange_us"] = exchange_times(cfg, options, peers)
         report["exchange_ms"] = cfg.num_layers * sum(report["exchange_us"].values()) / 1e3
     longest = longest_kernels(run, options.loop * split.devices, options.profile)
@@ -162,7 +179,7 @@ def _measured(
     masks = np.asarray(masks).reshape(split.data, cfg.num_layers, split.devices, -1).any(0)
     experts = masks.sum(2).max(1).tolist()  # of the device that reads the most
     report["experts"] = float(masks.sum() / cfg.num_layers)
-    if ceilings is not None:
+    if ceilings is not None and not options.drafts:
         parts = model_floors(layout, experts, options.batch, options.context, split)
         report |= against_floors(parts, ceilings, report["step_ms"])
         report |= dict(

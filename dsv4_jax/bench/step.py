@@ -60,6 +60,7 @@ class StepOptions:
         model: "flash", "pro" or "tiny".
         batch, context: requests on all devices, and tokens of each.
         chunk: tokens of each request that the step takes, the last of its context: 1 decodes, more is prefill.
+        drafts: that the MTP layer makes for each request and the step verifies, of whole layers alone.
         layers: how many to run, from the first; None: all.
         implementation: of every op; None: the default of each.
         key_split: of the layout.
@@ -69,12 +70,14 @@ class StepOptions:
         xla: compiler options, such as ("xla_gpu_enable_triton_gemm", False), beside `GPU_DECODE_OPTIONS`.
         devices, tensor: of how many devices, and how many of them have the same requests (`model.shard_params`).
         exchange: between devices with the project's own CUDA where it can run, else with XLA's collectives.
+        brief: of whole layers the step's time alone: no floor, no kernels, no exchanges by themselves.
     """
 
     model: str = "flash"
     batch: int = 64
     context: int = 128 * 1024
     chunk: int = 1
+    drafts: int = 0
     layers: int | None = None
     implementation: Choice = None
     key_split: KeySplit = "throughput"
@@ -85,6 +88,7 @@ class StepOptions:
     devices: int = 1
     tensor: int = 1
     exchange: bool = True
+    brief: bool = False
 
     @property
     def split(self) -> Split:
@@ -96,12 +100,17 @@ class StepOptions:
             )
         return Split(data, self.tensor)
 
+    @property
+    def fed(self) -> int:
+        """Tokens of each request in a step."""
+        return self.chunk + self.drafts
+
     def config(self) -> DSV4Config:
         cfg = getattr(DSV4Config, self.model)()
         if self.context > cfg.max_position_embeddings:
             raise BenchmarkError(f"context {self.context}: {self.model} has at most {cfg.max_position_embeddings}")
-        if not 1 <= self.chunk <= self.context:
-            raise BenchmarkError(f"chunk {self.chunk} of a context of {self.context} tokens")
+        if not 1 <= self.fed <= self.context:
+            raise BenchmarkError(f"chunk {self.fed} of a context of {self.context} tokens")
         return dataclasses.replace(cfg, layer_types=cfg.layer_types[: self.layers]) if self.layers else cfg
 
 
@@ -143,18 +152,19 @@ def set_up(options: StepOptions) -> StepSetup:
 
 def cache_shape(cfg: DSV4Config, options: StepOptions) -> tuple[CacheLayout, CacheSize]:
     """The cache, of a data shard, that holds every request's context, and no more."""
-    layout = CacheLayout(cfg, key_split=options.key_split)
+    mtp = options.drafts > 0
+    layout = CacheLayout(cfg, key_split=options.key_split, draft_tokens=options.drafts, include_mtp=mtp)
     columns, batch = layout.blocks_for(options.context), options.batch // options.split.data
     return layout, CacheSize(batch * columns, batch, columns)
 
 
 def cache_and_plan(cfg: DSV4Config, options: StepOptions) -> tuple[CacheLayout, CacheSize, PackedPlan]:
-    """What a step runs on, and the plan, on the host, of a step in which every request feeds its last token, or chunk.
+    """What a step runs on, and the plan, on the host, of a step in which every request feeds its last tokens.
 
     The cache is that of a data shard, the plan that of all of them.
     """
     layout, size = cache_shape(cfg, options)
-    rows = [StepSequence(slot + 1, options.context - options.chunk, options.chunk) for slot in range(size.num_slots)]
+    rows = [StepSequence(slot + 1, options.context - options.fed, options.fed) for slot in range(size.num_slots)]
     plan = build_plan(layout, rows, shape_for(layout, rows), size=size)
     return layout, size, stack_plans([plan] * options.split.data)
 

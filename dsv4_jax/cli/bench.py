@@ -26,7 +26,7 @@ from .bench_table import print_record
 from .models import BUILT_IN
 from .options import PROGRAM, add_command, add_json, naming, refuse_same, start_jax
 from .printing import Progress, present, say, write_json
-from .values import given_path, output_folder, picture_file, positive, short, token_count
+from .values import given_path, natural, output_folder, picture_file, positive, short, token_count
 
 __all__ = ["add_parser", "run"]
 
@@ -41,6 +41,7 @@ _EXAMPLES = """
   dsv4-jax bench model --batch 1,64,256                        whole layers of Flash, weights as released
   dsv4-jax bench model --model pro --layers 4 --context 32K    four layers of Pro and its head
   dsv4-jax bench model --devices 2 --batch 1,64 --context 8K   over two devices: heads and experts, or experts alone
+  dsv4-jax bench model --devices 2 --batch 1 --drafts 3        with tokens drafted and verified in every step
   dsv4-jax bench --render                                      make benchmarks/RESULTS.md from benchmarks/records
 """
 # Options of steps alone: what they are if they are not given, which must be told from given.
@@ -55,6 +56,7 @@ _STEP_DEFAULTS = MappingProxyType(
         "profile": None,
         "devices": None,
         "tensor": None,
+        "drafts": 0,
     }
 )
 _OP_OPTIONS = ("shapes", "invariance", "plot")
@@ -110,6 +112,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     step.add_argument(
         "--tensor", type=positive, metavar="N",
         help="of them, have the same requests and share the heads (default: all up to 8 requests, else 1)",
+    )  # fmt: skip
+    step.add_argument(
+        "--drafts", type=natural, choices=range(4), metavar="N",
+        help="model: that the MTP layer makes for each request, verified in the same step (default: none)",
     )  # fmt: skip
     step.add_argument("--steps", type=positive, metavar="N", help="calls per synchronisation (default: 20)")
     step.add_argument("--loop", type=positive, metavar="K", help="steps in one executable (default: 1)")
@@ -239,8 +245,9 @@ def _whole_steps(
     split = None
     for options in models:
         if options.split != split:
-            split, params, mesh = options.split, None, mesh_of(options)
-            params = init_params(model.model_config(options), 0, "released", packed=True, mesh=mesh, progress=drawn)
+            split, params, mesh, cfg = options.split, None, mesh_of(options), model.model_config(options)
+            mtp = options.drafts > 0
+            params = init_params(cfg, 0, "released", packed=True, mtp=mtp, mesh=mesh, progress=drawn)
         yield "models", report(options, lambda: judged_model(model.measure_model(options, params, top)))  # noqa: B023
 
 

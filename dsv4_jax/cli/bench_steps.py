@@ -39,7 +39,12 @@ def model_options(args: argparse.Namespace, quick: bool) -> list[Any]:
     devices = args.devices or 1
     check_devices(devices)
     options = [
-        dataclasses.replace(option, devices=devices, tensor=args.tensor or (devices if option.batch <= _LATENCY else 1))
+        dataclasses.replace(
+            option,
+            devices=devices,
+            tensor=args.tensor or (devices if option.batch <= _LATENCY else 1),
+            drafts=args.drafts or 0,
+        )
         for option in _options(args, quick, context=8 * 1024, few=FEW_REQUESTS)
     ]
 

@@ -117,8 +117,17 @@ def test_twelve_layers_of_flash_have_a_target(over: float, verdict: str) -> None
     assert "verdict" not in judged_model(row | {"layers": 11})
 
 
+def test_a_step_with_drafts_is_judged_by_the_tokens_it_gives() -> None:
+    row = {"model": "flash", "layers": 43, "devices": 2, "batch": 1, "context": 8192, "drafts": 3, "step_ms": 7.2}
+    assert judged_model(row | {"token_ms": 4.0})["verdict"] == "required"
+    assert judged_model(row | {"token_ms": 4.3})["verdict"] == "missed"
+    assert "verdict" not in judged_model(row | {"token_ms": 4.0, "batch": 2})
+
+
 def arguments(**given) -> argparse.Namespace:
-    fields = dict.fromkeys(("implementations", "model", "layers", "batch", "context", "profile", "devices", "tensor"))
+    fields = dict.fromkeys(
+        ("implementations", "model", "layers", "batch", "context", "profile", "devices", "tensor", "drafts")
+    )
     return argparse.Namespace(**(fields | {"key_split": None, "steps": 20, "loop": 1, "chunk": 1, "xla": ()} | given))
 
 
