@@ -5,8 +5,8 @@
 `tensor`, `drafts`, `data`: all layers, as `bench model` times them: heads and experts split, one request and eight; the
 same with one to three drafts; experts split. Weights are drawn once for each split. `equal`: a model's first layers,
 decode and wide steps, both splits: logits and cache bytes against one device. The file is written after every
-measurement; when so many seconds have gone by, nothing more is begun. With `--brief` all but the first line of a stage
-have the step's time alone.
+measurement; when so many seconds have gone by, nothing more is begun. With `--brief` only the
+steps' times are taken: no floors, no kernels.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--brief", action="store_true")
     args = parser.parse_args()
     stages, tiny, begun = args.stages.split(","), args.model == "tiny", time.perf_counter()
-    top = measure_ceilings(quick=tiny)
+    top = measure_ceilings(quick=tiny or args.brief)
 
     def save() -> None:
         record = new_record(
@@ -158,7 +158,9 @@ def main() -> None:
         print(f"== {name}: {time.perf_counter() - start:.1f} s of {time.perf_counter() - begun:.0f}", flush=True)
         save()
 
-    high = StepOptions(model=args.model, devices=args.devices, layers=args.layers, context=8192, steps=5)
+    high = StepOptions(
+        model=args.model, devices=args.devices, layers=args.layers, context=8192, steps=5, brief=args.brief
+    )
     change = dataclasses.replace
     low, long = change(high, tensor=args.devices, batch=1, key_split="latency"), change(high, batch=64, context=ROUND)
     cases = {
@@ -190,7 +192,6 @@ def main() -> None:
             attempt("equal", lambda: equal(args.model, args.devices))
         for case in cases.get(stage, ()):
             options = change(case, context=256, batch=min(case.batch, 4)) if tiny else case
-            options = change(options, brief=args.brief and case is not cases[stage][0])
             mtp = options.tensor > 1 and "drafts" in stages
             what = f"{options.batch} requests of {options.context}, loop {options.loop}, {options.drafts} drafts"
             attempt(f"{stage}: {what}, ours {options.exchange}", lambda o=options, mtp=mtp: one(o, mtp))
