@@ -5,8 +5,8 @@
 `tensor`, `drafts`, `data`: all layers, as `bench model` times them: heads and experts split, one request and eight; the
 same with one to three drafts; experts split. Weights are drawn once for each split. `equal`: a model's first layers,
 decode and wide steps, both splits: logits and cache bytes against one device. The file is written after every
-measurement; when so many seconds have gone by, nothing more is begun. With `--brief` only the
-steps' times are taken: no floors, no kernels.
+measurement; when so many seconds have gone by, nothing more is begun. With `--brief` the steps' times alone are taken:
+no floors, no kernels.
 """
 
 from __future__ import annotations
