@@ -162,7 +162,7 @@ def main() -> None:
         model=args.model, devices=args.devices, layers=args.layers, context=8192, steps=5, brief=args.brief
     )
     change = dataclasses.replace
-    low, long = change(high, tensor=args.devices, batch=1, key_split="latency"), change(high, batch=64, context=ROUND)
+    low, long = change(high, tensor=args.devices, batch=1), change(high, batch=64, context=ROUND)
     cases = {
         "tensor": [low, change(low, loop=8), change(low, batch=8)],
         "drafts": [change(low, drafts=drafts) for drafts in (3, 1, 2)],
