@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ from .errors import DonatedCacheError, LayoutError, PlanError
 from .layout import CacheLayout, CacheSize, LeafSpec
 from .ops.append import Rows
 from .ops.copy import copy_units
+from .ops.pool_axis import ONE_RANK, PoolAxis
 from .ops.registry import Choice, frozen
 from .ops.scatter import set_existing
 from .plan import CacheFacts, PackedPlan, StepPlan, register_pytrees
@@ -35,10 +37,12 @@ class KVCache:
     Attributes:
         arrays: leaf name -> array, in the order and shapes of `layout.leaves`.
         layout: static.
+        pool_axis: of the mesh, the one whose devices share each request's blocks, if any; static.
     """
 
     arrays: dict[str, jax.Array]
     layout: CacheLayout
+    pool_axis: PoolAxis = ONE_RANK
 
     def __repr__(self) -> str:
         leaves = [x for x in self.arrays.values() if hasattr(x, "shape") and hasattr(x, "dtype")]
@@ -57,7 +61,7 @@ class KVCache:
 
     @property
     def block_table(self) -> jax.Array:
-        """[slots, max_blocks_per_request] int32."""
+        """[slots, max_blocks_per_request] int32; along a pool axis the ids are those of all ranks."""
         return self.arrays["block_table.ids"]
 
     @property
@@ -67,7 +71,7 @@ class KVCache:
 
     @property
     def block_units(self) -> int:
-        """Blocks of this (possibly per-shard) cache, the null block included."""
+        """Blocks of this (possibly per-shard, per-rank) cache, the null block included."""
         for leaf in self.layout.leaves:
             if leaf.scope == "block":
                 return self.arrays[leaf.name].shape[0] // (leaf.layers * leaf.rows)
@@ -77,7 +81,7 @@ class KVCache:
     def facts(self) -> CacheFacts:
         """What a plan of this cache knows of it."""
         paged = any(leaf.scope == "block" for leaf in self.layout.leaves)
-        blocks = self.block_units if paged else None
+        blocks = (self.block_units - 1) * self.pool_axis.size + 1 if paged else None
         return CacheFacts(self.layout.fingerprint, self.slot_units, blocks, self.block_table.shape[1])
 
     def begin(self, plan: StepPlan | PackedPlan, implementation: Choice = None) -> CacheStep[KVCache]:
@@ -116,15 +120,15 @@ class KVCache:
         return CacheStep(self._prepared(unpacked), unpacked, frozen(implementation), nothing)
 
     def _prepared(self, plan: StepPlan) -> KVCache:
-        arrays = dict(self.arrays)
+        arrays, own = dict(self.arrays), self.pool_axis.own_blocks
         for leaf in self.layout.leaves:
             if leaf.scope == "table":
                 continue
             block = leaf.scope == "block"
             arrays[leaf.name] = copy_units(
                 arrays[leaf.name],
-                plan.copy_block_src if block else plan.copy_slot_src,
-                plan.copy_block_dst if block else plan.copy_slot_dst,
+                own(plan.copy_block_src) if block else plan.copy_slot_src,
+                own(plan.copy_block_dst) if block else plan.copy_slot_dst,
                 layers=leaf.layers,
                 units=self.block_units if block else self.slot_units,
                 rows=leaf.rows,
@@ -145,24 +149,37 @@ def _donated(arrays: dict[str, Any]) -> bool:
 _ARRAYS = jax.tree_util.GetAttrKey("arrays")
 
 
-def _flatten(cache: KVCache) -> tuple[tuple[dict[str, jax.Array]], CacheLayout]:
+_Static = tuple[CacheLayout, PoolAxis]
+
+
+def _flatten(cache: KVCache) -> tuple[tuple[dict[str, jax.Array]], _Static]:
     if _donated(cache.arrays):
         raise DonatedCacheError  # before jax says that some int32[17,64] has been deleted
-    return (cache.arrays,), cache.layout
+    return (cache.arrays,), (cache.layout, cache.pool_axis)
 
 
-def _flatten_with_keys(cache: KVCache) -> tuple[tuple[tuple[Any, dict[str, jax.Array]]], CacheLayout]:
-    (arrays,), layout = _flatten(cache)
-    return ((_ARRAYS, arrays),), layout
+def _flatten_with_keys(cache: KVCache) -> tuple[tuple[tuple[Any, dict[str, jax.Array]]], _Static]:
+    (arrays,), static = _flatten(cache)
+    return ((_ARRAYS, arrays),), static
 
 
-def _unflatten(layout: CacheLayout, children: Iterable[Any]) -> KVCache:
+def _unflatten(static: _Static, children: Iterable[Any]) -> KVCache:
     (arrays,) = children
-    return KVCache(arrays, layout)
+    return KVCache(arrays, *static)
+
+
+def _to_json(static: _Static) -> str:
+    layout, axis = static
+    return json.dumps([layout_to_json(layout), dataclasses.asdict(axis)])
+
+
+def _from_json(text: str) -> _Static:
+    layout, axis = json.loads(text)
+    return layout_from_json(layout), PoolAxis(**axis)
 
 
 jax.tree_util.register_pytree_with_keys(KVCache, _flatten_with_keys, _unflatten, _flatten)
-serialized_as(KVCache, layout_to_json, layout_from_json)
+serialized_as(KVCache, _to_json, _from_json)
 register_pytrees()
 
 
@@ -173,7 +190,7 @@ def init_cache(
 
     Args:
         layout: what to hold.
-        size: how much of it (per shard, when sharded along a data axis).
+        size: how much of it (per shard, when sharded along a data axis; its blocks per rank, along a pool axis).
         sharding: where. None: on the default device; a device; a sharding for every leaf, such as
             `NamedSharding(mesh, PartitionSpec("data"))`; or the `KVCache` of shardings that
             `cache_sharding` returns. The leading axis of every leaf is multiplied by the
@@ -181,10 +198,13 @@ def init_cache(
 
     Raises:
         LayoutError: more rows than int32 has numbers (see `CacheLayout.check_size`), a sharding that splits more than
-            the leading axis, or one of another layout; nothing was allocated.
+            the leading axis, or one of another layout or of other pool ranks; nothing was allocated.
     """
     layout.check_size(size)
     placements = _placements(layout, sharding)
+    pool_axis = sharding.pool_axis if isinstance(sharding, KVCache) else ONE_RANK
+    if pool_axis.size != size.pool_ranks:
+        raise LayoutError(f"the size is of {size.pool_ranks} pool ranks, the sharding of {pool_axis.size}")
 
     # Committed to its device, as what `swap_in` returns is: or a step would compile again after the first of those.
     traced = isinstance(zero := jnp.zeros(()), jax.core.Tracer)
@@ -197,7 +217,7 @@ def init_cache(
         placement = placements[leaf.name]
         return _zeros((rows * _shards(placement), width), leaf.dtype, placement, traced=traced)
 
-    return KVCache({leaf.name: allocate(leaf) for leaf in layout.leaves}, layout)
+    return KVCache({leaf.name: allocate(leaf) for leaf in layout.leaves}, layout, pool_axis)
 
 
 def _zeros(shape: tuple[int, int], dtype: str, where: Sharding | None, *, traced: bool = False) -> jax.Array:

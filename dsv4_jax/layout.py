@@ -36,7 +36,7 @@ from .schema import HcaState, LayerCacheSchema, PoolSchema, bounded_integer, bui
 
 __all__ = ["CacheLayout", "CacheSize", "KeySplit", "LeafSpec"]
 
-KeySplit = Literal["throughput", "latency"]
+KeySplit = Literal["throughput", "latency", "context"]
 Scope = Literal["block", "slot", "table"]
 MAX_LEAVES = 24
 # The order of the leaves, and so of the parts of a stored record.
@@ -75,10 +75,12 @@ class CacheSize:
     """How much of everything: usable units, the null unit 0 of each scope not counted.
 
     Attributes:
-        num_blocks: blocks that can be allocated (ids 1..num_blocks).
+        num_blocks: blocks that can be allocated (ids 1..num_blocks), on each of the ranks.
         num_slots: requests that can be live at once (slots 1..num_slots).
         max_blocks_per_request: width of the block table.
         num_snapshots: extra slots (after the request slots) that hold state snapshots.
+        pool_ranks: n devices that share each request's blocks, block i on rank i mod n; slots and tables are on all
+            of them. Ids 1..total_blocks are dealt out in turn: id g is on rank (g - 1) mod n.
 
     Raises:
         LayoutError: a number is no integer, too small, or such that ids of blocks or slots do not fit int32. How
@@ -89,15 +91,25 @@ class CacheSize:
     num_slots: int
     max_blocks_per_request: int
     num_snapshots: int = 0
+    pool_ranks: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("num_blocks", 1), ("num_slots", 1), ("max_blocks_per_request", 1), ("num_snapshots", 0)):
+        for field in dataclasses.fields(self):
+            name, least = field.name, int(field.name != "num_snapshots")
             object.__setattr__(self, name, bounded_integer(f"CacheSize.{name}", getattr(self, name), least, _MAX_UNITS))
+        if self.total_blocks > _MAX_UNITS:
+            raise LayoutError(f"CacheSize: num_blocks of all pool_ranks must be at most {_MAX_UNITS}")
         if self.num_slots + self.num_snapshots > _MAX_UNITS:
             raise LayoutError(f"CacheSize: num_slots and num_snapshots must be at most {_MAX_UNITS} together")
 
     @property
+    def total_blocks(self) -> int:
+        """Of all ranks."""
+        return self.num_blocks * self.pool_ranks
+
+    @property
     def block_units(self) -> int:
+        """Of each rank, the null block included."""
         return self.num_blocks + 1
 
     @property
@@ -107,7 +119,8 @@ class CacheSize:
     def holds(self, other: CacheSize) -> bool:
         """Whether every unit of a cache of the other size has its place in one of this."""
         mine, others = ((size.block_units, size.slot_units, size.max_blocks_per_request) for size in (self, other))
-        return all(have >= want for have, want in zip(mine, others, strict=True))
+        fits = all(have >= want for have, want in zip(mine, others, strict=True))
+        return fits and self.pool_ranks == other.pool_ranks
 
 
 class CacheLayout:
@@ -123,8 +136,10 @@ class CacheLayout:
         hca_state: "online" (softmax triple, 3 rows of head_dim per layer) or "raw" (ring of rows).
         include_mtp: also hold what MTP layers keep: their windows, and the backbone's residual of the last token.
         key_split: how finely attention kernels may cut a token's keys: for "throughput" (large batches) or for the
-            "latency" of one or a few requests. No array depends on it. It is a fact of the deployment, like the
-            formats: a token's bits are the same in every batch under either, but not the same under both.
+            "latency" of one or a few requests. "context" cuts them by their blocks, into the shares of eight ranks: a
+            token's bits are then the same over 1, 2, 4 or 8 ranks of a pool axis. No array depends on it. It is a fact
+            of the deployment, like the formats: a token's bits are the same in every batch under each, but not the
+            same under all.
 
     Raises:
         LayoutError: unknown format or key split, impossible block size or draft count, formats of too many parts.
@@ -147,7 +162,7 @@ class CacheLayout:
         self.block_tokens = checked_block_tokens(block_tokens, cfg)
         self.draft_tokens = bounded_integer("draft_tokens", draft_tokens, 0)
         if key_split not in get_args(KeySplit):
-            raise LayoutError(f"key_split must be 'throughput' or 'latency', got {key_split!r}")
+            raise LayoutError(f"key_split must be {', '.join(map(repr, get_args(KeySplit)))}, got {key_split!r}")
         self.hca_state: HcaState = hca_state
         self.include_mtp = include_mtp
         self.key_split: KeySplit = key_split

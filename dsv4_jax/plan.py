@@ -36,7 +36,7 @@ class CacheFacts:
 
     Attributes:
         fingerprint: of the layout (`CacheLayout.fingerprint`).
-        slots, blocks: units, the null unit included: valid ids are 0..n-1.
+        slots, blocks: units, the null unit included: valid ids are 0..n-1. (Blocks: those of all pool ranks.)
         columns: of the block table.
 
     The last three are None in a plan that was made without a size: any cache of its layout takes it.
@@ -56,7 +56,7 @@ class CacheFacts:
             return cls(layout.fingerprint)
         # A model without compressed layers has no leaf that would know of blocks.
         paged = any(leaf.scope == "block" for leaf in layout.leaves)
-        blocks = size.block_units if paged else None
+        blocks = size.total_blocks + 1 if paged else None
         return cls(layout.fingerprint, size.slot_units, blocks, size.max_blocks_per_request)
 
     def __str__(self) -> str:

@@ -1,9 +1,14 @@
-"""The cache over several devices: requests and blocks along a data axis, query heads along a tensor axis.
+"""The cache over several devices: requests along a data axis, query heads along a tensor axis, one request's blocks
+along a pool axis.
 
 Along the data axis every shard is a cache of its own: its own unit ids, its own null units, its own
 manager. So a step under `jax.shard_map` is the single-device step, and no collective touches the
 cache. DeepSeek-V4 has one latent KV head, shared by all query heads: along a tensor axis there is
-nothing to split, every device of it holds the same rows and attends with its share of the heads.
+there is nothing to split, every device of it holds the same rows and attends with its share of the heads.
+Along a pool axis (which may be the tensor axis) each device holds its share of every request's blocks, all of them the
+windows and compressor state: the same requests, of n times the tokens. Plans are those of one manager, whose
+`CacheSize.pool_ranks` is n.
+
 
     mesh  = jax.make_mesh((4,), ("data",))
     cache = dsv4.init_cache(layout, size, sharding=dsv4.cache_sharding(layout, mesh))   # size: of one shard
@@ -27,18 +32,26 @@ from .cache import KVCache
 from .checks import as_int, shown
 from .errors import LayoutError, PlanError
 from .layout import CacheLayout
+from .ops.attend_parts import PARTS
 from .ops.exchange import Peers, using
+from .ops.pool_axis import ONE_RANK, PoolAxis
 from .plan import PackedPlan, StepPlan
 
 __all__ = ["cache_sharding", "shard_step", "stack_plans"]
 
 
 def cache_sharding(
-    layout: CacheLayout, mesh: Mesh, *, data_axis: str | None = "data", tensor_axis: str | None = None
+    layout: CacheLayout,
+    mesh: Mesh,
+    *,
+    data_axis: str | None = "data",
+    tensor_axis: str | None = None,
+    pool_axis: str | None = None,
 ) -> KVCache:
     """Where the leaves of a cache go: a `KVCache` whose arrays are `NamedSharding`s, for `init_cache`.
 
-    The leading axis of every leaf is split over the data axis; over all other axes leaves are replicated.
+    The leading axis of every leaf is split over the data axis, that of blocks' leaves over the pool axis too; over all
+    other axes leaves are replicated.
 
     Args:
         layout: of one shard's cache (it is the same for all).
@@ -46,16 +59,31 @@ def cache_sharding(
         data_axis: the axis that splits requests and blocks; None if there is none.
         tensor_axis: the axis that splits query heads, if any. Checked only: the cache does not
             depend on it.
+        pool_axis: the axis that splits each request's blocks, if any: the tensor axis, or one of its own.
 
     Raises:
-        LayoutError: the mesh has no such axis, or the heads do not divide by the tensor axis.
+        LayoutError: the mesh has no such axis, the heads do not divide by the tensor axis, the pool axis is the data
+            axis, or its size is not 1, 2, 4 or 8.
     """
-    _require_axes(mesh, data_axis, tensor_axis)
+    _require_axes(mesh, data_axis, tensor_axis, pool_axis)
     heads = layout.cfg.num_attention_heads
     if tensor_axis is not None and heads % mesh.shape[tensor_axis]:
         raise LayoutError(f"{heads} query heads do not divide by axis {tensor_axis!r} of {mesh.shape[tensor_axis]}")
-    placement: Any = NamedSharding(mesh, PartitionSpec(data_axis))
-    return KVCache({leaf.name: placement for leaf in layout.leaves}, layout)
+    pool = ONE_RANK
+    if pool_axis is not None:
+        pool = PoolAxis(pool_axis, mesh.shape[pool_axis])
+        if pool_axis == data_axis or PARTS % pool.size:
+            problem = "splits requests" if pool_axis == data_axis else f"has {pool.size} devices, not 1, 2, 4 or 8"
+            raise LayoutError(f"axis {pool_axis!r} cannot split a request's blocks: it {problem}")
+    specs = _cache_specs(layout, pool, data_axis)
+    placements: dict[str, Any] = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    return KVCache(placements, layout, pool)
+
+
+def _cache_specs(layout: CacheLayout, pool: PoolAxis, data_axis: str | None) -> dict[str, PartitionSpec]:
+    axes = tuple(axis for axis in (data_axis, pool.name) if axis is not None)
+    both = PartitionSpec(axes) if pool.name is not None else PartitionSpec(data_axis)
+    return {leaf.name: both if leaf.scope == "block" else PartitionSpec(data_axis) for leaf in layout.leaves}
 
 
 def stack_plans(plans: Sequence[StepPlan]) -> PackedPlan:
@@ -118,8 +146,8 @@ def shard_step(
         [shards * B, vocab].
 
     Raises:
-        LayoutError: the mesh has no such axis, or `out_axis` is none; when it is traced: the parameters are split over
-            a mesh of other sizes.
+        LayoutError: the mesh has no such axis, or `out_axis` is none; when it is traced: the parameters, or the cache's
+            blocks, are split over a mesh of other sizes.
     """
     _require_axes(mesh, data_axis)
     if as_int(out_axis) is None or out_axis < 0:
@@ -138,10 +166,16 @@ def shard_step(
             # Host arrays come in replicated, and explicit axes want to be told what becomes of them.
             plan, arrays = jax.reshard((plan, arrays), NamedSharding(mesh, split))
         of_params = _partition(params, mesh) if param_specs is None else param_specs
+        pool = cache.pool_axis
+        if pool.name is not None and mesh.shape.get(pool.name) != pool.size:
+            raise LayoutError(
+                f"blocks are split over {pool.size} devices of {pool.name!r}, this mesh is {dict(mesh.shape)}"
+            )
+        of_cache: Any = KVCache(_cache_specs(cache.layout, pool, data_axis), cache.layout, pool)  # type: ignore[arg-type]
         # check_vma: kernels written in Pallas do not say how their outputs vary over the mesh.
         sharded = jax.shard_map(
-            local, mesh=mesh, in_specs=(of_params, split, split, *[split] * len(arrays)), out_specs=(results, split),
-            check_vma=False,
+            local, mesh=mesh, in_specs=(of_params, of_cache, split, *[split] * len(arrays)),
+            out_specs=(results, of_cache), check_vma=False,
         )  # fmt: skip
         made, cache = sharded(params, cache, plan, *arrays)
         return (*made, cache)

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from .checks import INT32_MAX
 from .config import LayerSpec
 from .errors import LayoutError, RotationError, ShapeError, StepOrderError
 from .formats import RowFormat
@@ -19,11 +20,15 @@ from .layout import CacheLayout
 from .ops.append import Rows, WindowView, append, encode, exists, pin, store, window_rows, window_view
 from .ops.arguments import Check
 from .ops.attend import attend
+from .ops.attend_parts import PARTS, attend_parts
 from .ops.columns import Values
 from .ops.compress import CompressorGeometry, CompressorInputs, compress_csa, compress_hca
 from .ops.epilogue import Epilogue, check_epilogue
+from .ops.exchange import all_gather
 from .ops.gather import gather_rows
 from .ops.index_scores import index_scores
+from .ops.merge import merge_candidates
+from .ops.pool_axis import PoolAxis
 from .ops.queries import finish_queries
 from .ops.registry import Choice
 from .ops.residual import carry_residual, last_residual
@@ -48,6 +53,9 @@ class Pools(Protocol):
 
     @property
     def block_units(self) -> int: ...
+
+    @property
+    def pool_axis(self) -> PoolAxis: ...
 
     def pool(self, name: str) -> Rows: ...
 
@@ -336,7 +344,15 @@ class LayerCacheHandle(Generic[Cache]):
         return self._gather(window.rows, window.ids, self.schema.window, dtype), window.visible
 
     def gather_compressed(self, entries: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
-        """Dense rows [T, K, head_dim] of logical entries [T, K] int32 (0 for padding)."""
+        """Dense rows [T, K, head_dim] of logical entries [T, K] int32 (0 for padding).
+
+        Raises:
+            LayoutError: the layer is SWA-only; or entries are shared out over a pool axis.
+        """
+        if self.cache.pool_axis.size > 1:
+            raise LayoutError(
+                f"{self._name}: {self.cache.pool_axis.size} ranks have its entries: nobody can gather them"
+            )
         pool = self._pool(LayerWrites.COMPRESSED)
         return self._gather(pool, self.entry_rows(entries), self._compressed(), dtype)
 
@@ -356,15 +372,23 @@ class LayerCacheHandle(Generic[Cache]):
         return jnp.where(live, (self.plan.token_position + 1) // ratio, 0)
 
     def entry_rows(self, entries: jax.Array) -> jax.Array:
-        """Pool rows [T, K] of logical entries [T, K], through each token's block table."""
+        """Pool rows [T, K] of logical entries [T, K], through each token's block table.
+
+        Along a pool axis: this rank's rows; those of the null block for other ranks' entries.
+        """
+        return self._rows_of(jnp.asarray(self.plan.token_slot), entries)
+
+    def _rows_of(self, slots: jax.Array, entries: jax.Array) -> jax.Array:
         pool = self._compressed()
         per_block = np.int32(pool.rows)
-        block = self.cache.block_table[jnp.asarray(self.plan.token_slot)[:, None], entries // per_block]
+        block = self._own_table[slots[:, None], entries // per_block]
         block = lax.clamp(np.int32(0), block, np.int32(self.cache.block_units - 1))  # or the product could leave int32
         return np.int32(pool.base(self.cache.block_units)) + block * per_block + entries % per_block
 
     def index_scores(self, queries: jax.Array, weights: Values, *, scale: float = 1.0) -> jax.Array:
         """Indexer scores [T, S] float32 of all entries (-inf where not visible); CSA only.
+
+        Along a pool axis: of this rank's entries, which `top_k` takes.
 
         Args:
             queries: [T, index_n_heads, index_head_dim], rotated as the keys are.
@@ -374,19 +398,33 @@ class LayerCacheHandle(Generic[Cache]):
         pool, keys, check = self._indexed(), self._pool(LayerWrites.INDEXED), self._check
         check.array("queries", queries, "float", "T", "heads", pool.width)
         check.array("weights", weights, "float", "T", "heads")
-        table = self.cache.block_table[:, : self.plan.table_columns.shape[0]][self.plan.token_slot]
+        axis = self.cache.pool_axis
+        table = axis.own_columns(self.cache.block_table[:, : self.plan.table_columns.shape[0]])[self.plan.token_slot]
         return index_scores(
-            keys, queries, weights, table, self.visible_entries(), base=pool.base(self.cache.block_units),
+            keys, queries, weights, table, axis.own_visible(self.visible_entries(), pool.rows),
+            base=pool.base(self.cache.block_units),
             rows_per_block=pool.rows, fmt=self.layout.row_format(pool), scale=scale,
             implementation=self.implementation,
         )  # fmt: skip
 
     def top_k(self, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The entries to attend to: (logical entries [T, K] int32, how many count [T] int32)."""
-        self._indexed()
+        """The entries to attend to: (logical entries [T, K] int32, how many count [T] int32).
+
+        Along a pool axis each rank proposes its best, and all have the best of these: the same as one rank would.
+        """
+        pool, axis, visible = self._indexed(), self.cache.pool_axis, self.visible_entries()
         self._check.array("scores", scores, "float32", "T", "entries")
         k = self.schema.selected_entries
-        return top_k(scores, self.visible_entries(), k=k, implementation=self.implementation)
+        own, kept = top_k(scores, axis.own_visible(visible, pool.rows), k=k, implementation=self.implementation)
+        if axis.name is None:
+            return own, kept
+        k = min(k, self.plan.table_columns.shape[0] * pool.rows)
+        proposed = jnp.arange(own.shape[1], dtype=jnp.int32) < kept[:, None]
+        best = jnp.where(proposed, axis.entries_of_all(own, pool.rows), np.int32(INT32_MAX))
+        candidates = all_gather((jnp.take_along_axis(scores, own, 1), best), axis.name, dimension=1)
+        kept = jnp.clip(visible, 0, np.int32(k))
+        listed = jnp.arange(k, dtype=jnp.int32) < kept[:, None]
+        return jnp.where(listed, merge_candidates(*candidates, k=k), 0), kept
 
     def attend(
         self,
@@ -417,9 +455,9 @@ class LayerCacheHandle(Generic[Cache]):
         check.array("sink", sink, "float32", "heads")
         if inverse_rope is not None:
             self._check_frequencies(check, "inverse_rope", inverse_rope)
-        entries = entry_ids = count = None
+        entries = listed = count = None
         if schema.entries is not None:
-            entries = self._pool(LayerWrites.COMPRESSED)
+            entries, count = self._pool(LayerWrites.COMPRESSED), self.visible_entries()
         if schema.selected_entries:
             if selected is None:
                 raise ShapeError(f"{self._name}: attend needs the selected entries")
@@ -427,16 +465,26 @@ class LayerCacheHandle(Generic[Cache]):
                 raise ShapeError(f"{check.op}: selected is no pair (entries [T, K], count [T]) as `top_k` gives it")
             check.array("selected entries", selected[0], "int32", "T", "K")
             check.array("selected count", selected[1], "int32", "T")
-            entry_ids, count = self.entry_rows(selected[0]), selected[1]
+            listed, count = selected
         elif selected is not None:
             raise ShapeError(f"{self._name}: it selects no entries")
-        elif entries is not None:
-            entry_ids, count = self.entry_rows(self._all_entries()), self.visible_entries()
-        return attend(
-            queries, sink, window, entries, entry_ids, count,
+        axis, split = self.cache.pool_axis, self.layout.key_split
+        how: dict[str, Any] = dict(
             scale=schema.entry_head_dim**-0.5 if scale is None else scale, fmt=self.layout.row_format(schema.window),
-            inverse_rope=None if inverse_rope is None else (self.plan.token_position, inverse_rope), dtype=dtype,
-            key_split=self.layout.key_split, implementation=self.implementation,
+            key_split="throughput" if split == "context" else split, implementation=self.implementation,
+        )  # fmt: skip
+        turned = None if inverse_rope is None else (self.plan.token_position, inverse_rope)
+        if entries is None or count is None or (axis.name is None and split != "context"):
+            entry_ids = None
+            if entries is not None:
+                entry_ids = self.entry_rows(self._all_entries() if listed is None else listed)
+            return attend(queries, sink, window, entries, entry_ids, count, inverse_rope=turned, dtype=dtype, **how)
+        slots = jnp.asarray(self.plan.token_slot)
+        return attend_parts(
+            queries, sink, window, entries, listed, count, rows_of=lambda t, chosen: self._rows_of(slots[t], chosen),
+            axis=axis, parts=PARTS if split == "context" else axis.size, heads=self.layout.cfg.num_attention_heads,
+            per_block=self._compressed().rows, columns=self.plan.table_columns.shape[0], inverse_rope=turned,
+            dtype=dtype, **how,
         )  # fmt: skip
 
     # Plumbing
@@ -468,7 +516,7 @@ class LayerCacheHandle(Generic[Cache]):
         return CompressorInputs(states, self.cache.pool(pool.pool), kv, score, epilogue, geometry, ape)
 
     def _compress(self, inputs: dict[LayerWrites, CompressorInputs]) -> LayerCacheHandle[Cache]:
-        table, implementation = self.cache.block_table, self.implementation
+        table, implementation = self._own_table, self.implementation
         if self.schema.overlap_rows:
             done = compress_csa([*inputs.values()], self.plan, table, implementation=implementation)
         else:
@@ -516,6 +564,11 @@ class LayerCacheHandle(Generic[Cache]):
         pool = self._indexed() if what is LayerWrites.INDEXED else self._compressed()
         self._require(what, self.schema.owner)
         return self.cache.pool(pool.pool)
+
+    @property
+    def _own_table(self) -> jax.Array:
+        """The block table with this rank's ids, and the null block for other ranks'."""
+        return self.cache.pool_axis.own_blocks(self.cache.block_table)
 
     def _all_entries(self) -> jax.Array:
         total = self.plan.table_columns.shape[0] * self._compressed().rows

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import ffi
-from ..layout import KeySplit
-from ..ops.attend import AttendArguments
+from ..ops.attend import AttendArguments, KernelSplit
 from ..ops.numerics import rope_tables
 from ..ops.registry import Implementation
 from .widths import KV_ROW, WIDTHS, unsupported_rows
@@ -28,7 +27,7 @@ TILES_PER_RUN = 9
 LATENCY_TILES_PER_RUN, LATENCY_TILES_PER_RUN_OF_MORE_HEADS = 3, 5  # more than 64 heads are several blocks already
 
 
-def split_count(window: int, entries: int, heads: int = 64, key_split: KeySplit = "throughput") -> int:
+def split_count(window: int, entries: int, heads: int = 64, key_split: KernelSplit = "throughput") -> int:
     """Runs of one token's keys, each a block's (of 64 heads): by static shapes and settings, never by the batch.
 
     "throughput" gives a run up to nine tiles of 64 keys, "latency" three (five with more than 64 heads); at most

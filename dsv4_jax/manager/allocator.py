@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,22 +29,29 @@ def as_count(name: str, value: Any, least: int = 0, most: int = 2**63 - 1) -> in
 class BlockAllocator:
     """Hands out ids 1..n, always the lowest free one. Id 0 is the null unit and is never handed out.
 
-    Ids above `_fresh` were never taken; freed ids below it wait in a heap. So construction does not
+    Units may lie on several ranks (`CacheSize.pool_ranks`), which have a list of free ids each: id g is on rank
+    (g - 1) mod ranks. Whoever takes one says for which place: place i is served by rank i mod ranks.
+
+    Ids from `_fresh` on were never taken; freed ids below it wait in a heap. So construction does not
     build a list of ids, and a call costs O(log n) per id.
 
     Args:
-        total: n, how many ids there are.
+        total: n, how many ids there are, on all ranks.
         pool: the pool's name in error messages.
+        ranks: that they lie on.
 
     Raises:
         PlanError: `total` is negative, no integer, or ids do not fit int32.
     """
 
-    def __init__(self, total: int, pool: str = "device"):
+    def __init__(self, total: int, pool: str = "device", *, ranks: int = 1):
         self._total = as_count(f"the number of blocks of the {pool} pool", total, most=INT32_MAX)
-        self.name = pool
-        self._fresh = 1
-        self._freed: list[int] = []
+        self.name, self.ranks = pool, as_count("the number of ranks", ranks, 1)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._fresh = list(range(1, self.ranks + 1))  # of each rank
+        self._freed: list[list[int]] = [[] for _ in range(self.ranks)]
         self._held = bytearray(self._total + 1)
 
     @property
@@ -53,7 +60,43 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        return self._total - self._fresh + 1 + len(self._freed)
+        return sum(self.free_on)
+
+    @property
+    def free_on(self) -> list[int]:
+        """Free ids of each rank."""
+        total, ranks = self._total, self.ranks
+        return [
+            max(total - fresh + ranks, 0) // ranks + len(freed)
+            for fresh, freed in zip(self._fresh, self._freed, strict=True)
+        ]
+
+    def rank_of(self, block: int) -> int:
+        """Where an id is."""
+        return (block - 1) % self.ranks
+
+    def shortage(
+        self, places: Sequence[int], more: Sequence[int] = (), freed: Sequence[int] = ()
+    ) -> OutOfBlocksError | None:
+        """Why these places cannot be served, with so many `more` ids on each rank, and those of the places `freed`.
+
+        None: they can. Of several ranks that lack ids, the one that lacks most is named.
+        """
+        wanted, have = (
+            [0] * self.ranks,
+            [free + extra for free, extra in zip(self.free_on, more or [0] * self.ranks, strict=True)],
+        )
+        for counts, some in ((wanted, places), (have, freed)):
+            if self.ranks == 1:
+                counts[0] += len(some)
+                continue
+            for place in some:
+                counts[place % self.ranks] += 1
+        rank = max(range(self.ranks), key=lambda rank: wanted[rank] - have[rank])
+        if wanted[rank] <= have[rank]:
+            return None
+        name = f"{self.name} (rank {rank})" if self.ranks > 1 else self.name
+        return OutOfBlocksError(wanted[rank], have[rank], self._total // self.ranks, name)
 
     def is_held(self, block: int) -> bool:
         """Whether this id is handed out. Ids out of range are not, nor is what is no id."""
@@ -61,22 +104,32 @@ class BlockAllocator:
         return number is not None and 0 < number <= self._total and bool(self._held[number])
 
     def acquire(self, count: int) -> list[int]:
-        """The `count` lowest free ids, ascending: all of them or none.
+        """The `count` lowest free ids, ascending: all of them or none. On several ranks: for places 0, 1, ...
 
         Raises:
             OutOfBlocksError: fewer are free; nothing was taken.
             PlanError: `count` is negative or not an integer.
         """
-        count = as_count("the number of blocks to acquire", count)
-        if count > self.num_free:
-            raise OutOfBlocksError(count, self.num_free, self._total, self.name)
-        freed = self._freed
-        ids = [heapq.heappop(freed) for _ in range(min(count, len(freed)))]
-        fresh = count - len(ids)
-        ids.extend(range(self._fresh, self._fresh + fresh))
-        self._fresh += fresh
-        for block in ids:
+        return self.acquire_at(range(as_count("the number of blocks to acquire", count)))
+
+    def acquire_at(self, places: Sequence[int]) -> list[int]:
+        """An id for each place, the lowest free one of its rank: all of them or none.
+
+        Raises:
+            OutOfBlocksError: a rank has fewer free ones; nothing was taken.
+        """
+        if len(places) and (error := self.shortage(places)):
+            raise error
+        ranks, ids = self.ranks, list[int]()
+        for place in places:
+            rank = place % ranks
+            if freed := self._freed[rank]:
+                block = heapq.heappop(freed)
+            else:
+                block = self._fresh[rank]
+                self._fresh[rank] += ranks
             self._held[block] = 1
+            ids.append(block)
         return ids
 
     def release(self, ids: Iterable[int]) -> None:
@@ -94,7 +147,7 @@ class BlockAllocator:
             checked.add(self._checked(block, checked))
         for block in checked:
             self._held[block] = 0
-            heapq.heappush(self._freed, block)
+            heapq.heappush(self._freed[self.rank_of(block)], block)
 
     def _checked(self, block: Any, already: set[int]) -> int:
         def refuse(problem: str) -> BlockReleaseError:
@@ -116,7 +169,10 @@ class BlockAllocator:
 
     def check_integrity(self) -> None:
         """Free and held ids partition 1..n and the null id is in neither. Raises `IntegrityError`."""
-        free = sorted([*self._freed, *range(self._fresh, self._total + 1)])
+        free = [block for freed in self._freed for block in freed]
+        free = sorted([*free, *(b for fresh in self._fresh for b in range(fresh, self._total + 1, self.ranks))])
         held = [i for i, flag in enumerate(self._held) if flag]
         if sorted(free + held) != list(range(1, self._total + 1)):
             raise IntegrityError(f"{self.name} pool: free {free} and held {held} do not partition 1..{self._total}")
+        if any(self.rank_of(block) != rank for rank, freed in enumerate(self._freed) for block in freed):
+            raise IntegrityError(f"{self.name} pool: an id is free on a rank that it is not on")

@@ -7,7 +7,7 @@ A generation is stamped on an id whenever it is handed out and never repeats wit
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,10 +37,11 @@ class BlockPool(BlockAllocator):
     Args:
         total: how many ids there are.
         pool: the pool's name in error messages.
+        ranks: that they lie on.
     """
 
-    def __init__(self, total: int, pool: str = "device"):
-        super().__init__(total, pool)
+    def __init__(self, total: int, pool: str = "device", *, ranks: int = 1):
+        super().__init__(total, pool, ranks=ranks)
         self._clock = 0
         self._stamps = [0] * (self._total + 1)  # generation of each id, 0 before it was first handed out
         self._metadata: dict[int, Any] = {}
@@ -63,7 +64,11 @@ class BlockPool(BlockAllocator):
             OutOfBlocksError: fewer are free; nothing was taken.
             PlanError: `count` is negative or not an integer.
         """
-        ids = super().acquire(count)
+        return self.acquire_at(range(as_count("the number of blocks to acquire", count)), metadata)
+
+    def acquire_at(self, places: Sequence[int], metadata: Any = None) -> list[int]:
+        """As of `BlockAllocator`; `metadata` as of `acquire`."""
+        ids = super().acquire_at(places)
         stamps, clock = self._stamps, self._clock
         for clock, block in enumerate(ids, clock + 1):  # noqa: B020 the last stamp is the new clock
             stamps[block] = clock
@@ -124,22 +129,24 @@ class BlockPool(BlockAllocator):
             PlanError: `total` is negative or not an integer.
         """
         total = as_count("the number of blocks", total)
-        held = [block for block in range(total + 1, min(self._fresh, self._total + 1)) if self._held[block]]
+        held = [block for block in range(total + 1, min(max(self._fresh), self._total + 1)) if self._held[block]]
         if held:
             raise PoolResizeError(held, total, self.name)
         self._stamps.extend([0] * (total + 1 - len(self._stamps)))
         if total < self._total:
             del self._held[total + 1 :]
-            self._freed = [block for block in self._freed if block <= total]
-            heapq.heapify(self._freed)
-            self._fresh = min(self._fresh, total + 1)
+            for rank, freed in enumerate(self._freed):
+                self._freed[rank] = [block for block in freed if block <= total]
+                heapq.heapify(self._freed[rank])
+                first = next(i for i in range(total + 1, total + 1 + self.ranks) if self.rank_of(i) == rank)
+                self._fresh[rank] = min(self._fresh[rank], first)
         else:
             self._held.extend(bytes(total - self._total))
         self._total = total
 
     def reset(self) -> None:
         """Takes every id back. References made before stay stale."""
-        self._fresh, self._freed, self._held = 1, [], bytearray(self._total + 1)
+        self._clear()
         self._metadata.clear()
 
     def check_integrity(self) -> None:

@@ -101,7 +101,7 @@ def load(cache: TieredCache, path: Sequence[Node]) -> bool:
             tree.moves.abort(node)
     tree.acquire(path)  # so that making room takes none of these
     try:
-        blocks = cache.acquire_blocks(len(below))
+        blocks = cache.acquire_blocks([node.depth for node in below])
     except OutOfBlocksError:
         return False
     finally:

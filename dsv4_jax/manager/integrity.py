@@ -32,12 +32,20 @@ def check_manager(layout: CacheLayout, size: CacheSize, book: RequestBook, cache
     _partition("slot", cache.slots, [
         *(r.slot for r in live), *(n.snapshot.device for n in nodes if n.snapshot), *late_slots,
     ])  # fmt: skip
+    for node in nodes:
+        for pool, unit in ((cache.blocks, node.block), (cache.pages, node.host)):
+            _require(not unit or pool.rank_of(unit) == node.depth % pool.ranks, f"{node} is not where its place is")
+    for request in live:
+        ranks = [cache.blocks.rank_of(block) for block in request.blocks]
+        _require(ranks == [i % cache.ranks for i in range(len(ranks))], f"{request.id!r}: blocks on ranks {ranks}")
     states = [n.snapshot.host for n in nodes if n.snapshot and n.snapshot.host] + [*cache.fetching]
     _partition("host page", cache.pages, [
         *(page for p in parked for page in (*p.blocks, *p.state)), *(n.host for n in nodes),
         *(page for pages in states for page in pages), *cache.reading, *cache.landed,
     ])  # fmt: skip
     _require(all(len(pages) == cache.snapshot_pages for pages in states), "a snapshot has another number of pages")
+    for pages in (*states, *(p.state for p in parked)):
+        _require(len({cache.pages.rank_of(page) for page in pages}) == 1, f"the state in pages {pages} is of two ranks")
     _require(len(live) <= size.num_slots, "more live requests than slots for them")
     _require(set(book.ids.values()) == {*live, *waiting}, "ids and requests differ")
     refs = collections.Counter(node for r in live for node in r.nodes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable
 
-from ..errors import HashError, NoFreeSlotError, OutOfBlocksError, RequestError
+from ..errors import HashError, NoFreeSlotError, RequestError
 from ..layout import CacheLayout
 from .hits import Hit, take_hit
 from .last_step import LastStep
@@ -66,13 +66,13 @@ class Lifecycle:
         if len(self._book.live) + len(names) > size.num_slots or len(names) > free:
             raise NoFreeSlotError(size.num_slots)
         used = self._layout.blocks_for(request.num_cached)
-        needed = (used - self._publisher.would_share(request, request.num_cached)) * len(names)
-        if not cache.can_acquire(needed):
-            raise OutOfBlocksError(needed, cache.num_available, cache.blocks.num_total)
+        places = [*range(self._publisher.would_share(request, request.num_cached), used)] * len(names)
+        if error := cache.shortage(places):
+            raise error
         request.keep_step()
         self._publisher.publish(request, request.num_cached)
         own = used - request.num_shared
-        blocks = cache.acquire_blocks(own * len(names))
+        blocks = cache.acquire_blocks([*range(request.num_shared, used)] * len(names))
         slots = [cache.acquire_slot() for _ in names]
         return [
             self._child(request, name, slot, blocks[i * own : (i + 1) * own])
@@ -256,6 +256,7 @@ class Lifecycle:
         """Starts a request that stands still: from the longest cached prefix whose state is on the device."""
         tree, hasher = self._cache.tree, request.hasher
         request.started = self._steps.num_planned
+        kept, request.blocks = request.blocks, []
         if hasher is not None:
             path = tree.match(hasher.digests, self._follow_verified(request, hasher)).path
             states = [i + 1 for i, n in enumerate(path) if n.snapshot is not None and n.snapshot.device]
@@ -267,9 +268,21 @@ class Lifecycle:
                 nodes = tree.acquire(path[:hit])
                 tree.snapshots.pin(nodes[-1])
                 request.nodes, request.restores = nodes, nodes[-1]
-                request.blocks = [node.block for node in nodes] + request.blocks
                 self._stand_at(request, hit)
-        missing = self._layout.blocks_for(request.reserved) - len(request.blocks)
-        if missing > 0 and self._cache.can_acquire(missing):
+        shared = [node.block for node in request.nodes]
+        request.blocks = shared + self._at_places(kept, len(shared))
+        missing = range(len(request.blocks), self._layout.blocks_for(request.reserved))
+        if missing and not self._cache.shortage(missing):
             request.blocks += self._cache.acquire_blocks(missing)
         request.reserved = min(request.reserved, len(request.blocks) * self._layout.block_tokens)
+
+    def _at_places(self, blocks: list[int], first: int) -> list[int]:
+        """Those of the blocks that can be a request's from place `first` on, in that order; the others go back."""
+        pool, kept = self._cache.blocks, list[int]()
+        waiting: list[list[int]] = [[] for _ in range(pool.ranks)]
+        for block in reversed(blocks):
+            waiting[pool.rank_of(block)].append(block)
+        while left := waiting[(first + len(kept)) % pool.ranks]:
+            kept.append(left.pop())
+        self._cache.release_blocks([block for left in waiting for block in left])
+        return kept

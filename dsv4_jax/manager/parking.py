@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import OutOfBlocksError
 from ..layout import CacheLayout
 from ..records import state_pages
 from .hits import load
@@ -33,27 +32,32 @@ class Parking:
         if first * self._layout.block_tokens == request.num_cached and (request.forked is None or not first):
             return None  # its slot becomes a snapshot, or there is one already
         own = request.blocks[first : self._layout.blocks_for(request.num_cached)]
-        needed = len(own) + state_pages(self._layout, request.num_cached)
-        pages = cache.try_pages(needed) if needed <= cache.pages.num_total else []
-        if len(pages) < needed:
-            cache.pages.release(pages)
+        needed = state_pages(self._layout, request.num_cached)
+        if len(own) + needed > cache.pages.num_total:
             return None
-        blocks, state = pages[: len(own)], pages[len(own) :]
+        blocks = cache.try_pages(range(first, first + len(own)))
+        state = cache.try_state_pages(needed) if len(blocks) == len(own) else ()
+        if not state:
+            cache.pages.release(blocks)
+            return None
         for block, page in zip(own, blocks, strict=True):
             cache.transfers.out(BLOCK, block, page)
         cache.transfers.out(SLOT, request.slot, state, request.num_cached)
-        return Parked(request.num_cached, first, blocks, state)
+        return Parked(request.num_cached, first, blocks, list(state))
 
     def check_room(self, request: Request) -> None:
         """Raises `OutOfBlocksError` if what was parked does not fit on the device, but the shared blocks before do."""
         path, parked = self._shared_path(request), request.parked
         if path is None or parked is None:
             return
-        below = sum(node.state.tier is not T.DEVICE for node in path)
-        stay = sum(node.state.tier is T.DEVICE and not node.refs for node in path)
-        available = self._cache.num_available - stay + self._publisher.preview()[0]
-        if below <= available < below + len(parked.blocks):
-            raise OutOfBlocksError(below + len(parked.blocks), available, self._cache.blocks.num_total)
+        # Those that stay on the device are available no more.
+        below = [node.depth for node in path if node.state.tier is not T.DEVICE]
+        stay = [node.depth for node in path if node.state.tier is T.DEVICE and not node.refs]
+        freed = self._publisher.preview()[0]
+        if self._cache.shortage([*below, *stay], freed):
+            return
+        if error := self._cache.shortage([*below, *stay, *self._places(parked)], freed):
+            raise error
 
     def unpark(self, request: Request) -> bool:
         """Whether what was parked and the shared blocks before it are all there: then they are the request's again.
@@ -64,11 +68,11 @@ class Parking:
         if path is None or parked is None or not load(cache, path):
             return False
         nodes = cache.tree.acquire(path)
-        if not cache.can_acquire(len(parked.blocks)):
+        if cache.shortage(self._places(parked)):
             cache.tree.release(nodes)
             return False
         request.slot = cache.acquire_slot()
-        own = cache.acquire_blocks(len(parked.blocks))
+        own = cache.acquire_blocks(self._places(parked))
         for page, block in zip(parked.blocks, own, strict=True):
             cache.transfers.into(BLOCK, page, block)
         cache.transfers.into(SLOT, parked.state, request.slot, parked.num_cached)
@@ -82,6 +86,10 @@ class Parking:
         if request.parked is not None:
             self._cache.pages.release(request.parked.blocks + request.parked.state)
             request.parked = None
+
+    @staticmethod
+    def _places(parked: Parked) -> range:
+        return range(parked.first_block, parked.first_block + len(parked.blocks))
 
     def _shared_path(self, request: Request) -> Sequence[Node] | None:
         """The shared blocks before what was parked; None if they are not all there, or nothing was parked."""

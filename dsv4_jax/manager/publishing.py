@@ -75,15 +75,16 @@ class Publisher:
         self._cache.back_up()
         self._cache.keep_watermark()
 
-    def preview(self) -> tuple[int, dict[Request, int]]:
-        """What `commit` would do now: device blocks that become available, and the first block of each request that
-        another's would replace."""
-        more, first = 0, dict[Request, int]()
+    def preview(self) -> tuple[list[int], dict[Request, int]]:
+        """What `commit` would do now: the places of device blocks that become available, and the first block of each
+        request that another's would replace."""
+        more, first = list[int](), dict[Request, int]()
         fresh: set[bytes] = set()
         for request in list(self._dirty):
             for i, digest, other in self._outlook(request, self.final_tokens(request), fresh):
                 if digest in fresh or (other is not None and other.state.tier is T.DEVICE):
-                    more += digest in fresh or (other is not None and other.refs > 0)
+                    if digest in fresh or (other is not None and other.refs > 0):
+                        more.append(i)
                     first.setdefault(request, i)
         return more, first
 

@@ -21,7 +21,7 @@ class Room:
 
     Attributes:
         tokens, sequences: of the step.
-        blocks: available ones.
+        blocks: available ones, of each rank that blocks are dealt out to.
         entries: block-table entries the plan can carry.
         copies: slot copies it can carry: one for every request that starts from a snapshot.
         columns: of the block table that it can see.
@@ -31,7 +31,7 @@ class Room:
 
     tokens: int
     sequences: int
-    blocks: int
+    blocks: list[int]
     entries: int = _PLENTY
     copies: int = _PLENTY
     columns: int = _PLENTY
@@ -74,7 +74,7 @@ def schedule(
     prefills = [pair for pair in waiting if pair[1] > 1]
     scheduled: list[tuple[Request, int]] = []
     block = layout.block_tokens
-    tokens, sequences, blocks, entries, copies = room.tokens, room.sequences, room.blocks, room.entries, room.copies
+    tokens, sequences, entries, copies, blocks = room.tokens, room.sequences, room.entries, room.copies, [*room.blocks]
     widest, chunk = room.columns * block, min(max_chunk, room.chunk)
     lists = _Lists(layout, room.flushes, room.groups) if min(room.flushes, room.groups) < _PLENTY else None
     for request, pending in (*decodes, *prefills):  # locals: hundreds of sequences pass here
@@ -91,7 +91,7 @@ def schedule(
         if start >= limit:
             continue  # no step of this kind will ever compute it: it holds nobody back
         restores = request.restores is not None
-        reach = min(held + blocks, tabled + entries) * block
+        reach = min(_reach(held, blocks), tabled + entries) * block
         stop = min(start + min(pending, tokens, chunk), reach, limit)
         if lists is not None:
             stop = lists.reach(start, stop)
@@ -105,12 +105,19 @@ def schedule(
             needed = -(-stop // block)
             if needed > tabled:
                 entries -= needed - tabled
-                blocks -= max(needed - held, 0)
+                for place in range(held, needed):
+                    blocks[place % len(blocks)] -= 1
             if lists is not None:
                 lists.take(start, stop)
         elif pending > 1:
             break  # chunks are first come, first served: none overtakes one that lacks blocks
     return scheduled
+
+
+def _reach(held: int, blocks: Sequence[int]) -> int:
+    """How many blocks a request that holds so many can have: up to the first place whose rank has none left."""
+    ranks = len(blocks)
+    return min(held + (rank - held) % ranks + free * ranks for rank, free in enumerate(blocks))
 
 
 class _Lists:

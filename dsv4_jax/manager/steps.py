@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ..checks import INT32_MAX, shown
-from ..errors import ContextLimitError, OutOfBlocksError, PlanError, RequestError
+from ..errors import ContextLimitError, PlanError, RequestError
 from ..layout import CacheLayout, CacheSize
 from ..plan import CacheFacts, StepPlan
 from .allocator import as_count
@@ -87,8 +87,7 @@ class Steps:
         """Takes the blocks of a request's first `tokens` tokens now. See `KVCacheManager.reserve`."""
         if tokens > request.max_tokens:
             raise ContextLimitError(request.id, tokens, request.max_tokens)
-        missing = self._layout.blocks_for(tokens) - len(request.blocks)
-        request.blocks += self._cache.acquire_blocks(max(missing, 0))
+        request.blocks += self._cache.acquire_blocks(range(len(request.blocks), self._layout.blocks_for(tokens)))
         self.forget_batch()
         request.reserved = max(request.reserved, tokens)
 
@@ -97,7 +96,7 @@ class Steps:
     ) -> list[tuple[Request, int]]:
         """See `KVCacheManager.schedule`. `room`: most tokens and most sequences."""
         self._publisher.commit()  # now, as `plan` would: blocks that turn out to be shared need table entries again
-        free = Room(*room, self._cache.num_available)
+        free = Room(*room, self._cache.available_on)
         if shape is not None:
             copies = self._cache.copies
             free = room_of(self._layout, shape, free)
@@ -128,9 +127,10 @@ class Steps:
         blocks = -(-ends // block)
         missing = np.maximum(blocks - held, 0)
         self._check_tokens(requests, starts, ends, lengths, limits)
-        count = int(missing.sum())
-        if not cache.can_acquire(count, freed):
-            raise OutOfBlocksError(count, cache.num_available + freed, cache.blocks.num_total)
+        lacking = np.flatnonzero(missing).tolist()
+        places = [place for i in lacking for place in range(int(held[i]), int(blocks[i]))]
+        if places and (error := cache.shortage(places, freed)):
+            raise error
         untabled = np.flatnonzero(tabled < blocks).tolist()
         copies = self._copies(batch.restored)
         needed = dict(
@@ -141,7 +141,7 @@ class Steps:
         # From here on everything changes.
         publisher.commit()
         publisher.replaced = False
-        fresh = iter(cache.acquire_blocks(count))
+        fresh = iter(cache.acquire_blocks(places))
         added: dict[int, list[int]] = {}  # blocks of the sequences that need table entries, by index
         entries: tuple[list[int], list[int], list[int]] = [], [], []  # of the block table: slots, columns, ids
         for i in untabled:

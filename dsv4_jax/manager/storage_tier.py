@@ -178,7 +178,7 @@ class StorageTier:
         try:
             state = cache.landing_snapshot_pages() if path and not _has_state(path[-1]) else ()
             missing = [node for node in path if node.state is S.STORAGE]
-            room = cache.landing_pages(len(missing))
+            room = cache.landing_pages([node.depth for node in missing])
             if len(room) < len(missing):  # only what there is room for, up to a snapshot
                 reach = path.index(missing[len(room)])
                 ends = [end for end in ends if end <= reach]

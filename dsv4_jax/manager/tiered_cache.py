@@ -4,12 +4,16 @@ Live requests hold blocks and slots of their own or share cached ones; everythin
 A cached unit is given away when nothing is free: to a lower tier if there is room, else its bytes are lost.
 Device slots that no request lives in hold snapshots (window and compressor state at a block boundary):
 the `num_snapshots` extra ones of the cache's size, and those that are idle.
+
+Along a pool axis (`CacheSize.pool_ranks`) blocks and pages are of ranks: block i of a path, and its page on the host,
+of rank i mod n. So who takes units says for which places, and a block that is found again is where it is to be. A state
+is on all ranks' devices; its pages on the host are those of one rank.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ..errors import NoFreeSlotError, OutOfBlocksError
@@ -30,7 +34,8 @@ __all__ = ["HostSize", "TieredCache"]
 class HostSize(NamedTuple):
     """The host tier: pages for blocks and states alike, as many as `dsv4_jax.init_host_cache` is asked for.
 
-    A block takes one, a state `dsv4_jax.records.state_pages` of them, wherever they are.
+    A block takes one, a state `dsv4_jax.records.state_pages` of them, wherever they are. Along a pool axis: of each
+    rank.
     """
 
     num_pages: int
@@ -62,9 +67,11 @@ class TieredCache:
     ):
         self.policy = policy
         self.caching = policy is not None
-        self.blocks = BlockPool(size.num_blocks)
+        self.ranks = size.pool_ranks
+        self.blocks = BlockPool(size.total_blocks, ranks=self.ranks)
         self.slots = BlockPool(size.num_slots + size.num_snapshots, pool="slot")
-        self.pages = BlockPool(host.num_pages if host is not None else 0, pool="host")
+        pages = host.num_pages * self.ranks if host is not None else 0
+        self.pages = BlockPool(pages, pool="host", ranks=self.ranks)
         self.snapshot_pages = state_pages(layout, 0)
         self.transfers = TransferQueue()
         self.copies = PendingCopies()
@@ -78,7 +85,7 @@ class TieredCache:
             layout.block_tokens, order=choices.order, host=self.pages.num_total > 0,
             moves_down=choices.write.moves_when_evicted, events=events, persists=persists,
             snapshot_blocks=self.snapshot_pages,
-            backup_after=choices.write.backup_after if self.pages.num_total else None,
+            backup_after=choices.write.backup_after if self.pages.num_total else None, ranks=self.ranks,
         )  # fmt: skip
 
     # Device units
@@ -92,15 +99,25 @@ class TieredCache:
         """Device slots available when the snapshots of so many slots cannot be given away."""
         return self.slots.num_free + self.tree.snapshots.count(T.DEVICE) - pinned
 
-    def can_acquire(self, count: int, more: int = 0) -> bool:
-        """Whether `acquire_blocks(count)` would succeed with `more` free blocks besides. Changes nothing."""
-        return count <= self.num_available + more
+    @property
+    def available_on(self) -> list[int]:
+        """Of the device blocks available, those of each rank."""
+        return [free + idle for free, idle in zip(self.blocks.free_on, self.tree.evictable_on(), strict=True)]
 
-    def acquire_blocks(self, count: int) -> list[int]:
-        """Device blocks, all or none. Raises `OutOfBlocksError`."""
-        if count > self.blocks.num_free and not self._make_room(count):
-            raise OutOfBlocksError(count, self.num_available, self.blocks.num_total)
-        return self.blocks.acquire(count)
+    def shortage(self, places: Sequence[int], freed: Sequence[int] = ()) -> OutOfBlocksError | None:
+        """What `acquire_blocks(places)` would raise, if the blocks of the places `freed` were free besides.
+
+        Changes nothing.
+        """
+        return self.blocks.shortage(places, self.tree.evictable_on(), freed)
+
+    def acquire_blocks(self, places: Sequence[int]) -> list[int]:
+        """Device blocks for these places in requests, all or none. Raises `OutOfBlocksError`."""
+        if len(places) and self.blocks.shortage(places):
+            if error := self.shortage(places):
+                raise error
+            self._make_room(places)
+        return self.blocks.acquire_at(places)
 
     def acquire_slot(self) -> int:
         """A slot, a snapshot's if none is free. Raises `NoFreeSlotError`."""
@@ -136,22 +153,24 @@ class TieredCache:
         """Whether a block that is evicted from the device moves to the host."""
         return self.policy is not None and self.policy.write.moves_when_evicted and self.pages.num_total > 0
 
-    def _make_room(self, count: int) -> bool:
-        """Whether so many device blocks are free now; if not, nothing has changed."""
-        if count > self.num_available:
-            return False
-        if not self._evict_blocks(count - self.blocks.num_free):
-            # Some have blocks below them that are on their way from or to storage, and no room on the host: those are
-            # lost.
-            while count > self.blocks.num_free:
-                if not self._evict_blocks(1):
-                    self.give_back(self.tree.moves.retract(self.tree.evictor.device_leaf()))
-        return True
+    def _make_room(self, places: Sequence[int]) -> None:
+        """Makes device blocks free for these places, for which enough are available."""
+        if self.ranks == 1 and self._evict_blocks(len(places) - self.blocks.num_free):
+            return
+        # One at a time: of several ranks, as the order decides where the next one is. And some have blocks below them
+        # that are on their way from or to storage, and no room on the host: those are lost.
+        while self.blocks.shortage(places):
+            self._evict_one()
+
+    def _evict_one(self) -> None:
+        if not self._evict_blocks(1):
+            self.give_back(self.tree.moves.retract(self.tree.evictor.device_leaf()))
 
     def _evict_blocks(self, missing: int) -> bool:
+        """Whether so many have left the device. Along a pool axis: `missing` is 1."""
         room: list[int] = []
         if self._moves_down:
-            room = self.try_pages(missing)
+            room = self.try_pages(range(missing)) if self.ranks == 1 else self._page_of_next()
         try:
             eviction = self.tree.evictor.evict(T.DEVICE, missing, room)
         except OutOfBlocksError:
@@ -163,6 +182,17 @@ class TieredCache:
             self.transfers.out(BLOCK, move.source, move.destination)
             self.give_back(self.tree.moves.complete(move.node))
         return True
+
+    def _page_of_next(self) -> list[int]:
+        """A page of the rank of the block that leaves the device next; none if there is none, or it needs none."""
+        queue = self.tree.queues.blocks[T.DEVICE]
+        if (node := queue.first()) is None or node.host:
+            return []
+        room = self.try_pages([node.depth])
+        if queue.first() is node:
+            return room
+        self.pages.release(room)  # what made room has changed who is next
+        return []
 
     def _evict_snapshot(self) -> bool:
         """Whether a slot is free now."""
@@ -181,40 +211,73 @@ class TieredCache:
 
     # Pages of the host
 
-    def try_pages(self, count: int) -> list[int]:
-        """Up to `count` pages of the host, those of what leaves it first among them."""
-        missing = min(count, self.pages.num_total) - self.pages.num_free
-        if missing > 0:
-            self.give_back(self.tree.host.evict(missing))
-        return self.pages.acquire(min(count, self.pages.num_free))
+    def try_pages(self, places: Sequence[int]) -> list[int]:
+        """Pages of the host for these places, or for the first of them, those of what leaves it first among them."""
+        if self.ranks == 1:
+            missing = min(len(places), self.pages.num_total) - self.pages.num_free
+            if missing > 0:
+                self.give_back(self.tree.host.evict(missing))
+            return self.pages.acquire_at(places[: self.pages.num_free])
+        room: list[int] = []
+        for place in places:
+            while error := self.pages.shortage([place]):
+                if not self._evict_page():
+                    break
+            if error:
+                break
+            room += self.pages.acquire_at([place])
+        return room
+
+    def _evict_page(self) -> bool:
+        """Whether another page of the host is free now, of whatever rank."""
+        freed = self.tree.host.evict(1)
+        self.give_back(freed)
+        return len(freed.pages) > 0
+
+    def try_state_pages(self, count: int) -> Pages:
+        """As `try_pages`, for a state: all or none."""
+        return self._all_or_none(count, self.try_pages)
 
     def try_snapshot_pages(self) -> Pages:
         """As `try_pages`, for a snapshot: all or none."""
-        return self._all_or_none(self.try_pages)
+        return self.try_state_pages(self.snapshot_pages)
 
-    def landing_pages(self, count: int) -> list[int]:
+    def landing_pages(self, places: Sequence[int]) -> list[int]:
         """As `try_pages`, none that a copy between device and host still waits to read or write.
 
         What comes from storage lands at any time: before such a copy, though it was asked for later.
         """
-        busy = self.busy_pages()
-        room = self.try_pages(count)
-        kept, passed = [page for page in room if page not in busy], [page for page in room if page in busy]
-        while passed and len(kept) < count and self.pages.num_free:  # others, as far as there are free ones
-            (page,) = self.pages.acquire(1)
-            (passed if page in busy else kept).append(page)
-        self.pages.release(passed)
-        return kept
+        busy, room = self.busy_pages(), self.try_pages(places)
+        kept: list[list[int]] = [[] for _ in range(self.ranks)]
+        passed: list[int] = []
+        for place, page in zip(places, room, strict=False):
+            (passed if page in busy else kept[place % self.ranks]).append(page)
+        for page in passed:  # others of its rank instead, as far as there are free ones: these may be passed, too
+            place = self.pages.rank_of(page)
+            if not self.pages.shortage([place]):
+                others = self.pages.acquire_at([place])
+                (passed if others[0] in busy else kept[place]).extend(others)
+        landing: list[int] = []
+        for place in places:
+            if not kept[place % self.ranks]:
+                break
+            landing.append(kept[place % self.ranks].pop(0))
+        self.pages.release(passed + [page for pages in kept for page in pages])
+        return landing
 
     def landing_snapshot_pages(self) -> Pages:
         """As `landing_pages`, for a snapshot: all or none."""
-        return self._all_or_none(self.landing_pages)
+        return self._all_or_none(self.snapshot_pages, self.landing_pages)
 
-    def _all_or_none(self, take: Callable[[int], list[int]]) -> Pages:
-        if self.pages.num_total < self.snapshot_pages:
+    def _all_or_none(self, count: int, take: Callable[[Sequence[int]], list[int]]) -> Pages:
+        """Pages of the rank that has most free."""
+        if self.pages.num_total // self.ranks < count:
             return ()
-        pages = take(self.snapshot_pages)
-        if len(pages) < self.snapshot_pages:
+        while self.ranks > 1 and max(self.pages.free_on) < count and self._evict_page():
+            pass
+        free = self.pages.free_on
+        pages = take([free.index(max(free))] * count)
+        if len(pages) < count:
             self.pages.release(pages)
             return ()
         return tuple(pages)
@@ -239,7 +302,8 @@ class TieredCache:
         """Evicts from the host what the policy wants to be free there."""
         if self.policy is not None and self.pages.num_total:
             excess = self.policy.watermark.excess(self.pages.num_free, self.pages.num_total)
-            self.pages.release(self.try_pages(self.pages.num_free + excess) if excess else [])
+            if excess:
+                self.give_back(self.tree.host.evict(excess))
 
     def back_up(self) -> None:
         """Queues the copies to the host that the write policy wants, as far as there is room.
@@ -257,7 +321,11 @@ class TieredCache:
         for node in nodes:
             if self.pages.num_free <= kept_free and not self._evict_colder(node):
                 break
-            room += self.pages.acquire(1)
+            while (full := self.pages.shortage([node.depth])) and self._evict_colder(node):
+                pass
+            if full:
+                break
+            room += self.pages.acquire_at([node.depth])
         for node, page in zip(nodes, room, strict=False):
             self.tree.moves.begin_backup(node, page)
             self.transfers.out(BLOCK, node.block, page)
@@ -284,10 +352,12 @@ class TieredCache:
         """Takes every cached unit off the device: to the host as far as there is room."""
         while self.tree.snapshots.count(T.DEVICE) and self._evict_snapshot():
             pass
-        if self.tree.evictable(T.DEVICE):
-            self._make_room(self.num_available)
+        if self.ranks == 1 and (count := self.tree.evictable(T.DEVICE)) and self._evict_blocks(count):
+            return
+        while self.tree.evictable(T.DEVICE):
+            self._evict_one()
 
     def resize(self, size: CacheSize) -> None:
         """Other numbers of device units; none may be held. Raises `PoolResizeError`."""
-        self.blocks.resize(size.num_blocks)
+        self.blocks.resize(size.total_blocks)
         self.slots.resize(size.num_slots + size.num_snapshots)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,15 @@ from jax.typing import DTypeLike
 
 from ..errors import ImplementationError
 from ..formats import RowFormat, codec
-from ..layout import KeySplit
 from .append import Rows, WindowView, load
 from .arguments import Check
 from .batches import in_batches
 from .numerics import rope
 from .registry import Choice, Implementation, run
 
-__all__ = ["IMPLEMENTATION", "AttendArguments", "attend", "finish_output", "reference"]
+__all__ = ["IMPLEMENTATION", "AttendArguments", "KernelSplit", "attend", "finish_output", "reference"]
+
+KernelSplit = Literal["throughput", "latency"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class AttendArguments:
     fmt: RowFormat
     inverse_rope: tuple[jax.Array, jax.Array] | None = None
     dtype: DTypeLike = jnp.float32
-    key_split: KeySplit = "throughput"
+    key_split: KernelSplit = "throughput"
 
     @property
     def empty(self) -> bool:
@@ -56,7 +57,7 @@ def attend(
     fmt: RowFormat,
     inverse_rope: tuple[jax.Array, jax.Array] | None = None,
     dtype: DTypeLike = jnp.float32,
-    key_split: KeySplit = "throughput",
+    key_split: KernelSplit = "throughput",
     implementation: Choice = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sparse MQA where keys and values are the same rows (docs/model.md, Attention).
@@ -75,7 +76,8 @@ def attend(
         inverse_rope: (position [T] int32, inv_freq [rope_dim / 2] float32): `out` is turned back by the angles of its
             token's position (`numerics.rope`), as values that carry RoPE need it before a projection.
         dtype: of `out`, float32 or bfloat16; everything before is float32.
-        key_split: how finely the CUDA kernel cuts a token's keys (`CacheLayout.key_split`); the others ignore it.
+        key_split: how finely the CUDA kernel cuts a token's keys (`CacheLayout.key_split`; its "context" is
+            `ops.attend_parts`); the others ignore it.
 
     Returns:
         (out [T, H, dim] of `dtype`, lse [T, H] float32 = log sum_k e^z_k without the sink).
@@ -85,7 +87,7 @@ def attend(
         ShapeError: an argument has the wrong shape or dtype; the message names it.
         ImplementationError: unknown key split; and as every op (`registry.pick`).
     """
-    if key_split not in get_args(KeySplit):
+    if key_split not in get_args(KernelSplit):
         raise ImplementationError(f"attend: unknown key_split {key_split!r}, expected 'throughput' or 'latency'")
     check = Check("attend")
     queries = check.array("queries", queries, "float", "T", "H", fmt.dim)

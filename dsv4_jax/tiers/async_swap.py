@@ -1,7 +1,7 @@
 """Swaps as computations of their own, each with a `TransferHandle` for who needs to know when it has ended.
 
 Over a mesh (host records with a `sharding`) every data shard moves between its own cache and its own records, by its
-part of the plan: `dsv4_jax.stack_transfers` makes one of the plans of all.
+part of the plan: `dsv4_jax.stack_transfers` makes one of the plans of all. The ranks of a pool axis share a plan.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ..cache import KVCache
+from ..cache import KVCache, cache_partition
+from ..errors import LayoutError
 from ..plan import StateSwapPlan, SwapPlan
 from . import swap
 from .host_cache import HostCache
@@ -56,14 +57,23 @@ def _start(operation: str, cache, host, plan: SwapPlan | StateSwapPlan, implemen
     placed, mesh, spec = host.pages.sharding, None, PartitionSpec()
     if isinstance(placed, NamedSharding) and isinstance(placed.mesh, Mesh) and placed.mesh.size > 1:
         mesh, spec = placed.mesh, placed.spec
+    axis = cache.pool_axis.name
+    if axis is not None and axis not in _axes(spec):
+        raise LayoutError(f"blocks are split over {axis!r}, host pages over {spec}: give these the sharding of blocks")
     result, token = _compiled(operation, mesh, spec)(cache, host, plan, implementation=implementation)
     return result, TransferHandle(token, started)
+
+
+def _axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """Over which the leading axis is split."""
+    first = spec[0] if len(spec) else None
+    return () if first is None else first if isinstance(first, tuple) else (first,)
 
 
 @functools.cache
 def _compiled(operation: str, mesh: Mesh | None, spec: PartitionSpec):
     """The operation, jitted; over a mesh, with caches, records and plans split as `spec` says."""
-    move = getattr(swap, operation)
+    move, written = getattr(swap, operation), "host" if operation in ("swap_out", "snapshot") else "cache"
 
     def run(cache: KVCache, host: HostCache, plan: SwapPlan | StateSwapPlan, implementation: SwapImplementation):
         def here(cache: KVCache, host: HostCache, plan: SwapPlan | StateSwapPlan):
@@ -72,10 +82,14 @@ def _compiled(operation: str, mesh: Mesh | None, spec: PartitionSpec):
 
         if mesh is None:
             return here(cache, host, plan)
+        data = tuple(axis for axis in _axes(spec) if axis != cache.pool_axis.name) or None
+        shared = PartitionSpec(data)  # by all ranks of a pool axis
         if AxisType.Explicit in mesh.axis_types:
-            plan = jax.reshard(plan, NamedSharding(mesh, spec))
-        each = jax.shard_map(here, mesh=mesh, in_specs=(spec, spec, spec), out_specs=(spec, spec), check_vma=False)
+            plan = jax.reshard(plan, NamedSharding(mesh, shared))
+        of_cache = cache_partition(cache.layout, cache.pool_axis, data)
+        specs = (of_cache, spec, shared)
+        out = (spec if written == "host" else of_cache, shared)
+        each = jax.shard_map(here, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
         return each(cache, host, plan)
 
-    written = "host" if operation in ("swap_out", "snapshot") else "cache"
     return jax.jit(run, donate_argnames=written, static_argnames="implementation")

@@ -60,7 +60,7 @@ def init_host_cache(
         layout: of the cache whose blocks and slots they shall hold.
         num_pages: as many block records as fit (per shard), the null page not counted.
         device: whose host memory; default: the default device.
-        sharding: instead of `device`: as one leaf of `cache_sharding`. The leading axis is multiplied by
+        sharding: instead of `device`: as one leaf of `cache_sharding`, one of blocks. The leading axis is multiplied by
             the number of shards, each holding records of its own, null page included.
 
     Raises:

@@ -8,7 +8,8 @@ Out: a step that also returns   `jax.device_put(pack_blocks(cache, plan), jax.me
 In:  before                     `packed = gather_from_host(host, plan)`
      in the step                `cache = unpack_blocks(cache, jax.device_put(packed, jax.memory.Space.Device), plan)`
 
-Everything here is traceable. Plans come from `plan_swap`; the same plan serves both halves.
+Everything here is traceable. Plans come from `plan_swap`; the same plan serves both halves. A cache along a pool axis
+is refused (`LayoutError`): `swap_out` and `swap_in` move its blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from ..cache import KVCache
-from ..errors import ShapeError
+from ..errors import LayoutError, ShapeError
 from ..plan import SwapPlan
 from ..records import block_record
 from .cache_units import ids_of, leaves_of, with_leaves
@@ -32,6 +33,7 @@ __all__ = ["gather_from_host", "pack_blocks", "scatter_to_host", "unpack_blocks"
 
 def pack_blocks(cache: KVCache, plan: SwapPlan, *, implementation: SwapImplementation = None) -> jax.Array:
     """The records [N, record bytes] uint8 of blocks `plan.device_ids`, in device memory; padding gives zeros."""
+    _refuse_ranks(cache)
     record, (units, _) = block_record(cache.layout), ids_of(plan)
     ids, leaves = Ids(units, positions(units), first_record=0), leaves_of(cache, record)
     if not leaves or not len(units):
@@ -65,6 +67,7 @@ def unpack_blocks(
     cache: KVCache, packed: jax.Array, plan: SwapPlan, *, implementation: SwapImplementation = None
 ) -> KVCache:
     """Copies packed records, now in device memory, to cache blocks `plan.device_ids`."""
+    _refuse_ranks(cache)
     record, (units, records) = block_record(cache.layout), ids_of(plan)
     _check(packed, plan, cache)
     if not packed.size:
@@ -75,6 +78,11 @@ def unpack_blocks(
         return with_leaves(cache, record, native_in(leaves, packed, ids, record.descriptors))
     valid = (units > 0) & (units < cache.block_units)
     return with_leaves(cache, record, unpack(leaves, packed, ids, valid, record))
+
+
+def _refuse_ranks(cache: KVCache) -> None:
+    if cache.pool_axis.size > 1:
+        raise LayoutError(f"the blocks are dealt out to {cache.pool_axis.size} ranks: swap_out and swap_in move these")
 
 
 def _check(packed: jax.Array, plan: SwapPlan, holder: KVCache | HostCache) -> None:

@@ -6,7 +6,9 @@
 
 Each direction is one native call that updates its destination in place (`implementation="ffi"`, the default where the
 library is there: see `dsv4_jax.ffi`), or plain XLA operations (`"xla"`). Both leave everything alone that the plan does
-not name, whatever its ids hold. Under `jax.shard_map` each shard moves between its own cache and its own records.
+not name, whatever its ids hold. Under `jax.shard_map` each shard moves between its own cache and its own records. Along
+a pool axis ids are those of all ranks: a block and its record are one rank's, a state is written by the rank that has
+its pages and restored to all.
 
 Records are committed to their device, so what a step makes of them is, and so are the caches of `init_cache`. One made
 in another way should be too (`jax.device_put(cache, device)`), or the step compiles once more after the first swap_in.
@@ -22,10 +24,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ..cache import KVCache
+from ..ops.pool_axis import PoolAxis
+from ..ops.scatter import set_existing
 from ..plan import StateSwapPlan, SwapPlan
-from ..records import RecordScope, record_format
+from ..records import RecordFormat, RecordScope, record_format
 from .cache_units import check_same_records, ids_of, leaves_of, state_ids_of, units_of, with_leaves
 from .host_cache import HostCache
 from .record_copy import (
@@ -91,7 +96,7 @@ def _out(cache: KVCache, host: HostCache, ids: Ids, scope: RecordScope, choice: 
     record, pool, choice = record_format(cache.layout, scope), host.pages, choose_implementation(choice)
     if not record.pieces or not ids.records.size:
         return pool
-    leaves = leaves_of(cache, record)
+    leaves, ids = leaves_of(cache, record), _own(ids, cache.pool_axis, scope)
     if choice == "ffi":
         return native_out(leaves, pool, ids, record.descriptors)
     rows, there = _records(ids, pool)
@@ -108,14 +113,45 @@ def _in(cache: KVCache, host: HostCache, ids: Ids, scope: RecordScope, choice: S
     record, pool, choice = record_format(cache.layout, scope), host.pages, choose_implementation(choice)
     if not record.pieces or not ids.records.size:
         return cache
-    leaves = leaves_of(cache, record)
+    leaves, everyones, axis = leaves_of(cache, record), ids, cache.pool_axis
+    ids = _own(ids, axis, scope)
+
+    def to_all(leaves: tuple[jax.Array, ...]) -> KVCache:
+        if scope == "slot" and axis.size > 1:
+            leaves = _shared(leaves, everyones, record, units_of(cache, scope), axis)
+        return with_leaves(cache, record, leaves)
+
     if choice == "ffi":
-        return with_leaves(cache, record, native_in(leaves, pool, ids, record.descriptors))
+        return to_all(native_in(leaves, pool, ids, record.descriptors))
     rows, there = _records(ids, pool)
     valid = _is_unit(ids, units_of(cache, scope)) & there[:, 0]
     records = read(pool, jnp.where(there, rows, 0).reshape(-1)).reshape(len(rows), -1)  # record 0 is zeros
     records = jnp.pad(records, ((0, 0), (0, max(record.bytes - records.shape[1], 0))))
-    return with_leaves(cache, record, unpack(leaves, records, ids, valid, record))
+    return to_all(unpack(leaves, records, ids, valid, record))
+
+
+def _own(ids: Ids, axis: PoolAxis, scope: RecordScope) -> Ids:
+    """Those of this rank; what other ranks move becomes padding."""
+    units = axis.own_blocks(ids.units) if scope == "block" else ids.units
+    return ids._replace(units=units, records=axis.own_blocks(ids.records))
+
+
+def _shared(
+    leaves: tuple[jax.Array, ...], ids: Ids, record: RecordFormat, units: int, axis: PoolAxis
+) -> tuple[jax.Array, ...]:
+    """The leaves with the states that another rank has restored, too."""
+    first = ids.records.reshape(len(ids.units), -1)[:, 0]
+    owner = jnp.maximum(first - np.int32(1), 0) % np.int32(axis.size)
+    real = _is_unit(ids, units) & (first > 0)
+
+    def one(leaf: jax.Array, layers: int) -> jax.Array:
+        view = leaf.reshape(layers, units, -1)
+        mine = view.at[:, ids.units].get(mode="clip", wrap_negative_indices=False)
+        everyones = lax.all_gather(mine, axis.name)  # [ranks, layers, N, ...]
+        theirs = everyones[owner, :, jnp.arange(len(owner), dtype=jnp.int32)].swapaxes(0, 1)
+        return set_existing(view, jnp.where(real, ids.units, np.int32(units)), theirs, axis=1).reshape(leaf.shape)
+
+    return tuple(one(leaf, spec.layers) for leaf, spec in zip(leaves, record.leaves, strict=True))
 
 
 def _is_unit(ids: Ids, units: int) -> jax.Array:

@@ -20,10 +20,13 @@ UNWRITTEN: State = ("never written", ())
 
 
 class SymbolicDevice:
-    """Runs plans and transfers; raises AssertionError where a real device would compute something wrong."""
+    """Runs plans and transfers; raises AssertionError where a real device would compute something wrong.
+
+    Along a pool axis too: no copy of a block goes from one rank to another, and a table's columns are dealt out.
+    """
 
     def __init__(self, layout: CacheLayout, size: CacheSize, host: HostSize):
-        self.layout, self.size = layout, size
+        self.layout, self.size, self.ranks = layout, size, size.pool_ranks
         slots = size.num_slots + size.num_snapshots + 1
         self.table = np.zeros((slots, size.max_blocks_per_request), int)
         self.pages: dict[int, Record] = {}
@@ -53,7 +56,10 @@ class SymbolicDevice:
                 assert len(set(written)) == len(written), "a unit is written twice in one call"
                 if isinstance(plan, StateSwapPlan):
                     assert all(len(records) == state_pages(self.layout, n) for _, records, n in pairs)
-                assert all(0 < page <= self.host.num_pages for _, pages, _ in pairs for page in pages)
+                assert all(0 < page <= self.host.num_pages * self.ranks for _, pages, _ in pairs for page in pages)
+                assert all(len({page % self.ranks for page in pages}) == 1 for _, pages, _ in pairs)
+                if isinstance(plan, SwapPlan):
+                    assert all((device - page) % self.ranks == 0 for device, (page,), _ in pairs)
                 what = type(plan)
                 values = [source.get(d, UNWRITTEN) if outward else whole(source, r, what) for d, r, _ in pairs]
                 for value, (device, records, num_tokens) in zip(values, pairs, strict=True):
@@ -79,9 +85,11 @@ class SymbolicDevice:
         ):
             pairs = [(s, d) for s, d in zip(sources.tolist(), targets.tolist(), strict=True) if d]
             assert len({d for _, d in pairs}) == len(pairs), "a unit is the target of two copies"
+            assert memory is self.states or all((s - d) % self.ranks == 0 for s, d in pairs)
             memory.update([(d, memory.get(s, UNWRITTEN)) for s, d in pairs])
         for slot, column, block in zip(plan.table_slot, plan.table_index, plan.table_block, strict=True):
             if slot:
+                assert (block - 1 - column) % self.ranks == 0, "another rank's block"
                 self.table[slot, column] = block
         size, written = self.layout.block_tokens, set()
         rows = zip(plan.seq_slot.tolist(), plan.seq_start.tolist(), plan.seq_count.tolist(), strict=True)

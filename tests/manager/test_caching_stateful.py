@@ -34,13 +34,13 @@ class Trace:
     """One random load. Counts what happened, so that a test can ask for all of it."""
 
     def __init__(
-        self, seed: int, *, policy: str, drafts: int, host: HostSize, blocks: int, snapshots: int,
+        self, seed: int, *, policy: str, drafts: int, host: HostSize, blocks: int, snapshots: int, ranks: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ):  # fmt: skip
         self.random = random.Random(seed)
         cfg = DSV4Config.tiny(hca_ratio=8)
         self.layout = CacheLayout(cfg, block_tokens=BLOCK, draft_tokens=drafts)
-        size = CacheSize(blocks, 4, 12, num_snapshots=snapshots)
+        size = CacheSize(blocks // ranks, 4, 12, num_snapshots=snapshots, pool_ranks=ranks)
         placement = SnapshotPlacement(
             self.random.choice([None, 1, 2, 3]), self.random.random() < 0.8, True, self.random.random() < 0.8,
             self.random.choice([None, None, 1, 2]),
@@ -306,6 +306,7 @@ class CachingMachine(RuleBasedStateMachine):
 
     @initialize(
         seed=st.integers(0, 99), policy=st.sampled_from(sorted(POLICIES)), drafts=st.sampled_from([0, 1, 3, 7]),
+        ranks=st.sampled_from([1, 2]),
         host=st.sampled_from([HostSize(0), HostSize.of(LAYOUT, 2, 1), HostSize(9), HostSize.of(LAYOUT, 12, 3)]),
         blocks=st.integers(12, 30), snapshots=st.integers(0, 5),
     )  # fmt: skip
@@ -337,8 +338,11 @@ TestCaching.settings = settings(max_examples=150 if os.environ.get("RUN_SLOW") e
 def test_every_step_reads_its_own_history(policy: str, drafts: int) -> None:
     did: collections.Counter[str] = collections.Counter()
     for seed in range(8):
-        host = HostSize(0) if seed % 4 == 0 else HostSize.of(LAYOUT, 3 + 5 * (seed % 3), 1 + seed % 3)
-        trace = Trace(seed, policy=policy, drafts=drafts, host=host, blocks=14 + 6 * (seed % 3), snapshots=seed % 4)
+        ranks = (1, 1, 2, 4)[seed % 4]  # of a pool axis
+        host = HostSize(0) if seed == 0 else HostSize.of(LAYOUT, 3 + 5 * (seed % 3), 1 + seed % 3)
+        trace = Trace(
+            seed, policy=policy, drafts=drafts, host=host, blocks=14 + 6 * (seed % 3), snapshots=seed % 4, ranks=ranks
+        )
         trace.run(250)
         did += trace.did
     happened = {

@@ -429,7 +429,7 @@ def test_block_budget() -> None:
         lambda m, a, b: setattr(a, "slot", 2),
         lambda m, a, b: setattr(a, "generation", 5),
         lambda m, a, b: m.cache.blocks._held.__setitem__(0, 1),
-        lambda m, a, b: m.cache.blocks._freed.append(1),
+        lambda m, a, b: m.cache.blocks._freed[0].append(1),
         lambda m, a, b: m.book.ids.clear(),
     ],
 )

@@ -39,6 +39,7 @@ class NodeTable:
         writing: nodes reserved for blocks that are about to be written, in order.
         counts: nodes in each state.
         idle: nodes at rest and without references in each tier.
+        idle_on: those of the device, by the rank that holds their blocks (that of their depth, modulo the ranks).
         num_host: nodes with a host unit.
         num_snapshots: snapshot copies in each tier.
         epoch: changes with every `clear`; nodes of an earlier one are stale.
@@ -49,8 +50,15 @@ class NodeTable:
     """
 
     def __init__(
-        self, queues: EvictionQueues, wanted: CopyLists, events: EventLog | None, *, last_tier: Tier = T.DEVICE
+        self,
+        queues: EvictionQueues,
+        wanted: CopyLists,
+        events: EventLog | None,
+        *,
+        last_tier: Tier = T.DEVICE,
+        ranks: int = 1,
     ):
+        self._ranks = ranks
         self._queues, self._wanted, self._events, self.last_tier = queues, wanted, events, last_tier
         self._number = self.clock = 0
         self.clear()
@@ -63,6 +71,7 @@ class NodeTable:
         self.writing: dict[Node, None] = {}
         self.counts = dict.fromkeys(NodeState, 0)
         self.idle = dict.fromkeys(TIERS, 0)
+        self.idle_on = [0] * self._ranks
         self.num_host = 0
         self.num_snapshots = dict.fromkeys(TIERS, 0)
         self._queues.clear()
@@ -95,9 +104,14 @@ class NodeTable:
         node.level = self.level if parent is None else parent.level
         self.counts[state] += 1
         if state in SETTLED:
-            self.idle[state.tier] += 1
+            self._count_idle(node, state.tier, 1)
         link(node)
         return node
+
+    def _count_idle(self, node: Node, tier: Tier, by: int) -> None:
+        self.idle[tier] += by
+        if tier is T.DEVICE:
+            self.idle_on[node.depth % self._ranks] += by
 
     def set_state(self, node: Node, state: NodeState) -> None:
         """The only place where a state changes. Raises `TransitionError`, then nothing has changed."""
@@ -122,9 +136,9 @@ class NodeTable:
             count_child(parent, after, 1)
         if not node.refs:
             if old in SETTLED:
-                self.idle[before] -= 1
+                self._count_idle(node, before, -1)
             if state in SETTLED:
-                self.idle[after] += 1
+                self._count_idle(node, after, 1)
         self.counts[old] -= 1
         self.counts[state] += 1
         node.state = state
@@ -141,10 +155,9 @@ class NodeTable:
 
     def add_references(self, nodes: Iterable[Node], access: int, level: int) -> None:
         """One more reference to each, accessed then, at that level of worth."""
-        idle = self.idle
         for node in nodes:
             if not node.refs and node.state in SETTLED:
-                idle[node.state.tier] -= 1
+                self._count_idle(node, node.state.tier, -1)
             node.refs += 1
             node.last_access = access
             node.level = level
@@ -156,7 +169,7 @@ class NodeTable:
             node.last_access = access
             if not node.refs:
                 if node.state in SETTLED:
-                    self.idle[node.state.tier] += 1
+                    self._count_idle(node, node.state.tier, 1)
                 if node.children:
                     self._queues.push(node)
                 else:

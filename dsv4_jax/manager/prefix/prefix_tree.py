@@ -98,6 +98,7 @@ class PrefixTree:
             `pop_backups`; 0: when published; None: never.
         persists: whether blocks that come to rest on the host are put on the list of `pop_persists`.
         events: where copies that come and go are told.
+        ranks: over which the blocks of a path are dealt out (`CacheSize.pool_ranks`).
     """
 
     def __init__(
@@ -111,12 +112,14 @@ class PrefixTree:
         backup_after: int | None = None,
         persists: bool = False,
         events: EventLog | None = None,
+        ranks: int = 1,
     ):
+        self.ranks = ranks
         self.block_tokens = as_count("block_tokens", block_tokens, 1)
         self.counters = TreeCounters()
         self.queues = EvictionQueues(order, moves_down=host and moves_down)
         self.wanted = CopyLists(backup_after, persists)
-        self.nodes = NodeTable(self.queues, self.wanted, events, last_tier=T.HOST if host else T.DEVICE)
+        self.nodes = NodeTable(self.queues, self.wanted, events, last_tier=T.HOST if host else T.DEVICE, ranks=ranks)
         self.moves = BlockMoves(self.nodes)
         self.evictor = Evictor(self.nodes, self.queues, self.moves, self.counters)
         self.snapshots = Snapshots(
@@ -154,6 +157,10 @@ class PrefixTree:
     def evictable(self, tier: Tier) -> int:
         """Unreferenced nodes at rest in this tier. All can leave it, unless moves are under way below some."""
         return self.nodes.idle[tier]
+
+    def evictable_on(self) -> list[int]:
+        """Of the device, the blocks of each rank."""
+        return self.nodes.idle_on
 
     def reset(self) -> None:
         """Forgets everything. Nodes known before are refused from now on; the caller resets the pools."""

@@ -60,6 +60,8 @@ def check_tree(table: NodeTable, queues: EvictionQueues, holds: Holds) -> None:
     for tier in TIERS:
         if table.idle[tier] != idle[tier]:
             raise IntegrityError(f"{table.idle[tier]} nodes are said to be evictable in {tier.name}, {idle[tier]} are")
+    if sum(table.idle_on) != table.idle[Tier.DEVICE] or min(table.idle_on) < 0:
+        raise IntegrityError(f"evictable on each rank: {table.idle_on}, together {table.idle[Tier.DEVICE]}")
 
 
 def _check_node(table: NodeTable, queues: EvictionQueues, node: Node, children: list[Node]) -> None:

@@ -1,0 +1,110 @@
+"""attend over entries of which each rank of a pool axis holds some, or whose sums are to be as if eight ranks did.
+
+Every rank attends to its own entries with all heads; the window, which all ranks have, is attended to by whom a head
+belongs to. Heads that are split over the axis are gathered first, and each rank's sums go to the owners of the heads;
+where every rank has all heads, it has all the sums in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from ..errors import ShapeError
+from .append import Rows, WindowView
+from .attend import attend, finish_output
+from .batches import in_tiles
+from .exchange import all_gather
+from .merge import NO_SINK, Partial, in_halves, with_sink
+from .pool_axis import PoolAxis, part_of
+
+__all__ = ["PARTS", "attend_parts"]
+
+PARTS = 8  # into which entries are cut for bits that do not depend on the number of ranks
+_TOKENS = 128  # at a time: each of eight parts has an output of its own
+
+
+def attend_parts(
+    queries: jax.Array,
+    sink: jax.Array,
+    window: WindowView,
+    entries: Rows,
+    listed: jax.Array | None,
+    count: jax.Array,
+    *,
+    rows_of: Callable[[jax.Array, jax.Array], jax.Array],
+    axis: PoolAxis,
+    parts: int,
+    heads: int,
+    per_block: int,
+    columns: int,
+    inverse_rope: tuple[jax.Array, jax.Array] | None,
+    dtype: DTypeLike,
+    **how: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """As `ops.attend`, of entries by their numbers in each token's request.
+
+    Args:
+        queries: [T, H, dim]: all `heads`, or this rank's share of them.
+        sink: [H] float32.
+        listed: [T, K] int32 entries; None: all of the first `columns` blocks.
+        count: [T] int32: how many of them are keys, from the first.
+        rows_of: (token numbers [t], entries [t, K] of theirs) -> rows of `entries`; anything for other ranks' entries.
+        parts: into which entries are cut by their block's number modulo this: a multiple of the ranks. Over any number
+            of ranks that divides it, the bits are the same.
+        per_block: entries of a block.
+        how: further arguments of `attend`.
+
+    Raises:
+        ShapeError: the heads are neither all nor this rank's share.
+    """
+    here = queries.shape[1]
+    if here not in (heads, heads // axis.size):
+        raise ShapeError(f"attend: {here} query heads on each of {axis.size} ranks, expected {heads} or their share")
+    split, everyones = here != heads, queries
+    if split:
+        assert axis.name is not None
+        (everyones,) = all_gather((queries,), axis.name, dimension=1)
+    residues = [axis.rank + np.int32(axis.size * i) for i in range(parts // axis.size)]
+    no_sink = jnp.full(everyones.shape[1], NO_SINK)
+
+    def own(token: jax.Array, q: jax.Array, count: jax.Array, *listed: jax.Array) -> Partial:
+        """Of some tokens, over this rank's entries: its parts are so many tokens more."""
+        cut = [
+            part_of(listed[0] if listed else None, count, residue, parts, per_block=per_block, columns=columns)
+            for residue in residues
+        ]
+        ids = jnp.concatenate([rows_of(token, chosen) for chosen, _ in cut])
+        several, tokens = len(residues), token.shape[0]
+        nothing = WindowView(
+            window.rows, jnp.zeros((several * tokens, 1), jnp.int32), jnp.zeros((several * tokens, 1), bool)
+        )
+        counts = jnp.concatenate([number for _, number in cut])
+        out, lse = attend(jnp.tile(q, (several, 1, 1)), no_sink, nothing, entries, ids, counts, **how)
+        outs, lses = (x.reshape(several, tokens, *x.shape[1:]) for x in (out, lse))
+        return in_halves([Partial.of(outs[i], lses[i]) for i in range(several)])
+
+    tokens = jnp.arange(queries.shape[0], dtype=jnp.int32)
+    most = _TOKENS if len(residues) > 1 else max(queries.shape[0], 1)
+    share = in_tiles(own, most, tokens, everyones, count, *([] if listed is None else [listed]))
+    ranks = [share] if axis.name is None else _exchanged(share, axis.name, axis.size, split)
+    shown = attend(queries, no_sink[:here], window, None, None, None, **how)
+    out, lse = with_sink(Partial.of(*shown) + in_halves(ranks), sink)
+    return finish_output(out, inverse_rope, dtype), lse
+
+
+def _exchanged(share: Partial, axis: str, ranks: int, split: bool) -> list[Partial]:
+    """Every rank's sums: of this rank's share of the heads, or of all."""
+    packed = jnp.concatenate([share.out, share.top[..., None], share.total[..., None]], -1)
+    if split:
+        each = packed.reshape(packed.shape[0], ranks, -1, packed.shape[2])
+        packed = lax.all_to_all(each, axis, 1, 0)
+    else:
+        packed = lax.all_gather(packed, axis)
+    return [Partial(x[..., :-2], x[..., -2], x[..., -1]) for x in packed]

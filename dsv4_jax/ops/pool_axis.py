@@ -1,0 +1,105 @@
+"""The pool axis of a mesh: the blocks of a request dealt out among the ranks along it, block i to rank i mod n.
+
+Outside a step, in plans and in the block table, ids of blocks and entries are those of all ranks. Inside
+`jax.shard_map` a rank has its own: what follows is integer arithmetic between the two, and is nothing where there is
+one rank.
+
+Block ids: 0 is null, 1, 2, ... lie on ranks 0, 1, ..., n - 1, 0, ...: id g is block (g - 1) // n + 1 of rank
+(g - 1) mod n. Entries of a request: those of its block c lie on rank c mod n.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+__all__ = ["ONE_RANK", "PoolAxis", "part_of", "visible_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolAxis:
+    """The axis and its size: what a cache knows of it. Static.
+
+    Attributes:
+        name: of the mesh's axis; None: there is one rank.
+        size: n.
+    """
+
+    name: str | None = None
+    size: int = 1
+
+    @property
+    def rank(self) -> jax.Array | np.int32:
+        """This device's number, int32."""
+        return np.int32(0) if self.name is None else lax.axis_index(self.name)
+
+    def own_blocks(self, blocks: jax.Array) -> jax.Array:
+        """Ids of all ranks' blocks, int32 of any shape -> this rank's ids; 0 for other ranks' blocks."""
+        if self.size == 1:
+            return blocks
+        before, ranks = jnp.asarray(blocks) - np.int32(1), np.int32(self.size)
+        return jnp.where((before >= 0) & (before % ranks == self.rank), before // ranks + np.int32(1), 0)
+
+    def own_columns(self, table: jax.Array) -> jax.Array:
+        """[T, X] ids of a block table's columns -> [T, ceil(X / n)]: this rank's ids of the columns it owns."""
+        if self.size == 1:
+            return table
+        columns = -(-table.shape[1] // self.size)
+        filled = jnp.pad(table, ((0, 0), (0, columns * self.size - table.shape[1])))
+        own = lax.dynamic_index_in_dim(filled.reshape(-1, columns, self.size), self.rank, 2, keepdims=False)
+        return self.own_blocks(own)
+
+    def own_visible(self, visible: jax.Array, per_block: int) -> jax.Array:
+        """[T] how many entries of a request are visible -> how many of them lie on this rank."""
+        return visible if self.size == 1 else visible_of(visible, per_block, self.rank, self.size)
+
+    def entries_of_all(self, own: jax.Array, per_block: int) -> jax.Array:
+        """This rank's entries, counted through the blocks it owns -> their numbers in the request."""
+        if self.size == 1:
+            return own
+        rows = np.int32(per_block)
+        return (own // rows * np.int32(self.size) + self.rank) * rows + own % rows
+
+
+ONE_RANK = PoolAxis()
+
+
+def visible_of(visible: jax.Array, per_block: int, residue: jax.Array | int, modulus: int) -> jax.Array:
+    """[T] visible entries -> how many of them are in blocks c with c mod modulus == residue."""
+    whole, rest = visible // np.int32(per_block), visible % np.int32(per_block)
+    blocks = (whole + np.int32(modulus - 1) - residue) // np.int32(modulus)
+    return blocks * np.int32(per_block) + jnp.where(whole % np.int32(modulus) == residue, rest, 0)
+
+
+def part_of(
+    entries: jax.Array | None, count: jax.Array, residue: jax.Array | int, modulus: int, *, per_block: int, columns: int
+) -> tuple[jax.Array, jax.Array]:
+    """Those of a token's entries that are in blocks c with c mod modulus == residue, in their order.
+
+    Args:
+        entries: [T, K] int32, of which the first `count` count; None: all of the first `columns` blocks, in order.
+        count: [T] int32.
+
+    Returns:
+        (entries [T, K] int32, or [T, ceil(columns / modulus) * per_block] of all; how many count [T] int32). Behind
+        those that count are others.
+    """
+    if entries is None:
+        numbers = jnp.arange(-(-columns // modulus) * per_block, dtype=jnp.int32)
+        rows = np.int32(per_block)
+        numbers = (numbers // rows * np.int32(modulus) + residue) * rows + numbers % rows
+        return jnp.broadcast_to(numbers, (count.shape[0], numbers.shape[0])), visible_of(
+            count, per_block, residue, modulus
+        )
+    if modulus == 1:
+        return entries, count
+    listed = jnp.arange(entries.shape[1], dtype=jnp.int32) < count[:, None]
+    here = listed & (entries // np.int32(per_block) % np.int32(modulus) == residue)
+    # Each to its place among those that are here, the others to no place at all.
+    place = jnp.where(here, jnp.cumsum(here, 1, dtype=jnp.int32) - np.int32(1), np.int32(entries.shape[1]))
+    rows = jnp.arange(entries.shape[0], dtype=jnp.int32)[:, None]
+    return jnp.zeros_like(entries).at[rows, place].set(entries, mode="drop"), here.sum(1, dtype=jnp.int32)
