@@ -7,6 +7,8 @@ With R request slots, P snapshot slots, B blocks and block tables X columns wide
 bytes, the null slot and the null block included: exactly what `init_cache` allocates. If every
 request may reach the whole context at once, B = R * X and X = blocks_for(context).
 
+Along a pool axis of n ranks that is what each of them takes, with B of its own: B = R * ceil(X / n).
+
 A prefix hit needs blocks and a snapshot, so what is cached is split by bytes: snapshots take a share F of those of
 blocks and snapshots together, P = ceil(F / (1 - F) * B * block_bytes / slot_bytes), at least one.
 """
@@ -79,13 +81,22 @@ class Capacity:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of all requests together that the blocks hold."""
-        return self.size.num_blocks * self.layout.block_tokens
+        """Tokens of all requests together that the blocks hold, of all pool ranks."""
+        return self.size.total_blocks * self.layout.block_tokens
 
     @property
     def full_requests(self) -> int:
         """Requests that can be at `max_context` at the same time."""
-        return min(self.max_requests, self.size.num_blocks // self.layout.blocks_for(self.max_context))
+        return min(self.max_requests, self.size.num_blocks // self._blocks_of_one)
+
+    @property
+    def full_request_bytes(self) -> int:
+        """What a request at `max_context` occupies, on each pool rank."""
+        return self.layout.bytes_per_slot + self._blocks_of_one * self.layout.bytes_per_block
+
+    @property
+    def _blocks_of_one(self) -> int:
+        return -(-self.layout.blocks_for(self.max_context) // self.size.pool_ranks)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
@@ -109,7 +120,7 @@ class Capacity:
             "bytes_per_token": layout.bytes_per_token,
             "bytes_per_block": layout.bytes_per_block,
             "bytes_per_slot": layout.bytes_per_slot,
-            "bytes_per_full_request": layout.request_bytes(self.max_context),
+            "bytes_per_full_request": self.full_request_bytes,
             "size": dataclasses.asdict(self.size),
         }
 
@@ -123,11 +134,12 @@ def plan_capacity(
     num_snapshots: int | None = None,
     snapshot_fraction: float | None = None,
     weight_bytes: int = 0,
+    pool_ranks: int = 1,
 ) -> CacheSize:
     """How large a cache to allocate. Arguments and errors are those of `capacity`."""
     return capacity(
         layout, hbm_bytes=hbm_bytes, max_requests=max_requests, max_context=max_context, num_snapshots=num_snapshots,
-        snapshot_fraction=snapshot_fraction, weight_bytes=weight_bytes,
+        snapshot_fraction=snapshot_fraction, weight_bytes=weight_bytes, pool_ranks=pool_ranks,
     ).size  # fmt: skip
 
 
@@ -156,6 +168,7 @@ def capacity(
     num_snapshots: int | None = None,
     snapshot_fraction: float | None = None,
     weight_bytes: int = 0,
+    pool_ranks: int = 1,
 ) -> Capacity:
     """Finds the one of memory, requests and context that is not given.
 
@@ -176,6 +189,7 @@ def capacity(
         snapshot_fraction: instead of their number, their share of the bytes of blocks and snapshots together, in
             [0, 1); default, if neither is given: `SNAPSHOT_FRACTION`. Of a share above 0 there is at least one.
         weight_bytes: what the weights take of `hbm_bytes`: `model.device_bytes`, of each device of a split.
+        pool_ranks: devices that share each request's blocks (`CacheSize.pool_ranks`), each with `hbm_bytes`.
 
     Raises:
         CapacityError: fewer than two are given, a value is impossible, the context is beyond the
@@ -188,7 +202,8 @@ def capacity(
         if left <= 0:
             raise CapacityError(f"hbm_bytes: {hbm_bytes} bytes are too few: weights take {weights}")
     try:
-        answer = _answer(layout, left, max_requests, max_context, _snapshots(layout, num_snapshots, snapshot_fraction))
+        states, ranks = _snapshots(layout, num_snapshots, snapshot_fraction), _count("pool_ranks", pool_ranks, 1)
+        answer = _answer(layout, left, max_requests, max_context, states, ranks)
         layout.check_size(answer.size)
     except LayoutError as error:
         raise CapacityError(f"too large a cache: {error}") from error
@@ -202,8 +217,9 @@ def _answer(
     max_requests: int | None,
     max_context: int | None,
     snapshots: Callable[[int], int],
+    ranks: int,
 ) -> Capacity:
-    """`snapshots`: how many for so many blocks."""
+    """`snapshots`: how many for so many blocks of a rank."""
     given = {"hbm_bytes": hbm_bytes, "max_requests": max_requests, "max_context": max_context}
     known = {name: _count(name, value, 1) for name, value in given.items() if value is not None}
     if len(known) < 2:
@@ -215,7 +231,11 @@ def _answer(
         raise CapacityError(f"max_context: {context} tokens exceed the model's {model_limit}")
 
     def size_of(blocks: int, requests: int, columns: int) -> CacheSize:
-        return CacheSize(blocks, requests, columns, snapshots(blocks))
+        return CacheSize(blocks, requests, columns, snapshots(blocks), ranks)
+
+    def shares(columns: int) -> int:
+        """Of so many blocks, most that a rank has."""
+        return -(-columns // ranks)
 
     def fits(blocks: int, requests: int, columns: int) -> bool:
         """Not by way of a `CacheSize`: that has no more units than int32 has numbers."""
@@ -233,23 +253,25 @@ def _answer(
     if requests is None:
         assert memory is not None and context is not None
         columns = layout.blocks_for(context)
-        requests = largest_fitting(lambda count: fits(columns * count, count, columns), memory // layout.bytes_per_slot)
+        each = shares(columns)
+        requests = largest_fitting(lambda count: fits(each * count, count, columns), memory // layout.bytes_per_slot)
         if not requests:
-            raise _too_small(layout, memory, size_of(columns, 1, columns), context)
-        size = size_of(columns * requests, requests, columns)
+            raise _too_small(layout, memory, size_of(each, 1, columns), context)
+        size = size_of(each * requests, requests, columns)
         return Capacity(layout, size, memory, requests, context, _larger_part(layout, size))
     if context is None:
         assert memory is not None
         widest = layout.blocks_for(model_limit)
-        columns = largest_fitting(lambda count: fits(count * requests, requests, count), widest)
+        columns = largest_fitting(lambda count: fits(shares(count) * requests, requests, count), widest)
         if not columns:
             raise _too_small(layout, memory, size_of(requests, requests, 1), min(layout.block_tokens, model_limit))
-        size = size_of(columns * requests, requests, columns)
+        size = size_of(shares(columns) * requests, requests, columns)
         capped = columns == widest
         context = model_limit if capped else columns * layout.block_tokens
         return Capacity(layout, size, memory, requests, context, "context" if capped else _larger_part(layout, size))
     columns = layout.blocks_for(context)
-    size = size_of(columns * requests, requests, columns)
+    each = shares(columns)
+    size = size_of(each * requests, requests, columns)
     if memory is None:
         return Capacity(layout, size, memory, requests, context, "none")
     if layout.total_bytes(size) <= memory:
@@ -262,8 +284,8 @@ def _answer(
         return Capacity(layout, size, memory, requests, context, "none")
     # Not all requests reach the context at once: the fewest blocks let one of them.
     blocks = largest_fitting(lambda count: fits(count, requests, columns), size.num_blocks)
-    if blocks < columns:
-        raise _too_small(layout, memory, size_of(columns, requests, columns), context)
+    if blocks < each:
+        raise _too_small(layout, memory, size_of(each, requests, columns), context)
     size = size_of(blocks, requests, columns)
     return Capacity(layout, size, memory, requests, context, _larger_part(layout, size))
 
@@ -301,7 +323,7 @@ def _larger_part(layout: CacheLayout, size: CacheSize) -> Limit:
 
 def _too_small(layout: CacheLayout, memory: int, size: CacheSize, context: int) -> CapacityError:
     needed = layout.total_bytes(size)
-    full = size.num_blocks // size.max_blocks_per_request
+    full = size.num_blocks // -(-size.max_blocks_per_request // size.pool_ranks)
     return CapacityError(
         f"hbm_bytes: {memory} bytes are too few: {size.num_slots} request(s), {full} at {context} tokens at once, take "
         f"{needed} ({size.slot_units} slots of {layout.bytes_per_slot} bytes and {size.block_units} blocks of "

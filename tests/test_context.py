@@ -39,7 +39,7 @@ def layout_of(key_split: Any) -> CacheLayout:
 
 
 def serve(params: Any, layout: CacheLayout, mesh: Any = None, axis: str = "") -> tuple[np.ndarray, dict[str, int]]:
-    """Logits of all tokens of two turns, and what happened: chunks, decodes, drafts, hits, swaps to the host and back."""
+    """Logits of all tokens of three turns, and what happened: hits, blocks and states that went to the host and came back."""
     ranks = mesh.size if mesh else 1
     size = CacheSize(12 // ranks, 2, 8, num_snapshots=1, pool_ranks=ranks)
     host = HostSize.of(layout, 16 // ranks, 4)

@@ -25,6 +25,7 @@ _EXAMPLES = """
   dsv4-jax plan --model flash --requests 256 --context 8192     how much memory?
   dsv4-jax plan --model flash --hbm 80GiB --context 128K --snapshots 0    without prefix caching
   dsv4-jax plan --model flash --hbm 141GB --context 128K --weights released --devices 2    each of two H200s
+  dsv4-jax plan --model flash --hbm 80GiB --context 1M --pool-ranks 4    a request's blocks over four devices
   dsv4-jax plan --model ckpt --hbm 40e9 --requests 32 --context 1M --kv-format bf16 --index-format bf16 --json
 """
 _FIELDS = {
@@ -67,6 +68,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--tensor", type=positive, default=1, metavar="N",
         help="of them, have the same requests and share the heads (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--pool-ranks", type=int, choices=(1, 2, 4, 8), default=1, metavar="N",
+        help="devices that share each request's blocks, each with --hbm bytes: 1, 2, 4 or 8; with --devices those of "
+        "--tensor (default: %(default)s)",
+    )  # fmt: skip
     add_layout(parser)
     add_json(parser)
     parser.set_defaults(run=run)
@@ -77,6 +83,10 @@ def run(args: argparse.Namespace) -> int:
     cfg = model_config(args.model)
     if max(args.devices, args.tensor) > 1 and not args.weights:
         raise OptionError("--devices, --tensor: go with --weights: caches of several devices are caches of one")
+    if args.weights and args.pool_ranks not in (1, args.tensor):
+        raise OptionError(
+            f"--pool-ranks: {args.pool_ranks} is not --tensor {args.tensor}: who shares blocks, shares heads"
+        )
     layout = layout_from(args, cfg)
     weights = taken(cfg, args.weights, args.devices, args.tensor) if args.weights else 0
     shards = args.devices // args.tensor
@@ -85,8 +95,9 @@ def run(args: argparse.Namespace) -> int:
     given = ", ".join(f"--{name}" for name in ("hbm", "requests", "context") if getattr(args, name) is not None)
     with naming(fields=_FIELDS | {"too large a cache": f"{given}: too large a cache"}):
         answer = capacity(
-            layout, hbm_bytes=args.hbm, max_requests=requests, max_context=args.context, weight_bytes=weights, **states
-        )
+            layout, hbm_bytes=args.hbm, max_requests=requests, max_context=args.context, weight_bytes=weights,
+            pool_ranks=args.pool_ranks, **states,
+        )  # fmt: skip
     if args.plot:
         draw(answer, args.model, human(answer.hbm_bytes or answer.total_bytes), args.plot, **states)
     held = {"weights": args.weights, "devices": args.devices, "tensor": args.tensor} if args.weights else {}
@@ -105,11 +116,12 @@ def human(count: float) -> str:
 
 
 def _table(answer: Capacity, model: str, devices: int, shards: int) -> Table:
-    layout, weights = answer.layout, answer.weight_bytes
+    layout, size, weights = answer.layout, answer.size, answer.weight_bytes
     formats = f"{layout.kv_row.name} rows, {layout.index_row.name} index keys"
     title = f"{escape(model)}: {formats}, blocks of {layout.block_tokens} tokens"
     table = Table("", "", title=title, title_justify="left", show_header=False)
     rows: list[tuple[str, Any]] = [
+        *([("pool ranks", f"{size.pool_ranks}: bytes are those of each")] if size.pool_ranks > 1 else []),
         *([("devices", f"{shards} x {devices // shards}: what follows is of each")] if devices > 1 else []),
         ("concurrent requests", f"{answer.max_requests:,}"),
         ("context per request", f"{answer.max_context:,} tokens"),
@@ -133,5 +145,5 @@ def _table(answer: Capacity, model: str, devices: int, shards: int) -> Table:
     table.add_row("per token (paged)", f"{layout.bytes_per_token:,.2f} bytes")
     table.add_row("per block", human(layout.bytes_per_block))
     table.add_row("per request, at any length", human(layout.bytes_per_slot))
-    table.add_row("per request, at full context", human(layout.request_bytes(answer.max_context)))
+    table.add_row("per request, at full context", human(answer.full_request_bytes))
     return table
