@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -19,37 +20,45 @@ from dsv4_jax import (
     init_cache,
     init_host_cache,
     model,
+    plan_capacity,
     run_transfers,
     shard_step,
 )
-from dsv4_jax.errors import LayoutError
-from dsv4_jax.manager import CachePolicy, HostSize
-from dsv4_jax.ops.merge import NO_SINK, Partial, in_halves, merge_candidates, with_sink
-from dsv4_jax.ops.pool_axis import PoolAxis, part_of, visible_of
+from dsv4_jax.errors import LayoutError, OutOfBlocksError
+from dsv4_jax.manager import BlockPool, CachePolicy, HostSize
+from dsv4_jax.ops.merge import Partial, in_halves, merge_candidates, with_sink
+from dsv4_jax.ops.pool_axis import ONE_RANK, PoolAxis, part_of
 from dsv4_jax.ops.top_k import top_k
 
 SWA, CSA, HCA = AttentionType
 # Sizes of which XLA rounds products alike on the CPU, whole and halved.
 CFG = DSV4Config.tiny(layer_types=(CSA, HCA), o_groups=4, n_routed_experts=8)
-TOKENS = 8  # of every step: one executable for chunks, decodes and drafts
+# V4's attention widths, so that every kernel takes part.
+WIDE = dataclasses.replace(
+    CFG, head_dim=512, rope_dim=64, index_head_dim=128, index_n_heads=64, num_attention_heads=64, sliding_window=128,
+    hca_ratio=128, hidden_size=256, q_lora_rank=128, o_lora_rank=128, moe_intermediate_size=256, index_topk=64,
+    n_routed_experts=16, num_experts_per_tok=6,
+)  # fmt: skip
 
 
-def layout_of(key_split: Any) -> CacheLayout:
-    return CacheLayout(CFG, block_tokens=16, draft_tokens=2, key_split=key_split)
+def layout_of(cfg: DSV4Config, key_split: Any) -> CacheLayout:
+    return CacheLayout(cfg, block_tokens=cfg.hca_ratio, draft_tokens=2, key_split=key_split)
 
 
-def serve(params: Any, layout: CacheLayout, mesh: Any = None, axis: str = "") -> tuple[np.ndarray, dict[str, int]]:
-    """Logits of all tokens of three turns, and what happened: hits, blocks and states that went to the host and came back."""
-    ranks = mesh.size if mesh else 1
+def serve(params: Any, layout: CacheLayout, mesh: Any = None, axis: str = "") -> np.ndarray:
+    """Logits of all tokens of three turns, with hits, blocks and states that were on the host."""
+    ranks, block = mesh.size if mesh else 1, layout.block_tokens
     size = CacheSize(12 // ranks, 2, 8, num_snapshots=1, pool_ranks=ranks)
     host = HostSize.of(layout, 16 // ranks, 4)
     manager = KVCacheManager(layout, size, policy=CachePolicy(), host=host)
     placed = cache_sharding(layout, mesh, data_axis=None, pool_axis=axis) if mesh else None
-    pages = placed.arrays["hca.nope"] if placed else None
     cache: Any = init_cache(layout, size, sharding=placed)
+    pages: Any = placed.arrays["hca.nope"] if placed else None
     records: Any = init_host_cache(layout, host.num_pages, sharding=pages)
     step = shard_step(model.forward, mesh, data_axis=None) if mesh else jax.jit(model.forward, donate_argnums=1)
-    shape, rng, outs, moved = manager.pinned_shape(1, TOKENS), np.random.default_rng(0), [], 0
+    # One shape, so one executable, for chunks, decodes and drafts.
+    shape, rng, outs, moved = manager.pinned_shape(1, block // 2), np.random.default_rng(0), [], 0
+    vocab = layout.cfg.vocab_size
 
     def run(request: Any, count: int) -> None:
         nonlocal cache, records, moved
@@ -63,7 +72,8 @@ def serve(params: Any, layout: CacheLayout, mesh: Any = None, axis: str = "") ->
 
     def turn(request: Any, last: int) -> None:
         while request.num_pending > 1:
-            ((_, count),) = manager.schedule(TOKENS, shape=shape, max_chunk=request.num_pending - 1, requests=[request])
+            most = min(request.num_pending - 1, block // 2)
+            ((_, count),) = manager.schedule(most, shape=shape, requests=[request])
             run(request, count)
         request.tokens += [5, 250]  # drafts, of which the second is rejected
         run(request, 3)
@@ -71,37 +81,160 @@ def serve(params: Any, layout: CacheLayout, mesh: Any = None, axis: str = "") ->
         request.tokens.append(last)
         run(request, 1)
 
-    prompt = rng.integers(0, CFG.vocab_size, 75).tolist()
-    first = manager.admit_request(prompt, max_tokens=128)
+    prompt = rng.integers(0, vocab, 4 * block + 11).tolist()
+    first = manager.admit_request(prompt, max_tokens=8 * block)
     turn(first, 77)
     first.tokens.append(3)
     manager.preempt(first)  # its state and its last block go to the host
-    second = manager.admit_request(prompt[:40] + rng.integers(0, CFG.vocab_size, 48).tolist(), max_tokens=128)
+    other = prompt[: 5 * block // 2] + rng.integers(0, vocab, 3 * block).tolist()
+    second = manager.admit_request(other, max_tokens=8 * block)
     turn(second, 9)  # and its blocks push the first one's there
     manager.release_request(second)
     manager.resume(first)
     run(first, 1)
     manager.release_request(first)
-    third = manager.admit_request([*prompt, 1, 2], max_tokens=128)
+    third = manager.admit_request([*prompt, 1, 2], max_tokens=8 * block)
     turn(third, 4)
-    did = {"hit": third.num_hit, "resumed": first.num_hit, "moved": moved}
-    return np.concatenate(outs), did
+    assert third.num_hit == 4 * block and first.num_hit == 4 * block + 13 and moved > 2
+    return np.concatenate(outs)
 
 
-def mesh_of(size: int, axis: str) -> jax.sharding.Mesh:
-    return jax.make_mesh((size,), (axis,), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:size])
+def check(cfg: DSV4Config, key_split: str, params: Any, meshes: list[tuple[int, str]], apart: float = 0) -> None:
+    layout = layout_of(cfg, key_split)
+    alone = serve(model.pack_layers(model.stack_projections(params)), layout)
+    assert np.isfinite(alone).all() and np.ptp(alone) > 0.1
+    for size, axis in meshes:
+        mesh = jax.make_mesh((size,), (axis,), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:size])
+        if axis == "tensor":
+            ours = model.shard_params(cfg, params, mesh)
+        else:
+            packed = model.pack_layers(model.stack_projections(params))
+            ours = jax.device_put(packed, jax.NamedSharding(mesh, jax.P()))
+        with jax.set_mesh(mesh):
+            several = serve(ours, layout, mesh, axis)
+        np.testing.assert_allclose(several, alone, rtol=0, atol=apart, err_msg=f"{size} ranks of {axis}")
 
 
 @pytest.mark.slow
 def test_bits_do_not_depend_on_the_ranks() -> None:
-    """Over an axis of its own, and over the one that splits the heads."""
-    layout, params = layout_of("context"), model.init_params(CFG, 0)
-    alone, did = serve(model.pack_layers(model.stack_projections(params)), layout)
-    assert did["hit"] == 64 and did["resumed"] == 77 and did["moved"] > 2, did
-    for size, axis in ((2, "tensor"), (4, "pool")):
-        mesh = mesh_of(size, axis)
-        ours = model.shard_params(CFG, params, mesh) if axis == "tensor" else params
-        with jax.set_mesh(mesh):
-            several, done = serve(ours, layout, mesh, axis)
-        assert done == did
-        np.testing.assert_array_equal(several, alone, err_msg=f"{size} ranks")
+    """Over the axis that splits the heads, and over one of its own."""
+    check(CFG, "context", model.init_params(CFG, 0), [(2, "tensor"), (4, "pool")])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("axis", ["pool", "tensor"])
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+def test_two_gpus_give_the_bits_of_one(axis: str) -> None:
+    check(WIDE, "context", model.init_params(WIDE, 0, "released"), [(2, axis)])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_selection_and_shares(ranks: int) -> None:
+    """What ranks propose gives what one device selects, ties and NaN included; their shares are all keys."""
+    per_block, columns, k, rng = 4, 11, 9, np.random.default_rng(ranks)
+    total = columns * per_block
+    scores = rng.integers(0, 5, (6, total)).astype(np.float32)
+    scores[:, ::7] = np.nan
+    scores[scores == 1] = -0.0
+    visible = np.array([0, 3, 10, 21, 43, total], np.int32)
+    expected, kept = top_k(scores, visible, k=k)
+    proposed, entries, seen = [], [], np.zeros((6, total), int)
+    for rank in range(ranks):
+        mine = [c for c in range(-(-columns // ranks) * ranks) if c % ranks == rank]
+        own = np.array([c * per_block + i for c in mine for i in range(per_block)])
+        axis, count = At(ranks, rank), np.array([(own < v).sum() for v in visible], np.int32)
+        np.testing.assert_array_equal(axis.own_visible(jnp.asarray(visible), per_block), count)
+        table = jnp.arange(1, columns + 1, dtype=jnp.int32)[None]  # block c + 1 is on rank c mod n
+        theirs = np.asarray(axis.own_columns(table))[0]
+        assert theirs.tolist() == [c // ranks + 1 if c < columns else 0 for c in mine]
+        here = np.take(np.pad(scores, ((0, 0), (0, per_block * ranks))), own, 1)
+        found, some = top_k(here, count, k=k)
+        everyones = np.asarray(axis.entries_of_all(found, per_block))
+        proposed.append(np.take_along_axis(here, np.asarray(found), 1))
+        entries.append(np.where(np.arange(found.shape[1]) < np.asarray(some)[:, None], everyones, 2**31 - 1))
+        for listed in (None, expected):
+            chosen, number = part_of(
+                listed,
+                jnp.asarray(visible if listed is None else kept),
+                rank,
+                ranks,
+                per_block=per_block,
+                columns=columns,
+            )
+            for t in range(6):
+                part = np.asarray(chosen)[t, : number[t]]
+                assert (part // per_block % ranks == rank).all()
+                if listed is None:
+                    seen[t, part] += 1
+                else:
+                    order = [e for e in np.asarray(expected)[t, : kept[t]] if e // per_block % ranks == rank]
+                    assert part.tolist() == order
+    assert (seen == (np.arange(total) < visible[:, None])).all()
+    merged = merge_candidates(jnp.concatenate(proposed, 1), jnp.concatenate(entries, 1).astype(jnp.int32), k=k)
+    for t in range(6):
+        np.testing.assert_array_equal(merged[t, : kept[t]], expected[t, : kept[t]])
+
+
+class At(PoolAxis):
+    """A rank, outside of `shard_map`."""
+
+    def __init__(self, ranks: int, rank: int):
+        super().__init__("pool" if ranks > 1 else None, ranks)
+        object.__setattr__(self, "at", np.int32(rank))
+
+    @property
+    def rank(self) -> np.int32:
+        return self.at  # type: ignore[attr-defined]
+
+
+def test_softmax_of_parts() -> None:
+    """Any number of ranks that merge their parts first gives the same bits; and it is the softmax of all keys."""
+    rng = np.random.default_rng(0)
+    logits, values = rng.normal(0, 4, (8, 3, 5)).astype(np.float32), rng.normal(size=(8, 3, 5, 6)).astype(np.float32)
+    logits[2], logits[:, 1] = -np.inf, -np.inf  # a part without keys, a token without any
+    with np.errstate(divide="ignore", invalid="ignore"):
+        lse = np.log(np.exp(logits.astype(float)).sum(-1))
+        out = np.nan_to_num((np.exp(logits - lse[..., None])[..., None] * values).sum(-2))
+        sink = 0.5
+        whole = np.exp(logits.astype(float))
+        expected = (whole[..., None] * values).sum((0, 2)) / (whole.sum((0, 2)) + np.exp(sink))[:, None]
+    parts = [
+        Partial.of(jnp.asarray(o, jnp.float32), jnp.asarray(x, jnp.float32)) for o, x in zip(out, lse, strict=True)
+    ]
+    sums = [in_halves([in_halves(parts[rank::ranks]) for rank in range(ranks)]) for ranks in (1, 2, 4, 8)]
+    for one in sums[1:]:
+        for x, y in zip(one, sums[0], strict=True):
+            np.testing.assert_array_equal(x, y)
+    got, of_all = with_sink(sums[0], jnp.full(3, sink, jnp.float32))
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    assert of_all[1] == -np.inf and not np.asarray(got)[1].any()
+
+
+def test_units_of_ranks() -> None:
+    pool = BlockPool(6, ranks=2)
+    assert pool.acquire_at([1, 2, 3, 5]) == [2, 1, 4, 6] and pool.free_on == [2, 0]
+    with pytest.raises(OutOfBlocksError, match=r"device \(rank 1\)"):
+        pool.acquire_at([2, 1])
+    assert pool.free_on == [2, 0]
+    pool.release([6])
+    pool.resize(4)
+    pool.check_integrity()
+    assert pool.free_on == [1, 0] and pool.acquire_at([4]) == [3]
+
+
+def test_capacity_and_refusals() -> None:
+    layout = layout_of(CFG, "throughput")
+    one, four = (
+        plan_capacity(layout, hbm_bytes=8 << 20, max_requests=2, num_snapshots=0, pool_ranks=n) for n in (1, 4)
+    )
+    assert layout.total_bytes(four) <= 8 << 20 and four.pool_ranks == 4
+    assert four.max_blocks_per_request > 3 * one.max_blocks_per_request or four.max_blocks_per_request == 256
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+    with pytest.raises(LayoutError, match="axis 'data' cannot split a request's blocks: it splits requests"):
+        cache_sharding(layout, mesh, pool_axis="data")
+    over = cache_sharding(layout, mesh, pool_axis="tensor")
+    with pytest.raises(LayoutError, match="the size is of 1 pool ranks, the sharding of 2"):
+        init_cache(layout, CacheSize(4, 1, 4), sharding=over)
+    with pytest.raises(LayoutError, match="of 2 pool ranks, the sharding of 1"):
+        init_cache(layout, CacheSize(4, 1, 4, pool_ranks=2))
+    assert ONE_RANK.own_blocks(3) == 3
