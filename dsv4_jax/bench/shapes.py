@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 from ..errors import BenchmarkError
 from ..formats import RowFormat, index_format, kv_format
 from ..layout import KeySplit
+from ..ops.attend import KernelSplit
 
 __all__ = [
     "CASES", "OPS", "QUICK", "AppendShape", "AttendShape", "Case", "CompressShape", "GatherShape", "KVStoreShape",
@@ -177,7 +178,7 @@ class AttendShape:
     window: int
     entries: int
     fmt: RowFormat
-    key_split: KeySplit = "throughput"
+    key_split: KernelSplit = "throughput"
 
     @property
     def keys(self) -> int:
@@ -238,11 +239,12 @@ class Case:
     make: Callable[[int], Shape]
 
     def with_key_split(self, key_split: KeySplit) -> Case:
-        """This case with attention's keys cut that way; other ops have none to cut."""
+        """This case with attention's keys cut that way ("context" is no kernel's: the default); other ops have none to cut."""
+        split: KernelSplit = "throughput" if key_split == "context" else key_split
 
         def make(batch: int) -> Shape:
             shape = self.make(batch)
-            return dataclasses.replace(shape, key_split=key_split) if isinstance(shape, AttendShape) else shape
+            return dataclasses.replace(shape, key_split=split) if isinstance(shape, AttendShape) else shape
 
         return dataclasses.replace(self, make=make)
 

@@ -33,9 +33,9 @@ class PoolAxis:
     size: int = 1
 
     @property
-    def rank(self) -> jax.Array | np.int32:
+    def rank(self) -> jax.Array:
         """This device's number, int32."""
-        return np.int32(0) if self.name is None else lax.axis_index(self.name)
+        return jnp.int32(0) if self.name is None else lax.axis_index(self.name)
 
     def own_blocks(self, blocks: jax.Array) -> jax.Array:
         """Ids of all ranks' blocks, int32 of any shape -> this rank's ids; 0 for other ranks' blocks."""

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..errors import StoreFormatError
+from ..errors import LayoutError, StoreFormatError
 from ..manager import KVCacheManager, MediaItem, Namespace, StorageMove, StorageTier
 from ..records import block_record, snapshot_record
 from ..stores import AsyncStore
@@ -96,6 +96,7 @@ class StorageDriver:
 
     Raises:
         StoreFormatError: a store has other record or key sizes than the layout; a deadline that is none.
+        LayoutError: blocks are dealt out to several pool ranks, whose host records it cannot tell apart.
     """
 
     def __init__(
@@ -108,7 +109,9 @@ class StorageDriver:
         deadline: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        layout = manager.layout
+        layout, ranks = manager.layout, manager.size.pool_ranks
+        if ranks > 1:
+            raise LayoutError(f"storage takes the records of one pool rank, the manager's are those of {ranks}")
         self._calls = StoreCalls({"block": blocks, **({"slot": snapshots} if snapshots is not None else {})}, clock)
         sizes = {"block": block_record(layout).bytes, "slot": snapshot_record(layout).bytes}
         for scope, store in self._calls.stores.items():
