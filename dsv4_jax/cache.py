@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from .errors import DonatedCacheError, LayoutError, PlanError
 from .layout import CacheLayout, CacheSize, LeafSpec
@@ -24,7 +24,7 @@ from .plan import CacheFacts, PackedPlan, StepPlan, register_pytrees
 from .serialization import layout_from_json, layout_to_json, serialized_as
 from .step import CacheStep, LayerWrites
 
-__all__ = ["KVCache", "init_cache"]
+__all__ = ["KVCache", "cache_partition", "init_cache"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -181,6 +181,19 @@ def _from_json(text: str) -> _Static:
 jax.tree_util.register_pytree_with_keys(KVCache, _flatten_with_keys, _unflatten, _flatten)
 serialized_as(KVCache, _to_json, _from_json)
 register_pytrees()
+
+
+def cache_partition(layout: CacheLayout, pool_axis: PoolAxis, data: str | tuple[str, ...] | None) -> KVCache:
+    """Over which axes of a mesh the leading axis of each leaf is split: a `KVCache` of `PartitionSpec`s.
+
+    Args:
+        data: the axes that split all leaves; those of blocks are split over the pool axis, too.
+    """
+    axes = () if data is None else (data,) if isinstance(data, str) else data
+    ours = PartitionSpec(axes or None)
+    blocks = ours if pool_axis.name is None else PartitionSpec((*axes, pool_axis.name))
+    specs: dict[str, Any] = {leaf.name: blocks if leaf.scope == "block" else ours for leaf in layout.leaves}
+    return KVCache(specs, layout, pool_axis)
 
 
 def init_cache(

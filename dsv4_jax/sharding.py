@@ -28,7 +28,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .cache import KVCache
+from .cache import KVCache, cache_partition
 from .checks import as_int, shown
 from .errors import LayoutError, PlanError
 from .layout import CacheLayout
@@ -75,15 +75,7 @@ def cache_sharding(
         if pool_axis == data_axis or PARTS % pool.size:
             problem = "splits requests" if pool_axis == data_axis else f"has {pool.size} devices, not 1, 2, 4 or 8"
             raise LayoutError(f"axis {pool_axis!r} cannot split a request's blocks: it {problem}")
-    specs = _cache_specs(layout, pool, data_axis)
-    placements: dict[str, Any] = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
-    return KVCache(placements, layout, pool)
-
-
-def _cache_specs(layout: CacheLayout, pool: PoolAxis, data_axis: str | None) -> dict[str, PartitionSpec]:
-    axes = tuple(axis for axis in (data_axis, pool.name) if axis is not None)
-    both = PartitionSpec(axes) if pool.name is not None else PartitionSpec(data_axis)
-    return {leaf.name: both if leaf.scope == "block" else PartitionSpec(data_axis) for leaf in layout.leaves}
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), cache_partition(layout, pool, data_axis))
 
 
 def stack_plans(plans: Sequence[StepPlan]) -> PackedPlan:
@@ -171,7 +163,7 @@ def shard_step(
             raise LayoutError(
                 f"blocks are split over {pool.size} devices of {pool.name!r}, this mesh is {dict(mesh.shape)}"
             )
-        of_cache: Any = KVCache(_cache_specs(cache.layout, pool, data_axis), cache.layout, pool)  # type: ignore[arg-type]
+        of_cache = cache_partition(cache.layout, pool, data_axis)
         # check_vma: kernels written in Pallas do not say how their outputs vary over the mesh.
         sharded = jax.shard_map(
             local, mesh=mesh, in_specs=(of_params, of_cache, split, *[split] * len(arrays)),

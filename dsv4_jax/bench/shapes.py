@@ -239,7 +239,7 @@ class Case:
     make: Callable[[int], Shape]
 
     def with_key_split(self, key_split: KeySplit) -> Case:
-        """This case with attention's keys cut that way ("context" is no kernel's: the default); other ops have none to cut."""
+        """This case with attention's keys cut that way ("context" is no kernel's); other ops have none to cut."""
         split: KernelSplit = "throughput" if key_split == "context" else key_split
 
         def make(batch: int) -> Shape:

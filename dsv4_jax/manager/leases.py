@@ -138,7 +138,7 @@ class Leases:
         for node in nodes:  # first, so that making room takes none of these
             if node.host:
                 tree.holds.keep(lease.hold, node)
-        room = cache.try_pages(sum(not node.host for node in nodes))
+        room = cache.try_pages([node.depth for node in nodes if not node.host])
         pages = iter(room)
         for i, node in enumerate(nodes):
             if not node.host:

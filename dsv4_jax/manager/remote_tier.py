@@ -284,7 +284,7 @@ class RemoteTier:
             missing.append(i)
         if not missing:
             return []
-        pages = cache.landing_pages(len(missing))
+        pages = cache.landing_pages(missing)
         if len(pages) < len(missing):
             cache.pages.release(pages)
             arrival.failure = f"{len(missing)} pages of the host are not free"

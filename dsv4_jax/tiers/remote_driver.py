@@ -24,7 +24,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import RecordMismatchError, TransportError
+from ..errors import LayoutError, RecordMismatchError, TransportError
 from ..manager import Arrival, Handoff, KVCacheManager, MediaItem, Namespace, RemoteRead, RemoteTier, Request
 from ..untrusted import parse_json
 from .remote import Notice, Peer, RecordTransport
@@ -60,9 +60,14 @@ class RemoteDriver:
 
     Attributes:
         tier: the manager's receiving side.
+
+    Raises:
+        LayoutError: blocks are dealt out to several pool ranks, whose host records it cannot tell apart.
     """
 
     def __init__(self, manager: KVCacheManager, transport: RecordTransport):
+        if (ranks := manager.size.pool_ranks) > 1:
+            raise LayoutError(f"a transport takes the records of one pool rank, the manager's are those of {ranks}")
         self.tier = RemoteTier(manager, clock=manager.clock)
         self._manager, self._transport = manager, transport
         self._address: int | None = None
