@@ -8,6 +8,7 @@ Tests run on the CPU unless JAX_PLATFORMS says otherwise: `JAX_PLATFORMS=cuda,cp
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import pathlib
 import shutil
@@ -16,11 +17,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most of a test's time is compiling, and a third of that LLVM's optimisations: the CPU does without them, except in
-# `harness.optimised_write_step` or if XLA_FLAGS asks for them.
+# Most of a test's time is compiling, and most of that LLVM's optimisations and MLIR's fusion emitters, a pass manager
+# for each fusion: the CPU does without both, except in `harness.jit_write_step` (emitters), `optimised_write_step`
+# (both), jax 0.12 (which has no other emitters), or if XLA_FLAGS asks for them.
 # Four devices for the sharding tests. One thread each: tests run in several processes already.
 os.environ["XLA_FLAGS"] = " ".join([
-    "--xla_backend_optimization_level=0" if os.environ["JAX_PLATFORMS"] == "cpu" else "",
+    "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    if os.environ["JAX_PLATFORMS"] == "cpu" else "",
     os.environ.get("XLA_FLAGS", ""),
     "--xla_force_host_platform_device_count=4",
     "--xla_cpu_multi_thread_eigen=false",
@@ -32,6 +35,7 @@ import pytest
 from jax._src.lru_cache import LRUCache
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+gc.disable()  # until the tests are imported (pytest_collection_finish)
 
 # What one test compiled the next ones load, also those of other processes, which find this folder in the environment.
 # A key holds the program, its options and jaxlib's version.
@@ -125,6 +129,7 @@ def few_programs() -> Iterator[None]:
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
         jax.clear_caches()
+        gc.collect()
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path) -> bool | None:
@@ -146,6 +151,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
     _skip_without_gpu(items)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: garbage is looked for in what tests make, and not after every 700 objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 def _differs_by_version(item: pytest.Item) -> bool:
