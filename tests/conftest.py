@@ -14,12 +14,12 @@ import pathlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most of a test's time is compiling, and most of that LLVM's optimisations and MLIR's fusion emitters, a pass manager
-# for each fusion: the CPU does without both, except in `harness.jit_write_step` (emitters), `optimised_write_step`
-# (both), jax 0.12 (which has no other emitters), or if XLA_FLAGS asks for them.
+# Most of a test's time is compiling, and most of that LLVM's optimisations and, in the rooms `WHOLE_PROGRAMS`, MLIR's
+# fusion emitters, a pass manager for each fusion: the CPU does without them, except in `harness.optimised_write_step`
+# or if XLA_FLAGS asks for them. jax 0.12 has no other emitters.
 # Four devices for the sharding tests. One thread each: tests run in several processes already.
 os.environ["XLA_FLAGS"] = " ".join([
     "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
@@ -32,6 +32,7 @@ os.environ["XLA_FLAGS"] = " ".join([
 import hypothesis
 import jax
 import pytest
+from jax._src import compiler
 from jax._src.lru_cache import LRUCache
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -60,6 +61,19 @@ def put_whole(cache: LRUCache, key: str, value: bytes, put: Callable[..., None] 
 
 
 LRUCache.put = put_whole
+
+users_emitters = True
+
+
+def compile_options(*args, env_options_overrides=None, make=compiler.get_compile_options, **options):
+    """As jax's; where bits are looked at (all but `WHOLE_PROGRAMS`) with the fusion emitters of users' programs."""
+    if users_emitters:
+        env_options_overrides = {"xla_backend_extra_options": ""} | (env_options_overrides or {})
+    return make(*args, env_options_overrides=env_options_overrides, **options)
+
+
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    compiler.get_compile_options = compile_options
 
 # Each new shape is a compile, so an example may take seconds; the same examples every time.
 hypothesis.settings.register_profile(
@@ -112,14 +126,28 @@ LONG = (
     "docs/test_blocks.py", "model", "pallas", "serving", "test_jax_tools.py", "test_no_copies.py", "test_own_model.py",
     "test_state_machine.py", "test_toy_format.py", "test_wheel.py",
 )  # fmt: skip
+# Models and what runs them: the largest programs. What they compare does not depend on XLA's emitters.
+WHOLE_PROGRAMS = (
+    "bench", "cli", "docs/test_blocks.py", "model", "serving", "test_jax_tools.py", "test_no_copies.py",
+    "test_own_model.py",
+)  # fmt: skip
 TESTS = pathlib.Path(__file__).parent
 MOST_MAPS = 20_000  # of 65,530; a large file's programs take 5,000
 ALL = sys.version_info[:2] == (3, 12) or bool(os.environ.get("RUN_SLOW"))
 
 
 def pytest_configure() -> None:
-    if missing := [room for room in (*VERSION_ROOMS, *LONG) if not (TESTS / room).exists()]:
+    if missing := [room for room in (*VERSION_ROOMS, *LONG, *WHOLE_PROGRAMS) if not (TESTS / room).exists()]:
         raise pytest.UsageError(f"tests/conftest.py names rooms that do not exist: {', '.join(missing)}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def emitters(request: pytest.FixtureRequest) -> None:
+    """Those of the room: programs that the others made are forgotten."""
+    global users_emitters
+    if os.environ["JAX_PLATFORMS"] == "cpu" and users_emitters == _in(request.path, WHOLE_PROGRAMS):
+        users_emitters = not users_emitters
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -134,18 +162,18 @@ def few_programs() -> Iterator[None]:
 
 def pytest_ignore_collect(collection_path: pathlib.Path) -> bool | None:
     """Files of which nothing would be kept are not even imported."""
-    if not ALL and collection_path.name.startswith("test_") and not _in_a_room(collection_path):
+    if not ALL and collection_path.name.startswith("test_") and not _in(collection_path, VERSION_ROOMS):
         return True
     return None
 
 
-def _in_a_room(path: pathlib.Path) -> bool:
-    return any(path.is_relative_to(TESTS / room) for room in VERSION_ROOMS)
+def _in(path: pathlib.Path, rooms: Iterable[str]) -> bool:
+    return any(path.is_relative_to(TESTS / room) for room in rooms)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    long = tuple(str(TESTS / name) for name in LONG)  # no name of one begins another's
-    items.sort(key=lambda item: not str(item.path).startswith(long))
+    # Of the long ones and of the others those first that are compiled alike: see `emitters`.
+    items.sort(key=lambda item: (not _in(item.path, LONG), not _in(item.path, WHOLE_PROGRAMS)))
     if not ALL:
         kept = [item for item in items if _differs_by_version(item)]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
@@ -165,7 +193,7 @@ def _differs_by_version(item: pytest.Item) -> bool:
     later_case = any(item.callspec.indices.values()) if hasattr(item, "callspec") else False
     if item.get_closest_marker("slow") or (later_case and not item.get_closest_marker("every_case")):
         return False
-    return _in_a_room(item.path)
+    return _in(item.path, VERSION_ROOMS)
 
 
 def _skip_without_gpu(items: list[pytest.Item]) -> None:

@@ -20,7 +20,6 @@ from dsv4_jax.step import CacheStep, LayerCacheHandle
 from dsv4_jax.testing import Held, live_bytes
 
 from .oracle.machine import Norms, ProjectedRows
-from .oracle.maths import EMITTERS
 
 EPS = 1e-6
 
@@ -89,11 +88,11 @@ def write_step(
     return step.finish()
 
 
-# The second as users compile it: the tests' own default leaves LLVM's optimisations out (conftest).
-jit_write_step = jax.jit(write_step, donate_argnums=0, static_argnames="implementation", compiler_options=EMITTERS)
+jit_write_step = jax.jit(write_step, donate_argnums=0, static_argnames="implementation")
+# Compiled as users compile it: the tests' own default leaves LLVM's optimisations out (conftest).
 optimised_write_step = jax.jit(
     write_step, donate_argnums=0, static_argnames="implementation",
-    compiler_options=EMITTERS | {"xla_backend_optimization_level": 3},
+    compiler_options={"xla_backend_optimization_level": 3},
 )  # fmt: skip
 
 

@@ -16,11 +16,6 @@ import numpy as np
 TINY = np.finfo(np.float32).tiny
 _PAD = 64  # XLA vectorises; keep clear of its scalar remainder code
 
-# As a step that is compared with these bits is to be compiled: with the fusion emitters of users' programs, whose last
-# bits differ from those of the tests' default (conftest).
-EMITTERS = {"xla_backend_extra_options": ""}
-RSQRT, COS, SIN = (jax.jit(fn, compiler_options=EMITTERS) for fn in (jax.lax.rsqrt, jnp.cos, jnp.sin))
-
 
 def from_xla(fn, x: np.ndarray) -> np.ndarray:
     flat = np.asarray(x, np.float32).reshape(-1)
@@ -60,14 +55,14 @@ def tree_sum(x: np.ndarray) -> np.ndarray:
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """x [n]"""
     mean = mul(tree_sum(mul(x, x)), np.float32(1 / x.size))
-    factor = from_xla(RSQRT, np.array([mean + np.float32(eps)]))
+    factor = from_xla(jax.lax.rsqrt, np.array([mean + np.float32(eps)]))
     return mul(mul(x, factor), weight)
 
 
 def rope(x: np.ndarray, position: int, inv_freq: np.ndarray) -> np.ndarray:
     """x [n]; rotates adjacent pairs of its tail."""
     angle = np.float32(position) * inv_freq
-    cos, sin = from_xla(COS, angle), from_xla(SIN, angle)
+    cos, sin = from_xla(jnp.cos, angle), from_xla(jnp.sin, angle)
     y = x.copy()
     first = x.size - 2 * inv_freq.size
     for i in range(inv_freq.size):
