@@ -137,6 +137,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one token of each")
     args = parser.parse_args()
     results: list[dict[str, Any]] = []
+    base = 1.0
     for one in measured(args.quick):
         results.append(one)
         us = one.get("kernel_us", one["us"])

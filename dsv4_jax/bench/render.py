@@ -163,7 +163,7 @@ def _target(judged: Sequence[dict[str, Any]]) -> str:
 
 def _floor(row: dict[str, Any]) -> str:
     parts = ", ".join(f"{name} {number(us / 1e3)}" for name, us in (row.get("floor_us") or {}).items())
-    return number(row["floor_ms"]) + (f" ({parts})" if parts else "")
+    return (number(row["floor_ms"]) if row.get("floor_ms") else "") + (f" ({parts})" if parts else "")
 
 
 def _kinds(row: dict[str, Any]) -> str:
@@ -228,7 +228,9 @@ COLUMNS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
         "over the floor": _value("over_floor", lambda x: f"{x:.2f}x"), "GB": _value("moved_gb"),
         "GB/s": _value("gb_per_s"), "experts": _value("experts"), "sum of kernels, ms": _value("kernel_ms"),
         "launches": _value("launches"), "host, us": _value("dispatch_us"),
-        "required / goal": lambda row: _joined(row, " / ", "required_over_floor", "goal_over_floor"),
+        "required / goal": lambda row: _joined(
+            row, " / ", "required_over_floor", "goal_over_floor", "required_ms", "goal_ms"
+        ),
         "verdict": lambda row: VERDICTS.get(row.get("verdict") or "", ""),
     },
     "generate": {

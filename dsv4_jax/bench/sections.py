@@ -100,8 +100,9 @@ SECTIONS = (
         "matrices (`fp8`), the experts that the tokens choose (`fp4`; how many a layer, on average, in their column), "
         "other weights, the head, the streams between blocks, and the rows that are read. Times of a layer are the "
         "step's over its layers, the head's share in them. Launches: fusions and custom calls, one of several kernels "
-        "counted once.",
+        "counted once. Below: what several devices were compared with one in, and their memory.",
         table="models",
+        subject="mesh",
     ),
     Section(
         "Prompts continued by `dsv4-jax generate`",
