@@ -14,6 +14,7 @@ import importlib.util
 import logging
 import struct
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -91,10 +92,12 @@ class NixlEngine:
         ended = link.settle()
         link.close(self._reader)
         if not ended:
+            for other in self._links:
+                other.let_go(self._reader)
             self._reader.close()
             self._reading = None
             for other in self._links:
-                other.move(self._reader)
+                other.go_on(lambda: self._reader)
 
     def close(self) -> None:
         for agent in (self._reading, self._serving):
@@ -180,23 +183,30 @@ class _Link:
         return all(read.state == _DONE for read in self.reads)
 
     def close(self, reader: _Agent) -> None:
+        self.let_go(reader)
         for read in list(self.reads):
             read.release()
-        with contextlib.suppress(Exception):  # of kinds of its own: the other end may be gone
-            reader.agent.release_dlist_handle(self.pages)
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # of a kind of its own: the other end may be gone
             reader.agent.remove_remote_agent(self.host)
+
+    def let_go(self, reader: _Agent) -> None:
+        """Of all that keeps the reader; reads that have not ended are broken off."""
+        for read in self.reads:
+            read.let_go()
+        with contextlib.suppress(Exception):  # of a kind of its own
+            reader.agent.release_dlist_handle(self.pages)
         self.pages = None
 
-    def move(self, reader: _Agent) -> None:
-        """Goes on with another reader. If it cannot, its reads say so."""
+    def go_on(self, reader: Callable[[], _Agent]) -> None:
+        """With another reader. If that cannot be, its reads say so."""
         try:
-            self.open(reader)
+            self.open(reader())
             for read in self.reads:
-                read.begin(reader)
-        except Exception:  # of a kind of its own
+                if read.state != _DONE:
+                    read.begin(reader())
+        except Exception as error:  # of a kind of its own
             for read in self.reads:
-                read.state = "could not be begun anew"
+                read.state = f"{type(error).__name__}: {error}"
 
 
 class _Read:
@@ -229,11 +239,14 @@ class _Read:
         return self.state == _DONE
 
     def release(self) -> None:
+        self.let_go()
+        self._link.reads.discard(self)
+
+    def let_go(self) -> None:
         if self._handle is not None:
             with contextlib.suppress(Exception):  # of a kind of its own: it has not ended
                 self._agent.release_xfer_handle(self._handle)
         self._agent = self._handle = None
-        self._link.reads.discard(self)
 
 
 @contextlib.contextmanager

@@ -7,14 +7,18 @@ that is in what the server publishes. Both ends bound what they read: the other 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import ipaddress
 import json
+import os
 import queue
 import secrets
+import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -144,21 +148,17 @@ class Request:
 class SocketLink:
     """A connection to a server: requests are answered, and messages taken, in their order.
 
+    It is made in the background, so a host that cannot be reached shows when it is first asked.
+
     Raises:
-        OSError, ValueError: the server cannot be reached so, or does not want us.
+        ValueError: no server has published this.
     """
 
     def __init__(self, name: str, reach: bytes):
-        place, secret = _parse(reach)
-        self._socket = socket.create_connection(place, timeout=_PATIENCE)
-        try:
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket.sendall(_HELLO.pack(secret, len(name.encode())) + name.encode())
-            _check_answer(self._socket)
-            self._socket.settimeout(None)
-        except BaseException:
-            self._socket.close()
-            raise
+        self._place, secret = _parse(reach)
+        self._hello = _HELLO.pack(secret, len(name.encode())) + name.encode()
+        version = ipaddress.ip_address(self._place[0]).version
+        self._socket = socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET)
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[Request | bytes | None] = queue.SimpleQueue()
         self._error: Exception | None = None
@@ -193,9 +193,32 @@ class SocketLink:
                 raise OSError("the other end does not take what is sent")
             self._jobs.put(job)
 
+    def _connect(self) -> None:
+        until = time.monotonic() + _PATIENCE
+        self._socket.setblocking(False)
+        problem = self._socket.connect_ex(self._place)
+        while problem in (errno.EINPROGRESS, errno.EALREADY):
+            if self._error is not None or time.monotonic() > until:
+                raise TimeoutError("it does not answer")
+            select.select([], [self._socket], [], 0.05)
+            problem = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or self._socket.connect_ex(
+                self._place
+            )
+        if problem not in (0, errno.EISCONN):
+            raise OSError(problem, os.strerror(problem))
+        self._socket.settimeout(_PATIENCE)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.sendall(self._hello)
+        _check_answer(self._socket)
+        self._socket.settimeout(None)
+
     def _work(self) -> None:
+        connected = False
         while (job := self._jobs.get()) is not None:
             try:
+                if not connected:
+                    self._connect()
+                    connected = True
                 if isinstance(job, Request):
                     self._socket.sendall(_FRAME.pack(_ASK, len(job.data)) + job.data)
                     _check_answer(self._socket)

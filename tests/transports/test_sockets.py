@@ -58,8 +58,10 @@ def test_strangers_and_nonsense_end_their_own_connection_only(server):
                 stranger.shutdown(socket.SHUT_WR)
             assert answer(stranger) in (b"", b"+\0\0\0\0")
             assert answer(stranger) == b""
+    stranger = SocketLink("me", json.dumps({**reach, "secret": "00" * 16}).encode())
     with pytest.raises(OSError, match="closed"):
-        SocketLink("me", json.dumps({**reach, "secret": "00" * 16}).encode())
+        ask(stranger, b"abc", 9)
+    stranger.close()
     assert ask(good, b"abc", 9) == b"abcabcabc"
     good.close()
 
@@ -110,6 +112,22 @@ def test_a_server_that_answers_nonsense(server):
             ask(link, b"", 1)
         link.close()
         thread.join()
+
+
+def test_a_host_that_cannot_be_reached_shows_when_it_is_asked(server):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    link = SocketLink("me", json.dumps({**json.loads(server.reach), "port": port}).encode())
+    with pytest.raises(OSError, match="refused"):
+        ask(link, b"", 1)
+    link.close()
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # which greets nobody
+        link = SocketLink("me", json.dumps({**json.loads(server.reach), "port": listener.getsockname()[1]}).encode())
+        request = link.ask(b"", [bytearray(1)])
+        assert not request.is_done()
+        link.close()
+        with pytest.raises(OSError, match=r"closed|answer|reset"):
+            request.is_done()
 
 
 def test_messages_that_nobody_reads_are_bounded():
