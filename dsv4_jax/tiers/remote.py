@@ -251,10 +251,12 @@ class RecordTransport:
             if self._closed:
                 return
             self._closed = True
-            for peer in list(self._links):
-                self._lose(peer, TransportClosedError("the transport was closed"))
-            self._engine.close()
-            self._pages = np.zeros((1, 0), np.uint8)
+            try:
+                for peer in list(self._links):
+                    self._lose(peer, TransportClosedError("the transport was closed"))
+            finally:
+                self._engine.close()
+                self._pages = np.zeros((1, 0), np.uint8)
 
     def __enter__(self) -> RecordTransport:
         return self
@@ -297,9 +299,9 @@ class RecordTransport:
 
     def _sums(self, kind: RecordKind, ids: Sequence[int]) -> list[bytes]:
         layout = self._published()
-        print_ = layout.block_fingerprint if kind == "block" else layout.snapshot_fingerprint
+        fingerprint = layout.block_fingerprint if kind == "block" else layout.snapshot_fingerprint
         records = [self._pages[i] for i in ids]
-        return checksums(records, [kind.encode()] * len(records), bytes.fromhex(print_), [0] * len(records))
+        return checksums(records, [kind.encode()] * len(records), bytes.fromhex(fingerprint), [0] * len(records))
 
     def _make_read(
         self,

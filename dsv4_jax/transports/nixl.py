@@ -74,8 +74,8 @@ class NixlEngine:
 
     def start(self, link: _Link, source: np.ndarray, destination: np.ndarray) -> _Read:
         read = _Read(link, source, destination)
+        link.reads.add(read)  # also if this fails: some of it may be on its way
         read.begin(self._reader)
-        link.reads.add(read)
         return read
 
     def send(self, link: _Link, message: bytes) -> None:

@@ -80,7 +80,8 @@ class SocketServer:
             except OSError:
                 if self._closed:
                     return
-                continue  # this one failed; others may not
+                time.sleep(0.01)  # this one failed; others may not
+                continue
             with self._lock:
                 if self._closed or len(self._open) >= _MOST_CONNECTIONS:
                     connection.close()
@@ -109,6 +110,7 @@ class SocketServer:
         connection.sendall(_FRAME.pack(_GOOD, 0))
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine may vanish without a word
         return name
 
     def _serve_one(self, connection: socket.socket, sender: str) -> None:
@@ -206,6 +208,8 @@ class SocketLink:
             )
         if problem not in (0, errno.EISCONN):
             raise OSError(problem, os.strerror(problem))
+        if self._error is not None:  # closed meanwhile: from here on that wakes us
+            raise self._error
         self._socket.settimeout(_PATIENCE)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.sendall(self._hello)
