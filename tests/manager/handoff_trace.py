@@ -211,6 +211,7 @@ class Pair:
 
     def wait(self) -> None:
         self.clock.advance(self.random.choice([1, 2, LEASE / 2, LEASE]))
+        self.tier.expire()
 
     def reset(self) -> None:
         trace = self.random.choice([self.sender, self.taker])

@@ -52,8 +52,8 @@ class Holds:
         return hold
 
     def keep(self, hold: Hold, node: Node) -> None:
-        """Holds the host copy of a block. Raises `PrefixTreeError` if it has none."""
-        if node in hold.blocks:
+        """Holds the host copy of a block, unless the hold has ended. Raises `PrefixTreeError` if it has none."""
+        if hold not in self.active or node in hold.blocks:
             return
         if not self._nodes.check(node).host:
             raise PrefixTreeError(f"{node} has no host copy to hold")
@@ -61,7 +61,9 @@ class Holds:
         node.held += 1
 
     def keep_state(self, hold: Hold, node: Node) -> None:
-        """Holds the host copy of the state at the end of a block. Raises `PrefixTreeError` if it has none."""
+        """Likewise the host copy of the state at the end of a block."""
+        if hold not in self.active:
+            return
         snapshot = self._nodes.check(node).snapshot
         if snapshot is None or not snapshot.host:
             raise PrefixTreeError(f"{node} has no state on the host to hold")
