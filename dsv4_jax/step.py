@@ -478,7 +478,10 @@ class LayerCacheHandle(Generic[Cache]):
             entry_ids = None
             if entries is not None:
                 entry_ids = self.entry_rows(self._all_entries() if listed is None else listed)
-            return attend(queries, sink, window, entries, entry_ids, count, inverse_rope=turned, dtype=dtype, **how)
+            return attend(
+                queries, sink, window, entries, entry_ids, count, inverse_rope=turned, dtype=dtype,
+                heads=self.layout.cfg.num_attention_heads, **how,
+            )  # fmt: skip
         slots = jnp.asarray(self.plan.token_slot)
         return attend_parts(
             queries, sink, window, entries, listed, count, rows_of=lambda t, chosen: self._rows_of(slots[t], chosen),

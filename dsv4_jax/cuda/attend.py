@@ -69,7 +69,8 @@ def call(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
         ffi.cuda_target("attend", "dsv4_attend"),
         (jax.ShapeDtypeStruct((tokens, heads, dim), stored), jax.ShapeDtypeStruct((tokens, heads), jnp.float32)),
     )
-    splits = split_count(window.ids.shape[1], entry_ids.shape[1], heads, arguments.key_split)
+    of_model = arguments.heads or heads
+    splits = split_count(window.ids.shape[1], entry_ids.shape[1], of_model, arguments.key_split)
     out, lse = kernel(
         arguments.queries.astype(jnp.bfloat16), arguments.sink.astype(jnp.float32), *window.rows, window.ids,
         window.visible, *entries, entry_ids, entry_count, *tables,

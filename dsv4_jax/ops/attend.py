@@ -39,6 +39,7 @@ class AttendArguments:
     inverse_rope: tuple[jax.Array, jax.Array] | None = None
     dtype: DTypeLike = jnp.float32
     key_split: KernelSplit = "throughput"
+    heads: int | None = None
 
     @property
     def empty(self) -> bool:
@@ -58,6 +59,7 @@ def attend(
     inverse_rope: tuple[jax.Array, jax.Array] | None = None,
     dtype: DTypeLike = jnp.float32,
     key_split: KernelSplit = "throughput",
+    heads: int | None = None,
     implementation: Choice = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sparse MQA where keys and values are the same rows (docs/model.md, Attention).
@@ -78,6 +80,8 @@ def attend(
         dtype: of `out`, float32 or bfloat16; everything before is float32.
         key_split: how finely the CUDA kernel cuts a token's keys (`CacheLayout.key_split`; its "context" is
             `ops.attend_parts`); the others ignore it.
+        heads: of the model, if these are a device's share of them: keys are cut by those of the model, so that bits do
+            not depend on the number of devices.
 
     Returns:
         (out [T, H, dim] of `dtype`, lse [T, H] float32 = log sum_k e^z_k without the sink).
@@ -108,6 +112,7 @@ def attend(
         inverse_rope = position, check.array("inverse_rope's inv_freq", inv_freq, "float32", "RoPE pairs")
     arguments = AttendArguments(
         queries, sink, window, entries, entry_ids, entry_count, scale, fmt, inverse_rope, dtype, key_split,
+        heads,
     )  # fmt: skip
     return run("attend", arguments, implementation)
 

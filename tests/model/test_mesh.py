@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import importlib
 import pathlib
 from typing import Any
 
@@ -25,6 +26,7 @@ from dsv4_jax import (
     shard_step,
     stack_plans,
 )
+from dsv4_jax.cuda import attend as cuda_attend
 from dsv4_jax.errors import LayoutError, ShapeError
 from dsv4_jax.manager import StepShape
 from dsv4_jax.model.params import is_leaf
@@ -230,6 +232,26 @@ def test_a_share_of_rows_knows_the_whole_matrix() -> None:
         return [node.whole_rows or node.shape[0] for node in nodes if is_leaf(node) and node.format == FP8]
 
     assert len(rows(Split())) >= 5 and rows(Split()) == rows(Split(1, 2)) == rows(Split(2, 1)) == rows(Split(2, 2))
+
+
+def test_a_share_of_heads_has_its_keys_cut_as_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more than 64 heads, `key_split="latency"` cuts otherwise than of 64 (`cuda.attend.split_count`)."""
+    cfg, mesh = dataclasses.replace(F32, num_attention_heads=72, o_groups=2), mesh_of(1, 2)
+    layout, seen = CacheLayout(cfg, key_split="latency"), []
+    manager = KVCacheManager(layout, SIZE)
+    plan = stack_plans([manager.plan_step([], shape=manager.pinned_shape(2))])
+    params = model.shard_params(cfg, model.init_params(cfg, 0), mesh)
+
+    def noted(op: str, arguments: Any, choice: Any) -> Any:
+        seen.append((arguments.queries.shape[1], cuda_attend.split_count(256, 0, arguments.heads, "latency")))
+        return op_attend.reference(arguments)
+
+    op_attend = importlib.import_module("dsv4_jax.ops.attend")  # of which the package has the function
+    monkeypatch.setattr(op_attend, "run", noted)
+    cache = init_cache(layout, SIZE, sharding=cache_sharding(layout, mesh))
+    shard_step(model.forward, mesh).trace(params, cache, plan, np.zeros(2, np.int32))
+    assert seen == [(36, cuda_attend.split_count(256, 0, 72, "latency"))]
+    assert cuda_attend.split_count(256, 0, 36, "latency") != seen[0][1]
 
 
 @pytest.mark.slow
