@@ -12,6 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
@@ -34,6 +35,7 @@ __all__ = ["IMPLEMENTATION", "call", "rows_per_program", "supports"]
 WARPS = 4  # of a program
 # Of K and V that a program reads: 128 bytes a thread, and 8 programs on an SM have 128 KB on their way.
 PROGRAM_BYTES = 16 << 10
+_MOST_BITS = 0x7F7FFFFF  # of the greatest float32
 PROGRAMS = 512  # at least so many (a few on each SM), or one for every row
 
 
@@ -107,12 +109,30 @@ def _kernel(ids, k, v, *refs, storage, per_program):
 
 
 def _fp8(tiles):
-    """`formats.index_fp8.encode` of rows in pieces: (the tiles as e4m3 codes, float32 scales [rows])."""
-    flushed = [(column, flush_subnormals(x)) for column, x in tiles]
-    amax = functools.reduce(jnp.maximum, (absmax(x, AMAX_FLOOR) for _, x in flushed))
-    exponent = ue8m0_scale_exponent(amax, E4M3_MAX)
-    factor = power_of_two(-exponent)[:, None]
-    return [(column, e4m3_codes(x * factor)) for column, x in flushed], power_of_two(exponent)
+    """`formats.index_fp8.encode` of rows in pieces: (the tiles as e4m3 codes, float32 scales [rows]).
+
+    Conversion binds, not memory, unless an element takes few instructions. Where all are finite the greatest magnitude
+    is that of the bits, nothing is clipped, and subnormals, which are below every scale's least code, need no care.
+    """
+    columns = [column for column, _ in tiles]
+    values = [x.astype(jnp.float32) for _, x in tiles]
+    bits = [lax.bitcast_convert_type(x, jnp.int32) & np.int32(0x7FFFFFFF) for x in values]
+    most = functools.reduce(jnp.maximum, (x.max(1) for x in bits))
+
+    def finite():
+        exponent = ue8m0_scale_exponent(jnp.maximum(lax.bitcast_convert_type(most, jnp.float32), AMAX_FLOOR), E4M3_MAX)
+        factor = power_of_two(-exponent)[:, None]
+        codes = [lax.bitcast_convert_type((x * factor).astype(jnp.float8_e4m3fn), jnp.uint8) for x in values]
+        return (*codes, power_of_two(exponent))
+
+    def any_values():
+        amax = functools.reduce(jnp.maximum, (absmax(x, AMAX_FLOOR) for x in values))
+        exponent = ue8m0_scale_exponent(amax, E4M3_MAX)
+        factor = power_of_two(-exponent)[:, None]
+        return (*(e4m3_codes(flush_subnormals(x) * factor) for x in values), power_of_two(exponent))
+
+    *codes, scale = lax.cond(most.max() <= np.int32(_MOST_BITS), finite, any_values)
+    return list(zip(columns, codes, strict=True)), scale
 
 
 def _columns(width: int):
