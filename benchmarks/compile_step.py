@@ -157,7 +157,7 @@ def main() -> None:
     xla = tuple((name, words.get(value, value)) for name, _, value in (option.partition("=") for option in args.xla))
     executable, in_place = compile_step(
         StepOptions(
-            args.model, args.batch, args.context, args.layers, xla=xla, devices=args.devices, tensor=args.tensor
+            args.model, args.batch, args.context, layers=args.layers, xla=xla, devices=args.devices, tensor=args.tensor
         ),
         args.whole,
     )

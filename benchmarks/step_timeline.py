@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
-    base = StepOptions(args.model, args.batch, args.context, args.layers)
+    base = StepOptions(args.model, args.batch, args.context, layers=args.layers)
     params = init_params(model.model_config(base), 0, "released", packed=True)
     jax.block_until_ready(params)
     found = {}
