@@ -26,10 +26,6 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const uint8_t* from, uint
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
-// To the L2 cache only.
-__device__ __forceinline__ void prefetch_bulk(const uint8_t* from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }

@@ -65,7 +65,7 @@ cudaError_t launch_cluster(const dsv4::DenseFp8Args& args, int window, cudaStrea
   if (error != cudaSuccess) return error;
   const dim3 grid(kCluster, (args.rows + Shape::kRows - 1) / Shape::kRows, args.weight_rows / Shape::kTileRows);
   return dsv4::start(dsv4::dense_fp8_kernel<Shape, kCluster>, {grid, Shape::kThreads, Shape::kSharedBytes, kCluster},
-                     dsv4::follows, stream, args, map, window, dsv4::follows);
+                     dsv4::follows, stream, args, map, window);
 }
 
 template <typename Shape>
@@ -142,8 +142,8 @@ ffi::Error dense_fp8(cudaStream_t stream, Rows x, Codes codes, Scales scales, ff
   const bool floats = out->element_type() == ffi::F32;
   if (tiles[2] != dsv4::kDenseTileBytes || columns == 0 || groups < 1 || rows[1] != groups * columns ||
       tiles[0] % groups != 0 || blocks[0] != (tiles[0] + kTiles - 1) / kTiles || blocks[1] != tiles[1] ||
-      results.size() != 2 || results[0] != rows[0] || results[1] != weight_rows ||
-      whole_rows < weight_rows || (!floats && out->element_type() != ffi::BF16)) {
+      results.size() != 2 || results[0] != rows[0] || results[1] != weight_rows || whole_rows < weight_rows ||
+      (!floats && out->element_type() != ffi::BF16)) {
     return ffi::Error::InvalidArgument("dense_fp8: shapes or types do not agree");
   }
   const dsv4::DenseFp8Args args = {reinterpret_cast<const __nv_bfloat16*>(x.untyped_data()),

@@ -88,19 +88,13 @@ struct DenseCopies {
       }
     }
   }
-  // Each stage as soon as the one `window` before it is there and it was handed back. With the whole ring there and
-  // nothing multiplied yet, which is when another kernel still runs, the rest is brought nearer.
-  __device__ __forceinline__ void copy_weights(int window, bool early) const {
+  // Each stage as soon as the one `window` before it is there and it was handed back.
+  __device__ __forceinline__ void copy_weights(int window) const {
     Stage there = {0, 0}, next = {0, 0};
     for (int step = 0; step < steps; ++step) {
       if (step >= window) {
         barrier_wait(shared_address(&stages[there.index].weights), there.phase);
         if (++there.index == Shape::kStages) there.index = 0, there.phase ^= 1;
-      }
-      if (early && step == Shape::kStages) {
-        barrier_wait(shared_address(&stages[Shape::kStages - 1].weights), 0);
-        for (int ahead = step; ahead < steps && !barrier_passed(shared_address(&stages[0].empty), 0); ++ahead)
-          runs(ahead, [](int, const uint8_t* run) { prefetch_bulk(run, Shape::kRunWeights); });
       }
       if (step >= Shape::kStages) barrier_wait(shared_address(&stages[next.index].empty), next.phase ^ 1);
       const uint32_t full = shared_address(&stages[next.index].weights);
@@ -130,6 +124,11 @@ struct DenseCopies {
   }
 };
 
+// Of the lane's run of columns among the first 32.
+__device__ __forceinline__ uint32_t first_factors(const uint8_t* scales, int count, int lane) {
+  return lane < count ? code_factor(__ldg(scales + lane)) : 0;
+}
+
 // A warpgroup's 64 x N products over its part of K. Leaves with nothing in flight.
 template <typename Shape>
 __device__ __forceinline__ void multiply_dense(float (&d)[Shape::kRows / 2], DenseStage* stages, uint32_t weights,
@@ -139,7 +138,7 @@ __device__ __forceinline__ void multiply_dense(float (&d)[Shape::kRows / 2], Den
   constexpr int kOfScale = kDenseColumns / kPartColumns;
   const int lane = lane_of(thread), scale_count = steps * Shape::kColumns / kDenseColumns;
   uint32_t a[2][2 * kFragment];
-  uint32_t factors = 0, word = 0;  // `factors`: of the lane's run of columns among 32
+  uint32_t factors = first_factors(scales, scale_count, lane), word = 0;
   Stage stage = {0, 0};
   int before = 0;
   for (int step = 0; step < steps; ++step) {
@@ -152,7 +151,7 @@ __device__ __forceinline__ void multiply_dense(float (&d)[Shape::kRows / 2], Den
     for (int part = 0; part < kParts; ++part) {
       if (kParts < kOfScale ? part == 0 : part % kOfScale == 0) {
         const int run = (step * kParts + part) / kOfScale;
-        if (within<kLanes>(run) == 0 && run + lane < scale_count) factors = code_factor(__ldg(scales + run + lane));
+        if (within<kLanes>(run) == 0 && run > 0) factors = first_factors(scales + run, scale_count - run, lane);
         word = __shfl_sync(kAllLanes, factors, within<kLanes>(run));
       }
       const __nv_bfloat162 factor = reinterpret_cast<const __nv_bfloat162&>(word);
@@ -176,6 +175,54 @@ __device__ __forceinline__ void multiply_dense(float (&d)[Shape::kRows / 2], Den
     if (++stage.index == Shape::kStages) stage.index = 0, stage.phase ^= 1;
   }
   mma_wait<0>();
+}
+
+// The same for eight rows, each warp by itself.
+template <typename Shape>
+__device__ __forceinline__ void multiply_dense_by_warp(float (&d)[Shape::kRows / 2], DenseStage* stages,
+                                                       uint32_t weights, uint32_t rows, const uint8_t* scales,
+                                                       int steps, int thread) {
+  constexpr int kPartColumns = 2 * kMmaDepth;  // two products: a thread's 16 bytes
+  constexpr int kParts = Shape::kColumns / kPartColumns, kPartBytes = kPartColumns * kDenseRows;
+  constexpr int kOfScale = kDenseColumns / kPartColumns;
+  const int lane = lane_of(thread), scale_count = steps * Shape::kColumns / kDenseColumns;
+  const uint32_t place = place_of_rows(lane);
+  uint32_t factors = first_factors(scales, scale_count, lane), word = 0;
+  Stage stage = {0, 0};
+  int before = 0;
+#pragma unroll
+  for (float& x : d) x = 0;
+  for (int step = 0; step < steps; ++step) {
+    barrier_wait(shared_address(&stages[stage.index].weights), stage.phase);
+    const uint32_t codes = weights + stage.index * Shape::kStageWeights + thread * kChunkBytes;
+    const uint32_t block = rows + stage.index * Shape::kStageRows;
+    uint4 words[kParts], b[kParts];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) words[part] = load_shared4(codes + part * kPartBytes);
+    barrier_wait(shared_address(&stages[stage.index].rows), stage.phase);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) b[part] = load_rows(block + part / 2 * Shape::kBoxBytes, place, part % 2);
+    if (step > 0) {
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(&stages[before].empty));
+    }
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (part % kOfScale == 0) {
+        const int run = (step * kParts + part) / kOfScale;
+        if (within<kLanes>(run) == 0 && run > 0) factors = first_factors(scales + run, scale_count - run, lane);
+        word = __shfl_sync(kAllLanes, factors, within<kLanes>(run));
+      }
+      const __nv_bfloat162 factor = reinterpret_cast<const __nv_bfloat162&>(word);
+      uint32_t a[2 * kFragment];
+      decode_codes(words[part].x, words[part].y, factor, a);
+      decode_codes(words[part].z, words[part].w, factor, a + kFragment);
+      mma_16x8(d, a, b[part].x, b[part].y);
+      mma_16x8(d, a + kFragment, b[part].z, b[part].w);
+    }
+    before = stage.index;
+    if (++stage.index == Shape::kStages) stage.index = 0, stage.phase ^= 1;
+  }
 }
 
 // A warpgroup's sums to shared memory: [row of x][weights' row of the block].
@@ -274,12 +321,10 @@ __device__ __forceinline__ void add_parts(const DenseFp8Args& args, uint32_t sum
   }
 }
 
-// Grid: a cluster, tiles of rows of x, tiles of the weights' rows. `window`: stages of weights under way. `early`:
-// another kernel may still run.
+// Grid: a cluster, tiles of rows of x, tiles of the weights' rows. `window`: stages of weights under way.
 template <typename Shape, int kCluster>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
-    dense_fp8_kernel(const __grid_constant__ DenseFp8Args args, const __grid_constant__ CUtensorMap map, int window,
-                     bool early) {
+    dense_fp8_kernel(const __grid_constant__ DenseFp8Args args, const __grid_constant__ CUtensorMap map, int window) {
   let_next_start();
   extern __shared__ uint8_t dynamic[];
   __shared__ DenseStage stages[Shape::kStages];
@@ -309,7 +354,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       const int column = group * args.columns + first_column;
       const DenseCopies<Shape> copies = {stages, weights, rows, from, tile_bytes, map, first_row, column, steps};
       if (thread == 0) {
-        copies.copy_weights(window, early);
+        copies.copy_weights(window);
       } else {
         copies.copy_rows();
       }
@@ -321,8 +366,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     const uint8_t* scales =
         args.scales + (first_column + split * part_columns) / kDenseColumns +
         static_cast<size_t>((tile + mine) / (kDenseScaleRows / kDenseRows)) * (args.columns / kDenseColumns);
-    multiply_dense<Shape>(d, stages, weights + warpgroup * Shape::kRunWeights, rows + split * Shape::kRunBytes, scales,
-                          steps, thread);
+    const uint32_t own_weights = weights + warpgroup * Shape::kRunWeights, own_rows = rows + split * Shape::kRunBytes;
+    if constexpr (Shape::kRows == kCellColumns) {
+      multiply_dense_by_warp<Shape>(d, stages, own_weights, own_rows, scales, steps, thread);
+    } else {
+      multiply_dense<Shape>(d, stages, own_weights, own_rows, scales, steps, thread);
+    }
     named_sync(1, Shape::kConsumers);  // the ring is free
     uint8_t* sums = dynamic + (rows - shared_address(dynamic)) + split * Shape::kPartBytes;
     put_sums<Shape>(d, reinterpret_cast<float*>(sums), mine, thread);

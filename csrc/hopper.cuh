@@ -171,19 +171,6 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
       : "memory");
 }
 
-// Whether the phase of this parity is over, without waiting.
-__device__ __forceinline__ bool barrier_passed(uint32_t bar, uint32_t parity) {
-  uint32_t passed;
-  asm volatile(
-      "{.reg .pred done;\n"
-      "mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 done, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, done;}"
-      : "=r"(passed)
-      : "r"(bar), "r"(parity)
-      : "memory");
-  return passed != 0;
-}
-
 // A stage of a ring of buffers, and in which of its turns, modulo two: the parity that its barriers are waited with.
 struct Stage {
   int index;

@@ -45,11 +45,12 @@ cudaError_t launch_with(const dsv4::MoeArgs& args, cudaStream_t stream) {
   return dsv4::start(dsv4::moe_sum_kernel, {grid, dsv4::kSumThreads}, true, stream, args);
 }
 
-// Warpgroups, rows of an item, tiles of a stage, stages, blocks an SM: from the fewest rows to the most.
+// Warpgroups, rows of an item, tiles of a stage, stages, blocks an SM, window, products by warp: from the fewest rows
+// to the most.
 constexpr int kSizeStep = 256;  // of hidden and inter
-using Shapes =
-    std::tuple<dsv4::MoeShape<1, 8, 2, 5, 3>, dsv4::MoeShape<4, 8, 2, 5, 1>, dsv4::MoeShape<2, 8, 2, 2, 4>,
-               dsv4::MoeShape<4, 16, 2, 2, 2>, dsv4::MoeShape<4, 32, 2, 4, 1>, dsv4::MoeShape<4, 64, 2, 3, 1>>;
+using Shapes = std::tuple<dsv4::MoeShape<1, 8, 2, 5, 3, 2, true>, dsv4::MoeShape<4, 8, 2, 5, 1, 2, true>,
+                          dsv4::MoeShape<2, 8, 2, 2, 4>, dsv4::MoeShape<4, 16, 2, 2, 2>, dsv4::MoeShape<4, 32, 2, 4, 1>,
+                          dsv4::MoeShape<4, 64, 2, 3, 1>>;
 constexpr int kShapes = std::tuple_size_v<Shapes>;
 
 // The number, from 1 on, of the shape for so many pairs and rows of an expert on average; few items are cut smaller.

@@ -3,7 +3,8 @@
 // A block takes an item: a run of an expert's rows (tokens) and `kGroups` tiles of 64 of the weights' rows. M are the
 // weights' rows, N the tokens; an expert of more has several items. Within a block
 //
-//   warpgroups 0 .. kGroups - 1   decode a tile of weights each in registers and multiply (moe_weights.cuh)
+//   warpgroups 0 .. kGroups - 1   decode a tile of weights each in registers and multiply (moe_weights.cuh); for few
+//                                 tokens each warp by itself
 //   one more warp                 copies weights and rows to shared memory, up to `kStages` runs of 128 or 256 columns
 //                                 of K ahead, over the end of an item too
 //
@@ -20,13 +21,16 @@ namespace dsv4 {
 
 constexpr int kWarps = kWarpgroup / kLanes;  // of a warpgroup
 
-template <int kGroupsOf, int kRowsOf, int kTilesOf, int kStagesOf, int kBlocksOf>
+template <int kGroupsOf, int kRowsOf, int kTilesOf, int kStagesOf, int kBlocksOf, int kWindowOf = kStagesOf,
+          bool kByWarpOf = false>
 struct MoeShape {
   static constexpr int kGroups = kGroupsOf;  // warpgroups, each a tile of weights
   static constexpr int kRows = kRowsOf;      // tokens of an item, at most: N
   static constexpr int kTiles = kTilesOf;    // of 128 columns, a stage
   static constexpr int kStages = kStagesOf;
-  static constexpr int kBlocks = kBlocksOf;  // an SM
+  static constexpr int kBlocks = kBlocksOf;   // an SM
+  static constexpr int kWindow = kWindowOf;   // stages of the first product that are under way until one is there
+  static constexpr bool kByWarp = kByWarpOf;  // products of a warp, not of a warpgroup
   static constexpr int kThreads = kWarpgroup * kGroups + kLanes;
   static constexpr int kRowBytes = kRows / kGroupRows * 2 * kTiles * kAtomBytes;  // of a stage
   static constexpr int kWeightBytes = kGroups * kTiles * kTileBytes;
@@ -99,8 +103,9 @@ struct Ring {
 };
 
 // One thread: all copies of a block, in order. Weights of the first stages are asked for before what the previous
-// kernel writes is there.
-template <typename Shape>
+// kernel writes is there. Copies that are under way finish together: of a whole ring asked for at once the first stage
+// would come with the last, so the first product, which nothing precedes, begins with `kWindow` of them.
+template <typename Shape, bool kGateUp>
 __device__ __forceinline__ void copy_items(Ring<Shape> ring, MoeItem* announced, const MoeProduct& product,
                                            const RowTile* tiles, RowTile tile, int items) {
   const uint64_t policy = streamed_once();
@@ -141,11 +146,17 @@ __device__ __forceinline__ void copy_items(Ring<Shape> ring, MoeItem* announced,
     };
     int step = 0;
     if (first) {
-      const int ahead = min(Shape::kStages, product.steps);
+      constexpr int kAhead = kGateUp ? Shape::kWindow : Shape::kStages;
+      const int ahead = min(kAhead, product.steps);
       Ring<Shape> early = ring;
       for (int i = 0; i < ahead; ++i, early.next()) start(early, i);
       wait_for_previous();
       for (; step < ahead; ++step, ring.next()) add_rows(ring, step);
+      for (; step < min(Shape::kStages, product.steps); ++step, ring.next()) {
+        barrier_wait(ring.full - kAhead * sizeof(MoeStage), 0);
+        start(ring, step);
+        add_rows(ring, step);
+      }
       first = false;
     }
     next = product.taken == nullptr ? item + gridDim.x : gridDim.x + atomicAdd(product.taken, 1);
@@ -201,6 +212,64 @@ __device__ __forceinline__ void multiply(float (&d)[Shape::kRows / 2], Ring<Shap
   }
   mma_wait<0>();
   if (lane_of(thread) == 0) barrier_arrive(before);
+}
+
+// What a warp reads of a tile of weights and of eight rows.
+struct WarpTile {
+  static constexpr int kParts = kWeightColumns / kWeightGroup;
+  uint2 words[kParts], scales;
+  uint4 rows[kParts];
+
+  __device__ __forceinline__ void load(uint32_t codes, uint32_t scales_at, uint32_t block, uint32_t place) {
+    scales = load_shared2(scales_at);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      words[part] = load_shared2(codes + part * (kCodeBytes / kParts));
+      rows[part] = load_rows(block + part / 2 * kAtomBytes, place, part % 2);
+    }
+  }
+  __device__ __forceinline__ void multiply(float (&d)[kCell]) const {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      uint32_t a[kTwoFragments];
+      const uint32_t scale = part < 2 ? scales.x : scales.y;
+      decode_weights(words[part].x, words[part].y, part % 2 == 0 ? weight_factors<0>(scale) : weight_factors<1>(scale),
+                     a);
+      mma_16x8(d, a, rows[part].x, rows[part].y);
+      mma_16x8(d, a + kFragment, rows[part].z, rows[part].w);
+    }
+  }
+};
+
+// The same for eight rows, each warp by itself: it waits for no other, and its numbers have the same bits.
+template <typename Shape>
+__device__ __forceinline__ void multiply_by_warp(float (&d)[Shape::kRows / 2], Ring<Shape>& ring, int steps, int group,
+                                                 int thread) {
+  const uint32_t run = group * Shape::kTiles * kTileBytes, word = 2 * sizeof(uint32_t);
+  const uint32_t codes = run + thread * word, scales = run + kCodeBytes + quad_of(thread) * word;
+  const int lane = lane_of(thread);
+  const uint32_t place = place_of_rows(lane);
+  uint32_t before = 0;
+#pragma unroll
+  for (float& x : d) x = 0;
+  for (int step = 0; step < steps; ++step) {
+#pragma unroll
+    for (int t = 0; t < Shape::kTiles; ++t) {
+      const uint32_t weights = ring.weights + t * kTileBytes, block = ring.rows + 2 * t * kAtomBytes;
+      if (t == 0) barrier_wait(ring.full, ring.stage.phase);
+      WarpTile tile;
+      tile.load(weights + codes, weights + scales, block, place);
+      // Passed already: the compiler, which would put each load off to where it is used, keeps them before it.
+      barrier_wait(ring.full, ring.stage.phase);
+      __syncwarp();
+      if (t == 0 && step > 0 && lane == 0) barrier_arrive(before);
+      tile.multiply(d);
+    }
+    before = ring.empty();
+    ring.next();
+  }
+  __syncwarp();
+  if (lane == 0) barrier_arrive(before);
 }
 
 // silu(gate) * up, the gate clamped above and up on both sides; NaN stays.
@@ -319,7 +388,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) moe_kernel(co
   }
   const int items = count * product.row_tiles;
   if (group == Shape::kGroups) {
-    if (thread == 0) copy_items<Shape>(ring, announced, product, tiles, first, items);
+    if (thread == 0) copy_items<Shape, kGateUp>(ring, announced, product, tiles, first, items);
   } else {
     wait_for_previous();
     let_next_start();
@@ -328,7 +397,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) moe_kernel(co
       const MoeItem item = announced[ring.stage.index];
       if (item.rows.rows() == 0) break;
       float d[Shape::kRows / 2];
-      multiply(d, ring, product.steps, group, thread);
+      if constexpr (Shape::kByWarp) {
+        multiply_by_warp(d, ring, product.steps, group, thread);
+      } else {
+        multiply(d, ring, product.steps, group, thread);
+      }
       const int weight_tile = item.row_tile * Shape::kGroups + group;
       if constexpr (kGateUp) {
         store_middle<Shape::kRows>(d, args, work, item.rows, weight_tile, thread);
