@@ -266,7 +266,7 @@ def test_who_comes_and_goes_finds_what_one_device_has(data: int, tensor: int) ->
     whole = model.pack_layers(model.stack_projections(params))
     soak = soak_mesh.Soak(layout, mesh, model.shard_params(cfg, params, mesh), whole)
     held = None
-    for step in range(60 if data > 1 else 100):
+    for step in range(120):
         soak.step()
         if step % 20 == 19:
             soak.compare()
