@@ -252,4 +252,4 @@ class Pair:
             trace.end()
             host = trace.manager.stats().cache.pools["host"]
             assert host.private == 0
-            assert len(trace.manager.cache.try_pages(host.total)) == host.total, "pages that nobody can take"
+            assert len(trace.manager.cache.try_pages(range(host.total))) == host.total, "pages that nobody can take"

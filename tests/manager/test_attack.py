@@ -254,7 +254,7 @@ def test_blocks_that_can_be_had_are_had_whatever_is_being_fetched_below_them(wri
     reads = tier.plan_reads(PROMPT[:25], everything, everything)  # below the block on the device; the host is full
     assert [move.scope for move in reads] == [BLOCK, BLOCK, SLOT]
     other = manager.admit_request([9] * 48)
-    assert manager.cache.can_acquire(6)
+    assert not manager.cache.shortage(range(6))
     step(manager, (other, 48))
     assert not any(tier.is_current(move) for move in reads if move.scope == BLOCK)
     tier.finish_reads(reads, [True] * len(reads))

@@ -184,7 +184,7 @@ def test_a_lease_holds_the_host_copies_until_it_ends() -> None:
     host = Host(host=HostSize.of(LAYOUT, 6, 1))
     data = host.prefill()
     pages = host.manager.cache.pages.num_total
-    assert len(host.manager.cache.try_pages(pages)) == 1  # all but those of five blocks and a state
+    assert len(host.manager.cache.try_pages(range(pages))) == 1  # all but those of five blocks and a state
     host.manager.reset()
     data = host.prefill()
     host.clock.advance(59.9)
@@ -192,7 +192,7 @@ def test_a_lease_holds_the_host_copies_until_it_ends() -> None:
     assert len(host.manager.leases) == 1
     host.clock.advance(0.2)
     host.manager.commit()
-    assert not len(host.manager.leases) and len(host.manager.cache.try_pages(pages)) == pages
+    assert not len(host.manager.leases) and len(host.manager.cache.try_pages(range(pages))) == pages
     assert not host.manager.acknowledge(json.loads(data)["lease"])
 
 
@@ -213,12 +213,12 @@ def test_reset_keeps_pages_that_are_being_written_from_others() -> None:
     reads = taker.tier.plan_reads(arrival)
     written = {page for read in reads for page in read.pages}
     taker.manager.reset()
-    assert written.isdisjoint(taker.manager.cache.try_pages(HOST.num_pages))
+    assert written.isdisjoint(taker.manager.cache.try_pages(range(HOST.num_pages)))
     taker.manager.reset()
     taker.tier.finish_reads(arrival, reads, [True] * len(reads))
     taker.manager.check_integrity()
     assert arrival.failure == "the manager was reset" and arrival.is_over
-    assert len(taker.manager.cache.try_pages(HOST.num_pages)) == HOST.num_pages
+    assert len(taker.manager.cache.try_pages(range(HOST.num_pages))) == HOST.num_pages
 
 
 # What others send
@@ -383,5 +383,5 @@ def test_broken_off_anywhere_it_is_whole_or_refuses_all_but_reset(call: str) -> 
             host.manager.check_integrity()
         # (Between its last two lines plan_reads has handed out pages, and not yet returned which.)
         free = HOST.num_pages - (len(host.manager.cache.reading) if call == "plan_reads" else 0)
-        assert len(host.manager.cache.try_pages(HOST.num_pages)) == free
+        assert len(host.manager.cache.try_pages(range(HOST.num_pages))) == free
     assert hits > 2
