@@ -1,6 +1,7 @@
 """A mesh under load for thousands of steps: the tokens and bytes of one device, and memory that does not grow.
 
     python -m tests.model.soak_mesh --steps 2000 --data 2 --tensor 1                      fake devices, tiny model
+    python -m tests.model.soak_mesh --steps 2000 --data 1 --tensor 2 --pool               blocks dealt out to two ranks
     python -m tests.model.soak_mesh --steps 2000 --data 2 --model flash --layers 4        two GPUs
 
 Every data shard has a manager with prefix caching and a host tier, tight pools, and users who join, go on with what was
@@ -167,10 +168,13 @@ class Devices:
 
     def __init__(self, params: Any, loads: list[Load], mesh: Any = None, peers: Any = ()):
         layout, size = loads[0].manager.layout, loads[0].manager.size
-        self.params, pages = params, loads[0].manager.host_size.num_pages
-        placed = None if mesh is None else cache_sharding(layout, mesh)
+        self.params, pages, ranks = params, loads[0].manager.host_size.num_pages, size.pool_ranks
+        placed = None if mesh is None else cache_sharding(layout, mesh, pool_axis="tensor" if ranks > 1 else None)
+        if mesh is None:  # the ids of all ranks are those of one
+            size, pages = dataclasses.replace(size, num_blocks=size.total_blocks, pool_ranks=1), pages * ranks
         self.cache = init_cache(layout, size, sharding=placed)
-        where: Any = None if placed is None else next(iter(placed.arrays.values()))
+        blocks = next(leaf.name for leaf in layout.leaves if leaf.scope == "block")
+        where: Any = None if placed is None else placed.arrays[blocks]
         self.host = init_host_cache(layout, pages, sharding=where)
         self._step = jax.jit(drawn, donate_argnums=1) if mesh is None else shard_step(drawn, mesh, peers=peers)
 
@@ -192,9 +196,12 @@ def drawn(params: Any, cache: Any, plan: Any, tokens: jax.Array) -> Any:
 class Soak:
     """See the module. `params`: as `init_params` gives them, neither stacked nor packed; `spread`: over the mesh."""
 
-    def __init__(self, layout: CacheLayout, mesh: Any, spread: Any, whole: Any, peers: Any = (), seed: int = 0):
-        size = CacheSize(num_blocks=10, num_slots=4, max_blocks_per_request=6, num_snapshots=2)
-        host = HostSize.of(layout, 6, 3)
+    def __init__(
+        self, layout: CacheLayout, mesh: Any, spread: Any, whole: Any, peers: Any = (), seed: int = 0, ranks: int = 1
+    ):
+        size = CacheSize(-(-10 // ranks), num_slots=4, max_blocks_per_request=6, num_snapshots=2, pool_ranks=ranks)
+        host = HostSize.of(layout, -(-6 // ranks), 3)
+        self.ranks = ranks
         policy = CachePolicy(snapshots=SnapshotPlacement(every=1))
         self.layout, self.loads = layout, list[Load]()
         for shard in range(mesh.shape["data"]):
@@ -235,9 +242,17 @@ class Soak:
             return
         lone = [devices.parts() for devices in self.alone]
         for name, whole in self.mesh.parts().items():
-            rows = lone[0][name].shape[0]
+            leaf = next((leaf for leaf in self.layout.leaves if leaf.name == name), None)
+            ranks = self.ranks if leaf is None or leaf.scope == "block" else 1
             for shard in whole.addressable_shards:
-                expected = lone[(shard.index[0].start or 0) // rows][name]
+                which, rank = divmod((shard.index[0].start or 0) // shard.data.shape[0], ranks)
+                expected = lone[which][name]
+                if ranks > 1:  # every ranks-th block or page, from the rank's first one on
+                    units = np.asarray(expected).reshape(
+                        leaf.layers if leaf else 1, -1, leaf.rows if leaf else 1, whole.shape[1]
+                    )
+                    own = np.arange(rank + 1, units.shape[1], ranks)
+                    expected = units[:, np.insert(own, 0, 0)].reshape(-1, whole.shape[1])
                 np.testing.assert_array_equal(shard.data, expected, err_msg=f"{name} after step {self.steps}")
 
     @property
@@ -266,6 +281,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--data", type=int, default=2, help="data shards")
     parser.add_argument("--tensor", type=int, default=1, help="devices of each")
+    parser.add_argument("--pool", action="store_true", help="the devices of --tensor share each request's blocks")
     parser.add_argument("--model", default="tiny", help="tiny, in float32, or flash or pro, as released")
     parser.add_argument("--layers", type=int, default=4, help="of flash or pro")
     parser.add_argument("--seed", type=int, default=0)
@@ -274,19 +290,29 @@ def main() -> None:
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", args.data * args.tensor)
     mesh = model.Split(args.data, args.tensor).mesh()
+    split: Any = "context" if args.pool else "throughput"
     if args.model == "tiny":
-        cfg, weights, layout = TINY, "float32", CacheLayout(TINY, "f32", "f32", block_tokens=8, draft_tokens=2)
+        cfg, weights = TINY, "float32"
+        layout = CacheLayout(TINY, "f32", "f32", block_tokens=8, draft_tokens=2, key_split=split)
     else:
         cfg = getattr(DSV4Config, args.model)()
         cfg = dataclasses.replace(cfg, layer_types=cfg.layer_types[: args.layers])
-        weights, layout = "released", CacheLayout(cfg, draft_tokens=2)
+        weights, layout = "released", CacheLayout(cfg, draft_tokens=2, key_split=split)
     form: Any = jnp.float32 if weights == "float32" else weights
     spread = model.init_params(cfg, args.seed, form, mesh=mesh)
     whole = model.init_params(cfg, args.seed, form, packed=True)
     exact = args.tensor <= 2 or jax.default_backend() == "gpu"
     begun, looks = time.perf_counter(), list[dict[str, float]]()
     with open_exchanges(mesh) as exchanges:
-        soak = Soak(layout, mesh, spread, whole, [exchange.peers for exchange in exchanges], args.seed)
+        soak = Soak(
+            layout,
+            mesh,
+            spread,
+            whole,
+            [exchange.peers for exchange in exchanges],
+            args.seed,
+            args.tensor if args.pool else 1,
+        )
         while soak.steps < args.steps:
             soak.step()
             for exchange in exchanges:
