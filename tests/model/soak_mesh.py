@@ -304,15 +304,8 @@ def main() -> None:
     exact = args.tensor <= 2 or jax.default_backend() == "gpu"
     begun, looks = time.perf_counter(), list[dict[str, float]]()
     with open_exchanges(mesh) as exchanges:
-        soak = Soak(
-            layout,
-            mesh,
-            spread,
-            whole,
-            [exchange.peers for exchange in exchanges],
-            args.seed,
-            args.tensor if args.pool else 1,
-        )
+        peers, ranks = [exchange.peers for exchange in exchanges], args.tensor if args.pool else 1
+        soak = Soak(layout, mesh, spread, whole, peers, args.seed, ranks)
         while soak.steps < args.steps:
             soak.step()
             for exchange in exchanges:
