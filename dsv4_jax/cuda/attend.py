@@ -25,19 +25,21 @@ MAX_SPLITS = 8  # largest portable cluster
 # Fewer tiles a run help batch 1, more help large batches (benchmarks/RESULTS.md).
 TILES_PER_RUN = 9
 LATENCY_TILES_PER_RUN, LATENCY_TILES_PER_RUN_OF_MORE_HEADS = 3, 5  # more than 64 heads are several blocks already
+LATENCY_RUNS = 4  # at least, or one a tile: to one token a tile more is 2.4 us, a run more to merge 0.6
 
 
 def split_count(window: int, entries: int, heads: int = 64, key_split: KernelSplit = "throughput") -> int:
     """Runs of one token's keys, each a block's (of 64 heads): by static shapes and settings, never by the batch.
 
-    "throughput" gives a run up to nine tiles of 64 keys, "latency" three (five with more than 64 heads); at most
-    eight runs.
+    "throughput" gives a run up to nine tiles of 64 keys, "latency" three (five with more than 64 heads) and a token at
+    least four runs, or one a tile; at most eight runs.
     """
     tiles = -(-window // TILE) - (-entries // TILE)
-    each = TILES_PER_RUN
+    each, least = TILES_PER_RUN, 0
     if key_split == "latency":
+        least = min(tiles, LATENCY_RUNS)
         each = LATENCY_TILES_PER_RUN if heads <= HEADS else LATENCY_TILES_PER_RUN_OF_MORE_HEADS
-    return min(MAX_SPLITS, max(1, -(-tiles // each)))
+    return min(MAX_SPLITS, max(1, least, -(-tiles // each)))
 
 
 def supports(arguments: AttendArguments) -> str | None:
