@@ -150,7 +150,7 @@ def main() -> None:
     entry = open_entry(ctypes.CDLL(options.library), "attend")
 
     def launch(args: AttendArgs, count: int) -> None:
-        entry(args, count, torch.cuda.current_stream().cuda_stream)
+        entry(args, count, 1 << 20, count, torch.cuda.current_stream().cuda_stream)
 
     torch.manual_seed(0)
     for shape in ((1, 64, 128, 64), (257, 64, 128, 512), (5, 16, 130, 77), (4, 128, 128, 1024), (64, 130, 128, 300),

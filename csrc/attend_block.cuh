@@ -65,6 +65,17 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= kSharedLimit, "more shared memory than a block can have");
 
+// How a token's tiles are cut into runs: of up to `most` tiles, and at least `least` runs or one a tile.
+struct Cut {
+  int most, least;
+
+  __host__ __device__ constexpr int runs(int tiles) const {
+    const int few = tiles < least ? tiles : least, many = (tiles + most - 1) / most;
+    const int runs = few < many ? many : few;
+    return runs < 1 ? 1 : runs;
+  }
+};
+
 // A block's tiles [first, last) of its token's keys.
 struct Run {
   int first, last;

@@ -1,8 +1,8 @@
 // Sparse MQA decode over fp8 rows: one softmax over window and selected entries, with a sink (dsv4_jax/ops/attend.py).
 //
 // A cluster of `splits` blocks serves one token and 64 heads. The keys are cut into tiles of 64 (the window's, then the
-// counted entries'), the tiles into `splits` runs of (almost) equal length: the cut depends on the token alone, so its
-// bits do not depend on the batch. Within a block four warpgroups work on a run:
+// counted entries'), the tiles into up to `splits` runs of (almost) equal length, by their number: the cut depends on
+// the token alone, so its bits do not depend on the batch. Within a block four warpgroups work on a run:
 //
 //   warpgroups 2, 3   gather rows, turn e4m3 codes into bf16 and store them swizzled, up to two tiles ahead
 //   warpgroup 0       S = Q K^T (64 heads x 64 keys), online softmax, P; then O[:, 0:256] += P K
@@ -22,7 +22,7 @@
 namespace dsv4 {
 
 __global__ void __launch_bounds__(kThreads, 1)
-    attend_kernel(const __grid_constant__ AttendArgs args, int splits, int head_blocks) {
+    attend_kernel(const __grid_constant__ AttendArgs args, int splits, Cut cut, int head_blocks) {
   let_next_start();
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
@@ -32,7 +32,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = __shfl_sync(kAllLanes, warp_of(thread) & 3, 0);
   const bool producer = group >= 2;
   const int window_tiles = (args.window_keys + kTile - 1) / kTile;
-  const auto first_tile = [=](int run, int keys) { return run * (window_tiles + (keys + kTile - 1) / kTile) / splits; };
+  const auto first_tile = [=](int run, int keys) {  // of a token with `keys` entries; runs beyond its last are empty
+    const int tiles = window_tiles + (keys + kTile - 1) / kTile, runs = min(cut.runs(tiles), splits);
+    return min(run, runs) * tiles / runs;
+  };
 
   const auto count = [&] { return min(max(__ldg(args.entry_count + token), 0), args.entry_keys); };
 

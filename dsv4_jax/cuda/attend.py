@@ -17,7 +17,7 @@ from ..ops.numerics import rope_tables
 from ..ops.registry import Implementation
 from .widths import KV_ROW, WIDTHS, unsupported_rows
 
-__all__ = ["IMPLEMENTATION", "call", "split_count", "supports"]
+__all__ = ["IMPLEMENTATION", "call", "cut", "split_count", "supports"]
 
 TILE = 64  # keys of a tile, as in the kernel
 HEADS = 64  # of a block
@@ -28,18 +28,21 @@ LATENCY_TILES_PER_RUN, LATENCY_TILES_PER_RUN_OF_MORE_HEADS = 3, 5  # more than 6
 LATENCY_RUNS = 4  # at least, or one a tile: to one token a tile more is 2.4 us, a run more to merge 0.6
 
 
-def split_count(window: int, entries: int, heads: int = 64, key_split: KernelSplit = "throughput") -> int:
-    """Runs of one token's keys, each a block's (of 64 heads): by static shapes and settings, never by the batch.
+def cut(heads: int = 64, key_split: KernelSplit = "throughput") -> tuple[int, int]:
+    """(tiles of 64 keys that a run has at most, runs that a token has at least, or one a tile)."""
+    if key_split == "throughput":
+        return TILES_PER_RUN, 1
+    return LATENCY_TILES_PER_RUN if heads <= HEADS else LATENCY_TILES_PER_RUN_OF_MORE_HEADS, LATENCY_RUNS
 
-    "throughput" gives a run up to nine tiles of 64 keys, "latency" three (five with more than 64 heads) and a token at
-    least four runs, or one a tile; at most eight runs.
+
+def split_count(window: int, entries: int, heads: int = 64, key_split: KernelSplit = "throughput") -> int:
+    """Runs of a token's keys, each a block's (of 64 heads), if it has as many as the call has room for.
+
+    At most eight. A token with fewer keys has the runs of its own number; no bit depends on the batch or the room.
     """
     tiles = -(-window // TILE) - (-entries // TILE)
-    each, least = TILES_PER_RUN, 0
-    if key_split == "latency":
-        least = min(tiles, LATENCY_RUNS)
-        each = LATENCY_TILES_PER_RUN if heads <= HEADS else LATENCY_TILES_PER_RUN_OF_MORE_HEADS
-    return min(MAX_SPLITS, max(1, least, -(-tiles // each)))
+    most, least = cut(heads, key_split)
+    return min(MAX_SPLITS, max(1, min(tiles, least), -(-tiles // most)))
 
 
 def supports(arguments: AttendArguments) -> str | None:
@@ -72,11 +75,12 @@ def call(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
         (jax.ShapeDtypeStruct((tokens, heads, dim), stored), jax.ShapeDtypeStruct((tokens, heads), jnp.float32)),
     )
     of_model = arguments.heads or heads
+    most, least = cut(of_model, arguments.key_split)
     splits = split_count(window.ids.shape[1], entry_ids.shape[1], of_model, arguments.key_split)
     out, lse = kernel(
         arguments.queries.astype(jnp.bfloat16), arguments.sink.astype(jnp.float32), *window.rows, window.ids,
         window.visible, *entries, entry_ids, entry_count, *tables,
-        scale=np.float32(arguments.scale), splits=np.int32(splits),
+        scale=np.float32(arguments.scale), splits=np.int32(splits), most=np.int32(most), least=np.int32(least),
     )  # fmt: skip
     return out.astype(arguments.dtype), lse
 

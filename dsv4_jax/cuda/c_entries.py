@@ -135,7 +135,7 @@ class RouteArgs(ctypes.Structure):
 # Op -> its arguments' struct, and the integers that its entry takes between them and the stream.
 ENTRIES: dict[str, tuple[type[ctypes.Structure], tuple[str, ...]]] = {
     "append": (AppendArgs, ("tokens", "epilogue")),
-    "attend": (AttendArgs, ("splits",)),
+    "attend": (AttendArgs, ("splits", "most", "least")),
     "dense_fp8": (DenseFp8Args, ("shape", "parts", "window")),
     "hyper_connection": (HyperArgs, ()),
     "index_scores": (ScoreArgs, ("fp8",)),

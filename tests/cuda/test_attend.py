@@ -171,6 +171,9 @@ class TestAttendOnTheGpu(AttendTest):
         p = problem(spec)
         position, freq = jnp.arange(7, dtype=jnp.int32) * 70_001, jnp.asarray(10_000.0 ** -jnp.linspace(0, 1, 32))
         whole, _ = self.run(spec, p, jnp.bfloat16, inverse_rope=(position, freq), key_split=key_split)
+        wide = p | {"entry_ids": np.pad(p["entry_ids"], ((0, 0), (0, 4000)))}  # more room, the same keys
+        roomy, _ = self.run(spec, wide, jnp.bfloat16, inverse_rope=(position, freq), key_split=key_split)
+        np.testing.assert_array_equal(roomy, whole)
         per_token = ("queries", "window_ids", "window_visible", "entry_ids", "entry_count")
         part = p | {name: p[name][3:5] for name in per_token}
         alone, _ = self.run(spec, part, jnp.bfloat16, inverse_rope=(position[3:5], freq), key_split=key_split)
