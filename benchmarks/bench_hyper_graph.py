@@ -3,9 +3,10 @@
     python benchmarks/bench_hyper_graph.py path/to/libdsv4_cuda.so [--only check,time,reference] [--json FILE]
 
 Checked: relative L2 of every result against float64; a token's bits alone, among others and beside tokens that are not
-finite. Timed: another layer's weights and other streams in each of the calls of a graph, 400 MB of them, so that they
-come from memory. `reference` times what XLA makes of the `jnp` form, for comparison (needs JAX on the GPU). The bytes
-counted are streams, outputs and weights in, streams and x out; the ceiling is a copy of 1 GiB in the same run.
+finite. Timed (`mixing` apart, which runs beside the block): another layer's weights and other streams in each of the
+calls of a graph, 400 MB of them, so that they come from memory. `reference` times what XLA makes of the `jnp` form, for
+comparison (needs JAX on the GPU). The bytes counted are streams, outputs and weights in, streams and x out; the ceiling
+is a copy of 1 GiB in the same run.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import dataclasses
 import functools
 import pathlib
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from graph_timing import Recorder, copy_ceiling, microseconds
 
-from dsv4_jax.cuda.c_entries import HyperArgs, open_entry
+from dsv4_jax.cuda.c_entries import HyperArgs, HyperMixingArgs, open_entry
 
 N, ROWS, ITERATIONS, HC_EPS, EPS = 4, 24, 20, 1e-6, 1e-6
 WIDTHS = {"flash": 4096, "pro": 7168}
@@ -31,6 +33,13 @@ MEMORY = 400 << 20
 
 def uniform(low: float, high: float, *shape: int) -> torch.Tensor:
     return torch.rand(shape, device="cuda") * (high - low) + low
+
+
+class Kernels(NamedTuple):
+    """What the next block reads; how its output goes into the streams."""
+
+    read: Callable[..., None]
+    mix: Callable[..., None]
 
 
 @dataclasses.dataclass
@@ -57,7 +66,8 @@ class Case:
         t, d = self.tokens, self.width
         nan = functools.partial(torch.full, fill_value=torch.nan, device="cuda")
         self.x = nan((t, d), dtype=torch.bfloat16 if self.bf16 else torch.float32)
-        self.post, self.comb, self.new_streams = nan((t, N)), nan((t, N, N)), nan((t, N, d))
+        self.back, self.post, self.comb = nan((t, N + N * N)), nan((t, N)), nan((t, N, N))
+        self.new_streams = nan((t, N, d))
 
     def part(self, pick: slice) -> Case:
         few = Case(1, self.width, self.outputs, self.head, self.bf16)
@@ -77,14 +87,24 @@ class Case:
         new = None if self.head or not self.outputs else self.streams if in_place else self.new_streams
         old = (self.old_post, self.old_comb) if self.outputs else (None, None)
         given = (self.streams, self.fn, self.base, self.scale, self.norm, *self.written, *[None] * (2 - self.outputs),
-                 *old, self.x, new, self.post, self.comb)  # fmt: skip
-        return HyperArgs(
-            *map(at, given), self.tokens, self.width, len(self.fn), ITERATIONS, HC_EPS, EPS, int(self.bf16)
+                 *old, self.x, new, self.back)  # fmt: skip
+        return HyperArgs(*map(at, given), self.tokens, self.width, len(self.fn), HC_EPS, EPS, int(self.bf16))
+
+    def call(self, kernels: Kernels, in_place: bool = False) -> None:
+        """Both kernels."""
+        stream = torch.cuda.current_stream().cuda_stream
+        kernels.read(self.args(in_place), stream)
+        if not self.head:
+            kernels.mix(self.mixing_args(), stream)
+        torch.cuda.synchronize()
+
+    def mixing_args(self) -> HyperMixingArgs:
+        return HyperMixingArgs(
+            *(x.data_ptr() for x in (self.back, self.post, self.comb)), self.tokens, ITERATIONS, HC_EPS
         )
 
-    def run(self, entry) -> dict[str, torch.Tensor]:
-        entry(self.args(), torch.cuda.current_stream().cuda_stream)
-        torch.cuda.synchronize()
+    def run(self, kernels: Kernels) -> dict[str, torch.Tensor]:
+        self.call(kernels)
         found = {"x": self.x}
         if not self.head:
             found |= {"post": self.post, "comb": self.comb}
@@ -118,12 +138,12 @@ class Case:
         return 4 * (t * N * d * (2 if self.outputs else 1) + self.outputs * t * d + self.fn.numel()) + 2 * t * d
 
 
-def check(entry, width: int) -> int:
+def check(kernels: Kernels, width: int) -> int:
     """The number of wrong results."""
     wrong, errors = 0, {}
     for case in (Case(257, width, 1), Case(13, width, 2, bf16=False), Case(9, width, 0), Case(8, width, 1, head=True),
                  Case(3, width, 2, head=True, bf16=False)):  # fmt: skip
-        found, want = case.run(entry), case.reference()
+        found, want = case.run(kernels), case.reference()
         for name, got in found.items():
             error = float((got.double() - want[name]).norm() / want[name].norm())
             limit = 2e-3 if got.dtype == torch.bfloat16 else 2e-6
@@ -132,29 +152,28 @@ def check(entry, width: int) -> int:
                 wrong += 1
                 print(f"WRONG {name} of {case.tokens} x {width}, {case.outputs} outputs, head {case.head}: {error}")
     case = Case(70, width, 2)
-    among = case.run(entry)
+    among = case.run(kernels)
     for first, size in ((0, 1), (5, 1), (69, 1), (3, 8), (1, 9), (20, 33)):
         pick = slice(first, first + size)
-        for name, got in case.part(pick).run(entry).items():
+        for name, got in case.part(pick).run(kernels).items():
             if not torch.equal(got, among[name][pick]):
                 wrong += 1
                 print(f"WRONG: {name} of tokens {first} to {first + size - 1} alone has other bits")
     hostile = case.part(slice(0, 70))
     hostile.streams[1], hostile.written[0][2, 7], hostile.old_post[4, 0] = torch.nan, torch.inf, torch.nan
     kept = [i for i in range(70) if i not in (1, 2, 4)]
-    beside = hostile.run(entry)
+    beside = hostile.run(kernels)
     wrong += sum(not torch.equal(beside[name][kept], among[name][kept]) for name in among)
     wrong += sum(not bool(beside["x"][i].isnan().any()) for i in (1, 2, 4))
     again = case.part(slice(0, 70))
-    entry(again.args(in_place=True), torch.cuda.current_stream().cuda_stream)
-    torch.cuda.synchronize()
+    again.call(kernels, in_place=True)
     wrong += not torch.equal(again.streams, among["streams"]) or not torch.equal(again.comb, among["comb"])
     shown = ", ".join(f"{name} {str(dtype)[6:]} {error:.1e}" for (name, dtype), error in errors.items())
     print(f"hyper_connection {width}: relative L2 {shown}; {wrong} wrong", flush=True)
     return wrong
 
 
-def time_all(entry, copy: float, recorder: Recorder) -> None:
+def time_all(kernels: Kernels, copy: float, recorder: Recorder) -> None:
     stream = torch.cuda.current_stream
     for name, width in WIDTHS.items():
         for tokens in TOKENS:
@@ -164,13 +183,18 @@ def time_all(entry, copy: float, recorder: Recorder) -> None:
                 one = Case(tokens, width, **options)
                 cases = [one, *(Case(tokens, width, **options) for _ in range(min(128, MEMORY // one.bytes)))]
                 args = [case.args(in_place=True) for case in cases]
-                us = microseconds([lambda a=a: entry(a, stream().cuda_stream) for a in args])
+                us = microseconds([lambda a=a: kernels.read(a, stream().cuda_stream) for a in args])
                 rate = one.bytes / us / 1e3
                 print(f"{name:5} {tokens:4} tokens {kind:12}: {us:6.2f} us, {one.bytes / copy / 1e3:5.2f} at the "
                       f"ceiling, {rate / copy:4.0%} of a copy", flush=True)  # fmt: skip
                 recorder.add(
                     "hyper_connection", f"{name} {kind}".strip(), tokens, us, bytes=one.bytes, of_copy=rate / copy
                 )
+                if kind == "":
+                    args = [case.mixing_args() for case in cases]
+                    us = microseconds([lambda a=a: kernels.mix(a, stream().cuda_stream) for a in args])
+                    print(f"{name:5} {tokens:4} tokens mixing      : {us:6.2f} us", flush=True)
+                    recorder.add("hyper_connection", f"{name} mixing", tokens, us)
                 del cases, args
 
 
@@ -215,14 +239,15 @@ def main() -> None:
     parser.add_argument("--only", default="check,time")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the record of the run")
     options = parser.parse_args()
-    entry, recorder, only = open_entry(ctypes.CDLL(options.library), "hyper_connection"), Recorder(), options.only
+    library, recorder, only = ctypes.CDLL(options.library), Recorder(), options.only
+    kernels = Kernels(open_entry(library, "hyper_connection"), open_entry(library, "hyper_mixing"))
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
-    wrong = sum(check(entry, width) for width in WIDTHS.values()) if "check" in only else 0
+    wrong = sum(check(kernels, width) for width in WIDTHS.values()) if "check" in only else 0
     copy = copy_ceiling()
     print(f"copy {copy:.0f} GB/s", flush=True)
     if "time" in only:
-        time_all(entry, copy, recorder)
+        time_all(kernels, copy, recorder)
     if "reference" in only:
         time_reference(recorder)
     recorder.write(options.json, copy_gb_per_s=copy)

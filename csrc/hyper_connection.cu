@@ -1,5 +1,6 @@
-// Hyper-connections as an XLA FFI handler and as a plain C call. One launch, only enqueued: fit for a command buffer.
-// Wrapper and argument meaning: dsv4_jax/cuda/hyper_connection.py.
+// Hyper-connections as XLA FFI handlers and as plain C calls: one makes what the next block reads, the other how its
+// output goes into the streams, which may be made beside that block. One launch each, only enqueued: fit for a command
+// buffer. Wrapper and argument meaning: dsv4_jax/cuda/hyper_connection.py.
 #include <cuda_runtime.h>
 
 #include <string>
@@ -62,9 +63,9 @@ class Results {
 };
 
 // Operands: streams, fn, the vector of norm, base and scale; post, comb and `outputs` outputs if there are any.
-// Results: x; but of the head, post and comb, and streams if there are outputs.
+// Results: x; but of the head, what the other handler takes, and streams if there are outputs.
 ffi::Error hyper_connection(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::RemainingRets returned,
-                            int32_t outputs, int32_t iterations, float hc_eps, float eps, bool head, bool bf16) {
+                            int32_t outputs, float hc_eps, float eps, bool head, bool bf16) {
   dsv4::Operands operands(arguments);
   dsv4::HyperArgs args = {};
   args.streams = operands.next<float>(ffi::F32);
@@ -89,15 +90,13 @@ ffi::Error hyper_connection(cudaStream_t stream, ffi::RemainingArgs arguments, f
   Results results(returned);
   args.x = results.any(bf16 ? ffi::BF16 : ffi::F32, tokens, width);
   if (!head) {
-    args.post = results.next(tokens, dsv4::kStreams);
-    args.comb = results.next(tokens, entries);
+    args.back = results.next(tokens, dsv4::kHyperBack);
     if (outputs > 0) args.new_streams = results.next(tokens, all);
   }
   if (!results.good()) return ffi::Error::InvalidArgument("hyper_connection: the results have other types or shapes");
   args.tokens = static_cast<int>(tokens);
   args.width = static_cast<int>(width);
   args.rows = static_cast<int>(rows);
-  args.iterations = iterations;
   args.hc_eps = hc_eps;
   args.eps = eps;
   args.bf16_out = bf16;
@@ -106,10 +105,36 @@ ffi::Error hyper_connection(cudaStream_t stream, ffi::RemainingArgs arguments, f
   return ffi::Error::Success();
 }
 
+cudaError_t launch_mixing(const dsv4::HyperMixingArgs& args, cudaStream_t stream) {
+  if (args.tokens == 0) return cudaSuccess;
+  const int blocks = (args.tokens + dsv4::kMixingTokens - 1) / dsv4::kMixingTokens;
+  return dsv4::start(dsv4::hyper_mixing_kernel, {dim3(blocks), dsv4::kMixingThreads}, false, stream, args);
+}
+
+using Matrix = ffi::Buffer<ffi::F32, 2>;
+
+ffi::Error hyper_mixing(cudaStream_t stream, Matrix back, ffi::Result<Matrix> post, ffi::Result<Matrix> comb,
+                        int32_t iterations, float eps) {
+  const int64_t tokens = back.dimensions()[0];
+  const auto is = [&](const auto& of, int64_t width) {
+    return of.dimensions()[0] == tokens && of.dimensions()[1] == width;
+  };
+  if (!is(back, dsv4::kHyperBack) || !is(*post, dsv4::kStreams) || !is(*comb, dsv4::kStreams * dsv4::kStreams) ||
+      tokens > dsv4::kHyperMostTokens) {
+    return ffi::Error::InvalidArgument("hyper_mixing: of up to 131072 tokens 20 numbers; shapes must agree");
+  }
+  const dsv4::HyperMixingArgs args = {back.typed_data(),        post->typed_data(), comb->typed_data(),
+                                      static_cast<int>(tokens), iterations,         eps};
+  const cudaError_t error = launch_mixing(args, stream);
+  if (error != cudaSuccess) return ffi::Error::Internal(std::string("hyper_mixing: ") + cudaGetErrorString(error));
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 DSV4_BUILT_FOR(hyper_connection);
 DSV4_ARGS_SIZE(hyper_connection, dsv4::HyperArgs)
+DSV4_ARGS_SIZE(hyper_mixing, dsv4::HyperMixingArgs)
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4HyperConnection, hyper_connection,
                               ffi::Ffi::Bind()
@@ -117,14 +142,26 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4HyperConnection, hyper_connection,
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<int32_t>("outputs")
-                                  .Attr<int32_t>("iterations")
                                   .Attr<float>("hc_eps")
                                   .Attr<float>("eps")
                                   .Attr<bool>("head")
                                   .Attr<bool>("bf16"),
                               {ffi::Traits::kCmdBufferCompatible});
 
-// The launch alone, for timing without XLA. Returns a cudaError_t.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4HyperMixing, hyper_mixing,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<Matrix>()
+                                  .Ret<Matrix>()
+                                  .Ret<Matrix>()
+                                  .Attr<int32_t>("iterations")
+                                  .Attr<float>("eps"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+// The launches alone, for timing without XLA. Return a cudaError_t.
 extern "C" int dsv4_hyper_connection_launch(const dsv4::HyperArgs* args, cudaStream_t stream) {
   return static_cast<int>(launch(*args, stream));
+}
+extern "C" int dsv4_hyper_mixing_launch(const dsv4::HyperMixingArgs* args, cudaStream_t stream) {
+  return static_cast<int>(launch_mixing(*args, stream));
 }

@@ -4,7 +4,7 @@
 // A cluster takes eight tokens, each of its sixteen blocks a sixteenth of the channels of all streams. In a block
 //
 //   all warps but one   32 channels each: new streams, and their products with `fn`
-//   the last warp       post and comb of one token, while the others mix and normalise
+//   the last warp       what post and comb of one token are made of (hyper_mixing.cuh), while the others mix
 //
 // The streams stay in registers from the first phase to the last. Two sums go over all channels: products and squares
 // of the streams, then the squares of x. Each block stores its share into those that need it, counted there by an
@@ -20,22 +20,21 @@
 
 #include "bulk_copy.cuh"
 #include "hopper.cuh"
+#include "hyper_mixing.cuh"
 #include "numbers.cuh"
 #include "overlap.cuh"
 
 namespace dsv4 {
 
-constexpr int kStreams = 4;
-constexpr int kHyperRows = (2 + kStreams) * kStreams;  // of fn: pre, post, comb
-constexpr int kHyperRest = kHyperRows - kStreams;      // without pre
-constexpr int kHyperParts = 16;                        // blocks of a cluster
-constexpr int kHyperTokens = 8;                        // of a cluster
-constexpr int kHyperMostTokens = 1 << 17;              // whose numbers 32 bits count
-constexpr int kHyperOutputs = 2;                       // at most
-constexpr int kHyperRun = 16;                          // channels of two products, four a lane
-constexpr int kHyperRuns = 2;                          // of a warp
-constexpr int kHyperSpan = kHyperRun * kHyperRuns;     // channels of a warp
-constexpr int kRowGroups = kHyperRows / 8;             // eight rows of fn are a half of a product's
+constexpr int kHyperRows = kStreams + kHyperBack;   // of fn: pre, post, comb
+constexpr int kHyperParts = 16;                     // blocks of a cluster
+constexpr int kHyperTokens = 8;                     // of a cluster
+constexpr int kHyperMostTokens = 1 << 17;           // whose numbers 32 bits count
+constexpr int kHyperOutputs = 2;                    // at most
+constexpr int kHyperRun = 16;                       // channels of two products, four a lane
+constexpr int kHyperRuns = 2;                       // of a warp
+constexpr int kHyperSpan = kHyperRun * kHyperRuns;  // channels of a warp
+constexpr int kRowGroups = kHyperRows / 8;          // eight rows of fn are a half of a product's
 constexpr int kHyperChunks = kHyperSpan * static_cast<int>(sizeof(float)) / kChunkBytes;  // of a warp's row of fn
 constexpr int kHyperWarpBytes = kStreams * kHyperRows * kHyperChunks * kChunkBytes;
 constexpr int kTf32Drop = 13;  // bits of a float32 that TF32 lacks
@@ -44,7 +43,7 @@ constexpr int kTf32Drop = 13;  // bits of a float32 that TF32 lacks
 constexpr int kHyperVector = 4;
 constexpr int kHyperSquares = kHyperTokens / kHyperVector;
 constexpr int kHyperShared = kHyperTokens + kHyperSquares;
-constexpr int kHyperOwn = kHyperRest / kHyperVector;
+constexpr int kHyperOwn = kHyperBack / kHyperVector;
 
 struct HyperArgs {
   const float* streams;                 // [tokens, 4, width]
@@ -57,11 +56,9 @@ struct HyperArgs {
   const float* old_comb;                // [tokens, 4, 4]
   void* x;                              // [tokens, width]
   float* new_streams;                   // [tokens, 4, width], may be `streams`; null: not asked for
-  float* post;                          // [tokens, 4]
-  float* comb;                          // [tokens, 4, 4]
+  float* back;                          // [tokens, 20]
   int tokens, width;
   int rows;  // 24, or 4: the head's gates, nothing but x
-  int iterations;
   float hc_eps, eps;
   int bf16_out;
 };
@@ -76,7 +73,7 @@ template <int kWarps>
 struct HyperShared {
   alignas(16) HyperSums sums[kWarps];
   alignas(16) float shared[kHyperParts][kHyperShared * kHyperVector];  // pre by token, then squares, from every block
-  alignas(16) float own[kHyperParts][kHyperRest];                      // post and comb of one token, from every block
+  alignas(16) float own[kHyperParts][kHyperBack];                      // post and comb of one token, from every block
   alignas(16) float norm[kWarps][kHyperSpan];
   alignas(16) float base[kStreams], scale[kStreams];         // of pre; and what follows it
   alignas(16) float squares[kWarps][kHyperTokens];           // of x
@@ -135,66 +132,17 @@ __device__ __forceinline__ float4 tree4(const float* x) {
   }
 }
 
-__device__ __forceinline__ float inverse(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float sigmoid(float x) { return inverse(1.f + expf(-x)); }
-
-// A quad's 4 x 4 matrix: number d of lane i is that of row i and column i ^ d, or turned, of column i and row i ^ d.
-struct QuadMatrix {
-  float x[kStreams];
-};
-__device__ __forceinline__ void turn_over(QuadMatrix& m) {
-#pragma unroll
-  for (int d = 1; d < kStreams; ++d) m.x[d] = __shfl_xor_sync(kAllLanes, m.x[d], d);
-}
-// The lane's numbers divided by their sum and `eps`.
-__device__ __forceinline__ void normalise(QuadMatrix& m, float eps) {
-  const float factor = inverse(((m.x[0] + m.x[1]) + (m.x[2] + m.x[3])) + eps);
-#pragma unroll
-  for (int d = 0; d < kStreams; ++d) m.x[d] *= factor;
-}
-// Rows in, columns out.
-__device__ __forceinline__ void sinkhorn(QuadMatrix& m, int iterations, float eps) {
-  const float most = max_nan(max_nan(m.x[0], m.x[1]), max_nan(m.x[2], m.x[3]));
-#pragma unroll
-  for (int d = 0; d < kStreams; ++d) m.x[d] = expf(m.x[d] - most);
-  normalise(m, 0);
-#pragma unroll
-  for (int d = 0; d < kStreams; ++d) m.x[d] += eps;
-  turn_over(m);
-  normalise(m, eps);
-  for (int i = 1; i < iterations; ++i) {
-    turn_over(m);
-    normalise(m, eps);
-    turn_over(m);
-    normalise(m, eps);
-  }
-}
-
-// Of one token: post and comb, from the sums that all blocks sent. All lanes of a warp.
+// Of one token: what post and comb are made of, from the sums that all blocks sent. All lanes of a warp.
 template <int kWarps>
-__device__ __forceinline__ void finish_rest(const HyperArgs& args, const HyperShared<kWarps>& shared, int own,
-                                            int token, float base, float scale, int lane) {
+__device__ __forceinline__ void store_back(const HyperArgs& args, const HyperShared<kWarps>& shared, int own, int token,
+                                           float base, float scale, int lane) {
   constexpr float kInverse = 1.f / (kStreams * kHyperParts * kHyperSpan * kWarps);
   const float squares =
       tree<kHyperParts, kHyperShared * kHyperVector>(&shared.shared[0][kHyperTokens * kStreams + own]);
   const float factor = rsqrtf(squares * kInverse + args.eps);
-  const float mixed = tree<kHyperParts, kHyperRest>(&shared.own[0][min(lane, kHyperRest - 1)]) * factor * scale + base;
-  QuadMatrix m;
-  const int row = quad_lane(lane);
-#pragma unroll
-  for (int d = 0; d < kStreams; ++d) {
-    m.x[d] = __shfl_sync(kAllLanes, mixed, kStreams + kStreams * row + (row ^ d));
-  }
-  if (lane < kStreams) args.post[token * kStreams + lane] = 2.f * sigmoid(mixed);
-  sinkhorn(m, args.iterations, args.hc_eps);
-  if (lane < kStreams) {
-#pragma unroll
-    for (int d = 0; d < kStreams; ++d) args.comb[(token * kStreams + (row ^ d)) * kStreams + row] = m.x[d];
-  }
+  if (lane >= kHyperBack) return;
+  const float product = tree<kHyperParts, kHyperBack>(&shared.own[0][lane]);
+  args.back[token * kHyperBack + lane] = product * factor * scale + base;
 }
 
 struct Four {
@@ -259,10 +207,10 @@ __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
     const bool mine = token < args.tokens;
     cluster_wait();
     if (rank >= kHyperTokens || head) return;
-    const float base = args.base[kStreams + min(lane, kHyperRest - 1)], scale = args.scale[lane < kStreams ? 1 : 2];
+    const float base = args.base[kStreams + min(lane, kHyperBack - 1)], scale = args.scale[lane < kStreams ? 1 : 2];
     barrier_wait(shared_there, 0);
     barrier_wait(own_there, 0);
-    if (mine) finish_rest<kWarps>(args, shared, rank, token, base, scale, lane);
+    if (mine) store_back<kWarps>(args, shared, rank, token, base, scale, lane);
     return;
   }
 
@@ -339,7 +287,7 @@ __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
   squares = lanes_sum<kQuad>(squares);
 
   // Products: rows of fn by tokens. Of halves high x high, low x high, high x low, each a sum of its own.
-  float upper[3][4] = {}, lower[3][4] = {};  // rows n and n + 8; 16 + n
+  float upper[3][4] = {}, lower[2][4] = {};  // rows n and n + 8; 16 + n, of which one product makes two sums
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) {
     if (j == 0) copy_wait<1>(), __syncwarp();
@@ -362,22 +310,20 @@ __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
         const Halves &p1 = rows[0][i + 1], &q1 = rows[1][i + 1], &r1 = rows[2][i + 1];
         const Halves &v = of_x[i], &v1 = of_x[i + 1];
         mma_tf32(upper[0], p.high, q.high, p1.high, q1.high, v.high, v1.high);
-        mma_tf32(lower[0], r.high, 0, r1.high, 0, v.high, v1.high);
         mma_tf32(upper[1], p.low, q.low, p1.low, q1.low, v.high, v1.high);
-        mma_tf32(lower[1], r.low, 0, r1.low, 0, v.high, v1.high);
+        mma_tf32(lower[0], r.high, r.low, r1.high, r1.low, v.high, v1.high);
         mma_tf32(upper[2], p.high, q.high, p1.high, q1.high, v.low, v1.low);
-        mma_tf32(lower[2], r.high, 0, r1.high, 0, v.low, v1.low);
+        mma_tf32(lower[1], r.high, 0, r1.high, 0, v.low, v1.low);
       }
     }
   }
-  const auto put = [&](int row, const float(&sums)[3][4], int i) {
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
-      shared.sums[warp].rows[2 * c + k][row] = sums[0][i + k] + (sums[1][i + k] + sums[2][i + k]);
-  };
-  put(n, upper, 0);
-  put(n + 8, upper, 2);
-  put(n + 16, lower, 0);
+  for (int k = 0; k < 2; ++k) {
+    float* to = shared.sums[warp].rows[2 * c + k];
+    to[n] = upper[0][k] + (upper[1][k] + upper[2][k]);
+    to[n + 8] = upper[0][2 + k] + (upper[1][2 + k] + upper[2][2 + k]);
+    to[n + 16] = lower[0][k] + (lower[0][2 + k] + lower[1][k]);
+  }
   if (c == 0) shared.sums[warp].squares[n] = squares;
   named_sync(1, kConsumers);
 

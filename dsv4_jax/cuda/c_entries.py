@@ -19,6 +19,7 @@ __all__ = [
     "DenseFp8Args",
     "EpilogueArgs",
     "HyperArgs",
+    "HyperMixingArgs",
     "MoeArgs",
     "RouteArgs",
     "RowPool",
@@ -115,11 +116,17 @@ class HyperArgs(ctypes.Structure):
 
     _fields_ = (
         *_all(_POINTER, "streams", "fn", "base", "scale", "norm", "output", "other_output", "old_post", "old_comb"),
-        *_all(_POINTER, "x", "new_streams", "post", "comb"),
-        *_all(_INT, "tokens", "width", "rows", "iterations"),
+        *_all(_POINTER, "x", "new_streams", "back"),
+        *_all(_INT, "tokens", "width", "rows"),
         *_all(_FLOAT, "hc_eps", "eps"),
         ("bf16_out", _INT),
     )
+
+
+class HyperMixingArgs(ctypes.Structure):
+    """`dsv4::HyperMixingArgs` of csrc/hyper_mixing.cuh."""
+
+    _fields_ = (*_all(_POINTER, "back", "post", "comb"), *_all(_INT, "tokens", "iterations"), ("eps", _FLOAT))
 
 
 class RouteArgs(ctypes.Structure):
@@ -138,6 +145,7 @@ ENTRIES: dict[str, tuple[type[ctypes.Structure], tuple[str, ...]]] = {
     "attend": (AttendArgs, ("splits", "most", "least")),
     "dense_fp8": (DenseFp8Args, ("shape", "parts", "window")),
     "hyper_connection": (HyperArgs, ()),
+    "hyper_mixing": (HyperMixingArgs, ()),
     "index_scores": (ScoreArgs, ("fp8",)),
     "moe": (MoeArgs, ("shape",)),
     "route": (RouteArgs, ()),

@@ -1,4 +1,5 @@
-"""hyper_connection in the project's own CUDA for Hopper (`csrc/hyper_connection_kernel.cuh`): one launch.
+"""hyper_connection in the project's own CUDA for Hopper, in two launches: what the next block reads
+(`csrc/hyper_connection_kernel.cuh`), and, beside that block, how its output goes into the streams (`hyper_mixing.cuh`).
 
 Products are as exact as float32's. A token's bits depend on the token and the weights alone.
 """
@@ -37,7 +38,7 @@ def call(arguments: HyperConnectionArguments):
     operands = [streams.reshape(tokens, n * width), arguments.fn, arguments.vector]
     results = [jax.ShapeDtypeStruct((tokens, width), arguments.dtype)]
     if not head:
-        results += [jax.ShapeDtypeStruct((tokens, size), jnp.float32) for size in (n, n * n)]
+        results.append(jax.ShapeDtypeStruct((tokens, n + n * n), jnp.float32))
     aliases = {}
     if written is not None:
         operands += [written.post, written.comb.reshape(tokens, n * n), *written.outputs]
@@ -47,17 +48,19 @@ def call(arguments: HyperConnectionArguments):
     target = ffi.cuda_target("hyper_connection", "dsv4_hyper_connection")
     kernel = jax.ffi.ffi_call(target, tuple(results), input_output_aliases=aliases)
     out = kernel(
-        *operands, outputs=np.int32(len(written.outputs) if written else 0),
-        iterations=np.int32(arguments.iterations or 0), hc_eps=np.float32(arguments.hc_eps),
+        *operands, outputs=np.int32(len(written.outputs) if written else 0), hc_eps=np.float32(arguments.hc_eps),
         eps=np.float32(arguments.eps), head=head, bf16=arguments.dtype == jnp.bfloat16,
     )  # fmt: skip
     if head:
         return out[0]
-    x, post, comb, *new = out
+    x, back, *new = out
+    shapes = tuple(jax.ShapeDtypeStruct((tokens, size), jnp.float32) for size in (n, n * n))
+    mixing = jax.ffi.ffi_call(ffi.cuda_target("hyper_connection", "dsv4_hyper_mixing"), shapes)
+    post, comb = mixing(back, iterations=np.int32(arguments.iterations), eps=np.float32(arguments.hc_eps))
     return x, (new[0].reshape(streams.shape) if new else streams), post, comb.reshape(tokens, n, n)
 
 
 IMPLEMENTATION = Implementation(
     "hyper_connection", "cuda", call, supports, lambda: ffi.cuda_problem("hyper_connection"),
-    ("dsv4_hyper_connection",),
+    ("dsv4_hyper_connection", "dsv4_hyper_mixing"),
 )  # fmt: skip

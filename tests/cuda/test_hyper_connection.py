@@ -28,9 +28,10 @@ def lowered(case: Case, head: bool = False, **options) -> str:
 
 @pytest.mark.usefixtures("assumed_library")
 @pytest.mark.parametrize("outputs", [0, 1, 2])
-def test_lowers_to_one_ffi_call(outputs: int) -> None:
+def test_lowers_to_two_ffi_calls(outputs: int) -> None:
     text = lowered(Case.random((3, 4, 4096), outputs), dtype=jnp.bfloat16)
     assert text.count("@dsv4_hyper_connection") == 1 and f"outputs = {outputs} : i32" in text
+    assert text.count("@dsv4_hyper_mixing") == 1 and "iterations = 20 : i32" in text
     assert "head = false" in text and "tensor<3x4096xbf16>" in text
     assert ("output_operand_alias" in text) == (outputs > 0)  # streams in place
 
@@ -51,7 +52,7 @@ def test_other_sizes_are_for_the_reference(n: int, width: int) -> None:
 
 def test_sizes_are_those_of_the_source() -> None:
     source, header = ((CSRC / f"hyper_connection{end}").read_text() for end in (".cu", "_kernel.cuh"))
-    assert f"kStreams = {kernel.STREAMS};" in header
+    assert f"kStreams = {kernel.STREAMS};" in (CSRC / "hyper_mixing.cuh").read_text()
     assert "kFlashWidth = {}, kProWidth = {};".format(*kernel.WIDTHS) in source
     assert "kHyperMostTokens = 1 << 17;" in header and kernel.MOST_TOKENS == 1 << 17
 
