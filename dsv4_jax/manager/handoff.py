@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,7 +104,7 @@ class Handoff:
 def check_seconds(seconds: Any) -> float:
     """How long a lease lasts, as a float. Raises `HandoffError` unless a number in (0, a day]."""
     number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not number or not math.isfinite(seconds) or not 0 < seconds <= MOST_SECONDS:
+    if not number or not 0 < seconds <= MOST_SECONDS:  # which NaN is not, nor an integer that no float can be
         raise HandoffError("seconds", f"must be a number in (0, {MOST_SECONDS:.0f}], got {shown(seconds)}")
     return float(seconds)
 

@@ -233,6 +233,7 @@ def fields(**changes: Any) -> bytes:
     [
         ({"format": "dsv4_jax hand-off 2"}, "format"), ({"lease": "x" * 65}, "lease"), ({"lease": 7}, "lease"),
         ({"seconds": 0}, "seconds"), ({"seconds": float("nan")}, "seconds"), ({"seconds": True}, "seconds"),
+        ({"seconds": 10**400}, "seconds"),
         ({"root": "0" * 64}, "root"), ({"root": "0" * 63}, "root"),
         ({"block_fingerprint": "f" * 64}, "block_fingerprint"),
         ({"snapshot_fingerprint": "f" * 64}, "snapshot_fingerprint"), ({"total": 2**31}, "total"),
