@@ -129,8 +129,11 @@ def _checked(fields: dict[str, Any]) -> Handoff:
         raise HandoffError("blocks", "a page is named twice")
     if fields["first"] + len(blocks) > fields["total"]:
         raise HandoffError("total", f"{fields['total']} blocks in all, {fields['first']} + {len(blocks)} told of")
-    if state and (not fields["last"] or fields["first"] + len(blocks) != fields["total"] or not fields["total"]):
+    told = fields["first"] + len(blocks) == fields["total"]
+    if state and not (fields["last"] and told and fields["total"]):
         raise HandoffError("state", "a state comes with the last block, or after it")
+    if fields["last"] and not told:
+        raise HandoffError("last", "not all blocks are told of")
     sums, pages = fields["sums"], len(blocks) + len(state)
     if not _is_hex(sums, 2 * SUM_BYTES * pages):
         raise HandoffError("sums", f"must be {2 * SUM_BYTES} hexadecimal digits for each of {pages} pages")

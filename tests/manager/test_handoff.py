@@ -241,7 +241,7 @@ def fields(**changes: Any) -> bytes:
         ({"first": -1}, "first"), ({"digest": "0" * 64}, "digest"), ({"blocks": [1, 2, 3, 4, 0]}, "blocks"),
         ({"blocks": [1, 1, 2, 3, 4]}, "blocks"), ({"blocks": list(range(1, 16386))}, "blocks"),
         ({"blocks": "12345"}, "blocks"), ({"blocks": [1.0] * 5}, "blocks"), ({"state": [90]}, "sums"),
-        ({"last": 1}, "last"), ({"last": False}, "state"), ({"sums": "00"}, "sums"), ({"sums": None}, "sums"),
+        ({"last": 1}, "last"), ({"last": False}, "state"), ({"total": 6, "state": [], "sums": "0" * 160}, "last"), ({"sums": "00"}, "sums"), ({"sums": None}, "sums"),
         ({"more": 1}, None),
     ],
 )  # fmt: skip
