@@ -116,7 +116,6 @@ class RemoteTier:
 
     def __init__(self, manager: Receives, *, clock: Callable[[], float] = time.monotonic):
         self._manager, self._clock = manager, clock
-        self._flying: set[bytes] = set()  # digests of blocks being read: another arrival waits for them
         self._holding: dict[Arrival, None] = {}
 
     def expect(
@@ -203,7 +202,7 @@ class RemoteTier:
             arrival.reads = max(arrival.reads - len(ends), 0)
             for read, arrived in ends:
                 if read.scope == BLOCK:
-                    self._flying.discard(arrival.digests[read.index])
+                    arrival.cache.flying.discard(arrival.digests[read.index])
                 pages = cache.reading.intersection(read.pages)
                 cache.reading -= pages
                 if not arrived:
@@ -279,7 +278,7 @@ class RemoteTier:
         missing: list[int] = []
         for i in range(arrival.planned, len(arrival.pages)):
             node = tree.get(digests[i])
-            if digests[i] in self._flying or (node is not None and node.state not in MATCHABLE):
+            if digests[i] in cache.flying or (node is not None and node.state not in MATCHABLE):
                 break  # on its way here
             missing.append(i)
         if not missing:
@@ -290,7 +289,7 @@ class RemoteTier:
             arrival.failure = f"{len(missing)} pages of the host are not free"
             return []
         arrival.planned = missing[-1] + 1
-        self._flying.update(digests[i] for i in missing)
+        cache.flying.update(digests[i] for i in missing)
         cache.landed.update(pages)
         return [
             RemoteRead(BLOCK, i, (arrival.pages[i],), (page,), (arrival.sums[i],))

@@ -78,7 +78,8 @@ class TieredCache:
         self.due: list[Transfers] = []  # stages of steps that have not been gone through yet, in order
         self.fetching: dict[Pages, Node] = {}  # where states on their way from storage land, and whose they are
         self.reading: set[int] = set()  # pages that records of another host are being written to
-        self.landed: set[int] = set()  # those that hold such records, and wait to join the tree
+        self.flying: set[bytes] = set()  # digests of blocks among these records
+        self.landed: set[int] = set()  # pages that hold such records, and wait to join the tree
         self.failures: collections.Counter[str] = collections.Counter()
         choices = policy or CachePolicy()
         self.tree = PrefixTree(

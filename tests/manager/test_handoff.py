@@ -209,14 +209,18 @@ def test_a_step_that_did_not_run_ends_the_lease() -> None:
 
 def test_reset_keeps_pages_that_are_being_written_from_others() -> None:
     sender, taker = Host(), Host()
-    arrival = taker.tier.expect(sender.prefill(), PROMPT, namespace=SPACE)
+    data = sender.prefill()
+    arrival = taker.tier.expect(data, PROMPT, namespace=SPACE)
     reads = taker.tier.plan_reads(arrival)
     written = {page for read in reads for page in read.pages}
     taker.manager.reset()
     assert written.isdisjoint(taker.manager.cache.try_pages(range(HOST.num_pages)))
     taker.manager.reset()
+    another = taker.tier.expect(data, PROMPT, namespace=SPACE)
+    assert taker.read(another, sender) == 5  # waits for none of those reads; another state has no room beside theirs
     taker.tier.finish_reads(arrival, reads, [True] * len(reads))
     taker.manager.check_integrity()
+    taker.tier.close(another)
     assert arrival.failure == "the manager was reset" and arrival.is_over
     assert len(taker.manager.cache.try_pages(range(HOST.num_pages))) == HOST.num_pages
 
@@ -241,7 +245,8 @@ def fields(**changes: Any) -> bytes:
         ({"first": -1}, "first"), ({"digest": "0" * 64}, "digest"), ({"blocks": [1, 2, 3, 4, 0]}, "blocks"),
         ({"blocks": [1, 1, 2, 3, 4]}, "blocks"), ({"blocks": list(range(1, 16386))}, "blocks"),
         ({"blocks": "12345"}, "blocks"), ({"blocks": [1.0] * 5}, "blocks"), ({"state": [90]}, "sums"),
-        ({"last": 1}, "last"), ({"last": False}, "state"), ({"total": 6, "state": [], "sums": "0" * 160}, "last"), ({"sums": "00"}, "sums"), ({"sums": None}, "sums"),
+        ({"last": 1}, "last"), ({"last": False}, "state"), ({"total": 6, "state": [], "sums": "0" * 160}, "last"),
+        ({"sums": "00"}, "sums"), ({"sums": None}, "sums"),
         ({"more": 1}, None),
     ],
 )  # fmt: skip
