@@ -211,6 +211,9 @@ class RemoteTier:
                     cache.pages.release(pages)
                     continue
                 arrival.records += 1
+                if read.scope == BLOCK and read.index < arrival.joined:  # computed here, or found, meanwhile
+                    cache.pages.release(pages)
+                    continue
                 cache.landed.update(read.pages)
                 if read.scope == BLOCK:
                     (arrival.landed[read.index],) = read.pages
@@ -227,6 +230,7 @@ class RemoteTier:
                 del self._holding[arrival]
                 self._check_time(arrival)
                 arrival.cache.tree.holds.end(arrival.hold)
+                _let_go(arrival)
 
     def fail(self, arrival: Arrival, why: str) -> None:
         """No more of it will come. What is under way may still arrive."""

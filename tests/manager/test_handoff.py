@@ -225,6 +225,27 @@ def test_reset_keeps_pages_that_are_being_written_from_others() -> None:
     assert len(taker.manager.cache.try_pages(range(HOST.num_pages))) == HOST.num_pages
 
 
+def test_pages_that_nobody_waits_for_go_back() -> None:
+    sender, taker = Host(), Host()
+    data = sender.prefill()
+    arrival = taker.tier.expect(data, PROMPT, namespace=SPACE)
+    reads = taker.tier.plan_reads(arrival)
+    taker.tier.finish_reads(arrival, reads[1:], [True] * 5)
+    assert len(taker.manager.cache.landed) == 4 + taker.manager.cache.snapshot_pages
+    taker.clock.advance(61)
+    taker.tier.expire()  # what waits for the first block, which may never come
+    assert not taker.manager.cache.landed and not arrival.is_over
+    taker.tier.finish_reads(arrival, reads[:1], [True])
+    assert arrival.is_over and not taker.manager.cache.landed
+    again = taker.tier.expect(data, PROMPT, namespace=SPACE)
+    reads = taker.tier.plan_reads(again)
+    taker.step(taker.admit(), 5 * BLOCK)  # which computes what is on its way
+    assert taker.tier.plan_reads(again) == []
+    taker.tier.finish_reads(again, reads, [True] * len(reads))
+    assert again.is_over and not taker.manager.cache.landed
+    taker.manager.check_integrity()
+
+
 # What others send
 
 
