@@ -372,10 +372,11 @@ class KVCacheManager:
 
         At any time: what has not come by now is computed here. Nobody waits for the arrival afterwards.
 
-        Raises: as `admit_request`; then the arrival waits on.
+        Raises: as `admit_request`; then the arrival waits on. `RequestError` also for an arrival that was admitted or
+            closed before, or is another manager's.
         """
-        if not isinstance(arrival, Arrival) or arrival.closed:
-            raise RequestError(f"not an arrival that is waited for: {shown(arrival)}")
+        if not isinstance(arrival, Arrival) or arrival.closed or arrival.manager is not self:
+            raise RequestError(f"not an arrival that is waited for here: {shown(type(arrival))}")
         space = dict(namespace=arrival.namespace, items=arrival.items)
         return self._admit("admit_remote", arrival.tokens, max_tokens, request_id, space, arrival)
 

@@ -61,6 +61,7 @@ class Arrival:
     """A prompt whose prefix comes from another host. Made by `RemoteTier.expect`.
 
     Attributes:
+        manager: whose pages it is read into, and which admits it.
         lease: of the sender, to be acknowledged when `is_over`.
         tokens: the prompt.
         namespace, items: as for `KVCacheManager.admit_request`.
@@ -71,6 +72,7 @@ class Arrival:
         closed: whether nobody waits for it any more.
     """
 
+    manager: Receives
     lease: str
     tokens: list[int]
     namespace: Namespace | None
@@ -150,8 +152,8 @@ class RemoteTier:
             if getattr(part, name) != getattr(layout, name):
                 raise HandoffError(name, "records mean something else there")
         arrival = Arrival(
-            part.lease, known, namespace, items, self._clock() + part.seconds, cache, Hold(), hasher.root.hex(),
-            hasher.digests[: part.total], part.total,
+            self._manager, part.lease, known, namespace, items, self._clock() + part.seconds, cache, Hold(),
+            hasher.root.hex(), hasher.digests[: part.total], part.total,
         )  # fmt: skip
         self._check_part(arrival, part)
         with self._manager.guard("expect"):

@@ -135,6 +135,8 @@ def test_a_prompt_goes_over_whole_and_only_what_is_missing_is_read() -> None:
     data = sender.prefill()
     arrival = taker.tier.expect(data, PROMPT, namespace=SPACE)
     assert not arrival.is_over and taker.read(arrival, sender) == 6 and arrival.is_over  # 5 blocks and the state
+    with pytest.raises(RequestError, match="waited for here"):
+        sender.manager.admit_remote(arrival)
     request = taker.manager.admit_remote(arrival)
     assert request.num_hit == 5 * BLOCK
     taker.step(request, 3)  # on the symbolic device, which compares what it reads
