@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import LayoutError, RecordMismatchError, TransportError
 from ..manager import Arrival, Handoff, KVCacheManager, MediaItem, Namespace, RemoteRead, RemoteTier, Request
+from ..manager.request import prompt_tokens
 from ..untrusted import parse_json
 from .remote import Notice, Peer, RecordTransport
 from .remote_checks import RecordKind
@@ -110,7 +111,7 @@ class RemoteDriver:
         namespace: Namespace | None = None,
         items: Iterable[MediaItem] = (),
     ) -> Arrival:
-        """A hand-off that has come: of a new arrival, or the next part of one that has not ended.
+        """A hand-off that has come: of a new arrival, or the next part of one of this prompt that has not ended.
 
         Args:
             peer: of `RecordTransport.connect`, the host that sent it.
@@ -120,11 +121,14 @@ class RemoteDriver:
             HandoffError, HashError, PlanError, RequestError: as `RemoteTier.expect` and `extend`; nothing has changed.
         """
         lease = Handoff.from_json(handoff).lease
+        known, _ = prompt_tokens(tokens, self._manager.layout.cfg.vocab_size)
+        prompt = known, namespace, tuple(items)
         for arrival, its in self._arrivals.items():
-            if arrival.lease == lease and its is peer and not arrival.closed and not arrival.is_over:
+            same = arrival.lease == lease and its is peer and not arrival.closed and not arrival.is_over
+            if same and (arrival.tokens, arrival.namespace, arrival.items) == prompt:
                 self.tier.extend(arrival, handoff)
                 return arrival
-        arrival = self.tier.expect(handoff, tokens, namespace=namespace, items=items)
+        arrival = self.tier.expect(handoff, known, namespace=namespace, items=prompt[2])
         self._arrivals[arrival] = peer
         return arrival
 

@@ -1,0 +1,59 @@
+"""`RemoteDriver` between two byte engines of one process: who gets what, and what is left when a call is broken off."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsv4_jax import CacheSize
+from dsv4_jax.errors import HandoffError
+from dsv4_jax.manager import HostSize, Namespace
+from dsv4_jax.tiers.remote import RecordTransport
+from dsv4_jax.tiers.remote_driver import RemoteDriver
+from dsv4_jax.transports import open_engine
+from tests.remote.byte_engine import BLOCK, VOCAB, ByteEngine
+
+PROMPT = [i * i % VOCAB for i in range(4 * BLOCK + 3)]
+A, B = Namespace("a"), Namespace("b")
+
+
+class Side:
+    def __init__(self, drafts: int) -> None:
+        self.engine = ByteEngine(drafts=drafts, size=CacheSize(12, 2, 8, num_snapshots=2), host=HostSize(40))
+        self.manager = self.engine.manager
+        self.transport = RecordTransport(open_engine("loopback"))
+        self.metadata = self.transport.publish(self.engine.layout, self.engine.pages)
+        self.driver = RemoteDriver(self.manager, self.transport)
+
+    def poll(self) -> None:
+        self.manager.flush()
+        self.engine.transfer()
+        self.driver.poll(self.engine.host, self.engine.host)
+
+    def export(self, **options: float) -> None:
+        request = self.manager.admit_request(PROMPT, namespace=A)
+        self.engine.spaces[request.id] = A
+        self.engine.step([(request, 4 * BLOCK)])
+        self.driver.export(request, **options)
+
+
+@pytest.fixture
+def sides():
+    sender, taker = Side(0), Side(2)
+    yield sender, taker, taker.transport.connect(sender.metadata)
+    sender.transport.close(), taker.transport.close()
+
+
+def test_a_part_goes_to_the_arrival_of_its_prompt_and_tenant(sides) -> None:
+    sender, taker, peer = sides
+    sender.export(), sender.poll()
+    (handoff,) = sender.driver.take_handoffs()
+    data = handoff.to_json()
+    arrival = taker.driver.receive(data, peer, PROMPT, namespace=A)
+    for tokens, space, field in ((PROMPT, B, "root"), ([1, *PROMPT[1:]], A, "digest")):
+        with pytest.raises(HandoffError) as caught:
+            taker.driver.receive(data, peer, tokens, namespace=space)
+        assert caught.value.field == field
+    assert taker.driver.receive(data, peer, PROMPT, namespace=A) is arrival
+    while not arrival.is_over:
+        taker.poll()
+    assert taker.manager.admit_remote(arrival).num_hit == 4 * BLOCK
