@@ -140,6 +140,7 @@ class RemoteDriver:
         Raises:
             TransportError: the host pool lies elsewhere than before: it was copied instead of donated.
         """
+        self._manager.commit()  # which ends leases, too
         self.tier.expire()
         self._take_notices()
         self._end_reads()

@@ -57,3 +57,9 @@ def test_a_part_goes_to_the_arrival_of_its_prompt_and_tenant(sides) -> None:
     while not arrival.is_over:
         taker.poll()
     assert taker.manager.admit_remote(arrival).num_hit == 4 * BLOCK
+
+
+def test_a_lease_ends_by_its_time_though_nobody_asks_for_anything_but_poll(sides) -> None:
+    sender, _, _ = sides
+    sender.export(seconds=1e-6), sender.poll()
+    assert not sender.manager.leases and not sender.driver.take_handoffs()
