@@ -338,8 +338,10 @@ class RecordTransport:
                 self._finish(peer, read, None)
             elif self._clock() >= until:
                 raise PeerError(peer.name, "a read did not end in time")
-        except Exception as error:  # of whatever kind the engine has
+        except BaseException as error:  # of whatever kind the engine has; Ctrl-C leaves a piece that nobody compares
             self._lose(peer, _as_peer_error(peer.name, "a read failed", error))
+            if not isinstance(error, Exception):
+                raise
 
     def _finish(self, peer: Peer, read: PageRead, error: TransportError | None) -> None:
         read.finish(error)
@@ -358,7 +360,7 @@ class RecordTransport:
             del self._links[peer]
 
 
-def _as_peer_error(peer: str, problem: str, error: Exception) -> TransportError:
+def _as_peer_error(peer: str, problem: str, error: BaseException) -> TransportError:
     if isinstance(error, TransportError):
         return error
     lost = PeerError(peer, f"{problem}: {type(error).__name__}: {error}")

@@ -177,12 +177,13 @@ class RemoteDriver:
         """Checksums of what was exported, if all its copies are on the host."""
         if self._manager.cache.is_waiting:
             return
-        exported, self._exported = self._exported, []
-        for handoff in exported:
+        while self._exported:
+            handoff = self._exported[0]
             if self._manager.leases.is_sound(handoff.lease):
                 blocks = self._transport.checksums("block", handoff.blocks)
                 state = self._transport.checksums("snapshot", handoff.state)
                 self._ready.append(handoff.vouched(blocks, state))
+            del self._exported[0]  # of a call that was broken off it is told once more
 
     def _plan(self) -> None:
         for arrival, peer in self._arrivals.items():

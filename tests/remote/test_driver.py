@@ -63,3 +63,29 @@ def test_a_lease_ends_by_its_time_though_nobody_asks_for_anything_but_poll(sides
     sender, _, _ = sides
     sender.export(seconds=1e-6), sender.poll()
     assert not sender.manager.leases and not sender.driver.take_handoffs()
+
+
+def test_a_poll_that_was_broken_off_loses_no_handoff_and_lets_nothing_in_uncompared(sides, monkeypatch) -> None:
+    sender, taker, peer = sides
+
+    def broken(*_):
+        raise KeyboardInterrupt
+
+    sender.export()
+    with monkeypatch.context() as during:
+        during.setattr(sender.transport, "checksums", broken)
+        with pytest.raises(KeyboardInterrupt):
+            sender.poll()
+    sender.poll()
+    (handoff,) = sender.driver.take_handoffs()
+    arrival = taker.driver.receive(handoff.to_json(), peer, PROMPT, namespace=A)
+    with monkeypatch.context() as during:
+        during.setattr(taker.transport, "_sums", broken)  # while what has come is compared
+        with pytest.raises(KeyboardInterrupt):
+            while not arrival.is_over:
+                taker.poll()
+    while not arrival.is_over:
+        taker.poll()
+    assert arrival.failure is not None and not taker.manager.cache.reading  # what was not compared does not count
+    assert taker.manager.admit_remote(arrival).num_hit == 0
+    taker.manager.check_integrity()
