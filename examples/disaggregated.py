@@ -390,6 +390,12 @@ class Router:
             for asked in self.open:
                 self.send(asked)
 
+    def kill(self, kind: str) -> None:
+        process = getattr(self, kind).process
+        process.kill()
+        process.join()
+        self.turn()  # which starts another
+
     def finish(self) -> int:
         """What the hosts hold once leases are over: nothing."""
         until = time.monotonic() + 4 * LEASE
@@ -434,8 +440,8 @@ def main(argv: list[str] | None = None) -> int:
             while waiting and len(router.open) < 4:
                 router.ask(*waiting.pop(0))
             router.turn()
-            if victim and len(router.asked) - len(router.open) == args.requests // 4:  # answered
-                getattr(router, victim).process.kill()
+            if victim and len(router.asked) - len(router.open) >= args.requests // 4:  # answered
+                router.kill(victim)
                 victim = None
         numbers: dict[str, Any] = {"answered": len(router.asked), "seconds": round(time.perf_counter() - start, 2)}
         wrong = 0
