@@ -195,17 +195,18 @@ class RemoteTier:
     def finish_reads(self, arrival: Arrival, reads: Sequence[RemoteRead], done: Sequence[bool]) -> None:
         """The pages of these reads are not written any more, and whether each arrived whole.
 
-        After the first that did not, no more of this arrival is read. If the call is broken off, call it again after
-        the `reset`.
+        After the first that did not, no more of this arrival is read. If the call is broken off, call it again (after
+        the `reset`, if one is needed): of reads that were ended before nothing changes.
         """
         ends = list(zip(reads, done, strict=True))
         with self._manager.guard("finish_reads"):
             cache = self._manager.cache
-            arrival.reads = max(arrival.reads - len(ends), 0)
             for read, arrived in ends:
+                if not (pages := cache.reading.intersection(read.pages)):
+                    continue  # it was ended before
                 if read.scope == BLOCK:
                     arrival.cache.flying.discard(arrival.digests[read.index])
-                pages = cache.reading.intersection(read.pages)
+                arrival.reads = max(arrival.reads - 1, 0)
                 cache.reading -= pages
                 if not arrived:
                     arrival.failure = arrival.failure or "a record did not arrive whole"

@@ -248,6 +248,17 @@ def test_pages_that_nobody_waits_for_go_back() -> None:
     taker.manager.check_integrity()
 
 
+def test_reads_that_are_ended_twice_end_once() -> None:
+    sender, taker = Host(), Host()
+    arrival = taker.tier.expect(sender.prefill(), PROMPT, namespace=SPACE)
+    reads = taker.tier.plan_reads(arrival)
+    for part in (reads[:1], reads[:1], reads, reads):
+        assert arrival.reads == 6 - arrival.records
+        taker.tier.finish_reads(arrival, part, [True] * len(part))
+        taker.manager.check_integrity()
+    assert arrival.records == 6 and taker.manager.admit_remote(arrival).num_hit == 5 * BLOCK
+
+
 # What others send
 
 
