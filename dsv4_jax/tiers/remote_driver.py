@@ -139,18 +139,19 @@ class RemoteDriver:
 
         Raises:
             TransportError: the host pool lies elsewhere than before: it was copied instead of donated.
+            TransportClosedError: the transport was closed. What was under way has failed, and its pages are free.
         """
         self._manager.commit()  # which ends leases, too
         self.tier.expire()
-        self._take_notices()
         self._end_reads()
         self._plan()
         waits = self._exported or any(reading.handle is None for reading in self._readings)
         if waits and _is_through(cache, host):
             self._check_address(host)
-            self._vouch()
             self._start()
+            self._vouch()
         self._end_arrivals()
+        self._take_notices()
 
     def take_messages(self) -> list[Notice]:
         """Notices of other hosts that were no acknowledgements."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dsv4_jax import CacheSize
-from dsv4_jax.errors import HandoffError
+from dsv4_jax.errors import HandoffError, TransportClosedError
 from dsv4_jax.manager import HostSize, Namespace
 from dsv4_jax.tiers.remote import RecordTransport
 from dsv4_jax.tiers.remote_driver import RemoteDriver
@@ -89,3 +89,20 @@ def test_a_poll_that_was_broken_off_loses_no_handoff_and_lets_nothing_in_uncompa
     assert arrival.failure is not None and not taker.manager.cache.reading  # what was not compared does not count
     assert taker.manager.admit_remote(arrival).num_hit == 0
     taker.manager.check_integrity()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_transport_that_is_closed_gives_its_pages_back(sides, monkeypatch, begun) -> None:
+    sender, taker, peer = sides
+    sender.export(), sender.poll()
+    (handoff,) = sender.driver.take_handoffs()
+    arrival = taker.driver.receive(handoff.to_json(), peer, PROMPT, namespace=A)
+    monkeypatch.setattr(type(taker.engine.host.pages), "is_ready", lambda self: begun)
+    taker.poll()
+    assert arrival.reads == 5
+    taker.transport.close()
+    monkeypatch.undo()
+    with pytest.raises(TransportClosedError):
+        taker.poll()
+    assert arrival.is_over and arrival.failure is not None and not taker.manager.cache.reading
+    assert not taker.driver.busy and taker.manager.admit_remote(arrival).num_hit == 0
