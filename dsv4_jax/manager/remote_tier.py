@@ -144,13 +144,13 @@ class RemoteTier:
         items = tuple(items)
         known, ids = prompt_tokens(tokens, layout.cfg.vocab_size)
         hasher = BlockHasher.adopt(self._manager.hash_spec, ids, namespace=namespace, items=items)
+        for name in ("block_fingerprint", "snapshot_fingerprint"):
+            if getattr(part, name) != getattr(layout, name):
+                raise HandoffError(name, "records mean something else there")
         if not cache.caching or part.total + cache.snapshot_pages > cache.pages.num_total:
             raise HandoffError("total", f"no room on the host for {part.total} blocks and a state")
         if part.total > max(len(known) - 1, 0) // layout.block_tokens:
             raise HandoffError("total", f"{part.total} blocks, the prompt has {len(known)} tokens")
-        for name in ("block_fingerprint", "snapshot_fingerprint"):
-            if getattr(part, name) != getattr(layout, name):
-                raise HandoffError(name, "records mean something else there")
         arrival = Arrival(
             self._manager, part.lease, known, namespace, items, self._clock() + part.seconds, cache, Hold(),
             hasher.root.hex(), hasher.digests[: part.total], part.total,

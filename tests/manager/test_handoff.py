@@ -87,9 +87,11 @@ SPACE = Namespace("tenant")
 class Host:
     """A manager, its symbolic device and a clock."""
 
-    def __init__(self, *, blocks: int = 12, drafts: int = 0, host: HostSize | None = HOST, weights: str = "w"):
+    def __init__(
+        self, *, blocks: int = 12, drafts: int = 0, host: HostSize | None = HOST, weights: str = "w", block: int = BLOCK
+    ):
         self.clock = FakeClock()
-        layout = CacheLayout(LAYOUT.cfg, block_tokens=BLOCK, draft_tokens=drafts)
+        layout = CacheLayout(LAYOUT.cfg, block_tokens=block, draft_tokens=drafts)
         size = CacheSize(blocks, 2, 8, num_snapshots=2)
         self.manager = KVCacheManager(
             layout, size, policy=CachePolicy(), host=host, weights_id=weights, clock=self.clock
@@ -327,6 +329,7 @@ def test_other_weights_another_tenant_and_other_tokens_are_refused() -> None:
         (Host(), [*PROMPT[:9], 3, *PROMPT[10:]], SPACE, "digest"),
         (Host(), PROMPT[: 5 * BLOCK], SPACE, "total"),
         (Host(host=None), PROMPT, SPACE, "total"),
+        (Host(block=2 * BLOCK), PROMPT, SPACE, "block_fingerprint"),
     ):
         with pytest.raises(HandoffError) as caught:
             taker.tier.expect(data, tokens, namespace=space)
