@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from ..errors import HandoffError
+from ..checks import shown
+from ..errors import HandoffError, RequestError
 from ..layout import CacheLayout
 from .guard import Guard
 from .handoff import Handoff
@@ -114,6 +115,8 @@ class RemoteTier:
     Args:
         manager: with a host tier and a policy.
         clock: what leases are measured with, in seconds.
+
+    Raises (all calls): `RequestError` for what is no arrival of this manager; nothing has changed.
     """
 
     def __init__(self, manager: Receives, *, clock: Callable[[], float] = time.monotonic):
@@ -169,6 +172,7 @@ class RemoteTier:
             HandoffError: as `expect`; or parts between are missing, or it is of another lease. Nothing has changed.
         """
         self._manager.guard.check()
+        self._check(arrival)
         part = Handoff.from_json(handoff)
         self._check_part(arrival, part)
         with self._manager.guard("extend"):
@@ -181,6 +185,7 @@ class RemoteTier:
         not read. Nor is what storage is bringing, or another arrival: then nothing behind it is either, yet.
         """
         with self._manager.guard("plan_reads"):
+            self._check(arrival)
             self._check_time(arrival)
             self._join(arrival)
             if arrival.closed or arrival.failure is not None:
@@ -200,6 +205,7 @@ class RemoteTier:
         """
         ends = list(zip(reads, done, strict=True))
         with self._manager.guard("finish_reads"):
+            self._check(arrival)
             cache = self._manager.cache
             for read, arrived in ends:
                 if not (pages := cache.reading.intersection(read.pages)):
@@ -238,6 +244,7 @@ class RemoteTier:
     def fail(self, arrival: Arrival, why: str) -> None:
         """No more of it will come. What is under way may still arrive."""
         with self._manager.guard("fail"):
+            self._check(arrival)
             arrival.failure = arrival.failure or why
 
     def close(self, arrival: Arrival) -> None:
@@ -246,7 +253,12 @@ class RemoteTier:
         Reads that are under way end as before. Does nothing again.
         """
         with self._manager.guard("close"):
+            self._check(arrival)
             end_arrival(arrival, self._manager.cache)
+
+    def _check(self, arrival: Arrival) -> None:
+        if not isinstance(arrival, Arrival) or arrival.manager is not self._manager:
+            raise RequestError(f"not an arrival of this manager: {shown(type(arrival))}")
 
     # Parts
 

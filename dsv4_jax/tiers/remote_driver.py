@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import LayoutError, RecordMismatchError, TransportError
 from ..manager import Arrival, Handoff, KVCacheManager, MediaItem, Namespace, RemoteRead, RemoteTier, Request
 from ..manager.request import prompt_tokens
+from ..records import block_record
 from ..untrusted import parse_json
 from .remote import Notice, Peer, RecordTransport
 from .remote_checks import RecordKind
@@ -63,12 +64,15 @@ class RemoteDriver:
         tier: the manager's receiving side.
 
     Raises:
-        LayoutError: blocks are dealt out to several pool ranks, whose host records it cannot tell apart.
+        LayoutError: blocks are dealt out to several pool ranks, whose host records it cannot tell apart, or hold
+            nothing.
     """
 
     def __init__(self, manager: KVCacheManager, transport: RecordTransport):
         if (ranks := manager.size.pool_ranks) > 1:
             raise LayoutError(f"a transport takes the records of one pool rank, the manager's are those of {ranks}")
+        if not block_record(manager.layout).bytes:
+            raise LayoutError("blocks of this layout have no records: all layers see the window only")
         self.tier = RemoteTier(manager, clock=manager.clock)
         self._manager, self._transport = manager, transport
         self._address: int | None = None

@@ -337,6 +337,20 @@ def test_other_weights_another_tenant_and_other_tokens_are_refused() -> None:
         taker.manager.check_integrity()
 
 
+def test_what_is_no_arrival_of_this_manager_is_refused_and_nothing_changes() -> None:
+    sender, taker, other = Host(), Host(), Host()
+    data = sender.prefill()
+    for arrival in (None, other.tier.expect(data, PROMPT, namespace=SPACE)):
+        for call in (
+            lambda a: taker.tier.extend(a, data), taker.tier.plan_reads, lambda a: taker.tier.finish_reads(a, [], []),
+            lambda a: taker.tier.fail(a, "why"), taker.tier.close, taker.manager.admit_remote,
+        ):  # fmt: skip
+            with pytest.raises(RequestError, match="not an arrival"):
+                call(arrival)
+        taker.manager.check_integrity()
+    assert other.read(arrival, sender) == 6
+
+
 def test_parts_that_do_not_follow_are_refused_and_the_arrival_goes_on() -> None:
     sender, taker = Host(), Host()
     request, parts = sender.admit(), []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dsv4_jax import CacheSize
-from dsv4_jax.errors import HandoffError, TransportClosedError
+from dsv4_jax import AttentionType, CacheLayout, CacheSize, DSV4Config, KVCacheManager
+from dsv4_jax.errors import HandoffError, LayoutError, TransportClosedError
 from dsv4_jax.manager import HostSize, Namespace
 from dsv4_jax.tiers.remote import RecordTransport
 from dsv4_jax.tiers.remote_driver import RemoteDriver
@@ -106,3 +106,9 @@ def test_a_transport_that_is_closed_gives_its_pages_back(sides, monkeypatch, beg
         taker.poll()
     assert arrival.is_over and arrival.failure is not None and not taker.manager.cache.reading
     assert not taker.driver.busy and taker.manager.admit_remote(arrival).num_hit == 0
+
+
+def test_layouts_whose_blocks_hold_nothing_are_refused() -> None:
+    layout = CacheLayout(DSV4Config.tiny(layer_types=(AttentionType.SWA,), num_hash_layers=0))
+    with RecordTransport(open_engine("loopback")) as transport, pytest.raises(LayoutError, match="no records"):
+        RemoteDriver(KVCacheManager(layout, CacheSize(4, 2, 2)), transport)
