@@ -102,17 +102,17 @@ class Evictor:
         queue = self._queues.blocks[tier]
         chosen: list[Node] = []
         passed: list[Node] = []
-        moving: bool | None = None  # whether any block is; looked up where it matters
-        busy: set[Node] = set()  # with a move under way below a child that goes down to its copy
+        in_use: bool | None = None  # whether anything is; looked up where it matters
+        busy: set[Node] = set()  # with something in use at or below a child that goes down to its copy
         while len(chosen) < count and (node := queue.pop()) is not None:
             parent, goes_down = node.parent, tier is T.DEVICE and node.host > 0
             if room < count and not goes_down and (node in busy or _held_from_below(node, tier)):
                 passed.append(node)
                 continue
             if goes_down and parent is not None:
-                if moving is None:
-                    moving = self._nodes.is_any_moving()
-                if moving and (node in busy or _has_moves_below(node, tier)):
+                if in_use is None:
+                    in_use = self._nodes.is_any_in_use()
+                if in_use and (node in busy or _is_pinned(node) or _is_used_below(node, tier)):
                     busy.add(parent)
             chosen.append(node)
             if count > 1 and parent is not None and node.state.tier is tier:
@@ -160,13 +160,13 @@ def _held_from_below(node: Node, tier: Tier) -> bool:
         return False
     if tier is T.HOST and node.stored:
         return any(child.state is S.FETCHING for child in children_of(node))
-    if node.snapshot is not None and node.snapshot.pins:
-        return True
-    if not node.children:
-        return False
-    return _has_moves_below(node, tier)
+    return _is_pinned(node) or (node.children > 0 and _is_used_below(node, tier))
 
 
-def _has_moves_below(node: Node, tier: Tier) -> bool:
+def _is_used_below(node: Node, tier: Tier) -> bool:
     below = [n for child in children_of(node) if child.state.tier < tier for n in subtree_of(child)]
-    return any(n.state not in SETTLED or (n.snapshot is not None and n.snapshot.pins) for n in below)
+    return any(n.state not in SETTLED or _is_pinned(n) for n in below)
+
+
+def _is_pinned(node: Node) -> bool:
+    return node.snapshot is not None and node.snapshot.pins > 0

@@ -42,6 +42,7 @@ class NodeTable:
         idle_on: those of the device, by the rank that holds their blocks (that of their depth, modulo the ranks).
         num_host: nodes with a host unit.
         num_snapshots: snapshot copies in each tier.
+        pins: of all snapshots.
         epoch: changes with every `clear`; nodes of an earlier one are stale.
         clock: moves with every reference taken or given back, and every publication.
         level: the most that a unit was worth that was lost so far (see worth.py).
@@ -74,6 +75,7 @@ class NodeTable:
         self.idle_on = [0] * self._ranks
         self.num_host = 0
         self.num_snapshots = dict.fromkeys(TIERS, 0)
+        self.pins = 0
         self._queues.clear()
         self._wanted.clear()
 
@@ -87,9 +89,9 @@ class NodeTable:
             raise PrefixTreeError(f"{node} is not in this tree: it was removed, or the tree was reset")
         return node
 
-    def is_any_moving(self) -> bool:
-        """Whether a block is on its way between tiers (copies to the host apart, which take nothing away)."""
-        return any(self.counts[state] for state in (S.OFFLOADING, S.LOADING, S.PERSISTING, S.FETCHING))
+    def is_any_in_use(self) -> bool:
+        """Whether a snapshot is pinned, or a block on its way between tiers (not to a second copy on the host)."""
+        return self.pins > 0 or any(self.counts[state] for state in (S.OFFLOADING, S.LOADING, S.PERSISTING, S.FETCHING))
 
     def accessed(self, parent: Node | None) -> int:
         """When a node below this parent counts as accessed: never after it, so that the deepest always leaves first."""

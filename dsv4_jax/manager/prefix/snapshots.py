@@ -107,7 +107,7 @@ class Snapshots:
         """
         snapshot = self._nodes.check(node).snapshot
         if pinned and snapshot is not None and snapshot.pins == 1 and snapshot.copy(tier):
-            snapshot.pins = 0
+            self._pin(snapshot, -1)
         unit = self._drop(node, tier)
         if pinned and node.snapshot is not None:
             self._queues.push_snapshot(node)
@@ -128,13 +128,17 @@ class Snapshots:
         """Keeps a snapshot while a copy of it is under way. Raises `PrefixTreeError` if there is none."""
         if (snapshot := self._nodes.check(node).snapshot) is None:
             raise PrefixTreeError(f"{node} has no snapshot")
-        snapshot.pins += 1
+        self._pin(snapshot, 1)
+
+    def _pin(self, snapshot: Snapshot, by: int) -> None:
+        snapshot.pins += by
+        self._nodes.pins += by
 
     def unpin(self, node: Node) -> None:
         """Raises `PrefixTreeError` if it is not pinned."""
         if (snapshot := self._nodes.check(node).snapshot) is None or not snapshot.pins:
             raise PrefixTreeError(f"{node} has no pinned snapshot")
-        snapshot.pins -= 1
+        self._pin(snapshot, -1)
         self._queues.push_snapshot(node)
         self._queues.push(node)
 

@@ -49,6 +49,8 @@ def check_tree(table: NodeTable, queues: EvictionQueues, holds: Holds) -> None:
     snapshots = collections.Counter(t for n in nodes if n.snapshot for t in TIERS if n.snapshot.copy(t))
     if table.num_host != sum(n.host > 0 for n in nodes) or any(table.num_snapshots[t] != snapshots[t] for t in TIERS):
         raise IntegrityError(f"miscounted: {table.num_host} host blocks, {table.num_snapshots} snapshots")
+    if table.pins != (pins := sum(n.snapshot.pins for n in nodes if n.snapshot is not None)):
+        raise IntegrityError(f"miscounted: {table.pins} pins of {pins}")
     counts = collections.Counter(n.state for n in nodes)
     idle = collections.Counter(n.state.tier for n in nodes if not n.refs and n.state in SETTLED)
     for state in NodeState:

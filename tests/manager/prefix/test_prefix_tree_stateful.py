@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 from hypothesis import settings
@@ -342,13 +342,14 @@ class TreeMachine(RuleBasedStateMachine):
         same = [p for p in self.children(path) if p not in gone and self.level(p) >= LEVEL[tier]]
         return record.state == tier and not record.refs and not same
 
-    def stuck(self, path: Path, tier: str) -> bool:
+    def stuck(self, path: Path, tier: str, going: Collection[Path] = ()) -> bool:
+        """`going`: other blocks that leave the tier before."""
         record = self.records[path]
         if record.state != tier or (tier == "device" and record.host):
             return False
         if tier == "host" and record.stored:
             return any(self.records[p].state == "fetching" for p in self.children(path))
-        lower = [p for p in self.below(path) if p == path or self.level(p) < LEVEL[tier]]
+        lower = [p for p in self.below(path) if p == path or p in going or self.level(p) < LEVEL[tier]]
         return any(self.records[p].pins or (p != path and self.records[p].state not in SETTLED) for p in lower)
 
     @rule(
@@ -363,7 +364,7 @@ class TreeMachine(RuleBasedStateMachine):
             left = [
                 p
                 for p in self.records
-                if self.eligible(p, tier, set(chosen)) and not (room < count and self.stuck(p, tier))
+                if self.eligible(p, tier, set(chosen)) and not (room < count and self.stuck(p, tier, chosen))
             ]
             if not left:
                 break
