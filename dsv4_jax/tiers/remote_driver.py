@@ -8,8 +8,9 @@
     arrival = driver.receive(handoff, peer, tokens)   # the host that goes on: each hand-off that comes
     if arrival.is_over: manager.admit_remote(arrival)
 
+    manager.flush()                                   # both, after each step: copies that were asked for since travel
     cache, host = run_transfers(cache, host, manager.take_transfers())
-    driver.poll(cache, host)                          # both: after transfers and steps
+    driver.poll(cache, host)                          # while some have not, no export is made ready
 
 Nothing here waits. Bytes go from one host's pool into the other's while both serve; pages are read, and written, when
 no computation that was started can touch them. What does not arrive whole, or in time, is computed anew. Imports no
