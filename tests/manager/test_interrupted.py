@@ -17,7 +17,7 @@ import pytest
 import dsv4_jax.manager
 from dsv4_jax import KVCacheManager
 from dsv4_jax.errors import ManagerInterruptedError, OutOfBlocksError
-from dsv4_jax.manager import HostSize
+from dsv4_jax.manager import HostSize, RemoteTier
 from dsv4_jax.manager.storage_tier import StorageTier
 from tests.manager.test_caching_stateful import LAYOUT, POLICIES, Trace
 
@@ -61,14 +61,14 @@ class Fault:
 
 def assert_closed(manager: KVCacheManager) -> None:
     """Every public call but `reset` refuses."""
-    tier, calls = StorageTier(manager), list[Callable]()
+    tier, remote, calls = StorageTier(manager), RemoteTier(manager), list[Callable]()
     calls += [
         lambda: manager.admit_request([1, 2]), lambda: manager.plan_step([]), lambda: manager.schedule(4),
         manager.commit, manager.flush, lambda: manager.acknowledge(""), manager.take_transfers, manager.stats,
         manager.check_integrity, manager.sleep, manager.wakeup,
         lambda: manager.resize(manager.size), manager.memory_bytes, lambda: manager.pinned_shape(1),
         lambda: tier.plan_writes(1), lambda: tier.finish_writes([], []), lambda: tier.finish_reads([], []),
-        lambda: tier.plan_reads([1] * 99, _nothing, _nothing),
+        lambda: tier.plan_reads([1] * 99, _nothing, _nothing), lambda: remote.expect(b"", []), remote.expire,
     ]  # fmt: skip
     for request in (*manager.requests, *manager.preempted):
         calls += [
