@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ..errors import BenchmarkError
 from ..formats import RowFormat, index_format, kv_format
 from ..layout import KeySplit
-from ..ops.attend import KernelSplit
+
+if TYPE_CHECKING:  # it imports jax
+    from ..ops.attend import KernelSplit
 
 __all__ = [
     "CASES", "OPS", "QUICK", "AppendShape", "AttendShape", "Case", "CompressShape", "GatherShape", "KVStoreShape",

@@ -122,10 +122,10 @@ def run(args: argparse.Namespace) -> int:
     form = args.weights or ("released" if hf.get("quantization_config") else "float32")
     side_by_side = min(args.max_batch, len(prompts))
     tensor = args.tensor or (args.devices if side_by_side <= _LATENCY else 1)
+    shards = max(1, args.devices // tensor)
+    options = _options(args, cfg, prompts, shards)
     weight_bytes = taken(cfg, form, args.devices, tensor, mtp=mtp)  # which refuses what does not divide
     check_devices(args.devices)
-    shards = args.devices // tensor
-    options = _options(args, cfg, prompts, shards)
     room = Room(device_bytes(), weight_bytes)
     room.check(form)
     shared = shared_tokens([prompt.tokens for prompt in prompts], layout.block_tokens)

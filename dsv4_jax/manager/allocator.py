@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..checks import INT32_MAX, as_int, shown
-from ..errors import BlockReleaseError, IntegrityError, OutOfBlocksError, PlanError
+from ..errors import BlockReleaseError, IntegrityError, OutOfBlocksError, PlanError, PoolResizeError
 
 __all__ = ["BlockAllocator", "as_count"]
 
@@ -47,12 +47,38 @@ class BlockAllocator:
     def __init__(self, total: int, pool: str = "device", *, ranks: int = 1):
         self._total = as_count(f"the number of blocks of the {pool} pool", total, most=INT32_MAX)
         self.name, self.ranks = pool, as_count("the number of ranks", ranks, 1)
-        self._clear()
+        self._take_back()
 
-    def _clear(self) -> None:
+    def _take_back(self) -> None:
         self._fresh = list(range(1, self.ranks + 1))  # of each rank
         self._freed: list[list[int]] = [[] for _ in range(self.ranks)]
         self._held = bytearray(self._total + 1)
+
+    def reset(self) -> None:
+        """Takes every id back."""
+        self._take_back()
+
+    def resize(self, total: int) -> None:
+        """Makes the ids 1..total.
+
+        Raises:
+            PoolResizeError: ids > total are held; nothing has changed.
+            PlanError: `total` is negative or not an integer.
+        """
+        total = as_count("the number of blocks", total)
+        held = [block for block in range(total + 1, min(max(self._fresh), self._total + 1)) if self._held[block]]
+        if held:
+            raise PoolResizeError(held, total, self.name)
+        if total < self._total:
+            del self._held[total + 1 :]
+            for rank, freed in enumerate(self._freed):
+                self._freed[rank] = [block for block in freed if block <= total]
+                heapq.heapify(self._freed[rank])
+                first = next(i for i in range(total + 1, total + 1 + self.ranks) if self.rank_of(i) == rank)
+                self._fresh[rank] = min(self._fresh[rank], first)
+        else:
+            self._held.extend(bytes(total - self._total))
+        self._total = total
 
     @property
     def num_total(self) -> int:

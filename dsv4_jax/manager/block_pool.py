@@ -6,13 +6,12 @@ A generation is stamped on an id whenever it is handed out and never repeats wit
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import IntegrityError, PlanError, PoolResizeError, StaleBlockError
+from ..errors import IntegrityError, PlanError, StaleBlockError
 from .allocator import BlockAllocator, as_count
 
 __all__ = ["BlockPool", "BlockRef", "PoolStats"]
@@ -43,15 +42,15 @@ class BlockPool(BlockAllocator):
     def __init__(self, total: int, pool: str = "device", *, ranks: int = 1):
         super().__init__(total, pool, ranks=ranks)
         self._clock = 0
-        self._stamps = [0] * (self._total + 1)  # generation of each id, 0 before it was first handed out
+        self._stamps = [0] * (self.num_total + 1)  # generation of each id, 0 before it was first handed out
         self._metadata: dict[int, Any] = {}
 
     @property
     def num_held(self) -> int:
-        return self._total - self.num_free
+        return self.num_total - self.num_free
 
     def stats(self) -> PoolStats:
-        return PoolStats(self._total, self.num_free, self.num_held)
+        return PoolStats(self.num_total, self.num_free, self.num_held)
 
     def acquire(self, count: int, metadata: Any = None) -> list[int]:
         """The `count` lowest free ids, ascending, all of them or none.
@@ -122,38 +121,20 @@ class BlockPool(BlockAllocator):
             self._metadata[block] = metadata
 
     def resize(self, total: int) -> None:
-        """Makes the ids 1..total. Ids keep their generation across shrinking and growing.
-
-        Raises:
-            PoolResizeError: ids > total are held; nothing has changed.
-            PlanError: `total` is negative or not an integer.
-        """
-        total = as_count("the number of blocks", total)
-        held = [block for block in range(total + 1, min(max(self._fresh), self._total + 1)) if self._held[block]]
-        if held:
-            raise PoolResizeError(held, total, self.name)
-        self._stamps.extend([0] * (total + 1 - len(self._stamps)))
-        if total < self._total:
-            del self._held[total + 1 :]
-            for rank, freed in enumerate(self._freed):
-                self._freed[rank] = [block for block in freed if block <= total]
-                heapq.heapify(self._freed[rank])
-                first = next(i for i in range(total + 1, total + 1 + self.ranks) if self.rank_of(i) == rank)
-                self._fresh[rank] = min(self._fresh[rank], first)
-        else:
-            self._held.extend(bytes(total - self._total))
-        self._total = total
+        """As of `BlockAllocator`; ids keep their generation across shrinking and growing."""
+        super().resize(total)
+        self._stamps.extend([0] * (self.num_total + 1 - len(self._stamps)))
 
     def reset(self) -> None:
         """Takes every id back. References made before stay stale."""
-        self._clear()
+        super().reset()
         self._metadata.clear()
 
     def check_integrity(self) -> None:
         super().check_integrity()
         if stray := [block for block in self._metadata if not self.is_held(block)]:
             raise IntegrityError(f"{self.name} pool: metadata of ids {stray} that are not held")
-        stamps = [self._stamps[block] for block in range(1, self._total + 1) if self._held[block]]
+        stamps = [self._stamps[block] for block in range(1, self.num_total + 1) if self.is_held(block)]
         if len(set(stamps)) != len(stamps) or not all(0 < stamp <= self._clock for stamp in stamps):
             raise IntegrityError(f"{self.name} pool: generations {stamps} repeat or are from the future")
 

@@ -332,7 +332,7 @@ RUN: dict[str, Callable | type | tuple | dict] = {
         run=int, rejected=dict(context=int, device=int), tenants=int, prompt_tokens=int, output_tokens=int
     ),
     "cache": dict(
-        size=dict(num_blocks=int, num_slots=int, max_blocks_per_request=int, num_snapshots=int),
+        size=dict(num_blocks=int, num_slots=int, max_blocks_per_request=int, num_snapshots=int, pool_ranks=int),
         host=dict(num_pages=int),
         kv_format=str, index_format=str, block_tokens=int, bytes=int, host_bytes=int, policy=str, order=str,
     ),

@@ -243,15 +243,15 @@ def test_a_share_of_heads_has_its_keys_cut_as_all_heads(monkeypatch: pytest.Monk
     params = model.shard_params(cfg, model.init_params(cfg, 0), mesh)
 
     def noted(op: str, arguments: Any, choice: Any) -> Any:
-        seen.append((arguments.queries.shape[1], cuda_attend.split_count(256, 0, arguments.heads, "latency")))
+        seen.append((arguments.queries.shape[1], cuda_attend.split_count(256, 1024, arguments.heads, "latency")))
         return op_attend.reference(arguments)
 
     op_attend = importlib.import_module("dsv4_jax.ops.attend")  # of which the package has the function
     monkeypatch.setattr(op_attend, "run", noted)
     cache = init_cache(layout, SIZE, sharding=cache_sharding(layout, mesh))
     shard_step(model.forward, mesh).trace(params, cache, plan, np.zeros(2, np.int32))
-    assert seen == [(36, cuda_attend.split_count(256, 0, 72, "latency"))]
-    assert cuda_attend.split_count(256, 0, 36, "latency") != seen[0][1]
+    assert seen == [(36, cuda_attend.split_count(256, 1024, 72, "latency"))]
+    assert cuda_attend.split_count(256, 1024, 36, "latency") != seen[0][1]
 
 
 @pytest.mark.slow
