@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .errors import DonatedCacheError, LayoutError, PlanError
 from .layout import CacheLayout, CacheSize, LeafSpec
@@ -24,7 +24,7 @@ from .plan import CacheFacts, PackedPlan, StepPlan, register_pytrees
 from .serialization import layout_from_json, layout_to_json, serialized_as
 from .step import CacheStep, LayerWrites
 
-__all__ = ["KVCache", "cache_partition", "init_cache"]
+__all__ = ["KVCache", "cache_partition", "init_cache", "mesh_of"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -181,6 +181,13 @@ def _from_json(text: str) -> _Static:
 jax.tree_util.register_pytree_with_keys(KVCache, _flatten_with_keys, _unflatten, _flatten)
 serialized_as(KVCache, _to_json, _from_json)
 register_pytrees()
+
+
+def mesh_of(placed: Sharding) -> Mesh | None:
+    """The mesh of several devices that an array lies over; None: it is on one."""
+    if isinstance(placed, NamedSharding) and isinstance(placed.mesh, Mesh) and placed.mesh.size > 1:
+        return placed.mesh
+    return None
 
 
 def cache_partition(layout: CacheLayout, pool_axis: PoolAxis, data: str | tuple[str, ...] | None) -> KVCache:

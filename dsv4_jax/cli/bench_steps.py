@@ -8,11 +8,10 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import OptionError
-from .options import check_devices, device_bytes, naming
+from .options import check_devices, device_bytes, devices_sharing_heads, naming
 
 __all__ = ["fits", "model_options", "step_options"]
 
-_LATENCY = 8  # requests up to which heads are split over devices if not told otherwise
 _FIELDS = MappingProxyType(
     {"context": "--context", "CacheSize.num_blocks": "--batch, --context", "CacheSize": "--batch"}
 )
@@ -42,7 +41,7 @@ def model_options(args: argparse.Namespace, quick: bool) -> list[Any]:
         dataclasses.replace(
             option,
             devices=devices,
-            tensor=args.tensor or (devices if option.batch <= _LATENCY else 1),
+            tensor=devices_sharing_heads(args.tensor, devices, option.batch),
             drafts=args.drafts or 0,
         )
         for option in _options(args, quick, context=8 * 1024, few=FEW_REQUESTS)

@@ -15,11 +15,13 @@ from .generate_output import Answer, Speed, Teller
 from .generate_prompts import Prompt, add_prompts, encode, given_prompts, token_ids
 from .generate_text import Tokenizer, stop_tokens_of
 from .options import (
+    LATENCY_REQUESTS,
     add_command,
     add_json,
     add_layout,
     check_devices,
     device_bytes,
+    devices_sharing_heads,
     layout_from,
     naming,
     refuse_same,
@@ -42,7 +44,6 @@ _EXAMPLES = """
   dsv4-jax generate --checkpoint DIR --tokens 1,2,3 --stop-tokens none       ids in, ids out: needs no tokenizer
 """
 _MOST_CHUNK, _LEAST_CHUNK = 2048, 64
-_LATENCY = 8  # prompts side by side up to which heads are split over devices if not told otherwise
 _SAMPLING = {"temperature": "--temperature", "top_k": "--top-k", "top_p": "--top-p"}
 
 
@@ -100,7 +101,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     steps.add_argument(
         "--tensor", type=positive, metavar="T",
         help="of them, have the same prompts and share the heads; the others have prompts of their own (default: all "
-        f"up to {_LATENCY} prompts side by side, else 1)",
+        f"up to {LATENCY_REQUESTS} prompts side by side, else 1)",
     )  # fmt: skip
     steps.add_argument("--implementation", choices=("xla", "pallas", "cuda"), help="of the cache ops (default: best)")
     add_layout(parser, drafts=False)
@@ -121,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     start_jax()
     form = args.weights or ("released" if hf.get("quantization_config") else "float32")
     side_by_side = min(args.max_batch, len(prompts))
-    tensor = args.tensor or (args.devices if side_by_side <= _LATENCY else 1)
+    tensor = devices_sharing_heads(args.tensor, args.devices, side_by_side)
     shards = max(1, args.devices // tensor)
     options = _options(args, cfg, prompts, shards)
     weight_bytes = taken(cfg, form, args.devices, tensor, mtp=mtp)  # which refuses what does not divide

@@ -20,8 +20,9 @@ from .printing import one_line, say
 from .values import json_file, natural, positive, short
 
 __all__ = [
-    "EXIT_STATUS", "FAILURES", "LAYOUT_FIELDS", "PROGRAM", "Parser", "add_command", "add_json", "add_layout",
-    "check_devices", "device_bytes", "layout_from", "memory_bytes", "naming", "refuse_same", "start_jax",
+    "EXIT_STATUS", "FAILURES", "LATENCY_REQUESTS", "LAYOUT_FIELDS", "PROGRAM", "Parser", "add_command", "add_json",
+    "add_layout", "check_devices", "device_bytes", "devices_sharing_heads", "layout_from", "memory_bytes", "naming",
+    "refuse_same", "start_jax",
 ]  # fmt: skip
 
 PROGRAM = "dsv4-jax"
@@ -33,6 +34,7 @@ EXIT_STATUS = {
     141: "the reader of the output has gone (a closed pipe)",
 }
 FAILURES = (BuildError, IntegrityError)  # of the machine or of this package, not of what was asked
+LATENCY_REQUESTS = 8  # up to which heads are split over devices if not told otherwise
 LAYOUT_FIELDS = MappingProxyType({"block_tokens": "--block-tokens", "draft_tokens": "--draft-tokens"})
 
 
@@ -182,6 +184,11 @@ def check_devices(count: int) -> None:
 
     if count > (there := len(jax.devices())):
         raise OptionError(f"--devices: {count} of {there}")
+
+
+def devices_sharing_heads(given: int | None, devices: int, requests: int) -> int:
+    """`--tensor`: as given; if not told, all of them up to `LATENCY_REQUESTS` requests, for latency, else 1."""
+    return given or (devices if requests <= LATENCY_REQUESTS else 1)
 
 
 def start_jax() -> None:

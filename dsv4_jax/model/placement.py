@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from ..cache import KVCache
+from ..cache import KVCache, mesh_of
 from ..ops.exchange import Peers
 from ..plan import PackedPlan, StepPlan
 from ..sharding import shard_step, stack_plans
@@ -28,10 +28,10 @@ class Placement:
 
     def __init__(self, cache: KVCache, peers: Sequence[Peers] = ()):
         placed: Sharding = next(iter(cache.arrays.values())).sharding
-        self._mesh, self._peers, self.shards, self.rows = None, tuple(peers), 1, placed
-        if isinstance(placed, NamedSharding) and isinstance(placed.mesh, Mesh) and placed.mesh.size > 1:
-            self._mesh, self.shards = placed.mesh, placed.mesh.shape.get(DATA, 1)
-            self.rows = NamedSharding(placed.mesh, PartitionSpec(_data_axis(placed.mesh)))
+        self._mesh, self._peers, self.shards, self.rows = mesh_of(placed), tuple(peers), 1, placed
+        if self._mesh is not None:
+            self.shards = self._mesh.shape.get(DATA, 1)
+            self.rows = NamedSharding(self._mesh, PartitionSpec(_data_axis(self._mesh)))
 
     def compiled(self, step: Callable[..., Any], xla: Mapping[str, Any] | None = None, **options: Any) -> Any:
         """`step` for here, jitted, the cache donated: the same one for the same options.

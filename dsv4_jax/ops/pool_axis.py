@@ -59,10 +59,7 @@ class PoolAxis:
 
     def entries_of_all(self, own: jax.Array, per_block: int) -> jax.Array:
         """This rank's entries, counted through the blocks it owns -> their numbers in the request."""
-        if self.size == 1:
-            return own
-        rows = np.int32(per_block)
-        return (own // rows * np.int32(self.size) + self.rank) * rows + own % rows
+        return own if self.size == 1 else _entries_of(own, per_block, self.rank, self.size)
 
 
 ONE_RANK = PoolAxis()
@@ -73,6 +70,12 @@ def visible_of(visible: jax.Array, per_block: int, residue: jax.Array | int, mod
     whole, rest = visible // np.int32(per_block), visible % np.int32(per_block)
     blocks = (whole + np.int32(modulus - 1) - residue) // np.int32(modulus)
     return blocks * np.int32(per_block) + jnp.where(whole % np.int32(modulus) == residue, rest, 0)
+
+
+def _entries_of(own: jax.Array, per_block: int, residue: jax.Array | int, modulus: int) -> jax.Array:
+    """Entries, counted through blocks c with c mod modulus == residue -> their numbers in the request."""
+    rows = np.int32(per_block)
+    return (own // rows * np.int32(modulus) + residue) * rows + own % rows
 
 
 def part_of(
@@ -89,12 +92,9 @@ def part_of(
         those that count are others.
     """
     if entries is None:
-        numbers = jnp.arange(-(-columns // modulus) * per_block, dtype=jnp.int32)
-        rows = np.int32(per_block)
-        numbers = (numbers // rows * np.int32(modulus) + residue) * rows + numbers % rows
-        return jnp.broadcast_to(numbers, (count.shape[0], numbers.shape[0])), visible_of(
-            count, per_block, residue, modulus
-        )
+        own = jnp.arange(-(-columns // modulus) * per_block, dtype=jnp.int32)
+        numbers = jnp.broadcast_to(_entries_of(own, per_block, residue, modulus), (count.shape[0], own.shape[0]))
+        return numbers, visible_of(count, per_block, residue, modulus)
     if modulus == 1:
         return entries, count
     listed = jnp.arange(entries.shape[1], dtype=jnp.int32) < count[:, None]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ..cache import KVCache, cache_partition
+from ..cache import KVCache, cache_partition, mesh_of
 from ..errors import LayoutError
 from ..plan import StateSwapPlan, SwapPlan
 from . import swap
@@ -54,9 +54,9 @@ def restore_async(
 
 def _start(operation: str, cache, host, plan: SwapPlan | StateSwapPlan, implementation: SwapImplementation):
     started = time.monotonic()
-    placed, mesh, spec = host.pages.sharding, None, PartitionSpec()
-    if isinstance(placed, NamedSharding) and isinstance(placed.mesh, Mesh) and placed.mesh.size > 1:
-        mesh, spec = placed.mesh, placed.spec
+    placed = host.pages.sharding
+    mesh = mesh_of(placed)
+    spec = placed.spec if mesh is not None and isinstance(placed, NamedSharding) else PartitionSpec()
     axis = cache.pool_axis.name
     if axis is not None and axis not in _axes(spec):
         raise LayoutError(f"blocks are split over {axis!r}, host pages over {spec}: give these the sharding of blocks")
