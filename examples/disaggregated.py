@@ -29,8 +29,7 @@ from dsv4_jax import model
 from dsv4_jax.errors import HandoffError, NoFreeSlotError, OutOfBlocksError, PlanError, TransportError
 from dsv4_jax.manager import Arrival, BlockHasher, CachePolicy, EventLog, HashSpec, HostSize, Request
 from dsv4_jax.tiers.host_memory import host_memory
-from dsv4_jax.tiers.remote import Peer, RecordTransport
-from dsv4_jax.tiers.remote_driver import RemoteDriver
+from dsv4_jax.tiers.remote import Peer, RecordTransport, RemoteDriver
 from dsv4_jax.transports import open_engine
 
 EXAMPLES = """

@@ -4,7 +4,7 @@ As with storage a move has two ends: `plan_reads` names pages of the peer and pa
 `finish_reads` is told what arrived. In between the pages are the reads', whatever happens: an arrival that is closed or
 late, even a `reset`, gives none of them to others before their read is over. What has arrived whole joins the prefix
 tree, block after block, and the state behind the last one; then the request is admitted as for any other hit. What has
-not come by then is computed. Who moves the bytes: `dsv4_jax.tiers.remote_driver`.
+not come by then is computed. Who moves the bytes: `dsv4_jax.tiers.remote`.
 """
 
 from __future__ import annotations

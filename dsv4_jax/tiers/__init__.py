@@ -9,11 +9,10 @@
 | `overlapped_swap` | the same in two halves, hidden behind a step's compute |
 | `transfers` | `run_transfers`: all that the manager wants moved before a step |
 | `storage_driver` | `StorageDriver`: host records to and from stores, beside the steps |
-| `remote` | `RecordTransport`: host records of other machines, read into ours; no jax |
+| `remote` | `RecordTransport`, `RemoteDriver`: records and prompts of other machines; no jax |
 | `host_memory` | the memory of a `HostCache` itself, for transports |
 
-`cache_units`, `record_copy`, `host_records`, `store_calls`, `remote_checks`, `remote_metadata` and `remote_read` are
-what these are made of; `transport_engine` is what `dsv4_jax.transports` keeps. The modules load on first
+`cache_units`, `record_copy`, `host_records` and `store_calls` are what these are made of. The modules load on first
 use; `swap_plan` imports no jax.
 """
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ImplementationError
 
 if TYPE_CHECKING:
-    from ..tiers.transport_engine import TransportEngine
+    from ..tiers.remote import TransportEngine
 
 __all__ = ["ENGINES", "engine_problem", "open_engine"]
 

@@ -34,7 +34,7 @@ def problem() -> str | None:
 
 
 class JaxEngine:
-    """A `TransportEngine` (`dsv4_jax.tiers.transport_engine`).
+    """A `TransportEngine` (`dsv4_jax.tiers.remote`).
 
     Args:
         address: IP address of this machine under which others reach it.

@@ -18,7 +18,7 @@ def problem() -> None:
 
 
 class LoopbackEngine:
-    """A `TransportEngine` (`dsv4_jax.tiers.transport_engine`)."""
+    """A `TransportEngine` (`dsv4_jax.tiers.remote`)."""
 
     name = "loopback"
 

@@ -46,7 +46,7 @@ def _nixl() -> Any:
 
 
 class NixlEngine:
-    """A `TransportEngine` (`dsv4_jax.tiers.transport_engine`).
+    """A `TransportEngine` (`dsv4_jax.tiers.remote`).
 
     NIXL's side is two agents. One is what others read from and send notices to. The other reads: when a link is cut
     while a read of it has not ended well, only the end of the agent is known to stop what is on its way, so another

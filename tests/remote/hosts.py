@@ -15,8 +15,7 @@ from typing import Any
 from dsv4_jax import CacheSize
 from dsv4_jax.errors import HandoffError, NoFreeSlotError, OutOfBlocksError, TransportError
 from dsv4_jax.manager import Arrival, HostSize, Namespace, Request
-from dsv4_jax.tiers.remote import Peer, RecordTransport
-from dsv4_jax.tiers.remote_driver import RemoteDriver
+from dsv4_jax.tiers.remote import Peer, RecordTransport, RemoteDriver
 from dsv4_jax.transports import open_engine
 
 from .byte_engine import BLOCK, VOCAB, ByteEngine

@@ -7,8 +7,7 @@ import pytest
 from dsv4_jax import AttentionType, CacheLayout, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.errors import HandoffError, LayoutError, TransportClosedError
 from dsv4_jax.manager import HostSize, Namespace
-from dsv4_jax.tiers.remote import RecordTransport
-from dsv4_jax.tiers.remote_driver import RemoteDriver
+from dsv4_jax.tiers.remote import RecordTransport, RemoteDriver
 from dsv4_jax.transports import open_engine
 from tests.remote.byte_engine import BLOCK, VOCAB, ByteEngine
 

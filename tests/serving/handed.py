@@ -15,8 +15,7 @@ from dsv4_jax.testing import Mix, Mixes, StepRunner
 from dsv4_jax.testing.mixes import host_size
 from dsv4_jax.tiers.host_cache import HostCache
 from dsv4_jax.tiers.host_memory import host_memory
-from dsv4_jax.tiers.remote import Peer, RecordTransport
-from dsv4_jax.tiers.remote_driver import RemoteDriver
+from dsv4_jax.tiers.remote import Peer, RecordTransport, RemoteDriver
 from dsv4_jax.transports import open_engine
 
 EXERCISED = (

@@ -20,10 +20,9 @@ from dsv4_jax.errors import (
     TransportClosedError,
     TransportError,
 )
-from dsv4_jax.tiers import remote
 from dsv4_jax.tiers.host_memory import host_memory
 from dsv4_jax.tiers.remote import RecordTransport
-from dsv4_jax.tiers.remote_metadata import MOST_METADATA, PoolMetadata
+from dsv4_jax.tiers.remote.metadata import MOST_METADATA, PoolMetadata
 
 from ..clock import FakeClock
 from ..transports.samples import LAYOUT, PAGES, pool
@@ -89,7 +88,7 @@ class Read:
 
 @pytest.fixture
 def made(monkeypatch):
-    monkeypatch.setattr(remote, "PIECE_BYTES", 2 * LAYOUT_BYTES)
+    monkeypatch.setattr("dsv4_jax.tiers.remote.transport.PIECE_BYTES", 2 * LAYOUT_BYTES)
     engine, clock, ours = Engine(), FakeClock(), pool()
     transport = RecordTransport(engine, timeout=10, clock=clock)
     transport.publish(LAYOUT, ours)

@@ -21,8 +21,7 @@ from dsv4_jax.errors import (
     TransportError,
 )
 from dsv4_jax.layout import CacheLayout
-from dsv4_jax.tiers.remote import MOST_NOTICE
-from dsv4_jax.tiers.remote_metadata import snapshot_pages
+from dsv4_jax.tiers.remote import MOST_NOTICE, snapshot_pages
 
 from ..clock import PATIENCE, FakeClock
 from .peer import host

@@ -29,16 +29,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..checks import shown
-from ..errors import CacheError, PeerError, PeerMetadataError, TransportClosedError, TransportError
-from ..layout import CacheLayout
-from ..stores.checks import check_seconds
-from ..stores.checksum import checksums
-from .remote_checks import RecordKind, check_ids, check_pages, check_pairs
-from .remote_metadata import PoolMetadata
-from .remote_read import PIECE_BYTES, PageRead
-from .transfer_handle import TransferHandle
-from .transport_engine import TransportEngine
+from ...checks import shown
+from ...errors import CacheError, PeerError, PeerMetadataError, TransportClosedError, TransportError
+from ...layout import CacheLayout
+from ...stores.checks import check_seconds
+from ...stores.checksum import checksums
+from ..transfer_handle import TransferHandle
+from .checks import RecordKind, check_ids, check_pages, check_pairs
+from .engine import TransportEngine
+from .metadata import PoolMetadata
+from .read import PIECE_BYTES, PageRead
 
 __all__ = ["MOST_NOTICE", "Notice", "Peer", "RecordTransport"]
 

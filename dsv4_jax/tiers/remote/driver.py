@@ -25,18 +25,18 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import LayoutError, RecordMismatchError, TransportError
-from ..manager import Arrival, Handoff, KVCacheManager, MediaItem, Namespace, RemoteRead, RemoteTier, Request
-from ..manager.request import prompt_tokens
-from ..records import block_record
-from ..untrusted import parse_json
-from .remote import Notice, Peer, RecordTransport
-from .remote_checks import RecordKind
-from .transfer_handle import TransferHandle
+from ...errors import LayoutError, RecordMismatchError, TransportError
+from ...manager import Arrival, Handoff, KVCacheManager, MediaItem, Namespace, RemoteRead, RemoteTier, Request
+from ...manager.request import prompt_tokens
+from ...records import block_record
+from ...untrusted import parse_json
+from ..transfer_handle import TransferHandle
+from .checks import RecordKind
+from .transport import Notice, Peer, RecordTransport
 
 if TYPE_CHECKING:
-    from ..cache import KVCache
-    from .host_cache import HostCache
+    from ...cache import KVCache
+    from ..host_cache import HostCache
 
 __all__ = ["RemoteDriver"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import RecordMismatchError
-from .transport_engine import EngineRead
+from ...errors import RecordMismatchError
+from .engine import EngineRead
 
 __all__ = ["PIECE_BYTES", "PageRead"]
 

@@ -7,11 +7,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from ..checks import as_int, shown
-from ..errors import RecordIdError, ShapeError
-from ..layout import CacheLayout
-from ..records import block_record, page_bytes
-from .remote_metadata import snapshot_pages
+from ...checks import as_int, shown
+from ...errors import RecordIdError, ShapeError
+from ...layout import CacheLayout
+from ...records import block_record, page_bytes
+from .metadata import snapshot_pages
 
 __all__ = ["CHECKSUM_BYTES", "RecordKind", "check_ids", "check_pages", "check_pairs"]
 

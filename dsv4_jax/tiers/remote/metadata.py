@@ -8,11 +8,11 @@ import hashlib
 import json
 from typing import Any
 
-from ..checks import INT32_MAX, shown
-from ..errors import LayoutError, PeerMetadataError
-from ..layout import CacheLayout
-from ..records import page_bytes, snapshot_record
-from ..untrusted import parse_json
+from ...checks import INT32_MAX, shown
+from ...errors import LayoutError, PeerMetadataError
+from ...layout import CacheLayout
+from ...records import page_bytes, snapshot_record
+from ...untrusted import parse_json
 
 __all__ = ["MOST_METADATA", "PoolMetadata", "snapshot_pages"]
 

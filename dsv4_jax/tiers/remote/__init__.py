@@ -1,0 +1,27 @@
+"""Host records of other machines, read into ours, and prompts handed from host to host. Imports no jax.
+
+| | |
+| --- | --- |
+| `transport` | `RecordTransport`: publish pages, connect, read, notify |
+| `engine` | `TransportEngine`: what moves the bytes under it, the contract of `dsv4_jax.transports` |
+| `driver` | `RemoteDriver`: exports and arrivals of a manager, over a transport |
+| `metadata`, `checks`, `read` | what is published; what is looked at before a read; one read, piece by piece |
+"""
+
+from .checks import RecordKind
+from .driver import RemoteDriver
+from .engine import EngineRead, TransportEngine
+from .metadata import snapshot_pages
+from .transport import MOST_NOTICE, Notice, Peer, RecordTransport
+
+__all__ = [
+    "MOST_NOTICE",
+    "EngineRead",
+    "Notice",
+    "Peer",
+    "RecordKind",
+    "RecordTransport",
+    "RemoteDriver",
+    "TransportEngine",
+    "snapshot_pages",
+]
