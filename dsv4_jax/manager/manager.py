@@ -120,10 +120,13 @@ class KVCacheManager:
         self._persists = False
         self._begin(size, arrays)
 
-    def _begin(self, size: CacheSize, arrays: CacheSize) -> None:
-        """All parts but the book, with nothing in them."""
+    def _begin(self, size: CacheSize, arrays: CacheSize, before: TieredCache | None = None) -> None:
+        """All parts but the book, with nothing in them. Pages that other hosts' records are written to stay taken."""
         self._asleep = False
-        self.cache = TieredCache(self.layout, size, self.policy, self.host_size, self.events, persists=self._persists)
+        cache = TieredCache(self.layout, size, self.policy, self.host_size, self.events, persists=self._persists)
+        if before is not None:
+            cache.keep_reading(before)
+        self.cache = cache
         self.publisher = Publisher(self.layout, self.cache)
         self.leases = Leases(self.layout, self.cache, self.publisher, self.clock)
         self.steps = Steps(self.layout, size, arrays, self.book, self.cache, self.publisher)
@@ -624,9 +627,7 @@ class KVCacheManager:
             self.book.clear()
             if self.events is not None:
                 self.events.emit("cleared", T.NONE)
-            before = self.cache
-            self._begin(self.size, self.arrays)
-            self.cache.keep_reading(before)
+            self._begin(self.size, self.arrays, self.cache)
 
     def persist(self) -> None:
         """From now on, what comes to the host is listed for storage (see `StorageTier`)."""

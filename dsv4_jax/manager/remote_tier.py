@@ -1,10 +1,10 @@
 """What comes from another host: the prefix of a prompt that it has computed, to the host records here. Pure Python.
 
 As with storage a move has two ends: `plan_reads` names pages of the peer and pages here that nobody else has,
-`finish_reads` is told what arrived. In between the pages are the reads', whatever happens: an arrival that is closed or
-late, even a `reset`, gives none of them to others before their read is over. What has arrived whole joins the prefix
-tree, block after block, and the state behind the last one; then the request is admitted as for any other hit. What has
-not come by then is computed. Who moves the bytes: `dsv4_jax.tiers.remote`.
+`finish_reads` is told what arrived. In between the read stands in `Arrival.reads`, which makes the pages its own,
+whatever happens: an arrival that is closed or late, even a `reset`, gives none of them to others before. What has
+arrived whole joins the prefix tree, block after block, and the state behind the last one; then the request is admitted
+as for any other hit. What has not come by then is computed. Who moves the bytes: `dsv4_jax.tiers.remote`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Arrival:
         until: when the lease ends, by the clock here.
         failure: why no more of it will come; None if nothing went wrong so far.
         records: how many were read whole.
-        reads: how many are under way.
+        reads: those under way: planned, and not finished. Who was broken off in `plan_reads` finds them here.
         closed: whether nobody waits for it any more.
     """
 
@@ -95,7 +95,7 @@ class Arrival:
     landed_state: Pages = ()
     failure: str | None = None
     records: int = 0
-    reads: int = 0
+    reads: dict[RemoteRead, None] = dataclasses.field(default_factory=dict)
     closed: bool = False
 
     @property
@@ -183,6 +183,9 @@ class RemoteTier:
 
         Call it again after `extend` and after `finish_reads`, of any arrival. What lies on the device or the host is
         not read. Nor is what storage is bringing, or another arrival: then nothing behind it is either, yet.
+
+        All of them stand in `Arrival.reads` until they are finished, so nothing is lost if the call is broken off when
+        it had planned them, and its caller before it had noted them.
         """
         with self._manager.guard("plan_reads"):
             self._check(arrival)
@@ -191,10 +194,10 @@ class RemoteTier:
             if arrival.closed or arrival.failure is not None:
                 return []
             reads = self._plan_blocks(arrival) + self._plan_state(arrival)
-            arrival.reads += len(reads)
-            pages = {page for read in reads for page in read.pages}
-            arrival.cache.landed -= pages
-            arrival.cache.reading |= pages  # last: what is broken off before hands out no reads, and `reset` frees them
+            if reads:
+                arrival.cache.receiving[arrival] = None
+            arrival.reads.update(dict.fromkeys(reads))  # broken off before, there are no reads: `reset` frees the pages
+            arrival.cache.landed.difference_update(page for read in reads for page in read.pages)
             return reads
 
     def finish_reads(self, arrival: Arrival, reads: Sequence[RemoteRead], done: Sequence[bool]) -> None:
@@ -208,26 +211,27 @@ class RemoteTier:
             self._check(arrival)
             cache = self._manager.cache
             for read, arrived in ends:
-                if not (pages := cache.reading.intersection(read.pages)):
+                if read not in arrival.reads:
                     continue  # it was ended before
                 if read.scope == BLOCK:
                     arrival.cache.flying.discard(arrival.digests[read.index])
-                arrival.reads = max(arrival.reads - 1, 0)
-                cache.reading -= pages
+                del arrival.reads[read]
                 if not arrived:
                     arrival.failure = arrival.failure or "a record did not arrive whole"
                 if not arrived or arrival.closed or arrival.cache is not cache:
-                    cache.pages.release(pages)
+                    cache.pages.release(read.pages)
                     continue
                 arrival.records += 1
                 if read.scope == BLOCK and read.index < arrival.joined:  # computed here, or found, meanwhile
-                    cache.pages.release(pages)
+                    cache.pages.release(read.pages)
                     continue
                 cache.landed.update(read.pages)
                 if read.scope == BLOCK:
                     (arrival.landed[read.index],) = read.pages
                 else:
                     arrival.landed_state = read.pages
+            if not arrival.reads:
+                cache.receiving.pop(arrival, None)
             self._check_time(arrival)
             self._join(arrival)
 

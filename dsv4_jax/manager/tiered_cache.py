@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import NoFreeSlotError, OutOfBlocksError
 from ..layout import CacheLayout, CacheSize
@@ -27,6 +27,9 @@ from .prefix.eviction import Freed
 from .prefix.node import Node, Pages, T
 from .prefix.prefix_tree import PrefixTree
 from .transfers import BLOCK, SLOT, TransferQueue, Transfers
+
+if TYPE_CHECKING:
+    from .remote_tier import Arrival
 
 __all__ = ["HostSize", "TieredCache"]
 
@@ -77,7 +80,7 @@ class TieredCache:
         self.copies = PendingCopies()
         self.due: list[Transfers] = []  # stages of steps that have not been gone through yet, in order
         self.fetching: dict[Pages, Node] = {}  # where states on their way from storage land, and whose they are
-        self.reading: set[int] = set()  # pages that records of another host are being written to
+        self.receiving: dict[Arrival, None] = {}  # those that records of another host are being read for
         self.flying: set[bytes] = set()  # digests of blocks among these records
         self.landed: set[int] = set()  # pages that hold such records, and wait to join the tree
         self.failures: collections.Counter[str] = collections.Counter()
@@ -340,12 +343,17 @@ class TieredCache:
         self.give_back(freed)
         return True
 
+    @property
+    def reading(self) -> list[int]:
+        """Pages that records of another host are being written to: those of `Arrival.reads`, and nowhere else noted."""
+        return [page for arrival in self.receiving for read in arrival.reads for page in read.pages]
+
     def keep_reading(self, before: TieredCache) -> None:
         """Takes over, while all is free, the pages that are being written for the cache before a reset."""
-        if before.reading:
+        if reading := set(before.reading):
             ids = self.pages.acquire(self.pages.num_total)
-            self.reading = set(before.reading)
-            self.pages.release([page for page in ids if page not in self.reading])
+            self.receiving = {arrival: None for arrival in before.receiving if arrival.reads}
+            self.pages.release([page for page in ids if page not in reading])
 
     # The whole device
 

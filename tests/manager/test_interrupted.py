@@ -34,10 +34,14 @@ MIDST = ("accept", "plan_tokens", "take_transfers", "wakeup")
 
 
 class Fault:
-    """Raises `error` at the n-th line of the manager that runs inside `call`; `hit` says whether it came to that."""
+    """Raises `error` at the n-th line of the manager that runs inside `call`; `hit` says whether it came to that.
 
-    def __init__(self, error: type[BaseException], line: int):
+    Of another file or folder: `root`. `opcodes`: at the n-th instruction instead.
+    """
+
+    def __init__(self, error: type[BaseException], line: int, *, root: str = ROOT, opcodes: bool = False):
         self.error, self.left, self.hit = error, line, False
+        self._root, self._opcodes = root, opcodes
 
     def call(self, function: Callable, *args, **options):
         before = sys.gettrace()
@@ -48,10 +52,12 @@ class Fault:
             sys.settrace(before)
 
     def _enter(self, frame, event, arg):
-        return self._line if frame.f_code.co_filename.startswith(ROOT) else None
+        frame.f_trace_opcodes = self._opcodes
+        closes = self._opcodes and frame.f_code.co_name == "<genexpr>"  # when it is closed an error goes nowhere
+        return self._line if frame.f_code.co_filename.startswith(self._root) and not closes else None
 
     def _line(self, frame, event, arg):
-        if event == "line" and not self.hit:
+        if event == ("opcode" if self._opcodes else "line") and not self.hit:
             self.left -= 1
             if self.left < 0:
                 self.hit = True

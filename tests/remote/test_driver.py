@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
+import time
+
 import pytest
 
 from dsv4_jax import AttentionType, CacheLayout, CacheSize, DSV4Config, KVCacheManager
-from dsv4_jax.errors import HandoffError, LayoutError, TransportClosedError
+from dsv4_jax.errors import HandoffError, LayoutError, ManagerInterruptedError, TransportClosedError
 from dsv4_jax.manager import HostSize, Namespace
-from dsv4_jax.tiers.remote import RecordTransport, RemoteDriver
+from dsv4_jax.tiers.remote import RecordTransport, RemoteDriver, driver
 from dsv4_jax.transports import open_engine
+from tests.clock import PATIENCE
+from tests.manager.test_interrupted import Fault
 from tests.remote.byte_engine import BLOCK, VOCAB, ByteEngine
 
 PROMPT = [i * i % VOCAB for i in range(4 * BLOCK + 3)]
 A, B = Namespace("a"), Namespace("b")
+SLOW = bool(os.environ.get("RUN_SLOW"))
 
 
 class Side:
@@ -90,6 +98,46 @@ def test_a_poll_that_was_broken_off_loses_no_handoff_and_lets_nothing_in_uncompa
     taker.manager.check_integrity()
 
 
+@pytest.mark.parametrize("host", ["sender", "taker"])
+def test_broken_off_anywhere_in_a_poll_no_page_stays_taken_and_the_prompt_comes_or_not(host) -> None:
+    path = driver.__file__
+    for n in itertools.count(0, 1 if SLOW else 37):
+        fault = Fault(KeyboardInterrupt, n, root=path, opcodes=True)
+        sender, taker = Side(0), Side(2)
+
+        def poll(side: Side, fault=fault, broken={"sender": sender, "taker": taker}[host]) -> None:
+            try:
+                fault.call(side.poll) if side is broken else side.poll()
+            except KeyboardInterrupt:
+                with contextlib.suppress(ManagerInterruptedError):
+                    side.manager.check_integrity()
+                    return
+                side.manager.reset()
+
+        with sender.transport, taker.transport:
+            peer = taker.transport.connect(sender.metadata)
+            sender.export()
+            handoffs = []
+            for _ in range(5):
+                poll(sender)
+                handoffs += sender.driver.take_handoffs()
+            if not handoffs:  # the sender was reset
+                assert host == "sender" and not sender.driver.busy
+                continue
+            arrival = taker.driver.receive(handoffs[0].to_json(), peer, PROMPT, namespace=A)
+            until = time.monotonic() + PATIENCE
+            while not arrival.is_over and time.monotonic() < until:
+                poll(taker)
+            assert arrival.is_over and not arrival.reads and not taker.manager.cache.reading
+            if arrival.failure is None:
+                assert taker.manager.admit_remote(arrival).num_hit == 4 * BLOCK
+            taker.manager.reset()
+            assert len(taker.manager.cache.try_pages(range(40))) == 40
+        if not fault.hit:
+            break
+    assert n > 300
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_transport_that_is_closed_gives_its_pages_back(sides, monkeypatch, begun) -> None:
     sender, taker, peer = sides
@@ -98,7 +146,7 @@ def test_a_transport_that_is_closed_gives_its_pages_back(sides, monkeypatch, beg
     arrival = taker.driver.receive(handoff.to_json(), peer, PROMPT, namespace=A)
     monkeypatch.setattr(type(taker.engine.host.pages), "is_ready", lambda self: begun)
     taker.poll()
-    assert arrival.reads == 5
+    assert len(arrival.reads) == 5
     taker.transport.close()
     monkeypatch.undo()
     with pytest.raises(TransportClosedError):

@@ -195,23 +195,32 @@ class RemoteDriver:
         for arrival, peer in self._arrivals.items():
             if peer.error is not None:
                 self.tier.fail(arrival, str(peer.error))
-            reads = self.tier.plan_reads(arrival)
+            self.tier.plan_reads(arrival)
+            mine = [reading for reading in self._readings if reading.arrival is arrival]
+            if sum(len(reading.reads) for reading in mine) == len(arrival.reads):
+                continue
+            known = {read for reading in mine for read in reading.reads}
+            reads = [read for read in arrival.reads if read not in known]  # of a call that was broken off, too
             for kind, scope in (("block", "block"), ("snapshot", "slot")):
                 if some := [read for read in reads if read.scope == scope]:
                     self._readings.append(_Reading(arrival, peer, kind, some))
 
     def _start(self) -> None:
-        for reading in self._readings:
-            if reading.handle is None:
-                source = [page for read in reading.reads for page in read.source]
-                pages = [page for read in reading.reads for page in read.pages]
-                sums = [each for read in reading.reads for each in read.sums]
-                try:
+        for reading in [reading for reading in self._readings if reading.handle is None]:
+            source = [page for read in reading.reads for page in read.source]
+            pages = [page for read in reading.reads for page in read.pages]
+            sums = [each for read in reading.reads for each in read.sums]
+            try:
+                if reading.arrival.reads.keys() >= set(reading.reads):  # else a call that ended them was broken off
                     reading.handle = self._transport.read(reading.peer, reading.kind, source, pages, sums)
-                except TransportError as error:  # the peer is gone, or its ids are none
-                    self.tier.fail(reading.arrival, str(error))
-                    self.tier.finish_reads(reading.arrival, reading.reads, [False] * len(reading.reads))
-        self._readings = [reading for reading in self._readings if reading.handle is not None]
+                    continue
+            except TransportError as error:  # the peer is gone, or its ids are none
+                self.tier.fail(reading.arrival, str(error))
+            except BaseException:  # broken off: it may have begun, and nobody has its handle
+                self._transport.disconnect(reading.peer)
+                raise
+            self.tier.finish_reads(reading.arrival, reading.reads, [False] * len(reading.reads))
+            self._readings.remove(reading)
 
     def _end_reads(self) -> None:
         for reading in list(self._readings):
