@@ -1,16 +1,22 @@
 """What context parallelism costs a GPU, on one: `key_split="context"` beside attend, a rank's share, its selection.
 
-    python benchmarks/bench_context.py [--json FILE] [--quick]
+    python benchmarks/bench_context.py [--json FILE] [--quick] [--kernels]
 
 Times are of one call, by the profiler's kernel times where there is a GPU, over several calls with inputs of their own.
-"plain": `ops.attend`. "context": the same keys in eight parts by their blocks (`ops.attend_parts`). "share/n": what one
-of n ranks computes, without the exchange. "merge/n": the selection of n ranks' candidates, beside "top_k" of the scores
-that one device has.
+"plain": `ops.attend`. "context": the same keys in eight parts by their blocks (`ops.attend_parts`). "parts/2": what two
+ranks compute together, their outputs over the normal cut, on one device. "share/n": what one of n ranks computes,
+without the exchange. "merge/n": the selection of n ranks' candidates, beside "top_k" of the scores that one device has.
+
+"error": norm of the float32 output's difference to float64's, over the norm of that. "rounded": the same of the bf16
+output. "from plain": of the difference of the two float32 outputs. "steps": the largest difference of the bf16 outputs,
+in steps of bf16 at the largest output of its row (a step is 2^-8 to 2^-7 of it): two numbers closer than one float32
+step can round to neighbours.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import pathlib
 import time
@@ -23,7 +29,7 @@ import numpy as np
 
 from dsv4_jax import formats
 from dsv4_jax.bench.timing import flush_l2, profiled
-from dsv4_jax.ops.append import WindowView
+from dsv4_jax.ops.append import WindowView, load
 from dsv4_jax.ops.attend import attend
 from dsv4_jax.ops.attend_parts import attend_parts
 from dsv4_jax.ops.merge import merge_candidates
@@ -36,6 +42,8 @@ CASES = {  # name: (entries of a block, selected or None, context, batches)
     "hca-128k": (1, None, 1 << 17, (64,)),
 }
 CALLS = 8
+CHECKED = 4  # tokens whose outputs are compared with float64
+FIGURES = ("error", "rounded", "from_plain", "steps")
 FMT = formats.kv_format("fp8", DIM, 64)
 
 
@@ -47,7 +55,7 @@ def pool(rows: int, seed: int) -> tuple[jax.Array, ...]:
     return tuple(jnp.asarray(made[part.name]) for part in FMT.parts)
 
 
-def time_of(call: Callable[..., Any], shared: Any, inputs: tuple[jax.Array, ...]) -> tuple[dict[str, float], Any]:
+def time_of(call: Callable[..., Any], shared: Any, inputs: tuple[jax.Array, ...]) -> tuple[dict[str, Any], Any]:
     """Times of one call, by the clock and by its kernels, and what it gives."""
     step = jax.jit(lambda shared, inputs: jax.lax.map(lambda x: call(shared, *x), inputs))
     out, flush, took = jax.block_until_ready(step(shared, inputs)), flush_l2(), []
@@ -56,11 +64,30 @@ def time_of(call: Callable[..., Any], shared: Any, inputs: tuple[jax.Array, ...]
         start = time.perf_counter()
         jax.block_until_ready(step(shared, inputs))
         took.append(time.perf_counter() - start)
-    times = {"us": 1e6 * min(took) / CALLS}
+    times: dict[str, Any] = {"us": 1e6 * min(took) / CALLS}
     if jax.default_backend() == "gpu":
         flush()
-        times["kernel_us"] = sum(profiled(lambda: step(shared, inputs)).values()) / CALLS
+        kernels = {name: us / CALLS for name, us in profiled(lambda: step(shared, inputs)).items()}
+        times["kernel_us"] = sum(kernels.values())
+        times["kernels"] = dict(sorted(kernels.items(), key=lambda kernel: -kernel[1]))
     return times, out
+
+
+def relative(x: Any, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(np.asarray(x, float) - expected) / np.linalg.norm(expected))
+
+
+def exact(q: Any, keys: list[Any]) -> np.ndarray:
+    """attend with a sink of 0 in float64, of the first tokens: [tokens, heads, dim]."""
+    outs = []
+    for mine, rows in zip(np.asarray(q, float), keys, strict=False):
+        weights = np.exp(mine @ rows.T * DIM**-0.5)
+        outs.append(weights @ rows / (weights.sum(-1, keepdims=True) + 1))
+    return np.stack(outs)
+
+
+def decoded(rows: tuple[jax.Array, ...], ids: Any) -> np.ndarray:
+    return np.asarray(formats.codec(FMT).decode(FMT, load(rows, jnp.asarray(ids)), jnp.float32), float)
 
 
 def attention(name: str, batch: int) -> Iterator[dict[str, Any]]:
@@ -84,31 +111,47 @@ def attention(name: str, batch: int) -> Iterator[dict[str, Any]]:
     def rows(table: jax.Array, tokens: jax.Array, chosen: jax.Array) -> jax.Array:
         return table[tokens[:, None], chosen // per_block] * per_block + chosen % per_block
 
-    def plain(shared: Any, q: jax.Array, table: jax.Array, listed: jax.Array) -> jax.Array:
+    def plain(shared: Any, q: jax.Array, table: jax.Array, listed: jax.Array, **last: Any) -> jax.Array:
         entries, window, sink, freq, position = shared
         here = rows(table, jnp.arange(batch, dtype=jnp.int32), listed)
-        return attend(q, sink, window, entries, here, count, inverse_rope=(position, freq), dtype=jnp.bfloat16, **how)[
-            0
-        ]
+        last = last or dict(inverse_rope=(position, freq), dtype=jnp.bfloat16)
+        return attend(q, sink, window, entries, here, count, **last, **how)[0]
 
     def cut(axis: PoolAxis, parts: int) -> Callable[..., jax.Array]:
-        def call(shared: Any, q: jax.Array, table: jax.Array, listed: jax.Array) -> jax.Array:
+        def call(shared: Any, q: jax.Array, table: jax.Array, listed: jax.Array, **last: Any) -> jax.Array:
             entries, window, sink, freq, position = shared
+            last = last or dict(inverse_rope=(position, freq), dtype=jnp.bfloat16)
             return attend_parts(
                 q, sink, window, entries, listed if selected else None, count,
                 rows_of=lambda tokens, chosen: rows(table, tokens, chosen), axis=axis, parts=parts, heads=HEADS,
-                per_block=per_block, columns=columns, inverse_rope=(position, freq), dtype=jnp.bfloat16, **how,
+                per_block=per_block, columns=columns, **last, **how,
             )[0]  # fmt: skip
 
         return call
 
-    whole = None
-    for way, call in (("plain", plain), ("context", cut(ONE_RANK, 8)), ("share/2", cut(PoolAxis(None, 2), 2))):
+    first = tuple(x[0] for x in inputs)
+    chosen = np.asarray(rows(first[1], jnp.arange(batch, dtype=jnp.int32), first[2]))[:CHECKED]
+    keys = [np.concatenate([decoded(window_rows, ids[t]), decoded(entries, chosen[t])]) for t in range(len(chosen))]
+    expected, whole = exact(first[0], keys), dict[str, np.ndarray]()
+    ways = {
+        "plain": plain,
+        "context": cut(ONE_RANK, 8),
+        "parts/2": cut(ONE_RANK, 2),
+        "share/2": cut(PoolAxis(None, 2), 2),
+    }
+    for way, call in ways.items():
         times, out = time_of(call, shared, inputs)
         found = {"case": name, "batch": batch, "way": way, **times}
-        whole = whole if whole is not None else np.asarray(out, np.float32)
-        if way == "context":
-            found["apart"] = float(np.abs(np.asarray(out, np.float32) - whole).max() / np.abs(whole).max())
+        if way != "share/2":
+            asked = dict(inverse_rope=None, dtype=jnp.float32)
+            as32 = np.asarray(jax.jit(functools.partial(call, **asked))(shared, *first))[: len(expected)]
+            as16 = np.asarray(jnp.asarray(as32, jnp.bfloat16), np.float32)
+            turned = np.asarray(out, np.float32)
+            whole = whole or {"as32": as32, "turned": turned}
+            step = 2.0 ** (np.floor(np.log2(np.abs(whole["turned"]).max(-1, keepdims=True))) - 7)
+            found |= {"error": relative(as32, expected), "rounded": relative(as16, expected)}
+            found |= {"from_plain": relative(as32, whole["as32"].astype(float))}
+            found["steps"] = float((np.abs(turned - whole["turned"]) / step).max())
         yield found
 
 
@@ -135,6 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="one token of each")
+    parser.add_argument("--kernels", action="store_true", help="print the times of kernels")
     args = parser.parse_args()
     results: list[dict[str, Any]] = []
     base = 1.0
@@ -143,8 +187,10 @@ def main() -> None:
         us = one.get("kernel_us", one["us"])
         if one["way"] in ("plain", "top_k"):
             base = us
-        apart = f"  apart {one['apart']:.1e}" if "apart" in one else ""
-        print(f"{one['case']:9} {one['batch']:4} {one['way']:8} {us:9.1f} us  {us / base:5.2f}x{apart}", flush=True)
+        figures = [f"{figure.replace('_', ' ')} {one[figure]:.1e}" for figure in FIGURES if figure in one]
+        print(f"{one['case']:9} {one['batch']:4} {one['way']:8} {us:9.1f} us  {us / base:5.2f}x ", *figures, flush=True)
+        for kernel, took in one.get("kernels", {}).items() if args.kernels else ():
+            print(f"    {took:8.1f} us  {kernel}")
         if args.json:  # what there is, whatever comes after
             device = jax.devices()[0].device_kind
             pathlib.Path(args.json).write_text(json.dumps({"device": device, "results": results}, indent=1))

@@ -1,8 +1,8 @@
 """attend over entries of which each rank of a pool axis holds some, or whose sums are to be as if eight ranks did.
 
-Every rank attends to its own entries with all heads; the window, which all ranks have, is attended to by whom a head
-belongs to. Heads that are split over the axis are gathered first, and each rank's sums go to the owners of the heads;
-where every rank has all heads, it has all the sums in the end.
+Every rank attends with all heads to its own entries and its share of the window, which all ranks have: key i of it
+belongs to part i mod the number of parts. Heads that are split over the axis are gathered first, and each rank's sums
+go to the owners of the heads; where every rank has all heads, it has all the sums in the end.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def attend_parts(
         listed: [T, K] int32 entries; None: all of the first `columns` blocks.
         count: [T] int32: how many of them are keys, from the first.
         rows_of: (token numbers [t], entries [t, K] of theirs) -> rows of `entries`; anything for other ranks' entries.
-        parts: into which entries are cut by their block's number modulo this: a multiple of the ranks. Over any number
-            of ranks that divides it, the bits are the same.
+        parts: into which keys are cut, entries by their block's number modulo this: a multiple of the ranks. Over any
+            number of ranks that divides it, the bits are the same.
         per_block: entries of a block.
         how: further arguments of `attend`.
 
@@ -75,18 +75,17 @@ def attend_parts(
     no_sink = jnp.full(everyones.shape[1], NO_SINK)
 
     def own(token: jax.Array, q: jax.Array, count: jax.Array, *listed: jax.Array) -> Partial:
-        """Of some tokens, over this rank's entries: its parts are so many tokens more."""
+        """Of some tokens, over this rank's keys: its parts are so many tokens more."""
         cut = [
             part_of(listed[0] if listed else None, count, residue, parts, per_block=per_block, columns=columns)
             for residue in residues
         ]
         ids = jnp.concatenate([rows_of(token, chosen) for chosen, _ in cut])
         several, tokens = len(residues), token.shape[0]
-        nothing = WindowView(
-            window.rows, jnp.zeros((several * tokens, 1), jnp.int32), jnp.zeros((several * tokens, 1), bool)
-        )
+        here, seen = ([_part(x[token], residue, parts) for residue in residues] for x in (window.ids, window.visible))
+        near = WindowView(window.rows, jnp.concatenate(here), jnp.concatenate(seen))
         counts = jnp.concatenate([number for _, number in cut])
-        out, lse = attend(jnp.tile(q, (several, 1, 1)), no_sink, nothing, entries, ids, counts, **how)
+        out, lse = attend(jnp.tile(q, (several, 1, 1)), no_sink, near, entries, ids, counts, **how)
         outs, lses = (x.reshape(several, tokens, *x.shape[1:]) for x in (out, lse))
         return in_halves([Partial.of(outs[i], lses[i]) for i in range(several)])
 
@@ -94,9 +93,15 @@ def attend_parts(
     most = _TOKENS if len(residues) > 1 else max(queries.shape[0], 1)
     share = in_tiles(own, most, tokens, everyones, count, *([] if listed is None else [listed]))
     ranks = [share] if axis.name is None else _exchanged(share, axis.name, axis.size, split)
-    shown = attend(queries, no_sink[:here], window, None, None, None, **how)
-    out, lse = with_sink(Partial.of(*shown) + in_halves(ranks), sink)
+    out, lse = with_sink(in_halves(ranks), sink)
     return finish_output(out, inverse_rope, dtype), lse
+
+
+def _part(window: jax.Array, residue: jax.Array, parts: int) -> jax.Array:
+    """Of [T, W] window keys those of a part, [T, ceil(W / parts)]; what is filled in is not visible."""
+    width = -(-window.shape[1] // parts)
+    filled = jnp.pad(window, ((0, 0), (0, width * parts - window.shape[1])))
+    return lax.dynamic_index_in_dim(filled.reshape(-1, width, parts), residue, 2, keepdims=False)
 
 
 def _exchanged(share: Partial, axis: str, ranks: int, split: bool) -> list[Partial]:
