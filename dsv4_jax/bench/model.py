@@ -258,11 +258,12 @@ def model_floors(
         add("plain", leaf.size * leaf.dtype.itemsize, leaf.size if len(leaf.shape) > 1 else 0)
     embedding = specs["embed"]
     add("plain", batch * embedding.shape[1] * embedding.dtype.itemsize)
-    head = embedding.size * embedding.dtype.itemsize + 4 * batch * cfg.vocab_size
+    words = embedding.size // split.tensor
+    head = words * embedding.dtype.itemsize + 4 * batch * cfg.vocab_size
     streams = 4 * cfg.num_layers * batch * 4 * cfg.hc_mult * cfg.hidden_size
     return [
         *(Part(name, *both) for name, both in sums.items()),
-        Part("head", head, 2 * batch * embedding.size),
+        Part("head", head, 2 * batch * words),
         Part("streams", streams, 0),
         *cache_floors(layout, batch, context, split.tensor),
     ]

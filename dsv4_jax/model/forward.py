@@ -20,6 +20,7 @@ from .moe import moe
 from .numerics import linear
 from .params import Params
 from .sampling import GREEDY, Sampling, sample
+from .split import RowShare, Split
 
 __all__ = [
     "GPU_DECODE_OPTIONS",
@@ -213,4 +214,8 @@ def head(
 ) -> jax.Array:
     """Logits [T, vocab]; `of` the MTP layer, whose streams are summed and normalised by weights of its own."""
     x = read_head(params if of is None else of, residual, cfg, activations(params), implementation)
-    return linear(x, params["embed"] if cfg.tie_word_embeddings else params["head"])
+    weight = params["embed"] if cfg.tie_word_embeddings else params["head"]
+    if not isinstance(weight, RowShare):
+        return linear(x, weight)
+    # Beside an MTP layer's exchanges, and beside those of the other head.
+    return Split(tensor=weight.tensor).all_columns(linear(x, weight.rows), channel=1 if of is None else 2)

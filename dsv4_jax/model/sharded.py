@@ -1,7 +1,7 @@
 """Parameters over the devices of a mesh: each device gets its part, stacked and packed, and nothing else.
 
-Over `tensor` are split the matrices of the query heads (`wq_b`, `wo_a` and the sinks), over both axes the experts; all
-else is on every device.
+Over `tensor` are split the matrices of the query heads (`wq_b`, `wo_a` and the sinks) and that of the output, by words;
+over both axes the experts. All else is on every device.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .packing import PackedLayers, pack_layers
 from .params import RELEASED, Params, Weights, is_leaf, param_specs
 from .projections import stack_projections
 from .quantised import Quantised
-from .split import ALONE, DATA, TENSOR, Split
+from .split import ALONE, DATA, TENSOR, RowShare, Split
 
 __all__ = ["check_split", "device_bytes", "device_params", "device_specs", "parts_of", "shard_params", "split_over"]
 
-_OF_HEADS = ("wq_b", "wo_a", "attn_sink")
+_OF_HEADS, _HEAD = ("wq_b", "wo_a", "attn_sink"), "head"
 _ORDER = (TENSOR, DATA)  # of the devices by their experts
 
 
@@ -61,13 +61,16 @@ def shard_params(cfg: DSV4Config, params: Params, mesh: Mesh, *, progress: Progr
     whole = functools.partial(_whole, mesh)
 
     def join(part: Any, *others: Any) -> Any:
+        if isinstance(part, RowShare):
+            rows = whole((TENSOR,), part.rows, *(other.rows for other in others))
+            return dataclasses.replace(part, rows=rows)
         if not isinstance(part, PackedLayers):
             return whole((), part, *others)
         shards = zip(part.arrays, *(other.arrays for other in others), strict=True)
         sizes = tuple((axis, mesh.shape[axis]) for axis in axes)
         return dataclasses.replace(part, arrays=tuple(whole(axes, *x) for x in shards), axes=sizes)
 
-    return jax.tree.map(join, *each, is_leaf=lambda node: isinstance(node, PackedLayers))
+    return jax.tree.map(join, *each, is_leaf=lambda node: isinstance(node, PackedLayers | RowShare))
 
 
 def split_over(cfg: DSV4Config, mesh: Mesh) -> Split:
@@ -99,6 +102,7 @@ def check_split(cfg: DSV4Config, split: Split) -> Split:
         ("experts", cfg.n_routed_experts, split.devices),
         ("query heads", cfg.num_attention_heads, split.tensor),
         ("groups of query heads", cfg.o_groups, split.tensor),
+        ("words of the head", 0 if cfg.tie_word_embeddings else cfg.vocab_size, split.tensor),
     ):
         if count % devices:
             raise LayoutError(f"{count} {what} do not divide by {devices} devices")
@@ -121,6 +125,8 @@ def device_params(params: Params, split: Split, index: int) -> Params:
     for layer in (*taken["layers"], *taken.get(MTP, ())):
         for block in ("attn", "ffn"):
             layer[block] |= {"split": split}
+    if _HEAD in taken and split.tensor > 1:
+        taken[_HEAD] = RowShare(taken[_HEAD], split.tensor)
     return pack_layers(stack_projections(taken))
 
 
@@ -129,7 +135,7 @@ def parts_of(path: tuple[Any, ...], split: Split) -> int:
     keys = [key.key for key in path if hasattr(key, "key")]
     if "experts" in keys:
         return split.devices
-    return split.tensor if keys[-2:-1] == ["attn"] and keys[-1] in _OF_HEADS else 1
+    return split.tensor if keys == [_HEAD] or (keys[-2:-1] == ["attn"] and keys[-1] in _OF_HEADS) else 1
 
 
 def device_specs(cfg: DSV4Config, weights: Weights = RELEASED, split: Split = ALONE, *, mtp: bool = False) -> Params:

@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from .. import ops
 from ..errors import LayoutError
 
-__all__ = ["ALONE", "DATA", "TENSOR", "Split", "split_of"]
+__all__ = ["ALONE", "DATA", "TENSOR", "RowShare", "Split", "split_of"]
 
 DATA, TENSOR = "data", "tensor"  # axes of a mesh
 
@@ -72,12 +72,36 @@ class Split:
             sums = ops.sum_to_owner(sums, DATA)
         return ops.sum_to_all(sums, TENSOR) if self.tensor > 1 else sums
 
-    def all_columns(self, x: jax.Array) -> jax.Array:
-        """[T, n] of this device's heads -> [T, tensor * n] of all heads."""
-        return x if self.tensor == 1 else ops.all_gather((x,), TENSOR, dimension=1)[0]
+    def all_columns(self, x: jax.Array, channel: int = 0) -> jax.Array:
+        """[T, n] of this device's heads, or of its words -> [T, tensor * n] of all. `channel`: of the exchange."""
+        return x if self.tensor == 1 else ops.all_gather((x,), TENSOR, dimension=1, channel=channel)[0]
 
 
 ALONE = Split()
+
+
+@dataclasses.dataclass(frozen=True)
+class RowShare:
+    """A matrix [out, in] of which each device along `tensor` has a run of rows: the head's, of words. A pytree.
+
+    Attributes:
+        rows: [out / tensor, in] within `jax.shard_map`.
+        tensor: static.
+    """
+
+    rows: jax.Array
+    tensor: int
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        return ((TENSOR, self.tensor),)
+
+    @property
+    def partition(self) -> PartitionSpec:
+        return PartitionSpec(TENSOR)
+
+
+jax.tree_util.register_dataclass(RowShare, data_fields=["rows"], meta_fields=["tensor"])
 
 
 def split_of(p: dict[str, Any]) -> Split:

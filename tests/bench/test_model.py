@@ -179,6 +179,8 @@ def test_floors_of_a_device_among_two() -> None:
     halved, _ = fp8((32768 // 2, 1024), (8192 // 2, 4096))
     assert alone["fp8"].bytes - heads["fp8"].bytes == 4 * halved
     assert heads["fp4"].flops == alone["fp4"].flops / 2 and heads["plain"] == alone["plain"]
+    assert alone["head"].bytes - heads["head"].bytes == 129280 // 2 * 4096 * 2
+    assert heads["head"].flops == alone["head"].flops / 2
 
 
 def test_floors_of_prefill_are_those_of_its_tokens() -> None:
