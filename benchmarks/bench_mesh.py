@@ -3,10 +3,10 @@
     python benchmarks/bench_mesh.py --json mesh.json [--devices 2] [--stages tensor,drafts,data] [--limit 250]
 
 `tensor`, `drafts`, `data`: all layers, as `bench model` times them: heads and experts split, one request and eight; the
-same with one to three drafts; experts split. Weights are drawn once for each split. `equal`: a model's first layers,
-decode and wide steps, both splits: logits and cache bytes against one device. The file is written after every
-measurement; when so many seconds have gone by, nothing more is begun. With `--brief` the steps' times alone are taken:
-no floors, no kernels.
+same with one to three drafts, in loops of eight steps; experts split. Weights are drawn once for each split. `equal`: a
+model's first layers, decode and wide steps, both splits: logits and cache bytes against one device. The file is written
+after every measurement; when so many seconds have gone by, nothing more is begun. With `--brief` the steps' times alone
+are taken: no floors, no kernels.
 """
 
 from __future__ import annotations
@@ -159,14 +159,15 @@ def main() -> None:
         save()
 
     high = StepOptions(
-        model=args.model, devices=args.devices, layers=args.layers, context=8192, steps=5, brief=args.brief
+        model=args.model, devices=args.devices, layers=args.layers, context=8192, steps=20, brief=args.brief
     )
     change = dataclasses.replace
-    low, long = change(high, tensor=args.devices, batch=1), change(high, batch=64, context=ROUND)
+    low, long = change(high, tensor=args.devices, batch=1, key_split="latency"), change(high, batch=64, context=ROUND)
+    few = change(low, brief=True)
     cases = {
-        "tensor": [low, change(low, loop=8), change(low, batch=8)],
-        "drafts": [change(low, drafts=drafts) for drafts in (3, 1, 2)],
-        "data": [change(high, batch=256), long, change(long, exchange=False)],
+        "tensor": [low, change(few, loop=8), change(few, batch=8)],
+        "drafts": [*(change(few, loop=8, drafts=drafts) for drafts in (1, 3, 2)), change(few, drafts=1)],
+        "data": [change(high, batch=256), long, change(long, exchange=False, brief=True)],
     }
     params: dict[Any, Any] = {}
 

@@ -28,10 +28,10 @@ from ..config import DSV4Config
 from ..errors import BenchmarkError
 from ..layout import CacheLayout
 from ..model.attention import attention
+from ..model.draft_steps import draft_loop, draft_step
 from ..model.forward import GPU_DECODE_OPTIONS, activations, decode_step, embed
 from ..model.hyper_connections import Residual, read
 from ..model.moe import moe, route
-from ..model.mtp import draft_step
 from ..model.params import RELEASED, Params, is_leaf, param_specs
 from ..model.quantised import FP4, Quantised
 from ..model.sharded import device_bytes, parts_of
@@ -117,21 +117,24 @@ def _measured(
     cfg = model_config(options)
     layout, size, plan = cache_and_plan(cfg, options)
     split, mesh = options.split, mesh_of(options)
-    tokens = np.random.default_rng(0).integers(cfg.vocab_size, size=options.batch * options.fed).astype(np.int32)
+    known = options.batch * (1 if options.drafts and options.loop > 1 else options.fed)
+    tokens = np.random.default_rng(0).integers(cfg.vocab_size, size=known).astype(np.int32)
     plan, tokens = jax.device_put((plan, tokens), None if mesh is None else NamedSharding(mesh, PartitionSpec(DATA)))
     cache = spread_cache(layout, size, mesh) if mesh else random_cache(layout, size, jax.random.key(1))
 
     def step(params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
         if not options.drafts:
             return decode_step(params, cache, plan, tokens, implementation=options.implementation)
-        wanted = jnp.full(plan.unpack().num_seqs, options.drafts, jnp.int32)
-        drawn, _, cache = draft_step(
-            params, cache, plan, tokens, wanted, options.drafts, implementation=options.implementation
-        )
+        wanted, width = jnp.full(plan.unpack().num_seqs, options.drafts, jnp.int32), options.drafts
+        how: dict[str, Any] = dict(implementation=options.implementation)
+        if options.loop > 1:
+            drawn, _, cache = draft_loop(params, cache, plan, tokens, wanted, width, options.loop, **how)
+            return drawn[-1, :, 0], cache
+        drawn, _, cache = draft_step(params, cache, plan, tokens, wanted, width, **how)
         return drawn[:, 0], cache
 
     def call(params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
-        if options.loop == 1:
+        if options.loop == 1 or options.drafts:
             return step(params, cache, plan, tokens)
         first, _ = jax.eval_shape(step, params, cache, plan, tokens)
         out = jnp.zeros(first.shape, first.dtype)
@@ -174,12 +177,14 @@ def _measured(
         report["exchange_us"] = exchange_times(cfg, options, peers)
         report["exchange_ms"] = cfg.num_layers * sum(report["exchange_us"].values()) / 1e3
     longest = longest_kernels(run, options.loop * split.devices, options.profile)
+    if options.drafts:
+        return report | longest
     used = jitted_over(mesh, partial(chosen_experts, implementation=options.implementation), GPU_DECODE_OPTIONS, peers)
     masks, _ = used(params, cache, plan, tokens)
     masks = np.asarray(masks).reshape(split.data, cfg.num_layers, split.devices, -1).any(0)
     experts = masks.sum(2).max(1).tolist()  # of the device that reads the most
     report["experts"] = float(masks.sum() / cfg.num_layers)
-    if ceilings is not None and not options.drafts:
+    if ceilings is not None:
         parts = model_floors(layout, experts, options.batch, options.context, split)
         report |= against_floors(parts, ceilings, report["step_ms"])
         report |= dict(

@@ -65,7 +65,8 @@ class StepOptions:
         implementation: of every op; None: the default of each.
         key_split: of the layout.
         steps: calls per synchronisation.
-        loop: steps of a call, as `model.decode_loop` runs several in one executable; times are those of one.
+        loop: steps of a call, as `model.decode_loop` or `draft_loop` run several in one executable; times are those
+            of one.
         profile: where to leave a profiler trace.
         xla: compiler options, such as ("xla_gpu_enable_triton_gemm", False), beside `GPU_DECODE_OPTIONS`.
         devices, tensor: of how many devices, and how many of them have the same requests (`model.shard_params`).
@@ -109,8 +110,9 @@ class StepOptions:
         cfg = getattr(DSV4Config, self.model)()
         if self.context > cfg.max_position_embeddings:
             raise BenchmarkError(f"context {self.context}: {self.model} has at most {cfg.max_position_embeddings}")
-        if not 1 <= self.fed <= self.context:
-            raise BenchmarkError(f"chunk {self.fed} of a context of {self.context} tokens")
+        steps = self.loop if self.drafts else 1
+        if not 1 <= self.fed * steps <= self.context:
+            raise BenchmarkError(f"chunk {self.fed * steps} of a context of {self.context} tokens")
         return dataclasses.replace(cfg, layer_types=cfg.layer_types[: self.layers]) if self.layers else cfg
 
 
@@ -164,8 +166,10 @@ def cache_and_plan(cfg: DSV4Config, options: StepOptions) -> tuple[CacheLayout, 
     The cache is that of a data shard, the plan that of all of them.
     """
     layout, size = cache_shape(cfg, options)
-    rows = [StepSequence(slot + 1, options.context - options.fed, options.fed) for slot in range(size.num_slots)]
-    plan = build_plan(layout, rows, shape_for(layout, rows), size=size)
+    steps = options.loop if options.drafts else 1  # a loop with drafts goes on; others do the same step again
+    first, ahead = options.context - steps * options.fed, (steps - 1) * options.fed
+    rows = [StepSequence(slot + 1, first, options.fed) for slot in range(size.num_slots)]
+    plan = build_plan(layout, rows, shape_for(layout, rows, lookahead=ahead), size=size, lookahead=ahead)
     return layout, size, stack_plans([plan] * options.split.data)
 
 

@@ -1,15 +1,16 @@
 """The reference DeepSeek-V4 model over the cache: load or make parameters, prefill, decode, generate.
 
 It is meant to be read: `attention.py` shows how model code uses the cache, `forward.py` how a
-jitted step does, `mtp.py` how the MTP layer drafts and a step verifies.
+jitted step does, `draft_steps.py` how the MTP layer drafts and a step verifies.
 """
 
 from .attention import index_qat_default
 from .checkpoint import load_hf
+from .draft_steps import draft_loop, draft_step
 from .forward import GPU_DECODE_OPTIONS, decode_loop, decode_step, forward, prefill
 from .generate import Drawn, generate
 from .initial import init_params
-from .mtp import draft_step, mtp_forward
+from .mtp import mtp_forward
 from .packing import pack_layers
 from .params import Params, param_specs, weight_bytes
 from .projections import stack_projections
@@ -30,6 +31,7 @@ __all__ = [
     "decode_loop",
     "decode_step",
     "device_bytes",
+    "draft_loop",
     "draft_step",
     "forward",
     "forward_uncached",

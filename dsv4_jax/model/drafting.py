@@ -15,8 +15,8 @@ from ..errors import PlanError
 from ..manager import Request, StepShape
 from ..ops.registry import Choice
 from ..plan import PackedPlan
+from .draft_steps import draft_step
 from .forward import GPU_DECODE_OPTIONS
-from .mtp import draft_step
 from .params import Params, has_mtp
 from .placement import Placement, stacked
 from .sampling import Sampling, keys_of
