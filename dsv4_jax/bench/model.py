@@ -171,14 +171,14 @@ def _measured(
         report["token_ms"] = report["step_ms"] / sum(ACCEPTED**n for n in range(1 + options.drafts))
     if mesh is not None:
         report["exchange"] = "cuda" if peers else "xla"
-    if options.brief:
+    if options.brief and options.profile is None:
         return report | {"kernel_ms": None}
+    longest = longest_kernels(run, options.loop * split.devices, options.profile)
+    if options.brief or options.drafts:
+        return report | longest
     if mesh is not None:
         report["exchange_us"] = exchange_times(cfg, options, peers)
         report["exchange_ms"] = cfg.num_layers * sum(report["exchange_us"].values()) / 1e3
-    longest = longest_kernels(run, options.loop * split.devices, options.profile)
-    if options.drafts:
-        return report | longest
     used = jitted_over(mesh, partial(chosen_experts, implementation=options.implementation), GPU_DECODE_OPTIONS, peers)
     masks, _ = used(params, cache, plan, tokens)
     masks = np.asarray(masks).reshape(split.data, cfg.num_layers, split.devices, -1).any(0)

@@ -71,7 +71,7 @@ class StepOptions:
         xla: compiler options, such as ("xla_gpu_enable_triton_gemm", False), beside `GPU_DECODE_OPTIONS`.
         devices, tensor: of how many devices, and how many of them have the same requests (`model.shard_params`).
         exchange: between devices with the project's own CUDA where it can run, else with XLA's collectives.
-        brief: of whole layers the step's time alone: no floor, no kernels, no exchanges by themselves.
+        brief: of whole layers the step's time alone: no floor, no exchanges by themselves; kernels with `profile`.
     """
 
     model: str = "flash"
