@@ -11,7 +11,7 @@ import pytest
 
 from dsv4_jax import AttentionType, CacheLayout, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.errors import HandoffError, LayoutError, ManagerInterruptedError, TransportClosedError
-from dsv4_jax.manager import HostSize, Namespace
+from dsv4_jax.manager import Handoff, HostSize, Namespace
 from dsv4_jax.tiers.remote import RecordTransport, RemoteDriver, driver
 from dsv4_jax.transports import open_engine
 from tests.clock import PATIENCE
@@ -31,10 +31,11 @@ class Side:
         self.metadata = self.transport.publish(self.engine.layout, self.engine.pages)
         self.driver = RemoteDriver(self.manager, self.transport)
 
-    def poll(self) -> None:
+    def poll(self, **options) -> list[Handoff]:
         self.manager.flush()
         self.engine.transfer()
-        self.driver.poll(self.engine.host, self.engine.host)
+        self.driver.poll(self.engine.host, self.engine.host, **options)
+        return self.driver.take_handoffs()
 
     def export(self, **options: float) -> None:
         request = self.manager.admit_request(PROMPT, namespace=A)
@@ -52,8 +53,8 @@ def sides():
 
 def test_a_part_goes_to_the_arrival_of_its_prompt_and_tenant(sides) -> None:
     sender, taker, peer = sides
-    sender.export(), sender.poll()
-    (handoff,) = sender.driver.take_handoffs()
+    sender.export()
+    (handoff,) = sender.poll()
     data = handoff.to_json()
     arrival = taker.driver.receive(data, peer, PROMPT, namespace=A)
     for tokens, space, field in ((PROMPT, B, "root"), ([1, *PROMPT[1:]], A, "digest")):
@@ -68,8 +69,8 @@ def test_a_part_goes_to_the_arrival_of_its_prompt_and_tenant(sides) -> None:
 
 def test_a_lease_ends_by_its_time_though_nobody_asks_for_anything_but_poll(sides) -> None:
     sender, _, _ = sides
-    sender.export(seconds=1e-6), sender.poll()
-    assert not sender.manager.leases and not sender.driver.take_handoffs()
+    sender.export(seconds=1e-6)
+    assert not sender.poll() and not sender.manager.leases
 
 
 def test_a_poll_that_was_broken_off_loses_no_handoff_and_lets_nothing_in_uncompared(sides, monkeypatch) -> None:
@@ -83,8 +84,7 @@ def test_a_poll_that_was_broken_off_loses_no_handoff_and_lets_nothing_in_uncompa
         during.setattr(sender.transport, "checksums", broken)
         with pytest.raises(KeyboardInterrupt):
             sender.poll()
-    sender.poll()
-    (handoff,) = sender.driver.take_handoffs()
+    (handoff,) = sender.poll()
     arrival = taker.driver.receive(handoff.to_json(), peer, PROMPT, namespace=A)
     with monkeypatch.context() as during:
         during.setattr(taker.transport, "_sums", broken)  # while what has come is compared
@@ -98,36 +98,68 @@ def test_a_poll_that_was_broken_off_loses_no_handoff_and_lets_nothing_in_uncompa
     taker.manager.check_integrity()
 
 
+class Fence:
+    ready = deleted = False
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+    def is_deleted(self) -> bool:
+        return self.deleted
+
+
+def test_an_engine_that_keeps_a_step_ahead_streams_by_fences(sides, monkeypatch) -> None:
+    sender, taker, peer = sides
+    monkeypatch.setattr(type(sender.engine.host.pages), "is_ready", lambda self: False)  # something always runs
+    sender.export()
+    fences = [Fence() for _ in range(3)]
+    assert sender.poll(fence=fences[0]) == [] == sender.poll(fence=fences[1])
+    fences[1].ready = True  # of a later call: says nothing of this one
+    fences[0].deleted = fences[0].ready = True
+    assert sender.poll() == []
+    fences[0].deleted = False
+    (handoff,) = sender.poll(fence=fences[2])
+    arrival = taker.driver.receive(handoff.to_json(), peer, PROMPT, namespace=A)
+    fence = Fence()
+    for _ in range(3):
+        taker.poll(fence=fence), taker.poll(fence=Fence())
+    assert not arrival.records and len(arrival.reads) == 5
+    fence.ready, until = True, time.monotonic() + PATIENCE
+    while not arrival.is_over and time.monotonic() < until:
+        taker.poll(fence=Fence())
+    assert arrival.failure is None and taker.manager.admit_remote(arrival).num_hit == 4 * BLOCK
+
+
 @pytest.mark.parametrize("host", ["sender", "taker"])
 def test_broken_off_anywhere_in_a_poll_no_page_stays_taken_and_the_prompt_comes_or_not(host) -> None:
     path = driver.__file__
-    for n in itertools.count(0, 1 if SLOW else 37):
+    for n in itertools.count(0, 1 if SLOW else 61):
         fault = Fault(KeyboardInterrupt, n, root=path, opcodes=True)
         sender, taker = Side(0), Side(2)
 
-        def poll(side: Side, fault=fault, broken={"sender": sender, "taker": taker}[host]) -> None:
+        def poll(side: Side, fault=fault, broken={"sender": sender, "taker": taker}[host]) -> list[Handoff]:
             try:
-                fault.call(side.poll) if side is broken else side.poll()
+                return fault.call(side.poll) if side is broken else side.poll()
             except KeyboardInterrupt:
                 with contextlib.suppress(ManagerInterruptedError):
                     side.manager.check_integrity()
-                    return
+                    return side.driver.take_handoffs()
                 side.manager.reset()
+                return []
 
         with sender.transport, taker.transport:
             peer = taker.transport.connect(sender.metadata)
             sender.export()
             handoffs = []
             for _ in range(5):
-                poll(sender)
-                handoffs += sender.driver.take_handoffs()
+                handoffs += poll(sender)
             if not handoffs:  # the sender was reset
                 assert host == "sender" and not sender.driver.busy
                 continue
             arrival = taker.driver.receive(handoffs[0].to_json(), peer, PROMPT, namespace=A)
             until = time.monotonic() + PATIENCE
             while not arrival.is_over and time.monotonic() < until:
-                poll(taker)
+                poll(taker), time.sleep(2e-4)
             assert arrival.is_over and not arrival.reads and not taker.manager.cache.reading
             if arrival.failure is None:
                 assert taker.manager.admit_remote(arrival).num_hit == 4 * BLOCK
@@ -141,8 +173,8 @@ def test_broken_off_anywhere_in_a_poll_no_page_stays_taken_and_the_prompt_comes_
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_transport_that_is_closed_gives_its_pages_back(sides, monkeypatch, begun) -> None:
     sender, taker, peer = sides
-    sender.export(), sender.poll()
-    (handoff,) = sender.driver.take_handoffs()
+    sender.export()
+    (handoff,) = sender.poll()
     arrival = taker.driver.receive(handoff.to_json(), peer, PROMPT, namespace=A)
     monkeypatch.setattr(type(taker.engine.host.pages), "is_ready", lambda self: begun)
     taker.poll()

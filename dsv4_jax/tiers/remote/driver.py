@@ -13,8 +13,15 @@
     driver.poll(cache, host)                          # while some have not, no export is made ready
 
 Nothing here waits. Bytes go from one host's pool into the other's while both serve; pages are read, and written, when
-no computation that was started can touch them. What does not arrive whole, or in time, is computed anew. Imports no
-jax.
+no computation that was started before can touch them. By the arrays that `poll` is given this is known only while
+nothing is under way on the device. An engine that starts a step before it has looked at the one before has no such
+moment: it gives a fence as well, which tells of each poll by itself.
+
+    cache, host = run_transfers(cache, host, manager.take_transfers())
+    logits, cache = step(params, cache, plan, tokens)
+    driver.poll(cache, host, fence=logits)
+
+What does not arrive whole, or in time, is computed anew. Imports no jax.
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...errors import LayoutError, RecordMismatchError, TransportError
 from ...manager import Arrival, Handoff, KVCacheManager, MediaItem, Namespace, RemoteRead, RemoteTier, Request
@@ -43,6 +50,13 @@ __all__ = ["RemoteDriver"]
 _MOST_ACKNOWLEDGEMENT = 1024  # bytes
 
 
+class Fence(Protocol):
+    """What tells whether a computation has run: a `jax.Array` that it makes."""
+
+    def is_ready(self) -> bool: ...
+    def is_deleted(self) -> bool: ...
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class _Reading:
     """Records of one kind on their way; no handle: to be started when the device is through."""
@@ -51,7 +65,16 @@ class _Reading:
     peer: Peer
     kind: RecordKind
     reads: list[RemoteRead]
+    fence: Fence | None
     handle: TransferHandle | None = None
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Export:
+    """To be vouched for when the device is through."""
+
+    handoff: Handoff
+    fence: Fence | None = None
 
 
 class RemoteDriver:
@@ -77,7 +100,7 @@ class RemoteDriver:
         self.tier = RemoteTier(manager, clock=manager.clock)
         self._manager, self._transport = manager, transport
         self._address: int | None = None
-        self._exported: list[Handoff] = []
+        self._exported: list[_Export] = []
         self._ready: list[Handoff] = []
         self._arrivals: dict[Arrival, Peer] = {}
         self._readings: list[_Reading] = []
@@ -97,7 +120,7 @@ class RemoteDriver:
             It, without checksums: what it will tell.
         """
         handoff = self._manager.export_request(request, seconds=seconds, again=again)
-        self._exported.append(handoff)
+        self._exported.append(_Export(handoff))
         return handoff
 
     def take_handoffs(self) -> list[Handoff]:
@@ -139,8 +162,13 @@ class RemoteDriver:
 
     # Both
 
-    def poll(self, cache: KVCache, host: HostCache) -> None:
+    def poll(self, cache: KVCache, host: HostCache, *, fence: Fence | None = None) -> None:
         """Takes up everything that has ended. Call it after `run_transfers`, and after steps, with what they returned.
+
+        Args:
+            fence: an array of the computation that was started last, which will not be donated (one that was counts for
+                nothing). What is found to do in this call is done in a later one, once the fence is ready, whatever was
+                started since. None: once all arrays of `cache` and `host` are, at some call.
 
         Raises:
             TransportError: the host pool lies elsewhere than before: it was copied instead of donated.
@@ -149,12 +177,13 @@ class RemoteDriver:
         self._manager.commit()  # which ends leases, too
         self.tier.expire()
         self._end_reads()
-        self._plan()
-        waits = self._exported or any(reading.handle is None for reading in self._readings)
-        if waits and _is_through(cache, host):
+        self._plan(fence)
+        waiting = [reading for reading in self._readings if reading.handle is None]
+        if waiting or self._exported:
             self._check_address(host)
-            self._start()
-            self._vouch()
+            through = _is_through(cache, host)
+            self._start(reading for reading in waiting if through or _has_passed(reading.fence))
+            self._vouch(through, fence)
         self._end_arrivals()
         self._take_notices()
 
@@ -179,19 +208,20 @@ class RemoteDriver:
             raise TransportError("the host pool has moved: donate it to whatever writes it (see run_transfers)")
         self._address = address
 
-    def _vouch(self) -> None:
+    def _vouch(self, through: bool, fence: Fence | None) -> None:
         """Checksums of what was exported, if all its copies are on the host."""
-        if self._manager.cache.is_waiting:
-            return
-        while self._exported:
-            handoff = self._exported[0]
+        queued = not self._manager.cache.is_waiting
+        for export in self._exported if queued else ():
+            export.fence = fence if export.fence is None else export.fence
+        while self._exported and ((through and queued) or _has_passed(self._exported[0].fence)):
+            handoff = self._exported[0].handoff
             if self._manager.leases.is_sound(handoff.lease):
                 blocks = self._transport.checksums("block", handoff.blocks)
                 state = self._transport.checksums("snapshot", handoff.state)
                 self._ready.append(handoff.vouched(blocks, state))
             del self._exported[0]  # of a call that was broken off it is told once more
 
-    def _plan(self) -> None:
+    def _plan(self, fence: Fence | None) -> None:
         for arrival, peer in self._arrivals.items():
             if peer.error is not None:
                 self.tier.fail(arrival, str(peer.error))
@@ -203,10 +233,10 @@ class RemoteDriver:
             reads = [read for read in arrival.reads if read not in known]  # of a call that was broken off, too
             for kind, scope in (("block", "block"), ("snapshot", "slot")):
                 if some := [read for read in reads if read.scope == scope]:
-                    self._readings.append(_Reading(arrival, peer, kind, some))
+                    self._readings.append(_Reading(arrival, peer, kind, some, fence))
 
-    def _start(self) -> None:
-        for reading in [reading for reading in self._readings if reading.handle is None]:
+    def _start(self, starts: Iterable[_Reading]) -> None:
+        for reading in starts:
             source = [page for read in reading.reads for page in read.source]
             pages = [page for read in reading.reads for page in read.pages]
             sums = [each for read in reading.reads for each in read.sums]
@@ -255,6 +285,10 @@ def _acknowledged(message: bytes) -> str | None:
         return None
     lease = fields.get("acknowledge") if isinstance(fields, dict) and len(fields) == 1 else None
     return lease if isinstance(lease, str) else None
+
+
+def _has_passed(fence: Fence | None) -> bool:
+    return fence is not None and not fence.is_deleted() and fence.is_ready()
 
 
 def _is_through(cache: KVCache, host: HostCache) -> bool:
