@@ -35,8 +35,10 @@ class Lease:
         hold: what of the host is held.
         total: blocks that it will be of.
         nodes: of the blocks so far, in path order.
+        root: of the digests.
         told: blocks told of in hand-offs.
         state: the node with the state, once it is held.
+        missed: whether the state was passed, and never will be.
     """
 
     id: str
@@ -44,9 +46,11 @@ class Lease:
     until: float
     hold: Hold
     total: int
+    root: bytes
     nodes: list[Node] = dataclasses.field(default_factory=list)
     told: int = 0
     state: Node | None = None
+    missed: bool = False
 
 
 class Leases:
@@ -65,7 +69,7 @@ class Leases:
     def __len__(self) -> int:
         return len(self.active)
 
-    def export(self, request: Request, seconds: float, again: bool) -> Handoff:
+    def export(self, request: Request, seconds: float) -> Handoff:
         """See `KVCacheManager.export_request`."""
         if request.hasher is None or not self._cache.pages.num_total:
             raise HandoffError(None, f"request {request.id!r} is not cached, or there is no host tier to read it from")
@@ -77,18 +81,30 @@ class Leases:
         lease.until = self._clock() + seconds
         self._hold_blocks(lease)
         self._hold_state(lease)
-        first = 0 if again else lease.told
-        told = lease.nodes[first : first + MOST_BLOCKS]
-        lease.told = first + len(told)
-        ended = lease.told == lease.total
-        snapshot = lease.state.snapshot if lease.state is not None and ended else None
-        missed = ended and snapshot is None and (not lease.total or request.num_cached > self._tokens(lease.total))
-        root = request.hasher.root
+        lease.missed = lease.state is None and (not lease.total or request.num_cached > self._tokens(lease.total))
+        return self._tell(lease, lease.told, seconds)
+
+    def export_again(self, lease: str, first: int) -> Handoff | None:
+        """See `KVCacheManager.export_again`."""
+        self.expire()
+        if not self.is_sound(lease):
+            return None
+        found = self.active[lease]
+        ended = found.told == found.total and (found.state is not None or found.missed)
+        if first > found.told or (first == found.told and not ended):
+            return None
+        return self._tell(found, first, found.until - self._clock())
+
+    def _tell(self, lease: Lease, first: int, seconds: float) -> Handoff:
+        nodes = lease.nodes[first : first + MOST_BLOCKS]
+        end = first + len(nodes)
+        lease.told = max(lease.told, end)
+        snapshot = lease.state.snapshot if lease.state is not None and end == lease.total else None
         return Handoff(
-            lease.id, seconds, root.hex(), self._layout.block_fingerprint, self._layout.snapshot_fingerprint,
-            lease.total, first, (lease.nodes[lease.told - 1].digest if lease.told else root).hex(),
-            tuple(node.host for node in told), snapshot.host if snapshot is not None else (),
-            snapshot is not None or missed,
+            lease.id, seconds, lease.root.hex(), self._layout.block_fingerprint, self._layout.snapshot_fingerprint,
+            lease.total, first, (lease.nodes[end - 1].digest if end else lease.root).hex(),
+            tuple(node.host for node in nodes), snapshot.host if snapshot is not None else (),
+            end == lease.total and (snapshot is not None or lease.missed),
         )  # fmt: skip
 
     def acknowledge(self, lease: str) -> bool:
@@ -119,7 +135,9 @@ class Leases:
             self._end(broken)
         self._count += 1
         total = max(len(request.tokens) - 1, 0) // self._layout.block_tokens
-        lease = Lease(f"{self._name}-{self._count}", request, 0.0, self._cache.tree.holds.open(), total)
+        assert request.hasher is not None  # see `export`
+        hold, root = self._cache.tree.holds.open(), request.hasher.root
+        lease = Lease(f"{self._name}-{self._count}", request, 0.0, hold, total, root)
         self.active[lease.id] = lease
         return lease
 

@@ -33,8 +33,8 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import INT32_MAX, shown
-from ..errors import ContextLimitError, LayoutError, PlanError, RequestError
+from ..checks import INT32_MAX, as_int, shown
+from ..errors import ContextLimitError, HandoffError, LayoutError, PlanError, RequestError
 from ..layout import CacheLayout, CacheSize
 from ..plan import StepPlan
 from .allocator import as_count
@@ -325,7 +325,7 @@ class KVCacheManager:
 
     # Other hosts (docs/remote.md)
 
-    def export_request(self, request: Request | int, *, seconds: float = 60.0, again: bool = False) -> Handoff:
+    def export_request(self, request: Request | int, *, seconds: float = 60.0) -> Handoff:
         """What another host needs to go on with a live request: its full blocks so far, and the state after the last.
 
         Call it while the prompt is being computed, for the blocks that have become full (streaming), and once more when
@@ -337,7 +337,6 @@ class KVCacheManager:
 
         Args:
             seconds: how long the lease lasts.
-            again: tells of all blocks from the first one on, not only of those that were not told of.
 
         Raises:
             HandoffError: there is no policy or no host tier, or an impossible time.
@@ -345,7 +344,22 @@ class KVCacheManager:
         """
         seconds = check_seconds(seconds)
         with self.guard("export_request"):
-            return self.leases.export(self.book.find_live(request), seconds, bool(again))
+            return self.leases.export(self.book.find_live(request), seconds)
+
+    def export_again(self, lease: str, first: int = 0) -> Handoff | None:
+        """Tells again of what `export_request` has told under this lease, from this block on: a hand-off was lost.
+
+        The lease lasts no longer for that, and the request may have ended. None: there is no such lease (any more), or
+        nothing was told from there on.
+
+        Raises:
+            HandoffError: `first` is not an integer >= 0.
+        """
+        start = as_int(first)
+        if start is None or start < 0:
+            raise HandoffError("first", f"must be an integer of at least 0, got {shown(first)}")
+        with self.guard("export_again"):
+            return self.leases.export_again(lease, start)
 
     def acknowledge(self, lease: str) -> bool:
         """Nobody will read what is under this lease any more. Whether there was such a lease.

@@ -70,6 +70,8 @@ class Arrival:
         failure: why no more of it will come; None if nothing went wrong so far.
         records: how many were read whole.
         reads: those under way: planned, and not finished. Who was broken off in `plan_reads` finds them here.
+        asks: whether the part that came last was no use, since others before it were lost. The sender's
+            `KVCacheManager.export_again(lease, told)` makes good for them.
         closed: whether nobody waits for it any more.
     """
 
@@ -96,7 +98,13 @@ class Arrival:
     failure: str | None = None
     records: int = 0
     reads: dict[RemoteRead, None] = dataclasses.field(default_factory=dict)
+    asks: bool = False
     closed: bool = False
+
+    @property
+    def told(self) -> int:
+        """Blocks told of so far."""
+        return len(self.pages)
 
     @property
     def is_over(self) -> bool:
@@ -134,12 +142,13 @@ class RemoteTier:
         """A prompt that another host tells of, to be read by `plan_reads`.
 
         Args:
-            handoff: what the host sent: `Handoff.to_json` of its first part. Anything may be in it.
+            handoff: what the host sent: `Handoff.to_json` of its first part (or a later one: see `Arrival.asks`).
+                Anything may be in it.
             tokens, namespace, items: of the request, from whoever sent it.
 
         Raises:
             HandoffError: it is no hand-off, not of this prompt in this namespace, of other weights or records, of no
-                use here (no policy, no host tier, no room for all of it), or not the first part. Nothing has changed.
+                use here (no policy, no host tier, no room for all of it). Nothing has changed.
             HashError, PlanError, RequestError: as `KVCacheManager.admit_request`.
         """
         self._manager.guard.check()
@@ -168,8 +177,10 @@ class RemoteTier:
     def extend(self, arrival: Arrival, handoff: bytes) -> None:
         """The next part of the same lease. One that was told before changes nothing but how long the lease lasts.
 
+        Nor does one before which others are missing: it sets `Arrival.asks`.
+
         Raises:
-            HandoffError: as `expect`; or parts between are missing, or it is of another lease. Nothing has changed.
+            HandoffError: as `expect`; or it is of another lease. Nothing has changed.
         """
         self._manager.guard.check()
         self._check(arrival)
@@ -271,8 +282,6 @@ class RemoteTier:
             if getattr(part, name) != mine:
                 why = "other weights, another namespace or block size" if name == "root" else f"not {_short(mine)}"
                 raise HandoffError(name, f"{why}: {_short(getattr(part, name))}")
-        if part.first > len(arrival.pages):
-            raise HandoffError("first", f"starts at block {part.first}, told so far are {len(arrival.pages)}")
         if part.state and len(part.state) != arrival.cache.snapshot_pages:
             raise HandoffError("state", f"{len(part.state)} pages, a snapshot has {arrival.cache.snapshot_pages}")
         digest = arrival.digests[part.end - 1].hex() if part.end else arrival.root
@@ -281,12 +290,15 @@ class RemoteTier:
 
     def _take(self, arrival: Arrival, part: Handoff) -> None:
         new, blocks = len(arrival.pages) - part.first, len(part.blocks)
+        arrival.until = max(arrival.until, self._clock() + part.seconds)
+        arrival.asks = new < 0
+        if arrival.asks:
+            return
         arrival.pages += part.blocks[new:]
         arrival.sums += part.sums[new:blocks] if new < blocks else ()
         if part.state and arrival.state is None:
             arrival.state = part.state, part.sums[blocks:]
         arrival.last |= part.last
-        arrival.until = max(arrival.until, self._clock() + part.seconds)
 
     def _check_time(self, arrival: Arrival) -> None:
         if arrival.cache is not self._manager.cache:

@@ -83,7 +83,7 @@ class Pair:
         if (request := request or self.sender.any_request()) is None:
             return
         before = set(self.sender.manager.leases.active)
-        handoff = self.sender.manager.export_request(request, seconds=LEASE, again=self.random.random() < 0.2)
+        handoff = self.sender.manager.export_request(request, seconds=LEASE)
         if handoff.lease not in before:
             self.prompts[handoff.lease] = Message(handoff, list(request.tokens), self.sender.spaces[request.id])
         self.did["streamed"] += handoff.first > 0 and bool(handoff.blocks)
@@ -133,10 +133,20 @@ class Pair:
                 self.tier.extend(known[0], data)
                 self.did["extended"] += 1
             else:
-                self.arrivals.append(self.tier.expect(data, tokens, namespace=space))
+                known = [self.tier.expect(data, tokens, namespace=space)]
+                self.arrivals += known
                 self.did["expected"] += 1
         except HandoffError as error:
             self.did[f"refused: {error.field}"] += 1
+        else:
+            if known[0].asks or self.random.random() < 0.1:
+                self.export_again(known[0])
+
+    def export_again(self, arrival: Arrival) -> None:
+        manager = self.sender.manager
+        if again := manager.export_again(arrival.lease, self.random.choice([arrival.told, arrival.told, 0])):
+            self.did["told again"] += 1
+            self.exported.append(again)
 
     def plan(self) -> None:
         for arrival in self.arrivals:

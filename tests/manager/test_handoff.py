@@ -30,9 +30,18 @@ from .test_interrupted import Fault
 CALLS = ["prefill"] * 4 + ["flush", "deliver", "plan", "finish"] * 3 + ["serve_sender", "serve_taker", "admit"] * 2 + [
     "export", "give_up", "acknowledge", "wait", "reset",
 ]  # fmt: skip
-OFTEN = ("streamed", "extended", "records", "remote hits", "acknowledged", "acknowledged too late", "not sent")
+OFTEN = (
+    "streamed",
+    "extended",
+    "records",
+    "remote hits",
+    "acknowledged",
+    "acknowledged too late",
+    "not sent",
+    "told again",
+)
 SELDOM = (
-    "records that were here", "stale records", "admitted early", "resets", "resets while reading", "refused: first",
+    "records that were here", "stale records", "admitted early", "resets", "resets while reading",
     "failed: its lease has ended", "failed: a record did not arrive whole",
 )  # fmt: skip
 SLOW = bool(os.environ.get("RUN_SLOW"))
@@ -351,24 +360,46 @@ def test_what_is_no_arrival_of_this_manager_is_refused_and_nothing_changes() -> 
     assert other.read(arrival, sender) == 6
 
 
-def test_parts_that_do_not_follow_are_refused_and_the_arrival_goes_on() -> None:
+def test_parts_that_were_lost_are_asked_for_and_told_again() -> None:
     sender, taker = Host(), Host()
     request, parts = sender.admit(), []
-    for _ in range(3):
+    for _ in range(5):
         sender.step(request, BLOCK)
-        parts.append(sender.send(sender.manager.export_request(request)))
-    with pytest.raises(HandoffError, match="starts at block 1"):
-        taker.tier.expect(parts[1], PROMPT, namespace=SPACE)
-    arrival = taker.tier.expect(parts[0], PROMPT, namespace=SPACE)
-    with pytest.raises(HandoffError, match="starts at block 2"):
-        taker.tier.extend(arrival, parts[2])
+        handoff = sender.manager.export_request(request)
+        parts.append(sender.send(handoff))
+    sender.manager.release_request(request)
+
+    def again(first: int) -> bytes:
+        return sender.send(sender.manager.export_again(handoff.lease, first))
+
+    arrival = taker.tier.expect(parts[1], PROMPT, namespace=SPACE)
+    assert arrival.asks and arrival.told == 0 and taker.read(arrival, sender) == 0
+    taker.tier.extend(arrival, parts[0])
+    taker.tier.extend(arrival, parts[3])
+    assert arrival.asks and arrival.told == 1
     with pytest.raises(HandoffError, match="lease"):
         taker.tier.extend(arrival, Host().prefill())
-    taker.tier.extend(arrival, parts[1])
+    taker.tier.extend(arrival, again(arrival.told))
+    assert arrival.told == 5 and arrival.last and not arrival.asks
     taker.tier.extend(arrival, parts[0])  # late, and known
-    whole = sender.send(sender.manager.export_request(request, again=True))
-    taker.tier.extend(arrival, whole)
-    assert arrival.pages == [*Handoff.from_json(whole).blocks] and len(arrival.sums) == 3
+    assert taker.read(arrival, sender) == 6 and taker.manager.admit_remote(arrival).num_hit == 5 * BLOCK
+    assert Handoff.from_json(again(0)).end == 5
+    assert Handoff.from_json(again(5)).state and sender.manager.export_again(handoff.lease, 6) is None
+    for first in (-1, True, "0", None, 1.0):
+        with pytest.raises(HandoffError, match="first"):
+            sender.manager.export_again(handoff.lease, first)
+    sender.clock.advance(59)
+    assert Handoff.from_json(again(0)).seconds == pytest.approx(1)
+    sender.clock.advance(2)
+    assert sender.manager.export_again(handoff.lease) is None is sender.manager.export_again(None)
+
+
+def test_a_state_that_is_not_made_yet_is_not_told_again() -> None:
+    host = Host()
+    request = host.admit()
+    host.step(request, 2 * BLOCK)
+    lease = host.manager.export_request(request).lease
+    assert host.manager.export_again(lease, 2) is None and not host.manager.export_again(lease, 1).last
 
 
 def test_what_cannot_be_exported_is_refused() -> None:
@@ -383,7 +414,7 @@ def test_what_cannot_be_exported_is_refused() -> None:
     with pytest.raises(HandoffError, match="no checksums"):
         host.step(request, BLOCK)
         host.manager.export_request(request).to_json()
-    handoff = host.manager.export_request(request, again=True)
+    handoff = host.manager.export_again(host.manager.export_request(request).lease)
     with pytest.raises(HandoffError, match="16 bytes"):
         handoff.vouched([b""], [])
     assert host.manager.acknowledge(None) is False

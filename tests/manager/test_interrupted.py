@@ -71,6 +71,7 @@ def assert_closed(manager: KVCacheManager) -> None:
     calls += [
         lambda: manager.admit_request([1, 2]), lambda: manager.plan_step([]), lambda: manager.schedule(4),
         manager.commit, manager.flush, lambda: manager.acknowledge(""), manager.take_transfers, manager.stats,
+        lambda: manager.export_again(""),
         manager.check_integrity, manager.sleep, manager.wakeup,
         lambda: manager.resize(manager.size), manager.memory_bytes, lambda: manager.pinned_shape(1),
         lambda: tier.plan_writes(1), lambda: tier.finish_writes([], []), lambda: tier.finish_reads([], []),

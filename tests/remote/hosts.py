@@ -46,7 +46,7 @@ class Server:
         self.manager = self.engine.manager
         self.transport = RecordTransport(open_engine("loopback"), timeout=2.0)
         self.metadata = self.transport.publish(self.engine.layout, self.engine.pages)
-        self.driver = RemoteDriver(self.manager, self.transport)
+        self.driver = RemoteDriver(self.manager, self.transport, ask_after=LEASE / 8)
         self.stopped = False
         self.tell("metadata", self.metadata)
 
@@ -180,7 +180,7 @@ class DecodeHost(Server):
         if job is None or self.peer is None:
             return
         job.until = time.monotonic() + PATIENCE
-        with contextlib.suppress(HandoffError):  # a part before it was lost: it will be alone
+        with contextlib.suppress(HandoffError):
             job.arrival = self.driver.receive(data, self.peer, job.tokens, namespace=job.space)
 
     def serve(self) -> bool:

@@ -36,6 +36,7 @@ from ...errors import LayoutError, RecordMismatchError, TransportError
 from ...manager import Arrival, Handoff, KVCacheManager, MediaItem, Namespace, RemoteRead, RemoteTier, Request
 from ...manager.request import prompt_tokens
 from ...records import block_record
+from ...stores.checks import check_seconds
 from ...untrusted import parse_json
 from ..transfer_handle import TransferHandle
 from .checks import RecordKind
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RemoteDriver"]
 
-_MOST_ACKNOWLEDGEMENT = 1024  # bytes
+_MOST_WORD = 1024  # bytes of what one driver says to another
 
 
 class Fence(Protocol):
@@ -70,6 +71,14 @@ class _Reading:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
+class _Coming:
+    """Whom an arrival comes from, and when it was last heard of, or asked for."""
+
+    peer: Peer
+    heard: float
+
+
+@dataclasses.dataclass(eq=False, slots=True)
 class _Export:
     """To be vouched for when the device is through."""
 
@@ -83,6 +92,8 @@ class RemoteDriver:
     Args:
         manager: with a policy and a host tier.
         transport: on which the host pool is published.
+        ask_after: seconds. A prompt of which nothing more was heard for so long is asked for again: hand-offs may have
+            been lost. The driver of the host that computes it tells again of what it has told.
 
     Attributes:
         tier: the manager's receiving side.
@@ -92,17 +103,18 @@ class RemoteDriver:
             nothing.
     """
 
-    def __init__(self, manager: KVCacheManager, transport: RecordTransport):
+    def __init__(self, manager: KVCacheManager, transport: RecordTransport, *, ask_after: float = 1.0):
         if (ranks := manager.size.pool_ranks) > 1:
             raise LayoutError(f"a transport takes the records of one pool rank, the manager's are those of {ranks}")
         if not block_record(manager.layout).bytes:
             raise LayoutError("blocks of this layout have no records: all layers see the window only")
         self.tier = RemoteTier(manager, clock=manager.clock)
         self._manager, self._transport = manager, transport
+        self._ask_after = check_seconds("ask_after", ask_after)
         self._address: int | None = None
         self._exported: list[_Export] = []
         self._ready: list[Handoff] = []
-        self._arrivals: dict[Arrival, Peer] = {}
+        self._arrivals: dict[Arrival, _Coming] = {}
         self._readings: list[_Reading] = []
         self._messages: list[Notice] = []
 
@@ -113,14 +125,24 @@ class RemoteDriver:
 
     # The host that has computed
 
-    def export(self, request: Request, *, seconds: float = 60.0, again: bool = False) -> Handoff:
+    def export(self, request: Request, *, seconds: float = 60.0) -> Handoff:
         """As `KVCacheManager.export_request`; `take_handoffs` has it once its bytes are on the host.
 
         Returns:
             It, without checksums: what it will tell.
         """
-        handoff = self._manager.export_request(request, seconds=seconds, again=again)
+        handoff = self._manager.export_request(request, seconds=seconds)
         self._exported.append(_Export(handoff))
+        return handoff
+
+    def export_again(self, lease: str, first: int = 0) -> Handoff | None:
+        """As `KVCacheManager.export_again`; `take_handoffs` has it, too.
+
+        A driver asks by itself for what it misses: this is for a host that knows nothing of the lease.
+        """
+        handoff = self._manager.export_again(lease, first)
+        if handoff is not None:
+            self._exported.append(_Export(handoff))
         return handoff
 
     def take_handoffs(self) -> list[Handoff]:
@@ -150,14 +172,15 @@ class RemoteDriver:
         """
         lease = Handoff.from_json(handoff).lease
         known, _ = prompt_tokens(tokens, self._manager.layout.cfg.vocab_size)
-        prompt = known, namespace, tuple(items)
-        for arrival, its in self._arrivals.items():
-            same = arrival.lease == lease and its is peer and not arrival.closed and not arrival.is_over
+        prompt, now = (known, namespace, tuple(items)), self._manager.clock()
+        for arrival, coming in self._arrivals.items():
+            same = arrival.lease == lease and coming.peer is peer and not arrival.closed and not arrival.is_over
             if same and (arrival.tokens, arrival.namespace, arrival.items) == prompt:
                 self.tier.extend(arrival, handoff)
+                coming.heard = now
                 return arrival
         arrival = self.tier.expect(handoff, known, namespace=namespace, items=prompt[2])
-        self._arrivals[arrival] = peer
+        self._arrivals[arrival] = _Coming(peer, now)
         return arrival
 
     # Both
@@ -184,11 +207,12 @@ class RemoteDriver:
             through = _is_through(cache, host)
             self._start(reading for reading in waiting if through or _has_passed(reading.fence))
             self._vouch(through, fence)
+        self._ask()
         self._end_arrivals()
         self._take_notices()
 
     def take_messages(self) -> list[Notice]:
-        """Notices of other hosts that were no acknowledgements."""
+        """Notices of other hosts that were not for the driver."""
         messages, self._messages = self._messages, []
         return messages
 
@@ -196,11 +220,27 @@ class RemoteDriver:
 
     def _take_notices(self) -> None:
         for notice in self._transport.notices():
-            lease = _acknowledged(notice.message)
-            if lease is None:
-                self._messages.append(notice)
-            else:
-                self._manager.acknowledge(lease)
+            match _parse(notice.message):
+                case {"acknowledge": str(lease), **rest} if not rest:
+                    self._manager.acknowledge(lease)
+                case {"again": str(lease), "first": first, **rest} if not rest and type(first) is int and first >= 0:
+                    if all(each.lease != lease for each in (*(e.handoff for e in self._exported), *self._ready)):
+                        self.export_again(lease, first)
+                case _:
+                    self._messages.append(notice)
+
+    def _ask(self) -> None:
+        """For hand-offs that were lost, as it seems."""
+        now = self._manager.clock()
+        for arrival, coming in self._arrivals.items():
+            missing = not (arrival.last or arrival.closed or arrival.failure is not None)
+            if missing and (arrival.asks or now - coming.heard >= self._ask_after):
+                arrival.asks, coming.heard = False, now
+                self._say(coming.peer, {"again": arrival.lease, "first": arrival.told})
+
+    def _say(self, peer: Peer, word: dict[str, Any]) -> None:
+        with contextlib.suppress(TransportError):  # then it is lost
+            self._transport.notify(peer, json.dumps(word).encode())
 
     def _check_address(self, host: HostCache) -> None:
         address = host.pages.unsafe_buffer_pointer()
@@ -222,9 +262,9 @@ class RemoteDriver:
             del self._exported[0]  # of a call that was broken off it is told once more
 
     def _plan(self, fence: Fence | None) -> None:
-        for arrival, peer in self._arrivals.items():
-            if peer.error is not None:
-                self.tier.fail(arrival, str(peer.error))
+        for arrival, coming in self._arrivals.items():
+            if (error := coming.peer.error) is not None:
+                self.tier.fail(arrival, str(error))
             self.tier.plan_reads(arrival)
             mine = [reading for reading in self._readings if reading.arrival is arrival]
             if sum(len(reading.reads) for reading in mine) == len(arrival.reads):
@@ -233,7 +273,7 @@ class RemoteDriver:
             reads = [read for read in arrival.reads if read not in known]  # of a call that was broken off, too
             for kind, scope in (("block", "block"), ("snapshot", "slot")):
                 if some := [read for read in reads if read.scope == scope]:
-                    self._readings.append(_Reading(arrival, peer, kind, some, fence))
+                    self._readings.append(_Reading(arrival, coming.peer, kind, some, fence))
 
     def _start(self, starts: Iterable[_Reading]) -> None:
         for reading in starts:
@@ -268,23 +308,20 @@ class RemoteDriver:
 
     def _end_arrivals(self) -> None:
         """Acknowledges what is over: nothing more is read of it."""
-        for arrival, peer in list(self._arrivals.items()):
+        for arrival, coming in list(self._arrivals.items()):
             if arrival.is_over:
                 del self._arrivals[arrival]
-                with contextlib.suppress(TransportError):  # then its lease ends by itself
-                    self._transport.notify(peer, json.dumps({"acknowledge": arrival.lease}).encode())
+                self._say(coming.peer, {"acknowledge": arrival.lease})  # if it is lost the lease ends by itself
 
 
-def _acknowledged(message: bytes) -> str | None:
-    """The lease that a notice acknowledges; None if it is another message."""
-    if len(message) > _MOST_ACKNOWLEDGEMENT:
+def _parse(message: bytes) -> Any:
+    """What may be a word of another driver; None if it is not."""
+    if len(message) > _MOST_WORD:
         return None
     try:
-        fields = parse_json(message, unique_keys=True)
+        return parse_json(message, unique_keys=True)
     except ValueError:
         return None
-    lease = fields.get("acknowledge") if isinstance(fields, dict) and len(fields) == 1 else None
-    return lease if isinstance(lease, str) else None
 
 
 def _has_passed(fence: Fence | None) -> bool:
