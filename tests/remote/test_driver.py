@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import time
 
@@ -29,7 +30,7 @@ class Side:
         self.manager = self.engine.manager
         self.transport = RecordTransport(open_engine("loopback"))
         self.metadata = self.transport.publish(self.engine.layout, self.engine.pages)
-        self.driver = RemoteDriver(self.manager, self.transport)
+        self.driver = RemoteDriver(self.manager, self.transport, ask_after=0.02)
 
     def poll(self, **options) -> list[Handoff]:
         self.manager.flush()
@@ -96,6 +97,48 @@ def test_a_poll_that_was_broken_off_loses_no_handoff_and_lets_nothing_in_uncompa
     assert arrival.failure is not None and not taker.manager.cache.reading  # what was not compared does not count
     assert taker.manager.admit_remote(arrival).num_hit == 0
     taker.manager.check_integrity()
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_handoff_that_was_lost_is_asked_for_and_told_again(sides, lost: int) -> None:
+    sender, taker, peer = sides
+    request, sent = sender.manager.admit_request(PROMPT, namespace=A), []
+    sender.engine.spaces[request.id] = A
+    for count in (BLOCK, 2 * BLOCK, BLOCK):
+        sender.engine.step([(request, count)])
+        sender.driver.export(request)
+        sent += sender.poll()
+    sender.manager.release_request(request)
+    arrivals = [taker.driver.receive(each.to_json(), peer, PROMPT, namespace=A) for each in sent if each != sent[lost]]
+    until = time.monotonic() + PATIENCE
+    while not arrivals[-1].is_over and time.monotonic() < until:
+        taker.poll(), time.sleep(1e-3)
+        for handoff in sender.poll():
+            taker.driver.receive(handoff.to_json(), peer, PROMPT, namespace=A)
+    assert arrivals[0] is arrivals[1] and arrivals[0].failure is None
+    assert taker.manager.admit_remote(arrivals[0]).num_hit == 4 * BLOCK
+
+
+def test_words_that_no_driver_says_are_messages(sides) -> None:
+    sender, taker, peer = sides
+    sender.export()
+    (handoff,) = sender.poll()
+    lease = handoff.lease
+    none = [
+        {"again": lease}, {"again": lease, "first": True}, {"again": lease, "first": -1},
+        {"again": lease, "first": 9e9}, {"again": lease, "first": "0"}, {"again": [], "first": 0},
+        {"acknowledge": 1}, ["acknowledge"],
+        {"acknowledge": lease, "more": 1}, {"again": lease, "first": 0, "more": 1},
+    ]  # fmt: skip
+    said = [*(json.dumps(word).encode() for word in none), b"[" * 1000, b"\xff", b"{" + b" " * 2000 + b"}"]
+    harmless = [{"again": "nobody's", "first": 0}, {"again": lease, "first": 10**300}, {"acknowledge": "nobody's"}]
+    for message in [*(json.dumps(word).encode() for word in harmless), *said]:
+        taker.transport.notify(peer, message)
+    messages, until = [], time.monotonic() + PATIENCE
+    while len(messages) < len(said) and time.monotonic() < until:
+        assert sender.poll() == []
+        messages += sender.driver.take_messages()
+    assert [each.message for each in messages] == said and len(sender.manager.leases) == 1
 
 
 class Fence:
