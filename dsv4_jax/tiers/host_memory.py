@@ -6,18 +6,35 @@ import ctypes
 
 import numpy as np
 
+from ..errors import LayoutError
 from .host_cache import HostCache
 
-__all__ = ["host_memory"]
+__all__ = ["host_memories", "host_memory"]
 
 
 def host_memory(host: HostCache) -> np.ndarray:
-    """The pages [1 + n, page_bytes(layout)] uint8 of a host pool on one device, where they are. Waits for them.
+    """`host_memories` of a pool on one device. Raises `LayoutError` if it is on several."""
+    memories = host_memories(host)
+    if len(memories) > 1:
+        raise LayoutError(f"the host pool lies in {len(memories)} memories, see host_memories")
+    return memories[0]
 
-    It keeps nothing alive: it is good while the pool is, which donation hands on in place, and its `ctypes.data` tells
-    whether a later pool is still there. Whoever writes a page does so only while no computation reads or writes it: the
-    runtime knows nothing of it.
+
+def host_memories(host: HostCache) -> list[np.ndarray]:
+    """The pages [1 + n, page_bytes(layout)] uint8 of a host pool where they are, of each pool rank. Waits for them.
+
+    They keep nothing alive: they are good while the pool is, which donation hands on in place, and `ctypes.data` of
+    each tells whether a later pool is still there. Whoever writes a page does so only while no computation reads or
+    writes it: the runtime knows nothing of it.
+
+    Raises:
+        LayoutError: some pages are in several memories (over an axis of the mesh that is not the pool axis).
     """
-    pages = host.pages.block_until_ready()
-    memory = (ctypes.c_uint8 * pages.nbytes).from_address(pages.unsafe_buffer_pointer())
-    return np.ctypeslib.as_array(memory).reshape(pages.shape)
+    shards = sorted(host.pages.block_until_ready().addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    if len({shard.index[0].start for shard in shards}) < len(shards):
+        raise LayoutError(f"host pages are in several memories each: {host.pages.sharding}")
+    memories = []
+    for shard in shards:
+        memory = (ctypes.c_uint8 * shard.data.nbytes).from_address(shard.data.unsafe_buffer_pointer())
+        memories.append(np.ctypeslib.as_array(memory).reshape(shard.data.shape))
+    return memories

@@ -10,13 +10,17 @@ from __future__ import annotations
 import datetime
 import json
 import secrets
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..untrusted import parse_json
 from .inbox import Inbox
 from .sockets import Request, SocketLink, SocketServer
+
+if TYPE_CHECKING:
+    from ..tiers.remote.pages import Pages
 
 __all__ = ["JaxEngine", "problem"]
 
@@ -46,9 +50,10 @@ class JaxEngine:
         self._address, self._inbox = address, Inbox()
         self._sockets: SocketServer | None = None
         self._transfers: Any = None  # jax's server
-        self._host, self._pages = "", np.zeros((1, 0), np.uint8)
+        self._host = ""
+        self._pages: Pages | Sequence[np.ndarray] = ()
 
-    def register(self, host: str, pages: np.ndarray) -> bytes:
+    def register(self, host: str, pages: Pages) -> bytes:
         from jax.experimental import transfer
 
         self._host, self._pages = host, pages
@@ -87,7 +92,7 @@ class JaxEngine:
         if self._sockets is not None:
             self._sockets.close()
         self._transfers = None  # which ends its threads
-        self._pages = np.zeros((1, 0), np.uint8)
+        self._pages = ()
 
     def _answer(self, data: bytes) -> list[bytes]:
         """Offers copies of the pages asked for; the number to pull them by."""

@@ -5,10 +5,16 @@ For tests and for trying things out. A thread of the host that has the pages sen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from .inbox import Inbox
 from .sockets import Request, SocketLink, SocketServer
+
+if TYPE_CHECKING:
+    from ..tiers.remote.pages import Pages
 
 __all__ = ["LoopbackEngine", "problem"]
 
@@ -25,9 +31,10 @@ class LoopbackEngine:
     def __init__(self) -> None:
         self._inbox = Inbox()
         self._server: SocketServer | None = None
-        self._host, self._pages = "", np.zeros((1, 0), np.uint8)
+        self._host = ""
+        self._pages: Pages | Sequence[np.ndarray] = ()
 
-    def register(self, host: str, pages: np.ndarray) -> bytes:
+    def register(self, host: str, pages: Pages) -> bytes:
         self._host, self._pages = host, pages
         self._server = SocketServer(self._answer, self._inbox.put)
         return self._server.reach
@@ -50,7 +57,7 @@ class LoopbackEngine:
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        self._pages = np.zeros((1, 0), np.uint8)
+        self._pages = ()
 
     def _answer(self, data: bytes) -> list[np.ndarray]:
         ids = np.frombuffer(data, "<i4")

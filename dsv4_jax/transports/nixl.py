@@ -14,15 +14,18 @@ import importlib.util
 import logging
 import struct
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from ..tiers.remote.pages import Pages
 
 __all__ = ["NixlEngine", "problem"]
 
 _PACKAGES = ("nixl_cu13", "nixl_cu12")  # alike but for the CUDA that memory of devices would need
-_ADDRESS = struct.Struct("<Q")
+_RANKS = struct.Struct("<H")  # whose memories' addresses follow, 8 bytes each
 _READER = "/"  # between a host's name and the number of its reading agent
 _GOING, _DONE = "PROC", "DONE"  # NIXL's words
 _SLEEP = 1000  # microseconds that an agent's thread waits at most for something to happen
@@ -60,11 +63,13 @@ class NixlEngine:
         self._reading: _Agent | None = None
         self._links: dict[_Link, None] = {}
         self._readers = 0
+        self._pages: Pages | None = None
 
-    def register(self, host: str, pages: np.ndarray) -> bytes:
+    def register(self, host: str, pages: Pages) -> bytes:
         self._host, self._pages = host, pages
         self._serving = _Agent(host, pages)
-        return _ADDRESS.pack(pages.ctypes.data) + self._serving.agent.get_agent_metadata()
+        places = np.array(_places(pages), "<u8")
+        return _RANKS.pack(len(places)) + places.tobytes() + self._serving.agent.get_agent_metadata()
 
     def connect(self, host: str, metadata: bytes, num_pages: int) -> _Link:
         link = _Link(host, metadata, num_pages)
@@ -104,12 +109,13 @@ class NixlEngine:
             if agent is not None:
                 agent.close()
         self._serving = self._reading = None
-        self._pages = np.zeros((1, 0), np.uint8)
+        self._pages = None
 
     @property
     def _reader(self) -> _Agent:
         """What reads now; made when it is first needed."""
         if self._reading is None:
+            assert self._pages is not None
             self._readers += 1
             self._reading = _Agent(f"{self._host}{_READER}{self._readers}", self._pages)
         return self._reading
@@ -118,15 +124,19 @@ class NixlEngine:
 class _Agent:
     """NIXL's agent, with our pages registered and listed."""
 
-    def __init__(self, name: str, pages: np.ndarray):
+    def __init__(self, name: str, pages: Pages):
         self.agent = _new_agent(name)
-        self._width, address = pages.shape[1], pages.ctypes.data
-        self._memory = self.agent.register_memory([(address, pages.nbytes, 0, "")], "DRAM")
-        self.pages = self.list_pages("", address, len(pages))
+        self._width, places = pages.width, _places(pages)
+        regions = [(place, memory.nbytes, 0, "") for place, memory in zip(places, pages.memories, strict=True)]
+        self._memory = self.agent.register_memory(regions, "DRAM")
+        self.pages = self.list_pages("", places, len(pages))
 
-    def list_pages(self, host: str, address: int, count: int) -> Any:
+    def list_pages(self, host: str, places: Sequence[int], count: int) -> Any:
+        """Of memories at these addresses, among which the pages are dealt out, `count` with one null page."""
+        before = np.arange(-1, count - 1)
+        rows = (before // len(places) + 1).astype(np.uint64) * np.uint64(self._width)
         descriptors = np.zeros((count, 3), np.uint64)  # address, bytes, device
-        descriptors[:, 0] = address + np.arange(count, dtype=np.uint64) * np.uint64(self._width)
+        descriptors[:, 0] = np.asarray(places, np.uint64)[before % len(places)] + rows
         descriptors[:, 1] = self._width
         return self.agent.prep_xfer_dlist(host, descriptors, "DRAM")
 
@@ -164,13 +174,14 @@ class _Link:
         self.pages: Any = None  # the list of its pages
 
     def open(self, reader: _Agent) -> None:
-        (address,) = _ADDRESS.unpack_from(self._metadata)
-        name = reader.agent.add_remote_agent(self._metadata[_ADDRESS.size :])
+        (ranks,) = _RANKS.unpack_from(self._metadata)
+        places = np.frombuffer(self._metadata, "<u8", ranks, _RANKS.size)
+        name = reader.agent.add_remote_agent(self._metadata[_RANKS.size + places.nbytes :])
         if name != self.host.encode():
             reader.agent.remove_remote_agent(name)
             raise ValueError("the metadata is of a host of another name")
         try:
-            self.pages = reader.list_pages(self.host, address, self._count)
+            self.pages = reader.list_pages(self.host, places, self._count)
         except BaseException:
             reader.agent.remove_remote_agent(self.host)
             raise
@@ -247,6 +258,11 @@ class _Read:
             with contextlib.suppress(Exception):  # of a kind of its own: it has not ended
                 self._agent.release_xfer_handle(self._handle)
         self._agent = self._handle = None
+
+
+def _places(pages: Pages) -> list[int]:
+    """Addresses of the memories."""
+    return [memory.ctypes.data for memory in pages.memories]
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from dsv4_jax import AttentionType, CacheLayout, CacheSize, DSV4Config
 from dsv4_jax.manager import CachePolicy, HostSize, KVCacheManager, Namespace, Request, TransferStage
 from dsv4_jax.plan import StateSwapPlan, StepPlan
 from dsv4_jax.records import page_bytes, state_pages
+from dsv4_jax.tiers.remote import Pages
 
 __all__ = ["BLOCK", "VOCAB", "ByteEngine", "answer", "layout"]
 
@@ -53,23 +54,31 @@ def answer(space: Namespace | None, prompt: Sequence[int], count: int) -> list[i
 
 
 class Memory:
-    """Host pages, as `RemoteDriver` looks at them."""
+    """Host pages, as `RemoteDriver` looks at them: of all ranks, or of one."""
 
-    def __init__(self, data: np.ndarray):
-        self.data = data
+    def __init__(self, *memories: np.ndarray):
+        self.memories = memories
 
     def is_ready(self) -> bool:
         return True
 
+    @property
+    def addressable_shards(self) -> list[Memory]:
+        return [Memory(memory) for memory in self.memories]
+
+    @property
+    def data(self) -> Memory:
+        return self
+
     def unsafe_buffer_pointer(self) -> int:
-        return self.data.ctypes.data
+        return self.memories[0].ctypes.data
 
 
 class Host:
     """Stands for a `HostCache`, and with no arrays of its own for a `KVCache`."""
 
-    def __init__(self, pages: np.ndarray):
-        self.pages, self.arrays = Memory(pages), dict[str, Memory]()
+    def __init__(self, pages: Pages):
+        self.pages, self.arrays = Memory(*pages.memories), dict[str, Memory]()
 
 
 class ByteEngine:
@@ -79,9 +88,10 @@ class ByteEngine:
         self.layout, self.size = layout(drafts), size
         assert page_bytes(self.layout) == BLOCK * WIDTH
         self.manager = KVCacheManager(self.layout, size, policy=CachePolicy(), host=host, weights_id="bytes")
-        self.pages = np.zeros((1 + host.num_pages, BLOCK * WIDTH), np.uint8)
+        memory = np.zeros((size.pool_ranks, 1 + host.num_pages, BLOCK * WIDTH), np.uint8)
+        self.pages = Pages([*memory])
         self.host = Host(self.pages)
-        self.blocks = np.random.default_rng(seed).integers(0, 256, (1 + size.num_blocks, BLOCK, WIDTH), np.uint8)
+        self.blocks = np.random.default_rng(seed).integers(0, 256, (1 + size.total_blocks, BLOCK, WIDTH), np.uint8)
         self.table = np.zeros((1 + size.num_slots + size.num_snapshots, size.max_blocks_per_request), int)
         self.states: dict[int, dict[int, bytes]] = {}  # of a slot: by tokens, as far back as drafts are rejected
         self.spaces: dict[int, Namespace | None] = {}
@@ -96,7 +106,7 @@ class ByteEngine:
                 if into and device:
                     self.blocks[device] = self.pages[page].reshape(BLOCK, WIDTH)
                 elif device:
-                    self.pages[page] = self.blocks[device].ravel()
+                    self.pages[page][:] = self.blocks[device].ravel()
             if not into:
                 self._states(stage.snapshot, False)
         self._states(stage.restore, True)
@@ -108,12 +118,13 @@ class ByteEngine:
             pages, tokens = [page for page in pages.tolist() if page], int(count)
             assert len(pages) == state_pages(self.layout, tokens)
             if into:
-                record = self.pages[pages].tobytes()
+                record = b"".join(self.pages[page].tobytes() for page in pages)
                 whole = record == record[:32] * (len(record) // 32)
                 self.states[int(device)] = {tokens: record[:32] if whole else hashlib.sha256(record).digest()}
             else:
                 state = self.states[int(device)].get(tokens, b"?" * 32)
-                self.pages[pages] = np.frombuffer(state * (BLOCK * WIDTH // 32), np.uint8)
+                for page in pages:
+                    self.pages[page][:] = np.frombuffer(state * (BLOCK * WIDTH // 32), np.uint8)
 
     def step(self, scheduled: list[tuple[Request, int]]) -> dict[Request, list[int]]:
         """Plans and runs one step: what is drawn after each of its tokens."""

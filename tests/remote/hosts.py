@@ -45,7 +45,7 @@ class Server:
         self.engine = ByteEngine(drafts=drafts, size=size, host=HostSize(pages), seed=seed)
         self.manager = self.engine.manager
         self.transport = RecordTransport(open_engine("loopback"), timeout=2.0)
-        self.metadata = self.transport.publish(self.engine.layout, self.engine.pages)
+        self.metadata = self.transport.publish(self.engine.layout, self.engine.pages.memories)
         self.driver = RemoteDriver(self.manager, self.transport, ask_after=LEASE / 8)
         self.stopped = False
         self.tell("metadata", self.metadata)
@@ -111,7 +111,7 @@ class PrefillHost(Server):
         self.poll()
         for handoff in self.driver.take_handoffs():
             if self.happens(self.faults.torn_records) and handoff.blocks:
-                self.engine.pages[self.random.choice(handoff.blocks), self.random.randrange(128)] ^= 1
+                self.engine.pages[self.random.choice(handoff.blocks)][self.random.randrange(128)] ^= 1
             for _ in range(1 - self.happens(self.faults.lost_handoffs) + self.happens(self.faults.doubled_handoffs)):
                 self.tell("handoff", self.leases[handoff.lease], handoff.to_json())
         return busy

@@ -17,7 +17,7 @@ from dsv4_jax.tiers.remote import RecordTransport, RemoteDriver, driver
 from dsv4_jax.transports import open_engine
 from tests.clock import PATIENCE
 from tests.manager.test_interrupted import Fault
-from tests.remote.byte_engine import BLOCK, VOCAB, ByteEngine
+from tests.remote.byte_engine import BLOCK, VOCAB, ByteEngine, answer
 
 PROMPT = [i * i % VOCAB for i in range(4 * BLOCK + 3)]
 A, B = Namespace("a"), Namespace("b")
@@ -25,11 +25,12 @@ SLOW = bool(os.environ.get("RUN_SLOW"))
 
 
 class Side:
-    def __init__(self, drafts: int) -> None:
-        self.engine = ByteEngine(drafts=drafts, size=CacheSize(12, 2, 8, num_snapshots=2), host=HostSize(40))
+    def __init__(self, drafts: int, ranks: int = 1) -> None:
+        size = CacheSize(12 // ranks, 2, 8, num_snapshots=2, pool_ranks=ranks)
+        self.engine = ByteEngine(drafts=drafts, size=size, host=HostSize(40))
         self.manager = self.engine.manager
         self.transport = RecordTransport(open_engine("loopback"))
-        self.metadata = self.transport.publish(self.engine.layout, self.engine.pages)
+        self.metadata = self.transport.publish(self.engine.layout, self.engine.pages.memories)
         self.driver = RemoteDriver(self.manager, self.transport, ask_after=0.02)
 
     def poll(self, **options) -> list[Handoff]:
@@ -66,6 +67,23 @@ def test_a_part_goes_to_the_arrival_of_its_prompt_and_tenant(sides) -> None:
     while not arrival.is_over:
         taker.poll()
     assert taker.manager.admit_remote(arrival).num_hit == 4 * BLOCK
+
+
+@pytest.mark.parametrize(("there", "here"), [(2, 4), (1, 2), (4, 1)])
+def test_hosts_of_unlike_numbers_of_ranks(there, here) -> None:
+    """Pages are each host's own: where they lie there and here need not agree."""
+    sender, taker = Side(0, there), Side(2, here)
+    peer = taker.transport.connect(sender.metadata)
+    sender.export()
+    (handoff,) = sender.poll()
+    arrival = taker.driver.receive(handoff.to_json(), peer, PROMPT, namespace=A)
+    while not arrival.is_over:
+        taker.poll()
+    request = taker.manager.admit_remote(arrival)
+    taker.engine.spaces[request.id] = A
+    drawn = taker.engine.step([(request, request.num_pending)])[request]
+    assert request.num_hit == 4 * BLOCK and drawn[-1:] == answer(A, PROMPT, 1)
+    taker.manager.check_integrity(), sender.transport.close(), taker.transport.close()
 
 
 def test_a_lease_ends_by_its_time_though_nobody_asks_for_anything_but_poll(sides) -> None:

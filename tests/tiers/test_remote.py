@@ -74,7 +74,8 @@ class Read:
         self.pages, self.ids, self.done, self.released, self.failure = pages, (source, destination), False, 0, None
 
     def arrive(self):
-        self.pages[self.ids[1]] = THEIRS[self.ids[0]]
+        for theirs, ours in zip(*self.ids, strict=True):
+            self.pages[ours][:] = THEIRS[theirs]
         self.done = True
 
     def is_done(self):

@@ -5,6 +5,7 @@
 | `transport` | `RecordTransport`: publish pages, connect, read, notify |
 | `engine` | `TransportEngine`: what moves the bytes under it, the contract of `dsv4_jax.transports` |
 | `driver` | `RemoteDriver`: exports and arrivals of a manager, over a transport |
+| `pages` | `Pages`: the host pool's pages by their ids, of one device or of several pool ranks |
 | `metadata`, `checks`, `read` | what is published; what is looked at before a read; one read, piece by piece |
 """
 
@@ -12,12 +13,14 @@ from .checks import RecordKind
 from .driver import RemoteDriver
 from .engine import EngineRead, TransportEngine
 from .metadata import snapshot_pages
+from .pages import Pages
 from .transport import MOST_NOTICE, Notice, Peer, RecordTransport
 
 __all__ = [
     "MOST_NOTICE",
     "EngineRead",
     "Notice",
+    "Pages",
     "Peer",
     "RecordKind",
     "RecordTransport",

@@ -19,14 +19,22 @@ CHECKSUM_BYTES = 16
 RecordKind = Literal["block", "snapshot"]
 
 
-def check_pages(layout: CacheLayout, pages: Any) -> None:
-    """Raises `ShapeError` unless it is memory [1 + n, page_bytes(layout)] that an engine can write to."""
-    if not isinstance(pages, np.ndarray) or pages.dtype != np.uint8 or pages.ndim != 2:
-        raise ShapeError("pages must be an array of uint8 [1 + n, page bytes]")
-    if pages.shape[1] != page_bytes(layout) or len(pages) < 2:
-        raise ShapeError(f"pages have shape {pages.shape}, expected (1 + n, {page_bytes(layout)}) with n >= 1")
-    if not pages.flags.c_contiguous or not pages.flags.writeable:
-        raise ShapeError("pages must be contiguous and writable")
+def check_pages(layout: CacheLayout, pages: Any) -> list[np.ndarray]:
+    """The memories, of each rank. Raises `ShapeError` unless they are [1 + n, page_bytes(layout)], as many each, and an
+    engine can write to them."""
+    memories = [*pages] if isinstance(pages, list | tuple) else [pages]
+    if not memories:
+        raise ShapeError("pages are of no rank")
+    for memory in memories:
+        if not isinstance(memory, np.ndarray) or memory.dtype != np.uint8 or memory.ndim != 2:
+            raise ShapeError("pages must be an array of uint8 [1 + n, page bytes], or one of each rank")
+        if memory.shape[1] != page_bytes(layout) or len(memory) < 2:
+            raise ShapeError(f"pages have shape {memory.shape}, expected (1 + n, {page_bytes(layout)}) with n >= 1")
+        if memory.shape != memories[0].shape:
+            raise ShapeError(f"pages of ranks have shapes {memories[0].shape} and {memory.shape}, expected the same")
+        if not memory.flags.c_contiguous or not memory.flags.writeable:
+            raise ShapeError("pages must be contiguous and writable")
+    return memories
 
 
 def check_ids(

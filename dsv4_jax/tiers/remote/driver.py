@@ -1,6 +1,6 @@
 """`RemoteDriver`: prompts handed from host to host, as the manager's leases and `RemoteTier` plan it, beside the steps.
 
-    driver = RemoteDriver(manager, transport)         # whose pages are `host_memory(host)`
+    driver = RemoteDriver(manager, transport)         # whose pages are `host_memories(host)`
 
     driver.export(request)                            # the host that computes: after each step of the prompt, and
     for handoff in driver.take_handoffs(): ...        # what `poll` has made ready goes to the other host, by any means
@@ -99,19 +99,16 @@ class RemoteDriver:
         tier: the manager's receiving side.
 
     Raises:
-        LayoutError: blocks are dealt out to several pool ranks, whose host records it cannot tell apart, or hold
-            nothing.
+        LayoutError: blocks of this layout hold nothing.
     """
 
     def __init__(self, manager: KVCacheManager, transport: RecordTransport, *, ask_after: float = 1.0):
-        if (ranks := manager.size.pool_ranks) > 1:
-            raise LayoutError(f"a transport takes the records of one pool rank, the manager's are those of {ranks}")
         if not block_record(manager.layout).bytes:
             raise LayoutError("blocks of this layout have no records: all layers see the window only")
         self.tier = RemoteTier(manager, clock=manager.clock)
         self._manager, self._transport = manager, transport
         self._ask_after = check_seconds("ask_after", ask_after)
-        self._address: int | None = None
+        self._places: list[int] = []  # of the host pool's memories
         self._exported: list[_Export] = []
         self._ready: list[Handoff] = []
         self._arrivals: dict[Arrival, _Coming] = {}
@@ -203,7 +200,7 @@ class RemoteDriver:
         self._plan(fence)
         waiting = [reading for reading in self._readings if reading.handle is None]
         if waiting or self._exported:
-            self._check_address(host)
+            self._check_places(host)
             through = _is_through(cache, host)
             self._start(reading for reading in waiting if through or _has_passed(reading.fence))
             self._vouch(through, fence)
@@ -242,11 +239,11 @@ class RemoteDriver:
         with contextlib.suppress(TransportError):  # then it is lost
             self._transport.notify(peer, json.dumps(word).encode())
 
-    def _check_address(self, host: HostCache) -> None:
-        address = host.pages.unsafe_buffer_pointer()
-        if self._address not in (None, address):
+    def _check_places(self, host: HostCache) -> None:
+        places = [shard.data.unsafe_buffer_pointer() for shard in host.pages.addressable_shards]
+        if self._places not in ([], places):
             raise TransportError("the host pool has moved: donate it to whatever writes it (see run_transfers)")
-        self._address = address
+        self._places = places
 
     def _vouch(self, through: bool, fence: Fence | None) -> None:
         """Checksums of what was exported, if all its copies are on the host."""

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from .pages import Pages
+
 __all__ = ["EngineRead", "TransportEngine"]
 
 
@@ -33,8 +35,8 @@ class TransportEngine(Protocol):
 
     name: str
 
-    def register(self, host: str, pages: np.ndarray) -> bytes:
-        """Makes `pages` [1 + n, page bytes] uint8 what others read from and reads write to. Comes first, and once.
+    def register(self, host: str, pages: Pages) -> bytes:
+        """Makes `pages` what others read from and reads write to. Comes first, and once.
 
         Args:
             host: this end's name, unlike all others'.

@@ -38,11 +38,13 @@ from ..transfer_handle import TransferHandle
 from .checks import RecordKind, check_ids, check_pages, check_pairs
 from .engine import TransportEngine
 from .metadata import PoolMetadata
+from .pages import Pages
 from .read import PIECE_BYTES, PageRead
 
 __all__ = ["MOST_NOTICE", "Notice", "Peer", "RecordTransport"]
 
 MOST_NOTICE = 4 << 20  # bytes of a message
+_NO_PAGES = Pages([np.zeros((1, 0), np.uint8)])
 Ids = Sequence[int] | np.ndarray
 
 
@@ -101,7 +103,7 @@ class RecordTransport:
         self._engine, self._clock = engine, clock
         self._lock = threading.RLock()
         self._layout: CacheLayout | None = None
-        self._pages = np.zeros((1, 0), np.uint8)
+        self._pages = _NO_PAGES
         self._links: dict[Peer, _Link] = {}
         self._written: set[int] = set()  # pages that reads under way write
         self._closed = False
@@ -111,13 +113,14 @@ class RecordTransport:
         """Pages 1..num_pages are published here; 0 before `publish`."""
         return len(self._pages) - 1
 
-    def publish(self, layout: CacheLayout, pages: np.ndarray) -> bytes:
+    def publish(self, layout: CacheLayout, pages: np.ndarray | Sequence[np.ndarray]) -> bytes:
         """Opens the host pool to others, and to what is read from them. Comes first, and once.
 
         Args:
             layout: of the records.
             pages: [1 + n, page_bytes(layout)] uint8, contiguous and writable, page 0 null: the memory of the host pool
-                itself, which must stay where it is until `close`.
+                itself, which must stay where it is until `close`. Along a pool axis: that of each rank, in their order;
+                ids are those of all ranks.
 
         Returns:
             What others give to `connect`: JSON, at most 256 KiB. Who has it may read every page.
@@ -129,13 +132,11 @@ class RecordTransport:
         with self._open():
             if self._layout is not None:
                 raise TransportError("a transport publishes once: its pages are registered already")
-            check_pages(layout, pages)
-            reach = self._call("cannot register the pages", self._engine.register, self.name, pages)
-            self._layout, self._pages = layout, pages
+            pool = Pages(check_pages(layout, pages))
+            reach = self._call("cannot register the pages", self._engine.register, self.name, pool)
+            self._layout, self._pages = layout, pool
             fingerprints = layout.block_fingerprint, layout.snapshot_fingerprint
-            return PoolMetadata(
-                self._engine.name, self.name, len(pages) - 1, pages.shape[1], *fingerprints, reach
-            ).pack()
+            return PoolMetadata(self._engine.name, self.name, self.num_pages, pool.width, *fingerprints, reach).pack()
 
     def connect(self, metadata: bytes) -> Peer:
         """Connects to the host that published this, from which pages can be read then. Again: the same peer.
@@ -256,7 +257,7 @@ class RecordTransport:
                     self._lose(peer, TransportClosedError("the transport was closed"))
             finally:
                 self._engine.close()
-                self._pages = np.zeros((1, 0), np.uint8)
+                self._pages = _NO_PAGES
 
     def __enter__(self) -> RecordTransport:
         return self
@@ -326,7 +327,7 @@ class RecordTransport:
             with self._lock:
                 self._advance(peer, read, until)
 
-        piece = max(1, PIECE_BYTES // self._pages.shape[1])
+        piece = max(1, PIECE_BYTES // self._pages.width)
         pairs = np.array(source, np.int32), np.array(destination, np.int32)
         return PageRead(peer.name, *pairs, piece=piece, start=start, wrong=wrong, look=look)
 
