@@ -23,7 +23,9 @@ import numpy as np
 from .errors import ForeignPlanError
 from .layout import CacheLayout, CacheSize
 
-__all__ = ["CacheFacts", "PackedPlan", "StateSwapPlan", "StepPlan", "SwapPlan", "register_pytrees"]
+__all__ = [
+    "CacheFacts", "OwnSwapPlan", "PackedPlan", "StateSwapPlan", "StepPlan", "SwapPlan", "own_ids", "register_pytrees",
+]  # fmt: skip
 
 IntArray: TypeAlias = Any  # int32: a numpy array on the host, a jax array while a step is traced
 
@@ -68,6 +70,11 @@ class CacheFacts:
         """Raises `ForeignPlanError` unless a plan made for this takes a step of `cache`."""
         if self != cache and (self.slots is not None or self.fingerprint != cache.fingerprint):
             raise ForeignPlanError(str(self), str(cache))
+
+
+def own_ids(ids: Any, ranks: int) -> tuple[Any, Any]:
+    """Blocks or pages of all pool ranks -> the rank of each, and its id there. Null stays null, of any rank."""
+    return (ids - 1) % ranks, (ids - 1) // ranks + 1
 
 
 class StepPlan(NamedTuple):
@@ -202,6 +209,18 @@ class SwapPlan(NamedTuple):
     Attributes:
         device_ids: [N] int32 blocks of the cache.
         host_ids: [N] int32 pages.
+    """
+
+    device_ids: IntArray
+    host_ids: IntArray
+
+
+class OwnSwapPlan(NamedTuple):
+    """A `SwapPlan` dealt out to the ranks of a pool axis by `tiers.swap_plan.own_swaps`, in ids of their own.
+
+    Attributes:
+        device_ids: [ranks * N] int32 blocks: N of each rank, in the ranks' order.
+        host_ids: [ranks * N] int32 pages.
     """
 
     device_ids: IntArray

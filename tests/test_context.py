@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from typing import Any
 
 import jax
@@ -29,6 +30,12 @@ from dsv4_jax.manager import BlockPool, CachePolicy, HostSize
 from dsv4_jax.ops.merge import Partial, in_halves, merge_candidates, with_sink
 from dsv4_jax.ops.pool_axis import ONE_RANK, PoolAxis, part_of
 from dsv4_jax.ops.top_k import top_k
+from dsv4_jax.records import block_record, snapshot_record
+from dsv4_jax.stores import AsyncStore, SlabStore
+from dsv4_jax.tiers.host_memory import host_memories
+from dsv4_jax.tiers.remote import RecordTransport, RemoteDriver
+from dsv4_jax.tiers.storage_driver import StorageDriver
+from dsv4_jax.transports import open_engine
 
 SWA, CSA, HCA = AttentionType
 # Sizes of which XLA rounds products alike on the CPU, whole and halved.
@@ -45,63 +52,129 @@ def layout_of(cfg: DSV4Config, key_split: Any) -> CacheLayout:
     return CacheLayout(cfg, block_tokens=cfg.hca_ratio, draft_tokens=2, key_split=key_split)
 
 
-def serve(params: Any, layout: CacheLayout, mesh: Any = None, axis: str = "") -> np.ndarray:
-    """Logits of all tokens of three turns, with hits, blocks and states that were on the host."""
-    ranks, block = mesh.size if mesh else 1, layout.block_tokens
-    size = CacheSize(12 // ranks, 2, 8, num_snapshots=1, pool_ranks=ranks)
-    host = HostSize.of(layout, 16 // ranks, 4)
-    manager = KVCacheManager(layout, size, policy=CachePolicy(), host=host)
-    placed = cache_sharding(layout, mesh, data_axis=None, pool_axis=axis) if mesh else None
-    cache: Any = init_cache(layout, size, sharding=placed)
-    pages: Any = placed.arrays["hca.nope"] if placed else None
-    records: Any = init_host_cache(layout, host.num_pages, sharding=pages)
-    step = shard_step(model.forward, mesh, data_axis=None) if mesh else jax.jit(model.forward, donate_argnums=1)
-    # One shape, so one executable, for chunks, decodes and drafts.
-    shape, rng, outs, moved = manager.pinned_shape(1, block // 2), np.random.default_rng(0), [], 0
-    vocab = layout.cfg.vocab_size
+class Server:
+    """A manager, its cache and host records, over a mesh or on one device, and a step that all of them take."""
 
-    def run(request: Any, count: int) -> None:
-        nonlocal cache, records, moved
-        plan = manager.plan_step([(request, count)], shape=shape)
-        stages = manager.take_transfers()
-        moved += len(stages)
-        cache, records = run_transfers(cache, records, stages)
-        out, cache = step(params, cache, plan.pack(), manager.plan_tokens(plan))
-        outs.append(np.asarray(out)[:count])
-        manager.check_integrity()
+    def __init__(self, params: Any, layout: CacheLayout, mesh: Any = None, axis: str = ""):
+        ranks, block = mesh.size if mesh else 1, layout.block_tokens
+        self.params, self.layout = params, layout
+        self.size = CacheSize(12 // ranks, 2, 8, num_snapshots=1, pool_ranks=ranks)
+        self.pages = HostSize.of(layout, 16 // ranks, 4)
+        self.placed = cache_sharding(layout, mesh, data_axis=None, pool_axis=axis) if mesh else None
+        self.step = (
+            shard_step(model.forward, mesh, data_axis=None) if mesh else jax.jit(model.forward, donate_argnums=1)
+        )
+        self.outs, self.moved = list[np.ndarray](), 0
+        self.restart()
+        # One shape, so one executable, for chunks, decodes and drafts.
+        self.shape = self.manager.pinned_shape(1, block // 2)
 
-    def turn(request: Any, last: int) -> None:
+    def restart(self) -> None:
+        """With nothing cached."""
+        self.manager = KVCacheManager(self.layout, self.size, policy=CachePolicy(), host=self.pages, weights_id="same")
+        self.cache: Any = init_cache(self.layout, self.size, sharding=self.placed)
+        where: Any = self.placed.arrays["hca.nope"] if self.placed else None
+        self.records: Any = init_host_cache(self.layout, self.pages.num_pages, sharding=where)
+
+    def transfer(self) -> None:
+        stages = self.manager.take_transfers()
+        self.moved += len(stages)
+        self.cache, self.records = run_transfers(self.cache, self.records, stages)
+
+    def run(self, request: Any, count: int) -> None:
+        plan = self.manager.plan_step([(request, count)], shape=self.shape)
+        self.transfer()
+        out, self.cache = self.step(self.params, self.cache, plan.pack(), self.manager.plan_tokens(plan))
+        self.outs.append(np.asarray(out)[:count])
+        self.manager.check_integrity()
+
+    def prefill(self, request: Any) -> None:
         while request.num_pending > 1:
-            most = min(request.num_pending - 1, block // 2)
-            ((_, count),) = manager.schedule(most, shape=shape, requests=[request])
-            run(request, count)
-        request.tokens += [5, 250]  # drafts, of which the second is rejected
-        run(request, 3)
-        manager.accept(request, 2)
-        request.tokens.append(last)
-        run(request, 1)
+            most = min(request.num_pending - 1, self.layout.block_tokens // 2)
+            ((_, count),) = self.manager.schedule(most, shape=self.shape, requests=[request])
+            self.run(request, count)
 
-    prompt = rng.integers(0, vocab, 4 * block + 11).tolist()
-    first = manager.admit_request(prompt, max_tokens=8 * block)
-    turn(first, 77)
+    def turn(self, request: Any, last: int) -> None:
+        self.prefill(request)
+        request.tokens += [5, 250]  # drafts, of which the second is rejected
+        self.run(request, 3)
+        self.manager.accept(request, 2)
+        request.tokens.append(last)
+        self.run(request, 1)
+
+    def empty(self, driver: StorageDriver) -> None:
+        """All that is cached goes to storage."""
+        self.manager.sleep()
+        self.transfer()
+        self.manager.wakeup()
+        driver.save(self.records)
+        self.records = driver.drain(self.records)
+
+    def connected(self) -> tuple[RemoteDriver, RecordTransport]:
+        transport = RecordTransport(open_engine("loopback"))
+        self.published = transport.publish(self.layout, host_memories(self.records))
+        return RemoteDriver(self.manager, transport), transport
+
+
+def serve(params: Any, layout: CacheLayout, folder: pathlib.Path, mesh: Any = None, axis: str = "") -> np.ndarray:
+    """Logits of all tokens of five turns: with hits on the device, the host, in storage and on another host."""
+    server, block, rng = Server(params, layout, mesh, axis), layout.block_tokens, np.random.default_rng(0)
+    folder.mkdir()
+    records = {"blocks": block_record(layout), "states": snapshot_record(layout)}
+    stores = [
+        AsyncStore(SlabStore(folder / name, record_bytes=record.bytes, max_records=32, fingerprint="0" * 64))
+        for name, record in records.items()
+    ]
+    manager, most = server.manager, dict(max_tokens=8 * block)
+    storage = StorageDriver(manager, *stores)
+    prompt = rng.integers(0, layout.cfg.vocab_size, 4 * block + 11).tolist()
+    first = manager.admit_request(prompt, **most)
+    server.turn(first, 77)
     first.tokens.append(3)
     manager.preempt(first)  # its state and its last block go to the host
-    other = prompt[: 5 * block // 2] + rng.integers(0, vocab, 3 * block).tolist()
-    second = manager.admit_request(other, max_tokens=8 * block)
-    turn(second, 9)  # and its blocks push the first one's there
+    other = prompt[: 5 * block // 2] + rng.integers(0, layout.cfg.vocab_size, 3 * block).tolist()
+    second = manager.admit_request(other, **most)
+    server.turn(second, 9)  # and its blocks push the first one's there
     manager.release_request(second)
     manager.resume(first)
-    run(first, 1)
+    server.run(first, 1)
     manager.release_request(first)
-    third = manager.admit_request([*prompt, 1, 2], max_tokens=8 * block)
-    turn(third, 4)
-    assert third.num_hit == 4 * block and first.num_hit == 4 * block + 13 and moved > 2
-    return np.concatenate(outs)
+    third = manager.admit_request([*prompt, 1, 2], **most)
+    server.turn(third, 4)
+    assert third.num_hit == 4 * block and first.num_hit == 4 * block + 13 and server.moved > 2
+    manager.release_request(third)
+
+    server.empty(storage)
+    server.restart()
+    storage = StorageDriver(server.manager, *stores)
+    prefetch = storage.prefetch(prompt)
+    server.records = storage.drain(server.records)
+    fourth = server.manager.admit_request(prompt, **most)
+    assert prefetch.records == 5 and fourth.num_hit == 4 * block
+    there, sending = server.connected()
+    published = server.published
+    there.export(fourth)
+    while not (handed := there.take_handoffs()):
+        server.manager.flush()
+        server.transfer()
+        there.poll(server.cache, server.records)
+    kept = server.records
+
+    server.restart()
+    here, taking = server.connected()
+    arrival = here.receive(handed[0].to_json(), taking.connect(published), prompt)
+    while not arrival.is_over:
+        here.poll(server.cache, server.records)
+    sending.close(), taking.close(), kept.pages.delete()
+    fifth = server.manager.admit_remote(arrival, **most)
+    assert fifth.num_hit == 4 * block
+    server.turn(fifth, 8)
+    return np.concatenate(server.outs)
 
 
-def check(cfg: DSV4Config, params: Any, *meshes: tuple[int, str]) -> None:
+def check(folder: pathlib.Path, cfg: DSV4Config, params: Any, *meshes: tuple[int, str]) -> None:
     layout, apart = layout_of(cfg, "context"), {}
-    alone = serve(model.pack_layers(model.stack_projections(params)), layout)
+    alone = serve(model.pack_layers(model.stack_projections(params)), layout, folder / "alone")
     assert np.isfinite(alone).all() and np.ptp(alone) > 0.1
     for size, axis in meshes:
         mesh = jax.make_mesh((size,), (axis,), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:size])
@@ -111,21 +184,21 @@ def check(cfg: DSV4Config, params: Any, *meshes: tuple[int, str]) -> None:
             packed = model.pack_layers(model.stack_projections(params))
             ours = jax.device_put(packed, jax.NamedSharding(mesh, jax.P()))
         with jax.set_mesh(mesh):
-            several = serve(ours, layout, mesh, axis)
+            several = serve(ours, layout, folder / axis, mesh, axis)
         apart[f"{size} ranks of {axis}"] = np.abs(several - alone).max()
     assert not any(apart.values()), apart
 
 
 @pytest.mark.slow
-def test_bits_do_not_depend_on_the_ranks() -> None:
+def test_bits_do_not_depend_on_the_ranks(tmp_path: pathlib.Path) -> None:
     """Over the axis that splits the heads, and over one of its own."""
-    check(CFG, model.init_params(CFG, 0), (2, "tensor"), (4, "pool"))
+    check(tmp_path, CFG, model.init_params(CFG, 0), (2, "tensor"), (4, "pool"))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
-def test_two_gpus_give_the_bits_of_one() -> None:
-    check(WIDE, model.init_params(WIDE, 0, "released"), (2, "pool"), (2, "tensor"))
+def test_two_gpus_give_the_bits_of_one(tmp_path: pathlib.Path) -> None:
+    check(tmp_path, WIDE, model.init_params(WIDE, 0, "released"), (2, "pool"), (2, "tensor"))
 
 
 @pytest.mark.parametrize("ranks", [2, 8])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..cache import KVCache
 from ..errors import LayoutError, ShapeError
-from ..plan import StateSwapPlan, SwapPlan
+from ..plan import OwnSwapPlan, StateSwapPlan, SwapPlan
 from ..records import RecordFormat, RecordScope
 from .host_cache import HostCache
 from .record_copy import Ids
@@ -33,9 +34,10 @@ def units_of(cache: KVCache, scope: RecordScope) -> int:
     return cache.block_units if scope == "block" else cache.slot_units
 
 
-def ids_of(plan: SwapPlan) -> tuple[jax.Array, jax.Array]:
-    """The device and host ids of a plan of blocks. Raises `ShapeError` if they are not int32 [N], of one N."""
-    if not isinstance(plan, SwapPlan):
+def ids_of(plan: SwapPlan | OwnSwapPlan, kind: Any = SwapPlan) -> tuple[jax.Array, jax.Array]:
+    """The device and host ids of a plan of blocks. Raises `ShapeError` if it is not of this kind, or they are not
+    int32 [N], of one N."""
+    if not isinstance(plan, kind):
         raise ShapeError(f"blocks are swapped by a SwapPlan, got {type(plan).__name__}")
     device, host = (jnp.asarray(ids) for ids in plan)
     if device.shape != host.shape or device.ndim != 1 or not device.dtype == host.dtype == jnp.int32:

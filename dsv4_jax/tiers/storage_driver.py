@@ -25,11 +25,12 @@ import numpy as np
 
 from ..errors import LayoutError, StoreFormatError
 from ..manager import KVCacheManager, MediaItem, Namespace, StorageMove, StorageTier
+from ..plan import own_ids
 from ..records import block_record, snapshot_record
 from ..stores import AsyncStore
 from ..stores.checks import check_seconds
 from .host_cache import HostCache
-from .host_records import gather_records, scatter_records
+from .host_records import gather_of_ranks, scatter_of_ranks
 from .store_calls import StoreCall, StoreCalls
 
 __all__ = ["MOST_SAVES", "Prefetch", "StorageDriver"]
@@ -55,7 +56,8 @@ class _Save:
     """Records on their way out of the host pool, for a store."""
 
     moves: list[StorageMove]
-    records: Any  # uint8 array in host memory: the pages of these records, one after the other
+    records: Any  # uint8 array in host memory: the pages of `rows` of records
+    rows: np.ndarray  # of each move
     until: float
 
 
@@ -96,7 +98,6 @@ class StorageDriver:
 
     Raises:
         StoreFormatError: a store has other record or key sizes than the layout; a deadline that is none.
-        LayoutError: blocks are dealt out to several pool ranks, whose host records it cannot tell apart.
     """
 
     def __init__(
@@ -109,9 +110,7 @@ class StorageDriver:
         deadline: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        layout, ranks = manager.layout, manager.size.pool_ranks
-        if ranks > 1:
-            raise LayoutError(f"storage takes the records of one pool rank, the manager's are those of {ranks}")
+        layout, self._ranks = manager.layout, manager.size.pool_ranks
         self._calls = StoreCalls({"block": blocks, **({"slot": snapshots} if snapshots is not None else {})}, clock)
         sizes = {"block": block_record(layout).bytes, "slot": snapshot_record(layout).bytes}
         for scope, store in self._calls.stores.items():
@@ -150,8 +149,8 @@ class StorageDriver:
             for scope in self._calls.stores:
                 some = [move for move in moves if move.scope == scope]
                 if some:
-                    records = _gather(host.pages, _padded(some).ravel())
-                    self._saves.append(_Save(some, records, until))
+                    ids, rows = self._dealt_out(host.pages, some)
+                    self._saves.append(_Save(some, gather_of_ranks(host.pages, ids.ravel()), rows, until))
         finally:
             # The copy out comes before whatever runs next on the pool, so its records are free to go: a store that
             # hangs must not hold them. `poll` tells the manager when storage has them.
@@ -210,7 +209,7 @@ class StorageDriver:
         scope, keys = item.moves[0].scope, [move.key for move in item.moves]
         try:
             pages = np.asarray(item.records).reshape(-1, len(item.moves[0].pages) * item.records.shape[1])
-            records = list(pages[: len(keys), : self._record_bytes[scope]])
+            records = list(pages[item.rows, : self._record_bytes[scope]])
         except BaseException:  # the copy out failed
             self._saves.remove(item)
             raise
@@ -256,10 +255,10 @@ class StorageDriver:
                 done = call.flags() or [False] * len(moves)
                 good = [i for i, read_it in enumerate(done) if read_it and self.tier.is_current(moves[i])]
                 if good:
-                    ids, read = _padded([moves[i] for i in good]), item.buffers[call.scope]
+                    (ids, rows), read = self._dealt_out(pages, [moves[i] for i in good]), item.buffers[call.scope]
                     records = np.zeros((len(ids), ids.shape[1] * pages.shape[1]), np.uint8)
-                    records[: len(good), : read.shape[1]] = read[good]
-                    pages = _scatter(pages, records.reshape(ids.size, -1), ids.ravel())
+                    records[rows, : read.shape[1]] = read[good]
+                    pages = scatter_of_ranks(pages, records.reshape(ids.size, -1), ids.ravel())
                 arrived.update(zip(moves, done, strict=True))
         except BaseException:
             self.tier.finish_reads(item.moves, [False] * len(item.moves), lost=False)
@@ -269,18 +268,23 @@ class StorageDriver:
         item.prefetch.records = sum(self._is_on_host(move) for move in item.moves)
         return dataclasses.replace(host, pages=pages)
 
+    def _dealt_out(self, pool: jax.Array, moves: list[StorageMove]) -> tuple[np.ndarray, np.ndarray]:
+        """The pages [ranks * N, K] of records of one scope, N of each rank in ids of its own, and which row is whose.
+
+        They are padded with null to a power of two: few executables for all lengths.
+        """
+        shards = len({shard.index[0].start for shard in pool.addressable_shards})
+        if shards != self._ranks:
+            raise LayoutError(f"host pages are split into {shards}, the manager's are of {self._ranks} pool ranks")
+        rank, own = own_ids(np.array([move.pages for move in moves], np.int32), self._ranks)
+        rank = rank[:, 0]  # all pages of a record are on one
+        place = np.array([(rank[:i] == of).sum() for i, of in enumerate(rank)])
+        most = 1 << int(place.max()).bit_length()
+        ids = np.zeros((self._ranks, most, own.shape[1]), np.int32)
+        ids[rank, place] = own
+        return ids.reshape(-1, own.shape[1]), rank * most + place
+
     def _is_on_host(self, move: StorageMove) -> bool:
         snapshot = move.node.snapshot
         held = (move.node.host,) if move.scope == "block" else () if snapshot is None else snapshot.host
         return self.tier.is_current(move) and held == move.pages
-
-
-def _padded(moves: list[StorageMove]) -> np.ndarray:
-    """The pages [N, K] of records of one scope, padded with null to a power of two: few executables for all lengths."""
-    ids = np.zeros((1 << (len(moves) - 1).bit_length(), len(moves[0].pages)), np.int32)
-    ids[: len(moves)] = [move.pages for move in moves]
-    return ids
-
-
-_gather = jax.jit(gather_records)
-_scatter = jax.jit(scatter_records, donate_argnums=0)

@@ -1,4 +1,4 @@
-"""`plan_swap`, `plan_state_swap`: which units travel to or from which records. All mistakes are found here.
+"""`plan_swap`, `plan_state_swap`, `own_swaps`: which units travel to or from which records. Mistakes are found here.
 
 Imports no jax.
 """
@@ -13,10 +13,10 @@ import numpy as np
 from ..checks import INT32_MAX, as_int
 from ..errors import SwapPlanError
 from ..layout import CacheLayout
-from ..plan import StateSwapPlan, SwapPlan
+from ..plan import OwnSwapPlan, StateSwapPlan, SwapPlan, own_ids
 from ..records import state_pages
 
-__all__ = ["Direction", "plan_state_swap", "plan_swap"]
+__all__ = ["Direction", "own_swaps", "plan_state_swap", "plan_swap"]
 
 Direction = Literal["out", "in"]
 
@@ -105,6 +105,33 @@ def plan_state_swap(
     for row, ids in zip(plan.host_ids, given, strict=False):
         row[: len(ids)] = ids
     return plan
+
+
+def own_swaps(plan: SwapPlan, ranks: int) -> OwnSwapPlan:
+    """A plan of all pool ranks' blocks, dealt out: for `overlapped_swap` along a pool axis.
+
+    Args:
+        plan: as from `plan_swap`.
+        ranks: of the pool axis (`CacheSize.pool_ranks`).
+
+    Returns:
+        Each rank's pairs in its own ids, padded to a power of two, the same for all ranks.
+
+    Raises:
+        SwapPlanError: a block and its page are of two ranks.
+    """
+    device, host = (np.asarray(ids) for ids in plan)
+    pairs = np.flatnonzero((device > 0) & (host > 0))
+    (rank, blocks), (of_page, pages) = (own_ids(ids[pairs], ranks) for ids in (device, host))
+    for i, block, here, page, there in zip(pairs, device[pairs], rank, host[pairs], of_page, strict=True):
+        if here != there:
+            raise SwapPlanError(f"is of rank {here}, page {page} of rank {there}", "device", int(i), int(block))
+    length = _length(int(np.bincount(rank, minlength=1).max()), None)
+    dealt = OwnSwapPlan(*np.zeros((2, ranks, length), np.int32))
+    for r in range(ranks):
+        mine = rank == r
+        dealt.device_ids[r, : mine.sum()], dealt.host_ids[r, : mine.sum()] = blocks[mine], pages[mine]
+    return OwnSwapPlan(*(ids.reshape(-1) for ids in dealt))
 
 
 def _check_destinations(direction: Direction, device: list[int], host: list[int]) -> None:

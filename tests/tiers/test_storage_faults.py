@@ -172,7 +172,7 @@ def test_records_for_a_store_that_hangs_do_not_pile_up(engine, monkeypatch) -> N
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("name", ["_gather", "_scatter"])
+@pytest.mark.parametrize("name", ["gather_of_ranks", "scatter_of_ranks"])
 def test_a_copy_that_fails_leaves_the_books_whole(engine, monkeypatch, name, error) -> None:
     def fail(*_):
         raise error
@@ -180,14 +180,14 @@ def test_a_copy_that_fails_leaves_the_books_whole(engine, monkeypatch, name, err
     with monkeypatch.context() as patch:
         patch.setattr(storage_driver, name, fail)
         with pytest.raises(error):
-            if name == "_scatter":
+            if name == "scatter_of_ranks":
                 engine.fetch(PROMPT)
             else:
                 engine.serve([3] * 41)
                 engine.serve([4] * 41)
                 engine.serve([5] * 41)
         engine.manager.check_integrity()
-    if name == "_scatter":
+    if name == "scatter_of_ranks":
         assert engine.free() == HOST.num_pages and not engine.driver.busy
         assert engine.fetch(PROMPT) == 5
     engine.host = engine.driver.drain(engine.host)

@@ -21,7 +21,7 @@ from dsv4_jax.errors import (
     TransportError,
 )
 from dsv4_jax.layout import CacheLayout
-from dsv4_jax.tiers.remote import MOST_NOTICE, snapshot_pages
+from dsv4_jax.tiers.remote import MOST_NOTICE, Pages, snapshot_pages
 
 from ..clock import PATIENCE, FakeClock
 from .peer import host
@@ -122,13 +122,16 @@ class TransportConformance:
                 transport.notify(peer, wrong)
 
     def test_two_transports_of_one_process_read_from_each_other(self, transport, ours):
+        """And one's pages lie in the memories of two pool ranks."""
         mine = pool(5)
+        ranks = [np.concatenate([mine[:1], mine[1 + rank :: 2]]) for rank in (0, 1)]
         with open_transport(self.engine, timeout=PATIENCE) as second:
-            there, here = transport.connect(second.publish(LAYOUT, mine)), second.connect(transport.metadata)
+            there, here = transport.connect(second.publish(LAYOUT, ranks)), second.connect(transport.metadata)
+            assert there.num_pages == PAGES
             transport.read(there, "block", [4, 5], [1, 2], second.checksums("block", [4, 5])).wait(PATIENCE)
             second.read(here, "block", [2], [9], transport.checksums("block", [2])).wait(PATIENCE)
         np.testing.assert_array_equal(ours[[1, 2]], mine[[4, 5]])
-        np.testing.assert_array_equal(mine[9], mine[5])
+        np.testing.assert_array_equal(Pages(ranks)[9], mine[5])
 
     def test_ids_are_checked_against_both_pools_before_anything_moves(self, transport, peer, other, ours):
         cases = [

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ...plan import own_ids
+
 __all__ = ["Pages"]
 
 
@@ -30,5 +32,5 @@ class Pages:
         return 1 + len(self.memories) * (len(self.memories[0]) - 1)
 
     def __getitem__(self, page: int) -> np.ndarray:
-        before, ranks = int(page) - 1, len(self.memories)
-        return self.memories[before % ranks][before // ranks + 1]
+        rank, own = own_ids(int(page), len(self.memories))
+        return self.memories[rank][own]
