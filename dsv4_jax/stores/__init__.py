@@ -6,7 +6,8 @@ A store knows nothing of caches: records are bytes of one length, keys are diges
 
 from .async_store import AsyncStore
 from .base import RecordStore, StoreStats
+from .mooncake_store import MooncakeStore
 from .object_store import ObjectStore
 from .slab import SlabStore
 
-__all__ = ["AsyncStore", "ObjectStore", "RecordStore", "SlabStore", "StoreStats"]
+__all__ = ["AsyncStore", "MooncakeStore", "ObjectStore", "RecordStore", "SlabStore", "StoreStats"]

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from dsv4_jax import stores
-from dsv4_jax.stores import AsyncStore, ObjectStore, RecordStore, SlabStore
+from dsv4_jax.errors import StoreFullError
+from dsv4_jax.stores import AsyncStore, MooncakeStore, ObjectStore, RecordStore, SlabStore
 
+from . import mooncake
 from .conformance import ROOT, StoreConformance
 from .samples import FINGERPRINT, RECORD_BYTES, keys, read, records
 
@@ -60,6 +62,36 @@ class TestObjectsFile(ObjectConformance):
 class TestObjectsOcdbt(ObjectConformance):
     def spec(self, path):
         return {"driver": "ocdbt", "base": f"file://{path}/ocdbt/"}
+
+
+class TestMooncake(StoreConformance):
+    tested = MooncakeStore
+    persistent = False
+
+    def open(self, path):
+        client = mooncake.client()
+        client.remove_all(True)
+        return MooncakeStore(client, record_bytes=RECORD_BYTES, fingerprint=FINGERPRINT, in_flight=7)
+
+    def test_an_object_that_is_damaged_or_of_another_length_is_refused_and_gives_way(self, store):
+        client, names = mooncake.client(), store._names(keys(0, 1, 2, 3))
+        store.write(keys(0, 1, 2, 3), records(0, 1, 2, 3))
+        whole = client.get(names[0])
+        for name, data in zip(names, (whole[:-1], whole + b"x", whole[:200] + b"?" + whole[201:]), strict=False):
+            assert client.remove(name, True) == 0 and client.put(name, data) == 0
+        assert read(store, 0, 1, 2, 3) == [3] and store.stats().corrupted == 3
+        assert store.write(keys(0, 1, 2, 3), records(0, 1, 2, 3)).tolist() == [True] * 3 + [False]
+        assert read(store, 0, 1, 2, 3) == [0, 1, 2, 3]
+
+    def test_another_machine_reads_what_this_one_wrote(self, store):
+        assert store.write(keys(5, 6), records(5, 6)).all()
+        with MooncakeStore(mooncake.another(), record_bytes=RECORD_BYTES, fingerprint=FINGERPRINT) as other:
+            assert read(other, 5, 6, 7) == [5, 6] and other.delete(keys(5)).all() and not store.contains(keys(5)).any()
+
+    def test_what_finds_no_room_is_said(self, store):
+        large = MooncakeStore(mooncake.client(), record_bytes=9 << 20, fingerprint="large", in_flight=8)
+        with large, pytest.raises(StoreFullError, match="of 8 records: -200"):
+            large.write(keys(*range(8)), np.zeros((8, 9 << 20), np.uint8))
 
 
 class Waiting:

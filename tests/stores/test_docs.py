@@ -12,7 +12,7 @@ from .samples import RECORD_BYTES
 
 @functools.cache
 def recipe() -> type:
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "stores.md").read_text(), re.S)
+    (block,) = re.findall(r"runs this[^`]*```python\n(.*?)```", (ROOT / "docs" / "stores.md").read_text(), re.S)
     scope: dict[str, Any] = {}
     exec(block, scope)
     return scope["MemoryStore"]
