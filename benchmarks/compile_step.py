@@ -17,6 +17,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -24,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -32,7 +34,9 @@ from dsv4_jax.bench.mesh import jitted_over, mesh_of
 from dsv4_jax.bench.step import StepOptions, neutral_layers, set_up
 from dsv4_jax.cache import init_cache
 from dsv4_jax.model.forward import GPU_DECODE_OPTIONS
+from dsv4_jax.model.packing import PackedLayers
 from dsv4_jax.model.sharded import device_specs
+from dsv4_jax.model.split import RowShare
 from dsv4_jax.ops.exchange import Peers
 
 # What XLA wants to know of a device, as a text proto of its GpuTargetConfigProto.
@@ -76,23 +80,32 @@ def compile_step(options: StepOptions, whole: bool = False) -> tuple[Any, int]:
 
         return jax.tree.map(whole, tree)
 
+    def of_all(node: Any) -> Any:
+        """Of a part of a device's parameters, that of all devices."""
+        assert mesh is not None
+        if isinstance(node, RowShare):
+            where = NamedSharding(mesh, node.partition)
+            return dataclasses.replace(node, rows=abstract(node.rows, where, options.split.tensor))
+        if not isinstance(node, PackedLayers):
+            return abstract(node, NamedSharding(mesh, PartitionSpec()))
+        axes = tuple((axis, mesh.shape[axis]) for axis in ("tensor", "data"))
+        where = NamedSharding(mesh, PartitionSpec(("tensor", "data")))
+        return dataclasses.replace(node, arrays=abstract(node.arrays, where, options.devices), axes=axes)
+
     layout, size, plan, step = set_up(options)
     call: Any = step
     cache = abstract(jax.eval_shape(lambda: init_cache(layout, size)), parts=options.split.data)
     if whole:
-        params = device_specs(options.config(), split=options.split)
-        if mesh is None:
-            params = abstract(params)
-        else:
-            layers = params["layers"]
-            axes = PartitionSpec(("tensor", "data"))
-            arrays = abstract(layers.arrays, NamedSharding(mesh, axes), options.devices)
-            params = abstract(params | {"layers": None}, NamedSharding(mesh, PartitionSpec()))
-            params["layers"] = dataclasses.replace(
-                layers, arrays=arrays, axes=tuple((a, mesh.shape[a]) for a in axes[0])
-            )
-        tokens = jax.ShapeDtypeStruct((options.batch,), jnp.int32)
-        call, operands, donated = model.decode_step, (params, cache, *abstract((plan, tokens))), (1,)
+        params = device_specs(options.config(), split=options.split, mtp=options.drafts > 0)
+        params = abstract(params) if mesh is None else {name: of_all(node) for name, node in params.items()}
+        call, known = model.decode_step, options.batch * options.fed
+        if options.drafts:
+            how = dict(drafts=np.full(size.num_slots, options.drafts, np.int32), width=options.drafts)
+            call = functools.partial(model.draft_step, **how)
+            if options.loop > 1:
+                call, known = functools.partial(model.draft_loop, num_steps=options.loop, **how), options.batch
+        tokens = jax.ShapeDtypeStruct((known,), jnp.int32)
+        operands, donated = (params, cache, *abstract((plan, tokens))), (1,)
         bytes_in_place = layout.total_bytes(size)
     else:
         x = jax.ShapeDtypeStruct((options.batch, options.config().hidden_size), jnp.float32)
@@ -150,6 +163,8 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1, help="with --whole")
     parser.add_argument("--tensor", type=int, default=1, help="devices with the same requests")
     parser.add_argument("--whole", action="store_true", help="the whole model, weights as released")
+    parser.add_argument("--drafts", type=int, default=0, help="with --whole")
+    parser.add_argument("--loop", type=int, default=1, help="steps of a call with drafts")
     parser.add_argument("--xla", action="append", default=[], metavar="OPTION=VALUE", help="compiler option")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -157,7 +172,15 @@ def main() -> None:
     xla = tuple((name, words.get(value, value)) for name, _, value in (option.partition("=") for option in args.xla))
     executable, in_place = compile_step(
         StepOptions(
-            args.model, args.batch, args.context, layers=args.layers, xla=xla, devices=args.devices, tensor=args.tensor
+            args.model,
+            args.batch,
+            args.context,
+            layers=args.layers,
+            xla=xla,
+            devices=args.devices,
+            tensor=args.tensor,
+            drafts=args.drafts,
+            loop=args.loop,
         ),
         args.whole,
     )

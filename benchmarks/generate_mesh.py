@@ -25,7 +25,7 @@ from dsv4_jax.bench.model import model_config
 from dsv4_jax.bench.step import StepOptions
 from dsv4_jax.cuda.exchange import open_exchanges
 
-KINDS: dict[str, dict[str, int]] = {"steps": {}, "eight a call": {"decode_steps": 8}, "two drafts": {"drafts": 2}}
+KINDS: dict[str, dict[str, Any]] = {"steps": {}, "eight a call": {"decode_steps": 8}, "two drafts": {"drafts": 2}}
 
 
 def main() -> None:

@@ -123,9 +123,9 @@ def dispatch(options: StepOptions, params: Any, kept: bool) -> tuple[float, floa
     with exchanges(options) as opened:
         step = shard_step(decode_step, mesh, peers=[exchange.peers for exchange in opened])
         given = jax.device_put(jnp.zeros((options.batch, layout.cfg.vocab_size), jnp.float32), rows)
-        donated = dict(donate_argnums=(1, 4), keep_unused=True) if kept else dict(donate_argnums=1)
+        donated: Any = dict(donate_argnums=(1, 4), keep_unused=True) if kept else dict(donate_argnums=1)
         call = jax.jit(lambda p, c, plan, tokens, _: step(p, c, plan, tokens),
-                       compiler_options=GPU_DECODE_OPTIONS, out_shardings=None, **donated)  # fmt: skip
+                       compiler_options=GPU_DECODE_OPTIONS, **donated)  # fmt: skip
         out, firsts, each = given, [], []
         for _ in range(6):
             jax.block_until_ready(out)
@@ -150,13 +150,14 @@ def main() -> None:
     args = parser.parse_args()
     base = StepOptions(args.model, context=8192 if args.model != "tiny" else 200, layers=args.layers,
                        devices=args.devices, brief=True, xla=(PROFILED,))  # fmt: skip
-    few, many = dict(batch=1, tensor=args.devices, key_split="latency"), dict(batch=64 if args.model != "tiny" else 4)
+    few: Any = dict(batch=1, tensor=args.devices, key_split="latency")
+    many: Any = dict(batch=64 if args.model != "tiny" else 4)
     found, longest = dict[str, Any](), model.longest_kernels
 
     def several(run: Callable[[], jax.Array], loop: int, keep: pathlib.Path | None) -> dict[str, Any]:
         return longest(lambda: [run() for _ in range(CALLS)][-1], CALLS * loop, keep)
 
-    for name, given in (("tensor", few), ("data", many)):
+    for name, given in {"tensor": few, "data": many}.items():
         options = dataclasses.replace(base, **given)
         cfg = model.model_config(options)
         params = init_params(cfg, 0, "released", packed=True, mesh=mesh_of(options))

@@ -10,7 +10,7 @@ rest=$(mktemp -d) layers=4 drawn=6
 mkdir -p "$OUT"
 if [ "$model" = tiny ]; then
   export JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=2
-  steps=${STEPS:-40} every=20
+  steps=${STEPS:-40} every=20 layers=2 drawn=2
 else
   export JAX_PLATFORMS=cuda,cpu
   steps=${STEPS:-2000} every=200
@@ -41,7 +41,7 @@ check() {
     run soak-data 110 "${soak[@]}" --data 2 --tensor 1 --json "$rest/soak-data.json"
   } &
   {
-    TAIL=25 run generate 120 "$python" benchmarks/generate_mesh.py --model "$model" --layers "$drawn" --json "$rest/generate.json"
+    TAIL=25 run generate 160 "$python" benchmarks/generate_mesh.py --model "$model" --layers "$drawn" --json "$rest/generate.json"
     run tests 120 "${pytest[@]}" -k "not sanitizer" tests/model/test_mesh.py tests/cuda/test_exchange.py
   } &
   run context 150 "${pytest[@]}" tests/test_context.py &

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ from ..ops.registry import Choice
 from ..plan import PackedPlan, StepPlan
 from .ahead import moved
 from .forward import head, layers
-from .hyper_connections import Residual
 from .mtp import check_mtp, flat, follow, guess, mtp_layer
 from .names import MTP
 from .params import Params
@@ -24,75 +22,6 @@ from .sampling import GREEDY, Sampling, distribution, draw_keys
 from .speculative import accept
 
 __all__ = ["draft_loop", "draft_step"]
-
-
-class _Guess(NamedTuple):
-    """A draft of each sequence: [B] tokens, the probabilities they were drawn with [B, vocab] (greedy ones have none),
-    and the MTP layer's residuals that they were read from [B, n * hidden]."""
-
-    token: jax.Array
-    chance: jax.Array | None
-    streams: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class _Drafts:
-    """How a call drafts; as in the arguments of `draft_step`. `drafts`: [B]."""
-
-    params: Params
-    drafts: jax.Array
-    width: int
-    sampling: Sampling
-    keys: jax.Array | None
-    index_qat: bool | None
-    implementation: Choice
-
-    def first(self, cache: KVCache, plan: StepPlan, token: jax.Array) -> tuple[_Guess, KVCache]:
-        """What follows the one token of each sequence that a step is given, by what the cache has of the one before."""
-        handle = mtp_layer(cache.begin(_one_each(plan, 0, self.drafts), self.implementation))
-        residual, handle = guess(self.params, handle, handle.last_residual(), token)
-        return self.read(residual, plan.seq_start, cache), handle.step.finish(partial=True)
-
-    def all(self, cache: KVCache, plan: StepPlan, first: _Guess) -> tuple[jax.Array, jax.Array | None, KVCache]:
-        """The drafts of each sequence [B, width], the probabilities they were drawn with [B, width, vocab], the cache.
-
-        The rows that the layer stores for them lie beyond the sequence's tokens, where those of the true residuals
-        follow.
-        """
-        made = [first]
-        for i in range(1, self.width):
-            here = _one_each(plan, i, self.drafts)
-            handle = mtp_layer(cache.begin(here, self.implementation))
-            residual, handle = guess(self.params, handle, made[-1].streams, made[-1].token)
-            made.append(self.read(residual, plan.seq_start + np.int32(i), cache))
-            cache = handle.step.finish(partial=True)
-        chances = [one.chance for one in made if one.chance is not None]
-        return jnp.stack([one.token for one in made], 1), jnp.stack(chances, 1) if chances else None, cache
-
-    def read(self, residual: Residual, position: jax.Array, cache: KVCache) -> _Guess:
-        """The drafts that the MTP layer's residuals of tokens at these places say."""
-        cfg = cache.layout.cfg
-        logits = head(self.params, residual, cfg, self.implementation, of=self.params[MTP][0])
-        if self.sampling.temperature == 0:
-            return _Guess(logits.argmax(-1).astype(jnp.int32), None, flat(residual))
-        chance = distribution(logits, self.sampling)
-        own, _, _ = draw_keys(self.keys, position, self.sampling)
-        token = jax.vmap(jax.random.categorical)(own, jnp.log(chance)).astype(jnp.int32)
-        return _Guess(token, chance, flat(residual))
-
-    def verified(
-        self, residual: Residual, plan: StepPlan, guesses: jax.Array, chances: jax.Array | None, cache: KVCache
-    ) -> tuple[jax.Array, jax.Array]:
-        """What `accept` keeps and draws, by the backbone's residuals of a step's tokens."""
-        known = _known(plan, self.drafts)
-        rows = jnp.clip(known[:, None] + jnp.arange(self.width + 1, dtype=jnp.int32), 0, plan.num_tokens - 1)
-        logits = head(
-            self.params, jax.tree.map(lambda x: x[rows.reshape(-1)], residual), cache.layout.cfg, self.implementation
-        )
-        position = plan.seq_start + plan.seq_count - np.int32(1) - self.drafts
-        return accept(
-            logits.reshape(*rows.shape, -1), chances, guesses, self.drafts, self.sampling, self.keys, position
-        )
 
 
 def draft_step(
@@ -140,17 +69,8 @@ def draft_step(
     plan, cache = _begun(params, cache, plan, width, implementation)
     if tokens.shape != (plan.num_tokens,):
         raise ShapeError(f"tokens has shape {tokens.shape}, the plan schedules {(plan.num_tokens,)}")
-    how = _Drafts(params, drafts, width, sampling, keys, index_qat, implementation)
-    known = _known(plan, drafts)
-    first, cache = how.first(cache, plan, tokens[known])
-    guesses, chances, cache = how.all(cache, plan, first)
-    place = jnp.arange(plan.num_tokens, dtype=jnp.int32) - known[plan.token_seq]
-    guessed = guesses[plan.token_seq, jnp.clip(place - 1, 0, width - 1)]
-    tokens = jnp.where((place > 0) & (plan.token_slot > 0), guessed, tokens)
-    residual, step = layers(params, cache.begin(plan, implementation), tokens, index_qat)
-    _, step = follow(params, step, residual, tokens)
-    drawn, kept = how.verified(residual, plan, guesses, chances, cache)
-    return drawn, kept, step.finish()
+    how = _How(params, drafts, width, sampling, keys, index_qat, implementation)
+    return how.step(cache, plan, tokens)
 
 
 def draft_loop(
@@ -168,10 +88,6 @@ def draft_loop(
     implementation: Choice = None,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
     """`num_steps` steps of `draft_step` in one executable: each goes on where the one before ended.
-
-    They draw what single steps draw, with one pass of the MTP layer less each: it takes the tokens that a step kept and
-    the one drawn after them together, and has guessed what follows. (What it stores for that one lies beyond the
-    sequence's tokens until the backbone takes it.)
 
     The plan must have reserved the blocks (and table columns) of all steps ahead, `num_steps * (1 + d)` tokens.
 
@@ -195,36 +111,76 @@ def draft_loop(
             f"tokens has shape {tokens.shape}, the plan {plan.num_seqs} sequences and {plan.num_tokens} tokens: "
             f"steps of one known token and up to {width} drafts of each"
         )
-    how = _Drafts(params, drafts, width, sampling, keys, index_qat, implementation)
-    of, place = plan.token_seq, jnp.arange(plan.num_tokens, dtype=jnp.int32) - plan.seq_first[plan.token_seq]
-    place = jnp.clip(place, 0, width)  # of padding, too
+    how = _How(params, drafts, width, sampling, keys, index_qat, implementation)
     live = jnp.asarray(plan.seq_slot) > 0
 
-    def step(carry: tuple[KVCache, jax.Array, jax.Array, _Guess], _: None) -> tuple[tuple, tuple]:
-        cache, token, start, first = carry
+    def step(carry: tuple[KVCache, jax.Array, jax.Array], _: None) -> tuple[tuple, tuple]:
+        cache, token, start = carry
         here = moved(plan, cache.layout, start, 1 + width)
-        guesses, chances, cache = how.all(cache, here, first)
-        fed = jnp.concatenate([token[:, None], guesses], 1)[of, place]
-        residual, begun = layers(params, cache.begin(here, implementation), fed, index_qat)
-        handle = mtp_layer(begun)
-        _, handle = handle.carry_residual(flat(residual))
-        drawn, kept = how.verified(residual, here, guesses, chances, cache)
+        drawn, kept, cache = how.step(cache, here, token[plan.token_seq])
         kept = jnp.where(live, kept, 0)
-        cache = handle.step.finish()
-
-        there = _kept_and_next(here, kept, place)
-        after, handle = guess(params, mtp_layer(cache.begin(there, implementation)), flat(residual), drawn[of, place])
-        last = jnp.clip(here.seq_first + kept - np.int32(1), 0, here.num_tokens - 1)
-        start = start + kept
-        first = how.read(jax.tree.map(lambda x: x[last], after), start, cache)
-        cache = handle.step.finish(partial=True)
         token = jnp.take_along_axis(drawn, jnp.maximum(kept - np.int32(1), 0)[:, None], 1)[:, 0]
-        return (cache, token, start, first), (drawn, kept)
+        return (cache, token, start + kept), (drawn, kept)
 
-    first, cache = how.first(cache, plan, tokens)
-    carry = cache, jnp.asarray(tokens), jnp.asarray(plan.seq_start), first
+    carry = cache, jnp.asarray(tokens), jnp.asarray(plan.seq_start)
     (cache, *_), (drawn, kept) = lax.scan(step, carry, length=num_steps)
     return drawn, kept, cache
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+    """As in the arguments of `draft_step`."""
+
+    params: Params
+    drafts: jax.Array
+    width: int
+    sampling: Sampling
+    keys: jax.Array | None
+    index_qat: bool | None
+    implementation: Choice
+
+    def step(self, cache: KVCache, plan: StepPlan, tokens: jax.Array) -> tuple[jax.Array, jax.Array, KVCache]:
+        """`draft_step` of a plan whose copies and table entries are made."""
+        params, width, drafts, cfg = self.params, self.width, self.drafts, cache.layout.cfg
+        known = plan.seq_first + plan.seq_count - np.int32(1) - drafts  # the last token of each that is no draft
+        guesses, chances, cache = self._guesses(cache, plan, tokens[known])
+        place = jnp.arange(plan.num_tokens, dtype=jnp.int32) - known[plan.token_seq]
+        guessed = guesses[plan.token_seq, jnp.clip(place - 1, 0, width - 1)]
+        tokens = jnp.where((place > 0) & (plan.token_slot > 0), guessed, tokens)
+
+        residual, step = layers(params, cache.begin(plan, self.implementation), tokens, self.index_qat)
+        _, step = follow(params, step, residual, tokens)
+        rows = jnp.clip(known[:, None] + jnp.arange(width + 1, dtype=jnp.int32), 0, plan.num_tokens - 1)
+        logits = head(params, jax.tree.map(lambda x: x[rows.reshape(-1)], residual), cfg, self.implementation)
+        logits = logits.reshape(*rows.shape, -1)
+        position = plan.seq_start + plan.seq_count - np.int32(1) - drafts
+        drawn, kept = accept(logits, chances, guesses, drafts, self.sampling, self.keys, position)
+        return drawn, kept, step.finish()
+
+    def _guesses(self, cache: KVCache, plan: StepPlan, token: jax.Array) -> tuple[jax.Array, jax.Array | None, KVCache]:
+        """The drafts of each sequence [B, width], the probabilities they were drawn with [B, width, vocab], the cache.
+
+        Greedy drafts have no probabilities. The rows that the layer stores for them lie beyond the sequence's tokens,
+        where those of the true residuals follow.
+        """
+        params, guesses, chances, x = self.params, [], [], None
+        for i in range(self.width):
+            here = _one_each(plan, i, self.drafts)
+            handle = mtp_layer(cache.begin(here, self.implementation))
+            if x is None:
+                x = handle.last_residual()
+            residual, handle = guess(params, handle, x, token)
+            logits = head(params, residual, cache.layout.cfg, self.implementation, of=params[MTP][0])
+            if self.sampling.temperature == 0:
+                token = logits.argmax(-1).astype(jnp.int32)
+            else:
+                chance = distribution(logits, self.sampling)
+                chances.append(chance)
+                own, _, _ = draw_keys(self.keys, here.token_position, self.sampling)
+                token = jax.vmap(jax.random.categorical)(own, jnp.log(chance)).astype(jnp.int32)
+            guesses.append(token)
+            x, cache = flat(residual), handle.step.finish(partial=True)
+        return jnp.stack(guesses, 1), jnp.stack(chances, 1) if chances else None, cache
 
 
 def _begun(
@@ -238,32 +194,14 @@ def _begun(
     return begun.plan.settled(), begun.finish(partial=True)
 
 
-def _known(plan: StepPlan, drafts: jax.Array) -> jax.Array:
-    """The last token of each sequence that is no draft, [B]."""
-    return plan.seq_first + plan.seq_count - np.int32(1) - drafts
-
-
 def _one_each(plan: StepPlan, ahead: int, drafts: jax.Array) -> StepPlan:
     """The plan of one token of each sequence, so many behind its first one of this step, where drafts are wanted."""
     at = plan.seq_start + np.int32(ahead)
     slot = jnp.where(drafts > ahead, plan.seq_slot, 0)
     sequences = jnp.arange(plan.num_seqs, dtype=jnp.int32)
-    return _of_window(plan)._replace(
+    nothing = jnp.zeros(0, jnp.int32)
+    return plan._replace(
         seq_slot=slot, seq_start=at, seq_count=(slot > 0).astype(jnp.int32), seq_first=sequences,
         token_seq=sequences, token_slot=slot, token_position=jnp.where(slot > 0, at, 0),
+        flush_tokens=nothing, group_tokens=nothing.reshape(0, 1), history_seqs=nothing,
     )  # fmt: skip
-
-
-def _kept_and_next(plan: StepPlan, kept: jax.Array, place: jax.Array) -> StepPlan:
-    """The plan of the drafts that each sequence kept of a step, and the token drawn after them: kept[b] in all."""
-    slot = jnp.where(place < kept[plan.token_seq], plan.token_slot, 0)
-    return _of_window(plan)._replace(
-        seq_start=plan.seq_start + np.int32(1), seq_count=kept, token_slot=slot,
-        token_position=jnp.where(slot > 0, plan.token_position + np.int32(1), 0),
-    )  # fmt: skip
-
-
-def _of_window(plan: StepPlan) -> StepPlan:
-    """For the MTP layer alone, which has no compressors; of no more tokens than a ring takes."""
-    nothing = jnp.zeros(0, jnp.int32)
-    return plan._replace(flush_tokens=nothing, group_tokens=nothing.reshape(0, 1), history_seqs=nothing)

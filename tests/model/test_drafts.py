@@ -23,6 +23,7 @@ from dsv4_jax.manager import (
     StepShape,
     build_plan,
 )
+from dsv4_jax.model.ahead import moved
 from dsv4_jax.model.sampling import Sampling, distribution, sample
 from dsv4_jax.model.speculative import accept, verify
 
@@ -175,6 +176,27 @@ def test_a_loop_draws_what_steps_draw(params, sampling) -> None:
     fed[[0, 3]] = token
     one, other = (draft(given, x, plan(starts, 3), fed, drafts, 2)[:2] for x in (cache, after))
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[:2], y[:2]), one, other)
+
+
+def test_a_plan_at_other_places_is_what_a_host_plans() -> None:
+    """Positions, and what completes entries of any ratio, as sets: lists may have room for more."""
+    rng, made_for = np.random.default_rng(0), jax.jit(moved, static_argnums=(1, 3))
+    for layout in (LAYOUT, CacheLayout(test_mtp.CFG, "f32", "f32", draft_tokens=7)):
+        for _ in range(20):
+            counts, first = rng.integers(1, 9, 3), rng.integers(0, 300, 3)
+            there = first + rng.integers(0, 50, 3)
+            rows = (zip((1, 2, 3), starts.tolist(), counts.tolist(), strict=True) for starts in (first, there))
+            here, wanted = ([StepSequence(*row) for row in each] for each in rows)
+            shape = StepShape(4, 26, 26, 26, 8, columns=90, table_entries=0, history=True)
+            one, other = (build_plan(layout, each, shape) for each in (here, wanted))
+            made = made_for(one, layout, jnp.asarray([*there, 0], jnp.int32), 8)
+            np.testing.assert_array_equal(made.seq_start, other.seq_start)
+            np.testing.assert_array_equal(made.token_position, other.token_position)
+            for field in ("flush_tokens", "group_tokens"):
+                one, two = (np.asarray(getattr(plan, field)).reshape(-1, *getattr(plan, field).shape[1:] or (1,))
+                            for plan in (made, other))  # fmt: skip
+                sets = [sorted([t for t in row.tolist() if t < 26] for row in lists) for lists in (one, two)]
+                assert [row for row in sets[0] if row] == [row for row in sets[1] if row], field
 
 
 def test_a_step_copies_no_pool(params) -> None:
