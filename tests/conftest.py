@@ -14,6 +14,7 @@ import pathlib
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -53,8 +54,8 @@ if os.environ["JAX_PLATFORMS"] == "cpu" and not jax.config.jax_compilation_cache
 
 
 def put_whole(cache: LRUCache, key: str, value: bytes, put: Callable[..., None] = LRUCache.put) -> None:
-    """As jax's, which writes in place: no other process may find half an entry."""
-    own, wanted = f"{key}.{os.getpid()}", cache.path / f"{key}-cache"
+    """As jax's, which writes in place: no other process or thread may find half an entry."""
+    own, wanted = f"{key}.{os.getpid()}.{threading.get_ident()}", cache.path / f"{key}-cache"
     if not wanted.exists():
         put(cache, own, value)
         (cache.path / f"{own}-cache").replace(wanted)

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -24,6 +25,7 @@ __all__ = ["Deferred", "Progress", "join", "lengthened", "make"]
 Array: TypeAlias = "jax.Array | np.ndarray"
 Progress: TypeAlias = Callable[[int, int], None]  # bytes made so far, bytes in all
 _BYTES_AHEAD = 2**28  # of pieces that a device may be behind
+_FIRST, _DONE = threading.Lock(), set[tuple[Any, ...]]()  # see `_first_alone`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,14 +112,14 @@ def make(tree: Any, progress: Progress | None = None, device: jax.Device | None 
 
 def _made(array: Deferred, tell: Callable[[int], None], device: jax.Device | None) -> jax.Array:
     width, whole, start, ahead = _row(array), None, 0, 0
-    for piece in _joined(array.pieces):
-        if piece.size == array.size:
-            whole = jax.device_put(piece.reshape(array.shape), device).block_until_ready()
-            tell(array.nbytes)
-            return whole
-        if whole is None:
-            whole = jnp.zeros(array.shape, array.dtype, device=device)
-        whole = _write(whole, jax.device_put(piece, device), np.int32(start // width), width)
+    kind = (device, array.shape[1:], str(array.dtype))
+    for piece in _joined(array.pieces, kind):
+        with _first_alone((*kind, array.size, piece.shape)):
+            if piece.size == array.size:
+                whole = jax.device_put(piece.reshape(array.shape), device)
+            else:
+                whole = jnp.zeros(array.shape, array.dtype, device=device) if whole is None else whole
+                whole = _write(whole, jax.device_put(piece, device), np.int32(start // width), width)
         start, ahead = start + piece.size, ahead + piece.nbytes
         if ahead > _BYTES_AHEAD:
             whole.block_until_ready()
@@ -132,11 +134,12 @@ def _row(array: Deferred) -> int:
     return math.gcd(math.prod(array.shape[1:]), *(size for size, _ in array.pieces))
 
 
-def _joined(pieces: tuple[tuple[int, Callable[[], Array]], ...]) -> Iterator[Array]:
-    """The pieces made; those of NumPy that follow one another as one."""
+def _joined(pieces: tuple[tuple[int, Callable[[], Array]], ...], kind: tuple[Any, ...]) -> Iterator[Array]:
+    """The pieces made; those of NumPy that follow one another as one. `kind`: of the array."""
     waiting: list[np.ndarray] = []
-    for _, piece in pieces:
-        made = piece()
+    for size, piece in pieces:
+        with _first_alone((*kind, size)):
+            made = piece()
         if isinstance(made, np.ndarray):
             waiting.append(made.reshape(-1))
             continue
@@ -150,6 +153,17 @@ def _joined(pieces: tuple[tuple[int, Callable[[], Array]], ...]) -> Iterator[Arr
 
 def _cut(piece: Callable[[], Array], start: int, stop: int) -> Array:
     return piece().reshape(-1)[start:stop]
+
+
+@contextlib.contextmanager
+def _first_alone(kind: tuple[Any, ...]) -> Iterator[None]:
+    """What is done for the first time for its kind is done by one thread at a time.
+
+    It compiles, and jax's compilation cache takes an entry that several threads write at once for a broken one.
+    """
+    with contextlib.nullcontext() if kind in _DONE else _FIRST:
+        yield
+        _DONE.add(kind)
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=3)

@@ -7,6 +7,9 @@ import functools
 import gc
 import importlib
 import pathlib
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -29,6 +32,7 @@ from dsv4_jax import (
 from dsv4_jax.cuda import attend as cuda_attend
 from dsv4_jax.errors import LayoutError, ShapeError
 from dsv4_jax.manager import StepShape
+from dsv4_jax.model.deferred import Deferred, make
 from dsv4_jax.model.forward import GPU_DECODE_OPTIONS
 from dsv4_jax.model.numerics import linear
 from dsv4_jax.model.params import is_leaf
@@ -240,6 +244,26 @@ def test_an_error_stops_all_devices() -> None:
     with pytest.raises(InterruptedError):
         model.shard_params(F32, params, mesh_of(2, 2), progress=tell)
     assert seen == sorted(seen)
+
+
+def test_what_compiles_is_made_by_one_thread_at_a_time() -> None:
+    """jax's compilation cache takes an entry that two threads write at once for a broken one."""
+    busy, seen = threading.Lock(), []
+
+    def piece() -> np.ndarray:
+        alone = busy.acquire(blocking=False)
+        time.sleep(0.01)
+        seen.append(alone)
+        busy.release()
+        return np.ones((1, 7), np.float32)
+
+    def one(device: jax.Device) -> None:
+        made = make(Deferred((2, 7), np.dtype(np.float32), ((7, piece), (7, lambda: jnp.ones(7)))), device=device)
+        assert made.sum() == 14 and made.devices() == {device}
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(one, jax.devices()[:4]))
+    assert seen == [True] * 4
 
 
 def test_a_share_of_rows_knows_the_whole_matrix() -> None:
