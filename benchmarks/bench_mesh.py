@@ -1,12 +1,12 @@
 """A whole model over two GPUs or more: timed at full size, and equal to one, bit by bit. Needs that many devices.
 
-    python benchmarks/bench_mesh.py --json mesh.json [--devices 2] [--stages tensor,drafts,data] [--limit 250]
+    python benchmarks/bench_mesh.py --json mesh.json [--devices 2] [--stages tensor,more,data] [--limit 250]
 
-`tensor`, `drafts`, `data`: all layers, as `bench model` times them: heads and experts split, one request and eight; the
-same with one to three drafts, in loops of eight steps; experts split. Weights are drawn once for each split. `equal`: a
-model's first layers, decode and wide steps, both splits: logits and cache bytes against one device. The file is written
-after every measurement; when so many seconds have gone by, nothing more is begun. With `--brief` the steps' times alone
-are taken: no floors, no kernels.
+`tensor`, `more`, `data`: all layers, as `bench model` times them: heads and experts split, one request, plain and with
+one to three drafts in loops of eight steps; the same in a loop, eight requests, single steps with a draft; experts
+split. Weights are drawn once for each split. `equal`: first layers, decode and wide steps, both splits: logits and
+cache bytes against one device. The file is written after every measurement; when so many seconds have gone by, nothing
+more is begun. With `--brief` the steps' times alone are taken: no floors, no kernels.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=pathlib.Path, required=True)
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--stages", default="tensor,drafts,data")
+    parser.add_argument("--stages", default="tensor,more,data")
     parser.add_argument("--model", default="flash")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--limit", type=float, default=600.0)
@@ -165,8 +165,8 @@ def main() -> None:
     low, long = change(high, tensor=args.devices, batch=1, key_split="latency"), change(high, batch=64, context=ROUND)
     few = change(low, brief=True)
     cases = {
-        "tensor": [low, change(few, loop=8), change(few, batch=8)],
-        "drafts": [*(change(few, loop=8, drafts=drafts) for drafts in (1, 3, 2)), change(few, drafts=1)],
+        "tensor": [low, *(change(few, loop=8, drafts=drafts) for drafts in (1, 3, 2))],
+        "more": [change(few, loop=8), change(few, batch=8), change(few, drafts=1)],
         "data": [change(high, batch=256), long, change(long, exchange=False, brief=True)],
     }
     params: dict[Any, Any] = {}
@@ -193,7 +193,7 @@ def main() -> None:
             attempt("equal", lambda: equal(args.model, args.devices))
         for case in cases.get(stage, ()):
             options = change(case, context=256, batch=min(case.batch, 4)) if tiny else case
-            mtp = options.tensor > 1 and "drafts" in stages
+            mtp = options.tensor > 1
             what = f"{options.batch} requests of {options.context}, loop {options.loop}, {options.drafts} drafts"
             attempt(f"{stage}: {what}, ours {options.exchange}", lambda o=options, mtp=mtp: one(o, mtp))
 
