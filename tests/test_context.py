@@ -26,7 +26,11 @@ from dsv4_jax import (
     shard_step,
 )
 from dsv4_jax.errors import LayoutError, OutOfBlocksError
+from dsv4_jax.formats import kv_format
 from dsv4_jax.manager import BlockPool, CachePolicy, HostSize
+from dsv4_jax.ops.append import WindowView
+from dsv4_jax.ops.attend import attend
+from dsv4_jax.ops.attend_parts import attend_parts
 from dsv4_jax.ops.merge import Partial, in_halves, merge_candidates, with_sink
 from dsv4_jax.ops.pool_axis import ONE_RANK, PoolAxis, part_of
 from dsv4_jax.ops.top_k import top_k
@@ -36,6 +40,8 @@ from dsv4_jax.tiers.host_memory import host_memories
 from dsv4_jax.tiers.remote import RecordTransport, RemoteDriver
 from dsv4_jax.tiers.storage_driver import StorageDriver
 from dsv4_jax.transports import open_engine
+
+from .oracle import attention as oracle
 
 SWA, CSA, HCA = AttentionType
 # Sizes of which XLA rounds products alike on the CPU, whole and halved.
@@ -195,6 +201,21 @@ def test_bits_do_not_depend_on_the_ranks(tmp_path: pathlib.Path) -> None:
     check(tmp_path, CFG, model.init_params(CFG, 0), (2, "tensor"), (4, "pool"))
 
 
+@pytest.mark.slow
+def test_generate_draws_what_one_device_does() -> None:
+    """Over the axis that splits the heads."""
+    cfg = dataclasses.replace(CFG, layer_types=(HCA,))
+    layout, drawn = CacheLayout(cfg, block_tokens=cfg.hca_ratio, key_split="context"), list[list[list[int]]]()
+    params, prompts = model.init_params(cfg, 0), [[7, 1, 4] * 10, [3]]
+    for ranks in (1, 2):
+        mesh, size = model.Split(1, ranks).mesh(), CacheSize(6 // ranks, 1, 6, pool_ranks=ranks)
+        placed = cache_sharding(layout, mesh, pool_axis="tensor") if ranks > 1 else None
+        ours, manager = model.shard_params(cfg, params, mesh) if ranks > 1 else params, KVCacheManager(layout, size)
+        cache = init_cache(layout, size, sharding=placed)
+        drawn.append(model.generate(ours, cache, manager, prompts, max_new_tokens=9, chunk_tokens=1)[0])
+    assert drawn[0] == drawn[1] and len({*drawn[0][0]}) > 3
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 def test_two_gpus_give_the_bits_of_one(tmp_path: pathlib.Path) -> None:
@@ -281,6 +302,33 @@ def test_softmax_of_parts() -> None:
     got, of_all = with_sink(sums[0], jnp.full(3, sink, jnp.float32))
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     assert of_all[1] == -np.inf and not np.asarray(got)[1].any()
+
+
+def test_outputs_of_any_number_of_ranks_are_within_a_millionth() -> None:
+    """Of the exact ones, in float32, with the other key splits: what n ranks make together, n parts make on one."""
+    rng, heads, dim, per_block = np.random.default_rng(1), 4, 32, 4
+    fmt, shapes = kv_format("f32", dim, 8), [(3, heads, dim), (80, dim), (40, dim)]
+    queries, rows, window = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    sink, listed = np.full(heads, 0.5, np.float32), np.stack([rng.permutation(80)[:60] for _ in range(3)])
+    count, ids = np.array([60, 33, 0], np.int32), np.tile(np.arange(40), (3, 1))
+    how = dict(scale=dim**-0.5, fmt=fmt, implementation="xla")
+    held, near = (rows,), WindowView((window,), jnp.asarray(ids, jnp.int32), jnp.asarray(ids < [[40], [40], [7]]))
+    chosen = jnp.asarray(listed, jnp.int32)
+    keys = [np.concatenate([window[: 7 if t == 2 else 40], rows[listed[t, : count[t]]]]) for t in range(3)]
+    expected, _ = oracle.attend(queries, sink, keys, dim**-0.5)
+
+    def outs(*given: jax.Array) -> list[jax.Array]:
+        q, count, *listed = given
+        found = [attend(q, sink, near, held, *listed, count, **how)[0]]
+        for parts in (2, 8):
+            found += attend_parts(
+                q, sink, near, held, *listed, count, rows_of=lambda _, entries: entries, axis=ONE_RANK, parts=parts,
+                heads=heads, per_block=per_block, columns=20, inverse_rope=None, dtype=jnp.float32, **how,
+            )[:1]  # fmt: skip
+        return found
+
+    for out in jax.jit(outs)(queries, count, chosen):
+        assert np.abs(out - expected).max() < 1e-6 * np.abs(expected).max()
 
 
 def test_units_of_ranks() -> None:

@@ -103,6 +103,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="of them, have the same prompts and share the heads; the others have prompts of their own (default: all "
         f"up to {LATENCY_REQUESTS} prompts side by side, else 1)",
     )  # fmt: skip
+    steps.add_argument(
+        "--pool", action="store_true",
+        help="devices that share the heads share each prompt's blocks too: for contexts that one of them cannot hold",
+    )  # fmt: skip
     steps.add_argument("--implementation", choices=("xla", "pallas", "cuda"), help="of the cache ops (default: best)")
     add_layout(parser, drafts=False)
     add_json(parser)
@@ -123,6 +127,8 @@ def run(args: argparse.Namespace) -> int:
     form = args.weights or ("released" if hf.get("quantization_config") else "float32")
     side_by_side = min(args.max_batch, len(prompts))
     tensor = devices_sharing_heads(args.tensor, args.devices, side_by_side)
+    if args.pool and tensor == 1:
+        raise OptionError("--pool: blocks are shared by devices that share the heads, give --devices and --tensor")
     shards = max(1, args.devices // tensor)
     options = _options(args, cfg, prompts, shards)
     weight_bytes = taken(cfg, form, args.devices, tensor, mtp=mtp)  # which refuses what does not divide
@@ -133,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
     keeps = shared is not None if args.prefix_caching is None else args.prefix_caching
     most = min(-(-side_by_side // shards), options["chunk_tokens"] // (1 + args.draft_tokens))
     needs = _needs(prompts, args.max_new_tokens, options["decode_steps"], cfg)
-    size = choose_size(layout, needs, most, room, snapshots=keeps)
+    size = choose_size(layout, needs, most, room, snapshots=keeps, ranks=tensor if args.pool else 1)
 
     began = time.perf_counter()
     mesh = _mesh(shards, tensor)
@@ -159,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
     report = {
         "checkpoint": str(args.checkpoint), "weights": form, "kv_format": layout.kv_row.name,
         "index_format": layout.index_row.name, "cache_bytes": layout.total_bytes(size),
-        "devices": args.devices, "tensor": tensor, "max_batch": shards * size.num_slots,
+        "devices": args.devices, "tensor": tensor, "pool_ranks": size.pool_ranks, "max_batch": shards * size.num_slots,
         "chunk_tokens": options["chunk_tokens"], "decode_steps": options["decode_steps"],
         "drafts": args.draft_tokens, "prefix_caching": keeps, "load_s": loaded - began, "compile_s": compiled - loaded,
         **speed.as_dict(), "cached_tokens": cached, "answers": [answer.as_dict() for answer in answers],

@@ -38,13 +38,14 @@ class Room(NamedTuple):
 
 
 def choose_size(
-    layout: CacheLayout, needs: Sequence[int], most: int, room: Room, *, snapshots: bool = False
+    layout: CacheLayout, needs: Sequence[int], most: int, room: Room, *, snapshots: bool = False, ranks: int = 1
 ) -> CacheSize:
     """The cache in which up to `most` requests run at once, fewer if there is no memory for so many.
 
     Args:
         needs: tokens of each request.
         snapshots: states are kept, one for each request and one more.
+        ranks: devices that share each request's blocks, each with this room.
 
     Raises:
         OptionError: not even one request fits.
@@ -52,7 +53,8 @@ def choose_size(
     blocks = sorted((layout.blocks_for(need) for need in needs), reverse=True)
 
     def size(slots: int) -> CacheSize:
-        return CacheSize(sum(blocks[:slots]), slots, blocks[0], slots + 1 if snapshots else 0)
+        each = sum(-(-count // ranks) for count in blocks[:slots])
+        return CacheSize(each, slots, blocks[0], slots + 1 if snapshots else 0, pool_ranks=ranks)
 
     fitting = largest_fitting(lambda slots: layout.total_bytes(size(slots)) <= room.free, most)
     if not fitting:

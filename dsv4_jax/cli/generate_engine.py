@@ -20,13 +20,16 @@ class Engine:
         self, params: Any, layout: CacheLayout, size: CacheSize, keeps: bool, options: dict[str, Any], mesh: Any = None
     ):
         from ..cache import init_cache
+        from ..model.split import TENSOR
         from ..sharding import cache_sharding
 
         policy = CachePolicy(snapshots=SnapshotPlacement(end_of_output=False, doubling=None)) if keeps else None
         self._params, self._options = params, options
         shards = 1 if mesh is None else mesh.shape["data"]
         self._managers = [KVCacheManager(layout, size, policy=policy) for _ in range(shards)]
-        self._cache = init_cache(layout, size, sharding=None if mesh is None else cache_sharding(layout, mesh))
+        pool = TENSOR if size.pool_ranks > 1 else None
+        placed = None if mesh is None else cache_sharding(layout, mesh, pool_axis=pool)
+        self._cache = init_cache(layout, size, sharding=placed)
 
     def compile(self, longest: int) -> None:
         """Runs every executable once: so what is timed afterwards compiles nothing.

@@ -175,8 +175,8 @@ class _Link:
 
     def open(self, reader: _Agent) -> None:
         (ranks,) = _RANKS.unpack_from(self._metadata)
-        places = np.frombuffer(self._metadata, "<u8", ranks, _RANKS.size)
-        name = reader.agent.add_remote_agent(self._metadata[_RANKS.size + places.nbytes :])
+        places = np.frombuffer(self._metadata, "<u8", ranks, _RANKS.size).tolist()
+        name = reader.agent.add_remote_agent(self._metadata[_RANKS.size + 8 * ranks :])
         if name != self.host.encode():
             reader.agent.remove_remote_agent(name)
             raise ValueError("the metadata is of a host of another name")

@@ -182,6 +182,7 @@ def test_several_devices(checkpoint, script, capsys):
     for argv, mesh, slots in (
         ([*many, "--devices", "2"], {"data": 2, "tensor": 1}, 5),
         ([*many, "--devices", "2", "--max-batch", "8"], {"data": 1, "tensor": 2}, 8),
+        ([*many, "--devices", "2", "--max-batch", "8", "--pool"], {"data": 1, "tensor": 2}, 8),
     ):
         assert main([*argv, "--json"]) == 0
         report = json.loads(capsys.readouterr().out)
@@ -190,6 +191,8 @@ def test_several_devices(checkpoint, script, capsys):
         assert {manager.size.num_slots for manager in asked.managers} == {slots}
         assert (report["devices"], report["tensor"]) == (mesh["data"] * mesh["tensor"], mesh["tensor"])
         assert report["max_batch"] == slots * mesh["data"]
+        ranks = mesh["tensor"] if "--pool" in argv else 1
+        assert report["pool_ranks"] == asked.cache.pool_axis.size == asked.managers[0].size.pool_ranks == ranks
 
 
 @pytest.mark.parametrize(("prompts", "shown"), [(1, "5,6\n"), (2, "[1] '9': 2 tokens, interrupted\n5,6\n\n[2]")])
@@ -277,6 +280,7 @@ def test_refusals(checkpoint, capsys, tmp_path, monkeypatch):
         (["--tokens", "1", "--drafts", "2", "--chunk", "2"], "--chunk: a token and its 2 drafts are 3, got 2"),
         (["--tokens", "1", "--devices", "8"], "--devices, --tensor: 4 experts do not divide by 8 devices"),
         (["--tokens", "1", "--tensor", "2"], "--tensor: 1 devices do not divide by 2"),
+        (["--tokens", "1", "--pool"], "--pool: blocks are shared by devices that share the heads"),
     ):
         refused(capsys, generate(checkpoint, *argv), *parts)
     monkeypatch.setattr(command, "device_bytes", lambda: 10_000)
