@@ -79,6 +79,7 @@ class TieredCache:
         self.transfers = TransferQueue()
         self.copies = PendingCopies()
         self.due: list[Transfers] = []  # stages of steps that have not been gone through yet, in order
+        self.drains = 0  # such stages so far
         self.fetching: dict[Pages, Node] = {}  # where states on their way from storage land, and whose they are
         self.receiving: dict[Arrival, None] = {}  # those that records of another host are being read for
         self.flying: set[bytes] = set()  # digests of blocks among these records
@@ -300,7 +301,15 @@ class TieredCache:
         stages = self.transfers.drain()
         ran = [i for i, due in enumerate(self.due) if due.ran]  # and with them those before: they run in this order
         self.due = [*self.due[ran[-1] + 1 if ran else 0 :], stages]
+        self.drains += 1
         return stages
+
+    def is_queued(self, drains: int) -> bool:
+        """Whether the copies that were asked for after so many `drains` are queued on the device, and all before."""
+        if self.drains <= drains:
+            return not self.is_waiting
+        later = self.drains - drains - 1
+        return all(stages.ran for stages in self.due[: max(len(self.due) - later, 0)])
 
     def keep_watermark(self) -> None:
         """Evicts from the host what the policy wants to be free there."""

@@ -117,6 +117,22 @@ def test_a_poll_that_was_broken_off_loses_no_handoff_and_lets_nothing_in_uncompa
     taker.manager.check_integrity()
 
 
+def test_a_part_goes_out_a_step_later_though_each_step_is_followed_by_another_export(sides, monkeypatch) -> None:
+    sender, _, _ = sides
+    monkeypatch.setattr(type(sender.engine.host.pages), "is_ready", lambda self: False)
+    request, parts = sender.manager.admit_request(PROMPT, namespace=A), []
+    sender.engine.spaces[request.id] = A
+    for _ in range(4):
+        sender.engine.step([(request, BLOCK)])
+        sender.driver.export(request)  # its copies travel with the next step
+        fence = Fence()
+        sender.driver.poll(sender.engine.host, sender.engine.host, fence=fence)
+        fence.ready = True
+        sender.driver.poll(sender.engine.host, sender.engine.host)
+        parts.append([handoff.end for handoff in sender.driver.take_handoffs()])
+    assert parts == [[], [1], [2], [3]]
+
+
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_handoff_that_was_lost_is_asked_for_and_told_again(sides, lost: int) -> None:
     sender, taker, peer = sides

@@ -80,9 +80,10 @@ class _Coming:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Export:
-    """To be vouched for when the device is through."""
+    """To be vouched for when the device is through with its copies, asked for after so many drains of the cache's."""
 
     handoff: Handoff
+    drains: int
     fence: Fence | None = None
 
 
@@ -129,7 +130,7 @@ class RemoteDriver:
             It, without checksums: what it will tell.
         """
         handoff = self._manager.export_request(request, seconds=seconds)
-        self._exported.append(_Export(handoff))
+        self._exported.append(_Export(handoff, self._manager.cache.drains))
         return handoff
 
     def export_again(self, lease: str, first: int = 0) -> Handoff | None:
@@ -139,7 +140,7 @@ class RemoteDriver:
         """
         handoff = self._manager.export_again(lease, first)
         if handoff is not None:
-            self._exported.append(_Export(handoff))
+            self._exported.append(_Export(handoff, self._manager.cache.drains))
         return handoff
 
     def take_handoffs(self) -> list[Handoff]:
@@ -247,12 +248,15 @@ class RemoteDriver:
 
     def _vouch(self, through: bool, fence: Fence | None) -> None:
         """Checksums of what was exported, if all its copies are on the host."""
-        queued = not self._manager.cache.is_waiting
-        for export in self._exported if queued else ():
-            export.fence = fence if export.fence is None else export.fence
-        while self._exported and ((through and queued) or _has_passed(self._exported[0].fence)):
-            handoff = self._exported[0].handoff
+        for export in self._exported:
+            if export.fence is None and self._manager.cache.is_queued(export.drains):
+                export.fence = fence
+        while self._exported:
+            handoff, export = self._exported[0].handoff, self._exported[0]
             if self._manager.leases.is_sound(handoff.lease):
+                queued = self._manager.cache.is_queued(export.drains)
+                if not (through and queued) and not _has_passed(export.fence):
+                    break
                 blocks = self._transport.checksums("block", handoff.blocks)
                 state = self._transport.checksums("snapshot", handoff.state)
                 self._ready.append(handoff.vouched(blocks, state))
