@@ -18,7 +18,7 @@ namespace ffi = xla::ffi;
 
 constexpr int kMostTokens = 65535;  // the second dimension of a grid
 constexpr int kManyTokens = 512;    // from which on neighbours are asked whether they share their keys
-constexpr int kSharing = 4;         // tokens of a block then
+constexpr int kSharing = 8;         // tokens of a block then
 constexpr int kStartTiles = 8;      // what a block does before its first tile, in tiles
 constexpr int kLongestRun = 256;    // tiles: not so long that tokens of very different counts leave SMs idle
 constexpr int kWideRun = 64;        // tiles of a narrow block, from which on wide ones are better for fp4 keys

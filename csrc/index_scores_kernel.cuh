@@ -1,6 +1,6 @@
 // Index scores over paged fp4 or fp8 keys (dsv4_jax/ops/index_scores.py): I[t, s] = sum_h w[t, h] relu(q[t, h] . K[s]).
 //
-// A block takes one token, or four that share their keys, and a run of these. Its warpgroups take turns at tiles of 64
+// A block takes one token, or eight that share their keys, and a run of these. Its warpgroups take turns at tiles of 64
 // keys, which a warp for each of them copies to shared memory some tiles ahead (index_scores_copies.cuh). A thread
 // reads its share of two keys, decodes it in registers and multiplies (wgmma, A from registers) with the heads of each
 // token, which stay in shared memory (index_scores_queries.cuh). A score depends on its token and key alone.
