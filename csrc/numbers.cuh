@@ -38,19 +38,38 @@ __device__ __forceinline__ int scale_exponent(float amax, Limit limit) {
 }
 
 // Codes 0 to 7 of e2m1 stand for 0, .5, 1, 1.5, 2, 3, 4, 6; 8 is the sign. Halfway goes to the even code.
-constexpr float kE2m1Most = 6, kE2m1MostCode = 7;
+constexpr float kE2m1Most = 6;
 constexpr uint32_t kE2m1Sign = 8;
+// Magnitude of x * factor, subnormal x as zero, beside the binade in which its steps are counted: steps are of 2^(e -
+// 1) for 2^e <= m, but no smaller ones than 0.5.
+struct E2m1Steps {
+  float m;
+  uint32_t binade;  // the bits of 2^e
+};
+__device__ __forceinline__ E2m1Steps e2m1_steps(float x, float factor) {
+  constexpr uint32_t kOne = kBias << kFloatMantissa;
+  float m;
+  asm("mul.ftz.f32 %0, %1, %2;" : "=f"(m) : "f"(fabsf(x)), "f"(factor));
+  m = fminf(m, kE2m1Most);
+  return {m, max(__float_as_uint(m) & ~kMantissaMask, kOne)};
+}
+// A number so large that a sum of it and m is rounded to a step; the sum's last bits count them.
+__device__ __forceinline__ float rounds_to_steps(uint32_t binade) {
+  return __uint_as_float(binade + (22 << kFloatMantissa) + 0x400000);
+}
 // The code of x * factor; of NaN 0.
 __device__ __forceinline__ uint32_t e2m1_code(float x, float factor) {
-  const float m = fabsf(x) * factor;
-  const float code = m < 2 ? rintf(2 * m) : m < 4 ? rintf(m) + 2 : fminf(rintf(0.5f * m) + 4, kE2m1MostCode);
-  return x != x ? 0u : static_cast<uint32_t>(code) | (__float_as_uint(x) >> 28 & kE2m1Sign);
+  constexpr uint32_t kCount = 7, kOne = kBias << kFloatMantissa;
+  const auto [m, binade] = e2m1_steps(x, factor);
+  const uint32_t count = __float_as_uint(__fadd_rn(m, rounds_to_steps(binade))) & kCount;
+  const uint32_t before = (binade - kOne) >> (kFloatMantissa - 1);  // two codes a binade from 2 on
+  return x != x ? 0u : (count + before) | (__float_as_uint(x) >> 28 & kE2m1Sign);
 }
-// What the code of x / scale stands for times the scale, its inverse given.
+// What the code of x / scale stands for times the scale, its inverse given. x is not NaN.
 __device__ __forceinline__ float round_e2m1(float x, float scale, float inverse) {
-  const float m = fabsf(x) * inverse;
-  const float value = m < 2 ? rintf(2 * m) * 0.5f : m < 4 ? rintf(m) : fminf(2 * rintf(0.5f * m), kE2m1Most);
-  return copysignf(value, x) * scale;
+  const auto [m, binade] = e2m1_steps(x, inverse);
+  const float steps = rounds_to_steps(binade);
+  return copysignf(__fsub_rn(__fadd_rn(m, steps), steps), x) * scale;
 }
 
 // The greater one; NaN if either is (fmaxf would drop it).

@@ -18,6 +18,23 @@ using Queries = ffi::Buffer<ffi::F32, 2>;
 using Angles = ffi::Buffer<ffi::F32, 2>;
 using Out = ffi::Buffer<ffi::BF16, 3>;
 
+constexpr int kManyRows = 1 << 14;  // from which on a warp takes several short ones
+
+template <int kWidth, int kRows>
+cudaError_t launch_with(const dsv4::QueryArgs& args, cudaStream_t stream) {
+  constexpr unsigned kEach = dsv4::kQueryWarps * kRows;
+  const unsigned blocks = (static_cast<unsigned>(args.rows) + kEach - 1) / kEach;
+  return dsv4::start(dsv4::query_kernel<kWidth, kRows>, {dim3(blocks), dsv4::kQueryThreads}, dsv4::follows, stream,
+                     args);
+}
+
+cudaError_t launch(const dsv4::QueryArgs& args, int width, cudaStream_t stream) {
+  if (width == dsv4::kDim) return launch_with<dsv4::kDim, 1>(args, stream);
+  const bool many = args.rows >= kManyRows && args.heads % dsv4::kQueryRows == 0;
+  return many ? launch_with<dsv4::kIndexDim, dsv4::kQueryRows>(args, stream)
+              : launch_with<dsv4::kIndexDim, 1>(args, stream);
+}
+
 ffi::Error finish_queries(cudaStream_t stream, Queries queries, Angles cosine, Angles sine, ffi::Result<Out> out,
                           int32_t start, float eps, bool hadamard, bool round_fp4) {
   const auto matrix = queries.dimensions(), q = out->dimensions();
@@ -49,10 +66,7 @@ ffi::Error finish_queries(cudaStream_t stream, Queries queries, Angles cosine, A
           {{"queries", args.queries}, {"cosine", args.cosine}, {"sine", args.sine}, {"out", args.out}});
       !problem.empty())
     return ffi::Error::InvalidArgument(problem);
-  constexpr int kRows = dsv4::kQueryWarps;
-  const unsigned blocks = (static_cast<unsigned>(args.rows) + kRows - 1) / kRows;
-  const auto kernel = q[2] == dsv4::kDim ? dsv4::query_kernel<dsv4::kDim> : dsv4::query_kernel<dsv4::kIndexDim>;
-  const cudaError_t error = dsv4::start(kernel, {dim3(blocks), dsv4::kQueryThreads}, dsv4::follows, stream, args);
+  const cudaError_t error = launch(args, static_cast<int>(q[2]), stream);
   if (error != cudaSuccess) return ffi::Error::Internal(std::string("finish_queries: ") + cudaGetErrorString(error));
   return ffi::Error::Success();
 }
@@ -60,6 +74,7 @@ ffi::Error finish_queries(cudaStream_t stream, Queries queries, Angles cosine, A
 }  // namespace
 
 DSV4_BUILT_FOR(queries);
+DSV4_ARGS_SIZE(queries, dsv4::QueryArgs)
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4FinishQueries, finish_queries,
                               ffi::Ffi::Bind()
@@ -73,3 +88,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4FinishQueries, finish_queries,
                                   .Attr<bool>("hadamard")
                                   .Attr<bool>("round_fp4"),
                               {ffi::Traits::kCmdBufferCompatible});
+
+// The launch alone, for timing without XLA. Returns a cudaError_t.
+extern "C" int dsv4_queries_launch(const dsv4::QueryArgs* args, int width, cudaStream_t stream) {
+  return static_cast<int>(launch(*args, width, stream));
+}

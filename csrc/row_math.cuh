@@ -85,13 +85,13 @@ __device__ __forceinline__ float row_sum(Float4 v, float* shared, int thread) {
   return __fadd_rn(__fadd_rn(a, c), __fadd_rn(b, d));
 }
 
-// RoPE of one pair of dims. Queries, which are rounded to bf16 next, let the compiler fuse products and sums.
+// RoPE of one pair of dims. Queries, which are rounded to bf16 next, fuse products and sums.
 enum class Rounding { kEach, kFused };
 template <Rounding kRounding>
 __device__ __forceinline__ void turn(float& even, float& odd, float cosine, float sine) {
   if constexpr (kRounding == Rounding::kFused) {
-    const float turned = even * cosine - odd * sine;
-    odd = even * sine + odd * cosine, even = turned;
+    const float turned = __fmaf_rn(even, cosine, -__fmul_rn(odd, sine));
+    odd = __fmaf_rn(even, sine, __fmul_rn(odd, cosine)), even = turned;
   } else {
     const float turned = __fsub_rn(__fmul_rn(even, cosine), __fmul_rn(odd, sine));
     odd = __fadd_rn(__fmul_rn(even, sine), __fmul_rn(odd, cosine)), even = turned;
@@ -112,10 +112,10 @@ __device__ __forceinline__ void hadamard(Float4& v, int lane) {
   v = {{a + c, b + d, a - c, b - d}};
 #pragma unroll
   for (int distance = 1; distance < kLanes; distance *= 2) {
+    const float sign = (lane & distance) != 0 ? -1.f : 1.f;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      const float other = __shfl_xor_sync(kAllLanes, v.x[i], distance);
-      v.x[i] = (lane & distance) != 0 ? other - v.x[i] : v.x[i] + other;
+      v.x[i] = __fmaf_rn(v.x[i], sign, __shfl_xor_sync(kAllLanes, v.x[i], distance));
     }
   }
 #pragma unroll

@@ -21,6 +21,7 @@ __all__ = [
     "HyperArgs",
     "HyperMixingArgs",
     "MoeArgs",
+    "QueryArgs",
     "RouteArgs",
     "RowPool",
     "Rows",
@@ -92,6 +93,17 @@ class TopKArgs(ctypes.Structure):
     _fields_ = (*_all(_POINTER, "scores", "count", "indices", "kept"), *_all(_INT, "width", "k"))
 
 
+class QueryArgs(ctypes.Structure):
+    """`dsv4::QueryArgs` of csrc/queries_kernel.cuh."""
+
+    _fields_ = (
+        *_all(_POINTER, "queries", "cosine", "sine", "out"),
+        *_all(_INT, "rows", "heads", "stride"),
+        ("eps", _FLOAT),
+        *_all(_INT, "hadamard", "round_fp4"),
+    )
+
+
 class MoeArgs(ctypes.Structure):
     """`dsv4::MoeArgs` of csrc/moe_lists.cuh."""
 
@@ -148,6 +160,7 @@ ENTRIES: dict[str, tuple[type[ctypes.Structure], tuple[str, ...]]] = {
     "hyper_mixing": (HyperMixingArgs, ()),
     "index_scores": (ScoreArgs, ("fp8",)),
     "moe": (MoeArgs, ("shape",)),
+    "queries": (QueryArgs, ("width",)),
     "route": (RouteArgs, ()),
     "top_k": (TopKArgs, ("tokens",)),
 }
