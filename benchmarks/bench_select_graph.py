@@ -32,7 +32,8 @@ DEEPGEMM = {(1, 8192): 3.8, (1, 32768): 4.3, (1, 262144): 13.0, (16, 32768): 22.
             (256, 32768): 262.9, (4096, 8192): 500, (4096, 32768): 2250}  # fmt: skip
 PREFILL_SHAPES = ((4096, 8192), (4096, 32768))  # tokens of one request
 TOP_SHAPES = ((1, 2048, 512), (1, 8192, 512), (1, 32768, 512), (1, 262144, 512), (1, 262144, 1024), (16, 32768, 512),
-              (16, 262144, 512), (64, 2048, 512), (64, 32768, 512), (64, 32768, 1024), (256, 32768, 512))  # fmt: skip
+              (16, 262144, 512), (64, 2048, 512), (64, 32768, 512), (64, 32768, 1024), (256, 32768, 512),
+              (4096, 2048, 512), (4096, 8192, 512), (4096, 32768, 512))  # fmt: skip
 VLLM = {(1, 2048, 512): 3.0, (1, 8192, 512): 4.4, (1, 32768, 512): 9.1, (1, 262144, 512): 15.1, (1, 262144, 1024): 15.3,
         (16, 32768, 512): 10.5, (16, 262144, 512): 26.6, (64, 2048, 512): 3.8, (64, 32768, 512): 12.4,
         (64, 32768, 1024): 13.0, (256, 32768, 512): 27.2}  # fmt: skip
@@ -214,7 +215,7 @@ class TopCase:
             assert not self.indices[t, len(want) :].any()
 
 
-def bench_top_k(library: ctypes.CDLL, quick: bool, recorder: Recorder) -> None:
+def bench_top_k(library: ctypes.CDLL, quick: bool, ceiling: float, recorder: Recorder) -> None:
     entry = open_entry(library, "top_k")
 
     def launch(case: TopCase) -> None:
@@ -234,6 +235,9 @@ def bench_top_k(library: ctypes.CDLL, quick: bool, recorder: Recorder) -> None:
             (20, 65536, 512),
             (70, 40000, 512),
             (20, 131072, 512),
+            (300, 2048, 512),
+            (140, 8190, 512),
+            (300, 32768, 512),
             (3, 262144, 1024),
         ):
             case = TopCase(tokens, width, k, kind)
@@ -242,13 +246,18 @@ def bench_top_k(library: ctypes.CDLL, quick: bool, recorder: Recorder) -> None:
         print(f"top_k, {kind}: equal to a stable sort", flush=True)
     for shape in TOP_SHAPES[:4] if quick else TOP_SHAPES:
         tokens, width, k = shape
-        moved = tokens * width * 4
+        moved = tokens * (4 * width + 4 * k + 8)
         cases = [TopCase(tokens, width, k) for _ in range(max(2, min(64, 220_000_000 // moved)))]
         us = microseconds([lambda c=c: launch(c) for c in cases])
-        line = f"top_k {tokens:3} x {width:6} k {k:4}: {us:6.1f} us, vLLM {VLLM[shape]} ({us / VLLM[shape]:.2f}x)"
+        peer = VLLM.get(shape)
+        line = f"top_k {tokens:3} x {width:6} k {k:4}: {us:6.1f} us, {moved / us / 1e3 / ceiling:4.0%} of copy"
+        line += f", vLLM {peer} ({us / peer:.2f}x)" if peer else ""
         torch_us = microseconds([lambda c=c: torch.topk(c.scores, c.k, dim=1) for c in cases])
         print(f"{line}, torch.topk {torch_us:.1f}", flush=True)
-        recorder.add("top_k", f"{'flash' if k == 512 else 'pro'}-{CONTEXTS[width]}", tokens, us, peer_us=VLLM[shape])
+        recorder.add(
+            "top_k", f"{'flash' if k == 512 else 'pro'}-{CONTEXTS[width]}", tokens, us, peer_us=VLLM.get(shape),
+            bytes=moved, of_copy=moved / us / 1e3 / ceiling,
+        )  # fmt: skip
 
 
 def main() -> None:
@@ -269,7 +278,7 @@ def main() -> None:
     if "index_scores" in options.only:
         wrong = bench_scores(library, options, ceiling, recorder)
     if "top_k" in options.only:
-        bench_top_k(library, options.quick, recorder)
+        bench_top_k(library, options.quick, ceiling, recorder)
     if wrong:
         raise SystemExit(f"{wrong} wrong results")
     recorder.write(options.json, copy_gb_per_s=ceiling)

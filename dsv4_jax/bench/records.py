@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeAlias
 
 from ..errors import BenchmarkError
 from ..untrusted import read_json
+from .targets import elsewhere
 
 __all__ = ["SCHEMA", "TABLES", "Measurement", "Table", "check", "commit", "load", "new_record"]
 
@@ -202,11 +203,11 @@ def new_record(
     rows: Sequence[Row], *, device: str, command: str, software: Mapping[str, str], ceilings: Mapping[str, float],
     quick: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """The record of a run of today, of the code in this checkout."""
+    """The record of a run of today, of the code in this checkout; rows as `targets.elsewhere` leaves them."""
     return {
         "schema": SCHEMA, "commit": commit(), "date": datetime.date.today().isoformat(), "device": device,
         "command": command, "software": dict(software), "quick": quick, "ceilings": dict(ceilings),
-        "rows": [dict(row) for row in rows],
+        "rows": [elsewhere(row, device) for row in rows],
     }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ is the peer's time.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "STEP_TARGETS",
     "TARGETS",
     "Target",
+    "elsewhere",
     "judged",
     "judged_model",
     "verdict",
@@ -48,6 +50,19 @@ def verdict(us: float | None, required: float | None, goal: float | None) -> str
     if goal is not None and us <= goal:
         return "goal"
     return "required" if required is not None and us <= required else "missed"
+
+
+def elsewhere(row: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """A row of the record of a run on `device`. Not on an H200: without the times set for one, the verdicts on them and
+    the peer's time, which was measured on one. Shares of a device's own ceilings, and what they say, stay.
+    """
+    if "H200" in device or row.get("table") not in ("ops", "steps", "models"):
+        return dict(row)
+    shares = ("required_of_copy", "goal_of_copy", "required_over_floor", "goal_over_floor")
+    dropped = {"peer_us"}
+    if all(row.get(name) is None for name in shares):
+        dropped |= {"required_us", "goal_us", "required_ms", "goal_ms", "verdict"}
+    return {name: value for name, value in row.items() if name not in dropped}
 
 
 PEERS = {

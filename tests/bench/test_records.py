@@ -75,6 +75,21 @@ def test_a_record_of_today_is_one_to_keep(monkeypatch):
     assert check(json.loads(json.dumps(made)))["commit"] == "abcdef0" and made["rows"] == [ROW]
 
 
+def test_targets_and_peers_are_those_of_an_h200():
+    judged = ROW | {"kernel_us": 2.0, "required_us": 4.5, "goal_us": 3.0, "peer_us": 3.1, "verdict": "goal"}
+    share = judged | {"required_of_copy": 0.8}
+    step = {"table": "steps", "required_ms": 90, "verdict": "missed"}
+    fact = {"table": "facts", "verdict": "required"}
+
+    def kept(device: str) -> list[dict]:
+        rows = (judged, share, step, fact)
+        return new_record(rows, device=device, command="bench", software={}, ceilings={})["rows"]
+
+    assert kept("2 x NVIDIA H200") == [judged, share, step, fact]
+    del share["peer_us"]
+    assert kept("NVIDIA H100 80GB HBM3") == [ROW | {"kernel_us": 2.0}, share, {"table": "steps"}, fact]
+
+
 def test_the_last_measurement_counts():
     def entry(us: float, file: str, **changes) -> Entry:
         return Entry(ROW | {"kernel_us": us} | changes, file, record(ROW))
@@ -90,8 +105,8 @@ def test_a_new_record_changes_its_lines_alone(tmp_path, capsys):
     """A record dropped into the folder is enough; devices are not mixed."""
     shutil.copytree(FOLDER, tmp_path / "benchmarks", ignore=shutil.ignore_patterns("*.py", "*.cu"))
     folder = tmp_path / "benchmarks"
-    new = record(ROW | {"kernel_us": 2.125, "required_us": 4.5, "peer_us": 3.09, "verdict": "required"},
-                 date="2030-01-01", device="NVIDIA H200")  # fmt: skip
+    row = ROW | {"kernel_us": 2.125, "required_us": 4.5, "peer_us": 3.09, "verdict": "required"}
+    new = record(date="2030-01-01", device="NVIDIA H200") | {"rows": [row]}
     (folder / "records" / "2030-01-01-x.json").write_text(json.dumps(new))
     assert (
         main(["bench", "--render", str(folder), "--check"]) == 1
