@@ -1,38 +1,18 @@
-"""Continuous batching without a device: a trace through the real manager. Pure Python + numpy, deterministic.
-
-Each step: who has arrived waits in line; preempted requests are resumed first, then those in line are
-admitted, as slots and blocks allow; the step computes what `schedule` says. If that is nothing, the
-request that arrived last is preempted until it is something. A request whose tokens are all computed draws
-its next one, and leaves when it has drawn all.
-
-Of most decode steps nothing but positions would reach the manager: within a block a decode needs nothing, gives
-nothing, and is always scheduled. So a request *glides* there: its steps take their time, and the manager is
-told of them all at once, as one chunk, in the step that fills the block or draws the last token. Blocks are
-taken, published and evicted in the same steps as if every one were planned, and everything but the manager's
-CPU time comes out the same (`Server.every_step` plans them all; a test compares). Steps in which everyone glides
-are not planned at all.
-"""
+"""A trace on one host, to its end. Pure Python + numpy, deterministic."""
 
 from __future__ import annotations
 
 import collections
-import heapq
-import time
 from collections.abc import Callable, Sequence
 
-from ..errors import IntegrityError, NoFreeSlotError, OutOfBlocksError, TraceError
-from ..manager import KVCacheManager, ManagerStats, Namespace, Request
-from ..manager.metrics import PoolUse
-from .shadow import Text, TransferBytes
+from ..errors import TraceError
+from .host import Host
 from .simulation import Job, Server, Simulation
-from .tokens import run_tokens
 from .trace import TraceRequest
 
-__all__ = ["simulate"]
+__all__ = ["runnable", "simulate"]
 
 MAX_TOKENS = 1 << 24  # of a request: its ids are made at once
-SAMPLED = 16  # one in so many planned steps is timed and its pools looked at, but for the first ones
-FIRST = 256
 
 
 def simulate(
@@ -47,304 +27,41 @@ def simulate(
     Raises:
         TraceError: no request of the trace can ever run, or one that can is too long to be made.
     """
-    return _Engine(trace, server, on_done).run()
+    host = Host(server, lambda _: on_done())
+    jobs, host.result.rejected = runnable(trace, server)
+    for _ in range(host.result.rejected.total()):
+        on_done()
+    now, ahead = 0.0, collections.deque(jobs)
+    while ahead or not host.is_idle:
+        while ahead and ahead[0].trace.arrival <= now:
+            job = ahead.popleft()
+            host.take(job, job.trace.arrival)
+        if host.begin(now) is not None:
+            host.end()
+            now = host.result.now
+        elif ahead:
+            now = max(now, ahead[0].trace.arrival)
+    return host.finish()
 
 
-class _Engine:
-    def __init__(self, trace: Sequence[TraceRequest], server: Server, on_done: Callable[[], object]):
-        self.server, self.on_done = server, on_done
-        self.manager = KVCacheManager(server.layout, server.size, policy=server.policy, host=server.host)
-        self.result = Simulation(server)
-        self.ahead = collections.deque(self._runnable(trace))  # not arrived
-        self.line: collections.deque[Job] = collections.deque()  # not admitted
-        self.live: dict[Request, Job] = {}
-        self.active: dict[Request, Job] = {}  # of the live ones, those that `schedule` decides about
-        self.gliding: list[tuple[int, int, Job]] = []  # a heap: the others, by the step the manager is told of
-        self.glide_base = 0  # their tokens, added up, if each had glided since step 0
-        self.preempted: list[Job] = []  # the first to arrive first
-        self.fresh: list[Job] = []  # admitted since the last step
-        self.seen: set[int] = set()
-        self.blocked = {"slot": -1, "device": -1}  # the last step before which the pool had no room for one more
-        self.filled = False  # whether the manager was told of tokens in the step before
-        self.glides, self.order = server.glides, 0
+def runnable(trace: Sequence[TraceRequest], server: Server) -> tuple[list[Job], collections.Counter[str]]:
+    """Jobs for the requests that can run on such a server, and how many cannot, by what they exceed.
 
-    def _runnable(self, trace: Sequence[TraceRequest]) -> list[Job]:
-        jobs, size, layout = [], self.server.size, self.server.layout
-        for index, request in enumerate(trace):
-            tokens = request.prompt_tokens + request.output_tokens
-            over_context = tokens > self.manager.context_limit
-            if over_context or layout.blocks_for(tokens) > size.num_blocks:
-                self.result.rejected["context" if over_context else "device"] += 1
-                self.on_done()
-            elif tokens > MAX_TOKENS:
-                raise TraceError(f"request {index} has {tokens} tokens: at most {MAX_TOKENS} can be simulated")
-            else:
-                jobs.append(Job(request, index))
-        if not jobs:
-            room = min(self.manager.context_limit, size.num_blocks * layout.block_tokens)
-            raise TraceError(f"no request of the trace fits: this cache holds {room} tokens of one")
-        return jobs
-
-    def run(self) -> Simulation:
-        result, ahead = self.result, self.ahead
-        while ahead or self.line or self.live or self.preempted:
-            while ahead and ahead[0].trace.arrival <= result.now:
-                ahead[0].queued = result.steps
-                self.line.append(ahead.popleft())
-            if self.line or self.preempted:
-                self._bring_in()
-            if self.live:
-                self._step()
-            elif self.line or self.preempted:
-                raise IntegrityError("no request runs, and yet there is no room for one more")
-            elif ahead:
-                result.now = max(result.now, ahead[0].trace.arrival)
-        result.stats = self.manager.stats()
-        self._look(result.stats)
-        result.timeline.add(result.now, self._sample(result.stats), last=True)
-        return result
-
-    # Who comes in
-
-    def _bring_in(self) -> None:
-        while self.preempted or self.line:
-            resumes = bool(self.preempted)
-            job = self.preempted[0] if resumes else self.line[0]
-            pool = self._binding(job, resumes=resumes) or (self._resume(job) if resumes else self._admit(job))
-            if pool is not None:
-                self.blocked[pool] = self.result.steps  # for all in line: those behind wait for the same
-                return
-
-    def _binding(self, job: Job, *, resumes: bool) -> str | None:
-        """The pool without room for one more request, if there is one. Each live one may need a block soon.
-
-        Who is new needs a block as well: it may share most of its own. Who is resumed needs all, or would
-        soon be preempted again.
-        """
-        if len(self.live) == self.server.size.num_slots:
-            return "slot"
-        known = len(job.request.tokens) if resumes and job.request is not None else 1
-        needed = self.server.layout.blocks_for(known) + len(self.live)
-        return "device" if needed > self.manager.cache.num_available else None
-
-    def _admit(self, job: Job) -> str | None:
-        """The first in line becomes live; else returns the pool that has no room."""
-        trace, result, layout = job.trace, self.result, self.server.layout
-        ids = run_tokens((*trace.prompt, *trace.output), layout.cfg.vocab_size)
-        namespace = None if trace.tenant is None else Namespace(trace.tenant)
-        prompt = ids[: trace.prompt_tokens]
-        start = time.thread_time()
-        try:
-            request = self.manager.admit_request(prompt, max_tokens=len(ids), namespace=namespace)
-        except NoFreeSlotError:  # slots may also be taken by snapshots that live requests have yet to read
-            return self._no_room("slot")
-        result.admission_cpu.append(time.thread_time() - start)
-        job.output = ids[trace.prompt_tokens :].tolist()
-        job.text = Text(ids, layout.block_tokens, trace.tenant, job.index)
-        job.seen = self._seen_tokens(job.text.names, len(prompt))
-        self.line.popleft()
-        job.request, job.admitted, job.hit = request, result.now, request.num_hit
-        job.held_up = tuple(pool for pool, step in self.blocked.items() if step >= job.queued)
-        totals = result.totals
-        totals.prompt, totals.hit = totals.prompt + len(prompt), totals.hit + job.hit
-        totals.recomputed += job.seen - job.hit
-        self._becomes_live(job)
-        self.fresh.append(job)
-        result.jobs.append(job)
-        return None
-
-    def _becomes_live(self, job: Job) -> None:
-        assert job.request is not None
-        self.order += 1
-        job.order, job.unchecked = self.order, True
-        self.live[job.request] = self.active[job.request] = job
-
-    def _no_room(self, pool: str) -> str:
-        if not self.live:
-            raise IntegrityError(f"no request runs, and yet there is no room in the {pool} pool for one")
-        return pool
-
-    def _seen_tokens(self, names: list[int], prompt: int) -> int:
-        """Prompt tokens that a cache of any size could have had (at least the last one is computed)."""
-        block, count = self.server.layout.block_tokens, 0
-        for name in names[: (prompt - 1) // block]:
-            if name not in self.seen:
-                break
-            count += 1
-        self.seen.update(names)
-        return count * block
-
-    # Who has to go, and comes back
-
-    def _preempt(self) -> None:
-        """Nobody glides: whoever does could be scheduled."""
-        job = max(self.live.values(), key=lambda job: job.index)
-        request = job.request
-        assert request is not None
-        had = request.num_cached
-        self.manager.preempt(request)
-        self.result.preemptions += 1
-        self.result.lost += had
-        del self.live[request], self.active[request]
-        if job in self.fresh:
-            self.fresh.remove(job)
-        self.preempted.append(job)
-        self.preempted.sort(key=lambda job: job.index)
-
-    def _resume(self, job: Job) -> str | None:
-        """The first of those preempted becomes live again; else returns the pool that has no room."""
-        request = job.request
-        assert request is not None
-        try:
-            self.manager.resume(request)
-        except NoFreeSlotError:
-            return self._no_room("slot")
-        except OutOfBlocksError:
-            return self._no_room("device")
-        self.preempted.remove(job)
-        self._becomes_live(job)
-        self.result.lost -= request.num_cached
-        return None
-
-    # Steps
-
-    def _step(self) -> None:
-        result, step = self.result, self.result.steps + 1
-        gliding, glide_context = len(self.gliding), self.glide_base + len(self.gliding) * step
-        due = self._due(step)
-        result.steps = step
-        pairs, moved = self._plan(due, gliding) if due or self.active or self.filled else ([], TransferBytes())
-        # What was due has glided, but for this step: its tokens are counted there.
-        others = [(r.num_cached - count, count) for r, count in pairs if r not in due]
-        chunks = [(start, count) for start, count in others if count > 1]
-        decodes = gliding + len(others) - len(chunks)
-        prefill = sum([count for _, count in chunks])
-        time_of = self.server.step_time
-        computing = time_of.computing(
-            decodes, glide_context + sum([start for start, count in others if count == 1]),
-            prefill, sum([count * start + count * (count - 1) // 2 for start, count in chunks]),
-        )  # fmt: skip
-        seconds = time_of.seconds(computing, moved.loaded, moved.stored)
-        result.now, result.busy, result.waited = (
-            result.now + seconds, result.busy + seconds, result.waited + seconds - computing
-        )  # fmt: skip
-        result.scheduled_tokens += decodes + prefill
-        if result.timeline.due:
-            result.timeline.add(result.now, self._sample(self.manager.stats()))
-        result.timeline.tick()
-        for request, _ in pairs:
-            if not request.num_pending:
-                self._draw(self.live[request])
-
-    def _due(self, step: int) -> dict[Request, int]:
-        """Whoever's glide ends with this step, and how many tokens of it the manager has to be told of."""
-        due = {}
-        while self.gliding and self.gliding[0][0] == step:
-            job = heapq.heappop(self.gliding)[2]
-            request, count = job.request, step - job.glides_from
-            assert request is not None
-            self.glide_base -= request.num_cached - job.glides_from - 1
-            request.tokens += job.output[job.drawn : job.drawn + count - 1]
-            job.drawn += count - 1
-            due[request] = count
-        return due
-
-    def _plan(self, due: dict[Request, int], gliding: int) -> tuple[list[tuple[Request, int]], TransferBytes]:
-        """What the manager is told of: tokens of this step, and those glided up to here; and the bytes moved first."""
-        manager, result, live = self.manager, self.result, self.live
-        look = result.planned < FIRST or result.planned % SAMPLED == 0
-        start = time.thread_time() if look else 0.0
-        while True:
-            turns = sorted(self.active, key=lambda request: live[request].order)
-            room = self.server.token_budget - gliding
-            scheduled = manager.schedule(room, requests=turns)  # publishes what the step before has filled
-            if scheduled or gliding:
-                break
-            self._preempt()
-        pairs = scheduled
-        if due:  # among the decodes, where they would be if all were planned
-            split = next((i for i, (_, count) in enumerate(scheduled) if count > 1), len(scheduled))
-            decodes = sorted([*due.items(), *scheduled[:split]], key=lambda pair: live[pair[0]].order)
-            pairs = [*decodes, *scheduled[split:]]
-        self.filled = bool(pairs)
-        if not pairs and not self.fresh and not manager.cache.transfers:
-            return [], TransferBytes()
-        plan = manager.plan_step(pairs)
-        stages = manager.take_transfers()
-        result.planned += 1
-        if look:
-            result.step_cpu.append(time.thread_time() - start)
-            self._look(manager.stats())
-        moved, loaded = result.shadow.transfer(stages)
-        result.shadow.begin(plan)
-        for job in self.fresh:
-            self._count_host_hit(job, loaded)
-        self.fresh.clear()
-        for request, count in pairs:
-            job = live[request]
-            assert job.text is not None
-            result.shadow.compute(job.text, request.slot, request.num_cached - count, count, check_blocks=job.unchecked)
-            job.unchecked = False
-        return pairs, moved
-
-    def _count_host_hit(self, job: Job, loaded: set[int]) -> None:
-        """What came from the host is a host hit of the first who asked for it."""
-        assert job.request is not None
-        blocks = job.request.blocks[: job.hit // self.server.layout.block_tokens]
-        job.hit_host = sum(block in loaded for block in blocks) * self.server.layout.block_tokens
-        self.result.totals.hit_host += job.hit_host
-        loaded.difference_update(blocks)
-
-    def _draw(self, job: Job) -> None:
-        request, result = job.request, self.result
-        assert request is not None
-        if job.drawn < len(job.output):
-            request.tokens.append(job.output[job.drawn])
-            job.drawn += 1
-        if job.drawn <= 1 and not job.first_token:
-            job.first_token = result.now
-            result.totals.answered += 1
-            result.totals.waited += job.first_token - job.trace.arrival
-        if job.drawn == len(job.output):
-            job.ended, job.text, job.output = result.now, None, []
-            self.manager.release_request(request)
-            del self.live[request]
-            self.active.pop(request, None)
-            self.on_done()
-        elif (within := request.num_cached % self.server.layout.block_tokens) and self.glides:
-            steps = min(self.server.layout.block_tokens - within, len(job.output) - job.drawn)
-            job.glides_from = result.steps
-            self.glide_base += request.num_cached - result.steps - 1
-            heapq.heappush(self.gliding, (result.steps + steps, job.order, job))
-            self.active.pop(request, None)
+    Raises `TraceError` as `simulate`.
+    """
+    jobs: list[Job] = []
+    rejected = collections.Counter[str]()
+    for index, request in enumerate(trace):
+        tokens = request.prompt_tokens + request.output_tokens
+        if tokens > server.context_limit:
+            rejected["context"] += 1
+        elif server.layout.blocks_for(tokens) > server.size.num_blocks:
+            rejected["device"] += 1
+        elif tokens > MAX_TOKENS:
+            raise TraceError(f"request {index} has {tokens} tokens: at most {MAX_TOKENS} can be simulated")
         else:
-            self.active[request] = job
-
-    # Numbers
-
-    def _look(self, stats: ManagerStats) -> None:
-        peak, in_use = self.result.peak, self.result.peak_in_use
-        for name, pool in stats.cache.pools.items():
-            peak[name] = max(peak.get(name, 0), pool.total - pool.free)
-            in_use[name] = max(in_use.get(name, 0), _in_use(name, pool))
-
-    def _sample(self, stats: ManagerStats) -> dict[str, float]:
-        pools, counters, totals = stats.cache.pools, stats.cache.counters, self.result.totals
-        sample: dict[str, float] = {
-            "running": len(self.live), "waiting": len(self.line), "preempted": len(self.preempted),
-            "prompt_tokens": totals.prompt, "hit_device_tokens": totals.hit - totals.hit_host,
-            "hit_host_tokens": totals.hit_host, "recomputed_tokens": totals.recomputed,
-            "answered": totals.answered, "waited_seconds": totals.waited,
-        }  # fmt: skip
-        for name, pool in pools.items():
-            sample[f"{name}_used"] = _in_use(name, pool)
-            sample[f"{name}_cached"] = pool.total - pool.free - _in_use(name, pool)
-        for tier, count in counters.evicted.items():
-            sample[f"evicted_{tier.name.lower()}"] = count
-        sample["evicted_snapshot"] = counters.evicted_snapshots
-        return sample
-
-
-def _in_use(name: str, pool: PoolUse) -> int:
-    """Units of requests. Only device blocks are shared with the cache; on the host lie copies of what is in use."""
-    return pool.private + (pool.cached - pool.evictable if name == "device" else 0)
+            jobs.append(Job(request, index))
+    if not jobs:
+        room = min(server.context_limit, server.size.num_blocks * server.layout.block_tokens)
+        raise TraceError(f"no request of the trace fits: this cache holds {room} tokens of one")
+    return jobs, rejected

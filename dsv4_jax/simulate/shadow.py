@@ -63,6 +63,9 @@ class TransferBytes(NamedTuple):
     swap_in: int = 0
     restore: int = 0
 
+    def plus(self, other: TransferBytes) -> TransferBytes:
+        return TransferBytes(*(a + b for a, b in zip(self, other, strict=True)))
+
     @property
     def stored(self) -> int:
         """To the host."""
@@ -103,10 +106,19 @@ class ShadowDevice:
                 _move(stage.swap_in, self._blocks, self._pages, outward=False) * self._record,
                 _move(stage.restore, self._slots, self._pages, outward=False) * self._page,
             )
-            self.moved = TransferBytes(*map(sum, zip(self.moved, moved, strict=True)))
+            self.moved = self.moved.plus(TransferBytes(*moved))
             if stage.swap_in is not None:
                 loaded.update(stage.swap_in.device_ids.tolist())
         return TransferBytes(*(now - then for now, then in zip(self.moved, before, strict=True))), loaded - {0}
+
+    def sums(self, pages: Iterable[int]) -> tuple[bytes, ...]:
+        """16 bytes for each page of the host, that differ where what lies there differs."""
+        return tuple(hash(self._pages.get(page)).to_bytes(16, "little", signed=True) for page in pages)
+
+    def receive(self, other: ShadowDevice, source: Iterable[int], pages: Iterable[int]) -> None:
+        """Pages of another's host are here, in these pages."""
+        for theirs, ours in zip(source, pages, strict=True):
+            _put(self._pages, ours, other._pages.get(theirs))
 
     def begin(self, plan: StepPlan) -> None:
         """The plan's copies and table entries."""

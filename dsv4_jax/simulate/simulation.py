@@ -7,7 +7,7 @@ import dataclasses
 
 from ..errors import CapacityError
 from ..layout import CacheLayout, CacheSize
-from ..manager import CachePolicy, HostSize, ManagerStats, Request
+from ..manager import Arrival, CachePolicy, HostSize, ManagerStats, Namespace, Request
 from .shadow import ShadowDevice, Text
 from .step_time import StepTime
 from .timeline import Timeline
@@ -44,6 +44,12 @@ class Server:
                 raise CapacityError(f"{field}: {count}, at most {MAX_UNITS} can be simulated")
 
     @property
+    def context_limit(self) -> int:
+        """Tokens that one request can hold."""
+        limit = self.size.max_blocks_per_request * self.layout.block_tokens
+        return min(limit, self.layout.cfg.max_position_embeddings)
+
+    @property
     def glides(self) -> bool:
         """Whether decodes may pass unplanned. Drafts make what is published wait; so small a budget leaves some out."""
         return not (self.every_step or self.layout.draft_tokens or self.token_budget <= self.size.num_slots)
@@ -62,8 +68,11 @@ class Job:
         order: it became live as the how manieth, resumed ones counted again.
         glides_from: the step after which the manager knows nothing of its steps.
         unchecked: whether its next step is the first one since it got its blocks.
-        queued: steps there had been when it arrived.
+        queued: steps there had been when it was put in line.
         held_up: pools it had to wait for in line.
+        until: of a prompt that is computed for another host: how many of its tokens are.
+        arrival: what comes of it from another host.
+        offered, admitted, first_token, ended: when it was put in line, became live, and so on.
     """
 
     trace: TraceRequest
@@ -80,9 +89,17 @@ class Job:
     unchecked: bool = True
     queued: int = 0
     held_up: tuple[str, ...] = ()
+    until: int = 0
+    arrival: Arrival | None = None
+    offered: float = 0.0
     admitted: float = 0.0
     first_token: float = 0.0
     ended: float = 0.0
+
+    @property
+    def namespace(self) -> Namespace | None:
+        """Of the manager."""
+        return None if self.trace.tenant is None else Namespace(self.trace.tenant)
 
 
 @dataclasses.dataclass
@@ -106,7 +123,9 @@ class Simulation:
         rejected: those that could never run, by what they exceed: "context" or "device".
         now: simulated seconds. busy: those of steps. waited: those of steps that went into transfers.
         planned: steps of which the manager knows.
-        scheduled_tokens: of all steps.
+        scheduled_tokens: of all steps; `prefill_tokens`: those of chunks.
+        live_seconds: live requests, added up over the seconds of steps.
+        token_gaps: (seconds, decodes) of each step with decodes.
         lost: tokens that were computed again because of preemptions.
         peak: most units in use of each pool; `peak_in_use`: by requests. Of the steps that were looked at.
         step_cpu, admission_cpu: CPU seconds of the manager itself per planned step (some of them) and admission.
@@ -122,6 +141,9 @@ class Simulation:
     steps: int = 0
     planned: int = 0
     scheduled_tokens: int = 0
+    prefill_tokens: int = 0
+    live_seconds: float = 0.0
+    token_gaps: list[tuple[float, int]] = dataclasses.field(default_factory=list)
     preemptions: int = 0
     lost: int = 0
     totals: Totals = dataclasses.field(default_factory=Totals)
