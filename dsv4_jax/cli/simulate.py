@@ -26,7 +26,8 @@ from .models import add_model, model_config, model_file
 from .options import add_command, add_json, add_layout, layout_from, naming, refuse_same
 from .plan import human
 from .printing import Progress, present, say
-from .simulated_server import DEFAULTS, Variant, add_server, server_from, variant
+from .simulated_hosts import add_hosts, check_hosts, run_hosts
+from .simulated_server import DEFAULTS, Variant, add_server, room, server_from, variant
 from .simulated_table import table
 from .values import given_path, output_file, picture_file, positive
 
@@ -38,6 +39,8 @@ _EXAMPLES = """
   dsv4-jax simulate trace.jsonl --hbm 20GiB --json \\
       --compare 'no cache: --policy none' --compare 'worth:' --compare 'lru: --order lru' --plot orders.png
   dsv4-jax simulate --generate chats=200,tenants=4,seed=1 --blocks 600 --snapshots 64 --plot sim.png
+  dsv4-jax simulate trace.jsonl --limit 1500 --hbm 20GiB --host 64GiB \\
+      --prefill-hosts 3 --decode-hosts 1 --network 50GB/s --speed 1,2,3 --plot hosts.png
   dsv4-jax simulate --generate chats=200 --save-trace trace.jsonl        also keep the trace that was made up
 
 the trace is a file, or - for stdin; a line of it is one of
@@ -75,6 +78,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_model(parser)
     add_server(parser)
     parser.set_defaults(**DEFAULTS)
+    add_hosts(parser)
     several = parser.add_argument_group("comparison")
     several.add_argument(
         "--compare", type=variant, action="append", metavar="'NAME: OPTIONS'",
@@ -83,7 +87,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     several.add_argument(
         "--bound", action="store_true", help="also say what a clairvoyant cache of this memory could find"
     )
-    parser.add_argument("--plot", type=picture_file, metavar="PNG", help="draw it over simulated time")
+    parser.add_argument(
+        "--plot", type=picture_file, metavar="PNG", help="draw it over simulated time (several hosts: over the rate)"
+    )
     add_layout(parser)
     add_json(parser)
     parser.set_defaults(run=run, refuse=parser.error)
@@ -99,8 +105,11 @@ def run(args: argparse.Namespace) -> int:
     variants = args.compare or [Variant("", "", {})]
     if len({each.name for each in variants}) < len(variants):
         args.refuse("argument --compare: two variants have the same name")
+    handed = check_hosts(args)
     layout = layout_from(args, model_config(args.model))
     trace, linked = _trace(args)
+    if handed:
+        return run_hosts(args, layout, trace, linked)
     servers = []
     for each in variants:
         with naming(f"--compare {each.name}") if each.name else contextlib.nullcontext():
@@ -111,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         for each, server in zip(variants, servers, strict=True):
             progress.update(f"requests, {each.name}" if each.name else None)
             with naming(
-                fields={"no request of the trace fits": f"{_room(each.of(args))}: no request of the trace fits"}
+                fields={"no request of the trace fits": f"{room(each.of(args))}: no request of the trace fits"}
             ):
                 answer = report(simulate(trace, server, on_done=progress.advance))
             runs.append({"name": each.name, "options": each.text, **_with_bounds(answer, turns, trace, server)})
@@ -125,12 +134,6 @@ def run(args: argparse.Namespace) -> int:
     if broken:
         say(f"{broken} units held what they should not: a bug of the manager")
     return 1 if broken else 0
-
-
-def _room(args: argparse.Namespace) -> str:
-    """The options that say how long a request may be."""
-    given = [f"--{name}" for name in ("hbm", "blocks", "context") if getattr(args, name) is not None]
-    return ", ".join(given) or "--hbm"
 
 
 def _with_bounds(

@@ -18,7 +18,7 @@ from .options import naming
 from .placement import DEFAULT_PLACEMENT, PLACEMENT_HELP, placement
 from .values import byte_count, fraction, natural, positive, short, token_count
 
-__all__ = ["DEFAULTS", "Variant", "add_server", "server_from", "variant"]
+__all__ = ["DEFAULTS", "Variant", "add_server", "room", "server_from", "variant"]
 
 DEFAULTS: dict[str, Any] = dict.fromkeys(
     ("blocks", "hbm", "context", "snapshots", "snapshot_fraction", "host", "host_pages")
@@ -113,6 +113,12 @@ def server_from(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[T
     """Raises `OptionError`: the memory is too small, or there is more of something than can be simulated."""
     with naming(fields=_size_options(args)):
         return _server(args, layout, trace)
+
+
+def room(args: argparse.Namespace) -> str:
+    """The options that say how long a request may be."""
+    given = [f"--{name}" for name in ("hbm", "blocks", "context") if getattr(args, name) is not None]
+    return ", ".join(given) or "--hbm"
 
 
 def _size_options(args: argparse.Namespace) -> dict[str, str]:

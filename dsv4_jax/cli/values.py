@@ -16,6 +16,8 @@ from ..untrusted import read_number
 
 __all__ = [
     "byte_count",
+    "byte_rate",
+    "duration",
     "fraction",
     "given_path",
     "json_file",
@@ -67,6 +69,27 @@ def byte_count(text: str) -> int:
     if value >= _MOST_BYTES:
         raise argparse.ArgumentTypeError(f"{short(text)} is not a size such as 80GiB or 80e9 (below 2^63 bytes)")
     return int(value)
+
+
+def byte_rate(text: str) -> float:
+    """Bytes per second: a number above 0 with a unit (50GB/s, 12.5GiB/s, 400Gbit/s), or inf."""
+    if text.strip() == "inf":
+        return math.inf
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[0-9]+)?\s*([kKMGT]?i?)(B|bit)/s", text.strip())
+    rate = float(match[1] + (match[2] or "")) * _UNITS.get(match[3].lower(), 0) if match else 0.0
+    if not 0 < rate < _MOST_BYTES:
+        problem = f"{short(text)} is not a rate above 0 such as 50GB/s or 400Gbit/s (below 2^63 bytes a second; or inf)"
+        raise argparse.ArgumentTypeError(problem)
+    return rate / 8 if match and match[4] == "bit" else rate
+
+
+def duration(text: str) -> float:
+    """Seconds, at least 0: a number with a unit (100us, 1.5ms, 2s)."""
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e-?[0-9]+)?\s*(us|ms|s)", text.strip())
+    seconds = float(match[1] + (match[2] or "")) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[3]] if match else math.inf
+    if seconds > 3600:
+        raise argparse.ArgumentTypeError(f"{short(text)} is not a time of at most an hour such as 100us or 1.5ms")
+    return seconds
 
 
 def token_count(text: str) -> int:

@@ -4,7 +4,10 @@ Nothing here imports jax. `dsv4-jax simulate` is the command.
 """
 
 from .engine import simulate
+from .hosts import simulate_handed, simulate_joint
+from .hosts_report import hosts_report
 from .linking import link_outputs
+from .network import Link
 from .simulation import Server, Simulation
 from .step_time import StepTime
 from .synthesis import ChatTrace, make_trace
@@ -12,14 +15,18 @@ from .trace import TraceRequest, TraceRun, read_trace, write_trace
 
 __all__ = [
     "ChatTrace",
+    "Link",
     "Server",
     "Simulation",
     "StepTime",
     "TraceRequest",
     "TraceRun",
+    "hosts_report",
     "link_outputs",
     "make_trace",
     "read_trace",
     "simulate",
+    "simulate_handed",
+    "simulate_joint",
     "write_trace",
 ]

@@ -37,12 +37,13 @@ class Host:
 
     Args:
         ended: called with each job that has got all it came for.
-        told: of a host that computes prompts for others: called with each job after its steps, while it is live. Such a
-            job ends when the first `Job.until` tokens are computed; no token is drawn.
+        answered: called with each job when it has its first token.
         events: where the manager tells of its blocks.
 
     Attributes:
         result: what has happened; `result.now` is the host's clock.
+        told: of a host that computes prompts for others: called with each job after its steps, while it is live. Such a
+            job ends when the first `Job.until` tokens are computed; no token is drawn.
         flushed: bytes that travelled since the last step; they count with the next one.
     """
 
@@ -50,11 +51,11 @@ class Host:
         self,
         server: Server,
         ended: Callable[[Job], object],
-        *,
-        told: Callable[[Job], object] | None = None,
+        answered: Callable[[Job], object] = lambda _: None,
         events: EventLog | None = None,
     ):
-        self.server, self._ended, self._told = server, ended, told
+        self.server, self._ended, self._answered = server, ended, answered
+        self.told: Callable[[Job], object] | None = None
         self.result = Simulation(server)
         self.manager = KVCacheManager(
             server.layout, server.size, policy=server.policy, host=server.host, events=events,
@@ -106,7 +107,7 @@ class Host:
         result.timeline.tick()
         for request, count in self.pairs:
             job = self.live[request]
-            if self._told is not None:
+            if self.told is not None:
                 if self.server.layout.draft_tokens:  # else what may be cut is not told of
                     self.manager.accept(request, count)
                 self._hand_over(job)
@@ -162,6 +163,7 @@ class Host:
                 request = self.manager.admit_request(prompt, max_tokens=len(ids), namespace=job.namespace)
             else:
                 request = self.manager.admit_remote(job.arrival, max_tokens=len(ids))
+                job.arrival = None
         except NoFreeSlotError:  # slots may also be taken by snapshots that live requests have yet to read
             return self._no_room("slot")
         result.admission_cpu.append(time.thread_time() - start)
@@ -184,7 +186,7 @@ class Host:
         self.order += 1
         job.order, job.unchecked = self.order, True
         self.live[job.request] = self.active[job.request] = job
-        if self._told is not None and job.request.num_cached >= job.until:
+        if self.told is not None and job.request.num_cached >= job.until:
             self._hand_over(job)  # there is nothing to compute
 
     def _no_room(self, pool: str) -> str:
@@ -283,7 +285,7 @@ class Host:
             turns = sorted(self.active, key=lambda request: live[request].order)
             room = self.server.token_budget - gliding
             scheduled = manager.schedule(room, requests=turns)  # publishes what the step before has filled
-            if self._told is not None:
+            if self.told is not None:
                 scheduled = [(r, min(count, live[r].until - r.num_cached)) for r, count in scheduled]
             if scheduled or gliding:
                 break
@@ -313,6 +315,8 @@ class Host:
             assert job.text is not None
             result.shadow.compute(job.text, request.slot, request.num_cached - count, count, check_blocks=job.unchecked)
             job.unchecked = False
+            if job.begun < 0:
+                job.begun = result.now
         return pairs, moved
 
     def _count_host_hit(self, job: Job, loaded: set[int]) -> None:
@@ -333,6 +337,7 @@ class Host:
             job.first_token = result.now
             result.totals.answered += 1
             result.totals.waited += job.first_token - job.trace.arrival
+            self._answered(job)
         if job.drawn == len(job.output):
             self._leave(job)
         elif (within := request.num_cached % self.server.layout.block_tokens) and self.glides:
@@ -346,15 +351,15 @@ class Host:
 
     def _hand_over(self, job: Job) -> None:
         """Somebody else is told how far it is; it leaves when that is all."""
-        assert job.request is not None and self._told is not None
-        self._told(job)
+        assert job.request is not None and self.told is not None
+        self.told(job)
         if job.request.num_cached >= job.until:
             self._leave(job)
 
     def _leave(self, job: Job) -> None:
         request = job.request
         assert request is not None
-        job.ended, job.text, job.output = self.result.now, None, []
+        job.ended, job.request, job.text, job.output = self.result.now, None, None, []  # which are large
         self.manager.release_request(request)
         del self.live[request]
         self.active.pop(request, None)

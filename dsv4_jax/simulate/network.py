@@ -65,10 +65,6 @@ class Network:
         self._now, self._changes = 0.0, 0
         self.sent, self.received = collections.Counter[int](), collections.Counter[int]()
 
-    @property
-    def total_bytes(self) -> int:
-        return self.sent.total()
-
     def transfer(self, now: float, source: int, target: int, count: int, done: Callable[[], object]) -> None:
         """Moves `count` bytes; calls `done` when they are there."""
         self.sent[source] += count

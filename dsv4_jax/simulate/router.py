@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..manager import EventLog, Tier
+from ..manager import EventLog
 
 __all__ = ["Place", "choose"]
 
@@ -32,7 +32,7 @@ class Place:
     def __init__(self) -> None:
         self.events = EventLog()
         self.tokens = self.requests = 0
-        self._tiers: dict[bytes, set[Tier]] = {}
+        self._tiers: dict[bytes, int] = {}  # a bit for each tier that has a copy
         self._seen = 0
 
     def hear(self) -> None:
@@ -45,11 +45,9 @@ class Place:
             if event.digest is None:
                 self._tiers.clear()
             elif event.kind == "stored":
-                self._tiers.setdefault(event.digest, set()).add(event.tier)
-            elif (tiers := self._tiers.get(event.digest)) is not None:
-                tiers.discard(event.tier)
-                if not tiers:
-                    del self._tiers[event.digest]
+                self._tiers[event.digest] = self._tiers.get(event.digest, 0) | 1 << event.tier
+            elif left := self._tiers.pop(event.digest, 0) & ~(1 << event.tier):
+                self._tiers[event.digest] = left
 
     def missing(self, digests: Sequence[bytes]) -> int:
         """Blocks of a prompt from the first one on that is not there."""

@@ -13,7 +13,7 @@ from .step_time import StepTime
 from .timeline import Timeline
 from .trace import TraceRequest
 
-__all__ = ["Job", "Server", "Simulation", "Totals"]
+__all__ = ["MAX_UNITS", "Job", "Server", "Simulation", "Totals"]
 
 MAX_UNITS = 1 << 26  # of a pool: the manager keeps a list of them
 
@@ -60,6 +60,7 @@ class Job:
     """A request on its way. Times are simulated seconds.
 
     Attributes:
+        request: of the manager, until it has ended.
         output: [N] ids it will generate.
         text: of prompt and output, until it has ended.
         drawn: how many of the output it has.
@@ -72,7 +73,8 @@ class Job:
         held_up: pools it had to wait for in line.
         until: of a prompt that is computed for another host: how many of its tokens are.
         arrival: what comes of it from another host.
-        offered, admitted, first_token, ended: when it was put in line, became live, and so on.
+        offered, admitted, begun, first_token, ended: when it was put in line, became live, its first tokens began to be
+            computed (-1: none were), and so on.
     """
 
     trace: TraceRequest
@@ -93,6 +95,7 @@ class Job:
     arrival: Arrival | None = None
     offered: float = 0.0
     admitted: float = 0.0
+    begun: float = -1.0
     first_token: float = 0.0
     ended: float = 0.0
 

@@ -426,6 +426,46 @@ def test_variants_side_by_side(capsys, tmp_path: pathlib.Path) -> None:
     assert all(name in out for name in variants) and "steps" in out
 
 
+def test_several_hosts(capsys, tmp_path: pathlib.Path) -> None:
+    """Both ways at each speed; the same every time; what is asked of the network is what is told of it."""
+    plot = tmp_path / "hosts.png"
+    words = ["--generate", "chats=3,turns=1,system=600,answer=20", *TINY, "--blocks", 60, "--prefill-hosts", 1]
+    words += ["--decode-hosts", "1", "--network", "8Gbit/s", "--latency", "1ms", "--speed", "1,8"]
+    result = cli(capsys, *words, "--host-pages", 99, "--plot", plot)
+    assert result["hosts"] == {"prefill": 1, "decode": 1, "joint": 2}
+    assert result["network"] == {"bandwidth": 1e9, "latency": 1e-3}
+    assert [(run["name"], run["speed"]) for run in result["runs"]] == [
+        ("1 + 1", 1), ("2 joint", 1), ("1 + 1", 8), ("2 joint", 8),
+    ]  # fmt: skip
+    handed, joint, faster, _ = result["runs"]
+    assert handed["hand_offs"]["whole"] > 0 == joint["hand_offs"]["sent"] and handed["network"]["bytes"] > 0
+    assert faster["requests"]["per_second"] == pytest.approx(8 * handed["requests"]["per_second"])
+    assert [host["kind"] for run in (handed, joint) for host in run["hosts"]] == ["prefill", "decode", "joint", "joint"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert main(["simulate", *map(str, words), "--host-pages", "99"]) == 0
+    out = capsys.readouterr().out
+    assert "2 joint" in out and "TTFT" in out
+    refused(capsys, words, "--prefill-hosts: hand-offs need --host, and a --policy")
+    for option, value, problem in (
+        ("--network", "50", "'50' is not a rate above 0 such as 50GB/s"),
+        ("--network", "50Gb/s", "'50Gb/s' is not a rate"),
+        ("--network", "0GB/s", "'0GB/s' is not a rate"),
+        ("--network", "-1GB/s", "not a rate"),
+        ("--latency", "5", "'5' is not a time"),
+        ("--speed", "1,1", "different numbers"),
+        ("--speed", "0", "from 1e-6"),
+        ("--speed", "nan", "from 1e-6"),
+        ("--prefill-hosts", "0", "at least 1"),
+        ("--decode-hosts", "-1", "must not be negative"),
+        ("--prefill-hosts", "100000000", "at most"),
+    ):
+        refused(capsys, [*words, "--host-pages", 99, f"{option}={value}"], option, problem)
+    for extra in ("--bound", "--compare=a:"):
+        refused(capsys, [*words, "--host-pages", 99, extra], "not with several hosts")
+    refused(capsys, ["--generate", "", "--speed", "2"], "--speed: goes with both --prefill-hosts and --decode-hosts")
+    refused(capsys, ["--generate", "", "--decode-hosts", "2"], "--decode-hosts: goes with both")
+
+
 def test_the_table_and_the_options(capsys, tmp_path: pathlib.Path) -> None:
     trace = tmp_path / "t.jsonl"
     trace.write_text("".join(json.dumps(MOONCAKE | {"timestamp": 1000 * i}) + "\n" for i in range(3)))
