@@ -33,7 +33,7 @@ class Faults:
     lost_acknowledgements: float = 0.0
     lost_handoffs: float = 0.0
     doubled_handoffs: float = 0.0
-    torn_records: float = 0.0  # a page changes after its checksum was made
+    torn_records: float = 0.0  # a page is not what its checksum was made of
     late_reads: float = 0.0  # a hand-off is looked at when its lease is over, and its pages are somebody else's
 
 
@@ -110,8 +110,11 @@ class PrefillHost(Server):
             self.compute(request)
         self.poll()
         for handoff in self.driver.take_handoffs():
-            if self.happens(self.faults.torn_records) and handoff.blocks:
-                self.engine.pages[self.random.choice(handoff.blocks)][self.random.randrange(128)] ^= 1
+            if self.happens(self.faults.torn_records) and handoff.sums:
+                # In what is told, not in the page: that would be told of again, with a checksum of what it holds by then.
+                i = self.random.randrange(len(handoff.sums))
+                torn = bytes([handoff.sums[i][0] ^ 1]) + handoff.sums[i][1:]
+                handoff = dataclasses.replace(handoff, sums=(*handoff.sums[:i], torn, *handoff.sums[i + 1 :]))
             for _ in range(1 - self.happens(self.faults.lost_handoffs) + self.happens(self.faults.doubled_handoffs)):
                 self.tell("handoff", self.leases[handoff.lease], handoff.to_json())
         return busy
