@@ -111,7 +111,7 @@ class PrefillHost(Server):
         self.poll()
         for handoff in self.driver.take_handoffs():
             if self.happens(self.faults.torn_records) and handoff.sums:
-                # In what is told, not in the page: that would be told of again, with a checksum of what it holds by then.
+                # In what is told, not in the page: the next prompt that begins so would be told with its new checksum.
                 i = self.random.randrange(len(handoff.sums))
                 torn = bytes([handoff.sums[i][0] ^ 1]) + handoff.sums[i][1:]
                 handoff = dataclasses.replace(handoff, sums=(*handoff.sums[:i], torn, *handoff.sums[i + 1 :]))

@@ -153,6 +153,19 @@ def test_a_handoff_that_was_lost_is_asked_for_and_told_again(sides, lost: int) -
     assert taker.manager.admit_remote(arrivals[0]).num_hit == 4 * BLOCK
 
 
+def test_what_is_told_again_is_vouched_for_as_it_was_at_first(sides) -> None:
+    sender, taker, peer = sides
+    sender.export()
+    (handoff,) = sender.poll()
+    sender.engine.pages[handoff.blocks[1]][5] ^= 1
+    assert sender.driver.export_again(handoff.lease, 0) is not None
+    (again,) = sender.poll()
+    arrival, until = taker.driver.receive(again.to_json(), peer, PROMPT, namespace=A), time.monotonic() + PATIENCE
+    while not arrival.is_over and time.monotonic() < until:
+        taker.poll()
+    assert again.sums == handoff.sums and arrival.failure is not None and arrival.joined == 1
+
+
 def test_words_that_no_driver_says_are_messages(sides) -> None:
     sender, taker, peer = sides
     sender.export()

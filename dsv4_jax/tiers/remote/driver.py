@@ -111,6 +111,7 @@ class RemoteDriver:
         self._ask_after = check_seconds("ask_after", ask_after)
         self._places: list[int] = []  # of the host pool's memories
         self._exported: list[_Export] = []
+        self._sums: dict[str, dict[int, bytes]] = {}  # of a lease: by page, as they were told
         self._ready: list[Handoff] = []
         self._arrivals: dict[Arrival, _Coming] = {}
         self._readings: list[_Reading] = []
@@ -257,10 +258,19 @@ class RemoteDriver:
                 queued = self._manager.cache.is_queued(export.drains)
                 if not (through and queued) and not _has_passed(export.fence):
                     break
-                blocks = self._transport.checksums("block", handoff.blocks)
-                state = self._transport.checksums("snapshot", handoff.state)
+                blocks = self._sums_of(handoff.lease, "block", handoff.blocks)
+                state = self._sums_of(handoff.lease, "snapshot", handoff.state)
                 self._ready.append(handoff.vouched(blocks, state))
             del self._exported[0]  # of a call that was broken off it is told once more
+        for ended in self._sums.keys() - self._manager.leases.active.keys():
+            del self._sums[ended]
+
+    def _sums_of(self, lease: str, kind: RecordKind, pages: Sequence[int]) -> list[bytes]:
+        """As they were told before, if they were: who reads a page sees whether it has changed since."""
+        told = self._sums.setdefault(lease, {})
+        new = [page for page in pages if page not in told]
+        told.update(zip(new, self._transport.checksums(kind, new), strict=True))
+        return [told[page] for page in pages]
 
     def _plan(self, fence: Fence | None) -> None:
         for arrival, coming in self._arrivals.items():
