@@ -38,17 +38,14 @@ from dsv4_jax.transports import nixl, open_engine
 LAYOUT = CacheLayout(DSV4Config.flash())
 WIDTH = page_bytes(LAYOUT)
 AHEAD = 3  # variants that start while one is measured
-# name -> (page-locked memory, NIXL's thread, environment)
-VARIANTS: dict[str, tuple[bool, bool, dict[str, str]]] = {
-    "as it is": (True, True, {}),
-    "plain memory": (False, True, {}),
-    "no thread": (True, False, {}),
-    "pieces of 128k": (True, True, {"UCX_CMA_SEG_SIZE": "128k", "UCX_CMA_TX_QUOTA": "16"}),
-    "pieces of 64k": (True, True, {"UCX_CMA_SEG_SIZE": "64k", "UCX_CMA_TX_QUOTA": "16"}),
-    "pieces of 32k": (True, True, {"UCX_CMA_SEG_SIZE": "32k", "UCX_CMA_TX_QUOTA": "16"}),
-    "pieces of 16k": (True, True, {"UCX_CMA_SEG_SIZE": "16k", "UCX_CMA_TX_QUOTA": "32"}),
-    "shared memory and TCP": (True, True, {"UCX_TLS": "posix,sysv,tcp,self"}),
-    "TCP": (True, True, {"UCX_TLS": "tcp,self"}),
+TLS = {"shared memory and TCP": "posix,sysv,tcp,self,cuda_copy", "TCP": "tcp,self,cuda_copy"}
+PIECES = {"UCX_CMA_SEG_SIZE": "64k", "UCX_CMA_TX_QUOTA": "16"}
+# name -> (page-locked memory, environment)
+VARIANTS: dict[str, tuple[bool, dict[str, str]]] = {
+    "as it is": (True, {}),
+    "plain memory": (False, {}),
+    "pieces of 64k": (True, PIECES),
+    **{name: (True, {"UCX_TLS": tls}) for name, tls in TLS.items()},
 }
 
 
@@ -78,26 +75,6 @@ def page_locked(size: int) -> np.ndarray:
     return np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_uint8)), (size,))
 
 
-def quiet_thread(on: bool) -> None:
-    """Agents of the reader without NIXL's thread, which only `check_xfer_state` moves on then."""
-    if on:
-        return
-    make = nixl._new_agent
-
-    def without(name: str) -> Any:
-        agent = make(name)
-        if "/" in name:  # the reading one
-            bindings = sys.modules[f"{nixl._nixl().__name__}._bindings"]
-            config = bindings.nixlAgentConfig()
-            config.useProgThread = False
-            agent.backends.clear()
-            agent.agent = bindings.nixlAgent(name, config)
-            agent.create_backend("UCX")
-        return agent
-
-    nixl._new_agent = without
-
-
 def produce(pages: int, locked: bool) -> None:
     out, sys.stdout = sys.stdout, sys.stderr
     with RecordTransport(open_engine("nixl")) as transport:
@@ -118,13 +95,11 @@ def median(call: Callable[[], Any], times: int) -> float:
 
 def read(name: str, pages: int, locked: bool, times: int) -> None:
     out, sys.stdout = sys.stdout, sys.stderr
-    _, thread, _ = VARIANTS[name]
-    quiet_thread(thread)
     command = [sys.executable, __file__, "--produce", "--pages", str(pages), *([] if locked else ["--plain"])]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert other.stdin is not None and other.stdout is not None
     pool = make_pool(pages, locked)
-    first = json.loads(other.stdout.readline())
+    first = json.loads(next(line for line in other.stdout if line.startswith("{")))  # UCX says things, too
     with RecordTransport(open_engine("nixl")) as transport:
         transport.publish(LAYOUT, pool)
         peer = transport.connect(base64.b64decode(first["metadata"]))
@@ -182,9 +157,9 @@ def read(name: str, pages: int, locked: bool, times: int) -> None:
         found["and yields"] = median(whole, times)
         found["nixl"] = median(alone, times)
         reader, pages_here = engine._reader.agent, engine._reader.pages
-        source, target = pair()
         posts, checks, handles = [], [], []
         for _ in range(times):
+            source, target = pair()
             handle = reader.make_prepped_xfer("READ", pages_here, target, link.pages, source)
             start = time.perf_counter()
             state = reader.transfer(handle)
@@ -221,7 +196,7 @@ def yielding(seconds: float) -> None:
 
 
 def start(name: str, args: argparse.Namespace) -> subprocess.Popen[str]:
-    locked, _, settings = VARIANTS[name]
+    locked, settings = VARIANTS[name]
     options = ["--times", str(args.times), "--pages", str(args.pages)]
     options += ["--plain"] if args.plain or not locked else []
     command = [sys.executable, __file__, "--read", name, *options]
@@ -252,7 +227,7 @@ def main() -> None:
             readers.append(start(names[len(readers)], args))
         each = readers[i]
         assert each.stdin is not None and each.stdout is not None
-        if each.stdout.readline().strip() == "ready":
+        if any(line.strip() == "ready" for line in each.stdout):
             each.stdin.write("go\n")
             each.stdin.flush()
         if line := each.stdout.readline():

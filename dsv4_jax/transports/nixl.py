@@ -3,7 +3,8 @@
 The pool is registered once. Each end has a prepared list of its pages, in which a page's index is its id: a read names
 two lists of ids and no addresses. Underneath is UCX: RDMA where there is a network card for it, else TCP; within a
 machine shared memory, and reads from another process. UCX_TLS, if set, must name `tcp` beside others, or hosts never
-find each other. The wheels ask for torch and run without it: install them with `--no-deps`.
+find each other, and beside a GPU `cuda_copy`, or NIXL does not start. The wheels ask for torch and run without it:
+install them with `--no-deps`.
 """
 
 from __future__ import annotations
