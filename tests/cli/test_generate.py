@@ -181,7 +181,6 @@ def test_several_devices(checkpoint, script, capsys):
     asked, many = script(*[[5, 6]] * 9), generate(checkpoint, *["--tokens", "1,2"] * 9, "--max-new-tokens", "2")
     for argv, mesh, slots in (
         ([*many, "--devices", "2"], {"data": 2, "tensor": 1}, 5),
-        ([*many, "--devices", "2", "--max-batch", "8"], {"data": 1, "tensor": 2}, 8),
         ([*many, "--devices", "2", "--max-batch", "8", "--pool"], {"data": 1, "tensor": 2}, 8),
     ):
         assert main([*argv, "--json"]) == 0
