@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -22,7 +21,7 @@ from .attend import attend, finish_output
 from .batches import in_tiles
 from .exchange import all_gather
 from .merge import NO_SINK, Partial, in_halves, with_sink
-from .pool_axis import PoolAxis, part_of
+from .pool_axis import PoolAxis, parts_of
 
 __all__ = ["PARTS", "attend_parts"]
 
@@ -71,37 +70,38 @@ def attend_parts(
     if split:
         assert axis.name is not None
         (everyones,) = all_gather((queries,), axis.name, dimension=1)
-    residues = [axis.rank + np.int32(axis.size * i) for i in range(parts // axis.size)]
+    several = parts // axis.size
+    residues = axis.rank + jnp.arange(0, parts, axis.size, dtype=jnp.int32)
     no_sink = jnp.full(everyones.shape[1], NO_SINK)
 
     def own(token: jax.Array, q: jax.Array, count: jax.Array, *listed: jax.Array) -> Partial:
         """Of some tokens, over this rank's keys: its parts are so many tokens more."""
-        cut = [
-            part_of(listed[0] if listed else None, count, residue, parts, per_block=per_block, columns=columns)
-            for residue in residues
-        ]
-        ids = jnp.concatenate([rows_of(token, chosen) for chosen, _ in cut])
-        several, tokens = len(residues), token.shape[0]
-        here, seen = ([_part(x[token], residue, parts) for residue in residues] for x in (window.ids, window.visible))
-        near = WindowView(window.rows, jnp.concatenate(here), jnp.concatenate(seen))
-        counts = jnp.concatenate([number for _, number in cut])
-        out, lse = attend(jnp.tile(q, (several, 1, 1)), no_sink, near, entries, ids, counts, **how)
+        chosen, counts = parts_of(
+            listed[0] if listed else None, count, residues, parts, per_block=per_block, columns=columns
+        )
+        tokens = token.shape[0]
+        ids = rows_of(jnp.tile(token, several), chosen.reshape(several * tokens, -1))
+        here, seen = (_parts(x[token], axis.rank, several, axis.size) for x in (window.ids, window.visible))
+        near, repeated = WindowView(window.rows, here, seen), jnp.tile(q, (several, 1, 1))
+        out, lse = attend(repeated, no_sink, near, entries, ids, counts.reshape(-1), **how)
         outs, lses = (x.reshape(several, tokens, *x.shape[1:]) for x in (out, lse))
         return in_halves([Partial.of(outs[i], lses[i]) for i in range(several)])
 
     tokens = jnp.arange(queries.shape[0], dtype=jnp.int32)
-    most = _TOKENS if len(residues) > 1 else max(queries.shape[0], 1)
+    most = _TOKENS if several > 1 else max(queries.shape[0], 1)
     share = in_tiles(own, most, tokens, everyones, count, *([] if listed is None else [listed]))
     ranks = [share] if axis.name is None else _exchanged(share, axis.name, axis.size, split)
     out, lse = with_sink(in_halves(ranks), sink)
     return finish_output(out, inverse_rope, dtype), lse
 
 
-def _part(window: jax.Array, residue: jax.Array, parts: int) -> jax.Array:
-    """Of [T, W] window keys those of a part, [T, ceil(W / parts)]; what is filled in is not visible."""
-    width = -(-window.shape[1] // parts)
-    filled = jnp.pad(window, ((0, 0), (0, width * parts - window.shape[1])))
-    return lax.dynamic_index_in_dim(filled.reshape(-1, width, parts), residue, 2, keepdims=False)
+def _parts(window: jax.Array, rank: jax.Array, several: int, ranks: int) -> jax.Array:
+    """Of [T, W] window keys those of a rank's parts, [several * T, ceil(W / parts)], and some that are hidden."""
+    tokens, keys = window.shape
+    width = -(-keys // (several * ranks))
+    filled = jnp.pad(window, ((0, 0), (0, width * several * ranks - keys)))
+    own = lax.dynamic_index_in_dim(filled.reshape(tokens, width, several, ranks), rank, 3, keepdims=False)
+    return jnp.moveaxis(own, 2, 0).reshape(several * tokens, width)
 
 
 def _exchanged(share: Partial, axis: str, ranks: int, split: bool) -> list[Partial]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["ONE_RANK", "PoolAxis", "part_of", "visible_of"]
+__all__ = ["ONE_RANK", "PoolAxis", "parts_of", "visible_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,28 +78,33 @@ def _entries_of(own: jax.Array, per_block: int, residue: jax.Array | int, modulu
     return (own // rows * np.int32(modulus) + residue) * rows + own % rows
 
 
-def part_of(
-    entries: jax.Array | None, count: jax.Array, residue: jax.Array | int, modulus: int, *, per_block: int, columns: int
+def parts_of(
+    entries: jax.Array | None, count: jax.Array, residues: jax.Array, modulus: int, *, per_block: int, columns: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Those of a token's entries that are in blocks c with c mod modulus == residue, in their order.
+    """Those of a token's entries that are in blocks c with c mod modulus == residue, for each of some residues.
 
     Args:
         entries: [T, K] int32, of which the first `count` count; None: all of the first `columns` blocks, in order.
         count: [T] int32.
+        residues: [S] int32.
 
     Returns:
-        (entries [T, K] int32, or [T, ceil(columns / modulus) * per_block] of all; how many count [T] int32). Behind
-        those that count are others.
+        (entries [S, T, K] int32, ascending, or [S, T, ceil(columns / modulus) * per_block] of all;
+        how many of them count, [S, T] int32). Behind those that count are others.
     """
+    each = residues[:, None]
     if entries is None:
         own = jnp.arange(-(-columns // modulus) * per_block, dtype=jnp.int32)
-        numbers = jnp.broadcast_to(_entries_of(own, per_block, residue, modulus), (count.shape[0], own.shape[0]))
-        return numbers, visible_of(count, per_block, residue, modulus)
+        numbers = _entries_of(own, per_block, each, modulus)[:, None]
+        shape = (len(residues), count.shape[0], own.shape[0])
+        return jnp.broadcast_to(numbers, shape), visible_of(count, per_block, each, modulus)
     if modulus == 1:
-        return entries, count
-    listed = jnp.arange(entries.shape[1], dtype=jnp.int32) < count[:, None]
-    here = listed & (entries // np.int32(per_block) % np.int32(modulus) == residue)
-    # Each to its place among those that are here, the others to no place at all.
-    place = jnp.where(here, jnp.cumsum(here, 1, dtype=jnp.int32) - np.int32(1), np.int32(entries.shape[1]))
-    rows = jnp.arange(entries.shape[0], dtype=jnp.int32)[:, None]
-    return jnp.zeros_like(entries).at[rows, place].set(entries, mode="drop"), here.sum(1, dtype=jnp.int32)
+        return entries[None], count[None]
+    width = entries.shape[1]
+    listed = jnp.arange(width, dtype=jnp.int32) < count[:, None]
+    part = jnp.where(listed, entries // np.int32(per_block) % np.int32(modulus), np.int32(modulus))
+    part, entries = lax.sort((part, entries), num_keys=2)
+    first, last = ((compare(part, each[..., None])).sum(2, dtype=jnp.int32) for compare in (jnp.less, jnp.less_equal))
+    place = jnp.minimum(first[..., None] + jnp.arange(width, dtype=jnp.int32), np.int32(width - 1))
+    chosen = jnp.take_along_axis(jnp.broadcast_to(entries, place.shape), place, 2, mode="promise_in_bounds")
+    return chosen, last - first
