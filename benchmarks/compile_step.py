@@ -100,7 +100,7 @@ def compile_step(options: StepOptions, whole: bool = False) -> tuple[Any, int]:
         params = abstract(params) if mesh is None else {name: of_all(node) for name, node in params.items()}
         call, known = model.decode_step, options.batch * options.fed
         if options.drafts:
-            how = dict(drafts=np.full(size.num_slots, options.drafts, np.int32), width=options.drafts)
+            how: Any = dict(drafts=np.full(size.num_slots, options.drafts, np.int32), width=options.drafts)
             call = functools.partial(model.draft_step, **how)
             if options.loop > 1:
                 call, known = functools.partial(model.draft_loop, num_steps=options.loop, **how), options.batch

@@ -4,7 +4,7 @@
 
 The first layers of a model and the MTP layer, drawn on one device and written in the released formats. It is loaded to
 one device and over meshes: heads split, experts split. Prompts are continued one step a call, eight steps a call, and
-with two drafts; every token must be that of one device, of the same kind of call.
+with two drafts in loops of eight; every token must be that of one device, of the same kind of call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from dsv4_jax.bench.model import model_config
 from dsv4_jax.bench.step import StepOptions
 from dsv4_jax.cuda.exchange import open_exchanges
 
-KINDS: dict[str, dict[str, Any]] = {"steps": {}, "eight a call": {"decode_steps": 8}, "two drafts": {"drafts": 2}}
+KINDS: dict[str, dict[str, Any]] = {
+    "steps": {},
+    "eight a call": {"decode_steps": 8},
+    "drafts, eight a call": {"drafts": 2, "decode_steps": 8},
+}
 
 
 def main() -> None:
@@ -71,6 +75,7 @@ def main() -> None:
             size_of = CacheSize(32, args.prompts // shards, 2)
             with open_exchanges(mesh) as opened:
                 for kind, how in KINDS.items():
+                    drawn: list[list[int]] = []
                     for timed in (False, True)[: 1 + args.times]:  # the first compiles
                         managers = [KVCacheManager(layout, size_of) for _ in range(shards)]
                         sharding = None if mesh is None else cache_sharding(layout, mesh)

@@ -138,7 +138,9 @@ def run(args: argparse.Namespace) -> int:
     shared = shared_tokens([prompt.tokens for prompt in prompts], layout.block_tokens)
     keeps = shared is not None if args.prefix_caching is None else args.prefix_caching
     most = min(-(-side_by_side // shards), options["chunk_tokens"] // (1 + args.draft_tokens))
-    needs = _needs(prompts, args.max_new_tokens, options["decode_steps"], cfg)
+    steps = options["decode_steps"]
+    ahead = steps * (1 + args.draft_tokens) - 1 if steps > 1 else 0
+    needs = _needs(prompts, args.max_new_tokens, ahead, cfg)
     size = choose_size(layout, needs, most, room, snapshots=keeps, ranks=tensor if args.pool else 1)
 
     began = time.perf_counter()
@@ -161,12 +163,12 @@ def run(args: argparse.Namespace) -> int:
                 teller.tell_rest()
                 raise
     cached = engine.found_tokens
-    say(speed.in_words(answers, cached, mtp))
+    say(speed.in_words(answers, cached, mtp and steps == 1))
     report = {
         "checkpoint": str(args.checkpoint), "weights": form, "kv_format": layout.kv_row.name,
         "index_format": layout.index_row.name, "cache_bytes": layout.total_bytes(size),
         "devices": args.devices, "tensor": tensor, "pool_ranks": size.pool_ranks, "max_batch": shards * size.num_slots,
-        "chunk_tokens": options["chunk_tokens"], "decode_steps": options["decode_steps"],
+        "chunk_tokens": options["chunk_tokens"], "decode_steps": steps,
         "drafts": args.draft_tokens, "prefix_caching": keeps, "load_s": loaded - began, "compile_s": compiled - loaded,
         **speed.as_dict(), "cached_tokens": cached, "answers": [answer.as_dict() for answer in answers],
     }  # fmt: skip
@@ -200,8 +202,6 @@ def _options(args: argparse.Namespace, cfg: DSV4Config, prompts: list[Prompt], s
     drafts = args.draft_tokens
     if drafts and cfg.num_mtp_layers != 1:
         raise OptionError(f"--drafts: one MTP layer drafts, the checkpoint has {cfg.num_mtp_layers}")
-    if drafts and args.decode_steps > 1:
-        raise OptionError("--drafts, --decode-steps: a step with drafts is a call of its own, give one of the two")
     if drafts and (args.chunk or _MOST_CHUNK) <= drafts:
         raise OptionError(f"--chunk: a token and its {drafts} drafts are {1 + drafts}, got {args.chunk}")
     with naming(fields=_SAMPLING):
@@ -219,8 +219,8 @@ def _options(args: argparse.Namespace, cfg: DSV4Config, prompts: list[Prompt], s
     }  # fmt: skip
 
 
-def _needs(prompts: list[Prompt], new: int, steps: int, cfg: DSV4Config) -> list[int]:
-    """Tokens of each request, those that `steps` of a call may draw too many too.
+def _needs(prompts: list[Prompt], new: int, ahead: int, cfg: DSV4Config) -> list[int]:
+    """Tokens of each request, with `ahead` more, which the steps of a call may draw too many.
 
     Raises `OptionError` if the model has no position for one.
     """
@@ -230,7 +230,7 @@ def _needs(prompts: list[Prompt], new: int, steps: int, cfg: DSV4Config) -> list
             raise OptionError(
                 f"{source}, --max-new-tokens: {len(tokens)} tokens and {new} new ones exceed the model's {limit}"
             )
-    return [min(len(tokens) + new + steps - 2, limit) for _, tokens, _ in prompts]
+    return [min(len(tokens) + new - 1 + ahead, limit) for _, tokens, _ in prompts]
 
 
 def _stop_tokens(text: str) -> list[int]:

@@ -160,7 +160,7 @@ class Speed:
 
         Args:
             cached: tokens of prompts that were found in the cache.
-            drafted: steps carried drafts.
+            drafted: calls are steps that carried drafts.
         """
         firsts = [answer.first_token_s for answer in answers if answer.first_token_s is not None]
         found = f" ({cached:,} more found in the cache)" if cached else ""

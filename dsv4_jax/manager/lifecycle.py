@@ -62,6 +62,7 @@ class Lifecycle:
 
     def fork(self, request: Request, names: list[Hashable | None]) -> list[Request]:
         """Copies of a live request, one per id. Raises `NoFreeSlotError`, `OutOfBlocksError`."""
+        request.check_accepted()
         cache, size, free = self._cache, self._steps.size, self._cache.num_slots_available(len(self._book.pinned()))
         if len(self._book.live) + len(names) > size.num_slots or len(names) > free:
             raise NoFreeSlotError(size.num_slots)
@@ -157,6 +158,7 @@ class Lifecycle:
 
     def check_resumable(self, request: Request) -> None:
         """Raises `RequestError` if the request, once preempted, could not be resumed."""
+        request.check_accepted()
         if len(request.tokens) < request.num_cached:
             known = f"knows {len(request.tokens)} of the {request.num_cached} tokens it has in the cache"
             raise RequestError(f"request {request.id!r} {known}: it could not be resumed")
@@ -209,7 +211,7 @@ class Lifecycle:
         self._publisher.forget(request)
         self._steps.forget_batch()
         del self._book.live[request.slot]
-        request.num_scheduled = request.num_tabled = request.reserved = 0
+        request.num_scheduled = request.loop = request.num_tabled = request.reserved = 0
         request.torn = -1
         request.blocks, request.nodes, request.restores, request.rolling = [], [], None, None
 

@@ -449,13 +449,14 @@ class KVCacheManager:
             return self.steps.schedule(chosen, (budget, most), chunk, shape)
 
     def plan_step(self, scheduled: Iterable[Scheduled], *, steps: int = 1, shape: StepShape | None = None) -> StepPlan:
-        """Plans one step: `n` tokens of every `(request, n)`; or the first of `steps` decode steps.
+        """Plans one step: `n` tokens of every `(request, n)`; or the first of `steps` decode or verify steps.
 
         A sequence of one token is a decode, of up to 1 + draft_tokens tokens a verify step that `accept`
-        may cut, of more a prefill chunk that is final. Kinds mix freely. With `steps` = K every sequence
-        has one token; the plan serves K steps, each `plan.advance()` of the one before, and their
-        blocks and table entries are all in this plan. Afterwards every request counts its tokens of
-        all K steps as cached. Nothing scheduled at all is a step of padding.
+        may cut, of more a prefill chunk that is final. Kinds mix freely. With `steps` = K the plan serves K
+        steps, and their blocks and table entries are all in it. Sequences of one token decode, each step is
+        `plan.advance()` of the one before. Those of more verify (`model.draft_loop`): how far they come is not known
+        before `accept`, without which they can be released, but neither planned nor preempted or forked. Afterwards
+        every request counts its tokens of all K steps as cached. Nothing scheduled at all is a step of padding.
 
         Args:
             scheduled: tokens of the step, each request at most once.
@@ -468,8 +469,8 @@ class KVCacheManager:
                 of a chunk, or of a decode or verify step, may be known here: drawn on the device, or kept elsewhere.)
             ContextLimitError: a request would outgrow its `max_tokens`.
             OutOfBlocksError: the step needs more blocks than are free.
-            PlanError: a count < 1, a request named twice, K steps of more than one token, or the
-                shape is too small. Whatever is raised, nothing has changed.
+            PlanError: a count < 1, a request named twice, K steps of more than 1 + draft_tokens tokens, a request whose
+                K steps were not accepted, or the shape is too small. Whatever is raised, nothing has changed.
         """
         scheduled = scheduled if type(scheduled) is list else list(scheduled)
         with self.guard("plan_step"):
@@ -515,7 +516,8 @@ class KVCacheManager:
 
         Args:
             n_kept: 0..n of the n tokens scheduled. Less than n only if the device state before them is
-                still whole: the layout has draft_tokens > 0 and n <= 1 + draft_tokens.
+                still whole: the layout has draft_tokens > 0 and n <= 1 + draft_tokens. Of K steps of several tokens
+                what they kept in all, at least K.
 
         Raises:
             PlanError: no step to accept, `n_kept` out of range, or the step cannot be cut.
@@ -550,7 +552,7 @@ class KVCacheManager:
         one such request in a step, and `schedule(..., shape=shape)` makes others wait.
 
         Args:
-            steps: K, for plans of K decode steps.
+            steps: K, for plans of K steps.
             columns: block-table columns a request may need; default: all.
             history: as in `StepShape.bound`.
             slot_copies: states restored and kept in one step (each costs its bytes, used or not);

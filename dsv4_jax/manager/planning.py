@@ -36,7 +36,7 @@ def build_plan(
         size: of the cache. Without it the plan is for caches of any size, and ids are only known to be int32 >= 0.
         table_entries: (slot, column, block) triples.
         slot_copies, block_copies: (source, destination) pairs.
-        lookahead: further decode steps that will reuse the plan.
+        lookahead: tokens of each sequence that later steps compute by the same plan.
 
     Raises:
         PlanError: the sequences do not fit the shape (names the size that is too small), or one has

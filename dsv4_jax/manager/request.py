@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import HashError, RequestError
+from ..errors import HashError, PlanError, RequestError
 from .prefix.hashing import BlockHasher
 from .prefix.node import Node, S
 from .prefix.token_ids import token_ids, token_list
@@ -73,6 +73,7 @@ class Request:
         num_tabled: leading blocks whose block-table entries a plan has already carried.
         reserved: tokens for which blocks are kept whatever happens (see `KVCacheManager.reserve`).
         num_scheduled: tokens of its last step, while that step may still be accepted in part; else 0.
+        loop: steps of its last plan, if of several tokens each, until it is known how many stay (`accept`); else 0.
         torn: `num_cached` after a whole verify step of which nothing was kept: until its next step its ring lacks the
             oldest row of a state's record, which no token sees any more. -1 if there was none.
         kept_from: `step_start`, once the step cannot be accepted in part any more.
@@ -105,6 +106,7 @@ class Request:
     num_tabled: int = 0
     reserved: int = 0
     num_scheduled: int = 0
+    loop: int = 0
     torn: int = -1
     kept_from: int = 0
     started: int = 0
@@ -143,9 +145,14 @@ class Request:
         """Tokens it had before its last step; `num_cached` once it is known that this step ran."""
         return self.num_cached - self.num_scheduled if self.num_scheduled else self.kept_from
 
+    def check_accepted(self) -> None:
+        """Raises `PlanError` if it is not known yet what its last steps have kept."""
+        if self.loop:
+            raise PlanError(f"request {self.id!r} has {self.loop} steps with drafts that were not accepted")
+
     def keep_step(self) -> None:
         """Its last step is kept whole: it can no longer be accepted in part."""
-        self.kept_from, self.num_scheduled = self.step_start, 0
+        self.kept_from, self.num_scheduled, self.loop = self.step_start, 0, 0
 
     def forget_earlier_steps(self, step: int) -> None:
         """What earlier steps left can no longer be taken back: `written` and `attached` are of this one."""

@@ -68,7 +68,7 @@ class StepShape:
 
         Args:
             columns: block-table columns a sequence may need.
-            lookahead: further decode steps that reuse the plan.
+            lookahead: further steps of as many tokens that reuse the plan.
             history: whether one sequence may have more than 1 + draft_tokens tokens; default: whether
                 all together may have more than that each.
 
@@ -90,7 +90,7 @@ class StepShape:
             groups=min(tokens, tokens // layout.group_ratio + 2 * sequences),
             group_length=min(tokens, layout.group_ratio),
             columns=columns,
-            table_entries=sequences + (tokens + sequences * lookahead) // layout.block_tokens,
+            table_entries=sequences + tokens * (1 + lookahead) // layout.block_tokens,
             slot_copies=slot_copies,
             block_copies=block_copies,
             history=tokens > sequences * (1 + layout.draft_tokens) if history is None else history,
@@ -180,7 +180,7 @@ def shape_for(
     Args:
         sequences: of the step (as an array: [B, 3]).
         table_entries, slot_copies, block_copies: at least so many of each.
-        lookahead: further decode steps that will reuse the plan.
+        lookahead: tokens of each sequence that later steps compute by the same plan.
     """
     return StepTokens.of(layout, sequences).shape(
         layout, table_entries=table_entries, slot_copies=slot_copies, block_copies=block_copies, lookahead=lookahead

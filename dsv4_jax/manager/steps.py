@@ -162,6 +162,8 @@ class Steps:
         arrays = (slots, ends, lengths, limits, np.maximum(held, blocks), np.maximum(tabled, blocks))
         decode = (shape, plan) if shape is not None and batch.longest == 1 else None
         self._batch = batch._replace(arrays=arrays, restored=[], decode=decode)
+        if steps > 1 and batch.longest > 1:
+            self.forget_batch()  # their lengths are not known before they are accepted
         for i, more in added.items():
             requests[i].blocks += more
             requests[i].num_tabled = int(blocks[i])
@@ -175,6 +177,7 @@ class Steps:
         planned = self.num_planned  # a local, as these lines run for every sequence of every step
         for request, count in zip(requests, counts, strict=True):
             request.num_scheduled = fresh_tokens = count * steps
+            request.loop = steps if steps > 1 and count > 1 else 0
             request.num_cached += fresh_tokens
             request.last_step = planned
             request.forked = None
@@ -202,8 +205,10 @@ class Steps:
                 count = as_count("a sequence's number of tokens", count, 1, INT32_MAX)
             if request in counts:
                 raise PlanError(f"request {request.id!r} is scheduled twice in one step")
-            if steps > 1 and count != 1:
-                raise PlanError(f"{steps} steps in one plan compute a token each, request {request.id!r} has {count}")
+            if steps > 1 and count > 1 + self._layout.draft_tokens:
+                most = f"up to {1 + self._layout.draft_tokens} tokens each"
+                raise PlanError(f"{steps} steps in one plan compute {most}, request {request.id!r} has {count}")
+            request.check_accepted()
             counts[request] = count
         return list(counts), list(counts.values())
 
@@ -249,12 +254,12 @@ class Steps:
         if shape is not None and last is not None and last[0] == shape:
             check_extras(shape, **needed)
             return shape, next_sequences(self._layout, last[1], shape, starts, size=self.arrays, lookahead=steps - 1)
-        step = StepTokens.of(self._layout, np.stack([slots, starts, counts], 1))
+        step, ahead = StepTokens.of(self._layout, np.stack([slots, starts, counts], 1)), (steps - 1) * batch.longest
         if shape is None:
-            exact = step.shape(self._layout, lookahead=steps - 1, **needed)
+            exact = step.shape(self._layout, lookahead=ahead, **needed)
             shape = exact.bucketed(self.size.max_blocks_per_request)
         check_extras(shape, **needed)
-        return shape, build_plan(self._layout, step, shape, size=self.arrays, lookahead=steps - 1)
+        return shape, build_plan(self._layout, step, shape, size=self.arrays, lookahead=ahead)
 
     # After planning
 
@@ -314,13 +319,15 @@ class Steps:
             raise PlanError(f"request {request.id!r} has no step to accept")
         if n_kept > length:
             raise PlanError(f"request {request.id!r}: cannot keep {n_kept} of the {length} tokens scheduled")
-        if n_kept < length and (not drafts or length > 1 + drafts):
+        if n_kept < request.loop:
+            raise PlanError(f"request {request.id!r}: {request.loop} steps with drafts keep a token each, not {n_kept}")
+        if not request.loop and n_kept < length and (not drafts or length > 1 + drafts):
             cut = f"a step of {length} tokens cannot be cut to {n_kept}"
             raise PlanError(f"request {request.id!r}: {cut} with draft_tokens={drafts}")
         self.forget_batch()
         del request.tokens[request.num_cached - length + n_kept : request.num_cached]
         request.num_cached += n_kept - length
-        request.num_scheduled, request.kept_from = 0, request.num_cached  # it did run
+        request.num_scheduled, request.loop, request.kept_from = 0, 0, request.num_cached  # it did run
         if not n_kept and length > drafts:
             request.torn = request.num_cached
         keep = self._layout.blocks_for(max(request.num_cached, request.reserved))

@@ -102,7 +102,9 @@ class Caller:
             row[: len(scheduled[-1])] = [live[request] for request, _ in scheduled[-1]]
         call = Call(scheduled, stream.reshape(-1))
         if self._drafter is not None:
-            fresh, cache = self._drafter.run(cache, scheduled, shape, left, call.stream)
+            loop = self.decode_steps > 1 and decoding and self._drafter.fits(requests, self.decode_steps)
+            steps = self.decode_steps if loop else 1
+            fresh, cache = self._drafter.run(cache, scheduled, shape, left, call.stream, steps)
             return call._replace(rows=lambda: fresh), cache
         fits = all(request.num_cached + self.decode_steps <= request.max_tokens for request in requests)
         steps = self.decode_steps if decoding and fits else 1

@@ -15,7 +15,7 @@ from ..errors import PlanError
 from ..manager import Request, StepShape
 from ..ops.registry import Choice
 from ..plan import PackedPlan
-from .draft_steps import draft_step
+from .draft_steps import draft_loop, draft_step
 from .forward import GPU_DECODE_OPTIONS
 from .params import Params, has_mtp
 from .placement import Placement, stacked
@@ -51,6 +51,11 @@ class Drafter:
             has = f"include_mtp={layout.include_mtp} and draft_tokens={layout.draft_tokens}"
             raise PlanError(f"drafts={width}: the layout has {has}")
 
+    def fits(self, requests: Sequence[Request], steps: int) -> bool:
+        """Whether these can run a loop of so many steps: they all decode, and have room for all drafts."""
+        most = steps * (1 + self.width)
+        return all(_decodes(request) and request.num_cached + most <= request.max_tokens for request in requests)
+
     def budget(self, tokens: int, requests: Sequence[Request]) -> int:
         """How many tokens to schedule of a step of so many, for its drafts to have room beside them."""
         return tokens - self.width * sum(map(_decodes, requests))
@@ -62,8 +67,9 @@ class Drafter:
         shape: StepShape,
         left: Mapping[Request, int],
         streams: np.ndarray,
+        steps: int = 1,
     ) -> tuple[list[list[int]], KVCache]:
-        """One step: (the tokens newly drawn for each row [shards * B]; the cache).
+        """One step, or a loop of them: (the tokens newly drawn for each row [shards * B]; the cache).
 
         The requests' own `tokens` lack them still.
 
@@ -72,6 +78,7 @@ class Drafter:
             shape: of each shard's plan; the room for its table entries is made wider, for those of drafts.
             left: how many tokens each request may draw.
             streams: [shards * B] int32, whose keys the rows draw with.
+            steps: more than one: every request decodes, and has room for all that they may keep.
         """
         shards = len(scheduled)
         tokens = np.zeros((shards, shape.tokens), np.int32)
@@ -81,17 +88,20 @@ class Drafter:
         for manager, pairs, ids, wanted in zip(self.shards.managers, scheduled, tokens, drafts, strict=True):
             at = 0
             for i, (request, known) in enumerate(pairs):
-                wanted[i] = min(self.width, left[request] - 1) if _decodes(request) else 0
+                most = self.width if steps > 1 else left[request] - 1
+                wanted[i] = min(self.width, most) if _decodes(request) else 0
                 ids[at : at + known] = request.tokens[request.num_cached : request.num_cached + known]
                 at += known + wanted[i]
             with_drafts = [(request, known + int(more)) for (request, known), more in zip(pairs, wanted, strict=False)]
-            plans.append(manager.plan_step(with_drafts, shape=wider))
+            plans.append(manager.plan_step(with_drafts, steps=steps, shape=wider))
         xla = {} if shape.history else GPU_DECODE_OPTIONS
-        step = self.placement.compiled(_step, xla, width=self.width, **self.options)
+        step = self.placement.compiled(_step, xla, width=self.width, steps=steps, **self.options)
+        if steps > 1:  # the known token of each
+            tokens = np.stack([ids[plan.seq_first] for ids, plan in zip(tokens, plans, strict=True)])
         drawn, cache = step(
             self.params, cache, stacked(plans), tokens.reshape(-1), drafts.reshape(-1), self.key, streams
         )
-        rows_drawn = [row[:kept] for kept, *row in np.asarray(drawn).tolist()]
+        rows_drawn = [[token for kept, *row in each for token in row[:kept]] for each in np.asarray(drawn).tolist()]
         for shard, (manager, pairs) in enumerate(zip(self.shards.managers, scheduled, strict=True)):
             for i, (request, _) in enumerate(pairs):
                 if drafts[shard, i]:
@@ -106,11 +116,12 @@ def _decodes(request: Request) -> bool:
 
 def _step(
     params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array, drafts: jax.Array, key: jax.Array,
-    stream: jax.Array, *, width: int, sampling: Sampling, implementation: Choice,
+    stream: jax.Array, *, width: int, steps: int, sampling: Sampling, implementation: Choice,
 ) -> tuple[jax.Array, KVCache]:  # fmt: skip
-    """[B, 1 + width + 1] int32: how many tokens each sequence keeps, and these: one array to wait for."""
-    keys = keys_of(key[0], stream)
-    drawn, kept, cache = draft_step(
-        params, cache, plan, tokens, drafts, width, sampling=sampling, keys=keys, implementation=implementation
-    )
-    return jnp.concatenate([kept[:, None], drawn], 1), cache
+    """[B, steps, 1 + width + 1] int32: how many tokens each sequence keeps, and these: one array to wait for."""
+    how: dict[str, Any] = dict(sampling=sampling, keys=keys_of(key[0], stream), implementation=implementation)
+    if steps > 1:
+        drawn, kept, cache = draft_loop(params, cache, plan, tokens, drafts, width, steps, **how)
+        return jnp.concatenate([kept[..., None], drawn], -1).swapaxes(0, 1), cache
+    drawn, kept, cache = draft_step(params, cache, plan, tokens, drafts, width, **how)
+    return jnp.concatenate([kept[:, None], drawn], 1)[:, None], cache

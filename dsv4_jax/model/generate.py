@@ -85,9 +85,10 @@ def generate(
         stop_tokens: a request ends before the first of these it draws.
         seed: of the draws, unless `sampling` is greedy.
         chunk_tokens: most tokens of a step, all requests of a data shard together.
-        decode_steps: K of `decode_loop`. Requests take the blocks of K - 1 tokens more than they keep.
+        decode_steps: K of `decode_loop` or `draft_loop`. Requests take the blocks of up to K * (1 + drafts) - 1 tokens
+            more than they keep; where they cannot, single steps run.
         drafts: the most drafts of a request in one step; needs parameters with the MTP layer, a layout with
-            `include_mtp` and at least so many `draft_tokens`, and `decode_steps` 1.
+            `include_mtp` and at least so many `draft_tokens`.
         exchanges: of the mesh's axes, for exchanges in the project's own CUDA; checked after every call.
         on_step: called after every call of the device with what it brought, on the host. The prompts whose indices it
             returns end there.
@@ -108,8 +109,6 @@ def generate(
     max_new_tokens = as_count("max_new_tokens", max_new_tokens, 1)
     chunk_tokens, decode_steps = as_count("chunk_tokens", chunk_tokens), as_count("decode_steps", decode_steps, 1)
     drafts, seed = as_count("drafts", drafts), as_count("seed", seed, -(2**63))
-    if drafts and decode_steps > 1:
-        raise PlanError(f"drafts must be 0 with decode_steps={decode_steps} > 1, got {drafts}")
     placement = Placement(cache, [exchange.peers for exchange in exchanges])
     shards = Shards(manager, placement.shards)
     first = shards.managers[0]
@@ -128,6 +127,7 @@ def generate(
         if need > first.context_limit:
             raise ContextLimitError(f"of prompt {i}", need, first.context_limit)
 
+    ahead = decode_steps * (1 + drafts) - 1 if decode_steps > 1 else 0
     caller = Caller(params, shards, placement, chunk_tokens, decode_steps, drafts, sampling, seed, implementation)
     drawn: list[list[int]] = [[] for _ in ids]
     waiting = collections.deque(range(len(ids)))
@@ -140,7 +140,7 @@ def generate(
         while waiting or shards.requests:
             if call is None:
                 while waiting:
-                    room = min(needs[waiting[0]] + decode_steps - 1, first.context_limit)
+                    room = min(needs[waiting[0]] + ahead, first.context_limit)
                     if not shards.admit(waiting[0], ids[waiting[0]], room):
                         break
                     waiting.popleft()

@@ -275,7 +275,6 @@ def test_refusals(checkpoint, capsys, tmp_path, monkeypatch):
         (["--tokens", "1", "--chat"], "--chat: puts texts"),
         (["--tokens", "1", "--weights", "released"], "--weights: wq_a"),
         (["--tokens", "1", "--drafts", "4"], "argument --drafts: invalid choice: 4"),
-        (["--tokens", "1", "--drafts", "1", "--decode-steps", "2"], "--drafts, --decode-steps: "),
         (["--tokens", "1", "--drafts", "2", "--chunk", "2"], "--chunk: a token and its 2 drafts are 3, got 2"),
         (["--tokens", "1", "--devices", "8"], "--devices, --tensor: 4 experts do not divide by 8 devices"),
         (["--tokens", "1", "--tensor", "2"], "--tensor: 1 devices do not divide by 2"),

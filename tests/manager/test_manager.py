@@ -200,12 +200,40 @@ def test_steps_ahead() -> None:
     assert (a.num_cached, b.num_cached, a.blocks) == (130, 7, [1, 3])
     assert plan.table_columns.tolist() == [0, 1]
     assert plan.seq_start.tolist() == [126, 3]
-    refused(manager, PlanError, lambda: manager.plan_step([(a, 1), (b, 2)], steps=2), "compute a token each")
+    most = 1 + manager.layout.draft_tokens
+    refused(
+        manager, PlanError, lambda: manager.plan_step([(a, 1), (b, most + 1)], steps=2), f"up to {most} tokens each"
+    )
     refused(manager, PlanError, lambda: manager.plan_step([(a, 1)], steps=0))
     refused(manager, ContextLimitError, lambda: manager.plan_step([(a, 1)], steps=383), "513 tokens exceed")
     refused(
         manager, PlanError, lambda: manager.plan_step([(a, 1)], steps=300, shape=manager.pinned_shape(1, columns=3))
     )
+
+
+def test_steps_with_drafts_ahead() -> None:
+    """What they keep is known afterwards: until then a request may end, and nothing else."""
+    manager = make(num_blocks=6)
+    a, b = manager.admit_request([7] * 127), manager.admit_request([8] * 3)
+    manager.plan_step([(a, 126), (b, 2)])
+    shape, count = manager.pinned_shape(2, 6, steps=3), a.num_cached
+    plan = manager.plan_step([(a, 3), (b, 3)], steps=3, shape=shape)
+    assert (a.num_cached, b.num_cached) == (count + 9, 11) and len(a.blocks) == 2
+    assert entries(plan) == [(a.slot, 1, a.blocks[1])] and plan.seq_start.tolist() == [126, 2]
+    waits = "has 3 steps with drafts that were not accepted"
+    refused(manager, PlanError, lambda: manager.plan_step([(a, 1)]), waits)
+    refused(manager, PlanError, lambda: manager.fork(a), waits)
+    a.tokens += [9] * 20  # else it could not be resumed, whatever was kept
+    refused(manager, PlanError, lambda: manager.preempt(a), waits)
+    refused(manager, PlanError, lambda: manager.sleep(), waits)
+    refused(manager, PlanError, lambda: manager.accept(a, 2), "3 steps with drafts keep a token each, not 2")
+    refused(manager, PlanError, lambda: manager.accept(a, 10), "cannot keep 10 of the 9 tokens")
+    manager.accept(a, 5)
+    assert a.num_cached == count + 5
+    refused(manager, PlanError, lambda: manager.accept(a, 5), "no step to accept")
+    manager.release_request(b)
+    assert manager.plan_step([(a, 1)]).seq_start.tolist()[0] == count + 5
+    manager.check_integrity()
 
 
 def test_two_hundred_steps_of_one_shape() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +82,9 @@ def test_greedy_output_is_that_without_drafts(params, strength, least, most) -> 
     expected, _, _ = generate(given)
     drawn, sizes, _ = generate(given, drafts=2)
     assert drawn == expected
+    if strength:
+        looped, at_once, _ = generate(given, drafts=2, decode_steps=3)
+        assert looped == expected and 5 < max(at_once) <= 9
     # The first token of each is drawn by the step that ends its prompt.
     per_step = (sum(sizes) - len(PROMPTS)) / (len(sizes) - len(PROMPTS))
     assert sum(sizes) == NEW * len(PROMPTS) and max(sizes) <= 3 and least <= per_step <= most, per_step
@@ -115,6 +116,8 @@ def test_draws_do_not_depend_on_company(params) -> None:
     given, options = leaning(params, 0.02), dict(drafts=2, sampling=Sampling(temperature=0.9), seed=7)
     together, sizes, _ = generate(given, **options)
     assert generate(given, **options)[0] == together and 1 < max(sizes) <= 3
+    looped, sizes, _ = generate(given, decode_steps=3, **options)
+    assert looped == together and 3 < max(sizes) <= 9
     assert generate(given, **options | dict(seed=8))[0] != together
     assert together[1] != together[3], "equal prompts draw with keys of their own"
     assert generate(given, PROMPTS[:1], **options)[0] == together[:1]
@@ -127,7 +130,6 @@ def test_draws_do_not_depend_on_company(params) -> None:
     ("options", "problem"),
     [
         (dict(drafts=-1), "drafts must be at least 0, got -1"),
-        (dict(drafts=1, decode_steps=2), "drafts must be 0 with decode_steps=2 > 1, got 1"),
         (dict(drafts=3), "drafts=3: the layout has include_mtp=True and draft_tokens=2"),
         (dict(drafts=2, chunk_tokens=5), "number of slots 2, times 3 with drafts"),
         (dict(drafts=2, params={"mtp": ()}), "drafts=2: the parameters have no MTP layer"),
@@ -136,46 +138,6 @@ def test_draws_do_not_depend_on_company(params) -> None:
 def test_drafts_that_are_not_possible(params, options, problem) -> None:
     with pytest.raises(PlanError, match=problem):
         generate(**dict(params=params) | options)
-
-
-@pytest.mark.parametrize("sampling", [model.Sampling(), Sampling(temperature=0.9)], ids=["greedy", "drawn"])
-def test_a_loop_draws_what_steps_draw(params, sampling) -> None:
-    """Two sequences that keep some drafts of each step, from different places, and a padded one; then one step more."""
-    given, steps, keys = leaning(params, 0.02), 9, jax.random.split(jax.random.key(3), 3)
-    shape = StepShape(3, 9, 6, 9, 3, columns=6, table_entries=12)
-    entries = [(slot, column, 6 * slot - 5 + column) for slot in (1, 2) for column in range(6)]
-    drafts = np.array([2, 2, 0], np.int32)
-
-    def plan(starts: list[int], count: int, **extra: Any) -> Any:
-        rows = [StepSequence(slot + 1, start, count) for slot, start in enumerate(starts)]
-        return build_plan(LAYOUT, rows, dataclasses.replace(shape, **extra), size=SIZE).pack()
-
-    def begun() -> Any:
-        """The cache with eight tokens of one sequence and four of the other."""
-        rows = [StepSequence(1, 0, 8), StepSequence(2, 0, 4)]
-        wide = dataclasses.replace(shape, tokens=12, group_length=8, history=True)
-        first = build_plan(LAYOUT, rows, wide, size=SIZE, table_entries=entries)
-        known, cache = np.array(TEXT[:12], np.int32), init_cache(LAYOUT, SIZE)
-        return draft(given, cache, first.pack(), known, np.zeros(3, np.int32), 2)[2]
-
-    how: dict[str, Any] = dict(sampling=sampling, keys=None if sampling.temperature == 0 else keys)
-    draft = jax.jit(functools.partial(model.draft_step, **how), static_argnums=5)
-    loop = jax.jit(functools.partial(model.draft_loop, **how), static_argnums=(5, 6))
-    cache, starts, token, expected = begun(), [8, 4], [3, 5], []
-    for _ in range(steps):
-        fed = np.zeros(9, np.int32)
-        fed[[0, 3]] = token
-        drawn, kept, cache = draft(given, cache, plan(starts, 3), fed, drafts, 2)
-        expected.append([drawn[b, : kept[b]].tolist() for b in range(2)])
-        token = [row[-1] for row in expected[-1]]
-        starts = [start + len(row) for start, row in zip(starts, expected[-1], strict=True)]
-    drawn, kept, after = loop(given, begun(), plan([8, 4], 3), np.array([3, 5, 0], np.int32), drafts, 2, steps)
-    assert [[drawn[k, b, : kept[k, b]].tolist() for b in range(2)] for k in range(steps)] == expected
-    assert kept[:, :2].max() == 3 and kept[:, :2].min() == 1 and not kept[:, 2].any()
-    fed = np.zeros(9, np.int32)
-    fed[[0, 3]] = token
-    one, other = (draft(given, x, plan(starts, 3), fed, drafts, 2)[:2] for x in (cache, after))
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[:2], y[:2]), one, other)
 
 
 def test_a_plan_at_other_places_is_what_a_host_plans() -> None:
