@@ -32,19 +32,21 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = __shfl_sync(kAllLanes, warp_of(thread) & 3, 0);
   const bool producer = group >= 2;
   const int window_tiles = (args.window_keys + kTile - 1) / kTile;
-  const auto first_tile = [=](int run, int keys) {  // of a token with `keys` entries; runs beyond its last are empty
+  const auto cut_of = [=](int keys) {  // of a token with `keys` entries; runs beyond its last are empty
     const int tiles = window_tiles + (keys + kTile - 1) / kTile, runs = min(cut.runs(tiles), splits);
-    return min(run, runs) * tiles / runs;
+    return Run{min(rank, runs) * tiles / runs, min(rank + 1, runs) * tiles / runs};
   };
-
-  const auto count = [&] { return min(max(__ldg(args.entry_count + token), 0), args.entry_keys); };
+  const Run full = cut_of(args.entry_keys);  // if all entries count: known before the count is
+  const auto run_of = [&](int keys) { return keys == args.entry_keys ? full : cut_of(keys); };
+  const auto count = [&] {
+    return args.entry_keys == 0 ? 0 : min(max(__ldg(args.entry_count + token), 0), args.entry_keys);
+  };
 
   wait_for_previous();
   // What the first rows wait for comes first: the count, and their ids, where they are if all entries count.
   Producer p{args, token, 0, window_tiles, (group & 1) * 4 + warp, lane};
-  const int guess = first_tile(rank, args.entry_keys);
   int2 key = {0, 0}, next_key = {0, 0};
-  if (producer) key = p.load_key(guess), next_key = p.load_key(guess + 1), p.count = count();
+  if (producer) key = p.load_key(full.first), next_key = p.load_key(full.first + 1), p.count = count();
   if (thread < kHeads) s.sink[thread] = head + thread < args.heads ? __ldg(args.sink + head + thread) : 0.f;
   if (thread == 0) {
     s.rank = rank, s.token = token, s.head = head;
@@ -58,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (producer) {
     give_registers<kProducerRegisters>();
-    produce(p, s, {first_tile(rank, p.count), first_tile(rank + 1, p.count)}, guess, key, next_key);
+    produce(p, s, run_of(p.count), full.first, key, next_key);
     cluster_sync();
     add_runs(args, s, splits, thread);
     cluster_meet();  // no block leaves while another reads its sums
@@ -66,8 +68,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   take_registers<kConsumerRegisters>();
   load_queries(args, s, token, head, thread);
-  const int keys = count();
-  const Run run = {first_tile(rank, keys), first_tile(rank + 1, keys)};
+  const Run run = run_of(count());
   const int row = accumulator_row(warp, lane);
   Sums o = {};
   if (group == 0) {
