@@ -90,10 +90,10 @@ __device__ __forceinline__ void add_runs(const AttendArgs& args, Shared& s, int 
 #pragma unroll
   for (int d = 1; d < kMergers; d *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, d));
   const float part = run.x == -kInf ? 0.f : exp2_fast(run.x - top);
-  float total = part * run.y;
+  float total = __fmul_rn(part, run.y);  // rounded on its own, whatever it is added to
 #pragma unroll
   for (int d = 1; d < kMergers; d *= 2) total += __shfl_xor_sync(kAllLanes, total, d);
-  const float share = __fdividef(part, total + exp2_fast(s.sink[row] * kLog2e - top));
+  const float share = __fdividef(part, total + exp2_fast(fmaf(s.sink[row], kLog2e, -top)));
   const float low = share * of_exponent_field(units & kByte), high = share * of_exponent_field(units >> 8);
   if (rank == 0 && sub == 0 && h < args.heads) {
     args.lse[static_cast<int64_t>(token) * args.heads + h] = top == -kInf ? -kInf : (__log2f(total) + top) * kLn2;

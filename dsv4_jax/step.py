@@ -19,7 +19,7 @@ from .formats import RowFormat
 from .layout import CacheLayout
 from .ops.append import Rows, WindowView, append, encode, exists, pin, store, window_rows, window_view
 from .ops.arguments import Check
-from .ops.attend import attend
+from .ops.attend import CHUNK, SharedEntries, attend
 from .ops.attend_parts import PARTS, attend_parts
 from .ops.columns import Values
 from .ops.compress import CompressorGeometry, CompressorInputs, compress_csa, compress_hca
@@ -475,12 +475,15 @@ class LayerCacheHandle(Generic[Cache]):
         )  # fmt: skip
         turned = None if inverse_rope is None else (self.plan.token_position, inverse_rope)
         if entries is None or count is None or (axis.name is None and split != "context"):
-            entry_ids = None
+            entry_ids = shared = None
             if entries is not None:
-                entry_ids = self.entry_rows(self._all_entries() if listed is None else listed)
+                logical = self._all_entries() if listed is None else listed
+                entry_ids = self.entry_rows(logical)
+                if self.plan.num_tokens >= max(CHUNK, 2 * self.plan.num_seqs):  # they have entries in common
+                    shared = self._shared(logical)
             return attend(
                 queries, sink, window, entries, entry_ids, count, inverse_rope=turned, dtype=dtype,
-                heads=self.layout.cfg.num_attention_heads, **how,
+                heads=self.layout.cfg.num_attention_heads, shared=shared, **how,
             )  # fmt: skip
         slots = jnp.asarray(self.plan.token_slot)
         return attend_parts(
@@ -572,6 +575,13 @@ class LayerCacheHandle(Generic[Cache]):
     def _own_table(self) -> jax.Array:
         """The block table with this rank's ids, and the null block for other ranks'."""
         return self.cache.pool_axis.own_blocks(self.cache.block_table)
+
+    def _shared(self, entries: jax.Array) -> SharedEntries:
+        """All that the step's sequences have, and where in them each token's logical entries [T, K] are."""
+        total = np.int32(self.plan.table_columns.shape[0] * self._compressed().rows)
+        every = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), (self.plan.num_seqs, total))
+        rows = self._rows_of(jnp.asarray(self.plan.seq_slot), every).reshape(-1)
+        return SharedEntries(rows, jnp.asarray(self.plan.token_seq)[:, None] * total + entries)
 
     def _all_entries(self) -> jax.Array:
         total = self.plan.table_columns.shape[0] * self._compressed().rows

@@ -1,57 +1,81 @@
-"""attend in the project's own CUDA for Hopper (`csrc/attend_kernel.cuh`), called through XLA FFI.
+"""attend in the project's own CUDA for Hopper, called through XLA FFI: two kernels with the same bits.
 
-One launch per call: V4's KV rows (`widths.KV_ROW`) are gathered and decoded by producer warps while the tensor cores
-(wgmma) work on the tile before, the runs of the key split are merged within a thread-block cluster, and the output
-leaves turned back and rounded if the caller wants that.
+`csrc/attend_kernel.cuh`: V4's KV rows (`widths.KV_ROW`) are gathered and decoded by producer warps while the tensor
+cores (wgmma) work on the tile before, the runs of the key split are merged within a thread-block cluster, and the
+output leaves turned back and rounded if the caller wants that.
+
+`csrc/attend_rows_kernel.cuh`: bf16 rows are copied as they are, and a block takes one token after the other. For caches
+of such rows, and for a long chunk, whose windows and entries are decoded to bf16 once, where its tokens would decode
+each many times.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .. import ffi
-from ..ops.attend import AttendArguments, KernelSplit
+from ..ops.attend import CHUNK, AttendArguments, KernelSplit
+from ..ops.gather import gather_rows
 from ..ops.numerics import rope_tables
 from ..ops.registry import Implementation
-from .widths import KV_ROW, WIDTHS, unsupported_rows
+from .widths import BF16_ROW, KV_ROW, WIDTHS, unsupported_rows
 
-__all__ = ["IMPLEMENTATION", "call", "cut", "split_count", "supports"]
+__all__ = ["IMPLEMENTATION", "call", "cut", "decodes_once", "split_count", "supports"]
 
+BLOCKS = 132  # that take tokens over bf16 rows, at most: SMs of an H100 or H200
+READS_OF_A_ROW = 4  # of a chunk's tokens, on average, from which it is decoded before
 TILE = 64  # keys of a tile, as in the kernel
 HEADS = 64  # of a block
 MAX_SPLITS = 8  # largest portable cluster
-# Fewer tiles a run help batch 1, more help large batches (benchmarks/RESULTS.md).
-TILES_PER_RUN = 9
-LATENCY_TILES_PER_RUN, LATENCY_TILES_PER_RUN_OF_MORE_HEADS = 3, 5  # more than 64 heads are several blocks already
+# Fewer tiles a run help batch 1, more help large batches (benchmarks/RESULTS.md); more than 64 heads are several blocks
+# already. Sixteen clusters of six run at once, of seven or eight fewer.
+TILES_PER_RUN, TILES_PER_RUN_OF_MORE_HEADS, THROUGHPUT_SPLITS = 9, 18, 6
+LATENCY_TILES_PER_RUN, LATENCY_TILES_PER_RUN_OF_MORE_HEADS = 3, 5
 LATENCY_RUNS = 4  # at least, or one a tile: to one token a tile more is 2.4 us, a run more to merge 0.6
 
 
 def cut(heads: int = 64, key_split: KernelSplit = "throughput") -> tuple[int, int]:
     """(tiles of 64 keys that a run has at most, runs that a token has at least, or one a tile)."""
     if key_split == "throughput":
-        return TILES_PER_RUN, 1
+        return TILES_PER_RUN if heads <= HEADS else TILES_PER_RUN_OF_MORE_HEADS, 1
     return LATENCY_TILES_PER_RUN if heads <= HEADS else LATENCY_TILES_PER_RUN_OF_MORE_HEADS, LATENCY_RUNS
 
 
 def split_count(window: int, entries: int, heads: int = 64, key_split: KernelSplit = "throughput") -> int:
     """Runs of a token's keys, each a block's (of 64 heads), if it has as many as the call has room for.
 
-    At most eight. A token with fewer keys has the runs of its own number; no bit depends on the batch or the room.
+    At most six, or eight for "latency". A token with fewer keys has the runs of its own number; no bit depends on the
+    batch or the room.
     """
     tiles = -(-window // TILE) - (-entries // TILE)
     most, least = cut(heads, key_split)
-    return min(MAX_SPLITS, max(1, min(tiles, least), -(-tiles // most)))
+    splits = THROUGHPUT_SPLITS if key_split == "throughput" else MAX_SPLITS
+    return min(splits, max(1, min(tiles, least), -(-tiles // most)))
 
 
 def supports(arguments: AttendArguments) -> str | None:
     """Why the kernel cannot take these arguments, None if it can."""
-    if reason := unsupported_rows(arguments.fmt, KV_ROW):
+    if reason := unsupported_rows(arguments.fmt, KV_ROW, BF16_ROW):
         return reason
     if arguments.inverse_rope is not None and arguments.inverse_rope[1].shape != (WIDTHS.rope_pairs,):
         return f"it turns {WIDTHS.rope_pairs} pairs of dims back, not {arguments.inverse_rope[1].shape[0]}"
     return None
+
+
+def decodes_once(arguments: AttendArguments) -> bool:
+    """Whether the rows that the tokens have in common are decoded to bf16 before: no bit depends on it."""
+    tokens, window = arguments.queries.shape[0], arguments.window
+    keys, rows = window.ids.shape[1], window.rows[0].shape[0]
+    if arguments.entry_ids is not None:
+        if arguments.shared is None:
+            return False
+        keys, rows = keys + arguments.entry_ids.shape[1], rows + arguments.shared.rows.shape[0]
+    return tokens >= CHUNK and rows * READS_OF_A_ROW <= tokens * keys
 
 
 def call(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
@@ -60,6 +84,8 @@ def call(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
     Raises:
         ImplementationError: the CUDA library is not there.
     """
+    if arguments.fmt.parts == KV_ROW.parts and decodes_once(arguments):
+        arguments = _decoded(arguments)
     window, inverse_rope = arguments.window, arguments.inverse_rope
     entries, entry_ids, entry_count = arguments.entries, arguments.entry_ids, arguments.entry_count
     tokens, heads, dim = arguments.queries.shape
@@ -70,14 +96,18 @@ def call(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
     no_table = jnp.zeros((0, WIDTHS.rope_pairs), jnp.float32)
     tables = (no_table, no_table) if inverse_rope is None else rope_tables(*inverse_rope)
     stored = jnp.bfloat16 if arguments.dtype == jnp.bfloat16 else jnp.float32
-    kernel = jax.ffi.ffi_call(
-        ffi.cuda_target("attend", "dsv4_attend"),
-        (jax.ShapeDtypeStruct((tokens, heads, dim), stored), jax.ShapeDtypeStruct((tokens, heads), jnp.float32)),
-    )
     of_model = arguments.heads or heads
     most, least = cut(of_model, arguments.key_split)
     splits = split_count(window.ids.shape[1], entry_ids.shape[1], of_model, arguments.key_split)
-    out, lse = kernel(
+    target = "attend_rows" if arguments.fmt.parts == BF16_ROW.parts else "attend"
+    results = [
+        jax.ShapeDtypeStruct((tokens, heads, dim), stored), jax.ShapeDtypeStruct((tokens, heads), jnp.float32)
+    ]  # fmt: skip
+    if target == "attend_rows":
+        blocks = min(tokens * -(-heads // HEADS), BLOCKS)
+        results.append(jax.ShapeDtypeStruct((blocks, splits - 1, HEADS * dim // 2), jnp.uint32))
+    kernel = jax.ffi.ffi_call(ffi.cuda_target(target, f"dsv4_{target}"), results)
+    out, lse, *_ = kernel(
         arguments.queries.astype(jnp.bfloat16), arguments.sink.astype(jnp.float32), *window.rows, window.ids,
         window.visible, *entries, entry_ids, entry_count, *tables,
         scale=np.float32(arguments.scale), splits=np.int32(splits), most=np.int32(most), least=np.int32(least),
@@ -85,4 +115,17 @@ def call(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
     return out.astype(arguments.dtype), lse
 
 
-IMPLEMENTATION = Implementation("attend", "cuda", call, supports, lambda: ffi.cuda_problem("attend"), ("dsv4_attend",))
+def _decoded(arguments: AttendArguments) -> AttendArguments:
+    """The same over bf16 rows."""
+    window, entries, shared = arguments.window, arguments.entries, arguments.shared
+    every = jnp.arange(window.rows[0].shape[0], dtype=jnp.int32)
+    rows = (gather_rows(window.rows, every, fmt=arguments.fmt),)
+    changed: dict[str, Any] = dict(window=window._replace(rows=rows), fmt=BF16_ROW, shared=None)
+    if entries is not None and shared is not None:
+        changed |= dict(entries=(gather_rows(entries, shared.rows, fmt=arguments.fmt),), entry_ids=shared.ids)
+    return dataclasses.replace(arguments, **changed)
+
+
+IMPLEMENTATION = Implementation(
+    "attend", "cuda", call, supports, lambda: ffi.cuda_problem("attend"), ("dsv4_attend", "dsv4_attend_rows")
+)

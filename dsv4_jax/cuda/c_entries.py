@@ -16,6 +16,7 @@ __all__ = [
     "ENTRIES",
     "AppendArgs",
     "AttendArgs",
+    "AttendRowsArgs",
     "DenseFp8Args",
     "EpilogueArgs",
     "HyperArgs",
@@ -74,6 +75,12 @@ class AttendArgs(ctypes.Structure):
         *_all(_POINTER, "cosine", "sine"),
         ("bf16_out", _INT),
     )
+
+
+class AttendRowsArgs(ctypes.Structure):
+    """`dsv4::AttendRowsArgs` of csrc/attend_rows_block.cuh: its rows are bf16, `nope` alone."""
+
+    _fields_ = (("attend", AttendArgs), ("sums", _POINTER))
 
 
 class ScoreArgs(ctypes.Structure):
@@ -155,6 +162,7 @@ class RouteArgs(ctypes.Structure):
 ENTRIES: dict[str, tuple[type[ctypes.Structure], tuple[str, ...]]] = {
     "append": (AppendArgs, ("tokens", "epilogue")),
     "attend": (AttendArgs, ("splits", "most", "least")),
+    "attend_rows": (AttendRowsArgs, ("blocks", "splits", "most", "least")),
     "dense_fp8": (DenseFp8Args, ("shape", "parts", "window")),
     "hyper_connection": (HyperArgs, ()),
     "hyper_mixing": (HyperMixingArgs, ()),

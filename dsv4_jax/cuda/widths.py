@@ -8,7 +8,7 @@ import jax
 
 from ..formats import RowFormat, index_format, kv_format
 
-__all__ = ["INDEX_ROWS", "KV_ROW", "WIDTHS", "Widths", "unsupported_pairs", "unsupported_rows"]
+__all__ = ["BF16_ROW", "INDEX_ROWS", "KV_ROW", "WIDTHS", "Widths", "unsupported_pairs", "unsupported_rows"]
 
 
 class Widths(NamedTuple):
@@ -39,6 +39,7 @@ class Widths(NamedTuple):
 WIDTHS = Widths(nope=448, rope=64, index_dim=128, index_heads=64, csa_ratio=4)
 # Rows that kernels read and write. The order of all three is that of `Format` in csrc.
 KV_ROW = kv_format("fp8", WIDTHS.dim, WIDTHS.rope)
+BF16_ROW = kv_format("bf16", WIDTHS.dim, WIDTHS.rope)  # of attend alone
 INDEX_ROWS = index_format("fp4", WIDTHS.index_dim), index_format("fp8", WIDTHS.index_dim)
 
 

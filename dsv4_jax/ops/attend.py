@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,31 @@ from .batches import in_batches
 from .numerics import rope
 from .registry import Choice, Implementation, run
 
-__all__ = ["IMPLEMENTATION", "AttendArguments", "KernelSplit", "attend", "finish_output", "reference"]
+__all__ = [
+    "CHUNK",
+    "IMPLEMENTATION",
+    "AttendArguments",
+    "KernelSplit",
+    "SharedEntries",
+    "attend",
+    "finish_output",
+    "reference",
+]
 
 KernelSplit = Literal["throughput", "latency"]
+CHUNK = 512  # tokens of a step below which no kernel gains by what they share
+
+
+class SharedEntries(NamedTuple):
+    """The entries from which a chunk's tokens have theirs: a kernel may read these first, each once.
+
+    Attributes:
+        rows: [R] int32 row ids of them.
+        ids: [T, K] int32: which of `rows` each of `entry_ids` is, where those are keys.
+    """
+
+    rows: jax.Array
+    ids: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +62,7 @@ class AttendArguments:
     dtype: DTypeLike = jnp.float32
     key_split: KernelSplit = "throughput"
     heads: int | None = None
+    shared: SharedEntries | None = None
 
     @property
     def empty(self) -> bool:
@@ -60,6 +83,7 @@ def attend(
     dtype: DTypeLike = jnp.float32,
     key_split: KernelSplit = "throughput",
     heads: int | None = None,
+    shared: SharedEntries | None = None,
     implementation: Choice = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sparse MQA where keys and values are the same rows (docs/model.md, Attention).
@@ -82,6 +106,7 @@ def attend(
             `ops.attend_parts`); the others ignore it.
         heads: of the model, if these are a device's share of them: keys are cut by those of the model, so that bits do
             not depend on the number of devices.
+        shared: where `entry_ids` come from, if tokens have them in common. It changes no bit.
 
     Returns:
         (out [T, H, dim] of `dtype`, lse [T, H] float32 = log sum_k e^z_k without the sink).
@@ -106,13 +131,18 @@ def attend(
         entries = check.parts("entries", entries, fmt)
         entry_ids = check.array("entry_ids", entry_ids, "int32", "T", "K")
         entry_count = check.array("entry_count", entry_count, "int32", "T")
+        if shared is not None:
+            shared = SharedEntries(
+                check.array("shared.rows", shared.rows, "int32", "R"),
+                check.array("shared.ids", shared.ids, "int32", "T", "K"),
+            )
     if inverse_rope is not None:
         position, inv_freq = inverse_rope
         position = check.array("inverse_rope's position", position, "int32", "T")
         inverse_rope = position, check.array("inverse_rope's inv_freq", inv_freq, "float32", "RoPE pairs")
     arguments = AttendArguments(
         queries, sink, window, entries, entry_ids, entry_count, scale, fmt, inverse_rope, dtype, key_split,
-        heads,
+        heads, shared if entries is not None else None,
     )  # fmt: skip
     return run("attend", arguments, implementation)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv4_jax.cuda.widths import BF16_ROW
 from dsv4_jax.ops import (
     Peers,
     WindowView,
@@ -65,11 +66,11 @@ def call_append():
     return append(rows(8, KV), jnp.zeros((4, 512)), IDS, fmt=KV, epilogue=epilogue, position=IDS, implementation="cuda")
 
 
-def call_attend():
-    window = WindowView(rows(8, KV), jnp.zeros((4, 2), jnp.int32), jnp.ones((4, 2), bool))
+def call_attend(fmt=KV):
+    window = WindowView(rows(8, fmt), jnp.zeros((4, 2), jnp.int32), jnp.ones((4, 2), bool))
     ids, count = jnp.zeros((4, 2), jnp.int32), jnp.ones(4, jnp.int32)
     queries, sink = jnp.zeros((4, 64, 512)), jnp.zeros(64)
-    return attend(queries, sink, window, rows(8, KV), ids, count, scale=1.0, fmt=KV, implementation="cuda")
+    return attend(queries, sink, window, rows(8, fmt), ids, count, scale=1.0, fmt=fmt, implementation="cuda")
 
 
 def call_compress(*kinds: str):
@@ -118,6 +119,7 @@ CALLS = {
     "all_gather": lambda: call_exchange(all_gather),
     "append": call_append,
     "attend": call_attend,
+    "attend_rows": lambda: call_attend(BF16_ROW),
     "compress_csa": lambda: call_compress("csa", "index"),
     "compress_hca": lambda: call_compress("online"),
     "dense_bf16": lambda: dense_bf16(jnp.zeros((3, 4096)), jnp.zeros((256, 4096), jnp.bfloat16), implementation="cuda"),

@@ -1,0 +1,93 @@
+// Queries and bf16 rows from memory to shared memory, for attend_rows_kernel.cuh.
+#pragma once
+
+#include "attend_rows_block.cuh"
+
+namespace dsv4 {
+
+// One of four warps: rows [16 warp, 16 warp + 16) of every tile; lane l knows the id of row l % 16.
+struct RowsCopier {
+  const AttendArgs& args;
+  int window_tiles, warp, lane;
+
+  // The row id of this lane's key in a tile, -1 if it is none; an id past the pool reads its last row.
+  __device__ __forceinline__ int load_id(const RowsUnit& u, int tile) const {
+    const int place = warp * kCopyRows + within<kCopyRows>(lane);
+    if (tile < window_tiles) {
+      const int key = tile * kTile + place;
+      if (key >= args.window_keys) return -1;
+      const int64_t at = static_cast<int64_t>(u.token) * args.window_keys + key;
+      const int id = __ldg(args.window_ids + at);
+      return __ldg(args.window_visible + at) != 0 ? min(max(id, 0), args.window.rows - 1) : -1;
+    }
+    const int key = (tile - window_tiles) * kTile + place;
+    if (key >= u.count) return -1;
+    const int id = __ldg(args.entry_ids + static_cast<int64_t>(u.token) * args.entry_keys + key);
+    return min(max(id, 0), args.entries.rows - 1);
+  }
+
+  // Starts the copy of a row: a quarter-warp copies its part of a block.
+  __device__ __forceinline__ void copy_row(uint32_t to, int row, const uint8_t* pool, int64_t at, bool exists) const {
+    constexpr int kHalfRow = kDim * sizeof(__nv_bfloat16) / 2;  // bytes
+    const uint8_t* from = pool + (exists ? at : 0) * (2 * kHalfRow) + lane * kChunkBytes;
+    to += over<kSwizzle>(lane) * kBlockBytes + row * kRowBytes + swizzled(within<kSwizzle>(lane), row);
+    copy_async(to, from, exists);
+    copy_async(to + kKeyBlocks / 2 * kBlockBytes, from + kHalfRow, exists);
+  }
+
+  __device__ __forceinline__ void copy_rows(uint32_t to, int tile, int id) const {
+    const uint8_t* pool = (tile < window_tiles ? args.window : args.entries).nope;
+#pragma unroll 4
+    for (int i = 0; i < kCopyRows; ++i) {
+      const int one = __shfl_sync(kAllLanes, id, i);
+      copy_row(to, warp * kCopyRows + i, pool, one, one >= 0);
+    }
+  }
+
+  __device__ __forceinline__ void copy_queries(uint32_t to, const RowsUnit& u) const {
+    const auto* queries = reinterpret_cast<const uint8_t*>(args.queries);
+#pragma unroll 4
+    for (int i = 0; i < kCopyRows; ++i) {
+      const int row = warp * kCopyRows + i, h = u.head + row;
+      copy_row(to, row, queries, static_cast<int64_t>(u.token) * args.heads + h, h < args.heads);
+    }
+  }
+};
+
+// Arrives at a barrier once the thread's copies are there.
+__device__ __forceinline__ void copies_arrive(uint32_t bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+
+// The tiles of all the block's tokens, each token's queries before them, through one ring. What waits for a place puts
+// a fence before it reads it with the matrix units.
+__device__ __forceinline__ void copy_all(const RowsCopier& c, const RowsWork& work, RowsShared& s) {
+  Ring place;
+  const auto copied = [&](uint32_t seen) {
+    const uint32_t full = shared_address(&s.full[place.index]);
+    copies_arrive(full);
+    if (c.lane == 0) {
+      reinterpret_cast<uint16_t*>(s.visible[place.index])[c.warp] = static_cast<uint16_t>(seen);
+      barrier_arrive(full);
+    }
+    place.advance();
+  };
+  for (int i = blockIdx.x; i < work.units; i += gridDim.x) {
+    const RowsUnit u = work.unit(c.args, i);
+    int id = c.load_id(u, 0);
+    barrier_wait(shared_address(&s.empty[place.index]), place.phase ^ 1);
+    c.copy_queries(shared_address(s.keys[place.index]), u);
+    copied(0);
+    for (int tile = 0; tile < u.tiles; ++tile) {
+      const int next_id = tile + 1 < u.tiles ? c.load_id(u, tile + 1) : -1;
+      const uint32_t seen = __ballot_sync(kAllLanes, id >= 0);
+      barrier_wait(shared_address(&s.empty[place.index]), place.phase ^ 1);
+      c.copy_rows(shared_address(s.keys[place.index]), tile, id);
+      copied(seen);
+      id = next_id;
+    }
+  }
+  copy_wait<0>();
+}
+
+}  // namespace dsv4
