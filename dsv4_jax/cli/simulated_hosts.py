@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,22 +63,20 @@ def check_hosts(args: argparse.Namespace) -> bool:
 def run_hosts(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[TraceRequest], linked: int) -> int:
     """The command, when there are several hosts."""
     server = server_from(args, layout, trace)
-    link = Link(*(given for given in (args.network,) if given is not None))
-    if args.latency is not None:
-        link = dataclasses.replace(link, latency=args.latency)
+    given = {"bandwidth": args.network, "latency": args.latency}
+    link = Link(**{name: value for name, value in given.items() if value is not None})
     prefill, decode, speeds = args.prefill_hosts, args.decode_hosts, args.speed or [1.0]
     runs: list[dict[str, Any]] = []
-    words = {"host memory": "--host", "a cache policy": "a --policy", "no request of the trace": _no_request(args)}
-    with Progress("requests", 2 * len(speeds) * len(trace)) as progress, naming("--prefill-hosts", fields=words):
-        for speed in speeds:
+    with Progress("requests", 2 * len(speeds) * len(trace)) as progress, naming(fields=_words(args)):
+        told = {"on_done": progress.advance}
+        ways = {
+            f"{prefill} + {decode}": lambda faster: simulate_handed(faster, server, prefill, decode, link, **told),
+            f"{prefill + decode} joint": lambda faster: simulate_joint(faster, server, prefill + decode, **told),
+        }
+        for speed, (name, simulated) in itertools.product(speeds, ways.items()):
+            progress.update(f"requests, {name}, speed {speed:g}")
             faster = [dataclasses.replace(request, arrival=request.arrival / speed) for request in trace]
-            for name in (f"{prefill} + {decode}", f"{prefill + decode} joint"):
-                progress.update(f"requests, {name}, speed {speed:g}")
-                if "+" in name:
-                    found = simulate_handed(faster, server, prefill, decode, link, on_done=progress.advance)
-                else:
-                    found = simulate_joint(faster, server, prefill + decode, on_done=progress.advance)
-                runs.append({"name": name, "speed": speed, **hosts_report(found)})
+            runs.append({"name": name, "speed": speed, **hosts_report(simulated(faster))})
     result = {
         "model": args.model, "title": _title(args, server, link), "linked_outputs": linked,
         "hosts": {"prefill": prefill, "decode": decode, "joint": prefill + decode},
@@ -92,8 +91,13 @@ def run_hosts(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[Tra
     return 1 if broken else 0
 
 
-def _no_request(args: argparse.Namespace) -> str:
-    return f"{room(args)}: no request of the trace"
+def _words(args: argparse.Namespace) -> dict[str, str]:
+    """What errors say of hosts and requests, in the words of the command line."""
+    return {
+        "hand-offs need host memory, and a cache policy": "--prefill-hosts: hand-offs need --host, and a --policy",
+        "hosts": "--prefill-hosts or --decode-hosts",
+        "no request of the trace": f"{room(args)}: no request of the trace",
+    }
 
 
 def _title(args: argparse.Namespace, server: Server, link: Link) -> str:
@@ -112,7 +116,7 @@ def _table(result: dict[str, Any]) -> Table:
     names = ("req/s", "TTFT\np50, s", "\np95", "TPOT\np50, ms", "\np95", "gap\np99", "out\ntok/s", "hits", "GB\nsent")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("TTFT:\nmostly", no_wrap=True)
+    table.add_column("TTFT:\nmostly")
     for i, run in enumerate(result["runs"]):
         first, token = run["seconds"]["first_token"], run["seconds"]["per_output_token"]
         sent = run["network"]["bytes"]

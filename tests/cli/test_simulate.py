@@ -445,7 +445,8 @@ def test_several_hosts(capsys, tmp_path: pathlib.Path) -> None:
     assert main(["simulate", *map(str, words), "--host-pages", "99"]) == 0
     out = capsys.readouterr().out
     assert "2 joint" in out and "TTFT" in out
-    refused(capsys, words, "--prefill-hosts: hand-offs need --host, and a --policy")
+    refused(capsys, words, "error: --prefill-hosts: hand-offs need --host, and a --policy")
+    refused(capsys, [*words, "--host-pages", 9, "--context", "128"], "error: --blocks, --context: no request of the")
     for option, value, problem in (
         ("--network", "50", "'50' is not a rate above 0 such as 50GB/s"),
         ("--network", "50Gb/s", "'50Gb/s' is not a rate"),
