@@ -13,8 +13,8 @@ is on all ranks' devices; its pages on the host are those of one rank.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 from ..errors import NoFreeSlotError, OutOfBlocksError
 from ..layout import CacheLayout, CacheSize
@@ -27,9 +27,6 @@ from .prefix.eviction import Freed
 from .prefix.node import Node, Pages, T
 from .prefix.prefix_tree import PrefixTree
 from .transfers import BLOCK, SLOT, TransferQueue, Transfers
-
-if TYPE_CHECKING:
-    from .remote_tier import Arrival
 
 __all__ = ["HostSize", "TieredCache"]
 
@@ -47,6 +44,20 @@ class HostSize(NamedTuple):
     def of(cls, layout: CacheLayout, num_blocks: int, num_snapshots: int = 0) -> HostSize:
         """The pages that so many blocks and snapshots take. (Which of them fill these is not laid down.)"""
         return cls(num_blocks + num_snapshots * state_pages(layout, 0))
+
+
+class Landing(Protocol):
+    """A record that is being written to these pages."""
+
+    @property
+    def pages(self) -> Pages: ...
+
+
+class Receiver(Protocol):
+    """Whom such records are read for."""
+
+    @property
+    def reads(self) -> Collection[Landing]: ...
 
 
 class TieredCache:
@@ -81,7 +92,7 @@ class TieredCache:
         self.due: list[Transfers] = []  # stages of steps that have not been gone through yet, in order
         self.drains = 0  # such stages so far
         self.fetching: dict[Pages, Node] = {}  # where states on their way from storage land, and whose they are
-        self.receiving: dict[Arrival, None] = {}  # those that records of another host are being read for
+        self.receiving: dict[Receiver, None] = {}  # whom records of another host are being read for
         self.flying: set[bytes] = set()  # digests of blocks among these records
         self.landed: set[int] = set()  # pages that hold such records, and wait to join the tree
         self.failures: collections.Counter[str] = collections.Counter()
