@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import heapq
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -108,21 +109,20 @@ class BlockAllocator:
 
         None: they can. Of several ranks that lack ids, the one that lacks most is named.
         """
+        if self.ranks == 1:
+            count, free = len(places), self.num_free + sum(more) + len(freed)
+            return None if count <= free else OutOfBlocksError(count, free, self._total, self.name)
         wanted, have = (
             [0] * self.ranks,
             [free + extra for free, extra in zip(self.free_on, more or [0] * self.ranks, strict=True)],
         )
         for counts, some in ((wanted, places), (have, freed)):
-            if self.ranks == 1:
-                counts[0] += len(some)
-                continue
             for place in some:
                 counts[place % self.ranks] += 1
         rank = max(range(self.ranks), key=lambda rank: wanted[rank] - have[rank])
         if wanted[rank] <= have[rank]:
             return None
-        name = f"{self.name} (rank {rank})" if self.ranks > 1 else self.name
-        return OutOfBlocksError(wanted[rank], have[rank], self._total // self.ranks, name)
+        return OutOfBlocksError(wanted[rank], have[rank], self._total // self.ranks, f"{self.name} (rank {rank})")
 
     def is_held(self, block: int) -> bool:
         """Whether this id is handed out. Ids out of range are not, nor is what is no id."""
@@ -146,16 +146,22 @@ class BlockAllocator:
         """
         if len(places) and (error := self.shortage(places)):
             raise error
-        ranks, ids = self.ranks, list[int]()
-        for place in places:
-            rank = place % ranks
-            if freed := self._freed[rank]:
-                block = heapq.heappop(freed)
-            else:
-                block = self._fresh[rank]
-                self._fresh[rank] += ranks
+        if self.ranks == 1:
+            ids = self._take(0, len(places))
+        else:
+            counts = collections.Counter(place % self.ranks for place in places)
+            taken = {rank: iter(self._take(rank, count)) for rank, count in counts.items()}
+            ids = [next(taken[place % self.ranks]) for place in places]
+        for block in ids:
             self._held[block] = 1
-            ids.append(block)
+        return ids
+
+    def _take(self, rank: int, count: int) -> list[int]:
+        """So many ids of a rank that has them, the lowest free ones, ascending."""
+        freed, fresh = self._freed[rank], self._fresh[rank]
+        ids = [heapq.heappop(freed) for _ in range(min(count, len(freed)))]
+        self._fresh[rank] = end = fresh + (count - len(ids)) * self.ranks
+        ids.extend(range(fresh, end, self.ranks))
         return ids
 
     def release(self, ids: Iterable[int]) -> None:
@@ -171,9 +177,10 @@ class BlockAllocator:
             raise BlockReleaseError(ids, "not a list of ids", self._total) from error
         for block in blocks:
             checked.add(self._checked(block, checked))
+        held, freed, ranks = self._held, self._freed, self.ranks
         for block in checked:
-            self._held[block] = 0
-            heapq.heappush(self._freed[self.rank_of(block)], block)
+            held[block] = 0
+            heapq.heappush(freed[(block - 1) % ranks], block)
 
     def _checked(self, block: Any, already: set[int]) -> int:
         def refuse(problem: str) -> BlockReleaseError:

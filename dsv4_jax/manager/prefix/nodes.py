@@ -39,7 +39,6 @@ class NodeTable:
         writing: nodes reserved for blocks that are about to be written, in order.
         counts: nodes in each state.
         idle: nodes at rest and without references in each tier.
-        idle_on: those of the device, by the rank that holds their blocks (that of their depth, modulo the ranks).
         num_host: nodes with a host unit.
         num_snapshots: snapshot copies in each tier.
         pins: of all snapshots.
@@ -72,7 +71,7 @@ class NodeTable:
         self.writing: dict[Node, None] = {}
         self.counts = dict.fromkeys(NodeState, 0)
         self.idle = dict.fromkeys(TIERS, 0)
-        self.idle_on = [0] * self._ranks
+        self._idle_on = [0] * self._ranks
         self.num_host = 0
         self.num_snapshots = dict.fromkeys(TIERS, 0)
         self.pins = 0
@@ -110,10 +109,15 @@ class NodeTable:
         link(node)
         return node
 
+    @property
+    def idle_on(self) -> list[int]:
+        """The idle ones of the device, by the rank that holds their blocks: that of their depth, modulo the ranks."""
+        return [self.idle[T.DEVICE]] if self._ranks == 1 else list(self._idle_on)
+
     def _count_idle(self, node: Node, tier: Tier, by: int) -> None:
         self.idle[tier] += by
-        if tier is T.DEVICE:
-            self.idle_on[node.depth % self._ranks] += by
+        if tier is T.DEVICE and self._ranks > 1:
+            self._idle_on[node.depth % self._ranks] += by
 
     def set_state(self, node: Node, state: NodeState) -> None:
         """The only place where a state changes. Raises `TransitionError`, then nothing has changed."""
@@ -157,21 +161,29 @@ class NodeTable:
 
     def add_references(self, nodes: Iterable[Node], access: int, level: int) -> None:
         """One more reference to each, accessed then, at that level of worth."""
+        idle, several = self.idle, self._ranks > 1  # a call for each node would be a third of the time
         for node in nodes:
             if not node.refs and node.state in SETTLED:
-                self._count_idle(node, node.state.tier, -1)
+                if several:
+                    self._count_idle(node, node.state.tier, -1)
+                else:
+                    idle[node.state.tier] -= 1
             node.refs += 1
             node.last_access = access
             node.level = level
 
     def drop_references(self, nodes: Iterable[Node], access: int) -> None:
         """One reference less to each, children first."""
+        idle, several = self.idle, self._ranks > 1
         for node in nodes:
             node.refs -= 1
             node.last_access = access
             if not node.refs:
                 if node.state in SETTLED:
-                    self._count_idle(node, node.state.tier, 1)
+                    if several:
+                        self._count_idle(node, node.state.tier, 1)
+                    else:
+                        idle[node.state.tier] += 1
                 if node.children:
                     self._queues.push(node)
                 else:
