@@ -28,7 +28,7 @@ from .prefix.node import Node, Pages, T
 from .prefix.prefix_tree import PrefixTree
 from .transfers import BLOCK, SLOT, TransferQueue, Transfers
 
-__all__ = ["HostSize", "TieredCache"]
+__all__ = ["HostSize", "Landing", "Receiver", "TieredCache"]
 
 
 class HostSize(NamedTuple):

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ...cache import KVCache
     from ..host_cache import HostCache
 
-__all__ = ["RemoteDriver"]
+__all__ = ["Fence", "RemoteDriver"]
 
 _MOST_WORD = 1024  # bytes of what one driver says to another
 
