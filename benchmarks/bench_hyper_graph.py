@@ -88,7 +88,9 @@ class Case:
         old = (self.old_post, self.old_comb) if self.outputs else (None, None)
         given = (self.streams, self.fn, self.base, self.scale, self.norm, *self.written, *[None] * (2 - self.outputs),
                  *old, self.x, new, self.back)  # fmt: skip
-        return HyperArgs(*map(at, given), self.tokens, self.width, len(self.fn), HC_EPS, EPS, int(self.bf16))
+        return HyperArgs(
+            *map(at, given), self.tokens, self.width, len(self.fn), HC_EPS, EPS, int(self.bf16), self.tokens
+        )
 
     def call(self, kernels: Kernels, in_place: bool = False) -> None:
         """Both kernels."""

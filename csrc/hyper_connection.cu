@@ -42,14 +42,19 @@ cudaError_t launch(const dsv4::HyperArgs& args, cudaStream_t stream) {
 class Results {
  public:
   explicit Results(ffi::RemainingRets results) : results_(results) {}
-  float* next(int64_t rows, int64_t width) { return static_cast<float*>(any(ffi::F32, rows, width)); }
-  void* any(ffi::DataType type, int64_t rows, int64_t width) {
+  float* next(int64_t rows, int64_t width) { return static_cast<float*>(any(ffi::F32, rows, width, rows)); }
+  // The next result, of `least` to `most` rows.
+  void* any(ffi::DataType type, int64_t least, int64_t width, int64_t most) {
     auto buffer = results_.get<ffi::AnyBuffer>(index_++);
     if (!buffer.has_value()) return fail();
     const auto sizes = (*buffer)->dimensions();
-    if ((*buffer)->element_type() != type || sizes.size() != 2 || sizes[0] != rows || sizes[1] != width) return fail();
+    if ((*buffer)->element_type() != type || sizes.size() != 2 || sizes[0] < least || sizes[0] > most ||
+        sizes[1] != width)
+      return fail();
+    rows_ = sizes[0];
     return (*buffer)->untyped_data();
   }
+  int64_t rows() const { return rows_; }  // of the result taken last
   bool good() const { return good_ && index_ == results_.size(); }
 
  private:
@@ -59,6 +64,7 @@ class Results {
   }
   ffi::RemainingRets results_;
   size_t index_ = 0;
+  int64_t rows_ = 0;
   bool good_ = true;
 };
 
@@ -88,7 +94,9 @@ ffi::Error hyper_connection(cudaStream_t stream, ffi::RemainingArgs arguments, f
   }
   if (!operands.good()) return ffi::Error::InvalidArgument("hyper_connection: " + operands.problem());
   Results results(returned);
-  args.x = results.any(bf16 ? ffi::BF16 : ffi::F32, tokens, width);
+  const int64_t filled = (tokens + dsv4::kHyperTokens - 1) / dsv4::kHyperTokens * dsv4::kHyperTokens;
+  args.x = results.any(bf16 ? ffi::BF16 : ffi::F32, tokens, width, filled);
+  args.x_rows = static_cast<int>(results.rows());
   if (!head) {
     args.back = results.next(tokens, dsv4::kHyperBack);
     if (outputs > 0) args.new_streams = results.next(tokens, all);

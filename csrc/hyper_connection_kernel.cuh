@@ -54,13 +54,13 @@ struct HyperArgs {
   const float* outputs[kHyperOutputs];  // [tokens, width]; null: not given. Without the first nothing is added
   const float* old_post;                // [tokens, 4]
   const float* old_comb;                // [tokens, 4, 4]
-  void* x;                              // [tokens, width]
+  void* x;                              // [x_rows, width], zeros behind the tokens
   float* new_streams;                   // [tokens, 4, width], may be `streams`; null: not asked for
   float* back;                          // [tokens, 20]
   int tokens, width;
   int rows;  // 24, or 4: the head's gates, nothing but x
   float hc_eps, eps;
-  int bf16_out;
+  int bf16_out, x_rows;  // x_rows: the tokens, or up to as many more as fill the last cluster
 };
 
 // A warp's sums: products by token, and squares.
@@ -376,14 +376,14 @@ __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
          tree4<kWarps, kHyperTokens>(&shared.squares[0][piece]));
   }
   barrier_wait(norms_there, 0);
-  if (!there) return;
+  if (token >= args.x_rows) return;
   factor = rsqrtf(tree<kHyperParts, kHyperTokens>(&shared.norms[0][n]) * kOfWidth + args.eps);
 #pragma unroll
   for (int b = 0; b < kHyperRuns; ++b) {
     const Four norm = load_four(&shared.norm[warp][b * kHyperRun + 4 * c]);
     float out[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) out[i] = mixed[b].x[i] * factor * norm.x[i];
+    for (int i = 0; i < 4; ++i) out[i] = there ? mixed[b].x[i] * factor * norm.x[i] : 0.f;
     if (args.bf16_out) {
       const __nv_bfloat162 low = __floats2bfloat162_rn(out[0], out[1]), high = __floats2bfloat162_rn(out[2], out[3]);
       *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(args.x) + at + b * kHyperRun) = {

@@ -9,7 +9,6 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
 
 from .checks import INT32_MAX
@@ -23,6 +22,7 @@ from .ops.attend import CHUNK, SharedEntries, attend
 from .ops.attend_parts import PARTS, attend_parts
 from .ops.columns import Values
 from .ops.compress import CompressorGeometry, CompressorInputs, compress_csa, compress_hca
+from .ops.entry_rows import entry_rows
 from .ops.epilogue import Epilogue, check_epilogue
 from .ops.exchange import all_gather
 from .ops.gather import gather_rows
@@ -30,7 +30,7 @@ from .ops.index_scores import index_scores
 from .ops.merge import merge_candidates
 from .ops.pool_axis import PoolAxis
 from .ops.queries import finish_queries
-from .ops.registry import Choice
+from .ops.registry import Choice, offered
 from .ops.residual import carry_residual, last_residual
 from .ops.top_k import top_k
 from .plan import StepPlan
@@ -219,7 +219,7 @@ class LayerCacheHandle(Generic[Cache]):
             self._check_epilogue(check, "epilogue", epilogue, ring)
         pool = self.cache.pool(ring.pool)
         place = dict(ordinal=ring.ordinal, slots=self.cache.slot_units, ring=ring.rows)
-        ids = window_rows(plan, rows=pool[0].shape[0], **place)
+        ids = self._window_rows(ring, pool[0].shape[0])
         shown = dict(window=self.schema.swa_window_size, first=self.schema.first_position)
         done = dict(fmt=fmt, epilogue=epilogue, position=plan.token_position, implementation=self.implementation)
         if plan.history_seqs.shape[0]:
@@ -229,7 +229,8 @@ class LayerCacheHandle(Generic[Cache]):
             pool = store(pool, chunk, ids)
         else:
             pool = append(pool, kv, ids, **done)
-            window = window_view(pool, None, plan, **shown, **place)
+            rows, *where = window_view(pool, None, _wide(plan), **shown, **place)
+            window = WindowView(rows, *(x[: plan.num_tokens] for x in where))
         return self._wrote(LayerWrites.APPENDED, {ring.pool: pool}, window)
 
     def compress(
@@ -378,12 +379,12 @@ class LayerCacheHandle(Generic[Cache]):
         """
         return self._rows_of(jnp.asarray(self.plan.token_slot), entries)
 
-    def _rows_of(self, slots: jax.Array, entries: jax.Array) -> jax.Array:
-        pool = self._compressed()
-        per_block = np.int32(pool.rows)
-        block = self._own_table[slots[:, None], entries // per_block]
-        block = lax.clamp(np.int32(0), block, np.int32(self.cache.block_units - 1))  # or the product could leave int32
-        return np.int32(pool.base(self.cache.block_units)) + block * per_block + entries % per_block
+    def _rows_of(self, slots: jax.Array, entries: jax.Array, implementation: Choice = "xla") -> jax.Array:
+        pool, blocks = self._compressed(), self.cache.block_units
+        return entry_rows(
+            entries, slots, self._own_table, base=pool.base(blocks), per_block=pool.rows, blocks=blocks,
+            implementation=implementation,
+        )  # fmt: skip
 
     def index_scores(self, queries: jax.Array, weights: Values, *, scale: float = 1.0) -> jax.Array:
         """Indexer scores [T, S] float32 of all entries (-inf where not visible); CSA only.
@@ -478,7 +479,9 @@ class LayerCacheHandle(Generic[Cache]):
             entry_ids = shared = None
             if entries is not None:
                 logical = self._all_entries() if listed is None else listed
-                entry_ids = self.entry_rows(logical)
+                # Those of all entries are known before the step, and XLA computes them of all layers at once.
+                named = "xla" if listed is None else offered("entry_rows", self.implementation)
+                entry_ids = self._rows_of(jnp.asarray(self.plan.token_slot), logical, named)
                 if self.plan.num_tokens >= max(CHUNK, 2 * self.plan.num_seqs):  # they have entries in common
                     shared = self._shared(logical)
             return attend(
@@ -587,6 +590,13 @@ class LayerCacheHandle(Generic[Cache]):
         total = self.plan.table_columns.shape[0] * self._compressed().rows
         return jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), (self.plan.num_tokens, total))
 
+    def _window_rows(self, ring: PoolSchema, rows: int) -> jax.Array:
+        """`window_rows` of this layer: of all layers at once, which XLA computes once in a step."""
+        slots = self.cache.slot_units
+        first = window_rows(self.plan, rows=rows, ordinal=0, slots=slots, ring=ring.rows)
+        each = np.arange(0, rows, slots * ring.rows, dtype=np.int32)[:, None]
+        return jnp.where(first < rows, first + each, np.int32(rows))[ring.ordinal]
+
     def _window(self) -> WindowView:
         self._require(LayerWrites.APPENDED, self.spec.layer_idx)
         if self.window is None:
@@ -636,6 +646,18 @@ def _written_by(schema: LayerCacheSchema) -> LayerWrites:
     indexed = LayerWrites.INDEXED if schema.index_state else LayerWrites(0)
     carried = LayerWrites.CARRIED if schema.residual else LayerWrites(0)
     return LayerWrites.APPENDED | compressed | indexed | carried
+
+
+def _wide(plan: StepPlan) -> StepPlan:
+    """The plan; of a single token with that token twice.
+
+    XLA makes one kernel of what it computes of a plan for all layers, but not where operands have one element.
+    """
+    if plan.num_tokens != 1:
+        return plan
+    names = ("token_seq", "token_slot", "token_position")
+    twice = {name: jnp.concatenate([jnp.asarray(getattr(plan, name))] * 2) for name in names}
+    return plan._replace(**twice)
 
 
 def _calls(writes: LayerWrites) -> str:

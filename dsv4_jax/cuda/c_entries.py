@@ -138,7 +138,7 @@ class HyperArgs(ctypes.Structure):
         *_all(_POINTER, "x", "new_streams", "back"),
         *_all(_INT, "tokens", "width", "rows"),
         *_all(_FLOAT, "hc_eps", "eps"),
-        ("bf16_out", _INT),
+        *_all(_INT, "bf16_out", "x_rows"),
     )
 
 

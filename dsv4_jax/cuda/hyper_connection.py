@@ -36,7 +36,7 @@ def call(arguments: HyperConnectionArguments):
     streams, written, head = arguments.streams, arguments.written, arguments.iterations is None
     tokens, n, width = streams.shape
     operands = [streams.reshape(tokens, n * width), arguments.fn, arguments.vector]
-    results = [jax.ShapeDtypeStruct((tokens, width), arguments.dtype)]
+    results = [jax.ShapeDtypeStruct((max(tokens, arguments.rows), width), arguments.dtype)]
     if not head:
         results.append(jax.ShapeDtypeStruct((tokens, n + n * n), jnp.float32))
     aliases = {}

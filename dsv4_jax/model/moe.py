@@ -10,8 +10,8 @@ from jax import lax
 from .. import ops
 from ..config import DSV4Config
 from ..ops.batches import in_tiles
-from ..ops.columns import dense
-from ..ops.moe import ExpertSums, swiglu
+from ..ops.moe import ExpertSums
+from ..ops.numerics import clamped_swiglu
 from .numerics import linear
 from .params import Params
 from .projections import products
@@ -37,8 +37,9 @@ def moe(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> tuple[ja
     experts = p["experts"]
     out = (_dispatched if isinstance(experts["gate_up"], Quantised) else _everywhere)(p, x, tokens, cfg)
     if "shared" in p:
-        both = products(p["shared"], "of_token", x)
-        return out, linear(swiglu(dense(both["gate"]), dense(both["up"]), cfg.swiglu_limit), p["shared"]["down"])
+        both, down = products(p["shared"], "of_token", x), p["shared"]["down"]
+        dtype = jnp.bfloat16 if down.dtype == jnp.bfloat16 else jnp.float32  # what `linear` takes
+        return out, linear(ops.swiglu(both["gate"], both["up"], limit=cfg.swiglu_limit, dtype=dtype), down)
     return (out,)
 
 
@@ -70,7 +71,7 @@ def _everywhere(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> 
     def add_expert(sums: ExpertSums, expert: tuple[jax.Array, jax.Array, Params]) -> tuple[ExpertSums, None]:
         weight, done, e = expert
         gate, up = jnp.split(product(x, e["gate_up"]), 2, -1)
-        return sums.add(weight[:, None] * product(swiglu(gate, up, cfg.swiglu_limit), e["down"]), done), None
+        return sums.add(weight[:, None] * product(clamped_swiglu(gate, up, cfg.swiglu_limit), e["down"]), done), None
 
     each = share.T, ExpertSums.done(here, cfg.n_routed_experts), experts
     return split.own_sums(lax.scan(add_expert, ExpertSums.zeros(x.shape), each)[0].total())

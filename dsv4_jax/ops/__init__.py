@@ -16,6 +16,7 @@ from .compress import CompressorGeometry, CompressorInputs, compress_csa, compre
 from .copy import copy_units
 from .dense_bf16 import dense_bf16
 from .dense_fp8 import dense_fp8
+from .entry_rows import entry_rows
 from .epilogue import Epilogue
 from .exchange import Peers, all_gather, sum_to_all, sum_to_owner
 from .gather import gather_rows
@@ -27,6 +28,7 @@ from .numerics import hadamard, inv_frequencies, rms_norm, rope, rope_frequencie
 from .queries import finish_queries
 from .route import route
 from .sequence import in_sequence
+from .swiglu import swiglu
 from .top_k import top_k
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "dense_bf16",
     "dense_fp8",
     "encode",
+    "entry_rows",
     "finish_queries",
     "gather_rows",
     "hadamard",
@@ -63,6 +66,7 @@ __all__ = [
     "route",
     "sum_to_all",
     "sum_to_owner",
+    "swiglu",
     "top_k",
     "window_rows",
     "window_view",

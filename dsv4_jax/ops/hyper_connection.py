@@ -16,7 +16,7 @@ from jax import lax
 
 from ..errors import ShapeError
 from .arguments import Check
-from .numerics import unit_rms
+from .numerics import MIN_ROWS, unit_rms
 from .registry import Choice, Implementation, run
 
 __all__ = [
@@ -64,6 +64,7 @@ class HyperConnectionArguments:
     hc_eps: float
     eps: float
     dtype: jnp.dtype
+    rows: int
 
     @property
     def empty(self) -> bool:
@@ -80,6 +81,7 @@ def hyper_connection(
     hc_eps: float,
     eps: float,
     dtype: jax.typing.DTypeLike = jnp.float32,
+    rows: int = 0,
     implementation: Choice = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Adds a block's output to the streams, mixes what the next block reads, and normalises it.
@@ -96,23 +98,24 @@ def hyper_connection(
         hc_eps: of `pre` and `sinkhorn`.
         eps: of the RMSNorms.
         dtype: of x, float32 or bfloat16.
+        rows: that x has at least, `MIN_ROWS` or fewer: those behind the tokens are zero (`numerics.pad_rows`).
 
     Returns:
-        x: [T, D] of `dtype`, the block's input.
+        x: [max(T, rows), D] of `dtype`, the block's input.
         streams: [T, n, D] float32, with the output of the block before.
         post, comb: [T, n] and [T, n, n] float32, for the block's own `Written`.
 
     Raises:
-        ShapeError: an argument has the wrong shape or dtype; the message names it.
+        ShapeError: an argument has the wrong shape or dtype, or is out of range; the message names it.
         ImplementationError: as every op (`registry.pick`).
     """
     if iterations < 1:
         raise ShapeError(f"hyper_connection: iterations is {iterations}, expected at least 1")
-    rows = 2 + streams.shape[1] if getattr(streams, "ndim", 0) == 3 else 0
-    given = _checked("hyper_connection", streams, fn, vector, written, rows, 3, dtype)
-    return run(
-        "hyper_connection", HyperConnectionArguments(*given, iterations, hc_eps, eps, jnp.dtype(dtype)), implementation
-    )
+    mixed = 2 + streams.shape[1] if getattr(streams, "ndim", 0) == 3 else 0
+    given = _checked("hyper_connection", streams, fn, vector, written, mixed, 3, dtype)
+    rows = Check("hyper_connection").integer("rows", rows, 0, MIN_ROWS)
+    arguments = HyperConnectionArguments(*given, iterations, hc_eps, eps, jnp.dtype(dtype), rows)
+    return run("hyper_connection", arguments, implementation)
 
 
 def hyper_head(
@@ -124,17 +127,20 @@ def hyper_head(
     hc_eps: float,
     eps: float,
     dtype: jax.typing.DTypeLike = jnp.float32,
+    rows: int = 0,
     implementation: Choice = None,
 ) -> jax.Array:
-    """What the head reads: the streams after the last block, summed by their gates and normalised. [T, D] of `dtype`
+    """What the head reads: the streams after the last block, summed by their gates and normalised.
+
+    [max(T, rows), D] of `dtype`.
 
     As `hyper_connection` with fn [n, n D], and in the vector base [n] and scale [1], those of the gates; implemented
     by it.
     """
     given = _checked("hyper_head", streams, fn, vector, written, 1, 1, dtype)
-    return run(
-        "hyper_connection", HyperConnectionArguments(*given, None, hc_eps, eps, jnp.dtype(dtype)), implementation
-    )
+    rows = Check("hyper_head").integer("rows", rows, 0, MIN_ROWS)
+    arguments = HyperConnectionArguments(*given, None, hc_eps, eps, jnp.dtype(dtype), rows)
+    return run("hyper_connection", arguments, implementation)
 
 
 def connection_vector(norm: jax.Array, base: jax.Array, scale: jax.Array) -> jax.Array:
@@ -190,6 +196,8 @@ def reference(arguments: HyperConnectionArguments):
     pre = jax.nn.sigmoid(parts[0]) + hc_eps
     x = unit_rms(jnp.einsum("tn,tnd->td", pre, streams, precision=_EXACT), arguments.eps)
     x = (x * norm[None]).astype(arguments.dtype)
+    if arguments.rows > tokens:
+        x = jnp.pad(x, ((0, arguments.rows - tokens), (0, 0)))
     if arguments.iterations is None:
         return x
     comb = sinkhorn(parts[2].reshape(tokens, n, n), arguments.iterations, hc_eps)

@@ -17,9 +17,10 @@ from ..errors import ShapeError
 from ..weights import fp4_codec
 from ..weights.expert_fp4 import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 from .arguments import Check
+from .numerics import clamped_swiglu
 from .registry import Choice, Implementation, run
 
-__all__ = ["IMPLEMENTATION", "PARTS", "ExpertSums", "MoeArguments", "moe", "reference", "swiglu"]
+__all__ = ["IMPLEMENTATION", "PARTS", "ExpertSums", "MoeArguments", "moe", "reference"]
 
 PARTS = 8  # of all experts: each is summed by itself, and the parts by a binary tree
 _TURN = 8  # rows of gates, then as many of ups: `expert_fp4.gate_up_rows`
@@ -119,7 +120,7 @@ def reference(arguments: MoeArguments) -> jax.Array:
     def add(sums: ExpertSums, expert: tuple[jax.Array, ...]) -> tuple[ExpertSums, None]:
         number, done, gate_up, down = expert
         both = product(x, gate_up).reshape(x.shape[0], arguments.inter // _TURN, 2, _TURN)
-        hidden = swiglu(both[:, :, 0], both[:, :, 1], arguments.limit).reshape(x.shape[0], arguments.inter)
+        hidden = clamped_swiglu(both[:, :, 0], both[:, :, 1], arguments.limit).reshape(x.shape[0], arguments.inter)
         result, counts = product(hidden.astype(jnp.bfloat16), down), chosen == number
         part = jnp.where(counts, share, np.float32(0)).sum(1)[:, None] * result
         return sums.add(jnp.where(counts.any(1)[:, None], part, np.float32(0)), done), None
@@ -170,11 +171,6 @@ class ExpertSums(NamedTuple):
             sums[level + 1] += jnp.where(up, sums[level], zero)
             sums[level] = jnp.where(up, zero, sums[level])
         return ExpertSums(*sums)
-
-
-def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
-    """silu(min(gate, limit)) * clip(up, -limit, limit)."""
-    return jax.nn.silu(jnp.minimum(gate, np.float32(limit))) * jnp.clip(up, -np.float32(limit), np.float32(limit))
 
 
 IMPLEMENTATION = Implementation("moe", "xla", reference)

@@ -18,6 +18,7 @@ from ..config import AttentionType, DSV4Config, YarnScaling
 
 __all__ = [
     "MIN_ROWS",
+    "clamped_swiglu",
     "exp",
     "hadamard",
     "inv_frequencies",
@@ -165,3 +166,8 @@ def rope_frequencies(cfg: DSV4Config, attn: AttentionType) -> np.ndarray:
     if attn is AttentionType.SWA:
         return inv_frequencies(cfg.rope_dim, cfg.rope_theta)
     return inv_frequencies(cfg.rope_dim, cfg.compress_rope_theta, cfg.yarn)
+
+
+def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """silu(min(gate, limit)) * clip(up, -limit, limit)."""
+    return jax.nn.silu(jnp.minimum(gate, np.float32(limit))) * jnp.clip(up, -np.float32(limit), np.float32(limit))

@@ -25,6 +25,7 @@ from dsv4_jax.ops import (
     compress_hca,
     dense_bf16,
     dense_fp8,
+    entry_rows,
     finish_queries,
     hyper_connection,
     hyper_head,
@@ -35,6 +36,7 @@ from dsv4_jax.ops import (
     route,
     sum_to_all,
     sum_to_owner,
+    swiglu,
     top_k,
 )
 
@@ -124,6 +126,9 @@ CALLS = {
     "compress_hca": lambda: call_compress("online"),
     "dense_bf16": lambda: dense_bf16(jnp.zeros((3, 4096)), jnp.zeros((256, 4096), jnp.bfloat16), implementation="cuda"),
     "dense_fp8": call_dense_fp8,
+    "entry_rows": lambda: entry_rows(
+        jnp.zeros((4, 8), jnp.int32), IDS, IDS[:, None], base=0, per_block=4, blocks=3, implementation="cuda"
+    ),
     "finish_queries": lambda: finish_queries(jnp.zeros((4, 2, 512)), IDS, jnp.ones(32), implementation="cuda"),
     "hyper_connection": lambda: call_hyper_connection(2),
     "hyper_connection_first": lambda: call_hyper_connection(0),
@@ -139,6 +144,9 @@ CALLS = {
     ),
     "sum_to_all": lambda: call_exchange(sum_to_all),
     "sum_to_owner": lambda: call_exchange(sum_to_owner),
+    "swiglu": lambda: swiglu(
+        jnp.zeros((3, 512)), jnp.zeros((3, 512)), limit=1.0, dtype=jnp.bfloat16, implementation="cuda"
+    ),
     "top_k": lambda: top_k(jnp.zeros((4, 64)), IDS, k=8, implementation="cuda"),
 }
 

@@ -25,6 +25,7 @@ from dsv4_jax.ops.attend import AttendArguments
 from dsv4_jax.ops.compress import CompressArguments
 from dsv4_jax.ops.dense_bf16 import DenseBf16Arguments
 from dsv4_jax.ops.dense_fp8 import DenseFp8Arguments
+from dsv4_jax.ops.entry_rows import EntryRowsArguments
 from dsv4_jax.ops.epilogue import Epilogue
 from dsv4_jax.ops.exchange import ExchangeArguments, Peers
 from dsv4_jax.ops.gather import GatherArguments
@@ -35,6 +36,7 @@ from dsv4_jax.ops.normalise import NormaliseArguments
 from dsv4_jax.ops.queries import QueriesArguments
 from dsv4_jax.ops.registry import NAMES, OPS, find, frozen, pick
 from dsv4_jax.ops.route import RouteArguments
+from dsv4_jax.ops.swiglu import SwigluArguments
 from dsv4_jax.ops.top_k import TopKArguments
 from dsv4_jax.pools import KVSpec
 from dsv4_jax.pools.kv_pool import KVStoreArguments
@@ -102,7 +104,7 @@ def connected() -> Iterator[HyperConnectionArguments]:
         for outputs in range(3):
             written = Written((floats(2, width),) * outputs, floats(2, n), floats(2, n, n)) if outputs else None
             yield HyperConnectionArguments(
-                floats(2, n, width), *weights, written, iterations, 1e-6, 1e-6, jnp.dtype(jnp.bfloat16)
+                floats(2, n, width), *weights, written, iterations, 1e-6, 1e-6, jnp.dtype(jnp.bfloat16), 4 * outputs
             )
 
 
@@ -117,6 +119,9 @@ EXAMPLES: dict[str, Callable[[], Iterator[Any]]] = {
     ),
     "dense_bf16": lambda: (
         DenseBf16Arguments(floats(2, 4096), jnp.zeros((rows, 4096), jnp.bfloat16)) for rows in (16, 1024)
+    ),
+    "entry_rows": lambda: (
+        EntryRowsArguments(ints(2, keys), ints(2), ints(3, 4), 8, 16, 5) for keys in (1, 2**22 + 1)
     ),
     "exchange": lambda: (  # of no axes: a device alone needs no mesh
         ExchangeArguments((floats(4, 8), floats(2, width)), kind, (), 1 if kind == "gather" else 0, peers, 0)
@@ -150,6 +155,10 @@ EXAMPLES: dict[str, Callable[[], Iterator[Any]]] = {
     "route": lambda: (
         RouteArguments(floats(2, experts), *picks, 6, 1.5)
         for experts in (256, 600) for picks in ((floats(experts), None), (None, ints(2, 6)))
+    ),
+    "swiglu": lambda: (
+        SwigluArguments(floats(2, width), floats(2, width), 10.0, jnp.dtype(dtype))
+        for width in (64, 6) for dtype in (jnp.float32, jnp.bfloat16)
     ),
     "top_k": lambda: (
         TopKArguments(floats(2, width), ints(2), k) for width, k in ((5, 1), (1100, 1050), (4100, 7), (262_145, 3))
@@ -344,13 +353,19 @@ def test_unknown_names(op: str) -> None:
 def test_every_source_of_csrc_belongs_to_an_op() -> None:
     """CMake's list, the sources and the handlers they export are those of the registry, of swaps and sequences."""
     cuda = [find(op.name, "cuda") for op in OPS.values() if "cuda" in op.names]
-    sources = {f"{implementation.op}.cu" for implementation in cuda} | {"swap.cu", "sequence.cu"}
+    others = {"attend": ["attend_rows.cu"]}  # sources of an op beside its own
+    sources = {f"{implementation.op}.cu" for implementation in cuda} | {
+        "swap.cu",
+        "sequence.cu",
+        *sum(others.values(), []),
+    }
     csrc = ROOT / "csrc"
     assert {path.name for path in csrc.glob("*.cu")} == sources
     listed = re.findall(r"add_kernels\(\w+ ([^)]*)\)", (csrc / "cuda.cmake").read_text())
     assert sorted(" ".join(listed).split()) == sorted(sources)
     for implementation in cuda:
-        text = (csrc / f"{implementation.op}.cu").read_text()
+        files = (f"{implementation.op}.cu", *others.get(implementation.op, ()))
+        text = "".join((csrc / file).read_text() for file in files)
         exported = set(re.findall(r"\bDsv4[A-Z]\w+", text))
         assert exported == {target.title().replace("_", "") for target in implementation.targets}
         assert f"DSV4_BUILT_FOR({implementation.op})" in text
