@@ -4,12 +4,13 @@
         --variant "default" --variant "latency key_split=latency" \\
         --variant "apart key_split=latency sequences=false" --variant "two xla_gpu_graph_min_graph_size=1"
 
-Each variant is a name and settings: fields of `StepOptions`, XLA options, or `sequences` (false: every kernel a call of
-its own). All share one set of weights. Of each: the step's and the host's times; then, from a profile with command
-buffers left on, the kernels of one layer in order of their starts (start and end since the layer's first kernel, time,
-time since the last one's end, stream), how long no kernel ran in the step, and the host's longest events by name. A
-layer goes from one hyper-connection to that two on. Profiling costs time, so the profiled step is longer than the timed
-one, and kernels that wait for the one before count that wait. --json keeps all of it.
+Each variant is a name and settings: fields of `StepOptions`, XLA options, `sequences` (false: every kernel a call of
+its own) or `early` (false: none starts before those before it have ended). All share one set of weights. Of each: the
+step's and the host's times; then, from a profile with command buffers left on, the kernels of one layer in order of
+their starts (start and end since the layer's first kernel, time, time since the last one's end, stream), how long no
+kernel ran in the step, and the host's longest events by name. A layer goes from one hyper-connection to that two on.
+Profiling costs time, so the profiled step is longer than the timed one, and kernels that wait for the one before count
+that wait. --json keeps all of it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from dsv4_jax import ops
 from dsv4_jax.bench import model
 from dsv4_jax.bench.step import StepOptions
 from dsv4_jax.model import init_params
+from dsv4_jax.ops import in_sequence
 
 CALLS = 3  # under the profiler, one after the other; the last is shown
 OF_BLOCK = "hyper_connection"  # what a block begins with
@@ -39,14 +41,18 @@ PROFILED = ("xla_enable_command_buffers_during_profiling", True)  # else XLA lau
 WORDS = {"true": True, "false": False}
 
 
-def variant(text: str, base: StepOptions) -> tuple[str, StepOptions, bool]:
-    """Its name, options, and whether kernels are joined."""
+def variant(text: str, base: StepOptions) -> tuple[str, StepOptions, Callable[..., Any]]:
+    """Its name, options, and what joins kernels."""
     name, *settings = text.split()
-    joined = "sequences=false" not in settings
+    joined = ops.in_sequence
+    if "sequences=false" in settings:
+        joined = lambda function, **_: function  # noqa: E731
+    elif "early=false" in settings:
+        joined = lambda function, **_: in_sequence(function, early=())  # noqa: E731
     fields = {field.name for field in dataclasses.fields(StepOptions)}
     own, xla = {}, {}
     for key, _, value in (setting.partition("=") for setting in settings):
-        if key == "sequences":
+        if key in ("sequences", "early"):
             continue
         if key in fields:
             own[key] = int(value) if value.isdigit() else value
@@ -133,8 +139,7 @@ def main() -> None:
     for name, options, joined in (variant(text, base) for text in args.variant or ["default"]):
         with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as patched:
             patched.enter_context(mock.patch.object(model, "longest_kernels", several))
-            if not joined:
-                patched.enter_context(mock.patch.object(ops, "in_sequence", lambda function: function))
+            patched.enter_context(mock.patch.object(ops, "in_sequence", joined))
             profile = None if args.no_profile else pathlib.Path(temporary)
             try:
                 chosen = dataclasses.replace(options, profile=profile, xla=(*options.xla, PROFILED))

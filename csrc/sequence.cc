@@ -9,10 +9,11 @@ namespace ffi = xla::ffi;
 
 ffi::Error sequence(dsv4::CallContext context, ffi::RemainingArgs operands, ffi::RemainingRets results,
                     ffi::Dictionary attributes) {
+  dsv4::OneLane lane;
   return dsv4::run_sequence({{"dsv4_swap_out", Dsv4SwapOut}, {"dsv4_swap_in", Dsv4SwapIn}}, context, operands, results,
-                            attributes, [](int) {});
+                            attributes, lane);
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Sequence, sequence, dsv4::sequence_binding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Sequence, sequence, dsv4::sequence_binding(xla::ffi::Ffi::Bind()));

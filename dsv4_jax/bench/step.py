@@ -24,7 +24,7 @@ from ..errors import BenchmarkError
 from ..layout import CacheLayout, CacheSize, KeySplit
 from ..manager import StepSequence, build_plan, shape_for
 from ..model.attention import attention
-from ..model.forward import GPU_DECODE_OPTIONS
+from ..model.forward import GPU_DECODE_OPTIONS, joined
 from ..model.numerics import rms_norm
 from ..model.packing import PackedLayers, pack_layers
 from ..model.params import param_specs
@@ -138,11 +138,14 @@ def set_up(options: StepOptions) -> StepSetup:
     layout, size, plan = cache_and_plan(cfg, options)
 
     def step(cache: KVCache, layers: PackedLayers, plan: PackedPlan, x: jax.Array) -> tuple[KVCache, jax.Array]:
-        begun = cache.begin(plan, options.implementation)
-        for i, p in enumerate(layers):
-            y, layer = attention(p["attn"], begun.layer(i), rms_norm(x, None, cfg.rms_norm_eps))
-            x, begun = x + y, layer.step
-        return begun.finish(), x
+        def run() -> tuple[KVCache, jax.Array]:
+            begun, y = cache.begin(plan, options.implementation), x
+            for i, p in enumerate(layers):
+                of_layer, layer = attention(p["attn"], begun.layer(i), rms_norm(y, None, cfg.rms_norm_eps))
+                y, begun = y + of_layer, layer.step
+            return begun.finish(), y
+
+        return joined(run, x.shape[0])()
 
     def call(cache: KVCache, layers: PackedLayers, plan: PackedPlan, x: jax.Array) -> tuple[KVCache, jax.Array]:
         if options.loop == 1:

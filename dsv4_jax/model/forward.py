@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .. import ops
 from ..cache import KVCache
 from ..config import DSV4Config
 from ..errors import ShapeError
 from ..ops.hyper_connection import Written
 from ..ops.registry import Choice
+from ..ops.sequence import EARLY
 from ..plan import PackedPlan, StepPlan
 from ..step import CacheStep, LayerCacheHandle
 from .attention import attention
-from .hyper_connections import Residual, read, read_head
+from .hyper_connections import Residual, padded_rows, read, read_head
 from .moe import moe
 from .numerics import linear
 from .params import Params
@@ -31,10 +36,15 @@ __all__ = [
     "embed",
     "forward",
     "head",
+    "joined",
     "layers",
     "prefill",
 ]
 
+T = TypeVar("T")
+# Rows up to which a step's kernels are joined: results of a call take memory until its end. And up to which they may
+# start before those before them have ended: with more they leave no gap worth closing.
+MOST_JOINED, MOST_EARLY = 256, 16
 # What to give `jax.jit(step, compiler_options=...)` for decode steps on a GPU: kernels that do not wait for each other
 # run side by side, and cuBLAS multiplies. Measured in benchmarks/RESULTS.md; elsewhere they have no effect.
 GPU_DECODE_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT", "xla_gpu_enable_triton_gemm": False}
@@ -162,11 +172,15 @@ def layers(
     cfg, scheduled, dtype = step.layout.cfg, (step.plan.num_tokens,), activations(params)
     if tokens.shape != scheduled:
         raise ShapeError(f"tokens has shape {tokens.shape}, the plan schedules {scheduled}")
-    residual = embed(params, tokens, cfg)
-    for i, p in enumerate(params["layers"]):
-        residual, handle = block(p, step.layer(i), residual, tokens, dtype, index_qat=index_qat)
-        step = handle.step
-    return residual, step
+
+    def run() -> tuple[Residual, CacheStep[KVCache]]:
+        residual, after = embed(params, tokens, cfg), step
+        for i, p in enumerate(params["layers"]):
+            residual, handle = block(p, after.layer(i), residual, tokens, dtype, index_qat=index_qat)
+            after = handle.step
+        return residual, after
+
+    return joined(run, step.plan.num_tokens)()
 
 
 def block(
@@ -180,13 +194,17 @@ def block(
 ) -> tuple[Residual, LayerCacheHandle[KVCache]]:
     """One layer: attention over the cache, then experts."""
     cfg, implementation = handle.layout.cfg, handle.implementation
-    x, streams, *back = read(p, "hc_attn", residual, cfg, dtype, implementation)
+    x, streams, *back = read(p, "hc_attn", residual, cfg, dtype, implementation, rows=padded_rows(dtype))
+    y, handle = attention(p["attn"], handle, x, index_qat=index_qat)
+    x, streams, *back = read(p, "hc_ffn", Residual(streams, Written((y,), *back)), cfg, dtype, implementation)
+    return Residual(streams, Written(moe(p["ffn"], x, tokens, cfg), *back)), handle
 
-    def read_again(y: jax.Array) -> tuple[jax.Array, ...]:
-        return read(p, "hc_ffn", Residual(streams, Written((y,), *back)), cfg, dtype, implementation)
 
-    (x, new_streams, *new_back), handle = attention(p["attn"], handle, x, index_qat=index_qat, then=read_again)
-    return Residual(new_streams, Written(moe(p["ffn"], x, tokens, cfg), *new_back)), handle
+def joined(function: Callable[[], T], rows: int) -> Callable[[], T]:
+    """Of kernels on so many rows: `function` with many of them in a call (`ops.in_sequence`), where that gains."""
+    if rows > MOST_JOINED:
+        return function
+    return ops.in_sequence(function, early=EARLY if rows <= MOST_EARLY else ())
 
 
 def _one_token_each(plan: StepPlan | PackedPlan) -> StepPlan:
@@ -215,7 +233,9 @@ def head(
     """Logits [T, vocab]; `of` the MTP layer, whose streams are summed and normalised by weights of its own."""
     x = read_head(params if of is None else of, residual, cfg, activations(params), implementation)
     weight = params["embed"] if cfg.tie_word_embeddings else params["head"]
-    if not isinstance(weight, RowShare):
-        return linear(x, weight)
-    # Beside an MTP layer's exchanges, and beside those of the other head.
-    return Split(tensor=weight.tensor).all_columns(linear(x, weight.rows), channel=1 if of is None else 2)
+    if isinstance(weight, RowShare):
+        # Beside an MTP layer's exchanges, and beside those of the other head.
+        logits = Split(tensor=weight.tensor).all_columns(linear(x, weight.rows), channel=1 if of is None else 2)
+    else:
+        logits = linear(x, weight)
+    return logits[: residual.streams.shape[0]]

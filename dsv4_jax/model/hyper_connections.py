@@ -8,14 +8,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ..config import DSV4Config
 from ..ops.hyper_connection import VECTOR_MULTIPLE, Written, connection_vector, hyper_connection, hyper_head
+from ..ops.numerics import MIN_ROWS
 from ..ops.registry import Choice, offered
 from .deferred import join, lengthened
 from .params import Params
 
-__all__ = ["Residual", "read", "read_head", "stack_connections"]
+__all__ = ["Residual", "padded_rows", "read", "read_head", "stack_connections"]
 
 _SITES = {"hc_attn": "attn_norm", "hc_ffn": "ffn_norm"}  # of a layer: hyper-connection -> the norm that follows
 
@@ -39,15 +41,17 @@ def read(
     cfg: DSV4Config,
     dtype: jax.typing.DTypeLike,
     implementation: Choice = None,
+    *,
+    rows: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """What a block of the layer p reads, at "hc_attn" or "hc_ffn".
 
     Returns:
-        (block input [T, hidden] of `dtype`, normalised; streams, post and comb with which it writes).
+        (block input [max(T, rows), hidden] of `dtype`, normalised; streams, post and comb with which it writes).
     """
     return hyper_connection(
         residual.streams, p[site]["fn"], _vector(p[site], p.get(_SITES[site])), residual.written,
-        iterations=cfg.hc_sinkhorn_iters, hc_eps=cfg.hc_eps, eps=cfg.rms_norm_eps, dtype=dtype,
+        iterations=cfg.hc_sinkhorn_iters, hc_eps=cfg.hc_eps, eps=cfg.rms_norm_eps, dtype=dtype, rows=rows,
         implementation=offered("hyper_connection", implementation),
     )  # fmt: skip
 
@@ -59,12 +63,18 @@ def read_head(
     dtype: jax.typing.DTypeLike,
     implementation: Choice = None,
 ) -> jax.Array:
-    """What the head reads: [T, hidden] of `dtype`, normalised."""
+    """What the head reads: [max(T, MIN_ROWS), hidden] of `dtype`, normalised; [T, hidden] if that is float32."""
     p = params["hc_head"]
     return hyper_head(
         residual.streams, p["fn"], _vector(p, params["norm"]), residual.written, hc_eps=cfg.hc_eps,
-        eps=cfg.rms_norm_eps, dtype=dtype, implementation=offered("hyper_connection", implementation),
+        eps=cfg.rms_norm_eps, dtype=dtype, rows=padded_rows(dtype),
+        implementation=offered("hyper_connection", implementation),
     )  # fmt: skip
+
+
+def padded_rows(dtype: jax.typing.DTypeLike) -> int:
+    """The least rows of what goes into products with bfloat16 weights (`ops.numerics.pad_rows`)."""
+    return MIN_ROWS if dtype == jnp.bfloat16 else 0
 
 
 def stack_connections(layer: Params) -> Params:

@@ -19,7 +19,7 @@ from ..ops.hyper_connection import widened
 from ..ops.registry import Choice
 from ..plan import PackedPlan, StepPlan
 from ..step import CacheStep, LayerCacheHandle
-from .forward import activations, block, head, layers
+from .forward import activations, block, head, joined, layers
 from .hyper_connections import Residual
 from .names import MTP
 from .numerics import linear, rms_norm
@@ -87,7 +87,7 @@ def guess(
     embedded = rms_norm(params["embed"][tokens].astype(jnp.float32), p["enorm"], cfg.rms_norm_eps)
     told = linear(rms_norm(streams, p["hnorm"], cfg.rms_norm_eps), p["h_proj"])
     streams = told.reshape(-1, cfg.hc_mult, cfg.hidden_size) + linear(embedded, p["e_proj"])[:, None]
-    return block(p, handle, Residual(streams), tokens, dtype)
+    return joined(lambda: block(p, handle, Residual(streams), tokens, dtype), tokens.shape[0])()
 
 
 def mtp_layer(step: CacheStep[KVCache]) -> LayerCacheHandle[KVCache]:

@@ -1,17 +1,18 @@
-"""Kernels that follow one another as one call of XLA's.
+"""Many kernels as one call of XLA's.
 
-From one custom call to the next XLA's command buffers wait for the last block of a kernel before the first of the next
-one starts. Within a call they need not: a kernel of `csrc/` that comes second asks for its weights while the one before
-it still runs (`csrc/overlap.cuh`), which for few tokens is where the time goes. `in_sequence` makes such calls of the
-ones that a function makes (`csrc/sequence.h`); everything else stays as it is.
+XLA prepares each custom call of a step by itself, on the host, in every step; and from one to the next its command
+buffers wait for the last block of a kernel before the first of the next one starts. Within a call neither need be: a
+kernel of `csrc/` that comes second may ask for its weights while the one before it still runs (`csrc/overlap.cuh`), and
+those that need nothing of one another run side by side, on streams that the call forks and joins (`csrc/sequence.cu`).
+
+`in_sequence` makes such calls of the ones that a function makes. Which of them become one: those that wait for the same
+operations of XLA's, and for which the same ones wait (`grouping`). So none waits for more than it must.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -19,36 +20,44 @@ import numpy as np
 from jax.extend.core import Literal
 
 from .. import ffi
+from .grouping import Node, groups_of, in_order, read_program
+from .lanes import places
 
-__all__ = ["TARGETS", "in_sequence"]
+__all__ = ["EARLY", "TARGETS", "in_sequence"]
 
 T = TypeVar("T")
 # What csrc/sequence.cu calls.
 TARGETS = frozenset(
     f"dsv4_{name}"
     for name in (
-        "append", "attend", "dense_bf16", "dense_fp8", "finish_queries", "hyper_connection", "moe", "normalise",
-        "route",
+        "append", "attend", "attend_rows", "compress_csa", "compress_hca", "dense_bf16", "dense_fp8", "entry_rows",
+        "finish_queries", "hyper_connection", "hyper_mixing", "index_scores", "moe", "normalise", "route", "swiglu",
+        "top_k",
     )
 )  # fmt: skip
-_VIEWS = ("reshape", "squeeze", "expand_dims")
+# Those that gain by starting while the kernel before them ends (docs/kernels.md: others take room that it needs).
+EARLY = frozenset(f"dsv4_{name}" for name in ("dense_fp8", "finish_queries", "hyper_connection", "normalise"))
 
 
 def in_sequence(
-    function: Callable[..., T], targets: Iterable[str] = TARGETS, platform: str = "cuda"
+    function: Callable[..., T],
+    targets: Iterable[str] = TARGETS,
+    platform: str = "cuda",
+    *,
+    early: Iterable[str] = EARLY,
 ) -> Callable[..., T]:
-    """`function`, whose kernels, as far as they follow one another, are one call.
+    """`function`, whose kernels are a few calls.
 
-    A kernel joins the call of those before it unless something else stands between: an operation of XLA's on what they
-    return, or a kernel that overwrites it. All results of a call are there when the last of its kernels has ended: what
-    others wait for should not stand in the middle. Kernels run in the order of the function. Off a GPU nothing changes.
-
-    With many rows kernels leave no gap worth closing: measured on an H200, it gains up to 16 (docs/kernels.md).
+    Kernels are one call unless an operation of XLA's stands between: one that some of them wait for and others do not,
+    or that waits for some and not for others. What a call overwrites nobody reads later. All results of a call are
+    there when the last of its kernels has ended, and take memory until then. They have the same bits. Off a GPU nothing
+    changes.
 
     Args:
         function: of pytrees of arrays, to be traced.
         targets: of the FFI calls that may be joined.
         platform: of the library that has the sequence: "cuda" or "cpu".
+        early: those that may start while the kernel before them ends, where they wait for no other.
     """
 
     @functools.wraps(function)
@@ -56,132 +65,103 @@ def in_sequence(
         if platform == "cuda" and jax.default_backend() != "gpu":
             return function(*args)
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        out = _evaluate(closed, jax.tree.leaves(args), frozenset(targets), platform)
+        out = _evaluate(closed, jax.tree.leaves(args), frozenset(targets), frozenset(early), platform)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return joined
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pending:
-    """A result of a call that is not made yet, read as `shape`."""
+class _Attributes(dict[str, Any]):
+    """Attributes of a call as one attribute: hashable, as jax asks, also where some of them are dictionaries."""
 
-    sequence: _Sequence
-    index: int
-    shape: tuple[int, ...]
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
 
-    def array(self) -> jax.Array:
-        return self.sequence.made()[self.index].reshape(self.shape)
-
-
-@dataclasses.dataclass
-class _Sequence:
-    """Calls that are to become one."""
-
-    platform: str
-    calls: list[tuple[Any, list[Any]]] = dataclasses.field(default_factory=list)  # equation, its inputs
-    operands: list[Any] = dataclasses.field(default_factory=list)
-    results: list[Any] = dataclasses.field(default_factory=list)
-    aliases: dict[int, int] = dataclasses.field(default_factory=dict)  # operand -> result
-    wiring: list[tuple[list[tuple[int, bool, tuple[int, ...]]], int]] = dataclasses.field(default_factory=list)
-    arrays: list[jax.Array] | None = None
-
-    def takes(self, eqn: Any, inputs: list[Any]) -> bool:
-        """Whether a call can come next: nothing that it overwrites, or that was overwritten, is a result or used."""
-        if self.arrays is not None:
-            return False
-        overwritten = {source for source, _ in eqn.params["input_output_aliases"]}
-        gone = [self.operands[i] for i in self.aliases]
-        return not any(
-            (isinstance(x, _Pending) and i in overwritten) or any(x is y for y in gone) for i, x in enumerate(inputs)
-        )
-
-    def add(self, eqn: Any, inputs: list[Any]) -> list[_Pending]:
-        first, places = len(self.results), []
-        overwritten = dict(eqn.params["input_output_aliases"])
-        for i, x in enumerate(inputs):
-            pending = isinstance(x, _Pending)
-            # What a call both reads and overwrites is two operands: XLA copies one.
-            read = i in overwritten and any(x is y for y in inputs[:i])
-            index = x.index if pending else self._operand(x, apart=read)
-            if i in overwritten:
-                self.aliases[index] = first + overwritten[i]
-            places.append((index, pending, tuple(np.shape(x) if not pending else x.shape)))
-        self.calls.append((eqn, inputs))
-        self.wiring.append((places, first))
-        self.results += [v.aval for v in eqn.outvars]
-        return [_Pending(self, first + i, v.aval.shape) for i, v in enumerate(eqn.outvars)]
-
-    def _operand(self, x: Any, apart: bool) -> int:
-        for i, known in enumerate(self.operands):
-            if known is x and not apart and i not in self.aliases:
-                return i
-        self.operands.append(x)
-        return len(self.operands) - 1
-
-    def made(self) -> list[jax.Array]:
-        """Makes the call, once; of a single kernel the one that it was."""
-        if self.arrays is None:
-            self.arrays = self._alone() if len(self.calls) == 1 else self._together()
-        return self.arrays
-
-    def _alone(self) -> list[jax.Array]:
-        ((eqn, inputs),) = self.calls
-        return _bind(eqn, inputs)
-
-    def _together(self) -> list[jax.Array]:
-        wiring: list[int] = []
-        attributes: dict[str, Any] = {}
-        for call, ((eqn, _), (places, first)) in enumerate(zip(self.calls, self.wiring, strict=True)):
-            wiring += (len(places), len(eqn.outvars))
-            results = [(first + i, True, v.aval.shape) for i, v in enumerate(eqn.outvars)]
-            for index, result, shape in (*places, *results):
-                wiring += (index + len(self.operands) * result, len(shape), *shape)
-            attributes[f"call{call}"] = dict(eqn.params["attributes"])
-        names = ";".join(eqn.params["target_name"] for eqn, _ in self.calls)
-        target = (
-            ffi.cpu_target("dsv4_sequence") if self.platform == "cpu" else ffi.cuda_target("sequence", "dsv4_sequence")
-        )
-        call = jax.ffi.ffi_call(target, tuple(self.results), input_output_aliases=self.aliases)
-        return list(call(*self.operands, targets=names, wiring=np.array(wiring, np.int64), **attributes))
+    @classmethod
+    def of(cls, attributes: Any) -> _Attributes:
+        items = attributes.items() if isinstance(attributes, Mapping) else attributes
+        return cls((name, cls.of(value) if isinstance(value, Mapping) else value) for name, value in items)
 
 
-def _evaluate(closed: Any, args: list[Any], targets: frozenset[str], platform: str) -> list[Any]:
+def _evaluate(closed: Any, args: list[Any], targets: frozenset[str], early: frozenset[str], platform: str) -> list[Any]:
     """The results of a jaxpr, evaluated with its calls joined."""
     jaxpr = closed.jaxpr
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
-    sequence = _Sequence(platform)
+    program = read_program(jaxpr, targets)
+    groups = groups_of(program)
 
     def read(v: Any) -> Any:
-        return v.val if isinstance(v, Literal) else values[v]
+        if isinstance(v, Literal):
+            return v.val
+        if v not in values:  # a view of what is there
+            eqn = program.views[v]
+            values[v] = _bind(eqn, [read(x) for x in eqn.invars])[0]
+        return values[v]
 
-    for eqn in jaxpr.eqns:
-        inputs, name = [read(v) for v in eqn.invars], eqn.primitive.name
-        # Results of an earlier sequence are arrays by now, as `takes` compares them.
-        inputs = [x if isinstance(x, _Pending) and x.sequence is sequence else _array(x) for x in inputs]
-        if name == "ffi_call" and eqn.params["target_name"] in targets and not eqn.effects:
-            if not sequence.takes(eqn, inputs):
-                inputs, sequence = _arrays(inputs), _Sequence(platform)
-            out: list[Any] = sequence.add(eqn, inputs)
-        elif name in _VIEWS and isinstance(inputs[0], _Pending) and not _permutes(eqn):
-            out = [dataclasses.replace(inputs[0], shape=eqn.outvars[0].aval.shape)]
-            assert math.prod(out[0].shape) == math.prod(inputs[0].shape)
+    for group in in_order(groups):
+        nodes = [program.nodes[i] for i in group.nodes]
+        if group.joined:
+            values |= _together(nodes, program.places, read, early, platform)
         else:
-            out = _bind(eqn, _arrays(inputs))
-        values |= dict(zip(eqn.outvars, out, strict=True))
-    return _arrays([read(v) for v in jaxpr.outvars])
+            (node,) = nodes
+            out = _bind(node.eqn, [read(v) for v in node.eqn.invars])
+            values |= dict(zip(node.eqn.outvars, out, strict=True))
+    return [read(v) for v in jaxpr.outvars]
 
 
-def _permutes(eqn: Any) -> bool:
-    return eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None
+def _together(
+    nodes: list[Node], views: dict[Any, Any], read: Callable[[Any], Any], early: frozenset[str], platform: str
+) -> dict[Any, Any]:
+    """Makes one call of several: its results by variable."""
+    operands: list[Any] = []
+    results: list[Any] = []
+    aliases: dict[int, int] = {}  # operand -> result
+    where: dict[Any, int] = {}  # result's variable -> result
+    numbers: dict[Any, int] = {}  # operand's variable -> operand
+    wiring: list[int] = []  # operands from 0 on, results from -1 down until all operands are known
+    attributes: dict[str, Any] = {}
 
+    def operand(v: Any, apart: bool) -> int:
+        if v not in numbers or apart:
+            operands.append(read(v))
+            if apart:
+                return len(operands) - 1
+            numbers[v] = len(operands) - 1
+        return numbers[v]
 
-def _array(x: Any) -> Any:
-    return x.array() if isinstance(x, _Pending) else x
-
-
-def _arrays(values: list[Any]) -> list[Any]:
-    return [_array(x) for x in values]
+    for i, (node, place) in enumerate(zip(nodes, places(nodes, early), strict=True)):
+        eqn = node.eqn
+        overwritten = dict(eqn.params["input_output_aliases"])
+        wiring += (place.lane, place.early, place.awaited, len(place.waits), *place.waits)
+        wiring += (len(eqn.invars), len(eqn.outvars))
+        given: dict[int, int] = {}  # output -> the result that it overwrites
+        for k, v in enumerate(eqn.invars):
+            root, offset = (v, 0) if isinstance(v, Literal) else views[v]
+            if not isinstance(root, Literal) and root in where:
+                index = -1 - where[root]
+                if k in overwritten:
+                    given[overwritten[k]] = where[root]
+            else:
+                # What a call both reads and overwrites is two operands: XLA copies one.
+                apart = isinstance(v, Literal) or (k in overwritten and sum(root is r for r in node.reads) > 1)
+                index = operand(root, apart)
+                if k in overwritten:
+                    given[overwritten[k]] = aliases[index] = len(results)
+                    results.append(root.aval)
+            wiring += (index, offset, v.aval.ndim, *v.aval.shape)
+        for k, v in enumerate(eqn.outvars):
+            if k not in given:
+                given[k] = len(results)
+                results.append(v.aval)
+            where[v] = given[k]
+            wiring += (-1 - given[k], 0, v.aval.ndim, *v.aval.shape)
+        attributes[f"call{i}"] = _Attributes.of(eqn.params["attributes"])
+    target = ffi.cpu_target("dsv4_sequence") if platform == "cpu" else ffi.cuda_target("sequence", "dsv4_sequence")
+    call = jax.ffi.ffi_call(target, tuple(results), input_output_aliases=aliases)
+    flat = [x if x >= 0 else len(operands) - 1 - x for x in map(int, wiring)]
+    names = ";".join(node.eqn.params["target_name"] for node in nodes)
+    out = call(*operands, targets=names, wiring=np.array(flat, np.int64), **attributes)
+    return {v: out[index].reshape(v.aval.shape) for v, index in where.items()}
 
 
 def _bind(eqn: Any, inputs: list[Any]) -> list[jax.Array]:

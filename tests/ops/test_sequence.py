@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ from dsv4_jax import ffi
 from dsv4_jax.cache import KVCache
 from dsv4_jax.layout import CacheLayout
 from dsv4_jax.ops import in_sequence
+from dsv4_jax.ops.grouping import groups_of, in_order, read_program
+from dsv4_jax.ops.lanes import MOST, places, waits_of
 from dsv4_jax.tiers.host_cache import HostCache
 from dsv4_jax.tiers.swap import swap_in, swap_out
 from dsv4_jax.tiers.swap_plan import plan_swap
@@ -64,30 +67,85 @@ def test_calls_that_follow_one_another_are_one_and_do_the_same() -> None:
         np.testing.assert_array_equal(image(cache)[name], bytes_)
 
 
+def assert_same(function: Callable) -> None:
+    for one, other in zip(*(jax.tree.leaves(jax.jit(f)(*state())) for f in (joined(function), function)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_what_stands_between_keeps_them_apart() -> None:
     def changed(cache: KVCache, host: HostCache):
         host = swap_out(cache, host, OUT, implementation="ffi")
         return swap_in(cache, dataclasses.replace(host, pages=host.pages ^ np.uint8(1)), BACK, implementation="ffi")
-
-    def twice(cache: KVCache, host: HostCache):
-        """The second overwrites what the first returns."""
-        return swap_out(cache, swap_out(cache, host, OUT, implementation="ffi"), OUT, implementation="ffi")
 
     def old(cache: KVCache, host: HostCache):
         """The second reads what the first overwrites."""
         return swap_out(cache, host, OUT, implementation="ffi"), swap_in(cache, host, BACK, implementation="ffi")
 
     def stale(cache: KVCache, host: HostCache):
-        """The third reads what the second overwrites, the result of a call that is made by then."""
+        """The third reads what the second overwrites, a result of the first."""
         first = swap_out(cache, host, OUT, implementation="ffi")
         changed = first.pages ^ np.uint8(1)
         second = swap_out(cache, first, plan_swap("out", [3, 4], [5, 3], **SIZES), implementation="ffi")
         return swap_in(cache, first, BACK, implementation="ffi"), second, changed
 
-    assert sorted(calls(stale)) == ["dsv4_swap_in", "dsv4_swap_out", "dsv4_swap_out"]
     assert calls(changed) == ["dsv4_swap_out", "dsv4_swap_in"]
-    assert calls(twice) == ["dsv4_swap_out"] * 2
     assert sorted(calls(old)) == ["dsv4_swap_in", "dsv4_swap_out"]
+    assert sorted(calls(stale)) == ["dsv4_swap_out", "dsv4_swap_out;dsv4_swap_in"]
+    assert_same(stale)
+
+
+def test_what_a_call_makes_the_next_may_overwrite_and_parts_are_read_in_place() -> None:
+    def twice(cache: KVCache, host: HostCache):
+        both = jnp.stack([host.pages, host.pages ^ np.uint8(1)])
+        for i in (1, 0):
+            host = swap_out(cache, swap_out(cache, host, OUT, implementation="ffi"), OUT, implementation="ffi")
+            cache = swap_in(cache, dataclasses.replace(host, pages=both[i]), BACK, implementation="ffi")
+        return cache, host
+
+    assert calls(twice) == [";".join(["dsv4_swap_out", "dsv4_swap_out", "dsv4_swap_in"] * 2)]
+    assert_same(twice)
+
+
+def random_program(seed: int) -> Any:
+    """The jaxpr of calls and additions on some of what there is; a third of the calls overwrite an operand."""
+    rng, kind = np.random.default_rng(seed), jax.ShapeDtypeStruct((8,), jnp.float32)
+
+    def function(*arrays: jax.Array) -> list[jax.Array]:
+        made = list(arrays)
+        for _ in range(40):
+            x, y = (made[k] for k in rng.integers(max(0, len(made) - 6), len(made), 2))
+            if rng.random() < 0.2:
+                made.append(x + y)
+            else:
+                aliases = {0: 0} if rng.random() < 0.3 else {}
+                made.append(jax.ffi.ffi_call("dsv4_call", kind, input_output_aliases=aliases)(x, y))
+        return made[-3:]
+
+    return jax.make_jaxpr(function)(*[np.zeros(8, np.float32)] * 3).jaxpr
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_groups_and_lanes_keep_what_must_come_first_first(seed: int) -> None:
+    program = read_program(random_program(seed), frozenset({"dsv4_call"}))
+    groups = groups_of(program)
+    order = [i for group in in_order(groups) for i in group.nodes]
+    place = {i: k for k, i in enumerate(order)}
+    assert sorted(order) == list(range(len(program.nodes)))
+    assert all(place[p] < place[i] for i in order for p in program.nodes[i].before)
+    assert len(groups) < len(order)
+    for group in groups:
+        nodes = [program.nodes[i] for i in group.nodes]
+        done: list[set[int]] = []  # by what lanes and waits say, when each starts
+        tails: dict[int, int] = {}
+        for i, (where, needed) in enumerate(zip(places(nodes, frozenset({"dsv4_call"})), waits_of(nodes), strict=True)):
+            before = {*where.waits, *([tails[where.lane]] if where.lane in tails else [])}
+            done.append(set().union(before, *(done[k] for k in before)))
+            assert needed <= done[-1] and where.lane < MOST
+            assert not where.early or before == {tails[where.lane]}
+            tails[where.lane] = i
+        for i, node in enumerate(nodes):  # within a group nobody reads what another has overwritten
+            for v in node.overwrites if group.joined else ():
+                assert not any(v is r for later in nodes[i + 1 :] for r in later.reads)
 
 
 def test_what_joining_would_lose_stays() -> None:
@@ -98,7 +156,7 @@ def test_what_joining_would_lose_stays() -> None:
     def function(x: jax.Array) -> tuple[jax.Array, ...]:
         both = call()(call(input_output_aliases={1: 0})(x, x))
         call(has_side_effect=True)(x)
-        return both, jax.lax.reshape(call()(x), (6,), dimensions=(1, 0))
+        return both, jax.lax.reshape(both, (6,), dimensions=(1, 0))
 
     text = jax.jit(joined(function)).lower(jnp.zeros((2, 3), jnp.uint8)).as_text()
     assert "@dsv4_sequence(%arg0, %arg0)" in text
@@ -117,15 +175,13 @@ def test_functions_without_calls_stay_as_they_are() -> None:
 def test_a_library_without_the_handler_says_so() -> None:
     call = jax.ffi.ffi_call(ffi.cpu_target("dsv4_sequence"), jax.ShapeDtypeStruct((2,), jnp.float32))
     for attributes, message in (
-        (
-            dict(targets="dsv4_none", wiring=np.zeros(2, np.int64), call0={}),
-            "sequence: there is no handler of dsv4_none",
-        ),
-        (
-            dict(targets="dsv4_swap_in", wiring=np.array([1, 0, 9, 0]), call0={}),
-            "wiring of dsv4_swap_in points nowhere",
-        ),
-        (dict(targets="dsv4_swap_in", wiring=np.array([1, 0, 0, 1, 5]), call0={}), "another number of elements"),
+        (dict(targets="dsv4_none", wiring=np.zeros(2, np.int64), call0={}), "there is no handler of dsv4_none"),
+        (dict(targets="dsv4_swap_in", wiring=np.array([0, 0, 0]), call0={}), "wiring of dsv4_swap_in are missing"),
+        (dict(targets="dsv4_swap_in", wiring=np.array([4, 0, 0, 0, 1, 0]), call0={}), "the lane of dsv4_swap_in"),
+        (dict(targets="dsv4_swap_in", wiring=np.array([0, 0, 0, 1, 0, 1, 0]), call0={}), "what it waits for, is none"),
+        (dict(targets="dsv4_swap_in", wiring=np.array([0, 0, 0, 0, 1, 0, 9, 0, 0]), call0={}), "points nowhere"),
+        (dict(targets="dsv4_swap_in", wiring=np.array([0, 0, 0, 0, 1, 0, 0, 0, 1, 5]), call0={}), "larger than its"),
+        (dict(targets="dsv4_swap_in", wiring=np.array([0, 0, 0, 0, 1, 0, 0, 3, 0]), call0={}), "larger than its"),
         (dict(targets="", wiring=np.array([1])), "more wiring than calls"),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):

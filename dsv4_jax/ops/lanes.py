@@ -1,0 +1,91 @@
+"""In which order and on which streams the calls of a group run (`sequence`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from .grouping import Node
+
+__all__ = ["MOST", "Place", "places", "waits_of"]
+
+MOST = 4  # lanes: `kLanes` of csrc/sequence.h
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """When and where a call runs.
+
+    Attributes:
+        lane: its stream; calls of a lane run in order. The first is XLA's.
+        early: it may start while the one before it ends.
+        awaited: whether a call of another lane waits for it.
+        waits: calls of other lanes that it waits for.
+    """
+
+    lane: int
+    early: bool
+    awaited: bool
+    waits: tuple[int, ...]
+
+
+def waits_of(nodes: Sequence[Node]) -> list[set[int]]:
+    """Of each call of a group those that it must come after: it reads what they make, or overwrites what they read."""
+    found = []
+    for i, node in enumerate(nodes):
+        made = {id(out): k for k, other in enumerate(nodes[:i]) for out in other.eqn.outvars}
+        waits = {made[id(r)] for r in node.reads if id(r) in made}
+        for v in node.overwrites:
+            waits |= {k for k, other in enumerate(nodes[:i]) if any(v is r for r in other.reads)}
+        found.append(waits)
+    return found
+
+
+def places(nodes: Sequence[Node], early: frozenset[str]) -> list[Place]:
+    """Of each call of a group, given in an order in which they can run.
+
+    The longest chain of calls has the first lane. Of those that wait for a call the one with the longest chain behind
+    it goes on in its lane, and the others get lanes of their own.
+    """
+    waits = waits_of(nodes)
+    before: list[set[int]] = []  # all that must have ended
+    for each in waits:
+        before.append(set().union(each, *(before[k] for k in each)))
+    direct = [{k for k in each if not any(k in before[other] for other in each)} for each in waits]
+    height = [1] * len(nodes)
+    for i in reversed(range(len(nodes))):
+        for k in direct[i]:
+            height[k] = max(height[k], height[i] + 1)
+    heirs: dict[int | None, int] = {}  # None: of the start
+    for i, each in enumerate(direct):
+        for k in each or {None}:
+            if k not in heirs or height[i] > height[heirs[k]]:
+                heirs[k] = i
+
+    lanes: list[int] = []
+    tails: list[int | None] = [None]
+    for i, each in enumerate(direct):
+        own = [lanes[k] for k in sorted(each) if heirs[k] == i and tails[lanes[k]] == k]
+        free = [lane for lane, tail in enumerate(tails) if tail is not None and tail in before[i]]
+        if own:
+            lane = min(own)
+        elif not each and heirs[None] == i:
+            lane = 0
+        elif free:
+            lane = free[-1]
+        elif len(tails) < MOST:
+            lane = len(tails)
+            tails.append(None)
+        else:
+            lane = MOST - 1
+        lanes.append(lane)
+        tails[lane] = i
+    others = [tuple(sorted(k for k in each if lanes[k] != lanes[i])) for i, each in enumerate(direct)]
+    awaited = {k for each in others for k in each}
+    last: dict[int, int] = {}
+    out = []
+    for i, (node, lane) in enumerate(zip(nodes, lanes, strict=True)):
+        follows = lane == 0 and len(direct[i]) == 1 and last.get(lane) in direct[i]
+        out.append(Place(lane, follows and node.eqn.params["target_name"] in early, i in awaited, others[i]))
+        last[lane] = i
+    return out
