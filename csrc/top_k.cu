@@ -57,6 +57,27 @@ cudaError_t launch_block(const dsv4::TopKArgs& args, int chunks, int tokens, cud
   return launch_with<kVectors, 1>(args, tokens, stream);
 }
 
+// Many rows, each a block's of as few vectors as hold it; more blocks share an SM the shorter rows are.
+constexpr int rows_at_once(int vectors) { return vectors < dsv4::kTopVectors ? 3 : 2; }
+template <int kVectors = 4>
+cudaError_t launch_rows(const dsv4::TopKArgs& args, int chunks, int tokens, cudaStream_t stream) {
+  if constexpr (kVectors < dsv4::kTopVectors) {
+    if (chunks > kVectors) return launch_rows<2 * kVectors>(args, chunks, tokens, stream);
+  }
+  constexpr int kShared = offsetof(dsv4::TopKShared, gathered);
+  const auto kernel = dsv4::top_k_rows_kernel<kVectors, rows_at_once(kVectors)>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  if (error != cudaSuccess) return error;
+  kernel<<<tokens, dsv4::kTopThreads, kShared, stream>>>(args);
+  return cudaGetLastError();
+}
+
+// Whether there are so many rows of some vectors that SMs take several, one after the other.
+bool many_rows(int chunks, int tokens) {
+  const int once = chunks > dsv4::kTopVectors / 2 ? 1 : 2;  // of a block that holds all of its row
+  return chunks > 2 && chunks <= dsv4::kTopVectors && tokens > once * dsv4::multiprocessors();
+}
+
 // A cluster of full blocks, as few as hold a row.
 template <int kBlocks = 2>
 cudaError_t launch_cluster(const dsv4::TopKArgs& args, int chunks, int tokens, cudaStream_t stream) {
@@ -70,6 +91,7 @@ cudaError_t launch(const dsv4::TopKArgs& args, int tokens, cudaStream_t stream) 
   if (tokens == 0 || args.k == 0) return cudaSuccess;
   const int chunks = (args.width + dsv4::kTopChunk - 1) / dsv4::kTopChunk;
   if (chunks > dsv4::kTopVectors * dsv4::kTopCluster) return cudaErrorInvalidValue;
+  if (many_rows(chunks, tokens)) return launch_rows(args, chunks, tokens, stream);
   if (chunks <= dsv4::kTopVectors) return launch_block(args, chunks, tokens, stream);
   // More blocks that are half full, if all rows still run at once.
   constexpr int kHalf = dsv4::kTopVectors / 2, kMany = dsv4::kTopCluster, kSome = kMany / 2;

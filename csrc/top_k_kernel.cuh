@@ -23,13 +23,12 @@ constexpr int kFewVectors = 4;  // that are loaded at once where registers are s
 constexpr int kWordBits = 32;
 
 // The bin of the bound: at least `need` columns of all blocks lie in bins up to it. The last bin: there is no bound.
-template <int kVectors, int kBlocks>
-__device__ __forceinline__ uint32_t find_bound(TopKShared& s, const float (&x)[kFour * kVectors], uint32_t need,
-                                               int rank, int thread, uint32_t& best) {
+template <int kBlocks, typename Held>
+__device__ __forceinline__ uint32_t find_bound(TopKShared& s, const Held& held, uint32_t need, int rank, int thread,
+                                               uint32_t& best) {
   const int lane = lane_of(thread), warp = warp_of(thread);
-  float column[kFour] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
-#pragma unroll
-  for (int i = 0; i < kFour * kVectors; ++i) column[i % kFour] = fmaxf(column[i % kFour], x[i]);
+  float column[kFour];
+  held.columns(column);
   __syncthreads();  // the histograms are zero
 #pragma unroll
   for (int j = 0; j < kFour; ++j) {
@@ -290,24 +289,23 @@ __device__ __forceinline__ void sort(uint64_t* buffers, uint64_t (&x)[kTopHeld],
   }
 }
 
-template <int kVectors, int kBlocks>
-__global__ void __launch_bounds__(kTopThreads, kVectors <= 2 ? 2 : 1)
-    top_k_kernel(const __grid_constant__ TopKArgs args) {
-  extern __shared__ __align__(16) uint8_t raw[];
-  TopKShared& s = *reinterpret_cast<TopKShared*>(raw);
-  const int thread = threadIdx.x, token = blockIdx.x / kBlocks, rank = blockIdx.x % kBlocks;
-  const float* row = args.scores + static_cast<int64_t>(token) * args.width;
-  int32_t* indices = args.indices + static_cast<int64_t>(token) * args.k;
-  if (kBlocks > 1) cluster_arrive();  // waited for before the first access to a peer
-  const int count = min(max(__ldg(args.count + token), 0), args.width);
+// How many of a row's scores count.
+__device__ __forceinline__ int count_of(const TopKArgs& args, int token) {
+  return min(max(__ldg(args.count + token), 0), args.width);
+}
+
+// Before a row's scores are looked at.
+__device__ __forceinline__ void clear(TopKShared& s, int thread) {
   reinterpret_cast<uint4*>(s.columns)[thread] = make_uint4(0, 0, 0, 0);
   reinterpret_cast<uint4*>(s.bins)[thread] = make_uint4(0, 0, 0, 0);
   if (thread == 0) s.bound = kTopBins - 1, s.taken = s.crowded[0] = s.crowded[1] = 0;
-  float x[kFour * kVectors];
-  // A few loads do not wait for the count.
-  load_scores<kVectors, kBlocks>(x, row, args.width, kVectors <= kFewVectors ? args.width : count, count, 0, rank,
-                                 thread);
+}
 
+// The result of a row whose scores the threads of its blocks hold, as `held`. (Found in here, `indices` would cost 35
+// registers.)
+template <int kVectors, int kBlocks, typename Held>
+__device__ __forceinline__ void choose(const TopKArgs& args, TopKShared& s, const float* row, int32_t* indices,
+                                       const Held& held, int count, int token, int rank, int thread) {
   const uint32_t need = min(args.k, count);
   if (rank == 0 && thread == 0) args.kept[token] = need;
   if (need == 0) {
@@ -316,21 +314,15 @@ __global__ void __launch_bounds__(kTopThreads, kVectors <= 2 ? 2 : 1)
     return;
   }
   if constexpr (kVectors == 1) {  // of one block
-    if (order_chunk(s, x, need, args.k, indices, thread)) return;
+    if (order_chunk(s, held.x, need, args.k, indices, thread)) return;
     reinterpret_cast<uint4*>(s.bins)[thread] = make_uint4(0, 0, 0, 0);
   }
   uint32_t best;
-  const uint32_t bound = find_bound<kVectors, kBlocks>(s, x, need, rank, thread, best);
+  const uint32_t bound = find_bound<kBlocks>(s, held, need, rank, thread, best);
   bool fits = bound < kTopBins - 1;
   if (fits) {
     const uint32_t last = ((bound + 1) << (kTopCodeBits - kTopBinBits)) - 1;
-    const float edge = score_at(last);
-    uint64_t chosen = 0;
-#pragma unroll
-    for (int i = 0; i < kFour * kVectors; ++i) {
-      if (x[i] >= edge) chosen |= uint64_t{1} << i;
-    }
-    list<kBlocks>(s, row, chosen, rank, thread);
+    list<kBlocks>(s, row, held.reaching(score_at(last)), rank, thread);
     const uint32_t n = count_listed<kBlocks>(s, rank, thread);
     fits = n <= kTopChunk;
     if (fits) {
@@ -397,6 +389,43 @@ __global__ void __launch_bounds__(kTopThreads, kVectors <= 2 ? 2 : 1)
     const uint32_t i = kTopThreads * j + thread;
     if (i < args.k) indices[i] = i < need ? static_cast<int32_t>(place[j] & ((1u << kTopIndexBits) - 1)) : 0;
   }
+}
+
+template <int kVectors>
+constexpr int kTopAtOnce = kVectors == 1   ? 4
+                           : kVectors == 2 ? 2
+                                           : 1;  // blocks of an SM, at least
+template <int kVectors, int kBlocks>
+__global__ void __launch_bounds__(kTopThreads, kTopAtOnce<kVectors>)
+    top_k_kernel(const __grid_constant__ TopKArgs args) {
+  extern __shared__ __align__(16) uint8_t raw[];
+  TopKShared& s = *reinterpret_cast<TopKShared*>(raw);
+  const int thread = threadIdx.x, token = blockIdx.x / kBlocks, rank = blockIdx.x % kBlocks;
+  if (kBlocks > 1) cluster_arrive();  // waited for before the first access to a peer
+  const float* row = args.scores + static_cast<int64_t>(token) * args.width;
+  int32_t* indices = args.indices + static_cast<int64_t>(token) * args.k;
+  const int count = count_of(args, token);
+  clear(s, thread);
+  // A few loads do not wait for the count.
+  HeldScores<kVectors> held;
+  load_scores<kVectors, kBlocks>(held.x, row, args.width, kVectors <= kFewVectors ? args.width : count, count, 0, rank,
+                                 thread);
+  choose<kVectors, kBlocks>(args, s, row, indices, held, count, token, rank, thread);
+}
+
+// Of many rows, each a block's, kRows to an SM at once.
+template <int kVectors, int kRows>
+__global__ void __launch_bounds__(kTopThreads, kRows) top_k_rows_kernel(const __grid_constant__ TopKArgs args) {
+  extern __shared__ __align__(16) uint8_t raw[];
+  TopKShared& s = *reinterpret_cast<TopKShared*>(raw);
+  const int thread = threadIdx.x, token = blockIdx.x;
+  const float* row = args.scores + static_cast<int64_t>(token) * args.width;
+  int32_t* indices = args.indices + static_cast<int64_t>(token) * args.k;
+  const int count = count_of(args, token);
+  clear(s, thread);
+  HeldHalves<kVectors> held;
+  held.load(row, args.width, count, thread);
+  choose<kVectors, 1>(args, s, row, indices, held, count, token, 0, thread);
 }
 
 }  // namespace dsv4

@@ -171,4 +171,69 @@ __device__ __forceinline__ void load_scores(float (&x)[kFour * kVectors], const 
   }
 }
 
+// A thread's scores.
+template <int kVectors>
+struct HeldScores {
+  float x[kFour * kVectors];
+
+  // The greatest of each column.
+  __device__ __forceinline__ void columns(float (&column)[kFour]) const {
+#pragma unroll
+    for (int j = 0; j < kFour; ++j) column[j] = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kFour * kVectors; ++i) column[i % kFour] = fmaxf(column[i % kFour], x[i]);
+  }
+  // Which of the scores are `edge` or greater, as bits. Edges end bins.
+  __device__ __forceinline__ uint64_t reaching(float edge) const {
+    uint64_t chosen = 0;
+#pragma unroll
+    for (int i = 0; i < kFour * kVectors; ++i) {
+      if (x[i] >= edge) chosen |= uint64_t{1} << i;
+    }
+    return chosen;
+  }
+};
+
+// The same of a row that a block has for itself, in half the registers: of the scores the upper halves are kept. Bins
+// are made of fewer bits than these, so that they tell as well on which side of a bin's end a score is.
+template <int kVectors>
+struct HeldHalves {
+  static constexpr int kAtOnce = kVectors < kTopVectors ? 2 : 4;  // vectors
+  static_assert(kTopBinBits <= 14, "bits of a code that upper halves have");
+
+  uint32_t pairs[kFour / 2 * kVectors];
+  float most[kFour];  // of each column
+
+  __device__ __forceinline__ void load(const float* row, int width, int count, int thread) {
+#pragma unroll
+    for (int j = 0; j < kFour; ++j) most[j] = -INFINITY;
+#pragma unroll
+    for (int vector = 0; vector < kVectors; vector += kAtOnce) {
+      float x[kFour * kAtOnce];
+      load_scores<kAtOnce, 1>(x, row, width, count, count, vector, 0, thread);
+#pragma unroll
+      for (int i = 0; i < kFour * kAtOnce; ++i) most[i % kFour] = fmaxf(most[i % kFour], x[i]);
+#pragma unroll
+      for (int i = 0; i < kFour / 2 * kAtOnce; ++i) {  // towards zero; NaN stays NaN
+        asm("cvt.rz.bf16x2.f32 %0, %1, %2;" : "=r"(pairs[kFour / 2 * vector + i]) : "f"(x[2 * i + 1]), "f"(x[2 * i]));
+      }
+    }
+  }
+  __device__ __forceinline__ void columns(float (&column)[kFour]) const {
+#pragma unroll
+    for (int j = 0; j < kFour; ++j) column[j] = most[j];
+  }
+  __device__ __forceinline__ uint64_t reaching(float edge) const {
+    constexpr uint32_t kUpper = 0xFFFF0000u;
+    const float end = __uint_as_float(__float_as_uint(edge) & kUpper);
+    uint64_t chosen = 0;
+#pragma unroll
+    for (int i = 0; i < kFour / 2 * kVectors; ++i) {
+      if (__uint_as_float(pairs[i] << 16) >= end) chosen |= uint64_t{1} << 2 * i;
+      if (__uint_as_float(pairs[i] & kUpper) >= end) chosen |= uint64_t{2} << 2 * i;
+    }
+    return chosen;
+  }
+};
+
 }  // namespace dsv4

@@ -56,10 +56,12 @@ def hard_rows(width: int) -> np.ndarray:
     return scores
 
 
-# Every cut of a row: one block of one to sixteen chunks of 2,048 scores, clusters of two to eight blocks.
+# Every cut of a row: one block of one to sixteen chunks of 2,048 scores, clusters of two to eight blocks; and rows of which
+# an SM has several at once.
 CUTS = (
     *((2048, 11), (2050, 11), (8192, 11), (16_384, 11), (32_768, 11), (40_000, 60)),
     *((65_536, 11), (65_536, 22), (131_072, 22), (262_144, 11)),
+    *((8190, 280), (16_384, 280), (32_768, 140)),
 )
 
 
@@ -83,6 +85,7 @@ class TestTopKOnTheGpu(LongRows):
         scores = np.full((rows, width), -np.inf, np.float32)
         scores[:, :1800:3] = np.random.default_rng(width).standard_normal((rows, 600))
         scores[::2, 2000:] = np.nan
+        scores.view(np.int32)[1::4, 2000:] = 0x7F800001  # a NaN whose upper half is that of infinity
         check_long(scores, np.full(rows, width), 1024, "cuda")
 
     @pytest.mark.parametrize("width", [2048, 65_536, 262_144])
