@@ -132,7 +132,8 @@ ffi::Error compress_csa(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::
   const int each = tokens > kFewTokens ? dsv4::kCsaRatio : 1;
   const int blocks = (tokens + each - 1) / each;
   if (args.main.state != nullptr) args.main_blocks = blocks;
-  const int index_blocks = args.index.state != nullptr ? (blocks + dsv4::kCompressWarps - 1) / dsv4::kCompressWarps : 0;
+  const int warps = each == 1 ? 1 : dsv4::kCompressWarps;  // of an index block, each with tokens of its own
+  const int index_blocks = args.index.state != nullptr ? (blocks + warps - 1) / warps : 0;
   const auto kernel = each == 1 ? dsv4::csa_kernel<1> : dsv4::csa_kernel<dsv4::kCsaRatio>;
   kernel<<<args.main_blocks + index_blocks, dsv4::kCompressThreads, 0, stream>>>(args);
   return launched("compress_csa");

@@ -1,12 +1,13 @@
 // The CSA and HCA compressors (dsv4_jax/ops/compress.py) in one launch: state update and, where a token completes an
 // entry, softmax pool, RMSNorm, RoPE, Hadamard, quantisation and store.
 //
-// A row of E channels is held four to a thread. No block of a launch reads a state row that another writes: a step's
-// rows come from its operands, older ones from ring rows it leaves alone. A step too long for that brings its old rows
-// in `history`, copied before.
+// A row of E channels is held four to a thread, an index key of a decode step one. No block of a launch reads a state
+// row that another writes: a step's rows come from its operands, older ones from ring rows it leaves alone. A step too
+// long for that brings its old rows in `history`, copied before.
 //
-// CSA: a block of four warps takes a token of the main compressor, or each of its warps one of the indexer's; of a long
-// chunk, four tokens. HCA: a block takes an entry. All threads of a row do the same work, each for its channels.
+// CSA: a block of four warps takes a token of the main compressor or of the indexer's, whose key one warp finishes; of
+// a long chunk, four tokens, or each of its warps four of the indexer's. HCA: a block takes an entry. All threads of a
+// row do the same work, each for its channels.
 //
 // A plan and a block table may hold anything: slots, blocks, rows and tokens are compared with their number before they
 // become addresses, and positions, which are unsigned here, only enter as remainders.
@@ -65,42 +66,44 @@ __device__ __forceinline__ int64_t entry_row(const Compressor& c, const Compress
   return block > 0 && block < c.blocks && column < plan.columns ? row : -1;
 }
 
-// Four columns from `column` on of each half of a token's [kv | score].
-template <int kChannels>
-__device__ __forceinline__ void load_parts(const Compressor& c, int token, int column, Float4 (&parts)[kCsaParts]) {
+// A thread's columns, from `column` on, of each half of a token's [kv | score].
+template <int kChannels, int kCount>
+__device__ __forceinline__ void load_parts(const Compressor& c, int token, int column,
+                                           Floats<kCount> (&parts)[kCsaParts]) {
   const float* kv = c.kv + static_cast<int64_t>(token) * c.kv_stride + column;
   const float* score = c.score + static_cast<int64_t>(token) * c.score_stride + column;
-  parts[kFirstValue] = load4_constant(kv), parts[kSecondValue] = load4_constant(kv + kChannels);
-  parts[kFirstScore] = load4_constant(score), parts[kSecondScore] = load4_constant(score + kChannels);
+  parts[kFirstValue] = load_constants<kCount>(kv), parts[kSecondValue] = load_constants<kCount>(kv + kChannels);
+  parts[kFirstScore] = load_constants<kCount>(score), parts[kSecondScore] = load_constants<kCount>(score + kChannels);
 }
 
 // The position bias of their scores; nought where there is none.
-template <int kChannels>
+template <int kChannels, int kCount>
 __device__ __forceinline__ void load_bias(const Compressor& c, unsigned position, int column,
-                                          Float4 (&bias)[kCsaHalves]) {
+                                          Floats<kCount> (&bias)[kCsaHalves]) {
 #pragma unroll
   for (int half = 0; half < kCsaHalves; ++half) {
     constexpr float kNought = -0.f;  // which leaves every number as it is
-    bias[half] = all4(kNought);
+    fill(bias[half], kNought);
     if (c.ape != nullptr)
-      bias[half] = load4_constant(c.ape + (kCsaHalves * (position % kCsaRatio) + half) * kChannels + column);
+      bias[half] = load_constants<kCount>(c.ape + (kCsaHalves * (position % kCsaRatio) + half) * kChannels + column);
   }
 }
 
 // Stores them in row `place` of the ring.
-template <int kChannels>
-__device__ __forceinline__ void store_parts(float* ring, unsigned place, const Float4 (&parts)[kCsaParts]) {
+template <int kChannels, int kCount>
+__device__ __forceinline__ void store_parts(float* ring, unsigned place, const Floats<kCount> (&parts)[kCsaParts]) {
 #pragma unroll
   for (int i = 0; i < kCsaParts; ++i)
-    store4(ring + (static_cast<int64_t>(place) * kCsaParts + i) * kChannels, parts[i]);
+    store_floats(ring + (static_cast<int64_t>(place) * kCsaParts + i) * kChannels, parts[i]);
 }
 
 // Softmax over the rows, per channel, and the sum of the values weighted by it.
-template <int kRows>
-__device__ __forceinline__ Float4 softmax_pool(const Float4 (&value)[kRows], const Float4 (&weight)[kRows]) {
-  Float4 pooled;
+template <int kRows, int kCount>
+__device__ __forceinline__ Floats<kCount> softmax_pool(const Floats<kCount> (&value)[kRows],
+                                                       const Floats<kCount> (&weight)[kRows]) {
+  Floats<kCount> pooled;
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
+  for (int i = 0; i < kCount; ++i) {
     float peak = weight[0].x[i];
 #pragma unroll
     for (int j = 1; j < kRows; ++j) peak = max_nan(peak, weight[j].x[i]);
@@ -167,17 +170,17 @@ __device__ __forceinline__ float* ring_of(const Compressor& c, int slot, int col
 }
 
 // The first `kLoaded` rows of the entry that a token completes, without the bias of those that this step schedules.
-template <int kChannels, int kLoaded>
+template <int kChannels, int kLoaded, int kCount>
 __device__ __forceinline__ void load_rows(const Compressor& c, const CompressPlan& plan, const CsaToken& t, int column,
-                                          Float4 (&value)[kCsaRows], Float4 (&weight)[kCsaRows]) {
+                                          Floats<kCount> (&value)[kCsaRows], Floats<kCount> (&weight)[kCsaRows]) {
   const float* kv = c.kv + static_cast<int64_t>(t.token) * c.kv_stride + column;
   const float* score = c.score + static_cast<int64_t>(t.token) * c.score_stride + column;
   if (t.behind == kCsaBehind) {
 #pragma unroll
     for (int j = 0; j < kLoaded; ++j) {
       const int64_t back = kCsaBehind - j, half = j >= kCsaRatio ? kChannels : 0;
-      value[j] = load4_constant(kv - back * c.kv_stride + half),
-      weight[j] = load4_constant(score - back * c.score_stride + half);
+      value[j] = load_constants<kCount>(kv - back * c.kv_stride + half),
+      weight[j] = load_constants<kCount>(score - back * c.score_stride + half);
     }
     return;
   }
@@ -194,35 +197,37 @@ __device__ __forceinline__ void load_rows(const Compressor& c, const CompressPla
     const float* before = old + static_cast<int64_t>((back > around ? c.ring : 0) - back) * (kCsaParts * kChannels);
     const float* v = back <= t.behind ? kv - static_cast<int64_t>(back) * c.kv_stride : before;
     const float* l = back <= t.behind ? score - static_cast<int64_t>(back) * c.score_stride : before + 2 * kChannels;
-    value[j] = all4(0), weight[j] = all4(-kInf);
-    if (static_cast<unsigned>(back) <= t.position) value[j] = load4(v + half), weight[j] = load4(l + half);
+    fill(value[j], 0), fill(weight[j], -kInf);
+    if (static_cast<unsigned>(back) <= t.position)
+      value[j] = load_floats<kCount>(v + half), weight[j] = load_floats<kCount>(l + half);
   }
 }
 
 // That bias: rows of the state have theirs.
-template <int kChannels, int kLoaded>
+template <int kChannels, int kLoaded, int kCount>
 __device__ __forceinline__ void add_bias(const Compressor& c, const CsaToken& t, int column,
-                                         Float4 (&weight)[kCsaRows]) {
+                                         Floats<kCount> (&weight)[kCsaRows]) {
   if (c.ape == nullptr) return;
 #pragma unroll
   for (int j = 0; j < kLoaded; ++j) {
     const float* ape = c.ape + (kCsaHalves * (j % kCsaRatio) + j / kCsaRatio) * kChannels + column;
-    if (kCsaBehind - j <= t.behind) add(weight[j], load4_constant(ape));
+    if (kCsaBehind - j <= t.behind) add(weight[j], load_constants<kCount>(ape));
   }
 }
 
-// One token of a CSA compressor: its ring row, and the entry it completes. The threads of a row call it together, in
-// whole warps. Loads wait for each other twice at most: what depends on nothing (the plan, the finish, the token's own
-// row) is asked for first, all the rest as soon as the slot and the position are known.
-template <int kChannels>
+// One token of a CSA compressor: its ring row, and the entry it completes. The threads of a row, `kCount` channels
+// each, call it together, in whole warps. Loads wait for each other twice at most: what depends on nothing (the plan,
+// the finish, the token's own row) is asked for first, all the rest as soon as the slot and the position are known.
+template <int kChannels, int kCount>
 __device__ __forceinline__ void compress_token(const Compressor& c, const CompressPlan& plan, int token, float* shared,
                                                int thread) {
-  const int column = kOwn * thread;
+  constexpr bool kOneWarp = kChannels == kIndexDim && kCount < kOwn;  // finishes the row, four channels a lane
+  const int column = kCount * thread;
   const CsaPlace here = place_of_lane(plan, token, c.slots);
   const CsaWork work = work_of<1>(plan, here, token, c.ring);
   const CsaToken t = token_of(here, token);
-  const Epilogue epilogue = load_epilogue<kChannels>(c.epilogue, token, thread);
-  Float4 own[kCsaParts], bias[kCsaHalves], value[kCsaRows], weight[kCsaRows];
+  const Epilogue epilogue = load_epilogue<kChannels>(c.epilogue, token, kOneWarp ? lane_of(thread) : thread);
+  Floats<kCount> own[kCsaParts], bias[kCsaHalves], value[kCsaRows], weight[kCsaRows];
   load_parts<kChannels>(c, token, column, own);
   load_bias<kChannels>(c, t.position, column, bias);
   int64_t to = -1;
@@ -235,7 +240,15 @@ __device__ __forceinline__ void compress_token(const Compressor& c, const Compre
   if (work.completed == 0) return;
   add_bias<kChannels, kCsaBehind>(c, t, column, weight);
   value[kCsaBehind] = own[kSecondValue], weight[kCsaBehind] = own[kSecondScore];
-  emit_row<kChannels>(c.epilogue, epilogue, c.pool, softmax_pool(value, weight), to, shared, thread);
+  const Floats<kCount> pooled = softmax_pool(value, weight);
+  if constexpr (kOneWarp) {
+    shared[thread] = pooled.x[0];
+    __syncthreads();
+    if (thread >= kLanes) return;
+    emit_row<kChannels>(c.epilogue, epilogue, c.pool, load4(shared + kOwn * thread), to, nullptr, thread);
+  } else {
+    emit_row<kChannels>(c.epilogue, epilogue, c.pool, pooled, to, shared, thread);
+  }
 }
 
 // As `compress_token` four tokens of a long chunk, where about one completes an entry and hardly any stays in its ring.
@@ -270,19 +283,21 @@ struct CsaArgs {
   int main_blocks;
 };
 
-// Blocks 0 .. main_blocks - 1 are the main compressor's, kTokens rows of 512 each; the others the indexer's, as many to
-// a warp.
+// Blocks 0 .. main_blocks - 1 are the main compressor's, kTokens rows of 512 each; the others the indexer's: a token
+// each, or of a long chunk as many to a warp.
 template <int kTokens>
 __global__ void __launch_bounds__(kCompressThreads, kCompressBlocks) csa_kernel(const __grid_constant__ CsaArgs args) {
   __shared__ alignas(16) float shared[kDim];
   const int thread = threadIdx.x, block = blockIdx.x;
   if (block < args.main_blocks) {
-    const auto compress = kTokens == 1 ? compress_token<kDim> : compress_tokens<kDim>;
+    const auto compress = kTokens == 1 ? compress_token<kDim, kOwn> : compress_tokens<kDim>;
     compress(args.main, args.plan, block * kTokens, shared, thread);
+  } else if constexpr (kTokens == 1) {
+    compress_token<kIndexDim, kIndexDim / kCompressThreads>(args.index, args.plan, block - args.main_blocks, shared,
+                                                            thread);
   } else {
     const int first = ((block - args.main_blocks) * kCompressWarps + warp_of(thread)) * kTokens;
-    const auto compress = kTokens == 1 ? compress_token<kIndexDim> : compress_tokens<kIndexDim>;
-    if (first < args.plan.tokens) compress(args.index, args.plan, first, nullptr, lane_of(thread));
+    if (first < args.plan.tokens) compress_tokens<kIndexDim>(args.index, args.plan, first, nullptr, lane_of(thread));
   }
 }
 

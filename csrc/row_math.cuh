@@ -18,9 +18,11 @@ namespace dsv4 {
 
 constexpr int kOwn = 4;  // channels of a thread
 
-struct Float4 {
-  float x[kOwn];
+template <int kCount>
+struct Floats {
+  float x[kCount];
 };
+using Float4 = Floats<kOwn>;
 
 __device__ __forceinline__ Float4 load4(const float* p) {
   const float4 v = *reinterpret_cast<const float4*>(p);
@@ -31,17 +33,42 @@ __device__ __forceinline__ Float4 load4_constant(const float* p) {
   const float4 v = __ldg(reinterpret_cast<const float4*>(p));
   return {{v.x, v.y, v.z, v.w}};
 }
+template <int kCount>
+__device__ __forceinline__ Floats<kCount> load_floats(const float* p) {
+  if constexpr (kCount == kOwn) return load4(p);
+  static_assert(kCount == kOwn || kCount == 1, "four or one");
+  return {*p};
+}
+template <int kCount>
+__device__ __forceinline__ Floats<kCount> load_constants(const float* p) {
+  if constexpr (kCount == kOwn) return load4_constant(p);
+  static_assert(kCount == kOwn || kCount == 1, "four or one");
+  return {__ldg(p)};
+}
 // Brings a line near without a register for it.
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 __device__ __forceinline__ void store4(float* p, const Float4& v) {
   const auto& [a, b, c, d] = v.x;
   *reinterpret_cast<float4*>(p) = make_float4(a, b, c, d);
 }
-__device__ __forceinline__ Float4 all4(float x) { return {{x, x, x, x}}; }
-
-__device__ __forceinline__ void add(Float4& v, const Float4& x) {
+template <int kCount>
+__device__ __forceinline__ void store_floats(float* p, const Floats<kCount>& v) {
+  if constexpr (kCount == kOwn) {
+    store4(p, v);
+  } else {
+    *p = v.x[0];
+  }
+}
+template <int kCount>
+__device__ __forceinline__ void fill(Floats<kCount>& v, float x) {
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) v.x[i] = __fadd_rn(v.x[i], x.x[i]);
+  for (int i = 0; i < kCount; ++i) v.x[i] = x;
+}
+
+template <int kCount>
+__device__ __forceinline__ void add(Floats<kCount>& v, const Floats<kCount>& x) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) v.x[i] = __fadd_rn(v.x[i], x.x[i]);
 }
 
 // e^x for x <= 0, step by step as `exp` there.
