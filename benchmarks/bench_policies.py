@@ -6,7 +6,7 @@
 With a trace in Mooncake's form (the conversation trace: github.com/kvcache-ai/Mooncake, FAST25-release/traces):
 V4-Flash, 20 GiB on the device, 64 GiB on the host. Without: a made-up trace of chats in little memory. Each line of
 `VARIANTS` is a `--compare` of `dsv4-jax simulate`, which does the work; two minutes a line on the
-conversation trace, and 4 GB of memory. The record is written anew after each line. `--only` runs the lines whose name
+conversation trace, and 0.7 GB of memory. The record is written anew after each line. `--only` runs the lines whose name
 holds a word, `--jobs` N of them at a time.
 """
 
