@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable
 
 from ..errors import IntegrityError, NoFreeSlotError, OutOfBlocksError
-from ..manager import EventLog, KVCacheManager, ManagerStats, Request
-from ..manager.metrics import PoolUse
+from ..manager import EventLog, KVCacheManager, Request
+from .samples import note_peaks, sample
 from .shadow import Text, TransferBytes
 from .simulation import Job, Server, Simulation
 from .tokens import run_tokens
@@ -103,7 +103,7 @@ class Host:
         result = self.result
         result.now = self.ends
         if result.timeline.due:
-            result.timeline.add(result.now, self._sample(self.manager.stats()))
+            result.timeline.add(result.now, self._sample())
         result.timeline.tick()
         for request, count in self.pairs:
             job = self.live[request]
@@ -125,8 +125,8 @@ class Host:
         """The result, when nobody is here any more."""
         result = self.result
         result.stats = self.manager.stats()
-        self._look(result.stats)
-        result.timeline.add(result.now, self._sample(result.stats), last=True)
+        note_peaks(result, result.stats)
+        result.timeline.add(result.now, self._sample(), last=True)
         return result
 
     # Who comes in
@@ -303,7 +303,7 @@ class Host:
         result.planned += 1
         if look:
             result.step_cpu.append(time.thread_time() - start)
-            self._look(manager.stats())
+            note_peaks(result, manager.stats())
         moved, loaded = result.shadow.transfer(stages)
         moved, self.flushed = self.flushed.plus(moved), TransferBytes()
         result.shadow.begin(plan)
@@ -367,31 +367,6 @@ class Host:
             self.fresh.remove(job)
         self._ended(job)
 
-    # Numbers
-
-    def _look(self, stats: ManagerStats) -> None:
-        peak, in_use = self.result.peak, self.result.peak_in_use
-        for name, pool in stats.cache.pools.items():
-            peak[name] = max(peak.get(name, 0), pool.total - pool.free)
-            in_use[name] = max(in_use.get(name, 0), _in_use(name, pool))
-
-    def _sample(self, stats: ManagerStats) -> dict[str, float]:
-        pools, counters, totals = stats.cache.pools, stats.cache.counters, self.result.totals
-        sample: dict[str, float] = {
-            "running": len(self.live), "waiting": len(self.line), "preempted": len(self.preempted),
-            "prompt_tokens": totals.prompt, "hit_device_tokens": totals.hit - totals.hit_host,
-            "hit_host_tokens": totals.hit_host, "recomputed_tokens": totals.recomputed,
-            "answered": totals.answered, "waited_seconds": totals.waited,
-        }  # fmt: skip
-        for name, pool in pools.items():
-            sample[f"{name}_used"] = _in_use(name, pool)
-            sample[f"{name}_cached"] = pool.total - pool.free - _in_use(name, pool)
-        for tier, count in counters.evicted.items():
-            sample[f"evicted_{tier.name.lower()}"] = count
-        sample["evicted_snapshot"] = counters.evicted_snapshots
-        return sample
-
-
-def _in_use(name: str, pool: PoolUse) -> int:
-    """Units of requests. Only device blocks are shared with the cache; on the host lie copies of what is in use."""
-    return pool.private + (pool.cached - pool.evictable if name == "device" else 0)
+    def _sample(self) -> dict[str, float]:
+        states = {"running": len(self.live), "waiting": len(self.line), "preempted": len(self.preempted)}
+        return states | sample(self.result.totals, self.manager.stats())
