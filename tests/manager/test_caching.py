@@ -653,9 +653,11 @@ def test_steps_of_the_same_rows_see_what_changed_between() -> None:
     assert starts() == [13, 20, 16]  # what the one before has left
     scheduled[2] = (rows[2], 2)
     assert starts() == [14, 21, 17]
-    with pytest.raises(PlanError, match="4 steps in one plan"):
-        manager.plan_step(scheduled, steps=4)
-    assert starts() == [15, 22, 19]
+    manager.plan_step(scheduled, steps=4)
+    with pytest.raises(PlanError, match="4 steps with drafts that were not accepted"):
+        manager.plan_step(scheduled)
+    manager.accept(rows[2], 5)
+    assert starts() == [19, 26, 24]
 
 
 def test_a_step_that_failed_still_restores_when_it_is_planned_again() -> None:
