@@ -149,7 +149,7 @@ class _How:
         tokens = jnp.where((place > 0) & (plan.token_slot > 0), guessed, tokens)
 
         residual, step = layers(params, cache.begin(plan, self.implementation), tokens, self.index_qat)
-        _, step = follow(params, step, residual, tokens)
+        _, step = follow(params, step, residual, tokens, whole=False)  # its keys are stored
         rows = jnp.clip(known[:, None] + jnp.arange(width + 1, dtype=jnp.int32), 0, plan.num_tokens - 1)
         logits = head(params, jax.tree.map(lambda x: x[rows.reshape(-1)], residual), cfg, self.implementation)
         logits = logits.reshape(*rows.shape, -1)
@@ -169,7 +169,7 @@ class _How:
             handle = mtp_layer(cache.begin(here, self.implementation))
             if x is None:
                 x = handle.last_residual()
-            residual, handle = guess(params, handle, x, token)
+            residual, step = guess(params, handle, x, token)
             logits = head(params, residual, cache.layout.cfg, self.implementation, of=params[MTP][0])
             if self.sampling.temperature == 0:
                 token = logits.argmax(-1).astype(jnp.int32)
@@ -179,7 +179,7 @@ class _How:
                 own, _, _ = draw_keys(self.keys, here.token_position, self.sampling)
                 token = jax.vmap(jax.random.categorical)(own, jnp.log(chance)).astype(jnp.int32)
             guesses.append(token)
-            x, cache = flat(residual), handle.step.finish(partial=True)
+            x, cache = flat(residual), step.finish(partial=True)
         return jnp.stack(guesses, 1), jnp.stack(chances, 1) if chances else None, cache
 
 

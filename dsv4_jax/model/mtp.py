@@ -70,24 +70,37 @@ def check_mtp(params: Params, cache: KVCache) -> None:
 
 
 def follow(
-    params: Params, step: CacheStep[KVCache], residual: Residual, tokens: jax.Array
+    params: Params, step: CacheStep[KVCache], residual: Residual, tokens: jax.Array, *, whole: bool = True
 ) -> tuple[Residual, CacheStep[KVCache]]:
-    """The MTP layer on a step's tokens, after the backbone."""
+    """The MTP layer on a step's tokens, after the backbone. `whole`: as of `guess`."""
     before, handle = mtp_layer(step).carry_residual(flat(residual))
-    after, handle = guess(params, handle, before, tokens)
-    return after, handle.step
+    return guess(params, handle, before, tokens, whole=whole)
 
 
 def guess(
-    params: Params, handle: LayerCacheHandle[KVCache], before: jax.Array, tokens: jax.Array
-) -> tuple[Residual, LayerCacheHandle[KVCache]]:
-    """The MTP layer: residuals of the tokens before [T, n * hidden], and tokens [T] -> the residual after it."""
+    params: Params,
+    handle: LayerCacheHandle[KVCache],
+    before: jax.Array,
+    tokens: jax.Array,
+    *,
+    whole: bool = True,
+) -> tuple[Residual, CacheStep[KVCache]]:
+    """The MTP layer: residuals of the tokens before [T, n * hidden], and tokens [T] -> the residual after it.
+
+    `whole`: the residual is used; else XLA leaves out what only it needs, which kernels that are one call would not let
+    it.
+    """
     p, cfg, dtype = params[MTP][0], handle.layout.cfg, activations(params)
     streams = before.reshape(-1, cfg.hidden_size)
     embedded = rms_norm(params["embed"][tokens].astype(jnp.float32), p["enorm"], cfg.rms_norm_eps)
     told = linear(rms_norm(streams, p["hnorm"], cfg.rms_norm_eps), p["h_proj"])
     streams = told.reshape(-1, cfg.hc_mult, cfg.hidden_size) + linear(embedded, p["e_proj"])[:, None]
-    return joined(lambda: block(p, handle, Residual(streams), tokens, dtype), tokens.shape[0])()
+
+    def run() -> tuple[Residual, CacheStep[KVCache]]:
+        residual, after = block(p, handle, Residual(streams), tokens, dtype)
+        return residual, after.step
+
+    return joined(run, tokens.shape[0])() if whole else run()
 
 
 def mtp_layer(step: CacheStep[KVCache]) -> LayerCacheHandle[KVCache]:
