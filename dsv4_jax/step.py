@@ -655,9 +655,10 @@ def _wide(plan: StepPlan) -> StepPlan:
     """
     if plan.num_tokens != 1:
         return plan
-    names = ("token_seq", "token_slot", "token_position")
-    twice = {name: jnp.concatenate([jnp.asarray(getattr(plan, name))] * 2) for name in names}
-    return plan._replace(**twice)
+    seq, slot, position = (
+        jnp.concatenate([jnp.asarray(x)] * 2) for x in (plan.token_seq, plan.token_slot, plan.token_position)
+    )
+    return plan._replace(token_seq=seq, token_slot=slot, token_position=position)
 
 
 def _calls(writes: LayerWrites) -> str:

@@ -88,12 +88,12 @@ def read_program(jaxpr: Any, targets: frozenset[str]) -> Program:
         return v if isinstance(v, Literal) else places[v][0]
 
     for eqn in _needed(jaxpr):
-        v = eqn.invars[0] if eqn.invars else None
-        shift = None if v is None or isinstance(v, Literal) else _view(eqn)
-        if shift is not None and _aligned(places[v][1] + shift, v.aval.dtype):
-            (out,) = eqn.outvars
-            places[out], views[out] = (places[v][0], places[v][1] + shift), eqn
-            continue
+        if eqn.invars and not isinstance(eqn.invars[0], Literal) and (shift := _view(eqn)) is not None:
+            source, start = places[eqn.invars[0]]
+            if _aligned(start + shift, source.aval.dtype):
+                (out,) = eqn.outvars
+                places[out], views[out] = (source, start + shift), eqn
+                continue
         reads = tuple(map(root, eqn.invars))
         before = {made[r] for r in reads if not isinstance(r, Literal) and r in made}
         call = eqn.primitive.name == "ffi_call" and eqn.params["target_name"] in targets and not eqn.effects

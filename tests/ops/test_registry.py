@@ -353,12 +353,9 @@ def test_unknown_names(op: str) -> None:
 def test_every_source_of_csrc_belongs_to_an_op() -> None:
     """CMake's list, the sources and the handlers they export are those of the registry, of swaps and sequences."""
     cuda = [find(op.name, "cuda") for op in OPS.values() if "cuda" in op.names]
-    others = {"attend": ["attend_rows.cu"]}  # sources of an op beside its own
-    sources = {f"{implementation.op}.cu" for implementation in cuda} | {
-        "swap.cu",
-        "sequence.cu",
-        *sum(others.values(), []),
-    }
+    others = {"attend": ("attend_rows.cu",)}  # sources of an op beside its own
+    sources = {"swap.cu", "sequence.cu", *(f"{implementation.op}.cu" for implementation in cuda)}
+    sources.update(*others.values())
     csrc = ROOT / "csrc"
     assert {path.name for path in csrc.glob("*.cu")} == sources
     listed = re.findall(r"add_kernels\(\w+ ([^)]*)\)", (csrc / "cuda.cmake").read_text())
