@@ -5,12 +5,12 @@
         --variant "apart key_split=latency sequences=false" --variant "two xla_gpu_graph_min_graph_size=1"
 
 Each variant is a name and settings: fields of `StepOptions`, XLA options, `sequences` (false: every kernel a call of
-its own) or `early` (false: none starts before those before it have ended). All share one set of weights. Of each: the
-step's and the host's times; then, from a profile with command buffers left on, the kernels of one layer in order of
-their starts (start and end since the layer's first kernel, time, time since the last one's end, stream), how long no
-kernel ran in the step, and the host's longest events by name. A layer goes from one hyper-connection to that two on.
-Profiling costs time, so the profiled step is longer than the timed one, and kernels that wait for the one before count
-that wait. --json keeps all of it.
+its own), `early` (false: none starts before those before it have ended) or `lanes` (the most streams of a call). All
+share one set of weights. Of each: the step's and the host's times; then, from a profile with command buffers left on,
+the kernels of one layer in order of their starts (start and end since the layer's first kernel, time, time since the
+last one's end, stream), how long no kernel ran in the step, and the host's longest events by name. A layer goes from
+one hyper-connection to that two on. Profiling costs time, so the profiled step is longer than the timed one, and
+kernels that wait for the one before count that wait. --json keeps all of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dsv4_jax import ops
 from dsv4_jax.bench import model
 from dsv4_jax.bench.step import StepOptions
 from dsv4_jax.model import init_params
-from dsv4_jax.ops import in_sequence
+from dsv4_jax.ops import in_sequence, lanes
 
 CALLS = 3  # under the profiler, one after the other; the last is shown
 OF_BLOCK = "hyper_connection"  # what a block begins with
@@ -41,8 +41,8 @@ PROFILED = ("xla_enable_command_buffers_during_profiling", True)  # else XLA lau
 WORDS = {"true": True, "false": False}
 
 
-def variant(text: str, base: StepOptions) -> tuple[str, StepOptions, Callable[..., Any]]:
-    """Its name, options, and what joins kernels."""
+def variant(text: str, base: StepOptions) -> tuple[str, StepOptions, Callable[..., Any], int]:
+    """Its name, options, what joins kernels, and the most lanes."""
     name, *settings = text.split()
     joined = ops.in_sequence
     if "sequences=false" in settings:
@@ -52,13 +52,14 @@ def variant(text: str, base: StepOptions) -> tuple[str, StepOptions, Callable[..
     fields = {field.name for field in dataclasses.fields(StepOptions)}
     own, xla = {}, {}
     for key, _, value in (setting.partition("=") for setting in settings):
-        if key in ("sequences", "early"):
+        if key in ("sequences", "early", "lanes"):
             continue
         if key in fields:
             own[key] = int(value) if value.isdigit() else value
         else:
             xla[key] = WORDS.get(value, value)
-    return name, dataclasses.replace(base, xla=tuple(xla.items()), **own), joined
+    most = next((int(setting[len("lanes=") :]) for setting in settings if setting.startswith("lanes=")), lanes.MOST)
+    return name, dataclasses.replace(base, xla=tuple(xla.items()), **own), joined, most
 
 
 def read_trace(folder: pathlib.Path) -> tuple[list[tuple[float, float, str, str]], dict[str, list[float]]]:
@@ -136,10 +137,11 @@ def main() -> None:
     def several(run: Callable[[], jax.Array], loop: int, keep: pathlib.Path | None) -> dict[str, Any]:
         return longest(lambda: [run() for _ in range(CALLS)][-1], CALLS * loop, keep)
 
-    for name, options, joined in (variant(text, base) for text in args.variant or ["default"]):
+    for name, options, joined, most in (variant(text, base) for text in args.variant or ["default"]):
         with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as patched:
             patched.enter_context(mock.patch.object(model, "longest_kernels", several))
             patched.enter_context(mock.patch.object(ops, "in_sequence", joined))
+            patched.enter_context(mock.patch.object(lanes, "MOST", most))
             profile = None if args.no_profile else pathlib.Path(temporary)
             try:
                 chosen = dataclasses.replace(options, profile=profile, xla=(*options.xla, PROFILED))
