@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv4_jax import step
 from dsv4_jax.cache import KVCache, init_cache
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.errors import LayoutError, PlanError, ShapeError, StepOrderError
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.manager import StepSequence, build_plan, shape_for
+from dsv4_jax.ops import attend
+from dsv4_jax.ops.attend import SharedEntries
 from dsv4_jax.ops.columns import Columns
 from dsv4_jax.ops.epilogue import Epilogue
 from dsv4_jax.plan import StepPlan
@@ -114,6 +117,25 @@ def test_every_token_sees_exactly_its_keys(chunks: list[int], width: int) -> Non
     driver, outs, queries = run(CacheLayout(CFG), chunks, width)
     for kind, actual, want in zip(CFG.layer_types, outs, expected(driver, queries), strict=True):
         np.testing.assert_allclose(actual, want, rtol=2e-4, atol=2e-4, err_msg=kind.name)
+
+
+def test_entries_that_a_chunk_has_in_common_are_its_tokens_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`SharedEntries` of a step: reading through them shows every token exactly its keys."""
+    given = []
+
+    def through_shared(*args, shared: SharedEntries | None, **how):
+        if shared is not None:
+            given.append(shared.rows.shape)
+            args = (*args[:4], shared.rows[shared.ids], *args[5:])
+        return attend(*args, **how)
+
+    monkeypatch.setattr(step, "attend", through_shared)
+    monkeypatch.setattr(step, "CHUNK", 8)
+    monkeypatch.setitem(globals(), "jit_read_step", jax.jit(lambda *args: read_step(*args), donate_argnums=0))
+    driver, outs, queries = run(CacheLayout(CFG), [40, 35], TOKENS)
+    for out, right in zip(outs, expected(driver, queries), strict=True):
+        np.testing.assert_allclose(out, right, rtol=2e-4, atol=2e-4)
+    assert len(given) == 2  # CSA's and HCA's, of all sequences
 
 
 def gather_step(cache: KVCache, plan: StepPlan, rows: ProjectedRows, norms: Norms, entries, implementation):
