@@ -56,8 +56,8 @@ def hard_rows(width: int) -> np.ndarray:
     return scores
 
 
-# Every cut of a row: one block of one to sixteen chunks of 2,048 scores, clusters of two to eight blocks; and rows of which
-# an SM has several at once.
+# Every cut of a row: one block of one to sixteen chunks of 2,048 scores, clusters of two to eight blocks; and rows of
+# which an SM has several at once.
 CUTS = (
     *((2048, 11), (2050, 11), (8192, 11), (16_384, 11), (32_768, 11), (40_000, 60)),
     *((65_536, 11), (65_536, 22), (131_072, 22), (262_144, 11)),
