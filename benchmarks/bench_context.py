@@ -19,6 +19,8 @@ import argparse
 import functools
 import json
 import pathlib
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import formats
+from dsv4_jax.bench.records import new_record
 from dsv4_jax.bench.timing import flush_l2, profiled
 from dsv4_jax.ops.append import WindowView, load
 from dsv4_jax.ops.attend import attend
@@ -174,6 +177,16 @@ def measured(quick: bool) -> Iterator[dict[str, Any]]:
     yield from selection(1 if quick else 64)
 
 
+def facts(one: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Rows of a record."""
+    what = f"{one['case']}, {one['batch']} token{'s' * (one['batch'] > 1)}, {one['way']}"
+    row = {"table": "facts", "subject": "context"}
+    yield row | {"what": what, "measured": one.get("kernel_us", one["us"]), "unit": "us"}
+    if "error" in one:
+        off = {"measured": 1e4 * one["error"], "unit": "1e-4 relative L2"}
+        yield row | {"what": f"{what}: float32 output from float64's"} | off
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
@@ -192,8 +205,11 @@ def main() -> None:
         for kernel, took in one.get("kernels", {}).items() if args.kernels else ():
             print(f"    {took:8.1f} us  {kernel}")
         if args.json:  # what there is, whatever comes after
-            device = jax.devices()[0].device_kind
-            pathlib.Path(args.json).write_text(json.dumps({"device": device, "results": results}, indent=1))
+            record = new_record(
+                [row for one in results for row in facts(one)], device=jax.devices()[0].device_kind, quick=args.quick,
+                command=shlex.join(["python", *sys.argv]), software={"jax": jax.__version__}, ceilings={},
+            )  # fmt: skip
+            pathlib.Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

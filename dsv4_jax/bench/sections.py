@@ -105,6 +105,14 @@ SECTIONS = (
         subject="mesh",
     ),
     Section(
+        "Attention along a pool axis",
+        "`benchmarks/bench_context.py`, one device, 64 heads, 128 Ki tokens; kernels' times of a call. *plain*: "
+        '`ops.attend`. *context*: cut into eight parts, as `key_split="context"` does. *parts/2*: what two ranks '
+        "compute, on one. *share/2*: what one of two computes, without the exchange. *top_k* of all scores, *merge/n* "
+        "of n ranks' candidates.",
+        subject="context",
+    ),
+    Section(
         "Prompts continued by `dsv4-jax generate`",
         "Random prompts through a checkpoint of the first layers, drawn, written and loaded as any other, beside the "
         "step of as many requests that `bench model` times. Host: the median of each part of a decoding call; they run "
