@@ -36,6 +36,7 @@ from ..model.params import RELEASED, Params, is_leaf, param_specs
 from ..model.quantised import FP4, Quantised
 from ..model.sharded import device_bytes, parts_of
 from ..model.split import ALONE, DATA, Split
+from ..model.vocabulary import in_blocks
 from ..ops.exchange import Peers
 from ..ops.hyper_connection import Written
 from ..ops.registry import Choice
@@ -263,7 +264,7 @@ def model_floors(
         add("plain", leaf.size * leaf.dtype.itemsize, leaf.size if len(leaf.shape) > 1 else 0)
     embedding = specs["embed"]
     add("plain", batch * embedding.shape[1] * embedding.dtype.itemsize)
-    words = embedding.size // split.tensor
+    words = embedding.size // (split.tensor if in_blocks(*embedding.shape, embedding.dtype) else 1)
     head = words * embedding.dtype.itemsize + 4 * batch * cfg.vocab_size
     streams = 4 * cfg.num_layers * batch * 4 * cfg.hc_mult * cfg.hidden_size
     return [

@@ -22,10 +22,9 @@ from ..step import CacheStep, LayerCacheHandle
 from .attention import attention
 from .hyper_connections import Residual, padded_rows, read, read_head
 from .moe import moe
-from .numerics import linear
 from .params import Params
 from .sampling import GREEDY, Sampling, sample
-from .split import RowShare, Split
+from .vocabulary import logits
 
 __all__ = [
     "GPU_DECODE_OPTIONS",
@@ -233,9 +232,5 @@ def head(
     """Logits [T, vocab]; `of` the MTP layer, whose streams are summed and normalised by weights of its own."""
     x = read_head(params if of is None else of, residual, cfg, activations(params), implementation)
     weight = params["embed"] if cfg.tie_word_embeddings else params["head"]
-    if isinstance(weight, RowShare):
-        # Beside an MTP layer's exchanges, and beside those of the other head.
-        logits = Split(tensor=weight.tensor).all_columns(linear(x, weight.rows), channel=1 if of is None else 2)
-    else:
-        logits = linear(x, weight)
-    return logits[: residual.streams.shape[0]]
+    # Channels: beside an MTP layer's exchanges, and beside those of the other head.
+    return logits(x, weight, residual.streams.shape[0], channel=1 if of is None else 2)

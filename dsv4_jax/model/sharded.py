@@ -1,7 +1,7 @@
 """Parameters over the devices of a mesh: each device gets its part, stacked and packed, and nothing else.
 
-Over `tensor` are split the matrices of the query heads (`wq_b`, `wo_a` and the sinks) and that of the output, by words;
-over both axes the experts. All else is on every device.
+Over `tensor` are split the matrices of the query heads (`wq_b`, `wo_a` and the sinks) and, by words, that of the output
+(`vocabulary.py`); over both axes the experts. All else is on every device.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from .params import RELEASED, Params, Weights, is_leaf, param_specs
 from .projections import stack_projections
 from .quantised import Quantised
 from .split import ALONE, DATA, TENSOR, RowShare, Split
+from .vocabulary import in_blocks
 
 __all__ = ["check_split", "device_bytes", "device_params", "device_specs", "parts_of", "shard_params", "split_over"]
 
@@ -102,7 +103,6 @@ def check_split(cfg: DSV4Config, split: Split) -> Split:
         ("experts", cfg.n_routed_experts, split.devices),
         ("query heads", cfg.num_attention_heads, split.tensor),
         ("groups of query heads", cfg.o_groups, split.tensor),
-        ("words of the head", 0 if cfg.tie_word_embeddings else cfg.vocab_size, split.tensor),
     ):
         if count % devices:
             raise LayoutError(f"{count} {what} do not divide by {devices} devices")
@@ -125,8 +125,9 @@ def device_params(params: Params, split: Split, index: int) -> Params:
     for layer in (*taken["layers"], *taken.get(MTP, ())):
         for block in ("attn", "ffn"):
             layer[block] |= {"split": split}
-    if _HEAD in taken and split.tensor > 1:
-        taken[_HEAD] = RowShare(taken[_HEAD], split.tensor)
+    if split.tensor > 1 and _HEAD in taken and in_blocks(*taken[_HEAD].shape, taken[_HEAD].dtype):
+        share = _rows(taken[_HEAD], index * split.tensor // split.devices, split.tensor)
+        taken[_HEAD] = RowShare(share, split.tensor)
     return pack_layers(stack_projections(taken))
 
 
@@ -135,7 +136,7 @@ def parts_of(path: tuple[Any, ...], split: Split) -> int:
     keys = [key.key for key in path if hasattr(key, "key")]
     if "experts" in keys:
         return split.devices
-    return split.tensor if keys == [_HEAD] or (keys[-2:-1] == ["attn"] and keys[-1] in _OF_HEADS) else 1
+    return split.tensor if keys[-2:-1] == ["attn"] and keys[-1] in _OF_HEADS else 1
 
 
 def device_specs(cfg: DSV4Config, weights: Weights = RELEASED, split: Split = ALONE, *, mtp: bool = False) -> Params:
