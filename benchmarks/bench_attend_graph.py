@@ -142,7 +142,7 @@ def record(recorder: Recorder, name: str, batch: int, times: dict[int, float], s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("library")
-    parser.add_argument("--splits", default="1,2,3,4,5,8")
+    parser.add_argument("--splits", default="1,2,4,5,6,8")
     parser.add_argument("--fused", action="store_true")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the record of the run")
     options = parser.parse_args()

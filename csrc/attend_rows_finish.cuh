@@ -17,6 +17,12 @@ __device__ __forceinline__ void settle(float (&x)[kNumbers]) {
 #pragma unroll
   for (int i = 0; i < kNumbers; ++i) asm volatile("" : "+f"(x[i]));
 }
+// Has words made before what follows.
+template <int kWords>
+__device__ __forceinline__ void settle(uint32_t (&x)[kWords]) {
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(x[i]));
+}
 
 // The sums of a run as halves: the 256 columns of a row in units of their own, such that the largest lies in [2^14,
 // 2^15).
@@ -105,12 +111,22 @@ __device__ __forceinline__ void finish_rows(const AttendRowsArgs& args, RowsShar
                                             const RowsUnit& u, int splits, int group, int thread) {
   const AttendArgs& a = args.attend;
   const int lane = lane_of(thread), quad = quad_lane(lane), upper = accumulator_row(warp_of(thread) & 3, lane);
+  // A part of a row's cells at a time: all that a thread has of them would not fit its registers.
+  constexpr int kCells = 2 * kSumCells, kPart = 16, kVectors = kPart / 4;
+  // The first run's sums and the angles are asked for before they are waited for.
+  const bool several = u.runs > 1;
+  const uint4* first_run = kept_run(args, 0, splits, thread);
+  uint4 kept[kVectors] = {};
+  const auto load_part = [&](int part) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) kept[i] = first_run[(part * kVectors + i) * kSumThreads];
+  };
+  if (several) load_part(0);
+  if (a.cosine != nullptr) prefetch(a.cosine + u.token * kRopePairs), prefetch(a.sine + u.token * kRopePairs);
   named_sync(kStatsReady, kSumThreads + kWarpgroup);
   weigh_runs(a, s, u, thread);
   named_arrive(kStatsFree, kSumThreads + kWarpgroup);
   named_sync(kSharesReady, kSumThreads);
-  // A part of a row's cells at a time: all that a thread has of them would not fit its registers.
-  constexpr int kCells = 2 * kSumCells, kPart = 16, kVectors = kPart / 4;
 #pragma unroll
   for (int part = 0; part < kSumWords / kPart; ++part) {
     const int half = part * kPart / kCells, begin = part * kPart % kCells;
@@ -123,18 +139,25 @@ __device__ __forceinline__ void finish_rows(const AttendRowsArgs& args, RowsShar
       const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word));
       x[j][0] = fmaf(weight, pair.x, x[j][0]), x[j][1] = fmaf(weight, pair.y, x[j][1]);
     };
+    const auto add_four = [&](int i, const uint4& words, float weight) {
+      add(4 * i, words.x, weight), add(4 * i + 1, words.y, weight);
+      add(4 * i + 2, words.z, weight), add(4 * i + 3, words.w, weight);
+    };
+    if (several) {
+      const float first_share = share(0);
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) add_four(i, kept[i], first_share);
+      if ((part + 1) * kPart < kSumWords) load_part(part + 1);
+    }
 #pragma unroll 1
-    for (int run = 0; run + 1 < u.runs; ++run) {
+    for (int run = 1; run + 1 < u.runs; ++run) {
       const uint4* from = kept_run(args, run, splits, thread) + part * kVectors * kSumThreads;
       const float weight = share(run);
-      uint4 kept[kVectors];
+      uint4 more[kVectors];
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) kept[i] = from[i * kSumThreads];
+      for (int i = 0; i < kVectors; ++i) more[i] = from[i * kSumThreads];
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        add(4 * i, kept[i].x, weight), add(4 * i + 1, kept[i].y, weight);
-        add(4 * i + 2, kept[i].z, weight), add(4 * i + 3, kept[i].w, weight);
-      }
+      for (int i = 0; i < kVectors; ++i) add_four(i, more[i], weight);
     }
     const float weight = share(u.runs - 1);
 #pragma unroll

@@ -29,9 +29,9 @@ __device__ __forceinline__ void load_fragment(Fragment& a, uint32_t queries, int
                : "memory");
 }
 
-// S = Q K^T of a tile; the first part of the queries in registers.
-__device__ __forceinline__ void score(Accumulator<kTile>& z, const Fragment (&q)[kHeldSteps], uint32_t queries,
-                                      uint32_t keys) {
+// Starts S = Q K^T of a tile; the first part of the queries in registers.
+__device__ __forceinline__ void start_score(Accumulator<kTile>& z, const Fragment (&q)[kHeldSteps], uint32_t queries,
+                                            uint32_t keys) {
   constexpr int kBlockSteps = kBlockColumns / kMmaDepth;
   const auto offset = [](int i) {
     return ((i / kBlockSteps) * kBlockBytes + (i % kBlockSteps) * kMmaBytes) >> kDescriptorUnit;
@@ -43,8 +43,6 @@ __device__ __forceinline__ void score(Accumulator<kTile>& z, const Fragment (&q)
 #pragma unroll
   for (int i = kHeldSteps; i < kDim / kMmaDepth; ++i) mma_64x64(z, rest + offset(i - kHeldSteps), k + offset(i), 1);
   mma_commit();
-  mma_wait<0>();
-  settle(z);
 }
 
 // Takes a token's queries from a place of the ring: into registers, and what is left to `to`. All of the warpgroup.
@@ -61,64 +59,90 @@ __device__ __forceinline__ void hold_queries(Fragment (&q)[kHeldSteps], uint32_t
   named_sync(kHeldQueries, kWarpgroup);
 }
 
-// The weights as A of the products with the values.
-__device__ __forceinline__ void store_weights(RowsShared& s, const Accumulator<kTile>& z, const float (&keep)[2],
-                                              int row, int lane) {
-  const uint32_t weights = shared_address(s.weights) + row * kRowBytes + quad_lane(lane) * sizeof(uint32_t);
-#pragma unroll
-  for (int j = 0; j < kTileCells; ++j) {
-    const float* x = z + kCell * j;
-    const uint32_t at = weights + swizzled(j, row);
-    store_shared(at, pack(x[0], x[1]));
-    store_shared(at + kLowerRow * kRowBytes, pack(x[2], x[3]));
-  }
-  if (quad_lane(lane) == 0) s.keep[row] = keep[0], s.keep[row + kLowerRow] = keep[1];
-  fence_for_mma();
-}
-
 // Warpgroup 2: the weights of every tile.
+struct RowsWeigher {
+  RowsShared& s;
+  float scale;
+  int row, lane;
+  Ring place = {};
+  uint32_t turn = 0;
+
+  __device__ __forceinline__ void start(Accumulator<kTile>& z, const Fragment (&q)[kHeldSteps]) const {
+    barrier_wait(shared_address(&s.full[place.index]), place.phase);
+    fence_for_mma();
+    start_score(z, q, shared_address(s.queries), shared_address(s.keys[place.index]));
+  }
+
+  // The weights of the tile whose scores are on their way. `kMore`: there is another one, whose scores come before
+  // this one's values are summed, so that the sums run beside the next softmax.
+  template <bool kMore>
+  __device__ __forceinline__ void weigh(Accumulator<kTile>& z, const Fragment (&q)[kHeldSteps], Softmax& softmax) {
+    mma_wait<0>();
+    settle(z);
+    float keep[2];
+    update(softmax, z, keep, *reinterpret_cast<const uint64_t*>(s.visible[place.index]), scale, lane);
+    uint32_t p[2][kTileCells];
+#pragma unroll
+    for (int j = 0; j < kTileCells; ++j) {
+      const float* x = z + kCell * j;
+      p[0][j] = pack(x[0], x[1]), p[1][j] = pack(x[2], x[3]);
+    }
+    settle(p[0]), settle(p[1]);
+    place.advance();
+    if constexpr (kMore) start(z, q);
+    barrier_wait(shared_address(&s.summed), turn ^ 1);
+    const uint32_t weights = shared_address(s.weights) + row * kRowBytes + quad_lane(lane) * sizeof(uint32_t);
+#pragma unroll
+    for (int j = 0; j < kTileCells; ++j) {
+      store_shared(weights + swizzled(j, row), p[0][j]);
+      store_shared(weights + swizzled(j, row) + kLowerRow * kRowBytes, p[1][j]);
+    }
+    if (quad_lane(lane) == 0) s.keep[row] = keep[0], s.keep[row + kLowerRow] = keep[1];
+    fence_for_mma();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&s.weighed));
+    turn ^= 1;
+  }
+
+  __device__ __forceinline__ void store_stats(const Softmax& softmax, int run) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float total = row_total(softmax.total[half]);
+      if (quad_lane(lane) == 0) {
+        s.stats[run][row + kLowerRow * half] = make_float2(softmax.top[half] * scale, total);
+      }
+    }
+  }
+};
+
 __device__ __forceinline__ void weigh_all(const AttendRowsArgs& args, const RowsWork& work, RowsShared& s, int warp,
                                           int lane) {
-  const int row = accumulator_row(warp, lane);
-  const float scale = args.attend.scale_log2;
-  const uint32_t queries = shared_address(s.queries);
-  Ring place;
-  uint32_t turn = 0;
+  RowsWeigher w{s, args.attend.scale_log2, accumulator_row(warp, lane), lane};
   bool any = false;
   for (int i = blockIdx.x; i < work.units; i += gridDim.x) {
     const RowsUnit u = work.unit(args.attend, i);
     Fragment q[kHeldSteps];
-    barrier_wait(shared_address(&s.full[place.index]), place.phase);
+    barrier_wait(shared_address(&s.full[w.place.index]), w.place.phase);
     if (any) named_sync(kHeldQueries, kWarpgroup);  // all are past the last products with those before
-    hold_queries(q, queries, shared_address(s.keys[place.index]), warp, lane);
-    if (lane < kSumWarps / kWarpgroupWarps) barrier_arrive(shared_address(&s.empty[place.index]));
-    place.advance();
-    int tile = 0;
-    for (int run = 0; run < u.runs; ++run) {
-      Softmax softmax;
-      for (const int last = u.first_tile(run + 1); tile < last; ++tile) {
-        barrier_wait(shared_address(&s.full[place.index]), place.phase);
-        fence_for_mma();
-        Accumulator<kTile> z;
-        score(z, q, queries, shared_address(s.keys[place.index]));
-        float keep[2];
-        update(softmax, z, keep, *reinterpret_cast<const uint64_t*>(s.visible[place.index]), scale, lane);
-        barrier_wait(shared_address(&s.summed), turn ^ 1);
-        store_weights(s, z, keep, row, lane);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&s.weighed));
-        turn ^= 1;
-        place.advance();
-      }
-      if (run == 0 && any) named_sync(kStatsFree, kSumThreads + kWarpgroup);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float total = row_total(softmax.total[half]);
-        if (quad_lane(lane) == 0) {
-          s.stats[run][row + kLowerRow * half] = make_float2(softmax.top[half] * scale, total);
-        }
+    hold_queries(q, shared_address(s.queries), shared_address(s.keys[w.place.index]), warp, lane);
+    if (lane < kSumWarps / kWarpgroupWarps) barrier_arrive(shared_address(&s.empty[w.place.index]));
+    w.place.advance();
+    Accumulator<kTile> z;
+    Softmax softmax;
+    w.start(z, q);
+    int run = 0, last = u.first_tile(1);
+    for (int tile = 1; tile < u.tiles; ++tile) {
+      w.weigh<true>(z, q, softmax);
+      if (tile == last) {
+        if (run == 0 && any) named_sync(kStatsFree, kSumThreads + kWarpgroup);
+        w.store_stats(softmax, run);
+        ++run, last = u.first_tile(run + 1);
+        softmax = Softmax();
       }
     }
+    w.weigh<false>(z, q, softmax);
+    if (run == 0 && any) named_sync(kStatsFree, kSumThreads + kWarpgroup);
+    w.store_stats(softmax, run);
     named_arrive(kStatsReady, kSumThreads + kWarpgroup);
     any = true;
   }
