@@ -5,6 +5,8 @@
 
 namespace dsv4 {
 
+constexpr int kRowsAtOnce = kLanes / kSwizzle;  // that a warp copies
+
 // One of four warps: rows [16 warp, 16 warp + 16) of every tile; lane l knows the id of row l % 16.
 struct RowsCopier {
   const AttendArgs& args;
@@ -26,30 +28,33 @@ struct RowsCopier {
     return min(max(id, 0), args.entries.rows - 1);
   }
 
-  // Starts the copy of a row: a quarter-warp copies its part of a block.
-  __device__ __forceinline__ void copy_row(uint32_t to, int row, const uint8_t* pool, int64_t at, bool exists) const {
-    constexpr int kHalfRow = kDim * sizeof(__nv_bfloat16) / 2;  // bytes
-    const uint8_t* from = pool + (exists ? at : 0) * (2 * kHalfRow) + lane * kChunkBytes;
-    to += over<kSwizzle>(lane) * kBlockBytes + row * kRowBytes + swizzled(within<kSwizzle>(lane), row);
-    copy_async(to, from, exists);
-    copy_async(to + kKeyBlocks / 2 * kBlockBytes, from + kHalfRow, exists);
+  // Starts the copies of four rows: eight lanes a row, 128 bytes at a time, which is a block's part of it.
+  __device__ __forceinline__ void copy_four(uint32_t to, int row, const uint8_t* pool, int64_t at, bool exists) const {
+    constexpr int kBytes = kDim * sizeof(__nv_bfloat16);
+    const int chunk = within<kSwizzle>(lane);
+    const uint8_t* from = pool + (exists ? at : 0) * kBytes + chunk * kChunkBytes;
+    to += row * kRowBytes + swizzled(chunk, row);
+#pragma unroll
+    for (int block = 0; block < kKeyBlocks; ++block) {
+      copy_async(to + block * kBlockBytes, from + block * kRowBytes, exists);
+    }
   }
 
   __device__ __forceinline__ void copy_rows(uint32_t to, int tile, int id) const {
     const uint8_t* pool = (tile < window_tiles ? args.window : args.entries).nope;
-#pragma unroll 4
-    for (int i = 0; i < kCopyRows; ++i) {
-      const int one = __shfl_sync(kAllLanes, id, i);
-      copy_row(to, warp * kCopyRows + i, pool, one, one >= 0);
+#pragma unroll
+    for (int i = 0; i < kCopyRows; i += kRowsAtOnce) {
+      const int own = i + over<kSwizzle>(lane), one = __shfl_sync(kAllLanes, id, own);
+      copy_four(to, warp * kCopyRows + own, pool, one, one >= 0);
     }
   }
 
   __device__ __forceinline__ void copy_queries(uint32_t to, const RowsUnit& u) const {
     const auto* queries = reinterpret_cast<const uint8_t*>(args.queries);
-#pragma unroll 4
-    for (int i = 0; i < kCopyRows; ++i) {
-      const int row = warp * kCopyRows + i, h = u.head + row;
-      copy_row(to, row, queries, static_cast<int64_t>(u.token) * args.heads + h, h < args.heads);
+#pragma unroll
+    for (int i = 0; i < kCopyRows; i += kRowsAtOnce) {
+      const int row = warp * kCopyRows + i + over<kSwizzle>(lane), h = u.head + row;
+      copy_four(to, row, queries, static_cast<int64_t>(u.token) * args.heads + h, h < args.heads);
     }
   }
 };
