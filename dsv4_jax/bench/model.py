@@ -264,7 +264,7 @@ def model_floors(
         add("plain", leaf.size * leaf.dtype.itemsize, leaf.size if len(leaf.shape) > 1 else 0)
     embedding = specs["embed"]
     add("plain", batch * embedding.shape[1] * embedding.dtype.itemsize)
-    words = embedding.size // (split.tensor if in_blocks(*embedding.shape, embedding.dtype) else 1)
+    words = embedding.size // (split.tensor if in_blocks(embedding.shape, embedding.dtype) else 1)
     head = words * embedding.dtype.itemsize + 4 * batch * cfg.vocab_size
     streams = 4 * cfg.num_layers * batch * 4 * cfg.hc_mult * cfg.hidden_size
     return [

@@ -125,7 +125,7 @@ def device_params(params: Params, split: Split, index: int) -> Params:
     for layer in (*taken["layers"], *taken.get(MTP, ())):
         for block in ("attn", "ffn"):
             layer[block] |= {"split": split}
-    if split.tensor > 1 and _HEAD in taken and in_blocks(*taken[_HEAD].shape, taken[_HEAD].dtype):
+    if split.tensor > 1 and _HEAD in taken and in_blocks(taken[_HEAD].shape, taken[_HEAD].dtype):
         share = _rows(taken[_HEAD], index * split.tensor // split.devices, split.tensor)
         taken[_HEAD] = RowShare(share, split.tensor)
     return pack_layers(stack_projections(taken))

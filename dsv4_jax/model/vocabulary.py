@@ -21,8 +21,9 @@ BLOCKS = 8  # as many as there can be devices
 WHOLE_BYTES = 2**25
 
 
-def in_blocks(words: int, hidden: int, dtype: jax.typing.DTypeLike) -> bool:
+def in_blocks(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> bool:
     """Whether a matrix [words, hidden] is multiplied in blocks, and may be shared out."""
+    words, hidden = shape
     return words % BLOCKS == 0 and words // BLOCKS * hidden * np.dtype(dtype).itemsize > WHOLE_BYTES
 
 
@@ -34,7 +35,7 @@ def logits(x: jax.Array, weight: jax.Array | RowShare, count: int, channel: int)
         channel: of the exchange.
     """
     rows, devices = (weight.rows, weight.tensor) if isinstance(weight, RowShare) else (weight, 1)
-    if not in_blocks(devices * rows.shape[0], rows.shape[1], rows.dtype):
+    if not in_blocks((devices * rows.shape[0], rows.shape[1]), rows.dtype):
         return linear(x, rows)[:count]
     parts = [linear(x, block)[:count] for block in jnp.split(rows, BLOCKS // devices)]
     return Split(tensor=devices).all_columns(jnp.concatenate(parts, 1), channel)
