@@ -60,7 +60,8 @@ struct RowsWork {
     RowsUnit u;
     u.token = i / head_blocks, u.head = i % head_blocks * kHeads;
     u.count = args.entry_keys == 0 ? 0 : min(max(__ldg(args.entry_count + u.token), 0), args.entry_keys);
-    u.tiles = window_tiles + (u.count + kTile - 1) / kTile;
+    // At least one, of hidden keys if there are none: what scores a token starts with its first tile.
+    u.tiles = max(window_tiles + (u.count + kTile - 1) / kTile, 1);
     u.runs = min(cut.runs(u.tiles), splits);
     return u;
   }

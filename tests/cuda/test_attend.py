@@ -185,6 +185,37 @@ class TestAttendOnTheGpu(AttendTest):
             np.testing.assert_allclose(out, expected, **self.tolerance)
             np.testing.assert_allclose(lse, expected_lse, **self.tolerance)
 
+    @pytest.mark.parametrize("fmt", [FMT, BF16_ROW], ids=["fp8", "bf16"])
+    def test_tokens_without_any_key_between_others(self, fmt: RowFormat) -> None:
+        """No window either: a block of the kernel over bf16 rows takes several such tokens and others in turn."""
+        p = problem(AttendSpec(400, 8, 1, 70, fmt))
+        p |= dict(window_ids=p["window_ids"][:, :0], window_visible=p["window_visible"][:, :0])
+        p["entry_count"] = np.where(np.arange(400) % 3 == 1, p["entry_count"], 0).astype(np.int32)
+        keys = [k[1 : 1 + n] for k, n in zip(p["keys"], p["entry_count"], strict=True)]  # the first was the window's
+        out, lse = self.run(AttendSpec(400, 8, 0, 70, fmt), p)
+        expected, expected_lse = attention.attend(p["queries"], p["sink"], keys, fmt.dim**-0.5)
+        np.testing.assert_allclose(out, expected, **self.tolerance)
+        np.testing.assert_allclose(lse, expected_lse, **self.tolerance)
+
+    def test_ids_out_of_range_read_the_nearest_row(self) -> None:
+        """By both kernels, of keys; what is no key reads nothing."""
+        spec = AttendSpec(5, 64, 128, 200, FMT)
+        p = problem(spec)
+        near = {}
+        for name, seen in (("window_ids", p["window_visible"]), ("entry_ids", None)):
+            ids = p[name].copy()
+            ids[:, ::5], ids[:, 1::5] = 2**31 - 1, 64
+            ids[:, 2::5] = np.where(seen[:, 2::5], ids[:, 2::5], -(2**31)) if seen is not None else ids[:, 2::5]
+            p[name], near[name] = ids, np.clip(ids, 0, 63)
+        dense = {
+            name: (np.asarray(gather_rows(p[name], jnp.arange(64), fmt=FMT)).view(np.uint16),)
+            for name in ("window", "entries")
+        }
+        expected = self.run(spec, p | near)
+        for fmt, rows in ((FMT, {}), (BF16_ROW, dense)):
+            for a, b in zip(self.run(AttendSpec(5, 64, 128, 200, fmt), p | rows), expected, strict=True):
+                np.testing.assert_array_equal(a, b)
+
     @pytest.mark.parametrize("key_split", ["throughput", "latency"])
     def test_a_token_alone_has_the_bits_it_has_in_a_batch(self, key_split: str) -> None:
         spec = AttendSpec(7, 64, 128, 512, ATTEND["v4_widths"].fmt)
