@@ -581,9 +581,13 @@ class LayerCacheHandle(Generic[Cache]):
 
     def _shared(self, entries: jax.Array) -> SharedEntries:
         """All that the step's sequences have, and where in them each token's logical entries [T, K] are."""
-        total = np.int32(self.plan.table_columns.shape[0] * self._compressed().rows)
+        columns, per_block = self.plan.table_columns.shape[0], np.int32(self._compressed().rows)
+        total = np.int32(columns * per_block)
         every = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), (self.plan.num_seqs, total))
         rows = self._rows_of(jnp.asarray(self.plan.seq_slot), every).reshape(-1)
+        # As `entry_rows` looks them up: what is no entry of a sequence is none of another one's.
+        entries = jnp.maximum(entries, 0)
+        entries = jnp.minimum(entries // per_block, np.int32(columns - 1)) * per_block + entries % per_block
         return SharedEntries(rows, jnp.asarray(self.plan.token_seq)[:, None] * total + entries)
 
     def _all_entries(self) -> jax.Array:

@@ -138,6 +138,28 @@ def test_entries_that_a_chunk_has_in_common_are_its_tokens_own(monkeypatch: pyte
     assert len(given) == 2  # CSA's and HCA's, of all sequences
 
 
+def test_what_is_no_entry_of_a_request_is_none_of_another_in_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller's selection may be anything: `SharedEntries` has the rows that `entry_ids` has, of two requests."""
+    monkeypatch.setattr(step, "attend", lambda *args, shared, **how: (args[4], shared.rows[shared.ids]))
+    monkeypatch.setattr(step, "CHUNK", 4)
+    layout = CacheLayout(CFG)
+    driver = Driver(layout, CacheSize(4, 3, 2))
+    for slot in (1, 2):
+        driver.admit(slot, random_stream(layout, 8, slot))
+    plan = driver.plan([(1, 3), (2, 5)], pinned_shape(layout, 2, 8, 2))
+    total = 2 * layout.block_tokens // 4
+    listed = np.array([[0, -1, total - 1, total, total + 3, 2**31 - 1, -(2**31)]] * 8, np.int32)
+
+    @jax.jit
+    def both(cache, plan, rows, norms):
+        spec = next(spec for spec in layout.schedule if spec.attn is CSA)
+        handle = layer_writes(cache.begin(plan), spec, rows, norms)
+        queries = jnp.zeros((8, CFG.num_attention_heads, CFG.head_dim))
+        return handle.attend(queries, jnp.zeros(CFG.num_attention_heads), (listed, jnp.full(8, 7, jnp.int32)))
+
+    np.testing.assert_array_equal(*both(driver.cache, plan, driver.rows_of(plan), driver.norms))
+
+
 def gather_step(cache: KVCache, plan: StepPlan, rows: ProjectedRows, norms: Norms, entries, implementation):
     """What the three gathers give in every layer, read by this implementation."""
     step, found = cache.begin(plan), []
