@@ -116,7 +116,7 @@ def test_a_new_record_changes_its_lines_alone(tmp_path, capsys):
     assert main(["bench", "--render", str(folder)]) == 0
     after = (folder / "RESULTS.md").read_text().splitlines()
     assert [line for line in after if line not in before] == [
-        "| flash-8k | 1 | 2.12 |  | 3.09 | 0.69 | 4.5 | met |",
+        "| flash-8k | 1 | 2.12 |  | 3.09 | 0.69 |  |  | 4.5 | met |",
         "* [2030-01-01-x.json](records/2030-01-01-x.json), commit 0123abc: `bench`",
     ]
     assert len(after) == len(before) + 1
