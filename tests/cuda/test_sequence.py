@@ -23,7 +23,7 @@ def test_joined_kernels_give_the_bits_of_calls_of_their_own(commands: bool) -> N
     cfg = dataclasses.replace(cfg, layer_types=cfg.layer_types[:4])
     params = model.init_params(cfg, 0, "released", packed=True)
     options = dict(GPU_DECODE_OPTIONS) if commands else {"xla_gpu_enable_command_buffer": ""}
-    for batch in (1, 16) if commands else (2,):
+    for batch in (1, 16, 64) if commands else (2,):
         layout, size, plan = cache_and_plan(cfg, StepOptions("flash", batch, 4096, layers=4))
         tokens = np.random.default_rng(batch).integers(cfg.vocab_size, size=batch).astype(np.int32)
         found = []
