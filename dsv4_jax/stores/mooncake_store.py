@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..checks import shown
 from ..errors import StoreClosedError, StoreError, StoreFullError
 from .base import Buffers, Flags, StoreStats
 from .checks import check_count, check_keys, check_process, check_records
@@ -85,7 +86,7 @@ class MooncakeStore:
         with self._begun():
             for batch in self._batches(once):
                 names = self._names(once[batch])
-                answers = self._client.batch_get_into(names, *self._memory(len(names)))
+                answers = self._ask("batch_get_into", names, *self._memory(len(names)))
                 damaged = []
                 for key, name, row, answer in zip(once[batch], names, self._rows, answers, strict=False):
                     if self._is_good(key, row, answer):
@@ -96,7 +97,8 @@ class MooncakeStore:
                         damaged.append(name)
                 corrupted += len(damaged)
                 if damaged:
-                    self._client.batch_remove(damaged, True)
+                    with contextlib.suppress(StoreError):  # they are misses all the same
+                        self._ask("batch_remove", damaged, True)
                 codes += answers
             self._count(read=int(good.sum()), missed=int((~good).sum()), corrupted=corrupted)
         if codes and all(code < 0 and code not in (_OTHER_SIZE, _NOT_READY, _MISSING) for code in codes):
@@ -117,7 +119,7 @@ class MooncakeStore:
                     row[:HEADER_BYTES] = np.frombuffer(self._header(keys[i], views[i]), np.uint8)
                     row[HEADER_BYTES:] = views[i]
                 names = self._names([keys[i] for i in new])
-                codes = self._client.batch_put_from(names, *self._memory(len(new))) if new else []
+                codes = self._ask("batch_put_from", names, *self._memory(len(new))) if new else []
                 added[[i for i, code in zip(new, codes, strict=True) if code == _DONE]] = True
                 self._count(written=codes.count(_DONE))
                 if wrong := [code for code in codes if code != _DONE]:
@@ -131,7 +133,7 @@ class MooncakeStore:
         once = {key: i for i, key in reversed(list(enumerate(keys)))}
         gone = np.zeros(len(keys), bool)
         with self._begun():
-            codes = self._client.batch_remove(self._names([*once]), True) if keys else []
+            codes = self._ask("batch_remove", self._names([*once]), True) if keys else []
             gone[[i for i, code in zip(once.values(), codes, strict=True) if code == _DONE]] = True
             self._count(deleted=int(gone.sum()))
         if wrong := [code for code in codes if code not in (_DONE, _MISSING)]:
@@ -184,10 +186,20 @@ class MooncakeStore:
         return [address + i * size for i in range(count)], [size] * count
 
     def _present(self, keys: list[bytes]) -> list[bool]:
-        codes = self._client.batch_is_exist(self._names(keys))
+        codes = self._ask("batch_is_exist", self._names(keys))
         if wrong := [code for code in codes if code < 0]:
             raise StoreError(f"Mooncake cannot look up {len(wrong)} of {len(keys)} records: {wrong[0]}")
         return [code == 1 for code in codes]
+
+    def _ask(self, call: str, names: list[str], *others: Any) -> list[int]:
+        """What the client answers, one number a name. Raises `StoreError` if it raises, or answers something else."""
+        try:
+            codes = getattr(self._client, call)(names, *others)
+        except Exception as error:
+            raise StoreError(f"Mooncake's {call} of {len(names)} records: {error}") from error
+        if not isinstance(codes, Sequence) or len(codes) != len(names) or any(type(code) is not int for code in codes):
+            raise StoreError(f"Mooncake's {call} of {len(names)} records answers {shown(codes)}")
+        return list(codes)
 
     def _header(self, key: bytes, view: np.ndarray) -> bytes:
         digest = checksum(view, key, self._fingerprint, 0)

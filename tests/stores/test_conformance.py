@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax import stores
-from dsv4_jax.errors import StoreFullError
+from dsv4_jax.errors import StoreError, StoreFullError
 from dsv4_jax.stores import AsyncStore, MooncakeStore, ObjectStore, RecordStore, SlabStore
 
 from . import mooncake
@@ -92,6 +92,41 @@ class TestMooncake(StoreConformance):
         large = MooncakeStore(mooncake.client(), record_bytes=9 << 20, fingerprint="large", in_flight=8)
         with large, pytest.raises(StoreFullError, match="of 8 records: -200"):
             large.write(keys(*range(8)), np.zeros((8, 9 << 20), np.uint8))
+
+
+class Unsound:
+    """A client that answers one call with something else, or raises."""
+
+    def __init__(self, call: str, answer: object):
+        self.call, self.answer = call, answer
+
+    def __getattr__(self, name):
+        whole = {"batch_is_exist": 0, "batch_get_into": -704, "batch_put_from": 0, "batch_remove": 0}
+
+        def called(names, *_):
+            if name == self.call and isinstance(self.answer, Exception):
+                raise self.answer
+            return self.answer if name == self.call else [whole[name]] * len(names) if name in whole else 0
+
+        return called
+
+
+@pytest.mark.parametrize("answer", [[0], [], [0, 0, 0], [0, None], None, RuntimeError("gone")])
+def test_a_client_that_does_not_answer_for_every_record_is_an_error(answer):
+    """Above all no answer is taken for that of another record."""
+    calls = {
+        "is_exist": lambda store: store.contains(keys(0, 1)),
+        "get_into": lambda store: read(store, 0, 1),
+        "put_from": lambda store: store.write(keys(0, 1), records(0, 1)),
+        "remove": lambda store: store.delete(keys(0, 1)),
+    }
+    for name, call in calls.items():
+        client = Unsound(f"batch_{name}", answer)
+        with (
+            MooncakeStore(client, record_bytes=RECORD_BYTES, fingerprint=FINGERPRINT) as store,
+            pytest.raises(StoreError, match=rf"batch_{name} of 2 records"),
+        ):
+            call(store)
 
 
 class Waiting:
