@@ -260,6 +260,7 @@ class Host:
         result.scheduled_tokens += decodes + prefill
         result.prefill_tokens += prefill
         result.live_seconds += seconds * len(self.live)
+        result.live_most = max(result.live_most, len(self.live))
         if decodes:
             result.token_gaps.append((seconds, decodes))
 

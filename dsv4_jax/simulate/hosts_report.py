@@ -101,7 +101,7 @@ def _host(kind: str, host: Simulation, seconds: float) -> dict[str, Any]:
         "requests": len(host.jobs),
         "busy": host.busy / seconds,
         "live_mean": host.live_seconds / seconds,
-        "live_most": host.peak_in_use.get("slot", 0),
+        "live_most": host.live_most,
         "found_tokens": sum(job.hit for job in host.jobs),
         "prompt_tokens": host.totals.prompt,
         "computed": host.prefill_tokens,

@@ -127,7 +127,7 @@ class Simulation:
         now: simulated seconds. busy: those of steps. waited: those of steps that went into transfers.
         planned: steps of which the manager knows.
         scheduled_tokens: of all steps; `prefill_tokens`: those of chunks.
-        live_seconds: live requests, added up over the seconds of steps.
+        live_seconds: live requests, added up over the seconds of steps; `live_most`: the most of a step.
         token_gaps: (seconds, decodes) of each step with decodes.
         lost: tokens that were computed again because of preemptions.
         peak: most units in use of each pool; `peak_in_use`: by requests. Of the steps that were looked at.
@@ -146,6 +146,7 @@ class Simulation:
     scheduled_tokens: int = 0
     prefill_tokens: int = 0
     live_seconds: float = 0.0
+    live_most: int = 0
     token_gaps: list[tuple[float, int]] = dataclasses.field(default_factory=list)
     preemptions: int = 0
     lost: int = 0

@@ -142,6 +142,13 @@ def test_nothing_is_lost_and_nothing_left(name: str) -> None:
     assert before == after
 
 
+def test_the_most_live_requests_are_of_all_steps() -> None:
+    """Also of those that nothing else is looked at of."""
+    trace = [request(0, ("a", 9), output=280), request(258.5, ("b", 9), output=2)]
+    run = simulate_joint(trace, dataclasses.replace(ROOMY, every_step=True), 1)
+    assert hosts_report(run)["hosts"][0]["live_most"] == 2
+
+
 def test_the_router_sends_where_least_is_to_be_done() -> None:
     places = [Place(), Place(), Place()]
     path = [bytes([i]) * 32 for i in range(4)]
