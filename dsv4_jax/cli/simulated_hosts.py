@@ -75,7 +75,8 @@ def run_hosts(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[Tra
         }
         for speed, (name, simulated) in itertools.product(speeds, ways.items()):
             progress.update(f"requests, {name}, speed {speed:g}")
-            faster = [dataclasses.replace(request, arrival=request.arrival / speed) for request in trace]
+            # From 0 on: of seconds since 1970 a float has too few digits left for a step's.
+            faster = [dataclasses.replace(each, arrival=(each.arrival - trace[0].arrival) / speed) for each in trace]
             runs.append({"name": name, "speed": speed, **hosts_report(simulated(faster))})
     result = {
         "model": args.model, "title": _title(args, server, link), "linked_outputs": linked,

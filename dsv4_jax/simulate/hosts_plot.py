@@ -41,7 +41,7 @@ def picture(result: dict[str, Any]) -> Any:
                     label = f"{hosts} hosts, {'median' if percentile == 'p50' else '95 %'}"
                     axes.plot(rates, values, color=COLOURS[i], linestyle=dashes, marker="os"[i], label=label)
                     drawn += values
-            axes.set(title=title, xlabel="requests a second", ylabel=unit, ylim=(0, 1.06 * max(drawn)))
+            axes.set(title=title, xlabel="requests a second", ylabel=unit, ylim=(0, 1.06 * max(drawn) or 1))
             if min(drawn) > 0 and max(drawn) > 20 * min(drawn):
                 axes.set(yscale="log", ylim=(min(drawn) / 1.3, max(drawn) * 1.3))
                 plain_log(axes.yaxis, min(drawn), max(drawn))

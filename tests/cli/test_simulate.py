@@ -467,6 +467,18 @@ def test_several_hosts(capsys, tmp_path: pathlib.Path) -> None:
     refused(capsys, ["--generate", "", "--decode-hosts", "2"], "--decode-hosts: goes with both")
 
 
+def test_several_hosts_of_a_trace_in_seconds_since_1970(capsys, tmp_path: pathlib.Path) -> None:
+    """Times come out as from 0 on, however slow; and answers of one token can be drawn."""
+    options = [*TINY, "--blocks", 60, "--host-pages", 99, "--prefill-hosts", 1, "--decode-hosts", 1, "--speed", 1e-6]
+    runs = []
+    for began in (0, 1.7e9):
+        trace = tmp_path / f"{began}.jsonl"
+        lines = [dict(arrival=began + i, prompt=[[f"p{i}", 600]], output=1) for i in range(3)]
+        trace.write_text("\n".join(map(json.dumps, lines)))
+        runs.append(cli(capsys, trace, *options, "--plot", tmp_path / "hosts.png")["runs"])
+    assert runs[0] == runs[1]
+
+
 def test_the_table_and_the_options(capsys, tmp_path: pathlib.Path) -> None:
     trace = tmp_path / "t.jsonl"
     trace.write_text("".join(json.dumps(MOONCAKE | {"timestamp": 1000 * i}) + "\n" for i in range(3)))
