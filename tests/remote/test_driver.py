@@ -220,6 +220,31 @@ def test_an_engine_that_keeps_a_step_ahead_streams_by_fences(sides, monkeypatch)
     assert arrival.failure is None and taker.manager.admit_remote(arrival).num_hit == 4 * BLOCK
 
 
+@pytest.mark.parametrize("donated", [False, True])
+def test_what_has_no_fence_that_passes_waits_for_the_next_one(sides, monkeypatch, donated) -> None:
+    sender, taker, peer = sides
+    monkeypatch.setattr(type(sender.engine.host.pages), "is_ready", lambda self: False)  # something always runs
+    first, fence = Fence() if donated else None, Fence()
+    sender.export()
+    assert sender.poll(fence=first) == []
+    if first is not None:
+        first.deleted = True
+    assert sender.poll(fence=fence) == []
+    fence.ready = True
+    (handoff,) = sender.poll()
+    first, fence = Fence() if donated else None, Fence()
+    arrival = taker.driver.receive(handoff.to_json(), peer, PROMPT, namespace=A)
+    taker.poll(fence=first)
+    if first is not None:
+        first.deleted = True
+    taker.poll(fence=fence)
+    assert len(arrival.reads) == 5 and not any(page.any() for page in taker.engine.pages.memories)
+    fence.ready, until = True, time.monotonic() + PATIENCE
+    while not arrival.is_over and time.monotonic() < until:
+        taker.poll()
+    assert arrival.failure is None and taker.manager.admit_remote(arrival).num_hit == 4 * BLOCK
+
+
 @pytest.mark.parametrize("host", ["sender", "taker"])
 def test_broken_off_anywhere_in_a_poll_no_page_stays_taken_and_the_prompt_comes_or_not(host) -> None:
     path = driver.__file__

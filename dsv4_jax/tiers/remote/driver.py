@@ -190,7 +190,7 @@ class RemoteDriver:
         Args:
             fence: an array of the computation that was started last, which will not be donated (one that was counts for
                 nothing). What is found to do in this call is done in a later one, once the fence is ready, whatever was
-                started since. None: once all arrays of `cache` and `host` are, at some call.
+                started since. None: once the next fence is, or all arrays of `cache` and `host` are, at some call.
 
         Raises:
             TransportError: the host pool lies elsewhere than before: it was copied instead of donated.
@@ -204,11 +204,15 @@ class RemoteDriver:
         if waiting or self._exported:
             self._check_places(host)
             through = _is_through(cache, host)
-            self._start(reading for reading in waiting if through or _has_passed(reading.fence))
+            self._start([reading for reading in waiting if through or _has_passed(reading.fence)])
+            for reading in waiting:
+                reading.fence = _later(reading.fence, fence)
             self._vouch(through, fence)
         self._ask()
         self._end_arrivals()
         self._take_notices()
+        for ended in self._sums.keys() - self._manager.leases.active.keys():
+            del self._sums[ended]
 
     def take_messages(self) -> list[Notice]:
         """Notices of other hosts that were not for the driver."""
@@ -250,8 +254,8 @@ class RemoteDriver:
     def _vouch(self, through: bool, fence: Fence | None) -> None:
         """Checksums of what was exported, if all its copies are on the host."""
         for export in self._exported:
-            if export.fence is None and self._manager.cache.is_queued(export.drains):
-                export.fence = fence
+            if self._manager.cache.is_queued(export.drains):
+                export.fence = _later(export.fence, fence)
         while self._exported:
             handoff, export = self._exported[0].handoff, self._exported[0]
             if self._manager.leases.is_sound(handoff.lease):
@@ -262,8 +266,6 @@ class RemoteDriver:
                 state = self._sums_of(handoff.lease, "snapshot", handoff.state)
                 self._ready.append(handoff.vouched(blocks, state))
             del self._exported[0]  # of a call that was broken off it is told once more
-        for ended in self._sums.keys() - self._manager.leases.active.keys():
-            del self._sums[ended]
 
     def _sums_of(self, lease: str, kind: RecordKind, pages: Sequence[int]) -> list[bytes]:
         """As they were told before, if they were: who reads a page sees whether it has changed since."""
@@ -333,6 +335,11 @@ def _parse(message: bytes) -> Any:
         return parse_json(message, unique_keys=True)
     except ValueError:
         return None
+
+
+def _later(fence: Fence | None, now: Fence | None) -> Fence | None:
+    """The fence, or if it will never pass the one given now: it is of all that was started before, too."""
+    return now if now is not None and (fence is None or fence.is_deleted()) else fence
 
 
 def _has_passed(fence: Fence | None) -> bool:
