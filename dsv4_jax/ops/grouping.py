@@ -88,7 +88,7 @@ def read_program(jaxpr: Any, targets: frozenset[str]) -> Program:
         return v if isinstance(v, Literal) else places[v][0]
 
     for eqn in _needed(jaxpr):
-        if eqn.invars and not isinstance(eqn.invars[0], Literal) and (shift := _view(eqn)) is not None:
+        if (shift := _view(eqn)) is not None:
             source, start = places[eqn.invars[0]]
             if _aligned(start + shift, source.aval.dtype):
                 (out,) = eqn.outvars
@@ -124,6 +124,8 @@ def _needed(jaxpr: Any) -> list[Any]:
 
 def _view(eqn: Any) -> int | None:
     """Of an operation that moves nothing: the element of its operand at which its result begins."""
+    if not eqn.invars or not eqn.outvars or isinstance(eqn.invars[0], Literal):
+        return None
     name, params = eqn.primitive.name, eqn.params
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval
     if name in ("squeeze", "expand_dims"):

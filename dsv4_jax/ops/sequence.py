@@ -122,7 +122,7 @@ def _together(
     attributes: dict[str, Any] = {}
 
     def operand(v: Any, apart: bool) -> int:
-        if v not in numbers or apart:
+        if apart or v not in numbers:  # a literal, which is always apart, has no hash
             operands.append(read(v))
             if apart:
                 return len(operands) - 1
