@@ -1,4 +1,7 @@
-"""Every step of the model is traced and lowered for a GPU, where its kernels are joined (`ops.in_sequence`)."""
+"""Every step of the model is traced and lowered for a GPU, where its kernels are joined (`ops.in_sequence`).
+
+Each joined call is checked as it is traced: its kernels read what they read before, and none races with another.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from dsv4_jax import CacheLayout, ffi, init_cache, model, shard_step
+from dsv4_jax import CacheLayout, ffi, init_cache, model, ops, shard_step
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import StepSequence, build_plan, shape_for
 from dsv4_jax.model.packing import PackedLayers
@@ -22,6 +25,7 @@ from dsv4_jax.ops.exchange import Peers
 from dsv4_jax.plan import StepPlan
 from dsv4_jax.sharding import stack_plans
 
+from ..ops.ordering import checked
 from .released import CFG
 
 # As wide as V4 where kernels ask for it, hyper-connections among them.
@@ -40,6 +44,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ffi, "cuda_problem", lambda op=None: None)
     monkeypatch.setattr(ffi, "cuda_target", lambda op, target: target)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(ops, "in_sequence", checked(ops.in_sequence))
 
 
 def plan_of(tokens: int) -> StepPlan:

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from dsv4_jax.tiers.swap_plan import plan_swap
 
 from .. import native
 from ..tiers.swapping import CFG, PAGES, SIZE, image, random_cache, random_host
+from .ordering import compare
 
 TARGETS = ("dsv4_swap_out", "dsv4_swap_in")
 SIZES = dict(num_device=SIZE.num_blocks, num_host=PAGES, length=2)
@@ -106,27 +106,38 @@ def test_what_a_call_makes_the_next_may_overwrite_and_parts_are_read_in_place() 
     assert_same(twice)
 
 
-def random_program(seed: int) -> Any:
-    """The jaxpr of calls and additions on some of what there is; a third of the calls overwrite an operand."""
-    rng, kind = np.random.default_rng(seed), jax.ShapeDtypeStruct((8,), jnp.float32)
+def random_program(seed: int) -> tuple[Callable[..., list[jax.Array]], list[np.ndarray]]:
+    """Calls and additions on some of what there is, or on rows of it; a third of the calls overwrite an operand."""
+    rng, kind = np.random.default_rng(seed), jax.ShapeDtypeStruct((4, 32), jnp.float32)
+    kinds, picked = rng.random((40, 4)), rng.integers(0, 6, (40, 2))
 
     def function(*arrays: jax.Array) -> list[jax.Array]:
         made = list(arrays)
-        for _ in range(40):
-            x, y = (made[k] for k in rng.integers(max(0, len(made) - 6), len(made), 2))
-            if rng.random() < 0.2:
+        for (sort, over, cut, row), picks in zip(kinds, picked, strict=True):
+            x, y = (made[-1 - k % len(made)] for k in picks)
+            if sort < 0.2:
                 made.append(x + y)
             else:
-                aliases = {0: 0} if rng.random() < 0.3 else {}
+                first = int(3 * row)  # a row, or two as one
+                y = y if cut < 0.6 else y[first] if cut < 0.8 else y[first : first + 2].reshape(64)
+                aliases = {0: 0} if over < 0.3 else {}
                 made.append(jax.ffi.ffi_call("dsv4_call", kind, input_output_aliases=aliases)(x, y))
         return made[-3:]
 
-    return jax.make_jaxpr(function)(*[np.zeros(8, np.float32)] * 3).jaxpr
+    return function, [np.zeros((4, 32), np.float32)] * 3
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_calls_do_what_they_did_whatever_their_lanes_leave_open(seed: int) -> None:
+    function, arrays = random_program(seed)
+    together = in_sequence(function, ["dsv4_call"], "cpu", early=())
+    assert compare(jax.make_jaxpr(function)(*arrays), jax.make_jaxpr(together)(*arrays)) > 5
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_groups_and_lanes_keep_what_must_come_first_first(seed: int) -> None:
-    program = read_program(random_program(seed), frozenset({"dsv4_call"}))
+    function, arrays = random_program(seed)
+    program = read_program(jax.make_jaxpr(function)(*arrays).jaxpr, frozenset({"dsv4_call"}))
     groups = groups_of(program)
     order = [i for group in in_order(groups) for i in group.nodes]
     place = {i: k for k, i in enumerate(order)}
@@ -162,6 +173,18 @@ def test_what_joining_would_lose_stays() -> None:
     assert "@dsv4_sequence(%arg0, %arg0)" in text
     assert "has_side_effect = true" in text
     assert "stablehlo.transpose" in text
+
+
+def test_numbers_and_operations_without_results_are_taken() -> None:
+    """A kernel of a number that is no array, and one that only has an effect."""
+    call = jax.ffi.ffi_call("dsv4_swap_in", jax.ShapeDtypeStruct((4,), jnp.float32))
+
+    def function(x: jax.Array) -> jax.Array:
+        jax.debug.print("{}", x)
+        return call(call(x), np.float32(2))
+
+    x = np.zeros(4, np.float32)
+    assert compare(jax.make_jaxpr(function)(x), jax.make_jaxpr(joined(function))(x)) == 2
 
 
 def test_functions_without_calls_stay_as_they_are() -> None:
