@@ -109,7 +109,7 @@ def ops_of_steps(layout: CacheLayout) -> list[tuple[str, Any]]:
     for plan in plans(driver):
         step = visiting(lambda op, arguments: seen.append((op, arguments)))
         jax.eval_shape(step, driver.cache, plan, driver.rows_of(plan), driver.norms)
-    assert {op for op, _ in seen} == OF_ROWS | {"queries", "top_k"}
+    assert {op for op, _ in seen} == OF_ROWS | {"entry_rows", "queries", "top_k"}
     return seen
 
 

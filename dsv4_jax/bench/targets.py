@@ -62,7 +62,7 @@ def elsewhere(row: Mapping[str, Any], device: str) -> dict[str, Any]:
     dropped = {"peer_us"}
     if all(row.get(name) is None for name in shares):
         dropped |= {"required_us", "goal_us", "required_ms", "goal_ms", "verdict"}
-    return {name: value for name, value in row.items() if name not in dropped}
+    return {name: None if name in dropped else value for name, value in row.items()}
 
 
 PEERS = {

@@ -328,6 +328,7 @@ def test_readers_of_what_is_being_evicted(path):
         return sum(len(read(store, *[int(i) for i in rng.integers(0, 12, 6)])) for _ in range(150))
 
     with make(path, 4) as store, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        store.write(keys(0, 1), records(0, 1))  # or readers may be done before the writer begins
         writer = pool.submit(write, store)
         served = list(pool.map(lambda seed: reader(store, seed), range(3)))
         stop.set()
