@@ -29,6 +29,7 @@ __all__ = ["IMPLEMENTATION", "call", "cut", "decodes_once", "split_count", "supp
 
 BLOCKS = 132  # that take tokens over bf16 rows, at most: SMs of an H100 or H200
 READS_OF_A_ROW = 4  # of a chunk's tokens, on average, from which it is decoded before
+ROWS_OF_A_TOKEN = 128  # decoded at most: 128 KiB, as its queries and its output take
 TILE = 64  # keys of a tile, as in the kernel
 HEADS = 64  # of a block
 MAX_SPLITS = 8  # largest portable cluster
@@ -75,7 +76,7 @@ def decodes_once(arguments: AttendArguments) -> bool:
         if arguments.shared is None:
             return False
         keys, rows = keys + arguments.entry_ids.shape[1], rows + arguments.shared.rows.shape[0]
-    return tokens >= CHUNK and rows * READS_OF_A_ROW <= tokens * keys
+    return tokens >= CHUNK and rows <= tokens * min(keys // READS_OF_A_ROW, ROWS_OF_A_TOKEN)
 
 
 def call(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
