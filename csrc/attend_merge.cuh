@@ -15,6 +15,19 @@ constexpr int kMergers = kThreads / kHeads;                                     
 constexpr uint32_t kByte = 0xFF;
 static_assert(kMergers >= kMaxCluster, "a lane a run");
 
+// The biased exponent of what the 256 columns of a thread's row (its upper or lower one) are multiplied by, such that
+// the largest lies in [2^14, 2^15).
+__device__ __forceinline__ uint32_t unit_exponent(const Sums& o, int half) {
+  float most = 0;
+#pragma unroll
+  for (int j = 0; j < 2 * kSumCells; ++j) {
+    const float* x = o[over<kSumCells>(j)] + within<kSumCells>(j) * kCell + 2 * half;
+    most = fmaxf(most, fmaxf(fabsf(x[0]), fabsf(x[1])));
+  }
+  // Of 2^14 / most, biased; both normal.
+  return min(kUnitField - (__float_as_uint(row_max(most)) >> kFloatMantissa), kMostField);
+}
+
 // Leaves a run's sums in shared memory for `add_runs`, as halves: the 256 columns of a row in units of their own, such
 // that the largest lies in [2^14, 2^15). Both consumer warpgroups call it; `o` holds 256 columns from 256 group on.
 __device__ __forceinline__ void store_sums(Shared& s, const Sums& o, int group, int thread) {
@@ -22,15 +35,7 @@ __device__ __forceinline__ void store_sums(Shared& s, const Sums& o, int group, 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = upper + kLowerRow * half;
-    float most = 0;
-#pragma unroll
-    for (int j = 0; j < 2 * kSumCells; ++j) {
-      const float* x = o[over<kSumCells>(j)] + within<kSumCells>(j) * kCell + 2 * half;
-      most = fmaxf(most, fmaxf(fabsf(x[0]), fabsf(x[1])));
-    }
-    most = row_max(most);
-    // Of 2^14 / most, biased; both normal.
-    const uint32_t exponent = min(kUnitField - (__float_as_uint(most) >> kFloatMantissa), kMostField);
+    const uint32_t exponent = unit_exponent(o, half);
     const float factor = of_exponent_field(exponent);
     if (quad_lane(lane) == 0) s.unit[row][group] = static_cast<uint8_t>(2 * kBias - exponent);
     // Chunks of eight columns are swizzled by row, so that the eight rows of a warp's store hit different banks.

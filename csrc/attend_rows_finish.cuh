@@ -31,14 +31,7 @@ __device__ __forceinline__ void in_units(RowsShared& s, const Sums& o, SumWords&
   const int lane = lane_of(thread), upper = accumulator_row(warp_of(thread) & 3, lane);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float most = 0;
-#pragma unroll
-    for (int j = 0; j < 2 * kSumCells; ++j) {
-      const float* x = o[over<kSumCells>(j)] + within<kSumCells>(j) * kCell + 2 * half;
-      most = fmaxf(most, fmaxf(fabsf(x[0]), fabsf(x[1])));
-    }
-    most = row_max(most);
-    const uint32_t exponent = min(kUnitField - (__float_as_uint(most) >> kFloatMantissa), kMostField);
+    const uint32_t exponent = unit_exponent(o, half);
     const float factor = of_exponent_field(exponent);
     if (quad_lane(lane) == 0) s.unit[run][upper + kLowerRow * half][group] = static_cast<uint8_t>(2 * kBias - exponent);
 #pragma unroll
