@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from step_timeline import PROFILED, Kernel, read_trace
 
 from dsv4_jax.bench import model
 from dsv4_jax.bench.mesh import exchanges, mesh_of, spread_cache
@@ -37,25 +38,6 @@ from dsv4_jax.sharding import shard_step
 
 CALLS = 3  # under the profiler, one after the other; the last is shown
 EXCHANGE = ("exchange_kernel", "nccl", "ncclDevKernel")
-PROFILED = ("xla_enable_command_buffers_during_profiling", True)  # else XLA launches kernel by kernel under a profiler
-Kernel = tuple[float, float, str, str]  # start and end in us, name, stream
-
-
-def planes(folder: pathlib.Path) -> tuple[dict[str, list[Kernel]], dict[str, dict[str, list[float]]]]:
-    """Kernels of each device by start, and of each host thread its events' durations in us."""
-    kernels: dict[str, list[Kernel]] = collections.defaultdict(list)
-    host: dict[str, dict[str, list[float]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    for file in folder.rglob("*.xplane.pb"):
-        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-            for line in plane.lines:
-                for event in line.events:
-                    if plane.name.startswith("/device:GPU"):
-                        if line.name.startswith("Stream"):
-                            start, name = event.start_ns / 1e3, event.name.removeprefix("void ").replace("dsv4::", "")
-                            kernels[plane.name].append((start, start + event.duration_ns / 1e3, name[:60], line.name))
-                    elif plane.name.startswith("/host"):
-                        host[line.name][event.name[:80]].append(event.duration_ns / 1e3)
-    return {name: sorted(found) for name, found in sorted(kernels.items())}, host
 
 
 def beside(kernels: list[Kernel]) -> tuple[float, float, int, dict[str, float]]:
@@ -84,7 +66,7 @@ def last_call(kernels: list[Kernel], calls: int) -> list[Kernel]:
 
 
 def show(name: str, cfg: Any, folder: pathlib.Path) -> dict[str, Any]:
-    kernels, host = planes(folder)
+    kernels, host = read_trace(folder)
     found: dict[str, Any] = {}
     for device, every in kernels.items():
         call = last_call(every, CALLS)

@@ -38,6 +38,7 @@ from dsv4_jax.ops import in_sequence, lanes
 CALLS = 3  # under the profiler, one after the other; the last is shown
 OF_BLOCK = "hyper_connection"  # what a block begins with
 PROFILED = ("xla_enable_command_buffers_during_profiling", True)  # else XLA launches kernel by kernel under a profiler
+Kernel = tuple[float, float, str, str]  # start and end in us, name, stream
 WORDS = {"true": True, "false": False}
 
 
@@ -62,9 +63,10 @@ def variant(text: str, base: StepOptions) -> tuple[str, StepOptions, Callable[..
     return name, dataclasses.replace(base, xla=tuple(xla.items()), **own), joined, most
 
 
-def read_trace(folder: pathlib.Path) -> tuple[list[tuple[float, float, str, str]], dict[str, list[float]]]:
-    """Kernels (start, end in us, name, stream) by start, and of each host event its durations in us."""
-    kernels, host = [], collections.defaultdict(list)
+def read_trace(folder: pathlib.Path) -> tuple[dict[str, list[Kernel]], dict[str, dict[str, list[float]]]]:
+    """Kernels of each device by start, and of each host thread its events' durations in us."""
+    kernels: dict[str, list[Kernel]] = collections.defaultdict(list)
+    host: dict[str, dict[str, list[float]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for file in folder.rglob("*.xplane.pb"):
         for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
             for line in plane.lines:
@@ -72,10 +74,10 @@ def read_trace(folder: pathlib.Path) -> tuple[list[tuple[float, float, str, str]
                     if plane.name.startswith("/device:GPU"):
                         if line.name.startswith("Stream"):
                             end = event.start_ns + event.duration_ns
-                            kernels.append((event.start_ns / 1e3, end / 1e3, short(event.name), line.name))
+                            kernels[plane.name].append((event.start_ns / 1e3, end / 1e3, short(event.name), line.name))
                     elif plane.name.startswith("/host"):
-                        host[event.name[:80]].append(event.duration_ns / 1e3)
-    return sorted(kernels), host
+                        host[line.name][event.name[:80]].append(event.duration_ns / 1e3)
+    return {name: sorted(found) for name, found in sorted(kernels.items())}, host
 
 
 def short(name: str) -> str:
@@ -98,9 +100,14 @@ def layers_of(kernels: list[tuple[float, float, str, str]], layers: int) -> list
 
 
 def show(name: str, count: int, shown: list[int], folder: pathlib.Path) -> dict[str, Any]:
-    kernels, host = read_trace(folder)
+    devices, threads = read_trace(folder)
+    kernels = sorted(itertools.chain.from_iterable(devices.values()))
     if not kernels:
         return {}
+    host: dict[str, list[float]] = collections.defaultdict(list)
+    for events in threads.values():
+        for event, times in events.items():
+            host[event] += times
     layers = layers_of(kernels, count)
     took, each = kernels[-1][1] - kernels[0][0], " ".join(f"{layer[-1][1] - layer[0][0]:.0f}" for layer in layers)
     print(f"{name}: {len(kernels)} kernels, {took:.0f} us, none ran for {idle(kernels):.0f} us; layers {each}")
