@@ -224,10 +224,10 @@ def _validate(cfg: DSV4Config) -> None:
     ):  # fmt: skip
         check_integer(name, getattr(cfg, name))
     for name, most in (
-        ("num_mtp_layers", _MOST_LAYERS), ("num_hash_layers", INT32_MAX), ("hc_sinkhorn_iters", 1000),
-        ("n_shared_experts", INT32_MAX),
+        ("num_mtp_layers", _MOST_LAYERS), ("num_hash_layers", INT32_MAX), ("n_shared_experts", INT32_MAX),
     ):  # fmt: skip
         check_integer(name, getattr(cfg, name), least=0, most=most)
+    check_integer("hc_sinkhorn_iters", cfg.hc_sinkhorn_iters, most=1000)
     for name in ("rms_norm_eps", "routed_scaling_factor", "swiglu_limit"):
         check_number(name, getattr(cfg, name))
     for name in ("rope_theta", "compress_rope_theta"):

@@ -326,6 +326,7 @@ def test_bad_configs_name_the_field(changes: dict[str, Any], field: str) -> None
         ({"num_mtp_layers": -1}, "num_mtp_layers"),
         ({"num_mtp_layers": 10**9}, "num_mtp_layers"),
         ({"hc_sinkhorn_iters": 10**9}, "hc_sinkhorn_iters"),
+        ({"hc_sinkhorn_iters": 0}, "hc_sinkhorn_iters"),
         ({"layer_types": [SWA]}, "layer_types"),
         ({"norm_topk_prob": False}, "norm_topk_prob"),
         ({"swiglu_limit": "10"}, "swiglu_limit"),
