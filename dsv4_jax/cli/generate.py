@@ -139,8 +139,7 @@ def run(args: argparse.Namespace) -> int:
     keeps = shared is not None if args.prefix_caching is None else args.prefix_caching
     most = min(-(-side_by_side // shards), options["chunk_tokens"] // (1 + args.draft_tokens))
     steps = options["decode_steps"]
-    ahead = steps * (1 + args.draft_tokens) - 1 if steps > 1 else 0
-    needs = _needs(prompts, args.max_new_tokens, ahead, cfg)
+    needs = _needs(prompts, args.max_new_tokens, steps * (1 + args.draft_tokens) - 1, cfg)
     size = choose_size(layout, needs, most, room, snapshots=keeps, ranks=tensor if args.pool else 1)
 
     began = time.perf_counter()

@@ -86,12 +86,8 @@ class Caller:
         if self.drafts:
             self._drafter = Drafter(self.params, self.shards, self.placement, self.drafts, self._key, same)
 
-    def begin(self, cache: KVCache, left: Left) -> tuple[Call, KVCache]:
-        """The next call of the live requests, whose tokens are known.
-
-        Args:
-            left: how many tokens each may draw.
-        """
+    def begin(self, cache: KVCache) -> tuple[Call, KVCache]:
+        """The next call of the live requests, whose tokens are known."""
         requests = self.shards.requests
         decoding = self._tabled() and all(request.num_pending == 1 for request in requests)
         shape = self._decode_shape if decoding else self._chunk_shape
@@ -104,7 +100,7 @@ class Caller:
         if self._drafter is not None:
             loop = self.decode_steps > 1 and decoding and self._drafter.fits(requests, self.decode_steps)
             steps = self.decode_steps if loop else 1
-            fresh, cache = self._drafter.run(cache, scheduled, shape, left, call.stream, steps)
+            fresh, cache = self._drafter.run(cache, scheduled, shape, call.stream, steps)
             return call._replace(rows=lambda: fresh), cache
         fits = all(request.num_cached + self.decode_steps <= request.max_tokens for request in requests)
         steps = self.decode_steps if decoding and fits else 1

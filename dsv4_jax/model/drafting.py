@@ -65,7 +65,6 @@ class Drafter:
         cache: KVCache,
         scheduled: Sequence[Sequence[tuple[Request, int]]],
         shape: StepShape,
-        left: Mapping[Request, int],
         streams: np.ndarray,
         steps: int = 1,
     ) -> tuple[list[list[int]], KVCache]:
@@ -76,7 +75,6 @@ class Drafter:
         Args:
             scheduled: as `schedule` gave it for each data shard, within `budget`.
             shape: of each shard's plan; the room for its table entries is made wider, for those of drafts.
-            left: how many tokens each request may draw.
             streams: [shards * B] int32, whose keys the rows draw with.
             steps: more than one: every request decodes, and has room for all that they may keep.
         """
@@ -88,8 +86,8 @@ class Drafter:
         for manager, pairs, ids, wanted in zip(self.shards.managers, scheduled, tokens, drafts, strict=True):
             at = 0
             for i, (request, known) in enumerate(pairs):
-                most = self.width if steps > 1 else left[request] - 1
-                wanted[i] = min(self.width, most) if _decodes(request) else 0
+                room = request.max_tokens - request.num_cached - known
+                wanted[i] = min(self.width, room) if _decodes(request) else 0
                 ids[at : at + known] = request.tokens[request.num_cached : request.num_cached + known]
                 at += known + wanted[i]
             with_drafts = [(request, known + int(more)) for (request, known), more in zip(pairs, wanted, strict=False)]

@@ -67,7 +67,7 @@ def generate(
 
     With `drafts` every request that decodes may get 1 + drafts tokens from a step, as many of them as the MTP layer
     guesses (`draft_step`). Greedy output is what it is without drafts; drawn output has the same distribution, in other
-    draws.
+    draws, which `decode_steps` does not change.
 
     Over a mesh (docs/devices.md) all data shards run one executable a step. A prompt goes to the shard that has most of
     it cached, of those to the one with the fewest requests. What it draws is what it draws on one device.
@@ -86,7 +86,7 @@ def generate(
         seed: of the draws, unless `sampling` is greedy.
         chunk_tokens: most tokens of a step, all requests of a data shard together.
         decode_steps: K of `decode_loop` or `draft_loop`. Requests take the blocks of up to K * (1 + drafts) - 1 tokens
-            more than they keep; where they cannot, single steps run.
+            more than they keep; where the context limit forbids that, single steps run.
         drafts: the most drafts of a request in one step; needs parameters with the MTP layer, a layout with
             `include_mtp` and at least so many `draft_tokens`.
         exchanges: of the mesh's axes, for exchanges in the project's own CUDA; checked after every call.
@@ -127,7 +127,7 @@ def generate(
         if need > first.context_limit:
             raise ContextLimitError(f"of prompt {i}", need, first.context_limit)
 
-    ahead = decode_steps * (1 + drafts) - 1 if decode_steps > 1 else 0
+    ahead = decode_steps * (1 + drafts) - 1
     caller = Caller(params, shards, placement, chunk_tokens, decode_steps, drafts, sampling, seed, implementation)
     drawn: list[list[int]] = [[] for _ in ids]
     waiting = collections.deque(range(len(ids)))
@@ -144,7 +144,7 @@ def generate(
                     if not shards.admit(waiting[0], ids[waiting[0]], room):
                         break
                     waiting.popleft()
-                call, cache = caller.begin(cache, left())
+                call, cache = caller.begin(cache)
             after = None
             if not waiting or shards.full:
                 after, cache = caller.follow(call, cache, left())
