@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from ..checks import INT32_MAX, shown
 from ..errors import PlanError
 from ..layout import CacheLayout, CacheSize
 from ..plan import CacheFacts, StepPlan
-from .step_shape import StepSequence, StepShape, StepTokens
+from .allocator import as_count
+from .step_shape import StepSequence, StepShape, StepTokens, int_rows
 
 __all__ = ["build_plan", "check_extras", "next_decode", "next_sequences", "with_extras"]
 
@@ -23,9 +25,9 @@ def build_plan(
     shape: StepShape,
     *,
     size: CacheSize | None = None,
-    table_entries: Sequence[tuple[int, int, int]] = (),
-    slot_copies: Sequence[tuple[int, int]] = (),
-    block_copies: Sequence[tuple[int, int]] = (),
+    table_entries: Sequence[tuple[int, int, int]] | np.ndarray = (),
+    slot_copies: Sequence[tuple[int, int]] | np.ndarray = (),
+    block_copies: Sequence[tuple[int, int]] | np.ndarray = (),
     lookahead: int = 0,
 ) -> StepPlan:
     """The padded plan of these sequences.
@@ -41,12 +43,16 @@ def build_plan(
     Raises:
         PlanError: the sequences do not fit the shape (names the size that is too small), or one has
             less than one token, starts before position 0, or has no slot, or one that another has, too;
-            or the cache has no such slot, block or column.
+            the cache has no such slot, block or column; two copies fill one unit; or what is given are no rows of so
+            many integers.
     """
     facts = CacheFacts.of(layout, size)
-    step = sequences if isinstance(sequences, StepTokens) else StepTokens.of(layout, sequences)
-    if len(step.slot) and (step.count.min() < 1 or step.start.min() < 0 or step.slot.min() < 1):
-        raise PlanError("every sequence must have a slot >= 1, a start >= 0 and a count >= 1")
+    if not isinstance(shape, StepShape):
+        raise PlanError(f"shape must be a StepShape, got {shown(shape)}")
+    lookahead = as_count("lookahead", lookahead, 0, INT32_MAX)
+    table_entries = int_rows("table_entries", table_entries, 3)
+    slot_copies, block_copies = int_rows("slot_copies", slot_copies, 2), int_rows("block_copies", block_copies, 2)
+    step = sequences if isinstance(sequences, StepTokens) else StepTokens.of(layout, sequences, most=shape.tokens)
     if len(step.slot) and step.slot.max() >= _limit(facts.slots):
         raise PlanError(f"a sequence is of slot {step.slot.max()}, {_range('slot', facts.slots)}")
     if shape.columns > _limit(facts.columns) or shape.columns * layout.block_tokens > _limit(None):
@@ -144,8 +150,8 @@ def _extras(
     facts: CacheFacts,
     shape: StepShape,
     table_entries: Sequence[tuple[int, int, int]] | np.ndarray,
-    slot_copies: Sequence[tuple[int, int]],
-    block_copies: Sequence[tuple[int, int]],
+    slot_copies: Sequence[tuple[int, int]] | np.ndarray,
+    block_copies: Sequence[tuple[int, int]] | np.ndarray,
 ) -> dict[str, Any]:
     """The fields of a plan that have nothing to do with its sequences."""
     table = _ids("table_entries", table_entries, shape.table_entries, ("slot", "column", "block"), facts)
@@ -160,19 +166,20 @@ def _extras(
 def _ids(
     name: str, ids: Sequence[tuple[int, ...]] | np.ndarray, count: int, kinds: tuple[str, ...], facts: CacheFacts
 ) -> np.ndarray:
-    """[kinds, count] int32, padded with 0. Raises `PlanError`: the cache has no such unit."""
+    """[kinds, count] int32, padded with 0. Raises `PlanError`: no ids, or the cache has no such unit."""
     out = np.zeros((len(kinds), count), np.int32)
     if not len(ids):
         return out
-    try:
-        array = np.asarray(ids, np.int64).reshape(-1, len(kinds))
-    except OverflowError:
-        raise PlanError(f"{name}: an id does not fit 64 bits") from None
+    array = int_rows(name, ids, len(kinds))
     wrong = array.view(np.uint64) >= _limits(facts, kinds)  # those below 0, too
     if np.count_nonzero(wrong):  # the fastest question
         i, column = np.argwhere(wrong)[0]
         total = getattr(facts, kinds[column] + "s")
         raise PlanError(f"{name}[{i}] names {kinds[column]} {array[i, column]}, {_range(kinds[column], total)}")
+    if len(kinds) == 2 and len(array) > 1:  # copies; null is padding
+        filled = np.sort(array[array[:, 1] > 0, 1])
+        if (twice := filled[1:][filled[1:] == filled[:-1]]).size:
+            raise PlanError(f"{name}: two of them fill {kinds[1]} {twice[0]}")
     out[:, : len(array)] = array.T
     return out
 

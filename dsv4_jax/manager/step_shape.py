@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..checks import INT32_MAX
+from ..checks import INT32_MAX, as_int, shown
+from ..errors import PlanError
 from ..layout import CacheLayout
 from .allocator import as_count
 
-__all__ = ["StepSequence", "StepShape", "StepTokens", "shape_for"]
+__all__ = ["StepSequence", "StepShape", "StepTokens", "int_rows", "shape_for"]
 
 
 class StepSequence(NamedTuple):
@@ -127,8 +128,15 @@ class StepTokens(NamedTuple):
     flushes: np.ndarray  # [F'] tokens
 
     @classmethod
-    def of(cls, layout: CacheLayout, sequences: Sequence[StepSequence] | np.ndarray) -> StepTokens:
-        slot, start, count = np.asarray(sequences, np.int64).reshape(-1, 3).T
+    def of(
+        cls, layout: CacheLayout, sequences: Sequence[StepSequence] | np.ndarray, *, most: int = INT32_MAX
+    ) -> StepTokens:
+        """Raises `PlanError`: no rows of three integers, impossible ones, or more than `most` tokens in all."""
+        slot, start, count = int_rows("sequences", sequences, 3).T
+        if len(slot) and (count.min() < 1 or start.min() < 0 or slot.min() < 1):
+            raise PlanError("every sequence must have a slot >= 1, a start >= 0 and a count >= 1")
+        if (tokens := sum(count.tolist())) > most:  # before they are listed
+            raise PlanError(f"the step needs tokens={tokens}, its shape has tokens={most}")
         if len(count) and count.min() == count.max() == 1:
             each = np.arange(len(count))  # a decode step: every sequence is a token, a group, and may flush
             return cls(slot, start, count, each, each, start, each, np.zeros_like(each), each)
@@ -181,7 +189,35 @@ def shape_for(
         sequences: of the step (as an array: [B, 3]).
         table_entries, slot_copies, block_copies: at least so many of each.
         lookahead: tokens of each sequence that later steps compute by the same plan.
+
+    Raises:
+        PlanError: a number is no count, or a sequence has no slot, starts before position 0 or has no token.
     """
+    table_entries, slot_copies, block_copies, lookahead = (
+        as_count(name, value, 0, INT32_MAX)
+        for name, value in (
+            ("table_entries", table_entries), ("slot_copies", slot_copies), ("block_copies", block_copies),
+            ("lookahead", lookahead),
+        )
+    )  # fmt: skip
     return StepTokens.of(layout, sequences).shape(
         layout, table_entries=table_entries, slot_copies=slot_copies, block_copies=block_copies, lookahead=lookahead
     )
+
+
+def int_rows(name: str, rows: Any, width: int) -> np.ndarray:
+    """Rows of so many integers each, as int64 [n, width]. Raises `PlanError` for anything else."""
+    if type(rows) is np.ndarray and rows.dtype == np.int64 and rows.shape[1:] == (width,):
+        return rows  # the manager's own, in every step
+    try:
+        given = [tuple(row) for row in rows]
+    except TypeError:
+        raise PlanError(f"{name} must be rows of {width} integers, got {shown(rows)}") from None
+    out = [[as_int(value) for value in row] for row in given]
+    for i, row in enumerate(out):
+        if len(row) != width or None in row:
+            raise PlanError(f"{name}[{i}] must be {width} integers, got {shown(given[i])}")
+    try:
+        return np.array(out, np.int64).reshape(-1, width)
+    except OverflowError:
+        raise PlanError(f"{name}: an id does not fit 64 bits") from None

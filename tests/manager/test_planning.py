@@ -134,6 +134,24 @@ def test_impossible_sequences(sequence: StepSequence) -> None:
         build_plan(LAYOUT, [sequence], StepShape.bound(LAYOUT, 2, 2, columns=1))
 
 
+@pytest.mark.parametrize("field", ["sequences", "table_entries", "slot_copies", "block_copies"])
+def test_rows_of_another_form_are_refused(field: str) -> None:
+    """NumPy would cut floats and strings to integers, and deal pairs out as triples."""
+    width = 3 if field in ("sequences", "table_entries") else 2
+    other = [(1,) * (5 - width)] * width
+    for wrong in ([(1.0,) * width], [("1",) * width], [(True,) * width], other, [1] * width, None, [(2**64,) * width]):
+        arguments = dict(sequences=[StepSequence(1, 0, 1)]) | {field: wrong}
+        with pytest.raises(PlanError, match=field):
+            build_plan(LAYOUT, shape=StepShape(2, 8, 8, 8, 2, 1, 2, 2, 2), **arguments)
+    with pytest.raises(PlanError, match="slot_copies: two of them fill slot 2"):
+        build_plan(LAYOUT, [], StepShape(2, 8, 8, 8, 2, 1, 2, 2, 2), slot_copies=[(1, 2), (3, 2)])
+    for huge in (shape_for, lambda *args: build_plan(*args, StepShape(2, 8, 8, 8, 2, 1, 2))):
+        with pytest.raises(PlanError, match="the step needs tokens=4294967298"):
+            huge(LAYOUT, [StepSequence(1, 0, 2**32 + 2)])  # before they are listed
+    with pytest.raises(PlanError, match="lookahead must be at least 0"):
+        build_plan(LAYOUT, [StepSequence(1, 0, 1)], StepShape(2, 8, 8, 8, 2, 1, 2), lookahead=-1)
+
+
 def test_two_sequences_of_one_slot() -> None:
     sequences = [StepSequence(2, 0, 1), StepSequence(1, 0, 3), StepSequence(2, 4, 1)]
     with pytest.raises(PlanError, match="slot 2 is that of two sequences"):
