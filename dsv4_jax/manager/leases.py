@@ -87,7 +87,7 @@ class Leases:
     def export_again(self, lease: str, first: int) -> Handoff | None:
         """See `KVCacheManager.export_again`."""
         self.expire()
-        if not self.is_sound(lease):
+        if not isinstance(lease, str) or not self.is_sound(lease):
             return None
         found = self.active[lease]
         ended = found.told == found.total and (found.state is not None or found.missed)

@@ -171,8 +171,13 @@ class KVCacheManager:
         """The live request that `ref` was made of; None if it was released or preempted since.
 
         For results of steps that were under way: what comes late belongs to no request any more.
+
+        Raises:
+            RequestError: it is no `RequestRef`.
         """
         self.guard.check()
+        if not isinstance(ref, RequestRef):
+            raise RequestError(f"not a RequestRef: {shown(ref)}")
         return self.book.find(ref)
 
     def digests(
@@ -301,7 +306,7 @@ class KVCacheManager:
         with self.guard("resume"):
             self._check_awake()
             if not isinstance(request, Request) or not self.book.is_preempted(request):
-                raise RequestError(f"request {getattr(request, 'id', request)!r} is not preempted here")
+                raise RequestError(f"request {shown(getattr(request, 'id', request))} is not preempted here")
             self.lifecycle.resume(request)
 
     def fork(self, request: Request | int, *, request_ids: Sequence[Hashable | None] = (None,)) -> list[Request]:
@@ -313,9 +318,10 @@ class KVCacheManager:
 
         Raises:
             RequestError: not live here, or an id is in use or named twice.
+            PlanError: `request_ids` are no list of them.
             NoFreeSlotError, OutOfBlocksError: there is no room for all; then there is none.
         """
-        names = list(request_ids)
+        names = _listed("request_ids", request_ids)
         with self.guard("fork"):
             self._check_awake()
             request = self.book.find_live(request)
@@ -441,7 +447,7 @@ class KVCacheManager:
         budget = as_count("token_budget", token_budget, 1)
         most = budget if max_sequences is None else as_count("max_sequences", max_sequences, 1)
         chunk = budget if max_chunk is None else as_count("max_chunk", max_chunk, 1)
-        requests = None if requests is None else list(requests)
+        requests = None if requests is None else _listed("requests", requests)
         self.steps.check_shape(shape)
         with self.guard("schedule"):
             self.leases.expire()
@@ -472,7 +478,7 @@ class KVCacheManager:
             PlanError: a count < 1, a request named twice, K steps of more than 1 + draft_tokens tokens, a request whose
                 K steps were not accepted, or the shape is too small. Whatever is raised, nothing has changed.
         """
-        scheduled = scheduled if type(scheduled) is list else list(scheduled)
+        scheduled = _listed("scheduled", scheduled)
         with self.guard("plan_step"):
             count = as_count("steps", steps, 1, INT32_MAX)
             self._check_awake()
@@ -487,7 +493,10 @@ class KVCacheManager:
         Raises:
             RequestError: a request of the plan is gone, or does not know its tokens of it.
             ForeignPlanError: the plan was made for another layout or size.
+            PlanError: it is no plan of `plan_step` (packed, say, or stacked).
         """
+        if not isinstance(plan, StepPlan):
+            raise PlanError(f"plan_tokens takes the StepPlan that plan_step gave, got {type(plan).__name__}")
         with self.guard("plan_tokens"):
             return self.steps.tokens(plan)
 
@@ -679,6 +688,16 @@ class KVCacheManager:
             return BlockHasher.adopt(self.hash_spec, ids, **space)
         BlockHasher(self.hash_spec, **space)  # which checks the space
         return None
+
+
+def _listed(name: str, values: Iterable[Any]) -> list[Any]:
+    """As a list. Raises `PlanError`."""
+    if type(values) is list:
+        return values
+    try:
+        return list(values)
+    except TypeError as error:
+        raise PlanError(f"{name} must be a list, got {shown(values)}") from error
 
 
 def _host_size(host: HostSize | None) -> HostSize:

@@ -298,14 +298,17 @@ class Steps:
     def _sequences_of(self, plan: StepPlan) -> Iterable[tuple[Request, int, int]]:
         """The request, first token and number of tokens of each sequence.
 
-        Raises `RequestError` if one is gone, `ForeignPlanError` for a plan of another cache.
+        Raises `RequestError` if one is gone, `ForeignPlanError` for a plan of another cache, `PlanError` for none.
         """
         batch = self._batch
         if batch is not None and batch.decode is not None and batch.decode[1].seq_slot is plan.seq_slot:
             return zip(batch.requests, plan.seq_start.tolist(), itertools.repeat(1))
-        if plan.facts is not None:
+        if isinstance(plan.facts, CacheFacts):
             plan.facts.check(CacheFacts.of(self._layout, self.arrays))
-        columns = (plan.seq_slot.tolist(), plan.seq_start.tolist(), plan.seq_count.tolist())
+        arrays = (plan.seq_slot, plan.seq_start, plan.seq_count)
+        if any(type(array) is not np.ndarray or array.shape != arrays[0].shape or array.ndim != 1 for array in arrays):
+            raise PlanError("the plan's sequences are no arrays of one length in the host's memory")
+        columns = [array.tolist() for array in arrays]
         live = self._book.live
         return [
             (live.get(slot) or self._book.find_live(slot), start, count)

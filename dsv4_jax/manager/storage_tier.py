@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ..checks import shown
 from ..errors import PlanError, PrefixTreeError
 from .guard import Guard
 from .prefix.eviction import Freed
@@ -23,6 +24,7 @@ from .transfers import BLOCK, SLOT
 
 __all__ = ["Contains", "StorageMove", "StorageTier", "Stored"]
 
+_DIGEST_BYTES = 32
 Contains = Callable[[list[bytes]], Sequence[bool]]
 
 
@@ -96,8 +98,12 @@ class StorageTier:
             return writes
 
     def finish_writes(self, writes: Iterable[StorageMove], done: Iterable[bool]) -> None:
-        """Whether storage has them now; one that it has not is tried again when it next comes to the host."""
-        ends = list(zip(writes, done, strict=True))
+        """Whether storage has them now; one that it has not is tried again when it next comes to the host.
+
+        Raises:
+            PlanError: these are no moves, or not as many answers.
+        """
+        ends = _ends(writes, done)
         with self._manager.guard("finish_writes"):
             tree = self._cache.tree
             for move, stored in ends:
@@ -149,8 +155,14 @@ class StorageTier:
         return hasher.digests[: max(hasher.num_tokens - 1, 0) // hasher.spec.block_tokens]
 
     def plan_fetch(self, digests: list[bytes], blocks: Contains, snapshots: Contains) -> list[StorageMove]:
-        """`plan_reads` of a prompt with these `digests`: for who asks storage first and plans when it has answered."""
+        """`plan_reads` of a prompt with these `digests`: for who asks storage first and plans when it has answered.
+
+        Raises:
+            PlanError: they are no list of digests, or an answer is not one per key.
+        """
         self._manager.guard.check()
+        if not isinstance(digests, list) or not all(isinstance(d, bytes) and len(d) == _DIGEST_BYTES for d in digests):
+            raise PlanError(f"digests must be a list of {_DIGEST_BYTES} bytes each, got {shown(digests)}")
         near = self._near(digests)
         rest = digests[len(near) :]
         if rest and self._cache.tree.get(rest[0]) is not None:
@@ -210,8 +222,11 @@ class StorageTier:
 
         Args:
             lost: whether storage does not have what did not arrive: it is forgotten then.
+
+        Raises:
+            PlanError: these are no moves, or not as many answers.
         """
-        ends = list(zip(reads, done, strict=True))
+        ends = _ends(reads, done)
         with self._manager.guard("finish_reads"):
             cache, tree = self._cache, self._cache.tree
             late: list[Node] = []
@@ -258,8 +273,23 @@ def _has_state(node: Node) -> bool:
     return node.snapshot is not None and node.snapshot.tier >= T.HOST
 
 
+def _ends(moves: Iterable[StorageMove], done: Iterable[bool]) -> list[tuple[StorageMove, bool]]:
+    """What became of each move. Raises `PlanError`."""
+    try:
+        ends = list(zip(moves, map(bool, done), strict=True))
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"moves and what became of them are not two lists of one length: {error}") from error
+    if wrong := [move for move, _ in ends if not isinstance(move, StorageMove)]:
+        raise PlanError(f"not a move to or from storage: {shown(wrong[0])}")
+    return ends
+
+
 def _answers(ask: Contains, keys: list[bytes]) -> list[bool]:
-    answers = [bool(answer) for answer in ask(keys)] if keys else []
+    given = ask(keys) if keys else []
+    try:
+        answers = [bool(answer) for answer in given]
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"asked for {len(keys)} keys, storage answered {shown(given)}") from error
     if len(answers) != len(keys):
         raise PlanError(f"asked for {len(keys)} keys, storage answered for {len(answers)}")
     return answers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from decimal import Decimal
 
@@ -10,7 +11,7 @@ import pytest
 
 from dsv4_jax import BlockAllocator, CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.errors import BlockReleaseError, CacheError, HashError, PlanError, RequestError
-from dsv4_jax.manager import BlockPool, EventLog, MediaItem, Namespace
+from dsv4_jax.manager import BlockPool, EventLog, MediaItem, Namespace, StorageTier
 from dsv4_jax.manager.allocator import as_count
 
 from .prefix.test_hashing_keys import BAD_TOKENS, Evil, kind
@@ -48,6 +49,33 @@ def test_integers_of_any_type_are_counts() -> None:
     assert as_count("the count", 7, 7, 7) == 7
     with pytest.raises(PlanError, match="at most 6, got 7"):
         as_count("the count", 7, 0, 6)
+
+
+def test_other_things_close_no_manager() -> None:
+    """A packed plan, say: it is refused, and the manager goes on."""
+    manager = KVCacheManager(LAYOUT, SIZE, policy=CachePolicy(), host=(9,))
+    request, tier = manager.admit_request(range(20)), StorageTier(manager)
+    plan = manager.plan_step([(request, 20)])
+    manager.take_transfers()
+    own = plan._replace(seq_slot=plan.seq_slot.copy(), seq_start=plan.seq_start.tolist())
+    foreign = [b"a" * 31]
+
+    def yes(keys):
+        return [True] * len(keys)
+
+    assert manager.export_again([], 0) is None
+    for error, call in (
+        *((PlanError, functools.partial(manager.plan_tokens, odd)) for odd in (plan.pack(), None, own)),
+        *((PlanError, functools.partial(tier.finish_writes, odd, [True])) for odd in ([None], [], None)),
+        *((PlanError, functools.partial(tier.finish_reads, odd, [True])) for odd in ([plan], [], None)),
+        *((PlanError, functools.partial(tier.plan_fetch, odd, yes, yes)) for odd in (foreign, "ab", None)),
+        (PlanError, lambda: tier.plan_fetch([b"a" * 32], lambda _: None, yes)),
+        (PlanError, lambda: manager.plan_step(None)), (PlanError, lambda: manager.fork(request, request_ids=None)),
+        (PlanError, lambda: manager.schedule(9, requests=5)), (RequestError, lambda: manager.find(request)),
+        (RequestError, lambda: manager.resume(Evil())),
+    ):  # fmt: skip
+        refused(manager, error, call)
+    assert manager.plan_tokens(plan)[:20].tolist() == list(range(20))
 
 
 @pytest.mark.parametrize("count", [c for c in BAD_COUNTS if c is not None], ids=kind)
