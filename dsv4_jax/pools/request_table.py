@@ -211,7 +211,8 @@ class ReqToTokenPool:
             fill: what stands behind the last id.
 
         Raises:
-            PoolError: a slot is out of range, a number is negative, or `capacity` is too small.
+            PoolError: a slot is out of range, a number is negative, `capacity` is too small, or `fill` is no int32
+                number.
         """
         slots = _vector("slots", slots, None, self.max_requests)
         starts = _vector("starts", 0 if starts is None else starts, slots.size, None)
@@ -220,6 +221,8 @@ class ReqToTokenPool:
         offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         total = int(offsets[-1])
         capacity = total if capacity is None else check_count("capacity", capacity, 0)
+        if as_ids("fill", fill).ndim or not -_INT32_MAX <= fill <= _INT32_MAX:
+            raise PoolError(f"fill must be an int32 number, got {fill}")
         if total > capacity:
             raise PoolError(f"{total} token ids do not fit a capacity of {capacity}")
         indices = np.full(capacity, fill, np.int32)

@@ -206,7 +206,8 @@ class TokenToKVPoolAllocator:
         """The free ids that follow `after` in its page, up to the next that is taken."""
         if after is None:
             return np.zeros(0, np.int32)
-        if not self.is_held(check_count("after", after, 0)):
+        after = check_count("after", after, 0)  # a Python int: 255 and 1 are 0 in uint8
+        if not self.is_held(after):
             raise PoolError(f"after: token {after} is not handed out")
         rest = np.arange(after + 1, (after // self._page + 1) * self._page, dtype=np.int32)
         taken = np.flatnonzero(self._taken[rest])

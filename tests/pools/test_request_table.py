@@ -31,6 +31,9 @@ def test_slots_start_at_one_and_are_refused_typed() -> None:
     for bad, problem in ((0, "not held"), (3, "not held"), (-1, "not held"), (True, "not an integer")):
         with pytest.raises(PoolReleaseError, match=problem):
             pool.free(bad)
+    for fill in (2**40, 1.5, [1], True):
+        with pytest.raises(PoolError, match="fill"):
+            pool.kv_indices([1], fill=fill)
     pool.append(1, [5, 6, 7])
     assert pool.truncate(1, 1).tolist() == [6, 7] and pool.free(1).tolist() == [5]
     with pytest.raises(PoolReleaseError, match="freed twice"):

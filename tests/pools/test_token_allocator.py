@@ -175,6 +175,9 @@ def test_ids_of_any_integer_type() -> None:
         pool.free(np.array([2**32 + 6], np.uint64))
     with pytest.raises(PoolError, match="rows"):
         TokenToKVPoolAllocator(2**31 - 1)
+    paged = TokenToKVPoolAllocator(256, 2)
+    assert paged.alloc(253)[-1] == 254 and paged.alloc(1, after=np.uint8(254)).tolist() == [255]
+    assert paged.alloc(2, after=np.uint8(255)).tolist() == [256, 257]
 
 
 @given(st.integers(0, 2**32), st.sampled_from([1, 1, 2, 4]), st.booleans())
