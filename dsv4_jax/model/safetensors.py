@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from ..errors import CheckpointError
+from ..output import open_output
 from ..untrusted import parse_json, shown
 
 __all__ = ["Later", "read_safetensors", "write_safetensors"]
@@ -129,7 +130,12 @@ def _check_filled(path: pathlib.Path, entries: Mapping[str, _Entry], body_size: 
 
 
 def write_safetensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray | Later]) -> None:
-    """Writes the tensors, those of wide elements first: so each lies at a multiple of its element size."""
+    """Writes the tensors, those of wide elements first: so each lies at a multiple of its element size.
+
+    Raises:
+        CheckpointError: a dtype that such files do not hold.
+        OutputError: as `open_output`.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
@@ -141,7 +147,7 @@ def write_safetensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray | Lat
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with open_output(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             array = tensor.read() if isinstance(tensor, Later) else tensor

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..config import DSV4Config
 from ..errors import CheckpointError, ConfigError
+from ..output import open_output
 from ..weights import WeightFormat
 from ..weights.expert_fp4 import gates_and_ups
 from .names import EXPERT_MATRICES, MTP, address, expert_name, names_of, published_name
@@ -48,6 +49,8 @@ def save_hf(cfg: DSV4Config, params: Params, path: str | pathlib.Path) -> None:
         ConfigError: they have an MTP layer, and `cfg` has not one.
         CheckpointError: `params` are packed or stacked, or not those of `cfg`, or Hugging Face's fields cannot say
             `cfg`; names the parameter or field. Nothing is written.
+        OutputError: a file cannot be written. Each is written beside its place and then renamed, so a checkpoint that
+            was there stays whole, also for who has it mapped.
     """
     path = pathlib.Path(path)
     _check_sayable(cfg)
@@ -81,8 +84,9 @@ def save_hf(cfg: DSV4Config, params: Params, path: str | pathlib.Path) -> None:
     dtype = "bfloat16" if params["embed"].dtype == jnp.bfloat16 else "float32"
     path.mkdir(parents=True, exist_ok=True)
     fields = cfg.to_hf(dtype) | (_RELEASED_FIELDS if released else {})
-    (path / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
     write_safetensors(path / "model.safetensors", tensors)
+    with open_output(path / "config.json", encoding="utf-8") as file:
+        file.write(json.dumps(fields, indent=2) + "\n")
 
 
 def _read(value: jax.Array, dtype: np.dtype) -> np.ndarray:

@@ -44,20 +44,24 @@ class _Stored(NamedTuple):
     block: tuple[int, int] = (1, 1)
 
     def read(self, dtype: Any) -> jax.Array:
-        """As a plain array on the device, never a view of the file."""
+        """As a plain array on the device, never a view of the file. Raises `CheckpointError`: an FP8 code is NaN."""
         if np.issubdtype(self.tensor.dtype, np.integer) and self.scale is None:
             return jnp.array(self.tensor.astype(dtype))
         if self.scale is None:
             return jnp.array(self.tensor).astype(dtype)
+        self._check_codes()
         return jnp.array(_dequantise(self.tensor, self.scale, self.block).astype(dtype))
 
     def bits(self) -> tuple[np.ndarray, np.ndarray]:
         """Codes and scales, as they are. Raises `CheckpointError`: a code is NaN."""
         assert self.scale is not None
-        codes, scales = self.tensor.view(np.uint8), self.scale.view(np.uint8)
+        return self._check_codes(), self.scale.view(np.uint8)
+
+    def _check_codes(self) -> np.ndarray:
+        codes = self.tensor.view(np.uint8)
         if self.tensor.dtype == ml_dtypes.float8_e4m3fn and codes.size and (codes & _E4M3_NAN).max() == _E4M3_NAN:
             raise CheckpointError(f"tensor {self.name} holds a NaN")
-        return codes, scales
+        return codes
 
 
 class Source:

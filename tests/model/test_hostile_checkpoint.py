@@ -19,10 +19,10 @@ import pytest
 from hypothesis import strategies as st
 
 from dsv4_jax import AttentionType, DSV4Config, model
-from dsv4_jax.errors import CheckpointError, ConfigError
+from dsv4_jax.errors import CheckpointError, ConfigError, OutputError
 from dsv4_jax.model import deferred, sources
 from dsv4_jax.model.params import param_specs
-from dsv4_jax.model.safetensors import read_safetensors, write_safetensors
+from dsv4_jax.model.safetensors import Later, read_safetensors, write_safetensors
 
 CFG = DSV4Config.tiny(layer_types=(AttentionType.SWA,), num_mtp_layers=1)
 LAYER = "model.layers.0."
@@ -467,7 +467,24 @@ def test_save_refuses_foreign_dtypes(params, tmp_path):
         model.save_hf(CFG, params | {"norm": jnp.ones(64, jnp.int32)}, tmp_path)
     with pytest.raises(CheckpointError, match="tensor a has dtype uint32, which safetensors files do not hold"):
         write_safetensors(tmp_path / "x", {"a": np.ones(1, np.uint32)})
+    with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight has dtype float8_e4m3b11fnuz"):
+        model.save_hf(CFG, params | {"norm": params["norm"].astype(jnp.float8_e4m3b11fnuz)}, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_is_replaced_whole_or_not_at_all(tmp_path):
+    place = tmp_path / "x"
+    write_safetensors(place, {"a": np.ones(2, np.float32)})
+    mapped = read_safetensors(place)["a"]
+
+    def fails():
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OutputError, match="No space left"):
+        write_safetensors(place, {"b": Later(np.dtype(np.float32), (3,), fails)})
+    assert read_safetensors(place)["a"].tolist() == [1, 1]
+    write_safetensors(place, {"a": np.zeros(0, np.float32)})
+    assert mapped.tolist() == [1, 1] and [*tmp_path.iterdir()] == [place], "who has the old one mapped keeps it"
 
 
 @pytest.mark.parametrize(("head_dim", "rope_dim"), [(22, 6), (47, 6), (49, 32), (45, 26)])

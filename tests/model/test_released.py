@@ -218,9 +218,9 @@ def test_codes_that_are_nan(tmp_path) -> None:
     codes = TENSORS[f"{WQ_A}.weight"][1].copy()
     codes[5, 7] = 0xFF
     released.write(tmp_path, TENSORS | {f"{WQ_A}.weight": ("F8_E4M3", codes)})
-    for packed in (False, True):
+    for options in (dict(weights="released"), dict(weights="released", packed=True), {}):
         with pytest.raises(CheckpointError, match=f"tensor {WQ_A}.weight holds a NaN"):
-            model.load_hf(tmp_path, weights="released", packed=packed)
+            model.load_hf(tmp_path, **options)
 
 
 def test_truncated(checkpoint, tmp_path) -> None:
