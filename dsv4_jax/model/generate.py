@@ -91,7 +91,7 @@ def generate(
             `include_mtp` and at least so many `draft_tokens`.
         exchanges: of the mesh's axes, for exchanges in the project's own CUDA; checked after every call.
         on_step: called after every call of the device with what it brought, on the host. The prompts whose indices it
-            returns end there.
+            returns end there, those that still wait for a slot, too.
 
     Returns:
         (the tokens drawn for each prompt, stop token left out; the cache).
@@ -166,7 +166,9 @@ def generate(
                 exchange.check()
             if on_step is not None:
                 also = on_step(Drawn(fed, brought, tuple(sorted(ended))))
-                ended.update(() if also is None else also)
+                if also is not None:
+                    ended.update(also)
+                    waiting = collections.deque(index for index in waiting if index not in ended)
             shards.release(ended)
             call = after if shards.requests else None
     finally:

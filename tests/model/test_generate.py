@@ -76,6 +76,8 @@ def test_a_caller_ends_requests(params, greedy):
     drawn = generate(params, decode_steps=1, on_step=first_of_all_and_second_of_one)
     assert [len(tokens) for tokens in drawn] == [1, 1, 2, 1]
     assert all(tokens == whole[: len(tokens)] for tokens, whole in zip(drawn, greedy, strict=True))
+    drawn = generate(params, on_step=lambda brought: {2, 3})  # of those that wait
+    assert drawn == [*greedy[:2], [], []]
 
 
 def test_the_next_step_is_sent_before_the_last_is_read(params, greedy):
