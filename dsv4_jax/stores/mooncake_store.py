@@ -64,7 +64,11 @@ class MooncakeStore:
         self._prefix = f"dsv4-{VERSION}-{self._fingerprint[:12].hex()}-"
         self._client = client
         self._rows = np.zeros((self._in_flight, HEADER_BYTES + self.record_bytes), np.uint8)
-        if code := client.register_buffer(self._rows.ctypes.data, self._rows.nbytes):
+        try:
+            code = client.register_buffer(self._rows.ctypes.data, self._rows.nbytes)
+        except Exception as error:
+            raise StoreError(f"Mooncake cannot register {self._rows.nbytes} bytes: {error}") from error
+        if code:
             raise StoreError(f"Mooncake cannot register {self._rows.nbytes} bytes: {code}")
         self._stats, self._lock, self._closed, self._process = StoreStats(), threading.Lock(), False, os.getpid()
 
@@ -154,7 +158,10 @@ class MooncakeStore:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._client.unregister_buffer(self._rows.ctypes.data)
+                try:
+                    self._client.unregister_buffer(self._rows.ctypes.data)
+                except Exception as error:
+                    raise StoreError(f"Mooncake cannot let go of {self._rows.nbytes} bytes: {error}") from error
 
     def __enter__(self) -> MooncakeStore:
         return self

@@ -127,6 +127,15 @@ def test_a_client_that_does_not_answer_for_every_record_is_an_error(answer):
             pytest.raises(StoreError, match=rf"batch_{name} of 2 records"),
         ):
             call(store)
+    with pytest.raises(StoreError, match="cannot register"):
+        open_and_close(Unsound("register_buffer", answer if isinstance(answer, Exception) else -1))
+    if isinstance(answer, Exception):
+        with pytest.raises(StoreError, match="cannot let go"):
+            open_and_close(Unsound("unregister_buffer", answer))
+
+
+def open_and_close(client: object) -> None:
+    MooncakeStore(client, record_bytes=RECORD_BYTES, fingerprint=FINGERPRINT).close()
 
 
 class Waiting:
