@@ -108,9 +108,12 @@ class KVCache:
             ForeignPlanError: the plan was made for another layout or size.
             PlanError: it is no plan of a step.
             DonatedCacheError: the cache was donated to another step.
+            LayoutError: an array is not the leaf that the layout has under its name, or of another size than the others
+                (of a cache that was put together otherwise than by `init_cache`).
         """
         if _donated(self.arrays):
             raise DonatedCacheError
+        self._check_arrays()
         if not isinstance(plan, StepPlan | PackedPlan):
             raise PlanError(f"a step begins with a StepPlan or a PackedPlan, got {type(plan).__name__}")
         if plan.facts is not None:
@@ -118,6 +121,18 @@ class KVCache:
         unpacked: StepPlan = jax.tree.map(jnp.asarray, plan.unpack())  # NumPy arrays take no traced indices
         nothing = (LayerWrites(0),) * len(self.layout.schedule)
         return CacheStep(self._prepared(unpacked), unpacked, frozen(implementation), nothing)
+
+    def _check_arrays(self) -> None:
+        if self.arrays.keys() != {leaf.name for leaf in self.layout.leaves}:
+            odd = sorted(self.arrays.keys() ^ {leaf.name for leaf in self.layout.leaves})
+            raise LayoutError(f"the arrays of a cache are the leaves of its layout; not both have {', '.join(odd)}")
+        units = {"table": self.slot_units, "slot": self.slot_units, "block": self.block_units}
+        for leaf in self.layout.leaves:
+            array, rows = self.arrays[leaf.name], leaf.layers * units[leaf.scope] * leaf.rows
+            width = self.block_table.shape[1] if leaf.scope == "table" else leaf.width
+            if (array.shape, array.dtype) != ((rows, width), leaf.dtype):
+                found = f"{array.dtype}{list(array.shape)}"
+                raise LayoutError(f"leaf {leaf.name} is {found}, in this cache it is {leaf.dtype}{[rows, width]}")
 
     def _prepared(self, plan: StepPlan) -> KVCache:
         arrays, own = dict(self.arrays), self.pool_axis.own_blocks

@@ -197,6 +197,21 @@ def test_caches_and_plans_are_copied_and_pickled() -> None:
             assert all(np.array_equal(a, b) for a, b in zip(again.unpack().arrays, plan.arrays, strict=True))
 
 
+def test_a_cache_put_together_of_other_arrays_is_refused() -> None:
+    """Restored of two checkpoints, or in another order: rows would be another layer's."""
+    cache, plan, _ = operands()
+    whole, large = cache.arrays, init_cache(LAYOUT, dataclasses.replace(SIZE, num_blocks=SIZE.num_blocks + 8)).arrays
+    paged = next(leaf.name for leaf in reversed(LAYOUT.leaves) if leaf.scope == "block")
+    for changes, problem in (
+        ({paged: large[paged]}, f"leaf {paged} is"), ({paged: whole[paged].astype("float32")}, "float32"),
+        ({"x": 1}, "not both have x"), ({"swa.nope": whole["block_table.ids"]}, "leaf swa.nope is int32"),
+    ):  # fmt: skip
+        with pytest.raises(LayoutError, match=problem):
+            KVCache(whole | changes, LAYOUT).begin(plan)
+    with pytest.raises(LayoutError, match=r"not both have block_table\.ids"):
+        KVCache({name: whole[name] for name in whole if name != "block_table.ids"}, LAYOUT).begin(plan)
+
+
 # Shardings
 
 
