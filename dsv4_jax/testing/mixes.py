@@ -91,7 +91,8 @@ class Mix:
             arrays=whole,
         )
         self.jobs: dict[Request, Job] = {}
-        # Lengths in units of an eighth of a block: prompts of up to five blocks and a half, outputs of one and a half.
+        # Lengths in units of an eighth of a block: prompts of up to five blocks and a half, outputs of one and a half
+        # (less of either where the context ends before that: small blocks, or few of a request).
         self.eighth = max(1, runner.layout.block_tokens // 8)
         self.waiting = int(rng.integers(3, 9)) + 4 * self.branches
         self.forks, self.streams = 3, 0
@@ -193,7 +194,7 @@ class Mix:
         manager.check_integrity()
 
     def prompt(self) -> list[int]:
-        kind, most = self.rng.random(), 44 * self.eighth
+        kind, most = self.rng.random(), min(44 * self.eighth, self.manager.context_limit - 1)
         if self.branches and self.chance(0.8):
             tokens = self.bases[0] + self.text(1, 12 * self.eighth)
         elif kind < 0.2 and self.prompts:
@@ -209,7 +210,7 @@ class Mix:
         return tokens[:most]
 
     def admit(self, tokens: list[int]) -> None:
-        total = len(tokens) + int(self.rng.integers(1, 1 + 12 * self.eighth))
+        total = min(len(tokens) + int(self.rng.integers(1, 1 + 12 * self.eighth)), self.manager.context_limit)
         tenant = Namespace(tenant="other") if self.chance(0.1) else None
         try:
             request = self.manager.admit_request(tokens, max_tokens=total, namespace=tenant)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 
 import jax
@@ -10,7 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax import AttentionType, CacheLayout, CacheSize, DSV4Config, KVCacheManager, init_cache, model, testing
+from dsv4_jax import (
+    AttentionType,
+    CacheLayout,
+    CacheSize,
+    DSV4Config,
+    KVCacheManager,
+    init_cache,
+    init_host_cache,
+    model,
+    testing,
+)
 from dsv4_jax.errors import ShapeError
 from dsv4_jax.testing import Held, StepRunner
 
@@ -27,6 +38,15 @@ PROMPTS = [RNG.integers(0, CFG.vocab_size, n).tolist() for n in (37, 21, 5)]
 
 def runner(step: Callable = model.forward) -> StepRunner:
     return StepRunner(step, PARAMS, LAYOUT)
+
+
+def test_mixes_keep_to_the_context_of_a_small_cache() -> None:
+    small = StepRunner(model.forward, PARAMS, LAYOUT, size=CacheSize(12, 2, 3))
+    for seed in range(20):
+        mix = testing.Mix(small, init_cache(LAYOUT, small.size), init_host_cache(LAYOUT, 1), seed, Counter())
+        for _ in range(4):
+            mix.admit(mix.prompt())
+        assert all(job.total <= 24 for job in mix.jobs.values()) and len(mix.jobs) == mix.manager.size.num_slots
 
 
 def test_a_right_step_passes_all() -> None:
