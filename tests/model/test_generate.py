@@ -144,7 +144,7 @@ def test_a_mesh_draws_what_one_device_does(params):
 def test_samples_are_reproducible_by_seed(params):
     drawn = generate(params, sampling=SAMPLING, seed=7)
     assert generate(params, sampling=SAMPLING, seed=7) == drawn
-    assert generate(params, sampling=SAMPLING, seed=8) != drawn
+    assert drawn not in [generate(params, sampling=SAMPLING, seed=other) for other in (8, 7 + 2**32, 7 - 2**63)]
     assert drawn[1] != drawn[3], "equal prompts draw with keys of their own"
 
 
