@@ -87,8 +87,12 @@ class SocketServer:
                     connection.close()
                     continue
                 thread = threading.Thread(target=self._serve, args=(connection,), daemon=True, name="dsv4 transport")
+                try:
+                    thread.start()
+                except RuntimeError:  # the process has too many
+                    connection.close()
+                    continue
                 self._open[connection] = thread
-                thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
         # Whatever goes wrong with a connection ends that one.
@@ -198,11 +202,13 @@ class SocketLink:
     def _connect(self) -> None:
         until = time.monotonic() + _PATIENCE
         self._socket.setblocking(False)
+        writable = select.poll()  # `select.select` takes no descriptors beyond 1023
+        writable.register(self._socket, select.POLLOUT)
         problem = self._socket.connect_ex(self._place)
         while problem in (errno.EINPROGRESS, errno.EALREADY):
             if self._error is not None or time.monotonic() > until:
                 raise TimeoutError("it does not answer")
-            select.select([], [self._socket], [], 0.05)
+            writable.poll(50)
             problem = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or self._socket.connect_ex(
                 self._place
             )

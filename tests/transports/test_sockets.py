@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import threading
 import time
@@ -128,6 +129,31 @@ def test_a_host_that_cannot_be_reached_shows_when_it_is_asked(server):
         link.close()
         with pytest.raises(OSError, match=r"closed|answer|reset"):
             request.is_done()
+
+
+def test_a_process_with_many_open_files(server):
+    with contextlib.ExitStack() as files:
+        zero = files.enter_context(open(os.devnull))
+        for _ in range(1100):
+            files.callback(os.close, os.dup(zero.fileno()))
+        link = SocketLink("me", server.reach)
+        assert ask(link, b"ab", 6) == b"ababab"
+        link.close()
+
+
+def test_a_connection_without_a_thread_is_closed(server, monkeypatch):
+    reach, start = json.loads(server.reach), threading.Thread.start
+
+    def fails(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    with socket.create_connection((reach["address"], reach["port"]), timeout=PATIENCE) as stranger:
+        assert answer(stranger) == b""
+    monkeypatch.setattr(threading.Thread, "start", start)
+    link = SocketLink("me", server.reach)
+    assert ask(link, b"a", 3) == b"aaa"
+    link.close()
 
 
 def test_messages_that_nobody_reads_are_bounded():
