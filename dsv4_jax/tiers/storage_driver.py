@@ -276,7 +276,12 @@ class StorageDriver:
         shards = len({shard.index[0].start for shard in pool.addressable_shards})
         if shards != self._ranks:
             raise LayoutError(f"host pages are split into {shards}, the manager's are of {self._ranks} pool ranks")
-        rank, own = own_ids(np.array([move.pages for move in moves], np.int32), self._ranks)
+        pages = np.array([move.pages for move in moves], np.int32)
+        if (last := pages.max()) > (most := (pool.shape[0] // shards - 1) * shards):
+            raise LayoutError(
+                f"page {last} is beyond the host cache's {most}: it has fewer than its manager's HostSize"
+            )
+        rank, own = own_ids(pages, self._ranks)
         rank = rank[:, 0]  # all pages of a record are on one
         place = np.array([(rank[:i] == of).sum() for i, of in enumerate(rank)])
         most = 1 << int(place.max()).bit_length()

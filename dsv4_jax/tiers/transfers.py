@@ -29,7 +29,8 @@ def run_transfers(
         cache, host: of one device, or both over one mesh.
         stages: over a mesh those of `stack_transfers`.
 
-    Raises as `swap_out` and `snapshot`.
+    Raises as `swap_out` and `snapshot`, and:
+        SwapPlanError: the host cache has fewer pages than the manager's `HostSize`; of that copy nothing has run.
     """
     for stage in stages:
         if stage.swap_out is not None:

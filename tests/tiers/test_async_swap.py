@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dsv4_jax.errors import SwapPlanError
 from dsv4_jax.layout import CacheLayout
 from dsv4_jax.plan import StateSwapPlan, SwapPlan
 from dsv4_jax.tiers import async_swap
@@ -56,3 +57,16 @@ def test_transfers_of_their_own():
     model_snapshot(LAYOUT, want, states, slots)
     model_restore(LAYOUT, want, states, others)
     assert_image(cache, want)
+
+
+def test_a_host_cache_smaller_than_its_manager_thinks_loses_nothing_silently():
+    cache, host = random_cache(LAYOUT, 1), random_host(LAYOUT, 2)
+    last = host.num_pages
+    for call, ids in ((async_swap.swap_out_async, [3, last + 1]), (async_swap.swap_in_async, [last + 1, 1])):
+        with pytest.raises(SwapPlanError, match=f"host id {last + 1} .* beyond the host cache's {last} pages"):
+            call(cache, host, SwapPlan(np.array([1, 2], np.int32), np.array(ids, np.int32)))
+    slots = StateSwapPlan(*(np.array(ids, np.int32) for ids in ([2], [[1, 3, 7, last + 1, 8]], [35])))
+    for call in (async_swap.snapshot_async, async_swap.restore_async):
+        with pytest.raises(SwapPlanError, match="at index 0 is beyond"):
+            call(cache, host, slots)
+    assert not host.pages.is_deleted() and not cache.block_table.is_deleted()

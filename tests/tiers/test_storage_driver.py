@@ -12,7 +12,7 @@ import pytest
 
 import dsv4_jax
 from dsv4_jax import AttentionType, CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager
-from dsv4_jax.errors import StoreFormatError
+from dsv4_jax.errors import LayoutError, StoreFormatError
 from dsv4_jax.manager import HostSize, SnapshotPlacement
 from dsv4_jax.manager.policies import ORDERS
 from dsv4_jax.manager.prefix.node import Tier
@@ -170,6 +170,18 @@ def test_a_prompt_comes_back_from_storage(engine) -> None:
         np.testing.assert_array_equal(got, want)
     assert_same_bytes(live_bytes(engine.cache, Held(request.slot, 32, request.blocks)), state)
     assert engine.fetch(PROMPT) == 0  # all of it is nearer already
+
+
+def test_a_host_cache_smaller_than_its_managers_is_refused(engine) -> None:
+    """It would give storage other records' bytes."""
+    stored_prompt(engine)
+    engine.manager.reset()
+    engine.fresh()
+    engine.driver.prefetch(PROMPT)
+    with pytest.raises(LayoutError, match="beyond the host cache's 1: it has fewer"):
+        engine.driver.drain(dsv4_jax.init_host_cache(LAYOUT, 1))
+    engine.manager.check_integrity()
+    assert engine.fetch(PROMPT) == 4 + 1
 
 
 @pytest.mark.parametrize("stage", ["contains", "read_into"])
