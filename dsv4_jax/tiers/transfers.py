@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import numpy as np
 
 from ..cache import KVCache
+from ..errors import LayoutError
 from ..manager import TransferStage
+from ..manager.transfers import Transfers
 from .async_swap import restore_async, snapshot_async, swap_in_async, swap_out_async
 from .host_cache import HostCache
 from .record_copy import SwapImplementation
 
-__all__ = ["run_transfers", "stack_transfers"]
+__all__ = ["StackedTransfers", "run_transfers", "stack_transfers"]
 
 
 def run_transfers(
@@ -31,7 +34,13 @@ def run_transfers(
 
     Raises as `swap_out` and `snapshot`, and:
         SwapPlanError: the host cache has fewer pages than the manager's `HostSize`; of that copy nothing has run.
+        LayoutError: the transfers of a manager, or of several, are not those of as many data shards as there are.
     """
+    if isinstance(stages, Transfers | StackedTransfers):
+        own = host.pages.sharding.shard_shape(host.pages.shape)[0]
+        managers, shards = getattr(stages, "managers", 1), host.pages.shape[0] // own // cache.pool_axis.size
+        if managers != shards:
+            raise LayoutError(f"transfers of {managers} managers for {shards} data shards (see stack_transfers)")
     for stage in stages:
         if stage.swap_out is not None:
             host, _ = swap_out_async(cache, host, stage.swap_out, implementation=implementation)
@@ -44,12 +53,32 @@ def run_transfers(
     return cache, host
 
 
-def stack_transfers(transfers: Sequence[Iterable[TransferStage]]) -> Iterator[TransferStage]:
+@dataclasses.dataclass(frozen=True)
+class StackedTransfers:
+    """Stages of a cache over a mesh, to be gone through once.
+
+    Attributes:
+        managers: how many they are of.
+    """
+
+    managers: int
+    stages: Iterator[TransferStage]
+
+    def __iter__(self) -> Iterator[TransferStage]:
+        return self.stages
+
+
+def stack_transfers(transfers: Sequence[Iterable[TransferStage]]) -> StackedTransfers:
     """What the managers of all data shards want moved, as the stages of one cache over a mesh.
 
     Args:
         transfers: `take_transfers()` of each, in their order. They count as gone through when the stages have been.
     """
+    transfers = [*transfers]
+    return StackedTransfers(len(transfers), _stages(transfers))
+
+
+def _stages(transfers: Sequence[Iterable[TransferStage]]) -> Iterator[TransferStage]:
     nothing = TransferStage(None, None, None, None)
     for stages in itertools.zip_longest(*transfers, fillvalue=nothing):
         yield TransferStage(*(_stacked(plans) for plans in zip(*stages, strict=True)))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from dsv4_jax.errors import SwapPlanError
+from dsv4_jax import init_host_cache, run_transfers, stack_transfers
+from dsv4_jax.errors import LayoutError, SwapPlanError
 from dsv4_jax.layout import CacheLayout
+from dsv4_jax.manager import TransferStage
+from dsv4_jax.manager.transfers import Transfers
 from dsv4_jax.plan import StateSwapPlan, SwapPlan
 from dsv4_jax.tiers import async_swap
 
@@ -70,3 +75,16 @@ def test_a_host_cache_smaller_than_its_manager_thinks_loses_nothing_silently():
         with pytest.raises(SwapPlanError, match="at index 0 is beyond"):
             call(cache, host, slots)
     assert not host.pages.is_deleted() and not cache.block_table.is_deleted()
+
+
+def test_transfers_of_too_few_managers_are_refused():
+    """They would be cut in two, and half of one's blocks be moved in the other's cache."""
+    split = NamedSharding(jax.make_mesh((2,), ("data",)), PartitionSpec("data"))
+    cache = jax.device_put(random_cache(LAYOUT, 1, shards=2), split)
+    host = init_host_cache(LAYOUT, 8, sharding=split)
+    stage = TransferStage(OUT, None, None, None)
+    for stages, count in ((Transfers([stage]), 1), *((stack_transfers([[stage]] * n), n) for n in (1, 4))):
+        with pytest.raises(LayoutError, match=f"transfers of {count} managers for 2 data shards"):
+            run_transfers(cache, host, stages)
+    with pytest.raises(LayoutError, match="2 managers for 1 data shards"):
+        run_transfers(random_cache(LAYOUT, 1), random_host(LAYOUT, 2), stack_transfers([[stage]] * 2))
