@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..errors import ShapeError
 from .request_table import KVIndices, ReqToTokenPool, TableUpdate
 
 __all__ = ["TokenTable"]
@@ -32,7 +33,10 @@ class TokenTable:
         return cls(jnp.zeros((rows, pool.max_context), jnp.int32), jnp.zeros(rows, jnp.int32))
 
     def apply(self, update: TableUpdate) -> TokenTable:
-        """The table after an update; in place when donated."""
+        """The table after an update; in place when donated. Raises `ShapeError`: it is of a pool of another size."""
+        if np.shape(update.lengths) != self.lengths.shape:
+            theirs, ours = (shape[0] - 1 if shape else 0 for shape in (np.shape(update.lengths), self.lengths.shape))
+            raise ShapeError(f"an update of a pool of {theirs} requests for a table of {ours}")
         slots = jnp.asarray(update.slots)
         row = jnp.where(slots > 0, slots, np.int32(self.ids.shape[0]))
         ids = self.ids.at[row, update.positions].set(update.ids, mode="drop", wrap_negative_indices=False)

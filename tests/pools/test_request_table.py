@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4_jax.errors import PoolError, PoolExhaustedError, PoolReleaseError
+from dsv4_jax.errors import PoolError, PoolExhaustedError, PoolReleaseError, ShapeError
 from dsv4_jax.pools import ReqToTokenPool, TokenTable
 
 from . import assert_in_place
@@ -172,6 +172,8 @@ def test_all_of_a_request_and_a_capacity_that_is_too_small() -> None:
     assert cut.indices.tolist() == [9, 8, 3, 4] and int(cut.offsets[-1]) == 5
     assert kv_indices(table, jnp.zeros(0, jnp.int32), capacity=2, fill=3).indices.tolist() == [3, 3]
     assert pool.kv_indices([], capacity=2, fill=3).indices.tolist() == [3, 3]
+    with pytest.raises(ShapeError, match="of a pool of 3 requests for a table of 2"):
+        table.apply(ReqToTokenPool(3, 8).drain())
 
 
 def test_extend_keeps_pace_with_the_host() -> None:
