@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from ..checks import shown
-from ..errors import HandoffError, RequestError
+from ..errors import HandoffError, PlanError, RequestError
 from ..layout import CacheLayout
 from .guard import Guard
 from .handoff import Handoff
-from .prefix.hashing import BlockHasher, HashSpec, MediaItem, Namespace
+from .prefix.hashing import BlockHasher, HashSpec, MediaItem, Namespace, given_items
 from .prefix.holds import Hold
 from .prefix.node import MATCHABLE, Node, Pages, S, T
 from .prefix.worth import kind_of
@@ -153,7 +153,7 @@ class RemoteTier:
         """
         self._manager.guard.check()
         part, cache, layout = Handoff.from_json(handoff), self._manager.cache, self._manager.layout
-        items = tuple(items)
+        items = given_items(items)
         known, ids = prompt_tokens(tokens, layout.cfg.vocab_size)
         hasher = BlockHasher.adopt(self._manager.hash_spec, ids, namespace=namespace, items=items)
         for name in ("block_fingerprint", "snapshot_fingerprint"):
@@ -216,8 +216,16 @@ class RemoteTier:
 
         After the first that did not, no more of this arrival is read. If the call is broken off, call it again (after
         the `reset`, if one is needed): of reads that were ended before nothing changes.
+
+        Raises:
+            PlanError: these are no reads, or not as many answers.
         """
-        ends = list(zip(reads, done, strict=True))
+        try:
+            ends = list(zip(reads, map(bool, done), strict=True))
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"reads and what became of them are not two lists of one length: {error}") from error
+        if wrong := [read for read, _ in ends if not isinstance(read, RemoteRead)]:
+            raise PlanError(f"not a read of plan_reads: {shown(wrong[0])}")
         with self._manager.guard("finish_reads"):
             self._check(arrival)
             cache = self._manager.cache

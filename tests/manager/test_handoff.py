@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
-from dsv4_jax.errors import HandoffError, ManagerInterruptedError, RequestError
+from dsv4_jax.errors import HandoffError, HashError, ManagerInterruptedError, PlanError, RequestError
 from dsv4_jax.manager import CachePolicy, Handoff, HostSize, Namespace, RemoteTier
 from tests.clock import FakeClock
 
@@ -357,6 +357,11 @@ def test_what_is_no_arrival_of_this_manager_is_refused_and_nothing_changes() -> 
             with pytest.raises(RequestError, match="not an arrival"):
                 call(arrival)
         taker.manager.check_integrity()
+    for reads, done in (([[]], [True]), ([], [True]), (None, []), ([None], [True])):
+        with pytest.raises(PlanError, match="read"):
+            other.tier.finish_reads(arrival, reads, done)
+    with pytest.raises(HashError, match="items must be"):
+        taker.tier.expect(data, PROMPT, namespace=SPACE, items=None)
     assert other.read(arrival, sender) == 6
 
 

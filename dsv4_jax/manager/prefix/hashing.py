@@ -32,7 +32,7 @@ from ...errors import HashError, PlanError
 from ..allocator import as_count
 from .token_ids import check_range, packed, token_ids
 
-__all__ = ["BlockHasher", "HashSpec", "Key", "MediaItem", "Namespace", "canonical_bytes"]
+__all__ = ["BlockHasher", "HashSpec", "Key", "MediaItem", "Namespace", "canonical_bytes", "given_items"]
 
 Key = None | int | str | bytes | tuple["Key", ...]
 
@@ -257,14 +257,18 @@ class BlockHasher:
         return {i: b"".join(sorted(fields)) for i, fields in parts.items()}
 
 
-def _checked(items: Iterable[MediaItem]) -> list[tuple[bytes, int, int]]:
-    """(canonical bytes of the key, start, end) of each item. Raises as `BlockHasher` does."""
+def given_items(items: Iterable[MediaItem]) -> tuple[MediaItem, ...]:
+    """Items that are not looked at yet. Raises `HashError` for what is no list."""
     try:
-        values = iter(items)
+        return tuple(items)
     except TypeError as error:
         raise HashError(f"items must be MediaItems, got {shown(items)}") from error
+
+
+def _checked(items: Iterable[MediaItem]) -> list[tuple[bytes, int, int]]:
+    """(canonical bytes of the key, start, end) of each item. Raises as `BlockHasher` does."""
     checked = []
-    for item in values:
+    for item in given_items(items):
         if not isinstance(item, MediaItem):
             raise HashError(f"items must be MediaItems, got {shown(item)}")
         start, end = as_count("an item's start", item.start), as_count("an item's end", item.end)

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...errors import LayoutError, RecordMismatchError, TransportError
 from ...manager import Arrival, Handoff, KVCacheManager, MediaItem, Namespace, RemoteRead, RemoteTier, Request
+from ...manager.prefix.hashing import given_items
 from ...manager.request import prompt_tokens
 from ...records import block_record
 from ...stores.checks import check_seconds
@@ -171,7 +172,7 @@ class RemoteDriver:
         """
         lease = Handoff.from_json(handoff).lease
         known, _ = prompt_tokens(tokens, self._manager.layout.cfg.vocab_size)
-        prompt, now = (known, namespace, tuple(items)), self._manager.clock()
+        prompt, now = (known, namespace, given_items(items)), self._manager.clock()
         for arrival, coming in self._arrivals.items():
             same = arrival.lease == lease and coming.peer is peer and not arrival.closed and not arrival.is_over
             if same and (arrival.tokens, arrival.namespace, arrival.items) == prompt:
