@@ -20,7 +20,8 @@ struct Launch {
   unsigned cluster = 1;  // blocks along x
 };
 
-constexpr int kFreeShared = 48 * 1024;  // bytes of shared memory that every launch may have
+constexpr int kFreeShared =
+    40 * 1024;  // bytes of shared memory that every launch may have, beside a kernel's own 8 KiB
 
 // Launches a kernel; `early`: it may start while the one before it ends.
 template <typename Kernel, typename... Args>

@@ -38,6 +38,12 @@ class TestMoeOnTheGpu(MoeTest):
     implementation = "cuda"
     tokens = 300
 
+    def test_a_chunk_whose_lists_take_48_kib(self) -> None:
+        """What a launch may have without asking, but the kernel has some shared memory of its own beside."""
+        rows, packed, _ = self.case(4096)
+        among = self.run(*rows, *packed)
+        np.testing.assert_array_equal(self.run(*(x[4000:4064] for x in rows), *packed), among[4000:4064])
+
     def test_alone(self) -> None:
         rows, packed, _ = self.case(self.tokens)
         among = self.run(*rows, *packed)
