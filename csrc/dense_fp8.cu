@@ -1,85 +1,19 @@
 // Dense FP8 products as an XLA FFI handler and as a plain C call. One launch, only enqueued: fit for a command buffer.
 // Wrapper and argument meaning: dsv4_jax/cuda/dense_fp8.py.
-#include <cuda.h>
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <string>
 #include <tuple>
 
 #include "alignment.h"
 #include "built_for.h"
-#include "dense_fp8_kernel.cuh"
+#include "dense_launch.cuh"
 #include "device.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace {
 
 namespace ffi = xla::ffi;
-
-// The driver's function, asked of the runtime: nothing is linked against the driver.
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-EncodeTiled encode_tiled() {
-  static const EncodeTiled found = [] {
-    constexpr unsigned kSince = 12000;  // CUDA 12.0
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, kSince, cudaEnableDefault, &result);
-    return error == cudaSuccess ? reinterpret_cast<EncodeTiled>(function) : nullptr;
-  }();
-  return found;
-}
-
-// x [rows, groups * columns] in boxes of 64 columns and `box_rows` rows, `boxes` at a time.
-cudaError_t map_rows(const dsv4::DenseFp8Args& args, unsigned box_rows, unsigned boxes, CUtensorMap* map) {
-  const EncodeTiled encode = encode_tiled();
-  if (encode == nullptr) return cudaErrorNotSupported;
-  constexpr cuuint64_t kColumns = dsv4::kBlockColumns, kBoxBytes = dsv4::kRowBytes;
-  const cuuint64_t width = static_cast<cuuint64_t>(args.groups) * args.columns;
-  const cuuint64_t sizes[] = {kColumns, static_cast<cuuint64_t>(args.rows), width / kColumns};
-  const cuuint64_t strides[] = {width * sizeof(__nv_bfloat16), kBoxBytes};
-  const cuuint32_t box[] = {kColumns, box_rows, boxes}, steps[] = {1, 1, 1};
-  const CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<__nv_bfloat16*>(args.x), sizes,
-                                 strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
-// Parts of K: up to eight of 512 columns or more, so that tiles of 64 rows of the weights and a part of K are 384. Of
-// the matrix alone: a row's bits depend on it.
-int parts_of(int weight_rows, int columns) {
-  constexpr int kEnough = 384, kMost = 8, kLeastColumns = 512;
-  int parts = 1;
-  while (parts < kMost && weight_rows / dsv4::kDenseRows * parts < kEnough &&
-         columns % (2 * parts * dsv4::kDenseColumns) == 0 && columns / (2 * parts) >= kLeastColumns) {
-    parts *= 2;
-  }
-  return parts;
-}
-
-template <typename Shape, unsigned kCluster>
-cudaError_t launch_cluster(const dsv4::DenseFp8Args& args, int window, cudaStream_t stream) {
-  CUtensorMap map;
-  const cudaError_t error = map_rows(args, Shape::kRows, Shape::kBoxes, &map);
-  if (error != cudaSuccess) return error;
-  const dim3 grid(kCluster, (args.rows + Shape::kRows - 1) / Shape::kRows, args.weight_rows / Shape::kTileRows);
-  return dsv4::start(dsv4::dense_fp8_kernel<Shape, kCluster>, {grid, Shape::kThreads, Shape::kSharedBytes, kCluster},
-                     dsv4::follows, stream, args, map, window);
-}
-
-template <typename Shape>
-cudaError_t launch_with(const dsv4::DenseFp8Args& args, int parts, int window, cudaStream_t stream) {
-  if (args.weight_rows / args.groups % Shape::kTileRows != 0 || args.columns % (parts * Shape::kColumns) != 0)
-    return cudaErrorInvalidValue;
-  window = window == 0 ? Shape::kWindow : std::min(window, Shape::kStages);
-  if (parts == Shape::kSplit) return launch_cluster<Shape, 1>(args, window, stream);
-  if constexpr (Shape::kSplit > 1) {
-    if (parts == 2 * Shape::kSplit) return launch_cluster<Shape, 2>(args, window, stream);
-    if (parts == 4 * Shape::kSplit) return launch_cluster<Shape, 4>(args, window, stream);
-  }
-  return cudaErrorInvalidValue;
-}
 
 // Tiles of weights, parts of K, rows of x; columns of a stage, stages, those under way, blocks an SM. Five kinds for
 // each number of rows, then one for many.
@@ -97,7 +31,8 @@ constexpr int kShapes = std::tuple_size_v<Shapes>, kKinds = 5;
 template <int kShape = 1>
 cudaError_t launch_shape(const dsv4::DenseFp8Args& args, int shape, int parts, int window, cudaStream_t stream) {
   if constexpr (kShape <= kShapes) {
-    if (shape == kShape) return launch_with<std::tuple_element_t<kShape - 1, Shapes>>(args, parts, window, stream);
+    if (shape == kShape)
+      return dsv4::launch_with<std::tuple_element_t<kShape - 1, Shapes>>(args, parts, window, stream);
     return launch_shape<kShape + 1>(args, shape, parts, window, stream);
   }
   return cudaErrorInvalidValue;
@@ -160,7 +95,7 @@ ffi::Error dense_fp8(cudaStream_t stream, Rows x, Codes codes, Scales scales, ff
       !problem.empty())
     return ffi::Error::InvalidArgument(problem);
   // A share of a matrix's rows is cut along K as the whole is: the same bits on any number of devices.
-  const cudaError_t error = launch(args, 0, parts_of(whole_rows, args.columns), 0, stream);
+  const cudaError_t error = launch(args, 0, dsv4::parts_of(whole_rows, args.columns), 0, stream);
   if (error != cudaSuccess) return ffi::Error::Internal(std::string("dense_fp8: ") + cudaGetErrorString(error));
   return ffi::Error::Success();
 }
@@ -182,11 +117,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4DenseFp8, dense_fp8,
                               {ffi::Traits::kCmdBufferCompatible});
 
 // Parts of K of a matrix: what the bits of a result depend on.
-extern "C" int dsv4_dense_fp8_parts(int weight_rows, int columns) { return parts_of(weight_rows, columns); }
+extern "C" int dsv4_dense_fp8_parts(int weight_rows, int columns) { return dsv4::parts_of(weight_rows, columns); }
 
 // The launch alone, for timing without XLA; `parts` 0: as of a whole matrix. Returns a cudaError_t.
 extern "C" int dsv4_dense_fp8_launch(const dsv4::DenseFp8Args* args, int shape, int parts, int window,
                                      cudaStream_t stream) {
-  if (parts == 0) parts = parts_of(args->weight_rows, args->columns);
+  if (parts == 0) parts = dsv4::parts_of(args->weight_rows, args->columns);
   return static_cast<int>(launch(*args, shape, parts, window, stream));
 }

@@ -1,10 +1,11 @@
-// Dense products of few rows with FP8 weights: out[rows, N] = x[rows, K] weights[N, K]^T, weights streamed from memory
-// once.
+// Dense products of few rows with FP8 or bf16 weights: out[rows, N] = x[rows, K] weights[N, K]^T, weights streamed from
+// memory once.
 //
 // A block takes `kTiles` tiles of 64 of the weights' rows, `kSplit` parts of K, and up to `kRows` rows of x. M are the
 // weights' rows, N the rows of x. Within a block
 //
-//   all warpgroups   decode a tile of weights each in registers (dense_fp8_weights.cuh) and multiply
+//   all warpgroups   decode a tile of weights each in registers (dense_fp8_weights.cuh), unless they are bf16, and
+//                    multiply
 //   two more warps   copy weights and rows to shared memory; of the weights as many stages are under way as keep the
 //                    memory busy: with more the first would arrive with the last, and nothing be multiplied meanwhile.
 //                    Rows wait for the previous kernel (overlap.cuh), weights do not
@@ -25,16 +26,19 @@ namespace dsv4 {
 
 struct DenseFp8Args {
   const __nv_bfloat16* x;  // [rows, groups * columns]
-  const uint8_t* codes;    // [weight_rows / 64, columns / 128, 8192], packed; see dense_fp8_weights.cuh
-  const uint8_t* scales;   // [ceil(weight_rows / 128), columns / 128]
+  const uint8_t* codes;    // [weight_rows / 64, columns / 128, 8192], packed; see dense_fp8_weights.cuh. Or bf16
+                           // [weight_rows, columns], as they are
+  const uint8_t* scales;   // [ceil(weight_rows / 128), columns / 128], of FP8
   void* out;               // [rows, weight_rows]
   int rows, weight_rows, columns;
   int groups;     // of the weights' rows, equally many each: group g takes columns g * columns .. of x
   int float_out;  // float32, else bf16
 };
 
-template <int kTilesOf, int kSplitOf, int kRowsOf, int kColumnsOf, int kStagesOf, int kWindowOf, int kBlocksOf>
+template <int kTilesOf, int kSplitOf, int kRowsOf, int kColumnsOf, int kStagesOf, int kWindowOf, int kBlocksOf,
+          int kBytesOf = 1>
 struct DenseShape {
+  static constexpr int kBytes = kBytesOf;      // of a weight: FP8 or bf16
   static constexpr int kTiles = kTilesOf;      // of weights
   static constexpr int kSplit = kSplitOf;      // parts of K, each with a warpgroup for every tile
   static constexpr int kRows = kRowsOf;        // of x, at most: N
@@ -48,9 +52,9 @@ struct DenseShape {
   static constexpr int kTileRows = kDenseRows * kTiles;
   static constexpr int kBoxBytes = kRows * dsv4::kRowBytes;  // 64 columns of x
   static constexpr int kBoxes = kColumns / kBlockColumns;
-  static constexpr int kRunBytes = kBoxes * kBoxBytes;       // of x, of a part
-  static constexpr int kRunWeights = kDenseRows * kColumns;  // of a tile, of a part
-  static constexpr int kStageRows = kSplit * kRunBytes;      // of a stage
+  static constexpr int kRunBytes = kBoxes * kBoxBytes;                // of x, of a part
+  static constexpr int kRunWeights = kDenseRows * kColumns * kBytes;  // of a tile, of a part
+  static constexpr int kStageRows = kSplit * kRunBytes;               // of a stage
   static constexpr int kStageWeights = kWarpgroups * kRunWeights;
   static constexpr int kRingBytes = kStages * (kStageRows + kStageWeights);
   // Sums [kSplit, kRows, kTileRows] float32 take the ring's place; padded, so that a quad's stores meet no other's
@@ -59,6 +63,12 @@ struct DenseShape {
   static constexpr int kPartBytes = kRows * kSumPitch * static_cast<int>(sizeof(float));
   static_assert(kSplit * kPartBytes <= kRingBytes, "sums have room");
   static constexpr int kSharedBytes = kGroupBytes + kRingBytes;
+};
+
+// Of the rows of x; of bf16 weights, then.
+template <typename Shape>
+struct DenseMaps {
+  CUtensorMap of[Shape::kBytes];
 };
 
 struct DenseStage {
@@ -72,19 +82,26 @@ struct DenseCopies {
   uint32_t weights, rows;
   const uint8_t* from;  // the first tile's first run
   size_t tile_bytes;    // 64 of the weights' rows
-  const CUtensorMap& map;
-  int row, column;  // of x
-  int steps;        // of a part
+  const DenseMaps<Shape>& maps;
+  int row, column;                // of x
+  int weight_row, weight_column;  // the first tile's
+  int steps;                      // of a part
   uint64_t policy = streamed_once();
 
-  // Calls `run` with each of a step's runs of weights: its number among the stage's, and where it lies.
-  template <typename Run>
-  __device__ __forceinline__ void runs(int step, const Run& run) const {
+  // A step's runs of weights.
+  __device__ __forceinline__ void copy_runs(int step, uint32_t to, uint32_t full) const {
 #pragma unroll
     for (int s = 0; s < Shape::kSplit; ++s) {
 #pragma unroll
       for (int t = 0; t < Shape::kTiles; ++t) {
-        run(s * Shape::kTiles + t, from + t * tile_bytes + static_cast<size_t>(s * steps + step) * Shape::kRunWeights);
+        const uint32_t at = to + (s * Shape::kTiles + t) * Shape::kRunWeights;
+        if constexpr (Shape::kBytes == 1) {
+          copy_bulk(at, from + t * tile_bytes + static_cast<size_t>(s * steps + step) * Shape::kRunWeights,
+                    Shape::kRunWeights, full, policy);
+        } else {
+          copy_boxes(at, maps.of[1], weight_row + t * kDenseRows,
+                     weight_column / kBlockColumns + (s * steps + step) * Shape::kBoxes, full);
+        }
       }
     }
   }
@@ -99,10 +116,7 @@ struct DenseCopies {
       if (step >= Shape::kStages) barrier_wait(shared_address(&stages[next.index].empty), next.phase ^ 1);
       const uint32_t full = shared_address(&stages[next.index].weights);
       barrier_expect(full, Shape::kStageWeights);
-      runs(step, [&](int i, const uint8_t* run) {
-        copy_bulk(weights + next.index * Shape::kStageWeights + i * Shape::kRunWeights, run, Shape::kRunWeights, full,
-                  policy);
-      });
+      copy_runs(step, weights + next.index * Shape::kStageWeights, full);
       if (++next.index == Shape::kStages) next.index = 0, next.phase ^= 1;
     }
   }
@@ -116,7 +130,7 @@ struct DenseCopies {
       barrier_expect(full, Shape::kStageRows);
 #pragma unroll
       for (int s = 0; s < Shape::kSplit; ++s) {
-        copy_boxes(rows + next.index * Shape::kStageRows + s * Shape::kRunBytes, map, row,
+        copy_boxes(rows + next.index * Shape::kStageRows + s * Shape::kRunBytes, maps.of[0], row,
                    column / kBlockColumns + (s * steps + step) * Shape::kBoxes, full);
       }
       if (++next.index == Shape::kStages) next.index = 0, next.phase ^= 1;
@@ -225,6 +239,34 @@ __device__ __forceinline__ void multiply_dense_by_warp(float (&d)[Shape::kRows /
   }
 }
 
+// The same with bf16 weights, which lie in shared memory as the matrix units want them.
+template <typename Shape>
+__device__ __forceinline__ void multiply_dense_bf16(float (&d)[Shape::kRows / 2], DenseStage* stages, uint32_t weights,
+                                                    uint32_t rows, int steps, int thread) {
+  constexpr int kDepths = Shape::kColumns / kMmaDepth, kPerBox = kBlockColumns / kMmaDepth;
+  Stage stage = {0, 0};
+  int before = 0;
+  for (int step = 0; step < steps; ++step) {
+    barrier_wait(shared_address(&stages[stage.index].weights), stage.phase);
+    barrier_wait(shared_address(&stages[stage.index].rows), stage.phase);
+    const uint32_t a = k_major_low(weights + stage.index * Shape::kStageWeights);
+    const uint32_t b = k_major_low(rows + stage.index * Shape::kStageRows);
+    mma_fence();
+#pragma unroll
+    for (int depth = 0; depth < kDepths; ++depth) {
+      const uint32_t within_box = depth % kPerBox * kMmaBytes;
+      mma_64<Shape::kRows>(d, k_major(a, depth / kPerBox * kBlockBytes + within_box),
+                           k_major(b, depth / kPerBox * Shape::kBoxBytes + within_box), step > 0 || depth > 0);
+    }
+    mma_commit();
+    mma_wait<1>();
+    if (step > 0 && lane_of(thread) == 0) barrier_arrive(shared_address(&stages[before].empty));
+    before = stage.index;
+    if (++stage.index == Shape::kStages) stage.index = 0, stage.phase ^= 1;
+  }
+  mma_wait<0>();
+}
+
 // A warpgroup's sums to shared memory: [row of x][weights' row of the block].
 template <typename Shape>
 __device__ __forceinline__ void put_sums(const float (&d)[Shape::kRows / 2], float* sums, int tile, int thread) {
@@ -324,7 +366,8 @@ __device__ __forceinline__ void add_parts(const DenseFp8Args& args, uint32_t sum
 // Grid: a cluster, tiles of rows of x, tiles of the weights' rows. `window`: stages of weights under way.
 template <typename Shape, int kCluster>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
-    dense_fp8_kernel(const __grid_constant__ DenseFp8Args args, const __grid_constant__ CUtensorMap map, int window) {
+    dense_fp8_kernel(const __grid_constant__ DenseFp8Args args, const __grid_constant__ DenseMaps<Shape> maps,
+                     int window) {
   let_next_start();
   extern __shared__ uint8_t dynamic[];
   __shared__ DenseStage stages[Shape::kStages];
@@ -336,7 +379,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   const int part_columns = args.columns / (kCluster * Shape::kSplit), steps = part_columns / Shape::kColumns;
   const int first_column = rank * Shape::kSplit * part_columns;
   if (threadIdx.x == Shape::kConsumers) {
-    fetch_map(map);
+    for (const CUtensorMap& map : maps.of) fetch_map(map);
 #pragma unroll
     for (int s = 0; s < Shape::kStages; ++s) {
       barrier_init(shared_address(&stages[s].weights), 1);
@@ -352,7 +395,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       const uint8_t* from = args.codes + tile * tile_bytes + static_cast<size_t>(first_column) * kDenseRows;
       const int group = args.groups == 1 ? 0 : tile / (args.weight_rows / args.groups / kDenseRows);
       const int column = group * args.columns + first_column;
-      const DenseCopies<Shape> copies = {stages, weights, rows, from, tile_bytes, map, first_row, column, steps};
+      const DenseCopies<Shape> copies = {stages, weights,           rows,         from, tile_bytes, maps, first_row,
+                                         column, tile * kDenseRows, first_column, steps};
       if (thread == 0) {
         copies.copy_weights(window);
       } else {
@@ -363,11 +407,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   } else {
     float d[Shape::kRows / 2];
     const int mine = warpgroup % Shape::kTiles, split = warpgroup / Shape::kTiles;
+    const uint32_t own_weights = weights + warpgroup * Shape::kRunWeights, own_rows = rows + split * Shape::kRunBytes;
     const uint8_t* scales =
         args.scales + (first_column + split * part_columns) / kDenseColumns +
         static_cast<size_t>((tile + mine) / (kDenseScaleRows / kDenseRows)) * (args.columns / kDenseColumns);
-    const uint32_t own_weights = weights + warpgroup * Shape::kRunWeights, own_rows = rows + split * Shape::kRunBytes;
-    if constexpr (Shape::kRows == kCellColumns) {
+    if constexpr (Shape::kBytes == 2) {
+      multiply_dense_bf16<Shape>(d, stages, own_weights, own_rows, steps, thread);
+    } else if constexpr (Shape::kRows == kCellColumns) {
       multiply_dense_by_warp<Shape>(d, stages, own_weights, own_rows, scales, steps, thread);
     } else {
       multiply_dense<Shape>(d, stages, own_weights, own_rows, scales, steps, thread);

@@ -9,6 +9,9 @@ namespace dsv4 {
 // `accumulate` 0 overwrites d.
 template <int kN>
 __device__ __forceinline__ void mma_64(float (&d)[kN / 2], const uint32_t* a, uint64_t b, int accumulate);
+// A K-major in shared memory, too.
+template <int kN>
+__device__ __forceinline__ void mma_64(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate);
 
 #define DSV4_A4(a) "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3])
 #define DSV4_F8(d, i) DSV4_F4(d, i), DSV4_F4(d, i + 4)
@@ -23,6 +26,20 @@ __device__ __forceinline__ void mma_64(float (&d)[kN / 2], const uint32_t* a, ui
                  : __VA_ARGS__                                                                                 \
                  : DSV4_A4(a), "l"(b), "r"(accumulate));                                                       \
   }
+
+#define DSV4_SHARED_MMA_64(N, REGISTERS, A, B, P, ...)                                                   \
+  template <>                                                                                            \
+  __device__ __forceinline__ void mma_64<N>(float(&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {  \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" P                                                     \
+                 ", 0;\n"                                                                                \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS "}, %" A ", %" B \
+                 ", p, 1, 1, 0, 0;}"                                                                     \
+                 : __VA_ARGS__                                                                           \
+                 : "l"(a), "l"(b), "r"(accumulate));                                                     \
+  }
+
+DSV4_SHARED_MMA_64(8, "%0, %1, %2, %3", "4", "5", "6", DSV4_F4(d, 0))
+DSV4_SHARED_MMA_64(16, "%0, %1, %2, %3, %4, %5, %6, %7", "8", "9", "10", DSV4_F8(d, 0))
 
 DSV4_MMA_64(8, "%0, %1, %2, %3", "%4, %5, %6, %7", "8", "9", DSV4_F4(d, 0))
 DSV4_MMA_64(16, "%0, %1, %2, %3, %4, %5, %6, %7", "%8, %9, %10, %11", "12", "13", DSV4_F8(d, 0))

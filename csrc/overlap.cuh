@@ -12,6 +12,8 @@ namespace dsv4 {
 
 // Whether a kernel of ours comes right before on the stream: set by a sequence (sequence.h) while it calls a handler.
 inline thread_local bool follows = false;
+// What to record when all blocks of the next launch have called `let_next_start`; null: nothing. Set likewise.
+inline thread_local cudaEvent_t announced = nullptr;
 
 struct Launch {
   dim3 grid;
@@ -30,7 +32,7 @@ cudaError_t start(Kernel kernel, const Launch& launch, bool early, cudaStream_t 
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared);
     if (error != cudaSuccess) return error;
   }
-  cudaLaunchAttribute attributes[2];
+  cudaLaunchAttribute attributes[3];
   cudaLaunchConfig_t config = {};
   config.gridDim = launch.grid;
   config.blockDim = dim3(launch.threads);
@@ -46,6 +48,11 @@ cudaError_t start(Kernel kernel, const Launch& launch, bool early, cudaStream_t 
     auto& overlap = attributes[config.numAttrs++];
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (announced != nullptr) {
+    auto& event = attributes[config.numAttrs++];
+    event.id = cudaLaunchAttributeProgrammaticEvent;
+    event.val.programmaticEvent = {announced, 0, 0};
   }
   return cudaLaunchKernelEx(&config, kernel, args...);
 }

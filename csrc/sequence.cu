@@ -17,6 +17,7 @@ DSV4_HANDLER(Dsv4CompressCsa)
 DSV4_HANDLER(Dsv4CompressHca)
 DSV4_HANDLER(Dsv4DenseBf16)
 DSV4_HANDLER(Dsv4DenseFp8)
+DSV4_HANDLER(Dsv4DenseStream)
 DSV4_HANDLER(Dsv4EntryRows)
 DSV4_HANDLER(Dsv4FinishQueries)
 DSV4_HANDLER(Dsv4HyperConnection)
@@ -35,7 +36,7 @@ namespace ffi = xla::ffi;
 // What a thread keeps for the sequences of a device. Lane 0 is XLA's stream.
 struct Kept {
   std::array<cudaStream_t, dsv4::kLanes> streams = {};
-  std::vector<cudaEvent_t> events;  // one for the start, then one for each call
+  std::vector<cudaEvent_t> events;  // one for the start, then two for each call
 };
 
 thread_local cudaStream_t stream_of_call = nullptr;
@@ -62,14 +63,18 @@ class Streams {
   }
   ~Streams() {
     dsv4::follows = false;
+    dsv4::announced = nullptr;
     cudaThreadExchangeStreamCaptureMode(&mode_);
   }
 
   const XLA_FFI_Api* before(int64_t i, const dsv4::CallPlace& place, const XLA_FFI_Api* api) {
     if (i == 0) record(event(0), 0);
     if (place.lane > 0 && !used_[place.lane]) open(place.lane, place.waits.size() == 0);
-    for (const int64_t call : place.waits) check(cudaStreamWaitEvent(streams_[place.lane], event(1 + call), 0));
-    dsv4::follows = place.early;
+    const bool beside = place.early == dsv4::kBehindAwaited;
+    for (const int64_t call : place.waits)
+      check(cudaStreamWaitEvent(streams_[place.lane], beside ? start_of(call) : end_of(call), 0));
+    dsv4::follows = place.early == dsv4::kBehindLane;
+    dsv4::announced = (place.awaited & dsv4::kStartAwaited) != 0 ? start_of(i) : nullptr;
     if (place.lane == 0) return api;
     api_ = *api;
     api_.XLA_FFI_Stream_Get = give_stream;
@@ -78,7 +83,7 @@ class Streams {
   }
   // An event between two kernels of a stream would keep the second from starting early where nothing is captured.
   void after(int64_t i, const dsv4::CallPlace& place) {
-    if (place.awaited) record(event(1 + i), place.lane);
+    if ((place.awaited & dsv4::kEndAwaited) != 0) record(end_of(i), place.lane);
   }
   cudaError_t join() {
     for (int lane = 1; lane < dsv4::kLanes; ++lane) {
@@ -94,6 +99,8 @@ class Streams {
     if (error_ == cudaSuccess) error_ = error;
   }
   void record(cudaEvent_t at, int64_t lane) { check(cudaEventRecord(at, streams_[lane])); }
+  cudaEvent_t end_of(size_t call) { return event(1 + 2 * call); }
+  cudaEvent_t start_of(size_t call) { return event(2 + 2 * call); }
   cudaEvent_t event(size_t i) {
     while (kept_->events.size() <= i) {
       kept_->events.push_back(nullptr);
@@ -128,6 +135,7 @@ ffi::Error sequence(cudaStream_t stream, dsv4::CallContext context, ffi::Remaini
       {"dsv4_compress_hca", Dsv4CompressHca},
       {"dsv4_dense_bf16", Dsv4DenseBf16},
       {"dsv4_dense_fp8", Dsv4DenseFp8},
+      {"dsv4_dense_stream", Dsv4DenseStream},
       {"dsv4_entry_rows", Dsv4EntryRows},
       {"dsv4_finish_queries", Dsv4FinishQueries},
       {"dsv4_hyper_connection", Dsv4HyperConnection},

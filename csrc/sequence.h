@@ -2,10 +2,11 @@
 // those that it waits for have. dsv4_jax/ops/sequence.py makes such calls; their attributes are
 //
 //   targets   names of the handlers, joined by ';'
-//   wiring    numbers. Of each call: its lane, whether it may start early (overlap.cuh), whether others wait for it,
-//             how many calls of other lanes it waits for, and which; how many operands and results it has; then, of
-//             each of these, which operand of the sequence it is (results counted on behind the operands), the element
-//             it begins with, how many axes it has, and their lengths
+//   wiring    numbers. Of each call: its lane; whether it may start early (overlap.cuh), 1 behind the one before it on
+//             its lane, 2 behind the one that it waits for; whether others wait for it, 1 for its end, 2 to start early
+//             behind it, or 3; how many calls of other lanes it waits for, and which; how many operands and results it
+//             has; then, of each of these, which operand of the sequence it is (results counted on behind the
+//             operands), the element it begins with, how many axes it has, and their lengths
 //   call0 ..  the attributes of each call
 //
 // Calls of a lane run in order. A result may be the operand of a later call, of another shape.
@@ -38,10 +39,12 @@ struct CallAttributes {
 // When and where a call runs.
 struct CallPlace {
   int64_t lane;
-  bool early, awaited;
+  int64_t early, awaited;
   xla::ffi::Span<const int64_t> waits;  // for these calls
 };
 constexpr int64_t kLanes = 4;  // of a sequence, at most
+// Of CallPlace::early, and bits of CallPlace::awaited.
+constexpr int64_t kBehindLane = 1, kBehindAwaited = 2, kEndAwaited = 1, kStartAwaited = 2;
 
 }  // namespace dsv4
 
@@ -119,7 +122,7 @@ xla::ffi::Error run_sequence(const std::vector<Handler>& handlers, CallContext c
     const auto attrs = attributes.get<CallAttributes>("call" + std::to_string(i));
     if (!attrs.has_value() || end - at < 4 || at[3] < 0 || end - at - 6 < at[3])
       return wrong("attributes or wiring of " + target + " are missing");
-    const CallPlace place = {at[0], at[1] != 0, at[2] != 0, {at + 4, static_cast<size_t>(at[3])}};
+    const CallPlace place = {at[0], at[1], at[2], {at + 4, static_cast<size_t>(at[3])}};
     at += 4 + at[3];
     bool odd = place.lane < 0 || place.lane >= kLanes;
     for (const int64_t call : place.waits) odd = odd || call < 0 || call >= i;

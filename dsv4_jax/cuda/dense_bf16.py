@@ -1,32 +1,38 @@
-"""dense_bf16 in the project's own CUDA (`csrc/dense_bf16.cu`): one launch. For matrices of few rows, of any batch.
+"""dense_bf16 in the project's own CUDA: one launch.
 
-The matrix alone decides whether it runs, and a row's bits depend on that row and the weights: so they stay the same in
-every batch. Of a matrix of more than `MOST_ROWS` rows it would read the rows of x too often.
+Of a matrix of few rows, such as the router's gate, `csrc/dense_bf16.cu`, whatever the batch. Of others
+`csrc/dense_stream.cu`, for few rows of x: beyond `MOST_ROWS` the products are no longer a stream of weights. A row's
+bits depend on that row and the weights alone as long as the same kernel runs.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import ffi
 from ..ops.dense_bf16 import DenseBf16Arguments
 from ..ops.registry import Implementation
 
-__all__ = ["IMPLEMENTATION", "MOST_ROWS", "call", "supports"]
+__all__ = ["GATE_ROWS", "IMPLEMENTATION", "MOST_ROWS", "call", "supports"]
 
-MOST_ROWS, ROWS, COLUMNS, FEWEST, MOST = 512, 8, 1024, 2048, 8192
+GATE_ROWS, ROWS, COLUMNS, FEWEST, MOST = 512, 8, 1024, 2048, 8192  # of weights of few rows
+MOST_ROWS, TILE_ROWS, TILE_COLUMNS = 16, 64, 128  # of x; of others' weights
 
 
 def supports(arguments: DenseBf16Arguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
-    rows, columns = arguments.weights.shape
-    if rows > MOST_ROWS or rows % ROWS or columns % COLUMNS or not FEWEST <= columns <= MOST:
+    """Why no kernel can take these arguments, None if one can."""
+    if _of_few_rows(arguments):
+        return None
+    (rows, columns), tokens, groups = arguments.weights.shape, arguments.x.shape[0], arguments.groups
+    if tokens > MOST_ROWS or rows % (groups * TILE_ROWS) or columns % TILE_COLUMNS:
         return (
-            f"it takes weights of up to {MOST_ROWS} rows in {ROWS}s and {FEWEST} to {MOST} columns in {COLUMNS}s, not "
-            f"{rows} x {columns}"
+            f"it takes up to {MOST_ROWS} rows of x and weights of {TILE_ROWS}s of rows a group and {TILE_COLUMNS}s of "
+            f"columns; or, of one group and in float32, weights of up to {GATE_ROWS} rows in {ROWS}s and {FEWEST} to "
+            f"{MOST} columns in {COLUMNS}s, not {tokens} rows of x and {groups} groups of weights {rows} x {columns}"
         )
-    return None
+    return ffi.cuda_problem("dense_stream")
 
 
 def call(arguments: DenseBf16Arguments) -> jax.Array:
@@ -35,11 +41,21 @@ def call(arguments: DenseBf16Arguments) -> jax.Array:
     Raises:
         ImplementationError: the CUDA library is not there.
     """
-    result = jax.ShapeDtypeStruct((arguments.x.shape[0], arguments.weights.shape[0]), jnp.float32)
-    kernel = jax.ffi.ffi_call(ffi.cuda_target("dense_bf16", "dsv4_dense_bf16"), result)
-    return kernel(arguments.x.astype(jnp.bfloat16), arguments.weights)
+    x, weights = arguments.x.astype(jnp.bfloat16), arguments.weights
+    result = jax.ShapeDtypeStruct((x.shape[0], weights.shape[0]), arguments.dtype)
+    if _of_few_rows(arguments):
+        return jax.ffi.ffi_call(ffi.cuda_target("dense_bf16", "dsv4_dense_bf16"), result)(x, weights)
+    kernel = jax.ffi.ffi_call(ffi.cuda_target("dense_stream", "dsv4_dense_stream"), result)
+    return kernel(x, weights, groups=np.int32(arguments.groups))
+
+
+def _of_few_rows(arguments: DenseBf16Arguments) -> bool:
+    rows, columns = arguments.weights.shape
+    plain = arguments.groups == 1 and arguments.dtype == jnp.float32
+    return plain and rows <= GATE_ROWS and not rows % ROWS and not columns % COLUMNS and FEWEST <= columns <= MOST
 
 
 IMPLEMENTATION = Implementation(
-    "dense_bf16", "cuda", call, supports, lambda: ffi.cuda_problem("dense_bf16"), ("dsv4_dense_bf16",)
-)
+    "dense_bf16", "cuda", call, supports, lambda: ffi.cuda_problem("dense_bf16"),
+    ("dsv4_dense_bf16", "dsv4_dense_stream"),
+)  # fmt: skip

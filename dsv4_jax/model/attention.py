@@ -15,7 +15,7 @@ from ..errors import LayoutError
 from ..layout import CacheLayout
 from ..ops.columns import Values
 from ..ops.epilogue import Epilogue
-from ..ops.numerics import pad_rows, rope_frequencies
+from ..ops.numerics import rope_frequencies
 from ..step import LayerCacheHandle
 from .numerics import linear, matmul
 from .params import Params
@@ -38,7 +38,7 @@ def attention(
     Args:
         p: the layer's "attn" parameters.
         handle: the layer in the step of these tokens.
-        x: [T, hidden] float, normalised; rows behind these count for nothing (`ops.numerics.pad_rows`).
+        x: [T, hidden] float, normalised.
         index_qat: rotate indexer queries and keys by a Hadamard matrix and round the queries to
             FP4, as the model was trained; None: as `index_qat_default` says.
 
@@ -50,9 +50,7 @@ def attention(
     dtype = jnp.bfloat16 if p["wo_a"].dtype == jnp.bfloat16 else jnp.float32
     qat = index_qat_default(handle.layout) if index_qat is None and attn is AttentionType.CSA else bool(index_qat)
 
-    # Padded once for all products with bf16 weights: each time costs a kernel.
-    tokens, padded = handle.plan.num_tokens, not isinstance(p["wo_a"], Quantised)
-    of_x = products(p, "of_input", pad_rows(x, dtype) if padded else x, tokens)
+    of_x = products(p, "of_input", x)
     latent = ops.normalise(of_x["wq_a"], p["q_norm"], eps=cfg.rms_norm_eps, dtype=dtype)
     of_q = products(p, "of_q_latent", latent)
     q = handle.queries(of_q["wq_b"].reshape(-1, p["attn_sink"].shape[0], cfg.head_dim), freq)
@@ -93,10 +91,14 @@ def output_projection(p: Params, out: jax.Array, cfg: DSV4Config) -> jax.Array:
     if isinstance(p["wo_a"], Quantised):
         latent = product(out.reshape(out.shape[0], -1), p["wo_a"], groups=groups, dtype=jnp.bfloat16)
         return linear(split.all_columns(latent), p["wo_b"])
-    first = p["wo_a"].reshape(groups, cfg.o_lora_rank, -1)
-    grouped = pad_rows(out.reshape(out.shape[0], groups, -1), first.dtype)
-    latent = matmul("tgd,grd->tgr", grouped, first, rounded=p["wo_b"].dtype == first.dtype)
-    return linear(split.all_columns(latent.reshape(grouped.shape[0], -1)), p["wo_b"])[: out.shape[0]]
+    first = p["wo_a"].reshape(groups * cfg.o_lora_rank, -1)
+    if first.dtype == jnp.bfloat16:
+        dtype = p["wo_b"].dtype  # what the next product takes
+        latent = ops.dense_bf16(out.reshape(out.shape[0], -1), first, groups=groups, dtype=dtype)
+    else:
+        grouped = out.reshape(out.shape[0], groups, -1)
+        latent = matmul("tgd,grd->tgr", grouped, first.reshape(groups, cfg.o_lora_rank, -1))
+    return linear(split.all_columns(latent.reshape(out.shape[0], -1)), p["wo_b"])
 
 
 def index_qat_default(layout: CacheLayout) -> bool:

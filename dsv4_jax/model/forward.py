@@ -20,7 +20,7 @@ from ..ops.sequence import EARLY
 from ..plan import PackedPlan, StepPlan
 from ..step import CacheStep, LayerCacheHandle
 from .attention import attention
-from .hyper_connections import Residual, padded_rows, read, read_head
+from .hyper_connections import Residual, read, read_head
 from .moe import moe
 from .params import Params
 from .sampling import GREEDY, Sampling, sample
@@ -193,7 +193,7 @@ def block(
 ) -> tuple[Residual, LayerCacheHandle[KVCache]]:
     """One layer: attention over the cache, then experts."""
     cfg, implementation = handle.layout.cfg, handle.implementation
-    x, streams, *back = read(p, "hc_attn", residual, cfg, dtype, implementation, rows=padded_rows(dtype))
+    x, streams, *back = read(p, "hc_attn", residual, cfg, dtype, implementation)
     y, handle = attention(p["attn"], handle, x, index_qat=index_qat)
     x, streams, *back = read(p, "hc_ffn", Residual(streams, Written((y,), *back)), cfg, dtype, implementation)
     return Residual(streams, Written(moe(p["ffn"], x, tokens, cfg), *back)), handle

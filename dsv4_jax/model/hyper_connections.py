@@ -41,17 +41,15 @@ def read(
     cfg: DSV4Config,
     dtype: jax.typing.DTypeLike,
     implementation: Choice = None,
-    *,
-    rows: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """What a block of the layer p reads, at "hc_attn" or "hc_ffn".
 
     Returns:
-        (block input [max(T, rows), hidden] of `dtype`, normalised; streams, post and comb with which it writes).
+        (block input [T, hidden] of `dtype`, normalised; streams, post and comb with which it writes).
     """
     return hyper_connection(
         residual.streams, p[site]["fn"], _vector(p[site], p.get(_SITES[site])), residual.written,
-        iterations=cfg.hc_sinkhorn_iters, hc_eps=cfg.hc_eps, eps=cfg.rms_norm_eps, dtype=dtype, rows=rows,
+        iterations=cfg.hc_sinkhorn_iters, hc_eps=cfg.hc_eps, eps=cfg.rms_norm_eps, dtype=dtype,
         implementation=offered("hyper_connection", implementation),
     )  # fmt: skip
 

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..ops.numerics import pad_rows, unit_rms
+from .. import ops
+from ..ops.numerics import unit_rms
 from .quantised import Matrix, Quantised, product
 
 __all__ = ["linear", "matmul", "rms_norm"]
@@ -20,19 +21,13 @@ def linear(x: jax.Array, weight: Matrix) -> jax.Array:
     """x @ weight.T: [T, in] float32, [out, in] of any float dtype or fp8 as released -> [T, out] float32."""
     if isinstance(weight, Quantised):
         return product(x, weight)
+    if weight.dtype == jnp.bfloat16:
+        return ops.dense_bf16(x, weight)
     return matmul("ti,oi->to", x, weight)
 
 
-def matmul(spec: str, x: jax.Array, y: jax.Array, *, rounded: bool = False) -> jax.Array:
-    """Einsum of activations x and weights y, float32 result; `rounded`: of the weights' dtype, for the next product.
-
-    The first axis of x and of the result is rows, which bfloat16 weights do not have.
-    HIGHEST, because GPUs would otherwise round float32 factors to TF32.
-    """
-    if y.dtype == jnp.bfloat16:
-        padded = pad_rows(x.astype(jnp.bfloat16), y.dtype)
-        product = jnp.einsum(spec, padded, y, preferred_element_type=y.dtype if rounded else jnp.float32)
-        return product[: x.shape[0]]
+def matmul(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Einsum in float32. HIGHEST, because GPUs would otherwise round float32 factors to TF32."""
     return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
 

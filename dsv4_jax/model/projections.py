@@ -66,21 +66,11 @@ class Stacked:
 jax.tree_util.register_dataclass(Stacked, data_fields=["weight"], meta_fields=["names", "widths"])
 
 
-def products(p: Params, group: str, x: jax.Array, tokens: int | None = None) -> Mapping[str, Values]:
-    """x [T, in] times every matrix of a group the layer has: name -> [T, out] float32, `Columns` of stacked ones.
-
-    `tokens`: x has T rows or more (`ops.numerics.pad_rows`), of which the first T count; None: all do.
-    """
-    tokens = x.shape[0] if tokens is None else tokens
-
-    def given(weight: Matrix) -> jax.Array:
-        return x[:tokens] if isinstance(weight, Quantised) else x
-
+def products(p: Params, group: str, x: jax.Array) -> Mapping[str, Values]:
+    """x [T, in] times every matrix of a group the layer has: name -> [T, out] float32, `Columns` of stacked ones."""
     if group in p:
-        both = {name: columns for stack in p[group] for name, columns in stack(given(stack.weight)).items()}
-    else:
-        both = {name: linear(given(weight), weight) for name, weight in _matrices(p, group)}
-    return jax.tree.map(lambda product: product[:tokens], both)
+        return {name: columns for stack in p[group] for name, columns in stack(x).items()}
+    return {name: linear(x, weight) for name, weight in _matrices(p, group)}
 
 
 def stack_projections(params: Params) -> Params:

@@ -1,4 +1,4 @@
-"""dense_bf16: products with a bf16 matrix, such as the router's gate."""
+"""dense_bf16: products with a bf16 matrix."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from ..errors import ShapeError
 from .arguments import Check
 from .numerics import pad_rows
 from .registry import Choice, Implementation, run
@@ -20,33 +21,61 @@ class DenseBf16Arguments:
 
     x: jax.Array
     weights: jax.Array
+    groups: int
+    dtype: jnp.dtype
 
     @property
     def empty(self) -> bool:
         return self.x.size == 0 or self.weights.size == 0
 
 
-def dense_bf16(x: jax.Array, weights: jax.Array, *, implementation: Choice = None) -> jax.Array:
-    """x @ weights.T with float32 sums: [T, N] float32.
+def dense_bf16(
+    x: jax.Array,
+    weights: jax.Array,
+    *,
+    groups: int = 1,
+    dtype: jnp.dtype = jnp.float32,
+    implementation: Choice = None,
+) -> jax.Array:
+    """x @ weights.T with float32 sums: [T, N] of `dtype`.
+
+    With g groups the weights are g matrices [N / g, K] one after the other, and each multiplies its own K of x's g * K
+    columns: what V4's `wo_a` does to its groups of heads.
 
     Args:
-        x: [T, K] float, taken in bf16.
+        x: [T, groups * K] float, taken in bf16.
         weights: [N, K] bfloat16.
+        groups: of the weights' rows.
+        dtype: of the result, float32 or bfloat16.
 
     Raises:
         ShapeError: an argument has the wrong shape or dtype; the message names it.
         ImplementationError: as every op (`registry.pick`).
     """
     check = Check("dense_bf16")
-    x = check.array("x", x, "float", "T", "K")
+    x = check.array("x", x, "float", "T", "columns")
     weights = check.array("weights", weights, "bfloat16", "N", "K")
-    return run("dense_bf16", DenseBf16Arguments(x, weights), implementation)
+    rows, columns = weights.shape
+    if groups < 1 or rows % groups or x.shape[1] != groups * columns:
+        raise ShapeError(
+            f"dense_bf16: x has {x.shape[1]} columns, {groups} groups of weights [{rows}, {columns}] take "
+            f"{groups * columns}"
+        )
+    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
+        raise ShapeError(f"dense_bf16: dtype is {jnp.dtype(dtype).name}, expected float32 or bfloat16")
+    return run("dense_bf16", DenseBf16Arguments(x, weights, groups, jnp.dtype(dtype)), implementation)
 
 
 def reference(arguments: DenseBf16Arguments) -> jax.Array:
     """`dense_bf16` in `jnp`."""
-    x = pad_rows(arguments.x.astype(jnp.bfloat16), arguments.weights.dtype)
-    out = jnp.einsum("ti,oi->to", x, arguments.weights, preferred_element_type=jnp.float32)
+    weights, groups, dtype = arguments.weights, arguments.groups, arguments.dtype
+    x = pad_rows(arguments.x.astype(jnp.bfloat16), weights.dtype)
+    if groups == 1:
+        out = jnp.einsum("ti,oi->to", x, weights, preferred_element_type=dtype)
+    else:
+        x = x.reshape(x.shape[0], groups, -1)
+        weights = weights.reshape(groups, -1, weights.shape[1])
+        out = jnp.einsum("tgi,goi->tgo", x, weights, preferred_element_type=dtype).reshape(x.shape[0], -1)
     return out[: arguments.x.shape[0]]
 
 

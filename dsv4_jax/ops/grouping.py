@@ -4,13 +4,14 @@ Calls are one group if the same operations of XLA's come before them, and the sa
 operations waits longer for the whole group than for one call of it. A group waits for the groups that any call of it
 needs; calls that could start earlier than others for that, counted in kernels, are a group of their own. Groups never
 wait for one another in a circle: where an edge leads from one to another, no less comes before the second and no more
-after it, and it starts no earlier.
+after it, and it starts no earlier. A long group is cut where a call waits for all before it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 import math
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = ["ALIGNMENT", "Group", "Node", "Program", "groups_of", "in_order", "re
 # Bytes: slices that begin at a multiple are read where they lie, others are cut by XLA. Kernels load 16 bytes at a
 # time, but of int32, which are ids and counts.
 ALIGNMENT = 128
+MOST_CALLS = 64  # of a group: their results take memory until its end
 _PRODUCTS = ("dot_general", "ffi_call", "jit", "pjit")  # operations that take a kernel's time, if any
 
 
@@ -164,14 +166,32 @@ def groups_of(program: Program) -> list[Group]:
     members: dict[int, list[int]] = {}
     for i in range(len(program.nodes)):
         members.setdefault(group[i], []).append(i)
-    numbers = {name: k for k, name in enumerate(members)}
+    parts = [part for nodes in members.values() for part in _cut(program.nodes, nodes)]
+    number = {i: k for k, part in enumerate(parts) for i in part}
     return [
-        Group(
-            tuple(nodes), len(nodes) > 1,
-            frozenset(numbers[group[p]] for i in nodes for p in program.nodes[i].before if group[p] != name),
-        )
-        for name, nodes in members.items()
-    ]  # fmt: skip
+        Group(tuple(part), len(part) > 1, frozenset({number[p] for i in part for p in program.nodes[i].before} - {k}))
+        for k, part in enumerate(parts)
+    ]
+
+
+def _cut(nodes: list[Node], group: list[int]) -> list[list[int]]:
+    """The calls of a group in parts of up to `MOST_CALLS`, where there are calls that wait for all before them."""
+    waits: dict[int, int] = {}  # as bits
+    places = [0]
+    all_before = 0
+    for place, i in enumerate(group):
+        waits[i] = 0
+        for p in nodes[i].before & waits.keys():
+            waits[i] |= waits[p] | 1 << p
+        if place and waits[i] == all_before and places[-1] != place - 1:
+            places.append(place)
+        all_before |= 1 << i
+    places.append(len(group))
+    starts = [0]
+    for place, after in itertools.pairwise(places):
+        if place and after - starts[-1] > MOST_CALLS:
+            starts.append(place)
+    return [group[first:last] for first, last in itertools.pairwise([*starts, len(group)])]
 
 
 def _grouped(nodes: list[Node], calls: set[int]) -> list[int]:

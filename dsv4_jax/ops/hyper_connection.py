@@ -81,7 +81,6 @@ def hyper_connection(
     hc_eps: float,
     eps: float,
     dtype: jax.typing.DTypeLike = jnp.float32,
-    rows: int = 0,
     implementation: Choice = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Adds a block's output to the streams, mixes what the next block reads, and normalises it.
@@ -98,10 +97,9 @@ def hyper_connection(
         hc_eps: of `pre` and `sinkhorn`.
         eps: of the RMSNorms.
         dtype: of x, float32 or bfloat16.
-        rows: that x has at least, `MIN_ROWS` or fewer: those behind the tokens are zero (`numerics.pad_rows`).
 
     Returns:
-        x: [max(T, rows), D] of `dtype`, the block's input.
+        x: [T, D] of `dtype`, the block's input.
         streams: [T, n, D] float32, with the output of the block before.
         post, comb: [T, n] and [T, n, n] float32, for the block's own `Written`.
 
@@ -113,8 +111,7 @@ def hyper_connection(
         raise ShapeError(f"hyper_connection: iterations is {iterations}, expected at least 1")
     mixed = 2 + streams.shape[1] if getattr(streams, "ndim", 0) == 3 else 0
     given = _checked("hyper_connection", streams, fn, vector, written, mixed, 3, dtype)
-    rows = Check("hyper_connection").integer("rows", rows, 0, MIN_ROWS)
-    arguments = HyperConnectionArguments(*given, iterations, hc_eps, eps, jnp.dtype(dtype), rows)
+    arguments = HyperConnectionArguments(*given, iterations, hc_eps, eps, jnp.dtype(dtype), 0)
     return run("hyper_connection", arguments, implementation)
 
 
@@ -132,7 +129,7 @@ def hyper_head(
 ) -> jax.Array:
     """What the head reads: the streams after the last block, summed by their gates and normalised.
 
-    [max(T, rows), D] of `dtype`.
+    [max(T, rows), D] of `dtype`; `rows`: `MIN_ROWS` or fewer, those behind the tokens are zero (`numerics.pad_rows`).
 
     As `hyper_connection` with fn [n, n D], and in the vector base [n] and scale [1], those of the gates; implemented
     by it.

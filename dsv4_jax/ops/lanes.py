@@ -18,14 +18,15 @@ class Place:
 
     Attributes:
         lane: its stream; calls of a lane run in order. The first is XLA's.
-        early: it may start while the one before it ends.
-        awaited: whether a call of another lane waits for it.
+        early: whether it may start before what it waits for has ended: 1 behind the one before it on its lane, 2
+            behind the one that it waits for.
+        awaited: whether calls of other lanes wait for it: 1 for its end, 2 to start early behind it, 3 both.
         waits: calls of other lanes that it waits for.
     """
 
     lane: int
-    early: bool
-    awaited: bool
+    early: int
+    awaited: int
     waits: tuple[int, ...]
 
 
@@ -66,7 +67,7 @@ def places(nodes: Sequence[Node], early: frozenset[str]) -> list[Place]:
     tails: list[int | None] = [None]
     for i, each in enumerate(direct):
         own = [lanes[k] for k in sorted(each) if heirs[k] == i and tails[lanes[k]] == k]
-        free = [lane for lane, tail in enumerate(tails) if tail is not None and tail in before[i]]
+        free = [lane for lane, tail in enumerate(tails) if tail in before[i] and heirs.get(tail, i) <= i]
         if own:
             lane = min(own)
         elif not each and heirs[None] == i:
@@ -81,11 +82,19 @@ def places(nodes: Sequence[Node], early: frozenset[str]) -> list[Place]:
         lanes.append(lane)
         tails[lane] = i
     others = [tuple(sorted(k for k in each if lanes[k] != lanes[i])) for i, each in enumerate(direct)]
-    awaited = {k for each in others for k in each}
-    last: dict[int, int] = {}
-    out = []
-    for i, (node, lane) in enumerate(zip(nodes, lanes, strict=True)):
-        follows = lane == 0 and len(direct[i]) == 1 and last.get(lane) in direct[i]
-        out.append(Place(lane, follows and node.eqn.params["target_name"] in early, i in awaited, others[i]))
-        last[lane] = i
-    return out
+    soon = [node.eqn.params.get("target_name") in early for node in nodes]
+    starts = [_early(i, direct[i], lanes, soon) for i in range(len(nodes))]
+    awaited = [0] * len(nodes)
+    for start, each in zip(starts, others, strict=True):
+        for k in each:
+            awaited[k] |= 2 if start == 2 else 1
+    return [Place(*each) for each in zip(lanes, starts, awaited, others, strict=True)]
+
+
+def _early(i: int, direct: set[int], lanes: list[int], soon: list[bool]) -> int:
+    """`Place.early` of call i, which waits for `direct`. `soon`: whether calls may start early, and let others."""
+    if not soon[i]:
+        return 0
+    if lanes[i] == 0 and any(lanes[k] == 0 for k in direct):
+        return 1
+    return 2 if len(direct) == 1 and all(lanes[k] != lanes[i] and soon[k] for k in direct) else 0

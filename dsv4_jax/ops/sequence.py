@@ -30,13 +30,18 @@ T = TypeVar("T")
 TARGETS = frozenset(
     f"dsv4_{name}"
     for name in (
-        "append", "attend", "attend_rows", "compress_csa", "compress_hca", "dense_bf16", "dense_fp8", "entry_rows",
-        "finish_queries", "hyper_connection", "hyper_mixing", "index_scores", "moe", "normalise", "route", "swiglu",
-        "top_k",
+        "append", "attend", "attend_rows", "compress_csa", "compress_hca", "dense_bf16", "dense_fp8", "dense_stream",
+        "entry_rows", "finish_queries", "hyper_connection", "hyper_mixing", "index_scores", "moe", "normalise",
+        "route", "swiglu", "top_k",
     )
 )  # fmt: skip
 # Those that gain by starting while the kernel before them ends (docs/kernels.md: others take room that it needs).
-EARLY = frozenset(f"dsv4_{name}" for name in ("dense_fp8", "finish_queries", "hyper_connection", "normalise"))
+EARLY = frozenset(
+    f"dsv4_{name}"
+    for name in (
+        "dense_bf16", "dense_fp8", "dense_stream", "finish_queries", "hyper_connection", "normalise", "route",
+    )
+)  # fmt: skip
 
 
 def in_sequence(
@@ -57,7 +62,7 @@ def in_sequence(
         function: of pytrees of arrays, to be traced.
         targets: of the FFI calls that may be joined.
         platform: of the library that has the sequence: "cuda" or "cpu".
-        early: those that may start while the kernel before them ends, where they wait for no other.
+        early: those that may start while the kernel before them ends.
     """
 
     @functools.wraps(function)

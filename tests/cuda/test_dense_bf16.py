@@ -1,4 +1,4 @@
-"""The gate's product: its lowering on the CPU; on a GPU float64, and a row's bits alone and among others."""
+"""Products with bf16 weights: their lowering on the CPU; on a GPU float64, and a row's bits alone and among others."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dsv4_jax.ops import dense_bf16
 from ..ops.test_dense_bf16 import DenseBf16Test
 
 
-def lowered(rows: int, columns: int) -> str:
-    x, weights = (jax.ShapeDtypeStruct((n, columns), jnp.bfloat16) for n in (3, rows))
+def lowered(rows: int, columns: int, tokens: int = 17) -> str:
+    x, weights = (jax.ShapeDtypeStruct((n, columns), jnp.bfloat16) for n in (tokens, rows))
     call = jax.jit(functools.partial(dense_bf16, implementation="cuda"))
     return call.trace(x, weights).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -25,8 +25,10 @@ def lowered(rows: int, columns: int) -> str:
 def test_lowers_to_one_ffi_call() -> None:
     assert lowered(256, 4096).count("@dsv4_dense_bf16") == 1
     for rows, columns in ((520, 4096), (250, 4096), (256, 1024), (256, 4608)):
-        with pytest.raises(ImplementationError, match=f"columns in 1024s, not {rows} x {columns}"):
+        with pytest.raises(ImplementationError, match=f"17 rows of x and 1 groups of weights {rows} x {columns}"):
             lowered(rows, columns)
+    assert lowered(576, 384, tokens=16).count("@dsv4_dense_stream") == 1
+    assert lowered(256, 4096, tokens=1).count("@dsv4_dense_bf16") == 1  # the matrix alone decides
 
 
 @pytest.mark.gpu
@@ -38,4 +40,11 @@ class TestDenseBf16OnTheGpu(DenseBf16Test):
         x, weights = self.case(name, 200)
         among = self.run(x, weights)
         for first, size in ((0, 1), (3, 8), (100, 16), (31, 64), (180, 17)):
+            np.testing.assert_array_equal(self.run(x[first : first + size], weights), among[first : first + size])
+
+    @pytest.mark.parametrize("name", ["tiles", "parts"])
+    def test_few_rows_alone_and_among_others(self, name: str) -> None:
+        x, weights = self.case(name, 16)
+        among = self.run(x, weights)
+        for first, size in ((0, 1), (3, 8), (7, 9), (13, 3)):
             np.testing.assert_array_equal(self.run(x[first : first + size], weights), among[first : first + size])

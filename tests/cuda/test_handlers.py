@@ -126,6 +126,9 @@ CALLS = {
     "compress_hca": lambda: call_compress("online"),
     "dense_bf16": lambda: dense_bf16(jnp.zeros((3, 4096)), jnp.zeros((256, 4096), jnp.bfloat16), implementation="cuda"),
     "dense_fp8": call_dense_fp8,
+    "dense_stream": lambda: dense_bf16(
+        jnp.zeros((3, 1024)), jnp.zeros((512, 512), jnp.bfloat16), groups=2, implementation="cuda"
+    ),
     "entry_rows": lambda: entry_rows(
         jnp.zeros((4, 8), jnp.int32), IDS, IDS[:, None], base=0, per_block=4, blocks=3, implementation="cuda"
     ),

@@ -303,4 +303,5 @@ def test_decode_steps_on_a_gpu_call_the_kernels(monkeypatch) -> None:
     )
     joined = "|".join(sequences)
     assert joined.count("dsv4_attend;dsv4_dense_fp8;dsv4_dense_fp8") == 3
-    assert joined.count("dsv4_dense_fp8;dsv4_normalise;dsv4_dense_fp8;dsv4_finish_queries") == 3
+    queries = "dsv4_dense_fp8;(dsv4_dense_stream;)?dsv4_normalise;dsv4_dense_fp8;dsv4_finish_queries"
+    assert len(re.findall(queries, joined)) == 3

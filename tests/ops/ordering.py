@@ -23,7 +23,8 @@ __all__ = ["checked", "compare"]
 
 # Operands that a kernel asks for before the one before it has ended (`wait_for_previous` of csrc/).
 ASKED_EARLY = {
-    "dsv4_dense_fp8": (1, 2), "dsv4_finish_queries": (), "dsv4_hyper_connection": (1, 2), "dsv4_normalise": (1,),
+    "dsv4_dense_bf16": (1,), "dsv4_dense_fp8": (1, 2), "dsv4_dense_stream": (1,), "dsv4_finish_queries": (),
+    "dsv4_hyper_connection": (1, 2), "dsv4_normalise": (1,), "dsv4_route": (1,),
 }  # fmt: skip
 ALIGNED = 16  # bytes that kernels load at a time, but of int32
 # A value: its symbol, the element at which it begins, its shape and dtype.
@@ -106,7 +107,7 @@ class Symbols:
 
         for i, target in enumerate(attributes["targets"].split(";")):
             lane, early, awaited, waited = (next(wiring) for _ in range(4))
-            call = Call(target, lane, bool(early), bool(awaited), [next(wiring) for _ in range(waited)])
+            call = Call(target, lane, early, awaited, [next(wiring) for _ in range(waited)])
             reads, writes = next(wiring), next(wiring)
             inputs = []
             for index, offset, shape in [buffer() for _ in range(reads)]:
@@ -135,7 +136,7 @@ class Symbols:
 class Call:
     """A kernel of a joined call: when it runs, and the memory that it reads and writes."""
 
-    def __init__(self, target: str, lane: int, early: bool, awaited: bool, waits: list[int]) -> None:
+    def __init__(self, target: str, lane: int, early: int, awaited: int, waits: list[int]) -> None:
         self.target, self.lane, self.early, self.awaited, self.waits = target, lane, early, awaited, waits
         self.reads: list[int] = []
         self.writes: list[int] = []
@@ -147,11 +148,15 @@ def check_order(calls: list[Call]) -> None:
     tails: dict[int, int] = {}
     for i, call in enumerate(calls):
         assert 0 <= call.lane < MOST
-        assert all(k < i and calls[k].awaited for k in call.waits), "an event that nobody records"
+        event = 2 if call.early == 2 else 1
+        assert all(k < i and calls[k].awaited & event for k in call.waits), "an event that nobody records"
         direct = {*call.waits, *([tails[call.lane]] if call.lane in tails else [])}
         before.append(set().union(direct, *(before[k] for k in direct)))
         if call.early:
-            assert call.lane == 0 and call.lane in tails and not call.waits
+            if call.early == 1:
+                assert call.lane == 0 and call.lane in tails
+            else:
+                assert len(call.waits) == 1 and calls[call.waits[0]].target in ASKED_EARLY
             asked = {call.reads[k] for k in ASKED_EARLY[call.target]}
             assert not any(asked & {*other.writes} for other in calls[: i + 1]), f"{call.target} asks too early"
         tails[call.lane] = i

@@ -12,8 +12,9 @@ from dsv4_jax.ops import dense_bf16
 
 from .op_test import OpTest
 
-jit_dense = jax.jit(dense_bf16, static_argnames="implementation")
-MATRICES = {"flash": (256, 4096), "pro": (384, 7168), "least": (8, 2048)}  # rows and columns of the weights
+jit_dense = jax.jit(dense_bf16, static_argnames=("groups", "dtype", "implementation"))
+# Rows and columns of the weights.
+MATRICES = {"flash": (256, 4096), "pro": (384, 7168), "least": (8, 2048), "tiles": (640, 384), "parts": (1536, 4096)}
 
 
 class DenseBf16Test(OpTest):
@@ -26,12 +27,24 @@ class DenseBf16Test(OpTest):
     def run(self, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
         return np.asarray(jit_dense(x, weights, implementation=self.implementation))
 
-    @pytest.mark.parametrize(("name", "tokens"), [("flash", 1), ("flash", 70), ("pro", 9), ("least", 17)])
+    @pytest.mark.parametrize(
+        ("name", "tokens"), [("flash", 1), ("flash", 70), ("pro", 9), ("least", 17), ("tiles", 5), ("parts", 16)]
+    )
     def test_equals_float64(self, name: str, tokens: int) -> None:
         x, weights = self.case(name, tokens)
         got, want = self.run(x, weights), x.astype(np.float64) @ weights.astype(np.float64).T
         assert got.dtype == np.float32 and got.shape == want.shape
         assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
+
+    @pytest.mark.parametrize("tokens", [3, 16])
+    def test_groups_have_columns_of_their_own(self, tokens: int) -> None:
+        x, weights = self.case("tiles", tokens)
+        wide = np.concatenate([x, x[:, ::-1]], 1)
+        parts = [self.run(part, half) for part, half in ((x, weights[:320]), (x[:, ::-1], weights[320:]))]
+        got = {dtype: jit_dense(wide, weights, groups=2, dtype=dtype, implementation=self.implementation)
+               for dtype in (jnp.float32, jnp.bfloat16)}  # fmt: skip
+        np.testing.assert_allclose(got[jnp.float32], np.concatenate(parts, 1), rtol=0, atol=1e-3)
+        np.testing.assert_array_equal(got[jnp.bfloat16], got[jnp.float32].astype(jnp.bfloat16))
 
     def test_float32_rows_are_taken_in_bf16(self) -> None:
         x, weights = self.case("least", 3)
@@ -48,5 +61,11 @@ def test_no_tokens() -> None:
 
 
 def test_refuses_other_shapes() -> None:
-    with pytest.raises(ShapeError, match=r"weights is float32 \[8, 64\], expected bfloat16 \[N, 64\]"):
+    x, weights = jnp.zeros((1, 64)), jnp.zeros((8, 64), jnp.bfloat16)
+    for groups, columns in ((2, 128), (0, 0), (3, 192)):
+        with pytest.raises(ShapeError, match=rf"x has 64 columns, {groups} groups of weights \[8, 64\] take {columns}"):
+            dense_bf16(x, weights, groups=groups)
+    with pytest.raises(ShapeError, match="dtype is float16, expected float32 or bfloat16"):
+        dense_bf16(x, weights, dtype=jnp.float16)
+    with pytest.raises(ShapeError, match=r"weights is float32 \[8, 64\], expected bfloat16 \[N, K\]"):
         dense_bf16(jnp.zeros((1, 64)), jnp.zeros((8, 64)))

@@ -118,7 +118,9 @@ EXAMPLES: dict[str, Callable[[], Iterator[Any]]] = {
         for rows in (2, 300) for dtype in (jnp.float32, jnp.bfloat16)
     ),
     "dense_bf16": lambda: (
-        DenseBf16Arguments(floats(2, 4096), jnp.zeros((rows, 4096), jnp.bfloat16)) for rows in (16, 1024)
+        DenseBf16Arguments(floats(tokens, 4096), jnp.zeros((rows, 4096 // groups), jnp.bfloat16), groups,
+                           jnp.dtype(dtype))
+        for tokens, rows, groups in ((2, 16, 1), (2, 1024, 2), (17, 1024, 1)) for dtype in (jnp.float32, jnp.bfloat16)
     ),
     "entry_rows": lambda: (
         EntryRowsArguments(ints(2, keys), ints(2), ints(3, 4), 8, 16, 5) for keys in (1, 2**22 + 1)
@@ -353,7 +355,7 @@ def test_unknown_names(op: str) -> None:
 def test_every_source_of_csrc_belongs_to_an_op() -> None:
     """CMake's list, the sources and the handlers they export are those of the registry, of swaps and sequences."""
     cuda = [find(op.name, "cuda") for op in OPS.values() if "cuda" in op.names]
-    others = {"attend": ("attend_rows.cu",)}  # sources of an op beside its own
+    others = {"attend": ("attend_rows.cu",), "dense_bf16": ("dense_stream.cu",)}  # sources of an op beside its own
     sources = {"swap.cu", "sequence.cu", *(f"{implementation.op}.cu" for implementation in cuda)}
     sources.update(*others.values())
     csrc = ROOT / "csrc"

@@ -15,7 +15,7 @@ import pytest
 from dsv4_jax import ffi
 from dsv4_jax.cache import KVCache
 from dsv4_jax.layout import CacheLayout
-from dsv4_jax.ops import in_sequence
+from dsv4_jax.ops import grouping, in_sequence
 from dsv4_jax.ops.grouping import groups_of, in_order, read_program
 from dsv4_jax.ops.lanes import MOST, places, waits_of
 from dsv4_jax.tiers.host_cache import HostCache
@@ -135,7 +135,8 @@ def test_random_calls_do_what_they_did_whatever_their_lanes_leave_open(seed: int
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_groups_and_lanes_keep_what_must_come_first_first(seed: int) -> None:
+def test_groups_and_lanes_keep_what_must_come_first_first(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr(grouping, "MOST_CALLS", 3 if seed % 2 else 64)
     function, arrays = random_program(seed)
     program = read_program(jax.make_jaxpr(function)(*arrays).jaxpr, frozenset({"dsv4_call"}))
     groups = groups_of(program)
@@ -152,7 +153,8 @@ def test_groups_and_lanes_keep_what_must_come_first_first(seed: int) -> None:
             before = {*where.waits, *([tails[where.lane]] if where.lane in tails else [])}
             done.append(set().union(before, *(done[k] for k in before)))
             assert needed <= done[-1] and where.lane < MOST
-            assert not where.early or before == {tails[where.lane]}
+            assert where.early != 1 or (where.lane == 0 and 0 in tails)
+            assert where.early != 2 or len(where.waits) == 1
             tails[where.lane] = i
         for i, node in enumerate(nodes):  # within a group nobody reads what another has overwritten
             for v in node.overwrites if group.joined else ():

@@ -1,0 +1,82 @@
+// How the dense products' kernel (dense_fp8_kernel.cuh) is launched.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "dense_fp8_kernel.cuh"
+
+namespace dsv4 {
+
+// The driver's function, asked of the runtime: nothing is linked against the driver.
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+inline EncodeTiled encode_tiled() {
+  static const EncodeTiled found = [] {
+    constexpr unsigned kSince = 12000;  // CUDA 12.0
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, kSince, cudaEnableDefault, &result);
+    return error == cudaSuccess ? reinterpret_cast<EncodeTiled>(function) : nullptr;
+  }();
+  return found;
+}
+
+// A matrix [rows, width] of bf16 in boxes of 64 columns and `box_rows` rows, `boxes` at a time.
+inline cudaError_t map_matrix(const void* matrix, int rows, size_t width, unsigned box_rows, unsigned boxes,
+                              CUtensorMap* map) {
+  const EncodeTiled encode = encode_tiled();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  constexpr cuuint64_t kColumns = kBlockColumns, kBoxBytes = kRowBytes;
+  const cuuint64_t sizes[] = {kColumns, static_cast<cuuint64_t>(rows), width / kColumns};
+  const cuuint64_t strides[] = {width * sizeof(__nv_bfloat16), kBoxBytes};
+  const cuuint32_t box[] = {kColumns, box_rows, boxes}, steps[] = {1, 1, 1};
+  const CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(matrix), sizes, strides,
+                                 box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// Parts of K: up to eight of 512 columns or more, so that tiles of 64 rows of the weights and a part of K are 384. Of
+// the matrix alone: a row's bits depend on it.
+inline int parts_of(int weight_rows, int columns) {
+  constexpr int kEnough = 384, kMost = 8, kLeastColumns = 512;
+  int parts = 1;
+  while (parts < kMost && weight_rows / kDenseRows * parts < kEnough && columns % (2 * parts * kDenseColumns) == 0 &&
+         columns / (2 * parts) >= kLeastColumns) {
+    parts *= 2;
+  }
+  return parts;
+}
+
+template <typename Shape, unsigned kCluster>
+cudaError_t launch_cluster(const DenseFp8Args& args, int window, cudaStream_t stream) {
+  DenseMaps<Shape> maps;
+  cudaError_t error = map_matrix(args.x, args.rows, static_cast<size_t>(args.groups) * args.columns, Shape::kRows,
+                                 Shape::kBoxes, &maps.of[0]);
+  if constexpr (Shape::kBytes == 2) {
+    if (error == cudaSuccess)
+      error = map_matrix(args.codes, args.weight_rows, args.columns, kDenseRows, Shape::kBoxes, &maps.of[1]);
+  }
+  if (error != cudaSuccess) return error;
+  const dim3 grid(kCluster, (args.rows + Shape::kRows - 1) / Shape::kRows, args.weight_rows / Shape::kTileRows);
+  return start(dense_fp8_kernel<Shape, kCluster>, {grid, Shape::kThreads, Shape::kSharedBytes, kCluster}, follows,
+               stream, args, maps, window);
+}
+
+template <typename Shape>
+cudaError_t launch_with(const DenseFp8Args& args, int parts, int window, cudaStream_t stream) {
+  if (args.weight_rows / args.groups % Shape::kTileRows != 0 || args.columns % (parts * Shape::kColumns) != 0)
+    return cudaErrorInvalidValue;
+  window = window == 0 ? Shape::kWindow : std::min(window, Shape::kStages);
+  if (parts == Shape::kSplit) return launch_cluster<Shape, 1>(args, window, stream);
+  if constexpr (Shape::kSplit > 1) {
+    if (parts == 2 * Shape::kSplit) return launch_cluster<Shape, 2>(args, window, stream);
+    if (parts == 4 * Shape::kSplit) return launch_cluster<Shape, 4>(args, window, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace dsv4
