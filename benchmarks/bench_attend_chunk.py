@@ -1,21 +1,24 @@
 """attend of a long chunk of one request: over its fp8 rows, and over bf16 rows they are decoded to once.
 
-    python benchmarks/bench_attend_chunk.py path/to/libdsv4_cuda.so [--old LIBRARY] [--tokens 4096] [--json FILE]
+    python benchmarks/bench_attend_chunk.py path/to/libdsv4_cuda.so [--old LIBRARY] [--variant LIBRARY ...]
+        [--tokens 4096] [--json FILE]
 
 Kernel times by CUDA-graph replays of the plain C entries. Before timing, every result over bf16 rows is compared with
 that over the fp8 rows they come from, bit by bit. Windows of neighbouring tokens overlap; CSA's tokens choose 512 of
-32,768 entries each, HCA's see all before them. Needs torch and a GPU.
+32,768 entries each, HCA's see all before them. `--variant`: other builds of csrc/attend_rows.cu, checked and timed in
+the same run, in turns. Needs torch and a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import pathlib
 
 import torch
 from bench_attend_graph import Case, check, check_batch_invariance, decode, make_pool
-from graph_timing import Recorder, copy_ceiling, microseconds
+from graph_timing import Recorder, copy_ceiling, in_turns, microseconds
 
 from dsv4_jax.cuda.attend import cut, split_count
 from dsv4_jax.cuda.c_entries import AttendRowsArgs, Rows, open_entry
@@ -51,13 +54,13 @@ class Chunk(Case):
         return AttendRowsArgs(args, self.sums.data_ptr())
 
 
-def compare(fp8, rows, tokens: int, heads: int, window: int, entries: int, cuts: tuple[int, int, int]) -> None:
+def compare(fp8, kernels, tokens: int, heads: int, window: int, entries: int, cuts: tuple[int, int, int]) -> None:
     pools = (make_pool(max(1024, 2 * window)), make_pool(4096))
     case = Chunk(tokens, heads, window, entries, pools, ragged=True)
     for fused in (False, True):
         fp8(case.arguments(0, tokens, fused), *cuts, stream())
         out, lse = case.out, case.lse
-        for blocks in (BLOCKS, 3):
+        for (name, rows), blocks in itertools.product(kernels.items(), (BLOCKS, 3)):
             args = case.over_rows(cuts[0], fused)
             rows(args, blocks, *cuts, stream())
             torch.cuda.synchronize()
@@ -65,7 +68,7 @@ def compare(fp8, rows, tokens: int, heads: int, window: int, entries: int, cuts:
             if not (torch.equal(case.out, out) and torch.equal(case.lse, lse)):
                 off = (case.out.float() - out.float()).norm() / out.float().norm()
                 verdict = f"NOT EQUAL, {float(off):.1e}, lse {float((case.lse - lse).abs().max())}"
-            shape = f"{tokens} tokens, {heads} heads, {window} + {entries} keys, cut {cuts}"
+            shape = f"{name}: {tokens} tokens, {heads} heads, {window} + {entries} keys, cut {cuts}"
             print(f"{shape}, fused {fused}, {blocks} blocks: {verdict}", flush=True)
 
 
@@ -82,23 +85,27 @@ def chunk_case(name: str, tokens: int, pools) -> Chunk:
     return case
 
 
-def time_chunks(fp8, rows, tokens: int, recorder: Recorder) -> None:
+def time_chunks(fp8, kernels, tokens: int, recorder: Recorder) -> None:
     for name, (heads, entries, total) in CHUNKS.items():
         pools = (make_pool(tokens + 256), make_pool(max(total, 64)))
         case = chunk_case(name, tokens, pools)
         splits = split_count(128, entries, heads)
         cuts = (splits, *cut(heads))
         plain = case.arguments(0, tokens, fused=True)
-        before = microseconds([lambda a=plain, c=cuts: fp8(a, *c, stream())], 3)
-        out = case.out
-        over = case.over_rows(splits, fused=True)
-        now = microseconds([lambda a=over, c=cuts: rows(a, BLOCKS, *c, stream())], 3)
+        fp8(plain, *cuts, stream())
+        (out, kept), over = (case.out, case.lse), case.over_rows(splits, fused=True)  # the graphs write to both
+        calls = {"fp8 rows": lambda a=plain, c=cuts: fp8(a, *c, stream())}
+        for kernel, rows in kernels.items():
+            calls[kernel] = lambda a=over, c=cuts, r=rows: r(a, BLOCKS, *c, stream())
+            case.out.fill_(torch.nan)
+            calls[kernel]()
+            if not (torch.equal(out, case.out) and torch.equal(kept, case.lse)):
+                print(f"{name}: {kernel} NOT EQUAL", flush=True)
         keys = 128 * tokens + int(case.count.sum()) * (entries > 0)
-        flops = 4 * heads * 512 * keys
-        print(f"{name:9} {tokens} tokens: fp8 rows {before:7.1f} us, bf16 rows {now:7.1f} us, {flops / now / 1e6:4.0f} "
-              f"TFLOP/s, {'equal' if torch.equal(out, case.out) else 'NOT EQUAL'}", flush=True)  # fmt: skip
-        recorder.add("attend", f"{name}-chunk", tokens, now)
-        recorder.add("attend", f"{name}-chunk", tokens, before, variant="fp8 rows", tuning=True)
+        for kernel, us in in_turns(calls).items():
+            print(f"{name:9} {kernel:20} {us:7.1f} us, {4 * heads * 512 * keys / us / 1e6:4.0f} TFLOP/s", flush=True)
+            how = {} if kernel == "library" else {"variant": kernel, "tuning": True}
+            recorder.add("attend", f"{name}-chunk", tokens, us, **how)
 
 
 def time_decode(libraries, pools, fused: bool = True) -> None:
@@ -118,11 +125,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("library")
     parser.add_argument("--old", help="another library, whose decode times are shown before")
+    parser.add_argument("--variant", action="append", default=[], type=pathlib.Path, metavar="LIBRARY")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the record of the run")
     options = parser.parse_args()
     library = ctypes.CDLL(options.library)
-    fp8, rows = open_entry(library, "attend"), open_entry(library, "attend_rows")
+    fp8, kernels = open_entry(library, "attend"), {"library": open_entry(library, "attend_rows")}
+    kernels |= {path.stem: open_entry(ctypes.CDLL(str(path)), "attend_rows") for path in options.variant}
     torch.manual_seed(0)
     check(lambda args, n: fp8(args, n, 1 << 20, n, stream()), 65, 64, 128, 512, 2)
     check_batch_invariance(lambda args, n: fp8(args, n, 1 << 20, n, stream()), 2)
@@ -130,9 +139,9 @@ def main() -> None:
         print("decode, us: throughput old, new; latency old, new", flush=True)
         time_decode([open_entry(ctypes.CDLL(options.old), "attend"), fp8], (make_pool(1 << 19), make_pool(3 << 20)))
     for shape, cuts in COMPARED:
-        compare(fp8, rows, *shape, cuts)
+        compare(fp8, kernels, *shape, cuts)
     recorder = Recorder()
-    time_chunks(fp8, rows, options.tokens, recorder)
+    time_chunks(fp8, kernels, options.tokens, recorder)
     recorder.write(options.json, copy_gb_per_s=copy_ceiling())
 
 

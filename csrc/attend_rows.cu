@@ -8,6 +8,7 @@
 #include "alignment.h"
 #include "attend_rows_kernel.cuh"
 #include "built_for.h"
+#include "tensor_map.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace {
@@ -23,9 +24,17 @@ cudaError_t launch(const dsv4::AttendRowsArgs& args, int blocks, int splits, dsv
   work.window_tiles = (a.window_keys + dsv4::kTile - 1) / dsv4::kTile;
   work.splits = splits;
   work.cut = cut;
+  dsv4::RowsMaps maps = {};
+  const auto pool = [](const dsv4::Rows& rows, CUtensorMap& map) {
+    return dsv4::map_matrices(rows.nope, 2, 1, rows.rows, dsv4::kDim, dsv4::kWarpRows, &map);
+  };
+  cudaError_t error = dsv4::map_matrices(a.queries, 3, a.tokens, a.heads, dsv4::kDim, dsv4::kWarpRows, &maps.queries);
+  if (error == cudaSuccess) error = pool(a.window, maps.window);
+  if (error == cudaSuccess) error = pool(a.entries, maps.entries);
+  if (error != cudaSuccess) return error;
   const dim3 grid(std::min(blocks, work.units));
   return dsv4::start(dsv4::attend_rows_kernel, {grid, dsv4::kRowsThreads, sizeof(dsv4::RowsShared)}, dsv4::follows,
-                     stream, args, work);
+                     stream, args, maps, work);
 }
 
 using Pool = ffi::AnyBuffer;  // [rows, 512] of bf16, or their bits

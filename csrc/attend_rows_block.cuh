@@ -3,6 +3,7 @@
 
 #include "attend_consumers.cuh"
 #include "attend_merge.cuh"
+#include "bulk_copy.cuh"
 
 namespace dsv4 {
 
@@ -19,17 +20,22 @@ static_assert(kSumThreads * kSumRegisters + kWarpgroup * (kWeighRegisters + kCop
               "an SM's registers");
 
 // Hardware barriers; 0 is __syncthreads.
-enum AttendRowsBarrier : int { kStatsReady = 1, kStatsFree, kSharesReady, kHeldQueries };
+enum AttendRowsBarrier : int { kStatsReady = 1, kStatsFree, kSharesReady, kHeldQueries, kTileRead };  // and the next
 
-// Sums of a run as halves: two to a word, as a thread holds them, rows r and r + 8 one after the other.
-constexpr int kSumWords = 2 * 2 * kSumCells;                           // of a thread
-constexpr int kSumVectors = kSumWords / 4;                             // of four words
-constexpr int kRunBytes = kSumWords * sizeof(uint32_t) * kSumThreads;  // of a run, in memory
-using SumWords = uint32_t[kSumWords];
+// Sums of a run, as halves.
+constexpr int kRunBytes = kHeads * kDim * sizeof(__half);
+constexpr uint32_t kWarpBlockBytes = kWarpRows * kRowBytes;  // of a warp's rows in a block of 64 columns
+constexpr int kRowsInFlight = 4;                             // of a warp, where a token's output is made
 
 struct AttendRowsArgs {
   AttendArgs attend;  // `nope` of its Rows is [rows, 512] bf16, the others are not there
-  uint4* sums;        // [blocks][runs - 1][kSumVectors][kSumThreads]: of the runs of a token before its last
+  uint4* sums;        // [blocks][runs - 1][kHeads][kLanes] twice, a half each: of the runs of a token before its last
+};
+
+// What the copy engine reads, in boxes of 64 columns and 16 rows.
+struct RowsMaps {
+  CUtensorMap queries;          // its axes: columns, heads, tokens
+  CUtensorMap window, entries;  // columns, rows
 };
 
 struct RowsShared {

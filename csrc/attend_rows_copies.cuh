@@ -10,6 +10,7 @@ constexpr int kRowsAtOnce = kLanes / kSwizzle;  // that a warp copies
 // One of four warps: rows [16 warp, 16 warp + 16) of every tile; lane l knows the id of row l % 16.
 struct RowsCopier {
   const AttendArgs& args;
+  const RowsMaps& maps;
   int window_tiles, warp, lane;
 
   // The row id of this lane's key in a tile, -1 if it is none; an id past the pool reads its last row.
@@ -40,6 +41,21 @@ struct RowsCopier {
     }
   }
 
+  // Whether the warp's rows of a tile lie one after the other, as windows and HCA's entries do.
+  __device__ __forceinline__ bool in_order(int id) const {
+    const int first = __shfl_sync(kAllLanes, id, 0);
+    return first >= 0 && __all_sync(kAllLanes, id == first + within<kCopyRows>(lane));
+  }
+
+  // Calls `copy(to, column)` for the warp's rows of each block of a place.
+  template <typename Copy>
+  __device__ __forceinline__ void boxes(uint32_t place, const Copy& copy) const {
+#pragma unroll
+    for (int block = 0; block < kKeyBlocks; ++block) {
+      copy(place + block * kBlockBytes + warp * kWarpBlockBytes, block * kBlockColumns);
+    }
+  }
+
   __device__ __forceinline__ void copy_rows(uint32_t to, int tile, int id) const {
     const uint8_t* pool = (tile < window_tiles ? args.window : args.entries).nope;
 #pragma unroll
@@ -49,13 +65,14 @@ struct RowsCopier {
     }
   }
 
-  __device__ __forceinline__ void copy_queries(uint32_t to, const RowsUnit& u) const {
-    const auto* queries = reinterpret_cast<const uint8_t*>(args.queries);
-#pragma unroll
-    for (int i = 0; i < kCopyRows; i += kRowsAtOnce) {
-      const int row = warp * kCopyRows + i + over<kSwizzle>(lane), h = u.head + row;
-      copy_four(to, row, queries, static_cast<int64_t>(u.token) * args.heads + h, h < args.heads);
-    }
+  // By one lane, with the copy engine: rows in order, and queries.
+  __device__ __forceinline__ void copy_run(uint32_t place, int tile, int first, uint32_t full) const {
+    const CUtensorMap& map = tile < window_tiles ? maps.window : maps.entries;
+    boxes(place, [&](uint32_t to, int column) { copy_box(to, map, column, first, full); });
+  }
+  __device__ __forceinline__ void copy_queries(uint32_t place, const RowsUnit& u, uint32_t full) const {
+    const int head = u.head + warp * kCopyRows;
+    boxes(place, [&](uint32_t to, int column) { copy_box(to, maps.queries, column, head, u.token, full); });
   }
 };
 
@@ -68,27 +85,29 @@ __device__ __forceinline__ void copies_arrive(uint32_t bar) {
 // a fence before it reads it with the matrix units.
 __device__ __forceinline__ void copy_all(const RowsCopier& c, const RowsWork& work, RowsShared& s) {
   Ring place;
-  const auto copied = [&](uint32_t seen) {
-    const uint32_t full = shared_address(&s.full[place.index]);
-    copies_arrive(full);
-    if (c.lane == 0) {
-      reinterpret_cast<uint16_t*>(s.visible[place.index])[c.warp] = static_cast<uint16_t>(seen);
-      barrier_arrive(full);
-    }
-    place.advance();
-  };
   for (int i = blockIdx.x; i < work.units; i += gridDim.x) {
     const RowsUnit u = work.unit(c.args, i);
     int id = c.load_id(u, 0);
-    barrier_wait(shared_address(&s.empty[place.index]), place.phase ^ 1);
-    c.copy_queries(shared_address(s.keys[place.index]), u);
-    copied(0);
-    for (int tile = 0; tile < u.tiles; ++tile) {
-      const int next_id = tile + 1 < u.tiles ? c.load_id(u, tile + 1) : -1;
+    for (int tile = -1; tile < u.tiles; ++tile) {  // the queries first
+      const bool queries = tile < 0;
+      const int next_id = queries ? id : tile + 1 < u.tiles ? c.load_id(u, tile + 1) : -1;
       const uint32_t seen = __ballot_sync(kAllLanes, id >= 0);
+      const bool engine = queries || c.in_order(id);
       barrier_wait(shared_address(&s.empty[place.index]), place.phase ^ 1);
-      c.copy_rows(shared_address(s.keys[place.index]), tile, id);
-      copied(seen);
+      const uint32_t full = shared_address(&s.full[place.index]), to = shared_address(s.keys[place.index]);
+      if (!engine) c.copy_rows(to, tile, id);
+      copies_arrive(full);
+      if (c.lane == 0) {
+        reinterpret_cast<uint16_t*>(s.visible[place.index])[c.warp] = static_cast<uint16_t>(seen);
+        barrier_expect(full, engine ? kKeyBlocks * kWarpBlockBytes : 0);
+        if (queries) {
+          c.copy_queries(to, u, full);
+        } else if (engine) {
+          c.copy_run(to, tile, id, full);
+        }
+      }
+      __syncwarp();
+      place.advance();
       id = next_id;
     }
   }

@@ -24,37 +24,54 @@ __device__ __forceinline__ void settle(uint32_t (&x)[kWords]) {
   for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(x[i]));
 }
 
-// The sums of a run as halves: the 256 columns of a row in units of their own, such that the largest lies in [2^14,
-// 2^15).
-__device__ __forceinline__ void in_units(RowsShared& s, const Sums& o, SumWords& words, int run, int group,
-                                         int thread) {
-  const int lane = lane_of(thread), upper = accumulator_row(warp_of(thread) & 3, lane);
+// Leaves the sums of a run in shared memory as halves, the 256 columns of a row in units of their own, such that the
+// largest lies in [2^14, 2^15). They lie as a tile's keys do; `to`: the warp's 16 rows, of the first of four blocks.
+__device__ __forceinline__ void store_units(RowsShared& s, const Sums& o, uint32_t to, int run, int group, int warp,
+                                            int lane) {
+  const int upper = accumulator_row(warp, lane);
+  float factor[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const uint32_t exponent = unit_exponent(o, half);
-    const float factor = of_exponent_field(exponent);
+    factor[half] = of_exponent_field(exponent);
     if (quad_lane(lane) == 0) s.unit[run][upper + kLowerRow * half][group] = static_cast<uint8_t>(2 * kBias - exponent);
+  }
+  // Four matrices of eight rows at a time: the upper and lower rows of two chunks; a lane names a row of one of them.
+  const int row = within<2 * kSwizzle>(lane), second = over<2 * kSwizzle>(lane);
+  to += row * kRowBytes;
 #pragma unroll
-    for (int j = 0; j < 2 * kSumCells; ++j) {
-      const float* x = o[over<kSumCells>(j)] + within<kSumCells>(j) * kCell + 2 * half;
-      const __half2 y = __floats2half2_rn(x[0] * factor, x[1] * factor);
-      words[half * 2 * kSumCells + j] = reinterpret_cast<const uint32_t&>(y);
+  for (int j = 0; j < 2 * kSumCells; j += 2) {
+    uint32_t words[kFragment];
+#pragma unroll
+    for (int k = 0; k < kFragment; ++k) {
+      const int cell = j + over<2>(k), half = within<2>(k);
+      const float* x = o[over<kSumCells>(cell)] + within<kSumCells>(cell) * kCell + 2 * half;
+      const __half2 y = __floats2half2_rn(x[0] * factor[half], x[1] * factor[half]);
+      words[k] = reinterpret_cast<const uint32_t&>(y);
     }
+    store_matrices(to + over<kSwizzle>(j) * kBlockBytes + swizzled(within<kSwizzle>(j) + second, row), words);
   }
+  __syncwarp();
 }
 
-// Where a thread's sums of a run that is not the last lie in memory.
-__device__ __forceinline__ uint4* kept_run(const AttendRowsArgs& args, int run, int splits, int thread) {
-  return args.sums + (static_cast<int64_t>(blockIdx.x) * (splits - 1) + run) * (kSumVectors * kSumThreads) + thread;
+// Where this lane's chunk of a row of the warp's lies, from the first of the four blocks.
+__device__ __forceinline__ uint32_t chunk_of(int row, int lane) {
+  return over<kSwizzle>(lane) * kBlockBytes + row * kRowBytes + swizzled(within<kSwizzle>(lane), row);
 }
 
-__device__ __forceinline__ void keep_run(const AttendRowsArgs& args, const SumWords& words, int run, int splits,
-                                         int thread) {
-  uint4* to = kept_run(args, run, splits, thread);
-#pragma unroll
-  for (int i = 0; i < kSumVectors; ++i) {
-    to[i * kSumThreads] = {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]};
-  }
+// Where this lane's chunks of a run that is not the last lie in memory: of row i of the warp kLanes * i further on.
+__device__ __forceinline__ uint4* kept_run(const AttendRowsArgs& args, int run, int splits, int group, int warp,
+                                           int lane) {
+  const int64_t before = static_cast<int64_t>(blockIdx.x) * (splits - 1) + run;
+  return args.sums + (before * kSumWarps + group * kWarpgroupWarps + warp) * (kWarpRows * kLanes) + lane;
+}
+
+__device__ __forceinline__ void keep_run(const AttendRowsArgs& args, uint32_t from, int run, int splits, int group,
+                                         int warp, int lane) {
+  uint4* to = kept_run(args, run, splits, group, warp, lane);
+#pragma unroll kRowsInFlight
+  for (int row = 0; row < kWarpRows; ++row) to[row * kLanes] = load_shared(from + chunk_of(row, lane));
+  fence_for_mma();  // and for copies into the place
 }
 
 // How much of each run's sums enters the output, and the LSE. All consumers call it, four a row, each for two runs.
@@ -87,103 +104,81 @@ __device__ __forceinline__ void weigh_runs(const AttendArgs& args, RowsShared& s
   }
 }
 
-// Of four words a lane, its cells c to c + 3 of a row: afterwards lane q of a quad has all of cell c + q.
-__device__ __forceinline__ uint4 own_cell(uint32_t (&w)[kQuad], int lane) {
-  const bool odd = (lane & 1) != 0, high = (lane & 2) != 0;
-  const uint32_t a = __shfl_xor_sync(kAllLanes, odd ? w[0] : w[1], 1);
-  const uint32_t b = __shfl_xor_sync(kAllLanes, odd ? w[2] : w[3], 1);
-  const uint32_t x0 = odd ? a : w[0], x1 = odd ? w[1] : a, x2 = odd ? b : w[2], x3 = odd ? w[3] : b;
-  const uint32_t c = __shfl_xor_sync(kAllLanes, high ? x0 : x2, 2);
-  const uint32_t d = __shfl_xor_sync(kAllLanes, high ? x1 : x3, 2);
-  return high ? make_uint4(c, d, x2, x3) : make_uint4(x0, x1, c, d);
+// x += weight * the eight halves of a chunk.
+__device__ __forceinline__ void add_chunk(float (&x)[kChunk], const uint4& halves, float weight) {
+  const uint32_t words[] = {halves.x, halves.y, halves.z, halves.w};
+#pragma unroll
+  for (int i = 0; i < kChunk / 2; ++i) {
+    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
+    x[2 * i] = fmaf(weight, pair.x, x[2 * i]), x[2 * i + 1] = fmaf(weight, pair.y, x[2 * i + 1]);
+  }
 }
 
-// Adds up the runs of a token in order, with the sink, and writes the output. All consumers call it, with the sums of
-// the last run.
-__device__ __forceinline__ void finish_rows(const AttendRowsArgs& args, RowsShared& s, const SumWords& words,
-                                            const RowsUnit& u, int splits, int group, int thread) {
+// Adds up the runs of a token in order, with the sink, and writes the output: a warp its 16 rows, a lane eight columns
+// of each. All consumers call it; `last_run`: the warp's part of the last run, in shared memory.
+__device__ __forceinline__ void finish_rows(const AttendRowsArgs& args, RowsShared& s, uint32_t last_run,
+                                            const RowsUnit& u, int splits, int group, int warp, int lane, int thread) {
   const AttendArgs& a = args.attend;
-  const int lane = lane_of(thread), quad = quad_lane(lane), upper = accumulator_row(warp_of(thread) & 3, lane);
-  // A part of a row's cells at a time: all that a thread has of them would not fit its registers.
-  constexpr int kCells = 2 * kSumCells, kPart = 16, kVectors = kPart / 4;
-  // The first run's sums and the angles are asked for before they are waited for.
   const bool several = u.runs > 1;
-  const uint4* first_run = kept_run(args, 0, splits, thread);
-  uint4 kept[kVectors] = {};
-  const auto load_part = [&](int part) {
+  // All of the first run's sums and the angles are asked for before they are waited for.
+  uint4 kept[kWarpRows] = {};
+  if (several) {
+    const uint4* first_run = kept_run(args, 0, splits, group, warp, lane);
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) kept[i] = first_run[(part * kVectors + i) * kSumThreads];
-  };
-  if (several) load_part(0);
-  if (a.cosine != nullptr) prefetch(a.cosine + u.token * kRopePairs), prefetch(a.sine + u.token * kRopePairs);
+    for (int row = 0; row < kWarpRows; ++row) kept[row] = first_run[row * kLanes];
+  }
+  const int column = group * kHalf + lane * kChunk;
+  const bool turning = a.cosine != nullptr && column >= kNope;
+  float4 cosine = {}, sine = {};
+  if (turning) {
+    const int at = u.token * kRopePairs + (column - kNope) / 2;
+    cosine = __ldg(reinterpret_cast<const float4*>(a.cosine + at));
+    sine = __ldg(reinterpret_cast<const float4*>(a.sine + at));
+  }
   named_sync(kStatsReady, kSumThreads + kWarpgroup);
   weigh_runs(a, s, u, thread);
   named_arrive(kStatsFree, kSumThreads + kWarpgroup);
   named_sync(kSharesReady, kSumThreads);
-#pragma unroll
-  for (int part = 0; part < kSumWords / kPart; ++part) {
-    const int half = part * kPart / kCells, begin = part * kPart % kCells;
-    const int row = upper + kLowerRow * half, h = u.head + row;
-    const auto share = [&](int run) { return group == 0 ? s.share[run][row].x : s.share[run][row].y; };
-    float x[kPart][2];
-#pragma unroll
-    for (int j = 0; j < kPart; ++j) x[j][0] = 0, x[j][1] = 0;
-    const auto add = [&](int j, uint32_t word, float weight) {
-      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word));
-      x[j][0] = fmaf(weight, pair.x, x[j][0]), x[j][1] = fmaf(weight, pair.y, x[j][1]);
-    };
-    const auto add_four = [&](int i, const uint4& words, float weight) {
-      add(4 * i, words.x, weight), add(4 * i + 1, words.y, weight);
-      add(4 * i + 2, words.z, weight), add(4 * i + 3, words.w, weight);
-    };
+  const auto share = [&](int run, int row) { return group == 0 ? s.share[run][row].x : s.share[run][row].y; };
+#pragma unroll 1
+  for (int first = 0; first < kWarpRows; first += kRowsInFlight) {
+    float x[kRowsInFlight][kChunk] = {};
+    const int own = warp * kWarpRows + first;
     if (several) {
-      const float first_share = share(0);
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) add_four(i, kept[i], first_share);
-      if ((part + 1) * kPart < kSumWords) load_part(part + 1);
+      for (int i = 0; i < kRowsInFlight; ++i) add_chunk(x[i], kept[i], share(0, own + i));
+      // A loop of few instructions: registers cannot be told apart by a number.
+#pragma unroll
+      for (int i = 0; i + kRowsInFlight < kWarpRows; ++i) kept[i] = kept[i + kRowsInFlight];
     }
 #pragma unroll 1
     for (int run = 1; run + 1 < u.runs; ++run) {
-      const uint4* from = kept_run(args, run, splits, thread) + part * kVectors * kSumThreads;
-      const float weight = share(run);
-      uint4 more[kVectors];
+      const uint4* from = kept_run(args, run, splits, group, warp, lane) + first * kLanes;
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) more[i] = from[i * kSumThreads];
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) add_four(i, more[i], weight);
+      for (int i = 0; i < kRowsInFlight; ++i) add_chunk(x[i], from[i * kLanes], share(run, own + i));
     }
-    const float weight = share(u.runs - 1);
 #pragma unroll
-    for (int j = 0; j < kPart; ++j) add(j, words[part * kPart + j], weight);
-    constexpr int kTurning = kCells - kRope / kCellColumns;
-    if (group == 1 && a.cosine != nullptr) {
-#pragma unroll
-      for (int j = 0; j < kPart; ++j) {
-        if (begin + j < kTurning) continue;
-        const int at = u.token * kRopePairs + (begin + j - kTurning) * (kCellColumns / 2) + quad;
-        turn_back(x[j][0], x[j][1], __ldg(a.cosine + at), __ldg(a.sine + at));
+    for (int i = 0; i < kRowsInFlight; ++i) {
+      const uint32_t chunk = last_run + chunk_of(first + i, lane);
+      float(&y)[kChunk] = x[i];
+      add_chunk(y, load_shared(chunk), share(u.runs - 1, own + i));
+      if (turning) {
+        turn_back(y[0], y[1], cosine.x, sine.x), turn_back(y[2], y[3], cosine.y, sine.y);
+        turn_back(y[4], y[5], cosine.z, sine.z), turn_back(y[6], y[7], cosine.w, sine.w);
       }
-    }
-    const int64_t first = (static_cast<int64_t>(u.token) * a.heads + h) * kDim + group * kHalf + begin * kCellColumns;
-#pragma unroll
-    for (int j = 0; j < kPart; j += kQuad) {
+      const int h = u.head + own + i;
+      if (h >= a.heads) continue;
+      const int64_t at = (static_cast<int64_t>(u.token) * a.heads + h) * kDim + column;
       if (a.bf16_out != 0) {
-        uint32_t pairs[kQuad];
-#pragma unroll
-        for (int k = 0; k < kQuad; ++k) pairs[k] = pack(x[j + k][0], x[j + k][1]);
-        const uint4 cell = own_cell(pairs, lane);
-        if (h < a.heads) {
-          *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(a.out) + first + (j + quad) * kCellColumns) = cell;
-        }
-      } else if (h < a.heads) {
-#pragma unroll
-        for (int k = 0; k < kQuad; ++k) {
-          *reinterpret_cast<float2*>(static_cast<float*>(a.out) + first + (j + k) * kCellColumns + 2 * quad) =
-              make_float2(x[j + k][0], x[j + k][1]);
-        }
+        *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(a.out) + at) = {pack(y[0], y[1]), pack(y[2], y[3]),
+                                                                              pack(y[4], y[5]), pack(y[6], y[7])};
+      } else {
+        float4* out = reinterpret_cast<float4*>(static_cast<float*>(a.out) + at);
+        out[0] = make_float4(y[0], y[1], y[2], y[3]), out[1] = make_float4(y[4], y[5], y[6], y[7]);
       }
     }
   }
+  fence_for_mma();  // and for copies into the place
 }
 
 }  // namespace dsv4

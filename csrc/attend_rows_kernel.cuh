@@ -163,7 +163,8 @@ __device__ __forceinline__ void sum_all(const AttendRowsArgs& args, const RowsWo
     int tile = 0;
     for (int run = 0; run < u.runs; ++run) {
       clear(o);
-      for (const int last = u.first_tile(run + 1); tile < last; ++tile) {
+      const int last = u.first_tile(run + 1);
+      for (;; ++tile) {
         barrier_wait(shared_address(&s.full[place.index]), place.phase);
         fence_for_mma();
         barrier_wait(shared_address(&s.weighed), turn);
@@ -174,27 +175,34 @@ __device__ __forceinline__ void sum_all(const AttendRowsArgs& args, const RowsWo
         for (int k = 0; k < kValueProducts; ++k) mma_64x128(o[k & 1], p + step_offset(k >> 1), v + value_offset(k));
         mma_commit();
         mma_wait<0>();
-        if (lane == 0) {
-          barrier_arrive(shared_address(&s.summed));
-          barrier_arrive(shared_address(&s.empty[place.index]));
-        }
+        if (lane == 0) barrier_arrive(shared_address(&s.summed));
         turn ^= 1;
+        if (tile + 1 == last) break;
+        if (lane == 0) barrier_arrive(shared_address(&s.empty[place.index]));
         place.advance();
       }
+      ++tile;
       settle(o[0]), settle(o[1]);
-      SumWords words;
-      in_units(s, o, words, run, group, thread);
+      // The sums, as halves, take the warpgroup's half of the run's last tile, once all of its warps are past it.
+      named_sync(kTileRead + group, kWarpgroup);
+      const uint32_t units =
+          shared_address(s.keys[place.index]) + group * (kKeyBlocks / 2 * kBlockBytes) + warp * kWarpBlockBytes;
+      store_units(s, o, units, run, group, warp, lane);
       if (run + 1 < u.runs) {
-        keep_run(args, words, run, work.splits, thread);
+        keep_run(args, units, run, work.splits, group, warp, lane);
       } else {
-        finish_rows(args, s, words, u, work.splits, group, thread);
+        finish_rows(args, s, units, u, work.splits, group, warp, lane, thread);
       }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(&s.empty[place.index]));
+      place.advance();
     }
   }
 }
 
 __global__ void __launch_bounds__(kRowsThreads, 1)
-    attend_rows_kernel(const __grid_constant__ AttendRowsArgs args, const RowsWork work) {
+    attend_rows_kernel(const __grid_constant__ AttendRowsArgs args, const __grid_constant__ RowsMaps maps,
+                       const RowsWork work) {
   let_next_start();
   extern __shared__ __align__(1024) uint8_t raw[];
   RowsShared& s = *reinterpret_cast<RowsShared*>(raw);
@@ -213,7 +221,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   wait_for_previous();
   if (group == 3) {
     give_registers<kCopyRegisters>();
-    copy_all({args.attend, work.window_tiles, warp, lane}, work, s);
+    copy_all({args.attend, maps, work.window_tiles, warp, lane}, work, s);
   } else if (group == 2) {
     take_registers<kWeighRegisters>();
     weigh_all(args, work, s, warp, lane);

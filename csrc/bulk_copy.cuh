@@ -39,6 +39,31 @@ __device__ __forceinline__ void copy_boxes(uint32_t to, const CUtensorMap& map, 
       "l"(&map), "r"(0), "r"(row), "r"(box), "r"(barrier)
       : "memory");
 }
+// A box of 64 columns from shared memory, as above, to a matrix; what it has not is left out.
+__device__ __forceinline__ void store_box(const CUtensorMap& map, uint32_t from, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
+               "r"(column), "r"(row), "r"(from)
+               : "memory");
+}
+__device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until what the thread committed has been read.
+__device__ __forceinline__ void store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// The same way in, of a matrix or of one of several.
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, int column, int row, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
+          "r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, int column, int row, int matrix,
+                                         uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+      "[%5];" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(matrix), "r"(barrier)
+      : "memory");
+}
 __device__ __forceinline__ void fetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }

@@ -46,8 +46,8 @@ endfunction()
 add_kernels(PORTABLE append.cu compress.cu dense_bf16.cu entry_rows.cu exchange.cu normalise.cu queries.cu route.cu
             sequence.cu swap.cu swiglu.cu)
 add_kernels(CLUSTER top_k.cu)
-add_kernels(HOPPER attend.cu attend_rows.cu dense_fp8.cu dense_stream.cu hyper_connection.cu index_scores.cu
-            moe.cu)
+add_kernels(HOPPER attend.cu attend_rows.cu dense_fp8.cu dense_stream.cu hyper_connection.cu index_scores.cu moe.cu
+            query_product.cu)
 set_target_properties(dsv4_cuda PROPERTIES LINKER_LANGUAGE CUDA CUDA_RUNTIME_LIBRARY Static)
 
 dsv4_built_from(dsv4_cuda .cu .cuh .h)

@@ -277,6 +277,13 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint4 x) {
                : "memory");
 }
 
+// Four 8 x 8 matrices of 16-bit numbers, as accumulators hold them; lane 8 i + r names row r of the i-th.
+__device__ __forceinline__ void store_matrices(uint32_t address, const Fragment& x) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
 __device__ __forceinline__ uint32_t load_shared1(uint32_t address) {
   uint32_t x;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");

@@ -21,7 +21,7 @@ from jax import export
 from .config import AttentionType, DSV4Config, YarnScaling
 from .errors import LayoutError
 from .layout import CacheLayout
-from .ops.columns import Columns
+from .ops.columns import Columns, Product
 from .ops.epilogue import Epilogue
 from .plan import CacheFacts, PackedPlan, StateSwapPlan, StepPlan, SwapPlan
 from .step import CacheStep, LayerWrites
@@ -115,5 +115,6 @@ serialized_as(CacheFacts, *_fields(*((field.name, _same) for field in dataclasse
 serialized_as(CacheStep, _step_to_json, _step_from_json)
 serialized_as(Epilogue, *_fields(("eps", _same), ("hadamard", _same)))
 serialized_as(Columns, *_fields(("start", _same), ("tail", tuple)))
+serialized_as(Product, *_fields(("tail", tuple)))
 for _plan in (StepPlan, SwapPlan, StateSwapPlan):
     export.register_namedtuple_serialization(_plan, serialized_name=f"dsv4_jax.{_plan.__name__}")

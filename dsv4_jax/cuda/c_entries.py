@@ -23,6 +23,7 @@ __all__ = [
     "HyperMixingArgs",
     "MoeArgs",
     "QueryArgs",
+    "QueryProductArgs",
     "RouteArgs",
     "RowPool",
     "Rows",
@@ -111,6 +112,17 @@ class QueryArgs(ctypes.Structure):
     )
 
 
+class QueryProductArgs(ctypes.Structure):
+    """`dsv4::QueryProductArgs` of csrc/query_product_kernel.cuh."""
+
+    _fields_ = (
+        *_all(_POINTER, "x", "weights", "cosine", "sine", "out"),
+        *_all(_INT, "tokens", "heads", "columns"),
+        ("eps", _FLOAT),
+        *_all(_INT, "hadamard", "round_fp4"),
+    )
+
+
 class MoeArgs(ctypes.Structure):
     """`dsv4::MoeArgs` of csrc/moe_lists.cuh."""
 
@@ -169,6 +181,7 @@ ENTRIES: dict[str, tuple[type[ctypes.Structure], tuple[str, ...]]] = {
     "index_scores": (ScoreArgs, ("fp8",)),
     "moe": (MoeArgs, ("shape",)),
     "queries": (QueryArgs, ("width",)),
+    "query_product": (QueryProductArgs, ("width",)),
     "route": (RouteArgs, ()),
     "top_k": (TopKArgs, ("tokens",)),
 }

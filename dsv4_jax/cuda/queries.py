@@ -1,5 +1,7 @@
 """finish_queries in the project's own CUDA (`csrc/queries_kernel.cuh`): one launch in place of a dozen fusions.
 
+Of a `Product` (a long chunk's) the kernel multiplies too (`csrc/query_product_kernel.cuh`): its sums stay on the chip.
+
 Takes heads of V4's KV rows, and of its index keys for the indexer (`widths`).
 """
 
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import ffi
+from ..ops.columns import Product
 from ..ops.numerics import rope_tables
 from ..ops.queries import QueriesArguments
 from ..ops.registry import Implementation
@@ -17,6 +20,8 @@ from .columns import float_columns
 from .widths import WIDTHS
 
 __all__ = ["IMPLEMENTATION", "call", "supports"]
+
+COLUMNS, STEP = 512, 64  # at least, of a product, and in these steps
 
 
 def supports(arguments: QueriesArguments) -> str | None:
@@ -38,16 +43,30 @@ def call(arguments: QueriesArguments) -> jax.Array:
     Raises:
         ImplementationError: the CUDA library is not there.
     """
-    matrix, start = float_columns(arguments.queries)
-    result = jax.ShapeDtypeStruct(arguments.queries.shape, jnp.bfloat16)
+    queries, tables = arguments.queries, rope_tables(arguments.position, arguments.inv_freq)
+    result = jax.ShapeDtypeStruct(queries.shape, jnp.bfloat16)
+    eps = np.float32(-1 if arguments.eps is None else arguments.eps)
+    steps = dict(eps=eps, hadamard=arguments.rotate, round_fp4=arguments.round_fp4)
+    if isinstance(queries, Product) and _multiplies(queries, arguments.eps):
+        kernel = jax.ffi.ffi_call(ffi.cuda_target("query_product", "dsv4_query_product"), result)
+        return kernel(queries.x, queries.weights, *tables, **steps)
+    matrix, start = float_columns(queries)
     kernel = jax.ffi.ffi_call(ffi.cuda_target("queries", "dsv4_finish_queries"), result)
-    return kernel(
-        matrix, *rope_tables(arguments.position, arguments.inv_freq), start=np.int32(start),
-        eps=np.float32(-1 if arguments.eps is None else arguments.eps), hadamard=arguments.rotate,
-        round_fp4=arguments.round_fp4,
-    )  # fmt: skip
+    return kernel(matrix, *tables, start=np.int32(start), **steps)
+
+
+def _multiplies(queries: Product, eps: float | None) -> bool:
+    """Whether the kernel makes this product. Each of its sums is one chain, so a token's bits depend on no other."""
+    columns, (heads, dim) = queries.x.shape[1], queries.tail
+    fits = columns >= COLUMNS and columns % STEP == 0 and heads * dim % WIDTHS.dim == 0
+    return fits and (eps is not None) == (dim == WIDTHS.dim) and ffi.cuda_problem("query_product") is None
 
 
 IMPLEMENTATION = Implementation(
-    "queries", "cuda", call, supports, lambda: ffi.cuda_problem("queries"), ("dsv4_finish_queries",)
+    "queries",
+    "cuda",
+    call,
+    supports,
+    lambda: ffi.cuda_problem("queries"),
+    ("dsv4_finish_queries", "dsv4_query_product"),
 )

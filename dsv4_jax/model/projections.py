@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ShapeError
-from ..ops.columns import Columns, Values
+from ..ops.attend import CHUNK
+from ..ops.columns import Columns, Product, Values
 from .deferred import join
 from .hyper_connections import stack_connections
 from .names import MTP
@@ -42,6 +44,7 @@ GROUPS = {
     "of_token": ("gate", "up"),
 }
 _OF_ATTENTION = ("of_input", "of_q_latent")
+_QUERIES = "wq_b"  # first of the queries' group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,20 +60,32 @@ class Stacked:
     names: tuple[str, ...]
     widths: tuple[int, ...]
 
-    def __call__(self, x: jax.Array) -> dict[str, Columns]:
-        product, starts = linear(x, self.weight), np.cumsum((0, *self.widths[:-1])).tolist()
-        columns = (Columns(product, start, (width,)) for start, width in zip(starts, self.widths, strict=True))
-        return dict(zip(self.names, columns, strict=True))
+    def __call__(self, x: jax.Array) -> dict[str, Values]:
+        starts = np.cumsum((0, *self.widths[:-1])).tolist()
+        parts = list(zip(self.names, starts, self.widths, strict=True))
+        if self.names[0] == _QUERIES and x.shape[0] >= CHUNK and _is_bf16(self.weight):
+            # A long chunk's are multiplied by the kernel that finishes them.
+            x, weight = x.astype(self.weight.dtype), self.weight
+            return {name: Product(x, weight[start : start + width], (width,)) for name, start, width in parts}
+        product = linear(x, self.weight)
+        return {name: Columns(product, start, (width,)) for name, start, width in parts}
 
 
 jax.tree_util.register_dataclass(Stacked, data_fields=["weight"], meta_fields=["names", "widths"])
 
 
 def products(p: Params, group: str, x: jax.Array) -> Mapping[str, Values]:
-    """x [T, in] times every matrix of a group the layer has: name -> [T, out] float32, `Columns` of stacked ones."""
+    """x [T, in] times every matrix of a group the layer has: name -> [T, out] float32, `Columns` of stacked ones.
+
+    Of `CHUNK` tokens or more the stacked queries are a `Product` that is still to be made.
+    """
     if group in p:
         return {name: columns for stack in p[group] for name, columns in stack(x).items()}
     return {name: linear(x, weight) for name, weight in _matrices(p, group)}
+
+
+def _is_bf16(weight: Matrix) -> TypeGuard[jax.Array]:
+    return not isinstance(weight, Quantised) and weight.dtype == jnp.bfloat16
 
 
 def stack_projections(params: Params) -> Params:

@@ -48,7 +48,7 @@ def finish_queries(
     (docs/model.md, Projections and Index.)
 
     Args:
-        queries: [T, H, dim] float, an array or `Columns`; taken in float32.
+        queries: [T, H, dim] float, an array, `Columns` or a `Product`; taken in float32.
         position: [T] int32.
         inv_freq: [rope_dim / 2] float32.
         eps: of the norm; None: no norm.

@@ -39,6 +39,7 @@ from dsv4_jax.ops import (
     swiglu,
     top_k,
 )
+from dsv4_jax.ops.columns import Product
 
 from ..ops.test_columns import INDEX, KV
 from ..pallas.test_append import random_epilogue
@@ -117,6 +118,11 @@ def call_exchange(op):
     return op([jnp.zeros((4, 8))] if op is all_gather else jnp.zeros((4, 8)), (), peers=peers, implementation="cuda")
 
 
+def call_query_product():
+    product = Product(jnp.zeros((4, 512), jnp.bfloat16), jnp.zeros((1024, 512), jnp.bfloat16), (2, 512))
+    return finish_queries(product, IDS, jnp.ones(32), eps=1e-6, implementation="cuda")
+
+
 CALLS = {
     "all_gather": lambda: call_exchange(all_gather),
     "append": call_append,
@@ -141,6 +147,7 @@ CALLS = {
     "normalise": lambda: normalise(
         jnp.zeros((3, 512)), jnp.zeros(512), eps=1e-6, dtype=jnp.bfloat16, implementation="cuda"
     ),
+    "query_product": call_query_product,
     "route": lambda: route(jnp.zeros((3, 256)), bias=jnp.zeros(256), top=6, implementation="cuda"),
     "route_hashed": lambda: route(
         jnp.zeros((3, 256)), chosen=jnp.zeros((3, 6), jnp.int32), top=6, implementation="cuda"

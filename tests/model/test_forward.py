@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +13,8 @@ from dsv4_jax.errors import LayoutError, ShapeError
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import KVCacheManager
 from dsv4_jax.model import packing
+from dsv4_jax.model.projections import Stacked, products
+from dsv4_jax.ops.columns import Columns, Product
 
 from . import feeding
 from .feeding import CFG, feed, prefill, text_tokens
@@ -53,6 +56,16 @@ def test_stacked_projections_change_nothing(params, uncached):
     chex.assert_trees_all_equal(taken_apart(packed), stacked["layers"])
     logits = feed(CFG, packed, text_tokens(LENGTH), [13, 1, 1, 50], most=LENGTH)
     np.testing.assert_allclose(logits, uncached, rtol=0, atol=1e-4)
+
+
+def test_queries_of_a_long_chunk_are_left_to_their_kernel():
+    """Stacked in bf16, of 512 tokens or more."""
+    weights = jnp.asarray(np.arange(96 * 4).reshape(96, 4) % 7, jnp.bfloat16)
+    p = {"of_q_latent": (Stacked(weights, ("wq_b", "indexer.wq_b"), (64, 32)),)}
+    few, many = (products(p, "of_q_latent", jnp.ones((tokens, 4), jnp.bfloat16)) for tokens in (511, 512))
+    assert {type(x) for x in few.values()} == {Columns} and {type(x) for x in many.values()} == {Product}
+    for name in few:
+        np.testing.assert_array_equal(many[name].cut()[:511], few[name].cut())
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 
 from dsv4_jax.formats import index_format
 from dsv4_jax.ops import finish_queries
+from dsv4_jax.ops.columns import Product
 
 from ..oracle import rows as oracle
 from .op_test import OpTest
@@ -88,3 +89,11 @@ class QueriesTest(OpTest):
 
 class TestQueries(QueriesTest):
     implementation = "xla"
+
+    def test_of_a_product_that_is_not_made_yet(self) -> None:
+        q, position, freq = self.case("small")
+        x, weights = q[:, 0].astype(jnp.bfloat16), q.reshape(-1, 64)[:4].astype(jnp.bfloat16)
+        product = Product(jnp.asarray(x), jnp.asarray(weights), (1, 4))
+        made = (x.astype(np.float32) @ weights.astype(np.float32).T)[:, None]
+        actual, expected = (jit_finish(v, position, freq[:2], eps=1e-6) for v in (product, made))
+        np.testing.assert_allclose(actual, expected, rtol=1e-5)

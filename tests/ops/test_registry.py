@@ -22,6 +22,7 @@ from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS, RowFormat, index_format,
 from dsv4_jax.ops import WindowView, attend, registry, sequence, top_k
 from dsv4_jax.ops.append import AppendArguments
 from dsv4_jax.ops.attend import AttendArguments
+from dsv4_jax.ops.columns import Product
 from dsv4_jax.ops.compress import CompressArguments
 from dsv4_jax.ops.dense_bf16 import DenseBf16Arguments
 from dsv4_jax.ops.dense_fp8 import DenseFp8Arguments
@@ -49,6 +50,11 @@ PAIRS = [(op.name, name) for op in OPS.values() for name in op.names]
 pairs = pytest.mark.parametrize(("op", "name"), PAIRS, ids=[f"{op}-{name}" for op, name in PAIRS])
 KV_ROWS = [kv_format(name, *width) for name in KV_FORMATS for width in ((512, 64), (32, 8), (76, 12))]
 KEYS = [index_format(name, dim) for name in INDEX_FORMATS for dim in (128, 32, 48)]
+
+
+def product_of(heads: int, dim: int) -> Product:
+    x, weights = (floats(n, 512).astype(jnp.bfloat16) for n in (3, heads * dim))
+    return Product(x, weights, (heads, dim))
 
 
 def floats(*shape: int) -> jax.Array:
@@ -150,9 +156,10 @@ EXAMPLES: dict[str, Callable[[], Iterator[Any]]] = {
         NormaliseArguments(floats(2, 64), floats(64), 1e-6, jnp.dtype(dtype)) for dtype in (jnp.float32, jnp.bfloat16)
     ),
     "queries": lambda: (
-        QueriesArguments(floats(2, 3, dim).astype(dtype), ints(2), jnp.ones(pairs), eps, rotate, rotate)
+        QueriesArguments(queries, ints(queries.shape[0]), jnp.ones(pairs), eps, rotate, rotate)
         for dim, pairs, rotate in ((512, 32, False), (512, 32, True), (128, 32, True), (64, 8, True), (128, 16, False))
-        for dtype in (jnp.float32, jnp.bfloat16) for eps in (None, 1e-6)
+        for queries in (floats(2, 3, dim), floats(2, 3, dim).astype(jnp.bfloat16), product_of(4, dim))
+        for eps in (None, 1e-6)
     ),
     "route": lambda: (
         RouteArguments(floats(2, experts), *picks, 6, 1.5)
@@ -355,7 +362,8 @@ def test_unknown_names(op: str) -> None:
 def test_every_source_of_csrc_belongs_to_an_op() -> None:
     """CMake's list, the sources and the handlers they export are those of the registry, of swaps and sequences."""
     cuda = [find(op.name, "cuda") for op in OPS.values() if "cuda" in op.names]
-    others = {"attend": ("attend_rows.cu",), "dense_bf16": ("dense_stream.cu",)}  # sources of an op beside its own
+    # Sources of an op beside its own.
+    others = {"attend": ("attend_rows.cu",), "dense_bf16": ("dense_stream.cu",), "queries": ("query_product.cu",)}
     sources = {"swap.cu", "sequence.cu", *(f"{implementation.op}.cu" for implementation in cuda)}
     sources.update(*others.values())
     csrc = ROOT / "csrc"
