@@ -98,7 +98,7 @@ def compile_step(options: StepOptions, whole: bool = False) -> tuple[Any, int]:
     if whole:
         params = device_specs(options.config(), split=options.split, mtp=options.drafts > 0)
         params = abstract(params) if mesh is None else {name: of_all(node) for name, node in params.items()}
-        call, known = model.decode_step, options.batch * options.fed
+        call, known = model.prefill if options.chunk > 1 else model.decode_step, options.batch * options.fed
         if options.drafts:
             how: Any = dict(drafts=np.full(size.num_slots, options.drafts, np.int32), width=options.drafts)
             call = functools.partial(model.draft_step, **how)
@@ -108,7 +108,7 @@ def compile_step(options: StepOptions, whole: bool = False) -> tuple[Any, int]:
         operands, donated = (params, cache, *abstract((plan, tokens))), (1,)
         bytes_in_place = layout.total_bytes(size)
     else:
-        x = jax.ShapeDtypeStruct((options.batch, options.config().hidden_size), jnp.float32)
+        x = jax.ShapeDtypeStruct((options.batch * options.chunk, options.config().hidden_size), jnp.float32)
         layers = jax.eval_shape(lambda: neutral_layers(options.config()))
         operands, donated = (cache, *abstract((layers, plan, x))), (0, 3)
         bytes_in_place = layout.total_bytes(size) + 4 * x.size
@@ -159,6 +159,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("flash", "pro"), default="flash")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--context", type=int, default=128 * 1024)
+    parser.add_argument("--chunk", type=int, default=1, help="tokens of each request")
     parser.add_argument("--layers", type=int, default=6, help="only the first N")
     parser.add_argument("--devices", type=int, default=1, help="with --whole")
     parser.add_argument("--tensor", type=int, default=1, help="devices with the same requests")
@@ -175,6 +176,7 @@ def main() -> None:
             args.model,
             args.batch,
             args.context,
+            args.chunk,
             layers=args.layers,
             xla=xla,
             devices=args.devices,

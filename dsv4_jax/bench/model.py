@@ -4,7 +4,7 @@ Random weights drawn on the device, random token ids, FP8 cache, FP4 index keys,
 step is compared with the sum of its floors: for every part the larger of bytes / copy rate and FLOPs / matmul rate.
 Of the experts only those count that the step's own tokens choose. On several devices floors are those of each of them,
 and what they tell each other counts in none; it is timed by itself. A step with drafts runs the MTP layer one time more
-than it drafts, and has no floor.
+than it drafts, and has no floor. With `chunk` it is a step of prefill, of which each request's last token has logits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..errors import BenchmarkError
 from ..layout import CacheLayout
 from ..model.attention import attention
 from ..model.draft_steps import draft_loop, draft_step
-from ..model.forward import GPU_DECODE_OPTIONS, activations, decode_step, embed
+from ..model.forward import GPU_DECODE_OPTIONS, activations, decode_step, embed, prefill
 from ..model.hyper_connections import Residual, read
 from ..model.moe import moe, route
 from ..model.params import RELEASED, Params, is_leaf, param_specs
@@ -65,8 +65,8 @@ FEW_REQUESTS = 16
 # Of drafts whose predecessors were: three of them a step then give 1.8 tokens, as a peer saw on real text (vLLM on two
 # GH200, MTP 3). Random weights accept none; what a step takes does not depend on it.
 ACCEPTED = 0.472
-# Beside weights and cache: temporaries, logits, what the allocator cannot use.
-_SPARE_BYTES = 1 << 30
+# Beside weights and cache: temporaries, logits, what the allocator cannot use; and what a token of a chunk takes.
+_SPARE_BYTES, _TOKEN_BYTES = 1 << 30, 1 << 20
 # The tiny model in sizes that the released formats have.
 _TINY = dict(
     hidden_size=128, q_lora_rank=128, head_dim=64, rope_dim=16, o_lora_rank=128, index_head_dim=32,
@@ -90,7 +90,7 @@ def bytes_needed(options: StepOptions) -> int:
     return (
         device_bytes(cfg, split=options.split, mtp=options.drafts > 0)
         + layout.total_bytes(size)
-        + (_SPARE_BYTES if options.model != "tiny" else 0)
+        + (_SPARE_BYTES + _TOKEN_BYTES * options.batch * (options.chunk - 1) if options.model != "tiny" else 0)
     )
 
 
@@ -125,7 +125,8 @@ def _measured(
 
     def step(params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
         if not options.drafts:
-            return decode_step(params, cache, plan, tokens, implementation=options.implementation)
+            run = decode_step if options.chunk == 1 else prefill
+            return run(params, cache, plan, tokens, implementation=options.implementation)
         wanted, width = jnp.full(plan.unpack().num_seqs, options.drafts, jnp.int32), options.drafts
         how: dict[str, Any] = dict(implementation=options.implementation)
         if options.loop > 1:
@@ -152,7 +153,8 @@ def _measured(
     kinds = collections.Counter(kind.name for kind in cfg.layer_types)
     report: dict[str, Any] = dict(
         model=options.model, layers=cfg.num_layers, kinds=dict(kinds), batch=options.batch, context=options.context,
-        loop=options.loop, implementation=options.implementation or "default", key_split=options.key_split, xla=xla,
+        chunk=options.chunk if options.chunk > 1 else None, loop=options.loop,
+        implementation=options.implementation or "default", key_split=options.key_split, xla=xla,
         devices=split.devices, tensor=split.tensor, drafts=options.drafts or None, compile_s=compile_s,
         weights_gb=device_bytes(cfg, split=split, mtp=options.drafts > 0) / 1e9,
         cache_gb=layout.total_bytes(size) / 1e9,
@@ -186,8 +188,9 @@ def _measured(
     experts = masks.sum(2).max(1).tolist()  # of the device that reads the most
     report["experts"] = float(masks.sum() / cfg.num_layers)
     if ceilings is not None:
-        parts = model_floors(layout, experts, options.batch, options.context, split)
+        parts = model_floors(layout, experts, options.batch, options.context, split, options.chunk)
         report |= against_floors(parts, ceilings, report["step_ms"])
+        report["tokens_per_s"] = known / report["step_ms"] * 1e3
         report |= dict(
             layer_floor_ms=report["floor_ms"] / cfg.num_layers, moved_gb=sum(part.bytes for part in parts) / 1e9
         )
@@ -208,7 +211,7 @@ def launches(text: str) -> int:
 def chosen_experts(
     params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array, *, implementation: Choice = None
 ) -> tuple[jax.Array, KVCache]:
-    """Which experts each layer of a decode step reads: ([layers, experts] bool, the cache after the step)."""
+    """Which experts each layer of a step reads: ([layers, experts] bool, the cache after the step)."""
     step = cache.begin(plan, implementation)
     cfg, dtype = step.layout.cfg, activations(params)
     residual, chosen = embed(params, tokens, cfg), []
@@ -223,7 +226,7 @@ def chosen_experts(
 
 
 def model_floors(
-    layout: CacheLayout, experts: Sequence[int], batch: int, context: int, split: Split = ALONE
+    layout: CacheLayout, experts: Sequence[int], batch: int, context: int, split: Split = ALONE, chunk: int = 1
 ) -> list[Part]:
     """Those of one step of a device: every weight that the tokens need, every visible row, the streams between blocks.
 
@@ -235,14 +238,16 @@ def model_floors(
     Args:
         experts: how many each layer reads, of those of a device.
         batch: requests on all devices.
+        chunk: tokens of each in the step.
     """
-    cfg, everyone, batch = layout.cfg, batch, batch // split.data
+    cfg, everyone, batch = layout.cfg, batch * chunk, batch // split.data
+    tokens = batch * chunk
     specs = param_specs(cfg, RELEASED)
     sums = {name: [0, 0] for name in ("fp8", "fp4", "plain")}  # bytes, FLOPs
 
     def add(name: str, bytes_: int, multiplied: int = 0) -> None:
         sums[name][0] += bytes_
-        sums[name][1] += 2 * batch * multiplied
+        sums[name][1] += 2 * tokens * multiplied
 
     for layer, used in zip(specs["layers"], experts, strict=True):
         for path, leaf in jax.tree_util.tree_leaves_with_path(layer, is_leaf=is_leaf):
@@ -257,19 +262,19 @@ def model_floors(
                     parts = parts_of(path, split)
                     add("fp8", bytes_ // parts, size // parts)
             elif name == "tid2eid":
-                add("plain", batch * leaf.shape[1] * leaf.dtype.itemsize)
+                add("plain", tokens * leaf.shape[1] * leaf.dtype.itemsize)
             else:
                 add("plain", size * leaf.dtype.itemsize, size if len(leaf.shape) > 1 and name != "ape" else 0)
     for leaf in (*specs["hc_head"].values(), specs["norm"]):
         add("plain", leaf.size * leaf.dtype.itemsize, leaf.size if len(leaf.shape) > 1 else 0)
     embedding = specs["embed"]
-    add("plain", batch * embedding.shape[1] * embedding.dtype.itemsize)
+    add("plain", tokens * embedding.shape[1] * embedding.dtype.itemsize)
     words = embedding.size // (split.tensor if in_blocks(embedding.shape, embedding.dtype) else 1)
     head = words * embedding.dtype.itemsize + 4 * batch * cfg.vocab_size
-    streams = 4 * cfg.num_layers * batch * 4 * cfg.hc_mult * cfg.hidden_size
+    streams = 4 * cfg.num_layers * tokens * 4 * cfg.hc_mult * cfg.hidden_size
     return [
         *(Part(name, *both) for name, both in sums.items()),
         Part("head", head, 2 * batch * words),
         Part("streams", streams, 0),
-        *cache_floors(layout, batch, context, split.tensor),
+        *cache_floors(layout, batch, context, split.tensor, chunk),
     ]

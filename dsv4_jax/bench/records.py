@@ -136,21 +136,22 @@ TABLES: dict[str, Table] = {
         ),
         ("model", "batch", "context", "chunk", "loop", "implementation", "key_split"),
     ),
-    # Decode steps of whole layers with weights as released, as `model.measure_model` reports them. `experts`: how many
-    # a layer reads, on average; `kinds`: layers of each kind of attention; `layer_ms`: of the step, head and all;
-    # `token_ms`: of a step with drafts over the tokens it gives if `model.ACCEPTED` of them are accepted.
+    # Steps of whole layers with weights as released, of prefill with `chunk` tokens a request, as
+    # `model.measure_model` reports them. `experts`: how many a layer reads, on average; `kinds`: layers of each kind of
+    # attention; `layer_ms`: of the step, head and all; `token_ms`: of a step with drafts over the tokens it gives if
+    # `model.ACCEPTED` of them are accepted.
     "models": Table(
         _fields(
             text="model implementation key_split exchange verdict problem",
-            number="layers batch context devices tensor drafts loop compile_s weights_gb cache_gb temp_mb launches "
-            "experts token_ms exchange_ms required_ms goal_ms "
+            number="layers batch context chunk devices tensor drafts loop compile_s weights_gb cache_gb temp_mb "
+            "launches tokens_per_s experts token_ms exchange_ms required_ms goal_ms "
             "step_ms layer_ms dispatch_us first_dispatch_us floor_ms layer_floor_ms over_floor moved_gb gb_per_s "
             "kernel_ms required_over_floor goal_over_floor",
             flag="cache_in_place",
             parts="kinds floor_us kernels xla exchange_us",
         ),
-        ("model", "layers", "batch", "context", "loop", "implementation", "key_split", "devices", "tensor", "drafts",
-         "exchange"),
+        ("model", "layers", "batch", "context", "chunk", "loop", "implementation", "key_split", "devices", "tensor",
+         "drafts", "exchange"),
     ),
     # Prompts continued by `dsv4-jax generate`, as it reports them; `bench_step_ms`: the step as `models` times it.
     "generate": Table(

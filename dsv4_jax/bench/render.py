@@ -221,13 +221,13 @@ COLUMNS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     },
     "models": {
         "model": _value("model"), "devices": _devices, "layers": _kinds, "requests": _value("batch"),
-        "context": _value("context", _context),
+        "context": _value("context", _context), "chunk": _value("chunk"),
         "steps a call": _value("loop"), "drafts": lambda row: str(row["drafts"]) if row.get("drafts") else "",
         "ms": _value("step_ms"), "a token, ms": _value("token_ms"), "exchanges alone, ms": _value("exchange_ms"),
         "a layer": _value("layer_ms"), "floor, ms": _floor,
         "over the floor": _value("over_floor", lambda x: f"{x:.2f}x"), "GB": _value("moved_gb"),
         "GB/s": _value("gb_per_s"), "experts": _value("experts"), "sum of kernels, ms": _value("kernel_ms"),
-        "launches": _value("launches"), "host, us": _value("dispatch_us"),
+        "launches": _value("launches"), "tokens/s": _value("tokens_per_s"), "host, us": _value("dispatch_us"),
         "required / goal": lambda row: _joined(
             row, " / ", "required_over_floor", "goal_over_floor", "required_ms", "goal_ms"
         ),

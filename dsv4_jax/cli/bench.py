@@ -39,6 +39,7 @@ _EXAMPLES = """
   dsv4-jax bench step --batch 1 --context 128K --chunk 4K      prefill: the last 4,096 tokens of a context
   dsv4-jax bench step --layers 4 --loop 8 --xla xla_gpu_enable_triton_gemm=true
   dsv4-jax bench model --batch 1,64,256                        whole layers of Flash, weights as released
+  dsv4-jax bench model --batch 1 --chunk 4K                    prefill of whole layers
   dsv4-jax bench model --model pro --layers 4 --context 32K    four layers of Pro and its head
   dsv4-jax bench model --devices 2 --batch 1,64 --context 8K   over two devices: heads and experts, or experts alone
   dsv4-jax bench model --devices 2 --batch 1 --drafts 3        with tokens drafted and verified in every step
@@ -106,7 +107,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="only the first N (default: all; of a model that does not fit 12, or what fits)",
     )
     step.add_argument(
-        "--chunk", type=token_count, metavar="N", help="step: prefill, the last N tokens of each context (default: 1)"
+        "--chunk", type=token_count, metavar="N", help="prefill: the last N tokens of each context (default: 1)"
     )
     step.add_argument("--devices", type=positive, metavar="N", help="model: over so many devices (default: 1)")
     step.add_argument(
@@ -138,8 +139,6 @@ def run(args: argparse.Namespace) -> int:
         _refuse_given(args, _OP_OPTIONS, "is for ops, not for a step")
     if not whole:
         _refuse_given(args, _STEP_DEFAULTS, "is for a step: name `step` or `model`")
-    if "model" in whole:
-        _refuse_given(args, ("chunk",), "is for `step`, not for `model`")
     for name, default in _STEP_DEFAULTS.items():
         setattr(args, name, getattr(args, name) or default)
     with naming("OP"):

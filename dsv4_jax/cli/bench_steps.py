@@ -37,6 +37,8 @@ def model_options(args: argparse.Namespace, quick: bool) -> list[Any]:
 
     devices = args.devices or 1
     check_devices(devices)
+    if args.chunk > 1 and (args.drafts or args.loop > 1 or devices > 1):
+        raise OptionError("--chunk: a model's prefill is one step of one device, without --drafts, --loop, --devices")
     options = [
         dataclasses.replace(
             option,

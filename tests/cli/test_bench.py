@@ -193,7 +193,7 @@ def test_refusals(capsys, tmp_path, monkeypatch):
     refused(capsys, ["bench", "model", "--quick", "--context", "1M"], "1048576", "tiny has at most 4096")
     refused(capsys, ["bench", "model", "--quick", "--layers", "9"], "--layers", "tiny has 4")
     refused(capsys, ["bench", "model", "--quick", "--shapes", "x"], "--shapes", "is for ops")
-    refused(capsys, ["bench", "model", "--quick", "--chunk", "4"], "--chunk", "is for `step`")
+    refused(capsys, ["bench", "model", "--quick", "--chunk", "4", "--loop", "2"], "--chunk", "one step of one device")
     refused(capsys, ["bench", "step", "--quick", "--chunk", "300"], "--chunk", "300 tokens, --context has 256")
     refused(capsys, ["bench", "gather", "--quick", "--layers", "3"], "--layers", "name `step`")
     refused(capsys, ["bench", "step", "--quick", "--layers", "9"], "--layers", "tiny has 4")
