@@ -5,14 +5,10 @@
 
 #include <cstdint>
 
+#include "l2_policy.cuh"
+
 namespace dsv4 {
 
-// For what is read once: first to leave the L2 cache.
-__device__ __forceinline__ uint64_t streamed_once() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
 __device__ __forceinline__ void copy_bulk(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)

@@ -43,8 +43,8 @@ function(add_kernels group)
                              CUDA_RUNTIME_LIBRARY Static)
   target_sources(dsv4_cuda PRIVATE $<TARGET_OBJECTS:dsv4_${group}>)
 endfunction()
-add_kernels(PORTABLE append.cu compress.cu dense_bf16.cu entry_rows.cu exchange.cu normalise.cu queries.cu route.cu
-            sequence.cu swap.cu swiglu.cu)
+add_kernels(PORTABLE append.cu compress.cu dense_bf16.cu entry_rows.cu exchange.cu gather.cu kv_store.cu normalise.cu
+            queries.cu route.cu sequence.cu swap.cu swiglu.cu)
 add_kernels(CLUSTER top_k.cu)
 add_kernels(HOPPER attend.cu attend_rows.cu dense_fp8.cu dense_stream.cu hyper_connection.cu index_scores.cu moe.cu
             query_product.cu)

@@ -147,7 +147,6 @@ class HostilePlans:
     """Subclass it with the implementation under test; the tests jit once and give each executable many plans."""
 
     implementation: ClassVar[Choice]
-    gather: ClassVar[Choice]  # of `gather_rows`, of which there is no CUDA kernel
     reads: ClassVar[Choice] = None  # of what a step reads, if not `implementation`
     cfg: ClassVar[DSV4Config] = V4
     formats: ClassVar[tuple[str, str]] = ("fp8", "fp4")
@@ -208,7 +207,9 @@ class HostilePlans:
     def test_gathered_rows_are_the_nearest(self) -> None:
         fmt, rng = LAYOUT.kv_row, np.random.default_rng(4)
         pool = tuple(map(jnp.asarray, random_rows(rng, fmt, 40)))
-        call = functools.partial(jit_gather, pool, fmt=fmt, dtype=jnp.dtype("float32"), implementation=self.gather)
+        call = functools.partial(
+            jit_gather, pool, fmt=fmt, dtype=jnp.dtype("float32"), implementation=self.implementation
+        )
         for _ in range(self.plans):
             ids = spoiled(rng, rng.integers(0, 40, 11), 40, 41)
             np.testing.assert_array_equal(call(ids), call(np.clip(ids, 0, 39)))

@@ -11,7 +11,7 @@ from .hostile import SIZE, SMALL, HostilePlans, by_unit, jit_begin, plan_of, ran
 
 
 class TestReference(HostilePlans):
-    implementation = gather = "xla"
+    implementation = "xla"
     cfg, formats = SMALL, ("f32", "f32")
     steps = (("verify", "online"), ("chunk", "raw"))
     plans = 10
@@ -19,7 +19,7 @@ class TestReference(HostilePlans):
 
 @pytest.mark.slow
 class TestPallas(HostilePlans):
-    implementation = gather = "pallas"
+    implementation = "pallas"
     reads = "xla"
     cfg, formats = SMALL, ("f32", "f32")
     steps = (("chunk", "online"),)

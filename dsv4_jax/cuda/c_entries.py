@@ -19,8 +19,11 @@ __all__ = [
     "AttendRowsArgs",
     "DenseFp8Args",
     "EpilogueArgs",
+    "GatherArgs",
     "HyperArgs",
     "HyperMixingArgs",
+    "KVRows",
+    "KVStoreArgs",
     "MoeArgs",
     "QueryArgs",
     "QueryProductArgs",
@@ -142,6 +145,28 @@ class DenseFp8Args(ctypes.Structure):
     )
 
 
+class GatherArgs(ctypes.Structure):
+    """`dsv4::GatherArgs` of csrc/gather_kernel.cuh."""
+
+    _fields_ = (
+        *_all(_POINTER, "codes", "rope", "scale", "ids", "out"),
+        *_all(ctypes.c_int64, "rows", "pool_rows"),
+        ("float_out", _INT),
+    )
+
+
+class KVRows(ctypes.Structure):
+    """`dsv4::KVRows` of csrc/kv_store_kernel.cuh."""
+
+    _fields_ = (*_all(_POINTER, "values", "codes", "scale"), ("width", _INT))
+
+
+class KVStoreArgs(ctypes.Structure):
+    """`dsv4::KVStoreArgs` of csrc/kv_store_kernel.cuh."""
+
+    _fields_ = (*_all(KVRows, "k", "v"), ("ids", _POINTER), *_all(ctypes.c_int64, "tokens", "pool_rows"))
+
+
 class HyperArgs(ctypes.Structure):
     """`dsv4::HyperArgs` of csrc/hyper_connection_kernel.cuh; null `output`: nothing is added to the streams."""
 
@@ -176,9 +201,11 @@ ENTRIES: dict[str, tuple[type[ctypes.Structure], tuple[str, ...]]] = {
     "attend": (AttendArgs, ("splits", "most", "least")),
     "attend_rows": (AttendRowsArgs, ("blocks", "splits", "most", "least")),
     "dense_fp8": (DenseFp8Args, ("shape", "parts", "window")),
+    "gather": (GatherArgs, ()),
     "hyper_connection": (HyperArgs, ()),
     "hyper_mixing": (HyperMixingArgs, ()),
     "index_scores": (ScoreArgs, ("fp8",)),
+    "kv_store": (KVStoreArgs, ()),
     "moe": (MoeArgs, ("shape",)),
     "queries": (QueryArgs, ("width",)),
     "query_product": (QueryProductArgs, ("width",)),

@@ -60,7 +60,6 @@ def test_what_the_kernel_cannot_take_is_refused(name: str, dim: int, rope: int) 
 
 class TestAppendOnTheGpu(OnTheGpu):
     implementation = "cuda"
-    gather = "pallas"  # there is no CUDA gather
 
     def takes(self, *, fmt: RowFormat) -> bool:
         return fmt == FMT

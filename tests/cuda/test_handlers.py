@@ -27,6 +27,7 @@ from dsv4_jax.ops import (
     dense_fp8,
     entry_rows,
     finish_queries,
+    gather_rows,
     hyper_connection,
     hyper_head,
     index_scores,
@@ -40,6 +41,7 @@ from dsv4_jax.ops import (
     top_k,
 )
 from dsv4_jax.ops.columns import Product
+from dsv4_jax.pools.kv_pool import store_kv
 
 from ..ops.test_columns import INDEX, KV
 from ..pallas.test_append import random_epilogue
@@ -106,6 +108,12 @@ def call_index_scores():
     )  # fmt: skip
 
 
+def call_kv_store():
+    pool = jnp.zeros((8, 64), jnp.uint8), jnp.zeros((8, 1))
+    x = jnp.zeros((4, 64), jnp.bfloat16)
+    return store_kv(pool, pool, x, x, IDS, storage="fp8", implementation="cuda")
+
+
 def call_moe():
     weights = jnp.zeros((8, 8, 4, 4352), jnp.uint8), jnp.zeros((8, 8, 2, 4352), jnp.uint8)
     return moe(
@@ -139,10 +147,12 @@ CALLS = {
         jnp.zeros((4, 8), jnp.int32), IDS, IDS[:, None], base=0, per_block=4, blocks=3, implementation="cuda"
     ),
     "finish_queries": lambda: finish_queries(jnp.zeros((4, 2, 512)), IDS, jnp.ones(32), implementation="cuda"),
+    "gather": lambda: gather_rows(rows(8, KV), IDS, fmt=KV, implementation="cuda"),
     "hyper_connection": lambda: call_hyper_connection(2),
     "hyper_connection_first": lambda: call_hyper_connection(0),
     "hyper_head": lambda: call_hyper_connection(1, head=True),
     "index_scores": call_index_scores,
+    "kv_store": call_kv_store,
     "moe": call_moe,
     "normalise": lambda: normalise(
         jnp.zeros((3, 512)), jnp.zeros(512), eps=1e-6, dtype=jnp.bfloat16, implementation="cuda"

@@ -52,7 +52,6 @@ def test_the_step_lowers_to_every_kernel() -> None:
 @pytest.mark.gpu
 class TestCuda(hostile.HostilePlans):
     implementation = "cuda"
-    gather = "pallas"
     reads = hostile.wherever("cuda")
 
     def writes(self, hca_state):
@@ -61,7 +60,7 @@ class TestCuda(hostile.HostilePlans):
 
 @pytest.mark.gpu
 class TestPallas(hostile.HostilePlans):
-    implementation = gather = "pallas"
+    implementation = "pallas"
 
 
 def refused(call: Callable[..., object], *args: object, match: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,6 @@ import pytest
 
 from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS, Codes, RowFormat, Scales, index_format, kv_format
 from dsv4_jax.ops import append, gather_rows
-from dsv4_jax.ops.registry import Name
 
 from ..oracle import rows as oracle
 from .op_test import OpTest
@@ -28,7 +25,6 @@ jit_gather = jax.jit(gather_rows, static_argnames=("fmt", "dtype", "implementati
 
 class AppendGatherTest(OpTest):
     op = "append"
-    gather: ClassVar[Name | None] = None  # what reads the rows back, if not `implementation`
 
     @pytest.mark.parametrize("fmt", [*FORMATS, V4], ids=lambda f: f"{'kv' if f.rope_dim else 'index'}-{f.name}-{f.dim}")
     def test_rows_land_and_come_back(self, fmt: RowFormat) -> None:
@@ -48,8 +44,7 @@ class AppendGatherTest(OpTest):
             assert after.dtype == before.dtype
             np.testing.assert_array_equal(after, expected)
         order = np.array([[12, 7], [39, 0], [7, 7]], np.int32)
-        implementation = self.gather or self.implementation
-        dense = jit_gather(pool, order, fmt=fmt, dtype=jnp.float32, implementation=implementation)
+        dense = jit_gather(pool, order, fmt=fmt, dtype=jnp.float32, implementation=self.implementation)
         expected = oracle.decode(fmt, tuple(np.asarray(p) for p in pool))[order]
         np.testing.assert_array_equal(dense, expected)
 

@@ -144,8 +144,9 @@ EXAMPLES: dict[str, Callable[[], Iterator[Any]]] = {
     "index_scores": scored,
     "kv_store": lambda: (
         KVStoreArguments(*([stored_leaf(spec, n) for n in spec.leaves if n[0] == part] for part in "kv"),
-                         floats(3, 36), floats(3, 10), ints(3), storage)
-        for storage in ("bf16", "f16", "f32", "fp8") for spec in (KVSpec(7, 1, 3, 12, 2, 5, storage),)
+                         *(floats(3, spec.width(part)).astype(dtype) for part in "kv"), ints(3), storage)
+        for storage in ("bf16", "f16", "f32", "fp8") for dtype in (jnp.float32, jnp.bfloat16)
+        for spec in (KVSpec(7, 1, 3, 12, 2, 5, storage), KVSpec(7, 1, 2, 16, 2, 8, storage))
     ),
     "moe": lambda: (
         MoeArguments(floats(2, hidden), ints(2, 6), floats(2, 6), jnp.zeros((8, 8, hidden // 128, 4352), jnp.uint8),
@@ -346,8 +347,8 @@ def test_names_by_op() -> None:
     assert (frozen("cuda"), frozen(None)) == ("cuda", None)
     with pytest.raises(ImplementationError, match="unknown op 'topk', expected some of append"):
         top_k(floats(1, 4), ints(1), k=2, implementation={"topk": "xla"})
-    with pytest.raises(ImplementationError, match="gather: there is no CUDA kernel for this op, use 'pallas' or"):
-        frozen({"gather": "cuda"})
+    with pytest.raises(ImplementationError, match="append: there is no Triton kernel for this op, use 'cuda' or"):
+        frozen({"append": "triton"})
 
 
 @pytest.mark.parametrize("op", OPS)
