@@ -1,43 +1,12 @@
 // How the dense products' kernel (dense_fp8_kernel.cuh) is launched.
 #pragma once
 
-#include <cuda.h>
-#include <cuda_runtime.h>
-
 #include <algorithm>
 
 #include "dense_fp8_kernel.cuh"
+#include "tensor_map.h"
 
 namespace dsv4 {
-
-// The driver's function, asked of the runtime: nothing is linked against the driver.
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-inline EncodeTiled encode_tiled() {
-  static const EncodeTiled found = [] {
-    constexpr unsigned kSince = 12000;  // CUDA 12.0
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, kSince, cudaEnableDefault, &result);
-    return error == cudaSuccess ? reinterpret_cast<EncodeTiled>(function) : nullptr;
-  }();
-  return found;
-}
-
-// A matrix [rows, width] of bf16 in boxes of 64 columns and `box_rows` rows, `boxes` at a time.
-inline cudaError_t map_matrix(const void* matrix, int rows, size_t width, unsigned box_rows, unsigned boxes,
-                              CUtensorMap* map) {
-  const EncodeTiled encode = encode_tiled();
-  if (encode == nullptr) return cudaErrorNotSupported;
-  constexpr cuuint64_t kColumns = kBlockColumns, kBoxBytes = kRowBytes;
-  const cuuint64_t sizes[] = {kColumns, static_cast<cuuint64_t>(rows), width / kColumns};
-  const cuuint64_t strides[] = {width * sizeof(__nv_bfloat16), kBoxBytes};
-  const cuuint32_t box[] = {kColumns, box_rows, boxes}, steps[] = {1, 1, 1};
-  const CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(matrix), sizes, strides,
-                                 box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
 
 // Parts of K: up to eight of 512 columns or more, so that tiles of 64 rows of the weights and a part of K are 384. Of
 // the matrix alone: a row's bits depend on it.
