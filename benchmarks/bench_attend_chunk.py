@@ -15,6 +15,7 @@ import argparse
 import ctypes
 import itertools
 import pathlib
+from collections.abc import Callable
 
 import torch
 from bench_attend_graph import Case, check, check_batch_invariance, decode, make_pool
@@ -94,7 +95,7 @@ def time_chunks(fp8, kernels, tokens: int, recorder: Recorder) -> None:
         plain = case.arguments(0, tokens, fused=True)
         fp8(plain, *cuts, stream())
         (out, kept), over = (case.out, case.lse), case.over_rows(splits, fused=True)  # the graphs write to both
-        calls = {"fp8 rows": lambda a=plain, c=cuts: fp8(a, *c, stream())}
+        calls: dict[str, Callable[[], object]] = {"fp8 rows": lambda a=plain, c=cuts: fp8(a, *c, stream())}
         for kernel, rows in kernels.items():
             calls[kernel] = lambda a=over, c=cuts, r=rows: r(a, BLOCKS, *c, stream())
             case.out.fill_(torch.nan)

@@ -48,7 +48,7 @@ def in_turns(launches: Mapping[str, Callable[[], object]], rounds: int = 7, seco
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(rounds):
         for name, graph in graphs.items():
-            spent = 0.0
+            spent = last = 0.0
             while spent < seconds * 1e6:
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
