@@ -49,15 +49,15 @@ __device__ __forceinline__ void store_row(const RowPool& pool, Float4 v, int64_t
     const int k = scale_exponent(group_max<kFp4Threads>(v, kFp4Floor), kE2m1Limit);
     const float inverse = power_of_two(-k);
     uint32_t codes = 0;
-    int nan = 0;
+    bool nan = false;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const uint32_t code = e2m1_code(v.x[i], inverse);
       nan |= v.x[i] != v.x[i];
       codes |= code << kE2m1Bits * i;
     }
-#pragma unroll
-    for (int d = 1; d < kFp4Threads; d *= 2) nan |= __shfl_xor_sync(kAllLanes, nan, d);
+    const uint32_t group = ((1u << kFp4Threads) - 1) << (thread & (kLanes - kFp4Threads));
+    nan = (__ballot_sync(kAllLanes, nan) & group) != 0;
     if (!stored) return;
     *reinterpret_cast<uint16_t*>(pool.codes + row * kFp4Bytes + 2 * thread) = static_cast<uint16_t>(codes);
     uint8_t* scale = static_cast<uint8_t*>(pool.scale) + row * kFp4Scales;

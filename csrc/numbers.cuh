@@ -57,13 +57,13 @@ __device__ __forceinline__ E2m1Steps e2m1_steps(float x, float factor) {
 __device__ __forceinline__ float rounds_to_steps(uint32_t binade) {
   return __uint_as_float(binade + (22 << kFloatMantissa) + 0x400000);
 }
-// The code of x * factor; of NaN 0.
+// The code of x * factor; of NaN 0. Masked, not chosen: a choice becomes a branch, and codes then wait for one another.
 __device__ __forceinline__ uint32_t e2m1_code(float x, float factor) {
-  constexpr uint32_t kCount = 7, kOne = kBias << kFloatMantissa;
+  constexpr uint32_t kCount = 7, kOne = kBias << kFloatMantissa, kCode = 15;
   const auto [m, binade] = e2m1_steps(x, factor);
   const uint32_t count = __float_as_uint(__fadd_rn(m, rounds_to_steps(binade))) & kCount;
   const uint32_t before = (binade - kOne) >> (kFloatMantissa - 1);  // two codes a binade from 2 on
-  return x != x ? 0u : (count + before) | (__float_as_uint(x) >> 28 & kE2m1Sign);
+  return ((count + before) | (__float_as_uint(x) >> 28 & kE2m1Sign)) & (x == x ? kCode : 0u);
 }
 // What the code of x / scale stands for times the scale, its inverse given. x is not NaN.
 __device__ __forceinline__ float round_e2m1(float x, float scale, float inverse) {
