@@ -41,13 +41,15 @@ FLASH = (Matrix(32768, 1024), Matrix(4096, 8192), Matrix(8192, 4096, 8), Matrix(
          Matrix(4096, 4096), Matrix(4096, 2048))  # fmt: skip
 PRO = (Matrix(65536, 1536), Matrix(7168, 16384), Matrix(16384, 4096, 16), Matrix(2048, 7168), Matrix(8192, 1536),
        Matrix(6144, 7168), Matrix(7168, 3072))  # fmt: skip
-BATCHES = (1, 16, 64, 256)
+BATCHES = (1, 16, 64, 256, 1024, 4096)
 # Shapes of the kernel by the rows that they take: number -> tiles of the weights, parts of K, columns of a stage.
 SHAPES = {8: {1: (1, 1, 128), 2: (2, 1, 128), 3: (1, 2, 128), 4: (1, 4, 64), 5: (2, 2, 128)},
           16: {6: (1, 1, 128), 7: (2, 1, 128), 8: (1, 2, 128), 9: (1, 4, 128), 10: (2, 2, 128)},
           32: {11: (1, 1, 128), 12: (2, 1, 128), 13: (1, 2, 128), 14: (1, 4, 64), 15: (2, 2, 128)},
           64: {16: (1, 1, 128), 17: (2, 1, 128), 18: (1, 2, 64), 19: (1, 4, 64), 20: (2, 2, 128)},
           128: {21: (2, 1, 128)}}  # fmt: skip
+# Those for more rows: number -> parts of K that a block takes in turn, and that have a block of a cluster each.
+MANY = {22: (1, 1), 23: (2, 1), 24: (4, 1), 25: (2, 2), 26: (4, 2), 27: (2, 4)}
 MEMORY = 400 << 20  # bytes of weights that the calls of a graph go through, at least
 
 
@@ -121,7 +123,10 @@ def check(library: Library, matrix: Matrix) -> int:
     error = float((got.double() - want).norm() / want.norm())
     rounded = library.run(weights, x, dtype=torch.bfloat16)
     bf16 = float((rounded.double() - want).norm() / want.norm())
-    shapes = [s for n in SHAPES for s, p in fitting(matrix, n) if p == library.parts(*matrix[:2])]
+    parts = library.parts(*matrix[:2])
+    shapes = [s for n in SHAPES for s, p in fitting(matrix, n) if p == parts]
+    if matrix.rows // matrix.groups % 128 == 0:
+        shapes += [s for s, (in_turn, cluster) in MANY.items() if in_turn * cluster == parts]
     differ = [s for s in shapes if not torch.equal(library.run(weights, x[:70], s), got[:70])]
     alone = []
     for size in (1, 3, 8, 9, 16, 17, 33, 64, 65, 200):
@@ -145,6 +150,7 @@ def time_matrix(library: Library, matrix: Matrix, tuning: bool, ceilings: list[f
         found = {}
         bound = min((n for n in SHAPES if n >= batch), default=128)
         tried = [(*x, window) for x in fitting(matrix, bound) for window in (0, 1, 2, 3, 4, 6)] if tuning else []
+        tried += [(s, a * b, 0) for s, (a, b) in MANY.items() if a * b == library.parts(*matrix[:2])] if tuning else []
         for shape, parts, window in [(0, 0, 0), *tried]:
             launch = functools.partial(library.launch, out=out, shape=shape, parts=parts, window=window)
             calls = [functools.partial(launch, matrix, x, w, weights.scales) for w in weights.packed]

@@ -7,6 +7,7 @@
 
 #include "alignment.h"
 #include "built_for.h"
+#include "dense_fp8_many.cuh"
 #include "dense_launch.cuh"
 #include "device.h"
 #include "xla/ffi/api/ffi.h"
@@ -14,6 +15,26 @@
 namespace {
 
 namespace ffi = xla::ffi;
+
+// Tiles of 128 of the weights' rows by 128 rows of x.
+int64_t many_tiles(const dsv4::DenseFp8Args& args) {
+  constexpr int kTile = 128;
+  return static_cast<int64_t>(args.weight_rows / kTile) * ((args.rows + kTile - 1) / kTile);
+}
+
+template <typename Shape>
+cudaError_t launch_many(const dsv4::DenseFp8Args& args, int parts, cudaStream_t stream) {
+  if (parts != Shape::kInTurn * Shape::kParts || args.weight_rows / args.groups % Shape::kTileRows != 0 ||
+      args.columns % (parts * Shape::kColumns) != 0)
+    return cudaErrorInvalidValue;
+  CUtensorMap map;
+  const cudaError_t error = dsv4::map_matrix(args.x, args.rows, static_cast<size_t>(args.groups) * args.columns,
+                                             Shape::kRows, Shape::kBoxes, &map);
+  if (error != cudaSuccess) return error;
+  const dim3 grid(Shape::kParts, (args.rows + Shape::kRows - 1) / Shape::kRows, args.weight_rows / Shape::kTileRows);
+  return dsv4::start(dsv4::dense_fp8_many_kernel<Shape>, {grid, Shape::kThreads, Shape::kSharedBytes, Shape::kParts},
+                     dsv4::follows, stream, args, map);
+}
 
 // Tiles of weights, parts of K, rows of x; columns of a stage, stages, those under way, blocks an SM. Five kinds for
 // each number of rows, then one for many.
@@ -27,6 +48,10 @@ using Shapes = std::tuple<Shape<1, 1, 8, 128, 5, 2, 4>, Shape<2, 1, 8, 128, 6, 2
                           Shape<1, 1, 64, 128, 3, 2, 3>, Shape<2, 1, 64, 128, 3, 3, 2>, Shape<1, 2, 64, 64, 4, 4, 2>,
                           Shape<1, 4, 64, 64, 4, 4, 1>, Shape<2, 2, 64, 128, 3, 3, 1>, Shape<2, 1, 128, 128, 4, 2, 1>>;
 constexpr int kShapes = std::tuple_size_v<Shapes>, kKinds = 5;
+// Of the kernel for many rows: parts of K in turn, and blocks of a cluster. Numbered on.
+using ManyShapes = std::tuple<dsv4::ManyShape<1, 1>, dsv4::ManyShape<2, 1>, dsv4::ManyShape<4, 1>,
+                              dsv4::ManyShape<2, 2>, dsv4::ManyShape<4, 2>, dsv4::ManyShape<2, 4>>;
+constexpr int kManyShapes = std::tuple_size_v<ManyShapes>;
 
 template <int kShape = 1>
 cudaError_t launch_shape(const dsv4::DenseFp8Args& args, int shape, int parts, int window, cudaStream_t stream) {
@@ -34,12 +59,32 @@ cudaError_t launch_shape(const dsv4::DenseFp8Args& args, int shape, int parts, i
     if (shape == kShape)
       return dsv4::launch_with<std::tuple_element_t<kShape - 1, Shapes>>(args, parts, window, stream);
     return launch_shape<kShape + 1>(args, shape, parts, window, stream);
+  } else if constexpr (kShape <= kShapes + kManyShapes) {
+    using Many = std::tuple_element_t<kShape - kShapes - 1, ManyShapes>;
+    if (shape == kShape) return launch_many<Many>(args, parts, stream);
+    return launch_shape<kShape + 1>(args, shape, parts, window, stream);
   }
   return cudaErrorInvalidValue;
 }
 
+// The number of the shape for more than 128 rows; 0: none takes the matrix.
+int choose_many(const dsv4::DenseFp8Args& args, int parts) {
+  constexpr int kOne = 1, kTwo = 2, kFour = 3, kTwoByTwo = 4, kFourByTwo = 5, kTwoByFour = 6;
+  if (args.weight_rows / args.groups % (2 * dsv4::kDenseRows) != 0) return 0;
+  // With too few tiles for half of the SMs, more blocks share a tile's parts.
+  const bool few = 2 * many_tiles(args) * std::max(parts / 4, 1) <= dsv4::multiprocessors();
+  const int kind = parts == 1   ? kOne
+                   : parts == 2 ? kTwo
+                   : parts == 4 ? (few ? kTwoByTwo : kFour)
+                                : (few ? kTwoByFour : kFourByTwo);
+  return kShapes + kind;
+}
+
 // The number, from 1 on, of the shape for this call.
 int choose_shape(const dsv4::DenseFp8Args& args, int parts) {
+  if (constexpr int kFew = 128; args.rows > kFew) {
+    if (const int many = choose_many(args, parts); many != 0) return many;
+  }
   constexpr int kTwoTiles = 2, kTwoParts = 3, kFourParts = 4, kTwoByTwo = 5, kManyRows = kShapes;
   constexpr int kEnough = 96;  // blocks of which an SM has one
   const int tiles = args.weight_rows / dsv4::kDenseRows;

@@ -1,7 +1,7 @@
-"""dense_fp8 in the project's own CUDA for Hopper (`csrc/dense_fp8_kernel.cuh`): one launch, each weight read once.
+"""dense_fp8 in the project's own CUDA for Hopper, in one launch: `csrc/dense_fp8_kernel.cuh` reads each weight once for
+a few rows, `csrc/dense_fp8_many.cuh` takes more than 128.
 
-Bits depend on a row of x and on the weights alone: not on the other rows or their number. For few rows: beyond
-`MOST_ROWS` the products are no longer a stream of weights, and the reference is faster (dequantised, then cuBLAS).
+Bits depend on a row of x and on the weights alone: not on the other rows or their number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..ops.registry import Implementation
 
 __all__ = ["IMPLEMENTATION", "MOST_ROWS", "call", "supports"]
 
-MOST_ROWS = 256
+MOST_ROWS = 1 << 16
 
 
 def supports(arguments: DenseFp8Arguments) -> str | None:

@@ -1,8 +1,7 @@
 """Matrices that stay as released: leaves of the parameter tree in FP8 or FP4, and the products with them.
 
-Many rows (a prefill) go through the same product in tiles of a fixed number of rows. So a row's bits depend on no
-other row, and where the CUDA kernels run they are those of a decode step, whatever is scheduled beside it. The price,
-against one cuBLAS product with dequantised weights, is in docs/kernels.md.
+Where the CUDA kernels run a row's bits depend on no other row: in a prefill they are those of a decode step, whatever
+is scheduled beside it. What that costs against a cuBLAS product with dequantised weights is in docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ..weights import WEIGHT_FORMATS, WeightFormat
 __all__ = ["FP4", "FP8", "Matrix", "Quantised", "product"]
 
 FP8, FP4 = WEIGHT_FORMATS["fp8"], WEIGHT_FORMATS["fp4"]
-MOST_ROWS = 256  # of a product with FP8 weights: what the CUDA kernel takes
+MOST_ROWS = 1 << 16  # of a product with FP8 weights: what the CUDA kernel takes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,7 +83,7 @@ def dense_fp8(x: jax.Array, codes: jax.Array, scales: jax.Array, *, groups: int 
 
 
 def reference(arguments: DenseFp8Arguments) -> jax.Array:
-    """`dense_fp8` in `jnp`: the weights dequantised, then a product of bf16. On a GPU the way for many rows."""
+    """`dense_fp8` in `jnp`: the weights dequantised, then a product of bf16."""
     groups, columns, rows = arguments.groups, arguments.columns, arguments.x.shape[0]
     weights = fp8_codec.decode(*fp8_codec.unpack(arguments.codes, arguments.scales))
     weights = weights.reshape(groups, arguments.weight_rows // groups, columns)

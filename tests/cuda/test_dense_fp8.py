@@ -36,9 +36,9 @@ def test_lowers_to_one_ffi_call(dtype, spelled: str) -> None:
 
 @pytest.mark.usefixtures("assumed_library")
 def test_more_rows_are_for_the_reference() -> None:
-    lowered(256)
-    with pytest.raises(ImplementationError, match="'cuda' cannot run: it takes up to 256 rows, not 257"):
-        lowered(257)
+    lowered(1 << 16)
+    with pytest.raises(ImplementationError, match="'cuda' cannot run: it takes up to 65536 rows, not 65537"):
+        lowered((1 << 16) + 1)
 
 
 @pytest.mark.gpu
@@ -47,10 +47,10 @@ class TestDenseFp8OnTheGpu(DenseFp8Test):
 
     @pytest.mark.parametrize("name", MATRICES)
     def test_alone_and_among_others(self, name: str) -> None:
-        x, weights, scales, _ = self.case(name, 256)
+        x, weights, scales, _ = self.case(name, 300)
         groups = MATRICES[name][2]
         among = self.run(x, weights, scales, groups=groups)
-        for first, size in ((0, 1), (3, 8), (100, 16), (31, 33), (180, 64), (9, 129)):
+        for first, size in ((0, 1), (3, 8), (100, 16), (31, 33), (180, 64), (9, 129), (0, 256)):
             alone = self.run(x[first : first + size], weights, scales, groups=groups)
             np.testing.assert_array_equal(alone, among[first : first + size])
 
