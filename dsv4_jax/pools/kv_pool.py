@@ -51,7 +51,8 @@ def store_kv(
         k, v: [n, width] float.
         rows: [n] int32, no two equal among the valid ones; rows >= pool rows are not written.
         storage: see `KVSpec`.
-        implementation: "xla" (the reference), "pallas" (the same bytes), or None: the default, as of every op.
+        implementation: "xla" (the reference), "pallas", "cuda" (bf16 rows into fp8; the same bytes), or None: the
+            default, as of every op.
 
     Raises:
         ShapeError: an argument has the wrong shape or dtype; the message names it.
