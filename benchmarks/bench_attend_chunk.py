@@ -40,6 +40,12 @@ def stream() -> int:
     return torch.cuda.current_stream().cuda_stream
 
 
+def one_block(library: ctypes.CDLL) -> Callable[..., None]:
+    """Its attend over fp8 rows with a block a run, as many tokens have."""
+    entry = open_entry(library, "attend")
+    return lambda args, splits, *cut_and_stream: entry(args, splits, 1, *cut_and_stream)
+
+
 class Chunk(Case):
     """A chunk's arguments: over fp8 rows (`args`), and over bf16 rows (`rows`)."""
 
@@ -131,14 +137,14 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the record of the run")
     options = parser.parse_args()
     library = ctypes.CDLL(options.library)
-    fp8, kernels = open_entry(library, "attend"), {"library": open_entry(library, "attend_rows")}
+    fp8, kernels = one_block(library), {"library": open_entry(library, "attend_rows")}
     kernels |= {path.stem: open_entry(ctypes.CDLL(str(path)), "attend_rows") for path in options.variant}
     torch.manual_seed(0)
     check(lambda args, n: fp8(args, n, 1 << 20, n, stream()), 65, 64, 128, 512, 2)
     check_batch_invariance(lambda args, n: fp8(args, n, 1 << 20, n, stream()), 2)
     if options.old:
         print("decode, us: throughput old, new; latency old, new", flush=True)
-        time_decode([open_entry(ctypes.CDLL(options.old), "attend"), fp8], (make_pool(1 << 19), make_pool(3 << 20)))
+        time_decode([one_block(ctypes.CDLL(options.old)), fp8], (make_pool(1 << 19), make_pool(3 << 20)))
     for shape, cuts in COMPARED:
         compare(fp8, kernels, *shape, cuts)
     recorder = Recorder()

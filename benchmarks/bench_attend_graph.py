@@ -4,9 +4,9 @@
 
 A graph holds one call for each of several input sets (4 to 64 of them, so that a replay reads >= 200 MB of rows if it
 can); the time of a call is the median replay over the calls. Before timing, results are checked against float64 and
-the rows of a batch of 256 against smaller batches, bit by bit. Rows: a random 128-row run of the window pool and
-random rows of a pool of 3 * 2^20 entries. `--fused` times calls that turn the
-output's RoPE dims back and round it to bf16.
+the rows of a batch of 256 against smaller batches, bit by bit, among them those whose runs have several blocks.
+Rows: a random 128-row run of the window pool and random rows of a pool of 3 * 2^20 entries. `--fused` times calls that
+turn the output's RoPE dims back and round it to bf16.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import pathlib
 import torch
 from graph_timing import Recorder, copy_ceiling, microseconds
 
-from dsv4_jax.cuda.attend import split_count
+from dsv4_jax.cuda.attend import WIDE_CLUSTERS, blocks_of_run, cut, split_count
 from dsv4_jax.cuda.c_entries import AttendArgs, Rows, open_entry
 
 SHAPES = {
-    "csa-flash": (64, 128, 512, (1, 16, 64, 128, 256)),
-    "hca-flash-128k": (64, 128, 1024, (1, 64, 256)),
+    "csa-flash": (64, 128, 512, (1, 8, 16, 64, 128, 256)),
+    "hca-flash-128k": (64, 128, 1024, (1, 8, 64, 256)),
     "hca-flash-1m": (64, 128, 8192, (1, 16)),
     "csa-pro": (128, 128, 1024, (1, 64, 256)),
     "swa-flash": (64, 128, 0, (1, 64)),
@@ -117,6 +117,18 @@ def check(launch, tokens: int, heads: int, window: int, entries: int, splits: in
           f"relative L2 {error:.1e}, LSE {lse_error:.0e}")  # fmt: skip
 
 
+def check_small_calls(default, heads: int, window: int, entries: int) -> None:
+    """Calls of up to 14 tokens against one of 32, which has one block a run."""
+    case = Case(32, heads, window, entries, (make_pool(1024), make_pool(4096)), ragged=True)
+    for fused in (False, True):
+        default(case.arguments(0, 32, fused))
+        out, lse = case.out, case.lse
+        for first, size in ((0, 1), (5, 3), (9, WIDE_CLUSTERS // -(-heads // 64))):
+            default(case.arguments(first, size, fused))
+            assert torch.equal(case.out, out[first : first + size]), (heads, window, entries, first, size)
+            assert torch.equal(case.lse, lse[first : first + size]), (heads, window, entries, first, size)
+
+
 def check_batch_invariance(launch, splits: int) -> None:
     case = Case(256, 64, 128, 512, (make_pool(1024), make_pool(4096)), ragged=True)
     launch(case.args, splits)
@@ -128,12 +140,10 @@ def check_batch_invariance(launch, splits: int) -> None:
             assert torch.equal(case.lse, lse[first : first + size])
 
 
-def record(recorder: Recorder, name: str, batch: int, times: dict[int, float], shape: tuple[int, int, int]) -> None:
-    """Every split count's time; those of the two key splits under their names."""
-    default, latency = split_count(*shape), split_count(*shape, key_split="latency")
+def record(recorder: Recorder, name: str, batch: int, default: float, times: dict[int, float], latency: int) -> None:
+    """The default's time, and every split count's with one block a run; that of `latency` under its name."""
+    recorder.add("attend", name, batch, default)
     for count, us in times.items():
-        if count == default:
-            recorder.add("attend", name, batch, us)
         if count == latency:
             recorder.add("attend", name, batch, us, variant="latency")
         recorder.add("attend", name, batch, us, variant=f"{count} split{'s' * (count > 1)}", tuning=True)
@@ -150,7 +160,12 @@ def main() -> None:
     entry = open_entry(ctypes.CDLL(options.library), "attend")
 
     def launch(args: AttendArgs, count: int) -> None:
-        entry(args, count, 1 << 20, count, torch.cuda.current_stream().cuda_stream)
+        entry(args, count, 1, 1 << 20, count, torch.cuda.current_stream().cuda_stream)
+
+    def default(args: AttendArgs) -> None:
+        splits = split_count(args.window_keys, args.entry_keys, args.heads)
+        blocks, stream = blocks_of_run(args.tokens, args.heads, splits), torch.cuda.current_stream().cuda_stream
+        entry(args, splits, blocks, *cut(args.heads), stream)
 
     torch.manual_seed(0)
     for shape in ((1, 64, 128, 64), (257, 64, 128, 512), (5, 16, 130, 77), (4, 128, 128, 1024), (64, 130, 128, 300),
@@ -158,8 +173,11 @@ def main() -> None:
         for count in (1, 2, 5, 8):
             check(launch, *shape, count)
     check_batch_invariance(launch, 2)
+    for heads in (16, 64, 130):
+        for keys in ((128, 64), (128, 512), (1, 200), (70, 1000), (128, 1024)):
+            check_small_calls(default, heads, *keys)
     ceiling = copy_ceiling()
-    print(f"copy ceiling {ceiling:.0f} GB/s; us per split count:")
+    print(f"copy ceiling {ceiling:.0f} GB/s; us of the default, and per split count:")
     pools, recorder = (make_pool(1 << 19), make_pool(3 << 20)), Recorder()
     for name, (heads, window, entries, batches) in SHAPES.items():
         for batch in batches:
@@ -167,14 +185,15 @@ def main() -> None:
             sets = max(4, min(64, 220_000_000 // moved))
             cases = [Case(batch, heads, window, entries, pools, fused=options.fused) for _ in range(sets)]
             times = {n: microseconds([lambda c=c, n=n: launch(c.args, n) for c in cases]) for n in splits}
-            best = min(times.values())
+            us = microseconds([lambda c=c: default(c.args) for c in cases])
+            best = min(us, *times.values())
             flops = 4 * heads * 512 * (window + entries) * batch
-            row = "  ".join(f"{count}: {us:6.1f}" for count, us in times.items())
+            row = "  ".join(f"{count}: {x:6.1f}" for count, x in times.items())
             rates = (
                 f"{moved / best / 1e3:5.0f} GB/s {moved / best / 1e3 / ceiling:4.0%} {flops / best / 1e6:4.0f} TFLOP/s"
             )
-            print(f"{name:15} batch {batch:3}  {row}  best {rates}", flush=True)
-            record(recorder, name, batch, times, (window, entries, heads))
+            print(f"{name:15} batch {batch:3}  {us:6.1f}  {row}  best {rates}", flush=True)
+            record(recorder, name, batch, us, times, split_count(window, entries, heads, "latency"))
     recorder.write(options.json, copy_gb_per_s=ceiling)
 
 

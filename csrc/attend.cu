@@ -6,6 +6,7 @@
 
 #include "alignment.h"
 #include "attend_kernel.cuh"
+#include "attend_wide_kernel.cuh"
 #include "built_for.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -13,12 +14,20 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-cudaError_t launch(const dsv4::AttendArgs& args, int splits, dsv4::Cut cut, cudaStream_t stream) {
+// `blocks` share a run: one, or as many as `splits` runs have of a cluster of eight.
+cudaError_t launch(const dsv4::AttendArgs& args, int splits, int blocks, dsv4::Cut cut, cudaStream_t stream) {
   if (args.tokens == 0 || args.heads == 0) return cudaSuccess;
   const int head_blocks = (args.heads + dsv4::kHeads - 1) / dsv4::kHeads;
-  const dim3 grid(static_cast<unsigned>(args.tokens) * head_blocks * splits);
-  return dsv4::start(dsv4::attend_kernel, {grid, dsv4::kThreads, sizeof(dsv4::Shared), static_cast<unsigned>(splits)},
-                     dsv4::follows, stream, args, splits, cut, head_blocks);
+  const unsigned cluster = splits * blocks;
+  const dim3 grid(static_cast<unsigned>(args.tokens) * head_blocks * cluster);
+  const auto wide = [&](auto kernel, int shared) {
+    return dsv4::start(kernel, {grid, dsv4::kWideThreads, shared, cluster}, dsv4::follows, stream, args, cut,
+                       head_blocks);
+  };
+  if (blocks == 4) return wide(dsv4::attend_wide_kernel<4>, sizeof(dsv4::WideShared<4>));
+  if (blocks == 8) return wide(dsv4::attend_wide_kernel<8>, sizeof(dsv4::WideShared<8>));
+  return dsv4::start(dsv4::attend_kernel, {grid, dsv4::kThreads, sizeof(dsv4::Shared), cluster}, dsv4::follows, stream,
+                     args, splits, cut, head_blocks);
 }
 
 using Bytes = ffi::Buffer<ffi::U8, 2>;
@@ -44,8 +53,8 @@ bool has_v4_widths(const Bytes& nope, const Halves& rope, const Bytes& scale) {
 ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink, Bytes window_nope, Halves window_rope,
                   Bytes window_scale, Ids window_ids, Flags window_visible, Bytes entry_nope, Halves entry_rope,
                   Bytes entry_scale, Ids entry_ids, Counts entry_count, Angles cosine, Angles sine,
-                  ffi::Result<ffi::AnyBuffer> out, ffi::Result<Lse> lse, float scale, int32_t splits, int32_t most,
-                  int32_t least) {
+                  ffi::Result<ffi::AnyBuffer> out, ffi::Result<Lse> lse, float scale, int32_t splits, int32_t blocks,
+                  int32_t most, int32_t least) {
   const auto q = queries.dimensions();
   const auto w = window_ids.dimensions(), e = entry_ids.dimensions();
   if (q[2] != dsv4::kDim || !has_v4_widths(window_nope, window_rope, window_scale) ||
@@ -72,6 +81,8 @@ ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink, Bytes window_
     return ffi::Error::InvalidArgument("attend: the output must have the shape of the queries, as float32 or bfloat16");
   }
   if (splits < 1 || splits > dsv4::kMaxCluster) return ffi::Error::InvalidArgument("attend: splits must be 1 to 8");
+  if (blocks != 1 && (blocks < 4 || splits * blocks != dsv4::kMaxCluster))
+    return ffi::Error::InvalidArgument("attend: a run has one block, the only run eight, or each of two runs four");
   if (most < 1 || least < 1) return ffi::Error::InvalidArgument("attend: runs of no tiles, or no runs");
   dsv4::AttendArgs args;
   args.queries = reinterpret_cast<const __nv_bfloat16*>(queries.untyped_data());
@@ -104,7 +115,7 @@ ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink, Bytes window_
                                                               {"out", args.out}});
       !problem.empty())
     return ffi::Error::InvalidArgument(problem);
-  const cudaError_t error = launch(args, splits, {most, least}, stream);
+  const cudaError_t error = launch(args, splits, blocks, {most, least}, stream);
   if (error != cudaSuccess) return ffi::Error::Internal(std::string("attend: ") + cudaGetErrorString(error));
   return ffi::Error::Success();
 }
@@ -135,11 +146,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Attend, attend,
                                   .Ret<Lse>()
                                   .Attr<float>("scale")
                                   .Attr<int32_t>("splits")
+                                  .Attr<int32_t>("blocks")
                                   .Attr<int32_t>("most")
                                   .Attr<int32_t>("least"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 // The launch alone, for timing without XLA. Returns a cudaError_t.
-extern "C" int dsv4_attend_launch(const dsv4::AttendArgs* args, int splits, int most, int least, cudaStream_t stream) {
-  return static_cast<int>(launch(*args, splits, {most, least}, stream));
+extern "C" int dsv4_attend_launch(const dsv4::AttendArgs* args, int splits, int blocks, int most, int least,
+                                  cudaStream_t stream) {
+  return static_cast<int>(launch(*args, splits, blocks, {most, least}, stream));
 }

@@ -1,8 +1,10 @@
-"""attend in the project's own CUDA for Hopper, called through XLA FFI: two kernels with the same bits.
+"""attend in the project's own CUDA for Hopper, called through XLA FFI: three kernels with the same bits.
 
 `csrc/attend_kernel.cuh`: V4's KV rows (`widths.KV_ROW`) are gathered and decoded by producer warps while the tensor
 cores (wgmma) work on the tile before, the runs of the key split are merged within a thread-block cluster, and the
 output leaves turned back and rounded if the caller wants that.
+
+`csrc/attend_wide_kernel.cuh`: the same for few tokens, whose runs have several blocks each.
 
 `csrc/attend_rows_kernel.cuh`: bf16 rows are copied as they are, and a block takes one token after the other. For caches
 of such rows, and for a long chunk, whose windows and entries are decoded to bf16 once, where its tokens would decode
@@ -25,7 +27,10 @@ from ..ops.numerics import rope_tables
 from ..ops.registry import Implementation
 from .widths import BF16_ROW, KV_ROW, WIDTHS, unsupported_rows
 
-__all__ = ["IMPLEMENTATION", "call", "cut", "decodes_once", "split_count", "supports"]
+__all__ = [
+    "IMPLEMENTATION", "WIDE_CLUSTERS", "blocks_of_run", "call", "cut", "decodes_once", "split_count",
+    "supports",
+]  # fmt: skip
 
 BLOCKS = 132  # that take tokens over bf16 rows, at most: SMs of an H100 or H200
 READS_OF_A_ROW = 4  # of a chunk's tokens, on average, from which it is decoded before
@@ -38,6 +43,8 @@ MAX_SPLITS = 8  # largest portable cluster
 TILES_PER_RUN, TILES_PER_RUN_OF_MORE_HEADS, THROUGHPUT_SPLITS = 9, 18, 6
 LATENCY_TILES_PER_RUN, LATENCY_TILES_PER_RUN_OF_MORE_HEADS = 3, 5
 LATENCY_RUNS = 4  # at least, or one a tile: to one token a tile more is 2.4 us, a run more to merge 0.6
+# Where a run has several blocks, at most: a token's runs, and clusters of eight blocks, of which 15 run at once.
+WIDE_RUNS, WIDE_CLUSTERS = 2, 14
 
 
 def cut(heads: int = 64, key_split: KernelSplit = "throughput") -> tuple[int, int]:
@@ -57,6 +64,12 @@ def split_count(window: int, entries: int, heads: int = 64, key_split: KernelSpl
     most, least = cut(heads, key_split)
     splits = THROUGHPUT_SPLITS if key_split == "throughput" else MAX_SPLITS
     return min(splits, max(1, min(tiles, least), -(-tiles // most)))
+
+
+def blocks_of_run(tokens: int, heads: int, splits: int) -> int:
+    """Thread blocks that share a run of a token and 64 heads. It changes no bit, only how long few tokens take."""
+    wide = tokens * -(-heads // HEADS) <= WIDE_CLUSTERS and splits <= WIDE_RUNS
+    return MAX_SPLITS // splits if wide else 1
 
 
 def supports(arguments: AttendArguments) -> str | None:
@@ -100,6 +113,9 @@ def call(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
     of_model = arguments.heads or heads
     most, least = cut(of_model, arguments.key_split)
     splits = split_count(window.ids.shape[1], entry_ids.shape[1], of_model, arguments.key_split)
+    attributes = dict(
+        scale=np.float32(arguments.scale), splits=np.int32(splits), most=np.int32(most), least=np.int32(least)
+    )
     target = "attend_rows" if arguments.fmt.parts == BF16_ROW.parts else "attend"
     results = [
         jax.ShapeDtypeStruct((tokens, heads, dim), stored), jax.ShapeDtypeStruct((tokens, heads), jnp.float32)
@@ -107,11 +123,12 @@ def call(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
     if target == "attend_rows":
         blocks = min(tokens * -(-heads // HEADS), BLOCKS)
         results.append(jax.ShapeDtypeStruct((blocks, splits - 1, HEADS * dim // 2), jnp.uint32))
+    else:
+        attributes["blocks"] = np.int32(blocks_of_run(tokens, heads, splits))
     kernel = jax.ffi.ffi_call(ffi.cuda_target(target, f"dsv4_{target}"), results)
     out, lse, *_ = kernel(
         arguments.queries.astype(jnp.bfloat16), arguments.sink.astype(jnp.float32), *window.rows, window.ids,
-        window.visible, *entries, entry_ids, entry_count, *tables,
-        scale=np.float32(arguments.scale), splits=np.int32(splits), most=np.int32(most), least=np.int32(least),
+        window.visible, *entries, entry_ids, entry_count, *tables, **attributes,
     )  # fmt: skip
     return out.astype(arguments.dtype), lse
 

@@ -198,7 +198,7 @@ class RouteArgs(ctypes.Structure):
 # Op -> its arguments' struct, and the integers that its entry takes between them and the stream.
 ENTRIES: dict[str, tuple[type[ctypes.Structure], tuple[str, ...]]] = {
     "append": (AppendArgs, ("tokens", "epilogue")),
-    "attend": (AttendArgs, ("splits", "most", "least")),
+    "attend": (AttendArgs, ("splits", "blocks", "most", "least")),
     "attend_rows": (AttendRowsArgs, ("blocks", "splits", "most", "least")),
     "dense_fp8": (DenseFp8Args, ("shape", "parts", "window")),
     "gather": (GatherArgs, ()),

@@ -64,18 +64,18 @@ def test_a_file_that_is_no_library_is_refused(no_library):
 
 
 @pytest.mark.parametrize(
-    ("entries", "key_split", "splits"),
-    [(512, "throughput", 2), (1024, "throughput", 2), (8192, "throughput", 6), (0, "throughput", 1),
-     (64, "latency", 3), (512, "latency", 4), (1024, "latency", 6)],
+    ("entries", "key_split", "splits", "blocks"),
+    [(512, "throughput", 2, 4), (1024, "throughput", 2, 4), (8192, "throughput", 6, 1), (0, "throughput", 1, 8),
+     (64, "latency", 3, 1), (512, "latency", 4, 1), (1024, "latency", 6, 1)],
 )  # fmt: skip
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.usefixtures("assumed_library")
-def test_lowers_to_one_ffi_call(entries, key_split, splits, fused):
+def test_lowers_to_one_ffi_call(entries, key_split, splits, blocks, fused):
     last = dict(inverse_rope=(jnp.arange(2), jnp.ones(32)), dtype=jnp.bfloat16) if fused else {}
     call = functools.partial(attend, scale=512**-0.5, fmt=FMT, key_split=key_split, implementation="cuda", **last)
     text = jax.jit(call).trace(*arguments(entries=entries)).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@dsv4_attend") == 1
-    assert f"splits = {splits} : i32" in text
+    assert f"splits = {splits} : i32" in text and f"blocks = {blocks} : i32" in text
     assert f"tensor<2x{entries}xi32>" in text
     assert f"-> (tensor<2x64x512x{'bf16' if fused else 'f32'}>, tensor<2x64xf32>)" in text
     assert "concatenate" not in text  # nothing is left to do after the kernel
@@ -91,6 +91,12 @@ def test_splits_do_not_depend_on_the_batch_and_fit_a_cluster(heads, key_split, s
     more = [kernel.split_count(128, k, heads, key_split) for k in range(0, 20_000, 32)]
     assert more == sorted(more) and (min(more), max(more)) == (splits[0], splits[-1])
     assert all(n >= kernel.split_count(128, k, heads) for n, k in zip(more, range(0, 20_000, 32), strict=True))
+
+
+def test_runs_of_few_tokens_have_several_blocks():
+    assert [kernel.blocks_of_run(1, 64, splits) for splits in (1, 2, 3, 6)] == [8, 4, 1, 1]
+    assert [kernel.blocks_of_run(n, 64, 2) for n in (14, 15, 256)] == [4, 1, 1]
+    assert [kernel.blocks_of_run(n, heads, 1) for n, heads in ((14, 5), (7, 128), (8, 65))] == [8, 8, 1]
 
 
 @pytest.mark.parametrize(("key_split", "splits"), [("throughput", (2, 1)), ("latency", (4, 3))])
@@ -184,6 +190,24 @@ class TestAttendOnTheGpu(AttendTest):
             out, lse = self.run(spec, p, key_split=key_split)
             np.testing.assert_allclose(out, expected, **self.tolerance)
             np.testing.assert_allclose(lse, expected_lse, **self.tolerance)
+
+    @pytest.mark.parametrize("heads", [5, 130])
+    @pytest.mark.parametrize("keys", [(0, 170), (1, 0), (70, 300), (128, 512), (130, 1000)])
+    def test_a_batch_has_the_bits_of_its_tokens_in_small_calls(self, keys: tuple[int, int], heads: int) -> None:
+        """A run of few tokens has several blocks, of many one. Tokens see any number of keys, from none on."""
+        tokens, most = kernel.WIDE_CLUSTERS + 1, kernel.WIDE_CLUSTERS // -(-heads // kernel.HEADS)
+        spec = AttendSpec(tokens, heads, *keys, FMT)
+        p = problem(dataclasses.replace(spec, window=max(keys[0], 1)), seed=heads)
+        if keys[0] == 0:
+            p |= dict(window_ids=p["window_ids"][:, :0], window_visible=p["window_visible"][:, :0])
+        position, freq = jnp.arange(tokens, dtype=jnp.int32) * 70_001, jnp.asarray(10_000.0 ** -jnp.linspace(0, 1, 32))
+        out, lse = self.run(spec, p, jnp.bfloat16, inverse_rope=(position, freq))
+        for first, size in ((0, 1), (1, most)):
+            own = slice(first, first + size)
+            part = p | {name: None if p[name] is None else p[name][own] for name in PER_TOKEN}
+            few = self.run(spec, part, jnp.bfloat16, inverse_rope=(position[own], freq))
+            np.testing.assert_array_equal(few[0], out[own])
+            np.testing.assert_array_equal(few[1], lse[own])
 
     @pytest.mark.parametrize("fmt", [FMT, BF16_ROW], ids=["fp8", "bf16"])
     def test_tokens_without_any_key_between_others(self, fmt: RowFormat) -> None:
