@@ -133,7 +133,7 @@ def test_doctor_names_the_capabilities(library, monkeypatch, capsys) -> None:
     printed = capsys.readouterr().out
     assert "code for compute capability 9.0: append, attend " in printed
     assert "code for compute capability 8.0, 9.0, 10.0: swap " in printed
-    assert "no code: compress, queries, index_scores, top_k, " in printed
+    assert "no code: compress, queries, gather, index_scores, top_k, " in printed
 
 
 def test_a_kernel_on_another_backend_is_refused_before_it_is_traced(library) -> None:
