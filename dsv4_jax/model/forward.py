@@ -127,7 +127,8 @@ def decode_loop(
 ) -> tuple[jax.Array, KVCache]:
     """`num_steps` decode steps in one executable; each step's token is fed to the next. Drafts have no part in it.
 
-    The plan must have reserved the blocks (and table columns) of all steps ahead.
+    The plan must have reserved the blocks (and table columns) of all steps ahead (`plan_step(steps=num_steps)`).
+    Steps beyond them write where the slot's last owner had blocks: into rows of other requests.
 
     Args:
         plan: the first decode step; the later ones are its `advance()`.
