@@ -15,7 +15,9 @@ stage() {
       { cmake -S csrc -B build/gpu -DPYTHON="$python" -DDSV4_CUDA_ARCHITECTURES=90 && cmake --build build/gpu -j 8 \
         && cmake --install build/gpu --prefix . --component libraries; } > "$OUT/build.log" 2>&1 ;;
     tests)  # every kernel against its reference or float64, byte invariance, logits alone and among others; most of it is compiling
-      "$python" -c "import xdist" 2> /dev/null && several="-n 12 -p no:benchmark"
+      # A process takes up to 11 GB of the device.
+      memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1)
+      "$python" -c "import xdist" 2> /dev/null && several="-n $((memory / 11000)) -p no:benchmark"
       JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false timeout 400 "$python" -m pytest -p no:cacheprovider ${several:-} \
         -m gpu tests > "$OUT/tests.log" 2>&1 ;;
     swap)  # blocks between HBM and pinned memory, against the copy ceiling and the schemes it replaces
