@@ -143,6 +143,26 @@ __device__ __forceinline__ uint32_t first_factors(const uint8_t* scales, int cou
   return lane < count ? code_factor(__ldg(scales + lane)) : 0;
 }
 
+// Two products of a thread's 16 bytes of codes, the `part`-th of a stage, with the stage's rows of x at `b`; all but
+// these have ended then. `more`: they are added to what is in `d`.
+template <typename Shape>
+__device__ __forceinline__ void multiply_codes(float (&d)[Shape::kRows / 2], uint32_t (&a)[2 * kFragment], uint4 codes,
+                                               uint32_t scale, uint32_t b, int part, bool more) {
+  const __nv_bfloat162 factor = reinterpret_cast<const __nv_bfloat162&>(scale);
+  decode_codes(codes.x, codes.y, factor, a);
+  decode_codes(codes.z, codes.w, factor, a + kFragment);
+  mma_fence();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int depth = 2 * part + i;  // in 16 columns
+    constexpr int kPerBox = kBlockColumns / kMmaDepth;
+    const uint32_t offset = depth / kPerBox * Shape::kBoxBytes + depth % kPerBox * kMmaBytes;
+    mma_64<Shape::kRows>(d, a + kFragment * i, k_major(b, offset), more || i > 0);
+  }
+  mma_commit();
+  mma_wait<1>();
+}
+
 // A warpgroup's 64 x N products over its part of K. Leaves with nothing in flight.
 template <typename Shape>
 __device__ __forceinline__ void multiply_dense(float (&d)[Shape::kRows / 2], DenseStage* stages, uint32_t weights,
@@ -168,21 +188,9 @@ __device__ __forceinline__ void multiply_dense(float (&d)[Shape::kRows / 2], Den
         if (within<kLanes>(run) == 0 && run > 0) factors = first_factors(scales + run, scale_count - run, lane);
         word = __shfl_sync(kAllLanes, factors, within<kLanes>(run));
       }
-      const __nv_bfloat162 factor = reinterpret_cast<const __nv_bfloat162&>(word);
       const uint4 now = words;
       if (part + 1 < kParts) words = load_shared4(codes + (part + 1) * kPartBytes);
-      decode_codes(now.x, now.y, factor, a[part % 2]);
-      decode_codes(now.z, now.w, factor, a[part % 2] + kFragment);
-      mma_fence();
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int depth = 2 * part + i;  // in 16 columns
-        constexpr int kPerBox = kBlockColumns / kMmaDepth;
-        const uint32_t offset = depth / kPerBox * Shape::kBoxBytes + depth % kPerBox * kMmaBytes;
-        mma_64<Shape::kRows>(d, a[part % 2] + kFragment * i, k_major(b, offset), step > 0 || part > 0 || i > 0);
-      }
-      mma_commit();
-      mma_wait<1>();
+      multiply_codes<Shape>(d, a[part % 2], now, word, b, part, step > 0 || part > 0);
       if (part == 0 && step > 0 && lane == 0) barrier_arrive(shared_address(&stages[before].empty));
     }
     before = stage.index;

@@ -72,21 +72,9 @@ __device__ __forceinline__ void multiply_part(float (&d)[Shape::kRows / 2], Many
         if (within<kLanes>(step) == 0 && step > 0) factors = first_factors(scales + step, steps - step, lane);
         word = __shfl_sync(kAllLanes, factors, within<kLanes>(step));
       }
-      const __nv_bfloat162 factor = reinterpret_cast<const __nv_bfloat162&>(word);
       const uint4 now = words;
       if (run + 1 < kRuns) words = load_shared4(codes + (run + 1) * kRunBytes);
-      decode_codes(now.x, now.y, factor, a[run % 2]);
-      decode_codes(now.z, now.w, factor, a[run % 2] + kFragment);
-      mma_fence();
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int depth = 2 * run + i;  // in 16 columns
-        constexpr int kPerBox = kBlockColumns / kMmaDepth;
-        const uint32_t offset = depth / kPerBox * Shape::kBoxBytes + depth % kPerBox * kMmaBytes;
-        mma_64<Shape::kRows>(d, a[run % 2] + kFragment * i, k_major(b, offset), step > 0 || run > 0 || i > 0);
-      }
-      mma_commit();
-      mma_wait<1>();
+      multiply_codes<Shape>(d, a[run % 2], now, word, b, run, step > 0 || run > 0);
       if (run == 0 && before >= 0 && lane == 0) barrier_arrive(shared_address(&stages[before].empty));
     }
     before = stage.index;
