@@ -420,11 +420,11 @@ class LayerCacheHandle(Generic[Cache]):
         if axis.name is None:
             return own, kept
         k = min(k, self.plan.table_columns.shape[0] * pool.rows)
-        proposed = jnp.arange(own.shape[1], dtype=jnp.int32) < kept[:, None]
+        proposed = jnp.arange(own.shape[1], dtype=jnp.int32)[None] < kept[:, None]
         best = jnp.where(proposed, axis.entries_of_all(own, pool.rows), np.int32(INT32_MAX))
         candidates = all_gather((jnp.take_along_axis(scores, own, 1), best), axis.name, dimension=1)
         kept = jnp.clip(visible, 0, np.int32(k))
-        listed = jnp.arange(k, dtype=jnp.int32) < kept[:, None]
+        listed = jnp.arange(k, dtype=jnp.int32)[None] < kept[:, None]
         return jnp.where(listed, merge_candidates(*candidates, k=k), 0), kept
 
     def attend(
@@ -599,7 +599,7 @@ class LayerCacheHandle(Generic[Cache]):
         slots = self.cache.slot_units
         first = window_rows(self.plan, rows=rows, ordinal=0, slots=slots, ring=ring.rows)
         each = np.arange(0, rows, slots * ring.rows, dtype=np.int32)[:, None]
-        return jnp.where(first < rows, first + each, np.int32(rows))[ring.ordinal]
+        return jnp.where(first[None] < rows, first[None] + each, np.int32(rows))[ring.ordinal]
 
     def _window(self) -> WindowView:
         self._require(LayerWrites.APPENDED, self.spec.layer_idx)

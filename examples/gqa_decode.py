@@ -87,9 +87,8 @@ def norm(x: jax.Array) -> jax.Array:
 def rope(x: jax.Array, position: jax.Array) -> jax.Array:
     """Rotates [..., heads, dim] by position [...]."""
     half = x.shape[-1] // 2
-    angle = position[..., None, None].astype(jnp.float32) * (
-        np.float32(100.0) ** -(np.arange(half, dtype=np.float32) / half)
-    )
+    frequency = np.float32(100.0) ** -(np.arange(half, dtype=np.float32) / half)
+    angle = jnp.multiply.outer(position.astype(jnp.float32), frequency)[..., None, :]
     a, b = x[..., :half], x[..., half:]
     return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
 
@@ -124,7 +123,7 @@ def linear_step(
     """
     batch, heads = x.shape[0], cfg.linear_heads
     inputs = jnp.concatenate([conv, (x @ layer["qkv"])[:, :, None]], -1)
-    mixed = jax.nn.silu((inputs * layer["conv"]).sum(-1)).reshape(batch, heads, -1)
+    mixed = jax.nn.silu((inputs * layer["conv"][None]).sum(-1)).reshape(batch, heads, -1)
     q, k, v = jnp.split(mixed, [cfg.k_dim, 2 * cfg.k_dim], -1)
     q, k = norm(q) * np.float32(cfg.k_dim**-0.5), norm(k) * np.float32(cfg.k_dim**-0.5)
     decay, beta = (jax.nn.sigmoid(x @ layer[n])[:, :, None, None] for n in ("decay", "beta"))
@@ -183,7 +182,7 @@ def decode_step(
     ids, lengths = table.rows(slots, table.ids.shape[1])
     position = jnp.maximum(lengths - 1, 0)
     new = jnp.take_along_axis(ids, position[:, None], 1)[:, 0]
-    visible = jnp.arange(ids.shape[1]) < lengths[:, None]
+    visible = jnp.arange(ids.shape[1])[None] < lengths[:, None]
     x = params["embed"][tokens]
     for number, (kind, layer) in enumerate(zip(cfg.layers, params["layers"], strict=True)):
         h, ordinal = norm(x), cfg.layers[:number].count(kind)

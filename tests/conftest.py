@@ -37,6 +37,7 @@ from jax._src import compiler
 from jax._src.lru_cache import LRUCache
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.disable()  # until the tests are imported (pytest_collection_finish)
 
 # What one test compiled the next ones load, also those of other processes, which find this folder in the environment.

@@ -30,13 +30,13 @@ def moved(plan: StepPlan, layout: CacheLayout, start: jax.Array, most: int) -> S
 
     ratio = layout.flush_ratio
     ends = np.arange(-(-most // ratio), dtype=np.int32) * np.int32(ratio)
-    offset = (np.int32(ratio - 1) - start % np.int32(ratio))[:, None] + ends
+    offset = (np.int32(ratio - 1) - start % np.int32(ratio))[:, None] + ends[None]
     flushes = listed(offset, count[:, None]).reshape(-1)
 
     ratio = layout.group_ratio
     groups, length = (most + ratio - 2) // ratio + 1, min(most, ratio)
-    begin = np.arange(groups, dtype=np.int32) * np.int32(ratio) - (start % np.int32(ratio))[:, None]
-    offset = jnp.maximum(begin, 0)[..., None] + np.arange(length, dtype=np.int32)
+    begin = np.arange(groups, dtype=np.int32)[None] * np.int32(ratio) - (start % np.int32(ratio))[:, None]
+    offset = jnp.maximum(begin, 0)[..., None] + np.arange(length, dtype=np.int32)[None, None]
     stop = jnp.minimum(begin + np.int32(ratio), count[:, None])
     members = listed(offset, stop[..., None]).reshape(-1, length)
     return plan.settled()._replace(seq_start=start, token_position=position, flush_tokens=flushes, group_tokens=members)

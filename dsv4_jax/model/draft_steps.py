@@ -150,7 +150,7 @@ class _How:
 
         residual, step = layers(params, cache.begin(plan, self.implementation), tokens, self.index_qat)
         _, step = follow(params, step, residual, tokens, whole=False)  # its keys are stored
-        rows = jnp.clip(known[:, None] + jnp.arange(width + 1, dtype=jnp.int32), 0, plan.num_tokens - 1)
+        rows = jnp.clip(known[:, None] + jnp.arange(width + 1, dtype=jnp.int32)[None], 0, plan.num_tokens - 1)
         logits = head(params, jax.tree.map(lambda x: x[rows.reshape(-1)], residual), cfg, self.implementation)
         logits = logits.reshape(*rows.shape, -1)
         position = plan.seq_start + plan.seq_count - np.int32(1) - drafts

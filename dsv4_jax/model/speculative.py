@@ -50,7 +50,7 @@ def accept(
         after = jnp.take_along_axis(best, right[:, None], 1)[:, 0]
     else:
         assert chances is not None
-        places = position[:, None] + jnp.arange(width + 1, dtype=jnp.int32)
+        places = position[:, None] + jnp.arange(width + 1, dtype=jnp.int32)[None]
         each = jax.vmap(lambda at: draw_keys(keys, at, sampling)[1:], in_axes=1, out_axes=1)
         to_accept, to_draw = each(places)
         uniform = jax.vmap(jax.vmap(jax.random.uniform))(to_accept[:, :width])

@@ -63,8 +63,9 @@ def in_halves(parts: Sequence[Partial]) -> Partial:
 
 def with_sink(partial: Partial, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
     """What `attend` gives: (out [T, H, dim], lse [T, H] without the sink). `sink`: [H] float32."""
+    sink = jnp.broadcast_to(sink, partial.top.shape)
     top = jnp.maximum(partial.top, sink)
-    weight, sinks = _weight(partial.top, top), _weight(jnp.broadcast_to(sink, top.shape), top)
+    weight, sinks = _weight(partial.top, top), _weight(sink, top)
     out = rounded(partial.out * weight[..., None]) / (rounded(partial.total * weight) + sinks)[..., None]
     lse = partial.top + jnp.log(jnp.where(partial.total > 0, partial.total, np.float32(1)))
     return out, lse

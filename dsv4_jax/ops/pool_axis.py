@@ -95,16 +95,18 @@ def parts_of(
     each = residues[:, None]
     if entries is None:
         own = jnp.arange(-(-columns // modulus) * per_block, dtype=jnp.int32)
-        numbers = _entries_of(own, per_block, each, modulus)[:, None]
+        numbers = _entries_of(own[None], per_block, each, modulus)[:, None]
         shape = (len(residues), count.shape[0], own.shape[0])
-        return jnp.broadcast_to(numbers, shape), visible_of(count, per_block, each, modulus)
+        return jnp.broadcast_to(numbers, shape), visible_of(count[None], per_block, each, modulus)
     if modulus == 1:
         return entries[None], count[None]
     width = entries.shape[1]
-    listed = jnp.arange(width, dtype=jnp.int32) < count[:, None]
+    place = jnp.arange(width, dtype=jnp.int32)
+    listed = place[None] < count[:, None]
     part = jnp.where(listed, entries // np.int32(per_block) % np.int32(modulus), np.int32(modulus))
     part, entries = lax.sort((part, entries), num_keys=2)
+    part = part[None]
     first, last = ((compare(part, each[..., None])).sum(2, dtype=jnp.int32) for compare in (jnp.less, jnp.less_equal))
-    place = jnp.minimum(first[..., None] + jnp.arange(width, dtype=jnp.int32), np.int32(width - 1))
+    place = jnp.minimum(first[..., None] + place[None, None], np.int32(width - 1))
     chosen = jnp.take_along_axis(jnp.broadcast_to(entries, place.shape), place, 2, mode="promise_in_bounds")
     return chosen, last - first

@@ -57,7 +57,7 @@ class TokenTable:
     def rows(self, slots: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
         """The first `width` positions of some requests: (ids [n, width] int32, 0 past the length; lengths [n])."""
         lengths = self.lengths[slots]
-        visible = jnp.arange(width, dtype=jnp.int32) < lengths[:, None]
+        visible = jnp.arange(width, dtype=jnp.int32)[None] < lengths[:, None]
         return jnp.where(visible, self.ids[slots, :width], 0), lengths
 
     def kv_indices(

@@ -191,7 +191,7 @@ def test_numbers_and_operations_without_results_are_taken() -> None:
 
 def test_functions_without_calls_stay_as_they_are() -> None:
     def function(x: jax.Array, offset: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return {"y": jnp.cumsum(x.reshape(2, 3), 1) + offset["z"]}
+        return {"y": jnp.cumsum(x.reshape(2, 3), 1) + offset["z"][None]}
 
     x, offset = jnp.arange(6.0), {"z": jnp.ones(3)}
     np.testing.assert_array_equal(in_sequence(function)(x, offset)["y"], function(x, offset)["y"])
