@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from .errors import ForeignPlanError
+from .checks import INT32_MAX, as_int
+from .errors import ForeignPlanError, PlanError
 from .layout import CacheLayout, CacheSize
 
 __all__ = [
@@ -87,6 +88,8 @@ class StepPlan(NamedTuple):
         seq_start: [B] tokens of the sequence already in the cache.
         seq_count: [B] tokens of the sequence in this step.
         seq_first: [B] index of the sequence's first token.
+        seq_stop: [B] tokens of the sequence that the plan has reserved room for, those of later steps (`advance`) among
+            them: at least `seq_start + seq_count`.
         token_seq: [T] sequence of each token.
         token_slot: [T] slot of each token (0: padding).
         token_position: [T] absolute position of each token.
@@ -109,6 +112,7 @@ class StepPlan(NamedTuple):
     seq_start: IntArray
     seq_count: IntArray
     seq_first: IntArray
+    seq_stop: IntArray
     token_seq: IntArray
     token_slot: IntArray
     token_position: IntArray
@@ -155,15 +159,43 @@ class StepPlan(NamedTuple):
         """Itself: so that a step takes either form."""
         return self
 
-    def advance(self) -> StepPlan:
-        """The plan of the next decode step of the same sequences: one token further, nothing else to do.
+    def advance(self, steps: IntArray = 1) -> StepPlan:
+        """The plan of a later decode step of the same sequences: so many tokens further, nothing else to do.
 
-        For K-step loops: every sequence has one token per step and the blocks of all K steps must
-        be reserved ahead. Works on traced arrays.
+        For K-step loops: every sequence has one token per step and the blocks of all K steps are reserved ahead. From
+        where its reservation ends (`seq_stop`) a sequence is padding, as the blocks of that place may be others'. So
+        is, after the first step, a sequence of several tokens in one. Works on traced arrays.
+
+        Args:
+            steps: 0 or more; 0 is this plan. Traced, it may be 0 as well, and what is done once must not be: `settled`
+                plans alone are moved so.
+
+        Raises:
+            PlanError: `steps` is below 0; or traced, and the plan has room for copies or table entries.
         """
-        live = (self.token_slot > 0).astype(np.int32)
-        live_seqs = (self.seq_slot > 0).astype(np.int32)
-        return self.settled()._replace(seq_start=self.seq_start + live_seqs, token_position=self.token_position + live)
+        known = as_int(steps)
+        if known == 0:
+            return self
+        if known is None and any(x.shape[0] for x in (self.table_slot, self.copy_slot_src, self.copy_block_src)):
+            raise PlanError("a plan is settled before it is advanced by a traced number: begin it once before the loop")
+        if known is not None and known < 0:
+            raise PlanError(f"a plan is advanced by 0 or more steps, got {known}")
+        further = steps if known is None else np.int32(min(known, INT32_MAX))
+        goes_on = (self.seq_count == 1) & (further < self.seq_stop - self.seq_start)
+        here = self.settled().only(goes_on | (further == 0))
+        live, live_seqs = (here.token_slot > 0).astype(np.int32), (here.seq_slot > 0).astype(np.int32)
+        return here._replace(
+            seq_start=self.seq_start + further * live_seqs, token_position=self.token_position + further * live
+        )
+
+    def only(self, sequences: Any) -> StepPlan:
+        """This plan with the other sequences as padding: of a loop those that have ended, say.
+
+        Args:
+            sequences: [B] bool. Works on traced arrays.
+        """
+        kept = sequences.astype(np.int32)
+        return self._replace(seq_slot=self.seq_slot * kept, token_slot=self.token_slot * kept[self.token_seq])
 
     def settled(self) -> StepPlan:
         """This plan without copies and table entries: for a cache in which they are carried out."""

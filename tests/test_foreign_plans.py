@@ -160,7 +160,7 @@ from dsv4_jax.manager import StepSequence, build_plan, shape_for
 layout, rows = CacheLayout(DSV4Config.tiny()), [StepSequence(1, 0, 1)]
 import jax
 plan = build_plan(layout, rows, shape_for(layout, rows), size=CacheSize(2, 2, 2))
-assert len(jax.tree.leaves(plan)) == 18 and len(jax.tree.leaves(plan.pack())) == 1
+assert len(jax.tree.leaves(plan)) == 19 and len(jax.tree.leaves(plan.pack())) == 1
 assert jax.tree.map(np.asarray, plan).facts == plan.facts
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -68,11 +68,9 @@ def loop(steps: int):
     return run
 
 
-def operands(
-    layout: CacheLayout, size: CacheSize, lookahead: int = 0
-) -> tuple[KVCache, StepPlan, ProjectedRows, Norms]:
+def operands(layout: CacheLayout, size: CacheSize, steps: int = 1) -> tuple[KVCache, StepPlan, ProjectedRows, Norms]:
     scheduled = [StepSequence(slot, 20 + slot, 1) for slot in range(1, ROWS + 1)]
-    plan = build_plan(layout, scheduled, shape_for(layout, scheduled, lookahead=lookahead))
+    plan = build_plan(layout, scheduled, shape_for(layout, scheduled, steps=steps), steps=steps)
     return init_cache(layout, size), plan, random_stream(layout, ROWS, 0), random_norms(layout)
 
 
@@ -102,7 +100,7 @@ def test_a_step_with_unit_copies_copies_nothing_else() -> None:
 def test_decode_loop_copies_nothing() -> None:
     """Eight steps: the cache is the carry of the scan, still in place."""
     layout = CacheLayout(KINDS)
-    assert_in_place(loop(8), *operands(layout, CacheSize(4000, 400, 4), lookahead=8))
+    assert_in_place(loop(8), *operands(layout, CacheSize(4000, 400, 4), steps=8))
 
 
 @pytest.mark.slow

@@ -170,9 +170,9 @@ def cache_and_plan(cfg: DSV4Config, options: StepOptions) -> tuple[CacheLayout, 
     """
     layout, size = cache_shape(cfg, options)
     steps = options.loop if options.drafts else 1  # a loop with drafts goes on; others do the same step again
-    first, ahead = options.context - steps * options.fed, (steps - 1) * options.fed
+    first = options.context - steps * options.fed
     rows = [StepSequence(slot + 1, first, options.fed) for slot in range(size.num_slots)]
-    plan = build_plan(layout, rows, shape_for(layout, rows, lookahead=ahead), size=size, lookahead=ahead)
+    plan = build_plan(layout, rows, shape_for(layout, rows, steps=steps), size=size, steps=steps)
     return layout, size, stack_plans([plan] * options.split.data)
 
 

@@ -10,7 +10,8 @@ step of drafts, `accept` sets the length back to what was kept. Plans must run i
 one cannot run, `reset()`.
 
 A slot's block-table columns beyond its own blocks keep what an earlier request left there. They are
-ids in range and lie beyond everything a step of the plan's tokens may see or write.
+ids in range and lie beyond everything a step of the plan's tokens may see or write: a plan says how far its blocks
+reach (`StepPlan.seq_stop`), and a loop of steps ends there.
 
 How the parts fit, each with its own state and rules, and none that knows the ones above it:
 
@@ -579,7 +580,7 @@ class KVCacheManager:
         if slot_copies is None:
             slot_copies = min(sequences, 4) if caching else 0
         shape = StepShape.bound(
-            self.layout, sequences, tokens, columns=columns, lookahead=steps - 1, history=history,
+            self.layout, sequences, tokens, columns=columns, steps=steps, history=history,
             slot_copies=slot_copies, block_copies=block_copies,
         )  # fmt: skip
         return dataclasses.replace(shape, table_entries=shape.table_entries + columns) if caching else shape

@@ -28,7 +28,7 @@ def build_plan(
     table_entries: Sequence[tuple[int, int, int]] | np.ndarray = (),
     slot_copies: Sequence[tuple[int, int]] | np.ndarray = (),
     block_copies: Sequence[tuple[int, int]] | np.ndarray = (),
-    lookahead: int = 0,
+    steps: int = 1,
 ) -> StepPlan:
     """The padded plan of these sequences.
 
@@ -38,7 +38,7 @@ def build_plan(
         size: of the cache. Without it the plan is for caches of any size, and ids are only known to be int32 >= 0.
         table_entries: (slot, column, block) triples.
         slot_copies, block_copies: (source, destination) pairs.
-        lookahead: tokens of each sequence that later steps compute by the same plan.
+        steps: that the plan serves, each of as many tokens of each sequence.
 
     Raises:
         PlanError: the sequences do not fit the shape (names the size that is too small), or one has
@@ -49,7 +49,7 @@ def build_plan(
     facts = CacheFacts.of(layout, size)
     if not isinstance(shape, StepShape):
         raise PlanError(f"shape must be a StepShape, got {shown(shape)}")
-    lookahead = as_count("lookahead", lookahead, 0, INT32_MAX)
+    steps = as_count("steps", steps, 1, INT32_MAX)
     table_entries = int_rows("table_entries", table_entries, 3)
     slot_copies, block_copies = int_rows("slot_copies", slot_copies, 2), int_rows("block_copies", block_copies, 2)
     step = sequences if isinstance(sequences, StepTokens) else StepTokens.of(layout, sequences, most=shape.tokens)
@@ -63,7 +63,7 @@ def build_plan(
     if (twice := slots[1:][slots[1:] == slots[:-1]]).size:  # kernels tell sequences apart by their slots
         raise PlanError(f"slot {twice[0]} is that of two sequences of the step")
     needed = step.shape(
-        layout, table_entries=0, slot_copies=len(slot_copies), block_copies=len(block_copies), lookahead=lookahead
+        layout, table_entries=0, slot_copies=len(slot_copies), block_copies=len(block_copies), steps=steps
     )
     # Room for entries is reserved in a shape, not needed by a plan.
     needed = dataclasses.replace(needed, table_entries=len(table_entries))
@@ -78,6 +78,7 @@ def build_plan(
         seq_start=_padded(step.start, shape.sequences),
         seq_count=_padded(step.count, shape.sequences),
         seq_first=_padded(step.first, shape.sequences),
+        seq_stop=_padded(step.stop(steps), shape.sequences),
         token_seq=_padded(step.sequence, shape.tokens),
         token_slot=_padded(step.slot[step.sequence], shape.tokens),
         token_position=_padded(step.position, shape.tokens),
@@ -100,7 +101,7 @@ def next_decode(
     table_entries: Sequence[tuple[int, int, int]] = (),
     slot_copies: Sequence[tuple[int, int]] = (),
     block_copies: Sequence[tuple[int, int]] = (),
-    lookahead: int = 0,
+    steps: int = 1,
 ) -> StepPlan:
     """`build_plan` for the sequences of an earlier plan of this shape and size, one token each, at other starts.
 
@@ -109,21 +110,25 @@ def next_decode(
     Raises:
         PlanError: as `build_plan`; or the earlier plan was made for another layout or size.
     """
-    plan = next_sequences(layout, plan, shape, starts, size=size, lookahead=lookahead)
+    plan = next_sequences(layout, plan, shape, starts, size=size, steps=steps)
     return with_extras(plan, shape, table_entries, slot_copies, block_copies)
 
 
 def next_sequences(
-    layout: CacheLayout, plan: StepPlan, shape: StepShape, starts: np.ndarray, *, size: CacheSize | None, lookahead: int
+    layout: CacheLayout, plan: StepPlan, shape: StepShape, starts: np.ndarray, *, size: CacheSize | None, steps: int
 ) -> StepPlan:
     """`next_decode` but for entries and copies, which are still those of the earlier plan. Raises `PlanError`."""
     facts = CacheFacts.of(layout, size)
     if facts is not plan.facts and facts != plan.facts:
         raise PlanError(f"the plan before was made for {plan.facts}, this one is for {facts}")
-    columns = layout.blocks_for(int(starts.max(initial=0)) + 1 + lookahead)
+    columns = layout.blocks_for(int(starts.max(initial=0)) + steps)
     if columns > shape.columns:
         raise PlanError(f"the step needs columns={columns}, its shape has columns={shape.columns}")
-    return plan._replace(seq_start=_padded(starts, shape.sequences), token_position=_padded(starts, shape.tokens))
+    return plan._replace(
+        seq_start=_padded(starts, shape.sequences),
+        seq_stop=_padded(starts + steps, shape.sequences),
+        token_position=_padded(starts, shape.tokens),
+    )
 
 
 def check_extras(shape: StepShape, **needed: int) -> None:

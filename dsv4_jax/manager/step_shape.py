@@ -60,7 +60,7 @@ class StepShape:
         tokens: int,
         *,
         columns: int,
-        lookahead: int = 0,
+        steps: int = 1,
         history: bool | None = None,
         slot_copies: int = 0,
         block_copies: int = 0,
@@ -69,20 +69,20 @@ class StepShape:
 
         Args:
             columns: block-table columns a sequence may need.
-            lookahead: further steps of as many tokens that reuse the plan.
+            steps: that a plan serves, each of as many tokens.
             history: whether one sequence may have more than 1 + draft_tokens tokens; default: whether
                 all together may have more than that each.
 
         Raises:
             PlanError: a number is no count.
         """
-        sequences, tokens, columns = (
+        sequences, tokens, columns, steps = (
             as_count(f"a shape's {name}", value, 1, INT32_MAX)
-            for name, value in (("sequences", sequences), ("tokens", tokens), ("columns", columns))
+            for name, value in (("sequences", sequences), ("tokens", tokens), ("columns", columns), ("steps", steps))
         )
-        lookahead, slot_copies, block_copies = (
+        slot_copies, block_copies = (
             as_count(f"a shape's {name}", value, 0, INT32_MAX)
-            for name, value in (("lookahead", lookahead), ("slot_copies", slot_copies), ("block_copies", block_copies))
+            for name, value in (("slot_copies", slot_copies), ("block_copies", block_copies))
         )
         return cls(
             sequences=sequences,
@@ -91,7 +91,7 @@ class StepShape:
             groups=min(tokens, tokens // layout.group_ratio + 2 * sequences),
             group_length=min(tokens, layout.group_ratio),
             columns=columns,
-            table_entries=sequences + tokens * (1 + lookahead) // layout.block_tokens,
+            table_entries=sequences + tokens * steps // layout.block_tokens,
             slot_copies=slot_copies,
             block_copies=block_copies,
             history=tokens > sequences * (1 + layout.draft_tokens) if history is None else history,
@@ -151,20 +151,24 @@ class StepTokens(NamedTuple):
         flushes = np.flatnonzero((position + 1) % layout.flush_ratio == 0)
         return cls(slot, start, count, first, sequence, position, group, place, flushes)
 
+    def stop(self, steps: int) -> np.ndarray:
+        """[B] tokens of each sequence after so many steps of as many."""
+        return self.start + self.count * steps
+
     def shape(
-        self, layout: CacheLayout, *, table_entries: int, slot_copies: int, block_copies: int, lookahead: int
+        self, layout: CacheLayout, *, table_entries: int, slot_copies: int, block_copies: int, steps: int
     ) -> StepShape:
         """The smallest shape that fits: see `shape_for`."""
         block = layout.block_tokens
-        longest, end = (int(x.max(initial=0)) for x in (self.count, self.start + self.count))
+        longest, end = (int(x.max(initial=0)) for x in (self.count, self.stop(steps)))
         return StepShape(
             sequences=max(len(self.slot), 1),
             tokens=max(len(self.sequence), 1),
             flushes=max(len(self.flushes), 1),
             groups=max(int(self.group[-1]) + 1, 1) if len(self.group) else 1,
             group_length=int(self.place.max(initial=0)) + 1,
-            columns=max(layout.blocks_for(end + lookahead), 1) if len(self.slot) else 1,
-            table_entries=max(table_entries, int((-(-(self.count + lookahead) // block)).sum())),
+            columns=max(layout.blocks_for(end), 1) if len(self.slot) else 1,
+            table_entries=max(table_entries, int((-(-self.count * steps // block)).sum())),
             slot_copies=slot_copies,
             block_copies=block_copies,
             history=longest > 1 + layout.draft_tokens,
@@ -178,7 +182,7 @@ def shape_for(
     table_entries: int = 0,
     slot_copies: int = 0,
     block_copies: int = 0,
-    lookahead: int = 0,
+    steps: int = 1,
 ) -> StepShape:
     """The shape these sequences need, padded sequences and tokens at least one.
 
@@ -188,20 +192,20 @@ def shape_for(
     Args:
         sequences: of the step (as an array: [B, 3]).
         table_entries, slot_copies, block_copies: at least so many of each.
-        lookahead: tokens of each sequence that later steps compute by the same plan.
+        steps: that the plan serves, each of as many tokens of each sequence.
 
     Raises:
         PlanError: a number is no count, or a sequence has no slot, starts before position 0 or has no token.
     """
-    table_entries, slot_copies, block_copies, lookahead = (
+    table_entries, slot_copies, block_copies = (
         as_count(name, value, 0, INT32_MAX)
         for name, value in (
             ("table_entries", table_entries), ("slot_copies", slot_copies), ("block_copies", block_copies),
-            ("lookahead", lookahead),
         )
     )  # fmt: skip
+    steps = as_count("steps", steps, 1, INT32_MAX)
     return StepTokens.of(layout, sequences).shape(
-        layout, table_entries=table_entries, slot_copies=slot_copies, block_copies=block_copies, lookahead=lookahead
+        layout, table_entries=table_entries, slot_copies=slot_copies, block_copies=block_copies, steps=steps
     )
 
 

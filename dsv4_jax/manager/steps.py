@@ -253,13 +253,13 @@ class Steps:
         last = batch.decode
         if shape is not None and last is not None and last[0] == shape:
             check_extras(shape, **needed)
-            return shape, next_sequences(self._layout, last[1], shape, starts, size=self.arrays, lookahead=steps - 1)
-        step, ahead = StepTokens.of(self._layout, np.stack([slots, starts, counts], 1)), (steps - 1) * batch.longest
+            return shape, next_sequences(self._layout, last[1], shape, starts, size=self.arrays, steps=steps)
+        step = StepTokens.of(self._layout, np.stack([slots, starts, counts], 1))
         if shape is None:
-            exact = step.shape(self._layout, lookahead=ahead, **needed)
+            exact = step.shape(self._layout, steps=steps, **needed)
             shape = exact.bucketed(self.size.max_blocks_per_request)
         check_extras(shape, **needed)
-        return shape, build_plan(self._layout, step, shape, size=self.arrays, lookahead=ahead)
+        return shape, build_plan(self._layout, step, shape, size=self.arrays, steps=steps)
 
     # After planning
 

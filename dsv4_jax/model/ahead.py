@@ -15,11 +15,14 @@ __all__ = ["moved"]
 def moved(plan: StepPlan, layout: CacheLayout, start: jax.Array, most: int) -> StepPlan:
     """The plan with its sequences at other places, as the manager would make it; with no copies or table entries.
 
+    A sequence whose tokens would go beyond what the plan has reserved for it is padding.
+
     Args:
         start: [B] int32, tokens of each sequence in the cache.
         most: tokens of a sequence in the step, at most.
     """
     total, first, count = np.int32(plan.num_tokens), jnp.asarray(plan.seq_first), jnp.asarray(plan.seq_count)
+    plan = plan.settled().only(start + count <= plan.seq_stop)
     index = jnp.arange(plan.num_tokens, dtype=jnp.int32)
     position = jnp.where(plan.token_slot > 0, (start - first)[plan.token_seq] + index, 0)
 
@@ -39,4 +42,4 @@ def moved(plan: StepPlan, layout: CacheLayout, start: jax.Array, most: int) -> S
     offset = jnp.maximum(begin, 0)[..., None] + np.arange(length, dtype=np.int32)[None, None]
     stop = jnp.minimum(begin + np.int32(ratio), count[:, None])
     members = listed(offset, stop[..., None]).reshape(-1, length)
-    return plan.settled()._replace(seq_start=start, token_position=position, flush_tokens=flushes, group_tokens=members)
+    return plan._replace(seq_start=start, token_position=position, flush_tokens=flushes, group_tokens=members)

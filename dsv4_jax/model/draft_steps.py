@@ -89,18 +89,20 @@ def draft_loop(
 ) -> tuple[jax.Array, jax.Array, KVCache]:
     """`num_steps` steps of `draft_step` in one executable: each goes on where the one before ended.
 
-    The plan must have reserved the blocks (and table columns) of all steps ahead, `num_steps * (1 + d)` tokens.
+    The plan has reserved the blocks (and table columns) of all steps ahead, `num_steps * (1 + d)` tokens
+    (`plan_step(steps=num_steps)`). A sequence with fewer takes no part in steps for which they no longer suffice.
 
     Args:
         plan: of the first step, in which every sequence has 1 + d tokens.
-        tokens: [B] int32, the known token of each sequence.
+        tokens: [B] int32, the known token of each sequence; -1: it takes no part.
         drafts: [B] int32, d of each sequence in every step, 0 to `width`.
         width, num_steps: static.
         others: as of `draft_step`.
 
     Returns:
-        (drawn [K, B, width + 1] int32, kept [K, B] int32, of each step as of `draft_step`; the cache, which holds
-        the sum of kept[:, b] tokens more than before, all but the last that was drawn).
+        (drawn [K, B, width + 1] int32, kept [K, B] int32, of each step as of `draft_step`, but -1 and 0 where a
+        sequence takes no part in it; the cache, which holds the sum of kept[:, b] tokens more than before, all but the
+        last that was drawn).
 
     Raises as `draft_step`, and:
         ShapeError: `tokens` is not one of each sequence, or a step may have more tokens than 1 + `width` of each.
@@ -112,14 +114,15 @@ def draft_loop(
             f"steps of one known token and up to {width} drafts of each"
         )
     how = _How(params, drafts, width, sampling, keys, index_qat, implementation)
-    live = jnp.asarray(plan.seq_slot) > 0
+    plan, tokens = plan.only(tokens >= 0), jnp.maximum(tokens, 0)
 
     def step(carry: tuple[KVCache, jax.Array, jax.Array], _: None) -> tuple[tuple, tuple]:
         cache, token, start = carry
         here = moved(plan, cache.layout, start, 1 + width)
         drawn, kept, cache = how.step(cache, here, token[plan.token_seq])
-        kept = jnp.where(live, kept, 0)
-        token = jnp.take_along_axis(drawn, jnp.maximum(kept - np.int32(1), 0)[:, None], 1)[:, 0]
+        live = here.seq_slot > 0
+        token = jnp.take_along_axis(drawn, (kept - np.int32(1))[:, None], 1)[:, 0]
+        drawn, kept = jnp.where(live[:, None], drawn, np.int32(-1)), jnp.where(live, kept, 0)
         return (cache, token, start + kept), (drawn, kept)
 
     carry = cache, jnp.asarray(tokens), jnp.asarray(plan.seq_start)

@@ -127,37 +127,37 @@ def decode_loop(
 ) -> tuple[jax.Array, KVCache]:
     """`num_steps` decode steps in one executable; each step's token is fed to the next. Drafts have no part in it.
 
-    The plan must have reserved the blocks (and table columns) of all steps ahead (`plan_step(steps=num_steps)`).
-    Steps beyond them write where the slot's last owner had blocks: into rows of other requests.
+    The plan has reserved the blocks (and table columns) of all steps ahead (`plan_step(steps=num_steps)`). In steps
+    beyond those its sequences are padding: nothing is written, -1 is drawn.
 
     Args:
-        plan: the first decode step; the later ones are its `advance()`.
-        tokens: [B] int32, fed by the first step.
+        plan: the first decode step; the later ones are its `advance`.
+        tokens: [B] int32, fed by the first step; -1, such as a loop before this one drew: the sequence is padding.
         num_steps: K, static.
         sampling: how to draw, static.
         keys: [B] random keys, one per sequence; not needed when greedy (see `sample`).
 
     Returns:
-        (tokens [K, B] int32 drawn by each step, the cache, which holds all but the last of them).
+        (tokens [K, B] int32 drawn by each step, -1 of padding; the cache, which holds all but the last of them).
 
     Raises:
         ShapeError: the plan schedules more tokens than it has sequences.
     """
-    plan = _one_token_each(plan)
-    cache, plan = cache.begin(plan).finish(partial=True), plan.settled()  # once for all steps
-    carried = ("seq_start", "token_position")
+    begun = cache.begin(_one_token_each(plan))
+    cache, plan = begun.finish(partial=True), begun.plan.settled()  # once for all steps
+    if tokens.shape != (plan.num_seqs,):
+        raise ShapeError(f"tokens has shape {tokens.shape}, the plan schedules {(plan.num_seqs,)}")
+    plan, tokens = plan.only(jnp.asarray(tokens)[plan.seq_first] >= 0), jnp.maximum(tokens, 0)
 
-    def step(carry: tuple, _: None) -> tuple[tuple, jax.Array]:
-        cache, tokens, moved = carry
-        here = plan._replace(**moved)
+    def step(carry: tuple[KVCache, jax.Array], ahead: jax.Array) -> tuple[tuple, jax.Array]:
+        cache, tokens = carry
+        here = plan.advance(ahead)
         residual, begun = layers(params, cache.begin(here, implementation), tokens, index_qat)
         logits = head(params, residual, cache.layout.cfg, implementation)
-        tokens = sample(logits, sampling, keys, jnp.asarray(here.token_position))
-        after = here.advance()
-        return (begun.finish(), tokens, {name: getattr(after, name) for name in carried}), tokens
+        tokens = sample(logits, sampling, keys, here.token_position)
+        return (begun.finish(), tokens), jnp.where(here.token_slot > 0, tokens, np.int32(-1))
 
-    moved = {name: jnp.asarray(getattr(plan, name)) for name in carried}
-    (cache, _, _), drawn = lax.scan(step, (cache, jnp.asarray(tokens), moved), length=num_steps)
+    (cache, _), drawn = lax.scan(step, (cache, tokens), jnp.arange(num_steps, dtype=jnp.int32))
     return drawn, cache
 
 

@@ -221,7 +221,7 @@ class Outside:
         if self.random.random() < 0.7:
             self.manager.plan_tokens(plan)
         live = self.manager.requests
-        for _ in range(steps):
+        for _ in range(steps + self.random.choice((0, 0, 3))):  # a step that was not reserved does nothing
             self.device.step(plan, {r.slot: r.id[0] for r in live}, {r.slot: r.tokens for r in live})
             plan = plan.advance()
         for request in live:

@@ -256,7 +256,7 @@ class Trace:
             self.fed[request.id] = fed[:start] + row + (fed[start + count :] if start + count < len(fed) else later)
         tokens = {r.slot: self.fed[r.id] for r in self.manager.requests}
         spaces = {r.slot: self.spaces[r.id] for r in self.manager.requests}
-        for _ in range(steps):
+        for _ in range(steps + self.random.choice((0, 0, 3))):  # a step that was not reserved does nothing
             self.device.step(plan, spaces, tokens)
             plan = plan.advance()
 

@@ -30,8 +30,8 @@ def scheduled(draw: st.DrawFn) -> list[StepSequence]:
     return sequences
 
 
-def check_plan(plan: StepPlan, sequences: list[StepSequence], layout: CacheLayout = LAYOUT) -> None:
-    """Every promise of `StepPlan`'s docstring, checked token by token."""
+def check_plan(plan: StepPlan, sequences: list[StepSequence], layout: CacheLayout = LAYOUT, *, steps: int = 1) -> None:
+    """Every promise of `StepPlan`'s docstring, checked token by token. `steps`: that it still serves."""
     assert all(field.dtype == np.int32 and (field >= 0).all() for field in plan.arrays)
     tokens = [(b, row.slot, row.start + i) for b, row in enumerate(sequences) for i in range(row.count)]
     count = len(tokens)
@@ -42,6 +42,8 @@ def check_plan(plan: StepPlan, sequences: list[StepSequence], layout: CacheLayou
         assert not field[count:].any()
     for field, name in ((plan.seq_slot, "slot"), (plan.seq_start, "start"), (plan.seq_count, "count")):
         assert field.tolist() == [getattr(r, name) for r in sequences] + [0] * (len(field) - len(sequences))
+    stops = [r.start + r.count * steps for r in sequences]
+    assert plan.seq_stop.tolist() == stops + [0] * (plan.num_seqs - len(sequences))
     assert [plan.token_seq[f] for f in plan.seq_first[: len(sequences)]] == list(range(len(sequences)))
 
     # Groups: every token once, in order, within one row and one entry; padded with T.
@@ -92,10 +94,34 @@ def test_the_bound_fits_all_it_promises(sequences: list[StepSequence], data: st.
 
 def test_advance_stays_a_plan_of_the_next_tokens() -> None:
     sequences = [StepSequence(3, 13, 1), StepSequence(1, 126, 1)]
-    plan = build_plan(LAYOUT, sequences, StepShape.bound(LAYOUT, 4, 4, columns=2, lookahead=3), lookahead=3)
+    plan = build_plan(LAYOUT, sequences, StepShape.bound(LAYOUT, 4, 4, columns=2, steps=4), steps=4)
+    first = plan
     for step in range(4):
-        check_plan(plan, [StepSequence(r.slot, r.start + step, 1) for r in sequences])
+        check_plan(plan, [StepSequence(r.slot, r.start + step, 1) for r in sequences], steps=4 - step)
+        for a, b in zip(first.advance(step).settled().arrays, plan.settled().arrays, strict=True):
+            np.testing.assert_array_equal(a, b)
         plan = plan.advance()
+    for step in range(3):  # nothing is reserved any more: all is padding, and stays it
+        for later in (plan, first.advance(4 + step), first.advance(2**31 - 5), first.advance(10**12)):
+            assert not later.seq_slot.any() and not later.token_slot.any()
+            assert (later.token_position < CONTEXT).all() and all(field.dtype == np.int32 for field in later.arrays)
+        plan = plan.advance()
+
+
+def test_sequences_end_one_by_one() -> None:
+    """Where each has its own number of tokens in a step, its reservation is as many times that; chunks do not go on."""
+    sequences = [StepSequence(3, 13, 1), StepSequence(1, 20, 3), StepSequence(2, 0, 2)]
+    plan = build_plan(LAYOUT, sequences, StepShape.bound(LAYOUT, 4, 6, columns=2, history=True, steps=5), steps=5)
+    assert plan.seq_stop.tolist() == [18, 35, 10, 0]
+    for step in range(1, 6):
+        later = plan.advance(step)
+        assert later.seq_slot.tolist() == [3 * (step < 5), 0, 0, 0]
+        assert later.token_slot.tolist() == [3 * (step < 5), 0, 0, 0, 0, 0]
+    assert plan.advance(0) is plan
+    with pytest.raises(PlanError, match="0 or more steps, got -1"):
+        plan.advance(-1)
+    kept = plan.only(np.array([False, True, False, True]))
+    assert kept.seq_slot.tolist() == [0, 1, 0, 0] and kept.token_slot.tolist() == [0, 1, 1, 1, 0, 0]
 
 
 def test_copies_and_entries_are_padded_with_unit_0() -> None:
@@ -112,7 +138,7 @@ def test_copies_and_entries_are_padded_with_unit_0() -> None:
         ("sequences", [StepSequence(1, 0, 1), StepSequence(2, 0, 1), StepSequence(3, 0, 1)], {}),
         ("tokens", [StepSequence(1, 0, 9)], {}),
         ("columns", [StepSequence(1, 128, 1)], {}),
-        ("columns", [StepSequence(1, 127, 1)], dict(lookahead=1)),
+        ("columns", [StepSequence(1, 127, 1)], dict(steps=2)),
         ("history", [StepSequence(1, 14, 4)], {}),
         ("group_length", [StepSequence(1, 0, 3)], {}),
         ("table_entries", [StepSequence(1, 0, 1)], dict(table_entries=[(1, i, 1) for i in range(3)])),
@@ -148,8 +174,8 @@ def test_rows_of_another_form_are_refused(field: str) -> None:
     for huge in (shape_for, lambda *args: build_plan(*args, StepShape(2, 8, 8, 8, 2, 1, 2))):
         with pytest.raises(PlanError, match="the step needs tokens=4294967298"):
             huge(LAYOUT, [StepSequence(1, 0, 2**32 + 2)])  # before they are listed
-    with pytest.raises(PlanError, match="lookahead must be at least 0"):
-        build_plan(LAYOUT, [StepSequence(1, 0, 1)], StepShape(2, 8, 8, 8, 2, 1, 2), lookahead=-1)
+    with pytest.raises(PlanError, match="steps must be at least 1"):
+        build_plan(LAYOUT, [StepSequence(1, 0, 1)], StepShape(2, 8, 8, 8, 2, 1, 2), steps=0)
 
 
 def test_two_sequences_of_one_slot() -> None:
@@ -170,12 +196,12 @@ def test_shapes_combine() -> None:
 
 def test_the_next_decode_of_the_same_sequences_is_the_plan_built_anew() -> None:
     layout, rng = CacheLayout(DSV4Config.tiny()), np.random.default_rng(4)
-    shape = StepShape.bound(layout, 5, 5, columns=9, slot_copies=2, block_copies=1, lookahead=2)
+    shape = StepShape.bound(layout, 5, 5, columns=9, slot_copies=2, block_copies=1, steps=3)
     for sequences in (1, 3, 5):
         slots = rng.permutation(9)[:sequences] + 1
         first, then = rng.integers(0, 100, (2, sequences))
         plan = build_plan(layout, [StepSequence(*row, 1) for row in zip(slots, first, strict=True)], shape)
-        extras = dict(table_entries=[(3, 1, 7)], slot_copies=[(1, 2)], block_copies=[(5, 6)], lookahead=2)
+        extras = dict(table_entries=[(3, 1, 7)], slot_copies=[(1, 2)], block_copies=[(5, 6)], steps=3)
         expected = build_plan(layout, [StepSequence(*row, 1) for row in zip(slots, then, strict=True)], shape, **extras)
         following = next_decode(layout, plan, shape, then, **extras)
         assert following.facts == expected.facts

@@ -149,7 +149,7 @@ def test_drafts_that_are_not_possible(params, options, problem) -> None:
 
 def test_a_plan_at_other_places_is_what_a_host_plans() -> None:
     """Positions, and what completes entries of any ratio, as sets: lists may have room for more."""
-    rng, made_for = np.random.default_rng(0), jax.jit(moved, static_argnums=(1, 3))
+    rng, made_for, ended = np.random.default_rng(0), jax.jit(moved, static_argnums=(1, 3)), 0
     for layout in (LAYOUT, CacheLayout(test_mtp.CFG, "f32", "f32", draft_tokens=7)):
         for _ in range(20):
             counts, first = rng.integers(1, 9, 3), rng.integers(0, 300, 3)
@@ -157,8 +157,14 @@ def test_a_plan_at_other_places_is_what_a_host_plans() -> None:
             rows = (zip((1, 2, 3), starts.tolist(), counts.tolist(), strict=True) for starts in (first, there))
             here, wanted = ([StepSequence(*row) for row in each] for each in rows)
             shape = StepShape(4, 26, 26, 26, 8, columns=90, table_entries=0, history=True)
-            one, other = (build_plan(layout, each, shape) for each in (here, wanted))
+            one, other = build_plan(layout, here, shape, steps=9), build_plan(layout, wanted, shape)
             made = made_for(one, layout, jnp.asarray([*there, 0], jnp.int32), 8)
+            fit = there + counts <= first + 9 * counts
+            other = other.only(np.array([*fit, False]))
+            ended += int((~fit).sum())
+            for field in ("seq_slot", "token_slot"):
+                np.testing.assert_array_equal(getattr(made, field), getattr(other, field))
+            other = other._replace(token_position=other.token_position * (other.token_slot > 0))
             np.testing.assert_array_equal(made.seq_start, other.seq_start)
             np.testing.assert_array_equal(made.token_position, other.token_position)
             for field in ("flush_tokens", "group_tokens"):
@@ -166,6 +172,7 @@ def test_a_plan_at_other_places_is_what_a_host_plans() -> None:
                             for plan in (made, other))  # fmt: skip
                 sets = [sorted([t for t in row.tolist() if t < 26] for row in lists) for lists in (one, two)]
                 assert [row for row in sets[0] if row] == [row for row in sets[1] if row], field
+    assert ended > 9
 
 
 def test_a_step_copies_no_pool(params) -> None:
