@@ -516,7 +516,7 @@ class KVCacheManager:
             stages, self.steps.transfers = self.steps.transfers, Transfers()
             return stages
 
-    def accept(self, request: Request | int, n_kept: int) -> None:
+    def accept(self, request: Request | int, n_kept: int, *, steps: int | None = None) -> None:
         """Keeps the first `n_kept` tokens of the request's last step; the others were never there.
 
         Rejected ids also leave `request.tokens`. Blocks that hold no kept token go back to the pool
@@ -528,13 +528,17 @@ class KVCacheManager:
             n_kept: 0..n of the n tokens scheduled. Less than n only if the device state before them is
                 still whole: the layout has draft_tokens > 0 and n <= 1 + draft_tokens. Of K steps of several tokens
                 what they kept in all, at least K.
+            steps: how many of the plan's K steps ran, at least 1, of a loop that ended before all (None) had. What the
+                others should have computed is pending again where its ids are known. Say so before any other call.
 
         Raises:
-            PlanError: no step to accept, `n_kept` out of range, or the step cannot be cut.
+            PlanError: no step to accept, `n_kept` or `steps` out of range, the step cannot be cut, or steps that did
+                not run were taken to have filled blocks that are cached by now (`abort_request` takes them back).
             RequestError: the request is not live here.
         """
         with self.guard("accept"):
-            self.steps.accept(self.book.find_live(request), as_count("n_kept", n_kept))
+            ran = None if steps is None else as_count("steps", steps, 1)
+            self.steps.accept(self.book.find_live(request), as_count("n_kept", n_kept), ran)
 
     def commit(self) -> None:
         """Makes the blocks that the steps planned so far have filled matchable for others.

@@ -73,7 +73,7 @@ class Request:
         num_tabled: leading blocks whose block-table entries a plan has already carried.
         reserved: tokens for which blocks are kept whatever happens (see `KVCacheManager.reserve`).
         num_scheduled: tokens of its last step, while that step may still be accepted in part; else 0.
-        loop: steps of its last plan, if of several tokens each, until it is known how many stay (`accept`); else 0.
+        loop: steps of its last plan, while `num_scheduled` is not 0; else 0.
         torn: `num_cached` after a whole verify step of which nothing was kept: until its next step its ring lacks the
             oldest row of a state's record, which no token sees any more. -1 if there was none.
         kept_from: `step_start`, once the step cannot be accepted in part any more.
@@ -145,9 +145,14 @@ class Request:
         """Tokens it had before its last step; `num_cached` once it is known that this step ran."""
         return self.num_cached - self.num_scheduled if self.num_scheduled else self.kept_from
 
+    @property
+    def is_open(self) -> bool:
+        """Whether its last plan is of several steps of several tokens: what they keep is not known before `accept`."""
+        return 1 < self.loop < self.num_scheduled
+
     def check_accepted(self) -> None:
         """Raises `PlanError` if it is not known yet what its last steps have kept."""
-        if self.loop:
+        if self.is_open:
             raise PlanError(f"request {self.id!r} has {self.loop} steps with drafts that were not accepted")
 
     def keep_step(self) -> None:

@@ -177,7 +177,7 @@ class Steps:
         planned = self.num_planned  # a local, as these lines run for every sequence of every step
         for request, count in zip(requests, counts, strict=True):
             request.num_scheduled = fresh_tokens = count * steps
-            request.loop = steps if steps > 1 and count > 1 else 0
+            request.loop = steps
             request.num_cached += fresh_tokens
             request.last_step = planned
             request.forked = None
@@ -315,21 +315,27 @@ class Steps:
             for slot, start, count in zip(*columns, strict=True) if slot
         ]  # fmt: skip
 
-    def accept(self, request: Request, n_kept: int) -> None:
-        """Keeps the first `n_kept` tokens of a request's last step. See `KVCacheManager.accept`."""
-        length, drafts = request.num_scheduled, self._layout.draft_tokens
-        if not length:
-            raise PlanError(f"request {request.id!r} has no step to accept")
+    def accept(self, request: Request, n_kept: int, steps: int | None) -> None:
+        """Keeps the first `n_kept` tokens of a request's last step or steps. See `KVCacheManager.accept`."""
+        planned, drafts, who = request.loop, self._layout.draft_tokens, f"request {request.id!r}"
+        if not planned:
+            raise PlanError(f"{who} has no step to accept")
+        steps = planned if steps is None else steps
+        if steps > planned:
+            raise PlanError(f"{who}: {steps} steps ran of a plan of {planned}")
+        length, start = request.num_scheduled // planned * steps, request.step_start
         if n_kept > length:
-            raise PlanError(f"request {request.id!r}: cannot keep {n_kept} of the {length} tokens scheduled")
-        if n_kept < request.loop:
-            raise PlanError(f"request {request.id!r}: {request.loop} steps with drafts keep a token each, not {n_kept}")
-        if not request.loop and n_kept < length and (not drafts or length > 1 + drafts):
+            raise PlanError(f"{who}: cannot keep {n_kept} of the {length} tokens scheduled")
+        if request.is_open and n_kept < steps:
+            raise PlanError(f"{who}: {steps} steps with drafts keep a token each, not {n_kept}")
+        if not request.is_open and n_kept < length and (not drafts or length > 1 + drafts):
             cut = f"a step of {length} tokens cannot be cut to {n_kept}"
-            raise PlanError(f"request {request.id!r}: {cut} with draft_tokens={drafts}")
+            raise PlanError(f"{who}: {cut} with draft_tokens={drafts}")
+        if steps < planned and len(request.nodes) > (start + n_kept) // self._layout.block_tokens:
+            raise PlanError(f"{who}: blocks that only {planned} steps have filled are cached already")
         self.forget_batch()
-        del request.tokens[request.num_cached - length + n_kept : request.num_cached]
-        request.num_cached += n_kept - length
+        del request.tokens[start + n_kept : start + length]
+        request.num_cached = start + n_kept
         request.num_scheduled, request.loop, request.kept_from = 0, 0, request.num_cached  # it did run
         if not n_kept and length > drafts:
             request.torn = request.num_cached

@@ -133,7 +133,7 @@ def decode_loop(
     Args:
         plan: the first decode step; the later ones are its `advance`.
         tokens: [B] int32, fed by the first step; -1, such as a loop before this one drew: the sequence is padding.
-        num_steps: K, static.
+        num_steps: K, static. Of fewer than were planned the manager has to be told (`KVCacheManager.accept(steps=)`).
         sampling: how to draw, static.
         keys: [B] random keys, one per sequence; not needed when greedy (see `sample`).
 

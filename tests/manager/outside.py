@@ -12,6 +12,7 @@ import argparse
 import collections
 import random
 import warnings
+from collections.abc import Sequence
 
 from dsv4_jax import AttentionType, CacheLayout, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.errors import (
@@ -213,17 +214,22 @@ class Outside:
             return
         for request in chosen:
             request.tokens += self.random.choices(range(3), k=steps - 1)
-        self.execute(plan, steps)
+        ran = self.random.choice((steps, steps + 3, self.random.randint(1, steps)))  # those not reserved do nothing
+        self.execute(plan, ran, chosen if ran < steps else [])
         self.did["steps at once"] += len(chosen)
+        self.did["steps left out"] += max(steps - ran, 0) * len(chosen)
 
-    def execute(self, plan, steps: int) -> None:
+    def execute(self, plan, steps: int, ended: Sequence[Request] = ()) -> None:
+        """`ended`: requests of which fewer steps ran than were planned."""
         self.did["moved"] += self.device.transfer(self.manager.take_transfers())
         if self.random.random() < 0.7:
             self.manager.plan_tokens(plan)
         live = self.manager.requests
-        for _ in range(steps + self.random.choice((0, 0, 3))):  # a step that was not reserved does nothing
+        for _ in range(steps):
             self.device.step(plan, {r.slot: r.id[0] for r in live}, {r.slot: r.tokens for r in live})
             plan = plan.advance()
+        for request in ended:
+            self.manager.accept(request, steps, steps=steps)
         for request in live:
             self.learn(request.id[0], request.tokens[: request.num_cached])
 

@@ -22,7 +22,7 @@ from dsv4_jax.errors import (
     PlanError,
     RequestError,
 )
-from dsv4_jax.manager import RequestState, StepShape
+from dsv4_jax.manager import CachePolicy, RequestState, StepShape
 
 from ..effort import lines_run
 
@@ -339,6 +339,50 @@ def test_accept_all_keeps_pending_prompt_tokens() -> None:
     manager.plan_step([(a, 40)])
     manager.accept(a, 40)
     assert (a.num_cached, a.num_pending, len(a.tokens)) == (40, 10, 50)
+
+
+def test_a_loop_of_fewer_steps_than_were_planned() -> None:
+    """What did not run is pending again, and its blocks go back."""
+    manager = make(num_blocks=6, drafts=0)
+    a, b = manager.admit_request([5] * 127), manager.admit_request([6] * 2)
+    manager.plan_step([(a, 126), (b, 1)])
+    plan = manager.plan_step([(a, 1), (b, 1)], steps=9)
+    assert plan.seq_stop.tolist() == [135, 10] and (a.num_cached, b.num_cached) == (135, 10)
+    for steps, problem in ((0, "steps must be at least 1"), (10, "10 steps ran of a plan of 9"), (1.5, "steps must")):
+        refused(manager, PlanError, lambda steps=steps: manager.accept(a, 1, steps=steps), problem)
+    refused(manager, PlanError, lambda: manager.accept(a, 3, steps=2), "cannot keep 3 of the 2 tokens")
+    refused(manager, PlanError, lambda: manager.accept(a, 1, steps=2), "a step of 2 tokens cannot be cut to 1")
+    a.tokens += [7, 8, 9, 9, 9]  # 9: of steps that did not run
+    manager.accept(a, 2, steps=2)
+    manager.accept(b, 9, steps=9)
+    assert (a.num_cached, a.num_pending, len(a.blocks), b.num_cached) == (128, 4, 1, 10)
+    assert a.tokens[126:] == [5, 7, 8, 9, 9, 9]
+    manager.check_integrity()
+    plan = manager.plan_step([(a, 4)])
+    assert plan.seq_start.tolist()[0] == 128 and len(entries(plan)) == 1
+
+    manager = make(drafts=2, num_blocks=6)
+    a = manager.admit_request()
+    manager.plan_step([(a, 3)], steps=4)
+    refused(manager, PlanError, lambda: manager.accept(a, 1, steps=2), "2 steps with drafts keep a token each, not 1")
+    refused(manager, PlanError, lambda: manager.accept(a, 7, steps=2), "cannot keep 7 of the 6")
+    manager.accept(a, 3, steps=2)
+    assert a.num_cached == 3
+    manager.check_integrity()
+
+
+def test_steps_that_did_not_run_are_not_taken_back_from_others() -> None:
+    """Blocks that they were to fill are cached by now: only an abort takes these out again."""
+    layout = CacheLayout(DSV4Config.tiny())
+    manager = KVCacheManager(layout, CacheSize(6, 3, 4, num_snapshots=4), policy=CachePolicy())
+    a = manager.admit_request([5] * 130)
+    manager.plan_step([(a, 120)])
+    manager.plan_step([(a, 1)], steps=9)
+    manager.commit()
+    with pytest.raises(PlanError, match="9 steps have filled are cached already"):
+        manager.accept(a, 2, steps=2)
+    manager.accept(a, 8, steps=8)
+    manager.check_integrity()
 
 
 def test_refused_accepts_change_nothing() -> None:

@@ -12,7 +12,7 @@ from tests.manager.outside import Outside
 
 HAPPENED = (
     "compared", "fed", "forked", "hit", "junction", "lost", "moved", "parked", "read", "rejected", "resized",
-    "steps at once", "unparked", "written",
+    "steps at once", "steps left out", "unparked", "written",
 )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.cached: dict[Request, int] = {}
         self.reserved: dict[Request, int] = {}
         self.fed: dict[Request, int] = {}
+        self.planned: dict[Request, int] = {}
         self.table = np.zeros((SIZE.slot_units, SIZE.max_blocks_per_request), np.int32)
 
     def used(self, cached: dict[Request, int]) -> int:
@@ -105,11 +106,12 @@ class ManagerMachine(RuleBasedStateMachine):
             assert not legal
             return
         assert legal
-        check_plan(plan, rows, LAYOUT)
+        check_plan(plan, rows, LAYOUT, steps=steps)
         for slot, column, block in zip(plan.table_slot, plan.table_index, plan.table_block, strict=True):
             self.table[slot, column] = block
         self.cached = after
         self.fed |= {r: n * steps for r, n in scheduled}
+        self.planned |= {r: steps for r, _ in scheduled}
 
     @rule(request=live, drafts=st.integers(1, 3), kept=st.integers(0, 3))
     def verify(self, request: Request, drafts: int, kept: int) -> None:
@@ -129,6 +131,21 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         assert legal
         self.cached[request] += kept - fed
+        self.fed[request] = 0
+
+    @rule(request=live, steps=st.integers(1, 9))
+    def end_early(self, request: Request, steps: int) -> None:
+        """So many steps of its last plan ran, and all of what they computed is kept."""
+        if request not in self.cached:
+            return
+        fed, planned = self.fed[request], self.planned.get(request, 1)
+        try:
+            self.manager.accept(request, fed // planned * steps, steps=steps)
+        except CacheError:
+            assert not fed or steps > planned
+            return
+        assert fed and steps <= planned
+        self.cached[request] += fed // planned * steps - fed
         self.fed[request] = 0
 
     @rule(request=gone)

@@ -165,6 +165,20 @@ def test_a_loop_of_ones_own(params, carried) -> None:
     chex.assert_trees_all_equal(steps.cache.arrays, exact.cache.arrays)
 
 
+def test_a_loop_of_fewer_steps_goes_on_where_it_ended(params) -> None:
+    """Once the manager knows how many ran, its next plan is that of a loop that was planned so."""
+    exact, ended = Neighbours(params), Neighbours(params)
+    for pair, steps in ((exact, 2), (ended, 4)):
+        drawn, pair.cache = decode_loop(params, pair.cache, pair.plan(steps=steps).pack(), FED, num_steps=2)
+        pair.manager.accept(pair.short, 2, steps=2)
+        assert pair.short.num_cached == START + 2 and pair.short.blocks == [1]
+        drawn, pair.cache = decode_loop(params, pair.cache, pair.plan(steps=3).pack(), drawn[-1], num_steps=3)
+        assert (np.asarray(drawn)[:, 0] >= 0).all()
+        pair.manager.check_integrity()
+    chex.assert_trees_all_equal(*(live_bytes(pair.cache, Held.of(pair.short)) for pair in (ended, exact)))
+    chex.assert_trees_all_equal(ended.seen(), exact.seen())
+
+
 def test_what_a_plan_does_once_is_not_lost(params) -> None:
     """Its table entries: a loop that moves the plan itself would never make them."""
     pair = Neighbours(params)
