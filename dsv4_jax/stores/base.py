@@ -64,7 +64,8 @@ class RecordStore(Protocol):
     Results are bool arrays `[n]`.
 
     Raises (all of them): `StoreFormatError` for a key of the wrong type or length, `ShapeError` for a wrong number of
-    buffers, a wrong size, a read-only or non-contiguous target; `StoreFullError`, `StoreError` when storage fails.
+    buffers, a wrong size, a read-only or non-contiguous target, or targets that overlap; `StoreFullError`, `StoreError`
+    when storage fails.
     """
 
     record_bytes: int

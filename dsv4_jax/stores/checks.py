@@ -66,7 +66,7 @@ def check_records(buffers: Buffers, count: int, record_bytes: int, *, writable: 
 
     Raises:
         ShapeError: not `count` buffers, or one that is no plain memory (an array of objects, say, whose bytes are
-            pointers), of the wrong size, not contiguous, or read-only if `writable`.
+            pointers), of the wrong size, not contiguous; if `writable`, one that is read-only, or two that overlap.
     """
     name = "buffers" if writable else "records"
     try:
@@ -89,4 +89,15 @@ def check_records(buffers: Buffers, count: int, record_bytes: int, *, writable: 
         if writable and view.readonly:
             raise ShapeError(f"{name}[{i}] is read-only")
         views.append(np.frombuffer(view, np.uint8))
+    if writable and len(views) > 1:
+        _check_apart(name, np.array([view.ctypes.data for view in views]), record_bytes)
     return views
+
+
+def _check_apart(name: str, addresses: np.ndarray, size: int) -> None:
+    """Raises `ShapeError` if some of these buffers overlap: one record would be served as another."""
+    order = np.argsort(addresses, kind="stable")
+    close = np.flatnonzero(np.diff(addresses[order]) < size)
+    if close.size:
+        one, other = sorted(order[close[0] : close[0] + 2].tolist())
+        raise ShapeError(f"{name}[{one}] and {name}[{other}] overlap")

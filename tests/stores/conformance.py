@@ -138,7 +138,15 @@ class StoreConformance:
         store.write(keys(1), records(1))
         with pytest.raises(ShapeError, match=r"buffers\[0\] is read-only"):
             store.read_into(keys(1), [bytes(RECORD_BYTES)])
-        assert read(store, 1, 2) == [1] and store.stats().written == 1
+        store.write(keys(3), records(3))
+        memory = np.zeros(3 * RECORD_BYTES, np.uint8)
+        rows = memory.reshape(3, RECORD_BYTES)
+        for one in (rows[0], memory[1 : 1 + RECORD_BYTES]):  # the record read last would stand for both
+            with pytest.raises(ShapeError, match=r"buffers\[0\] and buffers\[2\] overlap"):
+                store.read_into(keys(1, 9, 3), [one, rows[2], rows[0]])
+        assert not memory.any() and store.stats().corrupted == 0
+        assert store.delete(keys(3)).all()
+        assert read(store, 1, 2) == [1] and store.stats().written == 2
 
     def test_closed(self, store):
         store.close()
