@@ -112,4 +112,6 @@ def _kept(logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
     top, ids = lax.top_k(logits / np.float32(sampling.temperature), kept)
     chance = jax.nn.softmax(top, -1)
     before = jnp.cumsum(chance, -1) - chance
-    return jnp.where(before < np.float32(sampling.top_p), top, -np.float32(np.inf)), ids
+    # A subnormal top_p is 0 to some devices, and the likeliest token itself has 0 before it.
+    reach = max(np.float32(sampling.top_p), np.finfo(np.float32).tiny)
+    return jnp.where(before < reach, top, -np.float32(np.inf)), ids

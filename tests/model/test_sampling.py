@@ -8,6 +8,7 @@ import pytest
 from dsv4_jax import model
 from dsv4_jax.errors import SamplingError
 from dsv4_jax.model import Sampling
+from dsv4_jax.model.sampling import distribution
 
 sample = jax.jit(model.sample, static_argnames="sampling")
 ROWS, VOCAB = 4000, 11
@@ -50,7 +51,11 @@ def test_top_p_keeps_the_fewest_that_reach_p(logits):
     reached = np.searchsorted(np.cumsum(softmax(logits)[order]), 0.7) + 1
     drawn = set(draws(Sampling(temperature=1.0, top_p=0.7), logits).tolist())
     assert 1 < reached < VOCAB // 2 and drawn == set(order[:reached].tolist())
-    assert set(draws(Sampling(temperature=1.0, top_p=1e-6), logits).tolist()) == {int(order[0])}
+    for least in (1e-6, 1e-40, 5e-324):  # the last two are 0 where subnormals are flushed, and in float32
+        sampling = Sampling(temperature=1.0, top_p=least)
+        assert set(draws(sampling, logits).tolist()) == {int(order[0])}
+        kept = np.asarray(distribution(jnp.asarray(logits, jnp.float32), sampling))
+        assert kept.sum() == kept[order[0]] == 1
 
 
 def test_a_draw_depends_on_its_own_row_only(logits):
