@@ -16,7 +16,7 @@ from ..formats.index_fp8 import decode as _fp8_decode
 from ..formats.index_fp8 import encode as _fp8_encode
 from .spec import STORAGE, distinct
 
-__all__ = ["as_rows", "decode", "encode", "safe_ids", "safe_layer", "to_carrier"]
+__all__ = ["as_rows", "check_array", "decode", "encode", "safe_ids", "safe_layer", "to_carrier"]
 
 _FLOAT = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 _NAN = {"bf16": 0x7FC0, "f16": 0x7E00}
@@ -98,8 +98,15 @@ def safe_ids(name: str, ids: Any, last: int, *, unique: bool = False) -> jax.Arr
     return jnp.where((ids >= 0) & (ids <= last), ids, jnp.zeros_like(ids)).astype(jnp.int32)
 
 
+def check_array(name: str, x: Any) -> None:
+    """Raises `ShapeError` unless this is an array."""
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise ShapeError(f"{name} must be an array, got {type(x).__name__}")
+
+
 def as_rows(name: str, x: jax.Array, count: int, heads: int, dim: int) -> jax.Array:
     """[..., heads, dim] or [..., heads * dim] -> [count, heads * dim]. Raises `ShapeError`."""
+    check_array(name, x)
     width = heads * dim
     fits = x.shape[-1:] == (width,) or x.shape[-2:] == (heads, dim)
     if not fits or math.prod(x.shape) != count * width:

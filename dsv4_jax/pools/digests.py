@@ -31,7 +31,8 @@ def page_digests(tokens: Any, page_size: int = 1, namespace: Hashable = None) ->
     Raises:
         PoolError: the tokens are no integers, or the namespace has no canonical bytes.
     """
-    return chain(root_digest(check_count("page_size", page_size), namespace), as_tokens(tokens), page_size)
+    page = check_count("page_size", page_size)  # a Python int: 8 times 32 is 0 in uint8
+    return chain(root_digest(page, namespace), as_tokens(tokens), page)
 
 
 def as_tokens(tokens: Any) -> np.ndarray:

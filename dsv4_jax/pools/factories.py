@@ -132,6 +132,8 @@ def plan_pools(
         raise PoolError(f"memory_fraction must be in (0, 1], got {memory_fraction}")
     requests, context = check_count("max_requests", max_requests, 0), check_count("max_context", max_context, 0)
     page = check_count("page_size", page_size)
+    if gdn is not None and not isinstance(gdn, GDNSpec):
+        raise PoolError(f"gdn must be a GDNSpec or None, got {gdn!r}")
     one = KVSpec(page, layers, k_heads, k_dim, v_heads, v_dim, storage, page)
     reserved = int(np.ceil(before * (1 - float(memory_fraction))))
     table_bytes = 4 * (requests + 1) * (context + 1) if requests and context else 0

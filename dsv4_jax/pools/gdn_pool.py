@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from ..errors import ShapeError
-from .carriers import decode, safe_ids, safe_layer, to_carrier
+from .carriers import check_array, decode, safe_ids, safe_layer, to_carrier
 from .spec import GDNSpec
 
 __all__ = ["GDNPool", "copy_states", "reset_states"]
@@ -91,10 +91,11 @@ class GDNPool:
 
         Raises:
             PoolError: the layer or a slot of a host array is out of range, or a slot is named twice.
-            ShapeError: a state has the wrong shape.
+            ShapeError: a state is no array of floats, or has the wrong shape.
         """
         ids = safe_ids("slots", slots, self.spec.slots - 1, unique=True).reshape(-1)
         for name, x, leaf in (("recurrent", recurrent, self.recurrent), ("conv", conv, self.conv)):
+            check_array(name, x)
             if x.shape != (ids.size, *leaf.shape[2:]):
                 raise ShapeError(f"{name} has shape {x.shape}, expected {(ids.size, *leaf.shape[2:])}")
             if not jnp.issubdtype(x.dtype, jnp.floating):

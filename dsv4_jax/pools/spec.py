@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -186,7 +187,7 @@ class GDNSpec:
 
     @property
     def bytes_per_slot(self) -> int:
-        return sum(int(np.prod(s)) * np.dtype(d).itemsize for s, d in self.leaves.values()) // self.slots
+        return sum(math.prod(s) * np.dtype(d).itemsize for s, d in self.leaves.values()) // self.slots
 
     @property
     def total_bytes(self) -> int:

@@ -81,10 +81,17 @@ def test_the_refusal_lists_every_term() -> None:
 @pytest.mark.parametrize(
     "bad",
     [{"memory_fraction": 0}, {"memory_fraction": 1.1}, {"memory_fraction": True}, {"free_before_model": 0},
-     {"max_tokens": 0}, {"page_size": 0}, {"layers": 0}, {"storage": "int4"}, {"max_requests": -1}],
+     {"max_tokens": 0}, {"page_size": 0}, {"layers": 0}, {"storage": "int4"}, {"max_requests": -1}, {"gdn": 5}],
     ids=str,
 )  # fmt: skip
 def test_refuses(bad: dict[str, Any]) -> None:
     good: dict[str, Any] = dict(SHAPE, free_before_model=10**6, free_after_model=10**6, memory_fraction=0.9)
     with pytest.raises(PoolError):
         plan_pools(**(good | bad))
+
+
+def test_states_larger_than_int64_has_bytes_for_leave_no_room() -> None:
+    spec = GDNSpec(2**33, 2**33, 2**10, 2**10, 2**10, 1, 2)
+    assert spec.total_bytes == (2**33 + 1) * 2**33 * (2**30 * 4 + 2)
+    with pytest.raises(CapacityError, match=str(spec.total_bytes)):
+        plan_pools(free_before_model=10**9, free_after_model=10**9, memory_fraction=0.9, gdn=spec, **SHAPE)

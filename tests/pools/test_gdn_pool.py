@@ -169,6 +169,7 @@ def test_nothing_to_do_and_what_is_refused() -> None:
         (lambda: pool.get_states(jnp.float32(1), [1]), ShapeError, "layer"),
         (lambda: pool.set_states(0, [1, 2], r.astype(np.int32), c), ShapeError, "recurrent must be floating"),
         (lambda: pool.set_states(0, [1, 2], r, c.astype(np.int32)), ShapeError, "conv must be floating"),
+        (lambda: pool.set_states(0, [1, 2], r.tolist(), c), ShapeError, "recurrent must be an array, got list"),
         (lambda: reset_states(pool, [[1], [2, 3]]), ShapeError, "slots must be integers"),
         (lambda: copy_states(pool, [1.0], [2]), ShapeError, "src must be integers"),
         (lambda: GDNSpec(4, 1, 2, 5, 3, 7, 1), PoolError, "conv_kernel"),

@@ -270,6 +270,8 @@ def test_refuses(change: dict[str, Any], error: type[Exception], message: str) -
         KVPool.init(spec_of("bf16")).set_kv_buffer(**(args | change))
     with pytest.raises(ShapeError, match="floating"):
         KVPool.init(spec_of("bf16")).set_kv_buffer(**(args | {"k": np.ones((2, 24), np.int32)}))
+    with pytest.raises(ShapeError, match="v must be an array, got list"):
+        KVPool.init(spec_of("bf16")).set_kv_buffer(**(args | {"v": [[1.0] * 15] * 2}))
 
 
 @pytest.mark.parametrize("bad", [{"size": 0}, {"layers": True}, {"k_dim": 1.5}, {"size": 2**31}], ids=str)

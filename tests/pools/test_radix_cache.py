@@ -217,6 +217,9 @@ def test_digests_are_of_canonical_bytes() -> None:
     """A known value, so that they are the same tomorrow; and no two namespaces share one."""
     root = sha256(b"dsv4_jax page digest 1 2 ('a', 1)").digest()
     assert page_digests([3, -1, 4, 5, 6], 2, ("a", np.int8(1)))[0] == sha256(root + struct.pack("<qq", 3, -1)).digest()
+    tokens = list(range(100))
+    for page in (np.int8(16), np.uint8(32), np.uint8(33)):
+        assert page_digests(tokens, page) == page_digests(tokens, int(page)) != []
     spaces = [None, 1, "1", b"1", (1,), ("1",), (), ((),), "None", (1, "1")]
     assert len({page_digests([7], 1, space)[0] for space in spaces}) == len(spaces)
     cache = RadixCache(TokenToKVPoolAllocator(4), events=EventLog())
