@@ -157,6 +157,8 @@ class CacheLayout:
         include_mtp: bool = False,
         key_split: KeySplit = "throughput",
     ):
+        if not isinstance(include_mtp, bool):
+            raise LayoutError(f"include_mtp must be True or False, got {shown(include_mtp)}")
         self.cfg = cfg
         self.schedule = build_schedule(cfg, include_mtp=include_mtp)
         self.block_tokens = checked_block_tokens(block_tokens, cfg)

@@ -57,10 +57,11 @@ def layout_from_json(text: str) -> CacheLayout:
         cfg["yarn"] = None if cfg["yarn"] is None else YarnScaling(**cfg["yarn"])
         layout = CacheLayout(DSV4Config(**cfg), **facts["options"])
         fingerprint = facts["fingerprint"]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise LayoutError(f"this is no layout that was written here: {error}") from error
     if layout.fingerprint != fingerprint:
-        raise LayoutError(f"a layout {fingerprint[:12]} was written, which is {layout.fingerprint[:12]} here: {layout}")
+        written = str(fingerprint)[:12]
+        raise LayoutError(f"a layout {written} was written, which is {layout.fingerprint[:12]} here: {layout}")
     return layout
 
 

@@ -105,7 +105,9 @@ def test_layouts_are_written_whole(layout: CacheLayout) -> None:
     assert layout_from_json(text) == layout
     for wrong, problem in (
         (json.dumps(json.loads(text) | {"fingerprint": "0" * 64}), "a layout 000000000000 was written"),
+        (json.dumps(json.loads(text) | {"fingerprint": None}), "a layout None was written"),
         ("{}", "no layout that was written here"),
+        ("[" * 100_000, "no layout that was written here"),
         (text.replace("bf16", "fp7").replace('"fp8', '"fp7'), "no layout that was written here"),
     ):
         with pytest.raises(LayoutError, match=problem):

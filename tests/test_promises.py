@@ -98,6 +98,12 @@ def test_formats_of_odd_types(name) -> None:
             CacheLayout(DSV4Config.tiny(), **{option: name})
 
 
+@pytest.mark.parametrize("flag", [None, 1, "no", np.True_], ids=repr)
+def test_whether_mtp_layers_are_included_is_a_bool(flag) -> None:
+    with pytest.raises(LayoutError, match="include_mtp must be True or False"):
+        CacheLayout(DSV4Config.tiny(), include_mtp=flag)
+
+
 # The manager
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..checks import INT32_MAX, as_int
+from ..checks import INT32_MAX, as_int, shown
 from ..errors import SwapPlanError
 from ..layout import CacheLayout
 from ..plan import OwnSwapPlan, StateSwapPlan, SwapPlan, own_ids
@@ -46,7 +46,7 @@ def plan_swap(
 
     Raises:
         SwapPlanError: names the side, the index, the value and the range of the first id that is
-            not an integer, null, out of range or a repeated destination; unequal or too many ids.
+            not an integer, null, out of range or a repeated destination; unequal or too many ids; no length.
     """
     device = _checked("device", device_ids, num_device)
     host = _checked("host", host_ids, num_host)
@@ -146,12 +146,14 @@ def _check_destinations(direction: Direction, device: list[int], host: list[int]
 
 
 def _length(count: int, length: int | None) -> int:
-    """The static length of a plan of so many ids. Raises `SwapPlanError` if it is too short."""
+    """The static length of a plan of so many ids. Raises `SwapPlanError` if it is none, or too short."""
     if length is None:
         return 1 << (count - 1).bit_length() if count else 0
-    if count > length:
+    if (static := as_int(length)) is None or not 0 <= static <= INT32_MAX:
+        raise SwapPlanError(f"length must be an integer of 0..{INT32_MAX}, got {shown(length)}")
+    if count > static:
         raise SwapPlanError(f"{count} ids do not fit a plan of length {length}")
-    return length
+    return static
 
 
 def _checked(side: str, ids: Sequence[int] | np.ndarray, limit: int) -> list[int]:

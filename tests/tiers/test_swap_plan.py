@@ -47,6 +47,9 @@ def test_bad_lists():
         plan("out", [1, 2], [1])
     with pytest.raises(SwapPlanError, match="3 ids do not fit a plan of length 2"):
         plan("out", [1, 2, 3], [1, 2, 3], length=2)
+    for length in (-1, 2.0, "2", True, 2**40):
+        with pytest.raises(SwapPlanError, match="length must be an integer"):
+            plan("out", [], [], length=length)
     with pytest.raises(SwapPlanError, match="'sideways'"):
         plan("sideways", [1], [1])
 
