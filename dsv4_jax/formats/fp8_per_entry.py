@@ -2,7 +2,7 @@
 
 With amax = max |x| over the NoPE dims (at least 1e-4): code = e4m3(x * (448 / amax)) and the stored
 inverse scale = amax * (1 / 448), every operation rounded to float32. NaN, Inf and subnormals as in
-`fp8`.
+`fp8`, but that Inf decodes to the largest float32 (to Inf in bfloat16): its scale is no power of two.
 
 Only these operations keep their bits: XLA turns a division by a constant or by a broadcast value
 into a product with the reciprocal, depending on what it compiles.
