@@ -135,11 +135,16 @@ class DSV4Config:
         return self.head_dim - self.rope_dim
 
     def ratio(self, attn: AttentionType) -> int:
-        """Tokens per compressed entry: 4 (CSA), 128 (HCA), 0 (SWA has no entries)."""
+        """Tokens per compressed entry: 4 (CSA), 128 (HCA), 0 (SWA has no entries).
+
+        Raises `ConfigError`: this is no `AttentionType`; their values, Hugging Face's strings, are none.
+        """
+        _check_attention(attn)
         return {AttentionType.SWA: 0, AttentionType.CSA: self.csa_ratio, AttentionType.HCA: self.hca_ratio}[attn]
 
     def count(self, attn: AttentionType) -> int:
-        """How many backbone layers are of this kind."""
+        """How many backbone layers are of this kind. Raises as `ratio`."""
+        _check_attention(attn)
         return sum(t is attn for t in self.layer_types)
 
     @classmethod
@@ -214,6 +219,11 @@ def build_schedule(cfg: DSV4Config, *, include_mtp: bool = False) -> tuple[Layer
 def _types(ratios: list[int]) -> tuple[AttentionType, ...]:
     kinds = {0: AttentionType.SWA, 4: AttentionType.CSA, 128: AttentionType.HCA}
     return tuple(kinds[ratio] for ratio in ratios)
+
+
+def _check_attention(attn: object) -> None:
+    if not isinstance(attn, AttentionType):
+        raise ConfigError(None, f"expected an AttentionType, got {shown(attn)}")
 
 
 def _validate(cfg: DSV4Config) -> None:

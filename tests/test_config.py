@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dsv4_jax import rope_frequencies
 from dsv4_jax.config import AttentionType, DSV4Config, YarnScaling, build_schedule
 from dsv4_jax.errors import ConfigError
 
@@ -338,3 +339,12 @@ def test_impossible_values_are_refused_on_construction(changes: dict[str, Any], 
     with pytest.raises(ConfigError) as error:
         DSV4Config.tiny(**changes)
     assert error.value.field == field
+
+
+@pytest.mark.parametrize("kind", [*(kind.value for kind in AttentionType), "SWA", 4, None, []], ids=str)
+def test_kinds_are_no_strings(kind: Any) -> None:
+    """Taken for a kind that is not SWA, "sliding_attention" would have the other layers' RoPE."""
+    cfg = DSV4Config.tiny()
+    for call in (cfg.ratio, cfg.count, lambda kind: rope_frequencies(cfg, kind)):
+        with pytest.raises(ConfigError, match="expected an AttentionType"):
+            call(kind)

@@ -162,8 +162,11 @@ def rope_frequencies(cfg: DSV4Config, attn: AttentionType) -> np.ndarray:
 
     Returns:
         [rope_dim / 2] float32, radians per position of each pair of dims.
+
+    Raises:
+        ConfigError: `attn` is no `AttentionType`.
     """
-    if attn is AttentionType.SWA:
+    if not cfg.ratio(attn):  # SWA
         return inv_frequencies(cfg.rope_dim, cfg.rope_theta)
     return inv_frequencies(cfg.rope_dim, cfg.compress_rope_theta, cfg.yarn)
 
