@@ -37,14 +37,16 @@ def param_specs(cfg: DSV4Config, weights: Weights = jnp.float32, *, mtp: bool = 
 
     Raises:
         ShapeError: a matrix has a size that its released format does not have.
-        ConfigError: the released formats go with another way of scoring experts; `mtp` is no bool, or asks for the
-            MTP layer of a model that has not one.
+        ConfigError: `weights` is something else; the released formats go with another way of scoring experts; `mtp` is
+            no bool, or asks for the MTP layer of a model that has not one.
     """
     if not isinstance(mtp, bool):
         raise ConfigError("mtp", f"expected True or False, got {shown(mtp)}")
     if mtp and cfg.num_mtp_layers != 1:
         raise ConfigError("num_mtp_layers", f"a model drafts with one MTP layer, this one has {cfg.num_mtp_layers}")
     released = isinstance(weights, str) and weights == RELEASED
+    if not released and not _is_float(weights):
+        raise ConfigError("weights", f"expected a dtype of floats or {RELEASED!r}, got {shown(weights)}")
     dtype = jnp.bfloat16 if released else weights
     if released and cfg.scoring_func != "sqrtsoftplus":
         raise ConfigError("scoring_func", f"released weights are for sqrtsoftplus, got {cfg.scoring_func!r}")
@@ -150,6 +152,13 @@ def param_specs(cfg: DSV4Config, weights: Weights = jnp.float32, *, mtp: bool = 
     if mtp:
         tree[MTP] = tuple(mtp_layer(spec) for spec in schedule if spec.is_mtp)
     return tree if cfg.tie_word_embeddings else tree | {"head": matrix(cfg.vocab_size, hidden)}
+
+
+def _is_float(dtype: Any) -> bool:
+    try:
+        return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
+    except TypeError:  # no dtype at all
+        return False
 
 
 def is_leaf(node: Any) -> bool:

@@ -15,8 +15,9 @@ import ml_dtypes
 import numpy as np
 
 from ..config import DSV4Config
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, OutputError
 from ..output import open_output
+from ..untrusted import plain
 from ..weights import WeightFormat
 from ..weights.expert_fp4 import gates_and_ups
 from .names import EXPERT_MATRICES, MTP, address, expert_name, names_of, published_name
@@ -49,8 +50,8 @@ def save_hf(cfg: DSV4Config, params: Params, path: str | pathlib.Path) -> None:
         ConfigError: they have an MTP layer, and `cfg` has not one.
         CheckpointError: `params` are packed or stacked, or not those of `cfg`, or Hugging Face's fields cannot say
             `cfg`; names the parameter or field. Nothing is written.
-        OutputError: a file cannot be written. Each is written beside its place and then renamed, so a checkpoint that
-            was there stays whole, also for who has it mapped.
+        OutputError: the directory cannot be made, or a file not be written. Each is written beside its place and then
+            renamed, so a checkpoint that was there stays whole, also for who has it mapped.
     """
     path = pathlib.Path(path)
     _check_sayable(cfg)
@@ -82,7 +83,10 @@ def save_hf(cfg: DSV4Config, params: Params, path: str | pathlib.Path) -> None:
         dtype = np.dtype(np.int64) if name == "ffn.tid2eid" else np.dtype(value.dtype)
         tensors[full] = Later(dtype, value.shape, functools.partial(_read, value, dtype))
     dtype = "bfloat16" if params["embed"].dtype == jnp.bfloat16 else "float32"
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:  # the latter: a NUL
+        raise OutputError(f"{plain(str(path))}: {getattr(error, 'strerror', None) or error}") from error
     fields = cfg.to_hf(dtype) | (_RELEASED_FIELDS if released else {})
     write_safetensors(path / "model.safetensors", tensors)
     with open_output(path / "config.json", encoding="utf-8") as file:

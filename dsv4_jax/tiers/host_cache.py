@@ -81,7 +81,10 @@ def init_host_cache(
 def _allocate(pages: int, width: int, placement: Any) -> jax.Array:
     # NumPy's zeros take no memory until they are written, and unlike jnp's they take none of the device's. A CPU
     # device makes an array that begins at a multiple of 64 bytes its own, never to be updated in place: not this one.
-    zeros = np.zeros(pages * width + 128, np.uint8)
+    try:
+        zeros = np.zeros(pages * width + 128, np.uint8)
+    except (MemoryError, ValueError) as error:  # the latter: more than any array has
+        raise CapacityError(f"{pages} host pages of {width} bytes: {pages * width} bytes are not available") from error
     start = -zeros.ctypes.data % 64 + 16
     zeros = zeros[start : start + pages * width].reshape(pages, width)
     try:

@@ -472,6 +472,20 @@ def test_save_refuses_foreign_dtypes(params, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_save_says_where_no_directory_can_be_made(params, tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    for place in ("file", "file/x", "a" * 300, "a\0b"):
+        with pytest.raises(OutputError, match=r"file|aaa|a\\x00b"):
+            model.save_hf(CFG, params, tmp_path / place)
+    assert [*tmp_path.iterdir()] == [tmp_path / "file"]
+
+
+@pytest.mark.parametrize("weights", ["nope", None, 5, [1], np.int32, "RELEASED"], ids=str)
+def test_weights_are_a_dtype_of_floats_or_released(saved, weights, nothing_is_made):
+    with pytest.raises(ConfigError, match=r"'weights': expected a dtype of floats or 'released'"):
+        model.load_hf(saved, weights=weights)
+
+
 def test_a_checkpoint_is_replaced_whole_or_not_at_all(tmp_path):
     place = tmp_path / "x"
     write_safetensors(place, {"a": np.ones(2, np.float32)})

@@ -66,6 +66,12 @@ def test_impossible_counts(count):
         init_host_cache(CacheLayout(CFG), count)
 
 
+@pytest.mark.parametrize("count", [2**52, 2**70])
+def test_more_pages_than_a_process_can_address(count):
+    with pytest.raises(CapacityError, match=rf"{count + 1} host pages of .* bytes are not available"):
+        init_host_cache(CacheLayout(CFG), count)
+
+
 # Whole requests
 
 
