@@ -75,7 +75,8 @@ def test_window_bytes(model: str, kv: str, mtp: bool, window: int) -> None:
 def test_mtp_keeps_a_residual_of_four_streams_a_token() -> None:
     """Beside its window: 64 KiB each of the last token's, of the step's, and one more for every draft."""
     for drafts in (0, 3):
-        sizes = [CacheLayout(MODELS["flash"], draft_tokens=drafts, include_mtp=mtp).bytes_per_slot for mtp in (0, 1)]
+        layouts = [CacheLayout(MODELS["flash"], draft_tokens=drafts, include_mtp=mtp) for mtp in (False, True)]
+        sizes = [layout.bytes_per_slot for layout in layouts]
         assert sizes[1] - sizes[0] == (128 + drafts) * 584 + (2 + drafts) * 4 * 4096 * 4
 
 
