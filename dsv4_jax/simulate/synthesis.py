@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 from ..errors import TraceError
-from ..untrusted import read_number
+from ..untrusted import read_number, shown
 from .trace import TraceRequest, TraceRun
 
 __all__ = ["ChatTrace", "make_trace"]
@@ -46,12 +46,17 @@ class ChatTrace:
     pause: float = 20.0
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), type(field.default)
+            # A seed that is no integer may be another one every time.
+            if isinstance(value, bool) or not isinstance(value, int | kind):
+                raise TraceError(f"must be of type {kind.__name__}, got {shown(value)}", field=field.name)
         most = dict.fromkeys(("system", "question", "answer"), MAX_TOKENS)
         most |= {"chats": MAX_RUNS, "turns": MAX_RUNS, "tenants": MAX_TENANTS, "systems": MAX_SYSTEMS}
         for name, limit in most.items():
             if not 1 <= (value := getattr(self, name)) <= limit:
-                shown = value if abs(value) < 1 << 64 else "a longer number"
-                raise TraceError(f"must be at least 1 and at most {limit}, got {shown}", field=name)
+                number = value if abs(value) < 1 << 64 else "a longer number"
+                raise TraceError(f"must be at least 1 and at most {limit}, got {number}", field=name)
         for name in ("rate", "pause"):
             if not 1e-9 < getattr(self, name) < 1e9:
                 raise TraceError(f"must be a positive number (1e-9 to 1e9), got {getattr(self, name)}", field=name)

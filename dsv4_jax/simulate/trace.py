@@ -29,6 +29,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
+from ..checks import as_int, shown
 from ..errors import TraceError
 
 __all__ = ["TraceRequest", "TraceRun", "is_private", "read_trace", "write_trace"]
@@ -102,8 +103,15 @@ def read_trace(
         limit: read that many requests at most.
 
     Raises:
-        TraceError: a line is no request (names line and field), there is none at all, or there is too much.
+        TraceError: an argument is impossible, a line is no request (names line and field), there is none at all, or
+            there is too much.
     """
+    if (block := as_int(trace_block_tokens)) is None or not 1 <= block < MAX_TOKENS:
+        raise TraceError(f"trace_block_tokens must be an integer >= 1 (below 2^31), got {shown(trace_block_tokens)}")
+    if isinstance(timestamp_unit, bool) or not isinstance(timestamp_unit, int | float) or not 0 < timestamp_unit < 1e18:
+        raise TraceError(f"timestamp_unit must be a time above 0 (below 1e18), got {shown(timestamp_unit)}")
+    if limit is not None and ((most := as_int(limit)) is None or most < 1):
+        raise TraceError(f"limit must be an integer >= 1 or None, got {shown(limit)}")
     requests: list[TraceRequest] = []
     parts = 0
     for number, line in _numbered(lines, source):
