@@ -40,6 +40,7 @@ CFG = DSV4Config.tiny(
     sliding_window=6, index_n_heads=2, index_topk=3, hca_ratio=8, moe_intermediate_size=16, max_position_embeddings=64,
     num_mtp_layers=1, num_hash_layers=1,
 )  # fmt: skip
+WIDE = dataclasses.replace(CFG, head_dim=512, rope_dim=64, index_head_dim=128, index_n_heads=4, sliding_window=9)
 LAYOUT = CacheLayout(CFG, "f32", "f32", block_tokens=8)
 DRAFTING = CacheLayout(CFG, "f32", "f32", block_tokens=8, draft_tokens=2, include_mtp=True)
 SIZE = CacheSize(num_blocks=6, num_slots=2, max_blocks_per_request=4)
@@ -106,6 +107,22 @@ def test_a_decode_loop_ends_where_its_plan_does(params, implementation) -> None:
     got = np.asarray(got)
     np.testing.assert_array_equal(got[:RESERVED], want)
     assert (got[:RESERVED, 0] >= 0).all() and (got[RESERVED:] == -1).all() and (got[:, 1] == -1).all()
+    chex.assert_trees_all_equal(over.cache.arrays, exact.cache.arrays)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", [None, "pallas"])
+def test_on_a_gpu(implementation) -> None:
+    """As above with the widths that its kernels take."""
+    layout = CacheLayout(WIDE, block_tokens=8)
+    params, ops = model.init_params(WIDE, seed=1), None if implementation is None else wherever(implementation)
+    exact, over = Neighbours(params, layout), Neighbours(params, layout)
+    want, exact.cache = decode_loop(
+        params, exact.cache, exact.plan(steps=4).pack(), FED, num_steps=4, implementation=ops
+    )
+    got, over.cache = decode_loop(params, over.cache, over.plan(steps=4).pack(), FED, num_steps=RUN, implementation=ops)
+    np.testing.assert_array_equal(np.asarray(got)[:4], want)
+    assert (np.asarray(got)[4:] == -1).all()
     chex.assert_trees_all_equal(over.cache.arrays, exact.cache.arrays)
 
 
