@@ -162,6 +162,17 @@ def test_set_existing_drops_what_does_not_exist_in_place() -> None:
 # Donation, equality, repr, copies
 
 
+def test_a_step_moves_only_what_it_is_given(params) -> None:
+    """Compiling and running it needs no transfer of its own: engines forbid those that nobody asked for."""
+    cache, plan, tokens = operands()
+    given = jax.device_put((plan.pack(), tokens))
+    with jax.transfer_guard("disallow"):
+        logits, cache = jax.jit(decode, donate_argnums=1)(params, cache, *given)
+    with jax.transfer_guard("disallow"), pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device"):
+        jax.jit(decode)(params, cache, plan.pack(), tokens)
+    assert jnp.isfinite(logits).all()
+
+
 def test_a_donated_cache_says_so(params) -> None:
     cache, plan, tokens = operands()
     _, after = jit_decode(params, cache, plan.pack(), tokens)

@@ -72,7 +72,7 @@ def reads(cache, plan) -> list[jax.Array]:
             index = jnp.ones((plan.num_tokens, cfg.index_n_heads, cfg.index_head_dim), jnp.bfloat16)
             scores = handle.index_scores(index, jnp.ones((plan.num_tokens, cfg.index_n_heads), jnp.float32))
             chosen = handle.top_k(scores)
-            visible = jnp.arange(scores.shape[1]) < handle.visible_entries()[:, None]
+            visible = jnp.arange(scores.shape[1])[None] < handle.visible_entries()[:, None]
             seen += [jnp.where(visible, scores, 0.0)[:1], chosen[1][:1]]
         out, lse = handle.attend(queries, jnp.zeros(cfg.num_attention_heads, jnp.float32), chosen)
         seen += [out[:1], lse[:1]]
