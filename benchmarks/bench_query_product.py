@@ -15,7 +15,7 @@ import ctypes
 import pathlib
 
 import torch
-from graph_timing import Recorder, copy_ceiling, microseconds
+from graph_timing import Recorder, copy_ceiling, in_turns, microseconds
 
 from dsv4_jax.cuda.c_entries import QueryArgs, QueryProductArgs, open_entry
 
@@ -23,7 +23,7 @@ DIM, INDEX_DIM, ROPE, EPS = 512, 128, 64, 1e-6
 # Heads, their dims, columns.
 SHAPES = {"flash": (64, 512, 1024), "pro": (128, 512, 1536), "indexer": (64, 128, 1024)}
 # Tokens, and the same.
-CHECKED = ((4096, 64, 512, 1024), (200, 2, 512, 1024), (1, 1, 512, 512), (1000, 128, 512, 1536), (777, 5, 512, 576),
+CHECKED = ((4096, 64, 512, 1024), (200, 2, 512, 1024), (1, 64, 512, 512), (1000, 128, 512, 1536), (777, 5, 512, 576),
            (4096, 64, 128, 1024), (333, 4, 128, 1024))  # fmt: skip
 # Other products of a chunk, by cuBLAS: what their output's type costs.
 PRODUCTS = {"wq_b": (1024, 32_768), "wq_b, indexer": (1024, 40_960), "indexer": (1024, 8192), "wo_b": (8192, 4096),
@@ -124,9 +124,9 @@ def main() -> None:
         )
         print(f"{shape} {options.tokens} tokens: cuBLAS and queries {2 * apart:7.1f} us", flush=True)
         flops = 2 * options.tokens * heads * dim * columns
-        for name, entry in kernels.items():
-            args = case.arguments()
-            us = microseconds([lambda a=args, e=entry, d=dim: e(a, d, stream())])
+        args = case.arguments()
+        calls = {name: lambda e=entry, a=args, d=dim: e(a, d, stream()) for name, entry in kernels.items()}
+        for name, us in in_turns(calls).items():
             print(f"    {name:20} {us:7.1f} us, {flops / us / 1e6:4.0f} TFLOP/s", flush=True)
             recorder.add("queries", f"product-{shape}", options.tokens, us, variant=name, tuning=True)
     for name, (columns, rows) in PRODUCTS.items():

@@ -5,8 +5,9 @@
 // A cluster of two blocks takes 128 tokens and a head (of the indexer's four), a block 256 columns; then the next such
 // pair of tiles.
 //
-//   a warpgroup for every 64 tokens   products, then norm and RoPE, and the store
-//   one more warp                     copies: each block half of the tokens for both, and its own weights, stages of
+//   a warpgroup for every 64 tokens   products, then norm and RoPE, and the store, of heads of 512 half of it beside
+//                                     the next tile's products
+//   a thread of one more              copies: each block half of the tokens for both, and its own weights, stages of
 //                                     64 columns of K ahead, the next tile's too
 //
 // Each result is one chain of products from first to last column. The sum of squares: of each lane's columns in order,
@@ -38,7 +39,8 @@ constexpr int kLeastColumns = 512;
 constexpr int kProductGroups = 2;                          // warpgroups, of 64 tokens each
 constexpr int kProductRows = kProductGroups * kBlockRows;  // of a tile
 constexpr int kProductWarps = kProductGroups * kWarpgroup / kLanes;
-constexpr int kProductThreads = kProductGroups * kWarpgroup + kLanes;
+constexpr int kProductThreads = (kProductGroups + 1) * kWarpgroup;
+constexpr int kProductRegisters = 232, kProductCopyRegisters = 40;  // a thread
 constexpr int kProductStages = 4;
 constexpr int kProductParts = 2;  // a warp's rows of the output go to memory in so many
 constexpr int kOutBoxes = kProductColumns / kBlockColumns / kProductParts;
@@ -139,31 +141,34 @@ struct ProductPart {
   }
 };
 
-// The angles of a lane's tokens.
+// The angles of a lane's tokens. They are four bytes of a line to each lane, so they are asked for long before the
+// products end: a load stays where it is written.
+constexpr int kTurningCells = kRope / kCellColumns;
 struct ProductAngles {
-  const float *cosine, *sine;
-  int64_t at[2];  // of the quad's lane's first pair of either row
+  float cosine[kTurningCells][2], sine[kTurningCells][2];
 
-  __device__ __forceinline__ ProductAngles(const QueryProductArgs& args, const ProductPart& part)
-      : cosine(args.cosine), sine(args.sine) {
-    const int quad = quad_lane(part.lane);
+  __device__ __forceinline__ void load(const QueryProductArgs& args, const ProductPart& part) {
+    const auto load_now = [](float& x, const float* p) {
+      asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(p));
+    };
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int token = min(part.first_token + part.row() + kLowerRow * half, args.tokens - 1);
-      at[half] = static_cast<int64_t>(token) * kRopePairs;
+      const int64_t at = static_cast<int64_t>(token) * kRopePairs + quad_lane(part.lane);
+#pragma unroll
+      for (int cell = 0; cell < kTurningCells; ++cell) {
+        load_now(cosine[cell][half], args.cosine + at + cell * (kCellColumns / 2));
+        load_now(sine[cell][half], args.sine + at + cell * (kCellColumns / 2));
+      }
     }
-    prefetch((quad < 2 ? cosine : sine) + ((quad & 1) != 0 ? at[1] : at[0]));
-    at[0] += quad, at[1] += quad;
   }
   // Turns the pair of a cell, counted from the first that turns.
   __device__ __forceinline__ void turn_cell(float& even, float& odd, int cell, int half) const {
-    const int64_t pair = at[half] + cell * (kCellColumns / 2);
-    turn<Rounding::kFused>(even, odd, __ldg(cosine + pair), __ldg(sine + pair));
+    turn<Rounding::kFused>(even, odd, cosine[cell][half], sine[cell][half]);
   }
 };
 
 constexpr int kProductCells = kProductColumns / kCellColumns, kBoxCells = kBlockColumns / kCellColumns;
-constexpr int kTurningCells = kRope / kCellColumns;
 
 // Two cells of both rows, as bf16, to where they leave for memory. `cell` of the warp's boxes.
 __device__ __forceinline__ void stage_cells(uint32_t boxes, int cell, const Fragment& words, int lane) {
@@ -189,14 +194,28 @@ __device__ __forceinline__ void send_boxes(const CUtensorMap& out, ProductShared
   store_commit();
 }
 
-// Norm and RoPE of half a head of 512, and the store.
+// A part of a warp's rows, as bf16.
+constexpr int kPartCells = kOutBoxes * kBoxCells, kLastColumn = kProductColumns - kPartCells * kCellColumns;
+using PartWords = uint32_t[2 * kPartCells];
+
+__device__ __forceinline__ void store_part(const CUtensorMap& out, ProductShared& s, const ProductPart& part,
+                                           const PartWords& words, int column) {
+  wait_boxes(part.lane);
+#pragma unroll
+  for (int j = 0; j < kPartCells; j += 2) {
+    stage_cells(part.boxes(s), j, {words[2 * j], words[2 * j + 1], words[2 * j + 2], words[2 * j + 3]}, part.lane);
+  }
+  send_boxes(out, s, part, column);
+}
+
+// Norm and RoPE of half a head of 512, and the store of all but its last part.
 __device__ __forceinline__ void finish_half(const QueryProductArgs& args, const CUtensorMap& out, ProductShared& s,
-                                            ProductSums& d, const ProductPart& part, uint32_t phase) {
-  constexpr int kTurning = kProductCells - kTurningCells, kPartCells = kOutBoxes * kBoxCells;
+                                            ProductSums& d, const ProductPart& part, const ProductAngles& angles,
+                                            uint32_t phase, PartWords& last) {
+  constexpr int kTurning = kProductCells - kTurningCells;
   const auto cell_of = [&](int j) { return d[j / (kProductCells / 2)] + j % (kProductCells / 2) * kCell; };
   const int other = part.rank ^ 1, row = part.row();
   const uint32_t summed = shared_address(&s.summed[part.group]);
-  const ProductAngles angles(args, part);
   float squares[2][2] = {};  // of even and odd columns of the upper and lower row
 #pragma unroll
   for (int j = 0; j < kProductCells; ++j) {
@@ -219,22 +238,16 @@ __device__ __forceinline__ void finish_half(const QueryProductArgs& args, const 
     factor[half] = rsqrtf(__fmaf_rn(sum, 1.f / kDim, args.eps));
   }
 #pragma unroll
-  for (int sent = 0; sent < kProductCells; sent += kPartCells) {
-    wait_boxes(part.lane);
+  for (int first = 0; first < kProductCells; first += kPartCells) {
 #pragma unroll
-    for (int j = 0; j < kPartCells; j += 2) {
-      Fragment words;
-#pragma unroll
-      for (int k = 0; k < kFragment; ++k) {
-        const int cell = sent + j + k / 2, half = k % 2;
-        float even = __fmul_rn(cell_of(cell)[2 * half], factor[half]);
-        float odd = __fmul_rn(cell_of(cell)[2 * half + 1], factor[half]);
-        if (cell >= kTurning && part.rank == 1) angles.turn_cell(even, odd, cell - kTurning, half);
-        words[k] = bf16_pair(even, odd);
-      }
-      stage_cells(part.boxes(s), j, words, part.lane);
+    for (int j = 0; j < 2 * kPartCells; ++j) {
+      const int cell = first + j / 2, half = j % 2;
+      float even = __fmul_rn(cell_of(cell)[2 * half], factor[half]);
+      float odd = __fmul_rn(cell_of(cell)[2 * half + 1], factor[half]);
+      if (cell >= kTurning && part.rank == 1) angles.turn_cell(even, odd, cell - kTurning, half);
+      last[j] = bf16_pair(even, odd);
     }
-    send_boxes(out, s, part, sent * kCellColumns);
+    if (first + kPartCells < kProductCells) store_part(out, s, part, last, first * kCellColumns);
   }
 }
 
@@ -297,9 +310,8 @@ __device__ __forceinline__ void round_cells(Accumulator<kIndexDim>& x) {
 
 // The last steps of two heads of 128, and the store.
 __device__ __forceinline__ void finish_index(const QueryProductArgs& args, const CUtensorMap& out, ProductShared& s,
-                                             ProductSums& d, const ProductPart& part) {
+                                             ProductSums& d, const ProductPart& part, const ProductAngles& angles) {
   constexpr int kTurning = kIndexCells - kTurningCells, kHeadCells = kIndexCells;
-  const ProductAngles angles(args, part);
 #pragma unroll 1
   for (int head = 0; head < 2; ++head) {
     auto& x = d[0];
@@ -343,13 +355,15 @@ __device__ __forceinline__ void multiply_queries(const QueryProductArgs& args, c
     if (lane < kProductCluster)
       arrive_at((lane == 0 ? peer_address(shared_address(s.empty), rank) : other) + index * 8);
   };
+  ProductPart part = {0, 0, rank, group, warp, lane};
+  PartWords last;  // of the tile before
+  bool any = false;
   for (int tile = blockIdx.x / kProductCluster; tile < all.tiles; tile += gridDim.x / kProductCluster) {
     if (kWidth == kDim && warp == 0 && lane == 0)
       barrier_expect(shared_address(&s.summed[group]), kBlockRows * sizeof(float));
     ProductSums d;
     int before = -1;
-#pragma unroll 1
-    for (int column = 0; column < args.columns; column += kBlockColumns) {
+    const auto start = [&](int column) {
       barrier_wait(shared_address(&s.full[stage.index]), stage.phase);
       const uint64_t a = k_major(shared_address(s.tokens[stage.index]) + group * kBlockBytes);
       const uint64_t b = k_major(shared_address(s.weights[stage.index]));
@@ -360,28 +374,36 @@ __device__ __forceinline__ void multiply_queries(const QueryProductArgs& args, c
         mma_64x256(d, a + i * kUnits, b + i * kUnits, column + i > 0);
       }
       mma_commit();
+    };
+    const auto wait_before = [&] {
       mma_wait<1>();
       if (before >= 0) hand_back(before);
       before = stage.index;
       stage.advance();
-    }
+    };
+    start(0), wait_before();
+    start(kBlockColumns), wait_before();
+    start(2 * kBlockColumns);
+    if (kWidth == kDim && any) store_part(out, s, part, last, kLastColumn);
+    wait_before();
+    part.first_token = tile % all.of_tokens * kProductRows;
+    part.column = tile / all.of_tokens * kDim + rank * kProductColumns;
+    ProductAngles angles;
+    if (kWidth != kDim || rank == 1) angles.load(args, part);
+#pragma unroll 1
+    for (int column = 3 * kBlockColumns; column < args.columns; column += kBlockColumns) start(column), wait_before();
     mma_wait<0>();
     hand_back(before);
 #pragma unroll
     for (int i = 0; i < kProductColumns / 4; ++i) asm volatile("" : "+f"(d[0][i]), "+f"(d[1][i]));
-    const ProductPart part = {tile % all.of_tokens * kProductRows,
-                              tile / all.of_tokens * kDim + rank * kProductColumns,
-                              rank,
-                              group,
-                              warp,
-                              lane};
     if constexpr (kWidth == kDim) {
-      finish_half(args, out, s, d, part, turn);
+      finish_half(args, out, s, d, part, angles, turn, last);
     } else {
-      finish_index(args, out, s, d, part);
+      finish_index(args, out, s, d, part, angles);
     }
-    turn ^= 1;
+    turn ^= 1, any = true;
   }
+  if (kWidth == kDim && any) store_part(out, s, part, last, kLastColumn);
   if (lane == 0) store_wait_read();
 }
 
@@ -407,9 +429,11 @@ __global__ void __launch_bounds__(kProductThreads, 1)
   cluster_sync();
   wait_for_previous();
   if (group == kProductGroups) {
+    give_registers<kProductCopyRegisters>();
     if (thread == kProductGroups * kWarpgroup) copy_products(args, x, weights, s, all, rank);
     __syncwarp();
   } else {
+    take_registers<kProductRegisters>();
     multiply_queries<kWidth>(args, out, s, all, rank, group, warp % (kWarpgroup / kLanes), lane);
   }
   cluster_sync();  // nothing arrives at a block that has ended

@@ -53,7 +53,6 @@ SPILLS = {
     "attend_wide_kernel": 16,  # a warpgroup's logits of its share of a run
     "dense_fp8_many_kernel": 160,  # sums of parts of K while the next part is multiplied
     "kv_store_kernel": 32,  # two thousand columns of a row under way at a time, five blocks an SM
-    "query_product_kernel": 8,  # sums of 256 columns and their last steps
 }
 
 
