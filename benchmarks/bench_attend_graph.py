@@ -19,8 +19,9 @@ import pathlib
 import torch
 from graph_timing import Recorder, copy_ceiling, microseconds
 
-from dsv4_jax.cuda.attend import WIDE_CLUSTERS, blocks_of_run, cut, split_count
+from dsv4_jax.cuda.attend import SUM_WORDS, WIDE_CLUSTERS, blocks_of_run, cut, split_count, tile_count
 from dsv4_jax.cuda.c_entries import AttendArgs, Rows, open_entry
+from dsv4_jax.ops.attend import KernelSplit
 
 SHAPES = {
     "csa-flash": (64, 128, 512, (1, 8, 16, 64, 128, 256)),
@@ -73,12 +74,15 @@ class Case:
         dtype = torch.bfloat16 if fused else torch.float32
         self.out = torch.full((tokens, heads, 512), math.nan, device="cuda", dtype=dtype)
         self.lse = torch.full((tokens, heads), math.nan, device="cuda")
+        # Of runs with clusters of their own.
+        self.sums = torch.empty((WIDE_CLUSTERS, SUM_WORDS), device="cuda", dtype=torch.int32)
         rows = [Rows(*(x.data_ptr() for x in pool), pool[0].shape[0]) for pool in self.pools]
         ids = [x[part].data_ptr() for x in (self.window_ids, self.visible, self.entry_ids, self.count)]
         return AttendArgs(
             self.queries[part].data_ptr(), self.sink.data_ptr(), *rows, *ids, self.out.data_ptr(), self.lse.data_ptr(),
             tokens, heads, self.window, self.entries, SCALE * math.log2(math.e),
             *((x[part].data_ptr() if fused else None) for x in (self.cosine, self.sine)), fused,
+            self.sums.data_ptr(),
         )  # fmt: skip
 
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,14 +121,14 @@ def check(launch, tokens: int, heads: int, window: int, entries: int, splits: in
           f"relative L2 {error:.1e}, LSE {lse_error:.0e}")  # fmt: skip
 
 
-def check_small_calls(default, heads: int, window: int, entries: int) -> None:
+def check_small_calls(default, heads: int, window: int, entries: int, key_split: KernelSplit) -> None:
     """Calls of up to 14 tokens against one of 32, which has one block a run."""
     case = Case(32, heads, window, entries, (make_pool(1024), make_pool(4096)), ragged=True)
     for fused in (False, True):
-        default(case.arguments(0, 32, fused))
+        default(case.arguments(0, 32, fused), key_split)
         out, lse = case.out, case.lse
-        for first, size in ((0, 1), (5, 3), (9, WIDE_CLUSTERS // -(-heads // 64))):
-            default(case.arguments(first, size, fused))
+        for first, size in ((0, 1), (5, 2), (5, 3), (9, WIDE_CLUSTERS // -(-heads // 64))):
+            default(case.arguments(first, size, fused), key_split)
             assert torch.equal(case.out, out[first : first + size]), (heads, window, entries, first, size)
             assert torch.equal(case.lse, lse[first : first + size]), (heads, window, entries, first, size)
 
@@ -140,12 +144,11 @@ def check_batch_invariance(launch, splits: int) -> None:
             assert torch.equal(case.lse, lse[first : first + size])
 
 
-def record(recorder: Recorder, name: str, batch: int, default: float, times: dict[int, float], latency: int) -> None:
-    """The default's time, and every split count's with one block a run; that of `latency` under its name."""
+def record(recorder: Recorder, name: str, batch: int, default: float, latency: float, times: dict[int, float]) -> None:
+    """The default's time, that of `latency`, and every split count's with one block a run."""
     recorder.add("attend", name, batch, default)
+    recorder.add("attend", name, batch, latency, variant="latency")
     for count, us in times.items():
-        if count == latency:
-            recorder.add("attend", name, batch, us, variant="latency")
         recorder.add("attend", name, batch, us, variant=f"{count} split{'s' * (count > 1)}", tuning=True)
 
 
@@ -162,10 +165,11 @@ def main() -> None:
     def launch(args: AttendArgs, count: int) -> None:
         entry(args, count, 1, 1 << 20, count, torch.cuda.current_stream().cuda_stream)
 
-    def default(args: AttendArgs) -> None:
-        splits = split_count(args.window_keys, args.entry_keys, args.heads)
-        blocks, stream = blocks_of_run(args.tokens, args.heads, splits), torch.cuda.current_stream().cuda_stream
-        entry(args, splits, blocks, *cut(args.heads), stream)
+    def default(args: AttendArgs, key_split: KernelSplit = "throughput") -> None:
+        splits = split_count(args.window_keys, args.entry_keys, args.heads, key_split)
+        tiles, stream = tile_count(args.window_keys, args.entry_keys), torch.cuda.current_stream().cuda_stream
+        blocks = blocks_of_run(args.tokens, args.heads, splits, tiles)
+        entry(args, splits, blocks, *cut(args.heads, key_split), stream)
 
     torch.manual_seed(0)
     for shape in ((1, 64, 128, 64), (257, 64, 128, 512), (5, 16, 130, 77), (4, 128, 128, 1024), (64, 130, 128, 300),
@@ -174,10 +178,11 @@ def main() -> None:
             check(launch, *shape, count)
     check_batch_invariance(launch, 2)
     for heads in (16, 64, 130):
-        for keys in ((128, 64), (128, 512), (1, 200), (70, 1000), (128, 1024)):
-            check_small_calls(default, heads, *keys)
+        for keys in ((128, 64), (128, 512), (1, 200), (70, 1000), (128, 1024), (128, 8192)):
+            for key_split in ("throughput", "latency"):
+                check_small_calls(default, heads, *keys, key_split)
     ceiling = copy_ceiling()
-    print(f"copy ceiling {ceiling:.0f} GB/s; us of the default, and per split count:")
+    print(f"copy ceiling {ceiling:.0f} GB/s; us of the default, of latency, and per split count:")
     pools, recorder = (make_pool(1 << 19), make_pool(3 << 20)), Recorder()
     for name, (heads, window, entries, batches) in SHAPES.items():
         for batch in batches:
@@ -186,14 +191,15 @@ def main() -> None:
             cases = [Case(batch, heads, window, entries, pools, fused=options.fused) for _ in range(sets)]
             times = {n: microseconds([lambda c=c, n=n: launch(c.args, n) for c in cases]) for n in splits}
             us = microseconds([lambda c=c: default(c.args) for c in cases])
-            best = min(us, *times.values())
+            latency = microseconds([lambda c=c: default(c.args, "latency") for c in cases])
+            best = min(us, latency, *times.values())
             flops = 4 * heads * 512 * (window + entries) * batch
             row = "  ".join(f"{count}: {x:6.1f}" for count, x in times.items())
             rates = (
                 f"{moved / best / 1e3:5.0f} GB/s {moved / best / 1e3 / ceiling:4.0%} {flops / best / 1e6:4.0f} TFLOP/s"
             )
-            print(f"{name:15} batch {batch:3}  {us:6.1f}  {row}  best {rates}", flush=True)
-            record(recorder, name, batch, us, times, split_count(window, entries, heads, "latency"))
+            print(f"{name:15} batch {batch:3}  {us:6.1f}  {latency:6.1f}  {row}  best {rates}", flush=True)
+            record(recorder, name, batch, us, latency, times)
     recorder.write(options.json, copy_gb_per_s=ceiling)
 
 

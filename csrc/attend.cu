@@ -1,5 +1,5 @@
-// attend as an XLA FFI handler and as a plain C call. One launch, no scratch memory, only enqueues: fit for a command
-// buffer. Wrapper, argument meaning and fallbacks: dsv4_jax/cuda/attend.py.
+// attend as an XLA FFI handler and as a plain C call. One launch, or two for runs with clusters of their own; only
+// enqueues: fit for a command buffer. Wrapper, argument meaning and fallbacks: dsv4_jax/cuda/attend.py.
 #include <cuda_runtime.h>
 
 #include <string>
@@ -14,18 +14,27 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// `blocks` share a run: one, or as many as `splits` runs have of a cluster of eight.
+// `blocks` share a run: one; four of each of two runs, in a cluster; or eight, a run then having its own cluster.
 cudaError_t launch(const dsv4::AttendArgs& args, int splits, int blocks, dsv4::Cut cut, cudaStream_t stream) {
   if (args.tokens == 0 || args.heads == 0) return cudaSuccess;
   const int head_blocks = (args.heads + dsv4::kHeads - 1) / dsv4::kHeads;
-  const unsigned cluster = splits * blocks;
-  const dim3 grid(static_cast<unsigned>(args.tokens) * head_blocks * cluster);
-  const auto wide = [&](auto kernel, int shared) {
-    return dsv4::start(kernel, {grid, dsv4::kWideThreads, shared, cluster}, dsv4::follows, stream, args, cut,
-                       head_blocks);
+  const unsigned units = static_cast<unsigned>(args.tokens) * head_blocks;
+  const auto wide = [&](auto kernel, int shared, unsigned clusters) {
+    return dsv4::start(kernel, {{dsv4::kMaxCluster, clusters, units}, dsv4::kWideThreads, shared, dsv4::kMaxCluster},
+                       dsv4::follows, stream, args, cut, head_blocks);
   };
-  if (blocks == 4) return wide(dsv4::attend_wide_kernel<4>, sizeof(dsv4::WideShared<4>));
-  if (blocks == 8) return wide(dsv4::attend_wide_kernel<8>, sizeof(dsv4::WideShared<8>));
+  if (blocks == 4) return wide(dsv4::attend_wide_kernel<4, false>, sizeof(dsv4::WideShared<4>), 1);
+  constexpr int kEight = sizeof(dsv4::WideShared<8>);
+  if (blocks == 8 && splits == 1) return wide(dsv4::attend_wide_kernel<8, false>, kEight, 1);
+  if (blocks == 8) {
+    const cudaError_t error = wide(dsv4::attend_wide_kernel<8, true>, kEight, splits);
+    if (error != cudaSuccess) return error;
+    const dim3 grid(dsv4::kSliceCount * dsv4::kSliceVectors, units);
+    return dsv4::start(dsv4::attend_wide_runs_kernel, {grid, dsv4::kWarpgroup}, true, stream, args, splits,
+                       head_blocks);
+  }
+  const unsigned cluster = splits;
+  const dim3 grid(units * cluster);
   return dsv4::start(dsv4::attend_kernel, {grid, dsv4::kThreads, sizeof(dsv4::Shared), cluster}, dsv4::follows, stream,
                      args, splits, cut, head_blocks);
 }
@@ -39,6 +48,7 @@ using Queries = ffi::Buffer<ffi::BF16, 3>;
 using Sink = ffi::Buffer<ffi::F32, 1>;
 using Angles = ffi::Buffer<ffi::F32, 2>;
 using Lse = ffi::Buffer<ffi::F32, 2>;
+using Sums = ffi::Buffer<ffi::U32, 3>;
 
 dsv4::Rows rows_of(const Bytes& nope, const Halves& rope, const Bytes& scale) {
   return {nope.typed_data(), rope.typed_data(), scale.typed_data(), static_cast<int>(nope.dimensions()[0])};
@@ -53,8 +63,8 @@ bool has_v4_widths(const Bytes& nope, const Halves& rope, const Bytes& scale) {
 ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink, Bytes window_nope, Halves window_rope,
                   Bytes window_scale, Ids window_ids, Flags window_visible, Bytes entry_nope, Halves entry_rope,
                   Bytes entry_scale, Ids entry_ids, Counts entry_count, Angles cosine, Angles sine,
-                  ffi::Result<ffi::AnyBuffer> out, ffi::Result<Lse> lse, float scale, int32_t splits, int32_t blocks,
-                  int32_t most, int32_t least) {
+                  ffi::Result<ffi::AnyBuffer> out, ffi::Result<Lse> lse, ffi::Result<Sums> sums, float scale,
+                  int32_t splits, int32_t blocks, int32_t most, int32_t least) {
   const auto q = queries.dimensions();
   const auto w = window_ids.dimensions(), e = entry_ids.dimensions();
   if (q[2] != dsv4::kDim || !has_v4_widths(window_nope, window_rope, window_scale) ||
@@ -76,13 +86,18 @@ ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink, Bytes window_
       lse->dimensions()[0] != q[0] || lse->dimensions()[1] != q[1]) {
     return ffi::Error::InvalidArgument("attend: 2^31 rows or more, or lse is not [tokens, heads]");
   }
+  const int64_t units = q[0] * ((q[1] + dsv4::kHeads - 1) / dsv4::kHeads);
+  const auto r = sums->dimensions();
+  if (blocks == 8 && splits > 1 && (r[0] != units || r[1] != splits || r[2] != dsv4::kRunWords))
+    return ffi::Error::InvalidArgument("attend: no room for the sums of runs");
+  if (blocks > 1 && units > dsv4::kMostUnits) return ffi::Error::InvalidArgument("attend: too many tokens for this");
   const bool bf16_out = out->element_type() == ffi::BF16;
   if ((!bf16_out && out->element_type() != ffi::F32) || out->element_count() != queries.element_count()) {
     return ffi::Error::InvalidArgument("attend: the output must have the shape of the queries, as float32 or bfloat16");
   }
   if (splits < 1 || splits > dsv4::kMaxCluster) return ffi::Error::InvalidArgument("attend: splits must be 1 to 8");
-  if (blocks != 1 && (blocks < 4 || splits * blocks != dsv4::kMaxCluster))
-    return ffi::Error::InvalidArgument("attend: a run has one block, the only run eight, or each of two runs four");
+  if (blocks != 1 && blocks != 8 && (blocks != 4 || splits != 2))
+    return ffi::Error::InvalidArgument("attend: a run has one block or eight, or each of two runs four");
   if (most < 1 || least < 1) return ffi::Error::InvalidArgument("attend: runs of no tiles, or no runs");
   dsv4::AttendArgs args;
   args.queries = reinterpret_cast<const __nv_bfloat16*>(queries.untyped_data());
@@ -103,6 +118,7 @@ ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink, Bytes window_
   args.cosine = turn_back ? cosine.typed_data() : nullptr;
   args.sine = turn_back ? sine.typed_data() : nullptr;
   args.bf16_out = bf16_out;
+  args.sums = reinterpret_cast<uint4*>(sums->untyped_data());
   if (const std::string problem = dsv4::misaligned("attend", {{"queries", args.queries},
                                                               {"window_nope", args.window.nope},
                                                               {"window_rope", args.window.rope},
@@ -112,7 +128,8 @@ ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink, Bytes window_
                                                               {"entry_scale", args.entries.scale},
                                                               {"cosine", args.cosine},
                                                               {"sine", args.sine},
-                                                              {"out", args.out}});
+                                                              {"out", args.out},
+                                                              {"sums", args.sums}});
       !problem.empty())
     return ffi::Error::InvalidArgument(problem);
   const cudaError_t error = launch(args, splits, blocks, {most, least}, stream);
@@ -144,6 +161,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Attend, attend,
                                   .Arg<Angles>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<Lse>()
+                                  .Ret<Sums>()
                                   .Attr<float>("scale")
                                   .Attr<int32_t>("splits")
                                   .Attr<int32_t>("blocks")

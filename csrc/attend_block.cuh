@@ -47,6 +47,7 @@ struct AttendArgs {
   const float* cosine;  // [T, 32]: the last 64 dims of the output turn back by these angles; null: they do not
   const float* sine;    // [T, 32]
   int bf16_out;
+  uint4* sums;  // of runs with clusters of their own (attend_wide_runs.cuh), else unused
 };
 
 struct Shared {

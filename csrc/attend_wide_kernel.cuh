@@ -5,11 +5,12 @@
 // needs more than its own row and its own column: logits are of one key, a sum of values is of one column and adds up
 // the same products in the same order wherever it is made, and what a tile's weights are relative to is a maximum.
 // Blocks send one another, in this order, the maxima of their keys, weights, and sums of weights as far as their keys;
-// then what the columns of a row are counted in, and halves of the sums for the runs to be added up as there.
+// then what the columns of a row are counted in, and halves of the sums for the runs to be added up as there. Or a run
+// has a cluster alone, and its sums go to memory (attend_wide_runs.cuh).
 //
 //   warpgroup 0      S = Q K^T of the block's own keys, their weights, sums of weights
-//   warpgroups 1, 2  values of a slice of 64 columns each, for all keys of the run (with eight blocks a run only the
-//   first) warpgroup 3      by how much each tile shrinks the sums before it
+//   warpgroups 1, 2  values of a slice of 64 columns each, for all keys of the run (of eight blocks only the first)
+//   warpgroup 3      by how much each tile shrinks the sums before it
 //
 // All copy rows and turn their codes into bf16: their own keys for all columns, then all keys for their own columns.
 #pragma once
@@ -22,12 +23,13 @@
 
 namespace dsv4 {
 
-template <int kBlocks>
+template <int kBlocks, bool kAlone>
 __global__ void __launch_bounds__(kWideThreads, 1)
     attend_wide_kernel(const __grid_constant__ AttendArgs args, Cut cut, int head_blocks) {
+  static_assert(!kAlone || kBlocks == kMaxCluster);
   using Shared = WideShared<kBlocks>;
   using Round = WideRound<kBlocks>;
-  constexpr int kSlices = Shared::kSlices, kRuns = Shared::kRuns;
+  constexpr int kSlices = Shared::kSlices;
   constexpr int kValueWarps = kWideWarps - kWarpgroup / kLanes;
   constexpr int kTurns = (Shared::kKeys / kGroupRows + kValueWarps - 1) / kValueWarps;  // eights of rows of such a warp
   constexpr int kIds = (kTurns + kQuad - 1) / kQuad;  // of a lane: of row lane % 8 of the (lane / 8 + 4 i)th eight
@@ -39,15 +41,16 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   let_next_start();
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
-  const int rank = blockIdx.x % kMaxCluster, unit = blockIdx.x / kMaxCluster;
-  const int run = rank / kBlocks, block = rank % kBlocks, base = run * kBlocks;
+  const int rank = blockIdx.x, unit = blockIdx.z;
+  const int splits = kAlone ? gridDim.y : Shared::kRuns, run = kAlone ? blockIdx.y : rank / kBlocks;
+  const int block = rank % kBlocks, base = rank - block;
   const int head = unit % head_blocks * kHeads, token = unit / head_blocks;
   const int thread = threadIdx.x, lane = lane_of(thread), warp = __shfl_sync(kAllLanes, warp_of(thread), 0);
   const int group = over<kWarpgroup / kLanes>(warp), member = within<kWarpgroup>(thread);
   const int value_warp = warp - kWarpgroup / kLanes;
   const int window_tiles = (args.window_keys + kTile - 1) / kTile;
   const auto cut_of = [=](int keys) {
-    const int tiles = window_tiles + (keys + kTile - 1) / kTile, runs = min(cut.runs(tiles), kRuns);
+    const int tiles = window_tiles + (keys + kTile - 1) / kTile, runs = min(cut.runs(tiles), splits);
     return Run{min(run, runs) * tiles / runs, min(run + 1, runs) * tiles / runs};
   };
   const auto rounds_of = [](Run x) { return (x.last - x.first + Shared::kTiles - 1) / Shared::kTiles; };
@@ -62,7 +65,8 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     barrier_init_fence();
     barrier_expect(shared_address(&s.most_in), sizeof(s.weighed.most));
     barrier_expect(shared_address(&s.stats_in), sizeof(s.summed.stats));
-    barrier_expect(shared_address(&s.words_in), (kRuns - 1) * (sizeof(s.summed.words[0]) + sizeof(s.summed.units[0])));
+    barrier_expect(shared_address(&s.words_in),
+                   (Shared::kRuns - 1) * (sizeof(s.summed.words[0]) + sizeof(s.summed.units[0])));
   }
   arrive_in_cluster();  // barriers are there
 
@@ -239,18 +243,23 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     copy_wait<0>();
     arrive_in_cluster();
   }
+  const RunSums alone{kAlone ? args.sums + (static_cast<int64_t>(unit) * splits + run) * kRunVectors : nullptr};
   if (group > 0 && group <= kSlices) {
-    finish_slice(args, s, o, token, head, run, block, group - 1, member);
+    finish_slice<kAlone>(args, s, o, token, head, run, block, group - 1, member, alone);
     return;
   }
   if (group == 0 && block == kBlocks - 1) {  // the run's last keys, or none: the whole sum of weights
     const float totals[2] = {row_total(softmax.total[0]), row_total(softmax.total[1])};
     wait_for_cluster();
+    const uint4 stats =
+        as_words(softmax.top[0] * args.scale_log2, totals[0], softmax.top[1] * args.scale_log2, totals[1]);
+    if constexpr (kAlone) {
+      if (quad_lane(lane) == 0) reinterpret_cast<uint4*>(alone.stats())[over<kQuad>(thread)] = stats;
+    } else {
 #pragma unroll
-    for (int p = 0; p < kMaxCluster; p += kQuad) {
-      send(p + quad_lane(lane), &s.summed.stats[run][over<kQuad>(thread)],
-           as_words(softmax.top[0] * args.scale_log2, totals[0], softmax.top[1] * args.scale_log2, totals[1]),
-           s.stats_in);
+      for (int p = 0; p < kMaxCluster; p += kQuad) {
+        send(p + quad_lane(lane), &s.summed.stats[run][over<kQuad>(thread)], stats, s.stats_in);
+      }
     }
     return;
   }

@@ -3,6 +3,7 @@
 
 #include "attend_merge.cuh"
 #include "attend_wide_block.cuh"
+#include "attend_wide_runs.cuh"
 
 namespace dsv4 {
 
@@ -72,15 +73,17 @@ __device__ __forceinline__ void store_slice(const AttendArgs& args, int token, i
   }
 }
 
-// The sums of run `run` become halves; the block that adds up this slice of all runs does so, with the sink.
-template <int kBlocks>
+// The sums of run `run` become halves; the block that adds up this slice of all runs does so, with the sink. Of a run
+// alone in its cluster they go to memory.
+template <bool kAlone, int kBlocks>
 __device__ __forceinline__ void finish_slice(const AttendArgs& args, WideShared<kBlocks>& s,
                                              const Accumulator<kBlockColumns>& o, int token, int head, int run,
-                                             int block, int slice, int thread) {
+                                             int block, int slice, int thread, RunSums alone) {
   using Shared = WideShared<kBlocks>;
   constexpr int kHalfBlocks = kBlocks / 2;
   const int lane = lane_of(thread), row = accumulator_row(warp_of(thread), lane), quad = over<kQuad>(thread);
-  const int columns = block * Shared::kSlices + slice, first = run * kBlocks + over<kHalfBlocks>(block) * kHalfBlocks;
+  const int columns = block * Shared::kSlices + slice, base = kAlone ? 0 : run * kBlocks,
+            first = base + over<kHalfBlocks>(block) * kHalfBlocks;
   float most[2] = {0, 0};
 #pragma unroll
   for (int j = 0; j < kSliceCells; ++j) {
@@ -115,6 +118,14 @@ __device__ __forceinline__ void finish_slice(const AttendArgs& args, WideShared<
     }
   }
   wait_for_cluster();
+  if constexpr (kAlone) {
+#pragma unroll
+    for (int i = 0; i < kSliceVectors; ++i) {
+      alone.words(columns, i)[thread] = {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]};
+    }
+    alone.units(columns)[thread] = units;
+    return;
+  }
   if (Shared::kRuns > 1 && slice != run) {  // of all runs it is the block's of run `slice`
     const int rank = slice * kBlocks + block;
 #pragma unroll

@@ -28,8 +28,8 @@ from ..ops.registry import Implementation
 from .widths import BF16_ROW, KV_ROW, WIDTHS, unsupported_rows
 
 __all__ = [
-    "IMPLEMENTATION", "WIDE_CLUSTERS", "blocks_of_run", "call", "cut", "decodes_once", "split_count",
-    "supports",
+    "IMPLEMENTATION", "SUM_WORDS", "WIDE_CLUSTERS", "blocks_of_run", "call", "cut", "decodes_once", "split_count",
+    "supports", "tile_count",
 ]  # fmt: skip
 
 BLOCKS = 132  # that take tokens over bf16 rows, at most: SMs of an H100 or H200
@@ -43,8 +43,10 @@ MAX_SPLITS = 8  # largest portable cluster
 TILES_PER_RUN, TILES_PER_RUN_OF_MORE_HEADS, THROUGHPUT_SPLITS = 9, 18, 6
 LATENCY_TILES_PER_RUN, LATENCY_TILES_PER_RUN_OF_MORE_HEADS = 3, 5
 LATENCY_RUNS = 4  # at least, or one a tile: to one token a tile more is 2.4 us, a run more to merge 0.6
-# Where a run has several blocks, at most: a token's runs, and clusters of eight blocks, of which 15 run at once.
-WIDE_RUNS, WIDE_CLUSTERS = 2, 14
+# Where a run has several blocks, clusters of eight at most, of which 15 run at once; of what has one cluster, two runs.
+WIDE_CLUSTERS, WIDE_RUNS = 14, 2
+# Of a run with a cluster of its own, to be merged: sums as halves, two a word; what they are counted in; (top, total).
+SUM_WORDS = HEADS * 512 // 2 + 512 * 2 + HEADS * 2
 
 
 def cut(heads: int = 64, key_split: KernelSplit = "throughput") -> tuple[int, int]:
@@ -54,22 +56,35 @@ def cut(heads: int = 64, key_split: KernelSplit = "throughput") -> tuple[int, in
     return LATENCY_TILES_PER_RUN if heads <= HEADS else LATENCY_TILES_PER_RUN_OF_MORE_HEADS, LATENCY_RUNS
 
 
+def tile_count(window: int, entries: int) -> int:
+    """Tiles of a token's keys if all count: no tile has keys of both kinds."""
+    return -(-window // TILE) - (-entries // TILE)
+
+
 def split_count(window: int, entries: int, heads: int = 64, key_split: KernelSplit = "throughput") -> int:
     """Runs of a token's keys, each a block's (of 64 heads), if it has as many as the call has room for.
 
     At most six, or eight for "latency". A token with fewer keys has the runs of its own number; no bit depends on the
     batch or the room.
     """
-    tiles = -(-window // TILE) - (-entries // TILE)
+    tiles = tile_count(window, entries)
     most, least = cut(heads, key_split)
     splits = THROUGHPUT_SPLITS if key_split == "throughput" else MAX_SPLITS
     return min(splits, max(1, min(tiles, least), -(-tiles // most)))
 
 
-def blocks_of_run(tokens: int, heads: int, splits: int) -> int:
-    """Thread blocks that share a run of a token and 64 heads. It changes no bit, only how long few tokens take."""
-    wide = tokens * -(-heads // HEADS) <= WIDE_CLUSTERS and splits <= WIDE_RUNS
-    return MAX_SPLITS // splits if wide else 1
+def blocks_of_run(tokens: int, heads: int, splits: int, tiles: int) -> int:
+    """Thread blocks that share a run of a token and 64 heads. It changes no bit, only how long few tokens take.
+
+    One if runs have a tile each. Eight, a run then being a cluster of its own, while all runs are served at once; else
+    four of each of two runs, while all tokens are; else one.
+    """
+    if tiles <= splits:
+        return 1
+    clusters = tokens * -(-heads // HEADS)
+    if clusters * splits <= WIDE_CLUSTERS:
+        return MAX_SPLITS
+    return MAX_SPLITS // WIDE_RUNS if splits == WIDE_RUNS and clusters <= WIDE_CLUSTERS else 1
 
 
 def supports(arguments: AttendArguments) -> str | None:
@@ -124,7 +139,11 @@ def call(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
         blocks = min(tokens * -(-heads // HEADS), BLOCKS)
         results.append(jax.ShapeDtypeStruct((blocks, splits - 1, HEADS * dim // 2), jnp.uint32))
     else:
-        attributes["blocks"] = np.int32(blocks_of_run(tokens, heads, splits))
+        tiles, units = tile_count(window.ids.shape[1], entry_ids.shape[1]), tokens * -(-heads // HEADS)
+        blocks = blocks_of_run(tokens, heads, splits, tiles)
+        attributes["blocks"] = np.int32(blocks)
+        merged = units if splits * blocks > MAX_SPLITS else 0  # by a second kernel
+        results.append(jax.ShapeDtypeStruct((merged, splits, SUM_WORDS), jnp.uint32))
     kernel = jax.ffi.ffi_call(ffi.cuda_target(target, f"dsv4_{target}"), results)
     out, lse, *_ = kernel(
         arguments.queries.astype(jnp.bfloat16), arguments.sink.astype(jnp.float32), *window.rows, window.ids,

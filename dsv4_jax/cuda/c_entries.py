@@ -68,7 +68,10 @@ class Rows(ctypes.Structure):
 
 
 class AttendArgs(ctypes.Structure):
-    """`dsv4::AttendArgs` of csrc/attend_block.cuh; null `cosine` and `sine`: the output is not turned back."""
+    """`dsv4::AttendArgs` of csrc/attend_block.cuh; null `cosine` and `sine`: the output is not turned back.
+
+    `sums`: room for runs with clusters of their own, else null.
+    """
 
     _fields_ = (
         *_all(_POINTER, "queries", "sink"),
@@ -78,6 +81,7 @@ class AttendArgs(ctypes.Structure):
         ("scale_log2", _FLOAT),
         *_all(_POINTER, "cosine", "sine"),
         ("bf16_out", _INT),
+        ("sums", _POINTER),
     )
 
 

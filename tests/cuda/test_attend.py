@@ -65,8 +65,8 @@ def test_a_file_that_is_no_library_is_refused(no_library):
 
 @pytest.mark.parametrize(
     ("entries", "key_split", "splits", "blocks"),
-    [(512, "throughput", 2, 4), (1024, "throughput", 2, 4), (8192, "throughput", 6, 1), (0, "throughput", 1, 8),
-     (64, "latency", 3, 1), (512, "latency", 4, 1), (1024, "latency", 6, 1)],
+    [(512, "throughput", 2, 8), (1024, "throughput", 2, 8), (8192, "throughput", 6, 8), (0, "throughput", 1, 8),
+     (64, "latency", 3, 1), (512, "latency", 4, 8), (1024, "latency", 6, 8), (8192, "latency", 8, 1)],
 )  # fmt: skip
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.usefixtures("assumed_library")
@@ -77,7 +77,8 @@ def test_lowers_to_one_ffi_call(entries, key_split, splits, blocks, fused):
     assert text.count("@dsv4_attend") == 1
     assert f"splits = {splits} : i32" in text and f"blocks = {blocks} : i32" in text
     assert f"tensor<2x{entries}xi32>" in text
-    assert f"-> (tensor<2x64x512x{'bf16' if fused else 'f32'}>, tensor<2x64xf32>)" in text
+    sums = f"tensor<{2 if splits > 1 and blocks == 8 else 0}x{splits}x17536xui32>"  # of runs that a kernel merges
+    assert f"-> (tensor<2x64x512x{'bf16' if fused else 'f32'}>, tensor<2x64xf32>, {sums})" in text
     assert "concatenate" not in text  # nothing is left to do after the kernel
 
 
@@ -94,9 +95,13 @@ def test_splits_do_not_depend_on_the_batch_and_fit_a_cluster(heads, key_split, s
 
 
 def test_runs_of_few_tokens_have_several_blocks():
-    assert [kernel.blocks_of_run(1, 64, splits) for splits in (1, 2, 3, 6)] == [8, 4, 1, 1]
-    assert [kernel.blocks_of_run(n, 64, 2) for n in (14, 15, 256)] == [4, 1, 1]
-    assert [kernel.blocks_of_run(n, heads, 1) for n, heads in ((14, 5), (7, 128), (8, 65))] == [8, 8, 1]
+    """Eight while all runs' clusters run at once, four of each of two runs while tokens' do; one if of one tile."""
+    blocks = kernel.blocks_of_run
+    assert [blocks(1, 64, splits, 9) for splits in (1, 2, 3, 6, 8, 9)] == [8, 8, 8, 8, 8, 1]
+    assert [blocks(n, 64, 2, 10) for n in (7, 8, 14, 15, 256)] == [8, 4, 4, 1, 1]
+    assert [blocks(n, 64, 6, 130) for n in (2, 3, 16)] == [8, 1, 1]
+    assert [blocks(n, heads, 1, 2) for n, heads in ((14, 5), (7, 128), (8, 65))] == [8, 8, 1]
+    assert [kernel.tile_count(*keys) for keys in ((128, 0), (1, 1), (130, 65), (0, 0))] == [2, 2, 5, 0]
 
 
 @pytest.mark.parametrize(("key_split", "splits"), [("throughput", (2, 1)), ("latency", (4, 3))])
@@ -192,18 +197,22 @@ class TestAttendOnTheGpu(AttendTest):
             np.testing.assert_allclose(lse, expected_lse, **self.tolerance)
 
     @pytest.mark.parametrize("heads", [5, 130])
-    @pytest.mark.parametrize("keys", [(1, 170), (1, 0), (70, 300), (128, 512), (130, 1000)])
-    def test_a_batch_has_the_bits_of_its_tokens_in_small_calls(self, keys: tuple[int, int], heads: int) -> None:
+    @pytest.mark.parametrize("keys", [(1, 170), (1, 0), (70, 300), (128, 512), (130, 1000), (70, 2500), (1, 8192)])
+    @pytest.mark.parametrize("key_split", ["throughput", "latency"])
+    def test_a_batch_has_the_bits_of_its_tokens_in_small_calls(
+        self, keys: tuple[int, int], heads: int, key_split: str
+    ) -> None:
         """A run of few tokens has several blocks, of many one. Tokens see any number of keys, from none on."""
         tokens, most = kernel.WIDE_CLUSTERS + 1, kernel.WIDE_CLUSTERS // -(-heads // kernel.HEADS)
         spec = AttendSpec(tokens, heads, *keys, FMT)
         p = problem(spec, seed=heads)
         position, freq = jnp.arange(tokens, dtype=jnp.int32) * 70_001, jnp.asarray(10_000.0 ** -jnp.linspace(0, 1, 32))
-        out, lse = self.run(spec, p, jnp.bfloat16, inverse_rope=(position, freq))
-        for first, size in ((0, 1), (1, most)):
+        out, lse = self.run(spec, p, jnp.bfloat16, inverse_rope=(position, freq), key_split=key_split)
+        for first, size in ((0, 1), (2, 2), (1, most // 2), (1, most)):
             own = slice(first, first + size)
             part = p | {name: None if p[name] is None else p[name][own] for name in PER_TOKEN}
-            few = self.run(spec, part, jnp.bfloat16, inverse_rope=(position[own], freq))
+            how: dict = dict(inverse_rope=(position[own], freq), key_split=key_split)
+            few = self.run(spec, part, jnp.bfloat16, **how)
             np.testing.assert_array_equal(few[0], out[own])
             np.testing.assert_array_equal(few[1], lse[own])
 
