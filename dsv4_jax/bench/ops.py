@@ -187,7 +187,7 @@ def _compress(key: jax.Array, shape: CompressShape, calls: int) -> Problem:
         plan = jax.tree.map(jnp.asarray, build_plan(layout, scheduled, shape_for(layout, scheduled)))
         entries = np.arange(start // ratio, (start + shape.length) // ratio)
         emitted = table[own][:, entries // per_block] * per_block + entries % per_block
-        ring = own[:, None] * shape.ring + np.arange(shape.ring)
+        ring = own[:, None] * shape.ring + np.arange(shape.ring)[None]
         args.append((plan, inputs, *(jnp.asarray(x.reshape(-1), jnp.int32) for x in (emitted, ring))))
 
     def apply(shared: Any, carry: Any, call: Any, implementation: Any) -> tuple[Any, None]:
