@@ -272,7 +272,7 @@ def _attend(key: jax.Array, shape: AttendShape, calls: int, pool_rows: int) -> P
         start = jax.random.randint(b, (tokens, 1), 0, rows - shape.window, jnp.int32)
         return (
             jax.random.normal(a, (tokens, heads, fmt.dim), jnp.bfloat16),
-            start + jnp.arange(shape.window, dtype=jnp.int32),
+            start + jnp.arange(shape.window, dtype=jnp.int32)[None],
             jnp.ones((tokens, shape.window), jnp.bool),
             jax.random.randint(c, (tokens, shape.entries), 0, rows, jnp.int32),
             jnp.full(tokens, shape.entries, jnp.int32),
