@@ -147,8 +147,8 @@ class StepTokens(NamedTuple):
         opens = (position % layout.group_ratio == 0) | (token == first[sequence])
         group = np.cumsum(opens) - 1
         place = token - token[opens][group]
-        # Tokens that complete a CSA entry; above all tokens, as the plan of a decode step may be advanced.
-        flushes = np.flatnonzero((position + 1) % layout.flush_ratio == 0)
+        # Tokens that complete a CSA entry, and those of sequences of one token, which may be advanced to where they do.
+        flushes = np.flatnonzero(((position + 1) % layout.flush_ratio == 0) | (count == 1)[sequence])
         return cls(slot, start, count, first, sequence, position, group, place, flushes)
 
     def stop(self, steps: int) -> np.ndarray:

@@ -49,6 +49,7 @@ WANTED = jnp.full(2, 2, jnp.int32)
 
 prefill = jax.jit(model.prefill, donate_argnames="cache")
 decode_step = jax.jit(model.decode_step, donate_argnames="cache")
+forward = jax.jit(model.forward, donate_argnames="cache")
 decode_loop = jax.jit(
     model.decode_loop, donate_argnames="cache", static_argnames=("num_steps", "implementation", "sampling")
 )
@@ -246,6 +247,19 @@ def test_a_chunk_is_fed_once(params) -> None:
         drawn, pair.cache = decode_loop(params, pair.cache, plan.pack(), jnp.asarray([5, 6]), num_steps=steps)
     assert (np.asarray(drawn[0]) >= 0).all() and (np.asarray(drawn[1:]) == -1).all()
     chex.assert_trees_all_equal(over.cache.arrays, exact.cache.arrays)
+
+
+def test_beside_drafts_a_loop_stores_what_it_does_alone(params) -> None:
+    """Its entries, too: in the plan's first step it completes none."""
+    alone, beside = Neighbours(params, DRAFTING), Neighbours(params, DRAFTING)
+    for pair in (alone, beside):
+        drafts = [(pair.other, 2)] if pair is beside else []
+        shape = pair.manager.pinned_shape(2, 4, steps=4, history=True)
+        plan = pair.manager.plan_step([*drafts, (pair.short, 1)], steps=4, shape=shape)
+        tokens = jnp.asarray([3, 4, 5, 0] if drafts else [5, 0, 0, 0], jnp.int32)
+        for i in range(4):  # fed the same, whatever is drawn
+            _, pair.cache = forward(params, pair.cache, plan.advance(i).pack(), tokens)
+    chex.assert_trees_all_equal(*(live_bytes(pair.cache, Held.of(pair.short)) for pair in (alone, beside)))
 
 
 def test_each_data_shard_ends_where_its_own_plan_does(params) -> None:
