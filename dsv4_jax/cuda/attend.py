@@ -135,12 +135,12 @@ def call(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
     results = [
         jax.ShapeDtypeStruct((tokens, heads, dim), stored), jax.ShapeDtypeStruct((tokens, heads), jnp.float32)
     ]  # fmt: skip
+    units = tokens * -(-heads // HEADS)  # of a token and 64 heads
     if target == "attend_rows":
-        blocks = min(tokens * -(-heads // HEADS), BLOCKS)
+        blocks = min(units, BLOCKS)
         results.append(jax.ShapeDtypeStruct((blocks, splits - 1, HEADS * dim // 2), jnp.uint32))
     else:
-        tiles, units = tile_count(window.ids.shape[1], entry_ids.shape[1]), tokens * -(-heads // HEADS)
-        blocks = blocks_of_run(tokens, heads, splits, tiles)
+        blocks = blocks_of_run(tokens, heads, splits, tile_count(window.ids.shape[1], entry_ids.shape[1]))
         attributes["blocks"] = np.int32(blocks)
         merged = units if splits * blocks > MAX_SPLITS else 0  # by a second kernel
         results.append(jax.ShapeDtypeStruct((merged, splits, SUM_WORDS), jnp.uint32))

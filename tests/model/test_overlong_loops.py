@@ -18,7 +18,6 @@ from dsv4_jax import (
     AttentionType,
     CacheLayout,
     CacheSize,
-    DSV4Config,
     KVCacheManager,
     cache_sharding,
     init_cache,
@@ -32,13 +31,10 @@ from dsv4_jax.manager import Request
 from dsv4_jax.testing import Held, live_bytes
 
 from ..hostile import wherever
+from . import test_mtp
 
-SWA, CSA, HCA = AttentionType
-CFG = DSV4Config.tiny(
-    vocab_size=32, hidden_size=32, layer_types=(CSA, HCA), num_attention_heads=2, q_lora_rank=16, o_lora_rank=8,
-    sliding_window=6, index_n_heads=2, index_topk=3, hca_ratio=8, moe_intermediate_size=16, max_position_embeddings=64,
-    num_mtp_layers=1, num_hash_layers=1,
-)  # fmt: skip
+_, CSA, HCA = AttentionType
+CFG = dataclasses.replace(test_mtp.CFG, layer_types=(CSA, HCA), num_hash_layers=1)
 WIDE = dataclasses.replace(CFG, head_dim=512, rope_dim=64, index_head_dim=128, index_n_heads=4, sliding_window=9)
 LAYOUT = CacheLayout(CFG, "f32", "f32", block_tokens=8)
 DRAFTING = CacheLayout(CFG, "f32", "f32", block_tokens=8, draft_tokens=2, include_mtp=True)
