@@ -73,6 +73,7 @@ class Leases:
         """See `KVCacheManager.export_request`."""
         if request.hasher is None or not self._cache.pages.num_total:
             raise HandoffError(None, f"request {request.id!r} is not cached, or there is no host tier to read it from")
+        request.settle_changes()
         self.expire()
         self._publisher.commit()
         lease = next((lease for lease in self.active.values() if lease.request is request), None)

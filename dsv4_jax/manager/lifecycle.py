@@ -7,14 +7,14 @@ still be refused is refused before anything changes.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from ..errors import HashError, NoFreeSlotError, RequestError
 from ..layout import CacheLayout
 from .hits import Hit, take_hit
 from .last_step import LastStep
 from .parking import Parking
-from .prefix.hashing import BlockHasher
+from .prefix.hashing import BlockHasher, HashSpec
 from .prefix.node import T
 from .publishing import Publisher
 from .request import Request, RequestState
@@ -51,6 +51,7 @@ class Lifecycle:
     def resume(self, request: Request) -> None:
         """A preempted request is live again. Raises `NoFreeSlotError`, `OutOfBlocksError`: then it stays preempted."""
         self._check_slot()
+        self._book.settle_changes([request])
         self._parking.check_room(request)
         self._publisher.commit()
         if not self._parking.unpark(request):
@@ -63,6 +64,7 @@ class Lifecycle:
     def fork(self, request: Request, names: list[Hashable | None]) -> list[Request]:
         """Copies of a live request, one per id. Raises `NoFreeSlotError`, `OutOfBlocksError`."""
         request.check_accepted()
+        self._book.settle_changes([request])
         cache, size, free = self._cache, self._steps.size, self._cache.num_slots_available(len(self._book.pinned()))
         if len(self._book.live) + len(names) > size.num_slots or len(names) > free:
             raise NoFreeSlotError(size.num_slots)
@@ -87,7 +89,7 @@ class Lifecycle:
         child.num_prompt, child.num_cached, child.num_hit = parent.num_prompt, parent.num_cached, parent.num_cached
         child.junction = parent.junction
         child.hasher = parent.hasher.copy() if parent.hasher is not None else None
-        child.history, child.kept_from, child.torn = parent.history[:], parent.num_cached, parent.torn
+        child.history, child.kept_from, child.torn = parent.history[: parent.num_cached], parent.num_cached, parent.torn
         child.forked = (parent.id, parent.last_step) if parent.forked is None else parent.forked
         child.copied = 0 if parent.forked is None else parent.copied
         child.nodes = self._cache.tree.acquire(parent.nodes[:shared])
@@ -159,7 +161,7 @@ class Lifecycle:
     def check_resumable(self, request: Request) -> None:
         """Raises `RequestError` if the request, once preempted, could not be resumed."""
         request.check_accepted()
-        if len(request.tokens) < request.num_cached:
+        if max(len(request.tokens), len(request.history)) < request.num_cached:
             known = f"knows {len(request.tokens)} of the {request.num_cached} tokens it has in the cache"
             raise RequestError(f"request {request.id!r} {known}: it could not be resumed")
 
@@ -182,7 +184,17 @@ class Lifecycle:
             self.preempt(request)
         cache.end_copies()
         cache.evict_all()
-        self._steps.transfers = cache.drain()
+        self._steps.leave_arrays()
+
+    @staticmethod
+    def forget_computed(spec: HashSpec, requests: Iterable[Request]) -> None:
+        """Preempted requests compute all their tokens again: nothing is cached any more, and digests are of `spec`."""
+        for request in requests:
+            request.parked, request.forked = None, None
+            request.written, request.attached = [], []
+            request.left_by = request.last_step = request.copied = request.started = 0
+            if request.hasher is not None:
+                request.hasher = request.hasher.of(spec)
 
     def _leave_slot(self, request: Request, *, keep: bool, always: bool = False) -> None:
         """Gives up slot and blocks. `keep`: for the cache, as the policy wants it; `always`: also the state."""

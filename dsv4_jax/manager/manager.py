@@ -27,6 +27,7 @@ How the parts fit, each with its own state and rules, and none that knows the on
 from __future__ import annotations
 
 import dataclasses
+import enum
 import time
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -50,8 +51,9 @@ from .prefix.hashing import BlockHasher, HashSpec, Key, MediaItem, Namespace
 from .prefix.node import T
 from .publishing import Publisher
 from .remote_tier import Arrival, end_arrival
-from .request import Request, RequestRef, prompt_tokens, request_tokens
+from .request import Request, RequestRef
 from .request_book import RequestBook
+from .request_tokens import prompt_tokens, request_tokens
 from .scheduling import Scheduled
 from .stats import ManagerStats, collect, compute_block_budget
 from .step_shape import StepShape
@@ -60,6 +62,15 @@ from .tiered_cache import HostSize, TieredCache
 from .transfers import Transfers
 
 __all__ = ["KVCacheManager"]
+
+
+class Same(enum.Enum):
+    """What `weights_id` is where no other is given: None is the id of weights without a name."""
+
+    SAME = "same"
+
+
+SAME = Same.SAME
 
 
 class KVCacheManager:
@@ -72,14 +83,14 @@ class KVCacheManager:
         policy: what to cache. None: nothing; blocks are free as soon as their request is released.
         host: pages of the host tier: cached blocks and states that leave the device go there, and those of
             preempted requests. None: there is no host tier.
-        weights_id: names the weights, and whatever else cached bytes depend on: other weights, other digests.
+        weights_id: names the weights, and whatever else cached bytes depend on: other weights, other digests. `wakeup`
+            and `reset` take that of other weights; storage and other hosts need one.
         events: where cached blocks that come and go are told.
         arrays: size of the cache, if this manager is to hand out less than it holds (default: `size`). Plans are made
             for a cache of this size, and no other takes them. Two managers must not share a cache.
         clock: what leases are measured with, in seconds.
 
     Attributes:
-        hash_spec: what all digests of this cache share: small, and the same in every process of a deployment.
         clock: see above.
         book, cache, publisher, leases, steps, lifecycle, guard: the parts (see the module). Read them as you like; what
             changes them goes through the calls below.
@@ -114,7 +125,7 @@ class KVCacheManager:
         if policy is not None and not isinstance(policy, CachePolicy):
             raise PlanError(f"policy must be a CachePolicy or None, got {shown(policy)}")
         self.layout, self.policy, self.host_size, self.events = layout, policy, _host_size(host), events
-        self.hash_spec = HashSpec(layout.block_tokens, (layout.block_fingerprint, weights_id), layout.cfg.vocab_size)
+        self._weights_id, self._hash_spec = weights_id, self._spec_of(weights_id)
         if policy is not None:
             policy.warn_if_vain(size)
         self.guard, self.book, self.clock = Guard(), RequestBook(), clock
@@ -127,11 +138,27 @@ class KVCacheManager:
         cache = TieredCache(self.layout, size, self.policy, self.host_size, self.events, persists=self._persists)
         if before is not None:
             cache.keep_reading(before)
+            before.transfers.close()
         self.cache = cache
         self.publisher = Publisher(self.layout, self.cache)
         self.leases = Leases(self.layout, self.cache, self.publisher, self.clock)
         self.steps = Steps(self.layout, size, arrays, self.book, self.cache, self.publisher)
         self.lifecycle = Lifecycle(self.layout, self.book, self.cache, self.publisher, self.steps)
+
+    def _spec_of(self, weights_id: Key) -> HashSpec:
+        """What digests of these weights share. Raises `HashError`."""
+        layout = self.layout
+        return HashSpec(layout.block_tokens, (layout.block_fingerprint, weights_id), layout.cfg.vocab_size)
+
+    @property
+    def weights_id(self) -> Key:
+        """The name of the weights that cached bytes are of. `wakeup` and `reset` take another."""
+        return self._weights_id
+
+    @property
+    def hash_spec(self) -> HashSpec:
+        """What all digests of these weights share: small, and the same in every process of a deployment."""
+        return self._hash_spec
 
     @property
     def size(self) -> CacheSize:
@@ -297,8 +324,9 @@ class KVCacheManager:
     def resume(self, request: Request) -> None:
         """Makes a preempted request live again, in any slot. `num_cached` says where it stands.
 
-        What it has computed before is computed again with the same ids. Of the tokens appended since, those behind the
-        first that was not part of the prompt may be drafts if the layout has any: they are computed, not looked up.
+        What it has computed before is computed again with the same ids, unless `tokens` were changed since: then it
+        goes on from what is there of them. Of the tokens appended since, those behind the first that was not part of
+        the prompt may be drafts if the layout has any: they are computed, not looked up.
 
         Raises:
             RequestError: it is not preempted.
@@ -318,7 +346,8 @@ class KVCacheManager:
         that is not shared. The request's last step is kept whole.
 
         Raises:
-            RequestError: not live here, or an id is in use or named twice.
+            RequestError: not live here, or an id is in use or named twice; or its `tokens` were changed where they are
+                computed.
             PlanError: `request_ids` are no list of them.
             NoFreeSlotError, OutOfBlocksError: there is no room for all; then there is none.
         """
@@ -347,7 +376,7 @@ class KVCacheManager:
 
         Raises:
             HandoffError: there is no policy or no host tier, or an impossible time.
-            RequestError: it is not live here.
+            RequestError: it is not live here, or its `tokens` were changed where they are computed.
         """
         seconds = check_seconds(seconds)
         with self.guard("export_request"):
@@ -387,7 +416,7 @@ class KVCacheManager:
         """
         with self.guard("flush"):
             self.steps.check_taken()
-            self.steps.transfers = self.cache.drain()
+            self.steps.drain()
 
     def admit_remote(
         self, arrival: Arrival, *, max_tokens: int | None = None, request_id: Hashable | None = None
@@ -472,12 +501,14 @@ class KVCacheManager:
                 executable (see `pinned_shape`); default: what the sequences need, in powers of two.
 
         Raises:
-            RequestError: a request is not live here, or a chunk goes beyond the tokens that the request knows. (None
-                of a chunk, or of a decode or verify step, may be known here: drawn on the device, or kept elsewhere.)
+            RequestError: a request is not live here, a chunk goes beyond the tokens that the request knows, or K > 1
+                steps are to draw what it knows already. (None of a chunk, or of a decode or verify step, may be known
+                here: drawn on the device, or kept elsewhere.) Or its `tokens` were changed where they are computed.
             ContextLimitError: a request would outgrow its `max_tokens`.
             OutOfBlocksError: the step needs more blocks than are free.
             PlanError: a count < 1, a request named twice, K steps of more than 1 + draft_tokens tokens, a request whose
-                K steps were not accepted, or the shape is too small. Whatever is raised, nothing has changed.
+                K steps were not accepted, the shape is too small, or transfers of before (`take_transfers`) were not
+                taken, or not run before `sleep` or `resize`. Whatever is raised, nothing has changed.
         """
         scheduled = _listed("scheduled", scheduled)
         with self.guard("plan_step"):
@@ -503,14 +534,18 @@ class KVCacheManager:
 
     @property
     def has_transfers(self) -> bool:
-        """Whether the last planned step's transfers have not been taken."""
-        return bool(self.steps.transfers)
+        """Whether copies must run before the step planned last that nobody has taken since it was planned.
+
+        They are those asked for by that step, and those of earlier steps that were taken and did not run.
+        """
+        return bool(self.steps.transfers) and not self.steps.transfers.ran
 
     def take_transfers(self) -> Transfers:
         """What must travel between the tiers before the step planned last runs, stage by stage, in this order.
 
         `dsv4_jax.run_transfers(cache, host, stages)` runs them. Without a host tier there never is any;
-        with one, call it after every `plan_step` (and after `sleep` or `resize`), before the step.
+        with one, call it after every `plan_step` (and after `sleep` or `resize`), before the step. Every copy runs
+        once: those that were taken for an earlier step and did not run, since it was lost with them, come first.
         """
         with self.guard("take_transfers"):
             stages, self.steps.transfers = self.steps.transfers, Transfers()
@@ -607,11 +642,27 @@ class KVCacheManager:
             self.lifecycle.empty_device()
             self._asleep = True
 
-    def wakeup(self) -> None:
-        """The device arrays are there again, with any content. Raises `RequestError` if it does not sleep."""
+    def wakeup(self, *, weights_id: Key | Same = SAME) -> None:
+        """The device arrays are there again, with any content.
+
+        Args:
+            weights_id: of the weights that are there now. If it is another than before, nothing computed with the
+                others is found again: not on the host, in storage or in hand-offs of before, and preempted requests
+                compute all of their tokens again. Default: they are the same.
+
+        Raises:
+            RequestError: it does not sleep.
+            HashError: the weights' id has no canonical bytes.
+        """
+        weights_id = self._weights_id if weights_id is SAME else weights_id
+        spec = self._spec_of(weights_id)
         with self.guard("wakeup"):
             if not self._asleep:
                 raise RequestError("the manager does not sleep")
+            if spec != self._hash_spec:
+                self._forget_all()
+                self.lifecycle.forget_computed(spec, self.book.preempted)
+            self._weights_id, self._hash_spec = weights_id, spec
             self._asleep = False
 
     def resize(self, size: CacheSize) -> None:
@@ -646,18 +697,32 @@ class KVCacheManager:
             self.cache.resize(size)
             self.steps.resize(size)
 
-    def reset(self) -> None:
+    def reset(self, *, weights_id: Key | Same = SAME) -> None:
         """Forgets every request and all that is cached; requests admitted before are refused from now on.
 
         The one call that is possible after one was interrupted (`ManagerInterruptedError`).
+
+        Args:
+            weights_id: of the weights from now on: what storage or other hosts have of others is not found. Default:
+                they are the same.
+
+        Raises:
+            HashError: the weights' id has no canonical bytes.
         """
+        weights_id = self._weights_id if weights_id is SAME else weights_id
+        spec = self._spec_of(weights_id)
         guard = Guard()
         with guard("reset"):
             self.guard = guard  # which has begun: there is no instant at which another call could pass
+            self._weights_id, self._hash_spec = weights_id, spec
             self.book.clear()
-            if self.events is not None:
-                self.events.emit("cleared", T.NONE)
-            self._begin(self.size, self.arrays, self.cache)
+            self._forget_all()
+
+    def _forget_all(self) -> None:
+        """Nothing is cached any more."""
+        if self.events is not None:
+            self.events.emit("cleared", T.NONE)
+        self._begin(self.size, self.arrays, self.cache)
 
     def persist(self) -> None:
         """From now on, what comes to the host is listed for storage (see `StorageTier`)."""

@@ -41,6 +41,7 @@ class Publisher:
 
     def __init__(self, layout: CacheLayout, cache: TieredCache):
         self.block_tokens, self._draft_tokens = layout.block_tokens, layout.draft_tokens
+        self._vocab_size = layout.cfg.vocab_size
         self._cache = cache
         self._dirty: dict[Request, None] = {}  # may have blocks to publish
         self.replaced = False  # whether a request's block was replaced by another's since this was last reset
@@ -126,12 +127,12 @@ class Publisher:
 
     def note(self, request: Request, tokens: int) -> None:
         """Takes the first `tokens` ids for computed, as far as they are known and not noted yet."""
-        history, hasher = request.history, request.hasher
-        if hasher is None or len(history) >= tokens:
+        history = request.history
+        if len(history) >= tokens:
             return
         try:
-            fresh = array("I", request.tokens[len(history) : tokens])
-            check_range(np.frombuffer(fresh, np.uint32), hasher.spec.vocab_size)
+            fresh = array("I", request.ids[len(history) : tokens])
+            check_range(np.frombuffer(fresh, np.uint32), self._vocab_size)
             history.extend(fresh)
         except (HashError, OverflowError, TypeError):  # no ids that a step could have computed
             request.hasher = None  # nothing more of this request is cached

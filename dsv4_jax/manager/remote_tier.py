@@ -23,7 +23,7 @@ from .prefix.hashing import BlockHasher, HashSpec, MediaItem, Namespace, given_i
 from .prefix.holds import Hold
 from .prefix.node import MATCHABLE, Node, Pages, S, T
 from .prefix.worth import kind_of
-from .request import prompt_tokens
+from .request_tokens import prompt_tokens
 from .tiered_cache import TieredCache
 from .transfers import BLOCK, SLOT
 
@@ -53,8 +53,10 @@ class Receives(Protocol):
 
     guard: Guard
     cache: TieredCache
-    hash_spec: HashSpec
     layout: CacheLayout
+
+    @property
+    def hash_spec(self) -> HashSpec: ...
 
 
 @dataclasses.dataclass(eq=False, slots=True)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import sys
 from array import array
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from ..errors import HashError, PlanError, RequestError
+from ..checks import shown
+from ..errors import PlanError, RequestError
 from .prefix.hashing import BlockHasher
 from .prefix.node import Node, S
-from .prefix.token_ids import token_ids, token_list
+from .request_tokens import TokenIds
 
-__all__ = ["Parked", "Request", "RequestRef", "RequestState", "prompt_tokens", "request_tokens"]
+__all__ = ["Parked", "Request", "RequestRef", "RequestState"]
 
 
 class RequestState(enum.Enum):
@@ -52,8 +52,11 @@ class Request:
     """One request. Made by `KVCacheManager.admit_request`; only `tokens` is the caller's to change.
 
     What a step has computed stays what it was: `KVCacheManager.plan_tokens` notes the ids it lays out (for a caller
-    that does so itself they are noted when their block is published), and cached blocks are known by these. A later
-    change of such ids in `tokens` changes neither what is cached nor what is computed again after a preemption.
+    that does so itself they are noted when their block is published, or the request is preempted), and cached blocks
+    are known by these. So ids before `num_cached` that were noted are fixed: after a change of them in `tokens` the
+    next step, fork or export of the request raises `RequestError`, until they are restored or the request is
+    preempted. From `num_cached` on, and so in all of a preempted request, `tokens` may be changed: that is what will be
+    computed.
 
     It stands in for its slot number wherever an integer is wanted (`operator.index(request)`).
 
@@ -62,8 +65,7 @@ class Request:
         slot: its row of per-request state, >= 1; 0 while it is preempted.
         generation: of the manager that admitted it; `reset()` makes older ones stale.
         max_tokens: the most tokens it may ever hold, prompt and output together.
-        tokens: prompt and output ids known so far. Append what was drawn: `request.tokens.append(t)`.
-            A caller that keeps its token ids elsewhere may leave this empty; nothing of it is then cached.
+        ids: prompt and output ids known so far: see `tokens`.
         history: ids scheduled so far (code "I"), as far as they are noted; what was found in the cache included.
         num_prompt: tokens it was admitted with.
         num_cached: tokens whose rows are in the cache once the steps planned so far have run.
@@ -96,7 +98,7 @@ class Request:
     slot: int
     generation: int
     max_tokens: int
-    tokens: list[int]
+    ids: TokenIds
     history: array[int] = dataclasses.field(default_factory=lambda: array("I"))
     num_prompt: int = 0
     num_cached: int = 0
@@ -124,6 +126,45 @@ class Request:
     attached: list[Node] = dataclasses.field(default_factory=list)
     parked: Parked | None = None
 
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output ids known so far. Append what was drawn: `request.tokens.append(t)`.
+
+        A caller that keeps its token ids elsewhere may leave this empty; nothing of it is then cached. Another list may
+        be assigned; raises `RequestError` for what is no list (or tuple) of ints.
+        """
+        return self.ids
+
+    @tokens.setter
+    def tokens(self, ids: Sequence[int]) -> None:
+        if not isinstance(ids, list | tuple):
+            raise RequestError(f"request {self.id!r}: tokens must be a list of integers, got {shown(ids)}")
+        if ids is not self.ids:
+            self.ids[:] = ids
+
+    def settle_changes(self) -> None:
+        """Ids that were changed in `tokens` after they were noted, from `num_cached` on, are no history any more.
+
+        Raises:
+            RequestError: one before was changed; nothing has changed here.
+        """
+        ids, history = self.ids, self.history
+        if (first := ids.changed_from) < len(history):
+            same = zip(ids[first : len(history)], history[first:], strict=False)
+            here = next((i for i, (now, fed) in enumerate(same, first) if now != fed), min(len(ids), len(history)))
+            if here < min(self.num_cached, len(history)):
+                now = f"is {shown(ids[here])} now" if here < len(ids) else "is gone now"
+                raise RequestError(
+                    f"request {self.id!r}: token {here} was fed as {history[here]} and {now}: restore it, or preempt "
+                    "and resume the request to compute it again"
+                )
+            if here < len(history):
+                del history[here:]
+                if self.hasher is not None and here < self.hasher.num_tokens:
+                    self.hasher.truncate(here)
+                self.num_prompt = min(self.num_prompt, here + 1)
+        ids.changed_from = sys.maxsize
+
     def __index__(self) -> int:
         """The slot. Raises `RequestError` without one: the slot may be someone else's by then."""
         if self.state is not RequestState.LIVE:
@@ -133,12 +174,12 @@ class Request:
     @property
     def num_pending(self) -> int:
         """Known tokens that are not in the cache yet."""
-        return max(len(self.tokens) - self.num_cached, 0)
+        return max(len(self.ids) - self.num_cached, 0)
 
     @property
     def num_excess(self) -> int:
         """Known tokens beyond `max_tokens`: no step will ever compute them."""
-        return max(len(self.tokens) - self.max_tokens, 0)
+        return max(len(self.ids) - self.max_tokens, 0)
 
     @property
     def step_start(self) -> int:
@@ -186,19 +227,3 @@ class Request:
         while count and self.nodes[count - 1].state is S.WRITING:
             count -= 1
         return count
-
-
-def request_tokens(tokens: Iterable[int] | np.ndarray, vocab_size: int) -> np.ndarray:
-    """The ids of a request, [N] int32. Raises `RequestError` if any is no id of the vocabulary."""
-    try:
-        return token_ids(tokens, vocab_size)
-    except HashError as error:
-        raise RequestError(str(error)) from error
-
-
-def prompt_tokens(tokens: Iterable[int] | np.ndarray, vocab_size: int) -> tuple[list[int], array[int]]:
-    """As `token_list`; raises as `request_tokens`."""
-    try:
-        return token_list(tokens, vocab_size)
-    except HashError as error:
-        raise RequestError(str(error)) from error

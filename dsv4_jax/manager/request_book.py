@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterable
 
 from ..checks import shown
@@ -9,6 +10,7 @@ from ..errors import PlanError, RequestError
 from .allocator import as_count
 from .prefix.node import Node
 from .request import Request, RequestRef, RequestState
+from .request_tokens import Edits, TokenIds
 
 __all__ = ["RequestBook"]
 
@@ -20,12 +22,14 @@ class RequestBook:
         live: by slot, in the order they became live.
         ids: live and preempted requests by id, in the order they were admitted.
         generation: how often the book was cleared.
+        edits: whether `tokens` of a request were changed, other than by appending, since `settle_changes`.
     """
 
     def __init__(self) -> None:
         self.live: dict[int, Request] = {}
         self.ids: dict[Hashable, Request] = {}
         self.generation = 0
+        self.edits = Edits()
         self._last_id = self._last_epoch = 0
 
     @property
@@ -95,6 +99,18 @@ class RequestBook:
 
     # Changes
 
+    def settle_changes(self, requests: Iterable[Request]) -> None:
+        """Takes notice of what was changed in the `tokens` of these requests: see `Request.settle_changes`.
+
+        Raises:
+            RequestError: an id was changed that is computed; of that request nothing has changed.
+        """
+        if not self.edits.any:
+            return
+        for request in requests:
+            request.settle_changes()
+        self.edits.any = any(request.ids.changed_from < sys.maxsize for request in self.ids.values())
+
     def add(self, tokens: list[int], limit: int, request_id: Hashable, slot: int, started: int) -> Request:
         """A new live request; without an id it gets a number. `started`: steps planned so far."""
         while request_id is None:
@@ -102,7 +118,7 @@ class RequestBook:
             request_id = None if self._last_id in self.ids else self._last_id
         self._last_epoch += 1
         request = Request(
-            request_id, slot, self.generation, limit, tokens,
+            request_id, slot, self.generation, limit, TokenIds(tokens, self.edits),
             num_prompt=len(tokens), epoch=self._last_epoch, started=started,
         )  # fmt: skip
         self.live[slot] = self.ids[request_id] = request

@@ -20,8 +20,9 @@ from .allocator import as_count
 from .batch import Batch
 from .planning import build_plan, check_extras, next_sequences, with_extras
 from .publishing import Publisher, Save
-from .request import Request, request_tokens
+from .request import Request
 from .request_book import RequestBook
+from .request_tokens import request_tokens
 from .scheduling import Room, Scheduled, room_of, schedule
 from .step_shape import StepShape, StepTokens
 from .tiered_cache import TieredCache
@@ -37,7 +38,7 @@ class Steps:
         size: of the cache that is handed out.
         arrays: size of the cache that the plans are made for.
         num_planned: steps planned so far.
-        transfers: of the step planned last, until they are taken.
+        transfers: what must run before the step planned last, until it is taken.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Steps:
         self.size, self.arrays = size, arrays
         self.num_planned = 0
         self.transfers = Transfers()
+        self._on_old_arrays = 0  # stages of the queue that belong before the last resize
         self._layout, self._book, self._cache, self._publisher = layout, book, cache, publisher
         self._batch: Batch | None = None  # of the step planned last
 
@@ -64,10 +66,27 @@ class Steps:
         self.size = self.arrays = size
         self.forget_batch()
 
+    def leave_arrays(self) -> None:
+        """The device holds nothing any more once the copies asked for so far have run, and its arrays are given up."""
+        self.drain()
+        self._on_old_arrays = self._cache.transfers.asked
+
+    def drain(self) -> None:
+        """The copies asked for so far must run before the step planned last."""
+        self.transfers = self._cache.transfers.drain()
+
     def check_taken(self) -> None:
         """Raises `PlanError` unless the transfers of the step planned last were taken."""
-        if self.transfers:
+        if self.transfers.has_own:
             raise PlanError("the transfers of the step before were not taken (see take_transfers)")
+
+    def check_moved(self) -> None:
+        """Raises `PlanError` unless what a resize or a sleep has moved off the device is off it."""
+        if not self._cache.transfers.have_run(self._on_old_arrays):
+            raise PlanError(
+                "transfers to the host, of before the arrays were given up, did not run: run them on the old arrays, "
+                "or reset() if these are lost"
+            )
 
     def check_shape(self, shape: StepShape | None) -> None:
         """Raises `PlanError` unless a shape of counts with no more columns than the block table, or None."""
@@ -111,10 +130,12 @@ class Steps:
         """See `KVCacheManager.plan_step`."""
         layout, cache, publisher = self._layout, self._cache, self._publisher
         self.check_taken()
+        self.check_moved()
         self.check_shape(shape)
         batch = self._batch
         again = batch is not None and scheduled == batch.scheduled and (steps == 1 or batch.longest <= 1)
         requests, counts = (batch.requests, batch.counts) if again else self._checked(scheduled, steps)
+        self._book.settle_changes(requests)
         if not again or publisher.replaced:
             batch = Batch.of(requests, counts)
         # First what may be refused: nothing changes before it is certain that all of the rest succeeds.
@@ -126,7 +147,7 @@ class Steps:
         ends = starts + lengths * steps
         blocks = -(-ends // block)
         missing = np.maximum(blocks - held, 0)
-        self._check_tokens(requests, starts, ends, lengths, limits)
+        self._check_tokens(requests, steps, starts, ends, lengths, limits)
         lacking = np.flatnonzero(missing).tolist()
         places = [place for i in lacking for place in range(int(held[i]), int(blocks[i]))]
         if places and (error := cache.shortage(places, freed)):
@@ -186,7 +207,7 @@ class Steps:
         for slot in cache.copies.slots:
             self._book.live[slot].copied = self.num_planned
         cache.end_copies()
-        self.transfers = cache.drain()
+        self.drain()
         return plan
 
     def _checked(self, scheduled: list[Scheduled], steps: int) -> tuple[list[Request], list[int]]:
@@ -213,9 +234,11 @@ class Steps:
         return list(counts), list(counts.values())
 
     def _check_tokens(
-        self, requests: list[Request], starts: np.ndarray, ends: np.ndarray, lengths: np.ndarray, limits: np.ndarray
-    ) -> None:
-        """No request outgrows its limit, and no chunk goes beyond the known tokens of a request, if some are known."""
+        self, requests: list[Request], steps: int, starts: np.ndarray, ends: np.ndarray, lengths: np.ndarray,
+        limits: np.ndarray,
+    ) -> None:  # fmt: skip
+        """No request outgrows its limit, no chunk goes beyond the known tokens of a request, if some are known, and of
+        several steps only the first one's tokens are known: the others' are drawn on the device."""
         if len(over := np.flatnonzero(ends > limits)):
             request = requests[over[0]]
             raise ContextLimitError(request.id, int(ends[over[0]]), request.max_tokens)
@@ -225,6 +248,13 @@ class Steps:
             if start < known < stop:
                 span = f"{start}..{stop - 1}"
                 raise RequestError(f"request {requests[i].id!r} knows {known} tokens, the step schedules {span}")
+        for request in requests if steps > 1 else ():
+            start, known = request.num_cached, len(request.ids)
+            if known > start + 1:
+                raise RequestError(
+                    f"request {request.id!r} knows tokens {start + 1}..{known - 1}, which {steps} steps in one plan "
+                    "would draw anew: feed them first, in plans of one step"
+                )
 
     def _copies(self, restored: list[Request]) -> list[tuple[int, int]]:
         """The slot copies that the next plan must carry."""
@@ -268,7 +298,7 @@ class Steps:
         ids: list[int] = []
         fresh: list[tuple[Request, int, int]] = []
         for request, start, count in self._sequences_of(plan):
-            history, tokens, stop = request.history, request.tokens, start + count
+            history, tokens, stop = request.history, request.ids, start + count
             noted = len(history)
             if noted >= stop:  # laid out before: what was scheduled does not change any more
                 ids += history[start:stop]
@@ -278,8 +308,7 @@ class Steps:
                 raise RequestError(
                     f"request {request.id!r} knows {known} tokens, the plan schedules {start}..{stop - 1}"
                 )
-            if request.hasher is not None:
-                fresh.append((request, start, stop))
+            fresh.append((request, start, stop))
             if count == 1:
                 ids.append(tokens[start])
             else:
@@ -290,7 +319,7 @@ class Steps:
         for request, start, stop in fresh:
             history = request.history
             if len(history) == start and stop - start == 1:
-                history.append(request.tokens[start])
+                history.append(request.ids[start])
             else:
                 self._publisher.note(request, min(stop, request.num_cached))
         return out
@@ -334,7 +363,7 @@ class Steps:
         if steps < planned and len(request.nodes) > (start + n_kept) // self._layout.block_tokens:
             raise PlanError(f"{who}: blocks that only {planned} steps have filled are cached already")
         self.forget_batch()
-        del request.tokens[start + n_kept : start + length]
+        list.__delitem__(request.ids, slice(start + n_kept, start + length))  # no change: they were never there
         request.num_cached = start + n_kept
         request.num_scheduled, request.loop, request.kept_from = 0, 0, request.num_cached  # it did run
         if not n_kept and length > drafts:

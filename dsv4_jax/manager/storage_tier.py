@@ -52,7 +52,9 @@ class Stored(Protocol):
 
     guard: Guard
     cache: TieredCache
-    hash_spec: HashSpec
+
+    @property
+    def hash_spec(self) -> HashSpec: ...
 
     def persist(self) -> None: ...
 

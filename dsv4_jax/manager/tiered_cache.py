@@ -26,7 +26,7 @@ from .prefix.events import EventLog
 from .prefix.eviction import Freed
 from .prefix.node import Node, Pages, T
 from .prefix.prefix_tree import PrefixTree
-from .transfers import BLOCK, SLOT, TransferQueue, Transfers
+from .transfers import BLOCK, SLOT, TransferQueue
 
 __all__ = ["HostSize", "Landing", "Receiver", "TieredCache"]
 
@@ -89,8 +89,6 @@ class TieredCache:
         self.snapshot_pages = state_pages(layout, 0)
         self.transfers = TransferQueue()
         self.copies = PendingCopies()
-        self.due: list[Transfers] = []  # stages of steps that have not been gone through yet, in order
-        self.drains = 0  # such stages so far
         self.fetching: dict[Pages, Node] = {}  # where states on their way from storage land, and whose they are
         self.receiving: dict[Receiver, None] = {}  # whom records of another host are being read for
         self.flying: set[bytes] = set()  # digests of blocks among these records
@@ -263,7 +261,7 @@ class TieredCache:
 
         What comes from storage lands at any time: before such a copy, though it was asked for later.
         """
-        busy, room = self.busy_pages(), self.try_pages(places)
+        busy, room = self.transfers.pages(), self.try_pages(places)
         kept: list[list[int]] = [[] for _ in range(self.ranks)]
         passed: list[int] = []
         for place, page in zip(places, room, strict=False):
@@ -298,29 +296,10 @@ class TieredCache:
             return ()
         return tuple(pages)
 
-    def busy_pages(self) -> set[int]:
-        """Host pages that copies not queued on the device yet will read or write."""
-        return self.transfers.pages().union(*(stages.pages() for stages in self.due if not stages.ran))
-
     @property
     def is_waiting(self) -> bool:
         """Whether copies were asked for that are not queued on the device yet."""
-        return len(self.transfers) > 0 or not all(stages.ran for stages in self.due)
-
-    def drain(self) -> Transfers:
-        """The copies asked for, as stages of a step. Until somebody has gone through them they count as waiting."""
-        stages = self.transfers.drain()
-        ran = [i for i, due in enumerate(self.due) if due.ran]  # and with them those before: they run in this order
-        self.due = [*self.due[ran[-1] + 1 if ran else 0 :], stages]
-        self.drains += 1
-        return stages
-
-    def is_queued(self, drains: int) -> bool:
-        """Whether the copies that were asked for after so many `drains` are queued on the device, and all before."""
-        if self.drains <= drains:
-            return not self.is_waiting
-        later = self.drains - drains - 1
-        return all(stages.ran for stages in self.due[: max(len(self.due) - later, 0)])
+        return not self.transfers.have_run(self.transfers.asked)
 
     def keep_watermark(self) -> None:
         """Evicts from the host what the policy wants to be free there."""

@@ -3,16 +3,21 @@
 A stage runs its copies to the host first, then those to the device, each kind as one call. Stages run in
 order, all before the step they were taken for. As whatever comes later on a device sees what came before,
 a unit may be given away as soon as its copy is queued: there is nothing to wait for.
+
+Every copy runs once, in the order asked for. So a step that is lost does not lose its copies: those that did not run
+come before those of the next step, while the device still holds what it held.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from ..errors import PlanError
 from ..plan import StateSwapPlan, SwapPlan
 
 __all__ = ["TransferQueue", "TransferStage", "Transfers"]
@@ -37,25 +42,86 @@ class TransferStage(NamedTuple):
     restore: StateSwapPlan | None
 
 
-class Transfers(list[TransferStage]):
-    """The stages of one step, in order, to be gone through once.
+_CALLS = len(TransferStage._fields)
+
+
+@dataclasses.dataclass(slots=True)
+class _Progress:
+    """How far the stages of one queue have run, in calls: as many to a stage as it has fields.
 
     Attributes:
-        ran: whether somebody has gone through them: the copies are queued on the device then.
+        closed: whether the manager was reset since: none of them may run any more.
     """
 
-    def __init__(self, stages: Iterable[TransferStage] = ()):
+    ran: int = 0
+    closed: bool = False
+
+
+class Transfers(list[TransferStage]):
+    """The stages of one step, in order, behind those of earlier steps that did not run. They run once.
+
+    `dsv4_jax.run_transfers` runs them. For a loop of one's own, a stage counts as run when the next one, or the end, is
+    asked for. Who is broken off by an exception goes on from there, with these transfers or with those of a later step:
+    `calls` from the very call, a loop over stages from the beginning of the stage. Indexing runs nothing.
+
+    Attributes:
+        has_own: whether there are any of the step itself.
+
+    Raises (when they are iterated):
+        PlanError: they have run already, or run elsewhere at the same time; or the manager was reset since.
+    """
+
+    def __init__(
+        self, stages: Iterable[TransferStage] = (), progress: _Progress | None = None, *, first: int = 0, late: int = 0
+    ):
+        """`first`: calls of the queue before the first stage. `late`: how many of the stages are of earlier steps."""
         super().__init__(stages)
-        self.ran = not self
+        self._progress, self._first = progress or _Progress(), first
+        self._stop, self.has_own = first + _CALLS * len(self), len(self) > late
+        self._looked_from: int | None = None  # where a loop over the stages began, if `calls` did not run since
+
+    @property
+    def ran(self) -> bool:
+        """Whether all of them were gone through: the copies are queued on the device then."""
+        return self._progress.ran >= self._stop
 
     def __iter__(self) -> Iterator[TransferStage]:
-        yield from super().__iter__()
-        self.ran = True
+        """The stages that have not run; of one that has run in part, the rest. All again if nothing has run since."""
+        self._begin()
+        self._looked_from = self._progress.ran
+        for stage, done in self._remaining(_CALLS):
+            yield TransferStage(*[None] * done, *stage[done:])
 
-    def pages(self) -> set[int]:
-        """The host pages that the stages read or write."""
-        plans = [plan for i in range(len(self)) for plan in self[i] if plan is not None]
-        return {page for plan in plans for page in plan.host_ids.ravel().tolist()}
+    def calls(self) -> Iterator[tuple[str, SwapPlan | StateSwapPlan | None]]:
+        """The calls of the stages that have not run, one by one: the field's name, and its plan."""
+        self._begin()
+        self._looked_from = None
+        for stage, done in self._remaining(1):
+            yield TransferStage._fields[done], stage[done]
+
+    def _begin(self) -> None:
+        progress = self._progress
+        if self._looked_from is not None and progress.ran == self._stop:  # they may only have been looked at
+            progress.ran = self._looked_from
+        if self.has_own and progress.closed:
+            raise PlanError("these transfers were taken before the manager was reset: they must not run any more")
+        if self.has_own and self.ran:
+            raise PlanError("these transfers have run already: every copy runs once")
+
+    def _remaining(self, most: int) -> Iterator[tuple[TransferStage, int]]:
+        """What has not run, up to `most` calls of a stage at a time: the stage, and its calls that have run."""
+        progress = self._progress
+        while (ran := progress.ran) < self._stop:
+            index, done = divmod(ran - self._first, _CALLS)
+            yield self[index], done
+            if progress.ran != ran or progress.closed:
+                raise PlanError("these transfers were run elsewhere at the same time, or the manager was reset")
+            progress.ran = ran + min(most, _CALLS - done)
+
+    def __reduce__(self):
+        stages = [self[i] for i in range(len(self))]
+        names = ("_first", "_stop", "has_own", "_looked_from")
+        return Transfers, (stages, self._progress), {name: getattr(self, name) for name in names}
 
 
 class _Copy(NamedTuple):
@@ -81,6 +147,9 @@ class TransferQueue:
 
     def __init__(self) -> None:
         self._stages: list[_Stage] = []
+        self._waiting: collections.deque[TransferStage] = collections.deque()  # of steps; the first ones may have run
+        self._gone = 0  # stages of steps before these
+        self._progress = _Progress()
 
     def __len__(self) -> int:
         """Copies queued."""
@@ -109,19 +178,48 @@ class TransferQueue:
         stage.touched.update(host)
 
     def pages(self) -> set[int]:
-        """The host pages that queued copies read or write."""
-        return {page for stage in self._stages for page in stage.touched}
+        """The host pages that copies which have not run will read or write."""
+        self._forget_run()
+        plans = [plan for stage in tuple(self._waiting) for plan in stage if plan is not None]
+        waiting = {page for plan in plans for page in plan.host_ids.ravel().tolist()}
+        return waiting.union(*(stage.touched for stage in self._stages))
+
+    @property
+    def all_run(self) -> bool:
+        """Whether all stages of steps were gone through. (Others may be asked for since.)"""
+        return self.have_run(self._gone + len(self._waiting))
+
+    @property
+    def asked(self) -> int:
+        """Stages asked for so far, those that are still being packed included."""
+        return self._gone + len(self._waiting) + len(self._stages)
+
+    def have_run(self, asked: int) -> bool:
+        """Whether the first `asked` stages were gone through: their copies are queued on the device then."""
+        return self._progress.ran >= asked * _CALLS
 
     def drain(self) -> Transfers:
-        """All stages queued, in order; the queue is empty then."""
-        stages, self._stages = self._stages, []
-        return Transfers(
+        """The stages of a step: those packed so far, behind those of earlier steps that have not run."""
+        self._forget_run()
+        late = len(self._waiting)
+        self._waiting += [
             TransferStage(
                 _plan(stage.out[BLOCK]), _state_plan(stage.out[SLOT]),
                 _plan(stage.into[BLOCK]), _state_plan(stage.into[SLOT]),
             )
-            for stage in stages
-        )  # fmt: skip
+            for stage in self._stages
+        ]  # fmt: skip
+        self._stages = []
+        return Transfers(self._waiting, self._progress, first=self._gone * _CALLS, late=late)
+
+    def close(self) -> None:
+        """The manager is reset: no stage may run any more."""
+        self._progress.closed = True
+
+    def _forget_run(self) -> None:
+        while self._waiting and self._progress.ran >= (self._gone + 1) * _CALLS:
+            self._waiting.popleft()
+            self._gone += 1
 
     def _open(self) -> _Stage:
         self._stages.append(_Stage())

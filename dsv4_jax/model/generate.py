@@ -12,7 +12,7 @@ from ..cuda.exchange import Exchange
 from ..errors import ContextLimitError, PlanError
 from ..manager import KVCacheManager, Request
 from ..manager.allocator import as_count
-from ..manager.request import request_tokens
+from ..manager.request_tokens import request_tokens
 from ..ops.registry import Choice
 from ..untrusted import shown
 from .calls import Call, Caller

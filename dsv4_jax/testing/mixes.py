@@ -185,6 +185,10 @@ class Mix:
             self.seen["aborts"] += 1
         if manager.requests and self.chance(0.03):
             self.reserve(self.pick(manager.requests))
+        if manager.requests and self.chance(0.02):
+            self.lose_step()
+        if manager.preempted and self.chance(0.05):
+            self.rewrite(self.pick(manager.preempted))
         if self.chance(0.02):
             self.sleep()
         if self.chance(0.004):
@@ -277,6 +281,31 @@ class Mix:
         with contextlib.suppress(OutOfBlocksError):
             self.manager.reserve(request, self.jobs[request].total)
             self.seen["reservations"] += 1
+
+    def lose_step(self) -> None:
+        """A step that is planned and never runs, with its transfers or without them; its requests are aborted."""
+        scheduled = self.manager.schedule(self.runner.shape.tokens, shape=self.runner.shape)
+        if not scheduled:
+            return  # no request to abort: a plan of nothing but copies that does not run calls for `reset`
+        self.manager.plan_step(scheduled, shape=self.runner.shape)
+        if self.chance(0.5):
+            self.transfer()
+            self.seen["lost steps"] += 1
+        else:
+            self.seen["lost transfers"] += len(self.manager.take_transfers()) > 0
+        for request, _ in scheduled:
+            self.manager.abort_request(request)
+            del self.jobs[request]
+
+    def rewrite(self, request: Request) -> None:
+        """A preempted request is to go on from another text, which begins as its own does."""
+        job, keep = self.jobs[request], int(self.rng.integers(1, 1 + len(request.tokens)))
+        del request.tokens[keep:], job.streams[keep:]
+        more = self.text(0, min(4 * self.eighth, job.total - 1 - keep)) if keep < job.total - 1 else []
+        request.tokens += more
+        job.streams += [None] * len(more)
+        job.logits = {position: logits for position, logits in job.logits.items() if position < keep}
+        self.seen["rewritten"] += 1
 
     def sleep(self) -> None:
         self.manager.sleep()
@@ -381,7 +410,7 @@ class Mix:
 
     def transfer(self) -> None:
         stages = self.manager.take_transfers()
-        for stage in stages:
+        for stage in stages[:]:
             for name, plan in zip(("blocks out", "snapshots out", "blocks in", "snapshots in"), stage, strict=True):
                 self.seen[name] += 0 if plan is None else int((plan.device_ids > 0).sum())
         self.cache, self.host = run_transfers(self.cache, self.host, stages)

@@ -18,7 +18,8 @@ EXERCISED = (
     "hits on the device", "hits on the host", "hits at a junction", "prefixes restored from device snapshots",
     "preemptions",
     "resumes from parked state", "resumes from a cached prefix", "resumes from nothing", "forks",
-    "forks before the first step", "sleeps", "aborts", "reservations", "replayed tokens", "blocks out", "blocks in",
+    "forks before the first step", "sleeps", "aborts", "lost steps", "lost transfers",
+    "rewritten", "reservations", "replayed tokens", "blocks out", "blocks in",
     "snapshots out", "snapshots in", "evictions from the device", "evictions from the host", "snapshot evictions",
     "duplicate blocks", "waits for a slot", "steps without enough blocks", "drafts accepted", "drafts rejected",
     "steps taken back whole",
@@ -62,7 +63,8 @@ def assert_serving_invariant(runner: StepRunner, *, mixes: int = 3, first: int =
     """Whatever a manager does with them, requests have the tokens, logits and bytes of lone, cold runs.
 
     Each mix is 3..12 requests with shared, repeated and continued prompts in tight pools: chunks of odd sizes, prefix
-    hits on device and host, preemption, forks, rejected drafts (with `draft_tokens`), aborts, sleep.
+    hits on device and host, preemption, forks, rejected drafts (with `draft_tokens`), aborts, lost steps,
+    texts that are changed while their request is preempted, sleep.
 
     Args:
         mixes: how many; a few see the usual mistakes, some hundred the rare ones.

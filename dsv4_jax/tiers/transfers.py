@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,9 @@ def run_transfers(
     """Runs `KVCacheManager.take_transfers()`: before the step they were taken for, on what the step before returned.
 
     Nothing is waited for. Every copy is a computation of its own, with what it writes donated; steps that
-    are given the results come after them.
+    are given the results come after them. If one raises, nothing of the transfers is lost: those that did not run come
+    with the next `take_transfers`. (Arrays that the copies before it have donated are gone, though: if there were any,
+    only new ones and `KVCacheManager.reset` are left.)
 
     Args:
         cache, host: of one device, or both over one mesh.
@@ -35,37 +37,62 @@ def run_transfers(
     Raises as `swap_out` and `snapshot`, and:
         SwapPlanError: the host cache has fewer pages than the manager's `HostSize`; of that copy nothing has run.
         LayoutError: the transfers of a manager, or of several, are not those of as many data shards as there are.
+        PlanError: they have run already, or the manager was reset since they were taken.
     """
     if isinstance(stages, Transfers | StackedTransfers):
         own = host.pages.sharding.shard_shape(host.pages.shape)[0]
         managers, shards = getattr(stages, "managers", 1), host.pages.shape[0] // own // cache.pool_axis.size
         if managers != shards:
             raise LayoutError(f"transfers of {managers} managers for {shards} data shards (see stack_transfers)")
-    for stage in stages:
-        if stage.swap_out is not None:
-            host, _ = swap_out_async(cache, host, stage.swap_out, implementation=implementation)
-        if stage.snapshot is not None:
-            host, _ = snapshot_async(cache, host, stage.snapshot, implementation=implementation)
-        if stage.swap_in is not None:
-            cache, _ = swap_in_async(cache, host, stage.swap_in, implementation=implementation)
-        if stage.restore is not None:
-            cache, _ = restore_async(cache, host, stage.restore, implementation=implementation)
+    for name, plan in _calls(stages):
+        if plan is None:
+            continue
+        if name in _OUTWARD:
+            host, _ = _OUTWARD[name](cache, host, plan, implementation=implementation)
+        else:
+            cache, _ = _INWARD[name](cache, host, plan, implementation=implementation)
     return cache, host
+
+
+_OUTWARD: dict[str, Callable[..., Any]] = {"swap_out": swap_out_async, "snapshot": snapshot_async}
+_INWARD: dict[str, Callable[..., Any]] = {"swap_in": swap_in_async, "restore": restore_async}
+
+
+def _calls(stages: Iterable[TransferStage]) -> Iterator[tuple[str, Any]]:
+    """The calls of stages one by one: of a manager's transfers each counts as run when the next one is asked for."""
+    if isinstance(stages, Transfers | StackedTransfers):
+        return iter(stages.calls())
+    return ((name, getattr(stage, name)) for stage in stages for name in TransferStage._fields)
 
 
 @dataclasses.dataclass(frozen=True)
 class StackedTransfers:
-    """Stages of a cache over a mesh, to be gone through once.
+    """What the managers of all data shards want moved, as the stages of one cache over a mesh. They run once.
 
     Attributes:
-        managers: how many they are of.
+        transfers: of each manager.
     """
 
-    managers: int
-    stages: Iterator[TransferStage]
+    transfers: tuple[Iterable[TransferStage], ...]
+
+    @property
+    def managers(self) -> int:
+        """How many they are of."""
+        return len(self.transfers)
 
     def __iter__(self) -> Iterator[TransferStage]:
-        return self.stages
+        """The stages, as those of `Transfers`."""
+        nothing = TransferStage(None, None, None, None)
+        for stages in itertools.zip_longest(*self.transfers, fillvalue=nothing):
+            yield TransferStage(*(_stacked(plans) for plans in zip(*stages, strict=True)))
+
+    def calls(self) -> Iterator[tuple[str, Any]]:
+        """The calls of the stages, as those of `Transfers`."""
+        for calls in itertools.zip_longest(*map(_calls, self.transfers)):
+            names = {call[0] for call in calls if call is not None}
+            if len(names) > 1:  # some of the shards' transfers have run further than others', without them
+                raise LayoutError(f"transfers of several managers that are not at the same call: {sorted(names)}")
+            yield names.pop(), _stacked([call and call[1] for call in calls])
 
 
 def stack_transfers(transfers: Sequence[Iterable[TransferStage]]) -> StackedTransfers:
@@ -74,14 +101,7 @@ def stack_transfers(transfers: Sequence[Iterable[TransferStage]]) -> StackedTran
     Args:
         transfers: `take_transfers()` of each, in their order. They count as gone through when the stages have been.
     """
-    transfers = [*transfers]
-    return StackedTransfers(len(transfers), _stages(transfers))
-
-
-def _stages(transfers: Sequence[Iterable[TransferStage]]) -> Iterator[TransferStage]:
-    nothing = TransferStage(None, None, None, None)
-    for stages in itertools.zip_longest(*transfers, fillvalue=nothing):
-        yield TransferStage(*(_stacked(plans) for plans in zip(*stages, strict=True)))
+    return StackedTransfers(tuple(transfers))
 
 
 def _stacked(plans: Sequence[Any]) -> Any:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from dsv4_jax import CacheLayout, CacheSize
-from dsv4_jax.manager import HostSize, TransferStage
+from dsv4_jax.manager import HostSize
+from dsv4_jax.manager.transfers import Transfers
 from dsv4_jax.plan import StateSwapPlan, StepPlan, SwapPlan
 from dsv4_jax.records import state_pages
 
@@ -39,37 +40,39 @@ class SymbolicDevice:
         self.states: dict[int, State] = {}
         self.table[:] = 0
 
-    def transfer(self, stages: list[TransferStage]) -> int:
-        """Runs the stages; returns how many units moved."""
+    def transfer(self, transfers: Transfers, most: int | None = None) -> int:
+        """Runs the calls, the first `most` of them: then it breaks off. Returns how many units moved."""
         moved = 0
-        for stage in stages:
-            for plan, source, target, outward in (
-                (stage.swap_out, self.blocks, self.pages, True),
-                (stage.snapshot, self.states, self.pages, True),
-                (stage.swap_in, self.pages, self.blocks, False),
-                (stage.restore, self.pages, self.states, False),
-            ):
-                if plan is None:
-                    continue
-                pairs = _pairs(plan)
-                written = [unit for d, records, _ in pairs for unit in (records if outward else [d])]
-                assert len(set(written)) == len(written), "a unit is written twice in one call"
+        for i, (name, plan) in enumerate(transfers.calls()):
+            if i == most:
+                break
+            source, target, outward = {
+                "swap_out": (self.blocks, self.pages, True),
+                "snapshot": (self.states, self.pages, True),
+                "swap_in": (self.pages, self.blocks, False),
+                "restore": (self.pages, self.states, False),
+            }[name]
+            if plan is None:
+                continue
+            pairs = _pairs(plan)
+            written = [unit for d, records, _ in pairs for unit in (records if outward else [d])]
+            assert len(set(written)) == len(written), "a unit is written twice in one call"
+            if isinstance(plan, StateSwapPlan):
+                assert all(len(records) == state_pages(self.layout, n) for _, records, n in pairs)
+            assert all(0 < page <= self.host.num_pages * self.ranks for _, pages, _ in pairs for page in pages)
+            assert all(len({page % self.ranks for page in pages}) == 1 for _, pages, _ in pairs)
+            if isinstance(plan, SwapPlan):
+                assert all((device - page) % self.ranks == 0 for device, (page,), _ in pairs)
+            what = type(plan)
+            values = [source.get(d, UNWRITTEN) if outward else whole(source, r, what) for d, r, _ in pairs]
+            for value, (device, records, num_tokens) in zip(values, pairs, strict=True):
                 if isinstance(plan, StateSwapPlan):
-                    assert all(len(records) == state_pages(self.layout, n) for _, records, n in pairs)
-                assert all(0 < page <= self.host.num_pages * self.ranks for _, pages, _ in pairs for page in pages)
-                assert all(len({page % self.ranks for page in pages}) == 1 for _, pages, _ in pairs)
-                if isinstance(plan, SwapPlan):
-                    assert all((device - page) % self.ranks == 0 for device, (page,), _ in pairs)
-                what = type(plan)
-                values = [source.get(d, UNWRITTEN) if outward else whole(source, r, what) for d, r, _ in pairs]
-                for value, (device, records, num_tokens) in zip(values, pairs, strict=True):
-                    if isinstance(plan, StateSwapPlan):
-                        value = self.state_at(value, num_tokens)
-                    if outward:
-                        target.update((page, (value, i, len(records), what)) for i, page in enumerate(records))
-                    else:
-                        target[device] = value
-                moved += len(pairs)
+                    value = self.state_at(value, num_tokens)
+                if outward:
+                    target.update((page, (value, i, len(records), what)) for i, page in enumerate(records))
+                else:
+                    target[device] = value
+            moved += len(pairs)
         return moved
 
     def state_at(self, state: State, num_tokens: int) -> State:

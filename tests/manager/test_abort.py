@@ -2,17 +2,116 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 
 from dsv4_jax import KVCacheManager
+from dsv4_jax.errors import PlanError
 from dsv4_jax.manager import HostSize, WritePolicy
 from dsv4_jax.manager.request import Request, RequestState
+from dsv4_jax.manager.transfers import Transfers
 
+from .symbolic_device import SymbolicDevice
 from .test_caching import LAYOUT, PROMPT, feed, make, pairs, run
 
 OTHER = [9] * 12
+
+
+def serve(manager: KVCacheManager, device: SymbolicDevice, prompt: list[int]) -> int:
+    """To its end; returns the tokens that were found. The device fails if a step reads another request's bytes."""
+    request = manager.admit_request(prompt)
+    found = request.num_cached
+    while request.num_pending:
+        plan = manager.plan_step(manager.schedule(16, requests=[request]))
+        device.transfer(manager.take_transfers())
+        manager.plan_tokens(plan)
+        device.step(plan, {request.slot: None}, {request.slot: prompt})
+    manager.release_request(request)
+    return found
+
+
+@pytest.mark.parametrize("way", ["calls", "stages"])
+@pytest.mark.parametrize("ran", range(9))
+def test_copies_lost_with_their_step_run_before_the_next(ran: int, way: str) -> None:
+    """Records that were never written were served: 32 tokens of nobody."""
+    manager, host = make(num_blocks=6, num_slots=1, snapshots=1, host=HostSize(60)), HostSize(60)
+    device = SymbolicDevice(LAYOUT, manager.arrays, host)
+    prompt, other = list(range(40)), [99] * 40
+    assert (serve(manager, device, prompt), serve(manager, device, other)) == (0, 0)
+    lost = manager.admit_request(prompt)
+    assert lost.num_cached == 32
+    plan = manager.plan_step(manager.schedule(16))
+    transfers = manager.take_transfers()
+    copied = {name for stage in transfers[:] for name, copies in stage._asdict().items() if copies is not None}
+    assert copied == {"swap_out", "swap_in", "restore"}
+    if way == "calls":
+        device.transfer(transfers, most=ran)
+    else:  # broken off before a stage: it is run from its beginning
+        whole = min(ran // 4, len(transfers))
+        for i, _ in enumerate(stages := iter(transfers)):
+            if i == whole:
+                break
+            device.transfer(Transfers(transfers[i : i + 1]))
+        stages.close()
+    assert not manager.has_transfers and transfers.ran == (ran >= 4 * len(transfers))
+    manager.plan_tokens(plan)
+    manager.abort_request(lost)
+    manager.check_integrity()
+    assert [serve(manager, device, text) for text in (prompt, other, prompt)] == [32, 32, 32]
+    with pytest.raises(PlanError, match="have run already"):
+        device.transfer(transfers)
+    manager.check_integrity()
+
+
+def test_transfers_of_before_a_reset_do_not_run() -> None:
+    manager = make(num_blocks=6, host=HostSize(60))
+    run(manager, PROMPT[:20]).tokens.append(1)
+    manager.preempt(manager.requests[0])
+    manager.plan_step([])
+    transfers = manager.take_transfers()
+    assert len(transfers) and not transfers.ran
+    manager.reset()
+    with pytest.raises(PlanError, match="before the manager was reset"):
+        list(transfers)
+    with pytest.raises(PlanError, match="before the manager was reset"):
+        list(transfers.calls())
+
+
+def test_stages_may_be_looked_at_before_they_run() -> None:
+    manager = make(num_blocks=6, host=HostSize(60))
+    device = SymbolicDevice(LAYOUT, manager.arrays, HostSize(60))
+    run(manager, PROMPT[:20]).tokens.append(1)
+    manager.preempt(manager.requests[0])
+    manager.plan_step([])
+    transfers = manager.take_transfers()
+    looked = list(transfers)
+    assert looked == list(transfers) and any(stage.swap_out is not None for stage in transfers)
+    assert device.transfer(copy.deepcopy(transfers)) == device.transfer(transfers) > 0
+    assert transfers.ran
+    with pytest.raises(PlanError, match="have run already"):
+        device.transfer(transfers)
+
+
+@pytest.mark.parametrize("leave", ["sleep", "resize"])
+def test_no_step_on_new_arrays_before_the_old_ones_were_copied(leave: str) -> None:
+    manager = make(num_blocks=6, host=HostSize(60))
+    request = run(manager)
+    request.tokens.append(1)
+    if leave == "sleep":
+        manager.sleep()
+        lost = manager.take_transfers()
+        manager.wakeup()
+    else:
+        manager.resize(manager.size)
+        lost = manager.take_transfers()
+    manager.resume(request)
+    with pytest.raises(PlanError, match="did not run: run them on the old arrays, or reset"):
+        manager.plan_step([(request, 1)])
+    list(lost)
+    manager.plan_step([(request, 1)])
+    manager.check_integrity()
 
 
 def in_between(manager: KVCacheManager, what: str) -> None:

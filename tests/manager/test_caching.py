@@ -789,6 +789,79 @@ def test_another_size(blocks: int) -> None:
     manager.check_integrity()
 
 
+# Other weights
+
+
+@pytest.mark.parametrize("call", ["wakeup", "reset"])
+def test_new_weights_find_nothing_of_the_old_ones(call: str) -> None:
+    events = EventLog()
+    manager = make(num_blocks=30, host=HostSize.of(LAYOUT, 20, 4), weights_id="v1", events=events)
+    tier, stored = StorageTier(manager), set[bytes]()
+    serve(manager)
+    request = run(manager, PROMPT[:20])
+    request.tokens.append(3)
+    manager.sleep()
+    list(manager.take_transfers())
+    writes = tier.plan_writes(100)
+    tier.finish_writes(writes, [True] * len(writes))
+    stored |= {move.key for move in writes}
+    assert len(stored) == 5 and request.parked is not None
+    contains = lambda keys: [key in stored for key in keys]  # noqa: E731
+    if call == "wakeup":
+        manager.wakeup(weights_id="v2")
+        manager.resume(request)
+        assert request.num_cached == 0 and request.tokens == [*PROMPT[:20], 3]
+        feed(manager, request)
+        manager.release_request(request)
+    else:
+        manager.reset(weights_id="v2")
+        assert request.state is RequestState.RELEASED
+    assert manager.weights_id == "v2"
+    assert any(event.kind == "cleared" for event in events.since(0)[0])
+    assert manager.hash_spec == make(weights_id="v2").hash_spec
+    assert tier.plan_reads(PROMPT, contains, contains) == []
+    manager.check_integrity()
+    again = manager.admit_request(PROMPT)
+    assert again.num_cached == (16 if call == "wakeup" else 0)  # what was computed since
+    manager.release_request(again)
+    manager.sleep()
+    list(manager.take_transfers())
+    manager.wakeup(weights_id="v1")
+    assert manager.admit_request(PROMPT).num_cached == 0  # these bytes were given up; storage still has them
+    reads = tier.plan_reads(PROMPT, contains, contains)
+    assert {move.key for move in reads} <= stored and reads
+    manager.check_integrity()
+
+
+def test_the_same_weights_keep_what_is_cached() -> None:
+    manager = make(host=HostSize.of(LAYOUT, 20, 4), weights_id="v1")
+    serve(manager)
+    for weights in ({}, {"weights_id": "v1"}):
+        manager.sleep()
+        list(manager.take_transfers())
+        manager.wakeup(**weights)
+        request = manager.admit_request(PROMPT)
+        assert request.num_cached == 32
+        feed(manager, request)
+        manager.release_request(request)
+
+
+def test_weights_are_named_by_calls_only() -> None:
+    manager = make(weights_id="v1")
+    for name in ("weights_id", "hash_spec"):
+        with pytest.raises(AttributeError):
+            setattr(manager, name, "v2")
+    with pytest.raises(RequestError, match="does not sleep"):
+        manager.wakeup(weights_id="v2")
+    manager.sleep()
+    for call in (manager.wakeup, manager.reset):
+        with pytest.raises(HashError):
+            call(weights_id=1.5)
+    assert manager.weights_id == "v1"
+    manager.wakeup(weights_id=None)
+    assert manager.weights_id is None and manager.hash_spec == KVCacheManager(LAYOUT, manager.size).hash_spec
+
+
 # Records on their way from storage
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
-from dsv4_jax.errors import NoFreeSlotError, OutOfBlocksError
+from dsv4_jax.errors import NoFreeSlotError, OutOfBlocksError, RequestError
 from dsv4_jax.manager import CachePolicy, EventLog, HostSize, Namespace, SnapshotPlacement, WritePolicy
 from dsv4_jax.manager.request import Request, RequestState
 from dsv4_jax.plan import StepPlan
@@ -137,13 +137,41 @@ class Trace:
             self.did["forked"] += len(children)
 
     def edit(self) -> None:
-        """The caller changes ids, fed or not, in `tokens`: what is cached goes by what was fed."""
+        """The caller changes ids, fed or not: of what is computed it is refused, all else is what will be fed."""
         request = self.random.choice([*self.manager.requests, *self.manager.preempted] or [None])
-        if request and request.tokens:
-            i = self.random.randrange(len(request.tokens))
-            if not len(request.history) <= i < request.num_cached:  # of K steps: noted by the manager's next call
-                request.tokens[i] = self.random.randrange(4)
-                self.did["edited"] += 1
+        if not request or not request.tokens:
+            return
+        before, fed = list(request.tokens), self.fed[request.id]
+        i = self.random.randrange(len(before))
+        if len(request.history) <= i < request.num_cached:
+            return  # of K steps: noted by the manager's next call
+        more = self.random.choices(range(4), k=self.random.randint(0, min(12, self.manager.context_limit - i)))
+        how = self.random.randrange(4)
+        if how == 0:
+            request.tokens[i] = self.random.randrange(4)
+        elif how == 1:
+            del request.tokens[i:]
+            request.tokens += more
+        elif how == 2:
+            request.tokens = [*before[:i], *more]
+        elif len(before) < self.manager.context_limit:
+            request.tokens.insert(i, self.random.randrange(4))
+        same = next((j for j, (a, b) in enumerate(zip(before, request.tokens, strict=False)) if a != b), None)
+        same = min(len(before), len(request.tokens)) if same is None else same
+        if same >= min(request.num_cached, len(request.history)):
+            del fed[max(same, request.num_cached) :]
+            self.did["edited"] += same < len(before)
+            return
+        for refused in (self.manager.fork, lambda r: self.manager.plan_step([(r, 1)])):
+            with pytest.raises(RequestError, match=f"token {same} was fed as"):
+                refused(request)
+        if self.random.random() < 0.5 and not request.is_open:
+            self.manager.preempt(request)
+            del fed[same:]
+            self.did["edited and preempted"] += 1
+        else:
+            request.tokens[same:] = before[same:]
+            self.did["restored"] += 1
 
     def fail(self) -> None:
         """A step is planned and does not run; others come and go; the requests of the step are aborted."""
@@ -155,7 +183,7 @@ class Trace:
         except OutOfBlocksError:
             self.make_room()
             return
-        self.did["moved"] += self.device.transfer(self.manager.take_transfers())
+        self.lose_or_run()
         failed = [request for request, _ in scheduled]
         started = {r: r.num_cached for r in self.manager.requests if r not in failed}
         for _ in range(self.random.randint(0, 3)):
@@ -180,13 +208,24 @@ class Trace:
         self.did["failed steps"] += bool(scheduled)
         self.did["started anew"] += any(r.num_cached < started[r] for r in self.manager.requests if r in started)
 
+    def lose_or_run(self) -> None:
+        """The transfers of a step that is lost: they have run, in part or not at all, too, when it was."""
+        transfers = self.manager.take_transfers()
+        most = self.random.choice([None, None, 0, self.random.randint(1, 6)])
+        self.did["moved"] += self.device.transfer(transfers, most)
+        self.did["lost transfers"] += not transfers.ran
+
     def sleep(self) -> None:
         self.manager.sleep()
         self.device.transfer(self.manager.take_transfers())
         self.device.wipe()
         stats = self.manager.stats()
         assert stats.blocks_free == stats.blocks_total and stats.slots_used == 0
-        self.manager.wakeup()
+        if self.random.random() < 0.4:
+            self.manager.wakeup(weights_id=self.random.randrange(3))
+            self.did["new weights"] += bool(self.manager.preempted)
+        else:
+            self.manager.wakeup()
         self.did["slept"] += 1
 
     # Steps
@@ -206,15 +245,15 @@ class Trace:
         steps = 1
         if self.random.random() < 0.2:  # K decode steps in one plan
             steps, scheduled = self.random.randint(2, 9), [(r, 1) for r, _ in scheduled if r.num_pending == 1]
-            for r, _ in scheduled:
-                r.tokens += self.random.choices(range(4), k=min(steps - 1, self.manager.context_limit - len(r.tokens)))
-            scheduled = [(r, 1) for r, _ in scheduled if r.num_pending >= steps]
+            scheduled = [(r, 1) for r, _ in scheduled if len(r.tokens) + steps - 1 <= self.manager.context_limit]
         try:
             plan = self.manager.plan_step(scheduled, steps=steps)
         except OutOfBlocksError:
             self.did["out of blocks"] += 1
             self.make_room()
             return
+        for r, _ in scheduled if steps > 1 else ():
+            r.tokens += self.random.choices(range(4), k=steps - 1)
         self.run_plan(plan, steps)
         self.did["fed"] += len(scheduled)
         for request, count in scheduled:
@@ -255,7 +294,8 @@ class Trace:
             later = request.tokens[start + count : start + steps]
             self.fed[request.id] = fed[:start] + row + (fed[start + count :] if start + count < len(fed) else later)
         tokens = {r.slot: self.fed[r.id] for r in self.manager.requests}
-        spaces = {r.slot: self.spaces[r.id] for r in self.manager.requests}
+        weights = self.manager.weights_id
+        spaces = {r.slot: (weights, self.spaces[r.id]) for r in self.manager.requests}
         for _ in range(steps + self.random.choice((0, 0, 3))):  # a step that was not reserved does nothing
             self.device.step(plan, spaces, tokens)
             plan = plan.advance()
@@ -292,7 +332,7 @@ class Trace:
     def end(self) -> None:
         """Everything goes back. Copies that wait for a plan get one first."""
         self.manager.plan_step([])
-        self.manager.take_transfers()
+        self.device.transfer(self.manager.take_transfers())
         for request in (*self.manager.requests, *self.manager.preempted):
             self.manager.release_request(request)
         self.manager.check_integrity()
@@ -359,6 +399,10 @@ def test_every_step_reads_its_own_history(policy: str, drafts: int) -> None:
         "out of blocks",
         "decoded",
         "edited",
+        "edited and preempted",
+        "restored",
+        "lost transfers",
+        "new weights",
         "fed again",
         "failed steps",
         "started anew",

@@ -166,6 +166,25 @@ def test_a_prompt_goes_over_whole_and_only_what_is_missing_is_read() -> None:
     assert [sender.manager.acknowledge(lease), sender.manager.acknowledge(lease)] == [True, False]
 
 
+def test_hand_offs_of_other_weights() -> None:
+    """Of before an update, on either side."""
+    sender, taker, late = Host(), Host(), Host()
+    data = sender.prefill()
+    arrival, lease = late.tier.expect(data, PROMPT, namespace=SPACE), json.loads(data)["lease"]
+    for host in (sender, taker, late):
+        host.manager.sleep()
+        host.device.transfer(host.manager.take_transfers())
+        host.manager.wakeup(weights_id="w2")
+    with pytest.raises(HandoffError, match="other weights"):
+        taker.tier.expect(data, PROMPT, namespace=SPACE)
+    assert late.tier.plan_reads(arrival) == [] and arrival.is_over
+    assert late.manager.admit_remote(arrival).num_cached == 0
+    assert sender.manager.export_again(lease) is None and not sender.manager.acknowledge(lease)
+    assert sender.admit().num_cached == 0
+    for host in (sender, taker, late):
+        host.manager.check_integrity()
+
+
 def test_blocks_go_out_while_later_chunks_are_computed() -> None:
     sender, taker = Host(), Host()
     request, arrival, read = sender.admit(), None, []

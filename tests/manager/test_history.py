@@ -1,11 +1,15 @@
-"""What is cached is known by the tokens that were fed, whatever `Request.tokens` says before or after."""
+"""What is cached is known by the tokens that were fed, and `Request.tokens` cannot say otherwise unnoticed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 
+from dsv4_jax import CacheSize, KVCacheManager
 from dsv4_jax.errors import RequestError
-from dsv4_jax.manager import HostSize
+from dsv4_jax.manager import HostSize, Request
 
 from .test_caching import LAYOUT, PROMPT, feed, make, run
 
@@ -27,15 +31,132 @@ def test_tokens_edited_before_they_are_fed(lays_out: bool) -> None:
     manager.check_integrity()
 
 
-def test_tokens_edited_after_they_were_fed() -> None:
+CHANGES = {
+    "set": lambda r: r.tokens.__setitem__(3, 99),
+    "negative": lambda r: r.tokens.__setitem__(3 - len(r.tokens), 99),
+    "slice": lambda r: r.tokens.__setitem__(slice(3, 9), [99] * 6),
+    "backwards": lambda r: r.tokens.__setitem__(slice(9, 2, -1), [99] * 7),
+    "deleted": lambda r: r.tokens.__delitem__(slice(3, None)),
+    "shifted": lambda r: r.tokens.__delitem__(3),
+    "inserted": lambda r: r.tokens.insert(3, 99),
+    "popped": lambda r: r.tokens.pop(3),
+    "removed": lambda r: r.tokens.remove(3),
+    "reversed": lambda r: r.tokens.reverse(),
+    "sorted": lambda r: r.tokens.sort(reverse=True),
+    "cleared": lambda r: r.tokens.clear(),
+    "none of it": lambda r: setattr(r, "tokens", r.tokens * 0),
+    "another list": lambda r: setattr(r, "tokens", [*PROMPT[:3], 99, *r.tokens[4:]]),
+}
+
+
+@pytest.mark.parametrize("hit", [False, True], ids=["fed", "found"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_is_computed_cannot_be_changed(change: Callable[[Request], None], hit: bool) -> None:
+    """Not by any way to change a list; restored, or preempted and resumed, it goes on."""
+    manager = make(num_blocks=30, snapshots=4, host=HostSize.of(LAYOUT, 20, 4))
+    if hit:
+        manager.release_request(run(manager))
+    request = manager.admit_request(PROMPT)
+    if not hit:
+        manager.plan_tokens(manager.plan_step([(request, 32)]))
+    assert request.num_cached == 32
+    before = list(request.tokens)
+    change(request)
+    assert request.tokens != before
+    first = next((i for i, pair in enumerate(zip(before, request.tokens, strict=False)) if pair[0] != pair[1]), None)
+    first = len(request.tokens) if first is None else first
+    for call in (
+        lambda: manager.plan_step([(request, 1)]), lambda: manager.fork(request),
+        lambda: manager.export_request(request),
+    ):  # fmt: skip
+        with pytest.raises(RequestError, match=f"token {first} was fed as {before[first]} and"):
+            call()
+    changed = list(request.tokens)
+    request.tokens[:] = before
+    (child,) = manager.fork(request)
+    manager.release_request(child)
+    request.tokens[:] = changed
+    manager.preempt(request)
+    manager.resume(request)
+    assert request.num_cached == 0 or request.tokens[: request.num_cached] == before[: request.num_cached]
+    fed = []
+    while request.num_pending:
+        start, plan = request.num_cached, manager.plan_step([(request, request.num_pending)])
+        list(manager.take_transfers())
+        fed += manager.plan_tokens(plan)[: request.num_cached - start].tolist()
+    assert fed == changed[len(changed) - len(fed) :]
+    manager.release_request(request)
+    again = manager.admit_request([*changed, 1])
+    assert again.num_cached <= len(changed) and manager.admit_request(PROMPT).num_cached == 32
+    manager.check_integrity()
+
+
+def test_a_fork_is_changed_from_where_it_stands() -> None:
+    """Its parent was preempted, and is fed again: the fork was given the parent's ids for its own."""
+    manager = make(num_blocks=30)
+    request = run(manager)
+    request.tokens.append(1)
+    manager.preempt(request)
+    manager.resume(request)
+    assert request.num_cached == 40 or request.num_cached == 32
+    stands = request.num_cached
+    (child,) = manager.fork(request)
+    del child.tokens[stands:]
+    child.tokens += [200, 201, 202]
+    plan = manager.plan_step([(child, 3)])
+    assert manager.plan_tokens(plan)[:3].tolist() == [200, 201, 202]
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("draft", [0, 7])
+def test_new_draws_are_not_cached_as_the_old_answer(draft: int) -> None:
+    """Preempted, cut back, resumed, and a loop of steps whose ids nobody lays out on the host."""
+    manager = make(num_blocks=30, drafts=draft, every=1, snapshots=8)
+    request = manager.admit_request(PROMPT[:12])
+    for token in PROMPT[12:34]:
+        feed(manager, request)
+        request.tokens.append(token)
+    manager.preempt(request)
+    del request.tokens[17:]
+    manager.resume(request)
+    while request.num_pending > 1:
+        manager.plan_tokens(manager.plan_step([(request, request.num_pending - 1)]))
+    manager.plan_tokens(manager.plan_step([(request, 1)], steps=8))
+    request.tokens += [200 - i for i in range(9)]
+    feed(manager, request)
+    answer = list(request.tokens)
+    manager.release_request(request)
+    assert manager.admit_request([*answer[:24], 1]).num_cached == 24
+    assert manager.admit_request(PROMPT[:34]).num_cached <= 32
+    found = manager.cache.tree.match(manager.digests(PROMPT[:34]), 34).path
+    mine = manager.cache.tree.match(manager.digests(answer[:24]), 25).path
+    assert len(mine) == 3 and mine[2] not in found
+    manager.check_integrity()
+
+
+def test_a_list_of_tokens_of_one_s_own() -> None:
     manager = make()
     request = manager.admit_request(PROMPT)
-    while request.num_pending:
-        manager.plan_tokens(manager.plan_step([(request, 8)]))
-        request.tokens[: request.num_cached] = [9] * request.num_cached
-    manager.release_request(request)
-    assert manager.admit_request([9] * 39 + [1]).num_cached == 0
-    assert manager.admit_request(PROMPT).num_cached == 32
+    for wrong in (np.arange(5), "abc", None, iter([1])):
+        with pytest.raises(RequestError, match="tokens must be a list"):
+            request.tokens = wrong
+    request.tokens += [7]
+    assert request.tokens == [*PROMPT, 7] and request.tokens.copy().__class__ is list
+    request.tokens = tuple(PROMPT[:20])
+    feed(manager, request)
+    assert request.history.tolist() == PROMPT[:16]
+
+
+@pytest.mark.parametrize("prompt", [[5, 6], PROMPT])
+def test_several_steps_do_not_draw_what_is_known(prompt: list[int]) -> None:
+    """The loop drew, and what it had drawn was cached as the prompt."""
+    manager = make()
+    request = manager.admit_request(prompt)
+    with pytest.raises(RequestError, match=f"knows tokens 1..{len(prompt) - 1}, which 16 steps in one plan would draw"):
+        manager.plan_step([(request, 1)], steps=16)
+    manager.plan_step([(request, len(prompt) - 1)])
+    manager.plan_step([(request, 1)], steps=2)
+    manager.check_integrity()
 
 
 def test_a_plan_s_tokens_are_noted_once() -> None:
@@ -45,6 +166,7 @@ def test_a_plan_s_tokens_are_noted_once() -> None:
     first = manager.plan_tokens(plan)
     request.tokens[3] = 77
     assert manager.plan_tokens(plan).tolist() == first.tolist()
+    request.tokens[3] = PROMPT[3]
     request.tokens[9] = 300  # no id of the vocabulary: nothing is noted
     plan = manager.plan_step([(request, 8)])
     with pytest.raises(RequestError):
@@ -85,32 +207,30 @@ def test_resume_matches_no_drafts(drafts: int) -> None:
     manager.check_integrity()
 
 
+@pytest.mark.parametrize("policy", [True, False], ids=["cached", "no policy"])
 @pytest.mark.parametrize("host", [None, HostSize.of(LAYOUT, 20, 4)], ids=["fed again", "parked"])
-def test_a_preempted_request_goes_on_with_what_it_was_fed(host: HostSize | None) -> None:
-    manager = make(num_blocks=8, snapshots=0, every=None, host=host)
-    request = manager.admit_request(PROMPT[:20])
-    manager.plan_tokens(manager.plan_step([(request, 20)]))
-    request.tokens.append(3)
-    manager.preempt(request)
-    manager.take_transfers()
-    request.tokens[:20] = [9] * 20
-    manager.resume(request)
-    fed = []
-    while request.num_pending:
-        start = request.num_cached
-        plan = manager.plan_step([(request, request.num_pending)])
-        manager.take_transfers()
-        fed += manager.plan_tokens(plan)[: request.num_cached - start].tolist()
-    assert fed == ([*PROMPT[:20], 3][start:] if host is None else [3])
-    manager.check_integrity()
-
-
-def test_what_a_hit_found_is_history() -> None:
-    manager = make()
-    manager.release_request(run(manager))
-    request = manager.admit_request(PROMPT)
-    assert request.num_cached == 32
-    request.tokens[3] = 9  # cached already: the bytes are those of the prompt
-    feed(manager, request)
-    manager.release_request(request)
-    assert manager.admit_request([*PROMPT[:3], 9, *PROMPT[4:]]).num_cached == 0
+def test_a_preempted_request_goes_on_with_what_its_tokens_say(host: HostSize | None, policy: bool) -> None:
+    """Its state on the host stands only as far as the ids do."""
+    if policy:
+        manager = make(num_blocks=8, snapshots=0, every=None, host=host)
+    else:
+        manager = KVCacheManager(LAYOUT, CacheSize(8, 3, 6), host=host)
+    for changed in ([*PROMPT[:20], 3], [9] * 20 + [3], [*PROMPT[:17], 3], PROMPT[:20]):
+        request = manager.admit_request(PROMPT[:20])
+        manager.plan_tokens(manager.plan_step([(request, 20)]))
+        list(manager.take_transfers())
+        request.tokens.append(3)
+        manager.preempt(request)
+        assert (request.parked is not None) == (host is not None)
+        request.tokens[:] = changed
+        manager.resume(request)
+        assert (request.num_cached == 20) == (host is not None and changed == [*PROMPT[:20], 3])
+        fed = []
+        while request.num_pending:
+            start = request.num_cached
+            plan = manager.plan_step([(request, request.num_pending)])
+            list(manager.take_transfers())
+            fed += manager.plan_tokens(plan)[: request.num_cached - start].tolist()
+        assert fed == changed[len(changed) - len(fed) :]
+        manager.check_integrity()
+        manager.release_request(request)

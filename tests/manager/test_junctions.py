@@ -149,7 +149,7 @@ def test_a_junction_of_blocks_on_the_host() -> None:
     manager = make(JUNCTIONS, host=HostSize.of(LAYOUT, 32, 4))
     serve(manager, prompt(0))
     manager.sleep()
-    manager.take_transfers()
+    list(manager.take_transfers())
     manager.wakeup()
     assert [serve(manager, prompt(user)) for user in (1, 2)] == [0, 7 * B]
     assert manager.stats().cache.counters.adoptions == 7  # computed again, on the way to the junction

@@ -375,9 +375,10 @@ def test_steps_that_did_not_run_are_not_taken_back_from_others() -> None:
     """Blocks that they were to fill are cached by now: only an abort takes these out again."""
     layout = CacheLayout(DSV4Config.tiny())
     manager = KVCacheManager(layout, CacheSize(6, 3, 4, num_snapshots=4), policy=CachePolicy())
-    a = manager.admit_request([5] * 130)
+    a = manager.admit_request([5] * 121)
     manager.plan_step([(a, 120)])
     manager.plan_step([(a, 1)], steps=9)
+    a.tokens += [5] * 9
     manager.commit()
     with pytest.raises(PlanError, match="9 steps have filled are cached already"):
         manager.accept(a, 2, steps=2)

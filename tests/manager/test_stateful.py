@@ -98,6 +98,8 @@ class ManagerMachine(RuleBasedStateMachine):
             and self.used(after) <= 11
             # a chunk of which some tokens are known is known whole
             and not any(self.cached[r] < len(r.tokens) < self.cached[r] + n for r, n in scheduled if n > 4)
+            # what several steps draw is not known before
+            and not (steps > 1 and any(len(r.tokens) > self.cached[r] + 1 for r in named))
         )
         rows = [StepSequence(r.slot, self.cached.get(r, 0), n) for r, n in scheduled]
         try:

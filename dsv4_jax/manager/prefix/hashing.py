@@ -152,7 +152,7 @@ class BlockHasher:
         namespace: Namespace | None = None,
         items: Iterable[MediaItem] = (),
     ):
-        self.spec = spec
+        self.spec, self._namespace = spec, namespace
         self.root = spec.root(namespace)
         self.digests: list[bytes] = []
         self._ids = array("I")
@@ -195,6 +195,13 @@ class BlockHasher:
         twin = copy.copy(self)
         twin.digests, twin._ids = list(self.digests), self._ids[:]
         return twin
+
+    def of(self, spec: HashSpec) -> BlockHasher:
+        """A hasher of the same tokens in the same namespace, of another cache or other weights."""
+        other = BlockHasher(spec, namespace=self._namespace)
+        other._items, other._ids = self._items, self._ids[:]
+        other._hash_full_blocks()
+        return other
 
     def follow(self, ids: array[int], start: int = 0) -> None:
         """Makes the tokens from `start` on those of `ids`; digests are computed anew where they differ.

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ...errors import LayoutError, RecordMismatchError, TransportError
 from ...manager import Arrival, Handoff, KVCacheManager, MediaItem, Namespace, RemoteRead, RemoteTier, Request
 from ...manager.prefix.hashing import given_items
-from ...manager.request import prompt_tokens
+from ...manager.request_tokens import prompt_tokens
 from ...records import block_record
 from ...stores.checks import check_seconds
 from ...untrusted import parse_json
@@ -84,7 +84,7 @@ class _Export:
     """To be vouched for when the device is through with its copies, asked for after so many drains of the cache's."""
 
     handoff: Handoff
-    drains: int
+    asked: int
     fence: Fence | None = None
 
 
@@ -132,7 +132,7 @@ class RemoteDriver:
             It, without checksums: what it will tell.
         """
         handoff = self._manager.export_request(request, seconds=seconds)
-        self._exported.append(_Export(handoff, self._manager.cache.drains))
+        self._exported.append(_Export(handoff, self._manager.cache.transfers.asked))
         return handoff
 
     def export_again(self, lease: str, first: int = 0) -> Handoff | None:
@@ -142,7 +142,7 @@ class RemoteDriver:
         """
         handoff = self._manager.export_again(lease, first)
         if handoff is not None:
-            self._exported.append(_Export(handoff, self._manager.cache.drains))
+            self._exported.append(_Export(handoff, self._manager.cache.transfers.asked))
         return handoff
 
     def take_handoffs(self) -> list[Handoff]:
@@ -255,12 +255,12 @@ class RemoteDriver:
     def _vouch(self, through: bool, fence: Fence | None) -> None:
         """Checksums of what was exported, if all its copies are on the host."""
         for export in self._exported:
-            if self._manager.cache.is_queued(export.drains):
+            if self._manager.cache.transfers.have_run(export.asked):
                 export.fence = _later(export.fence, fence)
         while self._exported:
             handoff, export = self._exported[0].handoff, self._exported[0]
             if self._manager.leases.is_sound(handoff.lease):
-                queued = self._manager.cache.is_queued(export.drains)
+                queued = self._manager.cache.transfers.have_run(export.asked)
                 if not (through and queued) and not _has_passed(export.fence):
                     break
                 blocks = self._sums_of(handoff.lease, "block", handoff.blocks)

@@ -1,0 +1,116 @@
+"""The token ids of a request: `Request.tokens`, and ids as callers give them. Pure Python + numpy."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import Self, SupportsIndex
+
+import numpy as np
+
+from ..errors import HashError, RequestError
+from .prefix.token_ids import token_ids, token_list
+
+__all__ = ["Edits", "TokenIds", "prompt_tokens", "request_tokens"]
+
+
+class Edits:
+    """Whether anybody has changed ids that stood in a request's `tokens`, of all requests of one manager."""
+
+    __slots__ = ("any",)
+
+    def __init__(self) -> None:
+        self.any = False
+
+
+class TokenIds(list[int]):
+    """`Request.tokens`: a list that knows from which index on its ids are not those that once stood there.
+
+    To append costs nothing more than to a list.
+
+    Attributes:
+        changed_from: the lowest index at which an id was changed, removed or inserted since the manager last took
+            notice; `sys.maxsize`: nowhere.
+    """
+
+    __slots__ = ("_edits", "changed_from")
+
+    def __init__(self, ids: Iterable[int], edits: Edits):
+        super().__init__(ids)
+        self._edits = edits
+        self.changed_from = sys.maxsize
+
+    def change(self, index: int) -> None:
+        """Notes a change from this index on."""
+        if index < self.changed_from:
+            self.changed_from, self._edits.any = index, True
+
+    def _at(self, index: SupportsIndex | slice) -> int:
+        """The lowest index that is changed with this one; the length for what is beyond the end."""
+        size = len(self)
+        if isinstance(index, slice):
+            places = range(*index.indices(size))
+            return min(places, default=min(places.start, size)) if places.step < 0 else min(places.start, size)
+        place = operator.index(index)
+        return max(place + size if place < 0 else place, 0)
+
+    def __setitem__(self, index, value) -> None:
+        first = self._at(index)
+        super().__setitem__(index, value)
+        self.change(first)
+
+    def __delitem__(self, index) -> None:
+        first = self._at(index)
+        super().__delitem__(index)
+        self.change(first)
+
+    def insert(self, index: SupportsIndex, value: int) -> None:
+        """As of a list."""
+        first = self._at(index)
+        super().insert(index, value)
+        self.change(first)
+
+    def pop(self, index: SupportsIndex = -1) -> int:
+        """As of a list."""
+        first = self._at(index)
+        value = super().pop(index)
+        self.change(first)
+        return value
+
+    def remove(self, value: int) -> None:
+        """As of a list."""
+        del self[self.index(value)]
+
+    def clear(self) -> None:
+        """As of a list."""
+        del self[:]
+
+    def reverse(self) -> None:
+        """As of a list."""
+        self[:] = self[::-1]
+
+    def sort(self, **options) -> None:
+        """As of a list."""
+        self[:] = sorted(self, **options)
+
+    def __imul__(self, times: SupportsIndex) -> Self:
+        self[:] = list(self) * times
+        return self
+
+
+def request_tokens(tokens: Iterable[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    """The ids of a request, [N] int32. Raises `RequestError` if any is no id of the vocabulary."""
+    try:
+        return token_ids(tokens, vocab_size)
+    except HashError as error:
+        raise RequestError(str(error)) from error
+
+
+def prompt_tokens(tokens: Iterable[int] | np.ndarray, vocab_size: int) -> tuple[list[int], array[int]]:
+    """As `token_list`; raises as `request_tokens`."""
+    try:
+        return token_list(tokens, vocab_size)
+    except HashError as error:
+        raise RequestError(str(error)) from error
