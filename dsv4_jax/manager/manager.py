@@ -64,13 +64,13 @@ from .transfers import Transfers
 __all__ = ["KVCacheManager"]
 
 
-class Same(enum.Enum):
+class _Same(enum.Enum):
     """What `weights_id` is where no other is given: None is the id of weights without a name."""
 
     SAME = "same"
 
 
-SAME = Same.SAME
+_SAME = _Same.SAME
 
 
 class KVCacheManager:
@@ -642,7 +642,7 @@ class KVCacheManager:
             self.lifecycle.empty_device()
             self._asleep = True
 
-    def wakeup(self, *, weights_id: Key | Same = SAME) -> None:
+    def wakeup(self, *, weights_id: Key | _Same = _SAME) -> None:
         """The device arrays are there again, with any content.
 
         Args:
@@ -654,7 +654,7 @@ class KVCacheManager:
             RequestError: it does not sleep.
             HashError: the weights' id has no canonical bytes.
         """
-        weights_id = self._weights_id if weights_id is SAME else weights_id
+        weights_id = self._weights_id if weights_id is _SAME else weights_id
         spec = self._spec_of(weights_id)
         with self.guard("wakeup"):
             if not self._asleep:
@@ -697,7 +697,7 @@ class KVCacheManager:
             self.cache.resize(size)
             self.steps.resize(size)
 
-    def reset(self, *, weights_id: Key | Same = SAME) -> None:
+    def reset(self, *, weights_id: Key | _Same = _SAME) -> None:
         """Forgets every request and all that is cached; requests admitted before are refused from now on.
 
         The one call that is possible after one was interrupted (`ManagerInterruptedError`).
@@ -709,7 +709,7 @@ class KVCacheManager:
         Raises:
             HashError: the weights' id has no canonical bytes.
         """
-        weights_id = self._weights_id if weights_id is SAME else weights_id
+        weights_id = self._weights_id if weights_id is _SAME else weights_id
         spec = self._spec_of(weights_id)
         guard = Guard()
         with guard("reset"):

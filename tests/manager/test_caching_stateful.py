@@ -165,7 +165,8 @@ class Trace:
         for refused in (self.manager.fork, lambda r: self.manager.plan_step([(r, 1)])):
             with pytest.raises(RequestError, match=f"token {same} was fed as"):
                 refused(request)
-        if self.random.random() < 0.5 and not request.is_open:
+        known = max(len(request.tokens), len(request.history)) >= request.num_cached
+        if self.random.random() < 0.5 and known and not request.is_open:
             self.manager.preempt(request)
             del fed[same:]
             self.did["edited and preempted"] += 1
