@@ -14,7 +14,7 @@ from typing import Any
 from .errors import ConfigError
 from .untrusted import check_integer, check_number, plain, read_json, shown
 
-__all__ = ["CSA", "HCA", "SWA", "check_weight_blocks", "hf_fields", "parse_hf", "read_hf"]
+__all__ = ["CSA", "HCA", "SWA", "check_drafts", "check_weight_blocks", "hf_fields", "parse_hf", "read_hf"]
 
 CSA, HCA, SWA = "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
 
@@ -219,6 +219,14 @@ def check_weight_blocks(hf: Mapping[str, Any]) -> None:
     block = quantised.get("weight_block_size", [128, 128])
     if block not in (None, [128, 128]):
         raise ConfigError("quantization_config", f"weight_block_size must be [128, 128], got {shown(block)}")
+
+
+def check_drafts(hf: Mapping[str, Any]) -> None:
+    """Refuses the draft head of three stages (DSpark), whatever number of MTP layers the config has beside it."""
+    named = next((name for name in hf if name.startswith("dspark_") and hf[name]), None)
+    if named is not None:
+        problem = "the checkpoint's draft head has three stages (DSpark), and one MTP layer is all that drafts here"
+        raise ConfigError(named, f"{problem}: it runs without drafts")
 
 
 def hf_fields(fields: Mapping[str, Any], dtype: str) -> dict[str, Any]:

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ..config import DSV4Config
-from ..hf_config import check_weight_blocks, read_hf
+from ..hf_config import check_drafts, check_weight_blocks, read_hf
 from .deferred import Progress, make
 from .names import address
 from .packing import pack_layers
-from .params import Params, Weights, is_leaf, param_specs
+from .params import RELEASED, Params, Weights, is_leaf, param_specs
 from .projections import stack_projections
 from .sharded import shard_params
 from .sources import Source, open_tensors
@@ -68,8 +68,10 @@ def load_hf(
     hf = read_hf(path)
     cfg = DSV4Config.from_hf(hf)
     check_weight_blocks(hf)
+    if mtp:
+        check_drafts(hf)
     specs = param_specs(cfg, weights, mtp=mtp)
-    source = Source(open_tensors(path), cfg, mtp=mtp)
+    source = Source(open_tensors(path), cfg, mtp=mtp, released=isinstance(weights, str) and weights == RELEASED)
     params = jax.tree_util.tree_map_with_path(
         lambda keys, spec: source.find(*address(keys), spec), specs, is_leaf=is_leaf
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["EXPERT_MATRICES", "MTP", "address", "expert_name", "names_of", "published_name"]
+__all__ = ["EXPERT_MATRICES", "MTP", "OWN_MTP_TABLES", "address", "expert_name", "names_of", "published_name"]
 
 MTP = "mtp"  # as a parameter, and as what the names of its tensors begin with: no modules of transformers have them
 # parameter -> (its name in the modules of transformers, the published one, then others it is found under)
@@ -67,6 +67,9 @@ _MTP_NAMES = _LAYER_NAMES | {
     "hc_head.base": ("hc_head_base",),
     "hc_head.scale": ("hc_head_scale",),
 }
+
+# What an MTP layer has in some checkpoints, and shares with the model here.
+OWN_MTP_TABLES = (f"{MTP}.0.emb.tok_emb.weight", f"{MTP}.0.head.weight")
 
 # Parameters of all experts -> the published matrices of one, above one another.
 EXPERT_MATRICES = {"ffn.experts.gate_up": ("w1", "w3"), "ffn.experts.down": ("w2",)}

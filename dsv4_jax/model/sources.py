@@ -18,7 +18,7 @@ from ..errors import CheckpointError
 from ..untrusted import plain, read_json, shown
 from ..weights import WeightFormat, expert_fp4
 from .deferred import Deferred
-from .names import EXPERT_MATRICES, MTP, expert_name, names_of
+from .names import EXPERT_MATRICES, MTP, OWN_MTP_TABLES, expert_name, names_of
 from .quantised import FP4, FP8, Quantised
 from .safetensors import read_safetensors
 
@@ -69,9 +69,14 @@ class Source:
 
     Args:
         mtp: whether the MTP layer's are to be; else they are skipped.
+        released: whether matrices are to stay as they are stored.
+
+    Raises:
+        CheckpointError: a tensor is there twice; or the checkpoint is of a kind that does not run so: says of which,
+            and how it runs.
     """
 
-    def __init__(self, tensors: dict[str, np.ndarray], cfg: DSV4Config, *, mtp: bool = False):
+    def __init__(self, tensors: dict[str, np.ndarray], cfg: DSV4Config, *, mtp: bool = False, released: bool = False):
         # Names are compared without the "model." that module names start with.
         self.tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         if len(self.tensors) < len(tensors):
@@ -79,6 +84,29 @@ class Source:
             raise CheckpointError(f"tensor {plain(twice)} is there twice, with and without 'model.'")
         self.cfg, self.mtp = cfg, mtp
         self.unread = {name for name in self.tensors if not self._is_skipped(name)}
+        first = expert_name("layers.0.", 0, "w1")
+        if released and first in self.tensors and self.tensors[first].dtype == ml_dtypes.float8_e4m3fn:
+            raise CheckpointError(
+                "the checkpoint's routed experts are FP8 (e4m3, a scale per 128 x 128), as in base checkpoints: as "
+                "released only FP4 experts run, and these dequantised, with weights of bfloat16 or float32"
+            )
+        if mtp:
+            self._check_drafts()
+
+    def _check_drafts(self) -> None:
+        """Refuses heads that are not the MTP layer of `param_specs`."""
+        stages = {int(found[1]) for name in self.tensors if (found := re.match(rf"{MTP}\.([0-9]{{1,9}})\.", name))}
+        if len(stages) > 1:
+            raise CheckpointError(
+                f"the checkpoint's draft head has {len(stages)} stages (DSpark), and one MTP layer is all that drafts "
+                "here: it runs without drafts"
+            )
+        own = next((name for name in OWN_MTP_TABLES if name in self.tensors), None)
+        if own is not None:
+            raise CheckpointError(
+                f"the checkpoint's MTP layer has an embedding and a head of its own ({own}), and here it shares the "
+                "model's: it runs without drafts"
+            )
 
     def _is_skipped(self, name: str) -> bool:
         """Of an MTP layer, or a head that the config replaces by the embedding."""

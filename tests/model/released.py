@@ -116,6 +116,18 @@ def tensors(cfg: DSV4Config = CFG, seed: int = 0) -> dict[str, Tensor]:
     return out
 
 
+def with_fp8_experts(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As base checkpoints are: the same but for routed experts in FP8, a scale per 128 x 128."""
+    rng, changed = np.random.default_rng(1), dict(given)
+    for name in given:
+        if ".ffn.experts." in name and name.endswith(".weight"):
+            rows, columns = given[name][1].shape[0], given[name][1].shape[1] * 2
+            changed[name] = "F8_E4M3", dense.random_matrix(rng, rows, columns)[0]
+            scales = np.full((-(-rows // 128), -(-columns // 128)), 119, np.uint8)
+            changed[f"{name.removesuffix('.weight')}.scale"] = "F8_E8M0", scales
+    return changed
+
+
 def write(path: pathlib.Path, given: Mapping[str, Tensor], cfg: DSV4Config = CFG, shards: int = 1) -> None:
     """The directory: `config.json`, and the tensors in files of equal numbers of them, with their index."""
     fields = cfg.to_hf("bfloat16") | {

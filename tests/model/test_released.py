@@ -200,7 +200,7 @@ HOSTILE = [
     ({"mtp.0.e_proj.weight": None}, "missing tensor mtp.0.e_proj.weight$"),
     ({"mtp.0.h_proj.scale": None}, "tensor mtp.0.h_proj.weight is e4m3 but has no"),
     ({"mtp.0.ffn.experts.1.w2.weight": None}, "missing tensor mtp.0.ffn.experts.1.w2.weight"),
-    ({"mtp.1.enorm.weight": ("F32", np.ones(128, np.float32))}, "not part of the model, such as mtp.1.enorm.weight"),
+    ({"mtp.0.emb.weight": ("F32", np.ones(128, np.float32))}, "not part of the model, such as mtp.0.emb.weight"),
 ]  # fmt: skip
 
 
@@ -212,6 +212,54 @@ def test_hostile_tensors(tmp_path, monkeypatch, changes, problem) -> None:
     with pytest.raises(CheckpointError, match=problem) as error:
         model.load_hf(tmp_path, weights="released", packed=True, mtp=True)
     assert str(error.value).isprintable()
+
+
+STAGES = {
+    "mtp.0.main_proj.weight": ("F8_E4M3", np.zeros((128, 384), np.uint8)),
+    "mtp.0.main_proj.scale": ("F8_E8M0", np.full((1, 3), 127, np.uint8)),
+    "mtp.1.attn.attn_sink": ("F32", np.ones(4, np.float32)),
+    "mtp.2.markov_head.markov_w1.weight": ("BF16", np.ones((8, 2), np.uint16)),
+}
+OTHERS = {
+    "experts": (
+        {}, {}, r"routed experts are FP8 \(e4m3, a scale per 128 x 128\).*released.*FP4.*bfloat16 or float32",
+    ),
+    "dspark": (
+        {"dspark_block_size": 5, "dspark_target_layer_ids": [1, 2], "num_nextn_predict_layers": 3}, STAGES,
+        "config field 'dspark_block_size': .*DSpark.*one MTP layer.*without drafts",
+    ),
+    "stages": ({}, STAGES, r"draft head has 3 stages \(DSpark\).*one MTP layer.*without drafts"),
+    "embedding": (
+        {}, {"mtp.0.emb.tok_emb.weight": ("BF16", np.ones((4, 128), np.uint16))},
+        r"MTP layer has an embedding and a head of its own \(mtp.0.emb.tok_emb.weight\).*without drafts",
+    ),
+    "head": (
+        {}, {"mtp.0.head.weight": ("BF16", np.ones((4, 128), np.uint16))}, r"of its own \(mtp.0.head.weight\)",
+    ),
+}  # fmt: skip
+
+
+def test_other_checkpoints_are_named_before_weights_are_read(tmp_path, monkeypatch) -> None:
+    """What they are, and with what they run; they do run with that."""
+    plain = {}
+    for case, (fields, changes, problem) in OTHERS.items():
+        path = tmp_path / case
+        path.mkdir()
+        released.write(path, released.with_fp8_experts(TENSORS) if case == "experts" else TENSORS | changes)
+        file = path / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+        with monkeypatch.context() as nothing, pytest.raises((CheckpointError, ConfigError), match=problem) as error:
+            nothing.setattr("dsv4_jax.model.deferred._made", lambda *_: pytest.fail("made a parameter"))
+            model.load_hf(path, weights="released", mtp=case != "experts")
+        assert str(error.value).isprintable()
+        if case != "head":
+            plain[case] = model.load_hf(path, weights="released" if case != "experts" else jnp.float32)[1]
+    want = released.dequantised(released.with_fp8_experts(TENSORS))
+    np.testing.assert_array_equal(
+        plain["experts"]["layers"][2]["ffn"]["experts"]["gate_up"][3, :128], want[f"{W1}.weight"]
+    )
+    for case in ("stages", "embedding"):
+        assert_same(plain[case], plain["dspark"])
 
 
 def test_codes_that_are_nan(tmp_path) -> None:
