@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config import DSV4Config
 from ..errors import OptionError
-from ..hf_config import read_hf
+from ..hf_config import check_drafts, read_hf
 from .generate_cache import Room, choose_size, shared_tokens
 from .generate_engine import Engine
 from .generate_output import Answer, Speed, Teller
@@ -29,7 +29,7 @@ from .options import (
 )  # fmt: skip
 from .printing import Progress, present, say
 from .values import given_path, natural, number, positive
-from .weights import FORMS, load, taken
+from .weights import FORMS, check, load, taken
 
 __all__ = ["add_parser", "run"]
 
@@ -120,8 +120,11 @@ def run(args: argparse.Namespace) -> int:
     with naming("--checkpoint"):
         hf = read_hf(args.checkpoint)
         cfg = DSV4Config.from_hf(hf)
-    prompts, tokenizer = _prompts(args, cfg)
     mtp = args.draft_tokens > 0
+    if mtp:
+        with naming("--drafts"):
+            check_drafts(hf)
+    prompts, tokenizer = _prompts(args, cfg)
     layout = layout_from(args, cfg, include_mtp=mtp)
     start_jax()
     form = args.weights or ("released" if hf.get("quantization_config") else "float32")
@@ -131,6 +134,7 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError("--pool: blocks are shared by devices that share the heads, give --devices and --tensor")
     shards = max(1, args.devices // tensor)
     options = _options(args, cfg, prompts, shards)
+    check(args.checkpoint, cfg, form, mtp=mtp)
     weight_bytes = taken(cfg, form, args.devices, tensor, mtp=mtp)  # which refuses what does not divide
     check_devices(args.devices)
     room = Room(device_bytes(), weight_bytes)
@@ -142,6 +146,8 @@ def run(args: argparse.Namespace) -> int:
     needs = _needs(prompts, args.max_new_tokens, steps * (1 + args.draft_tokens) - 1, cfg)
     size = choose_size(layout, needs, most, room, snapshots=keeps, ranks=tensor if args.pool else 1)
 
+    if args.chat == "think" and tokenizer:
+        say(f"--chat think: {tokenizer.effort}")
     began = time.perf_counter()
     mesh = _mesh(shards, tensor)
     cfg, params = load(args.checkpoint, form, mtp=mtp, mesh=mesh)

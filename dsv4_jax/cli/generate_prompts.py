@@ -48,7 +48,8 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--chat", nargs="?", choices=("answer", "think"), const="answer",
-        help="texts are questions, put as the checkpoint has learnt them; think: it reasons first",
+        help="texts are questions, put as the checkpoint has learnt them; think: it reasons first (without a chat "
+        "template no text about effort is put: low effort, high for a preview checkpoint)",
     )  # fmt: skip
 
 
@@ -80,7 +81,8 @@ def encode(given: list[Given], tokenizer: Tokenizer | None, chat: str | None, vo
             content.encode()
         except UnicodeEncodeError:
             raise OptionError(f"{source}: {short(content)} is no Unicode text") from None
-        ids = tokenizer.encode_chat(content, chat == "think") if chat else tokenizer.encode(content)
+        asked = [{"role": "user", "content": content}]
+        ids = tokenizer.encode_chat(asked, chat == "think") if chat else tokenizer.encode(content)
         if not ids:
             raise OptionError(f"{source}: {short(content)} has no tokens")
         prompts.append(Prompt(source, ids, content))

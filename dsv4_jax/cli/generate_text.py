@@ -2,20 +2,24 @@
 
 The released checkpoints of DeepSeek-V4 have no chat template: a program of theirs (`encoding/`) writes conversations
 out. One question is: the token that begins a text, User, the question, Assistant, then <think> or, for no reasoning,
-</think>, with User and Assistant as single tokens.
+</think>, with all but the question as single tokens. Between the first of them and User may stand a text that asks for
+effort; none is put here.
+
+In a conversation marks are tokens and all else is text: what a user types is encoded as if the tokenizer had no tokens
+beside those of its merges, so that it never becomes a mark.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import pathlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..errors import OptionError
-from ..untrusted import read_json, shown
+from ..untrusted import plain, read_json, shown
+from .generate_chat import UNTOLD, ChatTemplate, Message, failing, find_template
 from .values import short
 
 __all__ = ["StopText", "TextStream", "Tokenizer", "stop_tokens_of"]
@@ -23,6 +27,12 @@ __all__ = ["StopText", "TextStream", "Tokenizer", "stop_tokens_of"]
 _MOST_BYTES = 1 << 28
 _USER, _ASSISTANT = (f"<\uff5c{name}\uff5c>" for name in ("User", "Assistant"))
 _THINKING = {False: "</think>", True: "<think>"}
+_EFFORT = {
+    False: "no text about effort is put, which 0731 checkpoints take for low (their vendor puts high), preview ones "
+    "for high",
+    True: "the checkpoint's chat template decides on the effort",
+}
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -43,45 +53,123 @@ class Tokenizer:
         path = checkpoint / "tokenizer.json"
         if not path.is_file():
             raise OptionError(f"--checkpoint: {checkpoint} has no tokenizer.json: give prompts as ids (--tokens)")
-        with _failing(f"--checkpoint: {path} is no tokenizer"):
+        with failing(f"--checkpoint: {path} is no tokenizer"):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
             self._tokenizer.no_truncation()  # what training cut or padded
             self._tokenizer.no_padding()
+        self._checkpoint, self._load = checkpoint, tokenizers.Tokenizer.from_str
         self._config = _object(checkpoint / "tokenizer_config.json")
-        self._template = _template(checkpoint, self._config)
-        self._begin = self._special("bos_token")
+        self._begin = self._named("bos_token")
+
+    @property
+    def effort(self) -> str:
+        """How hard a conversation that is to reason asks for it, in words. Raises `OptionError` as `encode_chat`."""
+        return _EFFORT[self._template is not None]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text to go on with."""
-        ids = self._ids(text, special=True)
-        first = self._tokenizer.token_to_id(self._begin) if self._config.get("add_bos_token") is True else None
-        return ids if first is None or ids[:1] == [first] else [first, *ids]
-
-    def encode_chat(self, question: str, think: bool) -> list[int]:
-        """The ids of a conversation that begins with this question, up to where the answer begins.
+        """The ids of a text to go on with: marks in it are the tokens that they name.
 
         Raises:
-            OptionError: the checkpoint says nothing of conversations, or its template fails.
+            OptionError: it has no ids; or each text is to begin with a token that is not there.
+        """
+        ids = self._ids(self._tokenizer, text, special=True)
+        if self._config.get("add_bos_token") is not True:
+            return ids
+        first = self._begin and self._tokenizer.token_to_id(self._begin)
+        if not isinstance(first, int):
+            lacks = f"tokenizer.json has no token {plain(self._begin)}" if self._begin else "it names no bos_token"
+            raise OptionError(f"--checkpoint: tokenizer_config.json asks for a token before each text, but {lacks}")
+        return ids if ids[:1] == [first] else [first, *ids]
+
+    def encode_chat(self, messages: Sequence[Message], think: bool) -> list[int]:
+        """The ids of a conversation, up to where the answer begins.
+
+        What is a mark comes from the chat template or, where the checkpoint has none, from DeepSeek-V4's own encoding;
+        never from a text of `messages`.
+
+        Args:
+            messages: `role`, `content` and what else the template reads. Without a template: one of role "user".
+            think: the answer begins with its reasoning.
+
+        Raises:
+            OptionError: the checkpoint says nothing of conversations, and which mark or file it lacks; its template
+                fails, or its own marks cannot be told from texts; a mark is a token of the tokenizer's merges, too.
         """
         if self._template is not None:
-            return self._ids(self._render(self._template, question, think), special=False)
+            return self._put(self._template, messages, think)
         marks = (self._begin, _USER, _ASSISTANT, *_THINKING.values())
-        if any(self._tokenizer.token_to_id(mark) is None for mark in marks):
+        known = {mark: token for mark in marks if (token := self._tokenizer.token_to_id(mark)) is not None}
+        lacks = [f"{plain(mark)} in tokenizer.json" for mark in marks if mark not in known]
+        if not self._begin:
+            file = self._checkpoint / "tokenizer_config.json"
+            lacks = [
+                "bos_token in tokenizer_config.json" if file.exists() else "tokenizer_config.json with a bos_token"
+            ]
+        if lacks:
             raise OptionError(
-                "--chat: the checkpoint has no chat template, and its tokenizer not the marks of DeepSeek-V4's encoding"
+                f"--chat: the checkpoint has no chat template, and DeepSeek-V4's own encoding needs {lacks[0]}"
             )
-        return self._ids(f"{self._begin}{_USER}{question}{_ASSISTANT}{_THINKING[think]}", special=False)
+        if len(messages) != 1 or messages[0].get("role") != "user" or not isinstance(messages[0].get("content"), str):
+            raise OptionError("--chat: the checkpoint has no chat template: only one question can be put")
+        begin, user, assistant, *thinking = (known[mark] for mark in marks)
+        return [begin, user, *self._text_ids(messages[0]["content"]), assistant, thinking[think]]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens left out."""
-        with _failing(f"--checkpoint: its tokenizer has no text for ids {shown(list(ids))}"):
+        with failing(f"--checkpoint: its tokenizer has no text for ids {shown(list(ids))}"):
             return self._tokenizer.decode(ids)
 
-    def _ids(self, text: str, *, special: bool) -> list[int]:
-        with _failing(f"--checkpoint: its tokenizer has no ids for {short(text)}"):
-            return self._tokenizer.encode(text, add_special_tokens=special).ids
+    @functools.cached_property
+    def _template(self) -> ChatTemplate | None:
+        source = find_template(self._checkpoint, self._config)
+        tokens = {name: self._named(name) for name in _NAMED}
+        return None if source is None else ChatTemplate(source, {name: text for name, text in tokens.items() if text})
 
-    def _special(self, name: str) -> str:
+    @functools.cached_property
+    def _added(self) -> dict[int, str]:
+        """The tokens that are found in a text before its merges."""
+        return {token: added.content for token, added in self._tokenizer.get_added_tokens_decoder().items()}
+
+    @functools.cached_property
+    def _without_added(self) -> Any:
+        with failing("--checkpoint: its tokenizer cannot do without its added tokens"):
+            return self._load(json.dumps(json.loads(self._tokenizer.to_str()) | {"added_tokens": []}))
+
+    def _put(self, template: ChatTemplate, messages: Sequence[Message], think: bool) -> list[int]:
+        text, disguised, exact = template.render(messages, think, "".join(self._added.values()))
+        ids, marks = self._with_marks(text)
+        own = [mark for mark in self._with_marks(disguised)[1] if text[slice(*mark[1:])] == disguised[slice(*mark[1:])]]
+        if marks == own:  # as transformers encodes it
+            return ids
+        if not exact:
+            raise OptionError(UNTOLD)
+        ids, end = [], 0
+        for token, start, stop in own:
+            ids += [*self._text_ids(text[end:start]), token]
+            end = stop
+        return ids + self._text_ids(text[end:])
+
+    def _with_marks(self, text: str) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Its ids, and of the marks among them each with the place of its characters."""
+        with failing(f"--checkpoint: its tokenizer has no ids for {short(text)}"):
+            found = self._tokenizer.encode(text, add_special_tokens=False)
+        each = zip(found.ids, found.offsets, strict=True)
+        return found.ids, [(token, *place) for token, place in each if token in self._added]
+
+    def _text_ids(self, text: str) -> list[int]:
+        """Of what is text, whatever it looks like."""
+        ids = self._ids(self._without_added, text, special=False)
+        mark = next((self._added[token] for token in self._added.keys() & ids if self._added[token] in text), None)
+        if mark is not None:
+            raise OptionError(f"--checkpoint: its tokenizer has no ids for {plain(mark)} as text, only as a mark")
+        return ids
+
+    def _ids(self, tokenizer: Any, text: str, *, special: bool) -> list[int]:
+        with failing(f"--checkpoint: its tokenizer has no ids for {short(text)}"):
+            return tokenizer.encode(text, add_special_tokens=special).ids
+
+    def _named(self, name: str) -> str:
+        """The text of one of the tokens that `tokenizer_config.json` names; "" if it does not."""
         token = self._config.get(name)
         token = token.get("content") if isinstance(token, dict) else token
         if not isinstance(token, str):
@@ -91,23 +179,6 @@ class Tokenizer:
         except UnicodeEncodeError:
             raise OptionError(f"--checkpoint: {name} of its tokenizer_config.json is no Unicode text") from None
         return token
-
-    def _render(self, template: str, question: str, think: bool) -> str:
-        """As `apply_chat_template` of transformers does it."""
-        try:
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError:
-            raise OptionError("--chat: a chat template needs the extra text (pip install 'dsv4_jax[text]')") from None
-        room = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        room.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-        with _failing("--chat: the checkpoint's chat template fails"):
-            return room.from_string(template).render(
-                messages=[{"role": "user", "content": question}], add_generation_prompt=True, thinking=think,
-                enable_thinking=think, bos_token=self._begin, eos_token=self._special("eos_token"),
-                raise_exception=_raise,
-            )  # fmt: skip
 
 
 def stop_tokens_of(checkpoint: pathlib.Path) -> list[int]:
@@ -158,7 +229,11 @@ class TextStream:
 
 
 class StopText:
-    """Lets text through up to the first of some strings. What may be the beginning of one is held back."""
+    """Lets text through up to the first of some strings. What may be the beginning of one is held back.
+
+    The first is the one that ends first, and of several that end at the same place the longest: that is decided as soon
+    as its last character is there, so it does not depend on how the text is cut into pieces.
+    """
 
     def __init__(self, stops: Iterable[str]):
         self._stops = tuple(stops)
@@ -168,9 +243,9 @@ class StopText:
     def add(self, text: str) -> str:
         """What of the text so far can be shown now. Nothing more is asked once `found`."""
         text = self._held + text
-        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        places = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
         self.found = bool(places)
-        shown = min(places) if places else len(text) - self._begun(text)
+        shown = min(places)[1] if places else len(text) - self._begun(text)
         self._held = "" if places else text[shown:]
         return text[:shown]
 
@@ -185,19 +260,6 @@ class StopText:
         return next((len(tail) for tail in tails if any(stop.startswith(tail) for stop in self._stops)), 0)
 
 
-@contextlib.contextmanager
-def _failing(problem: str) -> Iterator[None]:
-    """Raises `OptionError` for whatever a program of others raises, a panic of its Rust, too."""
-    try:
-        yield
-    except MemoryError:
-        raise
-    except BaseException as error:
-        if isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime":
-            raise OptionError(f"{problem}: {error}") from None
-        raise
-
-
 def _object(path: pathlib.Path) -> dict[str, Any]:
     """The JSON object of a file; {} if there is none."""
     if not path.exists():
@@ -209,18 +271,3 @@ def _object(path: pathlib.Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise OptionError(f"--checkpoint: {path} holds {shown(value)}, no JSON object")
     return value
-
-
-def _template(checkpoint: pathlib.Path, config: dict[str, Any]) -> str | None:
-    path = checkpoint / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise OptionError(f"--checkpoint: {path}: {short(str(error))}") from None
-    template = config.get("chat_template")
-    return template if isinstance(template, str) else None
-
-
-def _raise(message: str) -> None:
-    raise ValueError(message)

@@ -11,7 +11,7 @@ from ..errors import OptionError
 from .options import naming
 from .printing import Progress
 
-__all__ = ["FORMS", "add_weights", "load", "taken"]
+__all__ = ["FORMS", "add_weights", "check", "load", "taken"]
 
 FORMS = ("float32", "bfloat16", "released")
 
@@ -21,6 +21,18 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
         "--weights", choices=FORMS, default="float32",
         help="matrices in this dtype, or released: FP8 and FP4 as they are (default: %(default)s)",
     )  # fmt: skip
+
+
+def check(checkpoint: pathlib.Path, cfg: DSV4Config, weights: str, *, mtp: bool = False) -> None:
+    """Refuses a checkpoint of a kind that `load` could not run in this form, by the names and dtypes of its tensors.
+
+    Raises:
+        OptionError: says which kind it is, and how it runs; or its files cannot be read.
+    """
+    from ..model.sources import Source, open_tensors
+
+    with naming("--checkpoint"):
+        Source(open_tensors(checkpoint), cfg, mtp=mtp, released=weights == "released")
 
 
 def load(
