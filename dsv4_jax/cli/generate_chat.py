@@ -199,14 +199,6 @@ def _is_escaped(char: str) -> bool:
     return json.dumps(char, ensure_ascii=False) != f'"{char}"'
 
 
-def _raise(message: str) -> NoReturn:
-    raise ValueError(message)
-
-
-def _is_escaped(char: str) -> bool:
-    return json.dumps(char, ensure_ascii=False) != f'"{char}"'
-
-
 def _texts(value: Any) -> Iterator[str]:
     """Those of a message, of messages or of what is in them."""
     if isinstance(value, str):
