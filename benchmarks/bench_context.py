@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import pathlib
 import shlex
 import sys
@@ -30,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import formats
-from dsv4_jax.bench.records import new_record
+from dsv4_jax.bench.records import dumps, new_record
 from dsv4_jax.bench.timing import flush_l2, profiled
 from dsv4_jax.ops.append import WindowView, load
 from dsv4_jax.ops.attend import attend
@@ -209,7 +208,7 @@ def main() -> None:
                 [row for one in results for row in facts(one)], device=jax.devices()[0].device_kind, quick=args.quick,
                 command=shlex.join(["python", *sys.argv]), software={"jax": jax.__version__}, ceilings={},
             )  # fmt: skip
-            pathlib.Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+            pathlib.Path(args.json).write_text(dumps(record))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import pathlib
 import shlex
 import statistics
@@ -26,7 +25,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dsv4_jax.bench.records import new_record
+from dsv4_jax.bench.records import dumps, new_record
 from dsv4_jax.bench.targets import TARGETS, Target, verdict
 from dsv4_jax.cuda.exchange import Exchange
 from dsv4_jax.model import GPU_DECODE_OPTIONS
@@ -157,7 +156,7 @@ def main() -> None:
             rows, device=f"{n} x {jax.devices()[0].device_kind}", command=shlex.join(["python", *sys.argv]),
             software={"jax": jax.__version__}, ceilings={"peer_copy_gb_per_s": ceiling},
         )  # fmt: skip
-        options.json.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(dumps(made), encoding="utf-8")
 
 
 if __name__ == "__main__":

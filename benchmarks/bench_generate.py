@@ -27,7 +27,7 @@ import numpy as np
 
 from dsv4_jax import model
 from dsv4_jax.bench.model import measure_model, model_config
-from dsv4_jax.bench.records import new_record
+from dsv4_jax.bench.records import dumps, new_record
 from dsv4_jax.bench.step import StepOptions
 from dsv4_jax.cli import generate as command
 from dsv4_jax.cli import main as cli
@@ -147,7 +147,7 @@ def main() -> None:
                         command=f"python benchmarks/bench_generate.py --model {args.model} --layers {args.layers}",
                         software={"jax": jax.__version__, "backend": jax.default_backend()},
                     )  # fmt: skip
-                    args.json.write_text(json.dumps(kept, indent=2) + "\n")
+                    args.json.write_text(dumps(kept))
 
 
 if __name__ == "__main__":

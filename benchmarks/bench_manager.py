@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
 import pathlib
 import platform
 import shlex
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
-from dsv4_jax.bench.records import new_record
+from dsv4_jax.bench.records import dumps, new_record
 from dsv4_jax.manager import CachePolicy
 from dsv4_jax.manager.block_pool import BlockPool
 from dsv4_jax.manager.prefix.hashing import BlockHasher, HashSpec, Namespace
@@ -301,7 +300,7 @@ def main() -> None:
             rows, device=device, command=shlex.join(["python", *sys.argv]), software=software, ceilings={},
             quick=args.quick,
         )  # fmt: skip
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
+        args.json.write_text(dumps(record))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import pathlib
 import sys
 import time
@@ -27,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dsv4_jax.bench.ceilings import measure_ceilings
 from dsv4_jax.bench.mesh import exchanges, jitted_over, mesh_of, spread_cache
 from dsv4_jax.bench.model import measure_model, model_config
-from dsv4_jax.bench.records import new_record
+from dsv4_jax.bench.records import dumps, new_record
 from dsv4_jax.bench.step import StepOptions, cache_shape, random_cache
 from dsv4_jax.bench.targets import judged_model
 from dsv4_jax.manager import StepSequence, build_plan, shape_for
@@ -144,7 +143,7 @@ def main() -> None:
             ROWS, device=jax.devices()[0].device_kind, command=" ".join(["python", *sys.argv]),
             software={"jax": jax.__version__, "backend": jax.default_backend()}, ceilings=top.as_dict(),
         )  # fmt: skip
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        args.json.write_text(dumps(record))
 
     def attempt(name: str, call: Any) -> None:
         start = time.perf_counter()

@@ -23,7 +23,7 @@ import shlex
 from contextlib import redirect_stdout
 from typing import Any
 
-from dsv4_jax.bench.records import new_record
+from dsv4_jax.bench.records import dumps, new_record
 from dsv4_jax.cli import main
 from dsv4_jax.manager import CachePolicy
 from dsv4_jax.manager.policies import ORDERS
@@ -109,7 +109,7 @@ def run() -> None:
             command=named, software={}, ceilings={}, quick=bool(args.limit),
         )  # fmt: skip
         record["note"] = "All lines: python benchmarks/bench_policies.py; the options of each are in the record."
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        args.json.write_text(dumps(record))
     if args.plot:
         from dsv4_jax.simulate.plot import draw
 

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from dsv4_jax import CacheLayout, DSV4Config
-from dsv4_jax.bench.records import new_record
+from dsv4_jax.bench.records import dumps, new_record
 from dsv4_jax.records import page_bytes
 from dsv4_jax.tiers.remote import Peer, RecordTransport
 from dsv4_jax.transports import engine_problem, open_engine
@@ -182,7 +182,7 @@ def main() -> None:
         command = "python benchmarks/bench_transport.py" + (" --pinned" if arguments.pinned else "")
         described = dict(device=describe(arguments.pinned), command=command, software=versions(), ceilings={})
         record = new_record(ROWS, **described)
-        pathlib.Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n")
+        pathlib.Path(arguments.json).write_text(dumps(record))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import shlex
 import sys
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dsv4_jax.bench.records import new_record
+from dsv4_jax.bench.records import dumps, new_record
 from dsv4_jax.bench.targets import TARGETS, Target, verdict
 
 
@@ -104,4 +103,4 @@ class Recorder:
                 self.rows, device=torch.cuda.get_device_name(), command=shlex.join(["python", *sys.argv]),
                 software={"torch": torch.__version__, "cuda": torch.version.cuda or ""}, ceilings=ceilings,
             )  # fmt: skip
-            path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+            path.write_text(dumps(made), encoding="utf-8")

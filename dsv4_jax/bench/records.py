@@ -14,6 +14,8 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import json
+import math
 import os
 import pathlib
 import re
@@ -25,7 +27,7 @@ from ..errors import BenchmarkError
 from ..untrusted import read_json
 from .targets import elsewhere
 
-__all__ = ["SCHEMA", "TABLES", "Measurement", "Table", "check", "commit", "load", "new_record"]
+__all__ = ["SCHEMA", "TABLES", "Measurement", "Table", "check", "commit", "dumps", "load", "new_record"]
 
 SCHEMA = 1
 _MOST_BYTES = 1 << 26  # of a file
@@ -210,6 +212,21 @@ def new_record(
         "command": command, "software": dict(software), "quick": quick, "ceilings": dict(ceilings),
         "rows": [elsewhere(row, device) for row in rows],
     }  # fmt: skip
+
+
+def dumps(record: Mapping[str, Any]) -> str:
+    """The record as a text of JSON, one row a line: nulls left out, numbers in six digits."""
+    top = json.dumps(_brief({name: value for name, value in record.items() if name != "rows"}), allow_nan=False)
+    rows = ",\n".join(json.dumps(_brief(row), allow_nan=False) for row in record["rows"])
+    return f'{top[:-1]}, "rows": [\n{rows}\n]}}\n'
+
+
+def _brief(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _brief(item) for name, item in value.items() if item is not None}
+    return [_brief(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from .bench_steps import fits, model_options, step_options
 from .bench_table import print_record
 from .models import BUILT_IN
 from .options import PROGRAM, add_command, add_json, naming, refuse_same, start_jax
-from .printing import Progress, present, say, write_json
+from .printing import Progress, present, say
 from .values import given_path, natural, output_folder, picture_file, positive, short, token_count
 
 __all__ = ["add_parser", "run"]
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
     import jax
 
     from ..bench import ceilings, measure, plot
-    from ..bench.records import new_record
+    from ..bench.records import dumps, new_record
 
     names = _implementations(args.implementations, measure.IMPLEMENTATIONS)
     start_jax()
@@ -177,7 +177,8 @@ def run(args: argparse.Namespace) -> int:
             software={"jax": jax.__version__, "backend": jax.default_backend()},
         )  # fmt: skip
         if args.json and args.json != "-":
-            write_json(made, args.json)
+            with open_output(args.json, encoding="utf-8") as file:
+                file.write(dumps(made))
         return made
 
     with Progress("ceilings", sum(len(each) for *_, each in pairs) + len(steps) + len(models)) as progress:
@@ -195,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         plot.draw(found, top, args.plot, device=device)
     record = result()
-    present(record, args.json, lambda console: print_record(console, record))
+    present(record, args.json if args.json == "-" else None, lambda console: print_record(console, record))
     # An op's implementation that cannot run here is a row; a wrong result or no step is a failure.
     # The reference promises no batch invariance on a GPU: its products are a library's.
     wrong = any(r.correct is False or (r.batch_invariant is False and r.implementation != "xla") for r in found)
