@@ -68,7 +68,9 @@ class Trace:
             request = self.manager.admit_request(prompt, namespace=space)
         except NoFreeSlotError:
             live = self.manager.requests
-            assert len(live) + len(self.manager.cache.copies.late[1]) >= 4
+            # Who starts anew after an abort has, until its next step, the snapshot's slot beside its own.
+            held = len(live) + len(self.manager.cache.copies.late[1]) + len(self.manager.book.pinned())
+            assert held >= 4
             return
         self.spaces[request.id] = space
         self.fed[request.id] = prompt[: request.num_cached]
