@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,13 +13,13 @@ import threading
 import numpy as np
 import pytest
 
-from dsv4_jax.errors import StoreClosedError, StoreError
+from dsv4_jax.errors import StoreClosedError, StoreError, StoreFullError
 from dsv4_jax.stores import SlabStore
 from dsv4_jax.stores.slab.index import SlabIndex
 
 from .. import native
 from ..clock import PATIENCE
-from .samples import RECORD_BYTES, key, keys, make_slab, read, records
+from .samples import FINGERPRINT, RECORD_BYTES, key, keys, make_slab, read, records
 
 PREADV, PWRITEV = os.preadv, os.pwritev
 RECORD = 4096 + 4096  # where records begin in a slab of 8
@@ -326,6 +327,112 @@ def test_faults_at_any_system_call(path, monkeypatch, error):
     assert failed > 100
     read(store, *range(12))
     store.close()
+
+
+class FailsAt:
+    """A `pwritev` whose n-th call, and all after it, fails; of the n-th a part may be written."""
+
+    def __init__(self, n: int, error: BaseException, part: float = 0.0):
+        self.left, self.error, self.part = n, error, part
+
+    def __call__(self, file, views, offset):
+        self.left -= 1
+        if self.left >= 0:
+            return PWRITEV(file, views, offset)
+        if self.left == -1 and (data := b"".join(views)[: int(self.part * sum(map(len, views)))]):
+            return os.pwrite(file, data, offset)
+        raise self.error
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def on_reopening(store: SlabStore, path: pathlib.Path) -> set[bytes]:
+    """What a store that is opened on this file now would have: of the process that goes on, or of a killed one."""
+    copy = path.with_name("copy")
+    shutil.copyfile(path, copy)
+    with SlabStore(copy, record_bytes=24, max_records=store.max_records, fingerprint=FINGERPRINT) as again:
+        shown = list(again.index.entries)
+        assert again.read_into(shown, np.empty((len(shown), 24), np.uint8)).all()
+    return set(shown)
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5])
+@pytest.mark.parametrize("fail_at", range(6))
+def test_a_record_whose_delete_failed_is_written_again_or_was_never_gone(path, monkeypatch, fail_at, part):
+    """The headers of some are blank by then: nobody may be told that those are there."""
+    ids = range(0, 12, 2)  # no neighbours: a call for each header
+    with make_slab(path, 12, record_bytes=24) as store:
+        store.write(keys(*range(12)), records(*range(12), record_bytes=24))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", FailsAt(fail_at, FULL, part))
+            with pytest.raises(StoreFullError):
+                store.delete(keys(*ids))
+        assert set(store.index.entries) == on_reopening(store, path) >= set(keys(*range(1, 12, 2)))
+        assert len(store.index.entries) == 12 - fail_at - (part > 0)
+        store.write(keys(*ids), records(*ids, record_bytes=24))
+        assert sorted(slots_of(store)) == list(range(12))
+    with make_slab(path, 12, record_bytes=24) as store:
+        assert read(store, *range(12)) == list(range(12)) and store.stats().corrupted == 0
+
+
+def test_a_write_that_finds_no_room_in_the_file_pushes_nothing_out(path, monkeypatch):
+    """Its new slots come first, while what is to give way still has its header."""
+    small = {"record_bytes": 24, "preallocate": False}
+    with make_slab(path, 8, **small) as store:
+        store.write(keys(*range(6)), records(*range(6), record_bytes=24))
+        before = list(store.index.entries)
+        for part in (0.0, 0.5):
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "pwritev", FailsAt(0, FULL, part))
+                with pytest.raises(StoreFullError, match="No space left"):
+                    store.write(keys(*range(10, 18)), records(*range(10, 18), record_bytes=24))
+            assert list(store.index.entries) == before and store.stats().evicted == 0
+            assert on_reopening(store, path) == set(before)
+        store.write(keys(10, 11, 12), records(10, 11, 12, record_bytes=24))
+        assert read(store, *range(6), 10, 11, 12) == [1, 2, 3, 4, 5, 10, 11, 12] and store.stats().evicted == 1
+
+
+@pytest.mark.parametrize("error", [FULL, OSError(errno.EIO, "no"), KeyboardInterrupt()], ids=["full", "EIO", "Ctrl-C"])
+def test_whatever_has_failed_the_file_has_what_the_index_shows(path, monkeypatch, error):
+    """And of what no call named nothing is gone but what gave way to records of that call."""
+    rng, failed = np.random.default_rng(1), 0
+    with make_slab(path, 12, record_bytes=24) as store:
+        for _ in range(100):
+            ids = [int(i) for i in rng.choice(24, rng.integers(1, 7), replace=False)]
+            before = set(store.index.entries)
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "pwritev", FailsAt(int(rng.integers(0, 7)), error, float(rng.integers(0, 3)) / 2))
+                try:
+                    if rng.random() < 0.6:
+                        store.write(keys(*ids), records(*ids, record_bytes=24))
+                        assert set(keys(*ids)) <= set(store.index.entries)
+                    else:
+                        store.delete(keys(*ids))
+                        assert not set(keys(*ids)) & set(store.index.entries)
+                except (KeyboardInterrupt, StoreError):
+                    failed += 1
+            shown = set(store.index.entries)
+            assert shown <= on_reopening(store, path)
+            assert len(before - shown - set(keys(*ids))) <= len(ids)
+            assert sorted(slots_of(store)) == list(range(12))
+    assert failed > 30
+
+
+def test_headers_that_cannot_be_blanked_when_a_store_is_opened_are_when_their_slots_are_used(path, monkeypatch):
+    with make_slab(path, 4, record_bytes=24) as store:
+        store.write(keys(0, 1, 2, 3), records(0, 1, 2, 3, record_bytes=24))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", FailsAt(0, FULL))
+        store = make_slab(path, 4, record_bytes=24, fingerprint="layout B")
+    with store:
+        assert store.stats().foreign == 4 and read(store, 0) == [] and store.index.stale == {0, 1, 2, 3}
+        store.write(keys(0), records(0, record_bytes=24))
+        assert len(store.index.stale) == 3
+    with make_slab(path, 4, record_bytes=24, fingerprint="layout B") as store:
+        assert read(store, 0) == [0] and store.stats().foreign == 3
+    with make_slab(path, 4, record_bytes=24, fingerprint="layout B") as store:
+        assert read(store, 0) == [0] and store.stats().foreign == 0  # blank since
 
 
 def test_an_interrupt_while_slots_are_taken_loses_none(path):

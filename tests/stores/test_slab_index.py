@@ -53,11 +53,18 @@ def test_what_cannot_be_taken_changes_nothing():
     assert not slots and len(index.entries) == 4 and not index.free
 
 
-def test_removed_records_free_their_slots_or_let_them_rest():
-    index = full_index()
-    index.remove([b"0"], free=True)
-    index.remove([b"1"], free=False)
-    assert index.free == [0] and list(index.entries) == [b"2", b"3"]
+def test_slots_of_a_call_that_was_cut_off_are_free_and_stale_or_their_records_again():
+    index, slots = full_index(), list[int]()
+    index.remove([b"3"])
+    index.free.append(3)
+    taken = index.take(2, set(), slots)
+    assert taken == [0] and slots == [0, 3] and index.give_back([1, *slots]) == [0, 3]  # 1 is a record's
+    assert (index.free, index.stale) == ([0, 3], {0, 3}) and index.give_back(slots) == []
+    assert index.put_back(b"0", entry(0)) and not index.put_back(b"1", entry(3))
+    assert (index.free, index.stale, list(index.entries)) == ([3], {3}, [b"0", b"1", b"2"])
+    again = list[int]()
+    index.take(1, set(), again)
+    assert again == [3] and index.give_back(again) == [] and index.stale == {3}  # as before
 
 
 def test_generations_are_given_once():

@@ -149,6 +149,12 @@ class SlabFile(OwnedFile):
             return range(start // HEADER_BYTES, (start + len(page)) // HEADER_BYTES)
         return range(0)
 
+    def read_header(self, slot: int) -> bytes:
+        """One record's header. Raises `StoreError`."""
+        header = memoryview(bytearray(HEADER_BYTES))
+        self._do(os.preadv, self.headers, [header], PAGE + slot * HEADER_BYTES)
+        return bytes(header)
+
     def write_headers(self, headers: dict[int, bytes]) -> None:
         """Write the headers of some slots, neighbours in one call. Raises `StoreFullError`, `StoreError`."""
         for run in _runs(sorted(headers), _BATCH_BUFFERS):

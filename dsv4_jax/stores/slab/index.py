@@ -29,6 +29,8 @@ class SlabIndex:
     Attributes:
         entries: by key, the least recently used first.
         free: slots, the next to be taken last.
+        stale: of the free slots, those that may have a header in the file, which comes off before anything else is
+            written there.
         generation: the highest given to a record.
     """
 
@@ -36,6 +38,7 @@ class SlabIndex:
         self.num_slots = num_slots
         self.entries: collections.OrderedDict[bytes, SlabEntry] = collections.OrderedDict()
         self.free: list[int] = []
+        self.stale: set[int] = set()
         self.generation = 0
 
     def restore(self, key: bytes, entry: SlabEntry) -> int | None:
@@ -58,10 +61,11 @@ class SlabIndex:
         return range(self.generation - count + 1, self.generation + 1)
 
     def take(self, count: int, keep: set[bytes], slots: list[int]) -> list[int]:
-        """Takes `slots`, in ascending order; returns those whose headers the caller must blank before anything else.
+        """Takes `slots`, in ascending order; returns those of evicted records.
 
         Evicts the least recently used records that are not in `keep` if too few slots are free. Cut off anywhere, what
-        it has put in `slots` can be given back.
+        it has put in `slots` can be given back. The caller must blank the headers of what was evicted, and of what is
+        `stale`, before it writes to these slots.
 
         Raises:
             StoreFullError: too few slots are free or can be freed; nothing was taken.
@@ -81,17 +85,33 @@ class SlabIndex:
             del self.entries[key]
         return evicted
 
-    def give_back(self, slots: list[int]) -> None:
-        """Slots of a call that was cut off, anywhere: those that nobody has now are free."""
+    def give_back(self, slots: list[int]) -> list[int]:
+        """Slots of a call that was cut off, anywhere: those that nobody has now are free and `stale`.
+
+        Returns:
+            Those that were not stale before: a header that stands there is of a record that was shown, or written.
+        """
         held = {entry.slot for entry in self.entries.values()}.union(self.free)
-        self.free.extend(slot for slot in slots if slot not in held)
+        lost = [slot for slot in slots if slot not in held]
+        known = [slot for slot in lost if slot not in self.stale]
+        self.stale.update(lost)
+        self.free.extend(lost)
+        return known
+
+    def put_back(self, key: bytes, entry: SlabEntry) -> bool:
+        """Enters a record whose slot is free after all, as the first to give way; false if the key has another."""
+        if key in self.entries:
+            return False
+        self.free.remove(entry.slot)  # first: cut off in between, it rests until the file is opened again
+        self.stale.discard(entry.slot)
+        self.entries[key] = entry
+        self.entries.move_to_end(key, last=False)
+        return True
 
     def slots_of(self, keys: Iterable[bytes]) -> list[int]:
         return [self.entries[key].slot for key in keys]
 
-    def remove(self, keys: Iterable[bytes], *, free: bool) -> None:
-        """Strikes the keys out. Not `free`: their slots rest until the file is opened again."""
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """Strikes the keys out. Their slots are the caller's."""
         for key in keys:
-            entry = self.entries.pop(key)
-            if free:
-                self.free.append(entry.slot)
+            del self.entries[key]

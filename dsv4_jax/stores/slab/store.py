@@ -3,7 +3,8 @@
 How a record is committed: its bytes are written to a slot whose header is blank, then the header. A crash in
 between leaves a blank header, so the record was never there; a crash of the machine may also lose or tear what the
 page cache held, and then the checksum, verified on every read, refuses it. Replacing a record blanks its header first.
-So nothing needs a log, and opening is one sequential read of the headers.
+So nothing needs a log, and opening is one sequential read of the headers. The index shows no key whose header the file
+may lack: it is told last of what is written, and first of what goes; after a failed call headers are read again.
 
 No lock is held while records and their headers are written, so that the checksums of one call are computed while
 another waits for the disk. Of two threads that write the same key, the one that comes to the index second blanks its
@@ -131,8 +132,13 @@ class SlabStore:
             older = self.index.restore(header.key, SlabEntry(slot, header.generation, header.digest))
             if older is not None:  # a power cut may bring back the blanked older copy
                 useless.append(older)
-        self.file.write_headers(dict.fromkeys(useless, _BLANK))
+        try:
+            self.file.write_headers(dict.fromkeys(useless, _BLANK))
+        except StoreError:  # a full disk, say: what is there can be read all the same
+            self.index.stale.update(useless)
         self.index.settle(resting=unreadable)  # those rest until the file is opened again
+        if self._sync == "write":
+            self.file.sync()  # a key that is here is not written again: it may be of a process that was killed
 
     def _is_possible(self, header: RecordHeader) -> bool:
         """Whether a store of these sizes can have written it."""
@@ -182,6 +188,7 @@ class SlabStore:
             raise StoreFullError(f"a batch of {len(set(keys))} records into a store of {self.max_records}")
         added = np.zeros(len(keys), bool)
         slots: list[int] = []
+        evicted: list[int] = []
         with self._using():
             try:
                 with self._lock:
@@ -194,26 +201,30 @@ class SlabStore:
                     evicted = self.index.take(len(new), set(keys), slots)
                     self._stats.evicted += len(evicted)
                     generations = self.index.next_generations(len(new))
-                self.file.write_headers(dict.fromkeys(evicted, _BLANK))
+                    blanks = self.index.stale.intersection(slots).union(evicted)
                 chosen, some = dict(zip(new, slots, strict=True)), [views[i] for i in new.values()]
                 digests = checksums(some, list(new), self._fingerprint, generations)
                 headers = {
                     key: RecordHeader(key, generation, self.record_bytes, self._fingerprint, digest)
                     for key, generation, digest in zip(new, generations, digests, strict=True)
                 }
-                self.file.write_records(slots, some)
+                # A disk that is full says so at a slot that was never used: before what gives way has lost its header.
+                self._write_records(slots, some, blanks, without=True)
+                self.file.write_headers(dict.fromkeys(blanks, _BLANK))
+                self._write_records(slots, some, blanks, without=False)
                 if self._sync == "write" and new:
                     self.file.sync()  # a header must not reach the disk before its record
                 self.file.write_headers({chosen[key]: pack_header(header) for key, header in headers.items()})
+                if self._sync == "write" and new:
+                    self.file.sync()  # whoever finds the key in the index does not write it again
                 with self._lock:
+                    self.index.stale.difference_update(slots)
                     for key in self._publish(headers, chosen):
                         added[new[key]] = True
             except BaseException:
                 with self._lock:
-                    self.index.give_back(slots)
+                    self._stats.evicted -= len(self._recover(slots, keys).intersection(evicted))
                 raise
-            if self._sync == "write" and new:
-                self.file.sync()
         return added
 
     def delete(self, keys: Sequence[bytes]) -> Flags:
@@ -262,16 +273,51 @@ class SlabStore:
     # Under the lock, `_using` excepted.
 
     def _forget(self, keys: list[bytes]) -> None:
-        """Blank the headers, then let the slots go: a slot that is written to never has a header."""
-        self.file.write_headers(dict.fromkeys(self.index.slots_of(keys), _BLANK))
-        self.index.remove(keys, free=True)
+        """Strike the keys out, blank their headers, then let the slots go: nothing is shown that the file may not have,
+        and a slot that is written to never has a header."""
+        slots = self.index.slots_of(keys)
+        try:
+            self.index.remove(keys)
+            self.file.write_headers(dict.fromkeys(slots, _BLANK))
+            self.index.free.extend(slots)
+        except BaseException:
+            self._recover(slots)
+            raise
 
     def _forget_unreadable(self, keys: list[bytes]) -> None:
-        """`_forget`; on a disk that cannot be written either, the slots rest until the file is opened again."""
+        """`_forget`; on a disk that cannot be written either, their headers come off when the slots are used again."""
         try:
             self._forget(keys)
         except StoreError:
-            self.index.remove(keys, free=False)
+            keys = [key for key in keys if key in self.index.entries]
+            slots = self.index.slots_of(keys)
+            self.index.remove(keys)
+            self.index.give_back(slots)
+
+    def _recover(self, slots: list[int], unwritten: Sequence[bytes] = ()) -> set[int]:
+        """After a call that was cut off: of its slots that nobody has the index shows what the file does.
+
+        Where a header stands its record is whole: the header comes off before the record is touched, and goes on when
+        it is written.
+
+        Args:
+            unwritten: keys that are not shown all the same: `write` did not return, nor perhaps a sync.
+
+        Returns:
+            The slots of records that are shown again.
+        """
+        found: list[tuple[int, bytes, SlabEntry]] = []
+        for slot in self.index.give_back(slots):
+            with contextlib.suppress(StoreError):  # then it is not shown
+                data = self.file.read_header(slot)
+                header = unpack_header(data)
+                if data == _BLANK:
+                    self.index.stale.discard(slot)
+                elif header is not None and self._is_possible(header) and header.fingerprint == self._fingerprint:
+                    found.append((header.generation, header.key, SlabEntry(slot, header.generation, header.digest)))
+        found.sort(key=lambda each: each[0], reverse=True)  # the oldest is to give way first
+        back = [entry for _, key, entry in found if key not in unwritten and self.index.put_back(key, entry)]
+        return {entry.slot for entry in back}
 
     def _publish(self, headers: dict[bytes, RecordHeader], chosen: dict[bytes, int]) -> list[bytes]:
         """Make written records visible; a key another thread made visible first gives its slot back."""
@@ -283,6 +329,13 @@ class SlabStore:
         self.file.write_headers(dict.fromkeys(late, _BLANK))
         self.index.free.extend(late)
         return fresh
+
+    # Without it.
+
+    def _write_records(self, slots: list[int], records: list[np.ndarray], blanks: set[int], *, without: bool) -> None:
+        """Those whose slots are in `blanks`; `without`: the others."""
+        some = [(slot, record) for slot, record in zip(slots, records, strict=True) if (slot in blanks) != without]
+        self.file.write_records([slot for slot, _ in some], [record for _, record in some])
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[None]:
