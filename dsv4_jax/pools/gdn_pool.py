@@ -4,7 +4,7 @@ A head's recurrent state is stored [v_dim, k_dim], **value dim first**: with S s
 update adds outer(v, k). Slots: 0 is padding (always zeros; writes to it change nothing), 1..max_requests are the
 requests' own (those of `ReqToTokenPool`), the rest are track slots, where `copy_states` keeps snapshots.
 
-A freed slot keeps its state. Its next owner starts from zeros if the step gives `get_states` the positions (of the
+A freed slot keeps its state. Its next owner starts from zeros, since a step gives `get_states` the positions (of the
 `TokenTable`): at position 0 a state is empty. Kernels that read the leaves themselves need `reset_states` when a
 request is admitted; one that starts from a snapshot needs `copy_states`.
 """
@@ -47,22 +47,23 @@ class GDNPool:
         return cls(**leaves, spec=spec)
 
     def get_layer_state(self, layer: int | jax.Array) -> tuple[jax.Array, jax.Array]:
-        """A layer's states: (recurrent [slots, heads, v_dim, k_dim] float32, conv [slots, conv_dim, kernel - 1])."""
+        """A layer's states: (recurrent [slots, heads, v_dim, k_dim] float32, conv [slots, conv_dim, kernel - 1]).
+
+        As stored: until its new owner's first step has written it, a slot has what its last owner left there.
+        """
         at = safe_layer(layer, self.spec.layers)
         leaves = self.recurrent, self.conv
         recurrent, conv = (a.at[at].get(mode="fill", fill_value=0, wrap_negative_indices=False) for a in leaves)
         return recurrent, decode((conv,), self.spec.conv_storage)
 
-    def get_states(
-        self, layer: int | jax.Array, slots: Any, positions: Any = None
-    ) -> tuple[jax.Array, jax.Array, GDNPool]:
+    def get_states(self, layer: int | jax.Array, slots: Any, positions: Any) -> tuple[jax.Array, jax.Array, GDNPool]:
         """The states of some slots, and the pool to go on with (the same one, ordered after this read).
 
         Args:
             layer: 0..layers-1; may be traced. One that is out of range then reads as zeros and stores nothing.
             slots: [n]; 0 for padding, which reads as zeros.
             positions: [n], of each request's first token in this step. At 0 the state reads as zeros, whatever
-                the slot's last owner left there. None: as stored, for slots that were reset or copied to.
+                the slot's last owner left there; a request that starts from a snapshot begins behind 0.
 
         Returns:
             (recurrent [n, heads, v_dim, k_dim] float32, conv [n, conv_dim, kernel - 1], pool).
@@ -72,15 +73,14 @@ class GDNPool:
             ShapeError: slots or positions are no integers, or not as many.
         """
         ids = safe_ids("slots", slots, self.spec.slots - 1).reshape(-1)
-        empty = None if positions is None else _at_the_beginning(positions, ids.size)
+        empty = _at_the_beginning(positions, ids.size)
         at = safe_layer(layer, self.spec.layers)
         if not isinstance(at, int):  # out of range: the states of slot 0
             ids = jnp.where(at < self.spec.layers, ids, jnp.zeros_like(ids))
         (recurrent, conv), pool = self._gather(at, ids)
-        if empty is not None:
-            recurrent, conv = (
-                jnp.where(jnp.expand_dims(empty, range(1, x.ndim)), jnp.zeros_like(x), x) for x in (recurrent, conv)
-            )
+        recurrent, conv = (
+            jnp.where(jnp.expand_dims(empty, range(1, x.ndim)), jnp.zeros_like(x), x) for x in (recurrent, conv)
+        )
         return recurrent, decode((conv,), self.spec.conv_storage), pool
 
     def set_states(self, layer: int | jax.Array, slots: Any, recurrent: jax.Array, conv: jax.Array) -> GDNPool:

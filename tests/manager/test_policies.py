@@ -225,6 +225,10 @@ def test_host_watermark() -> None:
     assert [mark.excess(free, 100) for free in (0, 9, 10, 30)] == [25, 16, 0, 0]
     assert mark.excess(0, 0) == 0
     assert HostWatermark(0, 0).excess(0, 8) == 0
+    for low in (0, 0.1, 0.15, 0.3, 0.5, 1):
+        for total in range(12):  # a page fewer, and something has to be evicted
+            fewest = next(free for free in range(total + 1) if not HostWatermark(low, 1).excess(free, total))
+            assert HostWatermark(low, 1).kept_free(total) == fewest
     for low, high in ((-0.1, 0.5), (0.5, 0.4), (0.5, 1.1)):
         with pytest.raises(ConfigError, match="host watermark"):
             HostWatermark(low, high)

@@ -58,6 +58,13 @@ def test_top_p_keeps_the_fewest_that_reach_p(logits):
         assert kept.sum() == kept[order[0]] == 1
 
 
+def test_top_p_that_is_reached_exactly_keeps_no_further_token():
+    """Of four equals two reach 1/2: the first ones, in float32 exactly."""
+    for top_p, kept in ((0.25, 1), (0.5, 2), (0.50001, 3), (0.75, 3), (1.0, 4)):
+        chances = np.asarray(distribution(jnp.zeros(4), Sampling(temperature=1.0, top_p=top_p)))
+        assert (chances > 0).tolist() == [i < kept for i in range(4)]
+
+
 def test_a_draw_depends_on_its_own_row_only(logits):
     sampling, keys = Sampling(temperature=1.0), jax.random.split(jax.random.key(1), 3)
     rows = jnp.asarray(np.stack([logits, logits[::-1], logits * 2]), jnp.float32)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv4_jax import CacheLayout, DSV4Config
 from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS, Codes, RowFormat, Scales, index_format, kv_format
-from dsv4_jax.ops import append, gather_rows
+from dsv4_jax.manager import StepSequence, build_plan, shape_for
+from dsv4_jax.ops import append, gather_rows, window_rows, window_view
 
 from ..oracle import rows as oracle
 from .op_test import OpTest
@@ -51,6 +56,37 @@ class AppendGatherTest(OpTest):
 
 class TestAppendGather(AppendGatherTest):
     implementation = "xla"
+
+
+@pytest.mark.parametrize(("draft", "first"), [(0, 0), (2, 3)])
+def test_the_last_rows_of_a_ring_are_stored_and_shown(draft: int, first: int) -> None:
+    """Sequences of all lengths about that of the ring: what lies there, and what each token's window is."""
+    window, slots, ordinal = 8, 4, 1
+    ring = window + draft
+    layout = CacheLayout(DSV4Config.tiny(sliding_window=window), draft_tokens=draft)
+    for start, count in itertools.product((0, ring - 1, 2 * ring + 3), (1, ring - 1, ring, ring + 1)):
+        rows = [StepSequence(2, start, count), StepSequence(3, 2 * ring, 1)]
+        shape = dataclasses.replace(shape_for(layout, rows), tokens=ring + 4, history=count > 1 + draft)
+        plan, place = build_plan(layout, rows, shape), dict(ordinal=ordinal, slots=slots, ring=ring)
+        before, after = (np.full((2 * slots * ring, 1), -1, np.int32) for _ in range(2))
+        for slot, begin, n in ((2, start, count), (3, 2 * ring, 1)):
+            for pool, end in ((before, begin), (after, begin + n)):
+                for position in range(max(0, end - ring), end):
+                    pool[(ordinal * slots + slot) * ring + position % ring] = 100 * slot + position
+        chunk = (100 * plan.token_slot + plan.token_position)[:, None]
+        ids = np.asarray(window_rows(plan, rows=len(before), **place))
+        stored = before.copy()
+        stored[ids[ids < len(before)]] = chunk[ids < len(before)]
+        np.testing.assert_array_equal(stored, after)
+        pool, new = (
+            (jnp.asarray(before), (jnp.asarray(chunk),)) if plan.history_seqs.size else (jnp.asarray(after), None)
+        )
+        view = window_view((pool,), new, plan, window=window, first=first, **place)
+        position = plan.token_position[:, None] + np.arange(1 - window, 1)
+        visible = (position >= first) & (plan.token_slot > 0)[:, None]
+        np.testing.assert_array_equal(view.visible, visible)
+        shown = np.asarray(view.rows[0])[np.asarray(view.ids), 0]
+        np.testing.assert_array_equal(shown[visible], (100 * plan.token_slot[:, None] + position)[visible])
 
 
 def random_rows(rng: np.random.Generator, fmt: RowFormat, rows: int) -> tuple[np.ndarray, ...]:

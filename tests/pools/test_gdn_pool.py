@@ -67,7 +67,7 @@ def test_trace(seed: int) -> None:
         np.testing.assert_array_equal(
             jax.lax.bitcast_convert_type(pool.conv, jnp.bfloat16).astype(jnp.float32), model[1]
         )
-    recurrent, conv, same = get_states(pool, 1, jnp.array([2, 0, 2]))
+    recurrent, conv, same = get_states(pool, 1, jnp.array([2, 0, 2]), jnp.array([5, 5, 1]))
     np.testing.assert_array_equal(recurrent, model[0][1, [2, 0, 2]])
     np.testing.assert_array_equal(conv.astype(jnp.float32), model[1][1, [2, 0, 2]])
     np.testing.assert_array_equal(same.recurrent, pool.recurrent)
@@ -139,8 +139,11 @@ def test_at_position_0_a_state_is_empty() -> None:
         np.testing.assert_array_equal(same.recurrent, pool.recurrent)
     with pytest.raises(ShapeError, match="2 positions of 3 slots"):
         pool.get_states(1, [1, 2, 3], [0, 1])
-    with pytest.raises(ShapeError, match="positions must be integers"):
-        pool.get_states(1, [1, 2, 3], [0.0, 1.0, 1.0])
+    for odd in ([0.0, 1.0, 1.0], None):
+        with pytest.raises(ShapeError, match="positions must be integers"):
+            pool.get_states(1, [1, 2, 3], odd)
+    with pytest.raises(TypeError, match="positions"):  # or the states would be those of whoever had the slots before
+        pool.get_states(1, [1, 2, 3])
 
 
 @pytest.mark.parametrize("layer", [-1, 3, 2**31 - 1, -(2**31)])
@@ -150,7 +153,7 @@ def test_device_layers_out_of_range_change_nothing(layer: int) -> None:
     after = set_states(jax.tree.map(jnp.copy, pool), jnp.int32(layer), jnp.array([3, 4]), r, c)
     for a, b in zip(jax.tree.leaves(pool), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(a, b)
-    recurrent, conv, _ = get_states(pool, jnp.int32(layer), jnp.array([1, 2]))
+    recurrent, conv, _ = get_states(pool, jnp.int32(layer), jnp.array([1, 2]), jnp.array([1, 1]))
     assert not np.asarray(recurrent).any() and not np.asarray(conv, np.float32).any()
 
 
@@ -166,7 +169,7 @@ def test_nothing_to_do_and_what_is_refused() -> None:
         (lambda: pool.set_states(0, [1, 1], r, c), PoolError, "twice"),
         (lambda: pool.set_states(0, [1, 2], r.swapaxes(2, 3), c), ShapeError, r"recurrent .*\(2, 2, 3, 5\)"),
         (lambda: pool.get_layer_state(-1), PoolError, "layer"),
-        (lambda: pool.get_states(jnp.float32(1), [1]), ShapeError, "layer"),
+        (lambda: pool.get_states(jnp.float32(1), [1], [0]), ShapeError, "layer"),
         (lambda: pool.set_states(0, [1, 2], r.astype(np.int32), c), ShapeError, "recurrent must be floating"),
         (lambda: pool.set_states(0, [1, 2], r, c.astype(np.int32)), ShapeError, "conv must be floating"),
         (lambda: pool.set_states(0, [1, 2], r.tolist(), c), ShapeError, "recurrent must be an array, got list"),

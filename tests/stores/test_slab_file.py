@@ -180,7 +180,7 @@ def plant(path: pathlib.Path, slot: int, header: RecordHeader) -> None:
         file.write(pack_header(header))
 
 
-@pytest.mark.parametrize("generation", [2**64 - 1, 2**63, 2**62 + 1])
+@pytest.mark.parametrize("generation", [2**64 - 1, 2**63, 2**62])
 def test_a_header_of_the_last_generation_does_not_end_writing(path, generation):
     make_slab(path).close()
     layout = fingerprint_digest(FINGERPRINT)

@@ -310,10 +310,9 @@ class SlabStore:
         for slot in self.index.give_back(slots):
             with contextlib.suppress(StoreError):  # then it is not shown
                 data = self.file.read_header(slot)
-                header = unpack_header(data)
                 if data == _BLANK:
                     self.index.stale.discard(slot)
-                elif header is not None and self._is_possible(header) and header.fingerprint == self._fingerprint:
+                elif (header := unpack_header(data)) is not None:
                     found.append((header.generation, header.key, SlabEntry(slot, header.generation, header.digest)))
         found.sort(key=lambda each: each[0], reverse=True)  # the oldest is to give way first
         back = [entry for _, key, entry in found if key not in unwritten and self.index.put_back(key, entry)]
