@@ -62,7 +62,7 @@ class Host:
         self.jitted = jax.jit(model.forward, donate_argnames="cache")
         self.step([])  # which compiles it
         self.transport = RecordTransport(open_engine("loopback"), timeout=PATIENCE)
-        metadata = self.transport.publish(self.layout, host_memory(self.host))
+        metadata = self.transport.publish_host(self.host)
         self.driver = RemoteDriver(self.manager, self.transport)
         self.seen = 0
         pipe.send(("ready", metadata, self.manager.hash_spec))

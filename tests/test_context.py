@@ -36,7 +36,6 @@ from dsv4_jax.ops.pool_axis import ONE_RANK, PoolAxis, parts_of
 from dsv4_jax.ops.top_k import top_k
 from dsv4_jax.records import block_record, snapshot_record
 from dsv4_jax.stores import AsyncStore, SlabStore
-from dsv4_jax.tiers.host_memory import host_memories
 from dsv4_jax.tiers.remote import RecordTransport, RemoteDriver
 from dsv4_jax.tiers.storage_driver import StorageDriver
 from dsv4_jax.transports import open_engine
@@ -118,7 +117,7 @@ class Server:
 
     def connected(self) -> tuple[RemoteDriver, RecordTransport]:
         transport = RecordTransport(open_engine("loopback"))
-        self.published = transport.publish(self.layout, host_memories(self.records))
+        self.published = transport.publish_host(self.records)
         return RemoteDriver(self.manager, transport), transport
 
 

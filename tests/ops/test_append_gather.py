@@ -75,6 +75,7 @@ def test_the_last_rows_of_a_ring_are_stored_and_shown(draft: int, first: int) ->
                     pool[(ordinal * slots + slot) * ring + position % ring] = 100 * slot + position
         chunk = (100 * plan.token_slot + plan.token_position)[:, None]
         ids = np.asarray(window_rows(plan, rows=len(before), **place))
+        assert np.unique(ids[ids < len(before)]).size == min(count, ring) + 1  # no row twice
         stored = before.copy()
         stored[ids[ids < len(before)]] = chunk[ids < len(before)]
         np.testing.assert_array_equal(stored, after)

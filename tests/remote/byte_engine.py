@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,6 +54,11 @@ def answer(space: Namespace | None, prompt: Sequence[int], count: int) -> list[i
     return tokens[len(prompt) :]
 
 
+class Shard(NamedTuple):
+    index: tuple[slice, ...]
+    data: Memory
+
+
 class Memory:
     """Host pages, as `RemoteDriver` looks at them: of all ranks, or of one."""
 
@@ -62,13 +68,23 @@ class Memory:
     def is_ready(self) -> bool:
         return True
 
-    @property
-    def addressable_shards(self) -> list[Memory]:
-        return [Memory(memory) for memory in self.memories]
+    def is_deleted(self) -> bool:
+        return False
 
     @property
-    def data(self) -> Memory:
+    def addressable_shards(self) -> list[Memory]:
+        return [Shard((slice(i * len(memory), None),), Memory(memory)) for i, memory in enumerate(self.memories)]
+
+    def block_until_ready(self) -> Memory:
         return self
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.memories[0].shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.memories[0].nbytes
 
     def unsafe_buffer_pointer(self) -> int:
         return self.memories[0].ctypes.data
@@ -77,8 +93,8 @@ class Memory:
 class Host:
     """Stands for a `HostCache`, and with no arrays of its own for a `KVCache`."""
 
-    def __init__(self, pages: Pages):
-        self.pages, self.arrays = Memory(*pages.memories), dict[str, Memory]()
+    def __init__(self, pages: Pages, layout: CacheLayout):
+        self.pages, self.layout, self.arrays = Memory(*pages.memories), layout, dict[str, Memory]()
 
 
 class ByteEngine:
@@ -90,7 +106,7 @@ class ByteEngine:
         self.manager = KVCacheManager(self.layout, size, policy=CachePolicy(), host=host, weights_id="bytes")
         memory = np.zeros((size.pool_ranks, 1 + host.num_pages, BLOCK * WIDTH), np.uint8)
         self.pages = Pages([*memory])
-        self.host = Host(self.pages)
+        self.host = Host(self.pages, self.layout)
         self.blocks = np.random.default_rng(seed).integers(0, 256, (1 + size.total_blocks, BLOCK, WIDTH), np.uint8)
         self.table = np.zeros((1 + size.num_slots + size.num_snapshots, size.max_blocks_per_request), int)
         self.states: dict[int, dict[int, bytes]] = {}  # of a slot: by tokens, as far back as drafts are rejected

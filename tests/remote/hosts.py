@@ -45,7 +45,7 @@ class Server:
         self.engine = ByteEngine(drafts=drafts, size=size, host=HostSize(pages), seed=seed)
         self.manager = self.engine.manager
         self.transport = RecordTransport(open_engine("loopback"), timeout=2.0)
-        self.metadata = self.transport.publish(self.engine.layout, self.engine.pages.memories)
+        self.metadata = self.transport.publish_host(self.engine.host)
         self.driver = RemoteDriver(self.manager, self.transport, ask_after=LEASE / 8)
         self.stopped = False
         self.tell("metadata", self.metadata)

@@ -8,16 +8,18 @@ import json
 import os
 import time
 
+import numpy as np
 import pytest
 
 from dsv4_jax import AttentionType, CacheLayout, CacheSize, DSV4Config, KVCacheManager
-from dsv4_jax.errors import HandoffError, LayoutError, ManagerInterruptedError, TransportClosedError
+from dsv4_jax.errors import HandoffError, LayoutError, ManagerInterruptedError, TransportClosedError, TransportError
 from dsv4_jax.manager import Handoff, HostSize, Namespace
-from dsv4_jax.tiers.remote import RecordTransport, RemoteDriver, driver
+from dsv4_jax.records import page_bytes
+from dsv4_jax.tiers.remote import Pages, RecordTransport, RemoteDriver, driver
 from dsv4_jax.transports import open_engine
 from tests.clock import PATIENCE
 from tests.manager.test_interrupted import Fault
-from tests.remote.byte_engine import BLOCK, VOCAB, ByteEngine, answer
+from tests.remote.byte_engine import BLOCK, VOCAB, ByteEngine, Host, answer
 
 PROMPT = [i * i % VOCAB for i in range(4 * BLOCK + 3)]
 A, B = Namespace("a"), Namespace("b")
@@ -30,7 +32,7 @@ class Side:
         self.engine = ByteEngine(drafts=drafts, size=size, host=HostSize(40))
         self.manager = self.engine.manager
         self.transport = RecordTransport(open_engine("loopback"))
-        self.metadata = self.transport.publish(self.engine.layout, self.engine.pages.memories)
+        self.metadata = self.transport.publish_host(self.engine.host)
         self.driver = RemoteDriver(self.manager, self.transport, ask_after=0.02)
 
     def poll(self, **options) -> list[Handoff]:
@@ -300,6 +302,70 @@ def test_a_transport_that_is_closed_gives_its_pages_back(sides, monkeypatch, beg
         taker.poll()
     assert arrival.is_over and arrival.failure is not None and not taker.manager.cache.reading
     assert not taker.driver.busy and taker.manager.admit_remote(arrival).num_hit == 0
+
+
+def copied(engine: ByteEngine) -> None:
+    """What a step does to a pool that was not donated to it."""
+    engine.pages = Pages([memory.copy() for memory in engine.pages.memories])
+    engine.host = Host(engine.pages, engine.layout)
+
+
+def test_pages_that_are_no_host_pool_are_refused_by_the_first_poll() -> None:
+    """A copy of them, say, or those of another one: what is read would come to nobody's memory."""
+    side = Side(0)
+    with RecordTransport(open_engine("loopback")) as transport:
+        transport.publish(side.engine.layout, [memory.copy() for memory in side.engine.pages.memories])
+        driver = RemoteDriver(side.manager, transport)
+        for _ in range(2):
+            with pytest.raises(TransportError, match=r"not where pages were published.*publish_host"):
+                driver.poll(side.engine.host, side.engine.host)
+    with side.transport:
+        side.driver.poll(side.engine.host, side.engine.host)
+
+
+def test_a_pool_that_was_copied_between_two_calls_takes_nothing_in_and_tells_of_nothing(sides) -> None:
+    """Before the first poll, or while reads are under way: they are given up, and their pages are free."""
+    sender, taker, peer = sides
+    sender.export()
+    (handoff,) = sender.poll()
+    arrival = taker.driver.receive(handoff.to_json(), peer, PROMPT, namespace=A)
+    taker.poll()
+    until = time.monotonic() + PATIENCE
+    while not all(reading.handle.is_ready() for reading in taker.driver._readings) and time.monotonic() < until:
+        time.sleep(1e-3)
+    assert arrival.reads and not arrival.is_over  # all bytes have come, to where the pool was
+    copied(taker.engine), copied(sender.engine)
+    request = sender.manager.admit_request([1, *PROMPT], namespace=A)
+    sender.engine.step([(request, BLOCK)])
+    sender.driver.export(request)
+    for side in (taker, sender):
+        with pytest.raises(TransportError, match="copied instead of donated"):
+            side.poll()
+    assert arrival.is_over and "copied" in arrival.failure and not taker.manager.cache.reading
+    assert not sender.driver.take_handoffs()
+    assert taker.manager.admit_remote(arrival).num_hit == 0
+    taker.manager.check_integrity()
+
+
+def test_a_transport_whose_pages_are_not_as_the_managers_is_refused(sides) -> None:
+    side = sides[0]
+    engine = side.engine
+    other = CacheLayout(DSV4Config.tiny(hca_ratio=8, layer_types=(AttentionType.CSA,), num_hash_layers=0), "f32")
+    memories = {
+        "publish": None,
+        "other records": (other, np.zeros((41, page_bytes(other)), np.uint8)),
+        "has 40 pages, 39 are published": (engine.layout, engine.pages.memories[0][:40]),
+        "split into 2, the manager's are of 1": (
+            engine.layout,
+            [memory[:30] for memory in np.zeros_like([engine.pages.memories[0]] * 2)],
+        ),
+    }
+    for problem, pages in memories.items():
+        with RecordTransport(open_engine("loopback")) as transport:
+            if pages is not None:
+                transport.publish(*pages)
+            with pytest.raises(LayoutError if pages else TransportError, match=problem):
+                RemoteDriver(side.manager, transport)
 
 
 def test_layouts_whose_blocks_hold_nothing_are_refused() -> None:

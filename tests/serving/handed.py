@@ -14,7 +14,6 @@ from dsv4_jax.manager import Arrival, CachePolicy, HostSize, KVCacheManager, Nam
 from dsv4_jax.testing import Mix, Mixes, StepRunner
 from dsv4_jax.testing.mixes import host_size
 from dsv4_jax.tiers.host_cache import HostCache
-from dsv4_jax.tiers.host_memory import host_memory
 from dsv4_jax.tiers.remote import Peer, RecordTransport, RemoteDriver
 from dsv4_jax.transports import open_engine
 
@@ -33,7 +32,7 @@ class Prefill:
         self.cache = dsv4.init_cache(runner.layout, runner.size)
         self.host = dsv4.init_host_cache(runner.layout, host_size(runner).num_pages)
         self.transport = RecordTransport(open_engine("loopback"))
-        self.metadata = self.transport.publish(runner.layout, host_memory(self.host))
+        self.metadata = self.transport.publish_host(self.host)
 
     def begin(self, weights_id: int) -> None:
         self.manager = KVCacheManager(
@@ -186,7 +185,7 @@ class HandedMixes(Mixes):
     def __init__(self, decode: StepRunner, prefill: StepRunner):
         super().__init__(decode)
         transport = RecordTransport(open_engine("loopback"))
-        transport.publish(decode.layout, host_memory(self.host))
+        transport.publish_host(self.host)
         there = Prefill(prefill)
         self.kind = type("Kind", (HandedMix,), dict(
             prefill=there, transport=transport, peer=transport.connect(there.metadata)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dsv4_jax as dsv4
 from dsv4_jax.errors import (
     LayoutError,
     PeerError,
@@ -20,6 +25,7 @@ from dsv4_jax.errors import (
     TransportClosedError,
     TransportError,
 )
+from dsv4_jax.tiers.host_cache import HostCache
 from dsv4_jax.tiers.host_memory import host_memory
 from dsv4_jax.tiers.remote import RecordTransport
 from dsv4_jax.tiers.remote.metadata import MOST_METADATA, PoolMetadata
@@ -283,6 +289,45 @@ def test_metadata_is_read_as_it_was_written_or_refused(data):
 def test_metadata_of_other_forms(data, problem):
     with pytest.raises(PeerMetadataError, match=problem):
         PoolMetadata.unpack(data)
+
+
+def test_a_published_pool_is_kept_alive_and_looked_after():
+    """From one donation to the next, and until the transport is closed."""
+    fill = jax.jit(lambda pages, byte: pages.at[3].set(byte), donate_argnums=0)
+    host = dsv4.init_host_cache(LAYOUT, PAGES)
+    engine = Engine()
+    with RecordTransport(engine) as transport:
+        transport.publish_host(host)
+        assert engine.pages.memories[0].ctypes.data == host_memory(host).ctypes.data
+        alive = weakref.ref(host.pages)
+        del host
+        gc.collect()
+        host = HostCache(alive(), LAYOUT)
+        host = HostCache(fill(host.pages, np.uint8(7)), LAYOUT)
+        transport.check_host(host)
+        assert (engine.pages[3] == 7).all()
+        alive = weakref.ref(host.pages)
+        stale = host
+        host = HostCache(jnp.copy(host.pages), LAYOUT)  # as by a step that it was not donated to
+        with pytest.raises(TransportError, match=r"not where pages were published.*copied instead of donated"):
+            transport.check_host(host)
+        fill(stale.pages, np.uint8(8))
+        with pytest.raises(TransportError, match="was donated: give what it was donated for"):
+            transport.check_host(stale)
+        del stale
+        gc.collect()
+        assert alive() is not None
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_view_of_a_pool_is_refused_and_the_error_says_what_to_call():
+    """Not "writable", which a copy is."""
+    host = dsv4.init_host_cache(LAYOUT, PAGES)
+    with RecordTransport(Engine()) as transport:
+        for wrong in (np.asarray(host.pages), host.pages, host):
+            with pytest.raises(ShapeError, match="publish_host"):
+                transport.publish(LAYOUT, wrong)
 
 
 def test_host_memory_is_the_pool_itself():

@@ -17,6 +17,7 @@ __all__ = ["CHECKSUM_BYTES", "RecordKind", "check_ids", "check_pages", "check_pa
 
 CHECKSUM_BYTES = 16
 RecordKind = Literal["block", "snapshot"]
+_POOL = "a HostCache is published by publish_host(host), never as a view or a copy of its pages"
 
 
 def check_pages(layout: CacheLayout, pages: Any) -> list[np.ndarray]:
@@ -27,13 +28,13 @@ def check_pages(layout: CacheLayout, pages: Any) -> list[np.ndarray]:
         raise ShapeError("pages are of no rank")
     for memory in memories:
         if not isinstance(memory, np.ndarray) or memory.dtype != np.uint8 or memory.ndim != 2:
-            raise ShapeError("pages must be an array of uint8 [1 + n, page bytes], or one of each rank")
+            raise ShapeError(f"pages must be a NumPy array of uint8 [1 + n, page bytes], or one of each rank; {_POOL}")
         if memory.shape[1] != page_bytes(layout) or len(memory) < 2:
             raise ShapeError(f"pages have shape {memory.shape}, expected (1 + n, {page_bytes(layout)}) with n >= 1")
         if memory.shape != memories[0].shape:
             raise ShapeError(f"pages of ranks have shapes {memories[0].shape} and {memory.shape}, expected the same")
         if not memory.flags.c_contiguous or not memory.flags.writeable:
-            raise ShapeError("pages must be contiguous and writable")
+            raise ShapeError(f"pages must be contiguous and writable; {_POOL}")
     return memories
 
 

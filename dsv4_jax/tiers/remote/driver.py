@@ -1,6 +1,7 @@
 """`RemoteDriver`: prompts handed from host to host, as the manager's leases and `RemoteTier` plan it, beside the steps.
 
-    driver = RemoteDriver(manager, transport)         # whose pages are `host_memories(host)`
+    transport.publish_host(host)                      # the manager's host pool
+    driver = RemoteDriver(manager, transport)
 
     driver.export(request)                            # the host that computes: after each step of the prompt, and
     for handoff in driver.take_handoffs(): ...        # what `poll` has made ready goes to the other host, by any means
@@ -93,7 +94,7 @@ class RemoteDriver:
 
     Args:
         manager: with a policy and a host tier.
-        transport: on which the host pool is published.
+        transport: on which its host pool is published. `poll` sees whether it is that one.
         ask_after: seconds. A prompt of which nothing more was heard for so long is asked for again: hand-offs may have
             been lost. The driver of the host that computes it tells again of what it has told.
 
@@ -101,16 +102,18 @@ class RemoteDriver:
         tier: the manager's receiving side.
 
     Raises:
-        LayoutError: blocks of this layout hold nothing.
+        LayoutError: blocks of this layout hold nothing; what is published has other records, fewer pages than the
+            manager's `HostSize`, or other pool ranks.
+        TransportError: nothing is published.
     """
 
     def __init__(self, manager: KVCacheManager, transport: RecordTransport, *, ask_after: float = 1.0):
         if not block_record(manager.layout).bytes:
             raise LayoutError("blocks of this layout have no records: all layers see the window only")
+        _check_published(manager, transport)
         self.tier = RemoteTier(manager, clock=manager.clock)
         self._manager, self._transport = manager, transport
         self._ask_after = check_seconds("ask_after", ask_after)
-        self._places: list[int] = []  # of the host pool's memories
         self._exported: list[_Export] = []
         self._sums: dict[str, dict[int, bytes]] = {}  # of a lease: by page, as they were told
         self._ready: list[Handoff] = []
@@ -194,16 +197,22 @@ class RemoteDriver:
                 started since. None: once the next fence is, or all arrays of `cache` and `host` are, at some call.
 
         Raises:
-            TransportError: the host pool lies elsewhere than before: it was copied instead of donated.
+            TransportError: the host pool is not where it was published: it was copied instead of donated, or something
+                else was published. Reads under way are given up, as they did not go to this pool.
             TransportClosedError: the transport was closed. What was under way has failed, and its pages are free.
         """
         self._manager.commit()  # which ends leases, too
         self.tier.expire()
+        try:
+            self._transport.check_host(host)
+        except TransportError as error:
+            self._give_up_reads(str(error))
+            self._end_arrivals()
+            raise
         self._end_reads()
         self._plan(fence)
         waiting = [reading for reading in self._readings if reading.handle is None]
         if waiting or self._exported:
-            self._check_places(host)
             through = _is_through(cache, host)
             self._start([reading for reading in waiting if through or _has_passed(reading.fence)])
             for reading in waiting:
@@ -245,12 +254,6 @@ class RemoteDriver:
     def _say(self, peer: Peer, word: dict[str, Any]) -> None:
         with contextlib.suppress(TransportError):  # then it is lost
             self._transport.notify(peer, json.dumps(word).encode())
-
-    def _check_places(self, host: HostCache) -> None:
-        places = [shard.data.unsafe_buffer_pointer() for shard in host.pages.addressable_shards]
-        if self._places not in ([], places):
-            raise TransportError("the host pool has moved: donate it to whatever writes it (see run_transfers)")
-        self._places = places
 
     def _vouch(self, through: bool, fence: Fence | None) -> None:
         """Checksums of what was exported, if all its copies are on the host."""
@@ -320,12 +323,32 @@ class RemoteDriver:
             self.tier.finish_reads(reading.arrival, reading.reads, done)
             self._readings.remove(reading)  # of a call that was broken off it is ended once more
 
+    def _give_up_reads(self, why: str) -> None:
+        """What has come, or comes, is not in the manager's pages."""
+        for reading in list(self._readings):
+            self._transport.disconnect(reading.peer)  # after which nothing is written
+            self.tier.fail(reading.arrival, why)
+            self.tier.finish_reads(reading.arrival, reading.reads, [False] * len(reading.reads))
+            self._readings.remove(reading)
+
     def _end_arrivals(self) -> None:
         """Acknowledges what is over: nothing more is read of it."""
         for arrival, coming in list(self._arrivals.items()):
             if arrival.is_over:
                 del self._arrivals[arrival]
                 self._say(coming.peer, {"acknowledge": arrival.lease})  # if it is lost the lease ends by itself
+
+
+def _check_published(manager: KVCacheManager, transport: RecordTransport) -> None:
+    if transport.layout is None:
+        raise TransportError("publish_host() comes first: the driver reads into the manager's host pool")
+    prints = [(layout.block_fingerprint, layout.snapshot_fingerprint) for layout in (transport.layout, manager.layout)]
+    if prints[0] != prints[1]:
+        raise LayoutError("what is published has other records than the manager's layout")
+    if (have := transport.num_ranks) != (want := manager.size.pool_ranks):
+        raise LayoutError(f"published pages are split into {have}, the manager's are of {want} pool ranks")
+    if (have := transport.num_pages) < (want := manager.cache.pages.num_total):
+        raise LayoutError(f"the manager has {want} pages, {have} are published")
 
 
 def _parse(message: bytes) -> Any:

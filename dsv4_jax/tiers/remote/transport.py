@@ -1,7 +1,7 @@
 """`RecordTransport`: host records of another machine, read page by page into ours. Imports no jax.
 
     transport = RecordTransport(engine)               # of `dsv4_jax.transports`
-    metadata = transport.publish(layout, pages)       # the host pool's memory, once; send this to the others
+    metadata = transport.publish_host(host)           # the host pool, once; send this to the others
     peer = transport.connect(their_metadata)          # another kind of records there: LayoutError
     handle = transport.read(peer, "block", [17, 4], [3, 9], checksums)
     handle.wait()                                     # pages 3 and 9 hold what pages 17 and 4 of the peer held
@@ -25,7 +25,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -34,12 +34,16 @@ from ...errors import CacheError, PeerError, PeerMetadataError, TransportClosedE
 from ...layout import CacheLayout
 from ...stores.checks import check_seconds
 from ...stores.checksum import checksums
+from ..host_memory import host_memories, host_places
 from ..transfer_handle import TransferHandle
 from .checks import RecordKind, check_ids, check_pages, check_pairs
 from .engine import TransportEngine
 from .metadata import PoolMetadata
 from .pages import Pages
 from .read import PIECE_BYTES, PageRead
+
+if TYPE_CHECKING:
+    from ..host_cache import HostCache
 
 __all__ = ["MOST_NOTICE", "Notice", "Peer", "RecordTransport"]
 
@@ -104,23 +108,70 @@ class RecordTransport:
         self._lock = threading.RLock()
         self._layout: CacheLayout | None = None
         self._pages = _NO_PAGES
+        self._places: list[tuple[int, tuple[int, ...]]] = []  # of the pages' memories
+        self._host: HostCache | None = None  # kept alive
         self._links: dict[Peer, _Link] = {}
         self._written: set[int] = set()  # pages that reads under way write
         self._closed = False
 
     @property
     def num_pages(self) -> int:
-        """Pages 1..num_pages are published here; 0 before `publish`."""
+        """Pages 1..num_pages are published here; 0 before that."""
         return len(self._pages) - 1
 
+    @property
+    def layout(self) -> CacheLayout | None:
+        """Of the records that are published here."""
+        return self._layout
+
+    @property
+    def num_ranks(self) -> int:
+        """How many memories the pages are in: one, or as many as there are pool ranks."""
+        return len(self._pages.memories)
+
+    def publish_host(self, host: HostCache) -> bytes:
+        """Opens a host pool to others, and to what is read from them. Comes first, and once.
+
+        The pool is kept alive until it is donated. Whatever it is donated for must stay where it is until `close`:
+        `check_host` tells, which `RemoteDriver.poll` calls.
+
+        Args:
+            host: along a pool axis ids are those of all ranks.
+
+        Returns:
+            What others give to `connect`: JSON, at most 256 KiB. Who has it may read every page.
+
+        Raises:
+            LayoutError: some pages are in several memories.
+            TransportError: something was published before, or the engine cannot register it.
+        """
+        with self._open():
+            published = self.publish(host.layout, host_memories(host))
+            self._host = host
+            return published
+
+    def check_host(self, host: HostCache) -> None:
+        """Raises `TransportError` unless this is the published pool, or what it was donated for; keeps it alive.
+
+        Waits for nothing. To be called, after `close` too, before what was read, or is to be read, is believed.
+        """
+        if (places := host_places(host)) != self._places:
+            have, want = (", ".join(f"{at:#x} {shape}" for at, shape in each) for each in (places, self._places))
+            raise TransportError(
+                f"the host pool ({have}) is not where pages were published ({want}): it was copied instead of donated "
+                "to what writes it (see run_transfers), or something else was published (see publish_host)"
+            )
+        with self._lock:
+            if not self._closed:
+                self._host = host
+
     def publish(self, layout: CacheLayout, pages: np.ndarray | Sequence[np.ndarray]) -> bytes:
-        """Opens the host pool to others, and to what is read from them. Comes first, and once.
+        """As `publish_host`, of pages that are in no `HostCache`: memory of the caller's own.
 
         Args:
             layout: of the records.
-            pages: [1 + n, page_bytes(layout)] uint8, contiguous and writable, page 0 null: the memory of the host pool
-                itself, which must stay where it is until `close`. Along a pool axis: that of each rank, in their order;
-                ids are those of all ranks.
+            pages: [1 + n, page_bytes(layout)] uint8, contiguous and writable, page 0 null, which must stay where it is
+                until `close`. Of several pool ranks: that of each, in their order.
 
         Returns:
             What others give to `connect`: JSON, at most 256 KiB. Who has it may read every page.
@@ -135,6 +186,7 @@ class RecordTransport:
             pool = Pages(check_pages(layout, pages))
             reach = self._call("cannot register the pages", self._engine.register, self.name, pool)
             self._layout, self._pages = layout, pool
+            self._places = [(memory.ctypes.data, memory.shape) for memory in pool.memories]
             fingerprints = layout.block_fingerprint, layout.snapshot_fingerprint
             return PoolMetadata(self._engine.name, self.name, self.num_pages, pool.width, *fingerprints, reach).pack()
 
@@ -257,7 +309,7 @@ class RecordTransport:
                     self._lose(peer, TransportClosedError("the transport was closed"))
             finally:
                 self._engine.close()
-                self._pages = _NO_PAGES
+                self._pages, self._host = _NO_PAGES, None
 
     def __enter__(self) -> RecordTransport:
         return self
@@ -277,7 +329,7 @@ class RecordTransport:
 
     def _published(self) -> CacheLayout:
         if self._layout is None:
-            raise TransportError("publish() comes first: reads go to registered pages")
+            raise TransportError("publish_host() comes first: reads go to registered pages")
         return self._layout
 
     def _link(self, peer: Peer) -> _Link:
