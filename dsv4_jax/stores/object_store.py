@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import threading
 import time
 import warnings
@@ -35,6 +36,8 @@ from .record_header import (
 
 __all__ = ["ObjectStore"]
 
+_LEFTOVER = re.compile(r"([0-9a-f]+|manifest\.ocdbt)\.__lock")  # of a record, or of OCDBT's own files
+
 
 class ObjectStore:
     """A `RecordStore` over a tensorstore KvStore.
@@ -42,6 +45,9 @@ class ObjectStore:
     Give each layout its own path: a record of another layout under the same key is refused and counted as `foreign`
     when it is read, and replaced when the key is written, so two layouts in one place work, but evict each other. So
     is one of another version of the format, of which the store warns once.
+
+    A writer of files that is killed leaves what it has written beside the file's name (`.__lock`). Who opens the place
+    removes what is older than the deadline of a call, by tensorstore's own locking: writers that live are not disturbed.
 
     What is in the place is not trusted with more than misses: of an object no more is read than a record has, and one
     that cannot be read is a miss. A call raises only if it could read nothing.
@@ -91,6 +97,8 @@ class ObjectStore:
         self._warned = False
         self._value_bytes = HEADER_BYTES + self.record_bytes
         self._stats, self._lock, self._closed, self._process = StoreStats(), threading.Lock(), False, os.getpid()
+        with contextlib.suppress(StoreError):  # then it stays
+            self._remove_leftovers()
 
     def contains(self, keys: Sequence[bytes]) -> Flags:
         """Reads the headers (128 bytes an object)."""
@@ -169,7 +177,7 @@ class ObjectStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _batches(self, keys: list[bytes]) -> list[slice]:
+    def _batches(self, keys: Sequence[Any]) -> list[slice]:
         return [slice(i, min(i + self._in_flight, len(keys))) for i in range(0, len(keys), self._in_flight)]
 
     def _start(self) -> float:
@@ -244,6 +252,26 @@ class ObjectStore:
         gone = [self.kv.write(_name(key), None, if_equal=stamp.generation) for key, stamp in stamps.items()]
         self._wait("delete", gone, until)
 
+    def _remove_leftovers(self) -> None:
+        """Of files, what killed writers left. Who deletes a key takes its lock, and removes that in any case: so these
+        are deleted on the condition that there is no object."""
+        kv, spec = self.kv, self.kv.spec().to_json()
+        folders = [""]
+        if spec["driver"] == "ocdbt":
+            kv: Any = self.kv
+        spec, folders = kv.spec().to_json(), [""]
+        if spec["driver"] == "ocdbt":
+            kv, spec, folders = kv.base, spec["base"], ["", "d/"]
+        if spec["driver"] != "file":
+            return
+        names = [name for folder in folders for name in _leftovers(spec["path"], folder, self._deadline)]
+        until = self._start()
+        absent = self._wait("read", [kv.read(f"{name}.none") for name in names[:1]], until)
+        _check_all(absent)
+        for batch in self._batches(names):
+            only = dict(if_equal=absent[0].stamp.generation)
+            self._wait("delete", [kv.write(name, None, **only) for name in names[batch]], until)
+
     def _value(self, key: bytes, view: np.ndarray) -> bytes:
         digest = checksum(view, key, self._fingerprint, 0)
         return pack_header(RecordHeader(key, 0, self.record_bytes, self._fingerprint, digest)) + view.tobytes()
@@ -268,6 +296,19 @@ class ObjectStore:
         with self._lock:
             for name, count in more.items():
                 setattr(self._stats, name, getattr(self._stats, name) + count)
+
+
+def _leftovers(path: str, folder: str, age: float) -> list[str]:
+    """Keys under `path` + `folder` with a lock file that nobody has written to for `age` seconds."""
+    where, prefix = os.path.split(path + folder)
+    found = []
+    with contextlib.suppress(OSError), os.scandir(where or ".") as files:
+        for file in files:
+            if (match := _LEFTOVER.fullmatch(file.name[len(prefix) :])) and file.name.startswith(prefix):
+                with contextlib.suppress(OSError):  # it is gone
+                    if time.time() - file.stat(follow_symlinks=False).st_mtime > age:
+                        found.append(folder + match[1])
+    return found
 
 
 def _name(key: bytes) -> str:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import pathlib
+import subprocess
+import sys
+import time
 import tracemalloc
 
 import numpy as np
@@ -13,6 +18,7 @@ from dsv4_jax.stores import ObjectStore
 from dsv4_jax.stores.record_header import HEADER_BYTES
 
 from ..clock import PATIENCE, FakeClock
+from .conformance import ROOT
 from .samples import FINGERPRINT, RECORD_BYTES, key, keys, of_version, read, records
 
 tensorstore = pytest.importorskip("tensorstore")
@@ -121,6 +127,80 @@ def test_errors_are_typed(tmp_path):
     for bad in ({"record_bytes": 0}, {"key_bytes": 49}, {"in_flight": 0}):
         with pytest.raises(StoreFormatError):
             make(tmp_path, **bad)
+
+
+WRITER = """
+import sys
+from dsv4_jax.stores import ObjectStore
+from tests.stores.samples import FINGERPRINT, keys, records
+
+size = 1 << 24
+store = ObjectStore({"driver": "file", "path": sys.argv[1]}, record_bytes=size, fingerprint=FINGERPRINT)
+while True:
+    store.write(keys(0), records(0, record_bytes=size))
+    store.delete(keys(0))
+"""
+
+
+def locks(folder) -> set[str]:
+    return {path.name for path in folder.rglob("*.__lock")}
+
+
+def test_what_a_killed_writer_left_is_removed_when_the_place_is_opened_again(tmp_path):
+    folder = tmp_path / "kv"
+    folder.mkdir()
+    until = time.monotonic() + PATIENCE
+    while not locks(folder) and time.monotonic() < until:
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, f"{folder}/"], cwd=ROOT)
+        while not locks(folder) and time.monotonic() < until:
+            time.sleep(1e-3)
+        writer.kill()
+        writer.wait()
+    assert locks(folder) == {f"{key(0).hex()}.__lock"}
+    with make(tmp_path):
+        assert locks(folder)  # it may be of somebody who is writing
+    os.utime(folder / f"{key(0).hex()}.__lock", (0, 0))
+    with make(tmp_path):
+        assert not locks(folder)
+
+
+@pytest.mark.parametrize("slash", ["/", ""])
+@pytest.mark.parametrize("driver", ["file", "ocdbt"])
+def test_only_what_writers_left_is_removed(tmp_path, driver, slash):
+    """Not what they wrote, nor what others have there. In OCDBT it lies under names of its own."""
+    path = f"{tmp_path}/kv{slash}"
+    spec = {"driver": "file", "path": path} if driver == "file" else {"driver": "ocdbt", "base": f"file://{path}/"}
+    options = {"record_bytes": RECORD_BYTES, "fingerprint": FINGERPRINT}
+    with ObjectStore(spec, **options) as store:
+        store.write(keys(0), records(0))
+    left = [f"{path}{key(i).hex()}.__lock" for i in (0, 1)]
+    if driver == "ocdbt":
+        folder = tmp_path / "kv"
+        left = [f"{folder}/manifest.ocdbt.__lock", f"{folder}/d/{'0' * 32}.__lock"]
+    others = [tmp_path / "another.__lock", tmp_path / "kv" / "notes.__lock", tmp_path / "kv" / "d" / "notes.__lock"]
+    for other in others:
+        other.parent.mkdir(exist_ok=True)
+    for name in [*left, *others]:
+        pathlib.Path(name).write_bytes(b"half a record")
+        os.utime(name, (0, 0))
+    with ObjectStore(spec, **options) as store:
+        assert read(store, 0, 1) == [0]
+        assert not any(os.path.exists(name) for name in left) and all(map(os.path.exists, others))
+
+
+def test_a_writer_that_hangs_does_not_keep_others_from_opening(tmp_path, monkeypatch):
+    clock, kv = FakeClock(), tmp_path / "kv"
+    kv.mkdir()
+    (kv / f"{key(0).hex()}.__lock").touch()
+    os.utime(kv / f"{key(0).hex()}.__lock", (0, 0))
+    opened = tensorstore.KvStore.open({"driver": "file", "path": f"{kv}/"}).result()
+    stuck = Hanging(clock)
+    monkeypatch.setattr(stuck, "read", opened.read), monkeypatch.setattr(stuck, "spec", opened.spec, raising=False)
+    promise, future = tensorstore.Promise.new()
+    promise.set_result(stuck)
+    monkeypatch.setattr(tensorstore.KvStore, "open", lambda spec: future)
+    make(tmp_path, deadline=PATIENCE, clock=clock).close()
+    assert len(stuck.futures) == 1 and stuck.futures[0].cancelled
 
 
 class Hanging:
