@@ -47,7 +47,7 @@ class ObjectStore:
     is one of another version of the format, of which the store warns once.
 
     A writer of files that is killed leaves what it has written beside the file's name (`.__lock`). Who opens the place
-    removes what is older than the deadline of a call, by tensorstore's own locking: writers that live are not disturbed.
+    removes what is older than the deadline of a call, by tensorstore's own locking: no writer that lives is disturbed.
 
     What is in the place is not trusted with more than misses: of an object no more is read than a record has, and one
     that cannot be read is a miss. A call raises only if it could read nothing.
@@ -89,7 +89,7 @@ class ObjectStore:
         except ImportError as error:
             raise StoreError("ObjectStore needs tensorstore: pip install 'dsv4_jax[storage]'") from error
         try:
-            self.kv = tensorstore.KvStore.open(spec).result(timeout=self._deadline)
+            self.kv: Any = tensorstore.KvStore.open(spec).result(timeout=self._deadline)
         except TimeoutError as error:
             raise StoreTimeoutError(f"cannot open the key-value store {spec!r} within {deadline} s") from error
         except Exception as error:  # tensorstore raises many kinds
@@ -258,10 +258,9 @@ class ObjectStore:
         kv, spec = self.kv, self.kv.spec().to_json()
         folders = [""]
         if spec["driver"] == "ocdbt":
-            kv: Any = self.kv
-        spec, folders = kv.spec().to_json(), [""]
+            kv, spec, folders = self.kv, self.kv.spec().to_json(), [""]
         if spec["driver"] == "ocdbt":
-            kv, spec, folders = kv.base, spec["base"], ["", "d/"]
+            kv, spec, folders = self.kv.base, spec["base"], ["", "d/"]
         if spec["driver"] != "file":
             return
         names = [name for folder in folders for name in _leftovers(spec["path"], folder, self._deadline)]

@@ -342,6 +342,7 @@ def test_a_pool_that_was_copied_between_two_calls_takes_nothing_in_and_tells_of_
         with pytest.raises(TransportError, match="copied instead of donated"):
             side.poll()
     assert arrival.is_over and "copied" in arrival.failure and not taker.manager.cache.reading
+    assert not taker.driver.busy and peer.error is not None  # nothing more is written
     assert not sender.driver.take_handoffs()
     assert taker.manager.admit_remote(arrival).num_hit == 0
     taker.manager.check_integrity()
