@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from dsv4_jax import AttentionType, CacheLayout, CacheSize, DSV4Config, KVCacheManager
-from dsv4_jax.errors import HandoffError, LayoutError, ManagerInterruptedError, TransportClosedError, TransportError
+from dsv4_jax.errors import (
+    HandoffError,
+    HashError,
+    LayoutError,
+    ManagerInterruptedError,
+    TransportClosedError,
+    TransportError,
+)
 from dsv4_jax.manager import Handoff, HostSize, Namespace
 from dsv4_jax.records import page_bytes
 from dsv4_jax.tiers.remote import Pages, RecordTransport, RemoteDriver, driver
@@ -367,6 +374,14 @@ def test_a_transport_whose_pages_are_not_as_the_managers_is_refused(sides) -> No
                 transport.publish(*pages)
             with pytest.raises(LayoutError if pages else TransportError, match=problem):
                 RemoteDriver(side.manager, transport)
+
+
+def test_weights_without_a_name_are_read_by_nobody() -> None:
+    side = Side(0)
+    with side.transport:
+        side.manager.reset(weights_id=None)
+        with pytest.raises(HashError, match="RemoteDriver needs a KVCacheManager"):
+            RemoteDriver(side.manager, side.transport)
 
 
 def test_layouts_whose_blocks_hold_nothing_are_refused() -> None:

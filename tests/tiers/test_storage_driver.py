@@ -12,7 +12,7 @@ import pytest
 
 import dsv4_jax
 from dsv4_jax import AttentionType, CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager
-from dsv4_jax.errors import LayoutError, StoreFormatError
+from dsv4_jax.errors import HashError, LayoutError, StoreFormatError
 from dsv4_jax.manager import HostSize, SnapshotPlacement
 from dsv4_jax.manager.policies import ORDERS
 from dsv4_jax.manager.prefix.node import Tier
@@ -230,6 +230,13 @@ def test_nothing_without_a_snapshot(engine) -> None:
 def test_stores_of_other_sizes_are_refused(tmp_path, engine) -> None:
     with pytest.raises(StoreFormatError, match="slot store"):
         StorageDriver(engine.manager, engine.stores[0], engine.stores[0])
+
+
+def test_weights_without_a_name_share_nothing(engine) -> None:
+    """Records of other weights would be found under the same names."""
+    engine.manager.reset(weights_id=None)
+    with pytest.raises(HashError, match="StorageDriver needs a KVCacheManager"):
+        StorageDriver(engine.manager, *engine.stores)
 
 
 def serve_random_prompts(engine: Engine, rng: random.Random, count: int) -> int:

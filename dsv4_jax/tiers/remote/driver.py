@@ -102,6 +102,7 @@ class RemoteDriver:
         tier: the manager's receiving side.
 
     Raises:
+        HashError: the manager's weights have no id.
         LayoutError: blocks of this layout hold nothing; what is published has other records, fewer pages than the
             manager's `HostSize`, or other pool ranks.
         TransportError: nothing is published.
@@ -110,6 +111,7 @@ class RemoteDriver:
     def __init__(self, manager: KVCacheManager, transport: RecordTransport, *, ask_after: float = 1.0):
         if not block_record(manager.layout).bytes:
             raise LayoutError("blocks of this layout have no records: all layers see the window only")
+        manager.check_weights_named("RemoteDriver")
         _check_published(manager, transport)
         self.tier = RemoteTier(manager, clock=manager.clock)
         self._manager, self._transport = manager, transport
