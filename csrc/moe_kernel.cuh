@@ -59,14 +59,15 @@ struct SingleToken {
   int count;
 };
 
-// By the first warp. Experts are distinct.
+// By the first warp. Experts should be distinct. Each pair of one that is named twice has a tile and a group by
+// itself, in the order of lanes: no place stays unwritten.
 __device__ __forceinline__ void list_single(const MoeArgs& args, SingleToken& single, int lane) {
   const int mine = lane < args.top ? __ldg(args.chosen + lane) - args.first : -1;
   const bool here = mine >= 0 && mine < args.experts;
   int place = 0;
   for (int k = 0; k < args.top; ++k) {
     const int other = __shfl_sync(kAllLanes, mine, k);
-    place += other >= 0 && other < mine;
+    place += other >= 0 && (other < mine || (other == mine && k < lane));
   }
   if (here) single.tiles[place] = RowTile::make(mine, place, 1), single.pairs[place] = lane;
   const int count = __popc(__ballot_sync(kAllLanes, here));

@@ -34,7 +34,7 @@ struct RowTile {
 
 struct MoeArgs {
   const __nv_bfloat16* x;  // [T, hidden]
-  const int32_t* chosen;   // [T, top] distinct experts
+  const int32_t* chosen;   // [T, top] distinct experts; pairs of one that is named twice count each by itself
   const float* share;      // [T, top] their weights
   const uint8_t* gate_up;  // [experts, 2 * inter / 64, hidden / 128, 4352], packed; see moe_weights.cuh
   const uint8_t* down;     // [experts, hidden / 64, inter / 128, 4352]
@@ -62,15 +62,15 @@ __host__ __device__ constexpr size_t aligned(size_t bytes) {
   return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
 }
 
-// Groups that `pairs` can need: each expert's last one may hold a single row.
-__host__ __device__ inline int most_groups(int pairs, int experts) {
-  const int partly = pairs < experts ? pairs : experts;
+// Groups that `pairs` can need: each expert's last one may hold a single row. Each pair of a single token has its own.
+__host__ __device__ inline int most_groups(int tokens, int pairs, int experts) {
+  const int partly = tokens == 1 || pairs < experts ? pairs : experts;
   return (pairs - partly) / kGroupRows + partly;
 }
 
 __host__ __device__ inline MoeWork moe_work(const MoeArgs& args, size_t* bytes) {
   const int pairs = args.tokens * args.top;
-  const size_t groups = most_groups(pairs, args.experts);
+  const size_t groups = most_groups(args.tokens, pairs, args.experts);
   const size_t sizes[] = {static_cast<size_t>(pairs) * sizeof(RowTile), groups * kGroupRows * sizeof(int32_t),
                           groups * kGroupRows * args.hidden * 2, groups * kGroupRows * args.inter * 2,
                           static_cast<size_t>(pairs) * args.hidden * sizeof(float)};

@@ -15,7 +15,7 @@ namespace dsv4 {
 struct RouteArgs {
   const float* logits;   // [tokens, experts]
   const float* bias;     // [experts]; null: `given` says which
-  const int32_t* given;  // [tokens, top]
+  const int32_t* given;  // [tokens, top]; what is no expert has the score NaN
   int32_t* chosen;       // [tokens, top]
   float* share;          // [tokens, top]
   int tokens, experts, top;
@@ -26,6 +26,7 @@ constexpr int kRouteExperts = 512, kRouteTop = 8;  // at most
 constexpr int kRouteWarps = kRouteExperts / kLanes;
 constexpr int kCandidates = kRouteWarps * kRouteTop / kLanes;  // of a lane
 constexpr float kShareFloor = 1e-20f;
+constexpr int kNanBits = 0x7FFFFFFF;
 
 __device__ __forceinline__ float expert_score(float logit) {
   return sqrtf(fmaxf(logit, 0.f) + log1pf(expf(-fabsf(logit))));
@@ -52,7 +53,10 @@ __global__ void __launch_bounds__(kRouteExperts) route_kernel(const __grid_const
   int mine = 0;  // the expert of the lane's rank
   float score = 0;
   if (args.bias == nullptr) {
-    if (lane < top) mine = args.given[row + lane], score = expert_score(logits[mine]);
+    if (lane < top) {
+      mine = args.given[row + lane];
+      score = mine >= 0 && mine < args.experts ? expert_score(logits[mine]) : __int_as_float(kNanBits);
+    }
   } else {
     uint32_t key = 0;
     if (expert < args.experts) {

@@ -62,7 +62,8 @@ IMPLEMENTATION = Implementation("moe", "cuda", call, supports, lambda: ffi.cuda_
 def workspace_bytes(tokens: int, top: int, hidden: int, inter: int, here: int) -> int:
     """Scratch memory of a call; `moe_work` of csrc/moe_lists.cuh."""
     pairs = tokens * top
-    partly = min(pairs, here)  # experts with a group of 8 rows that is not full
+    # Experts with a group of 8 rows that is not full; each pair of a single token has a group of its own.
+    partly = pairs if tokens == 1 else min(pairs, here)
     rows = 8 * ((pairs - partly) // 8 + partly)
     sizes = (4 * pairs, 4 * rows, 2 * rows * hidden, 2 * rows * inter, 4 * pairs * hidden)
     return 1024 + sum(-(-size // 1024) * 1024 for size in sizes)

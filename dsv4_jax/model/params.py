@@ -10,15 +10,18 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..checks import shown
 from ..config import AttentionType, DSV4Config, LayerSpec, build_schedule
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..weights import WeightFormat
 from .names import MTP
 from .quantised import FP4, FP8, Quantised
 
-__all__ = ["RELEASED", "Params", "Weights", "has_mtp", "is_leaf", "param_specs", "weight_bytes"]
+__all__ = [
+    "RELEASED", "Params", "Weights", "check_expert_ids", "has_mtp", "is_leaf", "param_specs", "weight_bytes",
+]  # fmt: skip
 
 Params = dict[str, Any]
 RELEASED = "released"
@@ -164,6 +167,19 @@ def _is_float(dtype: Any) -> bool:
 def is_leaf(node: Any) -> bool:
     """What a parameter is, for `jax.tree` functions: quantised ones have several arrays."""
     return isinstance(node, Quantised)
+
+
+def check_expert_ids(name: str, table: np.ndarray, cfg: DSV4Config) -> None:
+    """Raises `CheckpointError` unless the table of a hash layer [vocab, top] gives each token distinct experts."""
+    if not np.issubdtype(table.dtype, np.integer):
+        raise CheckpointError(f"tensor {name} has dtype {table.dtype}, expected integers")
+    low, high, experts = table.min(), table.max(), cfg.n_routed_experts
+    if low < 0 or high >= experts:
+        raise CheckpointError(f"tensor {name} holds experts {low}..{high}, the model has 0..{experts - 1}")
+    in_order = np.sort(table, 1)
+    if (twice := (in_order[:, 1:] == in_order[:, :-1]).any(1)).any():
+        token = int(twice.argmax())
+        raise CheckpointError(f"tensor {name} gives token {token} the experts {table[token].tolist()}: one twice")
 
 
 def has_mtp(params: Params) -> bool:

@@ -19,6 +19,7 @@ from ..untrusted import plain, read_json, shown
 from ..weights import WeightFormat, expert_fp4
 from .deferred import Deferred
 from .names import EXPERT_MATRICES, MTP, OWN_MTP_TABLES, expert_name, names_of
+from .params import check_expert_ids
 from .quantised import FP4, FP8, Quantised
 from .safetensors import read_safetensors
 
@@ -176,7 +177,8 @@ class Source:
             raise CheckpointError(f"tensor {name} has shape {tensor.shape}, expected {shape}")
         self.unread.discard(name)
         if jnp.issubdtype(dtype, jnp.integer):
-            return _Stored(name, self._expert_ids(name, tensor))
+            check_expert_ids(name, tensor, self.cfg)
+            return _Stored(name, tensor)
         if tensor.dtype in _FLOATS:
             return _Stored(name, tensor)
         if tensor.dtype == ml_dtypes.float8_e4m3fn or nibbles:
@@ -185,14 +187,6 @@ class Source:
         if tensor.dtype.itemsize == 1:
             raise CheckpointError(f"tensor {name} has dtype {tensor.dtype}, which this loader cannot dequantise")
         raise CheckpointError(f"tensor {name} has dtype {tensor.dtype}, expected one of {_listed(_FLOATS)}")
-
-    def _expert_ids(self, name: str, tensor: np.ndarray) -> np.ndarray:
-        if not np.issubdtype(tensor.dtype, np.integer):
-            raise CheckpointError(f"tensor {name} has dtype {tensor.dtype}, expected integers")
-        low, high, experts = tensor.min(), tensor.max(), self.cfg.n_routed_experts
-        if low < 0 or high >= experts:
-            raise CheckpointError(f"tensor {name} holds experts {low}..{high}, the model has 0..{experts - 1}")
-        return tensor
 
     def _scale(
         self, name: str, fmt: WeightFormat, shape: tuple[int, ...], dtypes: tuple[np.dtype, ...], most: float

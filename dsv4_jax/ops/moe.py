@@ -62,7 +62,8 @@ def moe(x: jax.Array, chosen: jax.Array, share: jax.Array, gate_up: jax.Array, d
 
     Args:
         x: [T, hidden] float, taken in bf16.
-        chosen: [T, top] int32, distinct experts of a token, of all `routed`.
+        chosen: [T, top] int32, a token's experts, of all `routed`. What is no expert adds nothing; one that is named
+            twice counts with both shares.
         share: [T, top] float, what each counts.
         gate_up: [experts, inter / 32, hidden / 128, 4352] uint8, packed: gates and ups, eight rows of each in turn
             (`weights.expert_fp4.gate_up_rows`), of the experts that are here.

@@ -44,12 +44,12 @@ def route(logits: jax.Array, *, bias: jax.Array | None = None, chosen: jax.Array
     Args:
         logits: [T, experts] float32.
         bias: [experts] float32; None if `chosen` is given.
-        chosen: [T, top] int32, the experts of hash layers, within range.
+        chosen: [T, top] int32, the experts of hash layers. One that is no expert makes its token's shares NaN.
         top: experts of a token.
         scale: `routed_scaling_factor`.
 
     Returns:
-        chosen: [T, top] int32, distinct (also where logits are NaN: those count as the greatest).
+        chosen: [T, top] int32, distinct (also where logits are NaN: those count as the greatest); or those given.
         share: [T, top] float32.
 
     Raises:
@@ -72,10 +72,13 @@ def route(logits: jax.Array, *, bias: jax.Array | None = None, chosen: jax.Array
 def reference(arguments: RouteArguments) -> tuple[jax.Array, jax.Array]:
     """`route` in `jnp`."""
     scores, chosen = jnp.sqrt(jax.nn.softplus(arguments.logits)), arguments.chosen
-    if arguments.bias is not None:
+    if chosen is None:
+        assert arguments.bias is not None
         _, chosen = lax.top_k(scores + arguments.bias[None], arguments.top)
-    assert chosen is not None
-    picked = jnp.take_along_axis(scores, chosen, 1)
+        picked = jnp.take_along_axis(scores, chosen, 1)
+    else:
+        given = jnp.where(chosen < 0, np.int32(scores.shape[1]), chosen)  # what is too large is filled with NaN
+        picked = jnp.take_along_axis(scores, given, 1, mode="fill")
     return chosen, picked / (picked.sum(1, keepdims=True) + _FLOOR) * np.float32(arguments.scale)
 
 

@@ -245,13 +245,14 @@ def rewrite(path: pathlib.Path, **changes: np.ndarray | None) -> None:
         (TABLE, np.full((256, 2), 4), r"tid2eid holds experts 4..4, the model has 0..3"),
         (TABLE, np.full((256, 2), -1, np.int8), r"tid2eid holds experts -1..-1"),
         (TABLE, np.full((256, 2), 2**32), r"tid2eid holds experts 4294967296"),
+        (TABLE, np.array([[0, 1]] * 5 + [[3, 3]] * 251), r"tid2eid gives token 5 the experts \[3, 3\]: one twice"),
         ("norm.weight", np.ones(64, np.float32), "tensor norm.weight is there twice, with and without 'model.'"),
         ("a\nb\x1b[2J", np.ones(64, np.float32), r"not part of the model, such as 'a\\nb\\x1b\[2J'"),
         ("x" * 10**5, np.ones(64, np.float32), "not part of the model, such as 'xxx"),
         ("layers.2.norm.weight", np.ones(64, np.float32), "not part of the model, such as layers.2.norm"),
         (f"layers.{'9' * 5000}.x", np.ones(64, np.float32), "not part of the model, such as 'layers.999"),
     ],
-    ids=range(15),
+    ids=range(16),
 )  # fmt: skip
 def test_tensors(saved, nothing_is_made, name, tensor, problem):
     rewrite(saved, **{name: tensor})

@@ -62,6 +62,18 @@ class MoeTest(OpTest):
         ]  # fmt: skip
         np.testing.assert_array_equal(sum_in_pairs(parts), whole)
 
+    @pytest.mark.parametrize("tokens", [1, 2, 40])
+    def test_experts_named_twice_and_ids_of_none(self, tokens: int) -> None:
+        """Each counts as often as it is named, of fewer experts than a token has; what is no expert adds nothing."""
+        (x, chosen, share), packed, weights = self.case(tokens)
+        chosen[:] = [2, 1, 2, 3, 2, 1]
+        chosen[1::3] = [3, -1, 3, 2**31 - 1, 12, -(2**31)]
+        few = [part[:4] for part in packed]
+        want = oracle.experts(x.astype(np.float64), chosen, share, weights[:4], LIMIT)
+        for _ in range(2):  # the second finds in its memory what the first has left
+            got = self.run(x, chosen, share, *few)
+            assert np.linalg.norm(got - want) <= 2e-3 * np.linalg.norm(want)
+
 
 class TestMoe(MoeTest):
     implementation = "xla"

@@ -54,6 +54,15 @@ class RouteTest(OpTest):
         np.testing.assert_array_equal(chosen, given)
         np.testing.assert_allclose(share, shares(logits, given, 1.5), rtol=1e-5)
 
+    def test_given_ids_of_no_expert_and_given_twice(self) -> None:
+        """No score is read beside the experts' own: such a token's shares are NaN. One named twice counts twice."""
+        logits = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
+        given = np.array([[0, 8, 1], [-1, 2, 3], [2**31 - 1, -(2**31), 4], [5, 7, 5]], np.int32)
+        chosen, share = self.run(logits, 3, chosen=given)
+        np.testing.assert_array_equal(chosen, given)
+        assert np.isnan(share[:3]).any(1).all()
+        np.testing.assert_allclose(share[3], shares(logits[3:], given[3:], 1.5)[0], rtol=1e-5)
+
     def test_of_equals_the_lower_number(self) -> None:
         logits = np.zeros((2, 256), np.float32)
         logits[1, 77] = 1

@@ -26,7 +26,7 @@ def experts(x: np.ndarray, chosen: np.ndarray, share: np.ndarray, weights: list[
         token, place = np.nonzero(chosen == first + e)
         g, u = x[token].astype(np.float64) @ gate.T, x[token].astype(np.float64) @ up.T
         g, u = np.minimum(g, limit), np.clip(u, -limit, limit)
-        out[token] += share[token, place, None].astype(np.float64) * ((g / (1 + np.exp(-g)) * u) @ down.T)
+        np.add.at(out, token, share[token, place, None].astype(np.float64) * ((g / (1 + np.exp(-g)) * u) @ down.T))
     return out
 
 
