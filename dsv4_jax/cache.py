@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from .errors import DonatedCacheError, LayoutError, PlanError
-from .layout import CacheLayout, CacheSize, LeafSpec
-from .ops.append import Rows
+from .checks import shown
+from .errors import DonatedCacheError, LayoutError, PlanError, PlanOrderError
+from .layout import MAX_LEAVES, CacheLayout, CacheSize
+from .ops.append import Rows, exists
 from .ops.copy import copy_units
 from .ops.pool_axis import ONE_RANK, PoolAxis
 from .ops.registry import Choice, frozen
@@ -24,7 +25,11 @@ from .plan import CacheFacts, PackedPlan, StepPlan, register_pytrees
 from .serialization import layout_from_json, layout_to_json, serialized_as
 from .step import CacheStep, LayerWrites
 
-__all__ = ["KVCache", "cache_partition", "init_cache", "mesh_of"]
+__all__ = ["LENGTHS", "KVCache", "cache_partition", "init_cache", "mesh_of"]
+
+# Of a checked cache, beside the layout's leaves. [slots, 3] int32: the tokens at which the slot's next step may begin,
+# at least and at most; and one more than those at which the first step began that should not have, 0 without one.
+LENGTHS = "checked.lengths"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -32,10 +37,11 @@ class KVCache:
     """All cache bytes of one model instance. A pytree: jit it, donate it, shard it, export a step of it (`jax.export`).
 
     Caches are equal if they are the same object; `dsv4_jax.testing` compares bytes. One that was donated raises
-    `DonatedCacheError` where it is used again: by `begin`, or as an argument of any jitted function.
+    `DonatedCacheError` where it is used again: by `begin`, or as an argument of any jitted function. So does a checked
+    one raise `PlanOrderError` (see `init_cache`), whose steps are waited for there.
 
     Attributes:
-        arrays: leaf name -> array, in the order and shapes of `layout.leaves`.
+        arrays: leaf name -> array, in the order and shapes of `layout.leaves`; of a checked cache `LENGTHS`, too.
         layout: static.
         pool_axis: of the mesh, the one whose devices share each request's blocks, if any; static.
     """
@@ -84,6 +90,58 @@ class KVCache:
         blocks = (self.block_units - 1) * self.pool_axis.size + 1 if paged else None
         return CacheFacts(self.layout.fingerprint, self.slot_units, blocks, self.block_table.shape[1])
 
+    @property
+    def checked(self) -> bool:
+        """Whether it was made with `init_cache(..., checked=True)`."""
+        return LENGTHS in self.arrays
+
+    def check_order(self) -> None:
+        """Waits for the steps so far. Of a cache that is not checked, or while it is traced, nothing is asked.
+
+        Raises:
+            PlanOrderError: one of them began elsewhere than the one before it ended.
+        """
+        lengths = self.arrays.get(LENGTHS)
+        if not isinstance(lengths, jax.Array) or isinstance(lengths, jax.core.Tracer):
+            return
+        for shard in lengths.addressable_shards:
+            rows = jax.device_get(shard.data)
+            if len(wrong := np.flatnonzero(rows[:, 2])):
+                least, length, start = rows[wrong[0]].tolist()
+                raise PlanOrderError(int(wrong[0]), start - 1, least, length)
+
+    def stepped(self, plan: StepPlan) -> KVCache:
+        """After a step of this plan: a checked cache compares its starts with the slots' lengths, which go on."""
+        if not self.checked:
+            return self
+        slots, start, stop = plan.seq_slot, plan.seq_start, plan.seq_start + plan.seq_count
+        least, length, wrong = self.arrays[LENGTHS].at[slots].get(mode="clip", wrap_negative_indices=False).T
+        begins = start == 0  # such a request owes nothing to the slot's last one
+        right = begins | ((least <= start) & (start <= length))
+        wrong = jnp.where((wrong == 0) & ~right, start + np.int32(1), wrong)
+        after = stop
+        if drafts := self.layout.draft_tokens:
+            # As many tokens as a step with drafts may have, the manager may take back, be they of one step or several.
+            after = jnp.maximum(jnp.where(begins, 0, least), stop - np.int32(1 + drafts))
+            after = jnp.where(plan.seq_count <= np.int32(1 + drafts), after, stop)
+        good = wrong == 0
+        return self._with_lengths(
+            slots, jnp.stack([jnp.where(good, after, least), jnp.where(good, stop, length), wrong], 1)
+        )
+
+    def standing(self, slots: jax.Array, num_tokens: jax.Array) -> KVCache:
+        """With states of so many tokens restored to these slots [N] int32; those that do not exist are left out."""
+        if not self.checked:
+            return self
+        wrong = self.arrays[LENGTHS].at[slots, 2].get(mode="clip", wrap_negative_indices=False)
+        tokens = jnp.maximum(num_tokens, 0)
+        return self._with_lengths(slots, jnp.stack([tokens, tokens, wrong], 1))
+
+    def _with_lengths(self, slots: jax.Array, rows: jax.Array) -> KVCache:
+        lengths = self.arrays[LENGTHS]
+        real = jnp.where(exists(slots, self.slot_units), slots, np.int32(self.slot_units))
+        return dataclasses.replace(self, arrays=self.arrays | {LENGTHS: set_existing(lengths, real, rows)})
+
     def begin(self, plan: StepPlan | PackedPlan, implementation: Choice = None) -> CacheStep[KVCache]:
         """The step that a plan describes, with the plan's copies and block-table entries carried out.
 
@@ -123,8 +181,7 @@ class KVCache:
         return CacheStep(self._prepared(unpacked), unpacked, frozen(implementation), nothing)
 
     def _check_arrays(self) -> None:
-        if self.arrays.keys() != {leaf.name for leaf in self.layout.leaves}:
-            odd = sorted(self.arrays.keys() ^ {leaf.name for leaf in self.layout.leaves})
+        if odd := sorted(self.arrays.keys() - {LENGTHS} ^ {leaf.name for leaf in self.layout.leaves}):
             raise LayoutError(f"the arrays of a cache are the leaves of its layout; not both have {', '.join(odd)}")
         units = {"table": self.slot_units, "slot": self.slot_units, "block": self.block_units}
         for leaf in self.layout.leaves:
@@ -133,6 +190,8 @@ class KVCache:
             if (array.shape, array.dtype) != ((rows, width), leaf.dtype):
                 found = f"{array.dtype}{list(array.shape)}"
                 raise LayoutError(f"leaf {leaf.name} is {found}, in this cache it is {leaf.dtype}{[rows, width]}")
+        if self.checked and self.arrays[LENGTHS].shape != (self.slot_units, 3):
+            raise LayoutError(f"{LENGTHS} is {list(self.arrays[LENGTHS].shape)}, not {[self.slot_units, 3]}")
 
     def _prepared(self, plan: StepPlan) -> KVCache:
         arrays, own = dict(self.arrays), self.pool_axis.own_blocks
@@ -147,6 +206,10 @@ class KVCache:
                 layers=leaf.layers,
                 units=self.block_units if block else self.slot_units,
                 rows=leaf.rows,
+            )
+        if self.checked:
+            arrays[LENGTHS] = copy_units(
+                arrays[LENGTHS], plan.copy_slot_src, plan.copy_slot_dst, layers=1, units=self.slot_units, rows=1
             )
         if plan.table_slot.shape[0]:
             table = arrays["block_table.ids"]
@@ -170,6 +233,7 @@ _Static = tuple[CacheLayout, PoolAxis]
 def _flatten(cache: KVCache) -> tuple[tuple[dict[str, jax.Array]], _Static]:
     if _donated(cache.arrays):
         raise DonatedCacheError  # before jax says that some int32[17,64] has been deleted
+    cache.check_order()
     return (cache.arrays,), (cache.layout, cache.pool_axis)
 
 
@@ -205,21 +269,30 @@ def mesh_of(placed: Sharding) -> Mesh | None:
     return None
 
 
-def cache_partition(layout: CacheLayout, pool_axis: PoolAxis, data: str | tuple[str, ...] | None) -> KVCache:
+def cache_partition(
+    layout: CacheLayout, pool_axis: PoolAxis, data: str | tuple[str, ...] | None, *, checked: bool = False
+) -> KVCache:
     """Over which axes of a mesh the leading axis of each leaf is split: a `KVCache` of `PartitionSpec`s.
 
     Args:
         data: the axes that split all leaves; those of blocks are split over the pool axis, too.
+        checked: of a checked cache.
     """
     axes = () if data is None else (data,) if isinstance(data, str) else data
     ours = PartitionSpec(axes or None)
     blocks = ours if pool_axis.name is None else PartitionSpec((*axes, pool_axis.name))
     specs: dict[str, Any] = {leaf.name: blocks if leaf.scope == "block" else ours for leaf in layout.leaves}
+    if checked:
+        specs[LENGTHS] = ours
     return KVCache(specs, layout, pool_axis)
 
 
 def init_cache(
-    layout: CacheLayout, size: CacheSize, *, sharding: KVCache | Sharding | jax.Device | None = None
+    layout: CacheLayout,
+    size: CacheSize,
+    *,
+    sharding: KVCache | Sharding | jax.Device | None = None,
+    checked: bool = False,
 ) -> KVCache:
     """An empty cache, all zeros.
 
@@ -230,12 +303,20 @@ def init_cache(
             `NamedSharding(mesh, PartitionSpec("data"))`; or the `KVCache` of shardings that
             `cache_sharding` returns. The leading axis of every leaf is multiplied by the
             number of shards it is split into, each holding a self-contained cache with its own unit ids.
+        checked: each slot knows how many tokens its steps have computed, and a step that begins elsewhere raises
+            `PlanOrderError`: a plan that ran twice, was left out or ran out of order. Without `jit` that step raises
+            itself; with it the next use of the cache does, or `KVCache.check_order`. Every use waits for the step
+            before: this is to look for mistakes with. A plan that starts a request is always right, and with drafts
+            so is one that ran twice: it writes what it has written before.
 
     Raises:
         LayoutError: more rows than int32 has numbers (see `CacheLayout.check_size`), a sharding that splits more than
             the leading axis, or one of another layout or of other pool ranks; nothing was allocated.
     """
     layout.check_size(size)
+    if not isinstance(checked, bool) or (checked and len(layout.leaves) == MAX_LEAVES):
+        why = f"its row formats have {MAX_LEAVES} arrays already" if checked is True else f"got {shown(checked)}"
+        raise LayoutError(f"checked is True or False: {why}")
     placements = _placements(layout, sharding)
     pool_axis = sharding.pool_axis if isinstance(sharding, KVCache) else ONE_RANK
     if pool_axis.size != size.pool_ranks:
@@ -245,14 +326,16 @@ def init_cache(
     traced = isinstance(zero := jnp.zeros(()), jax.core.Tracer)
     default = None if traced else zero.sharding
 
-    def allocate(leaf: LeafSpec) -> jax.Array:
-        rows, width = layout.leaf_shape(leaf, size)
+    def allocate(name: str, rows: int, width: int, dtype: str) -> jax.Array:
         if placements is None:
-            return _zeros((rows, width), leaf.dtype, default)
-        placement = placements[leaf.name]
-        return _zeros((rows * _shards(placement), width), leaf.dtype, placement, traced=traced)
+            return _zeros((rows, width), dtype, default)
+        placement = placements[name]
+        return _zeros((rows * _shards(placement), width), dtype, placement, traced=traced)
 
-    return KVCache({leaf.name: allocate(leaf) for leaf in layout.leaves}, layout, pool_axis)
+    arrays = {leaf.name: allocate(leaf.name, *layout.leaf_shape(leaf, size), leaf.dtype) for leaf in layout.leaves}
+    if checked:
+        arrays[LENGTHS] = allocate("block_table.ids", size.slot_units, 3, "int32")
+    return KVCache(arrays, layout, pool_axis)
 
 
 def _zeros(shape: tuple[int, int], dtype: str, where: Sharding | None, *, traced: bool = False) -> jax.Array:

@@ -36,6 +36,7 @@ __all__ = [
     "PeerError",
     "PeerMetadataError",
     "PlanError",
+    "PlanOrderError",
     "PoolError",
     "PoolExhaustedError",
     "PoolReleaseError",
@@ -148,6 +149,24 @@ class ForeignPlanError(PlanError):
         super().__init__(f"the plan is for another cache: it was made for {plan}; this cache has {cache}")
 
 
+class PlanOrderError(PlanError):
+    """A step of a checked cache began elsewhere than the one before it ended: plans run once, in the order made.
+
+    Attributes:
+        slot: of the (data shard's) cache.
+        start: at which the plan says the sequence stands.
+        least, length: where it could stand: the tokens of its steps that ran, and as many less as may be drafts.
+    """
+
+    def __init__(self, slot: int, start: int, least: int, length: int):
+        self.slot, self.start, self.least, self.length = slot, start, least, length
+        has = f"{length} tokens" if least == length else f"{least}..{length} tokens"
+        super().__init__(
+            f"a step began at token {start} of slot {slot}, which has {has}: a plan ran twice, was left out or ran out "
+            "of order, a loop ran other steps than the manager was told of, or a row that it counts was fed -1"
+        )
+
+
 class StepOrderError(CacheError, RuntimeError):
     """A layer was written twice in a step, read before it was written, or its writes did not reach the step's end."""
 
@@ -168,14 +187,15 @@ class DonatedCacheError(CacheError, RuntimeError):
 
 
 class RotationError(CacheError, ValueError):
-    """Index queries and index keys do not agree on the Hadamard rotation: their scores would mean nothing."""
+    """Rows are rotated by a Hadamard matrix that are no index keys, or these and index queries do not agree on it.
 
-    def __init__(self, layer: int, keys: bool, queries: bool):
+    Attributes:
+        keys, queries: whether they are rotated; None of other rows.
+    """
+
+    def __init__(self, layer: int, problem: str, keys: bool | None = None, queries: bool | None = None):
         self.layer, self.keys, self.queries = layer, keys, queries
-        super().__init__(
-            f"layer {layer}: index keys were stored with Epilogue(hadamard={keys}), index_queries has qat={queries}: "
-            "both or neither"
-        )
+        super().__init__(f"layer {layer}: {problem}")
 
 
 class ExchangeError(CacheError, RuntimeError):

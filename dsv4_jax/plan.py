@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from .checks import INT32_MAX, as_int
+from .checks import INT32_MAX, as_int, shown
 from .errors import ForeignPlanError, PlanError
 from .layout import CacheLayout, CacheSize
 
@@ -171,9 +171,11 @@ class StepPlan(NamedTuple):
                 plans alone are moved so.
 
         Raises:
-            PlanError: `steps` is below 0; or traced, and the plan has room for copies or table entries.
+            PlanError: `steps` is below 0 or no integer; or traced, and the plan has room for copies or table entries.
         """
         known = as_int(steps)
+        if known is None and (np.ndim(steps) or np.dtype(getattr(steps, "dtype", object)).kind not in "iu"):
+            raise PlanError(f"a plan is advanced by a number of steps, an integer, got {shown(steps)}")
         if known == 0:
             return self
         if known is None and any(x.shape[0] for x in (self.table_slot, self.copy_slot_src, self.copy_block_src)):
@@ -193,7 +195,13 @@ class StepPlan(NamedTuple):
 
         Args:
             sequences: [B] bool. Works on traced arrays.
+
+        Raises:
+            PlanError: it is something else.
         """
+        if getattr(sequences, "dtype", None) != np.bool_ or sequences.shape != self.seq_slot.shape:
+            given = f"{getattr(sequences, 'dtype', type(sequences).__name__)}{[*np.shape(sequences)]}"
+            raise PlanError(f"the sequences of a plan that stay are bool{[self.num_seqs]}, got {given}")
         kept = sequences.astype(np.int32)
         return self._replace(seq_slot=self.seq_slot * kept, token_slot=self.token_slot * kept[self.token_seq])
 

@@ -163,7 +163,7 @@ def shard_step(
             raise LayoutError(
                 f"blocks are split over {pool.size} devices of {pool.name!r}, this mesh is {dict(mesh.shape)}"
             )
-        of_cache = cache_partition(cache.layout, pool, data_axis)
+        of_cache = cache_partition(cache.layout, pool, data_axis, checked=cache.checked)
         # check_vma: kernels written in Pallas do not say how their outputs vary over the mesh.
         sharded = jax.shard_map(
             local, mesh=mesh, in_specs=(of_params, of_cache, split, *[split] * len(arrays)),

@@ -61,6 +61,10 @@ class Pools(Protocol):
 
     def with_pool(self, name: str, parts: Rows) -> Self: ...
 
+    def stepped(self, plan: StepPlan) -> Self: ...
+
+    def check_order(self) -> None: ...
+
 
 Cache = TypeVar("Cache", bound=Pools)
 
@@ -127,13 +131,11 @@ class CacheStep(Generic[Cache]):
         Raises:
             StepOrderError: a layer's writes are missing. They were not made, or through another step than this:
                 the writes of `step.layer(0)` are in the `step` of the view that `append` and `compress` returned.
+            PlanOrderError: the cache is checked, nothing is traced, and the step began elsewhere than the last ended.
         """
         layers = zip(self.layout.schedule, self.layout.schemas, self.written, strict=True)
-        missing = [
-            (spec.layer_idx, left)
-            for spec, schema, done in layers
-            if not spec.is_mtp and (left := _written_by(schema) & ~done)
-        ]
+        backbone = [(spec.layer_idx, _written_by(schema), done) for spec, schema, done in layers if not spec.is_mtp]
+        missing = [(layer, left) for layer, all_of_it, done in backbone if (left := all_of_it & ~done)]
         if missing and not partial:
             layer, left = missing[0]
             others = f" (and without those of {len(missing) - 1} more layers)" if len(missing) > 1 else ""
@@ -142,7 +144,11 @@ class CacheStep(Generic[Cache]):
                 f"the step ends without its {_calls(left)}{others}: take the next layer from `layer.step`, or say "
                 "`finish(partial=True)`",
             )
-        return self.cache
+        if not any(done for *_, done in backbone):
+            return self.cache  # of copies and table entries, or of drafts alone: the sequences stand where they stood
+        cache = self.cache.stepped(self.plan)
+        cache.check_order()
+        return cache
 
     def _wrote(self, layer_idx: int, what: LayerWrites, cache: Cache) -> CacheStep[Cache]:
         written = list(self.written)
@@ -209,6 +215,7 @@ class LayerCacheHandle(Generic[Cache]):
 
         Raises:
             ShapeError: as all methods, naming the argument.
+            RotationError: the epilogue rotates the rows, as those of index keys do.
             StepOrderError: the layer was appended to in this step.
         """
         self._once(LayerWrites.APPENDED)
@@ -253,6 +260,7 @@ class LayerCacheHandle(Generic[Cache]):
 
         Raises:
             LayoutError: the layer has no compressor; or `index` was given and it has no indexer.
+            RotationError: as `append`.
             StepOrderError: the layer was compressed in this step, or its index keys were and `index` was given.
         """
         inputs = {LayerWrites.COMPRESSED: self._inputs(LayerWrites.COMPRESSED, kv, score, epilogue, ape)}
@@ -330,7 +338,8 @@ class LayerCacheHandle(Generic[Cache]):
         keys = self._indexed()
         self._check.array("q", q, "float", "T", "heads", keys.width)
         if self.rotated is not None and self.rotated != qat:
-            raise RotationError(self.spec.layer_idx, keys=self.rotated, queries=qat)
+            problem = f"index keys were stored with Epilogue(hadamard={self.rotated}), index_queries has qat={qat}"
+            raise RotationError(self.spec.layer_idx, f"{problem}: both or neither", keys=self.rotated, queries=qat)
         fmt = self.layout.row_format(keys)
         return self._finish_queries(q, inv_freq, fmt, rotate=qat, round_fp4=qat)
 
@@ -619,6 +628,9 @@ class LayerCacheHandle(Generic[Cache]):
 
     def _check_epilogue(self, check: Check, name: str, epilogue: Epilogue, pool: PoolSchema) -> None:
         check_epilogue(check, name, epilogue, pool.width)
+        if epilogue.hadamard and pool is not self.schema.index_keys:
+            problem = f"{name} has hadamard=True, which is for index keys: `queries` and `attend` know of no rotation"
+            raise RotationError(self.spec.layer_idx, problem)
         self._check_frequencies(check, f"{name}.inv_freq", epilogue.inv_freq)
 
     def _check_frequencies(self, check: Check, name: str, inv_freq: Any) -> None:

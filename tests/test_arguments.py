@@ -117,6 +117,14 @@ def test_what_is_right_passes() -> None:
     jax.eval_shape(lambda: CALLS["attend"](queries=zeros(T, 1, D), sink=zeros(1)))
 
 
+def test_only_index_keys_are_rotated() -> None:
+    """Queries of windows and entries are not, and no score of a rotated row would be right."""
+    turned = epilogue(D, hadamard=True)
+    for call, change in (("append", {}), ("compress", {}), ("compress", {"index": tuple(INDEX.values())})):
+        with pytest.raises(RotationError, match=r"layer 0: epilogue has hadamard=True, which is for index keys"):
+            jax.eval_shape(lambda call=call, change=change: CALLS[call](epilogue=turned, **change))
+
+
 def test_keys_and_queries_agree_on_the_rotation() -> None:
     """Or every score would be wrong, and nothing would say so."""
     q = dict(q=zeros(T, 4, DI), inv_freq=FREQ)

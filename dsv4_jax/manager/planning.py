@@ -42,7 +42,8 @@ def build_plan(
 
     Raises:
         PlanError: the sequences do not fit the shape (names the size that is too small), or one has
-            less than one token, starts before position 0, or has no slot, or one that another has, too;
+            less than one token, starts before position 0, ends beyond those of int32, or has no slot, or one that
+            another has, too;
             the cache has no such slot, block or column; two copies fill one unit; or what is given are no rows of so
             many integers.
     """
@@ -121,7 +122,10 @@ def next_sequences(
     facts = CacheFacts.of(layout, size)
     if facts is not plan.facts and facts != plan.facts:
         raise PlanError(f"the plan before was made for {plan.facts}, this one is for {facts}")
-    columns = layout.blocks_for(int(starts.max(initial=0)) + steps)
+    stop = int(starts.max(initial=0)) + steps
+    columns = layout.blocks_for(stop)
+    if stop > INT32_MAX:
+        raise PlanError(f"a sequence would have {stop} tokens: positions are int32 and reach {INT32_MAX - 1}")
     if columns > shape.columns:
         raise PlanError(f"the step needs columns={columns}, its shape has columns={shape.columns}")
     return plan._replace(

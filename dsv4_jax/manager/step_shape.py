@@ -135,6 +135,8 @@ class StepTokens(NamedTuple):
         slot, start, count = int_rows("sequences", sequences, 3).T
         if len(slot) and (count.min() < 1 or start.min() < 0 or slot.min() < 1):
             raise PlanError("every sequence must have a slot >= 1, a start >= 0 and a count >= 1")
+        if len(start) and start.max() > INT32_MAX:
+            raise PlanError(f"a sequence starts at {start.max()}: positions are int32 and reach {INT32_MAX - 1}")
         if (tokens := sum(count.tolist())) > most:  # before they are listed
             raise PlanError(f"the step needs tokens={tokens}, its shape has tokens={most}")
         if len(count) and count.min() == count.max() == 1:
@@ -152,8 +154,11 @@ class StepTokens(NamedTuple):
         return cls(slot, start, count, first, sequence, position, group, place, flushes)
 
     def stop(self, steps: int) -> np.ndarray:
-        """[B] tokens of each sequence after so many steps of as many."""
-        return self.start + self.count * steps
+        """[B] tokens of each sequence after so many steps of as many. Raises `PlanError`: more than int32 counts."""
+        stop = self.start + self.count * steps  # none of these is more than 2^31
+        if (most := int(stop.max(initial=0))) > INT32_MAX:
+            raise PlanError(f"a sequence would have {most} tokens: positions are int32 and reach {INT32_MAX - 1}")
+        return stop
 
     def shape(
         self, layout: CacheLayout, *, table_entries: int, slot_copies: int, block_copies: int, steps: int

@@ -19,7 +19,7 @@ from .drafting import Drafter
 from .forward import GPU_DECODE_OPTIONS, decode_loop, prefill
 from .params import Params
 from .placement import Placement, stacked
-from .sampling import Sampling, keys_of, sample
+from .sampling import Sampling, keys_of, sample, seed_key
 from .shards import Shards
 
 __all__ = ["Call", "Caller"]
@@ -78,7 +78,7 @@ class Caller:
         self._chunk_shape = first.pinned_shape(rows, self.chunk_tokens, history=True)
         self._decode_shape = first.pinned_shape(rows, rows * (1 + self.drafts), steps=self.decode_steps)
         # A key for each shard, so that it is split as all else is.
-        keys = jnp.broadcast_to(_key(self.seed), (self.placement.shards,))
+        keys = jnp.broadcast_to(seed_key(self.seed), (self.placement.shards,))
         self._key = jax.device_put(keys, self.placement.rows)
         same: dict[str, Any] = dict(sampling=self.sampling, implementation=self._implementation)
         self._prefill = self.placement.compiled(_prefill, **same)
@@ -147,13 +147,6 @@ class Caller:
         )  # fmt: skip
         new, cache = step(self.params, cache, stacked(plans), tokens, self._key, call.stream)
         return call._replace(tokens=new, rows=lambda: np.asarray(new).tolist()), cache
-
-
-def _key(seed: int) -> jax.Array:
-    """Of a seed of 64 bits: jax takes 32 of them, or all with `jax_enable_x64`."""
-    low, high = (np.uint32(seed >> shift & 0xFFFFFFFF) for shift in (0, 32))
-    key = jax.random.key(low)
-    return jax.random.fold_in(key, high) if high else key
 
 
 def _prefill(

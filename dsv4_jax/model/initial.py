@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from ..checks import as_int, shown
 from ..config import DSV4Config
+from ..errors import ConfigError
 from ..weights import WeightFormat
 from .deferred import Deferred, Progress, make
 from .names import MTP
@@ -19,6 +21,7 @@ from .packing import pack_layers
 from .params import RELEASED, Params, Weights, is_leaf, param_specs
 from .projections import stack_projections
 from .quantised import Quantised
+from .sampling import seed_key
 from .sharded import shard_params
 
 __all__ = ["init_params"]
@@ -41,6 +44,7 @@ def init_params(
     Matrices are normal with variance 1 / fan-in; hash layers send every token to distinct experts.
 
     Args:
+        seed: 0 to 2^64 - 1.
         weights: as in `param_specs`. "released": what the formats' codecs `draw`, of unit gain too; drawn where they
             stay, one matrix at a time.
         packed: in the form to decode with, what `pack_layers(stack_projections(params))` makes of them.
@@ -49,12 +53,15 @@ def init_params(
         progress: called with the bytes made and the bytes in all, after every piece.
 
     Raises:
-        ShapeError, ConfigError: as `param_specs`.
+        ShapeError, ConfigError: as `param_specs`; or the seed is none.
         LayoutError: as `shard_params`.
     """
     specs = param_specs(cfg, weights, mtp=mtp)
+    number = as_int(seed)
+    if number is None or not 0 <= number < 2**64:
+        raise ConfigError("seed", f"expected an integer of 0..2^64 - 1, got {shown(seed)}")
     last = {MTP: specs.pop(MTP)} if mtp else {}
-    draw = _on_device(cfg, seed) if isinstance(weights, str) and weights == RELEASED else _on_host(cfg, seed)
+    draw = _on_device(cfg, number) if isinstance(weights, str) and weights == RELEASED else _on_host(cfg, number)
     params = {}
     for part in (specs, last):
         params |= jax.tree_util.tree_map_with_path(draw, part, is_leaf=is_leaf)
@@ -88,7 +95,7 @@ def _width(name: str, shape: tuple[int, ...]) -> float:
 
 def _on_device(cfg: DSV4Config, seed: int) -> Callable[[tuple[Any, ...], Any], Any]:
     """What is small is drawn on the host all the same: there is nothing to compile for it."""
-    key, count = jax.random.key(seed), iter(range(2**31))
+    key, count = seed_key(seed), iter(range(2**31))
 
     def leaf(path: tuple[Any, ...], spec: Any) -> Any:
         number, name = next(count), path[-1].key

@@ -14,7 +14,7 @@ from ..checks import as_int
 from ..errors import SamplingError
 from ..untrusted import shown
 
-__all__ = ["GREEDY", "Sampling", "distribution", "draw_keys", "keys_of", "sample"]
+__all__ = ["GREEDY", "Sampling", "distribution", "draw_keys", "keys_of", "sample", "seed_key"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +81,13 @@ def distribution(logits: jax.Array, sampling: Sampling) -> jax.Array:
         return jax.nn.softmax(logits / np.float32(sampling.temperature), -1)
     top, ids = _kept(logits, sampling)
     return jnp.put_along_axis(jnp.zeros_like(logits), ids, jax.nn.softmax(top, -1), -1, inplace=False)
+
+
+def seed_key(seed: int) -> jax.Array:
+    """The random key of a seed of 64 bits: jax takes 32 of them, or all with `jax_enable_x64`."""
+    low, high = (np.uint32(seed >> shift & 0xFFFFFFFF) for shift in (0, 32))
+    key = jax.random.key(low)
+    return jax.random.fold_in(key, high) if high else key
 
 
 def keys_of(key: jax.Array, stream: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ class Epilogue:
         norm: [e] float32, RMSNorm weight: `kv_norm` for window rows, the compressor's own norm for its entries.
         inv_freq: [rope_dim / 2] float32, RoPE frequencies of the last `rope_dim` dims: `rope_frequencies` of the layer.
         eps: of the norm.
-        hadamard: whether the row is rotated by a Hadamard matrix at the end: for index keys, exactly if
+        hadamard: whether the row is rotated by a Hadamard matrix at the end: for index keys alone, exactly if
             `index_queries` has `qat=True`.
     """
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ..cache import init_cache
 from ..manager import KVCacheManager
 from ..manager.request import Request
 from .live import assert_same_bytes
@@ -63,7 +62,7 @@ def assert_batch_invariant(runner: StepRunner, prompts: Sequence[Sequence[int]],
     """
     rng = np.random.default_rng(seed)
     manager = KVCacheManager(runner.layout, runner.size)
-    cache = with_garbage(init_cache(runner.layout, runner.size), rng)
+    cache = with_garbage(runner.empty_cache(), rng)
     requests = [manager.admit_request(list(prompt)) for prompt in prompts]
     logits: dict[Request, list[np.ndarray]] = {request: [] for request in requests}
     while waiting := [request for request in requests if request.num_pending]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from ..cache import KVCache, init_cache
+from ..cache import LENGTHS, KVCache, init_cache
 from ..errors import ShapeError
 from ..layout import CacheLayout, CacheSize
 from ..manager import KVCacheManager, StepShape
@@ -50,6 +50,7 @@ class StepRunner:
         size: of the arrays; default: 4 requests of 8 blocks each, 20 blocks in all, and 4 snapshots.
         max_tokens: tokens of one step; default: two blocks.
         vocab_size: tokens that prompts are drawn from; default: the config's.
+        checked: with caches that raise where a plan runs twice or out of order (`init_cache`).
 
     Attributes:
         shape: of every step.
@@ -64,6 +65,7 @@ class StepRunner:
         size: CacheSize | None = None,
         max_tokens: int | None = None,
         vocab_size: int | None = None,
+        checked: bool = False,
     ):
         def run(params: Any, cache: KVCache, plan: Any, tokens: Any) -> tuple[Any, KVCache]:
             logits, cache = step(params, cache, plan, tokens)
@@ -74,7 +76,7 @@ class StepRunner:
                 )
             return logits, cache
 
-        self.params, self.layout = params, layout
+        self.params, self.layout, self.checked = params, layout, checked
         self.size = size or CacheSize(num_blocks=20, num_slots=4, max_blocks_per_request=8, num_snapshots=4)
         self.vocab_size = layout.cfg.vocab_size if vocab_size is None else vocab_size
         columns, tokens = self.size.max_blocks_per_request, max_tokens or 2 * layout.block_tokens
@@ -92,6 +94,10 @@ class StepRunner:
         """Compiled so far; more than one, and equal bits are no longer promised."""
         return self._step._cache_size()
 
+    def empty_cache(self) -> KVCache:
+        """Zeros, of the runner's size."""
+        return init_cache(self.layout, self.size, checked=self.checked)
+
     def run(self, cache: KVCache, manager: KVCacheManager, plan: StepPlan) -> tuple[np.ndarray, KVCache]:
         """One step of the requests' known tokens: (logits [T, vocab], cache)."""
         logits, cache = self._step(self.params, cache, plan.pack(), manager.plan_tokens(plan))
@@ -103,7 +109,7 @@ class StepRunner:
         Args:
             chunks: tokens of each step, their sum that of the tokens; default: as many as a step takes.
         """
-        manager, cache, logits = KVCacheManager(self.layout, self.size), init_cache(self.layout, self.size), []
+        manager, cache, logits = KVCacheManager(self.layout, self.size), self.empty_cache(), []
         request, left = manager.admit_request(list(tokens)), iter(chunks or ())
         while count := min(request.num_pending, self.shape.tokens):
             count = next(left, 0) if chunks else count
@@ -118,7 +124,10 @@ class StepRunner:
 
 
 def with_garbage(cache: KVCache, rng: np.random.Generator) -> KVCache:
-    """The same arrays with random bytes, NaNs among them, and random block ids in the table."""
+    """The same arrays with random bytes, NaNs among them, and random block ids in the table.
+
+    (But for the lengths of a checked cache, of which its next steps would be told that they are wrong.)
+    """
     blocks = cache.block_units
 
     def garbage(leaf: jax.Array) -> jax.Array:
@@ -128,4 +137,5 @@ def with_garbage(cache: KVCache, rng: np.random.Generator) -> KVCache:
             data = np.frombuffer(rng.bytes(leaf.nbytes), leaf.dtype).reshape(leaf.shape)
         return jax.device_put(data, leaf.sharding)
 
-    return jax.tree.map(garbage, cache)
+    drawn = {name: x if name == LENGTHS else garbage(x) for name, x in sorted(cache.arrays.items())}
+    return dataclasses.replace(cache, arrays=cache.arrays | drawn)

@@ -6,7 +6,6 @@ import collections
 
 import numpy as np
 
-from ..cache import init_cache
 from ..tiers.host_cache import init_host_cache
 from .mixes import Mix, host_size
 from .runner import StepRunner, with_garbage
@@ -36,7 +35,7 @@ class Mixes:
 
     def __init__(self, runner: StepRunner) -> None:
         self.runner, self.seen = runner, collections.Counter[str]()
-        self.cache = with_garbage(init_cache(runner.layout, runner.size), np.random.default_rng(0))
+        self.cache = with_garbage(runner.empty_cache(), np.random.default_rng(0))
         records = host_size(runner)
         self.host = init_host_cache(runner.layout, records.num_pages)
 

@@ -102,7 +102,7 @@ def _compiled(operation: str, mesh: Mesh | None, spec: PartitionSpec):
         shared = PartitionSpec(data)  # by all ranks of a pool axis
         if AxisType.Explicit in mesh.axis_types:
             plan = jax.reshard(plan, NamedSharding(mesh, shared))
-        of_cache = cache_partition(cache.layout, cache.pool_axis, data)
+        of_cache = cache_partition(cache.layout, cache.pool_axis, data, checked=cache.checked)
         specs = (of_cache, spec, shared)
         out = (spec if written == "host" else of_cache, shared)
         each = jax.shard_map(here, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)

@@ -119,7 +119,11 @@ def _in(cache: KVCache, host: HostCache, ids: Ids, scope: RecordScope, choice: S
     def to_all(leaves: tuple[jax.Array, ...]) -> KVCache:
         if scope == "slot" and axis.size > 1:
             leaves = _shared(leaves, everyones, record, units_of(cache, scope), axis)
-        return with_leaves(cache, record, leaves)
+        after = with_leaves(cache, record, leaves)
+        if everyones.num_tokens is None:
+            return after
+        restored = everyones.records.reshape(len(everyones.units), -1)[:, 0] > 0
+        return after.standing(jnp.where(restored, everyones.units, 0), everyones.num_tokens)
 
     if choice == "ffi":
         return to_all(native_in(leaves, pool, ids, record.descriptors))

@@ -124,6 +124,39 @@ def test_sequences_end_one_by_one() -> None:
     assert kept.seq_slot.tolist() == [0, 1, 0, 0] and kept.token_slot.tolist() == [0, 1, 1, 1, 0, 0]
 
 
+@pytest.mark.parametrize("steps", [1.5, np.float32(2), True, "2", None, np.arange(2)])
+def test_a_plan_is_advanced_by_whole_steps(steps) -> None:
+    plan = build_plan(LAYOUT, [StepSequence(1, 0, 1)], StepShape.bound(LAYOUT, 1, 1, columns=1))
+    with pytest.raises(PlanError, match="advanced by a number of steps, an integer, got"):
+        plan.settled().advance(steps)
+
+
+@pytest.mark.parametrize("kept", [np.array([2, 1]), np.array([True]), True, [True, False], None, np.ones((2, 2), bool)])
+def test_sequences_are_kept_by_booleans(kept) -> None:
+    sequences = [StepSequence(1, 0, 1), StepSequence(2, 0, 1)]
+    plan = build_plan(LAYOUT, sequences, StepShape.bound(LAYOUT, 2, 2, columns=1))
+    with pytest.raises(PlanError, match=r"the sequences of a plan that stay are bool\[2\], got "):
+        plan.only(kept)
+
+
+def test_positions_reach_what_int32_does() -> None:
+    """Not one further, where a number of tokens would wrap."""
+    columns, last = 2**31 // LAYOUT.block_tokens, 2**31 - 2
+    shape = StepShape.bound(LAYOUT, 1, 4, columns=columns, steps=9, history=True)
+    plan = build_plan(LAYOUT, [StepSequence(1, last, 1)], shape)
+    assert plan.seq_stop.tolist() == [2**31 - 1] and plan.token_position.tolist()[0] == last
+    for start, count, steps in ((last, 2, 1), (last, 1, 2), (last + 1, 1, 1), (last - 4, 2, 3)):
+        with pytest.raises(PlanError, match="would have .* tokens: positions are int32 and reach 2147483646"):
+            build_plan(LAYOUT, [StepSequence(1, start, count)], shape, steps=steps)
+        with pytest.raises(PlanError, match="positions are int32"):
+            shape_for(LAYOUT, [StepSequence(1, start, count)], steps=steps)
+    for start in (2**31, 2**63 - 1):
+        with pytest.raises(PlanError, match=f"a sequence starts at {start}: positions are int32"):
+            build_plan(LAYOUT, [StepSequence(1, start, 1)], shape)
+    with pytest.raises(PlanError, match="would have 2147483648 tokens"):
+        next_decode(LAYOUT, plan, shape, np.array([last]), steps=2)
+
+
 def test_copies_and_entries_are_padded_with_unit_0() -> None:
     sequences = [StepSequence(1, 0, 1)]
     shape = StepShape.bound(LAYOUT, 2, 2, columns=1, slot_copies=2, block_copies=3)

@@ -36,7 +36,7 @@ def params() -> model.Params:
 
 @pytest.fixture(scope="module")
 def runner(params) -> StepRunner:
-    return StepRunner(guesses, params, LAYOUT)
+    return StepRunner(guesses, params, LAYOUT, checked=True)  # no mix runs a plan twice or out of order
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_a_prefix_is_shared_by_texts_that_differ_right_behind_it(runner) -> None
     """Its state holds nothing of the token that came next when it was stored."""
     policy = CachePolicy(snapshots=SnapshotPlacement(every=1))
     manager = KVCacheManager(LAYOUT, runner.size, policy=policy, weights_id="weights")
-    cache, texts = init_cache(LAYOUT, runner.size), (TEXT[:20], [*TEXT[:16], (TEXT[16] + 1) % 32, *TEXT[17:20]])
+    cache, texts = runner.empty_cache(), (TEXT[:20], [*TEXT[:16], (TEXT[16] + 1) % 32, *TEXT[17:20]])
     for text, hit in zip(texts, (0, 16), strict=True):
         request, rows = manager.admit_request(text), []
         assert request.num_hit == hit
@@ -91,7 +91,7 @@ def test_a_prefix_is_shared_by_texts_that_differ_right_behind_it(runner) -> None
 
 def test_a_step_of_drafts_is_taken_back_whole(runner) -> None:
     """None of its tokens is kept, and the residual of the token before it is still there."""
-    manager, cache, rows = KVCacheManager(LAYOUT, runner.size), init_cache(LAYOUT, runner.size), []
+    manager, cache, rows = KVCacheManager(LAYOUT, runner.size), runner.empty_cache(), []
     request = manager.admit_request(TEXT[:20])
     for count, kept in ((16, 16), (4, 4), (3, 0), (3, 3), (3, 1), (1, 1)):
         known = len(request.tokens)

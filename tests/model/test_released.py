@@ -137,7 +137,7 @@ def test_saves_what_was_released(tmp_path, params) -> None:
 def test_random_ones_are_drawn_packed_or_not() -> None:
     params, packed = (model.init_params(CFG, 3, "released", packed=packed, mtp=True) for packed in (False, True))
     assert_same(model.pack_layers(model.stack_projections(params)), packed)
-    other = model.init_params(CFG, 4, "released")["layers"][1]
+    other = model.init_params(CFG, 3 + 2**32, "released")["layers"][1]
     layer = params["layers"][1]
     for name, weight in (("wq_b", layer["attn"]["wq_b"]), ("down", layer["ffn"]["experts"]["down"])):
         values = np.asarray(decode(weight))
@@ -147,6 +147,13 @@ def test_random_ones_are_drawn_packed_or_not() -> None:
     assert (np.asarray(other["attn"]["wq_b"].parts[0]) != np.asarray(layer["attn"]["wq_b"].parts[0])).mean() > 0.5
     table = np.asarray(params["layers"][0]["ffn"]["tid2eid"])
     assert all(len(set(row)) == CFG.num_experts_per_tok for row in table.tolist()) and len(set(table[:, 0])) > 1
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 1.5, True, None])
+@pytest.mark.parametrize("weights", ["released", "float32"])
+def test_a_seed_has_64_bits(seed, weights: str) -> None:
+    with pytest.raises(ConfigError, match=r"'seed': expected an integer of 0..2\^64 - 1, got"):
+        model.init_params(CFG, seed, weights)
 
 
 def test_bytes_of_the_published_models() -> None:
