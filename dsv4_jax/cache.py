@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .checks import shown
 from .errors import DonatedCacheError, LayoutError, PlanError, PlanOrderError
-from .layout import MAX_LEAVES, CacheLayout, CacheSize
+from .layout import MAX_LEAVES, CacheLayout, CacheSize, check_layout
 from .ops.append import Rows, exists
 from .ops.copy import copy_units
 from .ops.pool_axis import ONE_RANK, PoolAxis
@@ -25,11 +25,12 @@ from .plan import CacheFacts, PackedPlan, StepPlan, register_pytrees
 from .serialization import layout_from_json, layout_to_json, serialized_as
 from .step import CacheStep, LayerWrites
 
-__all__ = ["LENGTHS", "KVCache", "cache_partition", "init_cache", "mesh_of"]
+__all__ = ["CHECKED", "KVCache", "cache_partition", "init_cache", "mesh_of"]
 
-# Of a checked cache, beside the layout's leaves. [slots, 3] int32: the tokens at which the slot's next step may begin,
-# at least and at most; and one more than those at which the first step began that should not have, 0 without one.
-LENGTHS = "checked.lengths"
+# Of a checked cache, beside the layout's leaves, [slots, 1] int32 each: the tokens that the slot's steps have computed,
+# and one more than those at which the first step began that should not have, 0 without one.
+LENGTH, WRONG = "checked.length", "checked.wrong"
+CHECKED = frozenset((LENGTH, WRONG))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -41,7 +42,7 @@ class KVCache:
     one raise `PlanOrderError` (see `init_cache`), whose steps are waited for there.
 
     Attributes:
-        arrays: leaf name -> array, in the order and shapes of `layout.leaves`; of a checked cache `LENGTHS`, too.
+        arrays: leaf name -> array, in the order and shapes of `layout.leaves`; of a checked cache `CHECKED`, too.
         layout: static.
         pool_axis: of the mesh, the one whose devices share each request's blocks, if any; static.
     """
@@ -93,7 +94,7 @@ class KVCache:
     @property
     def checked(self) -> bool:
         """Whether it was made with `init_cache(..., checked=True)`."""
-        return LENGTHS in self.arrays
+        return LENGTH in self.arrays
 
     def check_order(self) -> None:
         """Waits for the steps so far. Of a cache that is not checked, or while it is traced, nothing is asked.
@@ -101,46 +102,41 @@ class KVCache:
         Raises:
             PlanOrderError: one of them began elsewhere than the one before it ended.
         """
-        lengths = self.arrays.get(LENGTHS)
-        if not isinstance(lengths, jax.Array) or isinstance(lengths, jax.core.Tracer):
+        wrong = self.arrays.get(WRONG)
+        if not isinstance(wrong, jax.Array) or isinstance(wrong, jax.core.Tracer):
             return
-        for shard in lengths.addressable_shards:
-            rows = jax.device_get(shard.data)
-            if len(wrong := np.flatnonzero(rows[:, 2])):
-                least, length, start = rows[wrong[0]].tolist()
-                raise PlanOrderError(int(wrong[0]), start - 1, least, length)
+        pairs = zip(wrong.addressable_shards, self.arrays[LENGTH].addressable_shards, strict=True)
+        for starts, lengths in (jax.device_get((wrong.data, length.data)) for wrong, length in pairs):
+            if len(slots := np.flatnonzero(starts)):
+                slot = int(slots[0])
+                raise PlanOrderError(slot, int(starts[slot, 0]) - 1, int(lengths[slot, 0]))
 
     def stepped(self, plan: StepPlan) -> KVCache:
         """After a step of this plan: a checked cache compares its starts with the slots' lengths, which go on."""
         if not self.checked:
             return self
-        slots, start, stop = plan.seq_slot, plan.seq_start, plan.seq_start + plan.seq_count
-        least, length, wrong = self.arrays[LENGTHS].at[slots].get(mode="clip", wrap_negative_indices=False).T
-        begins = start == 0  # such a request owes nothing to the slot's last one
-        right = begins | ((least <= start) & (start <= length))
-        wrong = jnp.where((wrong == 0) & ~right, start + np.int32(1), wrong)
-        after = stop
-        if drafts := self.layout.draft_tokens:
-            # As many tokens as a step with drafts may have, the manager may take back, be they of one step or several.
-            after = jnp.maximum(jnp.where(begins, 0, least), stop - np.int32(1 + drafts))
-            after = jnp.where(plan.seq_count <= np.int32(1 + drafts), after, stop)
-        good = wrong == 0
-        return self._with_lengths(
-            slots, jnp.stack([jnp.where(good, after, least), jnp.where(good, stop, length), wrong], 1)
-        )
+        start, most = plan.seq_start[:, None], self._checked(LENGTH, plan.seq_slot)
+        # As many tokens as a step with drafts may have, the manager may take back, be they of one step or of several.
+        least = most - np.int32(1 + self.layout.draft_tokens if self.layout.draft_tokens else 0)
+        begins = start == 0  # and owes nothing to the request before
+        right = begins | ((least <= start) & (start <= most))
+        before = self._checked(WRONG, plan.seq_slot)
+        wrong = jnp.where(right | (before > 0), before, start + np.int32(1))
+        length = jnp.where(wrong == 0, start + plan.seq_count[:, None], most)
+        return self._with_checked(plan.seq_slot, {LENGTH: length, WRONG: wrong})
 
     def standing(self, slots: jax.Array, num_tokens: jax.Array) -> KVCache:
         """With states of so many tokens restored to these slots [N] int32; those that do not exist are left out."""
-        if not self.checked:
-            return self
-        wrong = self.arrays[LENGTHS].at[slots, 2].get(mode="clip", wrap_negative_indices=False)
-        tokens = jnp.maximum(num_tokens, 0)
-        return self._with_lengths(slots, jnp.stack([tokens, tokens, wrong], 1))
+        return self._with_checked(slots, {LENGTH: jnp.maximum(num_tokens, 0)[:, None]}) if self.checked else self
 
-    def _with_lengths(self, slots: jax.Array, rows: jax.Array) -> KVCache:
-        lengths = self.arrays[LENGTHS]
+    def _checked(self, name: str, slots: jax.Array) -> jax.Array:
+        return self.arrays[name].at[slots].get(mode="clip", wrap_negative_indices=False)
+
+    def _with_checked(self, slots: jax.Array, rows: dict[str, jax.Array]) -> KVCache:
+        # A leaf for each number: XLA may compute a row of several while it writes over it (seen on a CPU).
         real = jnp.where(exists(slots, self.slot_units), slots, np.int32(self.slot_units))
-        return dataclasses.replace(self, arrays=self.arrays | {LENGTHS: set_existing(lengths, real, rows)})
+        changed = {name: set_existing(self.arrays[name], real, row) for name, row in rows.items()}
+        return dataclasses.replace(self, arrays=self.arrays | changed)
 
     def begin(self, plan: StepPlan | PackedPlan, implementation: Choice = None) -> CacheStep[KVCache]:
         """The step that a plan describes, with the plan's copies and block-table entries carried out.
@@ -181,7 +177,7 @@ class KVCache:
         return CacheStep(self._prepared(unpacked), unpacked, frozen(implementation), nothing)
 
     def _check_arrays(self) -> None:
-        if odd := sorted(self.arrays.keys() - {LENGTHS} ^ {leaf.name for leaf in self.layout.leaves}):
+        if odd := sorted(self.arrays.keys() - CHECKED ^ {leaf.name for leaf in self.layout.leaves}):
             raise LayoutError(f"the arrays of a cache are the leaves of its layout; not both have {', '.join(odd)}")
         units = {"table": self.slot_units, "slot": self.slot_units, "block": self.block_units}
         for leaf in self.layout.leaves:
@@ -190,8 +186,10 @@ class KVCache:
             if (array.shape, array.dtype) != ((rows, width), leaf.dtype):
                 found = f"{array.dtype}{list(array.shape)}"
                 raise LayoutError(f"leaf {leaf.name} is {found}, in this cache it is {leaf.dtype}{[rows, width]}")
-        if self.checked and self.arrays[LENGTHS].shape != (self.slot_units, 3):
-            raise LayoutError(f"{LENGTHS} is {list(self.arrays[LENGTHS].shape)}, not {[self.slot_units, 3]}")
+        for name in CHECKED & self.arrays.keys():
+            found, want = [*self.arrays[name].shape], [self.slot_units, 1]
+            if found != want or not self.arrays.keys() >= CHECKED:
+                raise LayoutError(f"{name} is {found}: of {self.slot_units} slots both have {want}")
 
     def _prepared(self, plan: StepPlan) -> KVCache:
         arrays, own = dict(self.arrays), self.pool_axis.own_blocks
@@ -207,9 +205,9 @@ class KVCache:
                 units=self.block_units if block else self.slot_units,
                 rows=leaf.rows,
             )
-        if self.checked:
-            arrays[LENGTHS] = copy_units(
-                arrays[LENGTHS], plan.copy_slot_src, plan.copy_slot_dst, layers=1, units=self.slot_units, rows=1
+        for name in CHECKED & arrays.keys():
+            arrays[name] = copy_units(
+                arrays[name], plan.copy_slot_src, plan.copy_slot_dst, layers=1, units=self.slot_units, rows=1
             )
         if plan.table_slot.shape[0]:
             table = arrays["block_table.ids"]
@@ -283,7 +281,7 @@ def cache_partition(
     blocks = ours if pool_axis.name is None else PartitionSpec((*axes, pool_axis.name))
     specs: dict[str, Any] = {leaf.name: blocks if leaf.scope == "block" else ours for leaf in layout.leaves}
     if checked:
-        specs[LENGTHS] = ours
+        specs |= dict.fromkeys(CHECKED, ours)
     return KVCache(specs, layout, pool_axis)
 
 
@@ -311,11 +309,17 @@ def init_cache(
 
     Raises:
         LayoutError: more rows than int32 has numbers (see `CacheLayout.check_size`), a sharding that splits more than
-            the leading axis, or one of another layout or of other pool ranks; nothing was allocated.
+            the leading axis, or one of another layout or of other pool ranks, or arguments of another kind; nothing
+            was allocated.
     """
+    check_layout(layout)
     layout.check_size(size)
-    if not isinstance(checked, bool) or (checked and len(layout.leaves) == MAX_LEAVES):
-        why = f"its row formats have {MAX_LEAVES} arrays already" if checked is True else f"got {shown(checked)}"
+    if not isinstance(checked, bool) or (checked and len(layout.leaves) + len(CHECKED) > MAX_LEAVES):
+        why = (
+            f"with its row formats' {len(layout.leaves)} arrays there would be more than {MAX_LEAVES}"
+            if checked is True
+            else f"got {shown(checked)}"
+        )
         raise LayoutError(f"checked is True or False: {why}")
     placements = _placements(layout, sharding)
     pool_axis = sharding.pool_axis if isinstance(sharding, KVCache) else ONE_RANK
@@ -334,7 +338,7 @@ def init_cache(
 
     arrays = {leaf.name: allocate(leaf.name, *layout.leaf_shape(leaf, size), leaf.dtype) for leaf in layout.leaves}
     if checked:
-        arrays[LENGTHS] = allocate("block_table.ids", size.slot_units, 3, "int32")
+        arrays |= {name: allocate("block_table.ids", size.slot_units, 1, "int32") for name in sorted(CHECKED)}
     return KVCache(arrays, layout, pool_axis)
 
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from .checks import INT32_MAX, as_int, shown
 from .errors import CapacityError, LayoutError
-from .layout import CacheLayout, CacheSize
+from .layout import CacheLayout, CacheSize, check_layout
 from .records import block_record, page_bytes, state_pages
 
 __all__ = [
@@ -195,7 +195,9 @@ def capacity(
         CapacityError: fewer than two are given, a value is impossible, the context is beyond the
             model's, the memory is too small (the message says how much is needed), or the cache would
             have more rows than int32 has numbers (see `CacheLayout.check_size`).
+        LayoutError: `layout` is none.
     """
+    check_layout(layout)
     weights, left = _count("weight_bytes", weight_bytes, 0), hbm_bytes
     if hbm_bytes is not None and weights:
         left = _count("hbm_bytes", hbm_bytes, 1) - weights

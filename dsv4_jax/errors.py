@@ -20,6 +20,7 @@ __all__ = [
     "DonatedCacheError",
     "ExchangeError",
     "ForeignPlanError",
+    "GradientError",
     "HandoffError",
     "HashError",
     "ImplementationError",
@@ -155,15 +156,14 @@ class PlanOrderError(PlanError):
     Attributes:
         slot: of the (data shard's) cache.
         start: at which the plan says the sequence stands.
-        least, length: where it could stand: the tokens of its steps that ran, and as many less as may be drafts.
+        length: tokens that the slot's steps have computed; with drafts it could stand 1 + `draft_tokens` before it.
     """
 
-    def __init__(self, slot: int, start: int, least: int, length: int):
-        self.slot, self.start, self.least, self.length = slot, start, least, length
-        has = f"{length} tokens" if least == length else f"{least}..{length} tokens"
+    def __init__(self, slot: int, start: int, length: int):
+        self.slot, self.start, self.length = slot, start, length
         super().__init__(
-            f"a step began at token {start} of slot {slot}, which has {has}: a plan ran twice, was left out or ran out "
-            "of order, a loop ran other steps than the manager was told of, or a row that it counts was fed -1"
+            f"a step began at token {start} of slot {slot}, which has {length} tokens: a plan ran twice, was left out "
+            "or ran out of order, a loop ran other steps than the manager knows of, or a row that it counts was fed -1"
         )
 
 
@@ -196,6 +196,17 @@ class RotationError(CacheError, ValueError):
     def __init__(self, layer: int, problem: str, keys: bool | None = None, queries: bool | None = None):
         self.layer, self.keys, self.queries = layer, keys, queries
         super().__init__(f"layer {layer}: {problem}")
+
+
+class GradientError(CacheError, TypeError):
+    """A step of the cache was differentiated: what it stores and reads has no derivative."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a step of the cache has no gradient, as its rows are stored as codes and read by other steps: "
+            "differentiate a forward without a cache (such as dsv4_jax.model.forward_uncached), or what follows the "
+            "step, with jax.lax.stop_gradient around all that goes into it"
+        )
 
 
 class ExchangeError(CacheError, RuntimeError):

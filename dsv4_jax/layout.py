@@ -34,7 +34,7 @@ from .errors import LayoutError
 from .formats import Part, RowFormat
 from .schema import HcaState, LayerCacheSchema, PoolSchema, bounded_integer, build_schema, checked_block_tokens
 
-__all__ = ["CacheLayout", "CacheSize", "KeySplit", "LeafSpec"]
+__all__ = ["CacheLayout", "CacheSize", "KeySplit", "LeafSpec", "check_layout"]
 
 KeySplit = Literal["throughput", "latency", "context"]
 Scope = Literal["block", "slot", "table"]
@@ -142,7 +142,8 @@ class CacheLayout:
             same under all.
 
     Raises:
-        LayoutError: unknown format or key split, impossible block size or draft count, formats of too many parts.
+        LayoutError: unknown format or key split, impossible block size or draft count, formats of too many parts, or
+            `cfg` is none.
     """
 
     def __init__(
@@ -157,6 +158,8 @@ class CacheLayout:
         include_mtp: bool = False,
         key_split: KeySplit = "throughput",
     ):
+        if not isinstance(cfg, DSV4Config):
+            raise LayoutError(f"cfg must be a DSV4Config, got {shown(cfg)}")
         if not isinstance(include_mtp, bool):
             raise LayoutError(f"include_mtp must be True or False, got {shown(include_mtp)}")
         self.cfg = cfg
@@ -234,8 +237,10 @@ class CacheLayout:
         Raises:
             LayoutError: a leaf would have more than 2^31 - 1 rows (layers * units * rows of a unit, null units
                 included), which are as many blocks as 409 million tokens of V4-Flash fill. Or a request could
-                have as many tokens.
+                have as many tokens. Or it is no `CacheSize`.
         """
+        if not isinstance(size, CacheSize):
+            raise LayoutError(f"the size of a cache must be a CacheSize, got {shown(size)}")
         for leaf in self.leaves:
             rows, _ = self.leaf_shape(leaf, size)
             if leaf.scope != "table" and rows > INT32_MAX:
@@ -348,6 +353,12 @@ class CacheLayout:
             for part in states if pool.row == "state" else self.row_format(pool).parts:
                 yield LeafSpec(name, part.name, pool.scope, len(layers), pool.rows, part.width, part.dtype)
         yield LeafSpec("block_table", "ids", "table", 1, 1, 0, "int32")
+
+
+def check_layout(layout: Any) -> None:
+    """Raises `LayoutError` unless it is a `CacheLayout`: arguments of two kinds are easily swapped."""
+    if not isinstance(layout, CacheLayout):
+        raise LayoutError(f"the layout of a cache must be a CacheLayout, got {shown(layout)}")
 
 
 def _digest(facts: list[Any]) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 
 from .checks import INT32_MAX, as_int, shown
 from .errors import ForeignPlanError, PlanError
-from .layout import CacheLayout, CacheSize
+from .layout import CacheLayout, CacheSize, check_layout
 
 __all__ = [
     "CacheFacts", "OwnSwapPlan", "PackedPlan", "StateSwapPlan", "StepPlan", "SwapPlan", "own_ids", "register_pytrees",
@@ -54,9 +54,11 @@ class CacheFacts:
     @functools.lru_cache(maxsize=64)  # a manager asks in every step
     def of(cls, layout: CacheLayout, size: CacheSize | None) -> CacheFacts:
         """Of the caches that `init_cache(layout, size)` makes (of a shard of theirs, if they are sharded)."""
+        check_layout(layout)
         _register_beside_jax()
         if size is None:
             return cls(layout.fingerprint)
+        layout.check_size(size)
         # A model without compressed layers has no leaf that would know of blocks.
         paged = any(leaf.scope == "block" for leaf in layout.leaves)
         blocks = size.total_blocks + 1 if paged else None

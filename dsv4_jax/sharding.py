@@ -31,7 +31,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from .cache import KVCache, cache_partition
 from .checks import as_int, shown
 from .errors import LayoutError, PlanError
-from .layout import CacheLayout
+from .layout import CacheLayout, check_layout
 from .ops.attend_parts import PARTS
 from .ops.exchange import Peers, using
 from .ops.pool_axis import ONE_RANK, PoolAxis
@@ -63,8 +63,9 @@ def cache_sharding(
 
     Raises:
         LayoutError: the mesh has no such axis, the heads do not divide by the tensor axis, the pool axis is the data
-            axis, or its size is not 1, 2, 4 or 8.
+            axis, or its size is not 1, 2, 4 or 8; or the arguments are of another kind.
     """
+    check_layout(layout)
     _require_axes(mesh, data_axis, tensor_axis, pool_axis)
     heads = layout.cfg.num_attention_heads
     if tensor_axis is not None and heads % mesh.shape[tensor_axis]:

@@ -28,6 +28,7 @@ from .ops.exchange import all_gather
 from .ops.gather import gather_rows
 from .ops.index_scores import index_scores
 from .ops.merge import merge_candidates
+from .ops.no_gradient import without_gradient
 from .ops.pool_axis import PoolAxis
 from .ops.queries import finish_queries
 from .ops.registry import Choice, offered
@@ -171,6 +172,8 @@ class LayerCacheHandle(Generic[Cache]):
     `append`, reads of entries need `compress`, `index_scores` needs `compress_index` (or
     `compress` with `index`). Anything else raises `StepOrderError`.
 
+    Whatever is differentiated must not go into a layer: `GradientError`.
+
     Attributes:
         step: with this layer's writes: where the next layer is taken from.
         spec, schema: the layer, and what it keeps.
@@ -224,6 +227,7 @@ class LayerCacheHandle(Generic[Cache]):
         check.array("kv", kv, "float", "T", ring.width)
         if epilogue is not None:
             self._check_epilogue(check, "epilogue", epilogue, ring)
+        kv, epilogue = without_gradient((kv, epilogue))
         pool = self.cache.pool(ring.pool)
         place = dict(ordinal=ring.ordinal, slots=self.cache.slot_units, ring=ring.rows)
         ids = self._window_rows(ring, pool[0].shape[0])
@@ -305,7 +309,7 @@ class LayerCacheHandle(Generic[Cache]):
         """
         self._once(LayerWrites.CARRIED)
         pool, place = self._residual()
-        x = self._check.array("x", x, "float32", "T", pool.shape[1])
+        x = without_gradient(self._check.array("x", x, "float32", "T", pool.shape[1]))
         before, pool = carry_residual(pool, x, self.plan, **place)
         assert self.schema.residual is not None
         return before, self._wrote(LayerWrites.CARRIED, {self.schema.residual.pool: (pool,)}, self.window)
@@ -408,6 +412,7 @@ class LayerCacheHandle(Generic[Cache]):
         pool, keys, check = self._indexed(), self._pool(LayerWrites.INDEXED), self._check
         check.array("queries", queries, "float", "T", "heads", pool.width)
         check.array("weights", weights, "float", "T", "heads")
+        queries, weights = without_gradient((queries, weights))
         axis = self.cache.pool_axis
         table = axis.own_columns(self.cache.block_table[:, : self.plan.table_columns.shape[0]])[self.plan.token_slot]
         return index_scores(
@@ -478,6 +483,7 @@ class LayerCacheHandle(Generic[Cache]):
             listed, count = selected
         elif selected is not None:
             raise ShapeError(f"{self._name}: it selects no entries")
+        queries, sink = without_gradient((queries, sink))
         axis, split = self.cache.pool_axis, self.layout.key_split
         how: dict[str, Any] = dict(
             scale=schema.entry_head_dim**-0.5 if scale is None else scale, fmt=self.layout.row_format(schema.window),
@@ -531,6 +537,7 @@ class LayerCacheHandle(Generic[Cache]):
             base=pool.base(blocks), rows_per_block=pool.rows, fmt=self.layout.row_format(pool), blocks=blocks,
         )  # fmt: skip
         (states,) = self.cache.pool(state.pool)
+        kv, score, epilogue, ape = without_gradient((kv, score, epilogue, ape))
         return CompressorInputs(states, self.cache.pool(pool.pool), kv, score, epilogue, geometry, ape)
 
     def _compress(self, inputs: dict[LayerWrites, CompressorInputs]) -> LayerCacheHandle[Cache]:

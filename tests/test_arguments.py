@@ -1,4 +1,4 @@
-"""What a layer's methods are given is checked with the argument's name and the layer's number, traced or not."""
+"""Arguments are checked with their names: of a layer's methods with its number, traced or not; ones of other kinds."""
 
 from __future__ import annotations
 
@@ -18,15 +18,21 @@ from dsv4_jax import (
     DSV4Config,
     Epilogue,
     KVCacheManager,
+    cache_sharding,
     init_cache,
+    init_host_cache,
+    model,
+    plan_capacity,
     rope_frequencies,
 )
-from dsv4_jax.errors import RotationError, ShapeError
+from dsv4_jax.errors import ConfigError, GradientError, LayoutError, RotationError, ShapeError
+from dsv4_jax.manager import StepShape, build_plan, shape_for
 
 _, CSA, HCA = AttentionType
 CFG = DSV4Config.tiny(layer_types=(CSA, HCA), num_attention_heads=2, index_n_heads=4)
 LAYOUT = CacheLayout(CFG)
 SIZE = CacheSize(4, 2, 2)
+SHAPE = StepShape.bound(LAYOUT, 1, 1, columns=1)
 T, D, DI = 2, CFG.head_dim, CFG.index_head_dim
 FREQ = jnp.asarray(rope_frequencies(CFG, CSA))
 
@@ -115,6 +121,55 @@ def test_what_is_right_passes() -> None:
     # Any float type where no contract of bits asks for one; a share of the heads, as on a tensor axis.
     jax.eval_shape(lambda: CALLS["append"](kv=zeros(T, D, dtype=jnp.bfloat16)))
     jax.eval_shape(lambda: CALLS["attend"](queries=zeros(T, 1, D), sink=zeros(1)))
+
+
+SWAPPED: dict[str, tuple[Callable[[], Any], str]] = {
+    "manager": (lambda: KVCacheManager(SIZE, LAYOUT), r"must be a CacheLayout, got CacheSize\("),
+    "manager's size": (lambda: KVCacheManager(LAYOUT, LAYOUT), r"must be a CacheSize, got CacheLayout\("),
+    "manager's arrays": (lambda: KVCacheManager(LAYOUT, SIZE, arrays=(6, 3, 2)), r"must be a CacheSize, got \(6, 3, 2"),
+    "cache": (lambda: init_cache(SIZE, LAYOUT), r"must be a CacheLayout, got CacheSize\("),
+    "cache's size": (lambda: init_cache(LAYOUT, CFG), r"must be a CacheSize, got DSV4Config\("),
+    "host cache": (lambda: init_host_cache(4, LAYOUT), "must be a CacheLayout, got 4"),
+    "sharding": (lambda: cache_sharding(None, LAYOUT), "must be a CacheLayout, got None"),
+    "capacity": (lambda: plan_capacity(CFG, max_requests=1, max_context=8), "must be a CacheLayout, got DSV4Config"),
+    "plan": (lambda: build_plan(SIZE, [(1, 0, 1)], SHAPE), "must be a CacheLayout, got CacheSize"),
+    "plan's size": (
+        lambda: build_plan(LAYOUT, [(1, 0, 1)], SHAPE, size=LAYOUT),
+        "must be a CacheSize, got CacheLayout",
+    ),
+    "shape": (lambda: shape_for(SIZE, [(1, 0, 1)]), "must be a CacheLayout, got CacheSize"),
+    "bound": (lambda: StepShape.bound(SIZE, 1, 1, columns=1), "must be a CacheLayout, got CacheSize"),
+    "layout": (lambda: CacheLayout("fp8", CFG), "cfg must be a DSV4Config, got 'fp8'"),
+}
+
+
+@pytest.mark.parametrize("what", SWAPPED)
+def test_arguments_of_another_kind(what: str) -> None:
+    call, problem = SWAPPED[what]
+    with pytest.raises(LayoutError, match=problem):
+        call()
+
+
+def test_parameters_of_a_layout() -> None:
+    with pytest.raises(ConfigError, match=r"are those of a DSV4Config, got CacheLayout\("):
+        model.init_params(LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "x"),
+    [
+        ("append", "kv", zeros(T, D)), ("append", "epilogue", epilogue(D)), ("compress", "score", MAIN["score"]),
+        ("compress", "ape", MAIN["ape"]), ("compress_index", "kv", INDEX["kv"]),
+        ("index_scores", "weights", SCORES["weights"]), ("attend", "queries", ATTEND["queries"]),
+        ("attend", "sink", ATTEND["sink"]),
+    ],
+)  # fmt: skip
+def test_what_goes_into_a_layer_has_no_gradient(method: str, name: str, x: Any) -> None:
+    call = lambda x: CALLS[method](**{name: x})  # noqa: E731
+    for differentiated in (lambda x: jax.jvp(call, (x,), (x,)), lambda x: jax.vjp(jax.jit(call), x)[0]):
+        with pytest.raises(GradientError, match="differentiate a forward without a cache"):
+            jax.eval_shape(differentiated, x)
+    jax.eval_shape(lambda x: jax.jvp(lambda x: call(jax.lax.stop_gradient(x)), (x,), (x,)), x)
 
 
 def test_only_index_keys_are_rotated() -> None:

@@ -27,7 +27,7 @@ from dsv4_jax import (
     init_host_cache,
     model,
 )
-from dsv4_jax.errors import DonatedCacheError, LayoutError
+from dsv4_jax.errors import DonatedCacheError, GradientError, LayoutError
 from dsv4_jax.ops.scatter import set_existing
 from dsv4_jax.serialization import layout_from_json, layout_to_json
 
@@ -112,6 +112,28 @@ def test_layouts_are_written_whole(layout: CacheLayout) -> None:
     ):
         with pytest.raises(LayoutError, match=problem):
             layout_from_json(wrong)
+
+
+# Derivatives
+
+
+def test_a_step_has_no_gradient(params) -> None:
+    """One error where it would be zero or lack paths; what follows the step has one, and a forward without a cache."""
+    cache, plan, tokens = operands()
+
+    def loss(step, name):
+        return lambda x: step(params | {name: x}, cache, plan, tokens)[0].sum()
+
+    for step in (decode, jax.jit(decode)):
+        with pytest.raises(GradientError, match=r"forward_uncached"):
+            jax.eval_shape(jax.grad(loss(step, "embed")), params["embed"])
+        of_head = jax.eval_shape(jax.grad(loss(step, "head")), params["head"])
+        assert of_head.shape == params["head"].shape
+
+    def uncached(embed):
+        return model.forward_uncached(CFG, params | {"embed": embed}, np.arange(4)).sum()
+
+    assert jax.eval_shape(jax.grad(uncached), params["embed"]).shape == params["embed"].shape
 
 
 # checkify

@@ -26,7 +26,7 @@ from dsv4_jax import (
     stack_plans,
     stack_transfers,
 )  # fmt: skip
-from dsv4_jax.cache import LENGTHS
+from dsv4_jax.cache import LENGTH, WRONG
 from dsv4_jax.errors import LayoutError, PlanOrderError
 
 CFG = DSV4Config.tiny(layer_types=(AttentionType.HCA,), hca_ratio=8)
@@ -56,8 +56,9 @@ class Engine:
     def run(self, plan) -> None:
         _, self.cache = jit_write((), self.cache, plan.pack(), np.zeros(plan.num_tokens, np.int32))
 
-    def lengths(self, slot: int) -> list[int]:
-        return np.asarray(self.cache.arrays[LENGTHS])[slot].tolist()
+    def length(self, slot: int) -> int:
+        self.cache.check_order()
+        return int(self.cache.arrays[LENGTH][slot, 0])
 
 
 def test_a_plan_run_twice_left_out_or_out_of_order() -> None:
@@ -77,12 +78,11 @@ def test_a_plan_run_twice_left_out_or_out_of_order() -> None:
             with pytest.raises(PlanOrderError, match=f"began at token {start} of slot 1, which has {length}") as caught:
                 use()
             error = caught.value
-            assert (error.slot, error.start, error.least, error.length) == (1, start, length, length)
+            assert (error.slot, error.start, error.length) == (1, start, length)
     engine, plans = started()
     for plan in plans:
         engine.run(plan)
-    engine.cache.check_order()
-    assert engine.lengths(1) == [8, 8, 0]
+    assert engine.length(1) == 8
 
 
 def test_without_jit_the_step_itself_raises_and_the_cache_stays_as_it_was() -> None:
@@ -93,23 +93,22 @@ def test_without_jit_the_step_itself_raises_and_the_cache_stays_as_it_was() -> N
         write((), engine.cache, second, np.zeros(second.num_tokens, np.int32))
     engine.run(first)
     engine.run(second)
-    assert engine.lengths(1) == [6, 6, 0]
+    assert engine.length(1) == 6
 
 
 def test_drafts_may_be_taken_back_and_no_more() -> None:
     engine = Engine(DRAFTING)
     request = engine.manager.admit_request(range(10))
     engine.run(engine.plan(request, 10))
-    assert engine.lengths(1) == [10, 10, 0]
+    assert engine.length(1) == 10
     for kept in (1, 0, 3, 2):
         engine.run(plan := engine.plan(request, 3))
         engine.run(plan)  # writes the same again
         engine.manager.accept(request, kept)
-    least, length, _ = engine.lengths(1)
-    assert (least, length, request.num_cached) == (14, 17, 16)
+    assert (engine.length(1), request.num_cached) == (17, 16)
     late = engine.plan(request, 1)
     engine.run(late._replace(seq_start=late.seq_start + np.int32(2) * (late.seq_slot > 0)))
-    with pytest.raises(PlanOrderError, match=r"began at token 18 of slot 1, which has 14\.\.17 tokens"):
+    with pytest.raises(PlanOrderError, match="began at token 18 of slot 1, which has 17 tokens"):
         engine.cache.check_order()
 
 
@@ -141,8 +140,7 @@ def test_loops_of_several_steps() -> None:
         plan = engine.plan(request, 1)
         if ends:
             engine.run(plan)
-            engine.cache.check_order()
-            assert engine.lengths(1) == [17, 17, 0]
+            assert engine.length(1) == 17
         else:
             with pytest.raises(PlanOrderError, match="a row that it counts was fed -1"):
                 engine.run(plan), engine.cache.check_order()
@@ -179,8 +177,7 @@ def test_requests_that_come_back() -> None:
     manager.resume(fork)
     assert fork.num_cached == 21
     turn(fork, 1)
-    engine.cache.check_order()
-    assert engine.lengths(fork.slot) == [22, 22, 0]
+    assert engine.length(fork.slot) == 22
 
 
 def test_over_a_mesh() -> None:
@@ -213,7 +210,7 @@ def test_over_a_mesh() -> None:
     assert requests[0].num_cached == 12
     plans = turn(1, 1)
     cache.check_order()
-    assert np.asarray(cache.arrays[LENGTHS]).reshape(2, -1, 3)[:, 1].tolist() == [[13, 13, 0], [9, 9, 0]]
+    assert np.asarray(cache.arrays[LENGTH]).reshape(2, -1)[:, 1].tolist() == [13, 9]
     nothing = managers[0].plan_step([], shape=shape)
     _, cache = step((), cache, stack_plans([nothing, plans[1]]), np.zeros(2 * shape.tokens, np.int32))
     with pytest.raises(PlanOrderError, match="began at token 8 of slot 1, which has 9"):
@@ -225,6 +222,10 @@ def test_what_is_refused() -> None:
         init_cache(LAYOUT, SIZE, checked=1)
     engine = Engine()
     plan = engine.plan(engine.manager.admit_request([1]), 1)
-    arrays = engine.cache.arrays | {LENGTHS: jnp.zeros((2, 3), jnp.int32)}
-    with pytest.raises(LayoutError, match=r"checked.lengths is \[2, 3\], not \[5, 3\]"):
-        KVCache(arrays, LAYOUT).begin(plan)
+    whole = engine.cache.arrays
+    for arrays in (
+        whole | {LENGTH: jnp.zeros((2, 1), jnp.int32)},
+        {name: whole[name] for name in whole if name != WRONG},
+    ):
+        with pytest.raises(LayoutError, match=r"checked.length is .*: of 5 slots both have \[5, 1\]"):
+            KVCache(arrays, LAYOUT).begin(plan)

@@ -37,7 +37,7 @@ import numpy as np
 
 from ..checks import INT32_MAX, as_int, shown
 from ..errors import ContextLimitError, HandoffError, HashError, LayoutError, PlanError, RequestError
-from ..layout import CacheLayout, CacheSize
+from ..layout import CacheLayout, CacheSize, check_layout
 from ..plan import StepPlan
 from .allocator import as_count
 from .guard import Guard
@@ -97,7 +97,7 @@ class KVCacheManager:
 
     Raises:
         LayoutError: `size` is larger than `arrays`, or that has more rows than int32 has numbers (see
-            `CacheLayout.check_size`).
+            `CacheLayout.check_size`), or one of these is none.
         HashError: the weights' id has no canonical bytes.
         PlanError: `policy` is no `CachePolicy`, or `host` no pair of counts.
 
@@ -118,6 +118,8 @@ class KVCacheManager:
         arrays: CacheSize | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
+        check_layout(layout)
+        layout.check_size(size)
         arrays = arrays or size
         layout.check_size(arrays)
         if not arrays.holds(size):

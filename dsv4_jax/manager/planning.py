@@ -46,6 +46,7 @@ def build_plan(
             another has, too;
             the cache has no such slot, block or column; two copies fill one unit; or what is given are no rows of so
             many integers.
+        LayoutError: `layout` or `size` is none.
     """
     facts = CacheFacts.of(layout, size)
     if not isinstance(shape, StepShape):

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..checks import INT32_MAX, as_int, shown
 from ..errors import PlanError
-from ..layout import CacheLayout
+from ..layout import CacheLayout, check_layout
 from .allocator import as_count
 
 __all__ = ["StepSequence", "StepShape", "StepTokens", "int_rows", "shape_for"]
@@ -75,7 +75,9 @@ class StepShape:
 
         Raises:
             PlanError: a number is no count.
+            LayoutError: `layout` is none.
         """
+        check_layout(layout)
         sequences, tokens, columns, steps = (
             as_count(f"a shape's {name}", value, 1, INT32_MAX)
             for name, value in (("sequences", sequences), ("tokens", tokens), ("columns", columns), ("steps", steps))
@@ -201,7 +203,9 @@ def shape_for(
 
     Raises:
         PlanError: a number is no count, or a sequence has no slot, starts before position 0 or has no token.
+        LayoutError: `layout` is none.
     """
+    check_layout(layout)
     table_entries, slot_copies, block_copies = (
         as_count(name, value, 0, INT32_MAX)
         for name, value in (

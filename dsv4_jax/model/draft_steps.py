@@ -14,7 +14,7 @@ from ..errors import ShapeError
 from ..ops.registry import Choice
 from ..plan import PackedPlan, StepPlan
 from .ahead import moved
-from .forward import head, layers
+from .forward import check_tokens, head, layers
 from .mtp import check_mtp, flat, follow, guess, mtp_layer
 from .names import MTP
 from .params import Params
@@ -67,8 +67,7 @@ def draft_step(
         SamplingError: not greedy, and `keys` is missing.
     """
     plan, cache = _begun(params, cache, plan, width, implementation)
-    if tokens.shape != (plan.num_tokens,):
-        raise ShapeError(f"tokens has shape {tokens.shape}, the plan schedules {(plan.num_tokens,)}")
+    check_tokens(tokens, plan.num_tokens)
     how = _How(params, drafts, width, sampling, keys, index_qat, implementation)
     return how.step(cache, plan, tokens)
 
@@ -108,10 +107,11 @@ def draft_loop(
         ShapeError: `tokens` is not one of each sequence, or a step may have more tokens than 1 + `width` of each.
     """
     plan, cache = _begun(params, cache, plan, width, implementation)
-    if tokens.shape != (plan.num_seqs,) or plan.num_tokens > plan.num_seqs * (1 + width):
+    check_tokens(tokens, plan.num_seqs)
+    if plan.num_tokens > plan.num_seqs * (1 + width):
         raise ShapeError(
-            f"tokens has shape {tokens.shape}, the plan {plan.num_seqs} sequences and {plan.num_tokens} tokens: "
-            f"steps of one known token and up to {width} drafts of each"
+            f"the plan has {plan.num_seqs} sequences and {plan.num_tokens} tokens: steps of one known token and up to "
+            f"{width} drafts of each"
         )
     how = _How(params, drafts, width, sampling, keys, index_qat, implementation)
     plan, tokens = plan.only(tokens >= 0), jnp.maximum(tokens, 0)

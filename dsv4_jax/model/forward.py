@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,11 @@ from jax import lax
 
 from .. import ops
 from ..cache import KVCache
+from ..checks import shown
 from ..config import DSV4Config
 from ..errors import ShapeError
 from ..ops.hyper_connection import Written
+from ..ops.no_gradient import without_gradient
 from ..ops.registry import Choice
 from ..ops.sequence import EARLY
 from ..plan import PackedPlan, StepPlan
@@ -30,6 +32,7 @@ __all__ = [
     "GPU_DECODE_OPTIONS",
     "activations",
     "block",
+    "check_tokens",
     "decode_loop",
     "decode_step",
     "embed",
@@ -145,8 +148,7 @@ def decode_loop(
     """
     begun = cache.begin(_one_token_each(plan))
     cache, plan = begun.finish(partial=True), begun.plan.settled()  # once for all steps
-    if tokens.shape != (plan.num_seqs,):
-        raise ShapeError(f"tokens has shape {tokens.shape}, the plan schedules {(plan.num_seqs,)}")
+    check_tokens(tokens, plan.num_seqs)
     plan, tokens = plan.only(jnp.asarray(tokens)[plan.seq_first] >= 0), jnp.maximum(tokens, 0)
 
     def step(carry: tuple[KVCache, jax.Array], ahead: jax.Array) -> tuple[tuple, jax.Array]:
@@ -169,13 +171,13 @@ def layers(
     Raises:
         ShapeError: `tokens` does not match the plan.
     """
-    cfg, scheduled, dtype = step.layout.cfg, (step.plan.num_tokens,), activations(params)
-    if tokens.shape != scheduled:
-        raise ShapeError(f"tokens has shape {tokens.shape}, the plan schedules {scheduled}")
+    cfg, dtype = step.layout.cfg, activations(params)
+    check_tokens(tokens, step.plan.num_tokens)
 
     def run() -> tuple[Residual, CacheStep[KVCache]]:
-        residual, after = embed(params, tokens, cfg), step
-        for i, p in enumerate(params["layers"]):
+        # All weights, not only what goes into the cache: of kernels without a gradient jax has words of its own.
+        residual, after = without_gradient(embed(params, tokens, cfg)), step
+        for i, p in enumerate(without_gradient(params["layers"])):
             residual, handle = block(p, after.layer(i), residual, tokens, dtype, index_qat=index_qat)
             after = handle.step
         return residual, after
@@ -205,6 +207,15 @@ def joined(function: Callable[[], T], rows: int) -> Callable[[], T]:
     if rows > MOST_JOINED:
         return function
     return ops.in_sequence(function, early=EARLY if rows <= MOST_EARLY else ())
+
+
+def check_tokens(tokens: Any, scheduled: int) -> None:
+    """Raises `ShapeError` unless they are an array of as many integers as are scheduled."""
+    dtype = getattr(tokens, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+        raise ShapeError(f"tokens are {shown(tokens) if dtype is None else dtype}, expected an array of integers")
+    if tokens.shape != (scheduled,):
+        raise ShapeError(f"tokens has shape {tokens.shape}, the plan schedules {(scheduled,)}")
 
 
 def _one_token_each(plan: StepPlan | PackedPlan) -> StepPlan:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from ..cache import KVCache
 from ..errors import ShapeError
 from ..ops.hyper_connection import widened
+from ..ops.no_gradient import without_gradient
 from ..ops.registry import Choice
 from ..plan import PackedPlan, StepPlan
 from ..step import CacheStep, LayerCacheHandle
@@ -90,7 +91,7 @@ def guess(
     `whole`: the residual is used; else XLA leaves out what only it needs, which kernels that are one call would not let
     it.
     """
-    p, cfg, dtype = params[MTP][0], handle.layout.cfg, activations(params)
+    p, cfg, dtype = without_gradient(params[MTP][0]), handle.layout.cfg, activations(params)
     streams = before.reshape(-1, cfg.hidden_size)
     embedded = rms_norm(params["embed"][tokens].astype(jnp.float32), p["enorm"], cfg.rms_norm_eps)
     told = linear(rms_norm(streams, p["hnorm"], cfg.rms_norm_eps), p["h_proj"])

@@ -41,8 +41,10 @@ def param_specs(cfg: DSV4Config, weights: Weights = jnp.float32, *, mtp: bool = 
     Raises:
         ShapeError: a matrix has a size that its released format does not have.
         ConfigError: `weights` is something else; the released formats go with another way of scoring experts; `mtp` is
-            no bool, or asks for the MTP layer of a model that has not one.
+            no bool, or asks for the MTP layer of a model that has not one; or `cfg` is none.
     """
+    if not isinstance(cfg, DSV4Config):
+        raise ConfigError(None, f"the parameters of a model are those of a DSV4Config, got {shown(cfg)}")
     if not isinstance(mtp, bool):
         raise ConfigError("mtp", f"expected True or False, got {shown(mtp)}")
     if mtp and cfg.num_mtp_layers != 1:

@@ -18,7 +18,7 @@ from ..config import AttentionType, DSV4Config
 from ..ops.hyper_connection import Written, widened
 from ..ops.numerics import rope_frequencies
 from .attention import output_projection
-from .forward import activations, embed, head
+from .forward import activations, check_tokens, embed, head
 from .hyper_connections import Residual, read
 from .moe import moe
 from .numerics import linear, matmul, rms_norm
@@ -29,7 +29,10 @@ __all__ = ["attention_uncached", "chosen_uncached", "forward_uncached", "mtp_unc
 
 @functools.partial(jax.jit, static_argnums=0)
 def forward_uncached(cfg: DSV4Config, params: Params, tokens: jax.Array) -> jax.Array:
-    """Logits [T, vocab] float32 of one sequence, [T] int32. Memory grows with T squared."""
+    """Logits [T, vocab] float32 of one sequence, [T] int32. Memory grows with T squared.
+
+    Raises `ShapeError` if the tokens are no array of integers.
+    """
     return head(params, _backbone(params, tokens, cfg), cfg)
 
 
@@ -56,6 +59,7 @@ def mtp_uncached(cfg: DSV4Config, params: Params, tokens: jax.Array) -> jax.Arra
 
 def _backbone(params: Params, tokens: jax.Array, cfg: DSV4Config) -> Residual:
     """After the last layer."""
+    check_tokens(tokens, len(tokens))
     residual, dtype = embed(params, tokens, cfg), activations(params)
     for p, attn in zip(params["layers"], cfg.layer_types, strict=True):
         residual = _layer(p, residual, tokens, attn, cfg, dtype)

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
+from .no_gradient import NAME as WITHOUT_GRADIENT
+
 __all__ = ["ALIGNMENT", "Group", "Node", "Program", "groups_of", "in_order", "read_program"]
 
 # Bytes: slices that begin at a multiple are read where they lie, others are cut by XLA. Kernels load 16 bytes at a
@@ -130,7 +132,7 @@ def _view(eqn: Any) -> int | None:
         return None
     name, params = eqn.primitive.name, eqn.params
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval
-    if name in ("squeeze", "expand_dims"):
+    if name in ("squeeze", "expand_dims", WITHOUT_GRADIENT):
         return 0
     if name == "reshape":
         return 0 if params["dimensions"] is None else None

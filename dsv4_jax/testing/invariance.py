@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from ..errors import PlanError
 from ..manager import KVCacheManager
 from ..manager.request import Request
 from .live import assert_same_bytes
@@ -21,15 +22,20 @@ def assert_chunking_invariant(
 
     Args:
         tokens: of the request; at least two blocks of them, or the compressors have nothing to do.
-        chunks: the ways to cut; default: `chunkings`.
+        chunks: the ways to cut, at least one; default: `chunkings`.
 
     Raises:
+        PlanError: there is no way, or one that does not cut these tokens.
         AssertionError: says which chunks differ from single tokens, and where.
     """
-    serial = runner.alone(tokens, [1] * len(tokens))
-    for sizes in chunks or chunkings(runner, len(tokens)):
+    ways = [*(chunkings(runner, len(tokens)) if chunks is None else chunks)]
+    if not ways:
+        raise PlanError(f"no chunks to cut {len(tokens)} tokens into: nothing would be compared")
+    for sizes in ways:
         if sum(sizes) != len(tokens) or not all(0 < size <= runner.shape.tokens for size in sizes):
-            raise ValueError(f"chunks {list(sizes)} do not cut {len(tokens)} tokens into 1..{runner.shape.tokens} each")
+            raise PlanError(f"chunks {list(sizes)} do not cut {len(tokens)} tokens into 1..{runner.shape.tokens} each")
+    serial = runner.alone(tokens, [1] * len(tokens))
+    for sizes in ways:
         _assert_same(runner.alone(tokens, sizes), serial, f"chunks {_short(sizes)} against single tokens")
 
 
@@ -58,8 +64,11 @@ def assert_batch_invariant(runner: StepRunner, prompts: Sequence[Sequence[int]],
         prompts: 2 or more, at most as many as the runner's size has slots.
 
     Raises:
+        PlanError: there are fewer than two: nobody is anybody's neighbour.
         AssertionError: says which prompt differs, and where.
     """
+    if len(prompts) < 2:
+        raise PlanError(f"requests among others are at least two, got {len(prompts)} prompts")
     rng = np.random.default_rng(seed)
     manager = KVCacheManager(runner.layout, runner.size)
     cache = with_garbage(runner.empty_cache(), rng)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from ..cache import LENGTHS, KVCache, init_cache
+from ..cache import CHECKED, KVCache, init_cache
 from ..errors import ShapeError
 from ..layout import CacheLayout, CacheSize
 from ..manager import KVCacheManager, StepShape
@@ -137,5 +137,5 @@ def with_garbage(cache: KVCache, rng: np.random.Generator) -> KVCache:
             data = np.frombuffer(rng.bytes(leaf.nbytes), leaf.dtype).reshape(leaf.shape)
         return jax.device_put(data, leaf.sharding)
 
-    drawn = {name: x if name == LENGTHS else garbage(x) for name, x in sorted(cache.arrays.items())}
+    drawn = {name: x if name in CHECKED else garbage(x) for name, x in sorted(cache.arrays.items())}
     return dataclasses.replace(cache, arrays=cache.arrays | drawn)

@@ -6,6 +6,7 @@ import collections
 
 import numpy as np
 
+from ..manager.allocator import as_count
 from ..tiers.host_cache import init_host_cache
 from .mixes import Mix, host_size
 from .runner import StepRunner, with_garbage
@@ -66,15 +67,17 @@ def assert_serving_invariant(runner: StepRunner, *, mixes: int = 3, first: int =
     texts that are changed while their request is preempted, sleep.
 
     Args:
-        mixes: how many; a few see the usual mistakes, some hundred the rare ones.
+        mixes: how many, at least one; a few see the usual mistakes, some hundred the rare ones.
         first: seed of the first.
 
     Returns:
         What happened how often: look whether it is what you wanted to see (`Mixes.missing` says what never did).
 
     Raises:
+        PlanError: no number of mixes.
         AssertionError: names the request, the position, or the pool that differs, and the mix.
     """
+    mixes = as_count("mixes", mixes, 1)
     run = Mixes(runner)
     for seed in range(first, first + mixes):
         run.run(seed)

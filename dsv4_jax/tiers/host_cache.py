@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from ..errors import CapacityError
-from ..layout import CacheLayout
+from ..layout import CacheLayout, check_layout
 from ..records import page_bytes
 
 __all__ = ["HostCache", "init_host_cache"]
@@ -64,8 +64,10 @@ def init_host_cache(
             the number of shards, each holding records of its own, null page included.
 
     Raises:
+        LayoutError: `layout` is none.
         CapacityError: an impossible count, or the memory is not available; says how much was asked for.
     """
+    check_layout(layout)
     if not isinstance(num_pages, int | np.integer) or isinstance(num_pages, bool) or num_pages < 1:
         raise CapacityError(f"num_pages must be an integer >= 1, got {num_pages!r}")
     placement: Sharding

@@ -146,7 +146,7 @@ def test_positions_reach_what_int32_does() -> None:
     plan = build_plan(LAYOUT, [StepSequence(1, last, 1)], shape)
     assert plan.seq_stop.tolist() == [2**31 - 1] and plan.token_position.tolist()[0] == last
     for start, count, steps in ((last, 2, 1), (last, 1, 2), (last + 1, 1, 1), (last - 4, 2, 3)):
-        with pytest.raises(PlanError, match="would have .* tokens: positions are int32 and reach 2147483646"):
+        with pytest.raises(PlanError, match=r"would have .* tokens: positions are int32 and reach 2147483646"):
             build_plan(LAYOUT, [StepSequence(1, start, count)], shape, steps=steps)
         with pytest.raises(PlanError, match="positions are int32"):
             shape_for(LAYOUT, [StepSequence(1, start, count)], steps=steps)

@@ -119,6 +119,21 @@ def test_wrong_token_shape_is_refused(params):
             decode(params, cache, plan, np.zeros(4, np.int32))
 
 
+@pytest.mark.parametrize(
+    "tokens", [np.zeros(4, np.float32), np.zeros(4, bool), [0] * 4, None, np.zeros(4, object)], ids=str
+)
+def test_tokens_that_are_no_ids_are_refused(params, tokens):
+    layout, size = CacheLayout(CFG, "f32", "f32"), CacheSize(1, 1, 1)
+    cache, manager = init_cache(layout, size), KVCacheManager(layout, size)
+    plan = manager.plan_step([(manager.admit_request([1, 2, 3, 4]), 4)])
+    for step in (model.forward, model.prefill):
+        with pytest.raises(ShapeError, match=r"tokens are .*, expected an array of integers"):
+            step(params, cache, plan, tokens)
+    if isinstance(tokens, np.ndarray) and tokens.dtype != object:
+        with pytest.raises(ShapeError, match=r"tokens are .*, expected an array of integers"):
+            model.forward_uncached(CFG, params, tokens)
+
+
 def test_index_rotation_needs_a_power_of_two():
     cfg = DSV4Config.tiny(index_head_dim=24)
     assert model.index_qat_default(CacheLayout(cfg, "fp8", "bf16")) is False

@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend.core import Literal
 from numpy.lib.stride_tricks import as_strided
 
+from dsv4_jax.ops import no_gradient
 from dsv4_jax.ops.lanes import MOST
 
 __all__ = ["checked", "compare"]
@@ -171,6 +172,8 @@ def check_order(calls: list[Call]) -> None:
 def view(eqn: Any) -> int | None:
     """Of an operation whose result lies in its operand, row by row: the element at which it begins."""
     name, params = eqn.primitive.name, eqn.params
+    if name == no_gradient.NAME:
+        return 0
     if name not in ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice"):
         return None
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval

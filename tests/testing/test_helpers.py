@@ -22,7 +22,7 @@ from dsv4_jax import (
     model,
     testing,
 )
-from dsv4_jax.errors import ShapeError
+from dsv4_jax.errors import PlanError, ShapeError
 from dsv4_jax.testing import Held, StepRunner
 
 _, CSA, HCA = AttentionType
@@ -56,6 +56,17 @@ def test_a_right_step_passes_all() -> None:
     seen = testing.assert_serving_invariant(right, mixes=2)
     assert seen["comparisons"] > 5 and seen["mixes"] == 2 and not seen["drafts accepted"]
     assert right.executables == 1
+
+
+def test_a_comparison_of_nothing_is_refused() -> None:
+    for compare, problem in (
+        (lambda right: testing.assert_chunking_invariant(right, PROMPTS[0], []), "no chunks to cut 37 tokens into"),
+        (lambda right: testing.assert_batch_invariant(right, PROMPTS[:1]), "at least two, got 1 prompts"),
+        (lambda right: testing.assert_batch_invariant(right, []), "at least two, got 0 prompts"),
+        (lambda right: testing.assert_serving_invariant(right, mixes=0), "mixes must be at least 1, got 0"),
+    ):
+        with pytest.raises(PlanError, match=problem):
+            compare(runner())
 
 
 # Mistakes, each seen by the comparison that is for it.
@@ -129,7 +140,7 @@ def test_what_only_a_manager_brings_about_is_seen() -> None:
 def test_a_runner_needs_the_logits_of_every_token() -> None:
     with pytest.raises(ShapeError, match=r"logits \(4, 32\): comparisons need those of every token, \(16, vocab\)"):
         testing.assert_chunking_invariant(runner(model.prefill), PROMPTS[0])
-    with pytest.raises(ValueError, match="do not cut 5 tokens"):
+    with pytest.raises(PlanError, match="do not cut 5 tokens"):
         testing.assert_chunking_invariant(runner(), PROMPTS[2], [[2, 2]])
 
 
