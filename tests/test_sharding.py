@@ -70,6 +70,22 @@ def run(params, shards: list[int], mesh=None) -> tuple[list[np.ndarray], KVCache
     return logits, cache
 
 
+@pytest.mark.parametrize("mesh", ["data4_auto"], indirect=True)
+def test_shard_map_by_hand(params, mesh):
+    """As own_model.md says: split as `cache_sharding` says, and with `check_vma=False`."""
+    where, shape = cache_sharding(LAYOUT, mesh), StepShape.bound(LAYOUT, 2, 16, columns=2)
+    managers = [KVCacheManager(LAYOUT, SIZE) for _ in range(4)]
+    plan = stack_plans([m.plan_step(feeds_of(m, i)[0], shape=shape) for i, m in enumerate(managers)])
+    specs, rows = jax.tree.map(lambda sharding: sharding.spec, where), jax.P("data")
+    step = jax.shard_map(
+        model.forward, mesh=mesh, in_specs=(jax.P(), specs, rows, rows), out_specs=(rows, specs), check_vma=False
+    )
+    cache = init_cache(LAYOUT, SIZE, sharding=where)
+    logits, after = jax.eval_shape(step, params, cache, plan, np.zeros(4 * shape.tokens, np.int32))
+    assert logits.shape == (4 * shape.tokens, CFG.vocab_size)
+    assert jax.tree.map(jnp.shape, after.arrays) == jax.tree.map(jnp.shape, cache.arrays)
+
+
 @pytest.mark.parametrize("mesh", ["data4"], indirect=True)
 @pytest.mark.slow
 def test_model_step_equals_single_device(params, mesh):
