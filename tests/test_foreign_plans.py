@@ -138,7 +138,7 @@ def test_rows_and_columns_beyond_the_cache_are_refused() -> None:
     with pytest.raises(PlanError, match="columns=4: the table has 3"):
         build_plan(LAYOUT, [StepSequence(1, 0, 1)], wide, size=SIZE)
     with pytest.raises(PlanError, match=f"columns={2**24 + 1}: the table has {2**24}"):
-        build_plan(LAYOUT, [StepSequence(1, 2**31, 1)], StepShape.bound(LAYOUT, 1, 1, columns=2**24 + 1))
+        build_plan(LAYOUT, [StepSequence(1, 2**31 - 2, 1)], StepShape.bound(LAYOUT, 1, 1, columns=2**24 + 1))
 
 
 def test_the_next_decode_is_of_the_same_cache() -> None:
