@@ -6,7 +6,6 @@ still be refused is refused before anything changes.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Hashable, Iterable
 
 from ..errors import HashError, NoFreeSlotError, RequestError
@@ -16,6 +15,7 @@ from .last_step import LastStep
 from .parking import Parking
 from .prefix.hashing import BlockHasher, HashSpec
 from .prefix.node import T
+from .prefix.token_ids import packed, token_ids
 from .publishing import Publisher
 from .request import Request, RequestState
 from .request_book import RequestBook
@@ -140,9 +140,9 @@ class Lifecycle:
         certain = max(request.num_prompt, len(history) + 1) if self._layout.draft_tokens else len(tokens)
         ids = history[:]
         try:
-            ids += array("I", tokens[len(history) : certain])
+            ids += packed(token_ids(tokens[len(history) : certain], self._layout.cfg.vocab_size))
             hasher.follow(ids)
-        except (HashError, OverflowError, TypeError):  # no ids: `plan_tokens` will say so
+        except HashError:  # no ids: `plan_tokens` will say so
             ids = history
             hasher.follow(ids)
         hasher.truncate(len(ids))

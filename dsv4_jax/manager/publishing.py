@@ -1,19 +1,16 @@
-"""What requests leave in the prefix tree: full blocks, and snapshots at block boundaries. Pure Python + numpy."""
+"""What requests leave in the prefix tree: full blocks, and snapshots at block boundaries. Pure Python."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 from typing import NamedTuple
-
-import numpy as np
 
 from ..errors import HashError
 from ..layout import CacheLayout
 from .policies import Placement, SnapshotPlacement
 from .prefix.node import SETTLED, Node, S, T, Tier, Unit
 from .prefix.prefix_tree import PrefixTree
-from .prefix.token_ids import check_range
+from .prefix.token_ids import packed, token_ids
 from .prefix.worth import kind_of
 from .request import Request
 from .tiered_cache import TieredCache
@@ -131,10 +128,8 @@ class Publisher:
         if len(history) >= tokens:
             return
         try:
-            fresh = array("I", request.ids[len(history) : tokens])
-            check_range(np.frombuffer(fresh, np.uint32), self._vocab_size)
-            history.extend(fresh)
-        except (HashError, OverflowError, TypeError):  # no ids that a step could have computed
+            history.extend(packed(token_ids(request.ids[len(history) : tokens], self._vocab_size)))
+        except HashError:  # no ids that a step could have computed
             request.hasher = None  # nothing more of this request is cached
 
     def last_written(self, request: Request) -> list[Node]:

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from ..checks import shown
+from ..checks import as_int, shown
 from ..errors import PlanError, RequestError
 from .prefix.hashing import BlockHasher
 from .prefix.node import Node, S
@@ -151,7 +151,7 @@ class Request:
         ids, history = self.ids, self.history
         if (first := ids.changed_from) < len(history):
             same = zip(ids[first : len(history)], history[first:], strict=False)
-            here = next((i for i, (now, fed) in enumerate(same, first) if now != fed), min(len(ids), len(history)))
+            here = next((i for i, (now, fed) in enumerate(same, first) if as_int(now) != fed), min(len(ids), len(history)))
             if here < min(self.num_cached, len(history)):
                 now = f"is {shown(ids[here])} now" if here < len(ids) else "is gone now"
                 raise RequestError(

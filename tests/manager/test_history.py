@@ -234,3 +234,34 @@ def test_a_preempted_request_goes_on_with_what_its_tokens_say(host: HostSize | N
         assert fed == changed[len(changed) - len(fed) :]
         manager.check_integrity()
         manager.release_request(request)
+
+
+class Refusing:
+    """No token, and it says so in its own way."""
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("not to be compared")
+
+    def __index__(self) -> int:
+        raise RuntimeError("deleted")
+
+
+@pytest.mark.parametrize("wrong", [np.arange(2), Refusing(), None, 3.0], ids=["array", "refusing", "none", "float"])
+def test_what_is_no_token_closes_no_manager(wrong: object) -> None:
+    """In place of a computed id it raised whatever its comparison raises, and the manager was closed."""
+    manager = make(num_blocks=30, host=HostSize(40))
+    request = manager.admit_request(PROMPT)
+    manager.plan_tokens(manager.plan_step([(request, 16)]))
+    list(manager.take_transfers())
+    request.tokens[3] = wrong
+    with pytest.raises(RequestError, match="token 3 was fed as 3 and is"):
+        manager.plan_step([(request, 1)])
+    manager.preempt(request)
+    manager.resume(request)
+    assert request.num_cached == 0
+    plan = manager.plan_step([(request, 8)])
+    with pytest.raises(RequestError):
+        manager.plan_tokens(plan)
+    manager.commit()
+    manager.release_request(request)
+    manager.check_integrity()
