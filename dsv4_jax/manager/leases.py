@@ -77,7 +77,7 @@ class Leases:
         self.expire()
         self._publisher.commit()
         lease = next((lease for lease in self.active.values() if lease.request is request), None)
-        if lease is None or not self.is_sound(lease.id):
+        if lease is None or not self.is_sound(lease.id) or not self._is_of(lease, request):
             lease = self._open(request, lease)
         lease.until = self._clock() + seconds
         self._hold_blocks(lease)
@@ -141,6 +141,14 @@ class Leases:
         lease = Lease(f"{self._name}-{self._count}", request, 0.0, hold, total, root)
         self.active[lease.id] = lease
         return lease
+
+    def _is_of(self, lease: Lease, request: Request) -> bool:
+        """Whether what was told is of the text that the request goes on with: preempted, it may have been rewritten."""
+        assert request.hasher is not None  # see `export`
+        told = len(lease.nodes)
+        if lease.total > max(len(request.tokens) - 1, 0) // self._layout.block_tokens:
+            return False
+        return not told or request.hasher.digests[told - 1 : told] == [lease.nodes[-1].digest]
 
     def _end(self, lease: Lease) -> None:
         del self.active[lease.id]

@@ -496,3 +496,27 @@ def test_broken_off_anywhere_it_is_whole_or_refuses_all_but_reset(call: str) -> 
             host.manager.check_integrity()
         assert len(host.manager.cache.try_pages(range(HOST.num_pages))) == HOST.num_pages
     assert hits > 2
+
+
+def test_a_lease_is_of_one_text() -> None:
+    """The request was preempted and rewritten: old blocks were told of as the beginning of the new text."""
+    host = Host(host=HostSize(60))
+    manager, request = host.manager, host.manager.admit_request(PROMPT)
+    manager.plan_tokens(manager.plan_step([(request, 2 * BLOCK)]))
+    list(manager.take_transfers())
+    told = manager.export_request(request)
+    assert len(told.blocks) == 2
+    manager.preempt(request)
+    request.tokens[: 2 * BLOCK] = [200] * (2 * BLOCK)
+    manager.resume(request)
+    while request.num_pending > 3:
+        manager.plan_tokens(manager.plan_step([(request, BLOCK)]))
+        list(manager.take_transfers())
+    new = manager.export_request(request)
+    assert new.lease != told.lease and new.first == 0 and len(new.blocks) == new.total
+    assert not set(new.blocks) & set(told.blocks) and manager.export_again(told.lease) is None
+    manager.preempt(request)
+    del request.tokens[3 * BLOCK :]
+    manager.resume(request)
+    assert manager.export_request(request).total == 2
+    manager.check_integrity()
