@@ -50,10 +50,12 @@ class _Progress:
     """How far the stages of one queue have run, in calls: as many to a stage as it has fields.
 
     Attributes:
+        relied: of these, those that the manager has taken notice of: what it does since relies on them.
         closed: whether the manager was reset since: none of them may run any more.
     """
 
     ran: int = 0
+    relied: int = 0
     closed: bool = False
 
 
@@ -101,9 +103,10 @@ class Transfers(list[TransferStage]):
 
     def _begin(self) -> None:
         progress = self._progress
-        if self._looked_from is not None and progress.ran == self._stop:  # they may only have been looked at
-            progress.ran = self._looked_from
-        if self.has_own and progress.closed:
+        looked_from = self._looked_from
+        if looked_from is not None and progress.ran == self._stop and progress.relied <= looked_from:
+            progress.ran = looked_from  # they may only have been looked at
+        if progress.closed and (self.has_own or not self.ran):
             raise PlanError("these transfers were taken before the manager was reset: they must not run any more")
         if self.has_own and self.ran:
             raise PlanError("these transfers have run already: every copy runs once")
@@ -196,6 +199,7 @@ class TransferQueue:
 
     def have_run(self, asked: int) -> bool:
         """Whether the first `asked` stages were gone through: their copies are queued on the device then."""
+        self._forget_run()
         return self._progress.ran >= asked * _CALLS
 
     def drain(self) -> Transfers:
@@ -220,6 +224,7 @@ class TransferQueue:
         while self._waiting and self._progress.ran >= (self._gone + 1) * _CALLS:
             self._waiting.popleft()
             self._gone += 1
+        self._progress.relied = self._gone * _CALLS
 
     def _open(self) -> _Stage:
         self._stages.append(_Stage())

@@ -94,6 +94,37 @@ def test_stages_may_be_looked_at_before_they_run() -> None:
         device.transfer(transfers)
 
 
+def preempted(manager: KVCacheManager, prompt: list[int]) -> Transfers:
+    """The transfers that park a request of this prompt."""
+    run(manager, prompt).tokens.append(1)
+    manager.preempt(manager.requests[0])
+    manager.plan_step([])
+    return manager.take_transfers()
+
+
+def test_what_was_looked_at_and_relied_upon_runs_no_more() -> None:
+    """The later ones took a stage of their own for one of before, and ran it twice."""
+    manager = make(num_blocks=6, host=HostSize(60))
+    early = preempted(manager, PROMPT[:20])
+    assert list(early)
+    late = preempted(manager, [9] * 20)
+    with pytest.raises(PlanError, match="have run already"):
+        next(iter(early))
+    assert [*late.calls()] == [call for stage in late[:] for call in stage._asdict().items()]
+
+
+def test_no_copy_of_an_earlier_step_runs_after_a_reset() -> None:
+    """Of transfers that were nothing but late ones, the first call was given out before it was refused."""
+    manager = make(num_blocks=6, host=HostSize(60))
+    preempted(manager, PROMPT[:20])
+    manager.plan_step([])
+    late = manager.take_transfers()
+    assert len(late) and not late.has_own
+    manager.reset()
+    with pytest.raises(PlanError, match="before the manager was reset"):
+        next(late.calls())
+
+
 @pytest.mark.parametrize("leave", ["sleep", "resize"])
 def test_no_step_on_new_arrays_before_the_old_ones_were_copied(leave: str) -> None:
     manager = make(num_blocks=6, host=HostSize(60))
