@@ -532,7 +532,8 @@ class KVCacheManager:
         Call it before the requests are released. For a plan of K steps: the tokens of the first.
 
         Raises:
-            RequestError: a request of the plan is gone, or does not know its tokens of it.
+            RequestError: a request of the plan is gone, does not know its tokens of it, or its `tokens` were changed
+                where they are computed.
             ForeignPlanError: the plan was made for another layout or size.
             PlanError: it is no plan of `plan_step` (packed, say, or stacked).
         """

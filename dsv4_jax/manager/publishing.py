@@ -123,9 +123,12 @@ class Publisher:
         return min(tokens, known) // self.block_tokens
 
     def note(self, request: Request, tokens: int) -> None:
-        """Takes the first `tokens` ids for computed, as far as they are known and not noted yet."""
+        """Takes the first `tokens` ids for computed, as far as they are known and not noted yet.
+
+        None while ids before them differ from what was noted: these may stand elsewhere than where they were computed.
+        """
         history = request.history
-        if len(history) >= tokens:
+        if len(history) >= tokens or request.is_displaced:
             return
         try:
             history.extend(packed(token_ids(request.ids[len(history) : tokens], self._vocab_size)))
@@ -171,7 +174,7 @@ class Publisher:
         """Whether the digests of the first `blocks` blocks are those of what was scheduled."""
         tokens, start = blocks * self.block_tokens, len(request.nodes) * self.block_tokens
         self.note(request, tokens)
-        if request.hasher is None:
+        if request.hasher is None or len(request.history) < tokens:
             return False
         request.hasher.follow(request.history[start:tokens], start)
         return True

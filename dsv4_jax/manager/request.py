@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import sys
 from array import array
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -142,6 +141,18 @@ class Request:
         if ids is not self.ids:
             self.ids[:] = ids
 
+    @property
+    def is_displaced(self) -> bool:
+        """Whether `tokens` differs from what was noted, so that ids behind may not be where they were computed."""
+        return self.ids.changed_from < len(self.history) and self._first_changed() < len(self.history)
+
+    def _first_changed(self) -> int:
+        """The lowest index at which `tokens` differs from what was noted, or either ends."""
+        ids, history = self.ids, self.history
+        first, stop = self.ids.changed_from, min(len(ids), len(history))
+        same = zip(ids[first:stop], history[first:stop], strict=True)
+        return next((i for i, (now, fed) in enumerate(same, first) if as_int(now) != fed), stop)
+
     def settle_changes(self) -> None:
         """Ids that were changed in `tokens` after they were noted, from `num_cached` on, are no history any more.
 
@@ -149,9 +160,8 @@ class Request:
             RequestError: one before was changed; nothing has changed here.
         """
         ids, history = self.ids, self.history
-        if (first := ids.changed_from) < len(history):
-            same = zip(ids[first : len(history)], history[first:], strict=False)
-            here = next((i for i, (now, fed) in enumerate(same, first) if as_int(now) != fed), min(len(ids), len(history)))
+        if ids.changed_from < len(history):
+            here = self._first_changed()
             if here < min(self.num_cached, len(history)):
                 now = f"is {shown(ids[here])} now" if here < len(ids) else "is gone now"
                 raise RequestError(
@@ -163,7 +173,9 @@ class Request:
                 if self.hasher is not None and here < self.hasher.num_tokens:
                     self.hasher.truncate(here)
                 self.num_prompt = min(self.num_prompt, here + 1)
-        ids.changed_from = sys.maxsize
+        if ids.shortest < self.num_prompt:  # what was appended since may be drafts
+            self.num_prompt = min(self.num_prompt, max(ids.shortest, len(history)))
+        ids.settle()
 
     def __index__(self) -> int:
         """The slot. Raises `RequestError` without one: the slot may be someone else's by then."""

@@ -33,19 +33,25 @@ class TokenIds(list[int]):
     Attributes:
         changed_from: the lowest index at which an id was changed, removed or inserted since the manager last took
             notice; `sys.maxsize`: nowhere.
+        shortest: the least length after such a change.
     """
 
-    __slots__ = ("_edits", "changed_from")
+    __slots__ = ("_edits", "changed_from", "shortest")
 
     def __init__(self, ids: Iterable[int], edits: Edits):
         super().__init__(ids)
         self._edits = edits
-        self.changed_from = sys.maxsize
+        self.settle()
+
+    def settle(self) -> None:
+        """The manager has taken notice of all changes."""
+        self.changed_from = self.shortest = sys.maxsize
 
     def change(self, index: int) -> None:
         """Notes a change from this index on."""
         if index < self.changed_from:
             self.changed_from, self._edits.any = index, True
+        self.shortest = min(self.shortest, len(self))
 
     def _at(self, index: SupportsIndex | slice) -> int:
         """The lowest index that is changed with this one; the length for what is beyond the end."""

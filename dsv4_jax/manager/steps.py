@@ -314,6 +314,7 @@ class Steps:
             else:
                 ids += history[start:]
                 ids += tokens[max(start, noted) : stop]
+        self._book.settle_changes([request for request, _, _ in fresh] if self._book.edits.any else ())
         out = np.zeros(plan.num_tokens, np.int32)
         out[: len(ids)] = request_tokens(ids, self._layout.cfg.vocab_size)  # sequences follow each other, then padding
         for request, start, stop in fresh:

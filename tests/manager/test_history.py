@@ -236,6 +236,66 @@ def test_a_preempted_request_goes_on_with_what_its_tokens_say(host: HostSize | N
         manager.release_request(request)
 
 
+@pytest.mark.parametrize("end", ["admit", "release", "preempt"])
+def test_ids_behind_a_computed_one_that_is_gone_are_not_noted(end: str) -> None:
+    """Nobody lays out what a loop of steps draws: displaced by one, it was cached as another text."""
+    manager = make(num_blocks=40, every=1, snapshots=10)
+    request = run(manager, PROMPT[:8])
+    manager.plan_tokens(manager.plan_step([]))
+    request.tokens.append(50)
+    manager.plan_tokens(manager.plan_step([(request, 1)], steps=8))
+    request.tokens += range(51, 59)
+    before = list(request.tokens)
+    del request.tokens[0]
+    request.tokens.append(77)
+    wrong = [*before[:9], *request.tokens[9:]]
+    {"admit": lambda: manager.commit(), "release": lambda: manager.release_request(request),
+     "preempt": lambda: manager.preempt(request)}[end]()  # fmt: skip
+    assert len(manager.cache.tree.match(manager.digests(wrong), 17).path) < 2
+    if end == "admit":
+        request.tokens[:] = before
+        request.tokens.append(1)
+        feed(manager, request)
+        manager.release_request(request)
+        assert manager.admit_request([*before[:16], 1]).num_cached == 16
+    manager.check_integrity()
+
+
+def test_a_plan_is_not_laid_out_from_displaced_tokens() -> None:
+    manager = make()
+    request = manager.admit_request(PROMPT)
+    manager.plan_tokens(manager.plan_step([(request, 8)]))
+    plan = manager.plan_step([(request, 4)])
+    removed = request.tokens.pop(3)
+    with pytest.raises(RequestError, match="token 3 was fed as 3 and is 4"):
+        manager.plan_tokens(plan)
+    request.tokens.insert(3, removed)
+    assert manager.plan_tokens(plan)[:4].tolist() == PROMPT[8:12]
+
+
+@pytest.mark.parametrize("ways", ["assigned", "cut"])
+def test_drafts_behind_a_prompt_that_was_cut_are_not_looked_up(ways: str) -> None:
+    """It was cut where nothing was computed yet, and drafts stood where its end had been."""
+    manager = make(drafts=3, every=1, num_blocks=40, snapshots=10)
+    text = list(range(60))
+    manager.release_request(run(manager, text))
+    request = manager.admit_request([*text[:5], *[100] * 55])
+    manager.plan_tokens(manager.plan_step([(request, 3)]))
+    if ways == "assigned":
+        manager.preempt(request)
+        request.tokens = text[:5]
+        manager.resume(request)
+        manager.plan_tokens(manager.plan_step([(request, 5)]))
+    else:
+        del request.tokens[5:]
+        manager.plan_tokens(manager.plan_step([(request, 2)]))
+    request.tokens += text[5:]  # drawn the first, the others drafts
+    manager.preempt(request)
+    manager.resume(request)
+    assert request.num_cached == 0
+    manager.check_integrity()
+
+
 class Refusing:
     """No token, and it says so in its own way."""
 
