@@ -37,7 +37,7 @@ import numpy as np
 
 from ..checks import INT32_MAX, as_int, shown
 from ..errors import ContextLimitError, HandoffError, HashError, LayoutError, PlanError, RequestError
-from ..layout import CacheLayout, CacheSize, check_layout
+from ..layout import CacheLayout, CacheSize
 from ..plan import StepPlan
 from .allocator import as_count
 from .guard import Guard
@@ -127,6 +127,7 @@ class KVCacheManager:
         if policy is not None and not isinstance(policy, CachePolicy):
             raise PlanError(f"policy must be a CachePolicy or None, got {shown(policy)}")
         self.layout, self.policy, self.host_size, self.events = layout, policy, _host_size(host), events
+        self._needs_id = False
         self._weights_id, self._hash_spec = weights_id, self._spec_of(weights_id)
         if policy is not None:
             policy.warn_if_vain(size)
@@ -150,6 +151,8 @@ class KVCacheManager:
     def _spec_of(self, weights_id: Key) -> HashSpec:
         """What digests of these weights share. Raises `HashError`."""
         layout = self.layout
+        if self._needs_id and weights_id is None:
+            raise HashError("without a weights_id, rows of other weights would be found in storage or on other hosts")
         return HashSpec(layout.block_tokens, (layout.block_fingerprint, weights_id), layout.cfg.vocab_size)
 
     @property
@@ -662,7 +665,7 @@ class KVCacheManager:
 
         Raises:
             RequestError: it does not sleep.
-            HashError: the weights' id has no canonical bytes.
+            HashError: the weights' id has no canonical bytes, or is None beside a driver of storage or other hosts.
         """
         weights_id = self._weights_id if weights_id is _SAME else weights_id
         spec = self._spec_of(weights_id)
@@ -717,7 +720,7 @@ class KVCacheManager:
                 they are the same.
 
         Raises:
-            HashError: the weights' id has no canonical bytes.
+            HashError: as `wakeup`.
         """
         weights_id = self._weights_id if weights_id is _SAME else weights_id
         spec = self._spec_of(weights_id)
@@ -737,6 +740,15 @@ class KVCacheManager:
     def persist(self) -> None:
         """From now on, what comes to the host is listed for storage (see `StorageTier`)."""
         self._persists = self.cache.tree.wanted.persists = True
+
+    def need_weights_id(self) -> None:
+        """From now on rows come from elsewhere as well: the weights have a name. Raises `HashError` if they have none."""
+        needed, self._needs_id = self._needs_id, True
+        try:
+            self._spec_of(self._weights_id)
+        except HashError:
+            self._needs_id = needed
+            raise
 
     # Numbers
 

@@ -99,6 +99,7 @@ class StorageDriver:
     Raises:
         HashError: the manager's weights have no id.
         StoreFormatError: a store has other record or key sizes than the layout; a deadline that is none.
+        HashError: the manager has no `weights_id`.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class StorageDriver:
         self._record_bytes = sizes
         self._lookup_deadline = check_seconds("lookup_deadline", lookup_deadline)
         self._deadline = check_seconds("deadline", deadline)
+        manager.need_weights_id()
         self._manager, self.tier = manager, StorageTier(manager)
         self._saves: list[_Save] = []
         self._writes: list[_Write] = []

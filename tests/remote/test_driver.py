@@ -11,15 +11,8 @@ import time
 import numpy as np
 import pytest
 
-from dsv4_jax import AttentionType, CacheLayout, CacheSize, DSV4Config, KVCacheManager
-from dsv4_jax.errors import (
-    HandoffError,
-    HashError,
-    LayoutError,
-    ManagerInterruptedError,
-    TransportClosedError,
-    TransportError,
-)
+from dsv4_jax import AttentionType, CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager
+from dsv4_jax.errors import HandoffError, HashError, LayoutError, ManagerInterruptedError, TransportClosedError
 from dsv4_jax.manager import Handoff, HostSize, Namespace
 from dsv4_jax.records import page_bytes
 from dsv4_jax.tiers.remote import Pages, RecordTransport, RemoteDriver, driver
@@ -388,3 +381,14 @@ def test_layouts_whose_blocks_hold_nothing_are_refused() -> None:
     layout = CacheLayout(DSV4Config.tiny(layer_types=(AttentionType.SWA,), num_hash_layers=0))
     with RecordTransport(open_engine("loopback")) as transport, pytest.raises(LayoutError, match="no records"):
         RemoteDriver(KVCacheManager(layout, CacheSize(4, 2, 2)), transport)
+
+
+def test_other_hosts_insist_on_a_name_of_the_weights() -> None:
+    manager = KVCacheManager(CacheLayout(DSV4Config.tiny()), CacheSize(4, 2, 2), policy=CachePolicy(), host=HostSize(4))
+    with RecordTransport(open_engine("loopback")) as transport:
+        with pytest.raises(HashError, match="weights_id"):
+            RemoteDriver(manager, transport)
+        manager.reset(weights_id="v1")
+        RemoteDriver(manager, transport)
+        with pytest.raises(HashError, match="weights_id"):
+            manager.reset(weights_id=None)

@@ -232,11 +232,14 @@ def test_stores_of_other_sizes_are_refused(tmp_path, engine) -> None:
         StorageDriver(engine.manager, engine.stores[0], engine.stores[0])
 
 
-def test_weights_without_a_name_share_nothing(engine) -> None:
-    """Records of other weights would be found under the same names."""
-    engine.manager.reset(weights_id=None)
-    with pytest.raises(HashError, match="StorageDriver needs a KVCacheManager"):
-        StorageDriver(engine.manager, *engine.stores)
+def test_storage_insists_on_a_name_of_the_weights(engine) -> None:
+    with pytest.raises(HashError, match="weights_id"):
+        StorageDriver(KVCacheManager(LAYOUT, SIZE, policy=CachePolicy(), host=HOST), *engine.stores)
+    engine.manager.sleep()
+    for call in (engine.manager.wakeup, engine.manager.reset):
+        with pytest.raises(HashError, match="weights_id"):
+            call(weights_id=None)
+    assert engine.manager.weights_id == "weights"
 
 
 def serve_random_prompts(engine: Engine, rng: random.Random, count: int) -> int:
