@@ -742,7 +742,7 @@ class KVCacheManager:
         self._persists = self.cache.tree.wanted.persists = True
 
     def need_weights_id(self) -> None:
-        """From now on rows come from elsewhere as well: the weights have a name. Raises `HashError` if they have none."""
+        """From now on rows come from elsewhere as well, so the weights have a name. Raises `HashError` without one."""
         needed, self._needs_id = self._needs_id, True
         try:
             self._spec_of(self._weights_id)

@@ -87,12 +87,14 @@ class StackedTransfers:
             yield TransferStage(*(_stacked(plans) for plans in zip(*stages, strict=True)))
 
     def calls(self) -> Iterator[tuple[str, Any]]:
-        """The calls of the stages, as those of `Transfers`."""
-        for calls in itertools.zip_longest(*map(_calls, self.transfers)):
-            names = {call[0] for call in calls if call is not None}
-            if len(names) > 1:  # some of the shards' transfers have run further than others', without them
-                raise LayoutError(f"transfers of several managers that are not at the same call: {sorted(names)}")
-            yield names.pop(), _stacked([call and call[1] for call in calls])
+        """The calls of the stages, as those of `Transfers`. Those of shards that have run less far catch up alone."""
+        shards = [*map(_calls, self.transfers)]
+        calls = [next(shard, None) for shard in shards]
+        while names := {call[0] for call in calls if call is not None}:
+            name = min(names, key=TransferStage._fields.index)
+            mine = [call is not None and call[0] == name for call in calls]
+            yield name, _stacked([call[1] if now else None for call, now in zip(calls, mine, strict=True)])
+            calls = [next(shard, None) if now else call for shard, call, now in zip(shards, calls, mine, strict=True)]
 
 
 def stack_transfers(transfers: Sequence[Iterable[TransferStage]]) -> StackedTransfers:

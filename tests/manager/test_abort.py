@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dsv4_jax import KVCacheManager
+from dsv4_jax import KVCacheManager, stack_transfers
 from dsv4_jax.errors import PlanError
 from dsv4_jax.manager import HostSize, WritePolicy
 from dsv4_jax.manager.request import Request, RequestState
@@ -123,6 +123,19 @@ def test_no_copy_of_an_earlier_step_runs_after_a_reset() -> None:
     manager.reset()
     with pytest.raises(PlanError, match="before the manager was reset"):
         next(late.calls())
+
+
+def test_managers_of_a_mesh_that_were_broken_off_apart() -> None:
+    """Copies of one had run, of the other not: together they could not run any more, nor could any later ones."""
+    managers = [make(num_blocks=6, host=HostSize(60)) for _ in range(2)]
+    transfers = [preempted(manager, PROMPT[:20]) for manager in managers]
+    early = transfers[0].calls()
+    assert next(early)[0] == "swap_out" and next(early)[0] == "snapshot"  # the first one has run
+    early.close()
+    calls = [(name, plan.device_ids.tolist()) for name, plan in stack_transfers(transfers).calls() if plan is not None]
+    blocks, states = (getattr(transfers[0][0], name).device_ids.tolist() for name in ("swap_out", "snapshot"))
+    assert calls == [("swap_out", [0] * len(blocks) + blocks), ("snapshot", states * 2)]
+    assert all(each.ran for each in transfers)
 
 
 @pytest.mark.parametrize("leave", ["sleep", "resize"])
