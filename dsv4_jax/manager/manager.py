@@ -37,7 +37,7 @@ import numpy as np
 
 from ..checks import INT32_MAX, as_int, shown
 from ..errors import ContextLimitError, HandoffError, HashError, LayoutError, PlanError, RequestError
-from ..layout import CacheLayout, CacheSize
+from ..layout import CacheLayout, CacheSize, check_layout
 from ..plan import StepPlan
 from .allocator import as_count
 from .guard import Guard
@@ -164,13 +164,6 @@ class KVCacheManager:
     def hash_spec(self) -> HashSpec:
         """What all digests of these weights share: small, and the same in every process of a deployment."""
         return self._hash_spec
-
-    def check_weights_named(self, who: str) -> None:
-        """For who shares records with others, now or later: raises `HashError` if the weights have no id."""
-        if self._weights_id is None:
-            raise HashError(
-                f"{who} needs a KVCacheManager(weights_id=...): records of other weights have the same names"
-            )
 
     @property
     def size(self) -> CacheSize:

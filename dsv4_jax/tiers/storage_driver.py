@@ -97,7 +97,6 @@ class StorageDriver:
         clock: what deadlines are measured with, in seconds.
 
     Raises:
-        HashError: the manager's weights have no id.
         StoreFormatError: a store has other record or key sizes than the layout; a deadline that is none.
         HashError: the manager has no `weights_id`.
     """
@@ -112,7 +111,6 @@ class StorageDriver:
         deadline: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        manager.check_weights_named("StorageDriver")
         layout, self._ranks = manager.layout, manager.size.pool_ranks
         self._calls = StoreCalls({"block": blocks, **({"slot": snapshots} if snapshots is not None else {})}, clock)
         sizes = {"block": block_record(layout).bytes, "slot": snapshot_record(layout).bytes}

@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from dsv4_jax import AttentionType, CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager
-from dsv4_jax.errors import HandoffError, HashError, LayoutError, ManagerInterruptedError, TransportClosedError
+from dsv4_jax.errors import (
+    HandoffError,
+    HashError,
+    LayoutError,
+    ManagerInterruptedError,
+    TransportClosedError,
+    TransportError,
+)
 from dsv4_jax.manager import Handoff, HostSize, Namespace
 from dsv4_jax.records import page_bytes
 from dsv4_jax.tiers.remote import Pages, RecordTransport, RemoteDriver, driver
@@ -369,26 +376,21 @@ def test_a_transport_whose_pages_are_not_as_the_managers_is_refused(sides) -> No
                 RemoteDriver(side.manager, transport)
 
 
-def test_weights_without_a_name_are_read_by_nobody() -> None:
+def test_other_hosts_insist_on_a_name_of_the_weights() -> None:
     side = Side(0)
     with side.transport:
-        side.manager.reset(weights_id=None)
-        with pytest.raises(HashError, match="RemoteDriver needs a KVCacheManager"):
-            RemoteDriver(side.manager, side.transport)
+        with pytest.raises(HashError, match="weights_id"):  # which has a driver already
+            side.manager.reset(weights_id=None)
+        manager = KVCacheManager(
+            side.engine.layout, side.manager.size, policy=CachePolicy(), host=side.manager.host_size
+        )
+        with pytest.raises(HashError, match="weights_id"):
+            RemoteDriver(manager, side.transport)
+        manager.reset(weights_id="v1")
+        RemoteDriver(manager, side.transport)
 
 
 def test_layouts_whose_blocks_hold_nothing_are_refused() -> None:
     layout = CacheLayout(DSV4Config.tiny(layer_types=(AttentionType.SWA,), num_hash_layers=0))
     with RecordTransport(open_engine("loopback")) as transport, pytest.raises(LayoutError, match="no records"):
         RemoteDriver(KVCacheManager(layout, CacheSize(4, 2, 2)), transport)
-
-
-def test_other_hosts_insist_on_a_name_of_the_weights() -> None:
-    manager = KVCacheManager(CacheLayout(DSV4Config.tiny()), CacheSize(4, 2, 2), policy=CachePolicy(), host=HostSize(4))
-    with RecordTransport(open_engine("loopback")) as transport:
-        with pytest.raises(HashError, match="weights_id"):
-            RemoteDriver(manager, transport)
-        manager.reset(weights_id="v1")
-        RemoteDriver(manager, transport)
-        with pytest.raises(HashError, match="weights_id"):
-            manager.reset(weights_id=None)

@@ -102,13 +102,16 @@ class RemoteDriver:
         tier: the manager's receiving side.
 
     Raises:
-        LayoutError: blocks of this layout hold nothing.
         HashError: the manager has no `weights_id`.
+        LayoutError: blocks of this layout hold nothing; what is published has other records, fewer pages than the
+            manager's `HostSize`, or other pool ranks.
+        TransportError: nothing is published.
     """
 
     def __init__(self, manager: KVCacheManager, transport: RecordTransport, *, ask_after: float = 1.0):
         if not block_record(manager.layout).bytes:
             raise LayoutError("blocks of this layout have no records: all layers see the window only")
+        _check_published(manager, transport)
         manager.need_weights_id()
         self.tier = RemoteTier(manager, clock=manager.clock)
         self._manager, self._transport = manager, transport
