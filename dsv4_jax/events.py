@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import enum
 import itertools
+import threading
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -42,6 +43,9 @@ class BlockEvent(NamedTuple):
     parent: bytes | None = None
 
 
+_LOCK = threading.RLock()  # of all logs, as they are pickled; taken again by a handler within the same thread
+
+
 class EventBatch(NamedTuple):
     """Consecutive events of one kind and tier; those stored form one path that continues `parent`."""
 
@@ -55,38 +59,61 @@ class EventBatch(NamedTuple):
 class EventLog:
     """The last `capacity` events. A reader keeps the number of the last event it has seen.
 
-    A reader that fell behind further than that must start over: `since` tells how many it missed.
+    A reader that fell behind further than that must start over: `since` tells how many it missed. Readers may be in any
+    threads, beside the one that drives the cache.
     """
 
     def __init__(self, capacity: int = 65536):
         self._events: collections.deque[BlockEvent] = collections.deque(maxlen=_count("capacity", capacity, 1))
         self._before = 0  # the number before the first kept event, if there is none
+        self._read = 0  # the latest number that a reader has seen
 
     @property
     def last(self) -> int:
         """The number of the latest event, 0 before the first."""
+        with _LOCK:
+            return self._last()
+
+    def _last(self) -> int:
         return self._events[-1].sequence if self._events else self._before
 
     def emit(self, kind: str, tier: Tier, digest: bytes | None = None, parent: bytes | None = None) -> None:
-        self._events.append(BlockEvent(self.last + 1, kind, tier, digest, parent))
+        with _LOCK:
+            self._events.append(BlockEvent(self._last() + 1, kind, tier, digest, parent))
 
     def emit_all(self, kind: str, tier: Tier, blocks: Iterable[tuple[bytes | None, bytes | None]]) -> None:
         """Events of one kind, for (digest, parent) each: all of them or, if interrupted, none."""
-        self._events.extend([BlockEvent(n, kind, tier, *block) for n, block in enumerate(blocks, self.last + 1)])
+        told = list(blocks)
+        with _LOCK:
+            self._events.extend([BlockEvent(n, kind, tier, *block) for n, block in enumerate(told, self._last() + 1)])
 
     def rewind(self, sequence: int) -> None:
-        """Takes back the events after number `sequence`: of an operation that was undone, before a reader saw them."""
-        sequence = min(sequence, self.last)
-        while self.last > sequence and self._events:
-            self._events.pop()
-        if not self._events:
-            self._before = sequence
+        """Takes back the events after number `sequence`, of an operation that was undone.
+
+        If a reader has seen some of them, no number is given twice: they stay, and "cleared" follows, as what it knows
+        is wrong. It then knows less than there is until blocks are stored again.
+        """
+        with _LOCK:
+            sequence = min(sequence, last := self._last())
+            if self._read > sequence:
+                if not self._events or self._events[-1].kind != "cleared":
+                    self.emit("cleared", Tier.NONE)
+                return
+            for _ in range(min(last - sequence, len(self._events))):
+                self._events.pop()
+            if not self._events:
+                self._before = sequence
 
     def since(self, sequence: int) -> tuple[list[BlockEvent], int]:
         """The events after number `sequence`, and how many of those are no longer kept."""
-        fresh = self.last - _count("sequence", sequence, 0)
-        kept = min(max(fresh, 0), len(self._events))
-        return list(itertools.islice(reversed(self._events), kept))[::-1], max(fresh, 0) - kept
+        sequence = _count("sequence", sequence, 0)
+        with _LOCK:
+            last = self._last()
+            fresh = max(last - sequence, 0)
+            kept = min(fresh, len(self._events))
+            if fresh:
+                self._read = max(self._read, last)
+            return list(itertools.islice(reversed(self._events), kept))[::-1], fresh - kept
 
 
 def coalesce(events: Iterable[BlockEvent]) -> list[EventBatch]:
