@@ -27,6 +27,7 @@ __all__ = [
     "InputError",
     "IntegrityError",
     "LayoutError",
+    "ManagerBusyError",
     "ManagerInterruptedError",
     "NoFreeSlotError",
     "NoHitsWarning",
@@ -272,11 +273,17 @@ class RecordMismatchError(TransportError):
 
 
 class ContextLimitError(PlanError):
-    """A request would grow past the block table of its slot."""
+    """A request has, or would have, more tokens than one request can ever hold here.
 
-    def __init__(self, request: object, tokens: int, limit: int):
+    Attributes:
+        request: its id.
+        tokens: that it would have.
+        limit: tokens that it can hold: by its block table, the model or its `max_tokens`; or all blocks together do.
+    """
+
+    def __init__(self, request: object, tokens: int, limit: int, of: str = "the context limit"):
         self.request, self.tokens, self.limit = request, tokens, limit
-        super().__init__(f"request {request}: {tokens} tokens exceed the context limit of {limit} tokens")
+        super().__init__(f"request {request}: {tokens} tokens exceed {of} of {limit} tokens")
 
 
 class RequestError(CacheError, ValueError):
@@ -287,13 +294,28 @@ class ManagerInterruptedError(CacheError, RuntimeError):
     """An earlier call of this manager did not come to its end: its books are not trusted. `reset()` begins anew.
 
     Attributes:
-        call: the call that was broken off (or is still under way: in another thread, or around this one).
+        call: the call that was broken off.
     """
 
     def __init__(self, call: str, cause: BaseException | None = None):
         self.call = call
-        why = "it is still under way, or was broken off" if cause is None else f"{type(cause).__name__}: {cause}"
+        why = "it was broken off" if cause is None else f"{type(cause).__name__}: {cause}"
         super().__init__(f"{call}() of this manager did not come to its end ({why}): only reset() is possible now")
+
+
+class ManagerBusyError(CacheError, RuntimeError):
+    """Another call of this manager is under way. Nothing has changed, that call goes on, and nothing is wrong.
+
+    Attributes:
+        call: the call that is under way.
+        thread: the name of the thread it is under way in; None: around this call, in the same thread (which is in a
+            signal handler, say).
+    """
+
+    def __init__(self, call: str, thread: str | None = None):
+        self.call, self.thread = call, thread
+        where = "around this call" if thread is None else f"in thread {thread!r}"
+        super().__init__(f"{call}() of this manager is under way {where}: it takes one call at a time")
 
 
 class NoFreeSlotError(CacheError, RuntimeError):

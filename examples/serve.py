@@ -27,7 +27,6 @@ from rich.table import Table
 
 import dsv4_jax as dsv4
 from dsv4_jax import model
-from dsv4_jax.errors import NoFreeSlotError, OutOfBlocksError
 from dsv4_jax.manager import CachePolicy, HostSize, Request, SnapshotPlacement, StepShape, WritePolicy, prometheus_text
 from dsv4_jax.manager.prefix.node import Tier
 
@@ -120,17 +119,16 @@ class Server:
         manager = self.manager
         # One that came back at once would be the next to go: it waits until there is room for all of it.
         while manager.preempted and (not manager.requests or self._fits(manager.preempted[0])):
-            try:
-                manager.resume(manager.preempted[0])
-            except (NoFreeSlotError, OutOfBlocksError):
+            if not manager.can_resume(manager.preempted[0]):
                 return
+            manager.resume(manager.preempted[0])
         while not manager.preempted and (job := next((job for job in self.waiting if job.ready), None)):
             tokens = job.text
-            try:
-                # A hit comes with its blocks, and with the state at its end: only the rest is left to compute.
-                request = manager.admit_request(tokens, max_tokens=len(tokens) + job.max_new_tokens)
-            except NoFreeSlotError:
-                return
+            limit = len(tokens) + job.max_new_tokens
+            if not manager.can_admit(len(tokens), max_tokens=limit):
+                return  # no slot yet; one that could never be admitted would be an error
+            # A hit comes with its blocks, and with the state at its end: only the rest is left to compute.
+            request = manager.admit_request(tokens, max_tokens=limit)
             job.num_hit = request.num_cached
             self.jobs[request] = job
             self.waiting.remove(job)
@@ -306,7 +304,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         print(json.dumps(numbers, indent=2))
     elif args.prometheus:
-        print(prometheus_text(server.manager.stats().cache), end="")
+        print(prometheus_text(server.manager.stats()), end="")
     else:
         console.print(table(numbers))
         if checked:

@@ -4,7 +4,7 @@ from .allocator import BlockAllocator
 from .block_pool import BlockPool
 from .handoff import Handoff
 from .manager import KVCacheManager
-from .metrics import prometheus_text
+from .metrics import ManagerStats, prometheus_text
 from .planning import build_plan
 from .policies import CachePolicy, HostWatermark, SnapshotPlacement, WritePolicy
 from .prefix.events import BlockEvent, EventBatch, EventLog, coalesce
@@ -12,7 +12,6 @@ from .prefix.hashing import BlockHasher, HashSpec, MediaItem, Namespace
 from .prefix.node import Tier
 from .remote_tier import Arrival, RemoteRead, RemoteTier
 from .request import Request, RequestRef, RequestState
-from .stats import ManagerStats
 from .step_shape import StepSequence, StepShape, shape_for
 from .storage_tier import StorageMove, StorageTier
 from .tiered_cache import HostSize

@@ -50,7 +50,8 @@ class BlockPool(BlockAllocator):
         return self.num_total - self.num_free
 
     def stats(self) -> PoolStats:
-        return PoolStats(self.num_total, self.num_free, self.num_held)
+        free = self.num_free  # once: another thread may ask
+        return PoolStats(self.num_total, free, self.num_total - free)
 
     def acquire(self, count: int, metadata: Any = None) -> list[int]:
         """The `count` lowest free ids, ascending, all of them or none.

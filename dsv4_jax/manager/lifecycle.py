@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from ..errors import HashError, NoFreeSlotError, RequestError
+from ..errors import HashError, NoFreeSlotError, OutOfBlocksError, RequestError
 from ..layout import CacheLayout
 from .hits import Hit, take_hit
 from .last_step import LastStep
@@ -36,11 +36,7 @@ class Lifecycle:
 
     def admit(self, tokens: list[int], limit: int, request_id: Hashable, hasher: BlockHasher | None) -> Request:
         """A new live request at what is cached of its tokens. Raises `NoFreeSlotError`."""
-        try:
-            self._check_slot()
-        except NoFreeSlotError:
-            self._cache.failures["slot"] += 1
-            raise
+        self._check_slot()
         self._publisher.commit()
         hit = self._hit(hasher, len(tokens))
         request = self._book.add(tokens, limit, request_id, hit.slot, self._steps.num_planned)
@@ -60,6 +56,14 @@ class Lifecycle:
             self._use(request, self._hit(request.hasher, known))
         self._parking.drop(request)
         self._book.resume(request, self._steps.num_planned)
+
+    def can_resume(self, request: Request) -> bool:
+        """Whether `resume` would find room now."""
+        try:
+            self._parking.check_room(request)
+        except OutOfBlocksError:
+            return False
+        return self.has_slot
 
     def fork(self, request: Request, names: list[Hashable | None]) -> list[Request]:
         """Copies of a live request, one per id. Raises `NoFreeSlotError`, `OutOfBlocksError`."""
@@ -107,9 +111,14 @@ class Lifecycle:
 
     def _check_slot(self) -> None:
         """Raises `NoFreeSlotError` if no other request can become live."""
-        total = self._steps.size.num_slots
-        if len(self._book.live) >= total or self._cache.num_slots_available(len(self._book.pinned())) < 1:
-            raise NoFreeSlotError(total)
+        if not self.has_slot:
+            raise NoFreeSlotError(self._steps.size.num_slots)
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether another request can become live."""
+        free = self._cache.num_slots_available(len(self._book.pinned()))
+        return len(self._book.live) < self._steps.size.num_slots and free > 0
 
     def _hit(self, hasher: BlockHasher | None, num_tokens: int) -> Hit:
         """A slot, and what is cached of these tokens. Raises `NoFreeSlotError`."""

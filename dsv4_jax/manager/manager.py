@@ -1,7 +1,8 @@
 """The manager: slots, blocks, prefixes and steps of requests. Pure Python + numpy, deterministic.
 
-Every operation happens wholly or not at all: everything is checked, then changed. One thread drives it. What is
-interrupted on its way (out of memory, Ctrl-C) leaves a manager that refuses everything but `reset()` (guard.py).
+Every operation happens wholly or not at all: everything is checked, then changed. What is interrupted on its way (out
+of memory, Ctrl-C) leaves a manager that refuses everything but `reset()`. It takes one call at a time, from any thread:
+one that begins while another is under way is refused, and changes nothing (guard.py). `stats` is for all threads.
 
 A step in four calls: `plan_step` reserves the blocks of the tokens scheduled, moves every request's
 length ahead and returns the plan; `plan_tokens` lays the requests' token ids out for that plan;
@@ -26,17 +27,28 @@ How the parts fit, each with its own state and rules, and none that knows the on
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import time
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..checks import INT32_MAX, as_int, shown
-from ..errors import ContextLimitError, HandoffError, HashError, LayoutError, PlanError, RequestError
+from ..errors import (
+    ContextLimitError,
+    HandoffError,
+    HashError,
+    LayoutError,
+    ManagerBusyError,
+    NoFreeSlotError,
+    OutOfBlocksError,
+    PlanError,
+    RequestError,
+)
 from ..layout import CacheLayout, CacheSize, check_layout
 from ..plan import StepPlan
 from .allocator import as_count
@@ -45,6 +57,7 @@ from .handoff import Handoff, check_seconds
 from .integrity import check_manager
 from .leases import Leases
 from .lifecycle import Lifecycle
+from .metrics import ManagerStats
 from .policies import CachePolicy
 from .prefix.events import EventLog
 from .prefix.hashing import BlockHasher, HashSpec, Key, MediaItem, Namespace
@@ -55,7 +68,7 @@ from .request import Request, RequestRef
 from .request_book import RequestBook
 from .request_tokens import prompt_tokens, request_tokens
 from .scheduling import Scheduled
-from .stats import ManagerStats, collect, compute_block_budget
+from .stats import collect, compute_block_budget
 from .step_shape import StepShape
 from .steps import Steps
 from .tiered_cache import HostSize, TieredCache
@@ -134,6 +147,7 @@ class KVCacheManager:
         self.guard, self.book, self.clock = Guard(), RequestBook(), clock
         self._persists = False
         self._begin(size, arrays)
+        self._seen = self._collect()
 
     def _begin(self, size: CacheSize, arrays: CacheSize, before: TieredCache | None = None) -> None:
         """All parts but the book, with nothing in them. Pages that other hosts' records are written to stay taken."""
@@ -184,6 +198,11 @@ class KVCacheManager:
     def context_limit(self) -> int:
         """Tokens that one request can hold: the block table's width, and the model's own limit."""
         return self._context_limit(self.size)
+
+    @property
+    def pool_limit(self) -> int:
+        """Tokens of one request that all blocks together hold, whoever shares them: it may be less than its limit."""
+        return self.steps.pool_limit
 
     def _context_limit(self, size: CacheSize) -> int:
         return min(size.max_blocks_per_request * self.layout.block_tokens, self.layout.cfg.max_position_embeddings)
@@ -253,8 +272,9 @@ class KVCacheManager:
 
         Raises:
             NoFreeSlotError: all slots are taken.
-            ContextLimitError: the prompt or `max_tokens` is beyond the limit.
-            RequestError: the id is in use or cannot be one, or a token is no id of the model's vocabulary.
+            ContextLimitError: the prompt or `max_tokens` is beyond the context limit, or all blocks together
+                (`pool_limit`) do not hold the prompt, and one token after it where `max_tokens` asks for more.
+            RequestError: it sleeps; the id is in use or cannot be one, or a token is no id of the model's vocabulary.
             HashError: no namespace, no items, a key of them without canonical bytes, or an empty item.
             PlanError: `max_tokens` or an item's position is no count.
         """
@@ -266,35 +286,76 @@ class KVCacheManager:
         space: dict[str, Any], arrival: Arrival | None = None,
     ) -> Request:  # fmt: skip
         self.guard.check()
-        self._check_awake()
         known, ids = prompt_tokens(tokens, self.layout.cfg.vocab_size)
-        name = "new" if request_id is None else request_id
-        limit = self.context_limit if max_tokens is None else as_count("max_tokens", max_tokens, 1)
-        if limit > self.context_limit:
-            raise ContextLimitError(name, limit, self.context_limit)
-        if len(ids) > limit:
-            raise ContextLimitError(name, len(ids), limit)
-        self.book.check_id(request_id)
-        hasher = self._new_hasher(ids, **space)
-        with self.guard(call):
-            self.leases.expire()
-            request = self.lifecycle.admit(known, limit, request_id, hasher)
+        limit = None if max_tokens is None else as_count("max_tokens", max_tokens, 1)
+        fits = len(ids) <= min(self.context_limit, self.pool_limit)  # else it is refused below
+        hasher = self._new_hasher(ids, **space) if fits else None
+        with self.guard(call):  # whatever may be another's by now is looked at in here
+            self._check_awake()
+            if arrival is not None and arrival.closed:
+                raise RequestError("the arrival was admitted or closed before")
+            self.book.check_id(request_id)
+            with self._counting_failures():
+                limit = self._check_limit("new" if request_id is None else request_id, len(ids), limit)
+                self.leases.expire()
+                request = self.lifecycle.admit(known, limit, request_id, hasher)
             if arrival is not None:
                 end_arrival(arrival, self.cache)
             return request
 
-    def release_request(self, request: Request | int) -> None:
+    def _check_limit(self, name: Hashable, num_tokens: int, max_tokens: int | None) -> int:
+        """The most tokens that a new request of so many may hold. Raises `ContextLimitError`."""
+        most = self.context_limit
+        limit = most if max_tokens is None else max_tokens
+        if limit > most:
+            raise ContextLimitError(name, limit, most)
+        if num_tokens > limit:
+            raise ContextLimitError(name, num_tokens, limit)
+        self.steps.check_pool(name, num_tokens if max_tokens is None else min(num_tokens + 1, limit))
+        return limit
+
+    @contextlib.contextmanager
+    def _counting_failures(self) -> Iterator[None]:
+        """Counts why a request does not become live (see `CacheStats.admission_failures`)."""
+        try:
+            yield
+        except (ContextLimitError, NoFreeSlotError, OutOfBlocksError) as error:
+            self.cache.failures[_what_bound(error)] += 1
+            raise
+
+    def can_admit(self, num_tokens: int = 0, *, max_tokens: int | None = None) -> bool:
+        """Whether `admit_request` would find a slot now for a prompt of so many tokens: for who waits for one.
+
+        Nothing changes, and nothing is counted as a failure. False: not now (or it sleeps). From any thread; what is
+        true may be past when it is acted upon.
+
+        Args:
+            num_tokens: of the prompt.
+            max_tokens: as in `admit_request`.
+
+        Raises:
+            ContextLimitError: it never can: as `admit_request`.
+            PlanError: a number is no count.
+            ManagerBusyError: another call has been under way for a second.
+        """
+        count = as_count("num_tokens", num_tokens)
+        limit = None if max_tokens is None else as_count("max_tokens", max_tokens, 1)
+        self._check_limit("new", count, limit)
+        return self.guard.read(lambda: not self._asleep and self.lifecycle.has_slot)
+
+    def release_request(self, request: Request) -> None:
         """It has ended: its blocks and its slot go back; with a policy they stay cached while there is room.
 
         A preempted request may be released as well.
 
         Raises:
-            RequestError: it is not live here (released before, another manager's, an unknown slot).
+            RequestError: it is not live here (released before, another manager's), or no `Request`: an integer may
+                be an id or a slot. So in all calls that take one.
         """
         with self.guard("release_request"):
             self.lifecycle.release(self.book.find_known(request))
 
-    def abort_request(self, request: Request | int) -> None:
+    def abort_request(self, request: Request) -> None:
         """As `release_request`, for a request whose last step did not run: nothing of that step stays cached.
 
         What it filled and kept is taken out of the cache again, published or not. Other live requests that stand on
@@ -311,7 +372,7 @@ class KVCacheManager:
             self.leases.cancel(request)
             self.lifecycle.abort(request)
 
-    def preempt(self, request: Request | int) -> None:
+    def preempt(self, request: Request) -> None:
         """Takes the slot and the blocks from a live request; `resume` continues it, to the byte.
 
         Its full blocks stay cached while there is room. Its state, and the block it has begun, go to the
@@ -339,11 +400,25 @@ class KVCacheManager:
         """
         with self.guard("resume"):
             self._check_awake()
-            if not isinstance(request, Request) or not self.book.is_preempted(request):
-                raise RequestError(f"request {shown(getattr(request, 'id', request))} is not preempted here")
-            self.lifecycle.resume(request)
+            self._check_preempted(request)
+            with self._counting_failures():
+                self.lifecycle.resume(request)
 
-    def fork(self, request: Request | int, *, request_ids: Sequence[Hashable | None] = (None,)) -> list[Request]:
+    def can_resume(self, request: Request) -> bool:
+        """Whether `resume` would find room for a preempted request now: for who waits for it, as `can_admit`.
+
+        Raises:
+            RequestError: as `resume`, but for a manager that sleeps.
+        """
+        with self.guard("can_resume"):
+            self._check_preempted(request)
+            return not self._asleep and self.lifecycle.can_resume(request)
+
+    def _check_preempted(self, request: Request) -> None:
+        if not isinstance(request, Request) or not self.book.is_preempted(request):
+            raise RequestError(f"request {shown(getattr(request, 'id', request))} is not preempted here")
+
+    def fork(self, request: Request, *, request_ids: Sequence[Hashable | None] = (None,)) -> list[Request]:
         """Copies of a live request as it stands, one per id: n samples of one prompt.
 
         They share its full blocks. Its state, and blocks that are not cached, are copied by the next plan:
@@ -362,11 +437,12 @@ class KVCacheManager:
             request = self.book.find_live(request)
             for i, name in enumerate(names):
                 self.book.check_id(name, names[:i])
-            return self.lifecycle.fork(request, names)
+            with self._counting_failures():
+                return self.lifecycle.fork(request, names)
 
     # Other hosts (docs/remote.md)
 
-    def export_request(self, request: Request | int, *, seconds: float = 60.0) -> Handoff:
+    def export_request(self, request: Request, *, seconds: float = 60.0) -> Handoff:
         """What another host needs to go on with a live request: its full blocks so far, and the state after the last.
 
         Call it while the prompt is being computed, for the blocks that have become full (streaming), and once more when
@@ -440,7 +516,7 @@ class KVCacheManager:
 
     # Steps
 
-    def reserve(self, request: Request | int, tokens: int) -> None:
+    def reserve(self, request: Request, tokens: int) -> None:
         """Takes the blocks of its first `tokens` tokens now, so that steps up to there cannot run out.
 
         Raises:
@@ -466,7 +542,8 @@ class KVCacheManager:
         and only the chunks that wait behind them make new ones. A chunk ends where the policy wants
         a snapshot. Tokens beyond a request's `max_tokens` (`Request.num_excess`), or beyond the columns of the
         shape, are never offered. An empty result while others are pending means that blocks must be freed
-        first: release or preempt a request.
+        first: release or preempt a request. If nothing can be offered and a request has more tokens than all blocks
+        together hold (`pool_limit`), no preemption helps: that is an error, until it is released.
 
         Args:
             token_budget: most tokens of the step.
@@ -478,6 +555,7 @@ class KVCacheManager:
         Raises:
             PlanError: a number below 1, no shape, or one with more columns than the block table.
             RequestError: one of `requests` is not live here.
+            ContextLimitError: a request has outgrown all blocks, see above.
         """
         budget = as_count("token_budget", token_budget, 1)
         most = budget if max_sequences is None else as_count("max_sequences", max_sequences, 1)
@@ -509,7 +587,8 @@ class KVCacheManager:
             RequestError: a request is not live here, a chunk goes beyond the tokens that the request knows, or K > 1
                 steps are to draw what it knows already. (None of a chunk, or of a decode or verify step, may be known
                 here: drawn on the device, or kept elsewhere.) Or its `tokens` were changed where they are computed.
-            ContextLimitError: a request would outgrow its `max_tokens`.
+            ContextLimitError: a request would outgrow its `max_tokens`, or all blocks together do not hold one token of
+                it for each step.
             OutOfBlocksError: the step needs more blocks than are free.
             PlanError: a count < 1, a request named twice, K steps of more than 1 + draft_tokens tokens, a request whose
                 K steps were not accepted, the shape is too small, or transfers of before (`take_transfers`) were not
@@ -557,7 +636,7 @@ class KVCacheManager:
             stages, self.steps.transfers = self.steps.transfers, Transfers()
             return stages
 
-    def accept(self, request: Request | int, n_kept: int, *, steps: int | None = None) -> None:
+    def accept(self, request: Request, n_kept: int, *, steps: int | None = None) -> None:
         """Keeps the first `n_kept` tokens of the request's last step; the others were never there.
 
         Rejected ids also leave `request.tokens`. Blocks that hold no kept token go back to the pool
@@ -680,7 +759,8 @@ class KVCacheManager:
         Raises:
             LayoutError: the size has more rows than int32 has numbers.
             PlanError: not a `CacheSize`, or the transfers of the step before were not taken.
-            ContextLimitError: a live or preempted request may grow beyond the new context limit.
+            ContextLimitError: a live or preempted request may grow beyond the new context limit, or knows more tokens
+                than all blocks will hold.
             RequestError: as `sleep`.
 
         Warns:
@@ -689,16 +769,17 @@ class KVCacheManager:
         self.guard.check()
         if not isinstance(size, CacheSize):
             raise PlanError(f"the new size must be a CacheSize, got {type(size).__name__}")
-        self.steps.check_taken()
-        limit = self._context_limit(size)
-        for request in self.book.ids.values():
-            if request.max_tokens > limit:
-                raise ContextLimitError(request.id, request.max_tokens, limit)
         self.layout.check_size(size)
-        self._check_awake()
-        if self.policy is not None:  # before anything changes, as warnings may be errors
-            self.policy.warn_if_vain(size, self.size)
         with self.guard("resize"):
+            self.steps.check_taken()
+            limit = self._context_limit(size)
+            for request in self.book.ids.values():
+                if request.max_tokens > limit:
+                    raise ContextLimitError(request.id, request.max_tokens, limit)
+                self.steps.check_pool(request.id, min(len(request.tokens), request.max_tokens), size)
+            self._check_awake()
+            if self.policy is not None:  # before anything changes, as warnings may be errors
+                self.policy.warn_if_vain(size, self.size)
             self.lifecycle.empty_device()
             self.cache.resize(size)
             self.steps.resize(size)
@@ -706,7 +787,8 @@ class KVCacheManager:
     def reset(self, *, weights_id: Key | _Same = _SAME) -> None:
         """Forgets every request and all that is cached; requests admitted before are refused from now on.
 
-        The one call that is possible after one was interrupted (`ManagerInterruptedError`).
+        The one call that is possible after one was interrupted (`ManagerInterruptedError`). While one is under way, in
+        another thread say, it is refused as any other (`ManagerBusyError`).
 
         Args:
             weights_id: of the weights from now on: what storage or other hosts have of others is not found. Default:
@@ -717,9 +799,7 @@ class KVCacheManager:
         """
         weights_id = self._weights_id if weights_id is _SAME else weights_id
         spec = self._spec_of(weights_id)
-        guard = Guard()
-        with guard("reset"):
-            self.guard = guard  # which has begun: there is no instant at which another call could pass
+        with self.guard.anew("reset"):
             self._weights_id, self._hash_spec = weights_id, spec
             self.book.clear()
             self._forget_all()
@@ -753,14 +833,30 @@ class KVCacheManager:
     compute_block_budget = staticmethod(compute_block_budget)
 
     def stats(self) -> ManagerStats:
-        """Where everything is, and what has happened so far. Raises `IntegrityError` if a unit is unaccounted for."""
-        self.guard.check()
+        """Where everything is, and what has happened so far, at one moment between two calls.
+
+        From any thread at any time, and beside an engine at work: it holds nobody up. If there is no such moment for a
+        second, or within a call of the same thread (from a signal handler), it is as of the last time this was asked.
+
+        Raises:
+            IntegrityError: a unit is unaccounted for.
+            ManagerInterruptedError: as any call.
+        """
+        with contextlib.suppress(ManagerBusyError):
+            self._seen = self.guard.read(self._collect)
+        return self._seen
+
+    def _collect(self) -> ManagerStats:
         return collect(self.layout, self.size, self.book, self.cache)
 
     def check_integrity(self) -> None:
-        """The books agree with each other. For tests: O(blocks). Raises `IntegrityError`."""
-        self.guard.check()
-        check_manager(self.layout, self.size, self.book, self.cache)
+        """The books agree with each other. For tests: O(blocks).
+
+        Raises:
+            IntegrityError: they do not.
+            ManagerBusyError: another call has been under way for a second: there is nothing to compare.
+        """
+        self.guard.read(lambda: check_manager(self.layout, self.size, self.book, self.cache))
 
     # What callers name
 
@@ -773,6 +869,13 @@ class KVCacheManager:
             return BlockHasher.adopt(self.hash_spec, ids, **space)
         BlockHasher(self.hash_spec, **space)  # which checks the space
         return None
+
+
+def _what_bound(error: ContextLimitError | NoFreeSlotError | OutOfBlocksError) -> str:
+    """The pool without room, or "context"."""
+    if isinstance(error, OutOfBlocksError):
+        return error.pool
+    return "slot" if isinstance(error, NoFreeSlotError) else "context"
 
 
 def _listed(name: str, values: Iterable[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""One snapshot of the cache's numbers, and Prometheus text of it. Pure Python."""
+"""One snapshot of a manager's numbers, and Prometheus text of it. Pure Python."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from ..errors import IntegrityError
+from ..errors import IntegrityError, PlanError
 from .block_pool import BlockPool
 from .prefix.counters import TreeCounters
 from .prefix.node import TIERS, Tier
 from .prefix.prefix_tree import PrefixTree
 
-__all__ = ["CacheStats", "PoolUse", "collect_stats", "pool_use", "prometheus_text"]
+__all__ = ["CacheStats", "ManagerStats", "PoolUse", "collect_stats", "pool_use", "prometheus_text"]
 
 
 class PoolUse(NamedTuple):
@@ -45,7 +45,9 @@ class CacheStats:
         pools: by name: "device", "host", "snapshot", ...
         stored_blocks: blocks known to be in storage and nowhere else.
         counters: of the tree.
-        admission_failures: how often a request was not admitted, by the pool that bound.
+        admission_failures: how often a request did not become live (admitted here or from another host, resumed, or
+            forked), by what bound: a pool ("slot", "device", along a pool axis with its rank), or "context": it has
+            more tokens than one request can ever hold.
         generation: of the manager.
     """
 
@@ -65,6 +67,33 @@ class CacheStats:
         found = self.counters.hit_tokens
         tokens = sum(found.values()) if tier is None else found[tier]
         return tokens / self.counters.lookup_tokens if self.counters.lookup_tokens else 0.0
+
+
+class ManagerStats(NamedTuple):
+    """Where everything is.
+
+    Attributes:
+        blocks_total, blocks_free: device blocks; cached ones are not free, though available.
+        blocks_used: held by requests or cached.
+        blocks_ahead: of live requests, beyond their cached tokens.
+        slots_total, slots_free, slots_used: of live requests, snapshots not counted.
+        tokens_cached: of live requests, those they share counted for each.
+        generation: resets of the manager.
+        preempted: requests that wait to be resumed.
+        cache: pools, hits, evictions, failures.
+    """
+
+    blocks_total: int
+    blocks_free: int
+    blocks_used: int
+    blocks_ahead: int
+    slots_total: int
+    slots_free: int
+    slots_used: int
+    tokens_cached: int
+    generation: int
+    preempted: int
+    cache: CacheStats
 
 
 def pool_use(pool: BlockPool, *, private: int, cached: int, evictable: int, unit_bytes: int = 0) -> PoolUse:
@@ -115,10 +144,17 @@ def collect_stats(
     return CacheStats(uses, tree.held(Tier.STORAGE), counters, dict(admission_failures or {}), generation)
 
 
-def prometheus_text(stats: CacheStats, prefix: str = "dsv4_cache") -> str:
-    """The numbers in Prometheus' text exposition format, version 0.0.4."""
+def prometheus_text(stats: ManagerStats | CacheStats, prefix: str = "dsv4_cache") -> str:
+    """What `KVCacheManager.stats` gave in Prometheus' text exposition format, version 0.0.4; or its `cache` alone.
+
+    Raises:
+        PlanError: it is neither.
+    """
+    if not isinstance(stats, ManagerStats | CacheStats):
+        raise PlanError(f"prometheus_text takes what KVCacheManager.stats() gave, got {type(stats).__name__}")
+    families = _families(stats) if isinstance(stats, CacheStats) else _all_families(stats)
     lines = []
-    for name, kind, text, samples in _families(stats):
+    for name, kind, text, samples in families:
         lines += [f"# HELP {prefix}_{name} {text}", f"# TYPE {prefix}_{name} {kind}"]
         for labels, value in samples:
             shown = ",".join(f'{key}="{_escape(str(label))}"' for key, label in labels.items())
@@ -127,6 +163,14 @@ def prometheus_text(stats: CacheStats, prefix: str = "dsv4_cache") -> str:
 
 
 _Samples = list[tuple[dict[str, str], float]]
+
+
+def _all_families(stats: ManagerStats) -> Iterator[tuple[str, str, str, _Samples]]:
+    requests: _Samples = [({"state": "live"}, stats.slots_used), ({"state": "preempted"}, stats.preempted)]
+    yield "requests", "gauge", "Requests by state.", requests
+    yield "request_tokens", "gauge", "Tokens of live requests in the cache.", [({}, stats.tokens_cached)]
+    yield "blocks_ahead", "gauge", "Blocks of live requests beyond these tokens.", [({}, stats.blocks_ahead)]
+    yield from _families(stats.cache)
 
 
 def _families(stats: CacheStats) -> Iterator[tuple[str, str, str, _Samples]]:
@@ -156,7 +200,7 @@ def _families(stats: CacheStats) -> Iterator[tuple[str, str, str, _Samples]]:
         [({}, counters.adoptions)],
     )
     failures: _Samples = [({"pool": pool}, n) for pool, n in stats.admission_failures.items()]
-    yield "admission_failures_total", "counter", "Requests not admitted, by the pool that bound.", failures
+    yield "admission_failures_total", "counter", "Requests that did not become live, by what bound.", failures
     yield "generation", "gauge", "Resets of the manager.", [({}, stats.generation)]
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from ..checks import shown
-from ..errors import HandoffError, PlanError, RequestError
+from ..errors import ContextLimitError, HandoffError, PlanError, RequestError
 from ..layout import CacheLayout
 from .guard import Guard
 from .handoff import Handoff
@@ -49,7 +49,7 @@ class RemoteRead(NamedTuple):
 
 
 class Receives(Protocol):
-    """What a remote tier needs of its `KVCacheManager`. `reset` makes another `guard` and another `cache`."""
+    """What a remote tier needs of its `KVCacheManager`. `reset` makes another `cache`."""
 
     guard: Guard
     cache: TieredCache
@@ -57,6 +57,12 @@ class Receives(Protocol):
 
     @property
     def hash_spec(self) -> HashSpec: ...
+
+    @property
+    def context_limit(self) -> int: ...
+
+    @property
+    def pool_limit(self) -> int: ...
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -151,12 +157,14 @@ class RemoteTier:
         Raises:
             HandoffError: it is no hand-off, not of this prompt in this namespace, of other weights or records, of no
                 use here (no policy, no host tier, no room for all of it). Nothing has changed.
-            HashError, PlanError, RequestError: as `KVCacheManager.admit_request`.
+            ContextLimitError, HashError, PlanError, RequestError: as `KVCacheManager.admit_request`.
         """
         self._manager.guard.check()
         part, cache, layout = Handoff.from_json(handoff), self._manager.cache, self._manager.layout
         items = given_items(items)
         known, ids = prompt_tokens(tokens, layout.cfg.vocab_size)
+        if len(known) > (limit := min(self._manager.context_limit, self._manager.pool_limit)):
+            raise ContextLimitError("expected", len(known), limit)  # it could never be admitted
         hasher = BlockHasher.adopt(self._manager.hash_spec, ids, namespace=namespace, items=items)
         for name in ("block_fingerprint", "snapshot_fingerprint"):
             if getattr(part, name) != getattr(layout, name):

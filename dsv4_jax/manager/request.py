@@ -46,7 +46,7 @@ class Parked(NamedTuple):
     state: list[int]
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False, slots=True, repr=False)
 class Request:
     """One request. Made by `KVCacheManager.admit_request`; only `tokens` is the caller's to change.
 
@@ -176,6 +176,11 @@ class Request:
         if ids.shortest < self.num_prompt:  # what was appended since may be drafts
             self.num_prompt = min(self.num_prompt, max(ids.shortest, len(history)))
         ids.settle()
+
+    def __repr__(self) -> str:
+        where = f"live in slot {self.slot}" if self.state is RequestState.LIVE else self.state.value
+        name = " ".join(shown(self.id).split())
+        return f"<Request {name} {where}: {self.num_cached} of {len(self.tokens)} tokens cached>"
 
     def __index__(self) -> int:
         """The slot. Raises `RequestError` without one: the slot may be someone else's by then."""

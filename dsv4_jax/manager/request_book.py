@@ -6,8 +6,7 @@ import sys
 from collections.abc import Hashable, Iterable
 
 from ..checks import shown
-from ..errors import PlanError, RequestError
-from .allocator import as_count
+from ..errors import RequestError
 from .prefix.node import Node
 from .request import Request, RequestRef, RequestState
 from .request_tokens import Edits, TokenIds
@@ -40,7 +39,8 @@ class RequestBook:
     @property
     def preempted(self) -> tuple[Request, ...]:
         """The preempted requests, in the order they were admitted."""
-        return tuple(r for r in self.ids.values() if r.state is RequestState.PREEMPTED)
+        # Of a copy: another thread may ask.
+        return tuple(r for r in tuple(self.ids.values()) if r.state is RequestState.PREEMPTED)
 
     def pinned(self) -> set[Node]:
         """Nodes whose snapshots live requests have still to start from."""
@@ -54,24 +54,24 @@ class RequestBook:
         live = request is not None and request.state is RequestState.LIVE and request.epoch == ref.epoch
         return request if live else None
 
-    def find_live(self, request: Request | int) -> Request:
-        """The live request meant. Raises `RequestError` if there is none."""
-        if isinstance(request, Request):
-            if self.live.get(request.slot) is request:
-                return request
-            mine = request.state is not RequestState.LIVE
-            why = f"was {request.state.value}" if mine else "belongs to another manager"
-            raise RequestError(f"request {request.id!r} {why}")
-        try:
-            slot = as_count("slot", request)
-        except PlanError as error:
-            raise RequestError(f"neither a request nor a slot: {shown(request)}") from error
+    def find_live(self, request: Request) -> Request:
+        """The request itself. Raises `RequestError` if it is not live here, or is none: an integer, say."""
+        if not isinstance(request, Request):
+            raise RequestError(f"not a Request of admit_request, fork or manager.requests: {shown(request)}")
+        if self.live.get(request.slot) is request:
+            return request
+        mine = request.state is not RequestState.LIVE
+        why = f"was {request.state.value}" if mine else "belongs to another manager"
+        raise RequestError(f"request {request.id!r} {why}")
+
+    def find_in_slot(self, slot: int) -> Request:
+        """The live request of a slot. Raises `RequestError` if there is none."""
         if slot not in self.live:
             raise RequestError(f"no live request in slot {slot}")
         return self.live[slot]
 
-    def find_known(self, request: Request | int) -> Request:
-        """The live or preempted request meant. Raises `RequestError` if there is none."""
+    def find_known(self, request: Request) -> Request:
+        """The live or preempted request itself. Raises `RequestError` if it is neither, or no request."""
         if isinstance(request, Request) and self.is_preempted(request):
             return request
         return self.find_live(request)

@@ -11,7 +11,7 @@ from .step_shape import StepShape
 
 __all__ = ["Room", "Scheduled", "room_of", "schedule"]
 
-Scheduled = tuple[Request | int, int]  # a request (or its slot), and how many of its tokens the step computes
+Scheduled = tuple[Request, int]  # a request, and how many of its tokens the step computes
 _PLENTY = 1 << 60
 
 

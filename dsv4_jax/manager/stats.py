@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ..layout import CacheLayout, CacheSize
 from ..records import page_bytes
 from .allocator import as_count
-from .metrics import CacheStats, PoolUse, collect_stats, pool_use
+from .metrics import ManagerStats, PoolUse, collect_stats, pool_use
 from .prefix.node import T
 from .request_book import RequestBook
 from .tiered_cache import TieredCache
 
-__all__ = ["ManagerStats", "collect", "compute_block_budget"]
-
-
-class ManagerStats(NamedTuple):
-    """Where everything is.
-
-    Attributes:
-        blocks_total, blocks_free: device blocks; cached ones are not free, though available.
-        blocks_used: held by requests or cached.
-        blocks_ahead: of live requests, beyond their cached tokens.
-        slots_total, slots_free, slots_used: of live requests, snapshots not counted.
-        tokens_cached: of live requests, those they share counted for each.
-        generation: resets of the manager.
-        preempted: requests that wait to be resumed.
-        cache: pools, hits, evictions, failures.
-    """
-
-    blocks_total: int
-    blocks_free: int
-    blocks_used: int
-    blocks_ahead: int
-    slots_total: int
-    slots_free: int
-    slots_used: int
-    tokens_cached: int
-    generation: int
-    preempted: int
-    cache: CacheStats
+__all__ = ["collect", "compute_block_budget"]
 
 
 def collect(layout: CacheLayout, size: CacheSize, book: RequestBook, cache: TieredCache) -> ManagerStats:

@@ -100,12 +100,28 @@ class Steps:
         if shape.columns > self.size.max_blocks_per_request:
             raise PlanError(f"columns={shape.columns}: the table has {self.size.max_blocks_per_request}")
 
+    @property
+    def pool_limit(self) -> int:
+        """Tokens of one request that all blocks together hold."""
+        return self.size.total_blocks * self._layout.block_tokens
+
+    def check_pool(self, name: object, tokens: int, size: CacheSize | None = None) -> None:
+        """Raises `ContextLimitError` if all blocks (of a cache of this size) do not hold so many tokens of one request.
+
+        Then no preemption and no release of others would help, as `OutOfBlocksError` has it.
+        """
+        blocks = (size or self.size).total_blocks
+        if self._layout.blocks_for(tokens) > blocks:
+            limit = blocks * self._layout.block_tokens
+            raise ContextLimitError(name, tokens, limit, f"all {blocks} blocks of the cache, a limit")
+
     # Before a step
 
     def reserve(self, request: Request, tokens: int) -> None:
         """Takes the blocks of a request's first `tokens` tokens now. See `KVCacheManager.reserve`."""
         if tokens > request.max_tokens:
             raise ContextLimitError(request.id, tokens, request.max_tokens)
+        self.check_pool(request.id, tokens)
         request.blocks += self._cache.acquire_blocks(range(len(request.blocks), self._layout.blocks_for(tokens)))
         self.forget_batch()
         request.reserved = max(request.reserved, tokens)
@@ -122,7 +138,12 @@ class Steps:
             free.copies -= len(copies.slots)
             if free.copies < 0 or shape.block_copies < len(copies.blocks):
                 return []  # no step of this shape can carry the copies that forks wait for
-        return schedule(self._layout, requests, free, max_chunk=max_chunk, next_stop=self._publisher.next_stop)
+        chosen = schedule(self._layout, requests, free, max_chunk=max_chunk, next_stop=self._publisher.next_stop)
+        if not chosen:
+            for request in requests:  # one that has all blocks, and tokens that it may still compute
+                if self.pool_limit <= request.num_cached < min(len(request.tokens), request.max_tokens):
+                    self.check_pool(request.id, request.num_cached + 1)
+        return chosen
 
     # Planning
 
@@ -151,6 +172,8 @@ class Steps:
         lacking = np.flatnonzero(missing).tolist()
         places = [place for i in lacking for place in range(int(held[i]), int(blocks[i]))]
         if places and (error := cache.shortage(places, freed)):
+            for request in requests:  # one token in each step is the least: without room for drafts there may be some
+                self.check_pool(request.id, request.num_cached + steps)
             raise error
         untabled = np.flatnonzero(tabled < blocks).tolist()
         copies = self._copies(batch.restored)
@@ -341,7 +364,7 @@ class Steps:
         columns = [array.tolist() for array in arrays]
         live = self._book.live
         return [
-            (live.get(slot) or self._book.find_live(slot), start, count)
+            (live.get(slot) or self._book.find_in_slot(slot), start, count)
             for slot, start, count in zip(*columns, strict=True) if slot
         ]  # fmt: skip
 

@@ -48,7 +48,7 @@ class StorageMove(NamedTuple):
 
 
 class Stored(Protocol):
-    """What a storage tier needs of its `KVCacheManager`. `reset` makes another `guard` and another `cache`."""
+    """What a storage tier needs of its `KVCacheManager`. `reset` makes another `cache`."""
 
     guard: Guard
     cache: TieredCache

@@ -101,8 +101,8 @@ def generate(
             type, a manager with a host tier, for which nobody runs transfers, drafts that are not possible, or managers
             that are not one for each data shard, or not alike.
         RequestError: a token of a prompt is no id of the model's vocabulary.
-        ContextLimitError: a prompt and its continuation exceed the context limit. Like the two above
-            it is raised before anything runs.
+        ContextLimitError: a prompt and its continuation exceed the context limit, or all blocks together. Like the two
+            above it is raised before anything runs.
         NoFreeSlotError, OutOfBlocksError: a prompt cannot be admitted even with none of the others live.
         ExchangeError: a device did not come to an exchange.
     """
@@ -121,11 +121,12 @@ def generate(
     ids = [request_tokens(prompt, first.layout.cfg.vocab_size) for prompt in prompts]
     # The last token drawn is never fed.
     needs = [len(prompt) + max_new_tokens - 1 for prompt in ids]
+    limit = min(first.context_limit, first.pool_limit)
     for i, (prompt, need) in enumerate(zip(ids, needs, strict=True)):
         if not len(prompt):
             raise PlanError(f"prompt {i} is empty")
-        if need > first.context_limit:
-            raise ContextLimitError(f"of prompt {i}", need, first.context_limit)
+        if need > limit:
+            raise ContextLimitError(f"of prompt {i}", need, limit)
 
     ahead = decode_steps * (1 + drafts) - 1
     caller = Caller(params, shards, placement, chunk_tokens, decode_steps, drafts, sampling, seed, implementation)
@@ -140,7 +141,7 @@ def generate(
         while waiting or shards.requests:
             if call is None:
                 while waiting:
-                    room = min(needs[waiting[0]] + ahead, first.context_limit)
+                    room = min(needs[waiting[0]] + ahead, limit)
                     if not shards.admit(waiting[0], ids[waiting[0]], room):
                         break
                     waiting.popleft()

@@ -106,7 +106,7 @@ class Outside:
         text = self.random.choice(self.texts)[: self.random.randint(0, 100)]
         if self.random.random() < 0.3:
             text = text + [self.random.randrange(3) for _ in range(self.random.randint(0, 20))]
-        return text[: self.manager.context_limit]
+        return text[: min(self.manager.context_limit, self.manager.pool_limit)]
 
     def admit(self) -> None:
         space = Namespace(self.random.choice(["a", "a", "b"]))
@@ -184,14 +184,17 @@ class Outside:
 
     def step(self) -> None:
         self.draw()
-        if not (scheduled := self.choose()) and self.random.random() < 0.7:
-            self.release()
-            self.admit()
-            scheduled = self.choose()
         try:
+            if not (scheduled := self.choose()) and self.random.random() < 0.7:
+                self.release()
+                self.admit()
+                scheduled = self.choose()
             plan = self.manager.plan_step(scheduled)
         except OutOfBlocksError:
             (self.preempt if self.random.random() < 0.5 else self.release)()
+            return
+        except ContextLimitError as error:
+            self.end_outgrown(error)
             return
         self.execute(plan, 1)
         self.did["fed"] += sum(count for _, count in scheduled)
@@ -200,6 +203,12 @@ class Outside:
                 kept = self.random.randint(0, count)
                 self.manager.accept(request, kept)
                 self.did["rejected"] += count - kept
+
+    def end_outgrown(self, error: ContextLimitError) -> None:
+        """Ends a request that all blocks together hold no more of."""
+        assert error.limit == self.manager.pool_limit < error.tokens
+        self.manager.release_request(self.manager.book.ids[error.request])
+        self.did["outgrown"] += 1
 
     def many_steps(self) -> None:
         self.draw()
@@ -211,6 +220,9 @@ class Outside:
         try:
             plan = self.manager.plan_step([(request, 1) for request in chosen], steps=steps)
         except OutOfBlocksError:
+            return
+        except ContextLimitError as error:
+            self.end_outgrown(error)
             return
         for request in chosen:
             request.tokens += self.random.choices(range(3), k=steps - 1)
@@ -241,11 +253,11 @@ class Outside:
     def lose_step(self) -> None:
         """A step is planned and never runs; others come and go; its requests are aborted."""
         self.draw()
-        if not (scheduled := self.choose()):
-            return  # no request to abort: a plan of nothing but copies that does not run calls for `reset`
         try:
+            if not (scheduled := self.choose()):
+                return  # no request to abort: a plan of nothing but copies that does not run calls for `reset`
             self.manager.plan_step(scheduled)
-        except OutOfBlocksError:
+        except (OutOfBlocksError, ContextLimitError):
             return
         self.device.transfer(self.manager.take_transfers())
         failed = [request for request, _ in scheduled]

@@ -225,7 +225,7 @@ def test_a_refused_resume_changes_nothing() -> None:
     step(manager, (request, 16))
     step(manager, (request, 5))
     manager.preempt(request)
-    step(manager, (other := manager.admit_request([9] * 60), 1))
+    step(manager, (other := manager.admit_request([9] * 40), 1))
     manager.reserve(other, 48)
     step(manager, (manager.requests[0], 8))
     manager.accept(other, 8)
@@ -236,6 +236,8 @@ def test_a_refused_resume_changes_nothing() -> None:
     before = books(manager)
     with pytest.raises(OutOfBlocksError):
         manager.resume(request)
+    assert manager.stats().cache.admission_failures == {"device": 1}  # is told, and nothing else has changed
+    manager.cache.failures.clear()
     assert books(manager) == before and request.parked is not None
     manager.release_request(other)
     manager.resume(request)
@@ -341,7 +343,7 @@ def test_an_interrupted_reset_is_finished_or_refused() -> None:
     while outcomes[-1:] != ["whole"]:
         manager = make()
         request = manager.admit_request(PROMPT)
-        manager.guard("plan_step")  # and there it stopped
+        (lambda manager: manager.guard("plan_step"))(manager)  # and there it stopped
         countdown, line = line, line + 1
         sys.settrace(interrupt)
         try:

@@ -547,9 +547,16 @@ def test_events_tell_where_blocks_are() -> None:
 def test_prometheus_text_has_every_pool() -> None:
     manager = make(host=HostSize.of(LAYOUT, 8, 4))
     serve(manager)
-    text = prometheus_text(manager.stats().cache)
+    manager.admit_request(PROMPT)
+    text = prometheus_text(manager.stats())
     for pool in ("device", "slot", "host"):
         assert f'dsv4_cache_units{{pool="{pool}",state="free"}}' in text
+    for sample in ('requests{state="live"} 1', 'requests{state="preempted"} 0', "request_tokens 32", "blocks_ahead 0"):
+        assert f"\ndsv4_cache_{sample}\n" in text
+    assert text.endswith(prometheus_text(manager.stats().cache))
+    for odd in (None, manager, manager.stats().cache.pools):
+        with pytest.raises(PlanError, match=r"takes what KVCacheManager.stats\(\) gave"):
+            prometheus_text(odd)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
-from dsv4_jax.errors import HandoffError, HashError, ManagerInterruptedError, PlanError, RequestError
+from dsv4_jax.errors import (
+    ContextLimitError,
+    HandoffError,
+    HashError,
+    ManagerInterruptedError,
+    PlanError,
+    RequestError,
+)
 from dsv4_jax.manager import CachePolicy, Handoff, HostSize, Namespace, RemoteTier
 from tests.clock import FakeClock
 
@@ -363,6 +370,16 @@ def test_other_weights_another_tenant_and_other_tokens_are_refused() -> None:
             taker.tier.expect(data, tokens, namespace=space)
         assert caught.value.field == field
         taker.manager.check_integrity()
+
+
+def test_a_prompt_that_could_never_be_admitted_is_not_read() -> None:
+    """All of it came to the host, and `admit_remote` refused it."""
+    data, taker = Host().prefill(), Host(blocks=5)
+    before = taker.manager.stats()
+    with pytest.raises(ContextLimitError, match=r"expected: 4[0-9] tokens exceed .* 40 tokens"):
+        taker.tier.expect(data, PROMPT, namespace=SPACE)
+    assert taker.manager.stats() == before
+    taker.manager.check_integrity()
 
 
 def test_what_is_no_arrival_of_this_manager_is_refused_and_nothing_changes() -> None:

@@ -72,7 +72,7 @@ def assert_closed(manager: KVCacheManager) -> None:
         lambda: manager.admit_request([1, 2]), lambda: manager.plan_step([]), lambda: manager.schedule(4),
         manager.commit, manager.flush, lambda: manager.acknowledge(""), manager.take_transfers, manager.stats,
         lambda: manager.export_again(""),
-        manager.check_integrity, manager.sleep, manager.wakeup,
+        manager.check_integrity, manager.sleep, manager.wakeup, manager.can_admit,
         lambda: manager.resize(manager.size), manager.memory_bytes, lambda: manager.pinned_shape(1),
         lambda: tier.plan_writes(1), lambda: tier.finish_writes([], []), lambda: tier.finish_reads([], []),
         lambda: tier.plan_reads([1] * 99, _nothing, _nothing), lambda: remote.expect(b"", []), remote.expire,
@@ -83,7 +83,7 @@ def assert_closed(manager: KVCacheManager) -> None:
             lambda r=request: manager.preempt(r), lambda r=request: manager.resume(r),
             lambda r=request: manager.fork(r), lambda r=request: manager.reserve(r, 1),
             lambda r=request: manager.export_request(r), lambda r=request: manager.accept(r, 0),
-            lambda r=request: manager.find(r.ref),
+            lambda r=request: manager.find(r.ref), lambda r=request: manager.can_resume(r),
         ]  # fmt: skip
     for call in calls:
         with pytest.raises(ManagerInterruptedError, match=r"injected|broken off"):

@@ -119,6 +119,131 @@ def test_context_limit_is_checked_at_admission(config: dict) -> None:
     assert manager.admit_request([0] * limit).max_tokens == limit
 
 
+def test_a_prompt_that_all_blocks_do_not_hold_is_refused_at_admission() -> None:
+    """It was admitted, and an engine preempted and resumed it for ever. One token after the prompt has to fit as well,
+    if the request says that there will be any."""
+    manager = make(num_blocks=3, columns=8)
+    assert (manager.context_limit, manager.pool_limit) == (8 * BLOCK, 3 * BLOCK)
+    most = 3 * BLOCK
+    for tokens, limit in ((most + 1, None), (8 * BLOCK, None), (most + 1, most + 1), (most, most + 1)):
+        options, why = dict(max_tokens=limit), "all 3 blocks .* 384 tokens"
+        refused(manager, ContextLimitError, lambda n=tokens, o=options: manager.admit_request([0] * n, **o), why)
+        refused(manager, ContextLimitError, lambda n=tokens, o=options: manager.can_admit(n, **o), why)
+    for tokens, limit in ((most, None), (most, most), (most - 1, most), (most - 1, 8 * BLOCK)):
+        assert manager.can_admit(tokens, max_tokens=limit)
+        request = manager.admit_request([0] * tokens, max_tokens=limit)  # which comes to its end
+        while scheduled := manager.schedule(100, requests=[request]):
+            manager.plan_step(scheduled)
+        assert request.num_cached == len(request.tokens)
+        manager.release_request(request)
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_request_that_outgrows_all_blocks_is_said_to_have(drafts: int) -> None:
+    """Nothing was offered: preempting it, as one does then, and resuming it led here again, for ever."""
+    manager = make(num_blocks=2, columns=8, drafts=drafts)
+    request, other = manager.admit_request([0] * 250), manager.admit_request([1] * 3, max_tokens=3)
+    steps = 0
+    with pytest.raises(ContextLimitError, match="request 1: 257 tokens exceed all 2 blocks of the cache") as outgrown:
+        while True:
+            if scheduled := manager.schedule(64):
+                manager.plan_step(scheduled)
+                if not request.num_pending:
+                    request.tokens += [5] * (1 + drafts)
+            elif manager.preempted:
+                manager.resume(manager.preempted[0])
+            else:
+                manager.preempt(manager.requests[-1])
+            steps += 1
+            assert steps < 100
+    assert (outgrown.value.request, outgrown.value.limit, request.num_cached) == (1, 256, 256)
+    for call in (
+        lambda: manager.schedule(1), lambda: manager.plan_step([(request, 1)]), lambda: manager.reserve(request, 257),
+        lambda: manager.plan_step([(request, 1)], steps=3),
+    ):  # fmt: skip
+        refused(manager, ContextLimitError, call, "all 2 blocks")
+    manager.release_request(request)
+    if manager.preempted:
+        manager.resume(other)
+    assert manager.schedule(64) == ([(other, 3)] if other.num_pending else [])
+
+
+def test_drafts_that_all_blocks_do_not_hold_are_left_out() -> None:
+    """A step of them is too long where one token is not: as wherever blocks are short."""
+    manager = make(num_blocks=1, columns=8)
+    request = manager.admit_request([0] * (BLOCK - 2))
+    manager.plan_step([(request, BLOCK - 2)])
+    refused(manager, OutOfBlocksError, lambda: manager.plan_step([(request, 3)]))
+    refused(
+        manager, ContextLimitError, lambda: manager.plan_step([(request, 1)], steps=3), "129 tokens exceed all 1 blocks"
+    )
+    manager.plan_step([(request, 1)], steps=2)
+
+
+def test_whether_one_can_be_admitted_is_asked_for_nothing() -> None:
+    manager = make(num_slots=2)
+    first = manager.admit_request([1] * 9)
+    assert manager.can_admit() and manager.can_admit(np.int64(9), max_tokens=20)
+    manager.admit_request()
+    before = books(manager), manager.stats()
+    assert not any(manager.can_admit(9) for _ in range(3))
+    assert (books(manager), manager.stats()) == before and not manager.stats().cache.admission_failures
+    for wrong in (dict(num_tokens=10, max_tokens=9), dict(num_tokens=9999), dict(max_tokens=9999)):
+        refused(manager, ContextLimitError, lambda w=wrong: manager.can_admit(**w))
+    for wrong in (dict(num_tokens=-1), dict(num_tokens=1.0), dict(max_tokens=0)):
+        refused(manager, PlanError, lambda w=wrong: manager.can_admit(**w))
+    refused(manager, RequestError, lambda: manager.can_resume(first), "not preempted")
+    manager.preempt(first)
+    assert manager.can_resume(first) and manager.can_admit()
+    manager.admit_request()
+    assert not manager.can_resume(first)
+    refused(manager, NoFreeSlotError, lambda: manager.resume(first))
+    manager.sleep()
+    assert not manager.can_admit() and not manager.can_resume(first)
+
+
+def test_every_reason_for_which_a_request_does_not_become_live_is_counted() -> None:
+    """Only slots were."""
+    manager = make(num_blocks=3, num_slots=2, columns=8)
+    request = manager.admit_request([1] * 9)
+    for error, call in (
+        (ContextLimitError, lambda: manager.admit_request([0] * 400)),
+        (ContextLimitError, lambda: manager.admit_request([0] * 4, max_tokens=2)),
+        (ContextLimitError, lambda: manager.admit_request(max_tokens=10**6)),
+        (NoFreeSlotError, lambda: manager.fork(request, request_ids=[None] * 2)),
+    ):
+        refused(manager, error, call)
+    assert manager.stats().cache.admission_failures == {"context": 3, "slot": 1}
+    manager.plan_step([(request, 9)])
+    manager.reserve(request, 3 * BLOCK)
+    refused(manager, OutOfBlocksError, lambda: manager.fork(request))
+    manager.preempt(request)
+    for _ in range(2):
+        manager.admit_request()
+    refused(manager, NoFreeSlotError, lambda: manager.resume(request))
+    refused(manager, NoFreeSlotError, manager.admit_request)
+    refused(manager, RequestError, lambda: manager.admit_request([-1]))  # a mistake, no want of room
+    assert manager.stats().cache.admission_failures == {"context": 3, "slot": 3, "device": 1}
+
+
+def test_a_request_is_shown_in_one_line() -> None:
+    manager = make()
+    request = manager.admit_request([7] * 500, request_id="a\nb" * 3)
+    assert repr(request) == r"<Request 'a\nba\nba\nb' live in slot 1: 0 of 500 tokens cached>"
+    manager.plan_step([(request, 200)])
+    manager.preempt(request)
+    assert repr(request).endswith("preempted: 0 of 500 tokens cached>")
+
+    class Name:
+        def __repr__(self) -> str:
+            return "two\nlines" * 100
+
+    other = manager.admit_request(request_id=Name())
+    assert len(repr(other).splitlines()) == 1 and len(repr(other)) < 300
+    manager.release_request(other)
+    assert "released" in repr(other)
+
+
 @pytest.mark.parametrize("tokens", [[-1], [256], [1.0], [[1]], ["a"], [1, None], np.array([[1]]), [True], [1, [2, 3]]])
 def test_bad_token_ids(tokens: object) -> None:
     manager = make()
@@ -141,11 +266,9 @@ def test_release() -> None:
     assert (a.state, a.blocks) == (RequestState.RELEASED, [])
     refused(manager, RequestError, lambda: manager.release_request(a), "request 1 was released")
     refused(manager, RequestError, lambda: manager.release_request(foreign), "another manager")
-    for slot in (1, 0, -1, 4, 1.0, None, True):
-        refused(manager, RequestError, lambda slot=slot: manager.release_request(slot))
     with pytest.raises(RequestError, match="has no slot"):
         operator.index(a)
-    manager.release_request(np.int32(2))
+    manager.release_request(b)
     assert b.state is RequestState.RELEASED
     assert manager.stats().blocks_free == 8
 
@@ -174,7 +297,7 @@ def test_mixed_step() -> None:
     assert (a.blocks, b.blocks, c.blocks) == ([3], [1, 2], [4])
     assert [r.num_cached for r in (a, b, c)] == [1, 130, 3]
     assert plan.seq_slot.tolist() == [2, 1, 3, 0]
-    plan = manager.plan_step([(a, 127), (b.slot, 1)])
+    plan = manager.plan_step([(a, 127), (b, 1)])
     assert entries(plan) == []
     plan = manager.plan_step([(a, 1)])
     assert entries(plan) == [(1, 1, 5)]
@@ -272,10 +395,9 @@ def test_refused_steps_change_nothing() -> None:
     refused(manager, OutOfBlocksError, lambda: manager.plan_step([(b, 1), (a, 200)]), full)
     refused(manager, ContextLimitError, lambda: manager.plan_step([(a, 1), (b, 73)]), "201 tokens .* 200")
     refused(manager, PlanError, lambda: manager.plan_step([(a, 1), (a, 1)]), "twice")
-    refused(manager, PlanError, lambda: manager.plan_step([(a, 1), (a.slot, 1)]), "twice")
     refused(manager, RequestError, lambda: manager.plan_step([(a, 1), (gone, 1)]), "released")
     refused(manager, RequestError, lambda: manager.plan_step([(a, 1), (foreign, 1)]), "another manager")
-    refused(manager, RequestError, lambda: manager.plan_step([(3, 1)]), "no live request in slot 3")
+    refused(manager, RequestError, lambda: manager.plan_step([(3, 1)]), "not a Request")
     for count in (0, -1, 1.0, None, True):
         refused(manager, PlanError, lambda count=count: manager.plan_step([(a, 1), (b, count)]))
     for pair in (a, (a,), (a, 1, 1), "ab1"):

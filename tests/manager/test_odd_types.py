@@ -194,6 +194,21 @@ def test_requests(manager: KVCacheManager, request_) -> None:
     refused(manager, PlanError, lambda: manager.plan_step([request_]))
 
 
+def test_integers_are_no_requests(manager: KVCacheManager) -> None:
+    """They meant slots, and so ended other requests than the one with this id."""
+    others = [manager.admit_request([1, 2]) for _ in range(2)]
+    assert [(r.id, r.slot) for r in others] == [(1, 2), (2, 3)]
+    for number in (1, 2, 3, np.int32(1)):
+        for call in (
+            lambda n: manager.release_request(n), lambda n: manager.abort_request(n), lambda n: manager.preempt(n),
+            lambda n: manager.fork(n), lambda n: manager.accept(n, 1), lambda n: manager.reserve(n, 1),
+            lambda n: manager.plan_step([(n, 1)]), lambda n: manager.schedule(4, requests=[n]),
+            lambda n: manager.export_request(n), lambda n: manager.resume(n), lambda n: manager.can_resume(n),
+        ):  # fmt: skip
+            refused(manager, RequestError, functools.partial(call, number))
+    assert len(manager.requests) == 3
+
+
 # Request ids
 
 

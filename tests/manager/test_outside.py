@@ -11,8 +11,8 @@ from dsv4_jax.errors import NoHitsWarning
 from tests.manager.outside import Outside
 
 HAPPENED = (
-    "compared", "fed", "forked", "hit", "junction", "lost", "moved", "parked", "read", "rejected", "resized",
-    "steps at once", "steps left out", "unparked", "written",
+    "compared", "fed", "forked", "hit", "junction", "lost", "moved", "outgrown", "parked", "read", "rejected",
+    "resized", "steps at once", "steps left out", "unparked", "written",
 )  # fmt: skip
 
 

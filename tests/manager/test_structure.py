@@ -10,11 +10,11 @@ import dsv4_jax.manager
 
 ROOT = pathlib.Path(dsv4_jax.manager.__file__).parent
 FILES = {str(path.relative_to(ROOT)): ast.parse(path.read_text("utf8")) for path in sorted(ROOT.rglob("*.py"))}
-NAMEDTUPLE = {"_replace", "_asdict", "_fields", "_make", "_value_"}
+PYTHONS = {"_replace", "_asdict", "_fields", "_make", "_value_", "_getframe", "_current_frames"}
 
 
 def is_private(name: str) -> bool:
-    return re.fullmatch(r"_[a-z]\w*", name, re.I) is not None and name not in NAMEDTUPLE
+    return re.fullmatch(r"_[a-z]\w*", name, re.I) is not None and name not in PYTHONS
 
 
 def imports_of(file: str) -> set[str]:

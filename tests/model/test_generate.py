@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax import CacheLayout, DSV4Config, cache_sharding, init_cache, model
-from dsv4_jax.errors import ContextLimitError, OutOfBlocksError, PlanError, RequestError
+from dsv4_jax.errors import ContextLimitError, PlanError, RequestError
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import CachePolicy, HostSize, KVCacheManager, SnapshotPlacement
 
@@ -208,6 +208,6 @@ def test_impossible_requests_are_refused_before_anything_runs(params, options, e
 def test_a_prompt_that_can_never_fit_is_refused(params):
     size = CacheSize(1, 1, 2)
     manager = KVCacheManager(LAYOUT, size)
-    with pytest.raises(OutOfBlocksError, match="requested 2 blocks, 1 available"):
+    with pytest.raises(ContextLimitError, match="200 tokens exceed the context limit of 128"):
         model.generate(params, init_cache(LAYOUT, size), manager, [[1] * 200], max_new_tokens=1)
     assert not manager.requests

@@ -173,7 +173,8 @@ class RemoteDriver:
             tokens, namespace, items: of the request, from whoever sent it.
 
         Raises:
-            HandoffError, HashError, PlanError, RequestError: as `RemoteTier.expect` and `extend`; nothing has changed.
+            ContextLimitError, HandoffError, HashError, PlanError, RequestError: as `RemoteTier.expect` and `extend`;
+                nothing has changed.
         """
         lease = Handoff.from_json(handoff).lease
         known, _ = prompt_tokens(tokens, self._manager.layout.cfg.vocab_size)
