@@ -318,6 +318,10 @@ class Steps:
 
     def tokens(self, plan: StepPlan) -> np.ndarray:
         """The token ids of a plan. See `KVCacheManager.plan_tokens`."""
+        out = np.zeros(plan.num_tokens, np.int32)
+        if (decodes := self._note_decodes(plan)) is not None:
+            out[: len(decodes)] = decodes
+            return out
         ids: list[int] = []
         fresh: list[tuple[Request, int, int]] = []
         for request, start, count in self._sequences_of(plan):
@@ -338,7 +342,6 @@ class Steps:
                 ids += history[start:]
                 ids += tokens[max(start, noted) : stop]
         self._book.settle_changes([request for request, _, _ in fresh] if self._book.edits.any else ())
-        out = np.zeros(plan.num_tokens, np.int32)
         out[: len(ids)] = request_tokens(ids, self._layout.cfg.vocab_size)  # sequences follow each other, then padding
         for request, start, stop in fresh:
             history = request.history
@@ -348,13 +351,38 @@ class Steps:
                 self._publisher.note(request, min(stop, request.num_cached))
         return out
 
+    def _note_decodes(self, plan: StepPlan) -> np.ndarray | None:
+        """The ids of the plan made last, each noted, if all are of decodes and none was noted before; else None.
+
+        As `tokens` without it, but a third faster: hundreds of sequences pass here every step.
+        """
+        batch = self._batch
+        if batch is None or not self._is_last_decode(plan) or self._book.edits.any:
+            return None
+        starts = plan.seq_start.tolist()[: len(batch.requests)]
+        histories = [request.history for request in batch.requests]
+        if [*map(len, histories)] != starts:
+            return None
+        try:
+            ids = [request.ids[start] for request, start in zip(batch.requests, starts, strict=True)]
+        except IndexError:
+            return None  # some are not known
+        checked = request_tokens(ids, self._layout.cfg.vocab_size)
+        for history, token in zip(histories, ids, strict=True):
+            history.append(token)
+        return checked
+
+    def _is_last_decode(self, plan: StepPlan) -> bool:
+        """Whether this is the plan made last, and all its sequences are of one token."""
+        batch = self._batch
+        return batch is not None and batch.decode is not None and batch.decode[1].seq_slot is plan.seq_slot
+
     def _sequences_of(self, plan: StepPlan) -> Iterable[tuple[Request, int, int]]:
         """The request, first token and number of tokens of each sequence.
 
         Raises `RequestError` if one is gone, `ForeignPlanError` for a plan of another cache, `PlanError` for none.
         """
-        batch = self._batch
-        if batch is not None and batch.decode is not None and batch.decode[1].seq_slot is plan.seq_slot:
+        if (batch := self._batch) is not None and self._is_last_decode(plan):
             return zip(batch.requests, plan.seq_start.tolist(), itertools.repeat(1))
         if isinstance(plan.facts, CacheFacts):
             plan.facts.check(CacheFacts.of(self._layout, self.arrays))
