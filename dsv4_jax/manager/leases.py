@@ -145,10 +145,12 @@ class Leases:
     def _is_of(self, lease: Lease, request: Request) -> bool:
         """Whether what was told is of the text that the request goes on with: preempted, it may have been rewritten."""
         assert request.hasher is not None  # see `export`
-        told = len(lease.nodes)
-        if lease.total > max(len(request.tokens) - 1, 0) // self._layout.block_tokens:
+        told, block = len(lease.nodes), self._layout.block_tokens
+        if lease.total > max(len(request.tokens) - 1, 0) // block or len(request.history) < told * block:
             return False
-        return not told or request.hasher.digests[told - 1 : told] == [lease.nodes[-1].digest]
+        if told > len(request.nodes):  # it is behind what it told
+            request.hasher.follow(request.history[: told * block])
+        return not told or request.hasher.digests[told - 1] == lease.nodes[-1].digest
 
     def _end(self, lease: Lease) -> None:
         del self.active[lease.id]

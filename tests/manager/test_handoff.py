@@ -537,3 +537,22 @@ def test_a_lease_is_of_one_text() -> None:
     manager.resume(request)
     assert manager.export_request(request).total == 2
     manager.check_integrity()
+
+
+def test_a_lease_does_not_outlive_ids_that_were_not_kept() -> None:
+    """Computed once more after a preemption and then rejected: the digests of before were believed on."""
+    host = Host(drafts=3, host=HostSize(60))
+    manager, request = host.manager, host.manager.admit_request(PROMPT[: BLOCK + 1])
+    manager.plan_tokens(manager.plan_step([(request, BLOCK + 1)]))
+    told = manager.export_request(request)
+    assert (told.total, len(told.blocks)) == (1, 1)
+    manager.preempt(request)
+    manager.resume(request)
+    assert request.num_cached == 0
+    manager.plan_step([(request, 2)])
+    list(manager.take_transfers())
+    manager.accept(request, 0)
+    request.tokens += [3, 4]
+    again = manager.export_request(request)
+    assert again.lease != told.lease and (again.total, again.blocks) == (1, ())
+    manager.check_integrity()
