@@ -286,7 +286,7 @@ class KVCacheManager:
         space: dict[str, Any], arrival: Arrival | None = None,
     ) -> Request:  # fmt: skip
         self.guard.check()
-        known, ids = prompt_tokens(tokens, self.layout.cfg.vocab_size)
+        known, ids = prompt_tokens(tokens, self.layout.cfg.vocab_size, self.book.edits)
         limit = None if max_tokens is None else as_count("max_tokens", max_tokens, 1)
         fits = len(ids) <= min(self.context_limit, self.pool_limit)  # else it is refused below
         hasher = self._new_hasher(ids, **space) if fits else None

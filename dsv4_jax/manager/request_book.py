@@ -112,13 +112,17 @@ class RequestBook:
         self.edits.any = any(request.ids.changed_from < sys.maxsize for request in self.ids.values())
 
     def add(self, tokens: list[int], limit: int, request_id: Hashable, slot: int, started: int) -> Request:
-        """A new live request; without an id it gets a number. `started`: steps planned so far."""
+        """A new live request; without an id it gets a number. `started`: steps planned so far.
+
+        `tokens` are the request's from now on if they are `TokenIds`, else copied.
+        """
         while request_id is None:
             self._last_id += 1
             request_id = None if self._last_id in self.ids else self._last_id
         self._last_epoch += 1
+        ids = tokens if isinstance(tokens, TokenIds) else TokenIds(tokens, self.edits)
         request = Request(
-            request_id, slot, self.generation, limit, TokenIds(tokens, self.edits),
+            request_id, slot, self.generation, limit, ids,
             num_prompt=len(tokens), epoch=self._last_epoch, started=started,
         )  # fmt: skip
         self.live[slot] = self.ids[request_id] = request

@@ -114,9 +114,11 @@ def request_tokens(tokens: Iterable[int] | np.ndarray, vocab_size: int) -> np.nd
         raise RequestError(str(error)) from error
 
 
-def prompt_tokens(tokens: Iterable[int] | np.ndarray, vocab_size: int) -> tuple[list[int], array[int]]:
-    """As `token_list`; raises as `request_tokens`."""
+def prompt_tokens(
+    tokens: Iterable[int] | np.ndarray, vocab_size: int, edits: Edits | None = None
+) -> tuple[list[int], array[int]]:
+    """As `token_list`; raises as `request_tokens`. `edits`: the list is to be the `TokenIds` of a request of these."""
     try:
-        return token_list(tokens, vocab_size)
+        return token_list(tokens, vocab_size, copied=list.copy if edits is None else lambda ids: TokenIds(ids, edits))
     except HashError as error:
         raise RequestError(str(error)) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -25,17 +25,25 @@ def token_ids(tokens: Iterable[int] | np.ndarray, vocab_size: int = INT32_MAX + 
     return np.frombuffer(_converted(_listed(tokens), vocab_size), "<i4")
 
 
-def token_list(tokens: Iterable[int] | np.ndarray, vocab_size: int = INT32_MAX + 1) -> tuple[list[int], array[int]]:
+def token_list(
+    tokens: Iterable[int] | np.ndarray,
+    vocab_size: int = INT32_MAX + 1,
+    *,
+    copied: Callable[[list[int]], list[int]] = list.copy,
+) -> tuple[list[int], array[int]]:
     """The ids as a list and as an array of code "I", both the caller's. Raises as `token_ids`.
 
     The list holds the ints that were given: to make 100,000 new ones takes longer than all else that is done here.
+
+    Args:
+        copied: what makes it of a list.
     """
     if isinstance(tokens, np.ndarray):
         ids = _checked(tokens, vocab_size)
-        return ids.tolist(), packed(ids)
-    values = _listed(tokens)
+        return copied(ids.tolist()), packed(ids)
+    values = tokens if type(tokens) is list else _listed(tokens)
     ids = _converted(values, vocab_size)
-    return values if _are_ints(values) else ids.tolist(), ids
+    return copied(values if _are_ints(values) else ids.tolist()), ids
 
 
 def packed(ids: np.ndarray) -> array[int]:
