@@ -89,6 +89,7 @@ class Lifecycle:
     def _child(self, parent: Request, name: Hashable | None, slot: int, own: list[int]) -> Request:
         """One fork; `own`: the blocks for what it does not share."""
         child = self._book.add(parent.tokens.copy(), parent.max_tokens, name, slot, self._steps.num_planned)
+        child.ids.changed_from, child.ids.shortest = parent.ids.changed_from, parent.ids.shortest
         shared, pending = parent.num_shared, self._cache.copies
         child.num_prompt, child.num_cached, child.num_hit = parent.num_prompt, parent.num_cached, parent.num_cached
         child.junction = parent.junction

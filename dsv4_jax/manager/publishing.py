@@ -125,9 +125,10 @@ class Publisher:
     def note(self, request: Request, tokens: int) -> None:
         """Takes the first `tokens` ids for computed, as far as they are known and not noted yet.
 
-        None while ids before them differ from what was noted: these may stand elsewhere than where they were computed.
+        None while ids before them differ from what was noted: these may stand elsewhere than where they were computed;
+        and none where others were removed.
         """
-        history = request.history
+        history, tokens = request.history, min(tokens, request.ids.shortest)
         if len(history) >= tokens or request.is_displaced:
             return
         try:

@@ -173,6 +173,13 @@ class Request:
                 if self.hasher is not None and here < self.hasher.num_tokens:
                     self.hasher.truncate(here)
                 self.num_prompt = min(self.num_prompt, here + 1)
+        if len(history) <= ids.shortest < self.num_cached:
+            if len(ids) > ids.shortest:
+                raise RequestError(
+                    f"request {self.id!r}: token {ids.shortest} was removed, which is computed, and another stands "
+                    "there: preempt and resume the request to compute it"
+                )
+            return  # so far nothing does
         if ids.shortest < self.num_prompt:  # what was appended since may be drafts
             self.num_prompt = min(self.num_prompt, max(ids.shortest, len(history)))
         ids.settle()

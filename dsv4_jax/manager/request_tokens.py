@@ -33,7 +33,7 @@ class TokenIds(list[int]):
     Attributes:
         changed_from: the lowest index at which an id was changed, removed or inserted since the manager last took
             notice; `sys.maxsize`: nowhere.
-        shortest: the least length after such a change.
+        shortest: the least length that a change has left, if one has removed any; else `sys.maxsize`.
     """
 
     __slots__ = ("_edits", "changed_from", "shortest")
@@ -47,11 +47,12 @@ class TokenIds(list[int]):
         """The manager has taken notice of all changes."""
         self.changed_from = self.shortest = sys.maxsize
 
-    def change(self, index: int) -> None:
-        """Notes a change from this index on."""
+    def change(self, index: int, before: int) -> None:
+        """Notes a change from this index on. `before`: the length then."""
         if index < self.changed_from:
             self.changed_from, self._edits.any = index, True
-        self.shortest = min(self.shortest, len(self))
+        if before > len(self) < self.shortest:
+            self.shortest = len(self)
 
     def _at(self, index: SupportsIndex | slice) -> int:
         """The lowest index that is changed with this one; the length for what is beyond the end."""
@@ -63,26 +64,26 @@ class TokenIds(list[int]):
         return max(place + size if place < 0 else place, 0)
 
     def __setitem__(self, index, value) -> None:
-        first = self._at(index)
+        first, before = self._at(index), len(self)
         super().__setitem__(index, value)
-        self.change(first)
+        self.change(first, before)
 
     def __delitem__(self, index) -> None:
-        first = self._at(index)
+        first, before = self._at(index), len(self)
         super().__delitem__(index)
-        self.change(first)
+        self.change(first, before)
 
     def insert(self, index: SupportsIndex, value: int) -> None:
         """As of a list."""
-        first = self._at(index)
+        first, before = self._at(index), len(self)
         super().insert(index, value)
-        self.change(first)
+        self.change(first, before)
 
     def pop(self, index: SupportsIndex = -1) -> int:
         """As of a list."""
-        first = self._at(index)
+        first, before = self._at(index), len(self)
         value = super().pop(index)
-        self.change(first)
+        self.change(first, before)
         return value
 
     def remove(self, value: int) -> None:

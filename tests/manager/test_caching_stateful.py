@@ -145,7 +145,7 @@ class Trace:
             return
         before, fed = list(request.tokens), self.fed[request.id]
         i = self.random.randrange(len(before))
-        if len(request.history) <= i < request.num_cached:
+        if len(request.history) < request.num_cached:
             return  # of K steps: noted by the manager's next call
         more = self.random.choices(range(4), k=self.random.randint(0, min(12, self.manager.context_limit - i)))
         how = self.random.randrange(4)

@@ -261,6 +261,36 @@ def test_ids_behind_a_computed_one_that_is_gone_are_not_noted(end: str) -> None:
     manager.check_integrity()
 
 
+@pytest.mark.parametrize("meanwhile", [lambda m: None, lambda m: m.commit()], ids=["at once", "committed"])
+def test_drawn_ids_that_were_cut_are_not_replaced(meanwhile: Callable[[KVCacheManager], None]) -> None:
+    """A loop of steps has drawn beyond the end of an answer: the next turn's ids passed for what was computed there."""
+    manager = make(num_blocks=40, every=1, snapshots=10)
+    request = run(manager, PROMPT[:9])
+    request.tokens.append(50)
+    manager.plan_tokens(manager.plan_step([(request, 1)], steps=8))
+    list(manager.take_transfers())
+    request.tokens += range(51, 59)
+    del request.tokens[13:]
+    meanwhile(manager)
+    (child,) = manager.fork(request)  # nothing stands there yet
+    for each in (request, child):
+        each.tokens += [99] * 6
+        meanwhile(manager)
+        for call in (manager.fork, lambda r: manager.plan_step([(r, 1)])):
+            with pytest.raises(RequestError, match="token 13 was removed, which is computed, and another stands there"):
+                call(each)
+    manager.release_request(child)
+    manager.preempt(request)
+    manager.resume(request)
+    assert request.num_cached == 8
+    plan = manager.plan_step([(request, 11)])
+    assert manager.plan_tokens(plan)[:11].tolist() == request.tokens[8:19]
+    text = list(request.tokens)
+    manager.release_request(request)
+    assert len(manager.cache.tree.match(manager.digests(text[:16]), 17).path) == 2
+    manager.check_integrity()
+
+
 def test_a_plan_is_not_laid_out_from_displaced_tokens() -> None:
     manager = make()
     request = manager.admit_request(PROMPT)
