@@ -92,11 +92,10 @@ class StackedTransfers:
         calls = [next(shard, None) for shard in shards]
         while names := {call[0] for call in calls if call is not None}:
             name = min(names, key=TransferStage._fields.index)
-            mine = [call if call is not None and call[0] == name else None for call in calls]
-            yield name, _stacked([None if call is None else call[1] for call in mine])
-            calls = [
-                call if now is None else next(shard, None) for shard, call, now in zip(shards, calls, mine, strict=True)
-            ]
+            mine = [i for i, call in enumerate(calls) if call is not None and call[0] == name]
+            yield name, _stacked([call[1] if call is not None and i in mine else None for i, call in enumerate(calls)])
+            for i in mine:
+                calls[i] = next(shards[i], None)
 
 
 def stack_transfers(transfers: Sequence[Iterable[TransferStage]]) -> StackedTransfers:
