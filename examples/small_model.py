@@ -1,0 +1,684 @@
+"""A small DeepSeek-V4 that can be trained: its sizes, its forward for batches, and the roundings of the released model.
+
+`dsv4.model.forward_uncached` is the definition; `losses` here computes the same numbers (tests/test_train_small.py)
+for [B, T] tokens at once, in the form that a GPU is fast at: the window in blocks, all experts as one wide layer, no
+[T, T] array. What training adds to the definition:
+
+* **Rounding.** What the released model computes with rounded is rounded here too, and the gradient passes as if it were
+  not (straight through): FP8 weights per 128 x 128, FP8 inputs of the products with FP8 and FP4 weights per row and 128
+  columns, FP8 rows of the window and of entries per 64, FP4 experts per row and 32 columns, FP4 index queries and keys
+  after a Hadamard rotation. The FP4 ones set in later (`Phase.fp4`), as for V4 (arXiv 2606.19348, section 5.2.1).
+* **The indexer's loss.** A choice of the best entries has no gradient. As in DeepSeek-V3.2 (arXiv 2512.02556, section
+  2.1) the indexer's input is detached, and its scores learn the attention's own distribution: the sum over heads of what
+  they give to each entry, normalised, is the target of a KL divergence. At first attention reads all entries, then those
+  that the indexer picks (`Phase.sparse`). The target is over all entries throughout: the scores of those that are not
+  picked are at hand here, and so a bad choice is unlearned.
+* **Balance** of the experts without a loss: a bias that only chooses rises for experts that got too few tokens
+  (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); `losses` gives the counts.
+
+A plain transformer of the same size (`PlainConfig`) is here for comparison: full causal attention, SwiGLU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import dsv4_jax as dsv4
+from dsv4_jax.config import AttentionType
+from dsv4_jax.formats import FP4_FLOOR, FP8_FLOOR
+from dsv4_jax.formats.scaling import (
+    E4M3_MAX,
+    absmax,
+    e4m3_codes,
+    e4m3_values,
+    grouped,
+    power_of_two,
+    ue8m0_scale_exponent,
+    ungrouped,
+)
+from dsv4_jax.model import Params, Quantised, init_params, param_specs
+from dsv4_jax.model.quantised import FP4, FP8
+from dsv4_jax.ops.numerics import hadamard, rope_frequencies
+from dsv4_jax.weights.expert_fp4 import gate_up_rows
+
+__all__ = [
+    "EXACT", "LEARNED", "Losses", "Phase", "PlainConfig", "Precision", "Stacks", "draw", "fp4_rounded", "fp8_rounded",
+    "losses", "plain_draw", "plain_losses", "released", "rounded", "small_config", "stack", "toy_config", "unstack",
+]  # fmt: skip
+
+Tree: TypeAlias = Any
+_HIDDEN = np.float32(-1e30)  # the logit of a key that is not seen
+
+
+def small_config() -> dsv4.DSV4Config:
+    """V4-Flash a sixteenth as wide, six layers deep: 22.8 M parameters, 23.2 MB as released.
+
+    Row widths, window, ratios and YaRN are those of V4, for which the CUDA kernels are made; 64 picked entries choose
+    from 256 tokens on.
+    """
+    swa, csa, hca = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
+    return dsv4.DSV4Config(
+        vocab_size=4096, hidden_size=256, layer_types=(swa, swa, csa, hca, csa, hca), num_attention_heads=4,
+        head_dim=512, rope_dim=64, q_lora_rank=128, o_groups=2, o_lora_rank=128, sliding_window=128, index_n_heads=16,
+        index_head_dim=128, index_topk=64, num_mtp_layers=1, n_routed_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=256, num_hash_layers=2, max_position_embeddings=65536,
+    )  # fmt: skip
+
+
+def toy_config(vocab_size: int = 512) -> dsv4.DSV4Config:
+    """As `small_config` with every width that the released formats leave free as small as they allow: for a CPU."""
+    swa, csa, hca = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
+    return dsv4.DSV4Config.tiny(
+        vocab_size=vocab_size, hidden_size=128, layer_types=(swa, csa, hca), num_attention_heads=4, head_dim=64,
+        rope_dim=16, q_lora_rank=128, o_lora_rank=64, moe_intermediate_size=128, index_head_dim=32, index_n_heads=16,
+        num_mtp_layers=1,
+    )  # fmt: skip
+
+
+# Rounding
+
+
+def fp8_rounded(x: jax.Array, group: int) -> jax.Array:
+    """x [..., n], each `group` of its columns as e4m3 codes with a power of two as scale; float32."""
+    groups = grouped(x.astype(jnp.float32), group)
+    exponent = ue8m0_scale_exponent(absmax(groups, np.float32(FP8_FLOOR)), E4M3_MAX)[..., None]
+    values = e4m3_values(e4m3_codes(groups * power_of_two(-exponent)))
+    return ungrouped(values * power_of_two(exponent))[..., : x.shape[-1]]
+
+
+def fp8_rounded_weight(x: jax.Array) -> jax.Array:
+    """A matrix [..., rows, columns] as FP8 with a scale per 128 x 128; float32."""
+    *lead, rows, columns = x.shape
+    padded = jnp.pad(x, [(0, 0)] * len(lead) + [(0, -rows % 128), (0, -columns % 128)])
+    blocks = padded.reshape(*lead, padded.shape[-2] // 128, 128, padded.shape[-1] // 128, 128).swapaxes(-3, -2)
+    done = fp8_rounded(blocks.reshape(*blocks.shape[:-2], 128 * 128), 128 * 128)
+    return done.reshape(blocks.shape).swapaxes(-3, -2).reshape(padded.shape)[..., :rows, :columns]
+
+
+def fp4_rounded(x: jax.Array) -> jax.Array:
+    """x [..., n], each 32 of its columns as e2m1 codes with a power of two as scale; float32."""
+    groups = grouped(x.astype(jnp.float32), 32)
+    exponent = ue8m0_scale_exponent(absmax(groups, np.float32(FP4_FLOOR)), 6.0)[..., None]
+    y = groups * power_of_two(-exponent)
+    # Codes are 0.5 apart below 2, 1 apart below 4, and 2 apart up to 6.
+    size = jnp.abs(y)
+    step = jnp.where(size < 2, np.float32(0.5), jnp.where(size < 4, np.float32(1), np.float32(2)))
+    return ungrouped(jnp.round(y / step) * step * power_of_two(exponent))[..., : x.shape[-1]]
+
+
+class Phase(NamedTuple):
+    """What sets in during training; bool arrays, so that nothing is compiled again.
+
+    Attributes:
+        fp4: experts, index queries and index keys are rounded to FP4.
+        sparse: CSA layers read the entries that the indexer picks, not all.
+    """
+
+    fp4: jax.Array | bool
+    sparse: jax.Array | bool
+
+
+LEARNED = Phase(fp4=True, sparse=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """What the forward computes in.
+
+    Attributes:
+        dtype: of activations between products.
+        rounds: whether activations are rounded as in the released model.
+    """
+
+    dtype: Any = jnp.bfloat16
+    rounds: bool = True
+
+    def of_product(self, x: jax.Array) -> jax.Array:
+        """The input of a product with FP8 or FP4 weights: FP8 per row and 128 columns."""
+        return self._through(x, lambda x: fp8_rounded(x, 128))
+
+    def row(self, x: jax.Array, rope_dim: int) -> jax.Array:
+        """A row of the window, or an entry: FP8 per 64, but for the columns that rotate."""
+        if not self.rounds:
+            return x.astype(self.dtype)
+        plain, rotary = jnp.split(x, [x.shape[-1] - rope_dim], -1)
+        plain = self._through(plain, lambda x: fp8_rounded(x, 64))
+        return jnp.concatenate([plain, rotary.astype(self.dtype)], -1)
+
+    def index(self, x: jax.Array, on: jax.Array | bool) -> jax.Array:
+        """Index queries or keys: rotated by a Hadamard matrix, then FP4 per 32."""
+        if not self.rounds:
+            return x.astype(self.dtype)
+        n = x.shape[-1]
+        signs = jnp.asarray(hadamard(jnp.eye(n)) * np.float32(n**0.5), self.dtype)
+        x = jnp.einsum("...i,ij->...j", x.astype(self.dtype), signs, preferred_element_type=jnp.float32)
+        return self._through(x * np.float32(n**-0.5), lambda x: jnp.where(on, fp4_rounded(x), x))
+
+    def _through(self, x: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        if not self.rounds:
+            return x.astype(self.dtype)
+        x = x.astype(jnp.float32)
+        # Exact: the difference of a value and what it is rounded to is a float32.
+        return (x + lax.stop_gradient(function(x) - x)).astype(self.dtype)
+
+
+EXACT = Precision(jnp.float32, rounds=False)
+
+
+# Parameters in stacks
+
+
+Stacks: TypeAlias = dict[str, jax.Array]
+
+
+class _Leaf(NamedTuple):
+    """Where a parameter is: its path in the tree, its stack, and which of the stack's it is."""
+
+    keys: tuple[Any, ...]
+    stack: str
+    number: int
+
+
+def _leaves(cfg: dsv4.DSV4Config | PlainConfig) -> Iterator[_Leaf]:
+    """All that is trained, in a fixed order.
+
+    Parameters of one shape that are stored and updated alike share a stack, so that a step's rounding and its update
+    are a few large kernels and not a thousand small ones. The name of a stack says how: optimiser, format, shape.
+    """
+    if isinstance(cfg, PlainConfig):
+        specs, formats = plain_specs(cfg), {}
+    else:
+        specs = param_specs(cfg, mtp=True)
+        formats = dict(
+            jax.tree_util.tree_leaves_with_path(
+                param_specs(cfg, "released", mtp=True), is_leaf=lambda x: isinstance(x, Quantised)
+            )
+        )
+    counts: dict[str, int] = {}
+    for keys, spec in jax.tree_util.tree_leaves_with_path(specs):
+        name = keys[-1].key
+        if not jnp.issubdtype(spec.dtype, jnp.floating) or name == "gate_bias":
+            continue  # hash tables are drawn once, biases follow the counts
+        stored = formats.get(keys)
+        fmt = stored.format.name if isinstance(stored, Quantised) else "f32" if _stays_float32(stored) else "bf16"
+        small = len(spec.shape) < 2 or name in ("embed", "head", "fn", "ape", "gate", "weights_proj")
+        is_expert_gate = name == "gate" and len(keys) > 1 and keys[-2].key == "shared"
+        optimiser = "adam" if small and not is_expert_gate else "muon"
+        stack = f"{optimiser}.{fmt}.{'x'.join(map(str, spec.shape))}"
+        yield _Leaf(keys, stack, counts.get(stack, 0))
+        counts[stack] = counts.get(stack, 0) + 1
+
+
+def _stays_float32(spec: Any) -> bool:
+    return spec is not None and spec.dtype == jnp.float32
+
+
+def stack(cfg: dsv4.DSV4Config | PlainConfig, tree: Tree, dtype: Any = jnp.float32) -> Stacks:
+    """The trained parameters of a tree (or their gradients), those alike in one array [number, ...]."""
+    values = dict(jax.tree_util.tree_leaves_with_path(tree))
+    members: dict[str, list[jax.Array]] = {}
+    for leaf in _leaves(cfg):
+        members.setdefault(leaf.stack, []).append(values[leaf.keys].astype(dtype))
+    return {name: jnp.stack(arrays) for name, arrays in members.items()}
+
+
+def unstack(cfg: dsv4.DSV4Config | PlainConfig, stacks: Stacks, tree: Tree) -> Tree:
+    """`tree` with the trained parameters replaced by those of the stacks."""
+    new = {leaf.keys: stacks[leaf.stack][leaf.number] for leaf in _leaves(cfg)}
+    return jax.tree_util.tree_map_with_path(lambda keys, x: new.get(keys, x), tree)
+
+
+def rounded(stacks: Stacks, fp4: jax.Array | bool = True) -> Stacks:
+    """What the released model would compute with: matrices in bfloat16 after their rounding, the rest as it is."""
+
+    def one(name: str, x: jax.Array) -> jax.Array:
+        fmt = name.split(".")[1]
+        if fmt == FP8.name:
+            x = fp8_rounded_weight(x)
+        elif fmt == FP4.name:
+            x = jnp.where(fp4, fp4_rounded(x), x)
+        return x if fmt == "f32" else x.astype(jnp.bfloat16)
+
+    return {name: one(name, x) for name, x in stacks.items()}
+
+
+def released(cfg: dsv4.DSV4Config, params: Params) -> Params:
+    """Plain parameters in the released formats: what `save_hf` writes under the published names."""
+
+    def one(keys: tuple[Any, ...], x: jax.Array, spec: Any) -> Any:
+        if not isinstance(spec, Quantised):
+            return x.astype(spec.dtype)
+        codec = spec.format.codec
+        if keys[-1].key != "gate_up":
+            return Quantised(codec.pack(*codec.encode(x)), spec.format)
+        gate, up = (codec.encode(half) for half in jnp.split(x, 2, -2))
+        return Quantised(codec.pack(*(gate_up_rows(*pair) for pair in zip(gate, up, strict=True))), spec.format)
+
+    return jax.tree_util.tree_map_with_path(one, params, param_specs(cfg, "released", mtp=True))
+
+
+def draw(cfg: dsv4.DSV4Config, seed: int = 0) -> Params:
+    """Parameters to begin training with, MTP layer and all, float32.
+
+    Matrices that write into the residual are smaller by the root of their number; hyper-connections begin near a plain
+    residual, in which each block reads mostly one of the streams.
+    """
+    drawn = init_params(cfg, seed, mtp=True)
+    rng, n, sites = np.random.default_rng(seed), cfg.hc_mult, iter(range(10**6))
+
+    def one(keys: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        name, of = keys[-1].key, keys[-2].key if len(keys) > 1 and hasattr(keys[-2], "key") else ""
+        if "norm" in name:
+            return jnp.ones_like(x)
+        if name in ("attn_sink", "ape", "gate_bias"):
+            return jnp.zeros_like(x)
+        if name == "scale":
+            return jnp.full_like(x, 0.05)
+        if name == "embed":
+            return x * np.float32(cfg.hidden_size**0.5)
+        if name in ("wo_b", "down"):
+            return x * np.float32((2 * cfg.num_layers) ** -0.5)
+        if name == "base" and of == "hc_head":
+            return jnp.full_like(x, -math.log(n - 1))
+        if name == "base":
+            site = next(sites)
+            pre = np.where(np.arange(n) == site % n, 1.0, -2.0)
+            return jnp.asarray(np.concatenate([pre, rng.normal(0, 0.5, n), (4 * np.eye(n)).ravel()]), jnp.float32)
+        return x
+
+    return jax.tree_util.tree_map_with_path(one, drawn)
+
+
+# Forward
+
+
+class Losses(NamedTuple):
+    """What `losses` gives; means over tokens, in nats.
+
+    Attributes:
+        total: what is minimised.
+        next_token: of the next token, by the backbone.
+        after_next: of the one after it, by the MTP layer.
+        index: the indexers' KL divergence, mean over CSA layers.
+        counts: [layers with a bias, experts] float32, tokens that chose each expert.
+    """
+
+    total: jax.Array
+    next_token: jax.Array
+    after_next: jax.Array
+    index: jax.Array
+    counts: jax.Array
+
+
+def losses(
+    cfg: dsv4.DSV4Config,
+    params: Params,
+    tokens: jax.Array,
+    phase: Phase = LEARNED,
+    precision: Precision = Precision(),
+    *,
+    mtp_weight: float = 0.3,
+    index_weight: float = 0.1,
+    remat: bool = False,
+) -> Losses:
+    """The losses of `params` (with an MTP layer), rounded already, on tokens [B, T + 2]; T a multiple of the window."""
+    count = tokens.shape[1] - 2
+    here = tokens[:, :count]
+    x = params["embed"][here].astype(precision.dtype)
+    streams = jnp.broadcast_to(x[:, :, None], (*x.shape[:2], cfg.hc_mult, x.shape[2]))
+
+    def layer(p: Params, streams: jax.Array, tokens: jax.Array, attn: AttentionType) -> Any:
+        return _layer(p, streams, tokens, attn, cfg, phase, precision)
+
+    run = jax.checkpoint(layer, static_argnums=3) if remat else layer
+    index, counts = [], []
+    for p, attn in zip(params["layers"], cfg.layer_types, strict=True):
+        streams, of_index, of_experts = run(p, streams, here, attn)
+        index += [] if of_index is None else [of_index]
+        counts += [] if "tid2eid" in p["ffn"] else [of_experts]
+    next_token = _cross_entropy(_head(params, streams, params, cfg, precision), tokens[:, 1:-1])
+
+    (p,), following = params["mtp"], tokens[:, 1:-1]
+    told = _linear(precision.of_product(_norm(streams, p["hnorm"], cfg)), p["h_proj"])
+    embedded = precision.of_product(_norm(params["embed"][following], p["enorm"], cfg))
+    streams = told + _linear(embedded, p["e_proj"])[:, :, None]
+    streams, _, of_experts = run(p, streams, following, AttentionType.SWA)
+    after_next = _cross_entropy(_head(p, streams, params, cfg, precision), tokens[:, 2:])
+
+    of_index = jnp.stack(index).mean() if index else jnp.float32(0)
+    total = next_token + np.float32(mtp_weight) * after_next + np.float32(index_weight) * of_index
+    return Losses(total, next_token, after_next, of_index, jnp.stack([*counts, of_experts]))
+
+
+def _layer(
+    p: Params, streams: jax.Array, tokens: jax.Array, attn: AttentionType, cfg: dsv4.DSV4Config, phase: Phase,
+    precision: Precision,
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:  # fmt: skip
+    x, back = _read(p["hc_attn"], streams, cfg, precision)
+    y, of_index = _attention(p["attn"], _norm(x, p["attn_norm"], cfg).astype(precision.dtype), attn, cfg, phase, precision)
+    streams = _write(streams, y, *back)
+    x, back = _read(p["hc_ffn"], streams, cfg, precision)
+    y, of_experts = _experts(p["ffn"], _norm(x, p["ffn_norm"], cfg).astype(precision.dtype), tokens, cfg, precision)
+    return _write(streams, y, *back), of_index, of_experts
+
+
+def _head(p: Params, streams: jax.Array, of_all: Params, cfg: dsv4.DSV4Config, precision: Precision) -> jax.Array:
+    """Logits; `p` has the weights of the streams and the norm."""
+    (mix,) = _mix(p["hc_head"], streams, cfg, (cfg.hc_mult,))
+    x = _weighted(jax.nn.sigmoid(mix) + np.float32(cfg.hc_eps), streams)
+    return _linear(_norm(x, p["norm"], cfg).astype(precision.dtype), of_all["head"], jnp.float32)
+
+
+def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    of_target = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    return (jax.nn.logsumexp(logits, -1) - of_target).mean()
+
+
+def _linear(x: jax.Array, weight: jax.Array, dtype: Any = None) -> jax.Array:
+    return jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype), preferred_element_type=dtype or x.dtype)
+
+
+def _norm(x: jax.Array, weight: jax.Array | None, cfg: dsv4.DSV4Config) -> jax.Array:
+    """RMSNorm, float32."""
+    x = x.astype(jnp.float32)
+    x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + np.float32(cfg.rms_norm_eps))
+    return x if weight is None else x * weight
+
+
+# Hyper-connections: sums over four streams are written out, for products of 4 x 4 matrices are slow ones.
+
+
+def _mix(p: Params, streams: jax.Array, cfg: dsv4.DSV4Config, widths: tuple[int, ...]) -> list[jax.Array]:
+    flat = streams.reshape(*streams.shape[:2], -1)
+    mean = jnp.mean(jnp.square(flat.astype(jnp.float32)), -1, keepdims=True)
+    mix = _linear(flat, p["fn"], jnp.float32) * lax.rsqrt(mean + np.float32(cfg.rms_norm_eps))
+    starts = np.cumsum((0, *widths)).tolist()
+    return [
+        mix[..., first:last] * p["scale"][i] + p["base"][first:last]
+        for i, (first, last) in enumerate(zip(starts[:-1], starts[1:], strict=True))
+    ]
+
+
+def _weighted(pre: jax.Array, streams: jax.Array) -> jax.Array:
+    """sum_j pre_j X_j, float32."""
+    return sum(pre[..., j, None] * streams[:, :, j].astype(jnp.float32) for j in range(streams.shape[2]))
+
+
+def _read(
+    p: Params, streams: jax.Array, cfg: dsv4.DSV4Config, precision: Precision
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    n = cfg.hc_mult
+    pre, post, comb = _mix(p, streams, cfg, (n, n, n * n))
+    comb = jax.checkpoint(_sinkhorn, static_argnums=(1, 2))(
+        comb.reshape(*comb.shape[:2], n, n), cfg.hc_sinkhorn_iters, cfg.hc_eps
+    )
+    x = _weighted(jax.nn.sigmoid(pre) + np.float32(cfg.hc_eps), streams)
+    return x.astype(precision.dtype), (np.float32(2) * jax.nn.sigmoid(post), comb)
+
+
+def _sinkhorn(logits: jax.Array, iterations: int, eps: float) -> jax.Array:
+    """[B, T, n, n] of any sign -> nearly doubly stochastic. Tokens lie last inside: a warp's lanes are tokens."""
+    comb = jax.nn.softmax(jnp.moveaxis(logits, (2, 3), (0, 1)), 1) + np.float32(eps)
+
+    def normalised(comb: jax.Array, axis: int) -> jax.Array:
+        return comb / (comb.sum(axis, keepdims=True) + np.float32(eps))
+
+    def both(comb: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return normalised(normalised(comb, 1), 0), None
+
+    comb, _ = lax.scan(both, normalised(comb, 0), None, length=iterations - 1)
+    return jnp.moveaxis(comb, (0, 1), (2, 3))
+
+
+def _write(streams: jax.Array, y: jax.Array, post: jax.Array, comb: jax.Array) -> jax.Array:
+    kept = sum(
+        comb[:, :, j, :, None] * streams[:, :, j, None].astype(jnp.float32) for j in range(streams.shape[2])
+    )
+    return (kept + post[..., None] * y[:, :, None].astype(jnp.float32)).astype(streams.dtype)
+
+
+# Attention
+
+
+def _attention(
+    p: Params, x: jax.Array, attn: AttentionType, cfg: dsv4.DSV4Config, phase: Phase, precision: Precision
+) -> tuple[jax.Array, jax.Array | None]:
+    """[B, T, hidden] -> the same, and the indexer's loss."""
+    (batch, count, _), heads, dim, window = x.shape, cfg.num_attention_heads, cfg.head_dim, cfg.sliding_window
+    dtype, freq, position = precision.dtype, rope_frequencies(cfg, attn), np.arange(count)
+    given = precision.of_product(x)
+    latent = precision.of_product(_norm(_linear(given, p["wq_a"]), p["q_norm"], cfg))
+    q = _norm(_linear(latent, p["wq_b"]).reshape(batch, count, heads, dim), None, cfg)
+    q = _rotate(q, position, freq).astype(dtype)
+    rows = _rotate(_norm(_linear(given, p["wkv"]), p["kv_norm"], cfg), position, freq)
+    rows = precision.row(rows, cfg.rope_dim)
+
+    # The window, in blocks of its length: a block's tokens see its rows and those of the block before.
+    blocks = count // window
+    rows = rows.reshape(batch, blocks, window, dim)
+    keys = jnp.concatenate([jnp.pad(rows[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0))), rows], 2)
+    age = (np.arange(window)[:, None] + window) - np.arange(2 * window)
+    seen = (age >= 0) & (age < window) & ((np.arange(blocks) > 0)[:, None, None] | (np.arange(2 * window) >= window))
+    scale = np.float32(dim**-0.5)
+    q_blocks = q.reshape(batch, blocks, window, heads, dim)
+    near = jnp.einsum("bnqhd,bnkd->bnqhk", q_blocks, keys, preferred_element_type=jnp.float32) * scale
+    near = jnp.where(seen[None, :, :, None], near, _HIDDEN)
+    of_near = near.reshape(batch, count, heads, 2 * window)
+    top = jnp.maximum(of_near.max(-1), p["attn_sink"])
+
+    loss, far, entries = None, None, None
+    if attn is not AttentionType.SWA:
+        entries = precision.row(_compress(p["compressor"], x, freq, cfg), cfg.rope_dim)
+        ready = np.arange(entries.shape[1]) < ((position + 1) // cfg.ratio(attn))[:, None]
+        far = jnp.einsum("bthd,bsd->bths", q, entries, preferred_element_type=jnp.float32) * scale
+        far = jnp.where(ready[None, :, None], far, _HIDDEN)
+        top = jnp.maximum(top, far.max(-1))
+    top = lax.stop_gradient(top)[..., None]
+
+    near = jnp.exp(of_near - top)
+    total = near.sum(-1) + jnp.exp(p["attn_sink"] - top[..., 0])
+    near = near.astype(dtype).reshape(batch, blocks, window, heads, 2 * window)
+    out = jnp.einsum("bnqhk,bnkd->bnqhd", near, keys, preferred_element_type=jnp.float32)
+    out = out.reshape(batch, count, heads, dim)
+    if far is not None:
+        far = jnp.exp(far - top)
+        if attn is AttentionType.CSA:
+            scores = _index_scores(p, x, latent, cfg, phase, precision)
+            shares = lax.stop_gradient(far)
+            picked = _picked(lax.stop_gradient(scores), ready, cfg.index_topk, precision) | ~jnp.asarray(phase.sparse)
+            far = jnp.where(picked[:, :, None], far, np.float32(0))
+        total = total + far.sum(-1)
+        out = out + jnp.einsum("bths,bsd->bthd", far.astype(dtype), entries, preferred_element_type=jnp.float32)
+        if attn is AttentionType.CSA:
+            loss = _index_loss(scores, (shares / lax.stop_gradient(total)[..., None]).sum(2), ready)
+    out = _rotate(out / total[..., None], -position, freq).astype(dtype)
+    grouped_out = out.reshape(batch, count, cfg.o_groups, -1)
+    first = p["wo_a"].reshape(cfg.o_groups, cfg.o_lora_rank, -1).astype(dtype)
+    latent = jnp.einsum("btgd,grd->btgr", grouped_out, first, preferred_element_type=dtype)
+    return _linear(precision.of_product(latent.reshape(batch, count, -1)), p["wo_b"]), loss
+
+
+def _compress(p: Params, x: jax.Array, freq: np.ndarray, cfg: dsv4.DSV4Config) -> jax.Array:
+    """The entries of all whole blocks, [B, T // ratio, e] float32; overlapping if the projections are twice as wide."""
+    (ratio, width), dim = p["ape"].shape, p["norm"].shape[0]
+    batch, blocks = x.shape[0], x.shape[1] // ratio
+    kv, gate = (
+        _linear(x[:, : blocks * ratio], p[w], jnp.float32).reshape(batch, blocks, ratio, width) for w in ("wkv", "wgate")
+    )
+    gate = gate + p["ape"]
+    if width == 2 * dim:
+
+        def with_previous(rows: jax.Array, nothing: np.float32) -> jax.Array:
+            before = jnp.pad(rows[:, :-1, :, :dim], ((0, 0), (1, 0), (0, 0), (0, 0)), constant_values=nothing)
+            return jnp.concatenate([before, rows[..., dim:]], 2)
+
+        kv, gate = with_previous(kv, np.float32(0)), with_previous(gate, _HIDDEN)
+    pooled = (kv * jax.nn.softmax(gate, 2)).sum(2)
+    return _rotate(_norm(pooled, p["norm"], cfg), ratio * np.arange(blocks), freq)
+
+
+def _index_scores(
+    p: Params, x: jax.Array, latent: jax.Array, cfg: dsv4.DSV4Config, phase: Phase, precision: Precision
+) -> jax.Array:
+    """[B, T, entries] float32; what comes in is detached."""
+    x, latent, freq, p = lax.stop_gradient(x), lax.stop_gradient(latent), rope_frequencies(cfg, AttentionType.CSA), p["indexer"]
+    keys = precision.index(_compress(p["compressor"], x, freq, cfg), phase.fp4)
+    q = _linear(latent, p["wq_b"]).reshape(*x.shape[:2], cfg.index_n_heads, cfg.index_head_dim)
+    q = precision.index(_rotate(q, np.arange(x.shape[1]), freq), phase.fp4)
+    weight = _linear(x, p["weights_proj"], jnp.float32) * np.float32((cfg.index_n_heads * cfg.index_head_dim) ** -0.5)
+    products = jnp.einsum("bthd,bsd->bths", q, keys, preferred_element_type=precision.dtype)
+    return (jax.nn.relu(products.astype(jnp.float32)) * weight[..., None]).sum(2)
+
+
+def _picked(scores: jax.Array, ready: np.ndarray, best: int, precision: Precision) -> jax.Array:
+    """The `best` ready entries of the highest score, and those equal to the last of them: [B, T, entries] bool.
+
+    The bits of the least score are found from the top one down, each by one count: a GPU sorts for any other way.
+    """
+    scores = jnp.where(ready, scores.astype(precision.dtype), -jnp.inf)
+    of_bits = jnp.uint16 if scores.dtype == jnp.bfloat16 else jnp.uint32
+    bits, sign = lax.bitcast_convert_type(scores, of_bits), of_bits(1 << (8 * scores.dtype.itemsize - 1))
+    order = jnp.where(bits & sign != 0, ~bits, bits | sign)  # as unsigned numbers in the order of the scores
+
+    def bit(i: jax.Array, least: jax.Array) -> jax.Array:
+        tried = least | lax.shift_right_logical(sign, i.astype(of_bits))
+        enough = (order >= tried[..., None]).sum(-1, dtype=jnp.int32) >= best
+        return jnp.where(enough, tried, least)
+
+    least = lax.fori_loop(0, 8 * scores.dtype.itemsize, bit, jnp.zeros(scores.shape[:-1], of_bits))
+    return (order >= least[..., None]) & ready
+
+
+def _index_loss(scores: jax.Array, target: jax.Array, ready: np.ndarray) -> jax.Array:
+    """KL(target || softmax(scores)) over the ready entries, mean over tokens that have any."""
+    target = target / jnp.maximum(target.sum(-1, keepdims=True), np.float32(1e-20))
+    scores = jax.nn.log_softmax(jnp.where(ready, scores, _HIDDEN), -1)
+    each = jnp.where(ready, target * (jnp.log(jnp.maximum(target, np.float32(1e-20))) - scores), np.float32(0))
+    return each.sum() / np.float32(max(ready.any(-1).sum() * scores.shape[0], 1))
+
+
+def _rotate(x: jax.Array, position: np.ndarray, freq: np.ndarray) -> jax.Array:
+    """RoPE of the last dims of x [B, T, ...], adjacent pairs; float32."""
+    angle = position[:, None].astype(np.float32) * freq
+    shape = (angle.shape[0], *[1] * (x.ndim - 3), angle.shape[1])
+    cos, sin = (jnp.asarray(f(angle), jnp.float32).reshape(shape) for f in (np.cos, np.sin))
+    plain, rotary = jnp.split(x.astype(jnp.float32), [x.shape[-1] - 2 * freq.size], -1)
+    even, odd = rotary[..., 0::2], rotary[..., 1::2]
+    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
+    return jnp.concatenate([plain, turned.reshape(rotary.shape)], -1)
+
+
+# Experts
+
+
+def _experts(
+    p: Params, x: jax.Array, tokens: jax.Array, cfg: dsv4.DSV4Config, precision: Precision
+) -> tuple[jax.Array, jax.Array]:
+    """All experts, the shared one too, as one wide layer whose inner values the router weighs, mostly by zero.
+
+    A quarter of it would do, by products of each expert with its own tokens; at this size the sorting costs more.
+    """
+    count, dtype = cfg.n_routed_experts, precision.dtype
+    share, chosen = _route(p, x, tokens, cfg)
+    given = precision.of_product(x)
+    gate_up, down = p["experts"]["gate_up"], p["experts"]["down"]
+    if "shared" in p:
+        of_shared = jnp.concatenate([p["shared"]["gate"], p["shared"]["up"]])
+        gate_up = jnp.concatenate([gate_up, of_shared.astype(gate_up.dtype)[None]])
+        down = jnp.concatenate([down, p["shared"]["down"].astype(down.dtype)[None]])
+        share = jnp.concatenate([share, jnp.ones_like(share[..., :1])], -1)
+    both = jnp.einsum("btd,eid->btei", given, gate_up.astype(dtype), preferred_element_type=dtype)
+    gate, up = jnp.split(both.astype(jnp.float32), 2, -1)
+    limit = np.float32(cfg.swiglu_limit)
+    inner = jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit) * share[..., None]
+    inner = precision.of_product(inner)
+    out = jnp.einsum("btei,edi->btd", inner, down.astype(dtype), preferred_element_type=dtype)
+    return out, chosen.reshape(-1, count).sum(0)
+
+
+def _route(p: Params, x: jax.Array, tokens: jax.Array, cfg: dsv4.DSV4Config) -> tuple[jax.Array, jax.Array]:
+    """Each expert's share of each token, zero where not chosen, and 1 where it is: both [B, T, experts] float32."""
+    scores = jnp.sqrt(jax.nn.softplus(_linear(x, p["gate"], jnp.float32)))
+    if "tid2eid" in p:
+        chosen = jax.nn.one_hot(p["tid2eid"][tokens], cfg.n_routed_experts, dtype=jnp.float32).sum(-2)
+    else:
+        left, chosen = lax.stop_gradient(scores) + p["gate_bias"], jnp.zeros_like(scores)
+        for _ in range(cfg.num_experts_per_tok):
+            best = jax.nn.one_hot(left.argmax(-1), cfg.n_routed_experts, dtype=jnp.float32)
+            chosen, left = chosen + best, jnp.where(best > 0, _HIDDEN, left)
+    picked = chosen * scores
+    share = picked / (picked.sum(-1, keepdims=True) + np.float32(1e-20)) * np.float32(cfg.routed_scaling_factor)
+    return share, chosen
+
+
+# A plain transformer, for comparison
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainConfig:
+    """A transformer of about as many parameters: 23.0 M by default."""
+
+    vocab_size: int = 4096
+    hidden_size: int = 512
+    layers: int = 6
+    heads: int = 8
+    inner: int = 1344
+    rope_theta: float = 10000.0
+
+
+def plain_specs(cfg: PlainConfig) -> Params:
+    """As `param_specs`."""
+    d, matrix = cfg.hidden_size, lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    layer = {
+        "attn_norm": matrix(d), "wq": matrix(d, d), "wk": matrix(d, d), "wv": matrix(d, d), "wo": matrix(d, d),
+        "ffn_norm": matrix(d), "gate_proj": matrix(cfg.inner, d), "up": matrix(cfg.inner, d), "down": matrix(d, cfg.inner),
+    }  # fmt: skip
+    ends = {"embed": matrix(cfg.vocab_size, d), "norm": matrix(d), "head": matrix(cfg.vocab_size, d)}
+    return ends | {"layers": tuple(dict(layer) for _ in range(cfg.layers))}
+
+
+def plain_draw(cfg: PlainConfig, seed: int = 0) -> Params:
+    """Parameters to begin with, float32."""
+    rng = np.random.default_rng(seed)
+
+    def one(keys: tuple[Any, ...], spec: jax.ShapeDtypeStruct) -> jax.Array:
+        name = keys[-1].key
+        if "norm" in name:
+            return jnp.ones(spec.shape)
+        width = 1.0 if name == "embed" else spec.shape[-1] ** -0.5
+        width *= (2 * cfg.layers) ** -0.5 if name in ("wo", "down") else 1.0
+        return jnp.asarray(rng.normal(0, width, spec.shape), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(one, plain_specs(cfg))
+
+
+def plain_losses(cfg: PlainConfig, params: Params, tokens: jax.Array, *, implementation: str | None = None) -> Losses:
+    """As `losses`, of the next token alone; in bfloat16. `implementation`: of `jax.nn.dot_product_attention`."""
+    count = tokens.shape[1] - 2
+    x = params["embed"][tokens[:, :count]].astype(jnp.bfloat16)
+    dim = cfg.hidden_size // cfg.heads
+    freq = (cfg.rope_theta ** (-np.arange(0, dim, 2) / dim)).astype(np.float32)
+
+    def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+        x = x.astype(jnp.float32)
+        return (x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + np.float32(1e-6)) * weight).astype(jnp.bfloat16)
+
+    for p in params["layers"]:
+        y = norm(x, p["attn_norm"])
+        q, k, v = (_linear(y, p[w]).reshape(*y.shape[:2], cfg.heads, dim) for w in ("wq", "wk", "wv"))
+        q, k = (_rotate(z, np.arange(count), freq).astype(jnp.bfloat16) for z in (q, k))
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)  # type: ignore[arg-type]
+        x = x + _linear(y.reshape(x.shape), p["wo"])
+        y = norm(x, p["ffn_norm"])
+        x = x + _linear(jax.nn.silu(_linear(y, p["gate_proj"])) * _linear(y, p["up"]), p["down"])
+    logits = _linear(norm(x, params["norm"]), params["head"], jnp.float32)
+    loss, none = _cross_entropy(logits, tokens[:, 1:-1]), jnp.float32(0)
+    return Losses(loss, loss, none, none, jnp.zeros((0, 1)))
