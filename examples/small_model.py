@@ -332,26 +332,30 @@ def losses(
     """The losses of `params` (with an MTP layer), rounded already, on tokens [B, T + 2]; T a multiple of the window."""
     count = tokens.shape[1] - 2
     here = tokens[:, :count]
-    x = params["embed"][here].astype(precision.dtype)
+    embed = params["embed"].astype(jnp.float32)  # whose gradient is a sum over many tokens
+    x = embed[here].astype(precision.dtype)
     streams = jnp.broadcast_to(x[:, :, None], (*x.shape[:2], cfg.hc_mult, x.shape[2]))
 
     def layer(p: Params, streams: jax.Array, tokens: jax.Array, attn: AttentionType) -> Any:
         return _layer(p, streams, tokens, attn, cfg, phase, precision)
 
-    run = jax.checkpoint(layer, static_argnums=3) if remat else layer
+    # Of the forward only the products are kept; what lies between them is cheaper to compute again than to keep.
+    policy = None if remat else jax.checkpoint_policies.dots_saveable
+    run = jax.checkpoint(layer, static_argnums=3, policy=policy)
     index, counts = [], []
     for p, attn in zip(params["layers"], cfg.layer_types, strict=True):
         streams, of_index, of_experts = run(p, streams, here, attn)
         index += [] if of_index is None else [of_index]
         counts += [] if "tid2eid" in p["ffn"] else [of_experts]
-    next_token = _cross_entropy(_head(params, streams, params, cfg, precision), tokens[:, 1:-1])
+    of_logits = jax.checkpoint(_cross_entropy)
+    next_token = of_logits(_head(params, streams, params, cfg, precision), tokens[:, 1:-1])
 
     (p,), following = params["mtp"], tokens[:, 1:-1]
     told = _linear(precision.of_product(_norm(streams, p["hnorm"], cfg)), p["h_proj"])
-    embedded = precision.of_product(_norm(params["embed"][following], p["enorm"], cfg))
+    embedded = precision.of_product(_norm(embed[following], p["enorm"], cfg))
     streams = told + _linear(embedded, p["e_proj"])[:, :, None]
     streams, _, of_experts = run(p, streams, following, AttentionType.SWA)
-    after_next = _cross_entropy(_head(p, streams, params, cfg, precision), tokens[:, 2:])
+    after_next = of_logits(_head(p, streams, params, cfg, precision), tokens[:, 2:])
 
     of_index = jnp.stack(index).mean() if index else jnp.float32(0)
     total = next_token + np.float32(mtp_weight) * after_next + np.float32(index_weight) * of_index
@@ -378,8 +382,8 @@ def _head(p: Params, streams: jax.Array, of_all: Params, cfg: dsv4.DSV4Config, p
 
 
 def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    of_target = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
-    return (jax.nn.logsumexp(logits, -1) - of_target).mean()
+    is_target = lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
+    return (jax.nn.logsumexp(logits, -1) - jnp.where(is_target, logits, np.float32(0)).sum(-1)).mean()
 
 
 def _linear(x: jax.Array, weight: jax.Array, dtype: Any = None) -> jax.Array:
@@ -453,7 +457,7 @@ def _attention(
 ) -> tuple[jax.Array, jax.Array | None]:
     """[B, T, hidden] -> the same, and the indexer's loss."""
     (batch, count, _), heads, dim, window = x.shape, cfg.num_attention_heads, cfg.head_dim, cfg.sliding_window
-    dtype, freq, position = precision.dtype, rope_frequencies(cfg, attn), np.arange(count)
+    dtype, freq, position = precision.dtype, rope_frequencies(cfg, attn), jnp.arange(count)
     given = precision.of_product(x)
     latent = precision.of_product(_norm(_linear(given, p["wq_a"]), p["q_norm"], cfg))
     q = _norm(_linear(latent, p["wq_b"]).reshape(batch, count, heads, dim), None, cfg)
@@ -477,7 +481,7 @@ def _attention(
     loss, far, entries = None, None, None
     if attn is not AttentionType.SWA:
         entries = precision.row(_compress(p["compressor"], x, freq, cfg), cfg.rope_dim)
-        ready = np.arange(entries.shape[1]) < ((position + 1) // cfg.ratio(attn))[:, None]
+        ready = jnp.arange(entries.shape[1]) < ((position + 1) // cfg.ratio(attn))[:, None]
         far = jnp.einsum("bthd,bsd->bths", q, entries, preferred_element_type=jnp.float32) * scale
         far = jnp.where(ready[None, :, None], far, _HIDDEN)
         top = jnp.maximum(top, far.max(-1))
@@ -486,8 +490,8 @@ def _attention(
     near = jnp.exp(of_near - top)
     total = near.sum(-1) + jnp.exp(p["attn_sink"] - top[..., 0])
     near = near.astype(dtype).reshape(batch, blocks, window, heads, 2 * window)
-    out = jnp.einsum("bnqhk,bnkd->bnqhd", near, keys, preferred_element_type=jnp.float32)
-    out = out.reshape(batch, count, heads, dim)
+    out = jnp.einsum("bnqhk,bnkd->bnqhd", near, keys, preferred_element_type=dtype)
+    out = out.reshape(batch, count, heads, dim).astype(jnp.float32)
     if far is not None:
         far = jnp.exp(far - top)
         if attn is AttentionType.CSA:
@@ -496,7 +500,8 @@ def _attention(
             picked = _picked(lax.stop_gradient(scores), ready, cfg.index_topk, precision) | ~jnp.asarray(phase.sparse)
             far = jnp.where(picked[:, :, None], far, np.float32(0))
         total = total + far.sum(-1)
-        out = out + jnp.einsum("bths,bsd->bthd", far.astype(dtype), entries, preferred_element_type=jnp.float32)
+        of_far = jnp.einsum("bths,bsd->bthd", far.astype(dtype), entries, preferred_element_type=dtype)
+        out = out + of_far.astype(jnp.float32)
         if attn is AttentionType.CSA:
             loss = _index_loss(scores, (shares / lax.stop_gradient(total)[..., None]).sum(2), ready)
     out = _rotate(out / total[..., None], -position, freq).astype(dtype)
@@ -522,7 +527,7 @@ def _compress(p: Params, x: jax.Array, freq: np.ndarray, cfg: dsv4.DSV4Config) -
 
         kv, gate = with_previous(kv, np.float32(0)), with_previous(gate, _HIDDEN)
     pooled = (kv * jax.nn.softmax(gate, 2)).sum(2)
-    return _rotate(_norm(pooled, p["norm"], cfg), ratio * np.arange(blocks), freq)
+    return _rotate(_norm(pooled, p["norm"], cfg), ratio * jnp.arange(blocks), freq)
 
 
 def _index_scores(
@@ -532,13 +537,13 @@ def _index_scores(
     x, latent, freq, p = lax.stop_gradient(x), lax.stop_gradient(latent), rope_frequencies(cfg, AttentionType.CSA), p["indexer"]
     keys = precision.index(_compress(p["compressor"], x, freq, cfg), phase.fp4)
     q = _linear(latent, p["wq_b"]).reshape(*x.shape[:2], cfg.index_n_heads, cfg.index_head_dim)
-    q = precision.index(_rotate(q, np.arange(x.shape[1]), freq), phase.fp4)
+    q = precision.index(_rotate(q, jnp.arange(x.shape[1]), freq), phase.fp4)
     weight = _linear(x, p["weights_proj"], jnp.float32) * np.float32((cfg.index_n_heads * cfg.index_head_dim) ** -0.5)
     products = jnp.einsum("bthd,bsd->bths", q, keys, preferred_element_type=precision.dtype)
     return (jax.nn.relu(products.astype(jnp.float32)) * weight[..., None]).sum(2)
 
 
-def _picked(scores: jax.Array, ready: np.ndarray, best: int, precision: Precision) -> jax.Array:
+def _picked(scores: jax.Array, ready: jax.Array, best: int, precision: Precision) -> jax.Array:
     """The `best` ready entries of the highest score, and those equal to the last of them: [B, T, entries] bool.
 
     The bits of the least score are found from the top one down, each by one count: a GPU sorts for any other way.
@@ -557,19 +562,19 @@ def _picked(scores: jax.Array, ready: np.ndarray, best: int, precision: Precisio
     return (order >= least[..., None]) & ready
 
 
-def _index_loss(scores: jax.Array, target: jax.Array, ready: np.ndarray) -> jax.Array:
+def _index_loss(scores: jax.Array, target: jax.Array, ready: jax.Array) -> jax.Array:
     """KL(target || softmax(scores)) over the ready entries, mean over tokens that have any."""
     target = target / jnp.maximum(target.sum(-1, keepdims=True), np.float32(1e-20))
     scores = jax.nn.log_softmax(jnp.where(ready, scores, _HIDDEN), -1)
     each = jnp.where(ready, target * (jnp.log(jnp.maximum(target, np.float32(1e-20))) - scores), np.float32(0))
-    return each.sum() / np.float32(max(ready.any(-1).sum() * scores.shape[0], 1))
+    return each.sum() / jnp.maximum(np.float32(scores.shape[0]) * ready.any(-1).sum().astype(jnp.float32), np.float32(1))
 
 
-def _rotate(x: jax.Array, position: np.ndarray, freq: np.ndarray) -> jax.Array:
+def _rotate(x: jax.Array, position: jax.Array, freq: np.ndarray) -> jax.Array:
     """RoPE of the last dims of x [B, T, ...], adjacent pairs; float32."""
-    angle = position[:, None].astype(np.float32) * freq
-    shape = (angle.shape[0], *[1] * (x.ndim - 3), angle.shape[1])
-    cos, sin = (jnp.asarray(f(angle), jnp.float32).reshape(shape) for f in (np.cos, np.sin))
+    angle = position[:, None].astype(jnp.float32) * freq
+    angle = angle.reshape(angle.shape[0], *[1] * (x.ndim - 3), angle.shape[1])
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
     plain, rotary = jnp.split(x.astype(jnp.float32), [x.shape[-1] - 2 * freq.size], -1)
     even, odd = rotary[..., 0::2], rotary[..., 1::2]
     turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
@@ -663,7 +668,7 @@ def plain_draw(cfg: PlainConfig, seed: int = 0) -> Params:
 def plain_losses(cfg: PlainConfig, params: Params, tokens: jax.Array, *, implementation: str | None = None) -> Losses:
     """As `losses`, of the next token alone; in bfloat16. `implementation`: of `jax.nn.dot_product_attention`."""
     count = tokens.shape[1] - 2
-    x = params["embed"][tokens[:, :count]].astype(jnp.bfloat16)
+    x = params["embed"].astype(jnp.float32)[tokens[:, :count]].astype(jnp.bfloat16)
     dim = cfg.hidden_size // cfg.heads
     freq = (cfg.rope_theta ** (-np.arange(0, dim, 2) / dim)).astype(np.float32)
 
@@ -674,7 +679,7 @@ def plain_losses(cfg: PlainConfig, params: Params, tokens: jax.Array, *, impleme
     for p in params["layers"]:
         y = norm(x, p["attn_norm"])
         q, k, v = (_linear(y, p[w]).reshape(*y.shape[:2], cfg.heads, dim) for w in ("wq", "wk", "wv"))
-        q, k = (_rotate(z, np.arange(count), freq).astype(jnp.bfloat16) for z in (q, k))
+        q, k = (_rotate(z, jnp.arange(count), freq).astype(jnp.bfloat16) for z in (q, k))
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)  # type: ignore[arg-type]
         x = x + _linear(y.reshape(x.shape), p["wo"])
         y = norm(x, p["ffn_norm"])

@@ -30,7 +30,7 @@ VOCABULARY, BEGIN, END = 4096, 0, 1
 MARKS = ("<|begin|>", "<|end|>")
 # Newlines end a token, indentation is one, and words take the space before them.
 _PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[ \t]*[\r\n]+|\s+(?!\S)|\s+"
-MOST_BYTES, HELD_OUT, SAMPLE_BYTES = 4_500_000, 5, 24_000_000
+MOST_BYTES, HELD_OUT, SAMPLE_BYTES = 3_800_000, 5, 24_000_000
 PACKAGES = """
 accelerate==1.15.0 alembic==1.20.1 apache-airflow-core==3.3.2 attrs==26.1.0 babel==2.18.0 bokeh==3.10.2 celery==5.7.0
 cinder==29.0.0 cirq-core==1.7.0 click==8.5.1 dask==2026.8.0 datasets==5.2.0 diffusers==0.42.1 distributed==2026.8.0

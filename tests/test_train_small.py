@@ -1,0 +1,119 @@
+"""examples/train_small.py: what it trains is the model, rounded as it is released; a resumed run has the same bits."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dsv4_jax as dsv4
+from dsv4_jax.config import AttentionType
+from dsv4_jax.formats import fp8, index_fp4, kv_format
+from dsv4_jax.model import forward_uncached, init_params, load_hf, mtp_uncached
+from dsv4_jax.weights import fp4_codec, fp8_codec
+
+from .examples import load_example
+
+RNG = np.random.default_rng(34)
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[ModuleType]:
+    with jax.numpy_rank_promotion("allow"):
+        yield load_example("train_small")
+
+
+@pytest.fixture(scope="module")
+def model(example: ModuleType) -> ModuleType:
+    return example.small_model
+
+
+@pytest.fixture(scope="module")
+def trainer(example: ModuleType, model: ModuleType):
+    """Of a model as small as the released formats allow, with an indexer, an MTP layer and routers of both kinds."""
+    kinds = (AttentionType.SWA, AttentionType.CSA)
+    cfg = dsv4.DSV4Config.tiny(
+        vocab_size=258, hidden_size=128, layer_types=kinds, num_attention_heads=2, head_dim=128, rope_dim=16,
+        q_lora_rank=128, o_lora_rank=64, moe_intermediate_size=128, index_head_dim=32, num_mtp_layers=1,
+        sliding_window=16,
+    )  # fmt: skip
+    return example.Trainer(cfg, example.Recipe(steps=6, batch=2, length=64, fp4=0.4, sparse=0.2))
+
+
+def cross_entropy(logits: jax.Array, targets: np.ndarray) -> float:
+    chosen = np.take_along_axis(np.asarray(logits), targets[:, None], 1)[:, 0]
+    return float((np.asarray(jax.nn.logsumexp(logits, -1)) - chosen).mean())
+
+
+def test_losses_are_those_of_the_uncached_model(model: ModuleType) -> None:
+    cfg = model.toy_config(97)
+    params, tokens = init_params(cfg, 3, mtp=True), RNG.integers(0, 97, (2, 130)).astype(np.int32)
+    found = jax.jit(lambda p, t: model.losses(cfg, p, t, precision=model.EXACT))(params, tokens)
+    backbone = [cross_entropy(forward_uncached(cfg, params, row[:128]), row[1:129]) for row in tokens]
+    mtp = [cross_entropy(mtp_uncached(cfg, params, row[:129]), row[2:]) for row in tokens]
+    np.testing.assert_allclose([found.next_token, found.after_next], [np.mean(backbone), np.mean(mtp)], rtol=2e-5)
+    assert found.counts.shape == (3, cfg.n_routed_experts)
+    np.testing.assert_array_equal(found.counts.sum(1), 2 * 128 * cfg.num_experts_per_tok)
+
+
+def test_roundings_are_those_of_the_formats(model: ModuleType) -> None:
+    wide = (RNG.normal(size=(192, 256)) * np.exp2(RNG.integers(-6, 6, (192, 256)))).astype(np.float32)
+    wide[0, :32] = np.tile(np.array([0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32), 4) * np.tile(np.float32([1, -1]), 16)
+    x = jnp.asarray(wide)
+    np.testing.assert_array_equal(model.fp8_rounded_weight(x), fp8_codec.decode(*fp8_codec.encode(x), jnp.float32))
+    np.testing.assert_array_equal(model.fp4_rounded(x), fp4_codec.decode(*fp4_codec.encode(x), jnp.float32))
+    np.testing.assert_array_equal(model.fp4_rounded(x), index_fp4.round_trip(x))
+    row = kv_format("fp8", 256, 64)
+    stored = fp8.decode(row, fp8.encode(row, x))
+    np.testing.assert_array_equal(model.Precision(jnp.float32).row(x, 64)[:, :192], stored[:, :192])
+
+
+def test_a_resumed_run_ends_with_the_same_bits(example: ModuleType, trainer, tmp_path) -> None:
+    text, held_out = (RNG.integers(2, 258, n).astype(np.uint16) for n in (3000, 400))
+    few = {"evaluate": 1, "final": 1, "evaluations": 1}
+    through = example.train(trainer, text, held_out, tmp_path / "through", **few)
+    example.train(trainer, text, held_out, tmp_path / "cut", stop=3, **few)
+    resumed = example.train(trainer, text, held_out, tmp_path / "cut", resume=True, **few)
+    for ours, theirs in zip(jax.tree.leaves(resumed), jax.tree.leaves(through), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    lines = [json.loads(line) for line in (tmp_path / "cut" / "log.jsonl").read_text().splitlines()]
+    assert lines[-1]["step"] == 6 and 0 < lines[-1]["held_out"] < 8
+    begun = trainer.begin()
+    still = [name for name, x in through.stacks.items() if np.array_equal(x, begun.stacks[name])]
+    assert still == [], "every parameter is trained, the indexer's and the MTP layer's too"
+    assert np.abs(through.biases).max() > 0
+
+
+def test_a_checkpoint_is_what_was_trained_with(example: ModuleType, model: ModuleType, trainer, tmp_path) -> None:
+    state = trainer.begin()
+    biases = jnp.asarray(RNG.normal(size=state.biases.shape), jnp.float32)
+    example.export(trainer, state.stacks, biases, tmp_path)
+    cfg, params = load_hf(tmp_path, weights=jnp.float32, mtp=True)
+    assert cfg == trainer.cfg
+    expected = trainer.params(model.rounded(state.stacks), biases)
+    for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(ours, theirs.astype(ours.dtype))
+
+
+def test_the_small_model_has_its_size(model: ModuleType) -> None:
+    cfg, plain = model.small_config(), model.plain_specs(model.PlainConfig())
+    specs = dsv4.model.param_specs(cfg, mtp=True)
+    count, of_plain = (sum(x.size for x in jax.tree.leaves(tree) if x.dtype != jnp.int32) for tree in (specs, plain))
+    assert 22e6 < count < 24e6 and dsv4.model.weight_bytes(cfg, mtp=True) < 23.5e6
+    assert abs(of_plain / count - 1) < 0.03
+
+
+def test_windows_of_the_text_are_each_drawn_once_an_epoch(example: ModuleType) -> None:
+    recipe = example.Recipe(steps=1, batch=4, length=32)
+    batches = example.Batches(np.zeros(32 * 9 + 5, np.uint16), recipe)  # eight windows
+    starts = np.concatenate([batches.starts(step) for step in range(4)])
+    for epoch in (starts[:8], starts[8:]):
+        assert sorted(epoch - epoch.min()) == list(range(0, 256, 32)) and epoch.max() + 34 <= 32 * 9 + 5
+    assert not np.array_equal(starts[:8], starts[8:])
+    assert "small_model" in sys.modules
