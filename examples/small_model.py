@@ -22,6 +22,7 @@ A plain transformer of the same size (`PlainConfig`) is here for comparison: ful
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
@@ -30,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import dsv4_jax as dsv4
 from dsv4_jax.config import AttentionType
@@ -79,7 +81,7 @@ def toy_config(vocab_size: int = 512) -> dsv4.DSV4Config:
     return dsv4.DSV4Config.tiny(
         vocab_size=vocab_size, hidden_size=128, layer_types=(swa, csa, hca), num_attention_heads=4, head_dim=64,
         rope_dim=16, q_lora_rank=128, o_lora_rank=64, moe_intermediate_size=128, index_head_dim=32, index_n_heads=16,
-        num_mtp_layers=1,
+        num_mtp_layers=1, hc_sinkhorn_iters=20,
     )  # fmt: skip
 
 
@@ -149,9 +151,8 @@ class Precision:
         """A row of the window, or an entry: FP8 per 64, but for the columns that rotate."""
         if not self.rounds:
             return x.astype(self.dtype)
-        plain, rotary = jnp.split(x, [x.shape[-1] - rope_dim], -1)
-        plain = self._through(plain, lambda x: fp8_rounded(x, 64))
-        return jnp.concatenate([plain, rotary.astype(self.dtype)], -1)
+        plain = np.arange(x.shape[-1]) < x.shape[-1] - rope_dim
+        return self._through(x, lambda x: jnp.where(plain, fp8_rounded(jnp.where(plain, x, np.float32(0)), 64), x))
 
     def index(self, x: jax.Array, on: jax.Array | bool) -> jax.Array:
         """Index queries or keys: rotated by a Hadamard matrix, then FP4 per 32."""
@@ -332,15 +333,16 @@ def losses(
     """The losses of `params` (with an MTP layer), rounded already, on tokens [B, T + 2]; T a multiple of the window."""
     count = tokens.shape[1] - 2
     here = tokens[:, :count]
-    embed = params["embed"].astype(jnp.float32)  # whose gradient is a sum over many tokens
-    x = embed[here].astype(precision.dtype)
+    x = _looked_up(params["embed"].astype(precision.dtype), here)
     streams = jnp.broadcast_to(x[:, :, None], (*x.shape[:2], cfg.hc_mult, x.shape[2]))
 
     def layer(p: Params, streams: jax.Array, tokens: jax.Array, attn: AttentionType) -> Any:
         return _layer(p, streams, tokens, attn, cfg, phase, precision)
 
     # Of the forward only the products are kept; what lies between them is cheaper to compute again than to keep.
-    policy = None if remat else jax.checkpoint_policies.dots_saveable
+    kept = jax.checkpoint_policies
+    kept = kept.save_from_both_policies(kept.dots_saveable, kept.save_only_these_names("comb"))
+    policy = None if remat else kept
     run = jax.checkpoint(layer, static_argnums=3, policy=policy)
     index, counts = [], []
     for p, attn in zip(params["layers"], cfg.layer_types, strict=True):
@@ -352,7 +354,7 @@ def losses(
 
     (p,), following = params["mtp"], tokens[:, 1:-1]
     told = _linear(precision.of_product(_norm(streams, p["hnorm"], cfg)), p["h_proj"])
-    embedded = precision.of_product(_norm(embed[following], p["enorm"], cfg))
+    embedded = precision.of_product(_norm(_looked_up(params["embed"].astype(precision.dtype), following), p["enorm"], cfg))
     streams = told + _linear(embedded, p["e_proj"])[:, :, None]
     streams, _, of_experts = run(p, streams, following, AttentionType.SWA)
     after_next = of_logits(_head(p, streams, params, cfg, precision), tokens[:, 2:])
@@ -378,7 +380,7 @@ def _head(p: Params, streams: jax.Array, of_all: Params, cfg: dsv4.DSV4Config, p
     """Logits; `p` has the weights of the streams and the norm."""
     (mix,) = _mix(p["hc_head"], streams, cfg, (cfg.hc_mult,))
     x = _weighted(jax.nn.sigmoid(mix) + np.float32(cfg.hc_eps), streams)
-    return _linear(_norm(x, p["norm"], cfg).astype(precision.dtype), of_all["head"], jnp.float32)
+    return _exact_linear(_norm(x, p["norm"], cfg).astype(precision.dtype), of_all["head"])
 
 
 def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -386,8 +388,46 @@ def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return (jax.nn.logsumexp(logits, -1) - jnp.where(is_target, logits, np.float32(0)).sum(-1)).mean()
 
 
-def _linear(x: jax.Array, weight: jax.Array, dtype: Any = None) -> jax.Array:
-    return jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype), preferred_element_type=dtype or x.dtype)
+def _linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype), preferred_element_type=x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _exact(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """An einsum in float32. The gradient is rounded to what x and y are in: products of float32 are slow ones."""
+    return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
+
+
+def _exact_forward(spec: str, x: jax.Array, y: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _exact(spec, x, y), (x, y)
+
+
+def _exact_backward(spec: str, given: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, ...]:
+    _, pull = jax.vjp(lambda x, y: jnp.einsum(spec, x, y, preferred_element_type=x.dtype), *given)
+    return pull(gradient.astype(given[0].dtype))
+
+
+_exact.defvjp(_exact_forward, _exact_backward)
+
+
+def _exact_linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return _exact("bti,oi->bto", x, weight.astype(x.dtype))
+
+
+@jax.custom_vjp
+def _looked_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """table[tokens]; the gradient is a product, a sum over tokens in float32, and not many additions to few rows."""
+    return table[tokens]
+
+
+def _looked_up_backward(given: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, None]:
+    table, tokens = given
+    of_token = jax.nn.one_hot(tokens, table.shape[0], dtype=gradient.dtype)
+    of_table = jnp.einsum("btv,btd->vd", of_token, gradient, preferred_element_type=jnp.float32)
+    return of_table.astype(table.dtype), None
+
+
+_looked_up.defvjp(lambda table, tokens: (table[tokens], (table, tokens)), _looked_up_backward)
 
 
 def _norm(x: jax.Array, weight: jax.Array | None, cfg: dsv4.DSV4Config) -> jax.Array:
@@ -403,7 +443,7 @@ def _norm(x: jax.Array, weight: jax.Array | None, cfg: dsv4.DSV4Config) -> jax.A
 def _mix(p: Params, streams: jax.Array, cfg: dsv4.DSV4Config, widths: tuple[int, ...]) -> list[jax.Array]:
     flat = streams.reshape(*streams.shape[:2], -1)
     mean = jnp.mean(jnp.square(flat.astype(jnp.float32)), -1, keepdims=True)
-    mix = _linear(flat, p["fn"], jnp.float32) * lax.rsqrt(mean + np.float32(cfg.rms_norm_eps))
+    mix = _exact_linear(flat, p["fn"]) * lax.rsqrt(mean + np.float32(cfg.rms_norm_eps))
     starts = np.cumsum((0, *widths)).tolist()
     return [
         mix[..., first:last] * p["scale"][i] + p["base"][first:last]
@@ -421,25 +461,57 @@ def _read(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     n = cfg.hc_mult
     pre, post, comb = _mix(p, streams, cfg, (n, n, n * n))
-    comb = jax.checkpoint(_sinkhorn, static_argnums=(1, 2))(
-        comb.reshape(*comb.shape[:2], n, n), cfg.hc_sinkhorn_iters, cfg.hc_eps
-    )
+    comb = _sinkhorn(comb.reshape(*comb.shape[:2], n, n), cfg.hc_sinkhorn_iters, cfg.hc_eps)
     x = _weighted(jax.nn.sigmoid(pre) + np.float32(cfg.hc_eps), streams)
     return x.astype(precision.dtype), (np.float32(2) * jax.nn.sigmoid(post), comb)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _sinkhorn(logits: jax.Array, iterations: int, eps: float) -> jax.Array:
-    """[B, T, n, n] of any sign -> nearly doubly stochastic. Tokens lie last inside: a warp's lanes are tokens."""
-    comb = jax.nn.softmax(jnp.moveaxis(logits, (2, 3), (0, 1)), 1) + np.float32(eps)
+    """[B, T, n, n] of any sign -> nearly doubly stochastic.
 
-    def normalised(comb: jax.Array, axis: int) -> jax.Array:
-        return comb / (comb.sum(axis, keepdims=True) + np.float32(eps))
+    A row's and a column's factor are what changes: comb = rows * M * columns. Tokens lie last in all arrays, so that
+    the lanes of a warp are tokens. The gradient is that of the limit: each row and column of comb sums to 1, so what a
+    logit gains is taken from its row and column, by the same iteration.
+    """
+    m, least = jax.nn.softmax(_tokens_last(logits), 1) + np.float32(eps), np.float32(eps)
+    columns = 1 / (m.sum(0) + least)
 
-    def both(comb: jax.Array, _: None) -> tuple[jax.Array, None]:
-        return normalised(normalised(comb, 1), 0), None
+    def both(_: Any, factors: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        rows, columns = factors
+        rows = rows / (rows * (m * columns[None]).sum(1) + least)
+        return rows, columns / (columns * (m * rows[:, None]).sum(0) + least)
 
-    comb, _ = lax.scan(both, normalised(comb, 0), None, length=iterations - 1)
-    return jnp.moveaxis(comb, (0, 1), (2, 3))
+    rows, columns = lax.fori_loop(0, iterations - 1, both, (jnp.ones_like(columns), columns), unroll=4)
+    return _tokens_first(m * rows[:, None] * columns[None])
+
+
+def _sinkhorn_backward(iterations: int, eps: float, comb: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    comb, gradient = _tokens_last(comb), _tokens_last(gradient)
+    of_rows, of_columns = (comb * gradient).sum(1), (comb * gradient).sum(0)
+
+    def both(_: Any, u: jax.Array) -> jax.Array:
+        return of_rows - (comb * (of_columns - (comb * u[:, None]).sum(0))[None]).sum(1)
+
+    u = lax.fori_loop(0, max(iterations - 1, 4), both, of_rows, unroll=4)
+    v = of_columns - (comb * u[:, None]).sum(0)
+    return (_tokens_first(comb * (gradient - u[:, None] - v[None])),)
+
+
+def _tokens_last(x: jax.Array) -> jax.Array:
+    return jnp.moveaxis(x, (2, 3), (0, 1))
+
+
+def _tokens_first(x: jax.Array) -> jax.Array:
+    return jnp.moveaxis(x, (0, 1), (2, 3))
+
+
+def _sinkhorn_forward(logits: jax.Array, iterations: int, eps: float) -> tuple[jax.Array, jax.Array]:
+    comb = checkpoint_name(_sinkhorn(logits, iterations, eps), "comb")
+    return comb, comb
+
+
+_sinkhorn.defvjp(_sinkhorn_forward, _sinkhorn_backward)
 
 
 def _write(streams: jax.Array, y: jax.Array, post: jax.Array, comb: jax.Array) -> jax.Array:
@@ -473,7 +545,7 @@ def _attention(
     seen = (age >= 0) & (age < window) & ((np.arange(blocks) > 0)[:, None, None] | (np.arange(2 * window) >= window))
     scale = np.float32(dim**-0.5)
     q_blocks = q.reshape(batch, blocks, window, heads, dim)
-    near = jnp.einsum("bnqhd,bnkd->bnqhk", q_blocks, keys, preferred_element_type=jnp.float32) * scale
+    near = _exact("bnqhd,bnkd->bnqhk", q_blocks, keys) * scale
     near = jnp.where(seen[None, :, :, None], near, _HIDDEN)
     of_near = near.reshape(batch, count, heads, 2 * window)
     top = jnp.maximum(of_near.max(-1), p["attn_sink"])
@@ -482,7 +554,7 @@ def _attention(
     if attn is not AttentionType.SWA:
         entries = precision.row(_compress(p["compressor"], x, freq, cfg), cfg.rope_dim)
         ready = jnp.arange(entries.shape[1]) < ((position + 1) // cfg.ratio(attn))[:, None]
-        far = jnp.einsum("bthd,bsd->bths", q, entries, preferred_element_type=jnp.float32) * scale
+        far = _exact("bthd,bsd->bths", q, entries) * scale
         far = jnp.where(ready[None, :, None], far, _HIDDEN)
         top = jnp.maximum(top, far.max(-1))
     top = lax.stop_gradient(top)[..., None]
@@ -505,10 +577,11 @@ def _attention(
         if attn is AttentionType.CSA:
             loss = _index_loss(scores, (shares / lax.stop_gradient(total)[..., None]).sum(2), ready)
     out = _rotate(out / total[..., None], -position, freq).astype(dtype)
-    grouped_out = out.reshape(batch, count, cfg.o_groups, -1)
-    first = p["wo_a"].reshape(cfg.o_groups, cfg.o_lora_rank, -1).astype(dtype)
-    latent = jnp.einsum("btgd,grd->btgr", grouped_out, first, preferred_element_type=dtype)
-    return _linear(precision.of_product(latent.reshape(batch, count, -1)), p["wo_b"]), loss
+    # The groups as one matrix, zero but for its blocks: by itself each would take a copy of its columns.
+    groups = jnp.eye(cfg.o_groups, dtype=dtype)[:, None, :, None]
+    first = p["wo_a"].reshape(cfg.o_groups, cfg.o_lora_rank, 1, -1).astype(dtype) * groups
+    latent = _linear(out.reshape(batch, count, -1), first.reshape(cfg.o_groups * cfg.o_lora_rank, -1))
+    return _linear(precision.of_product(latent), p["wo_b"]), loss
 
 
 def _compress(p: Params, x: jax.Array, freq: np.ndarray, cfg: dsv4.DSV4Config) -> jax.Array:
@@ -516,7 +589,7 @@ def _compress(p: Params, x: jax.Array, freq: np.ndarray, cfg: dsv4.DSV4Config) -
     (ratio, width), dim = p["ape"].shape, p["norm"].shape[0]
     batch, blocks = x.shape[0], x.shape[1] // ratio
     kv, gate = (
-        _linear(x[:, : blocks * ratio], p[w], jnp.float32).reshape(batch, blocks, ratio, width) for w in ("wkv", "wgate")
+        _exact_linear(x[:, : blocks * ratio], p[w]).reshape(batch, blocks, ratio, width) for w in ("wkv", "wgate")
     )
     gate = gate + p["ape"]
     if width == 2 * dim:
@@ -538,7 +611,7 @@ def _index_scores(
     keys = precision.index(_compress(p["compressor"], x, freq, cfg), phase.fp4)
     q = _linear(latent, p["wq_b"]).reshape(*x.shape[:2], cfg.index_n_heads, cfg.index_head_dim)
     q = precision.index(_rotate(q, jnp.arange(x.shape[1]), freq), phase.fp4)
-    weight = _linear(x, p["weights_proj"], jnp.float32) * np.float32((cfg.index_n_heads * cfg.index_head_dim) ** -0.5)
+    weight = _exact_linear(x, p["weights_proj"]) * np.float32((cfg.index_n_heads * cfg.index_head_dim) ** -0.5)
     products = jnp.einsum("bthd,bsd->bths", q, keys, preferred_element_type=precision.dtype)
     return (jax.nn.relu(products.astype(jnp.float32)) * weight[..., None]).sum(2)
 
@@ -572,13 +645,18 @@ def _index_loss(scores: jax.Array, target: jax.Array, ready: jax.Array) -> jax.A
 
 def _rotate(x: jax.Array, position: jax.Array, freq: np.ndarray) -> jax.Array:
     """RoPE of the last dims of x [B, T, ...], adjacent pairs; float32."""
+    plain = x.shape[-1] - 2 * freq.size
     angle = position[:, None].astype(jnp.float32) * freq
-    angle = angle.reshape(angle.shape[0], *[1] * (x.ndim - 3), angle.shape[1])
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    plain, rotary = jnp.split(x.astype(jnp.float32), [x.shape[-1] - 2 * freq.size], -1)
-    even, odd = rotary[..., 0::2], rotary[..., 1::2]
-    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
-    return jnp.concatenate([plain, turned.reshape(rotary.shape)], -1)
+    cos, sin = lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
+
+    def of_dims(even: jax.Array, odd: jax.Array, others: float) -> jax.Array:
+        pairs = jnp.stack([even, odd], -1).reshape(even.shape[0], -1)
+        pairs = jnp.pad(pairs, ((0, 0), (plain, 0)), constant_values=others)
+        return pairs.reshape(even.shape[0], *[1] * (x.ndim - 3), -1)
+
+    x = x.astype(jnp.float32)
+    neighbour = x.reshape(*x.shape[:-1], -1, 2)[..., ::-1].reshape(x.shape)
+    return x * of_dims(cos, cos, 1.0) + neighbour * of_dims(-sin, sin, 0.0)
 
 
 # Experts
@@ -611,7 +689,7 @@ def _experts(
 
 def _route(p: Params, x: jax.Array, tokens: jax.Array, cfg: dsv4.DSV4Config) -> tuple[jax.Array, jax.Array]:
     """Each expert's share of each token, zero where not chosen, and 1 where it is: both [B, T, experts] float32."""
-    scores = jnp.sqrt(jax.nn.softplus(_linear(x, p["gate"], jnp.float32)))
+    scores = jnp.sqrt(jax.nn.softplus(_exact_linear(x, p["gate"])))
     if "tid2eid" in p:
         chosen = jax.nn.one_hot(p["tid2eid"][tokens], cfg.n_routed_experts, dtype=jnp.float32).sum(-2)
     else:
@@ -668,7 +746,7 @@ def plain_draw(cfg: PlainConfig, seed: int = 0) -> Params:
 def plain_losses(cfg: PlainConfig, params: Params, tokens: jax.Array, *, implementation: str | None = None) -> Losses:
     """As `losses`, of the next token alone; in bfloat16. `implementation`: of `jax.nn.dot_product_attention`."""
     count = tokens.shape[1] - 2
-    x = params["embed"].astype(jnp.float32)[tokens[:, :count]].astype(jnp.bfloat16)
+    x = _looked_up(params["embed"].astype(jnp.bfloat16), tokens[:, :count])
     dim = cfg.hidden_size // cfg.heads
     freq = (cfg.rope_theta ** (-np.arange(0, dim, 2) / dim)).astype(np.float32)
 
@@ -684,6 +762,6 @@ def plain_losses(cfg: PlainConfig, params: Params, tokens: jax.Array, *, impleme
         x = x + _linear(y.reshape(x.shape), p["wo"])
         y = norm(x, p["ffn_norm"])
         x = x + _linear(jax.nn.silu(_linear(y, p["gate_proj"])) * _linear(y, p["up"]), p["down"])
-    logits = _linear(norm(x, params["norm"]), params["head"], jnp.float32)
+    logits = _exact_linear(norm(x, params["norm"]), params["head"])
     loss, none = _cross_entropy(logits, tokens[:, 1:-1]), jnp.float32(0)
     return Losses(loss, loss, none, none, jnp.zeros((0, 1)))

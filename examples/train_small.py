@@ -262,7 +262,7 @@ def train(
     if resume and (latest := manager.latest_step()) is not None:
         state = manager.restore(latest, args=ocp.args.StandardRestore(jax.tree.map(_described, state)))
         first = latest
-    on_device, of_held_out = jnp.asarray(text), jnp.asarray(held_out)
+    on_device = jnp.asarray(np.concatenate([text, held_out]))  # one array, so that a step has one shape
     tokens_of_step, over_at_first = recipe.batch * recipe.length, first / recipe.steps
 
     def over(step: int) -> float:
@@ -270,13 +270,13 @@ def train(
         by_steps = step / recipe.steps
         if seconds is None:
             return by_steps
-        by_clock = over_at_first + (1 - over_at_first) * (time.monotonic() - begun) / seconds
-        return min(max(by_steps, by_clock), 1.0)
+        by_clock = (time.monotonic() - compiled) / (seconds - (compiled - begun)) if step > first else 0.0
+        return min(max(by_steps, over_at_first + (1 - over_at_first) * by_clock), 1.0)
 
     def evaluated(step: int, state: State, count: int) -> None:
         phase, found = recipe.phase_at(over(step)), []
         for starts in Batches(held_out, recipe).in_order(count):
-            found.append(trainer.step(state, of_held_out, starts, np.float32(0), phase)[1])
+            found.append(trainer.step(state, on_device, starts + np.int32(text.size), np.float32(0), phase)[1])
         next_token, after_next, index = (float(np.mean([getattr(x, n) for x in found])) for n in _MEANS)
         log(step=step, held_out=next_token, held_out_mtp=after_next, held_out_index=index, tokens=step * tokens_of_step)
 
@@ -287,7 +287,9 @@ def train(
         if kept is not None:
             kept(state, last)
 
-    step, saved, waiting, evaluated_at, mark = first, time.monotonic(), [], 0, (first, time.monotonic())
+    step, waiting, evaluated_at = first, [], int(over_at_first * (evaluations + 1))
+    saved = compiled = time.monotonic()
+    mark = (first, compiled)
     while step < (recipe.steps if stop is None else stop) and (done := over(step)) < 1:
         if int(done * (evaluations + 1)) > evaluated_at:
             evaluated_at = int(done * (evaluations + 1))
@@ -297,14 +299,16 @@ def train(
             state, on_device, batches.starts(step), np.float32(rate), recipe.phase_at(done)
         )
         waiting.append((step, rate, found, norm))
+        if step == first:
+            jax.block_until_ready(found)
+            saved = compiled = time.monotonic()
+            mark = (first, compiled)
+            log(step=step, loss=float(found.next_token), compiled_s=compiled - begun)
         step += 1
         if len(waiting) > 2:  # no further ahead of the device than that
             at, rate, found, norm = waiting.pop(0)
             loss = float(found.next_token)
-            if at == first:
-                log(step=at, loss=loss, compiled_s=time.monotonic() - begun)
-                mark = (at, time.monotonic())
-            elif at % 10 == 0:
+            if at % 10 == 0 and at > first:
                 speed = (at - mark[0]) * tokens_of_step / (time.monotonic() - mark[1])
                 mark, spread = (at, time.monotonic()), _spread(found.counts)
                 log(

@@ -25,7 +25,7 @@ RNG = np.random.default_rng(34)
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[ModuleType]:
-    with jax.numpy_rank_promotion("allow"):
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # as optax needs it
         yield load_example("train_small")
 
 
