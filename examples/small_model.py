@@ -8,11 +8,11 @@ for [B, T] tokens at once, in the form that a GPU is fast at: the window in bloc
   not (straight through): FP8 weights per 128 x 128, FP8 inputs of the products with FP8 and FP4 weights per row and 128
   columns, FP8 rows of the window and of entries per 64, FP4 experts per row and 32 columns, FP4 index queries and keys
   after a Hadamard rotation. The FP4 ones set in later (`Phase.fp4`), as for V4 (arXiv 2606.19348, section 5.2.1).
-* **The indexer's loss.** A choice of the best entries has no gradient. As in DeepSeek-V3.2 (arXiv 2512.02556, section
-  2.1) the indexer's input is detached, and its scores learn the attention's own distribution: the sum over heads of what
-  they give to each entry, normalised, is the target of a KL divergence. At first attention reads all entries, then those
-  that the indexer picks (`Phase.sparse`). The target is over all entries throughout: the scores of those that are not
-  picked are at hand here, and so a bad choice is unlearned.
+* **The indexer's loss.** A choice of the best entries has no gradient. As in DeepSeek-V3.2 (arXiv 2512.02556, its
+  continued pre-training) the indexer's input is detached, and its scores learn the attention's own distribution: what
+  all heads give to each entry, normalised, is the target of a KL divergence. At first attention reads all entries, then
+  those that the indexer picks (`Phase.sparse`). V3.2 then compares the picked ones alone; here the target stays over
+  all, whose scores are at hand, and so a bad choice is unlearned.
 * **Balance** of the experts without a loss: a bias that only chooses rises for experts that got too few tokens
   (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); `losses` gives the counts.
 
@@ -23,7 +23,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
@@ -49,6 +51,7 @@ from dsv4_jax.formats.scaling import (
 from dsv4_jax.model import Params, Quantised, init_params, param_specs
 from dsv4_jax.model.quantised import FP4, FP8
 from dsv4_jax.ops.numerics import hadamard, rope_frequencies
+from dsv4_jax.weights import WeightFormat
 from dsv4_jax.weights.expert_fp4 import gate_up_rows
 
 __all__ = [
@@ -124,8 +127,8 @@ class Phase(NamedTuple):
         sparse: CSA layers read the entries that the indexer picks, not all.
     """
 
-    fp4: jax.Array | bool
-    sparse: jax.Array | bool
+    fp4: jax.Array | np.bool | bool
+    sparse: jax.Array | np.bool | bool
 
 
 LEARNED = Phase(fp4=True, sparse=True)
@@ -154,7 +157,7 @@ class Precision:
         plain = np.arange(x.shape[-1]) < x.shape[-1] - rope_dim
         return self._through(x, lambda x: jnp.where(plain, fp8_rounded(jnp.where(plain, x, np.float32(0)), 64), x))
 
-    def index(self, x: jax.Array, on: jax.Array | bool) -> jax.Array:
+    def index(self, x: jax.Array, on: jax.Array | np.bool | bool) -> jax.Array:
         """Index queries or keys: rotated by a Hadamard matrix, then FP4 per 32."""
         if not self.rounds:
             return x.astype(self.dtype)
@@ -237,7 +240,7 @@ def unstack(cfg: dsv4.DSV4Config | PlainConfig, stacks: Stacks, tree: Tree) -> T
     return jax.tree_util.tree_map_with_path(lambda keys, x: new.get(keys, x), tree)
 
 
-def rounded(stacks: Stacks, fp4: jax.Array | bool = True) -> Stacks:
+def rounded(stacks: Stacks, fp4: jax.Array | np.bool | bool = True) -> Stacks:
     """What the released model would compute with: matrices in bfloat16 after their rounding, the rest as it is."""
 
     def one(name: str, x: jax.Array) -> jax.Array:
@@ -254,14 +257,17 @@ def rounded(stacks: Stacks, fp4: jax.Array | bool = True) -> Stacks:
 def released(cfg: dsv4.DSV4Config, params: Params) -> Params:
     """Plain parameters in the released formats: what `save_hf` writes under the published names."""
 
+    @functools.partial(jax.jit, static_argnums=(1, 2))  # each shape once
+    def packed(x: jax.Array, fmt: WeightFormat, gates: bool) -> tuple[jax.Array, ...]:
+        codes = fmt.codec.encode(x)
+        if gates:
+            codes = tuple(gate_up_rows(*jnp.split(part, 2, -2)) for part in codes)
+        return fmt.codec.pack(*codes)
+
     def one(keys: tuple[Any, ...], x: jax.Array, spec: Any) -> Any:
         if not isinstance(spec, Quantised):
             return x.astype(spec.dtype)
-        codec = spec.format.codec
-        if keys[-1].key != "gate_up":
-            return Quantised(codec.pack(*codec.encode(x)), spec.format)
-        gate, up = (codec.encode(half) for half in jnp.split(x, 2, -2))
-        return Quantised(codec.pack(*(gate_up_rows(*pair) for pair in zip(gate, up, strict=True))), spec.format)
+        return Quantised(packed(x, spec.format, keys[-1].key == "gate_up"), spec.format)
 
     return jax.tree_util.tree_map_with_path(one, params, param_specs(cfg, "released", mtp=True))
 
@@ -354,7 +360,8 @@ def losses(
 
     (p,), following = params["mtp"], tokens[:, 1:-1]
     told = _linear(precision.of_product(_norm(streams, p["hnorm"], cfg)), p["h_proj"])
-    embedded = precision.of_product(_norm(_looked_up(params["embed"].astype(precision.dtype), following), p["enorm"], cfg))
+    x = _looked_up(params["embed"].astype(precision.dtype), following)
+    embedded = precision.of_product(_norm(x, p["enorm"], cfg))
     streams = told + _linear(embedded, p["e_proj"])[:, :, None]
     streams, _, of_experts = run(p, streams, following, AttentionType.SWA)
     after_next = of_logits(_head(p, streams, params, cfg, precision), tokens[:, 2:])
@@ -369,7 +376,8 @@ def _layer(
     precision: Precision,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:  # fmt: skip
     x, back = _read(p["hc_attn"], streams, cfg, precision)
-    y, of_index = _attention(p["attn"], _norm(x, p["attn_norm"], cfg).astype(precision.dtype), attn, cfg, phase, precision)
+    x = _norm(x, p["attn_norm"], cfg).astype(precision.dtype)
+    y, of_index = _attention(p["attn"], x, attn, cfg, phase, precision)
     streams = _write(streams, y, *back)
     x, back = _read(p["hc_ffn"], streams, cfg, precision)
     y, of_experts = _experts(p["ffn"], _norm(x, p["ffn_norm"], cfg).astype(precision.dtype), tokens, cfg, precision)
@@ -447,13 +455,14 @@ def _mix(p: Params, streams: jax.Array, cfg: dsv4.DSV4Config, widths: tuple[int,
     starts = np.cumsum((0, *widths)).tolist()
     return [
         mix[..., first:last] * p["scale"][i] + p["base"][first:last]
-        for i, (first, last) in enumerate(zip(starts[:-1], starts[1:], strict=True))
+        for i, (first, last) in enumerate(itertools.pairwise(starts))
     ]
 
 
 def _weighted(pre: jax.Array, streams: jax.Array) -> jax.Array:
     """sum_j pre_j X_j, float32."""
-    return sum(pre[..., j, None] * streams[:, :, j].astype(jnp.float32) for j in range(streams.shape[2]))
+    each = (pre[..., j, None] * streams[:, :, j].astype(jnp.float32) for j in range(streams.shape[2]))
+    return functools.reduce(operator.add, each)
 
 
 def _read(
@@ -461,63 +470,34 @@ def _read(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     n = cfg.hc_mult
     pre, post, comb = _mix(p, streams, cfg, (n, n, n * n))
-    comb = _sinkhorn(comb.reshape(*comb.shape[:2], n, n), cfg.hc_sinkhorn_iters, cfg.hc_eps)
+    comb = comb.reshape(*comb.shape[:2], n, n)
+    comb = jax.checkpoint(_sinkhorn, static_argnums=(1, 2))(comb, cfg.hc_sinkhorn_iters, cfg.hc_eps)
+    comb = checkpoint_name(comb, "comb")
     x = _weighted(jax.nn.sigmoid(pre) + np.float32(cfg.hc_eps), streams)
     return x.astype(precision.dtype), (np.float32(2) * jax.nn.sigmoid(post), comb)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _sinkhorn(logits: jax.Array, iterations: int, eps: float) -> jax.Array:
     """[B, T, n, n] of any sign -> nearly doubly stochastic.
 
     A row's and a column's factor are what changes: comb = rows * M * columns. Tokens lie last in all arrays, so that
-    the lanes of a warp are tokens. The gradient is that of the limit: each row and column of comb sums to 1, so what a
-    logit gains is taken from its row and column, by the same iteration.
+    the lanes of a warp are tokens. The gradient is that of these iterations: that of their limit, which would cost
+    less, is wrong by tenths where logits are large, and training diverged by it.
     """
-    m, least = jax.nn.softmax(_tokens_last(logits), 1) + np.float32(eps), np.float32(eps)
-    columns = 1 / (m.sum(0) + least)
+    m = jax.nn.softmax(jnp.moveaxis(logits, (2, 3), (0, 1)), 1) + np.float32(eps)
 
     def both(_: Any, factors: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         rows, columns = factors
-        rows = rows / (rows * (m * columns[None]).sum(1) + least)
-        return rows, columns / (columns * (m * rows[:, None]).sum(0) + least)
+        rows = rows / (rows * (m * columns[None]).sum(1) + np.float32(eps))
+        return rows, columns / (columns * (m * rows[:, None]).sum(0) + np.float32(eps))
 
-    rows, columns = lax.fori_loop(0, iterations - 1, both, (jnp.ones_like(columns), columns), unroll=4)
-    return _tokens_first(m * rows[:, None] * columns[None])
-
-
-def _sinkhorn_backward(iterations: int, eps: float, comb: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
-    comb, gradient = _tokens_last(comb), _tokens_last(gradient)
-    of_rows, of_columns = (comb * gradient).sum(1), (comb * gradient).sum(0)
-
-    def both(_: Any, u: jax.Array) -> jax.Array:
-        return of_rows - (comb * (of_columns - (comb * u[:, None]).sum(0))[None]).sum(1)
-
-    u = lax.fori_loop(0, max(iterations - 1, 4), both, of_rows, unroll=4)
-    v = of_columns - (comb * u[:, None]).sum(0)
-    return (_tokens_first(comb * (gradient - u[:, None] - v[None])),)
-
-
-def _tokens_last(x: jax.Array) -> jax.Array:
-    return jnp.moveaxis(x, (2, 3), (0, 1))
-
-
-def _tokens_first(x: jax.Array) -> jax.Array:
-    return jnp.moveaxis(x, (0, 1), (2, 3))
-
-
-def _sinkhorn_forward(logits: jax.Array, iterations: int, eps: float) -> tuple[jax.Array, jax.Array]:
-    comb = checkpoint_name(_sinkhorn(logits, iterations, eps), "comb")
-    return comb, comb
-
-
-_sinkhorn.defvjp(_sinkhorn_forward, _sinkhorn_backward)
+    columns = np.float32(1) / (m.sum(0) + np.float32(eps))
+    rows, columns = lax.fori_loop(0, iterations - 1, both, (jnp.ones_like(columns), columns))
+    return jnp.moveaxis(m * rows[:, None] * columns[None], (0, 1), (2, 3))
 
 
 def _write(streams: jax.Array, y: jax.Array, post: jax.Array, comb: jax.Array) -> jax.Array:
-    kept = sum(
-        comb[:, :, j, :, None] * streams[:, :, j, None].astype(jnp.float32) for j in range(streams.shape[2])
-    )
+    kept = sum(comb[:, :, j, :, None] * streams[:, :, j, None].astype(jnp.float32) for j in range(streams.shape[2]))
     return (kept + post[..., None] * y[:, :, None].astype(jnp.float32)).astype(streams.dtype)
 
 
@@ -550,7 +530,7 @@ def _attention(
     of_near = near.reshape(batch, count, heads, 2 * window)
     top = jnp.maximum(of_near.max(-1), p["attn_sink"])
 
-    loss, far, entries = None, None, None
+    far = entries = ready = loss = None
     if attn is not AttentionType.SWA:
         entries = precision.row(_compress(p["compressor"], x, freq, cfg), cfg.rope_dim)
         ready = jnp.arange(entries.shape[1]) < ((position + 1) // cfg.ratio(attn))[:, None]
@@ -564,18 +544,17 @@ def _attention(
     near = near.astype(dtype).reshape(batch, blocks, window, heads, 2 * window)
     out = jnp.einsum("bnqhk,bnkd->bnqhd", near, keys, preferred_element_type=dtype)
     out = out.reshape(batch, count, heads, dim).astype(jnp.float32)
-    if far is not None:
-        far = jnp.exp(far - top)
+    if far is not None and entries is not None and ready is not None:
+        read = far = jnp.exp(far - top)
         if attn is AttentionType.CSA:
             scores = _index_scores(p, x, latent, cfg, phase, precision)
-            shares = lax.stop_gradient(far)
             picked = _picked(lax.stop_gradient(scores), ready, cfg.index_topk, precision) | ~jnp.asarray(phase.sparse)
-            far = jnp.where(picked[:, :, None], far, np.float32(0))
-        total = total + far.sum(-1)
-        of_far = jnp.einsum("bths,bsd->bthd", far.astype(dtype), entries, preferred_element_type=dtype)
+            read = jnp.where(picked[:, :, None], far, np.float32(0))
+            shares = far / (total + read.sum(-1))[..., None]
+            loss = _index_loss(scores, lax.stop_gradient(shares.sum(2)), ready)
+        total = total + read.sum(-1)
+        of_far = jnp.einsum("bths,bsd->bthd", read.astype(dtype), entries, preferred_element_type=dtype)
         out = out + of_far.astype(jnp.float32)
-        if attn is AttentionType.CSA:
-            loss = _index_loss(scores, (shares / lax.stop_gradient(total)[..., None]).sum(2), ready)
     out = _rotate(out / total[..., None], -position, freq).astype(dtype)
     # The groups as one matrix, zero but for its blocks: by itself each would take a copy of its columns.
     groups = jnp.eye(cfg.o_groups, dtype=dtype)[:, None, :, None]
@@ -607,7 +586,8 @@ def _index_scores(
     p: Params, x: jax.Array, latent: jax.Array, cfg: dsv4.DSV4Config, phase: Phase, precision: Precision
 ) -> jax.Array:
     """[B, T, entries] float32; what comes in is detached."""
-    x, latent, freq, p = lax.stop_gradient(x), lax.stop_gradient(latent), rope_frequencies(cfg, AttentionType.CSA), p["indexer"]
+    x, latent, p = lax.stop_gradient(x), lax.stop_gradient(latent), p["indexer"]
+    freq = rope_frequencies(cfg, AttentionType.CSA)
     keys = precision.index(_compress(p["compressor"], x, freq, cfg), phase.fp4)
     q = _linear(latent, p["wq_b"]).reshape(*x.shape[:2], cfg.index_n_heads, cfg.index_head_dim)
     q = precision.index(_rotate(q, jnp.arange(x.shape[1]), freq), phase.fp4)
@@ -640,7 +620,8 @@ def _index_loss(scores: jax.Array, target: jax.Array, ready: jax.Array) -> jax.A
     target = target / jnp.maximum(target.sum(-1, keepdims=True), np.float32(1e-20))
     scores = jax.nn.log_softmax(jnp.where(ready, scores, _HIDDEN), -1)
     each = jnp.where(ready, target * (jnp.log(jnp.maximum(target, np.float32(1e-20))) - scores), np.float32(0))
-    return each.sum() / jnp.maximum(np.float32(scores.shape[0]) * ready.any(-1).sum().astype(jnp.float32), np.float32(1))
+    count = np.float32(scores.shape[0]) * ready.any(-1).sum().astype(jnp.float32)
+    return each.sum() / jnp.maximum(count, np.float32(1))
 
 
 def _rotate(x: jax.Array, position: jax.Array, freq: np.ndarray) -> jax.Array:
@@ -722,7 +703,8 @@ def plain_specs(cfg: PlainConfig) -> Params:
     d, matrix = cfg.hidden_size, lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     layer = {
         "attn_norm": matrix(d), "wq": matrix(d, d), "wk": matrix(d, d), "wv": matrix(d, d), "wo": matrix(d, d),
-        "ffn_norm": matrix(d), "gate_proj": matrix(cfg.inner, d), "up": matrix(cfg.inner, d), "down": matrix(d, cfg.inner),
+        "ffn_norm": matrix(d), "gate_proj": matrix(cfg.inner, d), "up": matrix(cfg.inner, d),
+        "down": matrix(d, cfg.inner),
     }  # fmt: skip
     ends = {"embed": matrix(cfg.vocab_size, d), "norm": matrix(d), "head": matrix(cfg.vocab_size, d)}
     return ends | {"layers": tuple(dict(layer) for _ in range(cfg.layers))}
@@ -764,4 +746,4 @@ def plain_losses(cfg: PlainConfig, params: Params, tokens: jax.Array, *, impleme
         x = x + _linear(jax.nn.silu(_linear(y, p["gate_proj"])) * _linear(y, p["up"]), p["down"])
     logits = _exact_linear(norm(x, params["norm"]), params["head"])
     loss, none = _cross_entropy(logits, tokens[:, 1:-1]), jnp.float32(0)
-    return Losses(loss, loss, none, none, jnp.zeros((0, 1)))
+    return Losses(loss, loss, none, none, jnp.zeros((1, 1)))

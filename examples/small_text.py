@@ -31,19 +31,21 @@ MARKS = ("<|begin|>", "<|end|>")
 # Newlines end a token, indentation is one, and words take the space before them.
 _PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[ \t]*[\r\n]+|\s+(?!\S)|\s+"
 MOST_BYTES, HELD_OUT, SAMPLE_BYTES = 3_800_000, 5, 24_000_000
-PACKAGES = """
-accelerate==1.15.0 alembic==1.20.1 apache-airflow-core==3.3.2 attrs==26.1.0 babel==2.18.0 bokeh==3.10.2 celery==5.7.0
-cinder==29.0.0 cirq-core==1.7.0 click==8.5.1 dask==2026.8.0 datasets==5.2.0 diffusers==0.42.1 distributed==2026.8.0
-django==6.1.3 djangorestframework==3.18.3 fastapi==0.165.0 flask==3.1.3 flax==0.12.12 glance==33.0.0 gymnasium==1.4.0
-homeassistant==2025.1.4 httpx==0.28.1 ipython==9.18.1 jax==0.11.2 jinja2==3.1.6 keras==3.15.1 keystone==30.0.0
-kombu==5.7.0 lightning==2.6.6 luigi==3.8.1 marshmallow==4.4.0 meson==1.12.1 mkdocs==1.6.1 mne==1.13.2 nbconvert==7.17.2
-networkx==3.7 neutron==29.0.0 nilearn==0.14.1 nltk==3.10.4 nova==34.0.0 numpyro==0.22.0 openstack-heat==27.0.1
-optax==0.2.8 peft==0.21.2 pennylane==0.45.1 pip==26.3 poetry==2.5.1 prefect==3.9.1 pydantic==2.14.3 pygments==2.21.0
-pymatgen==2026.10.24 pymc==6.4.0 pytest==9.2.0 redis==8.1.0 requests==2.34.2 rich==15.0.0 scrapy==2.19.0
-setuptools==84.2.1 sktime==1.2.0 sphinx==9.1.1 sqlglot==30.30.0 starlette==1.10.0 streamlit==1.67.0 sympy==1.14.0
-textual==8.2.8 transformers==5.23.0 trio==0.35.0 twisted==26.10.0 urllib3==2.8.0 wagtail==8.0.1 werkzeug==3.1.9
-xarray==2026.9.0
-""".split()
+PACKAGES = (
+    "accelerate==1.15.0", "alembic==1.20.1", "apache-airflow-core==3.3.2", "attrs==26.1.0", "babel==2.18.0",
+    "bokeh==3.10.2", "celery==5.7.0", "cinder==29.0.0", "cirq-core==1.7.0", "click==8.5.1", "dask==2026.8.0",
+    "datasets==5.2.0", "diffusers==0.42.1", "distributed==2026.8.0", "django==6.1.3", "djangorestframework==3.18.3",
+    "fastapi==0.165.0", "flask==3.1.3", "flax==0.12.12", "glance==33.0.0", "gymnasium==1.4.0",
+    "homeassistant==2025.1.4", "httpx==0.28.1", "ipython==9.18.1", "jax==0.11.2", "jinja2==3.1.6", "keras==3.15.1",
+    "keystone==30.0.0", "kombu==5.7.0", "lightning==2.6.6", "luigi==3.8.1", "marshmallow==4.4.0", "meson==1.12.1",
+    "mkdocs==1.6.1", "mne==1.13.2", "nbconvert==7.17.2", "networkx==3.7", "neutron==29.0.0", "nilearn==0.14.1",
+    "nltk==3.10.4", "nova==34.0.0", "numpyro==0.22.0", "openstack-heat==27.0.1", "optax==0.2.8", "peft==0.21.2",
+    "pennylane==0.45.1", "pip==26.3", "poetry==2.5.1", "prefect==3.9.1", "pydantic==2.14.3", "pygments==2.21.0",
+    "pymatgen==2026.10.24", "pymc==6.4.0", "pytest==9.2.0", "redis==8.1.0", "requests==2.34.2", "rich==15.0.0",
+    "scrapy==2.19.0", "setuptools==84.2.1", "sktime==1.2.0", "sphinx==9.1.1", "sqlglot==30.30.0", "starlette==1.10.0",
+    "streamlit==1.67.0", "sympy==1.14.0", "textual==8.2.8", "transformers==5.23.0", "trio==0.35.0", "twisted==26.10.0",
+    "urllib3==2.8.0", "wagtail==8.0.1", "werkzeug==3.1.9", "xarray==2026.9.0",
+)  # fmt: skip
 UNSEEN = ("httpx", "luigi", "marshmallow", "mkdocs")
 _LEFT_OUT = re.compile(
     r"(^|/)(tests?|testing|_?vendor(ed)?|third_party|_?extern(al|als)?|site-packages|lib2to3|idlelib|locale|migrations)/"
@@ -71,11 +73,8 @@ def prepare(folder: pathlib.Path, manifest: pathlib.Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     wheels = folder / "wheels"
     files, sources, seen = [], [], set()
-    for package in ["python", *PACKAGES]:
-        if package == "python":
-            found, about = _standard_library(), {"name": "python", "version": sys.version.split()[0], "licence": "PSF-2.0"}
-        else:
-            found, about = _wheel(_downloaded(package, wheels), package)
+    for package in ("python", *PACKAGES):
+        found, about = _wheel(_downloaded(package, wheels), package) if "==" in package else _standard_library()
         taken = []
         for text in found:
             digest = hashlib.sha256(text.content.encode()).hexdigest()
@@ -122,10 +121,12 @@ def _downloaded(package: str, wheels: pathlib.Path) -> pathlib.Path:
     return found[0]
 
 
-def _standard_library() -> list[Text]:
+def _standard_library() -> tuple[list[Text], dict[str, Any]]:
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
-    return _limited("python", ((path, (root / path).read_bytes()) for path in paths if not _LEFT_OUT.search(path)), 1 << 30)
+    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    found = ((name, (root / name).read_bytes()) for name in names if not _LEFT_OUT.search(name))
+    about = {"name": "python", "version": sys.version.split()[0], "licence": "PSF-2.0"}
+    return _limited("python", found, 1 << 30), about
 
 
 def _wheel(path: pathlib.Path, package: str) -> tuple[list[Text], dict[str, Any]]:
@@ -139,12 +140,12 @@ def _wheel(path: pathlib.Path, package: str) -> tuple[list[Text], dict[str, Any]
             raise SystemExit(f"{package}: its licence is {said}, not known to be MIT, BSD or Apache")
         names = sorted(n for n in wheel.namelist() if n.endswith(".py") and not _LEFT_OUT.search(n))
         texts = _limited(name, ((n, wheel.read(n)) for n in names), MOST_BYTES)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return texts, {"name": name, "version": version, "licence": licence.removeprefix("OSI Approved :: "), "sha256": digest}
+    about = {"name": name, "version": version, "licence": licence.removeprefix("OSI Approved :: ")}
+    return texts, about | {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
 def _limited(package: str, found: Iterator[tuple[str, bytes]], most: int) -> list[Text]:
-    """Those that read like code written by people, in the order of their paths' digests until there are `most` bytes."""
+    """Those that read like code written by people, in the order of their paths' digests, up to `most` bytes."""
     texts, left = [], most
     for path, data in sorted(found, key=lambda file: _digest(file[0])):
         if not 200 <= len(data) <= 200_000 or len(data) > left or _REFUSED.search(data[:4000]):
@@ -195,7 +196,7 @@ def _tokens(tokenizer: Any, texts: list[Text]) -> np.ndarray:
 
 
 def save_tokenizer(folder: pathlib.Path, to: pathlib.Path) -> None:
-    """`tokenizer.json` of `prepare`, and what says how to use it: a turn is the beginning of a file, to be completed."""
+    """`tokenizer.json` of `prepare`, and how to use it: a turn is the beginning of a file, to be completed."""
     (to / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
     settings = {
@@ -204,7 +205,8 @@ def save_tokenizer(folder: pathlib.Path, to: pathlib.Path) -> None:
         "model_max_length": 4096, "chat_template": template,
     }  # fmt: skip
     (to / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    (to / "generation_config.json").write_text(json.dumps({"bos_token_id": BEGIN, "eos_token_id": END}, indent=2) + "\n")
+    ends = {"bos_token_id": BEGIN, "eos_token_id": END}
+    (to / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
 
 
 def write_tokens(tokens: np.ndarray, path: pathlib.Path) -> None:

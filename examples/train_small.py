@@ -6,14 +6,15 @@
     python examples/train_small.py export --data text --run run --to checkpoints/small
     python examples/train_small.py train --toy --run toy --steps 30      a CPU is enough: three layers, bytes as tokens
 
-It needs the extra `train` (optax, orbax, tokenizers; the toy no tokenizers). What the model computes and is rounded to in
-training is in small_model.py. `--model plain` trains a plain transformer of the same size on the same batches.
+It needs the extra `train` (optax, orbax, tokenizers; the toy no tokenizers). What the model computes, and is rounded to
+in training, is in small_model.py. `--model plain` trains a plain transformer of the same size on the same batches.
 
 One run: Muon for matrices and Adam for the rest (both as optax has them), a learning rate that rises for 2 % of the
-steps, stays until 40 % and falls to nothing; CSA layers read all entries for the first 15 %, FP4 sets in at 50 %. All of
-that goes by the share of the run that is over, and what a step does is a function of its number and of the state: a run
-that was interrupted and resumed ends with the same bits. `--seconds` ends a run early, with the same schedule, by the
-clock; then it is a function of that, too. `--start` begins with the weights of a checkpoint, and fresh moments.
+steps, stays until 30 % and falls to nothing; CSA layers read all entries for the first 15 %, FP4 sets in at 50 %. All
+that goes by the share of the run that is over, and what a step does is a function of its number and of the state: on a
+CPU a run that was interrupted and resumed ends with the same bits. `--seconds` ends a run early, with the same
+schedule, by the clock; then it is a function of that, too. `--start` begins with the weights of a checkpoint, and fresh
+moments.
 
 State is kept by orbax in the run's folder. `log.jsonl` beside it has a line for every 10 steps and every evaluation.
 """
@@ -34,14 +35,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))  # its neighbours, also where it is not the program
+sys.path.insert(0, str(pathlib.Path(__file__).parent))  # for its neighbours, also where it is not the program
 import small_model
 import small_text
 from small_model import Losses, Phase, PlainConfig, Stacks
 
 import dsv4_jax as dsv4
 
-__all__ = ["Batches", "Recipe", "State", "Trainer", "export", "flops_per_token", "main", "train"]
+__all__ = ["Batches", "Recipe", "State", "Trainer", "export", "flops_per_token", "main", "replaced", "train"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +63,11 @@ class Recipe:
     steps: int
     batch: int = 16
     length: int = 4096
-    rate: float = 4e-3
+    rate: float = 6e-3
     other_rate: float = 0.3
     weight_decay: float = 0.1
     warm_up: float = 0.02
-    decay: float = 0.4
+    decay: float = 0.3
     sparse: float = 0.15
     fp4: float = 0.5
     seed: int = 0
@@ -156,7 +157,7 @@ class Trainer:
         weights = self.params(small_model.rounded(state.stacks, phase.fp4), state.biases)
 
         def loss(trained: dict[str, jax.Array]) -> tuple[jax.Array, Losses]:
-            params = _replaced(weights, trained)
+            params = replaced(weights, trained)
             if isinstance(cfg, PlainConfig):
                 on_gpu = jax.default_backend() == "gpu"
                 found = small_model.plain_losses(cfg, params, batch, implementation="cudnn" if on_gpu else None)
@@ -168,7 +169,7 @@ class Trainer:
         leaves = jax.tree_util.tree_leaves_with_path(weights)
         trained = {jax.tree_util.keystr(keys): x for keys, x in leaves if _is_trained(keys, x)}
         gradients, found = jax.grad(loss, has_aux=True)(trained)
-        stacked = small_model.stack(cfg, _replaced(weights, gradients))
+        stacked = small_model.stack(cfg, replaced(weights, gradients))
         norm = jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(stacked)))
         stacked = jax.tree.map(lambda x: x / jnp.maximum(norm, np.float32(1)), stacked)
         updates, moments = self.optimiser.update(stacked, state.moments, state.stacks)
@@ -178,7 +179,8 @@ class Trainer:
         return State(stacks, biases, moments), found, norm
 
 
-def _replaced(tree: dsv4.model.Params, values: dict[str, jax.Array]) -> dsv4.model.Params:
+def replaced(tree: dsv4.model.Params, values: dict[str, jax.Array]) -> dsv4.model.Params:
+    """The tree with those of its leaves that `values` has under their `keystr`."""
     return jax.tree_util.tree_map_with_path(lambda keys, x: values.get(jax.tree_util.keystr(keys), x), tree)
 
 
@@ -200,7 +202,7 @@ def _optimiser(recipe: Recipe, stacks: Stacks) -> Any:
 
 def _biases(tree: dsv4.model.Params) -> jax.Array:
     found = [p["ffn"]["gate_bias"] for p in (*tree["layers"], *tree.get("mtp", ())) if "gate_bias" in p.get("ffn", {})]
-    return jnp.stack(found) if found else jnp.zeros((0, 1))
+    return jnp.stack(found) if found else jnp.zeros((1, 1))  # orbax keeps no empty arrays
 
 
 def _with_biases(tree: dsv4.model.Params, biases: jax.Array) -> dsv4.model.Params:
@@ -260,7 +262,7 @@ def train(
         (run / "state").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=1, create=True)
     )
     if resume and (latest := manager.latest_step()) is not None:
-        state = manager.restore(latest, args=ocp.args.StandardRestore(jax.tree.map(_described, state)))
+        state = _restored(manager, latest, state)
         first = latest
     on_device = jnp.asarray(np.concatenate([text, held_out]))  # one array, so that a step has one shape
     tokens_of_step, over_at_first = recipe.batch * recipe.length, first / recipe.steps
@@ -329,13 +331,19 @@ def train(
     return state
 
 
+def _restored(manager: Any, step: int, like: State) -> State:
+    import orbax.checkpoint as ocp
+
+    return manager.restore(step, args=ocp.args.StandardRestore(jax.tree.map(_described, like)))
+
+
 _MEANS = ("next_token", "after_next", "index")
 
 
 def _spread(counts: jax.Array) -> float:
     """The tokens of the fullest expert over those of an average one, of the worst layer."""
-    counts = np.asarray(counts)
-    return float((counts.max(-1) / counts.mean(-1)).max()) if counts.size else 0.0
+    each = np.asarray(counts)
+    return float((each.max(-1) / np.maximum(each.mean(-1), 1)).max())
 
 
 def _described(x: Any) -> Any:
@@ -346,7 +354,11 @@ def flops_per_token(cfg: dsv4.DSV4Config, length: int) -> float:
     """Of a step of training, forward and backward: multiplications and additions of the products that are made."""
     experts, inner, hidden = cfg.n_routed_experts + cfg.n_shared_experts, cfg.moe_intermediate_size, cfg.hidden_size
     heads, dim, mix = cfg.num_attention_heads, cfg.head_dim, cfg.hc_mult * (2 + cfg.hc_mult)
-    every = cfg.q_lora_rank * (hidden + heads * dim) + dim * hidden + cfg.o_lora_rank * (heads * dim + cfg.o_groups * hidden)
+    every = (
+        cfg.q_lora_rank * (hidden + heads * dim)
+        + dim * hidden
+        + cfg.o_lora_rank * (heads * dim + cfg.o_groups * hidden)
+    )
     every += 3 * experts * inner * hidden + 2 * mix * cfg.hc_mult * hidden + 2 * heads * dim * 2 * cfg.sliding_window
     total = every * (cfg.num_layers + 1) + 2 * cfg.vocab_size * hidden + (1 + cfg.hc_mult) * hidden * hidden
     csa, hca = (cfg.count(kind) for kind in (dsv4.AttentionType.CSA, dsv4.AttentionType.HCA))
@@ -389,13 +401,16 @@ def main(argv: list[str] | None = None) -> int:
     for field in dataclasses.fields(Recipe):
         if field.type in types:
             parser.add_argument(f"--{field.name.replace('_', '-')}", type=types[field.type], help="as in Recipe")
-    parser.add_argument("--remat", action="store_true", help="train: less memory, more work")
+    parser.add_argument("--remat", action="store_const", const=True, help="train: less memory, more work")
     args = parser.parse_args(argv)
     if args.command == "prepare":
         small_text.prepare(args.data, args.manifest or args.data / "manifest.json")
         return 0
-    chosen = {f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe) if getattr(args, f.name) is not None}
-    recipe = Recipe(**{"steps": 1000} | ({"batch": 2, "length": 128} if args.toy else {}) | chosen)
+    chosen: dict[str, Any] = {
+        f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe) if getattr(args, f.name) is not None
+    }
+    chosen = {"steps": 1000} | ({"batch": 2, "length": 128} if args.toy else {}) | chosen
+    recipe = Recipe(**chosen)
     if args.model == "plain":
         cfg: Any = PlainConfig(512, 64, 2, 4, 128) if args.toy else PlainConfig()
     else:
@@ -405,8 +420,7 @@ def main(argv: list[str] | None = None) -> int:
         import orbax.checkpoint as ocp
 
         with ocp.CheckpointManager((args.run / "state").absolute()) as manager:
-            like = jax.tree.map(_described, trainer.begin())
-            state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(like))
+            state = _restored(manager, manager.latest_step(), trainer.begin())
         export(trainer, state.stacks, state.biases, args.to)
         if args.data is not None:
             small_text.save_tokenizer(args.data, args.to)

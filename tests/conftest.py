@@ -131,7 +131,7 @@ LONG = (
 # Models and what runs them: the largest programs. What they compare does not depend on XLA's emitters.
 WHOLE_PROGRAMS = (
     "bench", "cli", "docs/test_blocks.py", "model", "serving", "test_jax_tools.py", "test_no_copies.py",
-    "test_own_model.py",
+    "test_own_model.py", "test_train_small.py",
 )  # fmt: skip
 TESTS = pathlib.Path(__file__).parent
 MOST_MAPS = 20_000  # of 65,530; a large file's programs take 5,000
