@@ -4,6 +4,7 @@
     python examples/train_small.py train --data text --run run --steps 5000
     python examples/train_small.py train --data text --run run --steps 5000 --resume
     python examples/train_small.py export --data text --run run --to checkpoints/small
+    python examples/train_small.py plot --run run --run plain --to loss.svg
     python examples/train_small.py train --toy --run toy --steps 30      a CPU is enough: three layers, bytes as tokens
 
 It needs the extra `train` (optax, orbax, tokenizers; the toy no tokenizers). What the model computes, and is rounded to
@@ -42,7 +43,7 @@ from small_model import Losses, Phase, PlainConfig, Stacks
 
 import dsv4_jax as dsv4
 
-__all__ = ["Batches", "Recipe", "State", "Trainer", "export", "flops_per_token", "main", "replaced", "train"]
+__all__ = ["Batches", "Recipe", "State", "Trainer", "export", "flops_per_token", "main", "picture", "replaced", "train"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -376,6 +377,31 @@ def export(trainer: Trainer, stacks: Stacks, biases: jax.Array, to: pathlib.Path
     dsv4.model.save_hf(trainer.cfg, small_model.released(trainer.cfg, params), to)
 
 
+def picture(runs: dict[str, list[dict[str, Any]]]) -> Any:
+    """The loss over tokens, a `matplotlib.figure.Figure`: of the lines of each run's log, in training and held out."""
+    from dsv4_jax import plotting
+
+    with plotting.style():
+        made = plotting.figure("Loss in training", "Nats per token of the text; points are held-out files", 3.6)
+        axes = made.subplots()
+        for i, (name, lines) in enumerate(runs.items()):
+            look = plotting.look(i, markers=True)
+            held_out = [line for line in lines if "held_out" in line]
+            on_the_way = [line for line in lines if "tokens_per_s" in line]
+            each = held_out[-1]["tokens"] / held_out[-1]["step"] / 1e6
+            few = min(5, len(on_the_way))
+            smooth = np.convolve([line["loss"] for line in on_the_way], np.full(few, 1 / few), "valid")
+            tokens = [each * line["step"] for line in on_the_way[few // 2 :][: len(smooth)]]
+            axes.plot(tokens, smooth, color=look["color"], linestyle=look["linestyle"], label=name)
+            axes.plot(
+                [line["tokens"] / 1e6 for line in held_out], [line["held_out"] for line in held_out],
+                color=look["color"], marker=look["marker"], linestyle="none", label=f"{name}, held out",
+            )  # fmt: skip
+        axes.set(xlabel="million tokens", ylabel="nats per token", ylim=(1, 4), xlim=(0, None))
+        plotting.legend_below(made, [axes])
+    return made
+
+
 def _toy_text() -> tuple[np.ndarray, np.ndarray]:
     """Bytes of some of the standard library, two left for the marks."""
     folder = pathlib.Path(json.__file__).parent
@@ -386,11 +412,11 @@ def _toy_text() -> tuple[np.ndarray, np.ndarray]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("prepare", "train", "export"))
+    parser.add_argument("command", choices=("prepare", "train", "export", "plot"))
     parser.add_argument("--data", type=pathlib.Path, help="folder of the text")
     parser.add_argument("--manifest", type=pathlib.Path, help="prepare: what it writes of its sources")
-    parser.add_argument("--run", type=pathlib.Path, help="folder of the run")
-    parser.add_argument("--to", type=pathlib.Path, help="export: the checkpoint's folder")
+    parser.add_argument("--run", type=pathlib.Path, action="append", help="folder of the run; plot: several times")
+    parser.add_argument("--to", type=pathlib.Path, help="export: the checkpoint's folder; plot: the picture")
     parser.add_argument("--model", choices=("v4", "plain"), default="v4")
     parser.add_argument("--toy", action="store_true", help="a tiny model on bytes, for a CPU")
     parser.add_argument("--start", type=pathlib.Path, help="train: begin with the weights of this checkpoint")
@@ -406,11 +432,16 @@ def main(argv: list[str] | None = None) -> int:
     if args.command == "prepare":
         small_text.prepare(args.data, args.manifest or args.data / "manifest.json")
         return 0
-    chosen: dict[str, Any] = {
-        f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe) if getattr(args, f.name) is not None
-    }
-    chosen = {"steps": 1000} | ({"batch": 2, "length": 128} if args.toy else {}) | chosen
-    recipe = Recipe(**chosen)
+    if args.command == "plot":
+        from dsv4_jax import plotting
+
+        logs = {run.name: (run / "log.jsonl").read_text().splitlines() for run in args.run}
+        plotting.save(picture({name: [json.loads(line) for line in lines] for name, lines in logs.items()}), args.to)
+        return 0
+    (run,) = args.run
+    chosen: dict[str, Any] = {"steps": 100, "batch": 2, "length": 128} if args.toy else {"steps": 3000}
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Recipe)}
+    recipe = Recipe(**{**chosen, **{name: value for name, value in given.items() if value is not None}})
     if args.model == "plain":
         cfg: Any = PlainConfig(512, 64, 2, 4, 128) if args.toy else PlainConfig()
     else:
@@ -419,7 +450,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.command == "export":
         import orbax.checkpoint as ocp
 
-        with ocp.CheckpointManager((args.run / "state").absolute()) as manager:
+        with ocp.CheckpointManager((run / "state").absolute()) as manager:
             state = _restored(manager, manager.latest_step(), trainer.begin())
         export(trainer, state.stacks, state.biases, args.to)
         if args.data is not None:
@@ -428,7 +459,7 @@ def main(argv: list[str] | None = None) -> int:
     text, held_out = (
         _toy_text() if args.toy else (small_text.read_tokens(args.data / f"{n}.npy") for n in ("train", "held_out"))
     )
-    train(trainer, text, held_out, args.run, resume=args.resume, start=args.start, stop=args.stop, seconds=args.seconds)
+    train(trainer, text, held_out, run, resume=args.resume, start=args.start, stop=args.stop, seconds=args.seconds)
     return 0
 
 
