@@ -37,7 +37,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import dsv4_jax as dsv4
 from dsv4_jax.config import AttentionType
-from dsv4_jax.formats import FP4_FLOOR, FP8_FLOOR
+from dsv4_jax.formats import index_format, kv_format
 from dsv4_jax.formats.scaling import (
     E4M3_MAX,
     absmax,
@@ -60,6 +60,9 @@ __all__ = [
 ]  # fmt: skip
 
 Tree: TypeAlias = Any
+_FP8_FLOOR, _FP4_FLOOR = (
+    np.float32(row.scales[0].floor) for row in (kv_format("fp8", 128, 64), index_format("fp4", 128))
+)
 _HIDDEN = np.float32(-1e30)  # the logit of a key that is not seen
 
 
@@ -94,7 +97,7 @@ def toy_config(vocab_size: int = 512) -> dsv4.DSV4Config:
 def fp8_rounded(x: jax.Array, group: int) -> jax.Array:
     """x [..., n], each `group` of its columns as e4m3 codes with a power of two as scale; float32."""
     groups = grouped(x.astype(jnp.float32), group)
-    exponent = ue8m0_scale_exponent(absmax(groups, np.float32(FP8_FLOOR)), E4M3_MAX)[..., None]
+    exponent = ue8m0_scale_exponent(absmax(groups, _FP8_FLOOR), E4M3_MAX)[..., None]
     values = e4m3_values(e4m3_codes(groups * power_of_two(-exponent)))
     return ungrouped(values * power_of_two(exponent))[..., : x.shape[-1]]
 
@@ -111,7 +114,7 @@ def fp8_rounded_weight(x: jax.Array) -> jax.Array:
 def fp4_rounded(x: jax.Array) -> jax.Array:
     """x [..., n], each 32 of its columns as e2m1 codes with a power of two as scale; float32."""
     groups = grouped(x.astype(jnp.float32), 32)
-    exponent = ue8m0_scale_exponent(absmax(groups, np.float32(FP4_FLOOR)), 6.0)[..., None]
+    exponent = ue8m0_scale_exponent(absmax(groups, _FP4_FLOOR), 6.0)[..., None]
     y = groups * power_of_two(-exponent)
     # Codes are 0.5 apart below 2, 1 apart below 4, and 2 apart up to 6.
     size = jnp.abs(y)

@@ -24,7 +24,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["BEGIN", "END", "VOCABULARY", "Text", "prepare", "read_tokens", "save_tokenizer", "write_tokens"]
+__all__ = [
+    "BEGIN",
+    "END",
+    "VOCABULARY",
+    "Text",
+    "prepare",
+    "read_tokens",
+    "read_wheel",
+    "save_tokenizer",
+    "write_tokens",
+]
 
 VOCABULARY, BEGIN, END = 4096, 0, 1
 MARKS = ("<|begin|>", "<|end|>")
@@ -74,7 +84,7 @@ def prepare(folder: pathlib.Path, manifest: pathlib.Path) -> dict[str, Any]:
     wheels = folder / "wheels"
     files, sources, seen = [], [], set()
     for package in ("python", *PACKAGES):
-        found, about = _wheel(_downloaded(package, wheels), package) if "==" in package else _standard_library()
+        found, about = read_wheel(_downloaded(package, wheels), package) if "==" in package else _standard_library()
         taken = []
         for text in found:
             digest = hashlib.sha256(text.content.encode()).hexdigest()
@@ -129,7 +139,8 @@ def _standard_library() -> tuple[list[Text], dict[str, Any]]:
     return _limited("python", found, 1 << 30), about
 
 
-def _wheel(path: pathlib.Path, package: str) -> tuple[list[Text], dict[str, Any]]:
+def read_wheel(path: pathlib.Path, package: str) -> tuple[list[Text], dict[str, Any]]:
+    """The files taken of a package "name==version", and what is noted of it. Raises `SystemExit`: another licence."""
     name, version = package.split("==")
     with zipfile.ZipFile(path) as wheel:
         about = next(n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))

@@ -379,7 +379,7 @@ def export(trainer: Trainer, stacks: Stacks, biases: jax.Array, to: pathlib.Path
 
 def picture(runs: dict[str, list[dict[str, Any]]]) -> Any:
     """The loss over tokens, a `matplotlib.figure.Figure`: of the lines of each run's log, in training and held out."""
-    from dsv4_jax import plotting
+    import dsv4_jax.plotting as plotting
 
     with plotting.style():
         made = plotting.figure("Loss in training", "Nats per token of the text; points are held-out files", 3.6)
@@ -433,7 +433,7 @@ def main(argv: list[str] | None = None) -> int:
         small_text.prepare(args.data, args.manifest or args.data / "manifest.json")
         return 0
     if args.command == "plot":
-        from dsv4_jax import plotting
+        import dsv4_jax.plotting as plotting
 
         logs = {run.name: (run / "log.jsonl").read_text().splitlines() for run in args.run}
         plotting.save(picture({name: [json.loads(line) for line in lines] for name, lines in logs.items()}), args.to)

@@ -30,6 +30,12 @@ def test_environment_is_the_pinned_one():
         assert importlib.metadata.version(package) == pins[package]
 
 
+def test_checkpoints_are_not_packaged():
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
+    assert built["wheel"]["packages"] == ["dsv4_jax"] and "checkpoints" in built["sdist"]["exclude"]
+    assert not list((ROOT / "dsv4_jax").rglob("*.safetensors"))
+
+
 def test_every_public_name_loads():
     for name in dsv4_jax.__all__:
         assert getattr(dsv4_jax, name) is not None

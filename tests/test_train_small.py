@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import zipfile
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -18,6 +18,7 @@ from dsv4_jax.formats import fp8, index_fp4, kv_format
 from dsv4_jax.model import forward_uncached, init_params, load_hf, mtp_uncached
 from dsv4_jax.weights import fp4_codec, fp8_codec
 
+from . import pictures
 from .examples import load_example
 
 RNG = np.random.default_rng(34)
@@ -135,6 +136,39 @@ def test_the_small_model_has_its_size(model: ModuleType) -> None:
     assert abs(of_plain / count - 1) < 0.03
 
 
+def test_text_is_taken_under_known_licences_only(example: ModuleType, tmp_path) -> None:
+    code = "".join(f"def function_{i}(argument):\n    return argument + {i}\n" for i in range(20))
+    files = {
+        "it/a.py": code,
+        "it/b.py": "# GNU General Public License\n" + code,
+        "it/tests/test_a.py": code,
+        "it/c.txt": code,
+    }
+    for licence, taken in (("MIT", ["it/a.py"]), ("GPL-3.0-only", None)):
+        wheel = tmp_path / f"{licence}.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("it-1.dist-info/METADATA", f"Name: it\nLicense-Expression: {licence}\n\nIt is MIT.")
+            for name, content in files.items():
+                archive.writestr(name, content)
+        if taken is None:
+            with pytest.raises(SystemExit, match="it==1: its licence is"):
+                example.small_text.read_wheel(wheel, "it==1")
+        else:
+            texts, about = example.small_text.read_wheel(wheel, "it==1")
+            assert [text.path for text in texts] == taken and about["licence"] == licence
+    tokens = RNG.integers(0, 4096, 1000).astype(np.uint16)
+    example.small_text.write_tokens(tokens, tmp_path / "text.xz")
+    np.testing.assert_array_equal(example.small_text.read_tokens(tmp_path / "text.xz"), tokens)
+
+
+def test_the_loss_is_drawn(example: ModuleType) -> None:
+    lines = [{"step": step, "loss": 8 - 0.1 * step, "tokens_per_s": 1.0} for step in range(10, 60, 10)]
+    held_out = [{"step": step, "tokens": 1000 * step, "held_out": 3.0} for step in (30, 60)]
+    made = example.picture({"small": lines + held_out, "plain": lines[:3] + held_out})
+    pictures.check(made)
+    assert pictures.labels(made) == ["small", "small, held out", "plain", "plain, held out"]
+
+
 def test_windows_of_the_text_are_each_drawn_once_an_epoch(example: ModuleType) -> None:
     recipe = example.Recipe(steps=1, batch=4, length=32)
     batches = example.Batches(np.zeros(32 * 9 + 5, np.uint16), recipe)  # eight windows
@@ -142,4 +176,3 @@ def test_windows_of_the_text_are_each_drawn_once_an_epoch(example: ModuleType) -
     for epoch in (starts[:8], starts[8:]):
         assert sorted(epoch - epoch.min()) == list(range(0, 256, 32)) and epoch.max() + 34 <= 32 * 9 + 5
     assert not np.array_equal(starts[:8], starts[8:])
-    assert "small_model" in sys.modules

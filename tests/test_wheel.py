@@ -96,6 +96,7 @@ def test_one_wheel_for_all_pythons(wheel, tmp_path) -> None:
     assert {f"dsv4_jax/csrc/{path.name}" for path in (ROOT / "csrc").iterdir()} <= names
     tracked = {str(path.relative_to(ROOT)) for path in (ROOT / "dsv4_jax").rglob("*.py")}
     assert tracked <= names and "dsv4_jax/py.typed" in names
+    assert not any(name.endswith(".safetensors") for name in names)
     pages = {name.rpartition("/")[2] for name in names if "share/doc/dsv4_jax" in name}
     assert {"README.md", *(path.name for path in (ROOT / "docs").glob("*.md"))} == pages
     metadata = next(tmp_path.glob("*.dist-info/METADATA")).read_text()
