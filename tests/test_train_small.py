@@ -123,6 +123,10 @@ def test_a_checkpoint_is_what_was_trained_with(example: ModuleType, model: Modul
     example.export(trainer, state.stacks, biases, tmp_path)
     cfg, params = load_hf(tmp_path, weights=jnp.float32, mtp=True)
     assert cfg == trainer.cfg
+    begun = trainer.begin(tmp_path)  # a run that goes on from it
+    np.testing.assert_array_equal(begun.biases, biases)
+    for name, x in model.rounded(state.stacks).items():
+        np.testing.assert_array_equal(begun.stacks[name], x.astype(jnp.float32))
     expected = trainer.params(model.rounded(state.stacks), biases)
     for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(ours, theirs.astype(ours.dtype))
