@@ -295,6 +295,8 @@ class KVCacheManager:
             if arrival is not None and arrival.closed:
                 raise RequestError("the arrival was admitted or closed before")
             self.book.check_id(request_id)
+            if hasher is not None and hasher.spec is not self._hash_spec:
+                hasher = hasher.of(self._hash_spec)
             with self._counting_failures():
                 limit = self._check_limit("new" if request_id is None else request_id, len(ids), limit)
                 self.leases.expire()
