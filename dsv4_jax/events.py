@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import enum
-import itertools
 import threading
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -43,7 +42,9 @@ class BlockEvent(NamedTuple):
     parent: bytes | None = None
 
 
-_LOCK = threading.RLock()  # of all logs, as they are pickled; taken again by a handler within the same thread
+# Readers of all logs, as logs are pickled. Who drives the cache never waits for them: to append to a deque and to copy it
+# are one instruction each.
+_READERS = threading.RLock()
 
 
 class EventBatch(NamedTuple):
@@ -71,21 +72,17 @@ class EventLog:
     @property
     def last(self) -> int:
         """The number of the latest event, 0 before the first."""
-        with _LOCK:
-            return self._last()
-
-    def _last(self) -> int:
-        return self._events[-1].sequence if self._events else self._before
+        try:
+            return self._events[-1].sequence
+        except IndexError:
+            return self._before
 
     def emit(self, kind: str, tier: Tier, digest: bytes | None = None, parent: bytes | None = None) -> None:
-        with _LOCK:
-            self._events.append(BlockEvent(self._last() + 1, kind, tier, digest, parent))
+        self._events.append(BlockEvent(self.last + 1, kind, tier, digest, parent))
 
     def emit_all(self, kind: str, tier: Tier, blocks: Iterable[tuple[bytes | None, bytes | None]]) -> None:
         """Events of one kind, for (digest, parent) each: all of them or, if interrupted, none."""
-        told = list(blocks)
-        with _LOCK:
-            self._events.extend([BlockEvent(n, kind, tier, *block) for n, block in enumerate(told, self._last() + 1)])
+        self._events.extend([BlockEvent(n, kind, tier, *block) for n, block in enumerate(blocks, self.last + 1)])
 
     def rewind(self, sequence: int) -> None:
         """Takes back the events after number `sequence`, of an operation that was undone.
@@ -93,27 +90,25 @@ class EventLog:
         If a reader has seen some of them, no number is given twice: they stay, and "cleared" follows, as what it knows
         is wrong. It then knows less than there is until blocks are stored again.
         """
-        with _LOCK:
-            sequence = min(sequence, last := self._last())
-            if self._read > sequence:
-                if not self._events or self._events[-1].kind != "cleared":
-                    self.emit("cleared", Tier.NONE)
-                return
-            for _ in range(min(last - sequence, len(self._events))):
-                self._events.pop()
-            if not self._events:
-                self._before = sequence
+        sequence = min(sequence, last := self.last)
+        if self._read > sequence:
+            if not self._events or self._events[-1].kind != "cleared":
+                self.emit("cleared", Tier.NONE)
+            return
+        self._before = sequence if last - sequence >= len(self._events) else self._before
+        for _ in range(min(last - sequence, len(self._events))):
+            self._events.pop()
 
     def since(self, sequence: int) -> tuple[list[BlockEvent], int]:
         """The events after number `sequence`, and how many of those are no longer kept."""
-        sequence = _count("sequence", sequence, 0)
-        with _LOCK:
-            last = self._last()
-            fresh = max(last - sequence, 0)
-            kept = min(fresh, len(self._events))
-            if fresh:
-                self._read = max(self._read, last)
-            return list(itertools.islice(reversed(self._events), kept))[::-1], fresh - kept
+        sequence, last = _count("sequence", sequence, 0), self.last
+        if last <= sequence:
+            return [], 0
+        with _READERS:
+            self._read = max(self._read, last)  # before it looks: none of these is taken back from here on
+        last = min(last, self.last)
+        fresh = [event for event in list(self._events) if sequence < event.sequence <= last]
+        return fresh, max(last - sequence, 0) - len(fresh)
 
 
 def coalesce(events: Iterable[BlockEvent]) -> list[EventBatch]:
