@@ -42,8 +42,8 @@ class BlockEvent(NamedTuple):
     parent: bytes | None = None
 
 
-# Readers of all logs, as logs are pickled. Who drives the cache never waits for them: to append to a deque and to copy it
-# are one instruction each.
+# Readers of all logs, as logs are pickled. Who drives the cache never waits for them: to append to a deque and to copy
+# it are one instruction each.
 _READERS = threading.RLock()
 
 
