@@ -12,7 +12,7 @@ from .records import TABLES, load
 from .sections import HEAD, SECTIONS, Section
 from .targets import PEERS
 
-__all__ = ["Entry", "latest", "number", "page", "percent"]
+__all__ = ["Entry", "latest", "newest", "number", "page", "percent"]
 
 
 class Entry(NamedTuple):
@@ -41,6 +41,15 @@ def page(folder: pathlib.Path) -> str:
         return "\n".join([HEAD, *filter(None, (_section(section, latest(entries)) for section in SECTIONS))])
     except KeyError as error:
         raise BenchmarkError(f"a record in {folder} has a row without {error}") from error
+
+
+def newest(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """The records of a folder with the rows that the page shows. Raises `BenchmarkError` as `page`."""
+    records = load(folder)
+    shown = {id(e.row) for e in latest(Entry(row, file, one) for file, one in records.items() for row in one["rows"])}
+    return {
+        file: record | {"rows": [row for row in record["rows"] if id(row) in shown]} for file, record in records.items()
+    }
 
 
 def latest(entries: Iterable[Entry]) -> list[Entry]:

@@ -25,7 +25,7 @@ from .bench_steps import fits, model_options, step_options
 from .bench_table import print_record
 from .models import BUILT_IN
 from .options import PROGRAM, add_command, add_json, naming, refuse_same, start_jax
-from .printing import Progress, present, say
+from .printing import Progress, present, say, write_json
 from .values import given_path, natural, output_folder, picture_file, positive, short, token_count
 
 __all__ = ["add_parser", "run"]
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
     import jax
 
     from ..bench import ceilings, measure, plot
-    from ..bench.records import dumps, new_record
+    from ..bench.records import new_record
 
     names = _implementations(args.implementations, measure.IMPLEMENTATIONS)
     start_jax()
@@ -177,8 +177,7 @@ def run(args: argparse.Namespace) -> int:
             software={"jax": jax.__version__, "backend": jax.default_backend()},
         )  # fmt: skip
         if args.json and args.json != "-":
-            with open_output(args.json, encoding="utf-8") as file:
-                file.write(dumps(made))
+            write_json(made, args.json)
         return made
 
     with Progress("ceilings", sum(len(each) for *_, each in pairs) + len(steps) + len(models)) as progress:
@@ -196,7 +195,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         plot.draw(found, top, args.plot, device=device)
     record = result()
-    present(record, args.json if args.json == "-" else None, lambda console: print_record(console, record))
+    present(record, args.json, lambda console: print_record(console, record))
     # An op's implementation that cannot run here is a row; a wrong result or no step is a failure.
     # The reference promises no batch invariance on a GPU: its products are a library's.
     wrong = any(r.correct is False or (r.batch_invariant is False and r.implementation != "xla") for r in found)
@@ -204,7 +203,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _render(folder: pathlib.Path, *, check: bool) -> int:
-    from ..bench.render import page
+    from ..bench.records import dumps
+    from ..bench.render import newest, page
 
     path = folder / "RESULTS.md"
     with naming("--render"):
@@ -212,6 +212,12 @@ def _render(folder: pathlib.Path, *, check: bool) -> int:
     if not check:
         with open_output(path, encoding="utf-8") as file:
             file.write(made)
+        for name, record in newest(folder / "records").items():
+            if not record["rows"]:
+                (folder / "records" / name).unlink()
+                continue
+            with open_output(folder / "records" / name, encoding="utf-8") as file:
+                file.write(dumps(record))
         return 0
     if path.is_file() and path.read_bytes() == made.encode():
         return 0

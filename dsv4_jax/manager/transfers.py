@@ -64,7 +64,8 @@ class Transfers(list[TransferStage]):
 
     `dsv4_jax.run_transfers` runs them. For a loop of one's own, a stage counts as run when the next one, or the end, is
     asked for. Who is broken off by an exception goes on from there, with these transfers or with those of a later step:
-    `calls` from the very call, a loop over stages from the beginning of the stage. Indexing runs nothing.
+    `calls` from the very call, a loop over stages from the beginning of the stage. Indexing runs nothing,
+    and a slice is a list that runs as often as one likes: for another cache that is to hold the same.
 
     Attributes:
         has_own: whether there are any of the step itself.

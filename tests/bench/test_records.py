@@ -121,6 +121,11 @@ def test_a_new_record_changes_its_lines_alone(tmp_path, capsys):
         "* [2030-01-01-x.json](records/2030-01-01-x.json), commit 0123abc: `bench`",
     ]
     assert len(after) == len(before) + 1
+    kept = {path.name: path.read_text() for path in (folder / "records").glob("*.json")}
+    same = [file for file, one in load(folder / "records").items() for r in one["rows"] if ROW.items() <= r.items()
+            and one["device"] == "NVIDIA H200" and r.get("variant") is None]  # fmt: skip
+    assert same == ["2030-01-01-x.json"], "the row before is history"
+    assert all(text.count("\n") == len(json.loads(text)["rows"]) + 2 for text in kept.values()), "one row a line"
     (folder / "records" / "2030-01-01-x.json").write_text(json.dumps(new | {"device": "NVIDIA B200"}))
     assert "CUDA graphs, NVIDIA B200:" in page(folder / "records")
 

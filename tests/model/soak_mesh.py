@@ -224,7 +224,7 @@ class Soak:
             load.note(stages)
         together = self.mesh.run(transfers, list(plans), np.concatenate(tokens)).reshape(len(plans), -1)
         for i, load in enumerate(self.loads):
-            lone, live = self.alone[i].run([transfers[i]], [plans[i]], tokens[i]), plans[i].token_slot > 0
+            lone, live = self.alone[i].run([transfers[i][:]], [plans[i]], tokens[i]), plans[i].token_slot > 0
             where = f"step {self.steps}, shard {i}"
             np.testing.assert_array_equal(together[i][live], lone[live], err_msg=where)
             load.take(rows[i], lone)
