@@ -189,11 +189,6 @@ class TransferQueue:
         return waiting.union(*(stage.touched for stage in self._stages))
 
     @property
-    def all_run(self) -> bool:
-        """Whether all stages of steps were gone through. (Others may be asked for since.)"""
-        return self.have_run(self._gone + len(self._waiting))
-
-    @property
     def asked(self) -> int:
         """Stages asked for so far, those that are still being packed included."""
         return self._gone + len(self._waiting) + len(self._stages)
