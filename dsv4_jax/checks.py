@@ -1,16 +1,40 @@
-"""What arguments of public calls are looked at with: is it an integer, and how does it read in a message?"""
+"""Checks of the arguments of public calls: is it an integer in this range, and how does it read in a message?"""
 
 from __future__ import annotations
 
 import operator
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-__all__ = ["INT32_MAX", "as_int", "int_array", "shown"]
+__all__ = ["INT32_MAX", "INT64_MAX", "as_int", "check_boolean", "check_integer", "int_array", "shown"]
 
 INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+
+
+def check_integer(
+    name: str, value: Any, low: int = 0, high: int = INT64_MAX, *, error: Callable[[str], Exception]
+) -> int:
+    """Returns `value` as a Python int; numpy's integers are welcome, booleans and floats are not.
+
+    Raises:
+        error: the value is not an integer in low..high. The message names the argument, the range and the value.
+    """
+    number = as_int(value)
+    if number is None or not low <= number <= high:
+        wanted = f"of at least {low}" if high >= INT64_MAX else f"from {low} to {high}"
+        raise error(f"{name} must be an integer {wanted}, got {shown(value)}")
+    return number
+
+
+def check_boolean(name: str, value: Any, *, error: Callable[[str], Exception]) -> bool:
+    """Returns `value` as a bool; numpy's booleans are welcome, 0 and 1 are not. Raises `error` for anything else."""
+    if not isinstance(value, bool | np.bool_):
+        raise error(f"{name} must be True or False, got {type(value).__name__} {shown(value)}")
+    return bool(value)
 
 
 def as_int(value: Any) -> int | None:
