@@ -18,7 +18,7 @@ stage() {
       # A process takes up to 11 GB of the device.
       memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1)
       "$python" -c "import xdist" 2> /dev/null && several="-n $((memory / 11000)) -p no:benchmark"
-      JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false timeout 560 "$python" -m pytest -p no:cacheprovider ${several:-} \
+      JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false timeout 400 "$python" -m pytest -p no:cacheprovider ${several:-} \
         -m gpu tests > "$OUT/tests.log" 2>&1 ;;
     swap)  # blocks between HBM and pinned memory, against the copy ceiling and the schemes it replaces
       timeout 240 "$python" benchmarks/bench_swap.py --json "$OUT/swap.json" --plot "$OUT/swap.png" > "$OUT/swap.log" 2>&1 ;;

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+import shutil
 import subprocess
+import sys
 import tempfile
 
 import jax
+import pytest
 
 from dsv4_jax import ffi, libraries
 from dsv4_jax.errors import ImplementationError
@@ -44,3 +47,22 @@ def fake_cuda(path: pathlib.Path, source: str = "", *, digest: str | None = None
     source += f"int dsv4_cuda_version(void) {{ return {version}; }}\n"
     subprocess.run(["gcc", "-shared", "-fPIC", "-x", "c", "-o", path, "-"], input=source, text=True, check=True)
     return path
+
+
+def run_sanitized(*tests: str, options: tuple[str, ...] = (), **variables: str) -> None:
+    """Runs tests (arguments of pytest, from the repository's root) in a process of their own under CUDA's memcheck.
+
+    Fails unless they pass and it found nothing; skips where there is no compute-sanitizer.
+    """
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if sanitizer is None:
+        pytest.skip("no compute-sanitizer")
+    # The tool follows child processes unless it is told not to; it crashed or hung over XLA's assembler in one run of
+    # four.
+    command = [sanitizer, "--target-processes", "application-only", "--error-exitcode", "9", *options]
+    command += [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:benchmark", *tests]
+    # Also where this process is a worker of pytest-xdist: plugins warn of workers, and warnings fail.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}
+    run = subprocess.run(command, cwd=ROOT, env=environment | variables, capture_output=True, text=True, timeout=300)
+    found = "\n".join(line for line in run.stdout.splitlines() if "Host Frame" not in line)
+    assert run.returncode == 0 and "ERROR SUMMARY: 0 errors" in found, found[-4000:] + run.stderr[-2000:]

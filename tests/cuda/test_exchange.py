@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import pathlib
-import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +15,7 @@ from dsv4_jax.cuda.exchange import Exchange
 from dsv4_jax.errors import ExchangeError
 from dsv4_jax.ops import Peers, all_gather, sum_to_all, sum_to_owner
 
+from ..native import run_sanitized
 from ..ops.test_exchange import ExchangeTest, on_mesh, values
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -169,13 +166,5 @@ def test_sanitizer_finds_nothing() -> None:
     Not what CUDA's calls answer: to enable the access to a peer that jax has enabled is an error, and expected.
     """
     gpus()
-    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    if not pathlib.Path(sanitizer).exists():
-        pytest.skip("no compute-sanitizer")
     tests = "TestExchangeBetweenGpus and (test_gathers or test_sums)"
-    command = [sanitizer, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9"]
-    command += [sys.executable, "-m", "pytest", "-q", __file__, "-m", "gpu", "-p", "no:cacheprovider", "-k", tests]
-    command += ["-p", "no:benchmark"]  # which warns beside xdist
-    run = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=300)
-    found = "\n".join(line for line in run.stdout.splitlines() if "Host Frame" not in line)
-    assert run.returncode == 0 and "ERROR SUMMARY: 0 errors" in found, found[:4000] + run.stderr[-2000:]
+    run_sanitized(__file__, "-k", tests, options=("--report-api-errors", "no"))

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 
 import jax
@@ -22,6 +19,7 @@ from dsv4_jax.ops.compress import CompressArguments, CompressorInputs
 
 from .. import hostile
 from ..harness import random_norms, random_stream
+from ..native import run_sanitized
 from ..pallas.test_compress import FP8, arrays, plan_of, stream_of
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -119,24 +117,19 @@ class TestOperands:
 
 STEP = "test_a_step_writes_nothing_that_no_valid_id_names"
 OPS = [name for name in vars(hostile.HostilePlans) if name.startswith("test_") and name != STEP]
-# Not the whole step in Pallas: under the sanitizer the process dies while that is compiled, before a kernel runs.
-SANITIZED = [f"{cls}::{name}" for cls in ("TestCuda", "TestPallas") for name in OPS]
-SANITIZED += [f"TestCuda::{STEP}[{'-'.join(kind)}]" for kind in hostile.HostilePlans.steps]
+STEPS = [f"{STEP}[{'-'.join(kind)}]" for kind in hostile.HostilePlans.steps]
+SANITIZED = [f"{cls}::{name}" for cls in ("TestCuda", "TestPallas") for name in OPS + STEPS]
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer")
 @pytest.mark.parametrize("name", SANITIZED)
 def test_sanitizer_finds_nothing(name: str) -> None:
     """No access outside of an allocation, whatever the ids hold. A process for each op: they run side by side."""
-    test = f"{pathlib.Path(__file__).relative_to(ROOT)}::{name}"
-    command = ["compute-sanitizer", "--error-exitcode", "9", sys.executable, "-m", "pytest", "-m", "gpu", test]
-    # A process of its own, also where this one is a worker of pytest-xdist: plugins warn of workers, and warnings fail.
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_XDIST_")}
-    # An allocation for every array: within one of XLA's own pool the sanitizer sees no ends of arrays.
-    environment["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
-    # The sanitizer cannot follow the capture of command buffers (the process dies).
-    environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    run_sanitized(
+        f"{__file__}::{name}",
+        # An allocation for every array: within one of XLA's own pool the sanitizer sees no ends of arrays.
+        XLA_PYTHON_CLIENT_ALLOCATOR="platform",
+        # The sanitizer cannot follow the capture of command buffers (the process dies).
+        XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=",
+    )

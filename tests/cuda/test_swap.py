@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
-import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +16,7 @@ from dsv4_jax.tiers import record_copy, swap
 from dsv4_jax.tiers.host_cache import HostCache
 
 from ..model.feeding import CSA, HCA, SWA, decode_step, prefill
+from ..native import run_sanitized
 from ..tiers.test_host_cache import check_next_tokens
 from ..tiers.test_swap import TestFfi as Swaps
 
@@ -85,12 +82,6 @@ def test_pinned_records_take_no_device_memory() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer")
 def test_sanitizer_finds_nothing() -> None:
     """No access outside of an allocation, whatever the ids hold."""
-    test = f"{pathlib.Path(__file__).relative_to(ROOT)}::TestSwapOnTheGpu::test_any_ids_stay_inside"
-    command = ["compute-sanitizer", "--error-exitcode", "9", sys.executable, "-m", "pytest", "-m", "gpu", test]
-    # A process of its own, also where this one is a worker of pytest-xdist: plugins warn of workers, and warnings fail.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    run_sanitized(f"{pathlib.Path(__file__)}::TestSwapOnTheGpu::test_any_ids_stay_inside")
