@@ -5,11 +5,13 @@ from __future__ import annotations
 from types import ModuleType
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dsv4_jax import KVCacheManager, init_cache, testing
 
+from .docs.pages import DOCS, blocks
 from .examples import load_example
 
 RNG = np.random.default_rng(5)
@@ -83,3 +85,23 @@ def test_it_runs(example: ModuleType, capsys, monkeypatch) -> None:
     with pytest.raises(SystemExit, match="0"):
         example.main(["--help"])
     assert "--mesh" in capsys.readouterr().out
+
+
+def test_the_layers_of_the_page_are_those_of_the_example(example: ModuleType) -> None:
+    """docs/own_model.md writes each kind of layer out; its step gives what the example's attention gives."""
+    page: dict = {}
+    exec(blocks(DOCS / "own_model.md")[0].text, page)
+    weights = example.draw()
+    layers = [layer["matrices"] | layer["small"] for layer in weights["layers"]]
+
+    def expected(params, cache, plan, tokens):
+        step, x = cache.begin(plan), params["embed"][tokens]
+        for i, p in enumerate(params["layers"]):
+            made = {name: x @ p[name] for name in example.products_of(example.CFG.layer_types[i])}
+            out, step = example.attention(step.layer(i), made, p)
+            x = x + out @ p["out"]
+        return x @ params["head"], step.finish()
+
+    params = jax.tree.map(jnp.asarray, weights | {"layers": layers})
+    found, wanted = (testing.StepRunner(step, params, example.LAYOUT) for step in (page["step"], expected))
+    np.testing.assert_array_equal(found.alone(PROMPTS[0]).logits, wanted.alone(PROMPTS[0]).logits)
