@@ -22,13 +22,16 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # fusion emitters, a pass manager for each fusion: the CPU does without them, except in `harness.optimised_write_step`
 # or if XLA_FLAGS asks for them. jax 0.12 has no other emitters.
 # Four devices for the sharding tests. One thread each: tests run in several processes already.
-os.environ["XLA_FLAGS"] = " ".join([
-    "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-    if os.environ["JAX_PLATFORMS"] == "cpu" else "",
-    os.environ.get("XLA_FLAGS", ""),
-    "--xla_force_host_platform_device_count=4",
-    "--xla_cpu_multi_thread_eigen=false",
-]).strip()  # fmt: skip
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+        if os.environ["JAX_PLATFORMS"] == "cpu"
+        else "",
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=4",
+        "--xla_cpu_multi_thread_eigen=false",
+    ]
+).strip()
 
 import hypothesis
 import jax
@@ -125,14 +128,29 @@ VERSION_ROOMS = {
 # Files of half a minute and more: begun first, so that no process is left alone with one at the end. The order is
 # theirs only with --no-loadscope-reorder, as in the Makefile.
 LONG = (
-    "docs/test_blocks.py", "model", "pallas", "serving", "test_jax_tools.py", "test_no_copies.py", "test_own_model.py",
-    "test_state_machine.py", "test_toy_format.py", "test_wheel.py",
-)  # fmt: skip
+    "docs/test_blocks.py",
+    "model",
+    "pallas",
+    "serving",
+    "test_jax_tools.py",
+    "test_no_copies.py",
+    "test_own_model.py",
+    "test_state_machine.py",
+    "test_toy_format.py",
+    "test_wheel.py",
+)
 # Models and what runs them: the largest programs. What they compare does not depend on XLA's emitters.
 WHOLE_PROGRAMS = (
-    "bench", "cli", "docs/test_blocks.py", "model", "serving", "test_jax_tools.py", "test_no_copies.py",
-    "test_own_model.py", "test_train_small.py",
-)  # fmt: skip
+    "bench",
+    "cli",
+    "docs/test_blocks.py",
+    "model",
+    "serving",
+    "test_jax_tools.py",
+    "test_no_copies.py",
+    "test_own_model.py",
+    "test_train_small.py",
+)
 TESTS = pathlib.Path(__file__).parent
 MOST_MAPS = 20_000  # of 65,530; a large file's programs take 5,000
 ALL = sys.version_info[:2] == (3, 12) or bool(os.environ.get("RUN_SLOW"))

@@ -40,20 +40,25 @@ def random_stream(layout: CacheLayout, tokens: int, seed: int) -> ProjectedRows:
     d, di, mtp = cfg.head_dim, cfg.index_head_dim, sum(spec.is_mtp for spec in layout.schedule)
     return ProjectedRows(
         draw(len(layout.schedule), d, size),
-        draw(csa, 2 * d, size), draw(csa, 2 * d, spread),
-        draw(csa, 2 * di, size), draw(csa, 2 * di, spread),
-        draw(hca, d, size), draw(hca, d, spread),
+        draw(csa, 2 * d, size),
+        draw(csa, 2 * d, spread),
+        draw(csa, 2 * di, size),
+        draw(csa, 2 * di, spread),
+        draw(hca, d, size),
+        draw(hca, d, spread),
         draw(mtp, cfg.hc_mult * cfg.hidden_size, size),
-    )  # fmt: skip
+    )
 
 
 def random_norms(layout: CacheLayout, seed: int = 99) -> Norms:
     cfg, rng = layout.cfg, np.random.default_rng(seed)
     csa, hca = (sum(s.attn is k for s in layout.schedule) for k in (AttentionType.CSA, AttentionType.HCA))
-    return Norms(*(
-        rng.uniform(0.5, 1.5, (n, width)).astype(np.float32)
-        for n, width in ((csa, cfg.head_dim), (csa, cfg.index_head_dim), (hca, cfg.head_dim))
-    ))  # fmt: skip
+    return Norms(
+        *(
+            rng.uniform(0.5, 1.5, (n, width)).astype(np.float32)
+            for n, width in ((csa, cfg.head_dim), (csa, cfg.index_head_dim), (hca, cfg.head_dim))
+        )
+    )
 
 
 def _ordinal(layout: CacheLayout, layer_idx: int) -> int:
@@ -91,9 +96,11 @@ def write_step(
 jit_write_step = jax.jit(write_step, donate_argnums=0, static_argnames="implementation")
 # Compiled as users compile it: the tests' own default leaves LLVM's optimisations out (conftest).
 optimised_write_step = jax.jit(
-    write_step, donate_argnums=0, static_argnames="implementation",
+    write_step,
+    donate_argnums=0,
+    static_argnames="implementation",
     compiler_options={"xla_backend_optimization_level": 3},
-)  # fmt: skip
+)
 
 
 def pinned_shape(
@@ -116,9 +123,14 @@ class Driver:
     """A cache, the requests in it and the blocks they hold."""
 
     def __init__(
-        self, layout: CacheLayout, size: CacheSize, norms: Norms | None = None, seed: int = 0,
-        implementation: Choice = None, write_step: Callable[..., KVCache] = jit_write_step,
-    ):  # fmt: skip
+        self,
+        layout: CacheLayout,
+        size: CacheSize,
+        norms: Norms | None = None,
+        seed: int = 0,
+        implementation: Choice = None,
+        write_step: Callable[..., KVCache] = jit_write_step,
+    ):
         self.layout, self.size, self.implementation, self.write_step = layout, size, implementation, write_step
         self.norms = random_norms(layout) if norms is None else norms
         self.cache = init_cache(layout, size)

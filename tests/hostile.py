@@ -30,9 +30,16 @@ from .ops.test_append_gather import random_rows
 CSA, HCA = AttentionType.CSA, AttentionType.HCA
 # The step runs two of the layers; rows of others of their kind lie on both sides of theirs.
 V4 = DSV4Config.tiny(
-    layer_types=(HCA, CSA, CSA, HCA, CSA, CSA, HCA), head_dim=512, rope_dim=64, index_head_dim=128,
-    num_attention_heads=2, index_n_heads=4, index_topk=8, sliding_window=9, hca_ratio=16,
-)  # fmt: skip
+    layer_types=(HCA, CSA, CSA, HCA, CSA, CSA, HCA),
+    head_dim=512,
+    rope_dim=64,
+    index_head_dim=128,
+    num_attention_heads=2,
+    index_n_heads=4,
+    index_topk=8,
+    sliding_window=9,
+    hca_ratio=16,
+)
 LAYERS = (3, 4)
 SIZE = CacheSize(num_blocks=4, num_slots=3, max_blocks_per_request=2)
 FAR = (-(2**31), -(2**30) - 7, -1, 2**26, 10**9, 2**31 - 1)  # 2^26 blocks of 32 rows: the product is 2^31
@@ -74,10 +81,16 @@ def spoiled_plan(rng: np.random.Generator, plan: StepPlan) -> StepPlan:
     """Every field of ids, places or positions spoiled, but for the copies and table entries of `begin`."""
     tokens, rows, slots = plan.num_tokens, plan.num_seqs, SIZE.slot_units
     near = dict(
-        seq_slot=(slots, slots + 3, 150), seq_start=(127,), seq_count=(0, 100), seq_first=(tokens, 100),
-        token_seq=(rows, rows + 1), token_slot=(slots, slots + 3, 150), token_position=(255, 256, 1000),
-        flush_tokens=(tokens + 1,), group_tokens=(tokens + 1,),
-    )  # fmt: skip
+        seq_slot=(slots, slots + 3, 150),
+        seq_start=(127,),
+        seq_count=(0, 100),
+        seq_first=(tokens, 100),
+        token_seq=(rows, rows + 1),
+        token_slot=(slots, slots + 3, 150),
+        token_position=(255, 256, 1000),
+        flush_tokens=(tokens + 1,),
+        group_tokens=(tokens + 1,),
+    )
     if rng.random() < 0.5:  # or all of them are so wrong that no token is left
         near = {name: near[name] for name in rng.permutation([*near])[:2].tolist()}
     return plan._replace(**{name: spoiled(rng, getattr(plan, name), *ids) for name, ids in near.items()})
@@ -151,8 +164,11 @@ class HostilePlans:
     cfg: ClassVar[DSV4Config] = V4
     formats: ClassVar[tuple[str, str]] = ("fp8", "fp4")
     steps: ClassVar[tuple[tuple[str, Literal["online", "raw"]], ...]] = (
-        ("verify", "online"), ("verify", "raw"), ("chunk", "online"), ("chunk", "raw"),
-    )  # fmt: skip
+        ("verify", "online"),
+        ("verify", "raw"),
+        ("chunk", "online"),
+        ("chunk", "raw"),
+    )
     plans: ClassVar[int] = 30
 
     def writes(self, hca_state: Literal["online", "raw"]) -> Choice:
@@ -180,9 +196,14 @@ class HostilePlans:
                 table = spoiled(rng, table, SIZE.block_units, SIZE.block_units + 9)
             given = KVCache(cache.arrays | {"block_table.ids": jnp.asarray(table)}, layout)
             after, seen = jit_step(
-                given, plan, rows, norms, spoiled(rng, entries, 63, 64) if i else entries,
-                implementation=self.writes(layout.hca_state), reads=self.reads or self.implementation,
-            )  # fmt: skip
+                given,
+                plan,
+                rows,
+                norms,
+                spoiled(rng, entries, 63, 64) if i else entries,
+                implementation=self.writes(layout.hca_state),
+                reads=self.reads or self.implementation,
+            )
             allowed = may_change(layout, plan, table)
             for name, data in by_unit(layout, after).items():
                 differs = (data != whole[name]).any(-1)
@@ -220,9 +241,15 @@ class HostilePlans:
         pool = tuple(map(jnp.asarray, random_rows(rng, fmt, 10 * 32)))
         queries, weights = rng.standard_normal((3, 4, 128)).astype(np.float32), np.ones((3, 4), np.float32)
         call = functools.partial(
-            jit_scores, pool, queries, weights, base=4 * 32, rows_per_block=32, fmt=fmt,
+            jit_scores,
+            pool,
+            queries,
+            weights,
+            base=4 * 32,
+            rows_per_block=32,
+            fmt=fmt,
             implementation=self.implementation,
-        )  # fmt: skip
+        )
         for _ in range(self.plans):
             table = spoiled(rng, rng.integers(0, 6, (3, 2)), 6, 7)
             count = spoiled(rng, rng.integers(0, 65, 3), 65)
@@ -246,9 +273,16 @@ class HostilePlans:
 
         def call(window_ids, entry_ids, count):
             return jit_attend(
-                queries, sink, WindowView(window, window_ids, visible), entries, entry_ids, count, scale=0.1, fmt=fmt,
+                queries,
+                sink,
+                WindowView(window, window_ids, visible),
+                entries,
+                entry_ids,
+                count,
+                scale=0.1,
+                fmt=fmt,
                 implementation=self.implementation,
-            )  # fmt: skip
+            )
 
         for _ in range(self.plans):
             ids = spoiled(rng, rng.integers(0, 30, (3, 9)), 30), spoiled(rng, rng.integers(0, 20, (3, 70)), 20)

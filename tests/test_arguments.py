@@ -49,9 +49,11 @@ MAIN = dict(kv=zeros(T, 2 * D), score=zeros(T, 2 * D), epilogue=epilogue(D), ape
 INDEX = dict(kv=zeros(T, 2 * DI), score=zeros(T, 2 * DI), epilogue=epilogue(DI, hadamard=True), ape=zeros(4, 2 * DI))
 SCORES = dict(queries=zeros(T, 4, DI), weights=zeros(T, 4))
 ATTEND = dict(
-    queries=zeros(T, 2, D), sink=zeros(2), selected=(zeros(T, 8, dtype=np.int32), zeros(T, dtype=np.int32)),
+    queries=zeros(T, 2, D),
+    sink=zeros(2),
+    selected=(zeros(T, 8, dtype=np.int32), zeros(T, dtype=np.int32)),
     inverse_rope=FREQ,
-)  # fmt: skip
+)
 
 
 def layer():
@@ -105,7 +107,7 @@ WRONG = [
     ("attend", dict(selected=zeros(T, 8, dtype=np.int32)), "selected is no pair"),
     ("attend", dict(selected=(zeros(T, 8), zeros(T, dtype=np.int32))), "selected entries is float32"),
     ("attend", dict(selected=(ATTEND["selected"][0], zeros(1, dtype=np.int32))), r"selected count is int32 \[1\]"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.every_case
@@ -158,12 +160,16 @@ def test_parameters_of_a_layout() -> None:
 @pytest.mark.parametrize(
     ("method", "name", "x"),
     [
-        ("append", "kv", zeros(T, D)), ("append", "epilogue", epilogue(D)), ("compress", "score", MAIN["score"]),
-        ("compress", "ape", MAIN["ape"]), ("compress_index", "kv", INDEX["kv"]),
-        ("index_scores", "weights", SCORES["weights"]), ("attend", "queries", ATTEND["queries"]),
+        ("append", "kv", zeros(T, D)),
+        ("append", "epilogue", epilogue(D)),
+        ("compress", "score", MAIN["score"]),
+        ("compress", "ape", MAIN["ape"]),
+        ("compress_index", "kv", INDEX["kv"]),
+        ("index_scores", "weights", SCORES["weights"]),
+        ("attend", "queries", ATTEND["queries"]),
         ("attend", "sink", ATTEND["sink"]),
     ],
-)  # fmt: skip
+)
 def test_what_goes_into_a_layer_has_no_gradient(method: str, name: str, x: Any) -> None:
     call = lambda x: CALLS[method](**{name: x})  # noqa: E731
     for differentiated in (lambda x: jax.jvp(call, (x,), (x,)), lambda x: jax.vjp(jax.jit(call), x)[0]):

@@ -31,7 +31,7 @@ from .oracle.machine import Norms, ProjectedRows
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
 CFG = DSV4Config.tiny(
     layer_types=(CSA, HCA, SWA), hca_ratio=16, sliding_window=9, index_topk=3, num_attention_heads=2, index_n_heads=4
-)  # fmt: skip
+)
 TOKENS = 75
 
 
@@ -256,7 +256,7 @@ def test_misuse_is_named() -> None:
         jax.eval_shape(
             lambda step: layer_writes(step, first.spec, rows, norms).attend(q, sink)[0],
             first.step,
-        )  # fmt: skip
+        )
 
 
 def test_creating_a_handle_creates_no_array() -> None:
@@ -303,14 +303,15 @@ def whole(handle):
         ("read before `compress`", 1, lambda h: h.gather_all_compressed()),
         ("read before `compress`", 0, lambda h: h.compress_index(*INDEX).gather_compressed(CHOSEN[0])),
         (
-            "read before `compress_index`", 0,
+            "read before `compress_index`",
+            0,
             lambda h: h.append(ROW).compress(SCORE, SCORE, NORM).index_scores(jnp.zeros((1, 4, 16)), jnp.zeros((1, 4))),
         ),
         ("ends without its `append`, `compress`, `compress_index` (and", 0, lambda h: h.step.finish()),
         ("ends without its `append`:", 0, lambda h: h.compress(SCORE, SCORE, NORM, INDEX).step.finish()),
         ("ends without its `compress_index` (", 0, lambda h: h.compress(SCORE, SCORE, NORM).append(ROW).step.finish()),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_order_is_named(problem: str, layer: int, calls) -> None:
     step = init_cache(CacheLayout(CFG), CacheSize(2, 2, 1)).begin(PLAN)
     for other in {0, 1, 2} - {layer}:

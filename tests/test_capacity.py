@@ -216,8 +216,11 @@ def test_all_memory_is_for_the_cache_as_far_as_rows_have_ids():
     assert layout.total_bytes(large) > 0.999 * 20 * 10**9
     layout.check_size(huge)
     with pytest.raises(LayoutError, match="int32"):
-        layout.check_size(dataclasses.replace(huge, num_blocks=huge.num_blocks + 1, num_snapshots=split(
-            layout, huge.num_blocks + 1, None)))  # fmt: skip
+        layout.check_size(
+            dataclasses.replace(
+                huge, num_blocks=huge.num_blocks + 1, num_snapshots=split(layout, huge.num_blocks + 1, None)
+            )
+        )
     assert plan_capacity(layout, hbm_bytes=10**15, num_snapshots=0, **asked).num_blocks == 4 * 8
 
 
@@ -285,13 +288,15 @@ def test_refusals(given_, message):
 @pytest.mark.parametrize(
     ("given_", "pool"),
     [
-        ({"max_requests": 4096, "max_context": 2**20}, "csa"), ({"max_requests": 10**6, "max_context": 128}, "swa"),
-        ({"hbm_bytes": 10**13, "max_context": 2**20}, "csa"), ({"hbm_bytes": 10**13, "max_context": 1}, "swa"),
+        ({"max_requests": 4096, "max_context": 2**20}, "csa"),
+        ({"max_requests": 10**6, "max_context": 128}, "swa"),
+        ({"hbm_bytes": 10**13, "max_context": 2**20}, "csa"),
+        ({"hbm_bytes": 10**13, "max_context": 1}, "swa"),
         ({"hbm_bytes": 10**13, "max_requests": 4096}, "csa"),
         ({"max_requests": 1, "max_context": 1, "num_snapshots": 10**6}, "swa"),
         ({"hbm_bytes": 10**15, "max_requests": 4096, "max_context": 2**20}, "csa"),
     ],
-)  # fmt: skip
+)
 def test_more_rows_than_int32_has(given_, pool):
     layout = CacheLayout(CONFIGS["flash"])
     with pytest.raises(CapacityError, match=f"pool '{pool}': .* rows, row ids are int32 and reach 2147483646"):
@@ -318,8 +323,17 @@ def test_shares_of_any_real_type():
         assert size == plan_capacity(layout, max_requests=3, max_context=500, snapshot_fraction=0.25)
         assert type(size.num_snapshots) is int
     assert plan_capacity(layout, max_requests=3, max_context=500, snapshot_fraction=np.int8(0)).num_snapshots == 0
-    for share in (np.float32(1), np.float32("nan"), False, np.False_, np.array(0.25), 0.25j, Fraction(-1, 9), 10**400,
-                  Fraction(10**30 - 1, 10**30)):  # fmt: skip
+    for share in (
+        np.float32(1),
+        np.float32("nan"),
+        False,
+        np.False_,
+        np.array(0.25),
+        0.25j,
+        Fraction(-1, 9),
+        10**400,
+        Fraction(10**30 - 1, 10**30),
+    ):
         with pytest.raises(CapacityError, match=r"snapshot_fraction must be a number in \[0, 1\), got "):
             plan_capacity(layout, max_requests=3, max_context=500, snapshot_fraction=share)
 

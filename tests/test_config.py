@@ -21,16 +21,40 @@ YARN = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536,
 def flash_json(**changes: Any) -> dict[str, Any]:
     """The fields of the published V4-Flash `config.json` that we read."""
     fields = {
-        "model_type": "deepseek_v4", "vocab_size": 129280, "hidden_size": 4096, "num_hidden_layers": 43,
-        "num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64,
-        "q_lora_rank": 1024, "o_groups": 8, "o_lora_rank": 1024, "sliding_window": 128, "index_n_heads": 64,
-        "index_head_dim": 128, "index_topk": 512, "compress_ratios": [0, 0] + [4, 128] * 20 + [4] + [0],
-        "rope_theta": 10000, "compress_rope_theta": 160000, "rope_scaling": YARN,
-        "max_position_embeddings": 1048576, "rms_norm_eps": 1e-6, "n_routed_experts": 256,
-        "num_experts_per_tok": 6, "n_shared_experts": 1, "moe_intermediate_size": 2048,
-        "scoring_func": "sqrtsoftplus", "routed_scaling_factor": 1.5, "num_hash_layers": 3, "swiglu_limit": 10.0,
-        "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "num_nextn_predict_layers": 1,
-    }  # fmt: skip
+        "model_type": "deepseek_v4",
+        "vocab_size": 129280,
+        "hidden_size": 4096,
+        "num_hidden_layers": 43,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 1024,
+        "o_groups": 8,
+        "o_lora_rank": 1024,
+        "sliding_window": 128,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 512,
+        "compress_ratios": [0, 0] + [4, 128] * 20 + [4] + [0],
+        "rope_theta": 10000,
+        "compress_rope_theta": 160000,
+        "rope_scaling": YARN,
+        "max_position_embeddings": 1048576,
+        "rms_norm_eps": 1e-6,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 2048,
+        "scoring_func": "sqrtsoftplus",
+        "routed_scaling_factor": 1.5,
+        "num_hash_layers": 3,
+        "swiglu_limit": 10.0,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "num_nextn_predict_layers": 1,
+    }
     merged = fields | changes
     return {k: v for k, v in merged.items() if v is not ...}
 
@@ -65,10 +89,17 @@ def test_published_flash_json_is_flash() -> None:
 
 def test_published_pro_json_is_pro() -> None:
     pro = flash_json(
-        num_hidden_layers=61, hidden_size=7168, num_attention_heads=128, q_lora_rank=1536, o_groups=16,
-        index_topk=1024, n_routed_experts=384, moe_intermediate_size=3072, routed_scaling_factor=2.5,
+        num_hidden_layers=61,
+        hidden_size=7168,
+        num_attention_heads=128,
+        q_lora_rank=1536,
+        o_groups=16,
+        index_topk=1024,
+        n_routed_experts=384,
+        moe_intermediate_size=3072,
+        routed_scaling_factor=2.5,
         compress_ratios=[128, 128] + [4, 128] * 29 + [4] + [0],
-    )  # fmt: skip
+    )
     assert DSV4Config.from_hf(pro) == DSV4Config.pro()
 
 
@@ -196,18 +227,65 @@ def test_sources_of_a_wrong_kind(source: Any) -> None:
 
 
 READ = (
-    *flash_json(), "partial_rotary_factor", "layer_types", "compress_rates", "compress_rate_csa", "compress_rate_hca",
-    "mlp_layer_types", "rope_parameters", "norm_topk_prob", "tie_word_embeddings", "hidden_act", "attention_bias",
-    "mlp_bias", "num_local_experts", "intermediate_size", "per_layer_config",
-)  # fmt: skip
+    *flash_json(),
+    "partial_rotary_factor",
+    "layer_types",
+    "compress_rates",
+    "compress_rate_csa",
+    "compress_rate_hca",
+    "mlp_layer_types",
+    "rope_parameters",
+    "norm_topk_prob",
+    "tie_word_embeddings",
+    "hidden_act",
+    "attention_bias",
+    "mlp_bias",
+    "num_local_experts",
+    "intermediate_size",
+    "per_layer_config",
+)
 DEEP: list = []
 for _ in range(100_000):
     DEEP = [DEEP]
 ODD = [
-    True, False, 0, -1, 1, 1.5, 4.0, 0.0, float("nan"), float("inf"), -float("inf"), "", "4", "a\nb\ud800", "x" * 10**6,
-    [], [1], [[]], ["moe"] * 43, [4.0] * 43, [True] * 43, [[]] * 43, {}, {"main": {}}, {"type": []}, {CSA.value: []},
-    10**9, 2**31, 10**20, 10**400, 10**5000, -(10**5000), [10**5000] * 43, DEEP, 1e-300, 1e300, 5e-324,
-]  # fmt: skip
+    True,
+    False,
+    0,
+    -1,
+    1,
+    1.5,
+    4.0,
+    0.0,
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    "",
+    "4",
+    "a\nb\ud800",
+    "x" * 10**6,
+    [],
+    [1],
+    [[]],
+    ["moe"] * 43,
+    [4.0] * 43,
+    [True] * 43,
+    [[]] * 43,
+    {},
+    {"main": {}},
+    {"type": []},
+    {CSA.value: []},
+    10**9,
+    2**31,
+    10**20,
+    10**400,
+    10**5000,
+    -(10**5000),
+    [10**5000] * 43,
+    DEEP,
+    1e-300,
+    1e300,
+    5e-324,
+]
 
 
 @pytest.mark.parametrize("field", READ)

@@ -47,10 +47,22 @@ SWA, CSA, HCA = AttentionType
 CFG = DSV4Config.tiny(layer_types=(CSA, HCA), o_groups=4, n_routed_experts=8)
 # V4's attention widths, so that every kernel takes part.
 WIDE = dataclasses.replace(
-    CFG, head_dim=512, rope_dim=64, index_head_dim=128, index_n_heads=64, num_attention_heads=64, sliding_window=128,
-    hca_ratio=128, hidden_size=256, q_lora_rank=128, o_lora_rank=128, moe_intermediate_size=256, index_topk=64,
-    n_routed_experts=16, num_experts_per_tok=6,
-)  # fmt: skip
+    CFG,
+    head_dim=512,
+    rope_dim=64,
+    index_head_dim=128,
+    index_n_heads=64,
+    num_attention_heads=64,
+    sliding_window=128,
+    hca_ratio=128,
+    hidden_size=256,
+    q_lora_rank=128,
+    o_lora_rank=128,
+    moe_intermediate_size=256,
+    index_topk=64,
+    n_routed_experts=16,
+    num_experts_per_tok=6,
+)
 
 
 def layout_of(cfg: DSV4Config, key_split: Any) -> CacheLayout:
@@ -247,9 +259,13 @@ def test_selection_and_shares(ranks: int) -> None:
         entries.append(np.where(np.arange(found.shape[1]) < np.asarray(some)[:, None], everyones, 2**31 - 1))
         for listed in (None, expected):
             (chosen,), (number,) = parts_of(
-                listed, jnp.asarray(visible if listed is None else kept), jnp.array([rank]), ranks,
-                per_block=per_block, columns=columns,
-            )  # fmt: skip
+                listed,
+                jnp.asarray(visible if listed is None else kept),
+                jnp.array([rank]),
+                ranks,
+                per_block=per_block,
+                columns=columns,
+            )
             for t in range(6):
                 part = np.asarray(chosen)[t, : number[t]]
                 assert (part // per_block % ranks == rank).all()
@@ -317,9 +333,22 @@ def test_outputs_of_any_number_of_ranks_are_within_a_millionth() -> None:
         found = [attend(q, sink, near, held, *listed, count, **how)[0]]
         for parts in (2, 8):
             found += attend_parts(
-                q, sink, near, held, *listed, count, rows_of=lambda _, entries: entries, axis=ONE_RANK, parts=parts,
-                heads=heads, per_block=per_block, columns=20, inverse_rope=None, dtype=jnp.float32, **how,
-            )[:1]  # fmt: skip
+                q,
+                sink,
+                near,
+                held,
+                *listed,
+                count,
+                rows_of=lambda _, entries: entries,
+                axis=ONE_RANK,
+                parts=parts,
+                heads=heads,
+                per_block=per_block,
+                columns=20,
+                inverse_rope=None,
+                dtype=jnp.float32,
+                **how,
+            )[:1]
         return found
 
     for out in jax.jit(outs)(queries, count, chosen):

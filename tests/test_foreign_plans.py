@@ -108,11 +108,14 @@ FAR = [-1, -(2**31), 2**31, 2**31 - 1, 2**63 - 1, 2**64]
 @pytest.mark.parametrize(
     ("field", "ids", "place", "kind", "last"),
     [
-        ("table_entries", [(1, 1, 1)], 0, "slot", 2), ("table_entries", [(1, 1, 1)], 1, "column", 2),
-        ("table_entries", [(1, 1, 1)], 2, "block", 4), ("slot_copies", [(1, 2)], 0, "slot", 2),
-        ("slot_copies", [(1, 2)], 1, "slot", 2), ("block_copies", [(1, 2)], 1, "block", 4),
+        ("table_entries", [(1, 1, 1)], 0, "slot", 2),
+        ("table_entries", [(1, 1, 1)], 1, "column", 2),
+        ("table_entries", [(1, 1, 1)], 2, "block", 4),
+        ("slot_copies", [(1, 2)], 0, "slot", 2),
+        ("slot_copies", [(1, 2)], 1, "slot", 2),
+        ("block_copies", [(1, 2)], 1, "block", 4),
     ],
-)  # fmt: skip
+)
 def test_ids_of_no_unit_are_refused(field: str, ids: list, place: int, kind: str, last: int, far: int | None) -> None:
     wrong = list(ids[0])
     wrong[place] = last + 1 if far is None else far

@@ -40,11 +40,14 @@ def test_begin_copies_and_tables_only_what_exists() -> None:
         slots, blocks = (rng.permutation(n)[: len(good.copy_slot_src)] for n in (SIZE.slot_units, SIZE.block_units))
         entries = len(good.table_slot)
         plan = good._replace(
-            copy_slot_src=spoiled(rng, slots, SIZE.slot_units), copy_slot_dst=spoiled(rng, slots[::-1]),
-            copy_block_src=spoiled(rng, blocks, SIZE.block_units), copy_block_dst=spoiled(rng, blocks[::-1]),
+            copy_slot_src=spoiled(rng, slots, SIZE.slot_units),
+            copy_slot_dst=spoiled(rng, slots[::-1]),
+            copy_block_src=spoiled(rng, blocks, SIZE.block_units),
+            copy_block_dst=spoiled(rng, blocks[::-1]),
             table_slot=spoiled(rng, rng.permutation(SIZE.slot_units)[:entries], SIZE.slot_units),
-            table_index=spoiled(rng, rng.integers(0, 2, entries), 2), table_block=rng.integers(0, 5, entries, np.int32),
-        )  # fmt: skip
+            table_index=spoiled(rng, rng.integers(0, 2, entries), 2),
+            table_block=rng.integers(0, 5, entries, np.int32),
+        )
         want = {name: data.copy() for name, data in before.items()}
         for leaf in layout.leaves:
             if leaf.scope == "table":

@@ -199,9 +199,11 @@ def test_a_donated_cache_says_so(params) -> None:
     cache, plan, tokens = operands()
     _, after = jit_decode(params, cache, plan.pack(), tokens)
     for use in (
-        lambda: jit_decode(params, cache, plan.pack(), tokens), lambda: cache.begin(plan),
-        lambda: jax.tree.leaves(cache), lambda: jax.block_until_ready(cache),
-    ):  # fmt: skip
+        lambda: jit_decode(params, cache, plan.pack(), tokens),
+        lambda: cache.begin(plan),
+        lambda: jax.tree.leaves(cache),
+        lambda: jax.block_until_ready(cache),
+    ):
         with pytest.raises(DonatedCacheError, match="go on with the cache that the step returned"):
             use()
     assert repr(cache).startswith("KVCache(donated, CacheLayout(")
@@ -239,9 +241,11 @@ def test_a_cache_put_together_of_other_arrays_is_refused() -> None:
     whole, large = cache.arrays, init_cache(LAYOUT, dataclasses.replace(SIZE, num_blocks=SIZE.num_blocks + 8)).arrays
     paged = next(leaf.name for leaf in reversed(LAYOUT.leaves) if leaf.scope == "block")
     for changes, problem in (
-        ({paged: large[paged]}, f"leaf {paged} is"), ({paged: whole[paged].astype("float32")}, "float32"),
-        ({"x": 1}, "not both have x"), ({"swa.nope": whole["block_table.ids"]}, "leaf swa.nope is int32"),
-    ):  # fmt: skip
+        ({paged: large[paged]}, f"leaf {paged} is"),
+        ({paged: whole[paged].astype("float32")}, "float32"),
+        ({"x": 1}, "not both have x"),
+        ({"swa.nope": whole["block_table.ids"]}, "leaf swa.nope is int32"),
+    ):
         with pytest.raises(LayoutError, match=problem):
             KVCache(whole | changes, LAYOUT).begin(plan)
     with pytest.raises(LayoutError, match=r"not both have block_table\.ids"):
@@ -256,11 +260,12 @@ def test_where_a_cache_may_be() -> None:
     mesh = jax.make_mesh((2, 2), ("data", "tensor"))
     whole = LAYOUT.total_bytes(SIZE)
     for sharding, shards, where in (
-        (devices[1], 1, {devices[1]}), (SingleDeviceSharding(devices[2]), 1, {devices[2]}),
+        (devices[1], 1, {devices[1]}),
+        (SingleDeviceSharding(devices[2]), 1, {devices[2]}),
         (NamedSharding(mesh, PartitionSpec("data")), 2, set(devices)),
         (NamedSharding(mesh, PartitionSpec()), 1, set(devices)),
         (NamedSharding(mesh, PartitionSpec(("data", "tensor"))), 4, set(devices)),
-    ):  # fmt: skip
+    ):
         cache = init_cache(LAYOUT, SIZE, sharding=sharding)
         assert sum(x.nbytes for x in jax.tree.leaves(cache)) == shards * whole
         assert all(x.devices() == where and x.committed for x in jax.tree.leaves(cache))
@@ -271,9 +276,10 @@ def test_where_a_cache_may_be() -> None:
         assert a.shape == b.shape and a.sharding == b.sharding
     for wrong, problem in (
         (NamedSharding(mesh, PartitionSpec("data", "tensor")), "along its leading axis only"),
-        (PartitionSpec("data"), "a device, a jax Sharding or the KVCache"), ("cpu", "got str"),
+        (PartitionSpec("data"), "a device, a jax Sharding or the KVCache"),
+        ("cpu", "got str"),
         (cache_sharding(CacheLayout(CFG, "bf16"), mesh), "the sharding is of CacheLayout"),
         (init_cache(LAYOUT, SIZE), "got ArrayImpl for swa.nope"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(LayoutError, match=problem):
             init_cache(LAYOUT, SIZE, sharding=wrong)

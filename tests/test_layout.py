@@ -31,18 +31,29 @@ MIB = 2**20
 ROWS = {("bf16", "bf16"): (1024, 256), ("fp8", "fp8"): (584, 132), ("fp8", "fp4"): (584, 68)}
 LAYERS = {"flash": (21, 20), "pro": (30, 31)}
 PER_TOKEN = {  # bytes per token, as published (two decimals)
-    ("flash", "bf16", "bf16"): 6880.00, ("pro", "bf16", "bf16"): 9848.00,
-    ("flash", "fp8", "fp8"): 3850.25, ("pro", "fp8", "fp8"): 5511.44,
-    ("flash", "fp8", "fp4"): 3514.25, ("pro", "fp8", "fp4"): 5031.44,
-}  # fmt: skip
+    ("flash", "bf16", "bf16"): 6880.00,
+    ("pro", "bf16", "bf16"): 9848.00,
+    ("flash", "fp8", "fp8"): 3850.25,
+    ("pro", "fp8", "fp8"): 5511.44,
+    ("flash", "fp8", "fp4"): 3514.25,
+    ("pro", "fp8", "fp4"): 5031.44,
+}
 AT_128K = {  # MiB
-    ("flash", "bf16", "bf16"): 860, ("pro", "bf16", "bf16"): 1231, ("flash", "fp8", "fp8"): 481,
-    ("pro", "fp8", "fp8"): 689, ("flash", "fp8", "fp4"): 439, ("pro", "fp8", "fp4"): 629,
-}  # fmt: skip
+    ("flash", "bf16", "bf16"): 860,
+    ("pro", "bf16", "bf16"): 1231,
+    ("flash", "fp8", "fp8"): 481,
+    ("pro", "fp8", "fp8"): 689,
+    ("flash", "fp8", "fp4"): 439,
+    ("pro", "fp8", "fp4"): 629,
+}
 AT_1M = {  # GiB
-    ("flash", "bf16", "bf16"): 6.719, ("pro", "bf16", "bf16"): 9.617, ("flash", "fp8", "fp8"): 3.760,
-    ("pro", "fp8", "fp8"): 5.382, ("flash", "fp8", "fp4"): 3.432, ("pro", "fp8", "fp4"): 4.914,
-}  # fmt: skip
+    ("flash", "bf16", "bf16"): 6.719,
+    ("pro", "bf16", "bf16"): 9.617,
+    ("flash", "fp8", "fp8"): 3.760,
+    ("pro", "fp8", "fp8"): 5.382,
+    ("flash", "fp8", "fp4"): 3.432,
+    ("pro", "fp8", "fp4"): 4.914,
+}
 
 
 @pytest.mark.parametrize(("model", "kv", "index"), PER_TOKEN)
@@ -63,11 +74,14 @@ def test_memory_table(model: str, kv: str, index: str) -> None:
 @pytest.mark.parametrize(
     ("model", "kv", "mtp", "window"),
     [
-        ("flash", "bf16", False, 43 * 128 * 1024), ("flash", "fp8", False, 43 * 128 * 584),
-        ("pro", "bf16", False, 61 * 128 * 1024), ("pro", "fp8", False, 61 * 128 * 584),
-        ("flash", "bf16", True, 44 * 128 * 1024), ("flash", "fp8", True, 44 * 128 * 584),
+        ("flash", "bf16", False, 43 * 128 * 1024),
+        ("flash", "fp8", False, 43 * 128 * 584),
+        ("pro", "bf16", False, 61 * 128 * 1024),
+        ("pro", "fp8", False, 61 * 128 * 584),
+        ("flash", "bf16", True, 44 * 128 * 1024),
+        ("flash", "fp8", True, 44 * 128 * 584),
     ],
-)  # fmt: skip
+)
 def test_window_bytes(model: str, kv: str, mtp: bool, window: int) -> None:
     assert CacheLayout(MODELS[model], kv, include_mtp=mtp).window_bytes_per_request == window
 
@@ -216,8 +230,10 @@ def test_layers_add_up_to_the_leaves(kinds, kv, index, ratios, multiple, draft, 
         assert schema.entries_per_block * max(schema.ratio, 1) == (layout.block_tokens if schema.ratio else 0)
         assert schema.indexer_entries_per_block == (schema.entries_per_block if kind is CSA else 0)
         assert {pool.pool for pool in schema.pools} - {"residual"} == {
-            SWA: {"swa"}, CSA: {"swa", "csa", "index", "csa_state", "index_state"}, HCA: {"swa", "hca", "hca_state"}
-        }[kind]  # fmt: skip
+            SWA: {"swa"},
+            CSA: {"swa", "csa", "index", "csa_state", "index_state"},
+            HCA: {"swa", "hca", "hca_state"},
+        }[kind]
         is_mtp = i >= len(kinds)
         assert (schema.residual is not None, schema.first_position) == (is_mtp, is_mtp)
         for pool in schema.pools:
@@ -367,11 +383,14 @@ def test_draft_tokens_size_the_rings(n: int) -> None:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"kv_format": "fp16"}, "fp16"), ({"index_format": "int4"}, "int4"), ({"draft_tokens": -1}, "draft_tokens"),
-        ({"hca_state": "both"}, "hca_state"), ({"key_split": "balanced"}, "key_split .* 'balanced'"),
+        ({"kv_format": "fp16"}, "fp16"),
+        ({"index_format": "int4"}, "int4"),
+        ({"draft_tokens": -1}, "draft_tokens"),
+        ({"hca_state": "both"}, "hca_state"),
+        ({"key_split": "balanced"}, "key_split .* 'balanced'"),
         ({"key_split": None}, "key_split"),
     ],
-)  # fmt: skip
+)
 def test_unknown_options_are_named(options: dict, name: str) -> None:
     with pytest.raises(LayoutError, match=name):
         CacheLayout(DSV4Config.tiny(), **options)
@@ -467,10 +486,13 @@ def test_layouts_are_values() -> None:
     a, b = CacheLayout(DSV4Config.flash()), CacheLayout(DSV4Config.flash())
     assert a == b and hash(a) == hash(b) and a.fingerprint == b.fingerprint
     others = [
-        CacheLayout(DSV4Config.flash(), "bf16"), CacheLayout(DSV4Config.flash(), "fp8", "fp8"),
-        CacheLayout(DSV4Config.flash(), block_tokens=256), CacheLayout(DSV4Config.flash(), hca_state="raw"),
-        CacheLayout(DSV4Config.flash(), draft_tokens=1), CacheLayout(DSV4Config.pro()),
-    ]  # fmt: skip
+        CacheLayout(DSV4Config.flash(), "bf16"),
+        CacheLayout(DSV4Config.flash(), "fp8", "fp8"),
+        CacheLayout(DSV4Config.flash(), block_tokens=256),
+        CacheLayout(DSV4Config.flash(), hca_state="raw"),
+        CacheLayout(DSV4Config.flash(), draft_tokens=1),
+        CacheLayout(DSV4Config.pro()),
+    ]
     assert len({x.fingerprint for x in (a, *others)}) == len({a, *others}) == 7
 
 

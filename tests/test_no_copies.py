@@ -24,9 +24,15 @@ ROWS = 2
 KINDS = DSV4Config.tiny(layer_types=(SWA, CSA, HCA))
 # Small widths, so that the pool is large against every activation with few bytes.
 FLASH_DEPTH = DSV4Config.tiny(
-    layer_types=DSV4Config.flash().layer_types, head_dim=16, rope_dim=4, index_head_dim=16, num_attention_heads=2,
-    index_n_heads=2, index_topk=4, sliding_window=8,
-)  # fmt: skip
+    layer_types=DSV4Config.flash().layer_types,
+    head_dim=16,
+    rope_dim=4,
+    index_head_dim=16,
+    num_attention_heads=2,
+    index_n_heads=2,
+    index_topk=4,
+    sliding_window=8,
+)
 
 
 def decode_step(

@@ -89,13 +89,23 @@ def places(folder: pathlib.Path) -> dict[str, str]:
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(folder / "socket"))
     return {
-        "directory": "is a directory, not a regular file", "fifo": "is a FIFO", "socket": "is a socket",
-        "link": "is a symbolic link: name the file itself", "dangling": "is a symbolic link",
-        "loop": "is a symbolic link", "/dev/null": "is a device", "": "an empty name", ".": "is a directory",
-        "..": "is a directory", "directory/": "is a directory", "file/x": "there is no folder .*file",
-        "none/x": "there is no folder .*none", "loop/x": "symbolic links", "x" * 256: "File name too long",
+        "directory": "is a directory, not a regular file",
+        "fifo": "is a FIFO",
+        "socket": "is a socket",
+        "link": "is a symbolic link: name the file itself",
+        "dangling": "is a symbolic link",
+        "loop": "is a symbolic link",
+        "/dev/null": "is a device",
+        "": "an empty name",
+        ".": "is a directory",
+        "..": "is a directory",
+        "directory/": "is a directory",
+        "file/x": "there is no folder .*file",
+        "none/x": "there is no folder .*none",
+        "loop/x": "symbolic links",
+        "x" * 256: "File name too long",
         "a\0b": "holds no NUL",
-    }  # fmt: skip
+    }
 
 
 def test_refusals(tmp_path, monkeypatch):

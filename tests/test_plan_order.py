@@ -25,7 +25,7 @@ from dsv4_jax import (
     shard_step,
     stack_plans,
     stack_transfers,
-)  # fmt: skip
+)
 from dsv4_jax.cache import LENGTH, WRONG
 from dsv4_jax.errors import LayoutError, PlanOrderError
 

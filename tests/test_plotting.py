@@ -88,11 +88,14 @@ def _plan(model: str, memory: str, **what: int):
 @pytest.mark.parametrize(
     ("model", "memory", "what"),
     [
-        ("flash", "80GiB", {"max_context": 128 * 1024}), ("pro", "3GiB", {"max_context": 100_000}),
-        ("flash", "80GiB", {"max_context": 1 << 20}), ("flash", "1GiB", {"max_context": 128}),
-        ("tiny", "0.001GiB", {"max_requests": 2}), ("tiny", "80GiB", {"max_requests": 4}),
+        ("flash", "80GiB", {"max_context": 128 * 1024}),
+        ("pro", "3GiB", {"max_context": 100_000}),
+        ("flash", "80GiB", {"max_context": 1 << 20}),
+        ("flash", "1GiB", {"max_context": 128}),
+        ("tiny", "0.001GiB", {"max_requests": 2}),
+        ("tiny", "80GiB", {"max_requests": 4}),
     ],
-)  # fmt: skip
+)
 def test_plan(model: str, memory: str, what: dict[str, int]) -> None:
     answer = _plan(model, memory, **what)
     figure = plan_plot.picture(answer, model, memory)
@@ -149,10 +152,16 @@ def _measured(share: float = 0.5) -> list[Measurement]:
             for i, name in enumerate(("cuda", "xla")):
                 found.append(
                     Measurement(
-                        case.op, case.name, batch, name, bytes=shape.bytes_moved, flops=shape.flops, floor_us=floor,
+                        case.op,
+                        case.name,
+                        batch,
+                        name,
+                        bytes=shape.bytes_moved,
+                        flops=shape.flops,
+                        floor_us=floor,
                         us=floor / share * (1 + i),
                     )
-                )  # fmt: skip
+                )
     return found
 
 
@@ -197,9 +206,14 @@ def test_swap(quick: bool) -> None:
     ]
     rows.append({"name": "never ran", "direction": "out", "blocks": 1, "ids": "scattered", "gb_per_s": None})
     report = {
-        "device": "NVIDIA H200", "model": "flash", "record_bytes": 450_048, "ceiling": "a copy of 256 MiB",
-        "ceiling_bytes_per_s": {"out": 55.4e9, "in": 55.5e9}, "rows": rows, "quick": quick,
-    }  # fmt: skip
+        "device": "NVIDIA H200",
+        "model": "flash",
+        "record_bytes": 450_048,
+        "ceiling": "a copy of 256 MiB",
+        "ceiling_bytes_per_s": {"out": 55.4e9, "in": 55.5e9},
+        "rows": rows,
+        "quick": quick,
+    }
     figure = SWAP["picture"](report)
     pictures.check(figure)
     shown = pictures.words(figure)

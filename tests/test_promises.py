@@ -39,9 +39,12 @@ def test_memory_table() -> None:
         layout = CacheLayout(getattr(DSV4Config, model.lower())(), kv, index)
         paged = layout.bytes_per_token
         assert cells.split(" | ") == [
-            f"{paged:,.2f}", f"{paged * 2**17 / 2**20:,.0f} MiB", f"{paged * 2**20 / 2**30:.3f} GiB",
-            f"{layout.window_bytes_per_request / 2**20:.3f} MiB", f"{layout.state_bytes_per_request / 2**20:.3f} MiB",
-        ]  # fmt: skip
+            f"{paged:,.2f}",
+            f"{paged * 2**17 / 2**20:,.0f} MiB",
+            f"{paged * 2**20 / 2**30:.3f} GiB",
+            f"{layout.window_bytes_per_request / 2**20:.3f} MiB",
+            f"{layout.state_bytes_per_request / 2**20:.3f} MiB",
+        ]
 
 
 def test_extras_exist() -> None:

@@ -109,8 +109,12 @@ def test_every_declared_name_is_there() -> None:
     """Read, not imported: some modules need a GPU's libraries."""
     for path in MODULES:
         tree = ast.parse(path.read_text())
-        bound = {alias.asname or alias.name for node in ast.walk(tree) for alias in getattr(node, "names", [])
-                 if isinstance(node, ast.Import | ast.ImportFrom)}  # fmt: skip
+        bound = {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            for alias in getattr(node, "names", [])
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        }
         bound |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         bound |= {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
         if path.name == "__init__.py":

@@ -96,10 +96,11 @@ EDGES = {
     "only SWA": (dict(layer_types=(SWA, SWA), num_mtp_layers=1), dict(include_mtp=True)),
     "only CSA, large blocks": (dict(layer_types=(CSA,)), dict(block_tokens=256)),
     "odd widths, small blocks": (
-        dict(head_dim=48, rope_dim=2, index_head_dim=32, sliding_window=7, hca_ratio=6), dict(block_tokens=12),
+        dict(head_dim=48, rope_dim=2, index_head_dim=32, sliding_window=7, hca_ratio=6),
+        dict(block_tokens=12),
     ),
     "drafts, online": ({}, dict(draft_tokens=3)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("edge", EDGES)

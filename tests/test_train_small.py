@@ -39,10 +39,20 @@ def model(example: ModuleType) -> ModuleType:
 def trainer(example: ModuleType):
     """Of a model as small as the released formats allow: every kind of layer (the MTP layer is SWA) and of router."""
     cfg = dsv4.DSV4Config.tiny(
-        vocab_size=258, hidden_size=128, layer_types=(AttentionType.CSA, AttentionType.HCA), num_attention_heads=2,
-        head_dim=128, rope_dim=16, q_lora_rank=128, o_lora_rank=64, moe_intermediate_size=128, index_head_dim=32,
-        num_mtp_layers=1, sliding_window=16, hc_sinkhorn_iters=3,
-    )  # fmt: skip
+        vocab_size=258,
+        hidden_size=128,
+        layer_types=(AttentionType.CSA, AttentionType.HCA),
+        num_attention_heads=2,
+        head_dim=128,
+        rope_dim=16,
+        q_lora_rank=128,
+        o_lora_rank=64,
+        moe_intermediate_size=128,
+        index_head_dim=32,
+        num_mtp_layers=1,
+        sliding_window=16,
+        hc_sinkhorn_iters=3,
+    )
     return example.Trainer(cfg, example.Recipe(steps=6, batch=2, length=64, fp4=0.4, sparse=0.2))
 
 

@@ -60,9 +60,18 @@ def wheel(tmp_path_factory) -> pathlib.Path:
     options = [word for name, value in settings.items() for word in ("-C", f"{name}={value}")]
     environment = os.environ | {"PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
     run(
-        sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", folder, *options, ROOT,
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-build-isolation",
+        "--no-deps",
+        "-w",
+        folder,
+        *options,
+        ROOT,
         env=environment,
-    )  # fmt: skip
+    )
     (made,) = folder.glob("*.whl")
     return made
 

@@ -240,8 +240,9 @@ def block_id() -> Picture:
 
 def pictures() -> dict[str, str]:
     """File name -> SVG."""
-    return {f"{name}.svg": draw().svg() for name, draw in
-            (("leaves", leaves), ("token", token), ("block_id", block_id))}  # fmt: skip
+    return {
+        f"{name}.svg": draw().svg() for name, draw in (("leaves", leaves), ("token", token), ("block_id", block_id))
+    }
 
 
 if __name__ == "__main__":
