@@ -33,11 +33,12 @@ one := $(firstword $(found) $(foreach v,3.11 3.12 3.13,$(if $(call python,$(v)),
 
 cuda_sources = $(wildcard csrc/*.cu csrc/*.cuh csrc/*.h csrc/*.cc benchmarks/*.cu)
 
-.PHONY: help demo test check docs prepare lint format build wheel clean pythons $(found:%=test-%)
+.PHONY: help demo test test-all check docs prepare lint format build wheel clean pythons $(found:%=test-%)
 
 help:
 	@echo "make demo    decode real text through the cache on this machine's CPU"
-	@echo "make test    lint, build, and every test on Python $(PYTHONS)"
+	@echo "make test    lint, build, and tests on Python $(PYTHONS)"
+	@echo "make test-all  as test, with every slow test and every case"
 	@echo "make check   lint, types, and the tests that compile nothing: under two minutes"
 	@echo "make docs    the site, in build/site; a warning is an error"
 	@echo "make lint | format | build | wheel | clean | test-3.11 | test-3.12 | test-3.13"
@@ -96,6 +97,10 @@ build: .venv-$(one)/ready
 # For every GPU that nvcc knows, as a user's `pip install .` makes it.
 wheel: .venv-$(one)/ready
 	@.venv-$(one)/bin/python -m pip wheel --no-deps -w dist .
+
+# Before a release, and after a change of many files: every case of every test on every Python.
+test-all: export RUN_SLOW := 1
+test-all: test
 
 # The others leave to Python 3.12 what does not differ between them (tests/conftest.py), if it is there.
 $(if $(filter 3.12,$(found)),,$(eval export RUN_SLOW := 1))

@@ -1,7 +1,9 @@
 """Strict JAX for every test, four CPU devices, programs compiled quickly and once, a reason for GPU tests not run.
 
-Every test runs on Python 3.12. The others run what may differ with Python or jax, the rooms in `VERSION_ROOMS`: the
-first case of each test, all of those marked every_case, none of those marked slow. RUN_SLOW=1 runs everything.
+What `make test` runs: on Python 3.12 every test that is not marked slow, and of one with several parameters as many
+cases as show each value of each of them; on the others, of the rooms in `VERSION_ROOMS`, which may differ with Python or
+jax, the first case of each test. A test marked every_case has all of its cases wherever it runs. RUN_SLOW=1
+(`make test-all`) runs everything on every Python.
 Tests run on the CPU unless JAX_PLATFORMS says otherwise: `JAX_PLATFORMS=cuda,cpu pytest -m gpu`.
 """
 
@@ -153,7 +155,8 @@ WHOLE_PROGRAMS = (
 )
 TESTS = pathlib.Path(__file__).parent
 MOST_MAPS = 20_000  # of 65,530; a large file's programs take 5,000
-ALL = sys.version_info[:2] == (3, 12) or bool(os.environ.get("RUN_SLOW"))
+ALL = bool(os.environ.get("RUN_SLOW"))
+WHOLE = ALL or sys.version_info[:2] == (3, 12)
 
 
 def pytest_configure() -> None:
@@ -182,7 +185,7 @@ def few_programs() -> Iterator[None]:
 
 def pytest_ignore_collect(collection_path: pathlib.Path) -> bool | None:
     """Files of which nothing would be kept are not even imported."""
-    if not ALL and collection_path.name.startswith("test_") and not _in(collection_path, VERSION_ROOMS):
+    if not WHOLE and collection_path.name.startswith("test_") and not _in(collection_path, VERSION_ROOMS):
         return True
     return None
 
@@ -195,7 +198,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Of the long ones and of the others those first that are compiled alike: see `emitters`.
     items.sort(key=lambda item: (not _in(item.path, LONG), not _in(item.path, WHOLE_PROGRAMS)))
     if not ALL:
-        kept = [item for item in items if _differs_by_version(item)]
+        shown: dict[str, set[tuple[str, str]]] = {}
+        kept = [item for item in items if _on_push(item, shown)]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
     _skip_without_gpu(items)
@@ -209,11 +213,28 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def _differs_by_version(item: pytest.Item) -> bool:
-    later_case = any(item.callspec.indices.values()) if hasattr(item, "callspec") else False
-    if item.get_closest_marker("slow") or (later_case and not item.get_closest_marker("every_case")):
+def _on_push(item: pytest.Item, shown: dict[str, set[tuple[str, str]]]) -> bool:
+    """Whether `make test` runs this case; `shown` has the values of parameters that earlier cases of each test have."""
+    if item.get_closest_marker("gpu"):
+        return WHOLE  # they are asked for by name, and skipped with a reason where there is no GPU
+    if item.get_closest_marker("slow") or not (WHOLE or _in(item.path, VERSION_ROOMS)):
         return False
-    return _in(item.path, VERSION_ROOMS)
+    if not hasattr(item, "callspec") or item.get_closest_marker("every_case"):
+        return True
+    if not WHOLE:
+        return not any(item.callspec.indices.values())
+    values = {(name, _text(value)) for name, value in item.callspec.params.items()}
+    seen = shown.setdefault(item.nodeid.partition("[")[0], set())
+    fresh = not values <= seen
+    seen |= values
+    return fresh
+
+
+def _text(value: object) -> str:
+    try:
+        return repr(value)
+    except Exception:  # some parameters are objects that refuse
+        return f"{type(value)} {id(value)}"
 
 
 def _skip_without_gpu(items: list[pytest.Item]) -> None:
