@@ -1,8 +1,8 @@
 """Strict JAX for every test, four CPU devices, programs compiled quickly and once, a reason for GPU tests not run.
 
 What `make test` runs: on Python 3.12 every test that is not marked slow, and of one with several parameters as many
-cases as show each value of each of them; on the others, of the rooms in `VERSION_ROOMS`, which may differ with Python or
-jax, the first case of each test. A test marked every_case has all of its cases wherever it runs. RUN_SLOW=1
+cases as show each value of each of them; on the others, of the rooms in `VERSION_ROOMS`, which may differ with Python
+or jax, the first case of each test. A test marked every_case has all of its cases wherever it runs. RUN_SLOW=1
 (`make test-all`) runs everything on every Python.
 Tests run on the CPU unless JAX_PLATFORMS says otherwise: `JAX_PLATFORMS=cuda,cpu pytest -m gpu`.
 """
