@@ -25,9 +25,13 @@ __all__ = ["PICTURES", "check_output", "check_picture", "file_kind", "open_outpu
 
 PICTURES = (".png", ".pdf", ".svg")
 _KINDS = {
-    stat.S_IFDIR: "a directory", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket", stat.S_IFLNK: "a symbolic link",
-}  # fmt: skip
+    stat.S_IFDIR: "a directory",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFLNK: "a symbolic link",
+}
 
 
 def file_kind(mode: int) -> str | None:

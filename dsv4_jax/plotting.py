@@ -17,9 +17,24 @@ from typing import Any
 from .output import open_output
 
 __all__ = [
-    "COLOURS", "LIMIT", "MUTED", "WIDTH", "bare", "binary", "figure", "legend_below", "legends_above", "look",
-    "model_title", "plain_log", "save", "style", "tick", "token_ticks", "whole",
-]  # fmt: skip
+    "COLOURS",
+    "LIMIT",
+    "MUTED",
+    "WIDTH",
+    "bare",
+    "binary",
+    "figure",
+    "legend_below",
+    "legends_above",
+    "look",
+    "model_title",
+    "plain_log",
+    "save",
+    "style",
+    "tick",
+    "token_ticks",
+    "whole",
+]
 
 WIDTH = 9.0  # inches, of 100 pixels
 # Okabe and Ito's colours, which people with any colour vision can tell apart; without yellow, which is too pale here.
@@ -29,15 +44,40 @@ _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 _MARKERS = "osD^vPX"
 _DPI = 200
 _STYLE = {
-    "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 7,
-    "axes.labelsize": 9, "xtick.labelsize": 8.5, "ytick.labelsize": 8.5, "legend.fontsize": 8.5,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": MUTED, "axes.grid": True,
-    "axes.axisbelow": True, "grid.color": _GRID, "grid.linewidth": 0.8, "text.color": INK, "axes.labelcolor": INK,
-    "axes.titlecolor": INK, "xtick.color": MUTED, "ytick.color": MUTED, "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK, "xtick.minor.visible": False, "ytick.minor.visible": False, "lines.linewidth": 1.6,
-    "lines.markersize": 4.5, "legend.frameon": False, "legend.handlelength": 2.8, "legend.columnspacing": 1.4,
-    "text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "dsv4_jax",
-}  # fmt: skip
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 7,
+    "axes.labelsize": 9,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "legend.fontsize": 8.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": MUTED,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.8,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.minor.visible": False,
+    "ytick.minor.visible": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.5,
+    "legend.frameon": False,
+    "legend.handlelength": 2.8,
+    "legend.columnspacing": 1.4,
+    "text.parse_math": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "dsv4_jax",
+}
 
 
 @contextlib.contextmanager
@@ -56,9 +96,7 @@ def figure(title: str, subtitle: str, height: float) -> Any:
 
     lines = subtitle.count("\n") + 1 if subtitle else 0
     head = (0.42 + 0.17 * lines) / height
-    layout = ConstrainedLayoutEngine(
-        rect=(0.008, 0, 0.984, 1 - head), w_pad=0.06, h_pad=0.06, hspace=0.06, wspace=0.05
-    )  # fmt: skip
+    layout = ConstrainedLayoutEngine(rect=(0.008, 0, 0.984, 1 - head), w_pad=0.06, h_pad=0.06, hspace=0.06, wspace=0.05)
     made = Figure(figsize=(WIDTH, height), layout=layout)
     title = _short(title.replace(".00 ", " "), 80)
     subtitle = "\n".join(_short(line, 130) for line in subtitle.split("\n"))
@@ -159,9 +197,15 @@ def legends_above(row: Sequence[Any], room: int) -> None:
         handles, labels = axes.get_legend_handles_labels()
         if handles:
             made = axes.legend(
-                handles, labels, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2,
-                borderpad=0.1, labelspacing=0.3,
-            )  # fmt: skip
+                handles,
+                labels,
+                loc="lower left",
+                bbox_to_anchor=(0, 1),
+                ncols=columns,
+                borderaxespad=0.2,
+                borderpad=0.1,
+                labelspacing=0.3,
+            )
             made.set_in_layout(False)  # else a wide one would make its panel narrow; the title leaves it room
         axes.set_title(axes.get_title(loc="left"), pad=7 + 14 * most)
 

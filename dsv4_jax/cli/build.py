@@ -48,9 +48,11 @@ def run(args: argparse.Namespace) -> int:
         say(f"nvcc {nvcc.path}, CUDA {libraries.spelled(nvcc.version)}")
     with Progress("build") as progress:
         made = native_build.build(
-            nvcc, architectures=args.architectures, jobs=args.jobs,
+            nvcc,
+            architectures=args.architectures,
+            jobs=args.jobs,
             report=lambda done, steps, name: progress.update(f"build, {name}", done=done, total=steps),
-        )  # fmt: skip
+        )
     least = libraries.LEAST_DRIVERS.get(nvcc.version // 1000) if nvcc else None
     cuda = libraries.spelled(nvcc.version) if nvcc else None
     if least:

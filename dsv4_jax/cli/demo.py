@@ -40,9 +40,13 @@ _TOLERANCE = 1e-4
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = add_command(
-        commands, "demo", "decode real text through the cache and check it", __doc__, _EXAMPLES,
+        commands,
+        "demo",
+        "decode real text through the cache and check it",
+        __doc__,
+        _EXAMPLES,
         fails="a logit differs from the cache-free forward's",
-    )  # fmt: skip
+    )
     parser.add_argument("--checkpoint", type=given_path, metavar="DIR", help="default: a tiny random model")
     parser.add_argument("--text", type=given_path, metavar="FILE", help="default: a paragraph about the cache")
     parser.add_argument("--new-tokens", type=positive, default=64, metavar="N", help="per request (default: 64)")
@@ -79,11 +83,14 @@ def run(args: argparse.Namespace) -> int:
         progress.update("each layer of the quantised cache")
         layers = attention_accuracy(params, quantised, first.sequences[0], compiler_options=fast_to_compile())
     report: dict[str, Any] = {
-        **exactness(first, reference), "model": str(args.checkpoint or "tiny, random"), "random": not args.checkpoint,
+        **exactness(first, reference),
+        "model": str(args.checkpoint or "tiny, random"),
+        "random": not args.checkpoint,
         "requests": _requests(first, prompts, reference),
         "quantised": _quantised(quantised, exact, layers, second, reference),
-        "speed": _speed(first, random=not args.checkpoint), "written": [str(path) for path in written],
-    }  # fmt: skip
+        "speed": _speed(first, random=not args.checkpoint),
+        "written": [str(path) for path in written],
+    }
     if args.plot:
         draw(report, _by_token(_largest, first, reference), _by_token(divergence, second, reference), args.plot)
         report["written"].append(str(args.plot))
@@ -127,11 +134,12 @@ def exactness(served: Served, reference: Sequence[np.ndarray]) -> dict[str, Any]
     return {
         "passed": passed,
         "verdict": f"decoding from the cache {'equals' if passed else 'does not equal'} a forward that has no cache",
-        "max_logit_difference": worst, "tolerance": _TOLERANCE,
+        "max_logit_difference": worst,
+        "tolerance": _TOLERANCE,
         "largest_logit": float(max(np.abs(rows).max() for rows in reference)),
         "tokens": sum(map(len, reference)),
         "same_likeliest_token": int(np.concatenate(_by_token(_same, served, reference)).sum()),
-    }  # fmt: skip
+    }
 
 
 def _requests(
@@ -139,13 +147,16 @@ def _requests(
 ) -> list[dict[str, Any]]:
     return [
         {
-            "prompt_tokens": len(prompt), "new_tokens": len(sequence) - len(prompt), "prompt": readable(prompt),
-            "generated": readable(sequence[len(prompt) :]), "max_logit_difference": float(differences.max()),
+            "prompt_tokens": len(prompt),
+            "new_tokens": len(sequence) - len(prompt),
+            "prompt": readable(prompt),
+            "generated": readable(sequence[len(prompt) :]),
+            "max_logit_difference": float(differences.max()),
         }
         for prompt, sequence, differences in zip(
             prompts, served.sequences, _by_token(_largest, served, reference), strict=True
         )
-    ]  # fmt: skip
+    ]
 
 
 def readable(tokens: Iterable[int]) -> str:
@@ -165,14 +176,16 @@ def _quantised(
     neighbours = [divergence(rows[1:], rows[:-1]) for rows in reference]
     by_token = layout.cfg.num_hash_layers == len(layout.cfg.layer_types)
     return {
-        "kv_format": layout.kv_row.name, "index_format": layout.index_row.name,
+        "kv_format": layout.kv_row.name,
+        "index_format": layout.index_row.name,
         "layers": [layer._asdict() | {"attention": layer.attention.name} for layer in layers],
         "kl_nats": float(np.concatenate(_by_token(divergence, served, reference)).mean()),
         "kl_nats_between_neighbours": float(np.concatenate(neighbours).mean()),
         "same_likeliest_token": float(np.concatenate(_by_token(_same, served, reference)).mean()),
         "experts": "by token" if by_token else "by router",
-        "bytes_per_token": layout.bytes_per_token, "float32_bytes_per_token": exact.bytes_per_token,
-    }  # fmt: skip
+        "bytes_per_token": layout.bytes_per_token,
+        "float32_bytes_per_token": exact.bytes_per_token,
+    }
 
 
 def _speed(served: Served, *, random: bool) -> dict[str, Any]:
@@ -182,8 +195,10 @@ def _speed(served: Served, *, random: bool) -> dict[str, Any]:
     how = "the CPU reference" if device.platform == "cpu" else f"on {device.device_kind}"
     return {
         "of": f"{how}, {'a tiny random model' if random else 'this model'}, {len(served.sequences)} requests",
-        "jax": jax.__version__, "prefill_tokens_per_s": served.prefill_rate, "decode_tokens_per_s": served.decode_rate,
-    }  # fmt: skip
+        "jax": jax.__version__,
+        "prefill_tokens_per_s": served.prefill_rate,
+        "decode_tokens_per_s": served.decode_rate,
+    }
 
 
 # What is said

@@ -65,9 +65,13 @@ def _equal(axes: Any, report: dict[str, Any], differences: Sequence[np.ndarray])
         axes.plot(prompt, so_far[min(prompt, len(so_far) - 1)], "o", color=look(i)["color"])
     most = max(tolerance, *(difference.max() for difference in differences))
     axes.set(
-        yscale="log", ylim=(least / 2, most * 2), xlim=(0, max(map(len, differences))), ylabel="largest so far",
-        xlabel="token; from the dot on, one at a time", title="Difference from the logits of a forward without a cache",
-    )  # fmt: skip
+        yscale="log",
+        ylim=(least / 2, most * 2),
+        xlim=(0, max(map(len, differences))),
+        ylabel="largest so far",
+        xlabel="token; from the dot on, one at a time",
+        title="Difference from the logits of a forward without a cache",
+    )
     plain_log(axes.yaxis, least, most)
 
 
@@ -76,9 +80,14 @@ def _layers(axes: Any, layers: Sequence[dict[str, Any]], what: str, title: str) 
     axes.barh(range(len(layers)), shares, height=0.6, color=COLOURS[0])
     for i, share in enumerate(shares):
         axes.annotate(
-            f"{share:.1f} %" if share < 9.95 else f"{share:.0f} %", (share, i), (4, 0), textcoords="offset points",
-            va="center", fontsize=8.5, color=MUTED,
-        )  # fmt: skip
+            f"{share:.1f} %" if share < 9.95 else f"{share:.0f} %",
+            (share, i),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8.5,
+            color=MUTED,
+        )
     tick(axes.yaxis, range(len(layers)), lambda i: f"{layers[i]['layer']} {layers[i]['attention']}")
     axes.set(ylim=(len(layers) - 0.4, -0.6), xlim=(0, max(*shares, 1e-9) * 1.35), title=title, xlabel="%")
     bare(axes)

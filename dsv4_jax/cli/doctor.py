@@ -23,9 +23,22 @@ _EXAMPLES = """
   dsv4-jax doctor --json doctor.json   both: for a report of a bug
 """
 _PACKAGES = (
-    "dsv4_jax", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "triton", "numpy", "ml_dtypes",
-    "rich", "matplotlib", "torch", "transformers", "nixl-cu12", "nixl-cu13",
-)  # fmt: skip
+    "dsv4_jax",
+    "jax",
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "jax-triton",
+    "triton",
+    "numpy",
+    "ml_dtypes",
+    "rich",
+    "matplotlib",
+    "torch",
+    "transformers",
+    "nixl-cu12",
+    "nixl-cu13",
+)
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:

@@ -26,7 +26,7 @@ from .options import (
     naming,
     refuse_same,
     start_jax,
-)  # fmt: skip
+)
 from .printing import Progress, present, say
 from .values import given_path, natural, number, positive
 from .weights import FORMS, check, load, taken
@@ -74,10 +74,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     steps = parser.add_argument_group("how it runs")
     steps.add_argument(
-        "--weights", choices=FORMS,
+        "--weights",
+        choices=FORMS,
         help="matrices in this dtype, or released: FP8 and FP4 as they are (default: released if they are FP8, else "
         "float32)",
-    )  # fmt: skip
+    )
     steps.add_argument(
         "--max-batch", type=positive, default=16, metavar="N", help="prompts side by side (default: 16, if they fit)"
     )
@@ -88,25 +89,35 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--decode-steps", type=positive, default=1, metavar="K", help="steps per call: text comes K tokens at a time"
     )
     steps.add_argument(
-        "--drafts", dest="draft_tokens", type=natural, choices=range(4), default=0, metavar="N",
+        "--drafts",
+        dest="draft_tokens",
+        type=natural,
+        choices=range(4),
+        default=0,
+        metavar="N",
         help="tokens that the MTP layer guesses ahead and the model verifies, at most 3 (default: none)",
-    )  # fmt: skip
+    )
     steps.add_argument(
-        "--prefix-caching", action=argparse.BooleanOptionalAction, default=None,
+        "--prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=None,
         help="compute what prompts begin with once (default: if some begin with the same block)",
-    )  # fmt: skip
+    )
     steps.add_argument(
         "--devices", type=positive, default=1, metavar="N", help="to run on, 1, 2, 4 or 8 (default: %(default)s)"
     )
     steps.add_argument(
-        "--tensor", type=positive, metavar="T",
+        "--tensor",
+        type=positive,
+        metavar="T",
         help="of them, have the same prompts and share the heads; the others have prompts of their own (default: all "
         f"up to {LATENCY_REQUESTS} prompts side by side, else 1)",
-    )  # fmt: skip
+    )
     steps.add_argument(
-        "--pool", action="store_true",
+        "--pool",
+        action="store_true",
         help="devices that share the heads share each prompt's blocks too: for contexts that one of them cannot hold",
-    )  # fmt: skip
+    )
     steps.add_argument("--implementation", choices=("xla", "pallas", "cuda"), help="of the cache ops (default: best)")
     add_layout(parser, drafts=False)
     add_json(parser)
@@ -170,13 +181,25 @@ def run(args: argparse.Namespace) -> int:
     cached = engine.found_tokens
     say(speed.in_words(answers, cached, mtp and steps == 1))
     report = {
-        "checkpoint": str(args.checkpoint), "weights": form, "kv_format": layout.kv_row.name,
-        "index_format": layout.index_row.name, "cache_bytes": layout.total_bytes(size),
-        "devices": args.devices, "tensor": tensor, "pool_ranks": size.pool_ranks, "max_batch": shards * size.num_slots,
-        "chunk_tokens": options["chunk_tokens"], "decode_steps": steps,
-        "drafts": args.draft_tokens, "prefix_caching": keeps, "load_s": loaded - began, "compile_s": compiled - loaded,
-        **speed.as_dict(), "cached_tokens": cached, "answers": [answer.as_dict() for answer in answers],
-    }  # fmt: skip
+        "checkpoint": str(args.checkpoint),
+        "weights": form,
+        "kv_format": layout.kv_row.name,
+        "index_format": layout.index_row.name,
+        "cache_bytes": layout.total_bytes(size),
+        "devices": args.devices,
+        "tensor": tensor,
+        "pool_ranks": size.pool_ranks,
+        "max_batch": shards * size.num_slots,
+        "chunk_tokens": options["chunk_tokens"],
+        "decode_steps": steps,
+        "drafts": args.draft_tokens,
+        "prefix_caching": keeps,
+        "load_s": loaded - began,
+        "compile_s": compiled - loaded,
+        **speed.as_dict(),
+        "cached_tokens": cached,
+        "answers": [answer.as_dict() for answer in answers],
+    }
     present(report, args.json, lambda console: None)
     return 0
 
@@ -216,12 +239,15 @@ def _options(args: argparse.Namespace, cfg: DSV4Config, prompts: list[Prompt], s
     while chunk < min(total, args.chunk or _MOST_CHUNK):
         chunk *= 2
     return {
-        "max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed,
+        "max_new_tokens": args.max_new_tokens,
+        "sampling": sampling,
+        "seed": args.seed,
         "chunk_tokens": min(chunk, args.chunk or _MOST_CHUNK),
-        "decode_steps": min(args.decode_steps, args.max_new_tokens), "drafts": drafts,
+        "decode_steps": min(args.decode_steps, args.max_new_tokens),
+        "drafts": drafts,
         "stop_tokens": frozenset(stop_tokens_of(args.checkpoint) if args.stop_tokens is None else args.stop_tokens),
         "implementation": args.implementation,
-    }  # fmt: skip
+    }
 
 
 def _needs(prompts: list[Prompt], new: int, ahead: int, cfg: DSV4Config) -> list[int]:

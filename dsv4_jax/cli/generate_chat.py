@@ -84,9 +84,15 @@ class ChatTemplate:
                 marks beside letters and digits.
         """
         variables = {
-            **self._tokens, "tools": None, "documents": None, "add_generation_prompt": True, "thinking": think,
-            "enable_thinking": think, "strftime_now": datetime.datetime.now().strftime, "raise_exception": _raise,
-        }  # fmt: skip
+            **self._tokens,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            "thinking": think,
+            "enable_thinking": think,
+            "strftime_now": datetime.datetime.now().strftime,
+            "raise_exception": _raise,
+        }
         text = self._put(messages, variables)
         said = {*itertools.chain.from_iterable(_texts(messages))}
 

@@ -68,9 +68,13 @@ class Answer:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "prompt": self.prompt.text, "prompt_tokens": len(self.prompt.tokens), "tokens": self.tokens,
-            "text": self.text, "end": self.end, "first_token_s": self.first_token_s,
-        }  # fmt: skip
+            "prompt": self.prompt.text,
+            "prompt_tokens": len(self.prompt.tokens),
+            "tokens": self.tokens,
+            "text": self.text,
+            "end": self.end,
+            "first_token_s": self.first_token_s,
+        }
 
 
 class Teller:

@@ -39,18 +39,27 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts, all of them together")
     group.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a text; several: several times")
     group.add_argument(
-        "--prompt-file", type=given_path, metavar="FILE",
+        "--prompt-file",
+        type=given_path,
+        metavar="FILE",
         help='a text a line, or (.jsonl) "text", [1, 2, 3], {"prompt": "text"} or {"tokens": [1, 2, 3]}',
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--tokens", type=_ids_or_file, action="append", default=[], metavar="IDS|FILE",
+        "--tokens",
+        type=_ids_or_file,
+        action="append",
+        default=[],
+        metavar="IDS|FILE",
         help="1,2,3 or a .npy of integers; several: several times. Its answer is ids, too",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--chat", nargs="?", choices=("answer", "think"), const="answer",
+        "--chat",
+        nargs="?",
+        choices=("answer", "think"),
+        const="answer",
         help="texts are questions, put as the checkpoint has learnt them; think: it reasons first (without a chat "
         "template no text about effort is put: low effort, high for a preview checkpoint)",
-    )  # fmt: skip
+    )
 
 
 def given_prompts(args: argparse.Namespace) -> list[Given]:

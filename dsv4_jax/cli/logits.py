@@ -47,20 +47,22 @@ _MANY_STEPS = 64  # of one token: they pay for a step of their own
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = add_command(
-        commands, "logits", "teacher-forced logits of a token array", __doc__, _EXAMPLES,
-    )  # fmt: skip
+    parser = add_command(commands, "logits", "teacher-forced logits of a token array", __doc__, _EXAMPLES)
     parser.add_argument("--checkpoint", type=given_path, required=True, metavar="DIR", help="config.json, safetensors")
     parser.add_argument("--tokens", type=given_path, required=True, metavar="FILE", help=".npy, 1-D integers")
     parser.add_argument("--out", type=output_file, required=True, metavar="FILE", help=".npy, float32 [tokens, vocab]")
     parser.add_argument(
-        "--chunks", type=chunk_sizes, metavar="N,N,...",
+        "--chunks",
+        type=chunk_sizes,
+        metavar="N,N,...",
         help="tokens of each step, the last repeated as needed (default: all at once)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--index-qat", action=argparse.BooleanOptionalAction, default=None,
+        "--index-qat",
+        action=argparse.BooleanOptionalAction,
+        default=None,
         help="Hadamard rotation and FP4 round trip in the indexer (default: if the index format needs it)",
-    )  # fmt: skip
+    )
     parser.add_argument("--implementation", choices=("xla", "pallas", "cuda"), help="of the cache ops (default: best)")
     add_weights(parser)
     add_layout(parser)
@@ -84,10 +86,15 @@ def run(args: argparse.Namespace) -> int:
     with open_output(args.out) as file:
         np.save(file, logits)
     report = {
-        "out": str(args.out), "tokens": len(tokens), "chunks": len(chunks), "vocab": cfg.vocab_size,
-        "kv_format": layout.kv_row.name, "index_format": layout.index_row.name, "cache_bytes": cache_bytes,
+        "out": str(args.out),
+        "tokens": len(tokens),
+        "chunks": len(chunks),
+        "vocab": cfg.vocab_size,
+        "kv_format": layout.kv_row.name,
+        "index_format": layout.index_row.name,
+        "cache_bytes": cache_bytes,
         "seconds": round(seconds, 3),
-    }  # fmt: skip
+    }
     said = f"{args.out}: logits of {len(tokens)} tokens in {len(chunks)} chunks, {seconds:.1f} s"
     present(report, args.json, lambda console: console.print(said, markup=False))
     return 0
@@ -106,9 +113,11 @@ def feed(
     size = CacheSize(num_blocks=columns, num_slots=1, max_blocks_per_request=columns)
     cache = init_cache(layout, size)
     step = jax.jit(
-        forward, donate_argnames="cache", static_argnames=("index_qat", "implementation"),
+        forward,
+        donate_argnames="cache",
+        static_argnames=("index_qat", "implementation"),
         compiler_options=compiler_options(len(tokens)),
-    )  # fmt: skip
+    )
     out = np.empty((len(tokens), layout.cfg.vocab_size), np.float32)
     at = blocks = 0
     with Progress("chunks", len(chunks)) as progress:

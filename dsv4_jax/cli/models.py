@@ -17,9 +17,12 @@ BUILT_IN = ("flash", "pro", "tiny")
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", type=_name, default="flash", metavar="NAME|PATH",
+        "--model",
+        type=_name,
+        default="flash",
+        metavar="NAME|PATH",
         help="flash, pro, tiny, or a config.json or its folder (default: flash)",
-    )  # fmt: skip
+    )
 
 
 def _name(text: str) -> str:

@@ -20,10 +20,24 @@ from .printing import one_line, say
 from .values import json_file, natural, positive, short
 
 __all__ = [
-    "EXIT_STATUS", "FAILURES", "LATENCY_REQUESTS", "LAYOUT_FIELDS", "PROGRAM", "Parser", "add_command", "add_json",
-    "add_layout", "check_devices", "device_bytes", "devices_sharing_heads", "layout_from", "memory_bytes", "naming",
-    "refuse_same", "start_jax",
-]  # fmt: skip
+    "EXIT_STATUS",
+    "FAILURES",
+    "LATENCY_REQUESTS",
+    "LAYOUT_FIELDS",
+    "PROGRAM",
+    "Parser",
+    "add_command",
+    "add_json",
+    "add_layout",
+    "check_devices",
+    "device_bytes",
+    "devices_sharing_heads",
+    "layout_from",
+    "memory_bytes",
+    "naming",
+    "refuse_same",
+    "start_jax",
+]
 
 PROGRAM = "dsv4-jax"
 EXIT_STATUS = {
@@ -87,16 +101,22 @@ def add_command(
     failed = f"; 1 {fails}" if fails else ""
     end = f"exit status: 0 done{failed}; 2 refused (more: {PROGRAM} --help)"
     return commands.add_parser(
-        name, help=summary, description=said[:1].upper() + said[1:],
+        name,
+        help=summary,
+        description=said[:1].upper() + said[1:],
         epilog=f"examples:\n{examples.strip(chr(10))}\n\n{end}\nthe same: python -m dsv4_jax {name}",
-    )  # fmt: skip
+    )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json", nargs="?", const="-", type=json_file, metavar="FILE",
+        "--json",
+        nargs="?",
+        const="-",
+        type=json_file,
+        metavar="FILE",
         help="print JSON and nothing else, or write it to FILE (.json) beside printing the table",
-    )  # fmt: skip
+    )
 
 
 def add_layout(

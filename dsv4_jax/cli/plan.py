@@ -29,11 +29,17 @@ _EXAMPLES = """
   dsv4-jax plan --model ckpt --hbm 40e9 --requests 32 --context 1M --kv-format bf16 --index-format bf16 --json
 """
 _FIELDS = {
-    **LAYOUT_FIELDS, "hbm_bytes": "--hbm", "max_requests": "--requests", "max_context": "--context",
-    "num_snapshots": "--snapshots", "snapshot_fraction": "--snapshot-fraction", "CacheSize": "the size",
-    "CacheSize.num_blocks": "the number of blocks", "CacheSize.num_slots": "the number of slots",
+    **LAYOUT_FIELDS,
+    "hbm_bytes": "--hbm",
+    "max_requests": "--requests",
+    "max_context": "--context",
+    "num_snapshots": "--snapshots",
+    "snapshot_fraction": "--snapshot-fraction",
+    "CacheSize": "the size",
+    "CacheSize.num_blocks": "the number of blocks",
+    "CacheSize.num_slots": "the number of slots",
     "CacheSize.num_snapshots": "the number of snapshots",
-}  # fmt: skip
+}
 _LIMITS = {
     "blocks": "memory is used up, most of it by blocks: entries and index keys, which grow with the tokens",
     "slots": "memory is used up, most of it by slots: windows and compressor state, which grow with the requests",
@@ -51,28 +57,41 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     states = parser.add_mutually_exclusive_group()
     states.add_argument("--snapshots", type=natural, metavar="N", help="extra slots for states that prefix hits end at")
     states.add_argument(
-        "--snapshot-fraction", type=fraction, metavar="F",
+        "--snapshot-fraction",
+        type=fraction,
+        metavar="F",
         help=f"of the bytes of blocks and snapshots (default: {SNAPSHOT_FRACTION})",
-    )  # fmt: skip
+    )
     parser.add_argument("--plot", type=picture_file, metavar="PNG", help="draw requests over context for this memory")
     parser.add_argument(
-        "--weights", choices=FORMS,
+        "--weights",
+        choices=FORMS,
         help="--hbm is for the model's weights too, without MTP layers, in this dtype or as released (default: "
         "for the cache alone)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--devices", type=positive, default=1, metavar="N",
+        "--devices",
+        type=positive,
+        default=1,
+        metavar="N",
         help="that share the weights, each of them with --hbm bytes (default: %(default)s)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--tensor", type=positive, default=1, metavar="N",
+        "--tensor",
+        type=positive,
+        default=1,
+        metavar="N",
         help="of them, have the same requests and share the heads (default: %(default)s)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--pool-ranks", type=int, choices=(1, 2, 4, 8), default=1, metavar="N",
+        "--pool-ranks",
+        type=int,
+        choices=(1, 2, 4, 8),
+        default=1,
+        metavar="N",
         help="devices that share each request's blocks, each with --hbm bytes: 1, 2, 4 or 8; with --devices those of "
         "--tensor (default: %(default)s)",
-    )  # fmt: skip
+    )
     add_layout(parser)
     add_json(parser)
     parser.set_defaults(run=run)
@@ -95,9 +114,14 @@ def run(args: argparse.Namespace) -> int:
     given = ", ".join(f"--{name}" for name in ("hbm", "requests", "context") if getattr(args, name) is not None)
     with naming(fields=_FIELDS | {"too large a cache": f"{given}: too large a cache"}):
         answer = capacity(
-            layout, hbm_bytes=args.hbm, max_requests=requests, max_context=args.context, weight_bytes=weights,
-            pool_ranks=args.pool_ranks, **states,
-        )  # fmt: skip
+            layout,
+            hbm_bytes=args.hbm,
+            max_requests=requests,
+            max_context=args.context,
+            weight_bytes=weights,
+            pool_ranks=args.pool_ranks,
+            **states,
+        )
     if args.plot:
         draw(answer, args.model, human(answer.hbm_bytes or answer.total_bytes), args.plot, **states)
     held = {"weights": args.weights, "devices": args.devices, "tensor": args.tensor} if args.weights else {}

@@ -39,7 +39,7 @@ def picture(answer: Capacity, model: str, memory: str, **snapshots: Any) -> Any:
         plan = f"this plan: {answer.full_requests:,} requests of {binary(answer.max_context)} tokens"
         axes.plot(
             answer.max_context, answer.full_requests, "D", color=COLOURS[1], markersize=8, clip_on=False, label=plan
-        )  # fmt: skip
+        )
         axes.set(xscale="log", yscale="log", xlabel="context of each request, tokens", ylabel="requests at once")
         for context, fit in zip(contexts, fits, strict=True):
             if context != answer.max_context:

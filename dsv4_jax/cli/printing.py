@@ -90,9 +90,15 @@ class Progress:
         self._start = time.monotonic()
         console = Console(stderr=True)
         self._bar = Bar(
-            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal,
-        )  # fmt: skip
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
         self._task = self._bar.add_task(what, total=total)
         self._over = threading.Event()
         self._lines = threading.Thread(target=self._print_lines, daemon=True) if self._bar.disable else None

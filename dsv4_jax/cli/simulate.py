@@ -58,9 +58,13 @@ same ones for every tenant), turns, system, question, answer (tokens), rate (cha
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = add_command(
-        commands, "simulate", "a request trace through the manager, without a device", __doc__, _EXAMPLES,
+        commands,
+        "simulate",
+        "a request trace through the manager, without a device",
+        __doc__,
+        _EXAMPLES,
         fails="a request held what it should not: a bug of the manager",
-    )  # fmt: skip
+    )
     parser.add_argument("trace", nargs="?", type=given_path, metavar="TRACE", help="JSON lines; - for stdin")
     trace = parser.add_argument_group("trace")
     trace.add_argument("--generate", metavar="NAME=VALUE,...", help="make a trace up instead ('': all defaults)")
@@ -81,9 +85,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_hosts(parser)
     several = parser.add_argument_group("comparison")
     several.add_argument(
-        "--compare", type=variant, action="append", metavar="'NAME: OPTIONS'",
+        "--compare",
+        type=variant,
+        action="append",
+        metavar="'NAME: OPTIONS'",
         help="run this variant; several are put side by side ('NAME:' alone: as the command line says)",
-    )  # fmt: skip
+    )
     several.add_argument(
         "--bound", action="store_true", help="also say what a clairvoyant cache of this memory could find"
     )
@@ -98,10 +105,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     if (args.trace is None) == (args.generate is None):
         args.refuse("give either a TRACE or --generate")
-    refuse_same({
-        "TRACE": args.trace, "--model": model_file(args.model), "--save-trace": args.save_trace, "--plot": args.plot,
-        "--json": args.json,
-    })  # fmt: skip
+    refuse_same(
+        {
+            "TRACE": args.trace,
+            "--model": model_file(args.model),
+            "--save-trace": args.save_trace,
+            "--plot": args.plot,
+            "--json": args.json,
+        }
+    )
     variants = args.compare or [Variant("", "", {})]
     if len({each.name for each in variants}) < len(variants):
         args.refuse("argument --compare: two variants have the same name")
@@ -124,9 +136,7 @@ def run(args: argparse.Namespace) -> int:
             ):
                 answer = report(simulate(trace, server, on_done=progress.advance))
             runs.append({"name": each.name, "options": each.text, **_with_bounds(answer, turns, trace, server)})
-    result = {
-        "model": args.model, "title": f"{args.model}: {_memory(runs)}", "linked_outputs": linked, "runs": runs,
-    }  # fmt: skip
+    result = {"model": args.model, "title": f"{args.model}: {_memory(runs)}", "linked_outputs": linked, "runs": runs}
     if args.plot:
         draw(result, args.plot)
     present(result, args.json, lambda console: console.print(table(result)))
@@ -166,9 +176,12 @@ def _trace(args: argparse.Namespace) -> tuple[list[TraceRequest], int]:
     else:
         with _lines(args.trace) as file, naming("TRACE"):
             trace = read_trace(
-                file, source=str(args.trace), trace_block_tokens=args.trace_block_tokens,
-                timestamp_unit={"ms": 1e-3, "s": 1.0}[args.timestamp_unit], limit=args.limit,
-            )  # fmt: skip
+                file,
+                source=str(args.trace),
+                trace_block_tokens=args.trace_block_tokens,
+                timestamp_unit={"ms": 1e-3, "s": 1.0}[args.timestamp_unit],
+                limit=args.limit,
+            )
     linked = 0
     if args.link_outputs:
         trace, linked = link_outputs(trace, trace_block_tokens=args.trace_block_tokens)

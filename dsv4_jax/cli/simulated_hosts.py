@@ -31,9 +31,11 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     hosts = parser.add_argument_group("several hosts, each one as the options above say")
     hosts.add_argument("--prefill-hosts", type=positive, metavar="N", help="hosts that compute prompts, and ...")
     hosts.add_argument(
-        "--decode-hosts", type=positive, metavar="M",
+        "--decode-hosts",
+        type=positive,
+        metavar="M",
         help="hosts that decode what these hand over; the same trace also runs on N + M hosts that do both",
-    )  # fmt: skip
+    )
     hosts.add_argument(
         "--network", type=byte_rate, metavar="RATE", help="of each host's card, in and out each (default: 50GB/s)"
     )
@@ -48,8 +50,10 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
 
 def check_hosts(args: argparse.Namespace) -> bool:
     """Whether there are several hosts. Refuses options that do not go together."""
-    given = {f"--{name}": getattr(args, name.replace("-", "_")) is not None
-             for name in ("prefill-hosts", "decode-hosts", "network", "latency", "speed")}  # fmt: skip
+    given = {
+        f"--{name}": getattr(args, name.replace("-", "_")) is not None
+        for name in ("prefill-hosts", "decode-hosts", "network", "latency", "speed")
+    }
     if not (given["--prefill-hosts"] and given["--decode-hosts"]):
         if wrong := next((name for name, there in given.items() if there), None):
             args.refuse(f"argument {wrong}: goes with both --prefill-hosts and --decode-hosts")
@@ -79,10 +83,13 @@ def run_hosts(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[Tra
             faster = [dataclasses.replace(each, arrival=(each.arrival - trace[0].arrival) / speed) for each in trace]
             runs.append({"name": name, "speed": speed, **hosts_report(simulated(faster))})
     result = {
-        "model": args.model, "title": _title(args, server, link), "linked_outputs": linked,
+        "model": args.model,
+        "title": _title(args, server, link),
+        "linked_outputs": linked,
         "hosts": {"prefill": prefill, "decode": decode, "joint": prefill + decode},
-        "network": dataclasses.asdict(link), "runs": runs,
-    }  # fmt: skip
+        "network": dataclasses.asdict(link),
+        "runs": runs,
+    }
     if args.plot:
         draw(result, args.plot)
     present(result, args.json, lambda console: console.print(_table(result)))
@@ -122,11 +129,19 @@ def _table(result: dict[str, Any]) -> Table:
         first, token = run["seconds"]["first_token"], run["seconds"]["per_output_token"]
         sent = run["network"]["bytes"]
         table.add_row(
-            run["name"], f"{run['requests']['per_second']:.2f}", _seconds(first["p50"]), _seconds(first["p95"]),
-            f"{1e3 * token['p50']:,.1f}", f"{1e3 * token['p95']:,.1f}",
-            f"{1e3 * run['seconds']['token_gap']['p99']:,.1f}", f"{run['per_second']['output_tokens']:,.0f}",
-            f"{run['hits']['rate']:.1%}", f"{sent / 1e9:,.1f}" if sent else "", run["bound"], end_section=i % 2 == 1,
-        )  # fmt: skip
+            run["name"],
+            f"{run['requests']['per_second']:.2f}",
+            _seconds(first["p50"]),
+            _seconds(first["p95"]),
+            f"{1e3 * token['p50']:,.1f}",
+            f"{1e3 * token['p95']:,.1f}",
+            f"{1e3 * run['seconds']['token_gap']['p99']:,.1f}",
+            f"{run['per_second']['output_tokens']:,.0f}",
+            f"{run['hits']['rate']:.1%}",
+            f"{sent / 1e9:,.1f}" if sent else "",
+            run["bound"],
+            end_section=i % 2 == 1,
+        )
     return table
 
 

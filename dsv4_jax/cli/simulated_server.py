@@ -23,9 +23,14 @@ __all__ = ["DEFAULTS", "Variant", "add_server", "room", "server_from", "variant"
 DEFAULTS: dict[str, Any] = dict.fromkeys(
     ("blocks", "hbm", "context", "snapshots", "snapshot_fraction", "host", "host_pages")
 ) | {
-    "max_requests": 64, "policy": WritePolicy.write_back(), "snapshots_at": placement(DEFAULT_PLACEMENT),
-    "order": "worth", "token_budget": 8192, "step_time": StepTime(), "every_step": False,
-}  # fmt: skip
+    "max_requests": 64,
+    "policy": WritePolicy.write_back(),
+    "snapshots_at": placement(DEFAULT_PLACEMENT),
+    "order": "worth",
+    "token_budget": 8192,
+    "step_time": StepTime(),
+    "every_step": False,
+}
 # Options of which a variant's replaces those of the command line.
 _INSTEAD = (("hbm", "blocks"), ("snapshots", "snapshot_fraction"), ("host", "host_pages"))
 
@@ -47,9 +52,11 @@ class Variant:
     def of(self, args: argparse.Namespace) -> argparse.Namespace:
         """The command line's arguments with these options instead."""
         cleared = {
-            other: None for pair in _INSTEAD for given, other in (pair, pair[::-1])
+            other: None
+            for pair in _INSTEAD
+            for given, other in (pair, pair[::-1])
             if self.options.get(given) is not None and other not in self.options
-        }  # fmt: skip
+        }
         return argparse.Namespace(**{**vars(args), **cleared, **self.options})
 
 
@@ -84,26 +91,32 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--max-requests", type=positive, metavar="N", help="live at once (default: 64)")
     states = size.add_mutually_exclusive_group()
     states.add_argument(
-        "--snapshot-fraction", type=fraction, metavar="F",
+        "--snapshot-fraction",
+        type=fraction,
+        metavar="F",
         help=f"share of the bytes cached on the device that states get (default: {SNAPSHOT_FRACTION})",
-    )  # fmt: skip
+    )
     states.add_argument("--snapshots", type=natural, metavar="N", help="slots for states on the device")
     size.add_argument("--host", type=byte_count, metavar="BYTES", help="for the host tier (default: none)")
     size.add_argument("--host-pages", type=natural, metavar="N", help="instead of --host")
     policy = parser.add_argument_group("policy")
     policy.add_argument(
-        "--policy", type=_write_policy, metavar="NAME",
+        "--policy",
+        type=_write_policy,
+        metavar="NAME",
         help="none (no caching), write_back (default), write_through, or selective:N (blocks with N hits)",
-    )  # fmt: skip
+    )
     policy.add_argument("--order", choices=sorted(ORDERS), help="of eviction (default: worth)")
     policy.add_argument("--snapshots-at", type=placement, metavar="LIST", help=PLACEMENT_HELP)
     step = parser.add_argument_group("server")
     step.add_argument("--token-budget", type=positive, metavar="N", help="of a step (default: 8192)")
     step.add_argument(
-        "--step-time", type=_step_time, metavar="NAME=VALUE,...",
+        "--step-time",
+        type=_step_time,
+        metavar="NAME=VALUE,...",
         help="constants of the step's time instead of those measured for Flash on one H200, attention alone: "
         + ", ".join(f"{field.name} ({field.default:.3g})" for field in dataclasses.fields(StepTime)),
-    )  # fmt: skip
+    )
     step.add_argument(
         "--every-step", action="store_true", help="plan every decode step (slower; all but CPU times stay the same)"
     )
@@ -127,10 +140,16 @@ def _size_options(args: argparse.Namespace) -> dict[str, str]:
     snapshots = "--snapshot-fraction" if args.snapshots is None else "--snapshots"
     context = "--context, " if args.context else ""
     options = {"num_blocks": blocks, "num_slots": "--max-requests", "num_snapshots": snapshots}
-    return {f"CacheSize.{field}": option for field, option in options.items()} | options | {
-        "CacheSize": "--max-requests, --snapshots", "num_pages": "--host-pages" if args.host is None else "--host",
-        "host_bytes": "--host", "pool": f"{context}{blocks}, --max-requests, {snapshots}: pool",
-    }  # fmt: skip
+    return (
+        {f"CacheSize.{field}": option for field, option in options.items()}
+        | options
+        | {
+            "CacheSize": "--max-requests, --snapshots",
+            "num_pages": "--host-pages" if args.host is None else "--host",
+            "host_bytes": "--host",
+            "pool": f"{context}{blocks}, --max-requests, {snapshots}: pool",
+        }
+    )
 
 
 def _server(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[TraceRequest]) -> Server:

@@ -18,9 +18,11 @@ FORMS = ("float32", "bfloat16", "released")
 
 def add_weights(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--weights", choices=FORMS, default="float32",
+        "--weights",
+        choices=FORMS,
+        default="float32",
         help="matrices in this dtype, or released: FP8 and FP4 as they are (default: %(default)s)",
-    )  # fmt: skip
+    )
 
 
 def check(checkpoint: pathlib.Path, cfg: DSV4Config, weights: str, *, mtp: bool = False) -> None:
@@ -48,9 +50,13 @@ def load(
 
     with naming("--checkpoint"), Progress("MiB of weights") as progress:
         return load_hf(
-            checkpoint, weights=weights, packed=weights == "released", mtp=mtp, mesh=mesh,
+            checkpoint,
+            weights=weights,
+            packed=weights == "released",
+            mtp=mtp,
+            mesh=mesh,
             progress=lambda done, total: progress.update(done=done >> 20, total=total >> 20),
-        )  # fmt: skip
+        )
 
 
 def taken(cfg: DSV4Config, weights: str, devices: int = 1, tensor: int = 1, *, mtp: bool = False) -> int:

@@ -58,9 +58,13 @@ class Host:
         self.told: Callable[[Job], object] | None = None
         self.result = Simulation(server)
         self.manager = KVCacheManager(
-            server.layout, server.size, policy=server.policy, host=server.host, events=events,
+            server.layout,
+            server.size,
+            policy=server.policy,
+            host=server.host,
+            events=events,
             clock=lambda: self.result.now,
-        )  # fmt: skip
+        )
         self.line: collections.deque[Job] = collections.deque()  # not admitted
         self.live: dict[Request, Job] = {}
         self.active: dict[Request, Job] = {}  # of the live ones, those that `schedule` decides about
@@ -251,9 +255,11 @@ class Host:
         prefill = sum([count for _, count in chunks])
         time_of = self.server.step_time
         computing = time_of.computing(
-            decodes, glide_context + sum([start for start, count in others if count == 1]),
-            prefill, sum([count * start + count * (count - 1) // 2 for start, count in chunks]),
-        )  # fmt: skip
+            decodes,
+            glide_context + sum([start for start, count in others if count == 1]),
+            prefill,
+            sum([count * start + count * (count - 1) // 2 for start, count in chunks]),
+        )
         seconds = time_of.seconds(computing, moved.loaded, moved.stored)
         self.pairs, self.ends = pairs, result.now + seconds
         result.busy, result.waited = result.busy + seconds, result.waited + seconds - computing

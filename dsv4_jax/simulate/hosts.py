@@ -189,14 +189,15 @@ class _World:
             call()
         receivers = [node.receiver for node in nodes if node.receiver is not None]
         return HostsRun(
-            [Handed(job, self.prompts.get(job.index)) for job in self.jobs], self.rejected,
+            [Handed(job, self.prompts.get(job.index)) for job in self.jobs],
+            self.rejected,
             [(node.kind, node.host.finish()) for node in nodes],
             network,
             records=sum((receiver.records for receiver in receivers), collections.Counter[str]()),
             whole=sum(receiver.whole for receiver in receivers),
             given_up=sum((receiver.given_up for receiver in receivers), collections.Counter[str]()),
             held=sum(node.held(self.now + 2 * LEASE) for node in nodes),
-        )  # fmt: skip
+        )
 
 
 class _Node:

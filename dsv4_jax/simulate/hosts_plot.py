@@ -10,8 +10,10 @@ from ..plotting import COLOURS, figure, legend_below, model_title, plain_log, sa
 __all__ = ["draw", "picture"]
 
 _HEIGHT = 4.2  # inches
-_PANELS = (("Time to the first token", "first_token", 1.0, "seconds"),
-           ("Time of each further token, by request", "per_output_token", 1e3, "milliseconds"))  # fmt: skip
+_PANELS = (
+    ("Time to the first token", "first_token", 1.0, "seconds"),
+    ("Time of each further token, by request", "per_output_token", 1e3, "milliseconds"),
+)
 
 
 def draw(result: dict[str, Any], path: pathlib.Path) -> None:

@@ -67,7 +67,7 @@ def hosts_report(run: HostsRun) -> dict[str, Any]:
             "wrong_units": sum(host.shadow.wrong for _, host in run.hosts),
             "held_units": run.held,
         },
-    }  # fmt: skip
+    }
 
 
 def _parts(handed: Handed) -> tuple[float, ...]:

@@ -83,7 +83,7 @@ def report(result: Simulation) -> dict[str, Any]:
         "cpu": {"step": _spread(result.step_cpu), "admission": _spread(result.admission_cpu)},
         "bound": None,
         "timeline": result.timeline.columns(),
-    }  # fmt: skip
+    }
 
 
 def with_bounds(answer: dict[str, Any], found: Bounds) -> dict[str, Any]:
@@ -119,6 +119,8 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
         return {"mean": 0.0, "p50": 0.0, "p99": 0.0, "max": 0.0}
     data = np.array(values)
     return {
-        "mean": float(data.mean()), "p50": float(np.quantile(data, 0.5)),
-        "p99": float(np.quantile(data, 0.99)), "max": float(data.max()),
-    }  # fmt: skip
+        "mean": float(data.mean()),
+        "p50": float(np.quantile(data, 0.5)),
+        "p99": float(np.quantile(data, 0.99)),
+        "max": float(data.max()),
+    }

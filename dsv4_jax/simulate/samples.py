@@ -19,10 +19,13 @@ def note_peaks(result: Simulation, stats: ManagerStats) -> None:
 def sample(totals: Totals, stats: ManagerStats) -> dict[str, float]:
     """What a `Timeline` has of one moment, but for who is there."""
     numbers: dict[str, float] = {
-        "prompt_tokens": totals.prompt, "hit_device_tokens": totals.hit - totals.hit_host,
-        "hit_host_tokens": totals.hit_host, "recomputed_tokens": totals.recomputed,
-        "answered": totals.answered, "waited_seconds": totals.waited,
-    }  # fmt: skip
+        "prompt_tokens": totals.prompt,
+        "hit_device_tokens": totals.hit - totals.hit_host,
+        "hit_host_tokens": totals.hit_host,
+        "recomputed_tokens": totals.recomputed,
+        "answered": totals.answered,
+        "waited_seconds": totals.waited,
+    }
     for name, pool in stats.cache.pools.items():
         numbers[f"{name}_used"] = _in_use(name, pool)
         numbers[f"{name}_cached"] = pool.total - pool.free - _in_use(name, pool)

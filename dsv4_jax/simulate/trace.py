@@ -144,9 +144,11 @@ def write_trace(requests: Iterable[TraceRequest], file: IO[str]) -> None:
     """Writes requests in the native form."""
     for request in requests:
         fields: dict[str, Any] = {
-            "arrival": request.arrival, "prompt": [run.plain for run in request.prompt],
-            "output": [run.plain for run in request.output], "tenant": request.tenant,
-        }  # fmt: skip
+            "arrival": request.arrival,
+            "prompt": [run.plain for run in request.prompt],
+            "output": [run.plain for run in request.output],
+            "tenant": request.tenant,
+        }
         json.dump(fields, file)
         file.write("\n")
 

@@ -54,7 +54,15 @@ def test_usage_errors(capsys):
     refused(
         capsys, ["plan", "--hbm", "1e9"], "give at least two of --hbm, --requests and --context (missing: --requests"
     )
-    refused(capsys, ["plan", "--hbm", "1MiB", "--requests", "9"], "error: --hbm: 1048576 bytes are too few")
+    refused(
+        capsys, ["plan", "--hbm", "1MiB", "--requests", "9"], "error: --hbm: 1.00 MiB are too few", " MiB are missing"
+    )
+    for argv in (["plan", "--hbm", "80", "--requests", "9"], ["simulate", "--generate", "", "--host", "80"]):
+        refused(
+            capsys,
+            argv,
+            f"argument {argv[-2] if argv[0] == 'simulate' else '--hbm'}: '80' is 80 bytes, did you mean 80GiB?",
+        )
     refused(capsys, ["plan", "--hbm", "1e9", "--request", "9"], "'--request', did you mean --requests?")
     refused(capsys, ["doctor", "extra"], "doctor: error: unknown argument 'extra' (see")
     refused(capsys, ["plan", "--requests", 2**31 - 1, "--context", "1M"], "--requests, --context: too large a cache")
@@ -83,7 +91,12 @@ def test_plan(capsys, tmp_path, checkpoint):
     assert with_weights["total_bytes"] + with_weights["weight_bytes"] + with_weights["leftover_bytes"] == 240 * 2**30
     assert main([*argv[:3], "--requests", "1", "--context", "128K", "--weights", "bfloat16"]) == 0
     assert "529.69 GiB" in capsys.readouterr().out
-    refused(capsys, [*argv, "--weights", "released"], "--hbm: 85899345920 bytes are too few: weights take 156")
+    refused(
+        capsys,
+        [*argv, "--weights", "released"],
+        "--hbm: 80.00 GiB are too few: weights take 145.29 GiB, ",
+        "--devices 2",
+    )
     refused(capsys, ["plan", "--model", "tiny", *argv[3:], "--weights", "released"], "--weights: wq_a [32, 64]: fp8")
     two = [*argv[:3], "--hbm", "141GB", "--context", "128K", "--weights", "released", "--devices", "2"]
     assert main([*two, "--json"]) == 0
@@ -116,23 +129,30 @@ def test_doctor_says_each_thing_once(capsys, monkeypatch):
     state = {"append": "usable", "attend": reason.format("attend"), "top_k": reason.format("top_k")}
     gpu = {"kind": "H", "compute_capability": "8.9", "memories": ["device"]}
     report = doctor.examine() | {
-        "devices": [gpu | {"id": i} for i in range(8)], "native": {"cuda": "usable", "cpu": "usable"},
+        "devices": [gpu | {"id": i} for i in range(8)],
+        "native": {"cuda": "usable", "cpu": "usable"},
         "implementations": {op: {"cuda": cuda, "triton": "no kernel"} for op, cuda in state.items()},
         "cuda_build": {"toolkit": "13.0", "least_driver": "580", "driver_runs": "13.1"},
         "cuda_code": {
             **{op: {"capabilities": ["9.0"], "problem": None} for op in state},
             "swap": {"capabilities": ["8.0", "9.0"], "problem": None},
         },
-    }  # fmt: skip
+    }
     monkeypatch.setattr(doctor, "examine", lambda: report)
     monkeypatch.setenv("COLUMNS", "150")
     assert main(["doctor"]) == 0
     table = capsys.readouterr().out
     for once in (
-        "devices 0 to 7", "H, compute capability 8.9, memories device", "usable: append ", "no kernel",
-        "the kernel in /x.so is built for 9.0: attend, top_k", "built with CUDA 13.0 (needs a driver of 580 or later)",
-        "this driver runs CUDA 13.1", "capability 9.0: append, attend, top_k", "capability 8.0, 9.0: swap",
-    ):  # fmt: skip
+        "devices 0 to 7",
+        "H, compute capability 8.9, memories device",
+        "usable: append ",
+        "no kernel",
+        "the kernel in /x.so is built for 9.0: attend, top_k",
+        "built with CUDA 13.0 (needs a driver of 580 or later)",
+        "this driver runs CUDA 13.1",
+        "capability 9.0: append, attend, top_k",
+        "capability 8.0, 9.0: swap",
+    ):
         assert table.count(once) == 1, (once, table)
     monkeypatch.setattr(doctor, "examine", lambda: report | {"problem": "jax finds no [device]"})
     assert main(["doctor"]) == 1 and "jax finds no [device]" in capsys.readouterr().out
@@ -213,9 +233,13 @@ def test_interrupt(tmp_path, checkpoint):
         "from dsv4_jax.cli import entry; print('started', flush=True); entry()"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, arguments)], stderr=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, env=os.environ | {"XLA_FLAGS": ""}, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-c", program, *map(str, arguments)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"XLA_FLAGS": ""},
+        start_new_session=True,
+    )
     assert process.stdout.readline() == "started\n"
     time.sleep(3)
     assert process.poll() is None

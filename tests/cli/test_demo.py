@@ -69,16 +69,32 @@ def _report(**changes) -> dict:
         for i in range(4)
     ]
     quantised = {
-        "kv_format": "fp8", "index_format": "fp4", "layers": layers, "kl_nats": 0.015,
-        "kl_nats_between_neighbours": 0.7, "same_likeliest_token": 0.9, "experts": "by router",
-        "bytes_per_token": 31.5, "float32_bytes_per_token": 104.0,
-    }  # fmt: skip
+        "kv_format": "fp8",
+        "index_format": "fp4",
+        "layers": layers,
+        "kl_nats": 0.015,
+        "kl_nats_between_neighbours": 0.7,
+        "same_likeliest_token": 0.9,
+        "experts": "by router",
+        "bytes_per_token": 31.5,
+        "float32_bytes_per_token": 104.0,
+    }
     speed = {"of": "the CPU reference", "prefill_tokens_per_s": 1.0, "decode_tokens_per_s": 2.0}
     return {
-        "passed": True, "verdict": "it equals", "max_logit_difference": 1e-6, "tolerance": 1e-4, "largest_logit": 5.0,
-        "tokens": 766, "same_likeliest_token": 766, "model": "a/b", "random": False, "requests": requests,
-        "quantised": quantised, "speed": speed, "written": [],
-    } | changes  # fmt: skip
+        "passed": True,
+        "verdict": "it equals",
+        "max_logit_difference": 1e-6,
+        "tolerance": 1e-4,
+        "largest_logit": 5.0,
+        "tokens": 766,
+        "same_likeliest_token": 766,
+        "model": "a/b",
+        "random": False,
+        "requests": requests,
+        "quantised": quantised,
+        "speed": speed,
+        "written": [],
+    } | changes
 
 
 def _said(report: dict) -> str:

@@ -24,9 +24,7 @@ from dsv4_jax.manager import KVCacheManager
 
 from ..model import released
 
-CFG = DSV4Config.tiny(
-    layer_types=(AttentionType.CSA,), hc_sinkhorn_iters=1, vocab_size=300, num_mtp_layers=1
-)  # fmt: skip
+CFG = DSV4Config.tiny(layer_types=(AttentionType.CSA,), hc_sinkhorn_iters=1, vocab_size=300, num_mtp_layers=1)
 BEGIN, END = "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"
 USER, ASSISTANT = "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"
 SPECIAL = [BEGIN, END, USER, ASSISTANT, "<think>", "</think>"]
@@ -278,8 +276,7 @@ ASKED = "w\u00ed<y? \u65e5\n"
 TEMPLATES = {
     "{% if tools is not none %}TOOLS{% endif %}{% if documents is not none %}DOCS{% endif %}A": "A",
     "{% if tools is defined and tools is none %}B{% endif %}": "B",
-    "{% for m in messages %}{% generation %}{{ m.content }}{% set x = 1 %}{% endgeneration %}{{ x }};{% endfor %}":
-        f"{ASKED};",
+    "{% for m in messages %}{% generation %}{{ m.content }}{% set x = 1 %}{% endgeneration %}{{ x }};{% endfor %}": f"{ASKED};",
     "{% generation %}\n  {% if add_generation_prompt %}\n  yes\n  {% endif %}\n{% endgeneration %}\nend": "  yes\nend",
     "{{ strftime_now('%Y') | length }}{{ strftime_now('%%') }}": "4%",
     "{% macro f(x) %}{{ strftime_now('%%') }}{{ x }}{% endmacro %}{{ f('a') }}": "%a",
@@ -296,7 +293,7 @@ TEMPLATES = {
     "{{ raise_exception('no') }}": None,
     "{{ messages | tojson(0, 1, 2, 3, 4) }}": None,
     "{{ ''.__class__.__mro__ }}": None,
-}  # fmt: skip
+}
 
 
 def ids_of_chat(path: pathlib.Path, template: str | None, messages: list[dict]) -> list[int]:
@@ -369,11 +366,19 @@ def test_what_users_type_is_never_a_mark(with_text, tmp_path):
         )
         assert ids_of_chat(path, template, asked) == [0, 2, *text, 3, 4]
         assert ids_of_chat(path, template.replace("content", "content | trim"), asked) == [
-            0, 2, *as_bytes(path, content.strip()), 3, 4,
-        ]  # fmt: skip
+            0,
+            2,
+            *as_bytes(path, content.strip()),
+            3,
+            4,
+        ]
         assert ids_of_chat(path, template.replace("content", "content | tojson"), asked) == [
-            0, 2, *as_bytes(path, json.dumps(content, ensure_ascii=False)), 3, 4,
-        ]  # fmt: skip
+            0,
+            2,
+            *as_bytes(path, json.dumps(content, ensure_ascii=False)),
+            3,
+            4,
+        ]
         cut = template.replace("content", "content[1:9]").replace(
             "<\uff5cUser\uff5c>", "{{ messages[0].content | length }}"
         )
@@ -417,9 +422,22 @@ def test_roles_calls_and_results_are_text_too(with_text, tmp_path):
     marked = as_bytes(path, MARKED)
     arguments = as_bytes(path, json.dumps({"a": [MARKED, 1, None]}, ensure_ascii=False))
     assert ids_of_chat(path, template, messages) == [
-        1, *marked, 2, *marked, *as_bytes(path, "<think>"), 2, *marked, *marked, *marked, 4, *arguments, 2, *marked, 5,
-    ]  # fmt: skip
-    with pytest.raises(OptionError, match="--chat: the checkpoint has no chat template: only one question"):
+        1,
+        *marked,
+        2,
+        *marked,
+        *as_bytes(path, "<think>"),
+        2,
+        *marked,
+        *marked,
+        *marked,
+        4,
+        *arguments,
+        2,
+        *marked,
+        5,
+    ]
+    with pytest.raises(OptionError, match=r"--chat: .* has no chat_template\.jinja: only one question"):
         ids_of_chat(path, None, messages)
 
 
@@ -489,12 +507,21 @@ def test_refusals(checkpoint, capsys, tmp_path, monkeypatch):
         (["--tokens", "1", "--drafts", "2", "--chunk", "2"], "--chunk: a token and its 2 drafts are 3, got 2"),
         (["--tokens", "1", "--devices", "8"], "--devices, --tensor: 4 experts do not divide by 8 devices"),
         (["--tokens", "1", "--tensor", "2"], "--tensor: 1 devices do not divide by 2"),
+        (["--tokens", "1", "--implementation", "cuda"], "--implementation: ", "cuda", "cannot run"),
         (["--tokens", "1", "--pool"], "--pool: blocks are shared by devices that share the heads"),
     ):
         refused(capsys, generate(checkpoint, *argv), *parts)
     monkeypatch.setattr(command, "device_bytes", lambda: 10_000)
-    refused(capsys, generate(checkpoint, "--tokens", "1"), "--weights: float32 weights take ", "jax has 10000 of")
+    refused(
+        capsys,
+        generate(checkpoint, "--tokens", "1"),
+        "--weights: float32 weights take ",
+        "jax has 9.77 KiB of",
+        "do not fit on 4 devices either",
+    )
     needed = model.device_bytes(CFG, "float32")
+    monkeypatch.setattr(command, "device_bytes", lambda: needed - 1)
+    refused(capsys, generate(checkpoint, "--tokens", "1"), "--weights: ", "; --devices 2 would hold them")
     monkeypatch.setattr(command, "device_bytes", lambda: needed + 1000)
     refused(capsys, generate(checkpoint, "--tokens", "1"), "--max-new-tokens: a cache for 128 tokens", "has 900 for it")
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
@@ -534,7 +561,7 @@ def test_checkpoints_without_text(checkpoint, with_text, capsys, tmp_path):
     refused(capsys, generate(tmp_path, "--prompt", "a"), "--checkpoint: ", "tokenizer.json is no tokenizer")
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.json").symlink_to(with_text / "tokenizer.json")
-    lacks = "--chat: the checkpoint has no chat template, and DeepSeek-V4's own encoding needs"
+    lacks = f"--chat: {tmp_path} has no chat_template.jinja, and DeepSeek-V4's own encoding needs"
     refused(capsys, generate(tmp_path, "--prompt", "a", "--chat"), f"{lacks} tokenizer_config.json with a bos_token")
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "e"}')
     refused(capsys, generate(tmp_path, "--prompt", "a", "--chat"), f"{lacks} bos_token in tokenizer_config.json")
@@ -594,11 +621,13 @@ class Bytes:
 @pytest.mark.parametrize(
     "ids",
     [
-        [*"déjà \U0001f4a5 vu".encode()], [258, 256, 257, 258, 256, 257, 0xC3, 0xA9], [0xF0, 0x9F, 65, 0x9F, 0xC3],
+        [*"déjà \U0001f4a5 vu".encode()],
+        [258, 256, 257, 258, 256, 257, 0xC3, 0xA9],
+        [0xF0, 0x9F, 65, 0x9F, 0xC3],
         [256, 0xFF, 0xFF, 256, *"\ufffd".encode(), 256, 258, 0xE2, 0x82],
     ],
     ids=["characters", "words", "broken", "replacement"],
-)  # fmt: skip
+)
 def test_pieces_add_up_to_the_text(ids):
     stream, tokenizer = TextStream(Bytes()), Bytes()
     pieces = [stream.add(token) for token in ids]

@@ -195,11 +195,19 @@ def test_a_kept_checkpoint_follows_no_link(tmp_path):
 NUMBERS = [
     (option, value)
     for option in (
-        "--blocks", "--limit", "--trace-block-tokens", "--max-requests", "--snapshots", "--host-pages",
-        "--snapshots-at", "--token-budget", "--block-tokens", "--draft-tokens",
+        "--blocks",
+        "--limit",
+        "--trace-block-tokens",
+        "--max-requests",
+        "--snapshots",
+        "--host-pages",
+        "--snapshots-at",
+        "--token-budget",
+        "--block-tokens",
+        "--draft-tokens",
     )
     for value in ("-1", "1e3", "nan", "", "1_0", "١٢", "0x10", "1.5", str(10**18), str(10**400), DIGITS, "a\nb")
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("option", "value"), NUMBERS, ids=lambda text: repr(text[:12]))
@@ -250,9 +258,25 @@ def test_hostile_shares(value):
 
 @pytest.mark.parametrize(
     "value",
-    ["", "every", "every:", "every:0", "every:x", "doubling:-1", "doubling: ", "prompt,,output", "none,prompt",
-     "prompt:1", "every:4,every:5", "prompt,output,prompt", f"every:{DIGITS}", "every:2**31", "Prompt", "a\nb"],
-)  # fmt: skip
+    [
+        "",
+        "every",
+        "every:",
+        "every:0",
+        "every:x",
+        "doubling:-1",
+        "doubling: ",
+        "prompt,,output",
+        "none,prompt",
+        "prompt:1",
+        "every:4,every:5",
+        "prompt,output,prompt",
+        f"every:{DIGITS}",
+        "every:2**31",
+        "Prompt",
+        "a\nb",
+    ],
+)
 def test_hostile_placements(value, trace):
     refused(simulate(trace, "--blocks", 40, f"--snapshots-at={value}"), "--snapshots-at")
 
@@ -275,11 +299,12 @@ def test_units_that_memory_cannot_list_are_refused(argv, parts, trace):
 @pytest.mark.parametrize(
     ("argv", "option"),
     [
-        (["--blocks", 2**31 - 1], "--blocks"), (["--hbm", "8e18"], "--hbm"),
+        (["--blocks", 2**31 - 1], "--blocks"),
+        (["--hbm", "8e18"], "--hbm"),
         (["--blocks", 40, "--max-requests", 2**31 - 1], "--max-requests"),
         (["--blocks", 40, "--snapshots", 2**31 - 1], "--snapshots"),
     ],
-)  # fmt: skip
+)
 def test_units_that_int32_cannot_number_are_refused(argv, option, trace):
     refused(simulate(trace, *argv), option, "2147483646")
 
@@ -287,14 +312,28 @@ def test_units_that_int32_cannot_number_are_refused(argv, option, trace):
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
-        ("chats=10000000000", "chats"), ("chats=1,turns=1000000", "chats"), ("tenants=100000000000", "tenants"),
-        (f"system={10**400}", "system"), (f"question={2**31}", "question"), (f"answer={DIGITS}", "answer"),
-        (f"seed={DIGITS}", "seed"), ("rate=nan", "rate"), ("rate=inf", "rate"), ("rate=1e-300", "rate"),
-        ("pause=1e-300", "pause"), ("chats=1,chats=2", "chats"), (f"systems={10**400}", "systems"), ("=", ""),
-        ("chats", "chats"), ("\n\n=1", "field"), ("x" * 5000, "unknown setting"),
-        ("chats=1_0", "chats"), ("chats=\u0663", "chats"), ("rate=1_0", "rate"),
+        ("chats=10000000000", "chats"),
+        ("chats=1,turns=1000000", "chats"),
+        ("tenants=100000000000", "tenants"),
+        (f"system={10**400}", "system"),
+        (f"question={2**31}", "question"),
+        (f"answer={DIGITS}", "answer"),
+        (f"seed={DIGITS}", "seed"),
+        ("rate=nan", "rate"),
+        ("rate=inf", "rate"),
+        ("rate=1e-300", "rate"),
+        ("pause=1e-300", "pause"),
+        ("chats=1,chats=2", "chats"),
+        (f"systems={10**400}", "systems"),
+        ("=", ""),
+        ("chats", "chats"),
+        ("\n\n=1", "field"),
+        ("x" * 5000, "unknown setting"),
+        ("chats=1_0", "chats"),
+        ("chats=\u0663", "chats"),
+        ("rate=1_0", "rate"),
     ],
-)  # fmt: skip
+)
 def test_hostile_generators(settings, field):
     refused(simulate("--blocks", 99, "--generate", settings), "--generate: ", field)
 
@@ -341,7 +380,7 @@ def test_odd_command_lines():
         (LINE + LINE, ("not JSON", "Extra data")),
     ],
     ids=range(16),
-)  # fmt: skip
+)
 def test_hostile_traces(text, parts, tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())

@@ -12,9 +12,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.cli import main
+from dsv4_jax.cli.simulated_hosts import _table as hosts_table
 from dsv4_jax.errors import TraceError
 from dsv4_jax.manager import CachePolicy, HostSize, Namespace, SnapshotPlacement, WritePolicy
 from dsv4_jax.simulate import (
@@ -28,6 +30,7 @@ from dsv4_jax.simulate import (
     simulate,
     write_trace,
 )
+from dsv4_jax.simulate.hosts_plot import picture as hosts_picture
 from dsv4_jax.simulate.report import report
 from dsv4_jax.simulate.tokens import prefix_names, run_tokens
 
@@ -334,11 +337,22 @@ RUN: dict[str, Callable | type | tuple | dict] = {
     "cache": dict(
         size=dict(num_blocks=int, num_slots=int, max_blocks_per_request=int, num_snapshots=int, pool_ranks=int),
         host=dict(num_pages=int),
-        kv_format=str, index_format=str, block_tokens=int, bytes=int, host_bytes=int, policy=str, order=str,
+        kv_format=str,
+        index_format=str,
+        block_tokens=int,
+        bytes=int,
+        host_bytes=int,
+        policy=str,
+        order=str,
     ),
     "hits": dict(
-        requests=int, tokens=dict(device=int, host=int), rate=float, rate_by_tier=dict(device=float, host=float),
-        seen_before_tokens=int, highest_possible_rate=float, share_of_highest=float,
+        requests=int,
+        tokens=dict(device=int, host=int),
+        rate=float,
+        rate_by_tier=dict(device=float, host=float),
+        seen_before_tokens=int,
+        highest_possible_rate=float,
+        share_of_highest=float,
     ),
     "recomputed_tokens": dict(seen_before=int, after_preemption=int),
     "evictions": dict(device=int, host=int, storage=int, snapshot=int),
@@ -346,8 +360,7 @@ RUN: dict[str, Callable | type | tuple | dict] = {
     "preemptions": int,
     "admission_failures": dict(slot=int, device=int, never=int),
     "pools": {
-        name: dict(total=int, peak_used=int, peak_in_use=int, unit_bytes=int)
-        for name in ("device", "host", "slot")
+        name: dict(total=int, peak_used=int, peak_in_use=int, unit_bytes=int) for name in ("device", "host", "slot")
     },
     "seconds": dict(simulated=float, busy=float, waited_for_transfers=float)
     | dict.fromkeys(("queued", "first_token", "whole_request"), SPREAD),
@@ -357,10 +370,14 @@ RUN: dict[str, Callable | type | tuple | dict] = {
     "isolation": dict(foreign_units=int, wrong_units=int),
     "cpu": dict.fromkeys(("step", "admission"), SPREAD),
     "bound": dict(
-        endless_rate=float, blocks_rate=float, states_rate=float, clairvoyant_rate=float,
-        share_of_endless=float, share_of_clairvoyant=float,
+        endless_rate=float,
+        blocks_rate=float,
+        states_rate=float,
+        clairvoyant_rate=float,
+        share_of_endless=float,
+        share_of_clairvoyant=float,
     ),
-}  # fmt: skip
+}
 
 
 def matches(value: object, schema: object) -> bool:
@@ -380,8 +397,10 @@ def test_json_plot_and_equal_output(capsys, tmp_path: pathlib.Path) -> None:
     chats = "chats=4,turns=2,system=300,question=80,answer=20"
     whole = cli(capsys, "--generate", f"{chats},seed=2", "--save-trace", made, *options, "--plot", plot, "--bound")
     assert (whole.keys(), whole["model"], whole["linked_outputs"]) == (
-        {"model", "title", "linked_outputs", "runs"}, "tiny", 0,
-    )  # fmt: skip
+        {"model", "title", "linked_outputs", "runs"},
+        "tiny",
+        0,
+    )
     (first,), (again,) = whole["runs"], cli(capsys, made, *options, "--bound")["runs"]
     timeline = first.pop("timeline")
     assert matches(first, RUN)
@@ -401,10 +420,12 @@ def test_variants_side_by_side(capsys, tmp_path: pathlib.Path) -> None:
     plot = tmp_path / "sim.png"
     chats = ["--generate", "chats=4,turns=2,system=300,question=80,answer=20", *TINY[:4]]
     variants = {
-        "none": "--policy none", "as given": "", "blocks": "--blocks 30 --snapshots 3",
+        "none": "--policy none",
+        "as given": "",
+        "blocks": "--blocks 30 --snapshots 3",
         "host": "--host 20MB --snapshot-fraction 0.5 --policy selective:2",
         "slow": "--step-time fixed=1,prefill_token=0 --every-step",
-    }  # fmt: skip
+    }
     words = [word for name, options in variants.items() for word in ("--compare", f"{name}: {options}")]
     result = cli(capsys, *chats, "--hbm", "20MB", *words, "--plot", plot)
     runs = {run["name"]: run for run in result["runs"]}
@@ -435,8 +456,11 @@ def test_several_hosts(capsys, tmp_path: pathlib.Path) -> None:
     assert result["hosts"] == {"prefill": 1, "decode": 1, "joint": 2}
     assert result["network"] == {"bandwidth": 1e9, "latency": 1e-3}
     assert [(run["name"], run["speed"]) for run in result["runs"]] == [
-        ("1 + 1", 1), ("2 joint", 1), ("1 + 1", 8), ("2 joint", 8),
-    ]  # fmt: skip
+        ("1 + 1", 1),
+        ("2 joint", 1),
+        ("1 + 1", 8),
+        ("2 joint", 8),
+    ]
     handed, joint, faster, _ = result["runs"]
     assert handed["hand_offs"]["whole"] > 0 == joint["hand_offs"]["sent"] and handed["network"]["bytes"] > 0
     assert faster["requests"]["per_second"] == pytest.approx(8 * handed["requests"]["per_second"])
@@ -444,7 +468,7 @@ def test_several_hosts(capsys, tmp_path: pathlib.Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert main(["simulate", *map(str, words), "--host-pages", "99"]) == 0
     out = capsys.readouterr().out
-    assert "2 joint" in out and "TTFT" in out
+    assert "2 joint" in out and "TTFT" in out and "served" in out
     refused(capsys, words, "error: --prefill-hosts: hand-offs need --host, and a --policy")
     refused(capsys, [*words, "--host-pages", 9, "--context", "128"], "error: --blocks, --context: no request of the")
     for option, value, problem in (
@@ -465,6 +489,34 @@ def test_several_hosts(capsys, tmp_path: pathlib.Path) -> None:
         refused(capsys, [*words, "--host-pages", 99, extra], "not with several hosts")
     refused(capsys, ["--generate", "", "--speed", "2"], "--speed: goes with both --prefill-hosts and --decode-hosts")
     refused(capsys, ["--generate", "", "--decode-hosts", "2"], "--decode-hosts: goes with both")
+
+
+def test_the_rate_of_several_hosts_is_the_rate_served() -> None:
+    """In the table, of which no column is cut at 80, and in the plot; whatever was asked of the hosts."""
+    spread = {"mean": 123.4, "p50": 123.4, "p95": 1234.5, "p99": 1234.5}
+    runs = [
+        {
+            "name": name,
+            "speed": speed,
+            "bound": "decode wait",
+            "hits": {"rate": 0.9876},
+            "network": {"bytes": 10**13},
+            "requests": {"run": 999_999, "prompt_tokens": 10**9, "per_second": 15.25, "rejected": {}},
+            "per_second": {"requests": 6.9 - speed / 10, "output_tokens": 123_456.0},
+            "seconds": {"first_token": spread, "per_output_token": spread, "token_gap": spread},
+        }
+        for speed in (1, 2)
+        for name in ("12 + 4", "16 joint")
+    ]
+    result = {"model": "flash", "title": "flash: 20.00 GiB of HBM a host", "runs": runs}
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(hosts_table(result))
+    text = console.export_text()
+    assert "\u2026" not in text and "6.80" in text and "15.25" not in text
+    assert max(map(len, text.splitlines())) <= 80 and text.count("decode") == text.count("wait") == len(runs)
+    for axes in hosts_picture(result).axes:
+        assert axes.get_xlabel() == "requests served a second"
+        assert {tuple(line.get_xdata()) for line in axes.lines} == {(6.8, 6.7)}
 
 
 def test_several_hosts_of_a_trace_in_seconds_since_1970(capsys, tmp_path: pathlib.Path) -> None:

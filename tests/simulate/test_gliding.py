@@ -37,13 +37,17 @@ def test_gliding_is_planning_every_step(policy: str, blocks: int, slots: int, bu
     answers = [
         numbers(
             Server(
-                LAYOUT, CacheSize(blocks, slots, 64, 10), POLICIES[policy], HostSize.of(LAYOUT, 30, 12),
-                token_budget=budget, every_step=every,
+                LAYOUT,
+                CacheSize(blocks, slots, 64, 10),
+                POLICIES[policy],
+                HostSize.of(LAYOUT, 30, 12),
+                token_budget=budget,
+                every_step=every,
             ),
             trace,
         )
         for every in (False, True)
-    ]  # fmt: skip
+    ]
     assert answers[0] == answers[1]
     assert answers[0]["requests"]["run"] + answers[0]["requests"]["rejected"]["device"] == len(trace)
     assert answers[0]["isolation"] == {"foreign_units": 0, "wrong_units": 0}

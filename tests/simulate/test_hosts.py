@@ -37,7 +37,7 @@ PAGE, STATE = page_bytes(LAYOUT), state_pages(LAYOUT, 0)
 SECOND = StepTime(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, bandwidth=1e17)  # every step takes one
 ROOMY = Server(
     LAYOUT, CacheSize(64, 4, 64, 64), CachePolicy(snapshots=SnapshotPlacement(every=1)), HostSize(400), step_time=SECOND
-)  # fmt: skip
+)
 NOW = Link(math.inf, 0.0)
 approx = functools.partial(pytest.approx, abs=1e-9)
 
@@ -67,6 +67,7 @@ def test_times_are_those_computed_by_hand() -> None:
     parts = {"wait": 0.0, "prompt": 1.5, "hand-off": 0.0, "decode wait": 0.0, "last chunk": 0.5}
     assert numbers["seconds"]["first_token_parts"] == approx(parts) and numbers["bound"] == "prompt"
     assert numbers["seconds"]["token_gap"]["p99"] == approx(1) and numbers["seconds"]["simulated"] == approx(23)
+    assert numbers["per_second"]["requests"] == approx(4 / 23) and numbers["requests"]["per_second"] == approx(3 / 20)
     assert numbers["hits"]["tokens"] == 2 * BLOCK
     assert numbers["computed"] == 4 * BLOCK + (44 + 53 + 1 + BLOCK) - 1  # one token is no chunk
     joint = [handed.job for handed in simulate_joint(trace, ROOMY, 1).requests]
@@ -107,9 +108,10 @@ TIGHT = {
     "no host room": (Server(LAYOUT, CacheSize(60, 8, 64, 8), CachePolicy(), HostSize(3 + STATE)), Link()),
     "slow": (Server(LAYOUT, CacheSize(60, 8, 64, 8), CachePolicy(), HostSize(60)), Link(PAGE / 30, 0.1)),
     "drafts": (
-        Server(CacheLayout(CFG, draft_tokens=2), CacheSize(60, 8, 64, 8), CachePolicy(), HostSize(60)), Link(1e6),
+        Server(CacheLayout(CFG, draft_tokens=2), CacheSize(60, 8, 64, 8), CachePolicy(), HostSize(60)),
+        Link(1e6),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TIGHT)

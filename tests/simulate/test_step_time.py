@@ -26,8 +26,18 @@ def test_the_defaults_are_the_fit(capsys) -> None:
 
 def test_the_fit_finds_what_steps_were_made_of() -> None:
     made = StepTime(1e-3, 2e-3, 20e-6, 0.1e-9, 10e-6, 5e-12)
-    steps = [MeasuredStep(n, t, c, 0.0) for n, t, c in ((8, 1, 1000), (64, 1, 9000), (9, 1, 99000), (200, 1, 50000),
-                                                      (1, 1024, 0), (1, 4096, 9000), (2, 2048, 99000))]  # fmt: skip
+    steps = [
+        MeasuredStep(n, t, c, 0.0)
+        for n, t, c in (
+            (8, 1, 1000),
+            (64, 1, 9000),
+            (9, 1, 99000),
+            (200, 1, 50000),
+            (1, 1024, 0),
+            (1, 4096, 9000),
+            (2, 2048, 99000),
+        )
+    ]
     steps = [step._replace(seconds=made.of(step)) for step in steps]
     found = fitted(tuple(steps), weights=2e-3)
     for name, value in dataclasses.asdict(made).items():
