@@ -9,11 +9,9 @@ from typing import Any
 from ..config import DSV4Config
 from ..errors import OptionError
 from ..hf_config import check_drafts, read_hf
+from .answers import Answer, Speed, Teller
+from .engine import Engine
 from .generate_cache import Room, choose_size, shared_tokens
-from .generate_engine import Engine
-from .generate_output import Answer, Speed, Teller
-from .generate_prompts import Prompt, add_prompts, encode, given_prompts, token_ids
-from .generate_text import Tokenizer, stop_tokens_of
 from .options import (
     LATENCY_REQUESTS,
     add_command,
@@ -28,6 +26,8 @@ from .options import (
     start_jax,
 )
 from .printing import Progress, present, say
+from .prompts import Prompt, add_prompts, encode, given_prompts, token_ids
+from .tokenizer import Tokenizer, stop_tokens_of
 from .values import given_path, natural, number, positive
 from .weights import FORMS, check, load, taken
 

@@ -26,9 +26,9 @@ from .models import add_model, model_config, model_file
 from .options import add_command, add_json, add_layout, layout_from, naming, refuse_same
 from .plan import human
 from .printing import Progress, present, say
+from .simulate_server import DEFAULTS, Variant, add_server, room, server_from, variant
+from .simulate_table import table
 from .simulated_hosts import add_hosts, check_hosts, run_hosts
-from .simulated_server import DEFAULTS, Variant, add_server, room, server_from, variant
-from .simulated_table import table
 from .values import given_path, output_file, picture_file, positive
 
 __all__ = ["add_parser", "run"]

@@ -18,7 +18,7 @@ from ..simulate.hosts_plot import draw
 from .options import naming
 from .plan import human
 from .printing import Progress, present, say
-from .simulated_server import room, server_from
+from .simulate_server import room, server_from
 from .values import byte_rate, duration, number, positive
 
 __all__ = ["add_hosts", "check_hosts", "run_hosts"]

@@ -16,8 +16,8 @@ from dsv4_jax import CacheLayout, DSV4Config, init_cache, model
 from dsv4_jax.cli import generate as command
 from dsv4_jax.cli import main
 from dsv4_jax.cli.generate_cache import Room, choose_size, shared_tokens
-from dsv4_jax.cli.generate_prompts import given_prompts
-from dsv4_jax.cli.generate_text import StopText, TextStream, Tokenizer
+from dsv4_jax.cli.prompts import given_prompts
+from dsv4_jax.cli.tokenizer import StopText, TextStream, Tokenizer
 from dsv4_jax.config import AttentionType
 from dsv4_jax.errors import OptionError
 from dsv4_jax.manager import KVCacheManager
@@ -142,7 +142,7 @@ def test_answers_are_those_of_the_model(checkpoint, tmp_path, capsys, monkeypatc
 
 def test_one_prompt_streams(checkpoint, script, capsys, monkeypatch):
     shown = []
-    monkeypatch.setattr("dsv4_jax.cli.generate_output._write", shown.append)
+    monkeypatch.setattr("dsv4_jax.cli.answers._write", shown.append)
     script([5, 6, 7, 8, 9, 1, 3])
     assert main(generate(checkpoint, "--tokens", "1,2,3", "--max-new-tokens", "5")) == 0
     assert shown == ["5,6", ",7,8", ",9\n"]

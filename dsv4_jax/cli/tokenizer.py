@@ -19,7 +19,7 @@ from typing import Any
 
 from ..errors import OptionError
 from ..untrusted import plain, read_json, shown
-from .generate_chat import UNTOLD, ChatTemplate, Message, failing, find_template
+from .chat_template import UNTOLD, ChatTemplate, Message, failing, find_template
 from .values import short
 
 __all__ = ["StopText", "TextStream", "Tokenizer", "stop_tokens_of"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..layout import CacheLayout, CacheSize
 from ..manager import CachePolicy, KVCacheManager, SnapshotPlacement
-from .generate_output import Answer, Speed, Teller
+from .answers import Answer, Speed, Teller
 from .printing import Progress
 
 __all__ = ["Engine"]

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .generate_prompts import Prompt
-from .generate_text import StopText, TextStream, Tokenizer
 from .printing import Progress
+from .prompts import Prompt
+from .tokenizer import StopText, TextStream, Tokenizer
 from .values import short
 
 __all__ = ["Answer", "Speed", "Teller"]

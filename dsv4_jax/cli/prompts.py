@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from ..errors import InputError, OptionError
 from ..untrusted import parse_json, shown
-from .generate_text import Tokenizer
 from .inputs import open_regular, read_tokens
+from .tokenizer import Tokenizer
 from .values import given_path, natural, short
 
 __all__ = ["Given", "Prompt", "add_prompts", "encode", "given_prompts", "token_ids"]
