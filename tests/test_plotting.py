@@ -16,7 +16,7 @@ from dsv4_jax.bench.ceilings import Ceilings
 from dsv4_jax.bench.records import Measurement
 from dsv4_jax.bench.shapes import CASES
 from dsv4_jax.capacity import capacity
-from dsv4_jax.cli import main, plan_plot
+from dsv4_jax.cli import main, plan
 from dsv4_jax.errors import BenchmarkError
 from dsv4_jax.simulate import plot as simulate_plot
 
@@ -72,7 +72,7 @@ def test_long_names_are_cut_and_formulas_are_text() -> None:
 
 def test_the_same_picture_is_the_same_file(tmp_path: pathlib.Path) -> None:
     for name in ("a.svg", "b.svg"):
-        plan_plot.draw(_plan("flash", "80GiB"), "flash", tmp_path / name)
+        plotting.save(plan.picture(_plan("flash", "80GiB"), "flash"), tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert "V4-Flash: what fits in 80 GiB of cache" in (tmp_path / "a.svg").read_text()
 
@@ -98,7 +98,7 @@ def _plan(model: str, memory: str, **what: int):
 )
 def test_plan(model: str, memory: str, what: dict[str, int]) -> None:
     answer = _plan(model, memory, **what)
-    figure = plan_plot.picture(answer, model)
+    figure = plan.picture(answer, model)
     pictures.check(figure)
     shown = pictures.words(figure)
     size = {"80GiB": "80 GiB", "3GiB": "3 GiB", "1GiB": "1 GiB", "0.001GiB": "1.02 MiB"}[memory]
@@ -111,11 +111,11 @@ def test_plan(model: str, memory: str, what: dict[str, int]) -> None:
 def test_a_plan_with_weights_is_titled_by_what_they_leave() -> None:
     """And over several ranks each point is what this plan would be at that context."""
     answer = _plan("flash", "240GiB", max_context=128 * 1024, weight_bytes=145 << 30)
-    shown = pictures.words(plan_plot.picture(answer, "flash", num_snapshots=0))
+    shown = pictures.words(plan.picture(answer, "flash", num_snapshots=0))
     assert "V4-Flash: what fits in 95 GiB of cache" in shown
     assert any("145 GiB of the 240 GiB are weights" in word for word in shown)
     ranks = _plan("flash", "10GiB", max_context=1 << 20, pool_ranks=2, num_snapshots=0)
-    axes = plan_plot.picture(ranks, "flash", num_snapshots=0).axes[0]
+    axes = plan.picture(ranks, "flash", num_snapshots=0).axes[0]
     assert dict(zip(*axes.lines[0].get_data(), strict=True))[1 << 20] == ranks.max_requests
 
 

@@ -1,4 +1,4 @@
-"""What `generate` prints while it draws, and how fast it was."""
+"""What `generate` prints while it samples: the text of tokens, up to where it ends; and how fast it was."""
 
 from __future__ import annotations
 
@@ -11,13 +11,77 @@ from typing import Any
 
 from .printing import Progress
 from .prompts import Prompt
-from .tokenizer import StopText, TextStream, Tokenizer
+from .tokenizer import Tokenizer
 from .values import short
 
-__all__ = ["Answer", "Speed", "Teller"]
+__all__ = ["Answer", "AnswerPrinter", "Speed", "StopText", "TextStream"]
 
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 # Of a terminal, control characters would move the cursor and more; lines and tabs may stay.
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+class TextStream:
+    """The text of ids that come one by one: the pieces add up to the text of all of them.
+
+    A character may be spread over several ids: nothing is said of it before its last. Some decoders drop a space where
+    a text begins, so ids are decoded behind those before them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []  # from the piece before on
+        self._said = 0  # characters of their text
+        self._before = 0  # ids of the piece before
+
+    def add(self, token: int) -> str:
+        """What can be said once this id is there."""
+        self._ids.append(token)
+        text = self._tokenizer.decode(self._ids)
+        whole = text.rstrip(_INCOMPLETE)
+        piece = whole[self._said :]
+        self._said = max(self._said, len(whole))
+        if piece and whole == text:
+            self._ids = self._ids[self._before :]
+            self._before = len(self._ids)
+            self._said = len(self._tokenizer.decode(self._ids))
+        return piece
+
+    def end(self) -> str:
+        """What is left: no id follows."""
+        return self._tokenizer.decode(self._ids)[self._said :]
+
+
+class StopText:
+    """Lets text through up to the first of some strings. What may be the beginning of one is held back.
+
+    The first is the one that ends first, and of several that end at the same place the longest: that is decided as soon
+    as its last character is there, so it does not depend on how the text is cut into pieces.
+    """
+
+    def __init__(self, stops: Iterable[str]):
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found = False
+
+    def add(self, text: str) -> str:
+        """What of the text so far can be shown now. Nothing more is asked once `found`."""
+        text = self._held + text
+        places = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
+        self.found = bool(places)
+        shown = min(places)[1] if places else len(text) - self._begun(text)
+        self._held = "" if places else text[shown:]
+        return text[:shown]
+
+    def end(self) -> str:
+        """What was held back: no text follows."""
+        return self._held
+
+    def _begun(self, text: str) -> int:
+        """How many characters at the end of `text` are the most that a stop string begins with."""
+        most = max((len(stop) - 1 for stop in self._stops), default=0)
+        tails = (text[-n:] for n in range(min(most, len(text)), 0, -1))
+        return next((len(tail) for tail in tails if any(stop.startswith(tail) for stop in self._stops)), 0)
 
 
 class Answer:
@@ -77,7 +141,7 @@ class Answer:
         }
 
 
-class Teller:
+class AnswerPrinter:
     """Shows answers on stdout: of one prompt as it comes, of several each when it is complete.
 
     Args:
@@ -88,7 +152,7 @@ class Teller:
         self._answers, self._progress, self._silent = answers, progress, silent
         self._line_open = False
 
-    def tell(self, index: int, piece: str) -> None:
+    def show(self, index: int, piece: str) -> None:
         """Answer `index` has grown by this piece, or is complete."""
         answer = self._answers[index]
         if self._silent:
@@ -100,7 +164,7 @@ class Teller:
         elif answer.end:
             self._whole(index, answer.end)
 
-    def tell_rest(self) -> None:
+    def show_rest(self) -> None:
         """What of answers that will not be completed has not been shown."""
         if self._silent:
             return

@@ -21,10 +21,10 @@ from ..errors import OptionError
 from ..untrusted import shown
 from .values import short
 
-__all__ = ["UNTOLD", "ChatTemplate", "Message", "Rendered", "failing", "find_template"]
+__all__ = ["AMBIGUOUS", "TEMPLATE_FILE", "ChatTemplate", "Message", "Rendered", "failing", "find_template"]
 
 Message = Mapping[str, Any]
-_FILE, _MORE_FILES = "chat_template.jinja", "additional_chat_templates"
+TEMPLATE_FILE, _MORE_FILES = "chat_template.jinja", "additional_chat_templates"
 _DEFAULT = "default"  # of several templates, the one for conversations without tools
 _CHOSEN = ("role", "type")  # keys of messages whose values are the program's, not the user's
 _LETTERS = {  # each the next one of its kind, the last one the first
@@ -32,7 +32,7 @@ _LETTERS = {  # each the next one of its kind, the last one the first
     for kind in (string.ascii_lowercase, string.ascii_uppercase, string.digits)
     for i, char in enumerate(kind)
 }
-UNTOLD = (
+AMBIGUOUS = (
     "--chat: the checkpoint's chat template changes the text of a message or goes by what it says: its own marks "
     "cannot be told from that text"
 )
@@ -111,7 +111,7 @@ class ChatTemplate:
                 return found
         spelt = unicodedata.normalize("NFKC", "".join(said))
         if any(char in marks and char not in _LETTERS for char in spelt):
-            raise OptionError(UNTOLD)
+            raise OptionError(AMBIGUOUS)
         return Rendered(text, disguised(_LETTERS), False)
 
     def _put(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
@@ -161,7 +161,7 @@ def find_template(checkpoint: pathlib.Path, config: Mapping[str, Any]) -> str | 
         OptionError: none of several is the default; or they cannot be read.
     """
     more = sorted((checkpoint / _MORE_FILES).glob("*.jinja"))
-    files = {_DEFAULT: checkpoint / _FILE} if (checkpoint / _FILE).is_file() else {}
+    files = {_DEFAULT: checkpoint / TEMPLATE_FILE} if (checkpoint / TEMPLATE_FILE).is_file() else {}
     files |= {path.name.removesuffix(".jinja"): path for path in more}
     found = {name: _read(path) for name, path in files.items()} or config.get("chat_template")
     if found is None or isinstance(found, str):

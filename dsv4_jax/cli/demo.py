@@ -14,12 +14,12 @@ from rich.table import Table
 
 from ..errors import PlanError
 from ..layout import CacheLayout
-from .demo_inputs import keep, random_model, read_prompts
-from .demo_plot import draw
-from .options import add_command, add_json, refuse_same, start_jax
+from ..plotting import save
+from .demo_plot import picture
+from .models import load
+from .options import add_command, add_json, option, refuse_same, start_jax
 from .printing import Progress, present
 from .values import given_path, output_folder, picture_file, positive
-from .weights import load
 
 if TYPE_CHECKING:
     from ..bench.accuracy import LayerAccuracy
@@ -39,47 +39,39 @@ _TOLERANCE = 1e-4
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = add_command(
-        commands,
-        "demo",
-        "decode real text through the cache and check it",
-        __doc__,
-        _EXAMPLES,
-        fails="a logit differs from the cache-free forward's",
-    )
-    parser.add_argument("--checkpoint", type=given_path, metavar="DIR", help="default: a tiny random model")
-    parser.add_argument("--text", type=given_path, metavar="FILE", help="default: a paragraph about the cache")
-    parser.add_argument("--new-tokens", type=positive, default=64, metavar="N", help="per request (default: 64)")
-    parser.add_argument("--chunk", type=positive, default=64, metavar="N", help="most tokens per step (default: 64)")
-    parser.add_argument("--keep", type=output_folder, metavar="DIR", help="write the random model and the text there")
-    parser.add_argument("--plot", type=picture_file, metavar="PNG", help="draw what is compared (needs matplotlib)")
+    fails = "a logit differs from the cache-free forward's"
+    summary = "decode real text through the cache and check it"
+    parser = add_command(commands, "demo", summary, __doc__, _EXAMPLES, fails=fails)
+    option(parser, "--checkpoint", given_path, "DIR", "default: a tiny random model")
+    option(parser, "--text", given_path, "FILE", "default: a paragraph about the cache")
+    option(parser, "--new-tokens", positive, "N", "per request", default=64)
+    option(parser, "--chunk", positive, "N", "most tokens per step", default=64)
+    option(parser, "--keep", output_folder, "DIR", "write the random model and the text there")
+    option(parser, "--plot", picture_file, "PNG", "draw what is compared (needs matplotlib)")
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     from ..bench.accuracy import attention_accuracy
-    from .demo_passes import fast_to_compile, serve, without_cache
+    from .demo_passes import fast_to_compile, keep, random_model, read_prompts, serve, without_cache
 
     refuse_same({"--text": args.text, "--json": args.json, "--plot": args.plot})
     prompts = read_prompts(args.text)
     start_jax()
-    if args.checkpoint:
-        cfg, params = load(args.checkpoint)
-    else:
-        cfg, params = random_model()
+    cfg, params = load(args.checkpoint) if args.checkpoint else random_model()
     if cfg.vocab_size < 256:
         raise PlanError(f"--checkpoint: a vocabulary of {cfg.vocab_size} has no room for bytes")
     written = keep(args.keep) if args.keep else []
+    written += [path for path in (args.plot, args.json) if isinstance(path, pathlib.Path)]
     exact, quantised = CacheLayout(cfg, "f32", "f32"), CacheLayout(cfg, "fp8", "fp4")
     with Progress("float32 cache, compiling and decoding", 2 * len(prompts) * args.new_tokens) as progress:
-        first = serve(params, exact, prompts, args.new_tokens, args.chunk, on_tokens=progress.advance)
+        told = {"on_tokens": progress.advance}
+        first = serve(params, exact, prompts, args.new_tokens, args.chunk, **told)
         progress.update("the same without a cache")
         reference = without_cache(params, exact, first.sequences, [len(rows) for rows in first.logits])
         progress.update("quantised cache")
-        second = serve(
-            params, quantised, prompts, args.new_tokens, args.chunk, script=first.sequences, on_tokens=progress.advance
-        )
+        second = serve(params, quantised, prompts, args.new_tokens, args.chunk, script=first.sequences, **told)
         progress.update("each layer of the quantised cache")
         layers = attention_accuracy(params, quantised, first.sequences[0], compiler_options=fast_to_compile())
     report: dict[str, Any] = {
@@ -92,10 +84,8 @@ def run(args: argparse.Namespace) -> int:
         "written": [str(path) for path in written],
     }
     if args.plot:
-        draw(report, _by_token(_largest, first, reference), _by_token(divergence, second, reference), args.plot)
-        report["written"].append(str(args.plot))
-    if isinstance(args.json, pathlib.Path):
-        report["written"].append(str(args.json))
+        differences, divergences = _by_token(_largest, first, reference), _by_token(divergence, second, reference)
+        save(picture(report, differences, divergences), args.plot)
     present(report, args.json, lambda console: say(console, report))
     return 0 if report["passed"] else 1
 
@@ -104,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _by_token(compare: Comparison, served: Served, reference: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Of every token of every request."""
+    """Compares the logits of every token of every request."""
     return [compare(want, got) for want, got in zip(reference, served.logits, strict=True)]
 
 

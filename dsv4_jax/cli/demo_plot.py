@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ..plotting import COLOURS, LIMIT, MUTED, bare, figure, legends_above, look, plain_log, save, style, tick
+from ..plotting import COLOURS, LIMIT, MUTED, bare, figure, legends_above, look, plain_log, style, tick
 
-__all__ = ["draw", "picture"]
+__all__ = ["picture"]
 
 _BIN = 16  # tokens, of a mean
-
-
-def draw(
-    report: dict[str, Any], differences: Sequence[np.ndarray], divergences: Sequence[np.ndarray], path: pathlib.Path
-) -> None:
-    """Writes the picture. Raises `OutputError`."""
-    save(picture(report, differences, divergences), path)
 
 
 def picture(report: dict[str, Any], differences: Sequence[np.ndarray], divergences: Sequence[np.ndarray]) -> Any:

@@ -1,16 +1,85 @@
-"""The model, the cache and the manager behind `generate`."""
+"""The model, the cache and the manager behind `generate`, and how large the cache is that a list of prompts needs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
+from ..capacity import largest_fitting
+from ..errors import OptionError
 from ..layout import CacheLayout, CacheSize
 from ..manager import CachePolicy, KVCacheManager, SnapshotPlacement
-from .answers import Answer, Speed, Teller
-from .printing import Progress
+from .answers import Answer, AnswerPrinter, Speed
+from .options import naming
+from .printing import Progress, human
 
-__all__ = ["Engine"]
+__all__ = ["DeviceMemory", "Engine", "choose_size", "shared_tokens"]
+
+_SPARE = 0.1  # of what the weights leave: for what a step computes with
+
+
+class DeviceMemory(NamedTuple):
+    """The bytes of a device, and those of them that the weights take."""
+
+    total: int
+    weights: int
+
+    @property
+    def free(self) -> int:
+        """The bytes that a cache may take."""
+        return int((self.total - self.weights) * (1 - _SPARE))
+
+
+def choose_size(
+    layout: CacheLayout,
+    needs: Sequence[int],
+    high: int,
+    memory: DeviceMemory,
+    *,
+    snapshots: bool = False,
+    ranks: int = 1,
+) -> CacheSize:
+    """The cache in which up to `high` requests run at once, fewer if there is no memory for so many.
+
+    Args:
+        needs: tokens of each request.
+        snapshots: states are kept, one for each request and one more.
+        ranks: devices that share each request's blocks, each with this memory.
+
+    Raises:
+        OptionError: not even one request fits.
+    """
+    blocks = sorted((layout.blocks_for(need) for need in needs), reverse=True)
+
+    def size(slots: int) -> CacheSize:
+        each = sum(-(-count // ranks) for count in blocks[:slots])
+        return CacheSize(each, slots, blocks[0], slots + 1 if snapshots else 0, pool_ranks=ranks)
+
+    fitting = largest_fitting(lambda slots: layout.total_bytes(size(slots)) <= memory.free, high)
+    if not fitting:
+        raise OptionError(
+            f"--max-new-tokens: a cache for {max(needs)} tokens, prompt included, takes "
+            f"{human(layout.total_bytes(size(1)))}, the device has {human(max(memory.free, 0))} for it beside "
+            f"{human(memory.weights)} of weights"
+        )
+    with naming("--max-batch"):
+        layout.check_size(size(fitting))
+    return size(fitting)
+
+
+def shared_tokens(prompts: Sequence[Sequence[int]], block_tokens: int) -> int | None:
+    """Tokens, in whole blocks, with which all prompts begin, one at least left to compute.
+
+    None: no two prompts have their first block in common: nothing to find in a cache.
+    """
+    firsts = Counter(tuple(prompt[:block_tokens]) for prompt in prompts if len(prompt) > block_tokens)
+    if max(firsts.values(), default=0) < 2:
+        return None
+    least = min(len(prompt) - 1 for prompt in prompts)
+    same = next((i for i in range(least) if len({prompt[i] for prompt in prompts}) > 1), least)
+    return math.floor(same / block_tokens) * block_tokens
 
 
 class Engine:
@@ -46,12 +115,12 @@ class Engine:
             [tokens] * len(self._managers), max_new_tokens=1, on_step=lambda drawn: speed.note(drawn.fed, 0, 0) and None
         )
 
-    def answer(self, answers: list[Answer], teller: Teller, progress: Progress, speed: Speed) -> None:
+    def answer(self, answers: list[Answer], printer: AnswerPrinter, progress: Progress, speed: Speed) -> None:
         def take(drawn: Any) -> Collection[int]:
             seconds = speed.note(drawn.fed, sum(map(len, drawn.tokens.values())), len(drawn.tokens))
             for index, tokens in drawn.tokens.items():
                 piece = answers[index].add(tokens, index in drawn.ended, seconds)
-                teller.tell(index, piece)
+                printer.show(index, piece)
                 progress.advance(len(tokens))
             return [index for index in drawn.tokens if answers[index].end]
 

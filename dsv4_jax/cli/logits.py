@@ -13,22 +13,23 @@ from ..layout import CacheLayout, CacheSize
 from ..manager import StepSequence, StepShape, build_plan
 from ..output import open_output
 from .inputs import read_tokens
-from .options import add_command, add_json, add_layout, layout_from, memory_bytes, refuse_same, start_jax
-from .printing import Progress, present
+from .models import add_weights, load
+from .options import (
+    add_command,
+    add_implementation,
+    add_json,
+    add_layout,
+    check_implementation,
+    layout_from,
+    memory_bytes,
+    option,
+    refuse_same,
+    start_jax,
+)
+from .printing import Progress, human, present
 from .values import given_path, output_file, positive
-from .weights import add_weights, load
 
-__all__ = [
-    "add_parser",
-    "check_vocabulary",
-    "chunk_sizes",
-    "compiler_options",
-    "feed",
-    "read_tokens",
-    "run",
-    "split",
-    "step_sizes",
-]
+__all__ = ["add_parser", "chunk_sizes", "compiler_options", "feed", "run", "split", "step_sizes"]
 
 _EXAMPLES = """
   dsv4-jax logits --checkpoint ckpt --tokens tokens.npy --out logits.npy
@@ -48,23 +49,19 @@ _MANY_STEPS = 64  # of one token: they pay for a step of their own
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = add_command(commands, "logits", "teacher-forced logits of a token array", __doc__, _EXAMPLES)
-    parser.add_argument("--checkpoint", type=given_path, required=True, metavar="DIR", help="config.json, safetensors")
-    parser.add_argument("--tokens", type=given_path, required=True, metavar="FILE", help=".npy, 1-D integers")
-    parser.add_argument("--out", type=output_file, required=True, metavar="FILE", help=".npy, float32 [tokens, vocab]")
-    parser.add_argument(
-        "--chunks",
-        type=chunk_sizes,
-        metavar="N,N,...",
-        help="tokens of each step, the last repeated as needed (default: all at once)",
-    )
+    option(parser, "--checkpoint", given_path, "DIR", "config.json, safetensors", required=True)
+    option(parser, "--tokens", given_path, "FILE", ".npy, 1-D integers", required=True)
+    option(parser, "--out", output_file, "FILE", ".npy, float32 [tokens, vocab]", required=True)
+    chunks = "tokens of each step, the last repeated as needed (default: all at once)"
+    option(parser, "--chunks", chunk_sizes, "N,N,...", chunks)
     parser.add_argument(
         "--index-qat",
         action=argparse.BooleanOptionalAction,
         default=None,
         help="Hadamard rotation and FP4 round trip in the indexer (default: if the index format needs it)",
     )
-    parser.add_argument("--implementation", choices=("xla", "pallas", "cuda"), help="of the cache ops (default: best)")
-    add_weights(parser)
+    add_implementation(parser)
+    add_weights(parser, "matrices in this dtype, or released: FP8 and FP4 as they are (default: float32)", "float32")
     add_layout(parser)
     add_json(parser)
     parser.set_defaults(run=run)
@@ -74,10 +71,13 @@ def run(args: argparse.Namespace) -> int:
     refuse_same({"--tokens": args.tokens, "--out": args.out, "--json": args.json})
     tokens = read_tokens(args.tokens)
     start_jax()
+    check_implementation(args.implementation)
     cfg, params = load(args.checkpoint, args.weights)
-    check_vocabulary(tokens, cfg.vocab_size)
+    _check_vocabulary(tokens, cfg.vocab_size)
     if (needed := len(tokens) * cfg.vocab_size * 4) > (held := memory_bytes()):
-        raise PlanError(f"--tokens: logits of {len(tokens)} tokens take {needed} bytes, this machine has {held}")
+        raise PlanError(
+            f"--tokens: logits of {len(tokens)} tokens take {human(needed)}, this machine has {human(held)}"
+        )
     layout = layout_from(args, cfg)
     chunks = list(split(len(tokens), args.chunks or [len(tokens)]))
     start = time.perf_counter()
@@ -112,12 +112,9 @@ def feed(
     columns = layout.blocks_for(len(tokens))
     size = CacheSize(num_blocks=columns, num_slots=1, max_blocks_per_request=columns)
     cache = init_cache(layout, size)
-    step = jax.jit(
-        forward,
-        donate_argnames="cache",
-        static_argnames=("index_qat", "implementation"),
-        compiler_options=compiler_options(len(tokens)),
-    )
+    static = ("index_qat", "implementation")
+    options = compiler_options(len(tokens))
+    step = jax.jit(forward, donate_argnames="cache", static_argnames=static, compiler_options=options)
     out = np.empty((len(tokens), layout.cfg.vocab_size), np.float32)
     at = blocks = 0
     with Progress("chunks", len(chunks)) as progress:
@@ -136,7 +133,7 @@ def feed(
 
 
 def compiler_options(tokens: int) -> dict[str, int] | None:
-    """Of the steps that feed so many tokens."""
+    """Compiler options of the steps that feed so many tokens."""
     import jax
 
     few = tokens <= _FEW_TOKENS and jax.default_backend() == "cpu"
@@ -170,7 +167,7 @@ def split(total: int, sizes: list[int]) -> Iterator[int]:
         done, i = done + count, i + 1
 
 
-def check_vocabulary(tokens: np.ndarray, vocab_size: int) -> None:
+def _check_vocabulary(tokens: np.ndarray, vocab_size: int) -> None:
     """Raises `PlanError` naming the first id outside the vocabulary."""
     wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
     if len(wrong):

@@ -1,36 +1,48 @@
-"""The model of a command that needs its sizes but no weights."""
+"""The model of a command: its sizes; its weights, in which form, what they take of a device, loaded with progress."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import pathlib
+from typing import Any
 
 from ..config import DSV4Config
 from ..errors import OptionError
 from .options import naming
+from .printing import Progress
 from .values import given_path, short
 
-__all__ = ["BUILT_IN", "add_model", "model_config", "model_file"]
+__all__ = [
+    "BUILT_IN",
+    "FORMS",
+    "add_model",
+    "add_weights",
+    "check",
+    "devices_that_hold",
+    "load",
+    "model_config",
+    "model_file",
+    "weight_bytes",
+]
 
 BUILT_IN = ("flash", "pro", "tiny")
+FORMS = ("float32", "bfloat16", "released")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
+    """Adds `--model`, of commands that need a model's sizes and no weights."""
     parser.add_argument(
         "--model",
-        type=_name,
+        type=lambda text: str(given_path(text)),
         default="flash",
         metavar="NAME|PATH",
         help="flash, pro, tiny, or a config.json or its folder (default: flash)",
     )
 
 
-def _name(text: str) -> str:
-    return str(given_path(text))
-
-
 def model_config(name: str) -> DSV4Config:
-    """A built-in model or a Hugging Face config. Raises `OptionError`."""
+    """The config of a built-in model, or one in Hugging Face's form. Raises `OptionError`."""
     if name in BUILT_IN:
         return getattr(DSV4Config, name)()
     if not os.path.exists(name):
@@ -40,7 +52,74 @@ def model_config(name: str) -> DSV4Config:
 
 
 def model_file(name: str) -> str | None:
-    """The file that is read for it; None for a built-in model."""
+    """The file that `model_config` reads; None for a built-in model."""
     if name in BUILT_IN:
         return None
     return os.path.join(name, "config.json") if os.path.isdir(name) else name
+
+
+def add_weights(parser: argparse._ActionsContainer, help: str, default: str | None = None) -> None:
+    """Adds `--weights`. `help` says what it is for and what the default is."""
+    parser.add_argument("--weights", choices=FORMS, default=default, help=help)
+
+
+def check(checkpoint: pathlib.Path, cfg: DSV4Config, weights: str, *, mtp: bool = False) -> None:
+    """Refuses a checkpoint of a kind that `load` could not run in this form, by the names and dtypes of its tensors.
+
+    Raises:
+        OptionError: says which kind it is, and how it runs; or its files cannot be read.
+    """
+    from ..model.sources import Source, open_tensors
+
+    with naming("--checkpoint"):
+        Source(open_tensors(checkpoint), cfg, mtp=mtp, released=weights == "released")
+
+
+def load(
+    checkpoint: pathlib.Path, weights: str = "float32", *, mtp: bool = False, mesh: Any = None
+) -> tuple[DSV4Config, Any]:
+    """Loads a checkpoint's config and parameters, those in released formats packed as they are decoded with.
+
+    Args:
+        mtp: with the MTP layer.
+        mesh: the devices over which they are split; None: one.
+    """
+    from ..model import load_hf
+
+    def report(done: int, total: int) -> None:
+        progress.update(done=done >> 20, total=total >> 20)
+
+    with naming("--checkpoint"), Progress("MiB of weights") as progress:
+        return load_hf(checkpoint, weights=weights, packed=weights == "released", mtp=mtp, mesh=mesh, progress=report)
+
+
+def weight_bytes(cfg: DSV4Config, weights: str, devices: int = 1, tensor: int = 1, *, mtp: bool = False) -> int:
+    """Bytes of a model's weights on each of its devices, with `mtp` those of the MTP layer too.
+
+    Raises:
+        OptionError: the model, or the devices, cannot be split so.
+    """
+    from ..model import Split, device_bytes
+
+    if devices % tensor:
+        raise OptionError(f"--tensor: {devices} devices do not divide by {tensor}")
+    with naming("--devices, --tensor" if devices > 1 else "--weights"):
+        return device_bytes(cfg, weights, Split(devices // tensor, tensor), mtp=mtp)
+
+
+def devices_that_hold(cfg: DSV4Config, weights: str, each: int, *, more_than: int, mtp: bool = False) -> str:
+    """What to do where weights do not fit: how many devices of `each` bytes would hold them, as the end of an error.
+
+    Args:
+        more_than: how many do not.
+    """
+    tried = more_than
+    for devices in (2, 4, 8):
+        if devices > more_than:
+            try:
+                if weight_bytes(cfg, weights, devices, mtp=mtp) < each:
+                    return f"; --devices {devices} would hold them"
+            except OptionError:  # the model does not divide by so many
+                break
+            tried = devices
+    return f"; they do not fit on {tried} devices either" if tried > more_than else ""

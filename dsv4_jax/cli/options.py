@@ -8,7 +8,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -16,7 +16,7 @@ from ..config import DSV4Config
 from ..errors import BuildError, CacheError, ImplementationError, IntegrityError, OptionError, OutputError
 from ..formats import INDEX_FORMATS, KV_FORMATS
 from ..layout import CacheLayout
-from .printing import one_line, say
+from .printing import human, one_line, say
 from .values import json_file, natural, positive, short
 
 __all__ = [
@@ -27,14 +27,17 @@ __all__ = [
     "PROGRAM",
     "Parser",
     "add_command",
+    "add_implementation",
     "add_json",
     "add_layout",
     "check_devices",
+    "check_implementation",
     "device_bytes",
     "devices_sharing_heads",
     "layout_from",
     "memory_bytes",
     "naming",
+    "option",
     "refuse_same",
     "start_jax",
 ]
@@ -49,6 +52,8 @@ EXIT_STATUS = {
 }
 FAILURES = (BuildError, IntegrityError)  # of the machine or of this package, not of what was asked
 LATENCY_REQUESTS = 8  # up to which heads are split over devices if not told otherwise
+# Numbers of bytes in errors, which are said in IEC units here.
+_BYTES = re.compile(r"\b([0-9]{5,}) bytes\b|(?<=take )([0-9]{5,})\b|(?<=blocks of )([0-9]{5,})\b")
 LAYOUT_FIELDS = MappingProxyType({"block_tokens": "--block-tokens", "draft_tokens": "--draft-tokens"})
 
 
@@ -108,7 +113,21 @@ def add_command(
     )
 
 
+def option(
+    parser: argparse._ActionsContainer, name: str, kind: Callable[[str], Any], metavar: str, help: str, **more: Any
+) -> None:
+    """Adds an option with a value of a type of `values`, and says its default, if it has one.
+
+    Args:
+        metavar: what stands for the value in the help.
+        more: what else `add_argument` takes.
+    """
+    said = f"{help} (default: %(default)s)" if more.get("default") else help
+    parser.add_argument(name, type=kind, metavar=metavar, help=said, **more)
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
+    """Adds `--json`, which every command takes."""
     parser.add_argument(
         "--json",
         nargs="?",
@@ -122,21 +141,19 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def add_layout(
     parser: argparse.ArgumentParser, *, kv_format: str = "fp8", index_format: str = "fp4", drafts: bool = True
 ) -> None:
-    """The options that choose a `CacheLayout`; `drafts`: the room for drafts among them."""
+    """Adds the options that choose a `CacheLayout`; `drafts`: the room for drafts among them."""
     group = parser.add_argument_group("cache layout")
-    group.add_argument("--kv-format", choices=sorted(KV_FORMATS), default=kv_format, help="default: %(default)s")
-    group.add_argument(
-        "--index-format", choices=sorted(INDEX_FORMATS), default=index_format, help="default: %(default)s"
-    )
-    group.add_argument("--block-tokens", type=positive, metavar="N", help="tokens per block (default: 128)")
+    chosen = "default: %(default)s"
+    group.add_argument("--kv-format", choices=sorted(KV_FORMATS), default=kv_format, help=chosen)
+    group.add_argument("--index-format", choices=sorted(INDEX_FORMATS), default=index_format, help=chosen)
+    option(group, "--block-tokens", positive, "N", "tokens per block (default: 128)")
     if drafts:
-        group.add_argument(
-            "--draft-tokens", type=natural, default=0, metavar="N", help="drafts a verify step may carry"
-        )
-    group.add_argument("--hca-state", choices=("online", "raw"), default="online", help="default: %(default)s")
+        option(group, "--draft-tokens", natural, "N", "drafts a verify step may carry", default=0)
+    group.add_argument("--hca-state", choices=("online", "raw"), default="online", help=chosen)
 
 
 def layout_from(args: argparse.Namespace, cfg: DSV4Config, **options: Any) -> CacheLayout:
+    """The layout that these options choose. Raises `OptionError`."""
     with naming(fields=LAYOUT_FIELDS):
         return CacheLayout(
             cfg,
@@ -163,6 +180,7 @@ def naming(option: str | None = None, fields: Mapping[str, str] = MappingProxyTy
         raise
     except CacheError as error:
         text = str(error)
+        text = _BYTES.sub(lambda match: human(int(match[match.lastindex or 0])), text)
         if fields:
             longest = sorted(fields, key=len, reverse=True)  # CacheSize.num_slots before CacheSize
             text = re.sub(rf"\b({'|'.join(map(re.escape, longest))})\b", lambda match: fields[match[0]], text)
@@ -187,23 +205,38 @@ def refuse_same(paths: Mapping[str, str | os.PathLike[str] | None]) -> None:
 
 
 def memory_bytes() -> int:
-    """Of this machine."""
+    """The bytes of memory that this machine has."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def device_bytes() -> int:
-    """Memory of the device; of the machine if the device does not say."""
+    """The bytes that jax may use of a device; those of the machine if the device does not say."""
     import jax
 
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit") or memory_bytes()
 
 
 def check_devices(count: int) -> None:
-    """Raises `OptionError` if there are not so many."""
+    """Raises `OptionError` if jax does not see so many devices."""
     import jax
 
     if count > (there := len(jax.devices())):
-        raise OptionError(f"--devices: {count} of {there}")
+        raise OptionError(f"--devices: {count} of the {there} that jax sees")
+
+
+def add_implementation(parser: argparse._ActionsContainer) -> None:
+    """Adds `--implementation`."""
+    parser.add_argument("--implementation", choices=("xla", "pallas", "cuda"), help="of the cache ops (default: best)")
+
+
+def check_implementation(name: str | None) -> None:
+    """Raises `OptionError` if none of the ops that have such kernels can run them in this process."""
+    from ..ops.registry import OPS, find
+
+    ops = [op.name for op in OPS.values() if name in op.names]
+    problems = [problem for op in ops if (problem := find(op, name).problem())] if name else []
+    if problems and len(problems) == len(ops):
+        raise OptionError(f"--implementation: {name} cannot run here: {problems[0]} (dsv4-jax doctor says more)")
 
 
 def devices_sharing_heads(given: int | None, devices: int, requests: int) -> int:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from ..capacity import SNAPSHOT_FRACTION, Capacity, capacity
-from ..errors import OptionError
-from .models import add_model, model_config, model_file
-from .options import LAYOUT_FIELDS, add_command, add_json, add_layout, layout_from, naming, refuse_same
-from .plan_plot import draw
-from .printing import present
+from ..errors import CapacityError, OptionError
+from ..plotting import COLOURS, binary, figure, legends_above, model_title, plain_log, save, style, token_ticks
+from .models import add_model, add_weights, devices_that_hold, model_config, model_file, weight_bytes
+from .options import LAYOUT_FIELDS, add_command, add_json, add_layout, layout_from, naming, option, refuse_same
+from .printing import facts, human, present
 from .values import byte_count, fraction, natural, picture_file, positive, token_count
-from .weights import FORMS, taken
 
-__all__ = ["add_parser", "human", "run"]
+__all__ = ["add_parser", "picture", "run"]
 
 _EXAMPLES = """
   dsv4-jax plan --model flash --hbm 80GiB --context 128K        how many requests?
@@ -51,47 +49,20 @@ _LIMITS = {
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = add_command(commands, "plan", "memory, requests and context: two give the third", __doc__, _EXAMPLES)
     add_model(parser)
-    parser.add_argument("--hbm", type=byte_count, metavar="BYTES", help="device memory to use, such as 80GiB or 80e9")
-    parser.add_argument("--requests", type=positive, metavar="N", help="live at once, on all devices")
-    parser.add_argument("--context", type=token_count, metavar="TOKENS", help="of one request, such as 8192, 128K, 1M")
+    option(parser, "--hbm", byte_count, "SIZE", "memory of a device to use, such as 80GiB")
+    option(parser, "--requests", positive, "N", "live at once, on all devices")
+    option(parser, "--context", token_count, "TOKENS", "of one request, such as 8192, 128K, 1M")
     states = parser.add_mutually_exclusive_group()
-    states.add_argument("--snapshots", type=natural, metavar="N", help="extra slots for states that prefix hits end at")
-    states.add_argument(
-        "--snapshot-fraction",
-        type=fraction,
-        metavar="F",
-        help=f"of the bytes of blocks and snapshots (default: {SNAPSHOT_FRACTION})",
-    )
-    parser.add_argument("--plot", type=picture_file, metavar="PNG", help="draw requests over context for this memory")
-    parser.add_argument(
-        "--weights",
-        choices=FORMS,
-        help="--hbm is for the model's weights too, without MTP layers, in this dtype or as released (default: "
-        "for the cache alone)",
-    )
-    parser.add_argument(
-        "--devices",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="that share the weights, each of them with --hbm bytes (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--tensor",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="of them, have the same requests and share the heads (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--pool-ranks",
-        type=int,
-        choices=(1, 2, 4, 8),
-        default=1,
-        metavar="N",
-        help="devices that share each request's blocks, each with --hbm bytes: 1, 2, 4 or 8; with --devices those of "
-        "--tensor (default: %(default)s)",
-    )
+    option(states, "--snapshots", natural, "N", "extra slots for states that prefix hits end at")
+    share = f"of the bytes of blocks and snapshots (default: {SNAPSHOT_FRACTION})"
+    option(states, "--snapshot-fraction", fraction, "F", share)
+    option(parser, "--plot", picture_file, "PNG", "draw requests over context for this memory")
+    weights = "--hbm is for the model's weights too, without MTP layers, in this dtype or as released"
+    add_weights(parser, f"{weights} (default: for the cache alone)")
+    option(parser, "--devices", positive, "N", "that share the weights, each of them with --hbm", default=1)
+    option(parser, "--tensor", positive, "N", "of them, have the same requests and share the heads", default=1)
+    ranks = "devices that share each request's blocks, each with --hbm: 1, 2, 4 or 8; with --devices those of --tensor"
+    option(parser, "--pool-ranks", int, "N", ranks, choices=(1, 2, 4, 8), default=1)
     add_layout(parser)
     add_json(parser)
     parser.set_defaults(run=run)
@@ -107,7 +78,10 @@ def run(args: argparse.Namespace) -> int:
             f"--pool-ranks: {args.pool_ranks} is not --tensor {args.tensor}: who shares blocks, shares heads"
         )
     layout = layout_from(args, cfg)
-    weights = taken(cfg, args.weights, args.devices, args.tensor) if args.weights else 0
+    weights = weight_bytes(cfg, args.weights, args.devices, args.tensor) if args.weights else 0
+    if args.hbm is not None and weights >= args.hbm:
+        fewest = devices_that_hold(cfg, args.weights, args.hbm, more_than=args.devices)
+        raise OptionError(f"--hbm: {human(args.hbm)} are too few: weights take {human(weights)}{fewest}")
     shards = args.devices // args.tensor
     requests = None if args.requests is None else -(-args.requests // shards)
     states = {"num_snapshots": args.snapshots, "snapshot_fraction": args.snapshot_fraction}
@@ -123,51 +97,92 @@ def run(args: argparse.Namespace) -> int:
             **states,
         )
     if args.plot:
-        draw(answer, args.model, human(answer.hbm_bytes or answer.total_bytes), args.plot, **states)
+        save(picture(answer, args.model, **states), args.plot)
     held = {"weights": args.weights, "devices": args.devices, "tensor": args.tensor} if args.weights else {}
     report = {"model": args.model, **held, **answer.as_dict()}
     present(report, args.json, lambda console: console.print(_table(answer, args.model, args.devices, shards)))
     return 0
 
 
-def human(count: float) -> str:
-    """Bytes in IEC units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:,.0f} B" if unit == "B" else f"{count:,.2f} {unit}"
-        count /= 1024
-    return f"{count:,.2f} TiB"
-
-
 def _table(answer: Capacity, model: str, devices: int, shards: int) -> Table:
-    layout, size, weights = answer.layout, answer.size, answer.weight_bytes
-    formats = f"{layout.kv_row.name} rows, {layout.index_row.name} index keys"
-    title = f"{escape(model)}: {formats}, blocks of {layout.block_tokens} tokens"
-    table = Table("", "", title=title, title_justify="left", show_header=False)
-    rows: list[tuple[str, Any]] = [
-        *([("pool ranks", f"{size.pool_ranks}: bytes are those of each")] if size.pool_ranks > 1 else []),
-        *([("devices", f"{shards} x {devices // shards}: what follows is of each")] if devices > 1 else []),
-        ("concurrent requests", f"{answer.max_requests:,}"),
-        ("context per request", f"{answer.max_context:,} tokens"),
-        ("at that context at once", f"{answer.full_requests:,} requests"),
-        ("tokens in all blocks", f"{answer.total_tokens:,}"),
-        ("states for prefix hits", f"{answer.size.num_snapshots:,}"),
-        ("limited by", _LIMITS[answer.limited_by]),
-    ]
-    for row in rows:
-        table.add_row(*row)
-    table.add_section()
-    for pool, count in answer.bytes_by_pool.items():
-        table.add_row(pool, human(count))
-    table.add_row("total", f"{human(answer.total_bytes)} ({answer.total_bytes:,} bytes)")
-    if answer.leftover_bytes is not None:
-        table.add_row("left over", human(answer.leftover_bytes))
+    layout, size, weights, left = answer.layout, answer.size, answer.weight_bytes, answer.leftover_bytes
+    found = {
+        "pool ranks": f"{size.pool_ranks}: bytes are those of each" if size.pool_ranks > 1 else None,
+        "devices": f"{shards} x {devices // shards}: what follows is of each" if devices > 1 else None,
+        "concurrent requests": f"{answer.max_requests:,}",
+        "context per request": f"{answer.max_context:,} tokens",
+        "at that context at once": f"{answer.full_requests:,} requests",
+        "tokens in all blocks": f"{answer.total_tokens:,}",
+        "states for prefix hits": f"{size.num_snapshots:,}",
+        "limited by": _LIMITS[answer.limited_by],
+    }
+    memory = {pool: human(count) for pool, count in answer.bytes_by_pool.items()} | {
+        "total": f"{human(answer.total_bytes)} ({answer.total_bytes:,} bytes)",
+        "left over": None if left is None else human(left),
+        "weights": human(weights) if weights else None,
+        "weights and cache": human(weights + answer.total_bytes) if weights else None,
+    }
+    each = {
+        "per token (paged)": f"{layout.bytes_per_token:,.2f} bytes",
+        "per block": human(layout.bytes_per_block),
+        "per request, at any length": human(layout.bytes_per_slot),
+        "per request, at full context": human(answer.full_request_bytes),
+    }
+    return facts(f"{model}: {_formats(answer)}", found, memory, each)
+
+
+def _formats(answer: Capacity) -> str:
+    layout = answer.layout
+    return f"{layout.kv_row.name} rows, {layout.index_row.name} index keys, blocks of {layout.block_tokens} tokens"
+
+
+def picture(answer: Capacity, model: str, **snapshots: Any) -> Any:
+    """Draws how many requests of each context fit into the memory that this plan's cache has.
+
+    Args:
+        snapshots: their number or fraction, as `capacity` was given it.
+
+    Returns:
+        The `matplotlib.figure.Figure`: every number is written at its point, this plan's is marked.
+    """
+    weights = answer.weight_bytes
+    memory = answer.hbm_bytes or answer.total_bytes + weights
+    contexts, fits = _fits(answer, memory, **snapshots)
+    details = [_formats(answer)]
     if weights:
-        table.add_row("weights", human(weights))
-        table.add_row("weights and cache", human(weights + answer.total_bytes))
-    table.add_section()
-    table.add_row("per token (paged)", f"{layout.bytes_per_token:,.2f} bytes")
-    table.add_row("per block", human(layout.bytes_per_block))
-    table.add_row("per request, at any length", human(layout.bytes_per_slot))
-    table.add_row("per request, at full context", human(answer.full_request_bytes))
-    return table
+        details.append(f"{human(weights)} of the {human(memory)} are weights".replace(".00 ", " "))
+    if answer.size.pool_ranks > 1:
+        details.append(f"each of {answer.size.pool_ranks} devices that share blocks")
+    with style():
+        title = f"{model_title(model)}: what fits in {human(memory - weights)} of cache"
+        made = figure(title, "; ".join(details), 4.6)
+        axes = made.subplots()
+        axes.plot(contexts, fits, "o-", color=COLOURS[0], clip_on=False)
+        plan = f"this plan: {answer.full_requests:,} requests of {binary(answer.max_context)} tokens"
+        mark = {"color": COLOURS[1], "markersize": 8, "clip_on": False, "label": plan}
+        axes.plot(answer.max_context, answer.full_requests, "D", **mark)
+        axes.set(xscale="log", yscale="log", xlabel="context of each request, tokens", ylabel="requests at once")
+        for context, fit in zip(contexts, fits, strict=True):
+            if context != answer.max_context:
+                axes.annotate(f"{fit:,}", (context, fit), (0, 6), textcoords="offset points", fontsize=8.5)
+        token_ticks(axes.xaxis, contexts, 14)
+        low, high = min(*fits, answer.full_requests), max(*fits, answer.full_requests)
+        plain_log(axes.yaxis, low, high)
+        axes.set(ylim=(low / 1.5, high * 1.8), title="Requests of each context that fit at once")
+        legends_above([axes], 800)
+    return made
+
+
+def _fits(answer: Capacity, memory: int, **snapshots: Any) -> tuple[list[int], list[int]]:
+    """Contexts, each twice the one before, and how many requests of each fit."""
+    layout, contexts, fits = answer.layout, [], []
+    same = {"weight_bytes": answer.weight_bytes, "pool_ranks": answer.size.pool_ranks, **snapshots}
+    context = layout.block_tokens
+    while context <= layout.cfg.max_position_embeddings:
+        try:
+            fits.append(capacity(layout, hbm_bytes=memory, max_context=context, **same).max_requests)
+        except CapacityError:
+            break
+        contexts.append(context)
+        context *= 2
+    return contexts, fits

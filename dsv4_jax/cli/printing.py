@@ -9,16 +9,19 @@ import pathlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
+from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+from rich.table import Table
 
 from ..output import open_output
 
-__all__ = ["JsonTarget", "Output", "Progress", "one_line", "present", "say", "write_json"]
+__all__ = ["JsonTarget", "Output", "Progress", "columns", "facts", "human", "one_line", "present", "say", "write_json"]
 
 JsonTarget = pathlib.Path | Literal["-"] | None  # what `--json` gives: a file, stdout, or no JSON
 _FIRST_LINE, _LINES_EVERY = 2.0, 10.0  # seconds between lines of progress where there is no terminal
@@ -59,6 +62,50 @@ def one_line(message: object, most: int = 600) -> str:
     text = " ".join(str(message).split())
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+
+
+def human(count: float) -> str:
+    """A number of bytes in IEC units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:,.0f} B" if unit == "B" else f"{count:,.2f} {unit}"
+        count /= 1024
+    return f"{count:,.2f} TiB"
+
+
+def facts(title: str | None, *sections: Mapping[str, str | None]) -> Table:
+    """A table of names and values, in sections. A value of None leaves its row out; values may have rich's markup."""
+    title = None if title is None else escape(title)
+    table = Table("", "", title=title, title_justify="left", show_header=False)
+    for section in sections:
+        for name, value in section.items():
+            if value is not None:
+                table.add_row(name, value)
+        table.add_section()
+    return table
+
+
+def columns(
+    title: str, names: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[str] = (), every: int = 0
+) -> Table:
+    """A table of a line for each run, named in its first column: numbers, and words that are folded and never cut.
+
+    Args:
+        names: of the columns after the first.
+        rows: the cells.
+        words: those of `names` whose cells are words.
+        every: a line is drawn below each so many rows; 0: nowhere.
+    """
+    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column("", overflow="fold", min_width=8)
+    for name in names:
+        if name in words:
+            table.add_column(name, overflow="fold", min_width=6)
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
+    for count, row in enumerate(rows, 1):
+        table.add_row(*map(escape, row), end_section=every > 0 and count % every == 0)
+    return table
 
 
 def _json(report: dict[str, Any]) -> str:

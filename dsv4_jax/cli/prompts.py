@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 from ..errors import InputError, OptionError
 from ..untrusted import parse_json, shown
 from .inputs import open_regular, read_tokens
+from .options import option
 from .tokenizer import Tokenizer
 from .values import given_path, natural, short
 
 __all__ = ["Given", "Prompt", "add_prompts", "encode", "given_prompts", "token_ids"]
 
-_MOST_BYTES = 1 << 28
+_MAX_BYTES = 1 << 28
 
 
 class Given(NamedTuple):
@@ -36,30 +37,18 @@ class Prompt(NamedTuple):
 
 
 def add_prompts(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that give prompts."""
     group = parser.add_argument_group("prompts, all of them together")
-    group.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a text; several: several times")
-    group.add_argument(
-        "--prompt-file",
-        type=given_path,
-        metavar="FILE",
-        help='a text a line, or (.jsonl) "text", [1, 2, 3], {"prompt": "text"} or {"tokens": [1, 2, 3]}',
+    option(group, "--prompt", str, "TEXT", "a text; several: several times", action="append", default=[])
+    lines = 'a text a line, or (.jsonl) "text", [1, 2, 3], {"prompt": "text"} or {"tokens": [1, 2, 3]}'
+    option(group, "--prompt-file", given_path, "FILE", lines)
+    ids = "1,2,3 or a .npy of integers; several: several times. Its answer is ids, too"
+    option(group, "--tokens", _ids_or_file, "IDS|FILE", ids, action="append", default=[])
+    chat = (
+        "texts are questions, put as the checkpoint has learnt them; think: it reasons first (without a chat template "
+        "no text about effort is put: low effort, high for a preview checkpoint)"
     )
-    group.add_argument(
-        "--tokens",
-        type=_ids_or_file,
-        action="append",
-        default=[],
-        metavar="IDS|FILE",
-        help="1,2,3 or a .npy of integers; several: several times. Its answer is ids, too",
-    )
-    group.add_argument(
-        "--chat",
-        nargs="?",
-        choices=("answer", "think"),
-        const="answer",
-        help="texts are questions, put as the checkpoint has learnt them; think: it reasons first (without a chat "
-        "template no text about effort is put: low effort, high for a preview checkpoint)",
-    )
+    group.add_argument("--chat", nargs="?", choices=("answer", "think"), const="answer", help=chat)
 
 
 def given_prompts(args: argparse.Namespace) -> list[Given]:
@@ -115,11 +104,11 @@ def _ids_or_file(text: str) -> list[int] | pathlib.Path:
 def _lines(path: pathlib.Path) -> Iterator[Given]:
     with open_regular(path, "--prompt-file") as file:
         try:
-            data = file.read(_MOST_BYTES + 1)
+            data = file.read(_MAX_BYTES + 1)
         except OSError as error:
             raise InputError(f"--prompt-file {path}: {error.strerror}") from error
-    if len(data) > _MOST_BYTES:
-        raise InputError(f"--prompt-file {path}: at most {_MOST_BYTES} bytes are read")
+    if len(data) > _MAX_BYTES:
+        raise InputError(f"--prompt-file {path}: at most {_MAX_BYTES} bytes are read")
     read = _json if path.suffix.lower() == ".jsonl" else _text
     for number, line in enumerate(re.split(rb"\r?\n", data.removeprefix(codecs.BOM_UTF8)), 1):
         if line.strip():

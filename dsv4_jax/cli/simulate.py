@@ -8,31 +8,50 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
+import itertools
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
+from rich.table import Table
+
 from ..errors import InputError
+from ..layout import CacheLayout
 from ..output import open_output
+from ..plotting import save
 from ..records import state_pages
-from ..simulate import ChatTrace, Server, TraceRequest, link_outputs, make_trace, read_trace, simulate, write_trace
+from ..simulate import (
+    ChatTrace,
+    Link,
+    Server,
+    TraceRequest,
+    hosts_report,
+    link_outputs,
+    make_trace,
+    read_trace,
+    simulate,
+    simulate_handed,
+    simulate_joint,
+    write_trace,
+)
 from ..simulate.bounds import Turn, bounds, turns_of
-from ..simulate.plot import draw
+from ..simulate.plot import hosts_picture, picture
 from ..simulate.report import report, with_bounds
 from .inputs import open_regular
 from .models import add_model, model_config, model_file
-from .options import add_command, add_json, add_layout, layout_from, naming, refuse_same
-from .plan import human
-from .printing import Progress, present, say
-from .simulate_server import DEFAULTS, Variant, add_server, room, server_from, variant
-from .simulate_table import table
-from .simulated_hosts import add_hosts, check_hosts, run_hosts
-from .values import given_path, output_file, picture_file, positive
+from .options import add_command, add_json, add_layout, layout_from, naming, option, refuse_same
+from .printing import Progress, human, present, say
+from .simulate_server import DEFAULTS, Variant, add_server, given_sizes, server_from, variant
+from .simulate_table import hosts_table, table
+from .values import byte_rate, duration, given_path, number, output_file, picture_file, positive
 
 __all__ = ["add_parser", "run"]
 
+Trace = list[TraceRequest]
+_MAX_SPEEDS = 16
 _EXAMPLES = """
   dsv4-jax simulate trace.jsonl --hbm 20GiB                              what would be found, what evicted?
   dsv4-jax simulate trace.jsonl --hbm 20GiB --host 64GiB --bound         and what could be found at most?
@@ -68,35 +87,29 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("trace", nargs="?", type=given_path, metavar="TRACE", help="JSON lines; - for stdin")
     trace = parser.add_argument_group("trace")
     trace.add_argument("--generate", metavar="NAME=VALUE,...", help="make a trace up instead ('': all defaults)")
-    trace.add_argument("--save-trace", type=output_file, metavar="FILE", help="write the trace in our own form")
-    trace.add_argument("--limit", type=positive, metavar="N", help="read N requests at most")
-    trace.add_argument(
-        "--trace-block-tokens", type=positive, default=512, metavar="N", help="of a hash id (default: 512)"
-    )
-    trace.add_argument(
-        "--timestamp-unit", choices=("ms", "s"), default="ms", help="of `timestamp` (default: %(default)s)"
-    )
-    trace.add_argument(
-        "--link-outputs", action="store_true", help="outputs without ids get those of the chat's next turn"
-    )
+    option(trace, "--save-trace", output_file, "FILE", "write the trace in our own form")
+    option(trace, "--limit", positive, "N", "read N requests at most")
+    option(trace, "--trace-block-tokens", positive, "N", "of a hash id", default=512)
+    unit = "of `timestamp` (default: %(default)s)"
+    trace.add_argument("--timestamp-unit", choices=("ms", "s"), default="ms", help=unit)
+    linked = "outputs without ids get those of the chat's next turn"
+    trace.add_argument("--link-outputs", action="store_true", help=linked)
     add_model(parser)
     add_server(parser)
     parser.set_defaults(**DEFAULTS)
-    add_hosts(parser)
+    hosts = parser.add_argument_group("several hosts, each one as the options above say")
+    option(hosts, "--prefill-hosts", positive, "N", "hosts that compute prompts, and ...")
+    handed = "hosts that decode what these hand over; the same trace also runs on N + M hosts that do both"
+    option(hosts, "--decode-hosts", positive, "M", handed)
+    option(hosts, "--network", byte_rate, "RATE", "of each host's card, in and out each (default: 50GB/s)")
+    option(hosts, "--latency", duration, "TIME", "of each message and read (default: 100us)")
+    option(hosts, "--speed", _speeds, "X,X,...", "requests come so many times as fast; one run each (default: 1)")
     several = parser.add_argument_group("comparison")
-    several.add_argument(
-        "--compare",
-        type=variant,
-        action="append",
-        metavar="'NAME: OPTIONS'",
-        help="run this variant; several are put side by side ('NAME:' alone: as the command line says)",
-    )
-    several.add_argument(
-        "--bound", action="store_true", help="also say what a clairvoyant cache of this memory could find"
-    )
-    parser.add_argument(
-        "--plot", type=picture_file, metavar="PNG", help="draw it over simulated time (several hosts: over the rate)"
-    )
+    beside = "run this variant; several are put side by side ('NAME:' alone: as the command line says)"
+    option(several, "--compare", variant, "'NAME: OPTIONS'", beside, action="append")
+    bound = "also say what a clairvoyant cache of this memory could find"
+    several.add_argument("--bound", action="store_true", help=bound)
+    option(parser, "--plot", picture_file, "PNG", "draw it over simulated time (several hosts: over the rate served)")
     add_layout(parser)
     add_json(parser)
     parser.set_defaults(run=run, refuse=parser.error)
@@ -105,56 +118,65 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     if (args.trace is None) == (args.generate is None):
         args.refuse("give either a TRACE or --generate")
-    refuse_same(
-        {
-            "TRACE": args.trace,
-            "--model": model_file(args.model),
-            "--save-trace": args.save_trace,
-            "--plot": args.plot,
-            "--json": args.json,
-        }
-    )
-    variants = args.compare or [Variant("", "", {})]
-    if len({each.name for each in variants}) < len(variants):
+    read = {"TRACE": args.trace, "--model": model_file(args.model)}
+    refuse_same({**read, "--save-trace": args.save_trace, "--plot": args.plot, "--json": args.json})
+    names = [each.name for each in args.compare or ()]
+    if len(set(names)) < len(names):
         args.refuse("argument --compare: two variants have the same name")
-    handed = check_hosts(args)
+    several = _several_hosts(args)
     layout = layout_from(args, model_config(args.model))
     trace, linked = _trace(args)
-    if handed:
-        return run_hosts(args, layout, trace, linked)
-    servers = []
+    title, more = (_run_hosts if several else _run_variants)(args, layout, trace)
+    result: dict[str, Any] = {"model": args.model, "title": f"{args.model}: {title}", "linked_outputs": linked, **more}
+    shown: Callable[[dict[str, Any]], Table] = hosts_table if several else table
+    if args.plot:
+        save((hosts_picture if several else picture)(result), args.plot)
+    present(result, args.json, lambda console: console.print(shown(result)))
+    broken = sum(sum(each["isolation"].values()) for each in result["runs"])
+    if broken:
+        say(f"{broken} units held what they should not, or were left over: a bug of the manager")
+    return 1 if broken else 0
+
+
+def _several_hosts(args: argparse.Namespace) -> bool:
+    """Whether there are several hosts. Refuses options that do not go together."""
+    names = ("prefill-hosts", "decode-hosts", "network", "latency", "speed")
+    given = [name for name in names if getattr(args, name.replace("-", "_")) is not None]
+    if not {"prefill-hosts", "decode-hosts"} <= set(given):
+        if given:
+            args.refuse(f"argument --{given[0]}: goes with both --prefill-hosts and --decode-hosts")
+        return False
+    for name in ("compare", "bound"):
+        if getattr(args, name):
+            args.refuse(f"argument --{name}: not with several hosts")
+    return True
+
+
+# One host
+
+
+def _run_variants(args: argparse.Namespace, layout: CacheLayout, trace: Trace) -> tuple[str, dict[str, Any]]:
+    """Runs the trace on each variant of the server: a title, and what the result has beside it."""
+    variants, servers, runs = args.compare or [Variant("", "", {})], [], []
     for each in variants:
         with naming(f"--compare {each.name}") if each.name else contextlib.nullcontext():
             servers.append(server_from(each.of(args), layout, trace))
     turns = turns_of(trace, layout) if args.bound else None
-    runs = []
     with Progress("requests", len(trace) * len(variants)) as progress:
         for each, server in zip(variants, servers, strict=True):
             progress.update(f"requests, {each.name}" if each.name else None)
-            with naming(
-                fields={"no request of the trace fits": f"{room(each.of(args))}: no request of the trace fits"}
-            ):
+            with naming(fields=_too_long(each.of(args))):
                 answer = report(simulate(trace, server, on_done=progress.advance))
-            runs.append({"name": each.name, "options": each.text, **_with_bounds(answer, turns, trace, server)})
-    result = {"model": args.model, "title": f"{args.model}: {_memory(runs)}", "linked_outputs": linked, "runs": runs}
-    if args.plot:
-        draw(result, args.plot)
-    present(result, args.json, lambda console: console.print(table(result)))
-    broken = sum(sum(each["isolation"].values()) for each in runs)
-    if broken:
-        say(f"{broken} units held what they should not: a bug of the manager")
-    return 1 if broken else 0
+            if turns is not None:
+                answer = _with_bounds(answer, turns, trace, server)
+            runs.append({"name": each.name, "options": each.text, **answer})
+    return _memory(runs), {"runs": runs}
 
 
-def _with_bounds(
-    answer: dict[str, Any], turns: list[Turn] | None, trace: list[TraceRequest], server: Server
-) -> dict[str, Any]:
-    if turns is None:
-        return answer
+def _with_bounds(answer: dict[str, Any], turns: list[Turn], trace: Trace, server: Server) -> dict[str, Any]:
     pages, size = server.host.num_pages if server.host else 0, server.size
-    blocks, states = size.num_blocks + pages, size.num_slots + size.num_snapshots
-    states += pages // state_pages(server.layout, 0)
-    found = bounds(turns, trace, server.layout.block_tokens, blocks=blocks, states=states)
+    states = size.num_slots + size.num_snapshots + pages // state_pages(server.layout, 0)
+    found = bounds(turns, trace, server.layout.block_tokens, blocks=size.num_blocks + pages, states=states)
     return with_bounds(answer, found)
 
 
@@ -162,26 +184,63 @@ def _memory(runs: list[dict[str, Any]]) -> str:
     """What all runs have in common of their sizes."""
     first, *others = (run["cache"] for run in runs)
     parts = []
-    for name in ("bytes", "host_bytes"):
+    for name, kind in (("bytes", "HBM"), ("host_bytes", "host memory")):
         if first[name] and all(abs(other[name] - first[name]) <= 0.01 * first[name] for other in others):
-            parts.append(f"{human(first[name])} of {'HBM' if name == 'bytes' else 'host memory'}")
+            parts.append(f"{human(first[name])} of {kind}")
     return ", ".join(parts) or "several sizes"
 
 
-def _trace(args: argparse.Namespace) -> tuple[list[TraceRequest], int]:
+# Several hosts
+
+
+def _run_hosts(args: argparse.Namespace, layout: CacheLayout, trace: Trace) -> tuple[str, dict[str, Any]]:
+    """Runs the trace at each speed, on hosts that compute prompts or decode and on as many that do both."""
+    server = server_from(args, layout, trace)
+    given = {"bandwidth": args.network, "latency": args.latency}
+    link = Link(**{name: value for name, value in given.items() if value is not None})
+    prefill, decode, speeds = args.prefill_hosts, args.decode_hosts, args.speed or [1.0]
+    runs: list[dict[str, Any]] = []
+    words = _too_long(args) | {
+        "hand-offs need host memory, and a cache policy": "--prefill-hosts: hand-offs need --host, and a --policy",
+        "hosts": "--prefill-hosts or --decode-hosts",
+    }
+    with Progress("requests", 2 * len(speeds) * len(trace)) as progress, naming(fields=words):
+        done = progress.advance
+        ways = {
+            f"{prefill} + {decode}": lambda faster: simulate_handed(
+                faster, server, prefill, decode, link, on_done=done
+            ),
+            f"{prefill + decode} joint": lambda faster: simulate_joint(faster, server, prefill + decode, on_done=done),
+        }
+        for speed, (name, simulated) in itertools.product(speeds, ways.items()):
+            progress.update(f"requests, {name}, speed {speed:g}")
+            # From 0 on: of seconds since 1970 a float has too few digits left for a step's.
+            faster = [dataclasses.replace(each, arrival=(each.arrival - trace[0].arrival) / speed) for each in trace]
+            runs.append({"name": name, "speed": speed, **hosts_report(simulated(faster))})
+    memory = human(layout.total_bytes(server.size))
+    hosts = {"prefill": prefill, "decode": decode, "joint": prefill + decode}
+    title = f"{memory} of HBM a host, {link.bandwidth / 1e9:g} GB/s between hosts"
+    return title, {"hosts": hosts, "network": dataclasses.asdict(link), "runs": runs}
+
+
+# The trace
+
+
+def _too_long(args: argparse.Namespace) -> dict[str, str]:
+    """Names the options that say how long a request may be, where none of the trace fits."""
+    return {"no request of the trace fits": f"{given_sizes(args)}: no request of the trace fits"}
+
+
+def _trace(args: argparse.Namespace) -> tuple[Trace, int]:
     """The requests, and how many outputs were linked."""
     if args.trace is None:
         with naming("--generate"):
             trace = make_trace(ChatTrace.parse(args.generate))[: args.limit]
     else:
+        unit = {"ms": 1e-3, "s": 1.0}[args.timestamp_unit]
+        forms = {"trace_block_tokens": args.trace_block_tokens, "timestamp_unit": unit, "limit": args.limit}
         with _lines(args.trace) as file, naming("TRACE"):
-            trace = read_trace(
-                file,
-                source=str(args.trace),
-                trace_block_tokens=args.trace_block_tokens,
-                timestamp_unit={"ms": 1e-3, "s": 1.0}[args.timestamp_unit],
-                limit=args.limit,
-            )
+            trace = read_trace(file, source=str(args.trace), **forms)
     linked = 0
     if args.link_outputs:
         trace, linked = link_outputs(trace, trace_block_tokens=args.trace_block_tokens)
@@ -203,3 +262,11 @@ def _lines(path: pathlib.Path) -> Iterator[TextIO]:
         text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape")
         stack.callback(text.detach)
         yield text
+
+
+def _speeds(text: str) -> list[float]:
+    """argparse type: numbers, each once."""
+    speeds = [number(part) for part in text.split(",")]
+    if len(speeds) > _MAX_SPEEDS or len(set(speeds)) < len(speeds) or not all(1e-6 <= x <= 1e6 for x in speeds):
+        raise argparse.ArgumentTypeError(f"must be 1 to {_MAX_SPEEDS} different numbers from 1e-6 to 1e6")
+    return speeds

@@ -11,21 +11,26 @@ from typing import Any, NoReturn
 from ..capacity import SNAPSHOT_FRACTION, largest_fitting, plan_host_capacity, snapshots_beside
 from ..errors import CapacityError, TraceError
 from ..layout import CacheLayout, CacheSize
-from ..manager import CachePolicy, HostSize, WritePolicy
+from ..manager import CachePolicy, HostSize, SnapshotPlacement, WritePolicy
 from ..manager.policies import ORDERS
 from ..simulate import Server, StepTime, TraceRequest
-from .options import naming
-from .placement import DEFAULT_PLACEMENT, PLACEMENT_HELP, placement
+from .options import naming, option
 from .values import byte_count, fraction, natural, positive, short, token_count
 
-__all__ = ["DEFAULTS", "Variant", "add_server", "room", "server_from", "variant"]
+__all__ = ["DEFAULTS", "Variant", "add_server", "given_sizes", "placement", "server_from", "variant"]
 
-DEFAULTS: dict[str, Any] = dict.fromkeys(
-    ("blocks", "hbm", "context", "snapshots", "snapshot_fraction", "host", "host_pages")
-) | {
+_DEFAULT_PLACEMENT = "prompt,output,junctions,doubling:4"
+_PLACEMENT_HELP = (
+    "where states are kept, a list: prompt and output (at their ends), junctions (where a prompt leaves what is "
+    "cached), doubling:N (N, 2N, 4N ... blocks before the end of the prompt), every:N (blocks); or none "
+    f"(default: {_DEFAULT_PLACEMENT})"
+)
+_FLAGS = {"prompt": "end_of_prompt", "output": "end_of_output", "junctions": "junctions"}
+DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("blocks", "hbm", "context", "snapshots", "snapshot_fraction", "host", "host_pages")),
     "max_requests": 64,
     "policy": WritePolicy.write_back(),
-    "snapshots_at": placement(DEFAULT_PLACEMENT),
+    "snapshots_at": SnapshotPlacement(),
     "order": "worth",
     "token_budget": 8192,
     "step_time": StepTime(),
@@ -82,53 +87,45 @@ def variant(text: str) -> Variant:
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
-    """The options that choose a `Server`, but for the model and its layout. Defaults are `DEFAULTS`."""
+    """Adds the options that choose a `Server`, but for the model and its layout. Defaults are `DEFAULTS`."""
     size = parser.add_argument_group("cache size")
     pool = size.add_mutually_exclusive_group()
-    pool.add_argument("--hbm", type=byte_count, metavar="BYTES", help="for the device's cache (default: 8GiB)")
-    pool.add_argument("--blocks", type=positive, metavar="N", help="on the device")
-    size.add_argument("--context", type=token_count, metavar="TOKENS", help="of one request (default: the longest)")
-    size.add_argument("--max-requests", type=positive, metavar="N", help="live at once (default: 64)")
+    option(pool, "--hbm", byte_count, "SIZE", "for the device's cache, such as 20GiB (default: 8GiB)")
+    option(pool, "--blocks", positive, "N", "on the device")
+    option(size, "--context", token_count, "TOKENS", "of one request (default: the longest)")
+    option(size, "--max-requests", positive, "N", "live at once (default: 64)")
     states = size.add_mutually_exclusive_group()
-    states.add_argument(
-        "--snapshot-fraction",
-        type=fraction,
-        metavar="F",
-        help=f"share of the bytes cached on the device that states get (default: {SNAPSHOT_FRACTION})",
-    )
-    states.add_argument("--snapshots", type=natural, metavar="N", help="slots for states on the device")
-    size.add_argument("--host", type=byte_count, metavar="BYTES", help="for the host tier (default: none)")
-    size.add_argument("--host-pages", type=natural, metavar="N", help="instead of --host")
+    share = f"share of the bytes cached on the device that states get (default: {SNAPSHOT_FRACTION})"
+    option(states, "--snapshot-fraction", fraction, "F", share)
+    option(states, "--snapshots", natural, "N", "slots for states on the device")
+    option(size, "--host", byte_count, "SIZE", "for the host tier, such as 64GiB (default: none)")
+    option(size, "--host-pages", natural, "N", "instead of --host")
     policy = parser.add_argument_group("policy")
-    policy.add_argument(
-        "--policy",
-        type=_write_policy,
-        metavar="NAME",
-        help="none (no caching), write_back (default), write_through, or selective:N (blocks with N hits)",
-    )
+    names = "none (no caching), write_back (default), write_through, or selective:N (blocks with N hits)"
+    option(policy, "--policy", _write_policy, "NAME", names)
     policy.add_argument("--order", choices=sorted(ORDERS), help="of eviction (default: worth)")
-    policy.add_argument("--snapshots-at", type=placement, metavar="LIST", help=PLACEMENT_HELP)
+    option(policy, "--snapshots-at", placement, "LIST", _PLACEMENT_HELP)
     step = parser.add_argument_group("server")
-    step.add_argument("--token-budget", type=positive, metavar="N", help="of a step (default: 8192)")
-    step.add_argument(
-        "--step-time",
-        type=_step_time,
-        metavar="NAME=VALUE,...",
-        help="constants of the step's time instead of those measured for Flash on one H200, attention alone: "
-        + ", ".join(f"{field.name} ({field.default:.3g})" for field in dataclasses.fields(StepTime)),
-    )
+    option(step, "--token-budget", positive, "N", "of a step (default: 8192)")
+    constants = ", ".join(f"{field.name} ({field.default:.3g})" for field in dataclasses.fields(StepTime))
+    measured = "constants of the step's time instead of those measured for Flash on one H200, attention alone"
+    option(step, "--step-time", _step_time, "NAME=VALUE,...", f"{measured}: {constants}")
     step.add_argument(
         "--every-step", action="store_true", help="plan every decode step (slower; all but CPU times stay the same)"
     )
 
 
 def server_from(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[TraceRequest]) -> Server:
-    """Raises `OptionError`: the memory is too small, or there is more of something than can be simulated."""
+    """Makes the server that the options choose.
+
+    Raises:
+        OptionError: the memory is too small, or there is more of something than can be simulated.
+    """
     with naming(fields=_size_options(args)):
         return _server(args, layout, trace)
 
 
-def room(args: argparse.Namespace) -> str:
+def given_sizes(args: argparse.Namespace) -> str:
     """The options that say how long a request may be."""
     given = [f"--{name}" for name in ("hbm", "blocks", "context") if getattr(args, name) is not None]
     return ", ".join(given) or "--hbm"
@@ -139,17 +136,14 @@ def _size_options(args: argparse.Namespace) -> dict[str, str]:
     blocks = "--blocks" if args.blocks else "--hbm"
     snapshots = "--snapshot-fraction" if args.snapshots is None else "--snapshots"
     context = "--context, " if args.context else ""
-    options = {"num_blocks": blocks, "num_slots": "--max-requests", "num_snapshots": snapshots}
-    return (
-        {f"CacheSize.{field}": option for field, option in options.items()}
-        | options
-        | {
-            "CacheSize": "--max-requests, --snapshots",
-            "num_pages": "--host-pages" if args.host is None else "--host",
-            "host_bytes": "--host",
-            "pool": f"{context}{blocks}, --max-requests, {snapshots}: pool",
-        }
-    )
+    fields = {"num_blocks": blocks, "num_slots": "--max-requests", "num_snapshots": snapshots}
+    fields |= {f"CacheSize.{field}": name for field, name in fields.items()}
+    return fields | {
+        "CacheSize": "--max-requests, --snapshots",
+        "num_pages": "--host-pages" if args.host is None else "--host",
+        "host_bytes": "--host",
+        "pool": f"{context}{blocks}, --max-requests, {snapshots}: pool",
+    }
 
 
 def _server(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[TraceRequest]) -> Server:
@@ -171,7 +165,7 @@ def _server(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[Trace
         least = layout.total_bytes(size(1))
         if least > memory:
             problem = f"{memory} bytes are too few: one block and {size(1).slot_units} slots take {least}"
-            raise CapacityError(f"--hbm: {problem}, so {least - memory} are missing")
+            raise CapacityError(f"--hbm: {problem}: {least - memory} bytes are missing")
         blocks = largest_fitting(lambda n: layout.total_bytes(size(n)) <= memory, memory // layout.bytes_per_block)
     host = None
     if args.host:
@@ -186,6 +180,25 @@ def _server(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[Trace
     return server
 
 
+def placement(text: str) -> SnapshotPlacement:
+    """argparse type: the placement of these names."""
+    choices: dict[str, Any] = {"every": None, "doubling": None, **dict.fromkeys(_FLAGS.values(), False)}
+    named = set[str]()
+    for part in text.split(",") if text != "none" else ():
+        name, colon, number = part.partition(":")
+        if name in named:
+            raise argparse.ArgumentTypeError(f"{short(name)} is named twice")
+        named.add(name)
+        if name in ("every", "doubling") and colon:
+            choices[name] = positive(number)
+        elif part in _FLAGS:
+            choices[_FLAGS[part]] = True
+        else:
+            names = ", ".join((*_FLAGS, "doubling:N, every:N or none"))
+            raise argparse.ArgumentTypeError(f"{short(part)} is none of {names}")
+    return SnapshotPlacement(**choices)
+
+
 def _write_policy(text: str) -> WritePolicy | None:
     """argparse type: None for no caching at all."""
     plain = {"none": None, "write_back": WritePolicy.write_back(), "write_through": WritePolicy.write_through()}
@@ -198,7 +211,7 @@ def _write_policy(text: str) -> WritePolicy | None:
 
 
 def _step_time(text: str) -> StepTime:
-    """argparse type."""
+    """argparse type: constants by name."""
     try:
         return StepTime.parse(text)
     except TraceError as error:

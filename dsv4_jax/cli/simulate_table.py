@@ -1,171 +1,140 @@
-"""Simulations as tables."""
+"""What `simulate` found, as tables: of one run, of several side by side, and of several hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from rich import box
-from rich.markup import escape
 from rich.table import Table
 
-from .plan import human
+from .printing import columns, facts, human
 
-__all__ = ["table"]
+__all__ = ["hosts_table", "table"]
 
-Cell = Callable[[dict[str, Any]], str | None]  # None: nothing to say of this run
+Run = dict[str, Any]  # as in the JSON that the command prints
 
 
 def table(result: dict[str, Any]) -> Table:
-    """Of what the command prints as JSON: one run in detail, several in a line each."""
+    """The table of what the command prints as JSON: one run in detail, several in a line each."""
     runs = result["runs"]
     return _one(result, runs[0]) if len(runs) == 1 else _several(result, runs)
 
 
-def _several(result: dict[str, Any], runs: list[dict[str, Any]]) -> Table:
-    columns: dict[str, Cell] = {
-        "hits": lambda run: f"{run['hits']['rate']:.1%}",
-        "of end-\nless": lambda run: f"{run['hits']['share_of_highest']:.1%}",
-        "clair-\nvoyant": lambda run: f"{run['bound']['share_of_clairvoyant']:.1%}" if run["bound"] else None,
-        "redone,\nM": lambda run: f"{run['recomputed_tokens']['seen_before'] / 1e6:,.2f}",
-        "GiB\nout": lambda run: _gib(run, "swap_out", "snapshot"),
-        "GiB\nback": lambda run: _gib(run, "swap_in", "restore"),
-        "TTFT, s\nmean": lambda run: f"{run['seconds']['first_token']['mean']:,.3f}",
-        "\np99": lambda run: f"{run['seconds']['first_token']['p99']:,.3f}",
-        "steps": lambda run: f"{run['steps']:,}",
-    }
-    requests = runs[0]["requests"]
-    best = runs[0]["hits"]["highest_possible_rate"]
+def hosts_table(result: dict[str, Any]) -> Table:
+    """The table of a simulation of several hosts: a line for each run."""
+    names = ["req/s\nserved", "TTFT\np50, s", "\np95", "TPOT\np50, ms", "\np95", "gap\np99", "out\ntok/s"]
+    names += ["hits", "GB\nsent", mostly := "TTFT:\nmostly"]
+    rows = []
+    for run in result["runs"]:
+        seconds, sent = run["seconds"], run["network"]["bytes"]
+        first, token = seconds["first_token"], seconds["per_output_token"]
+        milliseconds = (1e3 * token["p50"], 1e3 * token["p95"], 1e3 * seconds["token_gap"]["p99"])
+        row = [
+            run["name"],
+            f"{run['per_second']['requests']:.2f}",
+            _rounded(first["p50"], 2),
+            _rounded(first["p95"], 2),
+        ]
+        row += [_rounded(value, 1) for value in milliseconds]
+        row += [f"{run['per_second']['output_tokens']:,.0f}", f"{run['hits']['rate']:.1%}"]
+        rows.append([*row, _rounded(sent / 1e9, 1) if sent else "", run["bound"]])
+    return columns(_title(result, result["runs"][0]), names, rows, words=[mostly], every=2)
+
+
+def _rounded(value: float, digits: int) -> str:
+    return f"{value:,.{digits}f}" if value < 100 else f"{value:,.0f}"
+
+
+def _title(result: dict[str, Any], run: Run) -> str:
+    requests = run["requests"]
     title = f"{result['title']}; {requests['run']:,} requests, {requests['prompt_tokens']:,} prompt tokens"
-    title = escape(f"{title}; an endless cache finds {best:.1%}")
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
-    table.add_column("", overflow="fold", min_width=10)
-    shown = {name: cell for name, cell in columns.items() if any(cell(run) is not None for run in runs)}
-    for name in shown:
-        table.add_column(name, justify="right", no_wrap=True)
+    rejected = sum(requests["rejected"].values())
+    return f"{title}; {rejected:,} requests do not fit" if rejected else title
+
+
+def _several(result: dict[str, Any], runs: list[Run]) -> Table:
+    bound = any(run["bound"] for run in runs)
+    names = ["hits", "of end-\nless", *(["clair-\nvoyant"] if bound else []), "redone,\nM", "GiB\nout", "GiB\nback"]
+    rows = []
     for run in runs:
-        table.add_row(escape(run["name"]), *(cell(run) or "" for cell in shown.values()))
-    return table
+        hits, moved, first = run["hits"], run["transfer_bytes"], run["seconds"]["first_token"]
+        row = [run["name"], f"{hits['rate']:.1%}", f"{hits['share_of_highest']:.1%}"]
+        row += [f"{run['bound']['share_of_clairvoyant']:.1%}"] if bound else []
+        row.append(f"{run['recomputed_tokens']['seen_before'] / 1e6:,.2f}")
+        for count in (moved["swap_out"] + moved["snapshot"], moved["swap_in"] + moved["restore"]):
+            row.append(f"{count / 2**30:,.1f}" if count else "")
+        rows.append([*row, f"{first['mean']:,.3f}", f"{first['p99']:,.3f}", f"{run['steps']:,}"])
+    title = f"{_title(result, runs[0])}; an endless cache finds {runs[0]['hits']['highest_possible_rate']:.1%}"
+    return columns(title, [*names, "TTFT, s\nmean", "\np99", "steps"], rows)
 
 
-def _gib(run: dict[str, Any], *kinds: str) -> str | None:
-    moved = sum(run["transfer_bytes"][kind] for kind in kinds)
-    return f"{moved / 2**30:,.1f}" if moved else None
-
-
-def _one(result: dict[str, Any], run: dict[str, Any]) -> Table:
+def _one(result: dict[str, Any], run: Run) -> Table:
+    requests, cache, seconds, linked = run["requests"], run["cache"], run["seconds"], result["linked_outputs"]
+    size, pages, waited = cache["size"], cache["host"], seconds["waited_for_transfers"]
+    trace = {
+        "requests": f"{requests['run']:,}, {requests['tenants']:,} tenants",
+        "never admitted": _nonzero(requests["rejected"]),
+        "tokens": f"prompts {requests['prompt_tokens']:,}, output {requests['output_tokens']:,}",
+        "outputs linked to a next turn": f"{linked:,}" if linked else None,
+    }
+    memory = {
+        "policy": f"{cache['policy']}, {cache['order']}",
+        "device": f"{human(cache['bytes'])}: {size['num_blocks']:,} blocks, {size['num_snapshots']:,} states",
+        "host": f"{human(cache['host_bytes'])}: {pages['num_pages']:,} pages" if pages else None,
+    }
+    times = {
+        "simulated seconds": f"{seconds['simulated']:,.1f}, {run['steps']:,} steps",
+        "waited for transfers, seconds": f"{waited:,.2f}" if waited else None,
+        "queued, seconds": _names(seconds["queued"], ",.3f"),
+        "first token, seconds": _names(seconds["first_token"], ",.3f"),
+        "whole request, seconds": _names(seconds["whole_request"], ",.3f"),
+        "manager per planned step, CPU us": _names(run["cpu"]["step"], ",.0f", scale=1e6),
+        "manager per admission, CPU us": _names(run["cpu"]["admission"], ",.0f", scale=1e6),
+    }
     name = f", {run['name']}" if run["name"] else ""
-    table = Table("", "", title=escape(result["title"] + name), title_justify="left", show_header=False)
-    for section in (_trace(result), _cache(), _hits(), _costs(), _times()):
-        for label, cell in section.items():
-            if (value := cell(run)) is not None:
-                table.add_row(label, value)
-        table.add_section()
-    return table
+    return facts(result["title"] + name, trace, memory, _hits(run), _costs(run), times)
 
 
-def _trace(result: dict[str, Any]) -> dict[str, Cell]:
-    def tokens(run: dict[str, Any]) -> str:
-        return f"prompts {run['requests']['prompt_tokens']:,}, output {run['requests']['output_tokens']:,}"
-
-    linked = result["linked_outputs"]
+def _hits(run: Run) -> dict[str, str | None]:
+    hits, bound = run["hits"], run["bound"]
+    possible = None
+    if bound:
+        binds = "blocks" if bound["blocks_rate"] <= bound["states_rate"] else "states"
+        found = f"of it {bound['share_of_clairvoyant']:.1%} found"
+        possible = f"{bound['clairvoyant_rate']:.2%} ({binds} bind), {found}"
     return {
-        "requests": lambda run: f"{run['requests']['run']:,}, {run['requests']['tenants']:,} tenants",
-        "never admitted": lambda run: _names(run["requests"]["rejected"], skip=True) or None,
-        "tokens": tokens,
-        "outputs linked to a next turn": lambda run: f"{linked:,}" if linked else None,
+        "hit rate, by tokens": f"{hits['rate']:.2%}: {_names(hits['rate_by_tier'], '.2%')}",
+        "at most, endless cache": f"{hits['highest_possible_rate']:.2%}, of it {hits['share_of_highest']:.1%} found",
+        "at most, this memory": possible,
+        "requests with a hit": f"{hits['requests']:,}",
     }
 
 
-def _cache() -> dict[str, Cell]:
-    def host(run: dict[str, Any]) -> str | None:
-        size = run["cache"]["host"]
-        if size is None:
-            return None
-        return f"{human(run['cache']['host_bytes'])}: {size['num_pages']:,} pages"
-
-    def device(run: dict[str, Any]) -> str:
-        size = run["cache"]["size"]
-        return f"{human(run['cache']['bytes'])}: {size['num_blocks']:,} blocks, {size['num_snapshots']:,} states"
-
-    return {
-        "policy": lambda run: f"{run['cache']['policy']}, {run['cache']['order']}",
-        "device": device,
-        "host": host,
-    }
-
-
-def _hits() -> dict[str, Cell]:
-    def bound(run: dict[str, Any]) -> str | None:
-        found = run["bound"]
-        if found is None:
-            return None
-        least = "blocks" if found["blocks_rate"] <= found["states_rate"] else "states"
-        return f"{found['clairvoyant_rate']:.2%} ({least} bind), of it {found['share_of_clairvoyant']:.1%} found"
-
-    return {
-        "hit rate, by tokens": lambda run: f"{run['hits']['rate']:.2%}: " + _names(run["hits"]["rate_by_tier"], ".2%"),
-        "at most, endless cache": lambda run: (
-            f"{run['hits']['highest_possible_rate']:.2%}, of it {run['hits']['share_of_highest']:.1%} found"
-        ),
-        "at most, this memory": bound,
-        "requests with a hit": lambda run: f"{run['hits']['requests']:,}",
-    }
-
-
-def _costs() -> dict[str, Cell]:
-    def preempted(run: dict[str, Any]) -> str | None:
-        lost = run["recomputed_tokens"]["after_preemption"]
-        return f"{run['preemptions']:,}, tokens lost {lost:,}" if run["preemptions"] else None
-
-    rows: dict[str, Cell] = {
-        "seen before, yet recomputed": lambda run: f"{run['recomputed_tokens']['seen_before']:,} tokens",
+def _costs(run: Run) -> dict[str, str | None]:
+    again, moved = run["recomputed_tokens"], run["transfer_bytes"]
+    preempted = f"{run['preemptions']:,}, tokens lost {again['after_preemption']:,}" if run["preemptions"] else None
+    rows = {
+        "seen before, yet recomputed": f"{again['seen_before']:,} tokens",
         "preemptions": preempted,
-        "evicted": lambda run: _names(run["evictions"], skip=True) or None,
-        "moved to the host": lambda run: _moved(run, swap_out="blocks", snapshot="states"),
-        "moved back": lambda run: _moved(run, swap_in="blocks", restore="states"),
-        "held up in line, by pool": lambda run: _names(run["admission_failures"], skip=True) or None,
+        "evicted": _nonzero(run["evictions"]),
+        "moved to the host": _moved(blocks=moved["swap_out"], states=moved["snapshot"]),
+        "moved back": _moved(blocks=moved["swap_in"], states=moved["restore"]),
+        "held up in line, by pool": _nonzero(run["admission_failures"]),
     }
-    return rows | {f"pool: {name}": _pool(name) for name in ("device", "host", "slot")}
-
-
-def _moved(run: dict[str, Any], **kinds: str) -> str | None:
-    moved = {name: run["transfer_bytes"][kind] for kind, name in kinds.items() if run["transfer_bytes"][kind]}
-    return ", ".join(f"{name} {human(count)}" for name, count in moved.items()) or None
-
-
-def _pool(name: str) -> Cell:
-    def cell(run: dict[str, Any]) -> str | None:
+    for name in ("device", "host", "slot"):
         pool = run["pools"].get(name)
-        if not pool or not pool["total"]:
-            return None
-        share = pool["peak_in_use"] / pool["total"]
-        in_use = f"at most {pool['peak_in_use']:,} ({share:.0%}) in use"
-        return f"{pool['total']:,}, {in_use}, {pool['peak_used']:,} with what is cached"
-
-    return cell
+        if pool and pool["total"]:
+            in_use = f"at most {pool['peak_in_use']:,} ({pool['peak_in_use'] / pool['total']:.0%}) in use"
+            rows[f"pool: {name}"] = f"{pool['total']:,}, {in_use}, {pool['peak_used']:,} with what is cached"
+    return rows
 
 
-def _times() -> dict[str, Cell]:
-    def spread(name: str) -> Cell:
-        return lambda run: _names(run["seconds"][name], ",.3f")
-
-    def cpu(name: str) -> Cell:
-        return lambda run: _names({key: 1e6 * value for key, value in run["cpu"][name].items()}, ",.0f")
-
-    return {
-        "simulated seconds": lambda run: f"{run['seconds']['simulated']:,.1f}, {run['steps']:,} steps",
-        "waited for transfers, seconds": lambda run: (
-            f"{run['seconds']['waited_for_transfers']:,.2f}" if run["seconds"]["waited_for_transfers"] else None
-        ),
-        "queued, seconds": spread("queued"),
-        "first token, seconds": spread("first_token"),
-        "whole request, seconds": spread("whole_request"),
-        "manager per planned step, CPU us": cpu("step"),
-        "manager per admission, CPU us": cpu("admission"),
-    }
+def _moved(**count: int) -> str | None:
+    return ", ".join(f"{name} {human(moved)}" for name, moved in count.items() if moved) or None
 
 
-def _names(values: dict[str, Any], form: str = ",", *, skip: bool = False) -> str:
-    """`skip`: leaves out what is 0."""
-    return ", ".join(f"{name} {value:{form}}" for name, value in values.items() if value or not skip)
+def _nonzero(values: dict[str, int]) -> str | None:
+    return _names({name: value for name, value in values.items() if value}) or None
+
+
+def _names(values: dict[str, Any], form: str = ",", scale: float = 1) -> str:
+    return ", ".join(f"{name} {scale * value:{form}}" for name, value in values.items())

@@ -14,17 +14,17 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import OptionError
 from ..untrusted import plain, read_json, shown
-from .chat_template import UNTOLD, ChatTemplate, Message, failing, find_template
+from .chat_template import AMBIGUOUS, TEMPLATE_FILE, ChatTemplate, Message, failing, find_template
 from .values import short
 
-__all__ = ["StopText", "TextStream", "Tokenizer", "stop_tokens_of"]
+__all__ = ["Tokenizer", "stop_tokens_of"]
 
-_MOST_BYTES = 1 << 28
+_MAX_BYTES = 1 << 28
 _USER, _ASSISTANT = (f"<\uff5c{name}\uff5c>" for name in ("User", "Assistant"))
 _THINKING = {False: "</think>", True: "<think>"}
 _EFFORT = {
@@ -33,7 +33,6 @@ _EFFORT = {
     True: "the checkpoint's chat template decides on the effort",
 }
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer:
@@ -101,16 +100,13 @@ class Tokenizer:
         known = {mark: token for mark in marks if (token := self._tokenizer.token_to_id(mark)) is not None}
         lacks = [f"{plain(mark)} in tokenizer.json" for mark in marks if mark not in known]
         if not self._begin:
-            file = self._checkpoint / "tokenizer_config.json"
-            lacks = [
-                "bos_token in tokenizer_config.json" if file.exists() else "tokenizer_config.json with a bos_token"
-            ]
+            there = (self._checkpoint / "tokenizer_config.json").exists()
+            lacks = ["bos_token in tokenizer_config.json" if there else "tokenizer_config.json with a bos_token"]
+        missing = f"--chat: {self._checkpoint} has no {TEMPLATE_FILE}"
         if lacks:
-            raise OptionError(
-                f"--chat: the checkpoint has no chat template, and DeepSeek-V4's own encoding needs {lacks[0]}"
-            )
+            raise OptionError(f"{missing}, and DeepSeek-V4's own encoding needs {lacks[0]}")
         if len(messages) != 1 or messages[0].get("role") != "user" or not isinstance(messages[0].get("content"), str):
-            raise OptionError("--chat: the checkpoint has no chat template: only one question can be put")
+            raise OptionError(f"{missing}: only one question can be put")
         begin, user, assistant, *thinking = (known[mark] for mark in marks)
         return [begin, user, *self._text_ids(messages[0]["content"]), assistant, thinking[think]]
 
@@ -142,7 +138,7 @@ class Tokenizer:
         if marks == own:  # as transformers encodes it
             return ids
         if not exact:
-            raise OptionError(UNTOLD)
+            raise OptionError(AMBIGUOUS)
         ids, end = [], 0
         for token, start, stop in own:
             ids += [*self._text_ids(text[end:start]), token]
@@ -197,75 +193,12 @@ def stop_tokens_of(checkpoint: pathlib.Path) -> list[int]:
     return []
 
 
-class TextStream:
-    """The text of ids that come one by one: the pieces add up to the text of all of them.
-
-    A character may be spread over several ids: nothing is said of it before its last. Some decoders drop a space where
-    a text begins, so ids are decoded behind those before them.
-    """
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []  # from the piece before on
-        self._said = 0  # characters of their text
-        self._before = 0  # ids of the piece before
-
-    def add(self, token: int) -> str:
-        """What can be said once this id is there."""
-        self._ids.append(token)
-        text = self._tokenizer.decode(self._ids)
-        whole = text.rstrip(_INCOMPLETE)
-        piece = whole[self._said :]
-        self._said = max(self._said, len(whole))
-        if piece and whole == text:
-            self._ids = self._ids[self._before :]
-            self._before = len(self._ids)
-            self._said = len(self._tokenizer.decode(self._ids))
-        return piece
-
-    def end(self) -> str:
-        """What is left: no id follows."""
-        return self._tokenizer.decode(self._ids)[self._said :]
-
-
-class StopText:
-    """Lets text through up to the first of some strings. What may be the beginning of one is held back.
-
-    The first is the one that ends first, and of several that end at the same place the longest: that is decided as soon
-    as its last character is there, so it does not depend on how the text is cut into pieces.
-    """
-
-    def __init__(self, stops: Iterable[str]):
-        self._stops = tuple(stops)
-        self._held = ""
-        self.found = False
-
-    def add(self, text: str) -> str:
-        """What of the text so far can be shown now. Nothing more is asked once `found`."""
-        text = self._held + text
-        places = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
-        self.found = bool(places)
-        shown = min(places)[1] if places else len(text) - self._begun(text)
-        self._held = "" if places else text[shown:]
-        return text[:shown]
-
-    def end(self) -> str:
-        """What was held back: no text follows."""
-        return self._held
-
-    def _begun(self, text: str) -> int:
-        """How many characters at the end of `text` are the most that a stop string begins with."""
-        most = max((len(stop) - 1 for stop in self._stops), default=0)
-        tails = (text[-n:] for n in range(min(most, len(text)), 0, -1))
-        return next((len(tail) for tail in tails if any(stop.startswith(tail) for stop in self._stops)), 0)
-
-
 def _object(path: pathlib.Path) -> dict[str, Any]:
     """The JSON object of a file; {} if there is none."""
     if not path.exists():
         return {}
     try:
-        value = read_json(path, _MOST_BYTES)
+        value = read_json(path, _MAX_BYTES)
     except ValueError as error:
         raise OptionError(f"--checkpoint: {path}: {error}") from None
     if not isinstance(value, dict):

@@ -7,7 +7,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from ..errors import OutputError
@@ -31,9 +31,18 @@ __all__ = [
     "token_count",
 ]
 
-_MOST = 2**31  # of whatever is counted: ids and positions are int32
-_MOST_BYTES = 2**63
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_LIMIT = 2**31  # of whatever is counted: ids and positions are int32
+_BYTE_LIMIT = 2.0**63
+_BARE_BYTES = 2**20  # from which on a number without a unit is taken for bytes
+_PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_BYTES = {prefix + unit: size for prefix, size in _PREFIXES.items() for unit in ("", "b")}
+_BYTE_RATES = {
+    f"{spelt}{unit}/s": size / bits
+    for prefix, size in _PREFIXES.items()
+    for spelt in {prefix, prefix.capitalize()}
+    for unit, bits in (("B", 1), ("bit", 8))
+}
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def short(text: str) -> str:
@@ -57,17 +66,18 @@ def natural(text: str) -> int:
     sign, digits = match.groups()
     if sign == "-" and digits != "0":
         raise argparse.ArgumentTypeError("must not be negative")
-    if len(digits) > 10 or int(digits) >= _MOST:
+    if len(digits) > 10 or int(digits) >= _LIMIT:
         raise argparse.ArgumentTypeError(f"{short(text)}: must be below 2^31")
     return int(digits)
 
 
 def byte_count(text: str) -> int:
-    """A number of bytes with an optional SI or IEC unit (80GiB, 1.5GB, 80e9)."""
-    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[0-9]+)?\s*([kmgt]?i?)b?", text.strip().lower())
-    value = float(match[1] + (match[2] or "")) * _UNITS.get(match[3], _MOST_BYTES) if match else _MOST_BYTES
-    if value >= _MOST_BYTES:
+    """A number of bytes with an SI or IEC unit (80GiB, 1.5GB); without one it is bytes, and too few are a slip."""
+    value = _measured(text.lower(), _BYTES)
+    if not value < _BYTE_LIMIT:
         raise argparse.ArgumentTypeError(f"{short(text)} is not a size such as 80GiB or 80e9 (below 2^63 bytes)")
+    if 0 < value < _BARE_BYTES and text.strip()[-1] in ".0123456789":
+        raise argparse.ArgumentTypeError(f"{short(text)} is {int(value)} bytes, did you mean {text.strip()}GiB?")
     return int(value)
 
 
@@ -75,28 +85,32 @@ def byte_rate(text: str) -> float:
     """Bytes per second: a number above 0 with a unit (50GB/s, 12.5GiB/s, 400Gbit/s), or inf."""
     if text.strip() == "inf":
         return math.inf
-    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[0-9]+)?\s*([kKMGT]?i?)(B|bit)/s", text.strip())
-    rate = float(match[1] + (match[2] or "")) * _UNITS.get(match[3].lower(), 0) if match else 0.0
-    if not 0 < rate < _MOST_BYTES:
+    rate = _measured(text, _BYTE_RATES)
+    if not 0 < rate < _BYTE_LIMIT:
         problem = f"{short(text)} is not a rate above 0 such as 50GB/s or 400Gbit/s (below 2^63 bytes a second; or inf)"
         raise argparse.ArgumentTypeError(problem)
-    return rate / 8 if match and match[4] == "bit" else rate
+    return rate
 
 
 def duration(text: str) -> float:
-    """Seconds, at least 0: a number with a unit (100us, 1.5ms, 2s)."""
-    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e-?[0-9]+)?\s*(us|ms|s)", text.strip())
-    seconds = float(match[1] + (match[2] or "")) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[3]] if match else math.inf
-    if seconds > 3600:
+    """Seconds, at least 0 and at most an hour: a number with a unit (100us, 1.5ms, 2s)."""
+    seconds = _measured(text, _TIMES)
+    if not seconds <= 3600:
         raise argparse.ArgumentTypeError(f"{short(text)} is not a time of at most an hour such as 100us or 1.5ms")
     return seconds
+
+
+def _measured(text: str, units: Mapping[str, float]) -> float:
+    """The number before one of these units, times what the unit stands for; NaN for anything else."""
+    match = re.fullmatch(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e-?[0-9]+)?)\s*([a-zA-Z/]*)", text.strip())
+    return float(match[1]) * units.get(match[2], math.nan) if match else math.nan
 
 
 def token_count(text: str) -> int:
     """A positive number of tokens; K and M are 2^10 and 2^20."""
     match = re.fullmatch(r"0*([0-9]{1,10})([km]?)", text.strip().lower())
     count = int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2]] if match else 0
-    if not 0 < count < _MOST:
+    if not 0 < count < _LIMIT:
         problem = f"{short(text)} is not a positive number of tokens such as 8192 or 128K (below 2^31)"
         raise argparse.ArgumentTypeError(problem)
     return count

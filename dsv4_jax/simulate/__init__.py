@@ -5,9 +5,9 @@ Nothing here imports jax. `dsv4-jax simulate` is the command.
 
 from .engine import simulate
 from .hosts import simulate_handed, simulate_joint
-from .hosts_report import hosts_report
 from .linking import link_outputs
 from .network import Link
+from .report import hosts_report
 from .simulation import Server, Simulation
 from .step_time import StepTime
 from .synthesis import ChatTrace, make_trace

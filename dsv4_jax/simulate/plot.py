@@ -1,29 +1,15 @@
-"""Simulations over their time: one in detail, or several side by side."""
+"""Simulations as pictures: one over its time in detail, several side by side, and several hosts over their rate."""
 
 from __future__ import annotations
 
-import pathlib
 from typing import Any
 
 import numpy as np
 
-from ..plotting import (
-    COLOURS,
-    LIMIT,
-    figure,
-    legend_below,
-    legends_above,
-    look,
-    model_title,
-    plain_log,
-    save,
-    style,
-    whole,
-)
+from ..plotting import COLOURS, LIMIT, figure, legend_below, legends_above, look, model_title, plain_log, style, whole
 
-__all__ = ["draw", "picture"]
+__all__ = ["hosts_picture", "picture"]
 
-_HEIGHT = 7.4  # inches
 _DASHED = (0, (4, 1.5))
 _PARTS = 48  # of the time, for means
 _TIERS = {"device": COLOURS[0], "host": COLOURS[4]}
@@ -31,20 +17,15 @@ _UNITS = {"device": "device blocks", "host": "host blocks", "snapshot": "states"
 _POOLS = {"device": ("device", COLOURS[0]), "host": ("host", COLOURS[4]), "slot": ("slots", COLOURS[2])}
 
 
-def draw(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes the picture of what `simulate` prints as JSON.
-
-    Raises:
-        OutputError: the file cannot be written (see `output.check_picture`).
-    """
-    save(picture(result), path)
-
-
 def picture(result: dict[str, Any]) -> Any:
-    """The `matplotlib.figure.Figure`: four panels. Shares go from 0 to 100 %: pictures can be compared."""
+    """Draws what `simulate` prints as JSON of one host.
+
+    Returns:
+        The `matplotlib.figure.Figure`: four panels. Shares go from 0 to 100 %, so that pictures can be compared.
+    """
     runs, model = result["runs"], result["model"]
     with style():
-        made = figure(result["title"].replace(model, model_title(model), 1), _subtitle(result), _HEIGHT)
+        made = figure(result["title"].replace(model, model_title(model), 1), _subtitle(result), 7.4)
         panels = made.subplots(2, 2, sharex=True)
         if len(runs) == 1:
             _one(panels, runs[0])
@@ -152,9 +133,8 @@ def _several(panels: np.ndarray, runs: list[dict[str, Any]]) -> None:
     hits.set(ylabel="prompt tokens found so far, %", ylim=(0, 100), title="Hit rate")
     recomputed.set(ylabel="million tokens so far", ylim=(0, None), title="Seen before, yet computed again")
     waits.set(ylabel="seconds, mean", ylim=(0, None), title="Time to the first token")
-    if means and max(means) > 20 * min(means) > 0:
-        waits.set(yscale="log", ylim=(min(means) / 1.3, max(means) * 1.3))
-        plain_log(waits.yaxis, min(means), max(means))
+    if means:
+        _log_if_wide(waits, means)
     there.set(ylabel="requests, mean", ylim=(0, None), title="Running and waiting")
     whole(there.yaxis)
 
@@ -201,3 +181,47 @@ def _limits(axes: Any, runs: list[dict[str, Any]]) -> None:
                 clairvoyant, color=LIMIT, linestyle="-.", linewidth=1.2, label=f"clairvoyant: {clairvoyant:.1f} %"
             )
     axes.axhline(best, color=LIMIT, linestyle=":", linewidth=1.2, label=f"{named} cache: {best:.1f} %")
+
+
+def _log_if_wide(axes: Any, values: list[float]) -> None:
+    """Makes the vertical axis logarithmic if the values reach over more than a factor of 20."""
+    if max(values) > 20 * min(values) > 0:
+        axes.set(yscale="log", ylim=(min(values) / 1.3, max(values) * 1.3))
+        plain_log(axes.yaxis, min(values), max(values))
+
+
+# Several hosts
+
+_PANELS = (
+    ("Time to the first token", "first_token", 1.0, "seconds"),
+    ("Time of each further token, by request", "per_output_token", 1e3, "milliseconds"),
+)
+
+
+def hosts_picture(result: dict[str, Any]) -> Any:
+    """Draws what `simulate` prints as JSON of several hosts, over the rate at which they serve requests.
+
+    Returns:
+        The `matplotlib.figure.Figure`: two panels, the median and the 95th percentile in each. A line goes from speed
+        to speed of the trace: where hosts cannot serve more, it goes straight up.
+    """
+    runs, model = result["runs"], result["model"]
+    requests = runs[0]["requests"]
+    subtitle = f"{requests['run']:,} requests, {requests['prompt_tokens']:,} prompt tokens"
+    with style():
+        made = figure(result["title"].replace(model, model_title(model), 1), subtitle, 4.2)
+        panels = made.subplots(1, 2)
+        for axes, (title, name, scale, unit) in zip(panels, _PANELS, strict=True):
+            drawn: list[float] = []
+            for i, hosts in enumerate(dict.fromkeys(run["name"] for run in runs)):
+                mine = sorted((run for run in runs if run["name"] == hosts), key=lambda run: run["speed"])
+                rates = [run["per_second"]["requests"] for run in mine]
+                for percentile, dashes, label in (("p50", "-", "median"), ("p95", "--", "95 %")):
+                    values = [scale * run["seconds"][name][percentile] for run in mine]
+                    line = {"color": COLOURS[i], "linestyle": dashes, "marker": "os"[i]}
+                    axes.plot(rates, values, label=f"{hosts} hosts, {label}", **line)
+                    drawn += values
+            axes.set(title=title, xlabel="requests served a second", ylabel=unit, ylim=(0, 1.06 * max(drawn) or 1))
+            _log_if_wide(axes, drawn)
+        legend_below(made, panels)
+    return made

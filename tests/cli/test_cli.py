@@ -94,7 +94,7 @@ def test_plan(capsys, tmp_path, checkpoint):
     refused(
         capsys,
         [*argv, "--weights", "released"],
-        "--hbm: 80.00 GiB are too few: weights take 145.29 GiB, ",
+        "--hbm: 80.00 GiB are too few: weights take 145.29 GiB; ",
         "--devices 2",
     )
     refused(capsys, ["plan", "--model", "tiny", *argv[3:], "--weights", "released"], "--weights: wq_a [32, 64]: fp8")

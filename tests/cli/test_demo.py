@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from dsv4_jax import model
-from dsv4_jax.cli import demo, demo_inputs, demo_plot, main
+from dsv4_jax.cli import demo, demo_passes, demo_plot, main
 from dsv4_jax.cli.demo_passes import Served
 
 from .. import pictures
@@ -33,9 +33,9 @@ def test_demo(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkey
     assert not re.search(r"e\+\d|nan", out) and max(map(len, out.splitlines())) <= 80
     assert "Traceback" not in err
     assert report["passed"] and report["max_logit_difference"] <= report["tolerance"] == 1e-4
-    assert report["tokens"] == report["same_likeliest_token"] == sum(demo_inputs.PROMPTS) + 4 * 64
+    assert report["tokens"] == report["same_likeliest_token"] == sum(demo_passes.PROMPTS) + 4 * 64
     # What it read is the text, what it wrote is there.
-    text = " ".join(demo_inputs.TEXT.split())
+    text = " ".join(demo_passes.TEXT.split())
     for request in report["requests"]:
         assert request["prompt"].strip() in text and len(request["generated"]) > 32
         assert request["generated"][:30].strip() in out
@@ -57,7 +57,7 @@ def test_demo(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkey
 def _report(**changes) -> dict:
     requests = [
         {"prompt_tokens": n, "new_tokens": 64, "prompt": "[/red] a", "generated": "b", "max_logit_difference": 1e-6}
-        for n in demo_inputs.PROMPTS
+        for n in demo_passes.PROMPTS
     ]
     layers = [
         {
@@ -132,16 +132,16 @@ def test_divergence() -> None:
 
 
 def test_prompts_of_its_own_text() -> None:
-    prompts = demo_inputs.read_prompts(None)
-    assert tuple(map(len, prompts)) == demo_inputs.PROMPTS and bytes(prompts[0]) == demo_inputs.TEXT.encode()[:233]
+    prompts = demo_passes.read_prompts(None)
+    assert tuple(map(len, prompts)) == demo_passes.PROMPTS and bytes(prompts[0]) == demo_passes.TEXT.encode()[:233]
 
 
 def test_what_is_kept_can_be_read_again(tmp_path: pathlib.Path) -> None:
-    assert demo_inputs.keep(tmp_path) == [tmp_path / "checkpoint", tmp_path / "text.txt"]
+    assert demo_passes.keep(tmp_path) == [tmp_path / "checkpoint", tmp_path / "text.txt"]
     cfg, params = model.load_hf(tmp_path / "checkpoint")
-    want, made = demo_inputs.random_model()
+    want, made = demo_passes.random_model()
     assert cfg == want and np.array_equal(params["embed"], made["embed"])
-    assert demo_inputs.read_prompts(tmp_path / "text.txt") == demo_inputs.read_prompts(None)
+    assert demo_passes.read_prompts(tmp_path / "text.txt") == demo_passes.read_prompts(None)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "text.txt"}
 
 
@@ -150,7 +150,7 @@ def test_picture(layers: int, size: float) -> None:
     rng = np.random.default_rng(0)
     report = _report(random=True)
     report["quantised"]["layers"] = [report["quantised"]["layers"][i % 2] | {"layer": i} for i in range(layers)]
-    lengths = [n + 64 for n in demo_inputs.PROMPTS]
+    lengths = [n + 64 for n in demo_passes.PROMPTS]
     differences = [size * 1e-5 * rng.random(n) for n in lengths]
     divergences = [size * 0.02 * rng.random(n) for n in lengths]
     figure = demo_plot.picture(report, differences, divergences)

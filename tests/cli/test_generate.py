@@ -15,9 +15,10 @@ import pytest
 from dsv4_jax import CacheLayout, DSV4Config, init_cache, model
 from dsv4_jax.cli import generate as command
 from dsv4_jax.cli import main
-from dsv4_jax.cli.generate_cache import Room, choose_size, shared_tokens
+from dsv4_jax.cli.answers import StopText, TextStream
+from dsv4_jax.cli.engine import DeviceMemory, choose_size, shared_tokens
 from dsv4_jax.cli.prompts import given_prompts
-from dsv4_jax.cli.tokenizer import StopText, TextStream, Tokenizer
+from dsv4_jax.cli.tokenizer import Tokenizer
 from dsv4_jax.config import AttentionType
 from dsv4_jax.errors import OptionError
 from dsv4_jax.manager import KVCacheManager
@@ -276,7 +277,8 @@ ASKED = "w\u00ed<y? \u65e5\n"
 TEMPLATES = {
     "{% if tools is not none %}TOOLS{% endif %}{% if documents is not none %}DOCS{% endif %}A": "A",
     "{% if tools is defined and tools is none %}B{% endif %}": "B",
-    "{% for m in messages %}{% generation %}{{ m.content }}{% set x = 1 %}{% endgeneration %}{{ x }};{% endfor %}": f"{ASKED};",
+    "{% for m in messages %}{% generation %}{{ m.content }}{% set x=1 %}{% endgeneration %}{{ x }};{% endfor %}": ASKED
+    + ";",
     "{% generation %}\n  {% if add_generation_prompt %}\n  yes\n  {% endif %}\n{% endgeneration %}\nend": "  yes\nend",
     "{{ strftime_now('%Y') | length }}{{ strftime_now('%%') }}": "4%",
     "{% macro f(x) %}{{ strftime_now('%%') }}{{ x }}{% endmacro %}{{ f('a') }}": "%a",
@@ -523,7 +525,9 @@ def test_refusals(checkpoint, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "device_bytes", lambda: needed - 1)
     refused(capsys, generate(checkpoint, "--tokens", "1"), "--weights: ", "; --devices 2 would hold them")
     monkeypatch.setattr(command, "device_bytes", lambda: needed + 1000)
-    refused(capsys, generate(checkpoint, "--tokens", "1"), "--max-new-tokens: a cache for 128 tokens", "has 900 for it")
+    refused(
+        capsys, generate(checkpoint, "--tokens", "1"), "--max-new-tokens: a cache for 128 tokens", "has 900 B for it"
+    )
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     refused(capsys, generate(checkpoint, "--prompt", "a"), "need the extra text (pip install 'dsv4_jax[text]')")
 
@@ -531,7 +535,7 @@ def test_refusals(checkpoint, capsys, tmp_path, monkeypatch):
 def test_checkpoints_that_do_not_run_are_named(capsys, tmp_path, monkeypatch):
     """Before anything is loaded or its room computed; FP8 checkpoints are loaded as released if not told otherwise."""
     monkeypatch.setattr(command, "load", lambda *_, **options: pytest.fail("loaded"))
-    monkeypatch.setattr(command, "taken", lambda *_, **options: pytest.fail("computed"))
+    monkeypatch.setattr(command, "weight_bytes", lambda *_, **options: pytest.fail("computed"))
     released.write(tmp_path, released.with_fp8_experts(released.tensors()))
     argv = generate(tmp_path, "--tokens", "1")
     refused(
@@ -678,13 +682,13 @@ def test_the_stop_string_that_ends_first_wins_however_text_is_cut():
 def test_the_cache_is_what_prompts_need_and_fits():
     layout = CacheLayout(CFG, "f32", "f32", block_tokens=16)
     needs = [10, 40, 17]  # 1, 3 and 2 blocks
-    size = choose_size(layout, needs, 2, Room(1 << 40, 0))
+    size = choose_size(layout, needs, 2, DeviceMemory(1 << 40, 0))
     assert (size.num_blocks, size.num_slots, size.max_blocks_per_request, size.num_snapshots) == (5, 2, 3, 0)
-    assert choose_size(layout, needs, 3, Room(1 << 40, 0), snapshots=True).num_snapshots == 4
-    room = Room(int(layout.total_bytes(size) / 0.9) + 1001, 1000)
-    assert choose_size(layout, needs, 3, room) == size
+    assert choose_size(layout, needs, 3, DeviceMemory(1 << 40, 0), snapshots=True).num_snapshots == 4
+    memory = DeviceMemory(int(layout.total_bytes(size) / 0.9) + 1001, 1000)
+    assert choose_size(layout, needs, 3, memory) == size
     with pytest.raises(OptionError, match="a cache for 40 tokens, prompt included, takes"):
-        choose_size(layout, needs, 3, Room(2000, 1000))
+        choose_size(layout, needs, 3, DeviceMemory(2000, 1000))
 
 
 def test_what_prompts_share():

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax import DSV4Config, model
-from dsv4_jax.cli import demo_inputs, main
+from dsv4_jax.cli import demo_passes, main
 from dsv4_jax.errors import OutputError
 
 CFG = DSV4Config.tiny()
@@ -179,13 +179,13 @@ def test_a_kept_checkpoint_follows_no_link(tmp_path):
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").write_text("weights")
 
-    demo_inputs.save_folder(tmp_path / "a" / "b", write)
+    demo_passes.save_folder(tmp_path / "a" / "b", write)
     assert (tmp_path / "a" / "b" / "model.safetensors").read_text() == "weights"
     (victim := tmp_path / "victim").write_text("mine")
     (folder := tmp_path / "c").mkdir()
     (folder / "model.safetensors").symlink_to(victim)
     with pytest.raises(OutputError, match="symbolic link"):
-        demo_inputs.save_folder(folder, write)
+        demo_passes.save_folder(folder, write)
     assert victim.read_text() == "mine" and [p.name for p in folder.iterdir()] == ["model.safetensors"]
 
 
@@ -445,9 +445,9 @@ def test_hostile_tokens(header, parts, tmp_path, checkpoint):
 
 def test_more_logits_than_memory(tmp_path, checkpoint, monkeypatch):
     np.save(path := tmp_path / "t.npy", np.zeros(1000, np.uint8))
-    monkeypatch.setattr("dsv4_jax.cli.logits.memory_bytes", lambda: 1000 * 256 * 4 - 1)
+    monkeypatch.setattr("dsv4_jax.cli.logits.memory_bytes", lambda: 500 * 256 * 4)
     argv = ["logits", "--checkpoint", checkpoint, "--tokens", path, "--out", tmp_path / "l.npy"]
-    refused(argv, "1024000 bytes", "1023999")
+    refused(argv, "1,000.00 KiB", "500.00 KiB")
 
 
 def test_tokens_are_a_regular_file(tmp_path, checkpoint):
@@ -463,10 +463,10 @@ def test_a_long_text_is_not_read_whole(tmp_path, checkpoint, monkeypatch):
     """Only the prompts' bytes are: the file may be larger than the memory."""
     with (path := tmp_path / "long").open("wb") as file:
         file.truncate(2**36)
-    prompts = demo_inputs.read_prompts(path)
+    prompts = demo_passes.read_prompts(path)
     assert [len(prompt) for prompt in prompts] == [233, 150, 90, 37]
     path.write_bytes(bytes(range(233)))
-    assert demo_inputs.read_prompts(path)[3] == list(range(37))
+    assert demo_passes.read_prompts(path)[3] == list(range(37))
 
 
 # Processes: limits, closed outputs, signals

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.cli import main
-from dsv4_jax.cli.simulated_hosts import _table as hosts_table
+from dsv4_jax.cli.simulate_server import placement
+from dsv4_jax.cli.simulate_table import hosts_table
 from dsv4_jax.errors import TraceError
 from dsv4_jax.manager import CachePolicy, HostSize, Namespace, SnapshotPlacement, WritePolicy
 from dsv4_jax.simulate import (
@@ -30,7 +31,7 @@ from dsv4_jax.simulate import (
     simulate,
     write_trace,
 )
-from dsv4_jax.simulate.hosts_plot import picture as hosts_picture
+from dsv4_jax.simulate.plot import hosts_picture
 from dsv4_jax.simulate.report import report
 from dsv4_jax.simulate.tokens import prefix_names, run_tokens
 
@@ -493,7 +494,7 @@ def test_several_hosts(capsys, tmp_path: pathlib.Path) -> None:
 
 def test_the_rate_of_several_hosts_is_the_rate_served() -> None:
     """In the table, of which no column is cut at 80, and in the plot; whatever was asked of the hosts."""
-    spread = {"mean": 123.4, "p50": 123.4, "p95": 1234.5, "p99": 1234.5}
+    first, token = {"p50": 123.4, "p95": 1234.5}, {"p50": 0.1234, "p95": 1.2345, "p99": 1.2345}
     runs = [
         {
             "name": name,
@@ -502,8 +503,8 @@ def test_the_rate_of_several_hosts_is_the_rate_served() -> None:
             "hits": {"rate": 0.9876},
             "network": {"bytes": 10**13},
             "requests": {"run": 999_999, "prompt_tokens": 10**9, "per_second": 15.25, "rejected": {}},
-            "per_second": {"requests": 6.9 - speed / 10, "output_tokens": 123_456.0},
-            "seconds": {"first_token": spread, "per_output_token": spread, "token_gap": spread},
+            "per_second": {"requests": 8 - speed, "output_tokens": 123_456.0},
+            "seconds": {"first_token": first, "per_output_token": token, "token_gap": token},
         }
         for speed in (1, 2)
         for name in ("12 + 4", "16 joint")
@@ -512,11 +513,11 @@ def test_the_rate_of_several_hosts_is_the_rate_served() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(hosts_table(result))
     text = console.export_text()
-    assert "\u2026" not in text and "6.80" in text and "15.25" not in text
+    assert "\u2026" not in text and "7.00" in text and "15.25" not in text
     assert max(map(len, text.splitlines())) <= 80 and text.count("decode") == text.count("wait") == len(runs)
     for axes in hosts_picture(result).axes:
         assert axes.get_xlabel() == "requests served a second"
-        assert {tuple(line.get_xdata()) for line in axes.lines} == {(6.8, 6.7)}
+        assert {tuple(line.get_xdata()) for line in axes.lines} == {(7, 6)}
 
 
 def test_several_hosts_of_a_trace_in_seconds_since_1970(capsys, tmp_path: pathlib.Path) -> None:
@@ -560,8 +561,8 @@ def test_refusals(capsys, tmp_path: pathlib.Path) -> None:
     refused(capsys, ["--generate", "", "--policy", "best"], "'best' is neither")
     refused(capsys, ["--generate", "", "--policy", "selective:0"], "at least 1")
     refused(capsys, ["--generate", "", "--blocks", "4", "--hbm", "1GB"], "not allowed with")
-    refused(capsys, ["--generate", "", "--hbm", "1MB"], "1000000 bytes are too few")
-    refused(capsys, ["--generate", "", "--host", "400KB"], "400000 bytes are too few")
+    refused(capsys, ["--generate", "", "--hbm", "1MB"], "976.56 KiB are too few", "MiB are missing")
+    refused(capsys, ["--generate", "", "--host", "400KB"], "390.62 KiB are too few")
     refused(capsys, ["--generate", "", "--step-time", "fixed=-1"], "field 'fixed'")
     refused(capsys, ["--generate", "", "--step-time", "speed=1"], "unknown constant")
     refused(capsys, ["--generate", "", "--step-time", "bandwidth=0"], "field 'bandwidth'")
@@ -587,3 +588,20 @@ def test_it_imports_no_jax() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# Where snapshots are kept, in words
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("prompt,output,junctions,doubling:4", SnapshotPlacement()),
+        ("none", SnapshotPlacement.none()),
+        ("prompt", SnapshotPlacement(None, True, False, False, None)),
+        ("output,every:32", SnapshotPlacement(32, False, True, False, None)),
+        ("doubling:4,junctions", SnapshotPlacement(None, False, False, True, 4)),
+    ],
+)
+def test_names_of_places_add_up(text: str, wanted: SnapshotPlacement) -> None:
+    assert placement(text) == wanted
