@@ -111,10 +111,11 @@ def run() -> None:
         record["note"] = "All lines: python benchmarks/bench_policies.py; the options of each are in the record."
         args.json.write_text(dumps(record))
     if args.plot:
-        from dsv4_jax.simulate.plot import draw
+        from dsv4_jax.plotting import save
+        from dsv4_jax.simulate.plot import picture
 
         together = results[0] | {"runs": [each["runs"][0] for each in results]}
-        draw(together, args.plot / f"{args.json.stem}.png")
+        save(picture(together), args.plot / f"{args.json.stem}.png")
 
 
 if __name__ == "__main__":
