@@ -1,4 +1,4 @@
-"""The site's pages that lie elsewhere in the repository, links that say what they lead to, and what is checked of it."""
+"""Pages of the site that lie elsewhere in the repository, links that say what they lead to, and checks of the site."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import os
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -133,6 +133,7 @@ def serve(
     *,
     script: Sequence[Sequence[int]] | None = None,
     on_tokens: Callable[[int], None] = lambda _: None,
+    compiler_options: Mapping[str, int] | None = None,
 ) -> Served:
     """Prefills all prompts in chunks and decodes all requests together, in a step for each token.
 
@@ -141,10 +142,11 @@ def serve(
         chunk: most tokens of a step.
         script: sequences to follow; None: the likeliest token is taken.
         on_tokens: called with how many tokens were generated.
+        compiler_options: of `jax.jit`.
     """
     plan = capacity(layout, max_requests=len(prompts), max_context=max(map(len, prompts)) + new_tokens)
     manager, cache = KVCacheManager(layout, plan.size), init_cache(layout, plan.size)
-    step = jax.jit(forward, donate_argnames="cache", compiler_options=None if script is None else fast_to_compile())
+    step = jax.jit(forward, donate_argnames="cache", compiler_options=compiler_options)
     chunk = min(max(chunk, len(prompts)), sum(map(len, prompts)))
     prefill = manager.pinned_shape(len(prompts), chunk, history=True)
     # Where nothing is timed, one executable does: decodes are padded to it.

@@ -16,6 +16,7 @@ from dsv4_jax.cli import demo, demo_passes, demo_plot, main
 from dsv4_jax.cli.demo_passes import Served
 
 from .. import pictures
+from ..docs import pages
 
 
 @pytest.mark.slow
@@ -23,6 +24,10 @@ def test_demo(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkey
     """As a user runs it, with everything it can write."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
+    serve, options = demo_passes.serve, demo_passes.fast_to_compile()  # all of it, where nobody waits for a speed
+    monkeypatch.setattr(
+        demo_passes, "serve", lambda *given, **more: serve(*given, **more | {"compiler_options": options})
+    )
     assert main(["demo", "--json", "demo.json", "--plot", "demo.svg"]) == 0
     out, err = capsys.readouterr()
     report = json.loads(pathlib.Path("demo.json").read_text())
@@ -50,8 +55,30 @@ def test_demo(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkey
     assert "Speed of the CPU reference, a tiny random model" in out and "It says nothing of other" in " ".join(
         out.split()
     )
+    _check_page(out.replace("Written: demo.svg, demo.json.", _NOTHING_WRITTEN))
     picture = pathlib.Path("demo.svg").read_text()
     assert "Tiny random model: decoding from the cache equals a forward that has no cache" in picture
+
+
+_NOTHING_WRITTEN = "Nothing was written (--keep DIR: the model and the text; --plot PNG: a picture)."
+_NUMBER = re.compile(r"(?<![\w-])\d[\d,]*(?:\.\d+)?(?:e-\d+)?")
+
+
+def _check_page(out: str) -> None:
+    """What docs/start.md shows is what the demo prints. Another CPU rounds otherwise: numbers may differ a little."""
+    (said,) = (
+        prints
+        for block in pages.blocks(pages.DOCS / "start.md")
+        if block.language == "console"
+        for command, prints in pages.commands(block)
+        if command == "dsv4-jax demo"
+    )
+    pages.check_output(_NUMBER.sub("#", out), _NUMBER.sub("#", said), "dsv4-jax demo")
+    for line in said.splitlines():
+        if line.startswith("\u2502"):
+            (got,) = (each for each in out.splitlines() if each.startswith(line[:8]))
+            numbers = [[float(number) for number in _NUMBER.findall(each)] for each in (line, got)]
+            assert numbers[0] == pytest.approx(numbers[1], rel=0.1)
 
 
 def _report(**changes) -> dict:
