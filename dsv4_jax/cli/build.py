@@ -7,7 +7,7 @@ import pathlib
 
 from .. import libraries, native_build
 from ..errors import BuildError, OptionError
-from .options import add_command, add_json
+from .options import add_command, add_json, option
 from .printing import Progress, present, say
 from .values import given_path, positive, short
 
@@ -21,21 +21,13 @@ _EXAMPLES = """
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = add_command(
-        commands, "build", "compile the CUDA kernels", __doc__, _EXAMPLES, fails="a tool is missing or failed"
-    )
-    parser.add_argument(
-        "--architectures",
-        type=_architectures,
-        metavar="LIST",
-        default=[],
-        help="compute capabilities, such as 80,90 (default: all)",
-    )
-    parser.add_argument(
-        "--nvcc", type=given_path, metavar="PATH", help="the compiler (default: the first found that the driver allows)"
-    )
+    fails = "a tool is missing or failed"
+    parser = add_command(commands, "build", "compile the CUDA kernels", __doc__, _EXAMPLES, fails=fails)
+    capabilities = "compute capabilities, such as 80,90 (default: all)"
+    option(parser, "--architectures", _architectures, "LIST", capabilities, default=[])
+    option(parser, "--nvcc", given_path, "PATH", "the compiler (default: the first found that the driver allows)")
     parser.add_argument("--cpu-only", action="store_true", help="only the CPU library, which needs no nvcc")
-    parser.add_argument("--jobs", type=positive, metavar="N", help="compilers at a time (default: one per CPU)")
+    option(parser, "--jobs", positive, "N", "compilers at a time (default: one per CPU)")
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -46,19 +38,18 @@ def run(args: argparse.Namespace) -> int:
     nvcc = None if args.cpu_only else _nvcc(args.nvcc)
     if nvcc:
         say(f"nvcc {nvcc.path}, CUDA {libraries.spelled(nvcc.version)}")
+
+    def report(done: int, steps: int, name: str) -> None:
+        progress.update(f"build, {name}", done=done, total=steps)
+
     with Progress("build") as progress:
-        made = native_build.build(
-            nvcc,
-            architectures=args.architectures,
-            jobs=args.jobs,
-            report=lambda done, steps, name: progress.update(f"build, {name}", done=done, total=steps),
-        )
+        made = native_build.build(nvcc, architectures=args.architectures, jobs=args.jobs, report=report)
     least = libraries.LEAST_DRIVERS.get(nvcc.version // 1000) if nvcc else None
     cuda = libraries.spelled(nvcc.version) if nvcc else None
     if least:
         say(f"built with CUDA {cuda}: needs a driver of {least} or later")
-    report = {"libraries": [str(path) for path in made], "cuda": cuda, "least_driver": least}
-    present(report, args.json, lambda console: console.print(*made, sep="\n", soft_wrap=True, markup=False))
+    found = {"libraries": [str(path) for path in made], "cuda": cuda, "least_driver": least}
+    present(found, args.json, lambda console: console.print(*made, sep="\n", soft_wrap=True, markup=False))
     return 0
 
 
@@ -72,6 +63,7 @@ def _nvcc(named: pathlib.Path | None) -> native_build.Compiler:
 
 
 def _architectures(text: str) -> list[int]:
+    """argparse type: compute capabilities separated by commas."""
     parts = text.replace(";", ",").split(",")
     for part in parts:
         if not (part.isascii() and part.isdigit() and 80 <= int(part[:5]) < 1000):

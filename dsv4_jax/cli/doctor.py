@@ -13,7 +13,7 @@ from rich.table import Table
 
 from .. import libraries
 from .options import add_command, add_json
-from .printing import present
+from .printing import facts, present
 
 __all__ = ["add_parser", "examine", "run"]
 
@@ -23,28 +23,14 @@ _EXAMPLES = """
   dsv4-jax doctor --json doctor.json   both: for a report of a bug
 """
 _PACKAGES = (
-    "dsv4_jax",
-    "jax",
-    "jaxlib",
-    "jax-cuda12-plugin",
-    "jax-cuda13-plugin",
-    "jax-triton",
-    "triton",
-    "numpy",
-    "ml_dtypes",
-    "rich",
-    "matplotlib",
-    "torch",
-    "transformers",
-    "nixl-cu12",
-    "nixl-cu13",
-)
+    "dsv4_jax jax jaxlib jax-cuda12-plugin jax-cuda13-plugin jax-triton triton numpy ml_dtypes rich matplotlib torch "
+    "transformers nixl-cu12 nixl-cu13"
+).split()
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = add_command(
-        commands, "doctor", "what works on this machine and why not", __doc__, _EXAMPLES, fails="nothing can run here"
-    )
+    summary = "what works on this machine and why not"
+    parser = add_command(commands, "doctor", summary, __doc__, _EXAMPLES, fails="nothing can run here")
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -150,26 +136,25 @@ def _version(package: str) -> str | None:
 
 def _table(report: dict[str, Any]) -> Table:
     """All of it, each thing said once."""
-    table = Table("", "", show_header=False)
     there = {name: version for name, version in report["packages"].items() if version}
-    table.add_row("python", f"{report['python']}, {report['machine']}")
-    table.add_row("packages", ", ".join(f"{name} {version}" for name, version in there.items()))
-    table.add_row("not installed", ", ".join(name for name in report["packages"] if name not in there))
-    table.add_section()
+    machine = {
+        "python": f"{report['python']}, {report['machine']}",
+        "packages": ", ".join(f"{name} {version}" for name, version in there.items()),
+        "not installed": ", ".join(name for name in report["packages"] if name not in there),
+    }
     if report["problem"]:
-        table.add_row("problem", f"[red]{escape(report['problem'])}[/]")
-        return table
-    table.add_row("backend", report["backend"])
+        return facts(None, machine, {"problem": f"[red]{escape(report['problem'])}[/]"})
+    here = {"backend": report["backend"]}
     for about, ids in _grouped({str(device["id"]): _about(device) for device in report["devices"]}).items():
-        table.add_row(f"device {', '.join(ids)}" if len(ids) < 3 else f"devices {ids[0]} to {ids[-1]}", escape(about))
-    table.add_row("CPU library", _state(report["native"]["cpu"]))
-    table.add_row("CUDA library", _cuda_library(report))
+        here[f"device {', '.join(ids)}" if len(ids) < 3 else f"devices {ids[0]} to {ids[-1]}"] = escape(about)
     states = _grouped(report["transports"])
-    table.add_row("transports", "\n".join(f"{_state(state)}: {', '.join(names)}" for state, names in states.items()))
-    table.add_section()
-    for name in next(iter(report["implementations"].values())):
-        table.add_row(name, _implementation(name, report["implementations"]))
-    return table
+    here |= {
+        "CPU library": _state(report["native"]["cpu"]),
+        "CUDA library": _cuda_library(report),
+        "transports": "\n".join(f"{_state(state)}: {', '.join(names)}" for state, names in states.items()),
+    }
+    ops = report["implementations"]
+    return facts(None, machine, here, {name: _implementation(name, ops) for name in next(iter(ops.values()))})
 
 
 def _about(device: dict[str, Any]) -> str:

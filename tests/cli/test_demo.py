@@ -24,10 +24,6 @@ def test_demo(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkey
     """As a user runs it, with everything it can write."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    serve, options = demo_passes.serve, demo_passes.fast_to_compile()  # all of it, where nobody waits for a speed
-    monkeypatch.setattr(
-        demo_passes, "serve", lambda *given, **more: serve(*given, **more | {"compiler_options": options})
-    )
     assert main(["demo", "--json", "demo.json", "--plot", "demo.svg"]) == 0
     out, err = capsys.readouterr()
     report = json.loads(pathlib.Path("demo.json").read_text())
