@@ -9,7 +9,7 @@ __all__ = ["command"]
 
 
 def command() -> NoReturn:
-    """As `cli.entry`, and an interrupt while that is imported is no traceback either."""
+    """Runs `cli.entry`; an interrupt while that is imported is no traceback either."""
     try:
         from .cli import entry
 

@@ -53,7 +53,7 @@ def check_output(path: str | os.PathLike[str]) -> None:
 
 
 def check_picture(path: str | os.PathLike[str]) -> None:
-    """As `check_output`, of a picture: its name must say a format, and matplotlib be there to draw it.
+    """Checks, as `check_output`, the place of a picture: its name must say a format, and matplotlib be there.
 
     Raises:
         OutputError: no picture can be written there.
@@ -120,7 +120,7 @@ def _folder(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
 
 
 def _mode(folder: int, name: str) -> int | None:
-    """Of the file that will be replaced; None if there is none. Raises `OutputError` if it must not be."""
+    """The mode of the file that will be replaced; None: there is none. Raises `OutputError` if it must not be."""
     try:
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:

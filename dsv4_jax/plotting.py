@@ -110,8 +110,8 @@ def model_title(name: str) -> str:
     return {"flash": "V4-Flash", "pro": "V4-Pro", "tiny": "Tiny model"}.get(name, name)
 
 
-def _short(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most // 2]}...{text[3 - most // 2 :]}"
+def _short(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest // 2]}...{text[3 - longest // 2 :]}"
 
 
 def save(made: Any, path: str | os.PathLike[str]) -> None:
@@ -125,7 +125,7 @@ def save(made: Any, path: str | os.PathLike[str]) -> None:
 
 
 def look(i: int, *, markers: bool = False) -> dict[str, Any]:
-    """Of the i-th series: its colour, and dashes or a marker that another with this colour has not."""
+    """How the i-th series looks: its colour, and dashes or a marker that another with this colour has not."""
     again = i + i // len(COLOURS)
     made: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "linestyle": _DASHES[again % len(_DASHES)]}
     return made | ({"marker": _MARKERS[again % len(_MARKERS)]} if markers else {})
@@ -142,9 +142,9 @@ def binary(count: int) -> str:
     return f"{count:,}"
 
 
-def token_ticks(axis: Any, values: Sequence[int], most: int = 9) -> None:
+def token_ticks(axis: Any, values: Sequence[int], high: int = 9) -> None:
     """A logarithmic axis of tokens, ticked at powers of two among these values (the last always)."""
-    step = -(-len(values) // most)
+    step = -(-len(values) // high)
     tick(axis, sorted(values)[::-1][::step], binary)
 
 
@@ -180,7 +180,7 @@ def whole(axis: Any) -> None:
 
 
 def bare(axes: Any) -> None:
-    """Of horizontal bars: no lines between rows, no left edge."""
+    """Takes from horizontal bars the lines between rows and the left edge."""
     axes.grid(False, axis="y")
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -190,9 +190,9 @@ def bare(axes: Any) -> None:
 
 
 def legends_above(row: Sequence[Any], room: int) -> None:
-    """Between panels side by side and their titles, `room` pixels wide each; the titles stay level."""
+    """Puts legends between panels side by side and their titles, `room` pixels wide; the titles stay level."""
     lines = {axes: _columns(axes.get_legend_handles_labels()[1], room) for axes in row}
-    most = max(math.ceil(len(axes.get_legend_handles_labels()[1]) / lines[axes]) for axes in row)
+    rows = max(math.ceil(len(axes.get_legend_handles_labels()[1]) / lines[axes]) for axes in row)
     for axes, columns in lines.items():
         handles, labels = axes.get_legend_handles_labels()
         if handles:
@@ -207,7 +207,7 @@ def legends_above(row: Sequence[Any], room: int) -> None:
                 labelspacing=0.3,
             )
             made.set_in_layout(False)  # else a wide one would make its panel narrow; the title leaves it room
-        axes.set_title(axes.get_title(loc="left"), pad=7 + 14 * most)
+        axes.set_title(axes.get_title(loc="left"), pad=7 + 14 * rows)
 
 
 def _columns(labels: Sequence[str], room: int) -> int:

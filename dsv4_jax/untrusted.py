@@ -9,12 +9,22 @@ import json
 import os
 import pathlib
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .errors import ConfigError
 
-__all__ = ["INT32_MAX", "check_integer", "check_number", "parse_json", "plain", "read_json", "read_number", "shown"]
+__all__ = [
+    "INT32_MAX",
+    "check_integer",
+    "check_number",
+    "parse_json",
+    "plain",
+    "read_json",
+    "read_number",
+    "read_settings",
+    "shown",
+]
 
 INT32_MAX = 2**31 - 1
 _FLOAT32 = (1e-37, 3e38)
@@ -62,6 +72,28 @@ def read_number(text: str, kind: Callable[[str], Any] = float) -> Any:
     return kind(text)
 
 
+def read_settings(text: str, types: Mapping[str, type], error: Callable[[str, str], Exception]) -> dict[str, Any]:
+    """The values of `name=value,name=value,...`.
+
+    Args:
+        types: of the values, `int` or `float`, by name.
+        error: makes an error of a problem and the name that it is about.
+    """
+    values: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name not in types:
+            raise error(f"unknown setting; there are {', '.join(types)}", name[:40])
+        if name in values:
+            raise error("is given twice", name)
+        try:
+            values[name] = read_number(value, types[name])
+        except ValueError:
+            kind = "number" if types[name] is float else "integer"
+            raise error(f"{value[:40]!r} is no {kind}", name) from None
+    return values
+
+
 def parse_json(data: bytes, *, unique_keys: bool = False) -> Any:
     """The JSON value of UTF-8 text. With `unique_keys`, an object that says a key twice is refused.
 
@@ -74,8 +106,8 @@ def parse_json(data: bytes, *, unique_keys: bool = False) -> Any:
         raise ValueError("nested too deep") from None
 
 
-def read_json(path: pathlib.Path, most_bytes: int, *, unique_keys: bool = False) -> Any:
-    """The JSON value of a file, of which no more than `most_bytes` are read.
+def read_json(path: pathlib.Path, max_bytes: int, *, unique_keys: bool = False) -> Any:
+    """The JSON value of a file, of which no more than `max_bytes` are read.
 
     Raises:
         ValueError: the file cannot be read, is larger, or holds no JSON; says why in one line.
@@ -85,8 +117,8 @@ def read_json(path: pathlib.Path, most_bytes: int, *, unique_keys: bool = False)
             raise ValueError("not a regular file")  # a FIFO would wait for its writer
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if size > most_bytes:
-                raise ValueError(f"{size} bytes, at most {most_bytes} are read")
+            if size > max_bytes:
+                raise ValueError(f"{size} bytes, at most {max_bytes} are read")
             data = file.read(size)
     except OSError as error:
         raise ValueError(error.strerror) from None

@@ -104,7 +104,7 @@ def _raise_swallowed_interrupts() -> None:
 
 
 def _shorten_warnings() -> None:
-    """Ours in one line, as errors are: they are about the command's options, not about the source line that warns."""
+    """Shows the package's own warnings in one line, as errors are: without the source line that warns."""
     whole = warnings.formatwarning
 
     def form(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:

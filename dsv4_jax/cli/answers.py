@@ -35,7 +35,7 @@ class TextStream:
         self._before = 0  # ids of the piece before
 
     def add(self, token: int) -> str:
-        """What can be said once this id is there."""
+        """Returns what can be said once this id is there."""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
         whole = text.rstrip(_INCOMPLETE)
@@ -48,7 +48,7 @@ class TextStream:
         return piece
 
     def end(self) -> str:
-        """What is left: no id follows."""
+        """Returns the text that is left, once no id follows."""
         return self._tokenizer.decode(self._ids)[self._said :]
 
 
@@ -65,7 +65,7 @@ class StopText:
         self.found = False
 
     def add(self, text: str) -> str:
-        """What of the text so far can be shown now. Nothing more is asked once `found`."""
+        """Returns what of the text so far can be shown now. Nothing more is asked once `found`."""
         text = self._held + text
         places = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
         self.found = bool(places)
@@ -74,23 +74,23 @@ class StopText:
         return text[:shown]
 
     def end(self) -> str:
-        """What was held back: no text follows."""
+        """Returns what was held back, once no text follows."""
         return self._held
 
     def _begun(self, text: str) -> int:
         """How many characters at the end of `text` are the most that a stop string begins with."""
-        most = max((len(stop) - 1 for stop in self._stops), default=0)
-        tails = (text[-n:] for n in range(min(most, len(text)), 0, -1))
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        tails = (text[-n:] for n in range(min(longest, len(text)), 0, -1))
         return next((len(tail) for tail in tails if any(stop.startswith(tail) for stop in self._stops)), 0)
 
 
 class Answer:
-    """What is drawn for one prompt, as ids and, if the prompt is a text, as text.
+    """What is sampled for one prompt, as ids and, if the prompt is a text, as text.
 
     Attributes:
         tokens: the ids; with a stop string, those that spelt it are the last.
         text: what of it can be shown so far; None: the prompt was given as ids.
-        end: why nothing more is drawn: "stop" (a token or string), "length"; None while it goes on.
+        end: why nothing more is sampled: "stop" (a token or string), "length"; None while it goes on.
         first_token_s: seconds after the start when its first token was there.
     """
 
@@ -103,10 +103,10 @@ class Answer:
         self.first_token_s: float | None = None
 
     def add(self, tokens: Sequence[int], ended: bool, seconds: float) -> str:
-        """Takes newly drawn tokens and returns what they add to what is shown.
+        """Takes newly sampled tokens and returns what they add to what is shown.
 
         Args:
-            ended: nothing more is drawn for it.
+            ended: nothing more is sampled for it.
             seconds: since the start.
         """
         if tokens and self.first_token_s is None:
@@ -127,7 +127,7 @@ class Answer:
         return f"{',' if self.tokens[1:] else ''}{token}"
 
     def __str__(self) -> str:
-        """All that is shown."""
+        """The answer as it is shown, whole."""
         return ",".join(map(str, self.tokens)) if self.text is None else self.text
 
     def as_dict(self) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class AnswerPrinter:
         self._line_open = False
 
     def show(self, index: int, piece: str) -> None:
-        """Answer `index` has grown by this piece, or is complete."""
+        """Shows that answer `index` has grown by this piece, or is complete."""
         answer = self._answers[index]
         if self._silent:
             return
@@ -165,7 +165,7 @@ class AnswerPrinter:
             self._whole(index, answer.end)
 
     def show_rest(self) -> None:
-        """What of answers that will not be completed has not been shown."""
+        """Shows what has not been shown yet of answers that will not be completed."""
         if self._silent:
             return
         if self._line_open:
@@ -187,7 +187,7 @@ class Speed:
 
     Attributes:
         prompt_tokens, prefill_s: fed by steps that computed prompts, and their seconds.
-        new_tokens: drawn in all.
+        new_tokens: sampled in all.
         decoded, decode_s, decode_calls: tokens of the calls that did nothing else, their seconds and number.
         decode_rows: requests of these calls, added up.
     """
@@ -203,17 +203,17 @@ class Speed:
     def __post_init__(self) -> None:
         self._start = self._last = time.perf_counter()
 
-    def note(self, fed: int, drawn: int, rows: int) -> float:
-        """A call has ended that fed so many tokens of prompts, and drew so many for so many requests.
+    def note(self, fed: int, sampled: int, rows: int) -> float:
+        """A call has ended that fed so many tokens of prompts, and sampled so many for so many requests.
 
         Returns the seconds since the start.
         """
         seconds, self._last = time.perf_counter() - self._last, time.perf_counter()
-        self.new_tokens += drawn
+        self.new_tokens += sampled
         if fed:
             self.prompt_tokens, self.prefill_s = self.prompt_tokens + fed, self.prefill_s + seconds
         else:
-            self.decoded, self.decode_s = self.decoded + drawn, self.decode_s + seconds
+            self.decoded, self.decode_s = self.decoded + sampled, self.decode_s + seconds
             self.decode_calls, self.decode_rows = self.decode_calls + 1, self.decode_rows + rows
         return self._last - self._start
 
@@ -224,7 +224,7 @@ class Speed:
         }
 
     def in_words(self, answers: Sequence[Answer], cached: int, drafted: bool) -> str:
-        """A line.
+        """Says how fast it was, in a line.
 
         Args:
             cached: tokens of prompts that were found in the cache.
@@ -249,7 +249,7 @@ def _rate(count: int, seconds: float) -> float | None:
 
 
 def _write(text: str) -> None:
-    """Characters that stdout has no bytes for as escapes."""
+    """Writes to stdout; characters that it has no bytes for as escapes."""
     if sys.stdout is None:  # it was closed
         return
     encoding = sys.stdout.encoding or "utf-8"

@@ -53,7 +53,7 @@ class Rendered(NamedTuple):
 
 
 class ChatTemplate:
-    """A Jinja template.
+    """A checkpoint's chat template, a program in Jinja that writes conversations out.
 
     Args:
         source: its text.
@@ -128,7 +128,7 @@ def _environment() -> Any:
         raise OptionError("--chat: a chat template needs the extra text (pip install 'dsv4_jax[text]')") from None
 
     class Generation(Extension):
-        """Around what a model is to learn to say; a prompt has the inside alone."""
+        """The tag around what a model is to learn to say: a prompt has what is inside of it."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -206,7 +206,7 @@ def _is_escaped(char: str) -> bool:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Those of a message, of messages or of what is in them."""
+    """Yields the texts that users brought: those of a message, of messages or of what is in them."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -216,7 +216,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _changed(value: Any, other: Mapping[int, str]) -> Any:
-    """The same with other characters in `_texts`; `other`: as `str.translate` takes it."""
+    """Returns the value with other characters in its `_texts`; `other`: as `str.translate` takes it."""
     if isinstance(value, str):
         return value.translate(other)
     if isinstance(value, Mapping):

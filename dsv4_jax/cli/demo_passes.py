@@ -6,7 +6,7 @@ import os
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -133,7 +133,7 @@ def serve(
     *,
     script: Sequence[Sequence[int]] | None = None,
     on_tokens: Callable[[int], None] = lambda _: None,
-    compiler_options: Mapping[str, int] | None = None,
+    compiler_options: dict[str, int] | None = None,
 ) -> Served:
     """Prefills all prompts in chunks and decodes all requests together, in a step for each token.
 

@@ -15,7 +15,7 @@ _BIN = 16  # tokens, of a mean
 
 
 def picture(report: dict[str, Any], differences: Sequence[np.ndarray], divergences: Sequence[np.ndarray]) -> Any:
-    """The `matplotlib.figure.Figure`.
+    """Draws what the demo has found, as a `matplotlib.figure.Figure`.
 
     Args:
         report: what `demo` prints as JSON.

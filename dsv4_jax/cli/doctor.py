@@ -23,9 +23,22 @@ _EXAMPLES = """
   dsv4-jax doctor --json doctor.json   both: for a report of a bug
 """
 _PACKAGES = (
-    "dsv4_jax jax jaxlib jax-cuda12-plugin jax-cuda13-plugin jax-triton triton numpy ml_dtypes rich matplotlib torch "
-    "transformers nixl-cu12 nixl-cu13"
-).split()
+    "dsv4_jax",
+    "jax",
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "jax-triton",
+    "triton",
+    "numpy",
+    "ml_dtypes",
+    "rich",
+    "matplotlib",
+    "torch",
+    "transformers",
+    "nixl-cu12",
+    "nixl-cu13",
+)
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -42,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Everything `doctor` says, ready for JSON. `problem` is why nothing at all can run, or None."""
+    """Finds out all that `doctor` says, ready for JSON. `problem` is why nothing at all can run, or None."""
     report: dict[str, Any] = {
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
@@ -135,7 +148,7 @@ def _version(package: str) -> str | None:
 
 
 def _table(report: dict[str, Any]) -> Table:
-    """All of it, each thing said once."""
+    """The table of a report, in which each thing is said once."""
     there = {name: version for name, version in report["packages"].items() if version}
     machine = {
         "python": f"{report['python']}, {report['machine']}",
@@ -179,7 +192,7 @@ def _cuda_library(report: dict[str, Any]) -> str:
 
 
 def _implementation(name: str, implementations: dict[str, dict[str, str]]) -> str:
-    """Of which ops it is usable, and why of the others it is not."""
+    """Says of which ops an implementation is usable, and why of the others it is not."""
     # Reasons that differ in nothing but the name of the op are one.
     states = {op: states[name].replace(f"the {op} kernel", "the kernel") for op, states in implementations.items()}
     groups = _grouped({op: state for op, state in states.items() if state != "no kernel"})
@@ -195,7 +208,7 @@ def _state(state: str) -> str:
 
 
 def _grouped(values: dict[str, str]) -> dict[str, list[str]]:
-    """Value -> the keys that have it."""
+    """Maps each value to the keys that have it."""
     found: dict[str, list[str]] = {}
     for key, value in values.items():
         found.setdefault(value, []).append(key)

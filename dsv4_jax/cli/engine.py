@@ -77,8 +77,8 @@ def shared_tokens(prompts: Sequence[Sequence[int]], block_tokens: int) -> int | 
     firsts = Counter(tuple(prompt[:block_tokens]) for prompt in prompts if len(prompt) > block_tokens)
     if max(firsts.values(), default=0) < 2:
         return None
-    least = min(len(prompt) - 1 for prompt in prompts)
-    same = next((i for i in range(least) if len({prompt[i] for prompt in prompts}) > 1), least)
+    shortest = min(len(prompt) - 1 for prompt in prompts)
+    same = next((i for i in range(shortest) if len({prompt[i] for prompt in prompts}) > 1), shortest)
     return math.floor(same / block_tokens) * block_tokens
 
 
@@ -128,7 +128,7 @@ class Engine:
 
     @property
     def found_tokens(self) -> int:
-        """Of prompts, in the cache."""
+        """Tokens of prompts that were found in the cache."""
         return sum(sum(m.stats().cache.counters.hit_tokens.values()) for m in self._managers)
 
     def _generate(self, prompts: list[list[int]], **options: Any) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 from ..errors import InputError, PlanError
 from ..output import file_kind
 
-__all__ = ["MOST_TOKENS", "open_regular", "read_tokens"]
+__all__ = ["MAX_TOKENS", "open_regular", "read_tokens"]
 
-MOST_TOKENS = 1 << 24  # of a file: sixteen times the longest context
+MAX_TOKENS = 1 << 24  # of a file: sixteen times the longest context
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def open_regular(path: pathlib.Path, option: str, hint: str = "") -> Iterator[Bi
 
 
 def read_tokens(path: pathlib.Path) -> np.ndarray:
-    """A 1-D integer array of at least one token. Raises `PlanError` that names what is wrong, and `InputError`."""
+    """Reads a 1-D integer array of at least one token. Raises `PlanError` and `InputError`."""
     with open_regular(path, "--tokens") as file:
         try:
             return _array(file)
@@ -51,8 +51,8 @@ def _array(file: BinaryIO) -> np.ndarray:
     count, size = shape[0], shape[0] * dtype.itemsize
     if count < 1:
         raise PlanError("holds no token")
-    if count > MOST_TOKENS:
-        raise PlanError(f"says that it holds {count} tokens, at most {MOST_TOKENS} are read")
+    if count > MAX_TOKENS:
+        raise PlanError(f"says that it holds {count} tokens, at most {MAX_TOKENS} are read")
     data = file.read(size)
     if len(data) < size:
         raise PlanError(f"says that it holds {count} tokens in {size} bytes, but there are {len(data)}")

@@ -94,7 +94,7 @@ def add_command(
     *,
     fails: str | None = None,
 ) -> argparse.ArgumentParser:
-    """The parser of a command.
+    """Adds the parser of a command.
 
     Args:
         summary: its line in the list of all commands.

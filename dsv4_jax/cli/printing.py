@@ -57,15 +57,15 @@ def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def one_line(message: object, most: int = 600) -> str:
+def one_line(message: object, longest: int = 600) -> str:
     """A message fit for one line of a terminal: no control characters, and of a bounded length."""
     text = " ".join(str(message).split())
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 2 :]}"
 
 
 def human(count: float) -> str:
-    """A number of bytes in IEC units."""
+    """Spells a number of bytes in IEC units."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:,.0f} B" if unit == "B" else f"{count:,.2f} {unit}"
@@ -177,7 +177,7 @@ class Progress:
         self.update(done=self._done + count)
 
     def update(self, what: str | None = None, *, done: int | None = None, total: int | None = None) -> None:
-        """Changes what is given."""
+        """Changes what is given: what is being done, how much of it is done, and of how much."""
         self._what = self._what if what is None else what
         self._done = self._done if done is None else done
         self._total = self._total if total is None else total

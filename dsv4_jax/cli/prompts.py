@@ -52,7 +52,10 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
 
 
 def given_prompts(args: argparse.Namespace) -> list[Given]:
-    """Those of --prompt, then of --prompt-file, then of --tokens. Raises `OptionError`, `InputError`, `PlanError`."""
+    """The prompts of --prompt, then of --prompt-file, then of --tokens.
+
+    Raises `OptionError`, `InputError`, `PlanError`.
+    """
     prompts = [Given("--prompt", text) for text in args.prompt]
     prompts += _lines(args.prompt_file) if args.prompt_file else []
     for ids in args.tokens:
@@ -127,7 +130,7 @@ def _text(line: bytes) -> str:
 
 
 def _json(line: bytes) -> str | list[int]:
-    """Raises `ValueError`."""
+    """The prompt of a line of JSON. Raises `ValueError`."""
     value: Any = parse_json(line, unique_keys=True)
     inner = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else None
     for name, content in (inner,) if inner else (("prompt", value), ("tokens", value)):

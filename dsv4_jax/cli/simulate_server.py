@@ -42,7 +42,7 @@ _INSTEAD = (("hbm", "blocks"), ("snapshots", "snapshot_fraction"), ("host", "hos
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A named set of options.
+    """A named set of options, of which `simulate --compare` runs several.
 
     Attributes:
         name: of at least one character.

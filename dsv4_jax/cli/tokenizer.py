@@ -36,7 +36,7 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 
 class Tokenizer:
-    """Of a checkpoint directory: `tokenizer.json`, and what `tokenizer_config.json` adds to it.
+    """The tokenizer of a checkpoint directory: `tokenizer.json`, and what `tokenizer_config.json` adds to it.
 
     Raises:
         OptionError: there is none, it cannot be read, or the package that reads it is missing.
@@ -111,7 +111,7 @@ class Tokenizer:
         return [begin, user, *self._text_ids(messages[0]["content"]), assistant, thinking[think]]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens left out."""
+        """The text of ids, without special tokens."""
         with failing(f"--checkpoint: its tokenizer has no text for ids {shown(list(ids))}"):
             return self._tokenizer.decode(ids)
 
@@ -146,14 +146,14 @@ class Tokenizer:
         return ids + self._text_ids(text[end:])
 
     def _with_marks(self, text: str) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """Its ids, and of the marks among them each with the place of its characters."""
+        """The ids of a text, and of the marks among them each with the place of its characters."""
         with failing(f"--checkpoint: its tokenizer has no ids for {short(text)}"):
             found = self._tokenizer.encode(text, add_special_tokens=False)
         each = zip(found.ids, found.offsets, strict=True)
         return found.ids, [(token, *place) for token, place in each if token in self._added]
 
     def _text_ids(self, text: str) -> list[int]:
-        """Of what is text, whatever it looks like."""
+        """The ids of what is text, whatever it looks like."""
         ids = self._ids(self._without_added, text, special=False)
         mark = next((self._added[token] for token in self._added.keys() & ids if self._added[token] in text), None)
         if mark is not None:

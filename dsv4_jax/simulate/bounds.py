@@ -54,12 +54,12 @@ class Turn(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Prompt tokens found at most.
+    """The prompt tokens that caches find at most.
 
     Attributes:
         prompt: tokens of all prompts.
         endless: by a cache without end.
-        blocks, states: see the module.
+        blocks, states: by a clairvoyant one, as far as its blocks or its states allow (see the module).
     """
 
     prompt: int
@@ -75,7 +75,7 @@ class Bounds(NamedTuple):
 def bounds(
     turns: Sequence[Turn], trace: Sequence[TraceRequest], block_tokens: int, *, blocks: int, states: int
 ) -> Bounds:
-    """Of caches of so many blocks and states in all, in tokens."""
+    """What caches of so many blocks and states in all find at most, in tokens."""
     found = endless_bound(turns), blocks_bound(turns, blocks), states_bound(turns, states)
     return Bounds(sum(request.prompt_tokens for request in trace), *(count * block_tokens for count in found))
 
@@ -85,7 +85,7 @@ def turns_of(trace: Iterable[TraceRequest], layout: CacheLayout) -> list[Turn]:
     turns, block = [], layout.block_tokens
     for request in trace:
         ids = run_tokens((*request.prompt, *request.output), layout.cfg.vocab_size)
-        # The last token is drawn and never computed: a block that it fills is not cached.
+        # The last token is sampled and never computed: a block that it fills is not cached.
         names = prefix_names(ids[:-1] if request.output else ids, block, request.tenant)
         turns.append(Turn(names, (request.prompt_tokens - 1) // block))
     return turns

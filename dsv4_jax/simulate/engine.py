@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ..errors import TraceError
 from .host import Host
-from .simulation import Job, Server, Simulation
+from .simulation import Server, SimulatedRequest, Simulation
 from .trace import TraceRequest
 
 __all__ = ["runnable", "simulate"]
@@ -44,12 +44,12 @@ def simulate(
     return host.finish()
 
 
-def runnable(trace: Sequence[TraceRequest], server: Server) -> tuple[list[Job], collections.Counter[str]]:
+def runnable(trace: Sequence[TraceRequest], server: Server) -> tuple[list[SimulatedRequest], collections.Counter[str]]:
     """Jobs for the requests that can run on such a server, and how many cannot, by what they exceed.
 
     Raises `TraceError` as `simulate`.
     """
-    jobs: list[Job] = []
+    jobs: list[SimulatedRequest] = []
     rejected = collections.Counter[str]()
     for index, request in enumerate(trace):
         tokens = request.prompt_tokens + request.output_tokens
@@ -60,7 +60,7 @@ def runnable(trace: Sequence[TraceRequest], server: Server) -> tuple[list[Job], 
         elif tokens > MAX_TOKENS:
             raise TraceError(f"request {index} has {tokens} tokens: at most {MAX_TOKENS} can be simulated")
         else:
-            jobs.append(Job(request, index))
+            jobs.append(SimulatedRequest(request, index))
     if not jobs:
         room = min(server.context_limit, server.size.num_blocks * server.layout.block_tokens)
         raise TraceError(f"no request of the trace fits: this cache holds {room} tokens of one")

@@ -2,11 +2,11 @@
 
 Each step: preempted requests are resumed first, then those in line are admitted, as slots and blocks allow; the step
 computes what `schedule` says. If that is nothing, the request that arrived last is preempted until it is something. A
-request whose tokens are all computed draws its next one, and leaves when it has drawn all.
+request whose tokens are all computed samples its next one, and leaves when it has sampled all.
 
 Of most decode steps nothing but positions would reach the manager: within a block a decode needs nothing, gives
 nothing, and is always scheduled. So a request *glides* there: its steps take their time, and the manager is
-told of them all at once, as one chunk, in the step that fills the block or draws the last token. Blocks are
+told of them all at once, as one chunk, in the step that fills the block or samples the last token. Blocks are
 taken, published and evicted in the same steps as if every one were planned, and everything but the manager's
 CPU time comes out the same (`Server.every_step` plans them all; a test compares). Steps in which everyone glides
 are not planned at all.
@@ -21,9 +21,8 @@ from collections.abc import Callable
 
 from ..errors import IntegrityError, NoFreeSlotError, OutOfBlocksError
 from ..manager import EventLog, KVCacheManager, Request
-from .samples import note_peaks, sample
 from .shadow import Text, TransferBytes
-from .simulation import Job, Server, Simulation
+from .simulation import Server, SimulatedRequest, Simulation
 from .tokens import run_tokens
 
 __all__ = ["Host"]
@@ -42,20 +41,20 @@ class Host:
 
     Attributes:
         result: what has happened; `result.now` is the host's clock.
-        told: of a host that computes prompts for others: called with each job after its steps, while it is live. Such a
-            job ends when the first `Job.until` tokens are computed; no token is drawn.
+        on_computed: of a host that computes prompts for others: called with each job after its steps, while it is
+            live. Such a job ends when the first `SimulatedRequest.until` tokens are computed; no token is sampled.
         flushed: bytes that travelled since the last step; they count with the next one.
     """
 
     def __init__(
         self,
         server: Server,
-        ended: Callable[[Job], object],
-        answered: Callable[[Job], object] = lambda _: None,
+        ended: Callable[[SimulatedRequest], object],
+        answered: Callable[[SimulatedRequest], object] = lambda _: None,
         events: EventLog | None = None,
     ):
         self.server, self._ended, self._answered = server, ended, answered
-        self.told: Callable[[Job], object] | None = None
+        self.on_computed: Callable[[SimulatedRequest], object] | None = None
         self.result = Simulation(server)
         self.manager = KVCacheManager(
             server.layout,
@@ -65,13 +64,15 @@ class Host:
             events=events,
             clock=lambda: self.result.now,
         )
-        self.line: collections.deque[Job] = collections.deque()  # not admitted
-        self.live: dict[Request, Job] = {}
-        self.active: dict[Request, Job] = {}  # of the live ones, those that `schedule` decides about
-        self.gliding: list[tuple[int, int, Job]] = []  # a heap: the others, by the step the manager is told of
+        self.line: collections.deque[SimulatedRequest] = collections.deque()  # not admitted
+        self.live: dict[Request, SimulatedRequest] = {}
+        self.active: dict[Request, SimulatedRequest] = {}  # of the live ones, those that `schedule` decides about
+        self.gliding: list[
+            tuple[int, int, SimulatedRequest]
+        ] = []  # a heap: the others, by their next step of the manager
         self.glide_base = 0  # their tokens, added up, if each had glided since step 0
-        self.preempted: list[Job] = []  # the first to arrive first
-        self.fresh: list[Job] = []  # admitted since the last step
+        self.preempted: list[SimulatedRequest] = []  # the first to arrive first
+        self.fresh: list[SimulatedRequest] = []  # admitted since the last step
         self.seen: set[int] = set()
         self.blocked = {"slot": -1, "device": -1}  # the last step before which the pool had no room for one more
         self.filled = False  # whether the manager was told of tokens in the step before
@@ -82,10 +83,10 @@ class Host:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody is here."""
+        """Whether no request is here, neither live nor in line."""
         return not (self.line or self.live or self.preempted)
 
-    def take(self, job: Job, now: float) -> None:
+    def take(self, job: SimulatedRequest, now: float) -> None:
         """Puts a job in line."""
         job.offered, job.queued = now, self.result.steps
         self.line.append(job)
@@ -103,7 +104,7 @@ class Host:
         return None
 
     def end(self) -> None:
-        """The step is over: tokens are drawn, and who has all of them leaves."""
+        """The step is over: tokens are sampled, and who has all of them leaves."""
         result = self.result
         result.now = self.ends
         if result.timeline.due:
@@ -111,12 +112,12 @@ class Host:
         result.timeline.tick()
         for request, count in self.pairs:
             job = self.live[request]
-            if self.told is not None:
+            if self.on_computed is not None:
                 if self.server.layout.draft_tokens:  # else what may be cut is not told of
                     self.manager.accept(request, count)
                 self._hand_over(job)
             elif not request.num_pending:
-                self._draw(job)
+                self._sample_token(job)
 
     def flush(self) -> int:
         """Moves what waits to travel between device and host now. Returns the bytes that go to the host."""
@@ -129,7 +130,7 @@ class Host:
         """The result, when nobody is here any more."""
         result = self.result
         result.stats = self.manager.stats()
-        note_peaks(result, result.stats)
+        result.note_peaks(result.stats)
         result.timeline.add(result.now, self._sample(), last=True)
         return result
 
@@ -144,7 +145,7 @@ class Host:
                 self.blocked[pool] = self.result.steps  # for all in line: those behind wait for the same
                 return
 
-    def _binding(self, job: Job, *, resumes: bool) -> str | None:
+    def _binding(self, job: SimulatedRequest, *, resumes: bool) -> str | None:
         """The pool without room for one more request, if there is one. Each live one may need a block soon.
 
         Who is new needs a block as well: it may share most of its own. Who is resumed needs all, or would
@@ -156,7 +157,7 @@ class Host:
         needed = self.server.layout.blocks_for(known) + len(self.live)
         return "device" if needed > self.manager.cache.num_available else None
 
-    def _admit(self, job: Job) -> str | None:
+    def _admit(self, job: SimulatedRequest) -> str | None:
         """The first in line becomes live; else returns the pool that has no room."""
         trace, result, layout = job.trace, self.result, self.server.layout
         ids = run_tokens((*trace.prompt, *trace.output), layout.cfg.vocab_size)
@@ -185,12 +186,12 @@ class Host:
         self._becomes_live(job)
         return None
 
-    def _becomes_live(self, job: Job) -> None:
+    def _becomes_live(self, job: SimulatedRequest) -> None:
         assert job.request is not None
         self.order += 1
         job.order, job.unchecked = self.order, True
         self.live[job.request] = self.active[job.request] = job
-        if self.told is not None and job.request.num_cached >= job.until:
+        if self.on_computed is not None and job.request.num_cached >= job.until:
             self._hand_over(job)  # there is nothing to compute
 
     def _no_room(self, pool: str) -> str:
@@ -225,7 +226,7 @@ class Host:
         self.preempted.append(job)
         self.preempted.sort(key=lambda job: job.index)
 
-    def _resume(self, job: Job) -> str | None:
+    def _resume(self, job: SimulatedRequest) -> str | None:
         """The first of those preempted becomes live again; else returns the pool that has no room."""
         request = job.request
         assert request is not None
@@ -266,7 +267,7 @@ class Host:
         result.scheduled_tokens += decodes + prefill
         result.prefill_tokens += prefill
         result.live_seconds += seconds * len(self.live)
-        result.live_most = max(result.live_most, len(self.live))
+        result.live_max = max(result.live_max, len(self.live))
         if decodes:
             result.token_gaps.append((seconds, decodes))
 
@@ -278,8 +279,8 @@ class Host:
             request, count = job.request, step - job.glides_from
             assert request is not None
             self.glide_base -= request.num_cached - job.glides_from - 1
-            request.tokens += job.output[job.drawn : job.drawn + count - 1]
-            job.drawn += count - 1
+            request.tokens += job.output[job.sampled : job.sampled + count - 1]
+            job.sampled += count - 1
             due[request] = count
         return due
 
@@ -292,7 +293,7 @@ class Host:
             turns = sorted(self.active, key=lambda request: live[request].order)
             room = self.server.token_budget - gliding
             scheduled = manager.schedule(room, requests=turns)  # publishes what the step before has filled
-            if self.told is not None:
+            if self.on_computed is not None:
                 scheduled = [(r, min(count, live[r].until - r.num_cached)) for r, count in scheduled]
             if scheduled or gliding:
                 break
@@ -310,7 +311,7 @@ class Host:
         result.planned += 1
         if look:
             result.step_cpu.append(time.thread_time() - start)
-            note_peaks(result, manager.stats())
+            result.note_peaks(manager.stats())
         moved, loaded = result.shadow.transfer(stages)
         moved, self.flushed = self.flushed.plus(moved), TransferBytes()
         result.shadow.begin(plan)
@@ -326,7 +327,7 @@ class Host:
                 job.begun = result.now
         return pairs, moved
 
-    def _count_host_hit(self, job: Job, loaded: set[int]) -> None:
+    def _count_host_hit(self, job: SimulatedRequest, loaded: set[int]) -> None:
         """What came from the host is a host hit of the first who asked for it."""
         assert job.request is not None
         blocks = job.request.blocks[: job.hit // self.server.layout.block_tokens]
@@ -334,21 +335,21 @@ class Host:
         self.result.totals.hit_host += job.hit_host
         loaded.difference_update(blocks)
 
-    def _draw(self, job: Job) -> None:
+    def _sample_token(self, job: SimulatedRequest) -> None:
         request, result = job.request, self.result
         assert request is not None
-        if job.drawn < len(job.output):
-            request.tokens.append(job.output[job.drawn])
-            job.drawn += 1
-        if job.drawn <= 1 and not job.first_token:
+        if job.sampled < len(job.output):
+            request.tokens.append(job.output[job.sampled])
+            job.sampled += 1
+        if job.sampled <= 1 and not job.first_token:
             job.first_token = result.now
             result.totals.answered += 1
             result.totals.waited += job.first_token - job.trace.arrival
             self._answered(job)
-        if job.drawn == len(job.output):
+        if job.sampled == len(job.output):
             self._leave(job)
         elif (within := request.num_cached % self.server.layout.block_tokens) and self.glides:
-            steps = min(self.server.layout.block_tokens - within, len(job.output) - job.drawn)
+            steps = min(self.server.layout.block_tokens - within, len(job.output) - job.sampled)
             job.glides_from = result.steps
             self.glide_base += request.num_cached - result.steps - 1
             heapq.heappush(self.gliding, (result.steps + steps, job.order, job))
@@ -356,14 +357,14 @@ class Host:
         else:
             self.active[request] = job
 
-    def _hand_over(self, job: Job) -> None:
+    def _hand_over(self, job: SimulatedRequest) -> None:
         """Somebody else is told how far it is; it leaves when that is all."""
-        assert job.request is not None and self.told is not None
-        self.told(job)
+        assert job.request is not None and self.on_computed is not None
+        self.on_computed(job)
         if job.request.num_cached >= job.until:
             self._leave(job)
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, job: SimulatedRequest) -> None:
         request = job.request
         assert request is not None
         job.ended, job.request, job.text, job.output = self.result.now, None, None, []  # which are large
@@ -376,4 +377,4 @@ class Host:
 
     def _sample(self) -> dict[str, float]:
         states = {"running": len(self.live), "waiting": len(self.line), "preempted": len(self.preempted)}
-        return states | sample(self.result.totals, self.manager.stats())
+        return states | self.result.sample(self.manager.stats())

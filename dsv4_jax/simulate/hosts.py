@@ -20,15 +20,16 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from ..checks import check_integer
 from ..errors import CapacityError, LayoutError
 from ..manager import BlockHasher
 from ..records import block_record
 from .engine import runnable
-from .handing import LEASE, Receiver, Sender
+from .handoffs import LEASE, Receiver, Sender
 from .host import Host
 from .network import Link, Network
-from .router import Place, choose
-from .simulation import MAX_UNITS, Job, Server, Simulation
+from .router import HostView, choose
+from .simulation import MAX_UNITS, Server, SimulatedRequest, Simulation
 from .tokens import run_tokens
 from .trace import TraceRequest
 
@@ -41,20 +42,20 @@ Kind = Literal["joint", "prefill", "decode"]
 
 @dataclasses.dataclass(frozen=True)
 class Handed:
-    """A request's way.
+    """A request, and where its prompt was computed.
 
     Attributes:
         job: where it was decoded.
         prompt: where its prompt was computed, if elsewhere.
     """
 
-    job: Job
-    prompt: Job | None
+    job: SimulatedRequest
+    prompt: SimulatedRequest | None
 
 
 @dataclasses.dataclass(frozen=True)
 class HostsRun:
-    """What has happened.
+    """What has happened on several hosts.
 
     Attributes:
         requests: that ran, in the order of the trace.
@@ -89,8 +90,8 @@ def simulate_joint(
     world = _World(trace, server, on_done)
     nodes = [_Node(world, number, "joint") for number in range(hosts)]
 
-    def send(job: Job) -> None:
-        number, missing = choose([node.place for node in nodes], world.digests(job), server.layout.block_tokens)
+    def send(job: SimulatedRequest) -> None:
+        number, missing = choose([node.view for node in nodes], world.digests(job), server.layout.block_tokens)
         nodes[number].take(job, missing * server.layout.block_tokens)
 
     return world.run(send, nodes)
@@ -125,14 +126,14 @@ def simulate_handed(
     second = [_Node(world, prefill + number, "decode", network) for number in range(decode)]
     block = server.layout.block_tokens
 
-    def send(job: Job) -> None:
+    def send(job: SimulatedRequest) -> None:
         digests = world.digests(job)
-        number, missing = choose([node.place for node in second], digests, block)
+        number, missing = choose([node.view for node in second], digests, block)
         if missing < WORTH:
             second[number].take(job, job.trace.prompt_tokens)
             return
-        source, lacking = choose([node.place for node in first], digests, block)
-        leg = Job(dataclasses.replace(job.trace, output=()), job.index, until=len(digests) * block)
+        source, lacking = choose([node.view for node in first], digests, block)
+        leg = SimulatedRequest(dataclasses.replace(job.trace, output=()), job.index, until=len(digests) * block)
         world.prompts[job.index] = leg
         second[number].expect(job)
         first[source].take(leg, lacking * block, second[number])
@@ -143,39 +144,39 @@ def simulate_handed(
 def _check_count(hosts: int, server: Server) -> None:
     size, pages = server.size, server.host.num_pages if server.host is not None else 0
     units = size.num_blocks + size.num_slots + size.num_snapshots + pages
-    most = max(MAX_UNITS // units, 1)
-    if not 1 <= hosts <= most:
-        raise CapacityError(f"{hosts} hosts: at least 1 and, of {units} units each, at most {most} can be simulated")
+    check_integer(f"hosts of {units} units each", hosts, 1, max(MAX_UNITS // units, 1), error=CapacityError)
 
 
 class _World:
-    """What happens when."""
+    """Simulated time: what happens on all hosts, in its order."""
 
     def __init__(self, trace: Sequence[TraceRequest], server: Server, on_done: Callable[[], object]):
         self.server, self.on_done, self.now = server, on_done, 0.0
         self.jobs, self.rejected = runnable(trace, server)
-        self.prompts: dict[int, Job] = {}
+        self.prompts: dict[int, SimulatedRequest] = {}
         self._events: list[tuple[float, int, int, Callable[[], object]]] = []
         self._count = itertools.count()
 
     def at(self, seconds: float, call: Callable[[], object], rank: int = _MESSAGE) -> None:
         heapq.heappush(self._events, (seconds, rank, next(self._count), call))
 
-    def digests(self, job: Job) -> list[bytes]:
-        """Of the blocks of its prompt that others could have left."""
+    def digests(self, job: SimulatedRequest) -> list[bytes]:
+        """The digests of the blocks of its prompt that others could have left."""
         prompt = run_tokens(job.trace.prompt, self.server.layout.cfg.vocab_size)
         return BlockHasher(self.hash_spec, prompt[:-1], namespace=job.namespace).digests
 
-    def run(self, send: Callable[[Job], object], nodes: Sequence[_Node], network: Network | None = None) -> HostsRun:
-        """To the end. `send`: gives a job to its hosts."""
+    def run(
+        self, send: Callable[[SimulatedRequest], object], nodes: Sequence[_Node], network: Network | None = None
+    ) -> HostsRun:
+        """Runs the trace to its end. `send`: gives a request to its hosts."""
         self.hash_spec = nodes[0].host.manager.hash_spec
         for _ in range(self.rejected.total()):
             self.on_done()
         ahead = iter(self.jobs)
 
-        def arrive(job: Job) -> None:
+        def arrive(job: SimulatedRequest) -> None:
             for node in nodes:
-                node.place.hear()
+                node.view.update()
             send(job)
             follow()
 
@@ -204,18 +205,18 @@ class _Node:
     """A host in the world, with the side of hand-offs that it has."""
 
     def __init__(self, world: _World, number: int, kind: Kind, network: Network | None = None):
-        self.kind, self.place = kind, Place()
+        self.kind, self.view = kind, HostView()
         self._world, self._network = world, network
-        self.host = Host(world.server, self._ended, self._answered, self.place.events)
+        self.host = Host(world.server, self._ended, self._answered, self.view.events)
         self._sender = Sender(number, self.host) if kind == "prefill" else None
         self.receiver = None
         if kind == "decode" and network is not None:
             self.receiver = Receiver(number, self.host, network, world.at, self._wake)
         self._targets: dict[int, _Node] = {}  # of prompts: who goes on with them
-        self._asked: dict[Job, int] = {}  # tokens, as the router counts them
+        self._asked: dict[SimulatedRequest, int] = {}  # tokens, as the router counts them
         self._works = self._woken = False
 
-    def take(self, job: Job, tokens: int, target: _Node | None = None) -> None:
+    def take(self, job: SimulatedRequest, tokens: int, target: _Node | None = None) -> None:
         """A job for this host, of so many tokens as the router counts them; `target`: who goes on with it."""
         self._ask(job, tokens)
         if target is not None:
@@ -223,7 +224,7 @@ class _Node:
         self.host.take(job, self._world.now)
         self._wake()
 
-    def expect(self, job: Job) -> None:
+    def expect(self, job: SimulatedRequest) -> None:
         """A job whose prompt comes from another host."""
         assert self.receiver is not None
         self._ask(job, job.trace.prompt_tokens)
@@ -242,19 +243,19 @@ class _Node:
 
     # What the router counts
 
-    def _ask(self, job: Job, tokens: int) -> None:
+    def _ask(self, job: SimulatedRequest, tokens: int) -> None:
         self._asked[job] = tokens
-        self.place.tokens += tokens
-        self.place.requests += 1
+        self.view.tokens += tokens
+        self.view.requests += 1
 
-    def _answered(self, job: Job) -> None:
+    def _answered(self, job: SimulatedRequest) -> None:
         if self.kind == "joint":
-            self.place.tokens -= self._asked[job]
+            self.view.tokens -= self._asked[job]
             self._asked[job] = 0
 
-    def _ended(self, job: Job) -> None:
-        self.place.tokens -= self._asked.pop(job)
-        self.place.requests -= 1
+    def _ended(self, job: SimulatedRequest) -> None:
+        self.view.tokens -= self._asked.pop(job)
+        self.view.requests -= 1
         if self.kind != "prefill":
             self._world.on_done()
 
@@ -274,7 +275,7 @@ class _Node:
                 self.host.take(job, now)
         ends = self.host.begin(now)
         self._send()
-        self.place.hear()
+        self.view.update()
         if ends is not None:
             self._works = True
             self._world.at(ends, self._end, _END)
@@ -293,4 +294,4 @@ class _Node:
             receiver = self._targets[part.index].receiver
             assert receiver is not None
             arrives = self._world.now + seconds + self._network.link.latency
-            self._world.at(arrives, functools.partial(receiver.hear, part, self._sender))
+            self._world.at(arrives, functools.partial(receiver.receive, part, self._sender))

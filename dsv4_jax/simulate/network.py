@@ -20,7 +20,7 @@ __all__ = ["Link", "Network"]
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What every host's card can do.
+    """The network card of every host.
 
     Attributes:
         bandwidth: bytes per second, in and out each; may be infinite.
@@ -49,7 +49,7 @@ class _Transfer:
 
 
 class Network:
-    """See the module. Hosts are numbers.
+    """The transfers between hosts, which are numbers, and how they share bandwidth.
 
     Args:
         link: of every host.
@@ -79,7 +79,7 @@ class Network:
         self._go_on()
 
     def _shares(self) -> dict[_Transfer, int]:
-        """Of each transfer: an nth of the bandwidth is its own."""
+        """The n of each transfer: an nth of the bandwidth is its own."""
         out = collections.Counter(moved.source for moved in self._transfers)
         into = collections.Counter(moved.target for moved in self._transfers)
         return {moved: max(out[moved.source], into[moved.target]) for moved in self._transfers}

@@ -212,7 +212,7 @@ def hosts_picture(result: dict[str, Any]) -> Any:
         made = figure(result["title"].replace(model, model_title(model), 1), subtitle, 4.2)
         panels = made.subplots(1, 2)
         for axes, (title, name, scale, unit) in zip(panels, _PANELS, strict=True):
-            drawn: list[float] = []
+            sampled: list[float] = []
             for i, hosts in enumerate(dict.fromkeys(run["name"] for run in runs)):
                 mine = sorted((run for run in runs if run["name"] == hosts), key=lambda run: run["speed"])
                 rates = [run["per_second"]["requests"] for run in mine]
@@ -220,8 +220,8 @@ def hosts_picture(result: dict[str, Any]) -> Any:
                     values = [scale * run["seconds"][name][percentile] for run in mine]
                     line = {"color": COLOURS[i], "linestyle": dashes, "marker": "os"[i]}
                     axes.plot(rates, values, label=f"{hosts} hosts, {label}", **line)
-                    drawn += values
-            axes.set(title=title, xlabel="requests served a second", ylabel=unit, ylim=(0, 1.06 * max(drawn) or 1))
-            _log_if_wide(axes, drawn)
+                    sampled += values
+            axes.set(title=title, xlabel="requests served a second", ylabel=unit, ylim=(0, 1.06 * max(sampled) or 1))
+            _log_if_wide(axes, sampled)
         legend_below(made, panels)
     return made

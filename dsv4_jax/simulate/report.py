@@ -26,7 +26,7 @@ def report(result: Simulation) -> dict[str, Any]:
     """The numbers of one host, which but for "cpu" depend on trace and server alone: tokens, bytes and seconds."""
     jobs, server, stats = result.jobs, result.server, result.stats
     counters = stats.cache.counters
-    prompt, drawn = sum(j.trace.prompt_tokens for j in jobs), sum(j.drawn for j in jobs)
+    prompt, sampled = sum(j.trace.prompt_tokens for j in jobs), sum(j.sampled for j in jobs)
     hit, from_host = sum(j.hit for j in jobs), sum(j.hit_host for j in jobs)
     seen = sum(j.seen for j in jobs)
     moved = result.shadow.moved._asdict()
@@ -37,7 +37,7 @@ def report(result: Simulation) -> dict[str, Any]:
             "rejected": {limit: result.rejected[limit] for limit in ("context", "device")},
             "tenants": len({j.trace.tenant for j in jobs}),
             "prompt_tokens": prompt,
-            "output_tokens": drawn,
+            "output_tokens": sampled,
         },
         "cache": {
             "size": dataclasses.asdict(server.size),
@@ -144,7 +144,7 @@ def hosts_report(run: HostsRun) -> dict[str, Any]:
     jobs = [handed.job for handed in run.requests]
     began, over = min(job.trace.arrival for job in jobs), max(job.ended for job in jobs)
     seconds, asked = max(over - began, 1e-9), jobs[-1].trace.arrival - began
-    prompt, drawn = sum(job.trace.prompt_tokens for job in jobs), sum(job.drawn for job in jobs)
+    prompt, sampled = sum(job.trace.prompt_tokens for job in jobs), sum(job.sampled for job in jobs)
     means = np.mean([_parts(handed) for handed in run.requests], axis=0).tolist()
     parts = dict(zip(_PARTS if run.network is not None else _PARTS[:2], means, strict=False))
     found = [handed.prompt or handed.job for handed in run.requests]
@@ -156,14 +156,14 @@ def hosts_report(run: HostsRun) -> dict[str, Any]:
             "rejected": {limit: run.rejected[limit] for limit in ("context", "device")},
             "per_second": (len(jobs) - 1) / asked if asked else 0.0,
             "prompt_tokens": prompt,
-            "output_tokens": drawn,
+            "output_tokens": sampled,
         },
         "seconds": {
             "simulated": seconds,
             "first_token": _percentiles([job.first_token - job.trace.arrival for job in jobs], *_PERCENTS),
             "first_token_parts": parts,
             "per_output_token": _percentiles(
-                [(j.ended - j.first_token) / (j.drawn - 1) for j in jobs if j.drawn > 1], *_PERCENTS
+                [(j.ended - j.first_token) / (j.sampled - 1) for j in jobs if j.sampled > 1], *_PERCENTS
             ),
             "token_gap": _weighted(gaps),
             "whole_request": _percentiles([job.ended - job.trace.arrival for job in jobs], *_PERCENTS),
@@ -171,7 +171,7 @@ def hosts_report(run: HostsRun) -> dict[str, Any]:
         "bound": max(parts, key=lambda name: parts[name]),
         "per_second": {
             "requests": len(jobs) / seconds,
-            "output_tokens": drawn / seconds,
+            "output_tokens": sampled / seconds,
             "prompt_tokens": prompt / seconds,
         },
         "hits": {"tokens": hit, "rate": hit / prompt},
@@ -219,7 +219,7 @@ def _host(kind: str, host: Simulation, seconds: float) -> dict[str, Any]:
         "requests": len(host.jobs),
         "busy": host.busy / seconds,
         "live_mean": host.live_seconds / seconds,
-        "live_most": host.live_most,
+        "live_most": host.live_max,
         "found_tokens": sum(job.hit for job in host.jobs),
         "prompt_tokens": host.totals.prompt,
         "computed": host.prefill_tokens,

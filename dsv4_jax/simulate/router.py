@@ -4,7 +4,7 @@ A prompt goes where the least is to be done before it, in tokens: what is asked 
 prompt what is not cached there. Of hosts that are equal the one with fewer requests, then the first.
 
 * Of a host that computes prompts, what is asked are the tokens of its prompts that were not cached there when they were
-  sent, until the first token is drawn or all was handed over.
+  sent, until the first token is sampled or all was handed over.
 * Of a host that decodes only, they are the prompts of its requests, until they end: what they hold.
 
 What is cached where is known from the host's `EventLog`, at once and for nothing. Events tell of blocks alone; a hit
@@ -17,10 +17,10 @@ from collections.abc import Sequence
 
 from ..manager import EventLog
 
-__all__ = ["Place", "choose"]
+__all__ = ["HostView", "choose"]
 
 
-class Place:
+class HostView:
     """What a router knows of a host.
 
     Attributes:
@@ -35,7 +35,7 @@ class Place:
         self._tiers: dict[bytes, int] = {}  # a bit for each tier that has a copy
         self._seen = 0
 
-    def hear(self) -> None:
+    def update(self) -> None:
         """Takes up what the host's manager has told since."""
         events, missed = self.events.since(self._seen)
         if missed:
@@ -54,9 +54,9 @@ class Place:
         return len(digests) - next((i for i, digest in enumerate(digests) if digest not in self._tiers), len(digests))
 
 
-def choose(places: Sequence[Place], digests: Sequence[bytes], block_tokens: int) -> tuple[int, int]:
+def choose(views: Sequence[HostView], digests: Sequence[bytes], block_tokens: int) -> tuple[int, int]:
     """The host for a prompt of these full blocks, and how many of them are not there."""
-    missing = [place.missing(digests) for place in places]
-    costs = [(place.tokens + n * block_tokens, place.requests) for place, n in zip(places, missing, strict=True)]
+    missing = [view.missing(digests) for view in views]
+    costs = [(view.tokens + n * block_tokens, view.requests) for view, n in zip(views, missing, strict=True)]
     best = costs.index(min(costs))
     return best, missing[best]

@@ -48,7 +48,7 @@ class Text:
         self._block_tokens, self._tenant, self._author = block_tokens, tenant, author
 
     def content(self, tokens: int) -> Content:
-        """Of the state after `tokens` tokens, and of the block that the last of them lies in."""
+        """The content of the state after `tokens` tokens, and of the block that the last of them lies in."""
         full, rest = divmod(tokens, self._block_tokens)
         if not rest and full:
             return self.blocks[full - 1]
@@ -68,12 +68,12 @@ class TransferBytes(NamedTuple):
 
     @property
     def stored(self) -> int:
-        """To the host."""
+        """Bytes that go to the host."""
         return self.swap_out + self.snapshot
 
     @property
     def loaded(self) -> int:
-        """From the host."""
+        """Bytes that come from the host."""
         return self.swap_in + self.restore
 
 

@@ -8,19 +8,20 @@ import dataclasses
 from ..errors import CapacityError
 from ..layout import CacheLayout, CacheSize
 from ..manager import Arrival, CachePolicy, HostSize, ManagerStats, Namespace, Request
+from ..manager.metrics import PoolUse
 from .shadow import ShadowDevice, Text
 from .step_time import StepTime
 from .timeline import Timeline
 from .trace import TraceRequest
 
-__all__ = ["MAX_UNITS", "Job", "Server", "Simulation", "Totals"]
+__all__ = ["MAX_UNITS", "Server", "SimulatedRequest", "Simulation"]
 
 MAX_UNITS = 1 << 26  # of a pool: the manager keeps a list of them
 
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """Everything but the trace. Raises `CapacityError` if a pool has more units than memory can list.
+    """The server that is simulated. Raises `CapacityError` if a pool has more units than memory can list.
 
     Attributes:
         token_budget: most tokens of a step.
@@ -56,14 +57,14 @@ class Server:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Job:
+class SimulatedRequest:
     """A request on its way. Times are simulated seconds.
 
     Attributes:
         request: of the manager, until it has ended.
         output: [N] ids it will generate.
         text: of prompt and output, until it has ended.
-        drawn: how many of the output it has.
+        sampled: how many of the output it has.
         seen: leading prompt tokens, in whole blocks, that some request of the tenant had before.
         hit, hit_host: prompt tokens found, and those of them found on the host.
         order: it became live as the how manieth, resumed ones counted again.
@@ -82,7 +83,7 @@ class Job:
     request: Request | None = None
     output: list[int] = dataclasses.field(default_factory=list)
     text: Text | None = None
-    drawn: int = 0
+    sampled: int = 0
     seen: int = 0
     hit: int = 0
     hit_host: int = 0
@@ -101,7 +102,7 @@ class Job:
 
     @property
     def namespace(self) -> Namespace | None:
-        """Of the manager."""
+        """The namespace of its blocks in the manager."""
         return None if self.trace.tenant is None else Namespace(self.trace.tenant)
 
 
@@ -127,7 +128,7 @@ class Simulation:
         now: simulated seconds. busy: those of steps. waited: those of steps that went into transfers.
         planned: steps of which the manager knows.
         scheduled_tokens: of all steps; `prefill_tokens`: those of chunks.
-        live_seconds: live requests, added up over the seconds of steps; `live_most`: the most of a step.
+        live_seconds: live requests, added up over the seconds of steps; `live_max`: the most of a step.
         token_gaps: (seconds, decodes) of each step with decodes.
         lost: tokens that were computed again because of preemptions.
         peak: most units in use of each pool; `peak_in_use`: by requests. Of the steps that were looked at.
@@ -136,7 +137,7 @@ class Simulation:
     """
 
     server: Server
-    jobs: list[Job] = dataclasses.field(default_factory=list)
+    jobs: list[SimulatedRequest] = dataclasses.field(default_factory=list)
     rejected: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     now: float = 0.0
     busy: float = 0.0
@@ -146,7 +147,7 @@ class Simulation:
     scheduled_tokens: int = 0
     prefill_tokens: int = 0
     live_seconds: float = 0.0
-    live_most: int = 0
+    live_max: int = 0
     token_gaps: list[tuple[float, int]] = dataclasses.field(default_factory=list)
     preemptions: int = 0
     lost: int = 0
@@ -161,3 +162,32 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.shadow = ShadowDevice(self.server.layout)
+
+    def note_peaks(self, stats: ManagerStats) -> None:
+        """Keeps the most units in use of every pool, with what is cached and by requests alone."""
+        for name, pool in stats.cache.pools.items():
+            self.peak[name] = max(self.peak.get(name, 0), pool.total - pool.free)
+            self.peak_in_use[name] = max(self.peak_in_use.get(name, 0), _in_use(name, pool))
+
+    def sample(self, stats: ManagerStats) -> dict[str, float]:
+        """What a `Timeline` has of one moment, but for who is there."""
+        totals, counters = self.totals, stats.cache.counters
+        numbers: dict[str, float] = {
+            "prompt_tokens": totals.prompt,
+            "hit_device_tokens": totals.hit - totals.hit_host,
+            "hit_host_tokens": totals.hit_host,
+            "recomputed_tokens": totals.recomputed,
+            "answered": totals.answered,
+            "waited_seconds": totals.waited,
+        }
+        for name, pool in stats.cache.pools.items():
+            numbers[f"{name}_used"] = _in_use(name, pool)
+            numbers[f"{name}_cached"] = pool.total - pool.free - _in_use(name, pool)
+        for tier, count in counters.evicted.items():
+            numbers[f"evicted_{tier.name.lower()}"] = count
+        return numbers | {"evicted_snapshot": counters.evicted_snapshots}
+
+
+def _in_use(name: str, pool: PoolUse) -> int:
+    """Units of requests. Only device blocks are shared with the cache; on the host lie copies of what is in use."""
+    return pool.private + (pool.cached - pool.evictable if name == "device" else 0)

@@ -24,12 +24,12 @@ stays is the order of policies, and how waiting grows as hits fall.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import TraceError
-from ..untrusted import read_number
+from ..untrusted import read_settings
 
 __all__ = ["MEASURED", "MeasuredStep", "StepTime", "fitted"]
 
@@ -55,7 +55,7 @@ MEASURED = (
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """See the module. The defaults are what `fitted` finds, with two or three digits.
+    """The constants of a step's time. The defaults are what `fitted` finds, with two or three digits.
 
     Attributes:
         fixed: seconds of any step.
@@ -93,7 +93,7 @@ class StepTime:
         )
 
     def seconds(self, computing: float, loaded: int, stored: int) -> float:
-        """Of a step that computes for `computing` seconds, with bytes from the host and to it."""
+        """Seconds of a step that computes for `computing` seconds, with bytes from the host and to it."""
         return loaded / self.bandwidth + max(computing, stored / self.bandwidth)
 
     def of(self, step: MeasuredStep) -> float:
@@ -105,20 +105,9 @@ class StepTime:
 
     @classmethod
     def parse(cls, text: str) -> StepTime:
-        """Of `name=value,name=value,...`; the defaults for the rest. Raises `TraceError`."""
-        values: dict[str, Any] = {}
-        names = [field.name for field in dataclasses.fields(cls)]
-        for part in filter(None, text.split(",")):
-            name, _, value = part.partition("=")
-            if name not in names:
-                raise TraceError(f"unknown constant; there are {', '.join(names)}", field=name[:40])
-            if name in values:
-                raise TraceError("is given twice", field=name)
-            try:
-                values[name] = read_number(value)
-            except ValueError:
-                raise TraceError(f"{value[:40]!r} is no number", field=name) from None
-        return cls(**values)
+        """Reads `name=value,name=value,...`; the defaults stand for the rest. Raises `TraceError`."""
+        types = {field.name: type(field.default) for field in dataclasses.fields(cls)}
+        return cls(**read_settings(text, types, lambda problem, name: TraceError(problem, field=name)))
 
 
 def fitted(steps: tuple[MeasuredStep, ...] = MEASURED, *, weights: float = StepTime.weights) -> StepTime:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from typing import Any
 
 from ..errors import TraceError
-from ..untrusted import read_number, shown
+from ..untrusted import read_settings, shown
 from .trace import TraceRequest, TraceRun
 
 __all__ = ["ChatTrace", "make_trace"]
 
 MAX_TENANTS = 1 << 20
-MAX_TOKENS = 1 << 24  # a mean: drawn lengths stay below those of a trace's runs
+MAX_TOKENS = 1 << 24  # a mean: sampled lengths stay below those of a trace's runs
 MAX_SYSTEMS = 1 << 31
 MAX_RUNS = 1 << 25  # of all prompts, if every chat were as long as it can be
 
@@ -51,9 +50,9 @@ class ChatTrace:
             # A seed that is no integer may be another one every time.
             if isinstance(value, bool) or not isinstance(value, int | kind):
                 raise TraceError(f"must be of type {kind.__name__}, got {shown(value)}", field=field.name)
-        most = dict.fromkeys(("system", "question", "answer"), MAX_TOKENS)
-        most |= {"chats": MAX_RUNS, "turns": MAX_RUNS, "tenants": MAX_TENANTS, "systems": MAX_SYSTEMS}
-        for name, limit in most.items():
+        limits = dict.fromkeys(("system", "question", "answer"), MAX_TOKENS)
+        limits |= {"chats": MAX_RUNS, "turns": MAX_RUNS, "tenants": MAX_TENANTS, "systems": MAX_SYSTEMS}
+        for name, limit in limits.items():
             if not 1 <= (value := getattr(self, name)) <= limit:
                 number = value if abs(value) < 1 << 64 else "a longer number"
                 raise TraceError(f"must be at least 1 and at most {limit}, got {number}", field=name)
@@ -66,43 +65,32 @@ class ChatTrace:
 
     @classmethod
     def parse(cls, text: str) -> ChatTrace:
-        """Of `name=value,name=value,...`; the defaults for the rest. Raises `TraceError`."""
-        types = {name: type(value) for name, value in dataclasses.asdict(cls()).items()}
-        values: dict[str, Any] = {}
-        for part in filter(None, text.split(",")):
-            name, _, value = part.partition("=")
-            if name not in types:
-                raise TraceError(f"unknown setting; there are {', '.join(types)}", field=name[:40])
-            if name in values:
-                raise TraceError("is given twice", field=name)
-            try:
-                values[name] = read_number(value, types[name])
-            except ValueError:
-                raise TraceError(f"{value[:40]!r} is no {types[name].__name__}", field=name) from None
-        return cls(**values)
+        """Reads `name=value,name=value,...`; the defaults stand for the rest. Raises `TraceError`."""
+        types = {field.name: type(field.default) for field in dataclasses.fields(cls)}
+        return cls(**read_settings(text, types, lambda problem, name: TraceError(problem, field=name)))
 
 
 def make_trace(settings: ChatTrace) -> list[TraceRequest]:
-    """The requests, earliest first."""
-    draw = random.Random(settings.seed)
+    """Makes the requests of a trace, earliest first."""
+    chance = random.Random(settings.seed)
     weights = list(itertools.accumulate(1 / (1 + tenant) for tenant in range(settings.tenants)))
     requests, start = [], 0.0
     for chat in range(settings.chats):
-        start += draw.expovariate(settings.rate)
-        tenant = draw.choices(range(settings.tenants), cum_weights=weights)[0]
-        system = draw.randrange(settings.systems)
+        start += chance.expovariate(settings.rate)
+        tenant = chance.choices(range(settings.tenants), cum_weights=weights)[0]
+        system = chance.randrange(settings.systems)
         said = [TraceRun(f"system {system}", settings.system)]
         arrival = start
-        for turn in range(draw.randint(1, 2 * settings.turns - 1)):
-            said.append(TraceRun(f"chat {chat} question {turn}", _length(draw, settings.question)))
-            answer = TraceRun(f"chat {chat} answer {turn}", _length(draw, settings.answer))
+        for turn in range(chance.randint(1, 2 * settings.turns - 1)):
+            said.append(TraceRun(f"chat {chat} question {turn}", _length(chance, settings.question)))
+            answer = TraceRun(f"chat {chat} answer {turn}", _length(chance, settings.answer))
             requests.append(TraceRequest(round(arrival, 6), tuple(said), (answer,), f"tenant {tenant}"))
             said.append(answer)
-            arrival += draw.expovariate(1 / settings.pause)
+            arrival += chance.expovariate(1 / settings.pause)
     requests.sort(key=lambda request: request.arrival)
     return requests
 
 
-def _length(draw: random.Random, mean: int) -> int:
-    """Many short ones and a few long ones, as people write."""
-    return max(1, round(draw.gammavariate(1.5, mean / 1.5)))
+def _length(chance: random.Random, mean: int) -> int:
+    """A length around this mean: many short ones and a few long ones, as people write."""
+    return max(1, round(chance.gammavariate(1.5, mean / 1.5)))

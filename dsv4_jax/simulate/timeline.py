@@ -11,11 +11,11 @@ class Timeline:
     """Samples taken every `stride` steps.
 
     Args:
-        most: samples to keep.
+        samples: how many to keep.
     """
 
-    def __init__(self, most: int = 512):
-        self._most, self._stride, self._steps = most, 1, 0
+    def __init__(self, samples: int = 512):
+        self._limit, self._stride, self._steps = samples, 1, 0
         self._rows: list[dict[str, float]] = []
 
     @property
@@ -24,13 +24,13 @@ class Timeline:
         return self._steps % self._stride == 0
 
     def tick(self) -> None:
-        """The step is over."""
+        """Counts a step that is over."""
         self._steps += 1
 
     def add(self, seconds: float, sample: Mapping[str, float], *, last: bool = False) -> None:
-        """A sample; the last one is added whether it is due or not."""
+        """Adds a sample; the last one whether it is due or not."""
         self._rows.append({"seconds": seconds, **sample})
-        if len(self._rows) > self._most and not last:
+        if len(self._rows) > self._limit and not last:
             self._rows = self._rows[::2]
             self._stride *= 2
 

@@ -52,11 +52,11 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def _weights(count: int) -> np.ndarray:
-    """[count] odd numbers."""
+    """Odd numbers [count], by which the tokens of a block are summed."""
     return _mix(np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN) | np.uint64(1)
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _seed(name: object) -> int:
-    """Of SHA-256, so that the sequences of two names have nothing to do with each other."""
+    """A seed from SHA-256, so that the sequences of two names have nothing to do with each other."""
     return int.from_bytes(hashlib.sha256(json.dumps(name).encode()).digest()[:8], "little")

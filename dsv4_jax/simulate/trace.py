@@ -29,7 +29,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
-from ..checks import as_int, shown
+from ..checks import check_integer, shown
 from ..errors import TraceError
 
 __all__ = ["TraceRequest", "TraceRun", "is_private", "read_trace", "write_trace"]
@@ -51,7 +51,7 @@ class TraceRun(NamedTuple):
 
     @property
     def plain(self) -> tuple:
-        """As a trace is written: without a start of 0."""
+        """The run as a trace is written: without a start of 0."""
         return tuple(self) if self.start else self[:2]
 
 
@@ -106,19 +106,17 @@ def read_trace(
         TraceError: an argument is impossible, a line is no request (names line and field), there is none at all, or
             there is too much.
     """
-    if (block := as_int(trace_block_tokens)) is None or not 1 <= block < MAX_TOKENS:
-        raise TraceError(f"trace_block_tokens must be an integer >= 1 (below 2^31), got {shown(trace_block_tokens)}")
+    block = check_integer("trace_block_tokens", trace_block_tokens, 1, MAX_TOKENS - 1, error=TraceError)
     if isinstance(timestamp_unit, bool) or not isinstance(timestamp_unit, int | float) or not 0 < timestamp_unit < 1e18:
         raise TraceError(f"timestamp_unit must be a time above 0 (below 1e18), got {shown(timestamp_unit)}")
-    if limit is not None and ((most := as_int(limit)) is None or most < 1):
-        raise TraceError(f"limit must be an integer >= 1 or None, got {shown(limit)}")
+    limit = None if limit is None else check_integer("limit", limit, 1, error=TraceError)
     requests: list[TraceRequest] = []
     parts = 0
     for number, line in _numbered(lines, source):
         if limit is not None and len(requests) == limit:
             break
         if line.strip():
-            requests.append(_Line(source, number, line).request(trace_block_tokens, timestamp_unit))
+            requests.append(_Line(source, number, line).request(block, timestamp_unit))
             parts += len(requests[-1].prompt) + len(requests[-1].output)
         if 4 * number + parts > MAX_PARTS:
             raise TraceError("the trace is too long: a limit on its requests leaves the rest out", source, number)
@@ -212,9 +210,9 @@ class _Line:
             raise self.error(name, f"must be a time >= 0 (below {MAX_TIME:.0e}), got {_short(value)}")
         return float(value)
 
-    def count(self, name: str, value: Any, least: int = 0) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < MAX_TOKENS:
-            raise self.error(name, f"must be an integer of at least {least} (below 2^31), got {_short(value)}")
+    def count(self, name: str, value: Any, low: int = 0) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value < MAX_TOKENS:
+            raise self.error(name, f"must be an integer of at least {low} (below 2^31), got {_short(value)}")
         return value
 
     def hash(self, name: str, index: int, value: Any) -> int | str:
@@ -233,8 +231,8 @@ class _Line:
             if not isinstance(item, list) or len(item) not in (2, 3):
                 raise self.error(name, f"item {i}: must be [hash, tokens] or [hash, tokens, start], got {_short(item)}")
             start = item[2] if len(item) > 2 else 0
-            for number, least, what in ((item[1], 1, "have at least 1 token"), (start, 0, "start at 0 or later")):
-                if isinstance(number, bool) or not isinstance(number, int) or not least <= number < MAX_TOKENS:
+            for number, low, what in ((item[1], 1, "have at least 1 token"), (start, 0, "start at 0 or later")):
+                if isinstance(number, bool) or not isinstance(number, int) or not low <= number < MAX_TOKENS:
                     raise self.error(name, f"item {i}: must {what} (below 2^31), got {_short(number)}")
             yield TraceRun(self.hash(name, i, item[0]), item[1], start)
 

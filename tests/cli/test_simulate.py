@@ -259,7 +259,7 @@ def test_requests_wait_and_are_preempted() -> None:
     numbers = report(result)
     assert numbers["admission_failures"]["slot"] >= 1
     assert numbers["pools"]["device"]["peak_used"] == 5
-    assert [job.drawn for job in result.jobs] == [200] * 3
+    assert [job.sampled for job in result.jobs] == [200] * 3
     assert numbers["seconds"]["queued"]["max"] == third.admitted
 
 
@@ -311,7 +311,7 @@ def test_generated_chats_under_pressure(write: WritePolicy | None) -> None:
     policy = write and CachePolicy(write=write, snapshots=SnapshotPlacement(every=2))
     result = simulate(trace, server(36, 8, 10, policy=policy, host=HostSize.of(LAYOUT, 30, 12), token_budget=512))
     assert (result.shadow.foreign, result.shadow.wrong) == (0, 0)
-    assert [job.drawn for job in result.jobs] == [job.trace.output_tokens for job in result.jobs]
+    assert [job.sampled for job in result.jobs] == [job.trace.output_tokens for job in result.jobs]
     assert len(result.jobs) == len(trace) and result.preemptions > 0
     assert all(job.trace.arrival <= job.admitted < job.first_token <= job.ended for job in result.jobs)
     assert all(job.hit <= job.seen for job in result.jobs)
@@ -483,7 +483,7 @@ def test_several_hosts(capsys, tmp_path: pathlib.Path) -> None:
         ("--speed", "nan", "from 1e-6"),
         ("--prefill-hosts", "0", "at least 1"),
         ("--decode-hosts", "-1", "must not be negative"),
-        ("--prefill-hosts", "100000000", "at most"),
+        ("--prefill-hosts", "100000000", "an integer from 1 to "),
     ):
         refused(capsys, [*words, "--host-pages", 99, f"{option}={value}"], option, problem)
     for extra in ("--bound", "--compare=a:"):
@@ -521,7 +521,7 @@ def test_the_rate_of_several_hosts_is_the_rate_served() -> None:
 
 
 def test_several_hosts_of_a_trace_in_seconds_since_1970(capsys, tmp_path: pathlib.Path) -> None:
-    """Times come out as from 0 on, however slow; and answers of one token can be drawn."""
+    """Times come out as from 0 on, however slow; and answers of one token can be sampled."""
     options = [*TINY, "--blocks", 60, "--host-pages", 99, "--prefill-hosts", 1, "--decode-hosts", 1, "--speed", 1e-6]
     runs = []
     for began in (0, 1.7e9):
@@ -564,7 +564,7 @@ def test_refusals(capsys, tmp_path: pathlib.Path) -> None:
     refused(capsys, ["--generate", "", "--hbm", "1MB"], "976.56 KiB are too few", "MiB are missing")
     refused(capsys, ["--generate", "", "--host", "400KB"], "390.62 KiB are too few")
     refused(capsys, ["--generate", "", "--step-time", "fixed=-1"], "field 'fixed'")
-    refused(capsys, ["--generate", "", "--step-time", "speed=1"], "unknown constant")
+    refused(capsys, ["--generate", "", "--step-time", "speed=1"], "unknown setting")
     refused(capsys, ["--generate", "", "--step-time", "bandwidth=0"], "field 'bandwidth'")
     refused(capsys, ["--generate", "", "--snapshot-fraction", "1"], "'1' is not a number in [0, 1)")
     refused(capsys, ["--generate", "", "--compare", "--policy none"], "has no name")

@@ -63,4 +63,4 @@ def test_who_glides() -> None:
     for server in (Server(LAYOUT, size, every_step=True), Server(LAYOUT, size, token_budget=8), Server(drafts, size)):
         result = simulate(trace, server)
         assert result.planned == result.steps
-        assert [job.drawn for job in result.jobs] == [job.trace.output_tokens for job in result.jobs]
+        assert [job.sampled for job in result.jobs] == [job.trace.output_tokens for job in result.jobs]

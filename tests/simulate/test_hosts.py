@@ -28,7 +28,7 @@ from dsv4_jax.simulate import (
 )
 from dsv4_jax.simulate.network import Network
 from dsv4_jax.simulate.report import report
-from dsv4_jax.simulate.router import Place, choose
+from dsv4_jax.simulate.router import HostView, choose
 
 BLOCK = 128
 CFG = DSV4Config.tiny(max_position_embeddings=1 << 16)
@@ -122,7 +122,7 @@ def test_nothing_is_lost_and_nothing_left(name: str) -> None:
     run = simulate_handed(trace, server, 2, 1, link, on_done=lambda: ended.append(1))
     numbers = hosts_report(run)
     assert len(ended) == len(trace) == len(run.requests) + run.rejected.total()
-    assert all(h.job.drawn == h.job.trace.output_tokens and h.job.ended >= h.job.first_token for h in run.requests)
+    assert all(h.job.sampled == h.job.trace.output_tokens and h.job.ended >= h.job.first_token for h in run.requests)
     decoded = [job.index for kind, host in run.hosts if kind == "decode" for job in host.jobs]
     assert sorted(decoded) == [handed.job.index for handed in run.requests]
     assert set(numbers["isolation"].values()) == {0}
@@ -152,22 +152,22 @@ def test_the_most_live_requests_are_of_all_steps() -> None:
 
 
 def test_the_router_sends_where_least_is_to_be_done() -> None:
-    places = [Place(), Place(), Place()]
+    views = [HostView(), HostView(), HostView()]
     path = [bytes([i]) * 32 for i in range(4)]
-    assert choose(places, path, BLOCK) == (0, 4)
-    log = places[1].events
+    assert choose(views, path, BLOCK) == (0, 4)
+    log = views[1].events
     log.emit_all("stored", Tier.DEVICE, [(digest, None) for digest in path[:3]])
     log.emit_all("stored", Tier.HOST, [(digest, None) for digest in path[:1]])
     log.emit_all("removed", Tier.DEVICE, [(digest, None) for digest in (path[0], path[2])])
-    places[1].hear()
-    assert choose(places, path, BLOCK) == (1, 2), "one is left on the host, one on the device"
-    places[1].tokens = 2 * BLOCK + 1
-    assert choose(places, path, BLOCK) == (0, 4)
-    places[0].requests = 1
-    assert choose(places, path, BLOCK) == (2, 4)
+    views[1].update()
+    assert choose(views, path, BLOCK) == (1, 2), "one is left on the host, one on the device"
+    views[1].tokens = 2 * BLOCK + 1
+    assert choose(views, path, BLOCK) == (0, 4)
+    views[0].requests = 1
+    assert choose(views, path, BLOCK) == (2, 4)
     log.emit("cleared", Tier.NONE)
-    places[1].hear()
-    assert places[1].missing(path) == 4
+    views[1].update()
+    assert views[1].missing(path) == 4
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -177,7 +177,7 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(CapacityError, match="a cache policy"):
         simulate_handed(trace, dataclasses.replace(ROOMY, policy=None), 1, 1, NOW)
     for hosts in (0, 10**6):
-        with pytest.raises(CapacityError, match=f"{hosts} hosts: at least 1"):
+        with pytest.raises(CapacityError, match=f"an integer from 1 to 126144, got {hosts}"):
             simulate_joint(trace, ROOMY, hosts)
     for values in ((0.0, 0.0), (-1.0, 0.0), (math.nan, 0.0), (1.0, -1.0), (1.0, math.inf)):
         with pytest.raises(TraceError, match=r"bandwidth|latency"):

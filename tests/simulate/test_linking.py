@@ -36,7 +36,7 @@ def test_they_are_found() -> None:
     layout = CacheLayout(DSV4Config.tiny(max_position_embeddings=1 << 16))
     server = Server(layout, CacheSize(100, 2, 32, 30), CachePolicy(snapshots=SnapshotPlacement(every=1)))
     hits = [[job.hit for job in simulate(each, server).jobs] for each in (chat, link_outputs(chat)[0])]
-    assert hits == [[0, 512], [0, 1699 // 128 * 128]]  # the last token is drawn and never computed
+    assert hits == [[0, 512], [0, 1699 // 128 * 128]]  # the last token is sampled and never computed
 
 
 def test_a_prompt_of_whole_blocks_has_nothing_to_rename() -> None:

@@ -18,16 +18,16 @@ from ..manager import Arrival, Handoff, RemoteRead, RemoteTier
 from ..records import page_bytes
 from .host import Host
 from .network import Network
-from .simulation import Job
+from .simulation import SimulatedRequest
 from .tokens import run_tokens
 
-__all__ = ["LEASE", "Part", "Receiver", "Sender"]
+__all__ = ["LEASE", "HandoffPart", "Receiver", "Sender"]
 
 LEASE = 60.0  # seconds
 
 
-class Part(NamedTuple):
-    """What is sent of a prompt.
+class HandoffPart(NamedTuple):
+    """A part of a hand-off: what is sent of a prompt at once.
 
     Attributes:
         index: of the request in the trace.
@@ -50,23 +50,23 @@ class Sender:
     def __init__(self, number: int, host: Host):
         self.number, self._host, self.manager, self.shadow = number, host, host.manager, host.result.shadow
         self._exports: list[tuple[int, Handoff, bool]] = []
-        host.told = self._tell
+        host.on_computed = self._export
 
-    def _tell(self, job: Job) -> None:
+    def _export(self, job: SimulatedRequest) -> None:
         assert job.request is not None
         handoff = self.manager.export_request(job.request, seconds=LEASE)
         gives_up = job.request.num_cached >= job.until and not handoff.last
         if handoff.blocks or handoff.last or gives_up:
             self._exports.append((job.index, handoff, gives_up))
 
-    def take_parts(self) -> tuple[float, list[Part]]:
+    def take_parts(self) -> tuple[float, list[HandoffPart]]:
         """What is to be sent, and in how many seconds: when all that it tells of has gone to host memory."""
         exports, self._exports = self._exports, []
         if not exports:
             return 0.0, []
         seconds, sums = self._host.flush() / self._host.server.step_time.bandwidth, self.shadow.sums
         return seconds, [
-            Part(index, handoff.vouched(sums(handoff.blocks), sums(handoff.state)).to_json(), gives_up)
+            HandoffPart(index, handoff.vouched(sums(handoff.blocks), sums(handoff.state)).to_json(), gives_up)
             for index, handoff, gives_up in exports
         ]
 
@@ -97,27 +97,27 @@ class Receiver:
         self._layout, self._shadow = host.server.layout, host.result.shadow
         self._tier = RemoteTier(host.manager, clock=host.manager.clock)
         self._page = page_bytes(self._layout)
-        self._waiting: dict[int, Job] = {}
-        self._arrivals: dict[Job, tuple[Arrival, Sender]] = {}
-        self._inbox: list[tuple[Part, Sender]] = []
+        self._waiting: dict[int, SimulatedRequest] = {}
+        self._arrivals: dict[SimulatedRequest, tuple[Arrival, Sender]] = {}
+        self._inbox: list[tuple[HandoffPart, Sender]] = []
         self._ended: list[tuple[Arrival, list[RemoteRead], list[bool]]] = []
         self.whole, self.records, self.given_up = 0, collections.Counter[str](), collections.Counter[str]()
 
     def held(self) -> int:
-        """What still waits for others."""
+        """Counts what still waits for others."""
         self._tier.expire()
         return len(self._waiting) + len(self._inbox) + len(self._ended)
 
-    def expect(self, job: Job) -> None:
-        """Its prompt will come from another host."""
+    def expect(self, job: SimulatedRequest) -> None:
+        """Notes a request whose prompt will come from another host."""
         self._waiting[job.index] = job
 
-    def hear(self, part: Part, sender: Sender) -> None:
-        """A hand-off has come."""
+    def receive(self, part: HandoffPart, sender: Sender) -> None:
+        """Takes a part of a hand-off that has come."""
         self._inbox.append((part, sender))
         self._wake()
 
-    def poll(self, now: float) -> list[Job]:
+    def poll(self, now: float) -> list[SimulatedRequest]:
         """Takes up what has come. Returns who waits for nothing any more."""
         if not (self._inbox or self._ended):
             return []  # nothing else gives an arrival something to do
@@ -134,7 +134,7 @@ class Receiver:
                 ready.append(self._end(now, job, arrival, sender))
         return ready
 
-    def _take(self, part: Part, sender: Sender) -> Job | None:
+    def _take(self, part: HandoffPart, sender: Sender) -> SimulatedRequest | None:
         """A part of a prompt; returns its job if nothing more of it can come."""
         job = self._waiting.get(part.index)
         if job is None:
@@ -172,7 +172,7 @@ class Receiver:
 
         self._network.transfer(now, sender.number, self._number, count * self._page, done)
 
-    def _end(self, now: float, job: Job, arrival: Arrival, sender: Sender) -> Job:
+    def _end(self, now: float, job: SimulatedRequest, arrival: Arrival, sender: Sender) -> SimulatedRequest:
         del self._arrivals[job], self._waiting[job.index]
         self._at(now + self._network.link.latency, lambda: sender.manager.acknowledge(arrival.lease))
         if arrival.failure is None:
@@ -184,5 +184,5 @@ class Receiver:
 
 
 def _plain(why: str) -> str:
-    """Without the numbers."""
+    """Leaves the numbers out of a reason, so that equal ones are counted together."""
     return re.sub(r"\d+ ", "", why)
