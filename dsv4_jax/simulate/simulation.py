@@ -14,7 +14,7 @@ from .step_time import StepTime
 from .timeline import Timeline
 from .trace import TraceRequest
 
-__all__ = ["MAX_UNITS", "Server", "SimulatedRequest", "Simulation"]
+__all__ = ["MAX_UNITS", "Server", "SimulatedRequest", "Simulation", "Totals"]
 
 MAX_UNITS = 1 << 26  # of a pool: the manager keeps a list of them
 
