@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ..config import DSV4Config
 from ..errors import PlanError
 from ..layout import CacheLayout, CacheSize
 from ..manager import StepSequence, StepShape, build_plan
@@ -22,6 +23,7 @@ from .options import (
     check_implementation,
     layout_from,
     memory_bytes,
+    naming,
     option,
     refuse_same,
     start_jax,
@@ -72,13 +74,15 @@ def run(args: argparse.Namespace) -> int:
     tokens = read_tokens(args.tokens)
     start_jax()
     check_implementation(args.implementation)
-    cfg, params = load(args.checkpoint, args.weights)
+    with naming("--checkpoint"):
+        cfg = DSV4Config.from_hf(args.checkpoint)
     _check_vocabulary(tokens, cfg.vocab_size)
     if (needed := len(tokens) * cfg.vocab_size * 4) > (held := memory_bytes()):
         raise PlanError(
             f"--tokens: logits of {len(tokens)} tokens take {human(needed)}, this machine has {human(held)}"
         )
     layout = layout_from(args, cfg)
+    _, params = load(args.checkpoint, args.weights)
     chunks = list(split(len(tokens), args.chunks or [len(tokens)]))
     start = time.perf_counter()
     logits, cache_bytes = feed(params, layout, tokens, chunks, args.index_qat, args.implementation)

@@ -19,6 +19,8 @@ from dsv4_jax.cli import doctor, main
 from dsv4_jax.cli import logits as logits_command
 from dsv4_jax.config import AttentionType
 
+from .refusals import refused
+
 CFG = DSV4Config.tiny(layer_types=(AttentionType.CSA, AttentionType.HCA))
 F32 = ["--kv-format", "f32", "--index-format", "f32"]
 
@@ -33,17 +35,6 @@ def checkpoint(tmp_path_factory) -> pathlib.Path:
 def save_tokens(path: pathlib.Path, tokens) -> str:
     np.save(path, tokens)
     return str(path)
-
-
-def refused(capsys, argv: list, *parts: str) -> None:
-    """Exit status 2 and one line on stderr that holds these parts; nothing on stdout."""
-    try:
-        status = main([str(a) for a in argv])
-    except SystemExit as exit_:
-        status = exit_.code
-    out, err = capsys.readouterr()
-    assert (status, out, err.count("\n")) == (2, "", 1), err
-    assert all(part in err for part in parts), err
 
 
 def test_usage_errors(capsys):
@@ -197,7 +188,8 @@ def test_one_token(tmp_path, checkpoint):
     assert np.load(tmp_path / "l.npy").shape == (1, CFG.vocab_size)
 
 
-def test_logits_refusals(capsys, tmp_path, checkpoint):
+def test_logits_refusals(capsys, tmp_path, checkpoint, monkeypatch):
+    monkeypatch.setattr(logits_command, "load", None)  # nothing is loaded before all is known to be right
     out = tmp_path / "logits.npy"
 
     def argv(tokens, *more) -> list:
@@ -211,6 +203,7 @@ def test_logits_refusals(capsys, tmp_path, checkpoint):
     refused(capsys, argv([1.0]), "float64")
     refused(capsys, argv([True]), "bool")
     refused(capsys, argv(np.zeros(0, int)), "holds no token")
+    refused(capsys, argv([1], "--implementation", "cuda"), "--implementation: cuda cannot run here: ")
     refused(capsys, argv([1], "--chunks", "3,0"), "--chunks", "at least 1")
     refused(capsys, argv([1], "--chunks", "3,,1"), "--chunks")
     refused(capsys, argv([1], "--kv-format", "fp2"), "--kv-format")

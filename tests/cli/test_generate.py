@@ -24,6 +24,7 @@ from dsv4_jax.errors import OptionError
 from dsv4_jax.manager import KVCacheManager
 
 from ..model import released
+from .refusals import refused
 
 CFG = DSV4Config.tiny(layer_types=(AttentionType.CSA,), hc_sinkhorn_iters=1, vocab_size=300, num_mtp_layers=1)
 BEGIN, END = "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"
@@ -471,16 +472,6 @@ def as_bytes(path: pathlib.Path, text: str) -> list[int]:
     import tokenizers
 
     return tokenizers.Tokenizer.from_str(json.dumps(whole)).encode(text).ids
-
-
-def refused(capsys, argv: list[str], *parts: str) -> None:
-    try:
-        status = main(argv)
-    except SystemExit as done:
-        status = done.code
-    out, err = capsys.readouterr()
-    assert (status, out, err.count("\n")) == (2, "", 1), err
-    assert err.startswith("dsv4-jax generate: error: ") and all(part in err for part in parts), err
 
 
 def test_refusals(checkpoint, capsys, tmp_path, monkeypatch):
