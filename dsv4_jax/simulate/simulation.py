@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Mapping
 
 from ..errors import CapacityError
 from ..layout import CacheLayout, CacheSize
@@ -11,10 +12,9 @@ from ..manager import Arrival, CachePolicy, HostSize, ManagerStats, Namespace, R
 from ..manager.metrics import PoolUse
 from .shadow import ShadowDevice, Text
 from .step_time import StepTime
-from .timeline import Timeline
 from .trace import TraceRequest
 
-__all__ = ["MAX_UNITS", "Server", "SimulatedRequest", "Simulation", "Totals"]
+__all__ = ["MAX_UNITS", "Server", "SimulatedRequest", "Simulation", "Timeline", "Totals"]
 
 MAX_UNITS = 1 << 26  # of a pool: the manager keeps a list of them
 
@@ -116,6 +116,38 @@ class Totals:
     recomputed: int = 0
     answered: int = 0
     waited: float = 0.0
+
+
+class Timeline:
+    """Numbers over simulated time, of bounded length: when there are too many samples, every second one goes.
+
+    Args:
+        samples: how many to keep.
+    """
+
+    def __init__(self, samples: int = 512):
+        self._limit, self._stride, self._steps = samples, 1, 0
+        self._rows: list[dict[str, float]] = []
+
+    @property
+    def due(self) -> bool:
+        """Whether this step is to be sampled."""
+        return self._steps % self._stride == 0
+
+    def tick(self) -> None:
+        """Counts a step that is over."""
+        self._steps += 1
+
+    def add(self, seconds: float, sample: Mapping[str, float], *, last: bool = False) -> None:
+        """Adds a sample; the last one whether it is due or not."""
+        self._rows.append({"seconds": seconds, **sample})
+        if len(self._rows) > self._limit and not last:
+            self._rows = self._rows[::2]
+            self._stride *= 2
+
+    def columns(self) -> dict[str, list[float]]:
+        """The samples of every name, all of one length."""
+        return {name: [row[name] for row in self._rows] for name in self._rows[0]} if self._rows else {}
 
 
 @dataclasses.dataclass(eq=False)

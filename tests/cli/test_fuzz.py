@@ -28,80 +28,14 @@ from dsv4_jax.cli.options import EXIT_STATUS
 from dsv4_jax.cli.printing import present
 
 ODD = (
-    "",
-    " ",
-    "\t",
-    "-",
-    "--",
-    "-1",
-    "-0",
-    "0",
-    "+1",
-    "1e400",
-    "1e-400",
-    "nan",
-    "-nan",
-    "inf",
-    "-inf",
-    "1_000",
-    "0.1_5",
-    "\u0661\u0662",
-    "0.\u0665",
-    "\u00b2",
-    "0x10",
-    "1.5",
-    "1.",
-    ".5",
-    "1,",
-    ",",
-    ",,",
-    "1,,2",
-    "=",
-    "a=",
-    "=a",
-    ":",
-    "a:",
-    ":a",
-    "a: --nope",
-    "a: 'open",
-    "0:0",
-    str(2**31 - 1),
-    str(2**31),
-    str(2**63),
-    "9" * 400,
-    "1" * 5000,
-    "x" * 100_000,
-    "1GiB",
-    "9TiB",
-    "128K",
-    "1M",
-    "none",
-    "a\nb",
-    "\x1b[31m",
-    "a\0b",
-    "\udcff",
-    "\u00e9",
-    "\U0001f4a5",
-    "\u202e1",
-    "%s%n%(prog)s",
-    "{}{0}",
-    "[/red]",
-    "$\\frac{$",
-    "~",
-    "*",
-    "/",
-    ".",
-    "..",
-    "/dev/null",
-    "/dev/zero",
-    "/dev/full",
-    "/dev/stdout",
-    "/proc/self/mem",
-    "none/none",
-    "a/" * 3000,
-    "--help",
-    "@x",
-)
+    "", " ", "\t", "-", "--", "-1", "-0", "0", "+1", "1e400", "1e-400", "nan", "-nan", "inf", "-inf", "1_000", "0.1_5",
+    "\u0661\u0662", "0.\u0665", "\u00b2", "0x10", "1.5", "1.", ".5", "1,", ",", ",,", "1,,2", "=", "a=", "=a", ":",
+    "a:", ":a", "a: --nope", "a: 'open", "0:0", str(2**31 - 1), str(2**31), str(2**63), "9" * 400,
+    "1" * 5000, "x" * 100_000, "1GiB", "9TiB", "128K", "1M", "none", "a\nb", "\x1b[31m", "a\0b",
+    "\udcff", "\u00e9", "\U0001f4a5",
+    "\u202e1", "%s%n%(prog)s", "{}{0}", "[/red]", "$\\frac{$", "~", "*", "/", ".", "..", "/dev/null", "/dev/zero",
+    "/dev/full", "/dev/stdout", "/proc/self/mem", "none/none", "a/" * 3000, "--help", "@x",
+)  # fmt: skip
 CHECKPOINT = DSV4Config.tiny()
 LINE = json.dumps({"arrival": 0, "prompt": [["a", 10]], "output": 5})
 
@@ -192,7 +126,8 @@ def check(argv: list[str], *names: str) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:prompts find next to nothing")
 @pytest.mark.parametrize(("command", "option"), OPTIONS, ids=str)
-def test_odd_values(command, option, place):
+def test_odd_values(command, option, place, monkeypatch):
+    monkeypatch.setattr("dsv4_jax.cli.logits.load", lambda *_, **__: (CHECKPOINT, {}))
     base, names = complete(command, place), [option, {"what": "OP"}.get(option, option.upper())]
     if option in ("trace", "what"):
         base = base[1:]
