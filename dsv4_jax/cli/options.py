@@ -13,7 +13,15 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from ..config import DSV4Config
-from ..errors import BuildError, CacheError, ImplementationError, IntegrityError, OptionError, OutputError
+from ..errors import (
+    BuildError,
+    CacheError,
+    CapacityError,
+    ImplementationError,
+    IntegrityError,
+    OptionError,
+    OutputError,
+)
 from ..formats import INDEX_FORMATS, KV_FORMATS
 from ..layout import CacheLayout
 from .printing import human, one_line, say
@@ -52,7 +60,7 @@ EXIT_STATUS = {
 }
 FAILURES = (BuildError, IntegrityError)  # of the machine or of this package, not of what was asked
 LATENCY_REQUESTS = 8  # up to which heads are split over devices if not told otherwise
-# Numbers of bytes in errors, which are said in IEC units here.
+# Numbers of bytes in a `CapacityError`, which are said in IEC units here.
 _BYTES = re.compile(r"\b([0-9]{5,}) bytes\b|(?<=take )([0-9]{5,})\b|(?<=blocks of )([0-9]{5,})\b")
 LAYOUT_FIELDS = MappingProxyType({"block_tokens": "--block-tokens", "draft_tokens": "--draft-tokens"})
 
@@ -180,7 +188,8 @@ def naming(option: str | None = None, fields: Mapping[str, str] = MappingProxyTy
         raise
     except CacheError as error:
         text = str(error)
-        text = _BYTES.sub(lambda match: human(int(match[match.lastindex or 0])), text)
+        if isinstance(error, CapacityError):
+            text = _BYTES.sub(lambda match: human(int(match[match.lastindex or 0])), text)
         if fields:
             longest = sorted(fields, key=len, reverse=True)  # CacheSize.num_slots before CacheSize
             text = re.sub(rf"\b({'|'.join(map(re.escape, longest))})\b", lambda match: fields[match[0]], text)
