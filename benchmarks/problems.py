@@ -1,0 +1,403 @@
+"""The kernels that `kernels.py` times: a table of cases, and the operands of each.
+
+Ops that the cache has come from `dsv4_jax.bench` (its shapes and its random operands); those of the model, and the
+forms in which a step calls the others, are made here. Every call has operands of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4_jax import ops
+from dsv4_jax.bench.ops import Problem, problem
+from dsv4_jax.bench.shapes import CASES, QUICK, AttendShape, ScoreShape, Shape, select
+from dsv4_jax.formats.index_fp4 import round_trip
+from dsv4_jax.ops.attend import SharedEntries, WindowView
+from dsv4_jax.ops.columns import Product
+from dsv4_jax.weights import WEIGHT_FORMATS
+
+__all__ = ["KERNELS", "OPS", "TINY", "Kernel", "Made"]
+
+ROPE_PAIRS, EPS = 32, 1e-6
+FREQUENCIES = np.linspace(1, 0.01, ROPE_PAIRS, dtype=np.float32)
+TOP, LIMIT = 6, 10.0  # experts of a token; of the SwiGLU
+
+
+class Made(NamedTuple):
+    """The calls of a case. bytes, flops: what each cannot do without; None: not counted."""
+
+    problem: Problem
+    bytes: int | None
+    flops: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A case, for any batch.
+
+    Attributes:
+        op, name: in records (`records.Measurement`).
+        batches: tokens, requests or rows that are measured.
+        make: (batch, calls, pool rows) -> the calls.
+        size: batch -> about the bytes that a call reads or writes, from which follows how many calls there are.
+        variant: how the op was called, if not as a step does by default.
+        parts: other handlers that the op calls -> the name under which each is recorded.
+        registered: the op of the registry that these calls are of.
+    """
+
+    op: str
+    name: str
+    batches: tuple[int, ...]
+    make: Callable[[int, int, int], Made]
+    size: Callable[[int], float]
+    variant: str | None = None
+    parts: tuple[tuple[str, str], ...] = ()
+    registered: str | None = None
+
+
+def pure(shared: Any, calls: list[Any], call: Callable[[Any, Any, Any], Any], tolerance: float) -> Problem:
+    """Calls that overwrite nothing; their result is what is compared."""
+    return Problem(
+        shared, tuple, calls, lambda shared, carry, args, name: (carry, call(shared, args, name)),
+        lambda carry, out, args: out, tolerance,
+    )  # fmt: skip
+
+
+def drawn(calls: int, make: Callable[[jax.Array], Any], seed: int = 0) -> list[Any]:
+    """What `make` makes of `calls` keys."""
+    make = jax.jit(make)
+    return [make(key) for key in jax.random.split(jax.random.key(seed), calls)]
+
+
+# Ops of the cache, as a step calls them
+
+
+def of_shape(op: str, shape: Shape, calls: int, pool_rows: int) -> Made:
+    return Made(problem(op, shape, calls, pool_rows=pool_rows), shape.bytes_moved, shape.flops)
+
+
+def scores(shape: ScoreShape, calls: int, pool_rows: int, rounded: bool, one_request: bool = False) -> Made:
+    """Index scores. `rounded`: queries rounded to FP4, as the model's are; `one_request`: all tokens have its keys."""
+    base = problem("index_scores", shape, calls, pool_rows=max(pool_rows, 2 * shape.keys))
+
+    def changed(call: Any) -> Any:
+        queries, weights, table, count = call
+        if rounded:
+            queries = jax.jit(round_trip)(queries.astype(jnp.float32)).astype(jnp.bfloat16)
+        return queries, weights, jnp.broadcast_to(table[:1], table.shape) if one_request else table, count
+
+    keys = shape.keys * shape.fmt.row_bytes * (1 if one_request else shape.tokens)
+    return Made(dataclasses.replace(base, calls=[changed(call) for call in base.calls]), keys, shape.flops)
+
+
+def attention(shape: AttendShape, calls: int, pool_rows: int, chunk: bool = False, total: int = 0) -> Made:
+    """attend with its output turned back and rounded to bf16.
+
+    `chunk`: tokens follow one another in one request, so that windows overlap and entries come from the `total` there
+    are: CSA's tokens choose theirs, HCA's see all.
+    """
+    base = problem("attend", shape, calls, pool_rows=max(pool_rows, shape.tokens + 2 * shape.window, total))
+    tokens, freq = shape.tokens, jnp.asarray(FREQUENCIES)
+    position = jnp.arange(tokens, dtype=jnp.int32) + 8192
+    keys = tokens * (shape.window + shape.entries)
+
+    def in_chunk(key: jax.Array) -> Any:
+        a, b = jax.random.split(key)
+        queries = jax.random.normal(a, (tokens, shape.heads, shape.fmt.dim), jnp.bfloat16)
+        ids = jnp.arange(tokens, dtype=jnp.int32)[:, None] + jnp.arange(shape.window, dtype=jnp.int32)[None]
+        entry_ids = jax.random.randint(b, (tokens, shape.entries), 0, max(total, 1), jnp.int32)
+        count = jnp.full(tokens, shape.entries, jnp.int32)
+        if total == shape.entries:
+            entry_ids = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), (tokens, total))
+            count = jnp.maximum(total - tokens // 128 + jnp.arange(1, tokens + 1, dtype=jnp.int32) // 128, 0)
+        return queries, ids, jnp.ones(ids.shape, bool), entry_ids, count
+
+    if chunk:
+        base = dataclasses.replace(base, calls=drawn(calls, in_chunk))
+        base = dataclasses.replace(base, shared=(tuple(x[: tokens + 256] for x in base.shared[0]), *base.shared))
+    else:
+        base = dataclasses.replace(base, shared=(base.shared[0], *base.shared))
+
+    def call(shared: Any, args: Any, name: Any) -> tuple[jax.Array, jax.Array]:
+        (window, pool, sink), (position, freq) = shared
+        queries, ids, visible, *entries = args
+        rest: Any = (pool, *entries) if shape.entries else (None, None, None)
+        own = SharedEntries(jnp.arange(total, dtype=jnp.int32), entries[0]) if chunk and shape.entries else None
+        return ops.attend(
+            queries, sink, WindowView(window, ids, visible), *rest, scale=shape.fmt.dim**-0.5, fmt=shape.fmt,
+            key_split=shape.key_split, inverse_rope=(position, freq), dtype=jnp.bfloat16, shared=own, implementation=name,
+        )  # fmt: skip
+
+    flops = 4 * shape.heads * shape.fmt.dim * keys
+    made = pure((base.shared, (position, freq)), base.calls, call, 5e-3)
+    return Made(made, None if chunk else keys * shape.fmt.row_bytes, flops)
+
+
+# Ops of the model
+
+
+def experts(tokens: int, calls: int, here: int, routed: int, hidden: int, inter: int) -> Made:
+    """Tokens routed at random, of whose experts the first `here` are on the device."""
+    codec = WEIGHT_FORMATS["fp4"].codec
+
+    def weights(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        keys = jax.random.split(key, (2, here))
+        gate_up = jax.lax.map(lambda key: codec.draw(key, 2 * inter, hidden)[0], keys[0])
+        return gate_up, jax.lax.map(lambda key: codec.draw(key, hidden, inter)[0], keys[1])
+
+    def make(key: jax.Array) -> Any:
+        a, b, c = jax.random.split(key, 3)
+        chosen = jax.lax.top_k(jax.random.uniform(a, (tokens, routed)), TOP)[1].astype(jnp.int32)
+        share = jax.random.uniform(b, (tokens, TOP), jnp.float32, 0.1, 1.1)
+        x = jax.random.normal(c, (tokens, hidden), jnp.bfloat16)
+        return x, chosen, 1.5 * share / share.sum(1, keepdims=True)
+
+    def call(shared: Any, args: Any, name: Any) -> jax.Array:
+        return ops.moe(*args, *shared, limit=LIMIT, routed=routed, implementation=name)
+
+    shared, args = jax.jit(weights)(jax.random.key(7)), drawn(calls, make)
+    read = [len({int(e) for e in np.unique(chosen) if e < here}) for _, chosen, _ in args]
+    each = sum(math.prod(x.shape[1:]) for x in shared)
+    return Made(pure(shared, args, call, 4e-3), round(each * sum(read) / calls), 6 * tokens * TOP * hidden * inter)
+
+
+def router(tokens: int, calls: int, experts: int, scale: float) -> Made:
+    def make(key: jax.Array) -> jax.Array:
+        return 2 * jax.random.normal(key, (tokens, experts), jnp.float32)
+
+    def call(bias: Any, logits: Any, name: Any) -> Any:
+        return ops.route(logits, bias=bias, top=TOP, scale=scale, implementation=name)
+
+    bias = 0.1 * jax.random.normal(jax.random.key(3), (experts,), jnp.float32)
+    return Made(pure(bias, drawn(calls, make), call, 1e-5), 4 * tokens * (experts + 2 * TOP))
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """Rows and columns of weights, and groups of the rows that take columns of x of their own."""
+
+    rows: int
+    columns: int
+    groups: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns}" + (f"/{self.groups}" if self.groups > 1 else "")
+
+
+def dense(matrix: Matrix, tokens: int, calls: int, fp8: bool) -> Made:
+    """A product, with weights of its own in each call."""
+    m, columns = matrix, matrix.groups * matrix.columns
+    op: Callable[..., jax.Array] = ops.dense_fp8 if fp8 else ops.dense_bf16
+
+    def make(key: jax.Array) -> Any:
+        a, b = jax.random.split(key)
+        if fp8:
+            weights = WEIGHT_FORMATS["fp8"].codec.draw(b, m.rows, m.columns)
+        else:
+            weights = (jax.random.normal(b, (m.rows, m.columns), jnp.bfloat16) * jnp.bfloat16(m.columns**-0.5),)
+        return jax.random.normal(a, (tokens, columns), jnp.bfloat16), *weights
+
+    def call(_: Any, args: Any, name: Any) -> jax.Array:
+        return op(*args, groups=m.groups, dtype=jnp.bfloat16, implementation=name)
+
+    bytes_ = m.rows * m.columns * (1 if fp8 else 2)
+    return Made(pure((), drawn(calls, make), call, 5e-3), bytes_, 2 * tokens * m.rows * m.columns)
+
+
+def streams(tokens: int, calls: int, width: int, outputs: int, head: bool) -> Made:
+    """What a block reads, or the head, of four streams and of the `outputs` of the block before (0: the first block)."""
+    n, rows = 4, 4 if head else 24
+
+    def make(key: jax.Array) -> Any:
+        keys = jax.random.split(key, 8 + outputs)
+        normal, uniform = jax.random.normal, jax.random.uniform
+        fn = normal(keys[1], (rows, n * width), jnp.float32) * np.float32((n * width) ** -0.5)
+        vector = ops.connection_vector(
+            uniform(keys[2], (width,), jnp.float32, 0.5, 1.5), normal(keys[3], (rows,), jnp.float32),
+            uniform(keys[4], (1 if head else 3,), jnp.float32, 0.5, 1.5),
+        )  # fmt: skip
+        written = None
+        if outputs:
+            ys = tuple(normal(keys[8 + i], (tokens, width), jnp.float32) for i in range(outputs))
+            post, comb = uniform(keys[5], (tokens, n)), uniform(keys[6], (tokens, n, n))
+            written = ops.Written(ys, post.astype(jnp.float32), comb.astype(jnp.float32))
+        return normal(keys[0], (tokens, n, width), jnp.float32), fn, vector, written
+
+    def call(_: Any, args: Any, name: Any) -> Any:
+        how: Any = dict(hc_eps=EPS, eps=EPS, dtype=jnp.bfloat16, implementation=name)
+        return ops.hyper_head(*args, **how) if head else ops.hyper_connection(*args, iterations=20, **how)
+
+    bytes_ = 4 * (tokens * n * width * (2 if outputs else 1) + outputs * tokens * width + rows * n * width)
+    return Made(pure((), drawn(calls, make), call, 5e-3), bytes_ + 2 * tokens * width)
+
+
+def query_product(tokens: int, calls: int, heads: int, dim: int, columns: int) -> Made:
+    """The product and the last steps of a chunk's queries: of heads of 128 dims the indexer's."""
+
+    def make(key: jax.Array) -> Any:
+        a, b = jax.random.split(key)
+        weights = jax.random.normal(b, (heads * dim, columns), jnp.bfloat16) * jnp.bfloat16(columns**-0.5)
+        return jax.random.normal(a, (tokens, columns), jnp.bfloat16), weights
+
+    def call(shared: Any, args: Any, name: Any) -> jax.Array:
+        indexer = dim == 128
+        how: Any = dict(eps=None if indexer else EPS, rotate=indexer, round_fp4=indexer, implementation=name)
+        return ops.finish_queries(Product(*args, (heads, dim)), *shared, **how)
+
+    shared = jnp.arange(tokens, dtype=jnp.int32), jnp.asarray(FREQUENCIES)
+    # FP4 rounds by a sum's last bit: a step of it in a few elements.
+    made = pure(shared, drawn(calls, make), call, 1e-2 if dim == 128 else 5e-3)
+    return Made(made, None, 2 * tokens * heads * dim * columns)
+
+
+# The table
+
+
+def _cache_ops() -> list[Kernel]:
+    found = []
+    for op in ("append", "compress_csa", "compress_index", "compress_hca", "gather", "top_k", "kv_store"):
+        for case in (case for case in CASES if case.op == op):
+            more = {("append", "fused"): (16, 256, 8192), ("top_k", "flash-8k"): (4096,)}.get((op, case.name), ())
+            found.append(_of_case(case, tuple(sorted({*case.batches, *more}))))
+    found.append(_top_k_32k())
+    return found
+
+
+def _of_case(case: Any, batches: tuple[int, ...]) -> Kernel:
+    parts = (("dsv4_compress_index", "index"),) if case.name == "decode-both" else ()
+    return Kernel(
+        case.op, case.name, batches,
+        lambda batch, calls, rows: of_shape(case.op, case.make(batch), calls, rows),
+        lambda batch: case.make(batch).bytes_moved, parts=parts,
+        registered="compress" if case.op.startswith("compress") else None,
+    )  # fmt: skip
+
+
+def _top_k_32k() -> Kernel:
+    ((case, _), *_) = select(CASES, ["top_k"], name="flash-8k")
+    return _of_case(dataclasses.replace(case, name="flash-32k", make=lambda b: dataclasses.replace(
+        case.make(b), entries=8192)), (1, 4096))  # fmt: skip
+
+
+def _scores() -> list[Kernel]:
+    found = []
+    batches = {8192: (64, 256), 32768: (1,), 131072: (1, 16, 64, 256), 1 << 20: (1, 16)}
+    names = {8192: "8k", 32768: "32k", 131072: "128k", 1 << 20: "1m"}
+    for fmt in ("fp4", "fp8"):
+        ((case, _), *_) = select(CASES, ["index_scores"], name=f"{fmt}-8k")
+        for context, some in batches.items():
+            for rounded in (True, False) if context == 131072 else (True,):
+                found.append(_score_case(case, f"{fmt}-{names[context]}", context, some, rounded))
+        for context in (32768, 131072):
+            found.append(_score_case(case, f"{fmt}-{names[context]}-prefill", context, (4096,), True, True))
+    return found
+
+
+def _score_case(case: Any, name: str, context: int, batches: tuple[int, ...], rounded: bool, prefill=False) -> Kernel:
+    def shape(batch: int) -> ScoreShape:
+        return dataclasses.replace(case.make(batch), blocks=context // 128)
+
+    return Kernel(
+        "index_scores", name, batches, lambda b, calls, rows: scores(shape(b), calls, rows, rounded, prefill),
+        lambda b: shape(b).bytes_moved, None if rounded else "bf16 queries",
+    )  # fmt: skip
+
+
+def _attends() -> list[Kernel]:
+    found, batches = [], {"csa-flash": (1, 8, 16, 64, 128, 256), "hca-flash-128k": (1, 8, 64, 256),
+                          "hca-flash-1m": (1, 16), "csa-pro": (1, 64, 256), "swa-flash": (1, 64)}  # fmt: skip
+    for name, some in batches.items():
+        (case,) = (case for case in CASES if (case.op, case.name) == ("attend", name))
+        for split in ("throughput", "latency"):
+            found.append(_attend_case(case.with_key_split(split), some, None if split == "throughput" else split))
+    chunks = {"swa": (64, 0, 0), "csa": (64, 512, 32768), "hca-8k": (64, 64, 64), "hca-128k": (64, 1024, 1024),
+              "csa-pro": (128, 1024, 32768)}  # fmt: skip
+    (case,) = (case for case in CASES if (case.op, case.name) == ("attend", "csa-flash"))
+    for name, sizes in chunks.items():
+        found.append(_chunk_case(case, f"{name}-chunk", *sizes))
+    return found
+
+
+def _attend_case(case: Any, batches: tuple[int, ...], variant: str | None) -> Kernel:
+    return Kernel("attend", case.name, batches, lambda b, calls, rows: attention(case.make(b), calls, rows),
+                  lambda b: case.make(b).bytes_moved, variant)  # fmt: skip
+
+
+def _chunk_case(case: Any, name: str, heads: int, entries: int, total: int) -> Kernel:
+    def shape(batch: int) -> AttendShape:
+        return dataclasses.replace(case.make(batch), heads=heads, entries=entries)
+
+    return Kernel(
+        "attend", name, (4096,), lambda b, calls, rows: attention(shape(b), calls, rows, True, total),
+        lambda b: shape(b).bytes_moved, parts=(("dsv4_gather", "decoding"),),
+    )  # fmt: skip
+
+
+def _model_ops() -> list[Kernel]:
+    found = []
+    tokens, hidden = (1, 4, 16, 64, 128, 256, 1024), (4096, 2048)
+    for name, here in (("flash", 256), ("flash, half of the experts", 128)):
+        found.append(Kernel("moe", name, tokens, lambda b, calls, _, here=here: experts(b, calls, here, 256, *hidden),
+                            lambda b: 13.4e6 * min(256, 6 * b)))  # fmt: skip
+    for name, sizes in {"flash": (256, 1.5), "pro": (384, 2.5)}.items():
+        found.append(Kernel("route", name, (1, 16, 64, 256, 1024),
+                            lambda b, calls, _, sizes=sizes: router(b, calls, *sizes), lambda b: 0.0))  # fmt: skip
+    # Of a layer: wq_b, wo_b, wo_a, wq_a with wkv, the indexer's wq_b, the shared expert's first two and its last.
+    flash = ((32768, 1024), (4096, 8192), (8192, 4096, 8), (1536, 4096), (8192, 1024), (4096, 4096), (4096, 2048))
+    pro = ((65536, 1536), (7168, 16384), (16384, 4096, 16), (2048, 7168), (8192, 1536), (6144, 7168), (7168, 3072))
+    few = ((4096, 8192), (8192, 4096, 8), (32768, 1024), (40960, 1024), (4160, 4096), (2560, 4096), (1024, 4096))
+    for op, sizes, batches in (("dense_fp8", flash + pro, (1, 16, 64, 256, 1024, 4096)), ("dense_bf16", few, (1, 16))):
+        for matrix in (Matrix(*size) for size in sizes):
+            weights, fp8 = matrix.rows * matrix.columns, op == "dense_fp8"
+            found.append(Kernel(op, str(matrix), batches,
+                                lambda b, calls, _, m=matrix, fp8=fp8: dense(m, b, calls, fp8),
+                                lambda b, w=weights: w))  # fmt: skip
+    for model, width in {"flash": 4096, "pro": 7168}.items():
+        kinds = {"": (1, False), "two outputs": (2, False), "first": (0, False), "head": (1, True)}
+        for kind, (outputs, head) in kinds.items():
+            found.append(Kernel(
+                "hyper_connection", f"{model} {kind}".strip(), (64,) if kind else (1, 16, 64, 256, 1024),
+                lambda b, calls, _, how=(width, outputs, head): streams(b, calls, *how),
+                lambda b, width=width: 4 * width * (9 * b + 96),
+                parts=() if kind else (("dsv4_hyper_mixing", f"{model} mixing"),),
+            ))  # fmt: skip
+    for name, sizes in {"flash": (64, 512, 1024), "pro": (128, 512, 1536), "indexer": (64, 128, 1024)}.items():
+        found.append(Kernel("queries", f"product-{name}", (4096,),
+                            lambda b, calls, _, sizes=sizes: query_product(b, calls, *sizes),
+                            lambda b, s=sizes: 2 * s[0] * s[1] * (s[2] + b)))  # fmt: skip
+    return found
+
+
+KERNELS: tuple[Kernel, ...] = (*_cache_ops(), *_scores(), *_attends(), *_model_ops())
+OPS = tuple(dict.fromkeys(kernel.op for kernel in KERNELS))
+
+
+def _tiny() -> tuple[Kernel, ...]:
+    """A case of each op at sizes that a CPU computes in a moment."""
+    small: dict[str, Any] = {case.op: case for case in QUICK}
+    score, attend = small["index_scores"], small["attend"]
+    few = dict(size=lambda b: 1.0)
+    return (
+        *(dataclasses.replace(_of_case(small[op], small[op].batches), size=few["size"])
+          for op in ("append", "compress_hca", "gather", "top_k", "kv_store")),
+        Kernel("index_scores", "tiny", (2,), lambda b, n, rows: scores(score.make(b), n, rows, True, True), **few),
+        Kernel("attend", "tiny", (2,), lambda b, n, rows: attention(attend.make(b), n, rows), **few),
+        Kernel("attend", "tiny-chunk", (6,), lambda b, n, rows: attention(attend.make(b), n, rows, True, 64), **few),
+        Kernel("moe", "tiny", (3,), lambda b, n, _: experts(b, n, 8, 16, 256, 128), **few),
+        Kernel("route", "tiny", (3,), lambda b, n, _: router(b, n, 16, 1.5), **few),
+        Kernel("dense_fp8", "256x128/2", (3,), lambda b, n, _: dense(Matrix(256, 128, 2), b, n, True), **few),
+        Kernel("dense_bf16", "256x128", (3,), lambda b, n, _: dense(Matrix(256, 128), b, n, False), **few),
+        Kernel("hyper_connection", "tiny", (3,), lambda b, n, _: streams(b, n, 64, 1, False), **few),
+        Kernel("hyper_connection", "tiny head", (3,), lambda b, n, _: streams(b, n, 64, 2, True), **few),
+        Kernel("queries", "product-tiny", (3,), lambda b, n, _: query_product(b, n, 2, 128, 64), **few),
+    )  # fmt: skip
+
+
+TINY = _tiny()
