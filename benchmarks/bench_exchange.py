@@ -1,40 +1,46 @@
 """The exchange between GPUs (csrc/exchange.cu) against XLA's collectives. Needs two GPUs or more.
 
-    python benchmarks/bench_exchange.py [--json FILE] [--sizes 512,16,128,1024,2048] [--quick]
+    python benchmarks/bench_exchange.py [--json FILE] [--sizes 512,16,128,1024,2048] [--parts sizes,wo_b] [--quick]
 
 A time is that of one exchange among many in one executable, each the operand of the next: the difference between a long
 chain and a short one, over the difference in length. A size is what a GPU sends to one other, in KiB. The ceiling is a
 copy of 1 GiB from one GPU's memory to the other's.
+
+`wo_b`: what bits that do not depend on the number of devices cost along a tensor axis. Where heads are split each device
+has the latents of its groups. *Gathered*: all latents go to every device, which multiplies them by the whole of `wo_b`,
+as the model does; *summed*: each multiplies its own by its columns of it, and the products are added, in an order that
+depends on the number of devices. Flash's sizes, FP8, us of a layer, weights of its own in turn.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import pathlib
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from harness import Recorder, jax_device, parser
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dsv4_jax.bench.records import dumps, new_record
-from dsv4_jax.bench.targets import TARGETS, Target, verdict
-from dsv4_jax.cuda.exchange import Exchange
+from dsv4_jax import DSV4Config
+from dsv4_jax.cuda.exchange import Exchange, open_exchanges
 from dsv4_jax.model import GPU_DECODE_OPTIONS
+from dsv4_jax.model.quantised import FP8, Quantised, product
+from dsv4_jax.model.split import TENSOR, Split
 from dsv4_jax.ops import all_gather, sum_to_all, sum_to_owner
+from dsv4_jax.ops.exchange import using
 
 AXIS = "devices"
 SHORT, LONG = 20, 120  # exchanges in a chain
 CALLS, REPEATS = 6, 7
-MOST_PACKETS = 512  # KiB
+MAX_PACKETS = 512  # KiB
+MATRICES = 8  # of wo_b in turn: 270 MB, more than an L2 holds
 Step = Callable[[jax.Array], jax.Array]
 
 
@@ -60,28 +66,38 @@ def nothing(x: jax.Array) -> jax.Array:
     return lax.optimization_barrier(x * np.float32(0.5))
 
 
-def seconds(mesh: Mesh, step: Step, length: int, x: jax.Array, options: dict[str, Any]) -> float:
-    """Of one call with `length` steps, the median."""
+def seconds(
+    mesh: Mesh, step: Callable[..., jax.Array], length: int, x: jax.Array, options: dict[str, Any], weights: Any = ()
+) -> float:
+    """Of one call with `length` steps, the median. Each step is given one of `weights`, if there are any, in turn."""
+    axes = P(mesh.axis_names)
 
-    def chain(x: jax.Array) -> jax.Array:
-        for _ in range(length):
-            x = step(x)
+    def chain(x: jax.Array, weights: Any) -> jax.Array:
+        for i in range(length):
+            x = step(x, weights[i % len(weights)]) if weights else step(x)
         return x
 
-    spec = P(AXIS)
-    mapped = jax.shard_map(chain, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    mapped = jax.shard_map(chain, mesh=mesh, in_specs=(axes, P()), out_specs=axes, check_vma=False)
     call = jax.jit(mapped, compiler_options=options)
-    jax.block_until_ready([call(x) for _ in range(3)])
+    jax.block_until_ready([call(x, weights) for _ in range(3)])
     times = []
     for _ in range(REPEATS):
         start = time.perf_counter()
-        jax.block_until_ready([call(x) for _ in range(CALLS)])
+        jax.block_until_ready([call(x, weights) for _ in range(CALLS)])
         times.append((time.perf_counter() - start) / CALLS)
     return statistics.median(times)
 
 
-def microseconds(mesh: Mesh, exchanges: int, step: Step, x: jax.Array, options: dict[str, Any]) -> float:
-    short, long = (seconds(mesh, step, n // exchanges, x, options) for n in (SHORT, LONG))
+def microseconds(
+    mesh: Mesh,
+    step: Callable[..., jax.Array],
+    x: jax.Array,
+    options: dict[str, Any],
+    exchanges: int = 1,
+    weights: Any = (),
+) -> float:
+    """Of one exchange; `exchanges`: of a step."""
+    short, long = (seconds(mesh, step, n // exchanges, x, options, weights) for n in (SHORT, LONG))
     return (long - short) / (LONG - SHORT) * 1e6
 
 
@@ -97,66 +113,96 @@ def copy_ceiling(devices: list[jax.Device]) -> float:
     return x.nbytes / min(times) / 1e9
 
 
-def measured(kind: str, kib: int, n: int, name: str, us: float) -> dict[str, Any]:
-    """A row of the record. What each GPU sends is its bytes."""
-    shape, sent = f"{kind}, {kib} KiB", (kib << 10) * (n - 1)
-    row: dict[str, Any] = {"table": "ops", "op": "exchange", "shape": shape, "batch": n, "timer": "chain", "us": us,
-                           "bytes": sent, "gb_per_s": sent / us / 1e3}  # fmt: skip
-    if name == "XLA":
-        return row | {"implementation": "xla"}
-    target = TARGETS.get(("exchange", shape, n), Target())
-    row |= {"implementation": "cuda", "required_us": target.required, "goal_us": target.goal}
-    row |= {"verdict": verdict(us, target.required, target.goal)}
-    row |= {"variant": None if name == "ours" else name, "tuning": name in ("flags", "packets") or None}
-    return {key: value for key, value in row.items() if value is not None}
+def measure_sizes(mesh: Mesh, sizes: list[int], quick: bool, ceiling: float, recorder: Recorder) -> None:
+    """Exchanges of each size, ours in several forms and XLA's."""
+    n, opened = mesh.size, functools.partial(Exchange, mesh, AXIS, slot_bytes=4 << 20, channels=1, limit_s=5)
+    with opened() as chosen, opened(packet_bytes=0) as flags, opened(packet_bytes=4 << 20) as packets:
+        forms = {
+            "ours": (chosen, GPU_DECODE_OPTIONS), "launched": (chosen, {"xla_gpu_graph_min_graph_size": 1 << 20}),
+            "flags": (flags, GPU_DECODE_OPTIONS), "packets": (packets, GPU_DECODE_OPTIONS),
+        }  # fmt: skip
+        ways = {name: (steps(peers=each.peers, implementation="cuda"), how) for name, (each, how) in forms.items()}
+        ways |= {} if quick else {"XLA": (xla_steps(), {})}
+        for kib in sizes:
+            given = np.full((n * 64, kib * 4), 1e-3, np.float32)  # [64, ...] float32 on each
+            x = jax.device_put(given, NamedSharding(mesh, P(AXIS)))
+            empty = microseconds(mesh, nothing, x, GPU_DECODE_OPTIONS)
+            print(f"{kib:5} KiB: an elementwise operation {empty:.1f} us", flush=True)
+            for name, (kinds, compiled) in ways.items():
+                if name == "packets" and kib > MAX_PACKETS:
+                    continue
+                for kind, (exchanges, step) in kinds.items():
+                    us = microseconds(mesh, step, x, compiled, exchanges)
+                    sent = (kib << 10) * (n - 1)
+                    row = recorder.op(
+                        "exchange", f"{kind}, {kib} KiB", n, us, clock="us", timer="chain", bytes=sent,
+                        gb_per_s=sent / us / 1e3, implementation="xla" if name == "XLA" else "cuda",
+                        variant=None if name in ("ours", "XLA") else name,
+                        tuning=True if name in ("flags", "packets") else None,
+                    )  # fmt: skip
+                    print(f"{kib:5} KiB {kind:25} {name:9} {us:6.2f} us  {row['gb_per_s']:5.0f} GB/s, "
+                          f"{row['gb_per_s'] / ceiling:.2f} of a copy {row.get('verdict', '')}", flush=True)  # fmt: skip
+        for exchange in (chosen, flags, packets):
+            exchange.check()
+
+
+def measure_wo_b(devices: int, tiny: bool, recorder: Recorder) -> None:
+    """The product with `wo_b` where heads are split: latents gathered, or products summed."""
+    cfg, split = DSV4Config.flash(), Split(1, devices)
+    hidden, latent = (256, 512) if tiny else (cfg.hidden_size, cfg.o_groups * cfg.o_lora_rank)
+    mesh = split.mesh()
+    draw = jax.jit(FP8.codec.draw, static_argnums=(1, 2))
+
+    def drawn(columns: int) -> list[Quantised]:
+        made = [draw(jax.random.key(i), hidden, columns) for i in range(MATRICES)]
+        return jax.device_put([Quantised(tuple(parts), FP8) for parts in made], NamedSharding(mesh, P()))
+
+    def gathered(x: jax.Array, weight: Quantised) -> jax.Array:
+        return product(split.all_columns(x), weight)
+
+    def summed(x: jax.Array, weight: Quantised) -> jax.Array:
+        return sum_to_all(product(x, weight), TENSOR)
+
+    ways = {
+        "latents gathered, as the model does": (gathered, latent),
+        "products of shares summed": (summed, latent // devices),
+    }
+    with open_exchanges(mesh) as opened:
+        for name, (layer, columns) in ways.items():
+            weights = drawn(columns)
+
+            def step(x: jax.Array, weight: Quantised, layer: Any = layer) -> jax.Array:
+                with using(*(exchange.peers for exchange in opened)):
+                    return layer(x, weight)[:, : x.shape[1]].astype(x.dtype)
+
+            for tokens in (1, 2, 4, 8):
+                given = np.full((tokens * devices, min(latent // devices, hidden)), 1e-2, np.float32)
+                x = jax.device_put(given.astype(jnp.bfloat16), NamedSharding(mesh, P(mesh.axis_names)))
+                us = microseconds(mesh, step, x, GPU_DECODE_OPTIONS, weights=weights)
+                recorder.fact("mesh", f"wo_b, a layer, {tokens} tokens: {name}", us, "us")
+            del weights
+        for exchange in opened:
+            exchange.check()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the record of the run")
-    parser.add_argument("--sizes", default="512,16,128,1024,2048", help="KiB from a GPU to one other")
-    parser.add_argument("--quick", action="store_true", help="ours alone")
-    options = parser.parse_args()
-    mesh = jax.make_mesh((jax.device_count(),), (AXIS,))
-    n = mesh.size
-    ceiling = copy_ceiling(list(mesh.devices.flat))
-    print(f"{n} x {jax.devices()[0].device_kind}; copy from one to another {ceiling:.0f} GB/s", flush=True)
-    rows = []
-    opened = functools.partial(Exchange, mesh, AXIS, slot_bytes=4 << 20, channels=1, limit_s=5)
-    with opened() as chosen, opened(packet_bytes=0) as flags, opened(packet_bytes=4 << 20) as packets:
-        ours = {
-            name: (steps(peers=exchange.peers, implementation="cuda"), compiled)
-            for name, exchange, compiled in (
-                ("ours", chosen, GPU_DECODE_OPTIONS),
-                ("launched", chosen, {"xla_gpu_graph_min_graph_size": 1 << 20}),
-                ("flags", flags, GPU_DECODE_OPTIONS),
-                ("packets", packets, GPU_DECODE_OPTIONS),
-            )
-        }
-        theirs = {} if options.quick else {"XLA": (xla_steps(), {})}
-        for kib in map(int, options.sizes.split(",")):
-            given = np.full((n * 64, kib * 4), 1e-3, np.float32)  # [64, ...] float32 on each
-            x = jax.device_put(given, NamedSharding(mesh, P(AXIS)))
-            empty = microseconds(mesh, 1, nothing, x, GPU_DECODE_OPTIONS)
-            print(f"{kib:5} KiB: an elementwise operation {empty:.1f} us", flush=True)
-            for name, (kinds, compiled) in (ours | theirs).items():
-                if name == "packets" and kib > MOST_PACKETS:
-                    continue
-                for kind, (exchanges, step) in kinds.items():
-                    us = microseconds(mesh, exchanges, step, x, compiled)
-                    row = measured(kind, kib, n, name, us)
-                    rows.append(row)
-                    rate = row["gb_per_s"]
-                    print(f"{kib:5} KiB {kind:25} {name:9} {us:6.2f} us  {rate:5.0f} GB/s, {rate / ceiling:.2f} of "
-                          f"a copy {row.get('verdict', '')}", flush=True)  # fmt: skip
-        for exchange in (chosen, flags, packets):
-            exchange.check()
-    if options.json:
-        made = new_record(
-            rows, device=f"{n} x {jax.devices()[0].device_kind}", command=shlex.join(["python", *sys.argv]),
-            software={"jax": jax.__version__}, ceilings={"peer_copy_gb_per_s": ceiling},
-        )  # fmt: skip
-        options.json.write_text(dumps(made), encoding="utf-8")
+    """Runs the command line."""
+    command = parser(__doc__)
+    command.add_argument("--sizes", default="512,16,128,1024,2048", help="KiB from a GPU to one other")
+    command.add_argument("--parts", default="sizes,wo_b")
+    command.add_argument("--model", default="flash", help="tiny: wo_b at small sizes, on any devices")
+    command.add_argument("--quick", action="store_true", help="ours alone")
+    options = command.parse_args()
+    mesh, device = jax.make_mesh((jax.device_count(),), (AXIS,)), jax_device()
+    n, tiny = mesh.size, options.model == "tiny"
+    ceiling = 0.0 if tiny else copy_ceiling(list(mesh.devices.flat))
+    device["device"] = f"{n} x {device['device']}"
+    recorder = Recorder(options.json, **device, ceilings={"peer_copy_gb_per_s": ceiling}, quick=tiny)
+    print(f"{device['device']}; copy from one to another {ceiling:.0f} GB/s", flush=True)
+    if "sizes" in options.parts.split(","):
+        measure_sizes(mesh, [int(kib) for kib in options.sizes.split(",")], options.quick, ceiling, recorder)
+    if "wo_b" in options.parts.split(","):
+        measure_wo_b(n, tiny, recorder)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,9 @@ class Recorder:
             self.path.write_text(dumps(new_record(self.rows, **self._how) | self._note), encoding="utf-8")
         return row
 
-    def op(self, op: str, shape: str, batch: int, us: float, *, clock: str = "kernel_us", **more: Any) -> dict[str, Any]:
+    def op(
+        self, op: str, shape: str, batch: int, us: float, *, clock: str = "kernel_us", **more: Any
+    ) -> dict[str, Any]:
         """A time of an op, with what is required of it (`targets.TARGETS`) and whether it is met.
 
         Args:

@@ -30,8 +30,9 @@ from graphs import graph_us, handlers, whole_call
 from harness import Recorder, jax_device, parser
 from problems import KERNELS, OPS, TINY, Kernel
 
-from dsv4_jax.bench.measure import BATCHED_OPS, is_batch_invariant, one_line, outcome, relative_error
 from dsv4_jax.bench.ceilings import Ceilings, measure_ceilings
+from dsv4_jax.bench.measure import BATCHED_OPS, is_batch_invariant, one_line, outcome, relative_error
+from dsv4_jax.errors import ImplementationError
 from dsv4_jax.ops.registry import NAMES, find
 
 READ, MOST_CALLS, FEWEST_CALLS, WARM_CALLS = 220e6, 64, 4, 16
@@ -64,8 +65,8 @@ def peer_times(folder: pathlib.Path) -> dict[tuple[str, str, int], float]:
 
 
 def implementations(kernel: Kernel, wanted: Sequence[str] | None) -> list[str]:
-    """Those that are timed: the ones that were asked for, else "cuda" on a GPU and the reference elsewhere."""
-    return list(wanted or (["cuda"] if jax.default_backend() == "gpu" else ["xla"]))
+    """Those that are timed: the ones that were asked for, else the case's own on a GPU and the reference elsewhere."""
+    return list(wanted or [kernel.implementation if jax.default_backend() == "gpu" else "xla"])
 
 
 def call_count(kernel: Kernel, batch: int, *, warm: bool, tiny: bool) -> int:
@@ -96,10 +97,9 @@ def measure(kernel: Kernel, batch: int, name: str, args: Any, ceilings: Ceilings
     made = kernel.make(batch, calls, rows)
     variant = ", ".join(filter(None, (kernel.variant, "warm" if args.warm else None))) or None
     bodies = handlers(made.problem, name)
-    parts = dict(kernel.parts)
     # The op's own handler is the one that is no part; without any, all that the op does is timed.
-    timed = {part or kernel.name: body for target, body in bodies.items()
-             if (part := parts.get(target.split()[0])) is not None or target not in parts}  # fmt: skip
+    named = {dict(kernel.parts).get(target.split()[0], kernel.name): body for target, body in bodies.items()}
+    timed = {shape: body for shape, body in named.items() if shape}
     for shape, body in (timed or {kernel.name: whole_call(made.problem, name)}).items():
         us = graph_us(body, 3 if tiny else 15)
         own = shape == kernel.name
@@ -128,7 +128,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("ops", nargs="*", metavar="OP", help=f"{', '.join(OPS)} (default: all)")
     command.add_argument("--shapes", default="", metavar="TEXT", help="only shapes whose op/name holds this")
     command.add_argument("--batch", type=lambda text: [int(x) for x in text.split(",")], metavar="N,...")
-    command.add_argument("--implementation", type=lambda text: text.split(","), metavar="NAME,...", help="(default: cuda)")
+    command.add_argument(
+        "--implementation", type=lambda text: text.split(","), metavar="NAME,...", help="(default: cuda)"
+    )
     command.add_argument("--warm", action="store_true", help="operands that lie in L2")
     command.add_argument("--invariance", action="store_true", help="also check bits in other batches")
     command.add_argument("--peers", type=pathlib.Path, metavar="FOLDER", help="peers' times of this session")
@@ -178,8 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _problem(kernel: Kernel, name: Any) -> str | None:
     try:
         return find(kernel.registered or kernel.op, name).problem()
-    except KeyError:
-        return "no kernel"
+    except ImplementationError as error:
+        return str(error)
 
 
 if __name__ == "__main__":

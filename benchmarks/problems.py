@@ -48,8 +48,9 @@ class Kernel:
         make: (batch, calls, pool rows) -> the calls.
         size: batch -> about the bytes that a call reads or writes, from which follows how many calls there are.
         variant: how the op was called, if not as a step does by default.
-        parts: other handlers that the op calls -> the name under which each is recorded.
-        registered: the op of the registry that these calls are of.
+        parts: other handlers that the op calls -> the name under which each is recorded; "": not timed here.
+        implementation: that is timed on a GPU unless others are asked for.
+        registered: the op of the registry that these calls are of, if it has another name.
     """
 
     op: str
@@ -59,6 +60,7 @@ class Kernel:
     size: Callable[[int], float]
     variant: str | None = None
     parts: tuple[tuple[str, str], ...] = ()
+    implementation: str = "cuda"
     registered: str | None = None
 
 
@@ -271,11 +273,11 @@ def _cache_ops() -> list[Kernel]:
 
 
 def _of_case(case: Any, batches: tuple[int, ...]) -> Kernel:
-    parts = (("dsv4_compress_index", "index"),) if case.name == "decode-both" else ()
+    without_cuda = case.name == "decode-raw" or (case.op, case.name) == ("kv_store", "bf16")
     return Kernel(
         case.op, case.name, batches,
         lambda batch, calls, rows: of_shape(case.op, case.make(batch), calls, rows),
-        lambda batch: case.make(batch).bytes_moved, parts=parts,
+        lambda batch: case.make(batch).bytes_moved, implementation="pallas" if without_cuda else "cuda",
         registered="compress" if case.op.startswith("compress") else None,
     )  # fmt: skip
 
@@ -336,7 +338,7 @@ def _chunk_case(case: Any, name: str, heads: int, entries: int, total: int) -> K
 
     return Kernel(
         "attend", name, (4096,), lambda b, calls, rows: attention(shape(b), calls, rows, True, total),
-        lambda b: shape(b).bytes_moved, parts=(("dsv4_gather", "decoding"),),
+        lambda b: shape(b).bytes_moved, parts=(("dsv4_gather", ""),),
     )  # fmt: skip
 
 
