@@ -15,11 +15,7 @@ step can round to neighbours.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import pathlib
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,9 +23,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from harness import Recorder, jax_device, parser
 
 from dsv4_jax import formats
-from dsv4_jax.bench.records import dumps, new_record
 from dsv4_jax.bench.timing import flush_l2, profiled
 from dsv4_jax.ops.append import WindowView, load
 from dsv4_jax.ops.attend import attend
@@ -176,39 +172,26 @@ def measured(quick: bool) -> Iterator[dict[str, Any]]:
     yield from selection(1 if quick else 64)
 
 
-def facts(one: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Rows of a record."""
-    what = f"{one['case']}, {one['batch']} token{'s' * (one['batch'] > 1)}, {one['way']}"
-    row = {"table": "facts", "subject": "context"}
-    yield row | {"what": what, "measured": one.get("kernel_us", one["us"]), "unit": "us"}
-    if "error" in one:
-        off = {"measured": 1e4 * one["error"], "unit": "1e-4 relative L2"}
-        yield row | {"what": f"{what}: float32 output from float64's"} | off
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--quick", action="store_true", help="one token of each")
-    parser.add_argument("--kernels", action="store_true", help="print the times of kernels")
-    args = parser.parse_args()
-    results: list[dict[str, Any]] = []
-    base = 1.0
+    """Runs the command line."""
+    command = parser(__doc__)
+    command.add_argument("--quick", action="store_true", help="one token of each")
+    command.add_argument("--kernels", action="store_true", help="print the times of kernels")
+    args = command.parse_args()
+    recorder, base = Recorder(args.json, **jax_device(), quick=args.quick), 1.0
     for one in measured(args.quick):
-        results.append(one)
         us = one.get("kernel_us", one["us"])
         if one["way"] in ("plain", "top_k"):
             base = us
+        what = f"{one['case']}, {one['batch']} token{'s' * (one['batch'] > 1)}, {one['way']}"
+        recorder.fact("context", what, us, "us")
+        if "error" in one:
+            name = f"{what}: float32 output from float64's"
+            recorder.fact("context", name, 1e4 * one["error"], "1e-4 relative L2")
         figures = [f"{figure.replace('_', ' ')} {one[figure]:.1e}" for figure in FIGURES if figure in one]
-        print(f"{one['case']:9} {one['batch']:4} {one['way']:8} {us:9.1f} us  {us / base:5.2f}x ", *figures, flush=True)
+        print(f"    {us / base:5.2f}x ", *figures, flush=True)
         for kernel, took in one.get("kernels", {}).items() if args.kernels else ():
             print(f"    {took:8.1f} us  {kernel}")
-        if args.json:  # what there is, whatever comes after
-            record = new_record(
-                [row for one in results for row in facts(one)], device=jax.devices()[0].device_kind, quick=args.quick,
-                command=shlex.join(["python", *sys.argv]), software={"jax": jax.__version__}, ceilings={},
-            )  # fmt: skip
-            pathlib.Path(args.json).write_text(dumps(record))
 
 
 if __name__ == "__main__":

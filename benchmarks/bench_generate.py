@@ -8,7 +8,6 @@ What is more is the host's: planning, dispatch, reading tokens back, printing.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import functools
@@ -24,12 +23,12 @@ from unittest import mock
 
 import jax
 import numpy as np
+from harness import Recorder, jax_device, parser
 
 from dsv4_jax import model
 from dsv4_jax.bench.model import measure_model, model_config
-from dsv4_jax.bench.records import dumps, new_record
 from dsv4_jax.bench.step import StepOptions
-from dsv4_jax.cli import generate as command
+from dsv4_jax.cli import generate as generate_command
 from dsv4_jax.cli import main as cli
 from dsv4_jax.manager import KVCacheManager
 from dsv4_jax.model.placement import Placement
@@ -89,7 +88,7 @@ def run(
             loaded["it"] = real(*args, **kwargs)
         return loaded["it"]
 
-    real, compiled = command.load, Placement.compiled
+    real, compiled = generate_command.load, Placement.compiled
 
     def compiled_timed(self: Placement, step: Any, *args: Any, **kwargs: Any) -> Any:
         called = compiled(self, step, *args, **kwargs)
@@ -99,7 +98,7 @@ def run(
         for name, owner in PARTS.items():
             patched.enter_context(mock.patch.object(owner, name, timed.of(name, getattr(owner, name))))
         patched.enter_context(mock.patch.object(Placement, "compiled", compiled_timed))
-        patched.enter_context(mock.patch.object(command, "load", load))
+        patched.enter_context(mock.patch.object(generate_command, "load", load))
         patched.enter_context(contextlib.redirect_stdout(out))
         status = cli([str(word) for word in argv])
     if status:
@@ -118,18 +117,21 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("flash", "pro", "tiny"), default="flash")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--prompts", type=int, nargs="*", default=[1, 16])
-    parser.add_argument("--steps", type=int, nargs="*", default=[1, 8])
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--new-tokens", type=int, default=129)
-    parser.add_argument("--json", type=pathlib.Path)
-    args = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--model", choices=("flash", "pro", "tiny"), default="flash")
+    command.add_argument("--layers", type=int, default=4)
+    command.add_argument("--prompts", type=int, nargs="*", default=[1, 16])
+    command.add_argument("--steps", type=int, nargs="*", default=[1, 8])
+    command.add_argument("--prompt-tokens", type=int, default=512)
+    command.add_argument("--new-tokens", type=int, default=129)
+    args = command.parse_args()
     context = args.prompt_tokens + args.new_tokens
     options = StepOptions(model=args.model, layers=args.layers, context=context)
-    found = []
+    recorder = Recorder(
+        args.json,
+        command=f"python benchmarks/bench_generate.py --model {args.model} --layers {args.layers}",
+        **jax_device(),
+    )
     with tempfile.TemporaryDirectory() as name:
         folder, loaded = pathlib.Path(name), dict[str, Any]()
         checkpoint(options, folder)
@@ -139,15 +141,7 @@ def main() -> None:
                 each = StepOptions(model=args.model, layers=args.layers, batch=prompts, context=context, loop=steps)
                 step = measure_model(each, loaded["it"][1], None)["step_ms"]
                 say(f"    bench model: {step:.3f} ms a step; beyond it {(report['step_ms'] - step) * 1e3:.0f} us")
-                row = {"table": "generate", "model": args.model, "layers": args.layers}
-                found.append(row | report | {"bench_step_ms": step})
-                if args.json:
-                    kept = new_record(
-                        found, device=jax.devices()[0].device_kind, ceilings={},
-                        command=f"python benchmarks/bench_generate.py --model {args.model} --layers {args.layers}",
-                        software={"jax": jax.__version__, "backend": jax.default_backend()},
-                    )  # fmt: skip
-                    args.json.write_text(dumps(kept))
+                recorder.add("generate", model=args.model, layers=args.layers, **report, bench_step_ms=step)
 
 
 if __name__ == "__main__":

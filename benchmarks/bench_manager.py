@@ -9,21 +9,16 @@ is printed beside the numbers; `--json` writes the record of the run (see record
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import gc
-import pathlib
 import platform
-import shlex
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from harness import Recorder, cpu_name, parser
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
-from dsv4_jax.bench.records import dumps, new_record
 from dsv4_jax.manager import CachePolicy
 from dsv4_jax.manager.block_pool import BlockPool
 from dsv4_jax.manager.prefix.hashing import BlockHasher, HashSpec, Namespace
@@ -251,33 +246,12 @@ def planning(caching: bool, steps: int = 512) -> Results:
     return results | {(f"plan_step, {kind}: median", "us"): float(np.median(parts["plan_step"])) * 1e6}
 
 
-def row(what: str, unit: str, measured: float) -> dict[str, str | float]:
-    """A row of a record: with what is required, and whether that is met."""
-    found: dict[str, str | float] = dict(
-        table="facts", subject="manager", what=what, measured=float(f"{measured:.3g}"), unit=unit
-    )
-    if what in REQUIRED:
-        sign, bound = REQUIRED[what]
-        met = measured >= bound if sign == ">" else measured <= bound
-        found |= {"at_least" if sign == ">" else "at_most": bound, "verdict": "met" if met else "missed"}
-    return found
-
-
-def cpu_name() -> str:
-    """As Linux calls it."""
-    with contextlib.suppress(OSError):
-        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tree of 100,000 nodes instead of a million")
-    parser.add_argument("--only", type=lambda text: text.split(","), metavar="NAME,...", help="some of the parts")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the record of the run")
-    args = parser.parse_args()
+    """Runs the command line."""
+    command = parser(__doc__)
+    command.add_argument("--quick", action="store_true", help="a tree of 100,000 nodes instead of a million")
+    command.add_argument("--only", type=lambda text: text.split(","), metavar="NAME,...", help="some of the parts")
+    args = command.parse_args()
     nodes = 100_000 if args.quick else 1_000_000
     parts: dict[str, Callable[[], Results]] = {
         "hashing": hashing, "matching": matching, "admitting": admitting, "pooling": pooling,
@@ -285,22 +259,14 @@ def main() -> None:
         "evicting": lambda: evicting(nodes, "remove") | evicting(nodes, "write_back"),
     }  # fmt: skip
     if unknown := set(args.only or ()) - set(parts):
-        parser.error(f"there are {', '.join(parts)}, not {', '.join(sorted(unknown))}")
-    rows = []
+        command.error(f"there are {', '.join(parts)}, not {', '.join(sorted(unknown))}")
+    device = f"one core of {cpu_name()}, Python {platform.python_version()}"
+    recorder = Recorder(args.json, device=device, software={"numpy": np.__version__}, quick=args.quick)
     for name in args.only or parts:
         for (what, unit), measured in parts[name]().items():
-            rows.append(row(what, unit, measured))
             sign, bound = REQUIRED.get(what, ("", 0.0))
-            note = f"{sign}= {bound:g} {rows[-1]['verdict']}" if sign else ""
-            print(f"{what:64s} {measured:10.3f} {unit:10s} {note}".rstrip(), flush=True)
-    if args.json:
-        device = f"one core of {cpu_name()}, Python {platform.python_version()}"
-        software = {"numpy": np.__version__}
-        record = new_record(
-            rows, device=device, command=shlex.join(["python", *sys.argv]), software=software, ceilings={},
-            quick=args.quick,
-        )  # fmt: skip
-        args.json.write_text(dumps(record))
+            bounds = {">": {"at_least": bound}, "<": {"at_most": bound}}.get(sign, {})
+            recorder.fact("manager", what, float(f"{measured:.3g}"), unit, **bounds)
 
 
 if __name__ == "__main__":

@@ -11,22 +11,19 @@ more is begun. With `--brief` the steps' times alone are taken: no floors, no ke
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import pathlib
-import sys
 import time
 import traceback
 from typing import Any
 
 import jax
 import numpy as np
+from harness import Recorder, jax_device, parser
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dsv4_jax.bench.ceilings import measure_ceilings
 from dsv4_jax.bench.mesh import exchanges, jitted_over, mesh_of, spread_cache
 from dsv4_jax.bench.model import measure_model, model_config
-from dsv4_jax.bench.records import dumps, new_record
 from dsv4_jax.bench.step import StepOptions, cache_shape, random_cache
 from dsv4_jax.bench.targets import judged_model
 from dsv4_jax.manager import StepSequence, build_plan, shape_for
@@ -35,31 +32,25 @@ from dsv4_jax.model.forward import GPU_DECODE_OPTIONS
 from dsv4_jax.model.sharded import device_bytes
 from dsv4_jax.sharding import stack_plans
 
-ROWS: list[dict[str, Any]] = []
 EQUAL_LAYERS = 4  # of Flash: window, window, CSA, HCA; by table, the last by score
 ROUND = 128 * 1024
-
-
-def fact(what: str, measured: float, unit: str | None = None) -> None:
-    print(f"{what}: {measured} {unit or ''}", flush=True)
-    ROWS.append({"table": "facts", "subject": "mesh", "what": what, "measured": measured, "unit": unit})
 
 
 def held() -> list[int]:
     return [(device.memory_stats() or {}).get("bytes_in_use", 0) for device in jax.devices()]
 
 
-def draw(options: StepOptions, mtp: bool = False) -> Any:
+def draw(options: StepOptions, recorder: Recorder, mtp: bool = False) -> Any:
     cfg, start, before = model_config(options), time.perf_counter(), held()
     params = init_params(cfg, 0, "released", packed=True, mtp=mtp, mesh=mesh_of(options))
     jax.block_until_ready(params)
     name = f"{cfg.num_layers} layers{' and MTP' if mtp else ''} over {options.devices} devices, tensor {options.tensor}"
-    fact(f"weights drawn, {name}", time.perf_counter() - start, "s")
-    fact(f"predicted for a device, {name}", device_bytes(cfg, split=options.split, mtp=mtp), "bytes")
+    recorder.fact("mesh", f"weights drawn, {name}", time.perf_counter() - start, "s")
+    recorder.fact("mesh", f"predicted for a device, {name}", device_bytes(cfg, split=options.split, mtp=mtp), "bytes")
     after = held()
     if after[0]:
         each = [b - a for a, b in zip(before, after, strict=True)][: options.devices]
-        fact(f"allocated on the fullest device, {name}", max(each), "bytes")
+        recorder.fact("mesh", f"allocated on the fullest device, {name}", max(each), "bytes")
     return params
 
 
@@ -87,16 +78,16 @@ def run_once(options: StepOptions, params: Any, width: int) -> tuple[np.ndarray,
     return np.asarray(logits), cache
 
 
-def equal(model: str, devices: int) -> None:
+def equal(model: str, devices: int, recorder: Recorder) -> None:
     """Each data shard alone on one device, against all of them together."""
     tiny = model == "tiny"
     base = StepOptions(model=model, layers=2 if tiny else EQUAL_LAYERS, context=200 if tiny else 2048)
-    alone, params, split = draw(base), None, None
+    alone, params, split = draw(base, recorder), None, None
     for tensor, batch in ((devices, 1), (1, 4)) if tiny else ((devices, 1), (devices, 8), (1, 64)):
         options = dataclasses.replace(base, devices=devices, tensor=tensor, batch=batch)
         if options.split != split:
             split, params = options.split, None
-            params = draw(options)
+            params = draw(options, recorder)
         for width in (1, 4) if batch in (4, 8, 64) else (1,):
             start = time.perf_counter()
             logits, cache = run_once(options, params, width)
@@ -120,30 +111,24 @@ def equal(model: str, devices: int) -> None:
                             leaves += not np.array_equal(part.data, want)
             name = f"tensor {tensor}, {batch} requests, {width} tokens each"
             assert np.isfinite(logits).all() and np.ptp(logits) > 0.1
-            fact(f"rows of logits that differ from one device's, {name}", different)
-            fact(f"cache leaves that differ from one device's, {name}", leaves)
+            recorder.fact("mesh", f"rows of logits that differ from one device's, {name}", different)
+            recorder.fact("mesh", f"cache leaves that differ from one device's, {name}", leaves)
             print(f"  {time.perf_counter() - start:.1f} s", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=pathlib.Path, required=True)
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--stages", default="tensor,more,data")
-    parser.add_argument("--model", default="flash")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--limit", type=float, default=600.0)
-    parser.add_argument("--brief", action="store_true")
-    args = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--devices", type=int, default=2)
+    command.add_argument("--stages", default="tensor,more,data")
+    command.add_argument("--model", default="flash")
+    command.add_argument("--layers", type=int)
+    command.add_argument("--limit", type=float, default=600.0)
+    command.add_argument("--brief", action="store_true")
+    args = command.parse_args()
     stages, tiny, begun = args.stages.split(","), args.model == "tiny", time.perf_counter()
     top = measure_ceilings(quick=tiny or args.brief)
 
-    def save() -> None:
-        record = new_record(
-            ROWS, device=jax.devices()[0].device_kind, command=" ".join(["python", *sys.argv]),
-            software={"jax": jax.__version__, "backend": jax.default_backend()}, ceilings=top.as_dict(),
-        )  # fmt: skip
-        args.json.write_text(dumps(record))
+    recorder = Recorder(args.json, **jax_device(), ceilings=top.as_dict())
 
     def attempt(name: str, call: Any) -> None:
         start = time.perf_counter()
@@ -155,7 +140,6 @@ def main() -> None:
         except Exception:  # the other stages still count
             print(f"{name} failed\n{traceback.format_exc()[-1500:]}", flush=True)
         print(f"== {name}: {time.perf_counter() - start:.1f} s of {time.perf_counter() - begun:.0f}", flush=True)
-        save()
 
     high = StepOptions(
         model=args.model, devices=args.devices, layers=args.layers, context=8192, steps=20, brief=args.brief
@@ -173,9 +157,9 @@ def main() -> None:
     def one(options: StepOptions, mtp: bool) -> None:
         if (options.split, mtp) not in params:
             params.clear()
-            params[options.split, mtp] = draw(options, mtp)
+            params[options.split, mtp] = draw(options, recorder, mtp)
         report = judged_model(measure_model(options, params[options.split, mtp], top))
-        ROWS.append({"table": "models", **report})
+        recorder.add("models", **report)
         us = {name: round(value, 1) for name, value in report.get("exchange_us", {}).items()}
         floor = f" = {report['over_floor']:.2f} of {report['floor_ms']:.2f}" if "over_floor" in report else ""
         token = f", {report['token_ms']:.2f} ms a token" if "token_ms" in report else ""
@@ -189,7 +173,7 @@ def main() -> None:
     for stage in stages:
         if stage == "equal":
             params.clear()
-            attempt("equal", lambda: equal(args.model, args.devices))
+            attempt("equal", lambda: equal(args.model, args.devices, recorder))
         for case in cases.get(stage, ()):
             options = change(case, context=256, batch=min(case.batch, 4)) if tiny else case
             mtp = options.tensor > 1

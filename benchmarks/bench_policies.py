@@ -23,7 +23,8 @@ import shlex
 from contextlib import redirect_stdout
 from typing import Any
 
-from dsv4_jax.bench.records import dumps, new_record
+from harness import Recorder, parser
+
 from dsv4_jax.cli import main
 from dsv4_jax.manager import CachePolicy
 from dsv4_jax.manager.policies import ORDERS
@@ -62,7 +63,7 @@ def row(trace: str, run: dict[str, Any]) -> dict[str, Any]:
     """A line of the table "simulate"."""
     hits, moved, waited = run["hits"], run["transfer_bytes"], run["seconds"]["first_token"]
     return {
-        "table": "simulate", "trace": trace, "policy": run["name"], "options": run["options"],
+        "trace": trace, "policy": run["name"], "options": run["options"],
         "hit_rate": hits["rate"], "host_hit_rate": hits["rate_by_tier"]["host"],
         "of_endless": run["bound"]["share_of_endless"], "of_clairvoyant": run["bound"]["share_of_clairvoyant"],
         "recomputed_tokens": run["recomputed_tokens"]["seen_before"],
@@ -83,39 +84,33 @@ def simulate_line(words: list[str], line: tuple[str, str]) -> dict[str, Any]:
 
 
 def run() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", nargs="?", type=pathlib.Path)
-    parser.add_argument("--json", type=pathlib.Path, required=True)
-    parser.add_argument("--plot", type=pathlib.Path, metavar="FOLDER", help="also draw all lines over time")
-    parser.add_argument("--only", default="", metavar="WORD")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N")
-    parser.add_argument("--limit", type=int)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("trace", nargs="?", type=pathlib.Path)
+    options.add_argument("--plot", type=pathlib.Path, metavar="FOLDER", help="also draw all lines over time")
+    options.add_argument("--only", default="", metavar="WORD")
+    options.add_argument("--jobs", type=int, default=1, metavar="N")
+    options.add_argument("--limit", type=int)
+    args = options.parse_args()
     words, results = command(args), []
     trace = "conversation, 20 + 64 GiB" if args.trace else "200 chats, 1.5 + 4 GiB"
 
-    def rows() -> list[dict[str, Any]]:
-        return [row(trace, each["runs"][0]) for each in results]
-
+    shown = [word.rpartition("/")[2] for word in words if word != "--json"]
+    recorder = Recorder(
+        args.json, device=f"one CPU core, Python {platform.python_version()}", software={}, quick=bool(args.limit),
+        command=shlex.join(["python", "-m", "dsv4_jax", *shown, "--compare", "NAME: OPTIONS"]),
+        note="All lines: python benchmarks/bench_policies.py; the options of each are in the record.",
+    )  # fmt: skip
     lines = [line for line in VARIANTS.items() if args.only in line[0]]
     pool = multiprocessing.get_context("spawn").Pool(min(args.jobs, len(lines)), maxtasksperchild=1)
     for result in pool.imap(functools.partial(simulate_line, words), lines, chunksize=1):
         results.append(result)
-        print(rows()[-1], flush=True)
-        shown = [word.rpartition("/")[2] for word in words if word != "--json"]
-        named = shlex.join(["python", "-m", "dsv4_jax", *shown, "--compare", "NAME: OPTIONS"])
-        record = new_record(
-            rows(), device=f"one CPU core, Python {platform.python_version()}",
-            command=named, software={}, ceilings={}, quick=bool(args.limit),
-        )  # fmt: skip
-        record["note"] = "All lines: python benchmarks/bench_policies.py; the options of each are in the record."
-        args.json.write_text(dumps(record))
+        print(recorder.add("simulate", **row(trace, result["runs"][0])), flush=True)
     if args.plot:
         from dsv4_jax.plotting import save
         from dsv4_jax.simulate.plot import picture
 
         together = results[0] | {"runs": [each["runs"][0] for each in results]}
-        save(picture(together), args.plot / f"{args.json.stem}.png")
+        save(picture(together), args.plot / f"{(args.json or pathlib.Path('policies')).stem}.png")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The slab store against the disk it is on: write and read back n records. Needs no GPU and no jax.
 
     python benchmarks/bench_store.py [DIRECTORY] [--records 10000] [--record-bytes 450048]
-        [--rounds 3] [--direct] [--quick] [--json]
+        [--rounds 3] [--direct] [--quick] [--json FILE]
 
 A record is one of a block of DeepSeek-V4 Flash unless `--record-bytes` says otherwise.
 
@@ -18,10 +18,8 @@ how long it will take. Everything is deleted in the end.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
-import json
 import mmap
 import os
 import pathlib
@@ -30,8 +28,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+from harness import Recorder, cpu_name, parser
 
 from dsv4_jax import CacheLayout, DSV4Config
 from dsv4_jax.errors import StoreError
@@ -211,36 +211,38 @@ def run(directory: pathlib.Path, count: int, record_bytes: int, rounds: int, mod
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", nargs="?", type=pathlib.Path, default=pathlib.Path.cwd(), help="on which disk")
-    parser.add_argument("--records", type=int, default=10_000)
-    parser.add_argument("--record-bytes", type=int, default=block_record(CacheLayout(DSV4Config.flash())).bytes)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--direct", action="store_true", help="of the store, only what goes past the page cache")
-    parser.add_argument("--quick", action="store_true", help="1,000 records, one round")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    """Runs the command line."""
+    command = parser(__doc__)
+    command.add_argument("directory", nargs="?", type=pathlib.Path, default=pathlib.Path.cwd(), help="on which disk")
+    command.add_argument("--records", type=int, default=10_000)
+    command.add_argument("--record-bytes", type=int, default=block_record(CacheLayout(DSV4Config.flash())).bytes)
+    command.add_argument("--rounds", type=int, default=3)
+    command.add_argument("--direct", action="store_true", help="of the store, only what goes past the page cache")
+    command.add_argument("--quick", action="store_true", help="1,000 records, one round")
+    args = command.parse_args()
     if args.quick:
         args.records, args.rounds = 1000, 1
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         modes = ("store, direct",) if args.direct else ("store",)
         report = run(pathlib.Path(directory), args.records, args.record_bytes, args.rounds, modes)
-    if args.json:
-        print(json.dumps(report))
-        return
+    load = report["load"]
+    recorder = Recorder(args.json, device=f"disk of {cpu_name()}", software={"numpy": np.__version__}, quick=args.quick)
     print(
         f"{args.records} records of {args.record_bytes} bytes, {args.rounds} rounds in {report['seconds']:.0f} s, load "
-        "{:.1f} to {:.1f}".format(*report["load"])
+        f"{load[0]:.1f} to {load[1]:.1f}"
     )
     print("median GB/s (median share of the disk's best of the same round, least to most)")
     for name, rate in report["bytes_per_second"].items():
-        cells = []
+        cells, fields = [], dict[str, Any]()
         for way in WAYS:
             cells.append(f"{way} {rate[way] / 1e9:6.3f}")
+            fields[f"{way}_gb_per_s"] = rate[way] / 1e9
             if shares := report["of_disk_best"].get(name, {}).get(way):
                 cells[-1] += f" ({statistics.median(shares):4.0%}, {shares[0]:4.0%} to {shares[-1]:4.0%})"
+                fields |= {f"{way}_share": statistics.median(shares), f"{way}_shares": [shares[0], shares[-1]]}
+        recorder.add("store", what=name, load_from=load[0], load_to=load[1], **fields)
         print(f"  {name:26}", "".join(f"{cell:40}" for cell in cells).rstrip())
-    print(f"  {'checksum, one core':26} {report['checksum_bytes_per_second'] / 1e9:.1f}")
+    recorder.fact("store", "checksum, one core", report["checksum_bytes_per_second"] / 1e9, "GB/s")
     print(f"target: >= {TARGET:.0%} of the disk's best in both directions")
 
 

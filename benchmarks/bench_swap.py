@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import pathlib
 import statistics
 import sys
@@ -48,6 +47,7 @@ from dsv4_jax.tiers.overlapped_swap import gather_from_host, pack_blocks, scatte
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import swap_baselines
+from harness import Recorder, jax_device, parser
 
 TARGETS = {16: 0.70, 64: 0.70, 256: 0.90, 1024: 0.90}  # blocks -> share of the ceiling
 STEP_TARGET = 0.03
@@ -376,6 +376,24 @@ def run(args: argparse.Namespace, folder: pathlib.Path) -> dict:
     return report
 
 
+def write_record(report: dict, path: pathlib.Path | None) -> None:
+    """The record of a run: the swaps, and what a step takes more for its blocks."""
+    rates = {f"copy_{way}_gb_per_s": rate / 1e9 for way, rate in report["ceiling_bytes_per_s"].items()}
+    recorder = Recorder(path, **jax_device(), ceilings=rates, quick=report["quick"], note=f"Ceiling: {report['ceiling']}.")
+    for row in report["rows"]:
+        moved = row["blocks"] * report["record_bytes"] / report["ceiling_bytes_per_s"][row["direction"]]
+        us = {name: 1e6 * row[name] if row[name] else None for name in ("seconds", "latency", "kernel")}
+        recorder.add(
+            "swap", blocks=row["blocks"], ids=row["ids"], direction=row["direction"], implementation=row["name"],
+            us=us["seconds"], latency_us=us["latency"], kernel_us=us["kernel"], gb_per_s=row["gb_per_s"],
+            of_copy=row["ratio"], required_of_copy=row["target"], problem=row["problem"],
+            kernel_of_copy=moved / row["kernel"] if row["kernel"] else None,
+        )  # fmt: skip
+    for step in report["steps"][1:]:
+        limit = 100 * STEP_TARGET if step["step"] == "8 out, staged" else None
+        recorder.fact("swap", f"a step with {step['step']}, longer by", 100 * step["more"], "%", at_most=limit)
+
+
 def draw(report: dict, path: pathlib.Path) -> None:
     """GB/s over blocks, one panel a direction. Raises `OutputError`."""
     save(picture(report), path)
@@ -419,29 +437,27 @@ def picture(report: dict) -> Any:
 
 
 def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command = parser(__doc__)
     sizes = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
-    parser.add_argument("--sizes", type=sizes, default=[1, 16, 64, 256, 1024], help="blocks a swap: 1,16,64,256,1024")
-    parser.add_argument("--model", choices=("flash", "pro", "tiny"), default="flash")
-    parser.add_argument("--pool", type=int, default=2048, help="blocks on the device, and records on the host")
-    parser.add_argument("--ceiling-mib", type=int, default=256, help="size of the ceiling's copy")
-    parser.add_argument("--budget", type=float, default=0.6, help="seconds a measurement, about")
-    parser.add_argument("--xla-most", type=int, default=256, help="most blocks for the XLA form, which is slow")
-    parser.add_argument("--only", type=lambda text: text.split(","), default=list(PARTS), help=",".join(PARTS))
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run?")
-    parser.add_argument("--json", type=pathlib.Path, help="where to write all of it")
-    parser.add_argument("--plot", type=picture_file, help="where to write a picture (needs matplotlib)")
-    args = parser.parse_args(argv)
+    command.add_argument("--sizes", type=sizes, default=[1, 16, 64, 256, 1024], help="blocks a swap: 1,16,64,256,1024")
+    command.add_argument("--model", choices=("flash", "pro", "tiny"), default="flash")
+    command.add_argument("--pool", type=int, default=2048, help="blocks on the device, and records on the host")
+    command.add_argument("--ceiling-mib", type=int, default=256, help="size of the ceiling's copy")
+    command.add_argument("--budget", type=float, default=0.6, help="seconds a measurement, about")
+    command.add_argument("--xla-most", type=int, default=256, help="most blocks for the XLA form, which is slow")
+    command.add_argument("--only", type=lambda text: text.split(","), default=list(PARTS), help=",".join(PARTS))
+    command.add_argument("--quick", action="store_true", help="tiny sizes: does it run?")
+    command.add_argument("--plot", type=picture_file, help="where to write a picture (needs matplotlib)")
+    args = command.parse_args(argv)
     if args.quick:
         args.sizes, args.pool, args.ceiling_mib, args.budget = [1, 8], 16, 1, 0.003
     if unknown := set(args.only) - set(PARTS):
-        parser.error(f"--only: unknown {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+        command.error(f"--only: unknown {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if max(args.sizes) > args.pool or min(args.sizes) < 1 or args.pool < STEP_BLOCKS:
-        parser.error(f"sizes must be in 1..{args.pool} (--pool, at least {STEP_BLOCKS})")
+        command.error(f"sizes must be in 1..{args.pool} (--pool, at least {STEP_BLOCKS})")
     with tempfile.TemporaryDirectory() as folder:
         report = run(args, pathlib.Path(folder))
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1))
+    write_record(report, args.json)
     if args.plot:
         draw(report, args.plot)
     return report

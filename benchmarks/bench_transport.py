@@ -15,13 +15,11 @@ Rates are medians of the rounds, and the best one's; they measure the machine's 
 
 from __future__ import annotations
 
-import argparse
 import base64
 import contextlib
 import importlib.metadata
 import json
 import os
-import pathlib
 import platform
 import statistics
 import subprocess
@@ -31,9 +29,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from harness import Recorder, parser
 
 from dsv4_jax import CacheLayout, DSV4Config
-from dsv4_jax.bench.records import dumps, new_record
 from dsv4_jax.records import page_bytes
 from dsv4_jax.tiers.remote import Peer, RecordTransport
 from dsv4_jax.transports import engine_problem, open_engine
@@ -41,7 +39,6 @@ from dsv4_jax.transports import engine_problem, open_engine
 LAYOUT = CacheLayout(DSV4Config.flash())
 WIDTH = page_bytes(LAYOUT)
 ONE_US, MANY_GB = 120, 1.2  # required of NIXL
-ROWS: list[dict[str, Any]] = []
 
 
 class Pool:
@@ -106,16 +103,7 @@ def rounds(
         assert np.array_equal(pool.pages[ours], content(theirs)), "other bytes"
 
 
-def fact(what: str, measured: float, unit: str, **target: float) -> None:
-    row = {"table": "facts", "subject": "transport", "what": what, "measured": measured, "unit": unit, **target}
-    if target:
-        met = measured <= target["at_most"] if "at_most" in target else measured >= target["at_least"]
-        row["verdict"] = "required" if met else "missed"
-    ROWS.append(row)
-    print(f"{what}: {measured:.4g} {unit}  {row.get('verdict', '')}", flush=True)
-
-
-def measure(engine: str, records: int, times: int, pinned: bool) -> None:
+def measure(engine: str, records: int, times: int, pinned: bool, recorder: Recorder) -> None:
     options = [engine, "--records", str(records), *(["--pinned"] if pinned else [])]
     command = [sys.executable, __file__, "--produce", *options]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -132,11 +120,11 @@ def measure(engine: str, records: int, times: int, pinned: bool) -> None:
             for name, given in (("not verified", None), ("verified", sums)):
                 one = statistics.median(rounds(transport, peer, pool, 1, 20 * times, given)) * 1e6
                 raw = strict and given is None
-                fact(f"one record, {name}: {where}", one, "us", **({"at_most": ONE_US} if raw else {}))
+                recorder.fact("transport", f"one record, {name}: {where}", one, "us", **({"at_most": ONE_US} if raw else {}))
                 rates = [records * WIDTH / each / 1e9 for each in rounds(transport, peer, pool, records, times, given)]
                 target = {"at_least": MANY_GB} if strict else {}
-                fact(f"{records} records, {name}: {where}", statistics.median(rates), "GB/s", **target)
-                fact(f"{records} records, {name}, best round: {where}", max(rates), "GB/s")
+                recorder.fact("transport", f"{records} records, {name}: {where}", statistics.median(rates), "GB/s", **target)
+                recorder.fact("transport", f"{records} records, {name}, best round: {where}", max(rates), "GB/s")
             pool.check()
     finally:
         other.stdin.close()
@@ -162,27 +150,25 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", default="nixl,loopback,jax")
-    parser.add_argument("--produce", metavar="ENGINE", help=argparse.SUPPRESS)
-    parser.add_argument("--records", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--pinned", action="store_true")
-    parser.add_argument("--json", metavar="FILE")
-    arguments = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--engines", default="nixl,loopback,jax")
+    command.add_argument("--produce", metavar="ENGINE", help="for the other process")
+    command.add_argument("--records", type=int, default=256)
+    command.add_argument("--rounds", type=int, default=20)
+    command.add_argument("--pinned", action="store_true")
+    arguments = command.parse_args()
     if arguments.produce:
         produce(arguments.produce, 2 * arguments.records, arguments.pinned)
         return
+    recorder = Recorder(
+        arguments.json, device=describe(arguments.pinned), software=versions(),
+        command="python benchmarks/bench_transport.py" + (" --pinned" if arguments.pinned else ""),
+    )  # fmt: skip
     for engine in arguments.engines.split(","):
         if (problem := engine_problem(engine)) is not None:
             print(f"{engine}: {problem}", flush=True)
             continue
-        measure(engine, arguments.records, arguments.rounds, arguments.pinned)
-    if arguments.json:
-        command = "python benchmarks/bench_transport.py" + (" --pinned" if arguments.pinned else "")
-        described = dict(device=describe(arguments.pinned), command=command, software=versions(), ceilings={})
-        record = new_record(ROWS, **described)
-        pathlib.Path(arguments.json).write_text(dumps(record))
+        measure(engine, arguments.records, arguments.rounds, arguments.pinned, recorder)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in order of worth: build, check, time. Output under ${OUT:-bench-out}; a stage that fails does not
-# stop the next. `benchmarks/on_gpu.sh tests kernels` runs only those stages. The JSON files are records for benchmarks/records/ (but
-# swap.json); where there is no git history, DSV4_COMMIT says what was measured.
+# stop the next. `benchmarks/on_gpu.sh tests kernels` runs only those stages. The JSON files are records for benchmarks/records/;
+# where there is no git history, DSV4_COMMIT says what was measured.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=. OUT=${OUT:-bench-out}
@@ -22,13 +22,12 @@ stage() {
         -m gpu tests > "$OUT/tests.log" 2>&1 ;;
     swap)  # blocks between HBM and pinned memory, against the copy ceiling and the schemes it replaces
       timeout 240 "$python" benchmarks/bench_swap.py --json "$OUT/swap.json" --plot "$OUT/swap.png" > "$OUT/swap.log" 2>&1 ;;
-    kernels)  # CUDA-graph times of the plain C entries
-      "$python" benchmarks/bench_append_graph.py dsv4_jax/native/libdsv4_cuda.so --json "$OUT/append-graph.json" > "$OUT/append-graph.log" 2>&1
-      "$python" benchmarks/bench_select_graph.py dsv4_jax/native/libdsv4_cuda.so --json "$OUT/select-graph.json" > "$OUT/select.log" 2>&1
-      "$python" benchmarks/bench_moe_graph.py dsv4_jax/native/libdsv4_cuda.so --json "$OUT/moe-graph.json" > "$OUT/moe.log" 2>&1
-      "$python" benchmarks/bench_attend_graph.py dsv4_jax/native/libdsv4_cuda.so > "$OUT/attend.log" 2>&1
-      "$python" benchmarks/bench_attend_graph.py dsv4_jax/native/libdsv4_cuda.so --splits 1,2,4,5,6,8 --fused \
-        --json "$OUT/attend-graph.json" > "$OUT/attend-fused.log" 2>&1 ;;
+    kernels)  # every handler in a CUDA graph, checked against the reference before; PEERS: a folder with peers' times of this session
+      for op in append compress_csa compress_index compress_hca gather index_scores top_k attend moe route dense_fp8 dense_bf16 \
+          hyper_connection queries kv_store; do
+        timeout "${KERNEL_SECONDS:-240}" "$python" benchmarks/kernels.py "$op" ${PEERS:+--peers "$PEERS"} --json "$OUT/kernels-$op.json" \
+          > "$OUT/kernels-$op.log" 2>&1 || echo "kernels $op: FAILED"
+      done ;;
     ops)  # every op, every implementation, against the ceilings of the run
       for op in append compress_csa compress_index compress_hca gather index_scores top_k attend kv_store; do
         timeout 200 "$python" -m dsv4_jax bench "$op" --json "$OUT/$op.json" --plot "$OUT/$op.png" > "$OUT/$op.log" 2>&1

@@ -50,8 +50,8 @@ check() {
 
 profile() {
   export XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 XLA_PYTHON_CLIENT_PREALLOCATE=true
-  TAIL=12 run wo_b 60 "$python" benchmarks/bench_wo_b.py --model "$model" --json "$rest/wo_b.json"
-  TAIL=150 run timeline 100 "$python" benchmarks/mesh_timeline.py --model "$model" --layers 12 --json "$rest/timeline.json"
+  TAIL=12 run wo_b 60 "$python" benchmarks/bench_exchange.py --parts wo_b --model "$model" --json "$rest/wo_b.json"
+  TAIL=150 run timeline 100 "$python" benchmarks/timeline.py --devices 2 --model "$model" --layers 12 --json "$rest/timeline.json"
 }
 
 for part in ${*:-bench check profile}; do

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from dsv4_jax.bench import records
+
 from .. import native
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
@@ -18,8 +20,11 @@ import bench_swap
 def test_quick_run(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     native.load_cpu()
     path = tmp_path / "swap.json"
-    bench_swap.main(["--quick", "--model", "tiny", "--only", "ours,baselines", "--json", str(path)])
-    report = json.loads(path.read_text())
+    report = bench_swap.main(["--quick", "--model", "tiny", "--only", "ours,baselines", "--json", str(path)])
+    made = json.loads(path.read_text())
+    assert records.check(made | {"quick": False, "commit": "0123abc"})
+    written = [(r["implementation"], r["direction"], r["blocks"], r["ids"]) for r in made["rows"]]
+    assert written == [(r["name"], r["direction"], r["blocks"], r["ids"]) for r in report["rows"]]
     assert [p["bytes"] for p in report["predicted"]] == [n * report["record_bytes"] for n in (1, 8)]
     ours = [row for row in report["rows"] if row["name"] == "ours"]
     assert {(r["direction"], r["blocks"], r["ids"]) for r in ours} == {
