@@ -57,8 +57,9 @@ check: lint .venv-$(check_python)/ready
 	@echo "== check: Python $(check_python)"
 	@.venv-$(check_python)/bin/python -m pytest -n $(NPROC) -p no:cacheprovider -m "not slow" $(PYTEST_ARGS) $(host_tests)
 
-docs: .venv-docs/ready
+docs: .venv/ready .venv-docs/ready
 	@echo "== docs"
+	@.venv/bin/python -m dsv4_jax bench --render
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict --clean
 	@echo "build/site/index.html"
 

@@ -379,7 +379,9 @@ def run(args: argparse.Namespace, folder: pathlib.Path) -> dict:
 def write_record(report: dict, path: pathlib.Path | None) -> None:
     """The record of a run: the swaps, and what a step takes more for its blocks."""
     rates = {f"copy_{way}_gb_per_s": rate / 1e9 for way, rate in report["ceiling_bytes_per_s"].items()}
-    recorder = Recorder(path, **jax_device(), ceilings=rates, quick=report["quick"], note=f"Ceiling: {report['ceiling']}.")
+    recorder = Recorder(
+        path, **jax_device(), ceilings=rates, quick=report["quick"], note=f"Ceiling: {report['ceiling']}."
+    )
     for row in report["rows"]:
         moved = row["blocks"] * report["record_bytes"] / report["ceiling_bytes_per_s"][row["direction"]]
         us = {name: 1e6 * row[name] if row[name] else None for name in ("seconds", "latency", "kernel")}

@@ -120,10 +120,14 @@ def measure(engine: str, records: int, times: int, pinned: bool, recorder: Recor
             for name, given in (("not verified", None), ("verified", sums)):
                 one = statistics.median(rounds(transport, peer, pool, 1, 20 * times, given)) * 1e6
                 raw = strict and given is None
-                recorder.fact("transport", f"one record, {name}: {where}", one, "us", **({"at_most": ONE_US} if raw else {}))
+                recorder.fact(
+                    "transport", f"one record, {name}: {where}", one, "us", **({"at_most": ONE_US} if raw else {})
+                )
                 rates = [records * WIDTH / each / 1e9 for each in rounds(transport, peer, pool, records, times, given)]
                 target = {"at_least": MANY_GB} if strict else {}
-                recorder.fact("transport", f"{records} records, {name}: {where}", statistics.median(rates), "GB/s", **target)
+                recorder.fact(
+                    "transport", f"{records} records, {name}: {where}", statistics.median(rates), "GB/s", **target
+                )
                 recorder.fact("transport", f"{records} records, {name}, best round: {where}", max(rates), "GB/s")
             pool.check()
     finally:

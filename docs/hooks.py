@@ -13,16 +13,19 @@ from mkdocs.structure.files import File, Files
 __all__ = ["on_files", "on_page_markdown", "on_post_build"]
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = {"results.md": "benchmarks/RESULTS.md", "contributing.md": "CONTRIBUTING.md", "changes.md": "CHANGELOG.md"}
+PAGES = {"contributing.md": "CONTRIBUTING.md", "changes.md": "CHANGELOG.md"}
+RESULTS = ROOT / "benchmarks" / "RESULTS.md"  # which `dsv4-jax bench --render` makes, as `make docs` does before the site
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages, with links into `docs/` set right and links to other files of the repository as plain text."""
-    for name, source in PAGES.items():
-        text = re.sub(r"\]\((?:\.\./)*docs/", "](", (ROOT / source).read_text())
-        text = re.sub(r"\[([^\]]+)\]\((?!https?:|#)[^)]*?(?<!\.md)\)", r"`\1`", text)
+    for name, source in {"results.md": RESULTS, **{name: ROOT / source for name, source in PAGES.items()}}.items():
+        text = re.sub(r"\]\((?:\.\./)*docs/", "](", source.read_text())
+        text = re.sub(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)[^)]*?(?<!\.md)\)", r"`\1`", text)
         text = re.sub(r"\[([^\]]+)\]\(records/README\.md\)", r"`benchmarks/records`", text)
         files.append(File.generated(config, name, content=text))
+    for picture in RESULTS.parent.glob("*.svg"):
+        files.append(File.generated(config, picture.name, content=picture.read_text()))
     return files
 
 

@@ -6,7 +6,7 @@
 
 `commit` is the short hash of the code that was measured, with a plus sign if files differed from it. A row names its
 table in `TABLES`, which says what a row may hold; what a row leaves out is null. Files of this form in
-`benchmarks/records/` are what `dsv4-jax bench --render` makes `benchmarks/RESULTS.md` from.
+`benchmarks/records/` are what `dsv4-jax bench --render` makes the pages of results from.
 """
 
 from __future__ import annotations

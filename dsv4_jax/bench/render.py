@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from ..errors import BenchmarkError
 from .records import TABLES, load
-from .sections import HEAD, SECTIONS, Section
+from .overview import DEVICE, PICTURE, overview, picture
+from .sections import DETAIL, FIRST, HEAD, MEASURING, SECTIONS, Section
 from .targets import PEERS
 
-__all__ = ["Entry", "latest", "newest", "number", "page", "percent"]
+__all__ = ["Entry", "latest", "newest", "number", "pages", "percent"]
 
 
 class Entry(NamedTuple):
@@ -33,20 +34,36 @@ OURS = ("cuda", "pallas", "triton", "xla")
 VERDICTS = {"goal": "goal met", "required": "met", "missed": "missed"}
 
 
-def page(folder: pathlib.Path) -> str:
-    """RESULTS.md of the records in a folder. Raises `BenchmarkError`: there is none, or one is not valid."""
-    records = load(folder)
-    entries = [Entry(row, file, record) for file, record in records.items() for row in record["rows"]]
+def pages(folder: pathlib.Path) -> dict[str, str]:
+    """File name -> text of what is made from `folder`/records: all results, the first page of them, its picture.
+
+    Raises:
+        BenchmarkError: there are no records, or one is not valid.
+    """
+    entries = _entries(folder / "records")
+    rows = [entry.row for entry in entries if entry.record["device"] == DEVICE or entry.row["table"] == "simulate"]
     try:
-        return "\n".join([HEAD, *filter(None, (_section(section, latest(entries)) for section in SECTIONS))])
+        first = overview(rows)
+        detail = [DETAIL, *filter(None, (_section(section, entries) for section in SECTIONS))]
+        return {
+            "RESULTS.md": "\n".join([HEAD, first, *detail]),
+            "README.md": FIRST + first + MEASURING,
+            PICTURE: picture(rows),
+        }
     except KeyError as error:
-        raise BenchmarkError(f"a record in {folder} has a row without {error}") from error
+        raise BenchmarkError(f"a record in {folder / 'records'} has a row without {error}") from error
+
+
+def _entries(folder: pathlib.Path) -> list[Entry]:
+    """The rows that are shown."""
+    return latest(Entry(row, file, record) for file, record in load(folder).items() for row in record["rows"])
 
 
 def newest(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """The records of a folder with the rows that the page shows. Raises `BenchmarkError` as `page`."""
+    """The records of a folder with the rows that the page shows. Raises `BenchmarkError` as `pages`."""
     records = load(folder)
-    shown = {id(e.row) for e in latest(Entry(row, file, one) for file, one in records.items() for row in one["rows"])}
+    entries = latest(Entry(row, file, one) for file, one in records.items() for row in one["rows"])
+    shown = {id(entry.row) for entry in entries}
     return {
         file: record | {"rows": [row for row in record["rows"] if id(row) in shown]} for file, record in records.items()
     }

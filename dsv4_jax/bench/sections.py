@@ -4,15 +4,45 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["HEAD", "SECTIONS", "Section"]
+__all__ = ["DETAIL", "FIRST", "HEAD", "MEASURING", "SECTIONS", "Section"]
 
 HEAD = """\
 # Benchmark results
 
-Made by `python -m dsv4_jax bench --render` from the records in [records/](records/README.md); do not edit it. Each
-table shows the latest measurement of every line and names its records below. What bounds the kernels, and what was
-tried, is in [docs/kernels.md](../docs/kernels.md). Times are in microseconds unless a heading says otherwise. *Ratio*
-is our time over the peer's: below 1 ours is shorter. *Required* and *goal* are the project's targets.
+Made by `python -m dsv4_jax bench --render` from the records in [records/](records/README.md); do not edit it.
+"""
+FIRST = """\
+# How fast it is
+
+Made by `python -m dsv4_jax bench --render` from the records in [records/](records/README.md); do not edit it. All lines
+of all records, kernel by kernel, with commits, commands and ceilings, are on the page of results, which the same command
+writes beside this one (`RESULTS.md`) and `make docs` shows on the site. Why kernels take as long as they do is in
+[docs/kernels.md](../docs/kernels.md).
+
+"""
+MEASURING = """\
+
+## Measuring
+
+What a user measures is `dsv4-jax bench`: ops, a decode step, whole layers ([docs/cli.md](../docs/cli.md)). The scripts
+here measure the rest; `--help` of each says what and how, `--json FILE` writes a record.
+
+| script | what |
+| --- | --- |
+| `kernels.py` | every CUDA kernel by itself in CUDA graphs, checked, beside peers (`problems.py`: the cases; `graphs.py`: how) |
+| `bench_mesh.py`, `generate_mesh.py`, `bench_exchange.py` | whole models, generation and exchanges over two GPUs or more |
+| `bench_generate.py`, `bench_context.py` | prompts continued by the command; attention along a pool axis |
+| `bench_swap.py`, `bench_store.py`, `bench_transport.py` | blocks to host memory, to a disk, from another host |
+| `bench_manager.py`, `bench_policies.py` | the manager's own time; what eviction policies find on traces |
+| `timeline.py`, `compile_step.py`, `beside.py` | when each kernel of a step runs; what XLA makes of a step, without a GPU |
+| `on_gpu.sh`, `on_gpu_wheel.sh`, `on_two_gpus.sh` | all of it in order of worth |
+"""
+DETAIL = """\
+# Line by line
+
+Each table shows the latest measurement of every line and names its records below. What bounds the kernels, and what was
+tried, is in [docs/kernels.md](../docs/kernels.md). Times are in microseconds unless a heading says otherwise. *Ratio* is
+our time over the peer's: below 1 ours is shorter. *Required* and *goal* are the project's targets.
 """
 
 
@@ -69,7 +99,12 @@ SECTIONS = (
         "Dense products with FP8 weights",
         "Rows x columns of the weights, e4m3 with a scale per 128 x 128; `/8`: in so many groups, each with its own "
         "columns. Batch: rows, bf16 (DeepGEMM's are quantised before). The megabytes are those of the weights.",
-        ops=("dense_fp8",),
+        ops=("dense_fp8", "dense_bf16"),
+    ),
+    Section(
+        "Queries of a long chunk",
+        "The product and the last steps of a query in one kernel. Batch: tokens of one request.",
+        ops=("queries",),
     ),
     Section(
         "From block to block: hyper-connections",

@@ -43,7 +43,7 @@ _EXAMPLES = """
   dsv4-jax bench model --model pro --layers 4 --context 32K    four layers of Pro and its head
   dsv4-jax bench model --devices 2 --batch 1,64 --context 8K   over two devices: heads and experts, or experts alone
   dsv4-jax bench model --devices 2 --batch 1 --drafts 3        with tokens drafted and verified in every step
-  dsv4-jax bench --render                                      make benchmarks/RESULTS.md from benchmarks/records
+  dsv4-jax bench --render                                      make the pages of benchmarks/ from benchmarks/records
 """
 # Options of steps alone: what they are if they are not given, which must be told from given.
 _STEP_DEFAULTS = MappingProxyType(
@@ -67,7 +67,7 @@ _SHARED_OPTIONS = ("batch", "context", "implementations", "key_split", "quick", 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = add_command(
         commands, "bench", "time the ops or a decode step", __doc__, _EXAMPLES,
-        fails="a result is wrong, a step cannot run, or with --check the page differs",
+        fails="a result is wrong, a step cannot run, or with --check a page differs",
     )  # fmt: skip
     parser.add_argument("what", nargs="*", metavar="OP", help=f"{', '.join(OPS)}, all (default), step or model")
     parser.add_argument("--shapes", metavar="TEXT", help="only shapes whose op/name holds this")
@@ -93,9 +93,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     results = parser.add_argument_group("results")
     results.add_argument(
         "--render", nargs="?", const=pathlib.Path("benchmarks"), type=given_path, metavar="DIR",
-        help="measure nothing: write DIR/RESULTS.md from DIR/records/*.json (default: benchmarks)",
+        help="measure nothing: write DIR/RESULTS.md, README.md and its picture from DIR/records (default: benchmarks)",
     )  # fmt: skip
-    results.add_argument("--check", action="store_true", help="with --render: write nothing, fail if the page differs")
+    results.add_argument("--check", action="store_true", help="with --render: write nothing, fail if README.md or its picture differs")
     step = parser.add_argument_group(
         "step and model", "step: the attention stack in bf16. model: whole layers and the head, weights as released."
     )
@@ -203,26 +203,32 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _render(folder: pathlib.Path, *, check: bool) -> int:
+    """Writes what is made from the records; with `check` compares what a repository keeps of it."""
     from ..bench.records import dumps
-    from ..bench.render import newest, page
+    from ..bench.render import newest, pages
 
-    path = folder / "RESULTS.md"
     with naming("--render"):
-        made = page(folder / "records")
-    if not check:
-        with open_output(path, encoding="utf-8") as file:
-            file.write(made)
-        for name, record in newest(folder / "records").items():
-            if not record["rows"]:
-                (folder / "records" / name).unlink()
-                continue
-            with open_output(folder / "records" / name, encoding="utf-8") as file:
-                file.write(dumps(record))
-        return 0
-    if path.is_file() and path.read_bytes() == made.encode():
-        return 0
-    say(f"{path} is not what {folder / 'records'} gives: run {PROGRAM} bench --render")
-    return 1
+        made = pages(folder)
+    if check:
+        del made["RESULTS.md"]  # which is made where it is read
+        stale = [folder / name for name, text in made.items() if not _holds(folder / name, text)]
+        for path in stale:
+            say(f"{path} is not what {folder / 'records'} gives: run {PROGRAM} bench --render")
+        return int(bool(stale))
+    for name, text in made.items():
+        with open_output(folder / name, encoding="utf-8") as file:
+            file.write(text)
+    for name, record in newest(folder / "records").items():
+        if not record["rows"]:
+            (folder / "records" / name).unlink()
+            continue
+        with open_output(folder / "records" / name, encoding="utf-8") as file:
+            file.write(dumps(record))
+    return 0
+
+
+def _holds(path: pathlib.Path, text: str) -> bool:
+    return path.is_file() and path.read_bytes() == text.encode()
 
 
 def _whole_steps(

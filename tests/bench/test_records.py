@@ -1,16 +1,17 @@
-"""Records of runs: every committed file has the one form, and RESULTS.md is what they give."""
+"""Records of runs: every committed file has the one form, and the pages of results are what they give."""
 
 from __future__ import annotations
 
 import json
 import pathlib
 import shutil
+import xml.etree.ElementTree
 
 import pytest
 
 from dsv4_jax.bench import records
 from dsv4_jax.bench.records import TABLES, Measurement, check, load, new_record
-from dsv4_jax.bench.render import Entry, latest, number, page, percent
+from dsv4_jax.bench.render import Entry, latest, number, pages, percent
 from dsv4_jax.bench.sections import SECTIONS
 from dsv4_jax.bench.shapes import OPS
 from dsv4_jax.cli import main
@@ -30,7 +31,7 @@ def test_the_page_is_what_the_records_give(capsys):
 
 
 def test_every_record_is_shown_or_for_tuning():
-    shown = page(FOLDER / "records")
+    shown = pages(FOLDER)["RESULTS.md"]
     for name, one in load(FOLDER / "records").items():
         superseded = all(
             row.get("tuning") or row.get("subject", "").endswith("before and after") for row in one["rows"]
@@ -39,7 +40,7 @@ def test_every_record_is_shown_or_for_tuning():
 
 
 def test_every_op_and_table_has_its_place_on_the_page():
-    assert {*OPS, "dense_fp8", "exchange", "hyper_connection", "moe", "route"} == {
+    assert {*OPS, "dense_bf16", "dense_fp8", "exchange", "hyper_connection", "moe", "queries", "route"} == {
         op for section in SECTIONS for op in section.ops
     }
     assert set(TABLES) == {section.table for section in SECTIONS if section.table} | {"ops", "facts"}
@@ -106,13 +107,10 @@ def test_a_new_record_changes_its_lines_alone(tmp_path, capsys):
     """A record dropped into the folder is enough; devices are not mixed."""
     shutil.copytree(FOLDER, tmp_path / "benchmarks", ignore=shutil.ignore_patterns("*.py", "*.cu"))
     folder = tmp_path / "benchmarks"
+    assert main(["bench", "--render", str(folder)]) == 0
     row = ROW | {"kernel_us": 2.125, "required_us": 4.5, "peer_us": 3.09, "verdict": "required"}
     new = record(date="2030-01-01", device="NVIDIA H200") | {"rows": [row]}
     (folder / "records" / "2030-01-01-x.json").write_text(json.dumps(new))
-    assert (
-        main(["bench", "--render", str(folder), "--check"]) == 1
-        and "run dsv4-jax bench --render" in capsys.readouterr().err
-    )
     before = (folder / "RESULTS.md").read_text().splitlines()
     assert main(["bench", "--render", str(folder)]) == 0
     after = (folder / "RESULTS.md").read_text().splitlines()
@@ -127,7 +125,41 @@ def test_a_new_record_changes_its_lines_alone(tmp_path, capsys):
     assert same == ["2030-01-01-x.json"], "the row before is history"
     assert all(text.count("\n") == len(json.loads(text)["rows"]) + 2 for text in kept.values()), "one row a line"
     (folder / "records" / "2030-01-01-x.json").write_text(json.dumps(new | {"device": "NVIDIA B200"}))
-    assert "CUDA graphs, NVIDIA B200:" in page(folder / "records")
+    assert "CUDA graphs, NVIDIA B200:" in pages(folder)["RESULTS.md"]
+
+
+def test_the_first_page_says_how_fast_models_run(tmp_path, capsys):
+    """A step of the whole model, one of a few layers, a chunk and a kernel, as one would read them; then out of date."""
+    (tmp_path / "records").mkdir()
+    model = {"table": "models", "model": "flash", "layers": 43, "batch": 64, "context": 131072, "devices": 2,
+             "tensor": 1, "step_ms": 20.0, "floor_ms": 16.0, "over_floor": 1.25, "exchange": "cuda"}  # fmt: skip
+    few = model | {"layers": 12, "devices": 1, "batch": 1, "context": 8192, "step_ms": 1.5, "layer_ms": 0.125}
+    chunk = few | {"table": "steps", "chunk": 4096, "step_ms": 100.0}
+    slow, drafts = (
+        model | {"step_ms": 22.0, "exchange": "xla"},
+        model | {"drafts": 1, "step_ms": 24.0, "token_ms": 16.0},
+    )
+    kernel = ROW | {"op": "attend", "shape": "csa-flash", "batch": 64, "kernel_us": 22.0, "peer_us": 44.0}
+    chunk = {name: chunk[name] for name in (*TABLES["steps"].fields, "table") if name in chunk}
+    made = record(device="NVIDIA H200") | {"rows": [model, slow, drafts, few, chunk, kernel]}
+    (tmp_path / "records" / "x.json").write_text(json.dumps(made))
+    assert (
+        main(["bench", "--render", str(tmp_path)]) == 0 and main(["bench", "--render", str(tmp_path), "--check"]) == 0
+    )
+    page, picture = (tmp_path / "README.md").read_text(), (tmp_path / "whole_models.svg").read_text()
+    assert "| V4-Flash | 2 (experts split) | 64 | 128 Ki | 20.00 | 3,200 | 1.25x |" in page
+    assert "| V4-Flash | 2 (experts split) | 64, 1 draft (1) | 128 Ki | 24.00 | 4,000 | 1.25x |" in page
+    assert "| V4-Flash | 12 of 43 | 1 | 8 Ki | 1.50 | 0.12 | 1.25x |" in page and "22.00" not in page
+    assert "| V4-Flash, attention of all layers | 4,096 | 8 Ki | 100.0 | 40,960 |" in page
+    assert "| attention of a CSA layer | 64 | 22.0 | 44.0 | FlashMLA | 0.50 |" in page
+    shown = xml.etree.ElementTree.fromstring(picture)
+    words = [text.text for text in shown.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"20.00 ms, 3,200 tokens/s", "100 ms, 40,960 tokens/s", "0.50 of FlashMLA's time"} <= set(words)
+    assert (tmp_path / "RESULTS.md").read_text().count("3,200") == 1
+    (tmp_path / "README.md").write_text(page.replace("3,200", "6,400"))
+    capsys.readouterr()
+    assert main(["bench", "--render", str(tmp_path), "--check"]) == 1
+    assert "README.md is not what" in capsys.readouterr().err
 
 
 def test_render_refuses(tmp_path, capsys):

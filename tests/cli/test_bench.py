@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from dsv4_jax.bench import ceilings, measure, records
-from dsv4_jax.bench.render import page
+from dsv4_jax.bench.render import pages
 from dsv4_jax.bench.shapes import QUICK
 from dsv4_jax.cli import main
 
@@ -165,8 +165,10 @@ def test_whole_layers_on_a_gpu_have_a_floor(capsys, a_gpu, monkeypatch, tmp_path
     assert row["floor_ms"] == pytest.approx(sum(row["floor_us"].values()) / 1e3)
     assert row["over_floor"] == pytest.approx(row["step_ms"] / row["floor_ms"])
     assert row["layer_floor_ms"] == row["floor_ms"] and row["moved_gb"] > 0
-    (tmp_path / "r.json").write_text(json.dumps(report | {"commit": "0123abc", "quick": False}))
-    assert "1 (1 SWA)" in page(tmp_path) and "## Whole layers" in page(tmp_path)
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records" / "r.json").write_text(json.dumps(report | {"commit": "0123abc", "quick": False}))
+    page = pages(tmp_path)["RESULTS.md"]
+    assert "1 (1 SWA)" in page and "## Whole layers" in page
 
 
 def test_a_step_that_cannot_run_says_why(capsys):

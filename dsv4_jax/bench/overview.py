@@ -1,0 +1,224 @@
+"""The first page of results: how fast whole models run, as tables and as a picture, made from records. Imports no jax.
+
+What users ask: tokens a second and milliseconds a step on one GPU and on two, prefill, the first token, and how the
+kernels stand beside the best of other projects. Every number is a record's, or a quotient of two of one row's.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import xml.sax.saxutils
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from .targets import PEERS
+
+__all__ = ["PICTURE", "overview", "picture"]
+
+PICTURE = "whole_models.svg"
+FULL = {"flash": 43, "pro": 61}  # layers of each model
+NAMES = {"flash": "V4-Flash", "pro": "V4-Pro"}
+DEVICE = "NVIDIA H200"
+# Kernels beside peers': what a decode step of V4-Flash calls, for one request and for 64. Shape -> what it is, and what
+# the peer's does otherwise.
+BESIDE = {
+    ("attend", "csa-flash"): ("attention of a CSA layer", ""),
+    ("index_scores", "fp8-128k"): ("index scores of 128 Ki, fp8 keys", ""),
+    ("top_k", "flash-128k"): ("top-k of 128 Ki", ", not sorted"),
+    ("append", "fused"): ("append with norm and RoPE", ", the queries, too"),
+    ("moe", "flash"): ("experts of a layer, FP4", ", without SwiGLU"),
+    ("dense_fp8", "32768x1024"): ("dense product, FP8, 32768 x 1024", ", rows in FP8"),
+}
+INK, MUTED, BAR, FLOOR, FASTER, SLOWER = "#1d2733", "#5b6b7d", "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+
+
+class Line(NamedTuple):
+    """A line of the picture: its name, the length of its bar, where a mark stands on it, and what is written behind."""
+
+    name: str
+    value: float
+    text: str
+    mark: float | None = None
+    colour: str = BAR
+
+
+def _tokens(context: int) -> str:
+    return f"{context >> 20} Mi" if context >= 1 << 20 else f"{context >> 10} Ki"
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
+def _rate(row: dict[str, Any]) -> float:
+    """Tokens a second of a decode step, or of a step with drafts of which the assumed share is accepted."""
+    return 1e3 * row["batch"] / (row.get("token_ms") or row["step_ms"])
+
+
+def _whole(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Decode steps of all layers of a model, the fastest of those with the same requests, context and drafts."""
+    found: dict[tuple, dict[str, Any]] = {}
+    for row in rows:
+        if row["table"] == "models" and row["layers"] == FULL.get(row["model"]) and (row.get("chunk") or 1) == 1:
+            key = row["model"], row.get("devices") or 1, row["context"], row["batch"], bool(row.get("drafts"))
+            if key not in found or _rate(row) > _rate(found[key]):
+                found[key] = row
+    return [found[key] for key in sorted(found, key=lambda key: (key[:2], key[3], key[2], key[4]))]
+
+
+def _some_layers(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Decode steps of a model's first layers, on one device."""
+    return [
+        row for row in rows
+        if row["table"] == "models" and row["layers"] < FULL.get(row["model"], 0) and (row.get("chunk") or 1) == 1
+    ]  # fmt: skip
+
+
+def _prefills(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row["table"] in ("steps", "models") and (row.get("chunk") or 1) > 1]
+
+
+def _peers(rows: Iterable[dict[str, Any]]) -> list[tuple[str, str, dict[str, Any]]]:
+    """(what, whose and what is otherwise, row) of the kernels of `BESIDE`, of the default implementation: CUDA graphs, one request and 64."""
+    timed = {
+        (row["op"], row["shape"], row["batch"]): row for row in rows
+        if row["table"] == "ops" and row.get("timer") == "graph" and not row.get("variant") and row.get("peer_us")
+    }  # fmt: skip
+    return [
+        (what, PEERS[op] + otherwise, timed[op, shape, batch])
+        for (op, shape), (what, otherwise) in BESIDE.items() for batch in (1, 64) if (op, shape, batch) in timed
+    ]  # fmt: skip
+
+
+def _split(row: dict[str, Any]) -> str:
+    devices, tensor = row.get("devices") or 1, row.get("tensor") or 1
+    return {1: "experts split"}.get(tensor, "heads and experts split") if devices > 1 else ""
+
+
+def overview(rows: Sequence[dict[str, Any]]) -> str:
+    """The page as Markdown: `rows` of the newest records of one kind of device."""
+    parts = [f"![Milliseconds a step, prefill, and kernels beside those of other projects]({PICTURE})\n"]
+    if whole := _whole(rows):
+        parts.append(
+            "**Decode, the whole model** (random weights in the released formats, FP8 rows, FP4 index keys):\n"
+        )
+        table = [["model", "GPUs", "requests", "context", "ms a step", "tokens/s", "over the floor"]]
+        for row in whole:
+            drafts = f", {_plural(row['drafts'], 'draft')} (1)" if row.get("drafts") else ""
+            over = f"{row['over_floor']:.2f}x" if row.get("over_floor") else ""
+            table.append([NAMES[row["model"]], f"{row.get('devices') or 1} ({_split(row)})" if _split(row) else "1",
+                          f"{row['batch']:,}{drafts}", _tokens(row["context"]), f"{row['step_ms']:.2f}",
+                          f"{_rate(row):,.0f}", over])  # fmt: skip
+        parts.append(_table(table))
+        parts.append(_text("(1) Random weights accept no draft; 47.2 % of those whose predecessors were accepted are "
+                           "taken to be, as another project saw on real text."))  # fmt: skip
+    if some := _some_layers(rows):
+        parts.append("**Decode on one GPU, as many layers as its memory and the time allowed:**\n")
+        table = [["model", "layers", "requests", "context", "ms a step", "ms a layer", "over the floor"]]
+        for row in some:
+            over = f"{row['over_floor']:.2f}x" if row.get("over_floor") else ""
+            table.append([NAMES[row["model"]], f"{row['layers']} of {FULL[row['model']]}", f"{row['batch']:,}",
+                          _tokens(row["context"]), f"{row['step_ms']:.2f}", f"{row['layer_ms']:.2f}", over])  # fmt: skip
+        parts.append(_table(table))
+    if prefills := _prefills(rows):
+        parts.append("**Prefill, one GPU, one request:**\n")
+        table = [["what", "chunk", "end of context", "ms", "tokens/s"]]
+        table += [[_prefilled(row), f"{row['chunk']:,}", _tokens(row["context"]), f"{row['step_ms']:.1f}",
+                   f"{1e3 * row['batch'] * row['chunk'] / row['step_ms']:,.0f}"] for row in prefills]  # fmt: skip
+        parts.append(_table(table))
+    waits = [row for row in rows if row["table"] == "simulate" and row["policy"] == "the default"]
+    if waits:
+        said = "; ".join(
+            f"{row['trace']}: {row['first_token_mean_s']:.2f} s on average, {row['first_token_p99_s']:.2f} s for 99 %, "
+            f"{100 * row['hit_rate']:.0f} % of prompts found in the cache" for row in waits
+        )  # fmt: skip
+        parts.append(_text(f"**First token.** Not measured on a whole model yet. In the simulator, whose steps are those "
+                           f"of attention alone ({said})."))  # fmt: skip
+    if peers := _peers(rows):
+        parts.append("**Kernels beside other projects'** (us in CUDA graphs, the same GPU; below 1 ours is shorter):\n")
+        table = [["kernel", "requests", "ours", "peer", "", "ratio"]]
+        table += [[what, str(row["batch"]), f"{row['kernel_us']:.1f}", f"{row['peer_us']:.1f}", peer,
+                   f"{row['kernel_us'] / row['peer_us']:.2f}"] for what, peer, row in peers]  # fmt: skip
+        parts.append(_table(table))
+    return "\n".join(parts)
+
+
+def _prefilled(row: dict[str, Any]) -> str:
+    if row["table"] == "steps":
+        return f"{NAMES[row['model']]}, attention of all layers"
+    return f"{NAMES[row['model']]}, {row['layers']} whole layers of {FULL[row['model']]}"
+
+
+def _text(text: str) -> str:
+    return textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
+
+
+def _table(table: Sequence[Sequence[str]]) -> str:
+    head, *body = table
+    right = [all(not line[i] or line[i][0].isdigit() for line in body) for i in range(len(head))]
+    lines = [head, ["---:" if each else "---" for each in right], *body]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+# The picture: bars of three panels, as plain SVG
+
+
+def picture(rows: Sequence[dict[str, Any]]) -> str:
+    """The page's figures as an SVG, 900 pixels wide."""
+    whole, prefills, peers = _whole(rows), _prefills(rows), _peers(rows)
+    steps = [
+        Line(f"{_plural(row['batch'], 'request')} of {_tokens(row['context'])}"
+             + (f", {_plural(row['drafts'], 'draft')}" if row.get("drafts") else ""),
+             row["step_ms"], f"{row['step_ms']:.2f} ms, {_rate(row):,.0f} tokens/s", row.get("floor_ms"))
+        for row in whole
+    ]  # fmt: skip
+    chunks = [
+        Line(f"{_prefilled(row).partition(', ')[2]}, {_tokens(row['context'])}", row["step_ms"],
+             f"{row['step_ms']:.0f} ms, {1e3 * row['batch'] * row['chunk'] / row['step_ms']:,.0f} tokens/s",
+             row.get("floor_ms"))
+        for row in prefills
+    ]  # fmt: skip
+    beside = [
+        Line(f"{what}, {_plural(row['batch'], 'request')}", row["kernel_us"] / row["peer_us"],
+             f"{row['kernel_us'] / row['peer_us']:.2f} of {PEERS[row['op']]}'s time", 1.0,
+             FASTER if row["kernel_us"] <= row["peer_us"] else SLOWER)
+        for what, _, row in peers
+    ]  # fmt: skip
+    model = f"{NAMES[whole[0]['model']]}, all {whole[0]['layers']} layers, " if whole else ""
+    devices = f"{whole[0].get('devices') or 1} x {DEVICE}" if whole else DEVICE
+    panels = [
+        (f"Decode: {model}{devices} (orange: what its bytes and products take at least)", steps),
+        (f"Prefill: 4,096 tokens of one request, V4-Flash, 1 x {DEVICE}", chunks),
+        (f"Kernels beside those of other projects, 1 x {DEVICE} (shorter is faster)", beside),
+    ]
+    shapes: list[str] = []
+    y = 20
+    for title, lines in panels:
+        if lines:
+            y = _panel(shapes, y, title, lines) + 26
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="900" height="{y}" viewBox="0 0 900 {y}" role="img"'
+    title = "<title>How fast whole models and kernels run</title>"
+    back = f'<rect width="900" height="{y}" fill="#ffffff"/>'
+    return "\n".join([f'{head} font-family="sans-serif">', title, back, *shapes, "</svg>", ""])
+
+
+def _panel(shapes: list[str], y: int, title: str, lines: Sequence[Line]) -> int:
+    left, width, height = 320, 330, 21
+
+    def text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 13, style: str = "") -> None:
+        escaped = xml.sax.saxutils.escape(text)
+        shapes.append(f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" {style}>{escaped}</text>')
+
+    text(16, y, title, size=14, style=f'font-weight="bold" fill="{INK}"')
+    scale = width / max(max(line.value, line.mark or 0) for line in lines)
+    for i, line in enumerate(lines):
+        top = y + 14 + i * height
+        text(left - 10, top + 12, line.name, anchor="end", style=f'fill="{INK}"')
+        length = max(line.value * scale, 1)
+        shapes.append(f'<rect x="{left}" y="{top}" width="{length:.1f}" height="15" rx="2" fill="{line.colour}"/>')
+        if line.mark is not None:
+            x = left + line.mark * scale
+            shapes.append(f'<rect x="{x - 1.5:.1f}" y="{top - 2}" width="3" height="19" fill="{FLOOR}"/>')
+        end = left + max(line.value, line.mark or 0) * scale
+        text(end + 8, top + 12, line.text, style=f'fill="{MUTED}"')
+    return y + 14 + len(lines) * height
