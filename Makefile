@@ -57,9 +57,8 @@ check: lint .venv-$(check_python)/ready
 	@echo "== check: Python $(check_python)"
 	@.venv-$(check_python)/bin/python -m pytest -n $(NPROC) -p no:cacheprovider -m "not slow" $(PYTEST_ARGS) $(host_tests)
 
-docs: .venv/ready .venv-docs/ready
+docs: .venv-docs/ready
 	@echo "== docs"
-	@.venv/bin/python -m dsv4_jax bench --render
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict --clean
 	@echo "build/site/index.html"
 
@@ -127,7 +126,7 @@ endef
 .venv-%/ready: pyproject.toml $(all_constraints)
 	$(call install,.venv-$*,$*,dev)
 
-# The site's tools alone: they read the package's source and import none of it.
+# The site's tools alone: they read the package's source, and import of it what makes the page of results (NumPy is enough).
 .venv-docs/ready: constraints/docs.txt
 	@echo "== .venv-docs: Python $(one), installing mkdocs"
 	@"$(call python,$(one))" -m venv --clear .venv-docs

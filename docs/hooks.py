@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import pathlib
 import re
+import sys
 from typing import Any
 
 from mkdocs.exceptions import PluginError
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+from dsv4_jax.bench.render import pages  # noqa: E402 (imports no jax)
+
 __all__ = ["on_files", "on_page_markdown", "on_post_build"]
 
-ROOT = pathlib.Path(__file__).parent.parent
 PAGES = {"contributing.md": "CONTRIBUTING.md", "changes.md": "CHANGELOG.md"}
-RESULTS = ROOT / "benchmarks" / "RESULTS.md"  # which `dsv4-jax bench --render` makes, as `make docs` does before the site
+RESULTS = "RESULTS.md"  # of what is made from the records
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages, with links into `docs/` set right and links to other files of the repository as plain text."""
-    for name, source in {"results.md": RESULTS, **{name: ROOT / source for name, source in PAGES.items()}}.items():
-        text = re.sub(r"\]\((?:\.\./)*docs/", "](", source.read_text())
+    made = pages(ROOT / "benchmarks")
+    texts = {"results.md": made[RESULTS]} | {name: (ROOT / source).read_text() for name, source in PAGES.items()}
+    for name, text in texts.items():
+        text = re.sub(r"\]\((?:\.\./)*docs/", "](", text)
         text = re.sub(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)[^)]*?(?<!\.md)\)", r"`\1`", text)
         text = re.sub(r"\[([^\]]+)\]\(records/README\.md\)", r"`benchmarks/records`", text)
         files.append(File.generated(config, name, content=text))
-    for picture in RESULTS.parent.glob("*.svg"):
-        files.append(File.generated(config, picture.name, content=picture.read_text()))
+    for name, text in made.items():
+        if name.endswith(".svg"):
+            files.append(File.generated(config, name, content=text))
     return files
 
 

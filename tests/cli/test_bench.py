@@ -20,6 +20,14 @@ from .test_cli import refused
 RATIOS = ("floor_us", "of_floor", "of_copy", "of_matmul", "required_us", "goal_us", "verdict")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compiled_in_a_moment():
+    """What is compiled runs once or twice: most of the time would go into making it fast."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(autouse=True)
 def no_ceilings(monkeypatch):
     monkeypatch.setattr(ceilings, "measure_ceilings", lambda: ceilings.Ceilings(4e12, 8e14))
@@ -30,6 +38,7 @@ def a_gpu(monkeypatch):
     """What this machine's backend is taken for: the sizes stay tiny."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr("dsv4_jax.cli.bench.CASES", QUICK)
+    monkeypatch.setattr("dsv4_jax.bench.timing.L2_FLUSH", 1 << 12)
 
 
 @pytest.mark.slow

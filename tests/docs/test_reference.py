@@ -66,7 +66,7 @@ def test_the_site_has_every_page() -> None:
         "results.md",
         "contributing.md",
         "changes.md",
-    }  # docs/hooks.py brings them, results as `make docs` makes them
+    }  # docs/hooks.py brings them
     assert listed == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} | added
     hooks = (DOCS / "hooks.py").read_text()
     for name, source in re.findall(r'"([\w.]+)": "([\w./]+)"', hooks):
