@@ -47,7 +47,7 @@ class Timing(NamedTuple):
 
 def call_count(bytes_moved: int, *, quick: bool = False) -> int:
     """Calls of an executable."""
-    return 3 if quick else max(FEWEST_CALLS, min(MOST_CALLS, MEMORY // bytes_moved))
+    return 2 if quick else max(FEWEST_CALLS, min(MOST_CALLS, MEMORY // bytes_moved))
 
 
 def flush_l2() -> Callable[[], None]:

@@ -8,12 +8,17 @@ import json
 import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from dsv4_jax.bench import ceilings, measure, records
 from dsv4_jax.bench.render import pages
 from dsv4_jax.bench.shapes import QUICK
 from dsv4_jax.cli import main
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.sharded import device_specs
+from dsv4_jax.model.split import ALONE
 
 from .test_cli import refused
 
@@ -31,6 +36,23 @@ def compiled_in_a_moment():
 @pytest.fixture(autouse=True)
 def no_ceilings(monkeypatch):
     monkeypatch.setattr(ceilings, "measure_ceilings", lambda: ceilings.Ceilings(4e12, 8e14))
+
+
+@pytest.fixture
+def without_weights(monkeypatch):
+    """Weights that are zeros, all experts chosen: nothing is compiled but the step (tests/bench/test_model.py has both)."""
+
+    def zeros(cfg, seed, weights, *, packed, mtp, mesh, progress):
+        assert (seed, weights, packed, mesh) == (0, "released", True, None)
+        progress(0, 1)
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), device_specs(cfg, split=ALONE, mtp=mtp))
+
+    def every_expert(params, cache, plan, tokens, *, implementation):
+        cfg = cache.layout.cfg
+        return jnp.ones((cfg.num_layers, cfg.n_routed_experts), bool), cache
+
+    monkeypatch.setattr("dsv4_jax.model.init_params", zeros)
+    monkeypatch.setattr("dsv4_jax.bench.model.chosen_experts", every_expert)
 
 
 @pytest.fixture
@@ -121,7 +143,7 @@ def test_what_was_measured_survives_an_interruption(capsys, monkeypatch, tmp_pat
 @pytest.mark.slow
 def test_step(capsys, tmp_path):
     file = tmp_path / "step.json"
-    assert main(["bench", "step", "--quick", "--model", "tiny", "--layers", "3", "--context", "200",
+    assert main(["bench", "step", "--quick", "--model", "tiny", "--layers", "2", "--context", "200",
                  "--chunk", "9", "--loop", "2", "--json", str(file),
                  "--xla", "xla_backend_optimization_level=0"]) == 0  # fmt: skip
     table = capsys.readouterr().out
@@ -148,7 +170,7 @@ def test_a_step_on_a_gpu_has_a_floor(capsys, a_gpu, monkeypatch):
 
 
 @pytest.mark.slow
-def test_whole_layers(capsys, tmp_path):
+def test_whole_layers(capsys, tmp_path, without_weights):
     file = tmp_path / "model.json"
     options = ["--quick", "--model", "tiny", "--layers", "2", "--batch", "3", "--loop", "2", "--json", str(file)]
     assert main(["bench", "model", *options]) == 0
@@ -159,12 +181,12 @@ def test_whole_layers(capsys, tmp_path):
     assert records.check(report | {"quick": False, "commit": "0123abc"})
     (row,) = report["rows"]
     assert (row["table"], row["model"], row["layers"], row["batch"], row["loop"]) == ("models", "tiny", 2, 3, 2)
-    assert row["kinds"] == {"SWA": 1, "CSA": 1} and 2 <= row["experts"] <= 4
+    assert row["kinds"] == {"SWA": 1, "CSA": 1} and row["experts"] == DSV4Config.tiny().n_routed_experts
     assert row["cache_in_place"] is True and row["step_ms"] > 0 and row["layer_ms"] * 2 == row["step_ms"]
 
 
 @pytest.mark.slow
-def test_whole_layers_on_a_gpu_have_a_floor(capsys, a_gpu, monkeypatch, tmp_path):
+def test_whole_layers_on_a_gpu_have_a_floor(capsys, a_gpu, monkeypatch, tmp_path, without_weights):
     monkeypatch.setattr("dsv4_jax.bench.step_timing.profiled", lambda call, keep: {})
     argv = ["bench", "model", "--model", "tiny", "--layers", "1", "--batch", "1,2", "--context", "200", "--steps", "2"]
     assert main([*argv, "--implementations", "xla", "--json"]) == 0
@@ -242,7 +264,7 @@ def test_help(capsys):
     assert exit_.value.code == 0 and "examples:" in out and "floor" in out
 
 
-@pytest.mark.parametrize("op", ["compress_csa", "compress_hca", "compress_index", "append"])
+@pytest.mark.parametrize("op", ["compress_csa", "compress_hca", "append"])
 def test_ops_with_plans_of_their_own_are_measured(capsys, op: str) -> None:
     assert main(["bench", op, "--quick", "--batch", "1", "--implementations", "xla", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["rows"]
