@@ -143,7 +143,7 @@ def test_what_was_measured_survives_an_interruption(capsys, monkeypatch, tmp_pat
 @pytest.mark.slow
 def test_step(capsys, tmp_path):
     file = tmp_path / "step.json"
-    assert main(["bench", "step", "--quick", "--model", "tiny", "--layers", "2", "--context", "200",
+    assert main(["bench", "step", "--quick", "--model", "tiny", "--layers", "1", "--context", "200",
                  "--chunk", "9", "--loop", "2", "--json", str(file),
                  "--xla", "xla_backend_optimization_level=0"]) == 0  # fmt: skip
     table = capsys.readouterr().out
@@ -188,11 +188,10 @@ def test_whole_layers(capsys, tmp_path, without_weights):
 @pytest.mark.slow
 def test_whole_layers_on_a_gpu_have_a_floor(capsys, a_gpu, monkeypatch, tmp_path, without_weights):
     monkeypatch.setattr("dsv4_jax.bench.step_timing.profiled", lambda call, keep: {})
-    argv = ["bench", "model", "--model", "tiny", "--layers", "1", "--batch", "1,2", "--context", "200", "--steps", "2"]
+    argv = ["bench", "model", "--model", "tiny", "--layers", "1", "--batch", "2", "--context", "200", "--steps", "2"]
     assert main([*argv, "--implementations", "xla", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    row, other = report["rows"]
-    assert (row["batch"], other["batch"]) == (1, 2) and other["moved_gb"] > row["moved_gb"]
+    (row,) = report["rows"]
     assert row["floor_ms"] == pytest.approx(sum(row["floor_us"].values()) / 1e3)
     assert row["over_floor"] == pytest.approx(row["step_ms"] / row["floor_ms"])
     assert row["layer_floor_ms"] == row["floor_ms"] and row["moved_gb"] > 0
