@@ -54,7 +54,7 @@ def pool(rows: int, seed: int) -> tuple[jax.Array, ...]:
 
 
 def time_of(call: Callable[..., Any], shared: Any, inputs: tuple[jax.Array, ...]) -> tuple[dict[str, Any], Any]:
-    """Times of one call, by the clock and by its kernels, and what it gives."""
+    """Returns the times of one call, by the clock and by its kernels, and what it gives."""
     step = jax.jit(lambda shared, inputs: jax.lax.map(lambda x: call(shared, *x), inputs))
     out, flush, took = jax.block_until_ready(step(shared, inputs)), flush_l2(), []
     for _ in range(10):
@@ -76,7 +76,7 @@ def relative(x: Any, expected: np.ndarray) -> float:
 
 
 def exact(q: Any, keys: list[Any]) -> np.ndarray:
-    """attend with a sink of 0 in float64, of the first tokens: [tokens, heads, dim]."""
+    """Computes attend with a sink of 0 in float64, of the first tokens: [tokens, heads, dim]."""
     outs = []
     for mine, rows in zip(np.asarray(q, float), keys, strict=False):
         weights = np.exp(mine @ rows.T * DIM**-0.5)
@@ -120,10 +120,21 @@ def attention(name: str, batch: int) -> Iterator[dict[str, Any]]:
             entries, window, sink, freq, position = shared
             last = last or dict(inverse_rope=(position, freq), dtype=jnp.bfloat16)
             return attend_parts(
-                q, sink, window, entries, listed if selected else None, count,
-                rows_of=lambda tokens, chosen: rows(table, tokens, chosen), axis=axis, parts=parts, heads=HEADS,
-                per_block=per_block, columns=columns, **last, **how,
-            )[0]  # fmt: skip
+                q,
+                sink,
+                window,
+                entries,
+                listed if selected else None,
+                count,
+                rows_of=lambda tokens, chosen: rows(table, tokens, chosen),
+                axis=axis,
+                parts=parts,
+                heads=HEADS,
+                per_block=per_block,
+                columns=columns,
+                **last,
+                **how,
+            )[0]
 
         return call
 

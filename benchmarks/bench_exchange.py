@@ -6,9 +6,9 @@ A time is that of one exchange among many in one executable, each the operand of
 chain and a short one, over the difference in length. A size is what a GPU sends to one other, in KiB. The ceiling is a
 copy of 1 GiB from one GPU's memory to the other's.
 
-`wo_b`: what bits that do not depend on the number of devices cost along a tensor axis. Where heads are split each device
-has the latents of its groups. *Gathered*: all latents go to every device, which multiplies them by the whole of `wo_b`,
-as the model does; *summed*: each multiplies its own by its columns of it, and the products are added, in an order that
+`wo_b`: what bits that do not depend on the number of devices cost along a tensor axis. Where heads are split, each has
+the latents of its groups. *Gathered*: all latents go to every device, which multiplies them by the whole of `wo_b`, as
+the model does; *summed*: each multiplies its own by its columns of it, and the products are added, in an order that
 depends on the number of devices. Flash's sizes, FP8, us of a layer, weights of its own in turn.
 """
 
@@ -45,7 +45,7 @@ Step = Callable[[jax.Array], jax.Array]
 
 
 def steps(**rest: Any) -> dict[str, tuple[int, Step]]:
-    """Name -> how many exchanges a step of a chain has, and the step."""
+    """Returns by name how many exchanges a step of a chain has, and the step."""
 
     def there_and_back(x: jax.Array) -> jax.Array:
         return sum_to_owner(all_gather((x,), AXIS, **rest)[0], AXIS, **rest)
@@ -54,7 +54,7 @@ def steps(**rest: Any) -> dict[str, tuple[int, Step]]:
 
 
 def xla_steps() -> dict[str, tuple[int, Step]]:
-    """XLA's own of the same meaning, in its order of summation."""
+    """Returns the same of XLA's own collectives, in their order of summation."""
 
     def there_and_back(x: jax.Array) -> jax.Array:
         return lax.psum_scatter(lax.all_gather(x, AXIS, tiled=True), AXIS, tiled=True)
@@ -69,7 +69,9 @@ def nothing(x: jax.Array) -> jax.Array:
 def seconds(
     mesh: Mesh, step: Callable[..., jax.Array], length: int, x: jax.Array, options: dict[str, Any], weights: Any = ()
 ) -> float:
-    """Of one call with `length` steps, the median. Each step is given one of `weights`, if there are any, in turn."""
+    """Returns the median seconds of a call with `length` steps. Each step is given one of `weights`, if there are any,
+    in turn.
+    """
     axes = P(mesh.axis_names)
 
     def chain(x: jax.Array, weights: Any) -> jax.Array:
@@ -96,13 +98,13 @@ def microseconds(
     exchanges: int = 1,
     weights: Any = (),
 ) -> float:
-    """Of one exchange; `exchanges`: of a step."""
+    """Returns us of one exchange, of which a step has `exchanges`."""
     short, long = (seconds(mesh, step, n // exchanges, x, options, weights) for n in (SHORT, LONG))
     return (long - short) / (LONG - SHORT) * 1e6
 
 
 def copy_ceiling(devices: list[jax.Device]) -> float:
-    """GB/s of a large copy from one GPU to another."""
+    """Returns GB/s of a large copy from one GPU to another."""
     x = jax.device_put(np.ones(256 << 20, np.float32), devices[0])
     times = []
     for _ in range(6):
@@ -114,13 +116,15 @@ def copy_ceiling(devices: list[jax.Device]) -> float:
 
 
 def measure_sizes(mesh: Mesh, sizes: list[int], quick: bool, ceiling: float, recorder: Recorder) -> None:
-    """Exchanges of each size, ours in several forms and XLA's."""
+    """Times exchanges of each size, ours in several forms and XLA's."""
     n, opened = mesh.size, functools.partial(Exchange, mesh, AXIS, slot_bytes=4 << 20, channels=1, limit_s=5)
     with opened() as chosen, opened(packet_bytes=0) as flags, opened(packet_bytes=4 << 20) as packets:
         forms = {
-            "ours": (chosen, GPU_DECODE_OPTIONS), "launched": (chosen, {"xla_gpu_graph_min_graph_size": 1 << 20}),
-            "flags": (flags, GPU_DECODE_OPTIONS), "packets": (packets, GPU_DECODE_OPTIONS),
-        }  # fmt: skip
+            "ours": (chosen, GPU_DECODE_OPTIONS),
+            "launched": (chosen, {"xla_gpu_graph_min_graph_size": 1 << 20}),
+            "flags": (flags, GPU_DECODE_OPTIONS),
+            "packets": (packets, GPU_DECODE_OPTIONS),
+        }
         ways = {name: (steps(peers=each.peers, implementation="cuda"), how) for name, (each, how) in forms.items()}
         ways |= {} if quick else {"XLA": (xla_steps(), {})}
         for kib in sizes:
@@ -135,19 +139,29 @@ def measure_sizes(mesh: Mesh, sizes: list[int], quick: bool, ceiling: float, rec
                     us = microseconds(mesh, step, x, compiled, exchanges)
                     sent = (kib << 10) * (n - 1)
                     row = recorder.op(
-                        "exchange", f"{kind}, {kib} KiB", n, us, clock="us", timer="chain", bytes=sent,
-                        gb_per_s=sent / us / 1e3, implementation="xla" if name == "XLA" else "cuda",
+                        "exchange",
+                        f"{kind}, {kib} KiB",
+                        n,
+                        us,
+                        clock="us",
+                        timer="chain",
+                        bytes=sent,
+                        gb_per_s=sent / us / 1e3,
+                        implementation="xla" if name == "XLA" else "cuda",
                         variant=None if name in ("ours", "XLA") else name,
                         tuning=True if name in ("flags", "packets") else None,
-                    )  # fmt: skip
-                    print(f"{kib:5} KiB {kind:25} {name:9} {us:6.2f} us  {row['gb_per_s']:5.0f} GB/s, "
-                          f"{row['gb_per_s'] / ceiling:.2f} of a copy {row.get('verdict', '')}", flush=True)  # fmt: skip
+                    )
+                    print(
+                        f"{kib:5} KiB {kind:25} {name:9} {us:6.2f} us  {row['gb_per_s']:5.0f} GB/s, "
+                        f"{row['gb_per_s'] / ceiling:.2f} of a copy {row.get('verdict', '')}",
+                        flush=True,
+                    )
         for exchange in (chosen, flags, packets):
             exchange.check()
 
 
 def measure_wo_b(devices: int, tiny: bool, recorder: Recorder) -> None:
-    """The product with `wo_b` where heads are split: latents gathered, or products summed."""
+    """Times the product with `wo_b` where heads are split: latents gathered, or products summed."""
     cfg, split = DSV4Config.flash(), Split(1, devices)
     hidden, latent = (256, 512) if tiny else (cfg.hidden_size, cfg.o_groups * cfg.o_lora_rank)
     mesh = split.mesh()

@@ -52,7 +52,7 @@ def checkpoint(options: StepOptions, folder: pathlib.Path) -> None:
 
 
 class Timed:
-    """Calls of some functions, and the seconds of each."""
+    """Counts calls of some functions, and the seconds of each."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[float]] = collections.defaultdict(list)

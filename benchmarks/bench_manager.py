@@ -45,7 +45,7 @@ REQUIRED = {  # at least (>) or at most (<)
 
 
 def best(call: Callable[[], object], runs: int = 15) -> float:
-    """Seconds of the fastest run."""
+    """Returns the seconds of the fastest run."""
     times = []
     for _ in range(runs):
         start = time.perf_counter()
@@ -254,10 +254,13 @@ def main() -> None:
     args = command.parse_args()
     nodes = 100_000 if args.quick else 1_000_000
     parts: dict[str, Callable[[], Results]] = {
-        "hashing": hashing, "matching": matching, "admitting": admitting, "pooling": pooling,
+        "hashing": hashing,
+        "matching": matching,
+        "admitting": admitting,
+        "pooling": pooling,
         "planning": lambda: planning(False) | planning(True),
         "evicting": lambda: evicting(nodes, "remove") | evicting(nodes, "write_back"),
-    }  # fmt: skip
+    }
     if unknown := set(args.only or ()) - set(parts):
         command.error(f"there are {', '.join(parts)}, not {', '.join(sorted(unknown))}")
     device = f"one core of {cpu_name()}, Python {platform.python_version()}"

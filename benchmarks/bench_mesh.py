@@ -21,11 +21,11 @@ import numpy as np
 from harness import Recorder, jax_device, parser
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dsv4_jax.bench.ceilings import measure_ceilings
 from dsv4_jax.bench.mesh import exchanges, jitted_over, mesh_of, spread_cache
 from dsv4_jax.bench.model import measure_model, model_config
 from dsv4_jax.bench.step import StepOptions, cache_shape, random_cache
 from dsv4_jax.bench.targets import judged_model
+from dsv4_jax.bench.timing import measure_ceilings
 from dsv4_jax.manager import StepSequence, build_plan, shape_for
 from dsv4_jax.model import forward, init_params
 from dsv4_jax.model.forward import GPU_DECODE_OPTIONS
@@ -55,7 +55,7 @@ def draw(options: StepOptions, recorder: Recorder, mtp: bool = False) -> Any:
 
 
 def step_inputs(options: StepOptions, width: int) -> tuple[Any, Any, Any, np.ndarray]:
-    """Layout, size, plan of a data shard, and all tokens: `width` of each request, at the end of its context."""
+    """Returns layout, size, plan of a data shard, and all tokens: `width` of each request, at its context's end."""
     cfg = model_config(options)
     layout, size = cache_shape(cfg, options)
     rows = [StepSequence(slot + 1, options.context - width, width) for slot in range(size.num_slots)]
@@ -79,7 +79,7 @@ def run_once(options: StepOptions, params: Any, width: int) -> tuple[np.ndarray,
 
 
 def equal(model: str, devices: int, recorder: Recorder) -> None:
-    """Each data shard alone on one device, against all of them together."""
+    """Compares each data shard alone on one device with all of them together."""
     tiny = model == "tiny"
     base = StepOptions(model=model, layers=2 if tiny else EQUAL_LAYERS, context=200 if tiny else 2048)
     alone, params, split = draw(base, recorder), None, None

@@ -51,7 +51,7 @@ MADE_UP = "chats=200,tenants=4,turns=4,system=4000,question=500,answer=250,rate=
 
 
 def command(args: argparse.Namespace) -> list[str]:
-    """The command line of one variant, but for the variant."""
+    """Returns the command line of a variant, but for the variant."""
     words = ["simulate", "--json", "--model", "flash", "--bound"]
     if args.trace is None:
         return [*words, "--generate", MADE_UP, "--hbm", "1500MiB", "--host", "4GiB"]
@@ -60,21 +60,27 @@ def command(args: argparse.Namespace) -> list[str]:
 
 
 def row(trace: str, run: dict[str, Any]) -> dict[str, Any]:
-    """A line of the table "simulate"."""
+    """Returns a line of the table "simulate"."""
     hits, moved, waited = run["hits"], run["transfer_bytes"], run["seconds"]["first_token"]
     return {
-        "trace": trace, "policy": run["name"], "options": run["options"],
-        "hit_rate": hits["rate"], "host_hit_rate": hits["rate_by_tier"]["host"],
-        "of_endless": run["bound"]["share_of_endless"], "of_clairvoyant": run["bound"]["share_of_clairvoyant"],
+        "trace": trace,
+        "policy": run["name"],
+        "options": run["options"],
+        "hit_rate": hits["rate"],
+        "host_hit_rate": hits["rate_by_tier"]["host"],
+        "of_endless": run["bound"]["share_of_endless"],
+        "of_clairvoyant": run["bound"]["share_of_clairvoyant"],
         "recomputed_tokens": run["recomputed_tokens"]["seen_before"],
         "out_gib": (moved["swap_out"] + moved["snapshot"]) / 2**30,
         "in_gib": (moved["swap_in"] + moved["restore"]) / 2**30,
-        "first_token_mean_s": waited["mean"], "first_token_p99_s": waited["p99"], "steps": run["steps"],
-    }  # fmt: skip
+        "first_token_mean_s": waited["mean"],
+        "first_token_p99_s": waited["p99"],
+        "steps": run["steps"],
+    }
 
 
 def simulate_line(words: list[str], line: tuple[str, str]) -> dict[str, Any]:
-    """One of `VARIANTS`."""
+    """Simulates one of `VARIANTS`."""
     name, options = line
     out = io.StringIO()
     with redirect_stdout(out):
@@ -96,10 +102,13 @@ def run() -> None:
 
     shown = [word.rpartition("/")[2] for word in words if word != "--json"]
     recorder = Recorder(
-        args.json, device=f"one CPU core, Python {platform.python_version()}", software={}, quick=bool(args.limit),
+        args.json,
+        device=f"one CPU core, Python {platform.python_version()}",
+        software={},
+        quick=bool(args.limit),
         command=shlex.join(["python", "-m", "dsv4_jax", *shown, "--compare", "NAME: OPTIONS"]),
         note="All lines: python benchmarks/bench_policies.py; the options of each are in the record.",
-    )  # fmt: skip
+    )
     lines = [line for line in VARIANTS.items() if args.only in line[0]]
     pool = multiprocessing.get_context("spawn").Pool(min(args.jobs, len(lines)), maxtasksperchild=1)
     for result in pool.imap(functools.partial(simulate_line, words), lines, chunksize=1):

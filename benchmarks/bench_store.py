@@ -46,7 +46,7 @@ WAYS = ("write", "read")
 
 
 def aligned(rows: int, columns: int) -> np.ndarray:
-    """uint8 [rows, columns] at the beginning of a page, as page-locked memory is; touched."""
+    """Returns uint8 [rows, columns] at the beginning of a page, as page-locked memory is; touched."""
     memory = mmap.mmap(-1, rows * columns, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -74,7 +74,9 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def disk(path: pathlib.Path, pool: np.ndarray, target: np.ndarray, total: int, flags: int) -> dict[str, float]:
-    """Seconds to write and to read a plain file sequentially, from and to the memory that the store's records have."""
+    """Returns the seconds to write and to read a plain file sequentially, from and to the memory that the store's
+    records have.
+    """
     whole = pool.size // CALL_BYTES * CALL_BYTES
     source, target = (part.reshape(-1)[:whole].reshape(-1, CALL_BYTES) for part in (pool, target))
     calls = -(-total // CALL_BYTES)
@@ -102,7 +104,9 @@ def disk(path: pathlib.Path, pool: np.ndarray, target: np.ndarray, total: int, f
 def store(
     path: pathlib.Path, keys: list[bytes], pool: np.ndarray, target: np.ndarray, *, direct: bool, workers: int
 ) -> dict[str, float]:
-    """Seconds to write and to read back; raises if a byte is wrong. workers 0: the store itself, without threads."""
+    """Returns the seconds to write and to read back; raises if a byte is wrong. workers 0: the store itself, without
+    threads.
+    """
     path.unlink(missing_ok=True)
     slab = SlabStore(path, record_bytes=pool.shape[1], max_records=len(keys), fingerprint="bench", direct=direct)
     calls = AsyncStore(slab, workers=workers) if workers else None
@@ -133,7 +137,7 @@ def store(
 
 
 def checksum_rate(record: np.ndarray) -> float:
-    """Bytes a second, one core, the record in cache."""
+    """Returns bytes a second of checksums on one core, the record in its cache."""
     work = [lambda: checksum(record, b"k" * 32, b"f" * 32, 1)] * max(1, (64 << 20) // record.size)
     return len(work) * record.size / min(seconds(lambda: [w() for w in work]) for _ in range(3))
 
@@ -145,7 +149,7 @@ def say(text: str) -> None:
 def measure(
     path: pathlib.Path, pool: np.ndarray, target: np.ndarray, count: int, rounds: int, modes: tuple[str, ...]
 ) -> tuple[dict[str, list[dict[str, float]]], float]:
-    """Bytes a second of every round by subject ("disk, ..." and "store, ..."), and the seconds it all took."""
+    """Returns bytes a second of every round by subject ("disk, ..." and "store, ..."), and the seconds it all took."""
     keys = [hashlib.sha256(i.to_bytes(8, "little")).digest() for i in range(count)]
     total = count * pool.shape[1]
     # What the disk can do, and the store's modes: with and without the page cache, alone and on four threads.

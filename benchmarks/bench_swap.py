@@ -86,7 +86,7 @@ class Row:
 
 @dataclasses.dataclass
 class Bench:
-    """The arrays all cases share, and what they have said so far."""
+    """Holds the arrays that all cases share, and the rows so far."""
 
     cache: dsv4.KVCache
     host: dsv4.HostCache
@@ -100,7 +100,7 @@ class Bench:
         return self.host.pages.shape[1]
 
     def ids(self, blocks: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
-        """Distinct device and host ids, int32 [blocks]."""
+        """Returns distinct device and host ids, int32 [blocks]."""
         if kind == "consecutive":
             return np.arange(1, blocks + 1, dtype=np.int32), np.arange(
                 self.pool - blocks + 1, self.pool + 1, dtype=np.int32
@@ -139,7 +139,7 @@ def make(model: str, pool: int, budget: float) -> Bench:
 
 
 def timed(call: Callable[[], object], budget: float) -> tuple[float, float]:
-    """Seconds a call when called in a row, and of one call with its wait: medians of three."""
+    """Returns seconds a call when called in a row, and of one call with its wait: medians of three."""
 
     def run(n: int) -> float:
         start = time.perf_counter()
@@ -155,7 +155,7 @@ def timed(call: Callable[[], object], budget: float) -> tuple[float, float]:
 
 
 def kernel_seconds(call: Callable[[], object], calls: int = 5) -> float | None:
-    """Device seconds of a call's swap kernel; None where the profiler sees none."""
+    """Returns the device seconds of a call's swap kernel; None where the profiler sees none."""
 
     def several() -> object:
         for _ in range(calls - 1):
@@ -182,7 +182,7 @@ def measure_ceiling(bench: Bench, baselines: swap_baselines.Baselines | None, si
 
 
 def predict(bench: Bench, sizes: list[int]) -> list[dict]:
-    """What each swap must take if only the ceiling limits it."""
+    """Prints what each swap must take if only the ceiling limits it."""
     out = []
     for blocks in sizes:
         total = blocks * bench.record_bytes
@@ -237,7 +237,7 @@ def measure_baselines(bench: Bench, baselines: swap_baselines.Baselines, blocks:
 
 
 def executable_memory(bench: Bench, implementation: Literal["ffi", "xla"]) -> dict[str, dict[str, int]]:
-    """What XLA says of the two executables: every byte of the destination aliased, no temporary of its size."""
+    """Returns what XLA says of the two executables: every byte of the destination aliased, no temporary of its size."""
     plan = SwapPlan(*bench.ids(STEP_BLOCKS, "scattered"))
     out: dict[str, dict[str, int]] = {}
     for name, call in (("swap_out", swap_out), ("swap_in", swap_in)):
@@ -255,7 +255,7 @@ def executable_memory(bench: Bench, implementation: Literal["ffi", "xla"]) -> di
 def steps(
     bench: Bench, implementation: Literal["ffi", "xla"], width: int, layers: int, repeat: int
 ) -> Iterator[tuple[str, float]]:
-    """(name, seconds) of a decode-like step: one plain, then with 8 blocks moved in several ways."""
+    """Yields (name, seconds) of a decode-like step: one plain, then with 8 blocks moved in several ways."""
     weights = jax.jit(lambda: jnp.full((layers, width, width), 1e-3, jnp.bfloat16))()
     plan = SwapPlan(*bench.ids(STEP_BLOCKS, "scattered"))
     choose: dict[str, Literal["ffi", "xla"]] = {"implementation": implementation}
@@ -301,9 +301,13 @@ def steps(
     staged = jax.block_until_ready(jax.jit(functools.partial(gather_from_host, **choose))(bench.host, plan))
     x = jnp.ones((64, width), jnp.bfloat16)
     made = {
-        "plain": plain, "8 out, staged": staged_out, "8 in, staged": staged_in, "8 out and 8 in, staged": staged_both,
-        "8 out, staged and committed": staged_out, "8 out, in place": swapped_out,
-    }  # fmt: skip
+        "plain": plain,
+        "8 out, staged": staged_out,
+        "8 in, staged": staged_in,
+        "8 out and 8 in, staged": staged_both,
+        "8 out, staged and committed": staged_out,
+        "8 out, in place": swapped_out,
+    }
     compiled = {f: jax.jit(f, donate_argnums=(2, 3)) for f in made.values()}
     samples: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(3):  # rounds, so that a drift of the clocks meets all alike
@@ -342,10 +346,15 @@ def run(args: argparse.Namespace, folder: pathlib.Path) -> dict:
     rates = ", ".join(f"{way} {rate / 1e9:.2f} GB/s" for way, rate in bench.ceilings.items())
     print(f"{jax.devices()[0].device_kind}, ceiling ({how}): {rates}; record {bench.record_bytes:,} bytes")
     report: dict = {
-        "device": jax.devices()[0].device_kind, "jax": jax.__version__, "model": args.model, "quick": args.quick,
-        "record_bytes": bench.record_bytes, "ceiling": how, "ceiling_bytes_per_s": bench.ceilings,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "model": args.model,
+        "quick": args.quick,
+        "record_bytes": bench.record_bytes,
+        "ceiling": how,
+        "ceiling_bytes_per_s": bench.ceilings,
         "predicted": predict(bench, args.sizes),
-    }  # fmt: skip
+    }
     native = True
     try:
         record_copy.choose_implementation("ffi")
@@ -366,7 +375,7 @@ def run(args: argparse.Namespace, folder: pathlib.Path) -> dict:
         for kind in ("scattered", "consecutive"):
             if "ours" in args.only and native:
                 measure_ours(bench, "ffi", blocks, kind)
-        if "xla" in args.only and blocks <= args.xla_most:
+        if "xla" in args.only and blocks <= args.xla_blocks:
             measure_ours(bench, "xla", blocks, "scattered")
     choice = "ffi" if native else "xla"
     report["memory"] = executable_memory(bench, choice)
@@ -377,7 +386,7 @@ def run(args: argparse.Namespace, folder: pathlib.Path) -> dict:
 
 
 def write_record(report: dict, path: pathlib.Path | None) -> None:
-    """The record of a run: the swaps, and what a step takes more for its blocks."""
+    """Writes the record of a run: the swaps, and what a step takes more for its blocks."""
     rates = {f"copy_{way}_gb_per_s": rate / 1e9 for way, rate in report["ceiling_bytes_per_s"].items()}
     recorder = Recorder(
         path, **jax_device(), ceilings=rates, quick=report["quick"], note=f"Ceiling: {report['ceiling']}."
@@ -386,23 +395,32 @@ def write_record(report: dict, path: pathlib.Path | None) -> None:
         moved = row["blocks"] * report["record_bytes"] / report["ceiling_bytes_per_s"][row["direction"]]
         us = {name: 1e6 * row[name] if row[name] else None for name in ("seconds", "latency", "kernel")}
         recorder.add(
-            "swap", blocks=row["blocks"], ids=row["ids"], direction=row["direction"], implementation=row["name"],
-            us=us["seconds"], latency_us=us["latency"], kernel_us=us["kernel"], gb_per_s=row["gb_per_s"],
-            of_copy=row["ratio"], required_of_copy=row["target"], problem=row["problem"],
+            "swap",
+            blocks=row["blocks"],
+            ids=row["ids"],
+            direction=row["direction"],
+            implementation=row["name"],
+            us=us["seconds"],
+            latency_us=us["latency"],
+            kernel_us=us["kernel"],
+            gb_per_s=row["gb_per_s"],
+            of_copy=row["ratio"],
+            required_of_copy=row["target"],
+            problem=row["problem"],
             kernel_of_copy=moved / row["kernel"] if row["kernel"] else None,
-        )  # fmt: skip
+        )
     for step in report["steps"][1:]:
         limit = 100 * STEP_TARGET if step["step"] == "8 out, staged" else None
         recorder.fact("swap", f"a step with {step['step']}, longer by", 100 * step["more"], "%", at_most=limit)
 
 
 def draw(report: dict, path: pathlib.Path) -> None:
-    """GB/s over blocks, one panel a direction. Raises `OutputError`."""
+    """Draws GB/s over blocks, one panel a direction. Raises `OutputError`."""
     save(picture(report), path)
 
 
 def picture(report: dict) -> Any:
-    """The `matplotlib.figure.Figure`: a colour a scheme; scattered ids solid, consecutive ones dashed.
+    """Draws a `matplotlib.figure.Figure`: a colour a scheme; scattered ids solid, consecutive ones dashed.
 
     A quick run has no ceiling: at its sizes a copy says nothing.
     """
@@ -446,7 +464,7 @@ def main(argv: list[str] | None = None) -> dict:
     command.add_argument("--pool", type=int, default=2048, help="blocks on the device, and records on the host")
     command.add_argument("--ceiling-mib", type=int, default=256, help="size of the ceiling's copy")
     command.add_argument("--budget", type=float, default=0.6, help="seconds a measurement, about")
-    command.add_argument("--xla-most", type=int, default=256, help="most blocks for the XLA form, which is slow")
+    command.add_argument("--xla-blocks", type=int, default=256, help="most blocks for the XLA form, which is slow")
     command.add_argument("--only", type=lambda text: text.split(","), default=list(PARTS), help=",".join(PARTS))
     command.add_argument("--quick", action="store_true", help="tiny sizes: does it run?")
     command.add_argument("--plot", type=picture_file, help="where to write a picture (needs matplotlib)")

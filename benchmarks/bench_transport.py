@@ -41,8 +41,8 @@ WIDTH = page_bytes(LAYOUT)
 ONE_US, MANY_GB = 120, 1.2  # required of NIXL
 
 
-class Pool:
-    """Pages in this process's memory, or of a host cache."""
+class PagePool:
+    """Holds pages in this process's memory, or of a host cache."""
 
     def __init__(self, pages: int, pinned: bool):
         self.host: Any = None
@@ -67,8 +67,8 @@ def content(page: int) -> np.ndarray:
     return np.random.default_rng(page).integers(0, 256, WIDTH, np.uint8)
 
 
-def open_pool(engine: str, pages: int, pinned: bool) -> tuple[Pool, RecordTransport, bytes]:
-    pool = Pool(pages, pinned)
+def open_pool(engine: str, pages: int, pinned: bool) -> tuple[PagePool, RecordTransport, bytes]:
+    pool = PagePool(pages, pinned)
     transport = RecordTransport(open_engine(engine))
     return pool, transport, transport.publish(LAYOUT, pool.pages)
 
@@ -87,9 +87,9 @@ def produce(engine: str, pages: int, pinned: bool) -> None:
 
 
 def rounds(
-    transport: RecordTransport, peer: Peer, pool: Pool, count: int, times: int, sums: list[bytes] | None
+    transport: RecordTransport, peer: Peer, pool: PagePool, count: int, times: int, sums: list[bytes] | None
 ) -> Iterator[float]:
-    """Seconds of each read of so many pages. Then all that came are compared with what they should hold."""
+    """Yields the seconds of each read of so many pages. Then all that came are compared with what they should hold."""
     rng, held = np.random.default_rng(count), {}
     for _ in range(times):
         source = 1 + rng.permutation(peer.num_pages)[:count]
@@ -165,9 +165,11 @@ def main() -> None:
         produce(arguments.produce, 2 * arguments.records, arguments.pinned)
         return
     recorder = Recorder(
-        arguments.json, device=describe(arguments.pinned), software=versions(),
+        arguments.json,
+        device=describe(arguments.pinned),
+        software=versions(),
         command="python benchmarks/bench_transport.py" + (" --pinned" if arguments.pinned else ""),
-    )  # fmt: skip
+    )
     for engine in arguments.engines.split(","):
         if (problem := engine_problem(engine)) is not None:
             print(f"{engine}: {problem}", flush=True)

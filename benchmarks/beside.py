@@ -19,7 +19,7 @@ NO_KERNEL = {"parameter", "get-tuple-element", "bitcast", "constant", "tuple"}
 
 
 def buffers(text: str) -> dict[tuple[str, str], Range]:
-    """Where each value lies, by instruction and index: "" of an array, "{0}" of a tuple's first."""
+    """Returns where each value lies, by instruction and index: "" of an array, "{0}" of a tuple's first."""
     found, allocation = {}, -1
     for line in text.partition("Used values")[0].splitlines():
         if match := re.match(r"allocation (\d+):", line):
@@ -30,7 +30,7 @@ def buffers(text: str) -> dict[tuple[str, str], Range]:
 
 
 def steps(hlo: str, places: dict[tuple[str, str], Range]) -> list[tuple[str, list[Range], list[Range]]]:
-    """(name, what it reads, what it writes) of each kernel of the entry, in order."""
+    """Returns (name, what it reads, what it writes) of each kernel of the entry, in order."""
     inside = dict(
         re.findall(r'^%([\w.\-]+) \((?:[^\n]*\n)(?:  [^\n]*\n)*?[^\n]*custom_call_target="([^"]+)"', hlo, re.M)
     )
@@ -60,7 +60,7 @@ def steps(hlo: str, places: dict[tuple[str, str], Range]) -> list[tuple[str, lis
 
 
 def before(kernels: list[tuple[str, list[Range], list[Range]]]) -> list[set[int]]:
-    """Of each kernel all that must have ended when it begins."""
+    """Returns for each kernel all that must have ended when it begins."""
 
     def meet(some: list[Range], others: list[Range]) -> bool:
         return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in some for b in others)

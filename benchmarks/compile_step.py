@@ -61,7 +61,7 @@ OF_BLOCK = "dsv4_hyper_connection"  # what a block begins with
 
 
 def compile_step(options: StepOptions, whole: bool = False) -> tuple[Any, int]:
-    """The executable, and the bytes that must be aliased."""
+    """Compiles a step; returns the executable, and the bytes that must be aliased."""
     topology = f"1x1x{options.devices}"
     devices = topologies.get_topology_desc("h200", "cuda", target_config=H200, topology=topology).devices
     mesh = mesh_of(options, devices)
@@ -72,7 +72,7 @@ def compile_step(options: StepOptions, whole: bool = False) -> tuple[Any, int]:
         print("without the CUDA kernels:", ffi.cuda_problem())
 
     def abstract(tree: Any, where: Any = sharding, parts: int = 1) -> Any:
-        """Of a device's arrays, those of all devices."""
+        """Returns the shapes of all devices' arrays from those of one device."""
 
         def whole(x: Any) -> jax.ShapeDtypeStruct:
             shape = (parts * x.shape[0], *x.shape[1:]) if parts > 1 else x.shape
@@ -81,7 +81,7 @@ def compile_step(options: StepOptions, whole: bool = False) -> tuple[Any, int]:
         return jax.tree.map(whole, tree)
 
     def of_all(node: Any) -> Any:
-        """Of a part of a device's parameters, that of all devices."""
+        """Returns a part of all devices' parameters from that of one device."""
         assert mesh is not None
         if isinstance(node, RowShare):
             where = NamedSharding(mesh, node.partition)
@@ -123,7 +123,7 @@ def compile_step(options: StepOptions, whole: bool = False) -> tuple[Any, int]:
 
 
 def kernels(text: str) -> list[str]:
-    """What the entry computation launches, in order: a custom call's target, or the name of a fusion.
+    """Lists what the entry computation launches, in order: a custom call's target, or the name of a fusion.
 
     Of a fusion around a custom call, which gives it the address of a part of an array: the call's target. Of calls
     that are joined (`ops.in_sequence`): each.
@@ -145,7 +145,7 @@ def kernels(text: str) -> list[str]:
 
 
 def by_layer(launched: list[str]) -> dict[str, list[int]]:
-    """Launches of each layer, from one hyper-connection to that two on, by what tells the kinds of layers apart."""
+    """Counts launches of each layer, from one hyper-connection to that two on, by the kind of the layer."""
     starts = [i for i, name in enumerate(launched) if name == OF_BLOCK][::2]
     found: dict[str, list[int]] = {}
     for first, last in itertools.pairwise(starts):
@@ -189,15 +189,21 @@ def main() -> None:
     memory = executable.memory_analysis()
     launched = kernels(executable.as_text())
     report = {
-        "layers": args.layers, "kernels": len(launched), "cache_in_place": memory.alias_size_in_bytes == in_place,
-        "temp_bytes": memory.temp_size_in_bytes, "by_name": dict(collections.Counter(launched).most_common()),
-        "by_layer": by_layer(launched) if args.whole else None, "order": launched,
-    }  # fmt: skip
+        "layers": args.layers,
+        "kernels": len(launched),
+        "cache_in_place": memory.alias_size_in_bytes == in_place,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "by_name": dict(collections.Counter(launched).most_common()),
+        "by_layer": by_layer(launched) if args.whole else None,
+        "order": launched,
+    }
     if args.json:
         print(json.dumps(report, indent=1))
         return
-    print(f"{report['kernels']} kernels in {args.layers} layers, cache in place: {report['cache_in_place']}, "
-          f"{report['temp_bytes'] / 1e6:.1f} MB of temporaries")  # fmt: skip
+    print(
+        f"{report['kernels']} kernels in {args.layers} layers, cache in place: {report['cache_in_place']}, "
+        f"{report['temp_bytes'] / 1e6:.1f} MB of temporaries"
+    )
     for kind, counts in (report["by_layer"] or {}).items():
         print(f"{kind} layers: {', '.join(map(str, counts))}")
     for name, count in report["by_name"].items():

@@ -22,13 +22,13 @@ from dsv4_jax.bench.ops import Problem
 __all__ = ["Body", "Handler", "graph_us", "handlers", "timed_loop", "whole_call"]
 
 SHORT = 2  # rounds; the longer loop has as many more as take MEASURED seconds, within bounds
-FEWEST, MOST, MEASURED = 4, 256, 4e-3
+MIN_MORE, MAX_MORE, MEASURED = 4, 256, 4e-3
 # One node after the other, as the kernels of a stream are captured, and the loop itself outside of the graph.
 GRAPH_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE", "xla_gpu_enable_triton_gemm": False}
 
 
 class Body(NamedTuple):
-    """What a round does.
+    """The calls of a round of the loop.
 
     Attributes:
         fixed: arrays that it reads.
@@ -61,7 +61,7 @@ class Handler(NamedTuple):
 
 
 def whole_call(problem: Problem, implementation: str) -> Body:
-    """All that the op does, by any implementation."""
+    """Makes a body of all that the op does, by any implementation."""
 
     def run(fixed: Any, state: Any) -> tuple[Any, list[Any]]:
         shared, calls = fixed
@@ -75,7 +75,7 @@ def whole_call(problem: Problem, implementation: str) -> Body:
 
 
 def handlers(problem: Problem, implementation: str) -> dict[str, Body]:
-    """The FFI handlers that an op calls, each by itself: target -> its calls; {} if it calls none.
+    """Returns the FFI handlers that an op calls, each by itself: target -> its calls; {} if it calls none.
 
     Operands that the op makes are made before, of every call of the problem, by the op itself.
     """
@@ -83,7 +83,7 @@ def handlers(problem: Problem, implementation: str) -> dict[str, Body]:
     ffi_call = jax.ffi.ffi_call
 
     def traced(given: Any) -> list[list[jax.Array | None]]:
-        """Operands of each handler that are none of those given."""
+        """Returns the operands of each handler that are none of those given."""
         numbers = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(given))}
         made: list[list[jax.Array | None]] = []
         found.clear()
@@ -91,7 +91,7 @@ def handlers(problem: Problem, implementation: str) -> dict[str, Body]:
         def spy(target: str, results: Any, *, input_output_aliases: Any = None, **how: Any) -> Callable[..., Any]:
             call = ffi_call(target, results, input_output_aliases=input_output_aliases, **how)
 
-            def called(*operands: jax.Array, **attributes: Any) -> Any:
+            def called(*operands: Any, **attributes: Any) -> Any:
                 places = tuple(numbers.get(id(x)) for x in operands)
                 found.append(Handler(target, results, dict(input_output_aliases or {}), attributes, places))
                 made.append([x if place is None else None for x, place in zip(operands, places, strict=True)])
@@ -100,26 +100,32 @@ def handlers(problem: Problem, implementation: str) -> dict[str, Body]:
             return called
 
         with mock.patch.object(jax.ffi, "ffi_call", spy):
-            problem.apply(*given, implementation)
+            shared, carry, call = given
+            problem.apply(shared, carry, call, implementation)
         return made
 
     carry = problem.carry()
     prepare = jax.jit(traced)
     made = [prepare((problem.shared, carry, call)) for call in problem.calls]
-    given = [jax.tree.leaves((problem.shared, carry, call)) for call in problem.calls]
+    given: list[Any] = [jax.tree.leaves((problem.shared, carry, call)) for call in problem.calls]
     targets = [handler.target for handler in found]
     names = [t if targets.count(t) == 1 else f"{t} {i}" for i, t in enumerate(targets)]
     return {
-        name: _handler_body(handler, [
-            [all_[place] if own is None else own for own, place in zip(each[i], handler.places, strict=True)]
-            for all_, each in zip(given, made, strict=True)
-        ])
+        name: _handler_body(
+            handler,
+            [
+                [all_[place] if own is None else own for own, place in zip(each[i], handler.places, strict=True)]
+                for all_, each in zip(given, made, strict=True)
+            ],
+        )
         for i, (name, handler) in enumerate(zip(names, found, strict=True))
-    }  # fmt: skip
+    }
 
 
 def _handler_body(handler: Handler, operands: Sequence[Sequence[jax.Array]]) -> Body:
-    """A handler on several lists of operands. Arrays that are the same in all of them are one operand of the loop."""
+    """Makes a body of a handler on several lists of operands. Arrays that are the same in all of them are one operand
+    of the loop.
+    """
     arrays = list({id(x): x for each in operands for x in each}.values())
     number = {id(x): i for i, x in enumerate(arrays)}
     overwritten = sorted({number[id(each[i])] for each in operands for i in handler.aliases})
@@ -145,7 +151,7 @@ def _handler_body(handler: Handler, operands: Sequence[Sequence[jax.Array]]) -> 
 
 
 def timed_loop(body: Body, rounds: int) -> Callable[[Any, Any], Any]:
-    """(fixed, state) -> (state, results of the last round), jitted, the state updated in place."""
+    """Returns a jitted (fixed, state) -> (state, results of the last round), which updates the state in place."""
 
     def loop(fixed: Any, state: Any) -> Any:
         def once(i: jax.Array, carried: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -161,7 +167,7 @@ def timed_loop(body: Body, rounds: int) -> Callable[[Any, Any], Any]:
 
 
 def graph_us(body: Body, replays: int = 15) -> float:
-    """Microseconds of a call: the difference of the median times of a long loop and of a short one, over their calls'."""
+    """Returns us of a call: what more rounds take (medians of a long loop and a short one), over the calls in them."""
     state = body.state()
 
     def once(loop: Callable[[Any, Any], Any]) -> float:
@@ -173,9 +179,9 @@ def graph_us(body: Body, replays: int = 15) -> float:
 
     short = timed_loop(body, SHORT)
     once(short)
-    more = int(min(MOST, max(FEWEST, MEASURED * SHORT / min(once(short) for _ in range(3)))))
+    more = int(min(MAX_MORE, max(MIN_MORE, MEASURED * SHORT / min(once(short) for _ in range(3)))))
     long = timed_loop(body, SHORT + more)
     once(long)
     taken = [(once(short), once(long)) for _ in range(replays)]
-    least, most = (statistics.median(times) for times in zip(*taken, strict=True))
-    return max(most - least, 1e-9) / (more * body.calls) * 1e6
+    shorter, longer = (statistics.median(times) for times in zip(*taken, strict=True))
+    return max(longer - shorter, 1e-9) / (more * body.calls) * 1e6

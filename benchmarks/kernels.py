@@ -30,12 +30,12 @@ from graphs import graph_us, handlers, whole_call
 from harness import Recorder, jax_device, parser
 from problems import KERNELS, OPS, TINY, Kernel
 
-from dsv4_jax.bench.ceilings import Ceilings, measure_ceilings
 from dsv4_jax.bench.measure import BATCHED_OPS, is_batch_invariant, one_line, outcome, relative_error
+from dsv4_jax.bench.timing import Ceilings, measure_ceilings
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.ops.registry import NAMES, find
 
-READ, MOST_CALLS, FEWEST_CALLS, WARM_CALLS = 220e6, 64, 4, 16
+READ, MAX_CALLS, MIN_CALLS, WARM_CALLS = 220e6, 64, 4, 16
 CHECKED = 600  # tokens that are compared with the reference, at most: enough for what a chunk does
 POOL_ROWS, WARM_ROWS = 1 << 21, 1 << 14
 MEMORY = 24e9  # bytes that all calls of a graph may take
@@ -43,7 +43,7 @@ CONTEXTS = {2048: "8k", 8192: "32k", 32768: "128k", 262144: "1m"}  # tokens of a
 
 
 def peer_times(folder: pathlib.Path) -> dict[tuple[str, str, int], float]:
-    """(op, shape, batch) -> us, the best peer's, of the files there are."""
+    """Reads the best peer's us by (op, shape, batch) from the files there are."""
     found: dict[tuple[str, str, int], float] = {}
 
     def read(name: str, key: Callable[[dict[str, Any]], tuple[str, str, int]], time: str) -> None:
@@ -53,11 +53,17 @@ def peer_times(folder: pathlib.Path) -> dict[tuple[str, str, int], float]:
                 found[key(row)] = min(row[time], found.get(key(row), row[time]))
 
     groups, experts = {(8192, 4096): "/8"}, {256: "flash", 128: "flash, half of the experts"}
-    read("fp8_dense.json", lambda r: ("dense_fp8", f"{r['n']}x{r['k']}{groups.get((r['n'], r['k']), '')}", r["m"]),
-         "deepgemm_us")  # fmt: skip
+    read(
+        "fp8_dense.json",
+        lambda r: ("dense_fp8", f"{r['n']}x{r['k']}{groups.get((r['n'], r['k']), '')}", r["m"]),
+        "deepgemm_us",
+    )
     read("marlin_moe.json", lambda r: ("moe", experts[r["experts"]], r["m"]), "gemms_us")
-    read("topk.json", lambda r: (
-        "top_k", f"{'flash' if r.get('k') == 512 else 'pro'}-{CONTEXTS.get(r['n'])}", r["b"]), "us")  # fmt: skip
+    read(
+        "topk.json",
+        lambda r: ("top_k", f"{'flash' if r.get('k') == 512 else 'pro'}-{CONTEXTS.get(r['n'])}", r["b"]),
+        "us",
+    )
     read("indexer_sdg.json", lambda r: ("index_scores", f"fp8-{CONTEXTS.get(r['n'])}", r["b"]), "us")
     read("flashmla.json", lambda r: ("attend", r["case"].lower().replace("-only", ""), r["b"]), "us")
     scores = {key: us for key, us in found.items() if key[0] == "index_scores"}
@@ -65,21 +71,23 @@ def peer_times(folder: pathlib.Path) -> dict[tuple[str, str, int], float]:
 
 
 def implementations(kernel: Kernel, wanted: Sequence[str] | None) -> list[str]:
-    """Those that are timed: the ones that were asked for, else the case's own on a GPU and the reference elsewhere."""
+    """Names the implementations that are timed: the ones that were asked for, else the case's own on a GPU and the
+    reference elsewhere.
+    """
     return list(wanted or [kernel.implementation if jax.default_backend() == "gpu" else "xla"])
 
 
 def call_count(kernel: Kernel, batch: int, *, warm: bool, tiny: bool) -> int:
-    """Calls of a graph."""
+    """Returns how many calls a graph has."""
     if tiny:
         return 2
     size = max(kernel.size(batch), 1.0)
-    calls = WARM_CALLS if warm else max(FEWEST_CALLS, min(MOST_CALLS, int(READ / size)))
+    calls = WARM_CALLS if warm else max(MIN_CALLS, min(MAX_CALLS, int(READ / size)))
     return max(1, min(calls, int(MEMORY / size)))
 
 
 def check(kernel: Kernel, batch: int, name: str, *, tiny: bool, invariance: bool) -> tuple[float, bool, bool | None]:
-    """(relative error, whether it is small enough, whether rows have the same bits in other batches)"""
+    """Returns the relative error, whether it is small enough, and whether rows have the same bits in other batches."""
     batch = min(batch, CHECKED)
     made = kernel.make(batch, 1, 1 << (10 if tiny else 16)).problem
     pairs = zip(outcome(made, name), outcome(made, "xla"), strict=True)
@@ -89,7 +97,7 @@ def check(kernel: Kernel, batch: int, name: str, *, tiny: bool, invariance: bool
 
 
 def measure(kernel: Kernel, batch: int, name: str, args: Any, ceilings: Ceilings, recorder: Recorder) -> bool:
-    """Checks and times a case, says and records what came out; whether the result was right."""
+    """Checks and times a case, prints and records what came out, and returns whether the result was right."""
     peers, tiny = args.peer_times, args.tiny
     error, correct, same = check(kernel, batch, name, tiny=tiny, invariance=args.invariance)
     calls = call_count(kernel, batch, warm=args.warm, tiny=tiny)
@@ -106,12 +114,23 @@ def measure(kernel: Kernel, batch: int, name: str, args: Any, ceilings: Ceilings
         bytes_, flops = (made.bytes, made.flops) if own else (None, None)
         peer = peers.get((kernel.op, shape, batch))
         row = recorder.op(
-            kernel.op, shape, batch, us, implementation=name, variant=variant, timer="graph", bytes=bytes_,
-            flops=flops or None, of_copy=1e6 * bytes_ / us / ceilings.copy if bytes_ else None, peer_us=peer,
-            relative_error=error if own else None, correct=correct if own else None, batch_invariant=same if own else None,
-        )  # fmt: skip
+            kernel.op,
+            shape,
+            batch,
+            us,
+            implementation=name,
+            variant=variant,
+            timer="graph",
+            bytes=bytes_,
+            flops=flops or None,
+            of_copy=1e6 * bytes_ / us / ceilings.copy if bytes_ else None,
+            peer_us=peer,
+            relative_error=error if own else None,
+            correct=correct if own else None,
+            batch_invariant=same if own else None,
+        )
         said = [f"{kernel.op} {shape}{f', {variant}' if variant else ''}", f"{batch:5}", f"{name:6}", f"{us:8.2f} us"]
-        if "of_copy" in row and not tiny:
+        if bytes_ and not tiny:
             said.append(f"{bytes_ / us / 1e3:6.0f} GB/s, {row['of_copy']:4.0%} of a copy")
         if flops and not tiny:
             said.append(f"{flops / us / 1e6:4.0f} TFLOP/s")
@@ -154,12 +173,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         for kernel, batch in cases:
             calls = call_count(kernel, batch, warm=args.warm, tiny=args.tiny)
-            print(f"{kernel.op} {kernel.name}{f', {kernel.variant}' if kernel.variant else ''}, {batch}: {calls} calls, "
-                  f"{calls * kernel.size(batch) / 1e6:.0f} MB")  # fmt: skip
+            print(
+                f"{kernel.op} {kernel.name}{f', {kernel.variant}' if kernel.variant else ''}, {batch}: {calls} calls, "
+                f"{calls * kernel.size(batch) / 1e6:.0f} MB"
+            )
         return 0
     ceilings = measure_ceilings(quick=args.tiny)
-    recorder = Recorder(args.json, **jax_device(), ceilings=ceilings.as_dict(), quick=args.tiny,
-                        note="peers' times are of the same session" if args.peers else None)  # fmt: skip
+    recorder = Recorder(
+        args.json,
+        **jax_device(),
+        ceilings=ceilings.as_dict(),
+        quick=args.tiny,
+        note="peers' times are of the same session" if args.peers else None,
+    )
     if not args.tiny:
         print(f"copy {ceilings.copy / 1e9:.0f} GB/s, bf16 products {ceilings.matmul / 1e12:.0f} TFLOP/s", flush=True)
     failed = 0

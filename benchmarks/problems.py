@@ -17,7 +17,7 @@ import numpy as np
 
 from dsv4_jax import ops
 from dsv4_jax.bench.ops import Problem, problem
-from dsv4_jax.bench.shapes import CASES, QUICK, AttendShape, ScoreShape, Shape, select
+from dsv4_jax.bench.shapes import CASES, QUICK, AttendShape, ScoreShape, Shape, TopKShape, select
 from dsv4_jax.formats.index_fp4 import round_trip
 from dsv4_jax.ops.attend import SharedEntries, WindowView
 from dsv4_jax.ops.columns import Product
@@ -65,15 +65,19 @@ class Kernel:
 
 
 def pure(shared: Any, calls: list[Any], call: Callable[[Any, Any, Any], Any], tolerance: float) -> Problem:
-    """Calls that overwrite nothing; their result is what is compared."""
+    """Makes a problem of calls that overwrite nothing; their result is what is compared."""
     return Problem(
-        shared, tuple, calls, lambda shared, carry, args, name: (carry, call(shared, args, name)),
-        lambda carry, out, args: out, tolerance,
-    )  # fmt: skip
+        shared,
+        tuple,
+        calls,
+        lambda shared, carry, args, name: (carry, call(shared, args, name)),
+        lambda carry, out, args: out,
+        tolerance,
+    )
 
 
-def drawn(calls: int, make: Callable[[jax.Array], Any], seed: int = 0) -> list[Any]:
-    """What `make` makes of `calls` keys."""
+def random_calls(calls: int, make: Callable[[jax.Array], Any], seed: int = 0) -> list[Any]:
+    """Returns what `make` makes of each of `calls` keys."""
     make = jax.jit(make)
     return [make(key) for key in jax.random.split(jax.random.key(seed), calls)]
 
@@ -86,7 +90,9 @@ def of_shape(op: str, shape: Shape, calls: int, pool_rows: int) -> Made:
 
 
 def scores(shape: ScoreShape, calls: int, pool_rows: int, rounded: bool, one_request: bool = False) -> Made:
-    """Index scores. `rounded`: queries rounded to FP4, as the model's are; `one_request`: all tokens have its keys."""
+    """Makes calls of index_scores. `rounded`: queries rounded to FP4, as the model's are; `one_request`: all tokens
+    have its keys.
+    """
     base = problem("index_scores", shape, calls, pool_rows=max(pool_rows, 2 * shape.keys))
 
     def changed(call: Any) -> Any:
@@ -100,7 +106,7 @@ def scores(shape: ScoreShape, calls: int, pool_rows: int, rounded: bool, one_req
 
 
 def attention(shape: AttendShape, calls: int, pool_rows: int, chunk: bool = False, total: int = 0) -> Made:
-    """attend with its output turned back and rounded to bf16.
+    """Makes calls of attend, whose output is turned back and rounded to bf16.
 
     `chunk`: tokens follow one another in one request, so that windows overlap and entries come from the `total` there
     are: CSA's tokens choose theirs, HCA's see all.
@@ -122,7 +128,7 @@ def attention(shape: AttendShape, calls: int, pool_rows: int, chunk: bool = Fals
         return queries, ids, jnp.ones(ids.shape, bool), entry_ids, count
 
     if chunk:
-        base = dataclasses.replace(base, calls=drawn(calls, in_chunk))
+        base = dataclasses.replace(base, calls=random_calls(calls, in_chunk))
         base = dataclasses.replace(base, shared=(tuple(x[: tokens + 256] for x in base.shared[0]), *base.shared))
     else:
         base = dataclasses.replace(base, shared=(base.shared[0], *base.shared))
@@ -133,9 +139,18 @@ def attention(shape: AttendShape, calls: int, pool_rows: int, chunk: bool = Fals
         rest: Any = (pool, *entries) if shape.entries else (None, None, None)
         own = SharedEntries(jnp.arange(total, dtype=jnp.int32), entries[0]) if chunk and shape.entries else None
         return ops.attend(
-            queries, sink, WindowView(window, ids, visible), *rest, scale=shape.fmt.dim**-0.5, fmt=shape.fmt,
-            key_split=shape.key_split, inverse_rope=(position, freq), dtype=jnp.bfloat16, shared=own, implementation=name,
-        )  # fmt: skip
+            queries,
+            sink,
+            WindowView(window, ids, visible),
+            *rest,
+            scale=shape.fmt.dim**-0.5,
+            fmt=shape.fmt,
+            key_split=shape.key_split,
+            inverse_rope=(position, freq),
+            dtype=jnp.bfloat16,
+            shared=own,
+            implementation=name,
+        )
 
     flops = 4 * shape.heads * shape.fmt.dim * keys
     made = pure((base.shared, (position, freq)), base.calls, call, 5e-3)
@@ -146,7 +161,7 @@ def attention(shape: AttendShape, calls: int, pool_rows: int, chunk: bool = Fals
 
 
 def experts(tokens: int, calls: int, here: int, routed: int, hidden: int, inter: int) -> Made:
-    """Tokens routed at random, of whose experts the first `here` are on the device."""
+    """Makes calls of moe for tokens routed at random, of whose experts the first `here` are on the device."""
     codec = WEIGHT_FORMATS["fp4"].codec
 
     def weights(key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -164,7 +179,7 @@ def experts(tokens: int, calls: int, here: int, routed: int, hidden: int, inter:
     def call(shared: Any, args: Any, name: Any) -> jax.Array:
         return ops.moe(*args, *shared, limit=LIMIT, routed=routed, implementation=name)
 
-    shared, args = jax.jit(weights)(jax.random.key(7)), drawn(calls, make)
+    shared, args = jax.jit(weights)(jax.random.key(7)), random_calls(calls, make)
     read = [len({int(e) for e in np.unique(chosen) if e < here}) for _, chosen, _ in args]
     each = sum(math.prod(x.shape[1:]) for x in shared)
     return Made(pure(shared, args, call, 4e-3), round(each * sum(read) / calls), 6 * tokens * TOP * hidden * inter)
@@ -178,7 +193,7 @@ def router(tokens: int, calls: int, experts: int, scale: float) -> Made:
         return ops.route(logits, bias=bias, top=TOP, scale=scale, implementation=name)
 
     bias = 0.1 * jax.random.normal(jax.random.key(3), (experts,), jnp.float32)
-    return Made(pure(bias, drawn(calls, make), call, 1e-5), 4 * tokens * (experts + 2 * TOP))
+    return Made(pure(bias, random_calls(calls, make), call, 1e-5), 4 * tokens * (experts + 2 * TOP))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +209,7 @@ class Matrix:
 
 
 def dense(matrix: Matrix, tokens: int, calls: int, fp8: bool) -> Made:
-    """A product, with weights of its own in each call."""
+    """Makes calls of a product, each with weights of its own."""
     m, columns = matrix, matrix.groups * matrix.columns
     op: Callable[..., jax.Array] = ops.dense_fp8 if fp8 else ops.dense_bf16
 
@@ -210,11 +225,11 @@ def dense(matrix: Matrix, tokens: int, calls: int, fp8: bool) -> Made:
         return op(*args, groups=m.groups, dtype=jnp.bfloat16, implementation=name)
 
     bytes_ = m.rows * m.columns * (1 if fp8 else 2)
-    return Made(pure((), drawn(calls, make), call, 5e-3), bytes_, 2 * tokens * m.rows * m.columns)
+    return Made(pure((), random_calls(calls, make), call, 5e-3), bytes_, 2 * tokens * m.rows * m.columns)
 
 
 def streams(tokens: int, calls: int, width: int, outputs: int, head: bool) -> Made:
-    """What a block reads, or the head, of four streams and of the `outputs` of the block before (0: the first block)."""
+    """Makes calls of what a block, or the head, reads of four streams and `outputs` of the block before (0: none)."""
     n, rows = 4, 4 if head else 24
 
     def make(key: jax.Array) -> Any:
@@ -222,9 +237,10 @@ def streams(tokens: int, calls: int, width: int, outputs: int, head: bool) -> Ma
         normal, uniform = jax.random.normal, jax.random.uniform
         fn = normal(keys[1], (rows, n * width), jnp.float32) * np.float32((n * width) ** -0.5)
         vector = ops.connection_vector(
-            uniform(keys[2], (width,), jnp.float32, 0.5, 1.5), normal(keys[3], (rows,), jnp.float32),
+            uniform(keys[2], (width,), jnp.float32, 0.5, 1.5),
+            normal(keys[3], (rows,), jnp.float32),
             uniform(keys[4], (1 if head else 3,), jnp.float32, 0.5, 1.5),
-        )  # fmt: skip
+        )
         written = None
         if outputs:
             ys = tuple(normal(keys[8 + i], (tokens, width), jnp.float32) for i in range(outputs))
@@ -237,11 +253,11 @@ def streams(tokens: int, calls: int, width: int, outputs: int, head: bool) -> Ma
         return ops.hyper_head(*args, **how) if head else ops.hyper_connection(*args, iterations=20, **how)
 
     bytes_ = 4 * (tokens * n * width * (2 if outputs else 1) + outputs * tokens * width + rows * n * width)
-    return Made(pure((), drawn(calls, make), call, 5e-3), bytes_ + 2 * tokens * width)
+    return Made(pure((), random_calls(calls, make), call, 5e-3), bytes_ + 2 * tokens * width)
 
 
 def query_product(tokens: int, calls: int, heads: int, dim: int, columns: int) -> Made:
-    """The product and the last steps of a chunk's queries: of heads of 128 dims the indexer's."""
+    """Makes calls of the product and last steps of a chunk's queries: heads of 128 dims are the indexer's."""
 
     def make(key: jax.Array) -> Any:
         a, b = jax.random.split(key)
@@ -251,11 +267,12 @@ def query_product(tokens: int, calls: int, heads: int, dim: int, columns: int) -
     def call(shared: Any, args: Any, name: Any) -> jax.Array:
         indexer = dim == 128
         how: Any = dict(eps=None if indexer else EPS, rotate=indexer, round_fp4=indexer, implementation=name)
-        return ops.finish_queries(Product(*args, (heads, dim)), *shared, **how)
+        x, weights = args
+        return ops.finish_queries(Product(x, weights, (heads, dim)), *shared, **how)
 
     shared = jnp.arange(tokens, dtype=jnp.int32), jnp.asarray(FREQUENCIES)
     # FP4 rounds by a sum's last bit: a step of it in a few elements.
-    made = pure(shared, drawn(calls, make), call, 1e-2 if dim == 128 else 5e-3)
+    made = pure(shared, random_calls(calls, make), call, 1e-2 if dim == 128 else 5e-3)
     return Made(made, None, 2 * tokens * heads * dim * columns)
 
 
@@ -275,17 +292,22 @@ def _cache_ops() -> list[Kernel]:
 def _of_case(case: Any, batches: tuple[int, ...]) -> Kernel:
     without_cuda = case.name == "decode-raw" or (case.op, case.name) == ("kv_store", "bf16")
     return Kernel(
-        case.op, case.name, batches,
+        case.op,
+        case.name,
+        batches,
         lambda batch, calls, rows: of_shape(case.op, case.make(batch), calls, rows),
-        lambda batch: case.make(batch).bytes_moved, implementation="pallas" if without_cuda else "cuda",
+        lambda batch: case.make(batch).bytes_moved,
+        implementation="pallas" if without_cuda else "cuda",
         registered="compress" if case.op.startswith("compress") else None,
-    )  # fmt: skip
+    )
 
 
 def _top_k_32k() -> Kernel:
     ((case, _), *_) = select(CASES, ["top_k"], name="flash-8k")
-    return _of_case(dataclasses.replace(case, name="flash-32k", make=lambda b: dataclasses.replace(
-        case.make(b), entries=8192)), (1, 4096))  # fmt: skip
+    return _of_case(
+        dataclasses.replace(case, name="flash-32k", make=lambda b: TopKShape(b, 8192, 512)),
+        (1, 4096),
+    )
 
 
 def _scores() -> list[Kernel]:
@@ -307,20 +329,37 @@ def _score_case(case: Any, name: str, context: int, batches: tuple[int, ...], ro
         return dataclasses.replace(case.make(batch), blocks=context // 128)
 
     return Kernel(
-        "index_scores", name, batches, lambda b, calls, rows: scores(shape(b), calls, rows, rounded, prefill),
-        lambda b: shape(b).bytes_moved, None if rounded else "bf16 queries",
-    )  # fmt: skip
+        "index_scores",
+        name,
+        batches,
+        lambda b, calls, rows: scores(shape(b), calls, rows, rounded, prefill),
+        lambda b: shape(b).bytes_moved,
+        None if rounded else "bf16 queries",
+    )
 
 
 def _attends() -> list[Kernel]:
-    found, batches = [], {"csa-flash": (1, 8, 16, 64, 128, 256), "hca-flash-128k": (1, 8, 64, 256),
-                          "hca-flash-1m": (1, 16), "csa-pro": (1, 64, 256), "swa-flash": (1, 64)}  # fmt: skip
+    found, batches = (
+        [],
+        {
+            "csa-flash": (1, 8, 16, 64, 128, 256),
+            "hca-flash-128k": (1, 8, 64, 256),
+            "hca-flash-1m": (1, 16),
+            "csa-pro": (1, 64, 256),
+            "swa-flash": (1, 64),
+        },
+    )
     for name, some in batches.items():
         (case,) = (case for case in CASES if (case.op, case.name) == ("attend", name))
         for split in ("throughput", "latency"):
             found.append(_attend_case(case.with_key_split(split), some, None if split == "throughput" else split))
-    chunks = {"swa": (64, 0, 0), "csa": (64, 512, 32768), "hca-8k": (64, 64, 64), "hca-128k": (64, 1024, 1024),
-              "csa-pro": (128, 1024, 32768)}  # fmt: skip
+    chunks = {
+        "swa": (64, 0, 0),
+        "csa": (64, 512, 32768),
+        "hca-8k": (64, 64, 64),
+        "hca-128k": (64, 1024, 1024),
+        "csa-pro": (128, 1024, 32768),
+    }
     (case,) = (case for case in CASES if (case.op, case.name) == ("attend", "csa-flash"))
     for name, sizes in chunks.items():
         found.append(_chunk_case(case, f"{name}-chunk", *sizes))
@@ -328,8 +367,14 @@ def _attends() -> list[Kernel]:
 
 
 def _attend_case(case: Any, batches: tuple[int, ...], variant: str | None) -> Kernel:
-    return Kernel("attend", case.name, batches, lambda b, calls, rows: attention(case.make(b), calls, rows),
-                  lambda b: case.make(b).bytes_moved, variant)  # fmt: skip
+    return Kernel(
+        "attend",
+        case.name,
+        batches,
+        lambda b, calls, rows: attention(case.make(b), calls, rows),
+        lambda b: case.make(b).bytes_moved,
+        variant,
+    )
 
 
 def _chunk_case(case: Any, name: str, heads: int, entries: int, total: int) -> Kernel:
@@ -337,20 +382,38 @@ def _chunk_case(case: Any, name: str, heads: int, entries: int, total: int) -> K
         return dataclasses.replace(case.make(batch), heads=heads, entries=entries)
 
     return Kernel(
-        "attend", name, (4096,), lambda b, calls, rows: attention(shape(b), calls, rows, True, total),
-        lambda b: shape(b).bytes_moved, parts=(("dsv4_gather", ""),),
-    )  # fmt: skip
+        "attend",
+        name,
+        (4096,),
+        lambda b, calls, rows: attention(shape(b), calls, rows, True, total),
+        lambda b: shape(b).bytes_moved,
+        parts=(("dsv4_gather", ""),),
+    )
 
 
 def _model_ops() -> list[Kernel]:
     found = []
     tokens, hidden = (1, 4, 16, 64, 128, 256, 1024), (4096, 2048)
     for name, here in (("flash", 256), ("flash, half of the experts", 128)):
-        found.append(Kernel("moe", name, tokens, lambda b, calls, _, here=here: experts(b, calls, here, 256, *hidden),
-                            lambda b: 13.4e6 * min(256, 6 * b)))  # fmt: skip
+        found.append(
+            Kernel(
+                "moe",
+                name,
+                tokens,
+                lambda b, calls, _, here=here: experts(b, calls, here, 256, *hidden),
+                lambda b: 13.4e6 * min(256, 6 * b),
+            )
+        )
     for name, sizes in {"flash": (256, 1.5), "pro": (384, 2.5)}.items():
-        found.append(Kernel("route", name, (1, 16, 64, 256, 1024),
-                            lambda b, calls, _, sizes=sizes: router(b, calls, *sizes), lambda b: 0.0))  # fmt: skip
+        found.append(
+            Kernel(
+                "route",
+                name,
+                (1, 16, 64, 256, 1024),
+                lambda b, calls, _, sizes=sizes: router(b, calls, *sizes),
+                lambda b: 0.0,
+            )
+        )
     # Of a layer: wq_b, wo_b, wo_a, wq_a with wkv, the indexer's wq_b, the shared expert's first two and its last.
     flash = ((32768, 1024), (4096, 8192), (8192, 4096, 8), (1536, 4096), (8192, 1024), (4096, 4096), (4096, 2048))
     pro = ((65536, 1536), (7168, 16384), (16384, 4096, 16), (2048, 7168), (8192, 1536), (6144, 7168), (7168, 3072))
@@ -358,22 +421,38 @@ def _model_ops() -> list[Kernel]:
     for op, sizes, batches in (("dense_fp8", flash + pro, (1, 16, 64, 256, 1024, 4096)), ("dense_bf16", few, (1, 16))):
         for matrix in (Matrix(*size) for size in sizes):
             weights, fp8 = matrix.rows * matrix.columns, op == "dense_fp8"
-            found.append(Kernel(op, str(matrix), batches,
-                                lambda b, calls, _, m=matrix, fp8=fp8: dense(m, b, calls, fp8),
-                                lambda b, w=weights: w))  # fmt: skip
+            found.append(
+                Kernel(
+                    op,
+                    str(matrix),
+                    batches,
+                    lambda b, calls, _, m=matrix, fp8=fp8: dense(m, b, calls, fp8),
+                    lambda b, w=weights: w,
+                )
+            )
     for model, width in {"flash": 4096, "pro": 7168}.items():
         kinds = {"": (1, False), "two outputs": (2, False), "first": (0, False), "head": (1, True)}
         for kind, (outputs, head) in kinds.items():
-            found.append(Kernel(
-                "hyper_connection", f"{model} {kind}".strip(), (64,) if kind else (1, 16, 64, 256, 1024),
-                lambda b, calls, _, how=(width, outputs, head): streams(b, calls, *how),
-                lambda b, width=width: 4 * width * (9 * b + 96),
-                parts=() if kind else (("dsv4_hyper_mixing", f"{model} mixing"),),
-            ))  # fmt: skip
+            found.append(
+                Kernel(
+                    "hyper_connection",
+                    f"{model} {kind}".strip(),
+                    (64,) if kind else (1, 16, 64, 256, 1024),
+                    lambda b, calls, _, how=(width, outputs, head): streams(b, calls, *how),
+                    lambda b, width=width: 4 * width * (9 * b + 96),
+                    parts=() if kind else (("dsv4_hyper_mixing", f"{model} mixing"),),
+                )
+            )
     for name, sizes in {"flash": (64, 512, 1024), "pro": (128, 512, 1536), "indexer": (64, 128, 1024)}.items():
-        found.append(Kernel("queries", f"product-{name}", (4096,),
-                            lambda b, calls, _, sizes=sizes: query_product(b, calls, *sizes),
-                            lambda b, s=sizes: 2 * s[0] * s[1] * (s[2] + b)))  # fmt: skip
+        found.append(
+            Kernel(
+                "queries",
+                f"product-{name}",
+                (4096,),
+                lambda b, calls, _, sizes=sizes: query_product(b, calls, *sizes),
+                lambda b, s=sizes: 2 * s[0] * s[1] * (s[2] + b),
+            )
+        )
     return found
 
 
@@ -382,13 +461,15 @@ OPS = tuple(dict.fromkeys(kernel.op for kernel in KERNELS))
 
 
 def _tiny() -> tuple[Kernel, ...]:
-    """A case of each op at sizes that a CPU computes in a moment."""
+    """Returns a case of each op at sizes that a CPU computes in a moment."""
     small: dict[str, Any] = {case.op: case for case in QUICK}
     score, attend = small["index_scores"], small["attend"]
     few = dict(size=lambda b: 1.0)
     return (
-        *(dataclasses.replace(_of_case(small[op], small[op].batches), size=few["size"])
-          for op in ("append", "compress_hca", "gather", "top_k", "kv_store")),
+        *(
+            dataclasses.replace(_of_case(small[op], small[op].batches), size=few["size"])
+            for op in ("append", "compress_hca", "gather", "top_k", "kv_store")
+        ),
         Kernel("index_scores", "tiny", (2,), lambda b, n, rows: scores(score.make(b), n, rows, True, True), **few),
         Kernel("attend", "tiny", (2,), lambda b, n, rows: attention(attend.make(b), n, rows), **few),
         Kernel("attend", "tiny-chunk", (6,), lambda b, n, rows: attention(attend.make(b), n, rows, True, 64), **few),
@@ -399,7 +480,7 @@ def _tiny() -> tuple[Kernel, ...]:
         Kernel("hyper_connection", "tiny", (3,), lambda b, n, _: streams(b, n, 64, 1, False), **few),
         Kernel("hyper_connection", "tiny head", (3,), lambda b, n, _: streams(b, n, 64, 2, True), **few),
         Kernel("queries", "product-tiny", (3,), lambda b, n, _: query_product(b, n, 2, 128, 64), **few),
-    )  # fmt: skip
+    )
 
 
 TINY = _tiny()

@@ -22,14 +22,14 @@ def nvcc() -> str | None:
 
 
 def why_not() -> str | None:
-    """Why they cannot run here, None if they can."""
+    """Says why they cannot run here, None if they can."""
     if (backend := jax.default_backend()) != "gpu":
         return f"the backend is {backend}"
     return None if nvcc() else "no nvcc"
 
 
 class _Leaf(ctypes.Structure):
-    """`Leaf` of swap_baselines.cu."""
+    """Mirrors `Leaf` of swap_baselines.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("device", "host")),
@@ -38,7 +38,7 @@ class _Leaf(ctypes.Structure):
 
 
 class Baselines:
-    """Pinned host memory of the leaves' own shape, and the copies between it and the leaves.
+    """Holds pinned host memory of the leaves' own shape, and the copies between it and the leaves.
 
     Args:
         folder: where the library is compiled to.
@@ -70,7 +70,7 @@ class Baselines:
         return b"".join(host[:, unit].tobytes() for host in self._hosts)
 
     def ceiling(self, direction: str, size: int, repeats: int = 8) -> float:
-        """Seconds of one contiguous copy of `size` bytes, pinned."""
+        """Returns the seconds of one contiguous copy of `size` bytes, pinned."""
         device = jax.block_until_ready(jax.numpy.zeros(size, jax.numpy.uint8))
         host = self._alloc(size)
         ms = ctypes.c_float()
@@ -84,18 +84,24 @@ class Baselines:
     def swap(
         self, scheme: str, direction: str, device_ids: np.ndarray, host_ids: np.ndarray, repeats: int = 5
     ) -> float:
-        """Seconds of one swap, enqueueing included."""
+        """Returns the seconds of one swap, enqueueing included."""
         ids = np.concatenate([device_ids, host_ids]).astype(np.int32)
         on_device = jax.block_until_ready(jax.device_put(ids))
         ms = ctypes.c_float()
         for n in (1, repeats):
             self._check(
                 self._c.baseline_swap(
-                    self._leaves, len(self._leaves), ids.ctypes.data_as(ctypes.c_void_p),
-                    ctypes.c_void_p(on_device.unsafe_buffer_pointer()), len(device_ids), SCHEMES[scheme],
-                    direction == "out", n, ctypes.byref(ms),
+                    self._leaves,
+                    len(self._leaves),
+                    ids.ctypes.data_as(ctypes.c_void_p),
+                    ctypes.c_void_p(on_device.unsafe_buffer_pointer()),
+                    len(device_ids),
+                    SCHEMES[scheme],
+                    direction == "out",
+                    n,
+                    ctypes.byref(ms),
                 )
-            )  # fmt: skip
+            )
         return ms.value / 1e3
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ Kernel = tuple[float, float, str, str]  # start and end in us, name, stream
 
 
 def variant(text: str, base: StepOptions) -> tuple[str, StepOptions, Callable[..., Any], int]:
-    """Its name, options, what joins kernels, and the most lanes."""
+    """Parses a variant: its name, options, what joins kernels, and how many streams a call may have."""
     name, *settings = text.split()
     joined = ops.in_sequence
     if "sequences=false" in settings:
@@ -70,7 +70,7 @@ def variant(text: str, base: StepOptions) -> tuple[str, StepOptions, Callable[..
 
 
 def read_trace(folder: pathlib.Path) -> tuple[dict[str, list[Kernel]], dict[str, list[float]]]:
-    """Kernels of each device by start, and of each event of the host its durations in us."""
+    """Reads kernels of each device by start, and of each event of the host its durations in us."""
     kernels: dict[str, list[Kernel]] = collections.defaultdict(list)
     host: dict[str, list[float]] = collections.defaultdict(list)
     for file in folder.rglob("*.xplane.pb"):
@@ -87,12 +87,12 @@ def read_trace(folder: pathlib.Path) -> tuple[dict[str, list[Kernel]], dict[str,
 
 
 def short(name: str) -> str:
-    """A kernel's name without what all of them have."""
+    """Returns a kernel's name without what all of them have."""
     return name.removeprefix("void ").replace("dsv4::", "").replace("(anonymous namespace)::", "")[:60]
 
 
 def idle(kernels: list[Kernel]) -> float:
-    """us between the first start and the last end in which no kernel ran."""
+    """Returns us between the first start and the last end in which no kernel ran."""
     total, end = 0.0, kernels[0][1]
     for start, stop, *_ in kernels:
         total += max(start - end, 0.0)
@@ -101,7 +101,7 @@ def idle(kernels: list[Kernel]) -> float:
 
 
 def beside(kernels: list[Kernel]) -> dict[str, Any]:
-    """How many exchanges there are, us of them, us in which nothing else ran, and us of others beside them, by name."""
+    """Counts exchanges, us of them, us in which nothing else ran, and us of others beside them, by name."""
     total, alone, count = 0.0, 0.0, 0
     others: dict[str, float] = collections.defaultdict(float)
     for start, end, name, _ in kernels:
@@ -121,7 +121,7 @@ def beside(kernels: list[Kernel]) -> dict[str, Any]:
 
 
 def layers_of(kernels: list[Kernel], layers: int) -> list[list[Kernel]]:
-    """Of the last call: two hyper-connections a layer, and the head's."""
+    """Cuts the last call into layers: two hyper-connections each, and the head's."""
     starts = [i for i, kernel in enumerate(kernels) if OF_BLOCK in kernel[2]][-2 * layers - 1 :: 2]
     return [kernels[first:last] for first, last in itertools.pairwise(starts)]
 
@@ -155,7 +155,7 @@ def show(name: str, count: int, shown: list[int], folder: pathlib.Path) -> dict[
 
 
 def cases(args: argparse.Namespace) -> list[tuple[str, StepOptions, Callable[..., Any], int]]:
-    """The variants that are profiled: name, options, what joins kernels, the most lanes."""
+    """Returns the variants that are profiled: name, options, what joins kernels, the most lanes."""
     base = StepOptions(args.model, args.batch, args.context, layers=args.layers)
     if args.devices == 1:
         return [variant(text, base) for text in args.variant or ["default"]]
@@ -176,7 +176,8 @@ def main() -> None:
     command.add_argument("--show", type=int, action="append", help="layers to list (default: 1, 6 and 7)")
     command.add_argument("--variant", action="append", default=[], metavar="'NAME SETTING=VALUE ...'")
     args = command.parse_args()
-    found, longest, split, params = dict[str, Any](), model.longest_kernels, None, None
+    found, longest, split = dict[str, Any](), model.longest_kernels, None
+    params: Any = None
 
     def several(run: Callable[[], jax.Array], loop: int, keep: pathlib.Path | None) -> dict[str, Any]:
         return longest(lambda: [run() for _ in range(CALLS)][-1], CALLS * loop, keep)
@@ -197,8 +198,11 @@ def main() -> None:
                 print(f"== {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
                 continue
             said = ("step_ms", "dispatch_us", "first_dispatch_us", "launches", "kernel_ms")
-            print(f"== {name} {options.xla} batch {options.batch} {options.key_split} loop {options.loop}: "
-                  f"{', '.join(f'{key} {report[key]}' for key in said)}", flush=True)  # fmt: skip
+            print(
+                f"== {name} {options.xla} batch {options.batch} {options.key_split} loop {options.loop}: "
+                f"{', '.join(f'{key} {report[key]}' for key in said)}",
+                flush=True,
+            )
             found[name] = report | show(name, report["layers"], args.show or [1, 6, 7], folder)
         if args.json:
             args.json.write_text(json.dumps(found, default=str))

@@ -12,9 +12,9 @@ import pytest
 
 from dsv4_jax import CacheLayout, DSV4Config, plotting
 from dsv4_jax.bench import plot as bench_plot
-from dsv4_jax.bench.ceilings import Ceilings
 from dsv4_jax.bench.records import Measurement
 from dsv4_jax.bench.shapes import CASES
+from dsv4_jax.bench.timing import Ceilings
 from dsv4_jax.capacity import capacity
 from dsv4_jax.cli import main, plan
 from dsv4_jax.errors import BenchmarkError

@@ -30,7 +30,7 @@ __all__ = ["LayerAccuracy", "attention_accuracy"]
 
 
 class LayerAccuracy(NamedTuple):
-    """One layer of a quantised cache beside float32.
+    """How far one layer with a quantised cache is from float32.
 
     Attributes:
         layer: its index.
@@ -71,7 +71,7 @@ def attention_accuracy(
 
 
 def _measure(params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-    """(output_error, same_entries or NaN) of every layer."""
+    """Returns (output_error, same_entries or NaN) of every layer."""
     cfg, step = cache.layout.cfg, cache.begin(plan)
     embedded, found = params["embed"][tokens].astype(jnp.float32), []
     for i, p in enumerate(params["layers"]):

@@ -16,7 +16,7 @@ __all__ = ["random_part", "random_rows"]
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def random_part(key: jax.Array, shape: tuple[int, ...], dtype: str, holds: Codes | Scales | None = None) -> jax.Array:
-    """One part of a pool. Float32 parts (scales, state, rows) are positive."""
+    """Draws one part of a pool. Float32 parts (scales, state, rows) are positive."""
     if dtype == "float32":
         return jnp.abs(jax.random.normal(key, shape, jnp.float32))
     bits = jax.random.bits(key, shape, dtype)
@@ -29,7 +29,7 @@ def random_part(key: jax.Array, shape: tuple[int, ...], dtype: str, holds: Codes
 
 
 def random_rows(key: jax.Array, fmt: RowFormat, rows: int) -> Rows:
-    """The parts [rows, width] of a pool."""
+    """Draws the parts of a pool, [rows, width] each."""
     keys = jax.random.split(key, len(fmt.parts))
     return tuple(
         random_part(k, (rows, part.width), part.dtype, part.holds) for k, part in zip(keys, fmt.parts, strict=True)

@@ -11,12 +11,11 @@ import numpy as np
 from ..errors import CacheError
 from ..ops.registry import NAMES, find
 from . import torch_ops
-from .ceilings import Ceilings
 from .ops import BATCHED_OPS, Problem, problem, registered
 from .records import Measurement
 from .shapes import AttendShape, Case, Shape
 from .targets import TARGETS, Target, verdict
-from .timing import Timing, call_count, time_problem
+from .timing import Ceilings, Timing, call_count, time_problem
 
 __all__ = [
     "BASELINES",
@@ -32,17 +31,17 @@ __all__ = [
 
 BASELINES = ("lax.top_k", "torch")
 IMPLEMENTATIONS = (*NAMES, *BASELINES)
-MOST_COMPARED = 1 << 24  # elements of a result that are compared: the first rows
+MAX_COMPARED = 1 << 24  # elements of a result that are compared: the first rows
 
 
 def default_implementations(op: str) -> list[str]:
-    """The kernels that exist for an op, the reference and its baselines."""
+    """Names what is measured of an op by default: its kernels, the reference and its baselines."""
     names = [name for name in registered(op).names if name != "xla"]
     return [*names, "xla", *(["lax.top_k"] if op == "top_k" else []), *(["torch"] if op in torch_ops.OPS else [])]
 
 
 def why_not(op: str, implementation: str) -> str | None:
-    """Why an implementation cannot be measured here, None if it can (or only trying it will tell)."""
+    """Says why an implementation cannot be measured here, None if it can (or only trying it will tell)."""
     if implementation == "torch":
         return torch_ops.why_not(op)
     if implementation == "lax.top_k":
@@ -57,10 +56,16 @@ def why_not(op: str, implementation: str) -> str | None:
 
 
 def measure(
-    case: Case, batch: int, names: list[str], ceilings: Ceilings | None, *, quick: bool, invariance: bool = False,
+    case: Case,
+    batch: int,
+    names: list[str],
+    ceilings: Ceilings | None,
+    *,
+    quick: bool,
+    invariance: bool = False,
     on_done=None,
-) -> list[Measurement]:  # fmt: skip
-    """One measurement per implementation, all on the same arguments.
+) -> list[Measurement]:
+    """Measures each implementation, all on the same arguments.
 
     What an implementation raises becomes its `problem`; `on_done()` follows each. Without ceilings nothing is put in
     relation to them.
@@ -74,10 +79,21 @@ def measure(
         required, goal = target.limits(bytes_moved, ceilings.copy)
     variant = shape.key_split if isinstance(shape, AttendShape) and shape.key_split != "throughput" else None
     base = Measurement(
-        case.op, case.name, batch, "", variant=variant, context=case.context, bytes=bytes_moved, flops=flops,
-        floor_us=floor, required_us=required, goal_us=goal, required_of_copy=target.required_of_copy,
-        goal_of_copy=target.goal_of_copy, peer_us=target.peer,
-    )  # fmt: skip
+        case.op,
+        case.name,
+        batch,
+        "",
+        variant=variant,
+        context=case.context,
+        bytes=bytes_moved,
+        flops=flops,
+        floor_us=floor,
+        required_us=required,
+        goal_us=goal,
+        required_of_copy=target.required_of_copy,
+        goal_of_copy=target.goal_of_copy,
+        peer_us=target.peer,
+    )
     found: list[Measurement] = []
     inputs, want = None, []
     for name in names:
@@ -113,7 +129,7 @@ def _measured(
     quick: bool,
     invariance: bool,
 ) -> Measurement:
-    """`got`: what the implementation gives, if that is known."""
+    """Times one implementation and compares its results, `got` if they are known, with the reference's."""
     repeats = 2 if quick else 12
     if base.implementation == "torch":
         us, got = torch_ops.measure(base.op, shape, inputs, repeats=repeats)
@@ -146,12 +162,14 @@ def _measured(
 
 
 def outcome(inputs: Problem, implementation: str, rows: slice | None = None) -> list[np.ndarray]:
-    """What the first call gives; with `rows`, all of what a batched op gives for these rows of its batch."""
+    """Runs the first call and returns what it gives; with `rows`, all of what a batched op gives for these rows of its
+    batch.
+    """
 
     def run(shared: Any, carry: Any, call: Any) -> Any:
         carry, out = inputs.apply(shared, carry, call, implementation)
         found = inputs.result(carry, out, call)
-        return jax.tree.map(lambda x: x[: max(1, MOST_COMPARED * len(x) // x.size)], found) if compared else found
+        return jax.tree.map(lambda x: x[: max(1, MAX_COMPARED * len(x) // x.size)], found) if compared else found
 
     call, compared = inputs.calls[0], rows is None
     if rows is not None:
@@ -161,7 +179,7 @@ def outcome(inputs: Problem, implementation: str, rows: slice | None = None) -> 
 
 
 def is_batch_invariant(inputs: Problem, implementation: str, batch: int) -> bool:
-    """Whether rows of the first call have the same bits in batches of 1, 2, 16 and 64."""
+    """Says whether rows of the first call have the same bits in batches of 1, 2, 16 and 64."""
     whole = outcome(inputs, implementation, slice(None))
     share = whole[0].shape[0] // batch  # rows that a gather makes per request
     for size in (1, 2, 16, 64):

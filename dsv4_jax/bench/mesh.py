@@ -28,26 +28,26 @@ _IN_A_ROW = 40  # exchanges of an executable, each of what the one before gave
 
 
 def mesh_of(options: StepOptions, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
-    """Of the first devices there are, or of those given; None for one."""
+    """Makes the mesh of these options, of the first devices there are or of those given; None for one device."""
     return None if options.devices == 1 else options.split.mesh(devices)
 
 
 def jitted_over(
     mesh: Mesh | None, step: Callable[..., tuple[Any, KVCache]], xla: Mapping[str, Any], peers: Sequence[Peers] = ()
 ) -> Any:
-    """A step of (params, cache, plan, tokens), the cache donated."""
+    """Jits a step of (params, cache, plan, tokens) over a mesh, the cache donated."""
     if mesh is None:
         return jax.jit(step, donate_argnums=1, compiler_options=dict(xla))
     return shard_step(step, mesh, compiler_options=xla, peers=peers)
 
 
 def exchanges(options: StepOptions) -> contextlib.AbstractContextManager[tuple[Exchange, ...]]:
-    """Those of the mesh's axes, if the options want them."""
+    """Opens the exchanges of the mesh's axes, if the options want them."""
     return open_exchanges(mesh_of(options) if options.exchange else None)
 
 
 def spread_cache(layout: CacheLayout, size: CacheSize, mesh: Mesh) -> KVCache:
-    """`random_cache` of every data shard, all of them alike, made where it stays."""
+    """Makes the `random_cache` of every data shard, all of them alike, on the devices where it stays."""
     shards = []
     for device in mesh.devices.flat:
         with jax.default_device(device):
@@ -62,7 +62,7 @@ def spread_cache(layout: CacheLayout, size: CacheSize, mesh: Mesh) -> KVCache:
 
 
 def exchange_times(cfg: DSV4Config, options: StepOptions, peers: Sequence[Peers] = ()) -> dict[str, float]:
-    """us of each exchange of a layer, many in one executable: what `Split` does, its copies included."""
+    """Times each exchange of a layer, in us: many in one executable, with the copies that `Split` makes for them."""
     split, mesh = options.split, mesh_of(options)
     assert mesh is not None
     tokens, hidden, top = options.batch * options.fed // split.data, cfg.hidden_size, cfg.num_experts_per_tok

@@ -41,10 +41,10 @@ from ..ops.exchange import Peers
 from ..ops.hyper_connection import Written
 from ..ops.registry import Choice
 from ..plan import PackedPlan
-from .ceilings import Ceilings
 from .mesh import exchange_times, exchanges, jitted_over, mesh_of, spread_cache
 from .step import StepOptions, cache_and_plan, cache_floors, cache_shape, random_cache
-from .step_timing import Part, against_floors, longest_kernels, timed
+from .step_timing import StepPart, against_floors, longest_kernels, timed
+from .timing import Ceilings
 
 __all__ = [
     "ACCEPTED",
@@ -69,19 +69,27 @@ ACCEPTED = 0.472
 _SPARE_BYTES, _TOKEN_BYTES = 1 << 30, 1 << 20
 # The tiny model in sizes that the released formats have.
 _TINY = dict(
-    hidden_size=128, q_lora_rank=128, head_dim=64, rope_dim=16, o_lora_rank=128, index_head_dim=32,
-    moe_intermediate_size=128, num_mtp_layers=1,
-)  # fmt: skip
+    hidden_size=128,
+    q_lora_rank=128,
+    head_dim=64,
+    rope_dim=16,
+    o_lora_rank=128,
+    index_head_dim=32,
+    moe_intermediate_size=128,
+    num_mtp_layers=1,
+)
 
 
 def model_config(options: StepOptions) -> DSV4Config:
-    """The layers that run. "tiny" is as wide as the released formats need. Raises as `StepOptions.config`."""
+    """Returns the config of the layers that run. "tiny" is as wide as the released formats need. Raises as
+    `StepOptions.config`.
+    """
     cfg = options.config()
     return dataclasses.replace(cfg, **_TINY) if options.model == "tiny" else cfg
 
 
 def bytes_needed(options: StepOptions) -> int:
-    """Memory of each device for weights, cache and some temporaries.
+    """Returns the bytes that each device needs for weights, cache and some temporaries.
 
     Raises as `StepOptions.config` and `StepOptions.split`.
     """
@@ -152,16 +160,26 @@ def _measured(
         raise BenchmarkError("the compiler does not say what memory the step takes")
     kinds = collections.Counter(kind.name for kind in cfg.layer_types)
     report: dict[str, Any] = dict(
-        model=options.model, layers=cfg.num_layers, kinds=dict(kinds), batch=options.batch, context=options.context,
-        chunk=options.chunk if options.chunk > 1 else None, loop=options.loop,
-        implementation=options.implementation or "default", key_split=options.key_split, xla=xla,
-        devices=split.devices, tensor=split.tensor, drafts=options.drafts or None, compile_s=compile_s,
+        model=options.model,
+        layers=cfg.num_layers,
+        kinds=dict(kinds),
+        batch=options.batch,
+        context=options.context,
+        chunk=options.chunk if options.chunk > 1 else None,
+        loop=options.loop,
+        implementation=options.implementation or "default",
+        key_split=options.key_split,
+        xla=xla,
+        devices=split.devices,
+        tensor=split.tensor,
+        drafts=options.drafts or None,
+        compile_s=compile_s,
         weights_gb=device_bytes(cfg, split=split, mtp=options.drafts > 0) / 1e9,
         cache_gb=layout.total_bytes(size) / 1e9,
         cache_in_place=memory.alias_size_in_bytes == layout.total_bytes(size),
         temp_mb=memory.temp_size_in_bytes / 1e6,
         launches=launches(text),
-    )  # fmt: skip
+    )
 
     def run() -> jax.Array:
         nonlocal cache
@@ -198,10 +216,10 @@ def _measured(
 
 
 def launches(text: str) -> int:
-    """Fusions and custom calls of a step in an executable's text, and all that are joined into one (`ops.sequence`).
+    """Counts fusions and custom calls of a step in an executable's text, and all that are joined into one.
 
-    Each counts once, though a custom call may launch several kernels. They stand in the entry or, of a loop, in its
-    body: in the computation that has most of them.
+    (`ops.sequence`.) Each counts once, though a custom call may launch several kernels. They stand in the entry, or in
+    the body of a loop: in the computation that has most of them.
     """
 
     joined = sum(names.count(";") for names in re.findall(r'targets = "([^"]*)"', text))
@@ -211,7 +229,7 @@ def launches(text: str) -> int:
 def chosen_experts(
     params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array, *, implementation: Choice = None
 ) -> tuple[jax.Array, KVCache]:
-    """Which experts each layer of a step reads: ([layers, experts] bool, the cache after the step)."""
+    """Returns which experts each layer of a step reads, [layers, experts] bool, and the cache after the step."""
     step = cache.begin(plan, implementation)
     cfg, dtype = step.layout.cfg, activations(params)
     residual, chosen = embed(params, tokens, cfg), []
@@ -227,8 +245,9 @@ def chosen_experts(
 
 def model_floors(
     layout: CacheLayout, experts: Sequence[int], batch: int, context: int, split: Split = ALONE, chunk: int = 1
-) -> list[Part]:
-    """Those of one step of a device: every weight that the tokens need, every visible row, the streams between blocks.
+) -> list[StepPart]:
+    """Returns the parts of one step of a device: every weight that the tokens need, every visible row, the streams
+    between blocks.
 
     `fp8`: dense matrices and their scales. `fp4`: the experts that were chosen; FLOPs are those of all tokens. `plain`:
     bf16 and f32 weights; of the embedding and of hash layers' tables the tokens' rows. `head`: its matrix, and logits
@@ -273,8 +292,8 @@ def model_floors(
     head = words * embedding.dtype.itemsize + 4 * batch * cfg.vocab_size
     streams = 4 * cfg.num_layers * tokens * 4 * cfg.hc_mult * cfg.hidden_size
     return [
-        *(Part(name, *both) for name, both in sums.items()),
-        Part("head", head, 2 * batch * words),
-        Part("streams", streams, 0),
+        *(StepPart(name, *both) for name, both in sums.items()),
+        StepPart("head", head, 2 * batch * words),
+        StepPart("streams", streams, 0),
         *cache_floors(layout, batch, context, split.tensor, chunk),
     ]

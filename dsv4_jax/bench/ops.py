@@ -59,7 +59,7 @@ BATCHED_OPS = ("gather", "index_scores", "top_k", "attend")
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The calls of one op at one shape.
+    """Calls of one op at one shape, each on arguments of its own.
 
     Attributes:
         shared: arrays that all calls read.
@@ -79,12 +79,12 @@ class Problem:
 
 
 def registered(op: str) -> Op:
-    """The op of the registry behind one of `shapes.OPS`: each compressor is one of its own here."""
+    """Returns the op of the registry behind one of `shapes.OPS`: each compressor is one of its own here."""
     return OPS["compress" if op.startswith("compress") else op]
 
 
 def problem(op: str, shape: Shape, calls: int, *, pool_rows: int, seed: int = 0) -> Problem:
-    """`calls` calls of `op`. `pool_rows`: at least so many stored rows to draw from."""
+    """Makes `calls` calls of `op`. `pool_rows`: at least so many stored rows to read from."""
     key = jax.random.key(seed)
     match shape:
         case AppendShape():
@@ -104,11 +104,15 @@ def problem(op: str, shape: Shape, calls: int, *, pool_rows: int, seed: int = 0)
 
 
 def _pure(shared: Any, calls: list[Any], call: Callable[[Any, Any, Any], Any], tolerance: float) -> Problem:
-    """A problem whose result is what the call returns."""
+    """Makes a problem whose result is what the call returns."""
     return Problem(
-        shared, tuple, calls, lambda shared, _, args, name: ((), call(shared, args, name)),
-        lambda _, out, args: out, tolerance,
-    )  # fmt: skip
+        shared,
+        tuple,
+        calls,
+        lambda shared, _, args, name: ((), call(shared, args, name)),
+        lambda _, out, args: out,
+        tolerance,
+    )
 
 
 def _draw(key: jax.Array, calls: int, make: Callable[[jax.Array], Any]) -> list[Any]:
@@ -117,7 +121,7 @@ def _draw(key: jax.Array, calls: int, make: Callable[[jax.Array], Any]) -> list[
 
 
 def _distinct_rows(rows: int, calls: int, tokens: int) -> np.ndarray:
-    """Ids [calls, tokens], no two equal."""
+    """Draws ids [calls, tokens], no two of them equal."""
     return np.random.default_rng(0).permutation(rows)[: calls * tokens].reshape(calls, tokens).astype(np.int32)
 
 
@@ -211,10 +215,9 @@ def _compress(key: jax.Array, shape: CompressShape, calls: int) -> Problem:
 
     def carry() -> list[Any]:
         return [
-            (random_part(key, (slots * s.ring, s.state_width), "float32"),
-             random_rows(key, s.fmt, units * per_block))
+            (random_part(key, (slots * s.ring, s.state_width), "float32"), random_rows(key, s.fmt, units * per_block))
             for s in compressors
-        ]  # fmt: skip
+        ]
 
     shared = epilogues, jnp.asarray(table, jnp.int32)
     return Problem(shared, carry, args, apply, result, 1e-2)
@@ -240,10 +243,13 @@ def _index_scores(key: jax.Array, shape: ScoreShape, calls: int, pool_rows: int)
 
     count = jnp.full(shape.tokens, shape.keys, jnp.int32)
     args = [
-        (*call, jnp.asarray(np.take(order, np.arange(i * one, (i + 1) * one), mode="wrap").reshape(shape.tokens, -1)),
-         count)
+        (
+            *call,
+            jnp.asarray(np.take(order, np.arange(i * one, (i + 1) * one), mode="wrap").reshape(shape.tokens, -1)),
+            count,
+        )
         for i, call in enumerate(_draw(key, calls, make))
-    ]  # fmt: skip
+    ]
 
     def call(pool: Any, args: Any, name: Any) -> jax.Array:
         return index_scores(pool, *args, base=0, rows_per_block=per_block, fmt=fmt, implementation=name)

@@ -51,12 +51,12 @@ def _plural(count: int, what: str) -> str:
 
 
 def _rate(row: dict[str, Any]) -> float:
-    """Tokens a second of a decode step, or of a step with drafts of which the assumed share is accepted."""
+    """Returns tokens a second of a decode step, or of a step with drafts of which the assumed share is accepted."""
     return 1e3 * row["batch"] / (row.get("token_ms") or row["step_ms"])
 
 
 def _whole(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Decode steps of all layers of a model, the fastest of those with the same requests, context and drafts."""
+    """Returns decode steps of whole models, the fastest of those with the same requests, context and drafts."""
     found: dict[tuple, dict[str, Any]] = {}
     for row in rows:
         if row["table"] == "models" and row["layers"] == FULL.get(row["model"]) and (row.get("chunk") or 1) == 1:
@@ -67,11 +67,12 @@ def _whole(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _some_layers(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Decode steps of a model's first layers, on one device."""
+    """Returns decode steps of a model's first layers, on one device."""
     return [
-        row for row in rows
+        row
+        for row in rows
         if row["table"] == "models" and row["layers"] < FULL.get(row["model"], 0) and (row.get("chunk") or 1) == 1
-    ]  # fmt: skip
+    ]
 
 
 def _prefills(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -79,15 +80,20 @@ def _prefills(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _peers(rows: Iterable[dict[str, Any]]) -> list[tuple[str, str, dict[str, Any]]]:
-    """(what, whose and what is otherwise, row) of the kernels of `BESIDE`, of the default implementation: CUDA graphs, one request and 64."""
+    """Returns (what, whose and what is otherwise, row) of the kernels of `BESIDE`, of the default implementation: CUDA
+    graphs, one request and 64.
+    """
     timed = {
-        (row["op"], row["shape"], row["batch"]): row for row in rows
+        (row["op"], row["shape"], row["batch"]): row
+        for row in rows
         if row["table"] == "ops" and row.get("timer") == "graph" and not row.get("variant") and row.get("peer_us")
-    }  # fmt: skip
+    }
     return [
         (what, PEERS[op] + otherwise, timed[op, shape, batch])
-        for (op, shape), (what, otherwise) in BESIDE.items() for batch in (1, 64) if (op, shape, batch) in timed
-    ]  # fmt: skip
+        for (op, shape), (what, otherwise) in BESIDE.items()
+        for batch in (1, 64)
+        if (op, shape, batch) in timed
+    ]
 
 
 def _split(row: dict[str, Any]) -> str:
@@ -96,7 +102,7 @@ def _split(row: dict[str, Any]) -> str:
 
 
 def overview(rows: Sequence[dict[str, Any]]) -> str:
-    """The page as Markdown: `rows` of the newest records of one kind of device."""
+    """Writes the page as Markdown; `rows` of the newest records of one kind of device."""
     parts = [f"![Milliseconds a step, prefill, and kernels beside those of other projects]({PICTURE})\n"]
     if whole := _whole(rows):
         parts.append(
@@ -106,39 +112,82 @@ def overview(rows: Sequence[dict[str, Any]]) -> str:
         for row in whole:
             drafts = f", {_plural(row['drafts'], 'draft')} (1)" if row.get("drafts") else ""
             over = f"{row['over_floor']:.2f}x" if row.get("over_floor") else ""
-            table.append([NAMES[row["model"]], f"{row.get('devices') or 1} ({_split(row)})" if _split(row) else "1",
-                          f"{row['batch']:,}{drafts}", _tokens(row["context"]), f"{row['step_ms']:.2f}",
-                          f"{_rate(row):,.0f}", over])  # fmt: skip
+            table.append(
+                [
+                    NAMES[row["model"]],
+                    f"{row.get('devices') or 1} ({_split(row)})" if _split(row) else "1",
+                    f"{row['batch']:,}{drafts}",
+                    _tokens(row["context"]),
+                    f"{row['step_ms']:.2f}",
+                    f"{_rate(row):,.0f}",
+                    over,
+                ]
+            )
         parts.append(_table(table))
-        parts.append(_text("(1) Random weights accept no draft; 47.2 % of those whose predecessors were accepted are "
-                           "taken to be, as another project saw on real text."))  # fmt: skip
+        parts.append(
+            _text(
+                "(1) Random weights accept no draft; 47.2 % of those whose predecessors were accepted are "
+                "taken to be, as another project saw on real text."
+            )
+        )
     if some := _some_layers(rows):
         parts.append("**Decode on one GPU, as many layers as its memory and the time allowed:**\n")
         table = [["model", "layers", "requests", "context", "ms a step", "ms a layer", "over the floor"]]
         for row in some:
             over = f"{row['over_floor']:.2f}x" if row.get("over_floor") else ""
-            table.append([NAMES[row["model"]], f"{row['layers']} of {FULL[row['model']]}", f"{row['batch']:,}",
-                          _tokens(row["context"]), f"{row['step_ms']:.2f}", f"{row['layer_ms']:.2f}", over])  # fmt: skip
+            table.append(
+                [
+                    NAMES[row["model"]],
+                    f"{row['layers']} of {FULL[row['model']]}",
+                    f"{row['batch']:,}",
+                    _tokens(row["context"]),
+                    f"{row['step_ms']:.2f}",
+                    f"{row['layer_ms']:.2f}",
+                    over,
+                ]
+            )
         parts.append(_table(table))
     if prefills := _prefills(rows):
         parts.append("**Prefill, one GPU, one request:**\n")
         table = [["what", "chunk", "end of context", "ms", "tokens/s"]]
-        table += [[_prefilled(row), f"{row['chunk']:,}", _tokens(row["context"]), f"{row['step_ms']:.1f}",
-                   f"{1e3 * row['batch'] * row['chunk'] / row['step_ms']:,.0f}"] for row in prefills]  # fmt: skip
+        table += [
+            [
+                _prefilled(row),
+                f"{row['chunk']:,}",
+                _tokens(row["context"]),
+                f"{row['step_ms']:.1f}",
+                f"{1e3 * row['batch'] * row['chunk'] / row['step_ms']:,.0f}",
+            ]
+            for row in prefills
+        ]
         parts.append(_table(table))
     waits = [row for row in rows if row["table"] == "simulate" and row["policy"] == "the default"]
     if waits:
         said = "; ".join(
             f"{row['trace']}: {row['first_token_mean_s']:.2f} s on average, {row['first_token_p99_s']:.2f} s for 99 %, "
-            f"{100 * row['hit_rate']:.0f} % of prompts found in the cache" for row in waits
-        )  # fmt: skip
-        parts.append(_text(f"**First token.** Not measured on a whole model yet. In the simulator, whose steps are those "
-                           f"of attention alone ({said})."))  # fmt: skip
+            f"{100 * row['hit_rate']:.0f} % of prompts found in the cache"
+            for row in waits
+        )
+        parts.append(
+            _text(
+                f"**First token.** Not measured on a whole model yet. In the simulator, whose steps are those "
+                f"of attention alone ({said})."
+            )
+        )
     if peers := _peers(rows):
         parts.append("**Kernels beside other projects'** (us in CUDA graphs, the same GPU; below 1 ours is shorter):\n")
         table = [["kernel", "requests", "ours", "peer", "", "ratio"]]
-        table += [[what, str(row["batch"]), f"{row['kernel_us']:.1f}", f"{row['peer_us']:.1f}", peer,
-                   f"{row['kernel_us'] / row['peer_us']:.2f}"] for what, peer, row in peers]  # fmt: skip
+        table += [
+            [
+                what,
+                str(row["batch"]),
+                f"{row['kernel_us']:.1f}",
+                f"{row['peer_us']:.1f}",
+                peer,
+                f"{row['kernel_us'] / row['peer_us']:.2f}",
+            ]
+            for what, peer, row in peers
+        ]
         parts.append(_table(table))
     return "\n".join(parts)
 
@@ -164,26 +213,37 @@ def _table(table: Sequence[Sequence[str]]) -> str:
 
 
 def picture(rows: Sequence[dict[str, Any]]) -> str:
-    """The page's figures as an SVG, 900 pixels wide."""
+    """Draws the page's figures as an SVG, 900 pixels wide."""
     whole, prefills, peers = _whole(rows), _prefills(rows), _peers(rows)
     steps = [
-        Line(f"{_plural(row['batch'], 'request')} of {_tokens(row['context'])}"
-             + (f", {_plural(row['drafts'], 'draft')}" if row.get("drafts") else ""),
-             row["step_ms"], f"{row['step_ms']:.2f} ms, {_rate(row):,.0f} tokens/s", row.get("floor_ms"))
+        Line(
+            f"{_plural(row['batch'], 'request')} of {_tokens(row['context'])}"
+            + (f", {_plural(row['drafts'], 'draft')}" if row.get("drafts") else ""),
+            row["step_ms"],
+            f"{row['step_ms']:.2f} ms, {_rate(row):,.0f} tokens/s",
+            row.get("floor_ms"),
+        )
         for row in whole
-    ]  # fmt: skip
+    ]
     chunks = [
-        Line(f"{_prefilled(row).partition(', ')[2]}, {_tokens(row['context'])}", row["step_ms"],
-             f"{row['step_ms']:.0f} ms, {1e3 * row['batch'] * row['chunk'] / row['step_ms']:,.0f} tokens/s",
-             row.get("floor_ms"))
+        Line(
+            f"{_prefilled(row).partition(', ')[2]}, {_tokens(row['context'])}",
+            row["step_ms"],
+            f"{row['step_ms']:.0f} ms, {1e3 * row['batch'] * row['chunk'] / row['step_ms']:,.0f} tokens/s",
+            row.get("floor_ms"),
+        )
         for row in prefills
-    ]  # fmt: skip
+    ]
     beside = [
-        Line(f"{what}, {_plural(row['batch'], 'request')}", row["kernel_us"] / row["peer_us"],
-             f"{row['kernel_us'] / row['peer_us']:.2f} of {PEERS[row['op']]}'s time", 1.0,
-             FASTER if row["kernel_us"] <= row["peer_us"] else SLOWER)
+        Line(
+            f"{what}, {_plural(row['batch'], 'request')}",
+            row["kernel_us"] / row["peer_us"],
+            f"{row['kernel_us'] / row['peer_us']:.2f} of {PEERS[row['op']]}'s time",
+            1.0,
+            FASTER if row["kernel_us"] <= row["peer_us"] else SLOWER,
+        )
         for what, _, row in peers
-    ]  # fmt: skip
+    ]
     model = f"{NAMES[whole[0]['model']]}, all {whole[0]['layers']} layers, " if whole else ""
     devices = f"{whole[0].get('devices') or 1} x {DEVICE}" if whole else DEVICE
     panels = [

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 from ..errors import BenchmarkError
 from ..plotting import COLOURS, LIMIT, MUTED, bare, figure, legends_above, look, plain_log, save, style, tick
-from .ceilings import Ceilings
 from .records import Measurement
+from .timing import Ceilings
 
 __all__ = ["draw", "picture"]
 
 _ROW, _ROOFLINE = 0.21, 3.9  # inches
-_MOST_ROWS = 300  # a PNG has at most 2^16 pixels
+_MAX_ROWS = 300  # a PNG has at most 2^16 pixels
 
 
 class _Timed(NamedTuple):
@@ -38,7 +38,7 @@ def draw(records: Sequence[Measurement], ceilings: Ceilings | None, path: pathli
 
 
 def picture(records: Sequence[Measurement], ceilings: Ceilings | None, *, device: str) -> Any:
-    """The `matplotlib.figure.Figure`.
+    """Draws a run as a `matplotlib.figure.Figure`.
 
     Args:
         ceilings: None of a quick run: its sizes say nothing of them, so times alone are drawn.
@@ -60,7 +60,7 @@ def _against_ceilings(timed: list[_Timed], ceilings: Ceilings, device: str) -> A
     fastest: dict[str, _Timed] = {}
     for each in sorted(timed, key=lambda each: -each.us):
         fastest[each.shape] = each
-    rows = [each for shape, each in sorted(fastest.items(), key=_order)][:_MOST_ROWS]
+    rows = [each for shape, each in sorted(fastest.items(), key=_order)][:_MAX_ROWS]
     multiplying = [each for each in timed if each.record.flops and each.record.bytes]
     heights = [_ROOFLINE] * bool(multiplying) + [_ROW * len(rows) + 0.9]
     what = _ops(timed)
@@ -96,14 +96,20 @@ def _floors(axes: Any, rows: list[_Timed]) -> None:
         axes.barh(mine, [shares[i] for i in mine], height=0.66, color=colour, label=name)
     for i, (each, share) in enumerate(zip(rows, shares, strict=True)):
         axes.annotate(
-            f"{share:.{1 if share < 9.95 else 0}f} %  {each.us:,.1f} us", (share, i), (4, 0), va="center",
-            textcoords="offset points", fontsize=8.5, color=MUTED, bbox={"facecolor": "white", "lw": 0, "pad": 0.8},
-        )  # fmt: skip
+            f"{share:.{1 if share < 9.95 else 0}f} %  {each.us:,.1f} us",
+            (share, i),
+            (4, 0),
+            va="center",
+            textcoords="offset points",
+            fontsize=8.5,
+            color=MUTED,
+            bbox={"facecolor": "white", "lw": 0, "pad": 0.8},
+        )
     axes.axvline(100, color=LIMIT, linewidth=1)
     axes.set_yticks(range(len(rows)), [each.shape for each in rows])
-    most = max(100, *shares)
-    axes.set(ylim=(len(rows) - 0.4, -0.6), xlim=(0, 1.25 * most), xlabel="floor / time, %")
-    tick(axes.xaxis, range(0, int(most) + 1, 20))
+    longest = max(100, *shares)
+    axes.set(ylim=(len(rows) - 0.4, -0.6), xlim=(0, 1.25 * longest), xlabel="floor / time, %")
+    tick(axes.xaxis, range(0, int(longest) + 1, 20))
     axes.set_title("Fastest implementation by op, shape and batch: share of its floor, and time")
     bare(axes)
     legends_above([axes], 600)
@@ -121,19 +127,24 @@ def _roofline(axes: Any, timed: list[_Timed], ceilings: Ceilings) -> None:
     axes.plot([low, ridge, high], [low * ceilings.copy / 1e12, top, top], color=LIMIT, linewidth=1.2)
     for i, (name, group) in enumerate(groups.items()):
         axes.plot(*zip(*group, strict=True), **{**look(i, markers=True), "linestyle": ""}, label=name, alpha=0.85)
-    least = min(y for _, y in points)
+    lowest = min(y for _, y in points)
     axes.set(
-        xscale="log", yscale="log", xlim=(low, high), ylim=(least / 1.6, max(top, *(y for _, y in points)) * 1.6),
-        xlabel="FLOPs per byte", ylabel="TFLOP/s", title="Roofline: the line is what the device can do",
-    )  # fmt: skip
+        xscale="log",
+        yscale="log",
+        xlim=(low, high),
+        ylim=(lowest / 1.6, max(top, *(y for _, y in points)) * 1.6),
+        xlabel="FLOPs per byte",
+        ylabel="TFLOP/s",
+        title="Roofline: the line is what the device can do",
+    )
     plain_log(axes.xaxis, low, high)
-    plain_log(axes.yaxis, least / 1.6, top * 1.6)
+    plain_log(axes.yaxis, lowest / 1.6, top * 1.6)
     legends_above([axes], 640)
 
 
 def _times(timed: list[_Timed], device: str, *, quick: bool) -> Any:
-    """Times alone: of ops without floors, or at sizes that say nothing of ceilings."""
-    shapes = sorted({each.shape: each for each in timed}.items(), key=_order)[:_MOST_ROWS]
+    """Draws times alone: of ops without floors, or at sizes that say nothing of ceilings."""
+    shapes = sorted({each.shape: each for each in timed}.items(), key=_order)[:_MAX_ROWS]
     place = {shape: i for i, (shape, _) in enumerate(shapes)}
     detail = f"{device}; sizes this small say nothing of what the device can do" if quick else device
     made = figure(f"{_ops(timed)}: times{' at tiny sizes' if quick else ''}", detail, _ROW * len(place) + 1.7)

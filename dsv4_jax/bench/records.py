@@ -30,7 +30,7 @@ from .targets import elsewhere
 __all__ = ["SCHEMA", "TABLES", "Measurement", "Table", "check", "commit", "dumps", "load", "new_record"]
 
 SCHEMA = 1
-_MOST_BYTES = 1 << 26  # of a file
+_MAX_BYTES = 1 << 26  # of a file
 Row: TypeAlias = Mapping[str, Any]
 # "number": one, or [low, high] of several runs; "parts": numbers, or settings, by name.
 Kind: TypeAlias = Literal["text", "number", "flag", "parts"]
@@ -92,13 +92,13 @@ class Measurement:
 
     @property
     def best_us(self) -> float | None:
-        """Kernel time, or wall time where there is no other."""
+        """The time that counts: of the kernels, or wall time where there is no other."""
         return self.us if self.kernel_us is None else self.kernel_us
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """What rows of a table hold.
+    """Describes what rows of a table hold.
 
     Attributes:
         fields: name -> kind of value.
@@ -110,7 +110,7 @@ class Table:
 
 
 def _fields(**kinds: str) -> dict[str, Kind]:
-    """`text="what unit"`: several names of a kind."""
+    """Returns kinds by name, of several names a kind: `text="what unit"`."""
     return {name: kind for kind, names in kinds.items() for name in names.split()}  # type: ignore[misc]
 
 
@@ -152,8 +152,20 @@ TABLES: dict[str, Table] = {
             flag="cache_in_place",
             parts="kinds floor_us kernels xla exchange_us",
         ),
-        ("model", "layers", "batch", "context", "chunk", "loop", "implementation", "key_split", "devices", "tensor",
-         "drafts", "exchange"),
+        (
+            "model",
+            "layers",
+            "batch",
+            "context",
+            "chunk",
+            "loop",
+            "implementation",
+            "key_split",
+            "devices",
+            "tensor",
+            "drafts",
+            "exchange",
+        ),
     ),
     # Prompts continued by `dsv4-jax generate`, as it reports them; `bench_step_ms`: the step as `models` times it.
     "generate": Table(
@@ -197,25 +209,36 @@ TABLES: dict[str, Table] = {
         _fields(text="subject what unit verdict", number="measured at_least at_most"),
         ("subject", "what", "unit"),
     ),
-}  # fmt: skip
+}
 _TOP = _fields(text="commit date device command note", number="schema", flag="quick", parts="software ceilings")
 _REQUIRED = ("schema", "commit", "date", "device", "command", "rows")
 
 
 def new_record(
-    rows: Sequence[Row], *, device: str, command: str, software: Mapping[str, str], ceilings: Mapping[str, float],
+    rows: Sequence[Row],
+    *,
+    device: str,
+    command: str,
+    software: Mapping[str, str],
+    ceilings: Mapping[str, float],
     quick: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """The record of a run of today, of the code in this checkout; rows as `targets.elsewhere` leaves them."""
+) -> dict[str, Any]:
+    """Makes the record of a run of today, of the code in this checkout; rows as `targets.elsewhere` leaves them."""
     return {
-        "schema": SCHEMA, "commit": commit(), "date": datetime.date.today().isoformat(), "device": device,
-        "command": command, "software": dict(software), "quick": quick, "ceilings": dict(ceilings),
+        "schema": SCHEMA,
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+        "device": device,
+        "command": command,
+        "software": dict(software),
+        "quick": quick,
+        "ceilings": dict(ceilings),
         "rows": [elsewhere(row, device) for row in rows],
-    }  # fmt: skip
+    }
 
 
 def dumps(record: Mapping[str, Any]) -> str:
-    """The record as a text of JSON, one row a line: nulls left out, numbers in six digits."""
+    """Writes the record as a text of JSON, one row a line: nulls left out, numbers in six digits."""
     top = json.dumps(_brief({name: value for name, value in record.items() if name != "rows"}), allow_nan=False)
     rows = ",\n".join(json.dumps(_brief(row), allow_nan=False) for row in record["rows"])
     return f'{top[:-1]}, "rows": [\n{rows}\n]}}\n'
@@ -231,7 +254,8 @@ def _brief(value: Any) -> Any:
 
 @functools.cache
 def commit() -> str | None:
-    """Short hash of the checkout this code is in, "+" after it if tracked files differ; None if it is in none.
+    """Returns the short hash of the checkout this code is in, "+" after it if tracked files differ; None if it is in
+    none.
 
     The environment's `DSV4_COMMIT` is taken instead: machines that get a copy of the files have no history.
     """
@@ -249,7 +273,7 @@ def commit() -> str | None:
 
 
 def load(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """The records of a folder by file name, from the oldest to the newest (by date, then by name).
+    """Reads the records of a folder, by file name, from the oldest to the newest (by date, then by name).
 
     Raises:
         BenchmarkError: there is none, or a file does not hold a record that `check` accepts.
@@ -257,7 +281,7 @@ def load(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.json")):
         try:
-            found[path.name] = check(read_json(path, _MOST_BYTES))
+            found[path.name] = check(read_json(path, _MAX_BYTES))
         except (BenchmarkError, ValueError) as error:
             raise BenchmarkError(f"{path}: {error}") from None
     if not found:
@@ -266,7 +290,7 @@ def load(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
 
 
 def check(record: Any) -> dict[str, Any]:
-    """The record itself. Raises `BenchmarkError`: it is not one to keep; the message names the row and the field."""
+    """Returns the record if it is one to keep, else raises `BenchmarkError`, which names the row and the field."""
     if not isinstance(record, dict) or not isinstance(record.get("rows"), list):
         raise BenchmarkError("not an object with rows")
     if record.get("schema") != SCHEMA:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import BenchmarkError
-from .records import TABLES, load
 from .overview import DEVICE, PICTURE, overview, picture
+from .records import TABLES, load
 from .sections import DETAIL, FIRST, HEAD, MEASURING, SECTIONS, Section
 from .targets import PEERS
 
@@ -17,7 +17,7 @@ __all__ = ["Entry", "latest", "newest", "number", "pages", "percent"]
 
 
 class Entry(NamedTuple):
-    """A row and where it is from."""
+    """A row with the file and the record it is from."""
 
     row: dict[str, Any]
     file: str
@@ -35,7 +35,8 @@ VERDICTS = {"goal": "goal met", "required": "met", "missed": "missed"}
 
 
 def pages(folder: pathlib.Path) -> dict[str, str]:
-    """File name -> text of what is made from `folder`/records: all results, the first page of them, its picture.
+    """Returns the text of each file that is made from `folder`/records: all results, the first page of them, its
+    picture.
 
     Raises:
         BenchmarkError: there are no records, or one is not valid.
@@ -55,12 +56,12 @@ def pages(folder: pathlib.Path) -> dict[str, str]:
 
 
 def _entries(folder: pathlib.Path) -> list[Entry]:
-    """The rows that are shown."""
+    """Returns the rows of a folder that are shown."""
     return latest(Entry(row, file, record) for file, record in load(folder).items() for row in record["rows"])
 
 
 def newest(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """The records of a folder with the rows that the page shows. Raises `BenchmarkError` as `pages`."""
+    """Returns the records of a folder with the rows that the page shows alone. Raises `BenchmarkError` as `pages`."""
     records = load(folder)
     entries = latest(Entry(row, file, one) for file, one in records.items() for row in one["rows"])
     shown = {id(entry.row) for entry in entries}
@@ -70,7 +71,7 @@ def newest(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
 
 
 def latest(entries: Iterable[Entry]) -> list[Entry]:
-    """Of entries with the same key (and device) the last, where the first stood; without tuning and failures."""
+    """Keeps of entries with the same key and device the last, where the first stood; tuning and failures go."""
     found: dict[tuple, Entry] = {}
     for entry in entries:
         row = entry.row
@@ -81,7 +82,7 @@ def latest(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def _section(section: Section, entries: list[Entry]) -> str:
-    """Title, text, a table for each device and kind of timing, and the records they are from; "" without any."""
+    """Writes a section: title, text, a table for each device and timer, and the records; "" if there are none."""
     parts = [f"## {section.title}\n\n{textwrap.fill(section.about, 120, break_on_hyphens=False)}\n"]
     used = []
     for timer, title in TIMERS.items():
@@ -135,8 +136,19 @@ def _ops(entries: list[Entry], *, several: bool) -> str:
     ways = {(e.row["implementation"], e.row.get("variant") or "") for e in entries}
     order = sorted(ways, key=lambda way: (way[0] not in OURS, OURS.index(way[0]) if way[0] in OURS else 0, way))
     peer = PEERS.get(entries[0].row["op"], "peer")
-    table = [["shape", "batch", *(", ".join(filter(None, way)) for way in order), peer, "ratio", "MB", "of copy",
-              "required / goal", "verdict"]]  # fmt: skip
+    table = [
+        [
+            "shape",
+            "batch",
+            *(", ".join(filter(None, way)) for way in order),
+            peer,
+            "ratio",
+            "MB",
+            "of copy",
+            "required / goal",
+            "verdict",
+        ]
+    ]
     for (op, shape, batch), rows in lines.items():
         cells = {(row["implementation"], row.get("variant") or ""): row for row in rows}
         # What is compared: the fastest kind of implementation, as it runs by default and where it has a target.
@@ -145,17 +157,19 @@ def _ops(entries: list[Entry], *, several: bool) -> str:
             cells[way] for way in order if way in cells and way[0] == first and (not way[1] or _judged(cells[way]))
         ]
         peers = [row["peer_us"] for row in rows if row.get("peer_us")]
-        table.append([
-            f"{op} {shape}" if several else shape,
-            number(batch),
-            *(number(_us(cells[way])) if way in cells else "" for way in order),
-            number(peers[-1]) if peers else "",
-            _each(judged, lambda row: f"{_middle(_us(row)) / peers[-1]:.2f}") if peers else "",  # noqa: B023
-            _each(judged, lambda row: number(round(row["bytes"] / 1e6)) if row.get("bytes") else ""),
-            _each(judged, lambda row: percent(row["of_copy"]) if row.get("of_copy") else ""),
-            _target(judged),
-            _each(judged, lambda row: VERDICTS.get(row.get("verdict") or "", "")),
-        ])  # fmt: skip
+        table.append(
+            [
+                f"{op} {shape}" if several else shape,
+                number(batch),
+                *(number(_us(cells[way])) if way in cells else "" for way in order),
+                number(peers[-1]) if peers else "",
+                _each(judged, lambda row: f"{_middle(_us(row)) / peers[-1]:.2f}") if peers else "",  # noqa: B023
+                _each(judged, lambda row: number(round(row["bytes"] / 1e6)) if row.get("bytes") else ""),
+                _each(judged, lambda row: percent(row["of_copy"]) if row.get("of_copy") else ""),
+                _target(judged),
+                _each(judged, lambda row: VERDICTS.get(row.get("verdict") or "", "")),
+            ]
+        )
     return _markdown(table)
 
 
@@ -168,7 +182,7 @@ def _us(row: dict[str, Any]) -> Any:
 
 
 def _each(rows: Sequence[dict[str, Any]], cell: Callable[[dict[str, Any]], str]) -> str:
-    """The cells of the judged rows, one beside the other; one alone where all are the same."""
+    """Joins the cells of the judged rows; one alone where all are the same."""
     cells = [text for row in rows if (text := cell(row))]
     return " / ".join(cells if len(set(cells)) > 1 else cells[:1])
 
@@ -234,70 +248,110 @@ def _context(tokens: int) -> str:
 
 COLUMNS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "steps": {
-        "model": _value("model"), "requests": _value("batch"), "context": _value("context", _context),
-        "chunk": _value("chunk"), "steps a call": _value("loop"), "key split": _value("key_split"),
-        "ms": _value("step_ms"), "floor, ms": _floor,
-        "over the floor": _value("over_floor", lambda x: f"{x:.2f}x"), "tokens/s": _value("tokens_per_s"),
+        "model": _value("model"),
+        "requests": _value("batch"),
+        "context": _value("context", _context),
+        "chunk": _value("chunk"),
+        "steps a call": _value("loop"),
+        "key split": _value("key_split"),
+        "ms": _value("step_ms"),
+        "floor, ms": _floor,
+        "over the floor": _value("over_floor", lambda x: f"{x:.2f}x"),
+        "tokens/s": _value("tokens_per_s"),
         "sum of kernels, ms": _value("kernel_ms"),
-        "temporaries, MB": _value("temp_mb"), "host, us": _value("dispatch_us"),
+        "temporaries, MB": _value("temp_mb"),
+        "host, us": _value("dispatch_us"),
         "required / goal": lambda row: _joined(
             row, " / ", "required_over_floor", "goal_over_floor", "required_ms", "goal_ms"
         ),
         "verdict": lambda row: VERDICTS.get(row.get("verdict") or "", ""),
     },
     "models": {
-        "model": _value("model"), "devices": _devices, "layers": _kinds, "requests": _value("batch"),
-        "context": _value("context", _context), "chunk": _value("chunk"),
-        "steps a call": _value("loop"), "drafts": lambda row: str(row["drafts"]) if row.get("drafts") else "",
-        "ms": _value("step_ms"), "a token, ms": _value("token_ms"), "exchanges alone, ms": _value("exchange_ms"),
-        "a layer": _value("layer_ms"), "floor, ms": _floor,
-        "over the floor": _value("over_floor", lambda x: f"{x:.2f}x"), "GB": _value("moved_gb"),
-        "GB/s": _value("gb_per_s"), "experts": _value("experts"), "sum of kernels, ms": _value("kernel_ms"),
-        "launches": _value("launches"), "tokens/s": _value("tokens_per_s"), "host, us": _value("dispatch_us"),
+        "model": _value("model"),
+        "devices": _devices,
+        "layers": _kinds,
+        "requests": _value("batch"),
+        "context": _value("context", _context),
+        "chunk": _value("chunk"),
+        "steps a call": _value("loop"),
+        "drafts": lambda row: str(row["drafts"]) if row.get("drafts") else "",
+        "ms": _value("step_ms"),
+        "a token, ms": _value("token_ms"),
+        "exchanges alone, ms": _value("exchange_ms"),
+        "a layer": _value("layer_ms"),
+        "floor, ms": _floor,
+        "over the floor": _value("over_floor", lambda x: f"{x:.2f}x"),
+        "GB": _value("moved_gb"),
+        "GB/s": _value("gb_per_s"),
+        "experts": _value("experts"),
+        "sum of kernels, ms": _value("kernel_ms"),
+        "launches": _value("launches"),
+        "tokens/s": _value("tokens_per_s"),
+        "host, us": _value("dispatch_us"),
         "required / goal": lambda row: _joined(
             row, " / ", "required_over_floor", "goal_over_floor", "required_ms", "goal_ms"
         ),
         "verdict": lambda row: VERDICTS.get(row.get("verdict") or "", ""),
     },
     "generate": {
-        "model": _value("model"), "layers": _value("layers"), "prompts": _value("prompts"),
-        "tokens of prompts": _value("prompt_tokens"), "steps a call": _value("decode_steps"),
-        "prefill, tokens/s": _value("prefill_tokens_per_s"), "decode, tokens/s": _value("decode_tokens_per_s"),
-        "ms a step": _value("step_ms"), "the step alone, ms": _value("bench_step_ms"),
+        "model": _value("model"),
+        "layers": _value("layers"),
+        "prompts": _value("prompts"),
+        "tokens of prompts": _value("prompt_tokens"),
+        "steps a call": _value("decode_steps"),
+        "prefill, tokens/s": _value("prefill_tokens_per_s"),
+        "decode, tokens/s": _value("decode_tokens_per_s"),
+        "ms a step": _value("step_ms"),
+        "the step alone, ms": _value("bench_step_ms"),
         "host, us": lambda row: ", ".join(f"{name} {number(us)}" for name, us in (row.get("host_us") or {}).items()),
     },
     "swap": {
-        "blocks": _value("blocks"), "ids": _value("ids"), "direction": _value("direction"),
-        "kernel, us": _value("kernel_us"), "kernel": _value("kernel_of_copy", lambda x: percent(x)),
-        "a call, us": _value("us"), "calls in a row": _value("of_copy", lambda x: percent(x)),
-        "required": _value("required_of_copy", lambda x: percent(x)), "plain XLA": _value("xla", lambda x: percent(x)),
+        "blocks": _value("blocks"),
+        "ids": _value("ids"),
+        "direction": _value("direction"),
+        "kernel, us": _value("kernel_us"),
+        "kernel": _value("kernel_of_copy", lambda x: percent(x)),
+        "a call, us": _value("us"),
+        "calls in a row": _value("of_copy", lambda x: percent(x)),
+        "required": _value("required_of_copy", lambda x: percent(x)),
+        "plain XLA": _value("xla", lambda x: percent(x)),
         "launch per layer and leaf": _value("launch per layer and leaf", lambda x: percent(x)),
         "memcpy per piece": _value("memcpy per piece", lambda x: percent(x)),
     },
     "store": {
-        "": _value("what"), "load": lambda row: _joined(row, " to ", "load_from", "load_to"),
-        "write, GB/s": _value("write_gb_per_s"), "write, share": _share("write_share"),
-        "read, GB/s": _value("read_gb_per_s"), "read, share": _share("read_share"),
+        "": _value("what"),
+        "load": lambda row: _joined(row, " to ", "load_from", "load_to"),
+        "write, GB/s": _value("write_gb_per_s"),
+        "write, share": _share("write_share"),
+        "read, GB/s": _value("read_gb_per_s"),
+        "read, share": _share("read_share"),
     },
     "simulate": {
-        "trace": _value("trace"), "policy": _value("policy"), "hits": _value("hit_rate", lambda x: percent(x)),
+        "trace": _value("trace"),
+        "policy": _value("policy"),
+        "hits": _value("hit_rate", lambda x: percent(x)),
         "of an endless cache's": _value("of_endless", lambda x: percent(x)),
         "of a clairvoyant one's": _value("of_clairvoyant", lambda x: percent(x)),
         "hits on the host": _value("host_hit_rate", lambda x: percent(x)),
         "recomputed tokens, M": _value("recomputed_tokens", lambda x: number(x / 1e6)),
-        "to the host, GiB": _value("out_gib"), "back, GiB": _value("in_gib"),
-        "first token, mean, s": _value("first_token_mean_s"), "p99, s": _value("first_token_p99_s"),
+        "to the host, GiB": _value("out_gib"),
+        "back, GiB": _value("in_gib"),
+        "first token, mean, s": _value("first_token_mean_s"),
+        "p99, s": _value("first_token_p99_s"),
         "steps": _value("steps"),
     },
     "facts": {
-        "": _value("what"), "measured": _value("measured"), "unit": _value("unit"), "required": _bounds,
+        "": _value("what"),
+        "measured": _value("measured"),
+        "unit": _value("unit"),
+        "required": _bounds,
         "verdict": _value("verdict"),
     },
-}  # fmt: skip
+}
 
 
 def _beside(entries: Sequence[Entry]) -> list[Entry]:
-    """Swaps: the shares of other schemes in the line of ours."""
+    """Puts the shares of other schemes of a swap into the line of ours."""
     lines: dict[tuple, Entry] = {}
     for row, file, record in entries:
         key = row["blocks"], row["ids"], row["direction"]
@@ -319,7 +373,7 @@ def _plain(entries: Sequence[Entry], columns: dict[str, Callable[[dict[str, Any]
 
 
 def number(value: Any) -> str:
-    """At most two decimals and about four digits, thousands apart; two numbers as a range."""
+    """Writes a number with at most two decimals and about four digits, thousands apart; two numbers as a range."""
     if isinstance(value, list):
         return " to ".join(number(x) for x in value)
     if isinstance(value, float):
@@ -329,7 +383,7 @@ def number(value: Any) -> str:
 
 
 def percent(share: Any) -> str:
-    """A share in per cent, with three digits at most."""
+    """Writes a share in per cent, with three digits at most."""
     low, *high = share if isinstance(share, list) else [share]
     return " to ".join(f"{100 * x:.3g}" for x in (low, *high)) + " %"
 
@@ -339,7 +393,7 @@ def _middle(value: Any) -> float:
 
 
 def _markdown(table: Sequence[Sequence[str]]) -> str:
-    """A table without the columns that are empty below their heading; numbers to the right."""
+    """Writes a table without the columns that are empty below their heading; numbers to the right."""
     kept = [i for i in range(len(table[0])) if any(line[i] for line in table[1:])]
     head, *body = [[line[i] for i in kept] for line in table]
     right = [all(not line[i] or line[i][0].isdigit() for line in body) for i in range(len(head))]

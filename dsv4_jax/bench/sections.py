@@ -15,9 +15,9 @@ FIRST = """\
 # How fast it is
 
 Made by `python -m dsv4_jax bench --render` from the records in [records/](records/README.md); do not edit it. All lines
-of all records, kernel by kernel, with commits, commands and ceilings, are on the page of results, which the same command
-writes beside this one (`RESULTS.md`) and `make docs` shows on the site. Why kernels take as long as they do is in
-[docs/kernels.md](../docs/kernels.md).
+of all records, kernel by kernel, with commits, commands and ceilings, are on the page of results, which the same
+command writes beside this one (`RESULTS.md`) and `make docs` shows on the site. Why kernels take as long as they do is
+in [docs/kernels.md](../docs/kernels.md).
 
 """
 MEASURING = """\
@@ -29,20 +29,20 @@ here measure the rest; `--help` of each says what and how, `--json FILE` writes 
 
 | script | what |
 | --- | --- |
-| `kernels.py` | every CUDA kernel by itself in CUDA graphs, checked, beside peers (`problems.py`: the cases; `graphs.py`: how) |
-| `bench_mesh.py`, `generate_mesh.py`, `bench_exchange.py` | whole models, generation and exchanges over two GPUs or more |
+| `kernels.py` | every kernel by itself in CUDA graphs, checked, beside peers (cases: `problems.py`) |
+| `bench_mesh.py`, `generate_mesh.py`, `bench_exchange.py` | models and exchanges over two GPUs or more |
 | `bench_generate.py`, `bench_context.py` | prompts continued by the command; attention along a pool axis |
 | `bench_swap.py`, `bench_store.py`, `bench_transport.py` | blocks to host memory, to a disk, from another host |
 | `bench_manager.py`, `bench_policies.py` | the manager's own time; what eviction policies find on traces |
-| `timeline.py`, `compile_step.py`, `beside.py` | when each kernel of a step runs; what XLA makes of a step, without a GPU |
+| `timeline.py`, `compile_step.py`, `beside.py` | when kernels of a step run; what XLA makes of a step |
 | `on_gpu.sh`, `on_gpu_wheel.sh`, `on_two_gpus.sh` | all of it in order of worth |
 """
 DETAIL = """\
 # Line by line
 
-Each table shows the latest measurement of every line and names its records below. What bounds the kernels, and what was
-tried, is in [docs/kernels.md](../docs/kernels.md). Times are in microseconds unless a heading says otherwise. *Ratio* is
-our time over the peer's: below 1 ours is shorter. *Required* and *goal* are the project's targets.
+Each table shows the latest measurement of every line and names its records below. What bounds the kernels, and what
+was tried, is in [docs/kernels.md](../docs/kernels.md). Times are in microseconds unless a heading says otherwise.
+*Ratio* is our time over the peer's: below 1 ours is shorter. *Required* and *goal* are the project's targets.
 """
 
 

@@ -19,9 +19,20 @@ if TYPE_CHECKING:  # it imports jax
     from ..ops.attend import KernelSplit
 
 __all__ = [
-    "CASES", "OPS", "QUICK", "AppendShape", "AttendShape", "Case", "CompressShape", "GatherShape", "KVStoreShape",
-    "ScoreShape", "Shape", "TopKShape", "select",
-]  # fmt: skip
+    "CASES",
+    "OPS",
+    "QUICK",
+    "AppendShape",
+    "AttendShape",
+    "Case",
+    "CompressShape",
+    "GatherShape",
+    "KVStoreShape",
+    "ScoreShape",
+    "Shape",
+    "TopKShape",
+    "select",
+]
 
 HEAD_DIM, ROPE_DIM, INDEX_DIM, INDEX_HEADS, WINDOW = 512, 64, 128, 64, 128
 BLOCK_TOKENS = 128
@@ -65,7 +76,7 @@ class CompressShape:
 
     @property
     def compressors(self) -> tuple[CompressShape, ...]:
-        """One shape per compressor."""
+        """The shapes of the compressors that the call feeds, one each."""
         main = dataclasses.replace(self, index_fmt=None)
         return (main, dataclasses.replace(main, kind="index", fmt=self.index_fmt)) if self.index_fmt else (main,)
 
@@ -80,7 +91,7 @@ class CompressShape:
 
     @property
     def ring(self) -> int:
-        """State rows of a slot."""
+        """How many state rows a slot has."""
         return {"csa": 2 * CSA_RATIO, "index": 2 * CSA_RATIO, "hca": 1, "hca_raw": HCA_RATIO}[self.kind]
 
     @property
@@ -89,7 +100,7 @@ class CompressShape:
 
     @property
     def bytes_moved(self) -> int:
-        """kv and score in, state read and written, entries out, per request.
+        """Counts kv and score in, state read and written, and entries out, of each request.
 
         A decode step reads the halves of the 2r - 1 older rows that its entry pools (CSA), the triple
         (HCA online) or r - 1 older rows (HCA raw), and writes one state row. A prefill reads no state and
@@ -103,8 +114,12 @@ class CompressShape:
         entries = max(1, self.length // self.ratio) * self.fmt.row_bytes
         read = 0
         if self.length == 1:
-            older = {"csa": (2 * CSA_RATIO - 1) * row // 2, "index": (2 * CSA_RATIO - 1) * row // 2, "hca": row,
-                     "hca_raw": (HCA_RATIO - 1) * row}  # fmt: skip
+            older = {
+                "csa": (2 * CSA_RATIO - 1) * row // 2,
+                "index": (2 * CSA_RATIO - 1) * row // 2,
+                "hca": row,
+                "hca_raw": (HCA_RATIO - 1) * row,
+            }
             read = older[self.kind]
         return self.rows * (fed + read + written + entries)
 
@@ -115,7 +130,7 @@ class CompressShape:
 
 @dataclasses.dataclass(frozen=True)
 class GatherShape:
-    """`rows` stored rows to dense bf16."""
+    """A gather of `rows` stored rows to dense bf16."""
 
     rows: int
     fmt: RowFormat
@@ -145,7 +160,7 @@ class ScoreShape:
 
     @property
     def bytes_moved(self) -> int:
-        """Keys and block ids, bf16 queries, float32 head weights; float32 scores out."""
+        """Counts keys and block ids, bf16 queries, float32 head weights, and float32 scores out."""
         per_token = self.keys * (self.fmt.row_bytes + F32) + self.blocks * ID
         return self.tokens * (per_token + self.heads * (self.fmt.dim * BF16 + F32))
 
@@ -156,7 +171,7 @@ class ScoreShape:
 
 @dataclasses.dataclass(frozen=True)
 class TopKShape:
-    """The best k of `entries` float32 scores for each of `tokens` tokens."""
+    """A selection of the best k of `entries` float32 scores for each of `tokens` tokens."""
 
     tokens: int
     entries: int
@@ -188,13 +203,13 @@ class AttendShape:
 
     @property
     def bytes_moved(self) -> int:
-        """Key rows and their ids, bf16 queries; float32 output and log-sum-exp."""
+        """Counts key rows and their ids, bf16 queries, float32 output and log-sum-exp."""
         per_head = self.fmt.dim * (BF16 + F32) + F32
         return self.tokens * (self.keys * (self.fmt.row_bytes + ID) + self.heads * per_head)
 
     @property
     def flops(self) -> int:
-        """Two products over the same rows."""
+        """Counts two products over the same rows."""
         return 4 * self.tokens * self.heads * self.fmt.dim * self.keys
 
 
@@ -209,7 +224,7 @@ class KVStoreShape:
 
     @property
     def bytes_moved(self) -> int:
-        """The rows and one id each in; the rows out, in fp8 with a float32 scale."""
+        """Counts the rows and one id each in, and the rows out, in fp8 with a float32 scale."""
         width = self.heads * self.dim
         stored = width * BF16 if self.storage == "bf16" else width + F32
         return self.tokens * (2 * (width * BF16 + stored) + ID)
@@ -266,7 +281,7 @@ def _top_k(name: str, context: int, k: int, *batches: int) -> Case:
 
 
 def _kv_store(storage: Literal["bf16", "fp8"]) -> Case:
-    """The rows of a GQA model with 8 KV heads of 128: decode steps, and 134 (fp8) or 268 MB written."""
+    """Makes the case of a GQA model with 8 KV heads of 128: decode steps, and 134 (fp8) or 268 MB written."""
     return Case("kv_store", storage, None, (64, 1024, 65536), lambda b: KVStoreShape(b, 8, 128, storage))
 
 
@@ -275,7 +290,7 @@ def _compress(op: str, name: str, kind: str, fmt: RowFormat, *batches: int) -> C
 
 
 def _prefill(op: str, kind: str, fmt: RowFormat) -> Case:
-    """The batch of a prefill is its tokens, all of one request."""
+    """Makes the case of a prefill, whose batch is its tokens, all of one request."""
     make = lambda b: CompressShape(kind, 1, fmt, b)  # type: ignore[arg-type]  # noqa: E731
     return Case(op, "prefill", None, (8192, 65536), make)
 
@@ -341,7 +356,7 @@ def select(
     batches: Sequence[int] | None = None,
     contexts: Sequence[int] | None = None,
 ) -> list[tuple[Case, int]]:
-    """(case, batch) pairs, in the order of `cases`.
+    """Selects (case, batch) pairs, in the order of `cases`.
 
     Args:
         ops: names in `OPS`.

@@ -33,9 +33,9 @@ from ..model.split import Split
 from ..ops.registry import Choice
 from ..plan import PackedPlan
 from ..sharding import stack_plans
-from .ceilings import Ceilings
 from .inputs import random_part
-from .step_timing import Part, against_floors, longest_kernels, timed
+from .step_timing import StepPart, against_floors, longest_kernels, timed
+from .timing import Ceilings
 
 __all__ = [
     "StepOptions",
@@ -54,7 +54,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """What `measure_step` runs.
+    """Says what `measure_step` runs.
 
     Attributes:
         model: "flash", "pro" or "tiny".
@@ -103,7 +103,7 @@ class StepOptions:
 
     @property
     def fed(self) -> int:
-        """Tokens of each request in a step."""
+        """How many tokens of each request a step takes."""
         return self.chunk + self.drafts
 
     def config(self) -> DSV4Config:
@@ -117,7 +117,7 @@ class StepOptions:
 
 
 class StepSetup(NamedTuple):
-    """What a call of these options works on and does.
+    """Holds what a call of these options works on and does.
 
     Attributes:
         layout, size: of the cache.
@@ -156,7 +156,7 @@ def set_up(options: StepOptions) -> StepSetup:
 
 
 def cache_shape(cfg: DSV4Config, options: StepOptions) -> tuple[CacheLayout, CacheSize]:
-    """The cache, of a data shard, that holds every request's context, and no more."""
+    """Returns layout and size of a data shard's cache that holds every request's context, and no more."""
     mtp = options.drafts > 0
     layout = CacheLayout(cfg, key_split=options.key_split, draft_tokens=options.drafts, include_mtp=mtp)
     columns, batch = layout.blocks_for(options.context), options.batch // options.split.data
@@ -164,7 +164,7 @@ def cache_shape(cfg: DSV4Config, options: StepOptions) -> tuple[CacheLayout, Cac
 
 
 def cache_and_plan(cfg: DSV4Config, options: StepOptions) -> tuple[CacheLayout, CacheSize, PackedPlan]:
-    """What a step runs on, and the plan, on the host, of a step in which every request feeds its last tokens.
+    """Returns what a step runs on, and the plan, on the host, of a step in which every request feeds its last tokens.
 
     The cache is that of a data shard, the plan that of all of them.
     """
@@ -200,14 +200,22 @@ def measure_step(options: StepOptions, ceilings: Ceilings | None) -> dict[str, A
     memory, text = compiled.memory_analysis(), compiled.as_text() or ""
     assert memory is not None
     report: dict[str, Any] = dict(
-        model=options.model, layers=cfg.num_layers, batch=options.batch, context=options.context,
-        chunk=options.chunk if options.chunk > 1 else None, loop=options.loop,
-        implementation=options.implementation or "default", key_split=options.key_split, xla=chosen,
-        compile_s=compile_s, cache_gb=layout.total_bytes(size) / 1e9,
+        model=options.model,
+        layers=cfg.num_layers,
+        batch=options.batch,
+        context=options.context,
+        chunk=options.chunk if options.chunk > 1 else None,
+        loop=options.loop,
+        implementation=options.implementation or "default",
+        key_split=options.key_split,
+        xla=chosen,
+        compile_s=compile_s,
+        cache_gb=layout.total_bytes(size) / 1e9,
         cache_in_place=memory.alias_size_in_bytes == layout.total_bytes(size) + x.nbytes,
         temp_mb=memory.temp_size_in_bytes / 1e6,
-        command_buffers=text.count("command_buffer"), custom_calls=text.count("custom-call("),
-    )  # fmt: skip
+        command_buffers=text.count("command_buffer"),
+        custom_calls=text.count("custom-call("),
+    )
 
     def run() -> jax.Array:
         nonlocal cache, x
@@ -223,7 +231,7 @@ def measure_step(options: StepOptions, ceilings: Ceilings | None) -> dict[str, A
 
 
 def neutral_layers(cfg: DSV4Config) -> PackedLayers:
-    """The layers' "attn" parameters as they are decoded with, stacked and packed: unit norms, the rest 0."""
+    """Makes the layers' "attn" parameters as they are decoded with, stacked and packed: unit norms, the rest 0."""
 
     def neutral(path: tuple, spec: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.full(spec.shape, "norm" in jax.tree_util.keystr(path), spec.dtype)
@@ -234,7 +242,7 @@ def neutral_layers(cfg: DSV4Config) -> PackedLayers:
 
 
 def random_layers(cfg: DSV4Config, key: jax.Array) -> PackedLayers:
-    """`neutral_layers` with normal matrices scaled by their width."""
+    """Makes `neutral_layers` with normal matrices scaled by their width."""
 
     def draw(i: int, spec: jax.ShapeDtypeStruct) -> jax.Array:
         scale = jnp.asarray(spec.shape[-1] ** -0.5, spec.dtype)
@@ -249,7 +257,7 @@ def random_layers(cfg: DSV4Config, key: jax.Array) -> PackedLayers:
 
 
 def random_cache(layout: CacheLayout, size: CacheSize, key: jax.Array) -> KVCache:
-    """A cache full of valid rows and a block table that scatters every request over the pool."""
+    """Makes a cache full of valid rows, with a block table that scatters every request over the pool."""
     cache = init_cache(layout, size)
     arrays = dict(cache.arrays)
     rows = {"index": layout.index_row} | dict.fromkeys(("swa", "csa", "hca"), layout.kv_row)
@@ -265,16 +273,16 @@ def random_cache(layout: CacheLayout, size: CacheSize, key: jax.Array) -> KVCach
     return KVCache(arrays, layout)
 
 
-def floors(layout: CacheLayout, params: PackedLayers, batch: int, context: int, chunk: int = 1) -> list[Part]:
-    """Those of one step of the attention stack: every weight and every visible row read once."""
+def floors(layout: CacheLayout, params: PackedLayers, batch: int, context: int, chunk: int = 1) -> list[StepPart]:
+    """Returns the parts of one step of the attention stack: every weight and every visible row is read once."""
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     matrices = sum(math.prod(x.shape) for x in jax.tree.leaves(params) if x.ndim >= 2 and x.dtype == jnp.bfloat16)
-    products = Part("projections", weights, 2 * matrices * batch * chunk)
+    products = StepPart("projections", weights, 2 * matrices * batch * chunk)
     return [products, *cache_floors(layout, batch, context, chunk=chunk)]
 
 
-def cache_floors(layout: CacheLayout, batch: int, context: int, tensor: int = 1, chunk: int = 1) -> list[Part]:
-    """Those of reading the cache: every row that any token of a request sees once, FLOPs of each token.
+def cache_floors(layout: CacheLayout, batch: int, context: int, tensor: int = 1, chunk: int = 1) -> list[StepPart]:
+    """Returns the parts of reading the cache: every row that any token of a request sees once, FLOPs of each token.
 
     Queries and outputs count as bf16, the least a step could keep them in; `tensor` devices share the heads. The
     indexer's FLOPs count half where its products are of FP8, which are twice as fast.
@@ -292,11 +300,11 @@ def cache_floors(layout: CacheLayout, batch: int, context: int, tensor: int = 1,
             keys = last * layout.row_format(schema.index_keys).row_bytes
             flops = 2 * cfg.index_n_heads * schema.index_keys.width * int(entries.sum())
             flops //= 1 if layout.index_row.name in ("bf16", "f32") else 2
-            rows.append(Part("index_scores", layers * batch * keys, layers * batch * flops))
+            rows.append(StepPart("index_scores", layers * batch * keys, layers * batch * flops))
         if schema.selected_entries:
             entries = np.minimum(entries, schema.selected_entries)
         width = cfg.num_attention_heads // tensor * schema.entry_head_dim
         read = min(context, schema.swa_window_size + chunk - 1) + min(last, int(entries.sum()))
         bytes_ = layers * batch * (read * layout.row_format(schema.window).row_bytes + 4 * width * chunk)
-        rows.append(Part(f"attend {attn.name}", bytes_, layers * batch * 4 * width * int((seen + entries).sum())))
+        rows.append(StepPart(f"attend {attn.name}", bytes_, layers * batch * 4 * width * int((seen + entries).sum())))
     return rows

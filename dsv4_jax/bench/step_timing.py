@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import BenchmarkError
-from .ceilings import Ceilings
-from .timing import profiled
+from .timing import Ceilings, profiled
 
-__all__ = ["Part", "against_floors", "longest_kernels", "timed"]
+__all__ = ["StepPart", "against_floors", "longest_kernels", "timed"]
 
 
-class Part(NamedTuple):
-    """What a part of a step cannot do without: bytes of device memory, and FLOPs."""
+class StepPart(NamedTuple):
+    """A part of a step, with the bytes of device memory and the FLOPs that it cannot do without."""
 
     name: str
     bytes: float
@@ -26,7 +25,8 @@ class Part(NamedTuple):
 
 
 def timed(run: Callable[[], jax.Array], steps: int, loop: int) -> dict[str, float]:
-    """The best time of one step, and its host times: with nothing queued, and of calls issued one after the other.
+    """Takes the best time of one step, and its host times: with nothing queued, and of calls issued one after the
+    other.
 
     Args:
         run: issues a call, and returns what to wait for.
@@ -57,15 +57,17 @@ def timed(run: Callable[[], jax.Array], steps: int, loop: int) -> dict[str, floa
     }
 
 
-def against_floors(parts: Sequence[Part], ceilings: Ceilings, step_ms: float) -> dict[str, Any]:
-    """What a step's parts take at the ceilings, and the step's time over it."""
+def against_floors(parts: Sequence[StepPart], ceilings: Ceilings, step_ms: float) -> dict[str, Any]:
+    """Returns what a step's parts take at the ceilings, and the step's time over it."""
     floor_us = {name: ceilings.floor_us(bytes_, flops) for name, bytes_, flops in parts}
     moved, total = sum(bytes_ for _, bytes_, _ in parts), sum(floor_us.values()) / 1e3
     return {"floor_us": floor_us, "floor_ms": total, "over_floor": step_ms / total, "gb_per_s": moved / step_ms / 1e6}
 
 
 def longest_kernels(run: Callable[[], jax.Array], loop: int, keep: pathlib.Path | None) -> dict[str, Any]:
-    """Kernel time of one step, and of each of its twenty longest kernels; None where there is no profile of them."""
+    """Profiles the kernel time of one step, and of each of its twenty longest kernels; None where there is no profile
+    of them.
+    """
     times: dict[str, float] = {}
     if keep or jax.default_backend() == "gpu":
         times = {name: us / loop for name, us in profiled(run, keep).items()}

@@ -35,7 +35,7 @@ class Target:
     goal_of_copy: float | None = None
 
     def limits(self, bytes_moved: int, copy_rate: float) -> tuple[float | None, float | None]:
-        """(required, goal) in us, for a copy ceiling in bytes per second."""
+        """Returns (required, goal) in us, for a copy ceiling in bytes per second."""
 
         def us(share: float | None) -> float | None:
             return None if share is None else 1e6 * bytes_moved / (share * copy_rate)
@@ -53,8 +53,10 @@ def verdict(us: float | None, required: float | None, goal: float | None) -> str
 
 
 def elsewhere(row: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """A row of the record of a run on `device`. Not on an H200: without the times set for one, the verdicts on them and
-    the peer's time, which was measured on one. Shares of a device's own ceilings, and what they say, stay.
+    """Returns a row as the record of a run on `device` has it.
+
+    Elsewhere than on an H200 without the times set for one, the verdicts on them and the peer's time, which is that
+    of one. Shares of a device's own ceilings, and what they say, stay.
     """
     if "H200" in device or row.get("table") not in ("ops", "steps", "models"):
         return dict(row)
@@ -66,14 +68,20 @@ def elsewhere(row: Mapping[str, Any], device: str) -> dict[str, Any]:
 
 
 PEERS = {
-    "append": "vLLM", "compress_csa": "vLLM", "compress_index": "vLLM", "compress_hca": "vLLM", "top_k": "vLLM",
-    "attend": "FlashMLA", "index_scores": "DeepGEMM", "moe": "Marlin",
+    "append": "vLLM",
+    "compress_csa": "vLLM",
+    "compress_index": "vLLM",
+    "compress_hca": "vLLM",
+    "top_k": "vLLM",
+    "attend": "FlashMLA",
+    "index_scores": "DeepGEMM",
+    "moe": "Marlin",
     "dense_fp8": "DeepGEMM",
-}  # fmt: skip
+}
 
 
 def judged(report: dict[str, Any]) -> dict[str, Any]:
-    """A report of `step.measure_step` with what is required of it, if anything is and it has a floor."""
+    """Returns a report of `step.measure_step` with what is required of it, if anything is and it has a floor."""
     shape = report["model"], report["batch"], report["context"]
     if report.get("chunk"):
         times = PREFILL_TARGETS.get((*shape, report["chunk"]))
@@ -82,7 +90,7 @@ def judged(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def judged_model(report: dict[str, Any]) -> dict[str, Any]:
-    """The same of `model.measure_model`."""
+    """Judges a report of `model.measure_model` in the same way."""
     place = tuple(report.get(name) for name in ("model", "layers", "devices", "batch", "context"))
     if report.get("drafts"):
         return _in_time(report, DRAFT_TARGETS[place], "token_ms") if place in DRAFT_TARGETS else report
@@ -110,7 +118,7 @@ def _judged(report: dict[str, Any], limits: tuple[float, float] | None) -> dict[
 
 
 def _peers(op: str, name: str, **times: float) -> dict[tuple[str, str, int], Target]:
-    """Peers' times alone: b1=13.0 is batch 1."""
+    """Makes targets of peers' times alone: b1=13.0 is batch 1."""
     return {(op, name, int(batch[1:])): Target(peer=us) for batch, us in times.items()}
 
 
@@ -152,7 +160,7 @@ TARGETS: dict[tuple[str, str, int], Target] = {
     **_peers("index_scores", "fp8-1m", b16=135.2),
     ("top_k", "flash-8k", 1): Target(4.5, 3, 3.09),
     ("top_k", "flash-8k", 64): Target(4.5, 3.5, 3.52),
-    ("top_k", "flash-32k", 1): Target(6, 4, 4.46),  # benchmarks/bench_select_graph.py alone
+    ("top_k", "flash-32k", 1): Target(6, 4, 4.46),  # benchmarks/kernels.py alone
     ("top_k", "flash-128k", 1): Target(9.5, 7, 8.90),
     ("top_k", "flash-128k", 16): Target(peer=10.8),
     ("top_k", "flash-128k", 64): Target(12.5, 10, 12.7),
@@ -177,7 +185,7 @@ TARGETS: dict[tuple[str, str, int], Target] = {
     ("attend", "csa-pro", 1): Target(20, 14.7, 14.7),
     ("attend", "csa-pro", 64): Target(100, 53.3, 53.3),
     ("attend", "csa-pro", 256): Target(380, 201.0, 201.0),
-    # benchmarks/bench_moe_graph.py
+    # benchmarks/kernels.py
     ("moe", "flash", 1): Target(40, 27, 45.3),
     ("moe", "flash", 16): Target(370, 310, 412),
     ("moe", "flash", 64): Target(860, 750, 972),
@@ -190,7 +198,7 @@ TARGETS: dict[tuple[str, str, int], Target] = {
     # benchmarks/bench_exchange.py
     ("exchange", "sum_to_all, 512 KiB", 2): Target(10.0, 6.0),
     ("exchange", "all_gather, sum_to_owner, 512 KiB", 2): Target(10.0, 6.0),
-    # benchmarks/bench_dense_graph.py; DeepGEMM quantises rows beforehand. Goals: 75 % of a read of the weights.
+    # DeepGEMM quantises rows beforehand. Goals: 75 % of a read of the weights.
     ("dense_fp8", "32768x1024", 1): Target(14.0, 10.0, 14.0),
     ("dense_fp8", "32768x1024", 16): Target(14.7, 10.0, 14.7),
     ("dense_fp8", "32768x1024", 64): Target(15.1, 10.0, 15.1),

@@ -1,4 +1,4 @@
-"""How long a call takes: wall time over many calls per synchronisation, and the profiler's kernel times.
+"""How long a call takes, by wall time and by the profiler, and the ceilings of the device that it is compared with.
 
 One executable holds several calls. Time of a call = (time of MANY calls - time of FEW) / (MANY - FEW), each the
 best of several repeats, so what an execution costs by itself drops out. Before every execution the GPU's L2 is
@@ -8,27 +8,40 @@ filled with other data, so all rows come from device memory.
 from __future__ import annotations
 
 import collections
+import math
 import pathlib
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .ops import Problem
 
-__all__ = ["Timing", "call_count", "executable", "flush_l2", "kernel_times", "profiled", "time_problem"]
+__all__ = [
+    "Ceilings",
+    "Timing",
+    "call_count",
+    "executable",
+    "flush_l2",
+    "kernel_times",
+    "measure_ceilings",
+    "profiled",
+    "time_problem",
+]
 
-MOST_CALLS, FEWEST_CALLS = 16, 6
+MAX_CALLS, MIN_CALLS = 16, 6
 REFERENCE_CALLS = 6  # the reference is slow to compile, and slow enough to be timed well
 MEMORY = 8 << 30  # bytes that the calls of one executable may move, about what they hold
 L2_FLUSH = 256 << 20  # bytes read between executions; an H200 has 50 MB of L2
 
 
 class Timing(NamedTuple):
-    """Times of one call.
+    """The times of one call.
 
     Attributes:
         us: wall time.
@@ -46,12 +59,12 @@ class Timing(NamedTuple):
 
 
 def call_count(bytes_moved: int, *, quick: bool = False) -> int:
-    """Calls of an executable."""
-    return 2 if quick else max(FEWEST_CALLS, min(MOST_CALLS, MEMORY // bytes_moved))
+    """Returns how many calls an executable has."""
+    return 2 if quick else max(MIN_CALLS, min(MAX_CALLS, MEMORY // bytes_moved))
 
 
 def flush_l2() -> Callable[[], None]:
-    """A function that reads more than an L2 holds (nothing on a CPU)."""
+    """Returns a function that reads more than an L2 holds (on a CPU one that does nothing)."""
     if jax.default_backend() != "gpu":
         return lambda: None
     data = jnp.ones(L2_FLUSH // 4, jnp.int32)
@@ -60,7 +73,9 @@ def flush_l2() -> Callable[[], None]:
 
 
 def executable(problem: Problem, implementation: str) -> Callable[..., tuple[Any, list[Any]]]:
-    """(shared, carry, calls, count) -> (carry, outs): the first `count` calls of a problem, jitted, carry donated."""
+    """Returns a function (shared, carry, calls, count) -> (carry, outs): the first `count` calls of a problem, jitted,
+    carry donated.
+    """
 
     def run(shared: Any, carry: Any, calls: list[Any], count: int) -> tuple[Any, list[Any]]:
         outs = []
@@ -104,7 +119,7 @@ def time_problem(problem: Problem, implementation: str, *, repeats: int) -> Timi
 
 
 def profiled(call: Callable[[], Any], keep: pathlib.Path | None = None) -> dict[str, float]:
-    """`kernel_times` of a call, whose profiler trace is left in `keep` if that is given."""
+    """Returns `kernel_times` of a call, whose profiler trace is left in `keep` if that is given."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = keep or pathlib.Path(temporary)
         with jax.profiler.trace(str(folder)):
@@ -113,7 +128,7 @@ def profiled(call: Callable[[], Any], keep: pathlib.Path | None = None) -> dict[
 
 
 def kernel_times(folder: pathlib.Path) -> dict[str, float]:
-    """us of every kernel and device copy in a profiler trace, by name; {} if it holds no GPU streams."""
+    """Sums us of every kernel and device copy in a profiler trace, by name; {} if it holds no GPU streams."""
     times: dict[str, float] = collections.defaultdict(float)
     for file in folder.rglob("*.xplane.pb"):
         for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
@@ -124,3 +139,41 @@ def kernel_times(folder: pathlib.Path) -> dict[str, float]:
                     for event in line.events:
                         times[event.name[:100]] += event.duration_ns / 1e3
     return dict(times)
+
+
+class Ceilings(NamedTuple):
+    """copy: bytes read and written per second by an elementwise kernel. matmul: bf16 FLOP per second."""
+
+    copy: float
+    matmul: float
+
+    def floor_us(self, bytes_moved: float, flops: float) -> float:
+        """Returns the time that nothing can beat: the larger of the two."""
+        return 1e6 * max(bytes_moved / self.copy, flops / self.matmul)
+
+    def as_dict(self) -> dict[str, float]:
+        return {"copy_gb_per_s": self.copy / 1e9, "matmul_tflop_per_s": self.matmul / 1e12}
+
+
+def measure_ceilings(*, quick: bool = False) -> Ceilings:
+    """Measures both, with 2 GiB and 8192 x 8192 (4 MiB and 256 x 256 if quick)."""
+    x = jnp.zeros(1 << (20 if quick else 29), jnp.int32)
+    copy = 2 * x.nbytes / _seconds_each(jax.jit(lambda x: x + np.int32(1), donate_argnums=0), x)
+    n = 256 if quick else 8192
+    a = jax.random.normal(jax.random.key(0), (n, n), jnp.bfloat16) * jnp.bfloat16(n**-0.5)  # keeps products' size
+    # cuBLAS: searching for the best of XLA's own kernels takes longer than all the rest.
+    multiply = jax.jit(jnp.matmul, compiler_options={"xla_gpu_enable_triton_gemm": False})
+    return Ceilings(copy, 2 * n**3 / _seconds_each(partial(multiply, a), a))
+
+
+def _seconds_each(step: Callable[[jax.Array], jax.Array], x: jax.Array, steps: int = 8) -> float:
+    """Returns the time of a step, many in a row a synchronisation: a slow host must not lower a ceiling."""
+    best = math.inf
+    x = jax.block_until_ready(step(x))
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(steps):
+            x = step(x)
+        jax.block_until_ready(x)
+        best = min(best, time.perf_counter() - start)
+    return best / steps

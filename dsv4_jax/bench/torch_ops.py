@@ -26,7 +26,7 @@ OPS = ("gather", "index_scores", "top_k", "attend")
 
 
 def why_not(op: str) -> str | None:
-    """Why there is no torch baseline here, None if there is."""
+    """Says why there is no torch baseline here, None if there is."""
     if op not in OPS:
         return "no torch version"
     if jax.default_backend() != "gpu":
@@ -39,7 +39,7 @@ def why_not(op: str) -> str | None:
 
 
 def measure(op: str, shape: Shape, inputs: Problem, *, repeats: int) -> tuple[float, list[np.ndarray]]:
-    """(us of a call, result of the first call). Calls are captured in one CUDA graph and replayed, L2 cold."""
+    """Returns (us of a call, result of the first call). Calls are captured in one CUDA graph and replayed, L2 cold."""
     import torch
 
     call = _call(op, shape)
@@ -69,7 +69,7 @@ def measure(op: str, shape: Shape, inputs: Problem, *, repeats: int) -> tuple[fl
 
 
 def _tensor(x: jax.Array) -> Any:
-    """A copy on torch's side; bf16 and uint16 keep their bits."""
+    """Copies an array to torch; bf16 and uint16 keep their bits."""
     import torch
 
     host = np.array(x)
@@ -79,7 +79,7 @@ def _tensor(x: jax.Array) -> Any:
 
 
 def _decode(pool: Any, ids: Any) -> Any:
-    """fp8 KV rows [..., 512] bf16."""
+    """Decodes fp8 KV rows to [..., 512] bf16."""
     import torch
 
     nope, rope, scale = (part[ids.long()] for part in pool)
@@ -89,7 +89,7 @@ def _decode(pool: Any, ids: Any) -> Any:
 
 
 def _call(op: str, shape: Shape) -> Callable[[Any, Any], tuple[Any, ...]]:
-    """(shared, call) -> results, in the order of the op's own."""
+    """Returns a function (shared, call) -> results, in the order of the op's own."""
     import torch
 
     match shape:

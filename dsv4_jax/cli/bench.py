@@ -66,9 +66,13 @@ _SHARED_OPTIONS = ("batch", "context", "implementations", "key_split", "quick", 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = add_command(
-        commands, "bench", "time the ops or a decode step", __doc__, _EXAMPLES,
+        commands,
+        "bench",
+        "time the ops or a decode step",
+        __doc__,
+        _EXAMPLES,
         fails="a result is wrong, a step cannot run, or with --check a page differs",
-    )  # fmt: skip
+    )
     parser.add_argument("what", nargs="*", metavar="OP", help=f"{', '.join(OPS)}, all (default), step or model")
     parser.add_argument("--shapes", metavar="TEXT", help="only shapes whose op/name holds this")
     parser.add_argument(
@@ -81,9 +85,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--implementations", type=_names, metavar="NAME,...", help="cuda, pallas, triton, xla, lax.top_k, torch"
     )
     parser.add_argument(
-        "--key-split", choices=get_args(KeySplit),
+        "--key-split",
+        choices=get_args(KeySplit),
         help="how a token's keys are cut (default: throughput; in a model's step of up to 16 requests latency)",
-    )  # fmt: skip
+    )
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does everything run? (the default on a CPU)")
     parser.add_argument(
         "--invariance", action="store_true", help="also check that rows keep their bits in other batches"
@@ -92,10 +97,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--plot", type=picture_file, metavar="PNG", help="draw times, beside what the device can do")
     results = parser.add_argument_group("results")
     results.add_argument(
-        "--render", nargs="?", const=pathlib.Path("benchmarks"), type=given_path, metavar="DIR",
+        "--render",
+        nargs="?",
+        const=pathlib.Path("benchmarks"),
+        type=given_path,
+        metavar="DIR",
         help="measure nothing: write DIR/RESULTS.md, README.md and its picture from DIR/records (default: benchmarks)",
-    )  # fmt: skip
-    results.add_argument("--check", action="store_true", help="with --render: write nothing, fail if README.md or its picture differs")
+    )
+    results.add_argument("--check", action="store_true", help="with --render: write nothing, fail if one differs")
     step = parser.add_argument_group(
         "step and model", "step: the attention stack in bf16. model: whole layers and the head, weights as released."
     )
@@ -111,19 +120,27 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     step.add_argument("--devices", type=positive, metavar="N", help="model: over so many devices (default: 1)")
     step.add_argument(
-        "--tensor", type=positive, metavar="N",
+        "--tensor",
+        type=positive,
+        metavar="N",
         help="of them, have the same requests and share the heads (default: all up to 8 requests, else 1)",
-    )  # fmt: skip
+    )
     step.add_argument(
-        "--drafts", type=natural, choices=range(4), metavar="N",
+        "--drafts",
+        type=natural,
+        choices=range(4),
+        metavar="N",
         help="model: that the MTP layer makes for each request, verified in the same step (default: none)",
-    )  # fmt: skip
+    )
     step.add_argument("--steps", type=positive, metavar="N", help="calls per synchronisation (default: 20)")
     step.add_argument("--loop", type=positive, metavar="K", help="steps in one executable (default: 1)")
     step.add_argument(
-        "--xla", action="append", type=_xla_option, metavar="OPTION=VALUE",
+        "--xla",
+        action="append",
+        type=_xla_option,
+        metavar="OPTION=VALUE",
         help="compiler option of the step, such as xla_gpu_enable_triton_gemm=false",
-    )  # fmt: skip
+    )
     step.add_argument("--profile", type=output_folder, metavar="DIR", help="keep the profiler trace of a step")
     parser.set_defaults(run=run)
 
@@ -146,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
     refuse_same({"--json": args.json, "--plot": args.plot})
     import jax
 
-    from ..bench import ceilings, measure, plot
+    from ..bench import measure, plot, timing
     from ..bench.records import new_record
 
     names = _implementations(args.implementations, measure.IMPLEMENTATIONS)
@@ -173,15 +190,19 @@ def run(args: argparse.Namespace) -> int:
         rows = [{"table": "ops"} | dataclasses.asdict(r) for r in found]
         rows += reports
         made = new_record(
-            rows, device=device, command=command, quick=quick, ceilings=top.as_dict() if top else {},
+            rows,
+            device=device,
+            command=command,
+            quick=quick,
+            ceilings=top.as_dict() if top else {},
             software={"jax": jax.__version__, "backend": jax.default_backend()},
-        )  # fmt: skip
+        )
         if args.json and args.json != "-":
             write_json(made, args.json)
         return made
 
     with Progress("ceilings", sum(len(each) for *_, each in pairs) + len(steps) + len(models)) as progress:
-        top = None if quick else ceilings.measure_ceilings()
+        top = None if quick else timing.measure_ceilings()
         for case, batch, each in pairs:
             progress.update(f"{case.op} {case.name}, batch {batch}")
             found += measure.measure(
@@ -234,7 +255,7 @@ def _holds(path: pathlib.Path, text: str) -> bool:
 def _whole_steps(
     steps: list[Any], models: list[Any], top: Any, progress: Progress
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(table, report) of every step that is measured."""
+    """Yields (table, report) of every step that is measured."""
     from ..bench import model, step
     from ..bench.measure import one_line
     from ..bench.mesh import mesh_of
@@ -264,7 +285,7 @@ def _whole_steps(
 
 
 def _chosen(what: list[str]) -> tuple[list[str], set[str]]:
-    """(ops, which whole steps were asked for)"""
+    """Returns the ops and the whole steps that were asked for."""
     whole = {"step", "model"}.intersection(what)
     ops = list(OPS) if "all" in what else [name for name in dict.fromkeys(what) if name not in whole]
     return ops, whole

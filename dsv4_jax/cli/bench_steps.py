@@ -18,7 +18,7 @@ _FIELDS = MappingProxyType(
 
 
 def step_options(args: argparse.Namespace, quick: bool) -> list[Any]:
-    """One for each batch, context and implementation, of the attention stack. Raises `OptionError`."""
+    """Returns the options of each step of the attention stack: one for each batch, context and implementation."""
     from ..bench.step import cache_shape
 
     options = _options(args, quick, context=128 * 1024, few=0)
@@ -31,7 +31,7 @@ def step_options(args: argparse.Namespace, quick: bool) -> list[Any]:
 
 
 def model_options(args: argparse.Namespace, quick: bool) -> list[Any]:
-    """One for each batch, context and implementation, all of as many layers. Raises `OptionError`."""
+    """Returns the options of each step of whole layers, all of as many layers as fit. Raises `OptionError`."""
     from ..bench.model import DEFAULT_LAYERS, FEW_REQUESTS, bytes_needed
     from ..model.sharded import check_split
 
@@ -59,11 +59,11 @@ def model_options(args: argparse.Namespace, quick: bool) -> list[Any]:
     held = device_bytes()
     layers = args.layers
     if needed(layers) > held:
-        most = options[0].config().num_layers
-        fit = next((n for n in range(min(most, layers or DEFAULT_LAYERS), 0, -1) if needed(n) <= held), 0)
+        whole = options[0].config().num_layers
+        fit = next((n for n in range(min(whole, layers or DEFAULT_LAYERS), 0, -1) if needed(n) <= held), 0)
         if layers or not fit:
             raise OptionError(
-                f"--layers, --batch, --context: {layers or most} layers of {options[0].model} take {needed(layers)} "
+                f"--layers, --batch, --context: {layers or whole} layers of {options[0].model} take {needed(layers)} "
                 f"bytes, the device has {held}: {f'{fit} fit' if fit else 'not even one fits'}"
             )
         layers = fit
@@ -71,7 +71,7 @@ def model_options(args: argparse.Namespace, quick: bool) -> list[Any]:
 
 
 def fits(what: str, needed: int) -> None:
-    """Raises `OptionError`: it does not lie in the device's memory."""
+    """Raises `OptionError` if so many bytes do not lie in the device's memory."""
     if needed > (held := device_bytes()):
         raise OptionError(f"--batch, --context: {what} takes at least {needed} bytes, the device has {held}")
 
@@ -88,15 +88,22 @@ def _options(args: argparse.Namespace, quick: bool, *, context: int, few: int) -
     model = (args.model or "flash") if asked_for else "tiny"
     options = [
         StepOptions(
-            model=model, batch=batch, context=tokens, layers=args.layers,
-            implementation=name, key_split=args.key_split or ("latency" if batch <= few else "throughput"),
-            steps=2 if quick else args.steps, loop=args.loop, chunk=args.chunk, profile=args.profile,
+            model=model,
+            batch=batch,
+            context=tokens,
+            layers=args.layers,
+            implementation=name,
+            key_split=args.key_split or ("latency" if batch <= few else "throughput"),
+            steps=2 if quick else args.steps,
+            loop=args.loop,
+            chunk=args.chunk,
+            profile=args.profile,
             xla=tuple(args.xla),
         )
         for batch in args.batch or [2 if quick else 64]
         for tokens in args.context or [256 if quick else context]
         for name in names
-    ]  # fmt: skip
+    ]
     for option in options:
         if option.chunk > option.context:
             raise OptionError(f"--chunk: {option.chunk} tokens, --context has {option.context}")

@@ -34,9 +34,10 @@ def print_record(console: Console, record: dict[str, Any]) -> None:
     """Prints what `bench` found: the ops in one table, and a table for each step."""
     top, quick = record["ceilings"], record["quick"]
     known = (
-        "tiny sizes, which show what runs and is right, not how fast it can be" if quick else
-        f"copy {top['copy_gb_per_s']:,.0f} GB/s, bf16 matmul {top['matmul_tflop_per_s']:,.0f} TFLOP/s"
-    )  # fmt: skip
+        "tiny sizes, which show what runs and is right, not how fast it can be"
+        if quick
+        else f"copy {top['copy_gb_per_s']:,.0f} GB/s, bf16 matmul {top['matmul_tflop_per_s']:,.0f} TFLOP/s"
+    )
     console.print(
         f"{record['device']}, jax {record['software']['jax']}: {known}", markup=False, highlight=False, soft_wrap=True
     )
@@ -86,7 +87,7 @@ def _error(row: dict[str, Any]) -> str:
 
 
 def _problems(rows: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
-    """Reason -> implementation -> the ops that could not be measured for it."""
+    """Groups what could not be measured: reason -> implementation -> its ops."""
     found: dict[str, dict[str, dict[str, None]]] = {}
     for row in rows:
         if row["problem"]:

@@ -26,11 +26,12 @@ def params():
 @pytest.mark.parametrize(
     ("formats", "errors", "same"),
     [
-        (("f32", "f32"), (0, 1e-5), (1, 1)), (("bf16", "bf16"), (1e-4, 4e-3), (0.98, 1)),
+        (("f32", "f32"), (0, 1e-5), (1, 1)),
+        (("bf16", "bf16"), (1e-4, 4e-3), (0.98, 1)),
         (("fp8", "fp4"), (0.01, 0.045), (0.8, 0.99)),
     ],
     ids=["f32", "bf16", "fp8"],
-)  # fmt: skip
+)
 def test_accuracy(params, formats, errors, same) -> None:
     csa, hca = attention_accuracy(
         params, CacheLayout(CFG, *formats), TOKENS, compiler_options={"xla_backend_optimization_level": 0}

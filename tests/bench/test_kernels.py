@@ -1,4 +1,4 @@
-"""benchmarks/kernels.py: every case runs at a tiny size, handlers are timed as ops call them, wrong results are seen."""
+"""benchmarks/kernels.py: cases run at tiny sizes, handlers are timed as ops call them, wrong results are seen."""
 
 from __future__ import annotations
 
@@ -60,8 +60,9 @@ def test_a_wrong_result_and_a_missing_kernel_fail(
 def test_cases_can_be_listed_without_a_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert kernels.main(["attend", "--shapes", "csa-flash", "--batch", "64", "--list"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "attend csa-flash, 64: 5 calls, 183 MB", "attend csa-flash, latency, 64: 5 calls, 183 MB",
-    ]  # fmt: skip
+        "attend csa-flash, 64: 5 calls, 183 MB",
+        "attend csa-flash, latency, 64: 5 calls, 183 MB",
+    ]
 
 
 def test_handlers_are_called_as_the_op_calls_them() -> None:
@@ -108,17 +109,22 @@ def test_peers_times_are_found_by_shape(tmp_path: pathlib.Path) -> None:
     files = {
         "fp8_dense": [{"n": 8192, "k": 4096, "m": 16, "deepgemm_us": 13.6}],
         "marlin_moe": [{"m": 4, "experts": 128, "gemms_us": 123.0}],
-        "topk": [{"op": "torch", "b": 1, "n": 32768, "k": 512, "us": 1.0},
-                 {"op": "per_row", "b": 1, "n": 32768, "k": 512, "us": 9.5},
-                 {"op": "cooperative", "b": 1, "n": 32768, "k": 512, "us": 8.9}],
+        "topk": [
+            {"op": "torch", "b": 1, "n": 32768, "k": 512, "us": 1.0},
+            {"op": "per_row", "b": 1, "n": 32768, "k": 512, "us": 9.5},
+            {"op": "cooperative", "b": 1, "n": 32768, "k": 512, "us": 8.9},
+        ],
         "indexer_sdg": [{"check": "b3 ragged", "rel_l2": 0.1}, {"b": 64, "n": 2048, "us": 8.4}],
         "flashmla": [{"case": "SWA-only-Flash", "b": 1, "us": 11.6}, {"case": "CSA-Flash", "check_b": 1}],
-    }  # fmt: skip
+    }
     for name, rows in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(rows))
     assert kernels.peer_times(tmp_path) == {
-        ("dense_fp8", "8192x4096/8", 16): 13.6, ("moe", "flash, half of the experts", 4): 123.0,
-        ("top_k", "flash-128k", 1): 8.9, ("index_scores", "fp8-8k", 64): 8.4, ("index_scores", "fp4-8k", 64): 8.4,
+        ("dense_fp8", "8192x4096/8", 16): 13.6,
+        ("moe", "flash, half of the experts", 4): 123.0,
+        ("top_k", "flash-128k", 1): 8.9,
+        ("index_scores", "fp8-8k", 64): 8.4,
+        ("index_scores", "fp4-8k", 64): 8.4,
         ("attend", "swa-flash", 1): 11.6,
-    }  # fmt: skip
+    }
     assert kernels.peer_times(tmp_path / "none") == {}

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from dsv4_jax.bench import measure, timing, torch_ops
-from dsv4_jax.bench.ceilings import Ceilings
 from dsv4_jax.bench.ops import problem
 from dsv4_jax.bench.shapes import OPS, QUICK, CompressShape, GatherShape
+from dsv4_jax.bench.timing import Ceilings
 from dsv4_jax.formats import index_format, kv_format
 
 FP8 = kv_format("fp8", 512, 64)
@@ -152,11 +152,15 @@ def test_kernel_times(monkeypatch, tmp_path):
 
     planes = [
         SimpleNamespace(name="/host:CPU", lines=[line("Stream #1", ("host", 9000))]),
-        SimpleNamespace(name="/device:GPU:0", lines=[
-            line("Stream #13(Compute)", ("attend", 2000.0), ("copy", 500.0), ("attend", 4000.0)),
-            line("Stream #14(MemcpyD2D)", ("copy", 250.0)), line("XLA Ops", ("attend", 7000.0)),
-        ]),
-    ]  # fmt: skip
+        SimpleNamespace(
+            name="/device:GPU:0",
+            lines=[
+                line("Stream #13(Compute)", ("attend", 2000.0), ("copy", 500.0), ("attend", 4000.0)),
+                line("Stream #14(MemcpyD2D)", ("copy", 250.0)),
+                line("XLA Ops", ("attend", 7000.0)),
+            ],
+        ),
+    ]
     data = SimpleNamespace(from_file=lambda path: SimpleNamespace(planes=planes))
     monkeypatch.setattr(jax.profiler, "ProfileData", data)
     assert timing.kernel_times(pathlib.Path(tmp_path)) == {"attend": 6.0, "copy": 0.75}
@@ -179,5 +183,5 @@ def test_torch_computes_the_same(monkeypatch, op):
 
 
 def test_call_count_fits_the_memory():
-    assert timing.call_count(1000) == timing.MOST_CALLS
-    assert timing.call_count(1 << 30) == 8 and timing.call_count(1 << 40) == timing.FEWEST_CALLS
+    assert timing.call_count(1000) == timing.MAX_CALLS
+    assert timing.call_count(1 << 30) == 8 and timing.call_count(1 << 40) == timing.MIN_CALLS

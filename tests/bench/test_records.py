@@ -97,9 +97,13 @@ def test_the_last_measurement_counts():
         return Entry(ROW | {"kernel_us": us} | changes, file, record(ROW))
 
     entries = [
-        entry(3.0, "a"), entry(2.0, "a", batch=64), entry(2.5, "b"), entry(9.0, "b", tuning=True),
-        entry(8.0, "b", problem="no GPU"), entry(7.0, "b", variant="warm"),
-    ]  # fmt: skip
+        entry(3.0, "a"),
+        entry(2.0, "a", batch=64),
+        entry(2.5, "b"),
+        entry(9.0, "b", tuning=True),
+        entry(8.0, "b", problem="no GPU"),
+        entry(7.0, "b", variant="warm"),
+    ]
     assert [(e.row["kernel_us"], e.file) for e in latest(entries)] == [(2.5, "b"), (2.0, "a"), (7.0, "b")]
 
 
@@ -120,8 +124,12 @@ def test_a_new_record_changes_its_lines_alone(tmp_path, capsys):
     ]
     assert len(after) == len(before) + 1
     kept = {path.name: path.read_text() for path in (folder / "records").glob("*.json")}
-    same = [file for file, one in load(folder / "records").items() for r in one["rows"] if ROW.items() <= r.items()
-            and one["device"] == "NVIDIA H200" and r.get("variant") is None]  # fmt: skip
+    same = [
+        file
+        for file, one in load(folder / "records").items()
+        for r in one["rows"]
+        if ROW.items() <= r.items() and one["device"] == "NVIDIA H200" and r.get("variant") is None
+    ]
     assert same == ["2030-01-01-x.json"], "the row before is history"
     assert all(text.count("\n") == len(json.loads(text)["rows"]) + 2 for text in kept.values()), "one row a line"
     (folder / "records" / "2030-01-01-x.json").write_text(json.dumps(new | {"device": "NVIDIA B200"}))
@@ -129,10 +137,21 @@ def test_a_new_record_changes_its_lines_alone(tmp_path, capsys):
 
 
 def test_the_first_page_says_how_fast_models_run(tmp_path, capsys):
-    """A step of the whole model, one of a few layers, a chunk and a kernel, as one would read them; then out of date."""
+    """Steps of the whole model, of a few layers and of a chunk, and a kernel, as one reads them; then out of date."""
     (tmp_path / "records").mkdir()
-    model = {"table": "models", "model": "flash", "layers": 43, "batch": 64, "context": 131072, "devices": 2,
-             "tensor": 1, "step_ms": 20.0, "floor_ms": 16.0, "over_floor": 1.25, "exchange": "cuda"}  # fmt: skip
+    model = {
+        "table": "models",
+        "model": "flash",
+        "layers": 43,
+        "batch": 64,
+        "context": 131072,
+        "devices": 2,
+        "tensor": 1,
+        "step_ms": 20.0,
+        "floor_ms": 16.0,
+        "over_floor": 1.25,
+        "exchange": "cuda",
+    }
     few = model | {"layers": 12, "devices": 1, "batch": 1, "context": 8192, "step_ms": 1.5, "layer_ms": 0.125}
     chunk = few | {"table": "steps", "chunk": 4096, "step_ms": 100.0}
     slow, drafts = (
@@ -174,8 +193,15 @@ def test_render_refuses(tmp_path, capsys):
 
 def test_numbers():
     assert [number(x) for x in (3, 3.0, 0.456, 18.512345, 130.94, 1316.6, 2247, [1, 2.5])] == [
-        "3", "3.0", "0.46", "18.51", "130.9", "1,317", "2,247", "1 to 2.5",
-    ]  # fmt: skip
+        "3",
+        "3.0",
+        "0.46",
+        "18.51",
+        "130.9",
+        "1,317",
+        "2,247",
+        "1 to 2.5",
+    ]
     assert [percent(x) for x in (0.938, 0.5, 1.01, [0.88, 0.94])] == ["93.8 %", "50 %", "101 %", "88 to 94 %"]
 
 

@@ -50,7 +50,7 @@ def test_key_splits_are_of_attention_alone():
         ("kv_store", "bf16", 65536, 65536 * (4 * 2048 + 4), 0),
         ("kv_store", "fp8", 64, 64 * (2 * 2048 + 2 * 1028 + 4), 0),
     ],
-)  # fmt: skip
+)
 def test_counts_equal_those_by_hand(op, name, batch, bytes_moved, flops):
     found = shape(op, name, batch)
     assert (found.bytes_moved, found.flops) == (bytes_moved, flops)

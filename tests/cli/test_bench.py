@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.bench import ceilings, measure, records
+from dsv4_jax.bench import measure, records, timing
 from dsv4_jax.bench.render import pages
 from dsv4_jax.bench.shapes import QUICK
 from dsv4_jax.cli import main
@@ -35,12 +35,14 @@ def compiled_in_a_moment():
 
 @pytest.fixture(autouse=True)
 def no_ceilings(monkeypatch):
-    monkeypatch.setattr(ceilings, "measure_ceilings", lambda: ceilings.Ceilings(4e12, 8e14))
+    monkeypatch.setattr(timing, "measure_ceilings", lambda: timing.Ceilings(4e12, 8e14))
 
 
 @pytest.fixture
 def without_weights(monkeypatch):
-    """Weights that are zeros, all experts chosen: nothing is compiled but the step (tests/bench/test_model.py has both)."""
+    """Weights that are zeros, all experts chosen: nothing is compiled but the step (tests/bench/test_model.py has
+    both).
+    """
 
     def zeros(cfg, seed, weights, *, packed, mtp, mesh, progress):
         assert (seed, weights, packed, mesh) == (0, "released", True, None)
@@ -143,9 +145,30 @@ def test_what_was_measured_survives_an_interruption(capsys, monkeypatch, tmp_pat
 @pytest.mark.slow
 def test_step(capsys, tmp_path):
     file = tmp_path / "step.json"
-    assert main(["bench", "step", "--quick", "--model", "tiny", "--layers", "1", "--context", "200",
-                 "--chunk", "9", "--loop", "2", "--json", str(file),
-                 "--xla", "xla_backend_optimization_level=0"]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "bench",
+                "step",
+                "--quick",
+                "--model",
+                "tiny",
+                "--layers",
+                "1",
+                "--context",
+                "200",
+                "--chunk",
+                "9",
+                "--loop",
+                "2",
+                "--json",
+                str(file),
+                "--xla",
+                "xla_backend_optimization_level=0",
+            ]
+        )
+        == 0
+    )
     table = capsys.readouterr().out
     assert "decode step" in table and "xla_backend_optimization_level" in table
     report = json.loads(file.read_text())
