@@ -32,8 +32,8 @@ BESIDE = {
 INK, MUTED, BAR, FLOOR, FASTER, SLOWER = "#1d2733", "#5b6b7d", "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 
 
-class Line(NamedTuple):
-    """A line of the picture: its name, the length of its bar, where a mark stands on it, and what is written behind."""
+class _Bar(NamedTuple):
+    """A bar of the picture: its name, the length of its bar, where a mark stands on it, and what is written behind."""
 
     name: str
     value: float
@@ -216,7 +216,7 @@ def picture(rows: Sequence[dict[str, Any]]) -> str:
     """Draws the page's figures as an SVG, 900 pixels wide."""
     whole, prefills, peers = _whole(rows), _prefills(rows), _peers(rows)
     steps = [
-        Line(
+        _Bar(
             f"{_plural(row['batch'], 'request')} of {_tokens(row['context'])}"
             + (f", {_plural(row['drafts'], 'draft')}" if row.get("drafts") else ""),
             row["step_ms"],
@@ -226,7 +226,7 @@ def picture(rows: Sequence[dict[str, Any]]) -> str:
         for row in whole
     ]
     chunks = [
-        Line(
+        _Bar(
             f"{_prefilled(row).partition(', ')[2]}, {_tokens(row['context'])}",
             row["step_ms"],
             f"{row['step_ms']:.0f} ms, {1e3 * row['batch'] * row['chunk'] / row['step_ms']:,.0f} tokens/s",
@@ -235,7 +235,7 @@ def picture(rows: Sequence[dict[str, Any]]) -> str:
         for row in prefills
     ]
     beside = [
-        Line(
+        _Bar(
             f"{what}, {_plural(row['batch'], 'request')}",
             row["kernel_us"] / row["peer_us"],
             f"{row['kernel_us'] / row['peer_us']:.2f} of {PEERS[row['op']]}'s time",
@@ -262,7 +262,7 @@ def picture(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([f'{head} font-family="sans-serif">', title, back, *shapes, "</svg>", ""])
 
 
-def _panel(shapes: list[str], y: int, title: str, lines: Sequence[Line]) -> int:
+def _panel(shapes: list[str], y: int, title: str, lines: Sequence[_Bar]) -> int:
     left, width, height = 320, 330, 21
 
     def text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 13, style: str = "") -> None:
