@@ -64,7 +64,8 @@ def newest(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
     """Returns the records of a folder with the rows that the page shows alone. Raises `BenchmarkError` as `pages`."""
     records = load(folder)
     entries = latest(Entry(row, file, one) for file, one in records.items() for row in one["rows"])
-    shown = {id(entry.row) for entry in entries}
+    subjects = {section.subject for section in SECTIONS}
+    shown = {id(e.row) for e in entries if e.row["table"] != "facts" or e.row["subject"] in subjects}
     return {
         file: record | {"rows": [row for row in record["rows"] if id(row) in shown]} for file, record in records.items()
     }
