@@ -48,11 +48,11 @@ from dsv4_jax.formats.scaling import (
     ue8m0_scale_exponent,
     ungrouped,
 )
+from dsv4_jax.formats.weights import WeightFormat
+from dsv4_jax.formats.weights.expert_fp4 import gate_up_rows
 from dsv4_jax.model import Params, Quantised, init_params, param_specs
 from dsv4_jax.model.quantised import FP4, FP8
 from dsv4_jax.ops.numerics import hadamard, rope_frequencies
-from dsv4_jax.weights import WeightFormat
-from dsv4_jax.weights.expert_fp4 import gate_up_rows
 
 __all__ = [
     "EXACT", "LEARNED", "Losses", "Phase", "PlainConfig", "Precision", "Stacks", "draw", "fp4_rounded", "fp8_rounded",

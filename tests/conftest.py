@@ -125,7 +125,6 @@ VERSION_ROOMS = {
     "tiers": "FFI, memory kinds, transfers",
     "transports": "jax's transfers; NIXL is there on 3.11 alone",
     "triton": "the optional package",
-    "weights": "casts to fp8 and bf16",
 }
 # Files of half a minute and more: begun first, so that no process is left alone with one at the end. The order is
 # theirs only with --no-loadscope-reorder, as in the Makefile.

@@ -16,7 +16,7 @@ LAYERS = (
     ("plotting",),
     ("hf_config",),
     ("config",),
-    ("formats", "schema", "weights"),
+    ("formats", "schema"),
     ("layout",),
     ("capacity", "plan", "records"),
     ("manager",),

@@ -15,8 +15,8 @@ import pytest
 import dsv4_jax as dsv4
 from dsv4_jax.config import AttentionType
 from dsv4_jax.formats import fp8, index_fp4, kv_format
+from dsv4_jax.formats.weights import fp4_codec, fp8_codec
 from dsv4_jax.model import forward_uncached, init_params, load_hf, mtp_uncached
-from dsv4_jax.weights import fp4_codec, fp8_codec
 
 from . import pictures
 from .examples import load_example

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from ..checks import as_int, shown
 from ..config import DSV4Config
 from ..errors import ConfigError
-from ..weights import WeightFormat
+from ..formats.weights import WeightFormat
 from .deferred import Deferred, Progress, make
 from .names import MTP
 from .packing import pack_layers

@@ -15,7 +15,7 @@ import numpy as np
 from ..checks import shown
 from ..config import AttentionType, DSV4Config, LayerSpec, build_schedule
 from ..errors import CheckpointError, ConfigError
-from ..weights import WeightFormat
+from ..formats.weights import WeightFormat
 from .names import MTP
 from .quantised import FP4, FP8, Quantised
 

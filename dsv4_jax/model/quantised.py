@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import ShapeError
+from ..formats.weights import WEIGHT_FORMATS, WeightFormat
 from ..ops.batches import in_tiles
 from ..ops.dense_fp8 import dense_fp8
-from ..weights import WEIGHT_FORMATS, WeightFormat
 
 __all__ = ["FP4", "FP8", "Matrix", "Quantised", "product"]
 
@@ -29,7 +29,7 @@ class Quantised:
 
     Attributes:
         parts: what the device holds, as `format.parts`.
-        format: a record of `dsv4_jax.weights`; static.
+        format: a record of `dsv4_jax.formats.weights`; static.
         whole_rows: of the matrix of whose rows these are a device's share; None: these are all. Static.
     """
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from ..config import DSV4Config
 from ..errors import CheckpointError
+from ..formats.weights import WeightFormat, expert_fp4
 from ..untrusted import plain, read_json, shown
-from ..weights import WeightFormat, expert_fp4
 from .deferred import Deferred
 from .names import EXPERT_MATRICES, MTP, OWN_MTP_TABLES, expert_name, names_of
 from .params import check_expert_ids

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from ..checks import shown
 from ..errors import ShapeError
-from ..weights import fp8_codec
-from ..weights.dense_fp8 import BLOCK, TILE_BYTES, TILE_COLUMNS, TILE_ROWS
+from ..formats.weights import fp8_codec
+from ..formats.weights.dense_fp8 import BLOCK, TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 from .arguments import Check
 from .registry import Choice, Implementation, run
 

@@ -14,8 +14,8 @@ from jax import lax
 
 from ..checks import INT32_MAX, shown
 from ..errors import ShapeError
-from ..weights import fp4_codec
-from ..weights.expert_fp4 import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
+from ..formats.weights import fp4_codec
+from ..formats.weights.expert_fp4 import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 from .arguments import Check
 from .numerics import clamped_swiglu
 from .registry import Choice, Implementation, run

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import ImplementationError
+from dsv4_jax.formats.weights.dense_fp8 import pack
 from dsv4_jax.ops import dense_fp8
-from dsv4_jax.weights.dense_fp8 import pack
 
 from ..ops.test_dense_fp8 import MATRICES, DenseFp8Test
 from ..oracle import dense as oracle

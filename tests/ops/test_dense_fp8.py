@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import ShapeError
+from dsv4_jax.formats.weights.dense_fp8 import pack
 from dsv4_jax.ops import dense_fp8
-from dsv4_jax.weights.dense_fp8 import pack
 
 from ..oracle import dense as oracle
 from .op_test import OpTest

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import ShapeError
+from dsv4_jax.formats.weights.expert_fp4 import gate_up_rows, pack
 from dsv4_jax.ops import moe
 from dsv4_jax.ops.exchange import sum_in_pairs
-from dsv4_jax.weights.expert_fp4 import gate_up_rows, pack
 
 from ..oracle import experts as oracle
 from .op_test import OpTest

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import ShapeError
-from dsv4_jax.weights import dense_fp8
-from dsv4_jax.weights.dense_fp8 import LARGEST_SCALE, TILE_BYTES, pack, unpack
+from dsv4_jax.formats.weights import dense_fp8
+from dsv4_jax.formats.weights.dense_fp8 import LARGEST_SCALE, TILE_BYTES, pack, unpack
 
 from ..cuda.test_widths import CSRC, constants
 from ..oracle.dense import dequantised, random_matrix

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..formats import FP8_FLOOR
-from ..formats.scaling import E4M3_MAX, absmax, e4m3_codes, e4m3_values, power_of_two, ue8m0_scale_exponent
+from .. import FP8_FLOOR
+from ..scaling import E4M3_MAX, absmax, e4m3_codes, e4m3_values, power_of_two, ue8m0_scale_exponent
 from .dense_fp8 import BLOCK, PACKED_AXES, TILE_BYTES, TILE_COLUMNS, TILE_ROWS, WORD_AXES, pair_fields, tiled, two_words
 
 __all__ = ["decode", "draw", "encode", "pack", "unpack"]

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..errors import ShapeError
+from ...errors import ShapeError
 
 __all__ = [
     "CODE_BYTES",

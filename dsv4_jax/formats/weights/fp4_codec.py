@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..formats import index_format, index_fp4
+from .. import index_format, index_fp4
 from .expert_fp4 import (
     CODE_BYTES,
     LEFT,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import ShapeError
-from dsv4_jax.weights import WEIGHT_FORMATS, dense_fp8, expert_fp4, fp4_codec, fp8_codec
+from dsv4_jax.formats.weights import WEIGHT_FORMATS, dense_fp8, expert_fp4, fp4_codec, fp8_codec
 
 from ..oracle import dense, experts
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import ShapeError
-from dsv4_jax.weights.expert_fp4 import LARGEST_SCALE, TILE_BYTES, gate_up_rows, pack, unpack
+from dsv4_jax.formats.weights.expert_fp4 import LARGEST_SCALE, TILE_BYTES, gate_up_rows, pack, unpack
 
 from ..oracle.experts import dequantised
 

@@ -18,7 +18,7 @@ import importlib
 import math
 from types import ModuleType
 
-from ..errors import ShapeError
+from ...errors import ShapeError
 
 __all__ = ["WEIGHT_FORMATS", "WeightFormat", "WeightPart"]
 
