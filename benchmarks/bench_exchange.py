@@ -31,8 +31,9 @@ from jax.sharding import PartitionSpec as P
 from dsv4_jax import DSV4Config
 from dsv4_jax.cuda.exchange import Exchange, open_exchanges
 from dsv4_jax.model import GPU_DECODE_OPTIONS
-from dsv4_jax.model.quantised import FP8, Quantised, product
-from dsv4_jax.model.split import TENSOR, Split
+from dsv4_jax.model.numerics import product
+from dsv4_jax.model.weights.quantised import FP8, Quantised
+from dsv4_jax.model.weights.split import TENSOR, Split
 from dsv4_jax.ops import all_gather, sum_to_all, sum_to_owner
 from dsv4_jax.ops.exchange import using
 

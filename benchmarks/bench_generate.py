@@ -31,7 +31,7 @@ from dsv4_jax.bench.step import StepOptions
 from dsv4_jax.cli import generate as generate_command
 from dsv4_jax.cli import main as cli
 from dsv4_jax.manager import KVCacheManager
-from dsv4_jax.model.placement import Placement
+from dsv4_jax.model.compiled_steps import CompiledSteps
 from dsv4_jax.plan import StepPlan
 
 PARTS = {"schedule": KVCacheManager, "plan_step": KVCacheManager, "plan_tokens": KVCacheManager, "pack": StepPlan}
@@ -88,16 +88,16 @@ def run(
             loaded["it"] = real(*args, **kwargs)
         return loaded["it"]
 
-    real, compiled = generate_command.load, Placement.compiled
+    real, compiled = generate_command.load, CompiledSteps.compiled
 
-    def compiled_timed(self: Placement, step: Any, *args: Any, **kwargs: Any) -> Any:
+    def compiled_timed(self: CompiledSteps, step: Any, *args: Any, **kwargs: Any) -> Any:
         called = compiled(self, step, *args, **kwargs)
         return timed.of("dispatch", called) if step.__name__ == "_decode" else called
 
     with contextlib.ExitStack() as patched:
         for name, owner in PARTS.items():
             patched.enter_context(mock.patch.object(owner, name, timed.of(name, getattr(owner, name))))
-        patched.enter_context(mock.patch.object(Placement, "compiled", compiled_timed))
+        patched.enter_context(mock.patch.object(CompiledSteps, "compiled", compiled_timed))
         patched.enter_context(mock.patch.object(generate_command, "load", load))
         patched.enter_context(contextlib.redirect_stdout(out))
         status = cli([str(word) for word in argv])

@@ -29,7 +29,7 @@ from dsv4_jax.bench.timing import measure_ceilings
 from dsv4_jax.manager import StepSequence, build_plan, shape_for
 from dsv4_jax.model import forward, init_params
 from dsv4_jax.model.forward import GPU_DECODE_OPTIONS
-from dsv4_jax.model.sharded import device_bytes
+from dsv4_jax.model.weights.placement import device_bytes
 from dsv4_jax.sharding import stack_plans
 
 EQUAL_LAYERS = 4  # of Flash: window, window, CSA, HCA; by table, the last by score

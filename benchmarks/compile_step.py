@@ -34,9 +34,9 @@ from dsv4_jax.bench.mesh import jitted_over, mesh_of
 from dsv4_jax.bench.step import StepOptions, neutral_layers, set_up
 from dsv4_jax.cache import init_cache
 from dsv4_jax.model.forward import GPU_DECODE_OPTIONS
-from dsv4_jax.model.packing import PackedLayers
-from dsv4_jax.model.sharded import device_specs
-from dsv4_jax.model.split import RowShare
+from dsv4_jax.model.weights.packing import PackedLayers
+from dsv4_jax.model.weights.placement import device_specs
+from dsv4_jax.model.weights.split import RowShare
 from dsv4_jax.ops.exchange import Peers
 
 # What XLA wants to know of a device, as a text proto of its GpuTargetConfigProto.

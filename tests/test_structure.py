@@ -28,6 +28,7 @@ LAYERS = (
     ("cache",),
     ("tiers", "sharding"),
     ("transports",),
+    ("model.weights", "model.sampling"),
     ("model",),
     ("testing", "bench"),
     ("cli", "__init__", "__main__"),

@@ -20,8 +20,8 @@ from ..layout import CacheLayout
 from ..manager import KVCacheManager
 from ..model.attention import attention, index_qat_default
 from ..model.numerics import linear, rms_norm
-from ..model.params import Params
 from ..model.uncached import attention_uncached, chosen_uncached
+from ..model.weights.params import Params
 from ..ops.numerics import rope_frequencies
 from ..plan import PackedPlan
 from ..step import LayerCacheHandle

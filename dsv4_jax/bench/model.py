@@ -29,14 +29,14 @@ from ..errors import BenchmarkError
 from ..layout import CacheLayout
 from ..model.attention import attention
 from ..model.draft_steps import draft_loop, draft_step
-from ..model.forward import GPU_DECODE_OPTIONS, activations, decode_step, embed, prefill
+from ..model.forward import GPU_DECODE_OPTIONS, decode_step, embed, prefill
 from ..model.hyper_connections import Residual, read
 from ..model.moe import moe, route
-from ..model.params import RELEASED, Params, is_leaf, param_specs
-from ..model.quantised import FP4, Quantised
-from ..model.sharded import device_bytes, parts_of
-from ..model.split import ALONE, DATA, Split
-from ..model.vocabulary import in_blocks
+from ..model.numerics import activations
+from ..model.weights.params import RELEASED, Params, is_leaf, param_specs
+from ..model.weights.placement import device_bytes
+from ..model.weights.quantised import FP4, Quantised
+from ..model.weights.split import ALONE, DATA, Split, in_blocks, parts_of
 from ..ops.exchange import Peers
 from ..ops.hyper_connection import Written
 from ..ops.registry import Choice

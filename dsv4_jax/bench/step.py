@@ -26,10 +26,10 @@ from ..manager import StepSequence, build_plan, shape_for
 from ..model.attention import attention
 from ..model.forward import GPU_DECODE_OPTIONS, joined
 from ..model.numerics import rms_norm
-from ..model.packing import PackedLayers, pack_layers
-from ..model.params import param_specs
-from ..model.projections import stack_projections
-from ..model.split import Split
+from ..model.weights.packing import PackedLayers, pack_layers
+from ..model.weights.params import param_specs
+from ..model.weights.split import Split
+from ..model.weights.stacking import stack_projections
 from ..ops.registry import Choice
 from ..plan import PackedPlan
 from ..sharding import stack_plans

@@ -33,7 +33,7 @@ def step_options(args: argparse.Namespace, quick: bool) -> list[Any]:
 def model_options(args: argparse.Namespace, quick: bool) -> list[Any]:
     """Returns the options of each step of whole layers, all of as many layers as fit. Raises `OptionError`."""
     from ..bench.model import DEFAULT_LAYERS, FEW_REQUESTS, bytes_needed
-    from ..model.sharded import check_split
+    from ..model.weights.split import check_split
 
     devices = args.devices or 1
     check_devices(devices)

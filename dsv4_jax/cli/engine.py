@@ -89,7 +89,7 @@ class Engine:
         self, params: Any, layout: CacheLayout, size: CacheSize, keeps: bool, options: dict[str, Any], mesh: Any = None
     ):
         from ..cache import init_cache
-        from ..model.split import TENSOR
+        from ..model.weights.split import TENSOR
         from ..sharding import cache_sharding
 
         policy = CachePolicy(snapshots=SnapshotPlacement(end_of_output=False, doubling=None)) if keeps else None

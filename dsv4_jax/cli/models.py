@@ -69,7 +69,7 @@ def check(checkpoint: pathlib.Path, cfg: DSV4Config, weights: str, *, mtp: bool 
     Raises:
         OptionError: says which kind it is, and how it runs; or its files cannot be read.
     """
-    from ..model.sources import Source, open_tensors
+    from ..model.weights.sources import Source, open_tensors
 
     with naming("--checkpoint"):
         Source(open_tensors(checkpoint), cfg, mtp=mtp, released=weights == "released")

@@ -5,21 +5,21 @@ jitted step does, `draft_steps.py` how the MTP layer drafts and a step verifies.
 """
 
 from .attention import index_qat_default
-from .checkpoint import load_hf
 from .draft_steps import draft_loop, draft_step
 from .forward import GPU_DECODE_OPTIONS, decode_loop, decode_step, forward, prefill
 from .generate import Drawn, generate
-from .initial import init_params
 from .mtp import mtp_forward
-from .packing import pack_layers
-from .params import Params, param_specs, weight_bytes
-from .projections import stack_projections
-from .quantised import Quantised
 from .sampling import Sampling, sample
-from .saving import save_hf
-from .sharded import device_bytes, shard_params
-from .split import Split
 from .uncached import forward_uncached, mtp_uncached
+from .weights.initialisation import init_params
+from .weights.loading import load_hf
+from .weights.packing import pack_layers
+from .weights.params import Params, param_specs, weight_bytes
+from .weights.placement import device_bytes, shard_params
+from .weights.quantised import Quantised
+from .weights.saving import save_hf
+from .weights.split import Split
+from .weights.stacking import stack_projections
 
 __all__ = [
     "GPU_DECODE_OPTIONS",

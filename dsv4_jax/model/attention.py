@@ -17,11 +17,11 @@ from ..ops.columns import Values
 from ..ops.epilogue import Epilogue
 from ..ops.numerics import rope_frequencies
 from ..step import LayerCacheHandle
-from .numerics import linear, matmul
-from .params import Params
+from .numerics import linear, matmul, product
 from .projections import products
-from .quantised import Quantised, product
-from .split import split_of
+from .weights.params import Params
+from .weights.quantised import Quantised
+from .weights.split import split_of
 
 __all__ = ["attention", "index_qat_default", "output_projection"]
 

@@ -15,12 +15,12 @@ from ..cache import KVCache
 from ..manager import Request
 from ..ops.registry import Choice, frozen
 from ..plan import PackedPlan, StepPlan
+from .compiled_steps import CompiledSteps, stacked
 from .drafting import Drafter
 from .forward import GPU_DECODE_OPTIONS, decode_loop, prefill
-from .params import Params
-from .placement import Placement, stacked
 from .sampling import Sampling, keys_of, sample, seed_key
 from .shards import Shards
+from .weights.params import Params
 
 __all__ = ["Call", "Caller"]
 
@@ -63,7 +63,7 @@ class Caller:
 
     params: Params
     shards: Shards
-    placement: Placement
+    placement: CompiledSteps
     chunk_tokens: int
     decode_steps: int
     drafts: int

@@ -14,12 +14,13 @@ from ..errors import ShapeError
 from ..ops.registry import Choice
 from ..plan import PackedPlan, StepPlan
 from .ahead import moved
-from .forward import check_tokens, head, layers
+from .forward import check_tokens, layers
+from .head import head
 from .mtp import check_mtp, flat, follow, guess, mtp_layer
-from .names import MTP
-from .params import Params
 from .sampling import GREEDY, Sampling, distribution, draw_keys
 from .speculative import accept
+from .weights.names import MTP
+from .weights.params import Params
 
 __all__ = ["draft_loop", "draft_step"]
 

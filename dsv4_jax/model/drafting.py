@@ -15,12 +15,12 @@ from ..errors import PlanError
 from ..manager import Request, StepShape
 from ..ops.registry import Choice
 from ..plan import PackedPlan
+from .compiled_steps import CompiledSteps, stacked
 from .draft_steps import draft_loop, draft_step
 from .forward import GPU_DECODE_OPTIONS
-from .params import Params, has_mtp
-from .placement import Placement, stacked
 from .sampling import Sampling, keys_of
 from .shards import Shards
+from .weights.params import Params, has_mtp
 
 __all__ = ["Drafter"]
 
@@ -38,7 +38,7 @@ class Drafter:
 
     params: Params
     shards: Shards
-    placement: Placement
+    placement: CompiledSteps
     width: int
     key: jax.Array
     options: Mapping[str, Any]

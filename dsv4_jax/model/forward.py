@@ -22,22 +22,21 @@ from ..ops.sequence import EARLY
 from ..plan import PackedPlan, StepPlan
 from ..step import CacheStep, LayerCacheHandle
 from .attention import attention
-from .hyper_connections import Residual, read, read_head
+from .head import head
+from .hyper_connections import Residual, read
 from .moe import moe
-from .params import Params
+from .numerics import activations
 from .sampling import GREEDY, Sampling, sample
-from .vocabulary import logits
+from .weights.params import Params
 
 __all__ = [
     "GPU_DECODE_OPTIONS",
-    "activations",
     "block",
     "check_tokens",
     "decode_loop",
     "decode_step",
     "embed",
     "forward",
-    "head",
     "joined",
     "layers",
     "prefill",
@@ -46,7 +45,7 @@ __all__ = [
 T = TypeVar("T")
 # Rows up to which a step's kernels are joined: results of a call take memory until its end. And up to which they may
 # start before those before them have ended: with more they leave no gap worth closing.
-MOST_JOINED, MOST_EARLY = 256, 16
+MAX_JOINED, MAX_EARLY = 256, 16
 # What to give `jax.jit(step, compiler_options=...)` for decode steps on a GPU: kernels that do not wait for each other
 # run side by side, and cuBLAS multiplies. Measured in benchmarks/RESULTS.md; elsewhere they have no effect.
 GPU_DECODE_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT", "xla_gpu_enable_triton_gemm": False}
@@ -204,9 +203,9 @@ def block(
 
 def joined(function: Callable[[], T], rows: int) -> Callable[[], T]:
     """Of kernels on so many rows: `function` with many of them in a call (`ops.in_sequence`), where that gains."""
-    if rows > MOST_JOINED:
+    if rows > MAX_JOINED:
         return function
-    return ops.in_sequence(function, early=EARLY if rows <= MOST_EARLY else ())
+    return ops.in_sequence(function, early=EARLY if rows <= MAX_EARLY else ())
 
 
 def check_tokens(tokens: Any, scheduled: int) -> None:
@@ -227,22 +226,7 @@ def _one_token_each(plan: StepPlan | PackedPlan) -> StepPlan:
     return plan
 
 
-def activations(params: Params) -> jnp.dtype:
-    """What blocks take their inputs in: float32 if the matrices are, else bfloat16, to which products would round."""
-    return jnp.dtype(jnp.float32 if params["embed"].dtype == jnp.float32 else jnp.bfloat16)
-
-
 def embed(params: Params, tokens: jax.Array, cfg: DSV4Config) -> Residual:
     """Every stream starts as the token's embedding. [T] -> [T, n, hidden]"""
     x = params["embed"][tokens].astype(jnp.float32)
     return Residual(jnp.broadcast_to(x[:, None], (x.shape[0], cfg.hc_mult, x.shape[1])))
-
-
-def head(
-    params: Params, residual: Residual, cfg: DSV4Config, implementation: Choice = None, *, of: Params | None = None
-) -> jax.Array:
-    """Logits [T, vocab]; `of` the MTP layer, whose streams are summed and normalised by weights of its own."""
-    x = read_head(params if of is None else of, residual, cfg, activations(params), implementation)
-    weight = params["embed"] if cfg.tie_word_embeddings else params["head"]
-    # Channels: beside an MTP layer's exchanges, and beside those of the other head.
-    return logits(x, weight, residual.streams.shape[0], channel=1 if of is None else 2)

@@ -16,10 +16,10 @@ from ..manager.request_tokens import request_tokens
 from ..ops.registry import Choice
 from ..untrusted import shown
 from .calls import Call, Caller
-from .params import Params
-from .placement import Placement
+from .compiled_steps import CompiledSteps
 from .sampling import GREEDY, Sampling
 from .shards import Shards
+from .weights.params import Params
 
 __all__ = ["Drawn", "generate"]
 
@@ -109,7 +109,7 @@ def generate(
     max_new_tokens = as_count("max_new_tokens", max_new_tokens, 1)
     chunk_tokens, decode_steps = as_count("chunk_tokens", chunk_tokens), as_count("decode_steps", decode_steps, 1)
     drafts, seed = as_count("drafts", drafts), as_count("seed", seed, -(2**63))
-    placement = Placement(cache, [exchange.peers for exchange in exchanges])
+    placement = CompiledSteps(cache, [exchange.peers for exchange in exchanges])
     shards = Shards(manager, placement.shards)
     first = shards.managers[0]
     if chunk_tokens < first.size.num_slots * (1 + drafts):

@@ -11,15 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from ..config import DSV4Config
-from ..ops.hyper_connection import VECTOR_MULTIPLE, Written, connection_vector, hyper_connection, hyper_head
+from ..ops.hyper_connection import Written, connection_vector, hyper_connection, hyper_head
 from ..ops.numerics import MIN_ROWS
 from ..ops.registry import Choice, offered
-from .deferred import join, lengthened
-from .params import Params
+from .weights.params import Params
+from .weights.stacking import SITES
 
-__all__ = ["Residual", "padded_rows", "read", "read_head", "stack_connections"]
-
-_SITES = {"hc_attn": "attn_norm", "hc_ffn": "ffn_norm"}  # of a layer: hyper-connection -> the norm that follows
+__all__ = ["Residual", "padded_rows", "read", "read_head"]
 
 
 class Residual(NamedTuple):
@@ -48,7 +46,7 @@ def read(
         (block input [T, hidden] of `dtype`, normalised; streams, post and comb with which it writes).
     """
     return hyper_connection(
-        residual.streams, p[site]["fn"], _vector(p[site], p.get(_SITES[site])), residual.written,
+        residual.streams, p[site]["fn"], _vector(p[site], p.get(SITES[site])), residual.written,
         iterations=cfg.hc_sinkhorn_iters, hc_eps=cfg.hc_eps, eps=cfg.rms_norm_eps, dtype=dtype,
         implementation=offered("hyper_connection", implementation),
     )  # fmt: skip
@@ -73,17 +71,6 @@ def read_head(
 def padded_rows(dtype: jax.typing.DTypeLike) -> int:
     """The least rows of what goes into products with bfloat16 weights (`ops.numerics.pad_rows`)."""
     return MIN_ROWS if dtype == jnp.bfloat16 else 0
-
-
-def stack_connections(layer: Params) -> Params:
-    """The same layer with what `hyper_connection` takes as one vector in one: "vector" beside "fn"."""
-    sites = {site: norm for site, norm in _SITES.items() if site in layer}
-    stacked = {}
-    for site, norm in sites.items():
-        # As `connection_vector`, also of deferred arrays.
-        joined = join([layer[norm], layer[site]["base"], layer[site]["scale"]])
-        stacked[site] = {"fn": layer[site]["fn"], "vector": lengthened(joined, -joined.size % VECTOR_MULTIPLE)}
-    return {name: p for name, p in layer.items() if name not in sites.values()} | stacked
 
 
 def _vector(p: Params, norm: jax.Array | None) -> jax.Array:

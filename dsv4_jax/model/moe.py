@@ -13,10 +13,10 @@ from ..ops.batches import in_tiles
 from ..ops.moe import ExpertSums
 from ..ops.numerics import clamped_swiglu
 from .numerics import linear
-from .params import Params
 from .projections import products
-from .quantised import Quantised
-from .split import split_of
+from .weights.params import Params
+from .weights.quantised import Quantised
+from .weights.split import split_of
 
 __all__ = ["moe", "route"]
 
@@ -25,7 +25,7 @@ _SCORES = {
     "sigmoid": jax.nn.sigmoid,
     "softmax": lambda x: jax.nn.softmax(x, -1),
 }
-MOST_TOKENS = 8192  # of a call of `ops.moe`: less than its CUDA kernel takes
+MAX_TOKENS = 8192  # of a call of `ops.moe`: less than its CUDA kernel takes
 
 
 def moe(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> tuple[jax.Array, ...]:
@@ -54,7 +54,7 @@ def _dispatched(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> 
     def run(x: jax.Array, chosen: jax.Array, share: jax.Array) -> jax.Array:
         return ops.moe(x, chosen, share, gate_up, down, limit=cfg.swiglu_limit, **place)
 
-    return split.own_sums(in_tiles(run, MOST_TOKENS, *split.all_tokens(x.astype(jnp.bfloat16), chosen, share)))
+    return split.own_sums(in_tiles(run, MAX_TOKENS, *split.all_tokens(x.astype(jnp.bfloat16), chosen, share)))
 
 
 def _everywhere(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> jax.Array:

@@ -20,11 +20,12 @@ from ..ops.no_gradient import without_gradient
 from ..ops.registry import Choice
 from ..plan import PackedPlan, StepPlan
 from ..step import CacheStep, LayerCacheHandle
-from .forward import activations, block, head, joined, layers
+from .forward import block, joined, layers
+from .head import head
 from .hyper_connections import Residual
-from .names import MTP
-from .numerics import linear, rms_norm
-from .params import Params, has_mtp
+from .numerics import activations, linear, rms_norm
+from .weights.names import MTP
+from .weights.params import Params, has_mtp
 
 __all__ = ["check_mtp", "flat", "follow", "guess", "mtp_forward", "mtp_layer"]
 

@@ -6,15 +6,27 @@ bfloat16 weights, and with those that stay as released, round the activations to
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .. import ops
+from ..errors import ShapeError
+from ..ops.batches import in_tiles
 from ..ops.numerics import unit_rms
-from .quantised import Matrix, Quantised, product
+from .weights.params import Params
+from .weights.quantised import FP8, Matrix, Quantised
 
-__all__ = ["linear", "matmul", "rms_norm"]
+__all__ = ["activations", "linear", "matmul", "product", "rms_norm"]
+
+MAX_ROWS = 1 << 16  # of a product with FP8 weights: what the CUDA kernel takes
+
+
+def activations(params: Params) -> jnp.dtype:
+    """What blocks take their inputs in: float32 if the matrices are, else bfloat16, to which products would round."""
+    return jnp.dtype(jnp.float32 if params["embed"].dtype == jnp.float32 else jnp.bfloat16)
 
 
 def linear(x: jax.Array, weight: Matrix) -> jax.Array:
@@ -24,6 +36,23 @@ def linear(x: jax.Array, weight: Matrix) -> jax.Array:
     if weight.dtype == jnp.bfloat16:
         return ops.dense_bf16(x, weight)
     return matmul("ti,oi->to", x, weight)
+
+
+def product(
+    x: jax.Array, weight: Quantised, *, groups: int = 1, dtype: jax.typing.DTypeLike = jnp.float32
+) -> jax.Array:
+    """`ops.dense_fp8` of any number of rows: [T, groups * in] -> [T, out] of `dtype`.
+
+    Where the CUDA kernels run a row's bits depend on no other row: in a prefill they are those of a decode step,
+    whatever is scheduled beside it. What that costs against a cuBLAS product is in docs/kernels.md.
+
+    Raises:
+        ShapeError: the weights are not fp8, or x does not fit them.
+    """
+    if weight.format != FP8:
+        raise ShapeError(f"a dense product with {weight.format.name} weights: only {FP8.name} ones have it")
+    settings: dict[str, Any] = {"groups": groups, "dtype": jnp.dtype(dtype), "whole_rows": weight.whole_rows}
+    return in_tiles(lambda x: ops.dense_fp8(x, *weight.parts, **settings), MAX_ROWS, x)
 
 
 def matmul(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -18,11 +18,12 @@ from ..config import AttentionType, DSV4Config
 from ..ops.hyper_connection import Written, widened
 from ..ops.numerics import rope_frequencies
 from .attention import output_projection
-from .forward import activations, check_tokens, embed, head
+from .forward import check_tokens, embed
+from .head import head
 from .hyper_connections import Residual, read
 from .moe import moe
-from .numerics import linear, matmul, rms_norm
-from .params import Params
+from .numerics import activations, linear, matmul, rms_norm
+from .weights.params import Params
 
 __all__ = ["attention_uncached", "chosen_uncached", "forward_uncached", "mtp_uncached"]
 

@@ -11,7 +11,7 @@ import pytest
 
 from dsv4_jax import AttentionType, DSV4Config, model
 from dsv4_jax.errors import CheckpointError, ConfigError
-from dsv4_jax.model.safetensors import read_safetensors, write_safetensors
+from dsv4_jax.model.weights.safetensors import read_safetensors, write_safetensors
 
 from .feeding import uncached
 

@@ -12,8 +12,9 @@ from dsv4_jax import CacheLayout, DSV4Config, init_cache, model
 from dsv4_jax.errors import LayoutError, ShapeError
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import KVCacheManager
-from dsv4_jax.model import packing
-from dsv4_jax.model.projections import Stacked, products
+from dsv4_jax.model.projections import products
+from dsv4_jax.model.weights import packing
+from dsv4_jax.model.weights.stacking import Stacked
 from dsv4_jax.ops.columns import Columns, Product
 
 from . import feeding
@@ -70,7 +71,7 @@ def test_queries_of_a_long_chunk_are_left_to_their_kernel():
 
 @pytest.mark.slow
 def test_packs_are_of_bounded_size(monkeypatch, params):
-    monkeypatch.setattr(packing, "MOST_ELEMENTS", 2**14)
+    monkeypatch.setattr(packing, "MAX_ELEMENTS", 2**14)
     monkeypatch.setattr(packing, "SMALL", 2**8)
     packed = model.pack_layers(params)
     assert any(x.ndim > 1 for x in packed["layers"].arrays)

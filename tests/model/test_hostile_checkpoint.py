@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from dsv4_jax import AttentionType, DSV4Config, model
 from dsv4_jax.errors import CheckpointError, ConfigError, OutputError
-from dsv4_jax.model import deferred, sources
-from dsv4_jax.model.params import param_specs
-from dsv4_jax.model.safetensors import Later, read_safetensors, write_safetensors
+from dsv4_jax.model.weights import deferred, sources
+from dsv4_jax.model.weights.params import param_specs
+from dsv4_jax.model.weights.safetensors import Later, read_safetensors, write_safetensors
 
 CFG = DSV4Config.tiny(layer_types=(AttentionType.SWA,), num_mtp_layers=1)
 LAYER = "model.layers.0."
@@ -53,7 +53,7 @@ def nothing_is_made(monkeypatch) -> None:
     def made(array: deferred.Deferred, *_: object) -> None:
         raise AssertionError(f"made a parameter: {array.shape}")
 
-    monkeypatch.setattr("dsv4_jax.model.deferred._made", made)
+    monkeypatch.setattr("dsv4_jax.model.weights.deferred._made", made)
 
 
 def assert_refused(load: Callable[[], object], problem: str, most_bytes: int = 2**20) -> None:

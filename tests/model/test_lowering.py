@@ -18,9 +18,9 @@ import pytest
 from dsv4_jax import CacheLayout, ffi, init_cache, model, ops, shard_step
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import StepSequence, build_plan, shape_for
-from dsv4_jax.model.packing import PackedLayers
-from dsv4_jax.model.sharded import device_specs
-from dsv4_jax.model.split import RowShare, Split
+from dsv4_jax.model.weights.packing import PackedLayers
+from dsv4_jax.model.weights.placement import device_specs
+from dsv4_jax.model.weights.split import RowShare, Split
 from dsv4_jax.ops.exchange import Peers
 from dsv4_jax.plan import StepPlan
 from dsv4_jax.sharding import stack_plans

@@ -32,14 +32,14 @@ from dsv4_jax import (
 from dsv4_jax.cuda import attend as cuda_attend
 from dsv4_jax.errors import LayoutError, ShapeError
 from dsv4_jax.manager import StepShape
-from dsv4_jax.model import vocabulary
-from dsv4_jax.model.deferred import Deferred, make
 from dsv4_jax.model.forward import GPU_DECODE_OPTIONS
+from dsv4_jax.model.head import logits
 from dsv4_jax.model.numerics import linear
-from dsv4_jax.model.params import is_leaf
-from dsv4_jax.model.quantised import FP8
-from dsv4_jax.model.sharded import check_split, device_bytes, device_specs
-from dsv4_jax.model.split import Split
+from dsv4_jax.model.weights.deferred import Deferred, make
+from dsv4_jax.model.weights.params import is_leaf
+from dsv4_jax.model.weights.placement import device_bytes, device_specs
+from dsv4_jax.model.weights.quantised import FP8
+from dsv4_jax.model.weights.split import BLOCKS, Split, check_split
 
 from . import released, soak_mesh
 
@@ -64,7 +64,7 @@ WIDE = dataclasses.replace(
 def split_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of these small models; on GPUs XLA would merge the products."""
     if jax.default_backend() == "cpu":
-        monkeypatch.setattr(vocabulary, "WHOLE_BYTES", 0)
+        monkeypatch.setattr("dsv4_jax.model.weights.split.WHOLE_BYTES", 0)
 
 
 def mesh_of(data: int, tensor: int, explicit: bool = False) -> jax.sharding.Mesh:
@@ -180,13 +180,13 @@ def test_two_gpus_give_the_bits_of_one(split: tuple[int, int]) -> None:
 @pytest.mark.gpu
 def test_words_of_a_share_have_the_bits_of_the_whole() -> None:
     """At V4's size: whole, it is multiplied in the blocks that devices share out."""
-    of_all = jax.jit(vocabulary.logits, static_argnums=(2, 3), compiler_options=GPU_DECODE_OPTIONS)
+    of_all = jax.jit(logits, static_argnums=(2, 3), compiler_options=GPU_DECODE_OPTIONS)
     product = jax.jit(linear, compiler_options=GPU_DECODE_OPTIONS)
     drawn = jax.jit(lambda key, rows: jax.random.normal(key, (rows, 4096), jnp.bfloat16), static_argnums=1)
     weight, x = drawn(jax.random.key(0), 129_280), drawn(jax.random.key(1), 64)
     for tokens in (1, 3, 8, 64):
         whole = np.asarray(of_all(x[:tokens], weight, tokens, 0))
-        parts = [np.asarray(product(x[:tokens], block)) for block in jnp.split(weight, vocabulary.BLOCKS)]
+        parts = [np.asarray(product(x[:tokens], block)) for block in jnp.split(weight, BLOCKS)]
         np.testing.assert_array_equal(whole, np.concatenate(parts, 1), err_msg=f"{tokens} tokens")
 
 

@@ -20,10 +20,11 @@ from dsv4_jax import CacheLayout, DSV4Config, ffi, init_cache, model
 from dsv4_jax.errors import CheckpointError, ConfigError, ShapeError
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import StepSequence, build_plan, shape_for
-from dsv4_jax.model import packing, quantised
-from dsv4_jax.model.deferred import Deferred
-from dsv4_jax.model.params import is_leaf
-from dsv4_jax.model.quantised import Quantised
+from dsv4_jax.model import numerics
+from dsv4_jax.model.weights import packing
+from dsv4_jax.model.weights.deferred import Deferred
+from dsv4_jax.model.weights.params import is_leaf
+from dsv4_jax.model.weights.quantised import Quantised
 
 from . import released
 from .feeding import feed, text_tokens, uncached
@@ -214,7 +215,7 @@ HOSTILE = [
 @pytest.mark.parametrize(("changes", "problem"), HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_tensors(tmp_path, monkeypatch, changes, problem) -> None:
     """Refused before a parameter is made."""
-    monkeypatch.setattr("dsv4_jax.model.deferred._made", lambda *_: pytest.fail("made a parameter"))
+    monkeypatch.setattr("dsv4_jax.model.weights.deferred._made", lambda *_: pytest.fail("made a parameter"))
     released.write(tmp_path, {name: x for name, x in (TENSORS | changes).items() if x is not None})
     with pytest.raises(CheckpointError, match=problem) as error:
         model.load_hf(tmp_path, weights="released", packed=True, mtp=True)
@@ -256,7 +257,7 @@ def test_other_checkpoints_are_named_before_weights_are_read(tmp_path, monkeypat
         file = path / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | fields))
         with monkeypatch.context() as nothing, pytest.raises((CheckpointError, ConfigError), match=problem) as error:
-            nothing.setattr("dsv4_jax.model.deferred._made", lambda *_: pytest.fail("made a parameter"))
+            nothing.setattr("dsv4_jax.model.weights.deferred._made", lambda *_: pytest.fail("made a parameter"))
             model.load_hf(path, weights="released", mtp=case != "experts")
         assert str(error.value).isprintable()
         if case != "head":
@@ -309,8 +310,8 @@ def test_many_rows_are_tiles_of_few(monkeypatch) -> None:
     weight = model.init_params(CFG, 0, "released")["layers"][0]["attn"]["wq_b"]
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((37, 128)), jnp.float32)
-    monkeypatch.setattr(quantised, "MOST_ROWS", 16)
-    run = jax.jit(functools.partial(quantised.product, weight=weight))
+    monkeypatch.setattr(numerics, "MAX_ROWS", 16)
+    run = jax.jit(functools.partial(numerics.product, weight=weight))
     got, alone = np.asarray(run(x)), np.asarray(run(jnp.concatenate([x[20:21], -x[:15]])))
     np.testing.assert_array_equal(got[20], alone[0])
     want = np.asarray(x.astype(jnp.bfloat16)).astype(np.float64) @ np.asarray(decode(weight)).astype(np.float64).T

@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ..checks import as_int, shown
-from ..config import DSV4Config
-from ..errors import ConfigError
-from ..formats.weights import WeightFormat
+from ...checks import as_int, shown
+from ...config import DSV4Config
+from ...errors import ConfigError
+from ...formats.weights import WeightFormat
+from ..sampling import seed_key
 from .deferred import Deferred, Progress, make
 from .names import MTP
 from .packing import pack_layers
 from .params import RELEASED, Params, Weights, is_leaf, param_specs
-from .projections import stack_projections
+from .placement import shard_params
 from .quantised import Quantised
-from .sampling import seed_key
-from .sharded import shard_params
+from .stacking import stack_projections
 
 __all__ = ["init_params"]
 

@@ -13,12 +13,12 @@ from ..cache import KVCache, mesh_of
 from ..ops.exchange import Peers
 from ..plan import PackedPlan, StepPlan
 from ..sharding import shard_step, stack_plans
-from .split import DATA
+from .weights.split import DATA
 
-__all__ = ["Placement", "stacked"]
+__all__ = ["CompiledSteps", "stacked"]
 
 
-class Placement:
+class CompiledSteps:
     """One device, or a mesh.
 
     Attributes:

@@ -21,7 +21,7 @@ from .params import Params
 
 __all__ = ["ALIGNMENT", "PackedLayers", "pack_layers"]
 
-MOST_ELEMENTS = 2**30  # of an array: XLA's GPU kernels count elements of less than 2^31 faster, and some only those
+MAX_ELEMENTS = 2**30  # of an array: XLA's GPU kernels count elements of less than 2^31 faster, and some only those
 SMALL = 2**16  # elements below which a parameter goes to the vectors
 # Bytes. XLA gives a custom call the address of a slice wherever it begins, and kernels load 16 bytes at a time.
 ALIGNMENT = 128
@@ -98,7 +98,7 @@ def _packed(layers: Sequence[Params]) -> PackedLayers:
             key = (np.dtype(leaf.dtype), flat, () if flat else leaf.shape[1:])
             width = 1 if flat else leaf.size // rows
             pack = open_packs.get(key)
-            if pack is None or (sizes[pack] + rows) * width > MOST_ELEMENTS:
+            if pack is None or (sizes[pack] + rows) * width > MAX_ELEMENTS:
                 pack = open_packs[key] = len(packs)
                 packs.append([])
                 sizes.append(0)

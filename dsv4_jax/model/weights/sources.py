@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from ..config import DSV4Config
-from ..errors import CheckpointError
-from ..formats.weights import WeightFormat, expert_fp4
-from ..untrusted import plain, read_json, shown
+from ...config import DSV4Config
+from ...errors import CheckpointError
+from ...formats.weights import WeightFormat, expert_fp4
+from ...untrusted import plain, read_json, shown
 from .deferred import Deferred
 from .names import EXPERT_MATRICES, MTP, OWN_MTP_TABLES, expert_name, names_of
 from .params import check_expert_ids
@@ -32,8 +32,8 @@ _NIBBLES = (np.dtype(np.int8), np.dtype(np.uint8))  # of files: two e2m1 codes a
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _FLOATS = tuple(np.dtype(name) for name in (np.float32, np.float16, ml_dtypes.bfloat16))
 _SCALES = (*_FLOATS, _E8M0)
-_MOST_SCALE = 2.0**118  # times 448, the largest e4m3, it is a float32
-_MOST_INDEX_BYTES = 32 * 2**20  # that of V4-Pro's 140,000 tensors has 12 MB
+_MAX_SCALE = 2.0**118  # times 448, the largest e4m3, it is a float32
+_MAX_INDEX_BYTES = 32 * 2**20  # that of V4-Pro's 140,000 tensors has 12 MB
 
 
 class _Stored(NamedTuple):
@@ -183,7 +183,7 @@ class Source:
             return _Stored(name, tensor)
         if tensor.dtype == ml_dtypes.float8_e4m3fn or nibbles:
             fmt = FP4 if nibbles else FP8
-            return _Stored(name, tensor, self._scale(name, fmt, shape, _SCALES, _MOST_SCALE), fmt.block)
+            return _Stored(name, tensor, self._scale(name, fmt, shape, _SCALES, _MAX_SCALE), fmt.block)
         if tensor.dtype.itemsize == 1:
             raise CheckpointError(f"tensor {name} has dtype {tensor.dtype}, which this loader cannot dequantise")
         raise CheckpointError(f"tensor {name} has dtype {tensor.dtype}, expected one of {_listed(_FLOATS)}")
@@ -277,7 +277,7 @@ def open_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
 def _read_index(path: pathlib.Path) -> dict[str, str]:
     """Tensor name -> name of a file beside the index."""
     try:
-        index = read_json(path, _MOST_INDEX_BYTES, unique_keys=True)
+        index = read_json(path, _MAX_INDEX_BYTES, unique_keys=True)
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from None
     where = index.get("weight_map") if isinstance(index, dict) else None

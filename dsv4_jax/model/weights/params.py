@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checks import shown
-from ..config import AttentionType, DSV4Config, LayerSpec, build_schedule
-from ..errors import CheckpointError, ConfigError
-from ..formats.weights import WeightFormat
+from ...checks import shown
+from ...config import AttentionType, DSV4Config, LayerSpec, build_schedule
+from ...errors import CheckpointError, ConfigError
+from ...formats.weights import WeightFormat
 from .names import MTP
 from .quantised import FP4, FP8, Quantised
 

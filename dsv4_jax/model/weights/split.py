@@ -17,12 +17,34 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from .. import ops
-from ..errors import LayoutError
+from ... import ops
+from ...checks import shown
+from ...config import DSV4Config
+from ...errors import LayoutError
+from ...ops.moe import PARTS
 
-__all__ = ["ALONE", "DATA", "TENSOR", "RowShare", "Split", "split_of"]
+__all__ = [
+    "ALONE",
+    "BLOCKS",
+    "DATA",
+    "HEAD",
+    "ORDER",
+    "TENSOR",
+    "RowShare",
+    "Split",
+    "check_split",
+    "in_blocks",
+    "parts_of",
+    "split_of",
+    "split_over",
+]
 
 DATA, TENSOR = "data", "tensor"  # axes of a mesh
+ORDER = (TENSOR, DATA)  # of the devices by their experts
+OF_HEADS, HEAD = ("wq_b", "wo_a", "attn_sink"), "head"  # parameters that are divided along `tensor`
+BLOCKS = 8  # of words, into which the head's product is cut: as many as there can be devices
+# Of a block, at most, where the matrix stays whole: smaller products of the same rows XLA merges into one again.
+WHOLE_BYTES = 2**25
 
 
 @jax.tree_util.register_static
@@ -107,3 +129,52 @@ jax.tree_util.register_dataclass(RowShare, data_fields=["rows"], meta_fields=["t
 def split_of(p: dict[str, Any]) -> Split:
     """That of a layer's "attn" or "ffn" parameters."""
     return p.get("split", ALONE)
+
+
+def split_over(cfg: DSV4Config, mesh: Mesh) -> Split:
+    """How a model is split over a mesh.
+
+    Raises:
+        LayoutError: no mesh of devices, one with other axes than "data" and "tensor", or the model does not divide by
+            them: as `check_split`.
+    """
+    if not isinstance(mesh, Mesh) or not mesh.size:
+        raise LayoutError(f"expected a jax.sharding.Mesh of devices, got {shown(mesh)}")
+    if others := [axis for axis in mesh.axis_names if axis not in ORDER]:
+        raise LayoutError(f"the mesh has an axis {others[0]!r}: parameters are split over {DATA!r} and {TENSOR!r} only")
+    return check_split(cfg, Split(mesh.shape.get(DATA, 1), mesh.shape.get(TENSOR, 1)))
+
+
+def check_split(cfg: DSV4Config, split: Split) -> Split:
+    """The split.
+
+    Raises:
+        LayoutError: experts, query heads or their groups do not divide by the devices, or there are other than 1, 2,
+            4 or 8 devices.
+    """
+    if min(split.data, split.tensor) < 1:
+        raise LayoutError(f"{split}: a model is split over at least one device along each axis")
+    if PARTS % split.devices:
+        raise LayoutError(f"{split.devices} devices: the sum over experts can be divided among 1, 2, 4 or 8")
+    for what, count, devices in (
+        ("experts", cfg.n_routed_experts, split.devices),
+        ("query heads", cfg.num_attention_heads, split.tensor),
+        ("groups of query heads", cfg.o_groups, split.tensor),
+    ):
+        if count % devices:
+            raise LayoutError(f"{count} {what} do not divide by {devices} devices")
+    return split
+
+
+def parts_of(path: tuple[Any, ...], split: Split) -> int:
+    """Into how many runs of rows, in the order of the devices, the parameter at this path of the tree is split."""
+    keys = [key.key for key in path if hasattr(key, "key")]
+    if "experts" in keys:
+        return split.devices
+    return split.tensor if keys[-2:-1] == ["attn"] and keys[-1] in OF_HEADS else 1
+
+
+def in_blocks(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> bool:
+    """Whether a matrix [words, hidden] is multiplied in blocks, and may be shared out."""
+    words, hidden = shape
+    return words % BLOCKS == 0 and words // BLOCKS * hidden * np.dtype(dtype).itemsize > WHOLE_BYTES

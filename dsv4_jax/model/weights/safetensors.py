@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from ..errors import CheckpointError
-from ..output import open_output
-from ..untrusted import parse_json, shown
+from ...errors import CheckpointError
+from ...output import open_output
+from ...untrusted import parse_json, shown
 
 __all__ = ["Later", "read_safetensors", "write_safetensors"]
 
@@ -28,8 +28,8 @@ _DTYPES: dict[str, type] = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_,
 }  # fmt: skip
-_MOST_HEADER_BYTES = 32 * 2**20  # all of V4-Pro's 140,000 tensors in one file would need 20 MB
-_MOST_DIMS = 8
+_MAX_HEADER_BYTES = 32 * 2**20  # all of V4-Pro's 140,000 tensors in one file would need 20 MB
+_MAX_DIMS = 8
 _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 
 
@@ -65,8 +65,8 @@ def read_safetensors(path: pathlib.Path) -> dict[str, np.ndarray]:
     length = int.from_bytes(data[:8].tobytes(), "little")
     if data.size < 8 + length:
         raise CheckpointError(f"{path}: truncated header")
-    if length > _MOST_HEADER_BYTES:
-        raise CheckpointError(f"{path}: a header of {length} bytes, at most {_MOST_HEADER_BYTES} are read")
+    if length > _MAX_HEADER_BYTES:
+        raise CheckpointError(f"{path}: a header of {length} bytes, at most {_MAX_HEADER_BYTES} are read")
     try:
         header = parse_json(data[8 : 8 + length].tobytes(), unique_keys=True)
     except ValueError as error:
@@ -100,7 +100,7 @@ def _entry(entry: Any, body_start: int, body_size: int) -> _Entry:
     if not isinstance(name, str) or name not in _DTYPES:
         raise ValueError(f"has unsupported dtype {shown(name)}")
     dtype = np.dtype(_DTYPES[name])
-    if shape is None or len(shape) > _MOST_DIMS or math.prod(max(n, 1) for n in shape) >= 2**60:
+    if shape is None or len(shape) > _MAX_DIMS or math.prod(max(n, 1) for n in shape) >= 2**60:
         raise ValueError(f"has no possible shape: {shown(fields.get('shape'))}")
     if offsets is None or len(offsets) != 2:
         raise ValueError(f"has no possible data_offsets: {shown(fields.get('data_offsets'))}")

@@ -1,4 +1,4 @@
-"""Logits: the product with the output matrix, which devices along `tensor` share out by words.
+"""The head: the last norm, and logits by the output matrix, which devices along `tensor` share out by words.
 
 A library chooses its kernel, and so the order of a sum, by the size of a product. So a large matrix is multiplied in
 eight blocks of words, on one device as on several, of which each has some: a word's logit has the same bits everywhere.
@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .numerics import linear
-from .split import RowShare, Split
+from ..config import DSV4Config
+from ..ops.registry import Choice
+from .hyper_connections import Residual, read_head
+from .numerics import activations, linear
+from .weights.params import Params
+from .weights.split import BLOCKS, RowShare, Split, in_blocks
 
-__all__ = ["BLOCKS", "WHOLE_BYTES", "in_blocks", "logits"]
-
-BLOCKS = 8  # as many as there can be devices
-# Of a block, at most, where the matrix stays whole: smaller products of the same rows XLA merges into one again.
-WHOLE_BYTES = 2**25
+__all__ = ["head", "logits"]
 
 
-def in_blocks(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> bool:
-    """Whether a matrix [words, hidden] is multiplied in blocks, and may be shared out."""
-    words, hidden = shape
-    return words % BLOCKS == 0 and words // BLOCKS * hidden * np.dtype(dtype).itemsize > WHOLE_BYTES
+def head(
+    params: Params, residual: Residual, cfg: DSV4Config, implementation: Choice = None, *, of: Params | None = None
+) -> jax.Array:
+    """Logits [T, vocab]; `of` the MTP layer, whose streams are summed and normalised by weights of its own."""
+    x = read_head(params if of is None else of, residual, cfg, activations(params), implementation)
+    weight = params["embed"] if cfg.tie_word_embeddings else params["head"]
+    # Channels: beside an MTP layer's exchanges, and beside those of the other head.
+    return logits(x, weight, residual.streams.shape[0], channel=1 if of is None else 2)
 
 
 def logits(x: jax.Array, weight: jax.Array | RowShare, count: int, channel: int) -> jax.Array:

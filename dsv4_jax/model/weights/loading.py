@@ -19,15 +19,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ..config import DSV4Config
-from ..hf_config import check_drafts, check_weight_blocks, read_hf
+from ...config import DSV4Config
+from ...hf_config import check_drafts, check_weight_blocks, read_hf
 from .deferred import Progress, make
 from .names import address
 from .packing import pack_layers
 from .params import RELEASED, Params, Weights, is_leaf, param_specs
-from .projections import stack_projections
-from .sharded import shard_params
+from .placement import shard_params
 from .sources import Source, open_tensors
+from .stacking import stack_projections
 
 __all__ = ["load_hf"]
 

@@ -1,7 +1,7 @@
 """Parameters over the devices of a mesh: each device gets its part, stacked and packed, and nothing else.
 
 Over `tensor` are split the matrices of the query heads (`wq_b`, `wo_a` and the sinks) and, by words, that of the output
-(`vocabulary.py`); over both axes the experts. All else is on every device.
+(`head.logits`); over both axes the experts. All else is on every device.
 """
 
 from __future__ import annotations
@@ -19,23 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..checks import shown
-from ..config import DSV4Config
-from ..errors import LayoutError, ShapeError
-from ..ops.moe import PARTS
+from ...config import DSV4Config
+from ...errors import LayoutError, ShapeError
 from .deferred import Deferred, Progress, make
 from .names import MTP
 from .packing import PackedLayers, pack_layers
 from .params import RELEASED, Params, Weights, is_leaf, param_specs
-from .projections import stack_projections
 from .quantised import Quantised
-from .split import ALONE, DATA, TENSOR, RowShare, Split
-from .vocabulary import in_blocks
+from .split import ALONE, HEAD, ORDER, TENSOR, RowShare, Split, check_split, in_blocks, parts_of, split_over
+from .stacking import stack_projections
 
-__all__ = ["check_split", "device_bytes", "device_params", "device_specs", "parts_of", "shard_params", "split_over"]
-
-_OF_HEADS, _HEAD = ("wq_b", "wo_a", "attn_sink"), "head"
-_ORDER = (TENSOR, DATA)  # of the devices by their experts
+__all__ = ["device_bytes", "device_params", "device_specs", "shard_params"]
 
 
 def shard_params(cfg: DSV4Config, params: Params, mesh: Mesh, *, progress: Progress | None = None) -> Params:
@@ -58,7 +52,7 @@ def shard_params(cfg: DSV4Config, params: Params, mesh: Mesh, *, progress: Progr
     deferred = jax.tree.map(_deferred, params)
     parts = [device_params(deferred, split, index) for index, _ in devices]
     each = _made([(part, device) for part, (_, device) in zip(parts, devices, strict=True)], progress)
-    axes = tuple(axis for axis in _ORDER if axis in mesh.shape)
+    axes = tuple(axis for axis in ORDER if axis in mesh.shape)
     whole = functools.partial(_whole, mesh)
 
     def join(part: Any, *others: Any) -> Any:
@@ -72,41 +66,6 @@ def shard_params(cfg: DSV4Config, params: Params, mesh: Mesh, *, progress: Progr
         return dataclasses.replace(part, arrays=tuple(whole(axes, *x) for x in shards), axes=sizes)
 
     return jax.tree.map(join, *each, is_leaf=lambda node: isinstance(node, PackedLayers | RowShare))
-
-
-def split_over(cfg: DSV4Config, mesh: Mesh) -> Split:
-    """How a model is split over a mesh.
-
-    Raises:
-        LayoutError: no mesh of devices, one with other axes than "data" and "tensor", or the model does not divide by
-            them: as `check_split`.
-    """
-    if not isinstance(mesh, Mesh) or not mesh.size:
-        raise LayoutError(f"expected a jax.sharding.Mesh of devices, got {shown(mesh)}")
-    if others := [axis for axis in mesh.axis_names if axis not in _ORDER]:
-        raise LayoutError(f"the mesh has an axis {others[0]!r}: parameters are split over {DATA!r} and {TENSOR!r} only")
-    return check_split(cfg, Split(mesh.shape.get(DATA, 1), mesh.shape.get(TENSOR, 1)))
-
-
-def check_split(cfg: DSV4Config, split: Split) -> Split:
-    """The split.
-
-    Raises:
-        LayoutError: experts, query heads or their groups do not divide by the devices, or there are other than 1, 2,
-            4 or 8 devices.
-    """
-    if min(split.data, split.tensor) < 1:
-        raise LayoutError(f"{split}: a model is split over at least one device along each axis")
-    if PARTS % split.devices:
-        raise LayoutError(f"{split.devices} devices: the sum over experts can be divided among 1, 2, 4 or 8")
-    for what, count, devices in (
-        ("experts", cfg.n_routed_experts, split.devices),
-        ("query heads", cfg.num_attention_heads, split.tensor),
-        ("groups of query heads", cfg.o_groups, split.tensor),
-    ):
-        if count % devices:
-            raise LayoutError(f"{count} {what} do not divide by {devices} devices")
-    return split
 
 
 def device_params(params: Params, split: Split, index: int) -> Params:
@@ -125,18 +84,10 @@ def device_params(params: Params, split: Split, index: int) -> Params:
     for layer in (*taken["layers"], *taken.get(MTP, ())):
         for block in ("attn", "ffn"):
             layer[block] |= {"split": split}
-    if split.tensor > 1 and _HEAD in taken and in_blocks(taken[_HEAD].shape, taken[_HEAD].dtype):
-        share = _rows(taken[_HEAD], index * split.tensor // split.devices, split.tensor)
-        taken[_HEAD] = RowShare(share, split.tensor)
+    if split.tensor > 1 and HEAD in taken and in_blocks(taken[HEAD].shape, taken[HEAD].dtype):
+        share = _rows(taken[HEAD], index * split.tensor // split.devices, split.tensor)
+        taken[HEAD] = RowShare(share, split.tensor)
     return pack_layers(stack_projections(taken))
-
-
-def parts_of(path: tuple[Any, ...], split: Split) -> int:
-    """Into how many runs of rows, in the order of the devices, the parameter at this path of the tree is split."""
-    keys = [key.key for key in path if hasattr(key, "key")]
-    if "experts" in keys:
-        return split.devices
-    return split.tensor if keys[-2:-1] == ["attn"] and keys[-1] in _OF_HEADS else 1
 
 
 def device_specs(cfg: DSV4Config, weights: Weights = RELEASED, split: Split = ALONE, *, mtp: bool = False) -> Params:
@@ -199,8 +150,8 @@ def _rows(leaf: Any, index: int, parts: int) -> Any:
 
 def _devices(mesh: Mesh) -> Iterator[tuple[int, jax.Device]]:
     """(index, device) of this process's devices, by index: as of `device_params`."""
-    sizes = {axis: mesh.shape.get(axis, 1) for axis in _ORDER}
-    present = [axis for axis in _ORDER if axis in mesh.shape]
+    sizes = {axis: mesh.shape.get(axis, 1) for axis in ORDER}
+    present = [axis for axis in ORDER if axis in mesh.shape]
     order = mesh.devices.transpose([mesh.axis_names.index(axis) for axis in present]).reshape(*sizes.values())
     for index, device in enumerate(order.flat):
         if device.process_index == jax.process_index():
