@@ -29,12 +29,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsv4_jax import DSV4Config
-from dsv4_jax.cuda.exchange import Exchange, open_exchanges
 from dsv4_jax.model import GPU_DECODE_OPTIONS
 from dsv4_jax.model.numerics import product
 from dsv4_jax.model.weights.quantised import FP8, Quantised
 from dsv4_jax.model.weights.split import TENSOR, Split
-from dsv4_jax.ops import all_gather, sum_to_all, sum_to_owner
+from dsv4_jax.ops import Exchange, all_gather, open_exchanges, sum_to_all, sum_to_owner
 from dsv4_jax.ops.exchange import using
 
 AXIS = "devices"

@@ -130,7 +130,7 @@ def shard_step(
             `model.shard_params` as they are, others replicated.
         out_axis: of the results, the one that data shards split: 1 of the tokens that `model.decode_loop` draws.
         compiler_options: of `jax.jit`, such as `model.GPU_DECODE_OPTIONS`.
-        peers: `cuda.exchange.Exchange.peers` of the mesh's axes, for exchanges in the project's own CUDA; without them
+        peers: `ops.Exchange.peers` of the mesh's axes, for exchanges in the project's own CUDA; without them
             XLA's collectives serve.
         options: passed on to `step`; they are static.
 

@@ -134,6 +134,19 @@ def test_narrow_rooms_import_no_more_than_they_say(name: str) -> None:
     assert used - {name, *LAYERS[0]} == NARROW[name]
 
 
+@pytest.mark.parametrize("name", ["ops", "step", "model", "cli"])
+def test_kernels_are_reached_by_the_registry(name: str) -> None:
+    kernels = {"cuda", "pallas", "triton"}
+    found = {
+        f"{module}:{line} imports {imported}"
+        for module, tree in MODULES.items()
+        if module.split(".")[0] == name
+        for imported, _, line in imports(module, tree)
+        if imported.split(".")[0] in kernels
+    }
+    assert not found
+
+
 def test_private_names_stay_in_their_module() -> None:
     """`from x import _name`, and `x._name` of an imported module x."""
     found = []

@@ -15,9 +15,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ..cache import KVCache
 from ..config import DSV4Config
-from ..cuda.exchange import Exchange, open_exchanges
 from ..layout import CacheLayout, CacheSize
 from ..model.weights.split import DATA, TENSOR
+from ..ops import Exchange, open_exchanges
 from ..ops.exchange import Peers, using
 from ..sharding import cache_sharding, shard_step
 from .step import StepOptions, random_cache

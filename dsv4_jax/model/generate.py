@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from ..cache import KVCache
 from ..checks import as_int
-from ..cuda.exchange import Exchange
 from ..errors import ContextLimitError, PlanError
 from ..manager import KVCacheManager, Request
 from ..manager.allocator import as_count
 from ..manager.request_tokens import request_tokens
+from ..ops.exchange_buffers import Exchange
 from ..ops.registry import Choice
 from ..untrusted import shown
 from .calls import Call, Caller

@@ -19,6 +19,7 @@ from .dense_fp8 import dense_fp8
 from .entry_rows import entry_rows
 from .epilogue import Epilogue
 from .exchange import Peers, all_gather, sum_to_all, sum_to_owner
+from .exchange_buffers import Exchange, open_exchanges
 from .gather import gather_rows
 from .hyper_connection import Written, connection_vector, hyper_connection, hyper_head
 from .index_scores import index_scores
@@ -36,6 +37,7 @@ __all__ = [
     "CompressorGeometry",
     "CompressorInputs",
     "Epilogue",
+    "Exchange",
     "Peers",
     "WindowView",
     "Written",
@@ -60,6 +62,7 @@ __all__ = [
     "inv_frequencies",
     "moe",
     "normalise",
+    "open_exchanges",
     "rms_norm",
     "rope",
     "rope_frequencies",

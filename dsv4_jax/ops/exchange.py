@@ -33,7 +33,7 @@ Axes = str | tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Peers:
-    """What a call needs to know of the buffers of a `cuda.exchange.Exchange`, which makes these.
+    """What a call needs to know of the buffers of an `ops.Exchange`, which makes these.
 
     Attributes:
         number: of the exchange in this process.
@@ -89,7 +89,7 @@ def all_gather(arrays: Sequence[jax.Array], axes: Axes, *, dimension: int = 0, p
         arrays: of any types; those of each device have the same shapes.
         axes: of the mesh, a name or several; none: the device is alone, and has its own back.
         dimension: of the arrays, along which they are joined.
-        peers: the mapped buffers of these devices (`cuda.exchange.Exchange.peers`), for the CUDA kernel; None: those
+        peers: the mapped buffers of these devices (`Exchange.peers`), for the CUDA kernel; None: those
             of `using`, and where there are none XLA's collectives serve.
         channel: of the buffers. Calls that do not need one another's results, so that they may run at the same time,
             need channels of their own.

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from dsv4_jax.cuda.exchange import Exchange
 from dsv4_jax.errors import ExchangeError
-from dsv4_jax.ops import Peers, all_gather, sum_to_all, sum_to_owner
+from dsv4_jax.ops import Exchange, Peers, all_gather, sum_to_all, sum_to_owner
 
 from ..native import run_sanitized
 from ..ops.test_exchange import ExchangeTest, on_mesh, values
@@ -54,7 +53,7 @@ def test_devices_that_cannot_are_refused(axes, message: str) -> None:
 
 
 def test_a_limit_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsv4_jax.cuda.exchange._groups", lambda mesh, axes: None)
+    monkeypatch.setattr("dsv4_jax.ops.exchange_buffers._groups", lambda mesh, axes: None)
     for limit in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ExchangeError, match=f"limit_s is {limit}, expected more than 0 and up to 3600"):
             Exchange(jax.make_mesh((1,), ("a",)), "a", limit_s=limit)

@@ -41,11 +41,11 @@ from dsv4_jax import (
     stack_plans,
     stack_transfers,
 )
-from dsv4_jax.cuda.exchange import open_exchanges
 from dsv4_jax.errors import NoFreeSlotError, OutOfBlocksError
 from dsv4_jax.manager import CachePolicy, HostSize, Request, SnapshotPlacement, StepShape
 from dsv4_jax.manager.prefix.node import T
 from dsv4_jax.manager.transfers import Transfers
+from dsv4_jax.ops import open_exchanges
 from dsv4_jax.plan import StepPlan
 
 SWA, CSA, HCA = AttentionType

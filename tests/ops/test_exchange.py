@@ -145,7 +145,7 @@ def test_no_rows() -> None:
 @pytest.mark.parametrize(
     ("arrays", "options", "message"),
     [
-        ([(4, 4)], {"peers": None}, "it needs peers, the mapped buffers of a cuda.exchange.Exchange"),
+        ([(4, 4)], {"peers": None}, "it needs peers, the mapped buffers of an ops.Exchange"),
         ([(4, 4)] * 5, {}, "it takes up to 4 arrays, not 5"),
         ([(4, 64)] * 2, {}, r"it sends up to 1024 bytes to a device \(slot_bytes\), not 2048"),
         ([(4, 3)], {"dimension": 1}, "it joins runs of a multiple of 16 bytes along .*, not of 12"),
