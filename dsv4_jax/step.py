@@ -16,24 +16,24 @@ from .config import LayerSpec
 from .errors import LayoutError, RotationError, ShapeError, StepOrderError
 from .formats import RowFormat
 from .layout import CacheLayout
-from .ops.append import Rows, WindowView, append, encode, exists, pin, store, window_rows, window_view
+from .ops.append import AppendArguments, Rows, WindowView, exists, pin, store, window_rows, window_view
 from .ops.arguments import Check
-from .ops.attend import CHUNK, SharedEntries, attend
+from .ops.attend import CHUNK, AttendArguments, SharedEntries
 from .ops.attend_parts import PARTS, attend_parts
 from .ops.columns import Values
-from .ops.compress import CompressorGeometry, CompressorInputs, compress_csa, compress_hca
-from .ops.entry_rows import entry_rows
+from .ops.compress import CompressArguments, CompressorGeometry, CompressorInputs
+from .ops.entry_rows import EntryRowsArguments
 from .ops.epilogue import Epilogue, check_epilogue
 from .ops.exchange import all_gather
-from .ops.gather import gather_rows
-from .ops.index_scores import index_scores
+from .ops.gather import GatherArguments
+from .ops.index_scores import IndexScoresArguments
 from .ops.merge import merge_candidates
 from .ops.no_gradient import without_gradient
 from .ops.pool_axis import PoolAxis
-from .ops.queries import finish_queries
-from .ops.registry import Choice, offered
+from .ops.queries import QueriesArguments
+from .ops.registry import Choice, offered, run
 from .ops.residual import carry_residual, last_residual
-from .ops.top_k import top_k
+from .ops.top_k import TopKArguments
 from .plan import StepPlan
 from .schema import LayerCacheSchema, PoolSchema
 
@@ -224,7 +224,7 @@ class LayerCacheHandle(Generic[Cache]):
         self._once(LayerWrites.APPENDED)
         ring, fmt, plan = self.schema.window, self.layout.row_format(self.schema.window), self.plan
         check = self._check
-        check.array("kv", kv, "float", "T", ring.width)
+        kv = check.array("kv", kv, "float", "T", ring.width)
         if epilogue is not None:
             self._check_epilogue(check, "epilogue", epilogue, ring)
         kv, epilogue = without_gradient((kv, epilogue))
@@ -232,14 +232,15 @@ class LayerCacheHandle(Generic[Cache]):
         place = dict(ordinal=ring.ordinal, slots=self.cache.slot_units, ring=ring.rows)
         ids = self._window_rows(ring, pool[0].shape[0])
         shown = dict(window=self.schema.swa_window_size, first=self.schema.first_position)
-        done = dict(fmt=fmt, epilogue=epilogue, position=plan.token_position, implementation=self.implementation)
+        arguments = AppendArguments(kv, fmt, epilogue, None if epilogue is None else self._position)
         if plan.history_seqs.shape[0]:
             # The step overruns the ring: take the view before the ring is overwritten.
-            chunk = encode(kv, **done)
+            chunk = run("append", arguments, self.implementation)
             window, pool = pin(window_view(pool, chunk, plan, **shown, **place), pool)
             pool = store(pool, chunk, ids)
         else:
-            pool = append(pool, kv, ids, **done)
+            arguments = dataclasses.replace(arguments, pool=pool, row_ids=ids)
+            pool = run("append", arguments, self.implementation)
             rows, *where = window_view(pool, None, _wide(plan), **shown, **place)
             window = WindowView(rows, *(x[: plan.num_tokens] for x in where))
         return self._wrote(LayerWrites.APPENDED, {ring.pool: pool}, window)
@@ -322,7 +323,7 @@ class LayerCacheHandle(Generic[Cache]):
         Args:
             inv_freq: [rope_dim / 2] float32: `rope_frequencies(cfg, layer.spec.attn)`.
         """
-        self._check.array("q", q, "float", "T", "heads", self.schema.window.width)
+        q = self._check.array("q", q, "float", "T", "heads", self.schema.window.width)
         fmt = self.layout.row_format(self.schema.window)
         return self._finish_queries(q, inv_freq, fmt, eps=self.layout.cfg.rms_norm_eps)
 
@@ -338,9 +339,12 @@ class LayerCacheHandle(Generic[Cache]):
 
         Raises:
             RotationError: this layer's index keys of this step were rotated and the queries are not, or the reverse.
+            ShapeError: as all methods; or `qat` and `index_head_dim` is no power of two.
         """
-        keys = self._indexed()
-        self._check.array("q", q, "float", "T", "heads", keys.width)
+        keys, check = self._indexed(), self._check
+        q = check.array("q", q, "float", "T", "heads", keys.width)
+        if qat and keys.width & (keys.width - 1):
+            raise ShapeError(f"{check.op}: q has {keys.width} dims, a Hadamard rotation (qat) needs a power of two")
         if self.rotated is not None and self.rotated != qat:
             problem = f"index keys were stored with Epilogue(hadamard={self.rotated}), index_queries has qat={qat}"
             raise RotationError(self.spec.layer_idx, f"{problem}: both or neither", keys=self.rotated, queries=qat)
@@ -390,14 +394,13 @@ class LayerCacheHandle(Generic[Cache]):
 
         Along a pool axis: this rank's rows; those of the null block for other ranks' entries.
         """
+        entries = self._check.array("entries", entries, "int32", "T", "K")
         return self._rows_of(jnp.asarray(self.plan.token_slot), entries)
 
     def _rows_of(self, slots: jax.Array, entries: jax.Array, implementation: Choice = "xla") -> jax.Array:
         pool, blocks = self._compressed(), self.cache.block_units
-        return entry_rows(
-            entries, slots, self._own_table, base=pool.base(blocks), per_block=pool.rows, blocks=blocks,
-            implementation=implementation,
-        )  # fmt: skip
+        arguments = EntryRowsArguments(entries, slots, self._own_table, pool.base(blocks), pool.rows, blocks)
+        return run("entry_rows", arguments, implementation)
 
     def index_scores(self, queries: jax.Array, weights: Values, *, scale: float = 1.0) -> jax.Array:
         """Indexer scores [T, S] float32 of all entries (-inf where not visible); CSA only.
@@ -410,17 +413,15 @@ class LayerCacheHandle(Generic[Cache]):
             scale: of the weights: (dim * heads) ** -0.5, if they do not have it already.
         """
         pool, keys, check = self._indexed(), self._pool(LayerWrites.INDEXED), self._check
-        check.array("queries", queries, "float", "T", "heads", pool.width)
-        check.array("weights", weights, "float", "T", "heads")
+        queries = check.array("queries", queries, "float", "T", "heads", pool.width)
+        weights = check.array("weights", weights, "float", "T", "heads")
         queries, weights = without_gradient((queries, weights))
         axis = self.cache.pool_axis
         table = axis.own_columns(self.cache.block_table[:, : self.plan.table_columns.shape[0]])[self.plan.token_slot]
-        return index_scores(
-            keys, queries, weights, table, axis.own_visible(self.visible_entries(), pool.rows),
-            base=pool.base(self.cache.block_units),
-            rows_per_block=pool.rows, fmt=self.layout.row_format(pool), scale=scale,
-            implementation=self.implementation,
-        )  # fmt: skip
+        count, base = axis.own_visible(self.visible_entries(), pool.rows), pool.base(self.cache.block_units)
+        fmt = self.layout.row_format(pool)
+        arguments = IndexScoresArguments(keys, queries, weights, table, count, base, pool.rows, fmt, scale)
+        return run("index_scores", arguments, self.implementation)
 
     def top_k(self, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The entries to attend to: (logical entries [T, K] int32, how many count [T] int32).
@@ -428,9 +429,10 @@ class LayerCacheHandle(Generic[Cache]):
         Along a pool axis each rank proposes its best, and all have the best of these: the same as one rank would.
         """
         pool, axis, visible = self._indexed(), self.cache.pool_axis, self.visible_entries()
-        self._check.array("scores", scores, "float32", "T", "entries")
+        scores = self._check.array("scores", scores, "float32", "T", "entries")
         k = self.schema.selected_entries
-        own, kept = top_k(scores, axis.own_visible(visible, pool.rows), k=k, implementation=self.implementation)
+        arguments = TopKArguments(scores, axis.own_visible(visible, pool.rows), min(k, scores.shape[1]))
+        own, kept = run("top_k", arguments, self.implementation)
         if axis.name is None:
             return own, kept
         k = min(k, self.plan.table_columns.shape[0] * pool.rows)
@@ -466,10 +468,11 @@ class LayerCacheHandle(Generic[Cache]):
             (out [T, heads, head_dim] of `dtype`, lse [T, heads] float32 without the sink).
         """
         window, schema, check = self._window(), self.schema, self._check
-        check.array("queries", queries, "float", "T", "heads", schema.entry_head_dim)
-        check.array("sink", sink, "float32", "heads")
+        queries = check.array("queries", queries, "float", "T", "heads", schema.entry_head_dim)
+        sink = check.array("sink", sink, "float32", "heads")
+        turned = None
         if inverse_rope is not None:
-            self._check_frequencies(check, "inverse_rope", inverse_rope)
+            turned = self._position, self._frequencies(check, "inverse_rope", inverse_rope)
         entries = listed = count = None
         if schema.entries is not None:
             entries, count = self._pool(LayerWrites.COMPRESSED), self.visible_entries()
@@ -478,18 +481,15 @@ class LayerCacheHandle(Generic[Cache]):
                 raise ShapeError(f"{self._name}: attend needs the selected entries")
             if not isinstance(selected, tuple | list) or len(selected) != 2:
                 raise ShapeError(f"{check.op}: selected is no pair (entries [T, K], count [T]) as `top_k` gives it")
-            check.array("selected entries", selected[0], "int32", "T", "K")
-            check.array("selected count", selected[1], "int32", "T")
-            listed, count = selected
+            listed = check.array("selected entries", selected[0], "int32", "T", "K")
+            count = check.array("selected count", selected[1], "int32", "T")
         elif selected is not None:
             raise ShapeError(f"{self._name}: it selects no entries")
         queries, sink = without_gradient((queries, sink))
         axis, split = self.cache.pool_axis, self.layout.key_split
-        how: dict[str, Any] = dict(
-            scale=schema.entry_head_dim**-0.5 if scale is None else scale, fmt=self.layout.row_format(schema.window),
-            key_split="throughput" if split == "context" else split, implementation=self.implementation,
-        )  # fmt: skip
-        turned = None if inverse_rope is None else (self.plan.token_position, inverse_rope)
+        scale = schema.entry_head_dim**-0.5 if scale is None else scale
+        fmt, heads = self.layout.row_format(schema.window), self.layout.cfg.num_attention_heads
+        key_split = "throughput" if split == "context" else split
         if entries is None or count is None or (axis.name is None and split != "context"):
             entry_ids = shared = None
             if entries is not None:
@@ -499,25 +499,51 @@ class LayerCacheHandle(Generic[Cache]):
                 entry_ids = self._rows_of(jnp.asarray(self.plan.token_slot), logical, named)
                 if self.plan.num_tokens >= max(CHUNK, 2 * self.plan.num_seqs):  # they have entries in common
                     shared = self._shared(logical)
-            return attend(
-                queries, sink, window, entries, entry_ids, count, inverse_rope=turned, dtype=dtype,
-                heads=self.layout.cfg.num_attention_heads, shared=shared, **how,
-            )  # fmt: skip
+            arguments = AttendArguments(
+                queries,
+                sink,
+                window,
+                entries,
+                entry_ids,
+                count,
+                scale,
+                fmt,
+                inverse_rope=turned,
+                dtype=dtype,
+                key_split=key_split,
+                heads=heads,
+                shared=shared,
+            )
+            return run("attend", arguments, self.implementation)
         slots = jnp.asarray(self.plan.token_slot)
         return attend_parts(
-            queries, sink, window, entries, listed, count, rows_of=lambda t, chosen: self._rows_of(slots[t], chosen),
-            axis=axis, parts=PARTS if split == "context" else axis.size, heads=self.layout.cfg.num_attention_heads,
-            per_block=self._compressed().rows, columns=self.plan.table_columns.shape[0], inverse_rope=turned,
-            dtype=dtype, **how,
-        )  # fmt: skip
+            queries,
+            sink,
+            window,
+            entries,
+            listed,
+            count,
+            rows_of=lambda t, chosen: self._rows_of(slots[t], chosen),
+            axis=axis,
+            parts=PARTS if split == "context" else axis.size,
+            heads=heads,
+            per_block=self._compressed().rows,
+            columns=self.plan.table_columns.shape[0],
+            inverse_rope=turned,
+            dtype=dtype,
+            scale=scale,
+            fmt=fmt,
+            key_split=key_split,
+            implementation=self.implementation,
+        )
 
     # Plumbing
 
     def _finish_queries(self, q: Values, inv_freq: jax.Array, fmt: RowFormat, **steps: Any) -> jax.Array:
-        self._check_frequencies(self._check, "inv_freq", inv_freq)
+        inv_freq = self._frequencies(self._check, "inv_freq", inv_freq)
         # Kernels give bf16, which would waste rows kept in float32.
         implementation = "xla" if fmt.dense_dtype == "float32" else self.implementation
-        return finish_queries(q, self.plan.token_position, inv_freq, **steps, implementation=implementation)
+        return run("queries", QueriesArguments(q, self._position, inv_freq, **steps), implementation)
 
     def _inputs(
         self, what: LayerWrites, kv: Values, score: Values, epilogue: Epilogue, ape: jax.Array | None = None
@@ -526,11 +552,10 @@ class LayerCacheHandle(Generic[Cache]):
         self._once(what)
         # An entry that overlaps the one before pools two halves of a row.
         width, prefix = pool.width * (2 if schema.overlap_rows else 1), "index " if pool is schema.index_keys else ""
-        for name, x in (("kv", kv), ("score", score)):
-            check.array(prefix + name, x, "float32", "T", width)
+        kv, score = (check.array(prefix + name, x, "float32", "T", width) for name, x in (("kv", kv), ("score", score)))
         self._check_epilogue(check, f"{prefix}epilogue", epilogue, pool)
         if ape is not None:
-            check.array(f"{prefix}ape", ape, "float32", schema.ratio, width)
+            ape = check.array(f"{prefix}ape", ape, "float32", schema.ratio, width)
         blocks = self.cache.block_units
         geometry = CompressorGeometry(
             ratio=schema.ratio, ordinal=state.ordinal, slots=self.cache.slot_units, ring=state.rows,
@@ -541,12 +566,9 @@ class LayerCacheHandle(Generic[Cache]):
         return CompressorInputs(states, self.cache.pool(pool.pool), kv, score, epilogue, geometry, ape)
 
     def _compress(self, inputs: dict[LayerWrites, CompressorInputs]) -> LayerCacheHandle[Cache]:
-        table, implementation = self._own_table, self.implementation
-        if self.schema.overlap_rows:
-            done = compress_csa([*inputs.values()], self.plan, table, implementation=implementation)
-        else:
-            (one,) = inputs.values()
-            done = [compress_hca(one, self.plan, table, mode=self.layout.hca_state, implementation=implementation)]
+        kind = "csa" if self.schema.overlap_rows else self.layout.hca_state
+        arguments = CompressArguments(kind, tuple(inputs.values()), self.plan, self._own_table)
+        done = run("compress", arguments, self.implementation)
         wrote, pools = LayerWrites(0), {}
         for what, (states, rows) in zip(inputs, done, strict=True):
             pool, state = self._compressor(what)
@@ -627,21 +649,25 @@ class LayerCacheHandle(Generic[Cache]):
         fmt = self.layout.row_format(pool)
         if dtype is None:
             dtype = jnp.dtype(fmt.dense_dtype)
-        return gather_rows(rows, ids, fmt=fmt, dtype=dtype, implementation=self.implementation)
+        return run("gather", GatherArguments(rows, ids, fmt, dtype), self.implementation)
+
+    @property
+    def _position(self) -> jax.Array:
+        return jnp.asarray(self.plan.token_position)
 
     @property
     def _check(self) -> Check:
+        """Of what a method was given: the only check there is, for ops get it as argument records."""
         return Check(f"layer {self.spec.layer_idx}", {"T": self.plan.num_tokens})
 
     def _check_epilogue(self, check: Check, name: str, epilogue: Epilogue, pool: PoolSchema) -> None:
-        check_epilogue(check, name, epilogue, pool.width)
+        check_epilogue(check, name, epilogue, pool.width, self.layout.cfg.rope_dim // 2)
         if epilogue.hadamard and pool is not self.schema.index_keys:
             problem = f"{name} has hadamard=True, which is for index keys: `queries` and `attend` know of no rotation"
             raise RotationError(self.spec.layer_idx, problem)
-        self._check_frequencies(check, f"{name}.inv_freq", epilogue.inv_freq)
 
-    def _check_frequencies(self, check: Check, name: str, inv_freq: Any) -> None:
-        check.array(name, inv_freq, "float32", self.layout.cfg.rope_dim // 2)
+    def _frequencies(self, check: Check, name: str, inv_freq: Any) -> jax.Array:
+        return check.array(name, inv_freq, "float32", self.layout.cfg.rope_dim // 2)
 
     @property
     def _written(self) -> LayerWrites:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ from dsv4_jax import (
 )
 from dsv4_jax.errors import ConfigError, GradientError, LayoutError, RotationError, ShapeError
 from dsv4_jax.manager import StepShape, build_plan, shape_for
+from dsv4_jax.ops.arguments import Check
 
 _, CSA, HCA = AttentionType
 CFG = DSV4Config.tiny(layer_types=(CSA, HCA), num_attention_heads=2, index_n_heads=4)
@@ -125,6 +127,23 @@ def test_what_is_right_passes() -> None:
     jax.eval_shape(lambda: CALLS["attend"](queries=zeros(T, 1, D), sink=zeros(1)))
 
 
+@pytest.mark.parametrize("method", CALLS)
+def test_each_argument_is_checked_once(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the layer's method: ops get records of what was checked."""
+    checked, check = [], Check.array
+
+    def noted(self: Check, name: str, *rest: Any) -> Any:
+        checked.append((self.op, name))
+        return check(self, name, *rest)
+
+    before = written()
+    monkeypatch.setattr(Check, "array", noted)
+    monkeypatch.setitem(globals(), "written", lambda: before)
+    jax.eval_shape(lambda: CALLS[method]())  # a function of its own: what it traced before jax knows
+    assert {op for op, _ in checked} == {"layer 0"}
+    assert max(collections.Counter(checked).values()) == 1
+
+
 SWAPPED: dict[str, tuple[Callable[[], Any], str]] = {
     "manager": (lambda: KVCacheManager(SIZE, LAYOUT), r"must be a CacheLayout, got CacheSize\("),
     "manager's size": (lambda: KVCacheManager(LAYOUT, LAYOUT), r"must be a CacheSize, got CacheLayout\("),
@@ -194,3 +213,11 @@ def test_keys_and_queries_agree_on_the_rotation() -> None:
         jax.eval_shape(lambda keys=keys, view=view: view.index_queries(**q, qat=keys))
         with pytest.raises(RotationError, match=rf"layer 0: .*hadamard={keys}\), index_queries has qat={not keys}"):
             view.index_queries(**q, qat=not keys)
+
+
+def test_queries_are_rotated_by_a_power_of_two() -> None:
+    layout = CacheLayout(DSV4Config.tiny(layer_types=(CSA,), index_head_dim=24), index_format="bf16")
+    plan = build_plan(layout, [(1, 0, T)], StepShape.bound(layout, 1, T, columns=1), size=SIZE)
+    view = init_cache(layout, SIZE).begin(plan).layer(0)
+    with pytest.raises(ShapeError, match=r"layer 0: q has 24 dims, a Hadamard rotation \(qat\) needs a power of two"):
+        view.index_queries(zeros(T, 4, 24), FREQ, qat=True)

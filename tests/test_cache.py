@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,10 @@ from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.errors import LayoutError, PlanError, ShapeError, StepOrderError
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.manager import StepSequence, build_plan, shape_for
-from dsv4_jax.ops import attend
-from dsv4_jax.ops.attend import SharedEntries
+from dsv4_jax.ops import registry
 from dsv4_jax.ops.columns import Columns
 from dsv4_jax.ops.epilogue import Epilogue
+from dsv4_jax.ops.registry import Choice
 from dsv4_jax.plan import StepPlan
 from dsv4_jax.step import LayerWrites
 
@@ -123,13 +124,13 @@ def test_entries_that_a_chunk_has_in_common_are_its_tokens_own(monkeypatch: pyte
     """`SharedEntries` of a step: reading through them shows every token exactly its keys."""
     given = []
 
-    def through_shared(*args, shared: SharedEntries | None, **how):
-        if shared is not None:
+    def through_shared(op: str, arguments: Any, choice: Choice) -> Any:
+        if op == "attend" and (shared := arguments.shared) is not None:
             given.append(shared.rows.shape)
-            args = (*args[:4], shared.rows[shared.ids], *args[5:])
-        return attend(*args, **how)
+            arguments = dataclasses.replace(arguments, entry_ids=shared.rows[shared.ids], shared=None)
+        return registry.run(op, arguments, choice)
 
-    monkeypatch.setattr(step, "attend", through_shared)
+    monkeypatch.setattr(step, "run", through_shared)
     monkeypatch.setattr(step, "CHUNK", 8)
     monkeypatch.setitem(globals(), "jit_read_step", jax.jit(lambda *args: read_step(*args), donate_argnums=0))
     driver, outs, queries = run(CacheLayout(CFG), [40, 35], TOKENS)
@@ -140,7 +141,13 @@ def test_entries_that_a_chunk_has_in_common_are_its_tokens_own(monkeypatch: pyte
 
 def test_what_is_no_entry_of_a_request_is_none_of_another_in_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A caller's selection may be anything: `SharedEntries` has the rows that `entry_ids` has, of two requests."""
-    monkeypatch.setattr(step, "attend", lambda *args, shared, **how: (args[4], shared.rows[shared.ids]))
+
+    def both_ids(op: str, arguments: Any, choice: Choice) -> Any:
+        if op == "attend":
+            return arguments.entry_ids, arguments.shared.rows[arguments.shared.ids]
+        return registry.run(op, arguments, choice)
+
+    monkeypatch.setattr(step, "run", both_ids)
     monkeypatch.setattr(step, "CHUNK", 4)
     layout = CacheLayout(CFG)
     driver = Driver(layout, CacheSize(4, 3, 2))

@@ -7,6 +7,7 @@ float32.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, TypeVar
 
 import jax
@@ -86,6 +87,7 @@ class Check:
         return True
 
 
+@functools.cache
 def _is(found: np.dtype, dtype: str) -> bool:
     return jnp.issubdtype(found, jnp.floating) if dtype == _FLOATING else found.name == dtype
 

@@ -8,7 +8,6 @@ go to the owners of the heads; where every rank has all heads, it has all the su
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +15,14 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ..errors import ShapeError
+from ..formats import RowFormat
 from .append import Rows, WindowView
-from .attend import attend, finish_output
+from .attend import AttendArguments, KernelSplit, finish_output
 from .batches import in_tiles
 from .exchange import all_gather
 from .merge import NO_SINK, Partial, in_halves, with_sink
 from .pool_axis import PoolAxis, parts_of
+from .registry import Choice, run
 
 __all__ = ["PARTS", "attend_parts"]
 
@@ -45,7 +46,10 @@ def attend_parts(
     columns: int,
     inverse_rope: tuple[jax.Array, jax.Array] | None,
     dtype: DTypeLike,
-    **how: Any,
+    scale: float,
+    fmt: RowFormat,
+    key_split: KernelSplit,
+    implementation: Choice,
 ) -> tuple[jax.Array, jax.Array]:
     """As `ops.attend`, of entries by their numbers in each token's request.
 
@@ -58,7 +62,7 @@ def attend_parts(
         parts: into which keys are cut, entries by their block's number modulo this: a multiple of the ranks. Over any
             number of ranks that divides it, the bits are the same.
         per_block: entries of a block.
-        how: further arguments of `attend`.
+        others: as of `attend`.
 
     Raises:
         ShapeError: the heads are neither all nor this rank's share.
@@ -83,13 +87,16 @@ def attend_parts(
         ids = rows_of(jnp.tile(token, several), chosen.reshape(several * tokens, -1))
         here, seen = (_parts(x[token], axis.rank, several, axis.size) for x in (window.ids, window.visible))
         near, repeated = WindowView(window.rows, here, seen), jnp.tile(q, (several, 1, 1))
-        out, lse = attend(repeated, no_sink, near, entries, ids, counts.reshape(-1), **how)
+        arguments = AttendArguments(
+            repeated, no_sink, near, entries, ids, counts.reshape(-1), scale, fmt, key_split=key_split
+        )
+        out, lse = run("attend", arguments, implementation)
         outs, lses = (x.reshape(several, tokens, *x.shape[1:]) for x in (out, lse))
         return in_halves([Partial.of(outs[i], lses[i]) for i in range(several)])
 
     tokens = jnp.arange(queries.shape[0], dtype=jnp.int32)
-    most = _TOKENS if several > 1 else max(queries.shape[0], 1)
-    share = in_tiles(own, most, tokens, everyones, count, *([] if listed is None else [listed]))
+    rows = _TOKENS if several > 1 else max(queries.shape[0], 1)
+    share = in_tiles(own, rows, tokens, everyones, count, *([] if listed is None else [listed]))
     ranks = [share] if axis.name is None else _exchanged(share, axis.name, axis.size, split)
     out, lse = with_sink(in_halves(ranks), sink)
     return finish_output(out, inverse_rope, dtype), lse

@@ -42,10 +42,11 @@ class Epilogue:
 jax.tree_util.register_dataclass(Epilogue, data_fields=["norm", "inv_freq"], meta_fields=["eps", "hadamard"])
 
 
-def check_epilogue(check: Check, name: str, epilogue: Epilogue, dim: int) -> None:
-    """Raises `ShapeError` if this is no epilogue of rows of `dim` values."""
+def check_epilogue(check: Check, name: str, epilogue: Epilogue, dim: int, pairs: int | None = None) -> None:
+    """Raises `ShapeError` if this is no epilogue of rows of `dim` values; with `pairs`, of so many RoPE frequencies."""
     check.given(name, epilogue, Epilogue)
     check.array(f"{name}.norm", epilogue.norm, "float32", dim)
-    check.array(f"{name}.inv_freq", epilogue.inv_freq, "float32", f"RoPE pairs of {name}")
-    if (pairs := epilogue.inv_freq.shape[0]) > dim // 2:
-        raise ShapeError(f"{check.op}: {name}.inv_freq has {pairs} frequencies, rows of {dim} have {dim // 2} pairs")
+    expected = f"RoPE pairs of {name}" if pairs is None else pairs
+    check.array(f"{name}.inv_freq", epilogue.inv_freq, "float32", expected)
+    if (found := epilogue.inv_freq.shape[0]) > dim // 2:
+        raise ShapeError(f"{check.op}: {name}.inv_freq has {found} frequencies, rows of {dim} have {dim // 2} pairs")
