@@ -22,7 +22,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any, Literal
 
-from .checks import INT32_MAX, as_int, shown
+from .checks import INT32_MAX, check_integer, shown
 from .errors import CapacityError, LayoutError
 from .layout import CacheLayout, CacheSize, check_layout
 from .records import block_record, page_bytes, state_pages
@@ -149,7 +149,7 @@ def plan_host_capacity(layout: CacheLayout, host_bytes: int) -> int:
     Raises:
         CapacityError: no count of bytes, too few for one block and one snapshot, or more than pages have int32 ids for.
     """
-    memory, page = _count("host_bytes", host_bytes, 1), page_bytes(layout)
+    memory, page = check_integer("host_bytes", host_bytes, 1, error=CapacityError), page_bytes(layout)
     least = 1 + bool(block_record(layout).bytes) + state_pages(layout, 0)
     if memory < least * page:
         raise CapacityError(f"host_bytes: {memory} bytes are too few: a block and a snapshot take {least * page}")
@@ -198,13 +198,14 @@ def capacity(
         LayoutError: `layout` is none.
     """
     check_layout(layout)
-    weights, left = _count("weight_bytes", weight_bytes, 0), hbm_bytes
+    weights, left = check_integer("weight_bytes", weight_bytes, 0, error=CapacityError), hbm_bytes
     if hbm_bytes is not None and weights:
-        left = _count("hbm_bytes", hbm_bytes, 1) - weights
+        left = check_integer("hbm_bytes", hbm_bytes, 1, error=CapacityError) - weights
         if left <= 0:
             raise CapacityError(f"hbm_bytes: {hbm_bytes} bytes are too few: weights take {weights}")
     try:
-        states, ranks = _snapshots(layout, num_snapshots, snapshot_fraction), _count("pool_ranks", pool_ranks, 1)
+        states = _snapshots(layout, num_snapshots, snapshot_fraction)
+        ranks = check_integer("pool_ranks", pool_ranks, 1, error=CapacityError)
         answer = _answer(layout, left, max_requests, max_context, states, ranks)
         layout.check_size(answer.size)
     except LayoutError as error:
@@ -223,7 +224,9 @@ def _answer(
 ) -> Capacity:
     """`snapshots`: how many for so many blocks of a rank."""
     given = {"hbm_bytes": hbm_bytes, "max_requests": max_requests, "max_context": max_context}
-    known = {name: _count(name, value, 1) for name, value in given.items() if value is not None}
+    known = {
+        name: check_integer(name, value, 1, error=CapacityError) for name, value in given.items() if value is not None
+    }
     if len(known) < 2:
         missing = ", ".join(name for name in given if name not in known)
         raise CapacityError(f"give at least two of hbm_bytes, max_requests and max_context (missing: {missing})")
@@ -297,7 +300,7 @@ def _snapshots(layout: CacheLayout, count: int | None, fraction: float | None) -
     if count is not None and fraction is not None:
         raise CapacityError("give either num_snapshots or snapshot_fraction")
     if count is not None:
-        fixed = _count("num_snapshots", count, 0)
+        fixed = check_integer("num_snapshots", count, 0, error=CapacityError)
         return lambda blocks: fixed
     share = _fraction(fraction)
     return lambda blocks: snapshots_beside(share, blocks * layout.bytes_per_block, layout.bytes_per_slot)
@@ -331,15 +334,6 @@ def _too_small(layout: CacheLayout, memory: int, size: CacheSize, context: int) 
         f"{needed} ({size.slot_units} slots of {layout.bytes_per_slot} bytes and {size.block_units} blocks of "
         f"{layout.bytes_per_block}, null units included): {needed - memory} bytes are missing"
     )
-
-
-def _count(name: str, value: object, least: int) -> int:
-    number = as_int(value)
-    if number is None or number < least:
-        raise CapacityError(f"{name} must be an integer >= {least}, got {shown(value)}")
-    if number >= 2**63:
-        raise CapacityError(f"{name} must be below 2^63, got {shown(value)}")
-    return number
 
 
 def _fraction(value: object) -> float:

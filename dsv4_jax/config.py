@@ -15,11 +15,11 @@ from typing import Any
 
 from . import hf_config
 from .errors import ConfigError
-from .untrusted import INT32_MAX, check_integer, check_number, shown
+from .untrusted import INT32_MAX, integer_field, number_field, shown
 
 __all__ = ["AttentionType", "DSV4Config", "LayerSpec", "YarnScaling", "build_schedule"]
 
-_MOST_LAYERS = 1024
+_MAX_LAYERS = 1024
 
 
 class AttentionType(enum.Enum):
@@ -57,10 +57,10 @@ class YarnScaling:
     beta_slow: float = 1.0
 
     def __post_init__(self) -> None:
-        check_number("yarn.factor", self.factor, least=1)
-        check_integer("yarn.original_max_position_embeddings", self.original_max_position_embeddings)
-        check_number("yarn.beta_fast", self.beta_fast, least=1e-6)
-        check_number("yarn.beta_slow", self.beta_slow, least=1e-6)
+        number_field("yarn.factor", self.factor, low=1)
+        integer_field("yarn.original_max_position_embeddings", self.original_max_position_embeddings)
+        number_field("yarn.beta_fast", self.beta_fast, low=1e-6)
+        number_field("yarn.beta_slow", self.beta_slow, low=1e-6)
         if self.beta_fast < self.beta_slow:
             raise ConfigError("yarn.beta_fast", f"must be at least beta_slow {self.beta_slow}, got {self.beta_fast}")
 
@@ -232,23 +232,23 @@ def _validate(cfg: DSV4Config) -> None:
         "o_lora_rank", "sliding_window", "index_n_heads", "index_head_dim", "index_topk", "max_position_embeddings",
         "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "hc_mult",
     ):  # fmt: skip
-        check_integer(name, getattr(cfg, name))
+        integer_field(name, getattr(cfg, name))
     for name, most in (
-        ("num_mtp_layers", _MOST_LAYERS), ("num_hash_layers", INT32_MAX), ("n_shared_experts", INT32_MAX),
+        ("num_mtp_layers", _MAX_LAYERS), ("num_hash_layers", INT32_MAX), ("n_shared_experts", INT32_MAX),
     ):  # fmt: skip
-        check_integer(name, getattr(cfg, name), least=0, most=most)
-    check_integer("hc_sinkhorn_iters", cfg.hc_sinkhorn_iters, most=1000)
+        integer_field(name, getattr(cfg, name), low=0, high=most)
+    integer_field("hc_sinkhorn_iters", cfg.hc_sinkhorn_iters, high=1000)
     for name in ("rms_norm_eps", "routed_scaling_factor", "swiglu_limit"):
-        check_number(name, getattr(cfg, name))
+        number_field(name, getattr(cfg, name))
     for name in ("rope_theta", "compress_rope_theta"):
-        check_number(name, getattr(cfg, name), least=1)
-    check_number("hc_eps", cfg.hc_eps, least=0)
-    check_integer("csa_ratio", cfg.csa_ratio, least=2)
-    check_integer("hca_ratio", cfg.hca_ratio, least=2)
+        number_field(name, getattr(cfg, name), low=1)
+    number_field("hc_eps", cfg.hc_eps, low=0)
+    integer_field("csa_ratio", cfg.csa_ratio, low=2)
+    integer_field("hca_ratio", cfg.hca_ratio, low=2)
     if cfg.hca_ratio == cfg.csa_ratio:
         raise ConfigError("hca_ratio", f"must differ from csa_ratio, got {cfg.hca_ratio}")
-    if not isinstance(cfg.layer_types, tuple) or not 1 <= len(cfg.layer_types) <= _MOST_LAYERS:
-        raise ConfigError("layer_types", f"must be a tuple of 1 to {_MOST_LAYERS} layers, got {shown(cfg.layer_types)}")
+    if not isinstance(cfg.layer_types, tuple) or not 1 <= len(cfg.layer_types) <= _MAX_LAYERS:
+        raise ConfigError("layer_types", f"must be a tuple of 1 to {_MAX_LAYERS} layers, got {shown(cfg.layer_types)}")
     for i, kind in enumerate(cfg.layer_types):
         if not isinstance(kind, AttentionType):
             raise ConfigError("layer_types", f"entry {i} is {shown(kind)}, expected an AttentionType")

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from .errors import ConfigError
-from .untrusted import check_integer, check_number, plain, read_json, shown
+from .untrusted import integer_field, number_field, plain, read_json, shown
 
 __all__ = ["CSA", "HCA", "SWA", "check_drafts", "check_weight_blocks", "hf_fields", "parse_hf", "read_hf"]
 
 CSA, HCA, SWA = "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
 
-_MOST_BYTES = 4 * 2**20
+_MAX_BYTES = 4 * 2**20
 # Neither this package nor (but for the activation and the MLP's bias) transformers computes anything else.
 _ONLY = {
     "model_type": "deepseek_v4", "num_key_value_heads": 1, "n_shared_experts": 1, "norm_topk_prob": True,
@@ -54,7 +54,7 @@ def read_hf(source: Any) -> Mapping[str, Any]:
     if not found:
         raise ConfigError(None, f"no such config.json: {plain(str(path))}")
     try:
-        hf = read_json(path, _MOST_BYTES)
+        hf = read_json(path, _MAX_BYTES)
     except ValueError as error:
         raise ConfigError(None, f"{path} is not JSON: {error}") from None
     if not isinstance(hf, dict):
@@ -79,7 +79,7 @@ def parse_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("num_hidden_layers", *_REQUIRED):
         if name not in hf:
             raise ConfigError(name, "missing")
-    layers = check_integer("num_hidden_layers", hf["num_hidden_layers"])
+    layers = integer_field("num_hidden_layers", hf["num_hidden_layers"])
     csa, hca = _rates(hf)
     return {name: hf[name] for name in _REQUIRED} | {name: hf.get(name, value) for name, value in _DEFAULTS.items()} | {
         "layer_types": _schedule(hf, layers, csa, hca),
@@ -96,7 +96,7 @@ def _rates(hf: Mapping[str, Any]) -> tuple[int, int]:
     rates = _mapping("compress_rates", hf.get("compress_rates", {}))
     csa = hf.get("compress_rate_csa", rates.get(CSA, 4))
     hca = hf.get("compress_rate_hca", rates.get(HCA, 128))
-    return check_integer("csa_ratio", csa, least=2), check_integer("hca_ratio", hca, least=2)
+    return integer_field("csa_ratio", csa, low=2), integer_field("hca_ratio", hca, low=2)
 
 
 def _schedule(hf: Mapping[str, Any], layers: int, csa: int, hca: int) -> list[str]:
@@ -111,7 +111,7 @@ def _schedule(hf: Mapping[str, Any], layers: int, csa: int, hca: int) -> list[st
 
 def _hash_layers(hf: Mapping[str, Any], layers: int) -> int:
     if "mlp_layer_types" not in hf:
-        return min(check_integer("num_hash_layers", hf.get("num_hash_layers", 3), least=0), layers)
+        return min(integer_field("num_hash_layers", hf.get("num_hash_layers", 3), low=0), layers)
     hashed = _entries(hf, "mlp_layer_types", layers, {"hash_moe": True, "moe": False})
     count = sum(hashed)
     if any(hashed[count:]):
@@ -137,11 +137,11 @@ def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Both thetas, the rotated dims and the YaRN scaling of the compress RoPE."""
     # transformers takes rope_scaling, the older name, if it says anything.
     old, new = (_mapping("rope_parameters", hf.get(name, {})) for name in ("rope_scaling", "rope_parameters"))
-    given, head_dim = old or new, check_integer("head_dim", hf["head_dim"])
+    given, head_dim = old or new, integer_field("head_dim", hf["head_dim"])
     nested = "main" in given or "compress" in given
     rope = _nested_rope(hf, given) if nested else _flat_rope(hf, given, head_dim)
     theta, compress_theta, factors, compress = rope
-    dims = [int(head_dim * check_number("partial_rotary_factor", factor, least=0, most=1)) for factor in factors]
+    dims = [int(head_dim * number_field("partial_rotary_factor", factor, low=0, high=1)) for factor in factors]
     if len(set(dims)) > 1:
         raise ConfigError("rope_parameters", f"two partial_rotary_factors, for {dims[0]} and for {dims[1]} dims")
     yarn = _yarn(compress)
@@ -179,7 +179,7 @@ def _rotary_factor(hf: Mapping[str, Any], head_dim: int) -> Any:
     if "partial_rotary_factor" in hf:
         return hf["partial_rotary_factor"]
     if "qk_rope_head_dim" in hf:
-        return check_integer("qk_rope_head_dim", hf["qk_rope_head_dim"]) / head_dim
+        return integer_field("qk_rope_head_dim", hf["qk_rope_head_dim"]) / head_dim
     return _DEFAULT_ROTARY_FACTOR
 
 

@@ -28,11 +28,11 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from . import formats
-from .checks import INT32_MAX, as_int, shown
+from .checks import INT32_MAX, as_int, check_boolean, check_integer, shown
 from .config import AttentionType, DSV4Config, LayerSpec, build_schedule
 from .errors import LayoutError
 from .formats import Part, RowFormat
-from .schema import HcaState, LayerCacheSchema, PoolSchema, bounded_integer, build_schema, checked_block_tokens
+from .schema import HcaState, LayerCacheSchema, PoolSchema, build_schema, checked_block_tokens
 
 __all__ = ["CacheLayout", "CacheSize", "KeySplit", "LeafSpec", "check_layout"]
 
@@ -95,8 +95,9 @@ class CacheSize:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            name, least = field.name, int(field.name != "num_snapshots")
-            object.__setattr__(self, name, bounded_integer(f"CacheSize.{name}", getattr(self, name), least, _MAX_UNITS))
+            low, value = int(field.name != "num_snapshots"), getattr(self, field.name)
+            number = check_integer(f"CacheSize.{field.name}", value, low, _MAX_UNITS, error=LayoutError)
+            object.__setattr__(self, field.name, number)
         if self.total_blocks > _MAX_UNITS:
             raise LayoutError(f"CacheSize: num_blocks of all pool_ranks must be at most {_MAX_UNITS}")
         if self.num_slots + self.num_snapshots > _MAX_UNITS:
@@ -160,16 +161,13 @@ class CacheLayout:
     ):
         if not isinstance(cfg, DSV4Config):
             raise LayoutError(f"cfg must be a DSV4Config, got {shown(cfg)}")
-        if not isinstance(include_mtp, bool):
-            raise LayoutError(f"include_mtp must be True or False, got {shown(include_mtp)}")
-        self.cfg = cfg
-        self.schedule = build_schedule(cfg, include_mtp=include_mtp)
+        self.cfg, self.include_mtp = cfg, check_boolean("include_mtp", include_mtp, error=LayoutError)
+        self.schedule = build_schedule(cfg, include_mtp=self.include_mtp)
         self.block_tokens = checked_block_tokens(block_tokens, cfg)
-        self.draft_tokens = bounded_integer("draft_tokens", draft_tokens, 0)
+        self.draft_tokens = check_integer("draft_tokens", draft_tokens, high=INT32_MAX, error=LayoutError)
         if key_split not in get_args(KeySplit):
             raise LayoutError(f"key_split must be {', '.join(map(repr, get_args(KeySplit)))}, got {key_split!r}")
         self.hca_state: HcaState = hca_state
-        self.include_mtp = include_mtp
         self.key_split: KeySplit = key_split
         self.kv_row: RowFormat = formats.kv_format(kv_format, cfg.head_dim, cfg.rope_dim)
         self.index_row: RowFormat = formats.index_format(index_format, cfg.index_head_dim)

@@ -13,11 +13,11 @@ import dataclasses
 import math
 from typing import Any, Literal, get_args
 
-from .checks import INT32_MAX, as_int, shown
+from .checks import INT32_MAX, as_int, check_integer, shown
 from .config import AttentionType, DSV4Config, LayerSpec
 from .errors import LayoutError
 
-__all__ = ["HcaState", "LayerCacheSchema", "PoolSchema", "bounded_integer", "build_schema", "checked_block_tokens"]
+__all__ = ["HcaState", "LayerCacheSchema", "PoolSchema", "build_schema", "checked_block_tokens"]
 
 HcaState = Literal["online", "raw"]
 
@@ -137,7 +137,7 @@ def build_schema(
     if not 0 <= index < len(kinds) or kinds[index] is not kind:
         raise LayoutError(f"layer {index} of kind {kind.name} is none of this model's {len(kinds)}")
     tokens = checked_block_tokens(block_tokens, cfg)
-    drafts = bounded_integer("draft_tokens", draft_tokens, 0)
+    drafts = check_integer("draft_tokens", draft_tokens, high=INT32_MAX, error=LayoutError)
     if hca_state not in get_args(HcaState):
         raise LayoutError(f"hca_state must be 'online' or 'raw', got {shown(hca_state)}")
     ratio, ordinal = cfg.ratio(kind), kinds[:index].count(kind)
@@ -186,12 +186,4 @@ def checked_block_tokens(value: Any, cfg: DSV4Config) -> int:
     number = as_int(value)
     if number is None or not 1 <= number <= INT32_MAX or number % multiple:
         raise LayoutError(f"block_tokens must be a positive multiple of {multiple}, got {shown(value)}")
-    return number
-
-
-def bounded_integer(name: str, value: Any, least: int, most: int = INT32_MAX) -> int:
-    """The value as a Python int. Raises `LayoutError` if it is none, or out of range."""
-    number = as_int(value)
-    if number is None or not least <= number <= most:
-        raise LayoutError(f"{name} must be an integer >= {least} and at most {most}, got {shown(value)}")
     return number

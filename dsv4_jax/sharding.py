@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .cache import KVCache, cache_partition
-from .checks import as_int, shown
+from .checks import check_integer, shown
 from .errors import LayoutError, PlanError
 from .layout import CacheLayout, check_layout
 from .ops.attend_parts import PARTS
@@ -143,8 +143,7 @@ def shard_step(
             blocks, are split over a mesh of other sizes.
     """
     _require_axes(mesh, data_axis)
-    if as_int(out_axis) is None or out_axis < 0:
-        raise LayoutError(f"out_axis is {shown(out_axis)}, expected an axis, counted from 0")
+    out_axis = check_integer("out_axis", out_axis, error=LayoutError)
     split = PartitionSpec(data_axis)
     results = PartitionSpec(*[None] * out_axis, data_axis)
     explicit = AxisType.Explicit in mesh.axis_types

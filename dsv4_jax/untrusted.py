@@ -16,8 +16,8 @@ from .errors import ConfigError
 
 __all__ = [
     "INT32_MAX",
-    "check_integer",
-    "check_number",
+    "integer_field",
+    "number_field",
     "parse_json",
     "plain",
     "read_json",
@@ -51,17 +51,17 @@ def plain(name: str) -> str:
     return name if name.isprintable() and len(name) <= _LONGEST_NAME else shown(name)
 
 
-def check_integer(field: str, value: Any, least: int = 1, most: int = INT32_MAX) -> int:
+def integer_field(field: str, value: Any, low: int = 1, high: int = INT32_MAX) -> int:
     """The value if it is an integer in this range, which a bool is not."""
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ConfigError(field, f"must be an integer from {least} to {most}, got {shown(value)}")
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(field, f"must be an integer from {low} to {high}, got {shown(value)}")
     return value
 
 
-def check_number(field: str, value: Any, least: float = _FLOAT32[0], most: float = _FLOAT32[1]) -> float:
+def number_field(field: str, value: Any, low: float = _FLOAT32[0], high: float = _FLOAT32[1]) -> float:
     """The value if it is an integer or float in this range, which a bool and NaN are not."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
-        raise ConfigError(field, f"must be a number from {least:g} to {most:g}, got {shown(value)}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(field, f"must be a number from {low:g} to {high:g}, got {shown(value)}")
     return value
 
 

@@ -1,7 +1,7 @@
 """The text of examples/train_small.py: Python code whose licence allows it, cut into tokens.
 
 CPython's standard library (PSF licence), and the packages of `PACKAGES`: wheels of Python alone, from the package index
-by name and version, under MIT, BSD or Apache licences. Nothing of them is imported or run. Of each at most `MOST_BYTES`
+by name and version, under MIT, BSD or Apache licences. Nothing of them is imported or run. Of each at most `MAX_BYTES`
 are taken, so that no one style dominates; tests, vendored code, tables of data, files that name a GPL, and files with
 the same content are left out. `prepare` writes what it took into a manifest; the texts themselves are not kept in this
 repository.
@@ -40,7 +40,7 @@ VOCABULARY, BEGIN, END = 4096, 0, 1
 MARKS = ("<|begin|>", "<|end|>")
 # Newlines end a token, indentation is one, and words take the space before them.
 _PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[ \t]*[\r\n]+|\s+(?!\S)|\s+"
-MOST_BYTES, HELD_OUT, SAMPLE_BYTES = 3_800_000, 5, 24_000_000
+MAX_BYTES, HELD_OUT, SAMPLE_BYTES = 3_800_000, 5, 24_000_000
 PACKAGES = (
     "accelerate==1.15.0", "alembic==1.20.1", "apache-airflow-core==3.3.2", "attrs==26.1.0", "babel==2.18.0",
     "bokeh==3.10.2", "celery==5.7.0", "cinder==29.0.0", "cirq-core==1.7.0", "click==8.5.1", "dask==2026.8.0",
@@ -150,7 +150,7 @@ def read_wheel(path: pathlib.Path, package: str) -> tuple[list[Text], dict[str, 
         if licence is None or any("GPL" in text for text in said):
             raise SystemExit(f"{package}: its licence is {said}, not known to be MIT, BSD or Apache")
         names = sorted(n for n in wheel.namelist() if n.endswith(".py") and not _LEFT_OUT.search(n))
-        texts = _limited(name, ((n, wheel.read(n)) for n in names), MOST_BYTES)
+        texts = _limited(name, ((n, wheel.read(n)) for n in names), MAX_BYTES)
     about = {"name": name, "version": version, "licence": licence.removeprefix("OSI Approved :: ")}
     return texts, about | {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 

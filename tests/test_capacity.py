@@ -263,11 +263,11 @@ def test_what_binds():
     [
         ({}, "give at least two of hbm_bytes, max_requests and max_context"),
         ({"hbm_bytes": 10**9}, r"missing: max_requests, max_context"),
-        ({"max_requests": 0, "max_context": 5}, "max_requests must be an integer >= 1, got 0"),
-        ({"max_requests": 2.0, "max_context": 5}, "max_requests must be an integer >= 1, got 2.0"),
+        ({"max_requests": 0, "max_context": 5}, "max_requests must be an integer of at least 1, got 0"),
+        ({"max_requests": 2.0, "max_context": 5}, "max_requests must be an integer of at least 1, got 2.0"),
         ({"max_requests": True, "max_context": 5}, "max_requests must be an integer"),
         ({"max_requests": 2, "max_context": 4097}, "max_context: 4097 tokens exceed the model's 4096"),
-        ({"max_requests": 2, "max_context": 5, "num_snapshots": -1}, "num_snapshots must be an integer >= 0"),
+        ({"max_requests": 2, "max_context": 5, "num_snapshots": -1}, "num_snapshots must be an integer of at least 0"),
         (
             {"max_requests": 2, "max_context": 5, "snapshot_fraction": 1},
             r"snapshot_fraction must be a number in \[0, 1\)",

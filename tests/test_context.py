@@ -32,7 +32,7 @@ from dsv4_jax.ops.append import WindowView
 from dsv4_jax.ops.attend import attend
 from dsv4_jax.ops.attend_parts import attend_parts
 from dsv4_jax.ops.merge import Partial, in_halves, merge_candidates, with_sink
-from dsv4_jax.ops.pool_axis import ONE_RANK, PoolAxis, parts_of
+from dsv4_jax.ops.pool_axis import ONE_RANK, PoolAxis, entries_of_parts
 from dsv4_jax.ops.top_k import top_k
 from dsv4_jax.records import block_record, snapshot_record
 from dsv4_jax.stores import AsyncStore, SlabStore
@@ -258,7 +258,7 @@ def test_selection_and_shares(ranks: int) -> None:
         proposed.append(np.take_along_axis(here, np.asarray(found), 1))
         entries.append(np.where(np.arange(found.shape[1]) < np.asarray(some)[:, None], everyones, 2**31 - 1))
         for listed in (None, expected):
-            (chosen,), (number,) = parts_of(
+            (chosen,), (number,) = entries_of_parts(
                 listed,
                 jnp.asarray(visible if listed is None else kept),
                 jnp.array([rank]),

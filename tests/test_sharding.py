@@ -147,7 +147,7 @@ def test_refusals():
     with pytest.raises(PlanError, match="one plan per data shard, got None"):
         stack_plans([None])
     for wrong in (-1, None):
-        with pytest.raises(LayoutError, match=f"out_axis is {wrong}, expected an axis"):
+        with pytest.raises(LayoutError, match=f"out_axis must be an integer of at least 0, got {wrong}"):
             shard_step(model.forward, mesh, out_axis=wrong)
     with pytest.raises(LayoutError, match=r"expected a jax\.sharding\.Mesh, got None"):
         shard_step(model.forward, None)

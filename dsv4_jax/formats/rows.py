@@ -29,7 +29,7 @@ import dataclasses
 
 import numpy as np
 
-from ..checks import as_int, shown
+from ..checks import check_integer, shown
 from ..errors import LayoutError
 
 __all__ = ["Codes", "Part", "RowFormat", "Scales"]
@@ -49,7 +49,7 @@ class Codes:
     dims: int
 
     def __post_init__(self) -> None:
-        _check_positive(f"{self.code} codes", self.dims)
+        check_integer(f"{self.code} codes", self.dims, 1, error=LayoutError)
 
     def __str__(self) -> str:
         return f"{self.dims} {self.code}"
@@ -70,7 +70,7 @@ class Scales:
     floor: float
 
     def __post_init__(self) -> None:
-        _check_positive(f"group of {self.code} scales", self.group)
+        check_integer(f"group of {self.code} scales", self.group, 1, error=LayoutError)
 
     def __str__(self) -> str:
         return f"{self.code} per {self.group} (floor {self.floor:g})"
@@ -100,7 +100,7 @@ class Part:
             raise LayoutError(f"part {shown(self.name)}: its name must be an identifier")
         if self.dtype not in CARRIERS:
             raise LayoutError(f"part {self.name!r}: carrier {shown(self.dtype)}, expected one of {list(CARRIERS)}")
-        _check_positive(f"width of part {self.name!r}", self.width)
+        check_integer(f"width of part {self.name!r}", self.width, 1, error=LayoutError)
         match self.holds:
             case Codes(code, dims) if code in _CODES:
                 carrier, values = _CODES[code]
@@ -199,9 +199,3 @@ class RowFormat:
     def contents(self) -> str:
         """What the parts hold, in words: "448 e4m3, 64 bf16, 8 ue8m0 per 64 (floor 0.0001)"."""
         return ", ".join(map(str, self.parts))
-
-
-def _check_positive(what: str, value: object) -> None:
-    number = as_int(value)
-    if number is None or number < 1:
-        raise LayoutError(f"{what}: expected a positive integer, got {shown(value)}")

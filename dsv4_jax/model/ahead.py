@@ -12,14 +12,14 @@ from ..plan import StepPlan
 __all__ = ["moved"]
 
 
-def moved(plan: StepPlan, layout: CacheLayout, start: jax.Array, most: int) -> StepPlan:
+def moved(plan: StepPlan, layout: CacheLayout, start: jax.Array, max_tokens: int) -> StepPlan:
     """The plan with its sequences at other places, as the manager would make it; with no copies or table entries.
 
     A sequence whose tokens would go beyond what the plan has reserved for it is padding.
 
     Args:
         start: [B] int32, tokens of each sequence in the cache.
-        most: tokens of a sequence in the step, at most.
+        max_tokens: tokens of a sequence in the step, at most.
     """
     total, first, count = np.int32(plan.num_tokens), jnp.asarray(plan.seq_first), jnp.asarray(plan.seq_count)
     plan = plan.settled().only(start + count <= plan.seq_stop)
@@ -32,12 +32,12 @@ def moved(plan: StepPlan, layout: CacheLayout, start: jax.Array, most: int) -> S
         return jnp.where(offset < stop, own, total)
 
     ratio = layout.flush_ratio
-    ends = np.arange(-(-most // ratio), dtype=np.int32) * np.int32(ratio)
+    ends = np.arange(-(-max_tokens // ratio), dtype=np.int32) * np.int32(ratio)
     offset = (np.int32(ratio - 1) - start % np.int32(ratio))[:, None] + ends[None]
     flushes = listed(offset, count[:, None]).reshape(-1)
 
     ratio = layout.group_ratio
-    groups, length = (most + ratio - 2) // ratio + 1, min(most, ratio)
+    groups, length = (max_tokens + ratio - 2) // ratio + 1, min(max_tokens, ratio)
     begin = np.arange(groups, dtype=np.int32)[None] * np.int32(ratio) - (start % np.int32(ratio))[:, None]
     offset = jnp.maximum(begin, 0)[..., None] + np.arange(length, dtype=np.int32)[None, None]
     stop = jnp.minimum(begin + np.int32(ratio), count[:, None])

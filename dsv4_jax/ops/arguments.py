@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checks import as_int, shown
+from ..checks import shown
 from ..errors import ShapeError
 from ..formats import RowFormat
 from .columns import Columns
@@ -58,13 +58,6 @@ class Check:
         """`x` is an object of this class."""
         if not isinstance(x, expected):
             raise ShapeError(f"{self.op}: {name} is {shown(x)}, expected {expected.__name__}{why}")
-
-    def integer(self, name: str, value: Any, least: int, most: int) -> int:
-        """`value` as an integer from `least` to `most`."""
-        number = as_int(value)
-        if number is None or not least <= number <= most:
-            raise ShapeError(f"{self.op}: {name} is {shown(value)}, expected an integer from {least} to {most}")
-        return number
 
     def _array(self, name: str, x: Any, dtype: str, axes: tuple[int | str, ...] | None) -> Any:
         shape = getattr(x, "shape", None)

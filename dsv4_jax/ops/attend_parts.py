@@ -21,7 +21,7 @@ from .attend import AttendArguments, KernelSplit, finish_output
 from .batches import in_tiles
 from .exchange import all_gather
 from .merge import NO_SINK, Partial, in_halves, with_sink
-from .pool_axis import PoolAxis, parts_of
+from .pool_axis import PoolAxis, entries_of_parts
 from .registry import Choice, run
 
 __all__ = ["PARTS", "attend_parts"]
@@ -80,7 +80,7 @@ def attend_parts(
 
     def own(token: jax.Array, q: jax.Array, count: jax.Array, *listed: jax.Array) -> Partial:
         """Of some tokens, over this rank's keys: its parts are so many tokens more."""
-        chosen, counts = parts_of(
+        chosen, counts = entries_of_parts(
             listed[0] if listed else None, count, residues, parts, per_block=per_block, columns=columns
         )
         tokens = token.shape[0]

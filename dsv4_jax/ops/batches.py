@@ -11,11 +11,11 @@ from jax import lax
 
 __all__ = ["in_batches", "in_tiles"]
 
-MOST = 16  # tokens at a time: `attend` decodes the rows of each, 1.3 MB at V4's widths
+MAX_BATCH = 16  # tokens at a time: `attend` decodes the rows of each, 1.3 MB at V4's widths
 
 
 def in_batches(one: Callable[..., Any], *operands: jax.Array) -> Any:
-    """`one` of the rows of the operands, as `jax.vmap`, at most `MOST` at a time.
+    """`one` of the rows of the operands, as `jax.vmap`, at most `MAX_BATCH` at a time.
 
     All batches have the same size, so that `one` is compiled once: `lax.map` with a batch size compiles it again for
     what is left over. They are of about one size, so that less than a row for each is computed in vain.
@@ -28,7 +28,7 @@ def in_batches(one: Callable[..., Any], *operands: jax.Array) -> Any:
         What `one` gives, stacked: [T, ...].
     """
     rows = operands[0].shape[0]
-    batches = max(-(-rows // MOST), 1)
+    batches = max(-(-rows // MAX_BATCH), 1)
     return in_tiles(jax.vmap(one), -(-rows // batches), *operands)
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from ..checks import INT32_MAX
+from ..checks import INT32_MAX, check_integer
 from ..errors import ShapeError
 from .arguments import Check
 from .registry import Choice, Implementation, run
@@ -53,9 +53,9 @@ def entry_rows(entries: jax.Array, slots: jax.Array, table: jax.Array, *, base: 
     check = Check("entry_rows")
     entries = check.array("entries", entries, "int32", "T", "K")
     slots, table = check.array("slots", slots, "int32", "T"), check.array("table", table, "int32", "slots", "columns")
-    base = check.integer("base", base, 0, INT32_MAX)
-    per_block = check.integer("per_block", per_block, 1, INT32_MAX)
-    blocks = check.integer("blocks", blocks, 1, (INT32_MAX - base) // per_block)
+    base = check_integer("entry_rows: base", base, 0, INT32_MAX, error=ShapeError)
+    per_block = check_integer("entry_rows: per_block", per_block, 1, INT32_MAX, error=ShapeError)
+    blocks = check_integer("entry_rows: blocks", blocks, 1, (INT32_MAX - base) // per_block, error=ShapeError)
     if table.size == 0:
         raise ShapeError("entry_rows: table has no slots or no columns")
     return run("entry_rows", EntryRowsArguments(entries, slots, table, base, per_block, blocks), implementation)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..checks import as_int, shown
+from ..checks import INT32_MAX, check_integer, shown
 from ..errors import ShapeError
 from .arguments import Check
 from .registry import Choice, Implementation, run
@@ -103,9 +103,9 @@ def all_gather(arrays: Sequence[jax.Array], axes: Axes, *, dimension: int = 0, p
         ImplementationError: as every op (`registry.pick`).
     """
     arrays = _arrays(arrays)
-    for i, array in enumerate(arrays):
-        if as_int(dimension) is None or not 0 <= dimension < array.ndim:
-            raise ShapeError(f"all_gather: dimension is {dimension}, array {i} has {array.ndim} dimensions")
+    dimension = check_integer("all_gather: dimension", dimension, error=ShapeError)
+    if (i := next((i for i, array in enumerate(arrays) if array.ndim <= dimension), None)) is not None:
+        raise ShapeError(f"all_gather: dimension is {dimension}, array {i} has {arrays[i].ndim} dimensions")
     return _exchange(arrays, "gather", axes, dimension, peers, channel, implementation)
 
 
@@ -200,8 +200,8 @@ def _exchange(arrays: tuple[jax.Array, ...], kind: Kind, axes: Axes, dimension: 
         peers = next((known for known in _IN_USE.get() if known.axes == names), None)
     if peers is not None and peers.axes != names:
         raise ShapeError(f"{name}: peers are of axes {peers.axes}, expected {names}")
-    if as_int(channel) is None or channel < 0 or (peers is not None and channel >= peers.channels):
-        raise ShapeError(f"{name}: channel is {channel}, expected 0 to {peers.channels - 1 if peers else 'their last'}")
+    last = INT32_MAX if peers is None else peers.channels - 1
+    channel = check_integer(f"{name}: channel", channel, 0, last, error=ShapeError)
     return run("exchange", ExchangeArguments(arrays, kind, names, dimension, peers, channel), choice)
 
 

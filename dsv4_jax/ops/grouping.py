@@ -20,17 +20,17 @@ from jax.extend.core import Literal
 
 from .no_gradient import NAME as WITHOUT_GRADIENT
 
-__all__ = ["ALIGNMENT", "Group", "Node", "Program", "groups_of", "in_order", "read_program"]
+__all__ = ["ALIGNMENT", "CallNode", "Group", "Program", "groups_of", "in_order", "read_program"]
 
 # Bytes: slices that begin at a multiple are read where they lie, others are cut by XLA. Kernels load 16 bytes at a
 # time, but of int32, which are ids and counts.
 ALIGNMENT = 128
-MOST_CALLS = 64  # of a group: their results take memory until its end
+MAX_CALLS = 64  # of a group: their results take memory until its end
 _PRODUCTS = ("dot_general", "ffi_call", "jit", "pjit")  # operations that take a kernel's time, if any
 
 
 @dataclasses.dataclass(frozen=True)
-class Node:
+class CallNode:
     """An operation that is more than a view.
 
     Attributes:
@@ -59,7 +59,7 @@ class Program:
         returned: what `reads` would be of the results.
     """
 
-    nodes: list[Node]
+    nodes: list[CallNode]
     views: dict[Any, Any]
     places: dict[Any, tuple[Any, int]]
     returned: tuple[Any, ...]
@@ -85,7 +85,7 @@ def read_program(jaxpr: Any, targets: frozenset[str]) -> Program:
     places: dict[Any, tuple[Any, int]] = {v: (v, 0) for v in (*jaxpr.constvars, *jaxpr.invars)}
     views: dict[Any, Any] = {}
     made: dict[Any, int] = {}
-    nodes: list[Node] = []
+    nodes: list[CallNode] = []
     ordered: list[int] = []  # nodes with effects, which stay in order
 
     def root(v: Any) -> Any:
@@ -107,7 +107,7 @@ def read_program(jaxpr: Any, targets: frozenset[str]) -> Program:
         over = tuple(_whole(eqn.invars[i], places) for i, _ in eqn.params["input_output_aliases"]) if call else ()
         for out in eqn.outvars:
             places[out], made[out] = (out, 0), len(nodes)
-        nodes.append(Node(eqn, call, reads, frozenset(before), over))
+        nodes.append(CallNode(eqn, call, reads, frozenset(before), over))
     return Program(nodes, views, places, tuple(map(root, jaxpr.outvars)))
 
 
@@ -176,8 +176,8 @@ def groups_of(program: Program) -> list[Group]:
     ]
 
 
-def _cut(nodes: list[Node], group: list[int]) -> list[list[int]]:
-    """The calls of a group in parts of up to `MOST_CALLS`, where there are calls that wait for all before them."""
+def _cut(nodes: list[CallNode], group: list[int]) -> list[list[int]]:
+    """The calls of a group in parts of up to `MAX_CALLS`, where there are calls that wait for all before them."""
     waits: dict[int, int] = {}  # as bits
     places = [0]
     all_before = 0
@@ -191,12 +191,12 @@ def _cut(nodes: list[Node], group: list[int]) -> list[list[int]]:
     places.append(len(group))
     starts = [0]
     for place, after in itertools.pairwise(places):
-        if place and after - starts[-1] > MOST_CALLS:
+        if place and after - starts[-1] > MAX_CALLS:
             starts.append(place)
     return [group[first:last] for first, last in itertools.pairwise([*starts, len(group)])]
 
 
-def _grouped(nodes: list[Node], calls: set[int]) -> list[int]:
+def _grouped(nodes: list[CallNode], calls: set[int]) -> list[int]:
     """Of each node a name of its group."""
     after: list[list[int]] = [[] for _ in nodes]
     for i, node in enumerate(nodes):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..checks import check_integer
 from ..errors import ShapeError
 from .arguments import Check
 from .numerics import MIN_ROWS, unit_rms
@@ -107,8 +108,7 @@ def hyper_connection(
         ShapeError: an argument has the wrong shape or dtype, or is out of range; the message names it.
         ImplementationError: as every op (`registry.pick`).
     """
-    if iterations < 1:
-        raise ShapeError(f"hyper_connection: iterations is {iterations}, expected at least 1")
+    iterations = check_integer("hyper_connection: iterations", iterations, 1, error=ShapeError)
     mixed = 2 + streams.shape[1] if getattr(streams, "ndim", 0) == 3 else 0
     given = _checked("hyper_connection", streams, fn, vector, written, mixed, 3, dtype)
     arguments = HyperConnectionArguments(*given, iterations, hc_eps, eps, jnp.dtype(dtype), 0)
@@ -135,7 +135,7 @@ def hyper_head(
     by it.
     """
     given = _checked("hyper_head", streams, fn, vector, written, 1, 1, dtype)
-    rows = Check("hyper_head").integer("rows", rows, 0, MIN_ROWS)
+    rows = check_integer("hyper_head: rows", rows, 0, MIN_ROWS, error=ShapeError)
     arguments = HyperConnectionArguments(*given, None, hc_eps, eps, jnp.dtype(dtype), rows)
     return run("hyper_connection", arguments, implementation)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from .grouping import Node
+from .grouping import CallNode
 
-__all__ = ["MOST", "Place", "places", "waits_of"]
+__all__ = ["MAX_LANES", "CallPlace", "places", "waits_of"]
 
-MOST = 4  # lanes: `kLanes` of csrc/sequence.h
+MAX_LANES = 4  # lanes: `kLanes` of csrc/sequence.h
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class CallPlace:
     """When and where a call runs.
 
     Attributes:
@@ -30,7 +30,7 @@ class Place:
     waits: tuple[int, ...]
 
 
-def waits_of(nodes: Sequence[Node]) -> list[set[int]]:
+def waits_of(nodes: Sequence[CallNode]) -> list[set[int]]:
     """Of each call of a group those that it must come after: it reads what they make, or overwrites what they read."""
     found = []
     for i, node in enumerate(nodes):
@@ -42,7 +42,7 @@ def waits_of(nodes: Sequence[Node]) -> list[set[int]]:
     return found
 
 
-def places(nodes: Sequence[Node], early: frozenset[str]) -> list[Place]:
+def places(nodes: Sequence[CallNode], early: frozenset[str]) -> list[CallPlace]:
     """Of each call of a group, given in an order in which they can run.
 
     The longest chain of calls has the first lane. Of those that wait for a call the one with the longest chain behind
@@ -74,11 +74,11 @@ def places(nodes: Sequence[Node], early: frozenset[str]) -> list[Place]:
             lane = 0
         elif free:
             lane = free[-1]
-        elif len(tails) < MOST:
+        elif len(tails) < MAX_LANES:
             lane = len(tails)
             tails.append(None)
         else:
-            lane = MOST - 1
+            lane = MAX_LANES - 1
         lanes.append(lane)
         tails[lane] = i
     others = [tuple(sorted(k for k in each if lanes[k] != lanes[i])) for i, each in enumerate(direct)]
@@ -88,11 +88,11 @@ def places(nodes: Sequence[Node], early: frozenset[str]) -> list[Place]:
     for start, each in zip(starts, others, strict=True):
         for k in each:
             awaited[k] |= 2 if start == 2 else 1
-    return [Place(*each) for each in zip(lanes, starts, awaited, others, strict=True)]
+    return [CallPlace(*each) for each in zip(lanes, starts, awaited, others, strict=True)]
 
 
 def _early(i: int, direct: set[int], lanes: list[int], soon: list[bool]) -> int:
-    """`Place.early` of call i, which waits for `direct`. `soon`: whether calls may start early, and let others."""
+    """`CallPlace.early` of call i, which waits for `direct`. `soon`: whether calls may start early, and let others."""
     if not soon[i]:
         return 0
     if lanes[i] == 0 and any(lanes[k] == 0 for k in direct):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..checks import INT32_MAX, shown
+from ..checks import INT32_MAX, check_integer, shown
 from ..errors import ShapeError
 from ..formats.weights import fp4_codec
 from ..formats.weights.expert_fp4 import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
@@ -96,13 +96,15 @@ def moe(x: jax.Array, chosen: jax.Array, share: jax.Array, gate_up: jax.Array, d
         raise ShapeError("moe: gate_up and down hold no experts, expected at least one")
     if not isinstance(limit, numbers.Real) or not limit >= 0:
         raise ShapeError(f"moe: limit is {shown(limit)}, expected a number >= 0")
-    last = INT32_MAX - here if routed is None else check.integer("routed", routed, here, INT32_MAX) - here
-    shards = check.integer("shards", shards, 1, INT32_MAX)
+    last = INT32_MAX - here
+    if routed is not None:
+        last = check_integer("moe: routed", routed, here, INT32_MAX, error=ShapeError) - here
+    shards = check_integer("moe: shards", shards, 1, INT32_MAX, error=ShapeError)
     if x.shape[0] % shards:
         raise ShapeError(f"moe: {x.shape[0]} tokens are not those of {shards} devices")
     if isinstance(first, jax.Array):
         chosen, first = chosen - check.array("first", first, "int32"), 0  # a kernel's `first` is static
-    first = check.integer("first", first, 0, last)
+    first = check_integer("moe: first", first, 0, last, error=ShapeError)
     routed = here if routed is None else int(routed)
     return run("moe", MoeArguments(x, chosen, share, gate_up, down, limit, first, routed, shards), implementation)
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["ONE_RANK", "PoolAxis", "parts_of", "visible_of"]
+__all__ = ["ONE_RANK", "PoolAxis", "entries_of_parts", "visible_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _entries_of(own: jax.Array, per_block: int, residue: jax.Array | int, modulu
     return (own // rows * np.int32(modulus) + residue) * rows + own % rows
 
 
-def parts_of(
+def entries_of_parts(
     entries: jax.Array | None, count: jax.Array, residues: jax.Array, modulus: int, *, per_block: int, columns: int
 ) -> tuple[jax.Array, jax.Array]:
     """Those of a token's entries that are in blocks c with c mod modulus == residue, for each of some residues.

@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from .. import ffi
-from .grouping import Node, groups_of, in_order, read_program
+from .grouping import CallNode, groups_of, in_order, read_program
 from .lanes import places
 
 __all__ = ["EARLY", "TARGETS", "in_sequence"]
@@ -115,7 +115,7 @@ def _evaluate(closed: Any, args: list[Any], targets: frozenset[str], early: froz
 
 
 def _together(
-    nodes: list[Node], views: dict[Any, Any], read: Callable[[Any], Any], early: frozenset[str], platform: str
+    nodes: list[CallNode], views: dict[Any, Any], read: Callable[[Any], Any], early: frozenset[str], platform: str
 ) -> dict[Any, Any]:
     """Makes one call of several: its results by variable."""
     operands: list[Any] = []

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..checks import check_integer
 from ..errors import ShapeError
 from .arguments import Check
 from .registry import Choice, Implementation, run
@@ -52,8 +53,7 @@ def top_k(scores: jax.Array, count: jax.Array, *, k: int, implementation: Choice
     check = Check("top_k")
     scores = check.array("scores", scores, "float32", "T", "S")
     count = check.array("count", count, "int32", "T")
-    if k < 0:
-        raise ShapeError(f"top_k: k is {k}, expected at least 0")
+    k = check_integer("top_k: k", k, error=ShapeError)
     return run("top_k", TopKArguments(scores, count, min(k, scores.shape[1])), implementation)
 
 

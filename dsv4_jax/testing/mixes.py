@@ -25,7 +25,7 @@ from ..tiers.transfers import run_transfers
 from .live import assert_same_bytes
 from .runner import StepRunner, with_garbage
 
-__all__ = ["Job", "Mix", "host_size"]
+__all__ = ["Mix", "MixJob", "host_size"]
 
 
 def host_size(runner: StepRunner) -> HostSize:
@@ -34,7 +34,7 @@ def host_size(runner: StepRunner) -> HostSize:
 
 
 @dataclasses.dataclass(eq=False)
-class Job:
+class MixJob:
     """A request, and what is known of it beside its tokens.
 
     Attributes:
@@ -90,7 +90,7 @@ class Mix:
             weights_id=seed,
             arrays=whole,
         )
-        self.jobs: dict[Request, Job] = {}
+        self.jobs: dict[Request, MixJob] = {}
         # Lengths in units of an eighth of a block: prompts of up to five blocks and a half, outputs of one and a half
         # (less of either where the context ends before that: small blocks, or few of a request).
         self.eighth = max(1, runner.layout.block_tokens // 8)
@@ -99,7 +99,7 @@ class Mix:
         self.bases = [self.text(8 * self.eighth, 40 * self.eighth) for _ in range(2)]
         self.prompts: list[list[int]] = []
         self.junctions: set[tuple[Namespace | None, tuple[int, ...]]] = set()
-        self.ended: list[Job] = []
+        self.ended: list[MixJob] = []
 
     def chance(self, share: float) -> bool:
         return self.rng.random() < share
@@ -158,7 +158,7 @@ class Mix:
             request = self.manager.admit_request(tokens, namespace=tenant)
             if request.num_cached:
                 self.seen["replayed tokens"] += request.num_cached
-                job = self.jobs[request] = Job(request, tenant, len(tokens), [None] * len(tokens), 0)
+                job = self.jobs[request] = MixJob(request, tenant, len(tokens), [None] * len(tokens), 0)
                 self.feed([(request, min(request.num_pending, self.runner.shape.tokens))])
                 self.check(job)
                 del self.jobs[request]
@@ -227,7 +227,7 @@ class Mix:
     def enter(self, request: Request, tenant: Namespace | None, total: int) -> None:
         """A request of the mix is live now, and ends at so many tokens."""
         self.waiting -= 1
-        self.jobs[request] = Job(request, tenant, total, [None] * request.num_prompt, self.stream())
+        self.jobs[request] = MixJob(request, tenant, total, [None] * request.num_prompt, self.stream())
         tokens = request.tokens
         self.seen["requests"] += 1
         self.seen["prefixes restored from device snapshots"] += request.restores is not None
@@ -268,7 +268,7 @@ class Mix:
             return
         parent = self.jobs[request]
         for child in children:
-            self.jobs[child] = Job(
+            self.jobs[child] = MixJob(
                 child, parent.tenant, parent.total, list(parent.streams), self.stream(), dict(parent.logits)
             )
             assert child.tokens == request.tokens and child.blocks is not request.blocks
@@ -337,7 +337,7 @@ class Mix:
                 manager.release_request(request)
                 del self.jobs[request]
 
-    def feed(self, scheduled: list[tuple[Request, int]]) -> list[Job]:
+    def feed(self, scheduled: list[tuple[Request, int]]) -> list[MixJob]:
         """Plans and runs one step, and does with its logits what is to be done. Whose."""
         manager = self.manager
         plan, scheduled = self.plan(scheduled)
@@ -381,7 +381,7 @@ class Mix:
         followers = [text[i + 1 : i + 1 + count] for text in known for i in range(len(text) - count) if text[i] == last]
         return list(self.pick(followers)) if followers and self.chance(0.8) else self.text(count, count)
 
-    def keep(self, job: Job, start: int, rows: np.ndarray) -> None:
+    def keep(self, job: MixJob, start: int, rows: np.ndarray) -> None:
         """Accepts what was fed, as far as it is what would have been drawn, or less; draws the next token."""
         request, count = job.request, len(rows)
         drafted = len(request.tokens) - len(job.streams)
@@ -417,7 +417,7 @@ class Mix:
 
     # The comparison
 
-    def check(self, job: Job) -> None:
+    def check(self, job: MixJob) -> None:
         """Tokens, logits and bytes are those of a lone run."""
         request, tokens = job.request, job.request.tokens
         assert len(job.streams) == len(tokens)

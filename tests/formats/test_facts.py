@@ -30,7 +30,7 @@ E4M3, UE8M0 = Codes("e4m3", 32), Scales("ue8m0", 16, 1e-4)
         (3, "uint8", 4, None, "must be an identifier"),
         ("a", "uint64", 4, None, "carrier 'uint64'"),  # without 64-bit types JAX would make it uint32
         ("a", "int8", 4, None, "carrier 'int8'"),
-        ("a", "uint8", 0, None, "width of part 'a': expected a positive integer, got 0"),
+        ("a", "uint8", 0, None, "width of part 'a' must be an integer of at least 1, got 0"),
         ("a", "uint8", True, None, "width of part 'a'"),
         ("a", "uint16", 32, E4M3, r"32 e4m3 codes are uint8, 1 to an element, got uint16\[32\]"),
         ("a", "uint8", 31, E4M3, r"got uint8\[31\]"),
@@ -47,7 +47,7 @@ def test_parts_that_contradict_themselves(name, dtype, width, holds, message: st
 
 @pytest.mark.parametrize("holds", [lambda: Codes("e4m3", 0), lambda: Codes("own", 1.5), lambda: Scales("ue8m0", 0, 0)])
 def test_codes_and_scales_of_nothing(holds) -> None:
-    with pytest.raises(LayoutError, match="expected a positive integer"):
+    with pytest.raises(LayoutError, match="must be an integer of at least 1"):
         holds()
 
 
@@ -71,7 +71,7 @@ def test_rows_that_contradict_themselves() -> None:
 
 @pytest.mark.parametrize(("widths", "name"), [((64, 64), "fp8"), ((8, 0), "fp8_per_entry"), ((0, 0), "bf16")])
 def test_widths_that_a_format_has_no_row_of(widths: tuple[int, int], name: str) -> None:
-    with pytest.raises(LayoutError, match="expected a positive integer"):
+    with pytest.raises(LayoutError, match="must be an integer of at least 1"):
         kv_format(name, *widths)
 
 

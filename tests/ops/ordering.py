@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 from numpy.lib.stride_tricks import as_strided
 
 from dsv4_jax.ops import no_gradient
-from dsv4_jax.ops.lanes import MOST
+from dsv4_jax.ops.lanes import MAX_LANES
 
 __all__ = ["checked", "compare"]
 
@@ -148,7 +148,7 @@ def check_order(calls: list[Call]) -> None:
     before: list[set[int]] = []  # of each call those that have ended when it starts, or when its early start does
     tails: dict[int, int] = {}
     for i, call in enumerate(calls):
-        assert 0 <= call.lane < MOST
+        assert 0 <= call.lane < MAX_LANES
         event = 2 if call.early == 2 else 1
         assert all(k < i and calls[k].awaited & event for k in call.waits), "an event that nobody records"
         direct = {*call.waits, *([tails[call.lane]] if call.lane in tails else [])}

@@ -114,7 +114,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("finish_queries", dict(queries=floats(2, 3, 48), rotate=True), "queries have 48 dims, rotate needs a power"),
     ("top_k", dict(scores=ints(2, 9)), "scores is int32 [2, 9], expected float32 [T, S]"),
     ("top_k", dict(count=ints(3)), "count is int32 [3], expected int32 [2]"),
-    ("top_k", dict(k=-1), "k is -1, expected at least 0"),
+    ("top_k", dict(k=-1), "k must be an integer of at least 0, got -1"),
     ("kv_store", dict(k=ints(3, 8)), "k is int32 [3, 8], expected float"),
     ("kv_store", dict(rows=floats(3)), "rows is float32 [3], expected int32 [3]"),
 ]  # fmt: skip

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.ops.batches import MOST, in_batches
+from dsv4_jax.ops.batches import MAX_BATCH, in_batches
 
 
-@pytest.mark.parametrize("rows", [1, 2, MOST - 1, MOST, MOST + 1, 22, 2 * MOST, 2 * MOST + 1, 5 * MOST - 1])
+@pytest.mark.parametrize(
+    "rows", [1, 2, MAX_BATCH - 1, MAX_BATCH, MAX_BATCH + 1, 22, 2 * MAX_BATCH, 2 * MAX_BATCH + 1, 5 * MAX_BATCH - 1]
+)
 def test_equals_vmap_and_traces_once(rows: int) -> None:
     sizes = []
 
@@ -27,9 +29,9 @@ def test_equals_vmap_and_traces_once(rows: int) -> None:
         np.testing.assert_array_equal(made, expected)
 
 
-@pytest.mark.parametrize("rows", [MOST + 1, 22, 100, 129])
+@pytest.mark.parametrize("rows", [MAX_BATCH + 1, 22, 100, 129])
 def test_no_batch_is_larger_than_it_may_be_and_few_rows_are_added(rows: int) -> None:
     traced = jax.make_jaxpr(lambda x: in_batches(lambda row: row + np.float32(1), x))(jnp.zeros((rows, 2)))
     (scan,) = [eqn for eqn in traced.eqns if eqn.primitive.name == "scan"]
     batches, size, _ = scan.invars[-1].aval.shape
-    assert size <= MOST and 0 <= batches * size - rows < batches
+    assert size <= MAX_BATCH and 0 <= batches * size - rows < batches

@@ -129,7 +129,10 @@ def test_arguments_are_named() -> None:
         (lambda: all_gather((), "a"), "all_gather: expected a sequence of arrays, at least one"),
         (lambda: all_gather((x,), "a", dimension=2), "dimension is 2, array 0 has 2 dimensions"),
         (lambda: all_gather((x,), "b", peers=peers), r"all_gather: peers are of axes \('a',\), expected \('b',\)"),
-        (lambda: sum_to_all(x, "a", peers=peers, channel=2), "sum_to_all: channel is 2, expected 0 to 1"),
+        (
+            lambda: sum_to_all(x, "a", peers=peers, channel=2),
+            "sum_to_all: channel must be an integer from 0 to 1, got 2",
+        ),
         (lambda: sum_to_all(x.astype(jnp.bfloat16), "a"), r"x is bfloat16 \[3, 4\], expected float32"),
         (lambda: sum_to_all(x, ("a", "a")), r"axes are \('a', 'a'\), expected different names"),
         (lambda: sum_to_owner(x, "a", peers=peers), "sum_to_owner: 3 rows do not divide by 2 devices"),

@@ -162,7 +162,7 @@ SMALL = {
         ({"written": SMALL["written"]._replace(outputs=(jnp.zeros((2, 9)),))}, r"written.outputs is float32 \[2, 9\]"),
         ({"written": SMALL["written"]._replace(comb=jnp.zeros((2, 16)))}, r"written.comb is float32 \[2, 16\], exp"),
         ({"written": SMALL["written"]._replace(post=jnp.zeros((3, 4)))}, r"written.post is float32 \[3, 4\], exp"),
-        ({"iterations": 0}, "iterations is 0, expected at least 1"),
+        ({"iterations": 0}, "iterations must be an integer of at least 1, got 0"),
         ({"dtype": jnp.float16}, "dtype is float16, expected float32 or bfloat16"),
     ],
 )

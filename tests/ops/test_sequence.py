@@ -17,7 +17,7 @@ from dsv4_jax.cache import KVCache
 from dsv4_jax.layout import CacheLayout
 from dsv4_jax.ops import grouping, in_sequence
 from dsv4_jax.ops.grouping import groups_of, in_order, read_program
-from dsv4_jax.ops.lanes import MOST, places, waits_of
+from dsv4_jax.ops.lanes import MAX_LANES, places, waits_of
 from dsv4_jax.tiers.host_cache import HostCache
 from dsv4_jax.tiers.swap import swap_in, swap_out
 from dsv4_jax.tiers.swap_plan import plan_swap
@@ -136,7 +136,7 @@ def test_random_calls_do_what_they_did_whatever_their_lanes_leave_open(seed: int
 
 @pytest.mark.parametrize("seed", range(20))
 def test_groups_and_lanes_keep_what_must_come_first_first(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    monkeypatch.setattr(grouping, "MOST_CALLS", 3 if seed % 2 else 64)
+    monkeypatch.setattr(grouping, "MAX_CALLS", 3 if seed % 2 else 64)
     function, arrays = random_program(seed)
     program = read_program(jax.make_jaxpr(function)(*arrays).jaxpr, frozenset({"dsv4_call"}))
     groups = groups_of(program)
@@ -152,7 +152,7 @@ def test_groups_and_lanes_keep_what_must_come_first_first(monkeypatch: pytest.Mo
         for i, (where, needed) in enumerate(zip(places(nodes, frozenset({"dsv4_call"})), waits_of(nodes), strict=True)):
             before = {*where.waits, *([tails[where.lane]] if where.lane in tails else [])}
             done.append(set().union(before, *(done[k] for k in before)))
-            assert needed <= done[-1] and where.lane < MOST
+            assert needed <= done[-1] and where.lane < MAX_LANES
             assert where.early != 1 or (where.lane == 0 and 0 in tails)
             assert where.early != 2 or len(where.waits) == 1
             tails[where.lane] = i

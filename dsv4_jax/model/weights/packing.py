@@ -27,7 +27,7 @@ SMALL = 2**16  # elements below which a parameter goes to the vectors
 ALIGNMENT = 128
 
 
-class _Place(NamedTuple):
+class _LeafPlace(NamedTuple):
     """Where a parameter is: so many rows (or, of a vector, elements) from `start` of `arrays[array]`, and its shape."""
 
     array: int
@@ -49,7 +49,7 @@ class PackedLayers:
 
     arrays: tuple[jax.Array, ...]
     trees: tuple[jax.tree_util.PyTreeDef, ...]
-    places: tuple[tuple[_Place, ...], ...]
+    places: tuple[tuple[_LeafPlace, ...], ...]
     axes: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -67,7 +67,7 @@ class PackedLayers:
         """Raises `IndexError`."""
         return jax.tree.unflatten(self.trees[layer], [self._leaf(place) for place in self.places[layer]])
 
-    def _leaf(self, place: _Place) -> jax.Array:
+    def _leaf(self, place: _LeafPlace) -> jax.Array:
         array, stop = self.arrays[place.array], place.start + place.rows
         return jax.lax.slice_in_dim(array, place.start, stop).reshape(place.shape)
 
@@ -102,7 +102,7 @@ def _packed(layers: Sequence[Params]) -> PackedLayers:
                 pack = open_packs[key] = len(packs)
                 packs.append([])
                 sizes.append(0)
-            layer_places.append(_Place(pack, sizes[pack], rows, tuple(leaf.shape)))
+            layer_places.append(_LeafPlace(pack, sizes[pack], rows, tuple(leaf.shape)))
             step = ALIGNMENT // math.gcd(ALIGNMENT, width * np.dtype(leaf.dtype).itemsize)
             packs[pack].append(lengthened(leaf.reshape(-1) if flat else leaf, -rows % step))
             sizes[pack] += rows + -rows % step
