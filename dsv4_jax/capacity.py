@@ -28,9 +28,15 @@ from .layout import CacheLayout, CacheSize, check_layout
 from .records import block_record, page_bytes, state_pages
 
 __all__ = [
-    "SNAPSHOT_FRACTION", "Capacity", "Limit", "capacity", "largest_fitting", "plan_capacity", "plan_host_capacity",
+    "SNAPSHOT_FRACTION",
+    "Capacity",
+    "Limit",
+    "capacity",
+    "largest_fitting",
+    "plan_capacity",
+    "plan_host_capacity",
     "snapshots_beside",
-]  # fmt: skip
+]
 
 SNAPSHOT_FRACTION = 0.2  # of the bytes of blocks and snapshots: the best of 0.12 .. 0.4 on a trace of conversations
 Limit = Literal["blocks", "slots", "context", "none"]
@@ -138,9 +144,15 @@ def plan_capacity(
 ) -> CacheSize:
     """How large a cache to allocate. Arguments and errors are those of `capacity`."""
     return capacity(
-        layout, hbm_bytes=hbm_bytes, max_requests=max_requests, max_context=max_context, num_snapshots=num_snapshots,
-        snapshot_fraction=snapshot_fraction, weight_bytes=weight_bytes, pool_ranks=pool_ranks,
-    ).size  # fmt: skip
+        layout,
+        hbm_bytes=hbm_bytes,
+        max_requests=max_requests,
+        max_context=max_context,
+        num_snapshots=num_snapshots,
+        snapshot_fraction=snapshot_fraction,
+        weight_bytes=weight_bytes,
+        pool_ranks=pool_ranks,
+    ).size
 
 
 def plan_host_capacity(layout: CacheLayout, host_bytes: int) -> int:

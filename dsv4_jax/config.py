@@ -151,22 +151,44 @@ class DSV4Config:
     def flash(cls) -> DSV4Config:
         """DeepSeek-V4-Flash: 43 layers (2 SWA, 21 CSA, 20 HCA), 64 heads, top-512."""
         return cls(
-            vocab_size=129280, hidden_size=4096, num_attention_heads=64, head_dim=512, rope_dim=64,
-            q_lora_rank=1024, o_groups=8, o_lora_rank=1024, sliding_window=128, index_n_heads=64,
-            index_head_dim=128, index_topk=512, num_mtp_layers=1,
+            vocab_size=129280,
+            hidden_size=4096,
+            num_attention_heads=64,
+            head_dim=512,
+            rope_dim=64,
+            q_lora_rank=1024,
+            o_groups=8,
+            o_lora_rank=1024,
+            sliding_window=128,
+            index_n_heads=64,
+            index_head_dim=128,
+            index_topk=512,
+            num_mtp_layers=1,
             layer_types=_types([0, 0] + [4, 128] * 20 + [4]),
-        )  # fmt: skip
+        )
 
     @classmethod
     def pro(cls) -> DSV4Config:
         """DeepSeek-V4-Pro: 61 layers (30 CSA, 31 HCA), 128 heads, top-1024."""
         return cls(
-            vocab_size=129280, hidden_size=7168, num_attention_heads=128, head_dim=512, rope_dim=64,
-            q_lora_rank=1536, o_groups=16, o_lora_rank=1024, sliding_window=128, index_n_heads=64,
-            index_head_dim=128, index_topk=1024, num_mtp_layers=1, n_routed_experts=384,
-            moe_intermediate_size=3072, routed_scaling_factor=2.5,
+            vocab_size=129280,
+            hidden_size=7168,
+            num_attention_heads=128,
+            head_dim=512,
+            rope_dim=64,
+            q_lora_rank=1536,
+            o_groups=16,
+            o_lora_rank=1024,
+            sliding_window=128,
+            index_n_heads=64,
+            index_head_dim=128,
+            index_topk=1024,
+            num_mtp_layers=1,
+            n_routed_experts=384,
+            moe_intermediate_size=3072,
+            routed_scaling_factor=2.5,
             layer_types=_types([128, 128] + [4, 128] * 29 + [4]),
-        )  # fmt: skip
+        )
 
     @classmethod
     def tiny(cls, **overrides: Any) -> DSV4Config:
@@ -175,13 +197,29 @@ class DSV4Config:
         The HCA ratio is 16 and the window 32, so that a few hundred tokens pass many flushes.
         """
         fields: dict[str, Any] = dict(
-            vocab_size=256, hidden_size=64, num_attention_heads=4, head_dim=32, rope_dim=8,
-            q_lora_rank=32, o_groups=2, o_lora_rank=16, sliding_window=32, index_n_heads=16,
-            index_head_dim=16, index_topk=8, hca_ratio=16, max_position_embeddings=4096,
-            yarn=YarnScaling(original_max_position_embeddings=256), n_routed_experts=4,
-            num_experts_per_tok=2, moe_intermediate_size=64, num_hash_layers=1, hc_mult=2,
-            hc_sinkhorn_iters=1, layer_types=_types([0, 4, 128, 4]),
-        )  # fmt: skip
+            vocab_size=256,
+            hidden_size=64,
+            num_attention_heads=4,
+            head_dim=32,
+            rope_dim=8,
+            q_lora_rank=32,
+            o_groups=2,
+            o_lora_rank=16,
+            sliding_window=32,
+            index_n_heads=16,
+            index_head_dim=16,
+            index_topk=8,
+            hca_ratio=16,
+            max_position_embeddings=4096,
+            yarn=YarnScaling(original_max_position_embeddings=256),
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            num_hash_layers=1,
+            hc_mult=2,
+            hc_sinkhorn_iters=1,
+            layer_types=_types([0, 4, 128, 4]),
+        )
         return cls(**(fields | overrides))
 
     @classmethod
@@ -234,8 +272,10 @@ def _validate(cfg: DSV4Config) -> None:
     ):  # fmt: skip
         integer_field(name, getattr(cfg, name))
     for name, most in (
-        ("num_mtp_layers", _MAX_LAYERS), ("num_hash_layers", INT32_MAX), ("n_shared_experts", INT32_MAX),
-    ):  # fmt: skip
+        ("num_mtp_layers", _MAX_LAYERS),
+        ("num_hash_layers", INT32_MAX),
+        ("n_shared_experts", INT32_MAX),
+    ):
         integer_field(name, getattr(cfg, name), low=0, high=most)
     integer_field("hc_sinkhorn_iters", cfg.hc_sinkhorn_iters, high=1000)
     for name in ("rms_norm_eps", "routed_scaling_factor", "swiglu_limit"):

@@ -21,9 +21,14 @@ CSA, HCA, SWA = "compressed_sparse_attention", "heavily_compressed_attention", "
 _MAX_BYTES = 4 * 2**20
 # Neither this package nor (but for the activation and the MLP's bias) transformers computes anything else.
 _ONLY = {
-    "model_type": "deepseek_v4", "num_key_value_heads": 1, "n_shared_experts": 1, "norm_topk_prob": True,
-    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-}  # fmt: skip
+    "model_type": "deepseek_v4",
+    "num_key_value_heads": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
 # transformers lets the second name override the first.
 _SAME = {"n_routed_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"}
 _REQUIRED = (
@@ -32,10 +37,18 @@ _REQUIRED = (
     "moe_intermediate_size",
 )  # fmt: skip
 _DEFAULTS = {
-    "max_position_embeddings": 1048576, "rms_norm_eps": 1e-6, "n_shared_experts": 1, "scoring_func": "sqrtsoftplus",
-    "norm_topk_prob": True, "routed_scaling_factor": 1.5, "swiglu_limit": 10.0, "hc_mult": 4,
-    "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "tie_word_embeddings": False,
-}  # fmt: skip
+    "max_position_embeddings": 1048576,
+    "rms_norm_eps": 1e-6,
+    "n_shared_experts": 1,
+    "scoring_func": "sqrtsoftplus",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
 _DEFAULT_ROTARY_FACTOR = 64 / 512
 _DEFAULT_THETA = 10000.0
 
@@ -81,14 +94,18 @@ def parse_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(name, "missing")
     layers = integer_field("num_hidden_layers", hf["num_hidden_layers"])
     csa, hca = _rates(hf)
-    return {name: hf[name] for name in _REQUIRED} | {name: hf.get(name, value) for name, value in _DEFAULTS.items()} | {
-        "layer_types": _schedule(hf, layers, csa, hca),
-        "csa_ratio": csa,
-        "hca_ratio": hca,
-        "num_mtp_layers": hf.get("num_nextn_predict_layers", 1),
-        "num_hash_layers": _hash_layers(hf, layers),
-        **_rope(hf),
-    }  # fmt: skip
+    return (
+        {name: hf[name] for name in _REQUIRED}
+        | {name: hf.get(name, value) for name, value in _DEFAULTS.items()}
+        | {
+            "layer_types": _schedule(hf, layers, csa, hca),
+            "csa_ratio": csa,
+            "hca_ratio": hca,
+            "num_mtp_layers": hf.get("num_nextn_predict_layers", 1),
+            "num_hash_layers": _hash_layers(hf, layers),
+            **_rope(hf),
+        }
+    )
 
 
 def _rates(hf: Mapping[str, Any]) -> tuple[int, int]:

@@ -25,8 +25,15 @@ from .errors import ForeignPlanError, PlanError
 from .layout import CacheLayout, CacheSize, check_layout
 
 __all__ = [
-    "CacheFacts", "OwnSwapPlan", "PackedPlan", "StateSwapPlan", "StepPlan", "SwapPlan", "own_ids", "register_pytrees",
-]  # fmt: skip
+    "CacheFacts",
+    "OwnSwapPlan",
+    "PackedPlan",
+    "StateSwapPlan",
+    "StepPlan",
+    "SwapPlan",
+    "own_ids",
+    "register_pytrees",
+]
 
 IntArray: TypeAlias = Any  # int32: a numpy array on the host, a jax array while a step is traced
 

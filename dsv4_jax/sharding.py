@@ -166,9 +166,12 @@ def shard_step(
         of_cache = cache_partition(cache.layout, pool, data_axis, checked=cache.checked)
         # check_vma: kernels written in Pallas do not say how their outputs vary over the mesh.
         sharded = jax.shard_map(
-            local, mesh=mesh, in_specs=(of_params, of_cache, split, *[split] * len(arrays)),
-            out_specs=(results, of_cache), check_vma=False,
-        )  # fmt: skip
+            local,
+            mesh=mesh,
+            in_specs=(of_params, of_cache, split, *[split] * len(arrays)),
+            out_specs=(results, of_cache),
+            check_vma=False,
+        )
         made, cache = sharded(params, cache, plan, *arrays)
         return (*made, cache)
 

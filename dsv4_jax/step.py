@@ -558,9 +558,15 @@ class LayerCacheHandle(Generic[Cache]):
             ape = check.array(f"{prefix}ape", ape, "float32", schema.ratio, width)
         blocks = self.cache.block_units
         geometry = CompressorGeometry(
-            ratio=schema.ratio, ordinal=state.ordinal, slots=self.cache.slot_units, ring=state.rows,
-            base=pool.base(blocks), rows_per_block=pool.rows, fmt=self.layout.row_format(pool), blocks=blocks,
-        )  # fmt: skip
+            ratio=schema.ratio,
+            ordinal=state.ordinal,
+            slots=self.cache.slot_units,
+            ring=state.rows,
+            base=pool.base(blocks),
+            rows_per_block=pool.rows,
+            fmt=self.layout.row_format(pool),
+            blocks=blocks,
+        )
         (states,) = self.cache.pool(state.pool)
         kv, score, epilogue, ape = without_gradient((kv, score, epilogue, ape))
         return CompressorInputs(states, self.cache.pool(pool.pool), kv, score, epilogue, geometry, ape)

@@ -210,9 +210,15 @@ class Server:
     """
 
     def __init__(
-        self, cfg: Config, params: Params, *, tokens: int = 127, max_requests: int = 4, max_context: int = 32,
+        self,
+        cfg: Config,
+        params: Params,
+        *,
+        tokens: int = 127,
+        max_requests: int = 4,
+        max_context: int = 32,
         track_slots: int = 4,
-    ):  # fmt: skip
+    ):
         self.cfg, self.params = cfg, params
         self.allocator = TokenToKVPoolAllocator(tokens)
         self.table = ReqToTokenPool(max_requests, max_context)
@@ -220,9 +226,16 @@ class Server:
         states, self.track = None, None
         if linear := cfg.layers.count("linear"):
             spec = GDNSpec(
-                max_requests, linear, cfg.linear_heads, cfg.k_dim, cfg.v_dim, cfg.conv_dim, cfg.conv_kernel,
-                track_slots, conv_storage="f32",
-            )  # fmt: skip
+                max_requests,
+                linear,
+                cfg.linear_heads,
+                cfg.k_dim,
+                cfg.v_dim,
+                cfg.conv_dim,
+                cfg.conv_kernel,
+                track_slots,
+                conv_storage="f32",
+            )
             states, self.track = GDNPool.init(spec), StateSlots(spec)
         self.caches = Caches(KVPool.init(kv), TokenTable.init(self.table), states)
         self.prefixes = RadixCache(self.allocator, states=self.track)
@@ -241,7 +254,7 @@ class Server:
             capacity = self.table.max_requests * self.table.max_context  # one shape for every step
             logits, self.caches = decode_step(
                 self.cfg, self.params, self.caches, self.table.drain(capacity), slots, fed
-            )  # fmt: skip
+            )
             logits = np.asarray(logits)
             for row, request in enumerate(live):
                 if slots[row] and self.table.length(request.slot) == len(request.tokens):

@@ -28,9 +28,16 @@ from dsv4_jax.manager import StepShape
 SWA, CSA, HCA = dsv4.AttentionType
 # The cache reads the shapes of its rows, windows and ratios; `hidden_size` and `vocab_size` are this model's own.
 CFG = dsv4.DSV4Config.tiny(
-    layer_types=(SWA, CSA, HCA), hidden_size=48, vocab_size=64, num_attention_heads=2, index_n_heads=4,
-    index_topk=4, sliding_window=12, hca_ratio=8, max_position_embeddings=256,
-)  # fmt: skip
+    layer_types=(SWA, CSA, HCA),
+    hidden_size=48,
+    vocab_size=64,
+    num_attention_heads=2,
+    index_n_heads=4,
+    index_topk=4,
+    sliding_window=12,
+    hca_ratio=8,
+    max_position_embeddings=256,
+)
 LAYOUT = dsv4.CacheLayout(CFG, block_tokens=8)
 SIZE = dsv4.CacheSize(num_blocks=32, num_slots=4, max_blocks_per_request=8, num_snapshots=4)
 Params = dict[str, Any]
@@ -140,9 +147,7 @@ class NnxLayer(nnx.Module):
 
     @staticmethod
     def linear(weight: np.ndarray) -> nnx.Linear:
-        return nnx.Linear(
-            *weight.shape, use_bias=False, rngs=nnx.Rngs(0), kernel_init=lambda *_: jnp.asarray(weight)
-        )  # fmt: skip
+        return nnx.Linear(*weight.shape, use_bias=False, rngs=nnx.Rngs(0), kernel_init=lambda *_: jnp.asarray(weight))
 
     def __call__(self, x: jax.Array, layer: dsv4.LayerCacheHandle) -> tuple[jax.Array, dsv4.CacheStep]:
         h = norm(x, self.norms[0])

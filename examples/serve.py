@@ -200,16 +200,21 @@ def report(server: Server, seconds: float) -> dict[str, Any]:
     counters = stats.counters
     tiers = (Tier.DEVICE, Tier.HOST)
     return {
-        "done": counts["done"], "waiting": len(server.waiting), "live": len(server.manager.requests),
-        "preempted": len(server.manager.preempted), "steps": counts["steps"], "seconds": round(seconds, 3),
+        "done": counts["done"],
+        "waiting": len(server.waiting),
+        "live": len(server.manager.requests),
+        "preempted": len(server.manager.preempted),
+        "steps": counts["steps"],
+        "seconds": round(seconds, 3),
         "tokens_per_second": round(counts["drawn_tokens"] / max(seconds, 1e-9), 1),
-        "drawn_tokens": counts["drawn_tokens"], "computed_tokens": counts["computed_tokens"],
+        "drawn_tokens": counts["drawn_tokens"],
+        "computed_tokens": counts["computed_tokens"],
         "hit_rate": round(stats.hit_rate(), 4),
         "hit_rate_by_tier": {tier.name.lower(): round(stats.hit_rate(tier), 4) for tier in tiers},
         "evictions": {tier.name.lower(): counters.evicted[tier] for tier in tiers},
         "preemptions": counts["preemptions"],
         "pools": {name: {"total": p.total, "free": p.free, "cached": p.cached} for name, p in stats.pools.items()},
-    }  # fmt: skip
+    }
 
 
 def table(numbers: dict[str, Any]) -> Table:

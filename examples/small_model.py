@@ -55,9 +55,26 @@ from dsv4_jax.model.weights.quantised import FP4, FP8
 from dsv4_jax.ops.numerics import hadamard, rope_frequencies
 
 __all__ = [
-    "EXACT", "LEARNED", "Losses", "Phase", "PlainConfig", "Precision", "Stacks", "draw", "fp4_rounded", "fp8_rounded",
-    "losses", "plain_draw", "plain_losses", "released", "rounded", "small_config", "stack", "toy_config", "unstack",
-]  # fmt: skip
+    "EXACT",
+    "LEARNED",
+    "Losses",
+    "Phase",
+    "PlainConfig",
+    "Precision",
+    "Stacks",
+    "draw",
+    "fp4_rounded",
+    "fp8_rounded",
+    "losses",
+    "plain_draw",
+    "plain_losses",
+    "released",
+    "rounded",
+    "small_config",
+    "stack",
+    "toy_config",
+    "unstack",
+]
 
 Tree: TypeAlias = Any
 _FP8_FLOOR, _FP4_FLOOR = (
@@ -74,21 +91,46 @@ def small_config() -> dsv4.DSV4Config:
     """
     swa, csa, hca = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
     return dsv4.DSV4Config(
-        vocab_size=4096, hidden_size=256, layer_types=(swa, swa, csa, hca, csa, hca), num_attention_heads=4,
-        head_dim=512, rope_dim=64, q_lora_rank=128, o_groups=2, o_lora_rank=128, sliding_window=128, index_n_heads=16,
-        index_head_dim=128, index_topk=64, num_mtp_layers=1, n_routed_experts=8, num_experts_per_tok=2,
-        moe_intermediate_size=256, num_hash_layers=2, max_position_embeddings=65536,
-    )  # fmt: skip
+        vocab_size=4096,
+        hidden_size=256,
+        layer_types=(swa, swa, csa, hca, csa, hca),
+        num_attention_heads=4,
+        head_dim=512,
+        rope_dim=64,
+        q_lora_rank=128,
+        o_groups=2,
+        o_lora_rank=128,
+        sliding_window=128,
+        index_n_heads=16,
+        index_head_dim=128,
+        index_topk=64,
+        num_mtp_layers=1,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=256,
+        num_hash_layers=2,
+        max_position_embeddings=65536,
+    )
 
 
 def toy_config(vocab_size: int = 512) -> dsv4.DSV4Config:
     """As `small_config` with every width that the released formats leave free as small as they allow: for a CPU."""
     swa, csa, hca = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
     return dsv4.DSV4Config.tiny(
-        vocab_size=vocab_size, hidden_size=128, layer_types=(swa, csa, hca), num_attention_heads=4, head_dim=64,
-        rope_dim=16, q_lora_rank=128, o_lora_rank=64, moe_intermediate_size=128, index_head_dim=32, index_n_heads=16,
-        num_mtp_layers=1, hc_sinkhorn_iters=20,
-    )  # fmt: skip
+        vocab_size=vocab_size,
+        hidden_size=128,
+        layer_types=(swa, csa, hca),
+        num_attention_heads=4,
+        head_dim=64,
+        rope_dim=16,
+        q_lora_rank=128,
+        o_lora_rank=64,
+        moe_intermediate_size=128,
+        index_head_dim=32,
+        index_n_heads=16,
+        num_mtp_layers=1,
+        hc_sinkhorn_iters=20,
+    )
 
 
 # Rounding
@@ -375,9 +417,14 @@ def losses(
 
 
 def _layer(
-    p: Params, streams: jax.Array, tokens: jax.Array, attn: AttentionType, cfg: dsv4.DSV4Config, phase: Phase,
+    p: Params,
+    streams: jax.Array,
+    tokens: jax.Array,
+    attn: AttentionType,
+    cfg: dsv4.DSV4Config,
+    phase: Phase,
     precision: Precision,
-) -> tuple[jax.Array, jax.Array | None, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     x, back = _read(p["hc_attn"], streams, cfg, precision)
     x = _norm(x, p["attn_norm"], cfg).astype(precision.dtype)
     y, of_index = _attention(p["attn"], x, attn, cfg, phase, precision)
@@ -705,10 +752,16 @@ def plain_specs(cfg: PlainConfig) -> Params:
     """As `param_specs`."""
     d, matrix = cfg.hidden_size, lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     layer = {
-        "attn_norm": matrix(d), "wq": matrix(d, d), "wk": matrix(d, d), "wv": matrix(d, d), "wo": matrix(d, d),
-        "ffn_norm": matrix(d), "gate_proj": matrix(cfg.inner, d), "up": matrix(cfg.inner, d),
+        "attn_norm": matrix(d),
+        "wq": matrix(d, d),
+        "wk": matrix(d, d),
+        "wv": matrix(d, d),
+        "wo": matrix(d, d),
+        "ffn_norm": matrix(d),
+        "gate_proj": matrix(cfg.inner, d),
+        "up": matrix(cfg.inner, d),
         "down": matrix(d, cfg.inner),
-    }  # fmt: skip
+    }
     ends = {"embed": matrix(cfg.vocab_size, d), "norm": matrix(d), "head": matrix(cfg.vocab_size, d)}
     return ends | {"layers": tuple(dict(layer) for _ in range(cfg.layers))}
 

@@ -104,9 +104,11 @@ def prepare(folder: pathlib.Path, manifest: pathlib.Path) -> dict[str, Any]:
         tokens = _tokens(tokenizer, texts)
         np.save(folder / f"{split}.npy", tokens)
         counts[split] = {
-            "files": len(texts), "bytes": sum(len(text.content.encode()) for text in texts), "tokens": tokens.size,
+            "files": len(texts),
+            "bytes": sum(len(text.content.encode()) for text in texts),
+            "tokens": tokens.size,
             "sha256": hashlib.sha256(tokens.tobytes()).hexdigest(),
-        }  # fmt: skip
+        }
     held_out = {f"{text.package}/{text.path}": _digest(text.content) for text in splits["held_out"]}
     facts = {"sources": sources, "unseen": UNSEEN, **counts, "held_out_files": held_out}
     manifest.write_text(json.dumps(facts, indent=1) + "\n")
@@ -184,9 +186,11 @@ def _trained(tokenizers: Any, files: list[Text]) -> Any:
     )
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=list(MARKS), show_progress=False,
+        vocab_size=VOCABULARY,
+        special_tokens=list(MARKS),
+        show_progress=False,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     sample, left = [], SAMPLE_BYTES
     for text in files:
         if left > 0 and not _held_out(text):
@@ -211,10 +215,15 @@ def save_tokenizer(folder: pathlib.Path, to: pathlib.Path) -> None:
     (to / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": MARKS[BEGIN], "eos_token": MARKS[END],
-        "add_bos_token": True, "add_eos_token": False, "clean_up_tokenization_spaces": False,
-        "model_max_length": 4096, "chat_template": template,
-    }  # fmt: skip
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": MARKS[BEGIN],
+        "eos_token": MARKS[END],
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 4096,
+        "chat_template": template,
+    }
     (to / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     ends = {"bos_token_id": BEGIN, "eos_token_id": END}
     (to / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")

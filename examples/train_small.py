@@ -195,10 +195,15 @@ def _optimiser(recipe: Recipe, stacks: Stacks) -> Any:
 
     axes = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
     return optax.contrib.muon(
-        1.0, beta=0.95, weight_decay=recipe.weight_decay, consistent_rms=0.2, adam_learning_rate=recipe.other_rate,
-        adam_b1=0.9, adam_b2=0.95,
+        1.0,
+        beta=0.95,
+        weight_decay=recipe.weight_decay,
+        consistent_rms=0.2,
+        adam_learning_rate=recipe.other_rate,
+        adam_b1=0.9,
+        adam_b2=0.95,
         muon_weight_dimension_numbers={name: axes if name.startswith("muon") else None for name in stacks},
-    )  # fmt: skip
+    )
 
 
 def _biases(tree: dsv4.model.Params) -> jax.Array:
@@ -315,9 +320,15 @@ def train(
                 speed = (at - mark[0]) * tokens_of_step / (time.monotonic() - mark[1])
                 mark, spread = (at, time.monotonic()), _spread(found.counts)
                 log(
-                    step=at, loss=loss, mtp=float(found.after_next), index=float(found.index), norm=float(norm),
-                    rate=rate, fullest=spread, tokens_per_s=speed,
-                )  # fmt: skip
+                    step=at,
+                    loss=loss,
+                    mtp=float(found.after_next),
+                    index=float(found.index),
+                    norm=float(norm),
+                    rate=rate,
+                    fullest=spread,
+                    tokens_per_s=speed,
+                )
             if not np.isfinite(loss):
                 raise SystemExit(f"the loss of step {at} is {loss}")
         if time.monotonic() - saved > save_every:
@@ -394,9 +405,13 @@ def picture(runs: dict[str, list[dict[str, Any]]]) -> Any:
             tokens = [each * line["step"] for line in on_the_way[few // 2 :][: len(smooth)]]
             axes.plot(tokens, smooth, color=look["color"], linestyle=look["linestyle"], label=name)
             axes.plot(
-                [line["tokens"] / 1e6 for line in held_out], [line["held_out"] for line in held_out],
-                color=look["color"], marker=look["marker"], linestyle="none", label=f"{name}, held out",
-            )  # fmt: skip
+                [line["tokens"] / 1e6 for line in held_out],
+                [line["held_out"] for line in held_out],
+                color=look["color"],
+                marker=look["marker"],
+                linestyle="none",
+                label=f"{name}, held out",
+            )
         axes.set(xlabel="million tokens", ylabel="nats per token", ylim=(1, 4), xlim=(0, None))
         plotting.legend_below(made, [axes])
     return made

@@ -142,17 +142,27 @@ class Caller:
     def _decode(self, cache: KVCache, plans: list[StepPlan], tokens: jax.Array, call: Call) -> tuple[Call, KVCache]:
         """`call` with K steps that begin with the last of `tokens` [shards * B, K]."""
         step = self.placement.compiled(
-            _decode, GPU_DECODE_OPTIONS, steps=tokens.shape[1], sampling=self.sampling,
+            _decode,
+            GPU_DECODE_OPTIONS,
+            steps=tokens.shape[1],
+            sampling=self.sampling,
             implementation=self._implementation,
-        )  # fmt: skip
+        )
         new, cache = step(self.params, cache, stacked(plans), tokens, self._key, call.stream)
         return call._replace(tokens=new, rows=lambda: np.asarray(new).tolist()), cache
 
 
 def _prefill(
-    params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array, key: jax.Array, stream: jax.Array, *,
-    sampling: Sampling, implementation: Choice,
-) -> tuple[jax.Array, KVCache]:  # fmt: skip
+    params: Params,
+    cache: KVCache,
+    plan: PackedPlan,
+    tokens: jax.Array,
+    key: jax.Array,
+    stream: jax.Array,
+    *,
+    sampling: Sampling,
+    implementation: Choice,
+) -> tuple[jax.Array, KVCache]:
     """One step, and each row's next token: [B]. `stream` [B] says whose keys, made of `key` [1], the rows draw with."""
     step = plan.unpack()
     logits, cache = prefill(params, cache, step, tokens, implementation=implementation)
@@ -161,12 +171,26 @@ def _prefill(
 
 
 def _decode(
-    params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array, key: jax.Array, stream: jax.Array, *,
-    steps: int, sampling: Sampling, implementation: Choice,
-) -> tuple[jax.Array, KVCache]:  # fmt: skip
+    params: Params,
+    cache: KVCache,
+    plan: PackedPlan,
+    tokens: jax.Array,
+    key: jax.Array,
+    stream: jax.Array,
+    *,
+    steps: int,
+    sampling: Sampling,
+    implementation: Choice,
+) -> tuple[jax.Array, KVCache]:
     """K decode steps, which begin with the last of `tokens` [B, K]: [B, K] tokens."""
     new, cache = decode_loop(
-        params, cache, plan, tokens[:, -1], steps, sampling=sampling, keys=keys_of(key[0], stream),
+        params,
+        cache,
+        plan,
+        tokens[:, -1],
+        steps,
+        sampling=sampling,
+        keys=keys_of(key[0], stream),
         implementation=implementation,
-    )  # fmt: skip
+    )
     return new.T, cache

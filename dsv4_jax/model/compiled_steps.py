@@ -51,9 +51,12 @@ def stacked(plans: Sequence[StepPlan]) -> PackedPlan:
 
 @functools.lru_cache(maxsize=64)
 def _compiled(
-    step: Callable[..., Any], mesh: Mesh | None, peers: tuple[Peers, ...], xla: tuple[tuple[str, Any], ...],
+    step: Callable[..., Any],
+    mesh: Mesh | None,
+    peers: tuple[Peers, ...],
+    xla: tuple[tuple[str, Any], ...],
     **options: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     if mesh is None:
         whole = functools.partial(step, **options)
         return jax.jit(whole, donate_argnums=1, compiler_options=dict(xla))

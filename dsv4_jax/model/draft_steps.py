@@ -205,7 +205,14 @@ def _one_each(plan: StepPlan, ahead: int, drafts: jax.Array) -> StepPlan:
     sequences = jnp.arange(plan.num_seqs, dtype=jnp.int32)
     nothing = jnp.zeros(0, jnp.int32)
     return plan._replace(
-        seq_slot=slot, seq_start=at, seq_count=(slot > 0).astype(jnp.int32), seq_first=sequences,
-        token_seq=sequences, token_slot=slot, token_position=jnp.where(slot > 0, at, 0),
-        flush_tokens=nothing, group_tokens=nothing.reshape(0, 1), history_seqs=nothing,
-    )  # fmt: skip
+        seq_slot=slot,
+        seq_start=at,
+        seq_count=(slot > 0).astype(jnp.int32),
+        seq_first=sequences,
+        token_seq=sequences,
+        token_slot=slot,
+        token_position=jnp.where(slot > 0, at, 0),
+        flush_tokens=nothing,
+        group_tokens=nothing.reshape(0, 1),
+        history_seqs=nothing,
+    )

@@ -113,9 +113,19 @@ def _decodes(request: Request) -> bool:
 
 
 def _step(
-    params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array, drafts: jax.Array, key: jax.Array,
-    stream: jax.Array, *, width: int, steps: int, sampling: Sampling, implementation: Choice,
-) -> tuple[jax.Array, KVCache]:  # fmt: skip
+    params: Params,
+    cache: KVCache,
+    plan: PackedPlan,
+    tokens: jax.Array,
+    drafts: jax.Array,
+    key: jax.Array,
+    stream: jax.Array,
+    *,
+    width: int,
+    steps: int,
+    sampling: Sampling,
+    implementation: Choice,
+) -> tuple[jax.Array, KVCache]:
     """[B, steps, 1 + width + 1] int32: how many tokens each sequence keeps, and these: one array to wait for."""
     how: dict[str, Any] = dict(sampling=sampling, keys=keys_of(key[0], stream), implementation=implementation)
     if steps > 1:

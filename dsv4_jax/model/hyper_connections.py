@@ -46,10 +46,16 @@ def read(
         (block input [T, hidden] of `dtype`, normalised; streams, post and comb with which it writes).
     """
     return hyper_connection(
-        residual.streams, p[site]["fn"], _vector(p[site], p.get(SITES[site])), residual.written,
-        iterations=cfg.hc_sinkhorn_iters, hc_eps=cfg.hc_eps, eps=cfg.rms_norm_eps, dtype=dtype,
+        residual.streams,
+        p[site]["fn"],
+        _vector(p[site], p.get(SITES[site])),
+        residual.written,
+        iterations=cfg.hc_sinkhorn_iters,
+        hc_eps=cfg.hc_eps,
+        eps=cfg.rms_norm_eps,
+        dtype=dtype,
         implementation=offered("hyper_connection", implementation),
-    )  # fmt: skip
+    )
 
 
 def read_head(
@@ -62,10 +68,16 @@ def read_head(
     """What the head reads: [max(T, MIN_ROWS), hidden] of `dtype`, normalised; [T, hidden] if that is float32."""
     p = params["hc_head"]
     return hyper_head(
-        residual.streams, p["fn"], _vector(p, params["norm"]), residual.written, hc_eps=cfg.hc_eps,
-        eps=cfg.rms_norm_eps, dtype=dtype, rows=padded_rows(dtype),
+        residual.streams,
+        p["fn"],
+        _vector(p, params["norm"]),
+        residual.written,
+        hc_eps=cfg.hc_eps,
+        eps=cfg.rms_norm_eps,
+        dtype=dtype,
+        rows=padded_rows(dtype),
         implementation=offered("hyper_connection", implementation),
-    )  # fmt: skip
+    )
 
 
 def padded_rows(dtype: jax.typing.DTypeLike) -> int:

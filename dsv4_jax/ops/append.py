@@ -19,9 +19,21 @@ from .registry import Choice, Implementation, run
 from .scatter import set_existing
 
 __all__ = [
-    "IMPLEMENTATION", "AppendArguments", "Rows", "WindowView", "append", "encode", "exists", "load", "pin", "reference",
-    "ring_row", "store", "window_rows", "window_view",
-]  # fmt: skip
+    "IMPLEMENTATION",
+    "AppendArguments",
+    "Rows",
+    "WindowView",
+    "append",
+    "encode",
+    "exists",
+    "load",
+    "pin",
+    "reference",
+    "ring_row",
+    "store",
+    "window_rows",
+    "window_view",
+]
 
 Rows = tuple[jax.Array, ...]  # the parts of stored rows, each [rows, width]
 

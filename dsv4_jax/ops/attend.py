@@ -141,9 +141,20 @@ def attend(
         position = check.array("inverse_rope's position", position, "int32", "T")
         inverse_rope = position, check.array("inverse_rope's inv_freq", inv_freq, "float32", "RoPE pairs")
     arguments = AttendArguments(
-        queries, sink, window, entries, entry_ids, entry_count, scale, fmt, inverse_rope, dtype, key_split,
-        heads, shared if entries is not None else None,
-    )  # fmt: skip
+        queries,
+        sink,
+        window,
+        entries,
+        entry_ids,
+        entry_count,
+        scale,
+        fmt,
+        inverse_rope,
+        dtype,
+        key_split,
+        heads,
+        shared if entries is not None else None,
+    )
     return run("attend", arguments, implementation)
 
 

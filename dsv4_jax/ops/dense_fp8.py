@@ -43,8 +43,16 @@ class DenseFp8Arguments:
         return self.codes.shape[1] * TILE_COLUMNS
 
 
-def dense_fp8(x: jax.Array, codes: jax.Array, scales: jax.Array, *, groups: int = 1, dtype: jnp.dtype = jnp.float32,
-              whole_rows: int | None = None, implementation: Choice = None) -> jax.Array:  # fmt: skip
+def dense_fp8(
+    x: jax.Array,
+    codes: jax.Array,
+    scales: jax.Array,
+    *,
+    groups: int = 1,
+    dtype: jnp.dtype = jnp.float32,
+    whole_rows: int | None = None,
+    implementation: Choice = None,
+) -> jax.Array:
     """x @ weights.T with float32 sums: [T, N] of `dtype`.
 
     With g groups the weights are g matrices [N / g, K] one after the other, and each multiplies its own K of x's g * K

@@ -32,8 +32,16 @@ class EntryRowsArguments:
         return self.entries.size == 0
 
 
-def entry_rows(entries: jax.Array, slots: jax.Array, table: jax.Array, *, base: int, per_block: int, blocks: int,
-               implementation: Choice = None) -> jax.Array:  # fmt: skip
+def entry_rows(
+    entries: jax.Array,
+    slots: jax.Array,
+    table: jax.Array,
+    *,
+    base: int,
+    per_block: int,
+    blocks: int,
+    implementation: Choice = None,
+) -> jax.Array:
     """Rows [T, K] int32 of logical entries: base + block * per_block + entry % per_block.
 
     The block is table[slots[t], entry // per_block].

@@ -23,9 +23,16 @@ from .arguments import Check
 from .registry import Choice, Implementation, run
 
 __all__ = [
-    "IMPLEMENTATION", "ExchangeArguments", "Peers", "all_gather", "reference", "sum_in_pairs", "sum_to_all",
-    "sum_to_owner", "using",
-]  # fmt: skip
+    "IMPLEMENTATION",
+    "ExchangeArguments",
+    "Peers",
+    "all_gather",
+    "reference",
+    "sum_in_pairs",
+    "sum_to_all",
+    "sum_to_owner",
+    "using",
+]
 
 Kind = Literal["gather", "sum_to_owner", "sum_to_all"]
 Axes = str | tuple[str, ...]
@@ -79,8 +86,15 @@ class ExchangeArguments:
         return any(array.size == 0 for array in self.arrays)
 
 
-def all_gather(arrays: Sequence[jax.Array], axes: Axes, *, dimension: int = 0, peers: Peers | None = None,
-               channel: int = 0, implementation: Choice = None) -> tuple[jax.Array, ...]:  # fmt: skip
+def all_gather(
+    arrays: Sequence[jax.Array],
+    axes: Axes,
+    *,
+    dimension: int = 0,
+    peers: Peers | None = None,
+    channel: int = 0,
+    implementation: Choice = None,
+) -> tuple[jax.Array, ...]:
     """What all n devices along the axes have, in their order (`lax.axis_index`). To call inside `jax.shard_map`.
 
     One exchange moves all arrays.
@@ -109,8 +123,9 @@ def all_gather(arrays: Sequence[jax.Array], axes: Axes, *, dimension: int = 0, p
     return _exchange(arrays, "gather", axes, dimension, peers, channel, implementation)
 
 
-def sum_to_owner(x: jax.Array, axes: Axes, *, peers: Peers | None = None, channel: int = 0,
-                 implementation: Choice = None) -> jax.Array:  # fmt: skip
+def sum_to_owner(
+    x: jax.Array, axes: Axes, *, peers: Peers | None = None, channel: int = 0, implementation: Choice = None
+) -> jax.Array:
     """The sum over the n devices along the axes, each device its own part of the rows. Otherwise as `all_gather`.
 
     Args:
@@ -130,8 +145,9 @@ def sum_to_owner(x: jax.Array, axes: Axes, *, peers: Peers | None = None, channe
     return _exchange((x,), "sum_to_owner", axes, 0, peers, channel, implementation)[0]
 
 
-def sum_to_all(x: jax.Array, axes: Axes, *, peers: Peers | None = None, channel: int = 0,
-               implementation: Choice = None) -> jax.Array:  # fmt: skip
+def sum_to_all(
+    x: jax.Array, axes: Axes, *, peers: Peers | None = None, channel: int = 0, implementation: Choice = None
+) -> jax.Array:
     """The sum over the n devices along the axes, the whole of it on each. Otherwise as `all_gather`.
 
     Args:
@@ -192,8 +208,15 @@ def sum_in_pairs(terms: Sequence[jax.Array]) -> jax.Array:
     return terms[0]
 
 
-def _exchange(arrays: tuple[jax.Array, ...], kind: Kind, axes: Axes, dimension: int, peers: Peers | None,
-              channel: int, choice: Choice) -> tuple[jax.Array, ...]:  # fmt: skip
+def _exchange(
+    arrays: tuple[jax.Array, ...],
+    kind: Kind,
+    axes: Axes,
+    dimension: int,
+    peers: Peers | None,
+    channel: int,
+    choice: Choice,
+) -> tuple[jax.Array, ...]:
     name = "all_gather" if kind == "gather" else kind
     names = _names(axes)
     if peers is None:

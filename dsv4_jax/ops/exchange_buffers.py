@@ -64,9 +64,15 @@ class Exchange:
     peers: Peers
 
     def __init__(
-        self, mesh: Mesh, axes: str | tuple[str, ...], *, slot_bytes: int = 2 << 20, channels: int = 4,
-        packet_bytes: int = 256 << 10, limit_s: float = 30.0,
-    ):  # fmt: skip
+        self,
+        mesh: Mesh,
+        axes: str | tuple[str, ...],
+        *,
+        slot_bytes: int = 2 << 20,
+        channels: int = 4,
+        packet_bytes: int = 256 << 10,
+        limit_s: float = 30.0,
+    ):
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         self._devices = _groups(mesh, names)
         if not 0 < limit_s <= _MAX_S:
@@ -83,10 +89,16 @@ class Exchange:
         enter = self._library.dsv4_exchange_open
         enter.restype = ctypes.c_int64
         number = enter(
-            (ctypes.c_int32 * len(ordinals))(*ordinals), ctypes.c_int(groups), ctypes.c_int(ranks),
-            ctypes.c_int(channels), ctypes.c_int64(slot_bytes), ctypes.c_int64(packet_bytes),
-            ctypes.c_uint64(int(limit_s * 1e9)), problem, ctypes.c_int64(_PROBLEM_BYTES),
-        )  # fmt: skip
+            (ctypes.c_int32 * len(ordinals))(*ordinals),
+            ctypes.c_int(groups),
+            ctypes.c_int(ranks),
+            ctypes.c_int(channels),
+            ctypes.c_int64(slot_bytes),
+            ctypes.c_int64(packet_bytes),
+            ctypes.c_uint64(int(limit_s * 1e9)),
+            problem,
+            ctypes.c_int64(_PROBLEM_BYTES),
+        )
         if number < 0:
             raise ExchangeError(f"no exchange along {names}: {problem.value.decode()}")
         self.peers = Peers(number, names, ranks, slot_bytes, channels)

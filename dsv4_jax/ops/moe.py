@@ -50,9 +50,19 @@ class MoeArguments:
         return self.down.shape[2] * TILE_COLUMNS
 
 
-def moe(x: jax.Array, chosen: jax.Array, share: jax.Array, gate_up: jax.Array, down: jax.Array, *, limit: float,
-        first: int | jax.Array = 0, routed: int | None = None, shards: int = 1,
-        implementation: Choice = None) -> jax.Array:  # fmt: skip
+def moe(
+    x: jax.Array,
+    chosen: jax.Array,
+    share: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    *,
+    limit: float,
+    first: int | jax.Array = 0,
+    routed: int | None = None,
+    shards: int = 1,
+    implementation: Choice = None,
+) -> jax.Array:
     """Each token's experts times their shares, added in a fixed order (`ExpertSums`): [T, hidden] float32.
 
     An expert is down @ (silu(min(gate, limit)) * clip(up, -limit, limit)) with gate and up its first two matrices times

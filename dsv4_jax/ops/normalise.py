@@ -30,8 +30,9 @@ class NormaliseArguments:
         return self.values.size == 0
 
 
-def normalise(values: Values, weight: jax.Array, *, eps: float, dtype: jnp.dtype = jnp.float32,
-              implementation: Choice = None) -> jax.Array:  # fmt: skip
+def normalise(
+    values: Values, weight: jax.Array, *, eps: float, dtype: jnp.dtype = jnp.float32, implementation: Choice = None
+) -> jax.Array:
     """x * rsqrt(mean(x^2) + eps) * weight over the last axis, in float32: [T, n] of `dtype`.
 
     Args:

@@ -33,8 +33,15 @@ class RouteArguments:
         return self.logits.size == 0
 
 
-def route(logits: jax.Array, *, bias: jax.Array | None = None, chosen: jax.Array | None = None, top: int,
-          scale: float = 1.0, implementation: Choice = None) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+def route(
+    logits: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    chosen: jax.Array | None = None,
+    top: int,
+    scale: float = 1.0,
+    implementation: Choice = None,
+) -> tuple[jax.Array, jax.Array]:
     """Each token's experts and their shares, from the gate's logits (docs/model.md, Experts).
 
     An expert's score is sqrt(softplus(logit)). Chosen are the `top` greatest scores plus bias, the greatest first and

@@ -30,18 +30,39 @@ T = TypeVar("T")
 TARGETS = frozenset(
     f"dsv4_{name}"
     for name in (
-        "append", "attend", "attend_rows", "compress_csa", "compress_hca", "dense_bf16", "dense_fp8", "dense_stream",
-        "entry_rows", "finish_queries", "hyper_connection", "hyper_mixing", "index_scores", "moe", "normalise",
-        "route", "swiglu", "top_k",
+        "append",
+        "attend",
+        "attend_rows",
+        "compress_csa",
+        "compress_hca",
+        "dense_bf16",
+        "dense_fp8",
+        "dense_stream",
+        "entry_rows",
+        "finish_queries",
+        "hyper_connection",
+        "hyper_mixing",
+        "index_scores",
+        "moe",
+        "normalise",
+        "route",
+        "swiglu",
+        "top_k",
     )
-)  # fmt: skip
+)
 # Those that gain by starting while the kernel before them ends (docs/kernels.md: others take room that it needs).
 EARLY = frozenset(
     f"dsv4_{name}"
     for name in (
-        "dense_bf16", "dense_fp8", "dense_stream", "finish_queries", "hyper_connection", "normalise", "route",
+        "dense_bf16",
+        "dense_fp8",
+        "dense_stream",
+        "finish_queries",
+        "hyper_connection",
+        "normalise",
+        "route",
     )
-)  # fmt: skip
+)
 
 
 def in_sequence(

@@ -32,8 +32,9 @@ class SwigluArguments:
         return self.gate.size == 0
 
 
-def swiglu(gate: Values, up: Values, *, limit: float, dtype: jnp.dtype = jnp.float32,
-           implementation: Choice = None) -> jax.Array:  # fmt: skip
+def swiglu(
+    gate: Values, up: Values, *, limit: float, dtype: jnp.dtype = jnp.float32, implementation: Choice = None
+) -> jax.Array:
     """silu(min(gate, limit)) * clip(up, -limit, limit), in float32: [T, n] of `dtype`.
 
     Args:

@@ -76,8 +76,10 @@ class Mix:
         whole, n = runner.size, runner.size.max_blocks_per_request
         size = CacheSize(
             min(self.pick([n, n, n + 1, n + 2, n + n // 2, 2 * n, whole.num_blocks]), whole.num_blocks),
-            int(rng.integers(2, 1 + whole.num_slots)), n, int(rng.integers(0, 1 + whole.num_snapshots)),
-        )  # fmt: skip
+            int(rng.integers(2, 1 + whole.num_slots)),
+            n,
+            int(rng.integers(0, 1 + whole.num_snapshots)),
+        )
         if self.branches:
             size = dataclasses.replace(size, num_snapshots=whole.num_snapshots)
         blocks, states = rng.integers(1, 1 + whole.num_blocks // 2), rng.integers(0, 1 + whole.num_snapshots)
@@ -113,14 +115,22 @@ class Mix:
     def _policy(self) -> CachePolicy | None:
         if not self.branches and self.chance(0.05):
             return None
-        write = self.pick([
-            WritePolicy.write_through(), WritePolicy.write_through_selective(1), WritePolicy.write_back(),
-            WritePolicy.write_through_selective(2), WritePolicy.write_back(),
-        ])  # fmt: skip
+        write = self.pick(
+            [
+                WritePolicy.write_through(),
+                WritePolicy.write_through_selective(1),
+                WritePolicy.write_back(),
+                WritePolicy.write_through_selective(2),
+                WritePolicy.write_back(),
+            ]
+        )
         placement = SnapshotPlacement(
-            self.pick([None, None, None, 1, 2, 3]), self.chance(0.7), self.chance(0.7), self.chance(0.8),
+            self.pick([None, None, None, 1, 2, 3]),
+            self.chance(0.7),
+            self.chance(0.7),
+            self.chance(0.8),
             self.pick([None, None, 1, 2]),
-        )  # fmt: skip
+        )
         if self.branches or placement == SnapshotPlacement.none():
             placement = SnapshotPlacement(doubling=None)
         return CachePolicy(write, placement, order=ORDERS[self.pick([*ORDERS])])
@@ -142,13 +152,18 @@ class Mix:
         manager.check_integrity()
         assert not manager.requests and not manager.preempted
         counters = manager.stats().cache.counters
-        self.seen.update({
-            "hits on the device": counters.hit_tokens[T.DEVICE], "hits on the host": counters.hit_tokens[T.HOST],
-            "evictions from the device": counters.evicted[T.DEVICE],
-            "evictions from the host": counters.evicted[T.HOST],
-            "snapshot evictions": counters.evicted_snapshots, "duplicate blocks": counters.duplicates,
-            "adopted blocks": counters.adoptions, "lookups": counters.lookups,
-        })  # fmt: skip
+        self.seen.update(
+            {
+                "hits on the device": counters.hit_tokens[T.DEVICE],
+                "hits on the host": counters.hit_tokens[T.HOST],
+                "evictions from the device": counters.evicted[T.DEVICE],
+                "evictions from the host": counters.evicted[T.HOST],
+                "snapshot evictions": counters.evicted_snapshots,
+                "duplicate blocks": counters.duplicates,
+                "adopted blocks": counters.adoptions,
+                "lookups": counters.lookups,
+            }
+        )
 
     def replay(self) -> None:
         """What the cache has in the end of the latest requests, as another one would find it."""

@@ -15,15 +15,37 @@ __all__ = ["EXERCISED", "Mixes", "assert_serving_invariant"]
 
 # What a run has to have seen for its equalities to mean anything; the last four with a layout that has drafts.
 EXERCISED = (
-    "hits on the device", "hits on the host", "hits at a junction", "prefixes restored from device snapshots",
+    "hits on the device",
+    "hits on the host",
+    "hits at a junction",
+    "prefixes restored from device snapshots",
     "preemptions",
-    "resumes from parked state", "resumes from a cached prefix", "resumes from nothing", "forks",
-    "forks before the first step", "sleeps", "aborts", "lost steps", "lost transfers",
-    "rewritten", "reservations", "replayed tokens", "blocks out", "blocks in",
-    "snapshots out", "snapshots in", "evictions from the device", "evictions from the host", "snapshot evictions",
-    "duplicate blocks", "waits for a slot", "steps without enough blocks", "drafts accepted", "drafts rejected",
+    "resumes from parked state",
+    "resumes from a cached prefix",
+    "resumes from nothing",
+    "forks",
+    "forks before the first step",
+    "sleeps",
+    "aborts",
+    "lost steps",
+    "lost transfers",
+    "rewritten",
+    "reservations",
+    "replayed tokens",
+    "blocks out",
+    "blocks in",
+    "snapshots out",
+    "snapshots in",
+    "evictions from the device",
+    "evictions from the host",
+    "snapshot evictions",
+    "duplicate blocks",
+    "waits for a slot",
+    "steps without enough blocks",
+    "drafts accepted",
+    "drafts rejected",
     "steps taken back whole",
-)  # fmt: skip
+)
 _OF_DRAFTS = ("drafts accepted", "drafts rejected", "steps taken back whole")
 
 

@@ -53,15 +53,24 @@ def call(arguments: GatherArguments) -> jax.Array:
     # The argument was renamed in 0.4; 0.3 is what works with the Triton 3.6 that torch brings.
     renamed = jax_triton.__version_info__ >= (0, 4)
     out = jax_triton.triton_call(
-        nope, rope, scale, row_ids.reshape(-1),
+        nope,
+        rope,
+        scale,
+        row_ids.reshape(-1),
         kernel=gather_fp8,
         **{"out_type" if renamed else "out_shape": result},
         grid=(-(-row_ids.size // ROWS_PER_PROGRAM),),
         num_warps=NUM_WARPS,
-        pool_rows=nope.shape[0], count=row_ids.size, rows_per_program=ROWS_PER_PROGRAM,
-        nope_dim=nope.shape[1], rope_dim=rope.shape[1], scales=scale.shape[1], group_dims=scales.group,
-        padded_groups=_power_of_two(fmt.groups(scales)), padded_rope=_power_of_two(rope.shape[1]),
-    )  # fmt: skip
+        pool_rows=nope.shape[0],
+        count=row_ids.size,
+        rows_per_program=ROWS_PER_PROGRAM,
+        nope_dim=nope.shape[1],
+        rope_dim=rope.shape[1],
+        scales=scale.shape[1],
+        group_dims=scales.group,
+        padded_groups=_power_of_two(fmt.groups(scales)),
+        padded_rope=_power_of_two(rope.shape[1]),
+    )
     return out.reshape(*row_ids.shape, fmt.dim)
 
 

@@ -8,11 +8,21 @@ __all__ = ["gather_fp8"]
 
 @triton.jit
 def gather_fp8(
-    nope_ptr, rope_ptr, scale_ptr, ids_ptr, out_ptr,
-    pool_rows: tl.constexpr, count: tl.constexpr, rows_per_program: tl.constexpr,
-    nope_dim: tl.constexpr, rope_dim: tl.constexpr, scales: tl.constexpr, group_dims: tl.constexpr,
-    padded_groups: tl.constexpr, padded_rope: tl.constexpr,
-):  # fmt: skip
+    nope_ptr,
+    rope_ptr,
+    scale_ptr,
+    ids_ptr,
+    out_ptr,
+    pool_rows: tl.constexpr,
+    count: tl.constexpr,
+    rows_per_program: tl.constexpr,
+    nope_dim: tl.constexpr,
+    rope_dim: tl.constexpr,
+    scales: tl.constexpr,
+    group_dims: tl.constexpr,
+    padded_groups: tl.constexpr,
+    padded_rope: tl.constexpr,
+):
     """Dense rows [count, nope_dim + rope_dim]: nope [pool_rows, nope_dim] e4m3, rope bf16, scale [., scales] ue8m0.
 
     A program takes a few rows. The NoPE dims are seen as groups, of those that share a scale, padded to a power of two

@@ -99,8 +99,12 @@ def test_ladder(fmt: RowFormat) -> None:
 
 
 def test_infinities_of_narrow_rows_are_what_their_codecs_say() -> None:
-    for name, index, highest in (("fp8", False, np.inf), ("fp8_per_entry", False, F32.max), ("fp8", True, np.inf),
-                                 ("fp4", True, np.inf)):  # fmt: skip
+    for name, index, highest in (
+        ("fp8", False, np.inf),
+        ("fp8_per_entry", False, F32.max),
+        ("fp8", True, np.inf),
+        ("fp4", True, np.inf),
+    ):
         fmt = index_format(name, 128) if index else kv_format(name, 512, 64)
         stored = codec(fmt).encode(fmt, jnp.zeros((1, fmt.dim)).at[0, :2].set(jnp.array([np.inf, -np.inf])))
         assert codec(fmt).decode(fmt, stored)[0, :3].tolist() == [highest, -highest, 0], label(fmt)

@@ -42,8 +42,9 @@ def test_page_bytes_at_v4_widths(entries: int, size: int) -> None:
 @pytest.mark.parametrize("fmt", [V4, kv_format("fp8", 32, 8), kv_format("fp8", 136, 6)], ids=lambda f: str(f.dim))
 def test_pages_equal_the_numpy_packer_and_unpack(fmt: RowFormat, entries: int) -> None:
     rng = np.random.default_rng(entries)
-    parts = tuple(rng.integers(0, 1 << (8 * np.dtype(p.dtype).itemsize), (3 * entries, p.width), p.dtype)
-                  for p in fmt.parts)  # fmt: skip
+    parts = tuple(
+        rng.integers(0, 1 << (8 * np.dtype(p.dtype).itemsize), (3 * entries, p.width), p.dtype) for p in fmt.parts
+    )
     pages = pack(fmt, parts, entries)
     expected = numpy_pages(fmt, *parts, entries)
     assert pages.dtype == np.uint8 and pages.shape == (3, page_bytes(fmt, entries))

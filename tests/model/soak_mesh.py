@@ -51,14 +51,38 @@ from dsv4_jax.plan import StepPlan
 SWA, CSA, HCA = AttentionType
 # Blocks of 8 tokens, so that few steps fill many; heads, groups and experts divide by four devices.
 TINY = DSV4Config.tiny(
-    vocab_size=32, hidden_size=32, layer_types=(CSA, HCA), num_attention_heads=4, o_groups=4, q_lora_rank=16,
-    o_lora_rank=8, sliding_window=6, index_n_heads=2, index_topk=3, hca_ratio=8, moe_intermediate_size=16,
-    n_routed_experts=8, num_experts_per_tok=3, max_position_embeddings=64, hc_sinkhorn_iters=1,
-)  # fmt: skip
+    vocab_size=32,
+    hidden_size=32,
+    layer_types=(CSA, HCA),
+    num_attention_heads=4,
+    o_groups=4,
+    q_lora_rank=16,
+    o_lora_rank=8,
+    sliding_window=6,
+    index_n_heads=2,
+    index_topk=3,
+    hca_ratio=8,
+    moe_intermediate_size=16,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    max_position_embeddings=64,
+    hc_sinkhorn_iters=1,
+)
 SEEN = (
-    "joined", "ended", "left", "preempted", "resumed", "drafts accepted", "drafts rejected", "hits on the device",
-    "hits on the host", "blocks out", "states out", "blocks in", "states in",
-)  # fmt: skip
+    "joined",
+    "ended",
+    "left",
+    "preempted",
+    "resumed",
+    "drafts accepted",
+    "drafts rejected",
+    "hits on the device",
+    "hits on the host",
+    "blocks out",
+    "states out",
+    "blocks in",
+    "states in",
+)
 
 
 @dataclasses.dataclass

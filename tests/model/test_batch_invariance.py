@@ -63,8 +63,20 @@ def test_weights_as_released() -> None:
 def test_alone_and_among_63_others_on_the_gpu(weights: str) -> None:
     """V4's widths of attention and of hyper-connections, so that every kernel takes part."""
     cfg = dataclasses.replace(
-        DSV4Config.tiny(), head_dim=512, rope_dim=64, index_head_dim=128, index_n_heads=64, num_attention_heads=64,
-        sliding_window=128, hca_ratio=128, hidden_size=4096, hc_mult=4, q_lora_rank=128, o_lora_rank=64,
-        moe_intermediate_size=256, n_routed_experts=16, num_experts_per_tok=6,
-    )  # fmt: skip
+        DSV4Config.tiny(),
+        head_dim=512,
+        rope_dim=64,
+        index_head_dim=128,
+        index_n_heads=64,
+        num_attention_heads=64,
+        sliding_window=128,
+        hca_ratio=128,
+        hidden_size=4096,
+        hc_mult=4,
+        q_lora_rank=128,
+        o_lora_rank=64,
+        moe_intermediate_size=256,
+        n_routed_experts=16,
+        num_experts_per_tok=6,
+    )
     check(cfg, rows=64, steps=8, weights=weights, packed=True)

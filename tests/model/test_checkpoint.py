@@ -144,7 +144,7 @@ def test_fp8_matrices_are_dequantised_by_block(tmp_path, scale_dtype):
         ("model.layers.0.self_attn.q_a_proj.bias", np.ones(3, np.float32), "not part of the model, such as layers.0"),
         ("model.norm.weight", np.ones(64, np.int8), "dtype int8, which this loader cannot dequantise"),
     ],
-)  # fmt: skip
+)
 def test_wrong_tensors_are_named(saved, name, tensor, problem):
     rewrite(saved, **{name: tensor})
     with pytest.raises(CheckpointError, match=problem):

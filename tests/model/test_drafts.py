@@ -171,8 +171,10 @@ def test_a_plan_at_other_places_is_what_a_host_plans() -> None:
             np.testing.assert_array_equal(made.seq_start, other.seq_start)
             np.testing.assert_array_equal(made.token_position, other.token_position)
             for field in ("flush_tokens", "group_tokens"):
-                one, two = (np.asarray(getattr(plan, field)).reshape(-1, *getattr(plan, field).shape[1:] or (1,))
-                            for plan in (made, other))  # fmt: skip
+                one, two = (
+                    np.asarray(getattr(plan, field)).reshape(-1, *getattr(plan, field).shape[1:] or (1,))
+                    for plan in (made, other)
+                )
                 sets = [sorted([t for t in row.tolist() if t < 26] for row in lists) for lists in (one, two)]
                 assert [row for row in sets[0] if row] == [row for row in sets[1] if row], field
     assert ended > 9
@@ -264,9 +266,15 @@ def check_greedy(cfg: DSV4Config, drafts: int) -> float:
     prompts, new = [(text_tokens(length) % cfg.vocab_size).tolist() for length in (70, 3, 41, 1)], 40
     size, sizes = CacheSize(8, 4, 2), []
     drawn, _ = model.generate(
-        params, init_cache(layout, size), KVCacheManager(layout, size), prompts, max_new_tokens=new, drafts=drafts,
-        chunk_tokens=64, on_step=lambda step: sizes.extend(map(len, filter(None, step.tokens.values()))),
-    )  # fmt: skip
+        params,
+        init_cache(layout, size),
+        KVCacheManager(layout, size),
+        prompts,
+        max_new_tokens=new,
+        drafts=drafts,
+        chunk_tokens=64,
+        on_step=lambda step: sizes.extend(map(len, filter(None, step.tokens.values()))),
+    )
     for prompt, answer in zip(prompts, drawn, strict=True):
         text = np.pad(np.array(prompt + answer, np.int32), (0, 128 - len(prompt) - new))
         logits = feed(cfg, params, text, [64], kv_format="fp8", index_format="fp4")[len(prompt) - 1 :][:new]
@@ -279,8 +287,21 @@ def check_greedy(cfg: DSV4Config, drafts: int) -> float:
 def test_greedy_output_on_the_gpu() -> None:
     """V4's attention widths, so that every kernel takes part."""
     cfg = DSV4Config.tiny(
-        head_dim=512, rope_dim=64, index_head_dim=128, index_n_heads=64, num_attention_heads=64, sliding_window=128,
-        hca_ratio=128, hidden_size=256, q_lora_rank=128, o_lora_rank=64, moe_intermediate_size=256, n_routed_experts=16,
-        num_experts_per_tok=6, num_mtp_layers=1, vocab_size=8, layer_types=(test_mtp.CSA, HCA),
-    )  # fmt: skip
+        head_dim=512,
+        rope_dim=64,
+        index_head_dim=128,
+        index_n_heads=64,
+        num_attention_heads=64,
+        sliding_window=128,
+        hca_ratio=128,
+        hidden_size=256,
+        q_lora_rank=128,
+        o_lora_rank=64,
+        moe_intermediate_size=256,
+        n_routed_experts=16,
+        num_experts_per_tok=6,
+        num_mtp_layers=1,
+        vocab_size=8,
+        layer_types=(test_mtp.CSA, HCA),
+    )
     assert check_greedy(cfg, drafts=2) > 1

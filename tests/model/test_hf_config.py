@@ -21,11 +21,25 @@ pytestmark = pytest.mark.every_case  # transformers is there on Python 3.11 alon
 SWA, CSA, HCA = AttentionType
 ABSENT: Any = ...
 COMMON = dict(
-    vocab_size=256, hidden_size=64, moe_intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, head_dim=32,
-    q_lora_rank=32, o_groups=2, o_lora_rank=16, n_routed_experts=4, num_experts_per_tok=2, sliding_window=8,
-    index_n_heads=16, index_head_dim=64, index_topk=8, compress_ratios=[0, 4, 128, 4], max_position_embeddings=1024,
+    vocab_size=256,
+    hidden_size=64,
+    moe_intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    head_dim=32,
+    q_lora_rank=32,
+    o_groups=2,
+    o_lora_rank=16,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=8,
+    index_n_heads=16,
+    index_head_dim=64,
+    index_topk=8,
+    compress_ratios=[0, 4, 128, 4],
+    max_position_embeddings=1024,
     qk_rope_head_dim=8,
-)  # fmt: skip
+)
 YARN = {"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 64}
 MAIN = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25}
 COMPRESS = MAIN | YARN | {"rope_theta": 70000.0, "attention_factor": 1.0}
@@ -117,13 +131,15 @@ def test_yarn_ramps():
     """Long and short original contexts, where the ends of the ramp leave the head."""
     read = [
         agreed(
-            head_dim=128, qk_rope_head_dim=dims, compress_rope_theta=theta,
+            head_dim=128,
+            qk_rope_head_dim=dims,
+            compress_rope_theta=theta,
             rope_scaling=YARN | {"factor": factor, "original_max_position_embeddings": context, "beta_fast": fast},
         )
         for dims, theta, factor, context, fast in itertools.product(
             (2, 8, 64), (1.0, 1.5, 50.0, 160000.0), (1, 2.5, 40), (1, 6, 64, 4096, 2**20), (1, 32)
         )
-    ]  # fmt: skip
+    ]
     assert 60 < sum(read) < len(read)
 
 

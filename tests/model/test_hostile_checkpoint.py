@@ -253,7 +253,7 @@ def rewrite(path: pathlib.Path, **changes: np.ndarray | None) -> None:
         (f"layers.{'9' * 5000}.x", np.ones(64, np.float32), "not part of the model, such as 'layers.999"),
     ],
     ids=range(16),
-)  # fmt: skip
+)
 def test_tensors(saved, nothing_is_made, name, tensor, problem):
     rewrite(saved, **{name: tensor})
     assert_refused(lambda: model.load_hf(saved), problem)
@@ -291,12 +291,17 @@ def edit_config(path: pathlib.Path, **fields: Any) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"vocab_size": 2**31 - 1}, {"hidden_size": 2**31 - 1}, {"n_routed_experts": 2**31 - 1}, {"q_lora_rank": 2**30},
-        {"moe_intermediate_size": 2**31 - 1}, {"num_hidden_layers": 300, "layer_types": ["sliding_attention"] * 300,
-        "mlp_layer_types": ["moe"] * 300}, {"hc_mult": 2**31 - 1}, {"num_nextn_predict_layers": 1024},
+        {"vocab_size": 2**31 - 1},
+        {"hidden_size": 2**31 - 1},
+        {"n_routed_experts": 2**31 - 1},
+        {"q_lora_rank": 2**30},
+        {"moe_intermediate_size": 2**31 - 1},
+        {"num_hidden_layers": 300, "layer_types": ["sliding_attention"] * 300, "mlp_layer_types": ["moe"] * 300},
+        {"hc_mult": 2**31 - 1},
+        {"num_nextn_predict_layers": 1024},
     ],
     ids=lambda fields: next(iter(fields)),
-)  # fmt: skip
+)
 def test_sizes_that_the_files_do_not_have(saved, nothing_is_made, fields):
     """Refused for a tensor's shape, or for one that is missing; more MTP layers than there are skip nothing more."""
     edit_config(saved, **fields)
@@ -337,10 +342,29 @@ def write_index(path: pathlib.Path, index: Any) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["../two.safetensors", "/etc/passwd", "./two.safetensors", "sub/../two.safetensors", "", ".", "..", "two\0", "a\\b",
-     "C:two", "x" * 300, "\ud800", "two\n", 5, None, True, 1.5, ["two.safetensors"], {"a": 1}],
+    [
+        "../two.safetensors",
+        "/etc/passwd",
+        "./two.safetensors",
+        "sub/../two.safetensors",
+        "",
+        ".",
+        "..",
+        "two\0",
+        "a\\b",
+        "C:two",
+        "x" * 300,
+        "\ud800",
+        "two\n",
+        5,
+        None,
+        True,
+        1.5,
+        ["two.safetensors"],
+        {"a": 1},
+    ],
     ids=ascii,
-)  # fmt: skip
+)
 def test_files_that_an_index_must_not_name(sharded, monkeypatch, name):
     path, index = sharded
     index["weight_map"] = {

@@ -30,10 +30,20 @@ from .released import CFG
 
 # As wide as V4 where kernels ask for it, hyper-connections among them.
 WIDE = dataclasses.replace(
-    CFG, head_dim=512, rope_dim=64, index_head_dim=128, index_n_heads=64, num_attention_heads=64, sliding_window=128,
-    hca_ratio=128, hidden_size=4096, moe_intermediate_size=256, hc_mult=4, n_routed_experts=16,
+    CFG,
+    head_dim=512,
+    rope_dim=64,
+    index_head_dim=128,
+    index_n_heads=64,
+    num_attention_heads=64,
+    sliding_window=128,
+    hca_ratio=128,
+    hidden_size=4096,
+    moe_intermediate_size=256,
+    hc_mult=4,
+    n_routed_experts=16,
     o_lora_rank=128,
-)  # fmt: skip
+)
 LAYOUT = CacheLayout(WIDE, include_mtp=True, draft_tokens=2)
 SIZE = CacheSize(4, 2, 2)
 REQUESTS, DRAFTS, STEPS = 2, 2, 2

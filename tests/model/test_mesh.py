@@ -49,15 +49,32 @@ STEPS = {"prefill": model.prefill, "forward": model.forward, "loop": functools.p
 # Sizes of which XLA rounds products and exponentials on the CPU alike, whole and halved; so is the chunk of 8 tokens.
 F32 = DSV4Config.tiny(layer_types=(HCA,), o_groups=4, hc_sinkhorn_iters=1, n_routed_experts=8, num_experts_per_tok=3)
 RELEASED = dataclasses.replace(
-    released.CFG, layer_types=(CSA,), num_hash_layers=0, num_mtp_layers=0, o_lora_rank=128, hc_sinkhorn_iters=1,
-    n_routed_experts=8, num_experts_per_tok=3,
-)  # fmt: skip
+    released.CFG,
+    layer_types=(CSA,),
+    num_hash_layers=0,
+    num_mtp_layers=0,
+    o_lora_rank=128,
+    hc_sinkhorn_iters=1,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+)
 # V4's attention widths, so that every kernel takes part.
 WIDE = dataclasses.replace(
-    DSV4Config.tiny(), head_dim=512, rope_dim=64, index_head_dim=128, index_n_heads=64, num_attention_heads=64,
-    sliding_window=128, hca_ratio=128, hidden_size=256, q_lora_rank=128, o_lora_rank=128, moe_intermediate_size=256,
-    n_routed_experts=16, num_experts_per_tok=6,
-)  # fmt: skip
+    DSV4Config.tiny(),
+    head_dim=512,
+    rope_dim=64,
+    index_head_dim=128,
+    index_n_heads=64,
+    num_attention_heads=64,
+    sliding_window=128,
+    hca_ratio=128,
+    hidden_size=256,
+    q_lora_rank=128,
+    o_lora_rank=128,
+    moe_intermediate_size=256,
+    n_routed_experts=16,
+    num_experts_per_tok=6,
+)
 
 
 @pytest.fixture(autouse=True)

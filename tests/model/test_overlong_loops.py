@@ -200,9 +200,7 @@ def test_a_draft_loop_ends_where_no_whole_step_is_left(params) -> None:
     """Each keeps what proves right: how many steps fit is known on the device alone."""
     over, exact = (Neighbours(params, DRAFTING) for _ in range(2))
     foreign = over.seen()
-    drawn, kept, over.cache = draft_loop(
-        params, over.cache, over.plan(3).pack(), FED, WANTED, width=2, num_steps=RUN
-    )  # fmt: skip
+    drawn, kept, over.cache = draft_loop(params, over.cache, over.plan(3).pack(), FED, WANTED, width=2, num_steps=RUN)
     drawn, kept = np.asarray(drawn), np.asarray(kept)
     ran, total = int((kept[:, 0] > 0).sum()), int(kept.sum())
     assert RESERVED <= ran < RUN and not kept[ran:].any() and not kept[:, 1].any()

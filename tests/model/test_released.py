@@ -180,9 +180,15 @@ def test_models_that_have_no_released_form(fields, problem, error) -> None:
 
 def test_stacks_need_whole_blocks_of_scales() -> None:
     cfg = DSV4Config.tiny(
-        layer_types=CFG.layer_types[:1], hidden_size=128, q_lora_rank=64, head_dim=64, rope_dim=16, o_lora_rank=64,
-        index_head_dim=32, moe_intermediate_size=128,
-    )  # fmt: skip
+        layer_types=CFG.layer_types[:1],
+        hidden_size=128,
+        q_lora_rank=64,
+        head_dim=64,
+        rope_dim=16,
+        o_lora_rank=64,
+        index_head_dim=32,
+        moe_intermediate_size=128,
+    )
     with pytest.raises(ShapeError):
         model.init_params(cfg, 0, "released", packed=True)
 
@@ -230,21 +236,27 @@ STAGES = {
 }
 OTHERS = {
     "experts": (
-        {}, {}, r"routed experts are FP8 \(e4m3, a scale per 128 x 128\).*released.*FP4.*bfloat16 or float32",
+        {},
+        {},
+        r"routed experts are FP8 \(e4m3, a scale per 128 x 128\).*released.*FP4.*bfloat16 or float32",
     ),
     "dspark": (
-        {"dspark_block_size": 5, "dspark_target_layer_ids": [1, 2], "num_nextn_predict_layers": 3}, STAGES,
+        {"dspark_block_size": 5, "dspark_target_layer_ids": [1, 2], "num_nextn_predict_layers": 3},
+        STAGES,
         "config field 'dspark_block_size': .*DSpark.*one MTP layer.*without drafts",
     ),
     "stages": ({}, STAGES, r"draft head has 3 stages \(DSpark\).*one MTP layer.*without drafts"),
     "embedding": (
-        {}, {"mtp.0.emb.tok_emb.weight": ("BF16", np.ones((4, 128), np.uint16))},
+        {},
+        {"mtp.0.emb.tok_emb.weight": ("BF16", np.ones((4, 128), np.uint16))},
         r"MTP layer has an embedding and a head of its own \(mtp.0.emb.tok_emb.weight\).*without drafts",
     ),
     "head": (
-        {}, {"mtp.0.head.weight": ("BF16", np.ones((4, 128), np.uint16))}, r"of its own \(mtp.0.head.weight\)",
+        {},
+        {"mtp.0.head.weight": ("BF16", np.ones((4, 128), np.uint16))},
+        r"of its own \(mtp.0.head.weight\)",
     ),
-}  # fmt: skip
+}
 
 
 def test_other_checkpoints_are_named_before_weights_are_read(tmp_path, monkeypatch) -> None:
@@ -339,9 +351,17 @@ def test_parameters_of_a_pack_begin_where_kernels_can_load(cfg, weights) -> None
 def test_decode_steps_on_a_gpu_call_the_kernels(monkeypatch) -> None:
     """Lowered for one: a layer has six dense products, one router, and its experts in one call."""
     cfg = dataclasses.replace(
-        CFG, head_dim=512, rope_dim=64, index_head_dim=128, index_n_heads=64, num_attention_heads=64,
-        sliding_window=128, hca_ratio=128, hidden_size=256, moe_intermediate_size=256,
-    )  # fmt: skip
+        CFG,
+        head_dim=512,
+        rope_dim=64,
+        index_head_dim=128,
+        index_n_heads=64,
+        num_attention_heads=64,
+        sliding_window=128,
+        hca_ratio=128,
+        hidden_size=256,
+        moe_intermediate_size=256,
+    )
     monkeypatch.setattr(ffi, "cuda_problem", lambda op=None: None)
     monkeypatch.setattr(ffi, "cuda_target", lambda op, target: target)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

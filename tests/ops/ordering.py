@@ -24,9 +24,14 @@ __all__ = ["checked", "compare"]
 
 # Operands that a kernel asks for before the one before it has ended (`wait_for_previous` of csrc/).
 ASKED_EARLY = {
-    "dsv4_dense_bf16": (1,), "dsv4_dense_fp8": (1, 2), "dsv4_dense_stream": (1,), "dsv4_finish_queries": (),
-    "dsv4_hyper_connection": (1, 2), "dsv4_normalise": (1,), "dsv4_route": (1,),
-}  # fmt: skip
+    "dsv4_dense_bf16": (1,),
+    "dsv4_dense_fp8": (1, 2),
+    "dsv4_dense_stream": (1,),
+    "dsv4_finish_queries": (),
+    "dsv4_hyper_connection": (1, 2),
+    "dsv4_normalise": (1,),
+    "dsv4_route": (1,),
+}
 ALIGNED = 16  # bytes that kernels load at a time, but of int32
 # A value: its symbol, the element at which it begins, its shape and dtype.
 Value = tuple[Any, int, tuple[int, ...], str]

@@ -53,26 +53,60 @@ def window(**wrong: Any) -> WindowView:
 
 EPILOGUE = Epilogue(jnp.ones(32), jnp.ones(4))
 CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "append": (append, dict(
-        pool=stored(FMT, 4), values=floats(3, 32), row_ids=ints(3), fmt=FMT, epilogue=EPILOGUE, position=ints(3),
-    )),
+    "append": (
+        append,
+        dict(
+            pool=stored(FMT, 4),
+            values=floats(3, 32),
+            row_ids=ints(3),
+            fmt=FMT,
+            epilogue=EPILOGUE,
+            position=ints(3),
+        ),
+    ),
     "encode": (encode, dict(values=floats(3, 32), fmt=FMT, epilogue=EPILOGUE, position=ints(3))),
-    "attend": (attend, dict(
-        queries=floats(2, 3, 32), sink=floats(3), window=window(), entries=stored(FMT, 9), entry_ids=ints(2, 7),
-        entry_count=ints(2), scale=1.0, fmt=FMT, inverse_rope=(ints(2), floats(4)),
-    )),
+    "attend": (
+        attend,
+        dict(
+            queries=floats(2, 3, 32),
+            sink=floats(3),
+            window=window(),
+            entries=stored(FMT, 9),
+            entry_ids=ints(2, 7),
+            entry_count=ints(2),
+            scale=1.0,
+            fmt=FMT,
+            inverse_rope=(ints(2), floats(4)),
+        ),
+    ),
     "gather": (gather_rows, dict(pool=stored(FMT, 4), row_ids=ints(2, 3), fmt=FMT)),
-    "index_scores": (index_scores, dict(
-        pool=stored(KEYS, 64), queries=floats(2, 3, 32), weights=floats(2, 3), table=ints(2, 4), count=ints(2), base=0,
-        rows_per_block=16, fmt=KEYS,
-    )),
+    "index_scores": (
+        index_scores,
+        dict(
+            pool=stored(KEYS, 64),
+            queries=floats(2, 3, 32),
+            weights=floats(2, 3),
+            table=ints(2, 4),
+            count=ints(2),
+            base=0,
+            rows_per_block=16,
+            fmt=KEYS,
+        ),
+    ),
     "finish_queries": (finish_queries, dict(queries=floats(2, 3, 32), position=ints(2), inv_freq=floats(4))),
     "top_k": (top_k, dict(scores=floats(2, 9), count=ints(2), k=3)),
-    "kv_store": (store_kv, dict(
-        k_pool=(np.zeros((4, 8), np.uint16),), v_pool=(np.zeros((4, 6), np.uint16),), k=floats(3, 8), v=floats(3, 6),
-        rows=ints(3), storage="bf16",
-    )),
-}  # fmt: skip
+    "kv_store": (
+        store_kv,
+        dict(
+            k_pool=(np.zeros((4, 8), np.uint16),),
+            v_pool=(np.zeros((4, 6), np.uint16),),
+            k=floats(3, 8),
+            v=floats(3, 6),
+            rows=ints(3),
+            storage="bf16",
+        ),
+    ),
+}
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("append", dict(values=ints(3, 32)), "values is int32 [3, 32], expected float [T, 32]"),
     ("append", dict(values=floats(3, 31)), "values is float32 [3, 31], expected float [T, 32]"),
@@ -161,7 +195,7 @@ class TestCompress:
             (dict(ape=jnp.zeros((3, 1024))), "ape is float32 [3, 1024], expected float32 [4, 1024]"),
         ],
         ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
-    )  # fmt: skip
+    )
     def test_a_compressors_inputs_are_named(self, wrong: dict[str, Any], message: str, implementation) -> None:
         plan, table, inputs = step_of("csa")
         with pytest.raises(ShapeError, match="^" + re.escape(f"compress_csa: compressors[1].{message}")):

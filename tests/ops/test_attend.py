@@ -50,9 +50,14 @@ def problem(spec: AttendSpec, seed: int = 0) -> dict:
         # Values of bf16, to which kernels round.
         queries=(rng.standard_normal((spec.tokens, spec.heads, dim)) * 3).astype(jnp.bfloat16).astype(np.float32),
         sink=rng.standard_normal(spec.heads).astype(np.float32),
-        window=window, window_ids=ids, window_visible=visible, entries=entries, entry_ids=entry_ids,
-        entry_count=count, keys=keys,
-    )  # fmt: skip
+        window=window,
+        window_ids=ids,
+        window_visible=visible,
+        entries=entries,
+        entry_ids=entry_ids,
+        entry_count=count,
+        keys=keys,
+    )
 
 
 class AttendTest(OpTest):

@@ -87,9 +87,16 @@ class ColumnsTest:
         weights = rng.standard_normal((tokens, heads)).astype(np.float32)
         table, count = rng.integers(0, 4, (tokens, 3)).astype(np.int32), np.array([96, 40, 0], np.int32)
         score = functools.partial(
-            jit_scores, pool, queries, table=table, count=count, base=0, rows_per_block=per_block, fmt=INDEX,
+            jit_scores,
+            pool,
+            queries,
+            table=table,
+            count=count,
+            base=0,
+            rows_per_block=per_block,
+            fmt=INDEX,
             implementation=self.implementation,
-        )  # fmt: skip
+        )
         expected = score(weights=weights * np.float32(scale))
         assert np.isfinite(expected[0]).all()
         for start in self.starts:

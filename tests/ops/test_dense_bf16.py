@@ -41,8 +41,10 @@ class DenseBf16Test(OpTest):
         x, weights = self.case("tiles", tokens)
         wide = np.concatenate([x, x[:, ::-1]], 1)
         parts = [self.run(part, half) for part, half in ((x, weights[:320]), (x[:, ::-1], weights[320:]))]
-        got = {dtype: jit_dense(wide, weights, groups=2, dtype=dtype, implementation=self.implementation)
-               for dtype in (jnp.float32, jnp.bfloat16)}  # fmt: skip
+        got = {
+            dtype: jit_dense(wide, weights, groups=2, dtype=dtype, implementation=self.implementation)
+            for dtype in (jnp.float32, jnp.bfloat16)
+        }
         np.testing.assert_allclose(got[jnp.float32], np.concatenate(parts, 1), rtol=0, atol=1e-3)
         rounded = got[jnp.bfloat16]
         assert rounded.dtype == jnp.bfloat16

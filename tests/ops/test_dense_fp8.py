@@ -16,8 +16,13 @@ from .op_test import OpTest
 
 jit_dense = jax.jit(dense_fp8, static_argnames=("groups", "dtype", "whole_rows", "implementation"))
 # Weights' rows and columns, and groups.
-MATRICES = {"one_tile": (64, 128, 1), "odd": (192, 384, 1), "groups": (640, 512, 5), "deep": (128, 4224, 1),
-            "parts": (512, 2048, 1)}  # fmt: skip
+MATRICES = {
+    "one_tile": (64, 128, 1),
+    "odd": (192, 384, 1),
+    "groups": (640, 512, 5),
+    "deep": (128, 4224, 1),
+    "parts": (512, 2048, 1),
+}
 
 
 class DenseFp8Test(OpTest):

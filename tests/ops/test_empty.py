@@ -61,9 +61,7 @@ def test_no_rows(fmt) -> None:
 def test_no_keys_to_score(implementation, tokens: int, columns: int) -> None:
     fmt = index_format("fp4", 128)
     call = functools.partial(index_scores, base=0, rows_per_block=16, fmt=fmt, implementation=implementation)
-    scores = jax.jit(call)(
-        stored(fmt, 64), zeros(tokens, 4, 128), zeros(tokens, 4), ids(tokens, columns), ids(tokens)
-    )  # fmt: skip
+    scores = jax.jit(call)(stored(fmt, 64), zeros(tokens, 4, 128), zeros(tokens, 4), ids(tokens, columns), ids(tokens))
     assert scores.shape == (tokens, 16 * columns)
 
 
@@ -84,9 +82,13 @@ def test_nothing_to_attend_to(implementation, tokens: int, window: int, entries:
     fmt = kv_format("fp8", 512, 64)
     pool = stored(fmt, 4)
     out, lse = jax.jit(functools.partial(attend, scale=1.0, fmt=fmt, implementation=implementation))(
-        zeros(tokens, 4, 512), zeros(4), WindowView(pool, ids(tokens, window), np.ones((tokens, window), bool)), pool,
-        ids(tokens, entries), ids(tokens),
-    )  # fmt: skip
+        zeros(tokens, 4, 512),
+        zeros(4),
+        WindowView(pool, ids(tokens, window), np.ones((tokens, window), bool)),
+        pool,
+        ids(tokens, entries),
+        ids(tokens),
+    )
     assert out.shape == (tokens, 4, 512) and lse.shape == (tokens, 4)
     if not window:
         assert not np.asarray(out).any() and np.isneginf(np.asarray(lse)).all()

@@ -153,7 +153,7 @@ def test_no_rows() -> None:
         ([(4, 64)] * 2, {}, r"it sends up to 1024 bytes to a device \(slot_bytes\), not 2048"),
         ([(4, 3)], {"dimension": 1}, "it joins runs of a multiple of 16 bytes along .*, not of 12"),
     ],
-)  # fmt: skip
+)
 def test_what_the_kernel_does_not_take(monkeypatch: pytest.MonkeyPatch, arrays, options, message: str) -> None:
     monkeypatch.setattr("dsv4_jax.ffi.cuda_problem", lambda op=None: None)
     given = dict(peers=Peers(0, (), 2, 1024, 1)) | options

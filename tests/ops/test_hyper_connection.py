@@ -43,10 +43,13 @@ class Case:
 
         arrays = {
             "streams": normal(tokens, n, width) * uniform(0.1, 8, tokens, 1, 1),
-            "fn": normal(rows, n * width) * np.float32((n * width) ** -0.5), "base": normal(rows),
-            "scale": uniform(0.5, 1.5, 1 if head else 3), "norm": uniform(0.5, 1.5, width),
-            "post": uniform(0, 2, tokens, n), "comb": uniform(0, 1, tokens, n, n),
-        }  # fmt: skip
+            "fn": normal(rows, n * width) * np.float32((n * width) ** -0.5),
+            "base": normal(rows),
+            "scale": uniform(0.5, 1.5, 1 if head else 3),
+            "norm": uniform(0.5, 1.5, width),
+            "post": uniform(0, 2, tokens, n),
+            "comb": uniform(0, 1, tokens, n, n),
+        }
         return cls(arrays, tuple(normal(tokens, width) for _ in range(outputs)))
 
     def part(self, pick: slice | list[int]) -> Case:
@@ -145,9 +148,11 @@ def test_no_tokens() -> None:
 
 F = jnp.float32
 SMALL = {
-    "streams": jnp.zeros((2, 4, 8)), "fn": jnp.zeros((24, 32)), "vector": jnp.zeros(64),
+    "streams": jnp.zeros((2, 4, 8)),
+    "fn": jnp.zeros((24, 32)),
+    "vector": jnp.zeros(64),
     "written": Written((jnp.zeros((2, 8)),), jnp.zeros((2, 4)), jnp.zeros((2, 4, 4))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

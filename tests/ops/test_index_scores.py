@@ -37,10 +37,19 @@ class IndexScoresTest(OpTest):
         if fmt.dense_dtype == "bfloat16":  # kernels round the queries to bf16
             queries = queries.astype(ml_dtypes.bfloat16).astype(np.float32)
         weights = rng.standard_normal((spec.tokens, spec.heads)).astype(np.float32)  # negative ones too
-        scores = np.asarray(jit_scores(
-            parts, queries, weights, table.astype(np.int32), counts.astype(np.int32), base=base,
-            rows_per_block=per_block, fmt=fmt, implementation=self.implementation,
-        ))  # fmt: skip
+        scores = np.asarray(
+            jit_scores(
+                parts,
+                queries,
+                weights,
+                table.astype(np.int32),
+                counts.astype(np.int32),
+                base=base,
+                rows_per_block=per_block,
+                fmt=fmt,
+                implementation=self.implementation,
+            )
+        )
         assert scores.shape == (spec.tokens, spec.blocks * per_block) and scores.dtype == np.float32
         keys = [
             np.concatenate([stored[base + b * per_block :][:per_block] for b in table[t]])[: counts[t]]

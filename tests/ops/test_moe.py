@@ -55,11 +55,16 @@ class MoeTest(OpTest):
         here = EXPERTS // 4
         parts = [
             jit_moe(
-                x, chosen % EXPERTS - first, share, *(weights[first : first + here] for weights in packed),
-                limit=LIMIT, routed=EXPERTS, implementation=self.implementation,
+                x,
+                chosen % EXPERTS - first,
+                share,
+                *(weights[first : first + here] for weights in packed),
+                limit=LIMIT,
+                routed=EXPERTS,
+                implementation=self.implementation,
             )
             for first in range(0, EXPERTS, here)
-        ]  # fmt: skip
+        ]
         np.testing.assert_array_equal(sum_in_pairs(parts), whole)
 
     @pytest.mark.parametrize("tokens", [1, 2, 40])

@@ -98,9 +98,15 @@ def scored() -> Iterator[IndexScoresArguments]:
     for fmt in KEYS:
         for heads, per_block in ((4, 16), (65, 32), (3, 6)):
             yield IndexScoresArguments(
-                stored(fmt, 4 * per_block), floats(2, heads, fmt.dim), floats(2, heads), ints(2, 3), ints(2), 0,
-                per_block, fmt,
-            )  # fmt: skip
+                stored(fmt, 4 * per_block),
+                floats(2, heads, fmt.dim),
+                floats(2, heads),
+                ints(2, 3),
+                ints(2),
+                0,
+                per_block,
+                fmt,
+            )
 
 
 def connected() -> Iterator[HyperConnectionArguments]:
@@ -119,38 +125,61 @@ EXAMPLES: dict[str, Callable[[], Iterator[Any]]] = {
     "attend": attended,
     "compress": compressed,
     "dense_fp8": lambda: (
-        DenseFp8Arguments(floats(rows, 2 * 256), jnp.zeros((4, 2, 8192), jnp.uint8), jnp.zeros((2, 2), jnp.uint8), 2,
-                          jnp.dtype(dtype), 256)
-        for rows in (2, (1 << 16) + 1) for dtype in (jnp.float32, jnp.bfloat16)
+        DenseFp8Arguments(
+            floats(rows, 2 * 256),
+            jnp.zeros((4, 2, 8192), jnp.uint8),
+            jnp.zeros((2, 2), jnp.uint8),
+            2,
+            jnp.dtype(dtype),
+            256,
+        )
+        for rows in (2, (1 << 16) + 1)
+        for dtype in (jnp.float32, jnp.bfloat16)
     ),
     "dense_bf16": lambda: (
-        DenseBf16Arguments(floats(tokens, 4096), jnp.zeros((rows, 4096 // groups), jnp.bfloat16), groups,
-                           jnp.dtype(dtype))
-        for tokens, rows, groups in ((2, 16, 1), (2, 1024, 2), (17, 1024, 1)) for dtype in (jnp.float32, jnp.bfloat16)
+        DenseBf16Arguments(
+            floats(tokens, 4096), jnp.zeros((rows, 4096 // groups), jnp.bfloat16), groups, jnp.dtype(dtype)
+        )
+        for tokens, rows, groups in ((2, 16, 1), (2, 1024, 2), (17, 1024, 1))
+        for dtype in (jnp.float32, jnp.bfloat16)
     ),
-    "entry_rows": lambda: (
-        EntryRowsArguments(ints(2, keys), ints(2), ints(3, 4), 8, 16, 5) for keys in (1, 2**22 + 1)
-    ),
+    "entry_rows": lambda: (EntryRowsArguments(ints(2, keys), ints(2), ints(3, 4), 8, 16, 5) for keys in (1, 2**22 + 1)),
     "exchange": lambda: (  # of no axes: a device alone needs no mesh
         ExchangeArguments((floats(4, 8), floats(2, width)), kind, (), 1 if kind == "gather" else 0, peers, 0)
-        for kind in ("gather", "sum_to_owner", "sum_to_all") for width in (4, 3)
+        for kind in ("gather", "sum_to_owner", "sum_to_all")
+        for width in (4, 3)
         for peers in (None, Peers(0, (), 2, 256, 1), Peers(0, (), 2, 64, 1))
     ),
     "gather": lambda: (
         GatherArguments(stored(fmt, 4), ints(2, 3), fmt, dtype)
-        for fmt in (*KV_ROWS, *KEYS) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
+        for fmt in (*KV_ROWS, *KEYS)
+        for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
     ),
     "hyper_connection": connected,
     "index_scores": scored,
     "kv_store": lambda: (
-        KVStoreArguments(*([stored_leaf(spec, n) for n in spec.leaves if n[0] == part] for part in "kv"),
-                         *(floats(3, spec.width(part)).astype(dtype) for part in "kv"), ints(3), storage)
-        for storage in ("bf16", "f16", "f32", "fp8") for dtype in (jnp.float32, jnp.bfloat16)
+        KVStoreArguments(
+            *([stored_leaf(spec, n) for n in spec.leaves if n[0] == part] for part in "kv"),
+            *(floats(3, spec.width(part)).astype(dtype) for part in "kv"),
+            ints(3),
+            storage,
+        )
+        for storage in ("bf16", "f16", "f32", "fp8")
+        for dtype in (jnp.float32, jnp.bfloat16)
         for spec in (KVSpec(7, 1, 3, 12, 2, 5, storage), KVSpec(7, 1, 2, 16, 2, 8, storage))
     ),
     "moe": lambda: (
-        MoeArguments(floats(2, hidden), ints(2, 6), floats(2, 6), jnp.zeros((8, 8, hidden // 128, 4352), jnp.uint8),
-                     jnp.zeros((8, hidden // 64, 2, 4352), jnp.uint8), 1.0, 0, 8, 1)
+        MoeArguments(
+            floats(2, hidden),
+            ints(2, 6),
+            floats(2, 6),
+            jnp.zeros((8, 8, hidden // 128, 4352), jnp.uint8),
+            jnp.zeros((8, hidden // 64, 2, 4352), jnp.uint8),
+            1.0,
+            0,
+            8,
+            1,
+        )
         for hidden in (512, 384)
     ),
     "normalise": lambda: (
@@ -164,16 +193,18 @@ EXAMPLES: dict[str, Callable[[], Iterator[Any]]] = {
     ),
     "route": lambda: (
         RouteArguments(floats(2, experts), *picks, 6, 1.5)
-        for experts in (256, 600) for picks in ((floats(experts), None), (None, ints(2, 6)))
+        for experts in (256, 600)
+        for picks in ((floats(experts), None), (None, ints(2, 6)))
     ),
     "swiglu": lambda: (
         SwigluArguments(floats(2, width), floats(2, width), 10.0, jnp.dtype(dtype))
-        for width in (64, 6) for dtype in (jnp.float32, jnp.bfloat16)
+        for width in (64, 6)
+        for dtype in (jnp.float32, jnp.bfloat16)
     ),
     "top_k": lambda: (
         TopKArguments(floats(2, width), ints(2), k) for width, k in ((5, 1), (1100, 1050), (4100, 7), (262_145, 3))
     ),
-}  # fmt: skip
+}
 
 
 def stored_leaf(spec: KVSpec, name: str) -> jax.Array:

@@ -17,8 +17,9 @@ def dequantised(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return values * np.exp2(scales.astype(np.float64) - 127).repeat(32, -1)
 
 
-def experts(x: np.ndarray, chosen: np.ndarray, share: np.ndarray, weights: list[dict[str, Matrix]], limit: float,
-            first: int = 0) -> np.ndarray:  # fmt: skip
+def experts(
+    x: np.ndarray, chosen: np.ndarray, share: np.ndarray, weights: list[dict[str, Matrix]], limit: float, first: int = 0
+) -> np.ndarray:
     """[T, hidden], [T, top] twice -> [T, hidden]; `weights`: of experts `first` and on, others are left out."""
     out = np.zeros(x.shape)
     for e, matrices in enumerate(weights):

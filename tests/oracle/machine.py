@@ -58,9 +58,13 @@ class Machine:
         self.requests: dict[int, _Request] = {}
         yarn = cfg.yarn
         self.inv_freq = maths.yarn_frequencies(
-            cfg.rope_dim, cfg.compress_rope_theta, yarn.factor, yarn.original_max_position_embeddings,
-            yarn.beta_fast, yarn.beta_slow,
-        )  # fmt: skip
+            cfg.rope_dim,
+            cfg.compress_rope_theta,
+            yarn.factor,
+            yarn.original_max_position_embeddings,
+            yarn.beta_fast,
+            yarn.beta_slow,
+        )
 
     def feed(self, key: int, token: ProjectedRows) -> None:
         """One token ([layers, width] rows) of request `key`."""

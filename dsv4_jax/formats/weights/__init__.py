@@ -106,10 +106,17 @@ WEIGHT_FORMATS: dict[str, WeightFormat] = {
     fmt.name: fmt
     for fmt in (
         WeightFormat(
-            "fp8", "e4m3", 1, (128, 128), (64, 128), 134,
-            (WeightPart("codes", 64, 128, 8192), WeightPart("scales", 128, 128)), f"{__name__}.fp8_codec",
+            "fp8",
+            "e4m3",
+            1,
+            (128, 128),
+            (64, 128),
+            134,
+            (WeightPart("codes", 64, 128, 8192), WeightPart("scales", 128, 128)),
+            f"{__name__}.fp8_codec",
         ),
-        WeightFormat("fp4", "e2m1", 2, (1, 32), (64, 128), 128, (WeightPart("tiles", 64, 128, 4352),),
-                     f"{__name__}.fp4_codec"),
+        WeightFormat(
+            "fp4", "e2m1", 2, (1, 32), (64, 128), 128, (WeightPart("tiles", 64, 128, 4352),), f"{__name__}.fp4_codec"
+        ),
     )
-}  # fmt: skip
+}

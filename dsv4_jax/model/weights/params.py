@@ -19,9 +19,7 @@ from ...formats.weights import WeightFormat
 from .names import MTP
 from .quantised import FP4, FP8, Quantised
 
-__all__ = [
-    "RELEASED", "Params", "Weights", "check_expert_ids", "has_mtp", "is_leaf", "param_specs", "weight_bytes",
-]  # fmt: skip
+__all__ = ["RELEASED", "Params", "Weights", "check_expert_ids", "has_mtp", "is_leaf", "param_specs", "weight_bytes"]
 
 Params = dict[str, Any]
 RELEASED = "released"

@@ -31,10 +31,13 @@ __all__ = ["save_hf"]
 _RELEASED_FIELDS = {
     "expert_dtype": "fp4",
     "quantization_config": {
-        "quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128],
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
         "activation_scheme": "dynamic",
     },
-}  # fmt: skip
+}
 _CODES = {"e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "e2m1": np.dtype(np.int8)}
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
