@@ -126,7 +126,10 @@ class KVCache:
         return self._with_checked(plan.seq_slot, {LENGTH: length, WRONG: wrong})
 
     def standing(self, slots: jax.Array, num_tokens: jax.Array) -> KVCache:
-        """With states of so many tokens restored to these slots [N] int32; those that do not exist are left out."""
+        """Returns the cache as it stands once states of so many tokens are restored to these slots, [N] int32 both.
+
+        Slots that do not exist are left out.
+        """
         return self._with_checked(slots, {LENGTH: jnp.maximum(num_tokens, 0)[:, None]}) if self.checked else self
 
     def _checked(self, name: str, slots: jax.Array) -> jax.Array:

@@ -74,7 +74,7 @@ class Capacity:
 
     @property
     def leftover_bytes(self) -> int | None:
-        """Of the memory given, what weights and cache do not take."""
+        """Returns the bytes of the given memory that weights and cache do not take."""
         return None if self.hbm_bytes is None else self.hbm_bytes - self.weight_bytes - self.total_bytes
 
     @property
@@ -105,7 +105,7 @@ class Capacity:
         return -(-self.layout.blocks_for(self.max_context) // self.size.pool_ranks)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """Returns all fields and what follows from them, ready for JSON."""
         layout = self.layout
         return {
             "kv_format": layout.kv_row.name,
@@ -251,7 +251,7 @@ def _answer(
         return CacheSize(blocks, requests, columns, snapshots(blocks), ranks)
 
     def shares(columns: int) -> int:
-        """Of so many blocks, most that a rank has."""
+        """Returns the largest number of these blocks that one rank has."""
         return -(-columns // ranks)
 
     def fits(blocks: int, requests: int, columns: int) -> bool:

@@ -166,7 +166,7 @@ def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nested_rope(hf: Mapping[str, Any], given: Mapping[str, Any]) -> _Rope:
-    """Of parameters under "main" and "compress", which speak for themselves."""
+    """Reads RoPE parameters under "main" and "compress", which speak for themselves."""
     main, compress = (_mapping("rope_parameters", given.get(name)) for name in ("main", "compress"))
     if _kind(main) != "default":
         raise ConfigError("rope_parameters", f"only the compress RoPE is scaled, main has {shown(_kind(main))}")
@@ -182,7 +182,7 @@ def _nested_rope(hf: Mapping[str, Any], given: Mapping[str, Any]) -> _Rope:
 
 
 def _flat_rope(hf: Mapping[str, Any], given: Mapping[str, Any], head_dim: int) -> _Rope:
-    """Of parameters that scale the compress RoPE alone; all else is said by the fields beside them."""
+    """Reads RoPE parameters that scale the compress RoPE alone; all else is said by the fields beside them."""
     theta = hf.get("rope_theta", _DEFAULT_THETA)
     if given.get("rope_theta", theta) != theta:
         raise ConfigError("rope_parameters", f"rope_theta conflicts with the field beside it, {shown(theta)}")

@@ -105,12 +105,12 @@ class CacheSize:
 
     @property
     def total_blocks(self) -> int:
-        """Of all ranks."""
+        """Blocks of all pool ranks together, null blocks left out."""
         return self.num_blocks * self.pool_ranks
 
     @property
     def block_units(self) -> int:
-        """Of each rank, the null block included."""
+        """Blocks of each pool rank, the null block included."""
         return self.num_blocks + 1
 
     @property
@@ -335,7 +335,7 @@ class CacheLayout:
 
     @property
     def _record_facts(self) -> list[Any]:
-        """Of blocks and of snapshots."""
+        """Returns the facts by which records of blocks, and those of snapshots, are told apart."""
         has_hca = AttentionType.HCA in self.cfg.layer_types
         return [(self.cfg.csa_ratio, self.cfg.hca_ratio), self.hca_state if has_hca else None]
 

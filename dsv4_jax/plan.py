@@ -60,7 +60,7 @@ class CacheFacts:
     @classmethod
     @functools.lru_cache(maxsize=64)  # a manager asks in every step
     def of(cls, layout: CacheLayout, size: CacheSize | None) -> CacheFacts:
-        """Of the caches that `init_cache(layout, size)` makes (of a shard of theirs, if they are sharded)."""
+        """Returns the facts of what `init_cache(layout, size)` makes (of a shard of it, if it is sharded)."""
         check_layout(layout)
         _register_beside_jax()
         if size is None:
@@ -140,7 +140,7 @@ class StepPlan(NamedTuple):
 
     @property
     def arrays(self) -> tuple[IntArray, ...]:
-        """All fields but `facts`."""
+        """All fields but `facts`, the arrays, in their order."""
         return self[:-1]
 
     @property

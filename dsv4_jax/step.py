@@ -663,7 +663,7 @@ class LayerCacheHandle(Generic[Cache]):
 
     @property
     def _check(self) -> Check:
-        """Of what a method was given: the only check there is, for ops get it as argument records."""
+        """Checks what a method is given: the only check there is, for ops get it as argument records."""
         return Check(f"layer {self.spec.layer_idx}", {"T": self.plan.num_tokens})
 
     def _check_epilogue(self, check: Check, name: str, epilogue: Epilogue, pool: PoolSchema) -> None:
@@ -696,7 +696,7 @@ class LayerCacheHandle(Generic[Cache]):
 
 
 def _written_by(schema: LayerCacheSchema) -> LayerWrites:
-    """All that a step writes of a layer."""
+    """Returns all that a step writes of a layer."""
     compressed = LayerWrites.COMPRESSED if schema.entry_state else LayerWrites(0)
     indexed = LayerWrites.INDEXED if schema.index_state else LayerWrites(0)
     carried = LayerWrites.CARRIED if schema.residual else LayerWrites(0)

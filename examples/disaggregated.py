@@ -276,7 +276,7 @@ class DecodeHost(Host):
 
 
 def serve(kind: str, pipe: Connection, fault: str) -> None:
-    """A host's process."""
+    """Runs one host, in a process of its own."""
     {"prefill": PrefillHost, "decode": DecodeHost}[kind](pipe, fault).run()
 
 
@@ -412,7 +412,7 @@ class Router:
 
 
 def prompts(count: int, seed: int) -> list[tuple[list[int], int]]:
-    """Questions about two documents."""
+    """Returns prompts that ask about two documents."""
     rng = np.random.default_rng(seed)
 
     def text(least: int, most: int) -> list[int]:

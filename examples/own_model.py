@@ -131,7 +131,7 @@ def plain_step(params: Params, cache: dsv4.KVCache, plan: Any, tokens: jax.Array
 
 
 def plain(weights: Params) -> tuple[Callable, Any]:
-    """(step, params)"""
+    """Returns (step, params) of this framework."""
     return plain_step, jax.tree.map(jnp.asarray, weights)
 
 
@@ -171,7 +171,7 @@ class NnxModel(nnx.Module):
 
 
 def flax_nnx(weights: Params) -> tuple[Callable, Any]:
-    """(step, params)"""
+    """Returns (step, params) of this framework."""
     graph, state = nnx.split(NnxModel(weights))
     return lambda state, cache, plan, tokens: nnx.merge(graph, state)(cache, plan, tokens), state
 
@@ -220,7 +220,7 @@ class EqxModel(eqx.Module):
 
 
 def equinox(weights: Params) -> tuple[Callable, Any]:
-    """(step, params)"""
+    """Returns (step, params) of this framework."""
     return lambda model, cache, plan, tokens: model(cache, plan, tokens), EqxModel(weights)
 
 

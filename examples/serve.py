@@ -195,7 +195,7 @@ def conversations(count: int, seed: int) -> list[Job]:
 
 
 def report(server: Server, seconds: float) -> dict[str, Any]:
-    """All numbers of a run."""
+    """Prints all numbers of a run."""
     stats, counts = server.manager.stats().cache, server.counts
     counters = stats.counters
     tiers = (Tier.DEVICE, Tier.HOST)

@@ -114,7 +114,7 @@ def small_config() -> dsv4.DSV4Config:
 
 
 def toy_config(vocab_size: int = 512) -> dsv4.DSV4Config:
-    """As `small_config` with every width that the released formats leave free as small as they allow: for a CPU."""
+    """Returns `small_config` with every width that the released formats leave free as small as can be: for a CPU."""
     swa, csa, hca = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
     return dsv4.DSV4Config.tiny(
         vocab_size=vocab_size,
@@ -489,7 +489,7 @@ _looked_up.defvjp(lambda table, tokens: (table[tokens], (table, tokens)), _looke
 
 
 def _norm(x: jax.Array, weight: jax.Array | None, cfg: dsv4.DSV4Config) -> jax.Array:
-    """RMSNorm, float32."""
+    """Computes an RMSNorm in float32."""
     x = x.astype(jnp.float32)
     x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + np.float32(cfg.rms_norm_eps))
     return x if weight is None else x * weight
@@ -510,7 +510,7 @@ def _mix(p: Params, streams: jax.Array, cfg: dsv4.DSV4Config, widths: tuple[int,
 
 
 def _weighted(pre: jax.Array, streams: jax.Array) -> jax.Array:
-    """sum_j pre_j X_j, float32."""
+    """Computes sum_j pre_j X_j in float32."""
     each = (pre[..., j, None] * streams[:, :, j].astype(jnp.float32) for j in range(streams.shape[2]))
     return functools.reduce(operator.add, each)
 
@@ -749,7 +749,7 @@ class PlainConfig:
 
 
 def plain_specs(cfg: PlainConfig) -> Params:
-    """As `param_specs`."""
+    """Returns the parameters' shapes and dtypes, as `param_specs` does."""
     d, matrix = cfg.hidden_size, lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     layer = {
         "attn_norm": matrix(d),
@@ -782,7 +782,7 @@ def plain_draw(cfg: PlainConfig, seed: int = 0) -> Params:
 
 
 def plain_losses(cfg: PlainConfig, params: Params, tokens: jax.Array, *, implementation: str | None = None) -> Losses:
-    """As `losses`, of the next token alone; in bfloat16. `implementation`: of `jax.nn.dot_product_attention`."""
+    """Computes `losses` of the next token alone, in bfloat16. `implementation`: of `jax.nn.dot_product_attention`."""
     count = tokens.shape[1] - 2
     x = _looked_up(params["embed"].astype(jnp.bfloat16), tokens[:, :count])
     dim = cfg.hidden_size // cfg.heads

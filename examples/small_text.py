@@ -158,7 +158,7 @@ def read_wheel(path: pathlib.Path, package: str) -> tuple[list[Text], dict[str, 
 
 
 def _limited(package: str, found: Iterator[tuple[str, bytes]], most: int) -> list[Text]:
-    """Those that read like code written by people, in the order of their paths' digests, up to `most` bytes."""
+    """Keeps texts that read like code written by people, in the order of their paths' digests, up to `most` bytes."""
     texts, left = [], most
     for path, data in sorted(found, key=lambda file: _digest(file[0])):
         if not 200 <= len(data) <= 200_000 or len(data) > left or _REFUSED.search(data[:4000]):
@@ -201,7 +201,7 @@ def _trained(tokenizers: Any, files: list[Text]) -> Any:
 
 
 def _tokens(tokenizer: Any, texts: list[Text]) -> np.ndarray:
-    """All of them one after the other, each with its path as a comment before it: uint16."""
+    """Encodes the texts one after the other, each with its path as a comment before it: uint16."""
     parts = []
     for first in range(0, len(texts), 500):
         said = [f"# {text.path}\n{text.content}" for text in texts[first : first + 500]]
@@ -230,7 +230,7 @@ def save_tokenizer(folder: pathlib.Path, to: pathlib.Path) -> None:
 
 
 def write_tokens(tokens: np.ndarray, path: pathlib.Path) -> None:
-    """For the way to another machine: two arrays of bytes, compressed, about half of what they were."""
+    """Writes tokens for the way to another machine: two arrays of bytes, compressed, about half of what they were."""
     import lzma
 
     data = tokens.astype("<u2").view(np.uint8).reshape(-1, 2).T.tobytes()
@@ -238,7 +238,7 @@ def write_tokens(tokens: np.ndarray, path: pathlib.Path) -> None:
 
 
 def read_tokens(path: pathlib.Path) -> np.ndarray:
-    """Of `prepare`, or of `write_tokens` (a name that ends in .xz); uint16."""
+    """Reads the tokens of `prepare`, or of `write_tokens` (a name that ends in .xz); uint16."""
     if path.suffix != ".xz":
         return np.load(path)
     import lzma

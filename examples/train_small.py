@@ -118,7 +118,7 @@ class Batches:
         return np.array([self._order(int(i) // self._count)[i % self._count] for i in places], np.int32)
 
     def in_order(self, steps: int) -> Iterator[np.ndarray]:
-        """Of the first windows of the text, `steps` batches or as many as there are: for evaluation."""
+        """Yields the first windows of the text, `steps` batches or as many as there are: for evaluation."""
         for step in range(min(steps, self._count // self._batch)):
             yield (np.arange(step * self._batch, (step + 1) * self._batch) * self._length).astype(np.int32)
 
@@ -136,7 +136,7 @@ class Trainer:
         self.step = jax.jit(self._step)
 
     def begin(self, start: pathlib.Path | None = None) -> State:
-        """With random weights, or with those of a checkpoint, and fresh moments."""
+        """Begins with random weights, or with those of a checkpoint, and fresh moments."""
         tree = self.tree
         if start is not None:
             assert isinstance(self.cfg, dsv4.DSV4Config)
@@ -363,7 +363,7 @@ def _described(x: Any) -> Any:
 
 
 def flops_per_token(cfg: dsv4.DSV4Config, length: int) -> float:
-    """Of a step of training, forward and backward: multiplications and additions of the products that are made."""
+    """Counts multiplications and additions of all products of a training step, forward and backward."""
     experts, inner, hidden = cfg.n_routed_experts + cfg.n_shared_experts, cfg.moe_intermediate_size, cfg.hidden_size
     heads, dim, mix = cfg.num_attention_heads, cfg.head_dim, cfg.hc_mult * (2 + cfg.hc_mult)
     every = (

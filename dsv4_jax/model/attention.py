@@ -33,7 +33,7 @@ def attention(
     *,
     index_qat: bool | None = None,
 ) -> tuple[jax.Array, LayerCacheHandle]:
-    """One attention layer.
+    """Runs one attention layer on the tokens of a step.
 
     Args:
         p: the layer's "attn" parameters.

@@ -133,7 +133,7 @@ def draft_loop(
 
 @dataclasses.dataclass(frozen=True)
 class _How:
-    """As in the arguments of `draft_step`."""
+    """The settings of `draft_step`, as in its arguments, and the steps that run with them."""
 
     params: Params
     drafts: jax.Array

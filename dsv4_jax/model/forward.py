@@ -89,7 +89,7 @@ def prefill(
     index_qat: bool | None = None,
     implementation: Choice = None,
 ) -> tuple[jax.Array, KVCache]:
-    """As `forward`, but the logits of each sequence's last token only, [B, vocab]: its next is drawn from them."""
+    """Runs a step as `forward` does; gives the logits of each sequence's last token only, [B, vocab]."""
     step = cache.begin(plan, implementation)
     plan = step.plan
     residual, step = layers(params, step, tokens, index_qat)
@@ -106,7 +106,7 @@ def decode_step(
     index_qat: bool | None = None,
     implementation: Choice = None,
 ) -> tuple[jax.Array, KVCache]:
-    """As `forward` for a step of one token per sequence: logits [B, vocab].
+    """Runs a step of one token per sequence as `forward` does: logits [B, vocab].
 
     Raises:
         ShapeError: the plan schedules more tokens than it has sequences.
@@ -202,7 +202,7 @@ def block(
 
 
 def joined(function: Callable[[], T], rows: int) -> Callable[[], T]:
-    """Of kernels on so many rows: `function` with many of them in a call (`ops.in_sequence`), where that gains."""
+    """Returns `function` with many of its kernels in one call (`ops.in_sequence`) where that gains for so many rows."""
     if rows > MAX_JOINED:
         return function
     return ops.in_sequence(function, early=EARLY if rows <= MAX_EARLY else ())

@@ -31,7 +31,7 @@ def head(
 
 
 def logits(x: jax.Array, weight: jax.Array | RowShare, count: int, channel: int) -> jax.Array:
-    """Of the first `count` rows of x [T, hidden]: [count, words] float32, of all words on every device.
+    """Returns the logits of the first `count` rows of x [T, hidden]: [count, words] float32, all words on every device.
 
     Args:
         weight: [words, hidden].

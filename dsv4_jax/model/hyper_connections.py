@@ -40,7 +40,7 @@ def read(
     dtype: jax.typing.DTypeLike,
     implementation: Choice = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """What a block of the layer p reads, at "hc_attn" or "hc_ffn".
+    """Computes what a block of the layer p reads, at "hc_attn" or "hc_ffn".
 
     Returns:
         (block input [T, hidden] of `dtype`, normalised; streams, post and comb with which it writes).
@@ -65,7 +65,7 @@ def read_head(
     dtype: jax.typing.DTypeLike,
     implementation: Choice = None,
 ) -> jax.Array:
-    """What the head reads: [max(T, MIN_ROWS), hidden] of `dtype`, normalised; [T, hidden] if that is float32."""
+    """Computes the head's input: [max(T, MIN_ROWS), hidden] of `dtype`, normalised; [T, hidden] if that is float32."""
     p = params["hc_head"]
     return hyper_head(
         residual.streams,
@@ -86,7 +86,7 @@ def padded_rows(dtype: jax.typing.DTypeLike) -> int:
 
 
 def _vector(p: Params, norm: jax.Array | None) -> jax.Array:
-    """Of a site, stacked or not; stacked ones have taken the norm in."""
+    """Returns the vector of a site, stacked or not; stacked ones have taken the norm in."""
     if "vector" in p:
         return p["vector"]
     assert norm is not None

@@ -39,7 +39,7 @@ def mtp_forward(
     index_qat: bool | None = None,
     implementation: Choice = None,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
-    """As `forward`, and the MTP layer's logits of every scheduled token.
+    """Runs a step as `forward` does, and gives the MTP layer's logits of every scheduled token too.
 
     (DeepSeek-V4, arXiv 2606.19348, section 2.1, which refers to DeepSeek-V3, arXiv 2412.19437, section 2.2.)
 
@@ -110,6 +110,6 @@ def mtp_layer(step: CacheStep[KVCache]) -> LayerCacheHandle[KVCache]:
 
 
 def flat(residual: Residual) -> jax.Array:
-    """With the last block's output in them: [T, n * hidden]."""
+    """Returns the streams with the last block's output added to them: [T, n * hidden]."""
     streams = residual.streams if residual.written is None else widened(residual.streams, residual.written)
     return streams.reshape(streams.shape[0], -1)

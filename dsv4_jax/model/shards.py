@@ -15,7 +15,7 @@ __all__ = ["Shards"]
 
 
 class Shards:
-    """See the module.
+    """A manager for each data shard of a cache, and the requests that are live in them.
 
     Attributes:
         managers: one each, alike.
@@ -41,7 +41,7 @@ class Shards:
 
     @property
     def requests(self) -> list[Request]:
-        """All that are live."""
+        """All live requests, shard by shard."""
         return [request for live in self.live for request in live]
 
     @property
@@ -51,7 +51,7 @@ class Shards:
         return all(len(live) == manager.size.num_slots for manager, live in each)
 
     def index(self, request: Request) -> int | None:
-        """Of its prompt; None if it is not live any more."""
+        """Returns the index of a request's prompt; None if the request is not live any more."""
         return next((live[request] for live in self.live if request in live), None)
 
     def admit(self, index: int, prompt: np.ndarray, room: int) -> bool:

@@ -59,7 +59,7 @@ def mtp_uncached(cfg: DSV4Config, params: Params, tokens: jax.Array) -> jax.Arra
 
 
 def _backbone(params: Params, tokens: jax.Array, cfg: DSV4Config) -> Residual:
-    """After the last layer."""
+    """Returns the residual after the last layer."""
     check_tokens(tokens, len(tokens))
     residual, dtype = embed(params, tokens, cfg), activations(params)
     for p, attn in zip(params["layers"], cfg.layer_types, strict=True):

@@ -54,7 +54,7 @@ class WindowView(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AppendArguments:
-    """What an implementation of `append` and `encode` is given; as in their arguments.
+    """Holds what an implementation of `append` and `encode` is given, as in their arguments.
 
     Attributes:
         pool, row_ids: None: the encoded rows are the result (`encode`).

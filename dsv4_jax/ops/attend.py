@@ -48,7 +48,7 @@ class SharedEntries(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AttendArguments:
-    """What an implementation of `attend` is given; as in its arguments."""
+    """Holds what an implementation of `attend` is given, as in its arguments."""
 
     queries: jax.Array
     sink: jax.Array

@@ -51,7 +51,7 @@ def attend_parts(
     key_split: KernelSplit,
     implementation: Choice,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `ops.attend`, of entries by their numbers in each token's request.
+    """Attends as `ops.attend` does, to entries that are given by their numbers in each token's request.
 
     Args:
         queries: [T, H, dim]: all `heads`, or this rank's share of them.
@@ -79,7 +79,7 @@ def attend_parts(
     no_sink = jnp.full(everyones.shape[1], NO_SINK)
 
     def own(token: jax.Array, q: jax.Array, count: jax.Array, *listed: jax.Array) -> Partial:
-        """Of some tokens, over this rank's keys: its parts are so many tokens more."""
+        """Attends with some tokens to this rank's keys: each of its parts counts as a token more."""
         chosen, counts = entries_of_parts(
             listed[0] if listed else None, count, residues, parts, per_block=per_block, columns=columns
         )
@@ -103,7 +103,7 @@ def attend_parts(
 
 
 def _parts(window: jax.Array, rank: jax.Array, several: int, ranks: int) -> jax.Array:
-    """Of [T, W] window keys those of a rank's parts, [several * T, ceil(W / parts)], and some that are hidden."""
+    """Returns a rank's parts of [T, W] window keys: [several * T, ceil(W / parts)], filled with hidden ones."""
     tokens, keys = window.shape
     width = -(-keys // (several * ranks))
     filled = jnp.pad(window, ((0, 0), (0, width * several * ranks - keys)))

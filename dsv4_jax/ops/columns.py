@@ -41,7 +41,7 @@ class Columns:
         return math.prod(self.shape)
 
     def reshape(self, *shape: int) -> Columns:
-        """As of an array; the first axis, which may be given as -1, stays."""
+        """Returns the values with another shape; the first axis, which may be given as -1, stays."""
         assert shape[0] in (-1, self.matrix.shape[0]) and math.prod(shape[1:]) == math.prod(self.tail), (shape, self)
         return dataclasses.replace(self, tail=tuple(shape[1:]))
 
@@ -76,7 +76,7 @@ class Product:
 
     @property
     def dtype(self) -> jax.typing.DTypeLike:
-        """Of the product."""
+        """The dtype of the product."""
         return jnp.dtype(jnp.float32)
 
     @property
@@ -84,7 +84,7 @@ class Product:
         return math.prod(self.shape)
 
     def reshape(self, *shape: int) -> Product:
-        """As of an array; the first axis, which may be given as -1, stays."""
+        """Returns the values with another shape; the first axis, which may be given as -1, stays."""
         assert shape[0] in (-1, self.x.shape[0]) and math.prod(shape[1:]) == math.prod(self.tail), (shape, self)
         return dataclasses.replace(self, tail=tuple(shape[1:]))
 
@@ -99,5 +99,5 @@ Values = jax.Array | Columns | Product
 
 
 def dense(values: Values) -> jax.Array:
-    """`values` as an array."""
+    """Returns the values as an array."""
     return values.cut() if isinstance(values, Columns | Product) else values

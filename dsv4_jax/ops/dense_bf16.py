@@ -17,7 +17,7 @@ __all__ = ["IMPLEMENTATION", "DenseBf16Arguments", "dense_bf16", "reference"]
 
 @dataclasses.dataclass(frozen=True)
 class DenseBf16Arguments:
-    """What an implementation of `dense_bf16` is given; as in its arguments."""
+    """Holds what an implementation of `dense_bf16` is given, as in its arguments."""
 
     x: jax.Array
     weights: jax.Array

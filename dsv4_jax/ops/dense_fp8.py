@@ -19,7 +19,7 @@ __all__ = ["IMPLEMENTATION", "DenseFp8Arguments", "dense_fp8", "reference"]
 
 @dataclasses.dataclass(frozen=True)
 class DenseFp8Arguments:
-    """What an implementation of `dense_fp8` is given; as in its arguments."""
+    """Holds what an implementation of `dense_fp8` is given, as in its arguments."""
 
     x: jax.Array
     codes: jax.Array
@@ -34,12 +34,12 @@ class DenseFp8Arguments:
 
     @property
     def weight_rows(self) -> int:
-        """N."""
+        """N, the rows of the weights."""
         return self.codes.shape[0] * TILE_ROWS
 
     @property
     def columns(self) -> int:
-        """K."""
+        """K, the columns of the weights."""
         return self.codes.shape[1] * TILE_COLUMNS
 
 

@@ -18,7 +18,7 @@ __all__ = ["IMPLEMENTATION", "EntryRowsArguments", "entry_rows", "reference"]
 
 @dataclasses.dataclass(frozen=True)
 class EntryRowsArguments:
-    """What an implementation of `entry_rows` is given; as in its arguments."""
+    """Holds what an implementation of `entry_rows` is given, as in its arguments."""
 
     entries: jax.Array
     slots: jax.Array

@@ -72,7 +72,7 @@ def using(*peers: Peers) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeArguments:
-    """What an implementation of `exchange` is given; as in the arguments of the public functions."""
+    """Holds what an implementation of `exchange` is given, as in the arguments of the public functions."""
 
     arrays: tuple[jax.Array, ...]
     kind: Kind

@@ -124,7 +124,9 @@ class Exchange:
                 )
 
     def reset(self) -> None:
-        """As new: calls are counted from the first again. Waits for the devices; nothing may be launched meanwhile.
+        """Makes the buffers as new: calls are counted from the first again.
+
+        Waits for the devices; nothing may be launched meanwhile.
 
         Raises:
             ExchangeError: it is closed, or a device has failed.

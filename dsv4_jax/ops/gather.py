@@ -18,7 +18,7 @@ __all__ = ["IMPLEMENTATION", "GatherArguments", "gather_rows", "reference"]
 
 @dataclasses.dataclass(frozen=True)
 class GatherArguments:
-    """What an implementation of `gather_rows` is given; as in its arguments."""
+    """Holds what an implementation of `gather_rows` is given, as in its arguments."""
 
     pool: Rows
     row_ids: jax.Array

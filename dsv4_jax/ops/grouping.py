@@ -50,7 +50,7 @@ class CallNode:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A jaxpr, read.
+    """What was read from a jaxpr.
 
     Attributes:
         nodes: in order, without those that nobody needs.
@@ -127,7 +127,7 @@ def _needed(jaxpr: Any) -> list[Any]:
 
 
 def _view(eqn: Any) -> int | None:
-    """Of an operation that moves nothing: the element of its operand at which its result begins."""
+    """Returns the element of an operand at which the result of an operation that moves nothing begins."""
     if not eqn.invars or not eqn.outvars or isinstance(eqn.invars[0], Literal):
         return None
     name, params = eqn.primitive.name, eqn.params
@@ -197,7 +197,7 @@ def _cut(nodes: list[CallNode], group: list[int]) -> list[list[int]]:
 
 
 def _grouped(nodes: list[CallNode], calls: set[int]) -> list[int]:
-    """Of each node a name of its group."""
+    """Returns a name of the group of each node."""
     after: list[list[int]] = [[] for _ in nodes]
     for i, node in enumerate(nodes):
         for p in node.before:
@@ -206,7 +206,7 @@ def _grouped(nodes: list[CallNode], calls: set[int]) -> list[int]:
     before = [node.before for node in nodes]
 
     def reached(order: range, edges: Any, own: Any) -> list[int]:
-        """Of each node the union, as bits, of what those behind its edges have of their own."""
+        """Returns for each node the union, as bits, of what those behind its edges have of their own."""
         bits = [0] * len(nodes)
         for i in order:
             for p in edges[i]:

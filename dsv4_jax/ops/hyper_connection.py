@@ -52,7 +52,7 @@ class Written(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HyperConnectionArguments:
-    """What an implementation of `hyper_connection` is given; as in its arguments.
+    """Holds what an implementation of `hyper_connection` is given, as in its arguments.
 
     `iterations` None: those of `hyper_head`, whose result is x alone.
     """

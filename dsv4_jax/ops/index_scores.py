@@ -21,7 +21,7 @@ __all__ = ["IMPLEMENTATION", "IndexScoresArguments", "index_scores", "reference"
 
 @dataclasses.dataclass(frozen=True)
 class IndexScoresArguments:
-    """What an implementation of `index_scores` is given; as in its arguments."""
+    """Holds what an implementation of `index_scores` is given, as in its arguments."""
 
     pool: Rows
     queries: jax.Array

@@ -31,7 +31,7 @@ class CallPlace:
 
 
 def waits_of(nodes: Sequence[CallNode]) -> list[set[int]]:
-    """Of each call of a group those that it must come after: it reads what they make, or overwrites what they read."""
+    """Returns for each call of a group those it comes after: it reads what they make, or overwrites what they read."""
     found = []
     for i, node in enumerate(nodes):
         made = {id(out): k for k, other in enumerate(nodes[:i]) for out in other.eqn.outvars}
@@ -43,7 +43,7 @@ def waits_of(nodes: Sequence[CallNode]) -> list[set[int]]:
 
 
 def places(nodes: Sequence[CallNode], early: frozenset[str]) -> list[CallPlace]:
-    """Of each call of a group, given in an order in which they can run.
+    """Returns when and where each call of a group runs; the calls are given in an order in which they can run.
 
     The longest chain of calls has the first lane. Of those that wait for a call the one with the longest chain behind
     it goes on in its lane, and the others get lanes of their own.

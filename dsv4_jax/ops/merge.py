@@ -38,7 +38,7 @@ class Partial(NamedTuple):
 
     @classmethod
     def of(cls, out: jax.Array, lse: jax.Array) -> Partial:
-        """Of what `attend` gives with `NO_SINK`."""
+        """Makes one of what `attend` gives with `NO_SINK`."""
         return cls(out, lse, (lse != _NO_KEY).astype(jnp.float32))
 
     def __add__(self, other: Partial) -> Partial:  # type: ignore[override]

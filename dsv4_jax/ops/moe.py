@@ -28,7 +28,7 @@ _TURN = 8  # rows of gates, then as many of ups: `expert_fp4.gate_up_rows`
 
 @dataclasses.dataclass(frozen=True)
 class MoeArguments:
-    """What an implementation of `moe` is given; as in its arguments."""
+    """Holds what an implementation of `moe` is given, as in its arguments."""
 
     x: jax.Array
     chosen: jax.Array
@@ -170,7 +170,7 @@ class ExpertSums(NamedTuple):
         return jnp.asarray([0, *(int(x).bit_length() for x in parts[1:] ^ parts[:-1])], jnp.int32)
 
     def add(self, value: jax.Array, done: jax.Array) -> ExpertSums:
-        """With an expert's part. What it gives nobody must be +0."""
+        """Adds an expert's part. What it gives nobody must be +0."""
         sums = self._carried(lambda level: done > level)
         return sums._replace(part=sums.part + value)
 

@@ -18,7 +18,7 @@ __all__ = ["IMPLEMENTATION", "NormaliseArguments", "normalise", "reference"]
 
 @dataclasses.dataclass(frozen=True)
 class NormaliseArguments:
-    """What an implementation of `normalise` is given; as in its arguments."""
+    """Holds what an implementation of `normalise` is given, as in its arguments."""
 
     values: Values
     weight: jax.Array

@@ -81,7 +81,7 @@ def _entries_of(own: jax.Array, per_block: int, residue: jax.Array | int, modulu
 def entries_of_parts(
     entries: jax.Array | None, count: jax.Array, residues: jax.Array, modulus: int, *, per_block: int, columns: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Those of a token's entries that are in blocks c with c mod modulus == residue, for each of some residues.
+    """Returns the entries of each token that lie in blocks c with c mod modulus == residue, for each of some residues.
 
     Args:
         entries: [T, K] int32, of which the first `count` count; None: all of the first `columns` blocks, in order.

@@ -19,7 +19,7 @@ __all__ = ["IMPLEMENTATION", "QueriesArguments", "finish_queries", "reference"]
 
 @dataclasses.dataclass(frozen=True)
 class QueriesArguments:
-    """What an implementation of `finish_queries` is given; as in its arguments."""
+    """Holds what an implementation of `finish_queries` is given, as in its arguments."""
 
     queries: Values
     position: jax.Array

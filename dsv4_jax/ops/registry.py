@@ -181,13 +181,13 @@ def pick(op: str, arguments: Arguments, choice: Choice = None) -> Implementation
 
 
 def run(op: str, arguments: Arguments, choice: Choice = None) -> Any:
-    """What the picked implementation makes of the arguments. Raises as `pick`."""
+    """Runs the picked implementation on the arguments. Raises as `pick`."""
     implementation = pick(op, arguments, choice)
     return _compiled(implementation, arguments) if implementation.name == "xla" else implementation.call(arguments)
 
 
 def _compiled(reference: Implementation, arguments: Arguments) -> Any:
-    """What a reference makes of the arguments, as one jitted function.
+    """Runs a reference on the arguments as one jitted function.
 
     Outside of a step that is one call instead of twenty; in a step the layers that ask for the same share one trace.
     Arrays are the function's operands, whatever else the record holds is static.

@@ -20,7 +20,7 @@ _FLOOR = np.float32(1e-20)  # of the sum that shares are divided by
 
 @dataclasses.dataclass(frozen=True)
 class RouteArguments:
-    """What an implementation of `route` is given; as in its arguments. One of `bias` and `chosen` is None."""
+    """Holds what an implementation of `route` is given, as in its arguments. One of `bias` and `chosen` is None."""
 
     logits: jax.Array
     bias: jax.Array | None

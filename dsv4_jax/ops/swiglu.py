@@ -20,7 +20,7 @@ __all__ = ["IMPLEMENTATION", "SwigluArguments", "reference", "swiglu"]
 
 @dataclasses.dataclass(frozen=True)
 class SwigluArguments:
-    """What an implementation of `swiglu` is given; as in its arguments."""
+    """Holds what an implementation of `swiglu` is given, as in its arguments."""
 
     gate: Values
     up: Values

@@ -19,7 +19,7 @@ __all__ = ["IMPLEMENTATION", "TopKArguments", "reference", "top_k"]
 
 @dataclasses.dataclass(frozen=True)
 class TopKArguments:
-    """What an implementation of `top_k` is given; as in its arguments.
+    """Holds what an implementation of `top_k` is given, as in its arguments.
 
     Attributes:
         k: at most S.

@@ -30,7 +30,7 @@ class Held(NamedTuple):
 
     @classmethod
     def of(cls, request: Any) -> Held:
-        """Of a manager's `Request`, all steps of which have run."""
+        """Reads the state of a manager's `Request`, all steps of which have run."""
         return cls(request.slot, request.num_cached, request.blocks)
 
 

@@ -29,7 +29,7 @@ __all__ = ["Mix", "MixJob", "host_size"]
 
 
 def host_size(runner: StepRunner) -> HostSize:
-    """Of the host arrays that mixes of this runner use: half its blocks, and its snapshots."""
+    """Returns the size of the host arrays that mixes of this runner use: half its blocks, and its snapshots."""
     return HostSize.of(runner.layout, runner.size.num_blocks // 2, runner.size.num_snapshots)
 
 
@@ -166,7 +166,7 @@ class Mix:
         )
 
     def replay(self) -> None:
-        """What the cache has in the end of the latest requests, as another one would find it."""
+        """Reads what the cache has in the end of the latest requests, as another one would find it."""
         if self.chance(0.3):
             self.sleep()
         for tokens, tenant in [(job.request.tokens, job.tenant) for job in self.ended[-3:]]:
@@ -180,7 +180,7 @@ class Mix:
             self.manager.abort_request(request)
 
     def interfere(self) -> None:
-        """What a scheduler, or its user, may do between two steps."""
+        """Does one thing that a scheduler, or its user, may do between two steps."""
         manager, live = self.manager, list(self.manager.requests)
         if self.waiting and (not self.jobs or self.chance(0.4)):
             self.admit(self.prompt())
@@ -292,7 +292,7 @@ class Mix:
         self.seen["forks before the first step"] += count * (request.last_step == 0)
 
     def reserve(self, request: Request) -> None:
-        """All its blocks at once, if they can be had."""
+        """Takes all blocks of a request at once, if they can be had."""
         with contextlib.suppress(OutOfBlocksError):
             self.manager.reserve(request, self.jobs[request].total)
             self.seen["reservations"] += 1

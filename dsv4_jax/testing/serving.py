@@ -76,7 +76,7 @@ class Mixes:
 
     @property
     def missing(self) -> list[str]:
-        """What should have happened and did not."""
+        """Lists what should have happened in the mixes and did not."""
         drafts = self.runner.layout.draft_tokens
         return [name for name in EXERCISED if not self.seen[name] and (drafts or name not in _OF_DRAFTS)]
 

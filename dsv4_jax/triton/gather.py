@@ -42,7 +42,7 @@ def supports(arguments: GatherArguments) -> str | None:
 
 
 def call(arguments: GatherArguments) -> jax.Array:
-    """As `ops.gather.reference`."""
+    """Gathers rows as `ops.gather.reference` does."""
     import jax_triton  # pyrefly: ignore[missing-import]
 
     from .gather_kernel import gather_fp8

@@ -39,7 +39,7 @@ class WeightPart:
     bytes: int = 0
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Of a matrix [rows, columns]."""
+        """Returns the shape that this part has of a matrix [rows, columns]."""
         return (-(-rows // self.rows), columns // self.columns, *([self.bytes] if self.bytes else []))
 
 
@@ -71,7 +71,7 @@ class WeightFormat:
 
     @property
     def codec(self) -> ModuleType:
-        """The codec (imports jax)."""
+        """The module that encodes, decodes, packs and unpacks matrices of this format; importing it imports jax."""
         return importlib.import_module(self.module)
 
     def check(self, what: str, rows: int, columns: int) -> None:
@@ -88,7 +88,7 @@ class WeightFormat:
         return (rows, columns // self.per_byte), scales
 
     def packed(self, rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the parts."""
+        """Returns the shapes of all parts of a matrix [rows, columns]."""
         return tuple(part.shape(rows, columns) for part in self.parts)
 
     def unpacked(self, shape: tuple[int, ...]) -> tuple[int, ...]:

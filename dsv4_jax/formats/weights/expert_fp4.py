@@ -73,7 +73,7 @@ def gate_up_rows(gate: Array, up: Array) -> Array:
 
 
 def gates_and_ups(rows: Array) -> tuple[Array, Array]:
-    """What `gate_up_rows` was given."""
+    """Takes apart what `gate_up_rows` joined: (gate, up)."""
     *lead, both, n = rows.shape
     pair = rows.reshape(*lead, both // 16, 2, 8, n)
     gate, up = (pair[..., i, :, :].reshape(*lead, both // 2, n) for i in (0, 1))
@@ -107,7 +107,7 @@ def pack(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What `pack` was given."""
+    """Returns the codes and scales that `pack` was given."""
     *lead, tiles, steps, _ = packed.shape
     x = packed.reshape(-1, tiles, steps, TILE_BYTES)
     both = np.ascontiguousarray(x[..., :CODE_BYTES]).view("<u4").reshape(-1, tiles, steps, 2, 2, 4, 8, 4, 2)
@@ -123,7 +123,7 @@ def unpack(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def places() -> Iterator[tuple[tuple, int, int]]:
-    """Of an array [..., tile, w, h, r, step, half, g, product, c, q] what is packed alike; its word and rotation."""
+    """Yields what is packed alike: an index into [..., tile, w, h, r, step, half, g, product, c, q], word, rotation."""
     for (product, c, h), (word, rotation) in _PLACES.items():
         yield (slice(None),) * 3 + (h,) + (slice(None),) * 4 + (product, c), word, rotation
 

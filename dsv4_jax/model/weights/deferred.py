@@ -54,13 +54,13 @@ class Deferred:
         return self.size * np.dtype(self.dtype).itemsize
 
     def reshape(self, *shape: Any) -> Deferred:
-        """As of an array; one of the sizes may be -1."""
+        """Returns the array with another shape, one of whose sizes may be -1."""
         given = tuple(shape[0]) if isinstance(shape[0], tuple) else shape
         known = math.prod(n for n in given if n != -1)
         return dataclasses.replace(self, shape=tuple(self.size // known if n == -1 else n for n in given))
 
     def rows(self, start: int, stop: int) -> Deferred:
-        """As of an array: these of its first axis. A piece that they cut is made whole."""
+        """Returns these rows of the first axis. A piece that they cut is made whole."""
         width = math.prod(self.shape[1:])
         first, last, at, pieces = start * width, stop * width, 0, []
         for size, piece in self.pieces:
@@ -157,7 +157,7 @@ def _cut(piece: Callable[[], Array], start: int, stop: int) -> Array:
 
 @contextlib.contextmanager
 def _first_alone(kind: tuple[Any, ...]) -> Iterator[None]:
-    """What is done for the first time for its kind is done by one thread at a time.
+    """Lets one thread at a time do what is done for the first time for its kind.
 
     It compiles, and jax's compilation cache takes an entry that several threads write at once for a broken one.
     """

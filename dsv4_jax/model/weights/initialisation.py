@@ -1,4 +1,4 @@
-"""Random parameters: of NumPy for plain matrices, drawn on the device for those in released formats."""
+"""Random parameters: from NumPy for plain matrices, made on the device for those in released formats."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.n
 
 
 def _width(name: str, shape: tuple[int, ...]) -> float:
-    """Standard deviation."""
+    """Returns the standard deviation that a parameter is given."""
     return {"attn_sink": 1.0, "ape": 1.0, "base": 1.0, "gate_bias": 0.1}.get(name, shape[-1] ** -0.5)
 
 
 def _on_device(cfg: DSV4Config, seed: int) -> Callable[[tuple[Any, ...], Any], Any]:
-    """What is small is drawn on the host all the same: there is nothing to compile for it."""
+    """Returns what makes a leaf on its device; small ones come from the host, so that nothing is compiled for them."""
     key, count = seed_key(seed), iter(range(2**31))
 
     def leaf(path: tuple[Any, ...], spec: Any) -> Any:
@@ -143,5 +143,5 @@ def _normal(key: jax.Array, wide: jax.Array, shape: tuple[int, ...], dtype: Any)
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _matrix(key: jax.Array, fmt: WeightFormat, rows: int, columns: int) -> tuple[jax.Array, ...]:
-    """The parts of one."""
+    """Returns the parts of one random matrix."""
     return fmt.codec.draw(key, rows, columns)

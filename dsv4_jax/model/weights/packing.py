@@ -54,7 +54,7 @@ class PackedLayers:
 
     @property
     def partition(self) -> jax.sharding.PartitionSpec:
-        """Of each array."""
+        """The `PartitionSpec` of each array."""
         return jax.sharding.PartitionSpec(tuple(name for name, _ in self.axes) or None)
 
     def __len__(self) -> int:
@@ -64,7 +64,7 @@ class PackedLayers:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, layer: int) -> Params:
-        """Raises `IndexError`."""
+        """Returns the parameters of a layer. Raises `IndexError` if there is no such layer."""
         return jax.tree.unflatten(self.trees[layer], [self._leaf(place) for place in self.places[layer]])
 
     def _leaf(self, place: _LeafPlace) -> jax.Array:

@@ -165,7 +165,7 @@ def _is_float(dtype: Any) -> bool:
 
 
 def is_leaf(node: Any) -> bool:
-    """What a parameter is, for `jax.tree` functions: quantised ones have several arrays."""
+    """Tells `jax.tree` functions that a quantised parameter, which has several arrays, is one leaf."""
     return isinstance(node, Quantised)
 
 
@@ -188,5 +188,5 @@ def has_mtp(params: Params) -> bool:
 
 
 def weight_bytes(cfg: DSV4Config, weights: Weights = RELEASED, *, mtp: bool = False) -> int:
-    """What the parameters take on devices, with `mtp` the MTP layer's too. Raises as `param_specs`."""
+    """Returns the parameters' bytes on devices, with `mtp` the MTP layer's too. Raises as `param_specs`."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(param_specs(cfg, weights, mtp=mtp)))

@@ -100,7 +100,7 @@ def device_specs(cfg: DSV4Config, weights: Weights = RELEASED, split: Split = AL
 
 
 def device_bytes(cfg: DSV4Config, weights: Weights = RELEASED, split: Split = ALONE, *, mtp: bool = False) -> int:
-    """What the parameters take on each device of a split, stacked and packed; with `mtp` the MTP layer's too.
+    """Returns the bytes that the parameters take on each device of a split, with `mtp` those of the MTP layer too.
 
     Raises as `device_specs`.
     """
@@ -159,7 +159,7 @@ def _devices(mesh: Mesh) -> Iterator[tuple[int, jax.Device]]:
 
 
 def _whole(mesh: Mesh, axes: tuple[str, ...], *shards: jax.Array) -> jax.Array:
-    """Of the shards of this process's devices; with axes their rows follow one another."""
+    """Joins the shards of this process's devices to one array; with axes their rows follow one another."""
     sharding = NamedSharding(mesh, PartitionSpec(*([axes] if axes else [])))
     parts = math.prod(mesh.shape[axis] for axis in axes)
     shape = (parts * shards[0].shape[0], *shards[0].shape[1:]) if parts > 1 else shards[0].shape

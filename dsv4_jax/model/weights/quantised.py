@@ -31,7 +31,7 @@ class Quantised:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """The shape of the matrix, or of the matrices."""
         return self.format.unpacked(self.parts[0].shape)
 
     @property

@@ -45,7 +45,10 @@ class _Stored(NamedTuple):
     block: tuple[int, int] = (1, 1)
 
     def read(self, dtype: Any) -> jax.Array:
-        """As a plain array on the device, never a view of the file. Raises `CheckpointError`: an FP8 code is NaN."""
+        """Reads the tensor as a plain array on the device, never a view of the file.
+
+        Raises `CheckpointError`: an FP8 code is NaN.
+        """
         if np.issubdtype(self.tensor.dtype, np.integer) and self.scale is None:
             return jnp.array(self.tensor.astype(dtype))
         if self.scale is None:
@@ -110,7 +113,7 @@ class Source:
             )
 
     def _is_skipped(self, name: str) -> bool:
-        """Of an MTP layer, or a head that the config replaces by the embedding."""
+        """Whether a tensor is of an MTP layer, or of a head that the config replaces by the embedding."""
         layer = re.match(r"layers\.([0-9]{1,9})\.", name)
         beyond = int(layer[1]) - self.cfg.num_layers if layer else -1
         is_head = self.cfg.tie_word_embeddings and name in names_of("", "head")
@@ -136,7 +139,7 @@ class Source:
         return _plain(spec, tuple(self._take(name, part, spec.dtype) for name in stored))
 
     def _quantised(self, prefix: str, name: str | None, matrices: tuple[str, ...] | None, spec: Quantised) -> Quantised:
-        """Of one tensor, or of those of all experts."""
+        """Finds a quantised parameter: one tensor, or those of all experts."""
         fmt = spec.format
         if name is not None:
             stored = [(self._released(name, spec.shape, fmt),)]

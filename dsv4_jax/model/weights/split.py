@@ -127,12 +127,12 @@ jax.tree_util.register_dataclass(RowShare, data_fields=["rows"], meta_fields=["t
 
 
 def split_of(p: dict[str, Any]) -> Split:
-    """That of a layer's "attn" or "ffn" parameters."""
+    """Returns the split of a layer's "attn" or "ffn" parameters."""
     return p.get("split", ALONE)
 
 
 def split_over(cfg: DSV4Config, mesh: Mesh) -> Split:
-    """How a model is split over a mesh.
+    """Returns the split of a model over a mesh.
 
     Raises:
         LayoutError: no mesh of devices, one with other axes than "data" and "tensor", or the model does not divide by
@@ -146,7 +146,7 @@ def split_over(cfg: DSV4Config, mesh: Mesh) -> Split:
 
 
 def check_split(cfg: DSV4Config, split: Split) -> Split:
-    """The split.
+    """Returns the split if a model of this config can be divided so.
 
     Raises:
         LayoutError: experts, query heads or their groups do not divide by the devices, or there are other than 1, 2,
