@@ -58,7 +58,7 @@ def variant(text: str, base: StepOptions) -> tuple[str, StepOptions, Callable[..
     elif "early=false" in settings:
         joined = lambda function, **_: in_sequence(function, early=())  # noqa: E731
     fields = {field.name for field in dataclasses.fields(StepOptions)}
-    own, xla, streams = {}, {}, lanes.MOST
+    own, xla, streams = {}, {}, lanes.MAX_LANES
     for key, _, value in (setting.partition("=") for setting in settings):
         if key == "lanes":
             streams = int(value)
@@ -162,7 +162,7 @@ def cases(args: argparse.Namespace) -> list[tuple[str, StepOptions, Callable[...
     base = dataclasses.replace(base, devices=args.devices, brief=True)
     heads = dataclasses.replace(base, batch=1, tensor=args.devices, key_split="latency")
     rows = dataclasses.replace(base, batch=64 if args.model != "tiny" else 4)
-    return [(name, each, ops.in_sequence, lanes.MOST) for name, each in {"heads": heads, "experts": rows}.items()]
+    return [(name, each, ops.in_sequence, lanes.MAX_LANES) for name, each in {"heads": heads, "experts": rows}.items()]
 
 
 def main() -> None:

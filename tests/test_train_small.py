@@ -15,7 +15,8 @@ import pytest
 import dsv4_jax as dsv4
 from dsv4_jax.config import AttentionType
 from dsv4_jax.formats import fp8, index_fp4, kv_format
-from dsv4_jax.formats.weights import fp4_codec, fp8_codec
+from dsv4_jax.formats.weights import fp4 as fp4_weights
+from dsv4_jax.formats.weights import fp8 as fp8_weights
 from dsv4_jax.model import forward_uncached, init_params, load_hf, mtp_uncached
 
 from . import pictures
@@ -91,8 +92,8 @@ def test_roundings_are_those_of_the_formats(model: ModuleType) -> None:
     halves = np.float32([0, 0.25, -0.75, 1.25, -1.75, 2.5, -3.5, 5])  # between two codes
     wide[0, :32] = np.tile(halves, 4)
     x = jnp.asarray(wide)
-    np.testing.assert_array_equal(model.fp8_rounded_weight(x), fp8_codec.decode(*fp8_codec.encode(x), jnp.float32))
-    np.testing.assert_array_equal(model.fp4_rounded(x), fp4_codec.decode(*fp4_codec.encode(x), jnp.float32))
+    np.testing.assert_array_equal(model.fp8_rounded_weight(x), fp8_weights.decode(*fp8_weights.encode(x), jnp.float32))
+    np.testing.assert_array_equal(model.fp4_rounded(x), fp4_weights.decode(*fp4_weights.encode(x), jnp.float32))
     np.testing.assert_array_equal(model.fp4_rounded(x), index_fp4.round_trip(x))
     row = kv_format("fp8", 256, 64)
     stored = fp8.decode(row, fp8.encode(row, x))

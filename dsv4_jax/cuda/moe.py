@@ -1,6 +1,6 @@
 """The experts' products in the project's own CUDA for Hopper (`csrc/moe_kernel.cuh`), called through XLA FFI.
 
-FP4 weights as `weights.expert_fp4.pack` lays them out, bf16 rows, sums in float32. Four launches: rows by expert, gate
+FP4 weights as `formats.weights.fp4.pack` lays them out, bf16 rows, sums in float32. Four launches: rows by expert, gate
 and up with the clamped SwiGLU, down, and each token's sum over its experts (`ops.moe.ExpertSums`). A token's bits
 depend on the token, its experts and their shares alone: not on its neighbours, on their number, on how the kernel cuts
 the work or on how many devices share the experts.

@@ -1,4 +1,4 @@
-"""dense_fp8: products with a matrix of FP8 weights that stay as released, in the packed form of `weights.dense_fp8`."""
+"""dense_fp8: products with FP8 weights that stay as released, in the packed form of `formats.weights.fp8`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from ..checks import shown
 from ..errors import ShapeError
-from ..formats.weights import fp8_codec
-from ..formats.weights.dense_fp8 import BLOCK, TILE_BYTES, TILE_COLUMNS, TILE_ROWS
+from ..formats.weights import fp8
+from ..formats.weights.fp8 import BLOCK, TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 from .arguments import Check
 from .registry import Choice, Implementation, run
 
@@ -60,7 +60,7 @@ def dense_fp8(
 
     Args:
         x: [T, groups * K] float, taken in bf16.
-        codes: [N / 64, K / 128, 8192] uint8, `weights.dense_fp8.pack` of e4m3 codes [N, K].
+        codes: [N / 64, K / 128, 8192] uint8, `formats.weights.fp8.pack` of e4m3 codes [N, K].
         scales: [ceil(N / 128), K / 128] uint8, e8m0, as released.
         groups: of the weights' rows, in 64s.
         dtype: of the result, float32 or bfloat16.
@@ -93,7 +93,7 @@ def dense_fp8(
 def reference(arguments: DenseFp8Arguments) -> jax.Array:
     """`dense_fp8` in `jnp`: the weights dequantised, then a product of bf16."""
     groups, columns, rows = arguments.groups, arguments.columns, arguments.x.shape[0]
-    weights = fp8_codec.decode(*fp8_codec.unpack(arguments.codes, arguments.scales))
+    weights = fp8.decode(*fp8.unpack(arguments.codes, arguments.scales))
     weights = weights.reshape(groups, arguments.weight_rows // groups, columns)
     x = arguments.x.astype(jnp.bfloat16).reshape(rows, groups, columns)
     out = jnp.einsum("tgk,gnk->tgn", x, weights, preferred_element_type=jnp.float32)

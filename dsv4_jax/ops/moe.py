@@ -1,4 +1,4 @@
-"""moe: the routed experts of a feed-forward layer, with FP4 weights that stay as released (`weights.expert_fp4`)."""
+"""moe: the routed experts of a feed-forward layer, with FP4 weights that stay as released (`formats.weights.fp4`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jax import lax
 
 from ..checks import INT32_MAX, check_integer, shown
 from ..errors import ShapeError
-from ..formats.weights import fp4_codec
-from ..formats.weights.expert_fp4 import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
+from ..formats.weights import fp4
+from ..formats.weights.fp4 import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 from .arguments import Check
 from .numerics import clamped_swiglu
 from .registry import Choice, Implementation, run
@@ -23,7 +23,7 @@ from .registry import Choice, Implementation, run
 __all__ = ["IMPLEMENTATION", "PARTS", "ExpertSums", "MoeArguments", "moe", "reference"]
 
 PARTS = 8  # of all experts: each is summed by itself, and the parts by a binary tree
-_TURN = 8  # rows of gates, then as many of ups: `expert_fp4.gate_up_rows`
+_TURN = 8  # rows of gates, then as many of ups: `fp4.gate_up_rows`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ def moe(
             twice counts with both shares.
         share: [T, top] float, what each counts.
         gate_up: [experts, inter / 32, hidden / 128, 4352] uint8, packed: gates and ups, eight rows of each in turn
-            (`weights.expert_fp4.gate_up_rows`), of the experts that are here.
+            (`formats.weights.fp4.gate_up_rows`), of the experts that are here.
         down: [experts, hidden / 64, inter / 128, 4352] uint8, packed.
         limit: of the SwiGLU: gates are clamped above, ups on both sides.
         first: number of the first expert that is here, int32 if it is an array; what others would add is left out.
@@ -125,7 +125,7 @@ def reference(arguments: MoeArguments) -> jax.Array:
     share = arguments.share.astype(jnp.float32)
 
     def product(x: jax.Array, tiles: jax.Array) -> jax.Array:
-        weights = fp4_codec.decode(*fp4_codec.unpack(tiles))
+        weights = fp4.decode(*fp4.unpack(tiles))
         each = x.reshape(arguments.shards, x.shape[0] // arguments.shards, x.shape[1])
         out = lax.map(lambda x: jnp.einsum("tk,nk->tn", x, weights, preferred_element_type=jnp.float32), each)
         return out.reshape(x.shape[0], weights.shape[0])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import ImplementationError
-from dsv4_jax.formats.weights.dense_fp8 import pack
+from dsv4_jax.formats.weights.fp8 import pack
 from dsv4_jax.ops import dense_fp8
 
 from ..ops.test_dense_fp8 import MATRICES, DenseFp8Test
@@ -61,12 +61,12 @@ class TestDenseFp8OnTheGpu(DenseFp8Test):
         codes, scales = oracle.random_matrix(rng, n, k)
         for rows in (1, 8, 64):
             x = rng.standard_normal((rows, groups * k)).astype(jnp.bfloat16)
-            whole = self.run(x, pack(codes, scales), scales, groups=groups)
+            whole = self.run(x, *pack(codes, scales), groups=groups)
             for shares in (2, 4):
                 size, own = n // shares, max(1, groups // shares)
                 for i in range(shares):
                     part = slice(i * size, (i + 1) * size), slice(i * size // 128, (i + 1) * size // 128)
                     weights = pack(codes[part[0]], scales[part[1]])
                     taken = x[:, i * own * k : (i + 1) * own * k] if groups > 1 else x
-                    got = self.run(taken, weights, scales[part[1]], groups=own, whole_rows=n)
+                    got = self.run(taken, *weights, groups=own, whole_rows=n)
                     np.testing.assert_array_equal(got, whole[:, part[0]])

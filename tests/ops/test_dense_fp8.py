@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import ShapeError
-from dsv4_jax.formats.weights.dense_fp8 import pack
+from dsv4_jax.formats.weights.fp8 import pack
 from dsv4_jax.ops import dense_fp8
 
 from ..oracle import dense as oracle
@@ -38,7 +38,7 @@ class DenseFp8Test(OpTest):
         codes, scales = oracle.random_matrix(rng, n, k)
         x = rng.standard_normal((rows, groups * k)).astype(jnp.bfloat16)
         want = oracle.product(x.astype(np.float64), oracle.dequantised(codes, scales), groups)
-        return x, pack(codes, scales), scales, want
+        return x, *pack(codes, scales), want
 
     @pytest.mark.parametrize("rows", [1, 17, 100])
     @pytest.mark.parametrize("name", MATRICES)

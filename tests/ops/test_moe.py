@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import ShapeError
-from dsv4_jax.formats.weights.expert_fp4 import gate_up_rows, pack
+from dsv4_jax.formats.weights.fp4 import gate_up_rows, pack
 from dsv4_jax.ops import moe
 from dsv4_jax.ops.exchange import sum_in_pairs
 
@@ -33,10 +33,10 @@ class MoeTest(OpTest):
         rng = np.random.default_rng(1)
         weights = oracle.random_weights(rng, EXPERTS, HIDDEN, INTER)
         parts = [[np.stack([w[name][i] for w in weights]) for name in oracle.NAMES] for i in (0, 1)]
-        gate_up = pack(*(gate_up_rows(gate, up) for gate, up, _ in parts))
+        (gate_up,) = pack(*(gate_up_rows(gate, up) for gate, up, _ in parts))
         x = rng.standard_normal((tokens, HIDDEN)).astype(jnp.bfloat16)
         chosen = rng.permuted(np.tile(np.arange(2 * EXPERTS, dtype=np.int32), (tokens, 1)), axis=1)[:, :TOP]
-        return (x, chosen, rng.random((tokens, TOP), np.float32)), (gate_up, pack(*(x for _, _, x in parts))), weights
+        return (x, chosen, rng.random((tokens, TOP), np.float32)), (gate_up, *pack(*(x for _, _, x in parts))), weights
 
     @pytest.mark.parametrize("first", [0, 4])
     def test_against_float64_and_among_others(self, first: int) -> None:

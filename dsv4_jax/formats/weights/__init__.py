@@ -4,9 +4,9 @@
 | fp8    | e4m3 codes, an e8m0 scale per 128 x 128                  | codes in tiles of 64 x 128; scales as is  | 8.0  |
 | fp4    | e2m1 codes, two a byte, an e8m0 scale per row and 32     | both in tiles of 64 x 128                 | 4.25 |
 
-The device holds the released bits in another order, the one in which the CUDA kernels read them (`dense_fp8`,
-`expert_fp4`, for NumPy); a format's codec, the module that its entry names, does the same in `jnp`, and is the contract
-of the kernels. An e8m0 scale is 2^(code - 127). Nothing here imports jax.
+The device holds the released bits in another order, the one in which the CUDA kernels read them; a format's codec, the
+module that its entry names (`fp8`, `fp4`), packs them so in `jnp`, and is the contract of the kernels. An e8m0 scale is
+2^(code - 127). Nothing here imports jax.
 
 Sources: the released checkpoints (`F8_E4M3` and `I8` tensors with `F8_E8M0` scales beside them), OCP MX for e2m1.
 """
@@ -113,10 +113,10 @@ WEIGHT_FORMATS: dict[str, WeightFormat] = {
             (64, 128),
             134,
             (WeightPart("codes", 64, 128, 8192), WeightPart("scales", 128, 128)),
-            f"{__name__}.fp8_codec",
+            f"{__name__}.fp8",
         ),
         WeightFormat(
-            "fp4", "e2m1", 2, (1, 32), (64, 128), 128, (WeightPart("tiles", 64, 128, 4352),), f"{__name__}.fp4_codec"
+            "fp4", "e2m1", 2, (1, 32), (64, 128), 128, (WeightPart("tiles", 64, 128, 4352),), f"{__name__}.fp4"
         ),
     )
 }

@@ -17,7 +17,7 @@ import numpy as np
 from ...config import DSV4Config
 from ...errors import CheckpointError, ConfigError, OutputError
 from ...formats.weights import WeightFormat
-from ...formats.weights.expert_fp4 import gates_and_ups
+from ...formats.weights.fp4 import gates_and_ups
 from ...output import open_output
 from ...untrusted import plain
 from .names import EXPERT_MATRICES, MTP, address, expert_name, names_of, published_name

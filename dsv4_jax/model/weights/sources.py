@@ -15,7 +15,7 @@ import numpy as np
 
 from ...config import DSV4Config
 from ...errors import CheckpointError
-from ...formats.weights import WeightFormat, expert_fp4
+from ...formats.weights import WeightFormat, fp4
 from ...untrusted import plain, read_json, shown
 from .deferred import Deferred
 from .names import EXPERT_MATRICES, MTP, OWN_MTP_TABLES, expert_name, names_of
@@ -254,7 +254,7 @@ def _packed(stored: tuple[_Stored, ...], fmt: WeightFormat, part: int) -> jax.Ar
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _pack(bits: tuple[tuple[jax.Array, jax.Array], ...], fmt: WeightFormat, part: int) -> jax.Array:
-    codes, scales = bits[0] if len(bits) == 1 else (expert_fp4.gate_up_rows(*pair) for pair in zip(*bits, strict=True))
+    codes, scales = bits[0] if len(bits) == 1 else (fp4.gate_up_rows(*pair) for pair in zip(*bits, strict=True))
     return fmt.codec.pack(codes, scales)[part]
 
 
