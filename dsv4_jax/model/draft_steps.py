@@ -1,4 +1,4 @@
-"""Steps that draft with the MTP layer, verify with the backbone and draw: one, or K in one executable."""
+"""Steps that draft with the MTP layer, verify with the backbone and sample: one, or K in one executable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .ahead import moved
 from .forward import check_tokens, layers
 from .head import head
 from .mtp import check_mtp, flat, follow, guess, mtp_layer
-from .sampling import GREEDY, Sampling, distribution, draw_keys
+from .sampling import GREEDY, Sampling, distribution, sampling_keys
 from .speculative import accept
 from .weights.names import MTP
 from .weights.params import Params
@@ -38,13 +38,13 @@ def draft_step(
     index_qat: bool | None = None,
     implementation: Choice = None,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
-    """One step that drafts, verifies and draws: decodes with drafts and prompt chunks, mixed as the plan says.
+    """One step that drafts, verifies and samples: decodes with drafts and prompt chunks, mixed as the plan says.
 
     For a sequence with d drafts the MTP layer runs d times, first on the residual that the cache has of its last token
     and then on its own, to guess what follows the one token it is given. The backbone takes that token and the drafts
-    in one pass, and `speculative.accept` keeps as many as it would have drawn itself, and draws the next one. At last
+    in one pass, and `speculative.accept` keeps as many as it would have sampled itself, and samples the next one. Then
     the MTP layer takes the true residuals of all tokens. Everything a draft needs is in the cache: nothing but what was
-    drawn passes from step to step, and a sequence may come to this step from any other that ran the MTP layer
+    sampled passes from step to step, and a sequence may come to this step from any other that ran the MTP layer
     (`mtp_forward`, or this one).
 
     Args:
@@ -54,14 +54,14 @@ def draft_step(
         tokens: [T] int32; anything where drafts go.
         drafts: [B] int32, d of each sequence, 0 to `width`; 0: its tokens are known, such as a chunk of a prompt.
         width: static.
-        sampling: how to draw, static. The drafts are drawn in the same way, from the MTP layer's logits.
+        sampling: how to sample, static. The drafts are sampled in the same way, from the MTP layer's logits.
         keys: [B] random keys, one per sequence; not needed when greedy.
 
     Returns:
-        (drawn [B, width + 1] int32, kept [B] int32, the cache). The first kept[b] of drawn[b] follow the one known
+        (sampled [B, width + 1] int32, kept [B] int32, the cache). The first kept[b] of sampled[b] follow the one known
         token: drafts that were accepted, and one token more, which no step has fed yet. The cache holds all tokens of
         the plan, of which the manager must keep kept[b] if the sequence had drafts (`KVCacheManager.accept`).
-        What was drawn for a chunk that does not end its prompt means nothing.
+        What was sampled for a chunk that does not end its prompt means nothing.
 
     Raises:
         ShapeError: as `mtp_forward`; or the cache has no room for so many drafts.
@@ -100,9 +100,9 @@ def draft_loop(
         others: as of `draft_step`.
 
     Returns:
-        (drawn [K, B, width + 1] int32, kept [K, B] int32, of each step as of `draft_step`, but -1 and 0 where a
+        (sampled [K, B, width + 1] int32, kept [K, B] int32, of each step as of `draft_step`, but -1 and 0 where a
         sequence takes no part in it; the cache, which holds the sum of kept[:, b] tokens more than before, all but the
-        last that was drawn).
+        last that was sampled).
 
     Raises as `draft_step`, and:
         ShapeError: `tokens` is not one of each sequence, or a step may have more tokens than 1 + `width` of each.
@@ -120,15 +120,15 @@ def draft_loop(
     def step(carry: tuple[KVCache, jax.Array, jax.Array], _: None) -> tuple[tuple, tuple]:
         cache, token, start = carry
         here = moved(plan, cache.layout, start, 1 + width)
-        drawn, kept, cache = how.step(cache, here, token[plan.token_seq])
+        sampled, kept, cache = how.step(cache, here, token[plan.token_seq])
         live = here.seq_slot > 0
-        token = jnp.take_along_axis(drawn, (kept - np.int32(1))[:, None], 1)[:, 0]
-        drawn, kept = jnp.where(live[:, None], drawn, np.int32(-1)), jnp.where(live, kept, 0)
-        return (cache, token, start + kept), (drawn, kept)
+        token = jnp.take_along_axis(sampled, (kept - np.int32(1))[:, None], 1)[:, 0]
+        sampled, kept = jnp.where(live[:, None], sampled, np.int32(-1)), jnp.where(live, kept, 0)
+        return (cache, token, start + kept), (sampled, kept)
 
     carry = cache, jnp.asarray(tokens), jnp.asarray(plan.seq_start)
-    (cache, *_), (drawn, kept) = lax.scan(step, carry, length=num_steps)
-    return drawn, kept, cache
+    (cache, *_), (sampled, kept) = lax.scan(step, carry, length=num_steps)
+    return sampled, kept, cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,11 +158,11 @@ class _How:
         logits = head(params, jax.tree.map(lambda x: x[rows.reshape(-1)], residual), cfg, self.implementation)
         logits = logits.reshape(*rows.shape, -1)
         position = plan.seq_start + plan.seq_count - np.int32(1) - drafts
-        drawn, kept = accept(logits, chances, guesses, drafts, self.sampling, self.keys, position)
-        return drawn, kept, step.finish()
+        sampled, kept = accept(logits, chances, guesses, drafts, self.sampling, self.keys, position)
+        return sampled, kept, step.finish()
 
     def _guesses(self, cache: KVCache, plan: StepPlan, token: jax.Array) -> tuple[jax.Array, jax.Array | None, KVCache]:
-        """The drafts of each sequence [B, width], the probabilities they were drawn with [B, width, vocab], the cache.
+        """The drafts of each sequence [B, width], the probabilities they had when sampled [B, width, vocab], the cache.
 
         Greedy drafts have no probabilities. The rows that the layer stores for them lie beyond the sequence's tokens,
         where those of the true residuals follow.
@@ -180,7 +180,7 @@ class _How:
             else:
                 chance = distribution(logits, self.sampling)
                 chances.append(chance)
-                own, _, _ = draw_keys(self.keys, here.token_position, self.sampling)
+                own, _, _ = sampling_keys(self.keys, here.token_position, self.sampling)
                 token = jax.vmap(jax.random.categorical)(own, jnp.log(chance)).astype(jnp.int32)
             guesses.append(token)
             x, cache = flat(residual), step.finish(partial=True)

@@ -130,17 +130,17 @@ def decode_loop(
     """`num_steps` decode steps in one executable; each step's token is fed to the next. Drafts have no part in it.
 
     The plan has reserved the blocks (and table columns) of all steps ahead (`plan_step(steps=num_steps)`). In steps
-    beyond those its sequences are padding: nothing is written, -1 is drawn.
+    beyond those its sequences are padding: nothing is written, -1 is sampled.
 
     Args:
         plan: the first decode step; the later ones are its `advance`.
         tokens: [B] int32, fed by the first step; -1, such as a loop before this one drew: the sequence is padding.
         num_steps: K, static. Of fewer than were planned the manager has to be told (`KVCacheManager.accept(steps=)`).
-        sampling: how to draw, static.
+        sampling: how to sample, static.
         keys: [B] random keys, one per sequence; not needed when greedy (see `sample`).
 
     Returns:
-        (tokens [K, B] int32 drawn by each step, -1 of padding; the cache, which holds all but the last of them).
+        (tokens [K, B] int32 sampled by each step, -1 of padding; the cache, which holds all but the last of them).
 
     Raises:
         ShapeError: the plan schedules more tokens than it has sequences.
@@ -158,8 +158,8 @@ def decode_loop(
         tokens = sample(logits, sampling, keys, here.token_position)
         return (begun.finish(), tokens), jnp.where(here.token_slot > 0, tokens, np.int32(-1))
 
-    (cache, _), drawn = lax.scan(step, (cache, tokens), jnp.arange(num_steps, dtype=jnp.int32))
-    return drawn, cache
+    (cache, _), sampled = lax.scan(step, (cache, tokens), jnp.arange(num_steps, dtype=jnp.int32))
+    return sampled, cache
 
 
 def layers(

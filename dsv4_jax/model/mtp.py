@@ -95,8 +95,8 @@ def guess(
     p, cfg, dtype = without_gradient(params[MTP][0]), handle.layout.cfg, activations(params)
     streams = before.reshape(-1, cfg.hidden_size)
     embedded = rms_norm(params["embed"][tokens].astype(jnp.float32), p["enorm"], cfg.rms_norm_eps)
-    told = linear(rms_norm(streams, p["hnorm"], cfg.rms_norm_eps), p["h_proj"])
-    streams = told.reshape(-1, cfg.hc_mult, cfg.hidden_size) + linear(embedded, p["e_proj"])[:, None]
+    projected = linear(rms_norm(streams, p["hnorm"], cfg.rms_norm_eps), p["h_proj"])
+    streams = projected.reshape(-1, cfg.hc_mult, cfg.hidden_size) + linear(embedded, p["e_proj"])[:, None]
 
     def run() -> tuple[Residual, CacheStep[KVCache]]:
         residual, after = block(p, handle, Residual(streams), tokens, dtype)

@@ -1,4 +1,4 @@
-"""Drawing the next token from logits."""
+"""Sampling of the next token from logits."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..checks import as_int
 from ..errors import SamplingError
 from ..untrusted import shown
 
-__all__ = ["GREEDY", "Sampling", "distribution", "draw_keys", "keys_of", "sample", "seed_key"]
+__all__ = ["GREEDY", "Sampling", "distribution", "keys_of", "sample", "sampling_keys", "seed_key"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How to draw. Static: one executable each.
+    """How to sample. Static: one executable each.
 
     Attributes:
         temperature: 0 takes the likeliest token, ties to the lowest id; others from 1e-30 to 1e30, for logits over
@@ -60,7 +60,7 @@ def sample(
 
     Args:
         keys: [B] random keys, one per row; not needed when greedy.
-        position: [B] int32, of the tokens that gave the logits. A row's draw depends on nothing
+        position: [B] int32, of the tokens that gave the logits. A row's sample depends on nothing
             but its logits, its key and its position: not on the batch, nor on steps per call.
 
     Raises:
@@ -71,12 +71,14 @@ def sample(
     if keys is None or position is None:
         raise SamplingError(f"sampling at temperature {sampling.temperature} needs keys and positions")
     top, ids = _kept(logits, sampling)
-    drawn = jax.vmap(lambda key, at, row: jax.random.categorical(jax.random.fold_in(key, at), row))(keys, position, top)
-    return jnp.take_along_axis(ids, drawn[:, None], 1)[:, 0]
+    sampled = jax.vmap(lambda key, at, row: jax.random.categorical(jax.random.fold_in(key, at), row))(
+        keys, position, top
+    )
+    return jnp.take_along_axis(ids, sampled[:, None], 1)[:, 0]
 
 
 def distribution(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """[..., vocab] logits -> the probabilities with which `sample` draws at a temperature above 0, float32 as well."""
+    """[..., vocab] logits -> the probabilities by which `sample` chooses at a temperature above 0, float32 as well."""
     if not sampling.top_k and sampling.top_p == 1:
         return jax.nn.softmax(logits / np.float32(sampling.temperature), -1)
     top, ids = _kept(logits, sampling)
@@ -95,10 +97,10 @@ def keys_of(key: jax.Array, stream: jax.Array) -> jax.Array:
     return jax.vmap(jax.random.fold_in, (None, 0))(key, stream)
 
 
-def draw_keys(
+def sampling_keys(
     keys: jax.Array | None, position: jax.Array, sampling: Sampling
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys [B] of three independent draws at a position: of a draft, of its acceptance, and of what replaces it.
+    """Keys [B] of three independent samples at a position: of a draft, of its acceptance, and of what replaces it.
 
     Args:
         keys: [B] random keys.
@@ -114,7 +116,7 @@ def draw_keys(
 
 
 def _kept(logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-    """Logits over the temperature of the tokens that may be drawn, likeliest first, others -inf; and their ids."""
+    """Logits over the temperature of the tokens that may be sampled, likeliest first, others -inf; and their ids."""
     kept = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
     top, ids = lax.top_k(logits / np.float32(sampling.temperature), kept)
     chance = jax.nn.softmax(top, -1)

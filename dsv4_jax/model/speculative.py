@@ -1,8 +1,8 @@
-"""Which drafts are kept, and what is drawn after them: greedy, or so that the draws have the target's distribution.
+"""Which drafts are kept, and what is sampled after them: greedy, or so that the samples have the target's distribution.
 
-The rule for draws is that of Leviathan et al. 2023 (arXiv 2211.17192, section 2.3 and appendix A.1) and Chen et al.
-2023 (arXiv 2302.01318, theorem 1). A draft x that was drawn with probability q(x), where the target has p(x), is kept
-with probability min(1, p(x) / q(x)). In place of the first that is not kept a token is drawn from max(p - q, 0),
+The rule for samples is that of Leviathan et al. 2023 (arXiv 2211.17192, section 2.3 and appendix A.1) and Chen et al.
+2023 (arXiv 2302.01318, theorem 1). A draft x that was sampled with probability q(x), where the target has p(x), is kept
+with probability min(1, p(x) / q(x)). In place of the first that is not kept a token is sampled from max(p - q, 0),
 normalised; if all are kept, one more from the target's next p.
 """
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .sampling import Sampling, distribution, draw_keys
+from .sampling import Sampling, distribution, sampling_keys
 
 __all__ = ["accept", "verify"]
 
@@ -30,15 +30,15 @@ def accept(
 
     Args:
         logits: [B, k + 1, vocab] float32: the target's, of the known token and of each draft.
-        chances: [B, k, vocab] float32, the probabilities that the drafts were drawn with; None when greedy.
+        chances: [B, k, vocab] float32, the probabilities that the drafts were sampled with; None when greedy.
         guesses: [B, k] int32, the drafts.
         drafts: [B] int32, how many of them there are, 0 to k.
         keys: [B] random keys, one per sequence; not needed when greedy.
-        position: [B] int32, of the known token. A sequence's draws depend on its own rows, key and position alone.
+        position: [B] int32, of the known token. A sequence's samples depend on its own rows, key and position alone.
 
     Returns:
-        (drawn [B, k + 1] int32, kept [B] int32): the first kept[b] tokens of drawn[b] are the drafts that were accepted
-        and the token drawn after them.
+        (sampled [B, k + 1] int32, kept [B] int32): the first kept[b] tokens of sampled[b] are the accepted drafts
+        and the token sampled after them.
 
     Raises:
         SamplingError: not greedy, and `keys` is missing.
@@ -51,21 +51,21 @@ def accept(
     else:
         assert chances is not None
         places = position[:, None] + jnp.arange(width + 1, dtype=jnp.int32)[None]
-        each = jax.vmap(lambda at: draw_keys(keys, at, sampling)[1:], in_axes=1, out_axes=1)
-        to_accept, to_draw = each(places)
+        each = jax.vmap(lambda at: sampling_keys(keys, at, sampling)[1:], in_axes=1, out_axes=1)
+        to_accept, to_sample = each(places)
         uniform = jax.vmap(jax.vmap(jax.random.uniform))(to_accept[:, :width])
         right, rest = verify(distribution(logits, sampling), chances, guesses, drafts, uniform)
-        own = jax.vmap(lambda row, i: row[i])(to_draw, right)
+        own = jax.vmap(lambda row, i: row[i])(to_sample, right)
         after = jax.vmap(jax.random.categorical)(own, jnp.log(rest)).astype(jnp.int32)
     at = jnp.arange(width + 1, dtype=jnp.int32)[None]
-    drawn = jnp.where(at < right[:, None], jnp.pad(guesses, ((0, 0), (0, 1))), after[:, None])
-    return drawn, right + np.int32(1)
+    sampled = jnp.where(at < right[:, None], jnp.pad(guesses, ((0, 0), (0, 1))), after[:, None])
+    return sampled, right + np.int32(1)
 
 
 def verify(
     target: jax.Array, chances: jax.Array, guesses: jax.Array, drafts: jax.Array, uniform: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """How many drafts are accepted, and the probabilities of the token drawn after them.
+    """How many drafts are accepted, and the probabilities of the token sampled after them.
 
     Args:
         target: [B, k + 1, vocab] float32 probabilities p.
