@@ -323,9 +323,9 @@ def snapshots_beside(fraction: float, block_bytes: int, snapshot_bytes: int) -> 
     return max(math.ceil(fraction / (1 - fraction) * block_bytes / snapshot_bytes), 1) if fraction else 0
 
 
-def largest_fitting(fits: Callable[[int], bool], most: int) -> int:
-    """The largest count of 0..most that fits, if those below one that fits do too; 0 need not."""
-    low, high = 0, most
+def largest_fitting(fits: Callable[[int], bool], high: int) -> int:
+    """Returns the largest count of 0..high that fits, if those below one that fits do too; 0 need not."""
+    low = 0
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)

@@ -271,12 +271,12 @@ def _validate(cfg: DSV4Config) -> None:
         "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "hc_mult",
     ):  # fmt: skip
         integer_field(name, getattr(cfg, name))
-    for name, most in (
+    for name, high in (
         ("num_mtp_layers", _MAX_LAYERS),
         ("num_hash_layers", INT32_MAX),
         ("n_shared_experts", INT32_MAX),
     ):
-        integer_field(name, getattr(cfg, name), low=0, high=most)
+        integer_field(name, getattr(cfg, name), low=0, high=high)
     integer_field("hc_sinkhorn_iters", cfg.hc_sinkhorn_iters, high=1000)
     for name in ("rms_norm_eps", "routed_scaling_factor", "swiglu_limit"):
         number_field(name, getattr(cfg, name))

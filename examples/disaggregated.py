@@ -415,8 +415,8 @@ def prompts(count: int, seed: int) -> list[tuple[list[int], int]]:
     """Returns prompts that ask about two documents."""
     rng = np.random.default_rng(seed)
 
-    def text(least: int, most: int) -> list[int]:
-        return rng.integers(0, CONFIG.vocab_size, rng.integers(least, most + 1)).tolist()
+    def text(low: int, high: int) -> list[int]:
+        return rng.integers(0, CONFIG.vocab_size, rng.integers(low, high + 1)).tolist()
 
     documents = [text(64, 100) for _ in range(2)]
     return [(documents[rng.integers(2)] + text(4, 50), int(rng.integers(8, 20))) for _ in range(count)]

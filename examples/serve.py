@@ -177,8 +177,8 @@ def conversations(count: int, seed: int) -> list[Job]:
     """Questions about three documents: every fourth is asked again, every third followed by another one."""
     rng = np.random.default_rng(seed)
 
-    def text(least: int, most: int) -> list[int]:
-        return rng.integers(0, CONFIG.vocab_size, rng.integers(least, most + 1)).tolist()
+    def text(low: int, high: int) -> list[int]:
+        return rng.integers(0, CONFIG.vocab_size, rng.integers(low, high + 1)).tolist()
 
     documents, jobs = [text(40, 80) for _ in range(3)], list[Job]()
     while len(jobs) < count:
@@ -247,10 +247,10 @@ def policy(text: str) -> WritePolicy:
         raise argparse.ArgumentTypeError(f"{text!r} is not write_back, write_through or selective:N") from error
 
 
-def count(least: int):
+def count(low: int):
     def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
+        if not text.isdecimal() or int(text) < low:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {low}")
         return int(text)
 
     return parse

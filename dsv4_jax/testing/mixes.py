@@ -106,8 +106,8 @@ class Mix:
     def chance(self, share: float) -> bool:
         return self.rng.random() < share
 
-    def text(self, least: int, most: int) -> list[int]:
-        return self.rng.integers(0, self.runner.vocab_size, self.rng.integers(least, most + 1)).tolist()
+    def text(self, low: int, high: int) -> list[int]:
+        return self.rng.integers(0, self.runner.vocab_size, self.rng.integers(low, high + 1)).tolist()
 
     def pick(self, items):
         return items[int(self.rng.integers(len(items)))]

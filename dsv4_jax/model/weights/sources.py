@@ -192,9 +192,9 @@ class Source:
         raise CheckpointError(f"tensor {name} has dtype {tensor.dtype}, expected one of {_listed(_FLOATS)}")
 
     def _scale(
-        self, name: str, fmt: WeightFormat, shape: tuple[int, ...], dtypes: tuple[np.dtype, ...], most: float
+        self, name: str, fmt: WeightFormat, shape: tuple[int, ...], dtypes: tuple[np.dtype, ...], limit: float
     ) -> np.ndarray:
-        """The scales of a matrix of this shape, of one of these dtypes, none greater than `most`."""
+        """The scales of a matrix of this shape, of one of these dtypes, none greater than `limit`."""
         names = (f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scale")
         found = next((known for known in names if known in self.tensors), None)
         if found is None:
@@ -209,8 +209,8 @@ class Source:
             raise CheckpointError(f"tensor {found} has dtype {scale.dtype}, expected one of {_listed(dtypes)}")
         of_codes = scale.dtype == _E8M0
         largest = _of_e8m0(scale.view(np.uint8).max()) if of_codes else np.abs(scale.astype(np.float32)).max()
-        if not largest <= most:  # so is NaN
-            raise CheckpointError(f"tensor {found} holds the scale {largest}, at most {most:g} is possible")
+        if not largest <= limit:  # so is NaN
+            raise CheckpointError(f"tensor {found} holds the scale {largest}, at most {limit:g} is possible")
         self.unread.discard(found)
         return scale
 
