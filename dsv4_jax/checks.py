@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
+import threading
 from array import array
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-__all__ = ["INT32_MAX", "INT64_MAX", "as_int", "check_boolean", "check_integer", "int_array", "shown"]
+__all__ = ["INT32_MAX", "INT64_MAX", "as_int", "check_boolean", "check_integer", "check_seconds", "int_array", "shown"]
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -35,6 +36,16 @@ def check_boolean(name: str, value: Any, *, error: Callable[[str], Exception]) -
     if not isinstance(value, bool | np.bool_):
         raise error(f"{name} must be True or False, got {type(value).__name__} {shown(value)}")
     return bool(value)
+
+
+def check_seconds(
+    name: str, value: Any, high: float = threading.TIMEOUT_MAX, *, error: Callable[[str], Exception]
+) -> float:
+    """Returns `value` as a float. Raises `error` unless it is a number above 0, and no more than `high`."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value <= high:  # which NaN is not, nor an integer that no float can be
+        raise error(f"{name} must be a positive number of seconds, at most {high:.0f}, got {shown(value)}")
+    return float(value)
 
 
 def as_int(value: Any) -> int | None:

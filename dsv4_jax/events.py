@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .checks import as_int, shown
+from .checks import check_integer
 from .errors import PlanError
 
 __all__ = ["BlockEvent", "EventBatch", "EventLog", "Tier", "coalesce"]
@@ -65,7 +65,9 @@ class EventLog:
     """
 
     def __init__(self, capacity: int = 65536):
-        self._events: collections.deque[BlockEvent] = collections.deque(maxlen=_count("capacity", capacity, 1))
+        self._events: collections.deque[BlockEvent] = collections.deque(
+            maxlen=check_integer("capacity", capacity, 1, error=PlanError)
+        )
         self._before = 0  # the number before the first kept event, if there is none
         self._read = 0  # the latest number that a reader has seen
 
@@ -101,7 +103,7 @@ class EventLog:
 
     def since(self, sequence: int) -> tuple[list[BlockEvent], int]:
         """The events after number `sequence`, and how many of those are no longer kept."""
-        sequence, last = _count("sequence", sequence, 0), self.last
+        sequence, last = check_integer("sequence", sequence, error=PlanError), self.last
         if last <= sequence:
             return [], 0
         with _READERS:
@@ -129,10 +131,3 @@ def coalesce(events: Iterable[BlockEvent]) -> list[EventBatch]:
         EventBatch(run[0].sequence, run[0].kind, run[0].tier, tuple(e.digest for e in run if e.digest), run[0].parent)
         for run in runs
     ]
-
-
-def _count(name: str, value: int, least: int) -> int:
-    number = as_int(value)
-    if number is None or not least <= number < 2**63:
-        raise PlanError(f"{name} must be an integer in {least}..{2**63 - 1}, got {shown(value)}")
-    return number

@@ -9,22 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import INT32_MAX, as_int, shown
+from ..checks import INT32_MAX, as_int, check_integer
 from ..errors import BlockReleaseError, IntegrityError, OutOfBlocksError, PlanError, PoolResizeError
 
-__all__ = ["BlockAllocator", "as_count"]
-
-
-def as_count(name: str, value: Any, least: int = 0, most: int = 2**63 - 1) -> int:
-    """`value` as a Python int, numpy integers welcome. Raises `PlanError` unless an integer in least..most."""
-    number = as_int(value)
-    if number is None:
-        raise PlanError(f"{name} must be an integer, got {shown(value)}")
-    if number < least:
-        raise PlanError(f"{name} must be at least {least}, got {shown(value)}")
-    if number > most:
-        raise PlanError(f"{name} must be at most {most}, got {shown(value)}")
-    return number
+__all__ = ["BlockAllocator"]
 
 
 class BlockAllocator:
@@ -46,8 +34,8 @@ class BlockAllocator:
     """
 
     def __init__(self, total: int, pool: str = "device", *, ranks: int = 1):
-        self._total = as_count(f"the number of blocks of the {pool} pool", total, most=INT32_MAX)
-        self.name, self.ranks = pool, as_count("the number of ranks", ranks, 1)
+        self._total = check_integer(f"the number of blocks of the {pool} pool", total, high=INT32_MAX, error=PlanError)
+        self.name, self.ranks = pool, check_integer("the number of ranks", ranks, 1, error=PlanError)
         self._take_back()
 
     def _take_back(self) -> None:
@@ -66,7 +54,7 @@ class BlockAllocator:
             PoolResizeError: ids > total are held; nothing has changed.
             PlanError: `total` is negative or not an integer.
         """
-        total = as_count("the number of blocks", total)
+        total = check_integer("the number of blocks", total, error=PlanError)
         held = [block for block in range(total + 1, min(max(self._fresh), self._total + 1)) if self._held[block]]
         if held:
             raise PoolResizeError(held, total, self.name)
@@ -136,7 +124,7 @@ class BlockAllocator:
             OutOfBlocksError: fewer are free; nothing was taken.
             PlanError: `count` is negative or not an integer.
         """
-        return self.acquire_at(range(as_count("the number of blocks to acquire", count)))
+        return self.acquire_at(range(check_integer("the number of blocks to acquire", count, error=PlanError)))
 
     def acquire_at(self, places: Sequence[int]) -> list[int]:
         """An id for each place, the lowest free one of its rank: all of them or none.

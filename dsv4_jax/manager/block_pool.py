@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..checks import check_integer
 from ..errors import IntegrityError, PlanError, StaleBlockError
-from .allocator import BlockAllocator, as_count
+from .allocator import BlockAllocator
 
 __all__ = ["BlockPool", "BlockRef", "PoolStats"]
 
@@ -64,7 +65,9 @@ class BlockPool(BlockAllocator):
             OutOfBlocksError: fewer are free; nothing was taken.
             PlanError: `count` is negative or not an integer.
         """
-        return self.acquire_at(range(as_count("the number of blocks to acquire", count)), metadata)
+        return self.acquire_at(
+            range(check_integer("the number of blocks to acquire", count, error=PlanError)), metadata
+        )
 
     def acquire_at(self, places: Sequence[int], metadata: Any = None) -> list[int]:
         """As of `BlockAllocator`; `metadata` as of `acquire`."""
@@ -140,7 +143,7 @@ class BlockPool(BlockAllocator):
             raise IntegrityError(f"{self.name} pool: generations {stamps} repeat or are from the future")
 
     def _held_id(self, block: int) -> int:
-        block = as_count("a block id", block, 1)
+        block = check_integer("a block id", block, 1, error=PlanError)
         if not self.is_held(block):
             raise PlanError(f"block {block} of the {self.name} pool is not held")
         return block

@@ -8,19 +8,20 @@ can give bytes to the blocks of that prompt, and to no others.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..checks import INT32_MAX, shown
+from ..checks import INT32_MAX, check_boolean, check_integer, check_seconds, shown
 from ..errors import HandoffError
 from ..untrusted import parse_json
 
-__all__ = ["MOST_BLOCKS", "MOST_BYTES", "SUM_BYTES", "Handoff", "check_seconds"]
+__all__ = ["MOST_BLOCKS", "MOST_BYTES", "SUM_BYTES", "Handoff", "check_lease_seconds"]
 
 MOST_BLOCKS = 16384  # told in one hand-off; further ones go on
 MOST_BYTES = 2 << 20  # of its JSON
-MOST_SECONDS = 86400.0
+_MAX_SECONDS = 86400.0
 SUM_BYTES = 16
 _FORMAT = "dsv4_jax hand-off 1"
 _HEX = frozenset("0123456789abcdef")
@@ -101,12 +102,9 @@ class Handoff:
         return _checked(fields)
 
 
-def check_seconds(seconds: Any) -> float:
-    """How long a lease lasts, as a float. Raises `HandoffError` unless a number in (0, a day]."""
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not number or not 0 < seconds <= MOST_SECONDS:  # which NaN is not, nor an integer that no float can be
-        raise HandoffError("seconds", f"must be a number in (0, {MOST_SECONDS:.0f}], got {shown(seconds)}")
-    return float(seconds)
+def check_lease_seconds(seconds: Any) -> float:
+    """How long a lease lasts, as a float. Raises `HandoffError` unless a number above 0, of at most a day."""
+    return check_seconds("seconds", seconds, _MAX_SECONDS, error=functools.partial(HandoffError, "seconds"))
 
 
 def _checked(fields: dict[str, Any]) -> Handoff:
@@ -116,12 +114,10 @@ def _checked(fields: dict[str, Any]) -> Handoff:
     lease = fields["lease"]
     if not isinstance(lease, str) or not 0 < len(lease) <= 64 or not lease.isascii() or not lease.isprintable():
         raise HandoffError("lease", f"must be a name of 1..64 characters, got {shown(lease)}")
-    fields["seconds"] = check_seconds(fields["seconds"])
+    fields["seconds"] = check_lease_seconds(fields["seconds"])
     for name in ("total", "first"):
-        if type(fields[name]) is not int or not 0 <= fields[name] <= INT32_MAX:
-            raise HandoffError(name, f"must be an integer in 0..{INT32_MAX}, got {shown(fields[name])}")
-    if type(fields["last"]) is not bool:
-        raise HandoffError("last", f"must be true or false, got {shown(fields['last'])}")
+        check_integer(name, fields[name], 0, INT32_MAX, error=functools.partial(HandoffError, name))
+    check_boolean("last", fields["last"], error=functools.partial(HandoffError, "last"))
     for name in ("blocks", "state"):
         fields[name] = _pages(name, fields[name])
     blocks, state = fields["blocks"], fields["state"]
@@ -149,7 +145,5 @@ def _is_hex(value: Any, digits: int) -> bool:
 def _pages(name: str, pages: Any) -> tuple[int, ...]:
     if not isinstance(pages, list) or len(pages) > MOST_BLOCKS:
         raise HandoffError(name, f"must be a list of at most {MOST_BLOCKS} pages")
-    for page in pages:
-        if type(page) is not int or not 1 <= page <= INT32_MAX:
-            raise HandoffError(name, f"a page is an integer in 1..{INT32_MAX}, got {shown(page)}")
-    return tuple(pages)
+    error = functools.partial(HandoffError, name)
+    return tuple(check_integer("a page", page, 1, INT32_MAX, error=error) for page in pages)

@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import time
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -37,7 +38,7 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import INT32_MAX, as_int, shown
+from ..checks import INT32_MAX, check_integer, shown
 from ..errors import (
     ContextLimitError,
     HandoffError,
@@ -51,9 +52,8 @@ from ..errors import (
 )
 from ..layout import CacheLayout, CacheSize, check_layout
 from ..plan import StepPlan
-from .allocator import as_count
 from .guard import Guard
-from .handoff import Handoff, check_seconds
+from .handoff import Handoff, check_lease_seconds
 from .integrity import check_manager
 from .leases import Leases
 from .lifecycle import Lifecycle
@@ -287,7 +287,7 @@ class KVCacheManager:
     ) -> Request:  # fmt: skip
         self.guard.check()
         known, ids = prompt_tokens(tokens, self.layout.cfg.vocab_size, self.book.edits)
-        limit = None if max_tokens is None else as_count("max_tokens", max_tokens, 1)
+        limit = None if max_tokens is None else check_integer("max_tokens", max_tokens, 1, error=PlanError)
         fits = len(ids) <= min(self.context_limit, self.pool_limit)  # else it is refused below
         hasher = self._new_hasher(ids, **space) if fits else None
         with self.guard(call):  # whatever may be another's by now is looked at in here
@@ -340,8 +340,8 @@ class KVCacheManager:
             PlanError: a number is no count.
             ManagerBusyError: another call has been under way for a second.
         """
-        count = as_count("num_tokens", num_tokens)
-        limit = None if max_tokens is None else as_count("max_tokens", max_tokens, 1)
+        count = check_integer("num_tokens", num_tokens, error=PlanError)
+        limit = None if max_tokens is None else check_integer("max_tokens", max_tokens, 1, error=PlanError)
         self._check_limit("new", count, limit)
         return self.guard.read(lambda: not self._asleep and self.lifecycle.has_slot)
 
@@ -461,7 +461,7 @@ class KVCacheManager:
             HandoffError: there is no policy or no host tier, or an impossible time.
             RequestError: it is not live here, or its `tokens` were changed where they are computed.
         """
-        seconds = check_seconds(seconds)
+        seconds = check_lease_seconds(seconds)
         with self.guard("export_request"):
             return self.leases.export(self.book.find_live(request), seconds)
 
@@ -474,9 +474,7 @@ class KVCacheManager:
         Raises:
             HandoffError: `first` is not an integer >= 0.
         """
-        start = as_int(first)
-        if start is None or start < 0:
-            raise HandoffError("first", f"must be an integer of at least 0, got {shown(first)}")
+        start = check_integer("first", first, error=functools.partial(HandoffError, "first"))
         with self.guard("export_again"):
             return self.leases.export_again(lease, start)
 
@@ -525,7 +523,7 @@ class KVCacheManager:
             ContextLimitError, OutOfBlocksError, RequestError: as in `plan_step`.
         """
         with self.guard("reserve"):
-            self.steps.reserve(self.book.find_live(request), as_count("tokens", tokens))
+            self.steps.reserve(self.book.find_live(request), check_integer("tokens", tokens, error=PlanError))
 
     def schedule(
         self,
@@ -559,9 +557,9 @@ class KVCacheManager:
             RequestError: one of `requests` is not live here.
             ContextLimitError: a request has outgrown all blocks, see above.
         """
-        budget = as_count("token_budget", token_budget, 1)
-        most = budget if max_sequences is None else as_count("max_sequences", max_sequences, 1)
-        chunk = budget if max_chunk is None else as_count("max_chunk", max_chunk, 1)
+        budget = check_integer("token_budget", token_budget, 1, error=PlanError)
+        most = budget if max_sequences is None else check_integer("max_sequences", max_sequences, 1, error=PlanError)
+        chunk = budget if max_chunk is None else check_integer("max_chunk", max_chunk, 1, error=PlanError)
         requests = None if requests is None else _listed("requests", requests)
         self.steps.check_shape(shape)
         with self.guard("schedule"):
@@ -598,7 +596,7 @@ class KVCacheManager:
         """
         scheduled = _listed("scheduled", scheduled)
         with self.guard("plan_step"):
-            count = as_count("steps", steps, 1, INT32_MAX)
+            count = check_integer("steps", steps, 1, INT32_MAX, error=PlanError)
             self._check_awake()
             return self.steps.plan(scheduled, count, shape)
 
@@ -659,8 +657,8 @@ class KVCacheManager:
             RequestError: the request is not live here.
         """
         with self.guard("accept"):
-            ran = None if steps is None else as_count("steps", steps, 1)
-            self.steps.accept(self.book.find_live(request), as_count("n_kept", n_kept), ran)
+            ran = None if steps is None else check_integer("steps", steps, 1, error=PlanError)
+            self.steps.accept(self.book.find_live(request), check_integer("n_kept", n_kept, error=PlanError), ran)
 
     def commit(self) -> None:
         """Makes the blocks that the steps planned so far have filled matchable for others.
@@ -698,7 +696,10 @@ class KVCacheManager:
         Raises:
             PlanError: a number is no count.
         """
-        sequences, steps = as_count("sequences", sequences, 1, INT32_MAX), as_count("steps", steps, 1, INT32_MAX)
+        sequences, steps = (
+            check_integer("sequences", sequences, 1, INT32_MAX, error=PlanError),
+            check_integer("steps", steps, 1, INT32_MAX, error=PlanError),
+        )
         self.guard.check()
         tokens = sequences if tokens is None else tokens
         columns = self.size.max_blocks_per_request if columns is None else columns
@@ -896,4 +897,4 @@ def _host_size(host: HostSize | None) -> HostSize:
         size = HostSize(0) if host is None else HostSize(*host)
     except TypeError as error:
         raise PlanError(f"host must be None or (num_pages,), got {shown(host)}") from error
-    return HostSize(as_count("host.num_pages", size.num_pages))
+    return HostSize(check_integer("host.num_pages", size.num_pages, error=PlanError))

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import INT32_MAX, shown
+from ..checks import INT32_MAX, check_integer, shown
 from ..errors import PlanError
 from ..layout import CacheLayout, CacheSize
 from ..plan import CacheFacts, StepPlan
-from .allocator import as_count
 from .step_shape import StepSequence, StepShape, StepTokens, int_rows
 
 __all__ = ["build_plan", "check_extras", "next_decode", "next_sequences", "with_extras"]
@@ -51,7 +50,7 @@ def build_plan(
     facts = CacheFacts.of(layout, size)
     if not isinstance(shape, StepShape):
         raise PlanError(f"shape must be a StepShape, got {shown(shape)}")
-    steps = as_count("steps", steps, 1, INT32_MAX)
+    steps = check_integer("steps", steps, 1, INT32_MAX, error=PlanError)
     table_entries = int_rows("table_entries", table_entries, 3)
     slot_copies, block_copies = int_rows("slot_copies", slot_copies, 2), int_rows("block_copies", block_copies, 2)
     step = sequences if isinstance(sequences, StepTokens) else StepTokens.of(layout, sequences, most=shape.tokens)

@@ -8,10 +8,9 @@ import math
 import numbers
 import warnings
 
-from ..checks import shown
+from ..checks import check_integer, shown
 from ..errors import ConfigError, NoHitsWarning, PlanError
 from ..layout import CacheSize
-from .allocator import as_count
 from .prefix.orders import ORDERS, WORTH, Order
 
 __all__ = [
@@ -46,7 +45,7 @@ class WritePolicy:
     @classmethod
     def write_through_selective(cls, threshold: int) -> WritePolicy:
         """A block is copied at its `threshold`-th hit: what nobody shares never travels."""
-        return cls("write_through_selective", as_count("threshold", threshold, 1), False)
+        return cls("write_through_selective", check_integer("threshold", threshold, 1, error=PlanError), False)
 
     @classmethod
     def write_back(cls) -> WritePolicy:
@@ -89,7 +88,7 @@ class SnapshotPlacement:
     def __post_init__(self) -> None:
         for name in ("every", "doubling"):
             if (blocks := getattr(self, name)) is not None:  # Python's: numpy's overflow, and have no `bit_length`
-                object.__setattr__(self, name, as_count(name, blocks, 1))
+                object.__setattr__(self, name, check_integer(name, blocks, 1, error=PlanError))
         for name in ("end_of_prompt", "end_of_output", "junctions"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name} must be True or False, got {shown(getattr(self, name))}")

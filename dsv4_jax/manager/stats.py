@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ..checks import check_integer
+from ..errors import PlanError
 from ..layout import CacheLayout, CacheSize
 from ..records import page_bytes
-from .allocator import as_count
 from .metrics import ManagerStats, PoolUse, collect_stats, pool_use
 from .prefix.node import T
 from .request_book import RequestBook
@@ -49,7 +50,10 @@ def compute_block_budget(layout: CacheLayout, max_context: int, max_requests: in
         "blocks" and "slots" to allocate, the bytes of every pool by its name ("swa", "csa",
         "hca", "index", "csa_state", ..., null units included) and "total", their sum.
     """
-    context, requests = as_count("max_context", max_context, 1), as_count("max_requests", max_requests, 1)
+    context, requests = (
+        check_integer("max_context", max_context, 1, error=PlanError),
+        check_integer("max_requests", max_requests, 1, error=PlanError),
+    )
     columns = layout.blocks_for(context)
     size = CacheSize(columns * requests, requests, columns)
     budget = {"blocks": size.num_blocks, "slots": requests} | dict.fromkeys(("csa", "hca", "index"), 0)

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..checks import INT32_MAX, as_int, shown
+from ..checks import INT32_MAX, as_int, check_integer, shown
 from ..errors import PlanError
 from ..layout import CacheLayout, check_layout
-from .allocator import as_count
 
 __all__ = ["StepSequence", "StepShape", "StepTokens", "int_rows", "shape_for"]
 
@@ -79,11 +78,11 @@ class StepShape:
         """
         check_layout(layout)
         sequences, tokens, columns, steps = (
-            as_count(f"a shape's {name}", value, 1, INT32_MAX)
+            check_integer(f"a shape's {name}", value, 1, INT32_MAX, error=PlanError)
             for name, value in (("sequences", sequences), ("tokens", tokens), ("columns", columns), ("steps", steps))
         )
         slot_copies, block_copies = (
-            as_count(f"a shape's {name}", value, 0, INT32_MAX)
+            check_integer(f"a shape's {name}", value, 0, INT32_MAX, error=PlanError)
             for name, value in (("slot_copies", slot_copies), ("block_copies", block_copies))
         )
         return cls(
@@ -207,12 +206,12 @@ def shape_for(
     """
     check_layout(layout)
     table_entries, slot_copies, block_copies = (
-        as_count(name, value, 0, INT32_MAX)
+        check_integer(name, value, 0, INT32_MAX, error=PlanError)
         for name, value in (
             ("table_entries", table_entries), ("slot_copies", slot_copies), ("block_copies", block_copies),
         )
     )  # fmt: skip
-    steps = as_count("steps", steps, 1, INT32_MAX)
+    steps = check_integer("steps", steps, 1, INT32_MAX, error=PlanError)
     return StepTokens.of(layout, sequences).shape(
         layout, table_entries=table_entries, slot_copies=slot_copies, block_copies=block_copies, steps=steps
     )

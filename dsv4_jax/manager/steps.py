@@ -12,11 +12,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..checks import INT32_MAX, shown
+from ..checks import INT32_MAX, check_integer, shown
 from ..errors import ContextLimitError, PlanError, RequestError
 from ..layout import CacheLayout, CacheSize
 from ..plan import CacheFacts, StepPlan
-from .allocator import as_count
 from .batch import Batch
 from .planning import build_plan, check_extras, next_sequences, with_extras
 from .publishing import Publisher, Save
@@ -96,7 +95,7 @@ class Steps:
             raise PlanError(f"shape must be a StepShape or None, got {type(shape).__name__}")
         for name, value in vars(shape).items():
             if name != "history" and (type(value) is not int or not 0 <= value <= INT32_MAX):
-                as_count(f"the shape's {name}", value, 0, INT32_MAX)
+                check_integer(f"the shape's {name}", value, 0, INT32_MAX, error=PlanError)
         if shape.columns > self.size.max_blocks_per_request:
             raise PlanError(f"columns={shape.columns}: the table has {self.size.max_blocks_per_request}")
 
@@ -246,7 +245,7 @@ class Steps:
             if type(request) is not Request or live.get(request.slot) is not request:
                 request = self._book.find_live(request)
             if type(count) is not int or not 0 < count <= INT32_MAX:
-                count = as_count("a sequence's number of tokens", count, 1, INT32_MAX)
+                count = check_integer("a sequence's number of tokens", count, 1, INT32_MAX, error=PlanError)
             if request in counts:
                 raise PlanError(f"request {request.id!r} is scheduled twice in one step")
             if steps > 1 and count > 1 + self._layout.draft_tokens:

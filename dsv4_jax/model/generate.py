@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from ..cache import KVCache
-from ..checks import as_int
+from ..checks import as_int, check_integer
 from ..errors import ContextLimitError, PlanError
 from ..manager import KVCacheManager, Request
-from ..manager.allocator import as_count
 from ..manager.request_tokens import request_tokens
 from ..ops.exchange_buffers import Exchange
 from ..ops.registry import Choice
@@ -106,9 +105,11 @@ def generate(
         NoFreeSlotError, OutOfBlocksError: a prompt cannot be admitted even with none of the others live.
         ExchangeError: a device did not come to an exchange.
     """
-    max_new_tokens = as_count("max_new_tokens", max_new_tokens, 1)
-    chunk_tokens, decode_steps = as_count("chunk_tokens", chunk_tokens), as_count("decode_steps", decode_steps, 1)
-    drafts, seed = as_count("drafts", drafts), as_count("seed", seed, -(2**63))
+    max_new_tokens = check_integer("max_new_tokens", max_new_tokens, 1, error=PlanError)
+    chunk_tokens = check_integer("chunk_tokens", chunk_tokens, error=PlanError)
+    decode_steps = check_integer("decode_steps", decode_steps, 1, error=PlanError)
+    drafts = check_integer("drafts", drafts, error=PlanError)
+    seed = check_integer("seed", seed, -(2**63), error=PlanError)
     placement = CompiledSteps(cache, [exchange.peers for exchange in exchanges])
     shards = Shards(manager, placement.shards)
     first = shards.managers[0]

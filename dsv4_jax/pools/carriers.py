@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..checks import check_integer
 from ..errors import PoolError, ShapeError
 from ..formats import index_format
 from ..formats.index_fp8 import decode as _fp8_decode
@@ -61,9 +62,7 @@ def safe_layer(layer: Any, layers: int) -> int | jax.Array:
             raise ShapeError(f"layer must be a single integer, got {layer.dtype}{list(layer.shape)}")
         layer = layer.astype(jnp.int32) if layer.dtype.itemsize < 4 else layer
         return jnp.where((layer >= 0) & (layer < layers), layer, jnp.full_like(layer, layers)).astype(jnp.int32)
-    if isinstance(layer, bool | np.bool_) or not isinstance(layer, int | np.integer) or not 0 <= layer < layers:
-        raise PoolError(f"layer must be in 0..{layers - 1}, got {layer!r}")
-    return int(layer)
+    return check_integer("layer", layer, 0, layers - 1, error=PoolError)
 
 
 def safe_ids(name: str, ids: Any, last: int, *, unique: bool = False) -> jax.Array:

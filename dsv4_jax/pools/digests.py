@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from ..checks import check_integer
 from ..errors import PoolError
-from .spec import as_ids, check_count
+from .spec import as_ids
 
 __all__ = ["as_tokens", "chain", "page_digests", "root_digest"]
 
@@ -31,7 +32,7 @@ def page_digests(tokens: Any, page_size: int = 1, namespace: Hashable = None) ->
     Raises:
         PoolError: the tokens are no integers, or the namespace has no canonical bytes.
     """
-    page = check_count("page_size", page_size)  # a Python int: 8 times 32 is 0 in uint8
+    page = check_integer("page_size", page_size, 1, error=PoolError)  # a Python int: 8 times 32 is 0 in uint8
     return chain(root_digest(page, namespace), as_tokens(tokens), page)
 
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..checks import check_integer
 from ..errors import CapacityError, PoolError
 from .request_table import ReqToTokenPool
 from .slots import StateSlots
-from .spec import GDNSpec, KVSpec, check_count
+from .spec import GDNSpec, KVSpec
 from .token_allocator import TokenToKVPoolAllocator
 
 if TYPE_CHECKING:
@@ -124,14 +125,17 @@ def plan_pools(
         CapacityError: not even one page fits; the message lists every term.
         PoolError: an argument is impossible.
     """
-    before = check_count("free_before_model", free_before_model)
-    after = check_count("free_after_model", free_after_model, 0)
+    before = check_integer("free_before_model", free_before_model, 1, error=PoolError)
+    after = check_integer("free_after_model", free_after_model, error=PoolError)
     if isinstance(memory_fraction, bool) or not isinstance(memory_fraction, int | float | np.floating):
         raise PoolError(f"memory_fraction must be a number, got {memory_fraction!r}")
     if not 0 < memory_fraction <= 1:
         raise PoolError(f"memory_fraction must be in (0, 1], got {memory_fraction}")
-    requests, context = check_count("max_requests", max_requests, 0), check_count("max_context", max_context, 0)
-    page = check_count("page_size", page_size)
+    requests, context = (
+        check_integer("max_requests", max_requests, error=PoolError),
+        check_integer("max_context", max_context, error=PoolError),
+    )
+    page = check_integer("page_size", page_size, 1, error=PoolError)
     if gdn is not None and not isinstance(gdn, GDNSpec):
         raise PoolError(f"gdn must be a GDNSpec or None, got {gdn!r}")
     one = KVSpec(page, layers, k_heads, k_dim, v_heads, v_dim, storage, page)
@@ -142,7 +146,11 @@ def plan_pools(
     left = budget - table_bytes - gdn_bytes
     rows = max(left // one.bytes_per_token, 0) // 8 * 8  # whole groups of 8
     fits = max(rows // page - 1, 0) * page  # whole pages, less the padding's
-    size = fits if max_tokens is None else min(fits, check_count("max_tokens", max_tokens) // page * page)
+    size = (
+        fits
+        if max_tokens is None
+        else min(fits, check_integer("max_tokens", max_tokens, 1, error=PoolError) // page * page)
+    )
     if size < page:
         raise CapacityError(
             f"no room for a KV pool of {page} tokens ({one.total_bytes} bytes, {one.bytes_per_token} a token): "

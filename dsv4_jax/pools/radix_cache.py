@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from ..checks import check_integer
 from ..errors import PoolError
 from ..events import EventLog, Tier
 from .digests import as_tokens
 from .radix_node import Inserted, Lock, Match, Node, check_foreign
 from .radix_tree import RadixTree
 from .slots import StateSlots
-from .spec import as_ids, check_count
+from .spec import as_ids
 from .token_allocator import TokenToKVPoolAllocator
 from .undo import Undo
 
@@ -87,7 +88,7 @@ class RadixCache:
         tree = self._tree
         tokens = as_tokens(tokens)
         if limit is not None:
-            tokens = tokens[: check_count("limit", limit, 0)]
+            tokens = tokens[: check_integer("limit", limit, error=PoolError)]
         root = tree.root_of(namespace)
         path, kv_length = tree.walk(root, tokens)
         end, live, whole = 0, 0, True  # whole: no tombstone so far
@@ -251,7 +252,7 @@ class RadixCache:
         """
         tree = self._tree
         tree.check_no_batch("evict")
-        count, freed = check_count("count", count, 0), 0
+        count, freed = check_integer("count", count, error=PoolError), 0
         undo = Undo()
         try:
             undo.call(tree.rebuild_queues)
@@ -267,7 +268,7 @@ class RadixCache:
         """Frees at least `count` window slots, or all it can; their nodes become tombstones. Returns how many."""
         tree = self._tree
         tree.check_no_batch("evict_window")
-        count, freed = check_count("count", count, 0), 0
+        count, freed = check_integer("count", count, error=PoolError), 0
         undo = Undo()
         try:
             undo.call(tree.rebuild_queues)
@@ -282,7 +283,7 @@ class RadixCache:
     def evict_snapshots(self, count: int) -> int:
         """Frees `count` track slots, or all that can be freed. Returns how many."""
         tree = self._tree
-        count, freed = check_count("count", count, 0), 0
+        count, freed = check_integer("count", count, error=PoolError), 0
         undo = Undo()
         try:
             undo.call(tree.rebuild_queues)

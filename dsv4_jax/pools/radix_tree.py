@@ -7,13 +7,14 @@ from collections.abc import Hashable, Iterator
 
 import numpy as np
 
+from ..checks import check_integer
 from ..errors import IntegrityError, PoolError
 from ..events import EventLog, Tier
 from ..eviction_queue import EvictionQueue
 from .digests import chain, root_digest
 from .radix_node import Listed, Lock, Node
 from .slots import StateSlots
-from .spec import check_count, distinct
+from .spec import distinct
 from .token_allocator import TokenToKVPoolAllocator
 from .undo import Undo
 
@@ -48,7 +49,7 @@ class RadixTree:
             raise PoolError("a window needs its size and an allocator of its own")
         self.allocator, self.window_allocator, self.states = allocator, window_allocator, states
         self.events = events
-        self.window = 0 if window is None else check_count("window", window)
+        self.window = 0 if window is None else check_integer("window", window, 1, error=PoolError)
         self.page = allocator.page_size
         self._clock = self._numbers = 0
         self.begin()

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..checks import check_integer
 from ..errors import IntegrityError, PoolError
 from .slots import Slots
-from .spec import as_ids, check_count, distinct
+from .spec import as_ids, distinct
 from .undo import Undo
 
 __all__ = ["KVIndices", "ReqToTokenPool", "TableUpdate"]
@@ -58,8 +59,8 @@ class ReqToTokenPool:
     """
 
     def __init__(self, max_requests: int, max_context: int):
-        self.max_requests = check_count("max_requests", max_requests)
-        self.max_context = check_count("max_context", max_context)
+        self.max_requests = check_integer("max_requests", max_requests, 1, error=PoolError)
+        self.max_context = check_integer("max_context", max_context, 1, error=PoolError)
         if max(self.max_requests, self.max_context) >= _INT32_MAX:
             raise PoolError(f"a table of {self.max_requests} x {self.max_context} cannot be addressed in int32")
         self._slots = Slots(1, self.max_requests, "request slots")
@@ -123,7 +124,7 @@ class ReqToTokenPool:
             PoolError: the slot is free, `start` would leave a gap, the row is too short, or an id is not positive.
         """
         length = self.length(slot)
-        start = check_count("start", start, 0)
+        start = check_integer("start", start, error=PoolError)
         ids = as_ids(f"request slot {slot}: positive token ids", ids).reshape(-1)
         if ids.size and (ids.min() < 1 or ids.max() > _INT32_MAX):
             span = f"{ids.min()}..{ids.max()}"
@@ -155,7 +156,7 @@ class ReqToTokenPool:
     def truncate(self, slot: int, length: int) -> np.ndarray:
         """Shortens a request to `length` tokens and returns the ids it no longer lists. Raises `PoolError`."""
         old = self.length(slot)
-        if check_count("length", length, 0) > old:
+        if check_integer("length", length, error=PoolError) > old:
             raise PoolError(f"request slot {slot}: cannot truncate {old} tokens to {length}")
         gone = self._table[slot, length:old].copy()
         undo = Undo()
@@ -181,7 +182,7 @@ class ReqToTokenPool:
         count = sum(b - a for _, a, b in spans)
         if capacity is None:
             capacity = 1 << max(count - 1, 0).bit_length()
-        elif count > check_count("capacity", capacity, 0):
+        elif count > check_integer("capacity", capacity, error=PoolError):
             raise PoolError(f"{count} cells changed, the update holds {capacity}")
         slots, positions, ids = (np.zeros(capacity, np.int32) for _ in range(3))
         at = 0
@@ -220,7 +221,7 @@ class ReqToTokenPool:
         counts = behind if lengths is None else np.minimum(_vector("lengths", lengths, slots.size, None), behind)
         offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         total = int(offsets[-1])
-        capacity = total if capacity is None else check_count("capacity", capacity, 0)
+        capacity = total if capacity is None else check_integer("capacity", capacity, error=PoolError)
         if as_ids("fill", fill).ndim or not -_INT32_MAX <= fill <= _INT32_MAX:
             raise PoolError(f"fill must be an int32 number, got {fill}")
         if total > capacity:

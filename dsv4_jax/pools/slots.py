@@ -7,8 +7,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ..errors import IntegrityError, PoolExhaustedError, PoolReleaseError
-from .spec import GDNSpec, check_count
+from ..checks import check_integer
+from ..errors import IntegrityError, PoolError, PoolExhaustedError, PoolReleaseError
+from .spec import GDNSpec
 from .undo import Undo
 
 __all__ = ["Slots", "StateSlots"]
@@ -24,7 +25,7 @@ class Slots:
     """
 
     def __init__(self, first: int, count: int, unit: str):
-        self._first, self._count, self._unit = first, check_count(unit, count, 0), unit
+        self._first, self._count, self._unit = first, check_integer(unit, count, error=PoolError), unit
         self.clear()
 
     def clear(self) -> None:
@@ -49,7 +50,7 @@ class Slots:
 
     def alloc(self, count: int = 1) -> list[int]:
         """`count` slots, ascending. Raises `PoolExhaustedError` if fewer are free, `PoolError` if it is no count."""
-        count = check_count("count", count, 0)
+        count = check_integer("count", count, error=PoolError)
         if count > len(self._free):
             raise PoolExhaustedError(count, len(self._free), self._count, self._unit)
         undo = Undo()

@@ -8,22 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import int_array
+from ..checks import check_integer, int_array
 from ..errors import PoolError
 
-__all__ = ["MAX_ROWS", "STORAGE", "GDNSpec", "KVSpec", "as_ids", "check_count", "distinct"]
+__all__ = ["MAX_ROWS", "STORAGE", "GDNSpec", "KVSpec", "as_ids", "distinct"]
 
 # Storage -> carrier dtype. Unsigned carriers: XLA's CPU scatter into bf16 or fp8 converts the whole pool.
 STORAGE = {"bf16": "uint16", "f16": "uint16", "f32": "uint32", "fp8": "uint8"}
 _ROW_ALIGN = 8
 MAX_ROWS = 2**31 - 1  # rows are addressed in int32
-
-
-def check_count(name: str, value: Any, least: int = 1) -> int:
-    """`value` as a Python int. Raises `PoolError` unless an integer >= `least`."""
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < least:
-        raise PoolError(f"{name} must be an integer >= {least}, got {value!r}")
-    return int(value)
 
 
 def as_ids(name: str, ids: Any) -> np.ndarray:
@@ -94,7 +87,7 @@ class KVSpec:
         object.__setattr__(self, "v_heads", self.k_heads if self.v_heads is None else self.v_heads)
         object.__setattr__(self, "v_dim", self.k_dim if self.v_dim is None else self.v_dim)
         for name in ("size", "layers", "k_heads", "k_dim", "v_heads", "v_dim", "page_size"):
-            object.__setattr__(self, name, check_count(f"KVSpec.{name}", getattr(self, name)))
+            object.__setattr__(self, name, check_integer(f"KVSpec.{name}", getattr(self, name), 1, error=PoolError))
         _check_storage("KVSpec.storage", self.storage, tuple(STORAGE))
         if self.layers * self.rows > MAX_ROWS:
             raise PoolError(f"KVSpec: {self.layers} layers of {self.rows} rows exceed {MAX_ROWS} rows")
@@ -169,7 +162,9 @@ class GDNSpec:
     def __post_init__(self) -> None:
         for name in ("max_requests", "layers", "heads", "k_dim", "v_dim", "conv_dim", "conv_kernel", "track_slots"):
             least = {"track_slots": 0, "conv_kernel": 2}.get(name, 1)
-            object.__setattr__(self, name, check_count(f"GDNSpec.{name}", getattr(self, name), least))
+            object.__setattr__(
+                self, name, check_integer(f"GDNSpec.{name}", getattr(self, name), least, error=PoolError)
+            )
         _check_storage("GDNSpec.conv_storage", self.conv_storage, ("bf16", "f16", "f32"))
 
     @property

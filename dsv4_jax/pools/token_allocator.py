@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from ..checks import check_integer
 from ..errors import IntegrityError, PoolError, PoolExhaustedError, PoolReleaseError
-from .spec import MAX_ROWS, as_ids, check_count, distinct
+from .spec import MAX_ROWS, as_ids, distinct
 from .undo import Undo
 
 __all__ = ["TokenToKVPoolAllocator"]
@@ -34,7 +35,10 @@ class TokenToKVPoolAllocator:
     """
 
     def __init__(self, size: int, page_size: int = 1, *, sort: bool = True):
-        size, self._page = check_count("size", size), check_count("page_size", page_size)
+        size, self._page = (
+            check_integer("size", size, 1, error=PoolError),
+            check_integer("page_size", page_size, 1, error=PoolError),
+        )
         self._pages = size // self._page
         if self._pages < 1:
             raise PoolError(f"{size} slots hold no page of {self._page} tokens")
@@ -99,7 +103,7 @@ class TokenToKVPoolAllocator:
             PoolExhaustedError: too few are free; nothing was taken.
             PoolError: `count` is negative or no integer, or `after` is not handed out.
         """
-        count = check_count("count", count, 0)
+        count = check_integer("count", count, error=PoolError)
         tail = self._behind(after)[:count]
         pages = -(-(count - tail.size) // self._page)
         if pages * self._page > self.available_size():
@@ -206,7 +210,7 @@ class TokenToKVPoolAllocator:
         """The free ids that follow `after` in its page, up to the next that is taken."""
         if after is None:
             return np.zeros(0, np.int32)
-        after = check_count("after", after, 0)  # a Python int: 255 and 1 are 0 in uint8
+        after = check_integer("after", after, error=PoolError)  # a Python int: 255 and 1 are 0 in uint8
         if not self.is_held(after):
             raise PoolError(f"after: token {after} is not handed out")
         rest = np.arange(after + 1, (after // self._page + 1) * self._page, dtype=np.int32)

@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from ..checks import check_integer
 from ..errors import ShapeError, StoreBusyError, StoreClosedError, StoreError
 from .base import Buffers, Flags, RecordStore
 from .call_queue import CallQueue, QueuedCall
-from .checks import check_count, check_keys, check_process, check_records
+from .checks import check_keys, check_process, check_records
 
 __all__ = ["AsyncStore"]
 
@@ -53,8 +54,8 @@ class AsyncStore:
     """
 
     def __init__(self, store: RecordStore, *, workers: int = 4, queue_bytes: int = 256 << 20):
-        workers = check_count("workers", workers, _MOST_WORKERS, error=ShapeError)
-        self.store, self.queue_bytes = store, check_count("queue_bytes", queue_bytes, error=ShapeError)
+        workers = check_integer("workers", workers, 1, _MOST_WORKERS, error=ShapeError)
+        self.store, self.queue_bytes = store, check_integer("queue_bytes", queue_bytes, 1, error=ShapeError)
         self._change = threading.Condition()  # of everything below
         self.queue = CallQueue()
         self._unfinished = 0

@@ -3,42 +3,14 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from ..checks import as_int, shown
-from ..errors import CacheError, ShapeError, StoreFormatError, StoreLockedError
+from ..errors import ShapeError, StoreFormatError, StoreLockedError
 from .base import Buffers
 
-__all__ = ["check_count", "check_keys", "check_process", "check_records", "check_seconds", "check_switch"]
-
-_MOST = 2**63 - 1  # of any count or size: what file systems and their calls can say
-
-
-def check_count(name: str, value: Any, most: int = _MOST, error: type[CacheError] = StoreFormatError) -> int:
-    """A setting as an int. Raises `error` unless it is an integer in 1..most."""
-    if (count := as_int(value)) is None or not 1 <= count <= most:
-        raise error(f"{name} must be an integer in 1..{most}, got {type(value).__name__} {shown(value)}")
-    return count
-
-
-def check_seconds(name: str, value: Any) -> float:
-    """A setting as a time that threads can wait. Raises `StoreFormatError` if it is none."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < threading.TIMEOUT_MAX:
-        raise StoreFormatError(
-            f"{name} must be a positive number of seconds, got {type(value).__name__} {shown(value)}"
-        )
-    return float(value)
-
-
-def check_switch(name: str, value: Any) -> bool:
-    """A setting as a bool. Raises `StoreFormatError` if it is something else."""
-    if not isinstance(value, bool | np.bool_):
-        raise StoreFormatError(f"{name} must be True or False, got {type(value).__name__}")
-    return bool(value)
+__all__ = ["check_keys", "check_process", "check_records"]
 
 
 def check_process(owner: int) -> None:

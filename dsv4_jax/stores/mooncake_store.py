@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import shown
-from ..errors import StoreClosedError, StoreError, StoreFullError
+from ..checks import check_integer, shown
+from ..errors import StoreClosedError, StoreError, StoreFormatError, StoreFullError
 from .base import Buffers, Flags, StoreStats
-from .checks import check_count, check_keys, check_process, check_records
+from .checks import check_keys, check_process, check_records
 from .checksum import checksum
 from .record_header import (
     HEADER_BYTES,
@@ -57,9 +57,9 @@ class MooncakeStore:
     def __init__(
         self, client: Any, *, record_bytes: int, fingerprint: str | bytes, key_bytes: int = 32, in_flight: int = 64
     ):
-        self.record_bytes = check_count("record_bytes", record_bytes)
-        self.key_bytes = check_count("key_bytes", key_bytes, MAX_KEY_BYTES)
-        self._in_flight = check_count("in_flight", in_flight)
+        self.record_bytes = check_integer("record_bytes", record_bytes, 1, error=StoreFormatError)
+        self.key_bytes = check_integer("key_bytes", key_bytes, 1, MAX_KEY_BYTES, error=StoreFormatError)
+        self._in_flight = check_integer("in_flight", in_flight, 1, error=StoreFormatError)
         self._fingerprint = fingerprint_digest(fingerprint)
         self._prefix = f"dsv4-{VERSION}-{self._fingerprint[:12].hex()}-"
         self._client = client

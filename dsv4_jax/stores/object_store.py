@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import StoreClosedError, StoreError, StoreTimeoutError
+from ..checks import check_integer, check_seconds
+from ..errors import StoreClosedError, StoreError, StoreFormatError, StoreTimeoutError
 from .base import Buffers, Flags, StoreStats
-from .checks import check_count, check_keys, check_process, check_records, check_seconds
+from .checks import check_keys, check_process, check_records
 from .checksum import checksum
 from .record_header import (
     HEADER_BYTES,
@@ -79,11 +80,11 @@ class ObjectStore:
         deadline: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.record_bytes = check_count("record_bytes", record_bytes)
-        self.key_bytes = check_count("key_bytes", key_bytes, MAX_KEY_BYTES)
-        self._in_flight = check_count("in_flight", in_flight)
+        self.record_bytes = check_integer("record_bytes", record_bytes, 1, error=StoreFormatError)
+        self.key_bytes = check_integer("key_bytes", key_bytes, 1, MAX_KEY_BYTES, error=StoreFormatError)
+        self._in_flight = check_integer("in_flight", in_flight, 1, error=StoreFormatError)
         self._fingerprint = fingerprint_digest(fingerprint)
-        self._deadline, self._clock = check_seconds("deadline", deadline), clock
+        self._deadline, self._clock = check_seconds("deadline", deadline, error=StoreFormatError), clock
         try:
             import tensorstore
         except ImportError as error:

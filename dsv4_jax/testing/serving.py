@@ -6,7 +6,8 @@ import collections
 
 import numpy as np
 
-from ..manager.allocator import as_count
+from ..checks import check_integer
+from ..errors import PlanError
 from ..tiers.host_cache import init_host_cache
 from .mixes import Mix, host_size
 from .runner import StepRunner, with_garbage
@@ -99,7 +100,7 @@ def assert_serving_invariant(runner: StepRunner, *, mixes: int = 3, first: int =
         PlanError: no number of mixes.
         AssertionError: names the request, the position, or the pool that differs, and the mix.
     """
-    mixes = as_count("mixes", mixes, 1)
+    mixes = check_integer("mixes", mixes, 1, error=PlanError)
     run = Mixes(runner)
     for seed in range(first, first + mixes):
         run.run(seed)

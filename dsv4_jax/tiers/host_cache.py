@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
+from ..checks import check_integer
 from ..errors import CapacityError
 from ..layout import CacheLayout, check_layout
 from ..records import page_bytes
@@ -68,8 +69,7 @@ def init_host_cache(
         CapacityError: an impossible count, or the memory is not available; says how much was asked for.
     """
     check_layout(layout)
-    if not isinstance(num_pages, int | np.integer) or isinstance(num_pages, bool) or num_pages < 1:
-        raise CapacityError(f"num_pages must be an integer >= 1, got {num_pages!r}")
+    num_pages = check_integer("num_pages", num_pages, 1, error=CapacityError)
     placement: Sharding
     shards = 1
     if sharding is not None:
@@ -77,7 +77,7 @@ def init_host_cache(
         shards = (1 << 40) // placement.shard_shape((1 << 40, 1))[0]
     else:
         placement = SingleDeviceSharding(device or jax.devices()[0], memory_kind="pinned_host")
-    return HostCache(_allocate(shards * (1 + int(num_pages)), page_bytes(layout), placement), layout)
+    return HostCache(_allocate(shards * (1 + num_pages), page_bytes(layout), placement), layout)
 
 
 def _allocate(pages: int, width: int, placement: Any) -> jax.Array:

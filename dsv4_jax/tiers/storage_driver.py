@@ -23,12 +23,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..checks import check_seconds
 from ..errors import LayoutError, StoreFormatError
 from ..manager import KVCacheManager, MediaItem, Namespace, StorageMove, StorageTier
 from ..plan import own_ids
 from ..records import block_record, snapshot_record
 from ..stores import AsyncStore
-from ..stores.checks import check_seconds
 from .host_cache import HostCache
 from .host_records import gather_of_ranks, scatter_of_ranks
 from .store_calls import StoreCall, StoreCalls
@@ -119,8 +119,8 @@ class StorageDriver:
             if have != want:
                 raise StoreFormatError(f"{scope} store: (record, key) bytes are {have}, expected {want}")
         self._record_bytes = sizes
-        self._lookup_deadline = check_seconds("lookup_deadline", lookup_deadline)
-        self._deadline = check_seconds("deadline", deadline)
+        self._lookup_deadline = check_seconds("lookup_deadline", lookup_deadline, error=StoreFormatError)
+        self._deadline = check_seconds("deadline", deadline, error=StoreFormatError)
         manager.need_weights_id()
         self._manager, self.tier = manager, StorageTier(manager)
         self._saves: list[_Save] = []

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..checks import INT32_MAX, as_int, shown
-from ..errors import SwapPlanError
+from ..checks import INT32_MAX, check_integer
+from ..errors import PlanError
 from ..layout import CacheLayout
 from ..plan import OwnSwapPlan, StateSwapPlan, SwapPlan, own_ids
 from ..records import state_pages
@@ -45,13 +45,13 @@ def plan_swap(
         The plan, padded with null ids. Without ids it moves nothing.
 
     Raises:
-        SwapPlanError: names the side, the index, the value and the range of the first id that is
+        PlanError: names the side, the index, the value and the range of the first id that is
             not an integer, null, out of range or a repeated destination; unequal or too many ids; no length.
     """
     device = _checked("device", device_ids, num_device)
     host = _checked("host", host_ids, num_host)
     if len(device) != len(host):
-        raise SwapPlanError(f"{len(device)} device ids for {len(host)} host ids")
+        raise PlanError(f"{len(device)} device ids for {len(host)} host ids")
     _check_destinations(direction, device, host)
     length = _length(len(device), length)
     plan = SwapPlan(np.zeros(length, np.int32), np.zeros(length, np.int32))
@@ -83,18 +83,20 @@ def plan_state_swap(
         num_device, num_host, length: as for `plan_swap`.
 
     Raises:
-        SwapPlanError: as `plan_swap`; a number of tokens is none, or another number of records.
+        PlanError: as `plan_swap`; a number of tokens is none, or another number of records.
     """
     device = _checked("device", device_ids, num_device)
-    tokens = [_token_count(i, value) for i, value in enumerate(num_tokens)]
+    tokens = [
+        check_integer(f"num_tokens[{i}]", value, 0, INT32_MAX, error=PlanError) for i, value in enumerate(num_tokens)
+    ]
     states: Any = host_ids
     given = [[ids] if np.ndim(ids) == 0 else list(ids) for ids in states]
     host = _checked("host", [value for ids in given for value in ids], num_host)
     if not len(device) == len(given) == len(tokens):
-        raise SwapPlanError(f"{len(device)} device ids for {len(given)} states of {len(tokens)} token counts")
+        raise PlanError(f"{len(device)} device ids for {len(given)} states of {len(tokens)} token counts")
     for i, count in enumerate(tokens):
         if len(given[i]) != state_pages(layout, count):
-            raise SwapPlanError(
+            raise PlanError(
                 f"the state of {count} tokens takes {state_pages(layout, count)} host pages, got {len(given[i])}"
             )
     _check_destinations(direction, device, host)
@@ -118,14 +120,14 @@ def own_swaps(plan: SwapPlan, ranks: int) -> OwnSwapPlan:
         Each rank's pairs in its own ids, padded to a power of two, the same for all ranks.
 
     Raises:
-        SwapPlanError: a block and its page are of two ranks.
+        PlanError: a block and its page are of two ranks.
     """
     device, host = (np.asarray(ids) for ids in plan)
     pairs = np.flatnonzero((device > 0) & (host > 0))
     (rank, blocks), (of_page, pages) = (own_ids(ids[pairs], ranks) for ids in (device, host))
     for i, block, here, page, there in zip(pairs, device[pairs], rank, host[pairs], of_page, strict=True):
         if here != there:
-            raise SwapPlanError(f"is of rank {here}, page {page} of rank {there}", "device", int(i), int(block))
+            raise PlanError(f"device_ids[{i}]: block {block} is of rank {here}, page {page} of rank {there}")
     length = _length(int(np.bincount(rank, minlength=1).max()), None)
     dealt = OwnSwapPlan(*np.zeros((2, ranks, length), np.int32))
     for r in range(ranks):
@@ -135,42 +137,25 @@ def own_swaps(plan: SwapPlan, ranks: int) -> OwnSwapPlan:
 
 
 def _check_destinations(direction: Direction, device: list[int], host: list[int]) -> None:
-    """Raises `SwapPlanError` if one is written twice, or for another direction."""
+    """Raises `PlanError` if one is written twice, or for another direction."""
     if direction not in ("out", "in"):
-        raise SwapPlanError(f"direction must be 'out' or 'in', got {direction!r}")
+        raise PlanError(f"direction must be 'out' or 'in', got {direction!r}")
     side, written = ("host", host) if direction == "out" else ("device", device)
     first: dict[int, int] = {}
     for i, value in enumerate(written):
         if first.setdefault(value, i) != i:
-            raise SwapPlanError("is written twice, first at index " + str(first[value]), side, i, value)
+            raise PlanError(f"{side}_ids[{i}]: {value} is written twice, first at index {first[value]}")
 
 
 def _length(count: int, length: int | None) -> int:
-    """The static length of a plan of so many ids. Raises `SwapPlanError` if it is none, or too short."""
+    """The static length of a plan of so many ids. Raises `PlanError` if it is none, or too short."""
     if length is None:
         return 1 << (count - 1).bit_length() if count else 0
-    if (static := as_int(length)) is None or not 0 <= static <= INT32_MAX:
-        raise SwapPlanError(f"length must be an integer of 0..{INT32_MAX}, got {shown(length)}")
+    static = check_integer("length", length, 0, INT32_MAX, error=PlanError)
     if count > static:
-        raise SwapPlanError(f"{count} ids do not fit a plan of length {length}")
+        raise PlanError(f"{count} ids do not fit a plan of length {length}")
     return static
 
 
 def _checked(side: str, ids: Sequence[int] | np.ndarray, limit: int) -> list[int]:
-    out = []
-    for i, value in enumerate(ids):
-        if (number := as_int(value)) is None:
-            raise SwapPlanError("is not an integer", side, i, value)
-        out.append(number)
-        if out[-1] == 0:
-            raise SwapPlanError(f"is the null id (valid ids are 1..{limit})", side, i, 0)
-        if not 1 <= out[-1] <= limit:
-            raise SwapPlanError(f"is out of range (valid ids are 1..{limit})", side, i, out[-1])
-    return out
-
-
-def _token_count(index: int, value: object) -> int:
-    count = as_int(value)
-    if count is None or not 0 <= count <= INT32_MAX:
-        raise SwapPlanError(f"token count {value!r} at index {index} is no integer of 0..{INT32_MAX}")
-    return count
+    return [check_integer(f"{side}_ids[{i}]", value, 1, limit, error=PlanError) for i, value in enumerate(ids)]

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from dsv4_jax import BlockAllocator, CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager
+from dsv4_jax.checks import check_integer
 from dsv4_jax.errors import BlockReleaseError, CacheError, HashError, PlanError, RequestError
 from dsv4_jax.manager import BlockPool, EventLog, MediaItem, Namespace, StorageTier
-from dsv4_jax.manager.allocator import as_count
 
 from .prefix.test_hashing_keys import BAD_TOKENS, Evil, kind
 
@@ -40,15 +40,16 @@ def refused(manager: KVCacheManager, error: type[CacheError], call: Callable[[],
 @pytest.mark.parametrize("count", BAD_COUNTS, ids=kind)
 def test_counts(count) -> None:
     with pytest.raises(PlanError, match="the count must be"):
-        as_count("the count", count)
+        check_integer("the count", count, error=PlanError)
 
 
 def test_integers_of_any_type_are_counts() -> None:
     for value in (3, np.int8(3), np.uint64(3), np.array(3)):
-        assert as_count("the count", value) == 3 and type(as_count("the count", value)) is int
-    assert as_count("the count", 7, 7, 7) == 7
-    with pytest.raises(PlanError, match="at most 6, got 7"):
-        as_count("the count", 7, 0, 6)
+        count = check_integer("the count", value, error=PlanError)
+        assert count == 3 and type(count) is int
+    assert check_integer("the count", 7, 7, 7, error=PlanError) == 7
+    with pytest.raises(PlanError, match="from 0 to 6, got 7"):
+        check_integer("the count", 7, 0, 6, error=PlanError)
 
 
 def test_other_things_close_no_manager() -> None:

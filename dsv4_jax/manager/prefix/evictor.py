@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import OutOfBlocksError, PrefixTreeError
+from ...checks import check_integer
+from ...errors import OutOfBlocksError, PlanError, PrefixTreeError
 from ...eviction_queue import EvictionQueue
-from ..allocator import as_count
 from .counters import TreeCounters
 from .eviction import Eviction, Freed, Move
 from .moves import BlockMoves
@@ -39,7 +39,7 @@ class Evictor:
         Raises:
             OutOfBlocksError: fewer can leave (others are referenced or on the move); nothing has changed.
         """
-        victims = self._victims(tier, as_count("count", count), len(room))
+        victims = self._victims(tier, check_integer("count", count, error=PlanError), len(room))
         result = Eviction()
         spots, homeless = iter(room), 0  # victims that could use one: the last len(room) of them get one
         if room and tier is T.DEVICE:

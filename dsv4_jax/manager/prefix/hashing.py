@@ -27,9 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from ...checks import INT32_MAX, shown
+from ...checks import INT32_MAX, check_integer, shown
 from ...errors import HashError, PlanError
-from ..allocator import as_count
 from .token_ids import check_range, packed, token_ids
 
 __all__ = ["BlockHasher", "HashSpec", "Key", "MediaItem", "Namespace", "canonical_bytes", "given_items"]
@@ -108,8 +107,8 @@ class HashSpec:
     vocab_size: int = INT32_MAX + 1
 
     def __post_init__(self) -> None:
-        as_count("block_tokens", self.block_tokens, 1)
-        if as_count("vocab_size", self.vocab_size, 1) > INT32_MAX + 1:
+        check_integer("block_tokens", self.block_tokens, 1, error=PlanError)
+        if check_integer("vocab_size", self.vocab_size, 1, error=PlanError) > INT32_MAX + 1:
             raise HashError(f"vocab_size must be at most {INT32_MAX + 1}, got {self.vocab_size}")
         canonical_bytes(self.weights_id)
 
@@ -214,7 +213,7 @@ class BlockHasher:
             HashError: an id is none of the vocabulary; then nothing changed.
             PlanError: `start` is no such boundary.
         """
-        start = as_count("start", start)
+        start = check_integer("start", start, error=PlanError)
         if start % self.spec.block_tokens or start > self.num_tokens:
             raise PlanError(f"start {start} is not one of the block boundaries in 0..{self.num_tokens}")
         known = self._ids[start : start + len(ids)]
@@ -230,7 +229,7 @@ class BlockHasher:
 
     def truncate(self, num_tokens: int) -> None:
         """Forgets all tokens but the first `num_tokens` (rejected drafts). Raises `HashError` if there are fewer."""
-        num_tokens = as_count("num_tokens", num_tokens)
+        num_tokens = check_integer("num_tokens", num_tokens, error=PlanError)
         if num_tokens > self.num_tokens:
             raise HashError(f"cannot truncate {self.num_tokens} tokens to {num_tokens}")
         del self._ids[num_tokens:]
@@ -278,7 +277,10 @@ def _checked(items: Iterable[MediaItem]) -> list[tuple[bytes, int, int]]:
     for item in given_items(items):
         if not isinstance(item, MediaItem):
             raise HashError(f"items must be MediaItems, got {shown(item)}")
-        start, end = as_count("an item's start", item.start), as_count("an item's end", item.end)
+        start, end = (
+            check_integer("an item's start", item.start, error=PlanError),
+            check_integer("an item's end", item.end, error=PlanError),
+        )
         if start >= end:
             raise HashError(f"an item's interval [{start}, {end}) is empty")
         checked.append((canonical_bytes(item.key), start, end))

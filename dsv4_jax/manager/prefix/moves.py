@@ -6,8 +6,8 @@ neither evicted nor moved again.
 
 from __future__ import annotations
 
-from ...errors import PrefixTreeError, TransitionError
-from ..allocator import as_count
+from ...checks import check_integer
+from ...errors import PlanError, PrefixTreeError, TransitionError
 from .eviction import Freed
 from .node import ABORTS, COMPLETES, SETTLED, TRANSITIONS, Node, NodeState, S, T, subtree_of
 from .nodes import NodeTable
@@ -104,9 +104,9 @@ class BlockMoves:
             if parent is not None and parent.state.tier < above and parent.state is not state:
                 raise TransitionError(f"{node} cannot go up before {parent}")
         if state is S.LOADING:
-            block = as_count("block", block, 1)
+            block = check_integer("block", block, 1, error=PlanError)
         elif state is not S.PERSISTING:
-            host = as_count("host", host, 1)
+            host = check_integer("host", host, 1, error=PlanError)
         self._nodes.set_state(node, state)
         node.block = block or node.block
         if host:

@@ -29,8 +29,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...errors import PrefixTreeError, TransitionError
-from ..allocator import as_count
+from ...checks import check_integer
+from ...errors import PlanError, PrefixTreeError, TransitionError
 from .counters import TreeCounters
 from .events import EventLog
 from .eviction import Freed
@@ -115,7 +115,7 @@ class PrefixTree:
         ranks: int = 1,
     ):
         self.ranks = ranks
-        self.block_tokens = as_count("block_tokens", block_tokens, 1)
+        self.block_tokens = check_integer("block_tokens", block_tokens, 1, error=PlanError)
         self.counters = TreeCounters()
         self.queues = EvictionQueues(order, moves_down=host and moves_down)
         self.wanted = CopyLists(backup_after, persists)
@@ -123,7 +123,11 @@ class PrefixTree:
         self.moves = BlockMoves(self.nodes)
         self.evictor = Evictor(self.nodes, self.queues, self.moves, self.counters)
         self.snapshots = Snapshots(
-            self.nodes, self.queues, self.wanted, self.counters, as_count("snapshot_blocks", snapshot_blocks, 1)
+            self.nodes,
+            self.queues,
+            self.wanted,
+            self.counters,
+            check_integer("snapshot_blocks", snapshot_blocks, 1, error=PlanError),
         )
         self.host = HostEvictor(self.queues, self.evictor, self.snapshots)
         self.holds = Holds(self.nodes, self.queues)
@@ -181,7 +185,9 @@ class PrefixTree:
         Raises:
             PrefixTreeError: cached nodes with these digests do not follow each other: not one prompt's digests.
         """
-        limit = min(len(digests), max(as_count("num_tokens", num_tokens) - 1, 0) // self.block_tokens)
+        limit = min(
+            len(digests), max(check_integer("num_tokens", num_tokens, error=PlanError) - 1, 0) // self.block_tokens
+        )
         path: list[Node] = []
         hit, previous, published = 0, None, self.nodes.published
         for i in range(limit):
@@ -207,7 +213,7 @@ class PrefixTree:
         Raises:
             PrefixTreeError: the match is stale, or has fewer blocks; nothing has changed.
         """
-        blocks = match.hit if blocks is None else as_count("blocks", blocks)
+        blocks = match.hit if blocks is None else check_integer("blocks", blocks, error=PlanError)
         if blocks > len(match.path):
             raise PrefixTreeError(f"cannot take {blocks} blocks of a match of {len(match.path)}")
         nodes = self.acquire(match.path[:blocks])
@@ -276,7 +282,7 @@ class PrefixTree:
         Raises:
             PrefixTreeError: the parent is gone, not on the device, or the caller cannot hold a reference to it.
         """
-        block = as_count("block", block, 1)
+        block = check_integer("block", block, 1, error=PlanError)
         if parent is not None:
             self.nodes.check(parent)
             if parent.state.tier is not T.DEVICE or not parent.refs:
@@ -370,7 +376,7 @@ class PrefixTree:
             raise PrefixTreeError(f"nothing can come to the host below {parent}")
         if self.get(digest) is not None:
             raise PrefixTreeError(f"{self.get(digest)} is there already")
-        page = as_count("page", page, 1)
+        page = check_integer("page", page, 1, error=PlanError)
         node = self.nodes.new(digest, parent, S.HOST)
         self.nodes.clock += 1
         node.last_access = self.nodes.accessed(parent)

@@ -8,8 +8,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from ...checks import check_integer
+from ...errors import PlanError
 from ...eviction_queue import EvictionQueue
-from ..allocator import as_count
 from .node import TIERS, Node, S, T, Tier
 from .orders import Order
 from .worth import is_idle_end
@@ -145,7 +146,9 @@ class CopyLists:
     """
 
     def __init__(self, backup_after: int | None, persists: bool):
-        self.backup_after = None if backup_after is None else as_count("backup_after", backup_after)
+        self.backup_after = (
+            None if backup_after is None else check_integer("backup_after", backup_after, error=PlanError)
+        )
         self.persists = persists
         self.clear()
 
@@ -191,7 +194,7 @@ def _snapshot_wants_storage(node: Node) -> bool:
 
 def _pop(waiting: collections.deque[Node], limit: int, bit: int, wants: Callable[[Node], bool]) -> list[Node]:
     """Takes nodes off a list until `limit` of them still want what it is for."""
-    limit = as_count("limit", limit)
+    limit = check_integer("limit", limit, error=PlanError)
     chosen: list[Node] = []
     while waiting and len(chosen) < limit:
         node = waiting.popleft()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...checks import shown
+from ...checks import check_integer, shown
 from ...errors import OutOfBlocksError, PlanError, PrefixTreeError
-from ..allocator import as_count
 from .counters import TreeCounters
 from .eviction import SnapshotEviction, StateMove
 from .node import TIERS, Node, Pages, S, Snapshot, T, Tier, Unit
@@ -154,7 +153,7 @@ class Snapshots:
         Raises:
             OutOfBlocksError: fewer are unpinned; nothing has changed.
         """
-        count, queue = as_count("count", count), self._queues.snapshots[tier]
+        count, queue = check_integer("count", count, error=PlanError), self._queues.snapshots[tier]
         nodes: list[Node] = []
         while len(nodes) < count and (node := queue.pop()) is not None:
             nodes.append(node)
@@ -179,7 +178,7 @@ def _checked(tier: Tier, unit: Unit) -> Unit:
     if tier is T.STORAGE:
         return 1
     if tier is T.DEVICE:
-        return as_count("a slot", unit, 1)
+        return check_integer("a slot", unit, 1, error=PlanError)
     if not isinstance(unit, tuple) or not unit:
         raise PlanError(f"the pages of a state must be a tuple of ids, got {shown(unit)}")
-    return tuple(as_count("a page", page, 1) for page in unit)
+    return tuple(check_integer("a page", page, 1, error=PlanError) for page in unit)

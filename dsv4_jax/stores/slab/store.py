@@ -24,9 +24,10 @@ from typing import Literal
 
 import numpy as np
 
+from ...checks import check_boolean, check_integer
 from ...errors import StoreClosedError, StoreError, StoreFormatError, StoreFullError
 from ..base import Buffers, Flags, StoreStats
-from ..checks import check_count, check_keys, check_process, check_records, check_switch
+from ..checks import check_keys, check_process, check_records
 from ..checksum import checksums
 from ..record_header import (
     HEADER_BYTES,
@@ -91,12 +92,15 @@ class SlabStore:
         direct: bool = False,
         preallocate: bool = True,
     ):
-        self.record_bytes = check_count("record_bytes", record_bytes)
-        self.max_records = check_count("max_records", max_records)
-        self.key_bytes = check_count("key_bytes", key_bytes, MAX_KEY_BYTES)
+        self.record_bytes = check_integer("record_bytes", record_bytes, 1, error=StoreFormatError)
+        self.max_records = check_integer("max_records", max_records, 1, error=StoreFormatError)
+        self.key_bytes = check_integer("key_bytes", key_bytes, 1, MAX_KEY_BYTES, error=StoreFormatError)
         if sync not in ("close", "write"):
             raise StoreFormatError(f"sync must be 'close' or 'write', got {sync!r}")
-        direct, preallocate = check_switch("direct", direct), check_switch("preallocate", preallocate)
+        direct, preallocate = (
+            check_boolean(name, value, error=StoreFormatError)
+            for name, value in (("direct", direct), ("preallocate", preallocate))
+        )
         self._fingerprint, self._sync = fingerprint_digest(fingerprint), sync
         self._lock = threading.Lock()
         self.index = SlabIndex(self.max_records)

@@ -7,8 +7,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from ...checks import as_int, shown
-from ...errors import RecordIdError, ShapeError
+from ...checks import check_integer, shown
+from ...errors import ShapeError, TransferError
 from ...layout import CacheLayout
 from ...records import block_record, page_bytes
 from .metadata import snapshot_pages
@@ -41,39 +41,36 @@ def check_pages(layout: CacheLayout, pages: Any) -> list[np.ndarray]:
 def check_ids(
     layout: CacheLayout, kind: RecordKind, side: str, ids: Sequence[int] | np.ndarray, num_pages: int
 ) -> list[int]:
-    """The ids as integers. Raises `RecordIdError`: one is no page of that side, or they are no whole records."""
+    """The ids as integers. Raises `TransferError`: one is no page of that side, or they are no whole records."""
     if kind not in get_args(RecordKind):
-        raise RecordIdError(f"kind must be 'block' or 'snapshot', got {shown(kind)}")
+        raise TransferError(f"kind must be 'block' or 'snapshot', got {shown(kind)}")
     if kind == "block" and not block_record(layout).bytes:
-        raise RecordIdError("this layout has no blocks")
+        raise TransferError("this layout has no blocks")
     checked = []
     for i, value in enumerate(ids):
-        number = as_int(value)
-        if number is None or not 1 <= number <= num_pages:
-            raise RecordIdError(f"is no page of it (1..{num_pages})", side, i, value)
-        checked.append(number)
+        checked.append(check_integer(f"the {side} page at index {i}", value, 1, num_pages, error=TransferError))
     if kind == "snapshot" and len(checked) % snapshot_pages(layout):
         problem = f"{len(checked)} {side} pages are no whole snapshots, which have {snapshot_pages(layout)}"
-        raise RecordIdError(problem)
+        raise TransferError(problem)
     return checked
 
 
 def check_pairs(
     source: Sequence[int], destination: Sequence[int], sums: Sequence[bytes] | None, written: Collection[int]
 ) -> None:
-    """Raises `RecordIdError` for unequal numbers, or a destination that is there twice or `written` by another read."""
+    """Raises `TransferError` for unequal numbers, or a destination that is there twice or `written` by another read."""
     if len(source) != len(destination):
-        raise RecordIdError(f"{len(source)} source pages for {len(destination)} destinations")
+        raise TransferError(f"{len(source)} source pages for {len(destination)} destinations")
     seen: set[int] = set()
     for i, page in enumerate(destination):
         if page in seen or page in written:
             problem = "is there twice" if page in seen else "is written by another read"
-            raise RecordIdError(problem, "destination", i, page)
+            raise TransferError(f"the destination page {page} at index {i} {problem}")
         seen.add(page)
     if sums is None:
         return
     if len(sums) != len(source):
-        raise RecordIdError(f"{len(sums)} checksums for {len(source)} pages")
+        raise TransferError(f"{len(sums)} checksums for {len(source)} pages")
     for i, each in enumerate(sums):
         if not isinstance(each, bytes) or len(each) != CHECKSUM_BYTES:
-            raise RecordIdError(f"checksum at index {i} is no {CHECKSUM_BYTES} bytes")
+            raise TransferError(f"checksum at index {i} is no {CHECKSUM_BYTES} bytes")

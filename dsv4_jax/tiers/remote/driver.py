@@ -33,12 +33,12 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ...errors import LayoutError, RecordMismatchError, TransportError
+from ...checks import check_seconds
+from ...errors import LayoutError, RecordMismatchError, StoreFormatError, TransportError
 from ...manager import Arrival, Handoff, KVCacheManager, MediaItem, Namespace, RemoteRead, RemoteTier, Request
 from ...manager.prefix.hashing import given_items
 from ...manager.request_tokens import prompt_tokens
 from ...records import block_record
-from ...stores.checks import check_seconds
 from ...untrusted import parse_json
 from ..transfer_handle import TransferHandle
 from .checks import RecordKind
@@ -115,7 +115,7 @@ class RemoteDriver:
         manager.need_weights_id()
         self.tier = RemoteTier(manager, clock=manager.clock)
         self._manager, self._transport = manager, transport
-        self._ask_after = check_seconds("ask_after", ask_after)
+        self._ask_after = check_seconds("ask_after", ask_after, error=StoreFormatError)
         self._exported: list[_Export] = []
         self._sums: dict[str, dict[int, bytes]] = {}  # of a lease: by page, as they were told
         self._ready: list[Handoff] = []

@@ -29,10 +29,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ...checks import shown
-from ...errors import CacheError, PeerError, PeerMetadataError, TransportClosedError, TransportError
+from ...checks import check_seconds, shown
+from ...errors import CacheError, PeerError, PeerMetadataError, StoreFormatError, TransportClosedError, TransportError
 from ...layout import CacheLayout
-from ...stores.checks import check_seconds
 from ...stores.checksum import checksums
 from ..host_memory import host_memories, host_places
 from ..transfer_handle import TransferHandle
@@ -103,7 +102,7 @@ class RecordTransport:
 
     def __init__(self, engine: TransportEngine, *, timeout: float = 30.0, clock: Callable[[], float] = time.monotonic):
         self.name = f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(6)}"
-        self._timeout = check_seconds("timeout", timeout)
+        self._timeout = check_seconds("timeout", timeout, error=StoreFormatError)
         self._engine, self._clock = engine, clock
         self._lock = threading.RLock()
         self._layout: CacheLayout | None = None
@@ -258,7 +257,7 @@ class RecordTransport:
         """
         with self._open():
             layout, link = self._published(), self._link(peer)
-            seconds = self._timeout if timeout is None else check_seconds("timeout", timeout)
+            seconds = self._timeout if timeout is None else check_seconds("timeout", timeout, error=StoreFormatError)
             theirs = check_ids(layout, kind, "source", source, peer.num_pages)
             ours = check_ids(layout, kind, "destination", destination, self.num_pages)
             check_pairs(theirs, ours, checksums, self._written)
