@@ -6,6 +6,9 @@ so `except ValueError` keeps working, and every message names what was wrong, wh
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 from .checks import shown
 
 __all__ = [
@@ -75,7 +78,7 @@ class CheckpointError(CacheError, ValueError):
 
 
 class OptionError(CacheError, ValueError):
-    """An option of the command line, or of a benchmark, asks for what cannot be. Its cause is the package's own error."""
+    """An option of the command line or of a benchmark asks for what cannot be. Its cause is the package's own error."""
 
 
 class FileError(CacheError, OSError):
@@ -120,7 +123,7 @@ class ExchangeError(CacheError, RuntimeError):
 
 
 class TransferError(CacheError, RuntimeError):
-    """A transfer between tiers, or between hosts, was refused or failed. Its cause is the error of the runtime or engine.
+    """A transfer between tiers or hosts was refused or failed. Its cause is the error of the runtime, or of the engine.
 
     Of records that another host sent, nothing that arrived counts.
     """
@@ -167,7 +170,7 @@ class ContextLimitError(PlanError):
 
 
 class RequestError(CacheError, ValueError):
-    """A request is unknown, released, or of another manager; or its tokens, keys or sampling settings are impossible."""
+    """A request is unknown, released or of another manager; or its tokens, keys or sampling settings are impossible."""
 
 
 class ManagerInterruptedError(CacheError, RuntimeError):
@@ -216,7 +219,9 @@ class OutOfBlocksError(CacheError, RuntimeError):
 
     def __init__(self, requested: int, available: int, total: int, pool: str = "device", unit: str = "blocks"):
         self.requested, self.available, self.total, self.pool = requested, available, total, pool
-        super().__init__(f"{pool} pool: requested {requested} {unit}, {available} available (of {total} total)")
+        super().__init__(
+            f"KV cache OOM in the {pool} pool: requested {requested} {unit}, {available} available (of {total} total)"
+        )
 
 
 class PoolError(CacheError, ValueError):
@@ -247,9 +252,35 @@ class IntegrityError(CacheError, AssertionError):
     """The manager's own books are wrong, or a call on its prefix tree would make them wrong: a bug, not a misuse."""
 
 
-class StoreBusyError(StoreError):
+class StoreBusyError(StoreError, TimeoutError):
     """A store did not take a call, or end it, in time; or another process has it open. Trying again may help."""
 
 
 class PerformanceWarning(UserWarning):
     """All is right, and slower than it could be: no prompt will find a cached prefix, or a GPU has no kernels here."""
+
+
+_FORMER_NAMES: dict[type[CacheError] | type[UserWarning], str] = {
+    FileError: "InputError OutputError",
+    ImplementationError: "BuildError",
+    IntegrityError: "PrefixTreeError TransitionError",
+    OptionError: "BenchmarkError",
+    OutOfBlocksError: "PoolExhaustedError",
+    PerformanceWarning: "NoHitsWarning NoKernelsWarning",
+    PlanError: "ForeignPlanError SwapPlanError",
+    PoolError: "BlockReleaseError PoolReleaseError PoolResizeError StaleBlockError",
+    RequestError: "HashError SamplingError",
+    StepError: "DonatedCacheError GradientError PlanOrderError RotationError StepOrderError",
+    StoreBusyError: "StoreLockedError StoreTimeoutError",
+    StoreError: "StoreClosedError StoreFullError",
+    TransferError: "PeerMetadataError RecordIdError TransportClosedError TransportError",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Former names of errors, for one release: each is the class that took it over."""
+    for error, names in _FORMER_NAMES.items():
+        if name in names.split():
+            warnings.warn(f"dsv4_jax.errors.{name} is {error.__name__} now", DeprecationWarning, stacklevel=2)
+            return error
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

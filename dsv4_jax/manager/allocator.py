@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import INT32_MAX, as_int, check_integer
-from ..errors import BlockReleaseError, IntegrityError, OutOfBlocksError, PlanError, PoolResizeError
+from ..checks import INT32_MAX, as_int, check_integer, shown
+from ..errors import IntegrityError, OutOfBlocksError, PlanError, PoolError
 
 __all__ = ["BlockAllocator"]
 
@@ -51,13 +51,15 @@ class BlockAllocator:
         """Makes the ids 1..total.
 
         Raises:
-            PoolResizeError: ids > total are held; nothing has changed.
+            PoolError: ids > total are held; nothing has changed.
             PlanError: `total` is negative or not an integer.
         """
         total = check_integer("the number of blocks", total, error=PlanError)
         held = [block for block in range(total + 1, min(max(self._fresh), self._total + 1)) if self._held[block]]
         if held:
-            raise PoolResizeError(held, total, self.name)
+            more = ", ..." if len(held) > 8 else ""
+            ids = f"{len(held)} held beyond it ({', '.join(map(str, held[:8]))}{more})"
+            raise PoolError(f"cannot resize the {self.name} pool to {total} blocks: {ids}")
         if total < self._total:
             del self._held[total + 1 :]
             for rank, freed in enumerate(self._freed):
@@ -156,13 +158,13 @@ class BlockAllocator:
         """Gives ids back: all of them or, if any is wrong, none.
 
         Raises:
-            BlockReleaseError: an id is null, out of range, not held, or named twice; or there are no ids at all.
+            PoolError: an id is null, out of range, not held, or named twice; or there are no ids at all.
         """
         checked: set[int] = set()
         try:
             blocks = iter(ids.tolist() if isinstance(ids, np.ndarray) else ids)
         except TypeError as error:
-            raise BlockReleaseError(ids, "not a list of ids", self._total) from error
+            raise self._not_released(ids, "not a list of ids") from error
         for block in blocks:
             checked.add(self._checked(block, checked))
         held, freed, ranks = self._held, self._freed, self.ranks
@@ -171,22 +173,21 @@ class BlockAllocator:
             heapq.heappush(freed[(block - 1) % ranks], block)
 
     def _checked(self, block: Any, already: set[int]) -> int:
-        def refuse(problem: str) -> BlockReleaseError:
-            return BlockReleaseError(block, problem, self._total)
-
         number = as_int(block)
         if number is None:
-            raise refuse("not an integer")
-        block = number
-        if block == 0:
-            raise refuse("it is the null block")
-        if not 0 < block <= self._total:
-            raise refuse("out of range")
-        if not self._held[block]:
-            raise refuse("it is not held (released twice?)")
-        if block in already:
-            raise refuse("named twice in one call")
-        return block
+            raise self._not_released(block, "not an integer")
+        if number == 0:
+            raise self._not_released(block, "it is the null block")
+        if not 0 < number <= self._total:
+            raise self._not_released(block, "out of range")
+        if not self._held[number]:
+            raise self._not_released(block, "it is not held (released twice?)")
+        if number in already:
+            raise self._not_released(block, "named twice in one call")
+        return number
+
+    def _not_released(self, block: object, problem: str) -> PoolError:
+        return PoolError(f"cannot release block {shown(block)}: {problem} (valid ids are 1..{self._total})")
 
     def check_integrity(self) -> None:
         """Free and held ids partition 1..n and the null id is in neither. Raises `IntegrityError`."""

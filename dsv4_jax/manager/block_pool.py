@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..checks import check_integer
-from ..errors import IntegrityError, PlanError, StaleBlockError
+from ..errors import IntegrityError, PlanError, PoolError
 from .allocator import BlockAllocator
 
 __all__ = ["BlockPool", "BlockRef", "PoolStats"]
@@ -81,7 +81,7 @@ class BlockPool(BlockAllocator):
         return ids
 
     def release(self, ids: Iterable[int]) -> None:
-        """Gives ids back: all of them or, if any is wrong (`BlockReleaseError`), none."""
+        """Gives ids back: all of them or, if any is wrong (`PoolError`), none."""
         ids = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
         super().release(ids)
         if self._metadata:
@@ -89,7 +89,7 @@ class BlockPool(BlockAllocator):
                 self._metadata.pop(block, None)
 
     def release_refs(self, refs: Iterable[BlockRef]) -> None:
-        """Releases ids by reference. Raises `StaleBlockError` if any changed hands since; then none is released."""
+        """Releases ids by reference. Raises `PoolError` if any changed hands since; then none is released."""
         refs = list(refs)
         for ref in refs:
             self.check(ref)
@@ -105,10 +105,10 @@ class BlockPool(BlockAllocator):
         return self.is_held(ref.block) and self._stamps[ref.block] == ref.generation
 
     def check(self, ref: BlockRef) -> None:
-        """Raises `StaleBlockError` unless `ref` is current."""
+        """Raises `PoolError` unless `ref` is current."""
         if not self.is_current(ref):
             now = self._stamps[ref.block] if self.is_held(ref.block) else "not held"
-            raise StaleBlockError(
+            raise PoolError(
                 f"block {ref.block} of the {self.name} pool: generation {ref.generation} is stale (now: {now})"
             )
 

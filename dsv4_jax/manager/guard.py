@@ -17,24 +17,19 @@ from types import FrameType, TracebackType
 from typing import TypeVar
 
 from ..errors import (
-    ContextLimitError,
     HandoffError,
-    HashError,
     ManagerBusyError,
     ManagerInterruptedError,
     NoFreeSlotError,
-    NoHitsWarning,
     OutOfBlocksError,
+    PerformanceWarning,
     PlanError,
     RequestError,
 )
 
 __all__ = ["PATIENCE", "REFUSALS", "Guard"]
 
-REFUSALS = (
-    ContextLimitError, HandoffError, HashError, NoFreeSlotError, NoHitsWarning, OutOfBlocksError, PlanError,
-    RequestError,
-)  # fmt: skip
+REFUSALS = (HandoffError, NoFreeSlotError, OutOfBlocksError, PerformanceWarning, PlanError, RequestError)
 PATIENCE = 1.0  # seconds that who only reads waits for a moment in which no call is under way
 _PAUSE = 2e-4  # seconds between two looks for one
 _ENDING = threading.RLock()  # of who takes the place of a call that never ended

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from ..errors import HashError, NoFreeSlotError, OutOfBlocksError, RequestError
+from ..errors import NoFreeSlotError, OutOfBlocksError, RequestError
 from ..layout import CacheLayout
 from .hits import Hit, take_hit
 from .last_step import LastStep
@@ -152,7 +152,7 @@ class Lifecycle:
         try:
             ids += packed(token_ids(tokens[len(history) : certain], self._layout.cfg.vocab_size))
             hasher.follow(ids)
-        except HashError:  # no ids: `plan_tokens` will say so
+        except RequestError:  # no ids: `plan_tokens` will say so
             ids = history
             hasher.follow(ids)
         hasher.truncate(len(ids))

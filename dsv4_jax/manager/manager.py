@@ -42,7 +42,6 @@ from ..checks import INT32_MAX, check_integer, shown
 from ..errors import (
     ContextLimitError,
     HandoffError,
-    HashError,
     LayoutError,
     ManagerBusyError,
     NoFreeSlotError,
@@ -62,11 +61,12 @@ from .policies import CachePolicy
 from .prefix.events import EventLog
 from .prefix.hashing import BlockHasher, HashSpec, Key, MediaItem, Namespace
 from .prefix.node import T
+from .prefix.token_ids import token_ids
 from .publishing import Publisher
 from .remote_tier import Arrival, end_arrival
 from .request import Request, RequestRef
 from .request_book import RequestBook
-from .request_tokens import prompt_tokens, request_tokens
+from .request_tokens import prompt_tokens
 from .scheduling import Scheduled
 from .stats import collect, compute_block_budget
 from .step_shape import StepShape
@@ -111,12 +111,12 @@ class KVCacheManager:
     Raises:
         LayoutError: `size` is larger than `arrays`, or that has more rows than int32 has numbers (see
             `CacheLayout.check_size`), or one of these is none.
-        HashError: the weights' id has no canonical bytes.
+        RequestError: the weights' id has no canonical bytes.
         PlanError: `policy` is no `CachePolicy`, or `host` no pair of counts.
 
     Warns:
-        NoHitsWarning: hardly a prompt will hit: the policy keeps no states, or no slot is left for any beside the live
-            request's (what still counts: the slot of one that ends at a block boundary, or is preempted there).
+        PerformanceWarning: hardly a prompt will hit: the policy keeps no states, or no slot is left for any beside the
+            live request's (what still counts: the slot of one that ends at a block boundary, or is preempted there).
     """
 
     def __init__(
@@ -162,11 +162,13 @@ class KVCacheManager:
         self.steps = Steps(self.layout, size, arrays, self.book, self.cache, self.publisher)
         self.lifecycle = Lifecycle(self.layout, self.book, self.cache, self.publisher, self.steps)
 
-    def _spec_of(self, weights_id: Key) -> HashSpec:
-        """What digests of these weights share. Raises `HashError`."""
+    def _spec_of(self, weights_id: Key, *, needed: bool = False) -> HashSpec:
+        """What digests of these weights share. Raises `RequestError`."""
         layout = self.layout
-        if self._needs_id and weights_id is None:
-            raise HashError("without a weights_id, rows of other weights would be found in storage or on other hosts")
+        if (needed or self._needs_id) and weights_id is None:
+            raise RequestError(
+                "without a weights_id, rows of other weights would be found in storage or on other hosts"
+            )
         return HashSpec(layout.block_tokens, (layout.block_fingerprint, weights_id), layout.cfg.vocab_size)
 
     @property
@@ -241,9 +243,9 @@ class KVCacheManager:
         without a manager makes the same ones with `BlockHasher(manager.hash_spec, tokens, ...).digests`.
 
         Raises:
-            HashError, PlanError, RequestError: as `KVCacheManager.admit_request` for these arguments.
+            PlanError, RequestError: as `KVCacheManager.admit_request` for these arguments.
         """
-        ids = request_tokens(tokens, self.layout.cfg.vocab_size)
+        ids = token_ids(tokens, self.layout.cfg.vocab_size)
         return BlockHasher(self.hash_spec, ids, namespace=namespace, items=items).digests
 
     def admit_request(
@@ -275,7 +277,7 @@ class KVCacheManager:
             ContextLimitError: the prompt or `max_tokens` is beyond the context limit, or all blocks together
                 (`pool_limit`) do not hold the prompt, and one token after it where `max_tokens` asks for more.
             RequestError: it sleeps; the id is in use or cannot be one, or a token is no id of the model's vocabulary.
-            HashError: no namespace, no items, a key of them without canonical bytes, or an empty item.
+            RequestError: no namespace, no items, a key of them without canonical bytes, or an empty item.
             PlanError: `max_tokens` or an item's position is no count.
         """
         space = dict(namespace=namespace, items=items)
@@ -609,7 +611,7 @@ class KVCacheManager:
         Raises:
             RequestError: a request of the plan is gone, does not know its tokens of it, or its `tokens` were changed
                 where they are computed.
-            ForeignPlanError: the plan was made for another layout or size.
+            PlanError: the plan was made for another layout or size.
             PlanError: it is no plan of `plan_step` (packed, say, or stacked).
         """
         if not isinstance(plan, StepPlan):
@@ -740,7 +742,7 @@ class KVCacheManager:
 
         Raises:
             RequestError: it does not sleep.
-            HashError: the weights' id has no canonical bytes, or is None beside a driver of storage or other hosts.
+            RequestError: the weights' id has no canonical bytes, or is None beside a driver of storage or other hosts.
         """
         weights_id = self._weights_id if weights_id is _SAME else weights_id
         spec = self._spec_of(weights_id)
@@ -767,7 +769,7 @@ class KVCacheManager:
             RequestError: as `sleep`.
 
         Warns:
-            NoHitsWarning: in a cache of this size hardly a prompt will hit, other than before.
+            PerformanceWarning: in a cache of this size hardly a prompt will hit, other than before.
         """
         self.guard.check()
         if not isinstance(size, CacheSize):
@@ -798,7 +800,7 @@ class KVCacheManager:
                 they are the same.
 
         Raises:
-            HashError: as `wakeup`.
+            RequestError: as `wakeup`.
         """
         weights_id = self._weights_id if weights_id is _SAME else weights_id
         spec = self._spec_of(weights_id)
@@ -818,13 +820,9 @@ class KVCacheManager:
         self._persists = self.cache.tree.wanted.persists = True
 
     def need_weights_id(self) -> None:
-        """From now on rows come from elsewhere as well, so the weights have a name. Raises `HashError` without one."""
-        needed, self._needs_id = self._needs_id, True
-        try:
-            self._spec_of(self._weights_id)
-        except HashError:
-            self._needs_id = needed
-            raise
+        """From now on rows come from elsewhere too, so the weights have a name. Raises `RequestError` without one."""
+        self._spec_of(self._weights_id, needed=True)
+        self._needs_id = True
 
     # Numbers
 

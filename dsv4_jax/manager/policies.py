@@ -9,7 +9,7 @@ import numbers
 import warnings
 
 from ..checks import check_integer, shown
-from ..errors import ConfigError, NoHitsWarning, PlanError
+from ..errors import ConfigError, PerformanceWarning, PlanError
 from ..layout import CacheSize
 from .prefix.orders import ORDERS, WORTH, Order
 
@@ -199,7 +199,7 @@ class CachePolicy:
                 raise ConfigError(f"cache policy: {name}", f"must be of type {kind.__name__}, got {shown(part)}")
 
     def warn_if_vain(self, size: CacheSize, before: CacheSize | None = None) -> None:
-        """Warns with `NoHitsWarning` if a cache of this size keeps next to no states: prompts find as little in it.
+        """Warns with `PerformanceWarning` if a cache of this size keeps next to no states: prompts find little in it.
 
         Args:
             before: the size so far, of which the same need not be said again.
@@ -207,7 +207,7 @@ class CachePolicy:
         problem = self._problem(size)
         if problem and (before is None or problem != self._problem(before)):
             text = f"prompts find next to nothing under this cache policy: {problem}"
-            warnings.warn(NoHitsWarning(text), stacklevel=3)
+            warnings.warn(PerformanceWarning(text), stacklevel=3)
 
     def _problem(self, size: CacheSize) -> str:
         if self.snapshots == SnapshotPlacement.none():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..errors import HashError
+from ..errors import RequestError
 from ..layout import CacheLayout
 from .policies import Placement, SnapshotPlacement
 from .prefix.node import SETTLED, Node, S, T, Tier, Unit
@@ -133,7 +133,7 @@ class Publisher:
             return
         try:
             history.extend(packed(token_ids(request.ids[len(history) : tokens], self._vocab_size)))
-        except HashError:  # no ids that a step could have computed
+        except RequestError:  # no ids that a step could have computed
             request.hasher = None  # nothing more of this request is cached
 
     def last_written(self, request: Request) -> list[Node]:

@@ -157,7 +157,7 @@ class RemoteTier:
         Raises:
             HandoffError: it is no hand-off, not of this prompt in this namespace, of other weights or records, of no
                 use here (no policy, no host tier, no room for all of it). Nothing has changed.
-            ContextLimitError, HashError, PlanError, RequestError: as `KVCacheManager.admit_request`.
+            ContextLimitError, PlanError, RequestError: as `KVCacheManager.admit_request`.
         """
         self._manager.guard.check()
         part, cache, layout = Handoff.from_json(handoff), self._manager.cache, self._manager.layout

@@ -10,10 +10,9 @@ from typing import Self, SupportsIndex
 
 import numpy as np
 
-from ..errors import HashError, RequestError
-from .prefix.token_ids import token_ids, token_list
+from .prefix.token_ids import token_list
 
-__all__ = ["Edits", "TokenIds", "prompt_tokens", "request_tokens"]
+__all__ = ["Edits", "TokenIds", "prompt_tokens"]
 
 
 class Edits:
@@ -107,19 +106,8 @@ class TokenIds(list[int]):
         return self
 
 
-def request_tokens(tokens: Iterable[int] | np.ndarray, vocab_size: int) -> np.ndarray:
-    """The ids of a request, [N] int32. Raises `RequestError` if any is no id of the vocabulary."""
-    try:
-        return token_ids(tokens, vocab_size)
-    except HashError as error:
-        raise RequestError(str(error)) from error
-
-
 def prompt_tokens(
     tokens: Iterable[int] | np.ndarray, vocab_size: int, edits: Edits | None = None
 ) -> tuple[list[int], array[int]]:
-    """As `token_list`; raises as `request_tokens`. `edits`: the list is to be the `TokenIds` of a request of these."""
-    try:
-        return token_list(tokens, vocab_size, copied=list.copy if edits is None else lambda ids: TokenIds(ids, edits))
-    except HashError as error:
-        raise RequestError(str(error)) from error
+    """As `token_list`, which says what is raised. `edits`: the list is to be the `TokenIds` of a request of these."""
+    return token_list(tokens, vocab_size, copied=list.copy if edits is None else lambda ids: TokenIds(ids, edits))

@@ -18,10 +18,10 @@ from ..layout import CacheLayout, CacheSize
 from ..plan import CacheFacts, StepPlan
 from .batch import Batch
 from .planning import build_plan, check_extras, next_sequences, with_extras
+from .prefix.token_ids import token_ids
 from .publishing import Publisher, Save
 from .request import Request
 from .request_book import RequestBook
-from .request_tokens import request_tokens
 from .scheduling import Room, Scheduled, room_of, schedule
 from .step_shape import StepShape, StepTokens
 from .tiered_cache import TieredCache
@@ -341,7 +341,7 @@ class Steps:
                 ids += history[start:]
                 ids += tokens[max(start, noted) : stop]
         self._book.settle_changes([request for request, _, _ in fresh] if self._book.edits.any else ())
-        out[: len(ids)] = request_tokens(ids, self._layout.cfg.vocab_size)  # sequences follow each other, then padding
+        out[: len(ids)] = token_ids(ids, self._layout.cfg.vocab_size)  # sequences follow each other, then padding
         for request, start, stop in fresh:
             history = request.history
             if len(history) == start and stop - start == 1:
@@ -366,7 +366,7 @@ class Steps:
             ids = [request.ids[start] for request, start in zip(batch.requests, starts, strict=True)]
         except IndexError:
             return None  # some are not known
-        checked = request_tokens(ids, self._layout.cfg.vocab_size)
+        checked = token_ids(ids, self._layout.cfg.vocab_size)
         for history, token in zip(histories, ids, strict=True):
             history.append(token)
         return checked
@@ -379,7 +379,7 @@ class Steps:
     def _sequences_of(self, plan: StepPlan) -> Iterable[tuple[Request, int, int]]:
         """The request, first token and number of tokens of each sequence.
 
-        Raises `RequestError` if one is gone, `ForeignPlanError` for a plan of another cache, `PlanError` for none.
+        Raises `RequestError` if one is gone, `PlanError` for a plan of another cache, or for none.
         """
         if (batch := self._batch) is not None and self._is_last_decode(plan):
             return zip(batch.requests, plan.seq_start.tolist(), itertools.repeat(1))

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ..checks import shown
-from ..errors import PlanError, PrefixTreeError
+from ..errors import IntegrityError, PlanError
 from .guard import Guard
 from .prefix.eviction import Freed
 from .prefix.hashing import BlockHasher, HashSpec, MediaItem, Namespace
@@ -140,7 +140,7 @@ class StorageTier:
             blocks, snapshots: which of these keys storage probably has. Asked before anything changes.
 
         Raises:
-            HashError: as `KVCacheManager.admit_request`.
+            RequestError: as `KVCacheManager.admit_request`.
             PlanError: an answer is not one per key.
         """
         return self.plan_fetch(self.digests(tokens, namespace=namespace, items=items), blocks, snapshots)
@@ -152,7 +152,7 @@ class StorageTier:
         namespace: Namespace | None = None,
         items: Iterable[MediaItem] = (),
     ) -> list[bytes]:
-        """Of the blocks that a request with this prompt could find. Raises `HashError`."""
+        """Of the blocks that a request with this prompt could find. Raises `RequestError`."""
         hasher = BlockHasher(self._manager.hash_spec, tokens, namespace=namespace, items=items)
         return hasher.digests[: max(hasher.num_tokens - 1, 0) // hasher.spec.block_tokens]
 
@@ -245,7 +245,7 @@ class StorageTier:
             for node in reversed(late):
                 cache.give_back(tree.moves.abort(node))
             if late and lost:
-                with contextlib.suppress(PrefixTreeError):  # somebody else is fetching below it: they will find out
+                with contextlib.suppress(IntegrityError):  # somebody else is fetching below it: they will find out
                     cache.give_back(tree.moves.discard(late[0]))
 
     def _near(self, digests: list[bytes]) -> list[Node]:

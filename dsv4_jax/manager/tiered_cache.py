@@ -366,6 +366,6 @@ class TieredCache:
             self._evict_one()
 
     def resize(self, size: CacheSize) -> None:
-        """Other numbers of device units; none may be held. Raises `PoolResizeError`."""
+        """Other numbers of device units; none may be held. Raises `PoolError`."""
         self.blocks.resize(size.total_blocks)
         self.slots.resize(size.num_slots + size.num_snapshots)

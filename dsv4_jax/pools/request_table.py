@@ -73,11 +73,11 @@ class ReqToTokenPool:
         return self._slots.num_free
 
     def alloc(self, n: int = 1) -> list[int]:
-        """`n` request slots, empty. Raises `PoolExhaustedError`."""
+        """`n` request slots, empty. Raises `OutOfBlocksError`."""
         return self._slots.alloc(n)
 
     def free(self, slot: int) -> np.ndarray:
-        """Gives a slot back and returns the token ids it listed. Raises `PoolReleaseError` unless it was held."""
+        """Gives a slot back and returns the token ids it listed. Raises `PoolError` unless it was held."""
         if not self._slots.is_held(slot):
             self._slots.free([slot])  # refuses it
         slot = int(slot)

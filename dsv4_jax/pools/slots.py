@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ..checks import check_integer
-from ..errors import IntegrityError, PoolError, PoolExhaustedError, PoolReleaseError
+from ..errors import IntegrityError, OutOfBlocksError, PoolError
 from .spec import GDNSpec
 from .undo import Undo
 
@@ -49,10 +49,10 @@ class Slots:
         return _is_integer(slot) and slot in self._held
 
     def alloc(self, count: int = 1) -> list[int]:
-        """`count` slots, ascending. Raises `PoolExhaustedError` if fewer are free, `PoolError` if it is no count."""
+        """`count` slots, ascending. Raises `OutOfBlocksError` if fewer are free, `PoolError` if it is no count."""
         count = check_integer("count", count, error=PoolError)
         if count > len(self._free):
-            raise PoolExhaustedError(count, len(self._free), self._count, self._unit)
+            raise OutOfBlocksError(count, len(self._free), self._count, self._unit.split()[0], self._unit)
         undo = Undo()
         try:
             undo.call(self._rebuild)
@@ -67,7 +67,7 @@ class Slots:
             raise
 
     def free(self, slots: int | Iterable[int]) -> None:
-        """Gives slots back, all or, if any is wrong, none (`PoolReleaseError`)."""
+        """Gives slots back, all or, if any is wrong, none (`PoolError`)."""
         undo = Undo()
         try:
             self.free_within(undo, slots)
@@ -103,8 +103,9 @@ class Slots:
                 f"{self._unit}: free {sorted(self._free)} and held {sorted(self._held)} are not all, once"
             )
 
-    def _refused(self, slot: object, problem: str) -> PoolReleaseError:
-        return PoolReleaseError(self._unit, slot, problem, f"{self._first}..{self._first + self._count - 1}")
+    def _refused(self, slot: object, problem: str) -> PoolError:
+        valid = f"{self._first}..{self._first + self._count - 1}"
+        return PoolError(f"cannot free {self._unit} {slot}: {problem} (valid ids are {valid})")
 
 
 def _is_integer(slot: object) -> bool:
@@ -121,9 +122,9 @@ class StateSlots(Slots):
         super().__init__(1 + spec.max_requests, spec.track_slots, "track slots")
 
     def alloc_track_slot(self) -> int:
-        """One track slot. Raises `PoolExhaustedError`."""
+        """One track slot. Raises `OutOfBlocksError`."""
         return self.alloc(1)[0]
 
     def free_track_slot(self, slot: int) -> None:
-        """Raises `PoolReleaseError` unless the slot was handed out."""
+        """Raises `PoolError` unless the slot was handed out."""
         self.free(slot)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..checks import check_integer
-from ..errors import IntegrityError, PoolError, PoolExhaustedError, PoolReleaseError
+from ..errors import IntegrityError, OutOfBlocksError, PoolError
 from .spec import MAX_ROWS, as_ids, distinct
 from .undo import Undo
 
@@ -100,14 +100,14 @@ class TokenToKVPoolAllocator:
             after: the last token of the request, if any: the free places behind it in its page come first.
 
         Raises:
-            PoolExhaustedError: too few are free; nothing was taken.
+            OutOfBlocksError: too few are free; nothing was taken.
             PoolError: `count` is negative or no integer, or `after` is not handed out.
         """
         count = check_integer("count", count, error=PoolError)
         tail = self._behind(after)[:count]
         pages = -(-(count - tail.size) // self._page)
         if pages * self._page > self.available_size():
-            raise PoolExhaustedError(count, tail.size + self.available_size(), self.size, "tokens")
+            raise OutOfBlocksError(count, tail.size + self.available_size(), self.size, "token", "tokens")
         undo = Undo(self._batch)
         try:
             fresh = self._take(undo, pages)[:, None] * np.int32(self._page) + np.arange(self._page, dtype=np.int32)
@@ -124,7 +124,7 @@ class TokenToKVPoolAllocator:
         """Gives tokens back: all of them or, if any is wrong, none. A page is free once all its tokens are.
 
         Raises:
-            PoolReleaseError: an id is the null one, not of this pool, not handed out, or named twice.
+            PoolError: an id is the null one, not of this pool, not handed out, or named twice.
         """
         undo = Undo(self._batch)
         try:
@@ -248,22 +248,25 @@ class TokenToKVPoolAllocator:
         np.add.at(self._used, pages, np.int32(by))
 
     def _checked(self, ids: Any) -> np.ndarray:
-        """The ids as a flat array of its own, or `PoolReleaseError`."""
-        valid = f"{self._page}..{self.num_ids - 1}"
+        """The ids as a flat array of its own, or `PoolError`."""
         try:
             ids = as_ids("ids", ids).reshape(-1)
         except PoolError as error:
-            raise PoolReleaseError("tokens", ids, "not integers", valid) from error
+            raise self._not_freed(ids, "not integers") from error
         for problem, wrong in (
             ("the null token", ids == 0),
             ("out of range", (ids < self._page) | (ids >= self.num_ids)),
         ):
             if wrong.any():
-                raise PoolReleaseError("tokens", ids[wrong].tolist(), problem, valid)
+                raise self._not_freed(ids[wrong].tolist(), problem)
         ids = ids.astype(np.int64)  # a copy: the caller may write to its own
         if not self._held[ids].all():
-            raise PoolReleaseError("tokens", ids[~self._held[ids]].tolist(), "not held (freed twice?)", valid)
+            raise self._not_freed(ids[~self._held[ids]].tolist(), "not held (freed twice?)")
         if distinct(ids).size != ids.size:
             unique, times = np.unique(ids, return_counts=True)
-            raise PoolReleaseError("tokens", unique[times > 1].tolist(), "named twice in one call", valid)
+            raise self._not_freed(unique[times > 1].tolist(), "named twice in one call")
         return ids
+
+    def _not_freed(self, ids: object, problem: str) -> PoolError:
+        valid = f"{self._page}..{self.num_ids - 1}"
+        return PoolError(f"cannot free tokens {ids}: {problem} (valid ids are {valid})")

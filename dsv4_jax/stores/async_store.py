@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ..checks import check_integer
-from ..errors import ShapeError, StoreBusyError, StoreClosedError, StoreError
+from ..errors import ShapeError, StoreBusyError, StoreError
 from .base import Buffers, Flags, RecordStore
 from .call_queue import CallQueue, QueuedCall
 from .checks import check_keys, check_process, check_records
@@ -37,7 +37,7 @@ class AsyncStore:
       those of a future's callback, whatever they are: they go to `threading.excepthook`.
     * Whatever was accepted is done before `drain` or `close` return, and at interpreter exit. A callback may make calls
       without a wait (`timeout=0`), but not wait for what waits for it: there `drain`, `flush` and `close` raise.
-    * A forked child has none of the threads: there calls raise `StoreLockedError`, and `close` does nothing.
+    * A forked child has none of the threads: there calls raise `StoreBusyError`, and `close` does nothing.
 
     Args:
         store: what does the work; closed by `close`. Use it directly too, if its calls may come in between.
@@ -160,7 +160,7 @@ class AsyncStore:
                 lambda: self._closing or self._bytes == 0 or self._bytes + size <= self.queue_bytes, timeout
             )
             if self._closing:
-                raise StoreClosedError("the store is closed")
+                raise StoreError("the store is closed")
             if not fits:
                 raise StoreBusyError(
                     f"{size} bytes did not fit within {timeout} s: {self._bytes} of {self.queue_bytes} bytes are queued"

@@ -55,8 +55,8 @@ class RecordStore(Protocol):
     * *Misses are normal.* A store may forget any record at any time (eviction, another client, lost disk), so only
       `read_into` is authoritative; `contains` is a hint for planning.
     * *Errors before effects.* Keys and buffers are checked first; a malformed batch changes nothing. An empty
-      batch is no operation. After `close()` every call but `close()` and `stats()` raises `StoreClosedError`.
-    * *One process.* A forked child cannot use its parent's store: every call raises `StoreLockedError`, but `close()`,
+      batch is no operation. After `close()` every call but `close()` and `stats()` raises `StoreError`.
+    * *One process.* A forked child cannot use its parent's store: every call raises `StoreBusyError`, but `close()`,
       which does nothing there. It opens its own, where a store may have several owners.
 
     `keys` is a sequence of n `bytes`, each `key_bytes` long. Records and buffers are an array `[n, record_bytes]`
@@ -64,7 +64,7 @@ class RecordStore(Protocol):
     Results are bool arrays `[n]`.
 
     Raises (all of them): `StoreFormatError` for a key of the wrong type or length, `ShapeError` for a wrong number of
-    buffers, a wrong size, a read-only or non-contiguous target, or targets that overlap; `StoreFullError`, `StoreError`
+    buffers, a wrong size, a read-only or non-contiguous target, or targets that overlap; `StoreError`
     when storage fails.
     """
 

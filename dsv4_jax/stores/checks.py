@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import ShapeError, StoreFormatError, StoreLockedError
+from ..errors import ShapeError, StoreBusyError, StoreFormatError
 from .base import Buffers
 
 __all__ = ["check_keys", "check_process", "check_records"]
 
 
 def check_process(owner: int) -> None:
-    """Raises `StoreLockedError` in any process but `owner`, whose store it is: a forked child has copies of its locks,
+    """Raises `StoreBusyError` in any process but `owner`, whose store it is: a forked child has copies of its locks,
     in whatever state they were, and none of its threads."""
     if (here := os.getpid()) != owner:
-        raise StoreLockedError(f"the store is open in process {owner}, of which {here} is a forked child")
+        raise StoreBusyError(f"the store is open in process {owner}, of which {here} is a forked child")
 
 
 def check_keys(keys: Sequence[bytes], key_bytes: int) -> list[bytes]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..checks import check_integer, shown
-from ..errors import StoreClosedError, StoreError, StoreFormatError, StoreFullError
+from ..errors import StoreError, StoreFormatError
 from .base import Buffers, Flags, StoreStats
 from .checks import check_keys, check_process, check_records
 from .checksum import checksum
@@ -34,7 +34,7 @@ from .record_header import (
 __all__ = ["MooncakeStore"]
 
 # Mooncake's answers
-_DONE, _FULL, _OTHER_SIZE, _NOT_READY, _MISSING = 0, -200, -600, -703, -704
+_DONE, _OTHER_SIZE, _NOT_READY, _MISSING = 0, -600, -703, -704
 
 
 class MooncakeStore:
@@ -127,8 +127,7 @@ class MooncakeStore:
                 added[[i for i, code in zip(new, codes, strict=True) if code == _DONE]] = True
                 self._count(written=codes.count(_DONE))
                 if wrong := [code for code in codes if code != _DONE]:
-                    kind = StoreFullError if wrong[0] == _FULL else StoreError
-                    raise kind(f"Mooncake cannot write {len(wrong)} of {len(new)} records: {wrong[0]}")
+                    raise StoreError(f"Mooncake cannot write {len(wrong)} of {len(new)} records: {wrong[0]}")
         return added
 
     def delete(self, keys: Sequence[bytes]) -> Flags:
@@ -172,7 +171,7 @@ class MooncakeStore:
     def _check(self) -> None:
         check_process(self._process)
         if self._closed:
-            raise StoreClosedError("the store is closed")
+            raise StoreError("the store is closed")
 
     @contextlib.contextmanager
     def _begun(self) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..checks import check_integer, check_seconds
-from ..errors import StoreClosedError, StoreError, StoreFormatError, StoreTimeoutError
+from ..errors import StoreBusyError, StoreError, StoreFormatError
 from .base import Buffers, Flags, StoreStats
 from .checks import check_keys, check_process, check_records
 from .checksum import checksum
@@ -66,7 +66,7 @@ class ObjectStore:
     Raises:
         StoreFormatError: a setting of a wrong type or size.
         StoreError: tensorstore is not installed, or cannot open the spec.
-        StoreTimeoutError: the deadline has passed (every call).
+        StoreBusyError: the deadline has passed (every call).
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ObjectStore:
         try:
             self.kv: Any = tensorstore.KvStore.open(spec).result(timeout=self._deadline)
         except TimeoutError as error:
-            raise StoreTimeoutError(f"cannot open the key-value store {spec!r} within {deadline} s") from error
+            raise StoreBusyError(f"cannot open the key-value store {spec!r} within {deadline} s") from error
         except Exception as error:  # tensorstore raises many kinds
             raise StoreError(f"cannot open the key-value store {spec!r}: {error}") from error
         self._warned = False
@@ -182,14 +182,14 @@ class ObjectStore:
         return [slice(i, min(i + self._in_flight, len(keys))) for i in range(0, len(keys), self._in_flight)]
 
     def _start(self) -> float:
-        """When a call that begins now must have ended. Raises `StoreClosedError`, `StoreLockedError`."""
+        """When a call that begins now must have ended. Raises `StoreError`, `StoreBusyError`."""
         check_process(self._process)
         if self._closed:
-            raise StoreClosedError("the store is closed")
+            raise StoreError("the store is closed")
         return self._clock() + self._deadline
 
     def _wait(self, what: str, futures: list[Any], until: float) -> list[Any]:
-        """What each future gives, be it a `StoreError`. Raises `StoreTimeoutError`; then the others are called off."""
+        """What each future gives, be it a `StoreError`. Raises `StoreBusyError`; then the others are called off."""
         answers: list[Any] = []
         try:
             for future in futures:
@@ -197,7 +197,7 @@ class ObjectStore:
                     answers.append(future.result(timeout=max(0.0, until - self._clock())))
                 except TimeoutError as error:
                     problem = f"key-value store: {what} did not answer within {self._deadline} s"
-                    raise StoreTimeoutError(problem) from error
+                    raise StoreBusyError(problem) from error
                 except Exception as error:  # tensorstore raises many kinds
                     answers.append(StoreError(f"key-value store: {what} failed: {error}"))
                     answers[-1].__cause__ = error

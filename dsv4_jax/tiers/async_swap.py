@@ -3,7 +3,7 @@
 Over a mesh (host records with a `sharding`) every data shard moves between its own cache and its own records, by its
 part of the plan: `dsv4_jax.stack_transfers` makes one of the plans of all. The ranks of a pool axis share a plan.
 
-Pages of a plan are checked against the host cache (`SwapPlanError`): one that is smaller than its manager's `HostSize`
+Pages of a plan are checked against the host cache (`PlanError`): one that is smaller than its manager's `HostSize`
 would lose what it cannot hold.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..cache import KVCache, cache_partition, mesh_of
-from ..errors import LayoutError, SwapPlanError
+from ..errors import LayoutError, PlanError
 from ..plan import StateSwapPlan, SwapPlan
 from . import swap
 from .host_cache import HostCache
@@ -70,14 +70,16 @@ def _start(operation: str, cache, host, plan: SwapPlan | StateSwapPlan, implemen
 
 
 def _check_pages(cache: KVCache, host: HostCache, plan: SwapPlan | StateSwapPlan) -> None:
-    """Raises `SwapPlanError` for a page that the host has not: a copy takes it for padding, and its bytes are lost."""
+    """Raises `PlanError` for a page that the host has not: a copy takes it for padding, and its bytes are lost."""
     ids = getattr(plan, "host_ids", None)
     if not isinstance(ids, np.ndarray) or not ids.size:
         return
     most = (host.pages.sharding.shard_shape(host.pages.shape)[0] - 1) * cache.pool_axis.size
     if (last := int(ids.max())) > most:
-        problem = f"is beyond the host cache's {most} pages: it has fewer than the plan was made for"
-        raise SwapPlanError(problem, "host", int(np.argwhere(ids == last)[0, 0]), last)
+        at = int(np.argwhere(ids == last)[0, 0])
+        raise PlanError(
+            f"host_ids[{at}]: page {last} is beyond the host cache's {most} pages, fewer than the plan was made for"
+        )
 
 
 def _axes(spec: PartitionSpec) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import LayoutError, TransportError
+from ..errors import LayoutError, TransferError
 
 if TYPE_CHECKING:
     from .host_cache import HostCache
@@ -47,10 +47,10 @@ def host_places(host: HostCache) -> list[tuple[int, tuple[int, ...]]]:
     """Address and shape of each of `host_memories`, without waiting for what computes them.
 
     Raises:
-        TransportError: the pool was donated: it is nowhere any more.
+        TransferError: the pool was donated: it is nowhere any more.
     """
     if host.pages.is_deleted():
-        raise TransportError("this host pool was donated: give what it was donated for (see run_transfers)")
+        raise TransferError("this host pool was donated: give what it was donated for (see run_transfers)")
     return [(shard.data.unsafe_buffer_pointer(), shard.data.shape) for shard in _shards(host)]
 
 

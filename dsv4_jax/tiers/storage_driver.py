@@ -98,7 +98,7 @@ class StorageDriver:
 
     Raises:
         StoreFormatError: a store has other record or key sizes than the layout; a deadline that is none.
-        HashError: the manager has no `weights_id`.
+        RequestError: the manager has no `weights_id`.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class StorageDriver:
     ) -> Prefetch:
         """Starts fetching what storage has of this prompt; `poll` goes on with it.
 
-        It asks the stores and returns at once, whatever they do. Raises `HashError` (of what it was given), nothing
+        It asks the stores and returns at once, whatever they do. Raises `RequestError` (of what it was given), nothing
         else.
         """
         digests = self.tier.digests(tokens, namespace=namespace, items=items)

@@ -35,7 +35,7 @@ def run_transfers(
         stages: over a mesh those of `stack_transfers`.
 
     Raises as `swap_out` and `snapshot`, and:
-        SwapPlanError: the host cache has fewer pages than the manager's `HostSize`; of that copy nothing has run.
+        PlanError: the host cache has fewer pages than the manager's `HostSize`; of that copy nothing has run.
         LayoutError: the transfers of a manager, or of several, are not those of as many data shards as there are.
         PlanError: they have run already, or the manager was reset since they were taken.
     """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
 from dsv4_jax import BlockAllocator
-from dsv4_jax.errors import BlockReleaseError, CacheError, OutOfBlocksError, PlanError
+from dsv4_jax.errors import CacheError, OutOfBlocksError, PlanError, PoolError
 
 from ..effort import lines_run
 
@@ -57,9 +59,8 @@ def test_acquire_refuses(count: object) -> None:
 def test_release_is_checked_as_a_whole(ids: object, block: object, problem: str) -> None:
     pool = BlockAllocator(8)
     pool.acquire(4)
-    with pytest.raises(BlockReleaseError, match=problem) as info:
+    with pytest.raises(PoolError, match=rf"cannot release block {re.escape(str(block))}: .*{problem}"):
         pool.release(ids)
-    assert info.value.block == block
     assert pool.num_free == 4
     assert all(pool.is_held(i) for i in (1, 2, 3, 4))
     pool.check_integrity()
@@ -71,7 +72,7 @@ def test_release_takes_numpy_ids_and_refuses_them_the_second_time() -> None:
     pool.release(ids[:1])
     pool.release(iter([ids[1], 3]))
     assert pool.num_free == 4
-    with pytest.raises(BlockReleaseError, match="not held"):
+    with pytest.raises(PoolError, match="not held"):
         pool.release(ids)
     pool.release([])
     pool.check_integrity()

@@ -9,11 +9,10 @@ from dsv4_jax import CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheMan
 from dsv4_jax.errors import (
     ConfigError,
     ContextLimitError,
-    HashError,
     IntegrityError,
     NoFreeSlotError,
-    NoHitsWarning,
     OutOfBlocksError,
+    PerformanceWarning,
     PlanError,
     RequestError,
 )
@@ -217,7 +216,7 @@ def test_ten_tenants_with_one_prompt_never_hit_each_other() -> None:
 @pytest.mark.parametrize("bad", [dict(namespace=Namespace(1.5)), dict(items=[MediaItem("x", 3, 3)])])
 def test_bad_keys_change_nothing(bad) -> None:
     manager = make()
-    with pytest.raises(HashError):
+    with pytest.raises(RequestError):
         manager.admit_request(PROMPT, **bad)
     assert manager.stats().slots_used == 0
     manager.check_integrity()
@@ -252,7 +251,7 @@ def test_the_end_of_an_output_can_be_hit() -> None:
 
 
 def test_a_slot_that_ends_at_a_boundary_becomes_the_snapshot() -> None:
-    with pytest.warns(NoHitsWarning):
+    with pytest.warns(PerformanceWarning):
         manager = make(every=1, snapshots=0, num_slots=1)
     serve(manager, PROMPT[:8])
     assert manager.stats().cache.pools["slot"][:4] == (1, 0, 0, 1)
@@ -862,7 +861,7 @@ def test_weights_are_named_by_calls_only() -> None:
         manager.wakeup(weights_id="v2")
     manager.sleep()
     for call in (manager.wakeup, manager.reset):
-        with pytest.raises(HashError):
+        with pytest.raises(RequestError):
             call(weights_id=1.5)
     assert manager.weights_id == "v1"
     manager.wakeup(weights_id=None)

@@ -21,7 +21,6 @@ from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.errors import (
     ContextLimitError,
     HandoffError,
-    HashError,
     ManagerInterruptedError,
     PlanError,
     RequestError,
@@ -396,7 +395,7 @@ def test_what_is_no_arrival_of_this_manager_is_refused_and_nothing_changes() -> 
     for reads, done in (([[]], [True]), ([], [True]), (None, []), ([None], [True])):
         with pytest.raises(PlanError, match="read"):
             other.tier.finish_reads(arrival, reads, done)
-    with pytest.raises(HashError, match="items must be"):
+    with pytest.raises(RequestError, match="items must be"):
         taker.tier.expect(data, PROMPT, namespace=SPACE, items=None)
     assert other.read(arrival, sender) == 6
 

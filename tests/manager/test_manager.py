@@ -471,7 +471,11 @@ def test_a_loop_of_fewer_steps_than_were_planned() -> None:
     manager.plan_step([(a, 126), (b, 1)])
     plan = manager.plan_step([(a, 1), (b, 1)], steps=9)
     assert plan.seq_stop.tolist() == [135, 10] and (a.num_cached, b.num_cached) == (135, 10)
-    for steps, problem in ((0, "steps must be at least 1"), (10, "10 steps ran of a plan of 9"), (1.5, "steps must")):
+    for steps, problem in (
+        (0, "steps must be an integer of at least 1"),
+        (10, "10 steps ran of a plan of 9"),
+        (1.5, "steps must"),
+    ):
         refused(manager, PlanError, lambda steps=steps: manager.accept(a, 1, steps=steps), problem)
     refused(manager, PlanError, lambda: manager.accept(a, 3, steps=2), "cannot keep 3 of the 2 tokens")
     refused(manager, PlanError, lambda: manager.accept(a, 1, steps=2), "a step of 2 tokens cannot be cut to 1")

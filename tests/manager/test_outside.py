@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from dsv4_jax.errors import NoHitsWarning
+from dsv4_jax.errors import PerformanceWarning
 from tests.manager.outside import Outside
 
 HAPPENED = (
@@ -21,7 +21,7 @@ def test_random_loads_from_outside() -> None:
     did: collections.Counter[str] = collections.Counter()
     for seed in range(40):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NoHitsWarning)  # many of the sizes are too small for any
+            warnings.simplefilter("ignore", PerformanceWarning)  # many of the sizes are too small for any
             load = Outside(seed)
             load.run(200)
         did += load.did

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
-from dsv4_jax.errors import ConfigError, IntegrityError, NoHitsWarning, PlanError
+from dsv4_jax.errors import ConfigError, IntegrityError, PerformanceWarning, PlanError
 from dsv4_jax.manager.block_pool import BlockPool
 from dsv4_jax.manager.metrics import collect_stats, pool_use, prometheus_text
 from dsv4_jax.manager.policies import (
@@ -108,7 +108,7 @@ def test_snapshot_placement() -> None:
     assert kinds(only(doubling=8), 33, 60) == {}  # 8 blocks: there is nothing to keep before the first
     assert kinds(SnapshotPlacement.none(), 9, 24, junction=8) == {}
     for name in ("every", "doubling"):
-        with pytest.raises(PlanError, match=f"{name} must be at least 1"):
+        with pytest.raises(PlanError, match=f"{name} must be an integer of at least 1"):
             only(**{name: 0})
 
 
@@ -181,9 +181,9 @@ def test_parts_of_a_policy_are_what_they_should_be(value) -> None:
 
 def test_a_policy_that_cannot_hit_says_so() -> None:
     layout = CacheLayout(DSV4Config.tiny())
-    with pytest.warns(NoHitsWarning, match="keeps no states"):
+    with pytest.warns(PerformanceWarning, match="keeps no states"):
         KVCacheManager(layout, CacheSize(9, 2, 4, 8), policy=CachePolicy(snapshots=SnapshotPlacement.none()))
-    with pytest.warns(NoHitsWarning, match="num_snapshots is 0, and the one slot is the live request's") as caught:
+    with pytest.warns(PerformanceWarning, match="num_snapshots is 0, and the one slot is the live request's") as caught:
         manager = KVCacheManager(layout, CacheSize(9, 1, 4), policy=CachePolicy())
     assert len(caught) == 1 and caught[0].filename == __file__
     manager.reset()  # warned already: the suite makes every further warning an error
@@ -197,10 +197,10 @@ def test_a_new_size_that_cannot_hit_says_so() -> None:
     manager.admit_request([1, 2, 3])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(NoHitsWarning):
+        with pytest.raises(PerformanceWarning):
             manager.resize(CacheSize(9, 1, 4))
     assert manager.size.num_slots == 2 and len(manager.requests) == 1, "an error, and nothing has changed"
-    with pytest.warns(NoHitsWarning, match="the one slot is the live request's") as caught:
+    with pytest.warns(PerformanceWarning, match="the one slot is the live request's") as caught:
         manager.resize(CacheSize(9, 1, 4))
     assert len(caught) == 1 and caught[0].filename == __file__
     manager.resize(CacheSize(7, 1, 4))  # said already: the suite makes every further warning an error
@@ -210,7 +210,7 @@ def test_a_new_size_that_cannot_hit_says_so() -> None:
 
 def test_what_the_one_slot_still_keeps() -> None:
     """So the warning must not say that nothing is ever found."""
-    with pytest.warns(NoHitsWarning, match="find next to nothing"):
+    with pytest.warns(PerformanceWarning, match="find next to nothing"):
         manager = KVCacheManager(CacheLayout(DSV4Config.tiny()), CacheSize(9, 1, 4), policy=CachePolicy())
     request = manager.admit_request([7] * 255)
     request.tokens.append(8)  # the output ends at a block boundary

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4_jax.errors import PoolError, PoolExhaustedError
+from dsv4_jax.errors import OutOfBlocksError, PoolError
 from dsv4_jax.events import EventBatch, EventLog, Tier, coalesce
 from dsv4_jax.pools import ChunkCache, GDNSpec, RadixCache, StateSlots, TokenToKVPoolAllocator, page_digests
 
@@ -370,13 +370,13 @@ def test_trace(seed: int, page: int, window: int, stateful: bool) -> None:
                 sync()
         try:
             ids = np.concatenate([hit.ids[:at], pool.alloc(new)])
-        except PoolExhaustedError:
+        except OutOfBlocksError:
             return cache.unlock(lock)
         window_ids = None
         if window:
             try:
                 window_ids = np.concatenate([np.zeros(live, np.int32), rows.alloc(len(tokens) - live)])
-            except PoolExhaustedError:
+            except OutOfBlocksError:
                 window_ids = np.zeros(len(tokens), np.int32)
         snapshot = None
         if stateful and len(tokens) % page == 0 and random.random() < 0.8 and slots.num_free:

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from dsv4_jax import CacheSize
-from dsv4_jax.errors import HandoffError, NoFreeSlotError, OutOfBlocksError, TransportError
+from dsv4_jax.errors import HandoffError, NoFreeSlotError, OutOfBlocksError, TransferError
 from dsv4_jax.manager import Arrival, HostSize, Namespace, Request
 from dsv4_jax.tiers.remote import Peer, RecordTransport, RemoteDriver
 from dsv4_jax.transports import open_engine
@@ -160,7 +160,7 @@ class DecodeHost(Server):
             self.transport.disconnect(self.peer)
         try:
             self.peer = self.transport.connect(metadata)
-        except TransportError:  # it is gone again
+        except TransferError:  # it is gone again
             self.peer = None
 
     def request(self, number: int, tokens: list[int], count: int, space: Namespace, alone: bool) -> None:

@@ -14,11 +14,10 @@ import pytest
 from dsv4_jax import AttentionType, CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.errors import (
     HandoffError,
-    HashError,
     LayoutError,
     ManagerInterruptedError,
-    TransportClosedError,
-    TransportError,
+    RequestError,
+    TransferError,
 )
 from dsv4_jax.manager import Handoff, HostSize, Namespace
 from dsv4_jax.records import page_bytes
@@ -305,7 +304,7 @@ def test_a_transport_that_is_closed_gives_its_pages_back(sides, monkeypatch, beg
     assert len(arrival.reads) == 5
     taker.transport.close()
     monkeypatch.undo()
-    with pytest.raises(TransportClosedError):
+    with pytest.raises(TransferError):
         taker.poll()
     assert arrival.is_over and arrival.failure is not None and not taker.manager.cache.reading
     assert not taker.driver.busy and taker.manager.admit_remote(arrival).num_hit == 0
@@ -324,7 +323,7 @@ def test_pages_that_are_no_host_pool_are_refused_by_the_first_poll() -> None:
         transport.publish(side.engine.layout, [memory.copy() for memory in side.engine.pages.memories])
         driver = RemoteDriver(side.manager, transport)
         for _ in range(2):
-            with pytest.raises(TransportError, match=r"not where pages were published.*publish_host"):
+            with pytest.raises(TransferError, match=r"not where pages were published.*publish_host"):
                 driver.poll(side.engine.host, side.engine.host)
     with side.transport:
         side.driver.poll(side.engine.host, side.engine.host)
@@ -346,7 +345,7 @@ def test_a_pool_that_was_copied_between_two_calls_takes_nothing_in_and_tells_of_
     sender.engine.step([(request, BLOCK)])
     sender.driver.export(request)
     for side in (taker, sender):
-        with pytest.raises(TransportError, match="copied instead of donated"):
+        with pytest.raises(TransferError, match="copied instead of donated"):
             side.poll()
     assert arrival.is_over and "copied" in arrival.failure and not taker.manager.cache.reading
     assert not taker.driver.busy and peer.error is not None  # nothing more is written
@@ -372,19 +371,19 @@ def test_a_transport_whose_pages_are_not_as_the_managers_is_refused(sides) -> No
         with RecordTransport(open_engine("loopback")) as transport:
             if pages is not None:
                 transport.publish(*pages)
-            with pytest.raises(LayoutError if pages else TransportError, match=problem):
+            with pytest.raises(LayoutError if pages else TransferError, match=problem):
                 RemoteDriver(side.manager, transport)
 
 
 def test_other_hosts_insist_on_a_name_of_the_weights() -> None:
     side = Side(0)
     with side.transport:
-        with pytest.raises(HashError, match="weights_id"):  # which has a driver already
+        with pytest.raises(RequestError, match="weights_id"):  # which has a driver already
             side.manager.reset(weights_id=None)
         manager = KVCacheManager(
             side.engine.layout, side.manager.size, policy=CachePolicy(), host=side.manager.host_size
         )
-        with pytest.raises(HashError, match="weights_id"):
+        with pytest.raises(RequestError, match="weights_id"):
             RemoteDriver(manager, side.transport)
         manager.reset(weights_id="v1")
         RemoteDriver(manager, side.transport)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from dsv4_jax.errors import ShapeError, StoreClosedError, StoreFormatError
+from dsv4_jax.errors import ShapeError, StoreError, StoreFormatError
 from dsv4_jax.stores import RecordStore
 
 from ..clock import PATIENCE
@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 FORK = """
 import importlib, os, pathlib, sys
 import numpy as np
-from dsv4_jax.errors import StoreLockedError
+from dsv4_jax.errors import StoreBusyError
 from tests.stores.samples import RECORD_BYTES, key, keys, read, records
 
 test = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])()
@@ -42,7 +42,7 @@ if not os.fork():
     for name, call in calls.items():
         try:
             call()
-        except StoreLockedError:
+        except StoreBusyError:
             continue
         os.write(up, name.encode() + b" ")
     store.close()
@@ -158,7 +158,7 @@ class StoreConformance:
             lambda: store.delete(keys(1)),
             lambda: store.flush(),
         ):
-            with pytest.raises(StoreClosedError):
+            with pytest.raises(StoreError):
                 call()
 
     def test_survives_a_restart(self, store, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsv4_jax.errors import StoreFullError
+from dsv4_jax.errors import StoreError
 from dsv4_jax.stores.slab.index import SlabEntry, SlabIndex
 
 
@@ -48,7 +48,7 @@ def test_taking_evicts_the_least_recently_used_but_not_the_kept():
 
 def test_what_cannot_be_taken_changes_nothing():
     index, slots = full_index(), list[int]()
-    with pytest.raises(StoreFullError, match="3 records need slots, 2 of 4 are available"):
+    with pytest.raises(StoreError, match="3 records need slots, 2 of 4 are available"):
         index.take(3, {b"0", b"1"}, slots)
     assert not slots and len(index.entries) == 4 and not index.free
 

@@ -19,7 +19,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from dsv4_jax.errors import StoreError, StoreFormatError, StoreFullError, StoreLockedError
+from dsv4_jax.errors import StoreBusyError, StoreError, StoreFormatError
 from dsv4_jax.stores.record_header import HEADER_BYTES
 from dsv4_jax.stores.slab.file import SlabFile
 
@@ -63,7 +63,7 @@ def test_a_batch_does_not_evict_itself(path):
         store.write(keys(0, 1, 2), records(0, 1, 2))
         store.write(keys(0, 3, 4), records(0, 3, 4))
         assert read(store, 0, 1, 2, 3, 4) == [0, 2, 3, 4]
-        with pytest.raises(StoreFullError, match="5 records into a store of 4"):
+        with pytest.raises(StoreError, match="5 records into a store of 4"):
             store.write(keys(0, 5, 6, 7, 8), records(0, 5, 6, 7, 8))
         assert read(store, 0, 1, 2, 3, 4) == [0, 2, 3, 4]
         store.write(keys(5, 6, 7, 8, 5), records(5, 6, 7, 8, 5))
@@ -190,12 +190,12 @@ def test_a_header_copied_to_another_slot_serves_nothing_wrong(path):
 
 def test_one_owner(path):
     with make(path) as store:
-        with pytest.raises(StoreLockedError, match="one owner"):
+        with pytest.raises(StoreBusyError, match="one owner"):
             make(path)
         code = (
-            "import sys; from dsv4_jax.errors import StoreLockedError; from dsv4_jax.stores import SlabStore\n"
+            "import sys; from dsv4_jax.errors import StoreBusyError; from dsv4_jax.stores import SlabStore\n"
             f"try: SlabStore({str(path)!r}, record_bytes={RECORD_BYTES}, max_records=8, fingerprint='x')\n"
-            "except StoreLockedError: print('locked')"
+            "except StoreBusyError: print('locked')"
         )
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert result.stdout == "locked\n"
@@ -250,7 +250,7 @@ def test_a_full_disk_is_found_when_the_file_is_made(path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(StoreFullError, match=r"cannot open .*: No space left"):
+    with pytest.raises(StoreError, match=r"cannot open .*: No space left"):
         make(path)
     with make(path, preallocate=False) as store:
         assert path.stat().st_blocks * 512 < 2 * RECORD_BYTES < path.stat().st_size
@@ -276,7 +276,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(path, monkeypatch, fail_at):
             return whole(file, views, offset)
 
         monkeypatch.setattr(os, "pwritev", full)
-        with pytest.raises(StoreFullError, match="No space left") as caught:
+        with pytest.raises(StoreError, match="No space left") as caught:
             store.write(keys(2, 3), records(2, 3))
         assert isinstance(caught.value.__cause__, OSError)
         monkeypatch.undo()

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dsv4_jax import init_host_cache, run_transfers, stack_transfers
-from dsv4_jax.errors import LayoutError, SwapPlanError
+from dsv4_jax.errors import LayoutError, PlanError
 from dsv4_jax.layout import CacheLayout
 from dsv4_jax.manager import TransferStage
 from dsv4_jax.manager.transfers import Transfers
@@ -68,11 +68,11 @@ def test_a_host_cache_smaller_than_its_manager_thinks_loses_nothing_silently():
     cache, host = random_cache(LAYOUT, 1), random_host(LAYOUT, 2)
     last = host.num_pages
     for call, ids in ((async_swap.swap_out_async, [3, last + 1]), (async_swap.swap_in_async, [last + 1, 1])):
-        with pytest.raises(SwapPlanError, match=f"host id {last + 1} .* beyond the host cache's {last} pages"):
+        with pytest.raises(PlanError, match=f"host id {last + 1} .* beyond the host cache's {last} pages"):
             call(cache, host, SwapPlan(np.array([1, 2], np.int32), np.array(ids, np.int32)))
     slots = StateSwapPlan(*(np.array(ids, np.int32) for ids in ([2], [[1, 3, 7, last + 1, 8]], [35])))
     for call in (async_swap.snapshot_async, async_swap.restore_async):
-        with pytest.raises(SwapPlanError, match="at index 0 is beyond"):
+        with pytest.raises(PlanError, match="at index 0 is beyond"):
             call(cache, host, slots)
     assert not host.pages.is_deleted() and not cache.block_table.is_deleted()
 

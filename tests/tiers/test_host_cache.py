@@ -62,7 +62,7 @@ def test_records_are_pinned_zeros_updated_in_place():
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, "2"])
 def test_impossible_counts(count):
-    with pytest.raises(CapacityError, match="num_pages must be an integer >= 1"):
+    with pytest.raises(CapacityError, match="num_pages must be an integer of at least 1"):
         init_host_cache(CacheLayout(CFG), count)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import dsv4_jax
 from dsv4_jax import AttentionType, CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager
-from dsv4_jax.errors import HashError, LayoutError, StoreFormatError
+from dsv4_jax.errors import LayoutError, RequestError, StoreFormatError
 from dsv4_jax.manager import HostSize, SnapshotPlacement
 from dsv4_jax.manager.policies import ORDERS
 from dsv4_jax.manager.prefix.node import Tier
@@ -233,11 +233,11 @@ def test_stores_of_other_sizes_are_refused(tmp_path, engine) -> None:
 
 
 def test_storage_insists_on_a_name_of_the_weights(engine) -> None:
-    with pytest.raises(HashError, match="weights_id"):
+    with pytest.raises(RequestError, match="weights_id"):
         StorageDriver(KVCacheManager(LAYOUT, SIZE, policy=CachePolicy(), host=HOST), *engine.stores)
     engine.manager.sleep()
     for call in (engine.manager.wakeup, engine.manager.reset):
-        with pytest.raises(HashError, match="weights_id"):
+        with pytest.raises(RequestError, match="weights_id"):
             call(weights_id=None)
     assert engine.manager.weights_id == "weights"
 

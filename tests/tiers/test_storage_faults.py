@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from dsv4_jax.errors import HashError, StoreError, StoreFormatError
+from dsv4_jax.errors import RequestError, StoreError, StoreFormatError
 from dsv4_jax.manager.prefix.node import Tier
 from dsv4_jax.tiers import storage_driver
 from dsv4_jax.tiers.storage_driver import MOST_SAVES, StorageDriver
@@ -126,7 +126,7 @@ def test_closed_stores_are_misses(engine) -> None:
 
 def test_prefetch_raises_for_its_arguments_only(engine) -> None:
     for tokens in ([-1] * 33, ["a"] * 33, [2**40] * 33):
-        with pytest.raises(HashError):
+        with pytest.raises(RequestError):
             engine.driver.prefetch(tokens)
     assert engine.driver.prefetch([]).done and not engine.driver.busy
     assert engine.fetch(np.array(PROMPT)) == 5

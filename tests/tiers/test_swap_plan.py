@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.config import AttentionType, DSV4Config
-from dsv4_jax.errors import PlanError, SwapPlanError
+from dsv4_jax.errors import PlanError
 from dsv4_jax.layout import CacheLayout
 from dsv4_jax.plan import StateSwapPlan
 from dsv4_jax.records import ALIGNMENT, block_record, page_bytes, snapshot_record, state_pages, state_record
@@ -20,37 +20,34 @@ def plan(direction, device, host, **options):
 
 
 @pytest.mark.parametrize(
-    ("direction", "device", "host", "side", "index", "value", "says"),
+    ("direction", "device", "host", "says"),
     [
-        ("out", [1, 0], [1, 2], "device", 1, 0, "device id 0 at index 1 is the null id (valid ids are 1..9)"),
-        ("in", [1, 2], [0, 2], "host", 0, 0, "host id 0 at index 0 is the null id (valid ids are 1..5)"),
-        ("in", [1, 10], [1, 2], "device", 1, 10, "out of range (valid ids are 1..9)"),
-        ("out", [1, -1], [1, 2], "device", 1, -1, "device id -1 at index 1 is out of range"),
-        ("out", [1, 2, 3], [1, 2, 6], "host", 2, 6, "host id 6 at index 2 is out of range (valid ids are 1..5)"),
-        ("out", [1, 2**40], [1, 2], "device", 1, 2**40, "out of range"),
-        ("out", [1, 1.5], [1, 2], "device", 1, 1.5, "not an integer"),
-        ("out", [True], [1], "device", 0, True, "not an integer"),
-        ("out", [1, 2, 3], [4, 2, 4], "host", 2, 4, "is written twice, first at index 0"),
-        ("in", [7, 7], [1, 2], "device", 1, 7, "is written twice, first at index 0"),
+        ("out", [1, 0], [1, 2], "device_ids[1] must be an integer from 1 to 9, got 0"),
+        ("in", [1, 2], [0, 2], "host_ids[0] must be an integer from 1 to 5, got 0"),
+        ("in", [1, 10], [1, 2], "device_ids[1] must be an integer from 1 to 9, got 10"),
+        ("out", [1, -1], [1, 2], "device_ids[1] must be an integer from 1 to 9, got -1"),
+        ("out", [1, 2, 3], [1, 2, 6], "host_ids[2] must be an integer from 1 to 5, got 6"),
+        ("out", [1, 2**40], [1, 2], "device_ids[1] must be an integer"),
+        ("out", [1, 1.5], [1, 2], "device_ids[1] must be an integer"),
+        ("out", [True], [1], "device_ids[0] must be an integer"),
+        ("out", [1, 2, 3], [4, 2, 4], "host_ids[2]: 4 is written twice, first at index 0"),
+        ("in", [7, 7], [1, 2], "device_ids[1]: 7 is written twice, first at index 0"),
     ],
 )
-def test_bad_ids_are_named(direction, device, host, side, index, value, says):
-    with pytest.raises(SwapPlanError) as caught:
+def test_bad_ids_are_named(direction, device, host, says):
+    with pytest.raises(PlanError, match=re.escape(says)):
         plan(direction, device, host)
-    error = caught.value
-    assert (error.side, error.index, error.value) == (side, index, value) and says in str(error)
-    assert isinstance(error, PlanError | ValueError)
 
 
 def test_bad_lists():
-    with pytest.raises(SwapPlanError, match="2 device ids for 1 host ids"):
+    with pytest.raises(PlanError, match="2 device ids for 1 host ids"):
         plan("out", [1, 2], [1])
-    with pytest.raises(SwapPlanError, match="3 ids do not fit a plan of length 2"):
+    with pytest.raises(PlanError, match="3 ids do not fit a plan of length 2"):
         plan("out", [1, 2, 3], [1, 2, 3], length=2)
     for length in (-1, 2.0, "2", True, 2**40):
-        with pytest.raises(SwapPlanError, match="length must be an integer"):
+        with pytest.raises(PlanError, match="length must be an integer"):
             plan("out", [], [], length=length)
-    with pytest.raises(SwapPlanError, match="'sideways'"):
+    with pytest.raises(PlanError, match="'sideways'"):
         plan("sideways", [1], [1])
 
 
@@ -132,17 +129,17 @@ def test_plans_of_states():
     for arguments, says in (
         (([1], [2], [300]), "the state of 300 tokens takes 4 host pages, got 1"),
         (([1], [[2, 3, 4, 5]], [256]), "the state of 256 tokens takes 3 host pages, got 4"),
-        (([1], [2], [-1]), "token count -1 at index 0 is no integer of 0..2147483647"),
-        (([1], [2], [2**31]), "token count 2147483648 at index 0"),
-        (([1], [2], [1.5]), "token count 1.5 at index 0"),
+        (([1], [2], [-1]), "num_tokens[0] must be an integer from 0 to 2147483647, got -1"),
+        (([1], [2], [2**31]), "num_tokens[0] must be an integer from 0 to 2147483647, got 2147483648"),
+        (([1], [2], [1.5]), "num_tokens[0] must be an integer"),
         (([1, 2], [2], [32]), "2 device ids for 1 states of 1 token counts"),
-        (([1], [[1, 2, 13]], [0]), "host id 13 at index 2 is out of range"),
-        (([0], [[1, 2, 3]], [0]), "device id 0 at index 0 is the null id"),
-        (([1, 2], [[2, 3, 4], [5, 3, 6]], [0, 0]), "host id 3 at index 4 is written twice, first at index 1"),
+        (([1], [[1, 2, 13]], [0]), "host_ids[2] must be an integer from 1 to 12, got 13"),
+        (([0], [[1, 2, 3]], [0]), "device_ids[0] must be an integer from 1 to 9, got 0"),
+        (([1, 2], [[2, 3, 4], [5, 3, 6]], [0, 0]), "host_ids[4]: 3 is written twice, first at index 1"),
     ):
-        with pytest.raises(SwapPlanError, match=re.escape(says)):
+        with pytest.raises(PlanError, match=re.escape(says)):
             of(*arguments)
-    with pytest.raises(SwapPlanError, match="1 ids do not fit a plan of length 0"):
+    with pytest.raises(PlanError, match="1 ids do not fit a plan of length 0"):
         of([1], [[1, 2, 3]], [128], length=0)
-    with pytest.raises(SwapPlanError, match="'sideways'"):
+    with pytest.raises(PlanError, match="'sideways'"):
         of([1], [[1, 2, 3]], [128], direction="sideways")

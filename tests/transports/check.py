@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dsv4_jax.errors import PeerError, RecordMismatchError, TransportClosedError
+from dsv4_jax.errors import PeerError, RecordMismatchError, TransferError
 
 from .peer import Host
 from .samples import LAYOUT, PAGES, open_transport, pool
@@ -72,7 +72,7 @@ class Reader:
                 assert (error is not None) == torn and (self.ours[ours] == right).all(), "other bytes"
                 self.seen["mismatch" if torn else "read"] += 1
             else:
-                assert isinstance(error, PeerError | TransportClosedError), error
+                assert isinstance(error, PeerError | TransferError), error
                 self.seen["lost: " + str(error).partition(": ")[2][:40]] += 1
             self.expected[ours] = self.ours[ours]
         still = [i for i in range(PAGES + 1) if i not in self.owned]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...checks import check_integer
-from ...errors import OutOfBlocksError, PlanError, PrefixTreeError
+from ...errors import IntegrityError, OutOfBlocksError, PlanError
 from ...eviction_queue import EvictionQueue
 from .counters import TreeCounters
 from .eviction import Eviction, Freed, Move
@@ -73,11 +73,11 @@ class Evictor:
         return result
 
     def device_leaf(self) -> Node:
-        """A node on the device with no other below it there, held by nobody. Raises `PrefixTreeError` without one."""
+        """A node on the device with no other below it there, held by nobody. Raises `IntegrityError` without one."""
         for node in self._nodes.published.values():
             if node.state is S.DEVICE and not node.refs and not node.on_device and not node.held:
                 return node
-        raise PrefixTreeError("no block at rest on the device")
+        raise IntegrityError("no block at rest on the device")
 
     def _leave(self, node: Node, tier: Tier, freed: Freed) -> None:
         """One victim goes down to a copy, or away."""

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from ...checks import INT32_MAX, check_integer, shown
-from ...errors import HashError, PlanError
+from ...errors import PlanError, RequestError
 from .token_ids import check_range, packed, token_ids
 
 __all__ = ["BlockHasher", "HashSpec", "Key", "MediaItem", "Namespace", "canonical_bytes", "given_items"]
@@ -39,7 +39,7 @@ Key = None | int | str | bytes | tuple["Key", ...]
 def canonical_bytes(value: Any) -> bytes:
     """`value` as type tag, length (uint32, little-endian) and bytes; tuples nest.
 
-    Integers of the same value agree, Python's, numpy's or an enum's. Raises `HashError` for anything but
+    Integers of the same value agree, Python's, numpy's or an enum's. Raises `RequestError` for anything but
     None, integers (up to 4300 digits), str, bytes and tuples of these: floats and booleans have no business
     in a key. And for tuples nested a thousand deep.
     """
@@ -53,13 +53,13 @@ def canonical_bytes(value: Any) -> bytes:
         try:
             return _field(b"t", b"".join(map(canonical_bytes, value)))
         except RecursionError:
-            raise HashError("a key is made of tuples nested too deeply") from None
+            raise RequestError("a key is made of tuples nested too deeply") from None
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         try:
             return _field(b"i", int.__repr__(operator.index(value)).encode("ascii"))
         except ValueError as error:  # Python writes so many digits and no more
-            raise HashError(f"a key is made of numbers that can be written: {error}") from error
-    raise HashError(f"a key is made of None, int, str, bytes and tuples, got {shown(value)}")
+            raise RequestError(f"a key is made of numbers that can be written: {error}") from error
+    raise RequestError(f"a key is made of None, int, str, bytes and tuples, got {shown(value)}")
 
 
 def _field(tag: bytes, data: bytes) -> bytes:
@@ -98,7 +98,7 @@ class HashSpec:
         vocab_size: ids are 0..vocab_size - 1, at most 2^31.
 
     Raises:
-        HashError: a weights' id of a wrong type, or a vocabulary beyond int32.
+        RequestError: a weights' id of a wrong type, or a vocabulary beyond int32.
         PlanError: a count that is none.
     """
 
@@ -109,17 +109,17 @@ class HashSpec:
     def __post_init__(self) -> None:
         check_integer("block_tokens", self.block_tokens, 1, error=PlanError)
         if check_integer("vocab_size", self.vocab_size, 1, error=PlanError) > INT32_MAX + 1:
-            raise HashError(f"vocab_size must be at most {INT32_MAX + 1}, got {self.vocab_size}")
+            raise RequestError(f"vocab_size must be at most {INT32_MAX + 1}, got {self.vocab_size}")
         canonical_bytes(self.weights_id)
 
     def root(self, namespace: Namespace | None = None) -> bytes:
         """The parent digest of a namespace's first blocks: 32 bytes. None is the namespace of those who name none.
 
         Raises:
-            HashError: neither None nor a `Namespace`, or a key of a wrong type.
+            RequestError: neither None nor a `Namespace`, or a key of a wrong type.
         """
         if namespace is not None and not isinstance(namespace, Namespace):
-            raise HashError(f"namespace must be None or a Namespace, got {shown(namespace)}")
+            raise RequestError(f"namespace must be None or a Namespace, got {shown(namespace)}")
         space = Namespace() if namespace is None else namespace
         fields = (self.block_tokens, self.weights_id, (space.tenant, space.adapter))
         return sha256(b"dsv4_jax block digest 1" + b"".join(map(canonical_bytes, fields))).digest()
@@ -139,7 +139,7 @@ class BlockHasher:
         items: multimodal items, in any order; they may lie beyond the tokens known so far.
 
     Raises:
-        HashError: an id out of range, no namespace or items, a key of a wrong type, or an empty interval.
+        RequestError: an id out of range, no namespace or items, a key of a wrong type, or an empty interval.
         PlanError: an item's position that is negative, no integer, or beyond int64.
     """
 
@@ -177,7 +177,7 @@ class BlockHasher:
         return self._ids[:num_tokens]
 
     def extend(self, tokens: Sequence[int] | np.ndarray) -> list[bytes]:
-        """Adds tokens; returns the digests of the blocks that became full. Raises `HashError`, then nothing changed."""
+        """Adds tokens; returns the digests of blocks that became full. Raises `RequestError`, then nothing changed."""
         self._ids += packed(token_ids(tokens, self.spec.vocab_size))
         return self._hash_full_blocks()
 
@@ -210,7 +210,7 @@ class BlockHasher:
             start: a block boundary, at most `num_tokens`.
 
         Raises:
-            HashError: an id is none of the vocabulary; then nothing changed.
+            RequestError: an id is none of the vocabulary; then nothing changed.
             PlanError: `start` is no such boundary.
         """
         start = check_integer("start", start, error=PlanError)
@@ -228,10 +228,10 @@ class BlockHasher:
         self._hash_full_blocks()
 
     def truncate(self, num_tokens: int) -> None:
-        """Forgets all tokens but the first `num_tokens` (rejected drafts). Raises `HashError` if there are fewer."""
+        """Forgets all tokens but the first `num_tokens` (rejected drafts). Raises `RequestError` if there are fewer."""
         num_tokens = check_integer("num_tokens", num_tokens, error=PlanError)
         if num_tokens > self.num_tokens:
-            raise HashError(f"cannot truncate {self.num_tokens} tokens to {num_tokens}")
+            raise RequestError(f"cannot truncate {self.num_tokens} tokens to {num_tokens}")
         del self._ids[num_tokens:]
         del self.digests[num_tokens // self.spec.block_tokens :]
 
@@ -264,11 +264,11 @@ class BlockHasher:
 
 
 def given_items(items: Iterable[MediaItem]) -> tuple[MediaItem, ...]:
-    """Items that are not looked at yet. Raises `HashError` for what is no list."""
+    """Items that are not looked at yet. Raises `RequestError` for what is no list."""
     try:
         return tuple(items)
     except TypeError as error:
-        raise HashError(f"items must be MediaItems, got {shown(items)}") from error
+        raise RequestError(f"items must be MediaItems, got {shown(items)}") from error
 
 
 def _checked(items: Iterable[MediaItem]) -> list[tuple[bytes, int, int]]:
@@ -276,12 +276,12 @@ def _checked(items: Iterable[MediaItem]) -> list[tuple[bytes, int, int]]:
     checked = []
     for item in given_items(items):
         if not isinstance(item, MediaItem):
-            raise HashError(f"items must be MediaItems, got {shown(item)}")
+            raise RequestError(f"items must be MediaItems, got {shown(item)}")
         start, end = (
             check_integer("an item's start", item.start, error=PlanError),
             check_integer("an item's end", item.end, error=PlanError),
         )
         if start >= end:
-            raise HashError(f"an item's interval [{start}, {end}) is empty")
+            raise RequestError(f"an item's interval [{start}, {end}) is empty")
         checked.append((canonical_bytes(item.key), start, end))
     return checked

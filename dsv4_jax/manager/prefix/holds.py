@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ...errors import PrefixTreeError
+from ...errors import IntegrityError
 from .node import Node, Pages, Snapshot
 from .nodes import NodeTable
 from .queues import EvictionQueues
@@ -52,11 +52,11 @@ class Holds:
         return hold
 
     def keep(self, hold: Hold, node: Node) -> None:
-        """Holds the host copy of a block, unless the hold has ended. Raises `PrefixTreeError` if it has none."""
+        """Holds the host copy of a block, unless the hold has ended. Raises `IntegrityError` if it has none."""
         if hold not in self.active or node in hold.blocks:
             return
         if not self._nodes.check(node).host:
-            raise PrefixTreeError(f"{node} has no host copy to hold")
+            raise IntegrityError(f"{node} has no host copy to hold")
         hold.blocks[node] = node.host
         node.held += 1
 
@@ -66,7 +66,7 @@ class Holds:
             return
         snapshot = self._nodes.check(node).snapshot
         if snapshot is None or not snapshot.host:
-            raise PrefixTreeError(f"{node} has no state on the host to hold")
+            raise IntegrityError(f"{node} has no state on the host to hold")
         if snapshot not in hold.states:
             hold.states[snapshot] = snapshot.host
             snapshot.held += 1

@@ -7,7 +7,7 @@ neither evicted nor moved again.
 from __future__ import annotations
 
 from ...checks import check_integer
-from ...errors import PlanError, PrefixTreeError, TransitionError
+from ...errors import IntegrityError, PlanError
 from .eviction import Freed
 from .node import ABORTS, COMPLETES, SETTLED, TRANSITIONS, Node, NodeState, S, T, subtree_of
 from .nodes import NodeTable
@@ -24,7 +24,7 @@ class BlockMoves:
     def begin_backup(self, node: Node, host: int) -> None:
         """Device to host copy of a published block. It stays matchable, and on the device until `complete`."""
         if self._nodes.check(node).host:
-            raise TransitionError(f"{node} has a host copy already")
+            raise IntegrityError(f"{node} has a host copy already")
         self._begin(node, S.BACKING_UP, host=host)
 
     def begin_offload(self, node: Node, host: int) -> None:
@@ -38,7 +38,7 @@ class BlockMoves:
     def begin_persist(self, node: Node) -> None:
         """Host to storage copy. The block stays matchable."""
         if self._nodes.check(node).stored:
-            raise TransitionError(f"{node} has a storage copy already")
+            raise IntegrityError(f"{node} has a storage copy already")
         self._begin(node, S.PERSISTING)
 
     def begin_fetch(self, node: Node, host: int) -> None:
@@ -49,12 +49,12 @@ class BlockMoves:
         """The move under way has succeeded. Moves up complete parents first.
 
         Raises:
-            TransitionError: no move is under way, or the parent is in too low a tier.
+            IntegrityError: no move is under way, or the parent is in too low a tier.
         """
         nodes = self._nodes
         old = nodes.check(node).state
         if old not in COMPLETES:
-            raise TransitionError(f"{node} is not on the move")
+            raise IntegrityError(f"{node} is not on the move")
         freed = Freed()
         if old is S.PERSISTING:
             node.stored = True
@@ -75,16 +75,16 @@ class BlockMoves:
         meanwhile cannot go back: `discard` it.
 
         Raises:
-            TransitionError: nothing is under way, children are in the way, or the parent is in too low a tier.
+            IntegrityError: nothing is under way, children are in the way, or the parent is in too low a tier.
         """
         nodes = self._nodes
         old = nodes.check(node).state
         if old not in ABORTS:
-            raise TransitionError(f"{node} is neither being written nor on the move")
+            raise IntegrityError(f"{node} is neither being written nor on the move")
         freed = Freed()
         if old is S.WRITING:
             if node.children:
-                raise TransitionError(f"{node} has children: blocks being written are aborted leaf first")
+                raise IntegrityError(f"{node} has children: blocks being written are aborted leaf first")
             nodes.drop(node, freed)
             return freed
         nodes.set_state(node, ABORTS[old])
@@ -102,7 +102,7 @@ class BlockMoves:
         if state is S.LOADING or state is S.FETCHING:
             above = T.DEVICE if state is S.LOADING else T.HOST
             if parent is not None and parent.state.tier < above and parent.state is not state:
-                raise TransitionError(f"{node} cannot go up before {parent}")
+                raise IntegrityError(f"{node} cannot go up before {parent}")
         if state is S.LOADING:
             block = check_integer("block", block, 1, error=PlanError)
         elif state is not S.PERSISTING:
@@ -120,14 +120,14 @@ class BlockMoves:
         The node itself may be on the move (a transfer that failed); no copy of it may be under way any more.
 
         Raises:
-            PrefixTreeError: something there is referenced, being written, or below the node and on the move.
+            IntegrityError: something there is referenced, being written, or below the node and on the move.
         """
         below = subtree_of(self._nodes.check(node))
         for n in below:
             if n.refs or (n.snapshot and n.snapshot.pins) or (n is not node and n.state not in SETTLED):
-                raise PrefixTreeError(f"{n} is in use: it cannot be discarded with {node}")
+                raise IntegrityError(f"{n} is in use: it cannot be discarded with {node}")
         if S.REMOVED not in TRANSITIONS[node.state]:
-            raise TransitionError(f"{node} cannot be removed in this state")
+            raise IntegrityError(f"{node} cannot be removed in this state")
         freed = Freed()
         for n in reversed(below):
             self._nodes.drop(n, freed)
@@ -139,12 +139,12 @@ class BlockMoves:
         Moves between the lower tiers are forgotten: what is told of their ends later is ignored.
 
         Raises:
-            PrefixTreeError: something there is referenced, or a snapshot pinned; nothing has changed.
+            IntegrityError: something there is referenced, or a snapshot pinned; nothing has changed.
         """
         below = subtree_of(self._nodes.check(node))
         for n in below:
             if n.refs or (n.snapshot and n.snapshot.pins):
-                raise PrefixTreeError(f"{n} is in use: it cannot be retracted with {node}")
+                raise IntegrityError(f"{n} is in use: it cannot be retracted with {node}")
         freed = Freed()
         for n in reversed(below):
             if n.state is S.PERSISTING:
@@ -155,6 +155,6 @@ class BlockMoves:
     def drop_stored(self, node: Node) -> None:
         """Storage has lost its copy of a block that another tier has as well."""
         if self._nodes.check(node).state in (S.STORAGE, S.FETCHING, S.PERSISTING) or not node.stored:
-            raise TransitionError(f"{node} has no storage copy besides another")
+            raise IntegrityError(f"{node} has no storage copy besides another")
         node.stored = False
         self._nodes.emit("removed", T.STORAGE, node)

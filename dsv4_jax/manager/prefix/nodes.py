@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...errors import PrefixTreeError, TransitionError
+from ...errors import IntegrityError
 from .events import EventLog
 from .eviction import Freed
 from .node import (
@@ -83,9 +83,9 @@ class NodeTable:
         return node.epoch is self.epoch and node.state is not S.REMOVED
 
     def check(self, node: Node) -> Node:
-        """The node itself. Raises `PrefixTreeError` if it is no longer, or never was, of this tree."""
+        """The node itself. Raises `IntegrityError` if it is no longer, or never was, of this tree."""
         if node.epoch is not self.epoch or node.state is S.REMOVED:
-            raise PrefixTreeError(f"{node} is not in this tree: it was removed, or the tree was reset")
+            raise IntegrityError(f"{node} is not in this tree: it was removed, or the tree was reset")
         return node
 
     def is_any_in_use(self) -> bool:
@@ -120,23 +120,21 @@ class NodeTable:
             self._idle_on[node.depth % self._ranks] += by
 
     def set_state(self, node: Node, state: NodeState) -> None:
-        """The only place where a state changes. Raises `TransitionError`, then nothing has changed."""
+        """The only place where a state changes. Raises `IntegrityError`, then nothing has changed."""
         old, parent = node.state, node.parent
         if state not in TRANSITIONS[old]:
-            raise TransitionError(f"{node} cannot become {state.value}")
+            raise IntegrityError(f"{node} cannot become {state.value}")
         before, after = old.tier, state.tier
         if after < before:
             above = node.children if not after else node.on_device + (node.on_host if after < T.HOST else 0)
             if above or node.refs:
-                raise TransitionError(
-                    f"{node} cannot become {state.value}: {above} children above it, {node.refs} refs"
-                )
+                raise IntegrityError(f"{node} cannot become {state.value}: {above} children above it, {node.refs} refs")
         elif (
             parent is not None
             and (after > before or old is S.WRITING)
             and (parent.state.tier < after or parent.state is S.WRITING)
         ):
-            raise TransitionError(f"{node} cannot become {state.value} below {parent}")
+            raise IntegrityError(f"{node} cannot become {state.value} below {parent}")
         if parent is not None and before is not after:
             count_child(parent, before, -1)
             count_child(parent, after, 1)
@@ -213,7 +211,7 @@ class NodeTable:
             self.level = worth
 
     def drop(self, node: Node, freed: Freed) -> None:
-        """Removes a node without children, its units into `freed`. Raises `TransitionError` if this is not allowed."""
+        """Removes a node without children, its units into `freed`. Raises `IntegrityError` if this is not allowed."""
         old, snapshot = node.state, node.snapshot
         held = copies(node) if self._events is not None else ()
         if old is S.WRITING:

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...checks import check_integer
-from ...errors import PlanError, PrefixTreeError, TransitionError
+from ...errors import IntegrityError, PlanError
 from .counters import TreeCounters
 from .events import EventLog
 from .eviction import Freed
@@ -183,7 +183,7 @@ class PrefixTree:
             num_tokens: of the prompt.
 
         Raises:
-            PrefixTreeError: cached nodes with these digests do not follow each other: not one prompt's digests.
+            IntegrityError: cached nodes with these digests do not follow each other: not one prompt's digests.
         """
         limit = min(
             len(digests), max(check_integer("num_tokens", num_tokens, error=PlanError) - 1, 0) // self.block_tokens
@@ -195,7 +195,7 @@ class PrefixTree:
             if node is None or node.state not in MATCHABLE:
                 break
             if node.parent is not previous:
-                raise PrefixTreeError(f"digest {i} does not follow digest {i - 1}: these are no path")
+                raise IntegrityError(f"digest {i} does not follow digest {i - 1}: these are no path")
             path.append(node)
             previous = node
             if node.snapshot is not None:
@@ -211,11 +211,11 @@ class PrefixTree:
             found: the tiers in which those nodes were found, if they have been moved since.
 
         Raises:
-            PrefixTreeError: the match is stale, or has fewer blocks; nothing has changed.
+            IntegrityError: the match is stale, or has fewer blocks; nothing has changed.
         """
         blocks = match.hit if blocks is None else check_integer("blocks", blocks, error=PlanError)
         if blocks > len(match.path):
-            raise PrefixTreeError(f"cannot take {blocks} blocks of a match of {len(match.path)}")
+            raise IntegrityError(f"cannot take {blocks} blocks of a match of {len(match.path)}")
         nodes = self.acquire(match.path[:blocks])
         counters, size = self.counters, self.block_tokens
         counters.lookups += 1
@@ -235,15 +235,15 @@ class PrefixTree:
         """One more reference to every node of a path (a fork's share, or a match). All or none.
 
         Raises:
-            PrefixTreeError: not a path from a first block on, or a node is gone, being written or on the move.
+            IntegrityError: not a path from a first block on, or a node is gone, being written or on the move.
         """
         previous, epoch = None, self.nodes.epoch
         for node in path:
             if node.epoch is not epoch or node.parent is not previous or node.state not in MATCHABLE:
                 self.nodes.check(node)
                 if node.parent is not previous:
-                    raise PrefixTreeError(f"{node} does not follow {previous}: references go to whole paths")
-                raise PrefixTreeError(f"{node} cannot be referenced in this state")
+                    raise IntegrityError(f"{node} does not follow {previous}: references go to whole paths")
+                raise IntegrityError(f"{node} cannot be referenced in this state")
             previous = node
         self.nodes.clock += 1
         self.nodes.add_references(path, self.nodes.clock, self.nodes.level)
@@ -255,15 +255,15 @@ class PrefixTree:
         Nodes being written are not released but published or aborted.
 
         Raises:
-            PrefixTreeError: a node is gone, being written or unreferenced, or the nodes do not follow each other.
+            IntegrityError: a node is gone, being written or unreferenced, or the nodes do not follow each other.
         """
         previous = None
         for node in nodes:
             self.nodes.check(node)
             if previous is not None and node.parent is not previous:
-                raise PrefixTreeError(f"{node} does not follow {previous}")
+                raise IntegrityError(f"{node} does not follow {previous}")
             if node.state is S.WRITING or not node.refs:
-                raise PrefixTreeError(f"{node} has no reference to release")
+                raise IntegrityError(f"{node} has no reference to release")
             previous = node
         self.nodes.clock += 1
         if nodes:
@@ -280,13 +280,13 @@ class PrefixTree:
             block: the device block that will hold it.
 
         Raises:
-            PrefixTreeError: the parent is gone, not on the device, or the caller cannot hold a reference to it.
+            IntegrityError: the parent is gone, not on the device, or the caller cannot hold a reference to it.
         """
         block = check_integer("block", block, 1, error=PlanError)
         if parent is not None:
             self.nodes.check(parent)
             if parent.state.tier is not T.DEVICE or not parent.refs:
-                raise PrefixTreeError(f"nothing can be written below {parent}: it must be on the device and referenced")
+                raise IntegrityError(f"nothing can be written below {parent}: it must be on the device and referenced")
         node = self.nodes.new(digest, parent, S.WRITING)
         node.block, node.refs = block, 1
         self.nodes.writing[node] = None
@@ -301,20 +301,20 @@ class PrefixTree:
         tiers, nothing happens: the returned node is still WRITING, and publishing can be tried again.
 
         Raises:
-            PrefixTreeError: the node is gone or not WRITING.
+            IntegrityError: the node is gone or not WRITING.
         """
         table = self.nodes
         table.check(node)
         if node.state is not S.WRITING:
-            raise TransitionError(f"{node} is not being written")
+            raise IntegrityError(f"{node} is not being written")
         if node.parent is not None and node.parent.state.tier is not T.DEVICE:
-            raise TransitionError(f"{node} cannot be published below {node.parent}")
+            raise IntegrityError(f"{node} cannot be published below {node.parent}")
         other = table.published.get(node.digest)
         waits = node.parent is not None and node.parent.state is S.WRITING
         if waits or (other is not None and other.state not in SETTLED and other.state is not S.BACKING_UP):
             return Published(node, 0)
         if other is not None and other.parent is not node.parent:
-            raise PrefixTreeError(f"{node} and {other} have one digest and different parents")
+            raise IntegrityError(f"{node} and {other} have one digest and different parents")
         table.clock += 1
         if other is None:
             del table.writing[node]
@@ -346,16 +346,16 @@ class PrefixTree:
         """A node for a block found in storage, e.g. after a restart; the existing one if there is one.
 
         Raises:
-            PrefixTreeError: the parent is gone or not published.
+            IntegrityError: the parent is gone or not published.
         """
         if parent is not None:
             self.nodes.check(parent)
             if parent.state is S.WRITING:
-                raise PrefixTreeError(f"{parent} is not published: nothing below it can be known to storage")
+                raise IntegrityError(f"{parent} is not published: nothing below it can be known to storage")
         node = self.get(digest)
         if node is not None:
             if node.parent is not parent:
-                raise PrefixTreeError(f"{node} is not below {parent}")
+                raise IntegrityError(f"{node} is not below {parent}")
         else:
             node = self.nodes.new(digest, parent, S.STORAGE)
             node.last_access = self.nodes.accessed(parent)
@@ -370,12 +370,12 @@ class PrefixTree:
         """A node for a block whose bytes have come to a page of the host from elsewhere than the device or storage.
 
         Raises:
-            PrefixTreeError: the parent is gone, not published or in too low a tier, or the digest has a node.
+            IntegrityError: the parent is gone, not published or in too low a tier, or the digest has a node.
         """
         if parent is not None and (self.nodes.check(parent).state.tier < T.HOST or parent.state is S.WRITING):
-            raise PrefixTreeError(f"nothing can come to the host below {parent}")
+            raise IntegrityError(f"nothing can come to the host below {parent}")
         if self.get(digest) is not None:
-            raise PrefixTreeError(f"{self.get(digest)} is there already")
+            raise IntegrityError(f"{self.get(digest)} is there already")
         page = check_integer("page", page, 1, error=PlanError)
         node = self.nodes.new(digest, parent, S.HOST)
         self.nodes.clock += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...checks import check_integer, shown
-from ...errors import OutOfBlocksError, PlanError, PrefixTreeError
+from ...errors import IntegrityError, OutOfBlocksError, PlanError
 from .counters import TreeCounters
 from .eviction import SnapshotEviction, StateMove
 from .node import TIERS, Node, Pages, S, Snapshot, T, Tier, Unit
@@ -40,13 +40,13 @@ class Snapshots:
             after: blocks that the request found cached. Snapshots up to there are passed by this one.
 
         Raises:
-            PrefixTreeError: the node is gone or being written, or has a snapshot in this tier.
+            IntegrityError: the node is gone or being written, or has a snapshot in this tier.
             PlanError: no slot, or no pages.
         """
         if self._nodes.check(node).state is S.WRITING:
-            raise PrefixTreeError(f"{node} is not published: it cannot have a snapshot")
+            raise IntegrityError(f"{node} is not published: it cannot have a snapshot")
         if tier not in TIERS or (node.snapshot is not None and node.snapshot.copy(tier)):
-            raise PrefixTreeError(f"{node} cannot have another snapshot in the {tier.name.lower()} tier")
+            raise IntegrityError(f"{node} cannot have another snapshot in the {tier.name.lower()} tier")
         unit = _checked(tier, unit)
         if (snapshot := node.snapshot) is None:
             self._nodes.clock += 1
@@ -102,7 +102,7 @@ class Snapshots:
             pinned: by its owner, who unpins it with this.
 
         Raises:
-            PrefixTreeError: there is none, or somebody else has pinned it.
+            IntegrityError: there is none, or somebody else has pinned it.
         """
         snapshot = self._nodes.check(node).snapshot
         if pinned and snapshot is not None and snapshot.pins == 1 and snapshot.copy(tier):
@@ -117,16 +117,16 @@ class Snapshots:
     def _drop(self, node: Node, tier: Tier) -> list[int]:
         snapshot = node.snapshot
         if snapshot is None or snapshot.pins or not snapshot.copy(tier):
-            raise PrefixTreeError(f"{node} has no {tier.name.lower()} snapshot that can be dropped")
+            raise IntegrityError(f"{node} has no {tier.name.lower()} snapshot that can be dropped")
         unit = self._nodes.set_snapshot(node, tier, 0)
         if isinstance(unit, tuple):
             return list(unit)
         return [] if tier is T.STORAGE else [unit]
 
     def pin(self, node: Node) -> None:
-        """Keeps a snapshot while a copy of it is under way. Raises `PrefixTreeError` if there is none."""
+        """Keeps a snapshot while a copy of it is under way. Raises `IntegrityError` if there is none."""
         if (snapshot := self._nodes.check(node).snapshot) is None:
-            raise PrefixTreeError(f"{node} has no snapshot")
+            raise IntegrityError(f"{node} has no snapshot")
         self._pin(snapshot, 1)
 
     def _pin(self, snapshot: Snapshot, by: int) -> None:
@@ -134,9 +134,9 @@ class Snapshots:
         self._nodes.pins += by
 
     def unpin(self, node: Node) -> None:
-        """Raises `PrefixTreeError` if it is not pinned."""
+        """Raises `IntegrityError` if it is not pinned."""
         if (snapshot := self._nodes.check(node).snapshot) is None or not snapshot.pins:
-            raise PrefixTreeError(f"{node} has no pinned snapshot")
+            raise IntegrityError(f"{node} has no pinned snapshot")
         self._pin(snapshot, -1)
         self._queues.push_snapshot(node)
         self._queues.push(node)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from ...checks import INT32_MAX, as_int, int_array, shown
-from ...errors import HashError
+from ...errors import RequestError
 
 __all__ = ["check_range", "packed", "token_ids", "token_list"]
 
 
 def token_ids(tokens: Iterable[int] | np.ndarray, vocab_size: int = INT32_MAX + 1) -> np.ndarray:
-    """The ids as an array, [N] int32. Raises `HashError` if any is no id of the vocabulary.
+    """The ids as an array, [N] int32. Raises `RequestError` if any is no id of the vocabulary.
 
     Integers of any type are welcome, in a flat array or whatever can be iterated. Booleans and floats are none.
     What an iterator raises is passed on.
@@ -54,7 +54,7 @@ def packed(ids: np.ndarray) -> array[int]:
 
 
 def check_range(ids: np.ndarray, vocab_size: int) -> None:
-    """Raises `HashError` if one of these integers is no id of the vocabulary."""
+    """Raises `RequestError` if one of these integers is no id of the vocabulary."""
     if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
         _check_token(int(ids[(ids < 0) | (ids >= vocab_size)][0]), vocab_size)
 
@@ -63,7 +63,7 @@ def _checked(ids: np.ndarray, vocab_size: int) -> np.ndarray:
     """An array of ids as int32."""
     ids = np.asarray(ids)  # of a masked array the numbers
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise HashError(f"tokens must be a flat sequence of integers, got {ids.dtype}{list(ids.shape)}")
+        raise RequestError(f"tokens must be a flat sequence of integers, got {ids.dtype}{list(ids.shape)}")
     check_range(ids, vocab_size)
     return ids.astype("<i4", copy=False)
 
@@ -74,7 +74,7 @@ def _listed(tokens: Iterable[int]) -> list[int]:
     try:
         values = iter(tokens)
     except TypeError as error:
-        raise HashError(f"tokens must be a flat sequence of integers, got {shown(tokens)}") from error
+        raise RequestError(f"tokens must be a flat sequence of integers, got {shown(tokens)}") from error
     return list(values)
 
 
@@ -84,7 +84,7 @@ def _converted(tokens: list[int], vocab_size: int) -> array[int]:
     if ids is None:
         for token in tokens:
             _check_token(token, vocab_size)
-        raise HashError(f"tokens must be integers in 0..{vocab_size - 1}")
+        raise RequestError(f"tokens must be integers in 0..{vocab_size - 1}")
     check_range(np.frombuffer(ids, np.uint32), vocab_size)
     return ids
 
@@ -92,9 +92,9 @@ def _converted(tokens: list[int], vocab_size: int) -> array[int]:
 def _check_token(token: Any, vocab_size: int) -> None:
     number = as_int(token)
     if number is None:
-        raise HashError(f"tokens must be integers in 0..{vocab_size - 1}, got {shown(token)}")
+        raise RequestError(f"tokens must be integers in 0..{vocab_size - 1}, got {shown(token)}")
     if not 0 <= number < vocab_size:
-        raise HashError(f"tokens must be in the vocabulary: token id {shown(number)} is not in 0..{vocab_size - 1}")
+        raise RequestError(f"tokens must be in the vocabulary: token id {shown(number)} is not in 0..{vocab_size - 1}")
 
 
 def _are_ints(tokens: list[int]) -> bool:

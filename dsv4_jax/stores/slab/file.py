@@ -53,9 +53,9 @@ class SlabFile(OwnedFile):
         preallocate: have a new file's blocks reserved.
 
     Raises:
-        StoreLockedError: somebody has it open.
+        StoreBusyError: somebody has it open.
         StoreFormatError: it is something else, has other sizes, or would be larger than files can be.
-        StoreFullError, StoreError: the file system refuses. A file that could not be made is not there.
+        StoreError: the file system refuses. A file that could not be made is not there.
     """
 
     def __init__(
@@ -156,13 +156,13 @@ class SlabFile(OwnedFile):
         return bytes(header)
 
     def write_headers(self, headers: dict[int, bytes]) -> None:
-        """Write the headers of some slots, neighbours in one call. Raises `StoreFullError`, `StoreError`."""
+        """Write the headers of some slots, neighbours in one call. Raises `StoreError`."""
         for run in _runs(sorted(headers), _BATCH_BUFFERS):
             joined = memoryview(b"".join(headers[slot] for slot in run))
             self._do(os.pwritev, self.headers, [joined], PAGE + run[0] * HEADER_BYTES)
 
     def write_records(self, slots: Sequence[int], records: Sequence[np.ndarray]) -> None:
-        """Write records (uint8 [record_bytes]) to their slots. Raises `StoreFullError`, `StoreError`."""
+        """Write records (uint8 [record_bytes]) to their slots. Raises `StoreError`."""
         self._move(slots, records, write=True)
 
     def read_records(self, slots: Sequence[int], buffers: Sequence[np.ndarray]) -> None:

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 from collections.abc import Iterable
 
-from ...errors import StoreFullError
+from ...errors import StoreError
 
 __all__ = ["SlabEntry", "SlabIndex"]
 
@@ -68,12 +68,12 @@ class SlabIndex:
         `stale`, before it writes to these slots.
 
         Raises:
-            StoreFullError: too few slots are free or can be freed; nothing was taken.
+            StoreError: too few slots are free or can be freed; nothing was taken.
         """
         short = max(0, count - len(self.free))
         victims = [key for _, key in zip(range(short), (k for k in self.entries if k not in keep), strict=False)]
         if len(victims) < short:
-            raise StoreFullError(
+            raise StoreError(
                 f"{count} records need slots, {len(self.free) + len(victims)} of {self.num_slots} are available: "
                 "the others are being written"
             )

@@ -16,11 +16,9 @@ import threading
 import weakref
 from collections.abc import Iterator
 
-from ...errors import StoreError, StoreFormatError, StoreFullError, StoreLockedError
+from ...errors import StoreBusyError, StoreError, StoreFormatError
 
 __all__ = ["OwnedFile", "move_all", "store_error"]
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class OwnedFile:
@@ -30,9 +28,9 @@ class OwnedFile:
     there before.
 
     Raises:
-        StoreLockedError: somebody has it open.
+        StoreBusyError: somebody has it open.
         StoreFormatError: it is no path of a regular file.
-        StoreFullError, StoreError: the file system refuses.
+        StoreError: the file system refuses.
     """
 
     def __init__(self, path: str | bytes | os.PathLike):
@@ -52,7 +50,7 @@ class OwnedFile:
         try:
             yield
         except BaseException as error:
-            if self._made and not isinstance(error, StoreLockedError):  # then another process has it open
+            if self._made and not isinstance(error, StoreBusyError):  # then another process has it open
                 self._remove()
             self.close()
             if not isinstance(error, OSError) or isinstance(error, StoreError):
@@ -76,7 +74,7 @@ class OwnedFile:
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StoreLockedError(f"{self.path} is open in another store: a slab file has one owner") from None
+            raise StoreBusyError(f"{self.path} is open in another store: a slab file has one owner") from None
         if not self._has_its_name():
             raise StoreError(f"{self.path} was replaced while it was being opened")
 
@@ -136,10 +134,10 @@ class OwnedFile:
         disk = os.fstatvfs(self.file)
         free = (disk.f_bavail if os.geteuid() else disk.f_bfree) * disk.f_frsize
         if disk.f_blocks and free < size:
-            raise StoreFullError(f"cannot make {self.path}: it needs {size} bytes, the disk has {free} free")
+            raise StoreError(f"cannot make {self.path}: it needs {size} bytes, the disk has {free} free")
 
     def sync(self) -> None:
-        """Wait until the disk has what was written. Raises `StoreFullError`, `StoreError`.
+        """Wait until the disk has what was written. Raises `StoreError`.
 
         Once that failed it fails for ever: the kernel tells one caller of the pages it could not write, once, and
         then calls them clean.
@@ -201,7 +199,7 @@ def _checked_path(path: str | bytes | os.PathLike) -> pathlib.Path:
 
 def store_error(error: OSError, what: str) -> StoreError:
     """The error of a store that this one of the system is."""
-    return (StoreFullError if error.errno in _FULL else StoreError)(f"{what}: {error.strerror or error}")
+    return StoreError(f"{what}: {error.strerror or error}")
 
 
 def move_all(call, file: int, views: list[memoryview], offset: int) -> None:

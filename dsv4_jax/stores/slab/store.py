@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 
 from ...checks import check_boolean, check_integer
-from ...errors import StoreClosedError, StoreError, StoreFormatError, StoreFullError
+from ...errors import StoreError, StoreFormatError
 from ..base import Buffers, Flags, StoreStats
 from ..checks import check_keys, check_process, check_records
 from ..checksum import checksums
@@ -77,7 +77,7 @@ class SlabStore:
 
     Raises:
         StoreFormatError: a setting of a wrong type or size; a file of another kind, or with other sizes.
-        StoreLockedError, StoreFullError, StoreError: see those. A new file is not there then.
+        StoreBusyError, StoreError: see those. A new file is not there then.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class SlabStore:
         keys = check_keys(keys, self.key_bytes)
         views = check_records(records, len(keys), self.record_bytes, writable=False)
         if len(set(keys)) > self.max_records:
-            raise StoreFullError(f"a batch of {len(set(keys))} records into a store of {self.max_records}")
+            raise StoreError(f"a batch of {len(set(keys))} records into a store of {self.max_records}")
         added = np.zeros(len(keys), bool)
         slots: list[int] = []
         evicted: list[int] = []
@@ -348,7 +348,7 @@ class SlabStore:
         try:
             with self._lock:
                 if self._closed:
-                    raise StoreClosedError("the store is closed")
+                    raise StoreError("the store is closed")
                 self.file.check()
                 self._calls += 1
                 counted = True

@@ -34,7 +34,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...checks import check_seconds
-from ...errors import LayoutError, RecordMismatchError, StoreFormatError, TransportError
+from ...errors import LayoutError, RecordMismatchError, StoreFormatError, TransferError
 from ...manager import Arrival, Handoff, KVCacheManager, MediaItem, Namespace, RemoteRead, RemoteTier, Request
 from ...manager.prefix.hashing import given_items
 from ...manager.request_tokens import prompt_tokens
@@ -102,10 +102,10 @@ class RemoteDriver:
         tier: the manager's receiving side.
 
     Raises:
-        HashError: the manager has no `weights_id`.
+        RequestError: the manager has no `weights_id`.
         LayoutError: blocks of this layout hold nothing; what is published has other records, fewer pages than the
             manager's `HostSize`, or other pool ranks.
-        TransportError: nothing is published.
+        TransferError: nothing is published.
     """
 
     def __init__(self, manager: KVCacheManager, transport: RecordTransport, *, ask_after: float = 1.0):
@@ -173,7 +173,7 @@ class RemoteDriver:
             tokens, namespace, items: of the request, from whoever sent it.
 
         Raises:
-            ContextLimitError, HandoffError, HashError, PlanError, RequestError: as `RemoteTier.expect` and `extend`;
+            ContextLimitError, HandoffError, PlanError, RequestError: as `RemoteTier.expect` and `extend`;
                 nothing has changed.
         """
         lease = Handoff.from_json(handoff).lease
@@ -200,15 +200,15 @@ class RemoteDriver:
                 started since. None: once the next fence is, or all arrays of `cache` and `host` are, at some call.
 
         Raises:
-            TransportError: the host pool is not where it was published: it was copied instead of donated, or something
+            TransferError: the host pool is not where it was published: it was copied instead of donated, or something
                 else was published. Reads under way are given up, as they did not go to this pool.
-            TransportClosedError: the transport was closed. What was under way has failed, and its pages are free.
+            TransferError: the transport was closed. What was under way has failed, and its pages are free.
         """
         self._manager.commit()  # which ends leases, too
         self.tier.expire()
         try:
             self._transport.check_host(host)
-        except TransportError as error:
+        except TransferError as error:
             self._give_up_reads(str(error))
             self._end_arrivals()
             raise
@@ -255,7 +255,7 @@ class RemoteDriver:
                 self._say(coming.peer, {"again": arrival.lease, "first": arrival.told})
 
     def _say(self, peer: Peer, word: dict[str, Any]) -> None:
-        with contextlib.suppress(TransportError):  # then it is lost
+        with contextlib.suppress(TransferError):  # then it is lost
             self._transport.notify(peer, json.dumps(word).encode())
 
     def _vouch(self, through: bool, fence: Fence | None) -> None:
@@ -304,7 +304,7 @@ class RemoteDriver:
                 if reading.arrival.reads.keys() >= set(reading.reads):  # else a call that ended them was broken off
                     reading.handle = self._transport.read(reading.peer, reading.kind, source, pages, sums)
                     continue
-            except TransportError as error:  # the peer is gone, or its ids are none
+            except TransferError as error:  # the peer is gone, or its ids are none
                 self.tier.fail(reading.arrival, str(error))
             except BaseException:  # broken off: it may have begun, and nobody has its handle
                 self._transport.disconnect(reading.peer)
@@ -344,7 +344,7 @@ class RemoteDriver:
 
 def _check_published(manager: KVCacheManager, transport: RecordTransport) -> None:
     if transport.layout is None:
-        raise TransportError("publish_host() comes first: the driver reads into the manager's host pool")
+        raise TransferError("publish_host() comes first: the driver reads into the manager's host pool")
     prints = [(layout.block_fingerprint, layout.snapshot_fingerprint) for layout in (transport.layout, manager.layout)]
     if prints[0] != prints[1]:
         raise LayoutError("what is published has other records than the manager's layout")

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from ...checks import INT32_MAX, shown
-from ...errors import LayoutError, PeerMetadataError
+from ...errors import LayoutError, TransferError
 from ...layout import CacheLayout
 from ...records import page_bytes, snapshot_record
 from ...untrusted import parse_json
@@ -57,20 +57,20 @@ class PoolMetadata:
         fields = {**dataclasses.asdict(self), "reach": base64.b64encode(self.reach).decode()}
         data = json.dumps({"format": _FORMAT, **fields, "digest": _digest(fields)}).encode()
         if len(data) > MOST_METADATA:
-            raise PeerMetadataError(f"{len(data)} bytes, at most {MOST_METADATA} can be published")
+            raise TransferError(f"{len(data)} bytes, at most {MOST_METADATA} can be published")
         return data
 
     @staticmethod
     def unpack(data: bytes) -> PoolMetadata:
-        """What `pack` made. Raises `PeerMetadataError`, which says in one line what is wrong, for anything else."""
+        """What `pack` made. Raises `TransferError`, which says in one line what is wrong, for anything else."""
         if not isinstance(data, bytes):
-            raise PeerMetadataError(f"a peer's metadata must be bytes, got {type(data).__name__}")
+            raise TransferError(f"a peer's metadata must be bytes, got {type(data).__name__}")
         if len(data) > MOST_METADATA:
-            raise PeerMetadataError(f"a peer's metadata: {len(data)} bytes, at most {MOST_METADATA} are read")
+            raise TransferError(f"a peer's metadata: {len(data)} bytes, at most {MOST_METADATA} are read")
         try:
             fields = _checked(parse_json(data, unique_keys=True))
         except ValueError as error:
-            raise PeerMetadataError(f"a peer's metadata: {error}") from None
+            raise TransferError(f"a peer's metadata: {error}") from None
         return PoolMetadata(**fields)
 
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ...checks import check_seconds, shown
-from ...errors import CacheError, PeerError, PeerMetadataError, StoreFormatError, TransportClosedError, TransportError
+from ...errors import CacheError, PeerError, StoreFormatError, TransferError
 from ...layout import CacheLayout
 from ...stores.checksum import checksums
 from ..host_memory import host_memories, host_places
@@ -75,7 +75,7 @@ class Peer:
 
     name: str
     num_pages: int
-    error: TransportError | None = None
+    error: TransferError | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -97,7 +97,7 @@ class RecordTransport:
         timeout: seconds that a read has to end.
         clock: what deadlines are measured with, in seconds.
 
-    Raises (all calls but `close` and `disconnect`): `TransportClosedError` after `close`.
+    Raises (all calls but `close` and `disconnect`): `TransferError` after `close`.
     """
 
     def __init__(self, engine: TransportEngine, *, timeout: float = 30.0, clock: Callable[[], float] = time.monotonic):
@@ -142,7 +142,7 @@ class RecordTransport:
 
         Raises:
             LayoutError: some pages are in several memories.
-            TransportError: something was published before, or the engine cannot register it.
+            TransferError: something was published before, or the engine cannot register it.
         """
         with self._open():
             published = self.publish(host.layout, host_memories(host))
@@ -150,13 +150,13 @@ class RecordTransport:
             return published
 
     def check_host(self, host: HostCache) -> None:
-        """Raises `TransportError` unless this is the published pool, or what it was donated for; keeps it alive.
+        """Raises `TransferError` unless this is the published pool, or what it was donated for; keeps it alive.
 
         Waits for nothing. To be called, after `close` too, before what was read, or is to be read, is believed.
         """
         if (places := host_places(host)) != self._places:
             have, want = (", ".join(f"{at:#x} {shape}" for at, shape in each) for each in (places, self._places))
-            raise TransportError(
+            raise TransferError(
                 f"the host pool ({have}) is not where pages were published ({want}): it was copied instead of donated "
                 "to what writes it (see run_transfers), or something else was published (see publish_host)"
             )
@@ -177,11 +177,11 @@ class RecordTransport:
 
         Raises:
             ShapeError: other memory than that.
-            TransportError: it was published before, or the engine cannot register it.
+            TransferError: it was published before, or the engine cannot register it.
         """
         with self._open():
             if self._layout is not None:
-                raise TransportError("a transport publishes once: its pages are registered already")
+                raise TransferError("a transport publishes once: its pages are registered already")
             pool = Pages(check_pages(layout, pages))
             reach = self._call("cannot register the pages", self._engine.register, self.name, pool)
             self._layout, self._pages = layout, pool
@@ -193,16 +193,16 @@ class RecordTransport:
         """Connects to the host that published this, from which pages can be read then. Again: the same peer.
 
         Raises:
-            PeerMetadataError: it is too long, no such JSON, or of another engine.
+            TransferError: it is too long, no such JSON, or of another engine.
             LayoutError: blocks or snapshots mean something else there; says which.
             PeerError: the host cannot be reached.
-            TransportError: nothing is published here yet.
+            TransferError: nothing is published here yet.
         """
         with self._open():
             layout = self._published()
             there = PoolMetadata.unpack(metadata)
             if there.engine != self._engine.name:
-                raise PeerMetadataError(f"{there.host!r} is on engine {there.engine!r}, this is {self._engine.name!r}")
+                raise TransferError(f"{there.host!r} is on engine {there.engine!r}, this is {self._engine.name!r}")
             there.check_layout(layout)
             if (known := next((peer for peer in self._links if peer.name == there.host), None)) is not None:
                 return known
@@ -218,7 +218,7 @@ class RecordTransport:
         """16 bytes for each of these pages of ours, which vouch for its bytes, its kind and its layout to a reader.
 
         Raises:
-            RecordIdError: as `read`.
+            TransferError: as `read`.
         """
         with self._open():
             return self._sums(kind, check_ids(self._published(), kind, "source", pages, self.num_pages))
@@ -248,10 +248,10 @@ class RecordTransport:
 
         Returns:
             Its handle. `wait`, or `error`, gives `RecordMismatchError` (which pages arrived with other bytes),
-            `PeerError` (lost, or disconnected from), `TransportClosedError`, or the engine's `TransportError`.
+            `PeerError` (lost, or disconnected from), `TransferError`, or the engine's `TransferError`.
 
         Raises:
-            RecordIdError: an id that is no page of that side, a destination twice or being written, unequal numbers, or
+            TransferError: an id that is no page of that side, a destination twice or being written, unequal numbers, or
                 pages that are no whole snapshots. Nothing has moved.
             PeerError: the peer is lost, or was disconnected from.
         """
@@ -271,14 +271,14 @@ class RecordTransport:
         """Sends a message of at most `MOST_NOTICE` bytes, which arrives after those before it, or never.
 
         Raises:
-            TransportError: it is no bytes, or too long.
+            TransferError: it is no bytes, or too long.
             PeerError: the peer is lost, or was disconnected from.
         """
         with self._open():
             link = self._link(peer)
             if not isinstance(message, bytes) or len(message) > MOST_NOTICE:
                 size = f"{len(message)} bytes" if isinstance(message, bytes) else type(message).__name__
-                raise TransportError(f"a notice must be at most {MOST_NOTICE} bytes, got {size}")
+                raise TransferError(f"a notice must be at most {MOST_NOTICE} bytes, got {size}")
             try:
                 self._engine.send(link.link, message)
             except Exception as error:  # of whatever kind the engine has
@@ -305,7 +305,7 @@ class RecordTransport:
             self._closed = True
             try:
                 for peer in list(self._links):
-                    self._lose(peer, TransportClosedError("the transport was closed"))
+                    self._lose(peer, TransferError("the transport was closed"))
             finally:
                 self._engine.close()
                 self._pages, self._host = _NO_PAGES, None
@@ -320,24 +320,24 @@ class RecordTransport:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
-        """Under the lock. Raises `TransportClosedError`."""
+        """Under the lock. Raises `TransferError`."""
         with self._lock:
             if self._closed:
-                raise TransportClosedError("the transport is closed")
+                raise TransferError("the transport is closed")
             yield
 
     def _published(self) -> CacheLayout:
         if self._layout is None:
-            raise TransportError("publish_host() comes first: reads go to registered pages")
+            raise TransferError("publish_host() comes first: reads go to registered pages")
         return self._layout
 
     def _link(self, peer: Peer) -> _Link:
         link = self._links.get(peer)
         if link is None:
-            raise self._why(peer) if isinstance(peer, Peer) else TransportError(f"{shown(peer)} is no peer")
+            raise self._why(peer) if isinstance(peer, Peer) else TransferError(f"{shown(peer)} is no peer")
         return link
 
-    def _why(self, peer: Peer) -> TransportError:
+    def _why(self, peer: Peer) -> TransferError:
         """A new error of why a peer is gone: one that is raised again would collect tracebacks."""
         return PeerError(peer.name, f"gone: {peer.error or 'not of this transport'}")
 
@@ -347,7 +347,7 @@ class RecordTransport:
         except CacheError:
             raise
         except Exception as error:  # of whatever kind the engine has
-            raise TransportError(f"{self._engine.name}: {problem}: {error}") from error
+            raise TransferError(f"{self._engine.name}: {problem}: {error}") from error
 
     def _sums(self, kind: RecordKind, ids: Sequence[int]) -> list[bytes]:
         layout = self._published()
@@ -395,12 +395,12 @@ class RecordTransport:
             if not isinstance(error, Exception):
                 raise
 
-    def _finish(self, peer: Peer, read: PageRead, error: TransportError | None) -> None:
+    def _finish(self, peer: Peer, read: PageRead, error: TransferError | None) -> None:
         read.finish(error)
         self._links[peer].reads.discard(read)
         self._written.difference_update(read.destination.tolist())
 
-    def _lose(self, peer: Peer, error: TransportError) -> None:
+    def _lose(self, peer: Peer, error: TransferError) -> None:
         """Cuts it off, then ends its reads: their pages are the manager's again."""
         peer.error = error
         link = self._links[peer]
@@ -412,8 +412,8 @@ class RecordTransport:
             del self._links[peer]
 
 
-def _as_peer_error(peer: str, problem: str, error: BaseException) -> TransportError:
-    if isinstance(error, TransportError):
+def _as_peer_error(peer: str, problem: str, error: BaseException) -> TransferError:
+    if isinstance(error, TransferError):
         return error
     lost = PeerError(peer, f"{problem}: {type(error).__name__}: {error}")
     lost.__cause__ = error

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4_jax.errors import HashError, PlanError
+from dsv4_jax.errors import PlanError, RequestError
 from dsv4_jax.manager.prefix.hashing import BlockHasher, HashSpec, MediaItem, Namespace, canonical_bytes
 
 SPEC = HashSpec(block_tokens=4, weights_id=("weights", 7), vocab_size=1000)
@@ -103,7 +103,7 @@ def test_types_are_told_apart_and_integer_types_are_not() -> None:
     assert canonical_bytes((np.uint8(200), "x")) == canonical_bytes((200, "x"))
     assert canonical_bytes(10**40) != canonical_bytes(10**40 + 1)
     for value in (1.0, True, np.bool_(True), np.float32(1), [1], {"a": 1}, (1, [2]), object()):
-        with pytest.raises(HashError, match="a key is made of"):
+        with pytest.raises(RequestError, match="a key is made of"):
             canonical_bytes(value)
 
 
@@ -123,19 +123,19 @@ def test_python_and_numpy_ids_agree() -> None:
 )  # fmt: skip
 def test_ids_that_are_none_are_refused_and_nothing_changes(tokens) -> None:
     hasher = BlockHasher(SPEC, [1, 2, 3])
-    with pytest.raises(HashError):
+    with pytest.raises(RequestError):
         hasher.extend(tokens)
     assert (hasher.num_tokens, hasher.digests) == (3, [])
-    with pytest.raises(HashError):
+    with pytest.raises(RequestError):
         BlockHasher(SPEC, tokens)
 
 
 def test_the_whole_int32_range_is_the_default_vocabulary() -> None:
     spec = HashSpec(block_tokens=2)
     assert len(BlockHasher(spec, [2**31 - 1, 0]).digests) == 1
-    with pytest.raises(HashError, match="2147483648"):
+    with pytest.raises(RequestError, match="2147483648"):
         BlockHasher(spec, np.array([2**31]))
-    with pytest.raises(HashError, match="vocab_size"):
+    with pytest.raises(RequestError, match="vocab_size"):
         HashSpec(vocab_size=2**31 + 1)
     with pytest.raises(PlanError):
         HashSpec(block_tokens=0)
@@ -177,7 +177,7 @@ def test_items_are_half_open() -> None:
     assert with_item(4, 8)[:2] == with_item(4, 9)[:2] == with_item(4, 99)[:2]
     assert with_item(4, 8)[2] != with_item(4, 9)[2]
     for start, end in ((4, 4), (5, 4)):
-        with pytest.raises(HashError, match="empty"):
+        with pytest.raises(RequestError, match="empty"):
             with_item(start, end)
     with pytest.raises(PlanError):
         with_item(-1, 3)
@@ -193,7 +193,7 @@ def test_tenants_share_nothing() -> None:
 
 def test_truncate_refuses_more_than_there_is() -> None:
     hasher = BlockHasher(SPEC, range(6))
-    with pytest.raises(HashError, match="cannot truncate 6 tokens to 7"):
+    with pytest.raises(RequestError, match="cannot truncate 6 tokens to 7"):
         hasher.truncate(7)
     hasher.truncate(6)
     assert hasher.num_tokens == 6

@@ -8,7 +8,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from dsv4_jax.errors import HashError, PlanError
+from dsv4_jax.errors import PlanError, RequestError
 from dsv4_jax.manager.prefix.hashing import (
     BlockHasher,
     HashSpec,
@@ -70,9 +70,9 @@ def kind(value: object) -> str:
     "space", ["", "tenant", 0, 1, [], {}, (), ("a", None), False, True, b"", 0.0, Namespace, object()]
 )
 def test_only_a_namespace_is_one(space) -> None:
-    with pytest.raises(HashError, match="namespace must be None or a Namespace"):
+    with pytest.raises(RequestError, match="namespace must be None or a Namespace"):
         SPEC.root(space)
-    with pytest.raises(HashError, match="namespace must be None or a Namespace"):
+    with pytest.raises(RequestError, match="namespace must be None or a Namespace"):
         BlockHasher(SPEC, IDS, namespace=space)
     assert SPEC.root(None) == SPEC.root(Namespace())
 
@@ -100,9 +100,9 @@ def test_an_integer_key_is_its_value_whatever_its_class() -> None:
 )
 def test_keys_without_canonical_bytes(key) -> None:
     for make in (canonical_bytes, lambda key: SPEC.root(Namespace(key)), lambda key: HashSpec(4, key)):
-        with pytest.raises(HashError):
+        with pytest.raises(RequestError):
             make(key)
-    with pytest.raises(HashError):
+    with pytest.raises(RequestError):
         BlockHasher(SPEC, items=[MediaItem(key, 0, 1)])
 
 
@@ -135,7 +135,7 @@ def test_many_items_cost_a_look_each() -> None:
     "items", [None, 5, [None], [("k", 0, 3)], ["k"], [Namespace()], {"k": 1}, MediaItem("k", 0, 1)]
 )
 def test_items_are_items(items) -> None:
-    with pytest.raises(HashError, match="items"):
+    with pytest.raises(RequestError, match="items"):
         BlockHasher(SPEC, IDS, items=items)
 
 
@@ -182,10 +182,10 @@ BAD_TOKENS = {
 
 @pytest.mark.parametrize("tokens", BAD_TOKENS.values(), ids=BAD_TOKENS)
 def test_bad_token_ids(tokens) -> None:
-    with pytest.raises(HashError, match=r"tokens must be|token id .* is not in 0\.\.999"):
+    with pytest.raises(RequestError, match=r"tokens must be|token id .* is not in 0\.\.999"):
         token_ids(tokens, 1000)
     hasher = BlockHasher(SPEC, [1, 2, 3])
-    with pytest.raises(HashError):
+    with pytest.raises(RequestError):
         hasher.extend(tokens)
     assert (hasher.num_tokens, hasher.digests) == (3, [])
 
@@ -193,7 +193,7 @@ def test_bad_token_ids(tokens) -> None:
 @pytest.mark.parametrize("token", [True, np.True_, 1.0, "1", None, [1], 1000, -1, 10**5000, Evil()], ids=kind)
 def test_bad_last_token(token) -> None:
     hasher = BlockHasher(SPEC, [1, 2, 3])
-    with pytest.raises(HashError):
+    with pytest.raises(RequestError):
         hasher.append(token)
     assert (hasher.num_tokens, hasher.digests) == (3, [])
 
@@ -225,7 +225,7 @@ class Indexed:
 
 @pytest.mark.parametrize("tokens", BAD_TOKENS.values(), ids=BAD_TOKENS)
 def test_bad_tokens_make_no_list(tokens) -> None:
-    with pytest.raises(HashError, match=r"tokens must be|token id .* is not in 0\.\.999"):
+    with pytest.raises(RequestError, match=r"tokens must be|token id .* is not in 0\.\.999"):
         token_list(tokens, 1000)
 
 
@@ -235,7 +235,7 @@ def test_a_masked_array_is_its_numbers() -> None:
     tokens, ids = token_list(given, 1000)
     assert tokens == ids.tolist() == token_ids(given, 1000).tolist() == [1, 2, 3]
     for convert in (token_ids, token_list):
-        with pytest.raises(HashError, match=r"token id 1000 is not in 0\.\.999"):
+        with pytest.raises(RequestError, match=r"token id 1000 is not in 0\.\.999"):
             convert(np.ma.array([1, 1000], mask=[0, 1]), 1000)
 
 
@@ -262,7 +262,7 @@ def test_tokens_of_any_type_become_plain_ints(given) -> None:
 @pytest.mark.parametrize("token", [-1, 1000, 2**31, 2**32, 2**64])
 def test_the_id_that_is_none_is_named(token) -> None:
     for call in (token_ids, token_list):
-        with pytest.raises(HashError, match=f"token id {token} is not in 0..999"):
+        with pytest.raises(RequestError, match=f"token id {token} is not in 0..999"):
             call([5, token, 6], 1000)
 
 

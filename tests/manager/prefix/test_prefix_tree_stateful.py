@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dsv4_jax.errors import CacheError, OutOfBlocksError, PrefixTreeError
+from dsv4_jax.errors import CacheError, IntegrityError, OutOfBlocksError
 from dsv4_jax.manager.block_pool import BlockPool
 from dsv4_jax.manager.prefix.events import EventLog
 from dsv4_jax.manager.prefix.eviction import Freed
@@ -219,7 +219,7 @@ class TreeMachine(RuleBasedStateMachine):
         on_device = bool(user.writing) or self.level(path[:-1]) == 3
         try:
             node = self.tree.reserve(parent, digest_of(path), block)
-        except PrefixTreeError:
+        except IntegrityError:
             assert not on_device
             self.device.release([block])
             return
