@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .checks import shown
-from .errors import DonatedCacheError, LayoutError, PlanError, PlanOrderError
+from .errors import LayoutError, PlanError, StepError
 from .layout import MAX_LEAVES, CacheLayout, CacheSize, check_layout
 from .ops.append import Rows, exists
 from .ops.copy import copy_units
@@ -38,8 +38,8 @@ class KVCache:
     """All cache bytes of one model instance. A pytree: jit it, donate it, shard it, export a step of it (`jax.export`).
 
     Caches are equal if they are the same object; `dsv4_jax.testing` compares bytes. One that was donated raises
-    `DonatedCacheError` where it is used again: by `begin`, or as an argument of any jitted function. So does a checked
-    one raise `PlanOrderError` (see `init_cache`), whose steps are waited for there.
+    `StepError` where it is used again: by `begin`, or as an argument of any jitted function. So does a checked
+    one raise `StepError` (see `init_cache`), whose steps are waited for there.
 
     Attributes:
         arrays: leaf name -> array, in the order and shapes of `layout.leaves`; of a checked cache `CHECKED`, too.
@@ -100,7 +100,7 @@ class KVCache:
         """Waits for the steps so far. Of a cache that is not checked, or while it is traced, nothing is asked.
 
         Raises:
-            PlanOrderError: one of them began elsewhere than the one before it ended.
+            StepError: one of them began elsewhere than the one before it ended.
         """
         wrong = self.arrays.get(WRONG)
         if not isinstance(wrong, jax.Array) or isinstance(wrong, jax.core.Tracer):
@@ -109,7 +109,12 @@ class KVCache:
         for starts, lengths in (jax.device_get((wrong.data, length.data)) for wrong, length in pairs):
             if len(slots := np.flatnonzero(starts)):
                 slot = int(slots[0])
-                raise PlanOrderError(slot, int(starts[slot, 0]) - 1, int(lengths[slot, 0]))
+                raise StepError(
+                    None,
+                    f"a step began at token {int(starts[slot, 0]) - 1} of slot {slot}, which has "
+                    f"{int(lengths[slot, 0])} tokens: a plan ran twice, was left out or ran out of order, a loop ran "
+                    "other steps than the manager knows of, or a row that it counts was fed -1",
+                )
 
     def stepped(self, plan: StepPlan) -> KVCache:
         """After a step of this plan: a checked cache compares its starts with the slots' lengths, which go on."""
@@ -162,14 +167,14 @@ class KVCache:
                 kernels give bfloat16.
 
         Raises:
-            ForeignPlanError: the plan was made for another layout or size.
+            PlanError: the plan was made for another layout or size.
             PlanError: it is no plan of a step.
-            DonatedCacheError: the cache was donated to another step.
+            StepError: the cache was donated to another step.
             LayoutError: an array is not the leaf that the layout has under its name, or of another size than the others
                 (of a cache that was put together otherwise than by `init_cache`).
         """
         if _donated(self.arrays):
-            raise DonatedCacheError
+            raise _donated_error()
         self._check_arrays()
         if not isinstance(plan, StepPlan | PackedPlan):
             raise PlanError(f"a step begins with a StepPlan or a PackedPlan, got {type(plan).__name__}")
@@ -231,9 +236,17 @@ _ARRAYS = jax.tree_util.GetAttrKey("arrays")
 _Static = tuple[CacheLayout, PoolAxis]
 
 
+def _donated_error() -> StepError:
+    return StepError(
+        None,
+        "this cache was donated to a jitted step, which updated its arrays in place: go on with the cache that the "
+        "step returned (logits, cache = step(params, cache, plan, tokens))",
+    )
+
+
 def _flatten(cache: KVCache) -> tuple[tuple[dict[str, jax.Array]], _Static]:
     if _donated(cache.arrays):
-        raise DonatedCacheError  # before jax says that some int32[17,64] has been deleted
+        raise _donated_error()  # before jax says that some int32[17,64] has been deleted
     cache.check_order()
     return (cache.arrays,), (cache.layout, cache.pool_axis)
 
@@ -305,7 +318,7 @@ def init_cache(
             `cache_sharding` returns. The leading axis of every leaf is multiplied by the
             number of shards it is split into, each holding a self-contained cache with its own unit ids.
         checked: each slot knows how many tokens its steps have computed, and a step that begins elsewhere raises
-            `PlanOrderError`: a plan that ran twice, was left out or ran out of order. Without `jit` that step raises
+            `StepError`: a plan that ran twice, was left out or ran out of order. Without `jit` that step raises
             itself; with it the next use of the cache does, or `KVCache.check_order`. Every use waits for the step
             before: this is to look for mistakes with. A plan that starts a request is always right, and with drafts
             so is one that ran twice: it writes what it has written before.

@@ -18,7 +18,7 @@ import warnings
 
 import jax
 
-from .errors import ImplementationError, NoKernelsWarning
+from .errors import ImplementationError, PerformanceWarning
 from .libraries import cuda_path, open_cpu, open_cuda
 
 __all__ = [
@@ -149,7 +149,7 @@ def _is_nvidia() -> bool:
 
 @functools.cache
 def _warn(problem: str) -> None:
-    warnings.warn(NoKernelsWarning(f"slower implementations serve without the CUDA kernels: {problem}"), stacklevel=2)
+    warnings.warn(PerformanceWarning(f"slower implementations serve without the CUDA kernels: {problem}"), stacklevel=2)
 
 
 def cuda_target(op: str, target: str) -> str:

@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 
 from . import libraries
-from .errors import BuildError, ImplementationError
+from .errors import ImplementationError
 
 __all__ = ["Compiler", "build", "choose_nvcc", "find_nvccs"]
 
@@ -43,7 +43,7 @@ def find_nvccs() -> list[Compiler]:
         if path and os.access(path, os.X_OK) and (real := pathlib.Path(path).resolve()) not in found:
             try:
                 found[real] = _compiler(pathlib.Path(path))
-            except BuildError:
+            except ImplementationError:
                 continue  # not for this machine; another may be
     return list(found.values())
 
@@ -63,9 +63,9 @@ def _compiler(path: pathlib.Path) -> Compiler:
     try:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise BuildError(f"{path} does not run: {error}") from error
+        raise ImplementationError(f"{path} does not run: {error}") from error
     if not (found := re.search(r"release (\d+)\.(\d+)", said)):
-        raise BuildError(f"{path} is no nvcc: it does not say its release")
+        raise ImplementationError(f"{path} is no nvcc: it does not say its release")
     return Compiler(path, int(found[1]) * 1000 + int(found[2]) * 10)
 
 
@@ -73,11 +73,11 @@ def choose_nvcc(named: str | os.PathLike[str] | None = None) -> Compiler:
     """The named nvcc, or the first of `find_nvccs` whose code this machine's driver runs (no driver: the first).
 
     Raises:
-        BuildError: there is none, or the driver is too old for what it makes.
+        ImplementationError: there is none, or the driver is too old for what it makes.
     """
     compilers = [_compiler(pathlib.Path(named))] if named is not None else find_nvccs()
     if not compilers:
-        raise BuildError(
+        raise ImplementationError(
             "there is no nvcc: install a CUDA toolkit, or `pip install nvidia-cuda-nvcc nvidia-cuda-cccl`"
             " (docs/install.md)"
         )
@@ -85,7 +85,7 @@ def choose_nvcc(named: str | os.PathLike[str] | None = None) -> Compiler:
     fit = [c for c in compilers if driver is None or c.version // 1000 <= driver // 1000]
     if driver is not None and not fit:
         generation = compilers[0].version // 1000
-        raise BuildError(
+        raise ImplementationError(
             f"{compilers[0].path} is of CUDA {libraries.spelled(compilers[0].version)}, whose code needs a driver of "
             f"{libraries.LEAST_DRIVERS.get(generation, 'a later generation')} or later; this machine's runs CUDA "
             f"{libraries.spelled(driver)} at most: install a toolkit of CUDA {driver // 1000}, or a newer driver"
@@ -104,19 +104,21 @@ def build(
         jobs: compilers at a time; None: one per CPU that this process may use.
 
     Raises:
-        BuildError: a tool is missing, or one failed; then its output is kept in a file that the message names.
+        ImplementationError: a tool is missing, or one failed; then its output is kept in a file that the message names.
     """
     cmake, ninja = _tool("cmake"), _tool("ninja")
     if cmake is None:
-        raise BuildError("there is no cmake: install it, or `pip install cmake`")
+        raise ImplementationError("there is no cmake: install it, or `pip install cmake`")
     if not (libraries.sources() / "CMakeLists.txt").is_file():
-        raise BuildError(f"the sources are not at {libraries.sources()}: the package was installed without them")
+        raise ImplementationError(
+            f"the sources are not at {libraries.sources()}: the package was installed without them"
+        )
     target = libraries.built_folder("CUDA" if nvcc else "CPU")
     try:
         target.mkdir(parents=True, exist_ok=True)
         work = pathlib.Path(tempfile.mkdtemp(prefix=".build-", dir=target))
     except OSError as error:
-        raise BuildError(f"cannot write to {target}: {error}") from error
+        raise ImplementationError(f"cannot write to {target}: {error}") from error
     log = work / "build.log"
     configure = [
         cmake, "-S", str(libraries.sources()), "-B", str(work / "objects"), *(["-G", "Ninja"] if ninja else []),
@@ -133,10 +135,10 @@ def build(
         _run([cmake, "--install", str(work / "objects"), *install], log, None)
         made = [_place("CPU", work / "done"), *([_place("CUDA", work / "done")] if nvcc else [])]
         (target / "build.log").unlink(missing_ok=True)  # of a failure before
-    except BuildError as error:
+    except ImplementationError as error:
         kept = target / "build.log"
         os.replace(log, kept)
-        raise BuildError(f"{error} (all of the output is in {kept})") from error
+        raise ImplementationError(f"{error} (all of the output is in {kept})") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return made
@@ -169,7 +171,7 @@ def _run(command: list[str], log: pathlib.Path, report: Report | None) -> None:
             os.killpg(process.pid, signal.SIGKILL)
             raise
     if process.returncode:
-        raise BuildError(f"{pathlib.Path(command[0]).name} failed{problem}")
+        raise ImplementationError(f"{pathlib.Path(command[0]).name} failed{problem}")
 
 
 def _short(step: str) -> str:
@@ -181,10 +183,7 @@ def _short(step: str) -> str:
 def _place(platform: libraries.Platform, folder: pathlib.Path) -> pathlib.Path:
     """A library that opens, from where it was built to where it is looked for, at once."""
     new = folder / libraries.file_name(platform)
-    try:
-        libraries.open_library(platform, new)
-    except ImplementationError as error:
-        raise BuildError(str(error)) from error
+    libraries.open_library(platform, new)
     target = libraries.built_folder(platform) / new.name
     target.parent.mkdir(parents=True, exist_ok=True)
     os.replace(new, target)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from .checks import INT32_MAX, as_int, shown
-from .errors import ForeignPlanError, PlanError
+from .errors import PlanError
 from .layout import CacheLayout, CacheSize, check_layout
 
 __all__ = [
@@ -77,9 +77,9 @@ class CacheFacts:
         return ", ".join([f"layout {self.fingerprint[:12]}", *known])
 
     def check(self, cache: CacheFacts) -> None:
-        """Raises `ForeignPlanError` unless a plan made for this takes a step of `cache`."""
+        """Raises `PlanError` unless a plan made for this takes a step of `cache`."""
         if self != cache and (self.slots is not None or self.fingerprint != cache.fingerprint):
-            raise ForeignPlanError(str(self), str(cache))
+            raise PlanError(f"the plan is for another cache: it was made for {self}; this cache has {cache}")
 
 
 def own_ids(ids: Any, ranks: int) -> tuple[Any, Any]:

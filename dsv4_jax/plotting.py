@@ -115,7 +115,7 @@ def _short(text: str, longest: int) -> str:
 
 
 def save(made: Any, path: str | os.PathLike[str]) -> None:
-    """Writes a figure in the format that the name says. Raises `OutputError`."""
+    """Writes a figure in the format that the name says. Raises `FileError`."""
     kind = pathlib.Path(path).suffix[1:].lower()
     with style(), open_output(path) as file:
         made.savefig(file, format=kind, dpi=_DPI, metadata={"Date": None} if kind == "svg" else None)

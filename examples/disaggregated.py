@@ -26,7 +26,7 @@ import numpy as np
 
 import dsv4_jax as dsv4
 from dsv4_jax import model
-from dsv4_jax.errors import HandoffError, NoFreeSlotError, OutOfBlocksError, PlanError, TransportError
+from dsv4_jax.errors import HandoffError, NoFreeSlotError, OutOfBlocksError, PlanError, TransferError
 from dsv4_jax.manager import Arrival, BlockHasher, CachePolicy, EventLog, HashSpec, HostSize, Request
 from dsv4_jax.tiers.host_memory import host_memory
 from dsv4_jax.tiers.remote import Peer, RecordTransport, RemoteDriver
@@ -173,7 +173,7 @@ class DecodeHost(Host):
         if self.peer is not None:
             self.transport.disconnect(self.peer)
         self.peer = None
-        with contextlib.suppress(TransportError):
+        with contextlib.suppress(TransferError):
             self.peer = self.transport.connect(metadata)
 
     def request(self, number: int, tokens: list[int], count: int, remote: bool) -> None:

@@ -14,7 +14,7 @@ import pytest
 from dsv4_jax import step
 from dsv4_jax.cache import KVCache, init_cache
 from dsv4_jax.config import AttentionType, DSV4Config
-from dsv4_jax.errors import LayoutError, PlanError, ShapeError, StepOrderError
+from dsv4_jax.errors import LayoutError, PlanError, ShapeError, StepError
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.manager import StepSequence, build_plan, shape_for
 from dsv4_jax.ops import registry
@@ -324,7 +324,7 @@ def test_a_wrong_order_is_named(problem: str, layer: int, calls) -> None:
     for other in {0, 1, 2} - {layer}:
         if problem.endswith(":"):
             step = whole(step.layer(other)).step
-    with pytest.raises(StepOrderError, match=f"layer {layer}: .*{re.escape(problem)}.*the order of a layer") as error:
+    with pytest.raises(StepError, match=f"layer {layer}: .*{re.escape(problem)}.*the order of a layer") as error:
         calls(step.layer(layer))
     assert error.value.layer == layer
 
@@ -357,9 +357,7 @@ def test_writes_left_behind_on_another_step_are_missed_at_its_end() -> None:
     begun = cache.begin(PLAN)
     whole(begun.layer(0))
     stale = whole(whole(begun.layer(1)).step.layer(2)).step
-    with pytest.raises(
-        StepOrderError, match=r"layer 0: the step ends without .*`layer.step`.*`finish\(partial=True\)`"
-    ):
+    with pytest.raises(StepError, match=r"layer 0: the step ends without .*`layer.step`.*`finish\(partial=True\)`"):
         stale.finish()
     assert stale.finish(partial=True) is stale.cache
     step = begun
@@ -373,7 +371,7 @@ def test_layers_of_mtp_need_not_be_written() -> None:
     layout, scheduled = CacheLayout(cfg, include_mtp=True), [StepSequence(1, 0, 1)]
     begun = init_cache(layout, CacheSize(2, 2, 1)).begin(build_plan(layout, scheduled, shape_for(layout, scheduled)))
     assert begun.layer(0).append(ROW).step.finish()
-    with pytest.raises(StepOrderError, match="layer 0"):
+    with pytest.raises(StepError, match="layer 0"):
         begun.layer(1).append(ROW).step.finish()
 
 
@@ -403,7 +401,7 @@ def test_a_layer_may_read_the_entries_of_another() -> None:
     def reader(step):
         return dataclasses.replace(step.layer(1), schema=reads)
 
-    with pytest.raises(StepOrderError, match="layer 1: read before `compress` of layer 0, whose entries it reads"):
+    with pytest.raises(StepError, match="layer 1: read before `compress` of layer 0, whose entries it reads"):
         reader(step).gather_all_compressed()
     with pytest.raises(LayoutError, match="layer 1 is HCA: it has no compressor"):
         reader(step).compress(kv, kv, epilogue)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax import AttentionType, CacheLayout, CacheSize, DSV4Config, KVCacheManager, init_cache, stack_plans
-from dsv4_jax.errors import ForeignPlanError, PlanError
+from dsv4_jax.errors import PlanError
 from dsv4_jax.manager import StepSequence, StepShape, build_plan
 from dsv4_jax.manager.planning import next_decode
 from dsv4_jax.plan import PackedPlan
@@ -43,7 +43,7 @@ def test_a_plan_of_another_cache_is_refused_when_traced(other: str) -> None:
     layout, size = OTHERS[other]
     cache, plan = init_cache(LAYOUT, SIZE), planned(layout, size)
     for form in (plan, plan.pack()):
-        with pytest.raises(ForeignPlanError, match=r"made for layout .*; this cache has layout ") as caught:
+        with pytest.raises(PlanError, match=r"made for layout .*; this cache has layout ") as caught:
             jax.eval_shape(begun, cache, form)
         assert str(plan.facts) in str(caught.value) and str(cache.facts) in str(caught.value)
     jax.eval_shape(begun, init_cache(layout, size), plan)
@@ -53,7 +53,7 @@ def test_a_plan_without_a_size_belongs_to_a_layout() -> None:
     plan = build_plan(LAYOUT, [StepSequence(1, 0, 1)], SHAPE)
     for size in (SIZE, CacheSize(9, 9, 9)):
         jax.eval_shape(begun, init_cache(LAYOUT, size), plan.pack())
-    with pytest.raises(ForeignPlanError, match=f"made for layout {LAYOUT.fingerprint[:12]}; this cache has "):
+    with pytest.raises(PlanError, match=f"made for layout {LAYOUT.fingerprint[:12]}; this cache has "):
         jax.eval_shape(begun, init_cache(CacheLayout(CFG, "bf16"), SIZE), plan)
     jax.eval_shape(begun, init_cache(CacheLayout(CFG, "bf16"), SIZE), plan._replace(facts=None))
 

@@ -10,7 +10,7 @@ import stat
 import pytest
 
 from dsv4_jax import output
-from dsv4_jax.errors import OutputError
+from dsv4_jax.errors import FileError
 from dsv4_jax.output import check_output, check_picture, open_output
 
 
@@ -71,7 +71,7 @@ def test_a_failing_system_call_leaves_what_was_there(tmp_path, call, monkeypatch
 
     if call != "write":
         monkeypatch.setattr(output.os, call, fail)
-    with pytest.raises(OutputError, match=r"x: No space left on device$"), open_output(path):
+    with pytest.raises(FileError, match=r"x: No space left on device$"), open_output(path):
         if call == "write":
             fail()
     monkeypatch.undo()
@@ -113,9 +113,9 @@ def test_refusals(tmp_path, monkeypatch):
     refused = places(tmp_path)
     before = {name: os.lstat(name).st_ino for name in names(tmp_path)}
     for place, problem in refused.items():
-        with pytest.raises(OutputError, match=problem):
+        with pytest.raises(FileError, match=problem):
             check_output(place)
-        with pytest.raises(OutputError, match=problem):
+        with pytest.raises(FileError, match=problem):
             write(place)
     assert {name: os.lstat(name).st_ino for name in names(tmp_path)} == before
     assert (tmp_path / "file").read_bytes() == b""
@@ -132,7 +132,7 @@ def test_a_place_that_changes_meanwhile(tmp_path):
     """Between check and rename: a link is replaced or refused, never followed; the folder stays the one opened."""
     victim = tmp_path / "victim"
     victim.write_bytes(b"mine")
-    with pytest.raises(OutputError, match="symbolic link"), open_output(tmp_path / "x") as file:
+    with pytest.raises(FileError, match="symbolic link"), open_output(tmp_path / "x") as file:
         file.write(b"new")
         (tmp_path / "x").symlink_to(victim)
     assert victim.read_bytes() == b"mine" and names(tmp_path) == ["victim", "x"]
@@ -153,7 +153,7 @@ def test_temporary_names_cannot_be_guessed(tmp_path, monkeypatch):
     (tmp_path / "victim").write_bytes(b"mine")
     monkeypatch.setattr(output.secrets, "token_hex", lambda _: "guess")
     (tmp_path / ".guess.part").symlink_to(tmp_path / "victim")
-    with pytest.raises(OutputError, match="File exists"):
+    with pytest.raises(FileError, match="File exists"):
         write(tmp_path / "x")
     assert (tmp_path / "victim").read_bytes() == b"mine" and (tmp_path / ".guess.part").is_symlink()
 
@@ -161,7 +161,7 @@ def test_temporary_names_cannot_be_guessed(tmp_path, monkeypatch):
 def test_a_file_that_may_not_be_written_is_not_replaced(tmp_path, monkeypatch):
     (path := tmp_path / "x").write_bytes(b"old")
     monkeypatch.setattr(output.os, "access", lambda *args, **kwargs: False)  # as root, everything may be written
-    with pytest.raises(OutputError, match="may not be written"):
+    with pytest.raises(FileError, match="may not be written"):
         write(path)
     assert path.read_bytes() == b"old"
 
@@ -172,7 +172,7 @@ def test_a_file_of_someone_else_in_a_shared_folder_is_refused_before_the_work(tm
     tmp_path.chmod(0o1777)
     check_output(tmp_path / "x")
     monkeypatch.setattr(output.os, "geteuid", lambda: os.getuid() + 12345)
-    with pytest.raises(OutputError, match="belongs to someone else"):
+    with pytest.raises(FileError, match="belongs to someone else"):
         check_output(tmp_path / "x")
     check_output(tmp_path / "new")
 
@@ -181,6 +181,6 @@ def test_pictures(tmp_path):
     for good in ("x.png", "x.PDF", "x.svg"):
         check_picture(tmp_path / good)
     for bad in ("x", "x.xyz", ".png", "x.png.gz", "png"):
-        with pytest.raises(OutputError, match=r"ends in \.png, \.pdf or \.svg"):
+        with pytest.raises(FileError, match=r"ends in \.png, \.pdf or \.svg"):
             check_picture(tmp_path / bad)
     assert names(tmp_path) == []

@@ -27,7 +27,7 @@ from dsv4_jax import (
     stack_transfers,
 )
 from dsv4_jax.cache import LENGTH, WRONG
-from dsv4_jax.errors import LayoutError, PlanOrderError
+from dsv4_jax.errors import LayoutError, StepError
 
 CFG = DSV4Config.tiny(layer_types=(AttentionType.HCA,), hca_ratio=8)
 LAYOUT, DRAFTING = CacheLayout(CFG, "f32", block_tokens=8), CacheLayout(CFG, "f32", block_tokens=8, draft_tokens=2)
@@ -75,10 +75,8 @@ def test_a_plan_run_twice_left_out_or_out_of_order() -> None:
         engine.cache.check_order()
         engine.run(plans[order[-1]])
         for use in (engine.cache.check_order, partial(engine.run, plans[0]), partial(jax.tree.leaves, engine.cache)):
-            with pytest.raises(PlanOrderError, match=f"began at token {start} of slot 1, which has {length}") as caught:
+            with pytest.raises(StepError, match=f"began at token {start} of slot 1, which has {length}"):
                 use()
-            error = caught.value
-            assert (error.slot, error.start, error.length) == (1, start, length)
     engine, plans = started()
     for plan in plans:
         engine.run(plan)
@@ -89,7 +87,7 @@ def test_without_jit_the_step_itself_raises_and_the_cache_stays_as_it_was() -> N
     engine = Engine()
     request = engine.manager.admit_request(range(12))
     first, second = engine.plan(request, 5), engine.plan(request, 1)
-    with pytest.raises(PlanOrderError, match="began at token 5 of slot 1, which has 0"):
+    with pytest.raises(StepError, match="began at token 5 of slot 1, which has 0"):
         write((), engine.cache, second, np.zeros(second.num_tokens, np.int32))
     engine.run(first)
     engine.run(second)
@@ -108,7 +106,7 @@ def test_drafts_may_be_taken_back_and_no_more() -> None:
     assert (engine.length(1), request.num_cached) == (17, 16)
     late = engine.plan(request, 1)
     engine.run(late._replace(seq_start=late.seq_start + np.int32(2) * (late.seq_slot > 0)))
-    with pytest.raises(PlanOrderError, match="began at token 18 of slot 1, which has 17 tokens"):
+    with pytest.raises(StepError, match="began at token 18 of slot 1, which has 17 tokens"):
         engine.cache.check_order()
 
 
@@ -142,7 +140,7 @@ def test_loops_of_several_steps() -> None:
             engine.run(plan)
             assert engine.length(1) == 17
         else:
-            with pytest.raises(PlanOrderError, match="a row that it counts was fed -1"):
+            with pytest.raises(StepError, match="a row that it counts was fed -1"):
                 engine.run(plan), engine.cache.check_order()
 
 
@@ -213,7 +211,7 @@ def test_over_a_mesh() -> None:
     assert np.asarray(cache.arrays[LENGTH]).reshape(2, -1)[:, 1].tolist() == [13, 9]
     nothing = managers[0].plan_step([], shape=shape)
     _, cache = step((), cache, stack_plans([nothing, plans[1]]), np.zeros(2 * shape.tokens, np.int32))
-    with pytest.raises(PlanOrderError, match="began at token 8 of slot 1, which has 9"):
+    with pytest.raises(StepError, match="began at token 8 of slot 1, which has 9"):
         cache.check_order()
 
 

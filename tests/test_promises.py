@@ -15,7 +15,7 @@ import pytest
 
 from dsv4_jax import BlockAllocator, CacheLayout, CacheSize, DSV4Config, KVCacheManager, init_cache
 from dsv4_jax.cli import _COMMANDS, _arguments
-from dsv4_jax.errors import BlockReleaseError, LayoutError, PlanError
+from dsv4_jax.errors import LayoutError, PlanError, PoolError
 from dsv4_jax.manager import StepShape
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -127,7 +127,7 @@ def test_counts_of_a_pinned_shape(count) -> None:
 def test_what_is_released_are_ids(ids) -> None:
     pool = BlockAllocator(3)
     pool.acquire(2)
-    with pytest.raises(BlockReleaseError, match="not a list of ids"):
+    with pytest.raises(PoolError, match="not a list of ids"):
         pool.release(ids)
     assert pool.num_free == 1
 

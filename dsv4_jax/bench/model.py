@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..cache import KVCache
 from ..config import DSV4Config
-from ..errors import BenchmarkError
+from ..errors import OptionError
 from ..layout import CacheLayout
 from ..model.attention import attention
 from ..model.draft_steps import draft_loop, draft_step
@@ -110,7 +110,7 @@ def measure_model(options: StepOptions, params: Params, ceilings: Ceilings | Non
             devices of `mesh_of(options)` if there are several; for drafts with the MTP layer.
 
     Raises:
-        BenchmarkError: the context exceeds the model's, or the step gives numbers that are not finite.
+        OptionError: the context exceeds the model's, or the step gives numbers that are not finite.
         ExchangeError: a device did not come to an exchange.
     """
     with exchanges(options) as opened:
@@ -157,7 +157,7 @@ def _measured(
     compile_s = time.perf_counter() - start
     memory, text = compiled.memory_analysis(), compiled.as_text() or ""
     if memory is None:
-        raise BenchmarkError("the compiler does not say what memory the step takes")
+        raise OptionError("the compiler does not say what memory the step takes")
     kinds = collections.Counter(kind.name for kind in cfg.layer_types)
     report: dict[str, Any] = dict(
         model=options.model,

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..errors import BenchmarkError
+from ..errors import OptionError
 from ..plotting import COLOURS, LIMIT, MUTED, bare, figure, legends_above, look, plain_log, save, style, tick
 from .records import Measurement
 from .timing import Ceilings
@@ -31,8 +31,8 @@ def draw(records: Sequence[Measurement], ceilings: Ceilings | None, path: pathli
     """Writes the picture of a run, in the format that the path's name says.
 
     Raises:
-        BenchmarkError: nothing was timed.
-        OutputError: the file cannot be written (see `output.check_picture`).
+        OptionError: nothing was timed.
+        FileError: the file cannot be written (see `output.check_picture`).
     """
     save(picture(records, ceilings, device=device), path)
 
@@ -44,11 +44,11 @@ def picture(records: Sequence[Measurement], ceilings: Ceilings | None, *, device
         ceilings: None of a quick run: its sizes say nothing of them, so times alone are drawn.
 
     Raises:
-        BenchmarkError: nothing was timed.
+        OptionError: nothing was timed.
     """
     timed = [_Timed(r, r.best_us) for r in records if r.best_us is not None]
     if not timed:
-        raise BenchmarkError("--plot: nothing was measured")
+        raise OptionError("--plot: nothing was measured")
     with style():
         floors = [each for each in timed if each.record.floor_us]
         if ceilings and floors:

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from ..errors import BenchmarkError
+from ..errors import OptionError
 from ..formats import RowFormat, index_format, kv_format
 from ..layout import KeySplit
 
@@ -365,11 +365,11 @@ def select(
         contexts: only cases of these contexts, and those that have none.
 
     Raises:
-        BenchmarkError: an op does not exist, or nothing is left.
+        OptionError: an op does not exist, or nothing is left.
     """
     for op in ops:
         if op not in OPS:
-            raise BenchmarkError(f"unknown op {op!r}, expected {', '.join(OPS)}, all or step")
+            raise OptionError(f"unknown op {op!r}, expected {', '.join(OPS)}, all or step")
     chosen = [
         (case, batch)
         for case in cases
@@ -380,5 +380,5 @@ def select(
     ]
     if not chosen:
         names = sorted({case.name for case in cases if case.op in ops})
-        raise BenchmarkError(f"no shape of {', '.join(ops)} is left by these filters, there are: {', '.join(names)}")
+        raise OptionError(f"no shape of {', '.join(ops)} is left by these filters, there are: {', '.join(names)}")
     return chosen

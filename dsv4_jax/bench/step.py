@@ -20,7 +20,7 @@ import numpy as np
 
 from ..cache import KVCache, init_cache
 from ..config import AttentionType, DSV4Config
-from ..errors import BenchmarkError
+from ..errors import OptionError
 from ..layout import CacheLayout, CacheSize, KeySplit
 from ..manager import StepSequence, build_plan, shape_for
 from ..model.attention import attention
@@ -93,10 +93,10 @@ class StepOptions:
 
     @property
     def split(self) -> Split:
-        """Raises `BenchmarkError`: devices do not divide by `tensor`, or requests by the data shards."""
+        """Raises `OptionError`: devices do not divide by `tensor`, or requests by the data shards."""
         data, odd = divmod(self.devices, self.tensor)
         if odd or self.batch % data:
-            raise BenchmarkError(
+            raise OptionError(
                 f"batch {self.batch}, {self.devices} devices, {self.tensor} of them with the same requests: no split"
             )
         return Split(data, self.tensor)
@@ -109,10 +109,10 @@ class StepOptions:
     def config(self) -> DSV4Config:
         cfg = getattr(DSV4Config, self.model)()
         if self.context > cfg.max_position_embeddings:
-            raise BenchmarkError(f"context {self.context}: {self.model} has at most {cfg.max_position_embeddings}")
+            raise OptionError(f"context {self.context}: {self.model} has at most {cfg.max_position_embeddings}")
         steps = self.loop if self.drafts else 1
         if not 1 <= self.fed * steps <= self.context:
-            raise BenchmarkError(f"chunk {self.fed * steps} of a context of {self.context} tokens")
+            raise OptionError(f"chunk {self.fed * steps} of a context of {self.context} tokens")
         return dataclasses.replace(cfg, layer_types=cfg.layer_types[: self.layers]) if self.layers else cfg
 
 
@@ -133,7 +133,7 @@ class StepSetup(NamedTuple):
 
 
 def set_up(options: StepOptions) -> StepSetup:
-    """Raises `BenchmarkError`: the context exceeds the model's, or the chunk the context."""
+    """Raises `OptionError`: the context exceeds the model's, or the chunk the context."""
     cfg = options.config()
     layout, size, plan = cache_and_plan(cfg, options)
 
@@ -180,7 +180,7 @@ def measure_step(options: StepOptions, ceilings: Ceilings | None) -> dict[str, A
     """Runs the step and returns what was seen, ready for JSON. Without ceilings there is no floor to compare it with.
 
     Raises:
-        BenchmarkError: the context exceeds the model's, the chunk the context, or the step gives numbers that are not
+        OptionError: the context exceeds the model's, the chunk the context, or the step gives numbers that are not
             finite.
     """
     cfg = options.config()

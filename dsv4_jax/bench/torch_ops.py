@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..errors import BenchmarkError
+from ..errors import OptionError
 from ..formats import Codes, RowFormat, Scales
 from .ops import Problem
 from .shapes import AttendShape, GatherShape, ScoreShape, Shape, TopKShape
@@ -120,4 +120,4 @@ def _call(op: str, shape: Shape) -> Callable[[Any, Any], tuple[Any, ...]]:
                 return (weights.bfloat16() @ keys).float(), lse
 
             return attend
-    raise BenchmarkError(f"no torch version of {op} for this row format")
+    raise OptionError(f"no torch version of {op} for this row format")

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
-from ..errors import CacheError, NoHitsWarning
+from ..errors import CacheError, PerformanceWarning
 from .options import EXIT_STATUS, FAILURES, PROGRAM, Parser
 from .printing import one_line, say
 
@@ -108,7 +108,7 @@ def _shorten_warnings() -> None:
     whole = warnings.formatwarning
 
     def form(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
-        if issubclass(category, NoHitsWarning):
+        if issubclass(category, PerformanceWarning):
             return f"{PROGRAM}: warning: {one_line(message)}\n"
         return whole(message, category, *where, **line)
 

@@ -46,7 +46,7 @@ def present(report: dict[str, Any], to: JsonTarget, table: Callable[[Console], N
 
 
 def write_json(report: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes the file, whole or not at all. Raises `OutputError`."""
+    """Writes the file, whole or not at all. Raises `FileError`."""
     with open_output(path, encoding="utf-8") as file:
         file.write(_json(report) + "\n")
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from ..errors import OutputError
+from ..errors import FileError
 from ..output import check_output, check_picture
 from ..untrusted import read_number
 
@@ -180,6 +180,6 @@ def _output(text: str, check: Callable[[str], None]) -> pathlib.Path:
         raise argparse.ArgumentTypeError("'-' (stdout) is not for this output: name a file")
     try:
         check(text)
-    except OutputError as error:
+    except FileError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return pathlib.Path(text)

@@ -65,7 +65,7 @@ def draft_step(
 
     Raises:
         ShapeError: as `mtp_forward`; or the cache has no room for so many drafts.
-        SamplingError: not greedy, and `keys` is missing.
+        RequestError: not greedy, and `keys` is missing.
     """
     plan, cache = _begun(params, cache, plan, width, implementation)
     check_tokens(tokens, plan.num_tokens)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from ..checks import as_int
-from ..errors import SamplingError
+from ..errors import RequestError
 from ..untrusted import shown
 
 __all__ = ["GREEDY", "Sampling", "distribution", "keys_of", "sample", "sampling_keys", "seed_key"]
@@ -28,7 +28,7 @@ class Sampling:
         top_p: then keep the fewest tokens whose probability reaches p (at least one); 1 keeps all.
 
     Raises:
-        SamplingError: naming the attribute that is out of range, or of a wrong type.
+        RequestError: naming the attribute that is out of range, or of a wrong type.
     """
 
     temperature: float = 0.0
@@ -39,15 +39,15 @@ class Sampling:
         warm = self.temperature
         for name, value in (("temperature", warm), ("top_p", self.top_p)):
             if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-                raise SamplingError(f"{name} must be a number, got {shown(value)}")
+                raise RequestError(f"{name} must be a number, got {shown(value)}")
         if as_int(self.top_k) is None:
-            raise SamplingError(f"top_k must be an integer, got {shown(self.top_k)}")
+            raise RequestError(f"top_k must be an integer, got {shown(self.top_k)}")
         if not (math.isfinite(warm) and (warm == 0 or 1e-30 <= warm <= 1e30)):
-            raise SamplingError(f"temperature must be finite and at least 0 (1e-30 to 1e30, or 0), got {warm}")
+            raise RequestError(f"temperature must be finite and at least 0 (1e-30 to 1e30, or 0), got {warm}")
         if self.top_k < 0:
-            raise SamplingError(f"top_k must be at least 0, got {self.top_k}")
+            raise RequestError(f"top_k must be at least 0, got {self.top_k}")
         if not 0 < self.top_p <= 1:
-            raise SamplingError(f"top_p must be in (0, 1], got {self.top_p}")
+            raise RequestError(f"top_p must be in (0, 1], got {self.top_p}")
 
 
 GREEDY = Sampling()
@@ -64,12 +64,12 @@ def sample(
             but its logits, its key and its position: not on the batch, nor on steps per call.
 
     Raises:
-        SamplingError: not greedy, and `keys` or `position` is missing.
+        RequestError: not greedy, and `keys` or `position` is missing.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1).astype(jnp.int32)
     if keys is None or position is None:
-        raise SamplingError(f"sampling at temperature {sampling.temperature} needs keys and positions")
+        raise RequestError(f"sampling at temperature {sampling.temperature} needs keys and positions")
     top, ids = _kept(logits, sampling)
     sampled = jax.vmap(lambda key, at, row: jax.random.categorical(jax.random.fold_in(key, at), row))(
         keys, position, top
@@ -107,10 +107,10 @@ def sampling_keys(
         position: [B] int32.
 
     Raises:
-        SamplingError: `keys` is missing.
+        RequestError: `keys` is missing.
     """
     if keys is None:
-        raise SamplingError(f"sampling at temperature {sampling.temperature} needs keys")
+        raise RequestError(f"sampling at temperature {sampling.temperature} needs keys")
     split = jax.vmap(lambda key, at: jax.random.split(jax.random.fold_in(key, at), 3))(keys, position)
     return split[:, 0], split[:, 1], split[:, 2]
 

@@ -41,7 +41,7 @@ def accept(
         and the token sampled after them.
 
     Raises:
-        SamplingError: not greedy, and `keys` is missing.
+        RequestError: not greedy, and `keys` is missing.
     """
     width = guesses.shape[1]
     if sampling.temperature == 0:

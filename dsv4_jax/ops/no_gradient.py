@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ..errors import GradientError
+from ..errors import StepError
 
 __all__ = ["NAME", "without_gradient"]
 
@@ -22,7 +22,7 @@ _same = Primitive(NAME)
 
 
 def without_gradient(values: T) -> T:
-    """The same pytree: what is differentiated with respect to its floats raises `GradientError`.
+    """The same pytree: what is differentiated with respect to its floats raises `StepError`.
 
     Compiled steps know nothing of it, and values that are constant to who differentiates may pass.
     """
@@ -34,7 +34,12 @@ def _is_float(x: Any) -> bool:
 
 
 def _refuse(*_: Any) -> NoReturn:
-    raise GradientError
+    raise StepError(
+        None,
+        "a step of the cache has no gradient, as its rows are stored as codes and read by other steps: differentiate a "
+        "forward without a cache (such as dsv4_jax.model.forward_uncached), or what follows the step, with "
+        "jax.lax.stop_gradient around all that goes into it",
+    )
 
 
 _same.def_impl(lambda x: x)

@@ -158,7 +158,7 @@ def pick(op: str, arguments: Arguments, choice: Choice = None) -> Implementation
     A name is that implementation or an error. None is the first of the platform's chain that can be used here and
     takes the arguments. Where there is nothing to compute it is the reference, whichever was named.
 
-    Warns, once in a process, with `NoKernelsWarning` if an NVIDIA GPU has no CUDA library to use.
+    Warns, once in a process, with `PerformanceWarning` if an NVIDIA GPU has no CUDA library to use.
 
     Raises:
         ImplementationError: the named one does not exist or cannot run, or none can. Says the op, the name and why.

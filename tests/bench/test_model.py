@@ -15,7 +15,7 @@ from dsv4_jax.bench.step import StepOptions, cache_and_plan, cache_floors, rando
 from dsv4_jax.bench.targets import judged, judged_model
 from dsv4_jax.cli import bench_steps
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.errors import BenchmarkError, OptionError
+from dsv4_jax.errors import OptionError
 from dsv4_jax.layout import CacheLayout
 
 TINY = StepOptions(model="tiny", layers=2, batch=5, context=200, implementation="xla")  # hashed, scored
@@ -106,7 +106,7 @@ def test_launches_are_those_of_the_step() -> None:
 def test_numbers_that_are_not_finite_are_refused() -> None:
     options = StepOptions(model="tiny", batch=1, context=100, steps=1, layers=1, implementation="xla")
     params = model.init_params(model_config(options), 0, "released", packed=True)
-    with pytest.raises(BenchmarkError, match="not finite"):
+    with pytest.raises(OptionError, match="not finite"):
         measure_model(options, params | {"norm": params["norm"] * np.float32("nan")}, None)
 
 

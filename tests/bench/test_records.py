@@ -15,7 +15,7 @@ from dsv4_jax.bench.render import Entry, latest, number, pages, percent
 from dsv4_jax.bench.sections import SECTIONS
 from dsv4_jax.bench.shapes import OPS
 from dsv4_jax.cli import main
-from dsv4_jax.errors import BenchmarkError
+from dsv4_jax.errors import OptionError
 
 FOLDER = pathlib.Path(__file__).parents[2] / "benchmarks"
 ROW = {"table": "ops", "op": "top_k", "shape": "flash-8k", "batch": 1, "implementation": "cuda", "timer": "graph"}
@@ -60,7 +60,7 @@ def test_every_op_and_table_has_its_place_on_the_page():
     ],
 )
 def test_what_is_no_record_says_why(changes, message):
-    with pytest.raises(BenchmarkError, match=message):
+    with pytest.raises(OptionError, match=message):
         check(record(ROW) | changes)
 
 

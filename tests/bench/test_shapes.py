@@ -6,7 +6,7 @@ import pytest
 
 from dsv4_jax.bench.shapes import CASES, OPS, QUICK, CompressShape, select
 from dsv4_jax.bench.targets import TARGETS, Target, verdict
-from dsv4_jax.errors import BenchmarkError
+from dsv4_jax.errors import OptionError
 from dsv4_jax.formats import index_format, kv_format
 
 
@@ -90,9 +90,9 @@ def test_select():
     assert names(["attend"], name="attend/csa-flash", batches=[7]) == [("csa-flash", 7)]
     assert names(["top_k"], contexts=[8192], batches=[3]) == [("flash-8k", 3)]
     assert {name for name, _ in names(["append"], contexts=[8192])} == {"fused", "plain"}  # those have no context
-    with pytest.raises(BenchmarkError, match="unknown op 'bake'"):
+    with pytest.raises(OptionError, match="unknown op 'bake'"):
         select(CASES, ["bake"])
-    with pytest.raises(BenchmarkError, match="no shape of gather is left"):
+    with pytest.raises(OptionError, match="no shape of gather is left"):
         select(CASES, ["gather"], name="attend")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax import CacheLayout, DSV4Config, cache_sharding, init_cache, model
-from dsv4_jax.errors import PlanError, SamplingError
+from dsv4_jax.errors import PlanError, RequestError
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import (
     CachePolicy,
@@ -234,7 +234,7 @@ def test_draws_have_the_targets_distribution() -> None:
         some = wanted > 0
         assert len(there) > 5_000 and not seen[~some].any()
         assert ((seen - wanted)[some] ** 2 / wanted[some]).sum() < 13.8, place  # one in a thousand, two degrees
-    with pytest.raises(SamplingError, match="needs keys"):
+    with pytest.raises(RequestError, match="needs keys"):
         accept(logits, chances, guesses, drafts, sampling, None, position)
 
 

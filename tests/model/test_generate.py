@@ -192,7 +192,7 @@ def test_a_manager_with_a_host_tier_is_refused(params):
         (dict(chunk_tokens=1), PlanError, "chunk_tokens"),
         (dict(prompts=[[1], [1] * 250]), ContextLimitError, "258 tokens exceed the context limit of 256"),
         (dict(prompts=[[1], [1], [1], [CFG.vocab_size]]), RequestError, "0..255"),
-        (dict(max_new_tokens=True), PlanError, "max_new_tokens must be an integer, got True"),
+        (dict(max_new_tokens=True), PlanError, "max_new_tokens must be an integer of at least 1, got True"),
         (dict(chunk_tokens=32.0), PlanError, "chunk_tokens must be an integer"),
         (dict(seed=2**64), PlanError, "seed must be at most"),
         (dict(sampling=None), PlanError, "sampling must be a Sampling, got None"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax import AttentionType, CacheLayout, DSV4Config, init_cache, model
-from dsv4_jax.errors import ConfigError, LayoutError, ShapeError, StepOrderError
+from dsv4_jax.errors import ConfigError, LayoutError, ShapeError, StepError
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import CachePolicy, KVCacheManager, SnapshotPlacement
 from dsv4_jax.testing import Mixes, StepRunner, assert_same_bytes
@@ -146,7 +146,7 @@ def test_without_an_mtp_layer(params) -> None:
     before, handle = handle.carry_residual(np.ones((plan.num_tokens, 64), np.float32))
     assert before.shape == (plan.num_tokens, 64)
     for again in (handle.last_residual, lambda: handle.carry_residual(before)):
-        with pytest.raises(StepOrderError, match="`carry_residual` a second time"):
+        with pytest.raises(StepError, match="`carry_residual` a second time"):
             again()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax import model
-from dsv4_jax.errors import SamplingError
+from dsv4_jax.errors import RequestError
 from dsv4_jax.model import Sampling
 from dsv4_jax.model.sampling import distribution
 
@@ -92,10 +92,10 @@ def test_a_draw_depends_on_its_own_row_only(logits):
     ],
 )
 def test_impossible_settings_are_named(fields, name):
-    with pytest.raises(SamplingError, match=name):
+    with pytest.raises(RequestError, match=name):
         Sampling(**fields)
 
 
 def test_randomness_needs_keys():
-    with pytest.raises(SamplingError, match="needs keys"):
+    with pytest.raises(RequestError, match="needs keys"):
         sample(jnp.zeros((1, 3)), Sampling(temperature=1.0))

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax import ffi
-from dsv4_jax.errors import ImplementationError, NoKernelsWarning
+from dsv4_jax.errors import ImplementationError, PerformanceWarning
 from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS, RowFormat, index_format, kv_format
 from dsv4_jax.ops import WindowView, attend, registry, sequence, top_k
 from dsv4_jax.ops.append import AppendArguments
@@ -342,7 +342,7 @@ class TestChain:
         ffi._warn.cache_clear()
         monkeypatch.setattr(ffi, "cuda_problem", lambda op=None: "no CUDA library at nowhere")
         of_k = TopKArguments(floats(1, 2000), ints(1), 3)
-        with pytest.warns(NoKernelsWarning, match="without the CUDA kernels: no CUDA library at nowhere") as caught:
+        with pytest.warns(PerformanceWarning, match="without the CUDA kernels: no CUDA library at nowhere") as caught:
             assert [pick("top_k", of_k).name for _ in range(2)] == ["pallas"] * 2
         assert len(caught) == 1 and "\n" not in str(caught[0].message)
 

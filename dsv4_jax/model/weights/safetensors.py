@@ -134,7 +134,7 @@ def write_safetensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray | Lat
 
     Raises:
         CheckpointError: a dtype that such files do not hold.
-        OutputError: as `open_output`.
+        FileError: as `open_output`.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
