@@ -9,6 +9,7 @@ Docstrings cite pages as "docs/model.md": they are in the repository, and in `sh
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,16 +28,13 @@ if TYPE_CHECKING:
     from .config import build_schedule as build_schedule
     from .layout import CacheLayout as CacheLayout
     from .layout import CacheSize as CacheSize
-    from .manager import BlockAllocator as BlockAllocator
     from .manager import CachePolicy as CachePolicy
     from .manager import KVCacheManager as KVCacheManager
     from .ops import Columns as Columns
     from .ops import Epilogue as Epilogue
     from .ops import rope_frequencies as rope_frequencies
     from .plan import PackedPlan as PackedPlan
-    from .plan import StateSwapPlan as StateSwapPlan
     from .plan import StepPlan as StepPlan
-    from .plan import SwapPlan as SwapPlan
     from .schema import build_schema as build_schema
     from .sharding import cache_sharding as cache_sharding
     from .sharding import shard_step as shard_step
@@ -45,12 +43,6 @@ if TYPE_CHECKING:
     from .step import LayerCacheHandle as LayerCacheHandle
     from .tiers.host_cache import HostCache as HostCache
     from .tiers.host_cache import init_host_cache as init_host_cache
-    from .tiers.swap import restore as restore
-    from .tiers.swap import snapshot as snapshot
-    from .tiers.swap import swap_in as swap_in
-    from .tiers.swap import swap_out as swap_out
-    from .tiers.swap_plan import plan_state_swap as plan_state_swap
-    from .tiers.swap_plan import plan_swap as plan_swap
     from .tiers.transfers import run_transfers as run_transfers
     from .tiers.transfers import stack_transfers as stack_transfers
 
@@ -64,7 +56,6 @@ _HOME = {
     "CacheLayout": "layout",
     "CacheSize": "layout",
     "build_schema": "schema",
-    "BlockAllocator": "manager",
     "CachePolicy": "manager",
     "KVCacheManager": "manager",
     "Columns": "ops",
@@ -72,8 +63,6 @@ _HOME = {
     "rope_frequencies": "ops",
     "PackedPlan": "plan",
     "StepPlan": "plan",
-    "StateSwapPlan": "plan",
-    "SwapPlan": "plan",
     "KVCache": "cache",
     "init_cache": "cache",
     "CacheStep": "step",
@@ -85,12 +74,17 @@ _HOME = {
     "stack_plans": "sharding",
     "HostCache": "tiers.host_cache",
     "init_host_cache": "tiers.host_cache",
+    "run_transfers": "tiers.transfers",
+    "stack_transfers": "tiers.transfers",
+}
+_FORMER = {  # names that were here, for one release: where they are now
+    "BlockAllocator": "manager",
+    "StateSwapPlan": "plan",
+    "SwapPlan": "plan",
     "plan_state_swap": "tiers.swap_plan",
     "plan_swap": "tiers.swap_plan",
     "restore": "tiers.swap",
-    "run_transfers": "tiers.transfers",
     "snapshot": "tiers.swap",
-    "stack_transfers": "tiers.transfers",
     "swap_in": "tiers.swap",
     "swap_out": "tiers.swap",
 }
@@ -104,6 +98,9 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
     if name in _SUBMODULES:
         return importlib.import_module(f".{name}", __name__)
+    if name in _FORMER:
+        warnings.warn(f"dsv4_jax.{name} is dsv4_jax.{_FORMER[name]}.{name} now", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(f".{_FORMER[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

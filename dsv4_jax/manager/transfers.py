@@ -30,7 +30,7 @@ class TransferStage(NamedTuple):
     """Copies of one stage, in the order to run them; None where there is nothing.
 
     Attributes:
-        swap_out: blocks to pages of the host (`dsv4_jax.swap_out`).
+        swap_out: blocks to pages of the host (`dsv4_jax.tiers.swap.swap_out`).
         snapshot: states of slots to pages.
         swap_in: pages to blocks.
         restore: states from pages to slots.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import time
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,38 +26,32 @@ from .host_cache import HostCache
 from .record_copy import SwapImplementation
 from .transfer_handle import TransferHandle
 
-__all__ = ["restore_async", "snapshot_async", "swap_in_async", "swap_out_async"]
+__all__ = ["Operation", "start_swap"]
+
+Operation = Literal["swap_out", "swap_in", "snapshot", "restore"]
 
 
-def swap_out_async(
-    cache: KVCache, host: HostCache, plan: SwapPlan, *, implementation: SwapImplementation = None
-) -> tuple[HostCache, TransferHandle]:
-    """`swap.swap_out` as a computation of its own; `host` is donated. Raises as `swap_out`."""
-    return _start("swap_out", cache, host, plan, implementation)
+def start_swap(
+    operation: Operation,
+    cache: KVCache,
+    host: HostCache,
+    plan: SwapPlan | StateSwapPlan,
+    *,
+    implementation: SwapImplementation = None,
+) -> tuple[Any, TransferHandle]:
+    """Starts an operation of `dsv4_jax.tiers.swap` as a computation of its own.
 
+    Args:
+        operation: its name. "swap_out" and "snapshot" write to `host`, the others to `cache`: that one is donated.
+        cache, host, plan, implementation: as for the operation.
 
-def swap_in_async(
-    cache: KVCache, host: HostCache, plan: SwapPlan, *, implementation: SwapImplementation = None
-) -> tuple[KVCache, TransferHandle]:
-    """`swap.swap_in` as a computation of its own; `cache` is donated. Raises as `swap_in`."""
-    return _start("swap_in", cache, host, plan, implementation)
+    Returns:
+        What the operation returns (a `HostCache` or a `KVCache`), and a handle that says when it is there.
 
-
-def snapshot_async(
-    cache: KVCache, host: HostCache, plan: StateSwapPlan, *, implementation: SwapImplementation = None
-) -> tuple[HostCache, TransferHandle]:
-    """`swap.snapshot` as a computation of its own; `host` is donated. Raises as `snapshot`."""
-    return _start("snapshot", cache, host, plan, implementation)
-
-
-def restore_async(
-    cache: KVCache, host: HostCache, plan: StateSwapPlan, *, implementation: SwapImplementation = None
-) -> tuple[KVCache, TransferHandle]:
-    """`swap.restore` as a computation of its own; `cache` is donated. Raises as `restore`."""
-    return _start("restore", cache, host, plan, implementation)
-
-
-def _start(operation: str, cache, host, plan: SwapPlan | StateSwapPlan, implementation: SwapImplementation):
+    Raises as the operation, and:
+        PlanError: a page that the host cache has not.
+        LayoutError: blocks and host pages are split over different axes.
+    """
     started = time.monotonic()
     placed = host.pages.sharding
     mesh = mesh_of(placed)

@@ -1,8 +1,8 @@
 """swap: blocks and slots of the cache to and from host records, inside jitted steps.
 
     host = dsv4.init_host_cache(layout, num_pages)
-    plan = dsv4.plan_swap("out", device_ids, host_ids, num_device=size.num_blocks, num_host=host.num_pages)
-    host = dsv4.swap_out(cache, host, plan)      # traceable; jit it with the destination donated
+    plan = plan_swap("out", device_ids, host_ids, num_device=size.num_blocks, num_host=host.num_pages)
+    host = swap_out(cache, host, plan)      # traceable; jit it with the destination donated
 
 Each direction is one native call that updates its destination in place (`implementation="ffi"`, the default where the
 library is there: see `dsv4_jax.ffi`), or plain XLA operations (`"xla"`). Both leave everything alone that the plan does

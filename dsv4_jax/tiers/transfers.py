@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from ..cache import KVCache
 from ..errors import LayoutError
 from ..manager import TransferStage
 from ..manager.transfers import Transfers
-from .async_swap import restore_async, snapshot_async, swap_in_async, swap_out_async
+from .async_swap import start_swap
 from .host_cache import HostCache
 from .record_copy import SwapImplementation
 
@@ -34,7 +34,7 @@ def run_transfers(
         cache, host: of one device, or both over one mesh.
         stages: over a mesh those of `stack_transfers`.
 
-    Raises as `swap_out` and `snapshot`, and:
+    Raises as the operations of `dsv4_jax.tiers.swap`, and:
         PlanError: the host cache has fewer pages than the manager's `HostSize`; of that copy nothing has run.
         LayoutError: the transfers of a manager, or of several, are not those of as many data shards as there are.
         PlanError: they have run already, or the manager was reset since they were taken.
@@ -47,18 +47,12 @@ def run_transfers(
     for name, plan in _calls(stages):
         if plan is None:
             continue
-        if name in _OUTWARD:
-            host, _ = _OUTWARD[name](cache, host, plan, implementation=implementation)
-        else:
-            cache, _ = _INWARD[name](cache, host, plan, implementation=implementation)
+        written, _ = start_swap(name, cache, host, plan, implementation=implementation)
+        cache, host = (cache, written) if isinstance(written, HostCache) else (written, host)
     return cache, host
 
 
-_OUTWARD: dict[str, Callable[..., Any]] = {"swap_out": swap_out_async, "snapshot": snapshot_async}
-_INWARD: dict[str, Callable[..., Any]] = {"swap_in": swap_in_async, "restore": restore_async}
-
-
-def _calls(stages: Iterable[TransferStage]) -> Iterator[tuple[str, Any]]:
+def _calls(stages: Iterable[TransferStage]) -> Iterator[tuple[Any, Any]]:
     """The calls of stages one by one: of a manager's transfers each counts as run when the next one is asked for."""
     if isinstance(stages, Transfers | StackedTransfers):
         return iter(stages.calls())

@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from dsv4_jax import BlockAllocator
 from dsv4_jax.errors import CacheError, OutOfBlocksError, PlanError, PoolError
+from dsv4_jax.manager import BlockAllocator
 
 from ..effort import lines_run
 

@@ -9,10 +9,10 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from dsv4_jax import BlockAllocator, CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager
+from dsv4_jax import CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.checks import check_integer
 from dsv4_jax.errors import CacheError, PlanError, PoolError, RequestError
-from dsv4_jax.manager import BlockPool, EventLog, MediaItem, Namespace, StorageTier
+from dsv4_jax.manager import BlockAllocator, BlockPool, EventLog, MediaItem, Namespace, StorageTier
 
 from .prefix.test_hashing_keys import BAD_TOKENS, Evil, kind
 

@@ -42,22 +42,22 @@ def library() -> None:
 def test_transfers_of_their_own():
     cache, host = random_cache(LAYOUT, 1), random_host(LAYOUT, 2)
     want, pool = image(cache), np.array(host.pages)
-    given, (host, handle) = host, async_swap.swap_out_async(cache, host, OUT)
+    given, (host, handle) = host, async_swap.start_swap("swap_out", cache, host, OUT)
     handle.wait(PATIENCE)
     assert handle.is_ready() and handle.error is None and given.pages.is_deleted()
     assert handle.duration > 0
     model_out(LAYOUT, want, pool, OUT)
     # The pool may be read now, and goes on being donated: the handle does not hold it.
     assert np.array_equal(host.pages, pool)
-    given, (cache, handle) = cache, async_swap.swap_in_async(cache, host, IN)
+    given, (cache, handle) = cache, async_swap.start_swap("swap_in", cache, host, IN)
     handle.wait()
     model_in(LAYOUT, want, pool, IN)
     assert_image(cache, want)
     assert all(x.is_deleted() for x in given.arrays.values())
     slots = StateSwapPlan(*(np.array(ids, np.int32) for ids in ([2], [[1, 3, 7, 9, 8]], [35])))
     others, states = slots._replace(device_ids=slots.device_ids + np.int32(1)), np.array(host.pages)
-    host, first = async_swap.snapshot_async(cache, host, slots)
-    cache, second = async_swap.restore_async(cache, host, others)
+    host, first = async_swap.start_swap("snapshot", cache, host, slots)
+    cache, second = async_swap.start_swap("restore", cache, host, others)
     first.wait(PATIENCE), second.wait(PATIENCE)
     model_snapshot(LAYOUT, want, states, slots)
     model_restore(LAYOUT, want, states, others)
@@ -67,13 +67,15 @@ def test_transfers_of_their_own():
 def test_a_host_cache_smaller_than_its_manager_thinks_loses_nothing_silently():
     cache, host = random_cache(LAYOUT, 1), random_host(LAYOUT, 2)
     last = host.num_pages
-    for call, ids in ((async_swap.swap_out_async, [3, last + 1]), (async_swap.swap_in_async, [last + 1, 1])):
-        with pytest.raises(PlanError, match=f"host id {last + 1} .* beyond the host cache's {last} pages"):
-            call(cache, host, SwapPlan(np.array([1, 2], np.int32), np.array(ids, np.int32)))
+    for operation, at, ids in (("swap_out", 1, [3, last + 1]), ("swap_in", 0, [last + 1, 1])):
+        with pytest.raises(
+            PlanError, match=rf"host_ids\[{at}\]: page {last + 1} is beyond the host cache's {last} pages"
+        ):
+            async_swap.start_swap(operation, cache, host, SwapPlan(np.array([1, 2], np.int32), np.array(ids, np.int32)))
     slots = StateSwapPlan(*(np.array(ids, np.int32) for ids in ([2], [[1, 3, 7, last + 1, 8]], [35])))
-    for call in (async_swap.snapshot_async, async_swap.restore_async):
-        with pytest.raises(PlanError, match="at index 0 is beyond"):
-            call(cache, host, slots)
+    for operation in ("snapshot", "restore"):
+        with pytest.raises(PlanError, match=r"host_ids\[0\]: page .* is beyond"):
+            async_swap.start_swap(operation, cache, host, slots)
     assert not host.pages.is_deleted() and not cache.block_table.is_deleted()
 
 

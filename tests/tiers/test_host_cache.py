@@ -18,8 +18,6 @@ from dsv4_jax import (
     init_cache,
     init_host_cache,
     model,
-    plan_state_swap,
-    plan_swap,
     run_transfers,
 )
 from dsv4_jax.cache import KVCache
@@ -30,6 +28,7 @@ from dsv4_jax.plan import StateSwapPlan, SwapPlan
 from dsv4_jax.records import page_bytes, state_pages
 from dsv4_jax.testing import Held, assert_same_bytes, live_bytes
 from dsv4_jax.tiers.host_cache import HostCache
+from dsv4_jax.tiers.swap_plan import plan_state_swap, plan_swap
 
 from .. import native
 from ..harness import Driver, pinned_shape, random_stream

@@ -15,7 +15,7 @@ from dsv4_jax.cache import cache_partition
 from dsv4_jax.errors import LayoutError, PlanError, ShapeError
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.plan import SwapPlan
-from dsv4_jax.tiers.async_swap import swap_in_async, swap_out_async
+from dsv4_jax.tiers.async_swap import start_swap
 from dsv4_jax.tiers.host_memory import host_memories, host_memory
 from dsv4_jax.tiers.overlapped_swap import gather_from_host, pack_blocks, scatter_to_host, unpack_blocks
 from dsv4_jax.tiers.swap_plan import own_swaps, plan_swap
@@ -78,7 +78,7 @@ def test_each_rank_of_a_pool_axis_moves_its_own():
     over = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
     of_cache = cache_partition(LAYOUT, cache.pool_axis, None)
     with jax.set_mesh(mesh):
-        whole, _ = swap_out_async(cache, hosts[0], out)
+        whole, _ = start_swap("swap_out", cache, hosts[0], out)
         own = jax.device_put(own_swaps(out, 2), jax.NamedSharding(mesh, split))
         pack = over(lambda c, p: jax.device_put(pack_blocks(c, p), HOST), in_specs=(of_cache, split), out_specs=split)
         land = over(scatter_to_host, in_specs=(split, split, split), out_specs=split)
@@ -94,7 +94,7 @@ def test_each_rank_of_a_pool_axis_moves_its_own():
             out_specs=of_cache,
         )
         parted_cache = jax.jit(put)(cache, jax.jit(take)(parted, own), own)
-        whole_cache, _ = swap_in_async(cache, whole, back)
+        whole_cache, _ = start_swap("swap_in", cache, whole, back)
     assert_image(parted_cache, image(whole_cache))
     with pytest.raises(LayoutError, match="own_swaps"):
         jax.eval_shape(over(pack_blocks, in_specs=(of_cache, jax.P()), out_specs=split), whole_cache, out)

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dsv4_jax import CacheLayout, CacheSize, DSV4Config, cache_sharding, init_host_cache, plan_state_swap, plan_swap
+from dsv4_jax import CacheLayout, CacheSize, DSV4Config, cache_sharding, init_host_cache
 from dsv4_jax.cache import KVCache
 from dsv4_jax.config import AttentionType
 from dsv4_jax.errors import LayoutError
@@ -23,6 +23,7 @@ from dsv4_jax.testing.live import Live
 from dsv4_jax.testing.runner import with_garbage
 from dsv4_jax.tiers import swap
 from dsv4_jax.tiers.host_cache import HostCache
+from dsv4_jax.tiers.swap_plan import plan_state_swap, plan_swap
 
 from .. import native
 from ..harness import Driver, pinned_shape, random_stream
