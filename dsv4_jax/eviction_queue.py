@@ -44,7 +44,7 @@ class EvictionQueue(Generic[N]):
         self._list(node)
 
     def demote(self, node: N) -> None:
-        """As `push`, when the node's key may have shrunk; also of a node that is listed and not eligible now."""
+        """Lists the node as `push` does, when its key may have shrunk, also if it is listed and not eligible now."""
         if node.queued & self._bit or self._eligible(node):
             self._list(node)
 

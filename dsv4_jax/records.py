@@ -81,7 +81,7 @@ class Piece(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of one layer."""
+        """Bytes of one layer of the piece."""
         return self.rows * self.width
 
     @property
@@ -91,7 +91,7 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RecordFormat:
-    """The bytes of a record.
+    """How the bytes of a record are laid out.
 
     Attributes:
         scope: "block" or "slot".
@@ -105,7 +105,7 @@ class RecordFormat:
 
     @functools.cached_property
     def leaves(self) -> tuple[LeafSpec, ...]:
-        """Those that the pieces are of."""
+        """The leaves that the pieces are of."""
         return tuple(dict.fromkeys(piece.leaf for piece in self.pieces))
 
     @functools.cached_property
@@ -179,7 +179,7 @@ def _laid_out(pieces: Iterable[Piece], end: int = 0) -> tuple[tuple[Piece, ...],
 
 
 def _carried(layout: CacheLayout) -> Iterator[Piece]:
-    """What of a slot outlives a block boundary."""
+    """The pieces of a slot that outlive a block boundary."""
     for leaf, schema in _slot_leaves(layout):
         if leaf.pool == schema.window.pool:
             positions = Positions(1, schema.swa_window_size)
@@ -193,7 +193,7 @@ def _carried(layout: CacheLayout) -> Iterator[Piece]:
 
 
 def _unfinished(layout: CacheLayout) -> Iterator[Piece]:
-    """What of a slot does not: the compressors' state of entries that tokens are still to be pooled into."""
+    """The pieces of a slot that do not outlive a block boundary: the compressors' state of unfinished entries."""
     for leaf, schema in _slot_leaves(layout):
         if leaf.pool == schema.window.pool or schema.residual is not None:
             continue

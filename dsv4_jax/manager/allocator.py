@@ -44,7 +44,7 @@ class BlockAllocator:
         self._held = bytearray(self._total + 1)
 
     def reset(self) -> None:
-        """Takes every id back."""
+        """Takes every id back, whoever holds it."""
         self._take_back()
 
     def resize(self, total: int) -> None:
@@ -81,7 +81,7 @@ class BlockAllocator:
 
     @property
     def free_on(self) -> list[int]:
-        """Free ids of each rank."""
+        """How many ids of each rank are free."""
         total, ranks = self._total, self.ranks
         return [
             max(total - fresh + ranks, 0) // ranks + len(freed)
@@ -89,7 +89,7 @@ class BlockAllocator:
         ]
 
     def rank_of(self, block: int) -> int:
-        """Where an id is."""
+        """The rank that an id is on."""
         return (block - 1) % self.ranks
 
     def shortage(

@@ -17,7 +17,7 @@ __all__ = ["Batch"]
 
 
 class Batch(NamedTuple):
-    """See the module.
+    """The sequences of one step, as lists of requests and as arrays.
 
     Attributes:
         requests, counts: [B]

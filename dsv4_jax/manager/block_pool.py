@@ -70,7 +70,7 @@ class BlockPool(BlockAllocator):
         )
 
     def acquire_at(self, places: Sequence[int], metadata: Any = None) -> list[int]:
-        """As of `BlockAllocator`; `metadata` as of `acquire`."""
+        """Does what `BlockAllocator.acquire_at` does; `metadata` is kept as by `acquire`."""
         ids = super().acquire_at(places)
         stamps, clock = self._stamps, self._clock
         for clock, block in enumerate(ids, clock + 1):  # noqa: B020 the last stamp is the new clock
@@ -125,7 +125,7 @@ class BlockPool(BlockAllocator):
             self._metadata[block] = metadata
 
     def resize(self, total: int) -> None:
-        """As of `BlockAllocator`; ids keep their generation across shrinking and growing."""
+        """Does what `BlockAllocator.resize` does; ids keep their generation across shrinking and growing."""
         super().resize(total)
         self._stamps.extend([0] * (self.num_total + 1 - len(self._stamps)))
 

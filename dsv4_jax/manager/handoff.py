@@ -62,18 +62,18 @@ class Handoff:
 
     @property
     def end(self) -> int:
-        """Blocks told of so far."""
+        """How many blocks this message and those before it tell of."""
         return self.first + len(self.blocks)
 
     def vouched(self, blocks: Sequence[bytes], state: Sequence[bytes]) -> Handoff:
-        """With the checksums of its pages. Raises `HandoffError` unless there is one of 16 bytes for each."""
+        """This hand-off with the checksums of its pages. Raises `HandoffError` unless each has one of 16 bytes."""
         sums = (*blocks, *state)
         if (len(blocks), len(state)) != (len(self.blocks), len(self.state)) or any(len(s) != SUM_BYTES for s in sums):
             raise HandoffError("sums", f"expected one of {SUM_BYTES} bytes for each page")
         return dataclasses.replace(self, sums=sums)
 
     def to_json(self) -> bytes:
-        """As `from_json` reads it. Raises `HandoffError` without checksums: nobody could tell a torn record."""
+        """The JSON that `from_json` reads. Raises `HandoffError` without checksums: nobody could tell a torn record."""
         if len(self.sums) != len(self.blocks) + len(self.state):
             raise HandoffError("sums", "no checksums yet (see Handoff.vouched)")
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

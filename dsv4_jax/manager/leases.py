@@ -26,7 +26,7 @@ __all__ = ["Lease", "Leases"]
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Lease:
-    """One exported request.
+    """One request that was exported: what another host may read of it, and until when.
 
     Attributes:
         id: unlike all others', of this manager or another.
@@ -54,7 +54,7 @@ class Lease:
 
 
 class Leases:
-    """See the module.
+    """The leases of a manager: makes them, adds what came since, and ends them.
 
     Attributes:
         active: leases by id.
@@ -70,7 +70,7 @@ class Leases:
         return len(self.active)
 
     def export(self, request: Request, seconds: float) -> Handoff:
-        """See `KVCacheManager.export_request`."""
+        """Does what `KVCacheManager.export_request` says."""
         if request.hasher is None or not self._cache.pages.num_total:
             raise HandoffError(None, f"request {request.id!r} is not cached, or there is no host tier to read it from")
         request.settle_changes()
@@ -86,7 +86,7 @@ class Leases:
         return self._tell(lease, lease.told, seconds)
 
     def export_again(self, lease: str, first: int) -> Handoff | None:
-        """See `KVCacheManager.export_again`."""
+        """Does what `KVCacheManager.export_again` says."""
         self.expire()
         if not isinstance(lease, str) or not self.is_sound(lease):
             return None

@@ -26,7 +26,7 @@ __all__ = ["Lifecycle"]
 
 
 class Lifecycle:
-    """See the module."""
+    """Admits, forks, preempts, resumes and releases the requests of a manager."""
 
     def __init__(self, layout: CacheLayout, book: RequestBook, cache: TieredCache, publisher: Publisher, steps: Steps):
         self._layout, self._book, self._cache, self._publisher, self._steps = layout, book, cache, publisher, steps
@@ -301,7 +301,7 @@ class Lifecycle:
         request.reserved = min(request.reserved, len(request.blocks) * self._layout.block_tokens)
 
     def _at_places(self, blocks: list[int], first: int) -> list[int]:
-        """Those of the blocks that can be a request's from place `first` on, in that order; the others go back."""
+        """The blocks that can be a request's from place `first` on, in that order; the others go back."""
         pool, kept = self._cache.blocks, list[int]()
         waiting: list[list[int]] = [[] for _ in range(pool.ranks)]
         for block in reversed(blocks):

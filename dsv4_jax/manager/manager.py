@@ -183,17 +183,17 @@ class KVCacheManager:
 
     @property
     def size(self) -> CacheSize:
-        """Of the cache that is handed out."""
+        """The size of the cache that is handed out: what may be live and cached now."""
         return self.steps.size
 
     @property
     def arrays(self) -> CacheSize:
-        """Of the cache that plans are made for."""
+        """The size of the device arrays, which plans are made for."""
         return self.steps.arrays
 
     @property
     def generation(self) -> int:
-        """Resets so far."""
+        """How often the manager was reset."""
         return self.book.generation
 
     @property
@@ -360,7 +360,7 @@ class KVCacheManager:
             self.lifecycle.release(self.book.find_known(request))
 
     def abort_request(self, request: Request) -> None:
-        """As `release_request`, for a request whose last step did not run: nothing of that step stays cached.
+        """Releases a request whose last step did not run: nothing of that step stays cached.
 
         What it filled and kept is taken out of the cache again, published or not. Other live requests that stand on
         it, or on copies that the same plan should have made, start anew from what is left: their `num_cached` is
@@ -756,7 +756,7 @@ class KVCacheManager:
             self._asleep = False
 
     def resize(self, size: CacheSize) -> None:
-        """From now on the cache has another size, larger or smaller; live requests are preempted, as by `sleep`.
+        """Gives the cache another size, larger or smaller; live requests are preempted, as by `sleep`.
 
         Run the transfers that follow (`take_transfers`) on the old arrays, then make new ones with
         `init_cache(layout, size)`, of any content; `resume` continues the requests. The host tier stays as it is.
@@ -810,17 +810,17 @@ class KVCacheManager:
             self._forget_all()
 
     def _forget_all(self) -> None:
-        """Nothing is cached any more."""
+        """Forgets all that is cached."""
         if self.events is not None:
             self.events.emit("cleared", T.NONE)
         self._begin(self.size, self.arrays, self.cache)
 
     def persist(self) -> None:
-        """From now on, what comes to the host is listed for storage (see `StorageTier`)."""
+        """Lists for storage, from now on, what comes to the host (see `StorageTier`)."""
         self._persists = self.cache.tree.wanted.persists = True
 
     def need_weights_id(self) -> None:
-        """From now on rows come from elsewhere too, so the weights have a name. Raises `RequestError` without one."""
+        """Demands a `weights_id` from now on, as rows come from elsewhere too. Raises `RequestError` without one."""
         self._spec_of(self._weights_id, needed=True)
         self._needs_id = True
 
@@ -834,7 +834,7 @@ class KVCacheManager:
     compute_block_budget = staticmethod(compute_block_budget)
 
     def stats(self) -> ManagerStats:
-        """Where everything is, and what has happened so far, at one moment between two calls.
+        """Says where everything is, and what has happened so far, at one moment between two calls.
 
         From any thread at any time, and beside an engine at work: it holds nobody up. If there is no such moment for a
         second, or within a call of the same thread (from a signal handler), it is as of the last time this was asked.
@@ -880,7 +880,7 @@ def _what_bound(error: ContextLimitError | NoFreeSlotError | OutOfBlocksError) -
 
 
 def _listed(name: str, values: Iterable[Any]) -> list[Any]:
-    """As a list. Raises `PlanError`."""
+    """The values as a list. Raises `PlanError` for what cannot be listed."""
     if type(values) is list:
         return values
     try:

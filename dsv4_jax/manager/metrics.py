@@ -39,7 +39,7 @@ class PoolUse(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CacheStats:
-    """Numbers at one moment.
+    """What the cache holds and has done, at one moment.
 
     Attributes:
         pools: by name: "device", "host", "snapshot", ...
@@ -70,7 +70,7 @@ class CacheStats:
 
 
 class ManagerStats(NamedTuple):
-    """Where everything is.
+    """Where everything is, and what has happened so far.
 
     Attributes:
         blocks_total, blocks_free: device blocks; cached ones are not free, though available.

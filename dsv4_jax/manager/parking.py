@@ -17,7 +17,7 @@ __all__ = ["Parking"]
 
 
 class Parking:
-    """See the module."""
+    """Parks the states of preempted requests, and gives them back when these are resumed."""
 
     def __init__(self, layout: CacheLayout, cache: TieredCache, publisher: Publisher):
         self._layout, self._cache, self._publisher = layout, cache, publisher

@@ -20,11 +20,11 @@ class PendingCopies:
         self._late_blocks: list[int] = []
 
     def release_blocks(self, blocks: Iterable[int]) -> list[int]:
-        """Those of the blocks that can be given back now."""
+        """The blocks, of those given, that can be given back now."""
         return self._release(blocks, self.blocks, self._late_blocks)
 
     def release_slots(self, slots: Iterable[int]) -> list[int]:
-        """Those of the slots that can be given back now."""
+        """The slots, of those given, that can be given back now."""
         return self._release(slots, self.slots, self._late_slots)
 
     def clear(self) -> tuple[list[int], list[int]]:

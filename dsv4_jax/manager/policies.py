@@ -95,7 +95,7 @@ class SnapshotPlacement:
 
     @classmethod
     def none(cls) -> SnapshotPlacement:
-        """No state is ever kept."""
+        """The placement that keeps no state, ever."""
         return cls(None, False, False, False, None)
 
     def at(self, tokens: int, *, prompt_tokens: int, block_tokens: int, junction: int = 0) -> Placement:
@@ -169,13 +169,13 @@ class HostWatermark:
         return math.ceil(self.low * total)
 
     def excess(self, free: int, total: int) -> int:
-        """Pages to free now."""
+        """How many pages are to be freed now."""
         return max(math.ceil(self.high * total) - free, 0) if free < self.low * total else 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CachePolicy:
-    """All choices of one cache.
+    """All choices of one cache: what is kept, where, and what leaves first.
 
     Attributes:
         write: when blocks go to the host.

@@ -111,7 +111,7 @@ class Arrival:
 
     @property
     def told(self) -> int:
-        """Blocks told of so far."""
+        """How many blocks hand-offs have told of so far."""
         return len(self.pages)
 
     @property
@@ -265,7 +265,7 @@ class RemoteTier:
             self._join(arrival)
 
     def expire(self) -> None:
-        """Of arrivals whose lease is over nothing is held any more, whether or not somebody still waits for them."""
+        """Lets go of all arrivals whose lease is over, whether or not somebody still waits for them."""
         with self._manager.guard("expire"):
             now = self._clock()
             for arrival in [a for a in self._holding if a.closed or a.until <= now]:
@@ -441,7 +441,7 @@ def _let_go(arrival: Arrival) -> None:
 
 
 def _has_state(node: Node) -> bool:
-    """On the device or the host."""
+    """Whether the node has a state on the device or the host."""
     return node.snapshot is not None and node.snapshot.tier >= T.HOST
 
 

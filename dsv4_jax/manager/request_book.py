@@ -15,7 +15,7 @@ __all__ = ["RequestBook"]
 
 
 class RequestBook:
-    """See the module.
+    """The requests of a manager, by slot and by id.
 
     Attributes:
         live: by slot, in the order they became live.
@@ -140,7 +140,7 @@ class RequestBook:
         self.live[request.slot], request.state = request, RequestState.LIVE
 
     def remove(self, request: Request) -> None:
-        """It has ended."""
+        """Takes a request out that has ended."""
         del self.ids[request.id]
         request.state = RequestState.RELEASED
 

@@ -109,5 +109,5 @@ class TokenIds(list[int]):
 def prompt_tokens(
     tokens: Iterable[int] | np.ndarray, vocab_size: int, edits: Edits | None = None
 ) -> tuple[list[int], array[int]]:
-    """As `token_list`, which says what is raised. `edits`: the list is to be the `TokenIds` of a request of these."""
+    """Reads a prompt as `token_list` does, which says what is raised. With `edits` the list notes its changes there."""
     return token_list(tokens, vocab_size, copied=list.copy if edits is None else lambda ids: TokenIds(ids, edits))

@@ -17,7 +17,7 @@ _PLENTY = 1 << 60
 
 @dataclasses.dataclass(slots=True)
 class Room:
-    """What a step may use.
+    """What a step may still use.
 
     Attributes:
         tokens, sequences: of the step.

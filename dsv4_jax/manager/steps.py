@@ -31,7 +31,7 @@ __all__ = ["Steps"]
 
 
 class Steps:
-    """See the module.
+    """Schedules and plans the steps of a manager, and takes their outcome.
 
     Attributes:
         size: of the cache that is handed out.
@@ -128,7 +128,7 @@ class Steps:
     def schedule(
         self, requests: Sequence[Request], room: tuple[int, int], max_chunk: int, shape: StepShape | None
     ) -> list[tuple[Request, int]]:
-        """See `KVCacheManager.schedule`. `room`: most tokens and most sequences."""
+        """Does what `KVCacheManager.schedule` says, within `room`."""
         self._publisher.commit()  # now, as `plan` would: blocks that turn out to be shared need table entries again
         free = Room(*room, self._cache.available_on)
         if shape is not None:
@@ -147,7 +147,7 @@ class Steps:
     # Planning
 
     def plan(self, scheduled: list[Scheduled], steps: int, shape: StepShape | None) -> StepPlan:
-        """See `KVCacheManager.plan_step`."""
+        """Does what `KVCacheManager.plan_step` says."""
         layout, cache, publisher = self._layout, self._cache, self._publisher
         self.check_taken()
         self.check_moved()

@@ -152,7 +152,7 @@ class StorageTier:
         namespace: Namespace | None = None,
         items: Iterable[MediaItem] = (),
     ) -> list[bytes]:
-        """Of the blocks that a request with this prompt could find. Raises `RequestError`."""
+        """The digests of the blocks that a request with this prompt could find. Raises `RequestError`."""
         hasher = BlockHasher(self._manager.hash_spec, tokens, namespace=namespace, items=items)
         return hasher.digests[: max(hasher.num_tokens - 1, 0) // hasher.spec.block_tokens]
 
@@ -271,7 +271,7 @@ class StorageTier:
 
 
 def _has_state(node: Node) -> bool:
-    """On the device or the host."""
+    """Whether the node has a state on the device or the host."""
     return node.snapshot is not None and node.snapshot.tier >= T.HOST
 
 

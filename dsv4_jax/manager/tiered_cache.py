@@ -61,7 +61,7 @@ class Receiver(Protocol):
 
 
 class TieredCache:
-    """See the module.
+    """The units and cached prefixes of device and host, and what is to move between them.
 
     Args:
         policy: None: nothing is cached.
@@ -115,7 +115,7 @@ class TieredCache:
 
     @property
     def available_on(self) -> list[int]:
-        """Of the device blocks available, those of each rank."""
+        """How many device blocks are available on each rank."""
         return [free + idle for free, idle in zip(self.blocks.free_on, self.tree.evictable_on(), strict=True)]
 
     def shortage(self, places: Sequence[int], freed: Sequence[int] = ()) -> OutOfBlocksError | None:
@@ -249,15 +249,15 @@ class TieredCache:
         return len(freed.pages) > 0
 
     def try_state_pages(self, count: int) -> Pages:
-        """As `try_pages`, for a state: all or none."""
+        """The pages for a state, as `try_pages` finds them: all or none."""
         return self._all_or_none(count, self.try_pages)
 
     def try_snapshot_pages(self) -> Pages:
-        """As `try_pages`, for a snapshot: all or none."""
+        """The pages for a snapshot, as `try_pages` finds them: all or none."""
         return self.try_state_pages(self.snapshot_pages)
 
     def landing_pages(self, places: Sequence[int]) -> list[int]:
-        """As `try_pages`, none that a copy between device and host still waits to read or write.
+        """Pages as `try_pages` finds them, none that a copy between device and host still waits to read or write.
 
         What comes from storage lands at any time: before such a copy, though it was asked for later.
         """
@@ -280,7 +280,7 @@ class TieredCache:
         return landing
 
     def landing_snapshot_pages(self) -> Pages:
-        """As `landing_pages`, for a snapshot: all or none."""
+        """The pages for a snapshot, as `landing_pages` finds them: all or none."""
         return self._all_or_none(self.snapshot_pages, self.landing_pages)
 
     def _all_or_none(self, count: int, take: Callable[[Sequence[int]], list[int]]) -> Pages:

@@ -138,7 +138,7 @@ class _Copy(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _Stage:
-    """By scope: the copies of either direction, and the device units that they fill; and all pages that they use."""
+    """The copies of either direction and the device units that they fill, by scope; and all pages that they use."""
 
     out: dict[str, list[_Copy]] = dataclasses.field(default_factory=lambda: {BLOCK: [], SLOT: []})
     into: dict[str, list[_Copy]] = dataclasses.field(default_factory=lambda: {BLOCK: [], SLOT: []})
@@ -156,7 +156,7 @@ class TransferQueue:
         self._progress = _Progress()
 
     def __len__(self) -> int:
-        """Copies queued."""
+        """How many copies are queued."""
         return sum(
             len(copies) for stage in self._stages for side in (stage.out, stage.into) for copies in side.values()
         )
@@ -238,7 +238,7 @@ def _plan(copies: list[_Copy]) -> SwapPlan | None:
 
 
 def _state_plan(copies: list[_Copy]) -> StateSwapPlan | None:
-    """As `_plan`; states of fewer pages than another have null ids behind them."""
+    """The plan of copies of states, padded as by `_plan`; states of fewer pages have null ids behind them."""
     if not copies:
         return None
     plan = StateSwapPlan(_nulls(copies), _nulls(copies, max(len(copy.host) for copy in copies)), _nulls(copies))

@@ -16,7 +16,7 @@ _NONE = np.zeros(0, np.int32)
 
 
 class ChunkCache:
-    """As `RadixCache`, but every match is empty and every slot stays the caller's."""
+    """The interface of `RadixCache` without a cache: every match is empty and every slot stays the caller's."""
 
     total_size = protected_size = evictable_size = 0
 
@@ -24,7 +24,7 @@ class ChunkCache:
         self._root = Node(0, None, 0, np.zeros(0, np.int64), _NONE)
 
     def match(self, tokens: Any, namespace: Hashable = None, *, limit: int | None = None) -> Match:
-        """Nothing."""
+        """Finds nothing."""
         return Match(self._root, _NONE, _NONE, None, 0)
 
     def insert(

@@ -62,7 +62,7 @@ def make_gdn_pool(spec: GDNSpec, *, sharding: Any = None) -> tuple[GDNPool, Stat
 
 @dataclasses.dataclass(frozen=True)
 class PoolCapacity:
-    """What the memory holds.
+    """The sizes of pools that fill the memory.
 
     Attributes:
         kv: the KV pool to allocate.

@@ -42,7 +42,7 @@ class GDNPool:
 
     @classmethod
     def init(cls, spec: GDNSpec, *, sharding: Any = None) -> GDNPool:
-        """All slots empty: zeros."""
+        """A pool whose slots are all zeros."""
         leaves = {name: jnp.zeros(shape, dtype, device=sharding) for name, (shape, dtype) in spec.leaves.items()}
         return cls(**leaves, spec=spec)
 

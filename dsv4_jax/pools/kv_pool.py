@@ -66,7 +66,7 @@ def store_kv(
 
 
 def reference(arguments: KVStoreArguments) -> tuple[Parts, Parts]:
-    """`store_kv` in `jnp`."""
+    """The reference of `store_kv`, in `jnp`."""
 
     def scatter(pool: Parts, values: jax.Array) -> Parts:
         return tuple(
@@ -142,7 +142,7 @@ class KVPool:
         return self._buffer("v", layer, dtype)
 
     def get_kv_buffer(self, layer: int | jax.Array, dtype: Any = None) -> tuple[jax.Array, jax.Array]:
-        """(`get_key_buffer`, `get_value_buffer`)."""
+        """Both buffers: (`get_key_buffer`, `get_value_buffer`)."""
         return self._buffer("k", layer, dtype), self._buffer("v", layer, dtype)
 
     def gather_kv(self, layer: int | jax.Array, indices: Any, dtype: Any = None) -> tuple[jax.Array, jax.Array, KVPool]:

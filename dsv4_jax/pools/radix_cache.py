@@ -64,12 +64,12 @@ class RadixCache:
 
     @property
     def total_size(self) -> int:
-        """Tokens in the tree."""
+        """How many tokens are in the tree."""
         return self._tree.total
 
     @property
     def protected_size(self) -> int:
-        """Tokens under a lock."""
+        """How many tokens are under a lock."""
         return self._tree.protected
 
     @property

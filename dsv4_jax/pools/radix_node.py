@@ -67,7 +67,7 @@ class Node:
 
     @property
     def rows(self) -> np.ndarray:
-        """`window_ids`, zeros for a tombstone."""
+        """The `window_ids`, or zeros for a tombstone."""
         return np.zeros(len(self.tokens), np.int32) if self.window_ids is None else self.window_ids
 
     def path(self) -> list[Node]:

@@ -55,7 +55,7 @@ class RadixTree:
         self.begin()
 
     def begin(self) -> None:
-        """An empty tree."""
+        """Makes the tree empty."""
         window = 0 if self.window_allocator is None else self.window_allocator.num_ids
         self.owned, self.owned_window = np.zeros(self.allocator.num_ids, bool), np.zeros(window, bool)
         self.roots: dict[Hashable, Node] = {}
@@ -109,7 +109,7 @@ class RadixTree:
     # The tree
 
     def nodes(self) -> Iterator[Node]:
-        """All of them, roots excepted."""
+        """All nodes but the roots."""
         stack = [c for root in self.roots.values() for c in root.children.values()]
         while stack:
             node = stack.pop()

@@ -69,7 +69,7 @@ class ReqToTokenPool:
         self._dirty: dict[int, tuple[int, int]] = {}  # slot -> columns the device does not have yet
 
     def available_size(self) -> int:
-        """Free request slots."""
+        """How many request slots are free."""
         return self._slots.num_free
 
     def alloc(self, n: int = 1) -> list[int]:
@@ -150,7 +150,7 @@ class ReqToTokenPool:
             raise
 
     def append(self, slot: int, ids: Any) -> None:
-        """`write` behind the last token."""
+        """Writes behind the last token (see `write`)."""
         self.write(slot, self.length(slot), ids)
 
     def truncate(self, slot: int, length: int) -> np.ndarray:

@@ -29,7 +29,7 @@ class Slots:
         self.clear()
 
     def clear(self) -> None:
-        """All are free again."""
+        """Makes all slots free again."""
         self._free, self._held = list(range(self._first, self._first + self._count)), set[int]()
 
     @property

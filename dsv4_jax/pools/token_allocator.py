@@ -80,7 +80,7 @@ class TokenToKVPoolAllocator:
 
     @property
     def num_held(self) -> int:
-        """Tokens handed out."""
+        """How many tokens are handed out."""
         return int(np.count_nonzero(self._held))
 
     def available_size(self) -> int:

@@ -39,22 +39,22 @@ class Undo:
             self._steps.pop()()
 
     def keep(self, thing: object, *names: str) -> None:
-        """Attributes. Those that are lists or dicts must be replaced, not written to."""
+        """Keeps attributes. Those that are lists or dicts must be replaced, not written to."""
         self._steps.extend([functools.partial(setattr, thing, name, getattr(thing, name)) for name in names])
 
     def keep_at(self, array: np.ndarray, index: Any) -> None:
-        """Elements of an array."""
+        """Keeps elements of an array."""
         self._steps.append(functools.partial(array.__setitem__, index, array[index].copy()))
 
     def keep_end(self, items: list[Any]) -> None:
-        """Where a list ends, which is only appended to."""
+        """Keeps where a list ends, which is only appended to."""
         self._steps.append(functools.partial(items.__delitem__, slice(len(items), None)))
 
     def keep_key(self, items: dict[Any, Any], key: Any) -> None:
-        """What a dict has under a key, or that it has nothing there. Its order is not kept."""
+        """Keeps what a dict has under a key, or that it has nothing there. Its order is not kept."""
         step = functools.partial(items.__setitem__, key, items[key]) if key in items else None
         self._steps.append(step or functools.partial(items.pop, key, None))
 
     def call(self, step: Callable[..., Any], *args: Any) -> None:
-        """Anything that may be done whether or not the change was made."""
+        """Notes a call that may be made whether or not the change was made."""
         self._steps.append(functools.partial(step, *args))

@@ -111,7 +111,7 @@ class AsyncStore:
                 raise StoreBusyError(f"{self._unfinished} calls not done after {timeout} s")
 
     def flush(self) -> None:
-        """`drain`, then the store's `flush`."""
+        """Waits as `drain` does, then flushes the store."""
         self.drain()
         self.store.flush()
 

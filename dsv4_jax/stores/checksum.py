@@ -48,7 +48,7 @@ def checksums(
 
 
 def checksum(record: np.ndarray, key: bytes, fingerprint: bytes, generation: int) -> bytes:
-    """`checksums` of one."""
+    """The checksum of one record (see `checksums`)."""
     return checksums([record], [key], fingerprint, [generation])[0]
 
 

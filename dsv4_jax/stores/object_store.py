@@ -254,8 +254,11 @@ class ObjectStore:
         self._wait("delete", gone, until)
 
     def _remove_leftovers(self) -> None:
-        """Of files, what killed writers left. Who deletes a key takes its lock, and removes that in any case: so these
-        are deleted on the condition that there is no object."""
+        """Deletes the files that killed writers left.
+
+        Who deletes a key takes its lock, and removes that in any case: so these are deleted on the condition that there
+        is no object.
+        """
         kv, spec = self.kv, self.kv.spec().to_json()
         folders = [""]
         if spec["driver"] == "ocdbt":
@@ -277,7 +280,7 @@ class ObjectStore:
         return pack_header(RecordHeader(key, 0, self.record_bytes, self._fingerprint, digest)) + view.tobytes()
 
     def _judge(self, key: bytes, answer: Any) -> str | StoreError:
-        """Of what was read: "good", "missing", "corrupted", "foreign", or the error."""
+        """What a read has given: "good", "missing", "corrupted", "foreign", or the error."""
         if isinstance(answer, StoreError):
             return "corrupted" if _is_short(answer) else answer
         if answer.state != "value":

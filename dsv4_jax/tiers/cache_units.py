@@ -24,7 +24,7 @@ def leaves_of(cache: KVCache, record: RecordFormat) -> tuple[jax.Array, ...]:
 
 
 def with_leaves(cache: KVCache, record: RecordFormat, leaves: tuple[jax.Array, ...]) -> KVCache:
-    """The inverse of `leaves_of`."""
+    """The cache with these leaves: the inverse of `leaves_of`."""
     names = (leaf.name for leaf in record.leaves)
     return dataclasses.replace(cache, arrays=cache.arrays | dict(zip(names, leaves, strict=True)))
 

@@ -55,5 +55,5 @@ def host_places(host: HostCache) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def _shards(host: HostCache) -> list[Any]:
-    """In the order of their rows."""
+    """The shards of the pages, in the order of their rows."""
     return sorted(host.pages.addressable_shards, key=lambda shard: shard.index[0].start or 0)

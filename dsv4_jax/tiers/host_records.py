@@ -51,7 +51,7 @@ def scatter_records(
 
 
 def gather_of_ranks(pool: jax.Array, records: np.ndarray) -> jax.Array:
-    """As `gather_records`, a computation of its own, of a pool split over ranks or not.
+    """Gathers records in a computation of its own, from a pool split over ranks or not.
 
     Args:
         pool: [ranks * (1 + n), bytes].
@@ -82,7 +82,7 @@ def _put(x: np.ndarray, place: NamedSharding | None) -> jax.Array | np.ndarray:
 
 @functools.cache
 def _over(mesh: Mesh | None, spec: PartitionSpec):
-    """Both, jitted, and where their other arguments go."""
+    """Gathering and scattering, jitted, and the sharding of their other arguments."""
 
     def gather(pool: jax.Array, records: jax.Array) -> jax.Array:
         return gather_records(pool, records)

@@ -173,7 +173,7 @@ def read(pool: jax.Array, record_ids: jax.Array) -> jax.Array:
 
 
 def _view(leaf: jax.Array, spec: LeafSpec) -> jax.Array:
-    """[layers, units, rows, width]."""
+    """A leaf as an array [layers, units, rows, width]."""
     return leaf.reshape(spec.layers, -1, spec.rows, spec.width)
 
 
@@ -207,7 +207,7 @@ def _bytes(x: jax.Array) -> jax.Array:
 
 
 def _elements(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The inverse of `_bytes`."""
+    """Bytes as elements of the leaf's dtype: the inverse of `_bytes`."""
     if dtype == jnp.uint8:
         return x
     return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, dtype.itemsize), dtype)

@@ -40,7 +40,7 @@ MOST_SAVES = 8  # calls of `save` whose records wait in memory for room in a sto
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Prefetch:
-    """What becomes of a `StorageDriver.prefetch`.
+    """One `StorageDriver.prefetch`, and what becomes of it.
 
     Attributes:
         done: whether nothing more will come of it: time to admit the request.
@@ -84,7 +84,7 @@ class _Read:
 
 
 class StorageDriver:
-    """See the module.
+    """Moves host records to stores and back, beside the steps.
 
     Args:
         manager: with a host tier.

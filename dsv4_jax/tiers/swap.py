@@ -135,7 +135,7 @@ def _in(cache: KVCache, host: HostCache, ids: Ids, scope: RecordScope, choice: S
 
 
 def _own(ids: Ids, axis: PoolAxis, scope: RecordScope) -> Ids:
-    """Those of this rank; what other ranks move becomes padding."""
+    """The ids of this rank; what other ranks move becomes padding."""
     units = axis.own_blocks(ids.units) if scope == "block" else ids.units
     return ids._replace(units=units, records=axis.own_blocks(ids.records))
 

@@ -71,7 +71,7 @@ class StackedTransfers:
 
     @property
     def managers(self) -> int:
-        """How many they are of."""
+        """The number of managers whose transfers they are."""
         return len(self.transfers)
 
     def __iter__(self) -> Iterator[TransferStage]:

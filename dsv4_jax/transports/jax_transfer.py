@@ -38,7 +38,7 @@ def problem() -> str | None:
 
 
 class JaxEngine:
-    """A `TransportEngine` (`dsv4_jax.tiers.remote`).
+    """The `TransportEngine` over `jax.experimental.transfer`.
 
     Args:
         address: IP address of this machine under which others reach it.
@@ -113,7 +113,7 @@ class _Link:
 
 
 class _Read:
-    """An `EngineRead`."""
+    """The `EngineRead` of a `JaxEngine`."""
 
     def __init__(self, link: _Link, source: np.ndarray, pages: list[np.ndarray]):
         self._link, self._pages = link, pages

@@ -20,11 +20,11 @@ __all__ = ["LoopbackEngine", "problem"]
 
 
 def problem() -> None:
-    """It runs anywhere."""
+    """Why this engine cannot run here: None, as it runs anywhere."""
 
 
 class LoopbackEngine:
-    """A `TransportEngine` (`dsv4_jax.tiers.remote`)."""
+    """The `TransportEngine` between hosts of one process, for tests."""
 
     name = "loopback"
 
@@ -67,7 +67,7 @@ class LoopbackEngine:
 
 
 class _Read:
-    """An `EngineRead`."""
+    """The `EngineRead` of a `LoopbackEngine`."""
 
     def __init__(self, request: Request):
         self._request = request
@@ -76,4 +76,4 @@ class _Read:
         return self._request.is_done()
 
     def release(self) -> None:
-        """Nothing is kept."""
+        """Does nothing, as nothing is kept."""

@@ -50,7 +50,7 @@ def _nixl() -> Any:
 
 
 class NixlEngine:
-    """A `TransportEngine` (`dsv4_jax.tiers.remote`).
+    """The `TransportEngine` over NIXL.
 
     NIXL's side is two agents. One is what others read from and send notices to. The other reads: when a link is cut
     while a read of it has not ended well, only the end of the agent is known to stop what is on its way, so another
@@ -202,7 +202,7 @@ class _Link:
             reader.agent.remove_remote_agent(self.host)
 
     def let_go(self, reader: _Agent) -> None:
-        """Of all that keeps the reader; reads that have not ended are broken off."""
+        """Lets go of all that keeps the reader; reads that have not ended are broken off."""
         for read in self.reads:
             read.let_go()
         with contextlib.suppress(Exception):  # of a kind of its own
@@ -210,7 +210,7 @@ class _Link:
         self.pages = None
 
     def go_on(self, reader: Callable[[], _Agent]) -> None:
-        """With another reader. If that cannot be, its reads say so."""
+        """Goes on with another reader. If that cannot be, its reads say so."""
         try:
             self.open(reader())
             for read in self.reads:
@@ -222,7 +222,7 @@ class _Link:
 
 
 class _Read:
-    """An `EngineRead`."""
+    """The `EngineRead` of a `NixlEngine`."""
 
     def __init__(self, link: _Link, source: np.ndarray, destination: np.ndarray):
         self._link, self._ids = link, (source, destination)
@@ -262,7 +262,7 @@ class _Read:
 
 
 def _places(pages: Pages) -> list[int]:
-    """Addresses of the memories."""
+    """The addresses of the memories."""
     return [memory.ctypes.data for memory in pages.memories]
 
 

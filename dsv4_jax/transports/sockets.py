@@ -58,7 +58,7 @@ class SocketServer:
 
     @property
     def reach(self) -> bytes:
-        """What `SocketLink` needs."""
+        """The address and port, as `SocketLink` takes them."""
         address, port = self._listener.getsockname()[:2]
         return json.dumps({"address": address, "port": port, "secret": self._secret.hex()}).encode()
 

@@ -40,7 +40,7 @@ class Freed:
     pages: list[int] = dataclasses.field(default_factory=list)
 
     def add(self, other: Freed) -> None:
-        """Those of another as well."""
+        """Adds the units of another."""
         self.blocks += other.blocks
         self.snapshots += other.snapshots
         self.pages += other.pages
@@ -60,7 +60,7 @@ class Eviction(Freed):
 
 
 class SnapshotEviction(NamedTuple):
-    """Snapshots that left a tier.
+    """The snapshots that left a tier in one call.
 
     Attributes:
         slots, pages: theirs, now the caller's.

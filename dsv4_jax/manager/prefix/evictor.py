@@ -19,7 +19,7 @@ __all__ = ["Evictor"]
 
 
 class Evictor:
-    """See the module."""
+    """Chooses the blocks that leave a tier, and makes them leave."""
 
     def __init__(self, nodes: NodeTable, queues: EvictionQueues, moves: BlockMoves, counters: TreeCounters):
         self._nodes, self._queues, self._moves, self._counters = nodes, queues, moves, counters
@@ -58,7 +58,7 @@ class Evictor:
         return result
 
     def evict_colder(self, tier: Tier, node: Node) -> Freed | None:
-        """As `evict`, of the next one, if it would leave before this node did; else None, and nothing has changed."""
+        """Evicts the next block, if it would leave before this node did; else None, and nothing has changed."""
         try:
             (victim,) = self._victims(tier, 1, 0)
         except OutOfBlocksError:

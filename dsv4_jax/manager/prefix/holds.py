@@ -19,7 +19,7 @@ __all__ = ["Hold", "Holds"]
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Hold:
-    """Made by `Holds.open`.
+    """Host copies that are kept for somebody outside; `Holds.open` makes it.
 
     Attributes:
         blocks: held nodes, each with the page it was held in.
@@ -31,7 +31,7 @@ class Hold:
 
 
 class Holds:
-    """See the module.
+    """The holds of a tree that have not ended.
 
     Attributes:
         active: holds that have not ended.
@@ -46,7 +46,7 @@ class Holds:
         self.active.clear()
 
     def open(self) -> Hold:
-        """A hold of nothing yet."""
+        """Makes a hold, of nothing yet."""
         hold = Hold()
         self.active[hold] = None
         return hold
@@ -61,7 +61,7 @@ class Holds:
         node.held += 1
 
     def keep_state(self, hold: Hold, node: Node) -> None:
-        """Likewise the host copy of the state at the end of a block."""
+        """Holds the host copy of the state at the end of a block, unless the hold has ended."""
         if hold not in self.active:
             return
         snapshot = self._nodes.check(node).snapshot
@@ -72,7 +72,7 @@ class Holds:
             snapshot.held += 1
 
     def drop(self, hold: Hold, node: Node) -> None:
-        """Holds a block no more."""
+        """Ends the hold of a block."""
         del hold.blocks[node]
         self._let_go(node)
 

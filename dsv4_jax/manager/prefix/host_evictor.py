@@ -13,7 +13,7 @@ __all__ = ["HostEvictor"]
 
 
 class HostEvictor:
-    """See the module."""
+    """Makes blocks and states leave the host, in one order."""
 
     def __init__(self, queues: EvictionQueues, evictor: Evictor, snapshots: Snapshots):
         self._queues, self._evictor, self._snapshots = queues, evictor, snapshots

@@ -16,7 +16,7 @@ __all__ = ["BlockMoves"]
 
 
 class BlockMoves:
-    """See the module."""
+    """Begins, completes and aborts what moves blocks between tiers."""
 
     def __init__(self, nodes: NodeTable):
         self._nodes = nodes

@@ -76,7 +76,7 @@ class S:
 
 
 class T:
-    """The members of `Tier`, likewise."""
+    """Short names of the members of `Tier`."""
 
     NONE = Tier.NONE
     STORAGE = Tier.STORAGE

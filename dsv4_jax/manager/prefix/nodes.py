@@ -32,7 +32,7 @@ __all__ = ["NodeTable"]
 
 
 class NodeTable:
-    """See the module.
+    """The nodes of a tree: changes where their blocks are, and keeps the counts.
 
     Attributes:
         published: nodes that can be matched, by digest.
@@ -64,7 +64,7 @@ class NodeTable:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all nodes."""
+        """Removes all nodes from the table."""
         self.epoch = object()
         self.level = 0
         self.published: dict[bytes, Node] = {}

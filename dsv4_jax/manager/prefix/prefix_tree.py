@@ -86,7 +86,7 @@ class Published(NamedTuple):
 
 
 class PrefixTree:
-    """See the module.
+    """Which prefixes are cached, and in which tier each of their blocks is.
 
     Args:
         block_tokens: tokens of a block.
@@ -134,7 +134,7 @@ class PrefixTree:
         self._events = events
 
     def __len__(self) -> int:
-        """Published nodes."""
+        """How many nodes are published."""
         return len(self.nodes.published)
 
     def get(self, digest: bytes) -> Node | None:
@@ -146,7 +146,7 @@ class PrefixTree:
         return self.nodes.is_current(node)
 
     def count(self, state: NodeState) -> int:
-        """Nodes in this state."""
+        """How many nodes are in this state."""
         return self.nodes.counts[state]
 
     def held(self, tier: Tier) -> int:
@@ -163,7 +163,7 @@ class PrefixTree:
         return self.nodes.idle[tier]
 
     def evictable_on(self) -> list[int]:
-        """Of the device, the blocks of each rank."""
+        """How many device blocks of each rank."""
         return self.nodes.idle_on
 
     def reset(self) -> None:

@@ -48,7 +48,7 @@ class EvictionQueues:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all nodes."""
+        """Removes all nodes from the lists."""
         order, keys = self._order, dict.fromkeys(TIERS, self._order.block)
         if self._moves_down:
             keys[T.DEVICE] = order.moved
@@ -67,7 +67,7 @@ class EvictionQueues:
             self.blocks[state.tier].push(node)
 
     def demote(self, node: Node) -> None:
-        """As `push`, when the node's block may have come to be worth less."""
+        """Lists the node as `push` does, when the node's block may have come to be worth less."""
         if node.queued & _BLOCKS_BITS:
             for queue in self.blocks.values():
                 queue.demote(node)
@@ -87,7 +87,7 @@ class EvictionQueues:
             queue.push(node)
 
     def demote_snapshot(self, node: Node) -> None:
-        """As `push_snapshot`, when the node's snapshot has come to be worth less."""
+        """Lists the node as `push_snapshot` does, when the node's snapshot has come to be worth less."""
         for queue in self.snapshots.values():
             queue.demote(node)
 
@@ -153,7 +153,7 @@ class CopyLists:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all nodes."""
+        """Removes all nodes from the lists."""
         self._backups: collections.deque[Node] = collections.deque()
         self._persists: collections.deque[Node] = collections.deque()
         self._snapshot_persists: collections.deque[Node] = collections.deque()

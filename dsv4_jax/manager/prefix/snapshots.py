@@ -17,7 +17,7 @@ __all__ = ["Snapshots"]
 
 
 class Snapshots:
-    """See the module."""
+    """The snapshots of a tree: attaches, pins, moves and drops them."""
 
     def __init__(
         self, nodes: NodeTable, queues: EvictionQueues, wanted: CopyLists, counters: TreeCounters, blocks: int = 1
@@ -26,7 +26,7 @@ class Snapshots:
         self.rates = HitRates(blocks)
 
     def count(self, tier: Tier) -> int:
-        """Copies in this tier."""
+        """How many snapshots have a copy in this tier."""
         return self._nodes.num_snapshots[tier]
 
     def attach(self, node: Node, tier: Tier, unit: Unit = 0, *, kind: int = Kind.UNKNOWN, after: int = 0) -> Snapshot:

@@ -64,7 +64,7 @@ class HitRates:
         self._counts: dict[int, _Count] = {}
 
     def worth(self, kind: int) -> float:
-        """Of a snapshot of this kind, for each block that it saves. One that nobody has seen hit yet has some, too."""
+        """The worth of a snapshot of this kind, for each block that it saves, also of one that has not been hit yet."""
         return self._worth(self._of(kind))
 
     def taken(self, kind: int) -> float:
@@ -102,10 +102,10 @@ def is_idle_end(node: Node) -> bool:
 
 
 def block_worth(node: Node) -> int:
-    """Of a node's block that is no idle end, the level at which it was last used included. An idle end has none."""
+    """The worth of a node's block, the level at which it was last used included. An idle end has none."""
     return node.level + UNIT * (1 + node.hits)
 
 
 def snapshot_worth(snapshot: Snapshot) -> int:
-    """Likewise. It grows by itself when one above it is lost."""
+    """The worth of a node's snapshot. It grows by itself when one above it is lost."""
     return snapshot.level + int(snapshot.rate * snapshot.reach)

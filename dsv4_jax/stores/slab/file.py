@@ -150,7 +150,7 @@ class SlabFile(OwnedFile):
         return range(0)
 
     def read_header(self, slot: int) -> bytes:
-        """One record's header. Raises `StoreError`."""
+        """Reads one record's header. Raises `StoreError`."""
         header = memoryview(bytearray(HEADER_BYTES))
         self._do(os.preadv, self.headers, [header], PAGE + slot * HEADER_BYTES)
         return bytes(header)
@@ -229,7 +229,7 @@ class SlabFile(OwnedFile):
 
 
 def _pages(size: int) -> np.ndarray:
-    """Zeroed, page-aligned uint8 [size]."""
+    """Memory of zeros that begins at a page: uint8 [size]."""
     return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 

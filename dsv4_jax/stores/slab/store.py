@@ -336,7 +336,7 @@ class SlabStore:
     # Without it.
 
     def _write_records(self, slots: list[int], records: list[np.ndarray], blanks: set[int], *, without: bool) -> None:
-        """Those whose slots are in `blanks`; `without`: the others."""
+        """Writes the records whose slots are in `blanks`; `without`: the others."""
         some = [(slot, record) for slot, record in zip(slots, records, strict=True) if (slot in blanks) != without]
         self.file.write_records([slot for slot, _ in some], [record for _, record in some])
 

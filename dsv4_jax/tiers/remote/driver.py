@@ -82,15 +82,15 @@ class _Coming:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Export:
-    """To be vouched for when the device is through with its copies, asked for after so many drains of the cache's."""
+    """A hand-off that is vouched for when the device is through with its copies."""
 
     handoff: Handoff
-    asked: int
+    asked: int  # copies that the cache had asked for then
     fence: Fence | None = None
 
 
 class RemoteDriver:
-    """See the module.
+    """Exports prompts of a manager to other hosts, and receives theirs, over a transport.
 
     Args:
         manager: with a policy and a host tier.
@@ -131,7 +131,7 @@ class RemoteDriver:
     # The host that has computed
 
     def export(self, request: Request, *, seconds: float = 60.0) -> Handoff:
-        """As `KVCacheManager.export_request`; `take_handoffs` has it once its bytes are on the host.
+        """Exports as `KVCacheManager.export_request` does; `take_handoffs` has it once its bytes are on the host.
 
         Returns:
             It, without checksums: what it will tell.
@@ -141,7 +141,7 @@ class RemoteDriver:
         return handoff
 
     def export_again(self, lease: str, first: int = 0) -> Handoff | None:
-        """As `KVCacheManager.export_again`; `take_handoffs` has it, too.
+        """Exports as `KVCacheManager.export_again` does; `take_handoffs` has it, too.
 
         A driver asks by itself for what it misses: this is for a host that knows nothing of the lease.
         """
@@ -246,7 +246,7 @@ class RemoteDriver:
                     self._messages.append(notice)
 
     def _ask(self) -> None:
-        """For hand-offs that were lost, as it seems."""
+        """Asks for hand-offs that were lost, as it seems."""
         now = self._manager.clock()
         for arrival, coming in self._arrivals.items():
             missing = not (arrival.last or arrival.closed or arrival.failure is not None)
@@ -275,7 +275,7 @@ class RemoteDriver:
             del self._exported[0]  # of a call that was broken off it is told once more
 
     def _sums_of(self, lease: str, kind: RecordKind, pages: Sequence[int]) -> list[bytes]:
-        """As they were told before, if they were: who reads a page sees whether it has changed since."""
+        """The checksums, as they were told before if they were: who reads a page sees whether it has changed since."""
         told = self._sums.setdefault(lease, {})
         new = [page for page in pages if page not in told]
         told.update(zip(new, self._transport.checksums(kind, new), strict=True))

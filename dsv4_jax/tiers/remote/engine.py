@@ -15,7 +15,7 @@ __all__ = ["EngineRead", "TransportEngine"]
 
 
 class EngineRead(Protocol):
-    """Pages on their way."""
+    """Pages that are on their way from a peer."""
 
     def is_done(self) -> bool:
         """Whether all have arrived. Returns at once; raises, again and again, once they cannot any more."""

@@ -75,7 +75,7 @@ class PoolMetadata:
 
 
 def snapshot_pages(layout: CacheLayout) -> int:
-    """Pages of one snapshot."""
+    """How many pages one snapshot takes."""
     return -(-snapshot_record(layout).bytes // page_bytes(layout))
 
 

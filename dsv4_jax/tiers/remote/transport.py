@@ -87,7 +87,7 @@ class _Link:
 
 
 class RecordTransport:
-    """See the module. Calls may come from any thread; those of one transport run one at a time.
+    """Publishes pages to other hosts, and reads theirs. Calls from several threads run one at a time.
 
     Attributes:
         name: of this end, unlike all others'.
@@ -120,7 +120,7 @@ class RecordTransport:
 
     @property
     def layout(self) -> CacheLayout | None:
-        """Of the records that are published here."""
+        """The layout of the records that are published here; None before that."""
         return self._layout
 
     @property
@@ -165,7 +165,7 @@ class RecordTransport:
                 self._host = host
 
     def publish(self, layout: CacheLayout, pages: np.ndarray | Sequence[np.ndarray]) -> bytes:
-        """As `publish_host`, of pages that are in no `HostCache`: memory of the caller's own.
+        """Does what `publish_host` does, for memory of the caller's own instead of a `HostCache`.
 
         Args:
             layout: of the records.
@@ -320,7 +320,7 @@ class RecordTransport:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
-        """Under the lock. Raises `TransferError`."""
+        """Holds the lock. Raises `TransferError` if the transport is closed."""
         with self._lock:
             if self._closed:
                 raise TransferError("the transport is closed")
