@@ -26,7 +26,9 @@ def check_integer(
     """
     number = as_int(value)
     if number is None or not low <= number <= high:
-        wanted = f"of at least {low}" if high >= INT64_MAX else f"from {low} to {high}"
+        wanted = (
+            f"of at least {low}" if high >= INT64_MAX and (number is None or number < low) else f"from {low} to {high}"
+        )
         raise error(f"{name} must be an integer {wanted}, got {shown(value)}")
     return number
 

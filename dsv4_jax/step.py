@@ -143,7 +143,7 @@ class CacheStep(Generic[Cache]):
             raise StepOrderError(
                 layer,
                 f"the step ends without its {_calls(left)}{others}: take the next layer from `layer.step`, or say "
-                "`finish(partial=True)`",
+                f"`finish(partial=True)` ({_ORDER})",
             )
         if not any(done for *_, done in backbone):
             return self.cache  # of copies and table entries, or of drafts alone: the sequences stand where they stood
@@ -648,7 +648,8 @@ class LayerCacheHandle(Generic[Cache]):
     def _window(self) -> WindowView:
         self._require(LayerWrites.APPENDED, self.spec.layer_idx)
         if self.window is None:
-            raise StepOrderError(self.spec.layer_idx, "its window is read through the handle that `append` returned")
+            problem = f"its window is read through the handle that `append` returned ({_ORDER})"
+            raise StepError(self.spec.layer_idx, problem)
         return self.window
 
     def _gather(self, rows: Rows, ids: jax.Array, pool: PoolSchema, dtype: jnp.dtype | None) -> jax.Array:

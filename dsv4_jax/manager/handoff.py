@@ -17,10 +17,10 @@ from ..checks import INT32_MAX, check_boolean, check_integer, check_seconds, sho
 from ..errors import HandoffError
 from ..untrusted import parse_json
 
-__all__ = ["MOST_BLOCKS", "MOST_BYTES", "SUM_BYTES", "Handoff", "check_lease_seconds"]
+__all__ = ["MAX_BLOCKS", "MAX_BYTES", "SUM_BYTES", "Handoff", "check_lease_seconds"]
 
-MOST_BLOCKS = 16384  # told in one hand-off; further ones go on
-MOST_BYTES = 2 << 20  # of its JSON
+MAX_BLOCKS = 16384  # told in one hand-off; further ones go on
+MAX_BYTES = 2 << 20  # of its JSON
 _MAX_SECONDS = 86400.0
 SUM_BYTES = 16
 _FORMAT = "dsv4_jax hand-off 1"
@@ -87,9 +87,9 @@ class Handoff:
         Raises:
             HandoffError: anything else; names the field, and says in one line what is wrong.
         """
-        if not isinstance(data, bytes) or len(data) > MOST_BYTES:
+        if not isinstance(data, bytes) or len(data) > MAX_BYTES:
             what = f"{len(data)} bytes" if isinstance(data, bytes) else type(data).__name__
-            raise HandoffError(None, f"must be at most {MOST_BYTES} bytes of JSON, got {what}")
+            raise HandoffError(None, f"must be at most {MAX_BYTES} bytes of JSON, got {what}")
         try:
             fields = parse_json(data, unique_keys=True)
         except ValueError as error:
@@ -143,7 +143,7 @@ def _is_hex(value: Any, digits: int) -> bool:
 
 
 def _pages(name: str, pages: Any) -> tuple[int, ...]:
-    if not isinstance(pages, list) or len(pages) > MOST_BLOCKS:
-        raise HandoffError(name, f"must be a list of at most {MOST_BLOCKS} pages")
+    if not isinstance(pages, list) or len(pages) > MAX_BLOCKS:
+        raise HandoffError(name, f"must be a list of at most {MAX_BLOCKS} pages")
     error = functools.partial(HandoffError, name)
     return tuple(check_integer("a page", page, 1, INT32_MAX, error=error) for page in pages)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..errors import NoFreeSlotError, OutOfBlocksError
 from .prefix.node import Node, S, T, Tier
-from .prefix.prefix_tree import Match
+from .prefix.prefix_tree import PrefixMatch
 from .tiered_cache import TieredCache
 from .transfers import BLOCK, SLOT
 
@@ -31,7 +31,7 @@ class Hit(NamedTuple):
     junction: int = 0
 
 
-def take_hit(cache: TieredCache, match: Match | None, *, others: int, pinned: int) -> Hit:
+def take_hit(cache: TieredCache, match: PrefixMatch | None, *, others: int, pinned: int) -> Hit:
     """A slot, and the longest hit of which the host part fits on the device.
 
     Args:
@@ -79,7 +79,7 @@ def _load_hit(cache: TieredCache, path: Sequence[Node]) -> bool:
         cache.tree.snapshots.unpin(path[-1])
 
 
-def _usable(match: Match, lowest: Tier) -> int:
+def _usable(match: PrefixMatch, lowest: Tier) -> int:
     """Leading blocks of a match that a request can start with: in no tier below `lowest`, a snapshot at the end."""
     hit = 0
     for i, node in enumerate(match.path):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from ..errors import HandoffError
 from ..layout import CacheLayout
-from .handoff import MOST_BLOCKS, Handoff
+from .handoff import MAX_BLOCKS, Handoff
 from .prefix.holds import Hold
 from .prefix.node import Node, T
 from .publishing import Publisher
@@ -97,7 +97,7 @@ class Leases:
         return self._tell(found, first, found.until - self._clock())
 
     def _tell(self, lease: Lease, first: int, seconds: float) -> Handoff:
-        nodes = lease.nodes[first : first + MOST_BLOCKS]
+        nodes = lease.nodes[first : first + MAX_BLOCKS]
         end = first + len(nodes)
         lease.told = max(lease.told, end)
         snapshot = lease.state.snapshot if lease.state is not None and end == lease.total else None

@@ -309,10 +309,10 @@ class KVCacheManager:
 
     def _check_limit(self, name: Hashable, num_tokens: int, max_tokens: int | None) -> int:
         """The most tokens that a new request of so many may hold. Raises `ContextLimitError`."""
-        most = self.context_limit
-        limit = most if max_tokens is None else max_tokens
-        if limit > most:
-            raise ContextLimitError(name, limit, most)
+        highest = self.context_limit
+        limit = highest if max_tokens is None else max_tokens
+        if limit > highest:
+            raise ContextLimitError(name, limit, highest)
         if num_tokens > limit:
             raise ContextLimitError(name, num_tokens, limit)
         self.steps.check_pool(name, num_tokens if max_tokens is None else min(num_tokens + 1, limit))

@@ -53,7 +53,7 @@ def build_plan(
     steps = check_integer("steps", steps, 1, INT32_MAX, error=PlanError)
     table_entries = int_rows("table_entries", table_entries, 3)
     slot_copies, block_copies = int_rows("slot_copies", slot_copies, 2), int_rows("block_copies", block_copies, 2)
-    step = sequences if isinstance(sequences, StepTokens) else StepTokens.of(layout, sequences, most=shape.tokens)
+    step = sequences if isinstance(sequences, StepTokens) else StepTokens.of(layout, sequences, max_tokens=shape.tokens)
     if len(step.slot) and step.slot.max() >= _limit(facts.slots):
         raise PlanError(f"a sequence is of slot {step.slot.max()}, {_range('slot', facts.slots)}")
     if shape.columns > _limit(facts.columns) or shape.columns * layout.block_tokens > _limit(None):

@@ -17,7 +17,7 @@ __all__ = [
     "ORDERS",
     "CachePolicy",
     "HostWatermark",
-    "Placement",
+    "SnapshotKind",
     "SnapshotPlacement",
     "WritePolicy",
 ]
@@ -53,7 +53,7 @@ class WritePolicy:
         return cls("write_back", None, True)
 
 
-class Placement(enum.Enum):
+class SnapshotKind(enum.Enum):
     """What becomes of a snapshot taken at a block boundary."""
 
     NONE = "none"  # take none
@@ -98,7 +98,7 @@ class SnapshotPlacement:
         """The placement that keeps no state, ever."""
         return cls(None, False, False, False, None)
 
-    def at(self, tokens: int, *, prompt_tokens: int, block_tokens: int, junction: int = 0) -> Placement:
+    def at(self, tokens: int, *, prompt_tokens: int, block_tokens: int, junction: int = 0) -> SnapshotKind:
         """What to do with the state after `tokens` tokens.
 
         Args:
@@ -106,7 +106,7 @@ class SnapshotPlacement:
         """
         block, rest = divmod(tokens, block_tokens)
         if rest or not tokens:
-            return Placement.NONE
+            return SnapshotKind.NONE
         ahead = max(prompt_tokens - 1, 0) // block_tokens - block  # blocks up to the end of the prompt
         if (
             (self.every is not None and block % self.every == 0)
@@ -114,8 +114,8 @@ class SnapshotPlacement:
             or (self.junctions and tokens == junction)
             or (self.doubling is not None and ahead > 0 and ahead == self._doubled(ahead))
         ):
-            return Placement.KEEP
-        return Placement.ROLLING if self.end_of_output and tokens > prompt_tokens else Placement.NONE
+            return SnapshotKind.KEEP
+        return SnapshotKind.ROLLING if self.end_of_output and tokens > prompt_tokens else SnapshotKind.NONE
 
     def next_stop(self, start: int, stop: int, *, prompt_tokens: int, block_tokens: int, junction: int = 0) -> int:
         """Where a chunk of tokens [start, stop) has to end for the next snapshot to be taken: in (start, stop]."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..errors import RequestError
 from ..layout import CacheLayout
-from .policies import Placement, SnapshotPlacement
+from .policies import SnapshotKind, SnapshotPlacement
 from .prefix.node import SETTLED, Node, S, T, Tier, Unit
 from .prefix.prefix_tree import PrefixTree
 from .prefix.token_ids import packed, token_ids
@@ -29,7 +29,7 @@ class Save(NamedTuple):
 
     request: Request
     slot: int
-    placement: Placement
+    placement: SnapshotKind
     rolls: bool
 
 
@@ -200,13 +200,13 @@ class Publisher:
         chosen = set[Node]()
         ends = [(request, self._ends_at(request)) for request in requests]
         wanted = [(self._wanted(request, node), request, node) for request, node in ends]
-        for placement in (Placement.KEEP, Placement.ROLLING):
+        for placement in (SnapshotKind.KEEP, SnapshotKind.ROLLING):
             for wants, request, node in wanted:
                 if wants is not placement or node in chosen:  # several may come to one junction together
                     continue
                 if len(saves) == room:
                     return saves
-                slot = self._rolling_slot(request) if placement is Placement.ROLLING else 0
+                slot = self._rolling_slot(request) if placement is SnapshotKind.ROLLING else 0
                 rolls = slot > 0
                 if rolls and request.rolling is not None:
                     self._tree.snapshots.pin(request.rolling)  # nobody else may have this slot
@@ -230,7 +230,7 @@ class Publisher:
                 self._cache.slots.release([slot])
                 continue
             self.attach(request, node, T.DEVICE, slot, step)
-            if placement is Placement.ROLLING:
+            if placement is SnapshotKind.ROLLING:
                 request.rolling = node
 
     def keep_slot(self, request: Request, *, always: bool) -> bool:
@@ -238,7 +238,7 @@ class Publisher:
         node = self._ends_at(request)
         if node is None or _has_state(node) or request.num_cached % self.block_tokens or not request.has_whole_state:
             return False
-        if not always and self._wanted(request, node) is Placement.NONE:
+        if not always and self._wanted(request, node) is SnapshotKind.NONE:
             return False
         self.attach(request, node, T.DEVICE, request.slot)
         if request.rolling is not None and self._rolling_slot(request):
@@ -270,10 +270,10 @@ class Publisher:
         i = request.num_cached // self.block_tokens - 1
         return request.nodes[i] if 0 <= i < request.num_shared else None
 
-    def _wanted(self, request: Request, node: Node | None) -> Placement:
+    def _wanted(self, request: Request, node: Node | None) -> SnapshotKind:
         """What the policy wants of the request's state at the end of its last block, which is the node's."""
         if request.hasher is None or not request.has_whole_state or (node is not None and _has_state(node)):
-            return Placement.NONE
+            return SnapshotKind.NONE
         return self._snapshots.at(
             request.num_cached, prompt_tokens=request.num_prompt, block_tokens=self.block_tokens,
             junction=request.junction,

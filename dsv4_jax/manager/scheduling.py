@@ -9,14 +9,14 @@ from ..layout import CacheLayout
 from .request import Request
 from .step_shape import StepShape
 
-__all__ = ["Room", "Scheduled", "room_of", "schedule"]
+__all__ = ["Scheduled", "StepRoom", "room_of", "schedule"]
 
 Scheduled = tuple[Request, int]  # a request, and how many of its tokens the step computes
 _PLENTY = 1 << 60
 
 
 @dataclasses.dataclass(slots=True)
-class Room:
+class StepRoom:
     """What a step may still use.
 
     Attributes:
@@ -40,11 +40,11 @@ class Room:
     groups: int = _PLENTY
 
 
-def room_of(layout: CacheLayout, shape: StepShape, room: Room) -> Room:
+def room_of(layout: CacheLayout, shape: StepShape, room: StepRoom) -> StepRoom:
     """What a step of this shape may use of `room` (tokens, sequences and blocks)."""
     sequences, tokens = min(room.sequences, shape.sequences), min(room.tokens, shape.tokens)
     fits = StepShape.bound(layout, max(sequences, 1), max(tokens, 1), columns=1)
-    return Room(
+    return StepRoom(
         tokens, sequences, room.blocks, shape.table_entries, shape.slot_copies, shape.columns,
         min(shape.tokens if shape.history else 1 + layout.draft_tokens,
             _PLENTY if shape.group_length >= fits.group_length else shape.group_length),
@@ -57,7 +57,7 @@ def room_of(layout: CacheLayout, shape: StepShape, room: Room) -> Room:
 def schedule(
     layout: CacheLayout,
     requests: Sequence[Request],
-    room: Room,
+    room: StepRoom,
     *,
     max_chunk: int,
     next_stop: Callable[[Request, int, int], int],

@@ -130,16 +130,16 @@ class StepTokens(NamedTuple):
 
     @classmethod
     def of(
-        cls, layout: CacheLayout, sequences: Sequence[StepSequence] | np.ndarray, *, most: int = INT32_MAX
+        cls, layout: CacheLayout, sequences: Sequence[StepSequence] | np.ndarray, *, max_tokens: int = INT32_MAX
     ) -> StepTokens:
-        """Raises `PlanError`: no rows of three integers, impossible ones, or more than `most` tokens in all."""
+        """Raises `PlanError`: no rows of three integers, impossible ones, or more than `max_tokens` in all."""
         slot, start, count = int_rows("sequences", sequences, 3).T
         if len(slot) and (count.min() < 1 or start.min() < 0 or slot.min() < 1):
             raise PlanError("every sequence must have a slot >= 1, a start >= 0 and a count >= 1")
         if len(start) and start.max() > INT32_MAX:
             raise PlanError(f"a sequence starts at {start.max()}: positions are int32 and reach {INT32_MAX - 1}")
-        if (tokens := sum(count.tolist())) > most:  # before they are listed
-            raise PlanError(f"the step needs tokens={tokens}, its shape has tokens={most}")
+        if (tokens := sum(count.tolist())) > max_tokens:  # before they are listed
+            raise PlanError(f"the step needs tokens={tokens}, its shape has tokens={max_tokens}")
         if len(count) and count.min() == count.max() == 1:
             each = np.arange(len(count))  # a decode step: every sequence is a token, a group, and may flush
             return cls(slot, start, count, each, each, start, each, np.zeros_like(each), each)

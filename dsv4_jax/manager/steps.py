@@ -22,7 +22,7 @@ from .prefix.token_ids import token_ids
 from .publishing import Publisher, Save
 from .request import Request
 from .request_book import RequestBook
-from .scheduling import Room, Scheduled, room_of, schedule
+from .scheduling import Scheduled, StepRoom, room_of, schedule
 from .step_shape import StepShape, StepTokens
 from .tiered_cache import TieredCache
 from .transfers import Transfers
@@ -130,7 +130,7 @@ class Steps:
     ) -> list[tuple[Request, int]]:
         """Does what `KVCacheManager.schedule` says, within `room`."""
         self._publisher.commit()  # now, as `plan` would: blocks that turn out to be shared need table entries again
-        free = Room(*room, self._cache.available_on)
+        free = StepRoom(*room, self._cache.available_on)
         if shape is not None:
             copies = self._cache.copies
             free = room_of(self._layout, shape, free)

@@ -28,7 +28,7 @@ from .prefix.node import Node, Pages, T
 from .prefix.prefix_tree import PrefixTree
 from .transfers import BLOCK, SLOT, TransferQueue
 
-__all__ = ["HostSize", "Landing", "Receiver", "TieredCache"]
+__all__ = ["HostSize", "Landing", "PageReceiver", "TieredCache"]
 
 
 class HostSize(NamedTuple):
@@ -53,7 +53,7 @@ class Landing(Protocol):
     def pages(self) -> Pages: ...
 
 
-class Receiver(Protocol):
+class PageReceiver(Protocol):
     """Whom such records are read for."""
 
     @property
@@ -90,7 +90,7 @@ class TieredCache:
         self.transfers = TransferQueue()
         self.copies = PendingCopies()
         self.fetching: dict[Pages, Node] = {}  # where states on their way from storage land, and whose they are
-        self.receiving: dict[Receiver, None] = {}  # whom records of another host are being read for
+        self.receiving: dict[PageReceiver, None] = {}  # whom records of another host are being read for
         self.flying: set[bytes] = set()  # digests of blocks among these records
         self.landed: set[int] = set()  # pages that hold such records, and wait to join the tree
         self.failures: collections.Counter[str] = collections.Counter()

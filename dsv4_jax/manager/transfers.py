@@ -112,15 +112,15 @@ class Transfers(list[TransferStage]):
         if self.has_own and self.ran:
             raise PlanError("these transfers have run already: every copy runs once")
 
-    def _remaining(self, most: int) -> Iterator[tuple[TransferStage, int]]:
-        """What has not run, up to `most` calls of a stage at a time: the stage, and its calls that have run."""
+    def _remaining(self, max_calls: int) -> Iterator[tuple[TransferStage, int]]:
+        """What has not run, up to `max_calls` calls of a stage at a time: the stage, and its calls that have run."""
         progress = self._progress
         while (ran := progress.ran) < self._stop:
             index, done = divmod(ran - self._first, _CALLS)
             yield self[index], done
             if progress.ran != ran or progress.closed:
                 raise PlanError("these transfers were run elsewhere at the same time, or the manager was reset")
-            progress.ran = ran + min(most, _CALLS - done)
+            progress.ran = ran + min(max_calls, _CALLS - done)
 
     def __reduce__(self):
         stages = [self[i] for i in range(len(self))]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .radix_node import Inserted, Lock, Match, Node
+from .radix_node import Inserted, Lock, RadixMatch, RadixNode
 from .spec import as_ids
 
 __all__ = ["ChunkCache"]
@@ -21,11 +21,11 @@ class ChunkCache:
     total_size = protected_size = evictable_size = 0
 
     def __init__(self) -> None:
-        self._root = Node(0, None, 0, np.zeros(0, np.int64), _NONE)
+        self._root = RadixNode(0, None, 0, np.zeros(0, np.int64), _NONE)
 
-    def match(self, tokens: Any, namespace: Hashable = None, *, limit: int | None = None) -> Match:
+    def match(self, tokens: Any, namespace: Hashable = None, *, limit: int | None = None) -> RadixMatch:
         """Finds nothing."""
-        return Match(self._root, _NONE, _NONE, None, 0)
+        return RadixMatch(self._root, _NONE, _NONE, None, 0)
 
     def insert(
         self, tokens: Any, ids: Any, namespace: Hashable = None, *, window_ids: Any = None, snapshot: int | None = None
@@ -35,7 +35,7 @@ class ChunkCache:
         rows = as_ids("insert: window ids", [] if window_ids is None else window_ids).reshape(-1).astype(np.int32)
         return Inserted(self._root, _NONE, kept, rows[rows != 0], 0, False)
 
-    def lock(self, node: Node) -> Lock:
+    def lock(self, node: RadixNode) -> Lock:
         return Lock(node, 0)
 
     def unlock(self, lock: Lock) -> None: ...

@@ -19,7 +19,7 @@ from ..checks import check_integer
 from ..errors import PoolError
 from ..events import EventLog, Tier
 from .digests import as_tokens
-from .radix_node import Inserted, Lock, Match, Node, check_foreign
+from .radix_node import Inserted, Lock, RadixMatch, RadixNode, check_foreign
 from .radix_tree import RadixTree
 from .slots import StateSlots
 from .spec import as_ids
@@ -77,7 +77,7 @@ class RadixCache:
         """Tokens that `evict` could free: a node without a lock has none below it either."""
         return self._tree.total - self._tree.protected
 
-    def match(self, tokens: Any, namespace: Hashable = None, *, limit: int | None = None) -> Match:
+    def match(self, tokens: Any, namespace: Hashable = None, *, limit: int | None = None) -> RadixMatch:
         """The longest prefix of `tokens` that can be used, in whole pages.
 
         Args:
@@ -105,7 +105,7 @@ class RadixCache:
                 last = tree.split(undo, last, count)
             nodes = tree.touch(last)
             ids = np.concatenate([_NONE, *(n.ids for n in nodes)])
-            return Match(last, ids, np.concatenate([_NONE, *(n.rows for n in nodes)]), last.snapshot, kv_length)
+            return RadixMatch(last, ids, np.concatenate([_NONE, *(n.rows for n in nodes)]), last.snapshot, kv_length)
         except BaseException:
             undo.put_back()
             raise
@@ -197,10 +197,10 @@ class RadixCache:
             undo.put_back()
             raise
 
-    def lock(self, node: Node) -> Lock:
+    def lock(self, node: RadixNode) -> Lock:
         """Keeps a node and all above it from eviction; of the window rows, those of the last `window` tokens."""
         tree = self._tree
-        if not isinstance(node, Node) or node.owner is not tree or not node.alive:
+        if not isinstance(node, RadixNode) or node.owner is not tree or not node.alive:
             raise PoolError("lock: the node has left the tree, or is another cache's")
         path, lock = node.path(), Lock(node, node.end)
         undo = Undo()

@@ -12,18 +12,18 @@ from ..errors import PoolError
 from .spec import distinct
 from .token_allocator import TokenToKVPoolAllocator
 
-__all__ = ["Inserted", "Listed", "Lock", "Match", "Node", "check_foreign"]
+__all__ = ["Inserted", "Lock", "RadixMatch", "RadixNode", "RadixQueues", "check_foreign"]
 
 
-class Listed(enum.IntFlag):
-    """The eviction queues that may list a node: a bit of `Node.queued` each."""
+class RadixQueues(enum.IntFlag):
+    """The eviction queues that may list a node: a bit of `RadixNode.queued` each."""
 
     LEAF = enum.auto()
     WINDOW = enum.auto()
     SNAPSHOT = enum.auto()
 
 
-class Node:
+class RadixNode:
     """A run of tokens that follows its parent's.
 
     Attributes:
@@ -36,7 +36,7 @@ class Node:
         refs: locks on this node or below.
         window_refs: locks that need this node's window rows.
         used: when it was last matched or inserted, on the cache's clock.
-        queued: which eviction queues list it: bits of `Listed`.
+        queued: which eviction queues list it: bits of `RadixQueues`.
         digests: of its pages, if the cache has an event log; of a root, where they begin.
         owner: the tree that made it.
     """
@@ -47,12 +47,18 @@ class Node:
     )  # fmt: skip
 
     def __init__(
-        self, number: int, parent: Node | None, start: int, tokens: np.ndarray, ids: np.ndarray, owner: object = None
+        self,
+        number: int,
+        parent: RadixNode | None,
+        start: int,
+        tokens: np.ndarray,
+        ids: np.ndarray,
+        owner: object = None,
     ):
         self.number, self.parent, self.start, self.tokens, self.ids = number, parent, start, tokens, ids
         self.owner = owner
         self.digests: list[bytes] = []
-        self.children: dict[bytes, Node] = {}
+        self.children: dict[bytes, RadixNode] = {}
         self.window_ids: np.ndarray | None = None
         self.snapshot: int | None = None
         self.refs = self.window_refs = self.used = self.queued = 0
@@ -70,7 +76,7 @@ class Node:
         """The `window_ids`, or zeros for a tombstone."""
         return np.zeros(len(self.tokens), np.int32) if self.window_ids is None else self.window_ids
 
-    def path(self) -> list[Node]:
+    def path(self) -> list[RadixNode]:
         """This node and those above it, the root excepted, upwards."""
         node, out = self, []
         while node.parent is not None:
@@ -79,7 +85,7 @@ class Node:
         return out
 
 
-class Match(NamedTuple):
+class RadixMatch(NamedTuple):
     """The longest usable prefix.
 
     Attributes:
@@ -90,7 +96,7 @@ class Match(NamedTuple):
         kv_length: tokens whose KV rows are here, usable or not.
     """
 
-    node: Node
+    node: RadixNode
     ids: np.ndarray
     window_ids: np.ndarray
     snapshot: int | None
@@ -112,7 +118,7 @@ class Inserted(NamedTuple):
         took_snapshot: whether the snapshot is the cache's now.
     """
 
-    node: Node
+    node: RadixNode
     ids: np.ndarray
     kept: np.ndarray
     kept_window: np.ndarray
@@ -124,7 +130,7 @@ class Inserted(NamedTuple):
 class Lock:
     """Keeps a path. Its window rows are kept from position `window_start` on (which no split can move)."""
 
-    node: Node
+    node: RadixNode
     window_start: int
 
 

@@ -12,7 +12,7 @@ from ..errors import IntegrityError, PoolError
 from ..events import EventLog, Tier
 from ..eviction_queue import EvictionQueue
 from .digests import chain, root_digest
-from .radix_node import Listed, Lock, Node
+from .radix_node import Lock, RadixNode, RadixQueues
 from .slots import StateSlots
 from .spec import distinct
 from .token_allocator import TokenToKVPoolAllocator
@@ -58,7 +58,7 @@ class RadixTree:
         """Makes the tree empty."""
         window = 0 if self.window_allocator is None else self.window_allocator.num_ids
         self.owned, self.owned_window = np.zeros(self.allocator.num_ids, bool), np.zeros(window, bool)
-        self.roots: dict[Hashable, Node] = {}
+        self.roots: dict[Hashable, RadixNode] = {}
         self.locks: set[Lock] = set()
         self.owned_states: set[int] = set()
         self.total = self.protected = 0
@@ -66,9 +66,9 @@ class RadixTree:
 
     def rebuild_queues(self) -> None:
         """The eviction queues from the tree."""
-        self.leaves = EvictionQueue(Listed.LEAF, _is_loose_leaf, _used)
-        self.windows = EvictionQueue(Listed.WINDOW, _has_loose_window, _used)
-        self.snapshots = EvictionQueue(Listed.SNAPSHOT, _has_loose_snapshot, _used)
+        self.leaves = EvictionQueue(RadixQueues.LEAF, _is_loose_leaf, _used)
+        self.windows = EvictionQueue(RadixQueues.WINDOW, _has_loose_window, _used)
+        self.snapshots = EvictionQueue(RadixQueues.SNAPSHOT, _has_loose_snapshot, _used)
         for node in self.nodes():
             node.queued = 0
             for queue in (self.leaves, self.windows, self.snapshots):
@@ -80,7 +80,7 @@ class RadixTree:
         ids = np.concatenate([_NONE, *(n.ids for n in nodes)])
         rows = np.concatenate([_NONE, *(n.window_ids for n in nodes if n.window_ids is not None)])
         states = [n.snapshot for n in nodes if n.snapshot is not None]
-        refs, window_refs = collections.Counter[Node](), collections.Counter[Node]()
+        refs, window_refs = collections.Counter[RadixNode](), collections.Counter[RadixNode]()
         for lock in self.locks:
             path = lock.node.path()
             refs.update(path)
@@ -108,7 +108,7 @@ class RadixTree:
 
     # The tree
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[RadixNode]:
         """All nodes but the roots."""
         stack = [c for root in self.roots.values() for c in root.children.values()]
         while stack:
@@ -119,7 +119,7 @@ class RadixTree:
     def _key(self, tokens: np.ndarray) -> bytes:
         return tokens[: self.page].tobytes()
 
-    def root_of(self, namespace: Hashable) -> Node:
+    def root_of(self, namespace: Hashable) -> RadixNode:
         """The root of a namespace; one that is not kept if nothing was inserted there."""
         try:
             if namespace in self.roots:
@@ -130,11 +130,11 @@ class RadixTree:
         root.digests = [] if self.events is None else [root_digest(self.page, namespace)]
         return root
 
-    def _node(self, parent: Node | None, start: int, tokens: np.ndarray, ids: np.ndarray) -> Node:
+    def _node(self, parent: RadixNode | None, start: int, tokens: np.ndarray, ids: np.ndarray) -> RadixNode:
         self._numbers += 1
-        return Node(self._numbers, parent, start, tokens, ids, self)
+        return RadixNode(self._numbers, parent, start, tokens, ids, self)
 
-    def walk(self, root: Node, tokens: np.ndarray) -> tuple[list[tuple[Node, int]], int]:
+    def walk(self, root: RadixNode, tokens: np.ndarray) -> tuple[list[tuple[RadixNode, int]], int]:
         """The nodes along `tokens` with the tokens matched in each (whole pages), and their sum. Changes nothing."""
         node, path, at = root, [], 0
         while len(tokens) - at >= self.page and (child := node.children.get(self._key(tokens[at:]))) is not None:
@@ -147,7 +147,7 @@ class RadixTree:
                 break
         return path, at
 
-    def split(self, undo: Undo, node: Node, count: int) -> Node:
+    def split(self, undo: Undo, node: RadixNode, count: int) -> RadixNode:
         """Cuts a node after `count` tokens; returns the new upper part.
 
         The node itself becomes the lower part: its end stays where it is, so locks and the snapshot stay with it.
@@ -175,7 +175,7 @@ class RadixTree:
         cut = min(max(live, first), end) if self.window else end
         return [(a, b) for a, b in ((first, cut), (cut, end)) if a < b]
 
-    def attach(self, undo: Undo, parent: Node, start: int, tokens: np.ndarray, ids: np.ndarray) -> Node:
+    def attach(self, undo: Undo, parent: RadixNode, start: int, tokens: np.ndarray, ids: np.ndarray) -> RadixNode:
         """A new node below `parent`; its slots are the tree's from now on."""
         node = self._node(parent, start, tokens.copy(), ids)  # no view: it would keep the whole prompt in memory
         if self.events is not None:
@@ -189,7 +189,7 @@ class RadixTree:
         self.tell(undo, "stored", Tier.DEVICE, _links(node))
         return node
 
-    def touch(self, node: Node) -> list[Node]:
+    def touch(self, node: RadixNode) -> list[RadixNode]:
         """The nodes from the root's child down to `node`, used now."""
         self._clock += 1
         nodes = node.path()[::-1]
@@ -197,7 +197,7 @@ class RadixTree:
             above.used = self._clock
         return nodes
 
-    def remove(self, undo: Undo, node: Node) -> None:
+    def remove(self, undo: Undo, node: RadixNode) -> None:
         """Takes a leaf out and gives back what it holds."""
         parent = node.parent
         assert parent is not None
@@ -219,7 +219,7 @@ class RadixTree:
 
     # What is attached to nodes
 
-    def give_back(self, undo: Undo, node: Node) -> None:
+    def give_back(self, undo: Undo, node: RadixNode) -> None:
         """Frees all slots of a node, which leaves the tree."""
         self.allocator.free_within(undo, node.ids)
         undo.keep_at(self.owned, node.ids)
@@ -229,7 +229,7 @@ class RadixTree:
         undo.keep(node, "alive")
         node.alive = False
 
-    def adopt_rows(self, undo: Undo, node: Node, rows: np.ndarray) -> None:
+    def adopt_rows(self, undo: Undo, node: RadixNode, rows: np.ndarray) -> None:
         """The node has these window slots now; they are the tree's."""
         rows = rows.astype(np.int32)
         undo.keep(node, "window_ids")
@@ -238,7 +238,7 @@ class RadixTree:
         self.owned_window[rows] = True
         self.windows.push(node)
 
-    def drop_rows(self, undo: Undo, node: Node) -> None:
+    def drop_rows(self, undo: Undo, node: RadixNode) -> None:
         """Frees the window slots of a node, if it has some."""
         if node.window_ids is not None:
             assert self.window_allocator is not None
@@ -248,7 +248,7 @@ class RadixTree:
             self.owned_window[node.window_ids] = False
             node.window_ids = None
 
-    def drop_snapshot(self, undo: Undo, node: Node) -> None:
+    def drop_snapshot(self, undo: Undo, node: RadixNode) -> None:
         """Frees the track slot of a node, if it has one."""
         if node.snapshot is not None:
             assert self.states is not None
@@ -275,7 +275,7 @@ class RadixTree:
             raise PoolError(f"insert: snapshot {snapshot} is already the cache's")
 
 
-def _links(node: Node) -> list[tuple[bytes | None, bytes | None]]:
+def _links(node: RadixNode) -> list[tuple[bytes | None, bytes | None]]:
     """The digest of each page of a node, and of the page before it: None before the first."""
     if not node.digests or node.parent is None:
         return []
@@ -286,17 +286,17 @@ def _links(node: Node) -> list[tuple[bytes | None, bytes | None]]:
 # What may go, the least recently used first.
 
 
-def _used(node: Node) -> int:
+def _used(node: RadixNode) -> int:
     return node.used
 
 
-def _is_loose_leaf(node: Node) -> bool:
+def _is_loose_leaf(node: RadixNode) -> bool:
     return node.alive and node.parent is not None and not node.children and node.refs == 0
 
 
-def _has_loose_window(node: Node) -> bool:
+def _has_loose_window(node: RadixNode) -> bool:
     return node.alive and node.window_ids is not None and node.window_refs == 0
 
 
-def _has_loose_snapshot(node: Node) -> bool:
+def _has_loose_snapshot(node: RadixNode) -> bool:
     return node.alive and node.snapshot is not None and node.refs == 0

@@ -161,10 +161,8 @@ class GDNSpec:
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "layers", "heads", "k_dim", "v_dim", "conv_dim", "conv_kernel", "track_slots"):
-            least = {"track_slots": 0, "conv_kernel": 2}.get(name, 1)
-            object.__setattr__(
-                self, name, check_integer(f"GDNSpec.{name}", getattr(self, name), least, error=PoolError)
-            )
+            low = {"track_slots": 0, "conv_kernel": 2}.get(name, 1)
+            object.__setattr__(self, name, check_integer(f"GDNSpec.{name}", getattr(self, name), low, error=PoolError))
         _check_storage("GDNSpec.conv_storage", self.conv_storage, ("bf16", "f16", "f32"))
 
     @property

@@ -23,7 +23,7 @@ from .checks import check_keys, check_process, check_records
 
 __all__ = ["AsyncStore"]
 
-_MOST_WORKERS = 256
+_MAX_WORKERS = 256
 
 
 class AsyncStore:
@@ -54,7 +54,7 @@ class AsyncStore:
     """
 
     def __init__(self, store: RecordStore, *, workers: int = 4, queue_bytes: int = 256 << 20):
-        workers = check_integer("workers", workers, 1, _MOST_WORKERS, error=ShapeError)
+        workers = check_integer("workers", workers, 1, _MAX_WORKERS, error=ShapeError)
         self.store, self.queue_bytes = store, check_integer("queue_bytes", queue_bytes, 1, error=ShapeError)
         self._change = threading.Condition()  # of everything below
         self.queue = CallQueue()

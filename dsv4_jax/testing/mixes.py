@@ -18,7 +18,7 @@ from ..cache import KVCache
 from ..errors import NoFreeSlotError, OutOfBlocksError, PlanError
 from ..layout import CacheSize
 from ..manager import CachePolicy, HostSize, KVCacheManager, Namespace, Request, SnapshotPlacement, WritePolicy
-from ..manager.policies import ORDERS, Placement
+from ..manager.policies import ORDERS, SnapshotKind
 from ..manager.prefix.node import T
 from ..tiers.host_cache import HostCache
 from ..tiers.transfers import run_transfers
@@ -256,7 +256,7 @@ class Mix:
         if policy is None or not junction or not policy.snapshots.junctions:
             return False
         facts = dict(prompt_tokens=request.num_prompt, block_tokens=self.runner.layout.block_tokens)
-        return policy.snapshots.at(junction, **facts) is Placement.NONE
+        return policy.snapshots.at(junction, **facts) is SnapshotKind.NONE
 
     def stream(self) -> int:
         self.streams += 1

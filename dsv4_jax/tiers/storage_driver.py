@@ -33,9 +33,9 @@ from .host_cache import HostCache
 from .host_records import gather_of_ranks, scatter_of_ranks
 from .store_calls import StoreCall, StoreCalls
 
-__all__ = ["MOST_SAVES", "Prefetch", "StorageDriver"]
+__all__ = ["MAX_SAVES", "Prefetch", "StorageDriver"]
 
-MOST_SAVES = 8  # calls of `save` whose records wait in memory for room in a store
+MAX_SAVES = 8  # calls of `save` whose records wait in memory for room in a store
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -76,7 +76,7 @@ class _Write:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Read:
+class _StorageRead:
     moves: list[StorageMove]
     calls: list[StoreCall]
     buffers: dict[str, np.ndarray]  # by scope: [n, record bytes]
@@ -126,7 +126,7 @@ class StorageDriver:
         self._saves: list[_Save] = []
         self._writes: list[_Write] = []
         self._lookups: list[_Lookup] = []
-        self._reads: list[_Read] = []
+        self._reads: list[_StorageRead] = []
 
     @property
     def busy(self) -> bool:
@@ -143,7 +143,7 @@ class StorageDriver:
 
         None while much of what it started before still waits for room in a store.
         """
-        if len(self._saves) >= MOST_SAVES:
+        if len(self._saves) >= MAX_SAVES:
             return 0
         moves = [move for move in self.tier.plan_writes(limit) if move.scope in self._calls.stores]
         until = self._calls.clock() + self._deadline
@@ -238,7 +238,7 @@ class StorageDriver:
         if not moves:
             return
         lookup.prefetch.done = False
-        read = _Read(moves, [], {}, lookup.prefetch)
+        read = _StorageRead(moves, [], {}, lookup.prefetch)
         self._reads.append(read)  # whatever happens now, `poll` tells the manager what became of these moves
         for scope, store in self._calls.stores.items():
             keys = [move.key for move in moves if move.scope == scope]
@@ -246,7 +246,7 @@ class StorageDriver:
                 buffers = read.buffers[scope] = np.empty((len(keys), store.store.record_bytes), np.uint8)
                 read.calls.append(self._calls.ask(scope, "read_into", keys, buffers, within=self._deadline))
 
-    def _land(self, host: HostCache, item: _Read) -> HostCache:
+    def _land(self, host: HostCache, item: _StorageRead) -> HostCache:
         """Puts what was read into its host records, then tells the manager."""
         arrived: dict[StorageMove, bool] = {}
         pages = host.pages

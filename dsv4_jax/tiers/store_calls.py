@@ -15,9 +15,9 @@ from ..errors import StoreError
 from ..stores import AsyncStore
 from ..stores.base import Flags
 
-__all__ = ["MOST_LATE", "StoreCall", "StoreCalls"]
+__all__ = ["MAX_LATE", "StoreCall", "StoreCalls"]
 
-MOST_LATE = 16  # calls past their deadline that a store may still be at before it is asked nothing more
+MAX_LATE = 16  # calls past their deadline that a store may still be at before it is asked nothing more
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -56,11 +56,11 @@ class StoreCalls:
     def ask(self, scope: str, what: str, keys: list[bytes], *records: Any, within: float) -> StoreCall:
         """Makes the call `what` of a store, if it takes it at once.
 
-        One that hangs is asked nothing more while `MOST_LATE` calls to it are late.
+        One that hangs is asked nothing more while `MAX_LATE` calls to it are late.
         """
         late = self._late[scope] = [future for future in self._late[scope] if not future.done()]
         future, until = None, self.clock() + within
-        if len(late) < MOST_LATE:
+        if len(late) < MAX_LATE:
             with contextlib.suppress(StoreError):  # busy, or closed
                 future = getattr(self.stores[scope], what)(keys, *records, timeout=0)
         return StoreCall(scope, keys, future, until)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
-__all__ = ["MOST_WAITING", "Inbox"]
+__all__ = ["MAX_WAITING", "Inbox"]
 
-MOST_WAITING = 64 << 20  # bytes
+MAX_WAITING = 64 << 20  # bytes
 
 
 class Inbox:
@@ -20,7 +20,7 @@ class Inbox:
     def put(self, sender: str, message: bytes) -> None:
         """Raises `ValueError` if there is no room."""
         with self._lock:
-            if self._bytes + len(message) > MOST_WAITING:
+            if self._bytes + len(message) > MAX_WAITING:
                 raise ValueError("nobody reads the messages")
             self._bytes += len(message) + 64
             self._messages.append((sender, message))

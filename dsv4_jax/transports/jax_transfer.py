@@ -17,7 +17,7 @@ import numpy as np
 
 from ..untrusted import parse_json
 from .inbox import Inbox
-from .sockets import Request, SocketLink, SocketServer
+from .sockets import SocketLink, SocketRequest, SocketServer
 
 if TYPE_CHECKING:
     from ..tiers.remote.pages import Pages
@@ -62,7 +62,7 @@ class JaxEngine:
         self._transfers = transfer.start_transfer_server(_device().client, place, [place])
         return json.dumps({"sockets": self._sockets.reach.decode(), "transfers": self._transfers.address()}).encode()
 
-    def connect(self, host: str, metadata: bytes, num_pages: int) -> _Link:
+    def connect(self, host: str, metadata: bytes, num_pages: int) -> _JaxLink:
         reach = parse_json(metadata, unique_keys=True)
         if not isinstance(reach, dict) or sorted(reach) != ["sockets", "transfers"]:
             raise ValueError("no addresses of ours")
@@ -70,21 +70,21 @@ class JaxEngine:
             raise ValueError("no addresses of ours")
         sockets = SocketLink(self._host, reach["sockets"].encode())
         try:
-            return _Link(sockets, self._transfers.connect(reach["transfers"]))
+            return _JaxLink(sockets, self._transfers.connect(reach["transfers"]))
         except BaseException:
             sockets.close()
             raise
 
-    def start(self, link: _Link, source: np.ndarray, destination: np.ndarray) -> _Read:
-        return _Read(link, source, [self._pages[i] for i in destination])
+    def start(self, link: _JaxLink, source: np.ndarray, destination: np.ndarray) -> _JaxRead:
+        return _JaxRead(link, source, [self._pages[i] for i in destination])
 
-    def send(self, link: _Link, message: bytes) -> None:
+    def send(self, link: _JaxLink, message: bytes) -> None:
         link.sockets.tell(message)
 
     def received(self) -> list[tuple[str, bytes]]:
         return self._inbox.take()
 
-    def disconnect(self, link: _Link) -> None:
+    def disconnect(self, link: _JaxLink) -> None:
         link.sockets.close()
         link.transfers = None
 
@@ -107,19 +107,19 @@ class JaxEngine:
         return [number.to_bytes(8, "little")]
 
 
-class _Link:
+class _JaxLink:
     def __init__(self, sockets: SocketLink, transfers: Any):
         self.sockets, self.transfers = sockets, transfers
 
 
-class _Read:
+class _JaxRead:
     """The `EngineRead` of a `JaxEngine`."""
 
-    def __init__(self, link: _Link, source: np.ndarray, pages: list[np.ndarray]):
+    def __init__(self, link: _JaxLink, source: np.ndarray, pages: list[np.ndarray]):
         self._link, self._pages = link, pages
         self._number = bytearray(8)
         self._arrays: list[Any] | None = None
-        self._request: Request = link.sockets.ask(source.astype("<i4").tobytes(), [self._number])
+        self._request: SocketRequest = link.sockets.ask(source.astype("<i4").tobytes(), [self._number])
 
     def is_done(self) -> bool:
         if self._arrays is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .inbox import Inbox
-from .sockets import Request, SocketLink, SocketServer
+from .sockets import SocketLink, SocketRequest, SocketServer
 
 if TYPE_CHECKING:
     from ..tiers.remote.pages import Pages
@@ -42,8 +42,8 @@ class LoopbackEngine:
     def connect(self, host: str, metadata: bytes, num_pages: int) -> SocketLink:
         return SocketLink(self._host, metadata)
 
-    def start(self, link: SocketLink, source: np.ndarray, destination: np.ndarray) -> _Read:
-        return _Read(link.ask(source.astype("<i4").tobytes(), [self._pages[i] for i in destination]))
+    def start(self, link: SocketLink, source: np.ndarray, destination: np.ndarray) -> _LoopbackRead:
+        return _LoopbackRead(link.ask(source.astype("<i4").tobytes(), [self._pages[i] for i in destination]))
 
     def send(self, link: SocketLink, message: bytes) -> None:
         link.tell(message)
@@ -66,10 +66,10 @@ class LoopbackEngine:
         return [self._pages[i] for i in ids]
 
 
-class _Read:
+class _LoopbackRead:
     """The `EngineRead` of a `LoopbackEngine`."""
 
-    def __init__(self, request: Request):
+    def __init__(self, request: SocketRequest):
         self._request = request
 
     def is_done(self) -> bool:

@@ -62,7 +62,7 @@ class NixlEngine:
     def __init__(self) -> None:
         self._serving: _Agent | None = None
         self._reading: _Agent | None = None
-        self._links: dict[_Link, None] = {}
+        self._links: dict[_NixlLink, None] = {}
         self._readers = 0
         self._pages: Pages | None = None
 
@@ -72,19 +72,19 @@ class NixlEngine:
         places = np.array(_places(pages), "<u8")
         return _RANKS.pack(len(places)) + places.tobytes() + self._serving.agent.get_agent_metadata()
 
-    def connect(self, host: str, metadata: bytes, num_pages: int) -> _Link:
-        link = _Link(host, metadata, num_pages)
+    def connect(self, host: str, metadata: bytes, num_pages: int) -> _NixlLink:
+        link = _NixlLink(host, metadata, num_pages)
         link.open(self._reader)
         self._links[link] = None
         return link
 
-    def start(self, link: _Link, source: np.ndarray, destination: np.ndarray) -> _Read:
-        read = _Read(link, source, destination)
+    def start(self, link: _NixlLink, source: np.ndarray, destination: np.ndarray) -> _NixlRead:
+        read = _NixlRead(link, source, destination)
         link.reads.add(read)  # also if this fails: some of it may be on its way
         read.begin(self._reader)
         return read
 
-    def send(self, link: _Link, message: bytes) -> None:
+    def send(self, link: _NixlLink, message: bytes) -> None:
         self._reader.agent.send_notif(link.host, message)
 
     def received(self) -> list[tuple[str, bytes]]:
@@ -93,7 +93,7 @@ class NixlEngine:
         notices = self._serving.agent.get_new_notifs()
         return [(_sender(reader), message) for reader, messages in notices.items() for message in messages]
 
-    def disconnect(self, link: _Link) -> None:
+    def disconnect(self, link: _NixlLink) -> None:
         self._links.pop(link, None)
         ended = link.settle()
         link.close(self._reader)
@@ -168,10 +168,10 @@ def _new_agent(name: str) -> Any:
     return agent
 
 
-class _Link:
+class _NixlLink:
     def __init__(self, host: str, metadata: bytes, num_pages: int):
         self.host, self._metadata, self._count = host, metadata, 1 + num_pages
-        self.reads: set[_Read] = set()
+        self.reads: set[_NixlRead] = set()
         self.pages: Any = None  # the list of its pages
 
     def open(self, reader: _Agent) -> None:
@@ -221,10 +221,10 @@ class _Link:
                 read.state = f"{type(error).__name__}: {error}"
 
 
-class _Read:
+class _NixlRead:
     """The `EngineRead` of a `NixlEngine`."""
 
-    def __init__(self, link: _Link, source: np.ndarray, destination: np.ndarray):
+    def __init__(self, link: _NixlLink, source: np.ndarray, destination: np.ndarray):
         self._link, self._ids = link, (source, destination)
         self._agent: Any = None
         self._handle: Any = None

@@ -24,13 +24,13 @@ from typing import Any
 
 from ..untrusted import parse_json
 
-__all__ = ["Request", "SocketLink", "SocketServer"]
+__all__ = ["SocketLink", "SocketRequest", "SocketServer"]
 
 _HELLO = struct.Struct("<16sB")  # secret, bytes of the name that follows
 _FRAME = struct.Struct("<cI")  # what, bytes that follow
 _ASK, _TELL, _GOOD, _BAD = b"?", b"!", b"+", b"-"
-_MOST_ASK, _MOST_TELL, _MOST_ERROR = 1 << 20, 4 << 20, 1024  # bytes
-_MOST_CONNECTIONS, _MOST_QUEUED = 256, 4096
+_MAX_ASK, _MAX_TELL, _MAX_ERROR = 1 << 20, 4 << 20, 1024  # bytes
+_MAX_CONNECTIONS, _MAX_QUEUED = 256, 4096
 _PATIENCE = 10.0  # seconds for a connection to be made
 
 Answer = Callable[[bytes], Sequence[Any]]
@@ -83,7 +83,7 @@ class SocketServer:
                 time.sleep(0.01)  # this one failed; others may not
                 continue
             with self._lock:
-                if self._closed or len(self._open) >= _MOST_CONNECTIONS:
+                if self._closed or len(self._open) >= _MAX_CONNECTIONS:
                     connection.close()
                     continue
                 thread = threading.Thread(target=self._serve, args=(connection,), daemon=True, name="dsv4 transport")
@@ -119,7 +119,7 @@ class SocketServer:
 
     def _serve_one(self, connection: socket.socket, sender: str) -> None:
         what, size = _FRAME.unpack(_read(connection, _FRAME.size))
-        if what not in (_ASK, _TELL) or size > (_MOST_ASK if what == _ASK else _MOST_TELL):
+        if what not in (_ASK, _TELL) or size > (_MAX_ASK if what == _ASK else _MAX_TELL):
             raise ValueError("no frame of ours")
         data = _read(connection, size)
         if what == _TELL:
@@ -128,7 +128,7 @@ class SocketServer:
         try:
             buffers = self._answer(data)
         except Exception as error:  # the asker's fault, or its to know
-            text = f"{type(error).__name__}: {error}".encode()[:_MOST_ERROR]
+            text = f"{type(error).__name__}: {error}".encode()[:_MAX_ERROR]
             connection.sendall(_FRAME.pack(_BAD, len(text)) + text)
             return
         connection.sendall(_FRAME.pack(_GOOD, 0))
@@ -136,7 +136,7 @@ class SocketServer:
             connection.sendall(buffer)
 
 
-class Request:
+class SocketRequest:
     """An answer under way into the given buffers."""
 
     def __init__(self, data: bytes, buffers: Sequence[Any]):
@@ -166,16 +166,16 @@ class SocketLink:
         version = ipaddress.ip_address(self._place[0]).version
         self._socket = socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET)
         self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[Request | bytes | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[SocketRequest | bytes | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, daemon=True, name="dsv4 transport")
         self._thread.start()
 
-    def ask(self, data: bytes, buffers: Sequence[Any]) -> Request:
+    def ask(self, data: bytes, buffers: Sequence[Any]) -> SocketRequest:
         """Asks for bytes that fill these buffers."""
-        if len(data) > _MOST_ASK:
-            raise ValueError(f"a request of {len(data)} bytes, at most {_MOST_ASK}")
-        request = Request(data, buffers)
+        if len(data) > _MAX_ASK:
+            raise ValueError(f"a request of {len(data)} bytes, at most {_MAX_ASK}")
+        request = SocketRequest(data, buffers)
         self._put(request)
         return request
 
@@ -191,11 +191,11 @@ class SocketLink:
         self._thread.join()
         self._socket.close()
 
-    def _put(self, job: Request | bytes) -> None:
+    def _put(self, job: SocketRequest | bytes) -> None:
         with self._lock:
             if self._error is not None:
                 raise OSError(f"the connection is broken: {self._error}")
-            if self._jobs.qsize() >= _MOST_QUEUED:
+            if self._jobs.qsize() >= _MAX_QUEUED:
                 raise OSError("the other end does not take what is sent")
             self._jobs.put(job)
 
@@ -229,7 +229,7 @@ class SocketLink:
                 if not connected:
                     self._connect()
                     connected = True
-                if isinstance(job, Request):
+                if isinstance(job, SocketRequest):
                     self._socket.sendall(_FRAME.pack(_ASK, len(job.data)) + job.data)
                     _check_answer(self._socket)
                     for buffer in job.buffers:
@@ -240,15 +240,15 @@ class SocketLink:
                 with self._lock:
                     self._error = self._error or error
                     _cut(self._socket)
-                if isinstance(job, Request):
+                if isinstance(job, SocketRequest):
                     job.error = error
-            if isinstance(job, Request):
+            if isinstance(job, SocketRequest):
                 job.ended.set()
 
 
 def _check_answer(connection: socket.socket) -> None:
     what, size = _FRAME.unpack(_read(connection, _FRAME.size))
-    if what == _BAD and size <= _MOST_ERROR:
+    if what == _BAD and size <= _MAX_ERROR:
         raise ValueError(f"the other end says: {_read(connection, size).decode(errors='replace')!r}")
     if what != _GOOD or size:
         raise ValueError("the other end answers nonsense")

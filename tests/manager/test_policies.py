@@ -19,7 +19,7 @@ from dsv4_jax.manager.policies import (
     ORDERS,
     CachePolicy,
     HostWatermark,
-    Placement,
+    SnapshotKind,
     SnapshotPlacement,
     WritePolicy,
 )
@@ -87,7 +87,7 @@ def only(**choices: object) -> SnapshotPlacement:
 def test_snapshot_placement() -> None:
     def kinds(policy: SnapshotPlacement, prompt: int, end: int, junction: int = 0) -> dict[int, str]:
         found = {t: policy.at(t, prompt_tokens=prompt, block_tokens=4, junction=junction) for t in range(end + 1)}
-        return {t: kind.value for t, kind in found.items() if kind is not Placement.NONE}
+        return {t: kind.value for t, kind in found.items() if kind is not SnapshotKind.NONE}
 
     assert kinds(only(every=2), 11, 32) == dict.fromkeys((8, 16, 24, 32), "keep")
     assert kinds(only(end_of_prompt=True), 11, 32) == {8: "keep"}
@@ -143,9 +143,9 @@ def test_chunks_end_where_a_snapshot_is_wanted(policy, prompt, junction, start, 
             policy.junctions and i == junction, end - i in distances,
         ])  # fmt: skip
         rolls = i > 0 and not rest and policy.end_of_output and tokens > prompt
-        wanted = Placement.KEEP if kept else Placement.ROLLING if rolls else Placement.NONE
+        wanted = SnapshotKind.KEEP if kept else SnapshotKind.ROLLING if rolls else SnapshotKind.NONE
         assert policy.at(tokens, **facts) is wanted
-    wanted = [t for t in range(start + 1, stop) if policy.at(t, **facts) is not Placement.NONE]
+    wanted = [t for t in range(start + 1, stop) if policy.at(t, **facts) is not SnapshotKind.NONE]
     assert policy.next_stop(start, stop, **facts) == min([*wanted, stop])
 
 

@@ -168,9 +168,8 @@ def test_after_a_failed_sync_a_store_stays_failed_until_it_is_opened_again(path,
     with pytest.raises(StoreError, match=r"fdatasync of .* failed"):
         store.flush() if sync == "close" else store.write(keys(1), records(1))
     for call in calls_of(store, 0):
-        with pytest.raises(StoreError, match=r"must be opened again.*fdatasync of .* failed") as caught:
+        with pytest.raises(StoreError, match=r"must be opened again.*fdatasync of .* failed"):
             call()
-        assert not isinstance(caught.value, StoreError)
     with pytest.raises(StoreError, match="must be opened again"):
         store.close()  # what it promises did not come true
     store.close()

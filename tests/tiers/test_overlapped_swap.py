@@ -98,7 +98,7 @@ def test_each_rank_of_a_pool_axis_moves_its_own():
     assert_image(parted_cache, image(whole_cache))
     with pytest.raises(LayoutError, match="own_swaps"):
         jax.eval_shape(over(pack_blocks, in_specs=(of_cache, jax.P()), out_specs=split), whole_cache, out)
-    with pytest.raises(PlanError, match="device id 2 at index 0 is of rank 1, page 3 of rank 0"):
+    with pytest.raises(PlanError, match=r"device_ids\[0\]: block 2 is of rank 1, page 3 of rank 0"):
         own_swaps(SwapPlan(np.array([2]), np.array([3])), 2)
     with pytest.raises(LayoutError, match="lies in 2 memories"):
         host_memory(parted)

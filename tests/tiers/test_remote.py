@@ -25,7 +25,7 @@ from dsv4_jax.errors import (
 from dsv4_jax.tiers.host_cache import HostCache
 from dsv4_jax.tiers.host_memory import host_memory
 from dsv4_jax.tiers.remote import RecordTransport
-from dsv4_jax.tiers.remote.metadata import MOST_METADATA, PoolMetadata
+from dsv4_jax.tiers.remote.metadata import MAX_METADATA, PoolMetadata
 
 from ..clock import FakeClock
 from ..transports.samples import LAYOUT, PAGES, pool
@@ -238,7 +238,7 @@ def test_what_differs_is_named(made):
     with pytest.raises(TransferError, match="on engine 'other'"):
         transport.connect(metadata(engine="other"))
     with pytest.raises(TransferError, match="at most"):
-        metadata(reach=bytes(MOST_METADATA))
+        metadata(reach=bytes(MAX_METADATA))
 
 
 FIELDS = json.loads(metadata())
@@ -274,7 +274,7 @@ def test_metadata_is_read_as_it_was_written_or_refused(data):
     ("data", "problem"),
     [
         (b"[" * 100_000, "nested too deep"),
-        (b" " * (MOST_METADATA + 1), "at most"),
+        (b" " * (MAX_METADATA + 1), "at most"),
         (b'{"format": 1, "format": 1}', "twice"),
         (json.dumps({**FIELDS, "num_pages": 10**30}).encode(), "num_pages must be an integer"),
         (json.dumps({**FIELDS, "host": "a\nb"}).encode(), "host is no printable name"),

@@ -11,8 +11,8 @@ import pytest
 from dsv4_jax.errors import RequestError, StoreError, StoreFormatError
 from dsv4_jax.manager.prefix.node import Tier
 from dsv4_jax.tiers import storage_driver
-from dsv4_jax.tiers.storage_driver import MOST_SAVES, StorageDriver
-from dsv4_jax.tiers.store_calls import MOST_LATE
+from dsv4_jax.tiers.storage_driver import MAX_SAVES, StorageDriver
+from dsv4_jax.tiers.store_calls import MAX_LATE
 
 from ..clock import PATIENCE
 from .test_storage_driver import HOST, PROMPT, Engine, serve_random_prompts, stored_prompt
@@ -151,7 +151,7 @@ def test_a_store_that_hangs_for_ever_takes_a_bounded_number_of_calls(engine) -> 
         engine.driver.prefetch(PROMPT)
         engine.clock.advance(1)
         engine.host = engine.driver.poll(engine.host)
-    assert engine.stores[0].pending_calls == MOST_LATE
+    assert engine.stores[0].pending_calls == MAX_LATE
     engine.host = engine.driver.drain(engine.host)
 
 
@@ -163,7 +163,7 @@ def test_records_for_a_store_that_hangs_do_not_pile_up(engine, monkeypatch) -> N
     again(engine, deadline=5)
     for other in range(8):
         engine.serve([other] * 41)
-        assert engine.driver.waiting_saves <= MOST_SAVES + 1
+        assert engine.driver.waiting_saves <= MAX_SAVES + 1
     assert engine.driver.waiting_saves
     engine.clock.advance(5)
     engine.host = engine.driver.drain(engine.host)

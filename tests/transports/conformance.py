@@ -19,7 +19,7 @@ from dsv4_jax.errors import (
     TransferError,
 )
 from dsv4_jax.layout import CacheLayout
-from dsv4_jax.tiers.remote import MOST_NOTICE, Pages, snapshot_pages
+from dsv4_jax.tiers.remote import MAX_NOTICE, Pages, snapshot_pages
 
 from ..clock import PATIENCE, FakeClock
 from .peer import host
@@ -115,7 +115,7 @@ class TransportConformance:
             other.ask("notify", me, message.hex())
         assert wait_for_notices(transport, 3) == [(peer.name, message) for message in messages]
         assert transport.notices() == []
-        for wrong in ("text", b"x" * (MOST_NOTICE + 1)):
+        for wrong in ("text", b"x" * (MAX_NOTICE + 1)):
             with pytest.raises(TransferError, match="notice must be at most"):
                 transport.notify(peer, wrong)
 
@@ -133,10 +133,10 @@ class TransportConformance:
 
     def test_ids_are_checked_against_both_pools_before_anything_moves(self, transport, peer, other, ours):
         cases = [
-            (([0], [1]), "source page 0 at index 0"),
-            (([1, PAGES + 1], [1, 2]), f"source page {PAGES + 1} at index 1 is no page of it \\(1..{PAGES}\\)"),
-            (([1], [-1]), "destination page -1"),
-            (([1], [True]), "destination page True"),
+            (([0], [1]), "source page at index 0 must be an integer"),
+            (([1, PAGES + 1], [1, 2]), f"source page at index 1 must be an integer from 1 to {PAGES}, got {PAGES + 1}"),
+            (([1], [-1]), "destination page at index 0 must be .* got -1"),
+            (([1], [True]), "destination page at index 0 must be .* got True"),
             (([1, 2], [3, 3]), "destination page 3 at index 1 is there twice"),
             (([1, 2], [3]), "2 source pages for 1 destinations"),
             (([1], [1], [b"short"]), "checksum at index 0"),

@@ -14,7 +14,7 @@ import pytest
 
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.transports import open_engine
-from dsv4_jax.transports.inbox import MOST_WAITING, Inbox
+from dsv4_jax.transports.inbox import MAX_WAITING, Inbox
 from dsv4_jax.transports.sockets import SocketLink, SocketServer
 
 from ..clock import PATIENCE
@@ -158,11 +158,11 @@ def test_a_connection_without_a_thread_is_closed(server, monkeypatch):
 
 def test_messages_that_nobody_reads_are_bounded():
     inbox = Inbox()
-    inbox.put("them", bytes(MOST_WAITING // 2))
+    inbox.put("them", bytes(MAX_WAITING // 2))
     with pytest.raises(ValueError, match="nobody reads"):
-        inbox.put("them", bytes(MOST_WAITING // 2))
+        inbox.put("them", bytes(MAX_WAITING // 2))
     assert len(inbox.take()) == 1 and inbox.take() == []
-    inbox.put("them", bytes(MOST_WAITING // 2))
+    inbox.put("them", bytes(MAX_WAITING // 2))
 
 
 def test_unknown_and_missing_engines(monkeypatch):

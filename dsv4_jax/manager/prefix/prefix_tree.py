@@ -45,10 +45,10 @@ from .queues import CopyLists, EvictionQueues
 from .snapshots import Snapshots
 from .tree_checks import check_tree
 
-__all__ = ["Match", "PrefixTree", "Published"]
+__all__ = ["PrefixMatch", "PrefixTree", "Published"]
 
 
-class Match(NamedTuple):
+class PrefixMatch(NamedTuple):
     """What the cache has of a prompt. Holds no references: `take` it before anything else changes.
 
     Attributes:
@@ -173,7 +173,7 @@ class PrefixTree:
         if self._events is not None:
             self._events.emit("cleared", T.NONE)
 
-    def match(self, digests: Sequence[bytes], num_tokens: int) -> Match:
+    def match(self, digests: Sequence[bytes], num_tokens: int) -> PrefixMatch:
         """The longest cached path of these digests, in path order. Changes nothing.
 
         At least the prompt's last token stays outside, so that there is something to compute.
@@ -200,11 +200,11 @@ class PrefixTree:
             previous = node
             if node.snapshot is not None:
                 hit = i + 1
-        return Match(tuple(path), hit, num_tokens)
+        return PrefixMatch(tuple(path), hit, num_tokens)
 
     # References
 
-    def take(self, match: Match, blocks: int | None = None, found: Sequence[Tier] | None = None) -> list[Node]:
+    def take(self, match: PrefixMatch, blocks: int | None = None, found: Sequence[Tier] | None = None) -> list[Node]:
         """References the first `blocks` nodes of a match (default: its hit) and counts the lookup.
 
         Args:

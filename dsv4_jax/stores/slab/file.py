@@ -34,7 +34,7 @@ _MAGIC = b"dsv4slab"
 _GEOMETRY = struct.Struct("<8sIIQQ")
 _BATCH_BYTES = 8 << 20  # one system call moves about this much; the size of a bounce buffer
 _BATCH_BUFFERS = 512  # below the kernel's limit of 1024, pads included
-_MOST_BYTES = 2**63 - 1  # of a file
+_MAX_BYTES = 2**63 - 1  # of a file
 # A bad sector, as the page cache, the block layer and checksumming file systems call it; an end of the file that was
 # not there before, in the middle of a sector.
 _UNREADABLE = (errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EINVAL)
@@ -72,9 +72,9 @@ class SlabFile(OwnedFile):
         self.stride = _round_up(record_bytes)
         self.data_offset = PAGE + _round_up(slots * HEADER_BYTES)
         self._size = self.data_offset + slots * self.stride
-        if self._size > _MOST_BYTES:
+        if self._size > _MAX_BYTES:
             raise StoreFormatError(
-                f"record_bytes {record_bytes} times max_records {slots} makes a file of more than {_MOST_BYTES} bytes"
+                f"record_bytes {record_bytes} times max_records {slots} makes a file of more than {_MAX_BYTES} bytes"
             )
         self._pad = _pages(PAGE)[: self.stride - record_bytes]
         self._scratch = _pages(PAGE)[: self._pad.size]  # where pads are read to; what it holds is never looked at

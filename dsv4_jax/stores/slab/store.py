@@ -43,7 +43,7 @@ from .index import SlabEntry, SlabIndex
 __all__ = ["SlabStore"]
 
 _BLANK = bytes(HEADER_BYTES)
-_MOST_GENERATION = 1 << 62  # no store comes so far, and one that goes on from here stays within 64 bits
+_MAX_GENERATION = 1 << 62  # no store comes so far, and one that goes on from here stays within 64 bits
 
 
 class SlabStore:
@@ -147,7 +147,7 @@ class SlabStore:
     def _is_possible(self, header: RecordHeader) -> bool:
         """Whether a store of these sizes can have written it."""
         sizes = len(header.key), header.record_bytes
-        return sizes == (self.key_bytes, self.record_bytes) and header.generation < _MOST_GENERATION
+        return sizes == (self.key_bytes, self.record_bytes) and header.generation < _MAX_GENERATION
 
     # The protocol.
 

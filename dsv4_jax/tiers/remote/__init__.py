@@ -14,10 +14,10 @@ from .driver import RemoteDriver
 from .engine import EngineRead, TransportEngine
 from .metadata import snapshot_pages
 from .pages import Pages
-from .transport import MOST_NOTICE, Notice, Peer, RecordTransport
+from .transport import MAX_NOTICE, Notice, Peer, RecordTransport
 
 __all__ = [
-    "MOST_NOTICE",
+    "MAX_NOTICE",
     "EngineRead",
     "Notice",
     "Pages",

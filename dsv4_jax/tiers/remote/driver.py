@@ -33,7 +33,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ...checks import check_seconds
+from ...checks import INT64_MAX, check_seconds
 from ...errors import LayoutError, RecordMismatchError, StoreFormatError, TransferError
 from ...manager import Arrival, Handoff, KVCacheManager, MediaItem, Namespace, RemoteRead, RemoteTier, Request
 from ...manager.prefix.hashing import given_items
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Fence", "RemoteDriver"]
 
-_MOST_WORD = 1024  # bytes of what one driver says to another
+_MAX_WORD = 1024  # bytes of what one driver says to another
 
 
 class Fence(Protocol):
@@ -241,7 +241,7 @@ class RemoteDriver:
                     self._manager.acknowledge(lease)
                 case {"again": str(lease), "first": first, **rest} if not rest and type(first) is int and first >= 0:
                     if all(each.lease != lease for each in (*(e.handoff for e in self._exported), *self._ready)):
-                        self.export_again(lease, first)
+                        self.export_again(lease, min(first, INT64_MAX))
                 case _:
                     self._messages.append(notice)
 
@@ -356,7 +356,7 @@ def _check_published(manager: KVCacheManager, transport: RecordTransport) -> Non
 
 def _parse(message: bytes) -> Any:
     """What may be a word of another driver; None if it is not."""
-    if len(message) > _MOST_WORD:
+    if len(message) > _MAX_WORD:
         return None
     try:
         return parse_json(message, unique_keys=True)

@@ -14,9 +14,9 @@ from ...layout import CacheLayout
 from ...records import page_bytes, snapshot_record
 from ...untrusted import parse_json
 
-__all__ = ["MOST_METADATA", "PoolMetadata", "snapshot_pages"]
+__all__ = ["MAX_METADATA", "PoolMetadata", "snapshot_pages"]
 
-MOST_METADATA = 256 * 1024  # bytes of JSON
+MAX_METADATA = 256 * 1024  # bytes of JSON
 _FORMAT = "dsv4_jax records 1"
 _LONGEST_NAME = 128
 
@@ -56,8 +56,8 @@ class PoolMetadata:
     def pack(self) -> bytes:
         fields = {**dataclasses.asdict(self), "reach": base64.b64encode(self.reach).decode()}
         data = json.dumps({"format": _FORMAT, **fields, "digest": _digest(fields)}).encode()
-        if len(data) > MOST_METADATA:
-            raise TransferError(f"{len(data)} bytes, at most {MOST_METADATA} can be published")
+        if len(data) > MAX_METADATA:
+            raise TransferError(f"{len(data)} bytes, at most {MAX_METADATA} can be published")
         return data
 
     @staticmethod
@@ -65,8 +65,8 @@ class PoolMetadata:
         """What `pack` made. Raises `TransferError`, which says in one line what is wrong, for anything else."""
         if not isinstance(data, bytes):
             raise TransferError(f"a peer's metadata must be bytes, got {type(data).__name__}")
-        if len(data) > MOST_METADATA:
-            raise TransferError(f"a peer's metadata: {len(data)} bytes, at most {MOST_METADATA} are read")
+        if len(data) > MAX_METADATA:
+            raise TransferError(f"a peer's metadata: {len(data)} bytes, at most {MAX_METADATA} are read")
         try:
             fields = _checked(parse_json(data, unique_keys=True))
         except ValueError as error:

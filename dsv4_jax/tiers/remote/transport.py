@@ -44,9 +44,9 @@ from .read import PIECE_BYTES, PageRead
 if TYPE_CHECKING:
     from ..host_cache import HostCache
 
-__all__ = ["MOST_NOTICE", "Notice", "Peer", "RecordTransport"]
+__all__ = ["MAX_NOTICE", "Notice", "Peer", "RecordTransport"]
 
-MOST_NOTICE = 4 << 20  # bytes of a message
+MAX_NOTICE = 4 << 20  # bytes of a message
 _NO_PAGES = Pages([np.zeros((1, 0), np.uint8)])
 Ids = Sequence[int] | np.ndarray
 
@@ -268,7 +268,7 @@ class RecordTransport:
             return TransferHandle(read, clock=self._clock)
 
     def notify(self, peer: Peer, message: bytes) -> None:
-        """Sends a message of at most `MOST_NOTICE` bytes, which arrives after those before it, or never.
+        """Sends a message of at most `MAX_NOTICE` bytes, which arrives after those before it, or never.
 
         Raises:
             TransferError: it is no bytes, or too long.
@@ -276,9 +276,9 @@ class RecordTransport:
         """
         with self._open():
             link = self._link(peer)
-            if not isinstance(message, bytes) or len(message) > MOST_NOTICE:
+            if not isinstance(message, bytes) or len(message) > MAX_NOTICE:
                 size = f"{len(message)} bytes" if isinstance(message, bytes) else type(message).__name__
-                raise TransferError(f"a notice must be at most {MOST_NOTICE} bytes, got {size}")
+                raise TransferError(f"a notice must be at most {MAX_NOTICE} bytes, got {size}")
             try:
                 self._engine.send(link.link, message)
             except Exception as error:  # of whatever kind the engine has
@@ -289,7 +289,7 @@ class RecordTransport:
         """Messages that have come since the last call; those of one sender in its order. Does not wait."""
         with self._open():
             received = self._call("cannot receive notices", self._engine.received)
-            return [Notice(sender, message) for sender, message in received if len(message) <= MOST_NOTICE]
+            return [Notice(sender, message) for sender, message in received if len(message) <= MAX_NOTICE]
 
     def disconnect(self, peer: Peer) -> None:
         """Cuts a peer off; its reads under way end with `PeerError`. Does nothing if it is lost or was cut off."""
