@@ -35,9 +35,19 @@ from .layout import CacheLayout, LeafSpec
 from .schema import LayerCacheSchema
 
 __all__ = [
-    "ALIGNMENT", "Piece", "Positions", "RecordFormat", "RecordScope", "block_record", "page_bytes", "record_format",
-    "snapshot_record", "state_pages", "state_record", "whole_rows",
-]  # fmt: skip
+    "ALIGNMENT",
+    "Piece",
+    "Positions",
+    "RecordFormat",
+    "RecordScope",
+    "block_record",
+    "page_bytes",
+    "record_format",
+    "snapshot_record",
+    "state_pages",
+    "state_record",
+    "whole_rows",
+]
 
 WORD = 16  # every piece starts at a multiple: the width of one access of the kernels
 ALIGNMENT = 128  # every record does: what one PCIe write carries

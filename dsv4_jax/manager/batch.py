@@ -39,9 +39,13 @@ class Batch(NamedTuple):
     @classmethod
     def of(cls, requests: list[Request], counts: list[int]) -> Batch:
         columns = (
-            [r.slot for r in requests], [r.num_cached for r in requests], counts, [r.max_tokens for r in requests],
-            [len(r.blocks) for r in requests], [r.num_tabled for r in requests],
-        )  # fmt: skip
+            [r.slot for r in requests],
+            [r.num_cached for r in requests],
+            counts,
+            [r.max_tokens for r in requests],
+            [len(r.blocks) for r in requests],
+            [r.num_tabled for r in requests],
+        )
         # One list each: the fastest way from objects to arrays that was found.
         arrays = tuple(np.fromiter(values, np.int64, len(values)) for values in columns)
         restored = [r for r in requests if r.restores is not None]

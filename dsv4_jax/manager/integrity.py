@@ -26,12 +26,24 @@ def check_manager(layout: CacheLayout, size: CacheSize, book: RequestBook, cache
     late_blocks, late_slots = cache.copies.late
     nodes = [*cache.tree.nodes.published.values()]
     parked = [r.parked for r in waiting if r.parked is not None]
-    _partition("device block", cache.blocks, [
-        *(block for r in live for block in r.blocks[r.num_shared :]), *(n.block for n in nodes), *late_blocks,
-    ])  # fmt: skip
-    _partition("slot", cache.slots, [
-        *(r.slot for r in live), *(n.snapshot.device for n in nodes if n.snapshot), *late_slots,
-    ])  # fmt: skip
+    _partition(
+        "device block",
+        cache.blocks,
+        [
+            *(block for r in live for block in r.blocks[r.num_shared :]),
+            *(n.block for n in nodes),
+            *late_blocks,
+        ],
+    )
+    _partition(
+        "slot",
+        cache.slots,
+        [
+            *(r.slot for r in live),
+            *(n.snapshot.device for n in nodes if n.snapshot),
+            *late_slots,
+        ],
+    )
     for node in nodes:
         for pool, unit in ((cache.blocks, node.block), (cache.pages, node.host)):
             _require(not unit or pool.rank_of(unit) == node.depth % pool.ranks, f"{node} is not where its place is")
@@ -39,10 +51,17 @@ def check_manager(layout: CacheLayout, size: CacheSize, book: RequestBook, cache
         ranks = [cache.blocks.rank_of(block) for block in request.blocks]
         _require(ranks == [i % cache.ranks for i in range(len(ranks))], f"{request.id!r}: blocks on ranks {ranks}")
     states = [n.snapshot.host for n in nodes if n.snapshot and n.snapshot.host] + [*cache.fetching]
-    _partition("host page", cache.pages, [
-        *(page for p in parked for page in (*p.blocks, *p.state)), *(n.host for n in nodes),
-        *(page for pages in states for page in pages), *cache.reading, *cache.landed,
-    ])  # fmt: skip
+    _partition(
+        "host page",
+        cache.pages,
+        [
+            *(page for p in parked for page in (*p.blocks, *p.state)),
+            *(n.host for n in nodes),
+            *(page for pages in states for page in pages),
+            *cache.reading,
+            *cache.landed,
+        ],
+    )
     _require(all(len(pages) == cache.snapshot_pages for pages in states), "a snapshot has another number of pages")
     for pages in (*states, *(p.state for p in parked)):
         _require(len({cache.pages.rank_of(page) for page in pages}) == 1, f"the state in pages {pages} is of two ranks")

@@ -37,9 +37,13 @@ class LastStep:
 
     @classmethod
     def of(
-        cls, request: Request, cache: TieredCache, publisher: Publisher, live: Iterable[Request],
+        cls,
+        request: Request,
+        cache: TieredCache,
+        publisher: Publisher,
+        live: Iterable[Request],
         waiting: Iterable[Request],
-    ) -> LastStep:  # fmt: skip
+    ) -> LastStep:
         """`waiting`: the preempted requests."""
         step = request.last_step
         others = [other for other in live if other is not request]
@@ -48,9 +52,10 @@ class LastStep:
         written = [n for n in publisher.last_written(request) if cache.tree.is_current(n) and n not in used]
         block = publisher.block_tokens
         attached = [
-            node for node in publisher.last_attached(request)
+            node
+            for node in publisher.last_attached(request)
             if not any(_started_from(other, node, block, step) for other in later)
-        ]  # fmt: skip
+        ]
         relying: list[Request] = []
         heirs: dict[Request, list[Node]] = {}
         for other in others:

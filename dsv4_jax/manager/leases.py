@@ -102,11 +102,18 @@ class Leases:
         lease.told = max(lease.told, end)
         snapshot = lease.state.snapshot if lease.state is not None and end == lease.total else None
         return Handoff(
-            lease.id, seconds, lease.root.hex(), self._layout.block_fingerprint, self._layout.snapshot_fingerprint,
-            lease.total, first, (lease.nodes[end - 1].digest if end else lease.root).hex(),
-            tuple(node.host for node in nodes), snapshot.host if snapshot is not None else (),
+            lease.id,
+            seconds,
+            lease.root.hex(),
+            self._layout.block_fingerprint,
+            self._layout.snapshot_fingerprint,
+            lease.total,
+            first,
+            (lease.nodes[end - 1].digest if end else lease.root).hex(),
+            tuple(node.host for node in nodes),
+            snapshot.host if snapshot is not None else (),
             end == lease.total and (snapshot is not None or lease.missed),
-        )  # fmt: skip
+        )
 
     def acknowledge(self, lease: str) -> bool:
         """Ends a lease. Whether there was one of this name."""

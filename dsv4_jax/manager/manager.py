@@ -284,9 +284,14 @@ class KVCacheManager:
         return self._admit("admit_request", tokens, max_tokens, request_id, space)
 
     def _admit(
-        self, call: str, tokens: Iterable[int], max_tokens: int | None, request_id: Hashable | None,
-        space: dict[str, Any], arrival: Arrival | None = None,
-    ) -> Request:  # fmt: skip
+        self,
+        call: str,
+        tokens: Iterable[int],
+        max_tokens: int | None,
+        request_id: Hashable | None,
+        space: dict[str, Any],
+        arrival: Arrival | None = None,
+    ) -> Request:
         self.guard.check()
         known, ids = prompt_tokens(tokens, self.layout.cfg.vocab_size, self.book.edits)
         limit = None if max_tokens is None else check_integer("max_tokens", max_tokens, 1, error=PlanError)
@@ -709,9 +714,15 @@ class KVCacheManager:
         if slot_copies is None:
             slot_copies = min(sequences, 4) if caching else 0
         shape = StepShape.bound(
-            self.layout, sequences, tokens, columns=columns, steps=steps, history=history,
-            slot_copies=slot_copies, block_copies=block_copies,
-        )  # fmt: skip
+            self.layout,
+            sequences,
+            tokens,
+            columns=columns,
+            steps=steps,
+            history=history,
+            slot_copies=slot_copies,
+            block_copies=block_copies,
+        )
         return dataclasses.replace(shape, table_entries=shape.table_entries + columns) if caching else shape
 
     # The whole cache

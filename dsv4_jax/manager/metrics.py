@@ -134,9 +134,12 @@ def collect_stats(
         if pool is not None:
             held = tree.held(tier)
             uses[pool.name] = pool_use(
-                pool, private=own, cached=held + states, evictable=min(tree.evictable(tier), held) + states,
+                pool,
+                private=own,
+                cached=held + states,
+                evictable=min(tree.evictable(tier), held) + states,
                 unit_bytes=size,
-            )  # fmt: skip
+            )
     counters = dataclasses.replace(
         tree.counters, hit_tokens=dict(tree.counters.hit_tokens), evicted=dict(tree.counters.evicted)
     )

@@ -167,9 +167,14 @@ def _extras(
     slots = _ids("slot_copies", slot_copies, shape.slot_copies, ("slot", "slot"), facts)
     blocks = _ids("block_copies", block_copies, shape.block_copies, ("block", "block"), facts)
     return dict(
-        table_slot=table[0], table_index=table[1], table_block=table[2],
-        copy_slot_src=slots[0], copy_slot_dst=slots[1], copy_block_src=blocks[0], copy_block_dst=blocks[1],
-    )  # fmt: skip
+        table_slot=table[0],
+        table_index=table[1],
+        table_block=table[2],
+        copy_slot_src=slots[0],
+        copy_slot_dst=slots[1],
+        copy_block_src=blocks[0],
+        copy_block_dst=blocks[1],
+    )
 
 
 def _ids(

@@ -147,9 +147,10 @@ class Publisher:
         if request.left_by != request.last_step:
             return []
         return [
-            node for node in request.attached
+            node
+            for node in request.attached
             if self._tree.is_current(node) and (node.depth + 1) * self.block_tokens >= request.step_start
-        ]  # fmt: skip
+        ]
 
     def would_share(self, request: Request, tokens: int) -> int:
         """Leading blocks of the request that the tree holds once `publish(request, tokens)` was called."""
@@ -275,9 +276,11 @@ class Publisher:
         if request.hasher is None or not request.has_whole_state or (node is not None and _has_state(node)):
             return SnapshotKind.NONE
         return self._snapshots.at(
-            request.num_cached, prompt_tokens=request.num_prompt, block_tokens=self.block_tokens,
+            request.num_cached,
+            prompt_tokens=request.num_prompt,
+            block_tokens=self.block_tokens,
             junction=request.junction,
-        )  # fmt: skip
+        )
 
     def _rolling_slot(self, request: Request) -> int:
         node = request.rolling

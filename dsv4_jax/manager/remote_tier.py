@@ -174,9 +174,18 @@ class RemoteTier:
         if part.total > max(len(known) - 1, 0) // layout.block_tokens:
             raise HandoffError("total", f"{part.total} blocks, the prompt has {len(known)} tokens")
         arrival = Arrival(
-            self._manager, part.lease, known, namespace, items, self._clock() + part.seconds, cache, Hold(),
-            hasher.root.hex(), hasher.digests[: part.total], part.total,
-        )  # fmt: skip
+            self._manager,
+            part.lease,
+            known,
+            namespace,
+            items,
+            self._clock() + part.seconds,
+            cache,
+            Hold(),
+            hasher.root.hex(),
+            hasher.digests[: part.total],
+            part.total,
+        )
         self._check_part(arrival, part)
         with self._manager.guard("expect"):
             arrival.hold = cache.tree.holds.open()

@@ -122,9 +122,15 @@ class RequestBook:
         self._last_epoch += 1
         ids = tokens if isinstance(tokens, TokenIds) else TokenIds(tokens, self.edits)
         request = Request(
-            request_id, slot, self.generation, limit, ids,
-            num_prompt=len(tokens), epoch=self._last_epoch, started=started,
-        )  # fmt: skip
+            request_id,
+            slot,
+            self.generation,
+            limit,
+            ids,
+            num_prompt=len(tokens),
+            epoch=self._last_epoch,
+            started=started,
+        )
         self.live[slot] = self.ids[request_id] = request
         return request
 

@@ -45,13 +45,20 @@ def room_of(layout: CacheLayout, shape: StepShape, room: StepRoom) -> StepRoom:
     sequences, tokens = min(room.sequences, shape.sequences), min(room.tokens, shape.tokens)
     fits = StepShape.bound(layout, max(sequences, 1), max(tokens, 1), columns=1)
     return StepRoom(
-        tokens, sequences, room.blocks, shape.table_entries, shape.slot_copies, shape.columns,
-        min(shape.tokens if shape.history else 1 + layout.draft_tokens,
-            _PLENTY if shape.group_length >= fits.group_length else shape.group_length),
+        tokens,
+        sequences,
+        room.blocks,
+        shape.table_entries,
+        shape.slot_copies,
+        shape.columns,
+        min(
+            shape.tokens if shape.history else 1 + layout.draft_tokens,
+            _PLENTY if shape.group_length >= fits.group_length else shape.group_length,
+        ),
         # Every step of so many sequences and tokens has room for them in a shape made by `bound`: nothing to count.
         _PLENTY if shape.flushes >= fits.flushes else shape.flushes,
         _PLENTY if shape.groups >= fits.groups else shape.groups,
-    )  # fmt: skip
+    )
 
 
 def schedule(

@@ -23,24 +23,41 @@ def collect(layout: CacheLayout, size: CacheSize, book: RequestBook, cache: Tier
     states = cache.tree.snapshots.count(T.HOST) * cache.snapshot_pages
     pools: dict[str, PoolUse] = {
         "slot": pool_use(
-            cache.slots, private=len(live) + len(late_slots), cached=cache.tree.snapshots.count(T.DEVICE),
-            evictable=cache.tree.snapshots.count(T.DEVICE), unit_bytes=layout.bytes_per_slot,
+            cache.slots,
+            private=len(live) + len(late_slots),
+            cached=cache.tree.snapshots.count(T.DEVICE),
+            evictable=cache.tree.snapshots.count(T.DEVICE),
+            unit_bytes=layout.bytes_per_slot,
         )
-    }  # fmt: skip
+    }
     return ManagerStats(
-        blocks.num_total, blocks.num_free, blocks.num_held,
+        blocks.num_total,
+        blocks.num_free,
+        blocks.num_held,
         sum(len(r.blocks) - layout.blocks_for(r.num_cached) for r in live),
-        size.num_slots, size.num_slots - len(live), len(live), sum(r.num_cached for r in live),
-        book.generation, len(waiting),
+        size.num_slots,
+        size.num_slots - len(live),
+        len(live),
+        sum(r.num_cached for r in live),
+        book.generation,
+        len(waiting),
         collect_stats(
-            cache.tree, blocks, cache.pages if cache.pages.num_total else None, others=pools,
+            cache.tree,
+            blocks,
+            cache.pages if cache.pages.num_total else None,
+            others=pools,
             private=sum(len(r.blocks) - r.num_shared for r in live) + len(late_blocks),
-            private_host=sum(len(p.blocks) + len(p.state) for p in parked) + sum(map(len, cache.fetching))
-            + len(cache.reading) + len(cache.landed),
-            block_bytes=layout.bytes_per_block, page_bytes=page_bytes(layout), state_pages=states,
-            admission_failures=cache.failures, generation=book.generation,
+            private_host=sum(len(p.blocks) + len(p.state) for p in parked)
+            + sum(map(len, cache.fetching))
+            + len(cache.reading)
+            + len(cache.landed),
+            block_bytes=layout.bytes_per_block,
+            page_bytes=page_bytes(layout),
+            state_pages=states,
+            admission_failures=cache.failures,
+            generation=book.generation,
         ),
-    )  # fmt: skip
+    )
 
 
 def compute_block_budget(layout: CacheLayout, max_context: int, max_requests: int) -> dict[str, int]:

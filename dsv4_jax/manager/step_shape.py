@@ -208,9 +208,11 @@ def shape_for(
     table_entries, slot_copies, block_copies = (
         check_integer(name, value, 0, INT32_MAX, error=PlanError)
         for name, value in (
-            ("table_entries", table_entries), ("slot_copies", slot_copies), ("block_copies", block_copies),
+            ("table_entries", table_entries),
+            ("slot_copies", slot_copies),
+            ("block_copies", block_copies),
         )
-    )  # fmt: skip
+    )
     steps = check_integer("steps", steps, 1, INT32_MAX, error=PlanError)
     return StepTokens.of(layout, sequences).shape(
         layout, table_entries=table_entries, slot_copies=slot_copies, block_copies=block_copies, steps=steps

@@ -177,9 +177,10 @@ class Steps:
         untabled = np.flatnonzero(tabled < blocks).tolist()
         copies = self._copies(batch.restored)
         needed = dict(
-            table_entries=int((blocks - tabled)[untabled].sum()), slot_copies=len(copies),
+            table_entries=int((blocks - tabled)[untabled].sum()),
+            slot_copies=len(copies),
             block_copies=len(cache.copies.blocks),
-        )  # fmt: skip
+        )
         fits, plan = self._batch_plan(batch, shape, steps, needed)
         # From here on everything changes.
         publisher.commit()
@@ -256,9 +257,14 @@ class Steps:
         return list(counts), list(counts.values())
 
     def _check_tokens(
-        self, requests: list[Request], steps: int, starts: np.ndarray, ends: np.ndarray, lengths: np.ndarray,
+        self,
+        requests: list[Request],
+        steps: int,
+        starts: np.ndarray,
+        ends: np.ndarray,
+        lengths: np.ndarray,
         limits: np.ndarray,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """No request outgrows its limit, no chunk goes beyond the known tokens of a request, if some are known, and of
         several steps only the first one's tokens are known: the others' are drawn on the device."""
         if len(over := np.flatnonzero(ends > limits)):
@@ -392,8 +398,9 @@ class Steps:
         live = self._book.live
         return [
             (live.get(slot) or self._book.find_in_slot(slot), start, count)
-            for slot, start, count in zip(*columns, strict=True) if slot
-        ]  # fmt: skip
+            for slot, start, count in zip(*columns, strict=True)
+            if slot
+        ]
 
     def accept(self, request: Request, n_kept: int, steps: int | None) -> None:
         """Keeps the first `n_kept` tokens of a request's last step or steps. See `KVCacheManager.accept`."""

@@ -96,11 +96,16 @@ class TieredCache:
         self.failures: collections.Counter[str] = collections.Counter()
         choices = policy or CachePolicy()
         self.tree = PrefixTree(
-            layout.block_tokens, order=choices.order, host=self.pages.num_total > 0,
-            moves_down=choices.write.moves_when_evicted, events=events, persists=persists,
+            layout.block_tokens,
+            order=choices.order,
+            host=self.pages.num_total > 0,
+            moves_down=choices.write.moves_when_evicted,
+            events=events,
+            persists=persists,
             snapshot_blocks=self.snapshot_pages,
-            backup_after=choices.write.backup_after if self.pages.num_total else None, ranks=self.ranks,
-        )  # fmt: skip
+            backup_after=choices.write.backup_after if self.pages.num_total else None,
+            ranks=self.ranks,
+        )
 
     # Device units
 

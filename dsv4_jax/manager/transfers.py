@@ -204,11 +204,13 @@ class TransferQueue:
         late = len(self._waiting)
         self._waiting += [
             TransferStage(
-                _plan(stage.out[BLOCK]), _state_plan(stage.out[SLOT]),
-                _plan(stage.into[BLOCK]), _state_plan(stage.into[SLOT]),
+                _plan(stage.out[BLOCK]),
+                _state_plan(stage.out[SLOT]),
+                _plan(stage.into[BLOCK]),
+                _state_plan(stage.into[SLOT]),
             )
             for stage in self._stages
-        ]  # fmt: skip
+        ]
         self._stages = []
         return Transfers(self._waiting, self._progress, first=self._gone * _CALLS, late=late)
 

@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     from .token_table import TokenTable
 
 __all__ = [
-    "PoolCapacity", "make_full_attention_net_mem_pool", "make_gdn_pool", "make_req_to_token_pool", "plan_pools",
-]  # fmt: skip
+    "PoolCapacity",
+    "make_full_attention_net_mem_pool",
+    "make_gdn_pool",
+    "make_req_to_token_pool",
+    "plan_pools",
+]
 
 
 def make_full_attention_net_mem_pool(

@@ -41,9 +41,15 @@ class KVStoreArguments:
 
 
 def store_kv(
-    k_pool: Parts, v_pool: Parts, k: jax.Array, v: jax.Array, rows: jax.Array, *, storage: str,
+    k_pool: Parts,
+    v_pool: Parts,
+    k: jax.Array,
+    v: jax.Array,
+    rows: jax.Array,
+    *,
+    storage: str,
     implementation: Choice = None,
-) -> tuple[Parts, Parts]:  # fmt: skip
+) -> tuple[Parts, Parts]:
     """Encodes K and V rows and stores them.
 
     Args:

@@ -42,9 +42,22 @@ class RadixNode:
     """
 
     __slots__ = (
-        "alive", "children", "digests", "ids", "number", "owner", "parent", "queued", "refs", "snapshot", "start",
-        "tokens", "used", "window_ids", "window_refs",
-    )  # fmt: skip
+        "alive",
+        "children",
+        "digests",
+        "ids",
+        "number",
+        "owner",
+        "parent",
+        "queued",
+        "refs",
+        "snapshot",
+        "start",
+        "tokens",
+        "used",
+        "window_ids",
+        "window_refs",
+    )
 
     def __init__(
         self,

@@ -102,7 +102,7 @@ class RadixTree:
             ),
             "page boundaries": all(len(n) % self.page == 0 == n.start % self.page for n in nodes),
             "lengths": all(len(n) == len(n.ids) == len(n.rows) for n in nodes),
-        }  # fmt: skip
+        }
         if wrong := [name for name, right in checks.items() if not right]:
             raise IntegrityError(f"radix cache: {', '.join(wrong)}")
 

@@ -25,9 +25,15 @@ import zlib
 from ..errors import StoreFormatError
 
 __all__ = [
-    "HEADER_BYTES", "MAX_KEY_BYTES", "VERSION", "RecordHeader", "fingerprint_digest", "header_version", "pack_header",
+    "HEADER_BYTES",
+    "MAX_KEY_BYTES",
+    "VERSION",
+    "RecordHeader",
+    "fingerprint_digest",
+    "header_version",
+    "pack_header",
     "unpack_header",
-]  # fmt: skip
+]
 
 HEADER_BYTES = 128
 MAX_KEY_BYTES = 48

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +20,11 @@ __all__ = ["StackedTransfers", "run_transfers", "stack_transfers"]
 
 
 def run_transfers(
-    cache: KVCache, host: HostCache, stages: Iterable[TransferStage], *, implementation: SwapImplementation = None
+    cache: KVCache,
+    host: HostCache,
+    stages: Iterable[TransferStage] | StackedTransfers,
+    *,
+    implementation: SwapImplementation = None,
 ) -> tuple[KVCache, HostCache]:
     """Runs `KVCacheManager.take_transfers()`: before the step they were taken for, on what the step before returned.
 
@@ -52,7 +55,7 @@ def run_transfers(
     return cache, host
 
 
-def _calls(stages: Iterable[TransferStage]) -> Iterator[tuple[Any, Any]]:
+def _calls(stages: Iterable[TransferStage] | StackedTransfers) -> Iterator[tuple[Any, Any]]:
     """The calls of stages one by one: of a manager's transfers each counts as run when the next one is asked for."""
     if isinstance(stages, Transfers | StackedTransfers):
         return iter(stages.calls())
@@ -61,7 +64,7 @@ def _calls(stages: Iterable[TransferStage]) -> Iterator[tuple[Any, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class StackedTransfers:
-    """What the managers of all data shards want moved, as the stages of one cache over a mesh. They run once.
+    """What the managers of all data shards want moved, for `run_transfers` on one cache over a mesh. They run once.
 
     Attributes:
         transfers: of each manager.
@@ -73,12 +76,6 @@ class StackedTransfers:
     def managers(self) -> int:
         """The number of managers whose transfers they are."""
         return len(self.transfers)
-
-    def __iter__(self) -> Iterator[TransferStage]:
-        """The stages, as those of `Transfers`."""
-        nothing = TransferStage(None, None, None, None)
-        for stages in itertools.zip_longest(*self.transfers, fillvalue=nothing):
-            yield TransferStage(*(_stacked(plans) for plans in zip(*stages, strict=True)))
 
     def calls(self) -> Iterator[tuple[str, Any]]:
         """The calls of the stages, as those of `Transfers`. Those of shards that have run less far catch up alone."""
@@ -93,10 +90,10 @@ class StackedTransfers:
 
 
 def stack_transfers(transfers: Sequence[Iterable[TransferStage]]) -> StackedTransfers:
-    """What the managers of all data shards want moved, as the stages of one cache over a mesh.
+    """What the managers of all data shards want moved, for `run_transfers` on one cache over a mesh.
 
     Args:
-        transfers: `take_transfers()` of each, in their order. They count as gone through when the stages have been.
+        transfers: `take_transfers()` of each, in their order. They count as run when these have.
     """
     return StackedTransfers(tuple(transfers))
 

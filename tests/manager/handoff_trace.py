@@ -45,11 +45,16 @@ class Pair:
         hosts = HostSize.of(LAYOUT, 24 - small, 5), HostSize.of(LAYOUT, 18 - small, 4)
         self.sender, self.taker = (
             Trace(
-                seed + i, policy=policy, drafts=drafts[i], host=hosts[i], blocks=(26, 18)[i], snapshots=3 - i,
+                seed + i,
+                policy=policy,
+                drafts=drafts[i],
+                host=hosts[i],
+                blocks=(26, 18)[i],
+                snapshots=3 - i,
                 clock=self.clock,
             )
             for i in (0, 1)
-        )  # fmt: skip
+        )
         self.taker.texts[0] = self.sender.texts[0]
         self.tier = RemoteTier(self.taker.manager, clock=self.clock)
         self.prompts: dict[str, Message] = {}  # by lease, as the request was when it was first exported
@@ -239,10 +244,20 @@ class Pair:
 
     def run(self, steps: int) -> None:
         calls = {
-            self.serve_sender: 6, self.serve_taker: 5, self.prefill: 2, self.export: 3, self.flush: 3, self.deliver: 6,
-            self.plan: 5, self.finish: 5, self.admit: 2, self.give_up: 0.2, self.acknowledge: 0.3, self.wait: 0.4,
+            self.serve_sender: 6,
+            self.serve_taker: 5,
+            self.prefill: 2,
+            self.export: 3,
+            self.flush: 3,
+            self.deliver: 6,
+            self.plan: 5,
+            self.finish: 5,
+            self.admit: 2,
+            self.give_up: 0.2,
+            self.acknowledge: 0.3,
+            self.wait: 0.4,
             self.reset: 0.1,
-        }  # fmt: skip
+        }
         for _ in range(steps):
             self.random.choices(list(calls), list(calls.values()))[0]()
             self.check()

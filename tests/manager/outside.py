@@ -47,9 +47,25 @@ REFUSED = (NoFreeSlotError, OutOfBlocksError, RequestError, ContextLimitError, P
 WRITES = (WritePolicy.write_back(), WritePolicy.write_through(), WritePolicy.write_through_selective(2))
 KINDS = {"block": SwapPlan, "slot": StateSwapPlan}
 CALLS = dict(
-    step=20, many_steps=2, admit=8, release=6, preempt=3, resume=4, fork=1, reserve=0.3, commit=1, lose_step=2,
-    write=4, answer_writes=4, read=6, answer_reads=6, sleep=0.3, resize=0.4, reset=0.3, refuse=0.5,
-)  # fmt: skip
+    step=20,
+    many_steps=2,
+    admit=8,
+    release=6,
+    preempt=3,
+    resume=4,
+    fork=1,
+    reserve=0.3,
+    commit=1,
+    lose_step=2,
+    write=4,
+    answer_writes=4,
+    read=6,
+    answer_reads=6,
+    sleep=0.3,
+    resize=0.4,
+    reset=0.3,
+    refuse=0.5,
+)
 
 
 class Outside:
@@ -67,8 +83,13 @@ class Outside:
         )
         policy = CachePolicy(r.choice(WRITES), placement, r.choice(list(ORDERS.values())), HostWatermark(low, high))
         self.manager = KVCacheManager(
-            self.layout, self.some_size(), policy=policy, host=self.host, events=EventLog(1 << 20), weights_id=seed,
-        )  # fmt: skip
+            self.layout,
+            self.some_size(),
+            policy=policy,
+            host=self.host,
+            events=EventLog(1 << 20),
+            weights_id=seed,
+        )
         self.storage = StorageTier(self.manager) if self.host.num_pages and r.random() < 0.6 else None
         self.fresh_device()
         self.stored: dict[tuple[str, bytes], State] = {}
@@ -175,9 +196,10 @@ class Outside:
         if self.random.random() < 0.6:
             shape = self.manager.pinned_shape(4, 40, slot_copies=12, block_copies=60)
             return self.manager.schedule(
-                self.random.randint(1, 40), max_chunk=self.random.randint(1, 40),
+                self.random.randint(1, 40),
+                max_chunk=self.random.randint(1, 40),
                 shape=self.random.choice([None, shape]),
-            )  # fmt: skip
+            )
         waiting = [r for r in self.manager.requests if r.num_pending]
         self.random.shuffle(waiting)
         return [(r, self.random.randint(1, r.num_pending)) for r in waiting[: self.random.randint(1, 3)]]
@@ -264,8 +286,9 @@ class Outside:
         for request in failed:
             self.learn(request.id[0], request.tokens[: request.num_cached])
         for _ in range(self.random.randint(0, 4)):
-            call = self.random.choice(["admit", "commit", "resume", "preempt", "fork", "reserve", "answer_writes",
-                                       "answer_reads", "read"])  # fmt: skip
+            call = self.random.choice(
+                ["admit", "commit", "resume", "preempt", "fork", "reserve", "answer_writes", "answer_reads", "read"]
+            )
             getattr(self, call)()
             self.manager.check_integrity()
         self.random.shuffle(failed)
@@ -352,18 +375,29 @@ class Outside:
         request, foreign = self.any_of(m.requests), KVCacheManager(self.layout, CacheSize(3, 2, 3))
         other = foreign.admit_request([1, 2, 3])
         calls = [
-            lambda: m.admit_request([0] * (m.context_limit + 1)), lambda: m.admit_request([0, -1]),
-            lambda: m.release_request(other), lambda: m.plan_step([(other, 1)]), lambda: m.resume(other),
-            lambda: m.fork(other), lambda: m.accept(other, 0), lambda: m.wakeup(), lambda: m.resize(None),
-            lambda: m.plan_tokens(foreign.plan_step([(other, 3)])), lambda: m.schedule(0),
-        ]  # fmt: skip
+            lambda: m.admit_request([0] * (m.context_limit + 1)),
+            lambda: m.admit_request([0, -1]),
+            lambda: m.release_request(other),
+            lambda: m.plan_step([(other, 1)]),
+            lambda: m.resume(other),
+            lambda: m.fork(other),
+            lambda: m.accept(other, 0),
+            lambda: m.wakeup(),
+            lambda: m.resize(None),
+            lambda: m.plan_tokens(foreign.plan_step([(other, 3)])),
+            lambda: m.schedule(0),
+        ]
         if request:
             calls += [
-                lambda: m.plan_step([(request, 1), (request, 1)]), lambda: m.plan_step([(request, 0)]),
-                lambda: m.plan_step([(request, 1000)]), lambda: m.fork(request, request_ids=[request.id]),
-                lambda: m.admit_request([1], request_id=request.id), lambda: m.resume(request),
-                lambda: m.reserve(request, 10**6), lambda: m.accept(request, 10**6),
-            ]  # fmt: skip
+                lambda: m.plan_step([(request, 1), (request, 1)]),
+                lambda: m.plan_step([(request, 0)]),
+                lambda: m.plan_step([(request, 1000)]),
+                lambda: m.fork(request, request_ids=[request.id]),
+                lambda: m.admit_request([1], request_id=request.id),
+                lambda: m.resume(request),
+                lambda: m.reserve(request, 10**6),
+                lambda: m.accept(request, 10**6),
+            ]
         before = m.stats()._replace(cache=None), m.events.last
         r.shuffle(calls)
         for call in calls[:4]:

@@ -50,12 +50,18 @@ def test_acquire_refuses(count: object) -> None:
 @pytest.mark.parametrize(
     ("ids", "block", "problem"),
     [
-        ([2, 0], 0, "null"), ([2, -1], -1, "out of range"), ([2, 9], 9, "out of range"),
-        ([2, 5], 5, "not held"), ([2, 3, 2], 2, "twice in one call"), ([1.0], 1.0, "not an integer"),
-        ([True], True, "not an integer"), (np.array([3, 3]), 3, "twice in one call"),
-        (np.array([-3]), -3, "out of range"), (np.array([[1, 2]]), [1, 2], "not an integer"),
+        ([2, 0], 0, "null"),
+        ([2, -1], -1, "out of range"),
+        ([2, 9], 9, "out of range"),
+        ([2, 5], 5, "not held"),
+        ([2, 3, 2], 2, "twice in one call"),
+        ([1.0], 1.0, "not an integer"),
+        ([True], True, "not an integer"),
+        (np.array([3, 3]), 3, "twice in one call"),
+        (np.array([-3]), -3, "out of range"),
+        (np.array([[1, 2]]), [1, 2], "not an integer"),
     ],
-)  # fmt: skip
+)
 def test_release_is_checked_as_a_whole(ids: object, block: object, problem: str) -> None:
     pool = BlockAllocator(8)
     pool.acquire(4)

@@ -39,15 +39,24 @@ PROMPT = [i % 5 for i in range(40)]
 
 
 def make(
-    num_blocks: int = 24, num_slots: int = 4, snapshots: int = 4, *, drafts: int = 0, host: HostSize | None = None,
-    write: WritePolicy | None = None, every: int | None = 2, events: EventLog | None = None,
-    watermark: HostWatermark | None = None, weights_id: str = "",
-) -> KVCacheManager:  # fmt: skip
+    num_blocks: int = 24,
+    num_slots: int = 4,
+    snapshots: int = 4,
+    *,
+    drafts: int = 0,
+    host: HostSize | None = None,
+    write: WritePolicy | None = None,
+    every: int | None = 2,
+    events: EventLog | None = None,
+    watermark: HostWatermark | None = None,
+    weights_id: str = "",
+) -> KVCacheManager:
     layout = CacheLayout(DSV4Config.tiny(hca_ratio=8), block_tokens=B, draft_tokens=drafts)
     policy = CachePolicy(
-        write=write or WritePolicy.write_back(), snapshots=SnapshotPlacement(every),
+        write=write or WritePolicy.write_back(),
+        snapshots=SnapshotPlacement(every),
         watermark=watermark or HostWatermark(),
-    )  # fmt: skip
+    )
     size = CacheSize(num_blocks, num_slots, 12, num_snapshots=snapshots)
     return KVCacheManager(layout, size, policy=policy, host=host, events=events, weights_id=weights_id)
 
@@ -364,8 +373,10 @@ def test_stages_keep_the_order_of_copies() -> None:
     queue.out("slot", 2, 2, 16)
     stages = queue.drain()
     assert [(s.swap_out is not None, s.swap_in is not None, s.snapshot is not None) for s in stages] == [
-        (False, True, False), (True, True, False), (False, True, True),
-    ]  # fmt: skip
+        (False, True, False),
+        (True, True, False),
+        (False, True, True),
+    ]
     assert [x.tolist() for x in stages[-1].snapshot] == [[1, 2], [[1, 4], [2, 0]], [35, 16]]
     assert queue.drain() == [] and len(queue) == 0
     queue.into("slot", [4, 3], 1, 35)
@@ -466,9 +477,11 @@ def test_refused_forks_change_nothing() -> None:
     request = run(manager, PROMPT[:35])
     before = manager.stats()
     for error, ids in (
-        (RequestError, ["a", "a"]), (RequestError, [request.id]), (NoFreeSlotError, [None] * 3),
+        (RequestError, ["a", "a"]),
+        (RequestError, [request.id]),
+        (NoFreeSlotError, [None] * 3),
         (OutOfBlocksError, [None] * 2),
-    ):  # fmt: skip
+    ):
         with pytest.raises(error):
             manager.fork(request, request_ids=ids)
         after = manager.stats()
@@ -717,11 +730,15 @@ def test_a_request_at_its_limit_does_not_stop_the_others() -> None:
 @pytest.mark.parametrize(
     ("scheduled", "options", "error"),
     [
-        ([1], dict(shape=StepShape(1, 1, 1, 1, 1, 1, 1)), PlanError), ([41], {}, RequestError),
-        ([9, 97], {}, PlanError), ([9] * 5, {}, PlanError), ([40, 0], {}, PlanError), ([1], dict(steps=99), PlanError),
+        ([1], dict(shape=StepShape(1, 1, 1, 1, 1, 1, 1)), PlanError),
+        ([41], {}, RequestError),
+        ([9, 97], {}, PlanError),
+        ([9] * 5, {}, PlanError),
+        ([40, 0], {}, PlanError),
+        ([1], dict(steps=99), PlanError),
         ([1], dict(shape="any"), PlanError),
     ],
-)  # fmt: skip
+)
 def test_a_refused_plan_changes_nothing(scheduled: list[int], options: dict, error: type[Exception]) -> None:
     """Not even what the step before has filled is published by it."""
     manager = make(num_blocks=9)

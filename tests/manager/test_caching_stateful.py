@@ -34,21 +34,36 @@ class Trace:
     """One random load. Counts what happened, so that a test can ask for all of it."""
 
     def __init__(
-        self, seed: int, *, policy: str, drafts: int, host: HostSize, blocks: int, snapshots: int, ranks: int = 1,
+        self,
+        seed: int,
+        *,
+        policy: str,
+        drafts: int,
+        host: HostSize,
+        blocks: int,
+        snapshots: int,
+        ranks: int = 1,
         clock: Callable[[], float] = time.monotonic,
-    ):  # fmt: skip
+    ):
         self.random = random.Random(seed)
         cfg = DSV4Config.tiny(hca_ratio=8)
         self.layout = CacheLayout(cfg, block_tokens=BLOCK, draft_tokens=drafts)
         size = CacheSize(blocks // ranks, 4, 12, num_snapshots=snapshots, pool_ranks=ranks)
         placement = SnapshotPlacement(
-            self.random.choice([None, 1, 2, 3]), self.random.random() < 0.8, True, self.random.random() < 0.8,
+            self.random.choice([None, 1, 2, 3]),
+            self.random.random() < 0.8,
+            True,
+            self.random.random() < 0.8,
             self.random.choice([None, None, 1, 2]),
-        )  # fmt: skip
+        )
         self.manager = KVCacheManager(
-            self.layout, size, policy=CachePolicy(write=POLICIES[policy], snapshots=placement), host=host,
-            events=EventLog(), clock=clock,
-        )  # fmt: skip
+            self.layout,
+            size,
+            policy=CachePolicy(write=POLICIES[policy], snapshots=placement),
+            host=host,
+            events=EventLog(),
+            clock=clock,
+        )
         self.device = SymbolicDevice(self.layout, size, host)
         self.spaces: dict[object, Namespace] = {}
         self.fed: dict[object, list[int]] = {}  # what the steps of each request were really fed
@@ -348,11 +363,14 @@ class CachingMachine(RuleBasedStateMachine):
     """The same load, its order and its choices hypothesis's: what fails shrinks."""
 
     @initialize(
-        seed=st.integers(0, 99), policy=st.sampled_from(sorted(POLICIES)), drafts=st.sampled_from([0, 1, 3, 7]),
+        seed=st.integers(0, 99),
+        policy=st.sampled_from(sorted(POLICIES)),
+        drafts=st.sampled_from([0, 1, 3, 7]),
         ranks=st.sampled_from([1, 2]),
         host=st.sampled_from([HostSize(0), HostSize.of(LAYOUT, 2, 1), HostSize(9), HostSize.of(LAYOUT, 12, 3)]),
-        blocks=st.integers(12, 30), snapshots=st.integers(0, 5),
-    )  # fmt: skip
+        blocks=st.integers(12, 30),
+        snapshots=st.integers(0, 5),
+    )
     def start(self, seed: int, **options) -> None:
         self.trace = Trace(seed, **options)
 

@@ -38,10 +38,20 @@ def test_every_process_of_a_deployment_makes_the_same() -> None:
     spec = pickle.loads(pickle.dumps(cached.hash_spec))
     digests = cached.digests(PROMPT, **SPACE)
     assert digests == plain.digests(np.array(PROMPT, np.uint16), **SPACE) == BlockHasher(spec, PROMPT, **SPACE).digests
-    assert len({tuple(x) for x in (
-        digests, plain.digests(PROMPT), cached.digests(PROMPT, items=SPACE["items"]),
-        KVCacheManager(LAYOUT, SIZE, weights_id="v").digests(PROMPT, **SPACE),
-    )}) == 4  # fmt: skip
+    assert (
+        len(
+            {
+                tuple(x)
+                for x in (
+                    digests,
+                    plain.digests(PROMPT),
+                    cached.digests(PROMPT, items=SPACE["items"]),
+                    KVCacheManager(LAYOUT, SIZE, weights_id="v").digests(PROMPT, **SPACE),
+                )
+            }
+        )
+        == 4
+    )
 
 
 def test_only_full_blocks_have_one() -> None:

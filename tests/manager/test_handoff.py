@@ -27,15 +27,24 @@ from dsv4_jax.errors import (
 )
 from dsv4_jax.manager import CachePolicy, Handoff, HostSize, Namespace, RemoteTier
 from tests.clock import FakeClock
+from tests.interruption import Fault
 
 from .handoff_trace import LEASE, Pair, vouch
 from .symbolic_device import SymbolicDevice
 from .test_caching_stateful import BLOCK, LAYOUT, POLICIES
-from .test_interrupted import Fault
 
-CALLS = ["prefill"] * 4 + ["flush", "deliver", "plan", "finish"] * 3 + ["serve_sender", "serve_taker", "admit"] * 2 + [
-    "export", "give_up", "acknowledge", "wait", "reset",
-]  # fmt: skip
+CALLS = (
+    ["prefill"] * 4
+    + ["flush", "deliver", "plan", "finish"] * 3
+    + ["serve_sender", "serve_taker", "admit"] * 2
+    + [
+        "export",
+        "give_up",
+        "acknowledge",
+        "wait",
+        "reset",
+    ]
+)
 OFTEN = (
     "streamed",
     "extended",
@@ -47,9 +56,14 @@ OFTEN = (
     "told again",
 )
 SELDOM = (
-    "records that were here", "stale records", "admitted early", "resets", "resets while reading",
-    "failed: its lease has ended", "failed: a record did not arrive whole",
-)  # fmt: skip
+    "records that were here",
+    "stale records",
+    "admitted early",
+    "resets",
+    "resets while reading",
+    "failed: its lease has ended",
+    "failed: a record did not arrive whole",
+)
 SLOW = bool(os.environ.get("RUN_SLOW"))
 
 
@@ -67,9 +81,11 @@ class HandoffMachine(RuleBasedStateMachine):
     """The same, its order and its choices hypothesis's: what fails shrinks."""
 
     @initialize(
-        seed=st.integers(0, 99), policy=st.sampled_from(sorted(POLICIES)), small=st.sampled_from([0, 8]),
+        seed=st.integers(0, 99),
+        policy=st.sampled_from(sorted(POLICIES)),
+        small=st.sampled_from([0, 8]),
         drafts=st.sampled_from([(0, 3), (0, 0), (3, 1)]),
-    )  # fmt: skip
+    )
     def start(self, seed: int, **options: Any) -> None:
         self.pair = Pair(seed, **options)
 
@@ -305,21 +321,38 @@ def fields(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"format": "dsv4_jax hand-off 2"}, "format"), ({"lease": "x" * 65}, "lease"), ({"lease": 7}, "lease"),
-        ({"seconds": 0}, "seconds"), ({"seconds": float("nan")}, "seconds"), ({"seconds": True}, "seconds"),
+        ({"format": "dsv4_jax hand-off 2"}, "format"),
+        ({"lease": "x" * 65}, "lease"),
+        ({"lease": 7}, "lease"),
+        ({"seconds": 0}, "seconds"),
+        ({"seconds": float("nan")}, "seconds"),
+        ({"seconds": True}, "seconds"),
         ({"seconds": 10**400}, "seconds"),
-        ({"root": "0" * 64}, "root"), ({"root": "0" * 63}, "root"),
+        ({"root": "0" * 64}, "root"),
+        ({"root": "0" * 63}, "root"),
         ({"block_fingerprint": "f" * 64}, "block_fingerprint"),
-        ({"snapshot_fingerprint": "f" * 64}, "snapshot_fingerprint"), ({"total": 2**31}, "total"),
-        ({"total": 4}, "total"), ({"total": 6}, "state"), ({"total": True}, "total"), ({"first": 1}, "total"),
-        ({"first": -1}, "first"), ({"digest": "0" * 64}, "digest"), ({"blocks": [1, 2, 3, 4, 0]}, "blocks"),
-        ({"blocks": [1, 1, 2, 3, 4]}, "blocks"), ({"blocks": list(range(1, 16386))}, "blocks"),
-        ({"blocks": "12345"}, "blocks"), ({"blocks": [1.0] * 5}, "blocks"), ({"state": [90]}, "sums"),
-        ({"last": 1}, "last"), ({"last": False}, "state"), ({"total": 6, "state": [], "sums": "0" * 160}, "last"),
-        ({"sums": "00"}, "sums"), ({"sums": None}, "sums"),
+        ({"snapshot_fingerprint": "f" * 64}, "snapshot_fingerprint"),
+        ({"total": 2**31}, "total"),
+        ({"total": 4}, "total"),
+        ({"total": 6}, "state"),
+        ({"total": True}, "total"),
+        ({"first": 1}, "total"),
+        ({"first": -1}, "first"),
+        ({"digest": "0" * 64}, "digest"),
+        ({"blocks": [1, 2, 3, 4, 0]}, "blocks"),
+        ({"blocks": [1, 1, 2, 3, 4]}, "blocks"),
+        ({"blocks": list(range(1, 16386))}, "blocks"),
+        ({"blocks": "12345"}, "blocks"),
+        ({"blocks": [1.0] * 5}, "blocks"),
+        ({"state": [90]}, "sums"),
+        ({"last": 1}, "last"),
+        ({"last": False}, "state"),
+        ({"total": 6, "state": [], "sums": "0" * 160}, "last"),
+        ({"sums": "00"}, "sums"),
+        ({"sums": None}, "sums"),
         ({"more": 1}, None),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_field_is_named_and_nothing_changes(change: dict[str, Any], field: str | None) -> None:
     taker = Host()
     with pytest.raises(HandoffError) as caught:
@@ -386,9 +419,13 @@ def test_what_is_no_arrival_of_this_manager_is_refused_and_nothing_changes() -> 
     data = sender.prefill()
     for arrival in (None, other.tier.expect(data, PROMPT, namespace=SPACE)):
         for call in (
-            lambda a: taker.tier.extend(a, data), taker.tier.plan_reads, lambda a: taker.tier.finish_reads(a, [], []),
-            lambda a: taker.tier.fail(a, "why"), taker.tier.close, taker.manager.admit_remote,
-        ):  # fmt: skip
+            lambda a: taker.tier.extend(a, data),
+            taker.tier.plan_reads,
+            lambda a: taker.tier.finish_reads(a, [], []),
+            lambda a: taker.tier.fail(a, "why"),
+            taker.tier.close,
+            taker.manager.admit_remote,
+        ):
             with pytest.raises(RequestError, match="not an arrival"):
                 call(arrival)
         taker.manager.check_integrity()

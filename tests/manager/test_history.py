@@ -66,9 +66,10 @@ def test_what_is_computed_cannot_be_changed(change: Callable[[Request], None], h
     first = next((i for i, pair in enumerate(zip(before, request.tokens, strict=False)) if pair[0] != pair[1]), None)
     first = len(request.tokens) if first is None else first
     for call in (
-        lambda: manager.plan_step([(request, 1)]), lambda: manager.fork(request),
+        lambda: manager.plan_step([(request, 1)]),
+        lambda: manager.fork(request),
         lambda: manager.export_request(request),
-    ):  # fmt: skip
+    ):
         with pytest.raises(RequestError, match=f"token {first} was fed as {before[first]} and"):
             call()
     changed = list(request.tokens)
@@ -249,8 +250,11 @@ def test_ids_behind_a_computed_one_that_is_gone_are_not_noted(end: str) -> None:
     del request.tokens[0]
     request.tokens.append(77)
     wrong = [*before[:9], *request.tokens[9:]]
-    {"admit": lambda: manager.commit(), "release": lambda: manager.release_request(request),
-     "preempt": lambda: manager.preempt(request)}[end]()  # fmt: skip
+    {
+        "admit": lambda: manager.commit(),
+        "release": lambda: manager.release_request(request),
+        "preempt": lambda: manager.preempt(request),
+    }[end]()
     assert len(manager.cache.tree.match(manager.digests(wrong), 17).path) < 2
     if end == "admit":
         request.tokens[:] = before

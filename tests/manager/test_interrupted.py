@@ -19,13 +19,28 @@ from dsv4_jax import KVCacheManager
 from dsv4_jax.errors import ManagerInterruptedError, OutOfBlocksError
 from dsv4_jax.manager import HostSize, RemoteTier
 from dsv4_jax.manager.storage_tier import StorageTier
+from tests.interruption import Fault
 from tests.manager.test_caching_stateful import LAYOUT, POLICIES, Trace
 
 ROOT = str(pathlib.Path(dsv4_jax.manager.__file__).parent)
 CALLS = (
-    "abort_request", "accept", "admit_request", "commit", "fork", "plan_step", "plan_tokens", "preempt",
-    "release_request", "reserve", "resize", "resume", "schedule", "sleep", "take_transfers", "wakeup",
-)  # fmt: skip
+    "abort_request",
+    "accept",
+    "admit_request",
+    "commit",
+    "fork",
+    "plan_step",
+    "plan_tokens",
+    "preempt",
+    "release_request",
+    "reserve",
+    "resize",
+    "resume",
+    "schedule",
+    "sleep",
+    "take_transfers",
+    "wakeup",
+)
 
 
 # In every step; and those in the midst of one: whoever loses a plan that was made has to start again.
@@ -33,58 +48,46 @@ OFTEN = ("plan_step", "plan_tokens", "schedule", "take_transfers")
 MIDST = ("accept", "plan_tokens", "take_transfers", "wakeup")
 
 
-class Fault:
-    """Raises `error` at the n-th line of the manager that runs inside `call`; `hit` says whether it came to that.
-
-    Of another file or folder: `root`. `opcodes`: at the n-th instruction instead.
-    """
-
-    def __init__(self, error: type[BaseException], line: int, *, root: str = ROOT, opcodes: bool = False):
-        self.error, self.left, self.hit = error, line, False
-        self._root, self._opcodes = root, opcodes
-
-    def call(self, function: Callable, *args, **options):
-        before = sys.gettrace()
-        sys.settrace(self._enter)
-        try:
-            return function(*args, **options)
-        finally:
-            sys.settrace(before)
-
-    def _enter(self, frame, event, arg):
-        frame.f_trace_opcodes = self._opcodes
-        closes = self._opcodes and frame.f_code.co_name == "<genexpr>"  # when it is closed an error goes nowhere
-        return self._line if frame.f_code.co_filename.startswith(self._root) and not closes else None
-
-    def _line(self, frame, event, arg):
-        if event == ("opcode" if self._opcodes else "line") and not self.hit:
-            self.left -= 1
-            if self.left < 0:
-                self.hit = True
-                raise self.error("injected")
-        return self._line
-
-
 def assert_closed(manager: KVCacheManager) -> None:
     """Every public call but `reset` refuses."""
     tier, remote, calls = StorageTier(manager), RemoteTier(manager), list[Callable]()
     calls += [
-        lambda: manager.admit_request([1, 2]), lambda: manager.plan_step([]), lambda: manager.schedule(4),
-        manager.commit, manager.flush, lambda: manager.acknowledge(""), manager.take_transfers, manager.stats,
+        lambda: manager.admit_request([1, 2]),
+        lambda: manager.plan_step([]),
+        lambda: manager.schedule(4),
+        manager.commit,
+        manager.flush,
+        lambda: manager.acknowledge(""),
+        manager.take_transfers,
+        manager.stats,
         lambda: manager.export_again(""),
-        manager.check_integrity, manager.sleep, manager.wakeup, manager.can_admit,
-        lambda: manager.resize(manager.size), manager.memory_bytes, lambda: manager.pinned_shape(1),
-        lambda: tier.plan_writes(1), lambda: tier.finish_writes([], []), lambda: tier.finish_reads([], []),
-        lambda: tier.plan_reads([1] * 99, _nothing, _nothing), lambda: remote.expect(b"", []), remote.expire,
-    ]  # fmt: skip
+        manager.check_integrity,
+        manager.sleep,
+        manager.wakeup,
+        manager.can_admit,
+        lambda: manager.resize(manager.size),
+        manager.memory_bytes,
+        lambda: manager.pinned_shape(1),
+        lambda: tier.plan_writes(1),
+        lambda: tier.finish_writes([], []),
+        lambda: tier.finish_reads([], []),
+        lambda: tier.plan_reads([1] * 99, _nothing, _nothing),
+        lambda: remote.expect(b"", []),
+        remote.expire,
+    ]
     for request in (*manager.requests, *manager.preempted):
         calls += [
-            lambda r=request: manager.release_request(r), lambda r=request: manager.abort_request(r),
-            lambda r=request: manager.preempt(r), lambda r=request: manager.resume(r),
-            lambda r=request: manager.fork(r), lambda r=request: manager.reserve(r, 1),
-            lambda r=request: manager.export_request(r), lambda r=request: manager.accept(r, 0),
-            lambda r=request: manager.find(r.ref), lambda r=request: manager.can_resume(r),
-        ]  # fmt: skip
+            lambda r=request: manager.release_request(r),
+            lambda r=request: manager.abort_request(r),
+            lambda r=request: manager.preempt(r),
+            lambda r=request: manager.resume(r),
+            lambda r=request: manager.fork(r),
+            lambda r=request: manager.reserve(r, 1),
+            lambda r=request: manager.export_request(r),
+            lambda r=request: manager.accept(r, 0),
+            lambda r=request: manager.find(r.ref),
+            lambda r=request: manager.can_resume(r),
+        ]
     for call in calls:
         with pytest.raises(ManagerInterruptedError, match=r"injected|broken off"):
             call()
@@ -93,11 +96,28 @@ def assert_closed(manager: KVCacheManager) -> None:
 def books(manager: KVCacheManager) -> tuple:
     """All that a call may change."""
     requests = [
-        (r.id, r.slot, r.state, r.epoch, list(r.tokens), list(r.history), r.num_cached, r.num_hit, list(r.blocks),
-         r.num_tabled, r.reserved, r.num_scheduled, r.step_start, r.last_step, list(r.nodes), r.restores, r.rolling,
-         r.parked)
+        (
+            r.id,
+            r.slot,
+            r.state,
+            r.epoch,
+            list(r.tokens),
+            list(r.history),
+            r.num_cached,
+            r.num_hit,
+            list(r.blocks),
+            r.num_tabled,
+            r.reserved,
+            r.num_scheduled,
+            r.step_start,
+            r.last_step,
+            list(r.nodes),
+            r.restores,
+            r.rolling,
+            r.parked,
+        )
         for r in (*manager.requests, *manager.preempted)
-    ]  # fmt: skip
+    ]
     return manager.stats(), requests, manager.events.last, manager.has_transfers
 
 
@@ -135,8 +155,15 @@ class InterruptedTrace(Trace):
         return call
 
     def run(self, steps: int) -> None:
-        calls = [self.step] * 12 + [self.decode] * 3 + [self.admit] * 6 + [self.release] * 2 + [self.preempt] * 2 + [
-            self.resume] * 3 + [self.fork, self.fail, self.sleep, self.resize, self.reserve]  # fmt: skip
+        calls = (
+            [self.step] * 12
+            + [self.decode] * 3
+            + [self.admit] * 6
+            + [self.release] * 2
+            + [self.preempt] * 2
+            + [self.resume] * 3
+            + [self.fork, self.fail, self.sleep, self.resize, self.reserve]
+        )
         for _ in range(steps):
             act = self.random.choice(calls)
             try:

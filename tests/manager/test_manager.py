@@ -159,9 +159,11 @@ def test_a_request_that_outgrows_all_blocks_is_said_to_have(drafts: int) -> None
     assert (outgrown.value.request, outgrown.value.limit, request.num_cached) == (1, 256, 256)
     del request.tokens[257:]  # plans of several steps draw what comes after their first token
     for call in (
-        lambda: manager.schedule(1), lambda: manager.plan_step([(request, 1)]), lambda: manager.reserve(request, 257),
+        lambda: manager.schedule(1),
+        lambda: manager.plan_step([(request, 1)]),
+        lambda: manager.reserve(request, 257),
         lambda: manager.plan_step([(request, 1)], steps=3),
-    ):  # fmt: skip
+    ):
         refused(manager, ContextLimitError, call, "all 2 blocks")
     manager.release_request(request)
     if manager.preempted:

@@ -18,8 +18,26 @@ from .prefix.test_hashing_keys import BAD_TOKENS, Evil, kind
 
 LAYOUT = CacheLayout(DSV4Config.tiny(hca_ratio=16), block_tokens=16)
 SIZE = CacheSize(num_blocks=8, num_slots=3, max_blocks_per_request=4, num_snapshots=2)
-BAD_COUNTS = [True, np.True_, 1.0, np.float32(1), np.nan, "1", b"1", None, [1], np.array([1]), np.array(True), -1,
-              2**63, 10**5000, -(10**5000), Evil(), object(), 1j]  # fmt: skip
+BAD_COUNTS = [
+    True,
+    np.True_,
+    1.0,
+    np.float32(1),
+    np.nan,
+    "1",
+    b"1",
+    None,
+    [1],
+    np.array([1]),
+    np.array(True),
+    -1,
+    2**63,
+    10**5000,
+    -(10**5000),
+    Evil(),
+    object(),
+    1j,
+]
 
 
 @pytest.fixture(params=[None, CachePolicy()], ids=["no policy", "policy"])
@@ -71,10 +89,12 @@ def test_other_things_close_no_manager() -> None:
         *((PlanError, functools.partial(tier.finish_reads, odd, [True])) for odd in ([plan], [], None)),
         *((PlanError, functools.partial(tier.plan_fetch, odd, yes, yes)) for odd in (foreign, "ab", None)),
         (PlanError, lambda: tier.plan_fetch([b"a" * 32], lambda _: None, yes)),
-        (PlanError, lambda: manager.plan_step(None)), (PlanError, lambda: manager.fork(request, request_ids=None)),
-        (PlanError, lambda: manager.schedule(9, requests=5)), (RequestError, lambda: manager.find(request)),
+        (PlanError, lambda: manager.plan_step(None)),
+        (PlanError, lambda: manager.fork(request, request_ids=None)),
+        (PlanError, lambda: manager.schedule(9, requests=5)),
+        (RequestError, lambda: manager.find(request)),
         (RequestError, lambda: manager.resume(Evil())),
-    ):  # fmt: skip
+    ):
         refused(manager, error, call)
     assert manager.plan_tokens(plan)[:20].tolist() == list(range(20))
 
@@ -201,11 +221,18 @@ def test_integers_are_no_requests(manager: KVCacheManager) -> None:
     assert [(r.id, r.slot) for r in others] == [(1, 2), (2, 3)]
     for number in (1, 2, 3, np.int32(1)):
         for call in (
-            lambda n: manager.release_request(n), lambda n: manager.abort_request(n), lambda n: manager.preempt(n),
-            lambda n: manager.fork(n), lambda n: manager.accept(n, 1), lambda n: manager.reserve(n, 1),
-            lambda n: manager.plan_step([(n, 1)]), lambda n: manager.schedule(4, requests=[n]),
-            lambda n: manager.export_request(n), lambda n: manager.resume(n), lambda n: manager.can_resume(n),
-        ):  # fmt: skip
+            lambda n: manager.release_request(n),
+            lambda n: manager.abort_request(n),
+            lambda n: manager.preempt(n),
+            lambda n: manager.fork(n),
+            lambda n: manager.accept(n, 1),
+            lambda n: manager.reserve(n, 1),
+            lambda n: manager.plan_step([(n, 1)]),
+            lambda n: manager.schedule(4, requests=[n]),
+            lambda n: manager.export_request(n),
+            lambda n: manager.resume(n),
+            lambda n: manager.can_resume(n),
+        ):
             refused(manager, RequestError, functools.partial(call, number))
     assert len(manager.requests) == 3
 
@@ -234,8 +261,21 @@ class Different:
         return False
 
 
-BAD_IDS = [[], {}, set(), np.array([1]), ([],), float("nan"), np.float64("nan"), Decimal("NaN"), Decimal("sNaN"),
-           Unhashable(), Incomparable(), Different(), slice(1, 2, [])]  # fmt: skip
+BAD_IDS = [
+    [],
+    {},
+    set(),
+    np.array([1]),
+    ([],),
+    float("nan"),
+    np.float64("nan"),
+    Decimal("NaN"),
+    Decimal("sNaN"),
+    Unhashable(),
+    Incomparable(),
+    Different(),
+    slice(1, 2, []),
+]
 
 
 @pytest.mark.parametrize("name", BAD_IDS, ids=kind)

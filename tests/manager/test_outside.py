@@ -11,9 +11,23 @@ from dsv4_jax.errors import PerformanceWarning
 from tests.manager.outside import Outside
 
 HAPPENED = (
-    "compared", "fed", "forked", "hit", "junction", "lost", "moved", "outgrown", "parked", "read", "rejected",
-    "resized", "steps at once", "steps left out", "unparked", "written",
-)  # fmt: skip
+    "compared",
+    "fed",
+    "forked",
+    "hit",
+    "junction",
+    "lost",
+    "moved",
+    "outgrown",
+    "parked",
+    "read",
+    "rejected",
+    "resized",
+    "steps at once",
+    "steps left out",
+    "unparked",
+    "written",
+)
 
 
 @pytest.mark.slow

@@ -244,7 +244,8 @@ def test_the_next_decode_of_the_same_sequences_is_the_plan_built_anew() -> None:
     for problem, changed in (
         ("columns=10", dict(starts=np.full(5, 9 * layout.block_tokens))),
         ("slot_copies=3", dict(slot_copies=[(1, 2)] * 3)),
-        ("block_copies=2", dict(block_copies=[(1, 2)] * 2)), ("table_entries=99", dict(table_entries=[(1, 1, 1)] * 99)),
-    ):  # fmt: skip
+        ("block_copies=2", dict(block_copies=[(1, 2)] * 2)),
+        ("table_entries=99", dict(table_entries=[(1, 1, 1)] * 99)),
+    ):
         with pytest.raises(PlanError, match=problem):
             next_decode(layout, plan, shape, **(dict(starts=then) | changed))

@@ -98,8 +98,12 @@ def test_snapshot_placement() -> None:
     assert kinds(only(end_of_prompt=True), 0, 32) == {}
     assert kinds(only(end_of_output=True), 12, 24) == dict.fromkeys((16, 20, 24), "rolling")
     assert kinds(only(every=4, end_of_prompt=True, end_of_output=True), 9, 24) == {
-        8: "keep", 12: "rolling", 16: "keep", 20: "rolling", 24: "rolling",
-    }  # fmt: skip
+        8: "keep",
+        12: "rolling",
+        16: "keep",
+        20: "rolling",
+        24: "rolling",
+    }
     assert kinds(only(junctions=True), 40, 60, junction=12) == {12: "keep"}
     assert kinds(only(junctions=True), 40, 60) == kinds(only(), 40, 60, junction=12) == {}
     # Its last boundary is after 88 tokens, 22 blocks: 2, 4, 8 and 16 blocks before it.
@@ -122,9 +126,13 @@ def test_default_placement_of_a_long_prompt() -> None:
 
 
 placements = st.builds(
-    SnapshotPlacement, st.none() | st.integers(1, 9), st.booleans(), st.booleans(), st.booleans(),
+    SnapshotPlacement,
     st.none() | st.integers(1, 9),
-)  # fmt: skip
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.none() | st.integers(1, 9),
+)
 
 
 @given(placements, st.integers(0, 400), st.integers(0, 90), st.integers(0, 400), st.integers(1, 60))
@@ -138,10 +146,18 @@ def test_chunks_end_where_a_snapshot_is_wanted(policy, prompt, junction, start, 
         distances = {policy.doubling * 2**k for k in range(9)}
     for tokens in range(500):
         i, rest = divmod(tokens, block)
-        kept = i > 0 and not rest and any([
-            policy.every is not None and i % policy.every == 0, policy.end_of_prompt and i == end,
-            policy.junctions and i == junction, end - i in distances,
-        ])  # fmt: skip
+        kept = (
+            i > 0
+            and not rest
+            and any(
+                [
+                    policy.every is not None and i % policy.every == 0,
+                    policy.end_of_prompt and i == end,
+                    policy.junctions and i == junction,
+                    end - i in distances,
+                ]
+            )
+        )
         rolls = i > 0 and not rest and policy.end_of_output and tokens > prompt
         wanted = SnapshotKind.KEEP if kept else SnapshotKind.ROLLING if rolls else SnapshotKind.NONE
         assert policy.at(tokens, **facts) is wanted

@@ -78,14 +78,30 @@ def all_calls(manager: KVCacheManager) -> Iterator[Callable[[], object]]:
     request = manager.requests[0]
     tier = StorageTier(manager)
     yield from (
-        lambda: manager.admit_request([1, 2]), lambda: manager.release_request(request), manager.reset, manager.sleep,
-        lambda: manager.abort_request(request), lambda: manager.preempt(request), lambda: manager.fork(request),
-        lambda: manager.reserve(request, 9), lambda: manager.schedule(9), lambda: manager.plan_step([(request, 1)]),
-        lambda: manager.accept(request, 1), manager.commit, manager.take_transfers, manager.flush, manager.wakeup,
-        lambda: manager.resize(manager.size), lambda: manager.acknowledge(""), lambda: manager.export_request(request),
-        lambda: manager.resume(request), lambda: manager.can_resume(request), lambda: tier.plan_writes(9),
-        lambda: tier.finish_writes([], []), lambda: tier.finish_reads([], []),
-    )  # fmt: skip
+        lambda: manager.admit_request([1, 2]),
+        lambda: manager.release_request(request),
+        manager.reset,
+        manager.sleep,
+        lambda: manager.abort_request(request),
+        lambda: manager.preempt(request),
+        lambda: manager.fork(request),
+        lambda: manager.reserve(request, 9),
+        lambda: manager.schedule(9),
+        lambda: manager.plan_step([(request, 1)]),
+        lambda: manager.accept(request, 1),
+        manager.commit,
+        manager.take_transfers,
+        manager.flush,
+        manager.wakeup,
+        lambda: manager.resize(manager.size),
+        lambda: manager.acknowledge(""),
+        lambda: manager.export_request(request),
+        lambda: manager.resume(request),
+        lambda: manager.can_resume(request),
+        lambda: tier.plan_writes(9),
+        lambda: tier.finish_writes([], []),
+        lambda: tier.finish_reads([], []),
+    )
 
 
 def work(manager: KVCacheManager, pause: Pause | None = None) -> list:

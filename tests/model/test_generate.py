@@ -194,7 +194,7 @@ def test_a_manager_with_a_host_tier_is_refused(params):
         (dict(prompts=[[1], [1], [1], [CFG.vocab_size]]), RequestError, "0..255"),
         (dict(max_new_tokens=True), PlanError, "max_new_tokens must be an integer of at least 1, got True"),
         (dict(chunk_tokens=32.0), PlanError, "chunk_tokens must be an integer"),
-        (dict(seed=2**64), PlanError, "seed must be at most"),
+        (dict(seed=2**64), PlanError, "seed must be an integer from"),
         (dict(sampling=None), PlanError, "sampling must be a Sampling, got None"),
         (dict(stop_tokens="12"), PlanError, "stop_tokens must be integers, got '1'"),
         (dict(stop_tokens=5), PlanError, "stop_tokens must be token ids, got 5"),

@@ -40,18 +40,26 @@ def test_factories() -> None:
 
 
 @given(
-    st.integers(0, 200_000), st.floats(0.5, 1.0), st.sampled_from(["bf16", "f32", "fp8"]), st.booleans(),
-    st.one_of(st.none(), st.integers(1, 300)), st.sampled_from([1, 4, 16]),
-)  # fmt: skip
+    st.integers(0, 200_000),
+    st.floats(0.5, 1.0),
+    st.sampled_from(["bf16", "f32", "fp8"]),
+    st.booleans(),
+    st.one_of(st.none(), st.integers(1, 300)),
+    st.sampled_from([1, 4, 16]),
+)
 def test_the_plan_is_what_is_allocated_and_the_most_that_fits(
     after: int, fraction: float, storage: str, states: bool, most: int | None, page: int
 ) -> None:
     given: dict[str, Any] = dict(SHAPE, storage=storage, page_size=page, max_requests=3, max_context=20)
     try:
         plan = plan_pools(
-            free_before_model=200_000, free_after_model=after, memory_fraction=fraction, max_tokens=most,
-            gdn=GDN if states else None, **given,
-        )  # fmt: skip
+            free_before_model=200_000,
+            free_after_model=after,
+            memory_fraction=fraction,
+            max_tokens=most,
+            gdn=GDN if states else None,
+            **given,
+        )
     except CapacityError as error:
         assert str(after) in str(error) and "max_tokens" in str(error)
         return
@@ -70,9 +78,15 @@ def test_the_plan_is_what_is_allocated_and_the_most_that_fits(
 def test_the_refusal_lists_every_term() -> None:
     with pytest.raises(CapacityError) as info:
         plan_pools(
-            free_before_model=100_000, free_after_model=20_000, memory_fraction=0.9, gdn=GDN, max_requests=3,
-            max_context=700, max_tokens=50, **SHAPE,
-        )  # fmt: skip
+            free_before_model=100_000,
+            free_after_model=20_000,
+            memory_fraction=0.9,
+            gdn=GDN,
+            max_requests=3,
+            max_context=700,
+            max_tokens=50,
+            **SHAPE,
+        )
     text = str(info.value)
     for term in (20_000, 10_000, 100_000, 0.9, GDN.total_bytes, 4 * 4 * 701, "max_tokens 50", "80 a token"):
         assert str(term) in text, (term, text)
@@ -80,10 +94,20 @@ def test_the_refusal_lists_every_term() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [{"memory_fraction": 0}, {"memory_fraction": 1.1}, {"memory_fraction": True}, {"free_before_model": 0},
-     {"max_tokens": 0}, {"page_size": 0}, {"layers": 0}, {"storage": "int4"}, {"max_requests": -1}, {"gdn": 5}],
+    [
+        {"memory_fraction": 0},
+        {"memory_fraction": 1.1},
+        {"memory_fraction": True},
+        {"free_before_model": 0},
+        {"max_tokens": 0},
+        {"page_size": 0},
+        {"layers": 0},
+        {"storage": "int4"},
+        {"max_requests": -1},
+        {"gdn": 5},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_refuses(bad: dict[str, Any]) -> None:
     good: dict[str, Any] = dict(SHAPE, free_before_model=10**6, free_after_model=10**6, memory_fraction=0.9)
     with pytest.raises(PoolError):

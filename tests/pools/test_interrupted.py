@@ -12,8 +12,7 @@ import pytest
 
 from dsv4_jax.events import EventLog
 from dsv4_jax.pools import GDNSpec, RadixCache, ReqToTokenPool, StateSlots, TokenToKVPoolAllocator
-
-from .interrupted import changes_nothing_when_interrupted, raises_at
+from tests.interruption import changes_nothing_when_interrupted, raises_at
 
 
 def tokens_of(pool: TokenToKVPoolAllocator) -> Any:
@@ -41,11 +40,15 @@ def nested(pool: TokenToKVPoolAllocator) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda p: p.alloc(3), lambda p: p.alloc(10), lambda p: p.alloc(3, after=10), lambda p: p.free([8, 2, 9]),
-        nested, lambda p: p.clear(),
+        lambda p: p.alloc(3),
+        lambda p: p.alloc(10),
+        lambda p: p.alloc(3, after=10),
+        lambda p: p.free([8, 2, 9]),
+        nested,
+        lambda p: p.clear(),
     ],
     ids=["alloc", "merge", "after", "free", "batch", "clear"],
-)  # fmt: skip
+)
 def test_token_allocator(call: Callable[[Any], Any]) -> None:
     assert changes_nothing_when_interrupted(half_used, call, tokens_of) >= 5
 
@@ -83,11 +86,16 @@ def table() -> ReqToTokenPool:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda p: p.alloc(), lambda p: p.free(2), lambda p: p.clear(), lambda p: p.write(1, 1, [8, 9, 10]),
-        lambda p: p.append(2, [3]), lambda p: p.truncate(1, 1), lambda p: p.drain(),
+        lambda p: p.alloc(),
+        lambda p: p.free(2),
+        lambda p: p.clear(),
+        lambda p: p.write(1, 1, [8, 9, 10]),
+        lambda p: p.append(2, [3]),
+        lambda p: p.truncate(1, 1),
+        lambda p: p.drain(),
     ],
     ids=["alloc", "free", "clear", "write", "append", "truncate", "drain"],
-)  # fmt: skip
+)
 def test_request_table(call: Callable[[Any], Any]) -> None:
     assert changes_nothing_when_interrupted(table, call, table_of) >= 5
 
@@ -109,8 +117,9 @@ def cached() -> Cached:
     pool, rows = TokenToKVPoolAllocator(40, 2), TokenToKVPoolAllocator(40, 2)
     states, events = StateSlots(GDNSpec(2, 1, 1, 1, 1, 1, 2, track_slots=4)), EventLog()
     cache = RadixCache(pool, window=4, window_allocator=rows, states=states, events=events)
-    done = cache.insert([1, 2, 3, 4, 5, 6], pool.alloc(6), window_ids=[0, 0, *rows.alloc(4)],
-                        snapshot=states.alloc_track_slot())  # fmt: skip
+    done = cache.insert(
+        [1, 2, 3, 4, 5, 6], pool.alloc(6), window_ids=[0, 0, *rows.alloc(4)], snapshot=states.alloc_track_slot()
+    )
     other = cache.insert([1, 2, 9, 9], [*done.ids[:2], *pool.alloc(2)])
     lock = cache.lock(other.node)
     states.alloc_track_slot()
@@ -122,10 +131,19 @@ def tree_of(c: Cached) -> Any:
     for books in (c.cache, c.pool, c.rows, c.states):
         books.check_integrity()
     nodes = sorted(
-        (n.start, n.tokens.tolist(), n.ids.tolist(), n.rows.tolist(), n.snapshot or 0, n.refs, n.window_refs,
-         len(n.digests), n.parent.number if n.parent and n.parent.parent else 0)
+        (
+            n.start,
+            n.tokens.tolist(),
+            n.ids.tolist(),
+            n.rows.tolist(),
+            n.snapshot or 0,
+            n.refs,
+            n.window_refs,
+            len(n.digests),
+            n.parent.number if n.parent and n.parent.parent else 0,
+        )
         for n in c.cache._tree.nodes()
-    )  # fmt: skip
+    )
     sizes = c.cache.total_size, c.cache.protected_size, len(c.cache._tree.locks), len(c.cache._tree.roots)
     return nodes, sizes, tokens_of(c.pool), tokens_of(c.rows), sorted(c.states.held), c.events.since(0)
 
@@ -200,9 +218,10 @@ def test_radix_trace(seed: int) -> None:
             "match": lambda tokens=tokens: c.cache.match(tokens),
             "lock": lambda tokens=tokens: locks.append(c.cache.lock(c.cache.match(tokens).node)),
             "unlock": lambda: locks and (c.cache.unlock(locks[-1]), locks.pop()),
-            "evict": lambda: c.cache.evict(3), "rows": lambda: c.cache.evict_window(3),
+            "evict": lambda: c.cache.evict(3),
+            "rows": lambda: c.cache.evict_window(3),
             "states": lambda: c.cache.evict_snapshots(1),
-        }.get(kind) or insert(tokens)  # fmt: skip
+        }.get(kind) or insert(tokens)
         before = tree_of(c)
         if raises_at(random.randint(1, 250), MemoryError, call):
             interrupted += 1

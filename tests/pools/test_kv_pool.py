@@ -116,10 +116,16 @@ class TestKernel(KVStoreTest):
         x[0, 3], x[1, 7], x[2] = np.nan, np.inf, 0
         for dtype in (jnp.float32, jnp.bfloat16) if storage == "bf16" else (jnp.float32,):
             pools = [
-                set_kv(KVPool.init(spec), 1, jnp.asarray([30, 4, 9, 0, 1, 2]), jnp.asarray(x, dtype),
-                       jnp.asarray(x[::-1].copy(), dtype), implementation=i)
+                set_kv(
+                    KVPool.init(spec),
+                    1,
+                    jnp.asarray([30, 4, 9, 0, 1, 2]),
+                    jnp.asarray(x, dtype),
+                    jnp.asarray(x[::-1].copy(), dtype),
+                    implementation=i,
+                )
                 for i in ("xla", "pallas")
-            ]  # fmt: skip
+            ]
             for a, b in zip(*(jax.tree.leaves(p) for p in pools), strict=True):
                 np.testing.assert_array_equal(a, b)
 
@@ -133,8 +139,10 @@ def check_tilings(storage: str, tilings: tuple[int, ...], count: int, pool_rows:
     """All bytes of the pools are the reference's, whatever they held."""
     rng = np.random.default_rng(3)
     spec = KVSpec(pool_rows - 1, 1, 1, widths[0], 1, widths[1], storage)
-    filled = {n: rng.integers(0, 256, (spec.rows, d[1] * np.dtype(t).itemsize), np.uint8).view(t)
-              for n, (d, t) in spec.leaves.items()}  # fmt: skip
+    filled = {
+        n: rng.integers(0, 256, (spec.rows, d[1] * np.dtype(t).itemsize), np.uint8).view(t)
+        for n, (d, t) in spec.leaves.items()
+    }
     k, v = (jnp.asarray(rng.standard_normal((count, width)), jnp.bfloat16) for width in widths)
     ids = rng.permutation(spec.rows)[:count].astype(np.int32)
     ids[[1, 4, 5]] = spec.rows, 2**31 - 1, -1
@@ -256,13 +264,18 @@ def test_indices_of_odd_types_are_refused(odd: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"layer": 3}, PoolError, "from 0 to 2, got 3"), ({"layer": -1}, PoolError, "got -1"),
-        ({"indices": [1, 21]}, PoolError, r"0\.\.20, got 1\.\.21"), ({"indices": [-1, 2]}, PoolError, r"got -1\.\.2"),
-        ({"indices": [2, 2]}, PoolError, "twice"), ({"indices": [1.0, 2.0]}, ShapeError, "integers"),
-        ({"k": (2, 3, 8)}, ShapeError, r"k has shape \(2, 3, 8\)"), ({"v": (3, 3, 5)}, ShapeError, "v has shape"),
-        ({"k": (2, 2, 12, 1)}, ShapeError, "k has shape"), ({"implementation": "cuda"}, ImplementationError, "CUDA"),
+        ({"layer": 3}, PoolError, "from 0 to 2, got 3"),
+        ({"layer": -1}, PoolError, "got -1"),
+        ({"indices": [1, 21]}, PoolError, r"0\.\.20, got 1\.\.21"),
+        ({"indices": [-1, 2]}, PoolError, r"got -1\.\.2"),
+        ({"indices": [2, 2]}, PoolError, "twice"),
+        ({"indices": [1.0, 2.0]}, ShapeError, "integers"),
+        ({"k": (2, 3, 8)}, ShapeError, r"k has shape \(2, 3, 8\)"),
+        ({"v": (3, 3, 5)}, ShapeError, "v has shape"),
+        ({"k": (2, 2, 12, 1)}, ShapeError, "k has shape"),
+        ({"implementation": "cuda"}, ImplementationError, "CUDA"),
     ],
-)  # fmt: skip
+)
 def test_refuses(change: dict[str, Any], error: type[Exception], message: str) -> None:
     change = {n: np.ones(x, np.float32) if n in "kv" else x for n, x in change.items()}
     args = {"layer": 0, "indices": [1, 2], "k": np.ones((2, 2, 12), np.float32), "v": np.ones((2, 3, 5), np.float32)}

@@ -88,11 +88,15 @@ def test_sizes_never_go_negative_when_a_locked_node_gains_a_child() -> None:
 @pytest.mark.parametrize(
     ("ids", "more", "problem"),
     [
-        ([7, 8, 9], {}, "not all handed out"), ([1, 3, 3], {}, "twice"), ([1, 2], {}, "3 tokens, 2 ids"),
-        ([2, 3, 4], {}, "the cache's at another place"), ([1, 3, 4], {"window_ids": [0, 0, 1]}, "no window"),
-        ([1, 3, 4], {"snapshot": 3}, "not a track slot"), ([1, 0, 3], {}, "not all"),
+        ([7, 8, 9], {}, "not all handed out"),
+        ([1, 3, 3], {}, "twice"),
+        ([1, 2], {}, "3 tokens, 2 ids"),
+        ([2, 3, 4], {}, "the cache's at another place"),
+        ([1, 3, 4], {"window_ids": [0, 0, 1]}, "no window"),
+        ([1, 3, 4], {"snapshot": 3}, "not a track slot"),
+        ([1, 0, 3], {}, "not all"),
     ],
-)  # fmt: skip
+)
 def test_insert_refuses_and_changes_nothing(ids: list[int], more: dict[str, Any], problem: str) -> None:
     cache, pool, *_ = make()
     cache.insert([1, 2], pool.alloc(2))
@@ -240,9 +244,15 @@ def test_odd_types_are_refused(odd: Any) -> None:
     for call in calls:
         with pytest.raises(PoolError):
             call()
-    for call in (lambda: cache.match([1], [odd]), lambda: cache.insert([1], ids, {}),
-                 lambda: cache.insert([1], ids, snapshot=odd), lambda: cache.lock(odd), lambda: cache.unlock(odd),
-                 lambda: cache.evict(odd), lambda: cache.match([1], limit=odd)):  # fmt: skip
+    for call in (
+        lambda: cache.match([1], [odd]),
+        lambda: cache.insert([1], ids, {}),
+        lambda: cache.insert([1], ids, snapshot=odd),
+        lambda: cache.lock(odd),
+        lambda: cache.unlock(odd),
+        lambda: cache.evict(odd),
+        lambda: cache.match([1], limit=odd),
+    ):
         with pytest.raises(PoolError):
             call()
     cache.check_integrity()
@@ -474,10 +484,13 @@ def test_lines_do_not_grow_with_the_length(form) -> None:
 @pytest.mark.parametrize(
     ("tokens", "key"),
     [
-        ([1, 2, 2**63 - 1], [1, 2, 2**63 - 1]), ([-1, 2, 3], [-1, 2, 3]), ([np.int8(1), np.int64(2), 3], [1, 2, 3]),
-        ((1, 2, 3), [1, 2, 3]), ([[1, 2, 3]], [1, 2, 3]),
+        ([1, 2, 2**63 - 1], [1, 2, 2**63 - 1]),
+        ([-1, 2, 3], [-1, 2, 3]),
+        ([np.int8(1), np.int64(2), 3], [1, 2, 3]),
+        ((1, 2, 3), [1, 2, 3]),
+        ([[1, 2, 3]], [1, 2, 3]),
     ],
-)  # fmt: skip
+)
 def test_tokens_are_integers_of_any_type(tokens: Any, key: list[int]) -> None:
     cache, pool, *_ = make()
     cache.insert(tokens, pool.alloc(3))
@@ -486,10 +499,25 @@ def test_tokens_are_integers_of_any_type(tokens: Any, key: list[int]) -> None:
 
 @pytest.mark.parametrize(
     "tokens",
-    [[1.0], [1, 2.5], ["1"], [None], [2**64], [2**63, 1], [True], [[1], [2, 3]], [1, True], (1, False), [-1, True],
-     [2, np.True_], [[1, 2], [3, True]], ([1, 2], (3, False)), [np.array([True]), np.array([2])]],
+    [
+        [1.0],
+        [1, 2.5],
+        ["1"],
+        [None],
+        [2**64],
+        [2**63, 1],
+        [True],
+        [[1], [2, 3]],
+        [1, True],
+        (1, False),
+        [-1, True],
+        [2, np.True_],
+        [[1, 2], [3, True]],
+        ([1, 2], (3, False)),
+        [np.array([True]), np.array([2])],
+    ],
     ids=repr,
-)  # fmt: skip
+)
 def test_tokens_that_are_none_are_refused(tokens: Any) -> None:
     cache, pool, *_ = make()
     for call in (lambda: cache.match(tokens), lambda: cache.insert(tokens, pool.alloc(1))):

@@ -48,13 +48,22 @@ def test_slots_start_at_one_and_are_refused_typed() -> None:
 @pytest.mark.parametrize(
     ("call", "args", "problem"),
     [
-        ("write", (2, 0, [1]), "not held"), ("write", (1, 4, [1]), "gap"), ("write", (1, 0, [1] * 9), "exceed"),
-        ("write", (1, 0, [0]), "positive"), ("write", (1, 0, [-1]), "positive"), ("write", (1, -1, [3]), "start"),
-        ("write", (1, 0, [1.5]), "positive"), ("write", (1, 0, [2**31]), "positive"), ("truncate", (1, 4), "truncate"),
-        ("tokens", (0,), "not held"), ("drain", (2,), "3 cells"), ("kv_indices", ([5],), "slots"),
-        ("kv_indices", ([1], [-1]), "lengths"), ("kv_indices", ([1], [1, 1]), "2 entries"),
+        ("write", (2, 0, [1]), "not held"),
+        ("write", (1, 4, [1]), "gap"),
+        ("write", (1, 0, [1] * 9), "exceed"),
+        ("write", (1, 0, [0]), "positive"),
+        ("write", (1, 0, [-1]), "positive"),
+        ("write", (1, -1, [3]), "start"),
+        ("write", (1, 0, [1.5]), "positive"),
+        ("write", (1, 0, [2**31]), "positive"),
+        ("truncate", (1, 4), "truncate"),
+        ("tokens", (0,), "not held"),
+        ("drain", (2,), "3 cells"),
+        ("kv_indices", ([5],), "slots"),
+        ("kv_indices", ([1], [-1]), "lengths"),
+        ("kv_indices", ([1], [1, 1]), "2 entries"),
     ],
-)  # fmt: skip
+)
 def test_refuses(call: str, args: tuple[Any, ...], problem: str) -> None:
     pool = ReqToTokenPool(2, 8)
     pool.alloc()
@@ -87,10 +96,18 @@ def test_ids_and_numbers_of_odd_types_are_refused(odd: Any) -> None:
     pool = ReqToTokenPool(2, 8)
     pool.alloc()
     pool.append(1, np.array([3], np.uint8))
-    for call in (lambda: pool.append(1, odd), lambda: pool.kv_indices(odd), lambda: pool.kv_indices([1], odd),
-                 lambda: pool.kv_indices([1], [1], odd), lambda: pool.kv_indices([1], capacity=odd),
-                 lambda: pool.kv_indices([1], [2**63]), lambda: pool.truncate(1, odd), lambda: pool.alloc(odd),
-                 lambda: pool.drain(odd), lambda: pool.write(1, odd, [4])):  # fmt: skip
+    for call in (
+        lambda: pool.append(1, odd),
+        lambda: pool.kv_indices(odd),
+        lambda: pool.kv_indices([1], odd),
+        lambda: pool.kv_indices([1], [1], odd),
+        lambda: pool.kv_indices([1], capacity=odd),
+        lambda: pool.kv_indices([1], [2**63]),
+        lambda: pool.truncate(1, odd),
+        lambda: pool.alloc(odd),
+        lambda: pool.drain(odd),
+        lambda: pool.write(1, odd, [4]),
+    ):
         with pytest.raises(PoolError):
             call()
     assert pool.tokens(1).tolist() == [3] and pool.available_size() == 1

@@ -47,10 +47,17 @@ def test_first_freed_first_served_without_sort() -> None:
 @pytest.mark.parametrize(
     ("ids", "problem"),
     [
-        ([2, 0], "null"), ([1, -1], "out of range"), ([1, 9], "out of range"), ([1, 5], "not held"), ([1, 1], "twice"),
-        ([1.0], "not integers"), ([True], "not integers"), (np.array([[1, 2], [2, 3]]), "twice"), ([1, 2**40], "range"),
+        ([2, 0], "null"),
+        ([1, -1], "out of range"),
+        ([1, 9], "out of range"),
+        ([1, 5], "not held"),
+        ([1, 1], "twice"),
+        ([1.0], "not integers"),
+        ([True], "not integers"),
+        (np.array([[1, 2], [2, 3]]), "twice"),
+        ([1, 2**40], "range"),
     ],
-)  # fmt: skip
+)
 def test_free_is_checked_as_a_whole(ids: Any, problem: str) -> None:
     pool = TokenToKVPoolAllocator(8)
     pool.alloc(4)

@@ -180,7 +180,10 @@ class ByteEngine:
         manager.check_integrity()
         stats = manager.stats().cache.pools
         return {
-            "requests": len(manager.requests) + len(manager.preempted), "leases": len(manager.leases),
-            "holds": len(cache.tree.holds.active), "reading": len(cache.reading) + len(cache.landed),
-            "device": stats["device"].private, "host": stats["host"].private,
-        }  # fmt: skip
+            "requests": len(manager.requests) + len(manager.preempted),
+            "leases": len(manager.leases),
+            "holds": len(cache.tree.holds.active),
+            "reading": len(cache.reading) + len(cache.landed),
+            "device": stats["device"].private,
+            "host": stats["host"].private,
+        }

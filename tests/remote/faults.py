@@ -96,9 +96,12 @@ def _round(router: Router, rng: random.Random, texts: list[list[int]], name: str
 
 def _kind(failure: str) -> str:
     kinds = {
-        "torn or stale record": "checksums", "lease over": "lease", "host gone": "peer", "no room": "not free",
+        "torn or stale record": "checksums",
+        "lease over": "lease",
+        "host gone": "peer",
+        "no room": "not free",
         "prefix evicted": "left the cache",
-    }  # fmt: skip
+    }
     for kind, words in kinds.items():
         if words in failure:
             return kind

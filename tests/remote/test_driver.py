@@ -24,7 +24,7 @@ from dsv4_jax.records import page_bytes
 from dsv4_jax.tiers.remote import Pages, RecordTransport, RemoteDriver, driver
 from dsv4_jax.transports import open_engine
 from tests.clock import PATIENCE
-from tests.manager.test_interrupted import Fault
+from tests.interruption import Fault
 from tests.remote.byte_engine import BLOCK, VOCAB, ByteEngine, Host, answer
 
 PROMPT = [i * i % VOCAB for i in range(4 * BLOCK + 3)]
@@ -180,11 +180,17 @@ def test_words_that_no_driver_says_are_messages(sides) -> None:
     (handoff,) = sender.poll()
     lease = handoff.lease
     none = [
-        {"again": lease}, {"again": lease, "first": True}, {"again": lease, "first": -1},
-        {"again": lease, "first": 9e9}, {"again": lease, "first": "0"}, {"again": [], "first": 0},
-        {"acknowledge": 1}, ["acknowledge"],
-        {"acknowledge": lease, "more": 1}, {"again": lease, "first": 0, "more": 1},
-    ]  # fmt: skip
+        {"again": lease},
+        {"again": lease, "first": True},
+        {"again": lease, "first": -1},
+        {"again": lease, "first": 9e9},
+        {"again": lease, "first": "0"},
+        {"again": [], "first": 0},
+        {"acknowledge": 1},
+        ["acknowledge"],
+        {"acknowledge": lease, "more": 1},
+        {"again": lease, "first": 0, "more": 1},
+    ]
     said = [*(json.dumps(word).encode() for word in none), b"[" * 1000, b"\xff", b"{" + b" " * 2000 + b"}"]
     harmless = [{"again": "nobody's", "first": 0}, {"again": lease, "first": 10**300}, {"acknowledge": "nobody's"}]
     for message in [*(json.dumps(word).encode() for word in harmless), *said]:

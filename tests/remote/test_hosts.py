@@ -28,11 +28,14 @@ def test_two_processes_draw_what_one_without_a_world_draws(tmp_path: pathlib.Pat
         environment |= {"JAX_COMPILATION_CACHE_DIR": cached, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     workers = [
         subprocess.Popen(
-            [sys.executable, tmp_path / "worker.py", address, "2", str(i)], env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, tmp_path / "worker.py", address, "2", str(i)],
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for i in range(2)
-    ]  # fmt: skip
+    ]
     try:
         said = [worker.communicate(timeout=300) for worker in workers]
     finally:

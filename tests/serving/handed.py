@@ -18,9 +18,14 @@ from dsv4_jax.tiers.remote import Peer, RecordTransport, RemoteDriver
 from dsv4_jax.transports import open_engine
 
 EXERCISED = (
-    "hits from another host", "records from another host", "records that were here already", "streamed parts",
-    "arrivals admitted early", "hand-offs lost", "hand-offs refused",
-)  # fmt: skip
+    "hits from another host",
+    "records from another host",
+    "records that were here already",
+    "streamed parts",
+    "arrivals admitted early",
+    "hand-offs lost",
+    "hand-offs refused",
+)
 SIZE = dsv4.CacheSize(num_blocks=13, num_slots=2, max_blocks_per_request=8, num_snapshots=3)  # of the prefill host
 
 
@@ -36,9 +41,13 @@ class Prefill:
 
     def begin(self, weights_id: int) -> None:
         self.manager = KVCacheManager(
-            self.runner.layout, SIZE, policy=CachePolicy(), host=HostSize(self.host.num_pages), weights_id=weights_id,
+            self.runner.layout,
+            SIZE,
+            policy=CachePolicy(),
+            host=HostSize(self.host.num_pages),
+            weights_id=weights_id,
             arrays=self.runner.size,
-        )  # fmt: skip
+        )
         self.driver = RemoteDriver(self.manager, self.transport)
 
     def step(self, request: Request, count: int) -> bool:
@@ -187,9 +196,9 @@ class HandedMixes(Mixes):
         transport = RecordTransport(open_engine("loopback"))
         transport.publish_host(self.host)
         there = Prefill(prefill)
-        self.kind = type("Kind", (HandedMix,), dict(
-            prefill=there, transport=transport, peer=transport.connect(there.metadata)
-        ))  # fmt: skip
+        self.kind = type(
+            "Kind", (HandedMix,), dict(prefill=there, transport=transport, peer=transport.connect(there.metadata))
+        )
 
     def run(self, seed: int, kind: type[Mix] | None = None) -> None:
         super().run(seed, kind or self.kind)

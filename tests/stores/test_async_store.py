@@ -347,10 +347,17 @@ def test_threads_that_cannot_be_started(monkeypatch):
 @pytest.mark.parametrize(
     "bad",
     [
-        {"workers": 0}, {"queue_bytes": 0}, {"workers": 10**9}, {"workers": 2.0}, {"workers": True}, {"workers": None},
-        {"queue_bytes": "1"}, {"queue_bytes": 1e9}, {"queue_bytes": 10**5000},
+        {"workers": 0},
+        {"queue_bytes": 0},
+        {"workers": 10**9},
+        {"workers": 2.0},
+        {"workers": True},
+        {"workers": None},
+        {"queue_bytes": "1"},
+        {"queue_bytes": 1e9},
+        {"queue_bytes": 10**5000},
     ],
-)  # fmt: skip
+)
 def test_impossible_settings(bad):
     with pytest.raises(ShapeError, match=next(iter(bad))):
         AsyncStore(Gate(), **bad)

@@ -388,11 +388,19 @@ def test_a_damaged_object_that_cannot_be_deleted_is_a_miss(tmp_path):
 @pytest.mark.parametrize(
     "bad",
     [
-        {"record_bytes": 5e3}, {"record_bytes": 2**64}, {"key_bytes": None}, {"in_flight": True}, {"in_flight": "7"},
-        {"deadline": 0}, {"deadline": -1.0}, {"deadline": float("nan")}, {"deadline": None}, {"deadline": "1"},
+        {"record_bytes": 5e3},
+        {"record_bytes": 2**64},
+        {"key_bytes": None},
+        {"in_flight": True},
+        {"in_flight": "7"},
+        {"deadline": 0},
+        {"deadline": -1.0},
+        {"deadline": float("nan")},
+        {"deadline": None},
+        {"deadline": "1"},
         {"fingerprint": None},
     ],
-)  # fmt: skip
+)
 def test_settings_of_a_wrong_type_or_size(tmp_path, bad):
     with pytest.raises(StoreFormatError, match=next(iter(bad))):
         make(tmp_path, **bad)

@@ -150,9 +150,16 @@ def test_cold_prefill_equals_round_trip_equals_preemption(options):
 
 
 def check_next_tokens(
-    cfg: DSV4Config, prefill: Callable, decode: Callable, chunk: int, prompt: int, decoded: int, *,
-    one_shape: bool = False, **options: str,
-) -> None:  # fmt: skip
+    cfg: DSV4Config,
+    prefill: Callable,
+    decode: Callable,
+    chunk: int,
+    prompt: int,
+    decoded: int,
+    *,
+    one_shape: bool = False,
+    **options: str,
+) -> None:
     """A model's cold run, one whose cache went out and came back, one preempted and resumed: bytes and logits.
 
     Args:
@@ -231,7 +238,5 @@ def check_next_tokens(
 @pytest.mark.slow
 def test_next_tokens_after_a_round_trip_and_after_preemption() -> None:
     # Without LLVM's optimisations, which are most of the test's time.
-    forward = jax.jit(
-        model.forward, donate_argnames="cache", compiler_options={"xla_backend_optimization_level": 0}
-    )  # fmt: skip
+    forward = jax.jit(model.forward, donate_argnames="cache", compiler_options={"xla_backend_optimization_level": 0})
     check_next_tokens(CFG, forward, forward, chunk=32, prompt=139, decoded=3, one_shape=True)

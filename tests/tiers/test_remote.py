@@ -252,13 +252,17 @@ JSON = st.recursive(
 @given(
     st.one_of(
         st.binary(max_size=64),
-        st.builds(lambda at, byte: metadata()[:at] + bytes([byte]) + metadata()[at + 1 :],
-                  st.integers(0, len(metadata()) - 1), st.integers(0, 255)),
+        st.builds(
+            lambda at, byte: metadata()[:at] + bytes([byte]) + metadata()[at + 1 :],
+            st.integers(0, len(metadata()) - 1),
+            st.integers(0, 255),
+        ),
         st.builds(lambda end: metadata()[:end], st.integers(0, len(metadata()) - 1)),
-        st.builds(lambda key, value: json.dumps({**FIELDS, key: value}).encode(),
-                  st.sampled_from([*FIELDS, "more"]), JSON),
+        st.builds(
+            lambda key, value: json.dumps({**FIELDS, key: value}).encode(), st.sampled_from([*FIELDS, "more"]), JSON
+        ),
     )
-)  # fmt: skip
+)
 def test_metadata_is_read_as_it_was_written_or_refused(data):
     if data == metadata():
         return

@@ -76,9 +76,17 @@ def answer(connection):
 
 @pytest.mark.parametrize(
     "change",
-    [{"port": 0}, {"port": "80"}, {"port": True}, {"secret": "zz" * 16}, {"secret": 1}, {"address": "example.com"},
-     {"address": 1}, {"more": 1}],
-)  # fmt: skip
+    [
+        {"port": 0},
+        {"port": "80"},
+        {"port": True},
+        {"secret": "zz" * 16},
+        {"secret": 1},
+        {"address": "example.com"},
+        {"address": 1},
+        {"more": 1},
+    ],
+)
 def test_addresses_that_are_none(server, change):
     with pytest.raises(ValueError, match=r"address|secret|hex"):
         SocketLink("me", json.dumps({**json.loads(server.reach), **change}).encode())

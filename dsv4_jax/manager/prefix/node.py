@@ -104,10 +104,21 @@ TRANSITIONS: dict[NodeState, frozenset[NodeState]] = {
 }
 
 # Where a move ends when it succeeds, and where when it is called off.
-COMPLETES = {S.BACKING_UP: S.DEVICE, S.OFFLOADING: S.HOST, S.LOADING: S.DEVICE,
-             S.PERSISTING: S.HOST, S.FETCHING: S.HOST}  # fmt: skip
-ABORTS = {S.WRITING: S.REMOVED, S.BACKING_UP: S.DEVICE, S.OFFLOADING: S.DEVICE, S.LOADING: S.HOST,
-          S.PERSISTING: S.HOST, S.FETCHING: S.STORAGE}  # fmt: skip
+COMPLETES = {
+    S.BACKING_UP: S.DEVICE,
+    S.OFFLOADING: S.HOST,
+    S.LOADING: S.DEVICE,
+    S.PERSISTING: S.HOST,
+    S.FETCHING: S.HOST,
+}
+ABORTS = {
+    S.WRITING: S.REMOVED,
+    S.BACKING_UP: S.DEVICE,
+    S.OFFLOADING: S.DEVICE,
+    S.LOADING: S.HOST,
+    S.PERSISTING: S.HOST,
+    S.FETCHING: S.STORAGE,
+}
 
 # States with bytes that a request can use, and that stay until it has taken a reference.
 MATCHABLE = frozenset({S.DEVICE, S.BACKING_UP, S.HOST, S.PERSISTING, S.STORAGE})
@@ -204,10 +215,29 @@ class Node:
     """
 
     __slots__ = (
-        "block", "children", "depth", "digest", "epoch", "first_child", "held", "hits", "host", "last_access",
-        "level", "next", "number", "on_device", "on_host", "parent", "previous", "queued", "refs", "snapshot", "state",
+        "block",
+        "children",
+        "depth",
+        "digest",
+        "epoch",
+        "first_child",
+        "held",
+        "hits",
+        "host",
+        "last_access",
+        "level",
+        "next",
+        "number",
+        "on_device",
+        "on_host",
+        "parent",
+        "previous",
+        "queued",
+        "refs",
+        "snapshot",
+        "state",
         "stored",
-    )  # fmt: skip
+    )
 
     def __init__(self, digest: bytes, parent: Node | None, number: int, epoch: object, state: NodeState):
         self.digest, self.parent, self.number, self.epoch, self.state = digest, parent, number, epoch, state

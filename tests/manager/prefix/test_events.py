@@ -59,10 +59,14 @@ def test_a_reader_learns_how_much_it_missed() -> None:
 
 
 events = st.lists(
-    st.tuples(st.sampled_from(["stored", "removed", "cleared"]), st.sampled_from([Tier.DEVICE, Tier.HOST]),
-              st.integers(0, 3), st.integers(0, 3)),
+    st.tuples(
+        st.sampled_from(["stored", "removed", "cleared"]),
+        st.sampled_from([Tier.DEVICE, Tier.HOST]),
+        st.integers(0, 3),
+        st.integers(0, 3),
+    ),
     max_size=20,
-)  # fmt: skip
+)
 
 
 @given(events)

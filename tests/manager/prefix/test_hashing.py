@@ -118,9 +118,24 @@ def test_python_and_numpy_ids_agree() -> None:
 
 @pytest.mark.parametrize(
     "tokens",
-    [[-1], [1000], [2**31], [-(2**31) - 1], [2**70], [1.0], ["1"], [None], [[1, 2]], np.array([1000]), np.array([-1]),
-     np.array([1.0]), np.array([[1]]), np.array([2**40]), np.array([True])],
-)  # fmt: skip
+    [
+        [-1],
+        [1000],
+        [2**31],
+        [-(2**31) - 1],
+        [2**70],
+        [1.0],
+        ["1"],
+        [None],
+        [[1, 2]],
+        np.array([1000]),
+        np.array([-1]),
+        np.array([1.0]),
+        np.array([[1]]),
+        np.array([2**40]),
+        np.array([True]),
+    ],
+)
 def test_ids_that_are_none_are_refused_and_nothing_changes(tokens) -> None:
     hasher = BlockHasher(SPEC, [1, 2, 3])
     with pytest.raises(RequestError):

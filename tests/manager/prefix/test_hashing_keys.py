@@ -24,9 +24,11 @@ SPEC = HashSpec(4, ("weights", 7), 1000)
 WIDE = HashSpec(weights_id=("fingerprint", "w"), vocab_size=1000)
 IDS = [(7 * i * i + 3 * i) % 1000 for i in range(700)]
 ITEMS = [
-    MediaItem(("image", b"\x01\x02"), 3, 9), MediaItem("sound", 8, 48), MediaItem(None, 600, 5000),
+    MediaItem(("image", b"\x01\x02"), 3, 9),
+    MediaItem("sound", 8, 48),
+    MediaItem(None, 600, 5000),
     MediaItem(-5, 30, 31),
-]  # fmt: skip
+]
 EDGES = [MediaItem("k", 4, 8), MediaItem("k", 7, 9), MediaItem("k", 4, 8)]
 BEYOND = [MediaItem("k", 690, 10_000), MediaItem("l", 900, 901)]
 
@@ -168,16 +170,39 @@ class Evil:
 
 
 BAD_TOKENS = {
-    "bool": [1, True], "numpy bool": [np.True_, 2], "bool array": np.array([True]), "false": [False] * 3,
-    "float": [1, 1.0], "numpy float": [np.float32(1)], "nan": [float("nan")], "string": ["1"], "none": [1, None],
-    "a text": "12", "no sequence": 5, "nothing": None, "set of none": {None}, "bytes of str": [b"1"],
-    "huge": [10**5000], "beyond int64": [2**63], "beyond int32": [2**31], "negative": [3, -1], "beyond": [1000],
-    "2-D": np.array([[1, 2]]), "0-D": np.array(1), "empty 2-D": np.zeros((0, 4), int), "nested": [[1], [2]],
-    "ragged": [1, [2, 3]], "arrays in a list": [np.array([1]), np.array([2])],
+    "bool": [1, True],
+    "numpy bool": [np.True_, 2],
+    "bool array": np.array([True]),
+    "false": [False] * 3,
+    "float": [1, 1.0],
+    "numpy float": [np.float32(1)],
+    "nan": [float("nan")],
+    "string": ["1"],
+    "none": [1, None],
+    "a text": "12",
+    "no sequence": 5,
+    "nothing": None,
+    "set of none": {None},
+    "bytes of str": [b"1"],
+    "huge": [10**5000],
+    "beyond int64": [2**63],
+    "beyond int32": [2**31],
+    "negative": [3, -1],
+    "beyond": [1000],
+    "2-D": np.array([[1, 2]]),
+    "0-D": np.array(1),
+    "empty 2-D": np.zeros((0, 4), int),
+    "nested": [[1], [2]],
+    "ragged": [1, [2, 3]],
+    "arrays in a list": [np.array([1]), np.array([2])],
     "uint64": np.array([2**64 - 1], np.uint64),
-    "objects": np.array([1, 2], object), "evil": [Evil()], "dates": np.array(["2026-01-01"], "M8[D]"),
-    "durations": np.array([3], "m8[s]"), "complex": np.array([1j]), "records": np.zeros(2, [("a", int)]),
-}  # fmt: skip
+    "objects": np.array([1, 2], object),
+    "evil": [Evil()],
+    "dates": np.array(["2026-01-01"], "M8[D]"),
+    "durations": np.array([3], "m8[s]"),
+    "complex": np.array([1j]),
+    "records": np.zeros(2, [("a", int)]),
+}
 
 
 @pytest.mark.parametrize("tokens", BAD_TOKENS.values(), ids=BAD_TOKENS)
@@ -249,10 +274,22 @@ def test_a_list_of_ints_is_copied_not_made_anew() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [[np.int8(100)] * 5, [3, np.uint64(2)], [np.int32(2**30), np.int32(2**30)], [Indexed(), 3], (5, 6), iter([5, 6]),
-     range(4), np.arange(4), np.arange(4, dtype=np.uint64), np.arange(8, dtype=">i2")[::2], [], np.zeros(0)],
+    [
+        [np.int8(100)] * 5,
+        [3, np.uint64(2)],
+        [np.int32(2**30), np.int32(2**30)],
+        [Indexed(), 3],
+        (5, 6),
+        iter([5, 6]),
+        range(4),
+        np.arange(4),
+        np.arange(4, dtype=np.uint64),
+        np.arange(8, dtype=">i2")[::2],
+        [],
+        np.zeros(0),
+    ],
     ids=kind,
-)  # fmt: skip
+)
 def test_tokens_of_any_type_become_plain_ints(given) -> None:
     tokens, ids = token_list(given)
     assert set(map(type, tokens)) <= {int}

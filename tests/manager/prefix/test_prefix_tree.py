@@ -83,12 +83,23 @@ CALLS = {
     "load": {"host": "loading"},
     "persist": {"host": "persisting"},
     "fetch": {"storage": "fetching"},
-    "complete": {"backing_up": "device", "offloading": "host", "loading": "device", "persisting": "host",
-                 "fetching": "host"},
-    "abort": {"writing": "removed", "backing_up": "device", "offloading": "device", "loading": "host",
-              "persisting": "host", "fetching": "storage"},
+    "complete": {
+        "backing_up": "device",
+        "offloading": "host",
+        "loading": "device",
+        "persisting": "host",
+        "fetching": "host",
+    },
+    "abort": {
+        "writing": "removed",
+        "backing_up": "device",
+        "offloading": "device",
+        "loading": "host",
+        "persisting": "host",
+        "fetching": "storage",
+    },
     "discard": dict.fromkeys(("device", "offloading", "host", "loading", "storage", "fetching"), "removed"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("call", "old"), list(itertools.product(CALLS, ALLOWED)))
@@ -338,11 +349,17 @@ def test_nodes_of_before_a_reset_are_refused() -> None:
     tree.reset()
     assert (len(tree), tree.is_current(a), tree.count(NodeState.WRITING)) == (0, False, 0)
     for call in (
-        lambda: tree.publish(w), lambda: tree.moves.abort(w), lambda: tree.release([a]), lambda: tree.acquire([a]),
-        lambda: tree.moves.begin_backup(a, 1), lambda: tree.moves.discard(a),
+        lambda: tree.publish(w),
+        lambda: tree.moves.abort(w),
+        lambda: tree.release([a]),
+        lambda: tree.acquire([a]),
+        lambda: tree.moves.begin_backup(a, 1),
+        lambda: tree.moves.discard(a),
         lambda: tree.snapshots.attach(a, Tier.DEVICE, 1),
-        lambda: tree.reserve(a, b"x", 3), lambda: tree.add_stored(a, b"x"), lambda: other.release([a]),
-    ):  # fmt: skip
+        lambda: tree.reserve(a, b"x", 3),
+        lambda: tree.add_stored(a, b"x"),
+        lambda: other.release([a]),
+    ):
         with pytest.raises(IntegrityError, match="is not in this tree"):
             call()
     tree.check_integrity()

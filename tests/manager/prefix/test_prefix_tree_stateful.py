@@ -27,13 +27,26 @@ from dsv4_jax.manager.prefix.prefix_tree import PrefixTree
 from dsv4_jax.manager.prefix.worth import UNIT, snapshot_worth
 
 BLOCK = 4
-LEVEL = {"device": 3, "backing_up": 3, "offloading": 2, "host": 2, "loading": 2, "persisting": 2, "storage": 1,
-         "fetching": 1}  # fmt: skip
+LEVEL = {
+    "device": 3,
+    "backing_up": 3,
+    "offloading": 2,
+    "host": 2,
+    "loading": 2,
+    "persisting": 2,
+    "storage": 1,
+    "fetching": 1,
+}
 MATCHABLE = ("device", "backing_up", "host", "persisting", "storage")
 SETTLED = ("device", "host", "storage")
 DONE = {"backing_up": "device", "offloading": "host", "loading": "device", "persisting": "host", "fetching": "host"}
-UNDONE = {"backing_up": "device", "offloading": "device", "loading": "host", "persisting": "host",
-          "fetching": "storage"}  # fmt: skip
+UNDONE = {
+    "backing_up": "device",
+    "offloading": "device",
+    "loading": "host",
+    "persisting": "host",
+    "fetching": "storage",
+}
 Path = tuple[int, ...]
 pick = st.integers(0, 999)
 paths = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
@@ -77,15 +90,21 @@ class User:
 
 class TreeMachine(RuleBasedStateMachine):
     @initialize(
-        threshold=st.sampled_from([None, 0, 1, 2]), order=st.sampled_from(["worth", "lru", "lfu", "worth"]),
-        last=st.sampled_from(["device", "host"]), moves_down=st.booleans(),
-    )  # fmt: skip
+        threshold=st.sampled_from([None, 0, 1, 2]),
+        order=st.sampled_from(["worth", "lru", "lfu", "worth"]),
+        last=st.sampled_from(["device", "host"]),
+        moves_down=st.booleans(),
+    )
     def start(self, threshold: int | None, order: str, last: str, moves_down: bool) -> None:
         self.log, self.order, self.last, self.moves = EventLog(capacity=10_000), order, last, moves_down
         self.tree = PrefixTree(
-            BLOCK, order=ORDERS[order], host=last == "host", moves_down=moves_down, backup_after=threshold,
+            BLOCK,
+            order=ORDERS[order],
+            host=last == "host",
+            moves_down=moves_down,
+            backup_after=threshold,
             events=self.log,
-        )  # fmt: skip
+        )
         self.device, self.host, self.slots = BlockPool(14), BlockPool(8, "host"), BlockPool(3, "snapshot")
         self.records: dict[Path, Record] = {}
         self.users: list[User] = []
@@ -603,16 +622,26 @@ class TreeMachine(RuleBasedStateMachine):
             n = self.node(path)
             slot, pins = (n.snapshot.device, n.snapshot.pins) if n.snapshot else (0, 0)
             assert (n.state.value, n.block, n.host, n.stored, n.refs, slot, pins) == (
-                r.state, r.block, r.host, r.stored, r.refs, r.snapshot, r.pins,
-            )  # fmt: skip
+                r.state,
+                r.block,
+                r.host,
+                r.stored,
+                r.refs,
+                r.snapshot,
+                r.pins,
+            )
             assert r.refs == users[path]
             assert (n.hits, n.level) == (r.hits, r.level)
         for pool, units in (
-            (self.device, [r.block for r in self.records.values()] + [b for u in self.users for b in u.spare]
-             + [w[2] for u in self.users for w in u.writing]),
+            (
+                self.device,
+                [r.block for r in self.records.values()]
+                + [b for u in self.users for b in u.spare]
+                + [w[2] for u in self.users for w in u.writing],
+            ),
             (self.host, [r.host for r in self.records.values()]),
             (self.slots, [r.snapshot for r in self.records.values()]),
-        ):  # fmt: skip
+        ):
             pool.check_integrity()
             held = sorted(unit for unit in units if unit)
             assert held == [i for i in range(1, pool.num_total + 1) if pool.is_held(i)]
@@ -634,9 +663,11 @@ class TreeMachine(RuleBasedStateMachine):
                 self.copies.remove((event.digest, event.tier))
         expected = set()
         for path, r in self.records.items():
-            where = {Tier.DEVICE: r.state in ("device", "backing_up", "offloading"),
-                     Tier.HOST: r.host and r.state not in ("backing_up", "offloading", "fetching"),
-                     Tier.STORAGE: r.stored}  # fmt: skip
+            where = {
+                Tier.DEVICE: r.state in ("device", "backing_up", "offloading"),
+                Tier.HOST: r.host and r.state not in ("backing_up", "offloading", "fetching"),
+                Tier.STORAGE: r.stored,
+            }
             expected |= {(digest_of(path), tier) for tier, there in where.items() if there}
         assert self.copies == expected
 
