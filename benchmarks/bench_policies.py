@@ -27,7 +27,7 @@ from harness import Recorder, parser
 
 from dsv4_jax.cli import main
 from dsv4_jax.manager import CachePolicy
-from dsv4_jax.manager.policies import ORDERS
+from dsv4_jax.manager.policies import EVICTION_POLICIES
 
 DEFAULT = CachePolicy()
 BEFORE = "--snapshots-at prompt,output,every:32"
@@ -41,7 +41,11 @@ VARIANTS = {
     "the default": "",
     "the default, write_through": "--policy write_through",
     "the default, selective, 2 hits": "--policy selective:2",
-    **{f"the default, order {name}": f"--order {name}" for name, order in ORDERS.items() if order is not DEFAULT.order},
+    **{
+        f"the default, order {name}": f"--order {name}"
+        for name, order in EVICTION_POLICIES.items()
+        if order is not DEFAULT.eviction
+    },
     "the default, 40 % for states": "--snapshot-fraction 0.4",
     "the default, states from 8 blocks before the end": "--snapshots-at prompt,output,junctions,doubling:8",
     "the default, no host": "--host-pages 0",

@@ -12,7 +12,7 @@ from ..capacity import SNAPSHOT_FRACTION, largest_fitting, plan_host_capacity, s
 from ..errors import CapacityError, TraceError
 from ..layout import CacheLayout, CacheSize
 from ..manager import CachePolicy, HostSize, SnapshotPlacement, WritePolicy
-from ..manager.policies import ORDERS
+from ..manager.policies import EVICTION_POLICIES
 from ..simulate import Server, StepTime, TraceRequest
 from .options import naming, option
 from .values import byte_count, fraction, natural, positive, short, token_count
@@ -103,7 +103,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     policy = parser.add_argument_group("policy")
     names = "none (no caching), write_back (default), write_through, or selective:N (blocks with N hits)"
     option(policy, "--policy", _write_policy, "NAME", names)
-    policy.add_argument("--order", choices=sorted(ORDERS), help="of eviction (default: worth)")
+    policy.add_argument("--order", choices=sorted(EVICTION_POLICIES), help="of eviction (default: worth)")
     option(policy, "--snapshots-at", placement, "LIST", _PLACEMENT_HELP)
     step = parser.add_argument_group("server")
     option(step, "--token-budget", positive, "N", "of a step (default: 8192)")
@@ -174,7 +174,7 @@ def _server(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[Trace
         host = HostSize(args.host_pages)
     policy = None
     if args.policy is not None:
-        policy = CachePolicy(write=args.policy, snapshots=args.snapshots_at, order=ORDERS[args.order])
+        policy = CachePolicy(write=args.policy, snapshots=args.snapshots_at, eviction=EVICTION_POLICIES[args.order])
     server = Server(layout, size(blocks), policy, host, args.token_budget, args.step_time, args.every_step)
     layout.check_size(server.size)
     return server

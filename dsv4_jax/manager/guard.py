@@ -132,7 +132,7 @@ class Guard:
             time.sleep(_PAUSE)
 
     def _refuse(self) -> None:
-        """Raises what another call is to be told now; returns if it may begin."""
+        """Raises the error of another call that begins now; returns if it may begin."""
         if self._broken is not None:
             call, cause = self._broken
             raise ManagerInterruptedError(call, cause) from cause

@@ -19,7 +19,7 @@ from ..untrusted import parse_json
 
 __all__ = ["MAX_BLOCKS", "MAX_BYTES", "SUM_BYTES", "Handoff", "check_lease_seconds"]
 
-MAX_BLOCKS = 16384  # told in one hand-off; further ones go on
+MAX_BLOCKS = 16384  # announced in one hand-off; further ones go on
 MAX_BYTES = 2 << 20  # of its JSON
 _MAX_SECONDS = 86400.0
 SUM_BYTES = 16
@@ -38,9 +38,9 @@ class Handoff:
         root: of the digests: block size, weights, layout of the blocks, and namespace (`HashSpec.root`), in hex.
         block_fingerprint, snapshot_fingerprint: of the layout.
         total: blocks that all parts together tell of.
-        first: blocks told of before this part.
-        digest: of the last block told of, which names all before it; the root if there is none.
-        blocks: the page of each block told of here.
+        first: blocks announced before this part.
+        digest: of the last block announced, which names all before it; the root if there is none.
+        blocks: the page of each block announced here.
         state: the pages of the state after the last block of all, in order; none: not here.
         last: whether nothing more follows.
         sums: 16 bytes for each page of `blocks`, then of `state`, that vouch for its bytes (`vouched`). None as the
@@ -124,12 +124,12 @@ def _checked(fields: dict[str, Any]) -> Handoff:
     if len({*blocks, *state}) != len(blocks) + len(state):
         raise HandoffError("blocks", "a page is named twice")
     if fields["first"] + len(blocks) > fields["total"]:
-        raise HandoffError("total", f"{fields['total']} blocks in all, {fields['first']} + {len(blocks)} told of")
-    told = fields["first"] + len(blocks) == fields["total"]
-    if state and not (fields["last"] and told and fields["total"]):
+        raise HandoffError("total", f"{fields['total']} blocks in all, {fields['first']} + {len(blocks)} announced")
+    complete = fields["first"] + len(blocks) == fields["total"]
+    if state and not (fields["last"] and complete and fields["total"]):
         raise HandoffError("state", "a state comes with the last block, or after it")
-    if fields["last"] and not told:
-        raise HandoffError("last", "not all blocks are told of")
+    if fields["last"] and not complete:
+        raise HandoffError("last", "not all blocks are announced")
     sums, pages = fields["sums"], len(blocks) + len(state)
     if not _is_hex(sums, 2 * SUM_BYTES * pages):
         raise HandoffError("sums", f"must be {2 * SUM_BYTES} hexadecimal digits for each of {pages} pages")

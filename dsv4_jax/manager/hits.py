@@ -97,7 +97,7 @@ def load(cache: TieredCache, path: Sequence[Node]) -> bool:
     if not below:
         return True
     for node in below:
-        if node.state is S.PERSISTING:  # the copy to storage goes on; its end is told to `StorageTier.finish_writes`
+        if node.state is S.PERSISTING:  # the copy to storage goes on; its end goes to `StorageTier.finish_writes`
             tree.moves.abort(node)
     tree.acquire(path)  # so that making room takes none of these
     try:

@@ -36,7 +36,7 @@ class Lease:
         total: blocks that it will be of.
         nodes: of the blocks so far, in path order.
         root: of the digests.
-        told: blocks told of in hand-offs.
+        announced: blocks that hand-offs have announced.
         state: the node with the state, once it is held.
         missed: whether the state was passed, and never will be.
     """
@@ -48,7 +48,7 @@ class Lease:
     total: int
     root: bytes
     nodes: list[Node] = dataclasses.field(default_factory=list)
-    told: int = 0
+    announced: int = 0
     state: Node | None = None
     missed: bool = False
 
@@ -83,7 +83,7 @@ class Leases:
         self._hold_blocks(lease)
         self._hold_state(lease)
         lease.missed = lease.state is None and (not lease.total or request.num_cached > self._tokens(lease.total))
-        return self._tell(lease, lease.told, seconds)
+        return self._announce(lease, lease.announced, seconds)
 
     def export_again(self, lease: str, first: int) -> Handoff | None:
         """Does what `KVCacheManager.export_again` says."""
@@ -91,15 +91,15 @@ class Leases:
         if not isinstance(lease, str) or not self.is_sound(lease):
             return None
         found = self.active[lease]
-        ended = found.told == found.total and (found.state is not None or found.missed)
-        if first > found.told or (first == found.told and not ended):
+        ended = found.announced == found.total and (found.state is not None or found.missed)
+        if first > found.announced or (first == found.announced and not ended):
             return None
-        return self._tell(found, first, found.until - self._clock())
+        return self._announce(found, first, found.until - self._clock())
 
-    def _tell(self, lease: Lease, first: int, seconds: float) -> Handoff:
+    def _announce(self, lease: Lease, first: int, seconds: float) -> Handoff:
         nodes = lease.nodes[first : first + MAX_BLOCKS]
         end = first + len(nodes)
-        lease.told = max(lease.told, end)
+        lease.announced = max(lease.announced, end)
         snapshot = lease.state.snapshot if lease.state is not None and end == lease.total else None
         return Handoff(
             lease.id,
@@ -150,14 +150,14 @@ class Leases:
         return lease
 
     def _is_of(self, lease: Lease, request: Request) -> bool:
-        """Whether what was told is of the text that the request goes on with: preempted, it may have been rewritten."""
+        """Whether what was announced is of the text that the request goes on with, which may have been rewritten."""
         assert request.hasher is not None  # see `export`
-        told, block = len(lease.nodes), self._layout.block_tokens
-        if lease.total > max(len(request.tokens) - 1, 0) // block or len(request.history) < told * block:
+        announced, block = len(lease.nodes), self._layout.block_tokens
+        if lease.total > max(len(request.tokens) - 1, 0) // block or len(request.history) < announced * block:
             return False
-        if told > len(request.nodes):  # it is behind what it told
-            request.hasher.follow(request.history[: told * block])
-        return not told or request.hasher.digests[told - 1] == lease.nodes[-1].digest
+        if announced > len(request.nodes):  # it is behind what it announced
+            request.hasher.follow(request.history[: announced * block])
+        return not announced or request.hasher.digests[announced - 1] == lease.nodes[-1].digest
 
     def _end(self, lease: Lease) -> None:
         del self.active[lease.id]

@@ -140,7 +140,7 @@ class Lifecycle:
             request.history = request.hasher.ids(request.num_cached)
 
     def _follow_verified(self, request: Request, hasher: BlockHasher | None) -> int:
-        """Makes the hasher's tokens those that are certain to stand: computed, of the prompt, or drawn last.
+        """Makes the hasher's tokens those that are certain to stand: computed, of the prompt, or sampled last.
 
         Returns how many tokens the request knows: one of them is left to compute.
         """

@@ -98,7 +98,7 @@ class KVCacheManager:
             preempted requests. None: there is no host tier.
         weights_id: names the weights, and whatever else cached bytes depend on: other weights, other digests. `wakeup`
             and `reset` take that of other weights; storage and other hosts need one.
-        events: where cached blocks that come and go are told.
+        events: the log of cached blocks that come and go.
         arrays: size of the cache, if this manager is to hand out less than it holds (default: `size`). Plans are made
             for a cache of this size, and no other takes them. Two managers must not share a cache.
         clock: what leases are measured with, in seconds.
@@ -473,10 +473,11 @@ class KVCacheManager:
             return self.leases.export(self.book.find_live(request), seconds)
 
     def export_again(self, lease: str, first: int = 0) -> Handoff | None:
-        """Tells again of what `export_request` has told under this lease, from this block on: a hand-off was lost.
+        """Announces again what `export_request` has announced under this lease, from this block on.
 
+        For a hand-off that was lost.
         The lease lasts no longer for that, and the request may have ended. None: there is no such lease (any more), or
-        nothing was told from there on.
+        nothing was announced from there on.
 
         Raises:
             HandoffError: `first` is not an integer >= 0.
@@ -592,8 +593,8 @@ class KVCacheManager:
 
         Raises:
             RequestError: a request is not live here, a chunk goes beyond the tokens that the request knows, or K > 1
-                steps are to draw what it knows already. (None of a chunk, or of a decode or verify step, may be known
-                here: drawn on the device, or kept elsewhere.) Or its `tokens` were changed where they are computed.
+                steps are to sample what it knows already. (None of a chunk, or of a decode or verify step, may be known
+                here: sampled on the device, or kept elsewhere.) Or its `tokens` were changed where they are computed.
             ContextLimitError: a request would outgrow its `max_tokens`, or all blocks together do not hold one token of
                 it for each step.
             OutOfBlocksError: the step needs more blocks than are free.

@@ -11,10 +11,10 @@ import warnings
 from ..checks import check_integer, shown
 from ..errors import ConfigError, PerformanceWarning, PlanError
 from ..layout import CacheSize
-from .prefix.orders import ORDERS, WORTH, Order
+from .prefix.eviction_policies import EVICTION_POLICIES, WORTH, EvictionPolicy
 
 __all__ = [
-    "ORDERS",
+    "EVICTION_POLICIES",
     "CachePolicy",
     "HostWatermark",
     "SnapshotKind",
@@ -180,7 +180,8 @@ class CachePolicy:
     Attributes:
         write: when blocks go to the host.
         snapshots: where states are kept.
-        order: what leaves a tier first (see `ORDERS`): what is worth least, or the least recently or frequently used.
+        eviction: what leaves a tier first (see `EVICTION_POLICIES`): what is worth least, or the least recently or
+            frequently used.
         watermark: how much of the host is kept free.
 
     Raises:
@@ -189,11 +190,16 @@ class CachePolicy:
 
     write: WritePolicy = dataclasses.field(default_factory=WritePolicy.write_back)
     snapshots: SnapshotPlacement = dataclasses.field(default_factory=SnapshotPlacement)
-    order: Order = WORTH
+    eviction: EvictionPolicy = WORTH
     watermark: HostWatermark = dataclasses.field(default_factory=HostWatermark)
 
     def __post_init__(self) -> None:
-        kinds = {"write": WritePolicy, "snapshots": SnapshotPlacement, "order": Order, "watermark": HostWatermark}
+        kinds = {
+            "write": WritePolicy,
+            "snapshots": SnapshotPlacement,
+            "eviction": EvictionPolicy,
+            "watermark": HostWatermark,
+        }
         for name, kind in kinds.items():
             if not isinstance(part := getattr(self, name), kind):
                 raise ConfigError(f"cache policy: {name}", f"must be of type {kind.__name__}, got {shown(part)}")

@@ -1,7 +1,7 @@
 """What comes from another host: the prefix of a prompt that it has computed, to the host records here. Pure Python.
 
 As with storage a move has two ends: `plan_reads` names pages of the peer and pages here that nobody else has,
-`finish_reads` is told what arrived. In between the read stands in `Arrival.reads`, which makes the pages its own,
+`finish_reads` gets what arrived. In between the read stands in `Arrival.reads`, which makes the pages its own,
 whatever happens: an arrival that is closed or late, even a `reset`, gives none of them to others before. What has
 arrived whole joins the prefix tree, block after block, and the state behind the last one; then the request is admitted
 as for any other hit. What has not come by then is computed. Who moves the bytes: `dsv4_jax.tiers.remote`.
@@ -79,7 +79,7 @@ class Arrival:
         records: how many were read whole.
         reads: those under way: planned, and not finished. Who was broken off in `plan_reads` finds them here.
         asks: whether the part that came last was no use, since others before it were lost. The sender's
-            `KVCacheManager.export_again(lease, told)` makes good for them.
+            `KVCacheManager.export_again(lease, announced)` makes good for them.
         closed: whether nobody waits for it any more.
     """
 
@@ -94,7 +94,7 @@ class Arrival:
     root: str
     digests: list[bytes]
     total: int
-    pages: list[int] = dataclasses.field(default_factory=list)  # of the blocks told of
+    pages: list[int] = dataclasses.field(default_factory=list)  # of the blocks announced
     sums: list[bytes] = dataclasses.field(default_factory=list)
     state: tuple[Pages, tuple[bytes, ...]] | None = None
     last: bool = False
@@ -110,8 +110,8 @@ class Arrival:
     closed: bool = False
 
     @property
-    def told(self) -> int:
-        """How many blocks hand-offs have told of so far."""
+    def announced(self) -> int:
+        """How many blocks hand-offs have announced so far."""
         return len(self.pages)
 
     @property
@@ -194,7 +194,7 @@ class RemoteTier:
         return arrival
 
     def extend(self, arrival: Arrival, handoff: bytes) -> None:
-        """The next part of the same lease. One that was told before changes nothing but how long the lease lasts.
+        """The next part of the same lease. One that came before changes nothing but how long the lease lasts.
 
         Nor does one before which others are missing: it sets `Arrival.asks`.
 
@@ -209,7 +209,7 @@ class RemoteTier:
             self._take(arrival, part)
 
     def plan_reads(self, arrival: Arrival) -> list[RemoteRead]:
-        """What to read now: what was told of, and is neither here nor on its way here. In path order.
+        """What to read now: what was announced, and is neither here nor on its way here. In path order.
 
         Call it again after `extend` and after `finish_reads`, of any arrival. What lies on the device or the host is
         not read. Nor is what storage is bringing, or another arrival: then nothing behind it is either, yet.
@@ -252,7 +252,7 @@ class RemoteTier:
                 if read not in arrival.reads:
                     continue  # it was ended before
                 if read.scope == BLOCK:
-                    arrival.cache.flying.discard(arrival.digests[read.index])
+                    arrival.cache.arriving.discard(arrival.digests[read.index])
                 del arrival.reads[read]
                 if not arrived:
                     arrival.failure = arrival.failure or "a record did not arrive whole"
@@ -340,7 +340,7 @@ class RemoteTier:
         missing: list[int] = []
         for i in range(arrival.planned, len(arrival.pages)):
             node = tree.get(digests[i])
-            if digests[i] in cache.flying or (node is not None and node.state not in MATCHABLE):
+            if digests[i] in cache.arriving or (node is not None and node.state not in MATCHABLE):
                 break  # on its way here
             missing.append(i)
         if not missing:
@@ -351,7 +351,7 @@ class RemoteTier:
             arrival.failure = f"{len(missing)} pages of the host are not free"
             return []
         arrival.planned = missing[-1] + 1
-        cache.flying.update(digests[i] for i in missing)
+        cache.arriving.update(digests[i] for i in missing)
         cache.landed.update(pages)
         return [
             RemoteRead(BLOCK, i, (arrival.pages[i],), (page,), (arrival.sums[i],))

@@ -127,7 +127,7 @@ class Request:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and output ids known so far. Append what was drawn: `request.tokens.append(t)`.
+        """Prompt and output ids known so far. Append what was sampled: `request.tokens.append(t)`.
 
         A caller that keeps its token ids elsewhere may leave this empty; nothing of it is then cached. Another list may
         be assigned; raises `RequestError` for what is no list (or tuple) of ints.

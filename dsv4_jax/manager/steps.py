@@ -266,11 +266,11 @@ class Steps:
         limits: np.ndarray,
     ) -> None:
         """No request outgrows its limit, no chunk goes beyond the known tokens of a request, if some are known, and of
-        several steps only the first one's tokens are known: the others' are drawn on the device."""
+        several steps only the first one's tokens are known: the others' are sampled on the device."""
         if len(over := np.flatnonzero(ends > limits)):
             request = requests[over[0]]
             raise ContextLimitError(request.id, int(ends[over[0]]), request.max_tokens)
-        chunks = np.flatnonzero(lengths > 1 + self._layout.draft_tokens)  # drafts may be drawn on the device
+        chunks = np.flatnonzero(lengths > 1 + self._layout.draft_tokens)  # drafts may be sampled on the device
         for i in chunks.tolist():
             start, stop, known = int(starts[i]), int(starts[i] + lengths[i]), len(requests[i].tokens)
             if start < known < stop:
@@ -281,7 +281,7 @@ class Steps:
             if known > start + 1:
                 raise RequestError(
                     f"request {request.id!r} knows tokens {start + 1}..{known - 1}, which {steps} steps in one plan "
-                    "would draw anew: feed them first, in plans of one step"
+                    "would sample anew: feed them first, in plans of one step"
                 )
 
     def _copies(self, restored: list[Request]) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """What goes to storage and what comes back: host records under content hashes. Pure Python.
 
 Storage answers late, so here alone a move has two ends: a `plan_` call that reserves, and a `finish_` call
-that is told what became of it. In between nothing is lost: blocks on their way to storage stay usable, and
+that gets what became of it. In between nothing is lost: blocks on their way to storage stay usable, and
 an answer that comes after `reset` is ignored. Who moves the bytes: `dsv4_jax.tiers.storage_driver`.
 """
 

@@ -91,13 +91,13 @@ class TieredCache:
         self.copies = PendingCopies()
         self.fetching: dict[Pages, Node] = {}  # where states on their way from storage land, and whose they are
         self.receiving: dict[PageReceiver, None] = {}  # whom records of another host are being read for
-        self.flying: set[bytes] = set()  # digests of blocks among these records
+        self.arriving: set[bytes] = set()  # digests of blocks among these records
         self.landed: set[int] = set()  # pages that hold such records, and wait to join the tree
         self.failures: collections.Counter[str] = collections.Counter()
         choices = policy or CachePolicy()
         self.tree = PrefixTree(
             layout.block_tokens,
-            order=choices.order,
+            eviction=choices.eviction,
             host=self.pages.num_total > 0,
             moves_down=choices.write.moves_when_evicted,
             events=events,

@@ -23,7 +23,7 @@ __all__ = ["as_tokens", "chain", "page_digests", "root_digest"]
 
 
 def page_digests(tokens: Any, page_size: int = 1, namespace: Hashable = None) -> list[bytes]:
-    """The digests of a prompt's whole pages: a router compares them with those it was told of.
+    """The digests of a prompt's whole pages: a router compares them with those that events have named.
 
     Args:
         tokens, namespace: as of `RadixCache.match`; the namespace None, or integers, str, bytes and tuples of these.

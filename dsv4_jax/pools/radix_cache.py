@@ -39,9 +39,9 @@ class RadixCache:
         window: tokens of the sliding window, for models with window layers.
         window_allocator: of the window layers' pool; given with `window`, and not the same as `allocator`.
         states: track slots, for models with recurrent state.
-        events: told of every page whose KV rows come or go, by its digest (`page_digests`): a page is "stored"
+        events: the log of every page whose KV rows come or go, by its digest (`page_digests`): a page is "stored"
             after the one before it and "removed" before it, all on the device; `clear` is one event, "cleared".
-            Namespaces need canonical bytes then. Not told: window rows and snapshots, without which a page that
+            Namespaces need canonical bytes then. Not logged: window rows and snapshots, without which a page that
             is here may not be matched.
     """
 

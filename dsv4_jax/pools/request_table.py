@@ -169,7 +169,7 @@ class ReqToTokenPool:
             raise
 
     def drain(self, capacity: int | None = None) -> TableUpdate:
-        """What the device must be told, and forgets it: apply every update, in order.
+        """What the device's table lacks, and forgets it: apply every update, in order.
 
         Args:
             capacity: cells of the update, so that steps share one shape. Default: the next power of two.

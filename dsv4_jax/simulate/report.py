@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..manager.policies import ORDERS
+from ..manager.policies import EVICTION_POLICIES
 from ..records import page_bytes
 from .bounds import Bounds
 from .hosts import Handed, HostsRun
@@ -108,7 +108,9 @@ def with_bounds(answer: dict[str, Any], found: Bounds) -> dict[str, Any]:
 
 def _order(server: Server) -> str:
     """The name of the eviction policy, "-" without one."""
-    return next((name for name, order in ORDERS.items() if server.policy and order is server.policy.order), "-")
+    return next(
+        (name for name, order in EVICTION_POLICIES.items() if server.policy and order is server.policy.eviction), "-"
+    )
 
 
 def _host_bytes(server: Server) -> int:

@@ -18,7 +18,7 @@ from ..cache import KVCache
 from ..errors import NoFreeSlotError, OutOfBlocksError, PlanError
 from ..layout import CacheSize
 from ..manager import CachePolicy, HostSize, KVCacheManager, Namespace, Request, SnapshotPlacement, WritePolicy
-from ..manager.policies import ORDERS, SnapshotKind
+from ..manager.policies import EVICTION_POLICIES, SnapshotKind
 from ..manager.prefix.node import T
 from ..tiers.host_cache import HostCache
 from ..tiers.transfers import run_transfers
@@ -133,7 +133,7 @@ class Mix:
         )
         if self.branches or placement == SnapshotPlacement.none():
             placement = SnapshotPlacement(doubling=None)
-        return CachePolicy(write, placement, order=ORDERS[self.pick([*ORDERS])])
+        return CachePolicy(write, placement, eviction=EVICTION_POLICIES[self.pick([*EVICTION_POLICIES])])
 
     # The loop
 

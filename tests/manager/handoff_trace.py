@@ -149,7 +149,7 @@ class Pair:
 
     def export_again(self, arrival: Arrival) -> None:
         manager = self.sender.manager
-        if again := manager.export_again(arrival.lease, self.random.choice([arrival.told, arrival.told, 0])):
+        if again := manager.export_again(arrival.lease, self.random.choice([arrival.announced, arrival.announced, 0])):
             self.did["told again"] += 1
             self.exported.append(again)
 

@@ -35,7 +35,7 @@ from dsv4_jax.manager import (
     Tier,
     WritePolicy,
 )
-from dsv4_jax.manager.policies import ORDERS
+from dsv4_jax.manager.policies import EVICTION_POLICIES
 from dsv4_jax.manager.prefix.node import NodeState, copies
 from dsv4_jax.manager.request import Request
 from dsv4_jax.plan import StateSwapPlan, SwapPlan
@@ -81,7 +81,9 @@ class Outside:
         placement = SnapshotPlacement(
             r.choice([None, 1, 2, 3]), r.random() < 0.7, r.random() < 0.7, r.random() < 0.8, r.choice([None, 1, 2, 8])
         )
-        policy = CachePolicy(r.choice(WRITES), placement, r.choice(list(ORDERS.values())), HostWatermark(low, high))
+        policy = CachePolicy(
+            r.choice(WRITES), placement, r.choice(list(EVICTION_POLICIES.values())), HostWatermark(low, high)
+        )
         self.manager = KVCacheManager(
             self.layout,
             self.some_size(),

@@ -450,14 +450,14 @@ def test_parts_that_were_lost_are_asked_for_and_told_again() -> None:
         return sender.send(sender.manager.export_again(handoff.lease, first))
 
     arrival = taker.tier.expect(parts[1], PROMPT, namespace=SPACE)
-    assert arrival.asks and arrival.told == 0 and taker.read(arrival, sender) == 0
+    assert arrival.asks and arrival.announced == 0 and taker.read(arrival, sender) == 0
     taker.tier.extend(arrival, parts[0])
     taker.tier.extend(arrival, parts[3])
-    assert arrival.asks and arrival.told == 1
+    assert arrival.asks and arrival.announced == 1
     with pytest.raises(HandoffError, match="lease"):
         taker.tier.extend(arrival, Host().prefill())
-    taker.tier.extend(arrival, again(arrival.told))
-    assert arrival.told == 5 and arrival.last and not arrival.asks
+    taker.tier.extend(arrival, again(arrival.announced))
+    assert arrival.announced == 5 and arrival.last and not arrival.asks
     taker.tier.extend(arrival, parts[0])  # late, and known
     assert taker.read(arrival, sender) == 6 and taker.manager.admit_remote(arrival).num_hit == 5 * BLOCK
     assert Handoff.from_json(again(0)).end == 5

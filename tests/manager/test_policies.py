@@ -16,7 +16,7 @@ from dsv4_jax.errors import ConfigError, IntegrityError, PerformanceWarning, Pla
 from dsv4_jax.manager.block_pool import BlockPool
 from dsv4_jax.manager.metrics import collect_stats, pool_use, prometheus_text
 from dsv4_jax.manager.policies import (
-    ORDERS,
+    EVICTION_POLICIES,
     CachePolicy,
     HostWatermark,
     SnapshotKind,
@@ -260,7 +260,7 @@ def test_host_watermark() -> None:
 
 def test_eviction_orders() -> None:
     def first_out(order: str) -> Node:
-        tree = PrefixTree(4, order=ORDERS[order])
+        tree = PrefixTree(4, eviction=EVICTION_POLICIES[order])
         (a,), (b,) = publish_path(tree, "a", 1), publish_path(tree, "b", 1)
         tree.release([a])
         tree.release([b])
@@ -277,7 +277,7 @@ def test_eviction_orders() -> None:
 
 def test_the_default_policy_is_complete() -> None:
     policy = CachePolicy()
-    PrefixTree(4, order=policy.order, backup_after=policy.write.backup_after)
+    PrefixTree(4, eviction=policy.eviction, backup_after=policy.write.backup_after)
     assert policy.write.name == "write_back"
     assert dataclasses.replace(policy, write=WritePolicy.write_through()).write.backup_after == 0
 

@@ -10,7 +10,7 @@ import pytest
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config
 from dsv4_jax.manager import CachePolicy, HostSize, SnapshotPlacement, WritePolicy
-from dsv4_jax.manager.policies import ORDERS
+from dsv4_jax.manager.policies import EVICTION_POLICIES
 from dsv4_jax.records import state_pages
 from dsv4_jax.simulate import ChatTrace, Server, TraceRequest, TraceRun, make_trace, simulate
 from dsv4_jax.simulate.bounds import Turn, blocks_bound, bounds, endless_bound, states_bound, turns_of
@@ -126,7 +126,7 @@ def test_no_policy_exceeds_them(seed: int) -> None:
                 snapshots=draw.choice(
                     [SnapshotPlacement(), SnapshotPlacement(every=1), SnapshotPlacement(doubling=None)]
                 ),
-                order=draw.choice(list(ORDERS.values())),
+                eviction=draw.choice(list(EVICTION_POLICIES.values())),
             )
             result = simulate(trace, Server(LAYOUT, CacheSize(blocks, 4, 64, snapshots), policy, host))
             assert result.totals.hit <= found.clairvoyant <= found.endless

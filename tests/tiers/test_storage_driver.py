@@ -14,7 +14,7 @@ import dsv4_jax
 from dsv4_jax import AttentionType, CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.errors import LayoutError, RequestError, StoreFormatError
 from dsv4_jax.manager import HostSize, SnapshotPlacement
-from dsv4_jax.manager.policies import ORDERS
+from dsv4_jax.manager.policies import EVICTION_POLICIES
 from dsv4_jax.manager.prefix.node import Tier
 from dsv4_jax.plan import StepPlan
 from dsv4_jax.records import block_record, snapshot_record
@@ -43,7 +43,7 @@ class Engine:
     """A manager and a cache whose steps write bytes made of the tokens fed so far, a block at a time."""
 
     def __init__(self, path, order: str = "worth", **sizes) -> None:
-        policy = CachePolicy(snapshots=SnapshotPlacement(every=2), order=ORDERS[order])
+        policy = CachePolicy(snapshots=SnapshotPlacement(every=2), eviction=EVICTION_POLICIES[order])
         self.manager = KVCacheManager(LAYOUT, SIZE, policy=policy, host=HOST, weights_id="weights")
         self.shape = self.manager.pinned_shape(2, BLOCK)
         self.path, self.sizes = path, sizes

@@ -136,7 +136,7 @@ class BlockMoves:
     def retract(self, node: Node) -> Freed:
         """Removes a published node whose bytes were never written, and all below it, in whatever tier.
 
-        Moves between the lower tiers are forgotten: what is told of their ends later is ignored.
+        Moves between the lower tiers are forgotten: what is said of their ends later is ignored.
 
         Raises:
             IntegrityError: something there is referenced, or a snapshot pinned; nothing has changed.

@@ -15,8 +15,8 @@ What holds at any time (`check_integrity`):
 The parts, each with its own state and rules; `PrefixTree` itself knows paths: matching, references, writing.
 
 * `nodes` (nodes.py): every node by digest, every change of a state, all counts.
-* `queues`, `wanted` (queues.py): who leaves a tier next (in which order: orders.py; what is worth what: worth.py), and
-  who wants a copy in a lower one.
+* `queues`, `wanted` (queues.py): who leaves a tier next (by which policy: eviction_policies.py; what is worth what: worth.py),
+  and who wants a copy in a lower one.
 * `moves` (moves.py): blocks that go from tier to tier, and blocks that are lost.
 * `evictor` (evictor.py): blocks that leave a tier to make room.
 * `snapshots` (snapshots.py): the states that hits can end at.
@@ -34,13 +34,13 @@ from ...errors import IntegrityError, PlanError
 from .counters import TreeCounters
 from .events import EventLog
 from .eviction import Freed
+from .eviction_policies import WORTH, EvictionPolicy
 from .evictor import Evictor
 from .holds import Holds
 from .host_evictor import HostEvictor
 from .moves import BlockMoves
 from .node import MATCHABLE, SETTLED, Node, NodeState, S, Snapshot, T, Tier, children_of, link, unlink
 from .nodes import NodeTable
-from .orders import WORTH, Order
 from .queues import CopyLists, EvictionQueues
 from .snapshots import Snapshots
 from .tree_checks import check_tree
@@ -90,14 +90,14 @@ class PrefixTree:
 
     Args:
         block_tokens: tokens of a block.
-        order: who leaves first (see orders.py).
+        eviction: who leaves first (see eviction_policies.py).
         host: whether there is a host tier: what leaves the device is lost otherwise.
         moves_down: whether blocks that are evicted from the device move there.
         snapshot_blocks: blocks that take the bytes of one snapshot.
         backup_after: hits after which a device block without host copy is put on the list of
             `pop_backups`; 0: when published; None: never.
         persists: whether blocks that come to rest on the host are put on the list of `pop_persists`.
-        events: where copies that come and go are told.
+        events: the log of copies that come and go.
         ranks: over which the blocks of a path are dealt out (`CacheSize.pool_ranks`).
     """
 
@@ -105,7 +105,7 @@ class PrefixTree:
         self,
         block_tokens: int = 128,
         *,
-        order: Order = WORTH,
+        eviction: EvictionPolicy = WORTH,
         host: bool = False,
         moves_down: bool = False,
         snapshot_blocks: int = 1,
@@ -117,7 +117,7 @@ class PrefixTree:
         self.ranks = ranks
         self.block_tokens = check_integer("block_tokens", block_tokens, 1, error=PlanError)
         self.counters = TreeCounters()
-        self.queues = EvictionQueues(order, moves_down=host and moves_down)
+        self.queues = EvictionQueues(eviction, moves_down=host and moves_down)
         self.wanted = CopyLists(backup_after, persists)
         self.nodes = NodeTable(self.queues, self.wanted, events, last_tier=T.HOST if host else T.DEVICE, ranks=ranks)
         self.moves = BlockMoves(self.nodes)

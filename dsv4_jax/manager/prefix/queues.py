@@ -1,4 +1,4 @@
-"""Which nodes may leave a tier, in which order, and which want a copy in a lower one. Pure Python."""
+"""Which nodes may leave a tier, in their eviction policy's order, and which want a copy in a lower one. Pure Python."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from ...checks import check_integer
 from ...errors import PlanError
 from ...eviction_queue import EvictionQueue
+from .eviction_policies import EvictionPolicy
 from .node import TIERS, Node, S, T, Tier
-from .orders import Order
 from .worth import is_idle_end
 
 __all__ = ["CopyLists", "EvictionQueues", "Listed"]
@@ -34,27 +34,27 @@ class EvictionQueues:
     """Who leaves a tier next, blocks and snapshots apart.
 
     Args:
-        order: the smallest keys leave first.
+        policy: the smallest keys leave first.
         moves_down: whether blocks that are evicted from the device go to the host.
 
     Attributes:
         blocks, snapshots: a queue per tier. Storage has none for snapshots: these leave it with their blocks.
     """
 
-    def __init__(self, order: Order, *, moves_down: bool = False):
-        self._order, self._moves_down = order, moves_down
+    def __init__(self, policy: EvictionPolicy, *, moves_down: bool = False):
+        self._policy, self._moves_down = policy, moves_down
         self.blocks: dict[Tier, EvictionQueue[Node]] = {}
         self.snapshots: dict[Tier, EvictionQueue[Node]] = {}
         self.clear()
 
     def clear(self) -> None:
         """Removes all nodes from the lists."""
-        order, keys = self._order, dict.fromkeys(TIERS, self._order.block)
+        policy, keys = self._policy, dict.fromkeys(TIERS, self._policy.block)
         if self._moves_down:
-            keys[T.DEVICE] = order.moved
-            keys[T.HOST] = functools.partial(_key_on_host, order)
+            keys[T.DEVICE] = policy.moved
+            keys[T.HOST] = functools.partial(_key_on_host, policy)
         self.blocks = {tier: EvictionQueue(bit, leaves, keys[tier]) for tier, bit, leaves in _BLOCKS}
-        self.snapshots = {tier: EvictionQueue(bit, leaves, order.snapshot) for tier, bit, leaves in _SNAPSHOTS}
+        self.snapshots = {tier: EvictionQueue(bit, leaves, policy.snapshot) for tier, bit, leaves in _SNAPSHOTS}
 
     def push(self, node: Node) -> None:
         """Puts the node into the queues of the tiers that its block may leave now."""
@@ -92,8 +92,8 @@ class EvictionQueues:
             queue.demote(node)
 
 
-def _key_on_host(order: Order, node: Node) -> Any:
-    return order.copy(node) if node.state is S.DEVICE else order.block(node)
+def _key_on_host(policy: EvictionPolicy, node: Node) -> Any:
+    return policy.copy(node) if node.state is S.DEVICE else policy.block(node)
 
 
 # What may leave a tier, leaf first. Children are in no higher tier than their parent.

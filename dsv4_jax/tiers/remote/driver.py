@@ -96,7 +96,7 @@ class RemoteDriver:
         manager: with a policy and a host tier.
         transport: on which its host pool is published. `poll` sees whether it is that one.
         ask_after: seconds. A prompt of which nothing more was heard for so long is asked for again: hand-offs may have
-            been lost. The driver of the host that computes it tells again of what it has told.
+            been lost. The driver of the host that computes it announces again what it has announced.
 
     Attributes:
         tier: the manager's receiving side.
@@ -117,7 +117,7 @@ class RemoteDriver:
         self._manager, self._transport = manager, transport
         self._ask_after = check_seconds("ask_after", ask_after, error=StoreFormatError)
         self._exported: list[_Export] = []
-        self._sums: dict[str, dict[int, bytes]] = {}  # of a lease: by page, as they were told
+        self._sums: dict[str, dict[int, bytes]] = {}  # of a lease: by page, as they were sent
         self._ready: list[Handoff] = []
         self._arrivals: dict[Arrival, _Coming] = {}
         self._readings: list[_Reading] = []
@@ -252,7 +252,7 @@ class RemoteDriver:
             missing = not (arrival.last or arrival.closed or arrival.failure is not None)
             if missing and (arrival.asks or now - coming.heard >= self._ask_after):
                 arrival.asks, coming.heard = False, now
-                self._say(coming.peer, {"again": arrival.lease, "first": arrival.told})
+                self._say(coming.peer, {"again": arrival.lease, "first": arrival.announced})
 
     def _say(self, peer: Peer, word: dict[str, Any]) -> None:
         with contextlib.suppress(TransferError):  # then it is lost
@@ -272,14 +272,14 @@ class RemoteDriver:
                 blocks = self._sums_of(handoff.lease, "block", handoff.blocks)
                 state = self._sums_of(handoff.lease, "snapshot", handoff.state)
                 self._ready.append(handoff.vouched(blocks, state))
-            del self._exported[0]  # of a call that was broken off it is told once more
+            del self._exported[0]  # of a call that was broken off it is announced once more
 
     def _sums_of(self, lease: str, kind: RecordKind, pages: Sequence[int]) -> list[bytes]:
-        """The checksums, as they were told before if they were: who reads a page sees whether it has changed since."""
-        told = self._sums.setdefault(lease, {})
-        new = [page for page in pages if page not in told]
-        told.update(zip(new, self._transport.checksums(kind, new), strict=True))
-        return [told[page] for page in pages]
+        """The checksums, as they were sent before if they were: who reads a page sees whether it has changed since."""
+        sent = self._sums.setdefault(lease, {})
+        new = [page for page in pages if page not in sent]
+        sent.update(zip(new, self._transport.checksums(kind, new), strict=True))
+        return [sent[page] for page in pages]
 
     def _plan(self, fence: Fence | None) -> None:
         for arrival, coming in self._arrivals.items():

@@ -7,7 +7,7 @@
     handle.wait()                                     # pages 3 and 9 hold what pages 17 and 4 of the peer held
     transport.notify(peer, b"done")                   # the other end: transport.notices()
 
-What to read is told by other means (a router, a notice): page ids and, from `checksums` of the host that has them, 16
+What to read is known by other means (a router, a notice): page ids and, from `checksums` of the host that has them, 16
 bytes for each. A reader pulls, since it knows which of its pages are free; the other host's program takes no part. The
 host must keep the pages as they are meanwhile; if it did not, the checksums show it and nothing wrong is served.
 

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from dsv4_jax.manager.prefix.eviction_policies import EVICTION_POLICIES
 from dsv4_jax.manager.prefix.node import Node, Tier
-from dsv4_jax.manager.prefix.orders import ORDERS
 from dsv4_jax.manager.prefix.prefix_tree import PrefixTree
 from tests.manager.prefix.tree_helpers import digests, publish_path
 
@@ -25,7 +25,10 @@ def on_host(tree: PrefixTree, name: str, pages: itertools.count, state: int = 3)
 
 @pytest.mark.parametrize("order", ["lru", "lfu"])
 def test_the_oldest_path_leaves_with_its_state(order: str) -> None:
-    tree, pages = PrefixTree(4, order=ORDERS[order], host=True, moves_down=True, snapshot_blocks=3), itertools.count(1)
+    tree, pages = (
+        PrefixTree(4, eviction=EVICTION_POLICIES[order], host=True, moves_down=True, snapshot_blocks=3),
+        itertools.count(1),
+    )
     old, new = on_host(tree, "a", pages), on_host(tree, "b", pages)
     held = {page for node in old for page in (node.host, *(node.snapshot.host if node.snapshot else ()))}
     freed = tree.host.evict(5)
@@ -59,7 +62,7 @@ def test_a_state_that_is_hit_outlasts_blocks_that_are_not() -> None:
 
 
 def test_a_copy_takes_the_place_of_a_colder_state_only() -> None:
-    tree = PrefixTree(4, order=ORDERS["lru"], host=True, snapshot_blocks=3)
+    tree = PrefixTree(4, eviction=EVICTION_POLICIES["lru"], host=True, snapshot_blocks=3)
     (old,), (new,) = publish_path(tree, "a", 1), publish_path(tree, "b", 1)
     tree.snapshots.attach(old, Tier.HOST, (1, 2, 3))
     tree.release([old])

@@ -21,8 +21,8 @@ from dsv4_jax.errors import CacheError, IntegrityError, OutOfBlocksError
 from dsv4_jax.manager.block_pool import BlockPool
 from dsv4_jax.manager.prefix.events import EventLog
 from dsv4_jax.manager.prefix.eviction import Freed
+from dsv4_jax.manager.prefix.eviction_policies import EVICTION_POLICIES
 from dsv4_jax.manager.prefix.node import Node, Tier
-from dsv4_jax.manager.prefix.orders import ORDERS
 from dsv4_jax.manager.prefix.prefix_tree import PrefixTree
 from dsv4_jax.manager.prefix.worth import UNIT, snapshot_worth
 
@@ -99,7 +99,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.log, self.order, self.last, self.moves = EventLog(capacity=10_000), order, last, moves_down
         self.tree = PrefixTree(
             BLOCK,
-            order=ORDERS[order],
+            eviction=EVICTION_POLICIES[order],
             host=last == "host",
             moves_down=moves_down,
             backup_after=threshold,

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from dsv4_jax.manager.prefix.eviction_policies import EVICTION_POLICIES
 from dsv4_jax.manager.prefix.node import Node, Tier
-from dsv4_jax.manager.prefix.orders import ORDERS
 from dsv4_jax.manager.prefix.prefix_tree import PrefixTree
 from dsv4_jax.manager.prefix.worth import UNIT, HitRates, Kind, block_worth, kind_of, snapshot_worth
 from tests.manager.prefix.tree_helpers import digests, publish_path
@@ -88,7 +88,7 @@ def test_a_block_counts_its_hits_and_fades() -> None:
 
 @pytest.mark.parametrize(("order", "first"), [("worth", "the passed one"), ("lru", "the oldest")])
 def test_the_next_turn_passes_the_states_of_the_one_before(order: str, first: str) -> None:
-    tree = PrefixTree(4, order=ORDERS[order])
+    tree = PrefixTree(4, eviction=EVICTION_POLICIES[order])
     other = cached(tree, "x", 3, 3)
     for name in "uvw":  # states of this kind are hit, so that fresh ones are worth something
         cached(tree, name, 3, 3)

@@ -1,7 +1,7 @@
-"""Eviction orders: who leaves a tier first, blocks and snapshots. Pure Python.
+"""Eviction policies: who leaves a tier first, blocks and snapshots. Pure Python.
 
-Keys of one order are compared with each other. They may shrink only where `EvictionQueues.demote` is told: when a node
-becomes an idle end, a host copy comes to lie below a block on the device, a snapshot is passed (see worth.py).
+Keys of one policy are compared with each other. They may shrink only where `EvictionQueues.demote` is called: when a
+node becomes an idle end, a host copy comes to lie below a block on the device, a snapshot is passed (see worth.py).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from .node import Node
 from .worth import block_worth, is_idle_end, snapshot_worth
 
-__all__ = ["LFU", "LRU", "ORDERS", "WORTH", "Order"]
+__all__ = ["EVICTION_POLICIES", "LFU", "LRU", "WORTH", "EvictionPolicy"]
 
 Key = Callable[[Node], Any]
 
 
-class Order(NamedTuple):
+class EvictionPolicy(NamedTuple):
     """Keys of what may leave a tier; the smallest leaves first.
 
     Attributes:
@@ -69,7 +69,7 @@ def _snapshot_by_worth(node: Node) -> int:
     return (snapshot_worth(node.snapshot) << _TIME) + _snapshot_by_age(node) if node.snapshot is not None else 0
 
 
-LRU = Order(_block_by_age, _block_by_age, _block_by_age, _snapshot_by_age)
-LFU = Order(_block_by_hits, _block_by_hits, _block_by_hits, _snapshot_by_hits)
-WORTH = Order(_block_by_worth, _idle_ends_first, _block_by_age, _snapshot_by_worth)
-ORDERS = {"worth": WORTH, "lru": LRU, "lfu": LFU}
+LRU = EvictionPolicy(_block_by_age, _block_by_age, _block_by_age, _snapshot_by_age)
+LFU = EvictionPolicy(_block_by_hits, _block_by_hits, _block_by_hits, _snapshot_by_hits)
+WORTH = EvictionPolicy(_block_by_worth, _idle_ends_first, _block_by_age, _snapshot_by_worth)
+EVICTION_POLICIES = {"worth": WORTH, "lru": LRU, "lfu": LFU}
