@@ -78,7 +78,7 @@ _HOME = {
     "stack_transfers": "tiers.transfers",
 }
 _FORMER = {  # names that were here, for one release: where they are now
-    "BlockAllocator": "manager",
+    "BlockAllocator": "manager.allocator",
     "StateSwapPlan": "plan",
     "SwapPlan": "plan",
     "plan_state_swap": "tiers.swap_plan",

@@ -35,11 +35,9 @@ from .layout import CacheLayout, LeafSpec
 from .schema import LayerCacheSchema
 
 __all__ = [
-    "ALIGNMENT",
     "Piece",
     "Positions",
     "RecordFormat",
-    "RecordScope",
     "block_record",
     "page_bytes",
     "record_format",

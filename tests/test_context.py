@@ -27,7 +27,8 @@ from dsv4_jax import (
 )
 from dsv4_jax.errors import LayoutError, OutOfBlocksError
 from dsv4_jax.formats import kv_format
-from dsv4_jax.manager import BlockPool, CachePolicy, HostSize
+from dsv4_jax.manager import CachePolicy, HostSize
+from dsv4_jax.manager.block_pool import BlockPool
 from dsv4_jax.ops.append import WindowView
 from dsv4_jax.ops.attend import attend
 from dsv4_jax.ops.attend_parts import attend_parts

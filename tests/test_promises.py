@@ -16,7 +16,8 @@ import pytest
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager, init_cache
 from dsv4_jax.cli import _COMMANDS, _arguments
 from dsv4_jax.errors import LayoutError, PlanError, PoolError
-from dsv4_jax.manager import BlockAllocator, StepShape
+from dsv4_jax.manager import StepShape
+from dsv4_jax.manager.allocator import BlockAllocator
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

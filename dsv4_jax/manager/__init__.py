@@ -1,7 +1,11 @@
 """The host side: decides which bytes go where and says so in plans. Imports no jax."""
 
-from .allocator import BlockAllocator
-from .block_pool import BlockPool
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
 from .handoff import Handoff
 from .manager import KVCacheManager
 from .metrics import ManagerStats, prometheus_text
@@ -10,19 +14,16 @@ from .policies import CachePolicy, HostWatermark, SnapshotPlacement, WritePolicy
 from .prefix.events import BlockEvent, EventBatch, EventLog, coalesce
 from .prefix.hashing import BlockHasher, HashSpec, MediaItem, Namespace
 from .prefix.node import Tier
-from .remote_tier import Arrival, RemoteRead, RemoteTier
-from .request import Request, RequestRef, RequestState
+from .remote_tier import Arrival, RemoteTier
+from .request import Request, RequestState
 from .step_shape import StepSequence, StepShape, shape_for
 from .storage_tier import StorageMove, StorageTier
 from .tiered_cache import HostSize
-from .transfers import TransferStage
 
 __all__ = [
     "Arrival",
-    "BlockAllocator",
     "BlockEvent",
     "BlockHasher",
-    "BlockPool",
     "CachePolicy",
     "EventBatch",
     "EventLog",
@@ -34,10 +35,8 @@ __all__ = [
     "ManagerStats",
     "MediaItem",
     "Namespace",
-    "RemoteRead",
     "RemoteTier",
     "Request",
-    "RequestRef",
     "RequestState",
     "SnapshotPlacement",
     "StepSequence",
@@ -45,10 +44,24 @@ __all__ = [
     "StorageMove",
     "StorageTier",
     "Tier",
-    "TransferStage",
     "WritePolicy",
     "build_plan",
     "coalesce",
     "prometheus_text",
     "shape_for",
 ]
+
+_FORMER = {  # names that were here, for one release: the file that has them
+    "BlockAllocator": "allocator",
+    "BlockPool": "block_pool",
+    "RemoteRead": "remote_tier",
+    "RequestRef": "request",
+    "TransferStage": "transfers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FORMER:
+        warnings.warn(f"{__name__}.{name} is {__name__}.{_FORMER[name]}.{name} now", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(f".{_FORMER[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

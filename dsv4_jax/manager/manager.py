@@ -475,9 +475,8 @@ class KVCacheManager:
     def export_again(self, lease: str, first: int = 0) -> Handoff | None:
         """Announces again what `export_request` has announced under this lease, from this block on.
 
-        For a hand-off that was lost.
-        The lease lasts no longer for that, and the request may have ended. None: there is no such lease (any more), or
-        nothing was announced from there on.
+        This is for a hand-off that was lost. The lease lasts no longer for that, and the request may have ended. None:
+        there is no such lease (any more), or nothing was announced from there on.
 
         Raises:
             HandoffError: `first` is not an integer >= 0.

@@ -10,10 +10,9 @@
 | `transfers` | `run_transfers`: all that the manager wants moved before a step |
 | `storage_driver` | `StorageDriver`: host records to and from stores, beside the steps |
 | `remote` | `RecordTransport`, `RemoteDriver`: records and prompts of other machines; no jax |
-| `host_memory` | the memory of a `HostCache` itself, for transports |
 
-`cache_units`, `record_copy`, `host_records` and `store_calls` are what these are made of. The modules load on first
-use; `swap_plan` imports no jax.
+`host_memory` (the memory of a `HostCache`, for transports), `cache_units`, `record_copy`, `host_records` and
+`store_calls` are what these are made of. The modules load on first use; `swap_plan` imports no jax.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import async_swap as async_swap
     from . import host_cache as host_cache
-    from . import host_memory as host_memory
     from . import overlapped_swap as overlapped_swap
     from . import remote as remote
     from . import storage_driver as storage_driver
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = [
     "async_swap",
     "host_cache",
-    "host_memory",
     "overlapped_swap",
     "remote",
     "storage_driver",

@@ -26,7 +26,7 @@ from .host_cache import HostCache
 from .record_copy import SwapImplementation
 from .transfer_handle import TransferHandle
 
-__all__ = ["Operation", "start_swap"]
+__all__ = ["start_swap"]
 
 Operation = Literal["swap_out", "swap_in", "snapshot", "restore"]
 

@@ -33,7 +33,7 @@ from .host_cache import HostCache
 from .host_records import gather_of_ranks, scatter_of_ranks
 from .store_calls import StoreCall, StoreCalls
 
-__all__ = ["MAX_SAVES", "Prefetch", "StorageDriver"]
+__all__ = ["Prefetch", "StorageDriver"]
 
 MAX_SAVES = 8  # calls of `save` whose records wait in memory for room in a store
 

@@ -16,7 +16,7 @@ from ..layout import CacheLayout
 from ..plan import OwnSwapPlan, StateSwapPlan, SwapPlan, own_ids
 from ..records import state_pages
 
-__all__ = ["Direction", "own_swaps", "plan_state_swap", "plan_swap"]
+__all__ = ["own_swaps", "plan_state_swap", "plan_swap"]
 
 Direction = Literal["out", "in"]
 

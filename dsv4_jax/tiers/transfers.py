@@ -10,8 +10,7 @@ import numpy as np
 
 from ..cache import KVCache
 from ..errors import LayoutError
-from ..manager import TransferStage
-from ..manager.transfers import Transfers
+from ..manager.transfers import Transfers, TransferStage
 from .async_swap import start_swap
 from .host_cache import HostCache
 from .record_copy import SwapImplementation

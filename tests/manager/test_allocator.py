@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import CacheError, OutOfBlocksError, PlanError, PoolError
-from dsv4_jax.manager import BlockAllocator
+from dsv4_jax.manager.allocator import BlockAllocator
 
 from ..effort import lines_run
 

@@ -187,7 +187,7 @@ def test_choices_are_true_or_false(value) -> None:
 @pytest.mark.parametrize("value", [None, "lru", 3])
 def test_parts_of_a_policy_are_what_they_should_be(value) -> None:
     """A manager took them, and was lost in its first step."""
-    for name in ("write", "snapshots", "order", "watermark"):
+    for name in ("write", "snapshots", "eviction", "watermark"):
         with pytest.raises(ConfigError, match=f"{name}': must be of type .*, got {value!r}"):
             CachePolicy(**{name: value})
     if value is not None:

@@ -136,7 +136,7 @@ def test_draws_do_not_depend_on_company(params) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (dict(drafts=-1), "drafts must be at least 0, got -1"),
+        (dict(drafts=-1), "drafts must be an integer of at least 0, got -1"),
         (dict(drafts=3), "drafts=3: the layout has include_mtp=True and draft_tokens=2"),
         (dict(drafts=2, chunk_tokens=5), "number of slots 2, times 3 with drafts"),
         (dict(drafts=2, params={"mtp": ()}), "drafts=2: the parameters have no MTP layer"),

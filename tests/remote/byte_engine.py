@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dsv4_jax import AttentionType, CacheLayout, CacheSize, DSV4Config
-from dsv4_jax.manager import CachePolicy, HostSize, KVCacheManager, Namespace, Request, TransferStage
+from dsv4_jax.manager import CachePolicy, HostSize, KVCacheManager, Namespace, Request
+from dsv4_jax.manager.transfers import TransferStage
 from dsv4_jax.plan import StateSwapPlan, StepPlan
 from dsv4_jax.records import page_bytes, state_pages
 from dsv4_jax.tiers.remote import Pages

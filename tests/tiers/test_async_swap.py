@@ -10,8 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dsv4_jax import init_host_cache, run_transfers, stack_transfers
 from dsv4_jax.errors import LayoutError, PlanError
 from dsv4_jax.layout import CacheLayout
-from dsv4_jax.manager import TransferStage
-from dsv4_jax.manager.transfers import Transfers
+from dsv4_jax.manager.transfers import Transfers, TransferStage
 from dsv4_jax.plan import StateSwapPlan, SwapPlan
 from dsv4_jax.tiers import async_swap
 

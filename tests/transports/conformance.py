@@ -19,7 +19,9 @@ from dsv4_jax.errors import (
     TransferError,
 )
 from dsv4_jax.layout import CacheLayout
-from dsv4_jax.tiers.remote import MAX_NOTICE, Pages, snapshot_pages
+from dsv4_jax.tiers.remote import Pages
+from dsv4_jax.tiers.remote.metadata import snapshot_pages
+from dsv4_jax.tiers.remote.transport import MAX_NOTICE
 
 from ..clock import PATIENCE, FakeClock
 from .peer import host

@@ -15,8 +15,7 @@ What holds at any time (`check_integrity`):
 The parts, each with its own state and rules; `PrefixTree` itself knows paths: matching, references, writing.
 
 * `nodes` (nodes.py): every node by digest, every change of a state, all counts.
-* `queues`, `wanted` (queues.py): who leaves a tier next (by which policy: eviction_policies.py; what is worth what: worth.py),
-  and who wants a copy in a lower one.
+* `queues`, `wanted` (queues.py): who leaves a tier next (eviction_policies.py, worth.py); who wants a copy in a lower.
 * `moves` (moves.py): blocks that go from tier to tier, and blocks that are lost.
 * `evictor` (evictor.py): blocks that leave a tier to make room.
 * `snapshots` (snapshots.py): the states that hits can end at.

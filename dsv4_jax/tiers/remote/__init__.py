@@ -9,22 +9,17 @@
 | `metadata`, `checks`, `read` | what is published; what is looked at before a read; one read, piece by piece |
 """
 
-from .checks import RecordKind
 from .driver import RemoteDriver
 from .engine import EngineRead, TransportEngine
-from .metadata import snapshot_pages
 from .pages import Pages
-from .transport import MAX_NOTICE, Notice, Peer, RecordTransport
+from .transport import Notice, Peer, RecordTransport
 
 __all__ = [
-    "MAX_NOTICE",
     "EngineRead",
     "Notice",
     "Pages",
     "Peer",
-    "RecordKind",
     "RecordTransport",
     "RemoteDriver",
     "TransportEngine",
-    "snapshot_pages",
 ]
