@@ -78,15 +78,15 @@ _HOME = {
     "stack_transfers": "tiers.transfers",
 }
 _FORMER = {  # names that were here, for one release: where they are now
-    "BlockAllocator": "manager.allocator",
-    "StateSwapPlan": "plan",
-    "SwapPlan": "plan",
-    "plan_state_swap": "tiers.swap_plan",
-    "plan_swap": "tiers.swap_plan",
-    "restore": "tiers.swap",
-    "snapshot": "tiers.swap",
-    "swap_in": "tiers.swap",
-    "swap_out": "tiers.swap",
+    "BlockAllocator": "manager.block_pool.BlockPool",
+    "StateSwapPlan": "plan.StateSwapPlan",
+    "SwapPlan": "plan.SwapPlan",
+    "plan_state_swap": "tiers.swap_plan.plan_state_swap",
+    "plan_swap": "tiers.swap_plan.plan_swap",
+    "restore": "tiers.swap.restore",
+    "snapshot": "tiers.swap.snapshot",
+    "swap_in": "tiers.swap.swap_in",
+    "swap_out": "tiers.swap.swap_out",
 }
 _SUBMODULES = ("errors", "manager", "model", "ops", "pools", "records", "stores", "testing", "tiers")
 
@@ -99,8 +99,9 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f".{name}", __name__)
     if name in _FORMER:
-        warnings.warn(f"dsv4_jax.{name} is dsv4_jax.{_FORMER[name]}.{name} now", DeprecationWarning, stacklevel=2)
-        return getattr(importlib.import_module(f".{_FORMER[name]}", __name__), name)
+        warnings.warn(f"dsv4_jax.{name} is dsv4_jax.{_FORMER[name]} now", DeprecationWarning, stacklevel=2)
+        module, _, new = _FORMER[name].rpartition(".")
+        return getattr(importlib.import_module(f".{module}", __name__), new)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

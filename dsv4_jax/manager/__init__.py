@@ -6,12 +6,12 @@ import importlib
 import warnings
 from typing import Any
 
+from ..events import BlockEvent, EventBatch, EventLog, coalesce
 from .handoff import Handoff
 from .manager import KVCacheManager
 from .metrics import ManagerStats, prometheus_text
 from .planning import build_plan
 from .policies import CachePolicy, HostWatermark, SnapshotPlacement, WritePolicy
-from .prefix.events import BlockEvent, EventBatch, EventLog, coalesce
 from .prefix.hashing import BlockHasher, HashSpec, MediaItem, Namespace
 from .prefix.node import Tier
 from .remote_tier import Arrival, RemoteTier
@@ -51,17 +51,18 @@ __all__ = [
     "shape_for",
 ]
 
-_FORMER = {  # names that were here, for one release: the file that has them
-    "BlockAllocator": "allocator",
-    "BlockPool": "block_pool",
-    "RemoteRead": "remote_tier",
-    "RequestRef": "request",
-    "TransferStage": "transfers",
+_FORMER = {  # names that were here, for one release: where they are now
+    "BlockAllocator": "block_pool.BlockPool",
+    "BlockPool": "block_pool.BlockPool",
+    "RemoteRead": "remote_tier.RemoteRead",
+    "RequestRef": "request.RequestRef",
+    "TransferStage": "transfers.TransferStage",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _FORMER:
-        warnings.warn(f"{__name__}.{name} is {__name__}.{_FORMER[name]}.{name} now", DeprecationWarning, stacklevel=2)
-        return getattr(importlib.import_module(f".{_FORMER[name]}", __name__), name)
+        warnings.warn(f"{__name__}.{name} is {__name__}.{_FORMER[name]} now", DeprecationWarning, stacklevel=2)
+        module, _, new = _FORMER[name].rpartition(".")
+        return getattr(importlib.import_module(f".{module}", __name__), new)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

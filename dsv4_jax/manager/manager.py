@@ -49,6 +49,7 @@ from ..errors import (
     PlanError,
     RequestError,
 )
+from ..events import EventLog
 from ..layout import CacheLayout, CacheSize, check_layout
 from ..plan import StepPlan
 from .guard import Guard
@@ -58,7 +59,6 @@ from .leases import Leases
 from .lifecycle import Lifecycle
 from .metrics import ManagerStats
 from .policies import CachePolicy
-from .prefix.events import EventLog
 from .prefix.hashing import BlockHasher, HashSpec, Key, MediaItem, Namespace
 from .prefix.node import T
 from .prefix.token_ids import token_ids

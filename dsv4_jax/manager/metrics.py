@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..errors import IntegrityError, PlanError
 from .block_pool import BlockPool
-from .prefix.counters import TreeCounters
+from .prefix.eviction import TreeCounters
 from .prefix.node import TIERS, Tier
 from .prefix.prefix_tree import PrefixTree
 

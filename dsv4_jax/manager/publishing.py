@@ -227,7 +227,7 @@ class Publisher:
             node = self._ends_at(request)
             if rolls:
                 self._unroll(request)
-            if node is None or _has_state(node):
+            if node is None or node.has_near_state:
                 self._cache.slots.release([slot])
                 continue
             self.attach(request, node, T.DEVICE, slot, step)
@@ -237,7 +237,7 @@ class Publisher:
     def keep_slot(self, request: Request, *, always: bool) -> bool:
         """Makes the slot of a request that stands at a block boundary a snapshot, if one is wanted (or `always`)."""
         node = self._ends_at(request)
-        if node is None or _has_state(node) or request.num_cached % self.block_tokens or not request.has_whole_state:
+        if node is None or node.has_near_state or request.num_cached % self.block_tokens or not request.has_whole_state:
             return False
         if not always and self._wanted(request, node) is SnapshotKind.NONE:
             return False
@@ -273,7 +273,7 @@ class Publisher:
 
     def _wanted(self, request: Request, node: Node | None) -> SnapshotKind:
         """What the policy wants of the request's state at the end of its last block, which is the node's."""
-        if request.hasher is None or not request.has_whole_state or (node is not None and _has_state(node)):
+        if request.hasher is None or not request.has_whole_state or (node is not None and node.has_near_state):
             return SnapshotKind.NONE
         return self._snapshots.at(
             request.num_cached,
@@ -287,8 +287,3 @@ class Publisher:
         if node is None or not self._tree.is_current(node) or node.snapshot is None or node.snapshot.pins:
             return 0
         return node.snapshot.device
-
-
-def _has_state(node: Node) -> bool:
-    """Whether a hit can end at the node: a copy in storage alone has to be fetched first, which may never happen."""
-    return node.snapshot is not None and node.snapshot.tier >= T.HOST

@@ -363,7 +363,7 @@ class RemoteTier:
             return []
         cache, node = arrival.cache, arrival.cache.tree.get(arrival.digests[-1])
         arrival.state_planned = True
-        if node is not None and node.snapshot is not None and _has_state(node):
+        if node is not None and node.snapshot is not None and node.has_near_state:
             if node.snapshot.host:
                 cache.tree.holds.keep_state(arrival.hold, node)
             return []
@@ -424,7 +424,7 @@ class RemoteTier:
         node = cache.tree.get(arrival.digests[-1])
         arrival.landed_state = ()
         cache.landed.difference_update(pages)
-        if node is None or node.state.tier < T.HOST or _has_state(node):
+        if node is None or node.state.tier < T.HOST or node.has_near_state:
             cache.pages.release(pages)
             return
         block = cache.tree.block_tokens
@@ -447,11 +447,6 @@ def _let_go(arrival: Arrival) -> None:
     arrival.landed, arrival.landed_state = {}, ()
     arrival.cache.landed.difference_update(pages)
     arrival.cache.pages.release(pages)
-
-
-def _has_state(node: Node) -> bool:
-    """Whether the node has a state on the device or the host."""
-    return node.snapshot is not None and node.snapshot.tier >= T.HOST
 
 
 def _short(value: object) -> str:

@@ -190,7 +190,7 @@ class StorageTier:
         for node in kept:
             tree.snapshots.pin(node)
         try:
-            state = cache.landing_snapshot_pages() if path and not _has_state(path[-1]) else ()
+            state = cache.landing_snapshot_pages() if path and not path[-1].has_near_state else ()
             missing = [node for node in path if node.state is S.STORAGE]
             room = cache.landing_pages([node.depth for node in missing])
             if len(room) < len(missing):  # only what there is room for, up to a snapshot
@@ -200,7 +200,7 @@ class StorageTier:
             else:
                 path_end = len(path)
             missing = [node for node in path[:path_end] if node.state is S.STORAGE]
-            needed = path_end > 0 and not _has_state(path[path_end - 1])
+            needed = path_end > 0 and not path[path_end - 1].has_near_state
             if needed and not state:
                 missing = []
             cache.pages.release([*room[len(missing) :], *(() if needed else state)])
@@ -268,11 +268,6 @@ class StorageTier:
             cache.tree.snapshots.attach(node, T.HOST, move.pages)
         else:
             cache.give_back(Freed(pages=list(move.pages)))
-
-
-def _has_state(node: Node) -> bool:
-    """Whether the node has a state on the device or the host."""
-    return node.snapshot is not None and node.snapshot.tier >= T.HOST
 
 
 def _ends(moves: Iterable[StorageMove], done: Iterable[bool]) -> list[tuple[StorageMove, bool]]:

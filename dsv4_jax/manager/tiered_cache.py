@@ -17,12 +17,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from ..errors import NoFreeSlotError, OutOfBlocksError
+from ..events import EventLog
 from ..layout import CacheLayout, CacheSize
 from ..records import state_pages
 from .block_pool import BlockPool
 from .pending import PendingCopies
 from .policies import CachePolicy
-from .prefix.events import EventLog
 from .prefix.eviction import Freed
 from .prefix.node import Node, Pages, T
 from .prefix.prefix_tree import PrefixTree

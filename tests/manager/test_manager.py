@@ -69,7 +69,7 @@ def test_the_manager_imports_no_jax() -> None:
     code = "import sys, dsv4_jax.manager, dsv4_jax; dsv4_jax.KVCacheManager; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
-    assert {"KVCacheManager", "BlockAllocator"} <= set(dsv4_jax.__all__)
+    assert {"KVCacheManager", "CachePolicy"} <= set(dsv4_jax.__all__)
 
 
 # Admission and release

@@ -13,7 +13,6 @@ from dsv4_jax import CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheMan
 from dsv4_jax.checks import check_integer
 from dsv4_jax.errors import CacheError, PlanError, PoolError, RequestError
 from dsv4_jax.manager import EventLog, MediaItem, Namespace, StorageTier
-from dsv4_jax.manager.allocator import BlockAllocator
 from dsv4_jax.manager.block_pool import BlockPool
 
 from .prefix.test_hashing_keys import BAD_TOKENS, Evil, kind
@@ -113,7 +112,6 @@ def test_counts_of_public_calls(manager: KVCacheManager, count) -> None:
         lambda: manager.schedule(count),
         lambda: manager.schedule(4, max_sequences=count),
         lambda: manager.schedule(4, max_chunk=count),
-        lambda: BlockAllocator(count),
         lambda: BlockPool(count),
         lambda: EventLog(count),
         lambda: EventLog().since(count),
@@ -124,7 +122,7 @@ def test_counts_of_public_calls(manager: KVCacheManager, count) -> None:
 
 @pytest.mark.parametrize("block", [c for c in BAD_COUNTS if c != -1 or isinstance(c, list)], ids=kind)
 def test_released_ids(block) -> None:
-    pool = BlockAllocator(4)
+    pool = BlockPool(4)
     pool.acquire(2)
     with pytest.raises(PoolError, match=r"not an integer|out of range"):
         pool.release([2, block])
@@ -132,9 +130,8 @@ def test_released_ids(block) -> None:
 
 
 def test_a_pool_of_more_ids_than_int32_has() -> None:
-    for make in (BlockAllocator, BlockPool):
-        with pytest.raises(PlanError, match="device pool must be an integer from 0 to 2147483647"):
-            make(2**31)
+    with pytest.raises(PlanError, match="device pool must be an integer from 0 to 2147483647"):
+        BlockPool(2**31)
 
 
 @pytest.mark.parametrize("tokens", BAD_TOKENS.values(), ids=BAD_TOKENS)

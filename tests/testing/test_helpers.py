@@ -73,7 +73,10 @@ def test_a_comparison_of_nothing_is_refused() -> None:
         (lambda right: testing.assert_chunking_invariant(right, PROMPTS[0], []), "no chunks to cut 37 tokens into"),
         (lambda right: testing.assert_batch_invariant(right, PROMPTS[:1]), "at least two, got 1 prompts"),
         (lambda right: testing.assert_batch_invariant(right, []), "at least two, got 0 prompts"),
-        (lambda right: testing.assert_serving_invariant(right, mixes=0), "mixes must be an integer of at least 1, got 0"),
+        (
+            lambda right: testing.assert_serving_invariant(right, mixes=0),
+            "mixes must be an integer of at least 1, got 0",
+        ),
     ):
         with pytest.raises(PlanError, match=problem):
             compare(runner())

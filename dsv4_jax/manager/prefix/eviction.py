@@ -1,13 +1,13 @@
-"""What leaves a tier, and what its leaving frees. Pure Python."""
+"""What leaves a tier, what its leaving frees, and how often that was. Pure Python."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import NamedTuple
 
-from .node import Node, Pages
+from .node import TIERS, Node, Pages, Tier
 
-__all__ = ["Eviction", "Freed", "Move", "SnapshotEviction", "StateMove"]
+__all__ = ["Eviction", "Freed", "Move", "SnapshotEviction", "StateMove", "TreeCounters"]
 
 
 class Move(NamedTuple):
@@ -72,3 +72,21 @@ class SnapshotEviction(NamedTuple):
     pages: list[int]
     moves: list[StateMove]
     unused: list[Pages]
+
+
+def _by_tier() -> dict[Tier, int]:
+    return dict.fromkeys(TIERS, 0)
+
+
+@dataclasses.dataclass(slots=True)
+class TreeCounters:
+    """What has happened to a prefix tree. Tokens of a hit count in the tier where their block was found."""
+
+    lookups: int = 0
+    lookup_tokens: int = 0
+    hits: int = 0
+    hit_tokens: dict[Tier, int] = dataclasses.field(default_factory=_by_tier)
+    evicted: dict[Tier, int] = dataclasses.field(default_factory=_by_tier)
+    evicted_snapshots: int = 0
+    duplicates: int = 0
+    adoptions: int = 0

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from ...checks import check_integer
 from ...errors import IntegrityError, OutOfBlocksError, PlanError
 from ...eviction_queue import EvictionQueue
-from .counters import TreeCounters
-from .eviction import Eviction, Freed, Move
+from .eviction import Eviction, Freed, Move, TreeCounters
 from .moves import BlockMoves
 from .node import SETTLED, Node, S, T, Tier, children_of, subtree_of
 from .nodes import NodeTable

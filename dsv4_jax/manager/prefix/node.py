@@ -252,6 +252,11 @@ class Node:
         self.next: Node | None = None
         self.previous: Node | None = None
 
+    @property
+    def has_near_state(self) -> bool:
+        """Whether a hit can end here: a copy in storage alone has to be fetched first, which may never happen."""
+        return self.snapshot is not None and self.snapshot.tier >= T.HOST
+
     def __repr__(self) -> str:
         where = f"block={self.block}, host={self.host}, refs={self.refs}"
         return f"Node({self.digest.hex()[:8]}, depth={self.depth}, {self.state.value}, {where})"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...errors import IntegrityError
-from .events import EventLog
+from ...events import EventLog
 from .eviction import Freed
 from .node import (
     SETTLED,

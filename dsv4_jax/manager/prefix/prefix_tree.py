@@ -30,9 +30,8 @@ from typing import NamedTuple
 
 from ...checks import check_integer
 from ...errors import IntegrityError, PlanError
-from .counters import TreeCounters
-from .events import EventLog
-from .eviction import Freed
+from ...events import EventLog
+from .eviction import Freed, TreeCounters
 from .eviction_policies import WORTH, EvictionPolicy
 from .evictor import Evictor
 from .holds import Holds

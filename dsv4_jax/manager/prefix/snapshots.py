@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from ...checks import check_integer, shown
 from ...errors import IntegrityError, OutOfBlocksError, PlanError
-from .counters import TreeCounters
-from .eviction import SnapshotEviction, StateMove
+from .eviction import SnapshotEviction, StateMove, TreeCounters
 from .node import TIERS, Node, Pages, S, Snapshot, T, Tier, Unit
 from .nodes import NodeTable
 from .queues import CopyLists, EvictionQueues

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dsv4_jax.errors import CacheError, IntegrityError, OutOfBlocksError
+from dsv4_jax.events import EventLog
 from dsv4_jax.manager.block_pool import BlockPool
-from dsv4_jax.manager.prefix.events import EventLog
 from dsv4_jax.manager.prefix.eviction import Freed
 from dsv4_jax.manager.prefix.eviction_policies import EVICTION_POLICIES
 from dsv4_jax.manager.prefix.node import Node, Tier
