@@ -82,7 +82,7 @@ class OptionError(CacheError, ValueError):
 
 
 class FileError(CacheError, OSError):
-    """A file that was named cannot be read or written: there is none, it is not a regular file, or writing failed."""
+    """A file that was named cannot be read or written: it is missing or not a regular file, or writing failed."""
 
 
 class TraceError(CacheError, ValueError):
@@ -96,7 +96,7 @@ class TraceError(CacheError, ValueError):
 
 
 class PlanError(CacheError, ValueError):
-    """A step cannot be planned from these tokens."""
+    """A step or a swap cannot be planned from these arguments, or a plan is of another cache than it is given to."""
 
 
 class ImplementationError(CacheError, RuntimeError):
@@ -241,7 +241,7 @@ class HandoffError(CacheError, ValueError):
 
 
 class StoreError(CacheError, OSError):
-    """The storage tier could not do what it was asked; the operating system's error, if any, is the cause."""
+    """A store could not do what it was asked: it is closed or full, or storage failed, which is the cause then."""
 
 
 class StoreFormatError(StoreError, ValueError):
@@ -257,7 +257,7 @@ class StoreBusyError(StoreError, TimeoutError):
 
 
 class PerformanceWarning(UserWarning):
-    """All is right, and slower than it could be: no prompt will find a cached prefix, or a GPU has no kernels here."""
+    """All works, and slower than it could: no prompt will find a cached prefix, or a GPU has no CUDA library."""
 
 
 _FORMER_NAMES: dict[type[CacheError] | type[UserWarning], str] = {

@@ -156,3 +156,15 @@ def test_what_routers_and_stores_need() -> None:
     assert all(getattr(manager, name) is not None for name in manager.__all__)
     assert all(inspect.isclass(getattr(stores, name)) for name in stores.__all__)
     assert all(inspect.ismodule(getattr(tiers, name)) for name in tiers.__all__)
+
+
+def test_former_names_answer_for_one_release() -> None:
+    taken = [(errors, old, new.__name__) for new, names in errors._FORMER_NAMES.items() for old in names.split()]
+    taken += [
+        (room, old, path.rpartition(".")[2]) for room in (dsv4_jax, manager) for old, path in room._FORMER.items()
+    ]
+    for room, old, new in taken:
+        assert old not in room.__all__
+        with pytest.warns(DeprecationWarning, match=rf"{old} is \S*{new} now"):
+            assert getattr(room, old).__name__ == new
+    assert len(taken) > 40

@@ -5,9 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-import numpy as np
-
-from ..checks import check_integer
+from ..checks import as_int, check_integer
 from ..errors import IntegrityError, OutOfBlocksError, PoolError
 from .spec import GDNSpec
 from .undo import Undo
@@ -46,7 +44,7 @@ class Slots:
 
     def is_held(self, slot: object) -> bool:
         """Whether this slot is handed out. Whatever is no integer is not."""
-        return _is_integer(slot) and slot in self._held
+        return as_int(slot) in self._held
 
     def alloc(self, count: int = 1) -> list[int]:
         """`count` slots, ascending. Raises `OutOfBlocksError` if fewer are free, `PoolError` if it is no count."""
@@ -79,7 +77,7 @@ class Slots:
         """`free` as a part of something larger that is undone as a whole."""
         checked = set[int]()
         for slot in [slots] if isinstance(slots, str) or not isinstance(slots, Iterable) else slots:
-            if not _is_integer(slot):
+            if as_int(slot) is None:
                 raise self._refused(slot, "not an integer")
             if slot not in self._held:
                 raise self._refused(slot, "not held (freed twice?)")
@@ -106,10 +104,6 @@ class Slots:
     def _refused(self, slot: object, problem: str) -> PoolError:
         valid = f"{self._first}..{self._first + self._count - 1}"
         return PoolError(f"cannot free {self._unit} {slot}: {problem} (valid ids are {valid})")
-
-
-def _is_integer(slot: object) -> bool:
-    return isinstance(slot, int | np.integer) and not isinstance(slot, bool)
 
 
 class StateSlots(Slots):

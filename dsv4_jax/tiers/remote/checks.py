@@ -46,9 +46,10 @@ def check_ids(
         raise TransferError(f"kind must be 'block' or 'snapshot', got {shown(kind)}")
     if kind == "block" and not block_record(layout).bytes:
         raise TransferError("this layout has no blocks")
-    checked = []
-    for i, value in enumerate(ids):
-        checked.append(check_integer(f"the {side} page at index {i}", value, 1, num_pages, error=TransferError))
+    checked = [
+        check_integer(f"the {side} page at index {i}", value, 1, num_pages, error=TransferError)
+        for i, value in enumerate(ids)
+    ]
     if kind == "snapshot" and len(checked) % snapshot_pages(layout):
         problem = f"{len(checked)} {side} pages are no whole snapshots, which have {snapshot_pages(layout)}"
         raise TransferError(problem)
