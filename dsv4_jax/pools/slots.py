@@ -77,13 +77,14 @@ class Slots:
         """`free` as a part of something larger that is undone as a whole."""
         checked = set[int]()
         for slot in [slots] if isinstance(slots, str) or not isinstance(slots, Iterable) else slots:
-            if as_int(slot) is None:
+            number = as_int(slot)
+            if number is None:
                 raise self._refused(slot, "not an integer")
-            if slot not in self._held:
+            if number not in self._held:
                 raise self._refused(slot, "not held (freed twice?)")
-            if slot in checked:
+            if number in checked:
                 raise self._refused(slot, "named twice in one call")
-            checked.add(int(slot))
+            checked.add(number)
         undo.call(self._rebuild)
         undo.call(self._held.update, checked)
         self._held.difference_update(checked)
