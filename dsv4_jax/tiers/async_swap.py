@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import Any, Literal
+import warnings
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,15 @@ def start_swap(
     _check_pages(cache, host, plan)
     result, token = _compiled(operation, mesh, spec)(cache, host, plan, implementation=implementation)
     return result, TransferHandle(token, started)
+
+
+def __getattr__(name: str) -> Any:
+    """Former names, for one release: `swap_out_async` and its like."""
+    former = {f"{operation}_async": operation for operation in get_args(Operation)}
+    if (operation := former.get(name)) is not None:
+        warnings.warn(f"{__name__}.{name} is start_swap({operation!r}, ...) now", DeprecationWarning, stacklevel=2)
+        return functools.partial(start_swap, operation)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _check_pages(cache: KVCache, host: HostCache, plan: SwapPlan | StateSwapPlan) -> None:

@@ -153,7 +153,9 @@ def test_several_steps_do_not_sample_what_is_known(prompt: list[int]) -> None:
     """The loop drew, and what it had drawn was cached as the prompt."""
     manager = make()
     request = manager.admit_request(prompt)
-    with pytest.raises(RequestError, match=f"knows tokens 1..{len(prompt) - 1}, which 16 steps in one plan would sample"):
+    with pytest.raises(
+        RequestError, match=f"knows tokens 1..{len(prompt) - 1}, which 16 steps in one plan would sample"
+    ):
         manager.plan_step([(request, 1)], steps=16)
     manager.plan_step([(request, len(prompt) - 1)])
     manager.plan_step([(request, 1)], steps=2)

@@ -73,6 +73,9 @@ def test_a_host_cache_smaller_than_its_manager_thinks_loses_nothing_silently():
             async_swap.start_swap(operation, cache, host, SwapPlan(np.array([1, 2], np.int32), np.array(ids, np.int32)))
     slots = StateSwapPlan(*(np.array(ids, np.int32) for ids in ([2], [[1, 3, 7, last + 1, 8]], [35])))
     for operation in ("snapshot", "restore"):
+        with pytest.warns(DeprecationWarning, match=rf"start_swap\('{operation}', ...\) now"):
+            former = getattr(async_swap, f"{operation}_async")
+        assert former.func is async_swap.start_swap and former.args == (operation,)
         with pytest.raises(PlanError, match=r"host_ids\[0\]: page .* is beyond"):
             async_swap.start_swap(operation, cache, host, slots)
     assert not host.pages.is_deleted() and not cache.block_table.is_deleted()
