@@ -415,7 +415,7 @@ def write_record(report: dict, path: pathlib.Path | None) -> None:
 
 
 def draw(report: dict, path: pathlib.Path) -> None:
-    """Draws GB/s over blocks, one panel a direction. Raises `OutputError`."""
+    """Draws GB/s over blocks, one panel a direction. Raises `FileError`."""
     save(picture(report), path)
 
 

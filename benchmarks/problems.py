@@ -19,9 +19,9 @@ from dsv4_jax import ops
 from dsv4_jax.bench.ops import Problem, problem
 from dsv4_jax.bench.shapes import CASES, QUICK, AttendShape, ScoreShape, Shape, TopKShape, select
 from dsv4_jax.formats.index_fp4 import round_trip
+from dsv4_jax.formats.weights import WEIGHT_FORMATS
 from dsv4_jax.ops.attend import SharedEntries, WindowView
 from dsv4_jax.ops.columns import Product
-from dsv4_jax.formats.weights import WEIGHT_FORMATS
 
 __all__ = ["KERNELS", "OPS", "TINY", "Kernel", "Made"]
 

@@ -19,7 +19,7 @@ import stat
 from collections.abc import Iterator
 from typing import IO, Any
 
-from .errors import OutputError
+from .errors import FileError
 
 __all__ = ["PICTURES", "check_output", "check_picture", "file_kind", "open_output"]
 
@@ -43,7 +43,7 @@ def check_output(path: str | os.PathLike[str]) -> None:
     """Says before the work what `open_output` would say after it. Makes a file in the folder and removes it.
 
     Raises:
-        OutputError: no file can be written there.
+        FileError: no file can be written there.
     """
     with _folder(path) as (folder, name):
         _mode(folder, name)
@@ -56,16 +56,16 @@ def check_picture(path: str | os.PathLike[str]) -> None:
     """Checks, as `check_output`, the place of a picture: its name must say a format, and matplotlib be there.
 
     Raises:
-        OutputError: no picture can be written there.
+        FileError: no picture can be written there.
     """
     check_output(path)
     if pathlib.Path(path).suffix.lower() not in PICTURES:
         *others, last = PICTURES
-        raise OutputError(f"{_shown(path)}: the name of a picture ends in {', '.join(others)} or {last}")
+        raise FileError(f"{_shown(path)}: the name of a picture ends in {', '.join(others)} or {last}")
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
-        raise OutputError("a picture needs matplotlib: install dsv4_jax[plot]") from None
+        raise FileError("a picture needs matplotlib: install dsv4_jax[plot]") from None
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def open_output(path: str | os.PathLike[str], *, encoding: str | None = None) ->
     """A file to write to, of bytes or (with an encoding) of text; it is at its place when the block has ended well.
 
     Raises:
-        OutputError: no file can be written there, or writing failed. Then nothing has changed.
+        FileError: no file can be written there, or writing failed. Then nothing has changed.
     """
     with _folder(path) as (folder, name):
         mode = _mode(folder, name)
@@ -97,43 +97,43 @@ def open_output(path: str | os.PathLike[str], *, encoding: str | None = None) ->
 
 @contextlib.contextmanager
 def _folder(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
-    """The open folder of a path, and the name in it. What goes wrong meanwhile is an `OutputError` of that path."""
+    """The open folder of a path, and the name in it. What goes wrong meanwhile is a `FileError` of that path."""
     parent, name = os.path.split(os.fspath(path))
     if name in ("", ".", ".."):
-        raise OutputError(f"{_shown(path)}: is a directory or an empty name, not a file")
+        raise FileError(f"{_shown(path)}: is a directory or an empty name, not a file")
     if "\0" in os.fspath(path):
-        raise OutputError(f"{_shown(path)}: a name holds no NUL")
+        raise FileError(f"{_shown(path)}: a name holds no NUL")
     try:
         folder = os.open(parent or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         missing = isinstance(error, FileNotFoundError | NotADirectoryError)
         problem = f"there is no folder {_shown(parent)}" if missing else _why(error)
-        raise OutputError(f"{_shown(path)}: {problem}") from error
+        raise FileError(f"{_shown(path)}: {problem}") from error
     try:
         yield folder, name
-    except OutputError as error:
-        raise OutputError(f"{_shown(path)}: {error}") from error.__cause__
+    except FileError as error:
+        raise FileError(f"{_shown(path)}: {error}") from error.__cause__
     except OSError as error:
-        raise OutputError(f"{_shown(path)}: {_why(error)}") from error
+        raise FileError(f"{_shown(path)}: {_why(error)}") from error
     finally:
         os.close(folder)
 
 
 def _mode(folder: int, name: str) -> int | None:
-    """The mode of the file that will be replaced; None: there is none. Raises `OutputError` if it must not be."""
+    """The mode of the file that will be replaced; None: there is none. Raises `FileError` if it must not be."""
     try:
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
         return None
     mode, around = found.st_mode, os.fstat(folder)
     if stat.S_ISLNK(mode):
-        raise OutputError("is a symbolic link: name the file itself")
+        raise FileError("is a symbolic link: name the file itself")
     if kind := file_kind(mode):
-        raise OutputError(f"is {kind}, not a regular file")
+        raise FileError(f"is {kind}, not a regular file")
     if not os.access(name, os.W_OK, dir_fd=folder, follow_symlinks=False):
-        raise OutputError("is a file that may not be written")
+        raise FileError("is a file that may not be written")
     if around.st_mode & stat.S_ISVTX and os.geteuid() not in (0, found.st_uid, around.st_uid):
-        raise OutputError("belongs to someone else, and only its owner may replace it in this folder")
+        raise FileError("belongs to someone else, and only its owner may replace it in this folder")
     return mode
 
 

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from .checks import INT32_MAX
 from .config import LayerSpec
-from .errors import LayoutError, RotationError, ShapeError, StepOrderError
+from .errors import LayoutError, ShapeError, StepError
 from .formats import RowFormat
 from .layout import CacheLayout
 from .ops.append import AppendArguments, Rows, WindowView, exists, pin, store, window_rows, window_view
@@ -85,6 +85,7 @@ _CALLS = {
     LayerWrites.INDEXED: "compress_index",
     LayerWrites.CARRIED: "carry_residual",
 }
+_ORDER = "the order of a layer in a step is append and compress (with its index), once each, then reads"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -130,9 +131,9 @@ class CacheStep(Generic[Cache]):
                 who makes no drafts does not run them.)
 
         Raises:
-            StepOrderError: a layer's writes are missing. They were not made, or through another step than this:
+            StepError: a layer's writes are missing. They were not made, or through another step than this:
                 the writes of `step.layer(0)` are in the `step` of the view that `append` and `compress` returned.
-            PlanOrderError: the cache is checked, nothing is traced, and the step began elsewhere than the last ended.
+            StepError: the cache is checked, nothing is traced, and the step began elsewhere than the last ended.
         """
         layers = zip(self.layout.schedule, self.layout.schemas, self.written, strict=True)
         backbone = [(spec.layer_idx, _written_by(schema), done) for spec, schema, done in layers if not spec.is_mtp]
@@ -140,7 +141,7 @@ class CacheStep(Generic[Cache]):
         if missing and not partial:
             layer, left = missing[0]
             others = f" (and without those of {len(missing) - 1} more layers)" if len(missing) > 1 else ""
-            raise StepOrderError(
+            raise StepError(
                 layer,
                 f"the step ends without its {_calls(left)}{others}: take the next layer from `layer.step`, or say "
                 f"`finish(partial=True)` ({_ORDER})",
@@ -170,9 +171,9 @@ class LayerCacheHandle(Generic[Cache]):
     Order: what is read was written before, and nothing is written twice in a step. `append` and
     `compress` touch different pools: either may be first. `gather_swa` and `attend` need
     `append`, reads of entries need `compress`, `index_scores` needs `compress_index` (or
-    `compress` with `index`). Anything else raises `StepOrderError`.
+    `compress` with `index`). Anything else raises `StepError`.
 
-    Whatever is differentiated must not go into a layer: `GradientError`.
+    Whatever is differentiated must not go into a layer: `StepError`.
 
     Attributes:
         step: with this layer's writes: where the next layer is taken from.
@@ -218,8 +219,8 @@ class LayerCacheHandle(Generic[Cache]):
 
         Raises:
             ShapeError: as all methods, naming the argument.
-            RotationError: the epilogue rotates the rows, as those of index keys do.
-            StepOrderError: the layer was appended to in this step.
+            StepError: the epilogue rotates the rows, as those of index keys do.
+            StepError: the layer was appended to in this step.
         """
         self._once(LayerWrites.APPENDED)
         ring, fmt, plan = self.schema.window, self.layout.row_format(self.schema.window), self.plan
@@ -265,8 +266,8 @@ class LayerCacheHandle(Generic[Cache]):
 
         Raises:
             LayoutError: the layer has no compressor; or `index` was given and it has no indexer.
-            RotationError: as `append`.
-            StepOrderError: the layer was compressed in this step, or its index keys were and `index` was given.
+            StepError: as `append`.
+            StepError: the layer was compressed in this step, or its index keys were and `index` was given.
         """
         inputs = {LayerWrites.COMPRESSED: self._inputs(LayerWrites.COMPRESSED, kv, score, epilogue, ape)}
         if index is not None:
@@ -280,7 +281,7 @@ class LayerCacheHandle(Generic[Cache]):
 
         Raises:
             LayoutError: the layer has no indexer.
-            StepOrderError: its index keys were compressed in this step.
+            StepError: its index keys were compressed in this step.
         """
         return self._compress({LayerWrites.INDEXED: self._inputs(LayerWrites.INDEXED, kv, score, epilogue, ape)})
 
@@ -291,7 +292,7 @@ class LayerCacheHandle(Generic[Cache]):
 
         Raises:
             LayoutError: this is no MTP layer.
-            StepOrderError: this step has overwritten them.
+            StepError: this step has overwritten them.
         """
         self._once(LayerWrites.CARRIED)
         pool, place = self._residual()
@@ -306,7 +307,7 @@ class LayerCacheHandle(Generic[Cache]):
 
         Raises:
             LayoutError: this is no MTP layer.
-            StepOrderError: it was called in this step.
+            StepError: it was called in this step.
         """
         self._once(LayerWrites.CARRIED)
         pool, place = self._residual()
@@ -338,7 +339,7 @@ class LayerCacheHandle(Generic[Cache]):
                 (`dsv4.model.index_qat_default(layout)`; docs/model.md, Index).
 
         Raises:
-            RotationError: this layer's index keys of this step were rotated and the queries are not, or the reverse.
+            StepError: this layer's index keys of this step were rotated and the queries are not, or the reverse.
             ShapeError: as all methods; or `qat` and `index_head_dim` is no power of two.
         """
         keys, check = self._indexed(), self._check
@@ -347,7 +348,7 @@ class LayerCacheHandle(Generic[Cache]):
             raise ShapeError(f"{check.op}: q has {keys.width} dims, a Hadamard rotation (qat) needs a power of two")
         if self.rotated is not None and self.rotated != qat:
             problem = f"index keys were stored with Epilogue(hadamard={self.rotated}), index_queries has qat={qat}"
-            raise RotationError(self.spec.layer_idx, f"{problem}: both or neither", keys=self.rotated, queries=qat)
+            raise StepError(self.spec.layer_idx, f"{problem}: both or neither")
         fmt = self.layout.row_format(keys)
         return self._finish_queries(q, inv_freq, fmt, rotate=qat, round_fp4=qat)
 
@@ -671,7 +672,7 @@ class LayerCacheHandle(Generic[Cache]):
         check_epilogue(check, name, epilogue, pool.width, self.layout.cfg.rope_dim // 2)
         if epilogue.hadamard and pool is not self.schema.index_keys:
             problem = f"{name} has hadamard=True, which is for index keys: `queries` and `attend` know of no rotation"
-            raise RotationError(self.spec.layer_idx, problem)
+            raise StepError(self.spec.layer_idx, problem)
 
     def _frequencies(self, check: Check, name: str, inv_freq: Any) -> jax.Array:
         return check.array(name, inv_freq, "float32", self.layout.cfg.rope_dim // 2)
@@ -688,12 +689,12 @@ class LayerCacheHandle(Generic[Cache]):
 
     def _once(self, what: LayerWrites) -> None:
         if what in self._written:
-            raise StepOrderError(self.spec.layer_idx, f"{_calls(what)} a second time in one step")
+            raise StepError(self.spec.layer_idx, f"{_calls(what)} a second time in one step ({_ORDER})")
 
     def _require(self, what: LayerWrites, owner: int) -> None:
         if what not in self.step.written[owner]:
             of = "" if owner == self.spec.layer_idx else f" of layer {owner}, whose entries it reads,"
-            raise StepOrderError(self.spec.layer_idx, f"read before {_calls(what)}{of}")
+            raise StepError(self.spec.layer_idx, f"read before {_calls(what)}{of} ({_ORDER})")
 
 
 def _written_by(schema: LayerCacheSchema) -> LayerWrites:

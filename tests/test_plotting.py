@@ -17,7 +17,7 @@ from dsv4_jax.bench.shapes import CASES
 from dsv4_jax.bench.timing import Ceilings
 from dsv4_jax.capacity import capacity
 from dsv4_jax.cli import main, plan
-from dsv4_jax.errors import BenchmarkError
+from dsv4_jax.errors import OptionError
 from dsv4_jax.simulate import plot as simulate_plot
 
 from . import pictures
@@ -198,7 +198,7 @@ def test_bench_without_floors_draws_times() -> None:
 
 
 def test_bench_of_nothing() -> None:
-    with pytest.raises(BenchmarkError, match="nothing was measured"):
+    with pytest.raises(OptionError, match="nothing was measured"):
         bench_plot.picture([Measurement("top_k", "x", 4, "xla")], H200, device="cpu")
 
 

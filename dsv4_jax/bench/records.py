@@ -23,7 +23,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from ..errors import BenchmarkError
+from ..errors import OptionError
 from ..untrusted import read_json
 from .targets import elsewhere
 
@@ -276,37 +276,37 @@ def load(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
     """Reads the records of a folder, by file name, from the oldest to the newest (by date, then by name).
 
     Raises:
-        BenchmarkError: there is none, or a file does not hold a record that `check` accepts.
+        OptionError: there is none, or a file does not hold a record that `check` accepts.
     """
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.json")):
         try:
             found[path.name] = check(read_json(path, _MAX_BYTES))
-        except (BenchmarkError, ValueError) as error:
-            raise BenchmarkError(f"{path}: {error}") from None
+        except (OptionError, ValueError) as error:
+            raise OptionError(f"{path}: {error}") from None
     if not found:
-        raise BenchmarkError(f"there are no records in {folder}")
+        raise OptionError(f"there are no records in {folder}")
     return dict(sorted(found.items(), key=lambda item: (item[1]["date"], item[0].removesuffix(".json"))))
 
 
 def check(record: Any) -> dict[str, Any]:
-    """Returns the record if it is one to keep, else raises `BenchmarkError`, which names the row and the field."""
+    """Returns the record if it is one to keep, else raises `OptionError`, which names the row and the field."""
     if not isinstance(record, dict) or not isinstance(record.get("rows"), list):
-        raise BenchmarkError("not an object with rows")
+        raise OptionError("not an object with rows")
     if record.get("schema") != SCHEMA:
-        raise BenchmarkError(f"schema {record.get('schema')!r}, expected {SCHEMA}")
+        raise OptionError(f"schema {record.get('schema')!r}, expected {SCHEMA}")
     _check_values(record, {**_TOP, "rows": "list"}, "the record")
     for name in _REQUIRED:
         if not record.get(name):
-            raise BenchmarkError(f"the record says no {name}")
+            raise OptionError(f"the record says no {name}")
     if not re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"]):
-        raise BenchmarkError(f"date {record['date']!r} is not YYYY-MM-DD")
+        raise OptionError(f"date {record['date']!r} is not YYYY-MM-DD")
     if record.get("quick"):
-        raise BenchmarkError("a quick run measures nothing")
+        raise OptionError("a quick run measures nothing")
     for i, row in enumerate(record["rows"]):
         table = TABLES.get(str(row.get("table"))) if isinstance(row, dict) else None
         if table is None:
-            raise BenchmarkError(f"row {i} names no table of {', '.join(TABLES)}")
+            raise OptionError(f"row {i} names no table of {', '.join(TABLES)}")
         _check_values(row, {**table.fields, "table": "text"}, f"row {i}")
     return record
 
@@ -314,9 +314,9 @@ def check(record: Any) -> dict[str, Any]:
 def _check_values(values: Mapping[str, Any], kinds: Mapping[str, str], where: str) -> None:
     for name, value in values.items():
         if name not in kinds:
-            raise BenchmarkError(f"{where} has an unknown field {name!r}")
+            raise OptionError(f"{where} has an unknown field {name!r}")
         if value is not None and not _fits(value, kinds[name]):
-            raise BenchmarkError(f"{where}: {name} is {value!r}, expected {kinds[name]}")
+            raise OptionError(f"{where}: {name} is {value!r}, expected {kinds[name]}")
 
 
 def _fits(value: Any, kind: str) -> bool:

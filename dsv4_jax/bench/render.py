@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ..errors import BenchmarkError
+from ..errors import OptionError
 from .overview import DEVICE, PICTURE, overview, picture
 from .records import TABLES, load
 from .sections import DETAIL, FIRST, HEAD, MEASURING, SECTIONS, Section
@@ -39,7 +39,7 @@ def pages(folder: pathlib.Path) -> dict[str, str]:
     picture.
 
     Raises:
-        BenchmarkError: there are no records, or one is not valid.
+        OptionError: there are no records, or one is not valid.
     """
     entries = _entries(folder / "records")
     rows = [entry.row for entry in entries if entry.record["device"] == DEVICE or entry.row["table"] == "simulate"]
@@ -52,7 +52,7 @@ def pages(folder: pathlib.Path) -> dict[str, str]:
             PICTURE: picture(rows),
         }
     except KeyError as error:
-        raise BenchmarkError(f"a record in {folder / 'records'} has a row without {error}") from error
+        raise OptionError(f"a record in {folder / 'records'} has a row without {error}") from error
 
 
 def _entries(folder: pathlib.Path) -> list[Entry]:
@@ -61,7 +61,7 @@ def _entries(folder: pathlib.Path) -> list[Entry]:
 
 
 def newest(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Returns the records of a folder with the rows that the page shows alone. Raises `BenchmarkError` as `pages`."""
+    """Returns the records of a folder with the rows that the page shows alone. Raises `OptionError` as `pages`."""
     records = load(folder)
     entries = latest(Entry(row, file, one) for file, one in records.items() for row in one["rows"])
     subjects = {section.subject for section in SECTIONS}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..errors import BenchmarkError
+from ..errors import OptionError
 from .timing import Ceilings, profiled
 
 __all__ = ["StepPart", "against_floors", "longest_kernels", "timed"]
@@ -34,12 +34,12 @@ def timed(run: Callable[[], jax.Array], steps: int, loop: int) -> dict[str, floa
         loop: steps of a call.
 
     Raises:
-        BenchmarkError: the numbers that `run` returns are not finite.
+        OptionError: the numbers that `run` returns are not finite.
     """
     for _ in range(2):
         out = run()
     if not bool(jnp.isfinite(out).all()):
-        raise BenchmarkError("the step gave numbers that are not finite")
+        raise OptionError("the step gave numbers that are not finite")
     walls, firsts, issues = [], [], []
     for _ in range(5):
         start = time.perf_counter()

@@ -6,7 +6,7 @@ import argparse
 import pathlib
 
 from .. import libraries, native_build
-from ..errors import BuildError, OptionError
+from ..errors import ImplementationError, OptionError
 from .options import add_command, add_json, option
 from .printing import Progress, present, say
 from .values import given_path, positive, short
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 def _nvcc(named: pathlib.Path | None) -> native_build.Compiler:
     try:
         return native_build.choose_nvcc(named)
-    except BuildError as error:
+    except ImplementationError as error:
         if named is None:
             raise
         raise OptionError(f"--nvcc: {error}") from error

@@ -58,7 +58,7 @@ def random_model() -> tuple[DSV4Config, Params]:
 
 
 def read_prompts(path: pathlib.Path | None) -> list[list[int]]:
-    """Bytes from four places of a text. Raises `PlanError` if it is too short, `InputError` if it is no file."""
+    """Bytes from four places of a text. Raises `PlanError` if it is too short, `FileError` if it is no file."""
     if path is None:
         data = TEXT.encode()
         return [list(data[at : at + n]) for n, at in _places(len(data))]
@@ -79,7 +79,7 @@ def keep(folder: pathlib.Path) -> list[pathlib.Path]:
     """Writes the demo's own model and text. Returns what was written.
 
     Raises:
-        OutputError: a file cannot be written.
+        FileError: a file cannot be written.
     """
     checkpoint, text = folder / "checkpoint", folder / "text.txt"
     save_folder(checkpoint, lambda place: save_hf(*random_model(), place))
@@ -89,7 +89,7 @@ def keep(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def save_folder(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
-    """Puts the files that `write` makes into a folder, each whole or not at all. Raises `OutputError`."""
+    """Puts the files that `write` makes into a folder, each whole or not at all. Raises `FileError`."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         write(pathlib.Path(temporary))

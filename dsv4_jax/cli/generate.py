@@ -164,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prompts(args: argparse.Namespace, cfg: DSV4Config) -> tuple[list[Prompt], Tokenizer | None]:
-    """The prompts, and the tokenizer if there are texts among them. Raises `OptionError`, `InputError`, `PlanError`."""
+    """The prompts, and the tokenizer if there are texts among them. Raises `OptionError`, `FileError`, `PlanError`."""
     given = given_prompts(args)
     texts = any(isinstance(content, str) for _, content in given)
     if args.stop and not texts:

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from ..errors import InputError, PlanError
+from ..errors import FileError, PlanError
 from ..output import file_kind
 
 __all__ = ["MAX_TOKENS", "open_regular", "read_tokens"]
@@ -21,14 +21,14 @@ MAX_TOKENS = 1 << 24  # of a file: sixteen times the longest context
 
 @contextlib.contextmanager
 def open_regular(path: pathlib.Path, option: str, hint: str = "") -> Iterator[BinaryIO]:
-    """Opens a file to be read. Raises `InputError` that names the option."""
+    """Opens a file to be read. Raises `FileError` that names the option."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would wait for its writer
     except OSError as error:
-        raise InputError(f"{option} {path}: {error.strerror}") from error
+        raise FileError(f"{option} {path}: {error.strerror}") from error
     try:
         if kind := file_kind(os.fstat(handle).st_mode):
-            raise InputError(f"{option} {path}: is {kind}, not a regular file{hint}")
+            raise FileError(f"{option} {path}: is {kind}, not a regular file{hint}")
         with open(handle, "rb", closefd=False) as file:
             yield file
     finally:
@@ -36,7 +36,7 @@ def open_regular(path: pathlib.Path, option: str, hint: str = "") -> Iterator[Bi
 
 
 def read_tokens(path: pathlib.Path) -> np.ndarray:
-    """Reads a 1-D integer array of at least one token. Raises `PlanError` and `InputError`."""
+    """Reads a 1-D integer array of at least one token. Raises `PlanError` and `FileError`."""
     with open_regular(path, "--tokens") as file:
         try:
             return _array(file)

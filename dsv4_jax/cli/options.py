@@ -14,13 +14,12 @@ from typing import Any, NoReturn
 
 from ..config import DSV4Config
 from ..errors import (
-    BuildError,
     CacheError,
     CapacityError,
+    FileError,
     ImplementationError,
     IntegrityError,
     OptionError,
-    OutputError,
 )
 from ..formats import INDEX_FORMATS, KV_FORMATS
 from ..layout import CacheLayout
@@ -58,7 +57,7 @@ EXIT_STATUS = {
     130: "interrupted (Ctrl-C)",
     141: "the reader of the output has gone (a closed pipe)",
 }
-FAILURES = (BuildError, IntegrityError)  # of the machine or of this package, not of what was asked
+FAILURES = (ImplementationError, IntegrityError)  # of the machine or of this package, not of what was asked
 LATENCY_REQUESTS = 8  # up to which heads are split over devices if not told otherwise
 # Numbers of bytes in a `CapacityError`, which are said in IEC units here.
 _BYTES = re.compile(r"\b([0-9]{5,}) bytes\b|(?<=take )([0-9]{5,})\b|(?<=blocks of )([0-9]{5,})\b")
@@ -207,7 +206,7 @@ def refuse_same(paths: Mapping[str, str | os.PathLike[str] | None]) -> None:
         if path is not None and str(path) != "-":
             other = seen.setdefault(os.path.realpath(path), option)
             if other != option:
-                raise OutputError(f"{option}: {path} is the file of {other} too")
+                raise FileError(f"{option}: {path} is the file of {other} too")
 
 
 # The machine

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ..errors import InputError, OptionError
+from ..errors import FileError, OptionError
 from ..untrusted import parse_json, shown
 from .inputs import open_regular, read_tokens
 from .options import option
@@ -54,7 +54,7 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
 def given_prompts(args: argparse.Namespace) -> list[Given]:
     """The prompts of --prompt, then of --prompt-file, then of --tokens.
 
-    Raises `OptionError`, `InputError`, `PlanError`.
+    Raises `OptionError`, `FileError`, `PlanError`.
     """
     prompts = [Given("--prompt", text) for text in args.prompt]
     prompts += _lines(args.prompt_file) if args.prompt_file else []
@@ -109,9 +109,9 @@ def _lines(path: pathlib.Path) -> Iterator[Given]:
         try:
             data = file.read(_MAX_BYTES + 1)
         except OSError as error:
-            raise InputError(f"--prompt-file {path}: {error.strerror}") from error
+            raise FileError(f"--prompt-file {path}: {error.strerror}") from error
     if len(data) > _MAX_BYTES:
-        raise InputError(f"--prompt-file {path}: at most {_MAX_BYTES} bytes are read")
+        raise FileError(f"--prompt-file {path}: at most {_MAX_BYTES} bytes are read")
     read = _json if path.suffix.lower() == ".jsonl" else _text
     for number, line in enumerate(re.split(rb"\r?\n", data.removeprefix(codecs.BOM_UTF8)), 1):
         if line.strip():
@@ -119,7 +119,7 @@ def _lines(path: pathlib.Path) -> Iterator[Given]:
             try:
                 yield Given(source, read(line))
             except ValueError as error:
-                raise InputError(f"{source}: {error}") from None
+                raise FileError(f"{source}: {error}") from None
 
 
 def _text(line: bytes) -> str:

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from rich.table import Table
 
-from ..errors import InputError
+from ..errors import FileError
 from ..layout import CacheLayout
 from ..output import open_output
 from ..plotting import save
@@ -256,7 +256,7 @@ def _lines(path: pathlib.Path) -> Iterator[TextIO]:
         if str(path) != "-":
             file = stack.enter_context(open_regular(path, "TRACE", " (a pipe is read as -, from stdin)"))
         elif sys.stdin is None:
-            raise InputError("TRACE: stdin is closed")
+            raise FileError("TRACE: stdin is closed")
         else:
             file = sys.stdin.buffer
         text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape")

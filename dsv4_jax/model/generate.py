@@ -10,7 +10,7 @@ from ..cache import KVCache
 from ..checks import as_int, check_integer
 from ..errors import ContextLimitError, PlanError
 from ..manager import KVCacheManager, Request
-from ..manager.request_tokens import request_tokens
+from ..manager.prefix.token_ids import token_ids
 from ..ops.exchange_buffers import Exchange
 from ..ops.registry import Choice
 from ..untrusted import shown
@@ -119,7 +119,7 @@ def generate(
     if not isinstance(sampling, Sampling):
         raise PlanError(f"sampling must be a Sampling, got {shown(sampling)}")
     stops = _stops(stop_tokens)
-    ids = [request_tokens(prompt, first.layout.cfg.vocab_size) for prompt in prompts]
+    ids = [token_ids(prompt, first.layout.cfg.vocab_size) for prompt in prompts]
     # The last token drawn is never fed.
     needs = [len(prompt) + max_new_tokens - 1 for prompt in ids]
     limit = min(first.context_limit, first.pool_limit)

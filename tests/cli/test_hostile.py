@@ -20,7 +20,7 @@ import pytest
 
 from dsv4_jax import DSV4Config, model
 from dsv4_jax.cli import demo_passes, main
-from dsv4_jax.errors import OutputError
+from dsv4_jax.errors import FileError
 
 CFG = DSV4Config.tiny()
 LINE = json.dumps({"arrival": 0, "prompt": [["a", 10]], "output": 5})
@@ -184,7 +184,7 @@ def test_a_kept_checkpoint_follows_no_link(tmp_path):
     (victim := tmp_path / "victim").write_text("mine")
     (folder := tmp_path / "c").mkdir()
     (folder / "model.safetensors").symlink_to(victim)
-    with pytest.raises(OutputError, match="symbolic link"):
+    with pytest.raises(FileError, match="symbolic link"):
         demo_passes.save_folder(folder, write)
     assert victim.read_text() == "mine" and [p.name for p in folder.iterdir()] == ["model.safetensors"]
 

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import strategies as st
 
 from dsv4_jax import AttentionType, DSV4Config, model
-from dsv4_jax.errors import CheckpointError, ConfigError, OutputError
+from dsv4_jax.errors import CheckpointError, ConfigError, FileError
 from dsv4_jax.model.weights import deferred, sources
 from dsv4_jax.model.weights.params import param_specs
 from dsv4_jax.model.weights.safetensors import Later, read_safetensors, write_safetensors
@@ -500,7 +500,7 @@ def test_save_refuses_foreign_dtypes(params, tmp_path):
 def test_save_says_where_no_directory_can_be_made(params, tmp_path):
     (tmp_path / "file").write_bytes(b"")
     for place in ("file", "file/x", "a" * 300, "a\0b"):
-        with pytest.raises(OutputError, match=r"file|aaa|a\\x00b"):
+        with pytest.raises(FileError, match=r"file|aaa|a\\x00b"):
             model.save_hf(CFG, params, tmp_path / place)
     assert [*tmp_path.iterdir()] == [tmp_path / "file"]
 
@@ -519,7 +519,7 @@ def test_a_checkpoint_is_replaced_whole_or_not_at_all(tmp_path):
     def fails():
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(OutputError, match="No space left"):
+    with pytest.raises(FileError, match="No space left"):
         write_safetensors(place, {"b": Later(np.dtype(np.float32), (3,), fails)})
     assert read_safetensors(place)["a"].tolist() == [1, 1]
     write_safetensors(place, {"a": np.zeros(0, np.float32)})

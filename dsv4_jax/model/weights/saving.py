@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from ...config import DSV4Config
-from ...errors import CheckpointError, ConfigError, OutputError
+from ...errors import CheckpointError, ConfigError, FileError
 from ...formats.weights import WeightFormat
 from ...formats.weights.fp4 import gates_and_ups
 from ...output import open_output
@@ -53,7 +53,7 @@ def save_hf(cfg: DSV4Config, params: Params, path: str | pathlib.Path) -> None:
         ConfigError: they have an MTP layer, and `cfg` has not one.
         CheckpointError: `params` are packed or stacked, or not those of `cfg`, or Hugging Face's fields cannot say
             `cfg`; names the parameter or field. Nothing is written.
-        OutputError: the directory cannot be made, or a file not be written. Each is written beside its place and then
+        FileError: the directory cannot be made, or a file not be written. Each is written beside its place and then
             renamed, so a checkpoint that was there stays whole, also for who has it mapped.
     """
     path = pathlib.Path(path)
@@ -89,7 +89,7 @@ def save_hf(cfg: DSV4Config, params: Params, path: str | pathlib.Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:  # the latter: a NUL
-        raise OutputError(f"{plain(str(path))}: {getattr(error, 'strerror', None) or error}") from error
+        raise FileError(f"{plain(str(path))}: {getattr(error, 'strerror', None) or error}") from error
     fields = cfg.to_hf(dtype) | (_RELEASED_FIELDS if released else {})
     write_safetensors(path / "model.safetensors", tensors)
     with open_output(path / "config.json", encoding="utf-8") as file:
