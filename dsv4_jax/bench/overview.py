@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from .targets import PEERS
 
-__all__ = ["PICTURE", "overview", "picture"]
+__all__ = ["DEVICE", "PICTURE", "overview", "picture", "table_of"]
 
 PICTURE = "whole_models.svg"
 FULL = {"flash": 43, "pro": 61}  # layers of each model
@@ -123,7 +123,7 @@ def overview(rows: Sequence[dict[str, Any]]) -> str:
                     over,
                 ]
             )
-        parts.append(_table(table))
+        parts.append(table_of(table))
         parts.append(
             _text(
                 "(1) Random weights accept no draft; 47.2 % of those whose predecessors were accepted are "
@@ -146,7 +146,7 @@ def overview(rows: Sequence[dict[str, Any]]) -> str:
                     over,
                 ]
             )
-        parts.append(_table(table))
+        parts.append(table_of(table))
     if prefills := _prefills(rows):
         parts.append("**Prefill, one GPU, one request:**\n")
         table = [["what", "chunk", "end of context", "ms", "tokens/s"]]
@@ -160,7 +160,7 @@ def overview(rows: Sequence[dict[str, Any]]) -> str:
             ]
             for row in prefills
         ]
-        parts.append(_table(table))
+        parts.append(table_of(table))
     waits = [row for row in rows if row["table"] == "simulate" and row["policy"] == "the default"]
     if waits:
         said = "; ".join(
@@ -188,7 +188,7 @@ def overview(rows: Sequence[dict[str, Any]]) -> str:
             ]
             for what, peer, row in peers
         ]
-        parts.append(_table(table))
+        parts.append(table_of(table))
     return "\n".join(parts)
 
 
@@ -202,8 +202,10 @@ def _text(text: str) -> str:
     return textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
 
 
-def _table(table: Sequence[Sequence[str]]) -> str:
-    head, *body = table
+def table_of(table: Sequence[Sequence[str]]) -> str:
+    """Writes a table without the columns that are empty below their heading; numbers to the right."""
+    kept = [i for i in range(len(table[0])) if any(line[i] for line in table[1:])]
+    head, *body = [[line[i] for i in kept] for line in table]
     right = [all(not line[i] or line[i][0].isdigit() for line in body) for i in range(len(head))]
     lines = [head, ["---:" if each else "---" for each in right], *body]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

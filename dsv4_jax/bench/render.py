@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import OptionError
-from .overview import DEVICE, PICTURE, overview, picture
+from .overview import DEVICE, PICTURE, overview, picture, table_of
 from .records import TABLES, load
 from .sections import DETAIL, FIRST, HEAD, MEASURING, SECTIONS, Section
 from .targets import PEERS
@@ -171,7 +171,7 @@ def _ops(entries: list[Entry], *, several: bool) -> str:
                 _each(judged, lambda row: VERDICTS.get(row.get("verdict") or "", "")),
             ]
         )
-    return _markdown(table)
+    return table_of(table)
 
 
 def _judged(row: dict[str, Any]) -> bool:
@@ -367,7 +367,7 @@ def _sentence(facts: Sequence[Entry]) -> str:
 
 
 def _plain(entries: Sequence[Entry], columns: dict[str, Callable[[dict[str, Any]], str]]) -> str:
-    return _markdown([list(columns), *([cell(e.row) for cell in columns.values()] for e in entries)])
+    return table_of([list(columns), *([cell(e.row) for cell in columns.values()] for e in entries)])
 
 
 # Text
@@ -391,12 +391,3 @@ def percent(share: Any) -> str:
 
 def _middle(value: Any) -> float:
     return sum(value) / 2 if isinstance(value, list) else value
-
-
-def _markdown(table: Sequence[Sequence[str]]) -> str:
-    """Writes a table without the columns that are empty below their heading; numbers to the right."""
-    kept = [i for i in range(len(table[0])) if any(line[i] for line in table[1:])]
-    head, *body = [[line[i] for i in kept] for line in table]
-    right = [all(not line[i] or line[i][0].isdigit() for line in body) for i in range(len(head))]
-    lines = [head, ["---:" if each else "---" for each in right], *body]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
