@@ -156,7 +156,8 @@ def show(name: str, count: int, shown: list[int], folder: pathlib.Path) -> dict[
 
 def cases(args: argparse.Namespace) -> list[tuple[str, StepOptions, Callable[..., Any], int]]:
     """Returns the variants that are profiled: name, options, what joins kernels, the most lanes."""
-    base = StepOptions(args.model, args.batch, args.context, layers=args.layers)
+    context = args.context or (8192 if args.model != "tiny" else 200)
+    base = StepOptions(args.model, args.batch, context, layers=args.layers)
     if args.devices == 1:
         return [variant(text, base) for text in args.variant or ["default"]]
     base = dataclasses.replace(base, devices=args.devices, brief=True)
@@ -172,7 +173,7 @@ def main() -> None:
     command.add_argument("--layers", type=int, default=12)
     command.add_argument("--devices", type=int, default=1)
     command.add_argument("--batch", type=int, default=1)
-    command.add_argument("--context", type=int, default=8192)
+    command.add_argument("--context", type=int, help="(default: 8192, of the tiny model 200)")
     command.add_argument("--show", type=int, action="append", help="layers to list (default: 1, 6 and 7)")
     command.add_argument("--variant", action="append", default=[], metavar="'NAME SETTING=VALUE ...'")
     args = command.parse_args()
