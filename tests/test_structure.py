@@ -50,6 +50,8 @@ NARROW = {
     "stores": {"libraries"},
     "tiers": {"cache", "ffi", "layout", "manager", "ops", "plan", "records", "stores", "untrusted"},
     "transports": {"untrusted"},
+    "formats": set(),
+    "model.weights": {"config", "formats", "hf_config", "model.sampling", "ops", "output", "untrusted"},
 }
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
