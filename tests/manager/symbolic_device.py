@@ -40,11 +40,11 @@ class SymbolicDevice:
         self.states: dict[int, State] = {}
         self.table[:] = 0
 
-    def transfer(self, transfers: Transfers, most: int | None = None) -> int:
-        """Runs the calls, the first `most` of them: then it breaks off. Returns how many units moved."""
+    def transfer(self, transfers: Transfers, max_calls: int | None = None) -> int:
+        """Runs the calls, the first `max_calls` of them: then it breaks off. Returns how many units moved."""
         moved = 0
         for i, (name, plan) in enumerate(transfers.calls()):
-            if i == most:
+            if i == max_calls:
                 break
             source, target, outward = {
                 "swap_out": (self.blocks, self.pages, True),

@@ -47,7 +47,7 @@ def test_copies_lost_with_their_step_run_before_the_next(ran: int, way: str) -> 
     copied = {name for stage in transfers[:] for name, copies in stage._asdict().items() if copies is not None}
     assert copied == {"swap_out", "swap_in", "restore"}
     if way == "calls":
-        device.transfer(transfers, most=ran)
+        device.transfer(transfers, max_calls=ran)
     else:  # broken off before a stage: it is run from its beginning
         whole = min(ran // 4, len(transfers))
         for i, _ in enumerate(stages := iter(transfers)):
