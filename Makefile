@@ -31,7 +31,7 @@ missing := $(filter-out $(found),$(PYTHONS))
 # The demo and the linters need one environment: the first of these that is there.
 one := $(firstword $(found) $(foreach v,3.11 3.12 3.13,$(if $(call python,$(v)),$(v))))
 
-cuda_sources = $(wildcard csrc/*.cu csrc/*.cuh csrc/*.h csrc/*.cc benchmarks/*.cu)
+cuda_sources = $(shell find csrc benchmarks -name "*.cu" -o -name "*.cuh" -o -name "*.h" -o -name "*.cc")
 
 .PHONY: help demo test test-all check docs prepare lint format build wheel clean pythons $(found:%=test-%)
 

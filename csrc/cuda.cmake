@@ -37,17 +37,39 @@ function(add_kernels group)
   endif()
   message(STATUS "for ${archs_${group}}: ${ARGN}")
   add_library(dsv4_${group} OBJECT ${ARGN})
+  target_include_directories(dsv4_${group} PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
   target_include_directories(dsv4_${group} SYSTEM PRIVATE ${jaxlib}/include)
   set_target_properties(
     dsv4_${group} PROPERTIES CUDA_ARCHITECTURES "${archs_${group}}" POSITION_INDEPENDENT_CODE ON
                              CUDA_RUNTIME_LIBRARY Static)
   target_sources(dsv4_cuda PRIVATE $<TARGET_OBJECTS:dsv4_${group}>)
 endfunction()
-add_kernels(PORTABLE append.cu compress.cu dense_bf16.cu entry_rows.cu exchange.cu gather.cu kv_store.cu normalise.cu
-            queries.cu route.cu sequence.cu swap.cu swiglu.cu)
-add_kernels(CLUSTER top_k.cu)
-add_kernels(HOPPER attend.cu attend_rows.cu dense_fp8.cu dense_stream.cu hyper_connection.cu index_scores.cu moe.cu
-            query_product.cu)
+add_kernels(
+  PORTABLE
+  attend/queries.cu
+  dense/bf16.cu
+  exchange/exchange.cu
+  fusion/sequence.cu
+  index/entry_rows.cu
+  moe/route.cu
+  moe/swiglu.cu
+  residual/normalise.cu
+  rows/append.cu
+  rows/compress.cu
+  rows/gather.cu
+  rows/kv_store.cu
+  swap/swap.cu)
+add_kernels(CLUSTER index/top_k.cu)
+add_kernels(
+  HOPPER
+  attend/bf16.cu
+  attend/fp8.cu
+  attend/query_product.cu
+  dense/fp8.cu
+  dense/stream.cu
+  index/scores.cu
+  moe/experts.cu
+  residual/hyper_connection.cu)
 set_target_properties(dsv4_cuda PROPERTIES LINKER_LANGUAGE CUDA CUDA_RUNTIME_LIBRARY Static)
 
 dsv4_built_from(dsv4_cuda .cu .cuh .h)

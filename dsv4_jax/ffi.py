@@ -78,7 +78,7 @@ def _built_for(library: ctypes.CDLL, op: str) -> tuple[str, ...]:
     except ValueError:
         return ()
     found = []
-    for code in codes:  # as __CUDA_ARCH__, ends with 0; csrc/built_for.h
+    for code in codes:  # as __CUDA_ARCH__, ends with 0; csrc/common/built_for.h
         if code == 0:
             break
         found.append(f"{code // 100}.{code % 100 // 10}")

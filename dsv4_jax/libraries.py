@@ -6,7 +6,7 @@ Both are optional, built from `csrc/`, and have no Python ABI (ctypes loads them
 2. `built_folder()`, where `dsv4-jax build` puts it: for an installed package a folder of the user's cache,
 3. `dsv4_jax/native/`, where a wheel brings it; for a source checkout 2 and 3 are the same.
 
-A library says from which sources it was built (`csrc/built_from.cc`). One built from others than this package's is
+A library says from which sources it was built (`csrc/common/built_from.cc`). One built from others than this package's is
 refused before anything in it is called.
 """
 
@@ -61,8 +61,10 @@ def sources() -> pathlib.Path:
 @functools.cache
 def source_digest(platform: Platform) -> str:
     """Of the sources of a library, as csrc/source_digest.cmake makes it. 64 hexadecimal digits."""
-    files = [path for path in sources().glob("*") if path.suffix in _SUFFIXES[platform]]
-    lines = sorted(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files)
+    files = [path for path in sources().rglob("*") if path.suffix in _SUFFIXES[platform]]
+    lines = sorted(
+        f"{path.relative_to(sources()).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files
+    )
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

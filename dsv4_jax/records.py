@@ -118,7 +118,7 @@ class RecordFormat:
 
     @functools.cached_property
     def descriptors(self) -> tuple[int, ...]:
-        """Eleven numbers a piece, one piece after the other: what the native handlers read (csrc/swap.h).
+        """Eleven numbers a piece, one piece after the other: what the native handlers read (csrc/swap/swap.h).
 
         Its leaf among `leaves`, layers, rows of a unit in the leaf, bytes of a row, column, rows, width, offset, and
         the three of its positions, zeros without. Whole units are one wide row.

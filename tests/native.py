@@ -32,7 +32,8 @@ def load_cpu() -> None:
         header = built.with_name("dsv4_source_digest.h")
         header.write_text(f'#define DSV4_SOURCE_DIGEST "{libraries.source_digest("CPU")}"\n')
         command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-isystem", jax.ffi.include_dir(), "-I", folder.name]
-        subprocess.run([*command, "-o", str(built), *map(str, (ROOT / "csrc").glob("*.cc"))], check=True)
+        sources = map(str, (ROOT / "csrc").rglob("*.cc"))
+        subprocess.run([*command, "-I", str(ROOT / "csrc"), "-o", str(built), *sources], check=True)
     os.environ["DSV4_JAX_CPU_LIBRARY"] = str(built)
     ffi.load_cpu()
 

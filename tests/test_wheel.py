@@ -102,7 +102,7 @@ def test_one_wheel_for_all_pythons(wheel, tmp_path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         archive.extractall(tmp_path)
-    assert {f"dsv4_jax/csrc/{path.name}" for path in (ROOT / "csrc").iterdir()} <= names
+    assert {f"dsv4_jax/{path.relative_to(ROOT)}" for path in (ROOT / "csrc").rglob("*") if path.is_file()} <= names
     tracked = {str(path.relative_to(ROOT)) for path in (ROOT / "dsv4_jax").rglob("*.py")}
     assert tracked <= names and "dsv4_jax/py.typed" in names
     assert not any(name.endswith(".safetensors") for name in names)

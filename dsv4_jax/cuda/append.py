@@ -1,4 +1,4 @@
-"""append in the project's own CUDA (`csrc/append.cu`): norm, RoPE, quantisation and the scatter, one block a row.
+"""append in the project's own CUDA (`csrc/rows/append.cu`): norm, RoPE, quantisation and the scatter, one block a row.
 
 Takes V4's KV row (`widths.KV_ROW`).
 """

@@ -1,12 +1,12 @@
 """attend in the project's own CUDA for Hopper, called through XLA FFI: three kernels with the same bits.
 
-`csrc/attend_kernel.cuh`: V4's KV rows (`widths.KV_ROW`) are gathered and decoded by producer warps while the tensor
+`csrc/attend/kernel.cuh`: V4's KV rows (`widths.KV_ROW`) are gathered and decoded by producer warps while the tensor
 cores (wgmma) work on the tile before, the runs of the key split are merged within a thread-block cluster, and the
 output leaves turned back and rounded if the caller wants that.
 
-`csrc/attend_wide_kernel.cuh`: the same for few tokens, whose runs have several blocks each.
+`csrc/attend/wide_kernel.cuh`: the same for few tokens, whose runs have several blocks each.
 
-`csrc/attend_rows_kernel.cuh`: bf16 rows are copied as they are, and a block takes one token after the other. For caches
+`csrc/attend/bf16_kernel.cuh`: bf16 rows are copied as they are, and a block takes one token after the other. For caches
 of such rows, and for a long chunk, whose windows and entries are decoded to bf16 once, where its tokens would decode
 each many times.
 """

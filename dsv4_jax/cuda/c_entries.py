@@ -44,31 +44,31 @@ def _all(kind: type, *names: str) -> tuple[tuple[str, type], ...]:
 
 
 class EpilogueArgs(ctypes.Structure):
-    """`dsv4::EpilogueArgs` of csrc/epilogue.cuh."""
+    """`dsv4::EpilogueArgs` of csrc/rows/epilogue.cuh."""
 
     _fields_ = (*_all(_POINTER, "norm", "cosine", "sine"), ("eps", _FLOAT), ("hadamard", _INT))
 
 
 class RowPool(ctypes.Structure):
-    """`dsv4::RowPool` of csrc/emit_row.cuh."""
+    """`dsv4::RowPool` of csrc/rows/emit.cuh."""
 
     _fields_ = (*_all(_POINTER, "codes", "rope", "scale"), ("rows", ctypes.c_int64), ("format", _INT))
 
 
 class AppendArgs(ctypes.Structure):
-    """`dsv4::AppendArgs` of csrc/append.cu."""
+    """`dsv4::AppendArgs` of csrc/rows/append.cu."""
 
     _fields_ = (*_all(_POINTER, "values", "row_ids"), ("epilogue", EpilogueArgs), ("pool", RowPool), ("stride", _INT))
 
 
 class Rows(ctypes.Structure):
-    """`dsv4::Rows` of csrc/attend_block.cuh."""
+    """`dsv4::Rows` of csrc/attend/block.cuh."""
 
     _fields_ = (*_all(_POINTER, "nope", "rope", "scale"), ("rows", _INT))
 
 
 class AttendArgs(ctypes.Structure):
-    """`dsv4::AttendArgs` of csrc/attend_block.cuh; null `cosine` and `sine`: the output is not turned back.
+    """`dsv4::AttendArgs` of csrc/attend/block.cuh; null `cosine` and `sine`: the output is not turned back.
 
     `sums`: room for runs with clusters of their own, else null.
     """
@@ -86,13 +86,13 @@ class AttendArgs(ctypes.Structure):
 
 
 class AttendRowsArgs(ctypes.Structure):
-    """`dsv4::AttendRowsArgs` of csrc/attend_rows_block.cuh: its rows are bf16, `nope` alone."""
+    """`dsv4::AttendRowsArgs` of csrc/attend/bf16_block.cuh: its rows are bf16, `nope` alone."""
 
     _fields_ = (("attend", AttendArgs), ("sums", _POINTER))
 
 
 class ScoreArgs(ctypes.Structure):
-    """`dsv4::ScoreArgs` of csrc/index_scores_keys.cuh."""
+    """`dsv4::ScoreArgs` of csrc/index/scores_keys.cuh."""
 
     _fields_ = (
         *_all(_POINTER, "codes", "scale", "queries", "weights", "table", "count", "scores"),
@@ -103,13 +103,13 @@ class ScoreArgs(ctypes.Structure):
 
 
 class TopKArgs(ctypes.Structure):
-    """`dsv4::TopKArgs` of csrc/top_k_rows.cuh."""
+    """`dsv4::TopKArgs` of csrc/index/top_k_rows.cuh."""
 
     _fields_ = (*_all(_POINTER, "scores", "count", "indices", "kept"), *_all(_INT, "width", "k"))
 
 
 class QueryArgs(ctypes.Structure):
-    """`dsv4::QueryArgs` of csrc/queries_kernel.cuh."""
+    """`dsv4::QueryArgs` of csrc/attend/queries_kernel.cuh."""
 
     _fields_ = (
         *_all(_POINTER, "queries", "cosine", "sine", "out"),
@@ -120,7 +120,7 @@ class QueryArgs(ctypes.Structure):
 
 
 class QueryProductArgs(ctypes.Structure):
-    """`dsv4::QueryProductArgs` of csrc/query_product_kernel.cuh."""
+    """`dsv4::QueryProductArgs` of csrc/attend/query_product_kernel.cuh."""
 
     _fields_ = (
         *_all(_POINTER, "x", "weights", "cosine", "sine", "out"),
@@ -131,7 +131,7 @@ class QueryProductArgs(ctypes.Structure):
 
 
 class MoeArgs(ctypes.Structure):
-    """`dsv4::MoeArgs` of csrc/moe_lists.cuh."""
+    """`dsv4::MoeArgs` of csrc/moe/lists.cuh."""
 
     _fields_ = (
         *_all(_POINTER, "x", "chosen", "share", "gate_up", "down", "out", "work"),
@@ -141,7 +141,7 @@ class MoeArgs(ctypes.Structure):
 
 
 class DenseFp8Args(ctypes.Structure):
-    """`dsv4::DenseFp8Args` of csrc/dense_fp8_kernel.cuh."""
+    """`dsv4::DenseFp8Args` of csrc/dense/stream_kernel.cuh."""
 
     _fields_ = (
         *_all(_POINTER, "x", "codes", "scales", "out"),
@@ -150,7 +150,7 @@ class DenseFp8Args(ctypes.Structure):
 
 
 class GatherArgs(ctypes.Structure):
-    """`dsv4::GatherArgs` of csrc/gather_kernel.cuh."""
+    """`dsv4::GatherArgs` of csrc/rows/gather_kernel.cuh."""
 
     _fields_ = (
         *_all(_POINTER, "codes", "rope", "scale", "ids", "out"),
@@ -160,19 +160,19 @@ class GatherArgs(ctypes.Structure):
 
 
 class KVRows(ctypes.Structure):
-    """`dsv4::KVRows` of csrc/kv_store_kernel.cuh."""
+    """`dsv4::KVRows` of csrc/rows/kv_store_kernel.cuh."""
 
     _fields_ = (*_all(_POINTER, "values", "codes", "scale"), ("width", _INT))
 
 
 class KVStoreArgs(ctypes.Structure):
-    """`dsv4::KVStoreArgs` of csrc/kv_store_kernel.cuh."""
+    """`dsv4::KVStoreArgs` of csrc/rows/kv_store_kernel.cuh."""
 
     _fields_ = (*_all(KVRows, "k", "v"), ("ids", _POINTER), *_all(ctypes.c_int64, "tokens", "pool_rows"))
 
 
 class HyperArgs(ctypes.Structure):
-    """`dsv4::HyperArgs` of csrc/hyper_connection_kernel.cuh; null `output`: nothing is added to the streams."""
+    """`dsv4::HyperArgs` of csrc/residual/hyper_connection_kernel.cuh; null `output`: nothing is added to the streams."""
 
     _fields_ = (
         *_all(_POINTER, "streams", "fn", "base", "scale", "norm", "output", "other_output", "old_post", "old_comb"),
@@ -184,13 +184,13 @@ class HyperArgs(ctypes.Structure):
 
 
 class HyperMixingArgs(ctypes.Structure):
-    """`dsv4::HyperMixingArgs` of csrc/hyper_mixing.cuh."""
+    """`dsv4::HyperMixingArgs` of csrc/residual/hyper_mixing.cuh."""
 
     _fields_ = (*_all(_POINTER, "back", "post", "comb"), *_all(_INT, "tokens", "iterations"), ("eps", _FLOAT))
 
 
 class RouteArgs(ctypes.Structure):
-    """`dsv4::RouteArgs` of csrc/route.cu; null `bias`: `given` holds the experts."""
+    """`dsv4::RouteArgs` of csrc/moe/route.cu; null `bias`: `given` holds the experts."""
 
     _fields_ = (
         *_all(_POINTER, "logits", "bias", "given", "chosen", "share"),

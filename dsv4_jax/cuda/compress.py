@@ -1,4 +1,4 @@
-"""compress in the project's own CUDA (`csrc/compress_kernel.cuh`): state, pooling and the stored entry in one launch.
+"""compress in the project's own CUDA (`csrc/rows/compress_kernel.cuh`): state, pooling and the stored entry in one launch.
 
 Takes V4's geometry: its KV rows and index keys (`widths`), its CSA ratio, and for HCA the online state.
 """

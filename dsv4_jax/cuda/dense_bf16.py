@@ -1,7 +1,7 @@
 """dense_bf16 in the project's own CUDA: one launch.
 
-Of a matrix of few rows, such as the router's gate, `csrc/dense_bf16.cu`, whatever the batch. Of others
-`csrc/dense_stream.cu`, for few rows of x: beyond `MOST_ROWS` the products are no longer a stream of weights. A row's
+Of a matrix of few rows, such as the router's gate, `csrc/dense/bf16.cu`, whatever the batch. Of others
+`csrc/dense/stream.cu`, for few rows of x: beyond `MOST_ROWS` the products are no longer a stream of weights. A row's
 bits depend on that row and the weights alone as long as the same kernel runs.
 """
 

@@ -1,5 +1,5 @@
-"""dense_fp8 in the project's own CUDA for Hopper, in one launch: `csrc/dense_fp8_kernel.cuh` reads each weight once for
-a few rows, `csrc/dense_fp8_many.cuh` takes more than 128.
+"""dense_fp8 in the project's own CUDA for Hopper, in one launch: `csrc/dense/stream_kernel.cuh` reads each weight once for
+a few rows, `csrc/dense/fp8_many.cuh` takes more than 128.
 
 Bits depend on a row of x and on the weights alone: not on the other rows or their number.
 """

@@ -1,4 +1,4 @@
-"""entry_rows in the project's own CUDA (`csrc/entry_rows.cu`): one launch, between top_k and attend in their call."""
+"""entry_rows in the project's own CUDA (`csrc/index/entry_rows.cu`): one launch, between top_k and attend in their call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gather in the project's own CUDA (`csrc/gather.cu`): V4's KV rows (`widths.KV_ROW`) to bf16 or float32.
+"""gather in the project's own CUDA (`csrc/rows/gather.cu`): V4's KV rows (`widths.KV_ROW`) to bf16 or float32.
 
 One launch, pools of any size; rows of other formats and results of other types are Pallas'.
 """

@@ -1,5 +1,5 @@
 """hyper_connection in the project's own CUDA for Hopper, in two launches: what the next block reads
-(`csrc/hyper_connection_kernel.cuh`), and, beside that block, how its output goes into the streams (`hyper_mixing.cuh`).
+(`csrc/residual/hyper_connection_kernel.cuh`), and, beside that block, how its output goes into the streams (`hyper_mixing.cuh`).
 
 Products are as exact as float32's. A token's bits depend on the token and the weights alone.
 """

@@ -1,4 +1,4 @@
-"""index_scores in the project's own CUDA for Hopper (`csrc/index_scores_kernel.cuh`), called through XLA FFI.
+"""index_scores in the project's own CUDA for Hopper (`csrc/index/scores_kernel.cuh`), called through XLA FFI.
 
 Keys go from the paged pool to shared memory by bulk copies, are decoded in registers and multiplied by wgmma; nothing
 is gathered and only the keys below each token's count are read. From 512 tokens on, four neighbours that name the same
@@ -6,7 +6,7 @@ blocks, as those of one request's prefill do, share the copies and the decoding.
 (`widths.INDEX_ROWS`).
 
 A token whose queries are all e4m3 numbers times one power of two per head, as those rounded to FP4 are, takes FP8
-products (`csrc/index_scores_fp8.cuh`): with fp4 keys 1e-7 of the score is lost as with bf16 products, but up to 2e-4
+products (`csrc/index/scores_fp8.cuh`): with fp4 keys 1e-7 of the score is lost as with bf16 products, but up to 2e-4
 where the scales of a key's groups lie far apart; with fp8 keys 2e-4. The choice depends on the token's queries alone.
 """
 

@@ -1,4 +1,4 @@
-"""The store of `pools.KVPool` in the project's own CUDA (`csrc/kv_store.cu`): bf16 rows into fp8 pools, in one launch.
+"""The store of `pools.KVPool` in the project's own CUDA (`csrc/rows/kv_store.cu`): bf16 rows into fp8 pools, in one launch.
 
 Other storage is Pallas', which is as fast there.
 """

@@ -1,4 +1,4 @@
-"""The experts' products in the project's own CUDA for Hopper (`csrc/moe_kernel.cuh`), called through XLA FFI.
+"""The experts' products in the project's own CUDA for Hopper (`csrc/moe/experts_kernel.cuh`), called through XLA FFI.
 
 FP4 weights as `formats.weights.fp4.pack` lays them out, bf16 rows, sums in float32. Four launches: rows by expert, gate
 and up with the clamped SwiGLU, down, and each token's sum over its experts (`ops.moe.ExpertSums`). A token's bits
@@ -60,7 +60,7 @@ IMPLEMENTATION = Implementation("moe", "cuda", call, supports, lambda: ffi.cuda_
 
 
 def workspace_bytes(tokens: int, top: int, hidden: int, inter: int, here: int) -> int:
-    """Scratch memory of a call; `moe_work` of csrc/moe_lists.cuh."""
+    """Scratch memory of a call; `moe_work` of csrc/moe/lists.cuh."""
     pairs = tokens * top
     # Experts with a group of 8 rows that is not full; each pair of a single token has a group of its own.
     partly = pairs if tokens == 1 else min(pairs, here)

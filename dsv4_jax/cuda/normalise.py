@@ -1,4 +1,4 @@
-"""normalise in the project's own CUDA (`csrc/normalise.cu`): one launch, rounded to bf16."""
+"""normalise in the project's own CUDA (`csrc/residual/normalise.cu`): one launch, rounded to bf16."""
 
 from __future__ import annotations
 

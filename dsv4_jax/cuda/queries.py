@@ -1,6 +1,6 @@
-"""finish_queries in the project's own CUDA (`csrc/queries_kernel.cuh`): one launch in place of a dozen fusions.
+"""finish_queries in the project's own CUDA (`csrc/attend/queries_kernel.cuh`): one launch in place of a dozen fusions.
 
-Of a `Product` (a long chunk's) the kernel multiplies too (`csrc/query_product_kernel.cuh`): its sums stay on the chip.
+Of a `Product` (a long chunk's) the kernel multiplies too (`csrc/attend/query_product_kernel.cuh`): its sums stay on the chip.
 
 Takes heads of V4's KV rows, and of its index keys for the indexer (`widths`).
 """

@@ -1,4 +1,4 @@
-"""route in the project's own CUDA (`csrc/route.cu`): one launch, a block for each token."""
+"""route in the project's own CUDA (`csrc/moe/route.cu`): one launch, a block for each token."""
 
 from __future__ import annotations
 

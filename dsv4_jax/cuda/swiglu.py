@@ -1,4 +1,4 @@
-"""swiglu in the project's own CUDA (`csrc/swiglu.cu`): one launch, rounded to bf16.
+"""swiglu in the project's own CUDA (`csrc/moe/swiglu.cu`): one launch, rounded to bf16.
 
 With it all between two bf16 products of a step is a kernel of ours, and may be one call (`ops.in_sequence`).
 """

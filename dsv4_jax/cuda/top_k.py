@@ -1,4 +1,4 @@
-"""top-k in the project's own CUDA for Hopper (`csrc/top_k_kernel.cuh`), called through XLA FFI.
+"""top-k in the project's own CUDA for Hopper (`csrc/index/top_k_kernel.cuh`), called through XLA FFI.
 
 One launch: a block, or a cluster of them for a long row, keeps a row in registers. The greatest scores of its columns
 bound the k-th from below; the few candidates that reach the bound are ordered by one histogram. Rows of up to 262,144

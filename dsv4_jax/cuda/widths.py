@@ -1,4 +1,4 @@
-"""What the CUDA kernels are compiled for: csrc/widths.h says the same to them."""
+"""What the CUDA kernels are compiled for: csrc/common/widths.h says the same to them."""
 
 from __future__ import annotations
 

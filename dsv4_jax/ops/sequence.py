@@ -2,8 +2,8 @@
 
 XLA prepares each custom call of a step by itself, on the host, in every step; and from one to the next its command
 buffers wait for the last block of a kernel before the first of the next one starts. Within a call neither need be: a
-kernel of `csrc/` that comes second may ask for its weights while the one before it still runs (`csrc/overlap.cuh`), and
-those that need nothing of one another run side by side, on streams that the call forks and joins (`csrc/sequence.cu`).
+kernel of `csrc/` that comes second may ask for its weights while the one before it still runs (`csrc/common/overlap.cuh`), and
+those that need nothing of one another run side by side, on streams that the call forks and joins (`csrc/fusion/sequence.cu`).
 
 `in_sequence` makes such calls of the ones that a function makes. Which of them become one: those that wait for the same
 operations of XLA's, and for which the same ones wait (`grouping`). So none waits for more than it must.
@@ -26,7 +26,7 @@ from .lanes import places
 __all__ = ["EARLY", "TARGETS", "in_sequence"]
 
 T = TypeVar("T")
-# What csrc/sequence.cu calls.
+# What csrc/fusion/sequence.cu calls.
 TARGETS = frozenset(
     f"dsv4_{name}"
     for name in (

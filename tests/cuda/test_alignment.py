@@ -1,4 +1,4 @@
-"""Handlers refuse operands that begin where kernels would fault: csrc/alignment.h, compiled for the host."""
+"""Handlers refuse operands that begin where kernels would fault: csrc/common/alignment.h, compiled for the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 CSRC = pathlib.Path(__file__).parents[2] / "csrc"
 SOURCE = r"""
-#include "alignment.h"
+#include "common/alignment.h"
 #include <cstring>
 extern "C" void problem(const void* x, const void* weights, char* out) {
   std::strcpy(out, dsv4::misaligned("dense", {{"x", x}, {"weights", weights}}).c_str());
@@ -34,10 +34,10 @@ def test_the_operand_is_named(tmp_path: pathlib.Path) -> None:
         assert out.value.decode() == message
 
 
-@pytest.mark.parametrize("source", sorted(path.name for path in CSRC.glob("*.cu")))
+@pytest.mark.parametrize("source", sorted(path.relative_to(CSRC).as_posix() for path in CSRC.rglob("*.cu")))
 def test_every_handler_looks(source: str) -> None:
     """By `misaligned`, or by reading its operands with `Operands`, which does. Those that need not say why here."""
-    by_element = {"entry_rows.cu", "route.cu", "sequence.cu"}  # read single numbers; calls handlers
-    of_its_own = {"swap.cu", "exchange.cu"}  # csrc/swap.h; smaller accesses
+    by_element = {"index/entry_rows.cu", "moe/route.cu", "fusion/sequence.cu"}  # read single numbers; calls handlers
+    of_its_own = {"swap/swap.cu", "exchange/exchange.cu"}  # csrc/swap/swap.h; smaller accesses
     text = (CSRC / source).read_text()
     assert (source in by_element | of_its_own) != bool(re.search(r"dsv4::misaligned\(|dsv4::Operands operands", text))

@@ -36,13 +36,15 @@ def built(tmp_path: pathlib.Path) -> tuple[pathlib.Path, str]:
         subprocess.run(["cmake", "-S", ROOT / "csrc", "-B", folder, *options], check=True, stdout=subprocess.DEVNULL)
         subprocess.run(["cmake", "--build", folder, "--parallel", "2"], check=True, stdout=subprocess.DEVNULL)
         reports = reports_in(folder)
-    assert set(reports) == {path.name for path in (ROOT / "csrc").glob("*.cu")}
+    csrc = ROOT / "csrc"
+    assert set(reports) == {path.relative_to(csrc).as_posix() for path in csrc.rglob("*.cu")}
     return folder / "libdsv4_cuda.so", "".join(reports.values())
 
 
 def reports_in(folder: pathlib.Path) -> dict[str, str]:
     """Source -> what nvcc said of it; its object is linked into the library beside."""
-    return {path.name.removesuffix(".o.log"): path.read_text() for path in folder.rglob("*.cu.o.log")}
+    logs = folder.rglob("*.cu.o.log")
+    return {f"{path.parent.name}/{path.name.removesuffix('.o.log')}": path.read_text() for path in logs}
 
 
 # Bytes a kernel may spill: measured, it is faster for what the registers are used for instead (docs/kernels.md).
@@ -68,6 +70,6 @@ def test_builds_and_registers(tmp_path: pathlib.Path) -> None:
     assert "serialized" not in log  # the compiler's word for wgmma it could not run asynchronously
     # A process of its own: a target can be registered once.
     code = "from dsv4_jax import ffi; print(ffi.cuda_problem())"
-    env = os.environ | {"DSV4_JAX_CUDA_LIBRARY": str(library), "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env)
+    env = os.environ | {"DSV4_JAX_CUDA_LIBRARY": str(library), "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env, cwd=ROOT)
     assert run.stdout.strip() == "None"

@@ -51,8 +51,8 @@ def test_other_sizes_are_for_the_reference(n: int, width: int) -> None:
 
 
 def test_sizes_are_those_of_the_source() -> None:
-    source, header = ((CSRC / f"hyper_connection{end}").read_text() for end in (".cu", "_kernel.cuh"))
-    assert f"kStreams = {kernel.STREAMS};" in (CSRC / "hyper_mixing.cuh").read_text()
+    source, header = ((CSRC / f"residual/hyper_connection{end}").read_text() for end in (".cu", "_kernel.cuh"))
+    assert f"kStreams = {kernel.STREAMS};" in (CSRC / "residual/hyper_mixing.cuh").read_text()
     assert "kFlashWidth = {}, kProWidth = {};".format(*kernel.WIDTHS) in source
     assert "kHyperMostTokens = 1 << 17;" in header and kernel.MOST_TOKENS == 1 << 17
 

@@ -21,7 +21,7 @@ def constants(header: str) -> dict[str, int]:
 
 
 def test_widths_are_those_of_the_header() -> None:
-    k = constants("widths.h")
+    k = constants("common/widths.h")
     assert Widths(k["kNope"], k["kRope"], k["kIndexDim"], k["kIndexHeads"], k["kCsaRatio"]) == WIDTHS
     assert (k["kDim"], k["kRopePairs"]) == (WIDTHS.dim, WIDTHS.rope_pairs)
     assert KV_ROW.parts == (
@@ -41,7 +41,7 @@ def test_widths_are_those_of_the_header() -> None:
 
 
 def test_rows_are_numbered_as_in_the_header() -> None:
-    (names,) = re.findall(r"enum class Format : int \{([^}]+)\}", (CSRC / "emit_row.cuh").read_text())
+    (names,) = re.findall(r"enum class Format : int \{([^}]+)\}", (CSRC / "rows/emit.cuh").read_text())
     numbers = dict(re.findall(r"(\w+) = (\d+)", names))
     assert {name: int(number) for name, number in numbers.items()} == {
         "kFp8": ROWS.index(KV_ROW), "kIndexFp4": ROWS.index(INDEX_ROWS[0]), "kIndexFp8": ROWS.index(INDEX_ROWS[1]),

@@ -28,7 +28,7 @@ def bf16(bits: int) -> float:
 
 
 def as_the_kernel(tile: np.ndarray) -> np.ndarray:
-    """`decode_weights` of csrc/moe_weights.cuh, thread by thread: [64, 128] of a packed tile."""
+    """`decode_weights` of csrc/moe/weights.cuh, thread by thread: [64, 128] of a packed tile."""
     codes = tile[:4096].view("<u4").reshape(4, 128, 2)
     scales = tile[4096:].view("<u4").reshape(32, 2)
     out = np.full((64, 128), np.nan)

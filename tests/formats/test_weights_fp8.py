@@ -73,7 +73,7 @@ def test_matrices_stack() -> None:
 
 
 def test_sizes_are_those_of_the_header() -> None:
-    text = (CSRC / "dense_fp8_weights.cuh").read_text()
-    k = constants("widths.h") | {name: int(value) for name, value in re.findall(r"(k\w+) = (\d+);", text)}
+    text = (CSRC / "dense" / "fp8_weights.cuh").read_text()
+    k = constants("common/widths.h") | {name: int(value) for name, value in re.findall(r"(k\w+) = (\d+);", text)}
     assert (k["kDenseColumns"], k["kDenseScaleRows"]) == (fp8.TILE_COLUMNS, fp8.BLOCK)
     assert k["kFieldsExponent"] + LARGEST_SCALE == 254  # the greatest exponent of a bf16

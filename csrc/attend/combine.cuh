@@ -1,0 +1,138 @@
+// The end of attend (attend/kernel.cuh): the runs of a cluster become the output.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "attend/consumers.cuh"
+#include "common/row_math.cuh"
+
+namespace dsv4 {
+
+constexpr int kSumBytes = kDim * sizeof(__half);                                 // of a row of sums
+constexpr uint32_t kUnitField = kBias + 14 + kBias, kMostField = 2 * kBias - 1;  // exponent fields
+constexpr int kChunk = kChunkBytes / sizeof(__half);                             // sums that a thread merges at once
+constexpr int kMergers = kThreads / kHeads;                                      // threads of a row
+constexpr uint32_t kByte = 0xFF;
+static_assert(kMergers >= kMaxCluster, "a lane a run");
+
+// The biased exponent of what the 256 columns of a thread's row (its upper or lower one) are multiplied by, such that
+// the largest lies in [2^14, 2^15).
+__device__ __forceinline__ uint32_t unit_exponent(const Sums& o, int half) {
+  float most = 0;
+#pragma unroll
+  for (int j = 0; j < 2 * kSumCells; ++j) {
+    const float* x = o[over<kSumCells>(j)] + within<kSumCells>(j) * kCell + 2 * half;
+    most = fmaxf(most, fmaxf(fabsf(x[0]), fabsf(x[1])));
+  }
+  // Of 2^14 / most, biased; both normal.
+  return min(kUnitField - (__float_as_uint(row_max(most)) >> kFloatMantissa), kMostField);
+}
+
+// Leaves a run's sums in shared memory for `add_runs`, as halves: the 256 columns of a row in units of their own, such
+// that the largest lies in [2^14, 2^15). Both consumer warpgroups call it; `o` holds 256 columns from 256 group on.
+__device__ __forceinline__ void store_sums(Shared& s, const Sums& o, int group, int thread) {
+  const int lane = lane_of(thread), upper = accumulator_row(warp_of(thread) & 3, lane);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = upper + kLowerRow * half;
+    const uint32_t exponent = unit_exponent(o, half);
+    const float factor = of_exponent_field(exponent);
+    if (quad_lane(lane) == 0) s.unit[row][group] = static_cast<uint8_t>(2 * kBias - exponent);
+    // Chunks of eight columns are swizzled by row, so that the eight rows of a warp's store hit different banks.
+    const uint32_t to =
+        shared_address(s.queries) + row * kSumBytes + group * kSumBytes / 2 + quad_lane(lane) * sizeof(__half2);
+#pragma unroll
+    for (int j = 0; j < 2 * kSumCells; ++j) {
+      const float* x = o[over<kSumCells>(j)] + within<kSumCells>(j) * kCell + 2 * half;
+      const __half2 y = __floats2half2_rn(x[0] * factor, x[1] * factor);
+      store_shared(to + swizzled(within<kSwizzle>(j), row) + over<kSwizzle>(j) * kRowBytes,
+                   reinterpret_cast<const uint32_t&>(y));
+    }
+  }
+}
+
+// Eight adjacent dims of the output, the first of them `column`: turned back where they are RoPE dims, rounded once.
+// Products are rounded before they are added, as in dsv4_jax/ops/numerics.py.
+__device__ __forceinline__ void store_out(const AttendArgs& args, int token, int64_t row, int column,
+                                          float (&x)[kChunk]) {
+  if (args.cosine != nullptr && column >= kNope) {
+    const int at = token * kRopePairs + (column - kNope) / 2;
+    const float4 c = __ldg(reinterpret_cast<const float4*>(args.cosine + at));
+    const float4 s = __ldg(reinterpret_cast<const float4*>(args.sine + at));
+    const float cosine[4] = {c.x, c.y, c.z, c.w}, sine[4] = {s.x, s.y, s.z, s.w};
+#pragma unroll
+    for (int i = 0; i < kChunk / 2; ++i) {
+      turn_back(x[2 * i], x[2 * i + 1], cosine[i], sine[i]);
+    }
+  }
+  const int64_t first = row * kDim + column;
+  if (args.bf16_out != 0) {
+    *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(args.out) + first) = {pack(x[0], x[1]), pack(x[2], x[3]),
+                                                                                pack(x[4], x[5]), pack(x[6], x[7])};
+  } else {
+    float4* out = reinterpret_cast<float4*>(static_cast<float*>(args.out) + first);
+    out[0] = make_float4(x[0], x[1], x[2], x[3]);
+    out[1] = make_float4(x[4], x[5], x[6], x[7]);
+  }
+}
+
+// Merges the runs of the cluster in rank order, with the sink, and writes this block's columns of the output. All
+// threads call it, eight a row.
+__device__ __forceinline__ void add_runs(const AttendArgs& args, Shared& s, int splits, int thread) {
+  constexpr int kChunks = kDim / kChunk;
+  const int rank = s.rank, token = s.token;
+  const int row = over<kMergers>(thread), sub = within<kMergers>(thread), h = s.head + row;
+  const int begin = rank * kChunks / splits + sub, end = (rank + 1) * kChunks / splits;
+  const uint32_t sums = shared_address(s.queries) + row * kSumBytes;
+  // Lane `sub` weighs run `sub`: columns below 256 by `low`, the others by `high`.
+  float2 run = {-kInf, 0};
+  uint32_t units = 0;
+  if (sub < splits) {
+    run = load_peer2(peer_address(shared_address(&s.stats[row]), sub));
+    units = load_peer_half(peer_address(shared_address(s.unit[row]), sub));
+  }
+  float top = run.x;
+#pragma unroll
+  for (int d = 1; d < kMergers; d *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, d));
+  const float part = run.x == -kInf ? 0.f : exp2_fast(run.x - top);
+  float total = __fmul_rn(part, run.y);  // rounded on its own, whatever it is added to
+#pragma unroll
+  for (int d = 1; d < kMergers; d *= 2) total += __shfl_xor_sync(kAllLanes, total, d);
+  const float share = __fdividef(part, total + exp2_fast(fmaf(s.sink[row], kLog2e, -top)));
+  const float low = share * of_exponent_field(units & kByte), high = share * of_exponent_field(units >> 8);
+  if (rank == 0 && sub == 0 && h < args.heads) {
+    args.lse[static_cast<int64_t>(token) * args.heads + h] = top == -kInf ? -kInf : (__log2f(total) + top) * kLn2;
+  }
+#pragma unroll 1
+  for (int chunk = begin; __any_sync(kAllLanes, chunk < end); chunk += 2 * kMergers) {
+    float x[2][kChunk] = {};
+#pragma unroll 2
+    for (int c = 0; c < splits; ++c) {
+      const int from = (thread & (kLanes - kMergers)) | c;
+      const float below = __shfl_sync(kAllLanes, low, from), above = __shfl_sync(kAllLanes, high, from);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int at = min(chunk + kMergers * i, kChunks - 1);
+        const uint32_t address = sums + swizzled(at, row);
+        const uint4 halves = load_peer(peer_address(address, c));
+        const uint32_t words[4] = {halves.x, halves.y, halves.z, halves.w};
+        const float weight = at < kChunks / 2 ? below : above;
+#pragma unroll
+        for (int k = 0; k < kChunk / 2; ++k) {
+          const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[k]));
+          x[i][2 * k] = fmaf(weight, pair.x, x[i][2 * k]);
+          x[i][2 * k + 1] = fmaf(weight, pair.y, x[i][2 * k + 1]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int at = chunk + kMergers * i;
+      if (at < end && h < args.heads) {
+        store_out(args, token, static_cast<int64_t>(token) * args.heads + h, at * kChunk, x[i]);
+      }
+    }
+  }
+}
+
+}  // namespace dsv4

@@ -1,0 +1,83 @@
+// Products with weights: d[64 x N] (+)= A[64 x 16] B[16 x N] of a warpgroup, A in registers, B K-major in shared
+// memory; and d[16 x 8] += A[16 x 16] B[16 x 8] of a warp, whose numbers have the same bits.
+#pragma once
+
+#include "common/hopper.cuh"
+
+namespace dsv4 {
+
+// `accumulate` 0 overwrites d.
+template <int kN>
+__device__ __forceinline__ void mma_64(float (&d)[kN / 2], const uint32_t* a, uint64_t b, int accumulate);
+// A K-major in shared memory, too.
+template <int kN>
+__device__ __forceinline__ void mma_64(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate);
+
+#define DSV4_A4(a) "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3])
+#define DSV4_F8(d, i) DSV4_F4(d, i), DSV4_F4(d, i + 4)
+
+#define DSV4_MMA_64(N, REGISTERS, A, B, P, ...)                                                                \
+  template <>                                                                                                  \
+  __device__ __forceinline__ void mma_64<N>(float(&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) { \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" P                                                           \
+                 ", 0;\n"                                                                                      \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS "}, {" A "}, %" B      \
+                 ", p, 1, 1, 0;}"                                                                              \
+                 : __VA_ARGS__                                                                                 \
+                 : DSV4_A4(a), "l"(b), "r"(accumulate));                                                       \
+  }
+
+#define DSV4_SHARED_MMA_64(N, REGISTERS, A, B, P, ...)                                                   \
+  template <>                                                                                            \
+  __device__ __forceinline__ void mma_64<N>(float(&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {  \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" P                                                     \
+                 ", 0;\n"                                                                                \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS "}, %" A ", %" B \
+                 ", p, 1, 1, 0, 0;}"                                                                     \
+                 : __VA_ARGS__                                                                           \
+                 : "l"(a), "l"(b), "r"(accumulate));                                                     \
+  }
+
+DSV4_SHARED_MMA_64(8, "%0, %1, %2, %3", "4", "5", "6", DSV4_F4(d, 0))
+DSV4_SHARED_MMA_64(16, "%0, %1, %2, %3, %4, %5, %6, %7", "8", "9", "10", DSV4_F8(d, 0))
+
+DSV4_MMA_64(8, "%0, %1, %2, %3", "%4, %5, %6, %7", "8", "9", DSV4_F4(d, 0))
+DSV4_MMA_64(16, "%0, %1, %2, %3, %4, %5, %6, %7", "%8, %9, %10, %11", "12", "13", DSV4_F8(d, 0))
+DSV4_MMA_64(32, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15", "%16, %17, %18, %19", "20",
+            "21", DSV4_F16(d, 0))
+DSV4_MMA_64(64,
+            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
+            "%32, %33, %34, %35", "36", "37", DSV4_F16(d, 0), DSV4_F16(d, 16))
+DSV4_MMA_64(128,
+            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63",
+            "%64, %65, %66, %67", "68", "69", DSV4_F64(d, 0))
+
+// Of a warp, B in registers: it waits for no other warp, and is done at once.
+__device__ __forceinline__ void mma_16x8(float (&d)[kCell], const uint32_t* a, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : DSV4_F4(d, 0)
+      : DSV4_A4(a), "r"(b0), "r"(b1));
+}
+
+// Where a lane reads what `load_rows` loads, from the start of a swizzled block.
+__device__ __forceinline__ uint32_t place_of_rows(int lane) {
+  const int row = within<kSwizzle>(lane);
+  return row * kRowBytes + swizzled(lane / kSwizzle, row);
+}
+
+// B of two of a warp's products: columns 32 h .. 32 h + 31 of eight rows of a swizzled block at `block`.
+__device__ __forceinline__ uint4 load_rows(uint32_t block, uint32_t place, int h) {
+  constexpr int kChunks = 4;  // of 32 columns
+  uint4 x;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(block + (place ^ h * kChunks * kChunkBytes)));
+  return x;
+}
+
+}  // namespace dsv4

@@ -1,0 +1,152 @@
+// Products with a bf16 matrix of few rows (the router's gate) as an XLA FFI handler: one launch, only enqueues: fit for
+// a command buffer. Wrapper and arguments: dsv4_jax/cuda/dense_bf16.py.
+//
+// A block takes eight of the weights' rows, a warp 512 of their columns, which it keeps in registers, asked for before
+// the previous kernel's end. Tokens are multiplied by sixteens: M are tokens, N the weights' rows. Every number is one
+// sum in one order, whatever the other tokens are.
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "common/alignment.h"
+#include "common/built_for.h"
+#include "common/lanes.cuh"
+#include "common/overlap.cuh"
+#include "xla/ffi/api/ffi.h"
+
+namespace dsv4 {
+
+constexpr int kGateRows = 8;                            // of the weights, of a block
+constexpr int kGateTokens = 16;                         // of a product
+constexpr int kGateTiles = 4;                           // of tokens, of a block
+constexpr int kGateColumns = 512;                       // of a warp
+constexpr int kGateLoads = kGateColumns / (8 * kQuad);  // of 16 bytes, of a lane's row
+constexpr int kGateWarps = 16;                          // at most
+constexpr int kGateChains = 4;                          // of products
+constexpr int kGateCells = kGateTokens * kGateRows;     // numbers of a tile
+
+struct DenseBf16Args {
+  const __nv_bfloat16* x;        // [tokens, columns]
+  const __nv_bfloat16* weights;  // [rows, columns]
+  float* out;                    // [tokens, rows]
+  int tokens, rows, columns;
+};
+
+__device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                         uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Grid: eights of the weights' rows, tiles of tokens. Lane 4 n + c has the 16 bytes c of 64 of row n: of the weights,
+// and of tokens n and n + 8. Which columns a product takes together is the same for both.
+template <int kWarps>
+__global__ void __launch_bounds__(kWarps* kLanes) dense_bf16_kernel(const __grid_constant__ DenseBf16Args args) {
+  __shared__ float sums[kWarps][kGateCells];
+  const int lane = lane_of(threadIdx.x), warp = warp_of(threadIdx.x), n = quad_of(lane), c = quad_lane(lane);
+  constexpr int kStep = kQuad;  // loads from one to the next of a lane
+  const auto row = [&](const __nv_bfloat16* matrix, int i) {
+    return reinterpret_cast<const uint4*>(matrix + static_cast<size_t>(i) * args.columns + warp * kGateColumns) + c;
+  };
+  let_next_start();
+  uint4 w[kGateLoads];
+  const uint4* weights = row(args.weights, blockIdx.x * kGateRows + n);
+#pragma unroll
+  for (int i = 0; i < kGateLoads; ++i) w[i] = __ldg(weights + i * kStep);
+  wait_for_previous();
+  const int first = blockIdx.y * kGateTiles * kGateTokens, last = min(args.tokens, first + kGateTiles * kGateTokens);
+  for (int token = first; token < last; token += kGateTokens) {
+    const bool upper = token + n < last, lower = token + n + kGateTokens / 2 < last;
+    const uint4 *x = row(args.x, upper ? token + n : token),
+                *y = row(args.x, lower ? token + n + kGateTokens / 2 : token);
+    float d[kGateChains][4] = {};
+    constexpr int kAtOnce = kWarps <= 12 ? 8 : 4;  // with which registers suffice
+#pragma unroll
+    for (int part = 0; part < kGateLoads / kAtOnce; ++part) {
+      uint4 a[kAtOnce], b[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        a[i] = upper ? x[(part * kAtOnce + i) * kStep] : uint4{};
+        b[i] = lower ? y[(part * kAtOnce + i) * kStep] : uint4{};
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const uint4& v = w[part * kAtOnce + i];
+        mma_bf16(d[2 * i % kGateChains], a[i].x, b[i].x, a[i].y, b[i].y, v.x, v.y);
+        mma_bf16(d[(2 * i + 1) % kGateChains], a[i].z, b[i].z, a[i].w, b[i].w, v.z, v.w);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int cell = (n + k / 2 * (kGateTokens / 2)) * kGateRows + 2 * c + k % 2;
+      sums[warp][cell] = (d[0][k] + d[1][k]) + (d[2][k] + d[3][k]);
+    }
+    __syncthreads();
+    if (threadIdx.x < kGateCells) {
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < kWarps; ++i) sum += sums[i][threadIdx.x];
+      const int at = token + over<kGateRows>(threadIdx.x);
+      if (at < last)
+        args.out[static_cast<size_t>(at) * args.rows + blockIdx.x * kGateRows + within<kGateRows>(threadIdx.x)] = sum;
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace dsv4
+
+namespace {
+
+namespace ffi = xla::ffi;
+
+template <int kWarps = dsv4::kGateWarps>
+cudaError_t launch_with(const dsv4::DenseBf16Args& args, cudaStream_t stream) {
+  constexpr int kFewest = dsv4::kGateCells / dsv4::kLanes;
+  if constexpr (kWarps > kFewest) {
+    if (args.columns != kWarps * dsv4::kGateColumns) return launch_with<kWarps - 2>(args, stream);
+  }
+  if (args.columns != kWarps * dsv4::kGateColumns) return cudaErrorInvalidValue;
+  constexpr int kTokens = dsv4::kGateTiles * dsv4::kGateTokens;
+  const dim3 grid(args.rows / dsv4::kGateRows, (args.tokens + kTokens - 1) / kTokens);
+  return dsv4::start(dsv4::dense_bf16_kernel<kWarps>, {grid, kWarps * dsv4::kLanes}, dsv4::follows, stream, args);
+}
+
+using Matrix = ffi::Buffer<ffi::BF16, 2>;
+using Products = ffi::Buffer<ffi::F32, 2>;
+
+ffi::Error dense_bf16(cudaStream_t stream, Matrix x, Matrix weights, ffi::Result<Products> out) {
+  const int64_t tokens = x.dimensions()[0], columns = x.dimensions()[1], rows = weights.dimensions()[0];
+  constexpr int64_t kMostTokens = 1 << 21;  // the grid's second axis
+  if (weights.dimensions()[1] != columns || rows % dsv4::kGateRows != 0 || rows > INT32_MAX || tokens > kMostTokens ||
+      out->dimensions()[0] != tokens || out->dimensions()[1] != rows) {
+    return ffi::Error::InvalidArgument("dense_bf16: weights' rows in eights, at most 2^21 tokens; shapes must agree");
+  }
+  if (tokens == 0 || rows == 0) return ffi::Error::Success();
+  const dsv4::DenseBf16Args args = {reinterpret_cast<const __nv_bfloat16*>(x.untyped_data()),
+                                    reinterpret_cast<const __nv_bfloat16*>(weights.untyped_data()),
+                                    out->typed_data(),
+                                    static_cast<int>(tokens),
+                                    static_cast<int>(rows),
+                                    static_cast<int>(columns)};
+  if (const std::string problem = dsv4::misaligned("dense_bf16", {{"x", args.x}, {"weights", args.weights}});
+      !problem.empty())
+    return ffi::Error::InvalidArgument(problem);
+  const cudaError_t error = launch_with(args, stream);
+  if (error == cudaErrorInvalidValue)
+    return ffi::Error::InvalidArgument("dense_bf16: 2048 to 8192 columns in steps of 1024");
+  if (error != cudaSuccess) return ffi::Error::Internal(std::string("dense_bf16: ") + cudaGetErrorString(error));
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+DSV4_BUILT_FOR(dense_bf16);
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    Dsv4DenseBf16, dense_bf16,
+    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Arg<Matrix>().Arg<Matrix>().Ret<Products>(),
+    {ffi::Traits::kCmdBufferCompatible});

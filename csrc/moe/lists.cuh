@@ -1,0 +1,257 @@
+// What goes before and after the products of moe/experts.cu: rows of tokens by expert, and each token's sum over its
+// experts.
+//
+// A pair is a token and one of its experts. The pairs of an expert fill groups of 8 rows; a group's rows lie in blocks
+// of 64 columns, 1 KiB each, as the matrix units want them (common/hopper.cuh), the blocks one after the other along K.
+// Which row a pair has changes no bit of its result.
+#pragma once
+
+#include "common/hopper.cuh"
+#include "common/overlap.cuh"
+
+namespace dsv4 {
+
+constexpr int kGroupRows = kSwizzle;
+constexpr int kAtomBytes = kGroupRows * kRowBytes;  // a group's rows of a block
+constexpr int kMaxExperts = 512;                    // of one device
+constexpr int kMostTop = 16;                        // experts of a token
+constexpr int kListThreads = 256, kListWarps = kListThreads / kLanes;
+constexpr int kMostPairs = 98304;        // their experts fill a block's shared memory
+constexpr uint32_t kElsewhere = 0xFFFF;  // expert of a pair that another device computes
+
+// Rows of one expert that one pass multiplies, in a word: at most 127 rows, 512 experts and 2^16 groups.
+struct RowTile {
+  static constexpr int kRowBits = 7, kGroupBit = 16;
+  static_assert(kMaxExperts == 1 << (kGroupBit - kRowBits), "what the bits between hold");
+
+  uint32_t word;
+  __device__ __forceinline__ static RowTile make(int expert, int group, int rows) {
+    return {static_cast<uint32_t>(rows | expert << kRowBits | group << kGroupBit)};
+  }
+  __device__ __forceinline__ int rows() const { return word & ((1 << kRowBits) - 1); }
+  __device__ __forceinline__ int expert() const { return word >> kRowBits & (kMaxExperts - 1); }
+  __device__ __forceinline__ int group() const { return word >> kGroupBit; }
+};
+
+struct MoeArgs {
+  const __nv_bfloat16* x;  // [T, hidden]
+  const int32_t* chosen;   // [T, top] distinct experts; pairs of one that is named twice count each by itself
+  const float* share;      // [T, top] their weights
+  const uint8_t* gate_up;  // [experts, 2 * inter / 64, hidden / 128, 4352], packed; see moe/weights.cuh
+  const uint8_t* down;     // [experts, hidden / 64, inter / 128, 4352]
+  float* out;              // [T, hidden]
+  uint8_t* work;           // as many bytes as dsv4_moe_workspace says
+  int tokens, top, hidden, inter;
+  int experts, first;  // those of this device: first .. first + experts - 1
+  int routed;          // all that tokens choose among
+  float limit;         // of the SwiGLU
+};
+
+// Where things lie in the workspace.
+struct MoeWork {
+  int32_t* tile_count;
+  int32_t* taken;  // items beyond each block's first, of either product
+  RowTile* tiles;
+  int32_t* pairs;   // of a row
+  uint8_t* rows;    // tokens' rows
+  uint8_t* middle;  // rows between the products
+  float* parts;     // [T * top, hidden] results of the experts
+};
+
+constexpr size_t kPageBytes = 1024;  // what lies in the workspace starts at multiples of it
+__host__ __device__ constexpr size_t aligned(size_t bytes) {
+  return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+}
+
+// Groups that `pairs` can need: each expert's last one may hold a single row. Each pair of a single token has its own.
+__host__ __device__ inline int most_groups(int tokens, int pairs, int experts) {
+  const int partly = tokens == 1 || pairs < experts ? pairs : experts;
+  return (pairs - partly) / kGroupRows + partly;
+}
+
+__host__ __device__ inline MoeWork moe_work(const MoeArgs& args, size_t* bytes) {
+  const int pairs = args.tokens * args.top;
+  const size_t groups = most_groups(args.tokens, pairs, args.experts);
+  const size_t sizes[] = {static_cast<size_t>(pairs) * sizeof(RowTile), groups * kGroupRows * sizeof(int32_t),
+                          groups * kGroupRows * args.hidden * 2, groups * kGroupRows * args.inter * 2,
+                          static_cast<size_t>(pairs) * args.hidden * sizeof(float)};
+  constexpr int kParts = sizeof(sizes) / sizeof(sizes[0]);
+  size_t at[kParts + 1] = {kPageBytes};  // the counts come first
+  for (int i = 0; i < kParts; ++i) at[i + 1] = at[i] + aligned(sizes[i]);
+  if (bytes != nullptr) *bytes = at[kParts];
+  constexpr int kMiddle = 3, kResults = 4;
+  uint8_t* w = args.work;
+  auto* counts = reinterpret_cast<int32_t*>(w);
+  return {counts,    counts + 1,      reinterpret_cast<RowTile*>(w + at[0]),     reinterpret_cast<int32_t*>(w + at[1]),
+          w + at[2], w + at[kMiddle], reinterpret_cast<float*>(w + at[kResults])};
+}
+
+// Byte of 16-byte chunk `chunk` of a row among rows of `columns` columns.
+__device__ __forceinline__ size_t chunk_place(int group, int row, int chunk, int columns) {
+  return (static_cast<size_t>(group) * (columns / kBlockColumns) + chunk / kSwizzle) * kAtomBytes + row * kRowBytes +
+         ((chunk % kSwizzle ^ row) << 4);
+}
+
+// The experts of pairs lie in shared memory as uint16_t, read 16 bytes at a time.
+constexpr int kWordPairs = kChunkBytes / sizeof(uint16_t);
+
+// Bytes of shared memory of moe_lists_kernel.
+inline int list_bytes(int pairs) { return (pairs + kWordPairs - 1) / kWordPairs * kChunkBytes; }
+
+constexpr int kFewPairs = 512;  // so few that the first product's blocks make the list of tiles themselves
+
+// How many pairs each expert has, by `kThreads` threads. `place` gets every pair with its expert.
+template <int kThreads, typename Place>
+__device__ __forceinline__ void count_pairs(const MoeArgs& args, int* count, const Place& place) {
+  const int pairs = args.tokens * args.top;
+  for (int e = threadIdx.x; e < args.experts; e += kThreads) count[e] = 0;
+  __syncthreads();
+#pragma unroll 4
+  for (int p = threadIdx.x; p < pairs; p += kThreads) {
+    const int e = __ldg(args.chosen + p) - args.first;
+    const bool here = e >= 0 && e < args.experts;
+    if (here) atomicAdd(count + e, 1);
+    place(p, here ? static_cast<uint32_t>(e) : kElsewhere);
+  }
+  __syncthreads();
+}
+
+// The tiles of the products, by a warp: runs of at most `tile_rows` rows of an expert. `begin` gets each expert's first
+// group; returns the number of tiles. Each lane takes a run of experts.
+template <typename Begin>
+__device__ __forceinline__ int list_tiles(const int* count, int experts, int tile_rows, RowTile* tiles,
+                                          const Begin& begin) {
+  const int lane = threadIdx.x & (kLanes - 1), each = (experts + kLanes - 1) / kLanes;
+  const int from = min(lane * each, experts), to = min(from + each, experts);
+  int2 sum = {0, 0};  // groups, tiles
+  for (int e = from; e < to; ++e) {
+    sum.x += (count[e] + kGroupRows - 1) / kGroupRows;
+    sum.y += (count[e] + tile_rows - 1) / tile_rows;
+  }
+  int2 at = sum;
+  for (int step = 1; step < kLanes; step *= 2) {
+    const int x = __shfl_up_sync(kAllLanes, at.x, step), y = __shfl_up_sync(kAllLanes, at.y, step);
+    if (lane >= step) at.x += x, at.y += y;
+  }
+  const int total = __shfl_sync(kAllLanes, at.y, kLanes - 1);
+  at.x -= sum.x, at.y -= sum.y;
+  for (int e = from; e < to; ++e) {
+    begin(e, at.x);
+    for (int row = 0; row < count[e] && tiles != nullptr; row += tile_rows) {
+      tiles[at.y++] = RowTile::make(e, at.x + row / kGroupRows, min(tile_rows, count[e] - row));
+    }
+    at.x += (count[e] + kGroupRows - 1) / kGroupRows;
+  }
+  return total;
+}
+
+// Every block counts all pairs and copies the rows of some of them, or parts of rows: a warp each.
+template <int kParts>
+__global__ void __launch_bounds__(kListThreads) moe_lists_kernel(const __grid_constant__ MoeArgs args, int tile_rows) {
+  extern __shared__ uint4 shared_experts[];
+  __shared__ int count[kMaxExperts], first_group[kMaxExperts];
+  wait_for_previous();
+  let_next_start();  // not before: the next kernel reads at once which experts were chosen
+  const int pairs = args.tokens * args.top, lane = threadIdx.x & (kLanes - 1);
+  const int warp = blockIdx.x * kListWarps + (threadIdx.x / kLanes), warps = gridDim.x * kListWarps;
+  const MoeWork work = moe_work(args, nullptr);
+  auto* experts = reinterpret_cast<uint16_t*>(shared_experts);
+  count_pairs<kListThreads>(args, count, [&](int p, uint32_t e) { experts[p] = static_cast<uint16_t>(e); });
+  if (threadIdx.x < kLanes) {
+    const int tiles = list_tiles(count, args.experts, tile_rows, blockIdx.x == 0 ? work.tiles : nullptr,
+                                 [&](int e, int group) { first_group[e] = group; });
+    if (threadIdx.x == 0 && blockIdx.x == 0) *work.tile_count = tiles, work.taken[0] = work.taken[1] = 0;
+  }
+  __syncthreads();
+  const int chunks = args.hidden / kChunkColumns / kParts;
+  for (int unit = warp; unit < pairs * kParts; unit += warps) {
+    const int p = unit / kParts, part = unit % kParts;
+    const uint32_t e = experts[p];
+    if (e == kElsewhere) continue;
+    // The pair's place among its expert's, eight pairs before it at a time.
+    uint32_t equal = 0;
+    for (int i = lane; i <= p / kWordPairs; i += kLanes) {
+      const uint4 x = shared_experts[i];
+      const uint32_t words[kWordPairs / 2] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int w = 0; w < kWordPairs / 2; ++w) {
+        equal += (words[w] & kElsewhere) == e && kWordPairs * i + 2 * w < p;
+        equal += words[w] >> 16 == e && kWordPairs * i + 2 * w + 1 < p;
+      }
+    }
+    const int place = __reduce_add_sync(kAllLanes, equal);
+    const int group = first_group[e] + place / kGroupRows, row = place % kGroupRows;
+    if (lane == 0 && part == 0) work.pairs[group * kGroupRows + row] = p;
+    const auto* from = reinterpret_cast<const uint4*>(args.x + static_cast<size_t>(p / args.top) * args.hidden);
+#pragma unroll 8
+    for (int c = part * chunks + lane; c < (part + 1) * chunks; c += kLanes) {
+      *reinterpret_cast<uint4*>(work.rows + chunk_place(group, row, c, args.hidden)) = __ldg(from + c);
+    }
+  }
+}
+
+constexpr int kSumThreads = 128, kSumColumns = 4;  // of a thread
+constexpr int kSumLevels = 3, kSumParts = 1 << kSumLevels;
+constexpr int kSumAhead = 8;  // experts' results that are asked for at a time
+constexpr int kWordBits = 32;
+
+// What becomes of sums [of a part, of pairs of parts, of quarters, of all] when `done` levels of the tree are complete.
+__device__ __forceinline__ void carry(float4 (&sums)[kSumLevels + 1], int done) {
+#pragma unroll
+  for (int k = 0; k < kSumLevels; ++k) {
+    if (k >= done) break;
+    float4 &from = sums[k], &to = sums[k + 1];
+    to = {to.x + from.x, to.y + from.y, to.z + from.z, to.w + from.w};
+    from = {0, 0, 0, 0};
+  }
+}
+
+// Each token's experts' results times their shares. All experts there are make eight parts; in each they are added in
+// their order, and the parts by a binary tree: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). So devices that have whole
+// branches of the tree give sums that, added by the rest of it, are those of one device. A thread has four columns.
+__global__ void __launch_bounds__(kSumThreads) moe_sum_kernel(const __grid_constant__ MoeArgs args) {
+  __shared__ int order[kMostTop], part[kMostTop];
+  __shared__ float shares[kMostTop];
+  const int token = blockIdx.x;
+  if (threadIdx.x < args.top) {
+    const int32_t* chosen = args.chosen + token * args.top;
+    const int mine = __ldg(chosen + threadIdx.x);
+    int place = 0;
+    for (int k = 0; k < args.top; ++k) {
+      const int other = __ldg(chosen + k);
+      place += other < mine || (other == mine && k < static_cast<int>(threadIdx.x));
+    }
+    const int expert = mine - args.first;
+    const bool here = expert >= 0 && expert < args.experts;
+    order[place] = here ? static_cast<int>(threadIdx.x) : -1;
+    part[place] = expert * kSumParts / args.routed;
+    shares[place] = __ldg(args.share + token * args.top + threadIdx.x);
+  }
+  __syncthreads();
+  wait_for_previous();
+  const int column = kSumColumns * (blockIdx.y * kSumThreads + threadIdx.x);
+  if (column >= args.hidden) return;
+  const float* parts = moe_work(args, nullptr).parts + static_cast<size_t>(token) * args.top * args.hidden + column;
+  float4 sums[kSumLevels + 1] = {};
+  for (int start = 0; start < args.top; start += kSumAhead) {
+    float4 y[kSumAhead] = {};
+#pragma unroll
+    for (int i = 0; i < kSumAhead; ++i) {
+      if (start + i >= args.top || order[start + i] < 0) continue;
+      y[i] = __ldcs(reinterpret_cast<const float4*>(parts + static_cast<size_t>(order[start + i]) * args.hidden));
+    }
+#pragma unroll
+    for (int i = 0; i < kSumAhead; ++i) {
+      const int at = start + i;
+      if (at >= args.top || order[at] < 0) continue;
+      if (at > 0) carry(sums, kWordBits - __clz(part[at] ^ part[at - 1]));
+      const float w = shares[at];
+      float4& sum = sums[0];
+      sum = {fmaf(w, y[i].x, sum.x), fmaf(w, y[i].y, sum.y), fmaf(w, y[i].z, sum.z), fmaf(w, y[i].w, sum.w)};
+    }
+  }
+  carry(sums, kSumLevels);
+  *reinterpret_cast<float4*>(args.out + static_cast<size_t>(token) * args.hidden + column) = sums[kSumLevels];
+}
+
+}  // namespace dsv4

@@ -1,0 +1,117 @@
+// RMSNorm of rows as an XLA FFI handler: one launch, only enqueues. Wrapper and arguments: dsv4_jax/cuda/normalise.py.
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "common/alignment.h"
+#include "common/built_for.h"
+#include "common/lanes.cuh"
+#include "common/overlap.cuh"
+#include "xla/ffi/api/ffi.h"
+
+namespace dsv4 {
+
+constexpr int kNormThreads = 256, kNormWarps = kNormThreads / kLanes, kNormOwn = 4;  // columns of a load
+constexpr int kNormLoads = 8, kNormMost = kNormThreads * kNormOwn * kNormLoads;      // columns of a row, at most
+
+struct NormArgs {
+  const float* x;       // [rows, width], rows `stride` apart
+  const float* weight;  // [width]
+  __nv_bfloat16* out;   // [rows, width]
+  int width, stride;
+  float eps;
+};
+
+// A block a row. A thread keeps its columns, four a load.
+template <int kLoads>
+__global__ void __launch_bounds__(kNormThreads) normalise_kernel(const __grid_constant__ NormArgs args) {
+  __shared__ float sums[kNormWarps];
+  const int thread = threadIdx.x, steps = args.width / kNormOwn;
+  const auto* weight = reinterpret_cast<const float4*>(args.weight);
+  const auto* row = reinterpret_cast<const float4*>(args.x + static_cast<size_t>(blockIdx.x) * args.stride);
+  let_next_start();
+  float4 w[kLoads], x[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const int at = i * kNormThreads + thread;
+    w[i] = at < steps ? __ldg(weight + at) : float4{};
+  }
+  wait_for_previous();
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const int at = i * kNormThreads + thread;
+    x[i] = at < steps ? row[at] : float4{};
+    sum += x[i].x * x[i].x + x[i].y * x[i].y + x[i].z * x[i].z + x[i].w * x[i].w;
+  }
+  sum = lanes_sum<kLanes>(sum);
+  if (lane_of(thread) == 0) sums[warp_of(thread)] = sum;
+  __syncthreads();
+  sum = 0;
+#pragma unroll
+  for (int warp = 0; warp < kNormWarps; ++warp) sum += sums[warp];
+  const float factor = rsqrtf(sum / static_cast<float>(args.width) + args.eps);
+  auto* out = reinterpret_cast<uint2*>(args.out + static_cast<size_t>(blockIdx.x) * args.width);
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const int at = i * kNormThreads + thread;
+    if (at >= steps) continue;
+    const __nv_bfloat162 low = __floats2bfloat162_rn(x[i].x * factor * w[i].x, x[i].y * factor * w[i].y),
+                         high = __floats2bfloat162_rn(x[i].z * factor * w[i].z, x[i].w * factor * w[i].w);
+    out[at] = {reinterpret_cast<const uint32_t&>(low), reinterpret_cast<const uint32_t&>(high)};
+  }
+}
+
+}  // namespace dsv4
+
+namespace {
+
+namespace ffi = xla::ffi;
+
+using Matrix = ffi::Buffer<ffi::F32, 2>;
+using Vector = ffi::Buffer<ffi::F32, 1>;
+using Rounded = ffi::Buffer<ffi::BF16, 2>;
+
+template <int kLoads = 1>
+cudaError_t launch(const dsv4::NormArgs& args, int64_t rows, cudaStream_t stream) {
+  if constexpr (kLoads < dsv4::kNormLoads) {
+    if (args.width > kLoads * dsv4::kNormThreads * dsv4::kNormOwn) return launch<2 * kLoads>(args, rows, stream);
+  }
+  return dsv4::start(dsv4::normalise_kernel<kLoads>, {dim3(static_cast<unsigned>(rows)), dsv4::kNormThreads},
+                     dsv4::follows, stream, args);
+}
+
+ffi::Error normalise(cudaStream_t stream, Matrix x, Vector weight, ffi::Result<Rounded> out, int32_t start, float eps) {
+  const int64_t rows = x.dimensions()[0], stride = x.dimensions()[1], width = weight.dimensions()[0];
+  if (width % dsv4::kNormOwn != 0 || width > dsv4::kNormMost || start < 0 || start % dsv4::kNormOwn != 0 ||
+      stride % dsv4::kNormOwn != 0 || start + width > stride || stride > INT32_MAX || rows > INT32_MAX ||
+      out->dimensions()[0] != rows || out->dimensions()[1] != width) {
+    return ffi::Error::InvalidArgument("normalise: up to 8192 columns in fours; shapes must agree");
+  }
+  if (rows == 0 || width == 0) return ffi::Error::Success();
+  const dsv4::NormArgs args = {
+      x.typed_data() + start,  weight.typed_data(),      reinterpret_cast<__nv_bfloat16*>(out->untyped_data()),
+      static_cast<int>(width), static_cast<int>(stride), eps};
+  if (const std::string problem =
+          dsv4::misaligned("normalise", {{"x", args.x}, {"weight", args.weight}, {"out", args.out}});
+      !problem.empty())
+    return ffi::Error::InvalidArgument(problem);
+  const cudaError_t error = launch(args, rows, stream);
+  if (error != cudaSuccess) return ffi::Error::Internal(std::string("normalise: ") + cudaGetErrorString(error));
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+DSV4_BUILT_FOR(normalise);
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Normalise, normalise,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<Matrix>()
+                                  .Arg<Vector>()
+                                  .Ret<Rounded>()
+                                  .Attr<int32_t>("start")
+                                  .Attr<float>("eps"),
+                              {ffi::Traits::kCmdBufferCompatible});
